@@ -1,0 +1,229 @@
+//! A block at rest: a header that describes it, and opaque bytes.
+//!
+//! The phases of a resting block are types: a [`Block`] is what a tier hands back, believed by nobody; only
+//! [`Block::verify`] makes a [`Verified`] of it, and only a `Verified` can be written into device memory.
+//!
+//! Header, 128 bytes, little endian:
+//!
+//! | offset | bytes | field |
+//! | --: | --: | --- |
+//! | 0 | 8 | magic `BLKYARD1`; the last digit is the version |
+//! | 8 | 16 | name |
+//! | 24 | 16 | name of the parent, zeros at the root |
+//! | 40 | 32 | fingerprint |
+//! | 72 | 8 | payload length |
+//! | 80 | 1 | codec: 0 raw |
+//! | 81 | 1 | 1 when there is a parent |
+//! | 82 | 38 | zeros |
+//! | 120 | 8 | CRC-64/NVME over bytes 0 to 120 and the payload |
+
+use crate::{Fingerprint, SequenceHash};
+use bytes::Bytes;
+use crc_fast::{CrcAlgorithm, Digest};
+
+const MAGIC: [u8; 8] = *b"BLKYARD1";
+const SUMMED: usize = 120;
+
+/// How the payload is encoded.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Codec {
+    /// The engine's bytes as they are.
+    #[default]
+    Raw,
+}
+
+/// What a block at rest says of itself.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Header {
+    /// Its content.
+    pub name: SequenceHash,
+    /// The content before it; `None` at the root.
+    pub parent: Option<SequenceHash>,
+    /// Whose bytes.
+    pub fingerprint: Fingerprint,
+    /// Payload bytes.
+    pub length: u64,
+    /// How they are encoded.
+    pub codec: Codec,
+    /// CRC-64/NVME over the other fields and the payload.
+    pub checksum: u64,
+}
+
+impl Header {
+    /// Bytes that a header takes at rest.
+    pub const LEN: usize = 128;
+
+    /// The header at rest.
+    pub fn encode(&self) -> [u8; Self::LEN] {
+        let mut bytes = [0; Self::LEN];
+        bytes[..SUMMED].copy_from_slice(&self.summed());
+        bytes[SUMMED..].copy_from_slice(&self.checksum.to_le_bytes());
+        bytes
+    }
+
+    /// Reads a header; whether its checksum holds is for [`Block::verify`] to say, once the payload is there.
+    pub fn decode(bytes: &[u8; Self::LEN]) -> Result<Self, Corrupt> {
+        let array = |at: usize| -> [u8; 16] { std::array::from_fn(|i| bytes[at + i]) };
+        let word = |at: usize| u64::from_le_bytes(std::array::from_fn(|i| bytes[at + i]));
+        if bytes[..8] != MAGIC || bytes[82..SUMMED].iter().any(|b| *b != 0) || bytes[81] > 1 {
+            return Err(Corrupt::Header);
+        }
+        let codec = match bytes[80] {
+            0 => Codec::Raw,
+            _ => return Err(Corrupt::Header),
+        };
+        let parent = (bytes[81] == 1).then(|| SequenceHash::from_bytes(array(24)));
+        if parent.is_none() && array(24) != [0; 16] {
+            return Err(Corrupt::Header);
+        }
+        Ok(Self {
+            name: SequenceHash::from_bytes(array(8)),
+            parent,
+            fingerprint: Fingerprint::from_bytes(std::array::from_fn(|i| bytes[40 + i])),
+            length: word(72),
+            codec,
+            checksum: word(SUMMED),
+        })
+    }
+
+    fn summed(&self) -> [u8; SUMMED] {
+        let mut bytes = [0; SUMMED];
+        bytes[..8].copy_from_slice(&MAGIC);
+        bytes[8..24].copy_from_slice(self.name.as_bytes());
+        if let Some(parent) = &self.parent {
+            bytes[24..40].copy_from_slice(parent.as_bytes());
+            bytes[81] = 1;
+        }
+        bytes[40..72].copy_from_slice(self.fingerprint.as_bytes());
+        bytes[72..80].copy_from_slice(&self.length.to_le_bytes());
+        bytes[80] = match self.codec {
+            Codec::Raw => 0,
+        };
+        bytes
+    }
+
+    fn sum(&self, payload: &[u8]) -> u64 {
+        let mut digest = Digest::new(CrcAlgorithm::Crc64Nvme);
+        digest.update(&self.summed());
+        digest.update(payload);
+        digest.finalize()
+    }
+}
+
+/// A block as it travels between tiers. Cloning shares the payload.
+#[derive(Clone, Debug)]
+pub struct Block {
+    /// What it says of itself.
+    pub header: Header,
+    /// The bytes, encoded as the header says.
+    pub payload: Bytes,
+}
+
+impl Block {
+    /// Describes fresh bytes. The only place where a checksum is made.
+    pub fn seal(name: SequenceHash, parent: Option<SequenceHash>, fingerprint: Fingerprint, payload: Bytes) -> Self {
+        let mut header =
+            Header { name, parent, fingerprint, length: payload.len() as u64, codec: Codec::Raw, checksum: 0 };
+        header.checksum = header.sum(&payload);
+        Self { header, payload }
+    }
+
+    /// Believes the block if it is the one asked for and its bytes are those that were sealed.
+    pub fn verify(self, name: SequenceHash, fingerprint: Fingerprint) -> Result<Verified, Corrupt> {
+        if self.header.name != name {
+            return Err(Corrupt::OtherBlock);
+        }
+        if self.header.fingerprint != fingerprint {
+            return Err(Corrupt::OtherFingerprint);
+        }
+        if self.header.length != self.payload.len() as u64 {
+            return Err(Corrupt::Length);
+        }
+        if self.header.checksum != self.header.sum(&self.payload) {
+            return Err(Corrupt::Checksum);
+        }
+        Ok(Verified(self))
+    }
+}
+
+/// A block whose name, fingerprint, length and checksum were all verified.
+#[derive(Clone, Debug)]
+pub struct Verified(Block);
+
+impl Verified {
+    /// What it says of itself, which is true.
+    pub fn header(&self) -> &Header {
+        &self.0.header
+    }
+
+    /// The engine's bytes.
+    pub fn payload(&self) -> &[u8] {
+        &self.0.payload
+    }
+
+    /// The block, to be kept in another tier.
+    pub fn into_block(self) -> Block {
+        self.0
+    }
+}
+
+/// Why a loaded block is not believed. It is quarantined, counted and recomputed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum Corrupt {
+    /// The header is not one.
+    #[error("not a block header")]
+    Header,
+    /// It is a sound block, but not the one asked for.
+    #[error("another block's name")]
+    OtherBlock,
+    /// It is another engine's.
+    #[error("another engine's fingerprint")]
+    OtherFingerprint,
+    /// Too few or too many bytes.
+    #[error("wrong payload length")]
+    Length,
+    /// The bytes changed.
+    #[error("checksum does not match")]
+    Checksum,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn block() -> Block {
+        let name = SequenceHash::from_bytes([3; 16]);
+        let parent = Some(SequenceHash::from_bytes([2; 16]));
+        Block::seal(name, parent, Fingerprint::from_bytes([9; 32]), Bytes::from(vec![5; 300]))
+    }
+
+    #[test]
+    fn any_flipped_bit_of_header_or_payload_is_detected() {
+        let good = block();
+        let (name, fingerprint) = (good.header.name, good.header.fingerprint);
+        let rest = [&good.header.encode()[..], &good.payload].concat();
+        for bit in 0..rest.len() * 8 {
+            let mut bad = rest.clone();
+            bad[bit / 8] ^= 1 << (bit % 8);
+            let head: [u8; Header::LEN] = bad[..Header::LEN].try_into().unwrap();
+            let verdict = Header::decode(&head).and_then(|header| {
+                Block { header, payload: Bytes::copy_from_slice(&bad[Header::LEN..]) }.verify(name, fingerprint)
+            });
+            assert!(verdict.is_err(), "bit {bit} flipped unseen");
+        }
+    }
+
+    #[test]
+    fn a_sound_block_survives_its_header_and_nothing_else_passes_for_it() {
+        let good = block();
+        let (name, fingerprint) = (good.header.name, good.header.fingerprint);
+        assert_eq!(Header::decode(&good.header.encode()), Ok(good.header));
+        assert!(good.clone().verify(name, fingerprint).is_ok());
+        let other = SequenceHash::from_bytes([4; 16]);
+        assert_eq!(good.clone().verify(other, fingerprint).unwrap_err(), Corrupt::OtherBlock);
+        let foreign = Fingerprint::from_bytes([8; 32]);
+        assert_eq!(good.clone().verify(name, foreign).unwrap_err(), Corrupt::OtherFingerprint);
+        let short = Block { payload: good.payload.slice(1..), ..good };
+        assert_eq!(short.verify(name, fingerprint).unwrap_err(), Corrupt::Length);
+    }
+}

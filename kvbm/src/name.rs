@@ -1,0 +1,219 @@
+//! What a block is called: content names and byte fingerprints.
+//!
+//! A name depends on content only: the cache domain's key, the model's identity, the adapter, and every token up to the
+//! end of the block. Chaining is keyed BLAKE3: the parent's 32-byte chain value is the key under which the block's tokens
+//! are hashed, so one block costs one compression, and a name commits to the whole prefix. The first 16 bytes are the name.
+//!
+//! Look here in vain for the fingerprint inside a name: which bytes a name stands for is a namespace of its own, so that
+//! a mixed fleet shares one prefix index.
+
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// The name of a block's content: 128 bits of a keyed BLAKE3 chain.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct SequenceHash([u8; 16]);
+
+impl SequenceHash {
+    /// The 16 bytes, as they stand in headers and on the wire.
+    pub const fn as_bytes(&self) -> &[u8; 16] {
+        &self.0
+    }
+
+    /// A name read back from a header or the wire.
+    pub const fn from_bytes(bytes: [u8; 16]) -> Self {
+        Self(bytes)
+    }
+
+    /// The first eight bytes as a number: enough for an index that is a hint.
+    pub fn short(&self) -> u64 {
+        let [a, b, c, d, e, f, g, h, ..] = self.0;
+        u64::from_le_bytes([a, b, c, d, e, f, g, h])
+    }
+}
+
+impl fmt::Display for SequenceHash {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+impl fmt::Debug for SequenceHash {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{self}")
+    }
+}
+
+/// Who may share blocks with whom: a secret-keyed namespace. Two domains never share a name.
+#[derive(Clone, PartialEq, Eq, Hash)]
+pub struct Domain([u8; 32]);
+
+impl Domain {
+    /// A domain from its 32-byte key.
+    pub const fn from_key(key: [u8; 32]) -> Self {
+        Self(key)
+    }
+
+    /// The domain that everybody shares when no tenants are configured.
+    pub fn shared() -> Self {
+        Self(blake3::derive_key("blockyard 2026-11 shared cache domain", b""))
+    }
+}
+
+impl Default for Domain {
+    fn default() -> Self {
+        Self::shared()
+    }
+}
+
+impl fmt::Debug for Domain {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // The key is a secret; eight hex digits of its hash tell two domains apart in a log.
+        write!(f, "Domain({})", &blake3::hash(&self.0).to_hex()[..8])
+    }
+}
+
+/// The chain value after some prefix: the key under which the next block is named.
+///
+/// ```
+/// use kvbm::name::{ChainKey, Domain};
+/// let root = ChainKey::root(&Domain::shared(), "tiny", None);
+/// let tokens: Vec<u32> = (0..40).collect();
+/// let names = root.names(&tokens, 16);
+/// assert_eq!(names.len(), 2, "only full blocks have names");
+/// assert_eq!(names[..1], root.names(&tokens[..16], 16), "a name depends on nothing that follows");
+/// ```
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct ChainKey([u8; 32]);
+
+impl ChainKey {
+    /// The empty prefix of `model` (its identity: name and revision) with an optional adapter, in `domain`.
+    pub fn root(domain: &Domain, model: &str, adapter: Option<&str>) -> Self {
+        let mut hasher = blake3::Hasher::new_keyed(&domain.0);
+        // Lengths first, so that no two (model, adapter) pairs spell the same bytes.
+        hasher.update(&(model.len() as u64).to_le_bytes());
+        hasher.update(model.as_bytes());
+        if let Some(adapter) = adapter {
+            hasher.update(&(adapter.len() as u64).to_le_bytes());
+            hasher.update(adapter.as_bytes());
+        }
+        Self(*hasher.finalize().as_bytes())
+    }
+
+    /// Advances past one full block of tokens and names it.
+    pub fn push(&mut self, tokens: &[u32]) -> SequenceHash {
+        // 64 tokens cover every block size in use without an allocation; longer blocks stream.
+        let value = if tokens.len() <= 64 {
+            let mut bytes = [0u8; 256];
+            for (to, token) in bytes.chunks_exact_mut(4).zip(tokens) {
+                to.copy_from_slice(&token.to_le_bytes());
+            }
+            blake3::keyed_hash(&self.0, &bytes[..tokens.len() * 4])
+        } else {
+            let mut hasher = blake3::Hasher::new_keyed(&self.0);
+            tokens.iter().for_each(|token| {
+                hasher.update(&token.to_le_bytes());
+            });
+            hasher.finalize()
+        };
+        self.0 = *value.as_bytes();
+        let mut name = [0; 16];
+        name.copy_from_slice(&self.0[..16]);
+        SequenceHash(name)
+    }
+
+    /// Names of all full blocks of `block_size` tokens, in order. About 80 ns each.
+    pub fn names(mut self, tokens: &[u32], block_size: usize) -> Vec<SequenceHash> {
+        tokens.chunks_exact(block_size).map(|block| self.push(block)).collect()
+    }
+}
+
+impl fmt::Debug for ChainKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("ChainKey(..)")
+    }
+}
+
+/// Which engine's bytes a block holds: weights, dtype, layout, block size, rank, instruction set where bytes depend on it.
+///
+/// The engine computes it; here it is opaque and only compared.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Fingerprint([u8; 32]);
+
+impl Fingerprint {
+    /// The fingerprint of everything that decides the bytes, as `(field, value)` pairs in a fixed order.
+    pub fn of<'a>(facts: impl IntoIterator<Item = (&'a str, &'a [u8])>) -> Self {
+        let mut hasher = blake3::Hasher::new_derive_key("blockyard 2026-11 block fingerprint");
+        for (field, value) in facts {
+            for part in [field.as_bytes(), value] {
+                hasher.update(&(part.len() as u64).to_le_bytes());
+                hasher.update(part);
+            }
+        }
+        Self(*hasher.finalize().as_bytes())
+    }
+
+    /// The 32 bytes, as they stand in headers.
+    pub const fn as_bytes(&self) -> &[u8; 32] {
+        &self.0
+    }
+
+    /// A fingerprint read back from a header.
+    pub const fn from_bytes(bytes: [u8; 32]) -> Self {
+        Self(bytes)
+    }
+}
+
+impl fmt::Display for Fingerprint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // Sixteen hex digits tell fingerprints apart in logs and folder names.
+        self.0[..8].iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+impl fmt::Debug for Fingerprint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{self}")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::HashSet;
+
+    #[test]
+    fn domain_model_and_adapter_each_change_every_name() {
+        let tokens: Vec<u32> = (0..64).collect();
+        let other = Domain::from_key([7; 32]);
+        let roots = [
+            ChainKey::root(&Domain::shared(), "a", None),
+            ChainKey::root(&other, "a", None),
+            ChainKey::root(&Domain::shared(), "b", None),
+            ChainKey::root(&Domain::shared(), "a", Some("x")),
+            ChainKey::root(&Domain::shared(), "a", Some("")),
+        ];
+        let names: HashSet<_> = roots.iter().flat_map(|root| root.names(&tokens, 16)).collect();
+        assert_eq!(names.len(), roots.len() * 4);
+    }
+
+    #[test]
+    fn a_name_commits_to_the_whole_prefix() {
+        let root = ChainKey::root(&Domain::shared(), "m", None);
+        let mut tokens: Vec<u32> = (0..64).collect();
+        let before = root.names(&tokens, 16);
+        tokens[0] += 1;
+        let after = root.names(&tokens, 16);
+        assert!(before.iter().zip(&after).all(|(a, b)| a != b));
+    }
+
+    #[test]
+    fn long_blocks_hash_like_short_ones() {
+        // The streaming path must agree with the one-shot path in what it feeds the hash.
+        let root = ChainKey::root(&Domain::shared(), "m", None);
+        let tokens: Vec<u32> = (0..128).collect();
+        let bytes: Vec<u8> = tokens.iter().flat_map(|t| t.to_le_bytes()).collect();
+        let want = blake3::keyed_hash(&root.0, &bytes);
+        assert_eq!(root.names(&tokens, 128)[0].as_bytes()[..], want.as_bytes()[..16]);
+    }
+}

@@ -1,0 +1,2 @@
+//! The blockyard program.
+fn main() {}

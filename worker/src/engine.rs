@@ -1,0 +1,273 @@
+//! An [`Engine`] turns a request into a stream of tokens. Everything that serves is an `Engine`: a model runtime, a worker
+//! on another machine, the router. The front door holds one `Arc<dyn Engine>` and never learns which.
+
+use bytes::Bytes;
+use futures::future::BoxFuture;
+use futures::stream::BoxStream;
+use kvbm::{Domain, Level};
+use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Turns requests into streams of tokens.
+///
+/// # Contract
+/// - `generate` MUST refuse what it can see to be impossible (unknown model, prompt longer than the context) before it
+///   resolves; what goes wrong later arrives as the stream's last item.
+/// - The stream MUST end with exactly one [`Tokens`] whose `finish` is set, or with an error, or (for
+///   [`Work::Prefill`]) with exactly one [`Output::Handoff`], after which it MUST stay open, keeping the blocks alive,
+///   until it is dropped.
+/// - Dropping the future or the stream cancels the request; the engine MUST have stopped computing for it within one step.
+/// - The same request with the same seed MUST give the same tokens, whatever else is running.
+pub trait Engine: Send + Sync + 'static {
+    /// Starts a request.
+    fn generate(&self, request: Request) -> BoxFuture<'_, Result<OutputStream, Error>>;
+
+    /// What is served here now. Never fails because one of many is down.
+    fn models(&self) -> Vec<Arc<ModelCard>>;
+
+    /// Whether requests can be served now.
+    fn readiness(&self) -> Readiness;
+}
+
+/// The stream of one request. Dropping it cancels the request.
+pub type OutputStream = BoxStream<'static, Result<Output, Error>>;
+
+/// Whether an engine can serve.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Readiness {
+    /// Requests are served.
+    Ready,
+    /// Not now, and why, in words for an operator.
+    NotReady(String),
+}
+
+/// One piece of work.
+#[derive(Clone, Debug)]
+pub struct Request {
+    /// Names the request in logs and traces; unique enough for a person.
+    pub id: Arc<str>,
+    /// The model's id, as in its [`ModelCard`].
+    pub model: Arc<str>,
+    /// The prompt.
+    pub tokens: Arc<[u32]>,
+    /// Whose cache the prompt's blocks belong to.
+    pub domain: Domain,
+    /// How the next token is chosen.
+    pub sampling: Sampling,
+    /// When to stop.
+    pub stop: StopRule,
+    /// What is wanted of the engine.
+    pub work: Work,
+    /// The client wants the router's decision explained in [`Tokens::explain`].
+    pub explain: bool,
+    /// The client's body as it came, for engines that pass it through.
+    pub body: Option<Bytes>,
+}
+
+/// What is wanted of an engine.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub enum Work {
+    /// Prefill and decode.
+    #[default]
+    Generate,
+    /// Only compute the prompt's blocks, and hand them over.
+    Prefill,
+    /// Decode from blocks that another engine computed.
+    Resume(Handoff),
+}
+
+/// Where prefilled blocks are to be had; opaque to everyone but the engines of one kind.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Handoff(pub Bytes);
+
+/// How the next token is chosen. Sampling is a function of seed and position.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Sampling {
+    /// 0 is greedy.
+    pub temperature: f32,
+    /// Nucleus; 1 is off.
+    pub top_p: f32,
+    /// Only the k likeliest; `None` is off.
+    pub top_k: Option<u32>,
+    /// Only tokens at least this fraction as likely as the likeliest; 0 is off.
+    pub min_p: f32,
+    /// Fixes the choice. An engine that gets `None` draws one.
+    pub seed: Option<u64>,
+    /// Subtracted from the logit of a token per time it was generated; 0 is off.
+    pub frequency_penalty: f32,
+    /// Subtracted once from the logit of a token that was generated; 0 is off.
+    pub presence_penalty: f32,
+    /// Divides (or multiplies, when negative) the logit of a token in prompt or output; 1 is off.
+    pub repetition_penalty: f32,
+    /// Added to the logits of these tokens.
+    pub logit_bias: Vec<(u32, f32)>,
+    /// Report the chosen token's log-probability, and those of this many alternatives.
+    pub logprobs: Option<u8>,
+}
+
+impl Default for Sampling {
+    /// OpenAI's defaults: temperature 1, everything else off.
+    fn default() -> Self {
+        Self {
+            temperature: 1.0,
+            top_p: 1.0,
+            top_k: None,
+            min_p: 0.0,
+            seed: None,
+            frequency_penalty: 0.0,
+            presence_penalty: 0.0,
+            repetition_penalty: 1.0,
+            logit_bias: Vec::new(),
+            logprobs: None,
+        }
+    }
+}
+
+/// When a request ends. Stop *strings* are the front door's, which sees text: it drops the stream.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct StopRule {
+    /// Generate at most this many; `None`: up to the context.
+    pub max_tokens: Option<u32>,
+    /// Generate at least this many before an end-of-sequence or stop token may be chosen.
+    pub min_tokens: u32,
+    /// End at these too, besides the model's own end-of-sequence tokens.
+    pub stop_tokens: Vec<u32>,
+    /// Go on past the model's end-of-sequence tokens.
+    pub ignore_eos: bool,
+}
+
+/// One item of a stream.
+#[derive(Clone, Debug)]
+pub enum Output {
+    /// Tokens that the engine generated.
+    Tokens(Tokens),
+    /// The engine's own bytes for the client, with the token ids in them when known.
+    Frame(Bytes, Option<Vec<u32>>),
+    /// The prompt's blocks are ready to be fetched, for as long as the stream is kept.
+    Handoff(Handoff),
+}
+
+/// Tokens, one or more steps' worth.
+#[derive(Clone, PartialEq, Debug, Default)]
+pub struct Tokens {
+    /// In order. An end-of-sequence or stop token that ended the request is not among them.
+    pub ids: Vec<u32>,
+    /// One per id when asked for, else empty.
+    pub logprobs: Vec<Logprobs>,
+    /// Set on the last item.
+    pub finish: Option<Finish>,
+    /// Set on the first item: what the prompt cost.
+    pub prompt: Option<PromptReport>,
+    /// Set on the first item when asked for: why the request went where it went, as one line of JSON.
+    pub explain: Option<Arc<str>>,
+}
+
+/// Log-probabilities at one position, natural logarithm, from the distribution before temperature and cuts.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Logprobs {
+    /// Of the chosen token.
+    pub chosen: f32,
+    /// The likeliest tokens, likeliest first.
+    pub top: Vec<(u32, f32)>,
+}
+
+/// Why a stream ended.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Finish {
+    /// An end-of-sequence token.
+    Stop,
+    /// One of the request's own stop tokens.
+    StopToken(u32),
+    /// `max_tokens`, or the end of the context.
+    Length,
+}
+
+/// What a prompt cost: how much of it was computed, and where the rest came from.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct PromptReport {
+    /// Prompt tokens that were not computed by the engine that decodes, and where their blocks were found.
+    pub cached: Vec<(Level, u32)>,
+    /// Prompt tokens that were computed, handed-over ones included.
+    pub computed: u32,
+    /// From the engine's acceptance to the first step that had the request in it.
+    pub queued: Duration,
+}
+
+impl PromptReport {
+    /// Prompt tokens that nobody computed for this request. Those computed elsewhere and handed over are not cached.
+    pub fn cached_tokens(&self) -> u32 {
+        self.cached.iter().filter(|(level, _)| *level != Level::Peer).map(|(_, tokens)| tokens).sum()
+    }
+}
+
+/// A request was refused or failed. The HTTP status is the front door's business.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum Error {
+    /// Nobody here serves this model.
+    #[error("model `{0}` does not exist")]
+    UnknownModel(String),
+    /// Prompt and wanted tokens do not fit the model.
+    #[error("prompt of {prompt} tokens exceeds the context of {context} tokens")]
+    PromptTooLong {
+        /// Tokens in the prompt.
+        prompt: usize,
+        /// Tokens that fit, prompt and output together.
+        context: usize,
+    },
+    /// The request asks for something that this engine cannot do.
+    #[error("{field}: {problem}")]
+    Invalid {
+        /// The request's field.
+        field: &'static str,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// Too much is waiting. Try again after the time.
+    #[error("overloaded, try again in {} s", .retry_after.as_secs())]
+    Overloaded {
+        /// When a place is likely free.
+        retry_after: Duration,
+    },
+    /// Nobody can serve it now.
+    #[error("unavailable: {0}")]
+    Unavailable(String),
+    /// The engine failed.
+    #[error("engine failed: {0}")]
+    Failed(String),
+}
+
+/// A model as its clients see it: what it is called, what fits, and how text becomes tokens.
+#[derive(Clone, PartialEq, Serialize, Deserialize)]
+pub struct ModelCard {
+    /// The id that clients send.
+    pub id: String,
+    /// Names the weights in block names: two cards with the same identity share an index.
+    pub identity: String,
+    /// When the model was made or loaded, seconds since 1970.
+    pub created: u64,
+    /// Prompt and output tokens together.
+    pub context: usize,
+    /// Tokens per KV block.
+    pub block_size: usize,
+    /// Size of the vocabulary.
+    pub vocabulary: usize,
+    /// Tokens that end a sequence.
+    pub eos: Vec<u32>,
+    /// The text of `tokenizer.json`.
+    pub tokenizer: Arc<str>,
+    /// The Jinja chat template, when the model has one.
+    pub chat_template: Option<String>,
+    /// Special tokens that templates name: `bos_token`, `eos_token` and the like, with their text.
+    pub special_tokens: Vec<(String, String)>,
+    /// Weights made up, text meaningless: said to people who ask.
+    pub random_weights: bool,
+}
+
+impl std::fmt::Debug for ModelCard {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { id, identity, context, block_size, .. } = self;
+        write!(f, "ModelCard({id}, identity {identity}, context {context}, blocks of {block_size})")
+    }
+}

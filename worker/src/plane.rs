@@ -1,0 +1,222 @@
+//! The planes between processes: *who is there* ([`Discovery`]) and *what changed* ([`Events`]).
+//!
+//! The request plane is no trait of its own: discovery hands out an [`Engine`] for each instance. What holds of a plane
+//! holds of the one in memory too: it numbers, lags and expires like the one on the wire.
+
+use crate::engine::{Engine, ModelCard};
+use futures::future::BoxFuture;
+use futures::stream::BoxStream;
+use kvbm::{BlockEvent, Epoch, Level, Snapshot};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::sync::Arc;
+
+/// Names a worker, for its whole life and in every process.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
+pub struct WorkerId(pub u64);
+
+impl fmt::Display for WorkerId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "w{}", self.0)
+    }
+}
+
+/// Names a shared store (an SSD log of a process, an object store of a fleet) in every process that reaches it.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
+pub struct StoreId(pub u64);
+
+impl fmt::Display for StoreId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "s{:08x}", self.0)
+    }
+}
+
+/// Who announces blocks: a worker for its own memory, or a store for what outlives its writers.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Source {
+    /// A worker's G1 and G2.
+    Worker(WorkerId),
+    /// A shared G3 or G4.
+    Store(StoreId),
+}
+
+/// What a worker does.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Phase {
+    /// Prefill for others.
+    Prefill,
+    /// Decode, and prefill what is short.
+    Decode,
+    /// Everything.
+    #[default]
+    Both,
+}
+
+impl fmt::Display for Phase {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Prefill => "prefill",
+            Self::Decode => "decode",
+            Self::Both => "both",
+        })
+    }
+}
+
+/// A worker as others see it.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct Instance {
+    /// Its name.
+    pub id: WorkerId,
+    /// Its life; a restart has another.
+    pub epoch: Epoch,
+    /// What it does.
+    pub phase: Phase,
+    /// What it serves.
+    pub model: Arc<ModelCard>,
+    /// The shared stores that it can onboard from.
+    pub stores: Vec<StoreId>,
+}
+
+/// Something changed among the instances.
+#[derive(Clone)]
+pub enum Membership {
+    /// A worker came, or came back in a new epoch.
+    Joined(Arc<Instance>, Arc<dyn Engine>),
+    /// A worker's lease ended.
+    Left(WorkerId, Epoch),
+}
+
+/// Who is there.
+///
+/// # Contract
+/// - `register` MUST make the instance visible to every watcher until the lease is dropped, or its process dies and the
+///   lease runs out.
+/// - `watch` MUST first yield a `Joined` for each instance that is there, then every change, in order, without loss.
+pub trait Discovery: Send + Sync + 'static {
+    /// Announces a worker, for as long as the lease is kept.
+    fn register(&self, instance: Instance, engine: Arc<dyn Engine>) -> BoxFuture<'_, Result<Lease, PlaneError>>;
+
+    /// All instances, and then all changes.
+    fn watch(&self) -> BoxStream<'static, Membership>;
+}
+
+/// Keeps an instance visible; dropping it withdraws the instance.
+#[must_use = "dropping a lease withdraws the instance"]
+pub struct Lease(Option<Box<dyn FnOnce() + Send>>);
+
+impl Lease {
+    /// A lease that calls `withdraw` when it is dropped.
+    pub fn new(withdraw: impl FnOnce() + Send + 'static) -> Self {
+        Self(Some(Box::new(withdraw)))
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        if let Some(withdraw) = self.0.take() {
+            withdraw();
+        }
+    }
+}
+
+impl fmt::Debug for Lease {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Lease")
+    }
+}
+
+/// A numbered event of one source's life. Events of one source are gapless from 1 within an epoch; who sees a gap asks for
+/// a snapshot and goes on with the stale view meanwhile.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct Event {
+    /// Who announces.
+    pub source: Source,
+    /// In which life.
+    pub epoch: Epoch,
+    /// What.
+    pub body: EventBody,
+}
+
+/// What an event says.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum EventBody {
+    /// Blocks came or went. Numbered.
+    Block {
+        /// Gapless from 1 within the epoch.
+        number: u64,
+        /// What happened.
+        event: BlockEvent,
+    },
+    /// How a worker is doing now. Not numbered: only the latest counts. From workers only.
+    Load(Load),
+}
+
+/// How a worker is doing: measured, never configured. Sent when it changes, and at least once a second.
+#[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
+pub struct Load {
+    /// The last block number at the time of sending, so that a lost last event is noticed.
+    pub number: u64,
+    /// Prompt tokens accepted and not yet computed.
+    pub waiting_tokens: u64,
+    /// Requests in the batch.
+    pub running: u32,
+    /// Requests accepted and not yet in the batch.
+    pub waiting: u32,
+    /// G1 blocks in use by requests.
+    pub active_blocks: u64,
+    /// G1 blocks in all.
+    pub total_blocks: u64,
+    /// Measured prefill speed, tokens per second; `None` until measured.
+    pub prefill_tokens_per_second: Option<f64>,
+    /// Measured time of one decode step, seconds; `None` until measured.
+    pub decode_step_seconds: Option<f64>,
+    /// Bytes of one block.
+    pub block_bytes: u64,
+    /// Measured onboarding, per tier.
+    pub onboard: Vec<OnboardSpeed>,
+}
+
+/// How fast blocks come up from a tier, as measured.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
+pub struct OnboardSpeed {
+    /// From where.
+    pub level: Level,
+    /// Time until the first block.
+    pub latency_seconds: f64,
+    /// Bytes per second after that.
+    pub bytes_per_second: f64,
+}
+
+/// What changed.
+///
+/// # Contract
+/// - `publish` MUST NOT wait; events MAY be lost, and a slow subscriber MUST be the one that loses.
+/// - A subscription MUST yield events of one source in the order in which they were published.
+/// - `snapshot` MUST answer with the source's own state, as of a number, or that it is not there.
+pub trait Events: Send + Sync + 'static {
+    /// Sends an event to whoever listens.
+    fn publish(&self, event: Event);
+
+    /// Events from now on.
+    fn subscribe(&self) -> BoxStream<'static, Event>;
+
+    /// Lets others ask for the source's snapshot, for as long as the lease is kept.
+    fn offer(&self, source: Source, snapshot: Arc<dyn Fn() -> Snapshot + Send + Sync>) -> Lease;
+
+    /// All blocks of a source.
+    fn snapshot(&self, source: Source) -> BoxFuture<'_, Result<Snapshot, PlaneError>>;
+}
+
+/// A plane could not do what was asked.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum PlaneError {
+    /// Nobody of that name is there.
+    #[error("{0} is not there")]
+    Absent(String),
+    /// The plane itself does not answer.
+    #[error("plane unavailable: {0}")]
+    Unavailable(String),
+}
