@@ -1,6 +1,8 @@
 //! An [`Engine`] turns a request into a stream of tokens. Everything that serves is an `Engine`: a model runtime, a worker
 //! on another machine, the router. The front door holds one `Arc<dyn Engine>` and never learns which.
 
+pub mod llama;
+
 use bytes::Bytes;
 use futures::future::BoxFuture;
 use futures::stream::BoxStream;

@@ -1,0 +1,5 @@
+//! The native engine: Llama-family models from a Hugging Face folder, computed on the CPU with real attention over paged
+//! KV blocks.
+
+pub(crate) mod config;
+pub(crate) mod weights;
