@@ -1,0 +1,74 @@
+# Every verb of the house; `make` alone lists them. CI calls the same verbs (.ci/run).
+
+PYTHON ?= python3
+VENV   := .venv
+BENCH  := --manifest-path bench/Cargo.toml
+RUN    ?= serve
+CARGO_DENY := 0.20.2
+
+# cargo-nextest where it is installed; plain `cargo test` runs the same tests.
+NEXTEST := $(shell cargo nextest --version >/dev/null 2>&1 && echo yes)
+ifeq ($(NEXTEST),yes)
+RUST_TESTS := cargo nextest run --locked --workspace --no-fail-fast
+else
+RUST_TESTS := cargo test --locked --workspace --all-targets --no-fail-fast
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help run test lint fmt doc setup bench bench-ttft bench-routing advisories
+
+help: ## List the verbs
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+run: ## Build and serve the built-in model on 127.0.0.1:8000 (RUN="serve --model DIR" for another)
+	cargo run --locked --release -- $(RUN)
+
+test: $(VENV)/.ready ## Every test: Python client, documentation examples, Rust. Installs what it needs into .venv
+	cargo build --locked
+	$(VENV)/bin/python -m pytest -q tests/python
+	cargo test --locked --workspace --doc --quiet
+	cargo test --locked --quiet $(BENCH)
+	$(RUST_TESTS)
+
+lint: ## Formatting, clippy and rustdoc without warnings, licences and banned crates
+	cargo fmt --all --check
+	cargo fmt $(BENCH) --check
+	cargo clippy --locked --workspace --all-targets -- -D warnings
+	cargo clippy --locked $(BENCH) --all-targets -- -D warnings
+	RUSTDOCFLAGS="-D warnings" cargo doc --locked --workspace --no-deps --document-private-items --quiet
+	@if cargo deny --version >/dev/null 2>&1; then \
+	  set -ex; cargo deny --locked check bans licenses sources; \
+	  cargo deny --locked $(BENCH) check --config deny.toml bans licenses sources; \
+	else \
+	  echo "lint: SKIPPED the check of licences and banned crates: cargo-deny is not installed (make setup installs it)"; \
+	fi
+
+fmt: ## Format everything
+	cargo fmt --all
+	cargo fmt $(BENCH)
+
+doc: ## Build the API documentation into target/doc
+	cargo doc --locked --workspace --no-deps --document-private-items
+
+bench: bench-ttft bench-routing ## All benchmarks; takes minutes, wants an idle machine
+
+bench-ttft: ## Time to first token: cold, and with the prefix in each tier (ARGS="--json" for JSON)
+	cargo build --locked --release
+	cargo build --locked --release $(BENCH)
+	cargo run --locked --release --quiet $(BENCH) --bin ttft -- $(ARGS)
+
+bench-routing: ## Prompt tokens that each routing policy computes, against the lower bound (ARGS="--json" for JSON)
+	cargo build --locked --release
+	cargo build --locked --release $(BENCH)
+	cargo run --locked --release --quiet $(BENCH) --bin routing -- $(ARGS)
+
+setup: $(VENV)/.ready ## Install what lint and test use beyond Rust: the Python client, cargo-deny (three minutes)
+	cargo deny --version >/dev/null 2>&1 || cargo install --locked cargo-deny@$(CARGO_DENY)
+
+advisories: ## Ask the RustSec database about our dependencies (needs the network)
+	cargo deny --locked check advisories
+
+$(VENV)/.ready: tests/python/requirements.txt
+	$(PYTHON) -m venv $(VENV) || { echo "make: $(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	@touch $@

@@ -1,0 +1,188 @@
+//! The architecture's rules, checked on the source itself: who may depend on whom, who may import what, who reads the
+//! environment, how long a file may be. Each failure says which file broke which rule.
+
+use serde_json::Value;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Which of our crates each may name. Requests go down; nothing points up.
+const EDGES: [(&str, &[&str]); 5] = [
+    ("kvbm", &[]),
+    ("worker", &["kvbm"]),
+    ("router", &["worker", "kvbm"]),
+    ("frontend", &["worker"]),
+    ("blockyard", &["frontend", "router", "worker", "kvbm"]),
+];
+
+/// Files that may read the environment, and why.
+const READS_THE_ENVIRONMENT: [(&str, &str); 1] = [("src/config", "the one loader of the configuration")];
+
+/// At 400 lines one asks what the second noun is; over 500 there is one.
+const FILE_LINES_MAX: usize = 500;
+
+/// The whole system stays readable: this many lines, tests apart.
+const SYSTEM_LINES_MAX: usize = 40_000;
+
+/// Where the system's own sources are.
+const SOURCES: [&str; 5] = ["src", "frontend/src", "router/src", "worker/src", "kvbm/src"];
+
+#[test]
+fn crates_depend_downwards_only() {
+    let allowed: BTreeMap<&str, BTreeSet<&str>> =
+        EDGES.iter().map(|(from, to)| (*from, to.iter().copied().collect())).collect();
+    let metadata = metadata();
+    let packages = metadata["packages"].as_array().expect("cargo metadata lists packages");
+    assert_eq!(packages.len(), allowed.len(), "a crate came or went: say in EDGES what it may name");
+    for package in packages {
+        let name = package["name"].as_str().expect("a package has a name");
+        let may = allowed.get(name).unwrap_or_else(|| panic!("crate {name} is not in EDGES"));
+        for dependency in package["dependencies"].as_array().expect("a package lists its dependencies") {
+            let on = dependency["name"].as_str().expect("a dependency has a name");
+            let ours = allowed.contains_key(on);
+            assert!(!ours || may.contains(on), "crate {name} depends on {on}: that edge points up or sideways");
+        }
+    }
+}
+
+#[test]
+fn the_front_door_imports_of_worker_only_the_engine_seam() {
+    let offenders = lines_where(&["frontend/src"], |_, line| {
+        let code = code(line);
+        paths_after(code, "worker").any(|rest| !rest.starts_with("engine"))
+            || paths_after(code, "worker::engine").any(|rest| rest.starts_with(char::is_lowercase))
+    });
+    assert!(
+        offenders.is_empty(),
+        "of worker, the front door may import the seam worker::engine only:\n{}",
+        offenders.join("\n")
+    );
+}
+
+#[test]
+fn only_the_nats_plane_names_async_nats() {
+    let offenders =
+        lines_where(&SOURCES, |file, line| file != "worker/src/plane/nats.rs" && code(line).contains("async_nats"));
+    assert!(offenders.is_empty(), "only worker/src/plane/nats.rs may use async_nats:\n{}", offenders.join("\n"));
+}
+
+#[test]
+fn only_the_configuration_loader_reads_the_environment() {
+    let offenders = lines_where(&SOURCES, |file, line| {
+        let reads = ["env::var", "env::vars", "env::var_os", "Env::"].iter().any(|word| code(line).contains(word));
+        reads && !READS_THE_ENVIRONMENT.iter().any(|(prefix, _)| file.starts_with(prefix))
+    });
+    assert!(
+        offenders.is_empty(),
+        "the environment is read by the configuration loader alone:\n{}",
+        offenders.join("\n")
+    );
+}
+
+#[test]
+fn the_lower_crates_speak_no_openai() {
+    let offenders = lines_where(&["kvbm/src", "router/src", "worker/src"], |file, line| {
+        !file.starts_with("worker/src/engine/upstream") && code(line).contains("async_openai")
+    });
+    assert!(offenders.is_empty(), "only the front door and the upstream engine know OpenAI:\n{}", offenders.join("\n"));
+}
+
+#[test]
+fn every_module_opens_with_its_purpose() {
+    let silent: Vec<_> = sources(&SOURCES)
+        .into_iter()
+        .filter(|(file, text)| !is_test(file) && !text.starts_with("//!"))
+        .map(|(file, _)| file)
+        .collect();
+    assert!(silent.is_empty(), "these modules do not open with //!:\n{}", silent.join("\n"));
+}
+
+#[test]
+fn no_file_has_a_second_noun() {
+    let long: Vec<_> = sources(&SOURCES)
+        .into_iter()
+        .filter(|(file, _)| !is_test(file))
+        .map(|(file, text)| (file, lines_apart_from_tests(&text)))
+        .filter(|(_, lines)| *lines > FILE_LINES_MAX)
+        .map(|(file, lines)| format!("{file}: {lines}"))
+        .collect();
+    assert!(long.is_empty(), "over {FILE_LINES_MAX} lines, tests apart; find the second noun:\n{}", long.join("\n"));
+}
+
+#[test]
+fn the_system_can_be_read() {
+    let lines: usize =
+        sources(&SOURCES).iter().filter(|(file, _)| !is_test(file)).map(|(_, text)| lines_apart_from_tests(text)).sum();
+    assert!(lines <= SYSTEM_LINES_MAX, "{lines} lines of source; at most {SYSTEM_LINES_MAX}");
+}
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+fn metadata() -> Value {
+    let output = Command::new(env!("CARGO"))
+        .args(["metadata", "--no-deps", "--offline", "--format-version", "1"])
+        .current_dir(root())
+        .output()
+        .expect("cargo runs");
+    assert!(output.status.success(), "cargo metadata: {}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).expect("cargo metadata prints JSON")
+}
+
+/// `file:line: text` of each line that `wanted` picks, tests apart.
+fn lines_where(folders: &[&str], wanted: impl Fn(&str, &str) -> bool) -> Vec<String> {
+    let mut found = Vec::new();
+    for (file, text) in sources(folders).into_iter().filter(|(file, _)| !is_test(file)) {
+        let lines = text.lines().take(lines_apart_from_tests(&text)).enumerate();
+        found.extend(
+            lines.filter(|(_, line)| wanted(&file, line)).map(|(n, line)| format!("{file}:{}: {}", n + 1, line.trim())),
+        );
+    }
+    found
+}
+
+/// Every Rust file under the folders, by its path from the root, in order.
+fn sources(folders: &[&str]) -> Vec<(String, String)> {
+    let mut pending: Vec<PathBuf> = folders.iter().map(|folder| root().join(folder)).collect();
+    let mut found = Vec::new();
+    while let Some(path) = pending.pop() {
+        if path.is_dir() {
+            pending.extend(
+                fs::read_dir(&path).expect("a source folder is readable").map(|entry| entry.expect("an entry").path()),
+            );
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            let name = path.strip_prefix(root()).expect("sources are below the root").display().to_string();
+            found.push((name, fs::read_to_string(&path).expect("a source file is text")));
+        }
+    }
+    found.sort();
+    assert!(!found.is_empty(), "no sources under {folders:?}: the layout changed and this test does not know");
+    found
+}
+
+fn is_test(file: &str) -> bool {
+    file.ends_with("/tests.rs") || file.contains("/tests/") || file.ends_with("contract.rs")
+}
+
+/// Lines before the unit tests that close a file.
+fn lines_apart_from_tests(text: &str) -> usize {
+    let all = text.lines().count();
+    let tests = text.lines().position(|line| line.trim_end() == "mod tests {");
+    tests.map_or(all, |at| at.saturating_sub(1))
+}
+
+/// A line without its comment. (`//` in a string cuts it short, which these rules can bear.)
+fn code(line: &str) -> &str {
+    line.split("//").next().unwrap_or_default()
+}
+
+/// What follows `path::` wherever that path starts in the code.
+fn paths_after<'a>(code: &'a str, path: &'a str) -> impl Iterator<Item = &'a str> {
+    let starts =
+        |at: usize| code[..at].chars().next_back().is_none_or(|c| !(c.is_alphanumeric() || c == '_' || c == ':'));
+    code.match_indices(path)
+        .filter(move |(at, _)| starts(*at))
+        .filter_map(move |(at, _)| code[at + path.len()..].strip_prefix("::"))
+}
