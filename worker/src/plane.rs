@@ -3,6 +3,10 @@
 //! The request plane is no trait of its own: discovery hands out an [`Engine`] for each instance. What holds of a plane
 //! holds of the one in memory too: it numbers, lags and expires like the one on the wire.
 
+#[cfg(test)]
+pub(crate) mod contract;
+pub mod local;
+
 use crate::engine::{Engine, ModelCard};
 use futures::future::BoxFuture;
 use futures::stream::BoxStream;
@@ -39,6 +43,15 @@ pub enum Source {
     Worker(WorkerId),
     /// A shared G3 or G4.
     Store(StoreId),
+}
+
+impl fmt::Display for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Worker(id) => id.fmt(f),
+            Self::Store(id) => id.fmt(f),
+        }
+    }
 }
 
 /// What a worker does.

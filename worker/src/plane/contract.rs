@@ -1,0 +1,187 @@
+//! What every plane must keep, as tests: the macros turn each rule into a test of an implementation.
+
+use super::*;
+use crate::engine::{Error, OutputStream, Readiness, Request};
+use futures::StreamExt;
+use kvbm::SequenceHash;
+use std::time::Duration;
+
+/// Makes one test of each rule for discovery, on what `$make` (an async block) gives.
+macro_rules! discovery_contract {
+    ($make:expr) => {
+        crate::plane::contract::rules!($make;
+            a_watcher_starts_with_who_is_there, changes_arrive_in_order_and_none_is_lost,
+            an_old_lease_does_not_withdraw_a_new_life
+        );
+    };
+}
+
+/// Makes one test of each rule for events, on what `$make` (an async block) gives.
+macro_rules! events_contract {
+    ($make:expr) => {
+        crate::plane::contract::rules!($make;
+            events_of_a_source_stay_in_order, publishing_never_waits_and_the_slow_one_loses,
+            a_snapshot_is_there_as_long_as_it_is_offered, an_old_offer_does_not_withdraw_a_new_one
+        );
+    };
+}
+
+macro_rules! rules {
+    ($make:expr; $($rule:ident),+) => {$(
+        #[tokio::test]
+        async fn $rule() {
+            crate::plane::contract::$rule(&$make.await).await;
+        }
+    )+};
+}
+
+pub(crate) use {discovery_contract, events_contract, rules};
+
+pub(crate) async fn a_watcher_starts_with_who_is_there(plane: &impl Discovery) {
+    let _one = plane.register(instance(1, 1), engine()).await.unwrap();
+    let two = plane.register(instance(2, 1), engine()).await.unwrap();
+    drop(two);
+    let mut watch = plane.watch();
+    assert_eq!(next(&mut watch).await, (1, 1, true));
+    let _three = plane.register(instance(3, 1), engine()).await.unwrap();
+    assert_eq!(next(&mut watch).await, (3, 1, true), "the one that left before is not mentioned");
+}
+
+pub(crate) async fn changes_arrive_in_order_and_none_is_lost(plane: &impl Discovery) {
+    let mut watchers = [plane.watch(), plane.watch()];
+    for epoch in 0..200 {
+        drop(plane.register(instance(1, epoch), engine()).await.unwrap());
+    }
+    for watch in &mut watchers {
+        for epoch in 0..200 {
+            assert_eq!(next(watch).await, (1, epoch, true));
+            assert_eq!(next(watch).await, (1, epoch, false));
+        }
+    }
+}
+
+pub(crate) async fn an_old_lease_does_not_withdraw_a_new_life(plane: &impl Discovery) {
+    let mut watch = plane.watch();
+    let old = plane.register(instance(1, 1), engine()).await.unwrap();
+    let new = plane.register(instance(1, 2), engine()).await.unwrap();
+    drop(old);
+    drop(new);
+    assert_eq!(next(&mut watch).await, (1, 1, true));
+    assert_eq!(next(&mut watch).await, (1, 2, true));
+    assert_eq!(next(&mut watch).await, (1, 2, false));
+}
+
+pub(crate) async fn events_of_a_source_stay_in_order(plane: &impl Events) {
+    plane.publish(event(9, 1));
+    let mut events = plane.subscribe();
+    for number in 1..=50 {
+        plane.publish(event(1, number));
+        plane.publish(event(2, number));
+    }
+    let mut seen = [0, 0];
+    for _ in 0..100 {
+        let (source, number) = numbered(&mut events).await;
+        assert_ne!(source, 9, "a subscription starts now");
+        assert_eq!(number, seen[source as usize - 1] + 1);
+        seen[source as usize - 1] = number;
+    }
+}
+
+pub(crate) async fn publishing_never_waits_and_the_slow_one_loses(plane: &impl Events) {
+    let mut slow = plane.subscribe();
+    let mut quick = plane.subscribe();
+    let last = 20_000;
+    for number in 1..=last {
+        plane.publish(event(1, number));
+        assert_eq!(numbered(&mut quick).await.1, number, "the quick one is not held back");
+    }
+    let mut seen = 0;
+    while seen < last {
+        let (_, number) = numbered(&mut slow).await;
+        assert!(number > seen, "what is not lost is in order");
+        seen = number;
+    }
+}
+
+pub(crate) async fn a_snapshot_is_there_as_long_as_it_is_offered(plane: &impl Events) {
+    let source = Source::Store(StoreId(7));
+    assert!(matches!(plane.snapshot(source).await, Err(PlaneError::Absent(_))));
+    let lease = plane.offer(source, Arc::new(|| snapshot(3)));
+    assert_eq!(plane.snapshot(source).await, Ok(snapshot(3)));
+    drop(lease);
+    assert!(matches!(plane.snapshot(source).await, Err(PlaneError::Absent(_))));
+}
+
+pub(crate) async fn an_old_offer_does_not_withdraw_a_new_one(plane: &impl Events) {
+    let source = Source::Worker(WorkerId(1));
+    let old = plane.offer(source, Arc::new(|| snapshot(1)));
+    let _new = plane.offer(source, Arc::new(|| snapshot(2)));
+    drop(old);
+    assert_eq!(plane.snapshot(source).await, Ok(snapshot(2)));
+}
+
+/// A worker that serves nothing.
+pub(crate) fn instance(id: u64, epoch: u64) -> Instance {
+    let model = Arc::new(ModelCard {
+        id: "m".into(),
+        identity: "m".into(),
+        created: 0,
+        context: 64,
+        block_size: 16,
+        vocabulary: 10,
+        eos: vec![],
+        tokenizer: "{}".into(),
+        chat_template: None,
+        special_tokens: vec![],
+        random_weights: true,
+    });
+    Instance { id: WorkerId(id), epoch: Epoch(epoch), phase: Phase::Both, model, stores: vec![] }
+}
+
+/// An engine that refuses everything.
+pub(crate) fn engine() -> Arc<dyn Engine> {
+    struct Refuses;
+    impl Engine for Refuses {
+        fn generate(&self, _: Request) -> BoxFuture<'_, Result<OutputStream, Error>> {
+            Box::pin(async { Err(Error::Unavailable("a stand-in".into())) })
+        }
+        fn models(&self) -> Vec<Arc<ModelCard>> {
+            vec![]
+        }
+        fn readiness(&self) -> Readiness {
+            Readiness::Ready
+        }
+    }
+    Arc::new(Refuses)
+}
+
+/// The next change as (worker, epoch, joined).
+pub(crate) async fn next(watch: &mut BoxStream<'static, Membership>) -> (u64, u64, bool) {
+    match soon(watch).await {
+        Membership::Joined(instance, _) => (instance.id.0, instance.epoch.0, true),
+        Membership::Left(id, epoch) => (id.0, epoch.0, false),
+    }
+}
+
+/// The next item, or a failure when none comes; the time is for a plane that has a network in it.
+pub(crate) async fn soon<T>(stream: &mut BoxStream<'static, T>) -> T {
+    let next = tokio::time::timeout(Duration::from_secs(10), stream.next());
+    next.await.expect("nothing arrived").expect("the stream ended")
+}
+
+async fn numbered(events: &mut BoxStream<'static, Event>) -> (u64, u64) {
+    match soon(events).await {
+        Event { source: Source::Worker(id), body: EventBody::Block { number, .. }, .. } => (id.0, number),
+        other => panic!("unexpected {other:?}"),
+    }
+}
+
+fn event(source: u64, number: u64) -> Event {
+    let blocks = vec![SequenceHash::from_bytes([number as u8; 16])];
+    let event = BlockEvent::Removed { level: Level::G1, blocks };
+    Event { source: Source::Worker(WorkerId(source)), epoch: Epoch(1), body: EventBody::Block { number, event } }
+}
+
+fn snapshot(number: u64) -> Snapshot {
+    Snapshot { epoch: Epoch(1), number, blocks: vec![] }
+}

@@ -1,0 +1,225 @@
+//! Planes in memory, for every role in one process and for tests.
+//!
+//! They are not simplified: a [`Roster`] withdraws who loses its lease, and a [`Bus`] loses what a slow subscriber does
+//! not fetch. How well they carry is a [`Link`], seeded, so that a lost event or a late one is an ordinary unit test.
+
+#![forbid(unsafe_code)]
+
+use super::{Discovery, Event, Events, Instance, Lease, Membership, PlaneError, Source, WorkerId};
+use crate::engine::Engine;
+use futures::future::BoxFuture;
+use futures::stream::{self, BoxStream, StreamExt};
+use kvbm::Snapshot;
+use std::collections::{BTreeMap, HashMap};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+use tokio::sync::{broadcast, mpsc};
+use tokio::time::Instant;
+
+/// How well a plane carries what it is given.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Link {
+    /// Events kept for a subscriber that lags; older ones it loses.
+    pub backlog: usize,
+    /// Everything arrives this much later.
+    pub lag: Duration,
+    /// The fraction of events that never arrive.
+    pub loss: f64,
+    /// Fixes which ones.
+    pub seed: u64,
+}
+
+impl Default for Link {
+    /// A perfect link. The backlog equals what an event log keeps: behind that a snapshot is cheaper anyway.
+    fn default() -> Self {
+        Self { backlog: 4096, lag: Duration::ZERO, loss: 0.0, seed: 0 }
+    }
+}
+
+/// Who is there, in memory.
+#[derive(Default)]
+pub struct Roster {
+    state: Arc<Mutex<Present>>,
+    lag: Duration,
+}
+
+/// What changed, in memory.
+pub struct Bus {
+    sender: broadcast::Sender<(Instant, Event)>,
+    offers: Arc<Mutex<HashMap<Source, (u64, SnapshotFn)>>>,
+    /// Numbers offers and subscriptions.
+    counter: AtomicU64,
+    link: Link,
+}
+
+type SnapshotFn = Arc<dyn Fn() -> Snapshot + Send + Sync>;
+
+#[derive(Default)]
+struct Present {
+    leases: u64,
+    /// Ordered, so that every watcher starts with the same sequence.
+    members: BTreeMap<WorkerId, Member>,
+    /// Unbounded, because the contract forbids loss; changes are as rare as workers that come and go.
+    watchers: Vec<mpsc::UnboundedSender<(Instant, Membership)>>,
+}
+
+struct Member {
+    lease: u64,
+    instance: Arc<Instance>,
+    engine: Arc<dyn Engine>,
+}
+
+impl Roster {
+    /// A roster whose watchers learn of everything `lag` later.
+    pub fn lagging(lag: Duration) -> Self {
+        Self { state: Arc::default(), lag }
+    }
+
+    /// Lets the lease of a worker run out, as if its process had died: the lease still held withdraws nothing any more.
+    pub fn expire(&self, id: WorkerId) {
+        let mut state = lock(&self.state);
+        if let Some(member) = state.members.remove(&id) {
+            state.tell(&Membership::Left(id, member.instance.epoch));
+        }
+    }
+}
+
+impl Discovery for Roster {
+    fn register(&self, instance: Instance, engine: Arc<dyn Engine>) -> BoxFuture<'_, Result<Lease, PlaneError>> {
+        Box::pin(async move {
+            let (id, instance) = (instance.id, Arc::new(instance));
+            let mut state = lock(&self.state);
+            state.leases += 1;
+            let lease = state.leases;
+            state.tell(&Membership::Joined(Arc::clone(&instance), Arc::clone(&engine)));
+            state.members.insert(id, Member { lease, instance, engine });
+            let shared = Arc::clone(&self.state);
+            Ok(Lease::new(move || lock(&shared).withdraw(id, lease)))
+        })
+    }
+
+    fn watch(&self) -> BoxStream<'static, Membership> {
+        let (sender, receiver) = mpsc::unbounded_channel();
+        let mut state = lock(&self.state);
+        let now = Instant::now();
+        for Member { instance, engine, .. } in state.members.values() {
+            // The receiver is right here, so this cannot fail.
+            let _ = sender.send((now, Membership::Joined(Arc::clone(instance), Arc::clone(engine))));
+        }
+        state.watchers.push(sender);
+        let lag = self.lag;
+        stream::unfold(receiver, move |mut receiver| async move {
+            let (at, change) = receiver.recv().await?;
+            wait(at, lag).await;
+            Some((change, receiver))
+        })
+        .boxed()
+    }
+}
+
+impl Present {
+    fn withdraw(&mut self, id: WorkerId, lease: u64) {
+        // Someone who came back in a new epoch has a lease of its own; the old one must not take it down.
+        if self.members.get(&id).is_some_and(|member| member.lease == lease)
+            && let Some(member) = self.members.remove(&id)
+        {
+            self.tell(&Membership::Left(id, member.instance.epoch));
+        }
+    }
+
+    fn tell(&mut self, change: &Membership) {
+        let now = Instant::now();
+        self.watchers.retain(|watcher| watcher.send((now, change.clone())).is_ok());
+    }
+}
+
+impl Bus {
+    /// A bus over a link of the given quality.
+    pub fn new(link: Link) -> Self {
+        let (sender, _) = broadcast::channel(link.backlog);
+        Self { sender, offers: Arc::default(), counter: AtomicU64::new(0), link }
+    }
+}
+
+impl Default for Bus {
+    fn default() -> Self {
+        Self::new(Link::default())
+    }
+}
+
+impl Events for Bus {
+    fn publish(&self, event: Event) {
+        // Nobody listening is not an error.
+        let _ = self.sender.send((Instant::now(), event));
+    }
+
+    fn subscribe(&self) -> BoxStream<'static, Event> {
+        let Link { lag, loss, seed, .. } = self.link;
+        let dice = Dice(seed ^ self.counter.fetch_add(1, Ordering::Relaxed));
+        stream::unfold((self.sender.subscribe(), dice), move |(mut receiver, mut dice)| async move {
+            loop {
+                match receiver.recv().await {
+                    Ok(_) if dice.roll() < loss => {}
+                    Ok((at, event)) => {
+                        wait(at, lag).await;
+                        return Some((event, (receiver, dice)));
+                    }
+                    Err(broadcast::error::RecvError::Lagged(_)) => {}
+                    Err(broadcast::error::RecvError::Closed) => return None,
+                }
+            }
+        })
+        .boxed()
+    }
+
+    fn offer(&self, source: Source, snapshot: SnapshotFn) -> Lease {
+        let number = self.counter.fetch_add(1, Ordering::Relaxed);
+        lock(&self.offers).insert(source, (number, snapshot));
+        let offers = Arc::clone(&self.offers);
+        Lease::new(move || {
+            let mut offers = lock(&offers);
+            if offers.get(&source).is_some_and(|(current, _)| *current == number) {
+                offers.remove(&source);
+            }
+        })
+    }
+
+    fn snapshot(&self, source: Source) -> BoxFuture<'_, Result<Snapshot, PlaneError>> {
+        Box::pin(async move {
+            let offered = lock(&self.offers).get(&source).map(|(_, snapshot)| Arc::clone(snapshot));
+            let snapshot = offered.ok_or_else(|| PlaneError::Absent(source.to_string()))?();
+            wait(Instant::now(), self.link.lag).await;
+            Ok(snapshot)
+        })
+    }
+}
+
+/// Does nothing without a lag: even a sleep of no length would cost a turn of the timer.
+async fn wait(since: Instant, lag: Duration) {
+    if !lag.is_zero() {
+        tokio::time::sleep_until(since + lag).await;
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Nothing that runs under these locks can panic half-way through a change.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// `SplitMix64` (Steele, Lea and Flood, 2014): ample for deciding which test events get lost.
+struct Dice(u64);
+
+impl Dice {
+    /// Uniform in [0, 1).
+    fn roll(&mut self) -> f64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((z ^ (z >> 31)) >> 11) as f64 / (1u64 << 53) as f64
+    }
+}
+
+#[cfg(test)]
+mod tests;

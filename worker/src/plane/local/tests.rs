@@ -1,0 +1,73 @@
+use super::*;
+use crate::plane::contract::{self, instance, next};
+use crate::plane::{EventBody, Load};
+
+mod discovery {
+    crate::plane::contract::discovery_contract!(async { crate::plane::local::Roster::default() });
+}
+
+mod events {
+    crate::plane::contract::events_contract!(async { crate::plane::local::Bus::default() });
+}
+
+fn load(number: u64) -> Event {
+    let body = EventBody::Load(Load { number, ..Load::default() });
+    Event { source: Source::Worker(WorkerId(1)), epoch: kvbm::Epoch(1), body }
+}
+
+async fn received(link: Link, sent: u64) -> Vec<u64> {
+    let bus = Bus::new(link);
+    let events = bus.subscribe();
+    (1..=sent).for_each(|number| bus.publish(load(number)));
+    drop(bus);
+    let numbers = events.map(|event| match event.body {
+        EventBody::Load(load) => load.number,
+        EventBody::Block { .. } => unreachable!("only loads were sent"),
+    });
+    numbers.collect().await
+}
+
+#[tokio::test]
+async fn a_subscriber_that_lags_loses_the_oldest() {
+    assert_eq!(received(Link { backlog: 8, ..Link::default() }, 20).await, (13..=20).collect::<Vec<_>>());
+}
+
+#[tokio::test]
+async fn the_seed_decides_which_events_are_lost() {
+    let lossy = |seed| received(Link { loss: 0.5, seed, ..Link::default() }, 200);
+    let (once, again, other) = (lossy(1).await, lossy(1).await, lossy(2).await);
+    assert_eq!(once, again);
+    assert_ne!(once, other);
+    assert!((60..140).contains(&once.len()), "{} of 200 arrived", once.len());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_lagging_plane_delivers_late_and_complete() {
+    let lag = Duration::from_secs(3);
+    let start = Instant::now();
+    assert_eq!(received(Link { lag, ..Link::default() }, 5).await, [1, 2, 3, 4, 5]);
+    assert_eq!(start.elapsed(), lag);
+
+    let roster = Roster::lagging(lag);
+    let mut watch = roster.watch();
+    drop(roster.register(instance(1, 1), contract::engine()).await.unwrap());
+    assert_eq!(next(&mut watch).await, (1, 1, true));
+    assert_eq!(next(&mut watch).await, (1, 1, false));
+    assert_eq!(start.elapsed(), lag * 2);
+}
+
+#[tokio::test]
+async fn an_expired_lease_is_gone_for_good() {
+    let roster = Roster::default();
+    let mut watch = roster.watch();
+    let stale = roster.register(instance(1, 1), contract::engine()).await.unwrap();
+    roster.expire(WorkerId(1));
+    let _back = roster.register(instance(1, 2), contract::engine()).await.unwrap();
+    drop(stale);
+    let _other = roster.register(instance(2, 1), contract::engine()).await.unwrap();
+    let mut seen = vec![];
+    for _ in 0..4 {
+        seen.push(next(&mut watch).await);
+    }
+    assert_eq!(seen, [(1, 1, true), (1, 1, false), (1, 2, true), (2, 1, true)]);
+}
