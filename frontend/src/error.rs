@@ -1,0 +1,174 @@
+//! What can go wrong with a request, and the one place where that becomes an HTTP status and OpenAI's error object.
+
+use axum::http::header::RETRY_AFTER;
+use axum::http::{HeaderValue, StatusCode};
+use axum::response::{IntoResponse, Response};
+use serde::Serialize;
+use std::time::Duration;
+use worker::engine;
+
+/// Why a request got no answer.
+#[derive(Clone, PartialEq, Debug, thiserror::Error)]
+pub(crate) enum Error {
+    /// The body is not JSON.
+    #[error("{0}")]
+    Malformed(String),
+    /// The body has a type that is not read here.
+    #[error("Unsupported content type '{0}'. Send the request as 'application/json'.")]
+    ContentType(String),
+    /// The body is larger than the limit in bytes.
+    #[error("The request body is larger than the limit of {0} bytes.")]
+    TooLarge(usize),
+    /// The body did not come in time.
+    #[error("The request body did not arrive: nothing came for {} s.", .0.as_secs())]
+    TooSlow(Duration),
+    /// A field has a value that cannot be.
+    #[error("{message}")]
+    Invalid {
+        /// The field's path, like `messages[1].content`.
+        param: String,
+        /// OpenAI's word for what is wrong.
+        code: &'static str,
+        /// For a person.
+        message: String,
+    },
+    /// Nobody here serves this model; these are served.
+    #[error("The model `{model}` does not exist. {}", served(.known))]
+    UnknownModel {
+        /// What was asked for.
+        model: String,
+        /// What is there.
+        known: Vec<String>,
+    },
+    /// No such page.
+    #[error("Unknown request URL: {method} {path}. The endpoints are listed in docs/api.md.")]
+    NoRoute {
+        /// The request's method.
+        method: String,
+        /// The request's path.
+        path: String,
+    },
+    /// The page is there, for another method.
+    #[error("Not allowed to {method} on {path}.")]
+    Method {
+        /// The request's method.
+        method: String,
+        /// The request's path.
+        path: String,
+    },
+    /// Too much is waiting.
+    #[error("The server is overloaded. Try again in {} s.", seconds(*.0))]
+    Overloaded(Duration),
+    /// Nobody can serve it now.
+    #[error("The service is unavailable: {0}")]
+    Unavailable(String),
+    /// The engine, or this program, failed.
+    #[error("The server failed on this request: {0}")]
+    Failed(String),
+}
+
+/// The body of an error, as OpenAI writes it.
+#[derive(Serialize)]
+pub(crate) struct Body<'a> {
+    error: Detail<'a>,
+}
+
+#[derive(Serialize)]
+struct Detail<'a> {
+    message: String,
+    r#type: &'static str,
+    param: Option<&'a str>,
+    code: Option<&'static str>,
+}
+
+impl Error {
+    /// A field's value that cannot be.
+    pub(crate) fn invalid(param: impl Into<String>, code: &'static str, message: impl Into<String>) -> Self {
+        Self::Invalid { param: param.into(), code, message: message.into() }
+    }
+
+    /// A field, or a value of it, that is not supported here.
+    pub(crate) fn unsupported(param: impl Into<String>, message: impl Into<String>) -> Self {
+        Self::invalid(param, "unsupported_value", message)
+    }
+
+    /// **The** place where an error becomes a status.
+    pub(crate) fn status(&self) -> StatusCode {
+        match self {
+            Self::Malformed(_) | Self::Invalid { .. } => StatusCode::BAD_REQUEST,
+            Self::UnknownModel { .. } | Self::NoRoute { .. } => StatusCode::NOT_FOUND,
+            Self::Method { .. } => StatusCode::METHOD_NOT_ALLOWED,
+            Self::TooSlow(_) => StatusCode::REQUEST_TIMEOUT,
+            Self::TooLarge(_) => StatusCode::PAYLOAD_TOO_LARGE,
+            Self::ContentType(_) => StatusCode::UNSUPPORTED_MEDIA_TYPE,
+            Self::Overloaded(_) => StatusCode::TOO_MANY_REQUESTS,
+            Self::Unavailable(_) => StatusCode::SERVICE_UNAVAILABLE,
+            Self::Failed(_) => StatusCode::INTERNAL_SERVER_ERROR,
+        }
+    }
+
+    /// OpenAI's error object.
+    pub(crate) fn body(&self) -> Body<'_> {
+        let param = match self {
+            Self::Invalid { param, .. } => Some(param.as_str()),
+            Self::UnknownModel { .. } => Some("model"),
+            _ => None,
+        };
+        let code = match self {
+            Self::Invalid { code, .. } => Some(*code),
+            Self::UnknownModel { .. } => Some("model_not_found"),
+            Self::NoRoute { .. } => Some("unknown_url"),
+            Self::Method { .. } => Some("method_not_supported"),
+            Self::TooLarge(_) => Some("request_too_large"),
+            Self::Overloaded(_) => Some("rate_limit_exceeded"),
+            Self::Unavailable(_) => Some("service_unavailable"),
+            Self::Failed(_) => Some("internal_error"),
+            Self::Malformed(_) | Self::ContentType(_) | Self::TooSlow(_) => None,
+        };
+        let r#type = match self.status() {
+            StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
+            status if status.is_server_error() => "server_error",
+            _ => "invalid_request_error",
+        };
+        Body { error: Detail { message: self.to_string(), r#type, param, code } }
+    }
+}
+
+impl From<engine::Error> for Error {
+    fn from(error: engine::Error) -> Self {
+        match error {
+            engine::Error::UnknownModel(model) => Self::UnknownModel { model, known: Vec::new() },
+            engine::Error::PromptTooLong { .. } => {
+                Self::invalid("messages", "context_length_exceeded", format!("The {error}."))
+            }
+            engine::Error::Invalid { field, problem } => {
+                Self::invalid(field, "invalid_value", format!("Invalid '{field}': {problem}."))
+            }
+            engine::Error::Overloaded { retry_after } => Self::Overloaded(retry_after),
+            engine::Error::Unavailable(why) => Self::Unavailable(why),
+            engine::Error::Failed(why) => Self::Failed(why),
+        }
+    }
+}
+
+impl IntoResponse for Error {
+    fn into_response(self) -> Response {
+        let mut response = (self.status(), axum::Json(self.body())).into_response();
+        if let Self::Overloaded(wait) = &self {
+            response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(seconds(*wait)));
+        }
+        response
+    }
+}
+
+/// Whole seconds, at least one: a client that may retry at once would not wait at all.
+fn seconds(wait: Duration) -> u64 {
+    wait.as_millis().div_ceil(1000).max(1) as u64
+}
+
+fn served(known: &[String]) -> String {
+    match known {
+        [] => "No model is served here now.".into(),
+        known => format!("Served here: {}.", known.join(", ")),
+    }
+}

@@ -1,0 +1,69 @@
+//! What operators and their tools ask: is it alive, is it ready, what does it serve, what does it measure.
+
+use crate::error::Error;
+use crate::{Gate, metrics_text};
+use async_openai::types::models::{ListModelResponse, Model};
+use axum::Json;
+use axum::extract::{Path, State};
+use axum::http::header::CONTENT_TYPE;
+use axum::http::{Method, Uri};
+use axum::response::{IntoResponse, Response};
+use serde_json::json;
+use std::sync::Arc;
+use worker::engine::{ModelCard, Readiness};
+
+/// `GET /live`: the process answers.
+pub(crate) async fn live() -> Response {
+    Json(json!({ "status": "ok" })).into_response()
+}
+
+/// `GET /ready` and `GET /health`: requests can be served now, or why not.
+pub(crate) async fn ready(State(gate): State<Arc<Gate>>) -> Response {
+    match gate.engine.readiness() {
+        Readiness::Ready => Json(json!({ "status": "ok" })).into_response(),
+        Readiness::NotReady(why) => Error::Unavailable(why).into_response(),
+    }
+}
+
+/// `GET /metrics`: Prometheus's text format.
+pub(crate) async fn metrics(State(gate): State<Arc<Gate>>) -> Response {
+    match metrics_text(&gate.registry) {
+        Ok(text) => ([(CONTENT_TYPE, prometheus::TEXT_FORMAT)], text).into_response(),
+        Err(error) => Error::Failed(error.to_string()).into_response(),
+    }
+}
+
+/// `GET /v1/models`.
+pub(crate) async fn models(State(gate): State<Arc<Gate>>) -> Json<ListModelResponse> {
+    let data = gate.engine.models().iter().map(|card| shown(card)).collect();
+    Json(ListModelResponse { object: "list".into(), data })
+}
+
+/// `GET /v1/models/{id}`; an id may hold slashes.
+pub(crate) async fn model(State(gate): State<Arc<Gate>>, Path(id): Path<String>) -> Result<Json<Model>, Error> {
+    let cards = gate.engine.models();
+    match cards.iter().find(|card| card.id == id) {
+        Some(card) => Ok(Json(shown(card))),
+        None => Err(Error::UnknownModel { model: id, known: cards.iter().map(|card| card.id.clone()).collect() }),
+    }
+}
+
+/// No such route.
+pub(crate) async fn no_route(method: Method, uri: Uri) -> Error {
+    Error::NoRoute { method: method.to_string(), path: uri.path().into() }
+}
+
+/// The route is there, for another method.
+pub(crate) async fn no_method(method: Method, uri: Uri) -> Error {
+    Error::Method { method: method.to_string(), path: uri.path().into() }
+}
+
+fn shown(card: &ModelCard) -> Model {
+    Model {
+        id: card.id.clone(),
+        object: "model".into(),
+        created: card.created as u32,
+        owned_by: "blockyard".into(),
+        ..Model::default()
+    }
+}
