@@ -8,6 +8,8 @@
 //!
 //! [`engine`] holds the one idea of the system, the [`Engine`](engine::Engine) trait, and the engines themselves.
 //! [`plane`] holds the two things left to abstract between processes.
+//! [`serve`] puts an engine onto the planes.
 
 pub mod engine;
 pub mod plane;
+pub mod serve;
