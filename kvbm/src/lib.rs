@@ -15,13 +15,17 @@
 //! This crate knows no worker, no model and no request: tokens go in as numbers, bytes stay opaque.
 
 pub mod block;
+#[cfg(test)]
+mod contract;
 pub mod device;
 pub mod event;
+pub mod faulty;
 pub mod name;
 pub mod tier;
 
 pub use block::{Block, Codec, Corrupt, Header, Verified};
 pub use device::{BlockId, DeviceBlocks};
 pub use event::{BlockEvent, Epoch, EventLog, Gap, Level, Numbered, Snapshot};
+pub use faulty::{Faults, Faulty};
 pub use name::{ChainKey, Domain, Fingerprint, SequenceHash};
 pub use tier::{LoadError, Loaded, StoreError, Tier, Usage};
