@@ -86,6 +86,19 @@ impl Header {
         })
     }
 
+    /// Describes fresh bytes. The only place where a checksum is made.
+    pub(crate) fn seal(
+        name: SequenceHash,
+        parent: Option<SequenceHash>,
+        fingerprint: Fingerprint,
+        codec: Codec,
+        payload: &[u8],
+    ) -> Self {
+        let mut header = Self { name, parent, fingerprint, length: payload.len() as u64, codec, checksum: 0 };
+        header.checksum = header.sum(payload);
+        header
+    }
+
     fn summed(&self) -> [u8; SUMMED] {
         let mut bytes = [0; SUMMED];
         bytes[..8].copy_from_slice(&MAGIC);
@@ -120,12 +133,9 @@ pub struct Block {
 }
 
 impl Block {
-    /// Describes fresh bytes. The only place where a checksum is made.
+    /// Describes fresh bytes.
     pub fn seal(name: SequenceHash, parent: Option<SequenceHash>, fingerprint: Fingerprint, payload: Bytes) -> Self {
-        let mut header =
-            Header { name, parent, fingerprint, length: payload.len() as u64, codec: Codec::Raw, checksum: 0 };
-        header.checksum = header.sum(&payload);
-        Self { header, payload }
+        Self { header: Header::seal(name, parent, fingerprint, Codec::Raw, &payload), payload }
     }
 
     /// Believes the block if it is the one asked for and its bytes are those that were sealed.

@@ -2,6 +2,9 @@
 //!
 //! kvbm decides *which* slot holds *which* block; only the engine knows what the bytes inside a slot mean.
 
+#[cfg(any(test, feature = "contract"))]
+pub mod contract;
+
 use crate::Fingerprint;
 
 /// A slot of device memory that holds one block.

@@ -1,0 +1,299 @@
+//! Which blocks are here, who follows whom, and which one to give up next.
+//!
+//! Pure: no clock, no lock, no bytes. A pool (device or host) keeps one [`Residents`] under its lock and carries out what
+//! it answers.
+//!
+//! **Invariant: leaves before parents.** A block with a resident child is never given up, so eviction never leaves a hole
+//! in a chain. **Invariant: a held block holds its parent.** So every block that is not held can be given up, in some
+//! order, and [`Residents::idle`] is exactly what an allocation can count on.
+//!
+//! Look here in vain for frequency: the order among leaves is least recently used; [`Node::rank`] is where another order
+//! would go.
+
+use crate::SequenceHash;
+use std::collections::{BTreeSet, HashMap};
+use std::hash::{BuildHasherDefault, Hasher};
+
+/// A map keyed by block names. Names are keyed hashes already, so eight of their bytes are as good as any hash of them.
+pub(crate) type ByName<T> = HashMap<SequenceHash, T, BuildHasherDefault<NameHasher>>;
+
+/// Takes the first eight bytes of a name as its hash.
+#[derive(Default)]
+pub(crate) struct NameHasher(u64);
+
+impl Hasher for NameHasher {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        if let Some(first) = bytes.first_chunk() {
+            self.0 = u64::from_le_bytes(*first);
+        }
+    }
+
+    // The length prefix of the array, the same for all.
+    fn write_usize(&mut self, _: usize) {}
+}
+
+/// The blocks of one pool, by slot.
+#[derive(Default)]
+pub(crate) struct Residents {
+    names: ByName<u32>,
+    nodes: Vec<Node>,
+    /// Followers of blocks that are not here: a child may arrive before its parent, and a parent may be discarded.
+    absent: ByName<Followers>,
+    /// What may go now, oldest first: resident, not held, no resident child.
+    leaves: BTreeSet<(u64, u32)>,
+    idle: usize,
+    clock: u64,
+}
+
+#[derive(Clone)]
+struct Node {
+    name: SequenceHash,
+    parent: Option<SequenceHash>,
+    /// Where the parent was last seen; true only if that node still bears its name.
+    parent_at: u32,
+    /// Guards that outsiders have.
+    holds: u32,
+    followers: Followers,
+    /// When it was last let go.
+    rank: u64,
+    resident: bool,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Followers {
+    resident: u32,
+    held: u32,
+}
+
+impl Node {
+    const EMPTY: Self = Self {
+        name: SequenceHash::from_bytes([0; 16]),
+        parent: None,
+        parent_at: 0,
+        holds: 0,
+        followers: Followers { resident: 0, held: 0 },
+        rank: 0,
+        resident: false,
+    };
+
+    fn held(&self) -> bool {
+        self.holds > 0 || self.followers.held > 0
+    }
+}
+
+/// Where the parent of a block is.
+enum Parent {
+    Root,
+    Here(u32),
+    Absent(SequenceHash),
+}
+
+impl Residents {
+    /// Blocks that can be found by name.
+    pub(crate) fn len(&self) -> usize {
+        self.names.len()
+    }
+
+    /// Blocks that nobody holds. All of them can be given up, one [`Residents::evict`] after the other.
+    pub(crate) fn idle(&self) -> usize {
+        self.idle
+    }
+
+    /// Where a block is.
+    pub(crate) fn find(&self, name: SequenceHash) -> Option<u32> {
+        self.names.get(&name).copied()
+    }
+
+    /// What precedes the block in `slot`.
+    pub(crate) fn parent(&self, slot: u32) -> Option<SequenceHash> {
+        self.nodes[slot as usize].parent
+    }
+
+    /// Every block that can be found by name.
+    #[cfg(test)]
+    pub(crate) fn names(&self) -> impl Iterator<Item = SequenceHash> {
+        self.names.keys().copied()
+    }
+
+    /// A block comes to rest in an empty slot, held once by whoever brings it. Its name must not be here yet.
+    pub(crate) fn insert(&mut self, slot: u32, name: SequenceHash, parent: Option<SequenceHash>) {
+        if self.nodes.len() <= slot as usize {
+            self.nodes.resize(slot as usize + 1, Node::EMPTY);
+        }
+        let followers = self.absent.remove(&name).unwrap_or_default();
+        // A block that claims to follow itself would never be a leaf.
+        let parent = parent.filter(|parent| *parent != name);
+        let node = Node { name, parent, followers, resident: true, ..Node::EMPTY };
+        // With held children it is held by them already, and so must be its own parent; `hold` would not see a change.
+        let held = node.held();
+        self.nodes[slot as usize] = node;
+        self.names.insert(name, slot);
+        self.idle += 1;
+        self.follow(slot);
+        if held {
+            self.became_held(slot);
+        }
+        self.hold(slot);
+    }
+
+    /// One more guard.
+    pub(crate) fn hold(&mut self, slot: u32) {
+        let node = &mut self.nodes[slot as usize];
+        let before = node.held();
+        node.holds += 1;
+        if !before && node.resident {
+            self.became_held(slot);
+        }
+    }
+
+    /// One guard less. True: the block was removed meanwhile, nobody needs the slot any more, and it is the caller's.
+    pub(crate) fn release(&mut self, slot: u32) -> bool {
+        let node = &mut self.nodes[slot as usize];
+        node.holds -= 1;
+        if !node.resident {
+            return node.holds == 0;
+        }
+        if !node.held() {
+            self.became_idle(slot);
+        }
+        false
+    }
+
+    /// Gives up the leaf that was let go longest ago. Its slot is the caller's.
+    pub(crate) fn evict(&mut self) -> Option<(u32, SequenceHash)> {
+        let &(_, slot) = self.leaves.first()?;
+        let name = self.nodes[slot as usize].name;
+        self.detach(slot);
+        Some((slot, name))
+    }
+
+    /// Takes a block out of the pool, whatever follows it. `Some(Some(slot))`: the slot is the caller's at once;
+    /// `Some(None)`: somebody still holds it, and the last [`Residents::release`] says so.
+    pub(crate) fn remove(&mut self, name: SequenceHash) -> Option<Option<u32>> {
+        let slot = self.find(name)?;
+        self.detach(slot);
+        Some((self.nodes[slot as usize].holds == 0).then_some(slot))
+    }
+
+    /// Out of the index; guards may remain.
+    fn detach(&mut self, slot: u32) {
+        if self.nodes[slot as usize].held() {
+            // As if all let go, so that the parent's count is right; those that remain find the node not resident.
+            self.became_idle(slot);
+        }
+        let node = &mut self.nodes[slot as usize];
+        self.leaves.remove(&(node.rank, slot));
+        let (name, followers) = (node.name, std::mem::take(&mut node.followers));
+        node.resident = false;
+        self.idle -= 1;
+        self.names.remove(&name);
+        if followers.resident > 0 {
+            self.absent.insert(name, followers);
+        }
+        self.unfollow(slot);
+    }
+
+    fn follow(&mut self, slot: u32) {
+        match self.parent_of(slot) {
+            Parent::Root => {}
+            Parent::Absent(name) => self.absent.entry(name).or_default().resident += 1,
+            Parent::Here(at) => {
+                let node = &mut self.nodes[at as usize];
+                node.followers.resident += 1;
+                self.leaves.remove(&(node.rank, at));
+            }
+        }
+    }
+
+    fn unfollow(&mut self, slot: u32) {
+        match self.parent_of(slot) {
+            Parent::Root => {}
+            Parent::Absent(name) => {
+                let followers =
+                    self.absent.get_mut(&name).expect("a resident child is counted under its parent's name");
+                followers.resident -= 1;
+                if followers.resident == 0 {
+                    self.absent.remove(&name);
+                }
+            }
+            Parent::Here(at) => {
+                let node = &mut self.nodes[at as usize];
+                node.followers.resident -= 1;
+                if node.followers.resident == 0 && !node.held() {
+                    self.leaves.insert((node.rank, at));
+                }
+            }
+        }
+    }
+
+    /// Not held a moment ago. Walks up to the first ancestor that was held before; a chain pinned from its root on walks
+    /// one step per block.
+    fn became_held(&mut self, mut slot: u32) {
+        loop {
+            self.idle -= 1;
+            self.leaves.remove(&(self.nodes[slot as usize].rank, slot));
+            match self.parent_of(slot) {
+                Parent::Root => return,
+                Parent::Absent(name) => return self.absent.entry(name).or_default().held += 1,
+                Parent::Here(at) => {
+                    let node = &mut self.nodes[at as usize];
+                    let before = node.held();
+                    node.followers.held += 1;
+                    if before {
+                        return;
+                    }
+                    slot = at;
+                }
+            }
+        }
+    }
+
+    /// Nobody holds it any more. Walks up to the first ancestor that is still held.
+    fn became_idle(&mut self, mut slot: u32) {
+        loop {
+            self.idle += 1;
+            self.clock += 1;
+            let node = &mut self.nodes[slot as usize];
+            node.rank = self.clock;
+            if node.followers.resident == 0 {
+                self.leaves.insert((node.rank, slot));
+            }
+            match self.parent_of(slot) {
+                Parent::Root => return,
+                Parent::Absent(name) => {
+                    let followers =
+                        self.absent.get_mut(&name).expect("a held child is counted under its parent's name");
+                    return followers.held -= 1;
+                }
+                Parent::Here(at) => {
+                    let node = &mut self.nodes[at as usize];
+                    node.followers.held -= 1;
+                    if node.held() {
+                        return;
+                    }
+                    slot = at;
+                }
+            }
+        }
+    }
+
+    fn parent_of(&mut self, slot: u32) -> Parent {
+        let node = &self.nodes[slot as usize];
+        let Some(name) = node.parent else { return Parent::Root };
+        let seen = &self.nodes[node.parent_at as usize];
+        if seen.resident && seen.name == name {
+            return Parent::Here(node.parent_at);
+        }
+        match self.find(name) {
+            None => Parent::Absent(name),
+            Some(at) => {
+                self.nodes[slot as usize].parent_at = at;
+                Parent::Here(at)
+            }
+        }
+    }
+}

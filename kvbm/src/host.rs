@@ -1,0 +1,148 @@
+//! G2: blocks in host memory, one copy each, in one arena of fixed size.
+//!
+//! A slot is filled straight from the device or from another tier's bytes, and read without a copy: the [`Bytes`] that
+//! [`HostTier`] hands out are the slot itself, which is not reused while they live. Which slot holds what, and what goes
+//! when all are taken, is the same [`Pool`] as the device's.
+//!
+//! Host memory is believed no more than a disk: a block carries the header it was sealed with, and whoever onboards it
+//! verifies it.
+
+mod arena;
+
+use crate::block::{Block, Codec, Header};
+use crate::event::{EventLog, Level};
+use crate::metrics::Metrics;
+use crate::pool::{CachedBlock, Pool};
+use crate::tier::{Loaded, StoreError, Tier, Usage};
+use crate::{Fingerprint, SequenceHash};
+use arena::Arena;
+use bytes::Bytes;
+use futures::future::BoxFuture;
+use futures::stream::{self, BoxStream, StreamExt};
+use std::fmt;
+use std::sync::Arc;
+
+/// Host memory as a tier. Clones share it.
+#[derive(Clone)]
+pub struct HostTier {
+    pool: Pool,
+    arena: Arc<Arena>,
+    fingerprint: Fingerprint,
+}
+
+impl HostTier {
+    /// As many blocks of `block_bytes` as fit into `capacity_bytes`, all of one engine's `fingerprint`.
+    ///
+    /// The memory is reserved at once and touched only as blocks arrive. What comes and goes is announced in `log` at
+    /// [`Level::G2`].
+    pub fn new(
+        capacity_bytes: u64,
+        block_bytes: usize,
+        fingerprint: Fingerprint,
+        log: Arc<EventLog>,
+        metrics: &Metrics,
+    ) -> Self {
+        let slots = capacity_bytes.checked_div(block_bytes as u64).unwrap_or(0) as usize;
+        let pool = Pool::new(Level::G2, slots, log, metrics.blocks(Level::G2));
+        let arena = Arc::new(Arena::new(pool.capacity(), block_bytes));
+        Self { pool, arena, fingerprint }
+    }
+
+    pub(crate) fn fingerprint(&self) -> Fingerprint {
+        self.fingerprint
+    }
+
+    /// Keeps a block whose bytes `fill` writes straight into the slot. Blocks for the time of the copy.
+    pub(crate) fn fill(
+        &self,
+        name: SequenceHash,
+        parent: Option<SequenceHash>,
+        fill: impl FnOnce(&mut [u8]),
+    ) -> Result<(), StoreError> {
+        self.keep(name, parent, |bytes| {
+            fill(bytes);
+            Header::seal(name, parent, self.fingerprint, Codec::Raw, bytes)
+        })
+    }
+
+    /// A block without a copy of its bytes, kept in place while they are held.
+    pub(crate) fn get(&self, name: SequenceHash) -> Option<Block> {
+        self.pool.matched(&[name]).pop().map(|held| self.block(held))
+    }
+
+    fn put(&self, block: &Block) -> Result<(), StoreError> {
+        let Block { header, payload } = block;
+        if header.fingerprint != self.fingerprint || payload.len() > self.arena.slot_bytes() {
+            return Err(StoreError::Io(std::io::Error::other("a block of another engine")));
+        }
+        self.keep(header.name, header.parent, |bytes| {
+            bytes[..payload.len()].copy_from_slice(payload);
+            *header
+        })
+    }
+
+    fn keep(
+        &self,
+        name: SequenceHash,
+        parent: Option<SequenceHash>,
+        fill: impl FnOnce(&mut [u8]) -> Header,
+    ) -> Result<(), StoreError> {
+        if self.pool.holds(&[name]) == 1 {
+            return Ok(());
+        }
+        let Some(mut slot) = self.pool.allocate(1).and_then(|mut slots| slots.pop()) else {
+            // Every block is being read: soon some will not be.
+            return Err(if self.pool.capacity() == 0 { StoreError::Full } else { StoreError::Busy });
+        };
+        self.arena.write(&mut slot, fill);
+        drop(self.pool.register(vec![slot.complete(name, parent)]));
+        Ok(())
+    }
+
+    fn block(&self, held: CachedBlock) -> Block {
+        let header = self.arena.header(&held);
+        Block { header, payload: Bytes::from_owner(arena::Reading::new(self.arena.clone(), held, header.length)) }
+    }
+}
+
+impl Tier for HostTier {
+    fn level(&self) -> Level {
+        Level::G2
+    }
+
+    fn holds(&self, fingerprint: Fingerprint, names: &[SequenceHash]) -> usize {
+        if fingerprint == self.fingerprint { self.pool.holds(names) } else { 0 }
+    }
+
+    fn load(&self, fingerprint: Fingerprint, names: Vec<SequenceHash>) -> BoxStream<'static, Loaded> {
+        let host = self.clone();
+        let ours = fingerprint == self.fingerprint;
+        stream::iter(names.into_iter().enumerate())
+            .map(move |(index, name)| (index, Ok(if ours { host.get(name) } else { None })))
+            .boxed()
+    }
+
+    fn store(&self, blocks: Vec<Block>) -> BoxFuture<'_, Vec<Result<(), StoreError>>> {
+        let host = self.clone();
+        let copy = move || blocks.iter().map(|block| host.put(block)).collect();
+        Box::pin(async { tokio::task::spawn_blocking(copy).await.expect("copying in memory does not panic") })
+    }
+
+    fn discard(&self, fingerprint: Fingerprint, name: SequenceHash) {
+        if fingerprint == self.fingerprint {
+            self.pool.discard(name);
+        }
+    }
+
+    fn usage(&self) -> Usage {
+        let slot = self.arena.slot_bytes() as u64;
+        let blocks = self.pool.resident() as u64;
+        Usage { blocks, bytes: blocks * slot, capacity: Some(self.pool.capacity() as u64 * slot) }
+    }
+}
+
+impl fmt::Debug for HostTier {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "HostTier({:?})", self.usage())
+    }
+}

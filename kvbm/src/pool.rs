@@ -1,0 +1,359 @@
+//! The slots of one tier of memory (the device's, the host's), and the phases of the blocks in them.
+//!
+//! ```text
+//!   allocate ──▶ PartialBlock ──complete──▶ FullBlock ──register──▶ CachedBlock ──downgrade──▶ WeakBlock
+//!                    │ drop                    │ drop                 │ last drop                 │ upgrade, while
+//!                    ▼                         ▼                      ▼                           ▼ still resident
+//!                  free                      free              stays cached, evictable        CachedBlock
+//! ```
+//!
+//! A transition consumes the phase before it, and dropping is the only release. `allocate` hands out free slots first,
+//! then those of cached blocks that nobody holds, leaves before parents ([`crate::evict`]). What comes and goes by name is
+//! announced under the pool's lock, so that events have the order of what happened.
+//!
+//! Look here in vain for bytes: a pool decides who may touch a slot, and never does so itself.
+
+use crate::SequenceHash;
+use crate::device::BlockId;
+use crate::event::{BlockEvent, EventLog, Level};
+use crate::evict::Residents;
+use prometheus::IntGauge;
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+/// A handle to one pool; clones share it.
+#[derive(Clone)]
+pub(crate) struct Pool(Arc<Shared>);
+
+struct Shared {
+    level: Level,
+    capacity: usize,
+    log: Arc<EventLog>,
+    blocks: IntGauge,
+    state: Mutex<State>,
+}
+
+struct State {
+    free: Vec<u32>,
+    residents: Residents,
+}
+
+impl Pool {
+    /// `capacity` empty slots. Blocks are announced as resting at `level`, and counted in `blocks`.
+    pub(crate) fn new(level: Level, capacity: usize, log: Arc<EventLog>, blocks: IntGauge) -> Self {
+        let capacity = capacity.min(u32::MAX as usize);
+        // Popped from the end: slot 0 goes first, so that lazily touched memory is touched from the front.
+        let free = (0..capacity as u32).rev().collect();
+        let state = Mutex::new(State { free, residents: Residents::default() });
+        Self(Arc::new(Shared { level, capacity, log, blocks, state }))
+    }
+
+    /// All slots.
+    pub(crate) fn capacity(&self) -> usize {
+        self.0.capacity
+    }
+
+    /// Slots that `allocate` could hand out now.
+    pub(crate) fn available(&self) -> usize {
+        let state = self.0.lock();
+        state.free.len() + state.residents.idle()
+    }
+
+    /// Blocks that can be found by name.
+    pub(crate) fn resident(&self) -> usize {
+        self.0.lock().residents.len()
+    }
+
+    /// `n` empty slots, or none at all. Gives up cached blocks that nobody holds when free slots do not suffice.
+    pub(crate) fn allocate(&self, n: usize) -> Option<Vec<PartialBlock>> {
+        let mut slots = Vec::with_capacity(n.min(self.0.capacity));
+        {
+            let mut state = self.0.lock();
+            if state.free.len() + state.residents.idle() < n {
+                return None;
+            }
+            let spare = state.free.len().saturating_sub(n);
+            slots.extend(state.free.drain(spare..).rev());
+            let mut gone = Vec::new();
+            while slots.len() < n {
+                let (slot, name) = state.residents.evict().expect("every idle block can be given up, leaves first");
+                slots.push(slot);
+                gone.push(name);
+            }
+            self.0.removed(gone);
+        }
+        Some(slots.into_iter().map(|id| PartialBlock(Slot { pool: Some(self.0.clone()), id })).collect())
+    }
+
+    /// Gives blocks to everyone, in order. Where a name is here already, that block is returned and the duplicate freed.
+    pub(crate) fn register(&self, blocks: Vec<FullBlock>) -> Vec<CachedBlock> {
+        let mut duplicates = Vec::new();
+        let mut run = Run::default();
+        let mut cached = Vec::with_capacity(blocks.len());
+        let mut state = self.0.lock();
+        for block in blocks {
+            let FullBlock { slot, name, parent } = block;
+            debug_assert!(slot.is_of(&self.0), "a block of another pool");
+            let id = match state.residents.find(name) {
+                Some(id) => {
+                    state.residents.hold(id);
+                    duplicates.push(slot);
+                    id
+                }
+                None => {
+                    let id = slot.keep();
+                    state.residents.insert(id, name, parent);
+                    if let Some(ended) = run.push(name, parent) {
+                        self.0.stored(ended);
+                    }
+                    id
+                }
+            };
+            cached.push(self.held(id, name, parent));
+        }
+        self.0.stored(run);
+        // Duplicates go free after the lock, and after the guards above, which go back through it.
+        drop(state);
+        cached
+    }
+
+    /// The leading `names` that are here, held.
+    pub(crate) fn matched(&self, names: &[SequenceHash]) -> Vec<CachedBlock> {
+        let mut state = self.0.lock();
+        let residents = &mut state.residents;
+        let here = names.iter().map_while(|name| {
+            let id = residents.find(*name)?;
+            residents.hold(id);
+            Some(self.held(id, *name, residents.parent(id)))
+        });
+        here.collect()
+    }
+
+    /// How many leading `names` are here.
+    pub(crate) fn holds(&self, names: &[SequenceHash]) -> usize {
+        let state = self.0.lock();
+        names.iter().take_while(|name| state.residents.find(**name).is_some()).count()
+    }
+
+    /// Denies a block from now on. Whoever holds it keeps it.
+    pub(crate) fn discard(&self, name: SequenceHash) {
+        let mut state = self.0.lock();
+        if let Some(slot) = state.residents.remove(name) {
+            state.free.extend(slot);
+            self.0.removed(vec![name]);
+        }
+    }
+
+    fn held(&self, id: u32, name: SequenceHash, parent: Option<SequenceHash>) -> CachedBlock {
+        CachedBlock(Arc::new(Hold { pool: self.0.clone(), id, name, parent }))
+    }
+
+    /// Every block that can be found by name.
+    #[cfg(test)]
+    pub(crate) fn names(&self) -> Vec<SequenceHash> {
+        self.0.lock().residents.names().collect()
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // A panic under this lock is a broken invariant, already loud where it happened; drops must not panic again.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Called under the lock.
+    fn stored(&self, run: Run) {
+        self.blocks.add(run.blocks.len() as i64);
+        self.log.announce(BlockEvent::Stored { level: self.level, parent: run.parent, blocks: run.blocks });
+    }
+
+    /// Called under the lock.
+    fn removed(&self, blocks: Vec<SequenceHash>) {
+        self.blocks.add(-(blocks.len() as i64));
+        self.log.announce(BlockEvent::Removed { level: self.level, blocks });
+    }
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        let left = self.state.get_mut().unwrap_or_else(PoisonError::into_inner).residents.len();
+        self.blocks.add(-(left as i64));
+    }
+}
+
+/// A run of one chain that is being announced.
+#[derive(Default)]
+struct Run {
+    parent: Option<SequenceHash>,
+    blocks: Vec<SequenceHash>,
+}
+
+impl Run {
+    /// Takes the block; gives back the run so far when the block does not continue it.
+    fn push(&mut self, name: SequenceHash, parent: Option<SequenceHash>) -> Option<Self> {
+        if !self.blocks.is_empty() && self.blocks.last().copied() == parent {
+            self.blocks.push(name);
+            return None;
+        }
+        let ended = std::mem::replace(self, Self { parent, blocks: vec![name] });
+        (!ended.blocks.is_empty()).then_some(ended)
+    }
+}
+
+/// A slot that has one owner and no name.
+struct Slot {
+    /// `None` once the slot is the index's.
+    pool: Option<Arc<Shared>>,
+    id: u32,
+}
+
+impl Slot {
+    fn is_of(&self, pool: &Arc<Shared>) -> bool {
+        self.pool.as_ref().is_some_and(|own| Arc::ptr_eq(own, pool))
+    }
+
+    /// The slot becomes the index's, which gives it back when it evicts or discards the block.
+    fn keep(mut self) -> u32 {
+        self.pool = None;
+        self.id
+    }
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        if let Some(pool) = &self.pool {
+            pool.lock().free.push(self.id);
+        }
+    }
+}
+
+/// A slot that is being filled. Dropping it returns the slot.
+#[must_use = "dropping it returns the slot"]
+pub struct PartialBlock(Slot);
+
+impl PartialBlock {
+    /// Where the bytes go.
+    pub fn slot(&self) -> BlockId {
+        BlockId(self.0.id)
+    }
+
+    /// The slot is full, and its content has a name.
+    pub fn complete(self, name: SequenceHash, parent: Option<SequenceHash>) -> FullBlock {
+        FullBlock { slot: self.0, name, parent }
+    }
+}
+
+/// A full block that only its owner can use. Dropping it returns the slot.
+#[must_use = "dropping it returns the slot"]
+pub struct FullBlock {
+    slot: Slot,
+    name: SequenceHash,
+    parent: Option<SequenceHash>,
+}
+
+impl FullBlock {
+    /// Where the bytes are.
+    pub fn slot(&self) -> BlockId {
+        BlockId(self.slot.id)
+    }
+
+    /// What they are.
+    pub fn name(&self) -> SequenceHash {
+        self.name
+    }
+
+    /// What precedes them; `None` at the root.
+    pub fn parent(&self) -> Option<SequenceHash> {
+        self.parent
+    }
+}
+
+/// A block that everyone may read, found by its name, and not given up while anybody holds it. Clones are free.
+#[derive(Clone)]
+#[must_use = "dropping it lets the block be evicted"]
+pub struct CachedBlock(Arc<Hold>);
+
+struct Hold {
+    pool: Arc<Shared>,
+    id: u32,
+    name: SequenceHash,
+    parent: Option<SequenceHash>,
+}
+
+impl CachedBlock {
+    /// Where the bytes are.
+    pub fn slot(&self) -> BlockId {
+        BlockId(self.0.id)
+    }
+
+    /// What they are.
+    pub fn name(&self) -> SequenceHash {
+        self.0.name
+    }
+
+    /// What precedes them; `None` at the root.
+    pub fn parent(&self) -> Option<SequenceHash> {
+        self.0.parent
+    }
+
+    /// Lets go of the block, but remembers it.
+    pub fn downgrade(&self) -> WeakBlock {
+        WeakBlock { pool: Arc::downgrade(&self.0.pool), name: self.0.name }
+    }
+}
+
+impl Drop for Hold {
+    fn drop(&mut self) {
+        let mut state = self.pool.lock();
+        if state.residents.release(self.id) {
+            state.free.push(self.id);
+        }
+    }
+}
+
+/// A block that may be given up at any time.
+#[derive(Clone)]
+pub struct WeakBlock {
+    pool: Weak<Shared>,
+    name: SequenceHash,
+}
+
+impl WeakBlock {
+    /// What it was.
+    pub fn name(&self) -> SequenceHash {
+        self.name
+    }
+
+    /// Holds the block again, while it is still resident. It may meanwhile have been given up and come back elsewhere:
+    /// ask the result for its slot.
+    pub fn upgrade(&self) -> Option<CachedBlock> {
+        Pool(self.pool.upgrade()?).matched(&[self.name]).pop()
+    }
+}
+
+impl fmt::Debug for PartialBlock {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "PartialBlock(slot {})", self.0.id)
+    }
+}
+
+impl fmt::Debug for FullBlock {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "FullBlock({} in slot {})", self.name, self.slot.id)
+    }
+}
+
+impl fmt::Debug for CachedBlock {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "CachedBlock({} in {} slot {})", self.0.name, self.0.pool.level, self.0.id)
+    }
+}
+
+impl fmt::Debug for WeakBlock {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "WeakBlock({})", self.name)
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,259 @@
+use super::*;
+use crate::event::Epoch;
+use proptest::prelude::*;
+use std::collections::{HashMap, HashSet};
+
+fn name(n: u8) -> SequenceHash {
+    SequenceHash::from_bytes([n; 16])
+}
+
+fn pool(capacity: usize) -> (Pool, Arc<EventLog>, IntGauge) {
+    let log = Arc::new(EventLog::new(Epoch(1)));
+    let gauge = IntGauge::new("blocks", "blocks").unwrap();
+    (Pool::new(Level::G1, capacity, log.clone(), gauge.clone()), log, gauge)
+}
+
+fn put(pool: &Pool, n: u8, parent: Option<u8>) -> CachedBlock {
+    let slot = pool.allocate(1).unwrap().pop().unwrap();
+    pool.register(vec![slot.complete(name(n), parent.map(name))]).pop().unwrap()
+}
+
+#[test]
+fn drop_returns_the_slot_in_every_phase() {
+    let (pool, ..) = pool(2);
+    let both = pool.allocate(2).unwrap();
+    assert!(pool.allocate(1).is_none(), "all or nothing");
+    drop(both);
+    let full = pool.allocate(1).unwrap().pop().unwrap().complete(name(1), None);
+    assert_eq!(pool.available(), 1);
+    drop(full);
+    let cached = put(&pool, 1, None);
+    assert_eq!(pool.available(), 1);
+    drop(cached);
+    assert_eq!((pool.available(), pool.resident()), (2, 1), "it stays cached, and can be given up");
+}
+
+#[test]
+fn free_slots_go_before_cached_blocks_and_leaves_before_parents() {
+    let (pool, log, _) = pool(4);
+    drop([put(&pool, 1, None), put(&pool, 2, Some(1)), put(&pool, 3, Some(2))]);
+    let first = pool.allocate(1).unwrap();
+    assert_eq!(pool.resident(), 3, "a slot was free");
+    let second = pool.allocate(2).unwrap();
+    assert_eq!(pool.names(), [name(1)]);
+    let removed = log.after(0, 100).unwrap().pop().unwrap().event;
+    assert_eq!(removed, BlockEvent::Removed { level: Level::G1, blocks: vec![name(3), name(2)] });
+    drop((first, second));
+}
+
+#[test]
+fn the_least_recently_used_leaf_goes_first() {
+    let (pool, ..) = pool(3);
+    drop([put(&pool, 1, None), put(&pool, 2, None), put(&pool, 3, None)]);
+    drop(pool.matched(&[name(1)]));
+    drop(pool.allocate(1));
+    let mut left = pool.names();
+    left.sort();
+    assert_eq!(left, [name(1), name(3)]);
+}
+
+#[test]
+fn a_held_block_keeps_its_ancestors() {
+    let (pool, ..) = pool(3);
+    let parents = [put(&pool, 1, None), put(&pool, 2, Some(1))];
+    let child = put(&pool, 3, Some(2));
+    drop(parents);
+    assert_eq!(pool.available(), 0);
+    assert!(pool.allocate(1).is_none());
+    drop(child);
+    assert_eq!(pool.available(), 3);
+}
+
+#[test]
+fn registering_a_name_twice_frees_the_duplicate() {
+    let (pool, log, _) = pool(2);
+    let first = put(&pool, 1, None);
+    let second = put(&pool, 1, None);
+    assert_eq!(first.slot(), second.slot());
+    assert_eq!((pool.available(), log.snapshot().number), (1, 1));
+}
+
+#[test]
+fn a_chain_registered_together_is_one_event() {
+    let (pool, log, _) = pool(4);
+    let slots = pool.allocate(4).unwrap();
+    let names = [(2, Some(1)), (3, Some(2)), (4, Some(3)), (9, None)];
+    let full = slots.into_iter().zip(names).map(|(slot, (n, parent))| slot.complete(name(n), parent.map(name)));
+    drop(pool.register(full.collect()));
+    let events: Vec<BlockEvent> = log.after(0, 10).unwrap().into_iter().map(|numbered| numbered.event).collect();
+    let stored = |parent: Option<u8>, blocks: &[u8]| BlockEvent::Stored {
+        level: Level::G1,
+        parent: parent.map(name),
+        blocks: blocks.iter().copied().map(name).collect(),
+    };
+    assert_eq!(events, [stored(Some(1), &[2, 3, 4]), stored(None, &[9])]);
+}
+
+#[test]
+fn a_weak_block_upgrades_while_it_is_resident() {
+    let (pool, ..) = pool(1);
+    let weak = put(&pool, 1, None).downgrade();
+    assert_eq!(weak.upgrade().unwrap().name(), name(1));
+    drop(pool.allocate(1));
+    assert!(weak.upgrade().is_none());
+    drop(pool);
+    assert!(weak.upgrade().is_none());
+}
+
+#[test]
+fn a_discarded_block_is_denied_but_stays_with_its_holder() {
+    let (pool, log, gauge) = pool(1);
+    let held = put(&pool, 1, None);
+    pool.discard(name(1));
+    assert_eq!((pool.holds(&[name(1)]), pool.available(), gauge.get()), (0, 0, 0));
+    assert!(log.snapshot().blocks.is_empty());
+    drop(held);
+    assert_eq!(pool.available(), 1);
+}
+
+#[test]
+fn the_gauge_forgets_a_pool_that_is_gone() {
+    let (pool, _, gauge) = pool(2);
+    drop(put(&pool, 1, None));
+    assert_eq!(gauge.get(), 1);
+    drop(pool);
+    assert_eq!(gauge.get(), 0);
+}
+
+/// Blocks form a forest: the parent of `n` is `n / 3`, and 0 is a root.
+fn parent(n: u8) -> Option<u8> {
+    (n > 0).then_some(n / 3)
+}
+
+#[derive(Clone, Debug)]
+enum Op {
+    Register(u8),
+    Match(u8),
+    Release(usize),
+    Allocate(usize),
+    Return(usize),
+    Discard(u8),
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    prop_oneof![
+        4 => (0..40u8).prop_map(Op::Register),
+        2 => (0..40u8).prop_map(Op::Match),
+        4 => (0..16usize).prop_map(Op::Release),
+        2 => (1..6usize).prop_map(Op::Allocate),
+        2 => (0..16usize).prop_map(Op::Return),
+        1 => (0..40u8).prop_map(Op::Discard),
+    ]
+}
+
+/// The same rules, told naively: every question is answered by looking at everything.
+#[derive(Default)]
+struct Model {
+    /// Name to when it was last let go.
+    resident: HashMap<u8, u64>,
+    clock: u64,
+}
+
+impl Model {
+    fn child_of(&self, n: u8) -> Option<u8> {
+        self.resident.keys().copied().find(|child| parent(*child) == Some(n))
+    }
+
+    /// Held itself, or through a resident descendant, along resident blocks.
+    fn held(&self, n: u8, guards: &[(u8, CachedBlock)]) -> bool {
+        guards.iter().any(|(m, _)| *m == n)
+            || self.resident.keys().any(|child| *child != 0 && parent(*child) == Some(n) && self.held(*child, guards))
+    }
+
+    fn idle(&self, guards: &[(u8, CachedBlock)]) -> HashSet<u8> {
+        self.resident.keys().copied().filter(|n| !self.held(*n, guards)).collect()
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn the_pool_agrees_with_the_naive_model(ops in prop::collection::vec(op(), 1..120)) {
+        const CAPACITY: usize = 12;
+        let (pool, log, gauge) = pool(CAPACITY);
+        let mut model = Model::default();
+        // A discarded block's guards are no longer guards of what bears the name later: they are kept apart.
+        let (mut guards, mut orphaned): (Vec<(u8, CachedBlock)>, Vec<CachedBlock>) = (Vec::new(), Vec::new());
+        let mut partial: Vec<PartialBlock> = Vec::new();
+        for op in ops {
+            let idle_before = model.idle(&guards);
+            match op {
+                Op::Register(n) => {
+                    let Some(slot) = partial.pop() else { continue };
+                    guards.push((n, pool.register(vec![slot.complete(name(n), parent(n).map(name))]).pop().unwrap()));
+                    model.resident.entry(n).or_insert(0);
+                }
+                Op::Match(n) => {
+                    let chain: Vec<u8> = std::iter::successors(Some(n), |n| parent(*n)).collect::<Vec<_>>().into_iter().rev().collect();
+                    let want = chain.iter().take_while(|n| model.resident.contains_key(n)).count();
+                    let names: Vec<_> = chain.iter().copied().map(name).collect();
+                    let got = pool.matched(&names);
+                    prop_assert_eq!(got.len(), want);
+                    guards.extend(chain.into_iter().zip(got));
+                }
+                Op::Release(i) if !guards.is_empty() => drop(guards.swap_remove(i % guards.len())),
+                Op::Release(i) if !orphaned.is_empty() => drop(orphaned.swap_remove(i % orphaned.len())),
+                Op::Return(i) if !partial.is_empty() => drop(partial.swap_remove(i % partial.len())),
+                Op::Release(_) | Op::Return(_) => {}
+                Op::Allocate(n) => {
+                    let held = guards.iter().map(|(_, guard)| guard).chain(&orphaned).map(CachedBlock::slot);
+                    let pinned = model.resident.len() - idle_before.len();
+                    let gone: HashSet<_> = orphaned.iter().map(CachedBlock::slot).collect();
+                    let free = CAPACITY - partial.len() - model.resident.len() - gone.len();
+                    let got = pool.allocate(n);
+                    prop_assert_eq!(got.is_some(), free + idle_before.len() >= n, "pinned {}", pinned);
+                    let taken: HashSet<_> = held.collect();
+                    for slot in got.into_iter().flatten() {
+                        prop_assert!(!taken.contains(&slot.slot()), "a held slot was handed out");
+                        partial.push(slot);
+                    }
+                    // What is gone now was evicted, oldest leaf first; replay it.
+                    let mut evict = n.saturating_sub(free);
+                    while evict > 0 && free + idle_before.len() >= n {
+                        let leaf = model.resident.iter()
+                            .filter(|(m, _)| !model.held(**m, &guards) && model.child_of(**m).is_none())
+                            .min_by_key(|(_, used)| **used).map(|(m, _)| *m).unwrap();
+                        model.resident.remove(&leaf);
+                        evict -= 1;
+                    }
+                }
+                Op::Discard(n) => {
+                    pool.discard(name(n));
+                    model.resident.remove(&n);
+                    let (left, stay) = guards.into_iter().partition(|(m, _)| *m == n);
+                    guards = stay;
+                    orphaned.extend(Vec::into_iter(left).map(|(_, guard)| guard));
+                }
+            }
+            // Whatever is idle now and was not before was let go just now, child before parent.
+            let mut fresh: Vec<u8> = model.idle(&guards).difference(&idle_before).copied().collect();
+            fresh.sort_by_key(|n| std::cmp::Reverse(*n));
+            for n in fresh {
+                model.clock += 1;
+                model.resident.insert(n, model.clock);
+            }
+
+            let names: HashSet<_> = pool.names().into_iter().collect();
+            let want: HashSet<_> = model.resident.keys().copied().map(name).collect();
+            prop_assert_eq!(&names, &want);
+            let announced: HashSet<_> = log.snapshot().blocks.into_iter().map(|(_, name)| name).collect();
+            prop_assert_eq!(&names, &announced);
+            prop_assert_eq!(gauge.get(), want.len() as i64);
+        }
+        drop((guards, orphaned, partial));
+        prop_assert_eq!(pool.available(), CAPACITY);
+        let all = pool.allocate(CAPACITY);
+        prop_assert!(all.is_some_and(|all| all.len() == CAPACITY));
+    }
+}
