@@ -2,4 +2,7 @@
 //! KV blocks.
 
 pub(crate) mod config;
+pub(crate) mod folder;
 pub(crate) mod weights;
+
+pub use folder::FolderError;

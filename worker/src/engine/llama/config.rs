@@ -1,5 +1,9 @@
 //! The shape of a Llama-family model: what the forward pass must know, parsed once into values that cannot be wrong.
 
+mod parse;
+
+pub(crate) use parse::token_ids;
+
 /// Which of the kindred architectures a model is. They differ in biases, in norms of queries and keys, and in windows.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Family {

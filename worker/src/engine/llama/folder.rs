@@ -1,0 +1,119 @@
+//! A Hugging Face folder: everything that is needed to serve a model, read once and checked.
+//!
+//! Files used: `config.json`, `generation_config.json` (for more end tokens), `model.safetensors` or the shards that
+//! `model.safetensors.index.json` names, `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja`. Every error
+//! names the file, and the field or tensor in it.
+
+mod error;
+mod fields;
+mod memory;
+mod text;
+
+pub use error::FolderError;
+pub(crate) use fields::Fields;
+
+use crate::engine::ModelCard;
+use crate::engine::llama::config::{Config, token_ids};
+use crate::engine::llama::weights::{Checkpoint, Weights};
+use serde_json::Value;
+use std::path::Path;
+use std::time::UNIX_EPOCH;
+use text::Text;
+
+/// Tokens per KV block: small enough that little of a prompt's end is computed again, large enough that a block's bytes
+/// are worth a transfer.
+const BLOCK_SIZE: usize = 16;
+
+/// A model, loaded.
+pub(crate) struct Folder {
+    /// What its clients see.
+    pub(crate) card: ModelCard,
+    /// Its shape.
+    pub(crate) config: Config,
+    /// Its weights, in memory.
+    pub(crate) weights: Weights,
+}
+
+impl Folder {
+    /// Loads the model at `path`. Its id is the folder's name unless given.
+    ///
+    /// The card's identity hashes `config.json` and the weights that are used, as stored: the same values stored as another type are
+    /// another model, and so is the same model with a field of its configuration changed.
+    pub(crate) fn open(path: &Path, id: Option<&str>) -> Result<Self, FolderError> {
+        if !path.is_dir() {
+            return Err(FolderError::NotAFolder { path: path.to_owned() });
+        }
+        let config_path = path.join("config.json");
+        let config_text = read(&config_path)?;
+        let config_json = parse(&config_path, &config_text)?;
+        let mut config = Config::parse(&config_path, &config_json)?;
+        let text = Text::open(path, config.vocabulary)?;
+        config.eos.extend(generation_eos(path, config.vocabulary)?);
+        config.eos.extend(text.eos);
+        config.eos.sort_unstable();
+        config.eos.dedup();
+
+        let checkpoint = Checkpoint::open(path)?;
+        checkpoint.check(&config)?;
+        memory::check(path, Weights::bytes(&config))?;
+        let weights = Weights::load(&checkpoint, &config)?;
+
+        let identity = blake3::Hasher::new()
+            .update(blake3::hash(config_text.as_bytes()).as_bytes())
+            .update(&weights.identity)
+            .finalize();
+        let card = ModelCard {
+            id: id.map_or_else(|| name(path), str::to_owned),
+            identity: identity.to_hex()[..32].to_owned(),
+            created: modified(&config_path),
+            context: config.context,
+            block_size: BLOCK_SIZE,
+            vocabulary: config.vocabulary,
+            eos: config.eos.clone(),
+            tokenizer: text.tokenizer,
+            chat_template: text.chat_template,
+            special_tokens: text.special_tokens,
+            random_weights: Fields::of(&config_path, &config_json)?.optional("random_weights")?.unwrap_or(false),
+        };
+        Ok(Self { card, config, weights })
+    }
+}
+
+/// The end tokens in `generation_config.json`, which chat models extend there.
+fn generation_eos(folder: &Path, vocabulary: usize) -> Result<Vec<u32>, FolderError> {
+    let path = folder.join("generation_config.json");
+    if !path.exists() {
+        return Ok(Vec::new());
+    }
+    token_ids(&Fields::of(&path, &json(&path)?)?, "eos_token_id", vocabulary)
+}
+
+fn name(path: &Path) -> String {
+    let full = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+    full.file_name().map_or_else(|| "model".to_owned(), |name| name.to_string_lossy().into_owned())
+}
+
+/// When the file was last changed, in seconds since 1970; 0 where the file system does not say.
+fn modified(path: &Path) -> u64 {
+    let time = path.metadata().and_then(|metadata| metadata.modified()).ok();
+    time.and_then(|time| time.duration_since(UNIX_EPOCH).ok()).map_or(0, |time| time.as_secs())
+}
+
+/// The content of a JSON file.
+pub(crate) fn json(path: &Path) -> Result<Value, FolderError> {
+    parse(path, &read(path)?)
+}
+
+fn read(path: &Path) -> Result<String, FolderError> {
+    std::fs::read_to_string(path).map_err(|source| FolderError::Read { path: path.to_owned(), source })
+}
+
+fn parse(path: &Path, text: &str) -> Result<Value, FolderError> {
+    serde_json::from_str(text).map_err(|error| FolderError::Json {
+        path: path.to_owned(),
+        problem: format!("the file is not valid JSON: {error}"),
+    })
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,83 @@
+//! Why a model folder cannot be served, in words that say what to change.
+
+use std::io;
+use std::path::PathBuf;
+
+/// A model folder cannot be served.
+#[derive(Debug, thiserror::Error)]
+pub enum FolderError {
+    /// There is no such folder.
+    #[error("{path}: no such folder; a model is a folder with config.json, model.safetensors and tokenizer.json", path = .path.display())]
+    NotAFolder {
+        /// What was given.
+        path: PathBuf,
+    },
+    /// A file cannot be read.
+    #[error("{path}: {source}", path = .path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// A file is not what its name says.
+    #[error("{path}: {problem}", path = .path.display())]
+    Json {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// A field has a value that cannot be, or that is not supported.
+    #[error("{path}: `{field}` {problem}", path = .path.display())]
+    Field {
+        /// The file.
+        path: PathBuf,
+        /// The field, with its parents.
+        field: String,
+        /// What is wrong with it, and what would be right.
+        problem: String,
+    },
+    /// There are no weights in a form that is supported.
+    #[error(
+        "{path}: neither model.safetensors nor model.safetensors.index.json is there; other formats (.bin, .gguf) must be \
+         converted to safetensors first",
+        path = .path.display()
+    )]
+    NoWeights {
+        /// The folder.
+        path: PathBuf,
+    },
+    /// A file of weights is broken.
+    #[error("{path}: {problem}", path = .path.display())]
+    Weights {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// A tensor is missing, or is not what config.json says.
+    #[error("{path}: tensor `{tensor}` {problem}", path = .path.display())]
+    Tensor {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// What is wrong with it, and what would be right.
+        problem: String,
+    },
+    /// The weights do not fit into memory.
+    #[error(
+        "{path}: the weights need {needed} bytes of memory, {available} are available; stop other programs or choose a \
+         smaller model",
+        path = .path.display()
+    )]
+    Memory {
+        /// The folder.
+        path: PathBuf,
+        /// Bytes that the weights take once loaded.
+        needed: u64,
+        /// Bytes that the system could give.
+        available: u64,
+    },
+}
