@@ -171,13 +171,13 @@ impl Reporter {
                     let load = Load { number: self.feed.published, ..self.load.borrow_and_update().clone() };
                     self.feed.publish(EventBody::Load(load));
                 }
-                changed = self.load.changed() => match changed {
-                    Ok(()) => due = due.min(sent + REPORT_GAP),
-                    Err(_) => {
+                changed = self.load.changed() => {
+                    if changed.is_err() {
                         tracing::error!(source = %self.feed.source, "the engine is gone; the worker leaves");
                         return;
                     }
-                },
+                    due = due.min(sent + REPORT_GAP);
+                }
             }
         }
     }

@@ -1,0 +1,111 @@
+//! The configuration: one tree, of which each crate owns its part, and one loader.
+//!
+//! ```text
+//!   defaults  <  --config FILE  <  BLOCKYARD_SECTION__KEY  <  flags, --set section.key=value
+//! ```
+//! Only the loader reads the environment; what a value means is decided where its type is. What is unknown or impossible is
+//! an error that names the key, the value, where it came from, and what would be right.
+
+mod load;
+mod print;
+mod values;
+
+pub use load::{Error, Flag, Sources};
+pub use print::{as_json, as_toml, keys};
+pub use values::{Budget, ByteSize, Invalid, Listen, Model, Span, Workers};
+
+use figment::Figment;
+use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// Everything that can be chosen.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Config {
+    /// What is served: a Hugging Face folder, or `tiny`, `small`, `bench`. Default `small`: computes at once, on any machine,
+    /// without a download.
+    pub model: Model,
+    /// Where the front door listens. Default `127.0.0.1:8000`: nobody else's machine reaches a server that asks for no key.
+    pub listen: Listen,
+    /// How many workers of which phase. Default `prefill:1,decode:2`.
+    pub workers: Workers,
+    /// Built-in models and the G3 log. Default `blockyard` in the user's cache folder.
+    pub data_dir: PathBuf,
+    /// A folder that several nodes share: G4. Default none.
+    pub shared: Option<PathBuf>,
+    /// How long requests may go on after the signal to stop, and blocks may still be written. Default 30 s: what
+    /// orchestrators allow.
+    pub drain: Span,
+    /// How much each tier may take.
+    pub tiers: Tiers,
+    /// How requests are placed.
+    pub router: router::Settings,
+    /// What the front door accepts.
+    pub frontend: frontend::Settings,
+    /// What is logged.
+    pub log: Log,
+}
+
+/// How much each tier may take. G4 is bounded by its folder.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Tiers {
+    /// Device memory of each worker: the KV blocks that the engine computes on.
+    pub g1: Budget,
+    /// Host memory of each worker.
+    pub g2: Budget,
+    /// The SSD log of the process, in the data folder.
+    pub g3: Budget,
+}
+
+/// What is logged, on standard error.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Log {
+    /// Directives as `tracing` knows them. Default `info`.
+    pub filter: String,
+    /// For people or for machines. Default `text`.
+    pub format: LogFormat,
+}
+
+/// How a line of the log looks.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum LogFormat {
+    /// For people.
+    #[default]
+    Text,
+    /// One JSON object per line.
+    Json,
+}
+
+/// Where each value of a configuration came from.
+pub struct Origins(Figment);
+
+impl Config {
+    /// What holds when nothing is said, with the data folder in `cache` (the user's cache folder).
+    pub fn with_cache(cache: &std::path::Path) -> Self {
+        Self {
+            model: Model::BuiltIn("small"),
+            listen: Listen { host: "127.0.0.1".into(), port: 8000 },
+            workers: Workers::default(),
+            data_dir: cache.join("blockyard"),
+            shared: None,
+            drain: Span(Duration::from_secs(30)),
+            tiers: Tiers::default(),
+            router: router::Settings::default(),
+            frontend: frontend::Settings::default(),
+            log: Log::default(),
+        }
+    }
+}
+
+impl Default for Log {
+    fn default() -> Self {
+        Self { filter: "info".into(), format: LogFormat::Text }
+    }
+}
+
+#[cfg(test)]
+mod tests;

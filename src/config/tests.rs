@@ -1,0 +1,130 @@
+use super::*;
+use std::io::Write;
+
+fn set(assignment: &str) -> Flag {
+    Flag::set(assignment).unwrap()
+}
+
+fn file(text: &str) -> tempfile::NamedTempFile {
+    let mut file = tempfile::Builder::new().prefix("blockyard").suffix(".toml").tempfile().unwrap();
+    file.write_all(text.as_bytes()).unwrap();
+    file
+}
+
+fn environment(pairs: &[(&str, &str)]) -> Vec<(String, String)> {
+    let home = [("HOME", "/home/ada")];
+    home.iter().chain(pairs).map(|(name, value)| ((*name).into(), (*value).into())).collect()
+}
+
+fn load(sources: &Sources) -> Result<(Config, Origins), String> {
+    Config::load(sources).map_err(|error| error.to_string())
+}
+
+fn error_of(sources: &Sources) -> String {
+    load(sources).err().expect("the configuration is wrong")
+}
+
+#[test]
+fn nothing_said_gives_the_defaults() {
+    let (config, origins) = load(&Sources { environment: environment(&[]), ..Sources::default() }).unwrap();
+    assert_eq!(config, Config::with_cache("/home/ada/.cache".as_ref()));
+    assert_eq!(origins.of("listen"), "default");
+}
+
+#[test]
+fn flags_beat_the_environment_which_beats_the_file_which_beats_the_defaults() {
+    let file = file("listen = '0.0.0.0:1'\nworkers = 'both:1'\n[tiers]\ng2 = '1GiB'\ng3 = 'off'\n");
+    let sources = Sources {
+        file: Some(file.path().into()),
+        environment: environment(&[("BLOCKYARD_LISTEN", "0.0.0.0:2"), ("BLOCKYARD_TIERS__G2", "2GiB")]),
+        flags: vec![Flag::own("--listen", "listen", "0.0.0.0:3"), set("router.policy=round-robin")],
+    };
+    let (config, origins) = load(&sources).unwrap();
+    assert_eq!(config.listen.port, 3);
+    assert_eq!(config.tiers, Tiers { g1: Budget::Auto, g2: Budget::Bytes(ByteSize(2 << 30)), g3: Budget::Off });
+    assert_eq!(config.workers.to_string(), "both:1");
+    let origin = |key| origins.of(key);
+    assert_eq!(origin("listen"), "--listen");
+    assert_eq!(origin("tiers.g2"), "environment BLOCKYARD_TIERS__G2");
+    assert_eq!(origin("tiers.g3"), file.path().display().to_string());
+    assert_eq!(origin("tiers.g1"), "default");
+    assert_eq!(origin("router.policy"), "--set router.policy=round-robin");
+}
+
+#[test]
+fn a_wrong_value_is_named_with_its_key_its_origin_and_what_would_be_right() {
+    let cases: [(&str, &[&str]); 7] = [
+        ("tiers.g2=4Gb of it", &["tiers.g2 = \"4Gb of it\"", "(--set tiers.g2=4Gb of it)", "4GiB", "off"]),
+        ("router.policy=robin", &["router.policy = \"robin\"", "`round-robin`", "`kv`"]),
+        ("frontend.body_bytes_max=many", &["frontend.body_bytes_max = \"many\"", "expected"]),
+        ("workers=prefill:1", &["workers", "nobody would decode"]),
+        ("listen=localhost", &["listen", "127.0.0.1:8000"]),
+        ("drain=30", &["drain = 30", "30s"]),
+        ("tiers=4", &["tiers = 4"]),
+    ];
+    for (assignment, parts) in cases {
+        let error = error_of(&Sources { environment: environment(&[]), flags: vec![set(assignment)], file: None });
+        for part in parts {
+            assert!(error.contains(part), "`{part}` is not in: {error}");
+        }
+    }
+}
+
+#[test]
+fn an_unknown_key_is_named_with_its_origin_and_the_key_that_was_meant() {
+    let from_env = Sources { environment: environment(&[("BLOCKYARD_ROUTER__POLCY", "kv")]), ..Sources::default() };
+    let error = error_of(&from_env);
+    assert!(error.contains("`router.polcy` (environment BLOCKYARD_ROUTER__POLCY)"), "{error}");
+    assert!(error.contains("did you mean `router.policy`?"), "{error}");
+    for (assignment, meant) in [("policy=kv", Some("router.policy")), ("modl=x", Some("model")), ("colour=red", None)] {
+        let error = error_of(&Sources { environment: environment(&[]), flags: vec![set(assignment)], file: None });
+        assert_eq!(error.contains("did you mean"), meant.is_some(), "{error}");
+        assert!(meant.is_none_or(|meant| error.contains(&format!("`{meant}`"))), "{error}");
+    }
+}
+
+#[test]
+fn a_file_that_is_missing_or_broken_is_named() {
+    let missing = Sources { file: Some("no/such.toml".into()), environment: environment(&[]), flags: vec![] };
+    assert!(error_of(&missing).contains("no/such.toml"));
+    let broken = file("listen = \n");
+    let error = error_of(&Sources { file: Some(broken.path().into()), environment: environment(&[]), flags: vec![] });
+    assert!(error.contains(&broken.path().display().to_string()) && error.contains("line 1"), "{error}");
+}
+
+#[test]
+fn what_kubernetes_puts_beside_a_service_called_blockyard_is_not_ours() {
+    let names = ["SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT", "PORT_8000_TCP", "PORT_8000_TCP_ADDR"];
+    let pairs: Vec<_> = names.iter().map(|name| format!("BLOCKYARD_{name}")).collect();
+    let pairs: Vec<_> = pairs.iter().map(|name| (name.as_str(), "tcp://10.0.0.1:8000")).collect();
+    assert!(load(&Sources { environment: environment(&pairs), ..Sources::default() }).is_ok());
+}
+
+#[test]
+fn without_a_home_somebody_must_say_where_data_goes() {
+    let error = error_of(&Sources::default());
+    assert!(error.contains("--data-dir"), "{error}");
+    let said = Sources { flags: vec![Flag::own("--data-dir", "data_dir", "123")], ..Sources::default() };
+    assert_eq!(load(&said).unwrap().0.data_dir, PathBuf::from("123"));
+    let xdg = Sources { environment: vec![("XDG_CACHE_HOME".into(), "/cache".into())], ..Sources::default() };
+    assert_eq!(load(&xdg).unwrap().0.data_dir, PathBuf::from("/cache/blockyard"));
+}
+
+#[test]
+fn what_is_printed_is_a_file_that_gives_the_same_configuration() {
+    let sources = Sources {
+        environment: environment(&[]),
+        flags: vec![set("tiers.g1=3MiB"), set("router.seed=7"), Flag::own("--model", "model", "folder of \"mine\"")],
+        file: None,
+    };
+    let (config, origins) = load(&sources).unwrap();
+    let printed = as_toml(&config, &origins);
+    assert!(printed.contains("# --set router.seed=7") && printed.contains("# unset"), "{printed}");
+    let file = file(&printed);
+    let again = Sources { file: Some(file.path().into()), environment: vec![], flags: vec![] };
+    assert_eq!(load(&again).unwrap().0, config);
+    assert_eq!(
+        as_json(&config, &origins)["tiers.g1"],
+        serde_json::json!({"value": "3MiB", "origin": "--set tiers.g1=3MiB"})
+    );
+}

@@ -1,0 +1,395 @@
+//! Values as people write them: sizes, spans of time, addresses, models, roles. Each is parsed once, here, into a type
+//! that cannot be wrong; each error says what would be right.
+
+use serde::de::{self, Deserialize, Deserializer, Visitor};
+use serde::ser::{Serialize, Serializer};
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::Duration;
+use worker::plane::Phase;
+
+/// A number of bytes: `"4GiB"`, `"512MB"`, `65536`.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct ByteSize(pub u64);
+
+/// A length of time: `"250ms"`, `"30s"`, `"5m"`.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct Span(pub Duration);
+
+/// How much a tier may take.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Budget {
+    /// A share of what the machine has.
+    #[default]
+    Auto,
+    /// The tier is not there.
+    Off,
+    /// This much.
+    Bytes(ByteSize),
+}
+
+/// Where to listen: `host:port`, or a port alone on this machine only.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Listen {
+    /// A name or an address, without the brackets of IPv6.
+    pub host: String,
+    /// 0 lets the system choose.
+    pub port: u16,
+}
+
+/// What is served.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Model {
+    /// A built-in model, by name.
+    BuiltIn(&'static str),
+    /// A Hugging Face folder.
+    Folder(PathBuf),
+}
+
+/// How many workers of which phase: `"prefill:1,decode:2"`.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Workers(Vec<(Phase, usize)>);
+
+/// What is wrong with a value, and what would be right.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct Invalid(String);
+
+impl ByteSize {
+    const UNITS: [(&'static str, u64); 12] = [
+        ("TiB", 1 << 40),
+        ("GiB", 1 << 30),
+        ("MiB", 1 << 20),
+        ("KiB", 1 << 10),
+        ("Ti", 1 << 40),
+        ("Gi", 1 << 30),
+        ("Mi", 1 << 20),
+        ("Ki", 1 << 10),
+        ("TB", 1_000_000_000_000),
+        ("GB", 1_000_000_000),
+        ("MB", 1_000_000),
+        ("KB", 1_000),
+    ];
+
+    /// For people to read, to a tenth: `1.2 GiB`.
+    pub fn about(self) -> String {
+        let unit = Self::UNITS[..4].iter().find(|(_, unit)| self.0 >= *unit);
+        unit.map_or_else(
+            || format!("{} B", self.0),
+            |(name, unit)| format!("{:.1} {name}", self.0 as f64 / *unit as f64),
+        )
+    }
+}
+
+impl fmt::Display for ByteSize {
+    /// Exact, so that what is printed can be read back.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match Self::UNITS[..4].iter().find(|(_, unit)| self.0 != 0 && self.0.is_multiple_of(*unit)) {
+            Some((name, unit)) => write!(f, "{}{name}", self.0 / unit),
+            None => write!(f, "{}", self.0),
+        }
+    }
+}
+
+impl FromStr for ByteSize {
+    type Err = Invalid;
+
+    fn from_str(text: &str) -> Result<Self, Invalid> {
+        let wrong = || Invalid(r#"expected a size, like "4GiB", "512MiB" or a number of bytes"#.into());
+        let text = text.trim();
+        let unit = |(name, unit): &(&str, u64)| {
+            let at = text.len().checked_sub(name.len())?;
+            let (number, tail) = text.split_at_checked(at)?;
+            tail.eq_ignore_ascii_case(name).then_some((number, *unit))
+        };
+        let (number, unit) =
+            Self::UNITS.iter().find_map(unit).unwrap_or((text.strip_suffix(['B', 'b']).unwrap_or(text), 1));
+        if let Ok(whole) = number.trim().parse::<u64>() {
+            return whole.checked_mul(unit).map(Self).ok_or_else(wrong);
+        }
+        let bytes = number.trim().parse::<f64>().map_err(|_| wrong())? * unit as f64;
+        // A fraction of a byte is as odd as a negative size; above 2^63 nothing is a size.
+        if unit == 1 || !(0.0..9e18).contains(&bytes) { Err(wrong()) } else { Ok(Self(bytes as u64)) }
+    }
+}
+
+impl Span {
+    const UNITS: [(&'static str, f64); 4] = [("ms", 1e-3), ("s", 1.0), ("m", 60.0), ("h", 3600.0)];
+}
+
+impl fmt::Display for Span {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0.as_millis() {
+            ms if ms.is_multiple_of(1000) => write!(f, "{}s", ms / 1000),
+            ms => write!(f, "{ms}ms"),
+        }
+    }
+}
+
+impl FromStr for Span {
+    type Err = Invalid;
+
+    fn from_str(text: &str) -> Result<Self, Invalid> {
+        let wrong = || Invalid(r#"expected a length of time with its unit, like "250ms", "30s" or "5m""#.into());
+        let (number, seconds) = Self::UNITS
+            .iter()
+            .find_map(|(unit, seconds)| Some((text.trim().strip_suffix(unit)?, *seconds)))
+            .ok_or_else(wrong)?;
+        let span = number.trim().parse::<f64>().map_err(|_| wrong())? * seconds;
+        // A thousand days is for ever; beyond it clocks overflow.
+        if (0.0..86_400_000.0).contains(&span) { Ok(Self(Duration::from_secs_f64(span))) } else { Err(wrong()) }
+    }
+}
+
+impl fmt::Display for Budget {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Auto => f.write_str("auto"),
+            Self::Off => f.write_str("off"),
+            Self::Bytes(size) => size.fmt(f),
+        }
+    }
+}
+
+impl FromStr for Budget {
+    type Err = Invalid;
+
+    fn from_str(text: &str) -> Result<Self, Invalid> {
+        match text.trim() {
+            "auto" => Ok(Self::Auto),
+            "off" => Ok(Self::Off),
+            size => match size.parse() {
+                Ok(ByteSize(0)) => Ok(Self::Off),
+                Ok(size) => Ok(Self::Bytes(size)),
+                Err(_) => Err(Invalid(r#"expected a size like "4GiB", "auto", or "off""#.into())),
+            },
+        }
+    }
+}
+
+impl fmt::Display for Listen {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { host, port } = self;
+        if host.contains(':') { write!(f, "[{host}]:{port}") } else { write!(f, "{host}:{port}") }
+    }
+}
+
+impl FromStr for Listen {
+    type Err = Invalid;
+
+    fn from_str(text: &str) -> Result<Self, Invalid> {
+        let wrong = || Invalid(r#"expected an address with a port, like "127.0.0.1:8000" or "0.0.0.0:8000""#.into());
+        let (host, port) = text.trim().rsplit_once(':').unwrap_or(("127.0.0.1", text.trim()));
+        let port = port.parse().map_err(|_| wrong())?;
+        let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
+        match bare.unwrap_or(host) {
+            "" => Err(wrong()),
+            host if bare.is_none() && host.contains(':') => Err(wrong()),
+            host => Ok(Self { host: host.into(), port }),
+        }
+    }
+}
+
+impl Model {
+    /// The models that need no folder.
+    pub const BUILT_IN: [&'static str; 3] = ["tiny", "small", "bench"];
+}
+
+impl fmt::Display for Model {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::BuiltIn(name) => f.write_str(name),
+            Self::Folder(path) => path.display().fmt(f),
+        }
+    }
+}
+
+impl FromStr for Model {
+    type Err = Invalid;
+
+    fn from_str(text: &str) -> Result<Self, Invalid> {
+        match Self::BUILT_IN.into_iter().find(|name| *name == text) {
+            Some(name) => Ok(Self::BuiltIn(name)),
+            None if text.is_empty() => Err(Invalid("expected a model folder, or `tiny`, `small` or `bench`".into())),
+            None => Ok(Self::Folder(text.into())),
+        }
+    }
+}
+
+impl Workers {
+    /// More than this in one process is a typing error.
+    const MAX: usize = 64;
+
+    /// The phase of each worker, prefill first.
+    pub fn phases(&self) -> impl Iterator<Item = Phase> {
+        self.0.iter().flat_map(|(phase, count)| std::iter::repeat_n(*phase, *count))
+    }
+
+    /// How many there are; at least one.
+    pub fn count(&self) -> usize {
+        self.0.iter().map(|(_, count)| count).sum()
+    }
+}
+
+impl Default for Workers {
+    /// One prefill worker and two decode workers: the least that shows both disaggregation and routing.
+    fn default() -> Self {
+        Self(vec![(Phase::Prefill, 1), (Phase::Decode, 2)])
+    }
+}
+
+impl fmt::Display for Workers {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().enumerate().try_for_each(|(n, (phase, count))| {
+            let comma = if n == 0 { "" } else { "," };
+            write!(f, "{comma}{phase}:{count}")
+        })
+    }
+}
+
+impl FromStr for Workers {
+    type Err = Invalid;
+
+    fn from_str(text: &str) -> Result<Self, Invalid> {
+        let wrong = || {
+            Invalid(r#"expected phases with how many workers of each, like "prefill:1,decode:2" or "both:1""#.into())
+        };
+        let mut counts = [(Phase::Prefill, 0_usize), (Phase::Decode, 0), (Phase::Both, 0)];
+        for part in text.split(',') {
+            let (name, count) = part.trim().split_once(':').ok_or_else(wrong)?;
+            let entry = counts.iter_mut().find(|(phase, _)| phase.to_string() == name.trim()).ok_or_else(wrong)?;
+            let count: usize = count.trim().parse().map_err(|_| wrong())?;
+            entry.1 = entry.1.saturating_add(count);
+        }
+        let workers = Self(counts.into_iter().filter(|(_, count)| *count > 0).collect());
+        if workers.phases().nth(Self::MAX).is_some() {
+            return Err(Invalid(format!("at most {} workers fit into one process", Self::MAX)));
+        }
+        let decodes = workers.phases().any(|phase| phase != Phase::Prefill);
+        decodes.then_some(workers).ok_or_else(|| Invalid("nobody would decode; add `decode:1`, or use `both:1`".into()))
+    }
+}
+
+/// Written and read as text; numbers are accepted where the text may be one.
+macro_rules! as_text {
+    ($($kind:ty),+) => {$(
+        impl Serialize for $kind {
+            fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+                to.collect_str(self)
+            }
+        }
+        impl<'de> Deserialize<'de> for $kind {
+            fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+                from.deserialize_any(Text).and_then(|text| text.parse().map_err(de::Error::custom))
+            }
+        }
+    )+};
+}
+as_text!(ByteSize, Span, Budget, Listen, Model, Workers);
+
+struct Text;
+
+impl Visitor<'_> for Text {
+    type Value = String;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("text or a number")
+    }
+
+    fn visit_str<E>(self, text: &str) -> Result<String, E> {
+        Ok(text.into())
+    }
+
+    fn visit_u64<E>(self, number: u64) -> Result<String, E> {
+        Ok(number.to_string())
+    }
+
+    fn visit_i64<E>(self, number: i64) -> Result<String, E> {
+        Ok(number.to_string())
+    }
+
+    fn visit_f64<E>(self, number: f64) -> Result<String, E> {
+        Ok(number.to_string())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn reads<T: FromStr<Err = Invalid> + fmt::Display>(text: &str) -> String {
+        text.parse::<T>().map_or_else(|error| format!("error: {error}"), |value| value.to_string())
+    }
+
+    #[test]
+    fn sizes_are_read_as_people_write_them_and_printed_exactly() {
+        let cases = [
+            ("4GiB", "4GiB"),
+            ("4096 MiB", "4GiB"),
+            ("1.5gib", "1536MiB"),
+            ("2Gi", "2GiB"),
+            ("1GB", "1000000000"),
+            ("10KB", "10000"),
+            ("65536", "64KiB"),
+            ("100B", "100"),
+        ];
+        for (text, printed) in cases {
+            assert_eq!(reads::<ByteSize>(text), printed);
+            assert_eq!(reads::<ByteSize>(printed), printed, "what is printed can be read");
+        }
+        for text in ["", "GiB", "-1GiB", "4 apples", "1.5", "99999999999TiB", "NaNGiB", "ä"] {
+            assert!(reads::<ByteSize>(text).contains("4GiB"), "{text}: the error says what would be right");
+        }
+        assert_eq!(ByteSize(1_288_490_189).about(), "1.2 GiB");
+    }
+
+    #[test]
+    fn budgets_can_be_left_to_the_machine_or_turned_off() {
+        for (text, printed) in [("auto", "auto"), ("off", "off"), ("0", "off"), ("0GiB", "off"), ("1GiB", "1GiB")] {
+            assert_eq!(reads::<Budget>(text), printed);
+        }
+        assert!(reads::<Budget>("none").contains("off"));
+    }
+
+    #[test]
+    fn spans_need_a_unit() {
+        for (text, printed) in
+            [("250ms", "250ms"), ("30s", "30s"), ("1.5 s", "1500ms"), ("2m", "120s"), ("1h", "3600s")]
+        {
+            assert_eq!(reads::<Span>(text), printed);
+        }
+        for text in ["30", "", "s", "-1s", "infs", "3 fortnights"] {
+            assert!(reads::<Span>(text).contains("250ms"), "{text}");
+        }
+    }
+
+    #[test]
+    fn an_address_needs_a_port_and_a_port_alone_stays_on_this_machine() {
+        for (text, printed) in
+            [("0.0.0.0:80", "0.0.0.0:80"), ("9000", "127.0.0.1:9000"), ("[::1]:1", "[::1]:1"), ("box:0", "box:0")]
+        {
+            assert_eq!(reads::<Listen>(text), printed);
+        }
+        for text in ["", "localhost", ":80", "a:70000", "::1:80"] {
+            assert!(reads::<Listen>(text).starts_with("error"), "{text}");
+        }
+    }
+
+    #[test]
+    fn workers_are_counted_by_phase_and_someone_must_decode() {
+        assert_eq!(reads::<Workers>("decode:2, prefill:1"), "prefill:1,decode:2");
+        assert_eq!("both:3".parse::<Workers>().unwrap().phases().collect::<Vec<_>>(), [Phase::Both; 3]);
+        assert_eq!(Workers::default().to_string(), "prefill:1,decode:2");
+        for (text, hint) in [
+            ("prefill:2", "nobody would decode"),
+            ("both:0", "nobody would decode"),
+            ("both:65", "at most 64"),
+            ("prefil:1", "like"),
+            ("3", "like"),
+            ("both:-1", "like"),
+        ] {
+            assert!(reads::<Workers>(text).contains(hint), "{text}: {}", reads::<Workers>(text));
+        }
+    }
+}

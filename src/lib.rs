@@ -1,0 +1,12 @@
+//! The program: command line, the one configuration, and the composition of roles.
+//!
+//! ```text
+//!   cli ─▶ config ─▶ node ─┬─ frontend ─▶ router ─▶ workers ─▶ kvbm
+//!                          └─ banner
+//! ```
+//! Everything that serves is an [`Engine`](worker::engine::Engine); this crate only decides which, and where.
+
+#![forbid(unsafe_code)]
+
+pub mod cli;
+pub mod config;
