@@ -10,3 +10,5 @@
 
 pub mod cli;
 pub mod config;
+pub mod machine;
+pub mod node;

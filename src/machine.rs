@@ -1,0 +1,81 @@
+//! What the machine has to give: memory, disk, threads. Read once, at start.
+
+use std::io;
+use std::num::NonZero;
+use std::path::Path;
+
+/// What the machine had to give when it was asked.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Machine {
+    /// Bytes of memory that can be taken without pushing anybody out; `None` where the system does not say.
+    pub memory: Option<u64>,
+    /// Bytes free on the disk of the data folder.
+    pub disk: u64,
+    /// Threads that run at the same time.
+    pub threads: usize,
+}
+
+impl Machine {
+    /// Asks the system; `data` is a folder that exists.
+    pub fn survey(data: &Path) -> io::Result<Self> {
+        let memory = [available(), container()].into_iter().flatten().min();
+        let disk = rustix::fs::statvfs(data)?;
+        Ok(Self {
+            memory,
+            disk: disk.f_bavail.saturating_mul(disk.f_frsize),
+            threads: std::thread::available_parallelism().map_or(1, NonZero::get),
+        })
+    }
+}
+
+/// `MemAvailable` of Linux.
+fn available() -> Option<u64> {
+    field(&std::fs::read_to_string("/proc/meminfo").ok()?, "MemAvailable:").map(|kib| kib * 1024)
+}
+
+/// What the control groups of this process leave of their limits (version 2): in a container the machine's own figure says
+/// nothing.
+fn container() -> Option<u64> {
+    let groups = std::fs::read_to_string("/proc/self/cgroup").ok()?;
+    let own = groups.lines().find_map(|line| line.strip_prefix("0::/"))?;
+    let root = Path::new("/sys/fs/cgroup");
+    root.join(own).ancestors().take_while(|group| group.starts_with(root)).filter_map(left).min()
+}
+
+/// What one group has left. Files in memory that nobody reads now can be dropped, so they do not count as used.
+fn left(group: &Path) -> Option<u64> {
+    let read = |name| std::fs::read_to_string(group.join(name)).ok();
+    let limit: u64 = read("memory.max")?.trim().parse().ok()?;
+    let used: u64 = read("memory.current")?.trim().parse().ok()?;
+    let droppable = field(&read("memory.stat")?, "inactive_file").unwrap_or(0);
+    Some(limit.saturating_sub(used.saturating_sub(droppable)))
+}
+
+/// The number after a word at the start of a line.
+fn field(text: &str, word: &str) -> Option<u64> {
+    text.lines().find_map(|line| line.strip_prefix(word)?.split_whitespace().next()?.parse().ok())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_survey_finds_memory_disk_and_threads() {
+        let machine = Machine::survey(Path::new(".")).unwrap();
+        assert!(machine.threads >= 1 && machine.disk > 0);
+        assert!(!cfg!(target_os = "linux") || machine.memory.is_some_and(|bytes| bytes > 1 << 20));
+    }
+
+    #[test]
+    fn a_group_has_left_what_its_limit_allows_beyond_what_cannot_be_dropped() {
+        let group = tempfile::tempdir().unwrap();
+        let write = |name, text| std::fs::write(group.path().join(name), text).unwrap();
+        write("memory.current", "700\n");
+        write("memory.stat", "anon 500\ninactive_file 150\n");
+        write("memory.max", "max\n");
+        assert_eq!(left(group.path()), None, "no limit");
+        write("memory.max", "1000\n");
+        assert_eq!(left(group.path()), Some(450));
+    }
+}

@@ -1,0 +1,157 @@
+//! How large the tiers are: what was asked for, or a share of what the machine has. Pure; what does not fit is an error that
+//! says what would.
+
+use crate::config::{Budget, ByteSize, Tiers};
+use crate::machine::Machine;
+
+/// Of the memory that the weights leave, what the G1 of all workers take together when nobody says. With G2 it is less than
+/// a third: others live on the machine too, and activations and requests need room.
+const G1_SHARE: u64 = 15;
+
+/// The same for G2, in hundredths.
+const G2_SHARE: u64 = 15;
+
+/// The G3 log when nobody says: ten minutes of writing at the pace of a small machine's prefill, and a size that people do
+/// not mind finding in their cache folder.
+const G3_BYTES: u64 = 10 << 30;
+
+/// At most this share of the free disk, in hundredths.
+const G3_SHARE: u64 = 20;
+
+/// How large the tiers are.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Sizes {
+    /// Of each worker.
+    pub g1: u64,
+    /// Of each worker.
+    pub g2: Option<u64>,
+    /// Of the process.
+    pub g3: Option<u64>,
+}
+
+/// What the model asks for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Needs {
+    /// Bytes of the weights, once per process.
+    pub weights: u64,
+    /// Bytes of KV that one request of the full context takes.
+    pub context: u64,
+    /// Bytes of one block.
+    pub block: u64,
+}
+
+/// The tiers cannot be as large as they must be.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum Error {
+    /// The engine computes in G1.
+    #[error("tiers.g1 cannot be off: the engine computes in it; say a size, or `auto`")]
+    NoG1,
+    /// Not even one block.
+    #[error("tiers.g1 = {0} holds no block; one takes {block}", block = ByteSize(*.1).about())]
+    TooSmall(ByteSize, u64),
+    /// The machine has too little memory.
+    #[error(
+        "memory does not suffice: {workers} worker(s) need {needed} (weights {weights}, G1 {g1} and G2 {g2} each), and {have} \
+         is available; use fewer workers (--workers both:1), smaller tiers (--set tiers.g1=…), or a smaller model",
+        needed = ByteSize(*.needed).about(),
+        weights = ByteSize(*.weights).about(),
+        g1 = ByteSize(.sizes.g1).about(),
+        g2 = ByteSize(.sizes.g2.unwrap_or(0)).about(),
+        have = ByteSize(*.have).about()
+    )]
+    Memory {
+        /// How many there were to be.
+        workers: u64,
+        /// Bytes in all.
+        needed: u64,
+        /// Bytes of it for the weights.
+        weights: u64,
+        /// The tiers that were asked for.
+        sizes: Sizes,
+        /// Bytes that there are.
+        have: u64,
+    },
+}
+
+impl Sizes {
+    /// Settles the sizes for `workers` workers.
+    pub fn settle(tiers: &Tiers, workers: usize, needs: Needs, machine: &Machine) -> Result<Self, Error> {
+        let workers = workers as u64;
+        // Where the system does not say, a quarter of what small machines have today is a careful guess.
+        let have = machine.memory.unwrap_or(4 << 30);
+        let free = have.saturating_sub(needs.weights);
+        let share = |hundredths: u64| free / 100 * hundredths / workers;
+        let g1 = match tiers.g1 {
+            Budget::Off => return Err(Error::NoG1),
+            Budget::Bytes(size) if size.0 < needs.block => return Err(Error::TooSmall(size, needs.block)),
+            Budget::Bytes(size) => size.0,
+            // Less than one context would refuse requests that the model can serve.
+            Budget::Auto => share(G1_SHARE).max(needs.context),
+        };
+        let g2 = match tiers.g2 {
+            Budget::Off => None,
+            Budget::Bytes(size) => Some(size.0),
+            Budget::Auto => Some(share(G2_SHARE)),
+        };
+        let g3 = match tiers.g3 {
+            Budget::Off => None,
+            Budget::Bytes(size) => Some(size.0),
+            Budget::Auto => Some(G3_BYTES.min(machine.disk / 100 * G3_SHARE)),
+        };
+        let sizes = Self { g1, g2, g3 };
+        let each = g1.saturating_add(g2.unwrap_or(0));
+        let needed = each.saturating_mul(workers).saturating_add(needs.weights);
+        match machine.memory {
+            Some(have) if needed > have => Err(Error::Memory { workers, needed, weights: needs.weights, sizes, have }),
+            _ => Ok(sizes),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NEEDS: Needs = Needs { weights: 2 << 30, context: 64 << 20, block: 64 << 10 };
+    const MACHINE: Machine = Machine { memory: Some(12 << 30), disk: 100 << 30, threads: 2 };
+
+    fn bytes(text: &str) -> Budget {
+        text.parse().unwrap()
+    }
+
+    #[test]
+    fn automatic_tiers_share_what_the_weights_leave() {
+        let sizes = Sizes::settle(&Tiers::default(), 3, NEEDS, &MACHINE).unwrap();
+        let each = (10_u64 << 30) / 100 * 15 / 3;
+        assert_eq!(sizes, Sizes { g1: each, g2: Some(each), g3: Some(10 << 30) });
+        let small_disk = Machine { disk: 10 << 30, ..MACHINE };
+        let sizes = Sizes::settle(&Tiers::default(), 3, NEEDS, &small_disk).unwrap();
+        assert_eq!(sizes.g3, Some((10_u64 << 30) / 100 * 20));
+    }
+
+    #[test]
+    fn automatic_g1_holds_at_least_one_context() {
+        let needs = Needs { context: 3 << 30, ..NEEDS };
+        assert_eq!(Sizes::settle(&Tiers::default(), 2, needs, &MACHINE).unwrap().g1, 3 << 30);
+    }
+
+    #[test]
+    fn what_is_said_holds_and_off_is_off() {
+        let tiers = Tiers { g1: bytes("1GiB"), g2: bytes("off"), g3: bytes("0") };
+        let sizes = Sizes::settle(&tiers, 3, NEEDS, &MACHINE).unwrap();
+        assert_eq!(sizes, Sizes { g1: 1 << 30, g2: None, g3: None });
+    }
+
+    #[test]
+    fn what_does_not_fit_is_said_with_its_parts_and_a_way_out() {
+        let tiers = Tiers { g1: bytes("4GiB"), ..Tiers::default() };
+        let error = Sizes::settle(&tiers, 3, NEEDS, &MACHINE).unwrap_err().to_string();
+        for part in ["weights 2.0 GiB", "G1 4.0 GiB", "12.0 GiB is available", "--workers both:1"] {
+            assert!(error.contains(part), "`{part}` is not in: {error}");
+        }
+        let tiny = Tiers { g1: bytes("1KiB"), ..Tiers::default() };
+        assert_eq!(Sizes::settle(&tiny, 1, NEEDS, &MACHINE), Err(Error::TooSmall(ByteSize(1024), NEEDS.block)));
+        let none = Tiers { g1: Budget::Off, ..Tiers::default() };
+        assert_eq!(Sizes::settle(&none, 1, NEEDS, &MACHINE), Err(Error::NoG1));
+    }
+}
