@@ -1,0 +1,380 @@
+//! Causal attention of new tokens over paged keys and values, grouped heads, optional sliding window.
+//!
+//! A *lane* is one query: one head of one token. Up to [`LANES`] lanes that share a key/value head form an *item*; lanes
+//! never meet, so a query's result cannot depend on its neighbours. Along the keys everything is cut at multiples of
+//! fixed numbers of **positions**, whatever the chunk, the block size or the batch:
+//!
+//! ```text
+//!   positions   0 ........ 512 ........ 1024 ...      SPLIT: a partial softmax each, folded in order
+//!                 |64|64|..   |64|64|..               TILE: one step of the running softmax
+//! ```
+//!
+//! Who computes a split changes nothing, so long contexts with few queries (decode) are spread over threads split by split
+//! and many queries (prefill) item by item. A key that a lane may not see leaves that lane as it was, to the bit.
+
+use super::arena::{Arena, Half};
+use super::kernel::{LANES, Lanes, exp, wide};
+use kvbm::BlockId;
+use rayon::prelude::*;
+
+/// Keys per step of the running softmax: their scores for all lanes are 4 KiB and stay in the first-level cache.
+const TILE: usize = 64;
+
+/// Keys per partial softmax: about 10 µs of work for one item, worth handing to another thread, and a fold is cheap beside
+/// it. A multiple of [`TILE`].
+const SPLIT: usize = 512;
+
+/// Keys (or dimensions) whose sums are kept in registers side by side.
+const WIDE: usize = 4;
+
+/// The heads of a layer.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Heads {
+    pub(super) queries: usize,
+    pub(super) kv: usize,
+    pub(super) dim: usize,
+    /// A token sees itself and this many less one before it.
+    pub(super) window: Option<usize>,
+}
+
+impl Heads {
+    /// Length of a row of fused queries, keys and values.
+    pub(super) fn row(self) -> usize {
+        (self.queries + 2 * self.kv) * self.dim
+    }
+
+    /// Query heads per key/value head.
+    fn group(self) -> usize {
+        self.queries / self.kv
+    }
+}
+
+/// Consecutive tokens of one sequence whose queries are computed.
+#[derive(Clone, Copy)]
+pub(super) struct Span<'a> {
+    /// Row of the first one in the fused queries, keys and values.
+    pub(super) row: usize,
+    /// How many.
+    pub(super) tokens: usize,
+    /// Position of the first one.
+    pub(super) start: usize,
+    /// Blocks of the sequence.
+    pub(super) table: &'a [BlockId],
+}
+
+impl Span<'_> {
+    /// Only the last token.
+    pub(super) fn last(self) -> Self {
+        let before = self.tokens - 1;
+        Self { row: self.row + before, tokens: 1, start: self.start + before, ..self }
+    }
+}
+
+/// Up to [`LANES`] queries of one span that share a key/value head.
+struct Item<'a> {
+    span: Span<'a>,
+    kv_head: usize,
+    first_lane: usize,
+}
+
+/// Attention of every query in `spans`, to `out`: a row of `heads.queries * heads.dim` per token, in order.
+pub(super) fn attend(heads: Heads, qkv: &[f32], spans: &[Span<'_>], arena: &Arena, layer: usize, out: &mut [f32]) {
+    let group = heads.group();
+    let items: Vec<Item<'_>> = spans
+        .iter()
+        .flat_map(|&span| {
+            let lanes = (0..span.tokens * group).step_by(LANES);
+            (0..heads.kv)
+                .flat_map(move |kv_head| lanes.clone().map(move |first_lane| Item { span, kv_head, first_lane }))
+        })
+        .collect();
+    let layer = Layer { heads, qkv, arena, layer };
+    let finished: Vec<Vec<Lanes>> = if items.len() < 4 * rayon::current_num_threads() {
+        let splits: Vec<_> = items.iter().flat_map(|item| layer.splits(item).map(move |split| (item, split))).collect();
+        let mut partial =
+            splits.par_iter().map(|(item, split)| layer.partial(item, *split)).collect::<Vec<_>>().into_iter();
+        items.iter().map(|item| layer.fold(partial.by_ref().take(layer.splits(item).len()))).collect()
+    } else {
+        items.par_iter().map(|item| layer.fold(layer.splits(item).map(|split| layer.partial(item, split)))).collect()
+    };
+    scatter(heads, spans, &finished, out);
+}
+
+/// From `[item][dimension][lane]` to rows.
+fn scatter(heads: Heads, spans: &[Span<'_>], finished: &[Vec<Lanes>], out: &mut [f32]) {
+    let (group, width) = (heads.group(), heads.queries * heads.dim);
+    let mut items = finished;
+    let mut rows = out.chunks_exact_mut(width);
+    for span in spans {
+        let per_head = (span.tokens * group).div_ceil(LANES);
+        let (own, rest) = items.split_at(per_head * heads.kv);
+        items = rest;
+        for (token, row) in rows.by_ref().take(span.tokens).enumerate() {
+            for (head, row) in row.chunks_exact_mut(heads.dim).enumerate() {
+                let lane = token * group + head % group;
+                let item = &own[head / group * per_head + lane / LANES];
+                for (to, from) in row.iter_mut().zip(item) {
+                    *to = from.0[lane % LANES];
+                }
+            }
+        }
+    }
+}
+
+/// What all items of a layer share.
+#[derive(Clone, Copy)]
+struct Layer<'a> {
+    heads: Heads,
+    qkv: &'a [f32],
+    arena: &'a Arena,
+    layer: usize,
+}
+
+/// The keys that each lane sees: `from .. to`. Lanes beyond the item's end see none.
+struct Sight {
+    from: [usize; LANES],
+    to: [usize; LANES],
+}
+
+/// A softmax on its way: the largest score so far, the sum of weights, the weighted sum of values, relative to it.
+struct Softmax {
+    max: Lanes,
+    sum: Lanes,
+    mix: Vec<Lanes>,
+}
+
+impl Layer<'_> {
+    fn sight(&self, item: &Item<'_>) -> Sight {
+        let mut sight = Sight { from: [0; LANES], to: [0; LANES] };
+        let group = self.heads.group();
+        for lane in 0..LANES.min(item.span.tokens * group - item.first_lane) {
+            sight.to[lane] = item.span.start + (item.first_lane + lane) / group + 1;
+            sight.from[lane] = self.heads.window.map_or(0, |window| sight.to[lane].saturating_sub(window));
+        }
+        sight
+    }
+
+    /// The splits that any lane of an item sees.
+    fn splits(&self, item: &Item<'_>) -> std::ops::Range<usize> {
+        let sight = self.sight(item);
+        sight.from[0] / SPLIT..sight.end().div_ceil(SPLIT)
+    }
+
+    /// Queries of an item, scaled, `[dimension][lane]`.
+    fn queries(&self, item: &Item<'_>) -> Vec<Lanes> {
+        let Heads { dim, .. } = self.heads;
+        let group = self.heads.group();
+        let scale = 1.0 / (dim as f32).sqrt();
+        let mut queries = vec![Lanes::all(0.0); dim];
+        for lane in 0..LANES.min(item.span.tokens * group - item.first_lane) {
+            let (token, head) = ((item.first_lane + lane) / group, (item.first_lane + lane) % group);
+            let start = (item.span.row + token) * self.heads.row() + (item.kv_head * group + head) * dim;
+            for (to, from) in queries.iter_mut().zip(&self.qkv[start..start + dim]) {
+                to.0[lane] = from * scale;
+            }
+        }
+        queries
+    }
+
+    /// The softmax over one split.
+    fn partial(&self, item: &Item<'_>, split: usize) -> Softmax {
+        let queries = self.queries(item);
+        let sight = self.sight(item);
+        let mut softmax = Softmax::empty(self.heads.dim);
+        let end = sight.end().min((split + 1) * SPLIT);
+        for tile in (sight.from[0].max(split * SPLIT) / TILE * TILE..end).step_by(TILE) {
+            let keys = self.segments(item, Half::Keys, tile, end.min(tile + TILE));
+            let values = self.segments(item, Half::Values, tile, end.min(tile + TILE));
+            wide(|| softmax.step(&queries, &keys, &values, &sight, tile));
+        }
+        softmax
+    }
+
+    /// Keys or values of the positions `from .. to`, block by block.
+    fn segments(&self, item: &Item<'_>, half: Half, from: usize, to: usize) -> Segments<'_> {
+        let block_size = self.arena.block_size();
+        let mut segments = Segments { slices: [&[]; TILE], used: 0 };
+        let mut position = from;
+        while position < to {
+            let (block, offset) = (position / block_size, position % block_size);
+            let end = block_size.min(offset + to - position);
+            let tokens = self.arena.tokens(item.span.table[block], self.layer, half, item.kv_head, end);
+            segments.slices[segments.used] = &tokens[offset * self.heads.dim..];
+            segments.used += 1;
+            position += end - offset;
+        }
+        segments
+    }
+
+    /// Folds the partial softmaxes of an item, in order, and divides: `[dimension][lane]`.
+    fn fold(&self, partials: impl Iterator<Item = Softmax>) -> Vec<Lanes> {
+        let mut whole = Softmax::empty(self.heads.dim);
+        partials.for_each(|partial| wide(|| whole.fold(&partial)));
+        // Lanes that are no query saw nothing, and give 0 / 0, which nobody reads.
+        whole.mix.iter_mut().for_each(|mix| *mix = mix.zip(whole.sum, |mix, sum| mix / sum));
+        whole.mix
+    }
+}
+
+impl Sight {
+    /// Past the last key that any lane sees.
+    fn end(&self) -> usize {
+        self.to.into_iter().max().unwrap_or(0)
+    }
+}
+
+/// Up to [`TILE`] keys or values, in pieces that are contiguous.
+struct Segments<'a> {
+    slices: [&'a [f32]; TILE],
+    used: usize,
+}
+
+impl Softmax {
+    fn empty(dim: usize) -> Self {
+        Self { max: Lanes::all(f32::NEG_INFINITY), sum: Lanes::all(0.0), mix: vec![Lanes::all(0.0); dim] }
+    }
+
+    /// Takes the keys from position `start` on in.
+    #[inline(always)]
+    fn step(&mut self, queries: &[Lanes], keys: &Segments<'_>, values: &Segments<'_>, sight: &Sight, start: usize) {
+        let mut scores = [Lanes::all(0.0); TILE];
+        let tokens = score(queries, keys, &mut scores);
+        let all_seen = (0..LANES).all(|lane| sight.from[lane] <= start && start + tokens <= sight.to[lane]);
+        let scores = &mut scores[..tokens];
+        if !all_seen {
+            for (key, scores) in scores.iter_mut().enumerate() {
+                *scores = sight.select(start + key, *scores, Lanes::all(f32::NEG_INFINITY));
+            }
+        }
+        let max = scores.iter().fold(self.max, |max, score| max.zip(*score, |a, b| if a > b { a } else { b }));
+        // A lane that has seen nothing yet has no largest score; any base gives it weights of 0.
+        let base = max.map(|max| if max == f32::NEG_INFINITY { 0.0 } else { max });
+        if max != self.max {
+            let shrink = self.max.zip(base, |old, base| exp(old - base));
+            self.sum = self.sum.zip(shrink, |sum, shrink| sum * shrink);
+            self.mix.iter_mut().for_each(|mix| *mix = mix.zip(shrink, |mix, shrink| mix * shrink));
+        }
+        self.max = max;
+        for score in scores.iter_mut() {
+            *score = score.zip(base, |score, base| exp(score - base));
+            self.sum = self.sum.zip(*score, |sum, weight| sum + weight);
+        }
+        if all_seen {
+            mix(&mut self.mix, scores, values, |_, new, _| new);
+        } else {
+            mix(&mut self.mix, scores, values, |key, new, old| sight.select(start + key, new, old));
+        }
+    }
+
+    /// Appends the softmax over the keys that follow.
+    #[inline(always)]
+    fn fold(&mut self, next: &Self) {
+        let max = self.max.zip(next.max, |a, b| if a > b { a } else { b });
+        let base = max.map(|max| if max == f32::NEG_INFINITY { 0.0 } else { max });
+        let (old, new) = (self.max.zip(base, |x, base| exp(x - base)), next.max.zip(base, |x, base| exp(x - base)));
+        // A lane that one of the two has nothing for is taken from the other as it is.
+        let fold = |a: Lanes, b: Lanes| {
+            let mut out = a;
+            for i in 0..LANES {
+                let both = a.0[i].mul_add(old.0[i], b.0[i] * new.0[i]);
+                let one = if self.max.0[i] == f32::NEG_INFINITY { b.0[i] } else { both };
+                out.0[i] = if next.max.0[i] == f32::NEG_INFINITY { a.0[i] } else { one };
+            }
+            out
+        };
+        let sum = fold(self.sum, next.sum);
+        for i in 0..self.mix.len().min(next.mix.len()) {
+            self.mix[i] = fold(self.mix[i], next.mix[i]);
+        }
+        (self.max, self.sum) = (max, sum);
+    }
+}
+
+impl Sight {
+    /// `seen` in the lanes that see the key at `position`, `else_` in the others.
+    #[inline(always)]
+    fn select(&self, position: usize, seen: Lanes, unseen: Lanes) -> Lanes {
+        let mut out = unseen;
+        for lane in 0..LANES {
+            if self.from[lane] <= position && position < self.to[lane] {
+                out.0[lane] = seen.0[lane];
+            }
+        }
+        out
+    }
+}
+
+/// Scores of all lanes with each key; answers how many keys there were.
+#[inline(always)]
+fn score(queries: &[Lanes], keys: &Segments<'_>, scores: &mut [Lanes; TILE]) -> usize {
+    let dim = queries.len();
+    let mut token = 0;
+    for segment in &keys.slices[..keys.used] {
+        let mut groups = segment.chunks_exact(WIDE * dim);
+        for group in groups.by_ref() {
+            let sums = dots::<WIDE>(queries, group);
+            scores[token..token + WIDE].copy_from_slice(&sums);
+            token += WIDE;
+        }
+        for key in groups.remainder().chunks_exact(dim) {
+            scores[token] = dots::<1>(queries, key)[0];
+            token += 1;
+        }
+    }
+    token
+}
+
+/// Dot products of all lanes' queries with `N` consecutive keys: a chain over the dimensions each.
+#[inline(always)]
+fn dots<const N: usize>(queries: &[Lanes], keys: &[f32]) -> [Lanes; N] {
+    let dim = queries.len();
+    let keys: [&[f32]; N] = std::array::from_fn(|n| &keys[n * dim..][..dim]);
+    let mut sums = [Lanes::all(0.0); N];
+    for (d, query) in queries.iter().enumerate() {
+        for n in 0..N {
+            sums[n] = query.fma(keys[n][d], sums[n]);
+        }
+    }
+    sums
+}
+
+/// Adds the values, weighted, to `mix`: a chain over the keys for each dimension. `keep` chooses, per key, between the new
+/// sum and the old.
+#[inline(always)]
+fn mix(mix: &mut [Lanes], weights: &[Lanes], values: &Segments<'_>, keep: impl Fn(usize, Lanes, Lanes) -> Lanes) {
+    let dim = mix.len();
+    let mut d = 0;
+    while d + WIDE <= dim {
+        mix_some::<WIDE>(mix, d, weights, values, &keep);
+        d += WIDE;
+    }
+    while d < dim {
+        mix_some::<1>(mix, d, weights, values, &keep);
+        d += 1;
+    }
+}
+
+/// [`mix`] for the dimensions `d .. d + N`.
+#[inline(always)]
+fn mix_some<const N: usize>(
+    mix: &mut [Lanes],
+    d: usize,
+    weights: &[Lanes],
+    values: &Segments<'_>,
+    keep: &impl Fn(usize, Lanes, Lanes) -> Lanes,
+) {
+    let dim = mix.len();
+    let mut sums: [Lanes; N] = std::array::from_fn(|n| mix[d + n]);
+    let mut token = 0;
+    for segment in &values.slices[..values.used] {
+        let count = segment.len() / dim;
+        for (weight, value) in weights[token..token + count].iter().zip(segment.chunks_exact(dim)) {
+            let value = &value[d..d + N];
+            for n in 0..N {
+                sums[n] = keep(token, weight.fma(value[n], sums[n]), sums[n]);
+            }
+            token += 1;
+        }
+    }
+    mix[d..d + N].copy_from_slice(&sums);
+}

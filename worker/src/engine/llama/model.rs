@@ -1,0 +1,310 @@
+//! The forward pass: chunks of several sequences in, KV into their blocks, logits of the rows that asked.
+//!
+//! All rows of all chunks go through one product per matrix. A row's result depends on nothing but its own tokens: products
+//! ([`linear`](super::linear)) and attention ([`attention`](super::attention)) promise it, the rest is row by row.
+//! There is no scheduling here, and no owning of blocks: the caller says which slots, and owns those that are written.
+
+use super::arena::Arena;
+use super::attention::{self, Heads, Span};
+use super::config::Config;
+use super::kernel::{silu, sum_of_squares, wide};
+use super::linear::Linear;
+use super::rope::{self, Rotation};
+use super::weights::{self, Weights};
+use kvbm::BlockId;
+use rayon::prelude::*;
+use std::sync::{Mutex, PoisonError};
+
+/// Rows that one thread takes at a time where work is row by row: less is not worth waking another.
+const ROWS: usize = 8;
+
+/// A model, ready to compute. Share it: it is one copy of the weights and one pool of threads.
+pub(crate) struct Model {
+    config: Config,
+    heads: Heads,
+    embed: Linear,
+    layers: Vec<Layer>,
+    norm: Vec<f32>,
+    head: Option<Linear>,
+    identity: [u8; 32],
+    rotation: Rotation,
+    pool: rayon::ThreadPool,
+    /// Memory of earlier passes, to be used again: fresh pages for every pass would cost about 2 % of it.
+    scratch: Mutex<Vec<Scratch>>,
+}
+
+struct Layer {
+    attention_norm: Vec<f32>,
+    qkv: Linear,
+    qkv_bias: Option<Vec<f32>>,
+    q_norm: Option<Vec<f32>>,
+    k_norm: Option<Vec<f32>>,
+    output: Linear,
+    ffn_norm: Vec<f32>,
+    gate_up: Linear,
+    down: Linear,
+}
+
+/// Consecutive tokens of one sequence: a piece of a prompt, or the one token of a decode step.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Chunk<'a> {
+    /// The tokens, at least one, each within the vocabulary.
+    pub(crate) tokens: &'a [u32],
+    /// Position of the first. The KV of all positions before it is in the table's blocks.
+    pub(crate) start: usize,
+    /// The sequence's blocks, up to the chunk's end. The caller owns those that the chunk writes to.
+    pub(crate) table: &'a [BlockId],
+    /// Whether the logits after the last token are wanted.
+    pub(crate) logits: bool,
+}
+
+/// Logits of the chunks that asked, in their order.
+pub(crate) struct Logits {
+    vocabulary: usize,
+    data: Vec<f32>,
+}
+
+impl Logits {
+    /// Of the `i`-th chunk that asked.
+    pub(crate) fn row(&mut self, i: usize) -> &mut [f32] {
+        &mut self.data[i * self.vocabulary..][..self.vocabulary]
+    }
+}
+
+/// What a pass writes on its way: a row per token in each.
+#[derive(Default)]
+struct Scratch {
+    /// The residual stream, `[hidden]`.
+    stream: Vec<f32>,
+    /// The stream normed, `[hidden]`.
+    normed: Vec<f32>,
+    /// Queries, keys, values, as in [`Heads::row`].
+    qkv: Vec<f32>,
+    /// What the heads attended to, `[heads · head_dim]`.
+    attended: Vec<f32>,
+    /// Gates and ups, `[2 · intermediate]`.
+    gate_up: Vec<f32>,
+    /// Gated, `[intermediate]`.
+    gated: Vec<f32>,
+    /// Cosines and sines of the position, `[head_dim]`.
+    angles: Vec<f32>,
+}
+
+/// Where a token stands in its sequence and in memory.
+#[derive(Clone, Copy)]
+struct Place {
+    token: u32,
+    position: usize,
+    slot: BlockId,
+    offset: usize,
+}
+
+impl Model {
+    /// Lays the weights out for computing on `threads` threads.
+    pub(crate) fn new(config: Config, weights: Weights, threads: usize) -> Self {
+        let pool = rayon::ThreadPoolBuilder::new()
+            .num_threads(threads)
+            .thread_name(|i| format!("compute-{i}"))
+            .build()
+            .expect("threads can be started when the process starts");
+        let Weights { embed, layers, norm, head, identity } = weights;
+        let heads =
+            Heads { queries: config.heads, kv: config.kv_heads, dim: config.head_dim, window: config.sliding_window };
+        let rotation = Rotation::new(&config.rope, config.head_dim);
+        // One matrix after the other, so that the two layouts of all never stand side by side.
+        let (embed, layers, head) =
+            pool.install(|| (Linear::new(embed), layers.into_iter().map(Layer::new).collect(), head.map(Linear::new)));
+        Self { config, heads, embed, layers, norm, head, identity, rotation, pool, scratch: Mutex::default() }
+    }
+
+    /// The shape of the model.
+    pub(crate) fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// An arena for this model's KV.
+    pub(crate) fn arena(&self, block_size: usize, blocks: usize) -> std::io::Result<Arena> {
+        Arena::new(&self.config, block_size, blocks, &self.identity)
+    }
+
+    /// Computes the chunks, each of another sequence, and writes their KV. Blocks the calling thread.
+    pub(crate) fn forward(&self, chunks: &[Chunk<'_>], kv: &Arena) -> Logits {
+        let scratch = || self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut taken = scratch().pop().unwrap_or_default();
+        let logits = self.pool.install(|| self.pass(chunks, kv, &mut taken));
+        scratch().push(taken);
+        logits
+    }
+
+    fn pass(&self, chunks: &[Chunk<'_>], kv: &Arena, scratch: &mut Scratch) -> Logits {
+        let places: Vec<Place> = chunks.iter().flat_map(|chunk| chunk.places(kv.block_size())).collect();
+        let all = spans(chunks);
+        let asked: Vec<Span<'_>> =
+            all.iter().zip(chunks).filter(|(_, chunk)| chunk.logits).map(|(span, _)| span.last()).collect();
+        scratch.fit(&self.config, places.len());
+        self.begin(&places, scratch);
+        for (l, layer) in self.layers.iter().enumerate() {
+            layer.keys_and_values(self, l, &places, kv, scratch);
+            // Everybody needs the last layer's keys and values; what follows them, only rows whose logits are wanted.
+            let spans = if l + 1 < self.layers.len() { &all } else { &asked };
+            if l + 1 == self.layers.len() {
+                scratch.keep(&asked, self.config.hidden);
+            }
+            layer.attention_and_ffn(self, l, spans, kv, scratch);
+        }
+        self.logits(asked.len(), scratch)
+    }
+
+    /// Embeds the tokens and turns to their positions.
+    fn begin(&self, places: &[Place], scratch: &mut Scratch) {
+        let Config { hidden, head_dim, .. } = self.config;
+        let stream = scratch.stream.par_chunks_exact_mut(hidden).with_min_len(ROWS);
+        let angles = scratch.angles.par_chunks_exact_mut(head_dim);
+        places.par_iter().zip(stream).zip(angles).for_each(|((place, stream), angles)| {
+            self.embed.row(place.token as usize, stream);
+            self.rotation.at(place.position, angles);
+        });
+    }
+
+    /// Logits of the first `rows` rows of the stream.
+    fn logits(&self, rows: usize, scratch: &mut Scratch) -> Logits {
+        let vocabulary = self.config.vocabulary;
+        let mut data = vec![0.0; if rows == 0 { 0 } else { rows.max(2) * vocabulary }];
+        self.normalize(rows, &self.norm, scratch);
+        self.head.as_ref().unwrap_or(&self.embed).apply(rows, &scratch.normed, &mut data);
+        Logits { vocabulary, data }
+    }
+
+    /// Norms the first `rows` rows of the stream.
+    fn normalize(&self, rows: usize, gain: &[f32], scratch: &mut Scratch) {
+        let Config { hidden, norm_eps, .. } = self.config;
+        let normed = scratch.normed.par_chunks_exact_mut(hidden).with_min_len(ROWS);
+        normed.zip(scratch.stream.par_chunks_exact(hidden)).take(rows).for_each(|(normed, row)| {
+            normed.copy_from_slice(row);
+            wide(|| rms_norm(normed, gain, norm_eps));
+        });
+    }
+}
+
+impl Layer {
+    fn new(layer: weights::Layer) -> Self {
+        Self {
+            attention_norm: layer.attention_norm,
+            qkv: Linear::new(layer.qkv),
+            qkv_bias: layer.qkv_bias,
+            q_norm: layer.q_norm,
+            k_norm: layer.k_norm,
+            output: Linear::new(layer.output),
+            ffn_norm: layer.ffn_norm,
+            gate_up: Linear::new(layer.gate_up),
+            down: Linear::new(layer.down),
+        }
+    }
+
+    /// From the stream to queries in `scratch.qkv`, and keys and values in the blocks.
+    fn keys_and_values(&self, model: &Model, l: usize, places: &[Place], kv: &Arena, scratch: &mut Scratch) {
+        let Heads { queries, kv: kv_heads, dim, .. } = model.heads;
+        model.normalize(places.len(), &self.attention_norm, scratch);
+        self.qkv.apply(places.len(), &scratch.normed, &mut scratch.qkv);
+        let rows = scratch.qkv.par_chunks_exact_mut(model.heads.row()).with_min_len(ROWS);
+        let angles = scratch.angles.par_chunks_exact(dim);
+        places.par_iter().zip(rows).zip(angles).for_each(|((place, row), angles)| {
+            if let Some(bias) = &self.qkv_bias {
+                row.iter_mut().zip(bias).for_each(|(x, bias)| *x += bias);
+            }
+            let (q, rest) = row.split_at_mut(queries * dim);
+            let (k, v) = rest.split_at_mut(kv_heads * dim);
+            for (heads, gain) in [(q, &self.q_norm), (&mut *k, &self.k_norm)] {
+                wide(|| {
+                    for head in heads.chunks_exact_mut(dim) {
+                        if let Some(gain) = gain {
+                            rms_norm(head, gain, model.config.norm_eps);
+                        }
+                        rope::rotate(head, angles);
+                    }
+                });
+            }
+            kv.write_token(place.slot, place.offset, l, k, v);
+        });
+    }
+
+    /// From queries, keys and values back to the stream, one row per token of `spans`.
+    fn attention_and_ffn(&self, model: &Model, l: usize, spans: &[Span<'_>], kv: &Arena, scratch: &mut Scratch) {
+        let rows = spans.iter().map(|span| span.tokens).sum();
+        attention::attend(model.heads, &scratch.qkv, spans, kv, l, &mut scratch.attended);
+        self.output.add(rows, &scratch.attended, &mut scratch.stream);
+        model.normalize(rows, &self.ffn_norm, scratch);
+        self.gate_up.apply(rows, &scratch.normed, &mut scratch.gate_up);
+        let width = model.config.intermediate;
+        let gated = scratch.gated.par_chunks_exact_mut(width).with_min_len(ROWS);
+        gated.zip(scratch.gate_up.par_chunks_exact(2 * width)).take(rows).for_each(|(gated, gate_up)| {
+            let (gate, up) = gate_up.split_at(width);
+            wide(|| gated.iter_mut().zip(gate).zip(up).for_each(|((out, gate), up)| *out = silu(*gate) * up));
+        });
+        self.down.add(rows, &scratch.gated, &mut scratch.stream);
+    }
+}
+
+impl<'a> Chunk<'a> {
+    fn places(self, block_size: usize) -> impl Iterator<Item = Place> {
+        let end = self.start + self.tokens.len();
+        assert!(
+            end <= self.table.len() * block_size,
+            "the table has {} blocks, the chunk ends at {end}",
+            self.table.len()
+        );
+        self.tokens.iter().zip(self.start..).map(move |(&token, position)| Place {
+            token,
+            position,
+            slot: self.table[position / block_size],
+            offset: position % block_size,
+        })
+    }
+}
+
+/// Where each chunk's rows are.
+fn spans<'a>(chunks: &[Chunk<'a>]) -> Vec<Span<'a>> {
+    let place = |row: &mut usize, chunk: &Chunk<'a>| {
+        let span = Span { row: *row, tokens: chunk.tokens.len(), start: chunk.start, table: chunk.table };
+        *row += span.tokens;
+        Some(span)
+    };
+    chunks.iter().scan(0, place).collect()
+}
+
+impl Scratch {
+    /// Makes room for `rows` rows, and for one more when there is only one, as products ask.
+    fn fit(&mut self, config: &Config, rows: usize) {
+        let Config { hidden, heads, kv_heads, head_dim, intermediate, .. } = *config;
+        for (buffer, width) in [
+            (&mut self.stream, hidden),
+            (&mut self.normed, hidden),
+            (&mut self.qkv, (heads + 2 * kv_heads) * head_dim),
+            (&mut self.attended, heads * head_dim),
+            (&mut self.gate_up, 2 * intermediate),
+            (&mut self.gated, intermediate),
+            (&mut self.angles, head_dim),
+        ] {
+            // Never shrinks: chunks are of one size most of the time, and the largest is bounded by the scheduler.
+            buffer.resize(buffer.len().max(rows.max(2) * width), 0.0);
+        }
+    }
+
+    /// Keeps only the stream of the spans' rows, in order.
+    fn keep(&mut self, spans: &[Span<'_>], hidden: usize) {
+        // Rows only move down, so none is overwritten before it has moved.
+        for (to, span) in spans.iter().enumerate() {
+            self.stream.copy_within(span.row * hidden..(span.row + 1) * hidden, to * hidden);
+        }
+    }
+}
+
+/// `x / sqrt(mean(x²) + eps) · gain`.
+#[inline(always)]
+fn rms_norm(x: &mut [f32], gain: &[f32], eps: f32) {
+    let scale = 1.0 / (sum_of_squares(x) / x.len() as f32 + eps).sqrt();
+    x.iter_mut().zip(gain).for_each(|(x, gain)| *x = *x * scale * gain);
+}
+
+#[cfg(test)]
+mod tests;
