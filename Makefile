@@ -38,7 +38,7 @@ lint: ## Formatting, clippy and rustdoc without warnings, licences and banned cr
 	RUSTDOCFLAGS="-D warnings" cargo doc --locked --workspace --no-deps --document-private-items --quiet
 	@if cargo deny --version >/dev/null 2>&1; then \
 	  set -ex; cargo deny --locked check bans licenses sources; \
-	  cargo deny --locked $(BENCH) check --config deny.toml bans licenses sources; \
+	  cargo deny --locked $(BENCH) --config deny.toml check bans licenses sources; \
 	else \
 	  echo "lint: SKIPPED the check of licences and banned crates: cargo-deny is not installed (make setup installs it)"; \
 	fi
