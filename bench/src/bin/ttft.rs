@@ -1,0 +1,314 @@
+//! Time to first token, as a client sees it: cold, and with the prompt's prefix in each tier.
+//!
+//! Every repetition has prompts of its own, so that cold is cold. Where the blocks really came from is read from the
+//! server's metrics after each request; a cell whose blocks came from elsewhere says so.
+
+use anyhow::{Context, Result};
+use bench::client::Client;
+use bench::options::Options;
+use bench::prompt::Source;
+use bench::report::{circumstances, describe, median, short, table};
+use bench::server::{Server, Settings};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+
+/// Prompt lengths, in tokens.
+const LENGTHS: [usize; 3] = [512, 2048, 8192];
+
+/// G1 of the servers that must read from below: holds one longest prompt, and not two.
+const NARROW_TOKENS: u64 = 9_216;
+
+/// Tokens per block, the server's default.
+const BLOCK: u64 = 16;
+
+/// Two prompts of this length push everything else out of a narrow G1.
+const FILLER_TOKENS: usize = 6_144;
+
+/// Tokens of an answer: enough that the stream has begun.
+const ANSWER_TOKENS: u32 = 2;
+
+/// A tier that has not moved a byte for so long has come to rest.
+const SETTLED: Duration = Duration::from_millis(500);
+
+/// Offloads of a few hundred megabytes take seconds.
+const SETTLE_MAX: Duration = Duration::from_mins(1);
+
+/// A cell is what its column says when at least this share of the prompt came from there.
+const SHARE_MIN: f64 = 0.95;
+
+/// Where the prefix is when the request comes.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+enum Place {
+    Cold,
+    G1,
+    G2,
+    G3,
+    G3Restarted,
+    Shared,
+}
+
+impl Place {
+    const ALL: [Self; 6] = [Self::Cold, Self::G1, Self::G2, Self::G3, Self::G3Restarted, Self::Shared];
+
+    const fn title(self) -> &'static str {
+        match self {
+            Self::Cold => "cold",
+            Self::G1 => "G1",
+            Self::G2 => "G2",
+            Self::G3 => "G3",
+            Self::G3Restarted => "G3 after restart",
+            Self::Shared => "shared folder",
+        }
+    }
+
+    /// The tier's label in metrics.
+    const fn tier(self) -> &'static str {
+        match self {
+            Self::Cold => "computed",
+            Self::G1 => "g1",
+            Self::G2 => "g2",
+            Self::G3 | Self::G3Restarted => "g3",
+            Self::Shared => "g4",
+        }
+    }
+}
+
+/// One request: how long until its first token, and how many prompt tokens came from where.
+#[derive(Clone, Debug)]
+struct Sample {
+    first_token: Duration,
+    origin: BTreeMap<&'static str, u64>,
+}
+
+type Cells = BTreeMap<(Place, usize), Vec<Sample>>;
+
+const ABOUT: &str = "Time to first token: cold, and with the prompt's prefix in each tier.";
+
+fn main() -> Result<()> {
+    let options = Options::from_args(ABOUT)?;
+    let cells = measure(&options)?;
+    let circumstances = circumstances();
+    if options.json {
+        println!("{:#}", as_json(&options, &circumstances, &cells));
+    } else {
+        print(&options, &circumstances, &cells);
+    }
+    Ok(())
+}
+
+/// Runs the servers one after another and asks each what only it can answer.
+fn measure(options: &Options) -> Result<Cells> {
+    let folders = TempDir::with_prefix("blockyard-bench-")?;
+    let folder = |name: &str| folders.path().join(name);
+    let mut source = Source::new(options.seed.unwrap_or_else(Source::fresh_seed));
+    let mut make = || -> Vec<Vec<u32>> {
+        LENGTHS
+            .iter()
+            .flat_map(|length| std::iter::repeat_n(*length, options.repetitions))
+            .map(|n| source.tokens(n))
+            .collect()
+    };
+    let (first, second) = (make(), make());
+    let fillers = [source.tokens(FILLER_TOKENS), source.tokens(FILLER_TOKENS)];
+    let warm_up = source.tokens(LENGTHS[0]);
+    let block = block_bytes(options, &folder("probe"), &warm_up)?;
+    let mut cells = Cells::new();
+    let start = |name: &str, config: String| -> Result<Bench> {
+        let data = folder(name);
+        let settings = Settings { binary: &options.binary, model: &options.model, data: &data, config };
+        Bench::start(&settings, &warm_up)
+    };
+
+    eprintln!("cold, then from G1");
+    let server = start("one", config(block, "1GiB", Some(&folder("shared"))))?;
+    for prompt in &first {
+        server.settle()?;
+        server.ask(prompt, Place::Cold, &mut cells)?;
+        server.ask(prompt, Place::G1, &mut cells)?;
+    }
+    eprintln!("from G2");
+    server.evict(&fillers)?;
+    server.ask_all(&first, Place::G2, &mut cells)?;
+    server.stop()?;
+
+    eprintln!("from G3 after a restart");
+    let server = start("one", config(block, "off", None))?;
+    server.ask_all(&first, Place::G3Restarted, &mut cells)?;
+    eprintln!("from G3");
+    for prompt in &second {
+        server.settle()?;
+        server.ask(prompt, Place::Cold, &mut cells)?;
+    }
+    server.evict(&fillers)?;
+    server.ask_all(&second, Place::G3, &mut cells)?;
+    server.stop()?;
+
+    eprintln!("from the shared folder, in a process with a folder of its own");
+    let server = start("two", config(block, "off", Some(&folder("shared"))))?;
+    server.ask_all(&first, Place::Shared, &mut cells)?;
+    server.stop()?;
+    Ok(cells)
+}
+
+/// One worker with a narrow G1, so that nothing but the tiers differs.
+fn config(block_bytes: u64, g2: &str, shared: Option<&Path>) -> String {
+    let shared = shared.map(|folder| format!("shared = {:?}\n", folder.display().to_string())).unwrap_or_default();
+    let g1 = NARROW_TOKENS / BLOCK * block_bytes;
+    format!("{shared}workers = \"both:1\"\n[tiers]\ng1 = {g1}\ng2 = \"{g2}\"\n")
+}
+
+/// Bytes of one block of the model: what a short prompt moves to G2, by the blocks that are there then.
+fn block_bytes(options: &Options, data: &Path, prompt: &[u32]) -> Result<u64> {
+    let config = "workers = \"both:1\"\n[tiers]\ng3 = \"off\"\n".to_owned();
+    let server = Bench::start(&Settings { binary: &options.binary, model: &options.model, data, config }, prompt)?;
+    server.settle()?;
+    let metrics = server.client().metrics()?;
+    let bytes = metrics.sum("blockyard_kvbm_transfer_bytes_total", &[("tier", "g2"), ("direction", "offload")]) as u64;
+    let blocks = metrics.sum("blockyard_kvbm_blocks", &[("tier", "g2")]) as u64;
+    server.stop()?;
+    bytes.checked_div(blocks).filter(|bytes| *bytes > 0).context("nothing was offloaded to G2")
+}
+
+/// A running server and the questions to it.
+struct Bench {
+    server: Server,
+    model: String,
+}
+
+impl Bench {
+    fn start(settings: &Settings<'_>, warm_up: &[u32]) -> Result<Self> {
+        let server = Server::start(settings)?;
+        let model = server.client.model()?;
+        server.client.complete(&model, warm_up, ANSWER_TOKENS)?;
+        Ok(Self { server, model })
+    }
+
+    fn client(&self) -> &Client {
+        &self.server.client
+    }
+
+    fn stop(self) -> Result<()> {
+        self.settle()?;
+        self.server.stop()
+    }
+
+    fn ask_all(&self, prompts: &[Vec<u32>], place: Place, cells: &mut Cells) -> Result<()> {
+        prompts.iter().try_for_each(|prompt| self.ask(prompt, place, cells))
+    }
+
+    /// Asks once and notes time and origin.
+    fn ask(&self, prompt: &[u32], place: Place, cells: &mut Cells) -> Result<()> {
+        let before = self.client().metrics()?;
+        let answer = self.client().complete(&self.model, prompt, ANSWER_TOKENS)?;
+        let after = self.client().metrics()?;
+        let found = |tier| after.since(&before, "blockyard_kvbm_hit_blocks_total", &[("tier", tier)]) as u64;
+        let blocks: BTreeMap<_, _> =
+            ["g1", "g2", "g3", "g4"].map(|tier| (tier, found(tier))).into_iter().filter(|(_, n)| *n > 0).collect();
+        let per_block = answer.cached_tokens.checked_div(blocks.values().sum()).unwrap_or_default();
+        let mut origin: BTreeMap<_, _> = blocks.into_iter().map(|(tier, n)| (tier, n * per_block)).collect();
+        origin.insert("computed", answer.prompt_tokens - answer.cached_tokens);
+        eprintln!("  {:>5} tokens, {}: {}", prompt.len(), place.title(), short(answer.first_token));
+        let sample = Sample { first_token: answer.first_token, origin };
+        cells.entry((place, prompt.len())).or_default().push(sample);
+        Ok(())
+    }
+
+    /// Pushes everything that was asked before out of G1, once it rests below.
+    fn evict(&self, fillers: &[Vec<u32>]) -> Result<()> {
+        self.settle()?;
+        for filler in fillers {
+            self.client().complete(&self.model, filler, ANSWER_TOKENS)?;
+        }
+        self.settle()
+    }
+
+    /// Waits until no tier is being written.
+    fn settle(&self) -> Result<()> {
+        let written = || -> Result<f64> {
+            Ok(self.client().metrics()?.sum("blockyard_kvbm_transfer_bytes_total", &[("direction", "offload")]))
+        };
+        let started = Instant::now();
+        let mut last = written()?;
+        while started.elapsed() < SETTLE_MAX {
+            std::thread::sleep(SETTLED);
+            let now = written()?;
+            if now <= last {
+                return Ok(());
+            }
+            last = now;
+        }
+        anyhow::bail!("offloads did not come to rest within {SETTLE_MAX:?}:\n{}", self.server.log_tail())
+    }
+}
+
+/// The median, and what is to be said about where the blocks came from.
+struct Cell {
+    median: Duration,
+    elsewhere: Option<String>,
+}
+
+fn cell(cells: &Cells, place: Place, length: usize) -> Option<Cell> {
+    let samples = cells.get(&(place, length))?;
+    let times: Vec<_> = samples.iter().map(|sample| sample.first_token).collect();
+    let share = |sample: &Sample| sample.origin.get(place.tier()).copied().unwrap_or_default() as f64 / length as f64;
+    let stray = samples.iter().find(|sample| share(sample) < SHARE_MIN);
+    let elsewhere = stray.map(|sample| {
+        let parts: Vec<_> = sample.origin.iter().map(|(tier, tokens)| format!("{tier} {tokens}")).collect();
+        format!("{} at {length} tokens: not all from {}, but {}", place.title(), place.tier(), parts.join(", "))
+    });
+    Some(Cell { median: median(&times), elsewhere })
+}
+
+fn print(options: &Options, circumstances: &Value, cells: &Cells) {
+    println!("time to first token, {}, median of {} (× is cold ÷ this)", options.model, options.repetitions);
+    println!("{}\n", describe(circumstances));
+    let head: Vec<String> = LENGTHS.iter().flat_map(|n| [format!("{n} tokens"), "×".into(), "saved".into()]).collect();
+    let head: Vec<&str> = std::iter::once("prefix in").chain(head.iter().map(String::as_str)).collect();
+    let mut notes = Vec::new();
+    let mut row = |place: Place| {
+        let columns = LENGTHS.iter().flat_map(|length| {
+            let (Some(cold), Some(this)) = (cell(cells, Place::Cold, *length), cell(cells, place, *length)) else {
+                return ["-".into(), String::new(), String::new()];
+            };
+            let mark = if this.elsewhere.is_some() { "*" } else { "" };
+            notes.extend(this.elsewhere);
+            let time = short(this.median) + mark;
+            if place == Place::Cold {
+                return [time, String::new(), String::new()];
+            }
+            let ratio = cold.median.as_secs_f64() / this.median.as_secs_f64();
+            [time, format!("{ratio:.1}"), short(cold.median.saturating_sub(this.median))]
+        });
+        std::iter::once(place.title().to_owned()).chain(columns).collect::<Vec<_>>()
+    };
+    let rows: Vec<_> = Place::ALL.into_iter().map(&mut row).collect();
+    print!("{}", table(&head, &rows));
+    for note in notes {
+        println!("* {note}");
+    }
+    println!("\nsaved: engine seconds that one request with that prefix does not need");
+}
+
+fn as_json(options: &Options, circumstances: &Value, cells: &Cells) -> Value {
+    let measured: Vec<Value> = cells
+        .iter()
+        .filter_map(|((place, length), samples)| {
+            let this = cell(cells, *place, *length)?;
+            let cold = cell(cells, Place::Cold, *length)?;
+            Some(json!({
+                "prefix_in": place.title(),
+                "prompt_tokens": length,
+                "median_seconds": this.median.as_secs_f64(),
+                "seconds": samples.iter().map(|sample| sample.first_token.as_secs_f64()).collect::<Vec<_>>(),
+                "times_faster_than_cold": cold.median.as_secs_f64() / this.median.as_secs_f64(),
+                "engine_seconds_saved": cold.median.saturating_sub(this.median).as_secs_f64(),
+                "origin_tokens": samples.iter().map(|sample| json!(sample.origin)).collect::<Vec<_>>(),
+                "as_named": this.elsewhere.is_none(),
+            }))
+        })
+        .collect();
+    json!({"benchmark": "ttft", "model": options.model, "circumstances": circumstances, "cells": measured})
+}
