@@ -10,15 +10,35 @@
 
 #![forbid(unsafe_code)]
 
+mod body;
+mod chat;
+mod choice;
+mod completions;
+mod controls;
+mod detokenize;
+mod endpoint;
 mod error;
+mod fields;
+mod generation;
 mod metrics;
+mod model;
+mod name;
+mod observe;
 mod operations;
 mod serve;
+mod sse;
+mod stop;
+mod template;
+#[cfg(test)]
+#[path = "../tests/it/tiny.rs"]
+mod tiny;
+mod vocabulary;
 
 pub use serve::serve;
 
 use axum::Router;
-use axum::routing::get;
+use axum::middleware::from_fn_with_state;
+use axum::routing::{get, post};
 use prometheus::{Registry, TextEncoder};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
@@ -43,6 +63,7 @@ pub(crate) struct Gate {
     pub(crate) engine: Arc<dyn Engine>,
     pub(crate) registry: Registry,
     pub(crate) metrics: metrics::Metrics,
+    pub(crate) models: model::Models,
     pub(crate) settings: Settings,
 }
 
@@ -50,8 +71,10 @@ pub(crate) struct Gate {
 /// fails when it was done before on the same registry.
 pub fn router(engine: Arc<dyn Engine>, registry: Registry, settings: Settings) -> Result<Router, prometheus::Error> {
     let metrics = metrics::Metrics::new(&registry)?;
-    let gate = Arc::new(Gate { engine, registry, metrics, settings });
+    let gate = Arc::new(Gate { engine, registry, metrics, models: model::Models::default(), settings });
     Ok(Router::new()
+        .route("/v1/chat/completions", post(endpoint::answer::<chat::Chat>))
+        .route("/v1/completions", post(endpoint::answer::<completions::Completion>))
         .route("/v1/models", get(operations::models))
         .route("/v1/models/{*id}", get(operations::model))
         .route("/health", get(operations::ready))
@@ -60,6 +83,7 @@ pub fn router(engine: Arc<dyn Engine>, registry: Registry, settings: Settings) -
         .route("/metrics", get(operations::metrics))
         .fallback(operations::no_route)
         .method_not_allowed_fallback(operations::no_method)
+        .layer(from_fn_with_state(gate.clone(), observe::observe))
         .with_state(gate))
 }
 

@@ -1,0 +1,187 @@
+//! One choice: an engine's stream of tokens becomes pieces of text, with stop strings cut and log-probabilities beside the
+//! text that they belong to.
+
+use crate::controls::Controls;
+use crate::detokenize::Detokenizer;
+use crate::error::Error;
+use crate::stop::{Matcher, Seen};
+use crate::vocabulary::Vocabulary;
+use futures::StreamExt;
+use futures::stream::{self, BoxStream};
+use std::collections::VecDeque;
+use std::sync::Arc;
+use worker::engine::{self, Finish, Output, OutputStream, PromptReport, Tokens};
+
+/// Less likely than anything that is shown, in OpenAI's words; JSON has no infinity.
+const UNLIKELY: f32 = -9999.0;
+
+/// What one item of an engine's stream became.
+#[derive(Clone, PartialEq, Debug, Default)]
+pub(crate) struct Piece {
+    /// Which choice.
+    pub(crate) choice: usize,
+    /// Text that is certain now.
+    pub(crate) text: String,
+    /// Tokens generated for this item, be their text in this piece, held back, or none.
+    pub(crate) generated: u32,
+    /// Those that belong to text that is certain now, when asked for.
+    pub(crate) logprobs: Vec<TokenLogprobs>,
+    /// Set on a choice's last piece.
+    pub(crate) finish: Option<FinishReason>,
+    /// What the prompt cost, on a choice's first piece.
+    pub(crate) prompt: Option<PromptReport>,
+    /// The router's decision, when asked for, on a choice's first piece.
+    pub(crate) explain: Option<Arc<str>>,
+}
+
+/// Why a choice ended, in OpenAI's words.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum FinishReason {
+    /// The model, a stop token or a stop string ended it.
+    Stop,
+    /// `max_tokens`, or the end of the context.
+    Length,
+}
+
+/// A token's log-probability and its rivals'.
+#[derive(Clone, PartialEq, Debug)]
+pub(crate) struct TokenLogprobs {
+    pub(crate) token: u32,
+    pub(crate) logprob: f32,
+    pub(crate) top: Vec<(u32, f32)>,
+    /// Where the token's text begins in the choice's text.
+    pub(crate) at: Position,
+}
+
+/// A place in a text.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Default)]
+pub(crate) struct Position {
+    pub(crate) bytes: usize,
+    pub(crate) chars: usize,
+}
+
+/// Turns tokens into pieces.
+pub(crate) struct Assembler {
+    choice: usize,
+    vocabulary: Arc<Vocabulary>,
+    detokenizer: Detokenizer,
+    matcher: Matcher,
+    include_stop: bool,
+    min_tokens: u32,
+    generated: u32,
+    /// How much text is decoded, held back or not.
+    decoded: Position,
+    /// How many bytes of it are certain.
+    certain: usize,
+    /// Of tokens whose text is not certain yet.
+    pending: VecDeque<TokenLogprobs>,
+}
+
+impl Assembler {
+    /// For one choice of a request.
+    pub(crate) fn new(choice: usize, vocabulary: &Arc<Vocabulary>, controls: &Controls) -> Self {
+        Self {
+            choice,
+            vocabulary: vocabulary.clone(),
+            detokenizer: Detokenizer::new(vocabulary.clone(), controls.skip_special),
+            matcher: Matcher::new(controls.stop_strings.clone(), controls.include_stop),
+            include_stop: controls.include_stop,
+            min_tokens: controls.stop.min_tokens,
+            generated: 0,
+            decoded: Position::default(),
+            certain: 0,
+            pending: VecDeque::new(),
+        }
+    }
+
+    /// Takes one item. Whoever gets a piece with `finish` set pushes nothing more.
+    pub(crate) fn push(&mut self, tokens: Tokens) -> Piece {
+        let Tokens { ids, logprobs, finish, prompt, explain } = tokens;
+        let mut piece = Piece { choice: self.choice, prompt, explain, ..Piece::default() };
+        let mut logprobs = logprobs.into_iter();
+        for id in ids {
+            piece.generated += 1;
+            self.generated += 1;
+            self.pending.extend(logprobs.next().map(|of| TokenLogprobs {
+                token: id,
+                logprob: of.chosen.max(UNLIKELY),
+                top: of.top.into_iter().map(|(rival, logprob)| (rival, logprob.max(UNLIKELY))).collect(),
+                at: self.decoded,
+            }));
+            let mut decoded = String::new();
+            self.detokenizer.push(id, &mut decoded);
+            if self.take(&decoded, &mut piece.text) == Seen::Stop {
+                piece.finish = Some(FinishReason::Stop);
+                self.release(&mut piece);
+                return piece;
+            }
+        }
+        match finish {
+            None => self.release(&mut piece),
+            Some(finish) => self.end(finish, &mut piece),
+        }
+        piece
+    }
+
+    /// The engine ended the choice: nothing is held back any more.
+    fn end(&mut self, finish: Finish, piece: &mut Piece) {
+        let mut rest = String::new();
+        if let (Finish::StopToken(token), true) = (finish, self.include_stop) {
+            rest.push_str(&String::from_utf8_lossy(self.vocabulary.bytes(token)));
+        }
+        let mut tail = String::new();
+        self.detokenizer.finish(&mut tail);
+        piece.finish = Some(match finish {
+            Finish::Stop | Finish::StopToken(_) => FinishReason::Stop,
+            Finish::Length => FinishReason::Length,
+        });
+        if self.take(&tail, &mut piece.text) == Seen::Stop {
+            piece.finish = Some(FinishReason::Stop);
+            return self.release(piece);
+        }
+        self.matcher.finish(&mut piece.text);
+        piece.text.push_str(&rest);
+        piece.logprobs.extend(self.pending.drain(..));
+    }
+
+    fn take(&mut self, decoded: &str, out: &mut String) -> Seen {
+        self.decoded.bytes += decoded.len();
+        self.decoded.chars += decoded.chars().count();
+        if self.generated <= self.min_tokens {
+            // A stop string may not end the text yet, so it is not looked for.
+            out.push_str(decoded);
+            return Seen::Nothing;
+        }
+        self.matcher.push(decoded, out)
+    }
+
+    /// Adds the log-probabilities of tokens whose text has begun to come out.
+    fn release(&mut self, piece: &mut Piece) {
+        self.certain += piece.text.len();
+        let ready = self.pending.iter().take_while(|of| of.at.bytes < self.certain).count();
+        piece.logprobs.extend(self.pending.drain(..ready));
+    }
+}
+
+/// The pieces of one choice, until it ends or fails. The engine's stream is dropped before the last piece is handed out.
+pub(crate) fn pieces(stream: OutputStream, assembler: Assembler) -> BoxStream<'static, Result<Piece, Error>> {
+    let step = |state: Option<(OutputStream, Assembler)>| async move {
+        let (mut stream, mut assembler) = state?;
+        Some(match stream.next().await {
+            Some(Ok(Output::Tokens(tokens))) => {
+                let piece = assembler.push(tokens);
+                let state = piece.finish.is_none().then_some((stream, assembler));
+                (Ok(piece), state)
+            }
+            Some(Ok(Output::Frame(..) | Output::Handoff(_))) => {
+                (Err(Error::Failed("the engine sent something else than tokens".into())), None)
+            }
+            Some(Err(error)) => (Err(error.into()), None),
+            None => (Err(engine::Error::Failed("its stream ended without an end".into()).into()), None),
+        })
+    };
+    stream::unfold(Some((stream, assembler)), step).boxed()
+}
+
+#[cfg(test)]
+mod tests;

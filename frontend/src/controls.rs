@@ -1,0 +1,156 @@
+//! The parameters that both endpoints share: how to sample, when to stop, how many choices, streamed or whole.
+
+use crate::error::Error;
+use crate::fields::{Fields, integer, mistyped, number, too_long};
+use serde_json::Value;
+use worker::engine::{Sampling, StopRule};
+
+/// OpenAI's limit.
+pub(crate) const CHOICES_MAX: i64 = 128;
+/// OpenAI allows 4; vendors more. Each costs a search per piece of text.
+const STOP_STRINGS_MAX: usize = 16;
+/// A stop string is held back while it may still be coming; nobody stops at a page.
+const STOP_STRING_BYTES_MAX: usize = 1024;
+/// Each costs an entry in every step.
+const BIASES_MAX: usize = 1024;
+/// OpenAI's limit for chat; completions there allow 5, vendors as many as here.
+pub(crate) const TOP_LOGPROBS_MAX: i64 = 20;
+
+/// What both endpoints take.
+#[derive(Clone, Debug)]
+pub(crate) struct Controls {
+    pub(crate) sampling: Sampling,
+    pub(crate) stop: StopRule,
+    /// Text at which to stop.
+    pub(crate) stop_strings: Vec<String>,
+    /// Leave the stop string (or the text of the stop token) in the output.
+    pub(crate) include_stop: bool,
+    /// Leave special tokens out of the text.
+    pub(crate) skip_special: bool,
+    /// Choices per prompt.
+    pub(crate) n: u32,
+    /// Send pieces as they come.
+    pub(crate) stream: bool,
+    /// End the stream with a chunk that holds the usage.
+    pub(crate) include_usage: bool,
+}
+
+impl Controls {
+    /// Takes the shared fields. `max_tokens` goes in from outside: the endpoints name and default it differently.
+    pub(crate) fn take(fields: &mut Fields, vocabulary: usize, max_tokens: Option<i64>) -> Result<Self, Error> {
+        let stream = fields.flag("stream")?.unwrap_or(false);
+        let max_tokens = max_tokens.map(|most| most as u32);
+        let min_tokens = fields.integer("min_tokens", 0..=u32::MAX.into())?.unwrap_or(0) as u32;
+        if max_tokens.is_some_and(|most| min_tokens > most) {
+            let message = format!("Invalid 'min_tokens': {min_tokens} is more than the maximum of tokens asked for.");
+            return Err(Error::invalid("min_tokens", "integer_above_max_value", message));
+        }
+        Ok(Self {
+            sampling: sampling(fields, vocabulary)?,
+            stop: StopRule {
+                max_tokens,
+                min_tokens,
+                stop_tokens: stop_tokens(fields, vocabulary)?,
+                ignore_eos: fields.flag("ignore_eos")?.unwrap_or(false),
+            },
+            stop_strings: stop_strings(fields)?,
+            include_stop: fields.flag("include_stop_str_in_output")?.unwrap_or(false),
+            skip_special: fields.flag("skip_special_tokens")?.unwrap_or(true),
+            n: fields.integer("n", 1..=CHOICES_MAX)?.unwrap_or(1) as u32,
+            stream,
+            include_usage: include_usage(fields, stream)?,
+        })
+    }
+}
+
+fn sampling(fields: &mut Fields, vocabulary: usize) -> Result<Sampling, Error> {
+    let off = Sampling::default();
+    // Below the smallest probability only the likeliest token is left: what 0 means.
+    let top_p = fields.number("top_p", 0.0..=1.0)?.unwrap_or(off.top_p).max(f32::MIN_POSITIVE);
+    // Vendors write -1 or 0 for "off".
+    let top_k = fields.integer("top_k", -1..=u32::MAX.into())?.filter(|k| *k > 0).map(|k| k as u32);
+    let repetition_penalty = fields.number("repetition_penalty", 0.0..=100.0)?.unwrap_or(off.repetition_penalty);
+    if repetition_penalty == 0.0 {
+        let message = "Invalid 'repetition_penalty': expected a value > 0, but got 0 instead.";
+        return Err(Error::invalid("repetition_penalty", "decimal_below_min_value", message));
+    }
+    Ok(Sampling {
+        temperature: fields.number("temperature", 0.0..=2.0)?.unwrap_or(off.temperature),
+        top_p,
+        top_k,
+        min_p: fields.number("min_p", 0.0..=1.0)?.unwrap_or(off.min_p),
+        seed: fields.integer("seed", i64::MIN..=i64::MAX)?.map(i64::cast_unsigned),
+        frequency_penalty: fields.number("frequency_penalty", -2.0..=2.0)?.unwrap_or(off.frequency_penalty),
+        presence_penalty: fields.number("presence_penalty", -2.0..=2.0)?.unwrap_or(off.presence_penalty),
+        repetition_penalty,
+        logit_bias: logit_bias(fields, vocabulary)?,
+        logprobs: None,
+    })
+}
+
+fn logit_bias(fields: &mut Fields, vocabulary: usize) -> Result<Vec<(u32, f32)>, Error> {
+    let Some(biases) = fields.object("logit_bias")? else { return Ok(Vec::new()) };
+    let biases = biases.rest();
+    if biases.len() > BIASES_MAX {
+        return Err(too_long("logit_bias", BIASES_MAX, biases.len()));
+    }
+    biases
+        .iter()
+        .map(|(token, bias)| {
+            let path = format!("logit_bias.{token}");
+            let id = token.parse().ok().filter(|id: &u32| (*id as usize) < vocabulary).ok_or_else(|| {
+                let message = format!("Invalid key in 'logit_bias': '{token}' is not a token id below {vocabulary}.");
+                Error::invalid("logit_bias", "invalid_value", message)
+            })?;
+            Ok((id, number(&path, bias, -100.0..=100.0)?))
+        })
+        .collect()
+}
+
+fn stop_tokens(fields: &mut Fields, vocabulary: usize) -> Result<Vec<u32>, Error> {
+    let ids = fields.array("stop_token_ids")?.unwrap_or_default();
+    if ids.len() > BIASES_MAX {
+        return Err(too_long("stop_token_ids", BIASES_MAX, ids.len()));
+    }
+    token_ids("stop_token_ids", &ids, vocabulary)
+}
+
+/// An array of token ids, each of which exists.
+pub(crate) fn token_ids(path: &str, ids: &[Value], vocabulary: usize) -> Result<Vec<u32>, Error> {
+    let last = vocabulary.saturating_sub(1) as i64;
+    let id = |(i, id)| integer(&format!("{path}[{i}]"), id, 0..=last).map(|id| id as u32);
+    ids.iter().enumerate().map(id).collect()
+}
+
+fn stop_strings(fields: &mut Fields) -> Result<Vec<String>, Error> {
+    let strings = match fields.value("stop") {
+        None => Vec::new(),
+        Some(Value::String(one)) => vec![one],
+        Some(Value::Array(many)) => many
+            .into_iter()
+            .enumerate()
+            .map(|(i, item)| match item {
+                Value::String(text) => Ok(text),
+                other => Err(mistyped(&format!("stop[{i}]"), "a string", &other)),
+            })
+            .collect::<Result<_, _>>()?,
+        Some(other) => return Err(mistyped("stop", "a string or an array of strings", &other)),
+    };
+    if strings.len() > STOP_STRINGS_MAX {
+        return Err(too_long("stop", STOP_STRINGS_MAX, strings.len()));
+    }
+    if strings.iter().any(|text| text.is_empty() || text.len() > STOP_STRING_BYTES_MAX) {
+        let message = format!("Invalid 'stop': expected strings of 1 to {STOP_STRING_BYTES_MAX} bytes.");
+        return Err(Error::invalid("stop", "invalid_value", message));
+    }
+    Ok(strings)
+}
+
+fn include_usage(fields: &mut Fields, stream: bool) -> Result<bool, Error> {
+    let Some(mut options) = fields.object("stream_options")? else { return Ok(false) };
+    if !stream {
+        let message = "The 'stream_options' parameter is only allowed when 'stream' is enabled.";
+        return Err(Error::invalid("stream_options", "invalid_value", message));
+    }
+    Ok(options.flag("include_usage")?.unwrap_or(false))
+}

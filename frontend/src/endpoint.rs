@@ -1,0 +1,181 @@
+//! The way of every request that generates, whatever its shape: read, understand, start, then answer whole or as a stream.
+
+use crate::body;
+use crate::choice::{FinishReason, Piece, TokenLogprobs};
+use crate::controls::Controls;
+use crate::error::Error;
+use crate::fields::Fields;
+use crate::generation::{Generation, Order};
+use crate::model::Model;
+use crate::observe::Ticket;
+use crate::serve::Cut;
+use crate::sse::{self, Chunks};
+use crate::{Gate, name};
+use async_openai::types::chat::CompletionUsage;
+use axum::extract::{Request, State};
+use axum::http::{HeaderMap, HeaderName, HeaderValue};
+use axum::response::Response;
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// Asks for the router's decision, and carries it back.
+const EXPLAIN: HeaderName = HeaderName::from_static("x-blockyard-explain");
+/// Clients and proxies refuse heads of more than 8 to 16 KiB.
+const EXPLAIN_BYTES_MAX: usize = 6 << 10;
+
+/// A shape of request and answer.
+pub(crate) trait Endpoint: Chunks + Sized {
+    /// What the ids of its answers begin with.
+    const ID: &'static str;
+
+    /// Checks every field, and makes the prompts.
+    fn understand(fields: Fields, model: &Arc<Model>, envelope: Envelope) -> Result<Understood<Self>, Error>;
+
+    /// The answer in one piece.
+    fn whole(self, choices: Vec<Choice>, usage: CompletionUsage) -> Response;
+}
+
+/// What a request turned out to ask for.
+pub(crate) struct Understood<E> {
+    pub(crate) prompts: Vec<Arc<[u32]>>,
+    pub(crate) controls: Controls,
+    /// Writes the answer.
+    pub(crate) endpoint: E,
+}
+
+/// What every part of an answer repeats.
+#[derive(Clone, Debug)]
+pub(crate) struct Envelope {
+    pub(crate) id: String,
+    pub(crate) created: u64,
+    pub(crate) model: String,
+}
+
+/// A choice that has ended.
+#[derive(Default)]
+pub(crate) struct Choice {
+    pub(crate) text: String,
+    pub(crate) logprobs: Vec<TokenLogprobs>,
+    pub(crate) finish: Option<FinishReason>,
+}
+
+/// Answers a request.
+pub(crate) async fn answer<E: Endpoint>(State(gate): State<Arc<Gate>>, request: Request) -> Result<Response, Error> {
+    let (parts, body) = request.into_parts();
+    let ticket = parts.extensions.get::<Arc<Ticket>>().expect("the outermost layer gives a ticket").clone();
+    let cut = parts.extensions.get::<Cut>().cloned().unwrap_or_default();
+
+    let body = body::read(&parts.headers, body, gate.settings.body_bytes_max).await?;
+    let size = body.len();
+    let raw = body.clone();
+    let mut fields = gate.models.aside(size, move || Fields::parse(&raw)).await?;
+    let id = fields.text("model")?.ok_or_else(|| fields.missing("model"))?;
+    let model = gate.models.get(&*gate.engine, &id).await?;
+
+    let created = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+    let envelope = Envelope { id: format!("{}{}", E::ID, name::unique()), created, model: id };
+    let asked = model.clone();
+    let understood = gate.models.aside(size, move || E::understand(fields, &asked, envelope)).await?;
+    let Understood { prompts, controls, endpoint } = understood;
+
+    let (explain, stream) = (wants_explanation(&parts.headers), controls.stream);
+    let order = Order { model, prompts, controls, explain, body };
+    let respond = async {
+        let generation = Generation::start(&gate.engine, order, ticket.clone()).await?;
+        if stream {
+            streamed(generation, endpoint, explain, ticket, cut.clone()).await
+        } else {
+            whole(generation, endpoint).await
+        }
+    };
+    tokio::select! {
+        biased;
+        response = respond => response,
+        () = cut.clone().passed() => Err(Error::Unavailable("the server is shutting down".into())),
+    }
+}
+
+async fn whole<E: Endpoint>(mut generation: Generation, endpoint: E) -> Result<Response, Error> {
+    let mut choices: Vec<Choice> = (0..generation.choices()).map(|_| Choice::default()).collect();
+    let mut explanation = None;
+    while let Some(piece) = generation.next().await {
+        let piece = piece?;
+        let choice = &mut choices[piece.choice];
+        choice.text.push_str(&piece.text);
+        choice.logprobs.extend(piece.logprobs);
+        choice.finish = piece.finish;
+        explanation = explanation.or(piece.explain);
+    }
+    let usage = generation.usage();
+    Ok(explained(endpoint.whole(choices, usage), explanation))
+}
+
+/// The head of a stream goes out when the engine has accepted the request, or, if it shall carry the router's decision, with
+/// the first output.
+async fn streamed<E: Endpoint>(
+    mut generation: Generation,
+    endpoint: E,
+    explain: bool,
+    ticket: Arc<Ticket>,
+    cut: Cut,
+) -> Result<Response, Error> {
+    let mut ready: Vec<Piece> = Vec::new();
+    while explain && !ready.iter().any(|piece| piece.choice == 0) {
+        let Some(piece) = generation.next().await else { break };
+        ready.push(piece?);
+    }
+    let explanation = ready.iter_mut().find_map(|piece| piece.explain.take());
+    Ok(explained(sse::response(generation, ready, endpoint, ticket, cut), explanation))
+}
+
+fn wants_explanation(headers: &HeaderMap) -> bool {
+    headers.get(EXPLAIN).is_some_and(|value| matches!(value.as_bytes(), b"1" | b"true"))
+}
+
+fn explained(mut response: Response, explanation: Option<Arc<str>>) -> Response {
+    if let Some(explanation) = explanation {
+        response.headers_mut().insert(EXPLAIN, header(&explanation));
+    }
+    response
+}
+
+/// JSON as a header: what is not ASCII is escaped, and what is too long for a head is left out and said to be.
+fn header(json: &str) -> HeaderValue {
+    let mut ascii = String::with_capacity(json.len());
+    for c in json.chars() {
+        match c {
+            ' '..='~' => ascii.push(c),
+            c => c.encode_utf16(&mut [0; 2]).iter().for_each(|unit| ascii.push_str(&format!("\\u{unit:04x}"))),
+        }
+    }
+    let too_long = ascii.len() > EXPLAIN_BYTES_MAX;
+    let value = if too_long { format!("{{\"omitted_bytes\":{}}}", ascii.len()) } else { ascii };
+    HeaderValue::try_from(value).expect("printable ASCII is a header value")
+}
+
+/// Refuses what does not fit the model's context, in OpenAI's words.
+pub(crate) fn fit(param: &str, prompt: usize, controls: &Controls, context: usize) -> Result<(), Error> {
+    let wanted = controls.stop.max_tokens.unwrap_or(1) as usize;
+    if prompt + wanted <= context {
+        return Ok(());
+    }
+    let limit = format!("This model's maximum context length is {context} tokens.");
+    let message = if prompt >= context {
+        format!("{limit} However, your {param} resulted in {prompt} tokens. Please reduce the length of the {param}.")
+    } else {
+        let asked = prompt + wanted;
+        format!(
+            "{limit} However, you requested {asked} tokens ({prompt} in the {param}, {wanted} in the completion). \
+             Please reduce the length of the {param} or completion."
+        )
+    };
+    Err(Error::invalid(param, "context_length_exceeded", message))
+}
+
+/// Refuses an empty prompt: there is nothing to go on from.
+pub(crate) fn not_empty(param: &str, prompt: &[u32]) -> Result<(), Error> {
+    if prompt.is_empty() {
+        return Err(Error::invalid(param, "invalid_value", format!("Invalid '{param}': it has no tokens.")));
+    }
+    Ok(())
+}

@@ -1,0 +1,164 @@
+//! What is seen of each request: its id, a span, its metrics and one line of log. The [`Ticket`] lives until the last byte of
+//! the response was written or given up, so that a stream counts as in flight for as long as it runs.
+
+use crate::choice::Piece;
+use crate::error::Error;
+use crate::metrics::Metrics;
+use crate::{Gate, name};
+use axum::extract::{MatchedPath, Request, State};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
+use axum::middleware::Next;
+use axum::response::{IntoResponse, Response};
+use futures::FutureExt;
+use std::panic::AssertUnwindSafe;
+use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
+use std::sync::{Arc, OnceLock};
+use tokio::time::Instant;
+use tracing::{Instrument, Span, field};
+
+/// Names the request, in both directions.
+const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+/// What nginx logs for a client that went away; nobody ever receives it.
+const CLIENT_CLOSED: u16 = 499;
+
+/// One request, from its arrival to its last byte.
+pub(crate) struct Ticket {
+    /// The client's `x-request-id`, or one of ours.
+    pub(crate) id: Arc<str>,
+    pub(crate) span: Span,
+    arrived: Instant,
+    endpoint: String,
+    metrics: Metrics,
+    model: OnceLock<Arc<str>>,
+    /// What was answered; 0 as long as nothing was.
+    status: AtomicU16,
+    /// The body is still being streamed.
+    streaming: AtomicBool,
+}
+
+impl Ticket {
+    /// The model was found, and the prompt has this many tokens.
+    pub(crate) fn accepted(&self, model: &Arc<str>, prompt_tokens: usize) {
+        self.span.record("model", &**model);
+        self.span.record("prompt_tokens", prompt_tokens);
+        self.metrics.prompt_tokens.with_label_values(&[model]).inc_by(prompt_tokens as u64);
+        // Set once: a request has one model.
+        let _ = self.model.set(model.clone());
+    }
+
+    /// A stream has begun: the status that was answered holds only if it ends well.
+    pub(crate) fn stream_begins(&self) {
+        self.streaming.store(true, Ordering::Relaxed);
+    }
+
+    /// The stream has ended, well or with an error's status.
+    pub(crate) fn stream_ends(&self, status: StatusCode) {
+        self.status.store(status.as_u16(), Ordering::Relaxed);
+        self.streaming.store(false, Ordering::Relaxed);
+    }
+}
+
+impl Drop for Ticket {
+    fn drop(&mut self) {
+        let cut = self.streaming.load(Ordering::Relaxed);
+        let status = Some(self.status.load(Ordering::Relaxed)).filter(|s| *s != 0 && !cut).unwrap_or(CLIENT_CLOSED);
+        self.metrics.in_flight.dec();
+        self.metrics.requests.with_label_values(&[self.endpoint.as_str(), &status.to_string()]).inc();
+        self.span.record("status", status);
+        let took = self.arrived.elapsed();
+        if let Some(model) = self.model.get() {
+            self.metrics.duration.with_label_values(&[model]).observe(took.as_secs_f64());
+            tracing::info!(parent: &self.span, took_ms = took.as_millis() as u64, "request done");
+        } else {
+            tracing::debug!(parent: &self.span, took_ms = took.as_millis() as u64, "request done");
+        }
+    }
+}
+
+/// Measures the pieces of one request.
+pub(crate) struct Meter {
+    ticket: Arc<Ticket>,
+    model: Arc<str>,
+    /// When each choice's latest token came.
+    latest: Vec<Option<Instant>>,
+    first: bool,
+}
+
+impl Meter {
+    /// For a request of so many choices.
+    pub(crate) fn new(ticket: Arc<Ticket>, model: Arc<str>, choices: usize) -> Self {
+        Self { ticket, model, latest: vec![None; choices], first: true }
+    }
+
+    /// A piece came.
+    pub(crate) fn piece(&mut self, piece: &Piece) {
+        if piece.generated == 0 {
+            return;
+        }
+        let Ticket { metrics, arrived, span, .. } = &*self.ticket;
+        let now = Instant::now();
+        if std::mem::take(&mut self.first) {
+            let took = now - *arrived;
+            span.record("ttft_ms", took.as_millis() as u64);
+            metrics.first_token.with_label_values(&[&*self.model]).observe(took.as_secs_f64());
+        }
+        if let Some(before) = self.latest[piece.choice].replace(now) {
+            let each = (now - before).as_secs_f64() / f64::from(piece.generated);
+            let gaps = metrics.inter_token.with_label_values(&[&*self.model]);
+            (0..piece.generated).for_each(|_| gaps.observe(each));
+        }
+        metrics.generated_tokens.with_label_values(&[&*self.model]).inc_by(piece.generated.into());
+    }
+
+    /// So many prompt tokens of one prompt needed no computing, and so many of all prompts so far.
+    pub(crate) fn cached(&self, tokens: u32, in_all: u32) {
+        self.ticket.metrics.cached_tokens.with_label_values(&[&*self.model]).inc_by(tokens.into());
+        self.ticket.span.record("cached_tokens", in_all);
+    }
+}
+
+/// The outermost layer: gives every request its ticket, every response its id, and turns a panic into an answer.
+pub(crate) async fn observe(State(gate): State<Arc<Gate>>, mut request: Request, next: Next) -> Response {
+    let id = request_id(request.headers());
+    let endpoint = request.extensions().get::<MatchedPath>().map_or("unmatched", MatchedPath::as_str).to_owned();
+    let span = tracing::info_span!(
+        "request",
+        %id, %endpoint,
+        model = field::Empty, prompt_tokens = field::Empty, cached_tokens = field::Empty,
+        status = field::Empty, ttft_ms = field::Empty,
+    );
+    gate.metrics.in_flight.inc();
+    let ticket = Arc::new(Ticket {
+        id: id.clone(),
+        span: span.clone(),
+        arrived: Instant::now(),
+        endpoint,
+        metrics: gate.metrics.clone(),
+        model: OnceLock::new(),
+        status: AtomicU16::new(0),
+        streaming: AtomicBool::new(false),
+    });
+    request.extensions_mut().insert(ticket.clone());
+    let answer = AssertUnwindSafe(next.run(request)).catch_unwind().instrument(span).await;
+    let mut response = answer.unwrap_or_else(|_| panicked().into_response());
+    if let Ok(id) = HeaderValue::from_str(&id) {
+        response.headers_mut().insert(REQUEST_ID, id);
+    }
+    ticket.status.store(response.status().as_u16(), Ordering::Relaxed);
+    response
+}
+
+/// What a client is told of a bug of ours. The panic's own message went to the log.
+pub(crate) fn panicked() -> Error {
+    tracing::error!("a request panicked: this is a bug");
+    Error::Failed("an internal error, which was logged".into())
+}
+
+/// The client's id if it is fit for a log line and a header, else one of ours.
+fn request_id(headers: &HeaderMap) -> Arc<str> {
+    let sane = |id: &&str| {
+        (1..=128).contains(&id.len()) && id.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_.:/+=".contains(&b))
+    };
+    let theirs = headers.get(REQUEST_ID).and_then(|id| id.to_str().ok()).filter(sane);
+    theirs.map_or_else(|| name::unique().into(), Arc::from)
+}

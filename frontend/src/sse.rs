@@ -1,0 +1,132 @@
+//! Server-sent events: one write per item of the engine, comments while nothing comes, `[DONE]` at the end, and an error as
+//! an event when it is too late for a status.
+
+use crate::choice::Piece;
+use crate::error::Error;
+use crate::generation::Generation;
+use crate::observe::{Ticket, panicked};
+use crate::serve::Cut;
+use axum::body::Body;
+use axum::http::header::{CACHE_CONTROL, CONTENT_TYPE};
+use axum::http::{HeaderName, StatusCode};
+use axum::response::{IntoResponse, Response};
+use bytes::Bytes;
+use futures::{FutureExt, StreamExt, stream};
+use serde::Serialize;
+use std::convert::Infallible;
+use std::panic::AssertUnwindSafe;
+use std::sync::Arc;
+use std::time::Duration;
+use tracing::Instrument;
+
+/// A long prefill sends nothing; proxies and clients give up on a silent connection after 30 to 60 s.
+const KEEP_ALIVE: Duration = Duration::from_secs(10);
+
+/// Events, collected for one write.
+#[derive(Default)]
+pub(crate) struct Events(Vec<u8>);
+
+impl Events {
+    /// Adds one.
+    pub(crate) fn push(&mut self, event: &impl Serialize) {
+        self.0.extend_from_slice(b"data: ");
+        serde_json::to_writer(&mut self.0, event).expect("an event has string keys and goes to memory");
+        self.0.extend_from_slice(b"\n\n");
+    }
+}
+
+/// Writes an endpoint's chunks.
+pub(crate) trait Chunks: Send + 'static {
+    /// The events of one piece.
+    fn piece(&mut self, piece: Piece, events: &mut Events);
+    /// The events after the last piece, before `[DONE]`.
+    fn end(&mut self, generation: &Generation, events: &mut Events);
+}
+
+struct Stream<C> {
+    generation: Generation,
+    chunks: C,
+    /// What was awaited before the head was sent.
+    ready: std::vec::IntoIter<Piece>,
+    ticket: Arc<Ticket>,
+    cut: Cut,
+}
+
+/// The response that streams a generation. `ready` are pieces that were taken from it already.
+pub(crate) fn response(
+    generation: Generation,
+    ready: Vec<Piece>,
+    chunks: impl Chunks,
+    ticket: Arc<Ticket>,
+    cut: Cut,
+) -> Response {
+    ticket.stream_begins();
+    let span = ticket.span.clone();
+    let stream = Stream { generation, chunks, ready: ready.into_iter(), ticket, cut };
+    let step = move |stream: Option<Stream<_>>| {
+        let step = async move {
+            let mut stream = stream?;
+            // A panic must end this stream with words, not the connection without.
+            let written = AssertUnwindSafe(stream.write()).catch_unwind().await;
+            let Written { bytes, more } = written.unwrap_or_else(|_| stream.fail(&panicked()));
+            Some((Ok::<_, Infallible>(bytes), more.then_some(stream)))
+        };
+        step.instrument(span.clone())
+    };
+    let body = Body::from_stream(stream::unfold(Some(stream), step).boxed());
+    // The last header tells nginx not to collect the stream.
+    let headers = [
+        (CONTENT_TYPE, "text/event-stream; charset=utf-8"),
+        (CACHE_CONTROL, "no-cache"),
+        (HeaderName::from_static("x-accel-buffering"), "no"),
+    ];
+    (headers, body).into_response()
+}
+
+struct Written {
+    bytes: Bytes,
+    more: bool,
+}
+
+impl<C: Chunks> Stream<C> {
+    /// Waits for something to write.
+    async fn write(&mut self) -> Written {
+        let mut events = Events::default();
+        loop {
+            let next = match self.ready.next() {
+                Some(piece) => Some(Ok(piece)),
+                None => tokio::select! {
+                    biased;
+                    next = self.generation.next() => next,
+                    () = self.cut.clone().passed() => Some(Err(Error::Unavailable("the server is shutting down".into()))),
+                    () = tokio::time::sleep(KEEP_ALIVE) => {
+                        return Written { bytes: Bytes::from_static(b": keep-alive\n\n"), more: true };
+                    }
+                },
+            };
+            match next {
+                Some(Ok(piece)) => self.chunks.piece(piece, &mut events),
+                Some(Err(error)) => return self.fail(&error),
+                None => return self.fail(&Error::Failed("a choice did not end".into())),
+            }
+            let over = self.ready.len() == 0 && self.generation.is_over();
+            if over {
+                self.chunks.end(&self.generation, &mut events);
+                events.0.extend_from_slice(b"data: [DONE]\n\n");
+                self.ticket.stream_ends(StatusCode::OK);
+            }
+            // An item may hold back all of its text.
+            if !events.0.is_empty() {
+                return Written { bytes: events.0.into(), more: !over };
+            }
+        }
+    }
+
+    fn fail(&mut self, error: &Error) -> Written {
+        tracing::warn!(%error, "stream failed");
+        let mut events = Events::default();
+        events.push(&error.body());
+        self.ticket.stream_ends(error.status());
+        Written { bytes: events.0.into(), more: false }
+    }
+}

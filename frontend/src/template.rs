@@ -1,0 +1,109 @@
+//! Chat templates: the Jinja that a model's folder brings, made once per model, with what Hugging Face's renderer gives to
+//! templates (`raise_exception`, `strftime_now`, `tojson`, Python's methods). Templates are trusted as far as the model is:
+//! they compute, but reach nothing outside.
+
+mod python_json;
+mod strftime;
+
+use crate::error::Error;
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::{Serde, Value};
+use minijinja::{Environment, ErrorKind};
+use serde_json::Map;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+const NAME: &str = "chat template";
+
+/// A compiled chat template.
+pub(crate) struct Template(Environment<'static>);
+
+/// What a conversation is rendered with.
+#[derive(Default)]
+pub(crate) struct Conversation {
+    /// Messages, each with a `role` and its content as a string.
+    pub(crate) messages: Vec<serde_json::Value>,
+    /// Tools as the client sent them.
+    pub(crate) tools: Option<serde_json::Value>,
+    /// End with what opens the assistant's turn.
+    pub(crate) open_turn: bool,
+    /// End inside the last message, which the model continues.
+    pub(crate) continue_last: bool,
+    /// More variables, of the client's choice.
+    pub(crate) variables: Map<String, serde_json::Value>,
+}
+
+impl Template {
+    /// Compiles a template. `special` are the tokens that it may name, like `bos_token`.
+    pub(crate) fn new(source: &str, special: &[(String, String)]) -> Result<Self, Error> {
+        let broken = |error: minijinja::Error| Error::Failed(format!("the model's chat template is broken: {error}"));
+        let mut environment = Environment::new();
+        let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build().map_err(broken)?;
+        environment.set_syntax(syntax);
+        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        environment.add_function("raise_exception", raise_exception);
+        environment.add_function("strftime_now", strftime_now);
+        environment.add_filter("tojson", python_json::tojson);
+        for (name, text) in special {
+            environment.add_global(name.clone(), text.clone());
+        }
+        // Marks for training that render to nothing.
+        let source = ["{% generation %}", "{% endgeneration %}", "{%- generation %}", "{%- endgeneration %}"]
+            .into_iter()
+            .chain(["{% generation -%}", "{% endgeneration -%}", "{%- generation -%}", "{%- endgeneration -%}"])
+            .fold(
+                source.to_owned(),
+                |source, mark| if source.contains(mark) { source.replace(mark, "") } else { source },
+            );
+        environment.add_template_owned(NAME, source).map_err(broken)?;
+        Ok(Self(environment))
+    }
+
+    /// The prompt of a conversation. What the template itself objects to is the client's mistake, in the template's words.
+    pub(crate) fn render(&self, conversation: Conversation) -> Result<String, Error> {
+        let refused = |error: minijinja::Error| {
+            let message = match (error.kind(), error.detail()) {
+                (ErrorKind::InvalidOperation, Some(detail)) => detail.to_owned(),
+                _ => error.to_string(),
+            };
+            Error::invalid(
+                "messages",
+                "invalid_value",
+                format!("The chat template refused the conversation: {message}"),
+            )
+        };
+        let last = conversation.continue_last.then(|| last_content(&conversation.messages)).flatten();
+        let mut variables: Map<String, serde_json::Value> = conversation.variables;
+        variables.insert("messages".into(), conversation.messages.into());
+        variables.insert("tools".into(), conversation.tools.unwrap_or_default());
+        variables.entry("documents").or_insert(serde_json::Value::Null);
+        variables.insert("add_generation_prompt".into(), conversation.open_turn.into());
+        let template = self.0.get_template(NAME).map_err(refused)?;
+        let mut prompt = template.render(Value::from(Serde(&variables))).map_err(refused)?;
+        if let Some(last) = last {
+            let end = prompt.rfind(&last).map(|at| at + last.len()).ok_or_else(|| {
+                let message = "The model's chat template changes the last message, so it cannot be continued.";
+                Error::unsupported("continue_final_message", message)
+            })?;
+            prompt.truncate(end);
+        }
+        Ok(prompt)
+    }
+}
+
+/// The last message's text without the space around it, which templates trim.
+fn last_content(messages: &[serde_json::Value]) -> Option<String> {
+    messages.last()?["content"].as_str().map(|text| text.trim().to_owned())
+}
+
+fn raise_exception(message: String) -> Result<Value, minijinja::Error> {
+    Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
+}
+
+#[expect(clippy::needless_pass_by_value, reason = "minijinja hands arguments over")]
+fn strftime_now(format: String) -> String {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    strftime::utc(now.as_secs(), &format)
+}
+
+#[cfg(test)]
+mod tests;

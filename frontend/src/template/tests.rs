@@ -1,0 +1,77 @@
+use super::{Conversation, Template};
+use crate::error::Error;
+use serde_json::json;
+
+fn render(source: &str, conversation: Conversation) -> Result<String, Error> {
+    Template::new(source, &[("bos_token".into(), "<s>".into())])?.render(conversation)
+}
+
+fn hello() -> Conversation {
+    Conversation {
+        messages: vec![json!({ "role": "user", "content": " hello " })],
+        open_turn: true,
+        ..Conversation::default()
+    }
+}
+
+#[test]
+fn a_usual_template_renders_as_jinja_does() {
+    let source = "{{ bos_token }}\n{% for message in messages %}\n    {% if message.role == 'user' %}\n\
+        U:{{ message['content'].strip() }}{{ '\\n' }}\n    {% endif %}\n{% endfor %}\n\
+        {% if add_generation_prompt %}A:{% endif %}";
+    // As Hugging Face sets Jinja up: a block's line leaves neither its newline nor its indent.
+    assert_eq!(render(source, hello()).unwrap(), "<s>\nU:hello\n\nA:");
+}
+
+#[test]
+fn json_is_written_as_python_writes_it_and_in_the_clients_order() {
+    let tools = json!([{ "type": "function", "function": { "name": "f", "b": [1, 2.5, true, null], "a": "<é&'>" } }]);
+    let conversation = Conversation { tools: Some(tools), ..hello() };
+    assert_eq!(
+        render("{{ tools | tojson }}", conversation).unwrap(),
+        r#"[{"type": "function", "function": {"name": "f", "b": [1, 2.5, true, null], "a": "<é&'>"}}]"#
+    );
+    let conversation = Conversation { tools: Some(json!({ "b": [1], "a": {} })), ..hello() };
+    assert_eq!(
+        render("{{ tools | tojson(indent=2) }}", conversation).unwrap(),
+        "{\n  \"b\": [\n    1\n  ],\n  \"a\": {}\n}"
+    );
+}
+
+#[test]
+fn what_a_template_objects_to_is_said_in_its_words() {
+    let refused = render("{{ raise_exception('roles must alternate') }}", hello()).unwrap_err();
+    assert!(refused.to_string().ends_with("roles must alternate"), "{refused}");
+    assert_eq!(refused.status(), 400);
+}
+
+#[test]
+fn a_broken_template_is_the_servers_fault() {
+    assert_eq!(render("{% if %}", hello()).unwrap_err().status(), 500);
+}
+
+#[test]
+fn without_tools_there_are_none() {
+    assert_eq!(render("{{ tools is none }} {{ documents is none }}", hello()).unwrap(), "True True");
+}
+
+#[test]
+fn the_last_message_can_be_continued() {
+    let conversation = Conversation {
+        messages: vec![
+            json!({ "role": "user", "content": "so" }),
+            json!({ "role": "assistant", "content": "so far " }),
+        ],
+        continue_last: true,
+        ..Conversation::default()
+    };
+    let source = "{% for m in messages %}[{{ m.content | trim }}]{% endfor %}";
+    assert_eq!(render(source, conversation).unwrap(), "[so][so far");
+}
+
+#[test]
+fn variables_of_the_client_reach_the_template() {
+    let mut conversation = hello();
+    conversation.variables.insert("enable_thinking".into(), false.into());
+    assert_eq!(render("{% if enable_thinking is false %}quick{% endif %}", conversation).unwrap(), "quick");
+}

@@ -1,0 +1,126 @@
+//! The bytes that each token stands for, so that decoding is a table look-up. Knows the two families of decoders that
+//! language models use: byte-level BPE, and sentence pieces with byte fallback. Others are refused by name.
+
+use crate::error::Error;
+use serde_json::Value;
+use std::collections::{HashMap, HashSet};
+use tokenizers::Tokenizer;
+
+/// What SentencePiece writes for a space.
+const META_SPACE: char = '\u{2581}';
+
+/// Token id → bytes.
+pub(crate) struct Vocabulary {
+    /// All tokens' bytes, one after the other.
+    bytes: Vec<u8>,
+    /// Where each token's bytes end.
+    ends: Vec<u32>,
+    special: HashSet<u32>,
+}
+
+/// How a token's name spells its bytes.
+enum Spelling {
+    ByteLevel(HashMap<char, u8>),
+    /// Pieces: this character is a space, and `<0x0A>` is a byte when there is byte fallback.
+    Pieces {
+        space: char,
+        fallback: bool,
+    },
+}
+
+impl Vocabulary {
+    /// The table of a tokenizer.
+    pub(crate) fn new(tokenizer: &Tokenizer) -> Result<Self, Error> {
+        let decoder = serde_json::to_value(tokenizer.get_decoder()).map_err(|e| Error::Failed(e.to_string()))?;
+        let spelling = Spelling::of(&decoder)?;
+        let added = tokenizer.get_added_tokens_decoder();
+        let mut names: Vec<(String, u32)> = tokenizer.get_vocab(true).into_iter().collect();
+        names.sort_unstable_by_key(|(_, id)| *id);
+        names.dedup_by_key(|(_, id)| *id);
+        let mut table = Self {
+            bytes: Vec::new(),
+            ends: Vec::new(),
+            special: added.iter().filter(|(_, token)| token.special).map(|(id, _)| *id).collect(),
+        };
+        for (name, id) in names {
+            table.ends.resize(id as usize, table.bytes.len() as u32);
+            spelling.spell(&name, &mut table.bytes);
+            table.ends.push(table.bytes.len() as u32);
+        }
+        Ok(table)
+    }
+
+    /// A token's bytes; none for an id that does not exist.
+    pub(crate) fn bytes(&self, token: u32) -> &[u8] {
+        let end = |i: usize| self.ends.get(i).map(|end| *end as usize);
+        let token = token as usize;
+        let start = token.checked_sub(1).map_or(Some(0), end);
+        match (start, end(token)) {
+            (Some(start), Some(end)) => &self.bytes[start..end],
+            _ => &[],
+        }
+    }
+
+    /// Whether the token steers rather than says something.
+    pub(crate) fn is_special(&self, token: u32) -> bool {
+        self.special.contains(&token)
+    }
+}
+
+impl Spelling {
+    fn of(decoder: &Value) -> Result<Self, Error> {
+        let one = std::slice::from_ref(decoder);
+        let steps = decoder["decoders"].as_array().map_or(one, Vec::as_slice);
+        let mut pieces = None;
+        let mut fallback = false;
+        for step in steps {
+            match step["type"].as_str() {
+                Some("ByteLevel") => return Ok(Self::ByteLevel(byte_of_char())),
+                Some("Metaspace") => pieces = step["replacement"].as_str().and_then(|c| c.chars().next()),
+                Some("Replace") if step["content"] == " " => {
+                    pieces = step["pattern"]["String"].as_str().and_then(|c| c.chars().next());
+                }
+                Some("ByteFallback") => fallback = true,
+                // Joining is what a table does; stripping concerns a text's first token, and a prompt came before.
+                Some("Fuse" | "Strip") => {}
+                other => {
+                    let name = other.unwrap_or("none");
+                    return Err(Error::Failed(format!("tokenizer.json: decoder {name} is not supported")));
+                }
+            }
+        }
+        Ok(Self::Pieces { space: pieces.unwrap_or(META_SPACE), fallback })
+    }
+
+    fn spell(&self, name: &str, out: &mut Vec<u8>) {
+        match self {
+            Self::ByteLevel(byte) => {
+                let start = out.len();
+                for c in name.chars() {
+                    let Some(byte) = byte.get(&c) else {
+                        // Not spelled in bytes: an added token, which is its own text.
+                        out.truncate(start);
+                        out.extend_from_slice(name.as_bytes());
+                        return;
+                    };
+                    out.push(*byte);
+                }
+            }
+            Self::Pieces { space, fallback } => {
+                let hex = name.strip_prefix("<0x").and_then(|rest| rest.strip_suffix('>')).filter(|hex| hex.len() == 2);
+                match hex.and_then(|hex| u8::from_str_radix(hex, 16).ok()).filter(|_| *fallback) {
+                    Some(byte) => out.push(byte),
+                    None => out.extend_from_slice(name.replace(*space, " ").as_bytes()),
+                }
+            }
+        }
+    }
+}
+
+/// GPT-2's spelling of bytes: printable Latin-1 stands for itself, the other bytes for the characters from U+0100 on.
+fn byte_of_char() -> HashMap<char, u8> {
+    let printable = |b: u8| matches!(b, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF);
+    let itself = (0..=u8::MAX).filter(|b| printable(*b)).map(|b| (char::from(b), b));
+    let moved = (0..=u8::MAX).filter(|b| !printable(*b)).zip('\u{100}'..).map(|(b, c)| (c, b));
+    itself.chain(moved).collect()
+}

@@ -1,0 +1,3 @@
+//! The front door over HTTP, in process, before a scripted engine.
+
+mod tiny;
