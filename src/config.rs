@@ -11,8 +11,8 @@ mod print;
 mod values;
 
 pub use load::{Error, Flag, Sources};
-pub use print::{as_json, as_toml, keys};
-pub use values::{Budget, ByteSize, Invalid, Listen, Model, Span, Workers};
+pub use print::{as_json, as_toml, defaults};
+pub use values::{Budget, ByteSize, Invalid, Listen, Model, Span, Threads, Workers};
 
 use figment::Figment;
 use serde::{Deserialize, Serialize};
@@ -30,12 +30,14 @@ pub struct Config {
     pub listen: Listen,
     /// How many workers of which phase. Default `prefill:1,decode:2`.
     pub workers: Workers,
+    /// Threads that compute, all workers together. Default `auto`: as many as run at the same time here.
+    pub threads: Threads,
     /// Built-in models and the G3 log. Default `blockyard` in the user's cache folder.
     pub data_dir: PathBuf,
     /// A folder that several nodes share: G4. Default none.
     pub shared: Option<PathBuf>,
-    /// How long requests may go on after the signal to stop, and blocks may still be written. Default 30 s: what
-    /// orchestrators allow.
+    /// How long requests may go on after the signal to stop, and blocks may still be written. Default 25 s:
+    /// orchestrators kill after 30.
     pub drain: Span,
     /// How much each tier may take.
     pub tiers: Tiers,
@@ -90,9 +92,10 @@ impl Config {
             model: Model::BuiltIn("small"),
             listen: Listen { host: "127.0.0.1".into(), port: 8000 },
             workers: Workers::default(),
+            threads: Threads::Auto,
             data_dir: cache.join("blockyard"),
             shared: None,
-            drain: Span(Duration::from_secs(30)),
+            drain: Span(Duration::from_secs(25)),
             tiers: Tiers::default(),
             router: router::Settings::default(),
             frontend: frontend::Settings::default(),

@@ -1,7 +1,6 @@
 //! The one loader: gathers the layers, merges them, and says what is wrong with whom.
 
-use super::print::keys_of;
-use super::{Config, Origins};
+use super::{Config, Origins, defaults};
 use figment::error::Kind;
 use figment::value::{Dict, Map, Value};
 use figment::{Figment, Metadata, Profile, Provider};
@@ -130,7 +129,7 @@ impl Config {
         for Flag { name, key, value } in &sources.flags {
             merged = merged.merge(Layer::one(name, key, value.clone()));
         }
-        let config: Self = merged.extract().map_err(|error| explain(&merged, &defaults, error))?;
+        let config: Self = merged.extract().map_err(|error| explain(&merged, error))?;
         if cache.is_none() && config.data_dir == defaults.data_dir {
             return Err(Error::NoCache);
         }
@@ -188,12 +187,12 @@ fn injected(key: &str) -> bool {
 }
 
 /// Turns what serde says into what helps.
-fn explain(merged: &Figment, defaults: &Config, error: figment::Error) -> Error {
+fn explain(merged: &Figment, error: figment::Error) -> Error {
     let origin = |key: &str| merged.find_metadata(key).map_or_else(|| "?".into(), |data| data.name.to_string());
     let path = error.path.join(".");
     if let Kind::UnknownField(field, _) = &error.kind {
         let key = if path.is_empty() { field.clone() } else { path };
-        let meant = nearest(&key, keys_of(defaults));
+        let meant = nearest(&key);
         return Error::UnknownKey { origin: origin(&key), key, meant };
     }
     let value = merged.find_value(&path).ok().map_or_else(|| "?".into(), |value| shown(&value));
@@ -222,13 +221,13 @@ fn suggest(meant: Option<&str>) -> String {
 }
 
 /// The known key that a typing error may have been meant for: one of the same last word, else the one a few letters away.
-fn nearest(key: &str, known: Vec<String>) -> Option<String> {
+fn nearest(key: &str) -> Option<String> {
     let last = |key: &str| key.rsplit('.').next().map(str::to_owned);
     let distance = |candidate: &String| {
         let whole = edits(key, candidate);
         if last(key) == last(candidate) { whole.min(1) } else { whole }
     };
-    let (found, candidate) = known.into_iter().map(|candidate| (distance(&candidate), candidate)).min()?;
+    let (found, candidate) = defaults().into_iter().map(|(candidate, _)| (distance(&candidate), candidate)).min()?;
     (found * 3 <= key.len().max(3)).then_some(candidate)
 }
 

@@ -44,13 +44,10 @@ pub fn as_json(config: &Config, origins: &Origins) -> Value {
     Value::Object(leaves(config).into_iter().map(entry).collect())
 }
 
-/// All keys, in order.
-pub fn keys() -> Vec<String> {
-    keys_of(&Config::with_cache(std::path::Path::new("")))
-}
-
-pub(super) fn keys_of(config: &Config) -> Vec<String> {
-    leaves(config).into_iter().map(|(key, _)| key).collect()
+/// All keys with their default as TOML; `None` where the default is nothing.
+pub fn defaults() -> Vec<(String, Option<String>)> {
+    let entry = |(key, value): (String, Value)| (key, (!value.is_null()).then(|| toml_value(&value)));
+    leaves(&Config::with_cache("".as_ref())).into_iter().map(entry).collect()
 }
 
 /// Every key that holds a value, those outside of sections first, as TOML wants it.

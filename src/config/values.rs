@@ -4,6 +4,7 @@
 use serde::de::{self, Deserialize, Deserializer, Visitor};
 use serde::ser::{Serialize, Serializer};
 use std::fmt;
+use std::num::NonZero;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
@@ -50,6 +51,15 @@ pub enum Model {
 /// How many workers of which phase: `"prefill:1,decode:2"`.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Workers(Vec<(Phase, usize)>);
+
+/// How many threads compute.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Threads {
+    /// As many as run at the same time on this machine.
+    Auto,
+    /// So many.
+    Count(NonZero<usize>),
+}
 
 /// What is wrong with a value, and what would be right.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
@@ -271,6 +281,35 @@ impl FromStr for Workers {
     }
 }
 
+impl Threads {
+    /// The number, on a machine that runs `here` at the same time.
+    pub fn on(self, here: usize) -> usize {
+        match self {
+            Self::Auto => here,
+            Self::Count(count) => count.get(),
+        }
+    }
+}
+
+impl fmt::Display for Threads {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Auto => f.write_str("auto"),
+            Self::Count(count) => count.fmt(f),
+        }
+    }
+}
+
+impl FromStr for Threads {
+    type Err = Invalid;
+
+    fn from_str(text: &str) -> Result<Self, Invalid> {
+        let count = || Some(Self::Count(text.trim().parse().ok()?));
+        let threads = if text.trim() == "auto" { Some(Self::Auto) } else { count() };
+        threads.ok_or_else(|| Invalid("expected a number of threads, or `auto`".into()))
+    }
+}
+
 /// Written and read as text; numbers are accepted where the text may be one.
 macro_rules! as_text {
     ($($kind:ty),+) => {$(
@@ -286,7 +325,7 @@ macro_rules! as_text {
         }
     )+};
 }
-as_text!(ByteSize, Span, Budget, Listen, Model, Workers);
+as_text!(ByteSize, Span, Budget, Listen, Model, Workers, Threads);
 
 struct Text;
 

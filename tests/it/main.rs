@@ -1,3 +1,4 @@
 //! Scenarios over the whole program.
 
+mod configuration;
 mod layers;
