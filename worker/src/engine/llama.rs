@@ -9,6 +9,7 @@ mod kernel;
 mod linear;
 pub(crate) mod model;
 mod rope;
+pub(crate) mod sampling;
 pub(crate) mod weights;
 
 pub use folder::FolderError;
