@@ -140,8 +140,8 @@ fn rope(fields: &Fields<'_>) -> Result<Rope, FolderError> {
         return Err(fields.wrong("rope_theta", format!("is {theta}; it must be at least 1")));
     }
     for place in [Some(*fields), settings].into_iter().flatten() {
-        if place.optional("partial_rotary_factor")?.unwrap_or(1.0) != 1.0 {
-            return Err(place.wrong("partial_rotary_factor", "is not 1; heads that rotate in part are not supported"));
+        if place.optional::<f64>("partial_rotary_factor")?.is_some_and(|part| part < 1.0) {
+            return Err(place.wrong("partial_rotary_factor", "is below 1; heads that rotate in part are not supported"));
         }
     }
     let scaling = settings.map(|settings| scaling(&settings)).transpose()?.flatten();

@@ -109,7 +109,9 @@ impl Checkpoint {
         let hashes = hashes.map_err(|source| FolderError::Read { path: shard.path.clone(), source })?;
         let mut hasher = blake3::Hasher::new();
         hasher.update(format!("{name} {:?} {:?}\n", info.dtype, info.shape).as_bytes());
-        hashes.iter().for_each(|hash| _ = hasher.update(hash.as_bytes()));
+        for hash in hashes {
+            hasher.update(hash.as_bytes());
+        }
         Ok(hasher.finalize())
     }
 
