@@ -1,6 +1,8 @@
 //! An [`Engine`] turns a request into a stream of tokens. Everything that serves is an `Engine`: a model runtime, a worker
 //! on another machine, the router. The front door holds one `Arc<dyn Engine>` and never learns which.
 
+#[cfg(test)]
+pub(crate) mod contract;
 pub mod llama;
 
 use bytes::Bytes;
@@ -189,18 +191,20 @@ pub enum Finish {
 /// What a prompt cost: how much of it was computed, and where the rest came from.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct PromptReport {
-    /// Prompt tokens that were not computed by the engine that decodes, and where their blocks were found.
+    /// Prompt tokens that nobody computed for this request, and where their blocks were found.
     pub cached: Vec<(Level, u32)>,
-    /// Prompt tokens that were computed, handed-over ones included.
+    /// Prompt tokens that were computed for this request, by whichever worker.
     pub computed: u32,
+    /// Prompt tokens whose blocks came from a prefill worker's memory, whether it computed or found them.
+    pub handed_over: u32,
     /// From the engine's acceptance to the first step that had the request in it.
     pub queued: Duration,
 }
 
 impl PromptReport {
-    /// Prompt tokens that nobody computed for this request. Those computed elsewhere and handed over are not cached.
+    /// Prompt tokens that nobody computed for this request, from all tiers.
     pub fn cached_tokens(&self) -> u32 {
-        self.cached.iter().filter(|(level, _)| *level != Level::Peer).map(|(_, tokens)| tokens).sum()
+        self.cached.iter().map(|(_, tokens)| tokens).sum()
     }
 }
 

@@ -11,5 +11,7 @@
 //! [`serve`] puts an engine onto the planes.
 
 pub mod engine;
+pub mod metrics;
+pub mod peers;
 pub mod plane;
 pub mod serve;

@@ -1,0 +1,105 @@
+//! What every [`Engine`] must do, as a suite that every engine runs.
+
+use super::{Engine, Error, Output, OutputStream, Request, Sampling, StopRule, Tokens, Work};
+use futures::{FutureExt, StreamExt};
+use kvbm::Domain;
+use std::sync::Arc;
+
+/// Holds an engine against its contract.
+pub(crate) async fn holds(engine: Arc<dyn Engine>) {
+    refuses_what_is_impossible(&*engine).await;
+    ends_with_one_finish(&*engine).await;
+    same_seed_same_tokens_beside_others(&*engine).await;
+    stop_tokens_end_and_are_not_sent(&*engine).await;
+    a_prefill_hands_over_and_stays(&*engine).await;
+}
+
+/// A request for the engine's first model that generates `tokens` tokens, greedily.
+pub(crate) fn request(engine: &dyn Engine, prompt: &[u32], tokens: u32) -> Request {
+    let model = engine.models().swap_remove(0);
+    Request {
+        id: "contract".into(),
+        model: model.id.as_str().into(),
+        tokens: prompt.into(),
+        domain: Domain::shared(),
+        sampling: Sampling { temperature: 0.0, ..Sampling::default() },
+        stop: StopRule { max_tokens: Some(tokens), ignore_eos: true, ..StopRule::default() },
+        work: Work::Generate,
+        explain: false,
+        body: None,
+    }
+}
+
+/// All tokens of a stream, merged.
+pub(crate) async fn collect(mut stream: OutputStream) -> Result<Tokens, Error> {
+    let mut all = Tokens::default();
+    while let Some(item) = stream.next().await {
+        let Output::Tokens(tokens) = item? else { panic!("only tokens were asked for") };
+        assert!(all.finish.is_none(), "nothing follows the finish");
+        all.ids.extend(tokens.ids);
+        all.logprobs.extend(tokens.logprobs);
+        all.finish = tokens.finish;
+        all.prompt = all.prompt.or(tokens.prompt);
+    }
+    assert!(all.finish.is_some(), "a stream ends with a finish");
+    Ok(all)
+}
+
+async fn run(engine: &dyn Engine, request: Request) -> Tokens {
+    collect(engine.generate(request).await.unwrap()).await.unwrap()
+}
+
+fn prompt(len: u32) -> Vec<u32> {
+    (0..len).map(|i| i * 7 % 100).collect()
+}
+
+async fn refuses_what_is_impossible(engine: &dyn Engine) {
+    let model = engine.models().swap_remove(0);
+    let unknown = Request { model: "nobody's".into(), ..request(engine, &prompt(3), 1) };
+    assert_eq!(engine.generate(unknown).await.err(), Some(Error::UnknownModel("nobody's".into())));
+    let long = engine.generate(request(engine, &vec![1; model.context], 1)).await;
+    assert!(matches!(long.err(), Some(Error::PromptTooLong { prompt, .. }) if prompt == model.context));
+    let empty = engine.generate(request(engine, &[], 1)).await;
+    assert!(matches!(empty.err(), Some(Error::Invalid { .. })));
+    let foreign = engine.generate(request(engine, &[model.vocabulary as u32], 1)).await;
+    assert!(matches!(foreign.err(), Some(Error::Invalid { .. })));
+}
+
+async fn ends_with_one_finish(engine: &dyn Engine) {
+    for (len, tokens) in [(1, 1), (16, 5), (33, 20)] {
+        let all = run(engine, request(engine, &prompt(len), tokens)).await;
+        assert_eq!(all.ids.len(), tokens as usize);
+        let report = all.prompt.expect("the first item reports what the prompt cost");
+        assert_eq!(report.computed + report.cached_tokens(), len);
+    }
+}
+
+async fn same_seed_same_tokens_beside_others(engine: &dyn Engine) {
+    let sampled = |seed| {
+        let mut request = request(engine, &prompt(40), 12);
+        request.sampling = Sampling { temperature: 1.0, seed: Some(seed), logprobs: Some(2), ..Sampling::default() };
+        request
+    };
+    let alone = run(engine, sampled(1)).await;
+    let beside = futures::future::join_all((1..6).map(|seed| run(engine, sampled(seed)))).await;
+    assert_eq!((&alone.ids, &alone.logprobs), (&beside[0].ids, &beside[0].logprobs));
+    assert!(beside.iter().any(|other| other.ids != alone.ids), "another seed chooses otherwise");
+    assert!(alone.logprobs.iter().all(|each| each.top.len() == 2 && each.chosen <= 0.0));
+}
+
+async fn stop_tokens_end_and_are_not_sent(engine: &dyn Engine) {
+    let free = run(engine, request(engine, &prompt(40), 8)).await;
+    let mut stopped = request(engine, &prompt(40), 8);
+    stopped.stop.stop_tokens = vec![free.ids[3]];
+    let first = free.ids.iter().position(|id| *id == free.ids[3]).unwrap();
+    let all = run(engine, stopped).await;
+    assert_eq!(all.ids, free.ids[..first]);
+    assert_eq!(all.finish, Some(super::Finish::StopToken(free.ids[3])));
+}
+
+async fn a_prefill_hands_over_and_stays(engine: &dyn Engine) {
+    let prefill = Request { work: Work::Prefill, ..request(engine, &prompt(50), 1) };
+    let mut stream = engine.generate(prefill).await.unwrap();
+    assert!(matches!(stream.next().await, Some(Ok(Output::Handoff(_)))));
+    assert!(stream.next().now_or_never().is_none(), "the blocks are kept until the stream is dropped");
+}

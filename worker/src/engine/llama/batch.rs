@@ -1,0 +1,100 @@
+//! What one step computes: a pure choice of rows.
+//!
+//! Every sequence that decodes gets its one row; what remains of the token budget goes to prompts, first come, first
+//! served. A prompt whose next block is being computed by an earlier one in the same step waits: in the next step it finds
+//! the block in the cache instead of computing it again.
+
+use kvbm::SequenceHash;
+use std::collections::HashSet;
+
+/// What the choice is made from, for one running sequence.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Candidate {
+    /// Tokens known and not yet computed.
+    pub(super) pending: usize,
+    /// How many tokens of an unfinished block are computed.
+    pub(super) offset: usize,
+    /// The name of the first block that the next rows would complete, when it is known.
+    pub(super) next: Option<SequenceHash>,
+    /// The client takes its tokens too slowly; computing more would only pile them up.
+    pub(super) stalled: bool,
+}
+
+/// Rows of one sequence in the step.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Rows {
+    /// Which candidate.
+    pub(super) index: usize,
+    /// How many of its pending tokens.
+    pub(super) count: usize,
+}
+
+/// Chooses the rows of the next step. `budget` bounds the prompt tokens of a step, and with them the time that a decoding
+/// sequence waits for its next token. A prompt that does not fit the budget stops at the end of a block, where another
+/// sequence's work can be taken over.
+pub(super) fn choose(candidates: &[Candidate], budget: usize, block_size: usize) -> Vec<Rows> {
+    let mut left = budget;
+    let mut underway = HashSet::new();
+    let mut rows = Vec::with_capacity(candidates.len());
+    for (index, candidate) in candidates.iter().enumerate() {
+        let count = match candidate.pending {
+            _ if candidate.stalled => 0,
+            0 | 1 => candidate.pending,
+            _ if candidate.next.is_some_and(|name| !underway.insert(name)) => 0,
+            pending => {
+                let count = if pending <= left { pending } else { whole_blocks(candidate.offset, left, block_size) };
+                left -= count;
+                count
+            }
+        };
+        if count > 0 {
+            rows.push(Rows { index, count });
+        }
+    }
+    rows
+}
+
+/// The most rows, at most `left`, that end with a block when `offset` tokens of the first are computed.
+fn whole_blocks(offset: usize, left: usize, block_size: usize) -> usize {
+    ((offset + left) / block_size * block_size).saturating_sub(offset)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn candidate(pending: usize, next: u8) -> Candidate {
+        Candidate { pending, offset: 0, next: Some(SequenceHash::from_bytes([next; 16])), stalled: false }
+    }
+
+    #[test]
+    fn decoding_sequences_always_get_their_row() {
+        let rows = choose(&[candidate(900, 1), candidate(1, 2), candidate(700, 3), candidate(1, 4)], 512, 16);
+        let want = [(0, 512), (1, 1), (3, 1)].map(|(index, count)| Rows { index, count });
+        assert_eq!(rows, want);
+    }
+
+    #[test]
+    fn what_is_left_of_the_budget_goes_to_the_next_prompt() {
+        let rows = choose(&[candidate(100, 1), candidate(700, 3)], 512, 16);
+        assert_eq!(rows[1], Rows { index: 1, count: 400 });
+    }
+
+    #[test]
+    fn a_block_is_computed_by_one_sequence_at_a_time() {
+        let rows = choose(&[candidate(100, 1), candidate(100, 1), candidate(100, 2)], 512, 16);
+        assert_eq!(rows.iter().map(|r| r.index).collect::<Vec<_>>(), [0, 2]);
+    }
+
+    #[test]
+    fn chunks_end_with_a_block() {
+        assert_eq!(whole_blocks(5, 100, 16), 91);
+        assert_eq!(whole_blocks(0, 15, 16), 0);
+    }
+
+    #[test]
+    fn a_client_that_does_not_read_gets_no_rows() {
+        let stalled = Candidate { stalled: true, ..candidate(1, 1) };
+        assert!(choose(&[stalled], 512, 16).is_empty());
+    }
+}

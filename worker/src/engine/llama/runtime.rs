@@ -1,0 +1,104 @@
+//! What the engines of a process share: one copy of the weights, the compute threads, and fair turns on them.
+
+use super::Memory;
+use super::arena::Arena;
+use super::builtin::{Builtin, BuiltinError};
+use super::config::Config;
+use super::folder::{Folder, FolderError};
+use super::model::Model;
+use crate::engine::{Finish, ModelCard, StopRule};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use tokio::sync::{Semaphore, SemaphorePermit};
+
+/// Where a model comes from.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum ModelSource {
+    /// Made up here, once, and kept in the data directory.
+    Builtin(Builtin),
+    /// A Hugging Face folder.
+    Folder(PathBuf),
+}
+
+/// A model could not be opened.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    /// Its folder is not what it should be.
+    #[error(transparent)]
+    Folder(#[from] FolderError),
+    /// It could not be made.
+    #[error(transparent)]
+    Builtin(#[from] BuiltinError),
+}
+
+/// A loaded model that any number of engines compute with, in fair turns.
+pub struct Runtime {
+    pub(super) model: Model,
+    pub(super) card: Arc<ModelCard>,
+    config: Config,
+    identity: [u8; 32],
+    /// First come, first served: an engine with one long prompt after the other cannot starve its neighbours.
+    turns: Semaphore,
+}
+
+impl Runtime {
+    /// Loads a model. Blocks for as long as that takes.
+    ///
+    /// `threads` compute. A built-in model is made in `data_dir` the first time, and `progress` told of bytes written and
+    /// bytes in all.
+    pub fn open(
+        source: &ModelSource,
+        data_dir: &Path,
+        threads: usize,
+        progress: &(dyn Fn(u64, u64) + Sync),
+    ) -> Result<Arc<Self>, OpenError> {
+        let Folder { card, config, weights } = match source {
+            ModelSource::Builtin(name) => Folder::open(&name.ensure(data_dir, progress)?, Some(name.name()))?,
+            ModelSource::Folder(path) => Folder::open(path, None)?,
+        };
+        let identity = weights.identity;
+        let model = Model::new(config.clone(), weights, threads);
+        Ok(Arc::new(Self { model, card: Arc::new(card), config, identity, turns: Semaphore::new(1) }))
+    }
+
+    /// The model as clients see it.
+    pub fn card(&self) -> &Arc<ModelCard> {
+        &self.card
+    }
+
+    /// Device memory for one engine: so many blocks. Costs no memory until it is used.
+    ///
+    /// Fails when the address space cannot be had.
+    pub fn memory(&self, blocks: usize) -> io::Result<Memory> {
+        let arena = Arena::new(&self.config, self.card.block_size, blocks, &self.identity)?;
+        Ok(Memory(Arc::new(arena)))
+    }
+
+    /// Bytes of one block.
+    pub fn block_bytes(&self) -> usize {
+        let Config { layers, kv_heads, head_dim, .. } = self.config;
+        layers * 2 * kv_heads * head_dim * size_of::<f32>() * self.card.block_size
+    }
+
+    /// The right to compute, until it is dropped.
+    pub(super) async fn turn(&self) -> SemaphorePermit<'_> {
+        self.turns.acquire().await.expect("the turns are never closed")
+    }
+
+    /// Tokens that may not be chosen after `generated` tokens: those that would end the answer too early.
+    pub(super) fn banned(&self, stop: &StopRule, generated: usize) -> Vec<u32> {
+        if generated >= stop.min_tokens as usize {
+            return Vec::new();
+        }
+        self.card.eos.iter().chain(&stop.stop_tokens).copied().collect()
+    }
+
+    /// Whether a chosen token ends the answer.
+    pub(super) fn ends(&self, stop: &StopRule, token: u32) -> Option<Finish> {
+        if stop.stop_tokens.contains(&token) {
+            return Some(Finish::StopToken(token));
+        }
+        (!stop.ignore_eos && self.card.eos.contains(&token)).then_some(Finish::Stop)
+    }
+}

@@ -1,0 +1,292 @@
+//! Continuous batching: which sequences run, step after step.
+//!
+//! ```text
+//!  accepted ─ prepare (match, onboard; outside the batch) ─▶ waiting ─ admit ─▶ running ─ step ─▶ … ─▶ finished
+//!                                                               ▲                 │
+//!                                                               └──── preempt ────┘   (no free block: the youngest goes)
+//! ```
+//!
+//! One task owns all of it. A step computes off the async threads, in the engine's turn; between two steps the batch may
+//! change in any way, because no row's result depends on its batch mates.
+
+use super::arena::Arena;
+use super::batch::{self, Candidate, Rows};
+use super::sequence::Sequence;
+use super::step::{self, Part};
+use super::vitals::Vitals;
+use super::{Runtime, Settings};
+use crate::engine::{Finish, Output, Work};
+use crate::metrics::EngineMetrics;
+use crate::peers::Ticket;
+use crate::plane::{Load, WorkerId};
+use kvbm::BlockManager;
+use kvbm::Level;
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::{mpsc, watch};
+use tokio::time::{Instant, timeout};
+
+/// How soon a blocked scheduler looks again: blocks come free, and clients come back, without telling it.
+const LOOK_AGAIN: Duration = Duration::from_millis(2);
+
+pub(super) struct Scheduler {
+    pub(super) worker: WorkerId,
+    pub(super) runtime: Arc<Runtime>,
+    pub(super) arena: Arc<Arena>,
+    pub(super) manager: BlockManager,
+    pub(super) settings: Settings,
+    pub(super) vitals: Arc<Vitals>,
+    pub(super) metrics: EngineMetrics,
+    /// Dropped with the scheduler, which tells everyone that the engine is dead.
+    pub(super) load: watch::Sender<Load>,
+    pub(super) inbox: mpsc::Receiver<Sequence>,
+    pub(super) waiting: VecDeque<Sequence>,
+    pub(super) running: Vec<Sequence>,
+}
+
+impl Scheduler {
+    /// Runs until the engine is dropped and the last sequence has finished.
+    pub(super) async fn run(mut self) {
+        loop {
+            while let Ok(sequence) = self.inbox.try_recv() {
+                self.waiting.push_back(sequence);
+            }
+            self.waiting.retain(|sequence| !sequence.outbox.is_closed());
+            self.running.retain(|sequence| !sequence.outbox.is_closed());
+            self.admit();
+            self.catch_up();
+            self.report();
+            if self.step().await {
+                continue;
+            }
+            let idle = self.waiting.is_empty() && self.running.is_empty();
+            let next = if idle {
+                self.inbox.recv().await
+            } else {
+                // A closed inbox must not turn the wait into a spin.
+                match timeout(LOOK_AGAIN, self.inbox.recv()).await {
+                    Ok(None) => {
+                        tokio::time::sleep(LOOK_AGAIN).await;
+                        continue;
+                    }
+                    Ok(next) => next,
+                    Err(_) => continue,
+                }
+            };
+            match next {
+                Some(sequence) => self.waiting.push_back(sequence),
+                None => return,
+            }
+        }
+    }
+
+    /// Lets waiting sequences into the batch, first come, first served, while their blocks fit.
+    fn admit(&mut self) {
+        while self.running.len() < self.settings.sequences_max
+            && let Some(mut sequence) = self.waiting.pop_front()
+        {
+            self.reuse(&mut sequence);
+            let need = self.blocks(sequence.goal() + 1).saturating_sub(sequence.blocks.len());
+            // Each running sequence may want its next block before it finishes.
+            if self.manager.available() < need + self.running.len() {
+                if self.running.is_empty() {
+                    // Nothing that runs will free a block; what merely waits must not hold any.
+                    self.waiting.iter_mut().for_each(Sequence::release);
+                    if self.manager.available() < need {
+                        self.waiting.push_front(sequence);
+                        return;
+                    }
+                } else {
+                    self.waiting.push_front(sequence);
+                    return;
+                }
+            }
+            if sequence.generated() == 0 {
+                sequence.report.queued = sequence.accepted.elapsed();
+            }
+            self.running.push(sequence);
+        }
+    }
+
+    /// Running prompts take over blocks that others have computed since, and hand-overs that are complete leave.
+    fn catch_up(&mut self) {
+        let mut running = std::mem::take(&mut self.running);
+        for sequence in &mut running {
+            if sequence.pending() > 1 {
+                self.reuse(sequence);
+            }
+        }
+        for sequence in running {
+            if sequence.request.work == Work::Prefill && sequence.pending() == 0 {
+                self.hand_over(sequence);
+            } else {
+                self.running.push(sequence);
+            }
+        }
+    }
+
+    fn reuse(&self, sequence: &mut Sequence) {
+        if !sequence.blocks.is_filling() {
+            let found = self.manager.matched(sequence.wanted());
+            let tokens = sequence.adopt(found);
+            sequence.report_cached(Level::G1, tokens);
+        }
+    }
+
+    fn report(&self) {
+        let blocks = self.running.iter().map(|sequence| sequence.blocks.len()).sum();
+        self.vitals.set_running(self.running.len(), blocks);
+        self.metrics.set_sequences(self.running.len(), self.waiting.len());
+        let load = self.vitals.load(&self.manager, self.runtime.block_bytes());
+        self.load.send_if_modified(|last| {
+            let changed = *last != load;
+            *last = load;
+            changed
+        });
+    }
+
+    /// Computes one step. `false` when there was nothing to compute.
+    async fn step(&mut self) -> bool {
+        let chosen = batch::choose(&self.candidates(), self.settings.prefill_chunk, self.block_size());
+        let rows = self.secure_blocks(chosen);
+        if rows.is_empty() {
+            return false;
+        }
+        let parts = rows.iter().map(|rows| self.part(*rows)).collect();
+        let prompt_rows = rows.iter().filter(|rows| rows.count > 1).map(|rows| rows.count).sum();
+        let started = Instant::now();
+        let done = {
+            let _turn = self.runtime.turn().await;
+            let (runtime, arena) = (Arc::clone(&self.runtime), Arc::clone(&self.arena));
+            tokio::task::spawn_blocking(move || step::compute(&runtime.model, &arena, parts)).await
+        };
+        let done = match done {
+            Ok(done) => done,
+            // The engine dies with its step: every stream ends with an error, and readiness says so.
+            Err(died) => std::panic::resume_unwind(died.into_panic()),
+        };
+        self.vitals.stepped(prompt_rows, started.elapsed());
+        self.metrics.stepped(prompt_rows, started.elapsed());
+        let mut finished = Vec::new();
+        for (rows, done) in rows.iter().zip(done) {
+            if let Some(finish) = self.advance(*rows, done) {
+                finished.push((rows.index, finish));
+            }
+        }
+        for (index, finish) in finished.into_iter().rev() {
+            let sequence = self.running.remove(index);
+            sequence.outbox.finish(finish, &sequence.report);
+        }
+        true
+    }
+
+    fn candidates(&self) -> Vec<Candidate> {
+        let size = self.block_size();
+        self.running
+            .iter()
+            .map(|sequence| Candidate {
+                pending: sequence.pending(),
+                offset: sequence.computed % size,
+                next: sequence.lineage.names.get(sequence.computed / size).copied(),
+                stalled: sequence.outbox.is_stalled(),
+            })
+            .collect()
+    }
+
+    /// Gives each chosen sequence the blocks that its rows fill. When there are none left, the youngest sequence gives up
+    /// its own and waits again.
+    fn secure_blocks(&mut self, chosen: Vec<Rows>) -> Vec<Rows> {
+        let mut secured = Vec::with_capacity(chosen.len());
+        'next: for rows in chosen {
+            while rows.index < self.running.len() {
+                let sequence = &self.running[rows.index];
+                let need = self.blocks(sequence.computed + rows.count).saturating_sub(sequence.blocks.len());
+                if let Some(blocks) = self.manager.allocate(need) {
+                    self.running[rows.index].blocks.extend(blocks);
+                    secured.push(rows);
+                    continue 'next;
+                }
+                self.preempt();
+            }
+        }
+        secured
+    }
+
+    fn preempt(&mut self) {
+        let Some(mut youngest) = self.running.pop() else { return };
+        if self.running.is_empty() && self.blocks(youngest.goal()) > self.manager.capacity() {
+            // Alone, and still too long for the memory: this is as far as it goes.
+            youngest.outbox.flush();
+            let report = youngest.report.clone();
+            youngest.outbox.finish(Finish::Length, &report);
+            return;
+        }
+        self.metrics.preempted();
+        tracing::debug!(request = %youngest.request.id, tokens = youngest.computed, "preempted: no free block");
+        youngest.release();
+        self.waiting.push_front(youngest);
+    }
+
+    fn part(&mut self, rows: Rows) -> Part {
+        let sequence = &mut self.running[rows.index];
+        let end = sequence.computed + rows.count;
+        let last = end == sequence.tokens.len() && sequence.request.work != Work::Prefill;
+        Part {
+            tokens: sequence.tokens[sequence.computed..end].to_vec(),
+            start: sequence.computed,
+            table: sequence.blocks.slots(),
+            sampler: if last { sequence.sampler.take() } else { None },
+            position: end,
+            banned: if last { self.runtime.banned(&sequence.request.stop, end - sequence.prompt) } else { Vec::new() },
+        }
+    }
+
+    /// Takes in what a step made of one sequence.
+    fn advance(&mut self, rows: Rows, done: step::Done) -> Option<Finish> {
+        let sequence = &mut self.running[rows.index];
+        let prompt_left = sequence.prompt.saturating_sub(sequence.computed);
+        self.metrics.computed(rows.count.min(prompt_left));
+        sequence.computed += rows.count;
+        sequence.waiting.computed(rows.count);
+        sequence.blocks.share(sequence.computed, &sequence.lineage, &self.manager);
+        let (sampler, token, logprobs) = done?;
+        sequence.sampler = Some(sampler);
+        if sequence.report_is_open() {
+            sequence.close_report();
+            self.metrics.prompt_cached(&sequence.report);
+        }
+        if let Some(finish) = self.runtime.ends(&sequence.request.stop, token) {
+            return Some(finish);
+        }
+        self.metrics.generated();
+        sequence.tokens.push(token);
+        sequence.lineage.extend(&sequence.tokens);
+        sequence.outbox.push(token, logprobs, &sequence.report);
+        if sequence.generated() >= sequence.limit {
+            return Some(Finish::Length);
+        }
+        sequence.outbox.flush();
+        None
+    }
+
+    /// Tells the router where the blocks are, and keeps them until the stream is dropped.
+    fn hand_over(&self, mut sequence: Sequence) {
+        sequence.close_report();
+        self.metrics.prompt_cached(&sequence.report);
+        let ticket = Ticket { peer: self.worker, cached: sequence.report.cached.clone() };
+        sequence.outbox.hand_over(Output::Handoff(ticket.seal()));
+        tokio::spawn(async move {
+            sequence.outbox.closed().await;
+            drop(sequence);
+        });
+    }
+
+    fn block_size(&self) -> usize {
+        self.runtime.card.block_size
+    }
+
+    fn blocks(&self, tokens: usize) -> usize {
+        tokens.div_ceil(self.block_size())
+    }
+}

@@ -1,0 +1,249 @@
+//! One request inside the engine: its tokens, its blocks, and its way out.
+
+use super::sampling::Sampler;
+use super::vitals::Waiting;
+use crate::engine::{Error, Finish, Logprobs, Output, PromptReport, Request, Tokens, Work};
+use kvbm::BlockManager;
+use kvbm::{BlockId, ChainKey, SequenceHash};
+use kvbm::{CachedBlock, PartialBlock};
+use std::collections::VecDeque;
+use tokio::sync::mpsc;
+use tokio::time::Instant;
+
+/// A request that is waiting, running, or preempted. Dropping it releases its blocks and ends its stream.
+pub(super) struct Sequence {
+    pub(super) request: Request,
+    /// The prompt, then what was generated.
+    pub(super) tokens: Vec<u32>,
+    pub(super) prompt: usize,
+    /// Names of all full blocks of `tokens`.
+    pub(super) lineage: Lineage,
+    pub(super) blocks: BlockTable,
+    /// Leading tokens whose KV rests in `blocks`.
+    pub(super) computed: usize,
+    /// Away while a step samples with it.
+    pub(super) sampler: Option<Sampler>,
+    pub(super) outbox: Outbox,
+    pub(super) report: PromptReport,
+    pub(super) accepted: Instant,
+    pub(super) waiting: Waiting,
+    /// `max_tokens`, or what the context leaves.
+    pub(super) limit: usize,
+}
+
+impl Sequence {
+    /// Tokens that the engine still has to compute before it can choose the next one (or hand over).
+    pub(super) fn pending(&self) -> usize {
+        self.goal().saturating_sub(self.computed)
+    }
+
+    /// How far the tokens are to be computed: all of them, or for a hand-over the full blocks that another can reuse.
+    pub(super) fn goal(&self) -> usize {
+        match self.request.work {
+            Work::Prefill => self.reusable() * self.lineage.block_size,
+            Work::Generate | Work::Resume(_) => self.tokens.len(),
+        }
+    }
+
+    /// Full blocks of the known tokens that may come from a cache: the last token is always computed, for its logits.
+    pub(super) fn reusable(&self) -> usize {
+        (self.tokens.len() - 1) / self.lineage.block_size
+    }
+
+    /// Names of the blocks that the sequence could use and does not hold yet.
+    pub(super) fn wanted(&self) -> &[SequenceHash] {
+        &self.lineage.names[self.blocks.cached.len()..self.reusable().max(self.blocks.cached.len())]
+    }
+
+    /// Tokens generated so far.
+    pub(super) fn generated(&self) -> usize {
+        self.tokens.len() - self.prompt
+    }
+
+    /// Takes blocks found in a cache, which continue what it holds. Never called with rows computed past the held blocks.
+    pub(super) fn adopt(&mut self, found: Vec<CachedBlock>) -> usize {
+        let tokens = found.len() * self.lineage.block_size;
+        self.blocks.adopt(found);
+        self.computed += tokens;
+        self.waiting.computed(tokens);
+        tokens
+    }
+
+    /// Counts adopted tokens in the prompt's report, while it is still open.
+    pub(super) fn report_cached(&mut self, level: kvbm::Level, tokens: usize) {
+        let left = (self.prompt as u32).saturating_sub(self.report.cached_tokens());
+        let tokens = (tokens as u32).min(left);
+        if tokens > 0 && self.outbox.report_due {
+            self.report.cached.push((level, tokens));
+        }
+    }
+
+    /// Whether the first token is still to come.
+    pub(super) fn report_is_open(&self) -> bool {
+        self.outbox.report_due
+    }
+
+    /// What was not cached was computed.
+    pub(super) fn close_report(&mut self) {
+        self.report.computed = self.prompt as u32 - self.report.cached_tokens();
+    }
+
+    /// Forgets all blocks, to start over from what the caches still hold.
+    pub(super) fn release(&mut self) {
+        self.blocks = BlockTable::default();
+        self.waiting.again(self.computed);
+        self.computed = 0;
+    }
+}
+
+/// The names of a growing sequence's full blocks.
+pub(super) struct Lineage {
+    key: ChainKey,
+    pub(super) block_size: usize,
+    pub(super) names: Vec<SequenceHash>,
+}
+
+impl Lineage {
+    pub(super) fn new(root: ChainKey, block_size: usize, tokens: &[u32]) -> Self {
+        let mut lineage = Self { key: root, block_size, names: Vec::with_capacity(tokens.len() / block_size + 1) };
+        lineage.extend(tokens);
+        lineage
+    }
+
+    /// Names the blocks that became full. `tokens` are all tokens of the sequence.
+    pub(super) fn extend(&mut self, tokens: &[u32]) {
+        let named = self.names.len() * self.block_size;
+        for block in tokens[named..].chunks_exact(self.block_size) {
+            let name = self.key.push(block);
+            self.names.push(name);
+        }
+    }
+}
+
+/// Which slots hold the sequence's KV: shared full blocks, then blocks that it fills alone.
+#[derive(Default)]
+pub(super) struct BlockTable {
+    pub(super) cached: Vec<CachedBlock>,
+    filling: VecDeque<PartialBlock>,
+}
+
+impl BlockTable {
+    fn adopt(&mut self, found: Vec<CachedBlock>) {
+        debug_assert!(self.filling.is_empty(), "blocks from a cache precede those that are filled");
+        self.cached.extend(found);
+    }
+
+    /// Blocks in all.
+    pub(super) fn len(&self) -> usize {
+        self.cached.len() + self.filling.len()
+    }
+
+    pub(super) fn is_filling(&self) -> bool {
+        !self.filling.is_empty()
+    }
+
+    pub(super) fn extend(&mut self, fresh: Vec<PartialBlock>) {
+        self.filling.extend(fresh);
+    }
+
+    /// The slots in order of position.
+    pub(super) fn slots(&self) -> Vec<BlockId> {
+        let filling = self.filling.iter().map(PartialBlock::slot);
+        self.cached.iter().map(CachedBlock::slot).chain(filling).collect()
+    }
+
+    /// Shares the blocks that `computed` tokens filled.
+    pub(super) fn share(&mut self, computed: usize, lineage: &Lineage, manager: &BlockManager) {
+        let held = self.cached.len();
+        let full = (held..computed / lineage.block_size).map(|at| {
+            let block = self.filling.pop_front().expect("computed tokens have blocks");
+            let parent = at.checked_sub(1).map(|before| lineage.names[before]);
+            block.complete(lineage.names[at], parent)
+        });
+        let full = full.collect();
+        self.cached.extend(manager.register_all(full));
+    }
+}
+
+/// The engine's end of a stream. Tokens that the client has not taken yet are merged into one item.
+pub(super) struct Outbox {
+    sender: mpsc::Sender<Result<Output, Error>>,
+    unsent: Tokens,
+    report_due: bool,
+}
+
+impl Outbox {
+    /// Items under way to a client. With merging behind it, a few suffice to keep the stream moving.
+    pub(super) const ITEMS: usize = 8;
+    /// Tokens merged for a client that does not read, before its sequence pauses: some seconds of reading ahead.
+    const MERGED: usize = 64;
+
+    pub(super) fn new(sender: mpsc::Sender<Result<Output, Error>>) -> Self {
+        Self { sender, unsent: Tokens::default(), report_due: true }
+    }
+
+    /// The client dropped the stream.
+    pub(super) fn is_closed(&self) -> bool {
+        self.sender.is_closed()
+    }
+
+    /// Resolves when the client drops the stream.
+    pub(super) fn closed(&self) -> impl Future<Output = ()> + use<> {
+        let sender = self.sender.clone();
+        async move { sender.closed().await }
+    }
+
+    pub(super) fn is_stalled(&self) -> bool {
+        self.unsent.ids.len() >= Self::MERGED
+    }
+
+    /// Adds a token, and the prompt's report before the first one.
+    pub(super) fn push(&mut self, token: u32, logprobs: Option<Logprobs>, report: &PromptReport) {
+        self.open(report);
+        self.unsent.ids.push(token);
+        self.unsent.logprobs.extend(logprobs);
+    }
+
+    fn open(&mut self, report: &PromptReport) {
+        if std::mem::take(&mut self.report_due) {
+            self.unsent.prompt = Some(report.clone());
+        }
+    }
+
+    /// Sends what is there, unless the client is behind: then it is merged with what follows.
+    pub(super) fn flush(&mut self) {
+        if self.unsent.ids.is_empty() {
+            return;
+        }
+        if let Ok(place) = self.sender.try_reserve() {
+            place.send(Ok(Output::Tokens(std::mem::take(&mut self.unsent))));
+        }
+    }
+
+    /// Sends what is there and ends the stream. The last item must arrive however slowly the client reads, so it waits for
+    /// its place in a task of its own.
+    pub(super) fn finish(mut self, finish: Finish, report: &PromptReport) {
+        self.open(report);
+        self.unsent.finish = Some(finish);
+        let last = std::mem::take(&mut self.unsent);
+        self.send(Ok(Output::Tokens(last)));
+    }
+
+    /// Ends the stream with an error.
+    pub(super) fn fail(self, error: Error) {
+        self.send(Err(error));
+    }
+
+    /// Sends the hand-over; the stream stays open.
+    pub(super) fn hand_over(&self, output: Output) {
+        self.send(Ok(output));
+    }
+
+    fn send(&self, item: Result<Output, Error>) {
+        if let Err(mpsc::error::TrySendError::Full(item)) = self.sender.try_send(item) {
+            let sender = self.sender.clone();
+            // Ends with the stream: a receiver that is dropped fails the send.
+            tokio::spawn(async move { sender.send(item).await });
+        }
+    }
+}

@@ -1,0 +1,272 @@
+//! The property that everything rests on: an answer, and the KV behind it, are the same bit for bit, wherever the prefix
+//! came from, however the prompt was cut, and whoever ran beside it.
+
+use super::{Builtin, LlamaEngine, Memory, ModelSource, Runtime, Settings};
+use crate::engine::contract::{self, collect, request};
+use crate::engine::{Engine, PromptReport, Work};
+use crate::metrics;
+use crate::peers::Peers;
+use crate::plane::WorkerId;
+use futures::StreamExt;
+use futures::future::join_all;
+use kvbm::{BlockManager, ChainKey, Domain, Epoch, EventLog, HostTier, Level, Tier};
+use std::sync::{Arc, OnceLock};
+
+/// Every request of the property runs on this: one copy of a small random model, as in a real process.
+fn runtime() -> Arc<Runtime> {
+    static RUNTIME: OnceLock<Arc<Runtime>> = OnceLock::new();
+    let open = || {
+        let data = std::env::temp_dir().join("blockyard-tests");
+        Runtime::open(&ModelSource::Builtin(Builtin::Tiny), &data, 2, &|_, _| {}).unwrap()
+    };
+    Arc::clone(RUNTIME.get_or_init(open))
+}
+
+/// An engine, its memory, and what rests below.
+struct Rig {
+    engine: Arc<LlamaEngine>,
+    manager: BlockManager,
+    memory: Memory,
+}
+
+struct Shape {
+    worker: u64,
+    chunk: usize,
+    g1: usize,
+    g2: usize,
+    lower: Vec<Arc<dyn Tier>>,
+    peers: Peers,
+}
+
+impl Default for Shape {
+    fn default() -> Self {
+        Self { worker: 1, chunk: 512, g1: 1200, g2: 0, lower: Vec::new(), peers: Peers::default() }
+    }
+}
+
+impl Rig {
+    fn new(shape: Shape) -> Self {
+        let runtime = runtime();
+        let registry = prometheus::Registry::new();
+        let kvbm_metrics = kvbm::Metrics::new(&registry).unwrap();
+        let log = Arc::new(EventLog::new(Epoch(1)));
+        let memory = runtime.memory(shape.g1).unwrap();
+        let device = memory.device();
+        let host = (shape.g2 > 0).then(|| {
+            let bytes = (shape.g2 * runtime.block_bytes()) as u64;
+            HostTier::new(bytes, runtime.block_bytes(), device.fingerprint(), Arc::clone(&log), &kvbm_metrics)
+        });
+        let manager = BlockManager::new(device, host, shape.lower, log, kvbm_metrics);
+        let worker = WorkerId(shape.worker);
+        shape.peers.insert(worker, manager.peer());
+        let settings = Settings { prefill_chunk: shape.chunk, ..Settings::default() };
+        let metrics = metrics::Metrics::new(&registry).unwrap().of("w");
+        let engine =
+            LlamaEngine::start(worker, runtime, memory.clone(), manager.clone(), shape.peers, metrics, settings);
+        Self { engine, manager, memory }
+    }
+
+    async fn run(&self, prompt: &[u32], tokens: u32) -> Answer {
+        self.run_as(Work::Generate, prompt, tokens).await
+    }
+
+    async fn run_as(&self, work: Work, prompt: &[u32], tokens: u32) -> Answer {
+        let mut request = request(&*self.engine, prompt, tokens);
+        request.work = work;
+        let all = collect(self.engine.generate(request).await.unwrap()).await.unwrap();
+        let report = all.prompt.unwrap();
+        let known = [prompt, &all.ids].concat();
+        // The last generated token was never fed back, so its KV does not exist.
+        let kv = self.kv(&known[..known.len() - 1]);
+        Answer { ids: all.ids, kv, report }
+    }
+
+    /// The bytes of all full blocks of `tokens`, which must be in G1.
+    fn kv(&self, tokens: &[u32]) -> Vec<u8> {
+        let card = Arc::clone(runtime().card());
+        let names = ChainKey::root(&Domain::shared(), &card.identity, None).names(tokens, card.block_size);
+        let blocks = self.manager.matched(&names);
+        assert_eq!(blocks.len(), names.len(), "what was just computed is cached");
+        let device = self.memory.device();
+        let mut bytes = vec![0; device.block_bytes() * blocks.len()];
+        for (block, into) in blocks.iter().zip(bytes.chunks_exact_mut(device.block_bytes())) {
+            device.read(block.slot(), into);
+        }
+        bytes
+    }
+
+    /// Lets offloads come to rest, and empties G1.
+    async fn settle(&self) {
+        self.manager.flush().await;
+        let everything = self.manager.allocate(self.manager.capacity());
+        assert!(everything.is_some(), "nothing holds a block any more");
+    }
+}
+
+#[derive(PartialEq, Debug)]
+struct Answer {
+    ids: Vec<u32>,
+    kv: Vec<u8>,
+    report: PromptReport,
+}
+
+impl Answer {
+    /// Holds an answer against the one that was computed alone, and its prefix against where it should have come from.
+    fn must_equal(&self, want: &Self, case: &str, from: Option<Level>) {
+        assert_eq!(self.ids, want.ids, "{case}: tokens");
+        assert!(self.kv == want.kv, "{case}: KV bytes differ");
+        if let Some(from) = from {
+            let expect = want.report.computed as usize;
+            let found: u32 = self.report.cached.iter().filter(|(level, _)| *level == from).map(|(_, n)| n).sum();
+            // All that can be reused: full blocks, without the prompt's last token.
+            let reusable = (expect - 1) / 16 * 16;
+            assert!(found > 0 && found as usize <= reusable, "{case}: {found} of {reusable} from {from}");
+            assert_eq!(self.report.cached_tokens(), found, "{case}: all from one tier: {:?}", self.report);
+        }
+    }
+}
+
+/// A small generator, so that a failing case is named by one number.
+struct Rng(u64);
+
+impl Rng {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    fn within(&mut self, range: std::ops::Range<u64>) -> u64 {
+        range.start + self.next() % (range.end - range.start)
+    }
+
+    fn some_tokens(&mut self, len: std::ops::Range<u64>) -> Vec<u32> {
+        let len = self.within(len);
+        self.tokens(len)
+    }
+
+    fn tokens(&mut self, len: u64) -> Vec<u32> {
+        let vocabulary = runtime().card().vocabulary as u64;
+        (0..len).map(|_| self.within(0..vocabulary) as u32).collect()
+    }
+}
+
+/// A conversation of two turns: the second prompt repeats the first, what was answered, and something new.
+struct Conversation {
+    first: Vec<u32>,
+    second: Vec<u32>,
+    answers: [Answer; 2],
+}
+
+const ANSWER: u32 = 37;
+
+impl Conversation {
+    /// Draws one, and computes both turns alone, without any cache, in chunks of 512.
+    async fn draw(rng: &mut Rng) -> Self {
+        let len = rng.within(20..1100);
+        let first = rng.tokens(len);
+        let one = Rig::new(Shape::default()).run(&first, ANSWER).await;
+        let more = rng.within(1..300);
+        let second = [&first[..], &one.ids, &rng.tokens(more)].concat();
+        let two = Rig::new(Shape::default()).run(&second, ANSWER).await;
+        assert_eq!(two.report.cached_tokens(), 0, "the reference was computed");
+        Self { first, second, answers: [one, two] }
+    }
+
+    /// The second turn on `rig`, held against the reference.
+    async fn second_on(&self, rig: &Rig, case: &str, from: Option<Level>) {
+        rig.run(&self.second, ANSWER).await.must_equal(&self.answers[1], case, from);
+    }
+}
+
+fn cases() -> impl Iterator<Item = (u64, Rng)> {
+    // BLOCKYARD_CASES=100 for a night; a failure names its seed.
+    let cases = std::env::var("BLOCKYARD_CASES").map_or(3, |n| n.parse().unwrap());
+    (0..cases).map(|seed| (seed, Rng(seed)))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn chunks_and_batch_mates_change_nothing() {
+    for (seed, mut rng) in cases() {
+        let talk = Conversation::draw(&mut rng).await;
+        for chunk in [64, 128, 256, 1024] {
+            let rig = Rig::new(Shape { chunk, ..Shape::default() });
+            let mates: Vec<_> = (0..rng.within(0..8)).map(|_| rng.some_tokens(1..400)).collect();
+            let case = format!("seed {seed}, chunk {chunk}, {} others", mates.len());
+            let beside = join_all(mates.iter().map(|mate| rig.run(mate, 9)));
+            let (answer, beside) = futures::join!(rig.run(&talk.second, ANSWER), beside);
+            answer.must_equal(&talk.answers[1], &case, None);
+            for (mate, answer) in mates.iter().zip(beside) {
+                let alone = Rig::new(Shape::default()).run(mate, 9).await;
+                answer.must_equal(&alone, &case, None);
+            }
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_prefix_from_g1_changes_nothing_decoded_blocks_included() {
+    for (seed, mut rng) in cases() {
+        let talk = Conversation::draw(&mut rng).await;
+        let rig = Rig::new(Shape::default());
+        rig.run(&talk.first, ANSWER).await;
+        talk.second_on(&rig, &format!("seed {seed}, g1"), Some(Level::G1)).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_peer_that_is_gone_is_recomputed() {
+    let mut rng = Rng(7);
+    let talk = Conversation::draw(&mut rng).await;
+    let peers = Peers::default();
+    let ticket = crate::peers::Ticket { peer: WorkerId(99), cached: vec![(Level::G1, 16)] };
+    let rig = Rig::new(Shape { peers, ..Shape::default() });
+    let answer = rig.run_as(Work::Resume(ticket.seal()), &talk.second, ANSWER).await;
+    answer.must_equal(&talk.answers[1], "peer gone", None);
+    assert_eq!((answer.report.handed_over, answer.report.cached_tokens()), (0, 0));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn preempted_sequences_answer_as_if_nothing_had_happened() {
+    let mut rng = Rng(11);
+    let prompts: Vec<_> = (0..6).map(|_| rng.tokens(300)).collect();
+    // 60 blocks hold three such prompts with their answers; the others wait, and the youngest is sent back to wait.
+    let rig = Rig::new(Shape { g1: 60, ..Shape::default() });
+    let answers = join_all(prompts.iter().map(|prompt| async {
+        let mut wanted = request(&*rig.engine, prompt, 90);
+        wanted.stop.ignore_eos = true;
+        collect(rig.engine.generate(wanted).await.unwrap()).await.unwrap().ids
+    }))
+    .await;
+    for (prompt, ids) in prompts.iter().zip(answers) {
+        let alone = Rig::new(Shape::default()).run(prompt, 90).await;
+        assert_eq!(ids, alone.ids);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn dropping_the_stream_frees_the_engine() {
+    let rig = Rig::new(Shape::default());
+    let mut stream = rig.engine.generate(request(&*rig.engine, &Rng(1).tokens(700), 4000)).await.unwrap();
+    assert!(stream.next().await.unwrap().is_ok());
+    drop(stream);
+    let mut load = rig.engine.load();
+    load.wait_for(|load| load.running == 0 && load.waiting_tokens == 0).await.unwrap();
+    assert_eq!(rig.manager.available(), rig.manager.capacity());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn identical_prompts_are_computed_once() {
+    let rig = Rig::new(Shape { chunk: 64, ..Shape::default() });
+    let prompt = Rng(5).tokens(640);
+    let reports = join_all((0..4).map(|_| rig.run(&prompt, 3))).await;
+    let computed: u32 = reports.iter().map(|answer| answer.report.computed).sum();
+    // Each computes its own last block; all else once.
+    assert!(computed <= 640 + 3 * 16, "{computed} tokens computed");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn keeps_the_contract() {
+    contract::holds(Rig::new(Shape::default()).engine).await;
+}

@@ -1,0 +1,182 @@
+//! How the engine is doing: counted as it happens, measured as it runs, read at any time.
+
+use kvbm::BlockManager;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use crate::plane::{Load, OnboardSpeed};
+
+/// Counters of one engine. Relaxed throughout: each is a figure of its own, and readers want a recent one.
+pub(super) struct Vitals {
+    waiting_tokens: AtomicU64,
+    accepted: AtomicU32,
+    running: AtomicU32,
+    active_blocks: AtomicU64,
+    speed: Mutex<Speed>,
+}
+
+impl Vitals {
+    pub(super) fn new() -> Arc<Self> {
+        Arc::new(Self {
+            waiting_tokens: AtomicU64::new(0),
+            accepted: AtomicU32::new(0),
+            running: AtomicU32::new(0),
+            active_blocks: AtomicU64::new(0),
+            speed: Mutex::default(),
+        })
+    }
+
+    /// Counts a request and its uncomputed tokens, until the guard is dropped.
+    pub(super) fn accept(self: &Arc<Self>, tokens: usize) -> Waiting {
+        self.waiting_tokens.fetch_add(tokens as u64, Relaxed);
+        self.accepted.fetch_add(1, Relaxed);
+        Waiting { vitals: Arc::clone(self), tokens: tokens as u64 }
+    }
+
+    pub(super) fn set_running(&self, sequences: usize, blocks: usize) {
+        self.running.store(sequences as u32, Relaxed);
+        self.active_blocks.store(blocks as u64, Relaxed);
+    }
+
+    /// Takes in what a step took, turns of other engines included: that is what a client waits for.
+    pub(super) fn stepped(&self, prompt_rows: usize, took: Duration) {
+        let mut speed = self.speed.lock().unwrap_or_else(PoisonError::into_inner);
+        speed.stepped(prompt_rows, took.as_secs_f64());
+    }
+
+    /// Measured seconds to prefill one token.
+    pub(super) fn seconds_per_prompt_token(&self) -> Option<f64> {
+        self.speed.lock().unwrap_or_else(PoisonError::into_inner).seconds_per_prompt_token()
+    }
+
+    /// Time until a request that is accepted now likely gets its turn.
+    pub(super) fn drain_time(&self) -> Duration {
+        let waiting = self.waiting_tokens.load(Relaxed) as f64;
+        let seconds = self.seconds_per_prompt_token().map_or(1.0, |each| each * waiting);
+        // Between a second, which no client should undercut, and a minute, beyond which nobody can promise.
+        Duration::from_secs_f64(seconds.clamp(1.0, 60.0))
+    }
+
+    /// Requests accepted and not in the batch.
+    pub(super) fn waiting(&self) -> usize {
+        self.accepted.load(Relaxed).saturating_sub(self.running.load(Relaxed)) as usize
+    }
+
+    pub(super) fn load(&self, manager: &BlockManager, block_bytes: usize) -> Load {
+        let speed = self.speed.lock().unwrap_or_else(PoisonError::into_inner);
+        Load {
+            number: 0,
+            waiting_tokens: self.waiting_tokens.load(Relaxed),
+            running: self.running.load(Relaxed),
+            waiting: self.waiting() as u32,
+            active_blocks: self.active_blocks.load(Relaxed),
+            total_blocks: manager.capacity() as u64,
+            prefill_tokens_per_second: speed.seconds_per_prompt_token().map(f64::recip),
+            decode_step_seconds: speed.decode_step,
+            block_bytes: block_bytes as u64,
+            onboard: manager
+                .speeds()
+                .into_iter()
+                .map(|s| OnboardSpeed {
+                    level: s.level,
+                    latency_seconds: s.latency.as_secs_f64(),
+                    bytes_per_second: s.bytes_per_second,
+                })
+                .collect(),
+        }
+    }
+}
+
+/// One request's share in the counters.
+pub(super) struct Waiting {
+    vitals: Arc<Vitals>,
+    tokens: u64,
+}
+
+impl Waiting {
+    /// So many tokens need no more computing.
+    pub(super) fn computed(&mut self, tokens: usize) {
+        let tokens = self.tokens.min(tokens as u64);
+        self.tokens -= tokens;
+        self.vitals.waiting_tokens.fetch_sub(tokens, Relaxed);
+    }
+
+    /// So many tokens need computing again.
+    pub(super) fn again(&mut self, tokens: usize) {
+        self.tokens += tokens as u64;
+        self.vitals.waiting_tokens.fetch_add(tokens as u64, Relaxed);
+    }
+}
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        self.vitals.waiting_tokens.fetch_sub(self.tokens, Relaxed);
+        self.vitals.accepted.fetch_sub(1, Relaxed);
+    }
+}
+
+/// Decaying averages of what steps take.
+#[derive(Default)]
+struct Speed {
+    prompt_tokens: f64,
+    prompt_seconds: f64,
+    decode_step: Option<f64>,
+}
+
+impl Speed {
+    /// Prompt tokens after which a measurement counts half: a few chunks, so that a change of load is seen within seconds.
+    const HALF_LIFE: f64 = 4096.0;
+    /// Fewer prompt rows than this say more about the fixed cost of a step than about prefill.
+    const ROWS_MIN: usize = 32;
+
+    fn stepped(&mut self, prompt_rows: usize, seconds: f64) {
+        if prompt_rows == 0 {
+            // An eighth: about the last ten steps count.
+            self.decode_step = Some(self.decode_step.map_or(seconds, |old| old + (seconds - old) / 8.0));
+        } else if prompt_rows >= Self::ROWS_MIN {
+            let keep = 0.5f64.powf(prompt_rows as f64 / Self::HALF_LIFE);
+            self.prompt_tokens = self.prompt_tokens * keep + prompt_rows as f64;
+            self.prompt_seconds = self.prompt_seconds * keep + seconds;
+        }
+    }
+
+    fn seconds_per_prompt_token(&self) -> Option<f64> {
+        (self.prompt_tokens > 0.0).then(|| self.prompt_seconds / self.prompt_tokens)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dropping_the_guard_takes_back_what_it_counted() {
+        let vitals = Vitals::new();
+        let mut waiting = vitals.accept(100);
+        waiting.computed(70);
+        waiting.again(20);
+        assert_eq!(vitals.waiting_tokens.load(Relaxed), 50);
+        waiting.computed(500);
+        assert_eq!(vitals.waiting_tokens.load(Relaxed), 0);
+        drop(waiting);
+        assert_eq!((vitals.waiting_tokens.load(Relaxed), vitals.accepted.load(Relaxed)), (0, 0));
+    }
+
+    #[test]
+    fn speed_follows_what_is_measured() {
+        let mut speed = Speed::default();
+        assert_eq!(speed.seconds_per_prompt_token(), None);
+        speed.stepped(8, 1.0);
+        assert_eq!(speed.seconds_per_prompt_token(), None, "eight rows say nothing about prefill");
+        for _ in 0..100 {
+            speed.stepped(512, 0.512);
+        }
+        let each = speed.seconds_per_prompt_token().unwrap();
+        assert!((each - 1e-3).abs() < 1e-9);
+        for _ in 0..100 {
+            speed.stepped(512, 1.024);
+        }
+        assert!((speed.seconds_per_prompt_token().unwrap() - 2e-3).abs() < 1e-6);
+    }
+}
