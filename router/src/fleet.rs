@@ -1,8 +1,13 @@
 //! Who is there, by model: a roster that readers take whole and the feed replaces.
 
+use crate::audit::Unannounced;
+use crate::health::{Health, Verdict};
+use crate::index::Slot;
+use crate::load::Books;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use worker::engine::{Engine, ModelCard};
 use worker::plane::{Instance, Phase, WorkerId};
@@ -13,15 +18,32 @@ pub(crate) struct Member {
     pub(crate) instance: Arc<Instance>,
     /// What it serves with.
     pub(crate) engine: Arc<dyn Engine>,
-    /// When it was last chosen, in choices; 0 is never.
-    pub(crate) chosen: AtomicU64,
+    /// Where it stands in the index.
+    pub(crate) slot: Slot,
+    /// How busy it is.
+    pub(crate) books: Arc<Books>,
     /// Cancelled when its lease has ended.
     pub(crate) gone: CancellationToken,
+    /// Answers from blocks that it never announced.
+    pub(crate) unannounced: Unannounced,
+    /// When it was last chosen, in choices; 0 is never.
+    chosen: AtomicU64,
+    health: Mutex<Health>,
 }
 
 impl Member {
-    pub(crate) fn new(instance: Arc<Instance>, engine: Arc<dyn Engine>) -> Self {
-        Self { instance, engine, chosen: AtomicU64::new(0), gone: CancellationToken::new() }
+    /// A member. `before`: the same life of it, seen earlier, whose requests are still out there.
+    pub(crate) fn new(instance: Arc<Instance>, engine: Arc<dyn Engine>, slot: Slot, before: Option<&Self>) -> Self {
+        Self {
+            instance,
+            engine,
+            slot,
+            books: before.map(|member| member.books.clone()).unwrap_or_default(),
+            gone: before.map(|member| member.gone.clone()).unwrap_or_default(),
+            unannounced: Unannounced::default(),
+            chosen: AtomicU64::new(before.map_or(0, Self::chosen)),
+            health: Mutex::default(),
+        }
     }
 
     pub(crate) fn id(&self) -> WorkerId {
@@ -31,6 +53,30 @@ impl Member {
     /// Whether it is there to decode. Prefill workers can, and do when nobody else is left.
     pub(crate) fn decodes(&self) -> bool {
         self.instance.phase != Phase::Prefill
+    }
+
+    /// When it was last chosen, in choices; 0 is never.
+    pub(crate) fn chosen(&self) -> u64 {
+        self.chosen.load(Ordering::Relaxed)
+    }
+
+    /// Notes how a request went wrong.
+    pub(crate) fn note(&self, verdict: Verdict) {
+        self.health().note(verdict, Instant::now());
+    }
+
+    /// Notes an output.
+    pub(crate) fn well(&self) {
+        self.health().well();
+    }
+
+    /// Whether it is better left alone while others are there.
+    pub(crate) fn avoided(&self, now: Instant) -> bool {
+        self.health().rests(now) || self.books.silent(now)
+    }
+
+    fn health(&self) -> MutexGuard<'_, Health> {
+        self.health.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -94,16 +140,22 @@ impl Fleet {
     }
 
     /// Notes that a member was chosen.
-    pub(crate) fn choose(&self, member: &Member) -> u64 {
+    pub(crate) fn choose(&self, member: &Member) {
         let now = self.choices.fetch_add(1, Ordering::Relaxed) + 1;
         member.chosen.store(now, Ordering::Relaxed);
-        now
+    }
+
+    /// Choices made so far.
+    pub(crate) fn choices(&self) -> u64 {
+        self.choices.load(Ordering::Relaxed)
     }
 
     fn change(&self, change: impl FnOnce(&mut BTreeMap<WorkerId, Arc<Member>>) -> Option<Arc<Member>>) {
         let mut roster = self.roster.write().unwrap_or_else(PoisonError::into_inner);
         let mut members = roster.members.clone();
-        if let Some(before) = change(&mut members) {
+        if let Some(before) = change(&mut members)
+            && members.get(&before.id()).is_none_or(|now| now.instance.epoch != before.instance.epoch)
+        {
             before.gone.cancel();
         }
         *roster = Arc::new(Roster::of(members));

@@ -1,22 +1,54 @@
 //! Many engines behaving as one.
 //!
 //! ```text
-//!            Request
-//!               │
-//!   feed ──▶ place: index (who holds the prefix) + load (who is busy) → cost → select ──▶ Booking
-//!  (events)     │
-//!               ▼
-//!         dispatch: [prefill leg ──Handoff──▶] decode leg ──▶ Output …
+//!            Request                                          who is there, what changed
+//!               │                                                        │
+//!               ▼                                                        ▼
+//!   dispatch ▶ place ◀── index: who holds the prefix ◀───────────────── feed
+//!      │        │ └───── books: who is busy, as reported and booked ◀────┘
+//!      │        └ cost (seconds, term by term) ▶ disaggregate ▶ select ▶ Booking
+//!      ▼
+//!   [prefill leg ── Handoff ──▶] decode leg ── Output … ──▶ the client; until the first of them, another try elsewhere
 //! ```
 //!
-//! The [`Router`] is an [`Engine`](worker::engine::Engine) over the engines that discovery shows it. It reads no block and
-//! knows no protocol: names of blocks come in as events, and requests go out as they came.
+//! The [`Router`] is an [`Engine`](worker::engine::Engine) over the engines that discovery shows it. `cost`, `disaggregate`
+//! and `select` are pure. It reads no block and knows no protocol: names of blocks come in as events, and requests go out
+//! as they came.
+//!
+//! ```
+//! # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), router::Error> {
+//! use router::{Router, Settings};
+//! use std::sync::Arc;
+//! use worker::engine::{Engine, Readiness};
+//! use worker::plane::local::{Bus, Roster};
+//!
+//! let (discovery, events) = (Arc::new(Roster::default()), Arc::new(Bus::default()));
+//! let router = Router::new(discovery, events, Settings::default(), &prometheus::Registry::new())?;
+//! assert!(matches!(router.readiness(), Readiness::NotReady(_)), "nobody has joined yet");
+//! # Ok(()) }
+//! ```
 
 #![forbid(unsafe_code)]
 
+mod audit;
+mod booking;
+mod cost;
+mod disaggregate;
+mod dispatch;
+mod explain;
+mod feed;
 mod fleet;
+mod health;
+mod index;
+mod load;
+mod metrics;
+mod place;
 mod router;
+mod select;
 mod settings;
+
+#[cfg(test)]
+mod tests;
 
 pub use router::{Error, Router};
 pub use settings::{Disaggregation, Policy, Settings};

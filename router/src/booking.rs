@@ -1,0 +1,39 @@
+//! A place taken on a worker, given back by dropping it.
+
+use crate::load::{Amount, Books};
+use std::sync::Arc;
+use tokio::time::Instant;
+
+/// Load that is booked on a worker from the decision on, so that the next decision sees it.
+#[must_use = "dropping a booking frees what it booked"]
+pub(crate) struct Booking {
+    books: Arc<Books>,
+    number: u64,
+}
+
+impl Booking {
+    pub(crate) fn new(books: &Arc<Books>, amount: Amount) -> Self {
+        Self { books: books.clone(), number: books.book(amount, Instant::now()) }
+    }
+
+    /// The request goes out now.
+    pub(crate) fn sent(&self) {
+        self.books.sent(self.number, Instant::now());
+    }
+
+    /// The prompt will be computed here after all.
+    pub(crate) fn amend(&self, prefill_tokens: u64) {
+        self.books.amend(self.number, prefill_tokens);
+    }
+
+    /// The first token is there.
+    pub(crate) fn started(&self) {
+        self.books.started(self.number);
+    }
+}
+
+impl Drop for Booking {
+    fn drop(&mut self) {
+        self.books.release(self.number, Instant::now());
+    }
+}

@@ -1,0 +1,195 @@
+//! What placing a request costs: the estimated time to its first token, term by term, and the time that it takes from others.
+//!
+//! Pure: measurements and a prompt in, seconds out. A constant stands in only for what nobody in the fleet has measured.
+
+use crate::index::Held;
+use crate::load::{Speeds, Standing};
+use kvbm::Level;
+
+/// A prompt, as far as its cost goes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Prompt {
+    /// Tokens.
+    pub(crate) tokens: u64,
+    /// Tokens per block.
+    pub(crate) block_size: u64,
+    /// Blocks that prompt and expected output will take.
+    pub(crate) blocks: u64,
+}
+
+/// Seconds, by what takes them.
+#[derive(Clone, Copy, PartialEq, Debug, Default)]
+pub(crate) struct Cost {
+    /// Prompts that are computed before this one.
+    pub(crate) queue: f64,
+    /// Waiting until blocks are free.
+    pub(crate) room: f64,
+    /// Computing what is not cached.
+    pub(crate) prefill: f64,
+    /// Bringing cached blocks up from slower tiers.
+    pub(crate) onboard: f64,
+    /// Bringing blocks over from the worker that prefills.
+    pub(crate) handover: f64,
+    /// Sharing steps with the sequences that decode there.
+    pub(crate) decode: f64,
+    /// What others wait while this prompt is computed on a worker that decodes.
+    pub(crate) stall: f64,
+}
+
+/// Stand-ins for what nobody has measured. They lie in the middle between a small model on two cores and a large one on an
+/// accelerator, where a factor of ten either way still ranks a cached prefix before an uncached one.
+mod stand_in {
+    /// Tokens per second.
+    pub(super) const PREFILL: f64 = 5_000.0;
+    /// Seconds that a sequence adds to a step.
+    pub(super) const STEP: f64 = 0.001;
+    /// 16 tokens of a model of some billion parameters.
+    pub(super) const BLOCK_BYTES: f64 = 1_048_576.0;
+    /// Seconds until the first block and bytes per second after it: G1, G2, G3, G4, a peer. Half of what memory, a single
+    /// SSD, an object store and a 25 Gbit network usually give.
+    pub(super) const ONBOARD: [(f64, f64); 5] =
+        [(0.0, f64::INFINITY), (0.000_1, 5e9), (0.001, 1e9), (0.03, 0.5e9), (0.001, 1.5e9)];
+    /// Two hops and a turn in another batch.
+    pub(super) const RESUME: f64 = 0.01;
+    /// A few hundred tokens of output.
+    pub(super) const RESIDENCE: f64 = 10.0;
+}
+
+/// Steps during which a request's neighbours are held against a worker. Fewer, and a batch of dozens looks as good as an
+/// idle worker; many more, and a short answer gives up a long cached prefix for a slightly smaller batch.
+const STEPS: f64 = 4.0;
+/// Nobody waits longer for room: by then the engine has preempted someone or refused.
+const ROOM_SECONDS_MAX: f64 = 60.0;
+
+impl Prompt {
+    /// Tokens that are not in `held`. At least one: the last token is always computed, for its logits.
+    pub(crate) fn uncached(&self, held: Held) -> u64 {
+        self.tokens.saturating_sub(u64::from(held.run()) * self.block_size).max(1)
+    }
+}
+
+impl Cost {
+    /// The whole request on one worker. `weight`: how much the time of others counts.
+    pub(crate) fn together(prompt: Prompt, held: Held, standing: &Standing, weight: f64) -> Self {
+        let speeds = &standing.speeds;
+        let speed = prefill_speed(speeds);
+        let onboard = held.by_level().map(|(level, blocks)| {
+            let recompute = u64::from(blocks) * prompt.block_size;
+            // Whatever the tier promises: onboarding stops where recomputing would be quicker.
+            transfer(speeds, level, u64::from(blocks)).min(recompute as f64 / speed)
+        });
+        Self {
+            queue: standing.waiting_tokens as f64 / speed,
+            room: room(prompt, held, standing),
+            prefill: prompt.uncached(held) as f64 / speed,
+            onboard: onboard.sum(),
+            decode: weight * STEPS * speeds.step.unwrap_or(stand_in::STEP) * standing.sequences as f64,
+            ..Self::default()
+        }
+    }
+
+    /// Prefill as `prefill` costs on its worker, then decode where `held` is there already.
+    pub(crate) fn apart(prefill: &Self, prompt: Prompt, held: Held, standing: &Standing, weight: f64) -> Self {
+        let speeds = &standing.speeds;
+        let blocks = (prompt.tokens / prompt.block_size).saturating_sub(u64::from(held.run()));
+        let decode = Self::together(prompt, held, standing, weight);
+        Self {
+            handover: transfer(speeds, Level::Peer, blocks) + speeds.resume.unwrap_or(stand_in::RESUME),
+            room: prefill.room.max(decode.room),
+            decode: decode.decode,
+            stall: 0.0,
+            ..*prefill
+        }
+    }
+
+    /// All of it.
+    pub(crate) fn total(&self) -> f64 {
+        self.first_token() + self.decode + self.stall
+    }
+
+    /// The request's own time to its first token.
+    pub(crate) fn first_token(&self) -> f64 {
+        self.busy() + self.prefill + self.onboard + self.handover
+    }
+
+    /// What does not depend on what is cached.
+    pub(crate) fn load(&self) -> f64 {
+        self.busy() + self.decode
+    }
+
+    fn busy(&self) -> f64 {
+        self.queue + self.room
+    }
+}
+
+/// The transfer of a hand-over alone.
+pub(crate) fn transfer(speeds: &Speeds, level: Level, blocks: u64) -> f64 {
+    if blocks == 0 {
+        return 0.0;
+    }
+    let (latency, bytes_per_second) = speeds.onboard[level as usize]
+        .map_or(stand_in::ONBOARD[level as usize], |speed| (speed.latency_seconds, speed.bytes_per_second));
+    latency + blocks as f64 * speeds.block_bytes.unwrap_or(stand_in::BLOCK_BYTES) / bytes_per_second
+}
+
+fn prefill_speed(speeds: &Speeds) -> f64 {
+    speeds.prefill.unwrap_or(stand_in::PREFILL)
+}
+
+/// Requests leave, and their blocks with them, at the rate of blocks in use over the time that a request stays.
+fn room(prompt: Prompt, held: Held, standing: &Standing) -> f64 {
+    if standing.total_blocks == 0 {
+        return 0.0;
+    }
+    let resident = held.by_level().find(|(level, _)| *level == Level::G1).map_or(0, |(_, blocks)| u64::from(blocks));
+    let need = prompt.blocks.saturating_sub(resident);
+    let free = standing.total_blocks.saturating_sub(standing.active_blocks);
+    let short = need.saturating_sub(free) as f64;
+    let stay = standing.speeds.residence.unwrap_or(stand_in::RESIDENCE);
+    (stay * short / standing.active_blocks.max(1) as f64).min(ROOM_SECONDS_MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use worker::plane::OnboardSpeed;
+
+    const PROMPT: Prompt = Prompt { tokens: 1000, block_size: 10, blocks: 110 };
+
+    fn standing(waiting_tokens: u64) -> Standing {
+        let speeds = Speeds { prefill: Some(1000.0), block_bytes: Some(1000.0), ..Speeds::default() };
+        Standing { waiting_tokens, speeds, ..Standing::default() }
+    }
+
+    #[test]
+    fn terms_are_seconds() {
+        let cost = Cost::together(PROMPT, Held::of([40, 0, 0, 0]), &standing(500), 1.0);
+        assert_eq!((cost.queue, cost.prefill, cost.onboard), (0.5, 0.6, 0.0));
+        assert!((cost.total() - 1.1).abs() < 1e-9);
+    }
+
+    #[test]
+    fn a_slow_tier_never_costs_more_than_a_miss() {
+        let mut slow = standing(0);
+        let level = Level::G3;
+        slow.speeds.onboard[level as usize] = Some(OnboardSpeed { level, latency_seconds: 5.0, bytes_per_second: 1.0 });
+        let miss = Cost::together(PROMPT, Held::default(), &slow, 1.0);
+        let hit = Cost::together(PROMPT, Held::of([0, 0, 50, 0]), &slow, 1.0);
+        assert!(hit.total() <= miss.total() + 1e-9, "{hit:?} {miss:?}");
+        let quick = Cost::together(PROMPT, Held::of([0, 50, 0, 0]), &slow, 1.0);
+        assert!(quick.total() < hit.total());
+    }
+
+    #[test]
+    fn a_full_prompt_still_computes_one_token() {
+        assert_eq!(PROMPT.uncached(Held::of([100, 0, 0, 0])), 1);
+    }
+
+    #[test]
+    fn a_worker_without_room_costs_the_wait_for_it() {
+        let full = Standing { active_blocks: 100, total_blocks: 150, ..standing(0) };
+        let short = Cost::together(PROMPT, Held::default(), &full, 1.0).room;
+        assert!((short - stand_in::RESIDENCE * 60.0 / 100.0).abs() < 1e-9, "{short}");
+        assert_eq!(Cost::together(PROMPT, Held::of([60, 0, 0, 0]), &full, 1.0).room, 0.0, "cached blocks need no room");
+    }
+}

@@ -1,0 +1,177 @@
+//! Serving a request: place, send, and until its first output is there, try again elsewhere.
+//!
+//! ```text
+//!   place ─▶ prefill leg ── Handoff ──▶ decode leg ── first output ──▶ the client's stream
+//!     ▲          └── failed: the decode worker does it all │
+//!     └──────────────── refused, died, left ───────────────┘
+//! ```
+//! Everything that a request holds (bookings, legs) lives in the future or the stream that the client holds, so dropping
+//! either at any point cancels both legs and frees what was booked.
+
+use crate::audit;
+use crate::booking::Booking;
+use crate::fleet::Member;
+use crate::health::Verdict;
+use crate::place::{Detour, Placement, place};
+use crate::router::Core;
+use futures::{StreamExt, future, stream};
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::time::Instant;
+use worker::engine::{Error, Handoff, Output, OutputStream, Request, Tokens, Work};
+
+/// Workers tried for one request before its client hears of it: two may die at once, a third time is the request's fault.
+const TRIES: usize = 3;
+/// A worker that leaves may be finishing what it has: this long for the first output of a request that it was sent.
+const FAREWELL: Duration = Duration::from_secs(2);
+
+/// A request that has its first output.
+struct Started {
+    first: Output,
+    rest: OutputStream,
+}
+
+/// Serves a request.
+pub(crate) async fn serve(core: &Arc<Core>, request: Request) -> Result<OutputStream, Error> {
+    let mut tried = Vec::new();
+    let mut last = None;
+    while tried.len() < TRIES {
+        let placement = match place(core, &request, &tried) {
+            Ok(placement) => placement,
+            // What the last worker said is more to the point than that there is no other.
+            Err(error) => return Err(last.unwrap_or(error)),
+        };
+        tried.push(placement.decode.id());
+        match attempt(core, &request, &placement).await {
+            Ok(started) => return Ok(stream(core, placement, started)),
+            Err(error) => {
+                let verdict = Verdict::of(&error);
+                placement.decode.note(verdict);
+                if verdict == Verdict::Neutral {
+                    return Err(error);
+                }
+                let reason = if matches!(verdict, Verdict::Busy(_)) { "busy" } else { "fault" };
+                core.metrics.retries.with_label_values(&[reason]).inc();
+                tracing::info!(request = %request.id, worker = %placement.decode.id(), %error, "trying another worker");
+                last = Some(more_telling(last, error));
+            }
+        }
+    }
+    Err(last.unwrap_or_else(|| Error::Unavailable("no worker served the request".to_owned())))
+}
+
+/// Back-pressure tells a client what to do; it outlives a fault that came after it.
+fn more_telling(last: Option<Error>, error: Error) -> Error {
+    match (last, error) {
+        (Some(Error::Overloaded { retry_after: a }), Error::Overloaded { retry_after: b }) => {
+            Error::Overloaded { retry_after: a.min(b) }
+        }
+        (Some(busy @ Error::Overloaded { .. }), _) => busy,
+        (_, error) => error,
+    }
+}
+
+/// Gets the first output, over one leg or two.
+async fn attempt(core: &Core, request: &Request, placement: &Placement) -> Result<Started, Error> {
+    let Placement { decode, booking, prefill, uncached, .. } = placement;
+    let mut request = request.clone();
+    let Some(detour) = prefill else {
+        return start(decode, booking, request).await;
+    };
+    let outcome = core.metrics.disaggregated.clone();
+    match prefill_leg(detour, &request).await {
+        Ok((handoff, blocks)) => {
+            request.work = Work::Resume(handoff);
+            let since = Instant::now();
+            let started = start(decode, booking, request).await?;
+            // The decode worker has what it needs: the prefill worker may let its blocks go.
+            drop(blocks);
+            decode.books.resumed((since.elapsed().as_secs_f64() - detour.transfer).max(0.0));
+            outcome.with_label_values(&["handed_over"]).inc();
+            Ok(started)
+        }
+        Err(error) => {
+            tracing::info!(request = %request.id, worker = %detour.member.id(), %error, "prefill failed");
+            detour.member.note(Verdict::of(&error));
+            outcome.with_label_values(&["fell_back"]).inc();
+            booking.amend(*uncached);
+            start(decode, booking, request).await
+        }
+    }
+}
+
+/// Has the prompt's blocks computed. They stay for as long as the stream is kept.
+async fn prefill_leg(detour: &Detour, request: &Request) -> Result<(Handoff, OutputStream), Error> {
+    let request = Request { work: Work::Prefill, explain: false, ..request.clone() };
+    let started = tokio::time::timeout(detour.patience, start(&detour.member, &detour.booking, request)).await;
+    let Started { first, rest } =
+        started.map_err(|_| Error::Failed(format!("no hand-over within {:?}", detour.patience)))??;
+    // It is computed; what remains on the worker is blocks, not work.
+    detour.booking.started();
+    match first {
+        Output::Handoff(handoff) => {
+            detour.member.well();
+            Ok((handoff, rest))
+        }
+        Output::Tokens(_) | Output::Frame(..) => Err(Error::Failed("a prefill answered with output".to_owned())),
+    }
+}
+
+/// Sends a request to a worker and waits for the first output, or for the worker to be gone.
+async fn start(member: &Member, booking: &Booking, request: Request) -> Result<Started, Error> {
+    let output = async {
+        booking.sent();
+        let mut rest = member.engine.generate(request).await?;
+        match rest.next().await {
+            Some(first) => Ok(Started { first: first?, rest }),
+            None => Err(Error::Failed("the stream ended before the first output".to_owned())),
+        }
+    };
+    let gone = async {
+        member.gone.cancelled().await;
+        tokio::time::sleep(FAREWELL).await;
+    };
+    tokio::select! {
+        biased;
+        started = output => started,
+        () = gone => Err(Error::Unavailable(format!("worker {} left", member.id()))),
+    }
+}
+
+/// The client's stream: the first output with the explanation, then the rest; the booking inside it.
+fn stream(core: &Core, placement: Placement, Started { mut first, rest }: Started) -> OutputStream {
+    let Placement { decode, booking, explanation, predicted, prefill, .. } = placement;
+    drop(prefill);
+    booking.started();
+    decode.well();
+    if let Output::Tokens(Tokens { prompt: Some(report), .. }) = &first {
+        audit::compare(&core.metrics, &decode, predicted, u64::from(report.cached_tokens()));
+    }
+    let mut before = None;
+    match &mut first {
+        Output::Tokens(tokens) => tokens.explain = explanation,
+        // An engine's own bytes have no place for it: it goes ahead, with no tokens.
+        Output::Frame(..) | Output::Handoff(_) => {
+            before = explanation.map(|explain| Tokens { explain: Some(explain), ..Tokens::default() });
+        }
+    }
+    let ends = |item: &Result<Output, Error>| match item {
+        Ok(Output::Tokens(tokens)) => tokens.finish.is_some(),
+        Ok(Output::Frame(..) | Output::Handoff(_)) => false,
+        Err(_) => true,
+    };
+    let mut booking = Some(booking);
+    let items = stream::iter(before.map(|tokens| Ok(Output::Tokens(tokens))));
+    let items = items.chain(stream::once(future::ready(Ok(first)))).chain(rest);
+    items
+        .inspect(move |item| {
+            if let Err(error) = item {
+                decode.note(Verdict::of(error));
+            }
+            // Freed at the end, though a client may hold the stream longer.
+            if ends(item) {
+                drop(booking.take());
+            }
+        })
+        .boxed()
+}

@@ -1,0 +1,118 @@
+//! A decision as one line of JSON, short enough for a header: who was considered, what each would have cost, and why.
+
+use crate::cost::Cost;
+use crate::disaggregate::Split;
+use crate::place::{Decision, Row};
+use crate::settings::Policy;
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use worker::plane::WorkerId;
+
+/// Workers shown: at about 250 bytes each the line stays below what servers take as a header.
+const SHOWN: usize = 8;
+
+/// Spells out a decision. Times are seconds, terms of less than a microsecond are left out.
+pub(crate) fn line(policy: Policy, decision: &Decision<'_>, tried: &[WorkerId]) -> Arc<str> {
+    let Decision { rows, chosen, why, prefill } = decision;
+    let row = &rows[*chosen];
+    let mut order: Vec<usize> = (0..rows.len()).collect();
+    // The chosen one first, then by cost; those at the end may fall off.
+    order.sort_by(|a, b| {
+        let key = |at: usize| (at != *chosen, rows[at].cost().total());
+        let ((a_not, a_cost), (b_not, b_cost)) = (key(*a), key(*b));
+        a_not.cmp(&b_not).then(a_cost.total_cmp(&b_cost))
+    });
+    order.truncate(SHOWN);
+    let explanation = Explanation {
+        policy: policy.name(),
+        chosen: row.member.id().to_string(),
+        why: why.name(),
+        prompt_tokens: row.prompt.tokens,
+        cached_tokens: u64::from(row.held.run()) * row.prompt.block_size,
+        tried: tried.iter().map(ToString::to_string).collect(),
+        disaggregation: prefill.as_ref().zip(row.apart).map(|(prefill, apart)| Disaggregation {
+            prefill: (row.split == Split::Apart).then(|| prefill.member.id().to_string()),
+            together_s: round(row.together.total()),
+            apart_s: round(apart.total()),
+        }),
+        prefill_worker: prefill.as_ref().map(|row| considered(row, &row.together)),
+        candidates: order.iter().map(|at| considered(&rows[*at], &rows[*at].cost())).collect(),
+        not_shown: rows.len().saturating_sub(SHOWN),
+    };
+    // Strings and numbers in plain structs: there is nothing in them that JSON could not say.
+    serde_json::to_string(&explanation).unwrap_or_default().into()
+}
+
+#[derive(Serialize)]
+struct Explanation {
+    policy: &'static str,
+    /// The worker that decodes.
+    chosen: String,
+    why: &'static str,
+    prompt_tokens: u64,
+    /// Expected to be cached where the request decodes.
+    cached_tokens: u64,
+    /// Workers that did not serve it before.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    tried: Vec<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    disaggregation: Option<Disaggregation>,
+    /// The best prefill worker, used or not.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prefill_worker: Option<Considered>,
+    candidates: Vec<Considered>,
+    #[serde(skip_serializing_if = "is_zero")]
+    not_shown: usize,
+}
+
+#[derive(Serialize)]
+struct Disaggregation {
+    /// The worker that prefills; `null`: the one that decodes.
+    prefill: Option<String>,
+    together_s: f64,
+    apart_s: f64,
+}
+
+#[derive(Serialize)]
+struct Considered {
+    worker: String,
+    phase: String,
+    cost_s: f64,
+    /// The cost, term by term.
+    terms_s: BTreeMap<&'static str, f64>,
+    /// Leading blocks within reach, by tier.
+    cached_blocks: BTreeMap<&'static str, u32>,
+    uncached_tokens: u64,
+}
+
+fn considered(row: &Row<'_>, cost: &Cost) -> Considered {
+    let Cost { queue, room, prefill, onboard, handover, decode, stall } = *cost;
+    let terms = [
+        ("queue", queue),
+        ("room", room),
+        ("prefill", prefill),
+        ("onboard", onboard),
+        ("handover", handover),
+        ("decode", decode),
+        ("stall", stall),
+    ];
+    Considered {
+        worker: row.member.id().to_string(),
+        phase: row.member.instance.phase.to_string(),
+        cost_s: round(cost.total()),
+        terms_s: terms.into_iter().map(|(name, term)| (name, round(term))).filter(|(_, term)| *term > 0.0).collect(),
+        cached_blocks: row.held.by_level().map(|(level, blocks)| (level.name(), blocks)).collect(),
+        uncached_tokens: row.prompt.uncached(row.held),
+    }
+}
+
+/// To microseconds.
+fn round(seconds: f64) -> f64 {
+    (seconds * 1e6).round() / 1e6
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde asks with a reference")]
+fn is_zero(count: &usize) -> bool {
+    *count == 0
+}

@@ -1,0 +1,220 @@
+//! Keeps the router's picture of the fleet: one task that follows who is there and what changed.
+//!
+//! What to do about an event is the [`View`]'s decision; here it is done. A source that is behind is repaired by a snapshot,
+//! asked for beside everything else, while what is known of it goes on serving.
+
+mod view;
+
+use crate::fleet::Member;
+use crate::router::Core;
+use futures::StreamExt;
+use futures::future::BoxFuture;
+use futures::stream::{BoxStream, FuturesUnordered};
+use kvbm::{BlockEvent, Epoch, Snapshot};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::Semaphore;
+use tokio::time::{Instant, MissedTickBehavior};
+use view::{Caught, Outcome, View};
+use worker::engine::Engine;
+use worker::plane::{Discovery, Event, EventBody, Events, Instance, Load, Membership, PlaneError, Source, WorkerId};
+
+/// The task.
+pub(crate) struct Feed {
+    core: Arc<Core>,
+    events: Arc<dyn Events>,
+    views: BTreeMap<Source, View>,
+    repairs: FuturesUnordered<BoxFuture<'static, Repaired>>,
+    /// Keeps a fleet that starts at once from asking for all its snapshots at once.
+    turns: Arc<Semaphore>,
+}
+
+struct Repaired {
+    source: Source,
+    attempt: u32,
+    answer: Result<Snapshot, PlaneError>,
+}
+
+/// Snapshots under way at a time.
+const REPAIRS: usize = 16;
+/// A snapshot of a large worker is some tens of megabytes; ten seconds are a slow network.
+const SNAPSHOT_PATIENCE: Duration = Duration::from_secs(10);
+/// Between attempts, doubling up to a maximum: a source that is not there yet is there soon, or not for long.
+const RETRY: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(5));
+/// How often gauges that nobody else sets are set.
+const GAUGES_EVERY: Duration = Duration::from_secs(5);
+
+impl Feed {
+    pub(crate) fn new(core: Arc<Core>, events: Arc<dyn Events>) -> Self {
+        Self {
+            core,
+            events,
+            views: BTreeMap::new(),
+            repairs: FuturesUnordered::new(),
+            turns: Arc::new(Semaphore::new(REPAIRS)),
+        }
+    }
+
+    /// Follows both planes until one of them ends, which neither should.
+    pub(crate) async fn run(mut self, discovery: Arc<dyn Discovery>) {
+        // Events first, so that what happens after a worker is seen is not missed.
+        let mut events: BoxStream<'static, Event> = self.events.subscribe();
+        let mut changes = discovery.watch();
+        let mut gauges = tokio::time::interval(GAUGES_EVERY);
+        gauges.set_missed_tick_behavior(MissedTickBehavior::Skip);
+        loop {
+            tokio::select! {
+                biased;
+                change = changes.next() => match change {
+                    Some(Membership::Joined(instance, engine)) => self.joined(instance, engine),
+                    Some(Membership::Left(id, epoch)) => self.left(id, epoch),
+                    None => return,
+                },
+                Some(repaired) = self.repairs.next() => self.repaired(repaired),
+                event = events.next() => match event {
+                    Some(event) => self.event(event),
+                    None => return,
+                },
+                _ = gauges.tick() => self.gauges(),
+            }
+        }
+    }
+
+    fn joined(&mut self, instance: Arc<Instance>, engine: Arc<dyn Engine>) {
+        let source = Source::Worker(instance.id);
+        tracing::info!(worker = %instance.id, phase = %instance.phase, model = %instance.model.id, "worker joined");
+        let slot = self.core.index.join(instance.id, &instance.stores);
+        let known = self.views.get(&source).and_then(View::life) == Some(instance.epoch);
+        if !known {
+            self.core.index.clear(source);
+            self.views.insert(source, View::of_life(Some(instance.epoch)));
+            self.repair(source, 0);
+        }
+        for store in instance.stores.iter().map(|store| Source::Store(*store)) {
+            if !self.views.contains_key(&store) {
+                self.views.insert(store, View::of_life(None));
+                self.repair(store, 0);
+            }
+        }
+        // The same life seen again keeps its books: its requests are still out there.
+        let before = self.core.fleet.roster().get(instance.id).cloned().filter(|_| known);
+        self.core.fleet.join(Arc::new(Member::new(instance, engine, slot, before.as_deref())));
+        self.gauges();
+    }
+
+    fn left(&mut self, id: WorkerId, epoch: Epoch) {
+        // A worker that came back at once must not fall with its former life.
+        if self.core.fleet.roster().get(id).is_none_or(|member| member.instance.epoch != epoch) {
+            return;
+        }
+        tracing::info!(worker = %id, "worker left");
+        self.core.fleet.leave(id);
+        self.views.remove(&Source::Worker(id));
+        for store in self.core.index.leave(id) {
+            // Nobody can onboard from it now; whoever comes next brings a snapshot of it.
+            self.core.index.forget(Source::Store(store));
+            self.views.remove(&Source::Store(store));
+        }
+        self.core.metrics.forget(id, self.core.settings.policy.name());
+        self.gauges();
+    }
+
+    fn event(&mut self, Event { source, epoch, body }: Event) {
+        match body {
+            EventBody::Block { number, event } => self.block(source, epoch, number, event),
+            EventBody::Load(load) => self.load(source, epoch, load),
+        }
+    }
+
+    fn block(&mut self, source: Source, epoch: Epoch, number: u64, event: BlockEvent) {
+        // Of someone who has not joined yet: the snapshot taken when it joins will know.
+        let Some(view) = self.views.get_mut(&source) else { return };
+        let outcome = view.event(epoch, number, event);
+        self.core.metrics.events.with_label_values(&[outcome.name()]).inc();
+        match outcome {
+            Outcome::Apply(event) => self.core.index.apply(source, &event),
+            Outcome::Gap => {
+                tracing::debug!(%source, number, "events were lost");
+                self.repair(source, 0);
+            }
+            Outcome::NewLife => {
+                self.core.index.clear(source);
+                self.repair(source, 0);
+            }
+            Outcome::Held | Outcome::Duplicate | Outcome::Stale => {}
+        }
+    }
+
+    fn load(&mut self, source: Source, epoch: Epoch, load: Load) {
+        let Source::Worker(id) = source else { return };
+        let roster = self.core.fleet.roster();
+        let Some(member) = roster.get(id).filter(|member| member.instance.epoch == epoch) else { return };
+        let now = Instant::now();
+        if self.views.get_mut(&source).is_some_and(|view| view.behind(epoch, load.number, now)) {
+            tracing::debug!(%source, number = load.number, "the last events were lost");
+            self.core.metrics.events.with_label_values(&[Outcome::Gap.name()]).inc();
+            self.repair(source, 0);
+        }
+        member.books.report(load, now);
+    }
+
+    /// Asks for a snapshot. There is never more than one on its way per source: a view asks only when it is not waiting.
+    fn repair(&self, source: Source, attempt: u32) {
+        let (events, turns) = (self.events.clone(), self.turns.clone());
+        let pause = if attempt == 0 { Duration::ZERO } else { (RETRY.0 * (1 << attempt.min(10))).min(RETRY.1) };
+        self.repairs.push(Box::pin(async move {
+            tokio::time::sleep(pause).await;
+            // The semaphore is never closed.
+            let _turn = turns.acquire_owned().await;
+            let answer = match tokio::time::timeout(SNAPSHOT_PATIENCE, events.snapshot(source)).await {
+                Ok(answer) => answer,
+                Err(_) => Err(PlaneError::Unavailable(format!("no snapshot of {source} in time"))),
+            };
+            Repaired { source, attempt, answer }
+        }));
+    }
+
+    fn repaired(&mut self, Repaired { source, attempt, answer }: Repaired) {
+        // It left meanwhile.
+        let Some(view) = self.views.get_mut(&source) else { return };
+        let (outcome, caught) = match answer {
+            Ok(snapshot) => match view.snapshot(snapshot.epoch, snapshot.number) {
+                Caught::Outdated => ("outdated", Caught::Outdated),
+                caught => {
+                    self.core.index.replace(source, &snapshot.blocks);
+                    ("taken", caught)
+                }
+            },
+            // Nobody answers for it. What came in may begin where the view ends, and then no snapshot is needed.
+            Err(PlaneError::Absent(_)) => ("failed", view.without_snapshot()),
+            Err(error) => {
+                tracing::warn!(%source, %error, "snapshot failed; going on with what is known");
+                ("failed", Caught::Outdated)
+            }
+        };
+        self.core.metrics.snapshots.with_label_values(&[outcome]).inc();
+        match caught {
+            Caught::Up(events) => events.iter().for_each(|event| self.core.index.apply(source, event)),
+            Caught::Gap(events) => {
+                events.iter().for_each(|event| self.core.index.apply(source, event));
+                self.repair(source, 0);
+            }
+            Caught::Outdated => self.repair(source, attempt + 1),
+        }
+        self.core.metrics.index_memberships.set(self.core.index.memberships() as i64);
+    }
+
+    fn gauges(&self) {
+        let Core { index, fleet, metrics, .. } = &*self.core;
+        metrics.index_memberships.set(index.memberships() as i64);
+        metrics.index_bytes.set(index.bytes() as i64);
+        let (roster, now) = (fleet.roster(), Instant::now());
+        metrics.workers.reset();
+        for member in roster.members() {
+            metrics.workers.with_label_values(&[&member.instance.phase.to_string()]).inc();
+            let queued = member.books.standing(now).waiting_tokens;
+            metrics.queued_tokens.with_label_values(&[&member.id().to_string()]).set(queued as i64);
+        }
+    }
+}

@@ -1,0 +1,320 @@
+//! How busy a worker is: what it last reported, and what was booked on it since.
+//!
+//! A report is a picture of some time ago, so a booking counts on top of it until a report can have seen it; from then on
+//! it is in the reported figure and counts no more. While reports are missing, bookings alone are what is known.
+
+use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+use tokio::time::Instant;
+use worker::plane::{Load, OnboardSpeed};
+
+/// What a request brings to a worker.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub(crate) struct Amount {
+    /// Prompt tokens to compute there.
+    pub(crate) prefill_tokens: u64,
+    /// Blocks that prompt and output will take.
+    pub(crate) blocks: u64,
+    /// Sequences: 1 for a request that decodes there.
+    pub(crate) sequences: u64,
+}
+
+/// What a worker's own measurements say. `None`: not measured yet.
+#[derive(Clone, Copy, PartialEq, Debug, Default)]
+pub(crate) struct Speeds {
+    /// Prompt tokens per second.
+    pub(crate) prefill: Option<f64>,
+    /// Seconds that one more sequence adds to a decode step.
+    pub(crate) step: Option<f64>,
+    /// Bytes of one block.
+    pub(crate) block_bytes: Option<f64>,
+    /// Onboarding, by [`kvbm::Level::ALL`].
+    pub(crate) onboard: [Option<OnboardSpeed>; 5],
+    /// Seconds from a hand-over's readiness to the first token, the transfer apart.
+    pub(crate) resume: Option<f64>,
+    /// Seconds that a request stays, from its placement to its end.
+    pub(crate) residence: Option<f64>,
+}
+
+/// A worker as a decision sees it.
+#[derive(Clone, Copy, PartialEq, Debug, Default)]
+pub(crate) struct Standing {
+    /// Prompt tokens to be computed before a new request's.
+    pub(crate) waiting_tokens: u64,
+    /// Sequences that decode, or will.
+    pub(crate) sequences: u64,
+    /// G1 blocks in use by requests, or promised to them.
+    pub(crate) active_blocks: u64,
+    /// G1 blocks in all; 0 when unknown.
+    pub(crate) total_blocks: u64,
+    /// Measurements.
+    pub(crate) speeds: Speeds,
+}
+
+/// The state of one worker.
+#[derive(Default)]
+pub(crate) struct Books(Mutex<State>);
+
+#[derive(Default)]
+struct State {
+    report: Option<(Load, Instant)>,
+    /// Ordered, so that sums and walks come out the same each time.
+    open: BTreeMap<u64, Entry>,
+    last: u64,
+    /// Of all that is open.
+    all: Amount,
+    /// Of what no report can have seen.
+    unseen: Amount,
+    step: Option<f64>,
+    resume: Option<f64>,
+    residence: Option<f64>,
+}
+
+struct Entry {
+    amount: Amount,
+    booked: Instant,
+    /// When the request went out to the worker; `None` while its prefill runs elsewhere.
+    sent: Option<Instant>,
+    seen: bool,
+    started: bool,
+}
+
+/// A request that went out this long before a report is counted in the report: a hop and the engine's next turn.
+const SEEN_AFTER: Duration = Duration::from_millis(50);
+/// Reports come at least once a second. After three missed ones the last is no news.
+const STALE: Duration = Duration::from_secs(3);
+/// After five missed reports a worker that used to report is passed over while others are there.
+const SILENT: Duration = Duration::from_secs(5);
+/// How much a new measurement counts against the old ones: the last ten or so decide.
+const NEWEST: f64 = 0.1;
+
+impl Books {
+    /// Books an amount, under a number of its own.
+    pub(crate) fn book(&self, amount: Amount, now: Instant) -> u64 {
+        let mut state = self.lock();
+        state.last += 1;
+        let number = state.last;
+        state.all.add(amount);
+        state.unseen.add(amount);
+        state.open.insert(number, Entry { amount, booked: now, sent: None, seen: false, started: false });
+        number
+    }
+
+    /// The request went out to the worker.
+    pub(crate) fn sent(&self, number: u64, now: Instant) {
+        if let Some(entry) = self.lock().open.get_mut(&number) {
+            entry.sent = Some(now);
+        }
+    }
+
+    /// The request will compute this many prompt tokens here, other than first booked.
+    pub(crate) fn amend(&self, number: u64, prefill_tokens: u64) {
+        self.lock().change(number, |amount| amount.prefill_tokens = prefill_tokens);
+    }
+
+    /// The first token is there: nothing is left to prefill.
+    pub(crate) fn started(&self, number: u64) {
+        let mut state = self.lock();
+        state.change(number, |amount| amount.prefill_tokens = 0);
+        if let Some(entry) = state.open.get_mut(&number) {
+            entry.started = true;
+        }
+    }
+
+    /// Frees what is left of a booking.
+    pub(crate) fn release(&self, number: u64, now: Instant) {
+        let mut state = self.lock();
+        state.change(number, |amount| *amount = Amount::default());
+        if let Some(entry) = state.open.remove(&number).filter(|entry| entry.started) {
+            average(&mut state.residence, (now - entry.booked).as_secs_f64());
+        }
+    }
+
+    /// Notes a report.
+    pub(crate) fn report(&self, load: Load, now: Instant) {
+        let mut state = self.lock();
+        let State { open, unseen, .. } = &mut *state;
+        for entry in open.values_mut() {
+            if !entry.seen && entry.sent.is_some_and(|sent| sent + SEEN_AFTER <= now) {
+                entry.seen = true;
+                unseen.sub(entry.amount);
+            }
+        }
+        if let Some(step) = load.decode_step_seconds.filter(|step| *step > 0.0 && load.running > 0) {
+            average(&mut state.step, step / f64::from(load.running));
+        }
+        state.report = Some((load, now));
+    }
+
+    /// Notes how long a hand-over took beside the transfer.
+    pub(crate) fn resumed(&self, seconds: f64) {
+        average(&mut self.lock().resume, seconds);
+    }
+
+    /// Whether the worker used to report, and does not any more.
+    pub(crate) fn silent(&self, now: Instant) -> bool {
+        self.lock().report.as_ref().is_some_and(|(_, at)| now - *at > SILENT)
+    }
+
+    /// How busy the worker is.
+    pub(crate) fn standing(&self, now: Instant) -> Standing {
+        let state = self.lock();
+        let State { all, unseen, step, resume, residence, .. } = &*state;
+        let mut standing = Standing {
+            waiting_tokens: all.prefill_tokens,
+            sequences: all.sequences,
+            active_blocks: all.blocks,
+            total_blocks: 0,
+            speeds: Speeds { step: *step, resume: *resume, residence: *residence, ..Speeds::default() },
+        };
+        let Some((load, at)) = &state.report else { return standing };
+        // A stale report may still say more than the bookings, which know nothing of other routers.
+        let fresh = now - *at <= STALE;
+        let join = |reported: u64, all: u64, unseen: u64| if fresh { reported + unseen } else { reported.max(all) };
+        let sequences = u64::from(load.running) + u64::from(load.waiting);
+        standing.waiting_tokens = join(load.waiting_tokens, all.prefill_tokens, unseen.prefill_tokens);
+        standing.sequences = join(sequences, all.sequences, unseen.sequences);
+        standing.active_blocks = join(load.active_blocks, all.blocks, unseen.blocks);
+        standing.total_blocks = load.total_blocks;
+        standing.speeds.prefill = load.prefill_tokens_per_second.filter(|speed| *speed > 0.0);
+        standing.speeds.block_bytes = Some(load.block_bytes as f64).filter(|bytes| *bytes > 0.0);
+        for speed in load.onboard.iter().filter(|speed| speed.bytes_per_second > 0.0) {
+            standing.speeds.onboard[speed.level as usize] = Some(*speed);
+        }
+        standing
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // Sums and entries change together, without anything that panics between them.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    fn change(&mut self, number: u64, change: impl FnOnce(&mut Amount)) {
+        let Some(entry) = self.open.get_mut(&number) else { return };
+        let before = entry.amount;
+        change(&mut entry.amount);
+        self.all.sub(before);
+        self.all.add(entry.amount);
+        if !entry.seen {
+            self.unseen.sub(before);
+            self.unseen.add(entry.amount);
+        }
+    }
+}
+
+impl Amount {
+    fn add(&mut self, other: Self) {
+        self.prefill_tokens += other.prefill_tokens;
+        self.blocks += other.blocks;
+        self.sequences += other.sequences;
+    }
+
+    fn sub(&mut self, other: Self) {
+        self.prefill_tokens -= other.prefill_tokens;
+        self.blocks -= other.blocks;
+        self.sequences -= other.sequences;
+    }
+}
+
+impl Speeds {
+    /// The middle of a road nobody has measured: each figure's mean over those who have one.
+    pub(crate) fn typical(all: impl Iterator<Item = Self> + Clone) -> Self {
+        let mean = |of: &dyn Fn(&Self) -> Option<f64>| {
+            let (sum, count) = all.clone().filter_map(|speeds| of(&speeds)).fold((0.0, 0), |(s, n), x| (s + x, n + 1));
+            (count > 0).then(|| sum / f64::from(count))
+        };
+        Self {
+            prefill: mean(&|speeds| speeds.prefill),
+            step: mean(&|speeds| speeds.step),
+            block_bytes: mean(&|speeds| speeds.block_bytes),
+            onboard: std::array::from_fn(|level| all.clone().find_map(|speeds| speeds.onboard[level])),
+            resume: mean(&|speeds| speeds.resume),
+            residence: mean(&|speeds| speeds.residence),
+        }
+    }
+
+    /// What is measured here, and for the rest what `typical` says.
+    pub(crate) fn or(self, typical: &Self) -> Self {
+        Self {
+            prefill: self.prefill.or(typical.prefill),
+            step: self.step.or(typical.step),
+            block_bytes: self.block_bytes.or(typical.block_bytes),
+            onboard: std::array::from_fn(|level| self.onboard[level].or(typical.onboard[level])),
+            resume: self.resume.or(typical.resume),
+            residence: self.residence.or(typical.residence),
+        }
+    }
+}
+
+fn average(value: &mut Option<f64>, newest: f64) {
+    *value = Some(value.map_or(newest, |value| value + NEWEST * (newest - value)));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const REQUEST: Amount = Amount { prefill_tokens: 100, blocks: 10, sequences: 1 };
+
+    fn report(waiting_tokens: u64) -> Load {
+        Load { waiting_tokens, ..Load::default() }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_booking_counts_until_a_report_can_have_seen_it_and_never_twice() {
+        let books = Books::default();
+        let number = books.book(REQUEST, Instant::now());
+        assert_eq!(books.standing(Instant::now()).waiting_tokens, 100);
+        books.sent(number, Instant::now());
+        books.report(report(0), Instant::now());
+        assert_eq!(books.standing(Instant::now()).waiting_tokens, 100, "the report is as old as the request");
+        tokio::time::advance(SEEN_AFTER).await;
+        books.report(report(80), Instant::now());
+        assert_eq!(books.standing(Instant::now()).waiting_tokens, 80);
+        books.release(number, Instant::now());
+        assert_eq!(books.standing(Instant::now()).waiting_tokens, 80, "only a report takes back what a report said");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_was_not_sent_yet_counts_whatever_is_reported() {
+        let books = Books::default();
+        let number = books.book(Amount { prefill_tokens: 0, ..REQUEST }, Instant::now());
+        tokio::time::advance(Duration::from_secs(1)).await;
+        books.report(report(0), Instant::now());
+        assert_eq!(books.standing(Instant::now()).active_blocks, 10);
+        books.amend(number, 100);
+        assert_eq!(books.standing(Instant::now()).waiting_tokens, 100);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn without_news_the_bookings_are_what_is_known() {
+        let books = Books::default();
+        books.report(report(0), Instant::now());
+        let number = books.book(REQUEST, Instant::now());
+        books.sent(number, Instant::now());
+        tokio::time::advance(Duration::from_secs(1)).await;
+        books.report(report(0), Instant::now());
+        tokio::time::advance(STALE + Duration::from_millis(1)).await;
+        assert_eq!(books.standing(Instant::now()).waiting_tokens, 100);
+        assert!(!books.silent(Instant::now()));
+        tokio::time::advance(SILENT).await;
+        assert!(books.silent(Instant::now()));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_first_token_frees_the_prefill_and_the_end_the_rest() {
+        let books = Books::default();
+        let number = books.book(REQUEST, Instant::now());
+        books.started(number);
+        let standing = books.standing(Instant::now());
+        assert_eq!((standing.waiting_tokens, standing.active_blocks, standing.sequences), (0, 10, 1));
+        tokio::time::advance(Duration::from_secs(2)).await;
+        books.release(number, Instant::now());
+        let standing = books.standing(Instant::now());
+        assert_eq!((standing.active_blocks, standing.sequences), (0, 0));
+        assert_eq!(standing.speeds.residence, Some(2.0));
+    }
+}

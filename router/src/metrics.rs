@@ -1,0 +1,114 @@
+//! Every metric of the router: name, unit, help.
+
+use prometheus::{
+    Histogram, HistogramOpts, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry, core::Collector,
+};
+use worker::plane::WorkerId;
+
+/// What is seen of the router. Labels are bounded: a worker's go when it leaves.
+pub(crate) struct Metrics {
+    pub(crate) requests: IntCounterVec,
+    pub(crate) retries: IntCounterVec,
+    pub(crate) disaggregated: IntCounterVec,
+    pub(crate) decision_seconds: Histogram,
+    pub(crate) predicted_tokens: IntCounter,
+    pub(crate) actual_tokens: IntCounter,
+    pub(crate) false_tokens: IntCounter,
+    pub(crate) missed_tokens: IntCounter,
+    pub(crate) queued_tokens: IntGaugeVec,
+    pub(crate) workers: IntGaugeVec,
+    pub(crate) events: IntCounterVec,
+    pub(crate) snapshots: IntCounterVec,
+    pub(crate) index_memberships: IntGauge,
+    pub(crate) index_bytes: IntGauge,
+}
+
+impl Metrics {
+    pub(crate) fn new(registry: &Registry) -> Result<Self, prometheus::Error> {
+        let counter = |name, help| enter(registry, IntCounter::new(name, help));
+        let counters = |name: &str, help: &str, labels: &[&str]| {
+            enter(registry, IntCounterVec::new(Opts::new(name, help), labels))
+        };
+        let gauge = |name, help| enter(registry, IntGauge::new(name, help));
+        let gauges =
+            |name: &str, help: &str, labels: &[&str]| enter(registry, IntGaugeVec::new(Opts::new(name, help), labels));
+        let decision_seconds = HistogramOpts::new(
+            "blockyard_router_decision_seconds",
+            "Time to decide where a request goes: naming its blocks, asking the index, weighing the workers.",
+        )
+        // 5 µs to 10 ms: a decision is due in tens of microseconds.
+        .buckets(prometheus::exponential_buckets(5e-6, 2.0, 12)?);
+        Ok(Self {
+            requests: counters(
+                "blockyard_router_requests_total",
+                "Requests placed, by the worker that decodes and the policy that chose it.",
+                &["worker", "policy"],
+            )?,
+            retries: counters(
+                "blockyard_router_retries_total",
+                "Requests that went on to another worker before their first output, by why the last one did not serve.",
+                &["reason"],
+            )?,
+            disaggregated: counters(
+                "blockyard_router_disaggregated_total",
+                "Requests whose prompt went to a prefill worker: handed_over, or fell_back to the worker that decodes.",
+                &["outcome"],
+            )?,
+            decision_seconds: enter(registry, Histogram::with_opts(decision_seconds))?,
+            predicted_tokens: counter(
+                "blockyard_router_overlap_predicted_tokens_total",
+                "Prompt tokens that the index expected to be cached where the request went.",
+            )?,
+            actual_tokens: counter(
+                "blockyard_router_overlap_actual_tokens_total",
+                "Prompt tokens that the engine found cached.",
+            )?,
+            false_tokens: counter(
+                "blockyard_router_overlap_false_tokens_total",
+                "Prompt tokens that were expected to be cached and were not.",
+            )?,
+            missed_tokens: counter(
+                "blockyard_router_overlap_missed_tokens_total",
+                "Prompt tokens that were cached and not expected to be.",
+            )?,
+            queued_tokens: gauges(
+                "blockyard_router_queued_tokens",
+                "Prompt tokens that wait for prefill, as reported and booked.",
+                &["worker"],
+            )?,
+            workers: gauges("blockyard_router_workers", "Workers that are there, by phase.", &["phase"])?,
+            events: counters(
+                "blockyard_router_events_total",
+                "Block events received, by what became of them: applied, held, duplicate, stale, gap, new_life.",
+                &["outcome"],
+            )?,
+            snapshots: counters(
+                "blockyard_router_snapshots_total",
+                "Snapshots asked for, to repair a gap or learn a new source: taken, outdated or failed.",
+                &["outcome"],
+            )?,
+            index_memberships: gauge(
+                "blockyard_router_index_memberships",
+                "Pairs of a block and a place where it rests, in the index.",
+            )?,
+            index_bytes: gauge("blockyard_router_index_bytes", "Bytes that the index takes for its blocks.")?,
+        })
+    }
+
+    /// Takes a worker out of the labels.
+    pub(crate) fn forget(&self, worker: WorkerId, policy: &str) {
+        let worker = worker.to_string();
+        // A worker that never got a request has no series; that is not an error.
+        let _ = self.requests.remove_label_values(&[&worker, policy]);
+        let _ = self.queued_tokens.remove_label_values(&[&worker]);
+    }
+}
+
+fn enter<C: Collector + Clone + 'static>(
+    registry: &Registry,
+    metric: Result<C, prometheus::Error>,
+) -> Result<C, prometheus::Error> {
+    let metric = metric?;
+    registry.register(Box::new(metric.clone()))?;
+    Ok(metric)
+}

@@ -1,0 +1,275 @@
+//! A fleet of engines that do what a test tells them, over the local planes.
+
+use crate::settings::Settings;
+use crate::{Router, router};
+use bytes::Bytes;
+use futures::future::BoxFuture;
+use futures::{StreamExt, stream};
+use kvbm::{BlockEvent, ChainKey, Domain, Epoch, EventLog, Level, SequenceHash};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+use worker::engine::{
+    Engine, Error, Finish, Handoff, ModelCard, Output, OutputStream, PromptReport, Readiness, Request, Sampling,
+    StopRule, Tokens, Work,
+};
+use worker::plane::local::{Bus, Link, Roster};
+use worker::plane::{Discovery, Event, EventBody, Events, Instance, Lease, Load, Phase, Source, StoreId, WorkerId};
+
+pub(super) const BLOCK: usize = 16;
+pub(super) const MODEL: &str = "toy";
+/// What the fakes report: a prompt of 1,000 tokens takes a second.
+pub(super) const SPEED: f64 = 1000.0;
+
+/// How a fake engine answers.
+#[derive(Clone)]
+pub(super) enum Behaviour {
+    Serve,
+    Refuse(Error),
+    /// The stream yields this instead of an output.
+    Break(Error),
+    /// The stream ends without an output.
+    End,
+    /// Nothing ever comes.
+    Hang,
+}
+
+pub(super) struct Fake {
+    card: Arc<ModelCard>,
+    pub(super) behaviour: Mutex<Behaviour>,
+    pub(super) seen: Mutex<Vec<Work>>,
+    /// Streams that somebody still holds.
+    pub(super) open: Arc<AtomicUsize>,
+    pub(super) log: EventLog,
+    source: Source,
+}
+
+struct Open(Arc<AtomicUsize>);
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+impl Fake {
+    pub(super) fn requests(&self) -> usize {
+        self.seen.lock().unwrap().len()
+    }
+
+    pub(super) fn works(&self) -> Vec<Work> {
+        self.seen.lock().unwrap().clone()
+    }
+
+    pub(super) fn become_(&self, behaviour: Behaviour) {
+        *self.behaviour.lock().unwrap() = behaviour;
+    }
+
+    pub(super) fn open(&self) -> usize {
+        self.open.load(Ordering::SeqCst)
+    }
+}
+
+impl Engine for Fake {
+    fn generate(&self, request: Request) -> BoxFuture<'_, Result<OutputStream, Error>> {
+        self.seen.lock().unwrap().push(request.work.clone());
+        let behaviour = self.behaviour.lock().unwrap().clone();
+        self.open.fetch_add(1, Ordering::SeqCst);
+        let open = Open(self.open.clone());
+        Box::pin(async move {
+            if let Behaviour::Refuse(error) = behaviour {
+                return Err(error);
+            }
+            let tokens = |ids, prompt, finish| Ok(Output::Tokens(Tokens { ids, prompt, finish, ..Tokens::default() }));
+            let takes = Duration::from_secs_f64(request.tokens.len() as f64 / SPEED);
+            let items = async move {
+                if !matches!(request.work, Work::Resume(_)) {
+                    tokio::time::sleep(takes).await;
+                }
+                let pause = |item| async move {
+                    tokio::time::sleep(Duration::from_millis(10)).await;
+                    item
+                };
+                match (behaviour, request.work) {
+                    (Behaviour::Serve, Work::Prefill) => {
+                        let handoff = Handoff(Bytes::from(format!("{} tokens", request.tokens.len())));
+                        stream::once(async { Ok(Output::Handoff(handoff)) }).chain(stream::pending()).boxed()
+                    }
+                    (Behaviour::Serve, _) => stream::iter([
+                        tokens(vec![1], Some(PromptReport::default()), None),
+                        tokens(vec![2], None, None),
+                        tokens(vec![], None, Some(Finish::Length)),
+                    ])
+                    .then(pause)
+                    .boxed(),
+                    (Behaviour::Break(error), _) => stream::iter([Err(error)]).boxed(),
+                    (Behaviour::End, _) => stream::empty().boxed(),
+                    (Behaviour::Hang | Behaviour::Refuse(_), _) => stream::pending().boxed(),
+                }
+            };
+            Ok(stream::once(items)
+                .flatten()
+                .map(move |item| {
+                    let _held = &open;
+                    item
+                })
+                .boxed())
+        })
+    }
+
+    fn models(&self) -> Vec<Arc<ModelCard>> {
+        vec![self.card.clone()]
+    }
+
+    fn readiness(&self) -> Readiness {
+        Readiness::Ready
+    }
+}
+
+/// A router, its planes and its workers.
+pub(super) struct Yard {
+    pub(super) roster: Arc<Roster>,
+    pub(super) bus: Arc<Bus>,
+    pub(super) router: Arc<Router>,
+    pub(super) registry: prometheus::Registry,
+    leases: Mutex<Vec<Lease>>,
+}
+
+impl Yard {
+    pub(super) fn new(settings: Settings) -> Self {
+        Self::over(settings, Link::default())
+    }
+
+    pub(super) fn over(settings: Settings, link: Link) -> Self {
+        let (roster, bus, registry) =
+            (Arc::new(Roster::default()), Arc::new(Bus::new(link)), prometheus::Registry::new());
+        let router: Result<_, router::Error> = Router::new(roster.clone(), bus.clone(), settings, &registry);
+        Self { roster, bus, router: router.unwrap(), registry, leases: Mutex::default() }
+    }
+
+    /// A worker that has joined and reported.
+    pub(super) async fn worker(&self, id: u64, phase: Phase) -> Arc<Fake> {
+        self.join(id, phase, MODEL, 1, &[]).await
+    }
+
+    pub(super) async fn join(&self, id: u64, phase: Phase, model: &str, epoch: u64, stores: &[u64]) -> Arc<Fake> {
+        let source = Source::Worker(WorkerId(id));
+        let fake = Arc::new(Fake {
+            card: Arc::new(card(model)),
+            behaviour: Mutex::new(Behaviour::Serve),
+            seen: Mutex::default(),
+            open: Arc::default(),
+            log: EventLog::new(Epoch(epoch)),
+            source,
+        });
+        let stores = stores.iter().map(|store| StoreId(*store)).collect();
+        let instance = Instance { id: WorkerId(id), epoch: Epoch(epoch), phase, model: fake.card.clone(), stores };
+        let from = fake.clone();
+        let offer = self.bus.offer(source, Arc::new(move || from.log.snapshot()));
+        let lease = self.roster.register(instance, fake.clone()).await.unwrap();
+        self.leases.lock().unwrap().extend([offer, lease]);
+        settle().await;
+        self.report(&fake, Load::default());
+        settle().await;
+        fake
+    }
+
+    /// Has a worker announce an event; `arrives` or not.
+    pub(super) fn announce(&self, fake: &Fake, event: BlockEvent, arrives: bool) {
+        fake.log.announce(event.clone());
+        let number = *fake.log.latest().borrow();
+        if arrives {
+            let body = EventBody::Block { number, event };
+            self.bus.publish(Event { source: fake.source, epoch: fake.log.epoch(), body });
+        }
+    }
+
+    /// Has a worker report; what every fake measures is filled in.
+    pub(super) fn report(&self, fake: &Fake, load: Load) {
+        let number = *fake.log.latest().borrow();
+        let load = Load { number, prefill_tokens_per_second: Some(SPEED), block_bytes: 1000, total_blocks: 0, ..load };
+        self.bus.publish(Event { source: fake.source, epoch: fake.log.epoch(), body: EventBody::Load(load) });
+    }
+
+    pub(super) async fn ask(&self, request: Request) -> Result<OutputStream, Error> {
+        self.router.generate(request).await
+    }
+
+    /// Asks, and takes the whole answer.
+    pub(super) async fn answer(&self, request: Request) -> Result<Vec<u32>, Error> {
+        let mut stream = self.ask(request).await?;
+        let mut ids = Vec::new();
+        while let Some(item) = stream.next().await {
+            if let Output::Tokens(tokens) = item? {
+                ids.extend(tokens.ids);
+            }
+        }
+        Ok(ids)
+    }
+
+    /// Asks, and reads the explanation.
+    pub(super) async fn explain(&self, request: Request) -> serde_json::Value {
+        let mut stream = self.ask(Request { explain: true, ..request }).await.unwrap();
+        match stream.next().await {
+            Some(Ok(Output::Tokens(Tokens { explain: Some(line), .. }))) => serde_json::from_str(&line).unwrap(),
+            other => panic!("no explanation in {other:?}"),
+        }
+    }
+
+    pub(super) fn metric(&self, name: &str) -> f64 {
+        let families = self.registry.gather();
+        let family = families.iter().find(|family| family.name() == name);
+        family.map_or(0.0, |family| family.get_metric().iter().map(|m| m.get_counter().get_value()).sum())
+    }
+
+    /// What is booked and reported on a worker: tokens to prefill, sequences, blocks.
+    pub(super) fn standing(&self, id: u64) -> (u64, u64, u64) {
+        let roster = self.router.core.fleet.roster();
+        let standing = roster.get(WorkerId(id)).unwrap().books.standing(tokio::time::Instant::now());
+        (standing.waiting_tokens, standing.sequences, standing.active_blocks)
+    }
+}
+
+/// Lets every task that can run do so.
+pub(super) async fn settle() {
+    tokio::time::sleep(Duration::from_millis(1)).await;
+}
+
+pub(super) fn card(id: &str) -> ModelCard {
+    ModelCard {
+        id: id.to_owned(),
+        identity: format!("{id}@1"),
+        created: 0,
+        context: 100_000,
+        block_size: BLOCK,
+        vocabulary: 1000,
+        eos: vec![0],
+        tokenizer: "".into(),
+        chat_template: None,
+        special_tokens: vec![],
+        random_weights: true,
+    }
+}
+
+/// A prompt of `tokens` tokens; those of one `family` begin alike.
+pub(super) fn prompt(family: u32, tokens: usize) -> Request {
+    Request {
+        id: "r".into(),
+        model: MODEL.into(),
+        tokens: (0..tokens as u32).map(|at| family.wrapping_mul(1_000_000).wrapping_add(at)).collect(),
+        domain: Domain::shared(),
+        sampling: Sampling::default(),
+        stop: StopRule::default(),
+        work: Work::Generate,
+        explain: false,
+        body: None,
+    }
+}
+
+pub(super) fn names(request: &Request) -> Vec<SequenceHash> {
+    ChainKey::root(&request.domain, &format!("{}@1", request.model), None).names(&request.tokens, BLOCK)
+}
+
+pub(super) fn stored(level: Level, blocks: &[SequenceHash]) -> BlockEvent {
+    BlockEvent::Stored { level, parent: None, blocks: blocks.to_vec() }
+}
