@@ -28,6 +28,7 @@ mod manager;
 mod metrics;
 pub mod name;
 mod peer;
+mod plan;
 mod pool;
 mod run;
 pub mod tier;
