@@ -3,13 +3,13 @@
 mod prompts;
 
 use crate::choice::{FinishReason, Piece, TokenLogprobs};
-use crate::controls::{CHOICES_MAX, Controls, TOP_LOGPROBS_MAX};
+use crate::controls::{CHOICES_MAX, Controls, Delivery, TOP_LOGPROBS_MAX};
 use crate::endpoint::{Choice, Endpoint, Envelope, Understood, fit, not_empty};
 use crate::error::Error;
 use crate::fields::Fields;
 use crate::generation::Generation;
 use crate::model::Model;
-use crate::sse::{Chunks, Events};
+use crate::sse::{Chunks, Events, UsageSlot};
 use crate::vocabulary::Vocabulary;
 use async_openai::types::chat::{Choice as TextChoice, CompletionFinishReason, CompletionUsage, Logprobs};
 use async_openai::types::completions::CreateCompletionResponse;
@@ -27,7 +27,8 @@ pub(crate) struct Completion {
     envelope: Envelope,
     vocabulary: Arc<Vocabulary>,
     logprobs: bool,
-    include_usage: bool,
+    /// Chunks have a usage.
+    usage: bool,
     /// Per choice, what is still to be written before its text: with `echo`, the prompt.
     echo: Vec<String>,
 }
@@ -65,7 +66,7 @@ impl Endpoint for Completion {
             envelope,
             vocabulary: model.vocabulary.clone(),
             logprobs: controls.sampling.logprobs.is_some(),
-            include_usage: controls.include_usage,
+            usage: controls.delivery == Delivery::Stream { usage: true },
             echo,
         };
         Ok(Understood { prompts, controls, endpoint })
@@ -102,9 +103,8 @@ struct Chunk<'a> {
     created: u64,
     model: &'a str,
     choices: &'a [ChunkChoice<'a>],
-    /// Absent, or `null` until the last chunk when usage was asked for.
     #[serde(skip_serializing_if = "Option::is_none")]
-    usage: Option<Option<CompletionUsage>>,
+    usage: Option<UsageSlot>,
 }
 
 #[derive(Serialize)]
@@ -116,7 +116,7 @@ struct ChunkChoice<'a> {
 }
 
 impl Completion {
-    fn chunk<'a>(&'a self, choices: &'a [ChunkChoice<'a>], usage: Option<Option<CompletionUsage>>) -> Chunk<'a> {
+    fn chunk<'a>(&'a self, choices: &'a [ChunkChoice<'a>], usage: Option<UsageSlot>) -> Chunk<'a> {
         let Envelope { id, created, model } = &self.envelope;
         Chunk { id, object: OBJECT, created: *created, model, choices, usage }
     }
@@ -135,12 +135,12 @@ impl Chunks for Completion {
             logprobs: self.logprobs.then(|| shown(&self.vocabulary, &piece.logprobs)),
             finish_reason: piece.finish.map(finish),
         };
-        events.push(&self.chunk(&[choice], self.include_usage.then_some(None)));
+        events.push(&self.chunk(&[choice], self.usage.then_some(UsageSlot(None))));
     }
 
     fn end(&mut self, generation: &Generation, events: &mut Events) {
-        if self.include_usage {
-            events.push(&self.chunk(&[], Some(Some(generation.usage()))));
+        if self.usage {
+            events.push(&self.chunk(&[], Some(UsageSlot(Some(generation.usage())))));
         }
     }
 }

@@ -29,16 +29,24 @@ pub(crate) struct Controls {
     pub(crate) skip_special: bool,
     /// Choices per prompt.
     pub(crate) n: u32,
-    /// Send pieces as they come.
-    pub(crate) stream: bool,
-    /// End the stream with a chunk that holds the usage.
-    pub(crate) include_usage: bool,
+    pub(crate) delivery: Delivery,
+}
+
+/// How the answer is to come.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Delivery {
+    /// In one piece.
+    Whole,
+    /// In pieces, the last of them with the usage when asked for.
+    Stream {
+        /// Whether it was asked for.
+        usage: bool,
+    },
 }
 
 impl Controls {
     /// Takes the shared fields. `max_tokens` goes in from outside: the endpoints name and default it differently.
     pub(crate) fn take(fields: &mut Fields, vocabulary: usize, max_tokens: Option<i64>) -> Result<Self, Error> {
-        let stream = fields.flag("stream")?.unwrap_or(false);
         let max_tokens = max_tokens.map(|most| most as u32);
         let min_tokens = fields.integer("min_tokens", 0..=u32::MAX.into())?.unwrap_or(0) as u32;
         if max_tokens.is_some_and(|most| min_tokens > most) {
@@ -57,8 +65,7 @@ impl Controls {
             include_stop: fields.flag("include_stop_str_in_output")?.unwrap_or(false),
             skip_special: fields.flag("skip_special_tokens")?.unwrap_or(true),
             n: fields.integer("n", 1..=CHOICES_MAX)?.unwrap_or(1) as u32,
-            stream,
-            include_usage: include_usage(fields, stream)?,
+            delivery: delivery(fields)?,
         })
     }
 }
@@ -117,7 +124,7 @@ fn stop_tokens(fields: &mut Fields, vocabulary: usize) -> Result<Vec<u32>, Error
 
 /// An array of token ids, each of which exists.
 pub(crate) fn token_ids(path: &str, ids: &[Value], vocabulary: usize) -> Result<Vec<u32>, Error> {
-    let last = vocabulary.saturating_sub(1) as i64;
+    let last = i64::try_from(vocabulary).unwrap_or(i64::MAX) - 1;
     let id = |(i, id)| integer(&format!("{path}[{i}]"), id, 0..=last).map(|id| id as u32);
     ids.iter().enumerate().map(id).collect()
 }
@@ -146,11 +153,14 @@ fn stop_strings(fields: &mut Fields) -> Result<Vec<String>, Error> {
     Ok(strings)
 }
 
-fn include_usage(fields: &mut Fields, stream: bool) -> Result<bool, Error> {
-    let Some(mut options) = fields.object("stream_options")? else { return Ok(false) };
+fn delivery(fields: &mut Fields) -> Result<Delivery, Error> {
+    let stream = fields.flag("stream")?.unwrap_or(false);
+    let Some(mut options) = fields.object("stream_options")? else {
+        return Ok(if stream { Delivery::Stream { usage: false } } else { Delivery::Whole });
+    };
     if !stream {
         let message = "The 'stream_options' parameter is only allowed when 'stream' is enabled.";
         return Err(Error::invalid("stream_options", "invalid_value", message));
     }
-    Ok(options.flag("include_usage")?.unwrap_or(false))
+    Ok(Delivery::Stream { usage: options.flag("include_usage")?.unwrap_or(false) })
 }

@@ -2,7 +2,7 @@
 
 use crate::body;
 use crate::choice::{FinishReason, Piece, TokenLogprobs};
-use crate::controls::Controls;
+use crate::controls::{Controls, Delivery};
 use crate::error::Error;
 use crate::fields::Fields;
 use crate::generation::{Generation, Order};
@@ -15,6 +15,7 @@ use async_openai::types::chat::CompletionUsage;
 use axum::extract::{Request, State};
 use axum::http::{HeaderMap, HeaderName, HeaderValue};
 use axum::response::Response;
+use std::fmt::Write;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -78,14 +79,13 @@ pub(crate) async fn answer<E: Endpoint>(State(gate): State<Arc<Gate>>, request: 
     let understood = gate.models.aside(size, move || E::understand(fields, &asked, envelope)).await?;
     let Understood { prompts, controls, endpoint } = understood;
 
-    let (explain, stream) = (wants_explanation(&parts.headers), controls.stream);
+    let (explain, delivery) = (wants_explanation(&parts.headers), controls.delivery);
     let order = Order { model, prompts, controls, explain, body };
     let respond = async {
         let generation = Generation::start(&gate.engine, order, ticket.clone()).await?;
-        if stream {
-            streamed(generation, endpoint, explain, ticket, cut.clone()).await
-        } else {
-            whole(generation, endpoint).await
+        match delivery {
+            Delivery::Whole => whole(generation, endpoint).await,
+            Delivery::Stream { .. } => streamed(generation, endpoint, explain, ticket, cut.clone()).await,
         }
     };
     tokio::select! {
@@ -145,7 +145,9 @@ fn header(json: &str) -> HeaderValue {
     for c in json.chars() {
         match c {
             ' '..='~' => ascii.push(c),
-            c => c.encode_utf16(&mut [0; 2]).iter().for_each(|unit| ascii.push_str(&format!("\\u{unit:04x}"))),
+            c => c.encode_utf16(&mut [0; 2]).iter().for_each(|unit| {
+                write!(ascii, "\\u{unit:04x}").expect("a string takes everything");
+            }),
         }
     }
     let too_long = ascii.len() > EXPLAIN_BYTES_MAX;

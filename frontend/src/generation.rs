@@ -12,7 +12,7 @@ use futures::future::try_join_all;
 use futures::stream::{BoxStream, SelectAll};
 use futures::{StreamExt, TryFutureExt};
 use std::sync::Arc;
-use worker::engine::{Engine, Request, Work};
+use worker::engine::{Domain, Engine, Request, Work};
 
 /// A request that was understood: prompts as tokens, and what to do with each.
 pub(crate) struct Order {
@@ -141,12 +141,12 @@ fn request(order: &Order, id: &str, model: &Arc<str>, choice: usize, choices: us
         id: if choices == 1 { id.into() } else { format!("{id}/{choice}").into() },
         model: model.clone(),
         tokens: order.prompts[prompt].clone(),
-        // One cache domain for all, until there are tenants.
-        domain: Default::default(),
         sampling,
         stop: stop.clone(),
         work: Work::Generate,
         explain: order.explain && choice == 0,
         body: Some(order.body.clone()),
+        // One cache domain for all, until there are tenants.
+        domain: Domain::shared(),
     }
 }

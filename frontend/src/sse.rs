@@ -6,6 +6,7 @@ use crate::error::Error;
 use crate::generation::Generation;
 use crate::observe::{Ticket, panicked};
 use crate::serve::Cut;
+use async_openai::types::chat::CompletionUsage;
 use axum::body::Body;
 use axum::http::header::{CACHE_CONTROL, CONTENT_TYPE};
 use axum::http::{HeaderName, StatusCode};
@@ -34,6 +35,10 @@ impl Events {
         self.0.extend_from_slice(b"\n\n");
     }
 }
+
+/// A chunk's `usage`: absent unless asked for, and then `null` until the last chunk.
+#[derive(Serialize)]
+pub(crate) struct UsageSlot(pub(crate) Option<CompletionUsage>);
 
 /// Writes an endpoint's chunks.
 pub(crate) trait Chunks: Send + 'static {
@@ -93,16 +98,17 @@ impl<C: Chunks> Stream<C> {
     async fn write(&mut self) -> Written {
         let mut events = Events::default();
         loop {
-            let next = match self.ready.next() {
-                Some(piece) => Some(Ok(piece)),
-                None => tokio::select! {
+            let next = if let Some(piece) = self.ready.next() {
+                Some(Ok(piece))
+            } else {
+                tokio::select! {
                     biased;
                     next = self.generation.next() => next,
                     () = self.cut.clone().passed() => Some(Err(Error::Unavailable("the server is shutting down".into()))),
                     () = tokio::time::sleep(KEEP_ALIVE) => {
                         return Written { bytes: Bytes::from_static(b": keep-alive\n\n"), more: true };
                     }
-                },
+                }
             };
             match next {
                 Some(Ok(piece)) => self.chunks.piece(piece, &mut events),

@@ -8,10 +8,13 @@ pub mod llama;
 use bytes::Bytes;
 use futures::future::BoxFuture;
 use futures::stream::BoxStream;
-use kvbm::{Domain, Level};
+use kvbm::Level;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use std::time::Duration;
+
+/// Part of a [`Request`], for those who know engines and no blocks.
+pub use kvbm::Domain;
 
 /// Turns requests into streams of tokens.
 ///

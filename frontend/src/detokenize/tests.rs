@@ -66,7 +66,9 @@ fn sentence_pieces_keep_the_space_before_a_word_and_join_bytes() {
     let tokenizer = Tokenizer::from_bytes(json.to_string()).unwrap();
     let mut detokenizer = Detokenizer::new(Arc::new(Vocabulary::new(&tokenizer).unwrap()), true);
     let mut text = String::new();
-    [3, 4, 0, 1, 2].into_iter().for_each(|token| detokenizer.push(token, &mut text));
+    for token in [3, 4, 0, 1, 2] {
+        detokenizer.push(token, &mut text);
+    }
     assert_eq!(text, " words中");
     assert_eq!(tokenizer.decode(&[4, 3, 4, 0, 1, 2], true).unwrap(), "s words中");
 }

@@ -59,9 +59,8 @@ pub(super) fn utc(seconds: u64, format: &str) -> String {
             Some('T') => write!(out, "{hour:02}:{minute:02}:{second:02}"),
             Some('Z') => write!(out, "UTC"),
             Some('z') => write!(out, "+0000"),
-            Some('%') => write!(out, "%"),
+            Some('%') | None => write!(out, "%"),
             Some(other) => write!(out, "%{other}"),
-            None => write!(out, "%"),
         };
     }
     out

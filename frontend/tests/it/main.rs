@@ -1,3 +1,12 @@
-//! The front door over HTTP, in process, before a scripted engine.
+//! The front door over HTTP, in process, before an engine that says what a test tells it to.
 
+#![expect(clippy::unwrap_used, reason = "what a test expects stands in it")]
+
+mod chat;
+mod completions;
+mod fake;
+mod operations;
+mod refusals;
+mod serving;
+mod streams;
 mod tiny;

@@ -8,16 +8,16 @@ const MERGES: [(&[u8], &[u8]); 6] =
     [(b"h", b"e"), (b"l", b"l"), (b"he", b"ll"), (b"hell", b"o"), (b" ", b"w"), (b"\xE4", b"\xB8")];
 
 /// Opens a sequence.
-pub const BOS: u32 = 262;
+pub(crate) const BOS: u32 = 262;
 /// Ends one.
-pub const EOS: u32 = 263;
+pub(crate) const EOS: u32 = 263;
 /// Separates turns.
-pub const TURN: u32 = 264;
+pub(crate) const TURN: u32 = 264;
 /// How many tokens there are.
-pub const VOCABULARY: usize = 265;
+pub(crate) const VOCABULARY: usize = 265;
 
 /// The text of `tokenizer.json`.
-pub fn tokenizer() -> String {
+pub(crate) fn tokenizer() -> String {
     let spelled = |bytes: &[u8]| bytes.iter().map(|byte| char_of(*byte)).collect::<String>();
     let mut vocabulary: Map<String, Value> = (0..=255).map(|b| (spelled(&[b]), b.into())).collect();
     for (i, (left, right)) in MERGES.iter().enumerate() {

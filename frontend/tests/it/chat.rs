@@ -1,0 +1,161 @@
+//! Chat completions in one piece.
+
+use crate::fake::{Fake, Step, bytes, chat, first, last, last_with_logprobs, say, send};
+use crate::tiny;
+use async_openai::types::chat::{CreateChatCompletionResponse, FinishReason, Role};
+use serde_json::json;
+use std::sync::Arc;
+use tokio::sync::Semaphore;
+use worker::engine::{Finish, Sampling, StopRule};
+
+#[tokio::test]
+async fn an_answer_is_openais_with_its_usage() {
+    let engine = Fake::saying(vec![first("he"), say("l"), last("lo", Finish::Stop)]);
+    let answer = send(&engine.router(), chat(json!({}))).await;
+    assert_eq!(answer.status, 200);
+    let parsed: CreateChatCompletionResponse = answer.parsed();
+    assert!(parsed.id.starts_with("chatcmpl-"));
+    assert_eq!((parsed.object.as_str(), parsed.model.as_str()), ("chat.completion", "org/tiny"));
+    let choice = &parsed.choices[0];
+    assert_eq!(choice.message.content.as_deref(), Some("hello"));
+    assert_eq!((choice.message.role, choice.finish_reason), (Role::Assistant, Some(FinishReason::Stop)));
+    let usage = parsed.usage.unwrap();
+    let prompt = engine.only().tokens.len() as u32;
+    assert_eq!((usage.prompt_tokens, usage.completion_tokens, usage.total_tokens), (prompt, 5, prompt + 5));
+    assert_eq!(usage.prompt_tokens_details.unwrap().cached_tokens, Some(48));
+}
+
+#[tokio::test]
+async fn the_template_makes_the_prompt() {
+    let engine = Fake::saying(vec![last("", Finish::Stop)]);
+    let messages = json!([
+        { "role": "developer", "content": "x" },
+        { "role": "user", "content": [{ "type": "text", "text": "a" }, { "type": "text", "text": "b" }] },
+        { "role": "assistant", "content": null, "tool_calls": [] },
+    ]);
+    send(&engine.router(), chat(json!({ "messages": messages }))).await;
+    let turn = |text: &str| [vec![tiny::TURN], bytes(text)].concat();
+    let prompt = [vec![tiny::BOS], turn("system:x"), turn("user:a\nb"), turn("assistant:"), turn("")].concat();
+    assert_eq!(*engine.only().tokens, prompt);
+}
+
+#[tokio::test]
+async fn tools_reach_the_template_unless_they_must_not_be_used() {
+    let tools = json!([{ "type": "function", "function": { "name": "f" } }]);
+    let engine = Fake::saying(vec![last("", Finish::Stop)]);
+    let router = engine.router();
+    send(&router, chat(json!({}))).await;
+    send(&router, chat(json!({ "tools": tools, "tool_choice": "none" }))).await;
+    send(&router, chat(json!({ "tools": tools, "tool_choice": "auto" }))).await;
+    let seen = engine.seen.lock().unwrap();
+    assert_eq!(seen[0].tokens, seen[1].tokens);
+    assert!(seen[2].tokens.len() > seen[1].tokens.len() + 40);
+}
+
+#[tokio::test]
+async fn every_parameter_arrives_and_the_body_as_it_came() {
+    let engine = Fake::saying(vec![last("", Finish::Stop)]);
+    let fields = json!({
+        "temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.125, "seed": -1, "frequency_penalty": 1, "presence_penalty": -2,
+        "repetition_penalty": 1.5, "logit_bias": { "5": -100 }, "logprobs": true, "top_logprobs": 3, "max_tokens": 9,
+        "max_completion_tokens": 8, "min_tokens": 2, "stop_token_ids": [65], "ignore_eos": true, "vendor_field": { "kept": 1 },
+    });
+    send(&engine.router(), chat(fields)).await;
+    let seen = engine.only();
+    let sampling = Sampling {
+        temperature: 0.5,
+        top_p: 0.25,
+        top_k: Some(7),
+        min_p: 0.125,
+        seed: Some(u64::MAX),
+        frequency_penalty: 1.0,
+        presence_penalty: -2.0,
+        repetition_penalty: 1.5,
+        logit_bias: vec![(5, -100.0)],
+        logprobs: Some(3),
+    };
+    assert_eq!(seen.sampling, sampling);
+    let stop = StopRule { max_tokens: Some(8), min_tokens: 2, stop_tokens: vec![65], ignore_eos: true };
+    assert_eq!(seen.stop, stop);
+    assert!(seen.body.unwrap().ends_with(br#""vendor_field":{"kept":1}}"#));
+}
+
+#[tokio::test]
+async fn what_is_not_said_is_openais_default() {
+    let engine = Fake::saying(vec![last("", Finish::Stop)]);
+    send(&engine.router(), chat(json!({ "temperature": null, "stop": null, "top_k": -1 }))).await;
+    let seen = engine.only();
+    assert_eq!((seen.sampling, seen.stop), (Sampling::default(), StopRule::default()));
+    assert!(!seen.explain);
+}
+
+#[tokio::test]
+async fn the_other_choices_start_when_the_first_has_output() {
+    let gate = Arc::new(Semaphore::new(0));
+    let steps = vec![Step::Wait(gate.clone()), first("a"), last("b", Finish::Length)];
+    let engine = Fake::saying(steps);
+    let router = engine.router();
+    let asking = send(&router, chat(json!({ "n": 3, "seed": 41 })));
+    let mut asking = Box::pin(asking);
+    while engine.seen.lock().unwrap().is_empty() {
+        assert!(futures::poll!(&mut asking).is_pending());
+        tokio::task::yield_now().await;
+    }
+    for _ in 0..100 {
+        assert!(futures::poll!(&mut asking).is_pending());
+        tokio::task::yield_now().await;
+    }
+    assert_eq!(engine.seen.lock().unwrap().len(), 1, "the prompt is computed once, by the first");
+    gate.add_permits(3);
+    let parsed: CreateChatCompletionResponse = asking.await.parsed();
+    let seeds: Vec<_> = engine.seen.lock().unwrap().iter().map(|request| request.sampling.seed).collect();
+    assert_eq!(seeds, [Some(41), Some(42), Some(43)]);
+    let texts: Vec<_> = parsed.choices.iter().map(|c| (c.index, c.message.content.as_deref())).collect();
+    assert_eq!(texts, [(0, Some("ab")), (1, Some("ab")), (2, Some("ab"))]);
+    let usage = parsed.usage.unwrap();
+    assert_eq!(usage.completion_tokens, 6);
+    assert_eq!(usage.prompt_tokens_details.unwrap().cached_tokens, Some(48), "a prompt counts once");
+}
+
+#[tokio::test]
+async fn a_stop_string_ends_the_answer_and_drops_the_engines_stream() {
+    let engine = Fake::saying(vec![first("one E"), say("ND two"), Step::Hang]);
+    let parsed: CreateChatCompletionResponse =
+        send(&engine.router(), chat(json!({ "stop": ["END", "x"] }))).await.parsed();
+    assert_eq!(parsed.choices[0].message.content.as_deref(), Some("one "));
+    assert_eq!(parsed.choices[0].finish_reason, Some(FinishReason::Stop));
+    assert_eq!(engine.open(), 0);
+}
+
+#[tokio::test]
+async fn logprobs_have_openais_shape() {
+    let engine = Fake::saying(vec![last_with_logprobs(&[u32::from(b'a'), 0xC3, 0xA9], 256)]);
+    let fields = json!({ "logprobs": true, "top_logprobs": 2 });
+    let parsed: CreateChatCompletionResponse = send(&engine.router(), chat(fields)).await.parsed();
+    let content = parsed.choices[0].logprobs.as_ref().unwrap().content.as_ref().unwrap();
+    assert_eq!(parsed.choices[0].message.content.as_deref(), Some("aé"));
+    assert_eq!(content.len(), 3);
+    assert_eq!((content[0].token.as_str(), content[0].logprob), ("a", -0.5));
+    assert_eq!(content[1].bytes, Some(vec![0xC3]), "half a character is told by its bytes");
+    let rival = &content[0].top_logprobs[1];
+    assert_eq!((rival.token.as_str(), rival.logprob), ("he", -9999.0));
+}
+
+#[tokio::test]
+async fn the_routers_decision_comes_back_in_a_header() {
+    let engine = Fake::new(|request| {
+        let explain = request.explain.then(|| r#"{"worker":"w1","why":"é"}"#.into());
+        let mut tokens = vec![first("a"), last("", Finish::Stop)];
+        if let Step::Say(first) = &mut tokens[0] {
+            first.explain = explain;
+        }
+        Ok(tokens)
+    });
+    for stream in [false, true] {
+        let mut request = chat(json!({ "stream": stream, "n": 2 }));
+        request.headers_mut().insert("x-blockyard-explain", "1".parse().unwrap());
+        let answer = send(&engine.router(), request).await;
+        assert_eq!(answer.header("x-blockyard-explain"), r#"{"worker":"w1","why":"\u00e9"}"#);
+    }
+    assert!(!send(&engine.router(), chat(json!({}))).await.headers.contains_key("x-blockyard-explain"));
+}

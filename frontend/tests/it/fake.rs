@@ -1,0 +1,236 @@
+//! A scripted engine, and a client for the router before it.
+
+use axum::Router;
+use axum::body::{Body, to_bytes};
+use axum::http::{HeaderMap, Request as HttpRequest, StatusCode};
+use futures::future::BoxFuture;
+use futures::{FutureExt, StreamExt, stream};
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use tokio::sync::Semaphore;
+use tower::ServiceExt;
+use worker::engine::{
+    Engine, Error, Finish, Logprobs, ModelCard, Output, OutputStream, PromptReport, Readiness, Request, Tokens,
+};
+
+use crate::tiny;
+
+/// What the engine does next in a stream.
+#[derive(Clone)]
+pub(crate) enum Step {
+    Say(Tokens),
+    Fail(Error),
+    /// Waits for a permit.
+    Wait(Arc<Semaphore>),
+    Hang,
+    Panic,
+}
+
+type Script = dyn Fn(&Request) -> Result<Vec<Step>, Error> + Send + Sync;
+
+/// An engine that follows a script.
+pub(crate) struct Fake {
+    script: Box<Script>,
+    pub(crate) readiness: Mutex<Readiness>,
+    pub(crate) card: Mutex<Arc<ModelCard>>,
+    /// Requests, in the order in which they came.
+    pub(crate) seen: Mutex<Vec<Request>>,
+    /// How many streams are open.
+    pub(crate) open: Arc<AtomicUsize>,
+}
+
+impl Fake {
+    pub(crate) fn new(script: impl Fn(&Request) -> Result<Vec<Step>, Error> + Send + Sync + 'static) -> Arc<Self> {
+        Arc::new(Self {
+            script: Box::new(script),
+            readiness: Mutex::new(Readiness::Ready),
+            card: Mutex::new(Arc::new(card())),
+            seen: Mutex::default(),
+            open: Arc::default(),
+        })
+    }
+
+    /// The same steps for every request.
+    pub(crate) fn saying(steps: Vec<Step>) -> Arc<Self> {
+        Self::new(move |_| Ok(steps.clone()))
+    }
+
+    pub(crate) fn router(self: &Arc<Self>) -> Router {
+        frontend::router(self.clone(), prometheus::Registry::new(), frontend::Settings::default()).unwrap()
+    }
+
+    /// The only request so far.
+    pub(crate) fn only(&self) -> Request {
+        let seen = self.seen.lock().unwrap();
+        assert_eq!(seen.len(), 1);
+        seen[0].clone()
+    }
+
+    pub(crate) fn open(&self) -> usize {
+        self.open.load(Ordering::SeqCst)
+    }
+}
+
+impl Engine for Fake {
+    fn generate(&self, request: Request) -> BoxFuture<'_, Result<OutputStream, Error>> {
+        let steps = (self.script)(&request);
+        self.seen.lock().unwrap().push(request);
+        let open = Open::new(self.open.clone());
+        async move {
+            let steps = stream::iter(steps?).then(move |step| {
+                let _held_by_the_stream = &open;
+                async move {
+                    match step {
+                        Step::Say(tokens) => Some(Ok(Output::Tokens(tokens))),
+                        Step::Fail(error) => Some(Err(error)),
+                        Step::Wait(gate) => {
+                            gate.acquire().await.unwrap().forget();
+                            None
+                        }
+                        Step::Hang => std::future::pending().await,
+                        Step::Panic => panic!("a scripted panic"),
+                    }
+                }
+            });
+            Ok(steps.filter_map(|output| async { output }).boxed())
+        }
+        .boxed()
+    }
+
+    fn models(&self) -> Vec<Arc<ModelCard>> {
+        vec![self.card.lock().unwrap().clone()]
+    }
+
+    fn readiness(&self) -> Readiness {
+        self.readiness.lock().unwrap().clone()
+    }
+}
+
+struct Open(Arc<AtomicUsize>);
+
+impl Open {
+    fn new(count: Arc<AtomicUsize>) -> Self {
+        count.fetch_add(1, Ordering::SeqCst);
+        Self(count)
+    }
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// A model called `org/tiny` with room for 64 tokens.
+pub(crate) fn card() -> ModelCard {
+    let template = "{% for m in messages %}{{ bos_token if loop.first }}<|turn|>{{ m.role }}:{{ m.content }}\
+        {% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}{% endfor %}\
+        {% if tools %}{{ tools | tojson }}{% endif %}{% if add_generation_prompt %}<|turn|>{% endif %}";
+    ModelCard {
+        id: "org/tiny".into(),
+        identity: "tiny".into(),
+        created: 1_700_000_000,
+        context: 64,
+        block_size: 16,
+        vocabulary: tiny::VOCABULARY,
+        eos: vec![tiny::EOS],
+        tokenizer: tiny::tokenizer().into(),
+        chat_template: Some(template.into()),
+        special_tokens: vec![("bos_token".into(), "<|bos|>".into())],
+        random_weights: true,
+    }
+}
+
+/// Text as tokens, one per byte.
+pub(crate) fn bytes(text: &str) -> Vec<u32> {
+    text.bytes().map(u32::from).collect()
+}
+
+/// An item that says a text.
+pub(crate) fn say(text: &str) -> Step {
+    Step::Say(Tokens { ids: bytes(text), ..Tokens::default() })
+}
+
+/// A first item: 48 tokens of the prompt were in host memory, 17 were computed.
+pub(crate) fn first(text: &str) -> Step {
+    let cached = serde_json::from_value(serde_json::json!([["g2", 48]])).unwrap();
+    let prompt = PromptReport { cached, computed: 17, ..PromptReport::default() };
+    Step::Say(Tokens { ids: bytes(text), prompt: Some(prompt), ..Tokens::default() })
+}
+
+/// A last item.
+pub(crate) fn last(text: &str, finish: Finish) -> Step {
+    Step::Say(Tokens { ids: bytes(text), finish: Some(finish), ..Tokens::default() })
+}
+
+/// A last item with log-probabilities: each token -0.5, and one rival.
+pub(crate) fn last_with_logprobs(ids: &[u32], rival: u32) -> Step {
+    let logprobs = ids.iter().map(|id| Logprobs { chosen: -0.5, top: vec![(*id, -0.5), (rival, f32::NEG_INFINITY)] });
+    let logprobs = logprobs.collect();
+    Step::Say(Tokens { ids: ids.to_vec(), logprobs, finish: Some(Finish::Length), ..Tokens::default() })
+}
+
+/// What came back.
+pub(crate) struct Answer {
+    pub(crate) status: StatusCode,
+    pub(crate) headers: HeaderMap,
+    pub(crate) body: Vec<u8>,
+}
+
+impl Answer {
+    pub(crate) fn json(&self) -> Value {
+        self.parsed()
+    }
+
+    pub(crate) fn parsed<T: DeserializeOwned>(&self) -> T {
+        serde_json::from_slice(&self.body).unwrap_or_else(|e| panic!("{e}: {}", String::from_utf8_lossy(&self.body)))
+    }
+
+    /// The data of all events.
+    pub(crate) fn events(&self) -> Vec<String> {
+        events(std::str::from_utf8(&self.body).unwrap())
+    }
+
+    pub(crate) fn header(&self, name: &str) -> &str {
+        self.headers.get(name).unwrap_or_else(|| panic!("no {name}")).to_str().unwrap()
+    }
+}
+
+/// The data of the events in a piece of a stream.
+pub(crate) fn events(text: &str) -> Vec<String> {
+    assert!(text.ends_with("\n\n"), "whole events only: {text:?}");
+    text.split_terminator("\n\n").map(|event| event.strip_prefix("data: ").unwrap_or(event).to_owned()).collect()
+}
+
+/// Sends a JSON body.
+pub(crate) fn post(path: &str, body: &Value) -> HttpRequest<Body> {
+    HttpRequest::post(path).header("content-type", "application/json").body(Body::from(body.to_string())).unwrap()
+}
+
+/// Sends a request and waits for all of the answer.
+pub(crate) async fn send(router: &Router, request: HttpRequest<Body>) -> Answer {
+    let response = router.clone().oneshot(request).await.unwrap();
+    let (status, headers) = (response.status(), response.headers().clone());
+    Answer { status, headers, body: to_bytes(response.into_body(), usize::MAX).await.unwrap().to_vec() }
+}
+
+/// A chat request with these fields besides a message.
+pub(crate) fn chat(fields: Value) -> HttpRequest<Body> {
+    let mut body = serde_json::json!({ "model": "org/tiny", "messages": [{ "role": "user", "content": "hello" }] });
+    merge(&mut body, fields);
+    post("/v1/chat/completions", &body)
+}
+
+/// A completion request with these fields besides a prompt.
+pub(crate) fn completion(fields: Value) -> HttpRequest<Body> {
+    let mut body = serde_json::json!({ "model": "org/tiny", "prompt": "hello" });
+    merge(&mut body, fields);
+    post("/v1/completions", &body)
+}
+
+fn merge(body: &mut Value, fields: Value) {
+    let Value::Object(fields) = fields else { panic!("fields are an object") };
+    body.as_object_mut().unwrap().extend(fields);
+}

@@ -1,0 +1,145 @@
+//! Streams, as the bytes on the wire.
+
+use crate::fake::{Fake, Step, chat, completion, events, first, last, say, send};
+use async_openai::types::chat::CreateChatCompletionStreamResponse;
+use async_openai::types::completions::CreateCompletionResponse;
+use axum::body::BodyDataStream;
+use axum::http::StatusCode;
+use futures::{FutureExt, StreamExt};
+use serde_json::{Value, json};
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::Semaphore;
+use tower::ServiceExt;
+use worker::engine::{Error, Finish};
+
+async fn next(body: &mut BodyDataStream) -> String {
+    String::from_utf8(body.next().await.expect("more to come").unwrap().to_vec()).unwrap()
+}
+
+#[tokio::test]
+async fn each_item_of_the_engine_is_one_write() {
+    let engine = Fake::saying(vec![first("he"), say("l"), last("lo", Finish::Stop)]);
+    let fields = json!({ "stream": true, "stream_options": { "include_usage": true } });
+    let response = engine.router().oneshot(chat(fields)).await.unwrap();
+    assert_eq!(response.headers()["content-type"], "text/event-stream; charset=utf-8");
+    let mut body = response.into_body().into_data_stream();
+    let one = next(&mut body).await;
+    let head = one.split_once(r#","choices""#).unwrap().0.to_owned();
+    assert!(head.starts_with(r#"data: {"id":"chatcmpl-"#), "{head}");
+    assert_eq!(
+        one.strip_prefix(&head).unwrap(),
+        concat!(
+            r#","choices":[{"index":0,"delta":{"role":"assistant","content":"he"},"logprobs":null,"finish_reason":null}],"usage":null}"#,
+            "\n\n"
+        )
+    );
+    assert_eq!(
+        next(&mut body).await.strip_prefix(&head).unwrap(),
+        concat!(
+            r#","choices":[{"index":0,"delta":{"content":"l"},"logprobs":null,"finish_reason":null}],"usage":null}"#,
+            "\n\n"
+        )
+    );
+    let rest = next(&mut body).await;
+    let rest = events(&rest);
+    let last: CreateChatCompletionStreamResponse = serde_json::from_str(&rest[0]).unwrap();
+    assert_eq!(last.choices[0].delta.content.as_deref(), Some("lo"));
+    let usage: CreateChatCompletionStreamResponse = serde_json::from_str(&rest[1]).unwrap();
+    assert!(usage.choices.is_empty());
+    assert_eq!(usage.usage.unwrap().completion_tokens, 5);
+    assert_eq!(rest[2], "[DONE]");
+    assert!(body.next().await.is_none());
+}
+
+#[tokio::test]
+async fn a_completion_streams_chunks_that_openais_types_read() {
+    let engine = Fake::saying(vec![first("he"), say("l"), last("lo", Finish::Length)]);
+    let answer = send(&engine.router(), completion(json!({ "stream": true, "n": 2 }))).await;
+    let events = answer.events();
+    let (done, chunks) = events.split_last().unwrap();
+    assert_eq!(done, "[DONE]");
+    let mut texts = [String::new(), String::new()];
+    for chunk in chunks {
+        let chunk: CreateCompletionResponse = serde_json::from_str(chunk).unwrap();
+        texts[chunk.choices[0].index as usize].push_str(&chunk.choices[0].text);
+        assert!(chunk.usage.is_none());
+    }
+    assert_eq!(texts, ["hello", "hello"]);
+}
+
+#[tokio::test]
+async fn a_character_is_never_cut() {
+    let halves = ["😀".as_bytes()[..2].to_vec(), "😀".as_bytes()[2..].to_vec()];
+    let say = |bytes: &[u8]| {
+        let ids = bytes.iter().copied().map(u32::from).collect();
+        Step::Say(worker::engine::Tokens { ids, ..Default::default() })
+    };
+    let engine = Fake::saying(vec![say(&halves[0]), say(&halves[1]), last("", Finish::Stop)]);
+    let answer = send(&engine.router(), chat(json!({ "stream": true }))).await;
+    let first: Value = serde_json::from_str(&answer.events()[0]).unwrap();
+    assert_eq!(first["choices"][0]["delta"]["content"], "😀", "nothing is written until there is something to say");
+}
+
+#[tokio::test(start_paused = true)]
+async fn silence_is_kept_alive_by_comments() {
+    let gate = Arc::new(Semaphore::new(0));
+    let engine = Fake::saying(vec![Step::Wait(gate.clone()), last("a", Finish::Stop)]);
+    let response = engine.router().oneshot(chat(json!({ "stream": true }))).await.unwrap();
+    let mut body = response.into_body().into_data_stream();
+    assert_eq!(next(&mut body).await, ": keep-alive\n\n");
+    assert_eq!(next(&mut body).await, ": keep-alive\n\n");
+    gate.add_permits(1);
+    assert!(next(&mut body).await.contains(r#""content":"a""#));
+}
+
+#[tokio::test]
+async fn a_failure_on_the_way_is_an_event_and_the_end() {
+    let failing = [Step::Fail(Error::Unavailable("worker gone".into())), Step::Panic];
+    for (step, code) in failing.into_iter().zip(["service_unavailable", "internal_error"]) {
+        let engine = Fake::saying(vec![first("a"), step, Step::Hang]);
+        let router = engine.router();
+        let answer = send(&router, chat(json!({ "stream": true }))).await;
+        assert_eq!(answer.status, 200);
+        let events = answer.events();
+        assert_eq!(events.len(), 2, "no [DONE] after an error: {events:?}");
+        let error: Value = serde_json::from_str(&events[1]).unwrap();
+        assert_eq!((&error["error"]["code"], &error["error"]["type"]), (&json!(code), &json!("server_error")));
+        assert_eq!(engine.open(), 0);
+    }
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_takes_its_engine_streams_along() {
+    let engine = Fake::saying(vec![first("a"), Step::Hang]);
+    let router = engine.router();
+    let response = router.clone().oneshot(chat(json!({ "stream": true, "n": 2 }))).await.unwrap();
+    let mut body = response.into_body().into_data_stream();
+    next(&mut body).await;
+    next(&mut body).await;
+    assert_eq!(engine.open(), 2);
+    drop(body);
+    assert_eq!(engine.open(), 0);
+
+    // And one that leaves while it waits for an answer in one piece.
+    let mut asking = Box::pin(send(&router, chat(json!({}))));
+    while engine.open() == 0 {
+        assert!((&mut asking).now_or_never().is_none());
+    }
+    drop(asking);
+    assert_eq!(engine.open(), 0);
+
+    let metrics = send(&router, axum::http::Request::get("/metrics").body(axum::body::Body::empty()).unwrap()).await;
+    let text = String::from_utf8(metrics.body).unwrap();
+    let line = r#"blockyard_frontend_requests_total{endpoint="/v1/chat/completions",status="499"} 2"#;
+    assert!(text.contains(line), "{text}");
+}
+
+#[tokio::test]
+async fn with_an_explanation_a_failure_before_the_first_output_has_its_status() {
+    let engine = Fake::saying(vec![Step::Fail(Error::Overloaded { retry_after: Duration::from_millis(1500) })]);
+    let mut request = chat(json!({ "stream": true }));
+    request.headers_mut().insert("x-blockyard-explain", "1".parse().unwrap());
+    let answer = send(&engine.router(), request).await;
+    assert_eq!((answer.status, answer.header("retry-after")), (StatusCode::TOO_MANY_REQUESTS, "2"));
+}
