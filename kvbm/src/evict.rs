@@ -49,6 +49,16 @@ pub(crate) struct Residents {
     clock: u64,
 }
 
+/// What [`Residents::remove`] did.
+pub(crate) enum Removed {
+    /// There was no such block.
+    Absent,
+    /// The slot is the caller's.
+    Vacated(u32),
+    /// Somebody still holds the block; the last [`Residents::release`] says that the slot is free.
+    StillHeld,
+}
+
 #[derive(Clone)]
 struct Node {
     name: SequenceHash,
@@ -171,12 +181,11 @@ impl Residents {
         Some((slot, name))
     }
 
-    /// Takes a block out of the pool, whatever follows it. `Some(Some(slot))`: the slot is the caller's at once;
-    /// `Some(None)`: somebody still holds it, and the last [`Residents::release`] says so.
-    pub(crate) fn remove(&mut self, name: SequenceHash) -> Option<Option<u32>> {
-        let slot = self.find(name)?;
+    /// Takes a block out of the pool, whatever follows it.
+    pub(crate) fn remove(&mut self, name: SequenceHash) -> Removed {
+        let Some(slot) = self.find(name) else { return Removed::Absent };
         self.detach(slot);
-        Some((self.nodes[slot as usize].holds == 0).then_some(slot))
+        if self.nodes[slot as usize].holds == 0 { Removed::Vacated(slot) } else { Removed::StillHeld }
     }
 
     /// Out of the index; guards may remain.

@@ -52,6 +52,14 @@ impl HostTier {
         self.fingerprint
     }
 
+    pub(crate) fn block_bytes(&self) -> usize {
+        self.arena.slot_bytes()
+    }
+
+    pub(crate) fn capacity(&self) -> usize {
+        self.pool.capacity()
+    }
+
     /// Keeps a block whose bytes `fill` writes straight into the slot. Blocks for the time of the copy.
     pub(crate) fn fill(
         &self,
@@ -68,6 +76,11 @@ impl HostTier {
     /// A block without a copy of its bytes, kept in place while they are held.
     pub(crate) fn get(&self, name: SequenceHash) -> Option<Block> {
         self.pool.matched(&[name]).pop().map(|held| self.block(held))
+    }
+
+    #[cfg(test)]
+    pub(crate) fn names(&self) -> Vec<SequenceHash> {
+        self.pool.names()
     }
 
     fn put(&self, block: &Block) -> Result<(), StoreError> {
@@ -146,3 +159,6 @@ impl fmt::Debug for HostTier {
         write!(f, "HostTier({:?})", self.usage())
     }
 }
+
+#[cfg(test)]
+mod tests;

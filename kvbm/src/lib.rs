@@ -18,19 +18,24 @@ pub mod block;
 #[cfg(test)]
 mod contract;
 pub mod device;
+pub mod disk;
 pub mod event;
 mod evict;
 pub mod faulty;
 mod host;
+mod index;
 mod manager;
 mod metrics;
 pub mod name;
 mod peer;
+mod plan;
 mod pool;
+mod run;
 pub mod tier;
 
 pub use block::{Block, Codec, Corrupt, Header, Verified};
 pub use device::{BlockId, DeviceBlocks};
+pub use disk::DiskTier;
 pub use event::{BlockEvent, Epoch, EventLog, Gap, Level, Numbered, Snapshot};
 pub use faulty::{Faults, Faulty};
 pub use host::HostTier;

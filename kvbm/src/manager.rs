@@ -1,4 +1,14 @@
-//! The [`BlockManager`]: one engine's blocks, from device memory down.
+//! The [`BlockManager`]: one engine's blocks, from device memory down through the tiers and up again.
+//!
+//! It puts together what others own: [`crate::pool`] (which slot holds what), `offload` (blocks on their way down),
+//! `onboard` (on their way up), [`crate::plan`] (which are worth it).
+//!
+//! **When a background task panics**, the manager is poisoned: it says so at level error, and from then on answers as if
+//! there were no tiers below G1. Serving goes on, slower; nothing that the task may have left half done is used.
+
+mod offload;
+mod onboard;
+mod speed;
 
 use crate::SequenceHash;
 use crate::device::DeviceBlocks;
@@ -6,19 +16,34 @@ use crate::event::{EventLog, Level};
 use crate::host::HostTier;
 use crate::metrics::Metrics;
 use crate::peer::Peer;
+use crate::plan::plan;
 use crate::pool::{CachedBlock, FullBlock, PartialBlock, Pool};
 use crate::tier::Tier;
+use offload::{Lane, Offers};
+use onboard::Source;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
+use tokio::time::Instant;
 
-/// One engine's blocks: G1 in the engine's own memory, and the tiers below it. Clones share it.
+/// One engine's blocks: G1 in the engine's own memory, and the tiers below it. Clones share it; when the last one is
+/// dropped, what is on its way down is dropped too ([`BlockManager::flush`] waits for it).
 #[derive(Clone)]
-pub struct BlockManager {
+pub struct BlockManager(Arc<Inner>);
+
+struct Inner {
     core: Arc<Core>,
+    /// One per tier, in the order of `core.tiers`.
+    lanes: Vec<Lane>,
+    sources: Vec<Source>,
+    /// Tiers that are not ours but were loaded from, while they live.
+    strangers: Mutex<Vec<Stranger>>,
 }
 
-/// What the manager, its tasks and its peers share.
+type Stranger = (Weak<dyn Tier>, Arc<speed::Gauge>);
+
+/// What the manager shares with its tasks and its peers.
 pub(crate) struct Core {
     pub(crate) device: Arc<dyn DeviceBlocks>,
     pub(crate) pool: Pool,
@@ -26,6 +51,7 @@ pub(crate) struct Core {
     /// Fastest first, G2 included.
     pub(crate) tiers: Vec<Arc<dyn Tier>>,
     pub(crate) metrics: Metrics,
+    poisoned: AtomicBool,
 }
 
 /// What recomputing costs, as measured by the engine.
@@ -52,13 +78,16 @@ pub struct Speed {
     pub level: Level,
     /// Until the first block is there.
     pub latency: Duration,
-    /// Verified payload from then on.
+    /// Of blocks, once they flow, verification and writing included.
     pub bytes_per_second: f64,
 }
 
 impl BlockManager {
-    /// A manager of `device`'s slots, with an optional G2 and the tiers below it, fastest first. G1's and G2's events go to
-    /// `log`. Must be called inside a tokio runtime.
+    /// A manager of `device`'s slots, with an optional G2 and the tiers below it, fastest first. G1's events go to `log`
+    /// (G2's to the log that it was made with, usually the same). Must be called inside a tokio runtime.
+    ///
+    /// # Panics
+    /// When `host` was made for another engine's blocks.
     pub fn new(
         device: Arc<dyn DeviceBlocks>,
         host: Option<HostTier>,
@@ -66,80 +95,183 @@ impl BlockManager {
         log: Arc<EventLog>,
         metrics: Metrics,
     ) -> Self {
+        if let Some(host) = &host {
+            let same = host.fingerprint() == device.fingerprint() && host.block_bytes() == device.block_bytes();
+            assert!(same, "the host tier is for blocks of this device");
+        }
         let pool = Pool::new(Level::G1, device.capacity(), log, metrics.blocks(Level::G1));
-        let tiers = host.clone().map(|host| Arc::new(host) as Arc<dyn Tier>).into_iter().chain(lower).collect();
-        Self { core: Arc::new(Core { device, pool, host, tiers, metrics }) }
+        let first: Option<Arc<dyn Tier>> = host.clone().map(|host| Arc::new(host) as _);
+        let tiers: Vec<_> = first.into_iter().chain(lower).collect();
+        let core = Arc::new(Core { device, pool, host, tiers, metrics, poisoned: AtomicBool::new(false) });
+        let source = |tier: &Arc<dyn Tier>| Source { tier: tier.clone(), gauge: Arc::default() };
+        let sources = core.tiers.iter().map(source).collect();
+        let own = usize::from(core.host.is_some());
+        let below: Vec<Lane> = (own..core.tiers.len()).map(|tier| Lane::to_tier(core.clone(), tier)).collect();
+        let offers = || below.iter().map(|lane| lane.offers().clone()).collect();
+        let to_host = core.host.is_some().then(|| Lane::to_host(core.clone(), offers()));
+        let lanes = to_host.into_iter().chain(below).collect();
+        Self(Arc::new(Inner { core, lanes, sources, strangers: Mutex::default() }))
     }
 
     /// `n` empty slots, or none at all. Gives up cached blocks that nobody holds, leaves before parents, the least
     /// recently used first.
     pub fn allocate(&self, n: usize) -> Option<Vec<PartialBlock>> {
-        self.core.pool.allocate(n)
+        self.0.core.pool.allocate(n)
     }
 
-    /// Gives a block to everyone. When its name is cached already, that block is returned and the duplicate freed.
+    /// Gives a block to everyone and queues it for the tiers below. When its name is cached already, that block is
+    /// returned and the duplicate freed.
     pub fn register(&self, block: FullBlock) -> CachedBlock {
         self.register_all(vec![block]).pop().expect("one block in, one block out")
     }
 
     /// [`BlockManager::register`] of many blocks under one lock; a run of one chain is announced as one event.
     pub fn register_all(&self, blocks: Vec<FullBlock>) -> Vec<CachedBlock> {
-        self.core.pool.register(blocks)
+        let cached = self.0.core.pool.register(blocks);
+        self.0.offload(&cached.iter().map(CachedBlock::name).collect::<Vec<_>>());
+        cached
     }
 
     /// The leading `names` that are in G1, held.
     pub fn matched(&self, names: &[SequenceHash]) -> Vec<CachedBlock> {
-        self.core.pool.matched(names)
+        self.0.core.pool.matched(names)
     }
 
-    /// How many leading `names` some tier below G1 holds. Does not wait.
+    /// How many leading `names` some tier below G1 holds and could be asked for now. Does not wait.
     pub fn below(&self, names: &[SequenceHash]) -> usize {
-        let fingerprint = self.core.device.fingerprint();
-        let mut found = 0;
-        while found < names.len() {
-            let step = self.core.tiers.iter().map(|tier| tier.holds(fingerprint, &names[found..])).max().unwrap_or(0);
-            if step == 0 {
-                break;
-            }
-            found += step;
-        }
-        found
+        let core = &self.0.core;
+        onboard::locate(core, self.0.sources(), names, Instant::now()).last().map_or(0, |(_, range)| range.end)
     }
 
-    /// Brings the leading `names` into G1.
-    pub async fn onboard(&self, names: &[SequenceHash], _recompute: Recompute) -> Onboarded {
-        let blocks = self.matched(names);
-        let from = if blocks.is_empty() { Vec::new() } else { vec![(Level::G1, blocks.len())] };
-        Onboarded { blocks, from }
+    /// Brings leading `names`, which follow what the caller holds, into G1: verified, from all tiers at once, and for no
+    /// longer than computing them would take (plus a quarter of a second when a tier turns out not to answer).
+    pub async fn onboard(&self, names: &[SequenceHash], recompute: Recompute) -> Onboarded {
+        self.0.onboard(self.0.sources(), names, recompute).await
     }
 
-    /// Brings the leading `names` into G1 from one tier.
-    pub async fn onboard_from(&self, _tier: &Arc<dyn Tier>, names: &[SequenceHash], recompute: Recompute) -> Onboarded {
-        self.onboard(names, recompute).await
+    /// The same from one tier, which need not be one of ours: a peer, at hand-over.
+    pub async fn onboard_from(&self, tier: &Arc<dyn Tier>, names: &[SequenceHash], recompute: Recompute) -> Onboarded {
+        let source = Source { tier: tier.clone(), gauge: self.0.gauge(tier) };
+        self.0.onboard(&[source], names, recompute).await
     }
 
-    /// This manager's G1 and G2 as a tier that others may read.
+    /// This manager's G1 and G2 as a tier that others may read, for as long as a handle to the manager lives.
     pub fn peer(&self) -> Arc<dyn Tier> {
-        Arc::new(Peer::new(&self.core))
+        Arc::new(Peer::new(&self.0.core))
     }
 
     /// Slots that [`BlockManager::allocate`] could hand out now.
     pub fn available(&self) -> usize {
-        self.core.pool.available()
+        self.0.core.pool.available()
     }
 
     /// All slots of G1.
     pub fn capacity(&self) -> usize {
-        self.core.pool.capacity()
+        self.0.core.pool.capacity()
     }
 
-    /// What was measured of the tiers so far.
+    /// What was measured of each level so far, fastest level first; levels that were never loaded from are missing.
     pub fn speeds(&self) -> Vec<Speed> {
-        Vec::new()
+        let bytes = self.0.core.device.block_bytes() as f64;
+        let strangers = self.0.strangers.lock().unwrap_or_else(PoisonError::into_inner);
+        let strangers = strangers.iter().map(|(tier, gauge)| (tier.upgrade().map(|tier| tier.level()), gauge));
+        let own = self.0.sources.iter().map(|source| (Some(source.tier.level()), &source.gauge));
+        let speed = |(level, gauge): (Option<Level>, &Arc<speed::Gauge>)| {
+            let measured = gauge.last()?;
+            // One block at a time was all we saw: it took the latency.
+            let per_block =
+                if measured.seconds_per_block > 0.0 { measured.seconds_per_block } else { measured.latency };
+            let latency = Duration::from_secs_f64(measured.latency);
+            (per_block > 0.0).then(|| Some(Speed { level: level?, latency, bytes_per_second: bytes / per_block }))?
+        };
+        let mut speeds: Vec<Speed> = own.chain(strangers).filter_map(speed).collect();
+        speeds.sort_by_key(|speed| speed.level);
+        speeds.dedup_by_key(|speed| speed.level);
+        speeds
     }
 
-    /// Resolves when every block accepted for offloading rests, or failed.
-    pub async fn flush(&self) {}
+    /// Resolves when every block accepted for offloading rests in every tier, or failed to.
+    pub async fn flush(&self) {
+        let (host, below) = self.0.lanes.split_at(usize::from(self.0.core.host.is_some()));
+        // What G2's lane is done with was offered to those below it.
+        for stage in [host, below] {
+            futures::future::join_all(stage.iter().map(|lane| lane.offers().flush())).await;
+        }
+    }
+}
+
+impl Inner {
+    /// None when poisoned.
+    fn sources(&self) -> &[Source] {
+        if self.core.is_poisoned() { &[] } else { &self.sources }
+    }
+
+    /// Into G2 first, whose lane offers them on; without a G2 to every tier.
+    fn offload(&self, names: &[SequenceHash]) {
+        if self.core.is_poisoned() {
+            return;
+        }
+        let first = if self.core.host.is_some() { 1 } else { self.lanes.len() };
+        self.lanes.iter().take(first).map(Lane::offers).for_each(|offers: &Offers| offers.offer(&self.core, names));
+    }
+
+    async fn onboard(&self, sources: &[Source], names: &[SequenceHash], recompute: Recompute) -> Onboarded {
+        let core = &self.core;
+        let mut blocks = core.pool.matched(names);
+        let mut from = Vec::new();
+        count(&mut from, Level::G1, blocks.len());
+        let names = &names[blocks.len()..];
+        let now = Instant::now();
+        let located = onboard::locate(core, sources, names, now);
+        let plan = plan(&onboard::runs(sources, &located, now), recompute.seconds_per_block);
+        let wanted = plan.blocks.min(core.pool.available());
+        if wanted == 0 {
+            return Onboarded { blocks, from };
+        }
+        let loaded = onboard::load(core, sources, names, &located, wanted, plan.patience).await;
+        let levels = loaded.sources.iter().map(|source| sources[*source].tier.level());
+        // What G2 gave is in G2; everything else goes up there too, and down to where it is not yet.
+        let fresh = loaded.blocks.iter().zip(levels.clone()).filter(|(_, level)| *level != Level::G2);
+        let fresh: Vec<SequenceHash> = fresh.map(|(block, _)| block.name()).collect();
+        levels.for_each(|level| count(&mut from, level, 1));
+        blocks.extend(core.pool.register(loaded.blocks));
+        self.offload(&fresh);
+        Onboarded { blocks, from }
+    }
+
+    fn gauge(&self, tier: &Arc<dyn Tier>) -> Arc<speed::Gauge> {
+        if let Some(source) = self.sources.iter().find(|source| Arc::ptr_eq(&source.tier, tier)) {
+            return source.gauge.clone();
+        }
+        let mut strangers = self.strangers.lock().unwrap_or_else(PoisonError::into_inner);
+        strangers.retain(|(known, _)| known.strong_count() > 0);
+        if let Some((_, gauge)) = strangers.iter().find(|(known, _)| known.ptr_eq(&Arc::downgrade(tier))) {
+            return gauge.clone();
+        }
+        let gauge = Arc::default();
+        strangers.push((Arc::downgrade(tier), Arc::clone(&gauge)));
+        gauge
+    }
+}
+
+impl Core {
+    fn is_poisoned(&self) -> bool {
+        self.poisoned.load(Ordering::Relaxed)
+    }
+
+    /// A task died. See the module's text.
+    fn poison(&self, level: Level) {
+        self.poisoned.store(true, Ordering::Relaxed);
+        tracing::error!(tier = %level, "the offloading task panicked; tiers below the device are no longer used");
+    }
+}
+
+fn count(from: &mut Vec<(Level, usize)>, level: Level, blocks: usize) {
+    match from.last_mut() {
+        _ if blocks == 0 => {}
+        Some((last, count)) if *last == level => *count += blocks,
+        _ => from.push((level, blocks)),
+    }
 }
 
 impl fmt::Debug for BlockManager {
@@ -150,3 +282,6 @@ impl fmt::Debug for BlockManager {
             .finish()
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,9 +1,10 @@
 //! What is counted: blocks, bytes and latency per tier and direction, what failed, what was dropped.
 //!
-//! One value serves every manager of a process: gauges move by differences, so the managers' blocks add up. Labels are
+//! One value serves every manager of a process: gauges of memory move by differences, so the managers' blocks
+//! add up; a tier that managers share is set to what it says of itself. Labels are
 //! bounded: `tier` is a [`Level`], `direction` is one of two words.
 
-use crate::Level;
+use crate::{Level, Tier};
 use prometheus::{HistogramOpts, HistogramVec, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry};
 use std::time::Duration;
 
@@ -91,6 +92,11 @@ impl Metrics {
 
     pub(crate) fn blocks(&self, level: Level) -> IntGauge {
         self.blocks.with_label_values(&[level.name()])
+    }
+
+    /// Sets what rests in a tier that does not count by itself.
+    pub(crate) fn rests(&self, tier: &dyn Tier) {
+        self.blocks(tier.level()).set(tier.usage().blocks.cast_signed());
     }
 
     pub(crate) fn moved(&self, level: Level, direction: Direction, bytes: u64, time: Duration) {

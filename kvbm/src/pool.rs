@@ -16,7 +16,7 @@
 use crate::SequenceHash;
 use crate::device::BlockId;
 use crate::event::{BlockEvent, EventLog, Level};
-use crate::evict::Residents;
+use crate::evict::{Removed, Residents};
 use prometheus::IntGauge;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -94,20 +94,17 @@ impl Pool {
         for block in blocks {
             let FullBlock { slot, name, parent } = block;
             debug_assert!(slot.is_of(&self.0), "a block of another pool");
-            let id = match state.residents.find(name) {
-                Some(id) => {
-                    state.residents.hold(id);
-                    duplicates.push(slot);
-                    id
+            let id = if let Some(id) = state.residents.find(name) {
+                state.residents.hold(id);
+                duplicates.push(slot);
+                id
+            } else {
+                let id = slot.keep();
+                state.residents.insert(id, name, parent);
+                if let Some(ended) = run.push(name, parent) {
+                    self.0.stored(ended);
                 }
-                None => {
-                    let id = slot.keep();
-                    state.residents.insert(id, name, parent);
-                    if let Some(ended) = run.push(name, parent) {
-                        self.0.stored(ended);
-                    }
-                    id
-                }
+                id
             };
             cached.push(self.held(id, name, parent));
         }
@@ -138,10 +135,12 @@ impl Pool {
     /// Denies a block from now on. Whoever holds it keeps it.
     pub(crate) fn discard(&self, name: SequenceHash) {
         let mut state = self.0.lock();
-        if let Some(slot) = state.residents.remove(name) {
-            state.free.extend(slot);
-            self.0.removed(vec![name]);
+        match state.residents.remove(name) {
+            Removed::Absent => return,
+            Removed::Vacated(slot) => state.free.push(slot),
+            Removed::StillHeld => {}
         }
+        self.0.removed(vec![name]);
     }
 
     fn held(&self, id: u32, name: SequenceHash, parent: Option<SequenceHash>) -> CachedBlock {
@@ -163,13 +162,13 @@ impl Shared {
 
     /// Called under the lock.
     fn stored(&self, run: Run) {
-        self.blocks.add(run.blocks.len() as i64);
+        self.blocks.add(run.blocks.len().cast_signed() as i64);
         self.log.announce(BlockEvent::Stored { level: self.level, parent: run.parent, blocks: run.blocks });
     }
 
     /// Called under the lock.
     fn removed(&self, blocks: Vec<SequenceHash>) {
-        self.blocks.add(-(blocks.len() as i64));
+        self.blocks.add(-(blocks.len().cast_signed() as i64));
         self.log.announce(BlockEvent::Removed { level: self.level, blocks });
     }
 }
@@ -177,7 +176,7 @@ impl Shared {
 impl Drop for Shared {
     fn drop(&mut self) {
         let left = self.state.get_mut().unwrap_or_else(PoisonError::into_inner).residents.len();
-        self.blocks.add(-(left as i64));
+        self.blocks.add(-(left.cast_signed() as i64));
     }
 }
 

@@ -26,7 +26,7 @@ unsafe impl Send for Arena {}
 unsafe impl Sync for Arena {}
 
 impl Arena {
-    /// Pages: what O_DIRECT and device drivers want of memory they read.
+    /// Pages: what `O_DIRECT` and device drivers want of memory they read.
     const ALIGN: usize = 4096;
 
     pub(super) fn new(slots: usize, slot_bytes: usize) -> Self {

@@ -1,8 +1,9 @@
-//! Models that come with the program: real Hugging Face folders with made-up weights, for when there is no model at hand.
+//! Models that come with the program: real Hugging Face folders with made-up weights, for when there is no model at
+//! hand.
 //!
 //! Their text is meaningless, but nothing about them is special: they are written once into the data directory, any
-//! loader of Llama models can read them, and here the same [`Folder`](super::folder::Folder) loads them as any other. The weights depend on
-//! the name and [`VERSION`] only, bit for bit, on every machine.
+//! loader of Llama models can read them, and here the same [`Folder`](super::folder::Folder) loads them as any other.
+//! The weights depend on the name and [`VERSION`] only, bit for bit, on every machine.
 
 mod seeded;
 mod tokenizer;
@@ -60,8 +61,8 @@ impl Builtin {
         Self::ALL.into_iter().find(|model| model.name() == name)
     }
 
-    /// The model's folder under `data_dir`, written if it is not there yet. `progress` is called with bytes written and bytes
-    /// in all.
+    /// The model's folder under `data_dir`, written if it is not there yet. `progress` is called with bytes written and
+    /// bytes in all.
     ///
     /// Blocks, for about a second per 100 million parameters and core. One process writes while others wait; what was
     /// begun by a process that died is begun again.

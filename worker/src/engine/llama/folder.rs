@@ -1,8 +1,8 @@
 //! A Hugging Face folder: everything that is needed to serve a model, read once and checked.
 //!
 //! Files used: `config.json`, `generation_config.json` (for more end tokens), `model.safetensors` or the shards that
-//! `model.safetensors.index.json` names, `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja`. Every error
-//! names the file, and the field or tensor in it.
+//! `model.safetensors.index.json` names, `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja`. Every
+//! error names the file, and the field or tensor in it.
 
 mod error;
 mod fields;
@@ -37,8 +37,8 @@ pub(crate) struct Folder {
 impl Folder {
     /// Loads the model at `path`. Its id is the folder's name unless given.
     ///
-    /// The card's identity hashes `config.json` and the weights that are used, as stored: the same values stored as another type are
-    /// another model, and so is the same model with a field of its configuration changed.
+    /// The card's identity hashes `config.json` and the weights that are used, as stored: the same values stored as
+    /// another type are another model, and so is the same model with a field of its configuration changed.
     pub(crate) fn open(path: &Path, id: Option<&str>) -> Result<Self, FolderError> {
         if !path.is_dir() {
             return Err(FolderError::NotAFolder { path: path.to_owned() });

@@ -9,8 +9,8 @@ use kvbm::BlockId;
 use safetensors::SafeTensors;
 use std::path::Path;
 
-/// Largest difference of a logit, relative to the largest logit. Both sides compute in f32, in another order of summation:
-/// 1e-6 is what is seen.
+/// Largest difference of a logit, relative to the largest logit. Both sides compute in f32, in another order of
+/// summation: 1e-6 is what is seen.
 const TOLERANCE: f32 = 5e-6;
 
 struct Reference {

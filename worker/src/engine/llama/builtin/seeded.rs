@@ -2,12 +2,12 @@
 //! every machine makes the same bits.
 //!
 //! Random weights must still behave like a model's. Three choices see to that:
-//! - Matrices keep the scale of what they multiply; queries and keys are [`SHARP`] times larger, so that attention picks
-//!   places instead of averaging all, and the text depends on its whole past.
+//! - Matrices keep the scale of what they multiply; queries and keys are [`SHARP`] times larger, so that attention
+//!   picks places instead of averaging all, and the text depends on its whole past.
 //! - Embeddings are small beside what the layers add. With the head tied to them, the likeliest next token would
 //!   otherwise be the last one again.
-//! - The head favours words (see [`Vocabulary::words`]): the others' rows are [`FAINT`], so that generated text can be read, and
-//!   becomes the same tokens again in the next turn's prompt.
+//! - The head favours words (see [`Vocabulary::words`]): the others' rows are [`FAINT`], so that generated text can be
+//!   read, and becomes the same tokens again in the next turn's prompt.
 
 use super::tokenizer::{END, Vocabulary};
 use crate::engine::llama::config::Config;
@@ -26,8 +26,8 @@ const SHARP: f32 = 2.0;
 const EMBEDDING: f32 = 0.04;
 /// Of any other token, relative to a word's. Even an embedding this small stands far above the norm's epsilon.
 const FAINT: f32 = 0.1;
-/// Of the end token, relative to a word's: a normal variable of this deviation exceeds the largest of 7,600 of deviation 1
-/// (about 3.8) in one of 180 draws, which makes texts of that mean length.
+/// Of the end token, relative to a word's: a normal variable of this deviation exceeds the largest of 7,600 of
+/// deviation 1 (about 3.8) in one of 180 draws, which makes texts of that mean length.
 const END_OF_TEXT: f32 = 1.5;
 /// Deviation of a word's logits: the likeliest token then gets a third of the probability or more, as in real text.
 const LOGITS: f32 = 5.0;
@@ -143,8 +143,8 @@ impl View for Tensor<'_> {
     }
 }
 
-/// A nearly normal number of deviation 1: the sum of four uniform ones of 16 bits. Logarithms and cosines, which the usual
-/// methods need, differ between machines.
+/// A nearly normal number of deviation 1: the sum of four uniform ones of 16 bits. Logarithms and cosines, which the
+/// usual methods need, differ between machines.
 fn normal(seed: u64, index: u64) -> f32 {
     /// A uniform number of n values deviates by n / √12, the sum of four by n / √3.
     const DEVIATION: f32 = 65_536.0 / 1.732_050_8;

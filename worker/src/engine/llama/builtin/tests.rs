@@ -102,15 +102,19 @@ fn greedy_text_varies_with_the_prompt_and_comes_back_as_the_same_tokens() {
     let (_data, Folder { card, config, weights }) = made(Builtin::Tiny);
     let tokenizer = Tokenizer::from_str(&card.tokenizer).unwrap();
     let model = Model::new(config, weights, 1);
+    // What transformers 5.19 answers, from the same folder: template, tokenizer and model in one.
+    let hello = " orig integers directly keyword across directly internal indicates writ bit together above";
     let answers = ["hello", "hello!", "What is a block?"].map(|text| {
         let prompt =
             format!("<|begin_of_text|><|im_start|>user<|im_sep|>{text}<|im_end|><|im_start|>assistant<|im_sep|>");
         let prompt = tokenizer.encode(prompt, false).unwrap().get_ids().to_vec();
         let answer = greedy(&model, &prompt, 60);
         let text = tokenizer.decode(&answer, true).unwrap();
-        assert_eq!(tokenizer.encode(text, false).unwrap().get_ids(), answer);
-        answer
+        assert_eq!(tokenizer.encode(&*text, false).unwrap().get_ids(), answer);
+        (text, answer)
     });
+    assert!(answers[0].0.starts_with(hello), "{}", answers[0].0);
+    let answers = answers.map(|(_, answer)| answer);
     for answer in &answers {
         assert!(answer.iter().collect::<HashSet<_>>().len() > 40, "goes in circles: {answer:?}");
         assert!(!answer.contains(&card.eos[0]));

@@ -1,8 +1,9 @@
-//! The tokenizer of the built-in models: byte-level BPE, so that any text survives; no normaliser and no prefix space, so
-//! that a longer text starts with the tokens of a shorter one wherever a special token parts them.
+//! The tokenizer of the built-in models: byte-level BPE, so that any text survives; no normaliser and no prefix space,
+//! so that a longer text starts with the tokens of a shorter one wherever a special token parts them.
 //!
-//! All that is stored is the list of merges (`merges.bin`, made by `train_merges.py`, which says from what text). Tokens are numbered: the 256
-//! bytes, what each merge makes, then the special ones. A smaller vocabulary is a shorter list of merges.
+//! All that is stored is the list of merges (`merges.bin`, made by `train_merges.py`, which says from what text).
+//! Tokens are numbered: the 256 bytes, what each merge makes, then the special ones. A smaller vocabulary is a shorter
+//! list of merges.
 
 use serde_json::{Map, Value, json};
 use std::ops::Range;
@@ -22,8 +23,8 @@ pub(super) const END: Special = Special(3);
 
 const SPECIAL: [&str; 4] = ["<|begin_of_text|>", "<|im_start|>", "<|im_sep|>", "<|im_end|>"];
 
-/// Special tokens on both sides of role and content: nothing of a turn can melt into the tokens of its neighbour, so the
-/// tokens of a conversation are a prefix of those of its continuation.
+/// Special tokens on both sides of role and content: nothing of a turn can melt into the tokens of its neighbour, so
+/// the tokens of a conversation are a prefix of those of its continuation.
 const CHAT_TEMPLATE: &str = "{{- bos_token -}}\
     {%- for message in messages -%}\
     {{- '<|im_start|>' + message['role'] + '<|im_sep|>' + message['content'] + '<|im_end|>' -}}\
@@ -69,8 +70,8 @@ impl Vocabulary {
         self.tokens.len()..self.size()
     }
 
-    /// The tokens that are a space and small letters, and that the tokenizer makes of their own text. Any sequence of them
-    /// reads as words, and becomes the same tokens when it comes back as the next turn's prompt.
+    /// The tokens that are a space and small letters, and that the tokenizer makes of their own text. Any sequence of
+    /// them reads as words, and becomes the same tokens when it comes back as the next turn's prompt.
     pub(super) fn words(&self) -> Vec<usize> {
         let tokenizer =
             Tokenizer::from_str(&self.tokenizer_json().to_string()).expect("the file we write is a tokenizer");

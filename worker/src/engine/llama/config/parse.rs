@@ -1,5 +1,5 @@
-//! Reads a Hugging Face `config.json`, as transformers 4 and 5 write it. What is absent gets the value that transformers
-//! gives it; what this engine cannot compute is refused by the field's name, never ignored.
+//! Reads a Hugging Face `config.json`, as transformers 4 and 5 write it. What is absent gets the value that
+//! transformers gives it; what this engine cannot compute is refused by the field's name, never ignored.
 
 use super::{Config, Family, Llama3Scaling, Rope};
 use crate::engine::llama::folder::{Fields, FolderError};
@@ -126,7 +126,8 @@ fn refuse_what_is_not_computed(fields: &Fields<'_>) -> Result<(), FolderError> {
     Ok(())
 }
 
-/// Either spelling: `rope_parameters` holds all of it (transformers 5), or `rope_theta` stands beside `rope_scaling` (4).
+/// Either spelling: `rope_parameters` holds all of it (transformers 5), or `rope_theta` stands beside `rope_scaling`
+/// (4).
 fn rope(fields: &Fields<'_>) -> Result<Rope, FolderError> {
     let settings = match fields.object("rope_parameters", "rope_parameters.")? {
         Some(settings) => Some(settings),
@@ -142,6 +143,11 @@ fn rope(fields: &Fields<'_>) -> Result<Rope, FolderError> {
     for place in [Some(*fields), settings].into_iter().flatten() {
         if place.optional::<f64>("partial_rotary_factor")?.is_some_and(|part| part < 1.0) {
             return Err(place.wrong("partial_rotary_factor", "is below 1; heads that rotate in part are not supported"));
+        }
+    }
+    for kind in ["full_attention", "sliding_attention"] {
+        if let Some(settings) = settings.filter(|settings| settings.contains(kind)) {
+            return Err(settings.wrong(kind, "is set; settings per kind of layer are not supported"));
         }
     }
     let scaling = settings.map(|settings| scaling(&settings)).transpose()?.flatten();

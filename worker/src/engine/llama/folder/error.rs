@@ -7,7 +7,10 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 pub enum FolderError {
     /// There is no such folder.
-    #[error("{path}: no such folder; a model is a folder with config.json, model.safetensors and tokenizer.json", path = .path.display())]
+    #[error(
+        "{path}: no such folder; a model is a folder with config.json, model.safetensors and tokenizer.json",
+        path = .path.display()
+    )]
     NotAFolder {
         /// What was given.
         path: PathBuf,
@@ -40,8 +43,8 @@ pub enum FolderError {
     },
     /// There are no weights in a form that is supported.
     #[error(
-        "{path}: neither model.safetensors nor model.safetensors.index.json is there; other formats (.bin, .gguf) must be \
-         converted to safetensors first",
+        "{path}: neither model.safetensors nor model.safetensors.index.json is there; other formats (.bin, .gguf) \
+         must be converted to safetensors first",
         path = .path.display()
     )]
     NoWeights {
@@ -68,9 +71,11 @@ pub enum FolderError {
     },
     /// The weights do not fit into memory.
     #[error(
-        "{path}: the weights need {needed} bytes of memory, {available} are available; stop other programs or choose a \
-         smaller model",
-        path = .path.display()
+        "{path}: the weights need {needed} MiB of memory, {available} MiB are available; stop other programs or \
+         choose a smaller model",
+        path = .path.display(),
+        needed = .needed.div_ceil(1 << 20),
+        available = .available >> 20
     )]
     Memory {
         /// The folder.

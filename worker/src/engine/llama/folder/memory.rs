@@ -1,4 +1,5 @@
-//! Whether weights fit into memory, asked before they are loaded: the kernel's answer afterwards is to kill the process.
+//! Whether weights fit into memory, asked before they are loaded: the kernel's answer afterwards is to kill the
+//! process.
 
 use super::FolderError;
 use std::path::Path;
@@ -28,11 +29,11 @@ mod tests {
 
     #[test]
     fn weights_that_do_not_fit_are_refused_with_both_figures() {
-        let available = available("MemTotal:  9 kB\nMemAvailable:       4 kB\n");
-        assert_eq!(available, Some(4096));
-        assert!(fits(Path::new("m"), 4096, available).is_ok());
-        let error = fits(Path::new("m"), 4097, available).unwrap_err().to_string();
-        assert!(error.contains("4097") && error.contains("4096"), "{error}");
+        let available = available("MemTotal:  9 kB\nMemAvailable:    4096 kB\n");
+        assert_eq!(available, Some(4 << 20));
+        assert!(fits(Path::new("m"), 4 << 20, available).is_ok());
+        let error = fits(Path::new("m"), (4 << 20) + 1, available).unwrap_err().to_string();
+        assert!(error.contains("need 5 MiB of memory, 4 MiB are available"), "{error}");
         assert!(fits(Path::new("m"), u64::MAX, None).is_ok(), "nothing known, nothing refused");
     }
 }

@@ -84,7 +84,12 @@ fn a_window_holds_for_all_layers_or_is_refused() {
     assert_eq!(open("mistral").config.sliding_window, Some(24));
     assert_eq!(config_with("mistral", &serde_json::json!({"sliding_window": null})).sliding_window, None);
     assert_eq!(config_with("mistral", &serde_json::json!({"sliding_window": "absent"})).sliding_window, Some(4096));
-    let qwen2 = |layers: u32| serde_json::json!({"use_sliding_window": true, "sliding_window": 16, "max_window_layers": layers, "layer_types": "absent"});
+    let qwen2 = |layers: u32| {
+        let window = serde_json::json!({"use_sliding_window": true, "sliding_window": 16, "layer_types": "absent"});
+        let mut all = window.as_object().unwrap().clone();
+        all.insert("max_window_layers".to_owned(), layers.into());
+        Value::Object(all)
+    };
     assert_eq!(config_with("qwen2", &qwen2(0)).sliding_window, Some(16));
     assert_eq!(config_with("qwen2", &qwen2(2)).sliding_window, None);
     let said = refused_with("qwen2", &qwen2(1));
@@ -149,6 +154,7 @@ fn a_configuration_that_cannot_be_served_is_refused_by_field() {
             r#"{"rope_parameters": "absent", "rope_scaling": {"type": "linear"}}"#,
             "`rope_scaling.type` is `linear`; supp",
         ),
+        (r#"{"rope_parameters": {"full_attention": {}}}"#, "`rope_parameters.full_attention` is set"),
         (r#"{"rope_parameters": {"rope_type": "llama3"}}"#, "`rope_parameters.factor` is missing"),
         (r#"{"eos_token_id": [1, 264]}"#, "`eos_token_id` names token 264, but the vocabulary has 264"),
         (r#"{"eos_token_id": "end"}"#, "`eos_token_id` is \"end\": expected a token id or a list of them"),
@@ -206,7 +212,8 @@ fn weights_that_are_cut_short_or_do_not_match_are_named() {
     assert!(text.contains("tensor `model.layers.2.input_layernorm.weight` is missing"), "{text}");
     let text = refused_with("llama", &serde_json::json!({"vocab_size": 265}));
     assert!(text.contains("`model.embed_tokens.weight` has shape [264, 32]; config.json makes it [265, 32]"), "{text}");
-    let text = refused_with("llama", &serde_json::json!({"vocab_size": 258}));
+    let text =
+        refused_with("llama", &serde_json::json!({"vocab_size": 255, "eos_token_id": null, "bos_token_id": null}));
     assert!(text.contains("tokenizer.json: `model.vocab` has token"), "{text}");
 }
 

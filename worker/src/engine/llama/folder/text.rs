@@ -18,8 +18,8 @@ pub(super) struct Text {
     pub(super) chat_template: Option<String>,
     /// Name and text.
     pub(super) special_tokens: Vec<(String, String)>,
-    /// The id of the token that the tokenizer's configuration calls the end. Of chat models it is often another than the
-    /// one in `config.json`.
+    /// The id of the token that the tokenizer's configuration calls the end. Of chat models it is often another than
+    /// the one in `config.json`.
     pub(super) eos: Option<u32>,
 }
 
@@ -54,7 +54,9 @@ impl Text {
             path: path.clone(),
             problem: format!("the file is not a tokenizer: {error}"),
         })?;
-        if let Some((token, id)) = tokenizer.get_vocab(true).into_iter().find(|(_, id)| *id as usize >= vocabulary) {
+        // Tokens added later (a `<pad>`, say) often lie beyond; the model has nothing for them, and they do not occur
+        // in text.
+        if let Some((token, id)) = tokenizer.get_vocab(false).into_iter().find(|(_, id)| *id as usize >= vocabulary) {
             let problem = format!("has token {token:?} with id {id}, but `vocab_size` in config.json is {vocabulary}");
             return Err(FolderError::Field { path, field: "model.vocab".to_owned(), problem });
         }

@@ -1,8 +1,9 @@
 //! The safetensors files of a model on disk: one file, or shards and an index.
 //!
-//! Headers are read and checked at once: a file that was cut short is found before a byte of it is used. Values are read
-//! with positioned reads in parallel chunks, hashed and widened to f32 while they are in the processor's cache. The files
-//! are deliberately not mapped: a file that shrinks under a mapping kills the process, under a read it is an error.
+//! Headers are read and checked at once: a file that was cut short is found before a byte of it is used. Values are
+//! read with positioned reads in parallel chunks, hashed and widened to f32 while they are in the processor's cache.
+//! The files are deliberately not mapped: a file that shrinks under a mapping kills the process, under a read it is an
+//! error.
 
 use super::tensors;
 use crate::engine::llama::config::Config;
@@ -18,8 +19,8 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-/// Values per chunk: 512 KiB of halves, 1 MiB of floats; fits a core's cache, and a read of that size runs at full speed. The hash
-/// of a tensor depends on it.
+/// Values per chunk: 512 KiB of halves, 1 MiB of floats; fits a core's cache, and a read of that size runs at full
+/// speed. The hash of a tensor depends on it.
 const CHUNK: usize = 1 << 18;
 
 /// Headers above this are refused; the format's own limit.

@@ -1,0 +1,197 @@
+//! What lies in a segment, and the footer that says so once the segment is sealed.
+//!
+//! Footer, little endian, at a multiple of the grain after the last record, up to the end of the file:
+//!
+//! | bytes | field |
+//! | --: | --- |
+//! | 44 × n | entries: name 16, parent 16, offset in units of 512 4, payload length 4, fingerprint's number 2, kind 1, zero 1 |
+//! | 32 × m | fingerprints, numbered from 0 |
+//! | … | zeros, so that the footer ends at a multiple of the grain |
+//! | 32 | trailer: magic `BLKYFOOT`, footer's offset 8, n 4, m 4, CRC-64/NVME over the footer before it 8 |
+//!
+//! 44 bytes a block: a million of them are read back in one stretch of 44 MB.
+
+use super::direct::{Access, Buffer};
+use super::record::{self, Found};
+use crate::{Fingerprint, SequenceHash};
+use crc_fast::{CrcAlgorithm, checksum};
+
+const MAGIC: [u8; 8] = *b"BLKYFOOT";
+const ENTRY: usize = 44;
+const TRAILER: usize = 32;
+
+/// One record of a segment.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Entry {
+    pub(super) name: SequenceHash,
+    pub(super) parent: Option<SequenceHash>,
+    /// Discarded: earlier records of the block no longer count.
+    pub(super) gone: bool,
+    /// In units of [`Access::UNIT`].
+    pub(super) offset: u32,
+    /// Payload bytes.
+    pub(super) length: u32,
+    /// Which of the listing's fingerprints.
+    space: u16,
+}
+
+/// All records of a segment.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub(super) struct Listing {
+    spaces: Vec<Fingerprint>,
+    entries: Vec<Entry>,
+}
+
+impl Listing {
+    /// Adds a record at a byte offset; records may come in any order.
+    pub(super) fn push(&mut self, record: &Found, offset: u64) {
+        let (fingerprint, name, parent, length, gone) = match record {
+            Found::Block(header) => (header.fingerprint, header.name, header.parent, header.length as u32, false),
+            Found::Gone(fingerprint, name) => (*fingerprint, *name, None, 0, true),
+        };
+        let known = self.spaces.iter().position(|space| *space == fingerprint);
+        let space = known.unwrap_or_else(|| {
+            self.spaces.push(fingerprint);
+            self.spaces.len() - 1
+        }) as u16;
+        let offset = (offset / Access::UNIT) as u32;
+        self.entries.push(Entry { name, parent, gone, offset, length, space });
+    }
+
+    pub(super) fn sort(&mut self) {
+        self.entries.sort_unstable_by_key(|entry| entry.offset);
+    }
+
+    /// The records with their fingerprints.
+    pub(super) fn iter(&self) -> impl DoubleEndedIterator<Item = (Fingerprint, &Entry)> + ExactSizeIterator {
+        self.entries.iter().map(|entry| (self.spaces[usize::from(entry.space)], entry))
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.entries.len()
+    }
+
+    /// Where the last record ends, at most.
+    pub(super) fn end(&self) -> u64 {
+        let end = |e: &Entry| u64::from(e.offset) * Access::UNIT + record::span(u64::from(e.length), Access::UNIT);
+        self.entries.iter().map(end).max().unwrap_or(0)
+    }
+
+    /// Bytes of the footer of a segment with `entries` records, if they bring no more than `spaces` fingerprints.
+    pub(super) fn footer_span(entries: usize, spaces: usize, grain: u64) -> u64 {
+        ((entries * ENTRY + spaces * 32 + TRAILER) as u64).next_multiple_of(grain)
+    }
+
+    /// The footer that will stand at byte `at`.
+    pub(super) fn encode(&self, at: u64, grain: u64) -> Buffer {
+        let span = Self::footer_span(self.entries.len(), self.spaces.len(), grain) as usize;
+        let mut footer = Buffer::zeroed(span);
+        let (entries, rest) = footer.split_at_mut(self.entries.len() * ENTRY);
+        for (to, entry) in entries.chunks_exact_mut(ENTRY).zip(&self.entries) {
+            to[..16].copy_from_slice(entry.name.as_bytes());
+            if let Some(parent) = &entry.parent {
+                to[16..32].copy_from_slice(parent.as_bytes());
+            }
+            to[32..36].copy_from_slice(&entry.offset.to_le_bytes());
+            to[36..40].copy_from_slice(&entry.length.to_le_bytes());
+            to[40..42].copy_from_slice(&entry.space.to_le_bytes());
+            to[42] = if entry.gone { 2 } else { u8::from(entry.parent.is_some()) };
+        }
+        for (to, space) in rest.chunks_exact_mut(32).zip(&self.spaces) {
+            to.copy_from_slice(space.as_bytes());
+        }
+        let trailer = span - TRAILER;
+        footer[trailer..trailer + 8].copy_from_slice(&MAGIC);
+        footer[trailer + 8..trailer + 16].copy_from_slice(&at.to_le_bytes());
+        footer[trailer + 16..trailer + 20].copy_from_slice(&(self.entries.len() as u32).to_le_bytes());
+        footer[trailer + 20..trailer + 24].copy_from_slice(&(self.spaces.len() as u32).to_le_bytes());
+        let sum = checksum(CrcAlgorithm::Crc64Nvme, &footer[..span - 8]);
+        footer[span - 8..].copy_from_slice(&sum.to_le_bytes());
+        footer
+    }
+
+    /// Where the footer of a file of `length` bytes begins, if `tail`, the last bytes of the file, ends in a trailer.
+    pub(super) fn locate(tail: &[u8], length: u64) -> Option<u64> {
+        let trailer = tail.last_chunk::<TRAILER>()?;
+        let at = word(trailer, 8);
+        (trailer[..8] == MAGIC && at <= length.checked_sub(TRAILER as u64)?).then_some(at)
+    }
+
+    /// Reads a footer; `None` when anything about it is not as it was written.
+    pub(super) fn decode(footer: &[u8]) -> Option<Self> {
+        let trailer = footer.last_chunk::<TRAILER>()?;
+        let (body, sum) = footer.split_at(footer.len() - 8);
+        if trailer[..8] != MAGIC || checksum(CrcAlgorithm::Crc64Nvme, body).to_le_bytes() != sum {
+            return None;
+        }
+        let (entries, spaces) = (half(trailer, 16) as usize, half(trailer, 20) as usize);
+        if entries * ENTRY + spaces * 32 + TRAILER > footer.len() {
+            return None;
+        }
+        let (entries, rest) = footer.split_at(entries * ENTRY);
+        let spaces: Vec<Fingerprint> = rest
+            .chunks_exact(32)
+            .take(spaces)
+            .map(|space| Fingerprint::from_bytes(std::array::from_fn(|i| space[i])))
+            .collect();
+        let entry = |bytes: &[u8]| {
+            let name = |at: usize| SequenceHash::from_bytes(std::array::from_fn(|i| bytes[at + i]));
+            let space = u16::from_le_bytes([bytes[40], bytes[41]]);
+            (usize::from(space) < spaces.len() && bytes[42] <= 2).then(|| Entry {
+                name: name(0),
+                parent: (bytes[42] == 1).then(|| name(16)),
+                gone: bytes[42] == 2,
+                offset: half(bytes, 32),
+                length: half(bytes, 36),
+                space,
+            })
+        };
+        let entries = entries.chunks_exact(ENTRY).map(entry).collect::<Option<_>>()?;
+        Some(Self { spaces, entries })
+    }
+}
+
+fn word(bytes: &[u8], at: usize) -> u64 {
+    u64::from_le_bytes(std::array::from_fn(|i| bytes[at + i]))
+}
+
+fn half(bytes: &[u8], at: usize) -> u32 {
+    u32::from_le_bytes(std::array::from_fn(|i| bytes[at + i]))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::contract::chain;
+
+    fn listing() -> Listing {
+        let mut listing = Listing::default();
+        for (n, block) in chain(1, 5).into_iter().enumerate() {
+            listing.push(&Found::Block(block.header), n as u64 * 4096);
+        }
+        listing.push(&Found::Gone(Fingerprint::from_bytes([3; 32]), SequenceHash::from_bytes([4; 16])), 5 * 4096);
+        listing
+    }
+
+    #[test]
+    fn a_footer_says_what_the_listing_said() {
+        for grain in [512, 4096] {
+            let footer = listing().encode(8192, grain);
+            assert_eq!(footer.len() as u64 % grain, 0);
+            let length = 8192 + footer.len() as u64;
+            assert_eq!(Listing::locate(&footer, length), Some(8192));
+            assert_eq!(Listing::decode(&footer), Some(listing()));
+        }
+    }
+
+    #[test]
+    fn any_flipped_bit_and_any_cut_is_seen() {
+        let footer = listing().encode(0, 512);
+        for bit in 0..footer.len() * 8 {
+            let mut bad = footer.to_vec();
+            bad[bit / 8] ^= 1 << (bit % 8);
+            assert_eq!(Listing::decode(&bad), None, "bit {bit}");
+        }
+        assert!((0..footer.len()).all(|cut| Listing::decode(&footer[..cut]).is_none()));
+    }
+}

@@ -1,0 +1,109 @@
+//! Reading: where the wanted blocks lie, and the bytes of neighbours in one call.
+
+use super::direct::{self, Access, Buffer};
+use super::log::Log;
+use super::{record, segment};
+use crate::run::{self, Run, Wanted};
+use crate::tier::{LoadError, Loaded};
+use crate::{Block, Corrupt, Fingerprint, Header, SequenceHash};
+use bytes::Bytes;
+use std::collections::BTreeMap;
+use std::fs::OpenOptions;
+use std::io::{self, IoSliceMut};
+
+/// One read: enough to be as fast as the device, small enough that the first blocks arrive early.
+const READ: u64 = 1 << 20;
+/// Reading over so much that nobody asked for takes less time than asking again.
+const GAP: u64 = 64 << 10;
+
+/// Blocks that are read from one segment in one call.
+pub(super) struct Part {
+    pub(super) segment: u32,
+    pub(super) run: Run,
+}
+
+impl Log {
+    /// Which of `names` are not here, and the reads that bring the others.
+    pub(super) fn plan(&self, fingerprint: Fingerprint, names: &[SequenceHash]) -> (Vec<usize>, Vec<Part>) {
+        let mut missing = Vec::new();
+        let mut segments: BTreeMap<u32, Vec<Wanted>> = BTreeMap::new();
+        for (index, place) in self.index.find(fingerprint, names, |place| place.hot = true).into_iter().enumerate() {
+            let Some(place) = place else {
+                missing.push(index);
+                continue;
+            };
+            let length = record::span(u64::from(place.length), self.access.grain());
+            let offset = u64::from(place.offset) * Access::UNIT;
+            segments.entry(place.segment).or_default().push(Wanted { index, offset, length });
+        }
+        let parts = segments.into_iter().flat_map(|(segment, wanted)| {
+            run::runs(wanted, GAP, READ).into_iter().map(move |run| Part { segment, run })
+        });
+        // Blocks of a request are wanted in its order; those of the segment with the first one come first.
+        let mut parts: Vec<Part> = parts.collect();
+        parts.sort_by_key(|part| part.run.wanted.iter().map(|wanted| wanted.index).min());
+        (missing, parts)
+    }
+
+    /// Reads a part, blocking. What turns out not to be a block is forgotten; a segment that was reclaimed is a miss.
+    pub(super) fn load(&self, fingerprint: Fingerprint, names: &[SequenceHash], part: &Part) -> Vec<Loaded> {
+        let indices = part.run.wanted.iter().map(|wanted| wanted.index);
+        let answer = |index: usize, record: Option<Bytes>| {
+            let block = record.ok_or(Corrupt::Length).and_then(|record| block(&record));
+            if block.is_err() {
+                self.discard(fingerprint, names[index], |place| place.segment == part.segment);
+            }
+            (index, block.map(Some).map_err(LoadError::Corrupt))
+        };
+        match self.read(part.segment, &part.run) {
+            Ok(records) => indices.zip(records).map(|(index, record)| answer(index, record)).collect(),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                let lost = indices.clone().map(|index| (fingerprint, names[index]));
+                self.index.remove(lost, |place| place.segment == part.segment);
+                indices.map(|index| (index, Ok(None))).collect()
+            }
+            Err(error) => indices.map(|index| (index, Err(LoadError::Io(again(&error))))).collect(),
+        }
+    }
+
+    /// The records of a run; `None` for one that the file is too short for.
+    pub(super) fn read(&self, number: u32, run: &Run) -> io::Result<Vec<Option<Bytes>>> {
+        let path = segment::path(&self.folder, number);
+        let read = |access: Access| -> io::Result<Vec<Option<Bytes>>> {
+            let file = access.open(&path, OpenOptions::new().read(true))?;
+            let (mut buffers, mut end) = (Vec::new(), run.start());
+            for wanted in &run.wanted {
+                if wanted.offset > end {
+                    buffers.push((None, Buffer::zeroed((wanted.offset - end) as usize)));
+                }
+                end = wanted.offset + wanted.length;
+                buffers.push((Some(end), Buffer::zeroed(wanted.length as usize)));
+            }
+            let mut parts: Vec<_> = buffers.iter_mut().map(|(_, buffer)| IoSliceMut::new(buffer)).collect();
+            let read = run.start() + direct::read_scattered(&file, run.start(), &mut parts)? as u64;
+            let records = buffers.into_iter().filter_map(|(end, buffer)| Some((end?, buffer)));
+            Ok(records.map(|(end, buffer)| (end <= read).then(|| Bytes::from_owner(buffer))).collect())
+        };
+        match read(self.access) {
+            // Written with a finer grain than this device takes.
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => read(Access::Buffered),
+            answer => answer,
+        }
+    }
+}
+
+/// The block in a record. Its checksum is for whoever serves it to verify.
+pub(super) fn block(record: &Bytes) -> Result<Block, Corrupt> {
+    let header = Header::decode(record.first_chunk().ok_or(Corrupt::Length)?)?;
+    let end = usize::try_from(header.length).ok().and_then(|length| length.checked_add(Header::LEN));
+    let end = end.filter(|end| *end <= record.len()).ok_or(Corrupt::Length)?;
+    Ok(Block { header, payload: record.slice(Header::LEN..end) })
+}
+
+/// The same error for one more who waits.
+pub(super) fn again(error: &io::Error) -> io::Error {
+    match error.raw_os_error() {
+        Some(code) => io::Error::from_raw_os_error(code),
+        None => io::Error::new(error.kind(), error.to_string()),
+    }
+}

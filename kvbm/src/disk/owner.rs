@@ -1,0 +1,46 @@
+//! One owner per log: an advisory lock on a file that the kernel lets go when the process dies.
+
+use super::OpenError;
+use std::fs::{File, OpenOptions, TryLockError};
+use std::io::{Read, Seek, Write};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+/// How long an owner that is just leaving may take: its last writes are a few segments' worth of milliseconds.
+const PATIENCE: Duration = Duration::from_secs(1);
+const AGAIN: Duration = Duration::from_millis(20);
+
+/// Owning the log, until it is dropped.
+#[must_use]
+pub(super) struct Owner {
+    _lock: File,
+}
+
+impl Owner {
+    pub(super) fn claim(folder: &Path) -> Result<Self, OpenError> {
+        let path = folder.join("owner");
+        let failed = |source| OpenError::Io { path: path.clone(), source };
+        let mut options = OpenOptions::new();
+        let mut file = options.read(true).write(true).create(true).truncate(false).open(&path).map_err(failed)?;
+        let started = Instant::now();
+        loop {
+            match file.try_lock() {
+                Ok(()) => break,
+                Err(TryLockError::WouldBlock) if started.elapsed() < PATIENCE => std::thread::sleep(AGAIN),
+                Err(TryLockError::WouldBlock) => {
+                    let mut pid = String::new();
+                    let _ = file.read_to_string(&mut pid);
+                    return Err(OpenError::Owned { folder: folder.to_owned(), pid: pid.trim().parse().ok() });
+                }
+                Err(TryLockError::Error(source)) => return Err(failed(source)),
+            }
+        }
+        // Only for the message that a second one gets; the lock itself needs no content.
+        let noted =
+            file.set_len(0).and_then(|()| file.rewind()).and_then(|()| writeln!(file, "{}", std::process::id()));
+        if let Err(error) = noted {
+            tracing::debug!(%error, "the owner's pid could not be noted");
+        }
+        Ok(Self { _lock: file })
+    }
+}

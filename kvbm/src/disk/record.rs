@@ -1,0 +1,92 @@
+//! What a segment is made of: records, one after the other, each at a multiple of the grain.
+//!
+//! A block's record is its [`Header`] and payload; that of a discarded block says that earlier records of it no longer
+//! count:
+//!
+//! | offset | bytes | field |
+//! | --: | --: | --- |
+//! | 0 | 8 | magic `BLKYGONE` |
+//! | 8 | 16 | name |
+//! | 24 | 32 | fingerprint |
+//! | 56 | 8 | CRC-64/NVME over bytes 0 to 56 |
+//!
+//! Zeros fill the rest up to the grain. There is no segment header: every record describes itself.
+
+use crate::{Block, Fingerprint, Header, SequenceHash};
+use bytes::Bytes;
+use crc_fast::{CrcAlgorithm, checksum};
+
+const GONE: [u8; 8] = *b"BLKYGONE";
+const GONE_LEN: usize = 64;
+
+/// Something to be written.
+#[derive(Clone, Copy)]
+pub(super) enum Record<'a> {
+    Block(&'a Block),
+    Gone(Fingerprint, SequenceHash),
+}
+
+impl Record<'_> {
+    /// Bytes that the record takes.
+    pub(super) fn span(&self, grain: u64) -> u64 {
+        match self {
+            Self::Block(block) => span(block.header.length, grain),
+            Self::Gone(..) => grain,
+        }
+    }
+
+    /// Writes the record; `into` is exactly its span.
+    pub(super) fn encode(&self, into: &mut [u8]) {
+        let used = match self {
+            Self::Block(block) => {
+                let end = Header::LEN + block.payload.len();
+                into[..Header::LEN].copy_from_slice(&block.header.encode());
+                into[Header::LEN..end].copy_from_slice(&block.payload);
+                end
+            }
+            Self::Gone(fingerprint, name) => {
+                into[..8].copy_from_slice(&GONE);
+                into[8..24].copy_from_slice(name.as_bytes());
+                into[24..56].copy_from_slice(fingerprint.as_bytes());
+                let sum = checksum(CrcAlgorithm::Crc64Nvme, &into[..56]);
+                into[56..GONE_LEN].copy_from_slice(&sum.to_le_bytes());
+                GONE_LEN
+            }
+        };
+        into[used..].fill(0);
+    }
+}
+
+/// Bytes that a block's record takes.
+pub(super) fn span(payload: u64, grain: u64) -> u64 {
+    (Header::LEN as u64 + payload).next_multiple_of(grain)
+}
+
+/// A sound record that was found in a segment.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(super) enum Found {
+    Block(Header),
+    Gone(Fingerprint, SequenceHash),
+}
+
+/// What stands at the start of `bytes`, judged by its own checksum.
+///
+/// `Err` says how many bytes are needed to judge; a record that ends with the file is not sound.
+pub(super) fn judge(bytes: &[u8]) -> Result<Option<Found>, usize> {
+    if bytes.starts_with(&GONE) {
+        let Some(record) = bytes.first_chunk::<GONE_LEN>() else { return Err(GONE_LEN) };
+        let sound = checksum(CrcAlgorithm::Crc64Nvme, &record[..56]).to_le_bytes() == record[56..];
+        let name = SequenceHash::from_bytes(std::array::from_fn(|i| record[8 + i]));
+        let fingerprint = Fingerprint::from_bytes(std::array::from_fn(|i| record[24 + i]));
+        return Ok(sound.then_some(Found::Gone(fingerprint, name)));
+    }
+    let Some(head) = bytes.first_chunk::<{ Header::LEN }>() else { return Err(Header::LEN) };
+    let Ok(header) = Header::decode(head) else { return Ok(None) };
+    let Some(end) = usize::try_from(header.length).ok().and_then(|length| length.checked_add(Header::LEN)) else {
+        return Ok(None);
+    };
+    let Some(payload) = bytes.get(Header::LEN..end) else { return Err(end) };
+    // The one copy of recovery; only the segment that was open at the crash is judged record by record.
+    let block = Block { header, payload: Bytes::copy_from_slice(payload) };
+    Ok(block.verify(header.name, header.fingerprint).is_ok().then_some(Found::Block(header)))
+}

@@ -1,0 +1,135 @@
+//! Making room: the next segment begins, the oldest goes.
+
+use super::Settings;
+use super::direct::{self, Access, Buffer};
+use super::listing::Listing;
+use super::load::block;
+use super::log::{Log, Place, State, WRITE, resting};
+use super::reclaim::{self, Candidate};
+use super::record::{self, Record};
+use super::segment::{self, Head};
+use crate::run::{self, Wanted};
+use crate::{Block, StoreError};
+use std::fs;
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::time::Instant;
+
+/// After a failed write the device is left alone for so long, then tried again.
+pub(super) const REST: Duration = Duration::from_secs(1);
+/// At most this part of a segment is carried over, so that reclaiming makes room.
+const CARRIED: u64 = 4;
+
+impl Log {
+    /// Seals the head, begins a new one, and makes room so that the next roll finds some.
+    pub(super) fn roll(&self, state: &mut State) -> Result<(), StoreError> {
+        if state.resting_until.is_some_and(|until| Instant::now() < until) {
+            return Err(StoreError::Busy);
+        }
+        state.head = None;
+        let rolled = self.begin(state);
+        state.resting_until = rolled.is_err().then(|| Instant::now() + REST);
+        rolled.map_err(|error| {
+            tracing::warn!(folder = %self.folder.display(), %error, "no new segment, disk tier takes no blocks for a while");
+            match error.kind() {
+                io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => StoreError::Full,
+                _ => StoreError::Io(error),
+            }
+        })
+    }
+
+    fn begin(&self, state: &mut State) -> io::Result<()> {
+        let Settings { capacity_bytes, segment_bytes, min_free_bytes } = self.settings;
+        let head = loop {
+            #[cfg(test)]
+            self.fault()?;
+            match Head::create(&self.folder, state.next, segment_bytes, self.access, &self.taken) {
+                Ok(head) => break Arc::new(head),
+                // No room even for one more: give up the oldest without carrying anything over.
+                Err(error) if error.kind() == io::ErrorKind::StorageFull && self.reclaim(state, false) => {}
+                Err(error) => return Err(error),
+            }
+        };
+        state.segments.insert(state.next, head.segment().clone());
+        (state.head, state.end, state.records, state.next) = (Some(head), 0, 0, state.next + 1);
+        while self.taken() + segment_bytes > capacity_bytes || direct::free_bytes(&self.folder)? < min_free_bytes {
+            if !self.reclaim(state, true) {
+                break;
+            }
+        }
+        if direct::free_bytes(&self.folder)? < min_free_bytes {
+            // Even what was carried over must go.
+            if let Some(head) = state.head.take() {
+                let listing = std::mem::take(&mut *head.segment().listing());
+                self.forget(state, head.segment().number(), &listing);
+            }
+            return Err(io::ErrorKind::StorageFull.into());
+        }
+        Ok(())
+    }
+
+    /// Gives up the oldest segment, if there is a sealed one.
+    fn reclaim(&self, state: &mut State, carry: bool) -> bool {
+        let oldest = state.segments.values().next().filter(|oldest| oldest.is_sealed()).cloned();
+        let Some(oldest) = oldest else { return false };
+        let listing = std::mem::take(&mut *oldest.listing());
+        if carry && let Err(error) = self.carry(state, oldest.number(), &listing) {
+            tracing::warn!(folder = %self.folder.display(), %error, "hot blocks could not be carried over");
+        }
+        self.forget(state, oldest.number(), &listing);
+        true
+    }
+
+    fn forget(&self, state: &mut State, number: u32, listing: &Listing) {
+        let blocks = listing.iter().map(|(fingerprint, entry)| (fingerprint, entry.name));
+        self.index.remove(blocks, |place| place.segment == number);
+        state.segments.remove(&number);
+        if let Err(error) = fs::remove_file(segment::path(&self.folder, number)) {
+            tracing::warn!(folder = %self.folder.display(), number, %error, "segment could not be removed");
+        }
+    }
+
+    /// Copies what is in use from the oldest segment to the head.
+    fn carry(&self, state: &mut State, number: u32, listing: &Listing) -> io::Result<()> {
+        let candidates: Vec<(Candidate, Place)> = listing
+            .iter()
+            .filter(|(_, entry)| !entry.gone)
+            .filter_map(|(fingerprint, entry)| {
+                let place = self.index.get(fingerprint, entry.name)?;
+                let bytes = record::span(u64::from(entry.length), self.access.grain());
+                let candidate =
+                    Candidate { fingerprint, name: entry.name, parent: entry.parent, hot: place.hot, bytes };
+                (place.segment == number && place.offset == entry.offset).then_some((candidate, place))
+            })
+            .collect();
+        let blocks: Vec<Candidate> = candidates.iter().map(|(candidate, _)| *candidate).collect();
+        // Several segments may go in one roll; half of the head is left for new blocks.
+        let half = (self.settings.segment_bytes / 2).saturating_sub(state.end);
+        let budget = half.min(self.settings.segment_bytes / CARRIED);
+        let carried = reclaim::carried(&blocks, budget);
+        let wanted = carried.iter().map(|&index| {
+            let (candidate, place) = &candidates[index];
+            Wanted { index, offset: u64::from(place.offset) * Access::UNIT, length: candidate.bytes }
+        });
+        let head = state.head.clone().ok_or(io::ErrorKind::NotFound)?;
+        let mut buffer = Buffer::zeroed(0);
+        for run in run::runs(wanted.collect(), 0, WRITE) {
+            let records = self.read(number, &run)?;
+            let sound = run.wanted.iter().zip(records).filter_map(|(wanted, record)| {
+                let candidate = candidates[wanted.index].0;
+                let read = block(&record?).ok()?.verify(candidate.name, candidate.fingerprint).ok()?;
+                Some(read.into_block())
+            });
+            let sound: Vec<Block> = sound.collect();
+            let offsets = head.write(state.end, sound.iter().map(Record::Block), &mut buffer)?;
+            for (block, offset) in sound.iter().zip(offsets) {
+                let new = resting(block, head.segment().number(), offset);
+                self.index.relocate(new.fingerprint, new.name, |place| place.segment == number, new.place);
+                state.end = offset + Record::Block(block).span(self.access.grain());
+                state.records += 1;
+            }
+        }
+        Ok(())
+    }
+}

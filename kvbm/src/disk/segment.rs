@@ -1,0 +1,160 @@
+//! One file of the log: being written, or sealed with a footer.
+//!
+//! ```text
+//!   create ──▶ Head (open: records, no footer) ──drop──▶ sealed (records, footer) ──remove──▶ gone
+//!                     └── process dies ──▶ recover: scan, cut the tail, seal ──▲
+//! ```
+
+use super::direct::{self, Access, Buffer};
+use super::listing::Listing;
+use super::record::{Found, Record};
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// What is known of a segment while it exists.
+pub(super) struct Segment {
+    number: u32,
+    listing: Mutex<Listing>,
+    bytes: AtomicU64,
+    sealed: AtomicBool,
+    /// Bytes of all segments of the log.
+    taken: Arc<AtomicU64>,
+}
+
+impl Segment {
+    pub(super) fn new(number: u32, listing: Listing, bytes: u64, sealed: bool, taken: &Arc<AtomicU64>) -> Arc<Self> {
+        taken.fetch_add(bytes, Ordering::Relaxed);
+        let (listing, sealed) = (Mutex::new(listing), AtomicBool::new(sealed));
+        Arc::new(Self { number, listing, bytes: AtomicU64::new(bytes), sealed, taken: taken.clone() })
+    }
+
+    pub(super) fn number(&self) -> u32 {
+        self.number
+    }
+
+    /// Nobody writes to it any more.
+    pub(super) fn is_sealed(&self) -> bool {
+        self.sealed.load(Ordering::Acquire)
+    }
+
+    pub(super) fn listing(&self) -> MutexGuard<'_, Listing> {
+        // Pushes are all that happens under this lock.
+        self.listing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn resize(&self, bytes: u64) {
+        self.taken.fetch_add(bytes, Ordering::Relaxed);
+        self.taken.fetch_sub(self.bytes.swap(bytes, Ordering::Relaxed), Ordering::Relaxed);
+    }
+}
+
+impl Drop for Segment {
+    fn drop(&mut self) {
+        self.taken.fetch_sub(*self.bytes.get_mut(), Ordering::Relaxed);
+    }
+}
+
+/// The file of a segment.
+pub(super) fn path(folder: &Path, number: u32) -> PathBuf {
+    folder.join(format!("{number:010}.segment"))
+}
+
+/// The segments of a folder, oldest first.
+pub(super) fn numbers(folder: &Path) -> io::Result<Vec<u32>> {
+    let mut numbers = Vec::new();
+    for file in fs::read_dir(folder)? {
+        let name = file?.file_name();
+        numbers.extend(name.to_str().and_then(|name| name.strip_suffix(".segment")?.parse::<u32>().ok()));
+    }
+    numbers.sort_unstable();
+    Ok(numbers)
+}
+
+/// A segment that is being written. Dropping it, by whoever writes last, seals the segment.
+pub(super) struct Head {
+    file: File,
+    path: PathBuf,
+    grain: u64,
+    segment: Arc<Segment>,
+}
+
+impl Head {
+    /// A new segment with all its space reserved.
+    pub(super) fn create(
+        folder: &Path,
+        number: u32,
+        bytes: u64,
+        access: Access,
+        taken: &Arc<AtomicU64>,
+    ) -> io::Result<Self> {
+        let path = path(folder, number);
+        let file = access.open(&path, OpenOptions::new().write(true).create_new(true))?;
+        if let Err(error) = direct::reserve(&file, bytes) {
+            let _ = fs::remove_file(&path);
+            return Err(error);
+        }
+        let segment = Segment::new(number, Listing::default(), bytes, false, taken);
+        Ok(Self { file, path, grain: access.grain(), segment })
+    }
+
+    pub(super) fn segment(&self) -> &Arc<Segment> {
+        &self.segment
+    }
+
+    /// Writes records from byte `at` on, in one go, and lists them. Returns the offset of each.
+    pub(super) fn write<'a>(
+        &self,
+        at: u64,
+        records: impl Iterator<Item = Record<'a>> + Clone,
+        buffer: &mut Buffer,
+    ) -> io::Result<Vec<u64>> {
+        let total: u64 = records.clone().map(|record| record.span(self.grain)).sum();
+        if (buffer.len() as u64) < total {
+            *buffer = Buffer::zeroed(total as usize);
+        }
+        let mut offset = 0;
+        let mut offsets = Vec::new();
+        for record in records.clone() {
+            let end = offset + record.span(self.grain) as usize;
+            record.encode(&mut buffer[offset..end]);
+            offsets.push(at + offset as u64);
+            offset = end;
+        }
+        self.file.write_all_at(&buffer[..total as usize], at)?;
+        let mut listing = self.segment.listing();
+        for (record, offset) in records.zip(&offsets) {
+            let found = match record {
+                Record::Block(block) => Found::Block(block.header),
+                Record::Gone(fingerprint, name) => Found::Gone(fingerprint, name),
+            };
+            listing.push(&found, *offset);
+        }
+        Ok(offsets)
+    }
+}
+
+impl Drop for Head {
+    fn drop(&mut self) {
+        match seal(&self.file, &mut self.segment.listing(), self.grain) {
+            Ok(bytes) => self.segment.resize(bytes),
+            // Without a footer it is scanned when the log is opened again.
+            Err(error) => tracing::warn!(segment = %self.path.display(), %error, "segment not sealed"),
+        }
+        self.segment.sealed.store(true, Ordering::Release);
+    }
+}
+
+/// Writes the footer, cuts what follows it, and returns the length of the file.
+pub(super) fn seal(file: &File, listing: &mut Listing, grain: u64) -> io::Result<u64> {
+    listing.sort();
+    let at = listing.end().next_multiple_of(grain);
+    let footer = listing.encode(at, grain);
+    file.write_all_at(&footer, at)?;
+    let length = at + footer.len() as u64;
+    file.set_len(length)?;
+    Ok(length)
+}

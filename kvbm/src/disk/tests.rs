@@ -1,0 +1,123 @@
+//! The disk tier: the contract, restarts and crashes, damage, room.
+
+use super::*;
+use crate::contract::{self, Subject, announced, chain, chain_of, fingerprint, load, names, store};
+use crate::{BlockEvent, Epoch, Verified};
+use std::collections::BTreeSet;
+use std::fs;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+use tempfile::TempDir;
+
+mod crash;
+mod damage;
+mod room;
+
+/// Small enough that a test meets several segments.
+pub(super) fn settings() -> Settings {
+    Settings { capacity_bytes: 64 << 20, segment_bytes: 64 << 10, min_free_bytes: 0 }
+}
+
+pub(super) fn open_with(folder: &Path, settings: Settings) -> (Arc<DiskTier>, Arc<EventLog>) {
+    let events = Arc::new(EventLog::new(Epoch(1)));
+    (DiskTier::open(folder, settings, events.clone()).unwrap(), events)
+}
+
+pub(super) fn open(folder: &Path) -> (Arc<DiskTier>, Arc<EventLog>) {
+    open_with(folder, settings())
+}
+
+/// Waits until nothing is left to write, discards included.
+pub(super) async fn idle(tier: &DiskTier) {
+    while !tier.log.queue.is_idle() {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+}
+
+/// The folder as a process that is killed now would leave it.
+pub(super) fn crashed(folder: &Path) -> TempDir {
+    let copy = tempfile::tempdir().unwrap();
+    for file in fs::read_dir(folder).unwrap() {
+        let file = file.unwrap();
+        // A segment may be reclaimed between the listing and the copy.
+        let _ = fs::copy(file.path(), copy.path().join(file.file_name()));
+    }
+    copy
+}
+
+pub(super) fn all(loaded: &[Option<Verified>]) -> bool {
+    loaded.iter().all(Option::is_some)
+}
+
+fn subject(settings: Settings) -> Subject {
+    let folder = tempfile::tempdir().unwrap();
+    let (tier, events) = open_with(folder.path(), settings);
+    Subject::keeping(tier, events, folder)
+}
+
+contract::suite!(async || subject(settings()));
+
+#[tokio::test]
+async fn the_budget_holds() {
+    let capacity_bytes = 400_000;
+    contract::older_blocks_make_room_and_the_budget_holds(subject(Settings { capacity_bytes, ..settings() })).await;
+}
+
+#[tokio::test]
+async fn a_second_owner_is_told_whose_folder_it_is() {
+    let folder = tempfile::tempdir().unwrap();
+    let (first, _) = open(folder.path());
+    let refused = DiskTier::open(folder.path(), settings(), Arc::new(EventLog::new(Epoch(2)))).err().unwrap();
+    let told = refused.to_string();
+    assert!(told.contains(folder.path().to_str().unwrap()) && told.contains(&std::process::id().to_string()), "{told}");
+    drop(first);
+    open(folder.path());
+}
+
+#[tokio::test]
+async fn a_capacity_without_room_for_segments_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let settings = Settings { capacity_bytes: 4 * Settings::SEGMENT_BYTES_MIN - 1, ..settings() };
+    let refused = DiskTier::open(folder.path(), settings, Arc::new(EventLog::new(Epoch(1))));
+    assert!(matches!(refused, Err(OpenError::TooSmall { .. })));
+}
+
+#[tokio::test]
+async fn a_block_larger_than_a_segment_is_refused_and_the_rest_is_stored() {
+    let folder = tempfile::tempdir().unwrap();
+    let (tier, _) = open(folder.path());
+    let large = chain_of(fingerprint(), 1, 1, 70_000);
+    let small = chain(2, 1);
+    let answers = tier.store([large, small].concat()).await;
+    assert!(matches!(answers[..], [Err(StoreError::Full), Ok(())]));
+}
+
+#[tokio::test]
+async fn everything_goes_through_the_page_cache_where_direct_access_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let events = Arc::new(EventLog::new(Epoch(1)));
+    let mut log = Log::open(folder.path(), settings(), events).unwrap();
+    log.access = direct::Access::Buffered;
+    let (readers, runtime) = (Arc::new(Semaphore::new(READERS)), Handle::current());
+    let tier = DiskTier { log: Arc::new(log), readers, runtime };
+    let blocks = chain(1, 100);
+    store(&tier, blocks.clone()).await;
+    assert!(all(&load(&tier, fingerprint(), names(&blocks)).await));
+    drop(tier);
+    let (tier, _) = open(folder.path());
+    assert!(all(&load(&*tier, fingerprint(), names(&blocks)).await));
+}
+
+#[tokio::test]
+async fn a_log_of_a_finer_grain_is_read_on_a_coarser_device() {
+    let folder = tempfile::tempdir().unwrap();
+    let blocks = chain(1, 50);
+    let (tier, _) = open(folder.path());
+    store(&*tier, blocks.clone()).await;
+    drop(tier);
+    let mut log = Log::open(folder.path(), settings(), Arc::new(EventLog::new(Epoch(2)))).unwrap();
+    log.access = direct::Access::Direct { grain: 4096 };
+    let (readers, runtime) = (Arc::new(Semaphore::new(READERS)), Handle::current());
+    let tier = DiskTier { log: Arc::new(log), readers, runtime };
+    assert!(all(&load(&tier, fingerprint(), names(&blocks)).await));
+}

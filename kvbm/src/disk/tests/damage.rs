@@ -1,0 +1,125 @@
+//! Damage: whatever happens to the files, a block is the one that was stored, or it is not there.
+
+use super::*;
+use crate::{Block, SequenceHash};
+use std::collections::BTreeMap;
+
+/// A folder with sealed segments, one that was open when the process was killed, and what was stored in them.
+async fn image() -> (TempDir, Vec<Block>) {
+    let folder = tempfile::tempdir().unwrap();
+    let (tier, _) = open(folder.path());
+    let blocks: Vec<Block> = (0..3).flat_map(|seed| chain(seed, 12)).collect();
+    store(&*tier, blocks.clone()).await;
+    (crashed(folder.path()), blocks)
+}
+
+fn segments(folder: &Path) -> Vec<PathBuf> {
+    segment::numbers(folder).unwrap().into_iter().map(|number| segment::path(folder, number)).collect()
+}
+
+/// Opens the folder and loads everything: how many blocks came back. None may be another than was stored.
+async fn survivors(folder: &Path, blocks: &[Block]) -> usize {
+    let (tier, _) = open(folder);
+    let stored: BTreeMap<SequenceHash, &Block> = blocks.iter().map(|block| (block.header.name, block)).collect();
+    let loaded = load(&*tier, fingerprint(), names(blocks)).await;
+    for block in loaded.iter().flatten() {
+        assert_eq!(block.payload(), stored[&block.header().name].payload);
+    }
+    loaded.iter().flatten().count()
+}
+
+#[tokio::test]
+async fn a_flipped_bit_anywhere_costs_one_block_at_most() {
+    let (folder, blocks) = image().await;
+    flip_everywhere(&folder, &blocks).await;
+    assert_eq!(survivors(folder.path(), &blocks).await, blocks.len(), "undamaged, and all segments sealed by now");
+    flip_everywhere(&folder, &blocks).await;
+}
+
+async fn flip_everywhere(folder: &TempDir, blocks: &[Block]) {
+    let (mut costs_nothing, mut costs_one) = (0, 0);
+    for path in segments(folder.path()) {
+        let sound = fs::read(&path).unwrap();
+        // A prime stride visits headers, payloads, padding, footer and trailer; the last bytes one by one.
+        let positions = (0..sound.len()).step_by(1543).chain(sound.len() - 64..sound.len());
+        for (nth, at) in positions.enumerate() {
+            let mut bad = sound.clone();
+            bad[at] ^= 1 << (nth % 8);
+            let copy = crashed(folder.path());
+            fs::write(copy.path().join(path.file_name().unwrap()), &bad).unwrap();
+            match blocks.len() - survivors(copy.path(), blocks).await {
+                0 => costs_nothing += 1,
+                1 => costs_one += 1,
+                lost => panic!("{lost} blocks lost by byte {at} of {}", path.display()),
+            }
+        }
+    }
+    assert!(costs_nothing > 30 && costs_one > 30, "{costs_nothing} and {costs_one}");
+}
+
+#[tokio::test]
+async fn a_truncated_segment_keeps_what_lies_before_the_cut() {
+    let (folder, blocks) = image().await;
+    for path in segments(folder.path()) {
+        let sound = fs::read(&path).unwrap();
+        let mut last = 0;
+        for cut in (0..=sound.len()).step_by(1987) {
+            let copy = crashed(folder.path());
+            fs::write(copy.path().join(path.file_name().unwrap()), &sound[..cut]).unwrap();
+            let found = survivors(copy.path(), &blocks).await;
+            assert!(found >= last, "a longer file holds at least as much");
+            last = found;
+        }
+        assert!(last > blocks.len() - 12);
+    }
+}
+
+#[tokio::test]
+async fn segments_that_change_places_yield_no_wrong_block() {
+    let (folder, blocks) = image().await;
+    survivors(folder.path(), &blocks).await;
+    let paths = segments(folder.path());
+    let (tier, _) = open(folder.path());
+    // While the tier is open, so that its index believes in the old places.
+    fs::rename(&paths[0], folder.path().join("aside")).unwrap();
+    fs::rename(&paths[1], &paths[0]).unwrap();
+    fs::rename(folder.path().join("aside"), &paths[1]).unwrap();
+    let loaded = load(&*tier, fingerprint(), names(&blocks)).await;
+    for (loaded, block) in loaded.iter().zip(&blocks) {
+        assert!(loaded.as_ref().is_none_or(|loaded| loaded.payload() == block.payload));
+    }
+    drop(tier);
+    assert_eq!(survivors(folder.path(), &blocks).await, blocks.len(), "opened again, each is found where it lies");
+}
+
+#[tokio::test]
+async fn a_record_that_is_no_block_is_reported_and_forgotten() {
+    let folder = tempfile::tempdir().unwrap();
+    let (tier, events) = open(folder.path());
+    let blocks = chain(1, 3);
+    store(&*tier, blocks.clone()).await;
+    let path = &segments(folder.path())[0];
+    let mut bad = fs::read(path).unwrap();
+    bad[0] ^= 1;
+    fs::write(path, bad).unwrap();
+    let mut loading = tier.load(fingerprint(), names(&blocks));
+    let mut corrupt = Vec::new();
+    while let Some((index, answer)) = loading.next().await {
+        if let Err(error) = answer {
+            assert!(matches!(error, LoadError::Corrupt(_)));
+            corrupt.push(index);
+        }
+    }
+    assert_eq!(corrupt, [0]);
+    assert_eq!(tier.holds(fingerprint(), &names(&blocks)), 0);
+    assert_eq!(announced(&events, Level::G3).len(), 2);
+}
+
+#[tokio::test]
+async fn files_that_are_no_segments_are_left_alone() {
+    let (folder, blocks) = image().await;
+    fs::write(folder.path().join("notes.txt"), "mine").unwrap();
+    fs::write(folder.path().join("7.segment"), "not a segment").unwrap();
+    assert_eq!(survivors(folder.path(), &blocks).await, blocks.len());
+    assert_eq!(fs::read(folder.path().join("notes.txt")).unwrap(), b"mine");
+}

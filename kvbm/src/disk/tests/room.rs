@@ -1,0 +1,120 @@
+//! Room: what goes and what stays when the log is full, and when the device does not take more.
+
+use super::*;
+use crate::Block;
+
+fn small() -> Settings {
+    Settings { capacity_bytes: 6 * (64 << 10), ..settings() }
+}
+
+#[tokio::test]
+async fn blocks_in_use_stay_with_their_parents_while_others_go() {
+    let folder = tempfile::tempdir().unwrap();
+    let (tier, events) = open_with(folder.path(), small());
+    let (used, unused) = (chain(100, 4), chain(101, 4));
+    store(&*tier, used.clone()).await;
+    store(&*tier, unused.clone()).await;
+    for seed in 0..30 {
+        store(&*tier, chain(seed, 10)).await;
+        // Only the leaf is read; its parents stay for its sake.
+        assert!(all(&load(&*tier, fingerprint(), names(&used[3..])).await), "after chain {seed}");
+    }
+    assert!(all(&load(&*tier, fingerprint(), names(&used)).await));
+    assert_eq!(tier.holds(fingerprint(), &names(&unused)), 0);
+    let held = announced(&events, Level::G3);
+    drop(tier);
+    let (_tier, events) = open_with(folder.path(), small());
+    assert_eq!(announced(&events, Level::G3), held, "carried blocks are found where they were carried to");
+}
+
+#[tokio::test]
+async fn what_a_later_segment_builds_upon_stays() {
+    let folder = tempfile::tempdir().unwrap();
+    let (tier, _) = open_with(folder.path(), small());
+    let system_prompt = chain(100, 2);
+    store(&*tier, system_prompt.clone()).await;
+    for seed in 0..40 {
+        let mut conversation = chain(seed, 8);
+        let first = &conversation[0];
+        let parent = Some(system_prompt[1].header.name);
+        conversation[0] = Block::seal(first.header.name, parent, fingerprint(), first.payload.clone());
+        store(&*tier, conversation).await;
+    }
+    assert!(all(&load(&*tier, fingerprint(), names(&system_prompt)).await), "never read, but built upon");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_read_that_races_a_reclaim_is_a_miss() {
+    let folder = tempfile::tempdir().unwrap();
+    let (tier, _) = open_with(folder.path(), small());
+    let reading = {
+        let tier = tier.clone();
+        tokio::spawn(async move {
+            let mut found = 0;
+            for seed in (0..60).cycle().take(2_000) {
+                let wanted = names(&chain(seed, 10));
+                let mut loading = tier.load(fingerprint(), wanted.clone());
+                while let Some((index, answer)) = loading.next().await {
+                    let block = answer.expect("a race is not an error");
+                    found += block.map_or(0, |block| block.verify(wanted[index], fingerprint()).map(|_| 1).unwrap());
+                }
+            }
+            found
+        })
+    };
+    for seed in (0..60).cycle().take(600) {
+        store(&*tier, chain(seed, 10)).await;
+    }
+    assert!(reading.await.unwrap() > 0);
+}
+
+#[tokio::test]
+async fn a_smaller_budget_after_a_restart_is_kept_from_the_first_store_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let (tier, _) = open(folder.path());
+    store(&*tier, (0..20).flat_map(|seed| chain(seed, 20)).collect()).await;
+    drop(tier);
+    let (tier, _) = open_with(folder.path(), small());
+    store(&*tier, chain(99, 1)).await;
+    assert!(tier.usage().bytes <= small().capacity_bytes);
+    assert!(all(&load(&*tier, fingerprint(), names(&chain(99, 1))).await));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_failing_device_costs_new_blocks_only_and_the_tier_comes_back() {
+    for code in [libc::EIO, libc::ENOSPC] {
+        let folder = tempfile::tempdir().unwrap();
+        let (tier, events) = open(folder.path());
+        let (before, during, after) = (chain(1, 50), chain(2, 5), chain(3, 5));
+        store(&*tier, before.clone()).await;
+        tier.log.failing.store(code, Ordering::Relaxed);
+        assert!(tier.store(during.clone()).await.iter().all(Result::is_err));
+        assert!(matches!(tier.store(during[..1].to_vec()).await[..], [Err(StoreError::Busy)]), "it rests for a while");
+        assert!(all(&load(&*tier, fingerprint(), names(&before)).await), "reading goes on");
+        tokio::time::advance(Duration::from_secs(2)).await;
+        assert!(matches!(tier.store(during[..1].to_vec()).await[..], [Err(StoreError::Io(_) | StoreError::Full)]));
+
+        tier.log.failing.store(0, Ordering::Relaxed);
+        tokio::time::advance(Duration::from_secs(2)).await;
+        store(&*tier, after.clone()).await;
+        let kept = [before.clone(), after].concat();
+        drop(tier);
+        let (tier, restarted) = open(folder.path());
+        assert_eq!(announced(&restarted, Level::G3), announced(&events, Level::G3));
+        assert!(all(&load(&*tier, fingerprint(), names(&kept)).await));
+        assert_eq!(tier.holds(fingerprint(), &names(&during)), 0);
+    }
+}
+
+#[tokio::test]
+async fn a_filesystem_that_others_fill_gets_its_room_back() {
+    let folder = tempfile::tempdir().unwrap();
+    let (tier, _) = open(folder.path());
+    store(&*tier, (0..5).flat_map(|seed| chain(seed, 20)).collect()).await;
+    drop(tier);
+    let (tier, events) = open_with(folder.path(), Settings { min_free_bytes: u64::MAX, ..settings() });
+    assert_eq!(tier.usage().blocks, 100);
+    assert!(matches!(tier.store(chain(9, 1)).await[..], [Err(StoreError::Full)]));
+    assert_eq!(tier.usage(), Usage { blocks: 0, bytes: 0, capacity: Some(settings().capacity_bytes) });
+    assert!(announced(&events, Level::G3).is_empty());
+}

@@ -1,0 +1,230 @@
+//! Which blocks rest in a tier, and where: names per fingerprint, each with a place that the tier understands.
+//!
+//! Every change of what the index would say is announced, once, in the order of the changes. Events carry names only, so
+//! a name is announced when its first fingerprint comes and removed when its last one goes.
+//! Nothing here waits or touches a device.
+
+use crate::{BlockEvent, EventLog, Fingerprint, Level, SequenceHash};
+use std::collections::{BTreeMap, HashMap};
+use std::hash::{BuildHasherDefault, Hasher};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+/// A block that has come to rest.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Resting<P> {
+    pub(crate) fingerprint: Fingerprint,
+    pub(crate) name: SequenceHash,
+    pub(crate) parent: Option<SequenceHash>,
+    pub(crate) place: P,
+}
+
+/// The index of one tier.
+pub(crate) struct Index<P> {
+    level: Level,
+    log: Arc<EventLog>,
+    spaces: RwLock<Spaces<P>>,
+}
+
+// Few fingerprints, many names: the names of each stand in a map of their own, so that an entry does not repeat 32 bytes.
+type Spaces<P> = BTreeMap<Fingerprint, HashMap<SequenceHash, P, BuildHasherDefault<ByName>>>;
+
+impl<P: Copy> Index<P> {
+    pub(crate) fn new(level: Level, log: Arc<EventLog>) -> Self {
+        Self { level, log, spaces: RwLock::default() }
+    }
+
+    /// How many of `names`, counted from the first, rest here.
+    pub(crate) fn holds(&self, fingerprint: Fingerprint, names: &[SequenceHash]) -> usize {
+        let spaces = self.read();
+        let Some(space) = spaces.get(&fingerprint) else { return 0 };
+        names.iter().take_while(|name| space.contains_key(name)).count()
+    }
+
+    /// Where a block rests.
+    pub(crate) fn get(&self, fingerprint: Fingerprint, name: SequenceHash) -> Option<P> {
+        self.read().get(&fingerprint)?.get(&name).copied()
+    }
+
+    /// Where each of `names` rests; `touch` may leave a mark on each place that is found.
+    pub(crate) fn find(
+        &self,
+        fingerprint: Fingerprint,
+        names: &[SequenceHash],
+        touch: impl Fn(&mut P),
+    ) -> Vec<Option<P>> {
+        let mut spaces = self.write();
+        let Some(space) = spaces.get_mut(&fingerprint) else { return vec![None; names.len()] };
+        let place = |name| {
+            space.get_mut(name).map(|place| {
+                touch(place);
+                *place
+            })
+        };
+        names.iter().map(place).collect()
+    }
+
+    /// Adds blocks, or moves those that are there to their new place. `follow` may leave a mark on the place of a block's
+    /// parent, given the place of the block.
+    pub(crate) fn insert(&self, blocks: impl IntoIterator<Item = Resting<P>>, follow: impl Fn(&mut P, P)) {
+        let mut spaces = self.write();
+        let mut run = Run { level: self.level, log: &self.log, parent: None, blocks: Vec::new() };
+        for block in blocks {
+            let known = spaces.values().any(|space| space.contains_key(&block.name));
+            let space = spaces.entry(block.fingerprint).or_default();
+            space.insert(block.name, block.place);
+            if let Some(parent) = block.parent.and_then(|parent| space.get_mut(&parent)) {
+                follow(parent, block.place);
+            }
+            if !known {
+                run.push(block.name, block.parent);
+            }
+        }
+        run.announce();
+    }
+
+    /// Gives a block another place, if its place is still what the caller thinks.
+    pub(crate) fn relocate(&self, fingerprint: Fingerprint, name: SequenceHash, still: impl Fn(&P) -> bool, place: P) {
+        let mut spaces = self.write();
+        if let Some(known) = spaces.get_mut(&fingerprint).and_then(|space| space.get_mut(&name))
+            && still(known)
+        {
+            *known = place;
+        }
+    }
+
+    /// Forgets those of `blocks` whose place is what the caller thinks, and says how many.
+    pub(crate) fn remove(
+        &self,
+        blocks: impl IntoIterator<Item = (Fingerprint, SequenceHash)>,
+        still: impl Fn(&P) -> bool,
+    ) -> usize {
+        let mut spaces = self.write();
+        let mut gone = Vec::new();
+        let mut removed = 0;
+        for (fingerprint, name) in blocks {
+            let Some(space) = spaces.get_mut(&fingerprint) else { continue };
+            if !space.get(&name).is_some_and(&still) {
+                continue;
+            }
+            space.remove(&name);
+            removed += 1;
+            if space.is_empty() {
+                spaces.remove(&fingerprint);
+            }
+            if !spaces.values().any(|space| space.contains_key(&name)) {
+                gone.push(name);
+            }
+        }
+        self.log.announce(BlockEvent::Removed { level: self.level, blocks: gone });
+        removed
+    }
+
+    /// How many blocks rest here, each fingerprint counted.
+    pub(crate) fn len(&self) -> usize {
+        self.read().values().map(HashMap::len).sum()
+    }
+
+    fn read(&self) -> RwLockReadGuard<'_, Spaces<P>> {
+        // A panic under this lock can only lose an announcement of a block that is there: a hint less.
+        self.spaces.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn write(&self) -> RwLockWriteGuard<'_, Spaces<P>> {
+        self.spaces.write().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// New blocks that follow each other in one chain: one event.
+struct Run<'a> {
+    level: Level,
+    log: &'a EventLog,
+    parent: Option<SequenceHash>,
+    blocks: Vec<SequenceHash>,
+}
+
+impl Run<'_> {
+    fn push(&mut self, name: SequenceHash, parent: Option<SequenceHash>) {
+        if self.blocks.last().copied() != parent || parent.is_none() {
+            self.announce();
+            self.parent = parent;
+        }
+        self.blocks.push(name);
+    }
+
+    fn announce(&mut self) {
+        let blocks = std::mem::take(&mut self.blocks);
+        self.log.announce(BlockEvent::Stored { level: self.level, parent: self.parent, blocks });
+    }
+}
+
+/// Names are hashes already: their first eight bytes serve.
+#[derive(Default)]
+struct ByName(u64);
+
+impl Hasher for ByName {
+    fn write(&mut self, bytes: &[u8]) {
+        for chunk in bytes.chunks(8) {
+            let mut word = [0; 8];
+            word[..chunk.len()].copy_from_slice(chunk);
+            // The second half of a name is mixed in, so that two names that share the first still part.
+            self.0 = self.0.rotate_left(32) ^ u64::from_le_bytes(word);
+        }
+    }
+
+    fn write_usize(&mut self, _length_prefix: usize) {}
+
+    fn finish(&self) -> u64 {
+        self.0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Epoch;
+
+    fn name(n: u8) -> SequenceHash {
+        SequenceHash::from_bytes([n; 16])
+    }
+
+    fn resting(space: u8, n: u8, parent: Option<u8>) -> Resting<u8> {
+        let fingerprint = Fingerprint::from_bytes([space; 32]);
+        Resting { fingerprint, name: name(n), parent: parent.map(name), place: n }
+    }
+
+    fn events(log: &EventLog) -> Vec<BlockEvent> {
+        log.after(0, usize::MAX).unwrap().into_iter().map(|numbered| numbered.event).collect()
+    }
+
+    #[test]
+    fn a_chain_is_one_event_and_a_fork_begins_another() {
+        let log = Arc::new(EventLog::new(Epoch(1)));
+        let index = Index::new(Level::G3, log.clone());
+        index.insert(
+            [resting(1, 1, None), resting(1, 2, Some(1)), resting(1, 3, Some(2)), resting(1, 9, Some(1))],
+            |_, _| (),
+        );
+        let stored = |parent: Option<u8>, blocks: &[u8]| BlockEvent::Stored {
+            level: Level::G3,
+            parent: parent.map(name),
+            blocks: blocks.iter().copied().map(name).collect(),
+        };
+        assert_eq!(events(&log), [stored(None, &[1, 2, 3]), stored(Some(1), &[9])]);
+    }
+
+    #[test]
+    fn a_name_is_announced_with_its_first_fingerprint_and_removed_with_its_last() {
+        let log = Arc::new(EventLog::new(Epoch(1)));
+        let index = Index::new(Level::G3, log.clone());
+        index.insert([resting(1, 1, None)], |_, _| ());
+        index.insert([resting(2, 1, None), resting(1, 1, None)], |_, _| ());
+        assert_eq!(events(&log).len(), 1);
+        let keys = |space: u8| [(Fingerprint::from_bytes([space; 32]), name(1))];
+        assert_eq!(index.remove(keys(1), |_| true), 1);
+        assert_eq!(events(&log).len(), 1);
+        assert_eq!(index.remove(keys(2), |place| *place != 1), 0, "another place: not the block that was meant");
+        assert_eq!(index.remove(keys(2), |_| true), 1);
+        assert_eq!(events(&log)[1], BlockEvent::Removed { level: Level::G3, blocks: vec![name(1)] });
+        assert_eq!(index.len(), 0);
+    }
+}

@@ -1,0 +1,372 @@
+//! Blocks on their way up: found, planned, loaded from several tiers at once, verified, written into G1.
+//!
+//! ```text
+//!   locate ──▶ plan ──▶ streams of all tiers ──▶ verify + write, on blocking threads ──▶ register the leading run
+//!                             │    ▲ what one tier fails to deliver is asked of the next
+//!                             ▼    │
+//!                     patience: drop the streams, keep what arrived
+//! ```
+//!
+//! **Invariant: nothing is awaited here without [`Patience`].** Dropping the future drops the streams; slots of blocks
+//! that were not registered go back by themselves.
+
+use super::Core;
+use super::speed::{Gauge, Seen};
+use crate::block::{Block, Corrupt};
+use crate::metrics::Direction;
+use crate::plan::{Patience, Run};
+use crate::pool::{FullBlock, PartialBlock};
+use crate::tier::{LoadError, Tier};
+use crate::{Level, SequenceHash};
+use futures::stream::{self, BoxStream, FuturesUnordered, SelectAll, StreamExt};
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, sleep_until};
+
+/// A tier to load from, and what is known of its speed.
+#[derive(Clone)]
+pub(super) struct Source {
+    pub(super) tier: Arc<dyn Tier>,
+    pub(super) gauge: Arc<Gauge>,
+}
+
+/// Which names come from where: consecutive ranges that begin at 0.
+pub(super) type Located = Vec<(usize, Range<usize>)>;
+
+/// What an onboarding brought: the leading blocks, and each one's source.
+#[derive(Default)]
+pub(super) struct Loaded {
+    pub(super) blocks: Vec<FullBlock>,
+    pub(super) sources: Vec<usize>,
+}
+
+/// Bytes verified and written per hop to a blocking thread: enough to hide the hop, few enough to begin early.
+const WRITE_BYTES: usize = 4 << 20;
+
+/// Hops at the same time: one core's memcpy does not fill the memory's bandwidth, two nearly do.
+const WRITES: usize = 2;
+
+/// The leading `names` that sources hold, each at the first source in order (the fastest) that does.
+pub(super) fn locate(core: &Core, sources: &[Source], names: &[SequenceHash], now: Instant) -> Located {
+    let fingerprint = core.device.fingerprint();
+    let awake: Vec<usize> = (0..sources.len()).filter(|source| sources[*source].gauge.is_awake(now)).collect();
+    let holds = |source: usize, names: &[SequenceHash]| sources[source].tier.holds(fingerprint, names);
+    let mut located: Located = Vec::new();
+    let mut at = 0;
+    while at < names.len() {
+        let found = awake.iter().enumerate().map(|(rank, source)| (rank, *source, holds(*source, &names[at..])));
+        let Some((rank, source, count)) = found.into_iter().find(|(.., count)| *count > 0) else { break };
+        // A slower tier's run ends where a faster one has the next block.
+        let faster = &awake[..rank];
+        let end =
+            (at + 1..at + count).find(|next| faster.iter().any(|source| holds(*source, &names[*next..=*next]) > 0));
+        let end = end.unwrap_or(at + count);
+        located.push((source, at..end));
+        at = end;
+    }
+    located
+}
+
+/// The same for the plan.
+pub(super) fn runs(sources: &[Source], located: &Located, now: Instant) -> Vec<Run> {
+    let run = |(tier, range): &(usize, Range<usize>)| Run {
+        tier: *tier,
+        blocks: range.len(),
+        measured: sources[*tier].gauge.measured(now),
+    };
+    located.iter().map(run).collect()
+}
+
+/// Loads the first `blocks` of the located names, for as long as `patience` allows.
+pub(super) async fn load(
+    core: &Arc<Core>,
+    sources: &[Source],
+    names: &[SequenceHash],
+    located: &Located,
+    blocks: usize,
+    patience: Patience,
+) -> Loaded {
+    let mut loading = Loading::new(core, sources, &names[..blocks], patience);
+    for (source, range) in located {
+        loading.wanted[*source].extend(range.clone().filter(|index| *index < blocks));
+    }
+    loading.ask_wanted();
+    loading.run().await;
+    loading.finish()
+}
+
+/// One onboarding under way.
+struct Loading<'a> {
+    core: &'a Arc<Core>,
+    sources: &'a [Source],
+    names: &'a [SequenceHash],
+    patience: Patience,
+    start: Instant,
+    streams: SelectAll<BoxStream<'static, Answer>>,
+    writes: FuturesUnordered<JoinHandle<Vec<Written>>>,
+    /// Loaded, waiting for a hop.
+    queue: Vec<Item>,
+    /// By index, with the source.
+    arrived: Vec<Option<(FullBlock, usize)>>,
+    /// The first that is not there yet.
+    lead: usize,
+    /// The first that will never be there.
+    end: usize,
+    /// Per source: what it is yet to be asked for, because another failed.
+    wanted: Vec<Vec<usize>>,
+    seen: Vec<Watch>,
+}
+
+/// What one source did.
+#[derive(Clone, Default)]
+struct Watch {
+    asked: usize,
+    first: Option<Duration>,
+    last: Duration,
+    delivered: usize,
+    pending: usize,
+}
+
+/// What a source's stream yields.
+enum Answer {
+    Item(Item),
+    /// Nothing, or an error.
+    Failed {
+        source: usize,
+        index: usize,
+        error: Option<LoadError>,
+    },
+    /// The source answered for everything that one call asked of it.
+    Done(usize),
+}
+
+struct Item {
+    source: usize,
+    index: usize,
+    block: Block,
+}
+
+/// What became of an item.
+enum Written {
+    Good { source: usize, index: usize, block: FullBlock },
+    Bad { source: usize, index: usize, why: Corrupt },
+}
+
+impl<'a> Loading<'a> {
+    fn new(core: &'a Arc<Core>, sources: &'a [Source], names: &'a [SequenceHash], patience: Patience) -> Self {
+        Self {
+            core,
+            sources,
+            names,
+            patience,
+            start: Instant::now(),
+            streams: SelectAll::new(),
+            writes: FuturesUnordered::new(),
+            queue: Vec::new(),
+            arrived: names.iter().map(|_| None).collect(),
+            lead: 0,
+            end: names.len(),
+            wanted: vec![Vec::new(); sources.len()],
+            seen: vec![Watch::default(); sources.len()],
+        }
+    }
+
+    fn ask(&mut self, source: usize, indices: Vec<usize>) {
+        if indices.is_empty() {
+            return;
+        }
+        let seen = &mut self.seen[source];
+        seen.asked += indices.len();
+        seen.pending += 1;
+        let names = indices.iter().map(|index| self.names[*index]).collect();
+        let answer = move |(at, found): (usize, Result<Option<Block>, LoadError>)| {
+            let index = indices[at];
+            match found {
+                Ok(Some(block)) => Answer::Item(Item { source, index, block }),
+                Ok(None) => Answer::Failed { source, index, error: None },
+                Err(error) => Answer::Failed { source, index, error: Some(error) },
+            }
+        };
+        let stream = self.sources[source].tier.load(self.core.device.fingerprint(), names).map(answer);
+        self.streams.push(stream.chain(stream::iter([Answer::Done(source)])).boxed());
+    }
+
+    async fn run(&mut self) {
+        let batch = (WRITE_BYTES / self.core.device.block_bytes().max(1)).max(1);
+        while self.lead < self.end {
+            if !self.queue.is_empty() && self.writes.len() < WRITES {
+                self.write();
+            }
+            if self.is_answered() {
+                self.ask_wanted();
+                if self.is_answered() && self.writes.is_empty() {
+                    // A tier broke its contract and left something unanswered.
+                    return;
+                }
+            }
+            let limit = sleep_until(self.start + self.patience.limit(self.lead));
+            tokio::select! {
+                biased;
+                Some(written) = self.writes.next() => match written {
+                    Ok(written) => written.into_iter().for_each(|written| self.place(written)),
+                    Err(error) => match error.try_into_panic() {
+                        Ok(panic) => std::panic::resume_unwind(panic),
+                        // The runtime is shutting down.
+                        Err(_) => return,
+                    },
+                },
+                Some(answer) = self.streams.next(), if self.queue.len() < batch => self.take(answer),
+                () = limit => return self.out_of_time(),
+            }
+        }
+    }
+
+    fn take(&mut self, answer: Answer) {
+        let now = self.start.elapsed();
+        match answer {
+            Answer::Item(item) => {
+                let seen = &mut self.seen[item.source];
+                seen.first.get_or_insert(now);
+                seen.last = now;
+                self.queue.push(item);
+            }
+            Answer::Failed { source, index, error } => {
+                let seen = &mut self.seen[source];
+                seen.first.get_or_insert(now);
+                seen.last = now;
+                match error {
+                    Some(LoadError::Corrupt(why)) => self.quarantine(source, index, why),
+                    Some(error) => tracing::debug!(tier = %self.level(source), %error, "a block was not loaded"),
+                    None => {}
+                }
+                self.try_next(source, index);
+            }
+            Answer::Done(source) => {
+                self.seen[source].pending -= 1;
+                self.ask_wanted();
+            }
+        }
+    }
+
+    /// What some sources failed to deliver is asked of others, in one go each.
+    fn ask_wanted(&mut self) {
+        for source in 0..self.sources.len() {
+            let indices = std::mem::take(&mut self.wanted[source]);
+            self.ask(source, indices);
+        }
+    }
+
+    /// Verifies and writes what is queued, on a blocking thread.
+    fn write(&mut self) {
+        let items = std::mem::take(&mut self.queue);
+        let Some(slots) = self.core.pool.allocate(items.len()) else {
+            // No room: what was written so far must do.
+            let first = items.iter().map(|item| item.index).min();
+            self.end = self.end.min(first.unwrap_or(self.end));
+            return;
+        };
+        let (core, names) = (self.core.clone(), items.iter().map(|item| self.names[item.index]).collect::<Vec<_>>());
+        self.writes.push(tokio::task::spawn_blocking(move || {
+            let items = items.into_iter().zip(names).zip(slots);
+            items.map(|((item, name), slot)| core.write(item, name, slot)).collect()
+        }));
+    }
+
+    fn place(&mut self, written: Written) {
+        match written {
+            Written::Good { source, index, block } => {
+                self.seen[source].delivered += 1;
+                self.arrived[index] = Some((block, source));
+                while self.arrived.get(self.lead).is_some_and(Option::is_some) {
+                    self.lead += 1;
+                }
+            }
+            Written::Bad { source, index, why } => {
+                self.quarantine(source, index, why);
+                self.try_next(source, index);
+            }
+        }
+    }
+
+    /// Finds the next source for a block that one did not deliver, or gives up on it and all that follow.
+    fn try_next(&mut self, source: usize, index: usize) {
+        let (now, name) = (Instant::now(), &self.names[index..=index]);
+        let fingerprint = self.core.device.fingerprint();
+        let holds = |next: &usize| {
+            let next = &self.sources[*next];
+            next.gauge.is_awake(now) && next.tier.holds(fingerprint, name) == 1
+        };
+        match (source + 1..self.sources.len()).find(holds) {
+            Some(next) => self.wanted[next].push(index),
+            None => self.end = self.end.min(index),
+        }
+    }
+
+    fn quarantine(&self, source: usize, index: usize, why: Corrupt) {
+        let (tier, name) = (&self.sources[source].tier, self.names[index]);
+        tracing::warn!(tier = %tier.level(), block = %name, %why, "block quarantined");
+        self.core.metrics.quarantined(tier.level());
+        tier.discard(self.core.device.fingerprint(), name);
+    }
+
+    /// No source owes anything.
+    fn is_answered(&self) -> bool {
+        self.queue.is_empty() && self.seen.iter().all(|seen| seen.pending == 0)
+    }
+
+    fn out_of_time(&mut self) {
+        // Named after those that still owe something.
+        for source in (0..self.sources.len()).filter(|source| self.seen[*source].pending > 0) {
+            self.core.metrics.deadline_missed(self.level(source));
+        }
+    }
+
+    fn level(&self, source: usize) -> Level {
+        self.sources[source].tier.level()
+    }
+
+    /// Learns, counts, and hands over the leading run.
+    fn finish(mut self) -> Loaded {
+        self.streams.clear();
+        let (now, elapsed) = (Instant::now(), self.start.elapsed());
+        let mut loaded = Loaded::default();
+        for (block, source) in self.arrived.drain(..).map_while(|arrived| arrived) {
+            loaded.blocks.push(block);
+            loaded.sources.push(source);
+        }
+        let bytes = self.core.device.block_bytes() as u64;
+        for (source, seen) in self.seen.iter().enumerate().filter(|(_, seen)| seen.asked > 0) {
+            let level = self.sources[source].tier.level();
+            // A source that still owes blocks took at least until now.
+            let until = if seen.pending > 0 { elapsed } else { seen.last };
+            let seen_now = Seen { first: seen.first, blocks: seen.delivered, elapsed: until };
+            if self.sources[source].gauge.learn(seen_now, now) {
+                tracing::warn!(tier = %level, ?elapsed, "tier did not answer in time; left alone for a while");
+            }
+            self.core.metrics.hit(level, seen.delivered);
+            self.core.metrics.missed(level, seen.asked - seen.delivered);
+            if seen.delivered > 0 {
+                self.core.metrics.moved(level, Direction::Onboard, seen.delivered as u64 * bytes, until);
+            }
+        }
+        loaded
+    }
+}
+
+impl Core {
+    /// Writes a block into the device if it is what was asked for. Runs on a blocking thread.
+    fn write(&self, item: Item, name: SequenceHash, slot: PartialBlock) -> Written {
+        let Item { source, index, block } = item;
+        let fits = |block: &crate::Verified| block.payload().len() == self.device.block_bytes();
+        let verified = block.verify(name, self.device.fingerprint());
+        match verified.and_then(|block| if fits(&block) { Ok(block) } else { Err(Corrupt::Length) }) {
+            Ok(block) => {
+                self.device.write(slot.slot(), block.payload());
+                Written::Good { source, index, block: slot.complete(name, block.header().parent) }
+            }
+            Err(why) => Written::Bad { source, index, why },
+        }
+    }
+}
