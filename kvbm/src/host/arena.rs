@@ -12,7 +12,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 /// Slots of one pool. It must only be used with blocks of that pool.
 pub(super) struct Arena {
-    base: NonNull<u8>,
+    /// What was allocated; slots begin at the first multiple of [`Arena::ALIGN`] in it.
+    memory: NonNull<u8>,
     layout: Layout,
     slots: usize,
     slot_bytes: usize,
@@ -30,13 +31,16 @@ impl Arena {
     const ALIGN: usize = 4096;
 
     pub(super) fn new(slots: usize, slot_bytes: usize) -> Self {
-        let size = slots.checked_mul(slot_bytes).expect("the arena fits the address space").max(1);
-        let layout = Layout::from_size_align(size, Self::ALIGN).expect("the arena fits the address space");
+        let size = slots.checked_mul(slot_bytes).and_then(|bytes| bytes.checked_add(Self::ALIGN));
+        let size = size.expect("the arena fits the address space");
+        // Aligned here and not by the allocator: the standard one zeroes by hand what is aligned to more than 16 bytes,
+        // and so would touch gigabytes at once that the system hands out zeroed, page by page, as they are used.
+        let layout = Layout::from_size_align(size, 1).expect("the arena fits the address space");
         // SAFETY: the layout is not empty.
-        let base = unsafe { alloc_zeroed(layout) };
-        let Some(base) = NonNull::new(base) else { handle_alloc_error(layout) };
+        let memory = unsafe { alloc_zeroed(layout) };
+        let Some(memory) = NonNull::new(memory) else { handle_alloc_error(layout) };
         let headers = (0..slots).map(|_| Mutex::new(None)).collect();
-        Self { base, layout, slots, slot_bytes, headers }
+        Self { memory, layout, slots, slot_bytes, headers }
     }
 
     pub(super) fn slot_bytes(&self) -> usize {
@@ -60,15 +64,16 @@ impl Arena {
 
     fn at(&self, id: usize) -> *mut u8 {
         assert!(id < self.slots, "slot {id} of {}", self.slots);
-        // SAFETY: `id * slot_bytes` lies within the allocation, whose size is `slots * slot_bytes`.
-        unsafe { self.base.as_ptr().add(id * self.slot_bytes) }
+        let skip = self.memory.as_ptr().align_offset(Self::ALIGN);
+        // SAFETY: `skip` is less than `ALIGN`, and the allocation is `slots * slot_bytes + ALIGN` long.
+        unsafe { self.memory.as_ptr().add(skip + id * self.slot_bytes) }
     }
 }
 
 impl Drop for Arena {
     fn drop(&mut self) {
         // SAFETY: allocated with this layout, and nobody reads any more: every `Reading` holds the arena.
-        unsafe { dealloc(self.base.as_ptr(), self.layout) }
+        unsafe { dealloc(self.memory.as_ptr(), self.layout) }
     }
 }
 
