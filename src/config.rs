@@ -18,6 +18,7 @@ use figment::Figment;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use std::time::Duration;
+use worker::engine::llama::Builtin;
 
 /// Everything that can be chosen.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
@@ -41,6 +42,8 @@ pub struct Config {
     pub drain: Span,
     /// How much each tier may take.
     pub tiers: Tiers,
+    /// How the native engine batches.
+    pub engine: worker::engine::llama::Settings,
     /// How requests are placed.
     pub router: router::Settings,
     /// What the front door accepts.
@@ -89,7 +92,7 @@ impl Config {
     /// What holds when nothing is said, with the data folder in `cache` (the user's cache folder).
     pub fn with_cache(cache: &std::path::Path) -> Self {
         Self {
-            model: Model::BuiltIn("small"),
+            model: Model::BuiltIn(Builtin::Small),
             listen: Listen { host: "127.0.0.1".into(), port: 8000 },
             workers: Workers::default(),
             threads: Threads::Auto,
@@ -97,6 +100,7 @@ impl Config {
             shared: None,
             drain: Span(Duration::from_secs(25)),
             tiers: Tiers::default(),
+            engine: worker::engine::llama::Settings::default(),
             router: router::Settings::default(),
             frontend: frontend::Settings::default(),
             log: Log::default(),

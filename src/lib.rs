@@ -8,6 +8,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod banner;
 pub mod cli;
 pub mod config;
 pub mod machine;

@@ -1,3 +1,169 @@
 //! One process: which roles it has, and how they are put together.
+//!
+//! ```text
+//!   front door ─▶ router ─▶ worker … worker      each an Engine
+//!                   ▲          │  one Runtime: weights, compute threads
+//!                   │          ▼
+//!                planes ◀── G1 ⇄ G2 per worker ⇄ G3 of the process ⇄ G4 of all who share the folder
+//! ```
+//! The door opens before anything is loaded: probes get answers from the first second on, and whoever asks for a completion
+//! too early is told to come again.
 
 pub mod sizes;
+
+mod model;
+mod stores;
+mod workers;
+
+use crate::banner::Banner;
+use crate::config::{Config, Listen};
+use crate::machine::Machine;
+use anyhow::{Context, anyhow, bail};
+use futures::future::join_all;
+use prometheus::Registry;
+use router::Router;
+use sizes::{Needs, Sizes};
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+use stores::Stores;
+use tokio::net::TcpListener;
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, sleep, timeout_at};
+use tokio_util::sync::{CancellationToken, DropGuard};
+use worker::engine::{Engine, Readiness};
+use worker::plane::local::{Bus, Roster};
+use worker::serve::Planes;
+use workers::{Member, Shared};
+
+/// Every role in one process. Dropping it ends it at once; [`Node::shutdown`] ends it well.
+#[must_use = "dropping a node ends it"]
+pub struct Node {
+    banner: Banner,
+    stop: DropGuard,
+    door: JoinHandle<io::Result<()>>,
+    router: Arc<Router>,
+    members: Vec<Member>,
+    stores: Stores,
+    drain: Duration,
+}
+
+/// Of the time to drain, what requests get; blocks that are still being written get the rest.
+const FOR_REQUESTS: f64 = 0.8;
+
+/// How long the router may take to see the workers, which are in the same process.
+const JOIN_MAX: Duration = Duration::from_secs(10);
+
+impl Node {
+    /// Starts every role, and resolves when requests are served.
+    pub async fn start(config: &Config) -> anyhow::Result<Self> {
+        // The port first: it is what goes wrong most, and nothing has been loaded yet.
+        let listener = listen(&config.listen).await?;
+        let address = listener.local_addr()?;
+        std::fs::create_dir_all(&config.data_dir)
+            .with_context(|| format!("cannot make the data folder {}", config.data_dir.display()))?;
+        let machine = Machine::survey(&config.data_dir)
+            .with_context(|| format!("cannot see how much room {} has", config.data_dir.display()))?;
+        let threads = config.threads.on(machine.threads);
+        let registry = Registry::new();
+        let planes = Planes { discovery: Arc::new(Roster::default()), events: Arc::new(Bus::default()) };
+        let router =
+            Router::new(Arc::clone(&planes.discovery), Arc::clone(&planes.events), config.router.clone(), &registry)?;
+        let stop = CancellationToken::new();
+        let app = frontend::router(Arc::clone(&router) as Arc<dyn Engine>, registry.clone(), config.frontend.clone())?;
+        let drain = config.drain.0;
+        let door = tokio::spawn(frontend::serve(listener, app, stop.clone(), drain.mul_f64(FOR_REQUESTS)));
+        // From here on an early end closes the door.
+        let stop = stop.drop_guard();
+
+        let runtime = model::open(&config.model, &config.data_dir, threads, &machine).await?;
+        let needs = Needs {
+            weights: runtime.weights_bytes(),
+            context: (runtime.block_bytes() * runtime.card().context.div_ceil(runtime.card().block_size)) as u64,
+            block: runtime.block_bytes() as u64,
+        };
+        let sizes = Sizes::settle(&config.tiers, config.workers.count(), needs, &machine)?;
+        let stores = Stores::open(config, &sizes, &planes).await?;
+        stores.observe(&registry)?;
+        let shared = Shared::new(Arc::clone(&runtime), sizes, planes, &stores, config.engine, &registry)?;
+        let mut members = Vec::new();
+        for (number, phase) in config.workers.phases().enumerate() {
+            members.push(shared.start(number as u64 + 1, phase).await?);
+        }
+        seen(&router).await?;
+        let banner = Banner {
+            model: Arc::clone(runtime.card()),
+            address,
+            phases: config.workers.phases().collect(),
+            threads,
+            sizes,
+            data_dir: config.data_dir.clone(),
+            shared: config.shared.clone(),
+        };
+        Ok(Self { banner, stop, door, router, members, stores, drain })
+    }
+
+    /// What there is to say about the node.
+    pub fn banner(&self) -> &Banner {
+        &self.banner
+    }
+
+    /// Where the front door listens.
+    pub fn address(&self) -> SocketAddr {
+        self.banner.address
+    }
+
+    /// Resolves when the node can serve no more, with the reason. A worker that dies leaves; the others go on.
+    pub async fn failed(&mut self) -> anyhow::Error {
+        match (&mut self.door).await {
+            Ok(Ok(())) => anyhow!("the front door closed"),
+            Ok(Err(error)) => anyhow::Error::from(error).context("the front door failed"),
+            Err(panic) => anyhow::Error::from(panic).context("the front door failed"),
+        }
+    }
+
+    /// Accepts nothing more, lets requests finish and blocks come to rest, each within its part of the time to drain.
+    pub async fn shutdown(self) {
+        let deadline = Instant::now() + self.drain;
+        drop(self.stop);
+        // The door keeps its own deadline, and says so in the log.
+        let _ = self.door.await;
+        let (serving, managers): (Vec<_>, Vec<_>) = self.members.into_iter().map(Member::into_parts).unzip();
+        let finished = async {
+            join_all(serving.into_iter().map(worker::serve::Worker::drain)).await;
+            join_all(managers.iter().map(kvbm::BlockManager::flush)).await;
+        };
+        if timeout_at(deadline, finished).await.is_err() {
+            tracing::warn!("blocks were still being written at the drain deadline; they will be recomputed");
+        }
+        drop(managers);
+        self.router.stop().await;
+        self.stores.close(deadline).await;
+    }
+}
+
+async fn listen(at: &Listen) -> anyhow::Result<TcpListener> {
+    match TcpListener::bind((at.host.as_str(), at.port)).await {
+        Ok(listener) => Ok(listener),
+        Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
+            let other = Listen { port: at.port.checked_add(1).unwrap_or(8000), ..at.clone() };
+            bail!("{at} is taken by another program; stop that one, or listen elsewhere: --listen {other}")
+        }
+        Err(error) => {
+            Err(error).with_context(|| format!("cannot listen on {at}; say another address: --listen ADDR:PORT"))
+        }
+    }
+}
+
+/// Waits until the router has seen a worker that decodes.
+async fn seen(router: &Router) -> anyhow::Result<()> {
+    let late = Instant::now() + JOIN_MAX;
+    loop {
+        match router.readiness() {
+            Readiness::Ready => return Ok(()),
+            Readiness::NotReady(why) if Instant::now() > late => bail!("the router is not ready: {why}"),
+            Readiness::NotReady(_) => sleep(Duration::from_millis(2)).await,
+        }
+    }
+}

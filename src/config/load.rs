@@ -129,7 +129,7 @@ impl Config {
         for Flag { name, key, value } in &sources.flags {
             merged = merged.merge(Layer::one(name, key, value.clone()));
         }
-        let config: Self = merged.extract().map_err(|error| explain(&merged, error))?;
+        let config: Self = merged.extract().map_err(|error| explain(&merged, &error))?;
         if cache.is_none() && config.data_dir == defaults.data_dir {
             return Err(Error::NoCache);
         }
@@ -187,7 +187,7 @@ fn injected(key: &str) -> bool {
 }
 
 /// Turns what serde says into what helps.
-fn explain(merged: &Figment, error: figment::Error) -> Error {
+fn explain(merged: &Figment, error: &figment::Error) -> Error {
     let origin = |key: &str| merged.find_metadata(key).map_or_else(|| "?".into(), |data| data.name.to_string());
     let path = error.path.join(".");
     if let Kind::UnknownField(field, _) = &error.kind {

@@ -8,6 +8,7 @@ use std::num::NonZero;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
+use worker::engine::llama::Builtin;
 use worker::plane::Phase;
 
 /// A number of bytes: `"4GiB"`, `"512MB"`, `65536`.
@@ -43,7 +44,7 @@ pub struct Listen {
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Model {
     /// A built-in model, by name.
-    BuiltIn(&'static str),
+    BuiltIn(Builtin),
     /// A Hugging Face folder.
     Folder(PathBuf),
 }
@@ -201,15 +202,10 @@ impl FromStr for Listen {
     }
 }
 
-impl Model {
-    /// The models that need no folder.
-    pub const BUILT_IN: [&'static str; 3] = ["tiny", "small", "bench"];
-}
-
 impl fmt::Display for Model {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::BuiltIn(name) => f.write_str(name),
+            Self::BuiltIn(model) => f.write_str(model.name()),
             Self::Folder(path) => path.display().fmt(f),
         }
     }
@@ -219,8 +215,8 @@ impl FromStr for Model {
     type Err = Invalid;
 
     fn from_str(text: &str) -> Result<Self, Invalid> {
-        match Self::BUILT_IN.into_iter().find(|name| *name == text) {
-            Some(name) => Ok(Self::BuiltIn(name)),
+        match Builtin::named(text) {
+            Some(model) => Ok(Self::BuiltIn(model)),
             None if text.is_empty() => Err(Invalid("expected a model folder, or `tiny`, `small` or `bench`".into())),
             None => Ok(Self::Folder(text.into())),
         }

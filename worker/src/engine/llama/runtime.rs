@@ -6,6 +6,7 @@ use super::builtin::{Builtin, BuiltinError};
 use super::config::Config;
 use super::folder::{Folder, FolderError};
 use super::model::Model;
+use super::weights::Weights;
 use crate::engine::{Finish, ModelCard, StopRule};
 use std::io;
 use std::path::{Path, PathBuf};
@@ -79,6 +80,11 @@ impl Runtime {
     pub fn block_bytes(&self) -> usize {
         let Config { layers, kv_heads, head_dim, .. } = self.config;
         layers * 2 * kv_heads * head_dim * size_of::<f32>() * self.card.block_size
+    }
+
+    /// Bytes of memory that the weights take, however many engines compute with them.
+    pub fn weights_bytes(&self) -> u64 {
+        Weights::bytes(&self.config)
     }
 
     /// The right to compute, until it is dropped.

@@ -1,0 +1,142 @@
+//! The tiers that the workers of this process share: G3 in the data folder, G4 in a folder of all.
+
+use super::sizes::Sizes;
+use super::workers::now;
+use crate::config::{ByteSize, Config};
+use anyhow::{Context, anyhow};
+use kvbm::{DiskTier, EventLog, Fingerprint, Tier, disk};
+use prometheus::core::{Collector, Desc};
+use prometheus::proto::MetricFamily;
+use prometheus::{IntGaugeVec, Opts, Registry};
+use std::path::Path;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+use tokio::time::{Instant, sleep};
+use worker::plane::{Source, StoreId};
+use worker::serve::{Announcer, Planes};
+
+/// The shared tiers, fastest first, each announced under its own name.
+#[derive(Default)]
+pub(super) struct Stores(Vec<Store>);
+
+struct Store {
+    id: StoreId,
+    tier: Arc<dyn Tier>,
+    _announcer: Announcer,
+}
+
+/// The G3 log within the data folder.
+const G3_FOLDER: &str = "g3";
+
+impl Stores {
+    /// Opens what the configuration asks for, finds what rests there, and announces it.
+    pub(super) async fn open(config: &Config, sizes: &Sizes, planes: &Planes) -> anyhow::Result<Self> {
+        let mut stores = Self::default();
+        if let Some(capacity_bytes) = sizes.g3 {
+            let folder = config.data_dir.join(G3_FOLDER);
+            let log = Arc::new(EventLog::new(now()));
+            let tier = open_disk(folder.clone(), capacity_bytes, Arc::clone(&log)).await?;
+            stores.add(name("g3", &folder), tier, log, planes);
+        }
+        if let Some(folder) = &config.shared {
+            anyhow::bail!("--shared {}: this build has no G4 tier", folder.display());
+        }
+        Ok(stores)
+    }
+
+    /// The tiers, fastest first.
+    pub(super) fn tiers(&self) -> Vec<Arc<dyn Tier>> {
+        self.0.iter().map(|store| Arc::clone(&store.tier)).collect()
+    }
+
+    /// Their names, in the same order.
+    pub(super) fn ids(&self) -> Vec<StoreId> {
+        self.0.iter().map(|store| store.id).collect()
+    }
+
+    /// Lets how full they are be seen in `registry`.
+    pub(super) fn observe(&self, registry: &Registry) -> Result<(), prometheus::Error> {
+        let gauge =
+            |name: &str, help: &str| IntGaugeVec::new(Opts::new(format!("blockyard_store_{name}"), help), &["tier"]);
+        registry.register(Box::new(Fullness {
+            tiers: self.0.iter().map(|store| Arc::downgrade(&store.tier)).collect(),
+            blocks: gauge("blocks", "Blocks that rest in a tier that workers share.")?,
+            bytes: gauge("bytes", "Bytes that they take.")?,
+            capacity: gauge("capacity_bytes", "Bytes that the tier may take; absent when it has no budget.")?,
+        }))
+    }
+
+    /// Waits, until `deadline`, for the last user to let go: only then is a log sealed and its folder free for another.
+    pub(super) async fn close(self, deadline: Instant) {
+        let tiers: Vec<Weak<dyn Tier>> = self.0.iter().map(|store| Arc::downgrade(&store.tier)).collect();
+        drop(self);
+        // At least a moment: those who drained until the deadline let go right after it.
+        let deadline = deadline.max(Instant::now() + Duration::from_secs(1));
+        while tiers.iter().any(|tier| tier.strong_count() > 0) {
+            if Instant::now() > deadline {
+                tracing::warn!("a tier is still in use; the next start will look through its last segment");
+                return;
+            }
+            sleep(Duration::from_millis(2)).await;
+        }
+    }
+
+    fn add(&mut self, id: StoreId, tier: Arc<dyn Tier>, log: Arc<EventLog>, planes: &Planes) {
+        let announcer = Announcer::start(Arc::clone(&planes.events), Source::Store(id), log);
+        self.0.push(Store { id, tier, _announcer: announcer });
+    }
+}
+
+/// How full the shared tiers are, asked for when somebody looks. The tiers may go while the registry stays.
+struct Fullness {
+    tiers: Vec<Weak<dyn Tier>>,
+    blocks: IntGaugeVec,
+    bytes: IntGaugeVec,
+    capacity: IntGaugeVec,
+}
+
+impl Collector for Fullness {
+    fn desc(&self) -> Vec<&Desc> {
+        [&self.blocks, &self.bytes, &self.capacity].into_iter().flat_map(Collector::desc).collect()
+    }
+
+    fn collect(&self) -> Vec<MetricFamily> {
+        for tier in self.tiers.iter().filter_map(Weak::upgrade) {
+            let (usage, label) = (tier.usage(), [tier.level().name()]);
+            self.blocks.with_label_values(&label).set(usage.blocks as i64);
+            self.bytes.with_label_values(&label).set(usage.bytes as i64);
+            if let Some(capacity) = usage.capacity {
+                self.capacity.with_label_values(&label).set(capacity as i64);
+            }
+        }
+        [&self.blocks, &self.bytes, &self.capacity].into_iter().flat_map(Collector::collect).collect()
+    }
+}
+
+async fn open_disk(
+    folder: std::path::PathBuf,
+    capacity_bytes: u64,
+    log: Arc<EventLog>,
+) -> anyhow::Result<Arc<dyn Tier>> {
+    let settings = disk::Settings { capacity_bytes, ..disk::Settings::default() };
+    let opened = tokio::task::spawn_blocking(move || DiskTier::open(&folder, settings, log)).await;
+    let tier = opened.context("opening the G3 log failed")?.map_err(|error| match &error {
+        disk::OpenError::Owned { .. } => {
+            anyhow!("{error}, which serves from it; give this one its own --data-dir, or no G3: --set tiers.g3=off")
+        }
+        disk::OpenError::TooSmall { least, .. } => {
+            let (asked, least) = (ByteSize(capacity_bytes).about(), ByteSize(*least).about());
+            anyhow!("tiers.g3 = {asked} is too small: the log takes at least {least}; or say `off`")
+        }
+        disk::OpenError::Io { .. } => anyhow!("the G3 log cannot be used: {error}"),
+    })?;
+    Ok(tier)
+}
+
+/// The name of a store, the same in every process that reaches the same folder.
+fn name(kind: &str, folder: &Path) -> StoreId {
+    let folder = folder.canonicalize().unwrap_or_else(|_| folder.into());
+    let name = Fingerprint::of([("store", kind.as_bytes()), ("folder", folder.as_os_str().as_encoded_bytes())]);
+    let [a, b, c, d, e, f, g, h, ..] = *name.as_bytes();
+    StoreId(u64::from_le_bytes([a, b, c, d, e, f, g, h]))
+}

@@ -1,0 +1,101 @@
+//! One worker: its memory, its block manager, its engine, its place on the planes.
+
+use super::sizes::Sizes;
+use super::stores::Stores;
+use crate::config::ByteSize;
+use anyhow::Context;
+use kvbm::{BlockManager, Epoch, EventLog, HostTier, Tier};
+use prometheus::Registry;
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+use worker::engine::Engine;
+use worker::engine::llama::{LlamaEngine, Runtime, Settings};
+use worker::peers::Peers;
+use worker::plane::{Instance, Phase, StoreId, WorkerId};
+use worker::serve::{Planes, Worker};
+
+/// What the workers of a process have in common.
+pub(super) struct Shared {
+    runtime: Arc<Runtime>,
+    sizes: Sizes,
+    planes: Planes,
+    lower: Vec<Arc<dyn Tier>>,
+    stores: Vec<StoreId>,
+    peers: Peers,
+    settings: Settings,
+    blocks: kvbm::Metrics,
+    engines: worker::metrics::Metrics,
+}
+
+/// A worker that serves, and its blocks.
+pub(super) struct Member {
+    serving: Worker,
+    manager: BlockManager,
+}
+
+impl Shared {
+    pub(super) fn new(
+        runtime: Arc<Runtime>,
+        sizes: Sizes,
+        planes: Planes,
+        stores: &Stores,
+        settings: Settings,
+        registry: &Registry,
+    ) -> anyhow::Result<Self> {
+        Ok(Self {
+            runtime,
+            sizes,
+            planes,
+            lower: stores.tiers(),
+            stores: stores.ids(),
+            peers: Peers::default(),
+            settings,
+            blocks: kvbm::Metrics::new(registry)?,
+            engines: worker::metrics::Metrics::new(registry)?,
+        })
+    }
+
+    /// Starts a worker and makes it visible.
+    pub(super) async fn start(&self, number: u64, phase: Phase) -> anyhow::Result<Member> {
+        let id = WorkerId(number);
+        let epoch = now();
+        let log = Arc::new(EventLog::new(epoch));
+        let block = self.runtime.block_bytes();
+        let memory = self.runtime.memory((self.sizes.g1 / block as u64) as usize).with_context(|| {
+            let g1 = ByteSize(self.sizes.g1).about();
+            format!("memory does not suffice: G1 of worker {id} cannot have {g1}; make it smaller: --set tiers.g1=…")
+        })?;
+        let device = memory.device();
+        let fingerprint = device.fingerprint();
+        let host = self.sizes.g2.map(|bytes| HostTier::new(bytes, block, fingerprint, Arc::clone(&log), &self.blocks));
+        let manager = BlockManager::new(device, host, self.lower.clone(), Arc::clone(&log), self.blocks.clone());
+        self.peers.insert(id, manager.peer());
+        let engine = LlamaEngine::start(
+            id,
+            Arc::clone(&self.runtime),
+            memory,
+            manager.clone(),
+            self.peers.clone(),
+            self.engines.of(&id.to_string()),
+            self.settings,
+        );
+        let instance =
+            Instance { id, epoch, phase, model: Arc::clone(self.runtime.card()), stores: self.stores.clone() };
+        let load = engine.load();
+        let serving = Worker::start(&self.planes, instance, engine as Arc<dyn Engine>, log, load)
+            .await
+            .with_context(|| format!("worker {id} cannot be registered"))?;
+        Ok(Member { serving, manager })
+    }
+}
+
+impl Member {
+    pub(super) fn into_parts(self) -> (Worker, BlockManager) {
+        (self.serving, self.manager)
+    }
+}
+
+/// A life is named by when it began: a restart has a later name.
+pub(super) fn now() -> Epoch {
+    Epoch(SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64))
+}

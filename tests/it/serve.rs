@@ -1,0 +1,254 @@
+//! Whole nodes inside this process, and the real program beside them: what a user does, and what must come of it.
+
+use blockyard::config::{Budget, ByteSize, Config, Listen, Span};
+use blockyard::node::Node;
+use serde_json::{Value, json};
+use std::net::TcpListener;
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+use std::time::Duration;
+
+/// A node that serves `tiny` from a folder of its own.
+struct Served {
+    node: Node,
+    url: String,
+    http: reqwest::Client,
+}
+
+fn config(data: &Path) -> Config {
+    let budget = |mib: u64| Budget::Bytes(ByteSize(mib << 20));
+    let mut config = Config::with_cache(data);
+    config.model = "tiny".parse().unwrap();
+    config.listen = Listen { host: "127.0.0.1".into(), port: 0 };
+    config.drain = Span(Duration::from_secs(20));
+    (config.tiers.g1, config.tiers.g2, config.tiers.g3) = (budget(32), budget(32), budget(64));
+    config
+}
+
+fn aggregated(data: &Path) -> Config {
+    Config { workers: "both:1".parse().unwrap(), ..config(data) }
+}
+
+/// Token ids that are in every vocabulary, and different for each `seed`.
+fn prompt(seed: u32, tokens: u32) -> Vec<u32> {
+    (0..tokens).map(|n| 10 + (seed * 31 + n * 7) % 500).collect()
+}
+
+impl Served {
+    async fn start(config: Config) -> Self {
+        let node = Node::start(&config).await.unwrap();
+        let url = format!("http://{}", node.address());
+        Self { node, url, http: reqwest::Client::new() }
+    }
+
+    async fn post(&self, path: &str, body: &Value) -> reqwest::Response {
+        self.http
+            .post(format!("{}{path}", self.url))
+            .json(body)
+            .header("x-blockyard-explain", "1")
+            .send()
+            .await
+            .unwrap()
+    }
+
+    async fn answer(&self, path: &str, body: &Value) -> Value {
+        let response = self.post(path, body).await;
+        let (status, body) = (response.status(), response.text().await.unwrap());
+        assert!(status.is_success(), "{status}: {body}");
+        serde_json::from_str(&body).unwrap()
+    }
+
+    /// Completes a prompt of token ids: the text, and how many prompt tokens were cached.
+    async fn complete(&self, prompt: &[u32]) -> (String, u64) {
+        let body = json!({"model": "tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0});
+        let answer = self.answer("/v1/completions", &body).await;
+        (answer["choices"][0]["text"].as_str().unwrap().into(), cached(&answer))
+    }
+
+    async fn get(&self, path: &str) -> String {
+        self.http.get(format!("{}{path}", self.url)).send().await.unwrap().text().await.unwrap()
+    }
+
+    /// The sum of a metric's series that have all of `labels`.
+    async fn metric(&self, name: &str, labels: &[&str]) -> f64 {
+        let text = self.get("/metrics").await;
+        let series =
+            text.lines().filter(|line| line.starts_with(&format!("{name}{{")) || line.starts_with(&format!("{name} ")));
+        let wanted = series.filter(|line| labels.iter().all(|label| line.contains(label)));
+        wanted.map(|line| line.rsplit(' ').next().unwrap().parse::<f64>().unwrap()).sum()
+    }
+}
+
+fn cached(answer: &Value) -> u64 {
+    answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_chat_is_answered_whole_and_streamed_with_the_same_text() {
+    let data = tempfile::tempdir().unwrap();
+    let served = Served::start(config(data.path())).await;
+    let mut body = json!({"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8,
+        "temperature": 0});
+    let whole = served.answer("/v1/chat/completions", &body).await;
+    assert_eq!(whole["usage"]["completion_tokens"], 8);
+    body["stream"] = true.into();
+    let events = served.post("/v1/chat/completions", &body).await.text().await.unwrap();
+    let data: Vec<_> = events.lines().filter_map(|line| line.strip_prefix("data: ")).collect();
+    assert_eq!(data.last(), Some(&"[DONE]"));
+    let text: String = data[..data.len() - 1]
+        .iter()
+        .map(|line| serde_json::from_str::<Value>(line).unwrap())
+        .filter_map(|chunk| Some(chunk["choices"][0]["delta"]["content"].as_str()?.to_owned()))
+        .collect();
+    assert_eq!(text, whole["choices"][0]["message"]["content"].as_str().unwrap());
+    served.node.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_second_turn_finds_the_first_in_the_cache() {
+    let data = tempfile::tempdir().unwrap();
+    let served = Served::start(aggregated(data.path())).await;
+    let mut messages = vec![json!({"role": "user", "content": "tell me a story of a wagon ".repeat(20)})];
+    let mut before = 0;
+    for turn in 0..3 {
+        let body = json!({"model": "tiny", "messages": messages, "max_tokens": 24, "temperature": 0});
+        let answer = served.answer("/v1/chat/completions", &body).await;
+        let (prompt, cached) = (answer["usage"]["prompt_tokens"].as_u64().unwrap(), cached(&answer));
+        assert!(cached + 32 >= before, "turn {turn}: {cached} cached of the {before} that the turn before left");
+        assert_eq!(cached == 0, turn == 0);
+        before = prompt;
+        messages.push(json!({"role": "assistant", "content": answer["choices"][0]["message"]["content"]}));
+        messages.push(json!({"role": "user", "content": "and then?"}));
+    }
+    served.node.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_restarted_node_answers_from_its_ssd() {
+    let data = tempfile::tempdir().unwrap();
+    let prompt = prompt(1, 640);
+    let first = Served::start(config(data.path())).await;
+    let (text, cold) = first.complete(&prompt).await;
+    assert_eq!(cold, 0);
+    first.node.shutdown().await;
+    let second = Served::start(config(data.path())).await;
+    let (again, warm) = second.complete(&prompt).await;
+    assert_eq!(again, text);
+    assert!(warm >= 600, "{warm} of 640 tokens were cached");
+    assert!(
+        second.metric("blockyard_kvbm_transfer_bytes_total", &[r#"tier="g3""#, r#"direction="onboard""#]).await > 0.0
+    );
+    second.node.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_long_prompt_is_prefilled_elsewhere_and_answered_the_same() {
+    let data = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    let prompt = prompt(3, 1500);
+    let apart = {
+        let mut config = config(data[0].path());
+        config.router.disaggregation = router::Disaggregation::Always;
+        Served::start(config).await
+    };
+    let body = json!({"model": "tiny", "prompt": prompt, "max_tokens": 6, "temperature": 0});
+    let response = apart.post("/v1/completions", &body).await;
+    let explained: Value = serde_json::from_str(response.headers()["x-blockyard-explain"].to_str().unwrap()).unwrap();
+    let answer: Value = response.json().await.unwrap();
+    assert_eq!(explained["disaggregation"]["prefill"], "w1", "{explained}");
+    assert_ne!(explained["chosen"], "w1", "{explained}");
+    assert_eq!(cached(&answer), 0, "computed elsewhere for this request is not cached");
+    let handed_over = [r#"tier="peer""#, r#"direction="onboard""#];
+    assert!(apart.metric("blockyard_kvbm_transfer_bytes_total", &handed_over).await > 0.0);
+    apart.node.shutdown().await;
+
+    let together = Served::start(aggregated(data[1].path())).await;
+    let alone = together.answer("/v1/completions", &body).await;
+    assert_eq!(alone["choices"][0]["text"], answer["choices"][0]["text"]);
+    together.node.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_operators_watch_is_there() {
+    let data = tempfile::tempdir().unwrap();
+    let served = Served::start(config(data.path())).await;
+    served.complete(&prompt(4, 100)).await;
+    assert!(served.get("/v1/models").await.contains("tiny"));
+    for path in ["/health", "/live", "/ready"] {
+        let status = served.http.get(format!("{}{path}", served.url)).send().await.unwrap().status();
+        assert_eq!(status, 200, "{path}");
+    }
+    let metrics = served.get("/metrics").await;
+    for name in [
+        "blockyard_frontend_",
+        "blockyard_router_overlap_predicted_tokens_total",
+        "blockyard_router_overlap_actual_tokens_total",
+        "blockyard_worker_prompt_tokens_computed_total",
+        "blockyard_worker_step_seconds_bucket",
+        "blockyard_kvbm_blocks{tier=\"g1\"}",
+        "blockyard_store_bytes{tier=\"g3\"}",
+    ] {
+        assert!(metrics.contains(name), "{name} is not in:\n{metrics}");
+    }
+    served.node.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_data_folder_has_one_owner_and_the_second_is_told() {
+    let data = tempfile::tempdir().unwrap();
+    let served = Served::start(config(data.path())).await;
+    let error = format!("{:#}", Node::start(&config(data.path())).await.err().expect("the folder is taken"));
+    assert!(error.contains("--data-dir") && error.contains("process"), "{error}");
+    served.node.shutdown().await;
+}
+
+/// The real program.
+fn program(arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_blockyard"));
+    command.arg("serve").args(arguments).env_clear().env("HOME", "/nonexistent");
+    command
+}
+
+fn refused(arguments: &[&str]) -> String {
+    let Output { status, stderr, .. } = program(arguments).output().unwrap();
+    assert_eq!(status.code(), Some(1), "{arguments:?}");
+    String::from_utf8(stderr).unwrap()
+}
+
+#[test]
+fn what_is_wrong_is_said_with_what_to_do() {
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = taken.local_addr().unwrap().to_string();
+    let data = tempfile::tempdir().unwrap();
+    let data = data.path().to_str().unwrap();
+    let error = refused(&["--data-dir", data, "--listen", &address]);
+    assert!(error.contains(&address) && error.contains("--listen"), "{error}");
+    let here = ["--data-dir", data, "--listen", "127.0.0.1:0", "--model"];
+    let error = refused(&[&here[..], &["no/such/folder"]].concat());
+    assert!(error.contains("no/such/folder") && error.contains("tiny"), "{error}");
+    let error = refused(&[&here[..], &["tiny", "--set", "tiers.g1=900TiB"]].concat());
+    assert!(error.contains("memory does not suffice") && error.contains("tiers.g1"), "{error}");
+    let error = refused(&["--set", "router.polcy=kv"]);
+    assert!(error.contains("did you mean `router.policy`"), "{error}");
+}
+
+#[test]
+fn the_program_announces_its_address_and_a_signal_ends_it_well() {
+    use std::io::{BufRead, BufReader, Read};
+    let data = tempfile::tempdir().unwrap();
+    let arguments = ["--model", "tiny", "--listen", "127.0.0.1:0", "--json", "--set", "tiers.g1=16MiB", "--data-dir"];
+    for signal in ["-INT", "-TERM"] {
+        let mut command = program(&[&arguments[..], &[data.path().to_str().unwrap()]].concat());
+        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        let banner: Value = serde_json::from_str(&line).unwrap_or_else(|_| {
+            let mut log = String::new();
+            child.stderr.take().unwrap().read_to_string(&mut log).unwrap();
+            panic!("no banner:\n{log}")
+        });
+        let address = banner["address"].as_str().unwrap();
+        assert!(std::net::TcpStream::connect(address).is_ok(), "{banner}");
+        assert!(Command::new("kill").args([signal, &child.id().to_string()]).status().unwrap().success());
+        assert!(child.wait().unwrap().success(), "{signal}");
+    }
+}
