@@ -35,6 +35,7 @@ pub(crate) struct Chat {
 
 impl Endpoint for Chat {
     const ID: &'static str = "chatcmpl-";
+    const PROMPT: &'static str = "messages";
 
     fn understand(mut fields: Fields, model: &Arc<Model>, envelope: Envelope) -> Result<Understood<Self>, Error> {
         let vocabulary = model.card.vocabulary;
@@ -47,8 +48,8 @@ impl Endpoint for Chat {
         let special = fields.flag("add_special_tokens")?.unwrap_or(false);
         let prompt = model.template()?.render(conversation(&mut fields)?)?;
         let tokens: Arc<[u32]> = model.encode(&prompt, special)?.into();
-        not_empty("messages", &tokens)?;
-        fit("messages", tokens.len(), &controls, model.card.context)?;
+        not_empty(Self::PROMPT, &tokens)?;
+        fit(Self::PROMPT, tokens.len(), &controls, model.card.context)?;
         let endpoint = Self {
             envelope,
             vocabulary: model.vocabulary.clone(),

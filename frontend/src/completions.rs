@@ -35,6 +35,7 @@ pub(crate) struct Completion {
 
 impl Endpoint for Completion {
     const ID: &'static str = "cmpl-";
+    const PROMPT: &'static str = "prompt";
 
     fn understand(mut fields: Fields, model: &Arc<Model>, envelope: Envelope) -> Result<Understood<Self>, Error> {
         let max_tokens = fields.integer("max_tokens", 1..=i64::from(u32::MAX))?.unwrap_or(MAX_TOKENS);
@@ -57,8 +58,8 @@ impl Endpoint for Completion {
             return Err(Error::invalid("n", "integer_above_max_value", message));
         }
         for prompt in &prompts {
-            not_empty("prompt", prompt)?;
-            fit("prompt", prompt.len(), &controls, model.card.context)?;
+            not_empty(Self::PROMPT, prompt)?;
+            fit(Self::PROMPT, prompt.len(), &controls, model.card.context)?;
         }
         let each = prompts.iter().map(|tokens| if echo { text(&model.vocabulary, tokens) } else { String::new() });
         let echo = each.flat_map(|text| vec![text; controls.n as usize]).collect();

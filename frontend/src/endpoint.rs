@@ -3,7 +3,7 @@
 use crate::body;
 use crate::choice::{FinishReason, Piece, TokenLogprobs};
 use crate::controls::{Controls, Delivery};
-use crate::error::Error;
+use crate::error::{CONTEXT, Error};
 use crate::fields::Fields;
 use crate::generation::{Generation, Order};
 use crate::model::Model;
@@ -28,6 +28,8 @@ const EXPLAIN_BYTES_MAX: usize = 6 << 10;
 pub(crate) trait Endpoint: Chunks + Sized {
     /// What the ids of its answers begin with.
     const ID: &'static str;
+    /// What its prompt is called.
+    const PROMPT: &'static str;
 
     /// Checks every field, and makes the prompts.
     fn understand(fields: Fields, model: &Arc<Model>, envelope: Envelope) -> Result<Understood<Self>, Error>;
@@ -90,7 +92,7 @@ pub(crate) async fn answer<E: Endpoint>(State(gate): State<Arc<Gate>>, request: 
     };
     tokio::select! {
         biased;
-        response = respond => response,
+        response = respond => response.map_err(|error: Error| error.about(E::PROMPT)),
         () = cut.clone().passed() => Err(Error::Unavailable("the server is shutting down".into())),
     }
 }
@@ -171,7 +173,7 @@ pub(crate) fn fit(param: &str, prompt: usize, controls: &Controls, context: usiz
              Please reduce the length of the {param} or completion."
         )
     };
-    Err(Error::invalid(param, "context_length_exceeded", message))
+    Err(Error::invalid(param, CONTEXT, message))
 }
 
 /// Refuses an empty prompt: there is nothing to go on from.

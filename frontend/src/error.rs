@@ -7,6 +7,9 @@ use serde::Serialize;
 use std::time::Duration;
 use worker::engine;
 
+/// OpenAI's word for a prompt that does not fit.
+pub(crate) const CONTEXT: &str = "context_length_exceeded";
+
 /// Why a request got no answer.
 #[derive(Clone, PartialEq, Debug, thiserror::Error)]
 pub(crate) enum Error {
@@ -33,7 +36,7 @@ pub(crate) enum Error {
         message: String,
     },
     /// Nobody here serves this model; these are served.
-    #[error("The model `{model}` does not exist. {}", served(.known))]
+    #[error("The model `{model}` does not exist.{}", served(.known))]
     UnknownModel {
         /// What was asked for.
         model: String,
@@ -92,6 +95,14 @@ impl Error {
         Self::invalid(param, "unsupported_value", message)
     }
 
+    /// An engine that finds a prompt too long does not know what the client calls it.
+    pub(crate) fn about(mut self, prompt: &str) -> Self {
+        if let Self::Invalid { param, code: CONTEXT, .. } = &mut self {
+            prompt.clone_into(param);
+        }
+        self
+    }
+
     /// **The** place where an error becomes a status.
     pub(crate) fn status(&self) -> StatusCode {
         match self {
@@ -138,9 +149,7 @@ impl From<engine::Error> for Error {
     fn from(error: engine::Error) -> Self {
         match error {
             engine::Error::UnknownModel(model) => Self::UnknownModel { model, known: Vec::new() },
-            engine::Error::PromptTooLong { .. } => {
-                Self::invalid("messages", "context_length_exceeded", format!("The {error}."))
-            }
+            engine::Error::PromptTooLong { .. } => Self::invalid("prompt", CONTEXT, format!("The {error}.")),
             engine::Error::Invalid { field, problem } => {
                 Self::invalid(field, "invalid_value", format!("Invalid '{field}': {problem}."))
             }
@@ -168,7 +177,7 @@ fn seconds(wait: Duration) -> u64 {
 
 fn served(known: &[String]) -> String {
     match known {
-        [] => "No model is served here now.".into(),
-        known => format!("Served here: {}.", known.join(", ")),
+        [] => String::new(),
+        known => format!(" Served here: {}.", known.join(", ")),
     }
 }

@@ -117,17 +117,16 @@ pub(crate) fn number(path: &str, value: &Value, range: RangeInclusive<f64>) -> R
 
 /// A whole number within a range; `3.0` is one too.
 pub(crate) fn integer(path: &str, value: &Value, range: RangeInclusive<i64>) -> Result<i64, Error> {
-    let whole = |number: f64| (number.fract() == 0.0).then_some(number as i64);
+    let whole = |number: f64| (number.fract() == 0.0).then_some(number as i128);
     let number = match value {
-        // Above i64 it is above every range too; `as` saturates.
-        Value::Number(n) => n.as_i64().or_else(|| n.as_f64().and_then(whole)),
+        Value::Number(n) => n.as_i128().or_else(|| n.as_f64().and_then(whole)),
         _ => None,
     };
     let number = number.ok_or_else(|| mistyped(path, "an integer", value))?;
-    if range.contains(&number) {
-        return Ok(number);
+    match i64::try_from(number) {
+        Ok(number) if range.contains(&number) => Ok(number),
+        _ => Err(out_of_range(path, "integer", number < (*range.start()).into(), range.start(), range.end(), value)),
     }
-    Err(out_of_range(path, "integer", number < *range.start(), range.start(), range.end(), value))
 }
 
 /// A value of the wrong type.

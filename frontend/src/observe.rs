@@ -66,11 +66,13 @@ impl Drop for Ticket {
         self.metrics.requests.with_label_values(&[self.endpoint.as_str(), &status.to_string()]).inc();
         self.span.record("status", status);
         let took = self.arrived.elapsed();
+        let took_ms = took.as_millis() as u64;
         if let Some(model) = self.model.get() {
             self.metrics.duration.with_label_values(&[model]).observe(took.as_secs_f64());
-            tracing::info!(parent: &self.span, took_ms = took.as_millis() as u64, "request done");
+            tracing::info!(parent: &self.span, took_ms, "request done");
         } else {
-            tracing::debug!(parent: &self.span, took_ms = took.as_millis() as u64, "request done");
+            // A client's mistake, or an operator's tool that asks every second.
+            tracing::debug!(parent: &self.span, took_ms, "request done");
         }
     }
 }

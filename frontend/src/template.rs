@@ -71,7 +71,7 @@ impl Template {
                 format!("The chat template refused the conversation: {message}"),
             )
         };
-        let last = conversation.continue_last.then(|| last_content(&conversation.messages)).flatten();
+        let last = conversation.continue_last.then(|| last_content(&conversation.messages)).transpose()?;
         let mut variables: Map<String, serde_json::Value> = conversation.variables;
         variables.insert("messages".into(), conversation.messages.into());
         variables.insert("tools".into(), conversation.tools.unwrap_or_default());
@@ -91,8 +91,13 @@ impl Template {
 }
 
 /// The last message's text without the space around it, which templates trim.
-fn last_content(messages: &[serde_json::Value]) -> Option<String> {
-    messages.last()?["content"].as_str().map(|text| text.trim().to_owned())
+fn last_content(messages: &[serde_json::Value]) -> Result<String, Error> {
+    let text = messages.last().and_then(|message| message["content"].as_str()).unwrap_or_default().trim();
+    if text.is_empty() {
+        let message = "Invalid 'continue_final_message': the last message has no text to continue.";
+        return Err(Error::invalid("continue_final_message", "invalid_value", message));
+    }
+    Ok(text.to_owned())
 }
 
 fn raise_exception(message: String) -> Result<Value, minijinja::Error> {

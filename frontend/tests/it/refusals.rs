@@ -66,6 +66,7 @@ async fn chat_requests_that_cannot_be() {
         (json!({ "max_tokens": 0 }), "integer_below_min_value", "max_tokens"),
         (json!({ "max_completion_tokens": -3 }), "integer_below_min_value", "max_completion_tokens"),
         (json!({ "max_tokens": 99_999_999_999_999_999_999_u128 as f64 }), "integer_above_max_value", "max_tokens"),
+        (json!({ "seed": 18_446_744_073_709_551_615_u64 }), "integer_above_max_value", "seed"),
         (json!({ "max_tokens": 60 }), "context_length_exceeded", "messages"),
         (
             json!({ "messages": [{ "role": "user", "content": "a ".repeat(50) }] }),
@@ -220,6 +221,13 @@ async fn an_engines_refusal_has_its_status() {
         let engine = Fake::saying(vec![Step::Fail(error.clone())]);
         check(&error.to_string(), &send(&engine.router(), chat(json!({}))).await, status, &json!(code), &param);
     }
+}
+
+#[tokio::test]
+async fn a_prompt_that_the_engine_finds_too_long_is_called_what_the_client_calls_it() {
+    let engine = Fake::new(|_| Err(Error::PromptTooLong { prompt: 9, context: 8 }));
+    let answer = send(&engine.router(), completion(json!({}))).await;
+    check("prompt", &answer, 400, &json!("context_length_exceeded"), &json!("prompt"));
 }
 
 #[tokio::test]
