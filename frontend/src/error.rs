@@ -162,6 +162,10 @@ impl From<engine::Error> for Error {
 
 impl IntoResponse for Error {
     fn into_response(self) -> Response {
+        match &self {
+            Self::Failed(why) => tracing::error!(%why, "request failed"),
+            refused => tracing::debug!(why = %refused, "request refused"),
+        }
         let mut response = (self.status(), axum::Json(self.body())).into_response();
         if let Self::Overloaded(wait) = &self {
             response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(seconds(*wait)));
