@@ -1,7 +1,9 @@
 //! A block at rest: a header that describes it, and opaque bytes.
 //!
 //! The phases of a resting block are types: a [`Block`] is what a tier hands back, believed by nobody; only
-//! [`Block::verify`] makes a [`Verified`] of it, and only a `Verified` can be written into device memory.
+//! [`Block::verify`] makes a [`Verified`] of it, and only a `Verified` can be written into device memory. A block may
+//! rest encoded, encrypted, or both; its header describes the bytes as they rest, so that a tier can [check](Block::check)
+//! what it does not understand, and `verify` believes only the engine's own bytes.
 //!
 //! Header, 128 bytes, little endian:
 //!
@@ -12,14 +14,18 @@
 //! | 24 | 16 | name of the parent, zeros at the root |
 //! | 40 | 32 | fingerprint |
 //! | 72 | 8 | payload length |
-//! | 80 | 1 | codec: 0 raw |
+//! | 80 | 1 | codec: 0 raw, 1 bf16, 2 f32 |
 //! | 81 | 1 | 1 when there is a parent |
-//! | 82 | 38 | zeros |
+//! | 82 | 1 | cipher: 0 none, 1 AES-256-GCM |
+//! | 83 | 13 | zeros |
+//! | 96 | 8 | data key, zeros without a cipher |
+//! | 104 | 16 | cache domain, zeros for the one that everybody shares |
 //! | 120 | 8 | CRC-64/NVME over bytes 0 to 120 and the payload |
 
-use crate::{Fingerprint, SequenceHash};
+use crate::{DomainId, Fingerprint, SequenceHash};
 use bytes::Bytes;
 use crc_fast::{CrcAlgorithm, Digest};
+use std::fmt;
 
 const MAGIC: [u8; 8] = *b"BLKYARD1";
 const SUMMED: usize = 120;
@@ -30,6 +36,52 @@ pub enum Codec {
     /// The engine's bytes as they are.
     #[default]
     Raw,
+    /// Two-byte floats, their exponents entropy-coded.
+    Bf16,
+    /// Four-byte floats, likewise.
+    F32,
+}
+
+impl Codec {
+    const fn byte(self) -> u8 {
+        match self {
+            Self::Raw => 0,
+            Self::Bf16 => 1,
+            Self::F32 => 2,
+        }
+    }
+
+    fn from_byte(byte: u8) -> Option<Self> {
+        [Self::Raw, Self::Bf16, Self::F32].into_iter().find(|codec| codec.byte() == byte)
+    }
+}
+
+/// The data key that a block is encrypted under, by its public number.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct KeyId([u8; 8]);
+
+impl KeyId {
+    /// The bytes, as they stand in headers.
+    pub const fn as_bytes(&self) -> &[u8; 8] {
+        &self.0
+    }
+
+    /// A number read back from a header, or drawn.
+    pub const fn from_bytes(bytes: [u8; 8]) -> Self {
+        Self(bytes)
+    }
+}
+
+impl fmt::Display for KeyId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+impl fmt::Debug for KeyId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{self}")
+    }
 }
 
 /// What a block at rest says of itself.
@@ -45,6 +97,10 @@ pub struct Header {
     pub length: u64,
     /// How they are encoded.
     pub codec: Codec,
+    /// What they are encrypted under, if they are.
+    pub key: Option<KeyId>,
+    /// Who may share them.
+    pub domain: DomainId,
     /// CRC-64/NVME over the other fields and the payload.
     pub checksum: u64,
 }
@@ -64,12 +120,14 @@ impl Header {
     /// Reads a header; whether its checksum holds is for [`Block::verify`] to say, once the payload is there.
     pub fn decode(bytes: &[u8; Self::LEN]) -> Result<Self, Corrupt> {
         let array = |at: usize| -> [u8; 16] { std::array::from_fn(|i| bytes[at + i]) };
-        let word = |at: usize| u64::from_le_bytes(std::array::from_fn(|i| bytes[at + i]));
-        if bytes[..8] != MAGIC || bytes[82..SUMMED].iter().any(|b| *b != 0) || bytes[81] > 1 {
+        let word = |at: usize| -> [u8; 8] { std::array::from_fn(|i| bytes[at + i]) };
+        if bytes[..8] != MAGIC || bytes[83..96].iter().any(|b| *b != 0) || bytes[81] > 1 {
             return Err(Corrupt::Header);
         }
-        let codec = match bytes[80] {
-            0 => Codec::Raw,
+        let codec = Codec::from_byte(bytes[80]).ok_or(Corrupt::Header)?;
+        let key = match (bytes[82], word(96)) {
+            (0, [0, 0, 0, 0, 0, 0, 0, 0]) => None,
+            (1, key) => Some(KeyId::from_bytes(key)),
             _ => return Err(Corrupt::Header),
         };
         let parent = (bytes[81] == 1).then(|| SequenceHash::from_bytes(array(24)));
@@ -80,13 +138,15 @@ impl Header {
             name: SequenceHash::from_bytes(array(8)),
             parent,
             fingerprint: Fingerprint::from_bytes(std::array::from_fn(|i| bytes[40 + i])),
-            length: word(72),
+            length: u64::from_le_bytes(word(72)),
             codec,
-            checksum: word(SUMMED),
+            key,
+            domain: DomainId::from_bytes(array(104)),
+            checksum: u64::from_le_bytes(word(SUMMED)),
         })
     }
 
-    /// Describes fresh bytes. The only place where a checksum is made.
+    /// Describes an engine's fresh bytes.
     pub(crate) fn seal(
         name: SequenceHash,
         parent: Option<SequenceHash>,
@@ -94,12 +154,19 @@ impl Header {
         codec: Codec,
         payload: &[u8],
     ) -> Self {
-        let mut header = Self { name, parent, fingerprint, length: payload.len() as u64, codec, checksum: 0 };
-        header.checksum = header.sum(payload);
-        header
+        let domain = DomainId::SHARED;
+        Self { name, parent, fingerprint, length: 0, codec, key: None, domain, checksum: 0 }.describing(payload)
     }
 
-    fn summed(&self) -> [u8; SUMMED] {
+    /// The same block in other bytes. The only place where a checksum is made.
+    pub(crate) fn describing(mut self, payload: &[u8]) -> Self {
+        self.length = payload.len() as u64;
+        self.checksum = self.sum(payload);
+        self
+    }
+
+    /// All that the checksum covers beside the payload.
+    pub(crate) fn summed(&self) -> [u8; SUMMED] {
         let mut bytes = [0; SUMMED];
         bytes[..8].copy_from_slice(&MAGIC);
         bytes[8..24].copy_from_slice(self.name.as_bytes());
@@ -109,9 +176,12 @@ impl Header {
         }
         bytes[40..72].copy_from_slice(self.fingerprint.as_bytes());
         bytes[72..80].copy_from_slice(&self.length.to_le_bytes());
-        bytes[80] = match self.codec {
-            Codec::Raw => 0,
-        };
+        bytes[80] = self.codec.byte();
+        if let Some(key) = &self.key {
+            bytes[82] = 1;
+            bytes[96..104].copy_from_slice(key.as_bytes());
+        }
+        bytes[104..SUMMED].copy_from_slice(self.domain.as_bytes());
         bytes
     }
 
@@ -138,8 +208,15 @@ impl Block {
         Self { header: Header::seal(name, parent, fingerprint, Codec::Raw, &payload), payload }
     }
 
-    /// Believes the block if it is the one asked for and its bytes are those that were sealed.
-    pub fn verify(self, name: SequenceHash, fingerprint: Fingerprint) -> Result<Verified, Corrupt> {
+    /// The same block in the given cache domain, described anew.
+    #[must_use]
+    pub fn in_domain(self, domain: DomainId) -> Self {
+        let header = Header { domain, ..self.header }.describing(&self.payload);
+        Self { header, ..self }
+    }
+
+    /// Whether it is the block asked for, and its bytes, whatever they mean, are those that came to rest.
+    pub fn check(&self, name: SequenceHash, fingerprint: Fingerprint) -> Result<(), Corrupt> {
         if self.header.name != name {
             return Err(Corrupt::OtherBlock);
         }
@@ -152,11 +229,20 @@ impl Block {
         if self.header.checksum != self.header.sum(&self.payload) {
             return Err(Corrupt::Checksum);
         }
+        Ok(())
+    }
+
+    /// Believes the block if it [checks](Self::check), and its bytes are the engine's own.
+    pub fn verify(self, name: SequenceHash, fingerprint: Fingerprint) -> Result<Verified, Corrupt> {
+        self.check(name, fingerprint)?;
+        if self.header.codec != Codec::Raw || self.header.key.is_some() {
+            return Err(Corrupt::Form);
+        }
         Ok(Verified(self))
     }
 }
 
-/// A block whose name, fingerprint, length and checksum were all verified.
+/// A block whose name, fingerprint, length and checksum were all verified, in the engine's own bytes.
 #[derive(Clone, Debug)]
 pub struct Verified(Block);
 
@@ -195,6 +281,15 @@ pub enum Corrupt {
     /// The bytes changed.
     #[error("checksum does not match")]
     Checksum,
+    /// It is encoded or encrypted, and nobody undid it; or it is in clear where everything is to be encrypted.
+    #[error("not in the form that blocks have here")]
+    Form,
+    /// The encoded bytes do not decode, although their checksum holds.
+    #[error("does not decode")]
+    Encoding,
+    /// The checksum holds, but who wrote the bytes did not know the key.
+    #[error("forged: the authentication tag does not match")]
+    Forged,
 }
 
 #[cfg(test)]
@@ -205,6 +300,20 @@ mod tests {
         let name = SequenceHash::from_bytes([3; 16]);
         let parent = Some(SequenceHash::from_bytes([2; 16]));
         Block::seal(name, parent, Fingerprint::from_bytes([9; 32]), Bytes::from(vec![5; 300]))
+            .in_domain(DomainId::from_bytes([6; 16]))
+    }
+
+    #[test]
+    fn only_the_engines_own_bytes_are_believed() {
+        let Block { header, payload } = block();
+        let codecs = [(Codec::Bf16, None), (Codec::F32, None), (Codec::Raw, Some(KeyId::from_bytes([7; 8])))];
+        for (codec, key) in codecs {
+            let header = Header { codec, key, ..header }.describing(&payload);
+            assert_eq!(Header::decode(&header.encode()), Ok(header));
+            let rests = Block { header, payload: payload.clone() };
+            assert_eq!(rests.check(header.name, header.fingerprint), Ok(()));
+            assert_eq!(rests.verify(header.name, header.fingerprint).unwrap_err(), Corrupt::Form);
+        }
     }
 
     #[test]

@@ -33,7 +33,7 @@ mod pool;
 mod run;
 pub mod tier;
 
-pub use block::{Block, Codec, Corrupt, Header, Verified};
+pub use block::{Block, Codec, Corrupt, Header, KeyId, Verified};
 pub use device::{BlockId, DeviceBlocks};
 pub use disk::DiskTier;
 pub use event::{BlockEvent, Epoch, EventLog, Gap, Level, Numbered, Snapshot};
@@ -41,6 +41,6 @@ pub use faulty::{Faults, Faulty};
 pub use host::HostTier;
 pub use manager::{BlockManager, Onboarded, Recompute, Speed};
 pub use metrics::Metrics;
-pub use name::{ChainKey, Domain, Fingerprint, SequenceHash};
+pub use name::{ChainKey, Domain, DomainId, Fingerprint, SequenceHash};
 pub use pool::{CachedBlock, FullBlock, PartialBlock, WeakBlock};
 pub use tier::{LoadError, Loaded, StoreError, Tier, Usage};

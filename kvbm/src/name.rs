@@ -58,6 +58,15 @@ impl Domain {
     pub fn shared() -> Self {
         Self(blake3::derive_key("blockyard 2026-11 shared cache domain", b""))
     }
+
+    /// What may be known of it: a block at rest says by it whose it is, and so which data key it is encrypted under.
+    pub fn id(&self) -> DomainId {
+        if *self == Self::shared() {
+            return DomainId::SHARED;
+        }
+        let digest = blake3::derive_key("blockyard 2026-11 cache domain id", &self.0);
+        DomainId(std::array::from_fn(|i| digest[i]))
+    }
 }
 
 impl Default for Domain {
@@ -70,6 +79,37 @@ impl fmt::Debug for Domain {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         // The key is a secret; eight hex digits of its hash tell two domains apart in a log.
         write!(f, "Domain({})", &blake3::hash(&self.0).to_hex()[..8])
+    }
+}
+
+/// The public side of a [`Domain`]: tells domains apart, and gives no name away.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
+pub struct DomainId([u8; 16]);
+
+impl DomainId {
+    /// Of [`Domain::shared`].
+    pub const SHARED: Self = Self([0; 16]);
+
+    /// The 16 bytes, as they stand in headers.
+    pub const fn as_bytes(&self) -> &[u8; 16] {
+        &self.0
+    }
+
+    /// An id read back from a header.
+    pub const fn from_bytes(bytes: [u8; 16]) -> Self {
+        Self(bytes)
+    }
+}
+
+impl fmt::Display for DomainId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+impl fmt::Debug for DomainId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{self}")
     }
 }
 
@@ -181,6 +221,14 @@ impl fmt::Debug for Fingerprint {
 mod tests {
     use super::*;
     use std::collections::HashSet;
+
+    #[test]
+    fn a_domain_is_known_by_its_id_and_the_shared_one_by_zeros() {
+        let (one, other) = (Domain::from_key([7; 32]), Domain::from_key([8; 32]));
+        assert_eq!(one.id(), one.clone().id());
+        assert_ne!(one.id(), other.id());
+        assert_eq!(Domain::shared().id(), DomainId::default());
+    }
 
     #[test]
     fn domain_model_and_adapter_each_change_every_name() {

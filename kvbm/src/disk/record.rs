@@ -88,5 +88,5 @@ pub(super) fn judge(bytes: &[u8]) -> Result<Option<Found>, usize> {
     let Some(payload) = bytes.get(Header::LEN..end) else { return Err(end) };
     // The one copy of recovery; only the segment that was open at the crash is judged record by record.
     let block = Block { header, payload: Bytes::copy_from_slice(payload) };
-    Ok(block.verify(header.name, header.fingerprint).is_ok().then_some(Found::Block(header)))
+    Ok(block.check(header.name, header.fingerprint).is_ok().then_some(Found::Block(header)))
 }

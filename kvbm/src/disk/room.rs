@@ -118,8 +118,9 @@ impl Log {
             let records = self.read(number, &run)?;
             let sound = run.wanted.iter().zip(records).filter_map(|(wanted, record)| {
                 let candidate = candidates[wanted.index].0;
-                let read = block(&record?).ok()?.verify(candidate.name, candidate.fingerprint).ok()?;
-                Some(read.into_block())
+                let read = block(&record?).ok()?;
+                read.check(candidate.name, candidate.fingerprint).ok()?;
+                Some(read)
             });
             let sound: Vec<Block> = sound.collect();
             let offsets = head.write(state.end, sound.iter().map(Record::Block), &mut buffer)?;
