@@ -32,6 +32,8 @@ pub struct Planes {
 /// An engine that others can see: registered, its blocks and its load announced. Dropping it withdraws it at once.
 #[must_use = "dropping a worker withdraws it"]
 pub struct Worker {
+    /// Kept while it drains: once withdrawn, nobody else may hold it.
+    engine: Arc<dyn Engine>,
     load: watch::Receiver<Load>,
     withdraw: CancellationToken,
     task: JoinHandle<()>,
@@ -66,11 +68,11 @@ impl Worker {
     ) -> Result<Self, PlaneError> {
         // The snapshot is offered first: whoever learns of the worker may ask for it at once.
         let feed = Feed::new(Arc::clone(&planes.events), Source::Worker(instance.id), log);
-        let lease = planes.discovery.register(instance, engine).await?;
+        let lease = planes.discovery.register(instance, Arc::clone(&engine)).await?;
         let (stop, withdraw) = (CancellationToken::new(), CancellationToken::new());
         let reporter = Reporter { feed, lease: Some(lease), load: load.clone(), withdraw: withdraw.clone() };
         let task = tokio::spawn(reporter.run(stop.clone()));
-        Ok(Self { load, withdraw, task, stop: stop.drop_guard() })
+        Ok(Self { engine, load, withdraw, task, stop: stop.drop_guard() })
     }
 
     /// Withdraws the worker, lets it finish what it has, and reports until it is idle. Drop the future to cut it short.
@@ -81,11 +83,7 @@ impl Worker {
         drop(self.stop);
         // A reporter that panicked has said so, and its lease is gone.
         let _ = self.task.await;
-    }
-
-    /// Resolves when the worker has left without being asked to, because its engine or its reporter died.
-    pub async fn died(&mut self) {
-        let _ = (&mut self.task).await;
+        drop(self.engine);
     }
 }
 

@@ -104,12 +104,29 @@ async fn draining_withdraws_at_once_and_waits_for_what_runs() {
 
 #[tokio::test(start_paused = true)]
 async fn a_worker_whose_engine_dies_leaves() {
-    let Stage { planes, load, mut worker, .. } = stage().await;
+    let Stage { planes, load, worker: _worker, .. } = stage().await;
     let mut watch = planes.discovery.watch();
     assert_eq!(next(&mut watch).await, (1, 1, true));
     drop(load);
-    worker.died().await;
     assert_eq!(next(&mut watch).await, (1, 1, false));
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_engine_lives_until_its_worker_has_drained() {
+    let planes = planes();
+    let engine = engine();
+    let alive = Arc::downgrade(&engine);
+    let load = watch::Sender::new(Load { running: 1, ..Load::default() });
+    let log = Arc::new(EventLog::new(Epoch(1)));
+    let worker = Worker::start(&planes, instance(1, 1), engine, log, load.subscribe()).await.unwrap();
+    let mut watch = planes.discovery.watch();
+    assert_eq!(next(&mut watch).await, (1, 1, true));
+    let draining = tokio::spawn(worker.drain());
+    assert_eq!(next(&mut watch).await, (1, 1, false));
+    assert!(alive.upgrade().is_some(), "what runs still needs it");
+    load.send_modify(|load| load.running = 0);
+    draining.await.unwrap();
+    assert!(alive.upgrade().is_none(), "nobody keeps it for nothing");
 }
 
 #[tokio::test(start_paused = true)]
