@@ -130,10 +130,11 @@ struct Layer<'a> {
     layer: usize,
 }
 
-/// The keys that each lane sees: `from .. to`. Lanes beyond the item's end see none.
+/// The keys that each lane sees: `from .. to`. Lanes beyond the item's end see what its last one sees.
+#[derive(Clone, Copy)]
 struct Sight {
-    from: [usize; LANES],
-    to: [usize; LANES],
+    from: [i32; LANES],
+    to: [i32; LANES],
 }
 
 /// A softmax on its way: the largest score so far, the sum of weights, the weighted sum of values, relative to it.
@@ -145,19 +146,18 @@ struct Softmax {
 
 impl Layer<'_> {
     fn sight(&self, item: &Item<'_>) -> Sight {
-        let mut sight = Sight { from: [0; LANES], to: [0; LANES] };
         let group = self.heads.group();
-        for lane in 0..LANES.min(item.span.tokens * group - item.first_lane) {
-            sight.to[lane] = item.span.start + (item.first_lane + lane) / group + 1;
-            sight.from[lane] = self.heads.window.map_or(0, |window| sight.to[lane].saturating_sub(window));
-        }
-        sight
+        let last = item.span.tokens * group - 1;
+        let to = std::array::from_fn(|lane| (item.span.start + (item.first_lane + lane).min(last) / group + 1) as i32);
+        // Positions are far below 2^31: a context that long would not fit any memory.
+        let window = self.heads.window.map_or(i32::MAX, |window| window.min(i32::MAX as usize) as i32);
+        Sight { from: to.map(|to: i32| (to - window).max(0)), to }
     }
 
     /// The splits that any lane of an item sees.
     fn splits(&self, item: &Item<'_>) -> std::ops::Range<usize> {
         let sight = self.sight(item);
-        sight.from[0] / SPLIT..sight.end().div_ceil(SPLIT)
+        sight.start() / SPLIT..sight.end().div_ceil(SPLIT)
     }
 
     /// Queries of an item, scaled, `[dimension][lane]`.
@@ -182,10 +182,10 @@ impl Layer<'_> {
         let sight = self.sight(item);
         let mut softmax = Softmax::empty(self.heads.dim);
         let end = sight.end().min((split + 1) * SPLIT);
-        for tile in (sight.from[0].max(split * SPLIT) / TILE * TILE..end).step_by(TILE) {
+        for tile in (sight.start().max(split * SPLIT) / TILE * TILE..end).step_by(TILE) {
             let keys = self.segments(item, Half::Keys, tile, end.min(tile + TILE));
             let values = self.segments(item, Half::Values, tile, end.min(tile + TILE));
-            wide(|| softmax.step(&queries, &keys, &values, &sight, tile));
+            wide!(softmax.step(&queries, &keys, &values, &sight, tile));
         }
         softmax
     }
@@ -209,17 +209,40 @@ impl Layer<'_> {
     /// Folds the partial softmaxes of an item, in order, and divides: `[dimension][lane]`.
     fn fold(&self, partials: impl Iterator<Item = Softmax>) -> Vec<Lanes> {
         let mut whole = Softmax::empty(self.heads.dim);
-        partials.for_each(|partial| wide(|| whole.fold(&partial)));
-        // Lanes that are no query saw nothing, and give 0 / 0, which nobody reads.
-        whole.mix.iter_mut().for_each(|mix| *mix = mix.zip(whole.sum, |mix, sum| mix / sum));
+        partials.for_each(|partial| wide!(whole.fold(&partial)));
+        for mix in &mut whole.mix {
+            *mix = mix.zip(whole.sum, |mix, sum| mix / sum);
+        }
         whole.mix
     }
 }
 
 impl Sight {
+    /// The first key that any lane sees. Lanes are in the order of their positions.
+    fn start(&self) -> usize {
+        self.from[0] as usize
+    }
+
     /// Past the last key that any lane sees.
     fn end(&self) -> usize {
-        self.to.into_iter().max().unwrap_or(0)
+        self.to[LANES - 1] as usize
+    }
+
+    /// The same, counted from `position`.
+    #[inline(always)]
+    fn from_position(&self, position: usize) -> Self {
+        Self { from: self.from.map(|from| from - position as i32), to: self.to.map(|to| to - position as i32) }
+    }
+
+    /// `seen` in the lanes that see a key, `unseen` in the others.
+    #[inline(always)]
+    fn select(&self, key: usize, seen: Lanes, unseen: Lanes) -> Lanes {
+        let mut out = unseen;
+        for lane in 0..LANES {
+            let sees = (self.from[lane] <= key as i32) & ((key as i32) < self.to[lane]);
+            out.0[lane] = if sees { seen.0[lane] } else { unseen.0[lane] };
+        }
+        out
     }
 }
 
@@ -239,69 +262,100 @@ impl Softmax {
     fn step(&mut self, queries: &[Lanes], keys: &Segments<'_>, values: &Segments<'_>, sight: &Sight, start: usize) {
         let mut scores = [Lanes::all(0.0); TILE];
         let tokens = score(queries, keys, &mut scores);
-        let all_seen = (0..LANES).all(|lane| sight.from[lane] <= start && start + tokens <= sight.to[lane]);
+        let sight = sight.from_position(start);
+        let all_seen = (0..LANES).all(|lane| sight.from[lane] <= 0 && tokens as i32 <= sight.to[lane]);
         let scores = &mut scores[..tokens];
         if !all_seen {
             for (key, scores) in scores.iter_mut().enumerate() {
-                *scores = sight.select(start + key, *scores, Lanes::all(f32::NEG_INFINITY));
+                *scores = sight.select(key, *scores, Lanes::all(f32::NEG_INFINITY));
             }
         }
-        let max = scores.iter().fold(self.max, |max, score| max.zip(*score, |a, b| if a > b { a } else { b }));
-        // A lane that has seen nothing yet has no largest score; any base gives it weights of 0.
-        let base = max.map(|max| if max == f32::NEG_INFINITY { 0.0 } else { max });
+        let max = scores.iter().fold(self.max, |max, score| max.zip(*score, larger));
+        let base = max.map(base);
         if max != self.max {
-            let shrink = self.max.zip(base, |old, base| exp(old - base));
-            self.sum = self.sum.zip(shrink, |sum, shrink| sum * shrink);
-            self.mix.iter_mut().for_each(|mix| *mix = mix.zip(shrink, |mix, shrink| mix * shrink));
+            let shrink = self.max.zip(base, shrink);
+            self.sum = self.sum.zip(shrink, product);
+            for mix in &mut self.mix {
+                *mix = mix.zip(shrink, product);
+            }
         }
         self.max = max;
         for score in scores.iter_mut() {
-            *score = score.zip(base, |score, base| exp(score - base));
-            self.sum = self.sum.zip(*score, |sum, weight| sum + weight);
+            *score = score.zip(base, shrink);
+            self.sum = self.sum.zip(*score, sum);
         }
         if all_seen {
-            mix(&mut self.mix, scores, values, |_, new, _| new);
+            mix(
+                &mut self.mix,
+                scores,
+                values,
+                #[inline(always)]
+                |_, new, _| new,
+            );
         } else {
-            mix(&mut self.mix, scores, values, |key, new, old| sight.select(start + key, new, old));
+            mix(
+                &mut self.mix,
+                scores,
+                values,
+                #[inline(always)]
+                |key, new, old| sight.select(key, new, old),
+            );
         }
     }
 
     /// Appends the softmax over the keys that follow.
     #[inline(always)]
     fn fold(&mut self, next: &Self) {
-        let max = self.max.zip(next.max, |a, b| if a > b { a } else { b });
-        let base = max.map(|max| if max == f32::NEG_INFINITY { 0.0 } else { max });
-        let (old, new) = (self.max.zip(base, |x, base| exp(x - base)), next.max.zip(base, |x, base| exp(x - base)));
-        // A lane that one of the two has nothing for is taken from the other as it is.
-        let fold = |a: Lanes, b: Lanes| {
-            let mut out = a;
-            for i in 0..LANES {
-                let both = a.0[i].mul_add(old.0[i], b.0[i] * new.0[i]);
-                let one = if self.max.0[i] == f32::NEG_INFINITY { b.0[i] } else { both };
-                out.0[i] = if next.max.0[i] == f32::NEG_INFINITY { a.0[i] } else { one };
-            }
-            out
-        };
-        let sum = fold(self.sum, next.sum);
-        for i in 0..self.mix.len().min(next.mix.len()) {
-            self.mix[i] = fold(self.mix[i], next.mix[i]);
+        let max = self.max.zip(next.max, larger);
+        let base = max.map(base);
+        let shrink = [self.max.zip(base, shrink), next.max.zip(base, shrink)];
+        self.sum = join_lanes([self.sum, next.sum], shrink, [self.max, next.max]);
+        for (mix, next_mix) in self.mix.iter_mut().zip(&next.mix) {
+            *mix = join_lanes([*mix, *next_mix], shrink, [self.max, next.max]);
         }
-        (self.max, self.sum) = (max, sum);
+        self.max = max;
     }
 }
 
-impl Sight {
-    /// `seen` in the lanes that see the key at `position`, `else_` in the others.
-    #[inline(always)]
-    fn select(&self, position: usize, seen: Lanes, unseen: Lanes) -> Lanes {
-        let mut out = unseen;
-        for lane in 0..LANES {
-            if self.from[lane] <= position && position < self.to[lane] {
-                out.0[lane] = seen.0[lane];
-            }
-        }
-        out
+/// Two sums, each relative to its own `max`, as one relative to a common one. A lane that one of the two has nothing for
+/// is taken from the other as it is.
+#[inline(always)]
+fn join_lanes([a, b]: [Lanes; 2], shrink: [Lanes; 2], max: [Lanes; 2]) -> Lanes {
+    let mut out = a;
+    for i in 0..LANES {
+        let both = a.0[i].mul_add(shrink[0].0[i], b.0[i] * shrink[1].0[i]);
+        let first = if max[0].0[i] == f32::NEG_INFINITY { b.0[i] } else { both };
+        out.0[i] = if max[1].0[i] == f32::NEG_INFINITY { a.0[i] } else { first };
     }
+    out
+}
+
+/// The larger of two scores.
+#[inline(always)]
+fn larger(a: f32, b: f32) -> f32 {
+    if a > b { a } else { b }
+}
+
+/// What weights are relative to: the largest score, or 0 for a lane that has seen nothing, which makes its weights 0.
+#[inline(always)]
+fn base(max: f32) -> f32 {
+    if max == f32::NEG_INFINITY { 0.0 } else { max }
+}
+
+/// `e^(x - base)`.
+#[inline(always)]
+fn shrink(x: f32, base: f32) -> f32 {
+    exp(x - base)
+}
+
+#[inline(always)]
+fn product(a: f32, b: f32) -> f32 {
+    a * b
+}
+
+#[inline(always)]
+fn sum(a: f32, b: f32) -> f32 {
+    a + b
 }
 
 /// Scores of all lanes with each key; answers how many keys there were.

@@ -23,7 +23,11 @@ impl Lanes {
     /// Lane by lane.
     #[inline(always)]
     pub(super) fn map(self, f: impl Fn(f32) -> f32) -> Self {
-        Self(self.0.map(f))
+        let mut out = self;
+        for lane in &mut out.0 {
+            *lane = f(*lane);
+        }
+        out
     }
 
     /// Lane by lane with another's.
@@ -87,9 +91,21 @@ impl Width {
     }
 }
 
-/// Runs `f`, compiled for the widest instructions here. What `f` calls must be inlined into it to profit.
+/// Evaluates an expression with the widest instructions here. What it calls must be `#[inline(always)]` to profit.
+macro_rules! wide {
+    ($work:expr) => {
+        $crate::engine::llama::kernel::widely(
+            // Else the closure would be a function of its own, compiled for the plainest machine.
+            #[inline(always)]
+            || $work,
+        )
+    };
+}
+pub(super) use wide;
+
+/// What [`wide!`] expands to.
 #[inline]
-pub(super) fn wide<R>(f: impl FnOnce() -> R) -> R {
+pub(super) fn widely<R>(f: impl FnOnce() -> R) -> R {
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx2,fma")]
     fn avx2<R>(f: impl FnOnce() -> R) -> R {
@@ -189,12 +205,16 @@ mod tests {
         assert!(exp(100.0).is_infinite() && exp(f32::NAN).is_nan());
     }
 
+    #[inline(always)]
+    fn some_of_each(x: &[f32]) -> (f32, Vec<f32>) {
+        (sum_of_squares(x), x.iter().map(|x| silu(*x)).collect())
+    }
+
     #[test]
     fn wide_and_plain_code_agree_bit_for_bit() {
         let x: Vec<f32> = (0..1003).map(|i| ((i * 7919) % 2003) as f32 * 0.01 - 10.0).collect();
-        let all = || (sum_of_squares(&x), x.iter().map(|x| silu(*x)).collect::<Vec<_>>());
-        let (plain_sum, plain) = all();
-        let (wide_sum, wide) = wide(all);
+        let (plain_sum, plain) = some_of_each(&x);
+        let (wide_sum, wide) = wide!(some_of_each(&x));
         assert_eq!(plain_sum.to_bits(), wide_sum.to_bits());
         assert!(plain.iter().zip(&wide).all(|(a, b)| a.to_bits() == b.to_bits()));
     }

@@ -181,7 +181,7 @@ impl Model {
         let normed = scratch.normed.par_chunks_exact_mut(hidden).with_min_len(ROWS);
         normed.zip(scratch.stream.par_chunks_exact(hidden)).take(rows).for_each(|(normed, row)| {
             normed.copy_from_slice(row);
-            wide(|| rms_norm(normed, gain, norm_eps));
+            wide!(rms_norm(normed, gain, norm_eps));
         });
     }
 }
@@ -215,14 +215,7 @@ impl Layer {
             let (q, rest) = row.split_at_mut(queries * dim);
             let (k, v) = rest.split_at_mut(kv_heads * dim);
             for (heads, gain) in [(q, &self.q_norm), (&mut *k, &self.k_norm)] {
-                wide(|| {
-                    for head in heads.chunks_exact_mut(dim) {
-                        if let Some(gain) = gain {
-                            rms_norm(head, gain, model.config.norm_eps);
-                        }
-                        rope::rotate(head, angles);
-                    }
-                });
+                wide!(place_heads(heads, gain.as_deref(), model.config.norm_eps, angles));
             }
             kv.write_token(place.slot, place.offset, l, k, v);
         });
@@ -238,8 +231,7 @@ impl Layer {
         let width = model.config.intermediate;
         let gated = scratch.gated.par_chunks_exact_mut(width).with_min_len(ROWS);
         gated.zip(scratch.gate_up.par_chunks_exact(2 * width)).take(rows).for_each(|(gated, gate_up)| {
-            let (gate, up) = gate_up.split_at(width);
-            wide(|| gated.iter_mut().zip(gate).zip(up).for_each(|((out, gate), up)| *out = silu(*gate) * up));
+            wide!(gate(gated, gate_up));
         });
         self.down.add(rows, &scratch.gated, &mut scratch.stream);
     }
@@ -304,6 +296,26 @@ impl Scratch {
 fn rms_norm(x: &mut [f32], gain: &[f32], eps: f32) {
     let scale = 1.0 / (sum_of_squares(x) / x.len() as f32 + eps).sqrt();
     x.iter_mut().zip(gain).for_each(|(x, gain)| *x = *x * scale * gain);
+}
+
+/// Norms each head where the model has a gain for that, and turns it to its position.
+#[inline(always)]
+fn place_heads(heads: &mut [f32], gain: Option<&[f32]>, eps: f32, angles: &[f32]) {
+    for head in heads.chunks_exact_mut(angles.len()) {
+        if let Some(gain) = gain {
+            rms_norm(head, gain, eps);
+        }
+        rope::rotate(head, angles);
+    }
+}
+
+/// `silu(gate) · up`, of a row of gates and then ups.
+#[inline(always)]
+fn gate(gated: &mut [f32], gate_up: &[f32]) {
+    let (gate, up) = gate_up.split_at(gated.len());
+    for ((out, gate), up) in gated.iter_mut().zip(gate).zip(up) {
+        *out = silu(*gate) * up;
+    }
 }
 
 #[cfg(test)]

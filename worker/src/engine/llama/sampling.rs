@@ -95,7 +95,7 @@ impl Sampler {
     fn draw(&self, logits: &mut [f32], best: f32, point: f64) -> u32 {
         let Sampling { temperature, top_p, top_k, min_p, .. } = self.sampling;
         // Weights relative to the likeliest token, so that the largest is 1 and `min_p` is a threshold on them.
-        wide(|| logits.iter_mut().for_each(|logit| *logit = exp((*logit - best) / temperature)));
+        wide!(weigh(logits, best, temperature));
         let top_k = top_k.filter(|k| *k > 0).map_or(usize::MAX, |k| k as usize);
         if top_k >= logits.len() && top_p >= 1.0 {
             let kept = || logits.iter().enumerate().filter(|(_, weight)| **weight >= min_p);
@@ -112,6 +112,14 @@ impl Sampler {
         }
         cut_at_mass(&mut kept, f64::from(top_p));
         walk(kept.iter().copied(), point)
+    }
+}
+
+/// From logits to weights relative to the best one's.
+#[inline(always)]
+fn weigh(logits: &mut [f32], best: f32, temperature: f32) {
+    for logit in logits {
+        *logit = exp((*logit - best) / temperature);
     }
 }
 

@@ -32,7 +32,7 @@ impl Noise {
     }
 }
 
-fn config(family: Family, heads: usize, kv_heads: usize, head_dim: usize) -> Config {
+pub(super) fn config(family: Family, heads: usize, kv_heads: usize, head_dim: usize) -> Config {
     Config {
         family,
         hidden: 40,
@@ -175,21 +175,21 @@ impl Textbook {
 }
 
 /// A model with an arena, and slots given out in a scattered order.
-struct Machine {
-    model: Model,
-    arena: Arena,
+pub(super) struct Machine {
+    pub(super) model: Model,
+    pub(super) arena: Arena,
     free: Vec<BlockId>,
 }
 
 /// A sequence on a machine.
-struct Sequence {
-    tokens: Vec<u32>,
-    table: Vec<BlockId>,
-    done: usize,
+pub(super) struct Sequence {
+    pub(super) tokens: Vec<u32>,
+    pub(super) table: Vec<BlockId>,
+    pub(super) done: usize,
 }
 
 impl Machine {
-    fn new(config: &Config, seed: u64, threads: usize, block_size: usize, blocks: usize) -> Self {
+    pub(super) fn new(config: &Config, seed: u64, threads: usize, block_size: usize, blocks: usize) -> Self {
         let model = Model::new(config.clone(), weights(config, seed), threads);
         let arena = model.arena(block_size, blocks).unwrap();
         // Slots hold what others left behind: not even a NaN there may matter.
@@ -201,7 +201,7 @@ impl Machine {
         Self { model, arena, free }
     }
 
-    fn sequence(&mut self, tokens: Vec<u32>) -> Sequence {
+    pub(super) fn sequence(&mut self, tokens: Vec<u32>) -> Sequence {
         let blocks = tokens.len().div_ceil(self.arena.block_size());
         Sequence { tokens, table: self.free.split_off(self.free.len() - blocks), done: 0 }
     }
@@ -244,7 +244,7 @@ impl Machine {
     }
 }
 
-fn tokens(n: usize, config: &Config, seed: u64) -> Vec<u32> {
+pub(super) fn tokens(n: usize, config: &Config, seed: u64) -> Vec<u32> {
     let mut noise = Noise(seed);
     (0..n).map(|_| noise.below(config.vocabulary) as u32).collect()
 }
