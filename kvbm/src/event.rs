@@ -194,7 +194,10 @@ impl EventLog {
 
 impl fmt::Debug for EventLog {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("EventLog").field("epoch", &self.epoch).field("latest", &*self.latest.borrow()).finish()
+        f.debug_struct("EventLog")
+            .field("epoch", &self.epoch)
+            .field("latest", &*self.latest.borrow())
+            .finish_non_exhaustive()
     }
 }
 

@@ -118,46 +118,45 @@ impl Residents {
         self.names.get(&name).copied()
     }
 
-    /// What precedes the block in `slot`.
-    pub(crate) fn parent(&self, slot: u32) -> Option<SequenceHash> {
-        self.nodes[slot as usize].parent
-    }
-
     /// Every block that can be found by name.
     #[cfg(test)]
     pub(crate) fn names(&self) -> impl Iterator<Item = SequenceHash> {
         self.names.keys().copied()
     }
 
-    /// A block comes to rest in an empty slot, held once by whoever brings it. Its name must not be here yet.
+    /// A block comes to rest in an empty slot, not held. Its name must not be here yet.
     pub(crate) fn insert(&mut self, slot: u32, name: SequenceHash, parent: Option<SequenceHash>) {
         if self.nodes.len() <= slot as usize {
             self.nodes.resize(slot as usize + 1, Node::EMPTY);
         }
+        self.clock += 1;
         let followers = self.absent.remove(&name).unwrap_or_default();
         // A block that claims to follow itself would never be a leaf.
         let parent = parent.filter(|parent| *parent != name);
-        let node = Node { name, parent, followers, resident: true, ..Node::EMPTY };
-        // With held children it is held by them already, and so must be its own parent; `hold` would not see a change.
-        let held = node.held();
+        let node = Node { name, parent, followers, rank: self.clock, resident: true, ..Node::EMPTY };
+        let (leaf, held) = (followers.resident == 0, node.held());
         self.nodes[slot as usize] = node;
         self.names.insert(name, slot);
         self.idle += 1;
+        if leaf {
+            self.leaves.insert((self.clock, slot));
+        }
         self.follow(slot);
         if held {
+            // By children that were here before it.
             self.became_held(slot);
         }
-        self.hold(slot);
     }
 
-    /// One more guard.
-    pub(crate) fn hold(&mut self, slot: u32) {
+    /// One more guard, of the block with this name and parent.
+    pub(crate) fn hold(&mut self, slot: u32) -> (SequenceHash, Option<SequenceHash>) {
         let node = &mut self.nodes[slot as usize];
-        let before = node.held();
+        let (before, is) = (node.held(), (node.name, node.parent));
         node.holds += 1;
-        if !before && node.resident {
+        if !before {
             self.became_held(slot);
         }
+        is
     }
 
     /// One guard less. True: the block was removed meanwhile, nobody needs the slot any more, and it is the caller's.
@@ -212,8 +211,10 @@ impl Residents {
             Parent::Absent(name) => self.absent.entry(name).or_default().resident += 1,
             Parent::Here(at) => {
                 let node = &mut self.nodes[at as usize];
+                if node.followers.resident == 0 {
+                    self.leaves.remove(&(node.rank, at));
+                }
                 node.followers.resident += 1;
-                self.leaves.remove(&(node.rank, at));
             }
         }
     }
@@ -244,7 +245,10 @@ impl Residents {
     fn became_held(&mut self, mut slot: u32) {
         loop {
             self.idle -= 1;
-            self.leaves.remove(&(self.nodes[slot as usize].rank, slot));
+            let node = &self.nodes[slot as usize];
+            if node.followers.resident == 0 {
+                self.leaves.remove(&(node.rank, slot));
+            }
             match self.parent_of(slot) {
                 Parent::Root => return,
                 Parent::Absent(name) => return self.absent.entry(name).or_default().held += 1,

@@ -73,9 +73,9 @@ impl HostTier {
         })
     }
 
-    /// A block without a copy of its bytes, kept in place while they are held.
-    pub(crate) fn get(&self, name: SequenceHash) -> Option<Block> {
-        self.pool.matched(&[name]).pop().map(|held| self.block(held))
+    /// Blocks without a copy of their bytes, kept in place while they are held.
+    pub(crate) fn get(&self, names: &[SequenceHash]) -> Vec<Option<Block>> {
+        self.pool.found(names).into_iter().map(|held| held.map(|held| self.block(held))).collect()
     }
 
     #[cfg(test)]
@@ -108,7 +108,7 @@ impl HostTier {
             return Err(if self.pool.capacity() == 0 { StoreError::Full } else { StoreError::Busy });
         };
         self.arena.write(&mut slot, fill);
-        drop(self.pool.register(vec![slot.complete(name, parent)]));
+        self.pool.deposit(slot.complete(name, parent));
         Ok(())
     }
 
@@ -128,11 +128,8 @@ impl Tier for HostTier {
     }
 
     fn load(&self, fingerprint: Fingerprint, names: Vec<SequenceHash>) -> BoxStream<'static, Loaded> {
-        let host = self.clone();
-        let ours = fingerprint == self.fingerprint;
-        stream::iter(names.into_iter().enumerate())
-            .map(move |(index, name)| (index, Ok(if ours { host.get(name) } else { None })))
-            .boxed()
+        let found = if fingerprint == self.fingerprint { self.get(&names) } else { vec![None; names.len()] };
+        stream::iter(found.into_iter().map(Ok).enumerate()).boxed()
     }
 
     fn store(&self, blocks: Vec<Block>) -> BoxFuture<'_, Vec<Result<(), StoreError>>> {

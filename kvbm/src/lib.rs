@@ -12,6 +12,68 @@
 //! exactly those tokens, in this cache domain, for this model); its [`Fingerprint`] says which engine's bytes they are.
 //! What a tier hands back is served only after both, and a checksum, were verified.
 //!
+//! The whole way: compute, cache, offload, lose, onboard, hand over.
+//!
+//! ```
+//! use kvbm::*;
+//! use std::sync::{Arc, Mutex};
+//!
+//! /// Device memory: here four slots of plain memory, in an engine its KV arena.
+//! struct Device(Mutex<[[u8; 64]; 4]>);
+//!
+//! impl DeviceBlocks for Device {
+//!     fn capacity(&self) -> usize {
+//!         4
+//!     }
+//!     fn block_bytes(&self) -> usize {
+//!         64
+//!     }
+//!     fn fingerprint(&self) -> Fingerprint {
+//!         Fingerprint::of([("weights", &b"v1"[..]), ("dtype", b"f32")])
+//!     }
+//!     fn read(&self, slot: BlockId, into: &mut [u8]) {
+//!         into.copy_from_slice(&self.0.lock().unwrap()[slot.0 as usize]);
+//!     }
+//!     fn write(&self, slot: BlockId, from: &[u8]) {
+//!         self.0.lock().unwrap()[slot.0 as usize].copy_from_slice(from);
+//!     }
+//! }
+//!
+//! # #[tokio::main(flavor = "current_thread")]
+//! # async fn main() {
+//! let log = Arc::new(EventLog::new(Epoch(1)));
+//! let metrics = Metrics::new(&prometheus::Registry::new()).unwrap();
+//! let device: Arc<dyn DeviceBlocks> = Arc::new(Device(Mutex::new([[0; 64]; 4])));
+//! let host = HostTier::new(64 * 1024, 64, device.fingerprint(), log.clone(), &metrics);
+//! let manager = BlockManager::new(device.clone(), Some(host), vec![], log.clone(), metrics.clone());
+//!
+//! // A prompt of 40 tokens has two full blocks of 16.
+//! let names = ChainKey::root(&Domain::shared(), "model", None).names(&(0..40).collect::<Vec<_>>(), 16);
+//! assert!(manager.matched(&names).is_empty(), "a miss");
+//!
+//! // Compute them, and give them to everyone.
+//! let slots = manager.allocate(2).expect("room for two");
+//! let parents = [None, Some(names[0])];
+//! for ((slot, name), parent) in slots.into_iter().zip(&names).zip(parents) {
+//!     device.write(slot.slot(), &[7; 64]);
+//!     drop(manager.register(slot.complete(*name, parent)));
+//! }
+//! manager.flush().await; // They rest in G2 as well now.
+//!
+//! // Other work takes the whole device; later the blocks come back from G2, if that is faster than computing.
+//! drop(manager.allocate(4));
+//! assert_eq!(manager.below(&names), 2);
+//! let recompute = Recompute { seconds_per_block: Some(0.1) };
+//! let onboarded = manager.onboard(&names, recompute).await;
+//! assert_eq!(onboarded.from, [(Level::G2, 2)]);
+//!
+//! // Another engine takes them over from this one's memory.
+//! let other: Arc<dyn DeviceBlocks> = Arc::new(Device(Mutex::new([[0; 64]; 4])));
+//! let decode = BlockManager::new(other, None, vec![], Arc::new(EventLog::new(Epoch(1))), metrics);
+//! assert_eq!(decode.onboard_from(&manager.peer(), &names, recompute).await.blocks.len(), 2);
+//! # }
+//! ```
+//!
 //! This crate knows no worker, no model and no request: tokens go in as numbers, bytes stay opaque.
 
 pub mod block;

@@ -134,7 +134,10 @@ impl BlockManager {
 
     /// The leading `names` that are in G1, held.
     pub fn matched(&self, names: &[SequenceHash]) -> Vec<CachedBlock> {
-        self.0.core.pool.matched(names)
+        let held = self.0.core.pool.matched(names);
+        self.0.core.metrics.hit(Level::G1, held.len());
+        self.0.core.metrics.missed(Level::G1, names.len() - held.len());
+        held
     }
 
     /// How many leading `names` some tier below G1 holds and could be asked for now. Does not wait.
@@ -223,7 +226,7 @@ impl Inner {
         let names = &names[blocks.len()..];
         let now = Instant::now();
         let located = onboard::locate(core, sources, names, now);
-        let plan = plan(&onboard::runs(sources, &located, now), recompute.seconds_per_block);
+        let plan = plan(&onboard::stretches(sources, &located, now), recompute.seconds_per_block);
         let wanted = plan.blocks.min(core.pool.available());
         if wanted == 0 {
             return Onboarded { blocks, from };

@@ -84,7 +84,7 @@ impl Metrics {
             hits: counter("hit_blocks_total", "Blocks wanted and found in the tier.", &["tier"])?,
             misses: counter(
                 "miss_blocks_total",
-                "Blocks that the tier was asked to load and did not have, or did not deliver.",
+                "Blocks that the tier was asked for and did not have, or did not deliver in time.",
                 &["tier"],
             )?,
         })

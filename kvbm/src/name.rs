@@ -151,9 +151,9 @@ impl ChainKey {
             blake3::keyed_hash(&self.0, &bytes[..tokens.len() * 4])
         } else {
             let mut hasher = blake3::Hasher::new_keyed(&self.0);
-            tokens.iter().for_each(|token| {
+            for token in tokens {
                 hasher.update(&token.to_le_bytes());
-            });
+            }
             hasher.finalize()
         };
         self.0 = *value.as_bytes();

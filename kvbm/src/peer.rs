@@ -38,12 +38,15 @@ impl Core {
         Block { header, payload: Bytes::from(bytes) }
     }
 
-    /// A block from this process's memory, G2's copy first: it costs no copy and no read of the device.
-    pub(crate) fn in_memory(&self, name: SequenceHash) -> Option<Block> {
-        if let Some(block) = self.host.as_ref().and_then(|host| host.get(name)) {
-            return Some(block);
+    /// Blocks from this process's memory, G2's copies first: they cost no copy and no read of the device.
+    pub(crate) fn in_memory(&self, names: &[SequenceHash]) -> Vec<Option<Block>> {
+        let mut found = self.host.as_ref().map_or_else(|| vec![None; names.len()], |host| host.get(names));
+        let missing: Vec<usize> = (0..names.len()).filter(|index| found[*index].is_none()).collect();
+        let held = self.pool.found(&missing.iter().map(|index| names[*index]).collect::<Vec<_>>());
+        for (index, held) in missing.into_iter().zip(held) {
+            found[index] = held.map(|held| self.read(&held));
         }
-        self.pool.matched(&[name]).pop().map(|held| self.read(&held))
+        found
     }
 }
 
@@ -64,13 +67,13 @@ impl Tier for Peer {
     fn load(&self, fingerprint: Fingerprint, names: Vec<SequenceHash>) -> BoxStream<'static, Loaded> {
         let core = self.0.clone();
         let size = self.0.upgrade().map_or(1, |core| (Self::BATCH_BYTES / core.device.block_bytes().max(1)).max(1));
-        let indexed: Vec<(usize, SequenceHash)> = names.into_iter().enumerate().collect();
-        let batches: Vec<Vec<_>> = indexed.chunks(size).map(<[_]>::to_vec).collect();
-        let read = move |batch: Vec<(usize, SequenceHash)>| {
+        let batches: Vec<(usize, Vec<SequenceHash>)> =
+            names.chunks(size).enumerate().map(|(batch, names)| (batch * size, names.to_vec())).collect();
+        let read = move |(first, names): (usize, Vec<SequenceHash>)| {
             let core = core.upgrade().filter(|core| core.device.fingerprint() == fingerprint);
             tokio::task::spawn_blocking(move || -> Vec<Loaded> {
-                let read = |name| core.as_ref().and_then(|core| core.in_memory(name));
-                batch.into_iter().map(|(index, name)| (index, Ok(read(name)))).collect()
+                let found = core.map_or_else(|| vec![None; names.len()], |core| core.in_memory(&names));
+                found.into_iter().enumerate().map(|(at, block)| (first + at, Ok(block))).collect()
             })
         };
         stream::iter(batches)

@@ -9,8 +9,8 @@ use std::time::Duration;
 
 /// The next blocks in order, all from one tier.
 #[derive(Clone, Copy, PartialEq, Debug)]
-pub(crate) struct Run {
-    /// Which tier; runs of one tier share its bandwidth.
+pub(crate) struct Stretch {
+    /// Which tier; stretches of one tier share its bandwidth.
     pub(crate) tier: usize,
     /// How many blocks.
     pub(crate) blocks: usize,
@@ -73,14 +73,14 @@ impl Patience {
 const FREE: f64 = 0.02;
 
 /// Which of the blocks that tiers hold are worth loading. `recompute`: seconds to compute one block, when known.
-pub(crate) fn plan(runs: &[Run], recompute: Option<f64>) -> Plan {
-    let all = runs.iter().map(|run| run.blocks).sum();
+pub(crate) fn plan(stretches: &[Stretch], recompute: Option<f64>) -> Plan {
+    let all = stretches.iter().map(|stretch| stretch.blocks).sum();
     let Some(cost) = recompute.filter(|cost| cost.is_finite() && *cost >= 0.0) else {
         return Plan { blocks: all, patience: Patience::UNKNOWN };
     };
-    let saved = |blocks: usize| blocks as f64 * cost - (load_seconds(runs, blocks) - FREE).max(0.0);
+    let saved = |blocks: usize| blocks as f64 * cost - (load_seconds(stretches, blocks) - FREE).max(0.0);
     let mut best = 0;
-    for blocks in candidates(runs) {
+    for blocks in candidates(stretches) {
         if saved(blocks) > saved(best) {
             best = blocks;
         }
@@ -88,49 +88,52 @@ pub(crate) fn plan(runs: &[Run], recompute: Option<f64>) -> Plan {
     Plan { blocks: best, patience: Patience::of(best, cost) }
 }
 
-/// Where the saving can be largest. It is concave within a run, bent only where the run's tier begins to take longer than
+/// Where the saving can be largest. It is concave within a stretch, bent only where the stretch's tier begins to take longer than
 /// all others (and longer than nothing): so at that bend, or at the end.
-fn candidates(runs: &[Run]) -> Vec<usize> {
-    let mut candidates = Vec::with_capacity(3 * runs.len());
+fn candidates(stretches: &[Stretch]) -> Vec<usize> {
+    let mut candidates = Vec::with_capacity(3 * stretches.len());
     let mut before = 0;
-    for run in runs {
-        if let Some(measured) = run.measured.filter(|measured| measured.seconds_per_block > 0.0) {
-            let hidden = load_seconds(runs, before).max(FREE) - tier_seconds(runs, run.tier, measured, before);
+    for stretch in stretches {
+        if let Some(measured) = stretch.measured.filter(|measured| measured.seconds_per_block > 0.0) {
+            let hidden =
+                load_seconds(stretches, before).max(FREE) - tier_seconds(stretches, stretch.tier, measured, before);
             // The tier's first block costs its latency and nothing more.
-            let first = f64::from(u8::from(asked(runs, run.tier, before) == 0));
+            let first = f64::from(u8::from(asked(stretches, stretch.tier, before) == 0));
             let bend = (hidden / measured.seconds_per_block).floor() + first;
             // The bend lies between two blocks.
-            candidates.extend([bend, bend + 1.0].map(|at| before + at.clamp(1.0, run.blocks as f64) as usize));
+            candidates.extend([bend, bend + 1.0].map(|at| before + at.clamp(1.0, stretch.blocks as f64) as usize));
         }
-        before += run.blocks;
+        before += stretch.blocks;
         candidates.push(before);
     }
     candidates
 }
 
 /// Seconds until the first `blocks` are there: the tiers work at the same time.
-fn load_seconds(runs: &[Run], blocks: usize) -> f64 {
-    let times = runs.iter().map(|run| match run.measured {
-        Some(measured) if asked(runs, run.tier, blocks) > 0 => tier_seconds(runs, run.tier, measured, blocks),
+fn load_seconds(stretches: &[Stretch], blocks: usize) -> f64 {
+    let times = stretches.iter().map(|stretch| match stretch.measured {
+        Some(measured) if asked(stretches, stretch.tier, blocks) > 0 => {
+            tier_seconds(stretches, stretch.tier, measured, blocks)
+        }
         // Not measured: assumed to be at once, so that it is tried; patience bounds what that can cost.
         _ => 0.0,
     });
     times.fold(0.0, f64::max)
 }
 
-fn tier_seconds(runs: &[Run], tier: usize, measured: Measured, blocks: usize) -> f64 {
-    let more = asked(runs, tier, blocks).saturating_sub(1);
+fn tier_seconds(stretches: &[Stretch], tier: usize, measured: Measured, blocks: usize) -> f64 {
+    let more = asked(stretches, tier, blocks).saturating_sub(1);
     measured.latency + more as f64 * measured.seconds_per_block
 }
 
 /// How many of the first `blocks` come from `tier`.
-fn asked(runs: &[Run], tier: usize, blocks: usize) -> usize {
+fn asked(stretches: &[Stretch], tier: usize, blocks: usize) -> usize {
     let mut left = blocks;
     let mut asked = 0;
-    for run in runs {
-        let here = run.blocks.min(left);
+    for stretch in stretches {
+        let here = stretch.blocks.min(left);
         left -= here;
-        if run.tier == tier {
+        if stretch.tier == tier {
             asked += here;
         }
     }
@@ -146,53 +149,53 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn run(tier: usize, blocks: usize, latency: f64, seconds_per_block: f64) -> Run {
-        Run { tier, blocks, measured: Some(Measured { latency, seconds_per_block }) }
+    fn stretch(tier: usize, blocks: usize, latency: f64, seconds_per_block: f64) -> Stretch {
+        Stretch { tier, blocks, measured: Some(Measured { latency, seconds_per_block }) }
     }
 
     #[test]
     fn a_tier_slower_than_computing_is_left_alone() {
-        assert_eq!(plan(&[run(0, 100, 0.05, 0.02)], Some(0.01)).blocks, 0);
-        assert_eq!(plan(&[run(0, 100, 0.05, 0.005)], Some(0.01)).blocks, 100);
+        assert_eq!(plan(&[stretch(0, 100, 0.05, 0.02)], Some(0.01)).blocks, 0);
+        assert_eq!(plan(&[stretch(0, 100, 0.05, 0.005)], Some(0.01)).blocks, 100);
     }
 
     #[test]
     fn latency_must_pay_off_too() {
-        assert_eq!(plan(&[run(0, 4, 0.1, 0.001)], Some(0.01)).blocks, 0);
-        assert_eq!(plan(&[run(0, 40, 0.1, 0.001)], Some(0.01)).blocks, 40);
+        assert_eq!(plan(&[stretch(0, 4, 0.1, 0.001)], Some(0.01)).blocks, 0);
+        assert_eq!(plan(&[stretch(0, 40, 0.1, 0.001)], Some(0.01)).blocks, 40);
     }
 
     #[test]
     fn a_slow_tier_helps_for_as_long_as_a_fast_one_is_busy_anyway() {
         // The fast one takes 100 ms for its 101 blocks; in that time the slow one delivers 4 of its own.
-        let runs = [run(0, 101, 0.0, 0.001), run(1, 50, 0.01, 0.025)];
-        assert_eq!(plan(&runs, Some(0.01)).blocks, 101 + 4);
+        let stretches = [stretch(0, 101, 0.0, 0.001), stretch(1, 50, 0.01, 0.025)];
+        assert_eq!(plan(&stretches, Some(0.01)).blocks, 101 + 4);
     }
 
     #[test]
     fn what_was_not_measured_is_tried_within_the_grace() {
-        let unknown = Run { tier: 0, blocks: 10, measured: None };
+        let unknown = Stretch { tier: 0, blocks: 10, measured: None };
         assert_eq!(
             plan(&[unknown], Some(0.01)),
             Plan { blocks: 10, patience: Patience { grace: Patience::GRACE, per_block: Duration::from_millis(10) } }
         );
-        let long = Run { blocks: 2_000, ..unknown };
+        let long = Stretch { blocks: 2_000, ..unknown };
         assert_eq!(plan(&[long], Some(0.01)).patience.grace, Duration::from_secs(1));
     }
 
     #[test]
     fn nothing_is_loaded_when_computing_is_free_and_all_when_nobody_knows() {
-        let runs = [run(0, 10, 0.001, 0.001)];
-        assert_eq!(plan(&runs, Some(0.0)).blocks, 0);
-        assert_eq!(plan(&runs, None).blocks, 10);
+        let stretches = [stretch(0, 10, 0.001, 0.001)];
+        assert_eq!(plan(&stretches, Some(0.0)).blocks, 0);
+        assert_eq!(plan(&stretches, None).blocks, 10);
         assert_eq!(plan(&[], Some(0.01)).blocks, 0);
     }
 
-    fn any_run() -> impl Strategy<Value = Run> {
+    fn any_stretch() -> impl Strategy<Value = Stretch> {
         let measured = prop::option::of((0.0..0.3f64, 0.0..0.03f64));
         (0..3usize, 1..40usize, measured).prop_map(|(tier, blocks, measured)| {
             let measured = measured.map(|(latency, seconds_per_block)| Measured { latency, seconds_per_block });
-            Run { tier, blocks, measured }
+            Stretch { tier, blocks, measured }
         })
     }
 
@@ -200,15 +203,15 @@ mod tests {
         #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 
         #[test]
-        fn no_other_number_of_blocks_saves_more(mut runs in prop::collection::vec(any_run(), 0..6), cost in 0.0..0.02f64) {
+        fn no_other_number_of_blocks_saves_more(mut stretches in prop::collection::vec(any_stretch(), 0..6), cost in 0.0..0.02f64) {
             // A tier was measured or not, once.
-            for i in 0..runs.len() {
-                let first = runs.iter().find(|run| run.tier == runs[i].tier).unwrap().measured;
-                runs[i].measured = first;
+            for i in 0..stretches.len() {
+                let first = stretches.iter().find(|stretch| stretch.tier == stretches[i].tier).unwrap().measured;
+                stretches[i].measured = first;
             }
-            let saved = |blocks: usize| blocks as f64 * cost - (load_seconds(&runs, blocks) - FREE).max(0.0);
-            let chosen = plan(&runs, Some(cost)).blocks;
-            let all: usize = runs.iter().map(|run| run.blocks).sum();
+            let saved = |blocks: usize| blocks as f64 * cost - (load_seconds(&stretches, blocks) - FREE).max(0.0);
+            let chosen = plan(&stretches, Some(cost)).blocks;
+            let all: usize = stretches.iter().map(|stretch| stretch.blocks).sum();
             for blocks in 0..=all {
                 prop_assert!(saved(blocks) <= saved(chosen) + 1e-9, "{} beats {}", blocks, chosen);
             }

@@ -85,6 +85,19 @@ impl Pool {
         Some(slots.into_iter().map(|id| PartialBlock(Slot { pool: Some(self.0.clone()), id })).collect())
     }
 
+    /// Gives a block to everyone and holds it for nobody. A duplicate is freed.
+    pub(crate) fn deposit(&self, block: FullBlock) {
+        let FullBlock { slot, name, parent } = block;
+        let mut state = self.0.lock();
+        if state.residents.find(name).is_none() {
+            state.residents.insert(slot.keep(), name, parent);
+            self.0.stored(Run { parent, blocks: vec![name] });
+        } else {
+            drop(state);
+            drop(slot);
+        }
+    }
+
     /// Gives blocks to everyone, in order. Where a name is here already, that block is returned and the duplicate freed.
     pub(crate) fn register(&self, blocks: Vec<FullBlock>) -> Vec<CachedBlock> {
         let mut duplicates = Vec::new();
@@ -95,7 +108,6 @@ impl Pool {
             let FullBlock { slot, name, parent } = block;
             debug_assert!(slot.is_of(&self.0), "a block of another pool");
             let id = if let Some(id) = state.residents.find(name) {
-                state.residents.hold(id);
                 duplicates.push(slot);
                 id
             } else {
@@ -106,7 +118,8 @@ impl Pool {
                 }
                 id
             };
-            cached.push(self.held(id, name, parent));
+            state.residents.hold(id);
+            cached.push(self.guard(id, name, parent));
         }
         self.0.stored(run);
         // Duplicates go free after the lock, and after the guards above, which go back through it.
@@ -116,14 +129,24 @@ impl Pool {
 
     /// The leading `names` that are here, held.
     pub(crate) fn matched(&self, names: &[SequenceHash]) -> Vec<CachedBlock> {
+        let found = self.hold(|residents| names.iter().map_while(|name| residents.find(*name).map(Some)).collect());
+        found.into_iter().flatten().collect()
+    }
+
+    /// Each of `names`, held if it is here. One call for a chain, from its root on, costs far less than one per block: a
+    /// hold walks up to the first ancestor that is held.
+    pub(crate) fn found(&self, names: &[SequenceHash]) -> Vec<Option<CachedBlock>> {
+        self.hold(|residents| names.iter().map(|name| residents.find(*name)).collect())
+    }
+
+    /// Look-ups first, all of them, so that their cache misses overlap; then holds; guards are made after the lock.
+    fn hold(&self, find: impl FnOnce(&Residents) -> Vec<Option<u32>>) -> Vec<Option<CachedBlock>> {
         let mut state = self.0.lock();
-        let residents = &mut state.residents;
-        let here = names.iter().map_while(|name| {
-            let id = residents.find(*name)?;
-            residents.hold(id);
-            Some(self.held(id, *name, residents.parent(id)))
-        });
-        here.collect()
+        let ids = find(&state.residents);
+        let held: Vec<_> = ids.into_iter().map(|id| id.map(|id| (id, state.residents.hold(id)))).collect();
+        drop(state);
+        let guard = |(id, (name, parent))| self.guard(id, name, parent);
+        held.into_iter().map(|held| held.map(guard)).collect()
     }
 
     /// How many leading `names` are here.
@@ -143,7 +166,7 @@ impl Pool {
         self.0.removed(vec![name]);
     }
 
-    fn held(&self, id: u32, name: SequenceHash, parent: Option<SequenceHash>) -> CachedBlock {
+    fn guard(&self, id: u32, name: SequenceHash, parent: Option<SequenceHash>) -> CachedBlock {
         CachedBlock(Arc::new(Hold { pool: self.0.clone(), id, name, parent }))
     }
 

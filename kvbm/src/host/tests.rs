@@ -48,7 +48,7 @@ async fn bytes_that_are_read_stay_while_everything_else_is_replaced() {
     let (host, _) = host(4, 4_000);
     let first = contract::chain(1, 1);
     contract::store(&host, first.clone()).await;
-    let reading = host.get(first[0].header.name).unwrap();
+    let reading = host.get(&names(&first))[0].take().unwrap();
     for seed in 2..9 {
         contract::store(&host, contract::chain(seed, 3)).await;
     }
@@ -63,7 +63,7 @@ async fn when_all_is_being_read_the_tier_is_busy_and_one_without_room_is_full() 
     let (host, _) = host(1, 4_000);
     let blocks = contract::chain(1, 2);
     contract::store(&host, blocks[..1].to_vec()).await;
-    let reading = host.get(blocks[0].header.name);
+    let reading = host.get(&names(&blocks[..1]));
     assert!(matches!(host.store(blocks[1..].to_vec()).await[0], Err(StoreError::Busy)));
     drop(reading);
     assert!(host.store(blocks[1..].to_vec()).await[0].is_ok());
@@ -76,6 +76,6 @@ fn what_the_device_fills_in_place_is_sealed() {
     let (host, _) = host(2, 4_000);
     let name = SequenceHash::from_bytes([5; 16]);
     host.fill(name, None, |bytes| bytes.fill(9)).unwrap();
-    let block = host.get(name).unwrap().verify(name, contract::fingerprint()).unwrap();
+    let block = host.get(&[name])[0].take().unwrap().verify(name, contract::fingerprint()).unwrap();
     assert!(block.payload() == [9; 4_000]);
 }

@@ -185,21 +185,19 @@ impl Core {
     fn copy_to_host(&self, names: Vec<SequenceHash>) -> Vec<SequenceHash> {
         let Some(host) = &self.host else { return names };
         let fingerprint = self.device.fingerprint();
-        let (start, mut bytes) = (Instant::now(), 0);
-        let copy = |name: &SequenceHash| {
-            if host.holds(fingerprint, &[*name]) == 1 {
-                return true;
-            }
-            let Some(held) = self.pool.matched(&[*name]).pop() else { return false };
-            let kept = host.fill(*name, held.parent(), |into| self.device.read(held.slot(), into));
-            bytes += kept.as_ref().map_or(0, |()| self.device.block_bytes() as u64);
-            kept.is_ok()
-        };
         let wanted = names.len();
-        let kept: Vec<SequenceHash> = names.into_iter().filter(copy).collect();
+        let (mut kept, missing): (Vec<_>, Vec<_>) =
+            names.into_iter().partition(|name| host.holds(fingerprint, &[*name]) == 1);
+        let (start, before) = (Instant::now(), kept.len());
+        for held in self.pool.found(&missing).into_iter().flatten() {
+            if host.fill(held.name(), held.parent(), |into| self.device.read(held.slot(), into)).is_ok() {
+                kept.push(held.name());
+            }
+        }
         self.metrics.offload_dropped(Level::G2, wanted - kept.len());
-        if bytes > 0 {
-            self.metrics.moved(Level::G2, Direction::Offload, bytes, start.elapsed());
+        if kept.len() > before {
+            let bytes = (kept.len() - before) * self.device.block_bytes();
+            self.metrics.moved(Level::G2, Direction::Offload, bytes as u64, start.elapsed());
         }
         kept
     }
@@ -209,8 +207,7 @@ impl Core {
         let (tier, fingerprint) = (self.tiers[tier].clone(), self.device.fingerprint());
         names.retain(|name| tier.holds(fingerprint, &[*name]) == 0);
         let (reading, wanted) = (self.clone(), names.len());
-        let blocks: Vec<Block> =
-            blocking(move || names.into_iter().filter_map(|name| reading.in_memory(name)).collect()).await;
+        let blocks: Vec<Block> = blocking(move || reading.in_memory(&names).into_iter().flatten().collect()).await;
         self.metrics.offload_dropped(tier.level(), wanted - blocks.len());
         if blocks.is_empty() {
             return None;

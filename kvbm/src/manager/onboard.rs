@@ -14,7 +14,7 @@ use super::Core;
 use super::speed::{Gauge, Seen};
 use crate::block::{Block, Corrupt};
 use crate::metrics::Direction;
-use crate::plan::{Patience, Run};
+use crate::plan::{Patience, Stretch};
 use crate::pool::{FullBlock, PartialBlock};
 use crate::tier::{LoadError, Tier};
 use crate::{Level, SequenceHash};
@@ -70,13 +70,13 @@ pub(super) fn locate(core: &Core, sources: &[Source], names: &[SequenceHash], no
 }
 
 /// The same for the plan.
-pub(super) fn runs(sources: &[Source], located: &Located, now: Instant) -> Vec<Run> {
-    let run = |(tier, range): &(usize, Range<usize>)| Run {
+pub(super) fn stretches(sources: &[Source], located: &Located, now: Instant) -> Vec<Stretch> {
+    let stretch = |(tier, range): &(usize, Range<usize>)| Stretch {
         tier: *tier,
         blocks: range.len(),
         measured: sources[*tier].gauge.measured(now),
     };
-    located.iter().map(run).collect()
+    located.iter().map(stretch).collect()
 }
 
 /// Loads the first `blocks` of the located names, for as long as `patience` allows.

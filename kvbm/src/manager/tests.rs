@@ -1,6 +1,7 @@
 use super::*;
 use crate::contract::Memory;
 use crate::device::contract::InMemory;
+use crate::plan::Patience;
 use crate::tier::{Loaded, StoreError, Usage};
 use crate::{Block, BlockId, Epoch, Faults, Faulty, Fingerprint};
 use futures::future::BoxFuture;
@@ -341,18 +342,18 @@ async fn a_block_that_was_given_up_meanwhile_ends_the_run() {
     assert_eq!(site.manager.available(), 16 - in_use, "slots of blocks that follow a hole went back");
 }
 
-/// Virtual seconds until the last block is there, loaded or computed.
-async fn first_token(site: &Site, blocks: usize, recompute: Recompute) -> (f64, usize) {
+/// Virtual time until the last block is there, loaded or computed, and how many were loaded.
+async fn first_token(site: &Site, blocks: usize, recompute: Recompute) -> (Duration, usize) {
     let start = Instant::now();
     let loaded = site.manager.onboard(&names(blocks), recompute).await.blocks.len();
-    let computing = (blocks - loaded) as f64 * recompute.seconds_per_block.unwrap();
-    (start.elapsed().as_secs_f64() + computing, loaded)
+    let computing = Duration::from_secs_f64((blocks - loaded) as f64 * recompute.seconds_per_block.unwrap());
+    (start.elapsed() + computing, loaded)
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_hit_is_never_slower_than_a_miss() {
     const BLOCKS: usize = 400;
-    let computed = BLOCKS as f64 * 0.010;
+    let computed = Duration::from_secs(4);
     // From a tenth of break-even to ten times of it, in microseconds per block.
     for per_block in [100_000, 50_000, 20_000, 12_000, 8_000, 5_000, 2_000, 1_000] {
         let slow = at(Level::G3, 0, 0);
@@ -365,14 +366,15 @@ async fn a_hit_is_never_slower_than_a_miss() {
         });
         let site = Site::new(2 * BLOCKS, 0, vec![slow]);
         for attempt in 0..3 {
-            let (seconds, loaded) = first_token(&site, BLOCKS, ms(10)).await;
-            let bound = computed * 1.05 + crate::plan::Patience::GRACE.as_secs_f64();
-            assert!(seconds <= bound, "{per_block} µs, attempt {attempt}: {seconds} s, {loaded} loaded");
+            let (time, loaded) = first_token(&site, BLOCKS, ms(10)).await;
+            let bound = computed.mul_f64(1.05) + Patience::GRACE;
+            assert!(time <= bound, "{per_block} µs, attempt {attempt}: {time:?}, {loaded} loaded");
             if per_block <= 8_000 {
                 assert_eq!(loaded, BLOCKS, "{per_block} µs: faster than computing, so all of it");
             }
             if per_block > 12_000 && attempt > 0 {
-                assert!(seconds <= computed + 0.02, "{per_block} µs: once measured, it is left alone: {seconds} s");
+                let hiccup = Duration::from_millis(20);
+                assert!(time <= computed + hiccup, "{per_block} µs: once measured, it is left alone: {time:?}");
             }
             drop(site.manager.allocate(2 * BLOCKS));
         }
@@ -386,17 +388,17 @@ async fn a_tier_that_hangs_costs_one_grace_and_is_then_left_alone() {
     let device = Arc::new(Faulty::new(inner, 1, Faults { hang: 1.0, ..Faults::default() }));
     let site = Site::new(200, 0, vec![device.clone()]);
     assert_eq!(site.manager.below(&names(100)), 100);
-    let (seconds, loaded) = first_token(&site, 100, ms(10)).await;
-    assert_eq!((seconds, loaded), (1.25, 0));
+    let (time, loaded) = first_token(&site, 100, ms(10)).await;
+    assert_eq!((time, loaded), (Duration::from_millis(1_250), 0));
     assert_eq!(site.counter("onboard_deadline_misses_total", Level::G3), 1);
     assert_eq!(site.manager.below(&names(100)), 0);
-    let (seconds, _) = first_token(&site, 100, ms(10)).await;
-    assert_eq!(seconds, 1.0, "the next request does not wait");
+    let (time, _) = first_token(&site, 100, ms(10)).await;
+    assert_eq!(time, Duration::from_secs(1), "the next request does not wait");
 
     device.set(Faults::default());
     tokio::time::sleep(Duration::from_secs(2)).await;
-    let (seconds, loaded) = first_token(&site, 100, ms(10)).await;
-    assert_eq!((seconds, loaded), (0.0, 100), "it came back by itself");
+    let (time, loaded) = first_token(&site, 100, ms(10)).await;
+    assert_eq!((time, loaded), (Duration::ZERO, 100), "it came back by itself");
 }
 
 #[tokio::test(start_paused = true)]
@@ -406,9 +408,9 @@ async fn a_hanging_tier_does_not_take_the_others_blocks_along() {
     inner.keeps(50..100).await;
     let hanging = Faulty::new(inner, 1, Faults { hang: 1.0, ..Faults::default() });
     let site = Site::new(200, 0, vec![fast, Arc::new(hanging)]);
-    let (seconds, loaded) = first_token(&site, 100, ms(10)).await;
+    let (time, loaded) = first_token(&site, 100, ms(10)).await;
     assert_eq!(loaded, 50);
-    assert!(seconds <= 1.0 + 0.25, "{seconds}");
+    assert!(time <= Duration::from_secs(1) + Patience::GRACE, "{time:?}");
 }
 
 #[tokio::test(start_paused = true)]
