@@ -7,6 +7,19 @@
 //! ```
 //!
 //! Text becomes tokens and tokens become text here, and only here. Which worker computes them is not known here.
+//!
+//! ```no_run
+//! # use std::{io, sync::Arc, time::Duration};
+//! # use tokio_util::sync::CancellationToken;
+//! # async fn run(engine: Arc<dyn worker::engine::Engine>) -> Result<(), Box<dyn std::error::Error>> {
+//! let metrics = prometheus::Registry::new();
+//! let router = frontend::router(engine, metrics, frontend::Settings::default())?;
+//! let listener = tokio::net::TcpListener::bind("127.0.0.1:8000").await?;
+//! let shutdown = CancellationToken::new(); // whoever cancels it has 25 s of patience
+//! frontend::serve(listener, router, shutdown, Duration::from_secs(25)).await?;
+//! # Ok(())
+//! # }
+//! ```
 
 #![forbid(unsafe_code)]
 

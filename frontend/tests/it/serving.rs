@@ -23,12 +23,18 @@ async fn start(
     (address, shutdown, tokio::spawn(serving))
 }
 
-/// A connection whose stream has begun.
-async fn begin(address: SocketAddr) -> TcpStream {
+/// A connection with a request.
+async fn ask(address: SocketAddr, body: &str) -> TcpStream {
     let mut connection = TcpStream::connect(address).await.unwrap();
     let request =
-        format!("POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n{BODY}", BODY.len());
+        format!("POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n{body}", body.len());
     connection.write_all(request.as_bytes()).await.unwrap();
+    connection
+}
+
+/// A connection whose stream has begun.
+async fn begin(address: SocketAddr) -> TcpStream {
+    let mut connection = ask(address, BODY).await;
     let mut seen = Vec::new();
     while !String::from_utf8_lossy(&seen).contains("delta") {
         assert_ne!(connection.read_buf(&mut seen).await.unwrap(), 0, "{}", String::from_utf8_lossy(&seen));
@@ -74,9 +80,12 @@ async fn at_the_deadline_what_runs_is_told_and_ended() {
 async fn a_closed_connection_stops_the_engine() {
     let engine = Fake::saying(vec![first("a"), Step::Hang]);
     let (address, _shutdown, _serving) = start(&engine, Duration::ZERO).await;
-    let connection = begin(address).await;
-    assert_eq!(engine.open(), 1);
-    drop(connection);
+    let streaming = begin(address).await;
+    let waiting = ask(address, &BODY.replace("true", "false")).await;
+    while engine.open() < 2 {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    drop((streaming, waiting));
     while engine.open() > 0 {
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
