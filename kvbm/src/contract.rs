@@ -111,8 +111,8 @@ pub(crate) async fn load(tier: &dyn Tier, fingerprint: Fingerprint, names: Vec<S
 
 /// Stores; a tier that is busy is offered the rest again.
 pub(crate) async fn store(tier: &dyn Tier, blocks: Vec<Block>) {
-    for block in blocks.chunks(8) {
-        let mut left = block.to_vec();
+    for some in blocks.chunks(32) {
+        let mut left = some.to_vec();
         while !left.is_empty() {
             let answers = within(tier.store(left.clone())).await;
             assert_eq!(answers.len(), left.len(), "an answer for each");

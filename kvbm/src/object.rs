@@ -1,0 +1,258 @@
+//! G4: blocks in an object store that all share, many in one object.
+//!
+//! ```text
+//!   store ─▶ pack ─▶ object ─▶ manifest ─▶ known, announced, answered
+//!   load  ─▶ known places ─▶ ranges of neighbours, in parallel ─▶ stream
+//!   every second ─▶ writers, their next manifests ─▶ known, announced
+//! ```
+//!
+//! *At rest* means: the store acknowledged the object and the manifest that names it. Nothing rests on conditional writes
+//! or locks: each process writes under a name of its own, and nothing that was written changes. An object that is gone,
+//! or is another than it was, costs its blocks: a miss, counted, and forgotten. What one might look for here and will not
+//! find yet: deleting. A discard holds for the life of the process; after that the block is verified, and discarded,
+//! again.
+
+mod catalog;
+mod follow;
+mod layout;
+mod manifest;
+mod pack;
+#[cfg(test)]
+mod tests;
+
+use crate::run::{self, Run, Wanted};
+use crate::tier::{LoadError, Loaded, StoreError, Tier, Usage};
+use crate::{Block, Corrupt, EventLog, Fingerprint, Header, Level, SequenceHash};
+use bytes::Bytes;
+use catalog::Catalog;
+use follow::Follower;
+use futures::future::{BoxFuture, FutureExt};
+use futures::stream::{self, BoxStream, StreamExt};
+use layout::{Layout, Writer};
+use object_store::local::LocalFileSystem;
+use object_store::{Error, ObjectStore, ObjectStoreExt};
+use pack::{Job, Packer};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::{Semaphore, mpsc, oneshot, watch};
+use tokio_util::task::AbortOnDropHandle;
+
+/// Requests of one load, or of one round of learning, at once: stores reach their bandwidth through parallel requests.
+const PARALLEL: usize = 16;
+/// A request that takes longer has failed; an onboarding gave up on it long before.
+const REQUEST: Duration = Duration::from_secs(30);
+/// One ranged read: at a store's 50 ms and 100 MB/s of one stream, most of the time is bytes.
+const RANGE: u64 = 4 << 20;
+/// Reading over so much that nobody asked for takes less than another request.
+const GAP: u64 = 512 << 10;
+/// Blocks that wait for their object, or are under way, in bytes: eight objects and as many that fill.
+const QUEUE: usize = 128 << 20;
+
+/// How objects are made, and how much of the store is kept in mind.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Settings {
+    /// Bytes at which an object is written. Default 8 MiB: requests per block stay far below one.
+    pub object_bytes: u64,
+    /// Blocks of the store that are known at most, about 100 bytes of memory each; beyond that the oldest objects are
+    /// forgotten. Default 4 million.
+    pub known_blocks: usize,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self { object_bytes: 8 << 20, known_blocks: 4_000_000 }
+    }
+}
+
+/// Blocks under a prefix of an object store.
+pub struct ObjectTier {
+    store: Arc<dyn ObjectStore>,
+    catalog: Arc<Catalog>,
+    jobs: mpsc::Sender<Job>,
+    room: Arc<Semaphore>,
+    caught_up: watch::Receiver<bool>,
+    _tasks: [AbortOnDropHandle<()>; 2],
+}
+
+impl ObjectTier {
+    /// Opens a prefix of a store, which may be away now: what is there is learned, and announced, in the background.
+    ///
+    /// # Panics
+    /// Outside a tokio runtime.
+    pub fn open(store: Arc<dyn ObjectStore>, prefix: &str, settings: Settings, events: Arc<EventLog>) -> Arc<Self> {
+        let (layout, writer) = (Layout::new(prefix), Writer::new());
+        let catalog = Arc::new(Catalog::new(settings.known_blocks, events));
+        tracing::info!(%store, under = %layout, %writer, "object tier open");
+        let (caught_up, catching_up) = watch::channel(false);
+        let follower = Follower::new(store.clone(), layout.clone(), writer, catalog.clone(), caught_up);
+        let packer = Arc::new(Packer { store: store.clone(), layout, writer, catalog: catalog.clone(), settings });
+        // One block in the queue takes at least its header.
+        let (jobs, waiting) = mpsc::channel(QUEUE / Header::LEN);
+        let tasks = [tokio::spawn(follower.run()), tokio::spawn(packer.run(waiting))].map(AbortOnDropHandle::new);
+        let room = Arc::new(Semaphore::new(QUEUE));
+        Arc::new(Self { store, catalog, jobs, room, caught_up: catching_up, _tasks: tasks })
+    }
+
+    /// Opens a folder, local or mounted, as a store. Makes the folder if it is not there.
+    pub fn folder(folder: &Path, settings: Settings, events: Arc<EventLog>) -> io::Result<Arc<Self>> {
+        std::fs::create_dir_all(folder)?;
+        let store = LocalFileSystem::new_with_prefix(folder)?;
+        Ok(Self::open(Arc::new(store), "", settings, events))
+    }
+
+    /// Waits until what was in the store when the tier was opened is known.
+    pub async fn caught_up(&self) {
+        // The follower lives as long as the tier; if it died, waiting would not help.
+        let _ = self.caught_up.clone().wait_for(|caught_up| *caught_up).await;
+    }
+
+    /// Objects that turned out to be gone, or to be others than they were.
+    pub fn lost_objects(&self) -> u64 {
+        self.catalog.lost()
+    }
+
+    fn offer(&self, block: Block) -> Result<oneshot::Receiver<pack::Answer>, StoreError> {
+        let bytes = Header::LEN as u64 + block.header.length;
+        // A block larger than the queue takes all of it.
+        let bytes = u32::try_from(bytes).map_err(|_| StoreError::Full)?.min(QUEUE as u32);
+        let room = self.room.clone().try_acquire_many_owned(bytes).map_err(|_| StoreError::Busy)?;
+        let (answer, waiting) = oneshot::channel();
+        self.jobs.try_send(Job { block, answer, room }).map_err(|refused| match refused {
+            mpsc::error::TrySendError::Full(_) => StoreError::Busy,
+            mpsc::error::TrySendError::Closed(_) => StoreError::Io(died()),
+        })?;
+        Ok(waiting)
+    }
+}
+
+impl Tier for ObjectTier {
+    fn level(&self) -> Level {
+        Level::G4
+    }
+
+    fn holds(&self, fingerprint: Fingerprint, names: &[SequenceHash]) -> usize {
+        self.catalog.index.holds(fingerprint, names)
+    }
+
+    fn load(&self, fingerprint: Fingerprint, names: Vec<SequenceHash>) -> BoxStream<'static, Loaded> {
+        let mut missing = Vec::new();
+        let mut objects: BTreeMap<i32, Vec<Wanted>> = BTreeMap::new();
+        for (index, place) in self.catalog.index.find(fingerprint, &names, |_| ()).into_iter().enumerate() {
+            let Some(place) = place else {
+                missing.push(index);
+                continue;
+            };
+            let (offset, length) = (u64::from(place.offset), Header::LEN as u64 + u64::from(place.length));
+            objects.entry(place.object).or_default().push(Wanted { index, offset, length });
+        }
+        let parts = objects
+            .into_iter()
+            .flat_map(|(object, wanted)| run::runs(wanted, GAP, RANGE).into_iter().map(move |run| (object, run)));
+        let mut parts: Vec<(i32, Run)> = parts.collect();
+        parts.sort_by_key(|(_, run)| run.wanted.iter().map(|wanted| wanted.index).min());
+        let (store, catalog) = (self.store.clone(), self.catalog.clone());
+        let names: Arc<[SequenceHash]> = names.into();
+        let read = move |(object, run)| {
+            let (store, catalog, names) = (store.clone(), catalog.clone(), names.clone());
+            async move { stream::iter(load(&*store, &catalog, fingerprint, &names, object, &run).await) }
+        };
+        let misses = stream::iter(missing.into_iter().map(|index| (index, Ok(None))));
+        misses.chain(stream::iter(parts).map(read).buffer_unordered(PARALLEL).flatten()).boxed()
+    }
+
+    fn store(&self, blocks: Vec<Block>) -> BoxFuture<'_, Vec<Result<(), StoreError>>> {
+        let offer = |block: Block| {
+            let known = self.catalog.index.get(block.header.fingerprint, block.header.name).is_some();
+            if known { Ok(None) } else { self.offer(block).map(Some) }
+        };
+        let offered: Vec<_> = blocks.into_iter().map(offer).collect();
+        async move {
+            let mut answers = Vec::with_capacity(offered.len());
+            for offered in offered {
+                answers.push(match offered {
+                    Ok(Some(waiting)) => waiting.await.unwrap_or_else(|_| Err(died().into())),
+                    Ok(None) => Ok(()),
+                    Err(refused) => Err(refused),
+                });
+            }
+            answers
+        }
+        .boxed()
+    }
+
+    fn discard(&self, fingerprint: Fingerprint, name: SequenceHash) {
+        self.catalog.index.remove([(fingerprint, name)], |_| true);
+    }
+
+    fn usage(&self) -> Usage {
+        Usage { blocks: self.catalog.index.len() as u64, bytes: self.catalog.bytes(), capacity: None }
+    }
+}
+
+/// Reads a run of one object. What is gone is a miss; what is not a block is reported and forgotten.
+async fn load(
+    store: &dyn ObjectStore,
+    catalog: &Catalog,
+    fingerprint: Fingerprint,
+    names: &[SequenceHash],
+    number: i32,
+    run: &Run,
+) -> Vec<Loaded> {
+    let indices = || run.wanted.iter().map(|wanted| wanted.index);
+    let misses = || indices().map(|index| (index, Ok(None))).collect();
+    let Some(object) = catalog.object(number) else { return misses() };
+    let reading = tokio::time::timeout(REQUEST, store.get_range(&object.path, run.start()..run.end()));
+    let bytes = match reading.await.unwrap_or_else(|late| Err(Error::Generic { store: "store", source: late.into() })) {
+        Ok(bytes) if bytes.len() as u64 == run.end() - run.start() => bytes,
+        Ok(_) => {
+            catalog.lose(number);
+            return misses();
+        }
+        Err(error) => {
+            if changed(store, &object, &error).await {
+                catalog.lose(number);
+                return misses();
+            }
+            let error = io::Error::from(error);
+            let again = || LoadError::Io(io::Error::new(error.kind(), error.to_string()));
+            return indices().map(|index| (index, Err(again()))).collect();
+        }
+    };
+    let answer = |wanted: &Wanted| {
+        let start = (wanted.offset - run.start()) as usize;
+        let block = block(&bytes, start, wanted.length as usize);
+        if block.is_err() {
+            catalog.index.remove([(fingerprint, names[wanted.index])], |place| place.object == number);
+        }
+        (wanted.index, block.map(Some).map_err(LoadError::Corrupt))
+    };
+    run.wanted.iter().map(answer).collect()
+}
+
+/// Whether an object that could not be read is gone or no longer what it was, rather than out of reach.
+async fn changed(store: &dyn ObjectStore, object: &catalog::Object, error: &Error) -> bool {
+    if matches!(error, Error::NotFound { .. }) {
+        return true;
+    }
+    match tokio::time::timeout(REQUEST, store.head(&object.path)).await {
+        Ok(Ok(meta)) => meta.size != object.bytes,
+        Ok(Err(error)) => matches!(error, Error::NotFound { .. }),
+        Err(_) => false,
+    }
+}
+
+/// The block in a record. Its checksum is for whoever serves it to verify.
+fn block(bytes: &Bytes, start: usize, length: usize) -> Result<Block, Corrupt> {
+    let record = bytes.get(start..start + length).ok_or(Corrupt::Length)?;
+    let header = Header::decode(record.first_chunk().ok_or(Corrupt::Length)?)?;
+    Ok(Block { header, payload: bytes.slice(start + Header::LEN..start + length) })
+}
+
+fn died() -> io::Error {
+    io::Error::other("the packer died")
+}

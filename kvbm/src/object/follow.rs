@@ -1,0 +1,193 @@
+//! Learning what others wrote: writers are found by listing, their next manifests by asking for the next number.
+//!
+//! The work of a round is bounded, whatever lies in the store: one listing of writers, a bounded number of questions, and
+//! the manifests that are new. A manifest that is not sound is skipped. Nothing is asked on the path of a request.
+
+use super::catalog::{Catalog, paths};
+use super::layout::{Layout, Writer};
+use super::manifest::{self, Section};
+use super::{PARALLEL, REQUEST};
+use bytes::Bytes;
+use futures::stream::{self, StreamExt, TryStreamExt};
+use object_store::{Error, ObjectMeta, ObjectStore, ObjectStoreExt};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::watch;
+use tokio::time::{Instant, MissedTickBehavior};
+
+/// A conversation of another process is to be found within two seconds: one to ask, one to read.
+const ROUND: Duration = Duration::from_secs(1);
+/// Writers asked in a round: the ones that wrote last, and as many of the others in turn.
+const ASKED: usize = 32;
+/// Manifests of one writer read in a round; the rest follows in the next.
+const READ: u64 = 256;
+
+/// Keeps a catalog up to date with the store.
+pub(super) struct Follower {
+    store: Arc<dyn ObjectStore>,
+    layout: Layout,
+    own: Writer,
+    catalog: Arc<Catalog>,
+    known: BTreeMap<Writer, Seen>,
+    caught_up: watch::Sender<bool>,
+    turn: usize,
+}
+
+/// How far a writer was read.
+#[derive(Clone, Copy)]
+struct Seen {
+    next: u64,
+    last_news: Instant,
+}
+
+/// What asking for a manifest brought.
+enum Asked {
+    Sound(Vec<Section>),
+    Unsound,
+    NotYet,
+}
+
+impl Follower {
+    pub(super) fn new(
+        store: Arc<dyn ObjectStore>,
+        layout: Layout,
+        own: Writer,
+        catalog: Arc<Catalog>,
+        caught_up: watch::Sender<bool>,
+    ) -> Self {
+        Self { store, layout, own, catalog, known: BTreeMap::new(), caught_up, turn: 0 }
+    }
+
+    /// Follows for ever.
+    pub(super) async fn run(mut self) {
+        let mut rounds = tokio::time::interval(ROUND);
+        rounds.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut away = false;
+        loop {
+            rounds.tick().await;
+            match self.round().await {
+                Ok(()) => {
+                    away = false;
+                    self.caught_up.send_replace(true);
+                }
+                // Once, not every second.
+                Err(error) if !away => {
+                    tracing::warn!(store = %self.store, under = %self.layout, %error, "store does not answer");
+                    away = true;
+                }
+                Err(_) => {}
+            }
+        }
+    }
+
+    async fn round(&mut self) -> Result<(), Error> {
+        let strangers = self.strangers().await?;
+        if *self.caught_up.borrow() {
+            for writer in strangers {
+                let numbers = self.numbers(writer).await?;
+                let next = numbers.first().copied().unwrap_or(0);
+                self.known.insert(writer, Seen { next, last_news: Instant::now() });
+            }
+        } else {
+            self.read_past(strangers).await?;
+        }
+        let asked = self.to_ask();
+        let news: Vec<_> = stream::iter(asked)
+            .map(|(writer, seen)| self.read_on(writer, seen))
+            .buffer_unordered(PARALLEL)
+            .try_collect()
+            .await?;
+        self.known.extend(news);
+        Ok(())
+    }
+
+    /// Writers that were not there in the last round.
+    async fn strangers(&self) -> Result<Vec<Writer>, Error> {
+        let listed = within(self.store.list_with_delimiter(Some(&self.layout.manifests()))).await?;
+        let writers = listed.common_prefixes.iter().filter_map(|path| path.filename()?.parse().ok());
+        Ok(writers.filter(|writer| *writer != self.own && !self.known.contains_key(writer)).collect())
+    }
+
+    /// The numbers of a writer's manifests, in order.
+    async fn numbers(&self, writer: Writer) -> Result<Vec<u64>, Error> {
+        let under = self.layout.manifests_of(writer);
+        let number = |meta: ObjectMeta| meta.location.filename().and_then(|name| name.parse::<u64>().ok());
+        let listing = self.store.list(Some(&under)).try_filter_map(|meta| async { Ok(number(meta)) });
+        let mut numbers: Vec<u64> = within(listing.try_collect()).await?;
+        numbers.sort_unstable();
+        Ok(numbers)
+    }
+
+    /// Reads what was there before this process, newest first, as far as the catalog has room.
+    async fn read_past(&mut self, mut writers: Vec<Writer>) -> Result<(), Error> {
+        writers.sort_unstable();
+        let mut room = true;
+        for writer in writers.into_iter().rev() {
+            let mut numbers = self.numbers(writer).await?;
+            let next = numbers.last().map_or(0, |last| last + 1);
+            if !room {
+                numbers.clear();
+            }
+            let mut manifests =
+                stream::iter(numbers.into_iter().rev()).map(|number| self.ask(writer, number)).buffered(PARALLEL);
+            while let Some(asked) = manifests.next().await {
+                let Asked::Sound(sections) = asked? else { continue };
+                room =
+                    sections.iter().rev().all(|section| self.catalog.add_older(paths(&self.layout, writer), section));
+                if !room {
+                    break;
+                }
+            }
+            drop(manifests);
+            self.known.insert(writer, Seen { next, last_news: Instant::now() });
+        }
+        Ok(())
+    }
+
+    /// Whom to ask in this round.
+    fn to_ask(&mut self) -> Vec<(Writer, Seen)> {
+        let mut writers: Vec<(Writer, Seen)> = self.known.iter().map(|(writer, seen)| (*writer, *seen)).collect();
+        writers.sort_by_key(|(writer, seen)| (std::cmp::Reverse(seen.last_news), *writer));
+        let quiet = writers.split_off(writers.len().min(ASKED));
+        let turn = self.turn.checked_rem(quiet.len()).unwrap_or(0);
+        writers.extend(quiet.iter().cycle().skip(turn).take(ASKED.min(quiet.len())));
+        self.turn = turn + ASKED;
+        writers
+    }
+
+    /// Reads a writer's manifests from the next number on.
+    async fn read_on(&self, writer: Writer, mut seen: Seen) -> Result<(Writer, Seen), Error> {
+        for number in seen.next..seen.next + READ {
+            match self.ask(writer, number).await? {
+                Asked::Sound(sections) => {
+                    sections.iter().for_each(|section| self.catalog.add(paths(&self.layout, writer), section));
+                }
+                Asked::Unsound => {}
+                Asked::NotYet => break,
+            }
+            seen = Seen { next: number + 1, last_news: Instant::now() };
+        }
+        Ok((writer, seen))
+    }
+
+    async fn ask(&self, writer: Writer, number: u64) -> Result<Asked, Error> {
+        let path = self.layout.manifest(writer, number);
+        let read = async { self.store.get(&path).await?.bytes().await };
+        let bytes: Bytes = match within(read).await {
+            Ok(bytes) => bytes,
+            Err(Error::NotFound { .. }) => return Ok(Asked::NotYet),
+            Err(error) => return Err(error),
+        };
+        let sections = manifest::decode(writer, &bytes);
+        if sections.is_none() {
+            tracing::warn!(manifest = %path, "manifest is not sound");
+        }
+        Ok(sections.map_or(Asked::Unsound, Asked::Sound))
+    }
+}
+
+async fn within<T>(request: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
+    let late = |late| Error::Generic { store: "store", source: Box::new(late) };
+    tokio::time::timeout(REQUEST, request).await.unwrap_or_else(|elapsed| Err(late(elapsed)))
+}

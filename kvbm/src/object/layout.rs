@@ -1,0 +1,107 @@
+//! Where things lie under the prefix, and who put them there.
+//!
+//! ```text
+//!   PREFIX/manifests/WRITER/NUMBER               what the objects of one writer hold, immutable, numbered without gaps
+//!   PREFIX/blocks/FINGERPRINT/WRITER/NUMBER      many blocks of one fingerprint, each as header and payload
+//! ```
+
+use crate::Fingerprint;
+use object_store::path::Path;
+use std::fmt;
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::str::FromStr;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// One life of one process: nobody else ever writes under its name, so nothing that is written needs a lock.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub(super) struct Writer {
+    started_ms: u64,
+    random: u64,
+}
+
+impl Writer {
+    /// A new name. The clock orders writers roughly; the seed that the system gives to hash maps tells them apart.
+    pub(super) fn new() -> Self {
+        let started_ms = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |age| age.as_millis() as u64);
+        let mut hasher = RandomState::new().build_hasher();
+        hasher.write_u32(std::process::id());
+        Self { started_ms, random: hasher.finish() }
+    }
+
+    pub(super) fn to_bytes(self) -> [u8; 16] {
+        let mut bytes = [0; 16];
+        bytes[..8].copy_from_slice(&self.started_ms.to_le_bytes());
+        bytes[8..].copy_from_slice(&self.random.to_le_bytes());
+        bytes
+    }
+}
+
+impl fmt::Display for Writer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // Fixed width, so that names sort by age.
+        write!(f, "{:012x}-{:016x}", self.started_ms, self.random)
+    }
+}
+
+impl FromStr for Writer {
+    type Err = ();
+
+    fn from_str(name: &str) -> Result<Self, ()> {
+        let (started, random) = name.split_once('-').ok_or(())?;
+        let number = |hex| u64::from_str_radix(hex, 16).map_err(|_| ());
+        let writer = Self { started_ms: number(started)?, random: number(random)? };
+        // Exactly as we write it: two spellings would be two writers.
+        if writer.to_string() == name { Ok(writer) } else { Err(()) }
+    }
+}
+
+/// Names of objects under one prefix.
+#[derive(Clone, Debug)]
+pub(super) struct Layout {
+    prefix: Path,
+}
+
+impl Layout {
+    pub(super) fn new(prefix: &str) -> Self {
+        Self { prefix: Path::from(prefix) }
+    }
+
+    /// The writers stand below it.
+    pub(super) fn manifests(&self) -> Path {
+        self.prefix.clone().join("manifests")
+    }
+
+    pub(super) fn manifests_of(&self, writer: Writer) -> Path {
+        self.manifests().join(writer.to_string())
+    }
+
+    pub(super) fn manifest(&self, writer: Writer, number: u64) -> Path {
+        self.manifests_of(writer).join(format!("{number:012}"))
+    }
+
+    pub(super) fn blocks(&self, fingerprint: Fingerprint, writer: Writer, number: u64) -> Path {
+        let under = self.prefix.clone().join("blocks").join(fingerprint.to_string());
+        under.join(writer.to_string()).join(format!("{number:012}"))
+    }
+}
+
+impl fmt::Display for Layout {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "/{}", self.prefix)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_writer_is_read_back_from_its_name_and_from_no_other() {
+        let writer = Writer::new();
+        assert_eq!(writer.to_string().parse(), Ok(writer));
+        assert_ne!(Writer::new(), writer);
+        for other in ["", "-", "1-2", "../../etc", &writer.to_string().to_uppercase()[..5]] {
+            assert_eq!(other.parse::<Writer>(), Err(()));
+        }
+    }
+}

@@ -1,0 +1,141 @@
+//! What some objects of one writer hold. Immutable, checksummed, and bound to its writer.
+//!
+//! Little endian:
+//!
+//! | bytes | field |
+//! | --: | --- |
+//! | 8 | magic `BLKYMAN1`; the last digit is the version |
+//! | 16 | writer |
+//! | … | sections: fingerprint 32, object's number 8, entries n 4, zeros 4, then n entries |
+//! | 44 × n | entries: name 16, parent 16, offset of the header 4, payload length 4, 1 when there is a parent 1, zeros 3 |
+//! | 8 | CRC-64/NVME over all before |
+
+use super::layout::Writer;
+use crate::{Fingerprint, Header, SequenceHash};
+use crc_fast::{CrcAlgorithm, checksum};
+
+const MAGIC: [u8; 8] = *b"BLKYMAN1";
+const SECTION: usize = 48;
+const ENTRY: usize = 44;
+
+/// A block in an object.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Entry {
+    pub(super) name: SequenceHash,
+    pub(super) parent: Option<SequenceHash>,
+    /// Of its header.
+    pub(super) offset: u32,
+    /// Payload bytes.
+    pub(super) length: u32,
+}
+
+impl Entry {
+    pub(super) fn end(&self) -> u64 {
+        u64::from(self.offset) + Header::LEN as u64 + u64::from(self.length)
+    }
+}
+
+/// One object and its blocks, all of one fingerprint.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(super) struct Section {
+    pub(super) fingerprint: Fingerprint,
+    pub(super) object: u64,
+    pub(super) entries: Vec<Entry>,
+}
+
+impl Section {
+    /// Bytes of the object.
+    pub(super) fn bytes(&self) -> u64 {
+        self.entries.iter().map(Entry::end).max().unwrap_or(0)
+    }
+}
+
+pub(super) fn encode(writer: Writer, sections: &[Section]) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    bytes.extend(MAGIC);
+    bytes.extend(writer.to_bytes());
+    for section in sections {
+        bytes.extend(section.fingerprint.as_bytes());
+        bytes.extend(section.object.to_le_bytes());
+        bytes.extend((section.entries.len() as u32).to_le_bytes());
+        bytes.extend([0; 4]);
+        for entry in &section.entries {
+            bytes.extend(entry.name.as_bytes());
+            bytes.extend(entry.parent.map_or([0; 16], |parent| *parent.as_bytes()));
+            bytes.extend(entry.offset.to_le_bytes());
+            bytes.extend(entry.length.to_le_bytes());
+            bytes.extend([u8::from(entry.parent.is_some()), 0, 0, 0]);
+        }
+    }
+    let sum = checksum(CrcAlgorithm::Crc64Nvme, &bytes);
+    bytes.extend(sum.to_le_bytes());
+    bytes
+}
+
+/// Reads a manifest; `None` when it is not one of `writer`, whole and unchanged.
+pub(super) fn decode(writer: Writer, bytes: &[u8]) -> Option<Vec<Section>> {
+    let (body, sum) = bytes.split_last_chunk::<8>()?;
+    if checksum(CrcAlgorithm::Crc64Nvme, body).to_le_bytes() != *sum {
+        return None;
+    }
+    let mut rest = body.strip_prefix(&MAGIC)?.strip_prefix(&writer.to_bytes())?;
+    let mut sections = Vec::new();
+    while let Some((head, after)) = rest.split_first_chunk::<SECTION>() {
+        let count = u32::from_le_bytes(std::array::from_fn(|i| head[40 + i])) as usize;
+        let (entries, after) = after.split_at_checked(count.checked_mul(ENTRY)?)?;
+        sections.push(Section {
+            fingerprint: Fingerprint::from_bytes(std::array::from_fn(|i| head[i])),
+            object: u64::from_le_bytes(std::array::from_fn(|i| head[32 + i])),
+            entries: entries.as_chunks::<ENTRY>().0.iter().map(entry).collect(),
+        });
+        rest = after;
+    }
+    rest.is_empty().then_some(sections)
+}
+
+fn entry(bytes: &[u8; ENTRY]) -> Entry {
+    let name = |at: usize| SequenceHash::from_bytes(std::array::from_fn(|i| bytes[at + i]));
+    let number = |at: usize| u32::from_le_bytes(std::array::from_fn(|i| bytes[at + i]));
+    let parent = (bytes[40] == 1).then(|| name(16));
+    Entry { name: name(0), parent, offset: number(32), length: number(36) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sections() -> Vec<Section> {
+        let entry = |n: u8| Entry {
+            name: SequenceHash::from_bytes([n; 16]),
+            parent: (n > 1).then(|| SequenceHash::from_bytes([n - 1; 16])),
+            offset: u32::from(n) * 1000,
+            length: 500,
+        };
+        let section = |space: u8, entries: &[u8]| Section {
+            fingerprint: Fingerprint::from_bytes([space; 32]),
+            object: u64::from(space) + 7,
+            entries: entries.iter().copied().map(entry).collect(),
+        };
+        vec![section(1, &[1, 2, 3]), section(2, &[1]), section(3, &[])]
+    }
+
+    #[test]
+    fn a_manifest_says_what_was_written() {
+        let writer = Writer::new();
+        assert_eq!(decode(writer, &encode(writer, &sections())), Some(sections()));
+        assert_eq!(decode(writer, &encode(writer, &[])), Some(vec![]));
+    }
+
+    #[test]
+    fn any_flipped_bit_any_cut_and_another_writer_is_seen() {
+        let writer = Writer::new();
+        let sound = encode(writer, &sections());
+        for bit in 0..sound.len() * 8 {
+            let mut bad = sound.clone();
+            bad[bit / 8] ^= 1 << (bit % 8);
+            assert_eq!(decode(writer, &bad), None, "bit {bit}");
+        }
+        assert!((0..sound.len()).all(|cut| decode(writer, &sound[..cut]).is_none()));
+        assert_eq!(decode(Writer::new(), &sound), None);
+    }
+}

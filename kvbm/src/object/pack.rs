@@ -1,0 +1,181 @@
+//! Writing: blocks are packed into large objects, and an object counts once a manifest names it.
+//!
+//! ```text
+//!   store ─▶ queue ─▶ pack (one per fingerprint) ─full or lingering─▶ object ─▶ manifest ─▶ known, announced, answered
+//! ```
+//!
+//! Objects are written side by side; manifests one after the other, each naming all objects that waited for it. A manifest
+//! that cannot be written is tried again until it can, with the same bytes under the same number: whoever saw an earlier
+//! attempt has seen all of it, and numbers have no gaps.
+
+use super::catalog::{Catalog, paths};
+use super::layout::{Layout, Writer};
+use super::manifest::{self, Entry, Section};
+use super::{REQUEST, Settings};
+use crate::{Block, Fingerprint, Header, StoreError};
+use bytes::Bytes;
+use object_store::{ObjectStore, ObjectStoreExt, PutPayload, path::Path};
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
+use tokio::task::JoinSet;
+use tokio::time::Instant;
+
+/// How long an object that is not full waits for more blocks: about what one request to a store takes.
+const LINGER: Duration = Duration::from_millis(200);
+/// Objects under way at once: stores reach their bandwidth through parallel requests.
+const UPLOADS: usize = 8;
+/// Objects that one manifest names, so that it stays small.
+const SECTIONS: usize = 64;
+/// The first and the longest wait before a manifest is tried again.
+const AGAIN: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(10));
+
+pub(super) type Answer = Result<(), StoreError>;
+
+/// A block that waits, and who waits for it.
+pub(super) struct Job {
+    pub(super) block: Block,
+    pub(super) answer: oneshot::Sender<Answer>,
+    /// Room in the queue, until the answer.
+    pub(super) room: OwnedSemaphorePermit,
+}
+
+/// What everything that writes needs.
+pub(super) struct Packer {
+    pub(super) store: Arc<dyn ObjectStore>,
+    pub(super) layout: Layout,
+    pub(super) writer: Writer,
+    pub(super) catalog: Arc<Catalog>,
+    pub(super) settings: Settings,
+}
+
+/// Blocks of one fingerprint that will be one object.
+struct Pack {
+    jobs: Vec<Job>,
+    bytes: u64,
+    due: Instant,
+}
+
+/// An object that waits for its manifest.
+struct Written {
+    section: Section,
+    answer: oneshot::Sender<Result<(), ()>>,
+}
+
+impl Packer {
+    /// Packs and writes until nobody can offer blocks any more.
+    pub(super) async fn run(self: Arc<Self>, mut jobs: mpsc::Receiver<Job>) {
+        let (publish, written) = mpsc::channel(UPLOADS);
+        let mut uploads = JoinSet::new();
+        uploads.spawn(self.clone().publish(written));
+        let mut packs: BTreeMap<Fingerprint, Pack> = BTreeMap::new();
+        let mut number = 0;
+        loop {
+            let due = packs.values().map(|pack| pack.due).min();
+            // The publisher is one of them.
+            let free = uploads.len() <= UPLOADS;
+            tokio::select! {
+                biased;
+                Some(ended) = uploads.join_next() => ended.expect("an upload does not panic"),
+                () = tokio::time::sleep_until(due.unwrap_or_else(Instant::now)), if free && due.is_some() => {
+                    let now = Instant::now();
+                    for (fingerprint, pack) in packs.extract_if(.., |_, pack| pack.due <= now) {
+                        uploads.spawn(self.clone().upload(fingerprint, number, pack.jobs, publish.clone()));
+                        number += 1;
+                    }
+                }
+                job = jobs.recv(), if free => {
+                    let Some(job) = job else { return };
+                    let header = job.block.header;
+                    let empty = || Pack { jobs: Vec::new(), bytes: 0, due: Instant::now() + LINGER };
+                    let pack = packs.entry(header.fingerprint).or_insert_with(empty);
+                    pack.bytes += Header::LEN as u64 + header.length;
+                    pack.jobs.push(job);
+                    if pack.bytes >= self.settings.object_bytes
+                        && let Some(full) = packs.remove(&header.fingerprint)
+                    {
+                        uploads.spawn(self.clone().upload(header.fingerprint, number, full.jobs, publish.clone()));
+                        number += 1;
+                    }
+                }
+            }
+        }
+    }
+
+    /// Writes one object, waits for its manifest, and answers.
+    async fn upload(
+        self: Arc<Self>,
+        fingerprint: Fingerprint,
+        object: u64,
+        jobs: Vec<Job>,
+        publish: mpsc::Sender<Written>,
+    ) {
+        let mut entries = Vec::with_capacity(jobs.len());
+        let mut offset = 0;
+        for Job { block: Block { header, .. }, .. } in &jobs {
+            let (name, parent, length) = (header.name, header.parent, header.length as u32);
+            entries.push(Entry { name, parent, offset: offset as u32, length });
+            offset += Header::LEN as u64 + header.length;
+        }
+        let records = jobs
+            .iter()
+            .flat_map(|Job { block, .. }| [Bytes::copy_from_slice(&block.header.encode()), block.payload.clone()]);
+        let section = Section { fingerprint, object, entries };
+        let path = self.layout.blocks(fingerprint, self.writer, object);
+        let written = match self.put(&path, records.collect()).await {
+            Ok(()) => {
+                let (answer, published) = oneshot::channel();
+                // A publisher that is gone drops the question, and the answer says so.
+                let _ = publish.send(Written { section, answer }).await;
+                published.await.unwrap_or(Err(())).map_err(|()| io::Error::other("no manifest names the object"))
+            }
+            Err(error) => Err(error),
+        };
+        for job in jobs {
+            let copy = |error: &io::Error| io::Error::new(error.kind(), error.to_string());
+            let _ = job.answer.send(written.as_ref().map(|()| ()).map_err(|error| StoreError::Io(copy(error))));
+            drop(job.room);
+        }
+    }
+
+    /// Writes manifests, one after the other.
+    async fn publish(self: Arc<Self>, mut written: mpsc::Receiver<Written>) {
+        let mut number = 0;
+        let mut waiting = Vec::new();
+        while written.recv_many(&mut waiting, SECTIONS).await > 0 {
+            let (sections, mut answers): (Vec<Section>, Vec<_>) =
+                waiting.drain(..).map(|Written { section, answer }| (section, answer)).unzip();
+            let bytes = Bytes::from(manifest::encode(self.writer, &sections));
+            let path = self.layout.manifest(self.writer, number);
+            let mut pause = AGAIN.0;
+            while let Err(error) = self.put(&path, PutPayload::from(bytes.clone())).await {
+                tracing::warn!(manifest = %path, %error, ?pause, "manifest not written yet");
+                // Nobody waits for a store that is away; its blocks are known later.
+                tell(&mut answers, Err(()));
+                tokio::time::sleep(pause).await;
+                pause = (pause * 2).min(AGAIN.1);
+            }
+            for section in &sections {
+                self.catalog.add(paths(&self.layout, self.writer), section);
+            }
+            tell(&mut answers, Ok(()));
+            number += 1;
+        }
+    }
+
+    async fn put(&self, path: &Path, payload: PutPayload) -> io::Result<()> {
+        match tokio::time::timeout(REQUEST, self.store.put(path, payload)).await {
+            Ok(answer) => Ok(answer.map(|_| ())?),
+            Err(late) => Err(late.into()),
+        }
+    }
+}
+
+/// Whoever asked may have gone.
+fn tell(answers: &mut Vec<oneshot::Sender<Result<(), ()>>>, answer: Result<(), ()>) {
+    for waiting in answers.drain(..) {
+        let _ = waiting.send(answer);
+    }
+}

@@ -1,0 +1,165 @@
+//! The object tier: the contract on two stores, what others find, what is lost, what a failing store costs.
+
+use super::*;
+use crate::contract::{self, Subject, announced, chain, chain_of, fingerprint, load, names, store};
+use crate::{Epoch, Verified};
+use object_store::memory::InMemory;
+use std::fs;
+use std::path::PathBuf;
+use tempfile::TempDir;
+
+mod damage;
+mod flaky;
+mod outage;
+
+pub(super) fn open_on(store: Arc<dyn ObjectStore>) -> (Arc<ObjectTier>, Arc<EventLog>) {
+    let events = Arc::new(EventLog::new(Epoch(1)));
+    (ObjectTier::open(store, "kv", Settings::default(), events.clone()), events)
+}
+
+pub(super) fn open_in(folder: &Path, settings: Settings) -> (Arc<ObjectTier>, Arc<EventLog>) {
+    let events = Arc::new(EventLog::new(Epoch(1)));
+    (ObjectTier::folder(folder, settings, events.clone()).unwrap(), events)
+}
+
+/// Opens a folder and waits until its content is known.
+pub(super) async fn reopen(folder: &Path) -> (Arc<ObjectTier>, Arc<EventLog>) {
+    let (tier, events) = open_in(folder, Settings::default());
+    tier.caught_up().await;
+    (tier, events)
+}
+
+pub(super) fn all(loaded: &[Option<Verified>]) -> bool {
+    loaded.iter().all(Option::is_some)
+}
+
+/// Every file of a store in a folder, in order.
+pub(super) fn files(folder: &Path, under: &str) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    let mut folders = vec![folder.join(under)];
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() { folders.push(path) } else { found.push(path) }
+        }
+    }
+    found.sort();
+    found
+}
+
+mod in_memory {
+    use super::*;
+    contract::suite!(async || {
+        let (tier, events) = open_on(Arc::new(InMemory::new()));
+        Subject::keeping(tier, events, ())
+    });
+}
+
+mod in_a_folder {
+    use super::*;
+    contract::suite!(async || {
+        let folder = tempfile::tempdir().unwrap();
+        let (tier, events) = open_in(folder.path(), Settings::default());
+        Subject::keeping(tier, events, folder)
+    });
+}
+
+/// Polls until all `wanted` are there, in virtual time; the seconds that it took.
+async fn found_after(tier: &ObjectTier, wanted: &[SequenceHash]) -> f64 {
+    let asked = tokio::time::Instant::now();
+    while tier.holds(fingerprint(), wanted) < wanted.len() {
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        assert!(asked.elapsed() < Duration::from_secs(60), "never found");
+    }
+    asked.elapsed().as_secs_f64()
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_running_process_finds_what_another_one_wrote_within_two_seconds() {
+    let shared: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
+    let (ours, our_events) = open_on(shared.clone());
+    let (theirs, _) = open_on(shared.clone());
+    ours.caught_up().await;
+    for seed in 0..20 {
+        let conversation = chain(seed, 12);
+        // At changing phases of the reader's rounds.
+        tokio::time::sleep(Duration::from_millis(seed * 130)).await;
+        store(&*theirs, conversation.clone()).await;
+        assert!(found_after(&ours, &names(&conversation)).await < 2.0);
+        assert!(all(&load(&*ours, fingerprint(), names(&conversation)).await));
+    }
+    assert_eq!(announced(&our_events, Level::G4).len(), 240);
+    // A third one, later, and one after everything was closed.
+    let (third, events) = open_on(shared.clone());
+    third.caught_up().await;
+    assert_eq!(announced(&events, Level::G4).len(), 240);
+    drop((ours, theirs, third));
+    let (late, _) = open_on(shared);
+    late.caught_up().await;
+    assert!(all(&load(&*late, fingerprint(), names(&chain(7, 12))).await));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_restart_finds_everything_with_its_chains() {
+    let folder = tempfile::tempdir().unwrap();
+    let other = Fingerprint::from_bytes([9; 32]);
+    let (tier, before) = open_in(folder.path(), Settings { object_bytes: 20_000, ..Settings::default() });
+    let (blocks, foreign) = (chain(1, 50), chain_of(other, 2, 8, 1_000));
+    store(&*tier, blocks.clone()).await;
+    store(&*tier, foreign.clone()).await;
+    drop(tier);
+    let (tier, after) = reopen(folder.path()).await;
+    assert_eq!(announced(&after, Level::G4), announced(&before, Level::G4));
+    assert!(all(&load(&*tier, fingerprint(), names(&blocks)).await));
+    assert!(all(&load(&*tier, other, names(&foreign)).await));
+    for object in files(folder.path(), "blocks") {
+        let path = object.to_str().unwrap();
+        assert_ne!(path.contains(&fingerprint().to_string()), path.contains(&other.to_string()));
+    }
+}
+
+#[tokio::test]
+async fn requests_are_far_fewer_than_blocks() {
+    let shared = Arc::new(flaky::Flaky::default());
+    let (tier, _) = open_on(shared.clone());
+    tier.caught_up().await;
+    let blocks = chain(1, 1_000);
+    let before = shared.requests();
+    let answers = tier.store(blocks.clone()).await;
+    assert!(answers.iter().all(Result::is_ok));
+    assert!(all(&load(&*tier, fingerprint(), names(&blocks)).await));
+    // Rounds of learning may fall into the time that this takes.
+    assert!(shared.requests() - before < 100, "{} requests for 1,000 blocks", shared.requests() - before);
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_known_is_bounded_and_the_newest_stays() {
+    let folder = tempfile::tempdir().unwrap();
+    let settings = Settings { object_bytes: 10_000, known_blocks: 100 };
+    let (tier, events) = open_in(folder.path(), settings);
+    for seed in 0..30 {
+        store(&*tier, chain(seed, 10)).await;
+        assert!(tier.usage().blocks <= 100);
+    }
+    assert!(all(&load(&*tier, fingerprint(), names(&chain(29, 10))).await));
+    assert_eq!(announced(&events, Level::G4).len() as u64, tier.usage().blocks);
+    drop(tier);
+    let (tier, _) = open_in(folder.path(), settings);
+    tier.caught_up().await;
+    assert!((90..=100).contains(&tier.usage().blocks));
+    assert_eq!(tier.holds(fingerprint(), &names(&chain(29, 10))), 10);
+    assert_eq!(tier.holds(fingerprint(), &names(&chain(0, 10))), 0);
+}
+
+#[tokio::test]
+async fn prefixes_of_one_store_are_apart() {
+    let shared: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
+    let open =
+        |prefix| ObjectTier::open(shared.clone(), prefix, Settings::default(), Arc::new(EventLog::new(Epoch(1))));
+    store(&*open("a"), chain(1, 3)).await;
+    for (prefix, held) in [("a", 3), ("b", 0), ("a/manifests", 0)] {
+        let tier = open(prefix);
+        tier.caught_up().await;
+        assert_eq!(tier.usage().blocks, held, "under {prefix}");
+    }
+}

@@ -1,0 +1,115 @@
+//! Damage in the store: a block is the one that was stored, or it is not there.
+
+use super::*;
+use crate::Block;
+
+/// A folder with several objects and manifests, and what was stored in them.
+async fn image() -> (TempDir, Vec<Block>) {
+    let folder = tempfile::tempdir().unwrap();
+    let (tier, _) = open_in(folder.path(), Settings { object_bytes: 15_000, ..Settings::default() });
+    let mut blocks = Vec::new();
+    for seed in 0..3 {
+        let conversation = chain(seed, 10);
+        store(&*tier, conversation.clone()).await;
+        blocks.extend(conversation);
+    }
+    (folder, blocks)
+}
+
+/// How many blocks a new reader finds. None may be another than was stored.
+async fn survivors(folder: &Path, blocks: &[Block]) -> usize {
+    let (tier, _) = reopen(folder).await;
+    let loaded = load(&*tier, fingerprint(), names(blocks)).await;
+    for (loaded, block) in loaded.iter().zip(blocks) {
+        assert!(loaded.as_ref().is_none_or(|loaded| loaded.payload() == block.payload));
+    }
+    loaded.iter().flatten().count()
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_flipped_bit_in_an_object_costs_one_block_and_in_a_manifest_what_it_names() {
+    let (folder, blocks) = image().await;
+    let mut lost_by_objects = 0;
+    for path in files(folder.path(), "blocks") {
+        let sound = fs::read(&path).unwrap();
+        for (nth, at) in (0..sound.len()).step_by(941).enumerate() {
+            let mut bad = sound.clone();
+            bad[at] ^= 1 << (nth % 8);
+            fs::write(&path, bad).unwrap();
+            assert_eq!(survivors(folder.path(), &blocks).await, blocks.len() - 1, "byte {at}");
+            lost_by_objects += 1;
+        }
+        fs::write(&path, sound).unwrap();
+    }
+    for path in files(folder.path(), "manifests") {
+        let sound = fs::read(&path).unwrap();
+        for (nth, at) in (0..sound.len()).step_by(53).enumerate() {
+            let mut bad = sound.clone();
+            bad[at] ^= 1 << (nth % 8);
+            fs::write(&path, bad).unwrap();
+            assert!(survivors(folder.path(), &blocks).await < blocks.len());
+        }
+        fs::write(&path, sound).unwrap();
+    }
+    assert!(lost_by_objects > 50);
+    assert_eq!(survivors(folder.path(), &blocks).await, blocks.len());
+}
+
+#[tokio::test(start_paused = true)]
+async fn truncated_swapped_and_misplaced_objects_yield_no_wrong_block() {
+    let (folder, blocks) = image().await;
+    let objects = files(folder.path(), "blocks");
+    let sound: Vec<_> = objects.iter().map(|path| fs::read(path).unwrap()).collect();
+    for cut in (0..sound[0].len()).step_by(1511) {
+        fs::write(&objects[0], &sound[0][..cut]).unwrap();
+        assert!(survivors(folder.path(), &blocks).await < blocks.len());
+    }
+    fs::write(&objects[0], &sound[1]).unwrap();
+    fs::write(&objects[1], &sound[0]).unwrap();
+    assert!(survivors(folder.path(), &blocks).await < blocks.len());
+    fs::write(&objects[0], &sound[0]).unwrap();
+    fs::write(&objects[1], &sound[1]).unwrap();
+
+    let manifests = files(folder.path(), "manifests");
+    let (first, second) = (fs::read(&manifests[0]).unwrap(), fs::read(&manifests[1]).unwrap());
+    fs::write(&manifests[0], &second).unwrap();
+    fs::write(&manifests[1], &first).unwrap();
+    assert_eq!(survivors(folder.path(), &blocks).await, blocks.len(), "manifests say what they say in any order");
+    let stranger = folder.path().join("manifests").join(Writer::new().to_string());
+    fs::create_dir(&stranger).unwrap();
+    fs::copy(&manifests[0], stranger.join("000000000000")).unwrap();
+    assert_eq!(
+        survivors(folder.path(), &blocks).await,
+        blocks.len(),
+        "under another writer's name it counts for nothing"
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_object_that_is_gone_is_a_miss_counted_once_and_forgotten() {
+    let (folder, blocks) = image().await;
+    let (tier, events) = reopen(folder.path()).await;
+    let objects = files(folder.path(), "blocks");
+    fs::remove_file(&objects[0]).unwrap();
+    let truncated = fs::read(&objects[1]).unwrap();
+    fs::write(&objects[1], &truncated[..10]).unwrap();
+    for _ in 0..2 {
+        let mut loading = tier.load(fingerprint(), names(&blocks));
+        let mut missing = 0;
+        while let Some((_, answer)) = loading.next().await {
+            missing += usize::from(answer.expect("a loss is not an error").is_none());
+        }
+        assert!(missing > 4 && missing < 15, "{missing}");
+        assert_eq!(tier.lost_objects(), 2);
+    }
+    assert_eq!(announced(&events, Level::G4).len() as u64, tier.usage().blocks);
+}
+
+#[tokio::test(start_paused = true)]
+async fn files_of_others_are_left_alone() {
+    let (folder, blocks) = image().await;
+    fs::write(folder.path().join("manifests/README"), "ours").unwrap();
+    fs::create_dir(folder.path().join("manifests/not-a-writer")).unwrap();
+    fs::write(files(folder.path(), "manifests")[0].with_file_name("notes"), "theirs").unwrap();
+    assert_eq!(survivors(folder.path(), &blocks).await, blocks.len());
+}

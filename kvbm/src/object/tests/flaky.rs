@@ -1,0 +1,157 @@
+//! A store in memory that counts its requests, and fails or hangs when told.
+
+use futures::StreamExt;
+use futures::future;
+use futures::stream::BoxStream;
+use object_store::memory::InMemory;
+use object_store::path::Path;
+use object_store::{
+    CopyOptions, Error, GetOptions, GetResult, ListResult, MultipartUpload, ObjectMeta, ObjectStore,
+    PutMultipartOptions, PutOptions, PutPayload, PutResult, Result,
+};
+use std::fmt;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// What happens to requests whose path contains a word.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Mood {
+    Fails,
+    Hangs,
+    /// The write happens, but the answer is an error.
+    FailsAfterwards,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Flaky {
+    inner: InMemory,
+    mood: Mutex<Option<(&'static str, Mood)>>,
+    requests: AtomicU64,
+}
+
+impl Flaky {
+    pub(super) fn set(&self, mood: Option<(&'static str, Mood)>) {
+        *self.mood.lock().unwrap() = mood;
+    }
+
+    pub(super) fn requests(&self) -> u64 {
+        self.requests.load(Ordering::Relaxed)
+    }
+
+    async fn meet(&self, path: &str) -> Result<()> {
+        self.requests.fetch_add(1, Ordering::Relaxed);
+        match self.mood(path) {
+            Some(Mood::Fails) => Err(down()),
+            Some(Mood::Hangs) => future::pending().await,
+            _ => Ok(()),
+        }
+    }
+
+    fn mood(&self, path: &str) -> Option<Mood> {
+        self.mood.lock().unwrap().filter(|(word, _)| path.contains(word)).map(|(_, mood)| mood)
+    }
+}
+
+fn down() -> Error {
+    Error::Generic { store: "flaky", source: "down".into() }
+}
+
+impl fmt::Display for Flaky {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("flaky")
+    }
+}
+
+type Boxed<'a, T> = std::pin::Pin<Box<dyn Future<Output = T> + Send + 'a>>;
+
+impl ObjectStore for Flaky {
+    fn put_opts<'life0, 'life1, 'out>(
+        &'life0 self,
+        path: &'life1 Path,
+        payload: PutPayload,
+        options: PutOptions,
+    ) -> Boxed<'out, Result<PutResult>>
+    where
+        'life0: 'out,
+        'life1: 'out,
+        Self: 'out,
+    {
+        Box::pin(async move {
+            self.meet(path.as_ref()).await?;
+            let put = self.inner.put_opts(path, payload, options).await?;
+            if self.mood(path.as_ref()) == Some(Mood::FailsAfterwards) { Err(down()) } else { Ok(put) }
+        })
+    }
+
+    fn put_multipart_opts<'life0, 'life1, 'out>(
+        &'life0 self,
+        path: &'life1 Path,
+        options: PutMultipartOptions,
+    ) -> Boxed<'out, Result<Box<dyn MultipartUpload>>>
+    where
+        'life0: 'out,
+        'life1: 'out,
+        Self: 'out,
+    {
+        self.inner.put_multipart_opts(path, options)
+    }
+
+    fn get_opts<'life0, 'life1, 'out>(
+        &'life0 self,
+        path: &'life1 Path,
+        options: GetOptions,
+    ) -> Boxed<'out, Result<GetResult>>
+    where
+        'life0: 'out,
+        'life1: 'out,
+        Self: 'out,
+    {
+        Box::pin(async move {
+            self.meet(path.as_ref()).await?;
+            self.inner.get_opts(path, options).await
+        })
+    }
+
+    fn delete_stream(&self, paths: BoxStream<'static, Result<Path>>) -> BoxStream<'static, Result<Path>> {
+        self.inner.delete_stream(paths)
+    }
+
+    fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, Result<ObjectMeta>> {
+        self.requests.fetch_add(1, Ordering::Relaxed);
+        match self.mood(prefix.map_or("", AsRef::as_ref)) {
+            Some(Mood::Fails) => futures::stream::once(async { Err(down()) }).boxed(),
+            Some(Mood::Hangs) => futures::stream::pending().boxed(),
+            _ => self.inner.list(prefix),
+        }
+    }
+
+    fn list_with_delimiter<'life0, 'life1, 'out>(
+        &'life0 self,
+        prefix: Option<&'life1 Path>,
+    ) -> Boxed<'out, Result<ListResult>>
+    where
+        'life0: 'out,
+        'life1: 'out,
+        Self: 'out,
+    {
+        Box::pin(async move {
+            self.meet(prefix.map_or("", AsRef::as_ref)).await?;
+            self.inner.list_with_delimiter(prefix).await
+        })
+    }
+
+    fn copy_opts<'life0, 'life1, 'life2, 'out>(
+        &'life0 self,
+        from: &'life1 Path,
+        to: &'life2 Path,
+        options: CopyOptions,
+    ) -> Boxed<'out, Result<()>>
+    where
+        'life0: 'out,
+        'life1: 'out,
+        'life2: 'out,
+        Self: 'out,
+    {
+        self.inner.copy_opts(from, to, options)
+    }
+}
