@@ -62,7 +62,12 @@ impl Scheduler {
             }
             let idle = self.waiting.is_empty() && self.running.is_empty();
             let next = if idle {
-                self.inbox.recv().await
+                tokio::select! {
+                    biased;
+                    next = self.inbox.recv() => next,
+                    // A request came, or ended, without ever coming here: others want to know that.
+                    () = self.vitals.changed() => continue,
+                }
             } else {
                 // A closed inbox must not turn the wait into a spin.
                 match timeout(LOOK_AGAIN, self.inbox.recv()).await {
@@ -276,9 +281,11 @@ impl Scheduler {
         self.metrics.prompt_cached(&sequence.report);
         let ticket = Ticket { peer: self.worker, cached: sequence.report.cached.clone() };
         sequence.outbox.hand_over(Output::Handoff(ticket.seal()));
+        // Only the blocks are kept: the request waits for nothing here any more.
+        let Sequence { outbox, blocks, .. } = sequence;
         tokio::spawn(async move {
-            sequence.outbox.closed().await;
-            drop(sequence);
+            outbox.closed().await;
+            drop(blocks);
         });
     }
 

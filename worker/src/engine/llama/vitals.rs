@@ -4,6 +4,7 @@ use kvbm::BlockManager;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
+use tokio::sync::Notify;
 
 use crate::plane::{Load, OnboardSpeed};
 
@@ -14,6 +15,8 @@ pub(super) struct Vitals {
     running: AtomicU32,
     active_blocks: AtomicU64,
     speed: Mutex<Speed>,
+    /// Requests come and end outside of the scheduler's steps too.
+    changed: Notify,
 }
 
 impl Vitals {
@@ -24,6 +27,7 @@ impl Vitals {
             running: AtomicU32::new(0),
             active_blocks: AtomicU64::new(0),
             speed: Mutex::default(),
+            changed: Notify::new(),
         })
     }
 
@@ -31,7 +35,13 @@ impl Vitals {
     pub(super) fn accept(self: &Arc<Self>, tokens: usize) -> Waiting {
         self.waiting_tokens.fetch_add(tokens as u64, Relaxed);
         self.accepted.fetch_add(1, Relaxed);
+        self.changed.notify_one();
         Waiting { vitals: Arc::clone(self), tokens: tokens as u64 }
+    }
+
+    /// Resolves when a request was accepted or has ended since the last time.
+    pub(super) async fn changed(&self) {
+        self.changed.notified().await;
     }
 
     pub(super) fn set_running(&self, sequences: usize, blocks: usize) {
@@ -113,6 +123,7 @@ impl Drop for Waiting {
     fn drop(&mut self) {
         self.vitals.waiting_tokens.fetch_sub(self.tokens, Relaxed);
         self.vitals.accepted.fetch_sub(1, Relaxed);
+        self.vitals.changed.notify_one();
     }
 }
 
