@@ -17,7 +17,7 @@ pub(crate) enum Split {
     Apart,
 }
 
-/// What others lose while a prompt takes `prefill` seconds on this worker.
+/// What others lose while a prompt takes `prefill` seconds on a worker where `sequences` decode.
 pub(crate) fn stall(prefill: f64, phase: Phase, sequences: u64, weight: f64) -> f64 {
     let share = match phase {
         Phase::Prefill => 0.0,
@@ -44,9 +44,9 @@ pub(crate) fn decide(mode: Disaggregation, missing: u64, together: &Cost, apart:
 mod tests {
     use super::*;
 
-    fn costs(tokens: f64, decode_phase: Phase, sequences: u64, prefill_queue: f64) -> (Cost, Cost) {
+    fn costs(tokens: f64, phase: Phase, sequences: u64, prefill_queue: f64) -> (Cost, Cost) {
         let prefill = tokens / 1000.0;
-        let together = Cost { prefill, stall: stall(prefill, decode_phase, sequences, 1.0), ..Cost::default() };
+        let together = Cost { prefill, stall: stall(prefill, phase, sequences, 1.0), ..Cost::default() };
         let apart = Cost { prefill, queue: prefill_queue, handover: 0.05, ..Cost::default() };
         (together, apart)
     }

@@ -11,7 +11,7 @@ use futures::StreamExt;
 use futures::future::BoxFuture;
 use futures::stream::{BoxStream, FuturesUnordered};
 use kvbm::{BlockEvent, Epoch, Snapshot};
-use std::collections::BTreeMap;
+use std::collections::btree_map::{BTreeMap, Entry};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::Semaphore;
@@ -92,8 +92,8 @@ impl Feed {
             self.repair(source, 0);
         }
         for store in instance.stores.iter().map(|store| Source::Store(*store)) {
-            if !self.views.contains_key(&store) {
-                self.views.insert(store, View::of_life(None));
+            if let Entry::Vacant(unknown) = self.views.entry(store) {
+                unknown.insert(View::of_life(None));
                 self.repair(store, 0);
             }
         }
@@ -195,14 +195,20 @@ impl Feed {
         };
         self.core.metrics.snapshots.with_label_values(&[outcome]).inc();
         match caught {
-            Caught::Up(events) => events.iter().for_each(|event| self.core.index.apply(source, event)),
+            Caught::Up(events) => self.apply(source, &events),
             Caught::Gap(events) => {
-                events.iter().for_each(|event| self.core.index.apply(source, event));
+                self.apply(source, &events);
                 self.repair(source, 0);
             }
             Caught::Outdated => self.repair(source, attempt + 1),
         }
         self.core.metrics.index_memberships.set(self.core.index.memberships() as i64);
+    }
+
+    fn apply(&self, source: Source, events: &[BlockEvent]) {
+        for event in events {
+            self.core.index.apply(source, event);
+        }
     }
 
     fn gauges(&self) {

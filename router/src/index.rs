@@ -126,11 +126,15 @@ impl Index {
         match event {
             BlockEvent::Stored { level, blocks, .. } => {
                 let Some(seat) = Seat::new(owner.slot, *level) else { return };
-                blocks.iter().for_each(|block| self.add(&mut ledger, seat, block.short()));
+                for block in blocks {
+                    self.add(&mut ledger, seat, block.short());
+                }
             }
             BlockEvent::Removed { level, blocks } => {
                 let Some(seat) = Seat::new(owner.slot, *level) else { return };
-                blocks.iter().for_each(|block| self.take(&mut ledger, seat, block.short()));
+                for block in blocks {
+                    self.take(&mut ledger, seat, block.short());
+                }
                 ledger.held[seat.level()].fit();
             }
             BlockEvent::Cleared { level } => {
@@ -157,8 +161,12 @@ impl Index {
         for (level, wanted) in LEVELS.into_iter().zip(&wanted) {
             let Some(seat) = Seat::new(owner.slot, level) else { continue };
             let stale: Vec<u64> = ledger.held[seat.level()].iter().filter(|short| !wanted.contains(*short)).collect();
-            stale.into_iter().for_each(|short| self.take(&mut ledger, seat, short));
-            wanted.iter().for_each(|short| self.add(&mut ledger, seat, short));
+            for short in stale {
+                self.take(&mut ledger, seat, short);
+            }
+            for short in wanted.iter() {
+                self.add(&mut ledger, seat, short);
+            }
             ledger.held[seat.level()].fit();
         }
     }

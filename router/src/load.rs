@@ -1,7 +1,8 @@
 //! How busy a worker is: what it last reported, and what was booked on it since.
 //!
-//! A report is a picture of some time ago, so a booking counts on top of it until a report can have seen it; from then on
-//! it is in the reported figure and counts no more. While reports are missing, bookings alone are what is known.
+//! A report is a picture of some time ago. What was sent since it came counts on top of it; what was sent long enough
+//! before it is in it, and counts no more. In between nobody can say, so the larger of both counts: never twice. While
+//! reports are missing, bookings alone are what is known.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -64,8 +65,10 @@ struct State {
     last: u64,
     /// Of all that is open.
     all: Amount,
-    /// Of what no report can have seen.
-    unseen: Amount,
+    /// Of what is [`Seen::No`].
+    fresh: Amount,
+    /// Of what is [`Seen::Maybe`].
+    unsure: Amount,
     step: Option<f64>,
     resume: Option<f64>,
     residence: Option<f64>,
@@ -76,8 +79,18 @@ struct Entry {
     booked: Instant,
     /// When the request went out to the worker; `None` while its prefill runs elsewhere.
     sent: Option<Instant>,
-    seen: bool,
+    seen: Seen,
     started: bool,
+}
+
+/// Whether the latest report has a booking in it.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Seen {
+    /// The report came before the request was sent.
+    No,
+    /// It came so soon after that it may have crossed the request on its way.
+    Maybe,
+    Yes,
 }
 
 /// A request that went out this long before a report is counted in the report: a hop and the engine's next turn.
@@ -96,36 +109,33 @@ impl Books {
         state.last += 1;
         let number = state.last;
         state.all.add(amount);
-        state.unseen.add(amount);
-        state.open.insert(number, Entry { amount, booked: now, sent: None, seen: false, started: false });
+        state.fresh.add(amount);
+        state.open.insert(number, Entry { amount, booked: now, sent: None, seen: Seen::No, started: false });
         number
     }
 
     /// The request went out to the worker.
     pub(crate) fn sent(&self, number: u64, now: Instant) {
-        if let Some(entry) = self.lock().open.get_mut(&number) {
-            entry.sent = Some(now);
-        }
+        self.lock().change(number, |entry| entry.sent = Some(now));
     }
 
     /// The request will compute this many prompt tokens here, other than first booked.
     pub(crate) fn amend(&self, number: u64, prefill_tokens: u64) {
-        self.lock().change(number, |amount| amount.prefill_tokens = prefill_tokens);
+        self.lock().change(number, |entry| entry.amount.prefill_tokens = prefill_tokens);
     }
 
     /// The first token is there: nothing is left to prefill.
     pub(crate) fn started(&self, number: u64) {
-        let mut state = self.lock();
-        state.change(number, |amount| amount.prefill_tokens = 0);
-        if let Some(entry) = state.open.get_mut(&number) {
+        self.lock().change(number, |entry| {
+            entry.amount.prefill_tokens = 0;
             entry.started = true;
-        }
+        });
     }
 
     /// Frees what is left of a booking.
     pub(crate) fn release(&self, number: u64, now: Instant) {
         let mut state = self.lock();
-        state.change(number, |amount| *amount = Amount::default());
+        state.change(number, |entry| entry.amount = Amount::default());
         if let Some(entry) = state.open.remove(&number).filter(|entry| entry.started) {
             average(&mut state.residence, (now - entry.booked).as_secs_f64());
         }
@@ -134,12 +144,14 @@ impl Books {
     /// Notes a report.
     pub(crate) fn report(&self, load: Load, now: Instant) {
         let mut state = self.lock();
-        let State { open, unseen, .. } = &mut *state;
-        for entry in open.values_mut() {
-            if !entry.seen && entry.sent.is_some_and(|sent| sent + SEEN_AFTER <= now) {
-                entry.seen = true;
-                unseen.sub(entry.amount);
-            }
+        let unseen = state.open.iter().filter(|(_, entry)| entry.seen != Seen::Yes && entry.sent.is_some());
+        let numbers: Vec<u64> = unseen.map(|(number, _)| *number).collect();
+        for number in numbers {
+            state.change(number, |entry| match entry.sent {
+                Some(sent) if sent + SEEN_AFTER <= now => entry.seen = Seen::Yes,
+                Some(_) => entry.seen = Seen::Maybe,
+                None => {}
+            });
         }
         if let Some(step) = load.decode_step_seconds.filter(|step| *step > 0.0 && load.running > 0) {
             average(&mut state.step, step / f64::from(load.running));
@@ -160,7 +172,7 @@ impl Books {
     /// How busy the worker is.
     pub(crate) fn standing(&self, now: Instant) -> Standing {
         let state = self.lock();
-        let State { all, unseen, step, resume, residence, .. } = &*state;
+        let State { all, fresh, unsure, step, resume, residence, .. } = &*state;
         let mut standing = Standing {
             waiting_tokens: all.prefill_tokens,
             sequences: all.sequences,
@@ -170,12 +182,14 @@ impl Books {
         };
         let Some((load, at)) = &state.report else { return standing };
         // A stale report may still say more than the bookings, which know nothing of other routers.
-        let fresh = now - *at <= STALE;
-        let join = |reported: u64, all: u64, unseen: u64| if fresh { reported + unseen } else { reported.max(all) };
+        let news = now - *at <= STALE;
+        let join = |reported: u64, of: fn(&Amount) -> u64| {
+            if news { of(fresh) + reported.max(of(unsure)) } else { reported.max(of(all)) }
+        };
         let sequences = u64::from(load.running) + u64::from(load.waiting);
-        standing.waiting_tokens = join(load.waiting_tokens, all.prefill_tokens, unseen.prefill_tokens);
-        standing.sequences = join(sequences, all.sequences, unseen.sequences);
-        standing.active_blocks = join(load.active_blocks, all.blocks, unseen.blocks);
+        standing.waiting_tokens = join(load.waiting_tokens, |amount| amount.prefill_tokens);
+        standing.sequences = join(sequences, |amount| amount.sequences);
+        standing.active_blocks = join(load.active_blocks, |amount| amount.blocks);
         standing.total_blocks = load.total_blocks;
         standing.speeds.prefill = load.prefill_tokens_per_second.filter(|speed| *speed > 0.0);
         standing.speeds.block_bytes = Some(load.block_bytes as f64).filter(|bytes| *bytes > 0.0);
@@ -192,16 +206,21 @@ impl Books {
 }
 
 impl State {
-    fn change(&mut self, number: u64, change: impl FnOnce(&mut Amount)) {
-        let Some(entry) = self.open.get_mut(&number) else { return };
-        let before = entry.amount;
-        change(&mut entry.amount);
-        self.all.sub(before);
-        self.all.add(entry.amount);
-        if !entry.seen {
-            self.unseen.sub(before);
-            self.unseen.add(entry.amount);
-        }
+    /// Changes a booking, and the sums that it is in.
+    fn change(&mut self, number: u64, change: impl FnOnce(&mut Entry)) {
+        let Self { open, all, fresh, unsure, .. } = self;
+        let Some(entry) = open.get_mut(&number) else { return };
+        let mut sums = |seen: Seen, apply: &dyn Fn(&mut Amount)| {
+            apply(all);
+            match seen {
+                Seen::No => apply(fresh),
+                Seen::Maybe => apply(unsure),
+                Seen::Yes => {}
+            }
+        };
+        sums(entry.seen, &|sum| sum.sub(entry.amount));
+        change(entry);
+        sums(entry.seen, &|sum| sum.add(entry.amount));
     }
 }
 
@@ -221,16 +240,16 @@ impl Amount {
 
 impl Speeds {
     /// The middle of a road nobody has measured: each figure's mean over those who have one.
-    pub(crate) fn typical(all: impl Iterator<Item = Self> + Clone) -> Self {
+    pub(crate) fn typical(all: &[Self]) -> Self {
         let mean = |of: &dyn Fn(&Self) -> Option<f64>| {
-            let (sum, count) = all.clone().filter_map(|speeds| of(&speeds)).fold((0.0, 0), |(s, n), x| (s + x, n + 1));
+            let (sum, count) = all.iter().filter_map(of).fold((0.0, 0), |(s, n), x| (s + x, n + 1));
             (count > 0).then(|| sum / f64::from(count))
         };
         Self {
             prefill: mean(&|speeds| speeds.prefill),
             step: mean(&|speeds| speeds.step),
             block_bytes: mean(&|speeds| speeds.block_bytes),
-            onboard: std::array::from_fn(|level| all.clone().find_map(|speeds| speeds.onboard[level])),
+            onboard: std::array::from_fn(|level| all.iter().find_map(|speeds| speeds.onboard[level])),
             resume: mean(&|speeds| speeds.resume),
             residence: mean(&|speeds| speeds.residence),
         }
@@ -271,6 +290,8 @@ mod tests {
         books.sent(number, Instant::now());
         books.report(report(0), Instant::now());
         assert_eq!(books.standing(Instant::now()).waiting_tokens, 100, "the report is as old as the request");
+        books.report(report(100), Instant::now());
+        assert_eq!(books.standing(Instant::now()).waiting_tokens, 100, "it may be in the report, so it counts once");
         tokio::time::advance(SEEN_AFTER).await;
         books.report(report(80), Instant::now());
         assert_eq!(books.standing(Instant::now()).waiting_tokens, 80);

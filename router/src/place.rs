@@ -72,7 +72,7 @@ const OUTPUT_TOKENS: u64 = 256;
 /// A prefill may take ten times as long as estimated, and ten seconds more, before its worker counts as hung.
 const PATIENCE: (f64, Duration) = (10.0, Duration::from_secs(10));
 /// However wrong the estimate.
-const PATIENCE_MAX: Duration = Duration::from_secs(600);
+const PATIENCE_MAX: Duration = Duration::from_mins(10);
 
 impl Row<'_> {
     /// The cost of serving the request here, the better way.
@@ -131,15 +131,20 @@ fn decide<'a>(
         let fits = |member: &&Arc<Member>| request.tokens.len() < member.instance.model.context;
         serving.iter().filter(fits).filter(|member| !tried.contains(&member.id()))
     };
+    let prefill_only = |member: &&Arc<Member>| member.instance.phase == Phase::Prefill;
+    let parts = request.work == Work::Generate && settings.disaggregation != Disaggregation::Never;
+    let helpers = fresh().filter(prefill_only).filter(|member| parts && !member.avoided(now));
     let typical = {
         let all: Vec<Speeds> = serving.iter().map(|member| member.books.standing(now).speeds).collect();
-        Speeds::typical(all.into_iter())
+        Speeds::typical(&all)
     };
     let row = |member: &'a Arc<Member>| {
         let mut standing = member.books.standing(now);
         standing.speeds = standing.speeds.or(&typical);
         let (prompt, held) = (prompt(request, member), overlaps.of_member(member));
-        let together = Cost::together(prompt, held, &standing, settings.decode_weight);
+        let mut together = Cost::together(prompt, held, &standing, settings.decode_weight);
+        let phase = member.instance.phase;
+        together.stall = disaggregate::stall(together.prefill, phase, standing.sequences, settings.decode_weight);
         Row { member, prompt, held, standing, together, apart: None, split: Split::Together }
     };
     let best = |rows: &[Row<'_>]| {
@@ -147,10 +152,7 @@ fn decide<'a>(
         select(settings.policy, &candidates, draw)
     };
 
-    let prefill_only = |member: &&Arc<Member>| member.instance.phase == Phase::Prefill;
-    let parts = request.work == Work::Generate && settings.disaggregation != Disaggregation::Never;
-    let mut prefills: Vec<Row<'a>> =
-        fresh().filter(prefill_only).filter(|member| parts && !member.avoided(now)).map(row).collect();
+    let mut prefills: Vec<Row<'a>> = helpers.map(row).collect();
     let prefill = best(&prefills).map(|(at, _)| prefills.swap_remove(at));
 
     // A prefill request goes to prefill workers; everything else to those who decode, and to the others only when nobody
@@ -165,8 +167,6 @@ fn decide<'a>(
     }
     if let Some(prefill) = &prefill {
         for row in rows.iter_mut().filter(|row| row.member.id() != prefill.member.id() && row.kin(prefill)) {
-            let (phase, sequences) = (row.member.instance.phase, row.standing.sequences);
-            row.together.stall = disaggregate::stall(row.together.prefill, phase, sequences, settings.decode_weight);
             let apart = Cost::apart(&prefill.together, row.prompt, row.held, &row.standing, settings.decode_weight);
             row.split = disaggregate::decide(settings.disaggregation, row.missing(), &row.together, &apart);
             row.apart = Some(apart);

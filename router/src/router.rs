@@ -116,6 +116,9 @@ impl Engine for Router {
 impl fmt::Debug for Router {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let workers = self.core.fleet.roster().members().count();
-        f.debug_struct("Router").field("workers", &workers).field("settings", &self.core.settings).finish()
+        f.debug_struct("Router")
+            .field("workers", &workers)
+            .field("settings", &self.core.settings)
+            .finish_non_exhaustive()
     }
 }

@@ -38,6 +38,7 @@ pub(super) enum Holders {
     /// Up to five, in place: a worker's G1 and G2, its store, and a replica of that.
     Few { len: u8, seats: [Seat; FEW] },
     /// Up to [`SOME`], sorted.
+    #[expect(clippy::box_collection, reason = "a bare Vec would make every Holders a third larger")]
     Some(Box<Vec<Seat>>),
     /// A hot prefix: a bit per slot and level.
     Many(Box<[Bits; LEVELS.len()]>),

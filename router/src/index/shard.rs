@@ -17,6 +17,7 @@ pub(super) struct Shard {
 }
 
 /// Who holds a block, as found.
+#[derive(Clone, Copy)]
 pub(super) enum Found<'a> {
     /// Nobody.
     Nobody,
@@ -57,15 +58,12 @@ impl Shard {
             return;
         }
         let holders = Holders::pair(Seat::from_raw(entry.0), seat);
-        let at = match self.free.pop() {
-            Some(at) => {
-                self.shared[at as usize] = holders;
-                at
-            }
-            None => {
-                self.shared.push(holders);
-                self.shared.len() as u32 - 1
-            }
+        let at = if let Some(at) = self.free.pop() {
+            self.shared[at as usize] = holders;
+            at
+        } else {
+            self.shared.push(holders);
+            self.shared.len() as u32 - 1
         };
         *entry = Entry(at | SHARED);
     }

@@ -116,9 +116,9 @@ fn perform(index: &Index, model: &mut Model, slots: &mut BTreeMap<WorkerId, Slot
         Step::Join(id, stores) => {
             let stores: Vec<StoreId> = stores.into_iter().map(StoreId).collect();
             slots.insert(WorkerId(id), index.join(WorkerId(id), &stores));
-            stores.iter().for_each(|store| {
+            for store in &stores {
                 model.held.entry(Source::Store(*store)).or_default();
-            });
+            }
             model.reach.insert(WorkerId(id), stores);
         }
         Step::Leave(id) => {

@@ -216,10 +216,10 @@ impl Yard {
         }
     }
 
-    pub(super) fn metric(&self, name: &str) -> f64 {
+    pub(super) fn metric(&self, name: &str) -> u64 {
         let families = self.registry.gather();
         let family = families.iter().find(|family| family.name() == name);
-        family.map_or(0.0, |family| family.get_metric().iter().map(|m| m.get_counter().get_value()).sum())
+        family.map_or(0, |family| family.get_metric().iter().map(|m| m.get_counter().get_value() as u64).sum())
     }
 
     /// What is booked and reported on a worker: tokens to prefill, sequences, blocks.

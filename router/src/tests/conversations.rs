@@ -1,0 +1,237 @@
+//! Conversations over engines that really keep their blocks: what routing by cache saves, in computed prompt tokens.
+
+use super::fake::{BLOCK, Yard, card, names, prompt, settle};
+use crate::select::mix;
+use crate::settings::{Policy, Settings};
+use futures::future::{BoxFuture, join_all};
+use futures::{StreamExt, stream};
+use kvbm::{BlockEvent, Epoch, EventLog, Level, SequenceHash};
+use std::collections::HashSet;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+use worker::engine::{Engine, Error, Finish, Handoff, ModelCard, Output, OutputStream, PromptReport, Readiness};
+use worker::engine::{Request, Tokens, Work};
+use worker::plane::local::Bus;
+use worker::plane::{Discovery, Event, EventBody, Events, Instance, Lease, Load, Phase, Source, WorkerId};
+
+/// Prompt tokens per second, as a small model has on two cores.
+const SPEED: f64 = 6000.0;
+
+/// Seconds that a step takes with so many sequences.
+fn step(sequences: u32) -> f64 {
+    0.003 + 0.001 * f64::from(sequences)
+}
+
+/// An engine with a cache: prompts are computed one after another, at a speed; answers come in steps.
+struct Caching {
+    id: WorkerId,
+    bus: Arc<Bus>,
+    log: EventLog,
+    cache: Mutex<HashSet<SequenceHash>>,
+    turn: tokio::sync::Mutex<()>,
+    waiting: AtomicU64,
+    running: AtomicU32,
+    computed: AtomicU64,
+}
+
+impl Caching {
+    async fn join(yard: &Yard, id: u64, phase: Phase) -> (Arc<Self>, [Lease; 2]) {
+        let engine = Arc::new(Self {
+            id: WorkerId(id),
+            bus: yard.bus.clone(),
+            log: EventLog::new(Epoch(1)),
+            cache: Mutex::default(),
+            turn: tokio::sync::Mutex::default(),
+            waiting: AtomicU64::new(0),
+            running: AtomicU32::new(0),
+            computed: AtomicU64::new(0),
+        });
+        let instance = Instance {
+            id: WorkerId(id),
+            epoch: Epoch(1),
+            phase,
+            model: Arc::new(card(super::fake::MODEL)),
+            stores: vec![],
+        };
+        let from = engine.clone();
+        let offer = yard.bus.offer(Source::Worker(engine.id), Arc::new(move || from.log.snapshot()));
+        let lease = yard.roster.register(instance, Arc::new(Handle(engine.clone()))).await.unwrap();
+        settle().await;
+        engine.report();
+        settle().await;
+        (engine, [offer, lease])
+    }
+
+    fn publish(&self, body: EventBody) {
+        self.bus.publish(Event { source: Source::Worker(self.id), epoch: Epoch(1), body });
+    }
+
+    fn report(&self) {
+        let running = self.running.load(Ordering::SeqCst);
+        self.publish(EventBody::Load(Load {
+            number: *self.log.latest().borrow(),
+            waiting_tokens: self.waiting.load(Ordering::SeqCst),
+            running,
+            prefill_tokens_per_second: Some(SPEED),
+            decode_step_seconds: Some(step(running.max(1))),
+            block_bytes: 1000,
+            ..Load::default()
+        }));
+    }
+
+    fn keep(&self, blocks: &[SequenceHash]) {
+        let new: Vec<_> = blocks.iter().copied().filter(|block| self.cache.lock().unwrap().insert(*block)).collect();
+        if !new.is_empty() {
+            let event = BlockEvent::Stored { level: Level::G1, parent: None, blocks: new };
+            self.log.announce(event.clone());
+            self.publish(EventBody::Block { number: *self.log.latest().borrow(), event });
+        }
+    }
+
+    /// Computes what is not cached when the prompt's turn comes. Cached tokens.
+    async fn prefill(&self, request: &Request) -> u32 {
+        let blocks = names(request);
+        let tokens = request.tokens.len() as u64;
+        let cached = || {
+            let cache = self.cache.lock().unwrap();
+            let run = blocks.iter().take_while(|block| cache.contains(*block)).count();
+            (run * BLOCK).min(tokens as usize - 1) as u64
+        };
+        let waits = tokens - cached();
+        self.waiting.fetch_add(waits, Ordering::SeqCst);
+        self.report();
+        let turn = self.turn.lock().await;
+        let cached = cached();
+        tokio::time::sleep(Duration::from_secs_f64((tokens - cached) as f64 / SPEED)).await;
+        self.computed.fetch_add(tokens - cached, Ordering::SeqCst);
+        self.keep(&blocks);
+        self.waiting.fetch_sub(waits, Ordering::SeqCst);
+        self.report();
+        drop(turn);
+        cached as u32
+    }
+}
+
+/// What others see of it.
+struct Handle(Arc<Caching>);
+
+impl Engine for Handle {
+    fn generate(&self, request: Request) -> BoxFuture<'_, Result<OutputStream, Error>> {
+        let engine = self.0.clone();
+        let answer = async move {
+            let mut report = PromptReport::default();
+            if let Work::Resume(_) = request.work {
+                engine.keep(&names(&request));
+            } else {
+                report.cached = vec![(Level::G1, engine.prefill(&request).await)];
+            }
+            if request.work == Work::Prefill {
+                let handoff = Output::Handoff(Handoff(bytes::Bytes::new()));
+                return stream::iter([Ok(handoff)]).chain(stream::pending()).boxed();
+            }
+            engine.running.fetch_add(1, Ordering::SeqCst);
+            engine.report();
+            let max = request.stop.max_tokens.unwrap_or(1);
+            stream::unfold((engine, 0, Some(report)), move |(engine, made, report)| async move {
+                if made > max {
+                    return None;
+                }
+                let running = engine.running.load(Ordering::SeqCst);
+                tokio::time::sleep(Duration::from_secs_f64(step(running))).await;
+                if made == max {
+                    engine.running.fetch_sub(1, Ordering::SeqCst);
+                    engine.report();
+                }
+                let finish = (made == max).then_some(Finish::Length);
+                let tokens = Tokens { ids: vec![made], prompt: report, finish, ..Tokens::default() };
+                Some((Ok(Output::Tokens(tokens)), (engine, made + 1, None)))
+            })
+            .boxed()
+        };
+        Box::pin(async { Ok(stream::once(answer).flatten().boxed()) })
+    }
+
+    fn models(&self) -> Vec<Arc<ModelCard>> {
+        vec![]
+    }
+
+    fn readiness(&self) -> Readiness {
+        Readiness::Ready
+    }
+}
+
+const SYSTEM: u32 = 1024;
+const TURN: u32 = 160;
+const TURNS: u32 = 10;
+const CONVERSATIONS: u32 = 8;
+
+/// Conversations of ten turns that share a system prompt, joining one by one; prompt tokens computed, over the least
+/// possible.
+async fn conversations(policy: Policy, phases: &[Phase], seed: u64) -> f64 {
+    let yard = Yard::new(Settings { policy, seed, ..Settings::default() });
+    let (mut engines, mut leases) = (Vec::new(), Vec::new());
+    for (id, phase) in (1..).zip(phases) {
+        let (engine, lease) = Caching::join(&yard, id, *phase).await;
+        engines.push(engine);
+        leases.push(lease);
+    }
+    let heartbeat = async {
+        loop {
+            tokio::time::sleep(Duration::from_millis(500)).await;
+            for engine in &engines {
+                engine.report();
+            }
+        }
+    };
+    let started: Vec<_> = (0..=CONVERSATIONS).map(|_| tokio::sync::Notify::new()).collect();
+    started[0].notify_one();
+    let talk = |conversation: u32| {
+        let (yard, started) = (&yard, &started);
+        async move {
+            started[conversation as usize].notified().await;
+            let mut tokens: Vec<u32> = (0..SYSTEM).collect();
+            for turn in 0..TURNS {
+                let think = mix(seed ^ u64::from(conversation * TURNS + turn)) % 200;
+                tokio::time::sleep(Duration::from_millis(think)).await;
+                tokens.extend((0..TURN).map(|at| 1_000_000 * (conversation + 1) + turn * 1000 + at));
+                let mut request = prompt(0, 0);
+                request.tokens = tokens.clone().into();
+                request.stop.max_tokens = Some(8);
+                yard.answer(request).await.unwrap();
+                started[conversation as usize + 1].notify_one();
+            }
+        }
+    };
+    let all = join_all((0..CONVERSATIONS).map(talk));
+    tokio::select! {
+        _ = all => {}
+        () = heartbeat => {}
+    }
+    let each: Vec<u64> = engines.iter().map(|engine| engine.computed.load(Ordering::SeqCst)).collect();
+    let times = each.iter().sum::<u64>() as f64 / f64::from(SYSTEM + CONVERSATIONS * TURNS * TURN);
+    println!("{policy:?}, seed {seed}: {times:.3} times the least possible, {each:?} tokens");
+    times
+}
+
+async fn worst(policy: Policy, phases: &[Phase]) -> f64 {
+    let mut worst = 0.0_f64;
+    for seed in 0..8 {
+        worst = worst.max(conversations(policy, phases, seed).await);
+    }
+    worst
+}
+
+#[tokio::test(start_paused = true)]
+async fn conversations_return_to_their_blocks_and_spread_all_the_same() {
+    let two = [Phase::Decode, Phase::Decode];
+    let (kv, turns) = (worst(Policy::Kv, &two).await, worst(Policy::RoundRobin, &two).await);
+    assert!(kv <= 1.1, "{kv:.2} times the least possible");
+    assert!(turns > 1.5, "round robin: {turns:.2}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn conversations_over_a_prefill_worker_and_two_decode_workers_compute_hardly_more() {
+    let kv = worst(Policy::Kv, &[Phase::Prefill, Phase::Decode, Phase::Decode]).await;
+    assert!(kv <= 1.15, "{kv:.2} times the least possible");
+}
