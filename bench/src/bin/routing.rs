@@ -29,6 +29,7 @@ struct Run {
     policy: &'static str,
     tiers: bool,
     prompt_tokens: u64,
+    /// By all workers together, as they count it themselves.
     computed: u64,
     first_token: Duration,
 }
@@ -77,11 +78,11 @@ fn run(options: &Options, script: &[Vec<Turn>], policy: &'static str, tiers: boo
         finished.collect::<Result<Vec<_>>>()
     });
     let answers = answers.with_context(|| format!("policy {policy}\n{}", server.log_tail()))?.concat();
+    let computed = server.client.metrics()?.sum("blockyard_worker_prompt_tokens_computed_total", &[]) as u64;
     server.stop()?;
     let prompt_tokens = answers.iter().map(|answer| answer.prompt_tokens).sum();
-    let cached: u64 = answers.iter().map(|answer| answer.cached_tokens).sum();
     let times: Vec<_> = answers.iter().map(|answer| answer.first_token).collect();
-    Ok(Run { policy, tiers, prompt_tokens, computed: prompt_tokens - cached, first_token: median(&times) })
+    Ok(Run { policy, tiers, prompt_tokens, computed, first_token: median(&times) })
 }
 
 fn talk(client: &Client, model: &str, turns: &[Turn], joined: &mpsc::Sender<()>) -> Result<Vec<Answer>> {

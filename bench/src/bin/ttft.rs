@@ -39,6 +39,9 @@ const SETTLE_MAX: Duration = Duration::from_mins(1);
 /// A cell is what its column says when at least this share of the prompt came from there.
 const SHARE_MIN: f64 = 0.95;
 
+/// The origin of tokens that no tier had.
+const COMPUTED: &str = "computed";
+
 /// Where the prefix is when the request comes.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 enum Place {
@@ -67,7 +70,7 @@ impl Place {
     /// The tier's label in metrics.
     const fn tier(self) -> &'static str {
         match self {
-            Self::Cold => "computed",
+            Self::Cold => COMPUTED,
             Self::G1 => "g1",
             Self::G2 => "g2",
             Self::G3 | Self::G3Restarted => "g3",
@@ -204,12 +207,13 @@ impl Bench {
         let before = self.client().metrics()?;
         let answer = self.client().complete(&self.model, prompt, ANSWER_TOKENS)?;
         let after = self.client().metrics()?;
-        let found = |tier| after.since(&before, "blockyard_kvbm_hit_blocks_total", &[("tier", tier)]) as u64;
-        let blocks: BTreeMap<_, _> =
-            ["g1", "g2", "g3", "g4"].map(|tier| (tier, found(tier))).into_iter().filter(|(_, n)| *n > 0).collect();
-        let per_block = answer.cached_tokens.checked_div(blocks.values().sum()).unwrap_or_default();
-        let mut origin: BTreeMap<_, _> = blocks.into_iter().map(|(tier, n)| (tier, n * per_block)).collect();
-        origin.insert("computed", answer.prompt_tokens - answer.cached_tokens);
+        let rose = |name, labels: &[_]| after.since(&before, name, labels) as u64;
+        let mut origin: BTreeMap<_, _> = ["g1", "g2", "g3", "g4", "peer"]
+            .map(|tier| (tier, rose("blockyard_worker_prompt_tokens_cached_total", &[("tier", tier)])))
+            .into_iter()
+            .filter(|(_, tokens)| *tokens > 0)
+            .collect();
+        origin.insert(COMPUTED, rose("blockyard_worker_prompt_tokens_computed_total", &[]));
         eprintln!("  {:>5} tokens, {}: {}", prompt.len(), place.title(), short(answer.first_token));
         let sample = Sample { first_token: answer.first_token, origin };
         cells.entry((place, prompt.len())).or_default().push(sample);
