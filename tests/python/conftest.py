@@ -18,7 +18,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 START_SECONDS_MAX = 120  # making the model's weights once, on a busy machine
-LOG_TAIL_BYTES = 8_000
+LOG_TAIL_BYTES = 4_000
 
 
 def binary():
@@ -68,14 +68,14 @@ class Server:
         deadline = time.monotonic() + START_SECONDS_MAX
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
-                pytest.exit(f"blockyard serve ended with {self.process.returncode}:\n{self.log_tail()}", returncode=2)
+                pytest.fail(f"blockyard serve ended with {self.process.returncode}:\n{self.log_tail()}")
             try:
                 if self.get("/ready")[0] == 200:
                     return
             except OSError:
                 pass
             time.sleep(0.05)
-        pytest.exit(f"blockyard serve was not ready in {START_SECONDS_MAX} s:\n{self.log_tail()}", returncode=2)
+        pytest.fail(f"blockyard serve was not ready in {START_SECONDS_MAX} s:\n{self.log_tail()}")
 
     def get(self, path):
         return self.exchange(urllib.request.Request(self.url + path))
