@@ -6,6 +6,7 @@
 //! **When a background task panics**, the manager is poisoned: it says so at level error, and from then on answers as if
 //! there were no tiers below G1. Serving goes on, slower; nothing that the task may have left half done is used.
 
+mod coming;
 mod offload;
 mod onboard;
 mod speed;
@@ -16,16 +17,17 @@ use crate::event::{EventLog, Level};
 use crate::host::HostTier;
 use crate::metrics::Metrics;
 use crate::peer::Peer;
-use crate::plan::plan;
+use crate::plan::{Plan, plan};
 use crate::pool::{CachedBlock, FullBlock, PartialBlock, Pool};
 use crate::tier::Tier;
+use coming::Coming;
 use offload::{Lane, Offers};
-use onboard::Source;
+use onboard::{Located, Order, Source};
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout_at};
 
 /// One engine's blocks: G1 in the engine's own memory, and the tiers below it. Clones share it; when the last one is
 /// dropped, what is on its way down is dropped too ([`BlockManager::flush`] waits for it).
@@ -37,6 +39,7 @@ struct Inner {
     /// One per tier, in the order of `core.tiers`.
     lanes: Vec<Lane>,
     sources: Vec<Source>,
+    coming: Coming,
     /// Tiers that are not ours but were loaded from, while they live.
     strangers: Mutex<Vec<Stranger>>,
 }
@@ -110,7 +113,8 @@ impl BlockManager {
         let offers = || below.iter().map(|lane| lane.offers().clone()).collect();
         let to_host = core.host.is_some().then(|| Lane::to_host(core.clone(), offers()));
         let lanes = to_host.into_iter().chain(below).collect();
-        Self(Arc::new(Inner { core, lanes, sources, strangers: Mutex::default() }))
+        let (coming, strangers) = (Coming::default(), Mutex::default());
+        Self(Arc::new(Inner { core, lanes, sources, coming, strangers }))
     }
 
     /// `n` empty slots, or none at all. Gives up cached blocks that nobody holds, leaves before parents, the least
@@ -219,27 +223,52 @@ impl Inner {
     }
 
     async fn onboard(&self, sources: &[Source], names: &[SequenceHash], recompute: Recompute) -> Onboarded {
-        let core = &self.core;
+        let (core, start) = (&self.core, Instant::now());
         let mut blocks = core.pool.matched(names);
+        let first = blocks.len();
+        let loaded = loop {
+            let names = &names[blocks.len()..];
+            let (located, plan) = self.plan(sources, names, recompute);
+            if plan.blocks == 0 {
+                break None;
+            }
+            let since = (start, blocks.len() - first);
+            match self.coming.bring(&names[..plan.blocks]) {
+                Ok(bringing) => {
+                    let (names, patience) = (&names[..plan.blocks], plan.patience);
+                    let order = Order { names, located: &located, since, patience, bringing };
+                    break Some(onboard::load(core, sources, order).await);
+                }
+                Err(mut steps) => {
+                    let more = core.pool.matched(names);
+                    let limit = start + plan.patience.limit(since.1);
+                    if more.is_empty() && timeout_at(limit, steps.changed()).await.is_err() {
+                        break None;
+                    }
+                    blocks.extend(more);
+                }
+            }
+        };
         let mut from = Vec::new();
         count(&mut from, Level::G1, blocks.len());
-        let names = &names[blocks.len()..];
-        let now = Instant::now();
-        let located = onboard::locate(core, sources, names, now);
-        let plan = plan(&onboard::stretches(sources, &located, now), recompute.seconds_per_block);
-        let wanted = plan.blocks.min(core.pool.available());
-        if wanted == 0 {
-            return Onboarded { blocks, from };
+        if let Some(loaded) = loaded {
+            let levels = loaded.sources.iter().map(|source| sources[*source].tier.level());
+            // What G2 gave is in G2; everything else goes up there too, and down to where it is not yet.
+            let fresh = loaded.blocks.iter().zip(levels.clone()).filter(|(_, level)| *level != Level::G2);
+            self.offload(&fresh.map(|(block, _)| block.name()).collect::<Vec<_>>());
+            levels.for_each(|level| count(&mut from, level, 1));
+            blocks.extend(loaded.blocks);
         }
-        let loaded = onboard::load(core, sources, names, &located, wanted, plan.patience).await;
-        let levels = loaded.sources.iter().map(|source| sources[*source].tier.level());
-        // What G2 gave is in G2; everything else goes up there too, and down to where it is not yet.
-        let fresh = loaded.blocks.iter().zip(levels.clone()).filter(|(_, level)| *level != Level::G2);
-        let fresh: Vec<SequenceHash> = fresh.map(|(block, _)| block.name()).collect();
-        levels.for_each(|level| count(&mut from, level, 1));
-        blocks.extend(core.pool.register(loaded.blocks));
-        self.offload(&fresh);
         Onboarded { blocks, from }
+    }
+
+    /// Where leading `names` are, and how many of them to load, given the room.
+    fn plan(&self, sources: &[Source], names: &[SequenceHash], recompute: Recompute) -> (Located, Plan) {
+        let now = Instant::now();
+        let located = onboard::locate(&self.core, sources, names, now);
+        let mut plan = plan(&onboard::stretches(sources, &located, now), recompute.seconds_per_block);
+        plan.blocks = plan.blocks.min(self.core.pool.available());
+        (located, plan)
     }
 
     fn gauge(&self, tier: &Arc<dyn Tier>) -> Arc<speed::Gauge> {

@@ -11,11 +11,12 @@
 //! that were not registered go back by themselves.
 
 use super::Core;
+use super::coming::Bringing;
 use super::speed::{Gauge, Seen};
 use crate::block::{Block, Corrupt};
 use crate::metrics::Direction;
 use crate::plan::{Patience, Stretch};
-use crate::pool::{FullBlock, PartialBlock};
+use crate::pool::{CachedBlock, FullBlock, PartialBlock};
 use crate::tier::{LoadError, Tier};
 use crate::{Level, SequenceHash};
 use futures::stream::{self, BoxStream, FuturesUnordered, SelectAll, StreamExt};
@@ -35,11 +36,23 @@ pub(super) struct Source {
 /// Which names come from where: consecutive ranges that begin at 0.
 pub(super) type Located = Vec<(usize, Range<usize>)>;
 
-/// What an onboarding brought: the leading blocks, and each one's source.
-#[derive(Default)]
+/// What a load brought into G1: the leading blocks, and each one's source.
 pub(super) struct Loaded {
-    pub(super) blocks: Vec<FullBlock>,
+    pub(super) blocks: Vec<CachedBlock>,
     pub(super) sources: Vec<usize>,
+}
+
+/// What a load is to do.
+pub(super) struct Order<'a> {
+    /// The leading blocks.
+    pub(super) names: &'a [SequenceHash],
+    /// Where they and perhaps others after them are.
+    pub(super) located: &'a Located,
+    /// Since when the request waits, and how many blocks it got meanwhile from others' loads.
+    pub(super) since: (Instant, usize),
+    pub(super) patience: Patience,
+    /// Told of every step.
+    pub(super) bringing: Bringing<'a>,
 }
 
 /// Bytes verified and written per hop to a blocking thread: enough to hide the hop, few enough to begin early.
@@ -79,16 +92,10 @@ pub(super) fn stretches(sources: &[Source], located: &Located, now: Instant) -> 
     located.iter().map(stretch).collect()
 }
 
-/// Loads the first `blocks` of the located names, for as long as `patience` allows.
-pub(super) async fn load(
-    core: &Arc<Core>,
-    sources: &[Source],
-    names: &[SequenceHash],
-    located: &Located,
-    blocks: usize,
-    patience: Patience,
-) -> Loaded {
-    let mut loading = Loading::new(core, sources, &names[..blocks], patience);
+/// Loads blocks for as long as patience allows.
+pub(super) async fn load(core: &Arc<Core>, sources: &[Source], order: Order<'_>) -> Loaded {
+    let (located, blocks) = (order.located, order.names.len());
+    let mut loading = Loading::new(core, sources, order);
     for (source, range) in located {
         loading.wanted[*source].extend(range.clone().filter(|index| *index < blocks));
     }
@@ -101,17 +108,16 @@ pub(super) async fn load(
 struct Loading<'a> {
     core: &'a Arc<Core>,
     sources: &'a [Source],
-    names: &'a [SequenceHash],
-    patience: Patience,
+    order: Order<'a>,
     start: Instant,
     streams: SelectAll<BoxStream<'static, Answer>>,
     writes: FuturesUnordered<JoinHandle<Vec<Written>>>,
     /// Loaded, waiting for a hop.
     queue: Vec<Item>,
-    /// By index, with the source.
+    /// By index, with the source: those that wait for one before them.
     arrived: Vec<Option<(FullBlock, usize)>>,
-    /// The first that is not there yet.
-    lead: usize,
+    /// The leading ones, given to everyone.
+    loaded: Loaded,
     /// The first that will never be there.
     end: usize,
     /// Per source: what it is yet to be asked for, because another failed.
@@ -123,10 +129,19 @@ struct Loading<'a> {
 #[derive(Clone, Default)]
 struct Watch {
     asked: usize,
+    /// Since it was first asked: its first and its last answer.
+    since: Duration,
     first: Option<Duration>,
     last: Duration,
     delivered: usize,
     pending: usize,
+}
+
+impl Watch {
+    fn heard(&mut self, now: Duration) {
+        self.last = now.saturating_sub(self.since);
+        self.first.get_or_insert(self.last);
+    }
 }
 
 /// What a source's stream yields.
@@ -155,19 +170,18 @@ enum Written {
 }
 
 impl<'a> Loading<'a> {
-    fn new(core: &'a Arc<Core>, sources: &'a [Source], names: &'a [SequenceHash], patience: Patience) -> Self {
+    fn new(core: &'a Arc<Core>, sources: &'a [Source], order: Order<'a>) -> Self {
         Self {
             core,
             sources,
-            names,
-            patience,
             start: Instant::now(),
             streams: SelectAll::new(),
             writes: FuturesUnordered::new(),
             queue: Vec::new(),
-            arrived: names.iter().map(|_| None).collect(),
-            lead: 0,
-            end: names.len(),
+            arrived: order.names.iter().map(|_| None).collect(),
+            loaded: Loaded { blocks: Vec::new(), sources: Vec::new() },
+            end: order.names.len(),
+            order,
             wanted: vec![Vec::new(); sources.len()],
             seen: vec![Watch::default(); sources.len()],
         }
@@ -177,10 +191,14 @@ impl<'a> Loading<'a> {
         if indices.is_empty() {
             return;
         }
+        let now = self.start.elapsed();
         let seen = &mut self.seen[source];
+        if seen.asked == 0 {
+            seen.since = now;
+        }
         seen.asked += indices.len();
         seen.pending += 1;
-        let names = indices.iter().map(|index| self.names[*index]).collect();
+        let names = indices.iter().map(|index| self.order.names[*index]).collect();
         let answer = move |(at, found): (usize, Result<Option<Block>, LoadError>)| {
             let index = indices[at];
             match found {
@@ -195,7 +213,9 @@ impl<'a> Loading<'a> {
 
     async fn run(&mut self) {
         let batch = (WRITE_BYTES / self.core.device.block_bytes().max(1)).max(1);
-        while self.lead < self.end {
+        let limit = sleep_until(self.limit());
+        tokio::pin!(limit);
+        while self.loaded.blocks.len() < self.end {
             if !self.queue.is_empty() && self.writes.len() < WRITES {
                 self.write();
             }
@@ -206,11 +226,16 @@ impl<'a> Loading<'a> {
                     return;
                 }
             }
-            let limit = sleep_until(self.start + self.patience.limit(self.lead));
+            let until = self.limit();
+            if limit.deadline() != until {
+                limit.as_mut().reset(until);
+            }
             tokio::select! {
                 biased;
+                // First, so that sources which always have something ready do not outrun it.
+                () = &mut limit => return self.out_of_time(),
                 Some(written) = self.writes.next() => match written {
-                    Ok(written) => written.into_iter().for_each(|written| self.place(written)),
+                    Ok(written) => self.place(written),
                     Err(error) => match error.try_into_panic() {
                         Ok(panic) => std::panic::resume_unwind(panic),
                         // The runtime is shutting down.
@@ -218,7 +243,6 @@ impl<'a> Loading<'a> {
                     },
                 },
                 Some(answer) = self.streams.next(), if self.queue.len() < batch => self.take(answer),
-                () = limit => return self.out_of_time(),
             }
         }
     }
@@ -227,15 +251,11 @@ impl<'a> Loading<'a> {
         let now = self.start.elapsed();
         match answer {
             Answer::Item(item) => {
-                let seen = &mut self.seen[item.source];
-                seen.first.get_or_insert(now);
-                seen.last = now;
+                self.seen[item.source].heard(now);
                 self.queue.push(item);
             }
             Answer::Failed { source, index, error } => {
-                let seen = &mut self.seen[source];
-                seen.first.get_or_insert(now);
-                seen.last = now;
+                self.seen[source].heard(now);
                 match error {
                     Some(LoadError::Corrupt(why)) => self.quarantine(source, index, why),
                     Some(error) => tracing::debug!(tier = %self.level(source), %error, "a block was not loaded"),
@@ -267,32 +287,47 @@ impl<'a> Loading<'a> {
             self.end = self.end.min(first.unwrap_or(self.end));
             return;
         };
-        let (core, names) = (self.core.clone(), items.iter().map(|item| self.names[item.index]).collect::<Vec<_>>());
+        let (core, names) =
+            (self.core.clone(), items.iter().map(|item| self.order.names[item.index]).collect::<Vec<_>>());
         self.writes.push(tokio::task::spawn_blocking(move || {
             let items = items.into_iter().zip(names).zip(slots);
             items.map(|((item, name), slot)| core.write(item, name, slot)).collect()
         }));
     }
 
-    fn place(&mut self, written: Written) {
-        match written {
-            Written::Good { source, index, block } => {
-                self.seen[source].delivered += 1;
-                self.arrived[index] = Some((block, source));
-                while self.arrived.get(self.lead).is_some_and(Option::is_some) {
-                    self.lead += 1;
+    fn place(&mut self, written: Vec<Written>) {
+        for written in written {
+            match written {
+                Written::Good { source, index, block } => {
+                    self.seen[source].delivered += 1;
+                    self.arrived[index] = Some((block, source));
+                }
+                Written::Bad { source, index, why } => {
+                    self.quarantine(source, index, why);
+                    self.try_next(source, index);
                 }
             }
-            Written::Bad { source, index, why } => {
-                self.quarantine(source, index, why);
-                self.try_next(source, index);
-            }
         }
+        let lead = self.loaded.blocks.len();
+        let next = self.arrived[lead..].iter_mut().map_while(Option::take);
+        let (blocks, sources): (Vec<FullBlock>, Vec<usize>) = next.unzip();
+        if !blocks.is_empty() {
+            // At once, for those who follow; and if this request is dropped, what it loaded stays cached.
+            self.loaded.blocks.extend(self.core.pool.register(blocks));
+            self.loaded.sources.extend(sources);
+            self.order.bringing.step();
+        }
+    }
+
+    /// Until when to wait, as things are.
+    fn limit(&self) -> Instant {
+        let (since, gained) = self.order.since;
+        since + self.order.patience.limit(gained + self.loaded.blocks.len())
     }
 
     /// Finds the next source for a block that one did not deliver, or gives up on it and all that follow.
     fn try_next(&mut self, source: usize, index: usize) {
-        let (now, name) = (Instant::now(), &self.names[index..=index]);
+        let (now, name) = (Instant::now(), &self.order.names[index..=index]);
         let fingerprint = self.core.device.fingerprint();
         let holds = |next: &usize| {
             let next = &self.sources[*next];
@@ -305,7 +340,7 @@ impl<'a> Loading<'a> {
     }
 
     fn quarantine(&self, source: usize, index: usize, why: Corrupt) {
-        let (tier, name) = (&self.sources[source].tier, self.names[index]);
+        let (tier, name) = (&self.sources[source].tier, self.order.names[index]);
         tracing::warn!(tier = %tier.level(), block = %name, %why, "block quarantined");
         self.core.metrics.quarantined(tier.level());
         tier.discard(self.core.device.fingerprint(), name);
@@ -331,16 +366,11 @@ impl<'a> Loading<'a> {
     fn finish(mut self) -> Loaded {
         self.streams.clear();
         let (now, elapsed) = (Instant::now(), self.start.elapsed());
-        let mut loaded = Loaded::default();
-        for (block, source) in self.arrived.drain(..).map_while(|arrived| arrived) {
-            loaded.blocks.push(block);
-            loaded.sources.push(source);
-        }
         let bytes = self.core.device.block_bytes() as u64;
         for (source, seen) in self.seen.iter().enumerate().filter(|(_, seen)| seen.asked > 0) {
             let level = self.sources[source].tier.level();
             // A source that still owes blocks took at least until now.
-            let until = if seen.pending > 0 { elapsed } else { seen.last };
+            let until = if seen.pending > 0 { elapsed.saturating_sub(seen.since) } else { seen.last };
             let seen_now = Seen { first: seen.first, blocks: seen.delivered, elapsed: until };
             if self.sources[source].gauge.learn(seen_now, now) {
                 tracing::warn!(tier = %level, ?elapsed, "tier did not answer in time; left alone for a while");
@@ -351,7 +381,7 @@ impl<'a> Loading<'a> {
                 self.core.metrics.moved(level, Direction::Onboard, seen.delivered as u64 * bytes, until);
             }
         }
-        loaded
+        self.loaded
     }
 }
 

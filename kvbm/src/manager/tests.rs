@@ -438,6 +438,46 @@ async fn dropping_an_onboarding_gives_everything_back() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn requests_for_the_same_blocks_load_them_once() {
+    let slow = at(Level::G3, 10, 10);
+    slow.keeps(0..40).await;
+    let site = Site::new(100, 0, vec![slow]);
+    let (all, some) = (names(40), names(20));
+    let start = Instant::now();
+    let (one, other) = tokio::join!(site.manager.onboard(&all, ms(100)), site.manager.onboard(&some, ms(100)));
+    assert_eq!(start.elapsed(), Duration::from_millis(400));
+    assert_eq!((one.from, other.from), (vec![(Level::G3, 40)], vec![(Level::G1, 20)]));
+    assert_eq!(site.counter("hit_blocks_total", Level::G3), 40);
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_follows_takes_over_when_the_first_one_is_dropped() {
+    let slow = at(Level::G3, 10, 10);
+    slow.keeps(0..40).await;
+    let site = Site::new(100, 0, vec![slow]);
+    let asked = names(40);
+    let first = tokio::time::timeout(Duration::from_millis(205), site.manager.onboard(&asked, ms(100)));
+    let (first, second) = tokio::join!(first, site.manager.onboard(&asked, ms(100)));
+    assert!(first.is_err());
+    assert_eq!(second.blocks.len(), 40);
+    assert!(matches!(second.from[..], [(Level::G1, kept), (Level::G3, _)] if kept >= 15), "{:?}", second.from);
+    site.assert_sound(&second.blocks);
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_follows_waits_no_longer_than_who_leads() {
+    let inner = at(Level::G3, 0, 0);
+    inner.keeps(0..40).await;
+    let hanging = Faulty::new(inner, 1, Faults { hang: 1.0, ..Faults::default() });
+    let site = Site::new(100, 0, vec![Arc::new(hanging)]);
+    let asked = names(40);
+    let start = Instant::now();
+    let (one, other) = tokio::join!(site.manager.onboard(&asked, ms(10)), site.manager.onboard(&asked, ms(10)));
+    assert_eq!((one.blocks.len(), other.blocks.len()), (0, 0));
+    assert_eq!(start.elapsed(), Patience::GRACE);
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_small_device_takes_what_fits() {
     let ssd = at(Level::G3, 1, 0);
     ssd.keeps(0..20).await;

@@ -1,0 +1,96 @@
+//! Which blocks are on their way into G1, so that requests that want the same prefix at once load it once.
+//!
+//! Whoever brings blocks says so and tells of every step; others follow, each with its own patience, and take over when
+//! the first one gives up. Two copies of one prefix would not only be read twice: they would push others out of G1.
+
+use crate::SequenceHash;
+use crate::evict::ByName;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use tokio::sync::watch;
+
+/// The blocks on their way into one G1.
+#[derive(Default)]
+pub(super) struct Coming(Mutex<ByName<watch::Receiver<()>>>);
+
+/// The right to bring some blocks. Dropping it says that they come no more, or are there.
+pub(super) struct Bringing<'a> {
+    coming: &'a Coming,
+    names: Vec<SequenceHash>,
+    steps: watch::Sender<()>,
+}
+
+impl Coming {
+    /// Begins to bring `names`, unless somebody brings the first of them already: then that one's steps, seen from now on.
+    pub(super) fn bring(&self, names: &[SequenceHash]) -> Result<Bringing<'_>, watch::Receiver<()>> {
+        let mut coming = self.lock();
+        if let Some(other) = names.first().and_then(|first| coming.get(first)) {
+            let mut steps = other.clone();
+            steps.mark_unchanged();
+            return Err(steps);
+        }
+        let (steps, receiver) = watch::channel(());
+        let mut ours = Vec::with_capacity(names.len());
+        for name in names {
+            coming.entry(*name).or_insert_with(|| {
+                ours.push(*name);
+                receiver.clone()
+            });
+        }
+        Ok(Bringing { coming: self, names: ours, steps })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, ByName<watch::Receiver<()>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Bringing<'_> {
+    /// Some more of them are in G1.
+    pub(super) fn step(&self) {
+        self.steps.send_replace(());
+    }
+}
+
+impl Drop for Bringing<'_> {
+    fn drop(&mut self) {
+        let mut coming = self.coming.lock();
+        for name in &self.names {
+            coming.remove(name);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn names(n: u8) -> Vec<SequenceHash> {
+        (0..n).map(|n| SequenceHash::from_bytes([n; 16])).collect()
+    }
+
+    #[tokio::test]
+    async fn a_second_one_follows_until_the_first_is_done() {
+        let coming = Coming::default();
+        let Ok(first) = coming.bring(&names(3)) else { panic!("nobody else brings them") };
+        first.step();
+        let Err(mut steps) = coming.bring(&names(5)) else { panic!("the first one does") };
+        assert!(!steps.has_changed().unwrap(), "only what comes from now on");
+        first.step();
+        assert!(steps.changed().await.is_ok());
+        drop(first);
+        assert!(steps.changed().await.is_err());
+        assert!(coming.bring(&names(5)).is_ok());
+        assert!(coming.lock().is_empty());
+    }
+
+    #[test]
+    fn who_brings_the_middle_keeps_it() {
+        let coming = Coming::default();
+        let Ok(middle) = coming.bring(&names(3)[1..]) else { panic!("nobody else brings them") };
+        let whole = coming.bring(&names(4));
+        assert!(whole.is_ok(), "the first block is not on its way");
+        drop(whole);
+        assert!(coming.bring(&names(3)[1..]).is_err(), "still the first one's");
+        drop(middle);
+    }
+}
