@@ -410,6 +410,12 @@ fn chunks_that_want_no_logits_get_none_and_still_write_their_blocks() {
 }
 
 #[test]
+fn the_arena_keeps_the_device_contract() {
+    let arena = Arena::new(&config(Family::Llama, 4, 2, 8), 16, 9, &[1; 32]).unwrap();
+    kvbm::device::contract::check(&arena);
+}
+
+#[test]
 fn whatever_decides_the_bytes_decides_the_fingerprint() {
     let base = config(Family::Llama, 4, 2, 8);
     let print = |config: &Config, block_size, identity| {
