@@ -77,6 +77,7 @@
 //! This crate knows no worker, no model and no request: tokens go in as numbers, bytes stay opaque.
 
 pub mod block;
+pub mod codec;
 #[cfg(test)]
 mod contract;
 pub mod device;
@@ -84,6 +85,7 @@ pub mod disk;
 pub mod event;
 mod evict;
 pub mod faulty;
+mod form;
 mod host;
 mod index;
 mod manager;
