@@ -133,7 +133,10 @@ impl Feed {
         let outcome = view.event(epoch, number, event);
         self.core.metrics.events.with_label_values(&[outcome.name()]).inc();
         match outcome {
-            Outcome::Apply(event) => self.core.index.apply(source, &event),
+            Outcome::Apply(event) => {
+                self.core.index.apply(source, &event);
+                self.core.metrics.index_memberships.set(self.core.index.memberships() as i64);
+            }
             Outcome::Gap => {
                 tracing::debug!(%source, number, "events were lost");
                 self.repair(source, 0);

@@ -69,6 +69,9 @@ struct State {
     fresh: Amount,
     /// Of what is [`Seen::Maybe`].
     unsure: Amount,
+    /// Of what the latest report may have in it and has ended since. Without prefill: how much of that was still to be
+    /// computed at the time of the report, nobody knows.
+    ended: Amount,
     step: Option<f64>,
     resume: Option<f64>,
     residence: Option<f64>,
@@ -135,8 +138,13 @@ impl Books {
     /// Frees what is left of a booking.
     pub(crate) fn release(&self, number: u64, now: Instant) {
         let mut state = self.lock();
-        state.change(number, |entry| entry.amount = Amount::default());
-        if let Some(entry) = state.open.remove(&number).filter(|entry| entry.started) {
+        let mut left = Amount::default();
+        state.change(number, |entry| left = std::mem::take(&mut entry.amount));
+        let Some(entry) = state.open.remove(&number) else { return };
+        if entry.seen != Seen::No {
+            state.ended.add(Amount { prefill_tokens: 0, ..left });
+        }
+        if entry.started {
             average(&mut state.residence, (now - entry.booked).as_secs_f64());
         }
     }
@@ -156,6 +164,7 @@ impl Books {
         if let Some(step) = load.decode_step_seconds.filter(|step| *step > 0.0 && load.running > 0) {
             average(&mut state.step, step / f64::from(load.running));
         }
+        state.ended = Amount::default();
         state.report = Some((load, now));
     }
 
@@ -172,7 +181,7 @@ impl Books {
     /// How busy the worker is.
     pub(crate) fn standing(&self, now: Instant) -> Standing {
         let state = self.lock();
-        let State { all, fresh, unsure, step, resume, residence, .. } = &*state;
+        let State { all, fresh, unsure, ended, step, resume, residence, .. } = &*state;
         let mut standing = Standing {
             waiting_tokens: all.prefill_tokens,
             sequences: all.sequences,
@@ -184,6 +193,7 @@ impl Books {
         // A stale report may still say more than the bookings, which know nothing of other routers.
         let news = now - *at <= STALE;
         let join = |reported: u64, of: fn(&Amount) -> u64| {
+            let reported = reported.saturating_sub(of(ended));
             if news { of(fresh) + reported.max(of(unsure)) } else { reported.max(of(all)) }
         };
         let sequences = u64::from(load.running) + u64::from(load.waiting);
@@ -293,10 +303,13 @@ mod tests {
         books.report(report(100), Instant::now());
         assert_eq!(books.standing(Instant::now()).waiting_tokens, 100, "it may be in the report, so it counts once");
         tokio::time::advance(SEEN_AFTER).await;
-        books.report(report(80), Instant::now());
+        books.report(Load { running: 2, active_blocks: 25, ..report(80) }, Instant::now());
         assert_eq!(books.standing(Instant::now()).waiting_tokens, 80);
         books.release(number, Instant::now());
-        assert_eq!(books.standing(Instant::now()).waiting_tokens, 80, "only a report takes back what a report said");
+        let standing = books.standing(Instant::now());
+        assert_eq!((standing.sequences, standing.active_blocks), (1, 15), "it has ended since the report");
+        books.report(Load { running: 1, active_blocks: 15, ..report(0) }, Instant::now());
+        assert_eq!(books.standing(Instant::now()).sequences, 1, "the next report knows");
     }
 
     #[tokio::test(start_paused = true)]

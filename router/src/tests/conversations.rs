@@ -223,7 +223,7 @@ async fn worst(policy: Policy, phases: &[Phase]) -> f64 {
 }
 
 #[tokio::test(start_paused = true)]
-async fn conversations_return_to_their_blocks_and_spread_all_the_same() {
+async fn conversations_return_to_their_blocks() {
     let two = [Phase::Decode, Phase::Decode];
     let (kv, turns) = (worst(Policy::Kv, &two).await, worst(Policy::RoundRobin, &two).await);
     assert!(kv <= 1.1, "{kv:.2} times the least possible");
