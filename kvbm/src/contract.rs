@@ -152,7 +152,7 @@ pub(crate) fn announced(log: &EventLog, level: Level) -> Vec<SequenceHash> {
 }
 
 async fn within<T>(answer: impl Future<Output = T>) -> T {
-    tokio::time::timeout(Duration::from_secs(60), answer).await.expect("a tier answers")
+    tokio::time::timeout(Duration::from_mins(1), answer).await.expect("a tier answers")
 }
 
 fn same(loaded: Option<&Verified>, stored: &Block) -> bool {

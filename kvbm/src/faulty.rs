@@ -282,7 +282,7 @@ mod tests {
     async fn a_hang_never_answers_and_ends_when_it_is_dropped() {
         let (tier, _) = faulty(1, Faults { hang: 1.0, ..Faults::default() });
         let blocks = chain(7, 2);
-        let hour = Duration::from_secs(3600);
+        let hour = Duration::from_hours(1);
         assert!(tokio::time::timeout(hour, tier.store(blocks.clone())).await.is_err());
         tier.set(Faults::default());
         assert!(tier.store(blocks).await.iter().all(Result::is_ok));

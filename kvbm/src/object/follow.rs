@@ -92,7 +92,7 @@ impl Follower {
         } else {
             self.read_past(strangers).await?;
         }
-        let asked = self.to_ask();
+        let asked = self.next_asked();
         let news: Vec<_> = stream::iter(asked)
             .map(|(writer, seen)| self.read_on(writer, seen))
             .buffer_unordered(PARALLEL)
@@ -146,7 +146,7 @@ impl Follower {
     }
 
     /// Whom to ask in this round.
-    fn to_ask(&mut self) -> Vec<(Writer, Seen)> {
+    fn next_asked(&mut self) -> Vec<(Writer, Seen)> {
         let mut writers: Vec<(Writer, Seen)> = self.known.iter().map(|(writer, seen)| (*writer, *seen)).collect();
         writers.sort_by_key(|(writer, seen)| (std::cmp::Reverse(seen.last_news), *writer));
         let quiet = writers.split_off(writers.len().min(ASKED));
@@ -161,7 +161,9 @@ impl Follower {
         for number in seen.next..seen.next + READ {
             match self.ask(writer, number).await? {
                 Asked::Sound(sections) => {
-                    sections.iter().for_each(|section| self.catalog.add(paths(&self.layout, writer), section));
+                    for section in &sections {
+                        self.catalog.add(paths(&self.layout, writer), section);
+                    }
                 }
                 Asked::Unsound => {}
                 Asked::NotYet => break,

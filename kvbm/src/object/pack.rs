@@ -135,7 +135,7 @@ impl Packer {
         };
         for job in jobs {
             let copy = |error: &io::Error| io::Error::new(error.kind(), error.to_string());
-            let _ = job.answer.send(written.as_ref().map(|()| ()).map_err(|error| StoreError::Io(copy(error))));
+            let _ = job.answer.send(written.as_ref().copied().map_err(|error| StoreError::Io(copy(error))));
             drop(job.room);
         }
     }

@@ -46,7 +46,7 @@ async fn a_store_that_is_away_at_the_start_is_learned_when_it_comes() {
     store(&*writer, chain(1, 5)).await;
     shared.set(Some(("", Mood::Fails)));
     let (tier, _) = open_on(shared.clone());
-    let hour = Duration::from_secs(3600);
+    let hour = Duration::from_hours(1);
     assert!(tokio::time::timeout(hour, tier.caught_up()).await.is_err());
     assert_eq!(tier.usage().blocks, 0);
     shared.set(None);
