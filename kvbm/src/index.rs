@@ -159,7 +159,7 @@ impl Run<'_> {
 
 /// Names are hashes already: their first eight bytes serve.
 #[derive(Default)]
-struct ByName(u64);
+pub(crate) struct ByName(u64);
 
 impl Hasher for ByName {
     fn write(&mut self, bytes: &[u8]) {

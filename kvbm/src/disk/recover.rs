@@ -5,10 +5,11 @@ use super::listing::Listing;
 use super::log::{Log, Place, built_upon};
 use super::record::{self, Found};
 use super::segment::{self, Segment, path, seal};
-use crate::index::Resting;
+use crate::index::{ByName, Resting};
 use crate::{Fingerprint, SequenceHash};
 use std::collections::{BTreeMap, HashMap};
 use std::fs::{self, File, OpenOptions};
+use std::hash::BuildHasherDefault;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -28,7 +29,9 @@ impl Log {
                 Err(error) => tracing::warn!(folder = %self.folder.display(), number, %error, "segment unreadable"),
             }
         }
-        let mut newest: HashMap<(Fingerprint, SequenceHash), (u32, u32)> = HashMap::new();
+        let records = segments.values().map(|segment| segment.listing().len()).sum();
+        let mut newest: HashMap<(Fingerprint, SequenceHash), (u32, u32), BuildHasherDefault<ByName>> =
+            HashMap::with_capacity_and_hasher(records, BuildHasherDefault::default());
         for segment in segments.values() {
             for (fingerprint, entry) in segment.listing().iter() {
                 if entry.gone {
