@@ -12,6 +12,8 @@
 //! Who computes a split changes nothing, so long contexts with few queries (decode) are spread over threads split by split
 //! and many queries (prefill) item by item. A key that a lane may not see leaves that lane as it was, to the bit.
 
+#![expect(clippy::inline_always, reason = "compiled anew for each instruction set, by being inlined into `widely`")]
+
 use super::arena::{Arena, Half};
 use super::kernel::{LANES, Lanes, exp, wide};
 use kvbm::BlockId;
@@ -26,6 +28,9 @@ const SPLIT: usize = 512;
 
 /// Keys (or dimensions) whose sums are kept in registers side by side.
 const WIDE: usize = 4;
+
+/// Rows that one thread takes at a time where results are put in place: less is not worth waking another.
+const ROWS: usize = 32;
 
 /// The heads of a layer.
 #[derive(Clone, Copy, Debug)]
@@ -88,7 +93,7 @@ pub(super) fn attend(heads: Heads, qkv: &[f32], spans: &[Span<'_>], arena: &Aren
                 .flat_map(move |kv_head| lanes.clone().map(move |first_lane| Item { span, kv_head, first_lane }))
         })
         .collect();
-    let layer = Layer { heads, qkv, arena, layer };
+    let layer = Layer { heads, qkv, arena, index: layer };
     let finished: Vec<Vec<Lanes>> = if items.len() < 4 * rayon::current_num_threads() {
         let splits: Vec<_> = items.iter().flat_map(|item| layer.splits(item).map(move |split| (item, split))).collect();
         let mut partial =
@@ -102,23 +107,28 @@ pub(super) fn attend(heads: Heads, qkv: &[f32], spans: &[Span<'_>], arena: &Aren
 
 /// From `[item][dimension][lane]` to rows.
 fn scatter(heads: Heads, spans: &[Span<'_>], finished: &[Vec<Lanes>], out: &mut [f32]) {
-    let (group, width) = (heads.group(), heads.queries * heads.dim);
-    let mut items = finished;
-    let mut rows = out.chunks_exact_mut(width);
-    for span in spans {
-        let per_head = (span.tokens * group).div_ceil(LANES);
-        let (own, rest) = items.split_at(per_head * heads.kv);
-        items = rest;
-        for (token, row) in rows.by_ref().take(span.tokens).enumerate() {
-            for (head, row) in row.chunks_exact_mut(heads.dim).enumerate() {
-                let lane = token * group + head % group;
-                let item = &own[head / group * per_head + lane / LANES];
-                for (to, from) in row.iter_mut().zip(item) {
-                    *to = from.0[lane % LANES];
-                }
+    let group = heads.group();
+    let mut first = 0;
+    // Per row: the items of its span, how many of them each key/value head has, and the row's first lane in those.
+    let rows: Vec<_> = spans
+        .iter()
+        .flat_map(|span| {
+            let per_head = (span.tokens * group).div_ceil(LANES);
+            let items = &finished[first..][..per_head * heads.kv];
+            first += items.len();
+            (0..span.tokens).map(move |token| (items, per_head, token * group))
+        })
+        .collect();
+    let out = out.par_chunks_exact_mut(heads.queries * heads.dim).with_min_len(ROWS);
+    rows.par_iter().zip(out).for_each(|((items, per_head, lane), row)| {
+        for (head, row) in row.chunks_exact_mut(heads.dim).enumerate() {
+            let lane = lane + head % group;
+            let item = &items[head / group * per_head + lane / LANES];
+            for (to, from) in row.iter_mut().zip(item) {
+                *to = from.0[lane % LANES];
             }
         }
-    }
+    });
 }
 
 /// What all items of a layer share.
@@ -127,7 +137,7 @@ struct Layer<'a> {
     heads: Heads,
     qkv: &'a [f32],
     arena: &'a Arena,
-    layer: usize,
+    index: usize,
 }
 
 /// The keys that each lane sees: `from .. to`. Lanes beyond the item's end see what its last one sees.
@@ -198,7 +208,7 @@ impl Layer<'_> {
         while position < to {
             let (block, offset) = (position / block_size, position % block_size);
             let end = block_size.min(offset + to - position);
-            let tokens = self.arena.tokens(item.span.table[block], self.layer, half, item.kv_head, end);
+            let tokens = self.arena.tokens(item.span.table[block], self.index, half, item.kv_head, end);
             segments.slices[segments.used] = &tokens[offset * self.heads.dim..];
             segments.used += 1;
             position += end - offset;
@@ -230,7 +240,7 @@ impl Sight {
 
     /// The same, counted from `position`.
     #[inline(always)]
-    fn from_position(&self, position: usize) -> Self {
+    fn counted_from(&self, position: usize) -> Self {
         Self { from: self.from.map(|from| from - position as i32), to: self.to.map(|to| to - position as i32) }
     }
 
@@ -239,8 +249,9 @@ impl Sight {
     fn select(&self, key: usize, seen: Lanes, unseen: Lanes) -> Lanes {
         let mut out = unseen;
         for lane in 0..LANES {
-            let sees = (self.from[lane] <= key as i32) & ((key as i32) < self.to[lane]);
-            out.0[lane] = if sees { seen.0[lane] } else { unseen.0[lane] };
+            // Both comparisons always: a branch per lane would keep this from being one masked move.
+            let sees = i32::from(self.from[lane] <= key as i32) & i32::from((key as i32) < self.to[lane]);
+            out.0[lane] = if sees == 1 { seen.0[lane] } else { unseen.0[lane] };
         }
         out
     }
@@ -262,7 +273,7 @@ impl Softmax {
     fn step(&mut self, queries: &[Lanes], keys: &Segments<'_>, values: &Segments<'_>, sight: &Sight, start: usize) {
         let mut scores = [Lanes::all(0.0); TILE];
         let tokens = score(queries, keys, &mut scores);
-        let sight = sight.from_position(start);
+        let sight = sight.counted_from(start);
         let all_seen = (0..LANES).all(|lane| sight.from[lane] <= 0 && tokens as i32 <= sight.to[lane]);
         let scores = &mut scores[..tokens];
         if !all_seen {
@@ -285,21 +296,9 @@ impl Softmax {
             self.sum = self.sum.zip(*score, sum);
         }
         if all_seen {
-            mix(
-                &mut self.mix,
-                scores,
-                values,
-                #[inline(always)]
-                |_, new, _| new,
-            );
+            mix::<true>(&mut self.mix, scores, values, &sight);
         } else {
-            mix(
-                &mut self.mix,
-                scores,
-                values,
-                #[inline(always)]
-                |key, new, old| sight.select(key, new, old),
-            );
+            mix::<false>(&mut self.mix, scores, values, &sight);
         }
     }
 
@@ -392,42 +391,43 @@ fn dots<const N: usize>(queries: &[Lanes], keys: &[f32]) -> [Lanes; N] {
     sums
 }
 
-/// Adds the values, weighted, to `mix`: a chain over the keys for each dimension. `keep` chooses, per key, between the new
-/// sum and the old.
+/// Adds the values, weighted, to `mix`: a chain over the keys for each dimension. Unless `ALL` lanes see all keys, each
+/// lane's chain has only those that it sees.
 #[inline(always)]
-fn mix(mix: &mut [Lanes], weights: &[Lanes], values: &Segments<'_>, keep: impl Fn(usize, Lanes, Lanes) -> Lanes) {
+fn mix<const ALL: bool>(mix: &mut [Lanes], weights: &[Lanes], values: &Segments<'_>, sight: &Sight) {
     let dim = mix.len();
     let mut d = 0;
     while d + WIDE <= dim {
-        mix_some::<WIDE>(mix, d, weights, values, &keep);
+        mix_some::<WIDE, ALL>(mix, d, weights, values, sight);
         d += WIDE;
     }
     while d < dim {
-        mix_some::<1>(mix, d, weights, values, &keep);
+        mix_some::<1, ALL>(mix, d, weights, values, sight);
         d += 1;
     }
 }
 
 /// [`mix`] for the dimensions `d .. d + N`.
 #[inline(always)]
-fn mix_some<const N: usize>(
+fn mix_some<const N: usize, const ALL: bool>(
     mix: &mut [Lanes],
     d: usize,
     weights: &[Lanes],
     values: &Segments<'_>,
-    keep: &impl Fn(usize, Lanes, Lanes) -> Lanes,
+    sight: &Sight,
 ) {
     let dim = mix.len();
     let mut sums: [Lanes; N] = std::array::from_fn(|n| mix[d + n]);
-    let mut token = 0;
+    let mut key = 0;
     for segment in &values.slices[..values.used] {
         let count = segment.len() / dim;
-        for (weight, value) in weights[token..token + count].iter().zip(segment.chunks_exact(dim)) {
+        for (weight, value) in weights[key..key + count].iter().zip(segment.chunks_exact(dim)) {
             let value = &value[d..d + N];
             for n in 0..N {
-                sums[n] = keep(token, weight.fma(value[n], sums[n]), sums[n]);
+                let sum = weight.fma(value[n], sums[n]);
+                sums[n] = if ALL { sum } else { sight.select(key, sum, sums[n]) };
             }
-            token += 1;
+            key += 1;
         }
     }
     mix[d..d + N].copy_from_slice(&sums);

@@ -5,6 +5,8 @@
 //! [`Lanes::sum`]. So AVX-512, AVX2 and plain code give the same bits, and a wider machine is only faster. (Without a fused
 //! instruction `mul_add` is a slow but equal library call.)
 
+#![expect(clippy::inline_always, reason = "compiled anew for each instruction set, by being inlined into `widely`")]
+
 /// Values that are computed side by side. Sixteen fill one AVX-512 register, two of AVX2, four of NEON.
 pub(super) const LANES: usize = 16;
 

@@ -62,11 +62,6 @@ impl Linear {
         Self { outputs, inputs, panels }
     }
 
-    /// Length of a row of `y`.
-    pub(super) fn outputs(&self) -> usize {
-        self.outputs
-    }
-
     /// Copies row `output` of the matrix out: an embedding, when the matrix is one.
     pub(super) fn row(&self, output: usize, into: &mut [f32]) {
         assert!(output < self.outputs && into.len() == self.inputs);
@@ -254,6 +249,6 @@ mod tests {
         let (mut sum, mut product) = (vec![2.0; 10], vec![0.0; 10]);
         linear.apply(2, &x, &mut product);
         linear.add(2, &x, &mut sum);
-        assert!(sum.iter().zip(&product).all(|(sum, product)| *sum == 2.0 + product));
+        assert!(sum.iter().zip(&product).all(|(sum, product)| sum.to_bits() == (2.0 + product).to_bits()));
     }
 }

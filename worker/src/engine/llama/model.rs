@@ -4,6 +4,8 @@
 //! ([`linear`](super::linear)) and attention ([`attention`](super::attention)) promise it, the rest is row by row.
 //! There is no scheduling here, and no owning of blocks: the caller says which slots, and owns those that are written.
 
+#![expect(clippy::inline_always, reason = "compiled anew for each instruction set, by being inlined into `widely`")]
+
 use super::arena::Arena;
 use super::attention::{self, Heads, Span};
 use super::config::Config;
@@ -237,7 +239,7 @@ impl Layer {
     }
 }
 
-impl<'a> Chunk<'a> {
+impl Chunk<'_> {
     fn places(self, block_size: usize) -> impl Iterator<Item = Place> {
         let end = self.start + self.tokens.len();
         assert!(

@@ -7,7 +7,10 @@
 //!
 //! Ties go to the lower id everywhere. Nothing here is sorted that need not be: a vocabulary of 150,000 costs a few passes.
 
-use super::kernel::{exp, wide};
+#![expect(clippy::float_cmp, reason = "a penalty that is off is exactly so")]
+#![expect(clippy::inline_always, reason = "compiled anew for each instruction set, by being inlined into `widely`")]
+
+use super::kernel::{LANES, exp, wide};
 use crate::engine::{Logprobs, Sampling};
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
@@ -29,8 +32,8 @@ struct Candidate {
 
 impl Candidate {
     /// Likelier first, then the lower id.
-    fn order(&self, other: &Self) -> Ordering {
-        other.value.total_cmp(&self.value).then(self.id.cmp(&other.id))
+    fn order(a: &Self, b: &Self) -> Ordering {
+        b.value.total_cmp(&a.value).then(a.id.cmp(&b.id))
     }
 }
 
@@ -123,6 +126,20 @@ fn weigh(logits: &mut [f32], best: f32, temperature: f32) {
     }
 }
 
+/// Sum of `e^(logit - max)`.
+#[inline(always)]
+fn mass(logits: &[f32], max: f32) -> f64 {
+    let mut sums = [0.0; LANES];
+    let chunks = logits.chunks_exact(LANES);
+    let rest = chunks.remainder();
+    for chunk in chunks {
+        for (sum, logit) in sums.iter_mut().zip(chunk) {
+            *sum += f64::from(exp(logit - max));
+        }
+    }
+    sums.iter().sum::<f64>() + rest.iter().map(|logit| f64::from(exp(logit - max))).sum::<f64>()
+}
+
 /// Keeps the likeliest candidates that together have `share` of the mass, likeliest first; one at least.
 fn cut_at_mass(candidates: &mut Vec<Candidate>, share: f64) {
     let wanted = share * candidates.iter().map(|c| f64::from(c.value)).sum::<f64>();
@@ -187,14 +204,14 @@ fn uniform(seed: u64, position: usize) -> f64 {
 /// Natural log-probabilities of the chosen token and of the `n` likeliest.
 fn logprobs(logits: &[f32], chosen: u32, n: u8) -> Logprobs {
     let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let sum: f64 = logits.iter().map(|logit| f64::from(exp(logit - max))).sum();
-    let of = |logit: f32| (f64::from(logit) - f64::from(max) - sum.ln()) as f32;
+    let mass = wide!(mass(logits, max)).ln();
+    let of = |logit: f32| (f64::from(logit) - f64::from(max) - mass) as f32;
     let n = usize::from(n);
     let mut top: Vec<Candidate> = Vec::with_capacity(n + 1);
     for (id, &value) in (0..).zip(logits) {
         if top.len() < n || top.last().is_some_and(|last| value > last.value) {
             let candidate = Candidate { id, value };
-            let place = top.partition_point(|other| other.order(&candidate).is_lt());
+            let place = top.partition_point(|other| Candidate::order(other, &candidate).is_lt());
             top.insert(place, candidate);
             top.truncate(n);
         }

@@ -32,7 +32,7 @@ impl Noise {
     }
 }
 
-pub(super) fn config(family: Family, heads: usize, kv_heads: usize, head_dim: usize) -> Config {
+fn config(family: Family, heads: usize, kv_heads: usize, head_dim: usize) -> Config {
     Config {
         family,
         hidden: 40,
@@ -175,33 +175,35 @@ impl Textbook {
 }
 
 /// A model with an arena, and slots given out in a scattered order.
-pub(super) struct Machine {
-    pub(super) model: Model,
-    pub(super) arena: Arena,
+struct Machine {
+    model: Model,
+    arena: Arena,
     free: Vec<BlockId>,
 }
 
 /// A sequence on a machine.
-pub(super) struct Sequence {
-    pub(super) tokens: Vec<u32>,
-    pub(super) table: Vec<BlockId>,
-    pub(super) done: usize,
+struct Sequence {
+    tokens: Vec<u32>,
+    table: Vec<BlockId>,
+    done: usize,
 }
 
 impl Machine {
-    pub(super) fn new(config: &Config, seed: u64, threads: usize, block_size: usize, blocks: usize) -> Self {
+    fn new(config: &Config, seed: u64, threads: usize, block_size: usize, blocks: usize) -> Self {
         let model = Model::new(config.clone(), weights(config, seed), threads);
         let arena = model.arena(block_size, blocks).unwrap();
         // Slots hold what others left behind: not even a NaN there may matter.
         let junk = f32::NAN.to_le_bytes().repeat(arena.block_bytes() / 4);
         let slots = (0..blocks as u32).map(BlockId);
-        slots.clone().for_each(|slot| arena.write(slot, &junk));
+        for slot in slots.clone() {
+            arena.write(slot, &junk);
+        }
         let mut free: Vec<BlockId> = slots.collect();
         free.sort_by_key(|slot| slot.0.wrapping_mul(2_654_435_761));
         Self { model, arena, free }
     }
 
-    pub(super) fn sequence(&mut self, tokens: Vec<u32>) -> Sequence {
+    fn sequence(&mut self, tokens: Vec<u32>) -> Sequence {
         let blocks = tokens.len().div_ceil(self.arena.block_size());
         Sequence { tokens, table: self.free.split_off(self.free.len() - blocks), done: 0 }
     }
@@ -244,7 +246,7 @@ impl Machine {
     }
 }
 
-pub(super) fn tokens(n: usize, config: &Config, seed: u64) -> Vec<u32> {
+fn tokens(n: usize, config: &Config, seed: u64) -> Vec<u32> {
     let mut noise = Noise(seed);
     (0..n).map(|_| noise.below(config.vocabulary) as u32).collect()
 }

@@ -1,8 +1,8 @@
 use super::*;
 use proptest::prelude::*;
 
-fn sampler(sampling: Sampling) -> Sampler {
-    Sampler::new(&sampling, 1, &[])
+fn sampler(sampling: &Sampling) -> Sampler {
+    Sampler::new(sampling, 1, &[])
 }
 
 fn choose(sampler: &mut Sampler, logits: &[f32], position: usize) -> u32 {
@@ -24,7 +24,7 @@ fn logits_of(probabilities: &[f32]) -> Vec<f32> {
 
 #[test]
 fn greedy_takes_the_likeliest_and_of_equals_the_lowest_id() {
-    let mut greedy = sampler(Sampling { temperature: 0.0, ..Sampling::default() });
+    let mut greedy = sampler(&Sampling { temperature: 0.0, ..Sampling::default() });
     assert_eq!(choose(&mut greedy, &[0.0, 3.0, 3.0, -1.0], 0), 1);
     assert_eq!(choose(&mut greedy, &[f32::NAN, -2.0, -1.0], 0), 2);
 }
@@ -40,8 +40,8 @@ fn a_draw_is_a_function_of_seed_and_position() {
     assert_eq!(run(7, None), run(7, None));
     assert_eq!(run(7, Some(1)), run(8, Some(1)), "the request's seed decides");
     assert_ne!(run(7, None), run(8, None));
-    let mut late = sampler(Sampling::default());
-    let mut early = sampler(Sampling::default());
+    let mut late = sampler(&Sampling::default());
+    let mut early = sampler(&Sampling::default());
     choose(&mut early, &logits, 3);
     assert_eq!(choose(&mut early, &logits, 9), choose(&mut late, &logits, 9), "what came before does not matter");
 }
@@ -97,7 +97,7 @@ fn top_p_counts_what_top_k_left() {
 fn frequency_counts_each_time_and_presence_once() {
     let greedy = Sampling { temperature: 0.0, ..Sampling::default() };
     let tokens = |sampling| {
-        let mut sampler = sampler(sampling);
+        let mut sampler = sampler(&sampling);
         (0..6).map(|position| choose(&mut sampler, &[1.0, 0.7, 0.0], position)).collect::<Vec<_>>()
     };
     // 1.0 0.7 → 0.6 0.7 → 0.6 0.3 → 0.2 0.3 → 0.2 -0.1 → -0.2 -0.1 (and 0.0)
@@ -123,7 +123,7 @@ fn bias_and_bans_change_the_choice_and_not_the_log_probabilities() {
         logprobs: Some(2),
         ..Sampling::default()
     };
-    let mut sampler = sampler(sampling);
+    let mut sampler = sampler(&sampling);
     let (token, logprobs) = sampler.next(&mut logits_of(&[0.3, 0.5, 0.2]), 0, &[]);
     let logprobs = logprobs.unwrap();
     assert_eq!(token, 2);
@@ -136,9 +136,9 @@ fn bias_and_bans_change_the_choice_and_not_the_log_probabilities() {
 
 #[test]
 fn no_alternatives_asked_none_given() {
-    let mut with = sampler(Sampling { logprobs: Some(0), ..Sampling::default() });
+    let mut with = sampler(&Sampling { logprobs: Some(0), ..Sampling::default() });
     assert!(with.next(&mut [0.0, 0.0], 0, &[]).1.unwrap().top.is_empty());
-    assert!(sampler(Sampling::default()).next(&mut [0.0, 0.0], 0, &[]).1.is_none());
+    assert!(sampler(&Sampling::default()).next(&mut [0.0, 0.0], 0, &[]).1.is_none());
 }
 
 /// What may be chosen, by sorting everything.
