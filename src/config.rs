@@ -106,6 +106,17 @@ impl Config {
             log: Log::default(),
         }
     }
+
+    /// Numbers of which none is too few.
+    fn counts(&self) -> [(&'static str, usize); 4] {
+        let Self { engine, frontend, .. } = self;
+        [
+            ("engine.prefill_chunk", engine.prefill_chunk),
+            ("engine.sequences_max", engine.sequences_max),
+            ("engine.waiting_max", engine.waiting_max),
+            ("frontend.body_bytes_max", frontend.body_bytes_max),
+        ]
+    }
 }
 
 impl Default for Log {

@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use tokenizers::Tokenizer;
 use tokio::sync::{OnceCell, Semaphore};
-use worker::engine::{Engine, ModelCard};
+use worker::engine::{Engine, ModelCard, Readiness};
 
 /// Below this much text, work is done on the spot: about a millisecond.
 const ASIDE_BYTES_MIN: usize = 8 << 10;
@@ -71,6 +71,10 @@ impl Models {
     pub(crate) async fn get(&self, engine: &dyn Engine, id: &str) -> Result<Arc<Model>, Error> {
         let cards = engine.models();
         let Some(card) = cards.iter().find(|card| card.id == id) else {
+            // While a model loads, and while its workers are away, nobody can say that it does not exist.
+            if let (true, Readiness::NotReady(why)) = (cards.is_empty(), engine.readiness()) {
+                return Err(Error::Unavailable(why));
+            }
             let known = cards.iter().map(|card| card.id.clone()).collect();
             return Err(Error::UnknownModel { model: id.into(), known });
         };

@@ -133,6 +133,13 @@ impl Config {
         if cache.is_none() && config.data_dir == defaults.data_dir {
             return Err(Error::NoCache);
         }
+        for (key, value) in config.counts() {
+            if value == 0 {
+                let origin = merged.find_metadata(key).map_or_else(|| "?".into(), |data| data.name.to_string());
+                let problem = "expected at least 1".into();
+                return Err(Error::Value { key: key.into(), value: "0".into(), origin, problem });
+            }
+        }
         Ok((config, Origins(merged)))
     }
 }

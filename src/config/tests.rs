@@ -53,7 +53,7 @@ fn flags_beat_the_environment_which_beats_the_file_which_beats_the_defaults() {
 
 #[test]
 fn a_wrong_value_is_named_with_its_key_its_origin_and_what_would_be_right() {
-    let cases: [(&str, &[&str]); 7] = [
+    let cases: [(&str, &[&str]); 9] = [
         ("tiers.g2=4Gb of it", &["tiers.g2 = \"4Gb of it\"", "(--set tiers.g2=4Gb of it)", "4GiB", "off"]),
         ("router.policy=robin", &["router.policy = \"robin\"", "`round-robin`", "`kv`"]),
         ("frontend.body_bytes_max=many", &["frontend.body_bytes_max = \"many\"", "expected"]),
@@ -61,6 +61,8 @@ fn a_wrong_value_is_named_with_its_key_its_origin_and_what_would_be_right() {
         ("listen=localhost", &["listen", "127.0.0.1:8000"]),
         ("drain=30", &["drain = 30", "30s"]),
         ("tiers=4", &["tiers = 4"]),
+        ("engine.prefill_chunk=0", &["engine.prefill_chunk = 0", "at least 1"]),
+        ("threads=0", &["threads = 0", "auto"]),
     ];
     for (assignment, parts) in cases {
         let error = error_of(&Sources { environment: environment(&[]), flags: vec![set(assignment)], file: None });

@@ -4,14 +4,14 @@ use super::sizes::Sizes;
 use super::workers::now;
 use crate::config::{ByteSize, Config};
 use anyhow::{Context, anyhow};
-use kvbm::{DiskTier, EventLog, Fingerprint, Tier, disk};
+use kvbm::{DiskTier, EventLog, Fingerprint, ObjectTier, Tier, disk, object};
 use prometheus::core::{Collector, Desc};
 use prometheus::proto::MetricFamily;
 use prometheus::{IntGaugeVec, Opts, Registry};
 use std::path::Path;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
-use tokio::time::{Instant, sleep};
+use tokio::time::{Instant, sleep, timeout};
 use worker::plane::{Source, StoreId};
 use worker::serve::{Announcer, Planes};
 
@@ -28,6 +28,9 @@ struct Store {
 /// The G3 log within the data folder.
 const G3_FOLDER: &str = "g3";
 
+/// How long the start may wait for the list of what rests in the shared folder: nobody waits longer for a first answer.
+const CATCH_UP_MAX: Duration = Duration::from_secs(2);
+
 impl Stores {
     /// Opens what the configuration asks for, finds what rests there, and announces it.
     pub(super) async fn open(config: &Config, sizes: &Sizes, planes: &Planes) -> anyhow::Result<Self> {
@@ -39,7 +42,16 @@ impl Stores {
             stores.add(name("g3", &folder), tier, log, planes);
         }
         if let Some(folder) = &config.shared {
-            anyhow::bail!("--shared {}: this build has no G4 tier", folder.display());
+            let log = Arc::new(EventLog::new(now()));
+            let tier = ObjectTier::folder(folder, object::Settings::default(), Arc::clone(&log))
+                .with_context(|| format!("the shared folder {} cannot be used", folder.display()))?;
+            if timeout(CATCH_UP_MAX, tier.caught_up()).await.is_err() {
+                tracing::info!(
+                    "still learning what rests in {}; what is not known yet is recomputed",
+                    folder.display()
+                );
+            }
+            stores.add(name("g4", folder), tier, log, planes);
         }
         Ok(stores)
     }

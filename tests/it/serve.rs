@@ -6,7 +6,10 @@ use serde_json::{Value, json};
 use std::net::TcpListener;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
+use std::sync::Arc;
 use std::time::Duration;
+use tokio_util::sync::CancellationToken;
+use worker::plane::local::{Bus, Roster};
 
 /// A node that serves `tiny` from a folder of its own.
 struct Served {
@@ -104,6 +107,28 @@ async fn a_chat_is_answered_whole_and_streamed_with_the_same_text() {
     served.node.shutdown().await;
 }
 
+/// A node opens its door before the model is loaded; this is that door.
+#[tokio::test(flavor = "multi_thread")]
+async fn who_comes_before_the_model_is_loaded_is_told_to_come_again() {
+    let (discovery, events) = (Arc::new(Roster::default()), Arc::new(Bus::default()));
+    let registry = prometheus::Registry::new();
+    let router = router::Router::new(discovery, events, router::Settings::default(), &registry).unwrap();
+    let app = frontend::router(router, registry, frontend::Settings::default()).unwrap();
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    let stop = CancellationToken::new();
+    let door = tokio::spawn(frontend::serve(listener, app, stop.clone(), Duration::ZERO));
+    let http = reqwest::Client::new();
+    for (path, status) in [("/live", 200), ("/ready", 503), ("/v1/models", 200)] {
+        assert_eq!(http.get(format!("{url}{path}")).send().await.unwrap().status(), status, "{path}");
+    }
+    let body = json!({"model": "tiny", "prompt": "hello"});
+    let refused = http.post(format!("{url}/v1/completions")).json(&body).send().await.unwrap();
+    assert_eq!(refused.status(), 503, "nobody can say yet that the model does not exist");
+    stop.cancel();
+    door.await.unwrap().unwrap();
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_second_turn_finds_the_first_in_the_cache() {
     let data = tempfile::tempdir().unwrap();
@@ -139,6 +164,28 @@ async fn a_restarted_node_answers_from_its_ssd() {
         second.metric("blockyard_kvbm_transfer_bytes_total", &[r#"tier="g3""#, r#"direction="onboard""#]).await > 0.0
     );
     second.node.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_node_answers_from_what_another_put_into_the_shared_folder() {
+    let (one, two, shared) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let sharing = |data: &Path| Config { shared: Some(shared.path().into()), ..aggregated(data) };
+    let writer = Served::start(sharing(one.path())).await;
+    // The reader is there first: it must learn of blocks that come later.
+    let reader = Served::start(sharing(two.path())).await;
+    let prompt = prompt(2, 640);
+    let (text, _) = writer.complete(&prompt).await;
+    writer.node.shutdown().await;
+    let known = async {
+        while reader.metric("blockyard_store_blocks", &[r#"tier="g4""#]).await < 39.0 {
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(30), known).await.expect("the reader never learnt of the writer's blocks");
+    let (again, cached) = reader.complete(&prompt).await;
+    assert_eq!(again, text);
+    assert!(cached >= 600, "{cached} of 640 tokens were cached");
+    reader.node.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
