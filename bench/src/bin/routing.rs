@@ -17,7 +17,7 @@ const SHAPE: Shape =
     Shape { conversations: 8, turns: 10, system: 1_024, user: 96, reply: 64, think_max: Duration::from_millis(200) };
 
 /// Tokens of each answer. The script has replies of its own; these are only waited for.
-const ANSWER_TOKENS: u32 = 8;
+const ANSWER_TOKENS: u32 = 4;
 
 /// Tokens per block, the server's default.
 const BLOCK: usize = 16;
@@ -31,6 +31,8 @@ struct Run {
     prompt_tokens: u64,
     /// By all workers together, as they count it themselves.
     computed: u64,
+    /// Requests that each worker answered.
+    shares: Vec<u64>,
     first_token: Duration,
 }
 
@@ -78,11 +80,14 @@ fn run(options: &Options, script: &[Vec<Turn>], policy: &'static str, tiers: boo
         finished.collect::<Result<Vec<_>>>()
     });
     let answers = answers.with_context(|| format!("policy {policy}\n{}", server.log_tail()))?.concat();
-    let computed = server.client.metrics()?.sum("blockyard_worker_prompt_tokens_computed_total", &[]) as u64;
+    let metrics = server.client.metrics()?;
+    let computed = metrics.sum("blockyard_worker_prompt_tokens_computed_total", &[]) as u64;
+    let generated = metrics.by("blockyard_worker_generated_tokens_total", "worker");
+    let shares = generated.into_values().map(|tokens| tokens as u64 / u64::from(ANSWER_TOKENS)).collect();
     server.stop()?;
     let prompt_tokens = answers.iter().map(|answer| answer.prompt_tokens).sum();
     let times: Vec<_> = answers.iter().map(|answer| answer.first_token).collect();
-    Ok(Run { policy, tiers, prompt_tokens, computed, first_token: median(&times) })
+    Ok(Run { policy, tiers, prompt_tokens, computed, shares, first_token: median(&times) })
 }
 
 fn talk(client: &Client, model: &str, turns: &[Turn], joined: &mpsc::Sender<()>) -> Result<Vec<Answer>> {
@@ -109,14 +114,19 @@ fn print(options: &Options, circumstances: &Value, bound: u64, runs: &[Run]) {
     for tiers in [false, true] {
         println!("tiers below G1 {}", if tiers { "on" } else { "off" });
         let rows: Vec<_> = runs.iter().filter(|run| run.tiers == tiers).map(|run| row(run, bound)).collect();
-        println!("{}", table(&["policy", "prompt tokens", "computed", "÷ bound", "median first token"], &rows));
+        println!(
+            "{}",
+            table(&["policy", "prompt tokens", "computed", "÷ bound", "requests", "median first token"], &rows)
+        );
     }
     println!("lower bound: {bound} tokens (each distinct block once, and each prompt's unfilled last block)");
 }
 
 fn row(run: &Run, bound: u64) -> Vec<String> {
     let ratio = format!("{:.3}", run.computed as f64 / bound as f64);
-    vec![run.policy.into(), run.prompt_tokens.to_string(), run.computed.to_string(), ratio, short(run.first_token)]
+    let shares: Vec<_> = run.shares.iter().map(u64::to_string).collect();
+    let (asked, computed) = (run.prompt_tokens.to_string(), run.computed.to_string());
+    vec![run.policy.into(), asked, computed, ratio, shares.join(" + "), short(run.first_token)]
 }
 
 fn as_json(options: &Options, circumstances: &Value, bound: u64, runs: &[Run]) -> Value {
@@ -126,7 +136,7 @@ fn as_json(options: &Options, circumstances: &Value, bound: u64, runs: &[Run]) -
             json!({
                 "policy": run.policy, "tiers_below_g1": run.tiers, "prompt_tokens": run.prompt_tokens,
                 "computed_tokens": run.computed, "times_bound": run.computed as f64 / bound as f64,
-                "median_first_token_seconds": run.first_token.as_secs_f64(),
+                "requests_per_worker": run.shares, "median_first_token_seconds": run.first_token.as_secs_f64(),
             })
         })
         .collect();
