@@ -1,0 +1,229 @@
+//! Blocks on their way up: nothing wrong is served, nothing hangs, a hit is never slower than a miss.
+
+use super::*;
+
+#[tokio::test(start_paused = true)]
+async fn nothing_below_brings_nothing() {
+    let site = Site::new(16, 16, vec![]);
+    let onboarded = site.manager.onboard(&names(4), ms(10)).await;
+    assert!(onboarded.blocks.is_empty() && onboarded.from.is_empty());
+}
+
+#[tokio::test(start_paused = true)]
+async fn blocks_come_back_from_g2_as_they_were() {
+    let site = Site::new(8, 32, vec![]);
+    drop(site.compute(0..8));
+    site.manager.flush().await;
+    drop(site.manager.allocate(8));
+    assert_eq!(site.manager.matched(&names(8)).len(), 0);
+    let onboarded = site.manager.onboard(&names(8), ms(10)).await;
+    assert_eq!(onboarded.from, [(Level::G2, 8)]);
+    site.assert_sound(&onboarded.blocks);
+    assert_eq!(site.manager.matched(&names(8)).len(), 8);
+}
+
+#[tokio::test(start_paused = true)]
+async fn each_block_comes_from_the_fastest_tier_that_holds_it() {
+    let (ssd, store) = (at(Level::G3, 1, 0), at(Level::G4, 2, 0));
+    store.keeps(0..10).await;
+    ssd.keeps(3..6).await;
+    let site = Site::new(16, 16, vec![ssd.clone(), store]);
+    drop(site.compute(0..1));
+    let onboarded = site.manager.onboard(&names(12), ms(10)).await;
+    assert_eq!(onboarded.from, [(Level::G1, 1), (Level::G4, 2), (Level::G3, 3), (Level::G4, 4)]);
+    site.assert_sound(&onboarded.blocks);
+    site.manager.flush().await;
+    assert_eq!(site.host.as_ref().unwrap().holds(fingerprint(), &names(10)), 10, "onboarded blocks go up into G2");
+    assert_eq!(ssd.holds(fingerprint(), &names(10)), 10, "and down to where they were missing");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_lying_tier_is_found_out_and_the_next_one_asked() {
+    for faults in [
+        Faults { corrupt: 1.0, ..Faults::default() },
+        Faults { wrong: 1.0, ..Faults::default() },
+        Faults { short: 1.0, ..Faults::default() },
+    ] {
+        let (ssd, store) = (at(Level::G3, 0, 0), at(Level::G4, 5, 0));
+        ssd.keeps(0..8).await;
+        store.keeps(0..5).await;
+        let site = Site::new(16, 0, vec![Arc::new(Faulty::new(ssd.clone(), 7, faults.clone())), store]);
+        let onboarded = site.manager.onboard(&names(8), ms(10)).await;
+        assert_eq!(onboarded.from, [(Level::G4, 5)], "{faults:?}");
+        site.assert_sound(&onboarded.blocks);
+        assert_eq!(site.counter("blocks_quarantined_total", Level::G3), 8);
+        drop(onboarded);
+        assert_eq!(ssd.holds(fingerprint(), &names(1)), 0, "discarded");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_block_that_was_given_up_meanwhile_ends_the_run() {
+    let inner = at(Level::G3, 0, 0);
+    inner.keeps(0..8).await;
+    let lossy = Faulty::new(inner, 3, Faults { lost: 0.3, ..Faults::default() });
+    let site = Site::new(16, 0, vec![Arc::new(lossy)]);
+    let onboarded = site.manager.onboard(&names(8), ms(10)).await;
+    assert!(onboarded.blocks.len() < 8);
+    assert!(onboarded.blocks.iter().zip(names(8)).all(|(block, name)| block.name() == name));
+    let in_use = onboarded.blocks.len();
+    assert_eq!(site.manager.available(), 16 - in_use, "slots of blocks that follow a hole went back");
+}
+
+/// Virtual time until the last block is there, loaded or computed, and how many were loaded.
+async fn first_token(site: &Site, blocks: usize, recompute: Recompute) -> (Duration, usize) {
+    let start = Instant::now();
+    let loaded = site.manager.onboard(&names(blocks), recompute).await.blocks.len();
+    let computing = Duration::from_secs_f64((blocks - loaded) as f64 * recompute.seconds_per_block.unwrap());
+    (start.elapsed() + computing, loaded)
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_hit_is_never_slower_than_a_miss() {
+    const BLOCKS: usize = 400;
+    let computed = Duration::from_secs(4);
+    // From a tenth of break-even to ten times of it, in microseconds per block.
+    for per_block in [100_000, 50_000, 20_000, 12_000, 8_000, 5_000, 2_000, 1_000] {
+        let slow = at(Level::G3, 0, 0);
+        slow.keeps(0..BLOCKS).await;
+        let slow = Arc::new(At {
+            level: Level::G3,
+            tier: slow.tier.clone(),
+            latency: Duration::from_millis(20),
+            per_block: Duration::from_micros(per_block),
+        });
+        let site = Site::new(2 * BLOCKS, 0, vec![slow]);
+        for attempt in 0..3 {
+            let (time, loaded) = first_token(&site, BLOCKS, ms(10)).await;
+            let bound = computed.mul_f64(1.05) + Patience::GRACE;
+            assert!(time <= bound, "{per_block} µs, attempt {attempt}: {time:?}, {loaded} loaded");
+            if per_block <= 8_000 {
+                assert_eq!(loaded, BLOCKS, "{per_block} µs: faster than computing, so all of it");
+            }
+            if per_block > 12_000 && attempt > 0 {
+                let hiccup = Duration::from_millis(20);
+                assert!(time <= computed + hiccup, "{per_block} µs: once measured, it is left alone: {time:?}");
+            }
+            drop(site.manager.allocate(2 * BLOCKS));
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_tier_that_hangs_costs_one_grace_and_is_then_left_alone() {
+    let inner = at(Level::G3, 0, 0);
+    inner.keeps(0..100).await;
+    let device = Arc::new(Faulty::new(inner, 1, Faults { hang: 1.0, ..Faults::default() }));
+    let site = Site::new(200, 0, vec![device.clone()]);
+    assert_eq!(site.manager.below(&names(100)), 100);
+    let (time, loaded) = first_token(&site, 100, ms(10)).await;
+    assert_eq!((time, loaded), (Duration::from_millis(1_250), 0));
+    assert_eq!(site.counter("onboard_deadline_misses_total", Level::G3), 1);
+    assert_eq!(site.manager.below(&names(100)), 0);
+    let (time, _) = first_token(&site, 100, ms(10)).await;
+    assert_eq!(time, Duration::from_secs(1), "the next request does not wait");
+
+    device.set(Faults::default());
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    let (time, loaded) = first_token(&site, 100, ms(10)).await;
+    assert_eq!((time, loaded), (Duration::ZERO, 100), "it came back by itself");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_hanging_tier_does_not_take_the_others_blocks_along() {
+    let (fast, inner) = (at(Level::G3, 1, 1), at(Level::G4, 0, 0));
+    fast.keeps(0..50).await;
+    inner.keeps(50..100).await;
+    let hanging = Faulty::new(inner, 1, Faults { hang: 1.0, ..Faults::default() });
+    let site = Site::new(200, 0, vec![fast, Arc::new(hanging)]);
+    let (time, loaded) = first_token(&site, 100, ms(10)).await;
+    assert_eq!(loaded, 50);
+    assert!(time <= Duration::from_secs(1) + Patience::GRACE, "{time:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn nothing_waits_for_ever_even_when_nobody_knows_what_computing_costs() {
+    let inner = at(Level::G3, 0, 0);
+    inner.keeps(0..8).await;
+    let hanging = Faulty::new(inner, 1, Faults { hang: 1.0, ..Faults::default() });
+    let site = Site::new(16, 0, vec![Arc::new(hanging)]);
+    let start = Instant::now();
+    assert!(site.manager.onboard(&names(8), UNKNOWN).await.blocks.is_empty());
+    assert_eq!(start.elapsed(), Duration::from_secs(2));
+}
+
+#[tokio::test(start_paused = true)]
+async fn dropping_an_onboarding_gives_everything_back() {
+    let slow = at(Level::G3, 1, 50);
+    slow.keeps(0..8).await;
+    let site = Site::new(16, 0, vec![slow]);
+    let asked = names(8);
+    let cut = tokio::time::timeout(Duration::from_millis(120), site.manager.onboard(&asked, ms(1_000))).await;
+    assert!(cut.is_err());
+    while site.manager.available() < 16 {
+        tokio::task::yield_now().await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn requests_for_the_same_blocks_load_them_once() {
+    let slow = at(Level::G3, 10, 10);
+    slow.keeps(0..40).await;
+    let site = Site::new(100, 0, vec![slow]);
+    let (all, some) = (names(40), names(20));
+    let start = Instant::now();
+    let (one, other) = tokio::join!(site.manager.onboard(&all, ms(100)), site.manager.onboard(&some, ms(100)));
+    assert_eq!(start.elapsed(), Duration::from_millis(400));
+    assert_eq!((one.from, other.from), (vec![(Level::G3, 40)], vec![(Level::G1, 20)]));
+    assert_eq!(site.counter("hit_blocks_total", Level::G3), 40);
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_follows_takes_over_when_the_first_one_is_dropped() {
+    let slow = at(Level::G3, 10, 10);
+    slow.keeps(0..40).await;
+    let site = Site::new(100, 0, vec![slow]);
+    let asked = names(40);
+    let first = tokio::time::timeout(Duration::from_millis(205), site.manager.onboard(&asked, ms(100)));
+    let (first, second) = tokio::join!(first, site.manager.onboard(&asked, ms(100)));
+    assert!(first.is_err());
+    assert_eq!(second.blocks.len(), 40);
+    assert!(matches!(second.from[..], [(Level::G1, kept), (Level::G3, _)] if kept >= 15), "{:?}", second.from);
+    site.assert_sound(&second.blocks);
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_follows_waits_no_longer_than_who_leads() {
+    let inner = at(Level::G3, 0, 0);
+    inner.keeps(0..40).await;
+    let hanging = Faulty::new(inner, 1, Faults { hang: 1.0, ..Faults::default() });
+    let site = Site::new(100, 0, vec![Arc::new(hanging)]);
+    let asked = names(40);
+    let start = Instant::now();
+    let (one, other) = tokio::join!(site.manager.onboard(&asked, ms(10)), site.manager.onboard(&asked, ms(10)));
+    assert_eq!((one.blocks.len(), other.blocks.len()), (0, 0));
+    assert_eq!(start.elapsed(), Patience::GRACE);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_small_device_takes_what_fits() {
+    let ssd = at(Level::G3, 1, 0);
+    ssd.keeps(0..20).await;
+    let site = Site::new(16, 0, vec![ssd]);
+    let held = site.manager.allocate(6).unwrap();
+    let onboarded = site.manager.onboard(&names(20), ms(10)).await;
+    assert_eq!(onboarded.blocks.len(), 10);
+    drop(held);
+}
+
+#[tokio::test(start_paused = true)]
+async fn speeds_are_what_was_seen() {
+    let ssd = at(Level::G3, 20, 2);
+    ssd.keeps(0..101).await;
+    let site = Site::new(200, 0, vec![ssd]);
+    assert!(site.manager.speeds().is_empty());
+    assert_eq!(site.manager.onboard(&names(101), ms(10)).await.blocks.len(), 101);
+    let speeds = site.manager.speeds();
+    assert_eq!((speeds[0].level, speeds[0].latency), (Level::G3, Duration::from_millis(20)));
+    assert!((speeds[0].bytes_per_second - SIZE as f64 / 0.002).abs() < 1.0, "{speeds:?}");
+}
