@@ -1,7 +1,6 @@
 //! What the engines of a process share: one copy of the weights, the compute threads, and fair turns on them.
 
 use super::Memory;
-use super::arena::Arena;
 use super::builtin::{Builtin, BuiltinError};
 use super::config::Config;
 use super::folder::{Folder, FolderError};
@@ -37,8 +36,6 @@ pub enum OpenError {
 pub struct Runtime {
     pub(super) model: Model,
     pub(super) card: Arc<ModelCard>,
-    config: Config,
-    identity: [u8; 32],
     /// First come, first served: an engine with one long prompt after the other cannot starve its neighbours.
     turns: Semaphore,
 }
@@ -58,9 +55,8 @@ impl Runtime {
             ModelSource::Builtin(name) => Folder::open(&name.ensure(data_dir, progress)?, Some(name.name()))?,
             ModelSource::Folder(path) => Folder::open(path, None)?,
         };
-        let identity = weights.identity;
-        let model = Model::new(config.clone(), weights, threads);
-        Ok(Arc::new(Self { model, card: Arc::new(card), config, identity, turns: Semaphore::new(1) }))
+        let model = Model::new(config, weights, threads);
+        Ok(Arc::new(Self { model, card: Arc::new(card), turns: Semaphore::new(1) }))
     }
 
     /// The model as clients see it.
@@ -72,19 +68,18 @@ impl Runtime {
     ///
     /// Fails when the address space cannot be had.
     pub fn memory(&self, blocks: usize) -> io::Result<Memory> {
-        let arena = Arena::new(&self.config, self.card.block_size, blocks, &self.identity)?;
-        Ok(Memory(Arc::new(arena)))
+        Ok(Memory(Arc::new(self.model.arena(self.card.block_size, blocks)?)))
     }
 
     /// Bytes of one block.
     pub fn block_bytes(&self) -> usize {
-        let Config { layers, kv_heads, head_dim, .. } = self.config;
+        let Config { layers, kv_heads, head_dim, .. } = *self.model.config();
         layers * 2 * kv_heads * head_dim * size_of::<f32>() * self.card.block_size
     }
 
     /// Bytes of memory that the weights take, however many engines compute with them.
     pub fn weights_bytes(&self) -> u64 {
-        Weights::bytes(&self.config)
+        Weights::bytes(self.model.config())
     }
 
     /// The right to compute, until it is dropped.

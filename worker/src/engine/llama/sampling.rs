@@ -32,6 +32,7 @@ struct Candidate {
 
 impl Candidate {
     /// Likelier first, then the lower id.
+    #[expect(clippy::trivially_copy_pass_by_ref, reason = "as sorting asks")]
     fn order(a: &Self, b: &Self) -> Ordering {
         b.value.total_cmp(&a.value).then(a.id.cmp(&b.id))
     }
