@@ -25,9 +25,12 @@ pub enum Command {
 
 /// `blockyard serve`.
 #[derive(Args, Debug, Default)]
-#[command(after_help = "Every key of the configuration can also be set in the environment: \
+#[command(
+    args_override_self = true,
+    after_help = "Every key of the configuration can also be set in the environment: \
     BLOCKYARD_ROUTER__POLICY=round-robin is --set router.policy=round-robin.\n\
-    Precedence: defaults < --config FILE < environment < flags. --print-config shows all keys and who set them.")]
+    Precedence: defaults < --config FILE < environment < flags. --print-config shows all keys and who set them."
+)]
 pub struct Serve {
     /// A Hugging Face folder (config.json, *.safetensors, tokenizer.json), or a built-in model: tiny, small or bench
     /// [default: small]
@@ -95,10 +98,20 @@ fn assignment(text: &str) -> Result<Flag, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::Config;
     use clap::CommandFactory;
 
     #[test]
     fn the_command_line_is_sound() {
         Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn the_last_of_two_equal_flags_wins_and_every_set_counts() {
+        let line = "blockyard serve --listen 1 --listen 2 --set log.filter=warn --set router.seed=3";
+        let Command::Serve(serve) = Cli::try_parse_from(line.split(' ')).unwrap().command;
+        let flags = Sources { environment: vec![("HOME".into(), "/".into())], ..serve.sources() };
+        let (config, _) = Config::load(&flags).unwrap();
+        assert_eq!((config.listen.port, config.log.filter.as_str(), config.router.seed), (2, "warn", 3));
     }
 }

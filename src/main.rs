@@ -15,10 +15,19 @@ fn main() -> ExitCode {
     match run(&serve) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {error:#}");
+            eprintln!("error: {}", said(&error));
             ExitCode::FAILURE
         }
     }
+}
+
+/// An error with its causes, each once: some spell theirs out themselves.
+fn said(error: &anyhow::Error) -> String {
+    error.chain().map(ToString::to_string).fold(String::new(), |text, cause| match text.as_str() {
+        "" => cause,
+        text if text.contains(&cause) => text.into(),
+        text => format!("{text}: {cause}"),
+    })
 }
 
 fn run(serve: &Serve) -> anyhow::Result<()> {

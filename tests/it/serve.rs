@@ -1,5 +1,7 @@
 //! Whole nodes inside this process, and the real program beside them: what a user does, and what must come of it.
 
+#![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
+
 use blockyard::config::{Budget, ByteSize, Config, Listen, Span};
 use blockyard::node::Node;
 use serde_json::{Value, json};
@@ -212,6 +214,22 @@ async fn a_long_prompt_is_prefilled_elsewhere_and_answered_the_same() {
     let alone = together.answer("/v1/completions", &body).await;
     assert_eq!(alone["choices"][0]["text"], answer["choices"][0]["text"]);
     together.node.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_request_that_runs_when_the_node_is_told_to_stop_is_finished() {
+    let data = tempfile::tempdir().unwrap();
+    let served = Served::start(aggregated(data.path())).await;
+    let body = json!({"model": "tiny", "prompt": prompt(5, 64), "max_tokens": 100, "stream": true});
+    let mut response = served.post("/v1/completions", &body).await;
+    let mut text = response.chunk().await.unwrap().unwrap().to_vec();
+    let stopping = tokio::spawn(served.node.shutdown());
+    while let Some(chunk) = response.chunk().await.unwrap() {
+        text.extend(chunk);
+    }
+    let text = String::from_utf8(text).unwrap();
+    assert!(text.contains(r#""finish_reason":"length""#) && text.ends_with("data: [DONE]\n\n"), "{text}");
+    stopping.await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
