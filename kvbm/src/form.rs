@@ -30,6 +30,10 @@ pub(crate) trait Form: Send + Sync + 'static {
 pub(crate) enum Taken {
     /// The block as it was given.
     Block(Block),
+    /// Nothing, for now.
+    Miss,
+    /// Nothing, for good: the block can go.
+    Gone,
 }
 
 /// A tier and the form of its blocks.
@@ -58,15 +62,20 @@ impl<F: Form> Tier for Formed<F> {
     }
 
     fn load(&self, fingerprint: Fingerprint, names: Vec<SequenceHash>) -> BoxStream<'static, Loaded> {
-        let form = self.form.clone();
+        let (tier, form) = (self.tier.clone(), self.form.clone());
         let take = move |name: SequenceHash, answer: Result<Option<Block>, LoadError>| {
-            let form = form.clone();
+            let (tier, form) = (tier.clone(), form.clone());
             async move {
                 let Some(block) = answer? else { return Ok(None) };
                 block.check(name, fingerprint)?;
-                match form.take(block).await? {
-                    Taken::Block(block) => Ok(Some(block)),
-                }
+                Ok(match form.take(block).await? {
+                    Taken::Block(block) => Some(block),
+                    Taken::Miss => None,
+                    Taken::Gone => {
+                        tier.discard(fingerprint, name);
+                        None
+                    }
+                })
             }
         };
         let found = self.tier.load(fingerprint, names.clone());

@@ -80,6 +80,7 @@ pub mod block;
 pub mod codec;
 #[cfg(test)]
 mod contract;
+pub mod crypt;
 pub mod device;
 pub mod disk;
 pub mod event;

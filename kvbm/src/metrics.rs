@@ -15,6 +15,7 @@ pub struct Metrics {
     transfer_bytes: IntCounterVec,
     transfer_seconds: HistogramVec,
     quarantined: IntCounterVec,
+    shredded: IntCounterVec,
     offload_dropped: IntCounterVec,
     deadline_misses: IntCounterVec,
     hits: IntCounterVec,
@@ -71,6 +72,11 @@ impl Metrics {
                 "Blocks that the tier returned and that were not what they said; they were discarded and recomputed.",
                 &["tier"],
             )?,
+            shredded: counter(
+                "blocks_shredded_total",
+                "Blocks that the tier returned and whose data key is gone: misses.",
+                &["tier"],
+            )?,
             offload_dropped: counter(
                 "offload_dropped_blocks_total",
                 "Blocks not offloaded to the tier: its queue was full, it failed, or they were evicted before their turn.",
@@ -107,6 +113,10 @@ impl Metrics {
 
     pub(crate) fn quarantined(&self, level: Level) {
         self.quarantined.with_label_values(&[level.name()]).inc();
+    }
+
+    pub(crate) fn shredded(&self, level: Level) {
+        self.shredded.with_label_values(&[level.name()]).inc();
     }
 
     pub(crate) fn offload_dropped(&self, level: Level, blocks: usize) {
