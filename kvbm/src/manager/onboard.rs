@@ -19,6 +19,7 @@ use crate::plan::{Patience, Stretch};
 use crate::pool::{CachedBlock, FullBlock, PartialBlock};
 use crate::tier::{LoadError, Tier};
 use crate::{Level, SequenceHash};
+use futures::future;
 use futures::stream::{self, BoxStream, FuturesUnordered, SelectAll, StreamExt};
 use std::ops::Range;
 use std::sync::Arc;
@@ -200,14 +201,16 @@ impl<'a> Loading<'a> {
         seen.pending += 1;
         let names = indices.iter().map(|index| self.order.names[*index]).collect();
         let answer = move |(at, found): (usize, Result<Option<Block>, LoadError>)| {
-            let index = indices[at];
-            match found {
+            // An index that was not asked for breaks the contract; what it should have been stays unanswered.
+            let index = *indices.get(at)?;
+            Some(match found {
                 Ok(Some(block)) => Answer::Item(Item { source, index, block }),
                 Ok(None) => Answer::Failed { source, index, error: None },
                 Err(error) => Answer::Failed { source, index, error: Some(error) },
-            }
+            })
         };
-        let stream = self.sources[source].tier.load(self.core.device.fingerprint(), names).map(answer);
+        let answer = move |loaded| future::ready(answer(loaded));
+        let stream = self.sources[source].tier.load(self.core.device.fingerprint(), names).filter_map(answer);
         self.streams.push(stream.chain(stream::iter([Answer::Done(source)])).boxed());
     }
 
@@ -369,10 +372,12 @@ impl<'a> Loading<'a> {
         let bytes = self.core.device.block_bytes() as u64;
         for (source, seen) in self.seen.iter().enumerate().filter(|(_, seen)| seen.asked > 0) {
             let level = self.sources[source].tier.level();
-            // A source that still owes blocks took at least until now.
-            let until = if seen.pending > 0 { elapsed.saturating_sub(seen.since) } else { seen.last };
-            let seen_now = Seen { first: seen.first, blocks: seen.delivered, elapsed: until };
-            if self.sources[source].gauge.learn(seen_now, now) {
+            // A source that still owes blocks takes at least until now for the next one.
+            let (until, blocks) = match seen.pending {
+                0 => (seen.last, seen.delivered),
+                _ => (elapsed.saturating_sub(seen.since), seen.delivered + 1),
+            };
+            if self.sources[source].gauge.learn(Seen { first: seen.first, blocks, elapsed: until }, now) {
                 tracing::warn!(tier = %level, ?elapsed, "tier did not answer in time; left alone for a while");
             }
             self.core.metrics.hit(level, seen.delivered);

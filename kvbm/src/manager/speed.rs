@@ -25,7 +25,7 @@ struct State {
 pub(super) struct Seen {
     /// Until the first answer; `None`: there was none.
     pub(super) first: Option<Duration>,
-    /// Blocks that it delivered.
+    /// Blocks that the time is for.
     pub(super) blocks: usize,
     /// Until its last answer, or until we stopped listening.
     pub(super) elapsed: Duration,

@@ -130,6 +130,18 @@ async fn a_tier_that_hangs_costs_one_grace_and_is_then_left_alone() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_tier_that_stops_half_way_is_not_waited_for_again() {
+    let stopping = at(Level::G3, 1, 3_600_000);
+    stopping.keeps(0..100).await;
+    let site = Site::new(200, 0, vec![stopping]);
+    let (time, loaded) = first_token(&site, 100, ms(10)).await;
+    assert_eq!((time, loaded), (Duration::from_millis(1_250), 1));
+    drop(site.manager.allocate(200));
+    let (time, _) = first_token(&site, 100, ms(10)).await;
+    assert!(time <= Duration::from_secs(1), "{time:?}");
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_hanging_tier_does_not_take_the_others_blocks_along() {
     let (fast, inner) = (at(Level::G3, 1, 1), at(Level::G4, 0, 0));
     fast.keeps(0..50).await;
