@@ -15,7 +15,7 @@
 #![expect(clippy::inline_always, reason = "compiled anew for each instruction set, by being inlined into `widely`")]
 
 use super::arena::{Arena, Half};
-use super::kernel::{LANES, Lanes, exp, wide};
+use super::kernel::{LANES, Lanes, exp, prefetch, wide};
 use kvbm::BlockId;
 use rayon::prelude::*;
 
@@ -192,9 +192,16 @@ impl Layer<'_> {
         let sight = self.sight(item);
         let mut softmax = Softmax::empty(self.heads.dim);
         let end = sight.end().min((split + 1) * SPLIT);
+        // Nobody else in this pass reads these keys: they come from memory, not from a cache.
+        let alone = item.span.tokens * self.heads.group() <= LANES;
         for tile in (sight.start().max(split * SPLIT) / TILE * TILE..end).step_by(TILE) {
             let keys = self.segments(item, Half::Keys, tile, end.min(tile + TILE));
             let values = self.segments(item, Half::Values, tile, end.min(tile + TILE));
+            if alone {
+                let next = tile + TILE;
+                self.segments(item, Half::Keys, next, end.min(next + TILE)).prefetch();
+                self.segments(item, Half::Values, next, end.min(next + TILE)).prefetch();
+            }
             wide!(softmax.step(&queries, &keys, &values, &sight, tile));
         }
         softmax
@@ -261,6 +268,12 @@ impl Sight {
 struct Segments<'a> {
     slices: [&'a [f32]; TILE],
     used: usize,
+}
+
+impl Segments<'_> {
+    fn prefetch(&self) {
+        self.slices[..self.used].iter().for_each(|slice| prefetch(slice));
+    }
 }
 
 impl Softmax {
