@@ -36,6 +36,11 @@ def binary():
     return path
 
 
+def environment():
+    """Ours, without what would configure the server."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("BLOCKYARD_")}
+
+
 def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -60,9 +65,8 @@ class Server:
             f"127.0.0.1:{self.port}",
             *arguments,
         ]
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("BLOCKYARD_")}
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment())
 
     def wait_until_ready(self):
         deadline = time.monotonic() + START_SECONDS_MAX
