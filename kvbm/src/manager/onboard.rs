@@ -130,6 +130,7 @@ struct Loading<'a> {
 #[derive(Clone, Default)]
 struct Watch {
     asked: usize,
+    answered: usize,
     /// Since it was first asked: its first and its last answer.
     since: Duration,
     first: Option<Duration>,
@@ -139,7 +140,13 @@ struct Watch {
 }
 
 impl Watch {
+    /// The source was asked for something, and neither said what became of it nor ended.
+    fn owes(&self) -> bool {
+        self.pending > 0 && self.answered < self.asked
+    }
+
     fn heard(&mut self, now: Duration) {
+        self.answered += 1;
         self.last = now.saturating_sub(self.since);
         self.first.get_or_insert(self.last);
     }
@@ -356,7 +363,7 @@ impl<'a> Loading<'a> {
 
     fn out_of_time(&mut self) {
         // Named after those that still owe something.
-        for source in (0..self.sources.len()).filter(|source| self.seen[*source].pending > 0) {
+        for source in (0..self.sources.len()).filter(|source| self.seen[*source].owes()) {
             self.core.metrics.deadline_missed(self.level(source));
         }
     }
@@ -373,9 +380,10 @@ impl<'a> Loading<'a> {
         for (source, seen) in self.seen.iter().enumerate().filter(|(_, seen)| seen.asked > 0) {
             let level = self.sources[source].tier.level();
             // A source that still owes blocks takes at least until now for the next one.
-            let (until, blocks) = match seen.pending {
-                0 => (seen.last, seen.delivered),
-                _ => (elapsed.saturating_sub(seen.since), seen.delivered + 1),
+            let (until, blocks) = if seen.owes() {
+                (elapsed.saturating_sub(seen.since), seen.delivered + 1)
+            } else {
+                (seen.last, seen.delivered)
             };
             if self.sources[source].gauge.learn(Seen { first: seen.first, blocks, elapsed: until }, now) {
                 tracing::warn!(tier = %level, ?elapsed, "tier did not answer in time; left alone for a while");
