@@ -6,7 +6,8 @@
 //! that promise meets `unsafe`.
 
 use super::config::Config;
-use super::linear;
+use super::rope::Rotation;
+use super::{attention, linear};
 use kvbm::{BlockId, DeviceBlocks, Fingerprint};
 use memmap2::{MmapMut, MmapRaw};
 use std::io;
@@ -149,12 +150,17 @@ fn fingerprint(config: &Config, shape: Shape, identity: &[u8; 32]) -> Fingerprin
     let Shape { layers, kv_heads, head_dim, block_size } = shape;
     let numbers: Vec<u8> = [layers, kv_heads, head_dim, block_size, config.heads, config.hidden, config.intermediate]
         .iter()
-        .chain(&[config.sliding_window.unwrap_or(0)])
+        .chain(&[config.sliding_window.unwrap_or(0), attention::TILE, attention::SPLIT])
         .flat_map(|&n| (n as u64).to_le_bytes())
         .collect();
     let norm = config.norm_eps.to_le_bytes();
     let rope = format!("{:?}", config.rope);
     let arithmetic = linear::arithmetic();
+    // Sines come from the system's library, and libraries differ in the last place: here is what they gave.
+    let rotation = Rotation::new(&config.rope, head_dim);
+    let mut angles = vec![0.0; head_dim * 2];
+    angles.chunks_exact_mut(head_dim).zip([1, 4099]).for_each(|(angles, position)| rotation.at(position, angles));
+    let angles: Vec<u8> = angles.iter().flat_map(|x| x.to_le_bytes()).collect();
     Fingerprint::of([
         ("engine", b"llama 1".as_slice()),
         ("weights", identity),
@@ -163,6 +169,7 @@ fn fingerprint(config: &Config, shape: Shape, identity: &[u8; 32]) -> Fingerprin
         ("shape", &numbers),
         ("norm", &norm),
         ("rope", rope.as_bytes()),
+        ("angles", &angles),
         ("arithmetic", &arithmetic),
     ])
 }

@@ -12,22 +12,19 @@
 //! Who computes a split changes nothing, so long contexts with few queries (decode) are spread over threads split by split
 //! and many queries (prefill) item by item. A key that a lane may not see leaves that lane as it was, to the bit.
 
-#![expect(clippy::inline_always, reason = "compiled anew for each instruction set, by being inlined into `widely`")]
-
 use super::arena::{Arena, Half};
-use super::kernel::{LANES, Lanes, exp, prefetch, wide};
+use super::kernel::{LANES, Lanes, wide};
 use kvbm::BlockId;
 use rayon::prelude::*;
+use softmax::{Segments, Sight, Softmax};
 
-/// Keys per step of the running softmax: their scores for all lanes are 4 KiB and stay in the first-level cache.
-const TILE: usize = 64;
+mod softmax;
+
+pub(super) use softmax::TILE;
 
 /// Keys per partial softmax: about 10 µs of work for one item, worth handing to another thread, and a fold is cheap beside
 /// it. A multiple of [`TILE`].
-const SPLIT: usize = 512;
-
-/// Keys (or dimensions) whose sums are kept in registers side by side.
-const WIDE: usize = 4;
+pub(super) const SPLIT: usize = 512;
 
 /// Rows that one thread takes at a time where results are put in place: less is not worth waking another.
 const ROWS: usize = 32;
@@ -140,20 +137,6 @@ struct Layer<'a> {
     index: usize,
 }
 
-/// The keys that each lane sees: `from .. to`. Lanes beyond the item's end see what its last one sees.
-#[derive(Clone, Copy)]
-struct Sight {
-    from: [i32; LANES],
-    to: [i32; LANES],
-}
-
-/// A softmax on its way: the largest score so far, the sum of weights, the weighted sum of values, relative to it.
-struct Softmax {
-    max: Lanes,
-    sum: Lanes,
-    mix: Vec<Lanes>,
-}
-
 impl Layer<'_> {
     fn sight(&self, item: &Item<'_>) -> Sight {
         let group = self.heads.group();
@@ -232,216 +215,4 @@ impl Layer<'_> {
         }
         whole.mix
     }
-}
-
-impl Sight {
-    /// The first key that any lane sees. Lanes are in the order of their positions.
-    fn start(&self) -> usize {
-        self.from[0] as usize
-    }
-
-    /// Past the last key that any lane sees.
-    fn end(&self) -> usize {
-        self.to[LANES - 1] as usize
-    }
-
-    /// The same, counted from `position`.
-    #[inline(always)]
-    fn counted_from(&self, position: usize) -> Self {
-        Self { from: self.from.map(|from| from - position as i32), to: self.to.map(|to| to - position as i32) }
-    }
-
-    /// `seen` in the lanes that see a key, `unseen` in the others.
-    #[inline(always)]
-    fn select(&self, key: usize, seen: Lanes, unseen: Lanes) -> Lanes {
-        let mut out = unseen;
-        for lane in 0..LANES {
-            // Both comparisons always: a branch per lane would keep this from being one masked move.
-            let sees = i32::from(self.from[lane] <= key as i32) & i32::from((key as i32) < self.to[lane]);
-            out.0[lane] = if sees == 1 { seen.0[lane] } else { unseen.0[lane] };
-        }
-        out
-    }
-}
-
-/// Up to [`TILE`] keys or values, in pieces that are contiguous.
-struct Segments<'a> {
-    slices: [&'a [f32]; TILE],
-    used: usize,
-}
-
-impl Segments<'_> {
-    fn prefetch(&self) {
-        self.slices[..self.used].iter().for_each(|slice| prefetch(slice));
-    }
-}
-
-impl Softmax {
-    fn empty(dim: usize) -> Self {
-        Self { max: Lanes::all(f32::NEG_INFINITY), sum: Lanes::all(0.0), mix: vec![Lanes::all(0.0); dim] }
-    }
-
-    /// Takes the keys from position `start` on in.
-    #[inline(always)]
-    fn step(&mut self, queries: &[Lanes], keys: &Segments<'_>, values: &Segments<'_>, sight: &Sight, start: usize) {
-        let mut scores = [Lanes::all(0.0); TILE];
-        let tokens = score(queries, keys, &mut scores);
-        let sight = sight.counted_from(start);
-        let all_seen = (0..LANES).all(|lane| sight.from[lane] <= 0 && tokens as i32 <= sight.to[lane]);
-        let scores = &mut scores[..tokens];
-        if !all_seen {
-            for (key, scores) in scores.iter_mut().enumerate() {
-                *scores = sight.select(key, *scores, Lanes::all(f32::NEG_INFINITY));
-            }
-        }
-        let max = scores.iter().fold(self.max, |max, score| max.zip(*score, larger));
-        let base = max.map(base);
-        if max != self.max {
-            let shrink = self.max.zip(base, shrink);
-            self.sum = self.sum.zip(shrink, product);
-            for mix in &mut self.mix {
-                *mix = mix.zip(shrink, product);
-            }
-        }
-        self.max = max;
-        for score in scores.iter_mut() {
-            *score = score.zip(base, shrink);
-            self.sum = self.sum.zip(*score, sum);
-        }
-        if all_seen {
-            mix::<true>(&mut self.mix, scores, values, &sight);
-        } else {
-            mix::<false>(&mut self.mix, scores, values, &sight);
-        }
-    }
-
-    /// Appends the softmax over the keys that follow.
-    #[inline(always)]
-    fn fold(&mut self, next: &Self) {
-        let max = self.max.zip(next.max, larger);
-        let base = max.map(base);
-        let shrink = [self.max.zip(base, shrink), next.max.zip(base, shrink)];
-        self.sum = join_lanes([self.sum, next.sum], shrink, [self.max, next.max]);
-        for (mix, next_mix) in self.mix.iter_mut().zip(&next.mix) {
-            *mix = join_lanes([*mix, *next_mix], shrink, [self.max, next.max]);
-        }
-        self.max = max;
-    }
-}
-
-/// Two sums, each relative to its own `max`, as one relative to a common one. A lane that one of the two has nothing for
-/// is taken from the other as it is.
-#[inline(always)]
-fn join_lanes([a, b]: [Lanes; 2], shrink: [Lanes; 2], max: [Lanes; 2]) -> Lanes {
-    let mut out = a;
-    for i in 0..LANES {
-        let both = a.0[i].mul_add(shrink[0].0[i], b.0[i] * shrink[1].0[i]);
-        let first = if max[0].0[i] == f32::NEG_INFINITY { b.0[i] } else { both };
-        out.0[i] = if max[1].0[i] == f32::NEG_INFINITY { a.0[i] } else { first };
-    }
-    out
-}
-
-/// The larger of two scores.
-#[inline(always)]
-fn larger(a: f32, b: f32) -> f32 {
-    if a > b { a } else { b }
-}
-
-/// What weights are relative to: the largest score, or 0 for a lane that has seen nothing, which makes its weights 0.
-#[inline(always)]
-fn base(max: f32) -> f32 {
-    if max == f32::NEG_INFINITY { 0.0 } else { max }
-}
-
-/// `e^(x - base)`.
-#[inline(always)]
-fn shrink(x: f32, base: f32) -> f32 {
-    exp(x - base)
-}
-
-#[inline(always)]
-fn product(a: f32, b: f32) -> f32 {
-    a * b
-}
-
-#[inline(always)]
-fn sum(a: f32, b: f32) -> f32 {
-    a + b
-}
-
-/// Scores of all lanes with each key; answers how many keys there were.
-#[inline(always)]
-fn score(queries: &[Lanes], keys: &Segments<'_>, scores: &mut [Lanes; TILE]) -> usize {
-    let dim = queries.len();
-    let mut token = 0;
-    for segment in &keys.slices[..keys.used] {
-        let mut groups = segment.chunks_exact(WIDE * dim);
-        for group in groups.by_ref() {
-            let sums = dots::<WIDE>(queries, group);
-            scores[token..token + WIDE].copy_from_slice(&sums);
-            token += WIDE;
-        }
-        for key in groups.remainder().chunks_exact(dim) {
-            scores[token] = dots::<1>(queries, key)[0];
-            token += 1;
-        }
-    }
-    token
-}
-
-/// Dot products of all lanes' queries with `N` consecutive keys: a chain over the dimensions each.
-#[inline(always)]
-fn dots<const N: usize>(queries: &[Lanes], keys: &[f32]) -> [Lanes; N] {
-    let dim = queries.len();
-    let keys: [&[f32]; N] = std::array::from_fn(|n| &keys[n * dim..][..dim]);
-    let mut sums = [Lanes::all(0.0); N];
-    for (d, query) in queries.iter().enumerate() {
-        for n in 0..N {
-            sums[n] = query.fma(keys[n][d], sums[n]);
-        }
-    }
-    sums
-}
-
-/// Adds the values, weighted, to `mix`: a chain over the keys for each dimension. Unless `ALL` lanes see all keys, each
-/// lane's chain has only those that it sees.
-#[inline(always)]
-fn mix<const ALL: bool>(mix: &mut [Lanes], weights: &[Lanes], values: &Segments<'_>, sight: &Sight) {
-    let dim = mix.len();
-    let mut d = 0;
-    while d + WIDE <= dim {
-        mix_some::<WIDE, ALL>(mix, d, weights, values, sight);
-        d += WIDE;
-    }
-    while d < dim {
-        mix_some::<1, ALL>(mix, d, weights, values, sight);
-        d += 1;
-    }
-}
-
-/// [`mix`] for the dimensions `d .. d + N`.
-#[inline(always)]
-fn mix_some<const N: usize, const ALL: bool>(
-    mix: &mut [Lanes],
-    d: usize,
-    weights: &[Lanes],
-    values: &Segments<'_>,
-    sight: &Sight,
-) {
-    let dim = mix.len();
-    let mut sums: [Lanes; N] = std::array::from_fn(|n| mix[d + n]);
-    let mut key = 0;
-    for segment in &values.slices[..values.used] {
-        let count = segment.len() / dim;
-        for (weight, value) in weights[key..key + count].iter().zip(segment.chunks_exact(dim)) {
-            let value = &value[d..d + N];
-            for n in 0..N {
-                let sum = weight.fma(value[n], sums[n]);
-                sums[n] = if ALL { sum } else { sight.select(key, sum, sums[n]) };
-            }
-            key += 1;
-        }
-    }
-    mix[d..d + N].copy_from_slice(&sums);
 }

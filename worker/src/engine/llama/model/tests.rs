@@ -220,7 +220,9 @@ impl Machine {
             })
             .collect();
         let mut logits = self.model.forward(&chunks, &self.arena);
-        work.iter_mut().for_each(|(sequence, count)| sequence.done += *count);
+        for (sequence, count) in work.iter_mut() {
+            sequence.done += *count;
+        }
         (0..work.len()).map(|i| logits.row(i).to_vec()).collect()
     }
 
