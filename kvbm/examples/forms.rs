@@ -1,23 +1,35 @@
 //! What the forms of resting blocks cost and gain, on this machine: `cargo run --release -p kvbm --example forms [FILE…]`.
 //!
-//! Measures the lossless codec on synthetic KV, or on files of raw KV, on one core; medians of repeated runs.
+//! Measures the lossless codec on synthetic KV, or on files of raw KV, on one core; then, for synthetic KV, how fast a
+//! disk tier in the folder for temporary files stores and onboards blocks in each form. Medians of repeated runs, the
+//! forms in turns, since devices burst.
 
 use bytes::Bytes;
+use futures::StreamExt;
 use kvbm::codec::synthetic::{self, Shape};
-use kvbm::codec::{Coder, bound, favourite};
-use kvbm::{Block, Codec, Fingerprint, SequenceHash};
+use kvbm::codec::{Coder, Mode, bound, encoded, favourite};
+use kvbm::crypt::{KeySource, Keys, encrypted};
+use kvbm::{Block, Codec, DiskTier, Epoch, EventLog, Fingerprint, Metrics, SequenceHash, Tier, disk};
+use std::error::Error;
+use std::sync::Arc;
 use std::time::Instant;
 
 /// Of 2 MiB, as bf16.
 const SHAPE: Shape = Shape { layers: 32, tokens: 16, channels: 1024 };
+const ENGINE: Fingerprint = Fingerprint::from_bytes([2; 32]);
 const RUNS: usize = 31;
+/// Of 256 MiB.
+const BLOCKS: usize = 128;
+const ROUNDS: usize = 9;
 
-fn main() -> std::io::Result<()> {
+#[tokio::main]
+async fn main() -> Result<(), Box<dyn Error>> {
     let files: Vec<String> = std::env::args().skip(1).collect();
     if files.is_empty() {
         let values = synthetic::kv(1, SHAPE);
         codec("synthetic bf16", synthetic::bf16(&values));
         codec("synthetic f32", synthetic::f32(&values));
+        tiers(synthetic::bf16(&values)).await?;
     }
     for file in files {
         codec(&file, std::fs::read(&file)?);
@@ -26,7 +38,7 @@ fn main() -> std::io::Result<()> {
 }
 
 fn block(raw: Vec<u8>) -> Block {
-    Block::seal(SequenceHash::from_bytes([1; 16]), None, Fingerprint::from_bytes([2; 32]), Bytes::from(raw))
+    Block::seal(SequenceHash::from_bytes([1; 16]), None, ENGINE, Bytes::from(raw))
 }
 
 fn codec(what: &str, raw: Vec<u8>) {
@@ -47,6 +59,80 @@ fn codec(what: &str, raw: Vec<u8>) {
         ratio / bound * 100.0
     );
     assert!(codec != Codec::Raw);
+}
+
+/// Store and onboarding rates of a disk tier, per form.
+async fn tiers(raw: Vec<u8>) -> Result<(), Box<dyn Error>> {
+    let folder = tempfile::tempdir()?;
+    let metrics = Metrics::new(&prometheus::Registry::new())?;
+    let keys = folder.path().join("keys");
+    let source = KeySource::Env("KEY".into());
+    let keys = Keys::in_folder(&keys, source, Arc::new(|_| Some("5a".repeat(32)))).await?;
+    let blocks: Vec<Block> = (0..BLOCKS)
+        .map(|n| Block::seal(SequenceHash::from_bytes([n as u8; 16]), None, ENGINE, Bytes::from(raw.clone())))
+        .collect();
+    let bytes = BLOCKS * raw.len();
+    let mut seconds = [(); 4].map(|()| [Vec::new(), Vec::new()]);
+    let mut busy = [[0.0; 4]; 2];
+    for round in 0..ROUNDS {
+        for (n, times) in seconds.iter_mut().enumerate() {
+            let place = folder.path().join(format!("{round}-{n}"));
+            let settings = disk::Settings { capacity_bytes: 2 << 30, min_free_bytes: 0, ..Default::default() };
+            let disk: Arc<dyn Tier> = DiskTier::open(&place, settings, Arc::new(EventLog::new(Epoch(1))))?;
+            let encrypt = |tier| encrypted(tier, keys.clone(), metrics.clone());
+            let tier = match n {
+                0 => disk,
+                1 => encrypt(disk),
+                2 => encoded(disk, Mode::Smaller),
+                _ => encoded(encrypt(disk), Mode::Smaller),
+            };
+            let (began, before) = (Instant::now(), processor());
+            for some in blocks.chunks(8) {
+                for answer in tier.store(some.to_vec()).await {
+                    answer?;
+                }
+            }
+            times[0].push(began.elapsed().as_secs_f64());
+            busy[0][n] += processor() - before;
+            let (began, before) = (Instant::now(), processor());
+            let names = blocks.iter().map(|block| block.header.name).collect();
+            let mut loading = tier.load(blocks[0].header.fingerprint, names);
+            while let Some((index, loaded)) = loading.next().await {
+                let block = loaded?.ok_or("a miss")?;
+                block.verify(blocks[index].header.name, blocks[index].header.fingerprint)?;
+            }
+            times[1].push(began.elapsed().as_secs_f64());
+            busy[1][n] += processor() - before;
+            drop((loading, tier));
+            std::fs::remove_dir_all(place)?;
+        }
+    }
+    for (direction, what) in ["store", "onboard"].iter().enumerate() {
+        let rates = seconds.each_mut().map(|times| {
+            times[direction].sort_by(f64::total_cmp);
+            bytes as f64 / times[direction][ROUNDS / 2] / 1e9
+        });
+        let [plain, secret, small, both] = rates;
+        println!(
+            "disk tier, {what}: raw {plain:.2} GB/s, encrypted {secret:.2} ({:+.0} %), encoded {small:.2} ({:+.0} %), \
+             both {both:.2} ({:+.0} %)",
+            (secret / plain - 1.0) * 100.0,
+            (small / plain - 1.0) * 100.0,
+            (both / plain - 1.0) * 100.0,
+        );
+        let [plain, secret, small, both] = busy[direction].map(|busy| busy / (ROUNDS * bytes) as f64 * 1e9);
+        println!(
+            "  processor seconds per GB: raw {plain:.2}, encrypted {secret:.2}, encoded {small:.2}, both {both:.2}"
+        );
+    }
+    Ok(())
+}
+
+/// Seconds that this process has computed: what others on the machine do adds nothing to it, unlike to the time.
+fn processor() -> f64 {
+    let stat = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
+    let ticks = stat.rsplit(')').next().unwrap_or_default().split_whitespace().skip(11).take(2);
+    ticks.filter_map(|ticks| ticks.parse::<f64>().ok()).sum::<f64>() / 100.0
 }
 
 /// GB/s, the median.

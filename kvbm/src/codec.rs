@@ -25,7 +25,7 @@ pub mod synthetic;
 mod tests;
 mod worth;
 
-use crate::form::{Form, Formed, Hands, Taken};
+use crate::form::{Buffers, Form, Formed, Hands, Taken};
 use crate::tier::{LoadError, StoreError, Tier};
 use crate::{Block, Codec, Corrupt, Header};
 use bytes::Bytes;
@@ -73,6 +73,7 @@ fn with(tier: Arc<dyn Tier>, mode: Mode, least_ratio: f64) -> Arc<dyn Tier> {
         codec: Gauge::default(),
         hands: Hands::new(),
         coders: Mutex::default(),
+        buffers: Arc::default(),
     };
     Arc::new(Formed::new(Arc::new(Measured::new(tier, device)), form))
 }
@@ -86,6 +87,7 @@ struct Encoding {
     hands: Hands,
     /// Idle ones; never more than there are hands.
     coders: Mutex<Vec<Coder>>,
+    buffers: Arc<Buffers>,
 }
 
 impl Encoding {
@@ -125,7 +127,7 @@ impl Encoding {
     fn coder<T>(&self, work: impl FnOnce(&mut Coder) -> T) -> T {
         let idle = || self.coders.lock().unwrap_or_else(PoisonError::into_inner);
         let taken = idle().pop();
-        let mut coder = taken.unwrap_or_default();
+        let mut coder = taken.unwrap_or_else(|| Coder::new(self.buffers.clone()));
         let done = work(&mut coder);
         idle().push(coder);
         done
@@ -160,10 +162,17 @@ pub struct Coder {
     exponents: Vec<u8>,
     rest: Vec<u8>,
     coded: Vec<u8>,
+    buffers: Arc<Buffers>,
 }
 
 impl Default for Coder {
     fn default() -> Self {
+        Self::new(Arc::default())
+    }
+}
+
+impl Coder {
+    fn new(buffers: Arc<Buffers>) -> Self {
         let mut compressor = Compressor::default();
         // Entropy coding of single bytes, whatever zstd's level would think of it, and a search that finds nothing: it
         // steps over all of the chunk at once.
@@ -183,11 +192,10 @@ impl Default for Coder {
             exponents: vec![0; CHUNK],
             rest: Vec::new(),
             coded: vec![0; compress_bound(CHUNK)],
+            buffers,
         }
     }
-}
 
-impl Coder {
     /// The block, which is in the engine's own bytes, encoded. It may turn out larger.
     ///
     /// # Panics
@@ -200,7 +208,7 @@ impl Coder {
             Codec::F32 => self.pack::<Four>(block),
         };
         let header = Header { codec, ..block.header }.describing(&payload);
-        Block { header, payload: Bytes::from(payload) }
+        Block { header, payload }
     }
 
     /// The block as it was before it was encoded, with the checksum that it had.
@@ -217,13 +225,15 @@ impl Coder {
         }
         .ok_or(Corrupt::Encoding)?;
         let header = Header { codec: Codec::Raw, length: payload.len() as u64, checksum, ..block.header };
-        Ok(Block { header, payload: Bytes::from(payload) })
+        Ok(Block { header, payload })
     }
 
-    fn pack<P: Planes>(&mut self, block: &Block) -> Vec<u8> {
+    fn pack<P: Planes>(&mut self, block: &Block) -> Bytes {
         let (values, tail) = block.payload.split_at(block.payload.len() / P::WIDTH * P::WIDTH);
         let chunks = values.chunks(CHUNK * P::WIDTH);
-        let mut packed = Vec::with_capacity(16 + 4 * chunks.len() + block.payload.len());
+        // What does not shrink grows by less than this, and then is thrown away.
+        let mut packed = self.buffers.take(64 + 64 * chunks.len() + block.payload.len());
+        packed.clear();
         packed.extend(block.header.length.to_le_bytes());
         packed.extend(block.header.checksum.to_le_bytes());
         let table = packed.len();
@@ -240,11 +250,11 @@ impl Coder {
             packed.extend_from_slice(rest);
         }
         packed.extend_from_slice(tail);
-        packed
+        packed.freeze()
     }
 
     /// The bytes and their checksum; `None` when `packed` was not packed so.
-    fn unpack<P: Planes>(&mut self, packed: &[u8]) -> Option<(Vec<u8>, u64)> {
+    fn unpack<P: Planes>(&mut self, packed: &[u8]) -> Option<(Bytes, u64)> {
         let (length, packed) = packed.split_first_chunk()?;
         let (checksum, packed) = packed.split_first_chunk()?;
         let length = usize::try_from(u64::from_le_bytes(*length)).ok()?;
@@ -254,7 +264,8 @@ impl Coder {
             return None;
         }
         let (table, mut packed) = packed.split_at_checked(count.div_ceil(CHUNK) * 4)?;
-        let mut raw = vec![0; length];
+        let mut raw = self.buffers.take(length);
+        raw.resize(length, 0);
         let (values, tail) = raw.split_at_mut(count * P::WIDTH);
         for (chunk, coded) in values.chunks_mut(CHUNK * P::WIDTH).zip(table.as_chunks().0) {
             let count = chunk.len() / P::WIDTH;
@@ -271,6 +282,6 @@ impl Coder {
             return None;
         }
         tail.copy_from_slice(packed);
-        Some((raw, u64::from_le_bytes(*checksum)))
+        Some((raw.freeze(), u64::from_le_bytes(*checksum)))
     }
 }

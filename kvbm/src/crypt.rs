@@ -26,7 +26,7 @@ mod source;
 #[cfg(test)]
 mod tests;
 
-use crate::form::{Form, Formed, Hands, Taken};
+use crate::form::{Buffers, Form, Formed, Hands, Taken};
 use crate::metrics::Metrics;
 use crate::tier::{LoadError, StoreError, Tier};
 use crate::{Block, Corrupt, DomainId, KeyId, Level};
@@ -43,7 +43,7 @@ pub use source::{Environment, KeySource, SourceError};
 ///
 /// What is to be compressed is compressed before: `encoded(encrypted(tier, …), …)`.
 pub fn encrypted(tier: Arc<dyn Tier>, keys: Arc<Keys>, metrics: Metrics) -> Arc<dyn Tier> {
-    let form = Encryption { level: tier.level(), keys, metrics, hands: Arc::new(Hands::new()) };
+    let form = Encryption { level: tier.level(), keys, metrics, hands: Hands::new(), buffers: Arc::default() };
     Arc::new(Formed::new(tier, form))
 }
 
@@ -86,14 +86,16 @@ struct Encryption {
     level: Level,
     keys: Arc<Keys>,
     metrics: Metrics,
-    hands: Arc<Hands>,
+    hands: Hands,
+    buffers: Arc<Buffers>,
 }
 
 impl Form for Encryption {
     fn give(self: Arc<Self>, block: Block) -> BoxFuture<'static, Result<Block, StoreError>> {
         async move {
             let key = self.keys.writing(block.header.domain).await.map_err(io::Error::other)?;
-            let encrypted = self.hands.run(move || key.encrypt(&block)).await?;
+            let buffers = self.buffers.clone();
+            let encrypted = self.hands.run(move || key.encrypt(&block, &buffers)).await?;
             Ok(encrypted.map_err(io::Error::other)?)
         }
         .boxed()
@@ -109,7 +111,8 @@ impl Form for Encryption {
                     return Ok(if missing.is_shredded() { Taken::Gone } else { Taken::Miss });
                 }
             };
-            let decrypted = self.hands.run(move || key.decrypt(&block)).await?;
+            let buffers = self.buffers.clone();
+            let decrypted = self.hands.run(move || key.decrypt(&block, &buffers)).await?;
             Ok(Taken::Block(decrypted?))
         }
         .boxed()

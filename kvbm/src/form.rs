@@ -8,14 +8,19 @@
 //! them without knowing the form. The checksum of the engine's bytes travels inside: what was damaged before it was given
 //! the form is still found out after the form was taken off.
 
+mod buffers;
+
 use crate::tier::{LoadError, Loaded, StoreError, Tier, Usage};
 use crate::{Block, Fingerprint, Level, SequenceHash};
 use futures::future::BoxFuture;
 use futures::stream::{self, BoxStream, StreamExt};
 use std::io;
+use std::num::NonZero;
 use std::sync::Arc;
 use tokio::sync::Semaphore;
 use tokio_util::task::AbortOnDropHandle;
+
+pub(crate) use buffers::Buffers;
 
 /// A form, and how it is given and taken.
 pub(crate) trait Form: Send + Sync + 'static {
@@ -133,9 +138,9 @@ pub(crate) struct Hands {
 }
 
 impl Hands {
-    /// Half of the cores: the others compute.
+    /// As many as there are cores.
     pub(crate) fn new() -> Self {
-        let count = std::thread::available_parallelism().map_or(1, |cores| cores.get().div_ceil(2));
+        let count = std::thread::available_parallelism().map_or(1, NonZero::get);
         Self { free: Arc::new(Semaphore::new(count)), count }
     }
 

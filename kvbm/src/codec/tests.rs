@@ -97,6 +97,7 @@ fn a_fast_device_gets_raw_blocks_and_a_slow_one_encoded_ones() {
             codec: Gauge::default(),
             hands: Hands::new(),
             coders: Mutex::default(),
+            buffers: Arc::default(),
         };
         let second = std::time::Duration::from_secs(1);
         encoding.device.offload.learn(device.offload as u64, second);

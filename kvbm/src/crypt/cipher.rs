@@ -5,10 +5,11 @@
 //! associated data, all of it but the checksum.
 
 use super::KeyError;
+use crate::form::Buffers;
 use crate::{Block, Codec, Corrupt, Header, KeyId};
-use bytes::Bytes;
 use ring::aead::{AES_256_GCM, Aad, LessSafeKey, NONCE_LEN, Nonce, UnboundKey};
 use ring::rand::{SecureRandom, SystemRandom};
+use std::sync::Arc;
 
 const SALT: usize = 24;
 const TAG: usize = 16;
@@ -41,34 +42,37 @@ impl DataKey {
         &self.secret
     }
 
-    pub(super) fn encrypt(&self, block: &Block) -> Result<Block, KeyError> {
-        Ok(self.encrypt_with(random()?, block))
+    pub(super) fn encrypt(&self, block: &Block, buffers: &Arc<Buffers>) -> Result<Block, KeyError> {
+        Ok(self.encrypt_with(random()?, block, buffers))
     }
 
-    fn encrypt_with(&self, salt: [u8; SALT], block: &Block) -> Block {
+    fn encrypt_with(&self, salt: [u8; SALT], block: &Block, buffers: &Arc<Buffers>) -> Block {
         let Block { header, payload } = block;
         let padding = match header.codec {
             Codec::Raw => 0,
             Codec::Bf16 | Codec::F32 => (payload.len() + TRAILER).next_multiple_of(PAD) - payload.len() - TRAILER,
         };
         let length = SALT + payload.len() + padding + TRAILER + TAG;
-        let mut bytes = Vec::with_capacity(length);
+        let mut bytes = buffers.take(length);
+        bytes.clear();
         bytes.extend_from_slice(&salt);
         bytes.extend_from_slice(payload);
-        bytes.resize(bytes.len() + padding, 0);
+        bytes.resize(SALT + payload.len() + padding, 0);
         bytes.extend_from_slice(&header.length.to_le_bytes());
         bytes.extend_from_slice(&header.checksum.to_le_bytes());
         let header = Header { key: Some(self.id), length: length as u64, ..*header };
         let sealed = self.of_block(&salt).seal_in_place_separate_tag(zero(), aad(&header), &mut bytes[SALT..]);
         let tag = sealed.expect("a block is shorter than 64 GiB");
         bytes.extend_from_slice(tag.as_ref());
-        Block { header: header.describing(&bytes), payload: Bytes::from(bytes) }
+        Block { header: header.describing(&bytes), payload: bytes.freeze() }
     }
 
     /// The block as it was before it was encrypted, with the checksum that it had.
-    pub(super) fn decrypt(&self, block: &Block) -> Result<Block, Corrupt> {
+    pub(super) fn decrypt(&self, block: &Block, buffers: &Arc<Buffers>) -> Result<Block, Corrupt> {
         let (salt, ciphertext) = block.payload.split_first_chunk::<SALT>().ok_or(Corrupt::Length)?;
-        let mut bytes = ciphertext.to_vec();
+        let mut bytes = buffers.take(ciphertext.len());
+        bytes.clear();
+        bytes.extend_from_slice(ciphertext);
         let opened = self.of_block(salt).open_in_place(zero(), aad(&block.header), &mut bytes);
         let plain = opened.map_err(|_| Corrupt::Forged)?;
         let (payload, trailer) = plain.split_last_chunk::<TRAILER>().ok_or(Corrupt::Length)?;
@@ -79,7 +83,7 @@ impl DataKey {
         }
         bytes.truncate(length as usize);
         let header = Header { key: None, length, checksum, ..block.header };
-        Ok(Block { header, payload: Bytes::from(bytes) })
+        Ok(Block { header, payload: bytes.freeze() })
     }
 
     fn of_block(&self, salt: &[u8; SALT]) -> LessSafeKey {
@@ -113,6 +117,7 @@ mod tests {
     use super::*;
     use crate::contract::{chain, fingerprint};
     use crate::{DomainId, SequenceHash};
+    use bytes::Bytes;
 
     fn key() -> DataKey {
         DataKey::new(KeyId::from_bytes([1; 8]), [2; 32])
@@ -121,17 +126,18 @@ mod tests {
     /// What a forger may try who mends the checksum after each change.
     fn forged(key: &DataKey, header: Header, payload: impl Into<Bytes>) -> Result<Block, Corrupt> {
         let payload = payload.into();
-        key.decrypt(&Block { header: header.describing(&payload), payload })
+        key.decrypt(&Block { header: header.describing(&payload), payload }, &Arc::default())
     }
 
     #[test]
     fn a_block_comes_back_as_it_was_and_never_rests_twice_the_same() {
         let (key, block) = (key(), chain(1, 1).remove(0));
-        let (one, other) = (key.encrypt(&block).unwrap(), key.encrypt(&block).unwrap());
+        let (one, other) =
+            (key.encrypt(&block, &Arc::default()).unwrap(), key.encrypt(&block, &Arc::default()).unwrap());
         assert_ne!(one.payload[SALT..SALT + 64], other.payload[SALT..SALT + 64]);
         for encrypted in [one, other] {
             assert_eq!(encrypted.check(block.header.name, fingerprint()), Ok(()));
-            let back = key.decrypt(&encrypted).unwrap();
+            let back = key.decrypt(&encrypted, &Arc::default()).unwrap();
             assert_eq!((back.header, back.payload), (block.header, block.payload.clone()));
         }
     }
@@ -141,7 +147,7 @@ mod tests {
         // BLAKE3 and AES-256-GCM of this very block, as an independent program computes them.
         let name = SequenceHash::from_bytes([3; 16]);
         let block = Block::seal(name, None, fingerprint(), Bytes::from_static(b"kv"));
-        let encrypted = key().encrypt_with([4; SALT], &block);
+        let encrypted = key().encrypt_with([4; SALT], &block, &Arc::default());
         let found: [u8; 34] = encrypted.payload[SALT..].try_into().unwrap();
         assert_eq!(Some(found), unhex("1ab792e3971ea4b6d30ba8ca6c9a04d269f079c288181e37ea85ddfb9297ce4812ce"));
     }
@@ -149,7 +155,7 @@ mod tests {
     #[test]
     fn forging_is_found_out_wherever_it_is_tried() {
         let (key, block) = (key(), chain(1, 1).remove(0));
-        let Block { header, payload } = key.encrypt(&block).unwrap();
+        let Block { header, payload } = key.encrypt(&block, &Arc::default()).unwrap();
         for at in 0..payload.len() {
             let mut bytes = payload.to_vec();
             bytes[at] ^= 1 << (at % 8);
@@ -179,8 +185,8 @@ mod tests {
         let block = chain(1, 1).remove(0);
         let header = Header { codec: Codec::Bf16, ..block.header }.describing(&block.payload);
         let encoded = Block { header, ..block };
-        let encrypted = key().encrypt(&encoded).unwrap();
+        let encrypted = key().encrypt(&encoded, &Arc::default()).unwrap();
         assert_eq!((encrypted.payload.len() - SALT - TAG) % PAD, 0);
-        assert_eq!(key().decrypt(&encrypted).unwrap().payload, encoded.payload);
+        assert_eq!(key().decrypt(&encrypted, &Arc::default()).unwrap().payload, encoded.payload);
     }
 }

@@ -219,7 +219,6 @@ async fn a_shredded_domain_is_a_miss_for_good_in_every_process() {
     assert_eq!(there.finds(&theirs).await, 4);
 
     // The wrapped keys come back, from a backup or a racing process: the word that they are shredded outweighs them.
-    contract::store(&*here.tier, blocks_of(tenant(2), 9, 1)).await;
     for (path, bytes) in backup {
         site.shelf.put(&path, bytes.into()).await.unwrap();
     }
