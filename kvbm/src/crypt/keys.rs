@@ -25,6 +25,8 @@ use tokio::time::Instant;
 const REFRESH: Duration = Duration::from_secs(30);
 /// A source that lacks a key is asked again after so long.
 const REREAD: Duration = Duration::from_secs(10);
+/// A shelf that failed is left alone for so long: one request waits for it, not each block's.
+const REST: Duration = Duration::from_secs(5);
 /// Keys that were looked for in vain and are not looked for again until the next refresh.
 const UNKNOWN: usize = 4096;
 
@@ -42,6 +44,7 @@ struct Known {
     masters: Arc<Masters>,
     read: Instant,
     refreshed: Instant,
+    failed: Option<Instant>,
     unwrapped: HashMap<(DomainId, KeyId), Arc<DataKey>>,
     writing: HashMap<DomainId, Arc<DataKey>>,
     shredded: HashSet<(DomainId, KeyId)>,
@@ -77,6 +80,7 @@ impl Keys {
             masters: Arc::new(masters),
             read: now,
             refreshed: now,
+            failed: None,
             unwrapped: HashMap::new(),
             writing: HashMap::new(),
             shredded: HashSet::new(),
@@ -123,10 +127,14 @@ impl Keys {
         Ok(keys.len())
     }
 
-    /// Looks at the source and the shelf again, now.
+    /// Reads the source and looks at the shelf again, now.
     pub async fn refresh(&self) -> Result<(), KeyError> {
         let _one = self.slow.lock().await;
-        self.reread().await?;
+        self.read().await?;
+        self.look().await
+    }
+
+    async fn look(&self) -> Result<(), KeyError> {
         self.learn(&self.shelf.list(None).await?, None).await?;
         let mut known = self.known();
         known.unknown.clear();
@@ -195,10 +203,7 @@ impl Keys {
         if let Some(found) = self.known().get(domain, key) {
             return Ok(found);
         }
-        let entries = self.shelf.list(Some(domain)).await?;
-        self.learn(&entries, Some(domain)).await?;
-        let masters = wrapping(&entries, key);
-        let fetched = if masters.is_empty() { None } else { self.fetch(domain, key, &masters).await? };
+        let fetched = self.noting(self.look_for(domain, key)).await?;
         let mut known = self.known();
         if known.shredded.contains(&(domain, key)) {
             return Ok(Found::Shredded);
@@ -224,6 +229,19 @@ impl Keys {
         if let Some(key) = ready() {
             return Ok(key);
         }
+        self.noting(self.choose(domain)).await
+    }
+
+    async fn look_for(&self, domain: DomainId, key: KeyId) -> Result<Option<Arc<DataKey>>, KeyError> {
+        let entries = self.shelf.list(Some(domain)).await?;
+        self.learn(&entries, Some(domain)).await?;
+        match &wrapping(&entries, key)[..] {
+            [] => Ok(None),
+            masters => self.fetch(domain, key, masters).await,
+        }
+    }
+
+    async fn choose(&self, domain: DomainId) -> Result<Arc<DataKey>, KeyError> {
         let entries = self.shelf.list(Some(domain)).await?;
         self.learn(&entries, Some(domain)).await?;
         let mut candidates: Vec<KeyId> = entries.iter().map(|entry| entry.key).collect();
@@ -244,6 +262,17 @@ impl Keys {
         self.keep(domain, &data).await?;
         tracing::info!(%domain, key = %data.id(), "new data key");
         Ok(self.write_with(domain, data))
+    }
+
+    /// Asks the shelf, unless it failed just now.
+    async fn noting<T>(&self, asking: impl Future<Output = Result<T, KeyError>>) -> Result<T, KeyError> {
+        if self.known().failed.is_some_and(|failed| failed.elapsed() < REST) {
+            return Err(KeyError::Silent);
+        }
+        let answer = asking.await;
+        let failed = matches!(answer, Err(KeyError::Store(_) | KeyError::Silent));
+        self.known().failed = failed.then(Instant::now);
+        answer
     }
 
     fn write_with(&self, domain: DomainId, data: Arc<DataKey>) -> Arc<DataKey> {
@@ -300,9 +329,10 @@ impl Keys {
 
     /// Reads the source again, if it was not read just now.
     async fn reread(&self) -> Result<(), KeyError> {
-        if self.known().read.elapsed() < REREAD {
-            return Ok(());
-        }
+        if self.known().read.elapsed() < REREAD { Ok(()) } else { self.read().await }
+    }
+
+    async fn read(&self) -> Result<(), KeyError> {
         let masters = read(&self.source, &self.environment).await?;
         let mut known = self.known();
         known.masters = Arc::new(masters);
@@ -321,7 +351,8 @@ impl Keys {
         }
         let keys = self.clone();
         tokio::spawn(async move {
-            if let Err(error) = keys.refresh().await {
+            let _one = keys.slow.lock().await;
+            if let Err(error) = keys.look().await {
                 tracing::warn!(%error, "data keys in memory are used on; what others shredded is not noticed");
             }
         });

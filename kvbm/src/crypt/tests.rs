@@ -6,6 +6,7 @@ use bytes::Bytes;
 use futures::StreamExt;
 use object_store::memory::InMemory;
 use object_store::path::Path;
+use object_store::throttle::{ThrottleConfig, ThrottledStore};
 use object_store::{ObjectStore, ObjectStoreExt};
 use prometheus::Registry;
 use std::collections::HashSet;
@@ -300,6 +301,30 @@ async fn two_processes_that_make_a_first_key_at_once_read_each_others_blocks() {
     let restarted = site.process(&masters).await;
     contract::store(&*restarted.tier, blocks_of(tenant(1), 3, 3)).await;
     assert!(site.shelved().await.len() <= 2, "a restart makes no new key");
+}
+
+#[tokio::test(start_paused = true)]
+async fn keys_in_memory_outlive_an_outage_of_the_shelf_and_only_one_request_waits_for_it() {
+    let shelf = Arc::new(ThrottledStore::new(InMemory::new(), ThrottleConfig::default()));
+    let site = Site { shelf: shelf.clone(), ..Site::new() };
+    let masters = Masters::of(&[1]);
+    let (here, there) = (site.process(&masters).await, site.process(&masters).await);
+    let (ours, theirs) = (blocks_of(tenant(1), 1, 3), blocks_of(tenant(2), 2, 3));
+    contract::store(&*here.tier, ours.clone()).await;
+    contract::store(&*there.tier, theirs.clone()).await;
+
+    let delay = |by: u64| shelf.config_mut(|config| config.wait_list_per_call = Duration::from_secs(by));
+    delay(3600);
+    let began = tokio::time::Instant::now();
+    assert_eq!((here.finds(&ours).await, here.finds(&theirs).await), (3, 0));
+    let answers = here.tier.store(blocks_of(tenant(3), 3, 5)).await;
+    assert!(answers.iter().all(|answer| matches!(answer, Err(StoreError::Io(_)))));
+    assert_eq!(began.elapsed().as_secs(), 10);
+
+    delay(0);
+    tokio::time::advance(Duration::from_secs(5)).await;
+    assert_eq!(here.finds(&theirs).await, 3);
+    assert_eq!(site.shredded(), 0);
 }
 
 #[tokio::test]
