@@ -3,7 +3,7 @@
 //! What to do about an event is the [`View`]'s decision; here it is done. A source that is behind is repaired by a snapshot,
 //! asked for beside everything else, while what is known of it goes on serving.
 
-mod view;
+pub(crate) mod view;
 
 use crate::fleet::Member;
 use crate::router::Core;

@@ -14,7 +14,7 @@ use kvbm::{ChainKey, Level};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 use tokio::time::Instant;
-use worker::engine::{Error, Request, Work};
+use worker::engine::{Error, ModelCard, Request, Work};
 use worker::plane::{Phase, WorkerId};
 
 /// Where a request goes, with what it takes booked.
@@ -40,6 +40,17 @@ pub(crate) struct Detour {
     pub(crate) patience: Duration,
     /// Seconds that the transfer should take.
     pub(crate) transfer: f64,
+}
+
+/// What is asked, as far as placing goes.
+#[derive(Clone, Copy)]
+pub(crate) struct Ask<'a> {
+    pub(crate) model: &'a str,
+    /// Tokens of the prompt.
+    pub(crate) tokens: usize,
+    /// Output tokens at most, if the request says.
+    pub(crate) max_tokens: Option<u32>,
+    pub(crate) work: &'a Work,
 }
 
 /// A worker that was considered.
@@ -74,6 +85,13 @@ const PATIENCE: (f64, Duration) = (10.0, Duration::from_secs(10));
 /// However wrong the estimate.
 const PATIENCE_MAX: Duration = Duration::from_mins(10);
 
+impl<'a> Ask<'a> {
+    fn of(request: &'a Request) -> Self {
+        let Request { model, tokens, stop, work, .. } = request;
+        Self { model, tokens: tokens.len(), max_tokens: stop.max_tokens, work }
+    }
+}
+
 impl Row<'_> {
     /// The cost of serving the request here, the better way.
     pub(crate) fn cost(&self) -> Cost {
@@ -81,6 +99,11 @@ impl Row<'_> {
             (Split::Apart, Some(apart)) => apart,
             _ => self.together,
         }
+    }
+
+    /// What the request brings here when all of it is done here.
+    pub(crate) fn amount(&self) -> Amount {
+        Amount { prefill_tokens: self.prompt.uncached(self.held), blocks: self.prompt.blocks, sequences: 1 }
     }
 
     fn candidate(&self) -> Candidate {
@@ -110,29 +133,30 @@ pub(crate) fn place(core: &Core, request: &Request, tried: &[WorkerId]) -> Resul
     let overlaps = Overlaps::of(core, request, serving);
     let _turn = core.deciding.lock().unwrap_or_else(PoisonError::into_inner);
     let draw = mix(core.settings.seed ^ core.fleet.choices());
-    let decision = decide(&core.settings, request, &roster, &overlaps, tried, draw)
+    let decision = decide(&core.settings, Ask::of(request), &roster, &overlaps, tried, draw, Instant::now())
         .ok_or_else(|| Error::Unavailable("no worker is left to try".to_owned()))?;
     let placement = book(core, request, &decision, tried);
     core.metrics.decision_seconds.observe(since.elapsed().as_secs_f64());
     Ok(placement)
 }
 
-fn decide<'a>(
+/// Decides; books nothing, knows no clock.
+pub(crate) fn decide<'a>(
     settings: &Settings,
-    request: &Request,
+    ask: Ask<'_>,
     roster: &'a Roster,
     overlaps: &Overlaps,
     tried: &[WorkerId],
     draw: u64,
+    now: Instant,
 ) -> Option<Decision<'a>> {
-    let now = Instant::now();
-    let serving = roster.serving(&request.model);
+    let serving = roster.serving(ask.model);
     let fresh = || {
-        let fits = |member: &&Arc<Member>| request.tokens.len() < member.instance.model.context;
+        let fits = |member: &&Arc<Member>| ask.tokens < member.instance.model.context;
         serving.iter().filter(fits).filter(|member| !tried.contains(&member.id()))
     };
     let prefill_only = |member: &&Arc<Member>| member.instance.phase == Phase::Prefill;
-    let parts = request.work == Work::Generate && settings.disaggregation != Disaggregation::Never;
+    let parts = *ask.work == Work::Generate && settings.disaggregation != Disaggregation::Never;
     let helpers = fresh().filter(prefill_only).filter(|member| parts && !member.avoided(now));
     let typical = {
         let all: Vec<Speeds> = serving.iter().map(|member| member.books.standing(now).speeds).collect();
@@ -141,7 +165,7 @@ fn decide<'a>(
     let row = |member: &'a Arc<Member>| {
         let mut standing = member.books.standing(now);
         standing.speeds = standing.speeds.or(&typical);
-        let (prompt, held) = (prompt(request, member), overlaps.of_member(member));
+        let (prompt, held) = (prompt(ask, member), overlaps.of_member(member));
         let mut together = Cost::together(prompt, held, &standing, settings.decode_weight);
         let phase = member.instance.phase;
         together.stall = disaggregate::stall(together.prefill, phase, standing.sequences, settings.decode_weight);
@@ -157,7 +181,7 @@ fn decide<'a>(
 
     // A prefill request goes to prefill workers; everything else to those who decode, and to the others only when nobody
     // else is there. In both cases a worker that is avoided still comes before none.
-    let suits = |member: &&Arc<Member>| member.decodes() != (request.work == Work::Prefill);
+    let suits = |member: &&Arc<Member>| member.decodes() != (*ask.work == Work::Prefill);
     let mut rows: Vec<Row<'a>> = fresh().filter(suits).filter(|member| !member.avoided(now)).map(row).collect();
     if rows.is_empty() {
         rows = fresh().filter(suits).map(row).collect();
@@ -187,8 +211,8 @@ fn book(core: &Core, request: &Request, decision: &Decision<'_>, tried: &[Worker
     let uncached = row.prompt.uncached(row.held);
     let amount = Amount {
         prefill_tokens: if apart.is_some() { 0 } else { uncached },
-        blocks: row.prompt.blocks,
         sequences: u64::from(request.work != Work::Prefill),
+        ..row.amount()
     };
     core.fleet.choose(row.member);
     core.metrics.requests.with_label_values(&[&row.member.id().to_string(), core.settings.policy.name()]).inc();
@@ -222,7 +246,7 @@ impl Row<'_> {
 }
 
 /// One prompt's overlap, for each way in which the workers of a model name blocks: nearly always one.
-struct Overlaps(Vec<(String, usize, Overlap)>);
+pub(crate) struct Overlaps(Vec<(String, usize, Overlap)>);
 
 impl Overlaps {
     fn of(core: &Core, request: &Request, serving: &[Arc<Member>]) -> Self {
@@ -239,6 +263,11 @@ impl Overlaps {
         Self(ways)
     }
 
+    /// The only way in which blocks are named.
+    pub(crate) fn only(card: &ModelCard, overlap: Overlap) -> Self {
+        Self(vec![(card.identity.clone(), card.block_size, overlap)])
+    }
+
     fn of_member(&self, member: &Member) -> Held {
         let card = &member.instance.model;
         let way = self.0.iter().find(|(identity, size, _)| *identity == card.identity && *size == card.block_size);
@@ -251,9 +280,9 @@ fn cacheable(tokens: u64, block_size: u64) -> u64 {
     tokens.saturating_sub(1) / block_size
 }
 
-fn prompt(request: &Request, member: &Member) -> Prompt {
+fn prompt(ask: Ask<'_>, member: &Member) -> Prompt {
     let block_size = member.instance.model.block_size as u64;
-    let tokens = request.tokens.len() as u64;
-    let output = request.stop.max_tokens.map_or(OUTPUT_TOKENS, |max| u64::from(max).min(OUTPUT_TOKENS));
+    let tokens = ask.tokens as u64;
+    let output = ask.max_tokens.map_or(OUTPUT_TOKENS, |max| u64::from(max).min(OUTPUT_TOKENS));
     Prompt { tokens, block_size, blocks: (tokens + output).div_ceil(block_size) }
 }
