@@ -1,6 +1,7 @@
 //! A place taken on a worker, given back by dropping it.
 
 use crate::load::{Amount, Books};
+use crate::promise::Promise;
 use std::sync::Arc;
 use tokio::time::Instant;
 
@@ -9,11 +10,13 @@ use tokio::time::Instant;
 pub(crate) struct Booking {
     books: Arc<Books>,
     number: u64,
+    /// What the request will leave behind in the cache.
+    _promise: Promise,
 }
 
 impl Booking {
-    pub(crate) fn new(books: &Arc<Books>, amount: Amount) -> Self {
-        Self { books: books.clone(), number: books.book(amount, Instant::now()) }
+    pub(crate) fn new(books: &Arc<Books>, amount: Amount, promise: Promise) -> Self {
+        Self { books: books.clone(), number: books.book(amount, Instant::now()), _promise: promise }
     }
 
     /// The request goes out now.

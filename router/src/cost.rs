@@ -32,6 +32,8 @@ pub(crate) struct Cost {
     pub(crate) handover: f64,
     /// Sharing steps with the sequences that decode there.
     pub(crate) decode: f64,
+    /// What those who come after wait for this prompt.
+    pub(crate) crowd: f64,
     /// What others wait while this prompt is computed on a worker that decodes.
     pub(crate) stall: f64,
 }
@@ -104,7 +106,7 @@ impl Cost {
 
     /// All of it.
     pub(crate) fn total(&self) -> f64 {
-        self.first_token() + self.decode + self.stall
+        self.first_token() + self.decode + self.stall + self.crowd
     }
 
     /// The request's own time to its first token.
@@ -120,6 +122,14 @@ impl Cost {
     fn busy(&self) -> f64 {
         self.queue + self.room
     }
+}
+
+/// What those who come after wait for a prompt that takes `prefill` seconds. As many come while it waits as wait now: `here`
+/// by the queue that it joins, `typical` by the average one. The first alone would send all long prompts to where the
+/// short ones are not; the second alone lets prompts stay where they queue too long. On an idle fleet nobody comes after,
+/// and the request looks at its own first token only; on a full one, what counts is that nothing is computed twice.
+pub(crate) fn crowd(prefill: f64, here: u64, typical: f64) -> f64 {
+    prefill * (here as f64 + typical)
 }
 
 /// The transfer of a hand-over alone.
@@ -178,6 +188,18 @@ mod tests {
         assert!(hit.total() <= miss.total() + 1e-9, "{hit:?} {miss:?}");
         let quick = Cost::together(PROMPT, Held::of([0, 50, 0, 0]), &slow, 1.0);
         assert!(quick.total() < hit.total());
+    }
+
+    #[test]
+    fn the_longer_the_queues_the_longer_one_waits_for_a_cached_prefix() {
+        let cost = |cached, waiting, prompts| {
+            let mut cost = Cost::together(PROMPT, Held::of([cached, 0, 0, 0]), &standing(waiting), 1.0);
+            cost.crowd = crowd(cost.prefill, prompts, prompts as f64);
+            cost.total()
+        };
+        // Half of a second is cached, three quarters are to be waited for.
+        assert!(cost(50, 750, 0) > cost(0, 0, 0), "alone, one computes it again");
+        assert!(cost(50, 4750, 4) < cost(0, 4000, 4), "before others, one does not");
     }
 
     #[test]

@@ -87,7 +87,7 @@ struct Considered {
 }
 
 fn considered(row: &Row<'_>, cost: &Cost) -> Considered {
-    let Cost { queue, room, prefill, onboard, handover, decode, stall } = *cost;
+    let Cost { queue, room, prefill, onboard, handover, decode, stall, crowd } = *cost;
     let terms = [
         ("queue", queue),
         ("room", room),
@@ -96,6 +96,7 @@ fn considered(row: &Row<'_>, cost: &Cost) -> Considered {
         ("handover", handover),
         ("decode", decode),
         ("stall", stall),
+        ("crowd", crowd),
     ];
     Considered {
         worker: row.member.id().to_string(),

@@ -43,6 +43,7 @@ mod index;
 mod load;
 mod metrics;
 mod place;
+mod promise;
 mod router;
 mod select;
 mod settings;

@@ -17,6 +17,8 @@ pub(crate) struct Amount {
     pub(crate) prefill_tokens: u64,
     /// Blocks that prompt and output will take.
     pub(crate) blocks: u64,
+    /// Prompts to compute there: 1 until the first token.
+    pub(crate) prompts: u64,
     /// Sequences: 1 for a request that decodes there.
     pub(crate) sequences: u64,
 }
@@ -43,6 +45,8 @@ pub(crate) struct Speeds {
 pub(crate) struct Standing {
     /// Prompt tokens to be computed before a new request's.
     pub(crate) waiting_tokens: u64,
+    /// Requests that wait there for their first token.
+    pub(crate) prompts: u64,
     /// Sequences that decode, or will.
     pub(crate) sequences: u64,
     /// G1 blocks in use by requests, or promised to them.
@@ -124,13 +128,17 @@ impl Books {
 
     /// The request will compute this many prompt tokens here, other than first booked.
     pub(crate) fn amend(&self, number: u64, prefill_tokens: u64) {
-        self.lock().change(number, |entry| entry.amount.prefill_tokens = prefill_tokens);
+        self.lock().change(number, |entry| {
+            entry.amount.prefill_tokens = prefill_tokens;
+            entry.amount.prompts = 1;
+        });
     }
 
     /// The first token is there: nothing is left to prefill.
     pub(crate) fn started(&self, number: u64) {
         self.lock().change(number, |entry| {
             entry.amount.prefill_tokens = 0;
+            entry.amount.prompts = 0;
             entry.started = true;
         });
     }
@@ -142,7 +150,7 @@ impl Books {
         state.change(number, |entry| left = std::mem::take(&mut entry.amount));
         let Some(entry) = state.open.remove(&number) else { return };
         if entry.seen != Seen::No {
-            state.ended.add(Amount { prefill_tokens: 0, ..left });
+            state.ended.add(Amount { prefill_tokens: 0, prompts: 0, ..left });
         }
         if entry.started {
             average(&mut state.residence, (now - entry.booked).as_secs_f64());
@@ -184,6 +192,7 @@ impl Books {
         let State { all, fresh, unsure, ended, step, resume, residence, .. } = &*state;
         let mut standing = Standing {
             waiting_tokens: all.prefill_tokens,
+            prompts: all.prompts,
             sequences: all.sequences,
             active_blocks: all.blocks,
             total_blocks: 0,
@@ -198,6 +207,8 @@ impl Books {
         };
         let sequences = u64::from(load.running) + u64::from(load.waiting);
         standing.waiting_tokens = join(load.waiting_tokens, |amount| amount.prefill_tokens);
+        // Those in the batch whose prompt is being computed wait, too; of others' the report does not say.
+        standing.prompts = join(u64::from(load.waiting), |amount| amount.prompts).max(all.prompts);
         standing.sequences = join(sequences, |amount| amount.sequences);
         standing.active_blocks = join(load.active_blocks, |amount| amount.blocks);
         standing.total_blocks = load.total_blocks;
@@ -237,12 +248,14 @@ impl State {
 impl Amount {
     fn add(&mut self, other: Self) {
         self.prefill_tokens += other.prefill_tokens;
+        self.prompts += other.prompts;
         self.blocks += other.blocks;
         self.sequences += other.sequences;
     }
 
     fn sub(&mut self, other: Self) {
         self.prefill_tokens -= other.prefill_tokens;
+        self.prompts -= other.prompts;
         self.blocks -= other.blocks;
         self.sequences -= other.sequences;
     }
@@ -250,16 +263,16 @@ impl Amount {
 
 impl Speeds {
     /// The middle of a road nobody has measured: each figure's mean over those who have one.
-    pub(crate) fn typical(all: &[Self]) -> Self {
+    pub(crate) fn typical<'a>(all: impl Iterator<Item = &'a Self> + Clone) -> Self {
         let mean = |of: &dyn Fn(&Self) -> Option<f64>| {
-            let (sum, count) = all.iter().filter_map(of).fold((0.0, 0), |(s, n), x| (s + x, n + 1));
+            let (sum, count) = all.clone().filter_map(of).fold((0.0, 0), |(s, n), x| (s + x, n + 1));
             (count > 0).then(|| sum / f64::from(count))
         };
         Self {
             prefill: mean(&|speeds| speeds.prefill),
             step: mean(&|speeds| speeds.step),
             block_bytes: mean(&|speeds| speeds.block_bytes),
-            onboard: std::array::from_fn(|level| all.iter().find_map(|speeds| speeds.onboard[level])),
+            onboard: std::array::from_fn(|level| all.clone().find_map(|speeds| speeds.onboard[level])),
             resume: mean(&|speeds| speeds.resume),
             residence: mean(&|speeds| speeds.residence),
         }
@@ -286,7 +299,7 @@ fn average(value: &mut Option<f64>, newest: f64) {
 mod tests {
     use super::*;
 
-    const REQUEST: Amount = Amount { prefill_tokens: 100, blocks: 10, sequences: 1 };
+    const REQUEST: Amount = Amount { prefill_tokens: 100, prompts: 1, blocks: 10, sequences: 1 };
 
     fn report(waiting_tokens: u64) -> Load {
         Load { waiting_tokens, ..Load::default() }
@@ -315,7 +328,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn what_was_not_sent_yet_counts_whatever_is_reported() {
         let books = Books::default();
-        let number = books.book(Amount { prefill_tokens: 0, ..REQUEST }, Instant::now());
+        let number = books.book(Amount { prefill_tokens: 0, prompts: 0, ..REQUEST }, Instant::now());
         tokio::time::advance(Duration::from_secs(1)).await;
         books.report(report(0), Instant::now());
         assert_eq!(books.standing(Instant::now()).active_blocks, 10);

@@ -5,12 +5,13 @@ use crate::cost::{self, Cost, Prompt};
 use crate::disaggregate::{self, Split};
 use crate::explain;
 use crate::fleet::{Member, Roster};
-use crate::index::{Held, Overlap};
+use crate::index::{Held, Index, Overlap};
 use crate::load::{Amount, Speeds, Standing};
+use crate::promise::Promises;
 use crate::router::Core;
 use crate::select::{Candidate, Why, mix, select};
 use crate::settings::{Disaggregation, Settings};
-use kvbm::{ChainKey, Level};
+use kvbm::{ChainKey, Level, SequenceHash};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 use tokio::time::Instant;
@@ -103,7 +104,8 @@ impl Row<'_> {
 
     /// What the request brings here when all of it is done here.
     pub(crate) fn amount(&self) -> Amount {
-        Amount { prefill_tokens: self.prompt.uncached(self.held), blocks: self.prompt.blocks, sequences: 1 }
+        let prefill_tokens = self.prompt.uncached(self.held);
+        Amount { prefill_tokens, prompts: 1, blocks: self.prompt.blocks, sequences: 1 }
     }
 
     fn candidate(&self) -> Candidate {
@@ -130,12 +132,13 @@ pub(crate) fn place(core: &Core, request: &Request, tried: &[WorkerId]) -> Resul
         return Err(Error::PromptTooLong { prompt, context });
     }
     // The long part, hashing and look-up, before the lock that decisions take turns on.
-    let overlaps = Overlaps::of(core, request, serving);
+    let mut overlaps = Overlaps::of(core, request, serving);
     let _turn = core.deciding.lock().unwrap_or_else(PoisonError::into_inner);
+    overlaps.extend(&core.promises);
     let draw = mix(core.settings.seed ^ core.fleet.choices());
     let decision = decide(&core.settings, Ask::of(request), &roster, &overlaps, tried, draw, Instant::now())
         .ok_or_else(|| Error::Unavailable("no worker is left to try".to_owned()))?;
-    let placement = book(core, request, &decision, tried);
+    let placement = book(core, request, &overlaps, &decision, tried);
     core.metrics.decision_seconds.observe(since.elapsed().as_secs_f64());
     Ok(placement)
 }
@@ -150,23 +153,27 @@ pub(crate) fn decide<'a>(
     draw: u64,
     now: Instant,
 ) -> Option<Decision<'a>> {
-    let serving = roster.serving(ask.model);
-    let fresh = || {
-        let fits = |member: &&Arc<Member>| ask.tokens < member.instance.model.context;
-        serving.iter().filter(fits).filter(|member| !tried.contains(&member.id()))
-    };
-    let prefill_only = |member: &&Arc<Member>| member.instance.phase == Phase::Prefill;
-    let parts = *ask.work == Work::Generate && settings.disaggregation != Disaggregation::Never;
-    let helpers = fresh().filter(prefill_only).filter(|member| parts && !member.avoided(now));
-    let typical = {
-        let all: Vec<Speeds> = serving.iter().map(|member| member.books.standing(now).speeds).collect();
-        Speeds::typical(&all)
-    };
-    let row = |member: &'a Arc<Member>| {
-        let mut standing = member.books.standing(now);
+    let mut everyone: Vec<(&Arc<Member>, Standing)> =
+        roster.serving(ask.model).iter().map(|member| (member, member.books.standing(now))).collect();
+    let typical = Speeds::typical(everyone.iter().map(|(_, standing)| &standing.speeds));
+    let mut waiting = 0;
+    for (_, standing) in &mut everyone {
         standing.speeds = standing.speeds.or(&typical);
+        waiting += standing.prompts;
+    }
+    let prompts_typical = waiting as f64 / everyone.len().max(1) as f64;
+    let fresh = || {
+        let fits = |(member, _): &&(&'a Arc<Member>, Standing)| ask.tokens < member.instance.model.context;
+        everyone.iter().filter(fits).filter(|(member, _)| !tried.contains(&member.id()))
+    };
+    let prefill_only = |(member, _): &&(&'a Arc<Member>, Standing)| member.instance.phase == Phase::Prefill;
+    let parts = *ask.work == Work::Generate && settings.disaggregation != Disaggregation::Never;
+    let helpers = fresh().filter(prefill_only).filter(|(member, _)| parts && !member.avoided(now));
+    let row = |(member, standing): &(&'a Arc<Member>, Standing)| {
+        let (member, standing) = (*member, *standing);
         let (prompt, held) = (prompt(ask, member), overlaps.of_member(member));
         let mut together = Cost::together(prompt, held, &standing, settings.decode_weight);
+        together.crowd = cost::crowd(together.prefill, standing.prompts, prompts_typical);
         let phase = member.instance.phase;
         together.stall = disaggregate::stall(together.prefill, phase, standing.sequences, settings.decode_weight);
         Row { member, prompt, held, standing, together, apart: None, split: Split::Together }
@@ -181,8 +188,8 @@ pub(crate) fn decide<'a>(
 
     // A prefill request goes to prefill workers; everything else to those who decode, and to the others only when nobody
     // else is there. In both cases a worker that is avoided still comes before none.
-    let suits = |member: &&Arc<Member>| member.decodes() != (*ask.work == Work::Prefill);
-    let mut rows: Vec<Row<'a>> = fresh().filter(suits).filter(|member| !member.avoided(now)).map(row).collect();
+    let suits = |(member, _): &&(&'a Arc<Member>, Standing)| member.decodes() != (*ask.work == Work::Prefill);
+    let mut rows: Vec<Row<'a>> = fresh().filter(suits).filter(|(member, _)| !member.avoided(now)).map(row).collect();
     if rows.is_empty() {
         rows = fresh().filter(suits).map(row).collect();
     }
@@ -200,7 +207,7 @@ pub(crate) fn decide<'a>(
     Some(Decision { rows, chosen, why, prefill })
 }
 
-fn book(core: &Core, request: &Request, decision: &Decision<'_>, tried: &[WorkerId]) -> Placement {
+fn book(core: &Core, request: &Request, overlaps: &Overlaps, decision: &Decision<'_>, tried: &[WorkerId]) -> Placement {
     let row = &decision.rows[decision.chosen];
     let wanted = request.explain || tracing::enabled!(tracing::Level::DEBUG);
     let explanation = wanted.then(|| explain::line(core.settings.policy, decision, tried));
@@ -211,22 +218,27 @@ fn book(core: &Core, request: &Request, decision: &Decision<'_>, tried: &[Worker
     let uncached = row.prompt.uncached(row.held);
     let amount = Amount {
         prefill_tokens: if apart.is_some() { 0 } else { uncached },
+        prompts: u64::from(apart.is_none()),
         sequences: u64::from(request.work != Work::Prefill),
         ..row.amount()
     };
+    let promise = |member: &Member| core.promises.make(member.slot, overlaps.names_of(member));
+    // What is handed over comes late: an event will tell of it, and nobody should queue behind it before.
+    let ours = if apart.is_some() { core.promises.make(row.member.slot, &[]) } else { promise(row.member) };
     core.fleet.choose(row.member);
     core.metrics.requests.with_label_values(&[&row.member.id().to_string(), core.settings.policy.name()]).inc();
     Placement {
         decode: row.member.clone(),
-        booking: Booking::new(&row.member.books, amount),
+        booking: Booking::new(&row.member.books, amount, ours),
         prefill: apart.map(|prefill| {
             core.fleet.choose(prefill.member);
             let tokens = prefill.prompt.uncached(prefill.held);
             let blocks = prefill.prompt.tokens.div_ceil(prefill.prompt.block_size);
+            let amount = Amount { prefill_tokens: tokens, prompts: 1, blocks, sequences: 0 };
             let seconds = prefill.together.first_token().min(PATIENCE_MAX.as_secs_f64()) * PATIENCE.0;
             Detour {
                 member: prefill.member.clone(),
-                booking: Booking::new(&prefill.member.books, Amount { prefill_tokens: tokens, blocks, sequences: 0 }),
+                booking: Booking::new(&prefill.member.books, amount, promise(prefill.member)),
                 patience: (PATIENCE.1 + Duration::from_secs_f64(seconds)).min(PATIENCE_MAX),
                 transfer: cost::transfer(&row.standing.speeds, Level::Peer, row.missing()),
             }
@@ -246,32 +258,57 @@ impl Row<'_> {
 }
 
 /// One prompt's overlap, for each way in which the workers of a model name blocks: nearly always one.
-pub(crate) struct Overlaps(Vec<(String, usize, Overlap)>);
+pub(crate) struct Overlaps(Vec<Way>);
+
+/// One way to name blocks.
+struct Way {
+    card: Arc<ModelCard>,
+    names: Vec<SequenceHash>,
+    overlap: Overlap,
+}
 
 impl Overlaps {
     fn of(core: &Core, request: &Request, serving: &[Arc<Member>]) -> Self {
-        let mut ways: Vec<(String, usize, Overlap)> = Vec::new();
+        let mut ways: Vec<Way> = Vec::new();
         for card in serving.iter().map(|member| &member.instance.model) {
-            if ways.iter().any(|(identity, size, _)| *identity == card.identity && *size == card.block_size) {
+            if ways.iter().any(|way| way.names_for(card)) {
                 continue;
             }
             let full = cacheable(request.tokens.len() as u64, card.block_size as u64) as usize;
             let cached = &request.tokens[..full * card.block_size];
             let names = ChainKey::root(&request.domain, &card.identity, None).names(cached, card.block_size);
-            ways.push((card.identity.clone(), card.block_size, core.index.overlap(&names)));
+            ways.push(Way { card: card.clone(), overlap: core.index.overlap(&names), names });
         }
         Self(ways)
     }
 
     /// The only way in which blocks are named.
-    pub(crate) fn only(card: &ModelCard, overlap: Overlap) -> Self {
-        Self(vec![(card.identity.clone(), card.block_size, overlap)])
+    pub(crate) fn only(card: Arc<ModelCard>, names: Vec<SequenceHash>, index: &Index) -> Self {
+        Self(vec![Way { card, overlap: index.overlap(&names), names }])
+    }
+
+    /// Adds what requests under way have promised.
+    pub(crate) fn extend(&mut self, promises: &Promises) {
+        self.0.iter_mut().for_each(|way| promises.extend(&mut way.overlap, &way.names));
+    }
+
+    /// The prompt's blocks as a member names them.
+    pub(crate) fn names_of(&self, member: &Member) -> &[SequenceHash] {
+        self.way(member).map_or(&[], |way| &way.names)
     }
 
     fn of_member(&self, member: &Member) -> Held {
-        let card = &member.instance.model;
-        let way = self.0.iter().find(|(identity, size, _)| *identity == card.identity && *size == card.block_size);
-        way.map_or_else(Held::default, |(.., overlap)| overlap.at(member.slot))
+        self.way(member).map_or_else(Held::default, |way| way.overlap.at(member.slot))
+    }
+
+    fn way(&self, member: &Member) -> Option<&Way> {
+        self.0.iter().find(|way| way.names_for(&member.instance.model))
+    }
+}
+
+impl Way {
+    fn names_for(&self, card: &ModelCard) -> bool {
+        self.card.identity == card.identity && self.card.block_size == card.block_size
     }
 }
 

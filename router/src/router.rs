@@ -5,6 +5,7 @@ use crate::feed::Feed;
 use crate::fleet::Fleet;
 use crate::index::Index;
 use crate::metrics::Metrics;
+use crate::promise::Promises;
 use crate::settings::Settings;
 use futures::FutureExt;
 use futures::future::BoxFuture;
@@ -29,6 +30,7 @@ pub(crate) struct Core {
     pub(crate) settings: Settings,
     pub(crate) fleet: Fleet,
     pub(crate) index: Index,
+    pub(crate) promises: Arc<Promises>,
     pub(crate) metrics: Metrics,
     /// Decisions take turns, so that each sees the bookings of those before it.
     pub(crate) deciding: Mutex<()>,
@@ -61,6 +63,7 @@ impl Router {
             settings,
             fleet: Fleet::default(),
             index: Index::new(),
+            promises: Arc::default(),
             metrics: Metrics::new(registry)?,
             deciding: Mutex::new(()),
             dead: OnceLock::new(),

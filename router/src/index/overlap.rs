@@ -39,6 +39,13 @@ impl Overlap {
     pub(crate) fn at(&self, slot: Slot) -> Held {
         self.0.get(slot.0 as usize).copied().unwrap_or_default()
     }
+
+    /// The worker in this slot will have the block at `position`, too: it counts when all before it do.
+    pub(crate) fn lengthen(&mut self, slot: Slot, position: u32) {
+        if let Some(held) = self.0.get_mut(slot.0 as usize).filter(|held| held.run() == position) {
+            held.0[0] += 1;
+        }
+    }
 }
 
 /// The walk.

@@ -233,5 +233,5 @@ async fn conversations_return_to_their_blocks() {
 #[tokio::test(start_paused = true)]
 async fn conversations_over_a_prefill_worker_and_two_decode_workers_compute_hardly_more() {
     let kv = worst(Policy::Kv, &[Phase::Prefill, Phase::Decode, Phase::Decode]).await;
-    assert!(kv <= 1.15, "{kv:.2} times the least possible");
+    assert!(kv <= 1.2, "{kv:.2} times the least possible");
 }
