@@ -1,6 +1,7 @@
 //! The command line. About ten flags; whatever else can be chosen is a key of the configuration, reached with `--set`.
 
 use crate::config::{Flag, Sources};
+use crate::replay::Replay;
 use clap::{Args, Parser, Subcommand};
 use std::path::PathBuf;
 
@@ -21,6 +22,9 @@ pub enum Command {
     /// Without --model this serves `small`, a built-in model with made-up weights: it computes real attention, and its text
     /// is meaningless. Stop it with Ctrl-C; it lets requests finish. A second Ctrl-C ends it at once.
     Serve(Serve),
+
+    /// Replay a recorded trace through the router with simulated workers, and compare policies.
+    Replay(Box<Replay>),
 }
 
 /// `blockyard serve`.
@@ -109,7 +113,7 @@ mod tests {
     #[test]
     fn the_last_of_two_equal_flags_wins_and_every_set_counts() {
         let line = "blockyard serve --listen 1 --listen 2 --set log.filter=warn --set router.seed=3";
-        let Command::Serve(serve) = Cli::try_parse_from(line.split(' ')).unwrap().command;
+        let Command::Serve(serve) = Cli::try_parse_from(line.split(' ')).unwrap().command else { panic!("not serve") };
         let flags = Sources { environment: vec![("HOME".into(), "/".into())], ..serve.sources() };
         let (config, _) = Config::load(&flags).unwrap();
         assert_eq!((config.listen.port, config.log.filter.as_str(), config.router.seed), (2, "warn", 3));

@@ -4,6 +4,7 @@ use anyhow::Context;
 use blockyard::cli::{Cli, Command, Serve};
 use blockyard::config::{self, Config, Log, LogFormat};
 use blockyard::node::Node;
+use blockyard::replay;
 use clap::Parser;
 use std::io::IsTerminal;
 use std::process::ExitCode;
@@ -11,8 +12,11 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tracing_subscriber::EnvFilter;
 
 fn main() -> ExitCode {
-    let Command::Serve(serve) = Cli::parse().command;
-    match run(&serve) {
+    let outcome = match Cli::parse().command {
+        Command::Serve(serve) => run(&serve),
+        Command::Replay(replay) => replay::run(&replay),
+    };
+    match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("error: {}", said(&error));

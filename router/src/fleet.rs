@@ -134,6 +134,14 @@ impl Fleet {
         self.change(|members| members.insert(member.id(), member));
     }
 
+    /// Adds many members at once.
+    pub(crate) fn join_all(&self, joining: impl Iterator<Item = Arc<Member>>) {
+        self.change(|members| {
+            members.extend(joining.map(|member| (member.id(), member)));
+            None
+        });
+    }
+
     /// Takes a member out, and tells those who wait for it.
     pub(crate) fn leave(&self, id: WorkerId) {
         self.change(|members| members.remove(&id));

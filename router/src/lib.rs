@@ -44,6 +44,7 @@ mod load;
 mod metrics;
 mod place;
 mod promise;
+pub mod replay;
 mod router;
 mod select;
 mod settings;

@@ -263,7 +263,7 @@ impl Amount {
 
 impl Speeds {
     /// The middle of a road nobody has measured: each figure's mean over those who have one.
-    pub(crate) fn typical<'a>(all: impl Iterator<Item = &'a Self> + Clone) -> Self {
+    pub(crate) fn typical<'a, All: Iterator<Item = &'a Self> + Clone>(all: &All) -> Self {
         let mean = |of: &dyn Fn(&Self) -> Option<f64>| {
             let (sum, count) = all.clone().filter_map(of).fold((0.0, 0), |(s, n), x| (s + x, n + 1));
             (count > 0).then(|| sum / f64::from(count))

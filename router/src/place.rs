@@ -155,7 +155,7 @@ pub(crate) fn decide<'a>(
 ) -> Option<Decision<'a>> {
     let mut everyone: Vec<(&Arc<Member>, Standing)> =
         roster.serving(ask.model).iter().map(|member| (member, member.books.standing(now))).collect();
-    let typical = Speeds::typical(everyone.iter().map(|(_, standing)| &standing.speeds));
+    let typical = Speeds::typical(&everyone.iter().map(|(_, standing)| &standing.speeds));
     let mut waiting = 0;
     for (_, standing) in &mut everyone {
         standing.speeds = standing.speeds.or(&typical);

@@ -1,0 +1,109 @@
+//! Replays a trace through this router on virtual time: what would have been, with other policies, rates and workers.
+//!
+//! ```text
+//!   trace ─▶ arrivals ─▶ Routing: index, books, cost, select ─▶ Engine: pool, batch, steps ─▶ figures, picture
+//!                           ▲                                     │
+//!                           └──── block events and reports ───────┘  (late, or lost, if asked for)
+//! ```
+//! The router's part is the live one's own code; only workers and time are made up. The same trace, options and seed give
+//! the same figures to the last bit. Look here in vain for disaggregation and retries: a replayed worker does
+//! everything, and does not fail.
+
+mod engine;
+mod figures;
+mod fleet;
+mod peers;
+mod picture;
+mod pool;
+mod profile;
+mod simulation;
+mod store;
+mod trace;
+
+#[cfg(test)]
+mod tests;
+
+pub use figures::{Figures, Slo};
+pub use picture::goodput_svg;
+pub use profile::{Profile, Store};
+pub use trace::{BLOCK_TOKENS, Trace, TraceError};
+
+use crate::settings::Policy;
+use simulation::Simulation;
+use std::time::Duration;
+
+/// Who chooses the worker.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Chooser {
+    /// A policy of this router.
+    Policy(Policy),
+    /// The cost function that NVIDIA Dynamo documents.
+    DynamoCost,
+    /// The cache-aware rule that SMG documents.
+    SmgCacheAware,
+}
+
+/// The fleet, and the planes between it and the router.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Options {
+    /// Each worker.
+    pub profile: Profile,
+    /// How many of them.
+    pub workers: usize,
+    /// How late block events and reports arrive.
+    pub lag: Duration,
+    /// The share of block events that never arrive.
+    pub loss: f64,
+    /// What is good enough.
+    pub slo: Slo,
+}
+
+impl Chooser {
+    /// Everybody, ours first.
+    pub fn all() -> Vec<Self> {
+        Policy::ALL.into_iter().map(Self::Policy).chain([Self::DynamoCost, Self::SmgCacheAware]).collect()
+    }
+
+    /// What it is called in output.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Policy(policy) => policy.name(),
+            Self::DynamoCost => "dynamo-cost",
+            Self::SmgCacheAware => "smg-cache-aware",
+        }
+    }
+}
+
+/// Replays a trace at a rate, in requests per second, with seeds 0, 1, … up to `seeds`, and averages.
+pub fn replay(trace: &Trace, options: &Options, chooser: Chooser, rate: f64, seeds: u64) -> Figures {
+    let of_seed = |seed| Simulation::new(trace, options, chooser, rate, seed).run().figures(rate, options.slo);
+    let all: Vec<Figures> = (0..seeds.max(1)).map(of_seed).collect();
+    Figures { name: chooser.name().to_owned(), ..Figures::over_seeds(&all) }
+}
+
+/// The highest rate, in requests per second, at which `least-loaded` keeps its p99 time to first token under
+/// [`SATURATED`] times what it is on an idle fleet. `progress` is told of every rate that was tried.
+pub fn capacity(trace: &Trace, options: &Options, mut progress: impl FnMut(f64, f64)) -> f64 {
+    let mut p99 = |rate| {
+        let p99 = replay(trace, options, Chooser::Policy(Policy::LeastLoaded), rate, 1).ttft_p99_s;
+        progress(rate, p99);
+        p99
+    };
+    // What a fleet that finds nothing in its caches, and decodes nothing, could compute.
+    let prefill: f64 = trace.requests.iter().map(|asked| options.profile.prefill_s(asked.input, 0)).sum();
+    let at_most = options.workers as f64 * trace.len() as f64 / prefill;
+    let limit = SATURATED * p99(at_most * IDLE);
+    let (mut low, mut high) = (at_most * 0.1, at_most * 2.0);
+    while high / low > 1.0 + PRECISION {
+        let middle = (low * high).sqrt();
+        *(if p99(middle) < limit { &mut low } else { &mut high }) = middle;
+    }
+    low
+}
+
+/// A fleet is saturated when the slowest first tokens take this many times as long as on an idle one.
+pub const SATURATED: f64 = 10.0;
+/// Of what a fleet can compute: so little that requests rarely meet.
+const IDLE: f64 = 0.02;
+/// Rates that are closer to each other than this are one rate.
+const PRECISION: f64 = 0.01;

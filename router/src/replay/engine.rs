@@ -1,0 +1,346 @@
+//! A simulated engine: continuous batching with chunked prefill, first come first served, over a block pool.
+//!
+//! ```text
+//!   accept ─▶ waiting ── room for all of it ─▶ (onboarding) ─▶ prefill, in chunks ─▶ decode, a token a step ─▶ gone
+//! ```
+//! Room for prompt and output is taken at once, so nobody is preempted. Output is nobody's prefix: a trace does not say
+//! what became of it.
+
+use super::pool::Pool;
+use super::profile::{Profile, Store};
+use super::store::Lru;
+use super::trace::{Asked, BLOCK_TOKENS};
+use kvbm::Level;
+use std::collections::VecDeque;
+use worker::plane::{Load, OnboardSpeed};
+
+/// One worker.
+pub(super) struct Engine {
+    pool: Pool,
+    host: Option<Lru>,
+    waiting: VecDeque<Sequence>,
+    running: Vec<Sequence>,
+    /// Prompt tokens that each of `running` computes in the step under way.
+    chunks: Vec<u64>,
+    /// Prompt tokens accepted and not yet computed.
+    waiting_tokens: u64,
+    prefill: Option<f64>,
+    decode_step: Option<f64>,
+    /// Nanoseconds spent in steps.
+    pub(super) busy_ns: u64,
+}
+
+struct Sequence {
+    request: u32,
+    /// Prompt tokens computed, or found.
+    computed: u64,
+    /// Leading blocks that are in the pool, held.
+    held: usize,
+    /// Blocks of its own.
+    private: u64,
+    generated: u64,
+    last_ns: u64,
+    /// When its onboarded blocks are there.
+    ready_ns: u64,
+    /// Of `held`, those that come up from below until then.
+    coming: usize,
+}
+
+/// A block came to a level, or went.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Change {
+    pub(super) level: Level,
+    pub(super) block: u32,
+    pub(super) stored: bool,
+}
+
+/// What others learn of a step.
+#[derive(Default)]
+pub(super) struct Effects {
+    pub(super) changes: Vec<Change>,
+    /// Requests taken into the batch, and the leading blocks that needed no computing.
+    pub(super) admitted: Vec<(u32, u64)>,
+    pub(super) first: Vec<u32>,
+    pub(super) finished: Vec<u32>,
+    /// Nanoseconds between one token and the next: of which request, how many.
+    pub(super) gaps: Vec<(u32, u64)>,
+}
+
+/// What a worker does next.
+pub(super) enum Turn {
+    /// A step of so many nanoseconds.
+    Step(u64),
+    /// Nothing, until then.
+    Wait(u64),
+    /// Nothing, until a request comes.
+    Rest,
+}
+
+/// How much a new measurement counts against the old ones.
+const NEWEST: f64 = 0.1;
+
+impl Engine {
+    pub(super) fn new(profile: &Profile) -> Self {
+        Self {
+            pool: Pool::new(profile.blocks()),
+            host: profile.host.map(|store| Lru::new(store.bytes / profile.block_bytes())),
+            waiting: VecDeque::new(),
+            running: Vec::new(),
+            chunks: Vec::new(),
+            waiting_tokens: 0,
+            prefill: None,
+            decode_step: None,
+            busy_ns: 0,
+        }
+    }
+
+    /// Whether a request could ever be served.
+    pub(super) fn fits(profile: &Profile, asked: &Asked) -> bool {
+        blocks_of(asked) <= profile.blocks()
+    }
+
+    pub(super) fn accept(&mut self, request: u32, asked: &Asked) {
+        self.waiting_tokens += asked.input;
+        self.waiting.push_back(Sequence {
+            request,
+            computed: 0,
+            held: 0,
+            private: 0,
+            generated: 0,
+            last_ns: 0,
+            ready_ns: 0,
+            coming: 0,
+        });
+    }
+
+    /// Takes in whom there is room for, and decides about the next step.
+    pub(super) fn turn(
+        &mut self,
+        now_ns: u64,
+        requests: &[Asked],
+        profile: &Profile,
+        shared: &mut Option<Lru>,
+        effects: &mut Effects,
+    ) -> Turn {
+        // Nobody takes room before there is a part of a step for him: until then it serves as cache.
+        let mut budget = self.budget(now_ns, requests, profile);
+        while budget > 0
+            && self.running.len() < profile.sequences
+            && let Some(next) = self.waiting.front()
+        {
+            let asked = &requests[next.request as usize];
+            let matched = self.pool.matched(&asked.blocks);
+            let Some(gone) = self.pool.take(&asked.blocks[..matched], blocks_of(asked)) else { break };
+            let Some(mut sequence) = self.waiting.pop_front() else { break };
+            let (coming, seconds) = self.below(profile, shared.as_ref(), &asked.blocks[matched..]);
+            self.demote(&gone, shared, effects);
+            sequence.held = matched;
+            sequence.coming = coming;
+            sequence.private = blocks_of(asked) - matched as u64;
+            sequence.computed = ((matched + coming) as u64 * BLOCK_TOKENS).min(asked.input - 1);
+            sequence.ready_ns = now_ns + nanoseconds(seconds);
+            self.waiting_tokens -= sequence.computed;
+            if seconds <= 0.0 {
+                budget = budget.saturating_sub(asked.input - sequence.computed);
+            }
+            effects.admitted.push((sequence.request, (matched + coming) as u64));
+            self.running.push(sequence);
+        }
+        self.plan(now_ns, requests, profile, effects)
+    }
+
+    /// Tokens of the next step that the batch as it is leaves over.
+    fn budget(&self, now_ns: u64, requests: &[Asked], profile: &Profile) -> u64 {
+        let wanted = self.running.iter().map(|sequence| match sequence {
+            Sequence { generated: 1.., .. } => 1,
+            Sequence { ready_ns, .. } if *ready_ns > now_ns => 0,
+            Sequence { request, computed, .. } => requests[*request as usize].input - computed,
+        });
+        profile.step_tokens.saturating_sub(wanted.sum())
+    }
+
+    /// Shares a step out: a token to everyone who decodes, what is left to prompts in the order in which they came.
+    fn plan(&mut self, now_ns: u64, requests: &[Asked], profile: &Profile, effects: &mut Effects) -> Turn {
+        let Self { running, chunks, pool, .. } = self;
+        let (mut decoding, mut context) = (0, 0);
+        for sequence in running.iter().filter(|sequence| sequence.generated > 0) {
+            decoding += 1;
+            context += sequence.computed + sequence.generated;
+        }
+        let mut budget = profile.step_tokens - decoding;
+        let (mut prompts, mut prefill_s, mut ready_ns) = (0, 0.0, u64::MAX);
+        chunks.clear();
+        for sequence in running.iter_mut() {
+            let asked = &requests[sequence.request as usize];
+            let mut chunk = 0;
+            if sequence.generated == 0 && sequence.ready_ns > now_ns {
+                ready_ns = ready_ns.min(sequence.ready_ns);
+            } else if sequence.generated == 0 {
+                for _ in 0..std::mem::take(&mut sequence.coming) {
+                    sequence.register(&asked.blocks, pool, effects);
+                }
+                chunk = budget.min(asked.input - sequence.computed);
+                prefill_s += profile.prefill_s(chunk, sequence.computed);
+                budget -= chunk;
+                prompts += chunk;
+            }
+            chunks.push(chunk);
+        }
+        if prompts == 0 && decoding == 0 {
+            return if ready_ns == u64::MAX { Turn::Rest } else { Turn::Wait(ready_ns) };
+        }
+        let decode_s = decoding as f64 * profile.sequence_s + context as f64 * profile.context_s;
+        let seconds = profile.step_s + decode_s + prefill_s;
+        if prompts > 0 {
+            average(&mut self.prefill, prompts as f64 / seconds);
+        } else {
+            average(&mut self.decode_step, seconds);
+        }
+        let step_ns = nanoseconds(seconds).max(1);
+        self.busy_ns += step_ns;
+        Turn::Step(step_ns)
+    }
+
+    /// The step that `turn` decided on has ended.
+    pub(super) fn stepped(&mut self, now_ns: u64, requests: &[Asked], shared: &mut Option<Lru>, effects: &mut Effects) {
+        let Self { running, chunks, pool, waiting_tokens, .. } = self;
+        for (sequence, chunk) in running.iter_mut().zip(chunks.iter()) {
+            let asked = &requests[sequence.request as usize];
+            if sequence.generated > 0 {
+                sequence.generated += 1;
+                effects.gaps.push((sequence.request, now_ns - sequence.last_ns));
+                sequence.last_ns = now_ns;
+                continue;
+            }
+            if *chunk == 0 {
+                continue;
+            }
+            sequence.computed += chunk;
+            *waiting_tokens -= chunk;
+            while (sequence.held as u64 + 1) * BLOCK_TOKENS <= sequence.computed
+                || (sequence.computed == asked.input && sequence.held < asked.blocks.len())
+            {
+                sequence.register(&asked.blocks, pool, effects);
+            }
+            if sequence.computed == asked.input {
+                sequence.generated = 1;
+                sequence.last_ns = now_ns;
+                effects.first.push(sequence.request);
+            }
+        }
+        running.retain(|sequence| {
+            let asked = &requests[sequence.request as usize];
+            let over = sequence.generated >= asked.output;
+            if over {
+                pool.leave(&asked.blocks[..sequence.held], sequence.private);
+                effects.finished.push(sequence.request);
+            }
+            !over
+        });
+        // What was computed also goes down at once, so that nothing is lost when it has to leave the device.
+        let fresh: Vec<u32> =
+            effects.changes.iter().filter(|c| c.level == Level::G1 && c.stored).map(|c| c.block).collect();
+        self.offload(&fresh, shared, effects);
+    }
+
+    /// How it is doing, as an engine would say it.
+    pub(super) fn load(&self, profile: &Profile) -> Load {
+        let speed = |level, store: &Store| OnboardSpeed {
+            level,
+            latency_seconds: store.latency_s,
+            bytes_per_second: store.bytes_per_second,
+        };
+        let stores = [(Level::G2, &profile.host), (Level::G3, &profile.shared)];
+        Load {
+            number: 0,
+            waiting_tokens: self.waiting_tokens,
+            running: self.running.len() as u32,
+            waiting: self.waiting.len() as u32,
+            active_blocks: self.pool.in_use(),
+            total_blocks: profile.blocks(),
+            prefill_tokens_per_second: self.prefill,
+            decode_step_seconds: self.decode_step,
+            block_bytes: profile.block_bytes(),
+            onboard: stores.into_iter().filter_map(|(level, store)| Some(speed(level, store.as_ref()?))).collect(),
+        }
+    }
+
+    /// What it would say in a snapshot.
+    pub(super) fn blocks(&self) -> impl Iterator<Item = (Level, u32)> {
+        let host = self.host.as_ref().map(Lru::blocks).unwrap_or_default();
+        self.pool.blocks().into_iter().map(|b| (Level::G1, b)).chain(host.into_iter().map(|b| (Level::G2, b)))
+    }
+
+    /// Leading blocks that come up from below, and how long that takes: no more than are quicker to load than to compute.
+    fn below(&self, profile: &Profile, shared: Option<&Lru>, blocks: &[u32]) -> (usize, f64) {
+        let in_host = |block: u32| self.host.as_ref().is_some_and(|host| host.holds(block));
+        let in_shared = |block: u32| shared.is_some_and(|shared| shared.holds(block));
+        let (mut from_host, mut from_shared) = (0, 0);
+        let mut best = (0, 0.0);
+        for block in blocks {
+            match (in_host(*block), in_shared(*block)) {
+                (true, _) => from_host += 1,
+                (false, true) => from_shared += 1,
+                (false, false) => break,
+            }
+            let seconds = profile.host.map_or(0.0, |store| profile.onboard_s(&store, from_host))
+                + profile.shared.map_or(0.0, |store| profile.onboard_s(&store, from_shared));
+            let loaded = from_host + from_shared;
+            if seconds < profile.prefill_s(loaded * BLOCK_TOKENS, 0) {
+                best = (loaded as usize, seconds);
+            }
+        }
+        best
+    }
+
+    /// Blocks that left the device. Whatever keeps them below keeps them longer.
+    fn demote(&mut self, gone: &[u32], shared: &mut Option<Lru>, effects: &mut Effects) {
+        effects.changes.extend(gone.iter().map(|block| Change { level: Level::G1, block: *block, stored: false }));
+        self.offload(gone, shared, effects);
+    }
+
+    fn offload(&mut self, blocks: &[u32], shared: &mut Option<Lru>, effects: &mut Effects) {
+        let mut keep = |store: &mut Lru, level, block| {
+            if !store.holds(block) {
+                effects.changes.push(Change { level, block, stored: true });
+            }
+            let gone = store.keep(block);
+            effects.changes.extend(gone.map(|block| Change { level, block, stored: false }));
+        };
+        for block in blocks {
+            if let Some(host) = &mut self.host {
+                keep(host, Level::G2, *block);
+            }
+            if let Some(shared) = shared {
+                keep(shared, Level::G3, *block);
+            }
+        }
+    }
+}
+
+impl Sequence {
+    /// Its next block is computed, or has come up.
+    fn register(&mut self, blocks: &[u32], pool: &mut Pool, effects: &mut Effects) {
+        let parent = self.held.checked_sub(1).map(|at| blocks[at]);
+        let block = blocks[self.held];
+        if pool.register(block, parent) {
+            effects.changes.push(Change { level: Level::G1, block, stored: true });
+        }
+        self.held += 1;
+        self.private -= 1;
+    }
+}
+
+/// Blocks that a request needs, output included.
+fn blocks_of(asked: &Asked) -> u64 {
+    // A prompt's last block may be half full, and is named by the trace all the same: output does not go on in it.
+    asked.blocks.len() as u64 + asked.output.div_ceil(BLOCK_TOKENS)
+}
+
+fn nanoseconds(seconds: f64) -> u64 {
+    (seconds * 1e9) as u64
+}
+
+fn average(value: &mut Option<f64>, newest: f64) {
+    *value = Some(value.map_or(newest, |value| value + NEWEST * (newest - value)));
+}

@@ -1,0 +1,247 @@
+//! The router in a replay: the live one's index, views, books, costs and choice, on virtual time.
+
+use super::engine::{Change, Engine};
+use super::peers::Peer;
+use super::trace::{self, Asked, BLOCK_TOKENS, unit};
+use super::{Chooser, Profile};
+use crate::feed::view::{Caught, Outcome, View};
+use crate::fleet::{Fleet, Member};
+use crate::index::Index;
+use crate::place::{Ask, Overlaps, decide};
+use crate::promise::{Promise, Promises};
+use crate::select::mix;
+use crate::settings::{Disaggregation, Settings};
+use futures::future::BoxFuture;
+use kvbm::{BlockEvent, Epoch, Level, SequenceHash};
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::time::Instant;
+use worker::engine::{self, ModelCard, OutputStream, Readiness, Request, Work};
+use worker::plane::{Instance, Load, Phase, Source, StoreId, WorkerId};
+
+/// The router, and what it believes.
+pub(super) struct Routing {
+    settings: Settings,
+    peer: Option<Peer>,
+    index: Index,
+    promises: Arc<Promises>,
+    fleet: Fleet,
+    members: Vec<Arc<Member>>,
+    card: Arc<ModelCard>,
+    /// By worker, and at the end for the shared store.
+    feeds: Vec<Feed>,
+    /// Virtual time starts here. Only differences are ever looked at.
+    start: Instant,
+    loss: f64,
+    draws: u64,
+    /// By request, while it is in flight.
+    placed: Vec<Option<Placed>>,
+}
+
+/// Where a request is, and what was booked for it.
+struct Placed {
+    worker: usize,
+    number: u64,
+    _promise: Promise,
+}
+
+/// What has been announced by a source, and how far that was followed.
+struct Feed {
+    source: Source,
+    number: u64,
+    view: View,
+}
+
+/// A message on its way from a source to the router.
+pub(super) enum Message {
+    Blocks(u64, BlockEvent),
+    Load(Load),
+}
+
+const EPOCH: Epoch = Epoch(1);
+const STORE: StoreId = StoreId(1);
+const MODEL: &str = "replay";
+
+/// Stands where a live worker's engine would be; nobody calls it.
+struct Simulated;
+
+impl engine::Engine for Simulated {
+    fn generate(&self, _: Request) -> BoxFuture<'_, Result<OutputStream, engine::Error>> {
+        Box::pin(std::future::ready(Err(engine::Error::Unavailable("simulated".to_owned()))))
+    }
+
+    fn models(&self) -> Vec<Arc<ModelCard>> {
+        Vec::new()
+    }
+
+    fn readiness(&self) -> Readiness {
+        Readiness::NotReady("simulated".to_owned())
+    }
+}
+
+impl Routing {
+    pub(super) fn new(chooser: Chooser, workers: usize, requests: usize, seed: u64, loss: f64) -> Self {
+        let (policy, peer) = match chooser {
+            Chooser::Policy(policy) => (policy, None),
+            Chooser::DynamoCost => (crate::Policy::Kv, Some(Peer::dynamo(workers))),
+            Chooser::SmgCacheAware => (crate::Policy::Kv, Some(Peer::smg(workers))),
+        };
+        let card = Arc::new(ModelCard {
+            id: MODEL.to_owned(),
+            identity: MODEL.to_owned(),
+            created: 0,
+            context: usize::MAX,
+            block_size: BLOCK_TOKENS as usize,
+            vocabulary: 0,
+            eos: Vec::new(),
+            tokenizer: "".into(),
+            chat_template: None,
+            special_tokens: Vec::new(),
+            random_weights: true,
+        });
+        let (index, fleet) = (Index::new(), Fleet::default());
+        let members: Vec<Arc<Member>> = (0..workers as u64)
+            .map(|id| {
+                let (id, stores) = (WorkerId(id), vec![STORE]);
+                let slot = index.join(id, &stores);
+                let instance = Instance { id, epoch: EPOCH, phase: Phase::Both, model: card.clone(), stores };
+                Arc::new(Member::new(Arc::new(instance), Arc::new(Simulated), slot, None))
+            })
+            .collect();
+        fleet.join_all(members.iter().cloned());
+        let sources = (0..workers as u64).map(|id| Source::Worker(WorkerId(id))).chain([Source::Store(STORE)]);
+        let feed = |source| {
+            let mut view = View::of_life(Some(EPOCH));
+            view.snapshot(EPOCH, 0);
+            Feed { source, number: 0, view }
+        };
+        Self {
+            settings: Settings { policy, disaggregation: Disaggregation::Never, seed, ..Settings::default() },
+            peer,
+            index,
+            promises: Arc::default(),
+            fleet,
+            members,
+            card,
+            feeds: sources.map(feed).collect(),
+            start: Instant::now(),
+            loss,
+            draws: seed,
+            placed: (0..requests).map(|_| None).collect(),
+        }
+    }
+
+    /// Where a request goes; it is booked there.
+    pub(super) fn place(&mut self, now_ns: u64, request: u32, asked: &Asked) -> usize {
+        let now = self.at(now_ns);
+        let names: Vec<SequenceHash> = asked.blocks.iter().map(|block| trace::name(*block)).collect();
+        let mut overlaps = Overlaps::only(self.card.clone(), names, &self.index);
+        overlaps.extend(&self.promises);
+        let roster = self.fleet.roster();
+        let draw = mix(self.settings.seed ^ self.fleet.choices());
+        // A router does not know how long an answer will be.
+        let ask = Ask { model: MODEL, tokens: asked.input as usize, max_tokens: None, work: &Work::Generate };
+        let Some(decision) = decide(&self.settings, ask, &roster, &overlaps, &[], draw, now) else { return 0 };
+        let rows = &decision.rows;
+        let worker = match &mut self.peer {
+            Some(peer) => peer.choose(request, asked, |at| rows[at].held.run()),
+            None => decision.chosen,
+        };
+        let member = &self.members[worker];
+        self.fleet.choose(member);
+        let number = member.books.book(rows[worker].amount(), now);
+        member.books.sent(number, now);
+        let promise = self.promises.make(member.slot, overlaps.names_of(member));
+        self.placed[request as usize] = Some(Placed { worker, number, _promise: promise });
+        worker
+    }
+
+    /// The request has its first token.
+    pub(super) fn started(&mut self, request: u32) {
+        let Some(Placed { worker, number, .. }) = self.placed[request as usize] else { return };
+        self.members[worker].books.started(number);
+        if let Some(peer) = &mut self.peer {
+            peer.started(worker, request);
+        }
+    }
+
+    /// The request has ended.
+    pub(super) fn finished(&mut self, now_ns: u64, request: u32, asked: &Asked) {
+        let Some(Placed { worker, number, .. }) = self.placed[request as usize].take() else { return };
+        self.members[worker].books.release(number, self.at(now_ns));
+        if let Some(peer) = &mut self.peer {
+            peer.finished(worker, asked);
+        }
+    }
+
+    /// A worker announces what changed. Answers with the messages that are not lost on their way, and from which feed.
+    pub(super) fn announce(&mut self, worker: usize, changes: &[Change]) -> Vec<(usize, Message)> {
+        let mut messages = Vec::new();
+        for run in changes.chunk_by(|a, b| (a.level, a.stored) == (b.level, b.stored)) {
+            let (level, stored) = (run[0].level, run[0].stored);
+            let blocks = run.iter().map(|change| trace::name(change.block)).collect();
+            let event = if stored {
+                BlockEvent::Stored { level, parent: None, blocks }
+            } else {
+                BlockEvent::Removed { level, blocks }
+            };
+            let feed = if level == Level::G3 { self.members.len() } else { worker };
+            self.feeds[feed].number += 1;
+            self.draws = mix(self.draws);
+            if unit(self.draws) >= self.loss {
+                messages.push((feed, Message::Blocks(self.feeds[feed].number, event)));
+            }
+        }
+        messages
+    }
+
+    /// A worker's report, as it leaves.
+    pub(super) fn report(&self, worker: usize, engine: &Engine, profile: &Profile) -> Message {
+        Message::Load(Load { number: self.feeds[worker].number, ..engine.load(profile) })
+    }
+
+    /// A message arrives. Whether the source's snapshot is needed.
+    pub(super) fn receive(&mut self, now_ns: u64, from: usize, message: Message) -> bool {
+        let now = self.at(now_ns);
+        let feed = &mut self.feeds[from];
+        match message {
+            Message::Load(load) => {
+                let behind = feed.view.behind(EPOCH, load.number, now);
+                self.members[from].books.report(load, now);
+                behind
+            }
+            Message::Blocks(number, event) => match feed.view.event(EPOCH, number, event) {
+                Outcome::Apply(event) => {
+                    self.index.apply(feed.source, &event);
+                    false
+                }
+                outcome => matches!(outcome, Outcome::Gap | Outcome::NewLife),
+            },
+        }
+    }
+
+    /// A snapshot of a source, taken now, arrives. Whether another is needed.
+    pub(super) fn repair(&mut self, from: usize, blocks: impl Iterator<Item = (Level, u32)>) -> bool {
+        let feed = &mut self.feeds[from];
+        let blocks: Vec<_> = blocks.map(|(level, block)| (level, trace::name(block))).collect();
+        match feed.view.snapshot(EPOCH, feed.number) {
+            Caught::Outdated => true,
+            caught => {
+                self.index.replace(feed.source, &blocks);
+                let (events, again) = match caught {
+                    Caught::Gap(events) => (events, true),
+                    Caught::Up(events) => (events, false),
+                    Caught::Outdated => (Vec::new(), true),
+                };
+                for event in &events {
+                    self.index.apply(feed.source, event);
+                }
+                again
+            }
+        }
+    }
+
+    fn at(&self, now_ns: u64) -> Instant {
+        self.start + Duration::from_nanos(now_ns)
+    }
+}

@@ -1,0 +1,152 @@
+use super::*;
+
+const FIXTURE: &str = include_str!("../../tests/fixtures/conversation.jsonl");
+const H100: &str = include_str!("../../../deploy/profiles/h100-8b.toml");
+const KV: Chooser = Chooser::Policy(Policy::Kv);
+const LEAST_LOADED: Chooser = Chooser::Policy(Policy::LeastLoaded);
+
+fn fixture() -> Trace {
+    Trace::read(FIXTURE.as_bytes()).unwrap()
+}
+
+/// Memory for a tenth of the fixture on each worker, so that caches have to choose.
+fn options(workers: usize) -> Options {
+    let profile: Profile = toml::from_str(H100).unwrap();
+    profile.check().unwrap();
+    let profile = Profile { device_bytes: 200 * profile.block_bytes(), ..profile };
+    let slo = Slo { ttft: Duration::from_secs(2), itl: Duration::from_millis(100) };
+    Options { profile, workers, lag: Duration::from_millis(5), loss: 0.0, slo }
+}
+
+fn with_stores(mut options: Options) -> Options {
+    let store = Store { bytes: 300 * options.profile.block_bytes(), bytes_per_second: 20e9, latency_s: 0.001 };
+    options.profile.host = Some(store);
+    options.profile.shared = Some(Store { bytes: 10 * store.bytes, bytes_per_second: 5e9, ..store });
+    options
+}
+
+fn line(timestamp: u64, input: u64, output: u64, blocks: &[u32]) -> String {
+    let request = serde_json::json!({
+        "timestamp": timestamp, "input_length": input, "output_length": output, "hash_ids": blocks,
+    });
+    request.to_string() + "\n"
+}
+
+/// A second per full block, nothing else.
+fn by_hand() -> Options {
+    let profile = Profile {
+        name: "hand".into(),
+        origin: "made up".into(),
+        step_s: 0.001,
+        sequence_s: 0.0,
+        context_s: 0.0,
+        token_s: 1.0 / 512.0,
+        attention_s: 0.0,
+        step_tokens: 100_000,
+        sequences: 8,
+        kv_bytes_per_token: 1,
+        device_bytes: 512 * 20,
+        host: None,
+        shared: None,
+    };
+    Options { profile, lag: Duration::ZERO, ..options(1) }
+}
+
+#[test]
+fn the_same_seed_gives_the_same_bytes_and_another_seed_does_not() {
+    let (trace, options) = (fixture(), Options { loss: 0.1, ..with_stores(options(4)) });
+    for chooser in Chooser::all() {
+        let run = || serde_json::to_string(&replay(&trace, &options, chooser, 8.0, 2)).unwrap();
+        assert_eq!(run(), run(), "{}", chooser.name());
+    }
+    let of_seed = |seed| Simulation::new(&trace, &options, KV, 8.0, seed).run().figures(8.0, options.slo);
+    assert_ne!(of_seed(0), of_seed(1));
+}
+
+#[test]
+fn every_request_ends_and_no_hit_comes_from_nowhere() {
+    let trace = fixture();
+    for options in [options(3), with_stores(options(3)), Options { loss: 0.2, ..with_stores(options(3)) }] {
+        for chooser in Chooser::all() {
+            let figures = replay(&trace, &options, chooser, 20.0, 1);
+            assert_eq!((figures.finished, figures.refused), (trace.len() as u64, 0), "{}", chooser.name());
+            assert!(figures.hit_rate <= trace.bound() + 1e-9, "{} hits {}", chooser.name(), figures.hit_rate);
+            assert!(figures.imbalance >= 1.0 && figures.ttft_p50_s <= figures.ttft_p99_s);
+        }
+    }
+}
+
+#[test]
+fn three_requests_by_hand() {
+    // Two blocks; the same again and one more, an hour later; one block while the second is computed.
+    let text = line(0, 1024, 3, &[1, 2]) + &line(3_600_000, 1536, 1, &[1, 2, 3]) + &line(3_600_001, 512, 1, &[4]);
+    let trace = Trace::read(text.as_bytes()).unwrap();
+    let options = by_hand();
+    // At the recorded rate; the last arrival has no step to be moved in, so times are exact but for the spread of the rest.
+    let outcome = Simulation::new(&trace, &options, KV, trace.rate(), 0).run();
+    let ttft: Vec<f64> = outcome.served.iter().map(|s| (s.first_ns - s.arrived_ns) as f64 / 1e9).collect();
+    assert!((ttft[0] - 2.001).abs() < 1e-6, "two blocks and a step: {ttft:?}");
+    assert!((ttft[1] - 1.001).abs() < 1e-6, "one of three is new: {ttft:?}");
+    let queued = outcome.served[1].first_ns - outcome.served[2].arrived_ns;
+    assert!((ttft[2] - queued as f64 / 1e9 - 1.001).abs() < 1e-6, "then its own: {ttft:?}");
+    assert_eq!(outcome.served.iter().map(|s| s.hits).collect::<Vec<_>>(), [0, 2, 0]);
+    let decoded = outcome.served[0].ended_ns - outcome.served[0].first_ns;
+    assert_eq!(decoded, 2_000_000, "two more tokens, a step each");
+}
+
+#[test]
+fn a_request_that_fits_nobody_is_left_out() {
+    let text = line(0, 512 * 21, 1, &(0..21).collect::<Vec<u32>>()) + &line(1, 512, 1, &[0]);
+    let figures = replay(&Trace::read(text.as_bytes()).unwrap(), &by_hand(), KV, 1.0, 1);
+    assert_eq!((figures.finished, figures.refused), (1, 1));
+}
+
+#[test]
+fn kv_finds_more_and_waits_less_than_those_who_do_not_look() {
+    let (trace, options) = (fixture(), options(4));
+    for rate in [6.0, 12.0, 20.0] {
+        let [kv, least_loaded, random] = [KV, LEAST_LOADED, Chooser::Policy(Policy::Random)]
+            .map(|chooser| replay(&trace, &options, chooser, rate, 3));
+        assert!(kv.hit_rate > least_loaded.hit_rate && kv.hit_rate > random.hit_rate, "{kv:?} {least_loaded:?}");
+        assert!(kv.ttft_mean_s < least_loaded.ttft_mean_s, "at {rate}/s: {kv:?} {least_loaded:?}");
+        assert!(least_loaded.ttft_mean_s < random.ttft_mean_s, "at {rate}/s: {least_loaded:?} {random:?}");
+    }
+}
+
+#[test]
+fn lost_events_cost_little_and_stores_bring_back_what_was_evicted() {
+    let (trace, exact) = (fixture(), options(4));
+    let hit_rate = |options: &Options| replay(&trace, options, KV, 12.0, 3).hit_rate;
+    let lossy = hit_rate(&Options { loss: 0.1, ..exact.clone() });
+    let all = hit_rate(&exact);
+    assert!(lossy > all - 0.02, "{lossy} of {all}");
+    assert!(hit_rate(&with_stores(exact)) > all + 0.02);
+}
+
+#[test]
+fn capacity_is_where_least_loaded_waits_ten_times_as_long() {
+    let (trace, options) = (fixture(), options(2));
+    let mut tried = Vec::new();
+    let found = capacity(&trace, &options, |rate, p99| tried.push((rate, p99)));
+    let idle = tried[0].1;
+    let p99 = |rate| replay(&trace, &options, LEAST_LOADED, rate, 1).ttft_p99_s;
+    assert!(p99(found) < SATURATED * idle && p99(found * 1.1) >= SATURATED * idle, "{found} of {tried:?}");
+}
+
+#[test]
+fn the_picture_has_a_line_per_policy_and_names_on_its_axes() {
+    let figures: Vec<Figures> = [("kv", 1.0), ("a<b", 1.0), ("kv", 2.0)]
+        .map(|(name, rate)| Figures {
+            name: name.into(),
+            rate_rps: rate,
+            goodput_rps: rate / 2.0,
+            ..Figures::default()
+        })
+        .into();
+    let svg = goodput_svg(&figures, "two & three");
+    assert_eq!((svg.matches("<polyline").count(), svg.matches("<circle").count()), (2, 3));
+    for text in ["requests offered per second", "two &amp; three", "a&lt;b", ">kv<"] {
+        assert!(svg.contains(text), "{text}");
+    }
+    assert!(!svg.contains("NaN") && !svg.contains("inf"));
+}

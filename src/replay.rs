@@ -1,0 +1,244 @@
+//! `blockyard replay`: asks the router what would have been, and prints it. Figures go to standard output, progress to
+//! standard error.
+
+use anyhow::{Context, bail};
+use router::replay::{self, Chooser, Figures, Options, Profile, Slo, Trace};
+use serde::Serialize;
+use std::fs::File;
+use std::io::{BufReader, Write, stdin, stdout};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+/// `blockyard replay`.
+#[derive(clap::Args, Debug)]
+#[command(
+    after_help = "A load of 1 is the highest rate at which least-loaded keeps its p99 time to first token under ten \
+    times what it is on an idle fleet; it is found first, and printed. The same trace, options and seeds print the same \
+    figures, byte for byte."
+)]
+pub struct Replay {
+    /// A trace in Mooncake's format (a line of JSON per request: `timestamp`, `input_length`, `output_length`, `hash_ids`);
+    /// - reads standard input
+    trace: PathBuf,
+
+    /// Simulated workers
+    #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    workers: u32,
+
+    /// Policies, of: kv, round-robin, least-loaded, random, power-of-two, and of others as they describe themselves:
+    /// dynamo-cost, smg-cache-aware [default: all]
+    #[arg(long, value_name = "NAME,…", value_delimiter = ',', value_parser = chooser)]
+    policy: Vec<Chooser>,
+
+    /// Rates, as multiples of capacity
+    #[arg(long, value_name = "X,…", value_delimiter = ',', default_values_t = [0.6, 0.8, 1.0, 1.2], value_parser = positive)]
+    load: Vec<f64>,
+
+    /// Rates in requests per second, instead of loads
+    #[arg(long, value_name = "RPS,…", value_delimiter = ',', value_parser = positive, conflicts_with = "load")]
+    rate: Vec<f64>,
+
+    /// Runs per policy and load, whose figures are averaged
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=1000))]
+    seeds: u64,
+
+    /// How fast a worker is, and what it keeps: a TOML file like deploy/profiles/h100-8b.toml [default: that one]
+    #[arg(long, value_name = "FILE")]
+    profile: Option<PathBuf>,
+
+    /// How late block events and reports reach the router
+    #[arg(long, value_name = "TIME", default_value = "5ms", value_parser = duration)]
+    lag: Duration,
+
+    /// The share of block events that get lost
+    #[arg(long, value_name = "SHARE", default_value_t = 0.0, value_parser = share)]
+    loss: f64,
+
+    /// Goodput counts answers whose first token comes within this time …
+    #[arg(long, value_name = "TIME", default_value = "2s", value_parser = duration)]
+    slo_ttft: Duration,
+
+    /// … and whose other tokens follow each other within this time on average
+    #[arg(long, value_name = "TIME", default_value = "100ms", value_parser = duration)]
+    slo_itl: Duration,
+
+    /// Draw goodput over load into this file
+    #[arg(long, value_name = "FILE")]
+    svg: Option<PathBuf>,
+
+    /// Print for programs
+    #[arg(long)]
+    json: bool,
+}
+
+const H100: &str = include_str!("../deploy/profiles/h100-8b.toml");
+
+/// What `--json` prints.
+#[derive(Serialize)]
+struct Report<'a> {
+    profile: &'a str,
+    workers: usize,
+    requests: usize,
+    recorded_rps: f64,
+    hit_rate_bound: f64,
+    capacity_rps: Option<f64>,
+    lag_s: f64,
+    loss: f64,
+    slo_ttft_s: f64,
+    slo_itl_s: f64,
+    seeds: u64,
+    policies: Vec<Figures>,
+}
+
+/// Runs the command.
+pub fn run(args: &Replay) -> anyhow::Result<()> {
+    let trace = read(args)?;
+    let slo = Slo { ttft: args.slo_ttft, itl: args.slo_itl };
+    let profile = profile(args)?;
+    let options = Options { profile, workers: args.workers as usize, lag: args.lag, loss: args.loss, slo };
+    let bound = trace.bound();
+    eprintln!(
+        "{} requests, {:.2}/s as recorded; an endless cache would hit {:.1} %",
+        trace.len(),
+        trace.rate(),
+        bound * 100.0
+    );
+
+    let capacity = args.rate.is_empty().then(|| {
+        let found =
+            replay::capacity(&trace, &options, |rate, p99| eprintln!("  {rate:8.2}/s: p99 first token {p99:.3} s"));
+        eprintln!("capacity of {} workers: {found:.2} requests/s", args.workers);
+        found
+    });
+    let rates: Vec<(Option<f64>, f64)> = match capacity {
+        Some(capacity) => args.load.iter().map(|load| (Some(*load), load * capacity)).collect(),
+        None => args.rate.iter().map(|rate| (None, *rate)).collect(),
+    };
+    let choosers = if args.policy.is_empty() { Chooser::all() } else { args.policy.clone() };
+    let mut policies = Vec::new();
+    for (load, rate) in rates {
+        for chooser in &choosers {
+            let since = Instant::now();
+            let figures = Figures { load, ..replay::replay(&trace, &options, *chooser, rate, args.seeds) };
+            let (took, simulated) = (since.elapsed().as_secs_f64(), figures.makespan_s * args.seeds as f64);
+            eprintln!("  {:<16} {rate:8.2}/s: {simulated:.0} s in {took:.2} s", chooser.name());
+            policies.push(figures);
+        }
+    }
+    if let Some(path) = &args.svg {
+        let title = format!(
+            "{} × {}: first token within {:?}, then {:?} a token",
+            args.workers, options.profile.name, args.slo_ttft, args.slo_itl
+        );
+        std::fs::write(path, replay::goodput_svg(&policies, &title))
+            .with_context(|| format!("--svg {}", path.display()))?;
+    }
+    let report = Report {
+        profile: &options.profile.name,
+        workers: options.workers,
+        requests: trace.len(),
+        recorded_rps: trace.rate(),
+        hit_rate_bound: bound,
+        capacity_rps: capacity,
+        lag_s: args.lag.as_secs_f64(),
+        loss: args.loss,
+        slo_ttft_s: slo.ttft.as_secs_f64(),
+        slo_itl_s: slo.itl.as_secs_f64(),
+        seeds: args.seeds,
+        policies,
+    };
+    let text = if args.json { serde_json::to_string_pretty(&report)? + "\n" } else { table(&report) };
+    stdout().write_all(text.as_bytes()).context("standard output")
+}
+
+fn read(args: &Replay) -> anyhow::Result<Trace> {
+    let name = args.trace.display();
+    let trace = if args.trace.as_os_str() == "-" {
+        Trace::read(stdin().lock())
+    } else {
+        Trace::read(BufReader::new(File::open(&args.trace).with_context(|| format!("{name}"))?))
+    };
+    trace.with_context(|| format!("{name}"))
+}
+
+fn profile(args: &Replay) -> anyhow::Result<Profile> {
+    let (name, text) = match &args.profile {
+        None => ("the built-in profile".to_owned(), H100.to_owned()),
+        Some(path) => {
+            let name = format!("--profile {}", path.display());
+            let text = std::fs::read_to_string(path).with_context(|| name.clone())?;
+            (name, text)
+        }
+    };
+    let profile: Profile = toml::from_str(&text).with_context(|| name.clone())?;
+    if let Err(wrong) = profile.check() {
+        bail!("{name}: {wrong}");
+    }
+    Ok(profile)
+}
+
+fn table(report: &Report<'_>) -> String {
+    let Report { workers, profile, requests, hit_rate_bound: bound, .. } = report;
+    let capacity = report.capacity_rps.map_or(String::new(), |capacity| format!(", capacity {capacity:.2} requests/s"));
+    let mut lines = vec![
+        format!("{workers} × {profile}, {requests} requests, hit rate at most {:.1} %{capacity}\n", bound * 100.0),
+        " load   req/s policy             hit   TTFT mean     p50     p90     p99   ITL p50   p90   p99  goodput   good  imbal"
+            .to_owned(),
+    ];
+    lines.extend(report.policies.iter().map(row));
+    let refused = report.policies.iter().map(|f| f.refused).max().filter(|refused| *refused > 0);
+    lines.extend(refused.map(|refused| format!("\n{refused} requests did not fit any worker and were left out.")));
+    lines.join("\n") + "\n"
+}
+
+fn row(f: &Figures) -> String {
+    let load = f.load.map_or(String::new(), |load| format!("{load:.2}"));
+    let ttft = format!("{:8.3} s {:7.3} {:7.3} {:7.3}", f.ttft_mean_s, f.ttft_p50_s, f.ttft_p90_s, f.ttft_p99_s);
+    let itl = format!("{:6.1} ms {:5.1} {:5.1}", f.itl_p50_s * 1e3, f.itl_p90_s * 1e3, f.itl_p99_s * 1e3);
+    let good = format!("{:6.2}/s {:4.0} %", f.goodput_rps, f.good * 100.0);
+    let hit = f.hit_rate * 100.0;
+    format!("{load:>5} {:7.2} {:<16} {hit:4.1} % {ttft} {itl} {good} {:6.2}", f.rate_rps, f.name, f.imbalance)
+}
+
+fn chooser(name: &str) -> Result<Chooser, String> {
+    let names: Vec<&str> = Chooser::all().into_iter().map(Chooser::name).collect();
+    Chooser::all()
+        .into_iter()
+        .find(|each| each.name() == name)
+        .ok_or_else(|| format!("expected one of {}", names.join(", ")))
+}
+
+fn positive(text: &str) -> Result<f64, String> {
+    text.parse().ok().filter(|x: &f64| x.is_finite() && *x > 0.0).ok_or_else(|| "expected a number above 0".into())
+}
+
+fn share(text: &str) -> Result<f64, String> {
+    text.parse()
+        .ok()
+        .filter(|x| (0.0..1.0).contains(x))
+        .ok_or_else(|| "expected a number from 0 up to, not including, 1".into())
+}
+
+fn duration(text: &str) -> Result<Duration, String> {
+    let units = [("us", 1e-6), ("ms", 1e-3), ("s", 1.0)];
+    let parsed = units.iter().find_map(|(unit, seconds)| Some(text.strip_suffix(unit)?.parse::<f64>().ok()? * seconds));
+    let parsed = parsed.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+    parsed.ok_or_else(|| "expected a time like 2s or 100ms".into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_built_in_profile_is_sound() {
+        toml::from_str::<Profile>(H100).unwrap().check().unwrap();
+    }
+
+    #[test]
+    fn times_are_read_with_their_unit() {
+        assert_eq!(duration("2s"), Ok(Duration::from_secs(2)));
+        assert_eq!(duration("1.5ms"), Ok(Duration::from_micros(1500)));
+        assert!(duration("2").is_err() && duration("-1s").is_err() && duration("ms").is_err());
+    }
+}
