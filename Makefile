@@ -15,7 +15,7 @@ RUST_TESTS := cargo test --locked --workspace --all-targets --no-fail-fast
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint fmt doc setup bench bench-ttft bench-routing advisories
+.PHONY: help run test lint fmt doc setup bench bench-ttft bench-routing bench-replay advisories
 
 help: ## List the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,6 +56,11 @@ bench-ttft: ## Time to first token: cold, and with the prefix in each tier (ARGS
 	cargo build --locked --release
 	cargo build --locked --release $(BENCH)
 	cargo run --locked --release --quiet $(BENCH) --bin ttft -- $(ARGS)
+
+bench-replay: ## Routing policies over a recorded trace, on simulated workers: TRACE=FILE (ARGS="--json" for JSON)
+	@test -n "$(TRACE)" || { echo "make: bench-replay wants a trace: make bench-replay TRACE=conversation_trace.jsonl (docs/replay.md says where to get one)"; exit 1; }
+	@test -r "$(TRACE)" || { echo "make: there is no trace to read at $(TRACE)"; exit 1; }
+	cargo run --locked --release --quiet -- replay "$(TRACE)" --seeds 5 $(ARGS)
 
 bench-routing: ## Prompt tokens that each routing policy computes, against the lower bound (ARGS="--json" for JSON)
 	cargo build --locked --release
