@@ -278,16 +278,21 @@ impl Speeds {
         }
     }
 
-    /// What is measured here, and for the rest what `typical` says.
-    pub(crate) fn or(self, typical: &Self) -> Self {
-        Self {
-            prefill: self.prefill.or(typical.prefill),
-            step: self.step.or(typical.step),
-            block_bytes: self.block_bytes.or(typical.block_bytes),
-            onboard: std::array::from_fn(|level| self.onboard[level].or(typical.onboard[level])),
-            resume: self.resume.or(typical.resume),
-            residence: self.residence.or(typical.residence),
+    /// Puts what `typical` says where nothing is measured.
+    pub(crate) fn fill(&mut self, typical: &Self) {
+        fn one<T: Copy>(own: &mut Option<T>, typical: Option<T>) {
+            if own.is_none() {
+                *own = typical;
+            }
         }
+        one(&mut self.prefill, typical.prefill);
+        one(&mut self.step, typical.step);
+        one(&mut self.block_bytes, typical.block_bytes);
+        for (own, typical) in self.onboard.iter_mut().zip(typical.onboard) {
+            one(own, typical);
+        }
+        one(&mut self.resume, typical.resume);
+        one(&mut self.residence, typical.residence);
     }
 }
 

@@ -158,7 +158,7 @@ pub(crate) fn decide<'a>(
     let typical = Speeds::typical(&everyone.iter().map(|(_, standing)| &standing.speeds));
     let mut waiting = 0;
     for (_, standing) in &mut everyone {
-        standing.speeds = standing.speeds.or(&typical);
+        standing.speeds.fill(&typical);
         waiting += standing.prompts;
     }
     let prompts_typical = waiting as f64 / everyone.len().max(1) as f64;
