@@ -1,7 +1,7 @@
 //! The forward pass: chunks of several sequences in, KV into their blocks, logits of the rows that asked.
 //!
 //! All rows of all chunks go through one product per matrix. A row's result depends on nothing but its own tokens: products
-//! ([`linear`](super::linear)) and attention ([`attention`](super::attention)) promise it, the rest is row by row.
+//! ([`linear`](super::linear)) and attention ([`attention`]) promise it, the rest is row by row.
 //! There is no scheduling here, and no owning of blocks: the caller says which slots, and owns those that are written.
 
 #![expect(clippy::inline_always, reason = "compiled anew for each instruction set, by being inlined into `widely`")]
