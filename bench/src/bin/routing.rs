@@ -14,10 +14,10 @@ use std::time::Duration;
 use tempfile::TempDir;
 
 const SHAPE: Shape =
-    Shape { conversations: 8, turns: 10, system: 1_024, user: 96, reply: 64, think_max: Duration::from_millis(200) };
+    Shape { conversations: 8, turns: 10, system: 500, user: 200, reply: 100, think_max: Duration::from_millis(200) };
 
 /// Tokens of each answer. The script has replies of its own; these are only waited for.
-const ANSWER_TOKENS: u32 = 4;
+const ANSWER_TOKENS: u32 = 16;
 
 /// Tokens per block, the server's default.
 const BLOCK: usize = 16;
