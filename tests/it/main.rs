@@ -1,5 +1,6 @@
 //! Scenarios over the whole program.
 
 mod configuration;
+mod killed;
 mod layers;
 mod serve;

@@ -267,7 +267,7 @@ async fn a_data_folder_has_one_owner_and_the_second_is_told() {
 }
 
 /// The real program.
-fn program(arguments: &[&str]) -> Command {
+pub(crate) fn program(arguments: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_blockyard"));
     command.arg("serve").args(arguments).env_clear().env("HOME", "/nonexistent");
     command
