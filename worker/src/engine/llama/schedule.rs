@@ -54,6 +54,8 @@ impl Scheduler {
             }
             self.waiting.retain(|sequence| !sequence.outbox.is_closed());
             self.running.retain(|sequence| !sequence.outbox.is_closed());
+            // Whoever did not read in time may read again.
+            self.running.iter_mut().for_each(|sequence| sequence.outbox.flush());
             self.admit();
             self.catch_up();
             self.report();

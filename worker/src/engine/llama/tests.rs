@@ -320,6 +320,18 @@ async fn dropping_the_stream_frees_the_engine() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_client_that_pauses_gets_the_rest_when_it_reads_on() {
+    let rig = Rig::new(Shape::default());
+    let prompt = Rng(3).tokens(40);
+    let mut slow = rig.engine.generate(request(&*rig.engine, &prompt, 300)).await.unwrap();
+    let Some(Ok(Output::Tokens(first))) = slow.next().await else { panic!("a first token") };
+    // Others run and finish meanwhile, and by then the paused one has long stopped computing.
+    let beside = rig.run(&prompt, 300).await.ids;
+    let rest = collect(slow).await.unwrap();
+    assert_eq!([first.ids, rest.ids].concat(), beside);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn identical_prompts_are_computed_once() {
     let rig = Rig::new(Shape { chunk: 64, ..Shape::default() });
     let prompt = Rng(5).tokens(640);
