@@ -12,7 +12,7 @@ use futures::future::try_join_all;
 use futures::stream::{BoxStream, SelectAll};
 use futures::{StreamExt, TryFutureExt};
 use std::sync::Arc;
-use worker::engine::{Domain, Engine, Request, Work};
+use worker::engine::{Domain, Engine, Request, Terms, Work};
 
 /// A request that was understood: prompts as tokens, and what to do with each.
 pub(crate) struct Order {
@@ -144,6 +144,7 @@ fn request(order: &Order, id: &str, model: &Arc<str>, choice: usize, choices: us
         sampling,
         stop: stop.clone(),
         work: Work::Generate,
+        terms: Terms::default(),
         explain: order.explain && choice == 0,
         body: Some(order.body.clone()),
         // One cache domain for all, until there are tenants.

@@ -96,6 +96,7 @@ pub mod object;
 mod peer;
 mod plan;
 mod pool;
+mod retention;
 mod run;
 pub mod tier;
 
@@ -110,4 +111,5 @@ pub use metrics::Metrics;
 pub use name::{ChainKey, Domain, DomainId, Fingerprint, SequenceHash};
 pub use object::ObjectTier;
 pub use pool::{CachedBlock, FullBlock, PartialBlock, WeakBlock};
+pub use retention::{Priority, Retention};
 pub use tier::{LoadError, Loaded, StoreError, Tier, Usage};

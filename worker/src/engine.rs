@@ -12,9 +12,10 @@ use kvbm::Level;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use std::time::Duration;
+use tokio::time::Instant;
 
-/// Part of a [`Request`], for those who know engines and no blocks.
-pub use kvbm::Domain;
+/// Parts of a [`Request`], for those who know engines and no blocks.
+pub use kvbm::{Domain, Priority, Retention};
 
 /// Turns requests into streams of tokens.
 ///
@@ -66,10 +67,25 @@ pub struct Request {
     pub stop: StopRule,
     /// What is wanted of the engine.
     pub work: Work,
+    /// Who asks, how urgently, and how long the blocks are to be kept.
+    pub terms: Terms,
     /// The client wants the router's decision explained in [`Tokens::explain`].
     pub explain: bool,
     /// The client's body as it came, for engines that pass it through.
     pub body: Option<Bytes>,
+}
+
+/// Who asks, how urgently, and how long the blocks are to be kept.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Terms {
+    /// Who is to get a fair share; empty: nobody in particular.
+    pub tenant: Arc<str>,
+    /// Whose turn it is when not all can be served at once.
+    pub priority: Priority,
+    /// When the first token is no longer worth computing.
+    pub deadline: Option<Instant>,
+    /// How long the blocks are to be kept.
+    pub retention: Retention,
 }
 
 /// What is wanted of an engine.

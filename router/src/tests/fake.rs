@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use worker::engine::{
     Engine, Error, Finish, Handoff, ModelCard, Output, OutputStream, PromptReport, Readiness, Request, Sampling,
-    StopRule, Tokens, Work,
+    StopRule, Terms, Tokens, Work,
 };
 use worker::plane::local::{Bus, Link, Roster};
 use worker::plane::{Discovery, Event, EventBody, Events, Instance, Lease, Load, Phase, Source, StoreId, WorkerId};
@@ -261,6 +261,7 @@ pub(super) fn prompt(family: u32, tokens: usize) -> Request {
         sampling: Sampling::default(),
         stop: StopRule::default(),
         work: Work::Generate,
+        terms: Terms::default(),
         explain: false,
         body: None,
     }

@@ -1,6 +1,6 @@
 //! What every [`Engine`] must do, as a suite that every engine runs.
 
-use super::{Engine, Error, Output, OutputStream, Request, Sampling, StopRule, Tokens, Work};
+use super::{Engine, Error, Output, OutputStream, Request, Sampling, StopRule, Terms, Tokens, Work};
 use futures::{FutureExt, StreamExt};
 use kvbm::Domain;
 use std::sync::Arc;
@@ -25,6 +25,7 @@ pub(crate) fn request(engine: &dyn Engine, prompt: &[u32], tokens: u32) -> Reque
         sampling: Sampling { temperature: 0.0, ..Sampling::default() },
         stop: StopRule { max_tokens: Some(tokens), ignore_eos: true, ..StopRule::default() },
         work: Work::Generate,
+        terms: Terms::default(),
         explain: false,
         body: None,
     }
