@@ -43,6 +43,7 @@ mod index;
 mod load;
 mod metrics;
 mod place;
+mod planner;
 mod promise;
 pub mod replay;
 mod router;
