@@ -59,7 +59,7 @@ impl Feed {
     /// Follows both planes until one of them ends, which neither should.
     pub(crate) async fn run(mut self, discovery: Arc<dyn Discovery>) {
         // Events first, so that what happens after a worker is seen is not missed.
-        let mut events: BoxStream<'static, Event> = self.events.subscribe();
+        let mut events: BoxStream<'static, Event> = self.events.subscribe(Topic::Cache);
         let mut changes = discovery.watch();
         let mut gauges = tokio::time::interval(GAUGES_EVERY);
         gauges.set_missed_tick_behavior(MissedTickBehavior::Skip);
@@ -124,6 +124,8 @@ impl Feed {
         match body {
             EventBody::Block { number, event } => self.block(source, epoch, number, event),
             EventBody::Load(load) => self.load(source, epoch, load),
+            // Not of this topic.
+            EventBody::Bookings(_) | EventBody::Phase { .. } => {}
         }
     }
 

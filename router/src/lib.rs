@@ -43,7 +43,6 @@ mod index;
 mod load;
 mod metrics;
 mod place;
-mod planner;
 mod promise;
 pub mod replay;
 mod router;

@@ -35,7 +35,17 @@ impl fmt::Display for StoreId {
     }
 }
 
-/// Who announces blocks: a worker for its own memory, or a store for what outlives its writers.
+/// Names a router, one of several that send to the same workers, for one life of it.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
+pub struct RouterId(pub u64);
+
+impl fmt::Display for RouterId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "r{:08x}", self.0)
+    }
+}
+
+/// Who announces: a worker its own memory, a store what outlives its writers, a router what it sends where.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Source {
@@ -43,6 +53,8 @@ pub enum Source {
     Worker(WorkerId),
     /// A shared G3 or G4.
     Store(StoreId),
+    /// A router's bookings and wishes.
+    Router(RouterId),
 }
 
 impl fmt::Display for Source {
@@ -50,6 +62,7 @@ impl fmt::Display for Source {
         match self {
             Self::Worker(id) => id.fmt(f),
             Self::Store(id) => id.fmt(f),
+            Self::Router(id) => id.fmt(f),
         }
     }
 }
@@ -165,6 +178,77 @@ pub enum EventBody {
     },
     /// How a worker is doing now. Not numbered: only the latest counts. From workers only.
     Load(Load),
+    /// What a router sends where, for the other routers. Not numbered: workers report soon after what is missed here. At
+    /// least once a second, if only to say that the router is there.
+    Bookings(Vec<Booked>),
+    /// A router's wish that a worker change its phase. Not numbered: it is wished again while it holds.
+    Phase {
+        /// Whose.
+        worker: WorkerId,
+        /// From now on.
+        phase: Phase,
+    },
+}
+
+/// A change in what one router has booked.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Booked {
+    /// A request was placed.
+    Placed {
+        /// The booking's, the router's own.
+        number: u64,
+        /// Where.
+        worker: WorkerId,
+        /// Prompt tokens to compute there.
+        prefill_tokens: u64,
+        /// Blocks that prompt and output will take.
+        blocks: u64,
+        /// Whether it decodes there.
+        decodes: bool,
+        /// The short names of the prompt's blocks, which it will leave behind there.
+        names: Vec<u64>,
+    },
+    /// It went out to the worker.
+    Sent(u64),
+    /// It will compute this many prompt tokens there, other than first booked.
+    Amended {
+        /// The booking's.
+        number: u64,
+        /// Tokens.
+        prefill_tokens: u64,
+    },
+    /// Its first token is there.
+    Started(u64),
+    /// It has ended.
+    Released(u64),
+}
+
+/// What a subscriber wants to hear of.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+pub enum Topic {
+    /// Blocks and load: for routers.
+    Cache,
+    /// What other routers book: for routers.
+    Bookings,
+    /// Who shall do what: for workers.
+    Phases,
+}
+
+impl Topic {
+    /// All topics.
+    pub const ALL: [Self; 3] = [Self::Cache, Self::Bookings, Self::Phases];
+}
+
+impl EventBody {
+    /// Where it belongs.
+    pub const fn topic(&self) -> Topic {
+        match self {
+            Self::Block { .. } | Self::Load(_) => Topic::Cache,
+            Self::Bookings(_) => Topic::Bookings,
+            Self::Phase { .. } => Topic::Phases,
+        }
+    }
 }
 
 /// How a worker is doing: measured, never configured. Sent when it changes, and at least once a second.
@@ -207,14 +291,14 @@ pub struct OnboardSpeed {
 ///
 /// # Contract
 /// - `publish` MUST NOT wait; events MAY be lost, and a slow subscriber MUST be the one that loses.
-/// - A subscription MUST yield events of one source in the order in which they were published.
+/// - A subscription MUST yield events of its topic only, and those of one source in the order in which they were published.
 /// - `snapshot` MUST answer with the source's own state, as of a number, or that it is not there.
 pub trait Events: Send + Sync + 'static {
     /// Sends an event to whoever listens.
     fn publish(&self, event: Event);
 
-    /// Events from now on.
-    fn subscribe(&self) -> BoxStream<'static, Event>;
+    /// Events of a topic from now on.
+    fn subscribe(&self, topic: Topic) -> BoxStream<'static, Event>;
 
     /// Lets others ask for the source's snapshot, for as long as the lease is kept.
     fn offer(&self, source: Source, snapshot: Arc<dyn Fn() -> Snapshot + Send + Sync>) -> Lease;

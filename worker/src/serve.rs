@@ -5,13 +5,15 @@
 //!                │ engine or reporter dies                             ▲
 //!                └─────────────────────────────────────────────────────┘
 //! ```
-//! A [`Worker`] keeps the lease in the very task that reports: when reporting dies, the worker is seen to leave. An
-//! [`Announcer`] does the same for a shared store, whose blocks outlive the workers that wrote them.
+//! A [`Worker`] keeps the lease in the very task that reports: when reporting dies, the worker is seen to leave. When a
+//! router wishes it another phase, it registers anew in the same life, and what runs on it goes on. An [`Announcer`] does the same for a shared store, whose blocks outlive the workers that wrote them.
 //!
 //! Look here in vain for how load is measured: the engine measures, this module only passes it on.
 
 use crate::engine::Engine;
-use crate::plane::{Discovery, Event, EventBody, Events, Instance, Lease, Load, PlaneError, Source};
+use crate::plane::{Discovery, Event, EventBody, Events, Instance, Lease, Load, Phase, PlaneError, Source, Topic};
+use futures::StreamExt;
+use futures::stream::BoxStream;
 use kvbm::EventLog;
 use std::sync::Arc;
 use std::time::Duration;
@@ -68,9 +70,13 @@ impl Worker {
     ) -> Result<Self, PlaneError> {
         // The snapshot is offered first: whoever learns of the worker may ask for it at once.
         let feed = Feed::new(Arc::clone(&planes.events), Source::Worker(instance.id), log);
-        let lease = planes.discovery.register(instance, Arc::clone(&engine)).await?;
+        let wishes = planes.events.subscribe(Topic::Phases);
+        let lease = planes.discovery.register(instance.clone(), Arc::clone(&engine)).await?;
         let (stop, withdraw) = (CancellationToken::new(), CancellationToken::new());
-        let reporter = Reporter { feed, lease: Some(lease), load: load.clone(), withdraw: withdraw.clone() };
+        let presence =
+            Presence { discovery: Arc::clone(&planes.discovery), instance, engine: Arc::clone(&engine), lease };
+        let reporter =
+            Reporter { feed, presence: Some(presence), wishes, load: load.clone(), withdraw: withdraw.clone() };
         let task = tokio::spawn(reporter.run(stop.clone()));
         Ok(Self { engine, load, withdraw, task, stop: stop.drop_guard() })
     }
@@ -145,9 +151,35 @@ impl Feed {
     }
 }
 
+/// How a worker is seen, for as long as it is kept.
+struct Presence {
+    discovery: Arc<dyn Discovery>,
+    instance: Instance,
+    engine: Arc<dyn Engine>,
+    lease: Lease,
+}
+
+impl Presence {
+    /// Registers anew with another phase: others see the same life of it, and let what they sent go on.
+    async fn turn(&mut self, to: Phase) {
+        let instance = Instance { phase: to, ..self.instance.clone() };
+        match self.discovery.register(instance.clone(), Arc::clone(&self.engine)).await {
+            Ok(lease) => {
+                tracing::info!(worker = %instance.id, from = %self.instance.phase, %to, "worker changes its phase");
+                self.lease = lease;
+                self.instance = instance;
+            }
+            // It is wished again while it holds.
+            Err(error) => tracing::warn!(worker = %instance.id, %to, %error, "worker keeps its phase"),
+        }
+    }
+}
+
 struct Reporter {
     feed: Feed,
-    lease: Option<Lease>,
+    /// `None` once withdrawn.
+    presence: Option<Presence>,
+    wishes: BoxStream<'static, Event>,
     load: watch::Receiver<Load>,
     withdraw: CancellationToken,
 }
@@ -160,7 +192,15 @@ impl Reporter {
             tokio::select! {
                 biased;
                 () = stop.cancelled() => return,
-                () = self.withdraw.cancelled(), if self.lease.is_some() => self.lease = None,
+                () = self.withdraw.cancelled(), if self.presence.is_some() => self.presence = None,
+                Some(wish) = self.wishes.next() => {
+                    if let (Some(presence), EventBody::Phase { worker, phase }) = (&mut self.presence, wish.body)
+                        && worker == presence.instance.id
+                        && phase != presence.instance.phase
+                    {
+                        presence.turn(phase).await;
+                    }
+                }
                 () = self.feed.changed() => {}
                 () = tokio::time::sleep_until(due) => {
                     sent = Instant::now();

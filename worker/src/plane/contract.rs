@@ -20,7 +20,7 @@ macro_rules! discovery_contract {
 macro_rules! events_contract {
     ($make:expr) => {
         crate::plane::contract::rules!($make;
-            events_of_a_source_stay_in_order, publishing_never_waits_and_the_slow_one_loses,
+            events_of_a_source_stay_in_order, a_subscriber_hears_of_its_topic_only, publishing_never_waits_and_the_slow_one_loses,
             a_snapshot_is_there_as_long_as_it_is_offered, an_old_offer_does_not_withdraw_a_new_one
         );
     };
@@ -73,7 +73,7 @@ pub(crate) async fn an_old_lease_does_not_withdraw_a_new_life(plane: &impl Disco
 
 pub(crate) async fn events_of_a_source_stay_in_order(plane: &impl Events) {
     plane.publish(event(9, 1));
-    let mut events = plane.subscribe();
+    let mut events = plane.subscribe(Topic::Cache);
     for number in 1..=50 {
         plane.publish(event(1, number));
         plane.publish(event(2, number));
@@ -87,9 +87,23 @@ pub(crate) async fn events_of_a_source_stay_in_order(plane: &impl Events) {
     }
 }
 
+pub(crate) async fn a_subscriber_hears_of_its_topic_only(plane: &impl Events) {
+    let [mut cache, mut bookings, mut phases] = Topic::ALL.map(|topic| plane.subscribe(topic));
+    let router = Source::Router(RouterId(1));
+    let wish = EventBody::Phase { worker: WorkerId(3), phase: Phase::Prefill };
+    for body in [EventBody::Bookings(vec![Booked::Started(4)]), wish.clone()] {
+        plane.publish(Event { source: router, epoch: Epoch(1), body });
+    }
+    plane.publish(event(9, 1));
+    assert_eq!(numbered(&mut cache).await, (9, 1));
+    let first = |heard: Option<Event>| heard.expect("a plane does not end").body;
+    assert_eq!(first(bookings.next().await), EventBody::Bookings(vec![Booked::Started(4)]));
+    assert_eq!(first(phases.next().await), wish);
+}
+
 pub(crate) async fn publishing_never_waits_and_the_slow_one_loses(plane: &impl Events) {
-    let mut slow = plane.subscribe();
-    let mut quick = plane.subscribe();
+    let mut slow = plane.subscribe(Topic::Cache);
+    let mut quick = plane.subscribe(Topic::Cache);
     let last = 20_000;
     for number in 1..=last {
         plane.publish(event(1, number));

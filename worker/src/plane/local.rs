@@ -5,7 +5,7 @@
 
 #![forbid(unsafe_code)]
 
-use super::{Discovery, Event, Events, Instance, Lease, Membership, PlaneError, Source, WorkerId};
+use super::{Discovery, Event, Events, Instance, Lease, Membership, PlaneError, Source, Topic, WorkerId};
 use crate::engine::Engine;
 use futures::future::BoxFuture;
 use futures::stream::{self, BoxStream, StreamExt};
@@ -46,7 +46,8 @@ pub struct Roster {
 
 /// What changed, in memory.
 pub struct Bus {
-    sender: broadcast::Sender<(Instant, Event)>,
+    /// By topic.
+    senders: [broadcast::Sender<(Instant, Event)>; Topic::ALL.len()],
     offers: Arc<Mutex<HashMap<Source, (u64, SnapshotFn)>>>,
     /// Numbers offers and subscriptions.
     counter: AtomicU64,
@@ -137,8 +138,8 @@ impl Present {
 impl Bus {
     /// A bus over a link of the given quality.
     pub fn new(link: Link) -> Self {
-        let (sender, _) = broadcast::channel(link.backlog);
-        Self { sender, offers: Arc::default(), counter: AtomicU64::new(0), link }
+        let senders = Topic::ALL.map(|_| broadcast::Sender::new(link.backlog));
+        Self { senders, offers: Arc::default(), counter: AtomicU64::new(0), link }
     }
 }
 
@@ -151,13 +152,13 @@ impl Default for Bus {
 impl Events for Bus {
     fn publish(&self, event: Event) {
         // Nobody listening is not an error.
-        let _ = self.sender.send((Instant::now(), event));
+        let _ = self.senders[event.body.topic() as usize].send((Instant::now(), event));
     }
 
-    fn subscribe(&self) -> BoxStream<'static, Event> {
+    fn subscribe(&self, topic: Topic) -> BoxStream<'static, Event> {
         let Link { lag, loss, seed, .. } = self.link;
         let dice = Dice(seed ^ self.counter.fetch_add(1, Ordering::Relaxed));
-        stream::unfold((self.sender.subscribe(), dice), move |(mut receiver, mut dice)| async move {
+        stream::unfold((self.senders[topic as usize].subscribe(), dice), move |(mut receiver, mut dice)| async move {
             loop {
                 match receiver.recv().await {
                     Ok(_) if dice.roll() < loss => {}

@@ -1,7 +1,7 @@
 use super::*;
 use crate::plane::contract::{engine, instance, next, soon};
 use crate::plane::local::{Bus, Roster};
-use crate::plane::{StoreId, WorkerId};
+use crate::plane::{Membership, RouterId, StoreId, WorkerId};
 use futures::stream::BoxStream;
 use kvbm::{BlockEvent, Epoch, Level, SequenceHash};
 
@@ -26,7 +26,7 @@ async fn stage() -> Stage {
     let planes = planes();
     let log = Arc::new(EventLog::new(Epoch(1)));
     let load = watch::Sender::new(Load::default());
-    let said = planes.events.subscribe();
+    let said = planes.events.subscribe(Topic::Cache);
     let worker = Worker::start(&planes, instance(1, 1), engine(), Arc::clone(&log), load.subscribe()).await.unwrap();
     Stage { planes, log, load, said, worker }
 }
@@ -130,6 +130,27 @@ async fn an_engine_lives_until_its_worker_has_drained() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_worker_changes_its_phase_in_one_life_when_it_is_wished() {
+    let stage = stage().await;
+    let mut watch = stage.planes.discovery.watch();
+    let wish = |worker, phase| {
+        let body = EventBody::Phase { worker: WorkerId(worker), phase };
+        stage.planes.events.publish(Event { source: Source::Router(RouterId(1)), epoch: Epoch(1), body });
+    };
+    assert_eq!(next(&mut watch).await, (1, 1, true));
+    wish(2, Phase::Prefill);
+    wish(1, Phase::Prefill);
+    wish(1, Phase::Prefill);
+    let Membership::Joined(instance, _) = soon(&mut watch).await else { panic!("it never left") };
+    assert_eq!((instance.id, instance.epoch, instance.phase), (WorkerId(1), Epoch(1), Phase::Prefill));
+    wish(1, Phase::Decode);
+    let Membership::Joined(instance, _) = soon(&mut watch).await else { panic!("it never left") };
+    assert_eq!(instance.phase, Phase::Decode);
+    drop(stage.worker);
+    assert_eq!(next(&mut watch).await, (1, 1, false));
+}
+
+#[tokio::test(start_paused = true)]
 async fn dropping_a_worker_withdraws_it() {
     let stage = stage().await;
     let mut watch = stage.planes.discovery.watch();
@@ -141,7 +162,7 @@ async fn dropping_a_worker_withdraws_it() {
 #[tokio::test(start_paused = true)]
 async fn a_store_announces_what_it_recovered_and_what_comes() {
     let planes = planes();
-    let mut said = planes.events.subscribe();
+    let mut said = planes.events.subscribe(Topic::Cache);
     let log = Arc::new(EventLog::new(Epoch(5)));
     log.announce(stored(1));
     let source = Source::Store(StoreId(3));

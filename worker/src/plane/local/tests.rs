@@ -1,6 +1,6 @@
 use super::*;
 use crate::plane::contract::{self, instance, next};
-use crate::plane::{EventBody, Load};
+use crate::plane::{EventBody, Load, Topic};
 
 mod discovery {
     crate::plane::contract::discovery_contract!(async { crate::plane::local::Roster::default() });
@@ -17,12 +17,12 @@ fn load(number: u64) -> Event {
 
 async fn received(link: Link, sent: u64) -> Vec<u64> {
     let bus = Bus::new(link);
-    let events = bus.subscribe();
+    let events = bus.subscribe(Topic::Cache);
     (1..=sent).for_each(|number| bus.publish(load(number)));
     drop(bus);
     let numbers = events.map(|event| match event.body {
         EventBody::Load(load) => load.number,
-        EventBody::Block { .. } => unreachable!("only loads were sent"),
+        body => unreachable!("only loads were sent, not {body:?}"),
     });
     numbers.collect().await
 }
