@@ -18,7 +18,9 @@ use tokio::sync::Semaphore;
 use tokio::time::{Instant, MissedTickBehavior};
 use view::{Caught, Outcome, View};
 use worker::engine::Engine;
-use worker::plane::{Discovery, Event, EventBody, Events, Instance, Load, Membership, PlaneError, Source, WorkerId};
+use worker::plane::{
+    Discovery, Event, EventBody, Events, Instance, Load, Membership, PlaneError, Source, Topic, WorkerId,
+};
 
 /// The task.
 pub(crate) struct Feed {
