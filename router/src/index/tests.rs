@@ -96,7 +96,7 @@ fn take(index: &Index, model: &mut Model, source: Source, event: BlockEvent) {
     // A source that nobody knows is ignored.
     let known = match source {
         Source::Worker(id) => model.reach.contains_key(&id),
-        Source::Store(id) => model.held.contains_key(&Source::Store(id)),
+        Source::Store(_) | Source::Router(_) => model.held.contains_key(&source),
     };
     if !known {
         return;
