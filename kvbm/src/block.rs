@@ -9,7 +9,7 @@
 //!
 //! | offset | bytes | field |
 //! | --: | --: | --- |
-//! | 0 | 8 | magic `BLKYARD1`; the last digit is the version |
+//! | 0 | 8 | magic `BLKYARD2`; the last digit is the version |
 //! | 8 | 16 | name |
 //! | 24 | 16 | name of the parent, zeros at the root |
 //! | 40 | 32 | fingerprint |
@@ -17,17 +17,21 @@
 //! | 80 | 1 | codec: 0 raw, 1 bf16, 2 f32 |
 //! | 81 | 1 | 1 when there is a parent |
 //! | 82 | 1 | cipher: 0 none, 1 AES-256-GCM |
-//! | 83 | 13 | zeros |
+//! | 83 | 1 | priority: 0 low, 1 normal, 2 high |
+//! | 84 | 4 | expires, seconds since 1970, zero for never |
+//! | 88 | 4 | pinned until, likewise |
+//! | 92 | 1 | 1 when it must not rest anywhere below the device |
+//! | 93 | 3 | zeros |
 //! | 96 | 8 | data key, zeros without a cipher |
 //! | 104 | 16 | cache domain, zeros for the one that everybody shares |
 //! | 120 | 8 | CRC-64/NVME over bytes 0 to 120 and the payload |
 
-use crate::{DomainId, Fingerprint, SequenceHash};
+use crate::{Custody, Date, DomainId, Fingerprint, Keep, Priority, SequenceHash};
 use bytes::Bytes;
 use crc_fast::{CrcAlgorithm, Digest};
 use std::fmt;
 
-const MAGIC: [u8; 8] = *b"BLKYARD1";
+const MAGIC: [u8; 8] = *b"BLKYARD2";
 const SUMMED: usize = 120;
 
 /// How the payload is encoded.
@@ -101,6 +105,8 @@ pub struct Header {
     pub key: Option<KeyId>,
     /// Who may share them.
     pub domain: DomainId,
+    /// How long they are kept.
+    pub keep: Keep,
     /// CRC-64/NVME over the other fields and the payload.
     pub checksum: u64,
 }
@@ -121,9 +127,13 @@ impl Header {
     pub fn decode(bytes: &[u8; Self::LEN]) -> Result<Self, Corrupt> {
         let array = |at: usize| -> [u8; 16] { std::array::from_fn(|i| bytes[at + i]) };
         let word = |at: usize| -> [u8; 8] { std::array::from_fn(|i| bytes[at + i]) };
-        if bytes[..8] != MAGIC || bytes[83..96].iter().any(|b| *b != 0) || bytes[81] > 1 {
+        let half = |at: usize| u32::from_le_bytes(std::array::from_fn(|i| bytes[at + i]));
+        if bytes[..8] != MAGIC || bytes[93..96] != [0; 3] || bytes[81] > 1 || bytes[92] > 1 {
             return Err(Corrupt::Header);
         }
+        let priority = [Priority::Low, Priority::Normal, Priority::High];
+        let priority = *priority.get(usize::from(bytes[83])).ok_or(Corrupt::Header)?;
+        let (expires, pinned) = (Date::decode(half(84)), Date::decode(half(88)));
         let codec = Codec::from_byte(bytes[80]).ok_or(Corrupt::Header)?;
         let key = match (bytes[82], word(96)) {
             (0, [0, 0, 0, 0, 0, 0, 0, 0]) => None,
@@ -142,6 +152,7 @@ impl Header {
             codec,
             key,
             domain: DomainId::from_bytes(array(104)),
+            keep: Keep { expires, pinned, store: bytes[92] == 0, priority },
             checksum: u64::from_le_bytes(word(SUMMED)),
         })
     }
@@ -151,11 +162,16 @@ impl Header {
         name: SequenceHash,
         parent: Option<SequenceHash>,
         fingerprint: Fingerprint,
-        codec: Codec,
+        custody: Custody,
         payload: &[u8],
     ) -> Self {
-        let domain = DomainId::SHARED;
-        Self { name, parent, fingerprint, length: 0, codec, key: None, domain, checksum: 0 }.describing(payload)
+        let (codec, Custody { domain, keep }) = (Codec::Raw, custody);
+        Self { name, parent, fingerprint, length: 0, codec, key: None, domain, keep, checksum: 0 }.describing(payload)
+    }
+
+    /// Whose block it is, and how long it is kept.
+    pub fn custody(&self) -> Custody {
+        Custody { domain: self.domain, keep: self.keep }
     }
 
     /// The same block in other bytes. The only place where a checksum is made.
@@ -181,6 +197,10 @@ impl Header {
             bytes[82] = 1;
             bytes[96..104].copy_from_slice(key.as_bytes());
         }
+        bytes[83] = self.keep.priority as u8;
+        bytes[84..88].copy_from_slice(&Date::encode(self.keep.expires).to_le_bytes());
+        bytes[88..92].copy_from_slice(&Date::encode(self.keep.pinned).to_le_bytes());
+        bytes[92] = u8::from(!self.keep.store);
         bytes[104..SUMMED].copy_from_slice(self.domain.as_bytes());
         bytes
     }
@@ -205,13 +225,20 @@ pub struct Block {
 impl Block {
     /// Describes fresh bytes.
     pub fn seal(name: SequenceHash, parent: Option<SequenceHash>, fingerprint: Fingerprint, payload: Bytes) -> Self {
-        Self { header: Header::seal(name, parent, fingerprint, Codec::Raw, &payload), payload }
+        Self { header: Header::seal(name, parent, fingerprint, Custody::default(), &payload), payload }
     }
 
     /// The same block in the given cache domain, described anew.
     #[must_use]
     pub fn in_domain(self, domain: DomainId) -> Self {
-        let header = Header { domain, ..self.header }.describing(&self.payload);
+        let keep = self.header.keep;
+        self.in_custody(Custody { domain, keep })
+    }
+
+    /// The same block as another's, or kept for another time, described anew.
+    #[must_use]
+    pub fn in_custody(self, Custody { domain, keep }: Custody) -> Self {
+        let header = Header { domain, keep, ..self.header }.describing(&self.payload);
         Self { header, ..self }
     }
 
@@ -299,8 +326,13 @@ mod tests {
     fn block() -> Block {
         let name = SequenceHash::from_bytes([3; 16]);
         let parent = Some(SequenceHash::from_bytes([2; 16]));
-        Block::seal(name, parent, Fingerprint::from_bytes([9; 32]), Bytes::from(vec![5; 300]))
-            .in_domain(DomainId::from_bytes([6; 16]))
+        Block::seal(name, parent, Fingerprint::from_bytes([9; 32]), Bytes::from(vec![5; 300])).in_custody(custody())
+    }
+
+    fn custody() -> Custody {
+        let date = |seconds| Some(Date::from_unix(seconds));
+        let keep = Keep { expires: date(0xF0F1_F2F3), pinned: date(7), store: false, priority: Priority::High };
+        Custody { domain: DomainId::from_bytes([6; 16]), keep }
     }
 
     #[test]
@@ -333,10 +365,18 @@ mod tests {
     }
 
     #[test]
+    fn a_header_of_another_version_is_refused() {
+        let mut older = block().header.encode();
+        older[7] = b'1';
+        assert_eq!(Header::decode(&older), Err(Corrupt::Header));
+    }
+
+    #[test]
     fn a_sound_block_survives_its_header_and_nothing_else_passes_for_it() {
         let good = block();
         let (name, fingerprint) = (good.header.name, good.header.fingerprint);
         assert_eq!(Header::decode(&good.header.encode()), Ok(good.header));
+        assert_eq!(good.header.custody(), custody());
         assert!(good.clone().verify(name, fingerprint).is_ok());
         let other = SequenceHash::from_bytes([4; 16]);
         assert_eq!(good.clone().verify(other, fingerprint).unwrap_err(), Corrupt::OtherBlock);

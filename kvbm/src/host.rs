@@ -9,12 +9,12 @@
 
 mod arena;
 
-use crate::block::{Block, Codec, Header};
+use crate::block::{Block, Header};
 use crate::event::{EventLog, Level};
 use crate::metrics::Metrics;
 use crate::pool::{CachedBlock, Pool};
 use crate::tier::{Loaded, StoreError, Tier, Usage};
-use crate::{Fingerprint, SequenceHash};
+use crate::{Custody, Fingerprint, SequenceHash};
 use arena::Arena;
 use bytes::Bytes;
 use futures::future::BoxFuture;
@@ -65,11 +65,12 @@ impl HostTier {
         &self,
         name: SequenceHash,
         parent: Option<SequenceHash>,
+        custody: Custody,
         fill: impl FnOnce(&mut [u8]),
     ) -> Result<(), StoreError> {
-        self.keep(name, parent, |bytes| {
+        self.keep(name, parent, custody, |bytes| {
             fill(bytes);
-            Header::seal(name, parent, self.fingerprint, Codec::Raw, bytes)
+            Header::seal(name, parent, self.fingerprint, custody, bytes)
         })
     }
 
@@ -88,7 +89,7 @@ impl HostTier {
         if header.fingerprint != self.fingerprint || payload.len() > self.arena.slot_bytes() {
             return Err(StoreError::Io(std::io::Error::other("a block of another engine")));
         }
-        self.keep(header.name, header.parent, |bytes| {
+        self.keep(header.name, header.parent, header.custody(), |bytes| {
             bytes[..payload.len()].copy_from_slice(payload);
             *header
         })
@@ -98,6 +99,7 @@ impl HostTier {
         &self,
         name: SequenceHash,
         parent: Option<SequenceHash>,
+        custody: Custody,
         fill: impl FnOnce(&mut [u8]) -> Header,
     ) -> Result<(), StoreError> {
         if self.pool.holds(&[name]) == 1 {
@@ -108,7 +110,7 @@ impl HostTier {
             return Err(if self.pool.capacity() == 0 { StoreError::Full } else { StoreError::Busy });
         };
         self.arena.write(&mut slot, fill);
-        self.pool.deposit(slot.complete(name, parent));
+        self.pool.deposit(slot.complete(name, parent, custody));
         Ok(())
     }
 

@@ -56,7 +56,7 @@
 //! let parents = [None, Some(names[0])];
 //! for ((slot, name), parent) in slots.into_iter().zip(&names).zip(parents) {
 //!     device.write(slot.slot(), &[7; 64]);
-//!     drop(manager.register(slot.complete(*name, parent)));
+//!     drop(manager.register(slot.complete(*name, parent, Custody::default())));
 //! }
 //! manager.flush().await; // They rest in G2 as well now.
 //!
@@ -77,6 +77,7 @@
 //! This crate knows no worker, no model and no request: tokens go in as numbers, bytes stay opaque.
 
 pub mod block;
+mod clock;
 pub mod codec;
 #[cfg(test)]
 mod contract;
@@ -101,6 +102,7 @@ mod run;
 pub mod tier;
 
 pub use block::{Block, Codec, Corrupt, Header, KeyId, Verified};
+pub use clock::{Clock, Date};
 pub use device::{BlockId, DeviceBlocks};
 pub use disk::DiskTier;
 pub use event::{BlockEvent, Epoch, EventLog, Gap, Level, Numbered, Snapshot};
@@ -111,5 +113,5 @@ pub use metrics::Metrics;
 pub use name::{ChainKey, Domain, DomainId, Fingerprint, SequenceHash};
 pub use object::ObjectTier;
 pub use pool::{CachedBlock, FullBlock, PartialBlock, WeakBlock};
-pub use retention::{Priority, Retention};
+pub use retention::{Custody, Keep, Priority, Retention};
 pub use tier::{LoadError, Loaded, StoreError, Tier, Usage};

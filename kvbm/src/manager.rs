@@ -11,7 +11,6 @@ mod offload;
 mod onboard;
 mod speed;
 
-use crate::SequenceHash;
 use crate::device::DeviceBlocks;
 use crate::event::{EventLog, Level};
 use crate::host::HostTier;
@@ -20,6 +19,7 @@ use crate::peer::Peer;
 use crate::plan::{Plan, plan};
 use crate::pool::{CachedBlock, FullBlock, PartialBlock, Pool};
 use crate::tier::Tier;
+use crate::{Clock, Custody, DomainId, Retention, SequenceHash};
 use coming::Coming;
 use offload::{Lane, Offers};
 use onboard::{Located, Order, Source};
@@ -54,6 +54,7 @@ pub(crate) struct Core {
     /// Fastest first, G2 included.
     pub(crate) tiers: Vec<Arc<dyn Tier>>,
     pub(crate) metrics: Metrics,
+    clock: Clock,
     poisoned: AtomicBool,
 }
 
@@ -98,6 +99,21 @@ impl BlockManager {
         log: Arc<EventLog>,
         metrics: Metrics,
     ) -> Self {
+        Self::with_clock(device, host, lower, log, metrics, Clock::system())
+    }
+
+    /// [`BlockManager::new`] with another clock than the machine's.
+    ///
+    /// # Panics
+    /// When `host` was made for another engine's blocks.
+    pub fn with_clock(
+        device: Arc<dyn DeviceBlocks>,
+        host: Option<HostTier>,
+        lower: Vec<Arc<dyn Tier>>,
+        log: Arc<EventLog>,
+        metrics: Metrics,
+        clock: Clock,
+    ) -> Self {
         if let Some(host) = &host {
             let same = host.fingerprint() == device.fingerprint() && host.block_bytes() == device.block_bytes();
             assert!(same, "the host tier is for blocks of this device");
@@ -105,7 +121,7 @@ impl BlockManager {
         let pool = Pool::new(Level::G1, device.capacity(), log, metrics.blocks(Level::G1));
         let first: Option<Arc<dyn Tier>> = host.clone().map(|host| Arc::new(host) as _);
         let tiers: Vec<_> = first.into_iter().chain(lower).collect();
-        let core = Arc::new(Core { device, pool, host, tiers, metrics, poisoned: AtomicBool::new(false) });
+        let core = Arc::new(Core { device, pool, host, tiers, metrics, clock, poisoned: AtomicBool::new(false) });
         let source = |tier: &Arc<dyn Tier>| Source { tier: tier.clone(), gauge: Arc::default() };
         let sources = core.tiers.iter().map(source).collect();
         let own = usize::from(core.host.is_some());
@@ -123,6 +139,11 @@ impl BlockManager {
         self.0.core.pool.allocate(n)
     }
 
+    /// What a block of `domain` that is full now carries of what its request asked for.
+    pub fn custody(&self, domain: DomainId, retention: &Retention) -> Custody {
+        Custody { domain, keep: retention.from(self.0.core.clock.now()) }
+    }
+
     /// Gives a block to everyone and queues it for the tiers below. When its name is cached already, that block is
     /// returned and the duplicate freed.
     pub fn register(&self, block: FullBlock) -> CachedBlock {
@@ -132,7 +153,7 @@ impl BlockManager {
     /// [`BlockManager::register`] of many blocks under one lock; a run of one chain is announced as one event.
     pub fn register_all(&self, blocks: Vec<FullBlock>) -> Vec<CachedBlock> {
         let cached = self.0.core.pool.register(blocks);
-        self.0.offload(&cached.iter().map(CachedBlock::name).collect::<Vec<_>>());
+        self.0.offload(&cached);
         cached
     }
 
@@ -213,13 +234,15 @@ impl Inner {
         if self.core.is_poisoned() { &[] } else { &self.sources }
     }
 
-    /// Into G2 first, whose lane offers them on; without a G2 to every tier.
-    fn offload(&self, names: &[SequenceHash]) {
+    /// Into G2 first, whose lane offers them on; without a G2 to every tier. What is not to be stored stays where it is.
+    fn offload<'a>(&self, blocks: impl IntoIterator<Item = &'a CachedBlock>) {
         if self.core.is_poisoned() {
             return;
         }
+        let stored = blocks.into_iter().filter(|block| block.custody().keep.store);
+        let names: Vec<SequenceHash> = stored.map(CachedBlock::name).collect();
         let first = if self.core.host.is_some() { 1 } else { self.lanes.len() };
-        self.lanes.iter().take(first).map(Lane::offers).for_each(|offers: &Offers| offers.offer(&self.core, names));
+        self.lanes.iter().take(first).map(Lane::offers).for_each(|offers: &Offers| offers.offer(&self.core, &names));
     }
 
     async fn onboard(&self, sources: &[Source], names: &[SequenceHash], recompute: Recompute) -> Onboarded {
@@ -255,7 +278,7 @@ impl Inner {
             let levels = loaded.sources.iter().map(|source| sources[*source].tier.level());
             // What G2 gave is in G2; everything else goes up there too, and down to where it is not yet.
             let fresh = loaded.blocks.iter().zip(levels.clone()).filter(|(_, level)| *level != Level::G2);
-            self.offload(&fresh.map(|(block, _)| block.name()).collect::<Vec<_>>());
+            self.offload(fresh.map(|(block, _)| block));
             levels.for_each(|level| count(&mut from, level, 1));
             blocks.extend(loaded.blocks);
         }

@@ -5,7 +5,7 @@
 //!
 //! Look here in vain for writing: nobody stores into somebody else's memory.
 
-use crate::block::{Block, Codec, Header};
+use crate::block::{Block, Header};
 use crate::event::Level;
 use crate::manager::Core;
 use crate::pool::CachedBlock;
@@ -34,7 +34,7 @@ impl Core {
     pub(crate) fn read(&self, held: &CachedBlock) -> Block {
         let mut bytes = vec![0; self.device.block_bytes()];
         self.device.read(held.slot(), &mut bytes);
-        let header = Header::seal(held.name(), held.parent(), self.device.fingerprint(), Codec::Raw, &bytes);
+        let header = Header::seal(held.name(), held.parent(), self.device.fingerprint(), held.custody(), &bytes);
         Block { header, payload: Bytes::from(bytes) }
     }
 

@@ -13,10 +13,10 @@
 //!
 //! Look here in vain for bytes: a pool decides who may touch a slot, and never does so itself.
 
-use crate::SequenceHash;
 use crate::device::BlockId;
 use crate::event::{BlockEvent, EventLog, Level};
 use crate::evict::{Removed, Residents};
+use crate::{Custody, SequenceHash};
 use prometheus::IntGauge;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -36,6 +36,8 @@ struct Shared {
 struct State {
     free: Vec<u32>,
     residents: Residents,
+    /// By slot.
+    custody: Vec<Custody>,
 }
 
 impl Pool {
@@ -44,7 +46,8 @@ impl Pool {
         let capacity = capacity.min(u32::MAX as usize);
         // Popped from the end: slot 0 goes first, so that lazily touched memory is touched from the front.
         let free = (0..capacity as u32).rev().collect();
-        let state = Mutex::new(State { free, residents: Residents::default() });
+        let state =
+            Mutex::new(State { free, residents: Residents::default(), custody: vec![Custody::default(); capacity] });
         Self(Arc::new(Shared { level, capacity, log, blocks, state }))
     }
 
@@ -87,10 +90,10 @@ impl Pool {
 
     /// Gives a block to everyone and holds it for nobody. A duplicate is freed.
     pub(crate) fn deposit(&self, block: FullBlock) {
-        let FullBlock { slot, name, parent } = block;
+        let FullBlock { slot, name, parent, custody } = block;
         let mut state = self.0.lock();
         if state.residents.find(name).is_none() {
-            state.residents.insert(slot.keep(), name, parent);
+            state.enter(slot, name, parent, custody);
             self.0.stored(Run { parent, blocks: vec![name] });
         } else {
             drop(state);
@@ -105,21 +108,20 @@ impl Pool {
         let mut cached = Vec::with_capacity(blocks.len());
         let mut state = self.0.lock();
         for block in blocks {
-            let FullBlock { slot, name, parent } = block;
+            let FullBlock { slot, name, parent, custody } = block;
             debug_assert!(slot.is_of(&self.0), "a block of another pool");
             let id = if let Some(id) = state.residents.find(name) {
                 duplicates.push(slot);
                 id
             } else {
-                let id = slot.keep();
-                state.residents.insert(id, name, parent);
+                let id = state.enter(slot, name, parent, custody);
                 if let Some(ended) = run.push(name, parent) {
                     self.0.stored(ended);
                 }
                 id
             };
             state.residents.hold(id);
-            cached.push(self.guard(id, name, parent));
+            cached.push(self.guard(id, name, parent, state.custody[id as usize]));
         }
         self.0.stored(run);
         // Duplicates go free after the lock, and after the guards above, which go back through it.
@@ -143,9 +145,10 @@ impl Pool {
     fn hold(&self, find: impl FnOnce(&Residents) -> Vec<Option<u32>>) -> Vec<Option<CachedBlock>> {
         let mut state = self.0.lock();
         let ids = find(&state.residents);
-        let held: Vec<_> = ids.into_iter().map(|id| id.map(|id| (id, state.residents.hold(id)))).collect();
+        let mut hold = |id: u32| (id, state.residents.hold(id), state.custody[id as usize]);
+        let held: Vec<_> = ids.into_iter().map(|id| id.map(&mut hold)).collect();
         drop(state);
-        let guard = |(id, (name, parent))| self.guard(id, name, parent);
+        let guard = |(id, (name, parent), custody)| self.guard(id, name, parent, custody);
         held.into_iter().map(|held| held.map(guard)).collect()
     }
 
@@ -166,14 +169,24 @@ impl Pool {
         self.0.removed(vec![name]);
     }
 
-    fn guard(&self, id: u32, name: SequenceHash, parent: Option<SequenceHash>) -> CachedBlock {
-        CachedBlock(Arc::new(Hold { pool: self.0.clone(), id, name, parent }))
+    fn guard(&self, id: u32, name: SequenceHash, parent: Option<SequenceHash>, custody: Custody) -> CachedBlock {
+        CachedBlock(Arc::new(Hold { pool: self.0.clone(), id, name, parent, custody }))
     }
 
     /// Every block that can be found by name.
     #[cfg(test)]
     pub(crate) fn names(&self) -> Vec<SequenceHash> {
         self.0.lock().residents.names().collect()
+    }
+}
+
+impl State {
+    /// The block in the slot can be found from now on.
+    fn enter(&mut self, slot: Slot, name: SequenceHash, parent: Option<SequenceHash>, custody: Custody) -> u32 {
+        let id = slot.keep();
+        self.residents.insert(id, name, parent);
+        self.custody[id as usize] = custody;
+        id
     }
 }
 
@@ -260,8 +273,8 @@ impl PartialBlock {
     }
 
     /// The slot is full, and its content has a name.
-    pub fn complete(self, name: SequenceHash, parent: Option<SequenceHash>) -> FullBlock {
-        FullBlock { slot: self.0, name, parent }
+    pub fn complete(self, name: SequenceHash, parent: Option<SequenceHash>, custody: Custody) -> FullBlock {
+        FullBlock { slot: self.0, name, parent, custody }
     }
 }
 
@@ -271,6 +284,7 @@ pub struct FullBlock {
     slot: Slot,
     name: SequenceHash,
     parent: Option<SequenceHash>,
+    custody: Custody,
 }
 
 impl FullBlock {
@@ -300,6 +314,7 @@ struct Hold {
     id: u32,
     name: SequenceHash,
     parent: Option<SequenceHash>,
+    custody: Custody,
 }
 
 impl CachedBlock {
@@ -316,6 +331,11 @@ impl CachedBlock {
     /// What precedes them; `None` at the root.
     pub fn parent(&self) -> Option<SequenceHash> {
         self.0.parent
+    }
+
+    /// Whose it is, and how long it is kept, as of when it was found.
+    pub fn custody(&self) -> Custody {
+        self.0.custody
     }
 
     /// Lets go of the block, but remembers it.

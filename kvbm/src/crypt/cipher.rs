@@ -116,7 +116,7 @@ mod tests {
     use super::super::source::unhex;
     use super::*;
     use crate::contract::{chain, fingerprint};
-    use crate::{DomainId, SequenceHash};
+    use crate::{Date, DomainId, Keep, SequenceHash};
     use bytes::Bytes;
 
     fn key() -> DataKey {
@@ -149,7 +149,7 @@ mod tests {
         let block = Block::seal(name, None, fingerprint(), Bytes::from_static(b"kv"));
         let encrypted = key().encrypt_with([4; SALT], &block, &Arc::default());
         let found: [u8; 34] = encrypted.payload[SALT..].try_into().unwrap();
-        assert_eq!(Some(found), unhex("1ab792e3971ea4b6d30ba8ca6c9a04d269f079c288181e37ea85ddfb9297ce4812ce"));
+        assert_eq!(Some(found), unhex("1ab792e3971ea4b6d30b29c7e87ba783e60503187acfe8a0b46ca45f095d8b99dffc"));
     }
 
     #[test]
@@ -169,6 +169,7 @@ mod tests {
             Header { codec: Codec::Bf16, ..header },
             Header { key: Some(KeyId::from_bytes([7; 8])), ..header },
             Header { domain: DomainId::from_bytes([7; 16]), ..header },
+            Header { keep: Keep { expires: Some(Date::from_unix(9)), ..header.keep }, ..header },
         ];
         for changed in headers {
             assert_eq!(forged(&key, changed, payload.clone()).unwrap_err(), Corrupt::Forged, "{changed:?}");

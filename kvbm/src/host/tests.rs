@@ -75,7 +75,7 @@ async fn when_all_is_being_read_the_tier_is_busy_and_one_without_room_is_full() 
 fn what_the_device_fills_in_place_is_sealed() {
     let (host, _) = host(2, 4_000);
     let name = SequenceHash::from_bytes([5; 16]);
-    host.fill(name, None, |bytes| bytes.fill(9)).unwrap();
+    host.fill(name, None, Custody::default(), |bytes| bytes.fill(9)).unwrap();
     let block = host.get(&[name])[0].take().unwrap().verify(name, contract::fingerprint()).unwrap();
     assert!(block.payload() == [9; 4_000]);
 }

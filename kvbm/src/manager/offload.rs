@@ -190,8 +190,9 @@ impl Core {
             names.into_iter().partition(|name| host.holds(fingerprint, &[*name]) == 1);
         let (start, before) = (Instant::now(), kept.len());
         for held in self.pool.found(&missing).into_iter().flatten() {
-            if host.fill(held.name(), held.parent(), |into| self.device.read(held.slot(), into)).is_ok() {
-                kept.push(held.name());
+            let (name, read) = (held.name(), |into: &mut [u8]| self.device.read(held.slot(), into));
+            if host.fill(name, held.parent(), held.custody(), read).is_ok() {
+                kept.push(name);
             }
         }
         self.metrics.offload_dropped(Level::G2, wanted - kept.len());

@@ -13,7 +13,7 @@
 use super::Core;
 use super::coming::Bringing;
 use super::speed::{Gauge, Seen};
-use crate::block::{Block, Corrupt};
+use crate::block::{Block, Corrupt, Header};
 use crate::metrics::Direction;
 use crate::plan::{Patience, Stretch};
 use crate::pool::{CachedBlock, FullBlock, PartialBlock};
@@ -407,7 +407,8 @@ impl Core {
         match verified.and_then(|block| if fits(&block) { Ok(block) } else { Err(Corrupt::Length) }) {
             Ok(block) => {
                 self.device.write(slot.slot(), block.payload());
-                Written::Good { source, index, block: slot.complete(name, block.header().parent) }
+                let Header { parent, .. } = *block.header();
+                Written::Good { source, index, block: slot.complete(name, parent, block.header().custody()) }
             }
             Err(why) => Written::Bad { source, index, why },
         }

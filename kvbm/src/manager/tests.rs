@@ -14,6 +14,7 @@ mod offload;
 mod onboard;
 mod sharing;
 mod soak;
+mod terms;
 
 const SIZE: usize = 1_000;
 
@@ -57,10 +58,14 @@ impl Site {
 
     /// Computes the chain of `range` and caches it.
     fn compute(&self, range: std::ops::Range<usize>) -> Vec<CachedBlock> {
+        self.compute_for(range, Custody::default())
+    }
+
+    fn compute_for(&self, range: std::ops::Range<usize>, custody: Custody) -> Vec<CachedBlock> {
         let slots = self.manager.allocate(range.len()).unwrap();
         let full = slots.into_iter().zip(range).map(|(slot, n)| {
             self.device.write(slot.slot(), &content(name(n)));
-            slot.complete(name(n), n.checked_sub(1).map(name))
+            slot.complete(name(n), n.checked_sub(1).map(name), custody)
         });
         self.manager.register_all(full.collect())
     }

@@ -15,7 +15,7 @@ fn pool(capacity: usize) -> (Pool, Arc<EventLog>, IntGauge) {
 
 fn put(pool: &Pool, n: u8, parent: Option<u8>) -> CachedBlock {
     let slot = pool.allocate(1).unwrap().pop().unwrap();
-    pool.register(vec![slot.complete(name(n), parent.map(name))]).pop().unwrap()
+    pool.register(vec![slot.complete(name(n), parent.map(name), Custody::default())]).pop().unwrap()
 }
 
 #[test]
@@ -24,7 +24,7 @@ fn drop_returns_the_slot_in_every_phase() {
     let both = pool.allocate(2).unwrap();
     assert!(pool.allocate(1).is_none(), "all or nothing");
     drop(both);
-    let full = pool.allocate(1).unwrap().pop().unwrap().complete(name(1), None);
+    let full = pool.allocate(1).unwrap().pop().unwrap().complete(name(1), None, Custody::default());
     assert_eq!(pool.available(), 1);
     drop(full);
     let cached = put(&pool, 1, None);
@@ -83,7 +83,10 @@ fn a_chain_registered_together_is_one_event() {
     let (pool, log, _) = pool(4);
     let slots = pool.allocate(4).unwrap();
     let names = [(2, Some(1)), (3, Some(2)), (4, Some(3)), (9, None)];
-    let full = slots.into_iter().zip(names).map(|(slot, (n, parent))| slot.complete(name(n), parent.map(name)));
+    let full = slots
+        .into_iter()
+        .zip(names)
+        .map(|(slot, (n, parent))| slot.complete(name(n), parent.map(name), Custody::default()));
     drop(pool.register(full.collect()));
     let events: Vec<BlockEvent> = log.after(0, 10).unwrap().into_iter().map(|numbered| numbered.event).collect();
     let stored = |parent: Option<u8>, blocks: &[u8]| BlockEvent::Stored {
@@ -191,7 +194,7 @@ proptest! {
             match op {
                 Op::Register(n) => {
                     let Some(slot) = partial.pop() else { continue };
-                    guards.push((n, pool.register(vec![slot.complete(name(n), parent(n).map(name))]).pop().unwrap()));
+                    guards.push((n, pool.register(vec![slot.complete(name(n), parent(n).map(name), Custody::default())]).pop().unwrap()));
                     model.resident.entry(n).or_insert(0);
                 }
                 Op::Match(n) => {

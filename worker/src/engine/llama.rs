@@ -178,6 +178,7 @@ impl LlamaEngine {
         let seed = request.sampling.seed.unwrap_or_else(|| self.seeds.draw());
         let left = card.context - request.tokens.len();
         let sequence = Sequence {
+            domain: request.domain.id(),
             tokens: request.tokens.to_vec(),
             prompt: request.tokens.len(),
             lineage: Lineage::new(root, card.block_size, &request.tokens),

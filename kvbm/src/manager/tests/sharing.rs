@@ -48,7 +48,7 @@ async fn a_defective_copy_in_g2_is_never_served_to_a_peer() {
     let device = Arc::new(Rotten(InMemory::new(8, SIZE, fingerprint())));
     let other = BlockManager::new(device, None, vec![], log, Metrics::new(&registry).unwrap());
     let slot = other.allocate(1).unwrap().pop().unwrap();
-    drop(other.register(slot.complete(name(0), None)));
+    drop(other.register(slot.complete(name(0), None, Custody::default())));
     let site = Site::new(8, 0, vec![]);
     let onboarded = site.manager.onboard_from(&other.peer(), &names(1), ms(10)).await;
     assert!(onboarded.blocks.is_empty(), "another engine's bytes");

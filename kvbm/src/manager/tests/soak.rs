@@ -24,7 +24,7 @@ async fn after_anything_the_log_says_what_the_memory_holds() {
                         let slots = site.manager.allocate(length - have).into_iter().flatten();
                         let full = slots.zip(have..length).map(|(slot, n)| {
                             site.device.write(slot.slot(), &content(name(n)));
-                            slot.complete(name(n), n.checked_sub(1).map(name))
+                            slot.complete(name(n), n.checked_sub(1).map(name), Custody::default())
                         });
                         drop(site.manager.register_all(full.collect()));
                     }

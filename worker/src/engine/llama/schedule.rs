@@ -256,7 +256,7 @@ impl Scheduler {
         self.metrics.computed(rows.count.min(prompt_left));
         sequence.computed += rows.count;
         sequence.waiting.computed(rows.count);
-        sequence.blocks.share(sequence.computed, &sequence.lineage, &self.manager);
+        sequence.share(&self.manager);
         let (sampler, token, logprobs) = done?;
         sequence.sampler = Some(sampler);
         if sequence.report_is_open() {

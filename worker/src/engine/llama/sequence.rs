@@ -6,6 +6,7 @@ use crate::engine::{Error, Finish, Logprobs, Output, PromptReport, Request, Toke
 use kvbm::BlockManager;
 use kvbm::{BlockId, ChainKey, SequenceHash};
 use kvbm::{CachedBlock, PartialBlock};
+use kvbm::{Custody, DomainId};
 use std::collections::VecDeque;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
@@ -13,6 +14,8 @@ use tokio::time::Instant;
 /// A request that is waiting, running, or preempted. Dropping it releases its blocks and ends its stream.
 pub(super) struct Sequence {
     pub(super) request: Request,
+    /// Whose blocks they are: the request's domain.
+    pub(super) domain: DomainId,
     /// The prompt, then what was generated.
     pub(super) tokens: Vec<u32>,
     pub(super) prompt: usize,
@@ -58,6 +61,14 @@ impl Sequence {
     /// Tokens generated so far.
     pub(super) fn generated(&self) -> usize {
         self.tokens.len() - self.prompt
+    }
+
+    /// Shares the blocks that are full now, on the request's terms.
+    pub(super) fn share(&mut self, manager: &BlockManager) {
+        if self.computed / self.lineage.block_size > self.blocks.cached.len() {
+            let custody = manager.custody(self.domain, &self.request.terms.retention);
+            self.blocks.share(self.computed, &self.lineage, custody, manager);
+        }
     }
 
     /// Takes blocks found in a cache, which continue what it holds. Never called with rows computed past the held blocks.
@@ -153,12 +164,12 @@ impl BlockTable {
     }
 
     /// Shares the blocks that `computed` tokens filled.
-    pub(super) fn share(&mut self, computed: usize, lineage: &Lineage, manager: &BlockManager) {
+    fn share(&mut self, computed: usize, lineage: &Lineage, custody: Custody, manager: &BlockManager) {
         let held = self.cached.len();
         let full = (held..computed / lineage.block_size).map(|at| {
             let block = self.filling.pop_front().expect("computed tokens have blocks");
             let parent = at.checked_sub(1).map(|before| lineage.names[before]);
-            block.complete(lineage.names[at], parent)
+            block.complete(lineage.names[at], parent, custody)
         });
         let full = full.collect();
         self.cached.extend(manager.register_all(full));
