@@ -2,8 +2,10 @@
 
 use crate::error::Error;
 use crate::fields::{Fields, integer, mistyped, number, too_long};
+use crate::urgency;
 use serde_json::Value;
-use worker::engine::{Sampling, StopRule};
+use std::time::Duration;
+use worker::engine::{Priority, Sampling, StopRule};
 
 /// OpenAI's limit.
 pub(crate) const CHOICES_MAX: i64 = 128;
@@ -30,6 +32,10 @@ pub(crate) struct Controls {
     /// Choices per prompt.
     pub(crate) n: u32,
     pub(crate) delivery: Delivery,
+    /// Whose turn it is when not all can be served at once.
+    pub(crate) priority: Priority,
+    /// From the request's arrival: when the first token is of no more use.
+    pub(crate) deadline: Option<Duration>,
 }
 
 /// How the answer is to come.
@@ -66,6 +72,8 @@ impl Controls {
             skip_special: fields.flag("skip_special_tokens")?.unwrap_or(true),
             n: fields.integer("n", 1..=CHOICES_MAX)?.unwrap_or(1) as u32,
             delivery: delivery(fields)?,
+            priority: urgency::take_priority(fields)?,
+            deadline: urgency::take_deadline(fields)?,
         })
     }
 }

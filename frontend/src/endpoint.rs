@@ -10,7 +10,7 @@ use crate::model::Model;
 use crate::observe::Ticket;
 use crate::serve::Cut;
 use crate::sse::{self, Chunks};
-use crate::{Gate, name};
+use crate::{Gate, name, urgency};
 use async_openai::types::chat::CompletionUsage;
 use axum::extract::{Request, State};
 use axum::http::{HeaderMap, HeaderName, HeaderValue};
@@ -68,6 +68,8 @@ pub(crate) async fn answer<E: Endpoint>(State(gate): State<Arc<Gate>>, request: 
     let ticket = parts.extensions.get::<Arc<Ticket>>().expect("the outermost layer gives a ticket").clone();
     let cut = parts.extensions.get::<Cut>().cloned().unwrap_or_default();
 
+    let tenant = urgency::tenant(&parts.headers, gate.settings.tenant_header.as_ref())?;
+    let deadline = urgency::deadline_of(&parts.headers)?;
     let body = body::read(&parts.headers, body, gate.settings.body_bytes_max).await?;
     let size = body.len();
     let raw = body.clone();
@@ -82,7 +84,8 @@ pub(crate) async fn answer<E: Endpoint>(State(gate): State<Arc<Gate>>, request: 
     let Understood { prompts, controls, endpoint } = understood;
 
     let (explain, delivery) = (wants_explanation(&parts.headers), controls.delivery);
-    let order = Order { model, prompts, controls, explain, body };
+    let deadline = deadline.into_iter().chain(controls.deadline).min().map(|within| ticket.arrived + within);
+    let order = Order { model, prompts, controls, tenant, deadline, explain, body };
     let respond = async {
         let generation = Generation::start(&gate.engine, order, ticket.clone()).await?;
         match delivery {

@@ -62,6 +62,9 @@ pub(crate) enum Error {
     /// Too much is waiting.
     #[error("The server is overloaded. Try again in {} s.", seconds(*.0))]
     Overloaded(Duration),
+    /// Its deadline cannot be met, or has passed.
+    #[error("The deadline of the request cannot be met: its first token would come too late.")]
+    Late,
     /// Nobody can serve it now.
     #[error("The service is unavailable: {0}")]
     Unavailable(String),
@@ -114,6 +117,7 @@ impl Error {
             Self::ContentType(_) => StatusCode::UNSUPPORTED_MEDIA_TYPE,
             Self::Overloaded(_) => StatusCode::TOO_MANY_REQUESTS,
             Self::Unavailable(_) => StatusCode::SERVICE_UNAVAILABLE,
+            Self::Late => StatusCode::GATEWAY_TIMEOUT,
             Self::Failed(_) => StatusCode::INTERNAL_SERVER_ERROR,
         }
     }
@@ -132,6 +136,7 @@ impl Error {
             Self::Method { .. } => Some("method_not_supported"),
             Self::TooLarge(_) => Some("request_too_large"),
             Self::Overloaded(_) => Some("rate_limit_exceeded"),
+            Self::Late => Some("deadline_exceeded"),
             Self::Unavailable(_) => Some("service_unavailable"),
             Self::Failed(_) => Some("internal_error"),
             Self::Malformed(_) | Self::ContentType(_) | Self::TooSlow(_) => None,
@@ -154,6 +159,7 @@ impl From<engine::Error> for Error {
                 Self::invalid(field, "invalid_value", format!("Invalid '{field}': {problem}."))
             }
             engine::Error::Overloaded { retry_after } => Self::Overloaded(retry_after),
+            engine::Error::Late => Self::Late,
             engine::Error::Unavailable(why) => Self::Unavailable(why),
             engine::Error::Failed(why) => Self::Failed(why),
         }

@@ -12,6 +12,7 @@ use futures::future::try_join_all;
 use futures::stream::{BoxStream, SelectAll};
 use futures::{StreamExt, TryFutureExt};
 use std::sync::Arc;
+use tokio::time::Instant;
 use worker::engine::{Domain, Engine, Request, Terms, Work};
 
 /// A request that was understood: prompts as tokens, and what to do with each.
@@ -19,6 +20,10 @@ pub(crate) struct Order {
     pub(crate) model: Arc<Model>,
     pub(crate) prompts: Vec<Arc<[u32]>>,
     pub(crate) controls: Controls,
+    /// For whom it is; empty: nobody in particular.
+    pub(crate) tenant: Arc<str>,
+    /// When the first token is of no more use.
+    pub(crate) deadline: Option<Instant>,
     /// The client wants the router's decision explained.
     pub(crate) explain: bool,
     /// The client's body as it came; unknown fields are in it.
@@ -133,10 +138,17 @@ fn later(engine: Arc<dyn Engine>, request: Request, assembler: Assembler) -> Box
 }
 
 fn request(order: &Order, id: &str, model: &Arc<str>, choice: usize, choices: usize) -> Request {
-    let Controls { sampling, stop, n, .. } = &order.controls;
+    let Controls { sampling, stop, n, priority, .. } = &order.controls;
     let (prompt, nth) = (choice / *n as usize, choice % *n as usize);
     let mut sampling = sampling.clone();
     sampling.seed = sampling.seed.map(|seed| seed.wrapping_add(nth as u64));
+    let terms = Terms {
+        tenant: order.tenant.clone(),
+        priority: *priority,
+        // The later choices start when the first one's token is there.
+        deadline: order.deadline.filter(|_| nth == 0),
+        ..Terms::default()
+    };
     Request {
         id: if choices == 1 { id.into() } else { format!("{id}/{choice}").into() },
         model: model.clone(),
@@ -144,7 +156,7 @@ fn request(order: &Order, id: &str, model: &Arc<str>, choice: usize, choices: us
         sampling,
         stop: stop.clone(),
         work: Work::Generate,
-        terms: Terms::default(),
+        terms,
         explain: order.explain && choice == 0,
         body: Some(order.body.clone()),
         // One cache domain for all, until there are tenants.

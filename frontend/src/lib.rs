@@ -45,9 +45,11 @@ mod template;
 #[cfg(test)]
 #[path = "../tests/it/tiny.rs"]
 mod tiny;
+mod urgency;
 mod vocabulary;
 
 pub use serve::serve;
+pub use urgency::TenantHeader;
 
 use axum::Router;
 use axum::middleware::from_fn_with_state;
@@ -63,11 +65,14 @@ use worker::engine::Engine;
 pub struct Settings {
     /// The largest request body. Default 16 MiB: a million tokens of text four times over.
     pub body_bytes_max: usize,
+    /// The header in which a trusted proxy says for whom a request is. Default none: everybody is one tenant. A client that can
+    /// set it itself can be anybody, so name it only behind a proxy that replaces it.
+    pub tenant_header: Option<TenantHeader>,
 }
 
 impl Default for Settings {
     fn default() -> Self {
-        Self { body_bytes_max: 16 << 20 }
+        Self { body_bytes_max: 16 << 20, tenant_header: None }
     }
 }
 

@@ -26,7 +26,7 @@ pub(crate) struct Ticket {
     /// The client's `x-request-id`, or one of ours.
     pub(crate) id: Arc<str>,
     pub(crate) span: Span,
-    arrived: Instant,
+    pub(crate) arrived: Instant,
     endpoint: String,
     metrics: Metrics,
     model: OnceLock<Arc<str>>,

@@ -34,7 +34,7 @@ impl Verdict {
     /// Reads an error.
     pub(crate) fn of(error: &Error) -> Self {
         match error {
-            Error::UnknownModel(_) | Error::PromptTooLong { .. } | Error::Invalid { .. } => Self::Neutral,
+            Error::UnknownModel(_) | Error::PromptTooLong { .. } | Error::Invalid { .. } | Error::Late => Self::Neutral,
             Error::Overloaded { retry_after } => Self::Busy(*retry_after),
             Error::Unavailable(_) | Error::Failed(_) => Self::Fault,
         }

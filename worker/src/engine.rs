@@ -255,6 +255,9 @@ pub enum Error {
         /// When a place is likely free.
         retry_after: Duration,
     },
+    /// The first token would come after the request's deadline.
+    #[error("the deadline cannot be met")]
+    Late,
     /// Nobody can serve it now.
     #[error("unavailable: {0}")]
     Unavailable(String),

@@ -10,3 +10,4 @@ mod refusals;
 mod serving;
 mod streams;
 mod tiny;
+mod urgency;

@@ -89,6 +89,11 @@ async fn chat_requests_that_cannot_be() {
         (json!({ "stop": vec!["a"; 17] }), "array_above_max_length", "stop"),
         (json!({ "stop_token_ids": [265] }), "integer_above_max_value", "stop_token_ids[0]"),
         (json!({ "stream": "yes" }), "invalid_type", "stream"),
+        (json!({ "priority": "urgent" }), "invalid_value", "priority"),
+        (json!({ "priority": 0.5 }), "invalid_type", "priority"),
+        (json!({ "priority": true }), "invalid_type", "priority"),
+        (json!({ "deadline_ms": 0 }), "integer_below_min_value", "deadline_ms"),
+        (json!({ "deadline_ms": "soon" }), "invalid_type", "deadline_ms"),
         (json!({ "stream_options": { "include_usage": true } }), "invalid_value", "stream_options"),
         (
             json!({ "stream": true, "stream_options": { "include_usage": 1 } }),
@@ -174,7 +179,7 @@ async fn bodies_that_are_no_request() {
 #[tokio::test]
 async fn a_body_over_the_limit() {
     let engine = Fake::saying(vec![last("", Finish::Stop)]);
-    let settings = frontend::Settings { body_bytes_max: 100 };
+    let settings = frontend::Settings { body_bytes_max: 100, ..frontend::Settings::default() };
     let router = frontend::router(engine, prometheus::Registry::new(), settings).unwrap();
     let fitting = chat(json!({ "a": "x".repeat(10) }));
     assert_eq!(send(&router, fitting).await.status, 200);
@@ -204,6 +209,7 @@ async fn an_unknown_model_is_named_with_those_that_are_known() {
 async fn an_engines_refusal_has_its_status() {
     let table = [
         (Error::Overloaded { retry_after: Duration::from_secs(3) }, 429, "rate_limit_exceeded", Value::Null),
+        (Error::Late, 504, "deadline_exceeded", Value::Null),
         (Error::Unavailable("no worker".into()), 503, "service_unavailable", Value::Null),
         (Error::Failed("out of order".into()), 500, "internal_error", Value::Null),
         (Error::UnknownModel("org/tiny".into()), 404, "model_not_found", json!("model")),

@@ -94,7 +94,7 @@ async fn a_closed_connection_stops_the_engine() {
 /// Most clients read only after they have sent everything.
 #[tokio::test]
 async fn an_oversized_body_gets_its_answer() {
-    let settings = frontend::Settings { body_bytes_max: 1 << 20 };
+    let settings = frontend::Settings { body_bytes_max: 1 << 20, ..frontend::Settings::default() };
     let router = frontend::router(Fake::saying(vec![]), prometheus::Registry::new(), settings).unwrap();
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();

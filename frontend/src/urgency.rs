@@ -1,0 +1,101 @@
+//! Who asks, and how urgently: what a request says of itself beside others, in its headers and its fields.
+//!
+//! A tenant is what a proxy in front says it is, and only if the configuration names the header. Whose cache a prompt
+//! belongs to, and how long blocks are kept, is not decided here.
+
+use crate::error::Error;
+use crate::fields::{Fields, integer, mistyped};
+use axum::http::{HeaderMap, HeaderName};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::ops::RangeInclusive;
+use std::sync::Arc;
+use std::time::Duration;
+use worker::engine::Priority;
+
+/// Milliseconds until the first token is of no more use.
+const DEADLINE: HeaderName = HeaderName::from_static("x-blockyard-deadline-ms");
+/// A day: who waits longer does not wait.
+const DEADLINE_MS: RangeInclusive<i64> = 1..=86_400_000;
+/// A name and a number behind it; longer ones are no names.
+const TENANT_BYTES_MAX: usize = 64;
+
+/// The header in which a trusted proxy says for whom it asks.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct TenantHeader(HeaderName);
+
+impl TryFrom<String> for TenantHeader {
+    type Error = String;
+
+    fn try_from(name: String) -> Result<Self, String> {
+        let wrong = |_| format!("expected the name of a header, like \"x-tenant\", but got {name:?}");
+        HeaderName::try_from(name.as_str()).map(Self).map_err(wrong)
+    }
+}
+
+impl From<TenantHeader> for String {
+    fn from(TenantHeader(name): TenantHeader) -> Self {
+        name.as_str().to_owned()
+    }
+}
+
+/// For whom a request is; empty: nobody in particular.
+pub(crate) fn tenant(headers: &HeaderMap, named_by: Option<&TenantHeader>) -> Result<Arc<str>, Error> {
+    let Some(TenantHeader(name)) = named_by else { return Ok("".into()) };
+    let mut values = headers.get_all(name).iter();
+    let Some(value) = values.next() else { return Ok("".into()) };
+    let sane = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.:/+=@".contains(&byte);
+    match value.to_str() {
+        // A second one was sent by somebody else than the proxy.
+        Ok(tenant) if values.next().is_none() && tenant.len() <= TENANT_BYTES_MAX && tenant.bytes().all(sane) => {
+            Ok(tenant.into())
+        }
+        _ => {
+            let message = format!(
+                "Invalid header '{name}': expected one name of at most {TENANT_BYTES_MAX} letters, digits or '-_.:/+=@'."
+            );
+            Err(Error::invalid(name.as_str(), "invalid_value", message))
+        }
+    }
+}
+
+/// The deadline in the headers.
+pub(crate) fn deadline_of(headers: &HeaderMap) -> Result<Option<Duration>, Error> {
+    let Some(value) = headers.get(DEADLINE) else { return Ok(None) };
+    let said = value.to_str().ok().and_then(|text| serde_json::from_str(text.trim()).ok());
+    integer(DEADLINE.as_str(), &said.unwrap_or(Value::Bool(false)), DEADLINE_MS).map(|ms| Some(millis(ms)))
+}
+
+/// The deadline among the fields.
+pub(crate) fn take_deadline(fields: &mut Fields) -> Result<Option<Duration>, Error> {
+    Ok(fields.integer("deadline_ms", DEADLINE_MS)?.map(millis))
+}
+
+/// The priority: by name, or a number as vLLM has it, where less is sooner and 0 is what says nothing.
+pub(crate) fn take_priority(fields: &mut Fields) -> Result<Priority, Error> {
+    match fields.value("priority") {
+        None => Ok(Priority::Normal),
+        Some(Value::String(name)) => match name.as_str() {
+            "low" => Ok(Priority::Low),
+            "normal" => Ok(Priority::Normal),
+            "high" => Ok(Priority::High),
+            _ => {
+                let message = format!(
+                    "Invalid value: '{name}'. Supported values of 'priority' are: 'low', 'normal', 'high', and integers."
+                );
+                Err(Error::invalid("priority", "invalid_value", message))
+            }
+        },
+        Some(number @ Value::Number(_)) => Ok(match integer("priority", &number, i64::MIN..=i64::MAX)? {
+            ..0 => Priority::High,
+            0 => Priority::Normal,
+            1.. => Priority::Low,
+        }),
+        Some(other) => Err(mistyped("priority", "a string or an integer", &other)),
+    }
+}
+
+fn millis(ms: i64) -> Duration {
+    Duration::from_millis(ms.unsigned_abs())
+}
