@@ -11,35 +11,13 @@
 //! would go.
 
 use crate::SequenceHash;
-use std::collections::{BTreeSet, HashMap};
-use std::hash::{BuildHasherDefault, Hasher};
-
-/// A map keyed by block names. Names are keyed hashes already, so eight of their bytes are as good as any hash of them.
-pub(crate) type ByName<T> = HashMap<SequenceHash, T, BuildHasherDefault<NameHasher>>;
-
-/// Takes the first eight bytes of a name as its hash.
-#[derive(Default)]
-pub(crate) struct NameHasher(u64);
-
-impl Hasher for NameHasher {
-    fn finish(&self) -> u64 {
-        self.0
-    }
-
-    fn write(&mut self, bytes: &[u8]) {
-        if let Some(first) = bytes.first_chunk() {
-            self.0 = u64::from_le_bytes(*first);
-        }
-    }
-
-    // The length prefix of the array, the same for all.
-    fn write_usize(&mut self, _: usize) {}
-}
+use crate::names::{ByName, Positions};
+use std::collections::BTreeSet;
+use std::hint::black_box;
 
 /// The blocks of one pool, by slot.
-#[derive(Default)]
 pub(crate) struct Residents {
-    names: ByName<u32>,
+    names: Positions,
     nodes: Vec<Node>,
     /// Followers of blocks that are not here: a child may arrive before its parent, and a parent may be discarded.
     absent: ByName<Followers>,
@@ -59,10 +37,13 @@ pub(crate) enum Removed {
     StillHeld,
 }
 
+/// All that is known of a slot, in one line of the cache.
 #[derive(Clone)]
+#[repr(align(64))]
 struct Node {
     name: SequenceHash,
     parent: Option<SequenceHash>,
+    resident: bool,
     /// Where the parent was last seen; true only if that node still bears its name.
     parent_at: u32,
     /// Guards that outsiders have.
@@ -70,8 +51,9 @@ struct Node {
     followers: Followers,
     /// When it was last let go.
     rank: u64,
-    resident: bool,
 }
+
+const _: () = assert!(size_of::<Node>() == 64);
 
 #[derive(Clone, Copy, Default)]
 struct Followers {
@@ -83,11 +65,11 @@ impl Node {
     const EMPTY: Self = Self {
         name: SequenceHash::from_bytes([0; 16]),
         parent: None,
+        resident: false,
         parent_at: 0,
         holds: 0,
         followers: Followers { resident: 0, held: 0 },
         rank: 0,
-        resident: false,
     };
 
     fn held(&self) -> bool {
@@ -103,6 +85,18 @@ enum Parent {
 }
 
 impl Residents {
+    /// For slots up to `capacity`.
+    pub(crate) fn new(capacity: usize) -> Self {
+        Self {
+            names: Positions::with_capacity(capacity),
+            nodes: Vec::with_capacity(capacity),
+            absent: ByName::default(),
+            leaves: BTreeSet::new(),
+            idle: 0,
+            clock: 0,
+        }
+    }
+
     /// Blocks that can be found by name.
     pub(crate) fn len(&self) -> usize {
         self.names.len()
@@ -115,13 +109,31 @@ impl Residents {
 
     /// Where a block is.
     pub(crate) fn find(&self, name: SequenceHash) -> Option<u32> {
-        self.names.get(&name).copied()
+        self.names.find(&name, |at| self.nodes[at as usize].name == name)
+    }
+
+    /// Where each of a few names is (up to [`BATCH`](crate::names::BATCH)). What the look-ups will read is asked for in
+    /// advance, all of it at the same time: first of the table, then of the nodes.
+    pub(crate) fn find_each(&self, names: &[SequenceHash]) -> impl Iterator<Item = Option<u32>> {
+        // One name is found as fast without.
+        if names.len() > 1 {
+            self.names.touch(names);
+            let read = |name| self.names.guess(name).map_or(0, |at| self.nodes[at as usize].holds);
+            black_box(names.iter().map(read).fold(0, |all, holds| all ^ holds));
+        }
+        names.iter().map(|name| self.find(*name))
+    }
+
+    /// What a block in a slot is, and what precedes it.
+    pub(crate) fn block(&self, slot: u32) -> (SequenceHash, Option<SequenceHash>) {
+        let node = &self.nodes[slot as usize];
+        (node.name, node.parent)
     }
 
     /// Every block that can be found by name.
     #[cfg(test)]
     pub(crate) fn names(&self) -> impl Iterator<Item = SequenceHash> {
-        self.names.keys().copied()
+        self.nodes.iter().filter(|node| node.resident).map(|node| node.name)
     }
 
     /// A block comes to rest in an empty slot, not held. Its name must not be here yet.
@@ -136,7 +148,7 @@ impl Residents {
         let node = Node { name, parent, followers, rank: self.clock, resident: true, ..Node::EMPTY };
         let (leaf, held) = (followers.resident == 0, node.held());
         self.nodes[slot as usize] = node;
-        self.names.insert(name, slot);
+        self.names.insert(&name, slot);
         self.idle += 1;
         if leaf {
             self.leaves.insert((self.clock, slot));
@@ -148,15 +160,14 @@ impl Residents {
         }
     }
 
-    /// One more guard, of the block with this name and parent.
-    pub(crate) fn hold(&mut self, slot: u32) -> (SequenceHash, Option<SequenceHash>) {
+    /// One more guard.
+    pub(crate) fn hold(&mut self, slot: u32) {
         let node = &mut self.nodes[slot as usize];
-        let (before, is) = (node.held(), (node.name, node.parent));
+        let before = node.held();
         node.holds += 1;
         if !before {
             self.became_held(slot);
         }
-        is
     }
 
     /// One guard less. True: the block was removed meanwhile, nobody needs the slot any more, and it is the caller's.
@@ -198,7 +209,7 @@ impl Residents {
         let (name, followers) = (node.name, std::mem::take(&mut node.followers));
         node.resident = false;
         self.idle -= 1;
-        self.names.remove(&name);
+        self.names.remove(&name, slot);
         if followers.resident > 0 {
             self.absent.insert(name, followers);
         }

@@ -4,9 +4,10 @@
 //! a name is announced when its first fingerprint comes and removed when its last one goes.
 //! Nothing here waits or touches a device.
 
+use crate::announce::Stored;
+use crate::names::{BATCH, NameMap};
 use crate::{BlockEvent, EventLog, Fingerprint, Level, SequenceHash};
-use std::collections::{BTreeMap, HashMap};
-use std::hash::{BuildHasherDefault, Hasher};
+use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 /// A block that has come to rest.
@@ -26,7 +27,7 @@ pub(crate) struct Index<P> {
 }
 
 // Few fingerprints, many names: the names of each stand in a map of their own, so that an entry does not repeat 32 bytes.
-type Spaces<P> = BTreeMap<Fingerprint, HashMap<SequenceHash, P, BuildHasherDefault<ByName>>>;
+type Spaces<P> = BTreeMap<Fingerprint, NameMap<P>>;
 
 impl<P: Copy> Index<P> {
     pub(crate) fn new(level: Level, log: Arc<EventLog>) -> Self {
@@ -35,9 +36,7 @@ impl<P: Copy> Index<P> {
 
     /// How many of `names`, counted from the first, rest here.
     pub(crate) fn holds(&self, fingerprint: Fingerprint, names: &[SequenceHash]) -> usize {
-        let spaces = self.read();
-        let Some(space) = spaces.get(&fingerprint) else { return 0 };
-        names.iter().take_while(|name| space.contains_key(name)).count()
+        self.read().get(&fingerprint).map_or(0, |space| space.leading(names))
     }
 
     /// Where a block rests.
@@ -54,32 +53,36 @@ impl<P: Copy> Index<P> {
     ) -> Vec<Option<P>> {
         let mut spaces = self.write();
         let Some(space) = spaces.get_mut(&fingerprint) else { return vec![None; names.len()] };
-        let place = |name| {
-            space.get_mut(name).map(|place| {
-                touch(place);
-                *place
-            })
-        };
-        names.iter().map(place).collect()
+        let mut places = Vec::with_capacity(names.len());
+        for batch in names.chunks(BATCH) {
+            space.touch(batch);
+            places.extend(batch.iter().map(|name| {
+                space.get_mut(name).map(|place| {
+                    touch(place);
+                    *place
+                })
+            }));
+        }
+        places
     }
 
     /// Adds blocks, or moves those that are there to their new place. `follow` may leave a mark on the place of a block's
     /// parent, given the place of the block.
     pub(crate) fn insert(&self, blocks: impl IntoIterator<Item = Resting<P>>, follow: impl Fn(&mut P, P)) {
         let mut spaces = self.write();
-        let mut run = Run { level: self.level, log: &self.log, parent: None, blocks: Vec::new() };
+        // Dropped, and so announced, before the lock is.
+        let mut stored = Stored::new(self.level, &self.log);
         for block in blocks {
-            let known = spaces.values().any(|space| space.contains_key(&block.name));
+            let known = spaces.values().any(|space| space.contains(&block.name));
             let space = spaces.entry(block.fingerprint).or_default();
             space.insert(block.name, block.place);
             if let Some(parent) = block.parent.and_then(|parent| space.get_mut(&parent)) {
                 follow(parent, block.place);
             }
             if !known {
-                run.push(block.name, block.parent);
+                stored.push(block.name, block.parent);
             }
         }
-        run.announce();
     }
 
     /// Gives a block another place, if its place is still what the caller thinks.
@@ -111,7 +114,7 @@ impl<P: Copy> Index<P> {
             if space.is_empty() {
                 spaces.remove(&fingerprint);
             }
-            if !spaces.values().any(|space| space.contains_key(&name)) {
+            if !spaces.values().any(|space| space.contains(&name)) {
                 gone.push(name);
             }
         }
@@ -121,7 +124,7 @@ impl<P: Copy> Index<P> {
 
     /// How many blocks rest here, each fingerprint counted.
     pub(crate) fn len(&self) -> usize {
-        self.read().values().map(HashMap::len).sum()
+        self.read().values().map(NameMap::len).sum()
     }
 
     fn read(&self) -> RwLockReadGuard<'_, Spaces<P>> {
@@ -131,50 +134,6 @@ impl<P: Copy> Index<P> {
 
     fn write(&self) -> RwLockWriteGuard<'_, Spaces<P>> {
         self.spaces.write().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// New blocks that follow each other in one chain: one event.
-struct Run<'a> {
-    level: Level,
-    log: &'a EventLog,
-    parent: Option<SequenceHash>,
-    blocks: Vec<SequenceHash>,
-}
-
-impl Run<'_> {
-    fn push(&mut self, name: SequenceHash, parent: Option<SequenceHash>) {
-        if self.blocks.last().copied() != parent || parent.is_none() {
-            self.announce();
-            self.parent = parent;
-        }
-        self.blocks.push(name);
-    }
-
-    fn announce(&mut self) {
-        let blocks = std::mem::take(&mut self.blocks);
-        self.log.announce(BlockEvent::Stored { level: self.level, parent: self.parent, blocks });
-    }
-}
-
-/// Names are hashes already: their first eight bytes serve.
-#[derive(Default)]
-pub(crate) struct ByName(u64);
-
-impl Hasher for ByName {
-    fn write(&mut self, bytes: &[u8]) {
-        for chunk in bytes.chunks(8) {
-            let mut word = [0; 8];
-            word[..chunk.len()].copy_from_slice(chunk);
-            // The second half of a name is mixed in, so that two names that share the first still part.
-            self.0 = self.0.rotate_left(32) ^ u64::from_le_bytes(word);
-        }
-    }
-
-    fn write_usize(&mut self, _length_prefix: usize) {}
-
-    fn finish(&self) -> u64 {
-        self.0
     }
 }
 

@@ -76,6 +76,7 @@
 //!
 //! This crate knows no worker, no model and no request: tokens go in as numbers, bytes stay opaque.
 
+mod announce;
 pub mod block;
 mod clock;
 pub mod codec;
@@ -93,6 +94,7 @@ mod index;
 mod manager;
 mod metrics;
 pub mod name;
+mod names;
 pub mod object;
 mod peer;
 mod plan;
@@ -112,6 +114,6 @@ pub use manager::{BlockManager, Onboarded, Recompute, Speed};
 pub use metrics::Metrics;
 pub use name::{ChainKey, Domain, DomainId, Fingerprint, SequenceHash};
 pub use object::ObjectTier;
-pub use pool::{CachedBlock, FullBlock, PartialBlock, WeakBlock};
+pub use pool::{CachedBlock, CachedBlocks, FullBlock, Held, PartialBlock, WeakBlock};
 pub use retention::{Custody, Keep, Priority, Retention};
 pub use tier::{LoadError, Loaded, StoreError, Tier, Usage};

@@ -17,7 +17,7 @@ use crate::host::HostTier;
 use crate::metrics::Metrics;
 use crate::peer::Peer;
 use crate::plan::{Plan, plan};
-use crate::pool::{CachedBlock, FullBlock, PartialBlock, Pool};
+use crate::pool::{CachedBlock, CachedBlocks, FullBlock, PartialBlock, Pool};
 use crate::tier::Tier;
 use crate::{Clock, Custody, DomainId, Retention, SequenceHash};
 use coming::Coming;
@@ -70,7 +70,7 @@ pub struct Recompute {
 #[must_use = "dropping it lets the blocks be evicted"]
 pub struct Onboarded {
     /// The leading names asked for, in order, held.
-    pub blocks: Vec<CachedBlock>,
+    pub blocks: CachedBlocks,
     /// How many of them came from where, in order.
     pub from: Vec<(Level, usize)>,
 }
@@ -147,18 +147,18 @@ impl BlockManager {
     /// Gives a block to everyone and queues it for the tiers below. When its name is cached already, that block is
     /// returned and the duplicate freed.
     pub fn register(&self, block: FullBlock) -> CachedBlock {
-        self.register_all(vec![block]).pop().expect("one block in, one block out")
+        self.register_all(vec![block]).into_iter().next().expect("one block in, one block out")
     }
 
     /// [`BlockManager::register`] of many blocks under one lock; a run of one chain is announced as one event.
-    pub fn register_all(&self, blocks: Vec<FullBlock>) -> Vec<CachedBlock> {
+    pub fn register_all(&self, blocks: Vec<FullBlock>) -> CachedBlocks {
         let cached = self.0.core.pool.register(blocks);
-        self.0.offload(&cached);
+        self.0.offload(&cached, |_| true);
         cached
     }
 
     /// The leading `names` that are in G1, held.
-    pub fn matched(&self, names: &[SequenceHash]) -> Vec<CachedBlock> {
+    pub fn matched(&self, names: &[SequenceHash]) -> CachedBlocks {
         let held = self.0.core.pool.matched(names);
         self.0.core.metrics.hit(Level::G1, held.len());
         self.0.core.metrics.missed(Level::G1, names.len() - held.len());
@@ -235,12 +235,15 @@ impl Inner {
     }
 
     /// Into G2 first, whose lane offers them on; without a G2 to every tier. What is not to be stored stays where it is.
-    fn offload<'a>(&self, blocks: impl IntoIterator<Item = &'a CachedBlock>) {
+    /// `which`: of the blocks, by position.
+    fn offload(&self, blocks: &CachedBlocks, which: impl Fn(usize) -> bool) {
         if self.core.is_poisoned() {
             return;
         }
-        let stored = blocks.into_iter().filter(|block| block.custody().keep.store);
-        let names: Vec<SequenceHash> = stored.map(CachedBlock::name).collect();
+        let custody = blocks.custody();
+        let wanted = |at: &usize| which(*at) && custody[*at].keep.store;
+        let names: Vec<_> =
+            blocks.iter().enumerate().filter(|(at, _)| wanted(at)).map(|(_, held)| held.name()).collect();
         let first = if self.core.host.is_some() { 1 } else { self.lanes.len() };
         self.lanes.iter().take(first).map(Lane::offers).for_each(|offers: &Offers| offers.offer(&self.core, &names));
     }
@@ -275,11 +278,10 @@ impl Inner {
         let mut from = Vec::new();
         count(&mut from, Level::G1, blocks.len());
         if let Some(loaded) = loaded {
-            let levels = loaded.sources.iter().map(|source| sources[*source].tier.level());
+            let level = |at: usize| sources[loaded.sources[at]].tier.level();
             // What G2 gave is in G2; everything else goes up there too, and down to where it is not yet.
-            let fresh = loaded.blocks.iter().zip(levels.clone()).filter(|(_, level)| *level != Level::G2);
-            self.offload(fresh.map(|(block, _)| block));
-            levels.for_each(|level| count(&mut from, level, 1));
+            self.offload(&loaded.blocks, |at| level(at) != Level::G2);
+            (0..loaded.blocks.len()).for_each(|at| count(&mut from, level(at), 1));
             blocks.extend(loaded.blocks);
         }
         Onboarded { blocks, from }

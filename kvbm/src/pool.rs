@@ -13,13 +13,18 @@
 //!
 //! Look here in vain for bytes: a pool decides who may touch a slot, and never does so itself.
 
+mod held;
+
+use crate::announce::Stored;
 use crate::device::BlockId;
 use crate::event::{BlockEvent, EventLog, Level};
 use crate::evict::{Removed, Residents};
+use crate::names::BATCH;
 use crate::{Custody, SequenceHash};
+pub use held::{CachedBlock, CachedBlocks, Held, WeakBlock};
 use prometheus::IntGauge;
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// A handle to one pool; clones share it.
 #[derive(Clone)]
@@ -46,8 +51,11 @@ impl Pool {
         let capacity = capacity.min(u32::MAX as usize);
         // Popped from the end: slot 0 goes first, so that lazily touched memory is touched from the front.
         let free = (0..capacity as u32).rev().collect();
-        let state =
-            Mutex::new(State { free, residents: Residents::default(), custody: vec![Custody::default(); capacity] });
+        let state = Mutex::new(State {
+            free,
+            residents: Residents::new(capacity),
+            custody: vec![Custody::default(); capacity],
+        });
         Self(Arc::new(Shared { level, capacity, log, blocks, state }))
     }
 
@@ -94,7 +102,8 @@ impl Pool {
         let mut state = self.0.lock();
         if state.residents.find(name).is_none() {
             state.enter(slot, name, parent, custody);
-            self.0.stored(Run { parent, blocks: vec![name] });
+            self.0.blocks.inc();
+            self.0.stored().push(name, parent);
         } else {
             drop(state);
             drop(slot);
@@ -102,11 +111,11 @@ impl Pool {
     }
 
     /// Gives blocks to everyone, in order. Where a name is here already, that block is returned and the duplicate freed.
-    pub(crate) fn register(&self, blocks: Vec<FullBlock>) -> Vec<CachedBlock> {
+    pub(crate) fn register(&self, blocks: Vec<FullBlock>) -> CachedBlocks {
         let mut duplicates = Vec::new();
-        let mut run = Run::default();
         let mut cached = Vec::with_capacity(blocks.len());
         let mut state = self.0.lock();
+        let mut stored = self.0.stored();
         for block in blocks {
             let FullBlock { slot, name, parent, custody } = block;
             debug_assert!(slot.is_of(&self.0), "a block of another pool");
@@ -115,47 +124,61 @@ impl Pool {
                 id
             } else {
                 let id = state.enter(slot, name, parent, custody);
-                if let Some(ended) = run.push(name, parent) {
-                    self.0.stored(ended);
-                }
+                self.0.blocks.inc();
+                stored.push(name, parent);
                 id
             };
             state.residents.hold(id);
-            cached.push(self.guard(id, name, parent, state.custody[id as usize]));
+            cached.push(Held { id, name });
         }
-        self.0.stored(run);
-        // Duplicates go free after the lock, and after the guards above, which go back through it.
+        // Announced under the lock; duplicates go free after it, because they go back through it.
+        drop(stored);
         drop(state);
-        cached
+        CachedBlocks::new(&self.0, cached)
     }
 
     /// The leading `names` that are here, held.
-    pub(crate) fn matched(&self, names: &[SequenceHash]) -> Vec<CachedBlock> {
-        let found = self.hold(|residents| names.iter().map_while(|name| residents.find(*name).map(Some)).collect());
-        found.into_iter().flatten().collect()
+    pub(crate) fn matched(&self, names: &[SequenceHash]) -> CachedBlocks {
+        let mut held = Vec::with_capacity(names.len());
+        // In batches, so that nobody waits for the lock for long; what is held already keeps what precedes it.
+        for batch in names.chunks(BATCH) {
+            let mut state = self.0.lock();
+            let before = held.len();
+            let found = state.residents.find_each(batch).zip(batch);
+            held.extend(found.map_while(|(id, name)| Some(Held { id: id?, name: *name })));
+            held[before..].iter().for_each(|block| state.residents.hold(block.id));
+            if held.len() - before < batch.len() {
+                break;
+            }
+        }
+        CachedBlocks::new(&self.0, held)
     }
 
     /// Each of `names`, held if it is here. One call for a chain, from its root on, costs far less than one per block: a
     /// hold walks up to the first ancestor that is held.
     pub(crate) fn found(&self, names: &[SequenceHash]) -> Vec<Option<CachedBlock>> {
-        self.hold(|residents| names.iter().map(|name| residents.find(*name)).collect())
-    }
-
-    /// Look-ups first, all of them, so that their cache misses overlap; then holds; guards are made after the lock.
-    fn hold(&self, find: impl FnOnce(&Residents) -> Vec<Option<u32>>) -> Vec<Option<CachedBlock>> {
-        let mut state = self.0.lock();
-        let ids = find(&state.residents);
-        let mut hold = |id: u32| (id, state.residents.hold(id), state.custody[id as usize]);
-        let held: Vec<_> = ids.into_iter().map(|id| id.map(&mut hold)).collect();
-        drop(state);
-        let guard = |(id, (name, parent), custody)| self.guard(id, name, parent, custody);
-        held.into_iter().map(|held| held.map(guard)).collect()
+        let mut held: Vec<Option<Held>> = Vec::with_capacity(names.len());
+        for batch in names.chunks(BATCH) {
+            let mut state = self.0.lock();
+            let before = held.len();
+            let found = state.residents.find_each(batch).zip(batch);
+            held.extend(found.map(|(id, name)| Some(Held { id: id?, name: *name })));
+            held[before..].iter().flatten().for_each(|block| state.residents.hold(block.id));
+        }
+        held.into_iter().map(|held| held.map(|block| CachedBlock::new(self.0.clone(), block))).collect()
     }
 
     /// How many leading `names` are here.
     pub(crate) fn holds(&self, names: &[SequenceHash]) -> usize {
-        let state = self.0.lock();
-        names.iter().take_while(|name| state.residents.find(**name).is_some()).count()
+        let mut here = 0;
+        for batch in names.chunks(BATCH) {
+            let found = self.0.lock().residents.find_each(batch).take_while(Option::is_some).count();
+            here += found;
+            if found < batch.len() {
+                break;
+            }
+        }
+        here
     }
 
     /// Denies a block from now on. Whoever holds it keeps it.
@@ -167,10 +190,6 @@ impl Pool {
             Removed::StillHeld => {}
         }
         self.0.removed(vec![name]);
-    }
-
-    fn guard(&self, id: u32, name: SequenceHash, parent: Option<SequenceHash>, custody: Custody) -> CachedBlock {
-        CachedBlock(Arc::new(Hold { pool: self.0.clone(), id, name, parent, custody }))
     }
 
     /// Every block that can be found by name.
@@ -196,10 +215,9 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Called under the lock.
-    fn stored(&self, run: Run) {
-        self.blocks.add(run.blocks.len().cast_signed() as i64);
-        self.log.announce(BlockEvent::Stored { level: self.level, parent: run.parent, blocks: run.blocks });
+    /// Announces new blocks; to be dropped under the lock.
+    fn stored(&self) -> Stored<'_> {
+        Stored::new(self.level, &self.log)
     }
 
     /// Called under the lock.
@@ -213,25 +231,6 @@ impl Drop for Shared {
     fn drop(&mut self) {
         let left = self.state.get_mut().unwrap_or_else(PoisonError::into_inner).residents.len();
         self.blocks.add(-(left.cast_signed() as i64));
-    }
-}
-
-/// A run of one chain that is being announced.
-#[derive(Default)]
-struct Run {
-    parent: Option<SequenceHash>,
-    blocks: Vec<SequenceHash>,
-}
-
-impl Run {
-    /// Takes the block; gives back the run so far when the block does not continue it.
-    fn push(&mut self, name: SequenceHash, parent: Option<SequenceHash>) -> Option<Self> {
-        if !self.blocks.is_empty() && self.blocks.last().copied() == parent {
-            self.blocks.push(name);
-            return None;
-        }
-        let ended = std::mem::replace(self, Self { parent, blocks: vec![name] });
-        (!ended.blocks.is_empty()).then_some(ended)
     }
 }
 
@@ -304,75 +303,6 @@ impl FullBlock {
     }
 }
 
-/// A block that everyone may read, found by its name, and not given up while anybody holds it. Clones are free.
-#[derive(Clone)]
-#[must_use = "dropping it lets the block be evicted"]
-pub struct CachedBlock(Arc<Hold>);
-
-struct Hold {
-    pool: Arc<Shared>,
-    id: u32,
-    name: SequenceHash,
-    parent: Option<SequenceHash>,
-    custody: Custody,
-}
-
-impl CachedBlock {
-    /// Where the bytes are.
-    pub fn slot(&self) -> BlockId {
-        BlockId(self.0.id)
-    }
-
-    /// What they are.
-    pub fn name(&self) -> SequenceHash {
-        self.0.name
-    }
-
-    /// What precedes them; `None` at the root.
-    pub fn parent(&self) -> Option<SequenceHash> {
-        self.0.parent
-    }
-
-    /// Whose it is, and how long it is kept, as of when it was found.
-    pub fn custody(&self) -> Custody {
-        self.0.custody
-    }
-
-    /// Lets go of the block, but remembers it.
-    pub fn downgrade(&self) -> WeakBlock {
-        WeakBlock { pool: Arc::downgrade(&self.0.pool), name: self.0.name }
-    }
-}
-
-impl Drop for Hold {
-    fn drop(&mut self) {
-        let mut state = self.pool.lock();
-        if state.residents.release(self.id) {
-            state.free.push(self.id);
-        }
-    }
-}
-
-/// A block that may be given up at any time.
-#[derive(Clone)]
-pub struct WeakBlock {
-    pool: Weak<Shared>,
-    name: SequenceHash,
-}
-
-impl WeakBlock {
-    /// What it was.
-    pub fn name(&self) -> SequenceHash {
-        self.name
-    }
-
-    /// Holds the block again, while it is still resident. It may meanwhile have been given up and come back elsewhere:
-    /// ask the result for its slot.
-    pub fn upgrade(&self) -> Option<CachedBlock> {
-        Pool(self.pool.upgrade()?).matched(&[self.name]).pop()
-    }
-}
-
 impl fmt::Debug for PartialBlock {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "PartialBlock(slot {})", self.0.id)
@@ -382,18 +312,6 @@ impl fmt::Debug for PartialBlock {
 impl fmt::Debug for FullBlock {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "FullBlock({} in slot {})", self.name, self.slot.id)
-    }
-}
-
-impl fmt::Debug for CachedBlock {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "CachedBlock({} in {} slot {})", self.0.name, self.0.pool.level, self.0.id)
-    }
-}
-
-impl fmt::Debug for WeakBlock {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "WeakBlock({})", self.name)
     }
 }
 

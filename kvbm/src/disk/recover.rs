@@ -5,7 +5,8 @@ use super::listing::Listing;
 use super::log::{Log, Place, built_upon};
 use super::record::{self, Found};
 use super::segment::{self, Segment, path, seal};
-use crate::index::{ByName, Resting};
+use crate::index::Resting;
+use crate::names::NameHasher;
 use crate::{Fingerprint, SequenceHash};
 use std::collections::{BTreeMap, HashMap};
 use std::fs::{self, File, OpenOptions};
@@ -30,7 +31,7 @@ impl Log {
             }
         }
         let records = segments.values().map(|segment| segment.listing().len()).sum();
-        let mut newest: HashMap<(Fingerprint, SequenceHash), (u32, u32), BuildHasherDefault<ByName>> =
+        let mut newest: HashMap<(Fingerprint, SequenceHash), (u32, u32), BuildHasherDefault<NameHasher>> =
             HashMap::with_capacity_and_hasher(records, BuildHasherDefault::default());
         for segment in segments.values() {
             for (fingerprint, entry) in segment.listing().iter() {

@@ -4,7 +4,7 @@
 //! the first one gives up. Two copies of one prefix would not only be read twice: they would push others out of G1.
 
 use crate::SequenceHash;
-use crate::evict::ByName;
+use crate::names::ByName;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use tokio::sync::watch;
 

@@ -16,7 +16,7 @@ use super::speed::{Gauge, Seen};
 use crate::block::{Block, Corrupt, Header};
 use crate::metrics::Direction;
 use crate::plan::{Patience, Stretch};
-use crate::pool::{CachedBlock, FullBlock, PartialBlock};
+use crate::pool::{CachedBlocks, FullBlock, PartialBlock};
 use crate::tier::{LoadError, Tier};
 use crate::{Level, SequenceHash};
 use futures::future;
@@ -39,7 +39,7 @@ pub(super) type Located = Vec<(usize, Range<usize>)>;
 
 /// What a load brought into G1: the leading blocks, and each one's source.
 pub(super) struct Loaded {
-    pub(super) blocks: Vec<CachedBlock>,
+    pub(super) blocks: CachedBlocks,
     pub(super) sources: Vec<usize>,
 }
 
@@ -187,7 +187,7 @@ impl<'a> Loading<'a> {
             writes: FuturesUnordered::new(),
             queue: Vec::new(),
             arrived: order.names.iter().map(|_| None).collect(),
-            loaded: Loaded { blocks: Vec::new(), sources: Vec::new() },
+            loaded: Loaded { blocks: CachedBlocks::default(), sources: Vec::new() },
             end: order.names.len(),
             order,
             wanted: vec![Vec::new(); sources.len()],

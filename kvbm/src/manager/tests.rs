@@ -57,11 +57,11 @@ impl Site {
     }
 
     /// Computes the chain of `range` and caches it.
-    fn compute(&self, range: std::ops::Range<usize>) -> Vec<CachedBlock> {
+    fn compute(&self, range: std::ops::Range<usize>) -> CachedBlocks {
         self.compute_for(range, Custody::default())
     }
 
-    fn compute_for(&self, range: std::ops::Range<usize>, custody: Custody) -> Vec<CachedBlock> {
+    fn compute_for(&self, range: std::ops::Range<usize>, custody: Custody) -> CachedBlocks {
         let slots = self.manager.allocate(range.len()).unwrap();
         let full = slots.into_iter().zip(range).map(|(slot, n)| {
             self.device.write(slot.slot(), &content(name(n)));
@@ -70,7 +70,7 @@ impl Site {
         self.manager.register_all(full.collect())
     }
 
-    fn assert_sound(&self, blocks: &[CachedBlock]) {
+    fn assert_sound(&self, blocks: &CachedBlocks) {
         let mut bytes = vec![0; SIZE];
         for block in blocks {
             self.device.read(block.slot(), &mut bytes);

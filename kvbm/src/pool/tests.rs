@@ -15,7 +15,7 @@ fn pool(capacity: usize) -> (Pool, Arc<EventLog>, IntGauge) {
 
 fn put(pool: &Pool, n: u8, parent: Option<u8>) -> CachedBlock {
     let slot = pool.allocate(1).unwrap().pop().unwrap();
-    pool.register(vec![slot.complete(name(n), parent.map(name), Custody::default())]).pop().unwrap()
+    pool.register(vec![slot.complete(name(n), parent.map(name), Custody::default())]).into_iter().next().unwrap()
 }
 
 #[test]
@@ -194,7 +194,7 @@ proptest! {
             match op {
                 Op::Register(n) => {
                     let Some(slot) = partial.pop() else { continue };
-                    guards.push((n, pool.register(vec![slot.complete(name(n), parent(n).map(name), Custody::default())]).pop().unwrap()));
+                    guards.push((n, pool.register(vec![slot.complete(name(n), parent(n).map(name), Custody::default())]).into_iter().next().unwrap()));
                     model.resident.entry(n).or_insert(0);
                 }
                 Op::Match(n) => {

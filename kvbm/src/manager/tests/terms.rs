@@ -29,7 +29,7 @@ async fn domain_and_terms_go_with_a_block_down_and_up_and_down_again() {
     // Up from the first tier, and down to another, through a device without a G2.
     let reader = Site::new(4, 0, vec![first, second.clone()]);
     let onboarded = reader.manager.onboard(&names(3), UNKNOWN).await.blocks;
-    assert_eq!(onboarded.iter().map(CachedBlock::custody).collect::<Vec<_>>(), vec![custody(); 3]);
+    assert_eq!(onboarded.custody(), vec![custody(); 3]);
     reader.manager.flush().await;
     assert_eq!(resting(&*second).await, all);
     assert_eq!(resting(&*reader.manager.peer()).await, all);

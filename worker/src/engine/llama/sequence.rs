@@ -5,7 +5,7 @@ use super::vitals::Waiting;
 use crate::engine::{Error, Finish, Logprobs, Output, PromptReport, Request, Tokens, Work};
 use kvbm::BlockManager;
 use kvbm::{BlockId, ChainKey, SequenceHash};
-use kvbm::{CachedBlock, PartialBlock};
+use kvbm::{CachedBlocks, Held, PartialBlock};
 use kvbm::{Custody, DomainId};
 use std::collections::VecDeque;
 use tokio::sync::mpsc;
@@ -72,7 +72,7 @@ impl Sequence {
     }
 
     /// Takes blocks found in a cache, which continue what it holds. Never called with rows computed past the held blocks.
-    pub(super) fn adopt(&mut self, found: Vec<CachedBlock>) -> usize {
+    pub(super) fn adopt(&mut self, found: CachedBlocks) -> usize {
         let tokens = found.len() * self.lineage.block_size;
         self.blocks.adopt(found);
         self.computed += tokens;
@@ -134,12 +134,12 @@ impl Lineage {
 /// Which slots hold the sequence's KV: shared full blocks, then blocks that it fills alone.
 #[derive(Default)]
 pub(super) struct BlockTable {
-    pub(super) cached: Vec<CachedBlock>,
+    pub(super) cached: CachedBlocks,
     filling: VecDeque<PartialBlock>,
 }
 
 impl BlockTable {
-    fn adopt(&mut self, found: Vec<CachedBlock>) {
+    fn adopt(&mut self, found: CachedBlocks) {
         debug_assert!(self.filling.is_empty(), "blocks from a cache precede those that are filled");
         self.cached.extend(found);
     }
@@ -160,7 +160,7 @@ impl BlockTable {
     /// The slots in order of position.
     pub(super) fn slots(&self) -> Vec<BlockId> {
         let filling = self.filling.iter().map(PartialBlock::slot);
-        self.cached.iter().map(CachedBlock::slot).chain(filling).collect()
+        self.cached.iter().map(Held::slot).chain(filling).collect()
     }
 
     /// Shares the blocks that `computed` tokens filled.
