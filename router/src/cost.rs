@@ -85,7 +85,7 @@ impl Cost {
             room: room(prompt, held, standing),
             prefill: prompt.uncached(held) as f64 / speed,
             onboard: onboard.sum(),
-            decode: weight * STEPS * speeds.step.unwrap_or(stand_in::STEP) * standing.sequences as f64,
+            decode: weight * STEPS * speeds.step.or(stand_in::STEP) * standing.sequences as f64,
             ..Self::default()
         }
     }
@@ -96,7 +96,7 @@ impl Cost {
         let blocks = (prompt.tokens / prompt.block_size).saturating_sub(u64::from(held.run()));
         let decode = Self::together(prompt, held, standing, weight);
         Self {
-            handover: transfer(speeds, Level::Peer, blocks) + speeds.resume.unwrap_or(stand_in::RESUME),
+            handover: transfer(speeds, Level::Peer, blocks) + speeds.resume.or(stand_in::RESUME),
             room: prefill.room.max(decode.room),
             decode: decode.decode,
             stall: 0.0,
@@ -137,13 +137,12 @@ pub(crate) fn transfer(speeds: &Speeds, level: Level, blocks: u64) -> f64 {
     if blocks == 0 {
         return 0.0;
     }
-    let (latency, bytes_per_second) = speeds.onboard[level as usize]
-        .map_or(stand_in::ONBOARD[level as usize], |speed| (speed.latency_seconds, speed.bytes_per_second));
-    latency + blocks as f64 * speeds.block_bytes.unwrap_or(stand_in::BLOCK_BYTES) / bytes_per_second
+    let (latency, bytes_per_second) = speeds.from(level).unwrap_or(stand_in::ONBOARD[level as usize]);
+    latency + blocks as f64 * speeds.block_bytes.or(stand_in::BLOCK_BYTES) / bytes_per_second
 }
 
 fn prefill_speed(speeds: &Speeds) -> f64 {
-    speeds.prefill.unwrap_or(stand_in::PREFILL)
+    speeds.prefill.or(stand_in::PREFILL)
 }
 
 /// Requests leave, and their blocks with them, at the rate of blocks in use over the time that a request stays.
@@ -155,19 +154,19 @@ fn room(prompt: Prompt, held: Held, standing: &Standing) -> f64 {
     let need = prompt.blocks.saturating_sub(resident);
     let free = standing.total_blocks.saturating_sub(standing.active_blocks);
     let short = need.saturating_sub(free) as f64;
-    let stay = standing.speeds.residence.unwrap_or(stand_in::RESIDENCE);
+    let stay = standing.speeds.residence.or(stand_in::RESIDENCE);
     (stay * short / standing.active_blocks.max(1) as f64).min(ROOM_SECONDS_MAX)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use worker::plane::OnboardSpeed;
+    use crate::load::Figure;
 
     const PROMPT: Prompt = Prompt { tokens: 1000, block_size: 10, blocks: 110 };
 
     fn standing(waiting_tokens: u64) -> Standing {
-        let speeds = Speeds { prefill: Some(1000.0), block_bytes: Some(1000.0), ..Speeds::default() };
+        let speeds = Speeds { prefill: Figure::of(1000.0), block_bytes: Figure::of(1000.0), ..Speeds::default() };
         Standing { waiting_tokens, speeds, ..Standing::default() }
     }
 
@@ -181,8 +180,7 @@ mod tests {
     #[test]
     fn a_slow_tier_never_costs_more_than_a_miss() {
         let mut slow = standing(0);
-        let level = Level::G3;
-        slow.speeds.onboard[level as usize] = Some(OnboardSpeed { level, latency_seconds: 5.0, bytes_per_second: 1.0 });
+        slow.speeds.onboards(Level::G3, 5.0, 1.0);
         let miss = Cost::together(PROMPT, Held::default(), &slow, 1.0);
         let hit = Cost::together(PROMPT, Held::of([0, 0, 50, 0]), &slow, 1.0);
         assert!(hit.total() <= miss.total() + 1e-9, "{hit:?} {miss:?}");

@@ -1,8 +1,9 @@
 //! A decision as one line of JSON, short enough for a header: who was considered, what each would have cost, and why.
 
 use crate::cost::Cost;
+use crate::decide::{Decision, Row};
 use crate::disaggregate::Split;
-use crate::place::{Decision, Row};
+use crate::select::Candidate;
 use crate::settings::Policy;
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -14,31 +15,33 @@ const SHOWN: usize = 8;
 
 /// Spells out a decision. Times are seconds, terms of less than a microsecond are left out.
 pub(crate) fn line(policy: Policy, decision: &Decision<'_>, tried: &[WorkerId]) -> Arc<str> {
-    let Decision { rows, chosen, why, prefill } = decision;
-    let row = &rows[*chosen];
-    let mut order: Vec<usize> = (0..rows.len()).collect();
+    let Decision { candidates, chosen: row, why, prefill, .. } = decision;
     // The chosen one first, then by cost; those at the end may fall off.
+    let mut order: Vec<&Candidate> = candidates.iter().collect();
     order.sort_by(|a, b| {
-        let key = |at: usize| (at != *chosen, rows[at].cost().total());
-        let ((a_not, a_cost), (b_not, b_cost)) = (key(*a), key(*b));
-        a_not.cmp(&b_not).then(a_cost.total_cmp(&b_cost))
+        let not = |candidate: &Candidate| candidate.seat as usize != row.at;
+        not(a).cmp(&not(b)).then(a.cost.total_cmp(&b.cost))
     });
     order.truncate(SHOWN);
     let explanation = Explanation {
         policy: policy.name(),
-        chosen: row.member.id().to_string(),
+        chosen: row.member().id().to_string(),
         why: why.name(),
         prompt_tokens: row.prompt.tokens,
-        cached_tokens: u64::from(row.held.run()) * row.prompt.block_size,
+        cached_tokens: row.cached(),
         tried: tried.iter().map(ToString::to_string).collect(),
         disaggregation: prefill.as_ref().zip(row.apart).map(|(prefill, apart)| Disaggregation {
-            prefill: (row.split == Split::Apart).then(|| prefill.member.id().to_string()),
+            prefill: (row.split == Split::Apart).then(|| prefill.member().id().to_string()),
             together_s: round(row.together.total()),
             apart_s: round(apart.total()),
         }),
         prefill_worker: prefill.as_ref().map(|row| considered(row, &row.together)),
-        candidates: order.iter().map(|at| considered(&rows[*at], &rows[*at].cost())).collect(),
-        not_shown: rows.len().saturating_sub(SHOWN),
+        candidates: order
+            .iter()
+            .map(|candidate| decision.row(candidate.seat))
+            .map(|row| considered(&row, &row.cost()))
+            .collect(),
+        not_shown: candidates.len().saturating_sub(SHOWN),
     };
     // Strings and numbers in plain structs: there is nothing in them that JSON could not say.
     serde_json::to_string(&explanation).unwrap_or_default().into()
@@ -99,12 +102,12 @@ fn considered(row: &Row<'_>, cost: &Cost) -> Considered {
         ("crowd", crowd),
     ];
     Considered {
-        worker: row.member.id().to_string(),
-        phase: row.member.instance.phase.to_string(),
+        worker: row.member().id().to_string(),
+        phase: row.seat.phase.to_string(),
         cost_s: round(cost.total()),
         terms_s: terms.into_iter().map(|(name, term)| (name, round(term))).filter(|(_, term)| *term > 0.0).collect(),
-        cached_blocks: row.held.by_level().map(|(level, blocks)| (level.name(), blocks)).collect(),
-        uncached_tokens: row.prompt.uncached(row.held),
+        cached_blocks: row.desk.held.by_level().map(|(level, blocks)| (level.name(), blocks)).collect(),
+        uncached_tokens: row.uncached(),
     }
 }
 

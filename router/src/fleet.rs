@@ -6,7 +6,8 @@ use crate::index::Slot;
 use crate::load::Books;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::time::Duration;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use worker::engine::{Engine, ModelCard};
@@ -29,6 +30,9 @@ pub(crate) struct Member {
     /// When it was last chosen, in choices; 0 is never.
     chosen: AtomicU64,
     health: Mutex<Health>,
+    /// Until when `health` has it rest, in nanoseconds since `seen`; 0 is not at all. Decisions read this, and no lock.
+    rests: AtomicU64,
+    seen: Instant,
 }
 
 impl Member {
@@ -43,6 +47,8 @@ impl Member {
             unannounced: Unannounced::default(),
             chosen: AtomicU64::new(before.map_or(0, Self::chosen)),
             health: Mutex::default(),
+            rests: AtomicU64::new(0),
+            seen: Instant::now(),
         }
     }
 
@@ -62,21 +68,73 @@ impl Member {
 
     /// Notes how a request went wrong.
     pub(crate) fn note(&self, verdict: Verdict) {
-        self.health().note(verdict, Instant::now());
+        self.change(|health| health.note(verdict, Instant::now()));
     }
 
     /// Notes an output.
     pub(crate) fn well(&self) {
-        self.health().well();
+        self.change(Health::well);
     }
 
     /// Whether it is better left alone while others are there.
     pub(crate) fn avoided(&self, now: Instant) -> bool {
-        self.health().rests(now) || self.books.silent(now)
+        let rests = Duration::from_nanos(self.rests.load(Ordering::Relaxed));
+        (!rests.is_zero() && now.saturating_duration_since(self.seen) < rests) || self.books.silent(now)
     }
 
-    fn health(&self) -> MutexGuard<'_, Health> {
-        self.health.lock().unwrap_or_else(PoisonError::into_inner)
+    fn change(&self, change: impl FnOnce(&mut Health)) {
+        let mut health = self.health.lock().unwrap_or_else(PoisonError::into_inner);
+        change(&mut health);
+        let until = health.rests_until().map_or(0, |at| at.saturating_duration_since(self.seen).as_nanos() as u64);
+        self.rests.store(until, Ordering::Relaxed);
+    }
+}
+
+/// Who serves a model.
+#[derive(Default)]
+pub(crate) struct Serving {
+    seats: Vec<Seat>,
+    /// The ways in which they name blocks: nearly always one.
+    ways: Vec<Arc<ModelCard>>,
+    /// The longest context of them.
+    context: usize,
+}
+
+/// A member, with what each decision asks of it close at hand.
+pub(crate) struct Seat {
+    pub(crate) member: Arc<Member>,
+    pub(crate) slot: Slot,
+    /// Of the ways in which blocks are named, its own.
+    pub(crate) way: u32,
+    pub(crate) phase: Phase,
+    pub(crate) context: usize,
+}
+
+impl Serving {
+    pub(crate) fn seats(&self) -> &[Seat] {
+        &self.seats
+    }
+
+    /// One card for each way of naming blocks.
+    pub(crate) fn ways(&self) -> &[Arc<ModelCard>] {
+        &self.ways
+    }
+
+    /// The longest prompt and answer that any of them takes.
+    pub(crate) fn context(&self) -> usize {
+        self.context
+    }
+
+    fn take(&mut self, member: &Arc<Member>) {
+        let Instance { model: card, phase, .. } = &*member.instance;
+        let same = |way: &Arc<ModelCard>| way.identity == card.identity && way.block_size == card.block_size;
+        let way = self.ways.iter().position(same).unwrap_or_else(|| {
+            self.ways.push(card.clone());
+            self.ways.len() - 1
+        });
+        self.context = self.context.max(card.context);
+        let (slot, way) = (member.slot, way as u32);
+        self.seats.push(Seat { member: member.clone(), slot, way, phase: *phase, context: card.context });
     }
 }
 
@@ -84,18 +142,18 @@ impl Member {
 #[derive(Default)]
 pub(crate) struct Roster {
     members: BTreeMap<WorkerId, Arc<Member>>,
-    models: BTreeMap<String, Vec<Arc<Member>>>,
+    models: BTreeMap<String, Serving>,
 }
 
 impl Roster {
     /// Who serves a model.
-    pub(crate) fn serving(&self, model: &str) -> &[Arc<Member>] {
-        self.models.get(model).map_or(&[], Vec::as_slice)
+    pub(crate) fn serving(&self, model: &str) -> Option<&Serving> {
+        self.models.get(model)
     }
 
     /// One card per model.
     pub(crate) fn cards(&self) -> Vec<Arc<ModelCard>> {
-        self.models.values().filter_map(|members| Some(members.first()?.instance.model.clone())).collect()
+        self.models.values().filter_map(|serving| serving.ways.first().cloned()).collect()
     }
 
     /// Everybody.
@@ -108,9 +166,9 @@ impl Roster {
     }
 
     fn of(members: BTreeMap<WorkerId, Arc<Member>>) -> Self {
-        let mut models = BTreeMap::<String, Vec<Arc<Member>>>::new();
+        let mut models = BTreeMap::<String, Serving>::new();
         for member in members.values() {
-            models.entry(member.instance.model.id.clone()).or_default().push(member.clone());
+            models.entry(member.instance.model.id.clone()).or_default().take(member);
         }
         Self { members, models }
     }

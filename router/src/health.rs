@@ -60,8 +60,13 @@ impl Health {
         *self = Self::default();
     }
 
-    /// Whether it should be left alone now.
-    pub(crate) fn rests(&self, now: Instant) -> bool {
+    /// Until when it should be left alone.
+    pub(crate) fn rests_until(&self) -> Option<Instant> {
+        self.rests_until
+    }
+
+    #[cfg(test)]
+    fn rests(&self, now: Instant) -> bool {
         self.rests_until.is_some_and(|until| now < until)
     }
 }

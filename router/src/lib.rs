@@ -33,6 +33,7 @@
 mod audit;
 mod booking;
 mod cost;
+mod decide;
 mod disaggregate;
 mod dispatch;
 mod explain;
@@ -41,6 +42,8 @@ mod fleet;
 mod health;
 mod index;
 mod load;
+#[doc(hidden)]
+pub mod measure;
 mod metrics;
 mod place;
 mod promise;
@@ -48,6 +51,7 @@ pub mod replay;
 mod router;
 mod select;
 mod settings;
+mod survey;
 
 #[cfg(test)]
 mod tests;

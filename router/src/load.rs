@@ -4,11 +4,20 @@
 //! before it is in it, and counts no more. In between nobody can say, so the larger of both counts: never twice. While
 //! reports are missing, bookings alone are what is known.
 
+mod face;
+mod standing;
+
+#[cfg(test)]
+pub(crate) use standing::Figure;
+pub(crate) use standing::{Speeds, Standing, Typical};
+
+use face::Face;
 use std::collections::BTreeMap;
+use std::ops::{Deref, DerefMut};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::time::Instant;
-use worker::plane::{Load, OnboardSpeed};
+use worker::plane::Load;
 
 /// What a request brings to a worker.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -23,43 +32,14 @@ pub(crate) struct Amount {
     pub(crate) sequences: u64,
 }
 
-/// What a worker's own measurements say. `None`: not measured yet.
-#[derive(Clone, Copy, PartialEq, Debug, Default)]
-pub(crate) struct Speeds {
-    /// Prompt tokens per second.
-    pub(crate) prefill: Option<f64>,
-    /// Seconds that one more sequence adds to a decode step.
-    pub(crate) step: Option<f64>,
-    /// Bytes of one block.
-    pub(crate) block_bytes: Option<f64>,
-    /// Onboarding, by [`kvbm::Level::ALL`].
-    pub(crate) onboard: [Option<OnboardSpeed>; 5],
-    /// Seconds from a hand-over's readiness to the first token, the transfer apart.
-    pub(crate) resume: Option<f64>,
-    /// Seconds that a request stays, from its placement to its end.
-    pub(crate) residence: Option<f64>,
-}
-
-/// A worker as a decision sees it.
-#[derive(Clone, Copy, PartialEq, Debug, Default)]
-pub(crate) struct Standing {
-    /// Prompt tokens to be computed before a new request's.
-    pub(crate) waiting_tokens: u64,
-    /// Requests that wait there for their first token.
-    pub(crate) prompts: u64,
-    /// Sequences that decode, or will.
-    pub(crate) sequences: u64,
-    /// G1 blocks in use by requests, or promised to them.
-    pub(crate) active_blocks: u64,
-    /// G1 blocks in all; 0 when unknown.
-    pub(crate) total_blocks: u64,
-    /// Measurements.
-    pub(crate) speeds: Speeds,
-}
-
 /// The state of one worker.
-#[derive(Default)]
-pub(crate) struct Books(Mutex<State>);
+pub(crate) struct Books {
+    state: Mutex<State>,
+    /// What decisions see of `state`.
+    face: Face,
+    /// Where the face's time begins.
+    opened: Instant,
+}
 
 #[derive(Default)]
 struct State {
@@ -183,24 +163,75 @@ impl Books {
 
     /// Whether the worker used to report, and does not any more.
     pub(crate) fn silent(&self, now: Instant) -> bool {
-        self.lock().report.as_ref().is_some_and(|(_, at)| now - *at > SILENT)
+        self.face.age(self.time(now)).is_some_and(|age| age > SILENT)
     }
 
     /// How busy the worker is.
     pub(crate) fn standing(&self, now: Instant) -> Standing {
-        let state = self.lock();
-        let State { all, fresh, unsure, ended, step, resume, residence, .. } = &*state;
+        let news = self.face.age(self.time(now)).is_some_and(|age| age <= STALE);
+        self.face.standing(news)
+    }
+
+    fn time(&self, at: Instant) -> Duration {
+        at.saturating_duration_since(self.opened)
+    }
+
+    fn lock(&self) -> Open<'_> {
+        // Sums and entries change together, without anything that panics between them.
+        Open { state: self.state.lock().unwrap_or_else(PoisonError::into_inner), books: self }
+    }
+}
+
+impl Default for Books {
+    fn default() -> Self {
+        let books = Self { state: Mutex::default(), face: Face::default(), opened: Instant::now() };
+        drop(books.lock());
+        books
+    }
+}
+
+/// Books while they are written in: what decisions see follows when they are closed.
+struct Open<'a> {
+    state: MutexGuard<'a, State>,
+    books: &'a Books,
+}
+
+impl Deref for Open<'_> {
+    type Target = State;
+
+    fn deref(&self) -> &State {
+        &self.state
+    }
+}
+
+impl DerefMut for Open<'_> {
+    fn deref_mut(&mut self) -> &mut State {
+        &mut self.state
+    }
+}
+
+impl Drop for Open<'_> {
+    fn drop(&mut self) {
+        let reported = self.state.report.as_ref().map(|(_, at)| self.books.time(*at));
+        self.books.face.publish(reported, &self.state.standing(true), &self.state.standing(false));
+    }
+}
+
+impl State {
+    /// How busy the worker is, while its latest report is news and once it is not.
+    fn standing(&self, news: bool) -> Standing {
+        let Self { all, fresh, unsure, ended, step, resume, residence, .. } = self;
+        let (step, resume, residence) = ((*step).into(), (*resume).into(), (*residence).into());
         let mut standing = Standing {
             waiting_tokens: all.prefill_tokens,
             prompts: all.prompts,
             sequences: all.sequences,
             active_blocks: all.blocks,
             total_blocks: 0,
-            speeds: Speeds { step: *step, resume: *resume, residence: *residence, ..Speeds::default() },
+            speeds: Speeds { step, resume, residence, ..Speeds::default() },
         };
-        let Some((load, at)) = &state.report else { return standing };
+        let Some((load, _)) = &self.report else { return standing };
         // A stale report may still say more than the bookings, which know nothing of other routers.
-        let news = now - *at <= STALE;
         let join = |reported: u64, of: fn(&Amount) -> u64| {
             let reported = reported.saturating_sub(of(ended));
             if news { of(fresh) + reported.max(of(unsure)) } else { reported.max(of(all)) }
@@ -212,21 +243,14 @@ impl Books {
         standing.sequences = join(sequences, |amount| amount.sequences);
         standing.active_blocks = join(load.active_blocks, |amount| amount.blocks);
         standing.total_blocks = load.total_blocks;
-        standing.speeds.prefill = load.prefill_tokens_per_second.filter(|speed| *speed > 0.0);
-        standing.speeds.block_bytes = Some(load.block_bytes as f64).filter(|bytes| *bytes > 0.0);
+        standing.speeds.prefill = load.prefill_tokens_per_second.filter(|speed| *speed > 0.0).into();
+        standing.speeds.block_bytes = Some(load.block_bytes as f64).filter(|bytes| *bytes > 0.0).into();
         for speed in load.onboard.iter().filter(|speed| speed.bytes_per_second > 0.0) {
-            standing.speeds.onboard[speed.level as usize] = Some(*speed);
+            standing.speeds.onboards(speed.level, speed.latency_seconds, speed.bytes_per_second);
         }
         standing
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
-        // Sums and entries change together, without anything that panics between them.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl State {
     /// Changes a booking, and the sums that it is in.
     fn change(&mut self, number: u64, change: impl FnOnce(&mut Entry)) {
         let Self { open, all, fresh, unsure, .. } = self;
@@ -258,41 +282,6 @@ impl Amount {
         self.prompts -= other.prompts;
         self.blocks -= other.blocks;
         self.sequences -= other.sequences;
-    }
-}
-
-impl Speeds {
-    /// The middle of a road nobody has measured: each figure's mean over those who have one.
-    pub(crate) fn typical<'a, All: Iterator<Item = &'a Self> + Clone>(all: &All) -> Self {
-        let mean = |of: &dyn Fn(&Self) -> Option<f64>| {
-            let (sum, count) = all.clone().filter_map(of).fold((0.0, 0), |(s, n), x| (s + x, n + 1));
-            (count > 0).then(|| sum / f64::from(count))
-        };
-        Self {
-            prefill: mean(&|speeds| speeds.prefill),
-            step: mean(&|speeds| speeds.step),
-            block_bytes: mean(&|speeds| speeds.block_bytes),
-            onboard: std::array::from_fn(|level| all.clone().find_map(|speeds| speeds.onboard[level])),
-            resume: mean(&|speeds| speeds.resume),
-            residence: mean(&|speeds| speeds.residence),
-        }
-    }
-
-    /// Puts what `typical` says where nothing is measured.
-    pub(crate) fn fill(&mut self, typical: &Self) {
-        fn one<T: Copy>(own: &mut Option<T>, typical: Option<T>) {
-            if own.is_none() {
-                *own = typical;
-            }
-        }
-        one(&mut self.prefill, typical.prefill);
-        one(&mut self.step, typical.step);
-        one(&mut self.block_bytes, typical.block_bytes);
-        for (own, typical) in self.onboard.iter_mut().zip(typical.onboard) {
-            one(own, typical);
-        }
-        one(&mut self.resume, typical.resume);
-        one(&mut self.residence, typical.residence);
     }
 }
 
@@ -367,6 +356,6 @@ mod tests {
         books.release(number, Instant::now());
         let standing = books.standing(Instant::now());
         assert_eq!((standing.active_blocks, standing.sequences), (0, 0));
-        assert_eq!(standing.speeds.residence, Some(2.0));
+        assert_eq!(standing.speeds.residence.get(), Some(2.0));
     }
 }

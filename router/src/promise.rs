@@ -1,71 +1,117 @@
 //! Blocks that requests under way will leave behind, before any event tells of them.
 //!
 //! While a prompt waits in a worker's queue its blocks are nobody's; but who comes with the same prefix finds them there, if
-//! he queues behind it. So each request promises its blocks for as long as it is booked. Only the leading blocks of a
-//! prompt are ever asked for, and a promise is always of leading blocks: the first block that nobody promised ends a walk.
+//! he queues behind it. So each request promises its blocks for as long as it is booked. A name commits to everything before
+//! it, so a promise names only some blocks, its anchors: whoever promises an anchor promises all that lead to it.
 
 use crate::index::{Overlap, Slot};
 use kvbm::SequenceHash;
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// What is promised, by whom, and how often.
 #[derive(Default)]
-pub(crate) struct Promises(Mutex<HashMap<u64, Vec<(Slot, u32)>>>);
+pub(crate) struct Promises(Mutex<HashMap<u64, Makers>>);
+
+/// Who promises an anchor. Nearly always one worker, which takes no list.
+#[derive(Default)]
+struct Makers {
+    first: Option<(Slot, u32)>,
+    others: Vec<(Slot, u32)>,
+}
 
 /// One request's promise; dropping it takes it back.
 #[must_use = "dropping a promise takes it back"]
 pub(crate) struct Promise {
     promises: Arc<Promises>,
     slot: Slot,
-    names: Box<[u64]>,
+    anchors: Box<[u64]>,
 }
 
+/// Tokens between anchors: what a follower may overlook of a promise. Less than what a step of a large model computes, and
+/// an eighth of the work that every block would be.
+const ANCHOR_TOKENS: usize = 128;
+
 impl Promises {
-    /// Promises the leading blocks of a prompt on a worker.
-    pub(crate) fn make(self: &Arc<Self>, slot: Slot, names: &[SequenceHash]) -> Promise {
-        let names: Box<[u64]> = names.iter().map(SequenceHash::short).collect();
+    /// Promises the leading blocks of a prompt on a worker, but for the first `held`, which it has already.
+    pub(crate) fn make(self: &Arc<Self>, slot: Slot, names: &[SequenceHash], block_size: usize, held: u32) -> Promise {
+        let anchors: Box<[u64]> =
+            anchors(names, block_size).filter(|(last, _)| *last >= held).map(|(_, name)| name).collect();
         let mut promised = self.lock();
-        for name in &names {
-            let slots = promised.entry(*name).or_default();
-            match slots.iter_mut().find(|(by, _)| *by == slot) {
-                Some((_, times)) => *times += 1,
-                None => slots.push((slot, 1)),
-            }
+        for anchor in &anchors {
+            promised.entry(*anchor).or_default().add(slot);
         }
         drop(promised);
-        Promise { promises: self.clone(), slot, names }
+        Promise { promises: self.clone(), slot, anchors }
     }
 
-    /// Adds to what workers hold of a prompt what is promised right after it.
-    pub(crate) fn extend(&self, overlap: &mut Overlap, names: &[SequenceHash]) {
+    /// Adds to what workers hold of a prompt what is promised beyond it.
+    pub(crate) fn extend(&self, overlap: &mut Overlap, names: &[SequenceHash], block_size: usize) {
         let promised = self.lock();
-        for (position, name) in names.iter().enumerate() {
-            let Some(slots) = promised.get(&name.short()) else { return };
-            for (slot, _) in slots {
-                overlap.lengthen(*slot, position as u32);
+        if promised.is_empty() {
+            return;
+        }
+        for (last, anchor) in anchors(names, block_size) {
+            let Some(makers) = promised.get(&anchor) else { continue };
+            for (slot, _) in makers.all() {
+                let held = overlap.at(*slot).run();
+                (held..=last).for_each(|position| overlap.lengthen(*slot, position));
             }
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, HashMap<u64, Vec<(Slot, u32)>>> {
+    fn lock(&self) -> MutexGuard<'_, HashMap<u64, Makers>> {
         // Nothing that runs under this lock panics half-way.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
+impl Makers {
+    fn all(&self) -> impl Iterator<Item = &(Slot, u32)> {
+        self.first.iter().chain(&self.others)
+    }
+
+    fn add(&mut self, slot: Slot) {
+        if let Some((_, times)) = self.first.iter_mut().chain(&mut self.others).find(|(by, _)| *by == slot) {
+            *times += 1;
+            return;
+        }
+        match self.first {
+            None => self.first = Some((slot, 1)),
+            Some(_) => self.others.push((slot, 1)),
+        }
+    }
+
+    /// Takes one promise back. Whether others are left.
+    fn take(&mut self, slot: Slot) -> bool {
+        if let Some((_, times)) = self.first.iter_mut().chain(&mut self.others).find(|(by, _)| *by == slot) {
+            *times -= 1;
+        }
+        self.others.retain(|(_, times)| *times > 0);
+        if self.first.is_none_or(|(_, times)| times == 0) {
+            self.first = self.others.pop();
+        }
+        self.first.is_some()
+    }
+}
+
+/// Positions and names of a prompt's anchors, in order: every so many blocks, and the last.
+fn anchors(names: &[SequenceHash], block_size: usize) -> impl Iterator<Item = (u32, u64)> {
+    let stride = (ANCHOR_TOKENS / block_size.max(1)).max(1);
+    let end = names.len();
+    let positions = (1..).map(move |nth| (nth * stride).min(end)).take(end.div_ceil(stride));
+    positions.map(|upto| (upto as u32 - 1, names[upto - 1].short()))
+}
+
 impl Drop for Promise {
     fn drop(&mut self) {
         let mut promised = self.promises.lock();
-        for name in &self.names {
-            let Some(slots) = promised.get_mut(name) else { continue };
-            let Some(at) = slots.iter().position(|(by, _)| *by == self.slot) else { continue };
-            slots[at].1 -= 1;
-            if slots[at].1 == 0 {
-                slots.swap_remove(at);
-            }
-            if slots.is_empty() {
-                promised.remove(name);
+        for anchor in &self.anchors {
+            if let Entry::Occupied(mut makers) = promised.entry(*anchor)
+                && !makers.get_mut().take(self.slot)
+            {
+                makers.remove();
             }
         }
     }
@@ -87,15 +133,31 @@ mod tests {
         index.apply(Source::Worker(WorkerId(1)), &stored);
         let both = || {
             let mut overlap = index.overlap(&names);
-            promises.extend(&mut overlap, &names);
+            promises.extend(&mut overlap, &names, ANCHOR_TOKENS);
             [overlap.at(holds), overlap.at(idle)]
         };
         assert_eq!(both(), [Held::of([0, 2, 0, 0]), Held::default()]);
-        let (first, second) = (promises.make(holds, &names[..4]), promises.make(holds, &names[..3]));
+        let make = |blocks: usize| promises.make(holds, &names[..blocks], ANCHOR_TOKENS, 2);
+        let (first, second) = (make(4), make(3));
         assert_eq!(both(), [Held::of([2, 2, 0, 0]), Held::default()], "nobody else has it");
         drop(first);
         assert_eq!(both(), [Held::of([1, 2, 0, 0]), Held::default()]);
         drop(second);
         assert!(promises.lock().is_empty(), "and nothing is left of it");
+    }
+    #[test]
+    fn a_promise_of_small_blocks_is_found_at_its_anchors() {
+        let names: Vec<SequenceHash> = (0..20).map(|byte| SequenceHash::from_bytes([byte; 16])).collect();
+        let (index, promises) = (Index::new(), Arc::new(Promises::default()));
+        let [a, b] = [1, 2].map(|id| index.join(WorkerId(id), &[]));
+        let _kept = [promises.make(a, &names[..18], 16, 0), promises.make(b, &names[..9], 16, 0)];
+        let seen = |blocks: usize| {
+            let mut overlap = index.overlap(&names[..blocks]);
+            promises.extend(&mut overlap, &names[..blocks], 16);
+            [overlap.at(a).run(), overlap.at(b).run()]
+        };
+        assert_eq!(seen(18), [18, 8], "the same prompt is found whole");
+        assert_eq!(seen(20), [16, 8], "a longer one to the last anchor that both have");
+        assert_eq!(seen(7), [0, 0], "what ends before the first anchor is not found");
     }
 }

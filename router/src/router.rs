@@ -1,5 +1,6 @@
 //! The router itself: composition of its parts, and the `Engine` that others see.
 
+use crate::decide::Scratch;
 use crate::dispatch;
 use crate::feed::Feed;
 use crate::fleet::Fleet;
@@ -33,7 +34,7 @@ pub(crate) struct Core {
     pub(crate) promises: Arc<Promises>,
     pub(crate) metrics: Metrics,
     /// Decisions take turns, so that each sees the bookings of those before it.
-    pub(crate) deciding: Mutex<()>,
+    pub(crate) deciding: Mutex<Scratch>,
     /// Set when a part of the router died: it serves no more, and says so.
     dead: OnceLock<&'static str>,
 }
@@ -58,16 +59,7 @@ impl Router {
         settings: Settings,
         registry: &prometheus::Registry,
     ) -> Result<Arc<Self>, Error> {
-        settings.check().map_err(Error::Settings)?;
-        let core = Arc::new(Core {
-            settings,
-            fleet: Fleet::default(),
-            index: Index::new(),
-            promises: Arc::default(),
-            metrics: Metrics::new(registry)?,
-            deciding: Mutex::new(()),
-            dead: OnceLock::new(),
-        });
+        let core = Arc::new(Core::new(settings, registry)?);
         let (cancel, tasks) = (CancellationToken::new(), TaskTracker::new());
         let feed = Feed::new(core.clone(), events).run(discovery);
         tasks.spawn(vital(core.clone(), cancel.clone(), feed));
@@ -80,6 +72,21 @@ impl Router {
         let tasks = self.tasks.clone();
         drop(self);
         tasks.wait().await;
+    }
+}
+
+impl Core {
+    pub(crate) fn new(settings: Settings, registry: &prometheus::Registry) -> Result<Self, Error> {
+        settings.check().map_err(Error::Settings)?;
+        Ok(Self {
+            settings,
+            fleet: Fleet::default(),
+            index: Index::new(),
+            promises: Arc::default(),
+            metrics: Metrics::new(registry)?,
+            deciding: Mutex::default(),
+            dead: OnceLock::new(),
+        })
     }
 }
 

@@ -9,6 +9,8 @@ use std::cmp::Reverse;
 /// A worker, as far as the choice goes.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub(crate) struct Candidate {
+    /// Its place among the seats.
+    pub(crate) seat: u32,
     /// Seconds, cache and all.
     pub(crate) cost: f64,
     /// Seconds of load, whatever is cached.
@@ -110,7 +112,7 @@ mod tests {
     use super::*;
 
     fn at(cost: f64, load: f64) -> Candidate {
-        Candidate { cost, load, chosen: 0 }
+        Candidate { seat: 0, cost, load, chosen: 0 }
     }
 
     /// Chooses `n` times, and counts.

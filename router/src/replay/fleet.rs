@@ -4,13 +4,14 @@ use super::engine::{Change, Engine};
 use super::peers::Peer;
 use super::trace::{self, Asked, BLOCK_TOKENS, unit};
 use super::{Chooser, Profile};
+use crate::decide::{Ask, Scratch, decide};
 use crate::feed::view::{Caught, Outcome, View};
 use crate::fleet::{Fleet, Member};
 use crate::index::Index;
-use crate::place::{Ask, Overlaps, decide};
 use crate::promise::{Promise, Promises};
 use crate::select::mix;
 use crate::settings::{Disaggregation, Settings};
+use crate::survey::Overlaps;
 use futures::future::BoxFuture;
 use kvbm::{BlockEvent, Epoch, Level, SequenceHash};
 use std::sync::Arc;
@@ -27,7 +28,7 @@ pub(super) struct Routing {
     promises: Arc<Promises>,
     fleet: Fleet,
     members: Vec<Arc<Member>>,
-    card: Arc<ModelCard>,
+    scratch: Scratch,
     /// By worker, and at the end for the shared store.
     feeds: Vec<Feed>,
     /// Virtual time starts here. Only differences are ever looked at.
@@ -122,7 +123,7 @@ impl Routing {
             promises: Arc::default(),
             fleet,
             members,
-            card,
+            scratch: Scratch::default(),
             feeds: sources.map(feed).collect(),
             start: Instant::now(),
             loss,
@@ -135,23 +136,28 @@ impl Routing {
     pub(super) fn place(&mut self, now_ns: u64, request: u32, asked: &Asked) -> usize {
         let now = self.at(now_ns);
         let names: Vec<SequenceHash> = asked.blocks.iter().map(|block| trace::name(*block)).collect();
-        let mut overlaps = Overlaps::only(self.card.clone(), names, &self.index);
+        let mut overlaps = Overlaps::only(BLOCK_TOKENS as usize, names, &self.index);
         overlaps.extend(&self.promises);
         let roster = self.fleet.roster();
+        let Some(serving) = roster.serving(MODEL) else { return 0 };
+        self.scratch.survey.take(serving, &overlaps, asked.input as usize, &[], now);
         let draw = mix(self.settings.seed ^ self.fleet.choices());
         // A router does not know how long an answer will be.
-        let ask = Ask { model: MODEL, tokens: asked.input as usize, max_tokens: None, work: &Work::Generate };
-        let Some(decision) = decide(&self.settings, ask, &roster, &overlaps, &[], draw, now) else { return 0 };
-        let rows = &decision.rows;
-        let worker = match &mut self.peer {
-            Some(peer) => peer.choose(request, asked, |at| rows[at].held.run()),
+        let ask = Ask { tokens: asked.input as usize, max_tokens: None, work: &Work::Generate };
+        let Some(decision) = decide(&self.settings, ask, serving, &mut self.scratch, draw) else { return 0 };
+        // Seats are in the order of their workers' ids, which count from 0.
+        let row = match &mut self.peer {
+            Some(peer) => {
+                let held = |at: usize| decision.row(at as u32).desk.held.run();
+                decision.row(peer.choose(request, asked, held) as u32)
+            }
             None => decision.chosen,
         };
-        let member = &self.members[worker];
+        let (worker, member) = (row.at, row.member());
         self.fleet.choose(member);
-        let number = member.books.book(rows[worker].amount(), now);
+        let number = member.books.book(row.amount(), now);
         member.books.sent(number, now);
-        let promise = self.promises.make(member.slot, overlaps.names_of(member));
+        let promise = self.promises.make(member.slot, overlaps.names(0), BLOCK_TOKENS as usize, row.desk.held.run());
         self.placed[request as usize] = Some(Placed { worker, number, _promise: promise });
         worker
     }

@@ -1,0 +1,97 @@
+//! How long a routing decision takes, and whether it allocates for each worker:
+//!
+//! ```text
+//! cargo run --release -p router --example decide [-- --json]
+//! ```
+//! A prompt of 8,192 tokens, an eighth of the workers hold parts of it. Timed is the live path from the request to its
+//! booking: name the blocks, ask the index, weigh everybody, choose, book.
+
+use router::measure::Decisions;
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::hint::black_box;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+const TOKENS: usize = 8192;
+const WORKERS: [u64; 4] = [16, 128, 1024, 4096];
+const DECISIONS: usize = 20_000;
+
+/// Counts what is asked of the system.
+struct Counting;
+
+static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
+static BYTES: AtomicU64 = AtomicU64::new(0);
+
+// SAFETY: every call is the system allocator's own, unchanged; counting touches no memory of the caller.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        BYTES.fetch_add(layout.size() as u64, Ordering::Relaxed);
+        // SAFETY: the caller's promise is passed on.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        // SAFETY: the caller's promise is passed on.
+        unsafe { System.dealloc(at, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+fn main() {
+    let json = std::env::args().any(|argument| argument == "--json");
+    if !json {
+        println!("workers     hash p50   + lookup p50   decision p50       p99   allocations     bytes   per decision");
+    }
+    for workers in WORKERS {
+        let router = Decisions::new(workers, TOKENS);
+        let [hash, _] = quantiles(|| timed(|| router.hash()));
+        let [lookup, _] = quantiles(|| timed(|| router.look_up()));
+        let [p50, p99] = quantiles(|| timed(|| router.decide()));
+        let before = (ALLOCATIONS.load(Ordering::Relaxed), BYTES.load(Ordering::Relaxed));
+        (0..DECISIONS).for_each(|_| drop(black_box(router.decide())));
+        let of_each = |now: u64, before: u64| (now - before) as f64 / DECISIONS as f64;
+        let allocations = of_each(ALLOCATIONS.load(Ordering::Relaxed), before.0);
+        let bytes = of_each(BYTES.load(Ordering::Relaxed), before.1);
+        if json {
+            println!(
+                "{{\"workers\":{workers},\"hash_p50_s\":{:e},\"hash_lookup_p50_s\":{:e},\"decision_p50_s\":{:e},\
+                 \"decision_p99_s\":{:e},\"allocations\":{allocations:.2},\"bytes\":{bytes:.0}}}",
+                hash.as_secs_f64(),
+                lookup.as_secs_f64(),
+                p50.as_secs_f64(),
+                p99.as_secs_f64(),
+            );
+        } else {
+            let us = |time: Duration| format!("{:.1} µs", time.as_secs_f64() * 1e6);
+            println!(
+                "{workers:>7} {:>12} {:>14} {:>14} {:>9} {allocations:>13.1} {bytes:>9.0}",
+                us(hash),
+                us(lookup),
+                us(p50),
+                us(p99)
+            );
+        }
+    }
+}
+
+/// Time of the work; giving back what it made is not part of it.
+fn timed<T>(work: impl Fn() -> T) -> Duration {
+    let since = Instant::now();
+    let made = black_box(work());
+    let took = since.elapsed();
+    drop(made);
+    took
+}
+
+/// Median and p99, after as many rounds to warm up as a tenth.
+fn quantiles(sample: impl Fn() -> Duration) -> [Duration; 2] {
+    for _ in 0..DECISIONS / 10 {
+        sample();
+    }
+    let mut times: Vec<Duration> = (0..DECISIONS).map(|_| sample()).collect();
+    times.sort_unstable();
+    [times[DECISIONS / 2], times[DECISIONS * 99 / 100]]
+}

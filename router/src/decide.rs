@@ -1,0 +1,197 @@
+//! Deciding where a request goes: a look at everybody in, one decision out. Pure: it books nothing and knows no clock.
+//!
+//! Everybody is weighed in one pass that keeps a few numbers of each; what a cost is made of is worked out again for the
+//! few workers of whom somebody wants to know.
+
+use crate::cost::{self, Cost, Prompt};
+use crate::disaggregate::{self, Split};
+use crate::fleet::{Member, Seat, Serving};
+use crate::load::Amount;
+use crate::select::{Candidate, Why, select};
+use crate::settings::{Disaggregation, Settings};
+use crate::survey::{Desk, Fit, Survey, cacheable};
+use std::sync::Arc;
+use worker::engine::{ModelCard, Request, Work};
+use worker::plane::Phase;
+
+/// What is asked, as far as placing goes.
+#[derive(Clone, Copy)]
+pub(crate) struct Ask<'a> {
+    /// Tokens of the prompt.
+    pub(crate) tokens: usize,
+    /// Output tokens at most, if the request says.
+    pub(crate) max_tokens: Option<u32>,
+    pub(crate) work: &'a Work,
+}
+
+/// A worker, weighed.
+pub(crate) struct Row<'a> {
+    /// Its place among the seats.
+    pub(crate) at: usize,
+    pub(crate) seat: &'a Seat,
+    pub(crate) desk: &'a Desk,
+    pub(crate) prompt: Prompt,
+    /// All of it on this worker.
+    pub(crate) together: Cost,
+    /// With prefill elsewhere.
+    pub(crate) apart: Option<Cost>,
+    pub(crate) split: Split,
+}
+
+/// A decision, before it is booked.
+pub(crate) struct Decision<'a> {
+    scene: Scene<'a>,
+    /// Those who could decode.
+    pub(crate) candidates: &'a [Candidate],
+    pub(crate) chosen: Row<'a>,
+    pub(crate) why: Why,
+    /// The best prefill worker, whether it is used or not.
+    pub(crate) prefill: Option<Row<'a>>,
+}
+
+/// What decisions use in turn.
+#[derive(Default)]
+pub(crate) struct Scratch {
+    pub(crate) survey: Survey,
+    helpers: Vec<Candidate>,
+    candidates: Vec<Candidate>,
+}
+
+/// Everything that weighing looks at.
+struct Scene<'a> {
+    settings: &'a Settings,
+    seats: &'a [Seat],
+    desks: &'a [Desk],
+    /// By way of naming blocks.
+    prompts: Vec<Prompt>,
+    /// Prompts that wait at a worker, on average.
+    waiting: f64,
+}
+
+/// Output tokens that a request is expected to need room for, unless it asks for fewer: most answers are shorter, and blocks
+/// are taken as they fill.
+const OUTPUT_TOKENS: u64 = 256;
+
+impl<'a> Ask<'a> {
+    pub(crate) fn of(request: &'a Request) -> Self {
+        let Request { tokens, stop, work, .. } = request;
+        Self { tokens: tokens.len(), max_tokens: stop.max_tokens, work }
+    }
+
+    fn prompt(&self, card: &ModelCard) -> Prompt {
+        let (tokens, block_size) = (self.tokens as u64, card.block_size as u64);
+        let output = self.max_tokens.map_or(OUTPUT_TOKENS, |max| u64::from(max).min(OUTPUT_TOKENS));
+        Prompt { tokens, block_size, blocks: (tokens + output).div_ceil(block_size) }
+    }
+}
+
+/// Decides over a survey that was taken into `scratch`. `draw` is a random number; the same draw makes the same decision.
+pub(crate) fn decide<'a>(
+    settings: &'a Settings,
+    ask: Ask<'_>,
+    serving: &'a Serving,
+    scratch: &'a mut Scratch,
+    draw: u64,
+) -> Option<Decision<'a>> {
+    let Scratch { survey, helpers, candidates } = scratch;
+    let scene = Scene {
+        settings,
+        seats: serving.seats(),
+        desks: survey.desks(),
+        prompts: serving.ways().iter().map(|card| ask.prompt(card)).collect(),
+        waiting: survey.prompts_typical(),
+    };
+
+    let parts = *ask.work == Work::Generate && settings.disaggregation != Disaggregation::Never;
+    let helps = |seat: &Seat, desk: &Desk| parts && seat.phase == Phase::Prefill && desk.fit == Fit::Well;
+    scene.weigh(helps, None, helpers);
+    let prefill = select(settings.policy, helpers, draw).map(|(at, _)| scene.row(helpers[at].seat as usize, None));
+
+    // A prefill request goes to prefill workers; everything else to those who decode, and to the others only when nobody
+    // else is there. In both cases a worker that is avoided still comes before none.
+    let suits = |seat: &Seat| (seat.phase != Phase::Prefill) != (*ask.work == Work::Prefill);
+    scene.weigh(|seat, desk| suits(seat) && desk.fit == Fit::Well, prefill.as_ref(), candidates);
+    if candidates.is_empty() {
+        scene.weigh(|seat, desk| suits(seat) && desk.fit != Fit::Out, prefill.as_ref(), candidates);
+    }
+    if candidates.is_empty() {
+        scene.weigh(|_, desk| desk.fit != Fit::Out, prefill.as_ref(), candidates);
+    }
+    let (chosen, why) = select(settings.policy, candidates, draw)?;
+    let chosen = scene.row(candidates[chosen].seat as usize, prefill.as_ref());
+    Some(Decision { scene, candidates, chosen, why, prefill })
+}
+
+impl<'a> Decision<'a> {
+    /// What the cost of a candidate, or of anybody else, is made of.
+    pub(crate) fn row(&self, seat: u32) -> Row<'a> {
+        self.scene.row(seat as usize, self.prefill.as_ref())
+    }
+}
+
+impl<'a> Scene<'a> {
+    /// Weighs those who are wanted.
+    fn weigh(&self, wanted: impl Fn(&Seat, &Desk) -> bool, prefill: Option<&Row<'_>>, into: &mut Vec<Candidate>) {
+        into.clear();
+        for (at, (seat, desk)) in self.seats.iter().zip(self.desks).enumerate() {
+            if wanted(seat, desk) {
+                into.push(self.row(at, prefill).candidate());
+            }
+        }
+    }
+
+    fn row(&self, at: usize, prefill: Option<&Row<'_>>) -> Row<'a> {
+        let (seat, desk) = (&self.seats[at], &self.desks[at]);
+        let (prompt, weight, standing) = (self.prompts[seat.way as usize], self.settings.decode_weight, &desk.standing);
+        let mut together = Cost::together(prompt, desk.held, standing, weight);
+        together.crowd = cost::crowd(together.prefill, standing.prompts, self.waiting);
+        together.stall = disaggregate::stall(together.prefill, seat.phase, standing.sequences, weight);
+        let mut row = Row { at, seat, desk, prompt, together, apart: None, split: Split::Together };
+        // Only workers that name blocks alike can take over what the other computed.
+        if let Some(prefill) = prefill.filter(|prefill| prefill.at != at && prefill.seat.way == seat.way) {
+            let apart = Cost::apart(&prefill.together, prompt, desk.held, standing, weight);
+            row.split = disaggregate::decide(self.settings.disaggregation, row.missing(), &row.together, &apart);
+            row.apart = Some(apart);
+        }
+        row
+    }
+}
+
+impl<'a> Row<'a> {
+    pub(crate) fn member(&self) -> &'a Arc<Member> {
+        &self.seat.member
+    }
+
+    /// The cost of serving the request here, the better way.
+    pub(crate) fn cost(&self) -> Cost {
+        match (self.split, self.apart) {
+            (Split::Apart, Some(apart)) => apart,
+            _ => self.together,
+        }
+    }
+
+    /// What the request brings here when all of it is done here.
+    pub(crate) fn amount(&self) -> Amount {
+        Amount { prefill_tokens: self.uncached(), prompts: 1, blocks: self.prompt.blocks, sequences: 1 }
+    }
+
+    /// Prompt tokens that are not cached here.
+    pub(crate) fn uncached(&self) -> u64 {
+        self.prompt.uncached(self.desk.held)
+    }
+
+    /// Prompt tokens that are.
+    pub(crate) fn cached(&self) -> u64 {
+        u64::from(self.desk.held.run()) * self.prompt.block_size
+    }
+
+    /// Full blocks that are not.
+    pub(crate) fn missing(&self) -> u64 {
+        cacheable(self.prompt.tokens, self.prompt.block_size).saturating_sub(u64::from(self.desk.held.run()))
+    }
+
+    fn candidate(&self) -> Candidate {
+        let cost = self.cost();
+        Candidate { seat: self.at as u32, cost: cost.total(), load: cost.load(), chosen: self.seat.member.chosen() }
+    }
+}

@@ -1,0 +1,134 @@
+//! A router with a fleet that only exists on paper, for `examples/decide.rs` to time: the live path of a decision, from
+//! the request to its booking, with nobody behind it. Not for use.
+
+use crate::fleet::Member;
+use crate::place::place;
+use crate::router::Core;
+use crate::select::mix;
+use crate::settings::Settings;
+use futures::future::BoxFuture;
+use kvbm::{BlockEvent, ChainKey, Domain, Epoch, Level};
+use std::sync::Arc;
+use tokio::time::Instant;
+use worker::engine::{Engine, Error, ModelCard, OutputStream, Readiness, Request};
+use worker::engine::{Sampling, StopRule, Terms, Work};
+use worker::plane::{Instance, Load, OnboardSpeed, Phase, Source, StoreId, WorkerId};
+
+/// The router.
+pub struct Decisions {
+    core: Core,
+    request: Request,
+}
+
+const MODEL: &str = "measured";
+const BLOCK: usize = 16;
+const STORE: StoreId = StoreId(1);
+
+/// Nobody calls it.
+struct Nobody;
+
+impl Engine for Nobody {
+    fn generate(&self, _: Request) -> BoxFuture<'_, Result<OutputStream, Error>> {
+        Box::pin(std::future::ready(Err(Error::Unavailable("on paper".to_owned()))))
+    }
+
+    fn models(&self) -> Vec<Arc<ModelCard>> {
+        Vec::new()
+    }
+
+    fn readiness(&self) -> Readiness {
+        Readiness::NotReady("on paper".to_owned())
+    }
+}
+
+impl Decisions {
+    /// A router over `workers` that all report, an eighth of which hold parts of a prompt of `tokens` tokens, some in G2,
+    /// and a store that all reach holds three quarters of it. All hold the first blocks.
+    pub fn new(workers: u64, tokens: usize) -> Self {
+        let card = Arc::new(ModelCard {
+            id: MODEL.to_owned(),
+            identity: MODEL.to_owned(),
+            created: 0,
+            context: 1 << 20,
+            block_size: BLOCK,
+            vocabulary: 0,
+            eos: Vec::new(),
+            tokenizer: "".into(),
+            chat_template: None,
+            special_tokens: Vec::new(),
+            random_weights: true,
+        });
+        let core = Core::new(Settings::default(), &prometheus::Registry::new()).expect("the defaults are sound");
+        let request = Request {
+            id: "measured".into(),
+            model: MODEL.into(),
+            tokens: (0..tokens as u32).collect(),
+            domain: Domain::shared(),
+            sampling: Sampling::default(),
+            stop: StopRule::default(),
+            work: Work::Generate,
+            terms: Terms::default(),
+            explain: false,
+            body: None,
+        };
+        let names = ChainKey::root(&request.domain, MODEL, None).names(&request.tokens, BLOCK);
+        let stored = |source, level, blocks: usize| {
+            let blocks = names[..blocks.min(names.len())].to_vec();
+            core.index.apply(source, &BlockEvent::Stored { level, parent: None, blocks });
+        };
+        let now = Instant::now();
+        let member = |id: u64| {
+            let (id, stores) = (WorkerId(id), vec![STORE]);
+            let slot = core.index.join(id, &stores);
+            let instance = Instance { id, epoch: Epoch(1), phase: Phase::Both, model: card.clone(), stores };
+            let member = Member::new(Arc::new(instance), Arc::new(Nobody), slot, None);
+            let draw = mix(id.0);
+            let onboard = [Level::G2, Level::G3].map(|level| OnboardSpeed {
+                level,
+                latency_seconds: 0.001,
+                bytes_per_second: 5e9,
+            });
+            let load = Load {
+                running: draw as u32 % 16,
+                waiting_tokens: draw % 2000,
+                active_blocks: draw % 4000,
+                total_blocks: 5000,
+                block_bytes: 1 << 20,
+                prefill_tokens_per_second: Some(5000.0 + (draw % 1000) as f64),
+                decode_step_seconds: Some(0.02),
+                onboard: onboard.to_vec(),
+                ..Load::default()
+            };
+            member.books.report(load, now);
+            Arc::new(member)
+        };
+        core.fleet.join_all((0..workers).map(member));
+        for id in 0..workers {
+            let source = Source::Worker(WorkerId(id));
+            stored(source, Level::G1, 4);
+            if id % 8 == 0 {
+                stored(source, Level::G1, (mix(id) as usize) % names.len());
+                stored(source, Level::G2, (mix(id + 1) as usize) % names.len());
+            }
+        }
+        stored(Source::Store(STORE), Level::G3, names.len() * 3 / 4);
+        Self { core, request }
+    }
+
+    /// Places the request as a live router does, booking included. What it answers with gives the booking back when it is
+    /// dropped.
+    pub fn decide(&self) -> impl Sized {
+        place(&self.core, &self.request, &[]).map_err(|error| error.to_string()).expect("there are workers")
+    }
+
+    /// The part of it that no router can save: naming the prompt's blocks.
+    pub fn hash(&self) -> impl Sized {
+        ChainKey::root(&self.request.domain, MODEL, None).names(&self.request.tokens, BLOCK)
+    }
+
+    /// Naming the blocks and asking the index for them.
+    pub fn look_up(&self) -> impl Sized {
+        let names = ChainKey::root(&self.request.domain, MODEL, None).names(&self.request.tokens, BLOCK);
+        self.core.index.overlap(&names)
+    }
+}
