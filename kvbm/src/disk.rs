@@ -1,16 +1,18 @@
-//! G3: blocks on a local SSD, in a log of large segments that exactly one process owns.
+//! G3: blocks on local SSDs, in a log of large segments on each, which exactly one process owns.
 //!
 //! ```text
-//!   store ─▶ queue ─▶ two writers ─▶ head segment ─▶ indexed, announced, answered
-//!   load  ─▶ index ─▶ runs of neighbours ─▶ a few readers ─▶ stream
+//!   store ─▶ a path in turn ─▶ queue ─▶ two writers ─▶ head segment ─▶ indexed, announced, answered
+//!   load  ─▶ index ─▶ on each path: runs of neighbours ─▶ a few readers ─▶ one stream
 //!   full  ─▶ oldest segment given up whole, what is in use carried over
 //!   open  ─▶ footers of sealed segments, a scan of the one that was open ─▶ announced again
 //! ```
 //!
 //! *At rest* means: survives the death of the process. A power cut may cost blocks, never correctness, because whoever
 //! serves a block verifies it. A write that fails costs its blocks; the tier goes on reading, and writes again after a
-//! second. What one might look for here and will not find: eviction of single blocks, and any `fsync`.
+//! second. Of several paths each has its own log, budget and lock; one index tells what rests on all of them. A path that fails
+//! costs its blocks and nothing else, and comes back by itself ([`volume`]). What one might look for here and will not find: eviction of single blocks, and any `fsync`.
 
+mod coming;
 mod direct;
 mod listing;
 mod load;
@@ -22,96 +24,55 @@ mod record;
 mod recover;
 mod room;
 mod segment;
+mod settings;
+mod spread;
 #[cfg(test)]
 mod tests;
+mod volume;
 
+pub use settings::{OpenError, Settings};
+
+use crate::index::Index;
 use crate::tier::{LoadError, Loaded, StoreError, Tier, Usage};
 use crate::{Block, EventLog, Fingerprint, Level, SequenceHash};
+use coming::Coming;
 use futures::future::{BoxFuture, FutureExt};
 use futures::stream::{self, BoxStream, StreamExt};
 use load::{Part, again};
-use log::Log;
-use serde::{Deserialize, Serialize};
+use log::{Log, Shared};
+use spread::Spread;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
 use tokio::runtime::Handle;
-use tokio::sync::Semaphore;
+use tokio::sync::{oneshot, watch};
+use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
+use volume::Volume;
 
-/// Reads at once, over all loads: a SATA device is fast with two, an `NVMe` one with eight.
+/// Reads at once of one path, over all loads: a SATA device is fast with two, an `NVMe` one with eight.
 const READERS: usize = 8;
 
-/// How large the log may grow.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct Settings {
-    /// Bytes that the log may take. Default 16 GiB.
-    pub capacity_bytes: u64,
-    /// Bytes of one segment, the unit of reclaiming; at most a quarter of the capacity is used. Default 128 MiB: writes stay
-    /// sequential for long, and what is scanned after a crash takes a tenth of a second.
-    pub segment_bytes: u64,
-    /// Bytes that the filesystem keeps free; the log shrinks rather than take them. Default 1 GiB.
-    pub min_free_bytes: u64,
-}
-
-impl Default for Settings {
-    fn default() -> Self {
-        Self { capacity_bytes: 16 << 30, segment_bytes: 128 << 20, min_free_bytes: 1 << 30 }
-    }
-}
-
-impl Settings {
-    /// A log has at least four segments: one being written, one in reserve, and some that rest.
-    const SEGMENTS_MIN: u64 = 4;
-    /// Below this, footers would outweigh blocks.
-    const SEGMENT_BYTES_MIN: u64 = 64 << 10;
-
-    fn in_grains(self, grain: u64) -> Result<Self, OpenError> {
-        let segment = self.segment_bytes.min(self.capacity_bytes / Self::SEGMENTS_MIN);
-        let segment_bytes = segment / grain * grain;
-        if segment_bytes < Self::SEGMENT_BYTES_MIN {
-            let least = Self::SEGMENTS_MIN * Self::SEGMENT_BYTES_MIN;
-            return Err(OpenError::TooSmall { capacity_bytes: self.capacity_bytes, least });
-        }
-        Ok(Self { segment_bytes, ..self })
-    }
-}
-
-/// The log was not opened.
-#[derive(Debug, thiserror::Error)]
-pub enum OpenError {
-    /// Another process has it; give this one a folder of its own.
-    #[error("folder {folder:?} belongs to {}", pid.map_or_else(|| "another process".into(), |pid| format!("process {pid}")))]
-    Owned {
-        /// Which folder.
-        folder: PathBuf,
-        /// Whose, if it said so.
-        pid: Option<u32>,
-    },
-    /// The settings leave no room for a log.
-    #[error("a capacity of {capacity_bytes} bytes is too small for a disk tier, which takes at least {least}")]
-    TooSmall {
-        /// What was asked for.
-        capacity_bytes: u64,
-        /// What would do, for segments that are not smaller than this allows either.
-        least: u64,
-    },
-    /// The folder cannot be used.
-    #[error("{path:?}: {source}")]
-    Io {
-        /// Which file or folder.
-        path: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
-}
-
-/// A log of segments in a folder.
+/// Blocks on one or several local disks.
 pub struct DiskTier {
-    log: Arc<Log>,
-    readers: Arc<Semaphore>,
+    volumes: Vec<Arc<Volume>>,
+    shared: Shared,
+    spread: Mutex<Spread>,
+    coming: Coming,
+    recovered: watch::Sender<bool>,
     runtime: Handle,
+}
+
+/// How one path does.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct PathState {
+    /// Its folder.
+    pub folder: PathBuf,
+    /// It is used. When not, its blocks are misses, and it is tried again now and then.
+    pub up: bool,
+    /// How often it went down.
+    pub failures: u64,
 }
 
 impl DiskTier {
@@ -121,17 +82,172 @@ impl DiskTier {
     /// # Panics
     /// Outside a tokio runtime.
     pub fn open(folder: &Path, settings: Settings, events: Arc<EventLog>) -> Result<Arc<Self>, OpenError> {
-        let log = Arc::new(Log::open(folder, settings, events)?);
-        Ok(Arc::new(Self { log, readers: Arc::new(Semaphore::new(READERS)), runtime: Handle::current() }))
+        Self::striped(&[(folder.to_owned(), settings)], events)
+    }
+
+    /// The same over several folders, best one per device: blocks are spread over them, and read from all at once.
+    ///
+    /// A folder that cannot be used now is left out until it can; an error is only that none can be used, that one belongs to
+    /// another process, or that its settings are impossible.
+    ///
+    /// # Panics
+    /// Outside a tokio runtime, without a path, or with more than 255.
+    pub fn striped(paths: &[(PathBuf, Settings)], events: Arc<EventLog>) -> Result<Arc<Self>, OpenError> {
+        let tier = Self::claim(paths, events)?;
+        tier.recover();
+        Ok(tier)
+    }
+
+    /// The same, without waiting for what rests there to be found; see [`DiskTier::recovered`].
+    ///
+    /// # Panics
+    /// As above.
+    pub fn begin(paths: &[(PathBuf, Settings)], events: Arc<EventLog>) -> Result<Arc<Self>, OpenError> {
+        let tier = Self::claim(paths, events)?;
+        let recovering = tier.clone();
+        drop(tier.runtime.spawn_blocking(move || recovering.recover()));
+        Ok(tier)
+    }
+
+    /// Resolves when all that rested in the folders at the start is known. What is known earlier is served earlier; what is
+    /// stored earlier rests later.
+    pub async fn recovered(&self) {
+        // The sender lives as long as `self`.
+        let _ = self.recovered.subscribe().wait_for(|done| *done).await;
+    }
+
+    /// How each path does.
+    pub fn paths(&self) -> Vec<PathState> {
+        let state = |volume: &Arc<Volume>| PathState {
+            folder: volume.folder.clone(),
+            up: volume.log().is_some(),
+            failures: volume.failures(),
+        };
+        self.volumes.iter().map(state).collect()
+    }
+
+    fn claim(paths: &[(PathBuf, Settings)], events: Arc<EventLog>) -> Result<Arc<Self>, OpenError> {
+        let shared = Shared {
+            index: Arc::new(Index::new(Level::G3, events)),
+            next: Arc::default(),
+            paths: paths.len() as u32,
+            #[cfg(test)]
+            rig: tests::Rig::default(),
+        };
+        Self::claim_sharing(paths, shared)
+    }
+
+    fn claim_sharing(paths: &[(PathBuf, Settings)], shared: Shared) -> Result<Arc<Self>, OpenError> {
+        assert!((1..=usize::from(u8::MAX)).contains(&paths.len()), "one to 255 paths");
+        let volume = |(number, (folder, settings)): (usize, &(PathBuf, Settings))| {
+            Volume::new(number as u8, folder, *settings, shared.clone())
+        };
+        let volumes: Vec<Arc<Volume>> = paths.iter().enumerate().map(volume).collect();
+        let mut down = Vec::new();
+        for volume in &volumes {
+            match volume.open() {
+                Ok(()) => {}
+                Err(error @ OpenError::Io { .. }) => down.push((volume, error)),
+                Err(error) => return Err(error),
+            }
+        }
+        if down.len() == volumes.len() {
+            return Err(down.swap_remove(0).1);
+        }
+        for (volume, error) in down {
+            tracing::warn!(folder = %volume.folder.display(), %error, "a path of the disk tier is left out for now");
+            volume.fail();
+        }
+        let (recovered, _) = watch::channel(false);
+        let (spread, coming, runtime) = (Mutex::default(), Coming::default(), Handle::current());
+        Ok(Arc::new(Self { volumes, shared, spread, coming, recovered, runtime }))
+    }
+
+    fn recover(&self) {
+        thread::scope(|scope| {
+            for volume in &self.volumes {
+                scope.spawn(|| volume.recover());
+            }
+        });
+        self.recovered.send_replace(true);
+    }
+
+    fn logs(&self) -> Vec<Option<Arc<Log>>> {
+        self.volumes.iter().map(|volume| volume.log()).collect()
     }
 
     fn write(&self) {
-        if self.log.queue.wants_writer() {
-            let log = self.log.clone();
-            // The handle is not kept: a writer ends by itself, and one that panics answers for what waits.
-            drop(self.runtime.spawn_blocking(move || log.drain()));
+        for volume in &self.volumes {
+            if let Some(log) = volume.log().filter(|log| log.queue.wants_writer()) {
+                let volume = volume.clone();
+                // The handle is not kept: a writer ends by itself, and one that panics answers for what waits.
+                drop(self.runtime.spawn_blocking(move || {
+                    log.drain();
+                    volume.check(&log);
+                }));
+            }
         }
     }
+
+    /// Queues a block on a path that it was not refused by before.
+    fn offer(&self, block: &Block, refused_by: &[usize]) -> Offered {
+        let (fingerprint, name) = (block.header.fingerprint, block.header.name);
+        if self.shared.index.get(fingerprint, name).is_some() {
+            return Offered::Answered(Ok(()));
+        }
+        let claim = match self.coming.claim(fingerprint, name) {
+            Ok(claim) => claim,
+            Err(other) => return Offered::Coming(other),
+        };
+        let mut logs = self.logs();
+        if logs.iter().flatten().next().is_some() && !logs.iter().flatten().any(|log| log.fits(block.header.length)) {
+            return Offered::Answered(Err(StoreError::Full));
+        }
+        let takes = |path: usize, log: &Log| {
+            !refused_by.contains(&path) && log.fits(block.header.length) && !log.rests() && log.queue.has_room(block)
+        };
+        let weight = |(path, log): (usize, &Option<Arc<Log>>)| {
+            let log = log.as_ref().filter(|log| takes(path, log));
+            log.map(|log| log.capacity())
+        };
+        let weights: Vec<Option<u64>> = logs.iter().enumerate().map(weight).collect();
+        let turn = self.spread.lock().unwrap_or_else(PoisonError::into_inner).next(block.header.length, &weights);
+        let chosen = turn.and_then(|path| Some((path, logs[path].take()?)));
+        let Some((path, log)) = chosen else { return Offered::Answered(Err(StoreError::Busy)) };
+        match log.queue.offer(block.clone(), Some(claim)) {
+            Ok(answer) => Offered::Waits { path, answer },
+            Err(error) => Offered::Answered(Err(error)),
+        }
+    }
+
+    /// How an offer ends; a refusal says which path it came from.
+    async fn end(&self, block: &Block, offered: Offered) -> (Result<(), StoreError>, Option<usize>) {
+        match offered {
+            Offered::Answered(answer) => (answer, None),
+            Offered::Waits { path, answer } => {
+                let answer = answer.await.unwrap_or_else(|_| Err(io::Error::other("the writer died").into()));
+                let refused = answer.is_err().then_some(path);
+                (answer, refused)
+            }
+            Offered::Coming(other) => {
+                other.cancelled().await;
+                let rests = self.shared.index.get(block.header.fingerprint, block.header.name).is_some();
+                (if rests { Ok(()) } else { Err(StoreError::Busy) }, None)
+            }
+        }
+    }
+}
+
+/// What became of a block that was offered.
+enum Offered {
+    Answered(Result<(), StoreError>),
+    /// It waits for a writer.
+    Waits {
+        path: usize,
+        answer: oneshot::Receiver<Result<(), StoreError>>,
+    },
+    /// Somebody else brings it.
+    Coming(CancellationToken),
 }
 
 impl Tier for DiskTier {
@@ -140,56 +256,42 @@ impl Tier for DiskTier {
     }
 
     fn holds(&self, fingerprint: Fingerprint, names: &[SequenceHash]) -> usize {
-        self.log.index.holds(fingerprint, names)
+        self.shared.index.holds(fingerprint, names)
     }
 
     fn load(&self, fingerprint: Fingerprint, names: Vec<SequenceHash>) -> BoxStream<'static, Loaded> {
-        let (missing, parts) = self.log.plan(fingerprint, &names);
-        let (log, readers, runtime) = (self.log.clone(), self.readers.clone(), self.runtime.clone());
+        let logs = self.logs();
+        let (missing, parts) = load::plan(&self.shared.index, &logs, fingerprint, &names);
         let names: Arc<[SequenceHash]> = names.into();
-        let read = move |part: Part| {
-            let (log, readers, runtime, names) = (log.clone(), readers.clone(), runtime.clone(), names.clone());
-            async move {
-                let indices: Vec<usize> = part.run.wanted.iter().map(|wanted| wanted.index).collect();
-                let permit = readers.acquire_owned().await;
-                let reading = runtime.spawn_blocking(move || {
-                    let loaded = log.load(fingerprint, &names, &part);
-                    drop(permit);
-                    loaded
-                });
-                // Dropping the stream calls off what has not started.
-                let loaded = AbortOnDropHandle::new(reading).await.unwrap_or_else(|died| {
-                    let error = io::Error::other(died);
-                    indices.into_iter().map(|index| (index, Err(LoadError::Io(again(&error))))).collect()
-                });
-                stream::iter(loaded)
-            }
-        };
+        let paths = self.volumes.iter().zip(logs).zip(parts).filter_map(|((volume, log), parts)| {
+            let (volume, log, names, runtime) = (volume.clone(), log?, names.clone(), self.runtime.clone());
+            let read =
+                move |part: Part| read(volume.clone(), log.clone(), runtime.clone(), fingerprint, names.clone(), part);
+            Some(stream::iter(parts).map(read).buffer_unordered(READERS).flatten().boxed())
+        });
         let misses = stream::iter(missing.into_iter().map(|index| (index, Ok(None))));
-        misses.chain(stream::iter(parts).map(read).buffer_unordered(READERS).flatten()).boxed()
+        misses.chain(stream::select_all(paths)).boxed()
     }
 
     fn store(&self, blocks: Vec<Block>) -> BoxFuture<'_, Vec<Result<(), StoreError>>> {
-        let offer = |block: Block| {
-            if self.log.index.get(block.header.fingerprint, block.header.name).is_some() {
-                return Ok(None);
-            }
-            if !self.log.fits(block.header.length) {
-                return Err(StoreError::Full);
-            }
-            self.log.queue.offer(block).map(Some)
-        };
-        let offered: Vec<_> = blocks.into_iter().map(offer).collect();
+        let offered: Vec<Offered> = blocks.iter().map(|block| self.offer(block, &[])).collect();
         self.write();
         async move {
-            let mut answers = Vec::with_capacity(offered.len());
-            for offered in offered {
-                answers.push(match offered {
-                    Ok(Some(waiting)) => {
-                        waiting.await.unwrap_or_else(|_| Err(io::Error::other("the writer died").into()))
+            let mut answers = Vec::with_capacity(blocks.len());
+            for (block, mut offered) in blocks.into_iter().zip(offered) {
+                let mut refused_by = Vec::new();
+                answers.push(loop {
+                    let (answer, refused) = self.end(&block, offered).await;
+                    refused_by.extend(refused);
+                    if refused.is_none() || refused_by.len() == self.volumes.len() {
+                        break answer;
                     }
-                    Ok(None) => Ok(()),
-                    Err(refused) => Err(refused),
+                    // A path that fails costs a block another try, not its place.
+                    offered = match self.offer(&block, &refused_by) {
+                        Offered::Answered(Err(StoreError::Busy)) => break answer,
+                        offered => offered,
+                    };
+                    self.write();
                 });
             }
             answers
@@ -198,12 +300,43 @@ impl Tier for DiskTier {
     }
 
     fn discard(&self, fingerprint: Fingerprint, name: SequenceHash) {
-        self.log.discard(fingerprint, name, |_| true);
-        self.write();
+        if self.shared.index.remove([(fingerprint, name)], |_| true) > 0 {
+            // Every path may have a copy: blocks are stored again where there is room while a path is down.
+            for log in self.logs().into_iter().flatten() {
+                log.queue.discard(fingerprint, name);
+            }
+            self.write();
+        }
     }
 
     fn usage(&self) -> Usage {
-        let log = &self.log;
-        Usage { blocks: log.index.len() as u64, bytes: log.taken(), capacity: Some(log.capacity()) }
+        let bytes = self.logs().into_iter().flatten().map(|log| log.taken()).sum();
+        let capacity = self.volumes.iter().map(|volume| volume.settings.capacity_bytes).sum();
+        Usage { blocks: self.shared.index.len() as u64, bytes, capacity: Some(capacity) }
     }
+}
+
+/// Reads a part of one path, off the async threads.
+async fn read(
+    volume: Arc<Volume>,
+    log: Arc<Log>,
+    runtime: Handle,
+    fingerprint: Fingerprint,
+    names: Arc<[SequenceHash]>,
+    part: Part,
+) -> impl futures::Stream<Item = Loaded> {
+    let indices: Vec<usize> = part.run.wanted.iter().map(|wanted| wanted.index).collect();
+    let permit = volume.readers.clone().acquire_owned().await;
+    let reading = runtime.spawn_blocking(move || {
+        let loaded = log.load(fingerprint, &names, &part);
+        volume.check(&log);
+        drop(permit);
+        loaded
+    });
+    // Dropping the stream calls off what has not started.
+    let loaded = AbortOnDropHandle::new(reading).await.unwrap_or_else(|died| {
+        let error = io::Error::other(died);
+        indices.into_iter().map(|index| (index, Err(LoadError::Io(again(&error))))).collect()
+    });
+    stream::iter(loaded)
 }

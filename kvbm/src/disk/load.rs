@@ -1,8 +1,9 @@
 //! Reading: where the wanted blocks lie, and the bytes of neighbours in one call.
 
 use super::direct::{self, Access, Buffer};
-use super::log::Log;
+use super::log::{Log, Place};
 use super::{record, segment};
+use crate::index::Index;
 use crate::run::{self, Run, Wanted};
 use crate::tier::{LoadError, Loaded};
 use crate::{Block, Corrupt, Fingerprint, Header, SequenceHash};
@@ -10,9 +11,10 @@ use bytes::Bytes;
 use std::collections::BTreeMap;
 use std::fs::OpenOptions;
 use std::io::{self, IoSliceMut};
+use std::sync::Arc;
 
 /// One read: enough to be as fast as the device, small enough that the first blocks arrive early.
-const READ: u64 = 1 << 20;
+pub(super) const READ: u64 = 1 << 20;
 /// Reading over so much that nobody asked for takes less time than asking again.
 const GAP: u64 = 64 << 10;
 
@@ -22,52 +24,73 @@ pub(super) struct Part {
     pub(super) run: Run,
 }
 
-impl Log {
-    /// Which of `names` are not here, and the reads that bring the others.
-    pub(super) fn plan(&self, fingerprint: Fingerprint, names: &[SequenceHash]) -> (Vec<usize>, Vec<Part>) {
-        let mut missing = Vec::new();
-        let mut segments: BTreeMap<u32, Vec<Wanted>> = BTreeMap::new();
-        for (index, place) in self.index.find(fingerprint, names, |place| place.hot = true).into_iter().enumerate() {
-            let Some(place) = place else {
-                missing.push(index);
-                continue;
-            };
-            let length = record::span(u64::from(place.length), self.access.grain());
-            let offset = u64::from(place.offset) * Access::UNIT;
-            segments.entry(place.segment).or_default().push(Wanted { index, offset, length });
-        }
+/// Which of `names` are not here, and the reads that bring the others, for each of `logs`.
+pub(super) fn plan(
+    index: &Index<Place>,
+    logs: &[Option<Arc<Log>>],
+    fingerprint: Fingerprint,
+    names: &[SequenceHash],
+) -> (Vec<usize>, Vec<Vec<Part>>) {
+    let mut missing = Vec::new();
+    let mut segments: Vec<BTreeMap<u32, Vec<Wanted>>> = vec![BTreeMap::new(); logs.len()];
+    for (index, place) in index.find(fingerprint, names, |place| place.hot = true).into_iter().enumerate() {
+        let log = place.and_then(|place| Some((place, logs[usize::from(place.volume)].as_ref()?)));
+        let Some((place, log)) = log else {
+            missing.push(index);
+            continue;
+        };
+        let length = record::span(u64::from(place.length), log.access.grain());
+        let offset = u64::from(place.offset) * Access::UNIT;
+        let segments = &mut segments[usize::from(place.volume)];
+        segments.entry(place.segment).or_default().push(Wanted { index, offset, length });
+    }
+    let parts = |segments: BTreeMap<u32, Vec<Wanted>>| {
         let parts = segments.into_iter().flat_map(|(segment, wanted)| {
             run::runs(wanted, GAP, READ).into_iter().map(move |run| Part { segment, run })
         });
         // Blocks of a request are wanted in its order; those of the segment with the first one come first.
         let mut parts: Vec<Part> = parts.collect();
         parts.sort_by_key(|part| part.run.wanted.iter().map(|wanted| wanted.index).min());
-        (missing, parts)
-    }
+        parts
+    };
+    (missing, segments.into_iter().map(parts).collect())
+}
 
+impl Log {
     /// Reads a part, blocking. What turns out not to be a block is forgotten; a segment that was reclaimed is a miss.
     pub(super) fn load(&self, fingerprint: Fingerprint, names: &[SequenceHash], part: &Part) -> Vec<Loaded> {
         let indices = part.run.wanted.iter().map(|wanted| wanted.index);
+        let still = |place: &Place| self.is_in(place, part.segment);
         let answer = |index: usize, record: Option<Bytes>| {
             let block = record.ok_or(Corrupt::Length).and_then(|record| block(&record));
-            if block.is_err() {
-                self.discard(fingerprint, names[index], |place| place.segment == part.segment);
+            if block.is_err() && self.shared.index.remove([(fingerprint, names[index])], still) > 0 {
+                self.queue.discard(fingerprint, names[index]);
             }
             (index, block.map(Some).map_err(LoadError::Corrupt))
         };
         match self.read(part.segment, &part.run) {
-            Ok(records) => indices.zip(records).map(|(index, record)| answer(index, record)).collect(),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                let lost = indices.clone().map(|index| (fingerprint, names[index]));
-                self.index.remove(lost, |place| place.segment == part.segment);
-                indices.map(|index| (index, Ok(None))).collect()
+            Ok(records) => {
+                self.read_succeeded();
+                indices.zip(records).map(|(index, record)| answer(index, record)).collect()
             }
-            Err(error) => indices.map(|index| (index, Err(LoadError::Io(again(&error))))).collect(),
+            Err(error) => {
+                // Not to be tried again, and not to be discarded: the device may be itself again after a restart.
+                let lost = indices.clone().map(|index| (fingerprint, names[index]));
+                self.shared.index.remove(lost, still);
+                if error.kind() == io::ErrorKind::NotFound {
+                    self.suspect(&error);
+                    return indices.map(|index| (index, Ok(None))).collect();
+                }
+                self.read_failed(&error);
+                indices.map(|index| (index, Err(LoadError::Io(again(&error))))).collect()
+            }
         }
     }
 
     /// The records of a run; `None` for one that the file is too short for.
     pub(super) fn read(&self, number: u32, run: &Run) -> io::Result<Vec<Option<Bytes>>> {
+        #[cfg(test)]
+        self.shared.rig.read(self.volume)?;
         let path = segment::path(&self.folder, number);
         let read = |access: Access| -> io::Result<Vec<Option<Bytes>>> {
             let file = access.open(&path, OpenOptions::new().read(true))?;

@@ -11,22 +11,23 @@ use super::owner::Owner;
 use super::queue::{Batch, Queue, Writer};
 use super::record::{self, Record};
 use super::room::REST;
-use super::segment::{Head, Segment};
+use super::segment::{self, Head, Segment};
 use super::{OpenError, Settings};
 use crate::index::{Index, Resting};
-use crate::{Block, EventLog, Fingerprint, Level, SequenceHash, StoreError};
+use crate::{Block, StoreError};
 use std::collections::BTreeMap;
-use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
 use tokio::time::Instant;
 
 /// One write: large enough to be as fast as the device.
 pub(super) const WRITE: u64 = 4 << 20;
 /// Blocks that may wait for a writer, in bytes: about 50 ms of a fast device.
 const QUEUE: u64 = 64 << 20;
+/// So many reads that fail in a row are no bad sector.
+const STRIKES: u32 = 3;
 /// Footers have room for so many fingerprints; a process has one per model that it serves.
 const FINGERPRINTS: usize = 64;
 
@@ -38,32 +39,53 @@ pub(super) struct Place {
     pub(super) offset: u32,
     /// Payload bytes.
     pub(super) length: u32,
+    /// Which path.
+    pub(super) volume: u8,
     /// Read, or built upon by a later segment, since it was written here.
     pub(super) hot: bool,
 }
 
+/// What the logs of a tier have in common.
+#[derive(Clone)]
+pub(super) struct Shared {
+    pub(super) index: Arc<Index<Place>>,
+    /// The next segment's number. One sequence for all paths, so that a higher number is a later segment.
+    pub(super) next: Arc<AtomicU32>,
+    /// How many segments are written at the same time.
+    pub(super) paths: u32,
+    #[cfg(test)]
+    pub(super) rig: super::tests::Rig,
+}
+
 pub(super) struct Log {
+    pub(super) volume: u8,
     pub(super) folder: PathBuf,
     pub(super) access: Access,
-    pub(super) index: Index<Place>,
+    pub(super) shared: Shared,
     pub(super) queue: Queue,
     pub(super) settings: Settings,
     pub(super) taken: Arc<AtomicU64>,
     // Dropped before the owner: the head is sealed while nobody else can open the log.
     pub(super) state: Mutex<State>,
-    #[cfg(test)]
-    pub(super) failing: std::sync::atomic::AtomicI32,
-    _owner: Owner,
+    /// What rests in the folder is known.
+    recovered: Condvar,
+    resting_until: Mutex<Option<Instant>>,
+    /// Reads that failed, none having succeeded in between.
+    strikes: AtomicU32,
+    /// The folder cannot be used.
+    lost: AtomicBool,
+    /// Nothing of this log is to be in the index any more.
+    withdrawn: AtomicBool,
+    owner: Owner,
 }
 
 pub(super) struct State {
+    pub(super) recovered: bool,
     pub(super) head: Option<Arc<Head>>,
     /// Where the next record goes, and how many there are.
     pub(super) end: u64,
     pub(super) records: usize,
-    pub(super) next: u32,
     pub(super) segments: BTreeMap<u32, Arc<Segment>>,
-    pub(super) resting_until: Option<Instant>,
 }
 
 /// What a writer has to do next.
@@ -73,37 +95,99 @@ enum Step {
 }
 
 impl Log {
-    pub(super) fn open(folder: &Path, settings: Settings, events: Arc<EventLog>) -> Result<Self, OpenError> {
+    /// Takes possession of a folder. Nothing is written before [`Log::recover`] has looked at what rests there.
+    pub(super) fn open(volume: u8, folder: &Path, settings: Settings, shared: Shared) -> Result<Self, OpenError> {
         let failed = |source| OpenError::Io { path: folder.to_owned(), source };
-        fs::create_dir_all(folder).map_err(failed)?;
         let owner = Owner::claim(folder)?;
         let access = Access::probe(folder).map_err(failed)?;
-        let started = std::time::Instant::now();
-        let mut log = Self {
+        #[cfg(test)]
+        let access = shared.rig.access().unwrap_or(access);
+        let last = segment::numbers(folder).map_err(failed)?.last().copied();
+        shared.next.fetch_max(last.map_or(0, |last| last + 1), Ordering::Relaxed);
+        let state = State { recovered: false, head: None, end: 0, records: 0, segments: BTreeMap::new() };
+        Ok(Self {
+            volume,
             folder: folder.to_owned(),
             access,
-            index: Index::new(Level::G3, events),
+            shared,
             queue: Queue::new(QUEUE),
             settings: settings.in_grains(access.grain())?,
             taken: Arc::default(),
-            state: Mutex::new(State {
-                head: None,
-                end: 0,
-                records: 0,
-                next: 0,
-                segments: BTreeMap::new(),
-                resting_until: None,
-            }),
-            #[cfg(test)]
-            failing: std::sync::atomic::AtomicI32::new(0),
-            _owner: owner,
+            state: Mutex::new(state),
+            recovered: Condvar::new(),
+            resting_until: Mutex::default(),
+            strikes: AtomicU32::new(0),
+            lost: AtomicBool::new(false),
+            withdrawn: AtomicBool::new(false),
+            owner,
+        })
+    }
+
+    /// The folder cannot be used any more; said once.
+    pub(super) fn lose(&self, error: &io::Error) {
+        if !self.lost.swap(true, Ordering::Relaxed) {
+            tracing::warn!(
+                folder = %self.folder.display(), %error,
+                "a path of the disk tier is down: its blocks are misses until it can be used again"
+            );
+        }
+    }
+
+    pub(super) fn is_lost(&self) -> bool {
+        self.lost.load(Ordering::Relaxed)
+    }
+
+    /// What a failed read or write says about the folder.
+    pub(super) fn suspect(&self, error: &io::Error) {
+        if !self.owner.holds(&self.folder) {
+            self.lose(error);
+        }
+    }
+
+    pub(super) fn read_failed(&self, error: &io::Error) {
+        if self.strikes.fetch_add(1, Ordering::Relaxed) + 1 >= STRIKES {
+            self.lose(error);
+        }
+        self.suspect(error);
+    }
+
+    pub(super) fn read_succeeded(&self) {
+        self.strikes.store(0, Ordering::Relaxed);
+    }
+
+    /// Takes everything out of the index, and refuses what still waits.
+    pub(super) fn withdraw(&self) {
+        self.withdrawn.store(true, Ordering::SeqCst);
+        let segments: Vec<Arc<Segment>> = {
+            let mut state = self.state.lock().expect("no writer died half-way");
+            self.finish_recovery(&mut state);
+            state.segments.values().cloned().collect()
         };
-        log.recover().map_err(failed)?;
-        tracing::info!(
-            folder = %folder.display(), ?access, blocks = log.index.len(), bytes = log.taken(), took = ?started.elapsed(),
-            "disk tier open"
-        );
-        Ok(log)
+        for segment in segments {
+            let blocks: Vec<_> = segment.listing().iter().map(|(space, entry)| (space, entry.name)).collect();
+            self.shared.index.remove(blocks, |place| self.is_in(place, segment.number()));
+        }
+    }
+
+    /// Whether a place is in a segment of this log.
+    pub(super) fn is_in(&self, place: &Place, segment: u32) -> bool {
+        place.volume == self.volume && place.segment == segment
+    }
+
+    /// Lets the writers write.
+    pub(super) fn finish_recovery(&self, state: &mut State) {
+        state.recovered = true;
+        self.recovered.notify_all();
+    }
+
+    /// Whether the device is left alone after a failed write.
+    pub(super) fn rests(&self) -> bool {
+        let until = self.resting_until.lock().expect("only assigned to");
+        until.is_some_and(|until| Instant::now() < until)
+    }
+
+    pub(super) fn rest(&self) {
+        *self.resting_until.lock().expect("only assigned to") = Some(Instant::now() + REST);
     }
 
     /// Bytes of all segments.
@@ -119,13 +203,6 @@ impl Log {
     pub(super) fn fits(&self, payload: u64) -> bool {
         u32::try_from(payload).is_ok()
             && record::span(payload, self.access.grain()) + self.footer(1) <= self.settings.segment_bytes
-    }
-
-    /// Denies a block from now on, also after a restart, if it rests where the caller thinks.
-    pub(super) fn discard(&self, fingerprint: Fingerprint, name: SequenceHash, still: impl Fn(&Place) -> bool) {
-        if self.index.remove([(fingerprint, name)], still) > 0 {
-            self.queue.discard(fingerprint, name);
-        }
     }
 
     /// Writes what waits, until nothing does.
@@ -147,6 +224,8 @@ impl Log {
                     Err(StoreError::Full) => Err(StoreError::Full),
                     Err(StoreError::Io(error)) => Err(StoreError::Io(again(error))),
                 };
+                // First, so that whoever is told that it failed may try elsewhere.
+                drop(job.claim);
                 // Whoever asked may have gone; the block rests all the same.
                 let _ = job.answer.send(answer);
             }
@@ -154,7 +233,12 @@ impl Log {
     }
 
     fn next(&self, writer: &mut Writer<'_>) -> Option<(Batch, Step)> {
-        let mut state = self.state.lock().expect("no writer died half-way");
+        let state = self.state.lock().expect("no writer died half-way");
+        let waiting = self.recovered.wait_while(state, |state| !state.recovered);
+        let mut state = waiting.expect("no writer died half-way");
+        if self.withdrawn.load(Ordering::SeqCst) {
+            return Some((self.take(&mut state, writer, u64::MAX)?, Step::Refuse(StoreError::Busy)));
+        }
         let mut batch = self.take(&mut state, writer, self.settings.segment_bytes)?;
         if batch.is_empty() {
             if let Err(error) = self.roll(&mut state) {
@@ -189,14 +273,21 @@ impl Log {
 
     fn write(&self, head: &Head, at: u64, batch: &Batch, buffer: &mut Buffer) -> io::Result<()> {
         #[cfg(test)]
-        self.fault()?;
+        self.shared.rig.write(self.volume)?;
         let records: Vec<Record<'_>> = batch.records().collect();
         let offsets = head.write(at, records.iter().copied(), buffer)?;
         let blocks = records.iter().zip(offsets).filter_map(|(record, offset)| match record {
-            Record::Block(block) => Some(resting(block, head.segment().number(), offset)),
+            Record::Block(block) => Some(self.resting(block, head.segment().number(), offset)),
             Record::Gone(..) => None,
         });
-        self.index.insert(blocks, built_upon);
+        self.index_blocks(blocks);
+        if self.withdrawn.load(Ordering::SeqCst) {
+            // Between the check above and now; whoever withdrew may have been here before us.
+            let blocks: Vec<_> = batch.jobs.iter().map(|job| &job.block.header).collect();
+            let blocks = blocks.into_iter().map(|header| (header.fingerprint, header.name));
+            self.shared.index.remove(blocks, |place| self.is_in(place, head.segment().number()));
+            return Err(io::ErrorKind::NotConnected.into());
+        }
         Ok(())
     }
 
@@ -207,32 +298,28 @@ impl Log {
         if state.head.as_ref().is_some_and(|current| Arc::ptr_eq(current, head)) {
             state.head = None;
         }
-        state.resting_until = Some(Instant::now() + REST);
+        self.rest();
+        self.suspect(&error);
         StoreError::Io(error)
-    }
-
-    /// Where tests let the device fail.
-    #[cfg(test)]
-    pub(super) fn fault(&self) -> io::Result<()> {
-        match self.failing.load(Ordering::Relaxed) {
-            0 => Ok(()),
-            code => Err(io::Error::from_raw_os_error(code)),
-        }
     }
 
     fn footer(&self, records: usize) -> u64 {
         Listing::footer_span(records, FINGERPRINTS, self.access.grain())
     }
-}
 
-pub(super) fn resting(block: &Block, segment: u32, offset: u64) -> Resting<Place> {
-    let place =
-        Place { segment, offset: (offset / Access::UNIT) as u32, length: block.header.length as u32, hot: false };
-    let header = &block.header;
-    Resting { fingerprint: header.fingerprint, name: header.name, parent: header.parent, place }
-}
+    /// Says that blocks rest. One that a later segment builds upon must not go before its children; segments that are
+    /// written side by side are of one age.
+    pub(super) fn index_blocks(&self, blocks: impl IntoIterator<Item = Resting<Place>>) {
+        let aside = self.shared.paths - 1;
+        self.shared
+            .index
+            .insert(blocks, |parent, child| parent.hot |= parent.segment.saturating_add(aside) < child.segment);
+    }
 
-/// A block that a later segment builds upon must not go before its children.
-pub(super) fn built_upon(parent: &mut Place, child: Place) {
-    parent.hot |= parent.segment < child.segment;
+    pub(super) fn resting(&self, block: &Block, segment: u32, offset: u64) -> Resting<Place> {
+        let (offset, length) = ((offset / Access::UNIT) as u32, block.header.length as u32);
+        let place = Place { segment, offset, length, volume: self.volume, hot: false };
+        let header = &block.header;
+        Resting { fingerprint: header.fingerprint, name: header.name, parent: header.parent, place }
+    }
 }

@@ -3,6 +3,7 @@
 use super::OpenError;
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{Read, Seek, Write};
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -13,7 +14,7 @@ const AGAIN: Duration = Duration::from_millis(20);
 /// Owning the log, until it is dropped.
 #[must_use]
 pub(super) struct Owner {
-    _lock: File,
+    lock: File,
 }
 
 impl Owner {
@@ -41,6 +42,13 @@ impl Owner {
         if let Err(error) = noted {
             tracing::debug!(%error, "the owner's pid could not be noted");
         }
-        Ok(Self { _lock: file })
+        Ok(Self { lock: file })
+    }
+
+    /// Whether the folder is still the one that was claimed, and not removed, moved away or mounted over.
+    pub(super) fn holds(&self, folder: &Path) -> bool {
+        let identity = |found: std::io::Result<std::fs::Metadata>| found.map(|file| (file.dev(), file.ino())).ok();
+        let claimed = identity(self.lock.metadata());
+        claimed.is_some() && claimed == identity(std::fs::metadata(folder.join("owner")))
     }
 }

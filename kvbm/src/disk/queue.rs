@@ -1,5 +1,6 @@
 //! What waits to be written, and how many are writing.
 
+use super::coming::Claim;
 use super::record::Record;
 use crate::{Block, Fingerprint, Header, SequenceHash, StoreError};
 use std::collections::VecDeque;
@@ -15,6 +16,8 @@ const DISCARDS: usize = 1024;
 pub(super) struct Job {
     pub(super) block: Block,
     pub(super) answer: oneshot::Sender<Result<(), StoreError>>,
+    /// Let go when the block rests or does not.
+    pub(super) claim: Option<Claim>,
 }
 
 /// Discards come first: they were decided before the blocks that follow them were offered.
@@ -56,15 +59,24 @@ impl Queue {
     }
 
     /// Takes a block if there is room; a block larger than the whole queue is taken when nothing else waits.
-    pub(super) fn offer(&self, block: Block) -> Result<oneshot::Receiver<Result<(), StoreError>>, StoreError> {
+    pub(super) fn offer(
+        &self,
+        block: Block,
+        claim: Option<Claim>,
+    ) -> Result<oneshot::Receiver<Result<(), StoreError>>, StoreError> {
         let mut state = self.lock();
-        if state.bytes > 0 && state.bytes + weight(&block) > self.limit {
+        if !state.has_room(&block, self.limit) {
             return Err(StoreError::Busy);
         }
         let (answer, waiting) = oneshot::channel();
         state.bytes += weight(&block);
-        state.jobs.push_back(Job { block, answer });
+        state.jobs.push_back(Job { block, answer, claim });
         Ok(waiting)
+    }
+
+    /// Whether a block would be taken now.
+    pub(super) fn has_room(&self, block: &Block) -> bool {
+        self.lock().has_room(block, self.limit)
     }
 
     /// Notes a discard, if there is room.
@@ -100,6 +112,12 @@ impl Queue {
     fn lock(&self) -> MutexGuard<'_, State> {
         // Each change under this lock is a push or a pop with its count.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    fn has_room(&self, block: &Block, limit: u64) -> bool {
+        self.bytes == 0 || self.bytes + weight(block) <= limit
     }
 }
 
@@ -159,21 +177,21 @@ mod tests {
     fn a_full_queue_is_busy_and_an_empty_one_takes_any_block() {
         let queue = Queue::new(7_000);
         let blocks = chain(1, 4);
-        let kept: Vec<_> = blocks.iter().map(|block| queue.offer(block.clone())).collect();
+        let kept: Vec<_> = blocks.iter().map(|block| queue.offer(block.clone(), None)).collect();
         assert!(kept[0].is_ok() && kept[1].is_ok());
         assert!(matches!(kept[2], Err(StoreError::Busy)));
         let mut writer = queue.writer().unwrap();
         assert_eq!(writer.take(|_| true).unwrap().jobs.len(), 2);
         assert!(writer.take(|_| true).is_none());
         let narrow = Queue::new(10);
-        assert!(narrow.offer(blocks[0].clone()).is_ok());
+        assert!(narrow.offer(blocks[0].clone(), None).is_ok());
     }
 
     #[test]
     fn writers_are_few_and_the_right_ends_with_the_work() {
         let queue = Queue::new(u64::MAX);
         assert!(queue.writer().is_none(), "nothing to write");
-        let _waiting: Vec<_> = chain(1, 3).into_iter().map(|block| queue.offer(block).unwrap()).collect();
+        let _waiting: Vec<_> = chain(1, 3).into_iter().map(|block| queue.offer(block, None).unwrap()).collect();
         let (mut first, _second) = (queue.writer().unwrap(), queue.writer().unwrap());
         assert!(queue.writer().is_none());
         assert_eq!(first.take(|_| true).unwrap().jobs.len(), 3);
@@ -186,9 +204,9 @@ mod tests {
     #[test]
     fn a_writer_that_dies_answers_for_what_waits() {
         let queue = Queue::new(u64::MAX);
-        let mut waiting = queue.offer(chain(1, 1).remove(0)).unwrap();
+        let mut waiting = queue.offer(chain(1, 1).remove(0), None).unwrap();
         drop(queue.writer());
         assert!(waiting.try_recv().is_err_and(|error| error == oneshot::error::TryRecvError::Closed));
-        assert!(queue.offer(chain(1, 1).remove(0)).is_ok() && queue.writer().is_some());
+        assert!(queue.offer(chain(1, 1).remove(0), None).is_ok() && queue.writer().is_some());
     }
 }

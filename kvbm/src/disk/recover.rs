@@ -2,64 +2,109 @@
 
 use super::direct::Access;
 use super::listing::Listing;
-use super::log::{Log, Place, built_upon};
+use super::log::{Log, Place};
 use super::record::{self, Found};
 use super::segment::{self, Segment, path, seal};
 use crate::index::Resting;
 use crate::names::NameHasher;
 use crate::{Fingerprint, SequenceHash};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::fs::{self, File, OpenOptions};
 use std::hash::BuildHasherDefault;
 use std::io;
+use std::num::NonZero;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::thread;
+use std::time::Instant;
 
 /// Bytes that are looked at together while a segment without a footer is scanned.
 const WINDOW: usize = 4 << 20;
 
+/// Footers read at once: the device answers several quickly, and checking them takes a core each.
+const READERS: usize = 8;
+
 impl Log {
-    /// Finds what the last process left, newest record of each block wins, and announces it.
-    pub(super) fn recover(&mut self) -> io::Result<()> {
-        let mut segments = BTreeMap::new();
-        for number in segment::numbers(&self.folder)? {
-            match segment(&self.folder, number, &self.taken) {
-                Ok(found) => segments.extend(found.map(|segment| (number, segment))),
-                Err(error) => tracing::warn!(folder = %self.folder.display(), number, %error, "segment unreadable"),
-            }
+    /// Finds what the last process left, newest record of each block wins, and announces it. Blocks meanwhile find what was
+    /// announced so far; writers wait.
+    pub(super) fn recover(&self) -> io::Result<()> {
+        let started = Instant::now();
+        let mut state = self.state.lock().expect("no writer died half-way");
+        let found = self.segments();
+        if let Ok(segments) = &found {
+            self.announce(segments);
+            state.segments = segments.iter().map(|segment| (segment.number(), segment.clone())).collect();
         }
-        let records = segments.values().map(|segment| segment.listing().len()).sum();
-        let mut newest: HashMap<(Fingerprint, SequenceHash), (u32, u32), BuildHasherDefault<NameHasher>> =
-            HashMap::with_capacity_and_hasher(records, BuildHasherDefault::default());
-        for segment in segments.values() {
-            for (fingerprint, entry) in segment.listing().iter() {
-                if entry.gone {
-                    newest.remove(&(fingerprint, entry.name));
-                } else {
-                    newest.insert((fingerprint, entry.name), (segment.number(), entry.offset));
+        self.finish_recovery(&mut state);
+        let blocks: usize = found?.iter().map(|segment| segment.listing().len()).sum();
+        tracing::info!(
+            folder = %self.folder.display(), access = ?self.access, blocks, bytes = self.taken(), took = ?started.elapsed(),
+            "disk tier open"
+        );
+        Ok(())
+    }
+
+    /// Every segment in which something sound is, oldest first.
+    fn segments(&self) -> io::Result<Vec<Arc<Segment>>> {
+        #[cfg(test)]
+        self.shared.rig.read(self.volume)?;
+        let numbers = segment::numbers(&self.folder)?;
+        let next = AtomicUsize::new(0);
+        let read = || {
+            let mut found = Vec::new();
+            while let Some(&number) = numbers.get(next.fetch_add(1, Ordering::Relaxed)) {
+                match segment(&self.folder, number, &self.taken) {
+                    Ok(segment) => found.extend(segment),
+                    Err(error) => {
+                        tracing::warn!(folder = %self.folder.display(), number, %error, "segment unreadable");
+                    }
                 }
             }
-        }
-        for segment in segments.values() {
-            let number = segment.number();
+            found
+        };
+        let readers = std::thread::available_parallelism().map_or(1, NonZero::get).min(READERS);
+        let mut segments = thread::scope(|scope| {
+            let others: Vec<_> = (1..readers).map(|_| scope.spawn(read)).collect();
+            let mut found = read();
+            for other in others {
+                found.extend(other.join().expect("reading a footer does not panic"));
+            }
+            found
+        });
+        segments.sort_unstable_by_key(|segment| segment.number());
+        Ok(segments)
+    }
+
+    fn announce(&self, segments: &[Arc<Segment>]) {
+        // Where each block was discarded last. These are few, so that they are looked up for nearly nothing.
+        let mut gone: HashMap<(Fingerprint, SequenceHash), (u32, u32), BuildHasherDefault<NameHasher>> =
+            HashMap::default();
+        for segment in segments {
             let listing = segment.listing();
-            let blocks = listing.iter().filter(|(_, entry)| !entry.gone).filter(|(fingerprint, entry)| {
-                newest.get(&(*fingerprint, entry.name)) == Some(&(number, entry.offset))
-            });
-            let resting = blocks.map(|(fingerprint, entry)| Resting {
+            let discards = listing.iter().filter(|(_, entry)| entry.gone);
+            gone.extend(discards.map(|(space, entry)| ((space, entry.name), (segment.number(), entry.offset))));
+        }
+        for segment in segments {
+            let (number, listing) = (segment.number(), segment.listing());
+            let later = |at: Option<&(u32, u32)>, offset| at.is_some_and(|at| *at > (number, offset));
+            let blocks = listing.iter().filter(|(_, entry)| !entry.gone);
+            let blocks = blocks
+                .filter(|(space, entry)| gone.is_empty() || !later(gone.get(&(*space, entry.name)), entry.offset));
+            self.index_blocks(blocks.map(|(fingerprint, entry)| Resting {
                 fingerprint,
                 name: entry.name,
                 parent: entry.parent,
-                place: Place { segment: number, offset: entry.offset, length: entry.length, hot: false },
-            });
-            self.index.insert(resting, built_upon);
+                place: Place {
+                    segment: number,
+                    offset: entry.offset,
+                    length: entry.length,
+                    volume: self.volume,
+                    hot: false,
+                },
+            }));
         }
-        let state = self.state.get_mut().expect("nobody else has the log yet");
-        state.next = segments.keys().next_back().map_or(0, |last| last + 1);
-        state.segments = segments;
-        Ok(())
     }
 }
 

@@ -4,7 +4,7 @@ use super::Settings;
 use super::direct::{self, Access, Buffer};
 use super::listing::Listing;
 use super::load::block;
-use super::log::{Log, Place, State, WRITE, resting};
+use super::log::{Log, Place, State, WRITE};
 use super::reclaim::{self, Candidate};
 use super::record::{self, Record};
 use super::segment::{self, Head};
@@ -13,8 +13,8 @@ use crate::{Block, StoreError};
 use std::fs;
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
-use tokio::time::Instant;
 
 /// After a failed write the device is left alone for so long, then tried again.
 pub(super) const REST: Duration = Duration::from_secs(1);
@@ -24,13 +24,14 @@ const CARRIED: u64 = 4;
 impl Log {
     /// Seals the head, begins a new one, and makes room so that the next roll finds some.
     pub(super) fn roll(&self, state: &mut State) -> Result<(), StoreError> {
-        if state.resting_until.is_some_and(|until| Instant::now() < until) {
+        if self.rests() {
             return Err(StoreError::Busy);
         }
         state.head = None;
         let rolled = self.begin(state);
-        state.resting_until = rolled.is_err().then(|| Instant::now() + REST);
         rolled.map_err(|error| {
+            self.rest();
+            self.suspect(&error);
             tracing::warn!(folder = %self.folder.display(), %error, "no new segment, disk tier takes no blocks for a while");
             match error.kind() {
                 io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => StoreError::Full,
@@ -43,16 +44,17 @@ impl Log {
         let Settings { capacity_bytes, segment_bytes, min_free_bytes } = self.settings;
         let head = loop {
             #[cfg(test)]
-            self.fault()?;
-            match Head::create(&self.folder, state.next, segment_bytes, self.access, &self.taken) {
+            self.shared.rig.write(self.volume)?;
+            let number = self.shared.next.fetch_add(1, Ordering::Relaxed);
+            match Head::create(&self.folder, number, segment_bytes, self.access, &self.taken) {
                 Ok(head) => break Arc::new(head),
                 // No room even for one more: give up the oldest without carrying anything over.
                 Err(error) if error.kind() == io::ErrorKind::StorageFull && self.reclaim(state, false) => {}
                 Err(error) => return Err(error),
             }
         };
-        state.segments.insert(state.next, head.segment().clone());
-        (state.head, state.end, state.records, state.next) = (Some(head), 0, 0, state.next + 1);
+        state.segments.insert(head.segment().number(), head.segment().clone());
+        (state.head, state.end, state.records) = (Some(head), 0, 0);
         while self.taken() + segment_bytes > capacity_bytes || direct::free_bytes(&self.folder)? < min_free_bytes {
             if !self.reclaim(state, true) {
                 break;
@@ -83,7 +85,7 @@ impl Log {
 
     fn forget(&self, state: &mut State, number: u32, listing: &Listing) {
         let blocks = listing.iter().map(|(fingerprint, entry)| (fingerprint, entry.name));
-        self.index.remove(blocks, |place| place.segment == number);
+        self.shared.index.remove(blocks, |place| self.is_in(place, number));
         state.segments.remove(&number);
         if let Err(error) = fs::remove_file(segment::path(&self.folder, number)) {
             tracing::warn!(folder = %self.folder.display(), number, %error, "segment could not be removed");
@@ -96,11 +98,11 @@ impl Log {
             .iter()
             .filter(|(_, entry)| !entry.gone)
             .filter_map(|(fingerprint, entry)| {
-                let place = self.index.get(fingerprint, entry.name)?;
+                let place = self.shared.index.get(fingerprint, entry.name)?;
                 let bytes = record::span(u64::from(entry.length), self.access.grain());
                 let candidate =
                     Candidate { fingerprint, name: entry.name, parent: entry.parent, hot: place.hot, bytes };
-                (place.segment == number && place.offset == entry.offset).then_some((candidate, place))
+                (self.is_in(&place, number) && place.offset == entry.offset).then_some((candidate, place))
             })
             .collect();
         let blocks: Vec<Candidate> = candidates.iter().map(|(candidate, _)| *candidate).collect();
@@ -125,8 +127,9 @@ impl Log {
             let sound: Vec<Block> = sound.collect();
             let offsets = head.write(state.end, sound.iter().map(Record::Block), &mut buffer)?;
             for (block, offset) in sound.iter().zip(offsets) {
-                let new = resting(block, head.segment().number(), offset);
-                self.index.relocate(new.fingerprint, new.name, |place| place.segment == number, new.place);
+                let new = self.resting(block, head.segment().number(), offset);
+                let still = |place: &Place| self.is_in(place, number);
+                self.shared.index.relocate(new.fingerprint, new.name, still, new.place);
                 state.end = offset + Record::Block(block).span(self.access.grain());
                 state.records += 1;
             }

@@ -5,13 +5,65 @@ use crate::contract::{self, Subject, announced, chain, chain_of, fingerprint, lo
 use crate::{BlockEvent, Epoch, Verified};
 use std::collections::BTreeSet;
 use std::fs;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::Duration;
 use tempfile::TempDir;
 
 mod crash;
 mod damage;
+mod paths;
 mod room;
+
+/// What tests do to the devices: by path, the error that its writes and its reads meet; and how files are accessed.
+#[derive(Clone, Default)]
+pub(super) struct Rig(Arc<Rigged>);
+
+#[derive(Default)]
+struct Rigged {
+    writes: [AtomicI32; 4],
+    reads: [AtomicI32; 4],
+    access: Mutex<Option<direct::Access>>,
+}
+
+impl Rig {
+    pub(super) fn access(&self) -> Option<direct::Access> {
+        *self.0.access.lock().unwrap()
+    }
+
+    pub(super) fn write(&self, volume: u8) -> io::Result<()> {
+        fault(&self.0.writes[usize::from(volume)])
+    }
+
+    pub(super) fn read(&self, volume: u8) -> io::Result<()> {
+        fault(&self.0.reads[usize::from(volume)])
+    }
+
+    /// From now on writes of this path fail; 0: no longer.
+    pub(super) fn fail_writes(&self, volume: u8, code: i32) {
+        self.0.writes[usize::from(volume)].store(code, Ordering::Relaxed);
+    }
+
+    pub(super) fn fail_reads(&self, volume: u8, code: i32) {
+        self.0.reads[usize::from(volume)].store(code, Ordering::Relaxed);
+    }
+}
+
+fn fault(code: &AtomicI32) -> io::Result<()> {
+    match code.load(Ordering::Relaxed) {
+        0 => Ok(()),
+        code => Err(io::Error::from_raw_os_error(code)),
+    }
+}
+
+/// A tier on one path whose files are accessed like this.
+fn open_accessing(folder: &Path, access: direct::Access) -> Arc<DiskTier> {
+    let index = Arc::new(Index::new(Level::G3, Arc::new(EventLog::new(Epoch(1)))));
+    let shared = Shared { index, next: Arc::default(), paths: 1, rig: Rig::default() };
+    *shared.rig.0.access.lock().unwrap() = Some(access);
+    let tier = DiskTier::claim_sharing(&[(folder.to_owned(), settings())], shared).unwrap();
+    tier.recover();
+    tier
+}
 
 /// Small enough that a test meets several segments.
 pub(super) fn settings() -> Settings {
@@ -29,7 +81,7 @@ pub(super) fn open(folder: &Path) -> (Arc<DiskTier>, Arc<EventLog>) {
 
 /// Waits until nothing is left to write, discards included.
 pub(super) async fn idle(tier: &DiskTier) {
-    while !tier.log.queue.is_idle() {
+    while tier.logs().iter().flatten().any(|log| !log.queue.is_idle()) {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
 }
@@ -95,14 +147,10 @@ async fn a_block_larger_than_a_segment_is_refused_and_the_rest_is_stored() {
 #[tokio::test]
 async fn everything_goes_through_the_page_cache_where_direct_access_is_refused() {
     let folder = tempfile::tempdir().unwrap();
-    let events = Arc::new(EventLog::new(Epoch(1)));
-    let mut log = Log::open(folder.path(), settings(), events).unwrap();
-    log.access = direct::Access::Buffered;
-    let (readers, runtime) = (Arc::new(Semaphore::new(READERS)), Handle::current());
-    let tier = DiskTier { log: Arc::new(log), readers, runtime };
+    let tier = open_accessing(folder.path(), direct::Access::Buffered);
     let blocks = chain(1, 100);
-    store(&tier, blocks.clone()).await;
-    assert!(all(&load(&tier, fingerprint(), names(&blocks)).await));
+    store(&*tier, blocks.clone()).await;
+    assert!(all(&load(&*tier, fingerprint(), names(&blocks)).await));
     drop(tier);
     let (tier, _) = open(folder.path());
     assert!(all(&load(&*tier, fingerprint(), names(&blocks)).await));
@@ -115,9 +163,6 @@ async fn a_log_of_a_finer_grain_is_read_on_a_coarser_device() {
     let (tier, _) = open(folder.path());
     store(&*tier, blocks.clone()).await;
     drop(tier);
-    let mut log = Log::open(folder.path(), settings(), Arc::new(EventLog::new(Epoch(2)))).unwrap();
-    log.access = direct::Access::Direct { grain: 4096 };
-    let (readers, runtime) = (Arc::new(Semaphore::new(READERS)), Handle::current());
-    let tier = DiskTier { log: Arc::new(log), readers, runtime };
-    assert!(all(&load(&tier, fingerprint(), names(&blocks)).await));
+    let tier = open_accessing(folder.path(), direct::Access::Direct { grain: 4096 });
+    assert!(all(&load(&*tier, fingerprint(), names(&blocks)).await));
 }

@@ -87,14 +87,14 @@ async fn a_failing_device_costs_new_blocks_only_and_the_tier_comes_back() {
         let (tier, events) = open(folder.path());
         let (before, during, after) = (chain(1, 50), chain(2, 5), chain(3, 5));
         store(&*tier, before.clone()).await;
-        tier.log.failing.store(code, Ordering::Relaxed);
+        tier.shared.rig.fail_writes(0, code);
         assert!(tier.store(during.clone()).await.iter().all(Result::is_err));
         assert!(matches!(tier.store(during[..1].to_vec()).await[..], [Err(StoreError::Busy)]), "it rests for a while");
         assert!(all(&load(&*tier, fingerprint(), names(&before)).await), "reading goes on");
         tokio::time::advance(Duration::from_secs(2)).await;
         assert!(matches!(tier.store(during[..1].to_vec()).await[..], [Err(StoreError::Io(_) | StoreError::Full)]));
 
-        tier.log.failing.store(0, Ordering::Relaxed);
+        tier.shared.rig.fail_writes(0, 0);
         tokio::time::advance(Duration::from_secs(2)).await;
         store(&*tier, after.clone()).await;
         let kept = [before.clone(), after].concat();

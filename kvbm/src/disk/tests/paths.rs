@@ -1,0 +1,266 @@
+//! Several paths: one view, parts of a prefix on each, and one that fails costs its own blocks only.
+
+use super::*;
+use crate::{Block, SequenceHash};
+
+/// Blocks of so many bytes that a store of a few megabytes reaches every path.
+const BLOCK: usize = 60_000;
+
+fn large() -> Settings {
+    Settings { segment_bytes: 4 << 20, ..settings() }
+}
+
+struct Paths {
+    folders: Vec<TempDir>,
+    tier: Arc<DiskTier>,
+    events: Arc<EventLog>,
+}
+
+impl Paths {
+    fn new(count: usize, settings: Settings) -> Self {
+        Self::over((0..count).map(|_| tempfile::tempdir().unwrap()).collect(), settings)
+    }
+
+    fn over(folders: Vec<TempDir>, settings: Settings) -> Self {
+        let events = Arc::new(EventLog::new(Epoch(1)));
+        let paths: Vec<_> = folders.iter().map(|folder| (folder.path().join("kv"), settings)).collect();
+        let tier = DiskTier::striped(&paths, events.clone()).unwrap();
+        Self { folders, tier, events }
+    }
+
+    fn reopen(self, settings: Settings) -> Self {
+        let Self { folders, tier, .. } = self;
+        drop(tier);
+        Self::over(folders, settings)
+    }
+
+    fn folder(&self, path: usize) -> PathBuf {
+        self.folders[path].path().join("kv")
+    }
+
+    fn up(&self) -> Vec<bool> {
+        self.tier.paths().iter().map(|path| path.up).collect()
+    }
+
+    /// Which path each block rests on.
+    fn places(&self, blocks: &[Block]) -> Vec<u8> {
+        let place = |block: &Block| self.tier.shared.index.get(fingerprint(), block.header.name).unwrap().volume;
+        blocks.iter().map(place).collect()
+    }
+
+    fn on(&self, path: u8, blocks: &[Block]) -> Vec<Block> {
+        let places = self.places(blocks);
+        blocks.iter().zip(places).filter(|(_, place)| *place == path).map(|(block, _)| block.clone()).collect()
+    }
+
+    async fn found(&self, blocks: &[Block]) -> usize {
+        load(&*self.tier, fingerprint(), names(blocks)).await.iter().flatten().count()
+    }
+
+    /// Waits for something that happens within a paused minute of probes; real threads do the work.
+    async fn until(&self, what: impl Fn(&Self) -> bool) {
+        for _ in 0..2_000 {
+            if what(self) {
+                return;
+            }
+            tokio::time::advance(Duration::from_millis(200)).await;
+            // Those who open and recover are threads, for whom a paused clock stands still.
+            thread::sleep(Duration::from_millis(1));
+        }
+        panic!("it did not happen");
+    }
+}
+
+fn blocks(seed: u64, count: usize) -> Vec<Block> {
+    chain_of(fingerprint(), seed, count, BLOCK)
+}
+
+contract::suite!(async || {
+    let Paths { folders, tier, events } = Paths::new(3, settings());
+    Subject::keeping(tier, events, folders)
+});
+
+mod with_one_path_that_takes_nothing {
+    use super::*;
+
+    contract::suite!(async || {
+        let Paths { folders, tier, events } = Paths::new(2, settings());
+        tier.shared.rig.fail_writes(1, libc::ENOSPC);
+        Subject::keeping(tier, events, folders)
+    });
+}
+
+#[tokio::test]
+async fn the_budget_of_each_path_holds() {
+    let capacity_bytes = 300_000;
+    let Paths { folders, tier, events } = Paths::new(2, Settings { capacity_bytes, ..settings() });
+    contract::older_blocks_make_room_and_the_budget_holds(Subject::keeping(tier, events, folders)).await;
+}
+
+#[tokio::test]
+async fn a_prefix_lies_on_every_path_in_long_runs_and_is_there_after_a_restart() {
+    let paths = Paths::new(3, large());
+    let prefix = blocks(1, 160);
+    store(&*paths.tier, prefix.clone()).await;
+    let places = paths.places(&prefix);
+    let runs = 1 + places.windows(2).filter(|pair| pair[0] != pair[1]).count();
+    assert!((8..=13).contains(&runs), "ten megabytes in runs of one: {places:?}");
+    assert!((0..3).all(|path| places.iter().filter(|place| **place == path).count() >= 40), "{places:?}");
+    let before = announced(&paths.events, Level::G3);
+    let paths = paths.reopen(large());
+    assert_eq!(announced(&paths.events, Level::G3), before);
+    assert_eq!(paths.found(&prefix).await, 160);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_path_whose_reads_fail_goes_down_alone_and_comes_back_with_its_blocks() {
+    let paths = Paths::new(3, large());
+    let prefix = blocks(1, 160);
+    store(&*paths.tier, prefix.clone()).await;
+    let (second, before) = (paths.on(1, &prefix), announced(&paths.events, Level::G3));
+
+    paths.tier.shared.rig.fail_reads(1, libc::EIO);
+    assert_eq!(paths.found(&prefix).await, prefix.len() - second.len(), "the others' blocks are found");
+    paths.until(|paths| paths.up() == [true, false, true]).await;
+    assert_eq!(
+        announced(&paths.events, Level::G3).len(),
+        prefix.len() - second.len(),
+        "withdrawn from everybody's view"
+    );
+    let mut loading = paths.tier.load(fingerprint(), names(&second));
+    while let Some((_, answer)) = loading.next().await {
+        assert!(answer.unwrap().is_none(), "a miss, not an error");
+    }
+
+    let more = blocks(2, 80);
+    store(&*paths.tier, more.clone()).await;
+    assert!(!paths.places(&more).contains(&1), "written to the others");
+    // A block of the path that is down is stored again, elsewhere.
+    store(&*paths.tier, second[..2].to_vec()).await;
+
+    paths.tier.shared.rig.fail_reads(1, 0);
+    paths.until(|paths| paths.up() == [true; 3] && paths.tier.usage().blocks == 240).await;
+    assert_eq!(paths.found(&prefix).await, 160);
+    assert_eq!(paths.found(&more).await, 80);
+    let after = announced(&paths.events, Level::G3);
+    assert!(before.iter().all(|name| after.contains(name)), "announced again, once");
+    assert_eq!(
+        paths.tier.paths().iter().map(|path| path.failures).collect::<Vec<_>>()[1],
+        1,
+        "one outage is one failure"
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_folder_that_is_moved_away_is_noticed_and_found_again() {
+    let paths = Paths::new(2, large());
+    let prefix = blocks(1, 80);
+    store(&*paths.tier, prefix.clone()).await;
+    let first = paths.on(0, &prefix).len();
+    let aside = paths.folders[0].path().join("aside");
+    fs::rename(paths.folder(0), &aside).unwrap();
+    assert_eq!(paths.found(&prefix).await, prefix.len() - first);
+    paths.until(|paths| paths.up() == [false, true]).await;
+    assert!(!paths.folder(0).exists(), "nobody makes it anew: below a mount that is gone lies another disk");
+    let more = blocks(2, 80);
+    store(&*paths.tier, more.clone()).await;
+    assert_eq!(paths.found(&more).await, 80);
+    fs::rename(&aside, paths.folder(0)).unwrap();
+    paths.until(|paths| paths.up() == [true; 2] && paths.tier.usage().blocks == 160).await;
+    assert_eq!(paths.found(&[prefix, more].concat()).await, 160);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_path_that_cannot_be_written_still_reads_while_the_others_take_the_blocks() {
+    for code in [libc::EIO, libc::ENOSPC, libc::EROFS] {
+        let paths = Paths::new(2, large());
+        let before = blocks(1, 80);
+        store(&*paths.tier, before.clone()).await;
+        paths.tier.shared.rig.fail_writes(0, code);
+        let during = blocks(2, 80);
+        let answers = paths.tier.store(during.clone()).await;
+        assert!(answers.iter().all(Result::is_ok), "what one refuses the other takes: {answers:?}");
+        assert!(!paths.places(&during).contains(&0));
+        assert_eq!(paths.up(), [true; 2]);
+        assert_eq!(paths.found(&[before.clone(), during.clone()].concat()).await, 160);
+
+        paths.tier.shared.rig.fail_writes(0, 0);
+        tokio::time::advance(Duration::from_secs(2)).await;
+        let after = blocks(3, 80);
+        store(&*paths.tier, after.clone()).await;
+        assert!(paths.places(&after).contains(&0), "it takes its share again");
+        assert_eq!(paths.found(&[before, during, after].concat()).await, 240);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_path_that_is_not_there_at_the_start_joins_later() {
+    let folders = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    // A file where the folder should be.
+    fs::write(folders[1].path().join("kv"), "").unwrap();
+    let paths = Paths::over(folders.into(), settings());
+    assert_eq!(paths.up(), [true, false]);
+    store(&*paths.tier, chain(1, 20)).await;
+    fs::remove_file(paths.folder(1)).unwrap();
+    paths.until(|paths| paths.up() == [true; 2]).await;
+    assert_eq!(paths.found(&chain(1, 20)).await, 20);
+    let events = Arc::new(EventLog::new(Epoch(1)));
+    let nowhere = [("/dev/null/a".into(), settings()), ("/dev/null/b".into(), settings())];
+    assert!(matches!(DiskTier::striped(&nowhere, events), Err(OpenError::Io { .. })), "no path at all is an error");
+}
+
+#[tokio::test]
+async fn a_discard_holds_for_the_copies_on_every_path() {
+    let Paths { folders, tier, .. } = Paths::new(2, settings());
+    let blocks = chain(1, 10);
+    store(&*tier, blocks.clone()).await;
+    drop(tier);
+    // The same blocks on the other path, as after an outage of the first.
+    for file in fs::read_dir(folders[0].path().join("kv")).unwrap() {
+        let file = file.unwrap();
+        fs::copy(file.path(), folders[1].path().join("kv").join(file.file_name())).unwrap();
+    }
+    let paths = Paths::over(folders, settings());
+    assert_eq!(announced(&paths.events, Level::G3).len(), 10, "announced once");
+    let gone: Vec<SequenceHash> = names(&blocks[..4]);
+    gone.iter().for_each(|name| paths.tier.discard(fingerprint(), *name));
+    idle(&paths.tier).await;
+    let paths = paths.reopen(settings());
+    assert_eq!(paths.tier.usage().blocks, 6);
+    assert_eq!(paths.found(&blocks).await, 6);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_rests_is_served_while_the_rest_is_still_looked_for() {
+    let paths = Paths::new(2, settings());
+    let old = chain(1, 200);
+    store(&*paths.tier, old.clone()).await;
+    let Paths { folders, tier, .. } = paths;
+    drop(tier);
+    let over: Vec<_> = folders.iter().map(|folder| (folder.path().join("kv"), settings())).collect();
+    let tier = DiskTier::begin(&over, Arc::new(EventLog::new(Epoch(1)))).unwrap();
+    // Stored at once, while recovery may still run.
+    store(&*tier, chain(2, 20)).await;
+    tier.recovered().await;
+    assert_eq!(tier.usage().blocks, 220);
+    assert!(all(&load(&*tier, fingerprint(), names(&old)).await));
+}
+
+#[tokio::test]
+async fn a_block_offered_twice_at_once_is_written_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let (tier, _) = open(folder.path());
+    let blocks = chain(1, 20);
+    let (first, second) = tokio::join!(tier.store(blocks.clone()), tier.store(blocks.clone()));
+    assert!(first.iter().chain(&second).all(Result::is_ok));
+    drop(tier);
+    let written: usize = segment::numbers(folder.path())
+        .unwrap()
+        .into_iter()
+        .map(|number| {
+            let bytes = fs::read(segment::path(folder.path(), number)).unwrap();
+            bytes.chunks(512).filter(|chunk| chunk.starts_with(b"BLKYARD")).count()
+        })
+        .sum();
+    assert_eq!(written, 20);
+}
