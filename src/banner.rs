@@ -23,7 +23,9 @@ pub struct Banner {
     pub threads: usize,
     /// How large the tiers are.
     pub sizes: Sizes,
-    /// Where models and G3 are.
+    /// Where G3 is.
+    pub disks: Vec<PathBuf>,
+    /// Where models are.
     pub data_dir: PathBuf,
     /// Where G4 is.
     pub shared: Option<PathBuf>,
@@ -32,7 +34,7 @@ pub struct Banner {
 impl Banner {
     /// As one JSON object.
     pub fn as_json(&self) -> Value {
-        let Self { model, address, sizes, data_dir, shared, threads, .. } = self;
+        let Self { model, address, sizes, disks, data_dir, shared, threads, .. } = self;
         json!({
             "version": env!("CARGO_PKG_VERSION"),
             "model": model.id,
@@ -43,6 +45,7 @@ impl Banner {
             "workers": self.phases,
             "threads": threads,
             "tiers": { "g1": sizes.g1, "g2": sizes.g2, "g3": sizes.g3, "g4": shared },
+            "g3_paths": disks,
             "data_dir": data_dir,
         })
     }
@@ -70,10 +73,10 @@ impl Banner {
 
     fn tiers(&self) -> String {
         let size = |bytes| ByteSize(bytes).about();
-        let Self { sizes, data_dir, shared, .. } = self;
+        let Self { sizes, disks, shared, .. } = self;
         let g1 = format!("G1 {}", size(sizes.g1));
         let g2 = sizes.g2.map_or("G2 off".into(), |bytes| format!("G2 {}", size(bytes)));
-        let g3 = sizes.g3.map_or("G3 off".into(), |bytes| format!("G3 {} in {}", size(bytes), data_dir.display()));
+        let g3 = sizes.g3.map_or("G3 off".into(), |bytes| format!("G3 {} in {}", size(bytes), folders(disks)));
         let g4 = shared.as_ref().map_or("G4 off (--shared DIR)".into(), |path| format!("G4 in {}", path.display()));
         format!("{g1} and {g2} per worker, {g3}, {g4}")
     }
@@ -101,6 +104,10 @@ impl fmt::Display for Banner {
     }
 }
 
+fn folders(folders: &[PathBuf]) -> String {
+    folders.iter().map(|folder| folder.display().to_string()).collect::<Vec<_>>().join(" and ")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -125,6 +132,7 @@ mod tests {
             phases: vec![Phase::Prefill, Phase::Decode, Phase::Decode],
             threads: 2,
             sizes: Sizes { g1: 1 << 30, g2: None, g3: Some(10 << 30) },
+            disks: vec!["/data/g3".into()],
             data_dir: "/data".into(),
             shared: None,
         }
@@ -137,7 +145,7 @@ mod tests {
             "--model DIR",
             "http://localhost:9000",
             "1 prefill, 2 decode",
-            "G1 1.0 GiB and G2 off per worker, G3 10.0 GiB in /data, G4 off",
+            "G1 1.0 GiB and G2 off per worker, G3 10.0 GiB in /data/g3, G4 off",
             r#""model":"it'\''s""#,
         ] {
             assert!(text.contains(part), "`{part}` is not in:\n{text}");

@@ -60,8 +60,21 @@ pub struct Tiers {
     pub g1: Budget,
     /// Host memory of each worker.
     pub g2: Budget,
-    /// The SSD log of the process, in the data folder.
+    /// The SSD log of the process: each of its folders, unless it says otherwise.
     pub g3: Budget,
+    /// Where the SSD log is; one folder per device. Default none: in the data folder.
+    pub g3_paths: Vec<DiskPath>,
+}
+
+/// A folder of the SSD log.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DiskPath {
+    /// The folder.
+    pub path: PathBuf,
+    /// How much may rest there. Default `auto`: what `tiers.g3` says.
+    #[serde(default)]
+    pub capacity: Budget,
 }
 
 /// What is logged, on standard error.

@@ -1,6 +1,5 @@
-//! What the machine has to give: memory, disk, threads. Read once, at start.
+//! What the machine has to give: memory, disk, threads. Read at start.
 
-use std::io;
 use std::num::NonZero;
 use std::path::Path;
 
@@ -9,23 +8,26 @@ use std::path::Path;
 pub struct Machine {
     /// Bytes of memory that can be taken without pushing anybody out; `None` where the system does not say.
     pub memory: Option<u64>,
-    /// Bytes free on the disk of the data folder.
-    pub disk: u64,
     /// Threads that run at the same time.
     pub threads: usize,
 }
 
 impl Machine {
-    /// Asks the system; `data` is a folder that exists.
-    pub fn survey(data: &Path) -> io::Result<Self> {
+    /// Asks the system.
+    pub fn survey() -> Self {
         let memory = [available(), container()].into_iter().flatten().min();
-        let disk = rustix::fs::statvfs(data)?;
-        Ok(Self {
-            memory,
-            disk: disk.f_bavail.saturating_mul(disk.f_frsize),
-            threads: std::thread::available_parallelism().map_or(1, NonZero::get),
-        })
+        Self { memory, threads: std::thread::available_parallelism().map_or(1, NonZero::get) }
     }
+}
+
+/// Bytes free on the disk of a folder, which need not be there yet; none where the system does not say.
+pub fn free(folder: &Path) -> u64 {
+    let disk = folder.ancestors().find_map(|folder| {
+        // The ancestor of a relative path is the working directory.
+        let folder = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };
+        rustix::fs::statvfs(folder).ok()
+    });
+    disk.map_or(0, |disk| disk.f_bavail.saturating_mul(disk.f_frsize))
 }
 
 /// `MemAvailable` of Linux.
@@ -62,8 +64,8 @@ mod tests {
 
     #[test]
     fn a_survey_finds_memory_disk_and_threads() {
-        let machine = Machine::survey(Path::new(".")).unwrap();
-        assert!(machine.threads >= 1 && machine.disk > 0);
+        let machine = Machine::survey();
+        assert!(machine.threads >= 1 && free(Path::new("not/there/yet")) > 0);
         assert!(!cfg!(target_os = "linux") || machine.memory.is_some_and(|bytes| bytes > 1 << 20));
     }
 

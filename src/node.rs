@@ -17,7 +17,7 @@ mod workers;
 
 use crate::banner::Banner;
 use crate::config::{Config, Listen};
-use crate::machine::Machine;
+use crate::machine::{self, Machine};
 use anyhow::{Context, anyhow, bail};
 use futures::future::join_all;
 use prometheus::Registry;
@@ -63,8 +63,7 @@ impl Node {
         let address = listener.local_addr()?;
         std::fs::create_dir_all(&config.data_dir)
             .with_context(|| format!("cannot make the data folder {}", config.data_dir.display()))?;
-        let machine = Machine::survey(&config.data_dir)
-            .with_context(|| format!("cannot see how much room {} has", config.data_dir.display()))?;
+        let machine = Machine::survey();
         let threads = config.threads.on(machine.threads);
         let registry = Registry::new();
         let planes = Planes { discovery: Arc::new(Roster::default()), events: Arc::new(Bus::default()) };
@@ -83,8 +82,9 @@ impl Node {
             context: (runtime.block_bytes() * runtime.card().context.div_ceil(runtime.card().block_size)) as u64,
             block: runtime.block_bytes() as u64,
         };
-        let sizes = Sizes::settle(&config.tiers, config.workers.count(), needs, &machine)?;
-        let stores = Stores::open(config, &sizes, &planes).await?;
+        let disks = sizes::disks(&config.tiers, &config.data_dir, machine::free);
+        let sizes = Sizes::settle(&config.tiers, config.workers.count(), needs, &machine, &disks)?;
+        let stores = Stores::open(config, &disks, &planes).await?;
         stores.observe(&registry)?;
         let shared = Shared::new(Arc::clone(&runtime), sizes, planes, &stores, config.engine, &registry)?;
         let mut members = Vec::new();
@@ -98,6 +98,7 @@ impl Node {
             phases: config.workers.phases().collect(),
             threads,
             sizes,
+            disks: disks.into_iter().map(|disk| disk.folder).collect(),
             data_dir: config.data_dir.clone(),
             shared: config.shared.clone(),
         };

@@ -41,7 +41,8 @@ fn flags_beat_the_environment_which_beats_the_file_which_beats_the_defaults() {
     };
     let (config, origins) = load(&sources).unwrap();
     assert_eq!(config.listen.port, 3);
-    assert_eq!(config.tiers, Tiers { g1: Budget::Auto, g2: Budget::Bytes(ByteSize(2 << 30)), g3: Budget::Off });
+    let tiers = Tiers { g2: Budget::Bytes(ByteSize(2 << 30)), g3: Budget::Off, ..Tiers::default() };
+    assert_eq!(config.tiers, tiers);
     assert_eq!(config.workers.to_string(), "both:1");
     let origin = |key| origins.of(key);
     assert_eq!(origin("listen"), "--listen");
@@ -70,6 +71,29 @@ fn a_wrong_value_is_named_with_its_key_its_origin_and_what_would_be_right() {
             assert!(error.contains(part), "`{part}` is not in: {error}");
         }
     }
+}
+
+#[test]
+fn the_folders_of_the_disk_tier_are_said_in_a_file_the_environment_or_a_flag() {
+    let one = |path: &str, capacity| DiskPath { path: path.into(), capacity };
+    let wanted = vec![one("/mnt/a", Budget::Bytes(ByteSize(400 << 30))), one("/mnt/b", Budget::Auto)];
+    let value = r#"[{path="/mnt/a", capacity="400GiB"}, {path="/mnt/b"}]"#;
+    let file = file(&format!("[tiers]\ng3_paths = {}\n", value.replace('=', " = ")));
+    let from_file = Sources { file: Some(file.path().into()), environment: environment(&[]), flags: vec![] };
+    let pairs = environment(&[("BLOCKYARD_TIERS__G3_PATHS", value)]);
+    let from_environment = Sources { environment: pairs, ..Sources::default() };
+    let flags = vec![set(&format!("tiers.g3_paths={value}"))];
+    let from_flag = Sources { environment: environment(&[]), flags, ..Sources::default() };
+    for sources in [from_file, from_environment, from_flag] {
+        let (config, origins) = load(&sources).unwrap();
+        assert_eq!(config.tiers.g3_paths, wanted);
+        let printed = self::file(&as_toml(&config, &origins));
+        let again = Sources { file: Some(printed.path().into()), environment: vec![], flags: vec![] };
+        assert_eq!(load(&again).unwrap().0, config, "what is printed can be read");
+    }
+    let wrong = set(r#"tiers.g3_paths=[{path="/mnt/a", capacity="lots"}]"#);
+    let error = error_of(&Sources { environment: environment(&[]), flags: vec![wrong], file: None });
+    assert!(error.contains("tiers.g3_paths") && error.contains("4GiB"), "{error}");
 }
 
 #[test]

@@ -1,8 +1,9 @@
 //! How large the tiers are: what was asked for, or a share of what the machine has. Pure; what does not fit is an error that
 //! says what would.
 
-use crate::config::{Budget, ByteSize, Tiers};
+use crate::config::{Budget, ByteSize, DiskPath, Tiers};
 use crate::machine::Machine;
+use std::path::{Path, PathBuf};
 
 /// Of the memory that the weights leave, what the G1 of all workers take together when nobody says. With G2 it is less than
 /// a third: others live on the machine too, and activations and requests need room.
@@ -11,11 +12,14 @@ const G1_SHARE: u64 = 15;
 /// The same for G2, in hundredths.
 const G2_SHARE: u64 = 15;
 
-/// The G3 log when nobody says: ten minutes of writing at the pace of a small machine's prefill, and a size that people do
+/// The G3 log of one folder when nobody says: ten minutes of writing at the pace of a small machine's prefill, and a size that people do
 /// not mind finding in their cache folder.
 const G3_BYTES: u64 = 10 << 30;
 
-/// At most this share of the free disk, in hundredths.
+/// The G3 log within the data folder.
+const G3_FOLDER: &str = "g3";
+
+/// At most this share of what is free on its disk, in hundredths.
 const G3_SHARE: u64 = 20;
 
 /// How large the tiers are.
@@ -25,7 +29,7 @@ pub struct Sizes {
     pub g1: u64,
     /// Of each worker.
     pub g2: Option<u64>,
-    /// Of the process.
+    /// Of the process, all folders together.
     pub g3: Option<u64>,
 }
 
@@ -73,9 +77,39 @@ pub enum Error {
     },
 }
 
+/// A folder of the G3 log, and how much it may take.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Disk {
+    /// Which.
+    pub folder: PathBuf,
+    /// So much.
+    pub bytes: u64,
+}
+
+/// The folders of the G3 log, by default one in the data folder; `free` says what is free on the disk of a folder.
+pub fn disks(tiers: &Tiers, data: &Path, free: impl Fn(&Path) -> u64) -> Vec<Disk> {
+    let default = [DiskPath { path: data.join(G3_FOLDER), capacity: Budget::Auto }];
+    let paths = if tiers.g3_paths.is_empty() { &default[..] } else { &tiers.g3_paths };
+    let disk = |DiskPath { path, capacity }: &DiskPath| {
+        let bytes = match (tiers.g3, *capacity) {
+            (Budget::Off, _) | (_, Budget::Off) => return None,
+            (_, Budget::Bytes(size)) | (Budget::Bytes(size), Budget::Auto) => size.0,
+            (Budget::Auto, Budget::Auto) => G3_BYTES.min(free(path) / 100 * G3_SHARE),
+        };
+        Some(Disk { folder: path.clone(), bytes })
+    };
+    paths.iter().filter_map(disk).collect()
+}
+
 impl Sizes {
-    /// Settles the sizes for `workers` workers.
-    pub fn settle(tiers: &Tiers, workers: usize, needs: Needs, machine: &Machine) -> Result<Self, Error> {
+    /// Settles the sizes for `workers` workers; G3 has its [`disks`].
+    pub fn settle(
+        tiers: &Tiers,
+        workers: usize,
+        needs: Needs,
+        machine: &Machine,
+        disks: &[Disk],
+    ) -> Result<Self, Error> {
         let workers = workers as u64;
         // Where the system does not say, a quarter of what small machines have today is a careful guess.
         let have = machine.memory.unwrap_or(4 << 30);
@@ -93,11 +127,7 @@ impl Sizes {
             Budget::Bytes(size) => Some(size.0),
             Budget::Auto => Some(share(G2_SHARE)),
         };
-        let g3 = match tiers.g3 {
-            Budget::Off => None,
-            Budget::Bytes(size) => Some(size.0),
-            Budget::Auto => Some(G3_BYTES.min(machine.disk / 100 * G3_SHARE)),
-        };
+        let g3 = (!disks.is_empty()).then(|| disks.iter().map(|disk| disk.bytes).sum());
         let sizes = Self { g1, g2, g3 };
         let each = g1.saturating_add(g2.unwrap_or(0));
         let needed = each.saturating_mul(workers).saturating_add(needs.weights);
@@ -113,7 +143,7 @@ mod tests {
     use super::*;
 
     const NEEDS: Needs = Needs { weights: 2 << 30, context: 64 << 20, block: 64 << 10 };
-    const MACHINE: Machine = Machine { memory: Some(12 << 30), disk: 100 << 30, threads: 2 };
+    const MACHINE: Machine = Machine { memory: Some(12 << 30), threads: 2 };
 
     fn bytes(text: &str) -> Budget {
         text.parse().unwrap()
@@ -121,37 +151,52 @@ mod tests {
 
     #[test]
     fn automatic_tiers_share_what_the_weights_leave() {
-        let sizes = Sizes::settle(&Tiers::default(), 3, NEEDS, &MACHINE).unwrap();
+        let disks = disks(&Tiers::default(), "/data".as_ref(), |_| 100 << 30);
+        let sizes = Sizes::settle(&Tiers::default(), 3, NEEDS, &MACHINE, &disks).unwrap();
         let each = (10_u64 << 30) / 100 * 15 / 3;
         assert_eq!(sizes, Sizes { g1: each, g2: Some(each), g3: Some(10 << 30) });
-        let small_disk = Machine { disk: 10 << 30, ..MACHINE };
-        let sizes = Sizes::settle(&Tiers::default(), 3, NEEDS, &small_disk).unwrap();
-        assert_eq!(sizes.g3, Some((10_u64 << 30) / 100 * 20));
+    }
+
+    #[test]
+    fn each_folder_of_g3_has_its_own_size_or_the_common_one_or_a_share_of_its_disk() {
+        let free = |folder: &Path| if folder.starts_with("/small") { 10 << 30 } else { 100 << 30 };
+        let found = |tiers: &Tiers| -> Vec<(String, u64)> {
+            let disks = disks(tiers, "/data".as_ref(), free);
+            disks.iter().map(|disk| (disk.folder.display().to_string(), disk.bytes)).collect()
+        };
+        let path = |path: &str, capacity: &str| DiskPath { path: path.into(), capacity: bytes(capacity) };
+        assert_eq!(found(&Tiers::default()), [("/data/g3".into(), 10 << 30)]);
+        let g3_paths = vec![path("/a", "400GiB"), path("/small/b", "auto"), path("/c", "off")];
+        let each = Tiers { g3_paths, ..Tiers::default() };
+        assert_eq!(found(&each), [("/a".into(), 400 << 30), ("/small/b".into(), (10_u64 << 30) / 100 * 20)]);
+        let common = Tiers { g3: bytes("1GiB"), ..each.clone() };
+        assert_eq!(found(&common), [("/a".into(), 400 << 30), ("/small/b".into(), 1 << 30)]);
+        assert_eq!(found(&Tiers { g3: Budget::Off, ..each }), []);
     }
 
     #[test]
     fn automatic_g1_holds_at_least_one_context() {
         let needs = Needs { context: 3 << 30, ..NEEDS };
-        assert_eq!(Sizes::settle(&Tiers::default(), 2, needs, &MACHINE).unwrap().g1, 3 << 30);
+        assert_eq!(Sizes::settle(&Tiers::default(), 2, needs, &MACHINE, &[]).unwrap().g1, 3 << 30);
     }
 
     #[test]
     fn what_is_said_holds_and_off_is_off() {
-        let tiers = Tiers { g1: bytes("1GiB"), g2: bytes("off"), g3: bytes("0") };
-        let sizes = Sizes::settle(&tiers, 3, NEEDS, &MACHINE).unwrap();
+        let tiers = Tiers { g1: bytes("1GiB"), g2: bytes("off"), g3: bytes("0"), ..Tiers::default() };
+        let sizes = Sizes::settle(&tiers, 3, NEEDS, &MACHINE, &[]).unwrap();
         assert_eq!(sizes, Sizes { g1: 1 << 30, g2: None, g3: None });
     }
 
     #[test]
     fn what_does_not_fit_is_said_with_its_parts_and_a_way_out() {
         let tiers = Tiers { g1: bytes("4GiB"), ..Tiers::default() };
-        let error = Sizes::settle(&tiers, 3, NEEDS, &MACHINE).unwrap_err().to_string();
+        let error = Sizes::settle(&tiers, 3, NEEDS, &MACHINE, &[]).unwrap_err().to_string();
         for part in ["weights 2.0 GiB", "G1 4.0 GiB", "12.0 GiB is available", "--workers both:1"] {
             assert!(error.contains(part), "`{part}` is not in: {error}");
         }
         let tiny = Tiers { g1: bytes("1KiB"), ..Tiers::default() };
-        assert_eq!(Sizes::settle(&tiny, 1, NEEDS, &MACHINE), Err(Error::TooSmall(ByteSize(1024), NEEDS.block)));
+        assert_eq!(Sizes::settle(&tiny, 1, NEEDS, &MACHINE, &[]), Err(Error::TooSmall(ByteSize(1024), NEEDS.block)));
         let none = Tiers { g1: Budget::Off, ..Tiers::default() };
-        assert_eq!(Sizes::settle(&none, 1, NEEDS, &MACHINE), Err(Error::NoG1));
+        assert_eq!(Sizes::settle(&none, 1, NEEDS, &MACHINE, &[]), Err(Error::NoG1));
     }
 }

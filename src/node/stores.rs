@@ -1,13 +1,13 @@
-//! The tiers that the workers of this process share: G3 in the data folder, G4 in a folder of all.
+//! The tiers that the workers of this process share: G3 on its own disks, G4 in a folder of all.
 
-use super::sizes::Sizes;
+use super::sizes::Disk;
 use super::workers::now;
 use crate::config::{ByteSize, Config};
 use anyhow::{Context, anyhow};
 use kvbm::{DiskTier, EventLog, Fingerprint, ObjectTier, Tier, disk, object};
 use prometheus::core::{Collector, Desc};
 use prometheus::proto::MetricFamily;
-use prometheus::{IntGaugeVec, Opts, Registry};
+use prometheus::{IntCounterVec, IntGaugeVec, Opts, Registry};
 use std::path::Path;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -17,7 +17,10 @@ use worker::serve::{Announcer, Planes};
 
 /// The shared tiers, fastest first, each announced under its own name.
 #[derive(Default)]
-pub(super) struct Stores(Vec<Store>);
+pub(super) struct Stores {
+    stores: Vec<Store>,
+    disk: Weak<DiskTier>,
+}
 
 struct Store {
     id: StoreId,
@@ -25,21 +28,22 @@ struct Store {
     _announcer: Announcer,
 }
 
-/// The G3 log within the data folder.
-const G3_FOLDER: &str = "g3";
-
-/// How long the start may wait for the list of what rests in the shared folder: nobody waits longer for a first answer.
+/// How long the start may wait for the list of what rests in a tier: nobody waits longer for a first answer.
 const CATCH_UP_MAX: Duration = Duration::from_secs(2);
 
 impl Stores {
     /// Opens what the configuration asks for, finds what rests there, and announces it.
-    pub(super) async fn open(config: &Config, sizes: &Sizes, planes: &Planes) -> anyhow::Result<Self> {
+    pub(super) async fn open(config: &Config, disks: &[Disk], planes: &Planes) -> anyhow::Result<Self> {
         let mut stores = Self::default();
-        if let Some(capacity_bytes) = sizes.g3 {
-            let folder = config.data_dir.join(G3_FOLDER);
+        if !disks.is_empty() {
             let log = Arc::new(EventLog::new(now()));
-            let tier = open_disk(folder.clone(), capacity_bytes, Arc::clone(&log)).await?;
-            stores.add(name("g3", &folder), tier, log, planes);
+            let tier = open_disk(disks.to_vec(), Arc::clone(&log)).await?;
+            if timeout(CATCH_UP_MAX, tier.recovered()).await.is_err() {
+                tracing::info!("still looking for what rests in G3; what is not found yet is recomputed");
+            }
+            stores.disk = Arc::downgrade(&tier);
+            let folders: Vec<&Path> = disks.iter().map(|disk| disk.folder.as_path()).collect();
+            stores.add(name("g3", &folders), tier, log, planes);
         }
         if let Some(folder) = &config.shared {
             let log = Arc::new(EventLog::new(now()));
@@ -51,19 +55,19 @@ impl Stores {
                     folder.display()
                 );
             }
-            stores.add(name("g4", folder), tier, log, planes);
+            stores.add(name("g4", &[folder]), tier, log, planes);
         }
         Ok(stores)
     }
 
     /// The tiers, fastest first.
     pub(super) fn tiers(&self) -> Vec<Arc<dyn Tier>> {
-        self.0.iter().map(|store| Arc::clone(&store.tier)).collect()
+        self.stores.iter().map(|store| Arc::clone(&store.tier)).collect()
     }
 
     /// Their names, in the same order.
     pub(super) fn ids(&self) -> Vec<StoreId> {
-        self.0.iter().map(|store| store.id).collect()
+        self.stores.iter().map(|store| store.id).collect()
     }
 
     /// Lets how full they are be seen in `registry`.
@@ -71,16 +75,30 @@ impl Stores {
         let gauge =
             |name: &str, help: &str| IntGaugeVec::new(Opts::new(format!("blockyard_store_{name}"), help), &["tier"]);
         registry.register(Box::new(Fullness {
-            tiers: self.0.iter().map(|store| Arc::downgrade(&store.tier)).collect(),
+            tiers: self.stores.iter().map(|store| Arc::downgrade(&store.tier)).collect(),
+            disk: Weak::clone(&self.disk),
             blocks: gauge("blocks", "Blocks that rest in a tier that workers share.")?,
             bytes: gauge("bytes", "Bytes that they take.")?,
             capacity: gauge("capacity_bytes", "Bytes that the tier may take; absent when it has no budget.")?,
+            paths: Paths {
+                up: IntGaugeVec::new(
+                    Opts::new(
+                        "blockyard_store_path_up",
+                        "1 while a folder of the G3 tier is used, 0 while it cannot be.",
+                    ),
+                    &["path"],
+                )?,
+                failures: IntCounterVec::new(
+                    Opts::new("blockyard_store_path_failures_total", "How often a folder of the G3 tier went down."),
+                    &["path"],
+                )?,
+            },
         }))
     }
 
     /// Waits, until `deadline`, for the last user to let go: only then is a log sealed and its folder free for another.
     pub(super) async fn close(self, deadline: Instant) {
-        let tiers: Vec<Weak<dyn Tier>> = self.0.iter().map(|store| Arc::downgrade(&store.tier)).collect();
+        let tiers: Vec<Weak<dyn Tier>> = self.stores.iter().map(|store| Arc::downgrade(&store.tier)).collect();
         drop(self);
         // At least a moment: those who drained until the deadline let go right after it.
         let deadline = deadline.max(Instant::now() + Duration::from_secs(1));
@@ -95,21 +113,30 @@ impl Stores {
 
     fn add(&mut self, id: StoreId, tier: Arc<dyn Tier>, log: Arc<EventLog>, planes: &Planes) {
         let announcer = Announcer::start(Arc::clone(&planes.events), Source::Store(id), log);
-        self.0.push(Store { id, tier, _announcer: announcer });
+        self.stores.push(Store { id, tier, _announcer: announcer });
     }
 }
 
 /// How full the shared tiers are, asked for when somebody looks. The tiers may go while the registry stays.
 struct Fullness {
     tiers: Vec<Weak<dyn Tier>>,
+    disk: Weak<DiskTier>,
     blocks: IntGaugeVec,
     bytes: IntGaugeVec,
     capacity: IntGaugeVec,
+    paths: Paths,
+}
+
+/// How the folders of G3 do; there are as many labels as the configuration names.
+struct Paths {
+    up: IntGaugeVec,
+    failures: IntCounterVec,
 }
 
 impl Collector for Fullness {
     fn desc(&self) -> Vec<&Desc> {
-        [&self.blocks, &self.bytes, &self.capacity].into_iter().flat_map(Collector::desc).collect()
+        let gauges = [&self.blocks, &self.bytes, &self.capacity, &self.paths.up].into_iter().flat_map(Collector::desc);
+        gauges.chain(self.paths.failures.desc()).collect()
     }
 
     fn collect(&self) -> Vec<MetricFamily> {
@@ -121,34 +148,41 @@ impl Collector for Fullness {
                 self.capacity.with_label_values(&label).set(capacity as i64);
             }
         }
-        [&self.blocks, &self.bytes, &self.capacity].into_iter().flat_map(Collector::collect).collect()
+        for path in self.disk.upgrade().iter().flat_map(|disk| disk.paths()) {
+            let folder = path.folder.display().to_string();
+            self.paths.up.with_label_values(&[&folder]).set(path.up.into());
+            let failures = self.paths.failures.with_label_values(&[&folder]);
+            failures.inc_by(path.failures.saturating_sub(failures.get()));
+        }
+        let gauges =
+            [&self.blocks, &self.bytes, &self.capacity, &self.paths.up].into_iter().flat_map(Collector::collect);
+        gauges.chain(self.paths.failures.collect()).collect()
     }
 }
 
-async fn open_disk(
-    folder: std::path::PathBuf,
-    capacity_bytes: u64,
-    log: Arc<EventLog>,
-) -> anyhow::Result<Arc<dyn Tier>> {
-    let settings = disk::Settings { capacity_bytes, ..disk::Settings::default() };
-    let opened = tokio::task::spawn_blocking(move || DiskTier::open(&folder, settings, log)).await;
+async fn open_disk(disks: Vec<Disk>, log: Arc<EventLog>) -> anyhow::Result<Arc<DiskTier>> {
+    let settings =
+        |Disk { folder, bytes }: Disk| (folder, disk::Settings { capacity_bytes: bytes, ..disk::Settings::default() });
+    let paths: Vec<_> = disks.into_iter().map(settings).collect();
+    let opened = tokio::task::spawn_blocking(move || DiskTier::begin(&paths, log)).await;
     let tier = opened.context("opening the G3 log failed")?.map_err(|error| match &error {
         disk::OpenError::Owned { .. } => {
             anyhow!("{error}, which serves from it; give this one its own --data-dir, or no G3: --set tiers.g3=off")
         }
-        disk::OpenError::TooSmall { least, .. } => {
-            let (asked, least) = (ByteSize(capacity_bytes).about(), ByteSize(*least).about());
-            anyhow!("tiers.g3 = {asked} is too small: the log takes at least {least}; or say `off`")
+        disk::OpenError::TooSmall { capacity_bytes, least } => {
+            let (asked, least) = (ByteSize(*capacity_bytes).about(), ByteSize(*least).about());
+            anyhow!("{asked} is too small for tiers.g3: the log takes at least {least} in each folder; or say `off`")
         }
         disk::OpenError::Io { .. } => anyhow!("the G3 log cannot be used: {error}"),
     })?;
     Ok(tier)
 }
 
-/// The name of a store, the same in every process that reaches the same folder.
-fn name(kind: &str, folder: &Path) -> StoreId {
-    let folder = folder.canonicalize().unwrap_or_else(|_| folder.into());
-    let name = Fingerprint::of([("store", kind.as_bytes()), ("folder", folder.as_os_str().as_encoded_bytes())]);
+/// The name of a store, the same in every process that reaches the same folders.
+fn name(kind: &str, folders: &[&Path]) -> StoreId {
+    let folders: Vec<_> = folders.iter().map(|at| at.canonicalize().unwrap_or_else(|_| (*at).into())).collect();
+    let folders = folders.iter().map(|folder| ("folder", folder.as_os_str().as_encoded_bytes()));
+    let name = Fingerprint::of([("store", kind.as_bytes())].into_iter().chain(folders));
     let [a, b, c, d, e, f, g, h, ..] = *name.as_bytes();
     StoreId(u64::from_le_bytes([a, b, c, d, e, f, g, h]))
 }
