@@ -24,7 +24,7 @@ mod tests;
 
 use crate::run::{self, Run, Wanted};
 use crate::tier::{LoadError, Loaded, StoreError, Tier, Usage};
-use crate::{Block, Corrupt, EventLog, Fingerprint, Header, Level, SequenceHash};
+use crate::{Block, Corrupt, Date, EventLog, Fingerprint, Header, Level, SequenceHash};
 use bytes::Bytes;
 use catalog::Catalog;
 use follow::Follower;
@@ -232,6 +232,10 @@ impl Tier for ObjectTier {
 
     fn discard(&self, fingerprint: Fingerprint, name: SequenceHash) {
         self.catalog.index.remove([(fingerprint, name)], |_| true);
+    }
+
+    fn expire(&self, now: Date) -> usize {
+        self.catalog.index.expire(now)
     }
 
     fn usage(&self) -> Usage {
