@@ -26,13 +26,14 @@ use sizes::{Needs, Sizes};
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use stores::Stores;
 use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, timeout_at};
 use tokio_util::sync::{CancellationToken, DropGuard};
 use worker::engine::{Engine, Readiness};
+use worker::plane::RouterId;
 use worker::plane::local::{Bus, Roster};
 use worker::serve::Planes;
 use workers::{Member, Shared};
@@ -67,8 +68,13 @@ impl Node {
         let threads = config.threads.on(machine.threads);
         let registry = Registry::new();
         let planes = Planes { discovery: Arc::new(Roster::default()), events: Arc::new(Bus::default()) };
-        let router =
-            Router::new(Arc::clone(&planes.discovery), Arc::clone(&planes.events), config.router.clone(), &registry)?;
+        let router = Router::new(
+            identity(),
+            Arc::clone(&planes.discovery),
+            Arc::clone(&planes.events),
+            config.router.clone(),
+            &registry,
+        )?;
         let stop = CancellationToken::new();
         let app = frontend::router(Arc::clone(&router) as Arc<dyn Engine>, registry.clone(), config.frontend.clone())?;
         let drain = config.drain.0;
@@ -155,6 +161,12 @@ async fn listen(at: &Listen) -> anyhow::Result<TcpListener> {
             Err(error).with_context(|| format!("cannot listen on {at}; say another address: --listen ADDR:PORT"))
         }
     }
+}
+
+/// A name for this life of this process's router that no other router has.
+fn identity() -> RouterId {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    RouterId(since.as_nanos() as u64 ^ u64::from(std::process::id()) << 48)
 }
 
 /// Waits until the router has seen a worker that decodes.

@@ -1,7 +1,9 @@
 //! A place taken on a worker, given back by dropping it.
 
+use crate::fleet::Member;
 use crate::load::{Amount, Books};
 use crate::promise::Promise;
+use crate::replica::{Herald, Notice};
 use std::sync::Arc;
 use tokio::time::Instant;
 
@@ -12,26 +14,33 @@ pub(crate) struct Booking {
     number: u64,
     /// What the request will leave behind in the cache.
     _promise: Promise,
+    /// What other routers are told.
+    notice: Notice,
 }
 
 impl Booking {
-    pub(crate) fn new(books: &Arc<Books>, amount: Amount, promise: Promise) -> Self {
-        Self { books: books.clone(), number: books.book(amount, Instant::now()), _promise: promise }
+    pub(crate) fn new(member: &Member, amount: Amount, promise: Promise, herald: &Arc<Herald>) -> Self {
+        let notice = herald.placed(member.id(), amount, &promise);
+        let books = member.books.clone();
+        Self { number: books.book(amount, Instant::now()), books, _promise: promise, notice }
     }
 
     /// The request goes out now.
     pub(crate) fn sent(&self) {
         self.books.sent(self.number, Instant::now());
+        self.notice.sent();
     }
 
     /// The prompt will be computed here after all.
     pub(crate) fn amend(&self, prefill_tokens: u64) {
         self.books.amend(self.number, prefill_tokens);
+        self.notice.amended(prefill_tokens);
     }
 
     /// The first token is there.
     pub(crate) fn started(&self) {
         self.books.started(self.number);
+        self.notice.started();
     }
 }
 

@@ -140,7 +140,7 @@ async fn start(member: &Member, booking: &Booking, request: Request) -> Result<S
 
 /// The client's stream: the first output with the explanation, then the rest; the booking inside it.
 fn stream(core: &Core, placement: Placement, Started { mut first, rest }: Started) -> OutputStream {
-    let Placement { decode, booking, explanation, predicted, prefill, .. } = placement;
+    let Placement { decode, booking, totals, explanation, predicted, prefill, .. } = placement;
     drop(prefill);
     booking.started();
     decode.well();
@@ -165,8 +165,11 @@ fn stream(core: &Core, placement: Placement, Started { mut first, rest }: Starte
     let items = items.chain(stream::once(future::ready(Ok(first)))).chain(rest);
     items
         .inspect(move |item| {
-            if let Err(error) = item {
-                decode.note(Verdict::of(error));
+            match item {
+                Ok(Output::Tokens(tokens)) => totals.output(tokens.ids.len()),
+                Ok(Output::Frame(_, ids)) => totals.output(ids.as_ref().map_or(0, Vec::len)),
+                Ok(Output::Handoff(_)) => {}
+                Err(error) => decode.note(Verdict::of(error)),
             }
             // Freed at the end, though a client may hold the stream longer.
             if ends(item) {

@@ -20,10 +20,11 @@
 //! use router::{Router, Settings};
 //! use std::sync::Arc;
 //! use worker::engine::{Engine, Readiness};
+//! use worker::plane::RouterId;
 //! use worker::plane::local::{Bus, Roster};
 //!
 //! let (discovery, events) = (Arc::new(Roster::default()), Arc::new(Bus::default()));
-//! let router = Router::new(discovery, events, Settings::default(), &prometheus::Registry::new())?;
+//! let router = Router::new(RouterId(1), discovery, events, Settings::default(), &prometheus::Registry::new())?;
 //! assert!(matches!(router.readiness(), Readiness::NotReady(_)), "nobody has joined yet");
 //! # Ok(()) }
 //! ```
@@ -31,6 +32,7 @@
 #![forbid(unsafe_code)]
 
 mod audit;
+mod balance;
 mod booking;
 mod cost;
 mod decide;
@@ -46,8 +48,10 @@ mod load;
 pub mod measure;
 mod metrics;
 mod place;
+mod planner;
 mod promise;
 pub mod replay;
+mod replica;
 mod router;
 mod select;
 mod settings;
@@ -56,5 +60,6 @@ mod survey;
 #[cfg(test)]
 mod tests;
 
+pub use balance::{Mode as PlannerMode, Settings as PlannerSettings};
 pub use router::{Error, Router};
 pub use settings::{Disaggregation, Policy, Settings};

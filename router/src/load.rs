@@ -161,6 +161,15 @@ impl Books {
         average(&mut self.lock().resume, seconds);
     }
 
+    /// The latest report, while it is news.
+    pub(crate) fn latest(&self, now: Instant) -> Option<Load> {
+        self.lock()
+            .report
+            .as_ref()
+            .filter(|(_, at)| now.saturating_duration_since(*at) <= STALE)
+            .map(|(load, _)| load.clone())
+    }
+
     /// Whether the worker used to report, and does not any more.
     pub(crate) fn silent(&self, now: Instant) -> bool {
         self.face.age(self.time(now)).is_some_and(|age| age > SILENT)

@@ -21,6 +21,9 @@ pub(crate) struct Metrics {
     pub(crate) snapshots: IntCounterVec,
     pub(crate) index_memberships: IntGauge,
     pub(crate) index_bytes: IntGauge,
+    pub(crate) replicas: IntGauge,
+    pub(crate) desired: IntGaugeVec,
+    pub(crate) flips: IntCounterVec,
 }
 
 impl Metrics {
@@ -92,6 +95,17 @@ impl Metrics {
                 "Pairs of a block and a place where it rests, in the index.",
             )?,
             index_bytes: gauge("blockyard_router_index_bytes", "Bytes that the index takes for its blocks.")?,
+            replicas: gauge("blockyard_router_replicas", "Routers over the same workers, this one included.")?,
+            desired: gauges(
+                "blockyard_planner_desired_replicas",
+                "Workers of a phase that would keep the planner's targets: for whoever starts and stops workers.",
+                &["model", "phase"],
+            )?,
+            flips: counters(
+                "blockyard_planner_flips_total",
+                "Workers that this router wished another phase, by that phase.",
+                &["phase"],
+            )?,
         })
     }
 

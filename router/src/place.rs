@@ -1,5 +1,6 @@
 //! Placing a request: asks the index and the books, lets policy choose, and books what was chosen.
 
+use crate::balance::Totals;
 use crate::booking::Booking;
 use crate::cost;
 use crate::decide::{Ask, Decision, Row, decide};
@@ -22,6 +23,8 @@ pub(crate) struct Placement {
     /// Who decodes.
     pub(crate) decode: Arc<Member>,
     pub(crate) booking: Booking,
+    /// Where its output is counted.
+    pub(crate) totals: Arc<Totals>,
     /// Who prefills, when that is somebody else.
     pub(crate) prefill: Option<Detour>,
     /// Prompt tokens that `decode` would have to compute itself.
@@ -78,6 +81,8 @@ fn book(core: &Core, request: &Request, overlaps: &Overlaps, decision: &Decision
     }
     let apart = decision.prefill.as_ref().filter(|_| row.split == Split::Apart);
     let uncached = row.uncached();
+    let totals = core.traffic.of(&request.model);
+    totals.prompt(uncached);
     let amount = Amount {
         prefill_tokens: if apart.is_some() { 0 } else { uncached },
         prompts: u64::from(apart.is_none()),
@@ -95,7 +100,8 @@ fn book(core: &Core, request: &Request, overlaps: &Overlaps, decision: &Decision
     core.metrics.requests.with_label_values(&[&member.id().to_string(), core.settings.policy.name()]).inc();
     Placement {
         decode: member.clone(),
-        booking: Booking::new(&member.books, amount, ours),
+        booking: Booking::new(member, amount, ours, &core.herald),
+        totals,
         prefill: apart.map(|prefill| {
             let helper = prefill.member();
             core.fleet.choose(helper);
@@ -104,7 +110,7 @@ fn book(core: &Core, request: &Request, overlaps: &Overlaps, decision: &Decision
             let seconds = prefill.together.first_token().min(PATIENCE_MAX.as_secs_f64()) * PATIENCE.0;
             Detour {
                 member: helper.clone(),
-                booking: Booking::new(&helper.books, amount, promise(prefill)),
+                booking: Booking::new(helper, amount, promise(prefill), &core.herald),
                 patience: (PATIENCE.1 + Duration::from_secs_f64(seconds)).min(PATIENCE_MAX),
                 transfer: cost::transfer(&row.desk.standing.speeds, Level::Peer, row.missing()),
             }

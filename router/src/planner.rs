@@ -175,7 +175,7 @@ impl Planner {
         self.flips.retain(|id, at| now - *at < REST && seats.iter().any(|seat| seat.id == *id));
         let movable: Vec<&Seat> = seats.iter().filter(|seat| seat.phase != Phase::Both).collect();
         let prefills = movable.iter().filter(|seat| seat.phase == Phase::Prefill).count();
-        let to = self.direction(need, prefills, movable.len());
+        let to = direction(need, prefills, movable.len());
         self.urge = to.map(|to| self.urge.filter(|(before, _)| *before == to).unwrap_or((to, now)));
         let (to, since) = self.urge?;
         if now - since < HOLD || self.last.is_some_and(|last| now - last < GAP) {
@@ -187,21 +187,21 @@ impl Planner {
         self.flips.insert(worker, now);
         Some(Flip { worker, to })
     }
+}
 
-    /// The phase that ought to gain a worker.
-    fn direction(&self, need: &Need, prefills: usize, all: usize) -> Option<Phase> {
-        if all < 2 {
-            return None;
-        }
-        // A fleet that somebody started without one phase has infinite pressure there, if it is needed at all.
-        let now = if prefills == 0 || prefills == all { f64::INFINITY } else { need.pressure(prefills, all) };
-        if now < EASY || need.prefill + need.decode <= 0.0 {
-            return None;
-        }
-        let best = need.split(all, prefills);
-        let better = now > MARGIN * need.pressure(best, all);
-        (better && best != prefills).then_some(if best > prefills { Phase::Prefill } else { Phase::Decode })
+/// The phase that ought to gain a worker.
+fn direction(need: &Need, prefills: usize, all: usize) -> Option<Phase> {
+    if all < 2 {
+        return None;
     }
+    // A fleet that somebody started without one phase has infinite pressure there, if it is needed at all.
+    let now = if prefills == 0 || prefills == all { f64::INFINITY } else { need.pressure(prefills, all) };
+    if now < EASY || need.prefill + need.decode <= 0.0 {
+        return None;
+    }
+    let best = need.split(all, prefills);
+    let better = now > MARGIN * need.pressure(best, all);
+    (better && best != prefills).then_some(if best > prefills { Phase::Prefill } else { Phase::Decode })
 }
 
 #[cfg(test)]

@@ -14,6 +14,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 #[derive(Default)]
 pub(crate) struct Promises(Mutex<HashMap<u64, Makers>>);
 
+impl Promise {
+    /// Short names of some blocks: the promise is of them and of all that lead to them.
+    pub(crate) fn anchors(&self) -> &[u64] {
+        &self.anchors
+    }
+}
+
 /// Who promises an anchor. Nearly always one worker, which takes no list.
 #[derive(Default)]
 struct Makers {
@@ -38,6 +45,11 @@ impl Promises {
     pub(crate) fn make(self: &Arc<Self>, slot: Slot, names: &[SequenceHash], block_size: usize, held: u32) -> Promise {
         let anchors: Box<[u64]> =
             anchors(names, block_size).filter(|(last, _)| *last >= held).map(|(_, name)| name).collect();
+        self.at(slot, anchors)
+    }
+
+    /// Promises what leads to each of the anchors, as [`Promise::anchors`] of another router says.
+    pub(crate) fn at(self: &Arc<Self>, slot: Slot, anchors: Box<[u64]>) -> Promise {
         let mut promised = self.lock();
         for anchor in &anchors {
             promised.entry(*anchor).or_default().add(slot);

@@ -1,5 +1,6 @@
 //! The router itself: composition of its parts, and the `Engine` that others see.
 
+use crate::balance::{self, Traffic};
 use crate::decide::Scratch;
 use crate::dispatch;
 use crate::feed::Feed;
@@ -7,16 +8,18 @@ use crate::fleet::Fleet;
 use crate::index::Index;
 use crate::metrics::Metrics;
 use crate::promise::Promises;
+use crate::replica::{self, Herald};
 use crate::settings::Settings;
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use std::fmt;
 use std::panic::AssertUnwindSafe;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, OnceLock};
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tokio_util::task::TaskTracker;
 use worker::engine::{self, Engine, ModelCard, OutputStream, Readiness, Request};
-use worker::plane::{Discovery, Events};
+use worker::plane::{Discovery, Events, RouterId};
 
 /// Many engines behaving as one.
 pub struct Router {
@@ -33,6 +36,11 @@ pub(crate) struct Core {
     pub(crate) index: Index,
     pub(crate) promises: Arc<Promises>,
     pub(crate) metrics: Metrics,
+    /// Tells other routers what is booked here.
+    pub(crate) herald: Arc<Herald>,
+    /// Whether this router is the one, of all that serve the same workers, that plans for them.
+    pub(crate) leading: AtomicBool,
+    pub(crate) traffic: Traffic,
     /// Decisions take turns, so that each sees the bookings of those before it.
     pub(crate) deciding: Mutex<Scratch>,
     /// Set when a part of the router died: it serves no more, and says so.
@@ -51,9 +59,11 @@ pub enum Error {
 }
 
 impl Router {
-    /// A router over whoever `discovery` shows, kept up to date by `events`. Must be made inside a tokio runtime, on which
-    /// it spawns its task; the task ends when the router is dropped.
+    /// A router over whoever `discovery` shows, kept up to date by `events`. `id` must be its own: routers over the same
+    /// workers tell each other what they book. Must be made inside a tokio runtime, on which it spawns its tasks; they end
+    /// when the router is dropped.
     pub fn new(
+        id: RouterId,
         discovery: Arc<dyn Discovery>,
         events: Arc<dyn Events>,
         settings: Settings,
@@ -61,8 +71,12 @@ impl Router {
     ) -> Result<Arc<Self>, Error> {
         let core = Arc::new(Core::new(settings, registry)?);
         let (cancel, tasks) = (CancellationToken::new(), TaskTracker::new());
-        let feed = Feed::new(core.clone(), events).run(discovery);
-        tasks.spawn(vital(core.clone(), cancel.clone(), feed));
+        let feed = Feed::new(core.clone(), events.clone()).run(discovery);
+        tasks.spawn(vital("feed", core.clone(), cancel.clone(), feed));
+        let others = replica::attend(core.clone(), events.clone(), id);
+        tasks.spawn(vital("talk with other routers", core.clone(), cancel.clone(), others));
+        let planning = balance::keep(core.clone(), events, id);
+        tasks.spawn(vital("planner", core.clone(), cancel.clone(), planning));
         tasks.close();
         Ok(Arc::new(Self { core, tasks, _life: cancel.drop_guard() }))
     }
@@ -84,6 +98,9 @@ impl Core {
             index: Index::new(),
             promises: Arc::default(),
             metrics: Metrics::new(registry)?,
+            herald: Herald::new(),
+            leading: AtomicBool::new(true),
+            traffic: Traffic::default(),
             deciding: Mutex::default(),
             dead: OnceLock::new(),
         })
@@ -91,10 +108,10 @@ impl Core {
 }
 
 /// Runs what the router cannot live without: however it ends by itself, the router is blind from then on, and says so.
-async fn vital(core: Arc<Core>, cancel: CancellationToken, part: impl Future<Output = ()> + Send) {
+async fn vital(name: &'static str, core: Arc<Core>, cancel: CancellationToken, part: impl Future<Output = ()> + Send) {
     let Some(outcome) = cancel.run_until_cancelled(AssertUnwindSafe(part).catch_unwind()).await else { return };
-    let why = if outcome.is_ok() { "a plane ended" } else { "its feed panicked" };
-    tracing::error!(why, "router is dead");
+    let why = if outcome.is_ok() { "a plane ended" } else { "a part of it panicked" };
+    tracing::error!(part = name, why, "router is dead");
     // The first reason stands.
     let _ = core.dead.set(why);
 }

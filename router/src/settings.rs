@@ -1,5 +1,6 @@
 //! The `[router]` section of the configuration.
 
+use crate::balance;
 use serde::{Deserialize, Serialize};
 
 /// How requests are placed.
@@ -16,11 +17,19 @@ pub struct Settings {
     /// Seeds what is random (`random`, `power-of-two`, and how ties fall). Default 0. Give each replica of a router its own,
     /// so that they do not fall the same way.
     pub seed: u64,
+    /// Whether workers change between prefill and decode as traffic shifts.
+    pub planner: balance::Settings,
 }
 
 impl Default for Settings {
     fn default() -> Self {
-        Self { policy: Policy::Kv, disaggregation: Disaggregation::Auto, decode_weight: 1.0, seed: 0 }
+        Self {
+            policy: Policy::Kv,
+            disaggregation: Disaggregation::Auto,
+            decode_weight: 1.0,
+            seed: 0,
+            planner: balance::Settings::default(),
+        }
     }
 }
 
@@ -30,7 +39,7 @@ impl Settings {
         if !self.decode_weight.is_finite() || self.decode_weight < 0.0 {
             return Err(format!("router.decode_weight: {} is not a number of at least 0", self.decode_weight));
         }
-        Ok(())
+        self.planner.check()
     }
 }
 

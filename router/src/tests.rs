@@ -2,6 +2,7 @@
 
 mod conversations;
 mod fake;
+mod replicas;
 
 use crate::Router;
 use crate::settings::{Disaggregation, Policy, Settings};
@@ -15,7 +16,7 @@ use std::time::Duration;
 use worker::engine::{Engine, Error, Finish, Output, Readiness, Request, Work};
 use worker::plane::local::{Bus, Link};
 use worker::plane::{Discovery, Event, EventBody, Events, Instance, Lease, Load, Membership, Phase, PlaneError};
-use worker::plane::{Source, StoreId, WorkerId};
+use worker::plane::{RouterId, Source, StoreId, WorkerId};
 
 fn defaults() -> Yard {
     Yard::new(Settings::default())
@@ -197,7 +198,8 @@ async fn a_plane_that_ends_kills_the_router_loudly() {
         }
     }
     let registry = prometheus::Registry::new();
-    let router = Router::new(Arc::new(Ends), Arc::new(Bus::default()), Settings::default(), &registry).unwrap();
+    let router =
+        Router::new(RouterId(0), Arc::new(Ends), Arc::new(Bus::default()), Settings::default(), &registry).unwrap();
     settle().await;
     assert!(matches!(router.readiness(), Readiness::NotReady(why) if why.contains("plane ended")));
     assert!(matches!(router.generate(prompt(1, 10)).await.err(), Some(Error::Unavailable(_))));

@@ -4,7 +4,6 @@
 
 use blockyard::config::{Budget, ByteSize, Config, Listen, Span};
 use blockyard::node::Node;
-use kvbm::object::Location;
 use serde_json::{Value, json};
 use std::net::TcpListener;
 use std::path::Path;
@@ -12,6 +11,7 @@ use std::process::{Command, Output, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio_util::sync::CancellationToken;
+use worker::plane::RouterId;
 use worker::plane::local::{Bus, Roster};
 
 /// A node that serves `tiny` from a folder of its own.
@@ -115,7 +115,7 @@ async fn a_chat_is_answered_whole_and_streamed_with_the_same_text() {
 async fn who_comes_before_the_model_is_loaded_is_told_to_come_again() {
     let (discovery, events) = (Arc::new(Roster::default()), Arc::new(Bus::default()));
     let registry = prometheus::Registry::new();
-    let router = router::Router::new(discovery, events, router::Settings::default(), &registry).unwrap();
+    let router = router::Router::new(RouterId(1), discovery, events, router::Settings::default(), &registry).unwrap();
     let app = frontend::router(router, registry, frontend::Settings::default()).unwrap();
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
@@ -172,7 +172,7 @@ async fn a_restarted_node_answers_from_its_ssd() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_node_answers_from_what_another_put_into_the_shared_folder() {
     let (one, two, shared) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    let sharing = |data: &Path| Config { shared: Some(Location::Folder(shared.path().into())), ..aggregated(data) };
+    let sharing = |data: &Path| Config { shared: Some(shared.path().into()), ..aggregated(data) };
     let writer = Served::start(sharing(one.path())).await;
     // The reader is there first: it must learn of blocks that come later.
     let reader = Served::start(sharing(two.path())).await;

@@ -206,8 +206,8 @@ pub enum Booked {
         blocks: u64,
         /// Whether it decodes there.
         decodes: bool,
-        /// The short names of the prompt's blocks, which it will leave behind there.
-        names: Vec<u64>,
+        /// Short names of some of the prompt's blocks, which it will leave behind there with all before them.
+        anchors: Vec<u64>,
     },
     /// It went out to the worker.
     Sent(u64),

@@ -80,7 +80,7 @@ fn workers_follow_a_shift_of_traffic_one_at_a_time_and_back() {
     assert!(flips.windows(2).all(|two| two[1].0 - two[0].0 >= GAP as u64), "{flips:?}");
     let writing = Need { prefill: 1.0, decode: 7.0 };
     run(&mut planner, &mut seats, &writing, 300, 300);
-    assert_eq!(prefills(&seats), 1);
+    assert!((1..=2).contains(&prefills(&seats)));
 }
 
 #[test]

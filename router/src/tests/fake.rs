@@ -14,7 +14,9 @@ use worker::engine::{
     StopRule, Terms, Tokens, Work,
 };
 use worker::plane::local::{Bus, Link, Roster};
-use worker::plane::{Discovery, Event, EventBody, Events, Instance, Lease, Load, Phase, Source, StoreId, WorkerId};
+use worker::plane::{
+    Discovery, Event, EventBody, Events, Instance, Lease, Load, Phase, RouterId, Source, StoreId, WorkerId,
+};
 
 pub(super) const BLOCK: usize = 16;
 pub(super) const MODEL: &str = "toy";
@@ -143,7 +145,8 @@ impl Yard {
     pub(super) fn over(settings: Settings, link: Link) -> Self {
         let (roster, bus, registry) =
             (Arc::new(Roster::default()), Arc::new(Bus::new(link)), prometheus::Registry::new());
-        let router: Result<_, router::Error> = Router::new(roster.clone(), bus.clone(), settings, &registry);
+        let router: Result<_, router::Error> =
+            Router::new(RouterId(0), roster.clone(), bus.clone(), settings, &registry);
         Self { roster, bus, router: router.unwrap(), registry, leases: Mutex::default() }
     }
 

@@ -1,0 +1,274 @@
+//! Has the planner's advice measured, shown, and followed.
+//!
+//! What requests ask is counted as they pass ([`Traffic`]), what workers can do is in their reports. Every few seconds the
+//! [planner](crate::planner) looks at both, per model. Its counts are metrics, for whoever starts and stops workers; its flips
+//! are wishes on the event plane, which the workers obey. Of several routers the first by name plans, for all of them.
+
+use crate::fleet::{Member, Serving};
+use crate::planner::{Capacity, Demand, Need, Planner, Seat, Targets};
+use crate::router::Core;
+use kvbm::Epoch;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+use tokio::time::{Instant, MissedTickBehavior};
+use worker::plane::{Event, EventBody, Events, Phase, RouterId, Source};
+
+/// Whether workers change between prefill and decode as traffic shifts, and what they are to achieve.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Settings {
+    /// What becomes of the plan. Default `advise`: it is shown as metrics, and workers stay what they were started as.
+    pub mode: Mode,
+    /// Mean seconds to the first token that prefill workers are to keep. Default 1: a reader's patience.
+    pub ttft_s: f64,
+    /// Seconds between tokens that decode workers are to keep. Default 0.05: faster than anybody reads.
+    pub itl_s: f64,
+}
+
+/// What becomes of the plan.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Mode {
+    /// Nothing is planned.
+    Off,
+    /// It is shown.
+    #[default]
+    Advise,
+    /// Workers are told to change their phase.
+    Flip,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self { mode: Mode::Advise, ttft_s: 1.0, itl_s: 0.05 }
+    }
+}
+
+impl Settings {
+    /// What is wrong with the values, naming the key.
+    pub(crate) fn check(&self) -> Result<(), String> {
+        for (key, seconds) in [("ttft_s", self.ttft_s), ("itl_s", self.itl_s)] {
+            if !(seconds.is_finite() && seconds > 0.0) {
+                return Err(format!("router.planner.{key}: {seconds} is not a number of seconds above 0"));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What requests have asked, by model, since the router was started.
+#[derive(Default)]
+pub(crate) struct Traffic(Mutex<BTreeMap<Arc<str>, Arc<Totals>>>);
+
+/// Of one model.
+#[derive(Default)]
+pub(crate) struct Totals {
+    prompts: AtomicU64,
+    prompt_tokens: AtomicU64,
+    output_tokens: AtomicU64,
+}
+
+/// What is known of one model's workers and requests.
+#[derive(Default)]
+struct Watched {
+    before: [u64; 3],
+    rates: Option<[f64; 3]>,
+    steps: Line,
+    planner: Planner,
+}
+
+/// A straight line through measurements that fade: seconds of a step over sequences in it.
+#[derive(Default)]
+struct Line {
+    weight: f64,
+    x: f64,
+    y: f64,
+    xx: f64,
+    xy: f64,
+}
+
+/// Rates change within tens of seconds; twelve looks a minute are enough, and cost nothing.
+const EVERY: Duration = Duration::from_secs(5);
+/// How much of the old rates is left after a look: half after 20 s.
+const FADE: f64 = 0.84;
+
+impl Traffic {
+    /// The totals of a model.
+    pub(crate) fn of(&self, model: &Arc<str>) -> Arc<Totals> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).entry(model.clone()).or_default().clone()
+    }
+
+    fn all(&self) -> Vec<(Arc<str>, Arc<Totals>)> {
+        let totals = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        totals.iter().map(|(model, totals)| (model.clone(), totals.clone())).collect()
+    }
+}
+
+impl Totals {
+    /// A prompt with so many tokens to compute.
+    pub(crate) fn prompt(&self, tokens: u64) {
+        self.prompts.fetch_add(1, Ordering::Relaxed);
+        self.prompt_tokens.fetch_add(tokens, Ordering::Relaxed);
+    }
+
+    /// Tokens came out.
+    pub(crate) fn output(&self, tokens: usize) {
+        self.output_tokens.fetch_add(tokens as u64, Ordering::Relaxed);
+    }
+
+    fn now(&self) -> [u64; 3] {
+        [&self.prompts, &self.prompt_tokens, &self.output_tokens].map(|total| total.load(Ordering::Relaxed))
+    }
+}
+
+impl Watched {
+    /// Looks at the totals after `seconds`, of which this router saw one part in `routers`.
+    fn look(&mut self, totals: [u64; 3], seconds: f64, routers: f64) -> [f64; 3] {
+        let fresh: [f64; 3] = std::array::from_fn(|i| (totals[i] - self.before[i]) as f64 / seconds * routers);
+        let old = self.rates.unwrap_or(fresh);
+        let rates = std::array::from_fn(|i| FADE * old[i] + (1.0 - FADE) * fresh[i]);
+        (self.before, self.rates) = (totals, Some(rates));
+        rates
+    }
+}
+
+impl Line {
+    fn point(&mut self, x: f64, y: f64) {
+        self.weight += 1.0;
+        self.x += x;
+        self.y += y;
+        self.xx += x * x;
+        self.xy += x * y;
+    }
+
+    fn fade(&mut self) {
+        for sum in [&mut self.weight, &mut self.x, &mut self.y, &mut self.xx, &mut self.xy] {
+            *sum *= FADE;
+        }
+    }
+
+    /// At 0, and per unit: neither below nothing. Points that all lie at one `x` say nothing of the start, and count as if it
+    /// were 0: a worker is then thought to carry fewer sequences than it does, never more.
+    fn fit(&self) -> Option<(f64, f64)> {
+        if self.weight < 0.1 || self.x <= 0.0 {
+            return None;
+        }
+        let spread = self.xx - self.x * self.x / self.weight;
+        if spread <= 1e-3 * self.xx {
+            return Some((0.0, self.y / self.x));
+        }
+        let slope = ((self.xy - self.x * self.y / self.weight) / spread).max(0.0);
+        let start = (self.y - slope * self.x) / self.weight;
+        Some(if start < 0.0 { (0.0, self.xy / self.xx) } else { (start, slope) })
+    }
+}
+
+/// Plans, for as long as the router lives.
+pub(crate) async fn keep(core: Arc<Core>, events: Arc<dyn Events>, id: RouterId) {
+    let mut watched = BTreeMap::<Arc<str>, Watched>::new();
+    let (start, mut before) = (Instant::now(), Instant::now());
+    let mut looks = tokio::time::interval_at(start + EVERY, EVERY);
+    looks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        let now = looks.tick().await;
+        let seconds = (now - std::mem::replace(&mut before, now)).as_secs_f64();
+        let settings = core.settings.planner.clone();
+        let roster = core.fleet.roster();
+        for (model, totals) in core.traffic.all() {
+            let known = watched.entry(model.clone()).or_default();
+            let rates = known.look(totals.now(), seconds, core.metrics.replicas.get().max(1) as f64);
+            let members: Vec<&Member> =
+                roster.serving(&model).into_iter().flat_map(Serving::seats).map(|seat| &*seat.member).collect();
+            let Some(need) = known.need(&members, rates, &settings, now) else { continue };
+            let (prefill, decode) = need.whole();
+            for (phase, workers) in [(Phase::Prefill, prefill), (Phase::Decode, decode)] {
+                core.metrics.desired.with_label_values(&[&*model, &phase.to_string()]).set(workers as i64);
+            }
+            if settings.mode != Mode::Flip || !core.leading.load(Ordering::Relaxed) {
+                continue;
+            }
+            let seats: Vec<Seat> = members.iter().map(|member| seat(member, now)).collect();
+            if let Some(flip) = known.planner.step((now - start).as_secs_f64(), &need, &seats) {
+                tracing::info!(%model, worker = %flip.worker, to = %flip.to, ?need, "wishing a worker another phase");
+                core.metrics.flips.with_label_values(&[&flip.to.to_string()]).inc();
+                let body = EventBody::Phase { worker: flip.worker, phase: flip.to };
+                events.publish(Event { source: Source::Router(id), epoch: Epoch(0), body });
+            }
+        }
+    }
+}
+
+impl Watched {
+    /// What meets the targets, once enough is measured to say.
+    fn need(&mut self, members: &[&Member], rates: [f64; 3], settings: &Settings, now: Instant) -> Option<Need> {
+        self.steps.fade();
+        let mut demand =
+            Demand { prompts: rates[0], prompt_tokens: rates[1], output_tokens: rates[2], ..Demand::default() };
+        let (mut prefill, mut blocks, mut used) = (Vec::new(), 0.0, 0.0);
+        for member in members {
+            let standing = member.books.standing(now);
+            demand.sequences += standing.sequences as f64;
+            used += standing.active_blocks as f64;
+            let Some(report) = member.books.latest(now) else { continue };
+            blocks += report.total_blocks as f64 / members.len() as f64;
+            prefill.extend(report.prefill_tokens_per_second);
+            if let Some(step) = report.decode_step_seconds.filter(|_| report.running > 0) {
+                self.steps.point(f64::from(report.running), step);
+            }
+        }
+        demand.sequence_blocks = used / demand.sequences.max(1.0);
+        let (step, step_per_sequence) = self.steps.fit()?;
+        let prefill = prefill.iter().sum::<f64>() / prefill.len() as f64;
+        let capacity = Capacity { prefill, step, step_per_sequence, blocks };
+        let targets = Targets { ttft: settings.ttft_s, itl: settings.itl_s };
+        prefill.is_finite().then(|| Need::of(&demand, &capacity, &targets))
+    }
+}
+
+fn seat(member: &Member, now: Instant) -> Seat {
+    let standing = member.books.standing(now);
+    Seat { id: member.id(), phase: member.instance.phase, requests: standing.sequences + standing.prompts }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_is_fitted_and_never_promises_more_than_was_seen() {
+        let fit = |points: &[(f64, f64)]| {
+            let mut line = Line::default();
+            for (x, y) in points {
+                line.point(*x, *y);
+            }
+            line.fit().map(|(start, slope)| ((start * 1e6).round() / 1e6, (slope * 1e6).round() / 1e6))
+        };
+        assert_eq!(fit(&[]), None);
+        assert_eq!(fit(&[(10.0, 0.02), (30.0, 0.04)]), Some((0.01, 0.001)));
+        assert_eq!(fit(&[(10.0, 0.02), (10.0, 0.02)]), Some((0.0, 0.002)), "nothing is known of smaller batches");
+        assert_eq!(fit(&[(10.0, 0.04), (30.0, 0.02)]), Some((0.03, 0.0)), "more sequences cost at least nothing");
+        assert_eq!(fit(&[(10.0, 0.0), (20.0, 0.1)]).map(|(start, _)| start), Some(0.0));
+    }
+
+    #[test]
+    fn rates_fade_and_count_for_all_routers() {
+        let mut watched = Watched::default();
+        let first = watched.look([50, 5_000, 500], 5.0, 2.0);
+        assert!(
+            first.iter().zip([20.0, 2_000.0, 200.0]).all(|(rate, wanted)| (rate - wanted).abs() < 1e-9),
+            "{first:?}"
+        );
+        let idle = watched.look([50, 5_000, 500], 5.0, 2.0);
+        assert!((idle[0] - 20.0 * FADE).abs() < 1e-9);
+    }
+
+    #[test]
+    fn a_target_of_nothing_is_an_error_that_names_the_key() {
+        let error = Settings { itl_s: 0.0, ..Settings::default() }.check().unwrap_err();
+        assert!(error.contains("router.planner.itl_s"), "{error}");
+        assert_eq!(Settings::default().check(), Ok(()));
+    }
+}

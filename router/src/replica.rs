@@ -1,0 +1,257 @@
+//! Several routers over the same workers: each tells the others what it books, so that they do not herd.
+//!
+//! ```text
+//!   Booking ──▶ Herald ──▶ events ──▶ Others ──▶ books and promises, as if booked here
+//! ```
+//! Workers' reports soon say the same, so this only fills the time until they do: nothing is numbered, and what is lost is
+//! not asked for. A router that is not heard of for some seconds has ended, and its bookings with it; a booking whose end
+//! was lost is forgotten after a while. Who is alone says no more than that he is there.
+
+use crate::fleet::Fleet;
+use crate::load::{Amount, Books};
+use crate::promise::{Promise, Promises};
+use crate::router::Core;
+use futures::StreamExt;
+use kvbm::Epoch;
+use std::collections::BTreeMap;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+use tokio::sync::Notify;
+use tokio::time::{Instant, MissedTickBehavior};
+use worker::plane::{Booked, Event, EventBody, Events, RouterId, Source, Topic, WorkerId};
+
+/// What is to be said to the other routers.
+pub(crate) struct Herald {
+    outbox: Mutex<Outbox>,
+    news: Notify,
+}
+
+#[derive(Default)]
+struct Outbox {
+    last: u64,
+    changes: Vec<Booked>,
+    listened_to: bool,
+}
+
+/// One booking, as the others are to see it; dropping it tells them that it has ended.
+pub(crate) struct Notice {
+    herald: Arc<Herald>,
+    number: u64,
+}
+
+/// What the other routers have booked.
+#[derive(Default)]
+pub(crate) struct Others(BTreeMap<RouterId, Other>);
+
+struct Other {
+    heard: Instant,
+    open: BTreeMap<u64, Entry>,
+}
+
+struct Entry {
+    books: Arc<Books>,
+    number: u64,
+    since: Instant,
+    /// Until its first token: from then on an event tells.
+    promise: Option<Promise>,
+}
+
+/// A router says at least this often that it is there.
+pub(crate) const HEARTBEAT: Duration = Duration::from_secs(1);
+/// After three missed heartbeats it is not.
+pub(crate) const GONE: Duration = Duration::from_secs(3);
+/// Nothing is booked for longer, as far as others go: a report has long told of it, and its end may have been lost.
+const FORGOTTEN: Duration = Duration::from_mins(1);
+/// Changes kept for the next message. When so many have gathered, the plane is behind, and the workers' reports must do.
+const CHANGES_MAX: usize = 4096;
+
+impl Herald {
+    pub(crate) fn new() -> Arc<Self> {
+        Arc::new(Self { outbox: Mutex::default(), news: Notify::new() })
+    }
+
+    /// Tells of a booking.
+    pub(crate) fn placed(self: &Arc<Self>, worker: WorkerId, amount: Amount, promise: &Promise) -> Notice {
+        let mut outbox = self.lock();
+        outbox.last += 1;
+        let number = outbox.last;
+        let Amount { prefill_tokens, blocks, sequences, .. } = amount;
+        // The anchors are copied only when somebody listens.
+        if outbox.listened_to {
+            let (decodes, anchors) = (sequences > 0, promise.anchors().to_vec());
+            outbox.say(Booked::Placed { number, worker, prefill_tokens, blocks, decodes, anchors });
+            self.news.notify_one();
+        }
+        Notice { herald: self.clone(), number }
+    }
+
+    /// Waits for something to say.
+    pub(crate) async fn news(&self) {
+        self.news.notified().await;
+    }
+
+    /// All that there is to say.
+    pub(crate) fn take(&self) -> Vec<Booked> {
+        std::mem::take(&mut self.lock().changes)
+    }
+
+    /// Whether anybody is there to hear it.
+    pub(crate) fn listened_to(&self, yes: bool) {
+        self.lock().listened_to = yes;
+    }
+
+    fn say(&self, change: Booked) {
+        let mut outbox = self.lock();
+        if outbox.listened_to {
+            outbox.say(change);
+            self.news.notify_one();
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Outbox> {
+        // Nothing that runs under this lock panics half-way.
+        self.outbox.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Outbox {
+    fn say(&mut self, change: Booked) {
+        if self.changes.len() < CHANGES_MAX {
+            self.changes.push(change);
+        }
+    }
+}
+
+impl Notice {
+    pub(crate) fn sent(&self) {
+        self.herald.say(Booked::Sent(self.number));
+    }
+
+    pub(crate) fn amended(&self, prefill_tokens: u64) {
+        self.herald.say(Booked::Amended { number: self.number, prefill_tokens });
+    }
+
+    pub(crate) fn started(&self) {
+        self.herald.say(Booked::Started(self.number));
+    }
+}
+
+impl Drop for Notice {
+    fn drop(&mut self) {
+        self.herald.say(Booked::Released(self.number));
+    }
+}
+
+impl Others {
+    /// What another router says.
+    pub(crate) fn hear(
+        &mut self,
+        from: RouterId,
+        changes: Vec<Booked>,
+        fleet: &Fleet,
+        promises: &Arc<Promises>,
+        now: Instant,
+    ) {
+        let other = self.0.entry(from).or_insert_with(|| Other { heard: now, open: BTreeMap::new() });
+        other.heard = now;
+        let roster = fleet.roster();
+        for change in changes {
+            match change {
+                Booked::Placed { number, worker, prefill_tokens, blocks, decodes, anchors } => {
+                    // A worker that we have not met is nobody that we could send to.
+                    let Some(member) = roster.get(worker) else { continue };
+                    let prompts = u64::from(prefill_tokens > 0);
+                    let amount = Amount { prefill_tokens, blocks, prompts, sequences: u64::from(decodes) };
+                    let promise = Some(promises.at(member.slot, anchors.into()));
+                    let books = member.books.clone();
+                    let ours = books.book(amount, now);
+                    let entry = Entry { books, number: ours, since: now, promise };
+                    if let Some(before) = other.open.insert(number, entry) {
+                        before.release(now);
+                    }
+                }
+                Booked::Sent(number) => other.with(number, |entry| entry.books.sent(entry.number, now)),
+                Booked::Amended { number, prefill_tokens } => {
+                    other.with(number, |entry| entry.books.amend(entry.number, prefill_tokens));
+                }
+                Booked::Started(number) => other.with(number, |entry| {
+                    entry.books.started(entry.number);
+                    entry.promise = None;
+                }),
+                Booked::Released(number) => {
+                    if let Some(entry) = other.open.remove(&number) {
+                        entry.release(now);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Forgets who has gone, and bookings that must have ended.
+    pub(crate) fn forget(&mut self, now: Instant) {
+        self.0.retain(|_, other| {
+            let gone = now.saturating_duration_since(other.heard) > GONE;
+            let ended = |entry: &Entry| gone || now.saturating_duration_since(entry.since) > FORGOTTEN;
+            other.open.extract_if(.., |_, entry| ended(entry)).for_each(|(_, entry)| entry.release(now));
+            !gone
+        });
+    }
+
+    /// The one that counts first.
+    fn first(&self) -> Option<RouterId> {
+        self.0.keys().next().copied()
+    }
+
+    /// How many other routers there are.
+    pub(crate) fn count(&self) -> usize {
+        self.0.len()
+    }
+}
+
+impl Other {
+    /// What is said of a booking that was never heard of, or is forgotten, is nothing to us.
+    fn with(&mut self, number: u64, change: impl FnOnce(&mut Entry)) {
+        if let Some(entry) = self.open.get_mut(&number) {
+            change(entry);
+        }
+    }
+}
+
+impl Entry {
+    fn release(self, now: Instant) {
+        self.books.release(self.number, now);
+    }
+}
+
+/// Tells the other routers what is booked here, and books what they tell, for as long as the plane lives.
+pub(crate) async fn attend(core: Arc<Core>, events: Arc<dyn Events>, id: RouterId) {
+    let mut heard = events.subscribe(Topic::Bookings);
+    let mut beat = tokio::time::interval(HEARTBEAT);
+    beat.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut others = Others::default();
+    let say = |changes| {
+        events.publish(Event { source: Source::Router(id), epoch: Epoch(0), body: EventBody::Bookings(changes) });
+    };
+    loop {
+        tokio::select! {
+            biased;
+            event = heard.next() => {
+                let Some(Event { source, body, .. }) = event else { return };
+                let (Source::Router(from), EventBody::Bookings(changes)) = (source, body) else { continue };
+                if from != id {
+                    others.hear(from, changes, &core.fleet, &core.promises, Instant::now());
+                    core.herald.listened_to(true);
+                }
+            }
+            () = core.herald.news() => say(core.herald.take()),
+            _ = beat.tick() => {
+                others.forget(Instant::now());
+                core.herald.listened_to(others.count() > 0);
+                core.metrics.replicas.set(others.count() as i64 + 1);
+                core.leading.store(others.first().is_none_or(|first| id < first), Ordering::Relaxed);
+                say(core.herald.take());
+            }
+        }
+    }
+}

@@ -1,0 +1,145 @@
+//! Several routers over the same workers.
+
+use super::fake::{BLOCK, Fake, MODEL, SPEED, Yard, prompt, settle};
+use crate::replica::{GONE, HEARTBEAT};
+use crate::{PlannerMode, PlannerSettings, Router, Settings};
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::task::JoinHandle;
+use worker::engine::Engine;
+use worker::plane::{EventBody, Events, Load, Phase, RouterId, Topic, WorkerId};
+
+const PROMPT: usize = 2_000;
+
+/// A yard with `workers`, and as many routers over it as asked, which know each other.
+async fn yard(workers: u64, routers: u64) -> (Yard, Vec<Arc<Router>>, Vec<Arc<Fake>>) {
+    let yard = Yard::new(Settings::default());
+    let mut all = vec![yard.router.clone()];
+    for id in 1..routers {
+        let (registry, settings) = (prometheus::Registry::new(), Settings::default());
+        all.push(Router::new(RouterId(id), yard.roster.clone(), yard.bus.clone(), settings, &registry).unwrap());
+    }
+    let mut fakes = Vec::new();
+    for id in 1..=workers {
+        fakes.push(yard.worker(id, Phase::Both).await);
+    }
+    tokio::time::sleep(2 * HEARTBEAT).await;
+    (yard, all, fakes)
+}
+
+/// Sends a prompt of its own kind, and waits until everybody knows of it.
+async fn send(router: &Arc<Router>, family: u32) -> JoinHandle<()> {
+    let (router, request) = (Arc::downgrade(router), prompt(family, PROMPT));
+    let sent = tokio::spawn(async move {
+        let answer = router.upgrade().unwrap().generate(request).await;
+        let _stream = answer.unwrap();
+        std::future::pending::<()>().await;
+    });
+    settle().await;
+    settle().await;
+    sent
+}
+
+fn seconds(tokens: usize) -> Duration {
+    Duration::from_secs_f64(tokens as f64 / SPEED)
+}
+
+#[tokio::test(start_paused = true)]
+async fn several_router_replicas_do_not_herd() {
+    let (_yard, routers, fakes) = yard(8, 8).await;
+    for (family, router) in routers.iter().enumerate() {
+        send(router, family as u32).await;
+    }
+    let requests: Vec<usize> = fakes.iter().map(|fake| fake.requests()).collect();
+    assert_eq!(requests, [1; 8], "each sees where the others sent theirs");
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_another_router_sends_counts_until_its_first_token_and_its_end() {
+    let (yard, routers, _fakes) = yard(1, 2).await;
+    let sent = send(&routers[1], 1).await;
+    let (waiting, sequences, blocks) = yard.standing(1);
+    assert_eq!((waiting, sequences), (PROMPT as u64, 1));
+    assert!(blocks > (PROMPT / BLOCK) as u64, "and room for its answer");
+    tokio::time::sleep(seconds(PROMPT) + Duration::from_millis(100)).await;
+    assert_eq!(yard.standing(1), (0, 1, blocks), "computed");
+    sent.abort();
+    settle().await;
+    settle().await;
+    assert_eq!(yard.standing(1), (0, 0, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_comes_with_the_same_prompt_queues_behind_the_other_routers_request() {
+    let (_yard, routers, fakes) = yard(4, 2).await;
+    send(&routers[1], 1).await;
+    let holder = fakes.iter().position(|fake| fake.requests() == 1).unwrap();
+    send(&routers[0], 1).await;
+    assert_eq!(fakes[holder].requests(), 2, "to wait for it costs no more than to compute it again");
+    send(&routers[0], 2).await;
+    assert_eq!(fakes[holder].requests(), 2, "another prompt goes where nobody waits");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_router_that_falls_silent_takes_its_bookings_with_it() {
+    let (yard, mut routers, _fakes) = yard(1, 2).await;
+    let sent = send(&routers[1], 1).await;
+    tokio::time::sleep(seconds(PROMPT) + Duration::from_millis(100)).await;
+    // Whoever would say that the booking has ended goes first; the stream goes on.
+    drop(routers.pop());
+    settle().await;
+    assert_eq!(yard.standing(1).1, 1);
+    tokio::time::sleep(GONE + 2 * HEARTBEAT).await;
+    assert_eq!(yard.standing(1), (0, 0, 0));
+    sent.abort();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_router_that_is_alone_says_only_that_it_is_there() {
+    let (_yard, routers, _fakes) = yard(1, 1).await;
+    send(&routers[0], 1).await;
+    assert_eq!(routers[0].core.herald.take(), []);
+}
+
+/// What the first wish on the plane is, within a while of a load that `report` describes.
+async fn wish(settings: PlannerSettings, report: impl Fn(Phase) -> Load) -> Option<(WorkerId, Phase)> {
+    let yard = Yard::new(Settings { planner: settings, ..Settings::default() });
+    let mut wishes = yard.bus.subscribe(Topic::Phases);
+    let mut fakes = Vec::new();
+    for id in 1..=4 {
+        fakes.push(yard.worker(id, Phase::Decode).await);
+    }
+    fakes.push(yard.worker(5, Phase::Prefill).await);
+    let asking = async {
+        loop {
+            for (fake, phase) in fakes.iter().zip([Phase::Decode; 4].into_iter().chain([Phase::Prefill])) {
+                yard.report(fake, report(phase));
+            }
+            // Two prompts a second take two workers that compute a prompt a second, and answers are of two tokens.
+            for family in 0..2 {
+                let answer = yard.ask(prompt(family + 10, 1_000));
+                drop(tokio::time::timeout(Duration::from_millis(500), answer).await);
+            }
+        }
+    };
+    let wish = tokio::select! {
+        () = asking => unreachable!("asking goes on"),
+        wish = futures::StreamExt::next(&mut wishes) => wish.unwrap().body,
+        () = tokio::time::sleep(Duration::from_mins(1)) => return None,
+    };
+    let EventBody::Phase { worker, phase } = wish else { panic!("not a wish") };
+    assert!(yard.router.core.metrics.desired.with_label_values(&[MODEL, "prefill"]).get() >= 2);
+    Some((worker, phase))
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_planner_wishes_an_idle_decode_worker_to_prefill_when_prompts_need_it() {
+    let busy = |phase| match phase {
+        Phase::Prefill => Load { waiting_tokens: 5_000, waiting: 5, ..Load::default() },
+        _ => Load { running: 1, decode_step_seconds: Some(0.01), ..Load::default() },
+    };
+    let flip = PlannerSettings { mode: PlannerMode::Flip, ..PlannerSettings::default() };
+    let (worker, phase) = wish(flip, busy).await.expect("a wish");
+    assert!((1..=4).contains(&worker.0) && phase == Phase::Prefill);
+    assert_eq!(wish(PlannerSettings::default(), busy).await, None, "advice is not a wish");
+}
