@@ -2,6 +2,7 @@
 
 use crate::config::ByteSize;
 use crate::node::sizes::Sizes;
+use kvbm::object::Location;
 use serde_json::{Value, json};
 use std::fmt;
 use std::net::SocketAddr;
@@ -28,7 +29,7 @@ pub struct Banner {
     /// Where models are.
     pub data_dir: PathBuf,
     /// Where G4 is.
-    pub shared: Option<PathBuf>,
+    pub shared: Option<Location>,
 }
 
 impl Banner {
@@ -77,7 +78,7 @@ impl Banner {
         let g1 = format!("G1 {}", size(sizes.g1));
         let g2 = sizes.g2.map_or("G2 off".into(), |bytes| format!("G2 {}", size(bytes)));
         let g3 = sizes.g3.map_or("G3 off".into(), |bytes| format!("G3 {} in {}", size(bytes), folders(disks)));
-        let g4 = shared.as_ref().map_or("G4 off (--shared DIR)".into(), |path| format!("G4 in {}", path.display()));
+        let g4 = shared.as_ref().map_or("G4 off (--shared URL)".into(), |store| format!("G4 in {store}"));
         format!("{g1} and {g2} per worker, {g3}, {g4}")
     }
 }

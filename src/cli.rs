@@ -45,8 +45,8 @@ pub struct Serve {
     #[arg(long, value_name = "DIR")]
     data_dir: Option<String>,
 
-    /// A folder that several nodes share: what one of them computed, the others load
-    #[arg(long, value_name = "DIR")]
+    /// What several nodes share, like `s3://bucket/prefix` or a folder: what one of them computed, the others load
+    #[arg(long, value_name = "URL|DIR")]
     shared: Option<String>,
 
     /// Where to listen; port 0 lets the system choose [default: 127.0.0.1:8000]

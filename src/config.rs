@@ -15,6 +15,7 @@ pub use print::{as_json, as_toml, defaults};
 pub use values::{Budget, ByteSize, Invalid, Listen, Model, Span, Threads, Workers};
 
 use figment::Figment;
+use kvbm::object::{Credentials, Endpoint, Location};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use std::time::Duration;
@@ -35,13 +36,18 @@ pub struct Config {
     pub threads: Threads,
     /// Built-in models and the G3 log. Default `blockyard` in the user's cache folder.
     pub data_dir: PathBuf,
-    /// A folder that several nodes share: G4. Default none.
-    pub shared: Option<PathBuf>,
+    /// What several nodes share: G4, a bucket's URL or a folder. Default none.
+    pub shared: Option<Location>,
     /// How long requests may go on after the signal to stop, and blocks may still be written. Default 25 s:
     /// orchestrators kill after 30.
     pub drain: Span,
     /// How much each tier may take.
     pub tiers: Tiers,
+    /// How the shared store is reached, where its URL does not say.
+    pub shared_store: SharedStore,
+    /// What the environment knows of clouds. It is no key: nobody writes it into a file, and it is never printed.
+    #[serde(skip)]
+    pub credentials: Credentials,
     /// How the native engine batches.
     pub engine: worker::engine::llama::Settings,
     /// How requests are placed.
@@ -52,7 +58,7 @@ pub struct Config {
     pub log: Log,
 }
 
-/// How much each tier may take. G4 is bounded by its folder.
+/// How much each tier may take. G4 takes what its store gives.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Tiers {
@@ -75,6 +81,18 @@ pub struct DiskPath {
     /// How much may rest there. Default `auto`: what `tiers.g3` says.
     #[serde(default)]
     pub capacity: Budget,
+}
+
+/// How the shared store is reached, where its URL does not say.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct SharedStore {
+    /// The server, when it is not the cloud's own. Default none.
+    pub endpoint: Option<Endpoint>,
+    /// Where an S3 bucket is. Default: `AWS_REGION`, or what S3 itself takes, `us-east-1`.
+    pub region: Option<String>,
+    /// After which one request has failed. Default 10 s: 4 MiB in that time is slower than any recomputing.
+    pub request_timeout: Span,
 }
 
 /// What is logged, on standard error.
@@ -113,6 +131,8 @@ impl Config {
             shared: None,
             drain: Span(Duration::from_secs(25)),
             tiers: Tiers::default(),
+            shared_store: SharedStore::default(),
+            credentials: Credentials::default(),
             engine: worker::engine::llama::Settings::default(),
             router: router::Settings::default(),
             frontend: frontend::Settings::default(),
@@ -129,6 +149,12 @@ impl Config {
             ("engine.waiting_max", engine.waiting_max),
             ("frontend.body_bytes_max", frontend.body_bytes_max),
         ]
+    }
+}
+
+impl Default for SharedStore {
+    fn default() -> Self {
+        Self { endpoint: None, region: None, request_timeout: Span(Duration::from_secs(10)) }
     }
 }
 

@@ -4,6 +4,7 @@
 
 use crate::tier::{StoreError, Tier};
 use crate::{Block, BlockEvent, EventLog, Fingerprint, Level, SequenceHash, Verified};
+use crate::{Custody, Date, DomainId, Keep, Priority};
 use bytes::Bytes;
 use futures::StreamExt;
 use std::any::Any;
@@ -43,6 +44,8 @@ macro_rules! suite {
                 every_index_is_answered_once_and_a_missing_block_is_none
                 holds_counts_from_the_first_name
                 fingerprints_live_apart
+                whose_a_block_is_and_how_long_it_is_kept_comes_back_with_it
+                what_is_over_is_forgotten_and_announced
                 storing_again_is_ok_and_is_announced_once
                 a_discarded_block_is_denied_until_it_is_stored_again
                 events_say_what_holds_says
@@ -208,6 +211,44 @@ pub(crate) async fn fingerprints_live_apart(subject: Subject) {
     }
     subject.tier.discard(other, names(&ours)[0]);
     assert_eq!(subject.tier.holds(fingerprint(), &names(&ours)), 4);
+}
+
+pub(crate) async fn whose_a_block_is_and_how_long_it_is_kept_comes_back_with_it(subject: Subject) {
+    let terms = |(n, block): (usize, Block)| {
+        let domain = DomainId::from_bytes([n as u8 / 2; 16]);
+        let date = |odd: usize| (n % 3 == odd).then(|| Date::from_unix(4_000_000_000 + n as u64));
+        let keep = Keep { expires: date(1), pinned: date(2), store: true, priority: Priority::High };
+        block.in_custody(Custody { domain, keep })
+    };
+    let blocks: Vec<Block> = chain(1, 9).into_iter().enumerate().map(terms).collect();
+    store(&*subject.tier, blocks.clone()).await;
+    let loaded = load(&*subject.tier, fingerprint(), names(&blocks)).await;
+    assert!(loaded.iter().zip(&blocks).all(|(loaded, block)| same(loaded.as_ref(), block)));
+}
+
+pub(crate) async fn what_is_over_is_forgotten_and_announced(subject: Subject) {
+    let tier = &*subject.tier;
+    let until = |seed: u64, expires: Option<Date>| -> Vec<Block> {
+        let keep = Keep { expires, ..Keep::default() };
+        let custody = Custody { keep, ..Custody::default() };
+        chain(seed, 5).into_iter().map(|block| block.in_custody(custody)).collect()
+    };
+    // By any clock that a tier may have of its own: the first ones are over, the others are not.
+    let (past, far) = (Date::from_unix(1_000_000), Date::from_unix(u64::MAX));
+    let (over, others) = (until(1, Some(past)), [until(2, Some(far)), until(3, None)].concat());
+    store(tier, [&over[..], &others].concat()).await;
+    tier.expire(past);
+    assert_eq!(tier.holds(fingerprint(), &names(&over)), 0);
+    assert!(load(tier, fingerprint(), names(&over)).await.iter().all(Option::is_none));
+    assert!(load(tier, fingerprint(), names(&others)).await.iter().all(Option::is_some));
+    let mut rests = names(&others);
+    rests.sort_unstable();
+    assert_eq!(announced(&subject.log, tier.level()), rests);
+    assert_eq!(tier.usage().blocks, 10);
+    assert_eq!(tier.expire(past), 0, "they are gone already");
+    store(tier, until(1, Some(far))).await;
+    tier.expire(past);
+    assert_eq!(tier.holds(fingerprint(), &names(&over)), 5, "computed again, to be kept for longer");
 }
 
 pub(crate) async fn storing_again_is_ok_and_is_announced_once(subject: Subject) {

@@ -34,7 +34,7 @@ pub use settings::{OpenError, Settings};
 
 use crate::index::Index;
 use crate::tier::{LoadError, Loaded, StoreError, Tier, Usage};
-use crate::{Block, EventLog, Fingerprint, Level, SequenceHash};
+use crate::{Block, Date, EventLog, Fingerprint, Level, SequenceHash};
 use coming::Coming;
 use futures::future::{BoxFuture, FutureExt};
 use futures::stream::{self, BoxStream, StreamExt};
@@ -307,6 +307,10 @@ impl Tier for DiskTier {
             }
             self.write();
         }
+    }
+
+    fn expire(&self, now: Date) -> usize {
+        self.shared.index.expire(now)
     }
 
     fn usage(&self) -> Usage {

@@ -7,11 +7,11 @@
 //! in a chain. **Invariant: a held block holds its parent.** So every block that is not held can be given up, in some
 //! order, and [`Residents::idle`] is exactly what an allocation can count on.
 //!
-//! Look here in vain for frequency: the order among leaves is least recently used; [`Node::rank`] is where another order
-//! would go.
+//! Look here in vain for frequency: the order among leaves is by priority, and then least recently used;
+//! [`Node::turn`] is where another order would go.
 
-use crate::SequenceHash;
 use crate::names::{ByName, Positions};
+use crate::{Priority, SequenceHash};
 use std::collections::BTreeSet;
 use std::hint::black_box;
 
@@ -21,11 +21,14 @@ pub(crate) struct Residents {
     nodes: Vec<Node>,
     /// Followers of blocks that are not here: a child may arrive before its parent, and a parent may be discarded.
     absent: ByName<Followers>,
-    /// What may go now, oldest first: resident, not held, no resident child.
-    leaves: BTreeSet<(u64, u32)>,
+    /// What may go now, in this order: resident, not held, no resident child.
+    leaves: BTreeSet<Turn>,
     idle: usize,
     clock: u64,
 }
+
+/// When a leaf goes: the least priority first, then the one that was let go longest ago. And its slot.
+type Turn = (Priority, u64, u32);
 
 /// What [`Residents::remove`] did.
 pub(crate) enum Removed {
@@ -51,6 +54,7 @@ struct Node {
     followers: Followers,
     /// When it was last let go.
     rank: u64,
+    priority: Priority,
 }
 
 const _: () = assert!(size_of::<Node>() == 64);
@@ -70,7 +74,12 @@ impl Node {
         holds: 0,
         followers: Followers { resident: 0, held: 0 },
         rank: 0,
+        priority: Priority::Normal,
     };
+
+    fn turn(&self, slot: u32) -> Turn {
+        (self.priority, self.rank, slot)
+    }
 
     fn held(&self) -> bool {
         self.holds > 0 || self.followers.held > 0
@@ -137,7 +146,7 @@ impl Residents {
     }
 
     /// A block comes to rest in an empty slot, not held. Its name must not be here yet.
-    pub(crate) fn insert(&mut self, slot: u32, name: SequenceHash, parent: Option<SequenceHash>) {
+    pub(crate) fn insert(&mut self, slot: u32, name: SequenceHash, parent: Option<SequenceHash>, priority: Priority) {
         if self.nodes.len() <= slot as usize {
             self.nodes.resize(slot as usize + 1, Node::EMPTY);
         }
@@ -145,13 +154,13 @@ impl Residents {
         let followers = self.absent.remove(&name).unwrap_or_default();
         // A block that claims to follow itself would never be a leaf.
         let parent = parent.filter(|parent| *parent != name);
-        let node = Node { name, parent, followers, rank: self.clock, resident: true, ..Node::EMPTY };
+        let node = Node { name, parent, followers, rank: self.clock, priority, resident: true, ..Node::EMPTY };
         let (leaf, held) = (followers.resident == 0, node.held());
         self.nodes[slot as usize] = node;
         self.names.insert(&name, slot);
         self.idle += 1;
         if leaf {
-            self.leaves.insert((self.clock, slot));
+            self.leaves.insert(self.nodes[slot as usize].turn(slot));
         }
         self.follow(slot);
         if held {
@@ -183,9 +192,19 @@ impl Residents {
         false
     }
 
-    /// Gives up the leaf that was let go longest ago. Its slot is the caller's.
+    /// Gives a block another priority.
+    pub(crate) fn prefer(&mut self, slot: u32, priority: Priority) {
+        let node = &mut self.nodes[slot as usize];
+        let waits = self.leaves.remove(&node.turn(slot));
+        node.priority = priority;
+        if waits {
+            self.leaves.insert(node.turn(slot));
+        }
+    }
+
+    /// Gives up the leaf whose turn it is. Its slot is the caller's.
     pub(crate) fn evict(&mut self) -> Option<(u32, SequenceHash)> {
-        let &(_, slot) = self.leaves.first()?;
+        let &(.., slot) = self.leaves.first()?;
         let name = self.nodes[slot as usize].name;
         self.detach(slot);
         Some((slot, name))
@@ -205,7 +224,7 @@ impl Residents {
             self.became_idle(slot);
         }
         let node = &mut self.nodes[slot as usize];
-        self.leaves.remove(&(node.rank, slot));
+        self.leaves.remove(&node.turn(slot));
         let (name, followers) = (node.name, std::mem::take(&mut node.followers));
         node.resident = false;
         self.idle -= 1;
@@ -223,7 +242,7 @@ impl Residents {
             Parent::Here(at) => {
                 let node = &mut self.nodes[at as usize];
                 if node.followers.resident == 0 {
-                    self.leaves.remove(&(node.rank, at));
+                    self.leaves.remove(&node.turn(at));
                 }
                 node.followers.resident += 1;
             }
@@ -245,7 +264,7 @@ impl Residents {
                 let node = &mut self.nodes[at as usize];
                 node.followers.resident -= 1;
                 if node.followers.resident == 0 && !node.held() {
-                    self.leaves.insert((node.rank, at));
+                    self.leaves.insert(node.turn(at));
                 }
             }
         }
@@ -258,7 +277,7 @@ impl Residents {
             self.idle -= 1;
             let node = &self.nodes[slot as usize];
             if node.followers.resident == 0 {
-                self.leaves.remove(&(node.rank, slot));
+                self.leaves.remove(&node.turn(slot));
             }
             match self.parent_of(slot) {
                 Parent::Root => return,
@@ -284,7 +303,7 @@ impl Residents {
             let node = &mut self.nodes[slot as usize];
             node.rank = self.clock;
             if node.followers.resident == 0 {
-                self.leaves.insert((node.rank, slot));
+                self.leaves.insert(node.turn(slot));
             }
             match self.parent_of(slot) {
                 Parent::Root => return,

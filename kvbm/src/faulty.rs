@@ -5,7 +5,7 @@
 //! Latency is `tokio::time`, so a paused clock makes it free.
 
 use crate::tier::{LoadError, Loaded, StoreError, Tier, Usage};
-use crate::{Block, Fingerprint, Level, SequenceHash};
+use crate::{Block, Date, Fingerprint, Level, SequenceHash};
 use bytes::Bytes;
 use futures::future::{self, BoxFuture};
 use futures::stream::{BoxStream, StreamExt};
@@ -118,6 +118,10 @@ impl Tier for Faulty {
 
     fn discard(&self, fingerprint: Fingerprint, name: SequenceHash) {
         self.tier.discard(fingerprint, name);
+    }
+
+    fn expire(&self, now: Date) -> usize {
+        self.tier.expire(now)
     }
 
     fn usage(&self) -> Usage {

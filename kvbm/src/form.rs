@@ -11,7 +11,7 @@
 mod buffers;
 
 use crate::tier::{LoadError, Loaded, StoreError, Tier, Usage};
-use crate::{Block, Fingerprint, Level, SequenceHash};
+use crate::{Block, Date, Fingerprint, Level, SequenceHash};
 use futures::future::BoxFuture;
 use futures::stream::{self, BoxStream, StreamExt};
 use std::io;
@@ -124,6 +124,10 @@ impl<F: Form> Tier for Formed<F> {
 
     fn discard(&self, fingerprint: Fingerprint, name: SequenceHash) {
         self.tier.discard(fingerprint, name);
+    }
+
+    fn expire(&self, now: Date) -> usize {
+        self.tier.expire(now)
     }
 
     fn usage(&self) -> Usage {

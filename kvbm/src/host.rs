@@ -14,7 +14,7 @@ use crate::event::{EventLog, Level};
 use crate::metrics::Metrics;
 use crate::pool::{CachedBlock, Pool};
 use crate::tier::{Loaded, StoreError, Tier, Usage};
-use crate::{Custody, Fingerprint, SequenceHash};
+use crate::{Clock, Custody, Date, Fingerprint, Keep, SequenceHash};
 use arena::Arena;
 use bytes::Bytes;
 use futures::future::BoxFuture;
@@ -42,8 +42,20 @@ impl HostTier {
         log: Arc<EventLog>,
         metrics: &Metrics,
     ) -> Self {
+        Self::with_clock(capacity_bytes, block_bytes, fingerprint, log, metrics, Clock::system())
+    }
+
+    /// [`HostTier::new`] with another clock than the machine's.
+    pub fn with_clock(
+        capacity_bytes: u64,
+        block_bytes: usize,
+        fingerprint: Fingerprint,
+        log: Arc<EventLog>,
+        metrics: &Metrics,
+        clock: Clock,
+    ) -> Self {
         let slots = capacity_bytes.checked_div(block_bytes as u64).unwrap_or(0) as usize;
-        let pool = Pool::new(Level::G2, slots, log, metrics.blocks(Level::G2));
+        let pool = Pool::new(Level::G2, slots, log, metrics.memory(Level::G2), clock);
         let arena = Arc::new(Arena::new(pool.capacity(), block_bytes));
         Self { pool, arena, fingerprint }
     }
@@ -77,6 +89,20 @@ impl HostTier {
     /// Blocks without a copy of their bytes, kept in place while they are held.
     pub(crate) fn get(&self, names: &[SequenceHash]) -> Vec<Option<Block>> {
         self.pool.found(names).into_iter().map(|held| held.map(|held| self.block(held))).collect()
+    }
+
+    /// Keeps blocks that are here for longer, if `keep` asks for more than they have.
+    pub(crate) fn renew(&self, names: &[SequenceHash], keep: Keep) {
+        let changed: Vec<SequenceHash> =
+            self.pool.renew(names.iter().copied(), keep).into_iter().map(|(n, _)| n).collect();
+        for held in self.pool.found(&changed).into_iter().flatten() {
+            self.arena.keep(&held, held.custody().keep);
+        }
+    }
+
+    /// Lets go what is over.
+    pub(crate) fn sweep(&self) -> usize {
+        self.pool.sweep()
     }
 
     #[cfg(test)]
@@ -144,6 +170,11 @@ impl Tier for HostTier {
         if fingerprint == self.fingerprint {
             self.pool.discard(name);
         }
+    }
+
+    fn expire(&self, _: Date) -> usize {
+        // By its own clock, as with everything that it is asked.
+        self.sweep()
     }
 
     fn usage(&self) -> Usage {

@@ -4,11 +4,14 @@
 //! a name is announced when its first fingerprint comes and removed when its last one goes.
 //! Nothing here waits or touches a device.
 
+mod terms;
+
 use crate::announce::Stored;
 use crate::names::{BATCH, NameMap};
-use crate::{BlockEvent, EventLog, Fingerprint, Level, SequenceHash};
+use crate::{BlockEvent, Date, EventLog, Fingerprint, Keep, Level, SequenceHash};
 use std::collections::BTreeMap;
-use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use terms::Terms;
 
 /// A block that has come to rest.
 #[derive(Clone, Copy, Debug)]
@@ -16,6 +19,7 @@ pub(crate) struct Resting<P> {
     pub(crate) fingerprint: Fingerprint,
     pub(crate) name: SequenceHash,
     pub(crate) parent: Option<SequenceHash>,
+    pub(crate) keep: Keep,
     pub(crate) place: P,
 }
 
@@ -24,6 +28,8 @@ pub(crate) struct Index<P> {
     level: Level,
     log: Arc<EventLog>,
     spaces: RwLock<Spaces<P>>,
+    /// Only locked by who has the other lock, or needs nothing else.
+    terms: Mutex<Terms>,
 }
 
 // Few fingerprints, many names: the names of each stand in a map of their own, so that an entry does not repeat 32 bytes.
@@ -31,7 +37,7 @@ type Spaces<P> = BTreeMap<Fingerprint, NameMap<P>>;
 
 impl<P: Copy> Index<P> {
     pub(crate) fn new(level: Level, log: Arc<EventLog>) -> Self {
-        Self { level, log, spaces: RwLock::default() }
+        Self { level, log, spaces: RwLock::default(), terms: Mutex::default() }
     }
 
     /// How many of `names`, counted from the first, rest here.
@@ -76,6 +82,7 @@ impl<P: Copy> Index<P> {
             let known = spaces.values().any(|space| space.contains(&block.name));
             let space = spaces.entry(block.fingerprint).or_default();
             space.insert(block.name, block.place);
+            self.terms().enter((block.fingerprint, block.name), block.keep);
             if let Some(parent) = block.parent.and_then(|parent| space.get_mut(&parent)) {
                 follow(parent, block.place);
             }
@@ -110,6 +117,7 @@ impl<P: Copy> Index<P> {
                 continue;
             }
             space.remove(&name);
+            self.terms().leave((fingerprint, name));
             removed += 1;
             if space.is_empty() {
                 spaces.remove(&fingerprint);
@@ -122,6 +130,18 @@ impl<P: Copy> Index<P> {
         removed
     }
 
+    /// Forgets blocks that are over by `now`, and says how many.
+    pub(crate) fn expire(&self, now: Date) -> usize {
+        let over = self.terms().over(now);
+        // One that comes again meanwhile, to be kept longer, goes with them: a miss more.
+        if over.is_empty() { 0 } else { self.remove(over, |_| true) }
+    }
+
+    /// Whether a block was pinned when [`Index::expire`] last looked.
+    pub(crate) fn is_pinned(&self, fingerprint: Fingerprint, name: SequenceHash) -> bool {
+        self.terms().is_pinned((fingerprint, name))
+    }
+
     /// How many blocks rest here, each fingerprint counted.
     pub(crate) fn len(&self) -> usize {
         self.read().values().map(NameMap::len).sum()
@@ -130,6 +150,10 @@ impl<P: Copy> Index<P> {
     fn read(&self) -> RwLockReadGuard<'_, Spaces<P>> {
         // A panic under this lock can only lose an announcement of a block that is there: a hint less.
         self.spaces.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn terms(&self) -> MutexGuard<'_, Terms> {
+        self.terms.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn write(&self) -> RwLockWriteGuard<'_, Spaces<P>> {
@@ -148,7 +172,7 @@ mod tests {
 
     fn resting(space: u8, n: u8, parent: Option<u8>) -> Resting<u8> {
         let fingerprint = Fingerprint::from_bytes([space; 32]);
-        Resting { fingerprint, name: name(n), parent: parent.map(name), place: n }
+        Resting { fingerprint, name: name(n), parent: parent.map(name), keep: Keep::default(), place: n }
     }
 
     fn events(log: &EventLog) -> Vec<BlockEvent> {
@@ -185,5 +209,30 @@ mod tests {
         assert_eq!(index.remove(keys(2), |_| true), 1);
         assert_eq!(events(&log)[1], BlockEvent::Removed { level: Level::G3, blocks: vec![name(1)] });
         assert_eq!(index.len(), 0);
+    }
+
+    #[test]
+    fn what_is_over_is_forgotten_unless_it_came_again() {
+        let log = Arc::new(EventLog::new(Epoch(1)));
+        let index = Index::new(Level::G3, log.clone());
+        let date = |seconds| Some(Date::from_unix(seconds));
+        let until = |n, expires| Resting { keep: Keep { expires, ..Keep::default() }, ..resting(1, n, None) };
+        index.insert([until(1, date(10)), until(2, date(10)), until(3, date(20)), until(4, None)], |_, _| ());
+        index.insert([until(2, date(30))], |_, _| ());
+        assert_eq!((index.expire(Date::from_unix(9)), index.expire(Date::from_unix(10))), (0, 1));
+        assert_eq!(events(&log).pop(), Some(BlockEvent::Removed { level: Level::G3, blocks: vec![name(1)] }));
+        index.remove([(Fingerprint::from_bytes([1; 32]), name(3))], |_| true);
+        assert_eq!((index.expire(Date::from_unix(u64::MAX)), index.len()), (1, 1));
+    }
+
+    #[test]
+    fn a_pin_ends_with_the_sweep_after_its_date() {
+        let index = Index::new(Level::G3, Arc::new(EventLog::new(Epoch(1))));
+        let keep = Keep { pinned: Some(Date::from_unix(10)), ..Keep::default() };
+        index.insert([Resting { keep, ..resting(1, 1, None) }, resting(1, 2, None)], |_, _| ());
+        let pinned = |n| index.is_pinned(Fingerprint::from_bytes([1; 32]), name(n));
+        assert_eq!((pinned(1), pinned(2)), (true, false));
+        index.expire(Date::from_unix(10));
+        assert!(!pinned(1));
     }
 }

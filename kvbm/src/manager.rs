@@ -10,6 +10,7 @@ mod coming;
 mod offload;
 mod onboard;
 mod speed;
+mod sweep;
 
 use crate::device::DeviceBlocks;
 use crate::event::{EventLog, Level};
@@ -28,6 +29,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 use tokio::time::{Instant, timeout_at};
+use tokio_util::task::AbortOnDropHandle;
 
 /// One engine's blocks: G1 in the engine's own memory, and the tiers below it. Clones share it; when the last one is
 /// dropped, what is on its way down is dropped too ([`BlockManager::flush`] waits for it).
@@ -40,6 +42,7 @@ struct Inner {
     lanes: Vec<Lane>,
     sources: Vec<Source>,
     coming: Coming,
+    _sweeper: AbortOnDropHandle<()>,
     /// Tiers that are not ours but were loaded from, while they live.
     strangers: Mutex<Vec<Stranger>>,
 }
@@ -118,7 +121,7 @@ impl BlockManager {
             let same = host.fingerprint() == device.fingerprint() && host.block_bytes() == device.block_bytes();
             assert!(same, "the host tier is for blocks of this device");
         }
-        let pool = Pool::new(Level::G1, device.capacity(), log, metrics.blocks(Level::G1));
+        let pool = Pool::new(Level::G1, device.capacity(), log, metrics.memory(Level::G1), clock.clone());
         let first: Option<Arc<dyn Tier>> = host.clone().map(|host| Arc::new(host) as _);
         let tiers: Vec<_> = first.into_iter().chain(lower).collect();
         let core = Arc::new(Core { device, pool, host, tiers, metrics, clock, poisoned: AtomicBool::new(false) });
@@ -130,7 +133,7 @@ impl BlockManager {
         let to_host = core.host.is_some().then(|| Lane::to_host(core.clone(), offers()));
         let lanes = to_host.into_iter().chain(below).collect();
         let (coming, strangers) = (Coming::default(), Mutex::default());
-        Self(Arc::new(Inner { core, lanes, sources, coming, strangers }))
+        Self(Arc::new(Inner { _sweeper: sweep::spawn(&core), core, lanes, sources, coming, strangers }))
     }
 
     /// `n` empty slots, or none at all. Gives up cached blocks that nobody holds, leaves before parents, the least
@@ -163,6 +166,27 @@ impl BlockManager {
         self.0.core.metrics.hit(Level::G1, held.len());
         self.0.core.metrics.missed(Level::G1, names.len() - held.len());
         held
+    }
+
+    /// Keeps blocks that are in memory for longer, if `retention` asks for more than they have: for a request that found
+    /// what another computed. Of two requests the more generous decides.
+    pub fn renew(&self, names: &[SequenceHash], retention: &Retention) {
+        let core = &self.0.core;
+        let keep = retention.from(core.clock.now());
+        let changed = core.pool.renew(names.iter().copied(), keep);
+        if changed.is_empty() {
+            return;
+        }
+        if let Some(host) = &core.host {
+            host.renew(&changed.iter().map(|(name, _)| *name).collect::<Vec<_>>(), keep);
+        }
+        let fresh = changed.iter().filter(|(_, before)| keep.store && !before.store);
+        self.0.offer(&fresh.map(|(name, _)| *name).collect::<Vec<_>>());
+    }
+
+    /// Lets G1 give up pinned blocks too: for who could not run at all otherwise.
+    pub fn unpin(&self) {
+        self.0.core.pool.unpin();
     }
 
     /// How many leading `names` some tier below G1 holds and could be asked for now. Does not wait.
@@ -234,18 +258,21 @@ impl Inner {
         if self.core.is_poisoned() { &[] } else { &self.sources }
     }
 
-    /// Into G2 first, whose lane offers them on; without a G2 to every tier. What is not to be stored stays where it is.
-    /// `which`: of the blocks, by position.
+    /// What is not to be stored stays where it is. `which`: of the blocks, by position.
     fn offload(&self, blocks: &CachedBlocks, which: impl Fn(usize) -> bool) {
+        let custody = blocks.custody();
+        let wanted = |at: &usize| which(*at) && custody[*at].keep.store;
+        let stored = blocks.iter().enumerate().filter(|(at, _)| wanted(at));
+        self.offer(&stored.map(|(_, held)| held.name()).collect::<Vec<_>>());
+    }
+
+    /// Into G2 first, whose lane offers them on; without a G2 to every tier.
+    fn offer(&self, names: &[SequenceHash]) {
         if self.core.is_poisoned() {
             return;
         }
-        let custody = blocks.custody();
-        let wanted = |at: &usize| which(*at) && custody[*at].keep.store;
-        let names: Vec<_> =
-            blocks.iter().enumerate().filter(|(at, _)| wanted(at)).map(|(_, held)| held.name()).collect();
         let first = if self.core.host.is_some() { 1 } else { self.lanes.len() };
-        self.lanes.iter().take(first).map(Lane::offers).for_each(|offers: &Offers| offers.offer(&self.core, &names));
+        self.lanes.iter().take(first).map(Lane::offers).for_each(|offers: &Offers| offers.offer(&self.core, names));
     }
 
     async fn onboard(&self, sources: &[Source], names: &[SequenceHash], recompute: Recompute) -> Onboarded {

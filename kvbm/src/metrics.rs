@@ -5,7 +5,7 @@
 //! bounded: `tier` is a [`Level`], `direction` is one of two words.
 
 use crate::{Level, Tier};
-use prometheus::{HistogramOpts, HistogramVec, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry};
+use prometheus::{HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry};
 use std::time::Duration;
 
 /// Every metric of this crate. Cloning shares them.
@@ -20,6 +20,16 @@ pub struct Metrics {
     deadline_misses: IntCounterVec,
     hits: IntCounterVec,
     misses: IntCounterVec,
+    expired: IntCounterVec,
+    pins_refused: IntCounterVec,
+}
+
+/// What a tier of memory counts by itself.
+#[derive(Clone, Debug)]
+pub(crate) struct MemoryMetrics {
+    pub(crate) blocks: IntGauge,
+    pub(crate) expired: IntCounter,
+    pub(crate) pins_refused: IntCounter,
 }
 
 /// Which way blocks move.
@@ -93,7 +103,31 @@ impl Metrics {
                 "Blocks that the tier was asked for and did not have, or did not deliver in time.",
                 &["tier"],
             )?,
+            expired: counter(
+                "blocks_expired_total",
+                "Blocks of the tier that were found to be older than their request allowed: misses.",
+                &["tier"],
+            )?,
+            pins_refused: counter(
+                "pins_refused_total",
+                "Blocks not pinned, or no longer, because pins had taken all of the tier that they may.",
+                &["tier"],
+            )?,
         })
+    }
+
+    pub(crate) fn memory(&self, level: Level) -> MemoryMetrics {
+        let labels = &[level.name()];
+        MemoryMetrics {
+            blocks: self.blocks(level),
+            expired: self.expired.with_label_values(labels),
+            pins_refused: self.pins_refused.with_label_values(labels),
+        }
+    }
+
+    /// Counts blocks of a tier that expired.
+    pub(crate) fn expired(&self, level: Level, blocks: usize) {
+        self.expired.with_label_values(&[level.name()]).inc_by(blocks as u64);
     }
 
     pub(crate) fn blocks(&self, level: Level) -> IntGauge {

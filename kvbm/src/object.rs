@@ -15,24 +15,28 @@
 mod catalog;
 mod follow;
 mod layout;
+mod location;
 mod manifest;
 mod pack;
+mod standing;
 #[cfg(test)]
 mod tests;
 
 use crate::run::{self, Run, Wanted};
 use crate::tier::{LoadError, Loaded, StoreError, Tier, Usage};
-use crate::{Block, Corrupt, EventLog, Fingerprint, Header, Level, SequenceHash};
+use crate::{Block, Corrupt, Date, EventLog, Fingerprint, Header, Level, SequenceHash};
 use bytes::Bytes;
 use catalog::Catalog;
 use follow::Follower;
 use futures::future::{BoxFuture, FutureExt};
 use futures::stream::{self, BoxStream, StreamExt};
 use layout::{Layout, Writer};
+pub use location::{Access, Cloud, Credentials, Endpoint, Invalid, Location};
 use object_store::local::LocalFileSystem;
 use object_store::{Error, ObjectStore, ObjectStoreExt};
 use pack::{Job, Packer};
 use serde::{Deserialize, Serialize};
+pub use standing::Standing;
 use std::collections::BTreeMap;
 use std::io;
 use std::path::Path;
@@ -69,13 +73,29 @@ impl Default for Settings {
     }
 }
 
+/// A store cannot even be asked.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    /// A folder that cannot be made or read.
+    #[error(transparent)]
+    Folder(#[from] io::Error),
+    /// Something that the client needs is missing or wrong.
+    #[error("{why}; {advice}")]
+    Client {
+        /// In the client's words.
+        why: String,
+        /// What would be right.
+        advice: &'static str,
+    },
+}
+
 /// Blocks under a prefix of an object store.
 pub struct ObjectTier {
     store: Arc<dyn ObjectStore>,
     catalog: Arc<Catalog>,
     jobs: mpsc::Sender<Job>,
     room: Arc<Semaphore>,
-    caught_up: watch::Receiver<bool>,
+    standing: watch::Receiver<Standing>,
     _tasks: [AbortOnDropHandle<()>; 2],
 }
 
@@ -88,14 +108,14 @@ impl ObjectTier {
         let (layout, writer) = (Layout::new(prefix), Writer::new());
         let catalog = Arc::new(Catalog::new(settings.known_blocks, events));
         tracing::info!(%store, under = %layout, %writer, "object tier open");
-        let (caught_up, catching_up) = watch::channel(false);
-        let follower = Follower::new(store.clone(), layout.clone(), writer, catalog.clone(), caught_up);
+        let (stands, standing) = watch::channel(Standing::Learning);
+        let follower = Follower::new(store.clone(), layout.clone(), writer, catalog.clone(), stands);
         let packer = Arc::new(Packer { store: store.clone(), layout, writer, catalog: catalog.clone(), settings });
         // One block in the queue takes at least its header.
         let (jobs, waiting) = mpsc::channel(QUEUE / Header::LEN);
         let tasks = [tokio::spawn(follower.run()), tokio::spawn(packer.run(waiting))].map(AbortOnDropHandle::new);
         let room = Arc::new(Semaphore::new(QUEUE));
-        Arc::new(Self { store, catalog, jobs, room, caught_up: catching_up, _tasks: tasks })
+        Arc::new(Self { store, catalog, jobs, room, standing, _tasks: tasks })
     }
 
     /// Opens a folder, local or mounted, as a store. Makes the folder if it is not there.
@@ -105,10 +125,35 @@ impl ObjectTier {
         Ok(Self::open(Arc::new(store), "", settings, events))
     }
 
+    /// Opens what a URL names.
+    pub fn at(
+        location: &Location,
+        access: &Access,
+        settings: Settings,
+        events: Arc<EventLog>,
+    ) -> Result<Arc<Self>, OpenError> {
+        match location {
+            Location::Folder(folder) => Ok(Self::folder(folder, settings, events)?),
+            Location::Cloud { cloud, prefix, .. } => {
+                let wrong = |error: Error| OpenError::Client { why: error.to_string(), advice: cloud.advice() };
+                let client = location.client(access).map_err(wrong)?;
+                let client = client.ok_or_else(|| io::Error::other("a folder has no client"))?;
+                Ok(Self::open(client, prefix.as_ref(), settings, events))
+            }
+        }
+    }
+
     /// Waits until what was in the store when the tier was opened is known.
     pub async fn caught_up(&self) {
         // The follower lives as long as the tier; if it died, waiting would not help.
-        let _ = self.caught_up.clone().wait_for(|caught_up| *caught_up).await;
+        let _ = self.standing.clone().wait_for(|standing| *standing == Standing::Ready).await;
+    }
+
+    /// How the store stands, as soon as it answered or failed to.
+    pub async fn settled(&self) -> Standing {
+        let mut standing = self.standing.clone();
+        let settled = standing.wait_for(|standing| *standing != Standing::Learning).await;
+        settled.map_or_else(|_| Standing::Away("nobody follows the store any more".into()), |standing| standing.clone())
     }
 
     /// Objects that turned out to be gone, or to be others than they were.
@@ -187,6 +232,10 @@ impl Tier for ObjectTier {
 
     fn discard(&self, fingerprint: Fingerprint, name: SequenceHash) {
         self.catalog.index.remove([(fingerprint, name)], |_| true);
+    }
+
+    fn expire(&self, now: Date) -> usize {
+        self.catalog.index.expire(now)
     }
 
     fn usage(&self) -> Usage {

@@ -10,7 +10,7 @@ use crate::event::Level;
 use crate::manager::Core;
 use crate::pool::CachedBlock;
 use crate::tier::{Loaded, StoreError, Tier, Usage};
-use crate::{Fingerprint, SequenceHash};
+use crate::{Date, Fingerprint, SequenceHash};
 use bytes::Bytes;
 use futures::future::BoxFuture;
 use futures::stream::{self, BoxStream, StreamExt};
@@ -92,6 +92,11 @@ impl Tier for Peer {
         if let Some(host) = self.0.upgrade().and_then(|core| core.host.clone()) {
             host.discard(host.fingerprint(), name);
         }
+    }
+
+    fn expire(&self, _: Date) -> usize {
+        // The owner does.
+        0
     }
 
     fn usage(&self) -> Usage {

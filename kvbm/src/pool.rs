@@ -9,20 +9,23 @@
 //!
 //! A transition consumes the phase before it, and dropping is the only release. `allocate` hands out free slots first,
 //! then those of cached blocks that nobody holds, leaves before parents ([`crate::evict`]). What comes and goes by name is
-//! announced under the pool's lock, so that events have the order of what happened.
+//! announced under the pool's lock, so that events have the order of what happened. What expired goes, and pins end, as
+//! soon as anybody looks ([`keeping`]).
 //!
 //! Look here in vain for bytes: a pool decides who may touch a slot, and never does so itself.
 
 mod held;
+mod keeping;
 
 use crate::announce::Stored;
 use crate::device::BlockId;
 use crate::event::{BlockEvent, EventLog, Level};
 use crate::evict::{Removed, Residents};
+use crate::metrics::MemoryMetrics;
 use crate::names::BATCH;
-use crate::{Custody, SequenceHash};
+use crate::{Clock, Custody, Date, Keep, SequenceHash};
 pub use held::{CachedBlock, CachedBlocks, Held, WeakBlock};
-use prometheus::IntGauge;
+use keeping::{Due, Keeping, Pin};
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -34,29 +37,28 @@ struct Shared {
     level: Level,
     capacity: usize,
     log: Arc<EventLog>,
-    blocks: IntGauge,
+    metrics: MemoryMetrics,
+    clock: Clock,
     state: Mutex<State>,
 }
 
 struct State {
     free: Vec<u32>,
     residents: Residents,
-    /// By slot.
-    custody: Vec<Custody>,
+    keeping: Keeping,
+    /// Pins that there was no room for, since they were last counted.
+    pins_refused: u64,
 }
 
 impl Pool {
-    /// `capacity` empty slots. Blocks are announced as resting at `level`, and counted in `blocks`.
-    pub(crate) fn new(level: Level, capacity: usize, log: Arc<EventLog>, blocks: IntGauge) -> Self {
+    /// `capacity` empty slots. Blocks are announced as resting at `level`, counted in `metrics`, and kept by `clock`.
+    pub(crate) fn new(level: Level, capacity: usize, log: Arc<EventLog>, metrics: MemoryMetrics, clock: Clock) -> Self {
         let capacity = capacity.min(u32::MAX as usize);
         // Popped from the end: slot 0 goes first, so that lazily touched memory is touched from the front.
         let free = (0..capacity as u32).rev().collect();
-        let state = Mutex::new(State {
-            free,
-            residents: Residents::new(capacity),
-            custody: vec![Custody::default(); capacity],
-        });
-        Self(Arc::new(Shared { level, capacity, log, blocks, state }))
+        let keeping = Keeping::new(capacity);
+        let state = Mutex::new(State { free, residents: Residents::new(capacity), keeping, pins_refused: 0 });
+        Self(Arc::new(Shared { level, capacity, log, metrics, clock, state }))
     }
 
     /// All slots.
@@ -66,20 +68,20 @@ impl Pool {
 
     /// Slots that `allocate` could hand out now.
     pub(crate) fn available(&self) -> usize {
-        let state = self.0.lock();
+        let state = self.0.settled();
         state.free.len() + state.residents.idle()
     }
 
     /// Blocks that can be found by name.
     pub(crate) fn resident(&self) -> usize {
-        self.0.lock().residents.len()
+        self.0.settled().residents.len()
     }
 
     /// `n` empty slots, or none at all. Gives up cached blocks that nobody holds when free slots do not suffice.
     pub(crate) fn allocate(&self, n: usize) -> Option<Vec<PartialBlock>> {
         let mut slots = Vec::with_capacity(n.min(self.0.capacity));
         {
-            let mut state = self.0.lock();
+            let mut state = self.0.settled();
             if state.free.len() + state.residents.idle() < n {
                 return None;
             }
@@ -88,6 +90,7 @@ impl Pool {
             let mut gone = Vec::new();
             while slots.len() < n {
                 let (slot, name) = state.residents.evict().expect("every idle block can be given up, leaves first");
+                state.keeping.leave(slot);
                 slots.push(slot);
                 gone.push(name);
             }
@@ -99,10 +102,11 @@ impl Pool {
     /// Gives a block to everyone and holds it for nobody. A duplicate is freed.
     pub(crate) fn deposit(&self, block: FullBlock) {
         let FullBlock { slot, name, parent, custody } = block;
-        let mut state = self.0.lock();
+        let mut state = self.0.settled();
         if state.residents.find(name).is_none() {
             state.enter(slot, name, parent, custody);
-            self.0.blocks.inc();
+            self.0.count_refused(&mut state);
+            self.0.metrics.blocks.inc();
             self.0.stored().push(name, parent);
         } else {
             drop(state);
@@ -114,17 +118,18 @@ impl Pool {
     pub(crate) fn register(&self, blocks: Vec<FullBlock>) -> CachedBlocks {
         let mut duplicates = Vec::new();
         let mut cached = Vec::with_capacity(blocks.len());
-        let mut state = self.0.lock();
+        let mut state = self.0.settled();
         let mut stored = self.0.stored();
         for block in blocks {
             let FullBlock { slot, name, parent, custody } = block;
             debug_assert!(slot.is_of(&self.0), "a block of another pool");
             let id = if let Some(id) = state.residents.find(name) {
                 duplicates.push(slot);
+                state.renew(id, custody.keep);
                 id
             } else {
                 let id = state.enter(slot, name, parent, custody);
-                self.0.blocks.inc();
+                self.0.metrics.blocks.inc();
                 stored.push(name, parent);
                 id
             };
@@ -133,6 +138,7 @@ impl Pool {
         }
         // Announced under the lock; duplicates go free after it, because they go back through it.
         drop(stored);
+        self.0.count_refused(&mut state);
         drop(state);
         CachedBlocks::new(&self.0, cached)
     }
@@ -142,7 +148,7 @@ impl Pool {
         let mut held = Vec::with_capacity(names.len());
         // In batches, so that nobody waits for the lock for long; what is held already keeps what precedes it.
         for batch in names.chunks(BATCH) {
-            let mut state = self.0.lock();
+            let mut state = self.0.settled();
             let before = held.len();
             let found = state.residents.find_each(batch).zip(batch);
             held.extend(found.map_while(|(id, name)| Some(Held { id: id?, name: *name })));
@@ -159,7 +165,7 @@ impl Pool {
     pub(crate) fn found(&self, names: &[SequenceHash]) -> Vec<Option<CachedBlock>> {
         let mut held: Vec<Option<Held>> = Vec::with_capacity(names.len());
         for batch in names.chunks(BATCH) {
-            let mut state = self.0.lock();
+            let mut state = self.0.settled();
             let before = held.len();
             let found = state.residents.find_each(batch).zip(batch);
             held.extend(found.map(|(id, name)| Some(Held { id: id?, name: *name })));
@@ -172,7 +178,7 @@ impl Pool {
     pub(crate) fn holds(&self, names: &[SequenceHash]) -> usize {
         let mut here = 0;
         for batch in names.chunks(BATCH) {
-            let found = self.0.lock().residents.find_each(batch).take_while(Option::is_some).count();
+            let found = self.0.settled().residents.find_each(batch).take_while(Option::is_some).count();
             here += found;
             if found < batch.len() {
                 break;
@@ -184,12 +190,42 @@ impl Pool {
     /// Denies a block from now on. Whoever holds it keeps it.
     pub(crate) fn discard(&self, name: SequenceHash) {
         let mut state = self.0.lock();
-        match state.residents.remove(name) {
-            Removed::Absent => return,
-            Removed::Vacated(slot) => state.free.push(slot),
-            Removed::StillHeld => {}
+        if let Some(slot) = state.residents.find(name) {
+            state.remove(slot);
+            self.0.removed(vec![name]);
         }
-        self.0.removed(vec![name]);
+    }
+
+    /// Keeps blocks that are here for longer, if `keep` asks for more than they have. Names those that changed, and says
+    /// how they were kept before.
+    pub(crate) fn renew(&self, names: impl IntoIterator<Item = SequenceHash>, keep: Keep) -> Vec<(SequenceHash, Keep)> {
+        let mut state = self.0.settled();
+        if keep == Keep::default() && state.keeping.is_plain() {
+            return Vec::new();
+        }
+        let renew = |name| {
+            let slot = state.residents.find(name)?;
+            Some((name, state.renew(slot, keep)?))
+        };
+        let changed = names.into_iter().filter_map(renew).collect();
+        self.0.count_refused(&mut state);
+        changed
+    }
+
+    /// Takes all pins off: what they keep is needed more by somebody who could not run at all.
+    pub(crate) fn unpin(&self) {
+        let mut state = self.0.lock();
+        let pinned = state.keeping.unpin_all();
+        self.0.metrics.pins_refused.inc_by(pinned.len() as u64);
+        for slot in pinned {
+            state.residents.release(slot);
+        }
+    }
+
+    /// Lets go what has fallen due, although nobody looks. How many blocks are gone.
+    pub(crate) fn sweep(&self) -> usize {
+        let before = self.0.lock().residents.len();
+        before - self.0.settled().residents.len().min(before)
     }
 
     /// Every block that can be found by name.
@@ -203,9 +239,56 @@ impl State {
     /// The block in the slot can be found from now on.
     fn enter(&mut self, slot: Slot, name: SequenceHash, parent: Option<SequenceHash>, custody: Custody) -> u32 {
         let id = slot.keep();
-        self.residents.insert(id, name, parent);
-        self.custody[id as usize] = custody;
+        self.residents.insert(id, name, parent, custody.keep.priority);
+        let pin = self.keeping.enter(id, custody);
+        self.pin(id, pin);
         id
+    }
+
+    /// Keeps a block for longer. How it was kept before, if that changed.
+    fn renew(&mut self, slot: u32, keep: Keep) -> Option<Keep> {
+        let before = self.keeping.of(slot).keep;
+        let both = before.and(keep);
+        if both == before {
+            return None;
+        }
+        let pin = self.keeping.change(slot, both);
+        self.pin(slot, pin);
+        self.residents.prefer(slot, both.priority);
+        Some(before)
+    }
+
+    fn pin(&mut self, slot: u32, pin: Pin) {
+        match pin {
+            Pin::Unchanged => {}
+            Pin::Granted => self.residents.hold(slot),
+            Pin::Refused => self.pins_refused += 1,
+        }
+    }
+
+    /// The block in the slot can be found no more.
+    fn remove(&mut self, slot: u32) -> SequenceHash {
+        if self.keeping.leave(slot) {
+            self.residents.release(slot);
+        }
+        let (name, _) = self.residents.block(slot);
+        match self.residents.remove(name) {
+            Removed::Vacated(slot) => self.free.push(slot),
+            Removed::Absent | Removed::StillHeld => {}
+        }
+        name
+    }
+
+    /// Does what has fallen due, and names what is gone.
+    fn settle(&mut self, now: Date) -> Vec<SequenceHash> {
+        let mut gone = Vec::new();
+        while let Some(due) = self.keeping.next_due(now) {
+            match due {
+                Due::Unpinned(slot) => _ = self.residents.release(slot),
+                Due::Expired(slot) => gone.push(self.remove(slot)),
+            }
+        }
+        gone
     }
 }
 
@@ -215,6 +298,23 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// The state as it is now: nothing in it has expired.
+    fn settled(&self) -> MutexGuard<'_, State> {
+        let mut state = self.lock();
+        // Most pools never hold anything that ends, and need not ask for the time.
+        if state.keeping.awaits() {
+            let gone = state.settle(self.clock.now());
+            self.metrics.expired.inc_by(gone.len() as u64);
+            self.removed(gone);
+        }
+        state
+    }
+
+    /// Called under the lock.
+    fn count_refused(&self, state: &mut State) {
+        self.metrics.pins_refused.inc_by(std::mem::take(&mut state.pins_refused));
+    }
+
     /// Announces new blocks; to be dropped under the lock.
     fn stored(&self) -> Stored<'_> {
         Stored::new(self.level, &self.log)
@@ -222,7 +322,7 @@ impl Shared {
 
     /// Called under the lock.
     fn removed(&self, blocks: Vec<SequenceHash>) {
-        self.blocks.add(-(blocks.len().cast_signed() as i64));
+        self.metrics.blocks.add(-(blocks.len().cast_signed() as i64));
         self.log.announce(BlockEvent::Removed { level: self.level, blocks });
     }
 }
@@ -230,7 +330,7 @@ impl Shared {
 impl Drop for Shared {
     fn drop(&mut self) {
         let left = self.state.get_mut().unwrap_or_else(PoisonError::into_inner).residents.len();
-        self.blocks.add(-(left.cast_signed() as i64));
+        self.metrics.blocks.add(-(left.cast_signed() as i64));
     }
 }
 

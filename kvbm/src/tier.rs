@@ -1,7 +1,7 @@
 //! The seam below G1: a place where blocks rest.
 
 use crate::block::Block;
-use crate::{Fingerprint, Level, SequenceHash};
+use crate::{Date, Fingerprint, Level, SequenceHash};
 use futures::future::BoxFuture;
 use futures::stream::BoxStream;
 use std::io;
@@ -16,6 +16,9 @@ use std::io;
 ///   block that is there already is an `Ok`. When the tier is full it gives up older blocks, leaves before parents; when
 ///   it cannot take a block now it MUST answer [`StoreError::Busy`] soon rather than wait for ever.
 /// - `discard` MUST make `holds` and `load` deny the block from then on, and announce its removal.
+/// - `expire` MUST make `holds` and `load` deny every block that the tier knows to be over, and announce its removal. A tier
+///   that learns only by reading a block that it is over need not know; whoever serves blocks looks at their dates.
+/// - A block's whole header MUST come back as it was stored, but for what describes the payload's form.
 /// - Every change of what `holds` would say MUST be announced, once, in the owner's event log.
 /// - A tier knows no other tier.
 pub trait Tier: Send + Sync + 'static {
@@ -33,6 +36,9 @@ pub trait Tier: Send + Sync + 'static {
 
     /// Drops a block that turned out not to be what it says.
     fn discard(&self, fingerprint: Fingerprint, name: SequenceHash);
+
+    /// Forgets blocks that are over by `now`, and says how many. Cheap when there are none.
+    fn expire(&self, now: Date) -> usize;
 
     /// How full it is.
     fn usage(&self) -> Usage;

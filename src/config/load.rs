@@ -4,6 +4,7 @@ use super::{Config, Origins, defaults};
 use figment::error::Kind;
 use figment::value::{Dict, Map, Value};
 use figment::{Figment, Metadata, Profile, Provider};
+use kvbm::object::Credentials;
 use std::path::{Path, PathBuf};
 
 /// Every environment variable of ours begins with this; two underscores stand for a dot.
@@ -129,10 +130,12 @@ impl Config {
         for Flag { name, key, value } in &sources.flags {
             merged = merged.merge(Layer::one(name, key, value.clone()));
         }
-        let config: Self = merged.extract().map_err(|error| explain(&merged, &error))?;
+        let mut config: Self = merged.extract().map_err(|error| explain(&merged, &error))?;
         if cache.is_none() && config.data_dir == defaults.data_dir {
             return Err(Error::NoCache);
         }
+        let variables = sources.environment.iter().map(|(name, value)| (name.as_str(), value.as_str()));
+        config.credentials = Credentials::from_environment(variables);
         for (key, value) in config.counts() {
             if value == 0 {
                 let origin = merged.find_metadata(key).map_or_else(|| "?".into(), |data| data.name.to_string());

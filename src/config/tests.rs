@@ -54,7 +54,9 @@ fn flags_beat_the_environment_which_beats_the_file_which_beats_the_defaults() {
 
 #[test]
 fn a_wrong_value_is_named_with_its_key_its_origin_and_what_would_be_right() {
-    let cases: [(&str, &[&str]); 9] = [
+    let cases: [(&str, &[&str]); 11] = [
+        ("shared=s3://kv/a", &["shared = \"s3://kv/a\"", "3 to 63"]),
+        ("shared_store.endpoint=minio", &["shared_store.endpoint = \"minio\"", "https://"]),
         ("tiers.g2=4Gb of it", &["tiers.g2 = \"4Gb of it\"", "(--set tiers.g2=4Gb of it)", "4GiB", "off"]),
         ("router.policy=robin", &["router.policy = \"robin\"", "`round-robin`", "`kv`"]),
         ("frontend.body_bytes_max=many", &["frontend.body_bytes_max = \"many\"", "expected"]),
@@ -124,6 +126,26 @@ fn what_kubernetes_puts_beside_a_service_called_blockyard_is_not_ours() {
     let pairs: Vec<_> = names.iter().map(|name| format!("BLOCKYARD_{name}")).collect();
     let pairs: Vec<_> = pairs.iter().map(|name| (name.as_str(), "tcp://10.0.0.1:8000")).collect();
     assert!(load(&Sources { environment: environment(&pairs), ..Sources::default() }).is_ok());
+}
+
+#[test]
+fn credentials_are_taken_from_the_environment_and_never_shown() {
+    let secret = "wJalrXUtnFEMI";
+    let pairs =
+        [("AWS_ACCESS_KEY_ID", "AKIA"), ("AWS_SECRET_ACCESS_KEY", secret), ("AZURE_STORAGE_ACCOUNT_KEY", secret)];
+    let sources = Sources {
+        environment: environment(&pairs),
+        flags: vec![
+            Flag::own("--shared", "shared", "s3://bucket/kv"),
+            set("shared_store.endpoint=http://127.0.0.1:9000"),
+        ],
+        file: None,
+    };
+    let (config, origins) = load(&sources).unwrap();
+    assert_ne!(config.credentials, Credentials::default());
+    for shown in [as_toml(&config, &origins), as_json(&config, &origins).to_string(), format!("{config:?}")] {
+        assert!(shown.contains("s3://bucket/kv") && !shown.contains(secret), "{shown}");
+    }
 }
 
 #[test]

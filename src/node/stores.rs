@@ -1,9 +1,10 @@
-//! The tiers that the workers of this process share: G3 on its own disks, G4 in a folder of all.
+//! The tiers that the workers of this process share: G3 on its own disks, G4 in a store of all.
 
 use super::sizes::Disk;
 use super::workers::now;
 use crate::config::{ByteSize, Config};
-use anyhow::{Context, anyhow};
+use anyhow::{Context, anyhow, bail};
+use kvbm::object::{Access, Location, Standing};
 use kvbm::{DiskTier, EventLog, Fingerprint, ObjectTier, Tier, disk, object};
 use prometheus::core::{Collector, Desc};
 use prometheus::proto::MetricFamily;
@@ -45,17 +46,14 @@ impl Stores {
             let folders: Vec<&Path> = disks.iter().map(|disk| disk.folder.as_path()).collect();
             stores.add(name("g3", &folders), tier, log, planes);
         }
-        if let Some(folder) = &config.shared {
+        if let Some(location) = &config.shared {
             let log = Arc::new(EventLog::new(now()));
-            let tier = ObjectTier::folder(folder, object::Settings::default(), Arc::clone(&log))
-                .with_context(|| format!("the shared folder {} cannot be used", folder.display()))?;
-            if timeout(CATCH_UP_MAX, tier.caught_up()).await.is_err() {
-                tracing::info!(
-                    "still learning what rests in {}; what is not known yet is recomputed",
-                    folder.display()
-                );
-            }
-            stores.add(name("g4", &[folder]), tier, log, planes);
+            let tier = open_shared(location, config, Arc::clone(&log)).await?;
+            let id = match location {
+                Location::Folder(folder) => name("g4", &[folder]),
+                Location::Cloud { .. } => store_id("g4", [("url", location.to_string().as_bytes())]),
+            };
+            stores.add(id, tier, log, planes);
         }
         Ok(stores)
     }
@@ -178,11 +176,37 @@ async fn open_disk(disks: Vec<Disk>, log: Arc<EventLog>) -> anyhow::Result<Arc<D
     Ok(tier)
 }
 
+/// A store that refuses us is a mistake in the configuration, and ends the start. One that is away is none: it is served
+/// without, and comes back by itself.
+async fn open_shared(location: &Location, config: &Config, log: Arc<EventLog>) -> anyhow::Result<Arc<dyn Tier>> {
+    let reach = &config.shared_store;
+    let access = Access {
+        endpoint: reach.endpoint.clone(),
+        region: reach.region.clone(),
+        timeout: reach.request_timeout.0,
+        credentials: config.credentials.clone(),
+    };
+    let tier = ObjectTier::at(location, &access, object::Settings::default(), log)
+        .with_context(|| format!("shared = {location} cannot be used"))?;
+    match (timeout(CATCH_UP_MAX, tier.settled()).await, location) {
+        (Ok(Standing::Refused(why)), Location::Cloud { cloud, .. }) => {
+            bail!("shared = {location}: {why}; {}", cloud.advice())
+        }
+        (Ok(Standing::Ready), _) => {}
+        (Err(_), _) => tracing::info!("still learning what rests in {location}; what is not known yet is recomputed"),
+        (Ok(_), _) => tracing::warn!("starting without {location}; it is asked again every second"),
+    }
+    Ok(tier)
+}
+
 /// The name of a store, the same in every process that reaches the same folders.
 fn name(kind: &str, folders: &[&Path]) -> StoreId {
     let folders: Vec<_> = folders.iter().map(|at| at.canonicalize().unwrap_or_else(|_| (*at).into())).collect();
-    let folders = folders.iter().map(|folder| ("folder", folder.as_os_str().as_encoded_bytes()));
-    let name = Fingerprint::of([("store", kind.as_bytes())].into_iter().chain(folders));
+    store_id(kind, folders.iter().map(|folder| ("folder", folder.as_os_str().as_encoded_bytes())))
+}
+
+fn store_id<'a>(kind: &'a str, places: impl IntoIterator<Item = (&'a str, &'a [u8])>) -> StoreId {
+    let name = Fingerprint::of([("store", kind.as_bytes())].into_iter().chain(places));
     let [a, b, c, d, e, f, g, h, ..] = *name.as_bytes();
     StoreId(u64::from_le_bytes([a, b, c, d, e, f, g, h]))
 }

@@ -4,6 +4,7 @@
 
 use blockyard::config::{Budget, ByteSize, Config, Listen, Span};
 use blockyard::node::Node;
+use kvbm::object::Location;
 use serde_json::{Value, json};
 use std::net::TcpListener;
 use std::path::Path;
@@ -172,7 +173,7 @@ async fn a_restarted_node_answers_from_its_ssd() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_node_answers_from_what_another_put_into_the_shared_folder() {
     let (one, two, shared) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    let sharing = |data: &Path| Config { shared: Some(shared.path().into()), ..aggregated(data) };
+    let sharing = |data: &Path| Config { shared: Some(Location::Folder(shared.path().into())), ..aggregated(data) };
     let writer = Served::start(sharing(one.path())).await;
     // The reader is there first: it must learn of blocks that come later.
     let reader = Served::start(sharing(two.path())).await;

@@ -2,7 +2,7 @@
 
 use super::worth::Rates;
 use crate::tier::{Loaded, StoreError, Tier, Usage};
-use crate::{Block, Fingerprint, Level, SequenceHash};
+use crate::{Block, Date, Fingerprint, Level, SequenceHash};
 use futures::future::BoxFuture;
 use futures::stream::{BoxStream, StreamExt};
 use futures::{Stream, stream};
@@ -107,6 +107,10 @@ impl Tier for Measured {
 
     fn discard(&self, fingerprint: Fingerprint, name: SequenceHash) {
         self.tier.discard(fingerprint, name);
+    }
+
+    fn expire(&self, now: Date) -> usize {
+        self.tier.expire(now)
     }
 
     fn usage(&self) -> Usage {

@@ -1,7 +1,7 @@
 //! The simplest tier that keeps the contract: a map. Other tests put it where a real tier would stand.
 
 use crate::tier::{Loaded, StoreError, Tier, Usage};
-use crate::{Block, BlockEvent, EventLog, Fingerprint, Header, Level, SequenceHash};
+use crate::{Block, BlockEvent, Date, EventLog, Fingerprint, Header, Level, SequenceHash};
 use futures::future::{self, BoxFuture, FutureExt};
 use futures::stream::{self, BoxStream, StreamExt};
 use std::collections::VecDeque;
@@ -75,6 +75,12 @@ impl Tier for Memory {
 
     fn discard(&self, fingerprint: Fingerprint, name: SequenceHash) {
         self.change(|blocks| blocks.retain(|b| b.header.name != name || b.header.fingerprint != fingerprint));
+    }
+
+    fn expire(&self, now: Date) -> usize {
+        let before = self.usage().blocks;
+        self.change(|blocks| blocks.retain(|block| !block.header.keep.is_over(now)));
+        (before - self.usage().blocks) as usize
     }
 
     fn usage(&self) -> Usage {

@@ -4,20 +4,21 @@
 //!
 //! | bytes | field |
 //! | --: | --- |
-//! | 44 × n | entries: name 16, parent 16, offset in units of 512 4, payload length 4, fingerprint's number 2, kind 1, zero 1 |
+//! | 52 × n | entries: name 16, parent 16, offset in units of 512 4, payload length 4, fingerprint's number 2, kind 1, zero 1, |
+//! |        | expires 4, pinned until 4: as in the block's header |
 //! | 32 × m | fingerprints, numbered from 0 |
 //! | … | zeros, so that the footer ends at a multiple of the grain |
-//! | 32 | trailer: magic `BLKYFOOT`, footer's offset 8, n 4, m 4, CRC-64/NVME over the footer before it 8 |
+//! | 32 | trailer: magic `BLKYFOO2`, footer's offset 8, n 4, m 4, CRC-64/NVME over the footer before it 8 |
 //!
-//! 44 bytes a block: a million of them are read back in one stretch of 44 MB.
+//! 52 bytes a block: a million of them are read back in one stretch of 52 MB.
 
 use super::direct::{Access, Buffer};
 use super::record::{self, Found};
-use crate::{Fingerprint, SequenceHash};
+use crate::{Date, Fingerprint, Keep, SequenceHash};
 use crc_fast::{CrcAlgorithm, checksum};
 
-const MAGIC: [u8; 8] = *b"BLKYFOOT";
-const ENTRY: usize = 44;
+const MAGIC: [u8; 8] = *b"BLKYFOO2";
+const ENTRY: usize = 52;
 const TRAILER: usize = 32;
 
 /// One record of a segment.
@@ -31,8 +32,19 @@ pub(super) struct Entry {
     pub(super) offset: u32,
     /// Payload bytes.
     pub(super) length: u32,
+    /// A miss from then on.
+    pub(super) expires: Option<Date>,
+    /// Carried over before.
+    pub(super) pinned: Option<Date>,
     /// Which of the listing's fingerprints.
     space: u16,
+}
+
+impl Entry {
+    /// As far as it stands in a footer.
+    pub(super) fn keep(&self) -> Keep {
+        Keep { expires: self.expires, pinned: self.pinned, ..Keep::default() }
+    }
 }
 
 /// All records of a segment.
@@ -49,13 +61,15 @@ impl Listing {
             Found::Block(header) => (header.fingerprint, header.name, header.parent, header.length as u32, false),
             Found::Gone(fingerprint, name) => (*fingerprint, *name, None, 0, true),
         };
+        let keep = if let Found::Block(header) = record { header.keep } else { Keep::default() };
+        let Keep { expires, pinned, .. } = keep;
         let known = self.spaces.iter().position(|space| *space == fingerprint);
         let space = known.unwrap_or_else(|| {
             self.spaces.push(fingerprint);
             self.spaces.len() - 1
         }) as u16;
         let offset = (offset / Access::UNIT) as u32;
-        self.entries.push(Entry { name, parent, gone, offset, length, space });
+        self.entries.push(Entry { name, parent, gone, offset, length, expires, pinned, space });
     }
 
     pub(super) fn sort(&mut self) {
@@ -96,6 +110,8 @@ impl Listing {
             to[36..40].copy_from_slice(&entry.length.to_le_bytes());
             to[40..42].copy_from_slice(&entry.space.to_le_bytes());
             to[42] = if entry.gone { 2 } else { u8::from(entry.parent.is_some()) };
+            to[44..48].copy_from_slice(&Date::encode(entry.expires).to_le_bytes());
+            to[48..52].copy_from_slice(&Date::encode(entry.pinned).to_le_bytes());
         }
         for (to, space) in rest.chunks_exact_mut(32).zip(&self.spaces) {
             to.copy_from_slice(space.as_bytes());
@@ -143,6 +159,8 @@ impl Listing {
                 gone: bytes[42] == 2,
                 offset: half(bytes, 32),
                 length: half(bytes, 36),
+                expires: Date::decode(half(bytes, 44)),
+                pinned: Date::decode(half(bytes, 48)),
                 space,
             })
         };
@@ -162,12 +180,15 @@ fn half(bytes: &[u8], at: usize) -> u32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Header;
     use crate::contract::chain;
 
     fn listing() -> Listing {
         let mut listing = Listing::default();
         for (n, block) in chain(1, 5).into_iter().enumerate() {
-            listing.push(&Found::Block(block.header), n as u64 * 4096);
+            let date = |seconds| Some(Date::from_unix(seconds));
+            let keep = Keep { expires: date(n as u64 + 7), pinned: date(n as u64 + 3), ..Keep::default() };
+            listing.push(&Found::Block(Header { keep, ..block.header }), n as u64 * 4096);
         }
         listing.push(&Found::Gone(Fingerprint::from_bytes([3; 32]), SequenceHash::from_bytes([4; 16])), 5 * 4096);
         listing

@@ -14,7 +14,7 @@ use super::room::REST;
 use super::segment::{self, Head, Segment};
 use super::{OpenError, Settings};
 use crate::index::{Index, Resting};
-use crate::{Block, StoreError};
+use crate::{Block, Header, StoreError};
 use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -319,7 +319,7 @@ impl Log {
     pub(super) fn resting(&self, block: &Block, segment: u32, offset: u64) -> Resting<Place> {
         let (offset, length) = ((offset / Access::UNIT) as u32, block.header.length as u32);
         let place = Place { segment, offset, length, volume: self.volume, hot: false };
-        let header = &block.header;
-        Resting { fingerprint: header.fingerprint, name: header.name, parent: header.parent, place }
+        let Header { fingerprint, name, parent, keep, .. } = block.header;
+        Resting { fingerprint, name, parent, keep, place }
     }
 }

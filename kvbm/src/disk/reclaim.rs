@@ -1,11 +1,11 @@
 //! Which blocks of the oldest segment are worth carrying over to the newest. Pure.
 //!
-//! A log gives up its oldest segment whole. Carried over is what was in use since it was written: blocks that were read,
-//! blocks that a later segment builds upon, and whatever precedes those in the segment, because a block without its
-//! parents can be used by nobody.
+//! A log gives up its oldest segment whole. Carried over is what is pinned, then what was in use since it was written: blocks
+//! that were read, blocks that a later segment builds upon. And whatever precedes those in the segment, because a block
+//! without its parents can be used by nobody.
 
 use crate::{Fingerprint, SequenceHash};
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 
 /// A block that still rests in the segment, in the order of the log.
 #[derive(Clone, Copy, Debug)]
@@ -15,47 +15,72 @@ pub(super) struct Candidate {
     pub(super) parent: Option<SequenceHash>,
     /// Read, or built upon by a later segment.
     pub(super) hot: bool,
+    /// To be kept, whether it is used or not.
+    pub(super) pinned: bool,
     /// What it takes.
     pub(super) bytes: u64,
 }
 
 /// Positions of the blocks to carry over, in the order of the log, at most `budget` bytes: when that does not suffice,
-/// the first ones, which are the parents of the others.
+/// what is pinned before what is hot, and of each the first ones, which are the parents of the others.
 pub(super) fn carried(candidates: &[Candidate], budget: u64) -> Vec<usize> {
+    let mut left = budget;
+    let mut carried = BTreeSet::new();
+    for wish in [|block: &Candidate| block.pinned, |block: &Candidate| block.hot] {
+        for position in wanted(candidates, wish) {
+            if carried.contains(&position) {
+                continue;
+            }
+            let Some(rest) = left.checked_sub(candidates[position].bytes) else { break };
+            left = rest;
+            carried.insert(position);
+        }
+    }
+    carried.into_iter().collect()
+}
+
+/// What is wished for and what precedes it, in the order of the log.
+fn wanted(candidates: &[Candidate], wish: impl Fn(&Candidate) -> bool) -> Vec<usize> {
     let mut needed: HashSet<(Fingerprint, SequenceHash)> = HashSet::new();
-    let mut wanted: Vec<usize> = Vec::new();
+    let mut wanted = Vec::new();
     for (position, block) in candidates.iter().enumerate().rev() {
-        if block.hot || needed.contains(&(block.fingerprint, block.name)) {
+        if wish(block) || needed.contains(&(block.fingerprint, block.name)) {
             wanted.push(position);
             needed.extend(block.parent.map(|parent| (block.fingerprint, parent)));
         }
     }
-    let mut left = budget;
-    let affordable = |position: &usize| match left.checked_sub(candidates[*position].bytes) {
-        Some(rest) => {
-            left = rest;
-            true
-        }
-        None => false,
-    };
-    wanted.into_iter().rev().take_while(affordable).collect()
+    wanted.reverse();
+    wanted
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// Blocks as `(name, parent, hot)`, ten bytes each; returns the names that are carried.
-    fn names(blocks: &[(u8, u8, bool)], budget: u64) -> Vec<u8> {
+    /// Blocks as `(name, parent, hot)`, ten bytes each, and the pinned ones' names; returns the names that are carried.
+    fn names_with(blocks: &[(u8, u8, bool)], pinned: &[u8], budget: u64) -> Vec<u8> {
         let candidate = |&(name, parent, hot): &(u8, u8, bool)| Candidate {
             fingerprint: Fingerprint::from_bytes([0; 32]),
             name: SequenceHash::from_bytes([name; 16]),
             parent: (parent > 0).then(|| SequenceHash::from_bytes([parent; 16])),
             hot,
+            pinned: pinned.contains(&name),
             bytes: 10,
         };
         let candidates: Vec<_> = blocks.iter().map(candidate).collect();
         carried(&candidates, budget).into_iter().map(|at| blocks[at].0).collect()
+    }
+
+    fn names(blocks: &[(u8, u8, bool)], budget: u64) -> Vec<u8> {
+        names_with(blocks, &[], budget)
+    }
+
+    #[test]
+    fn what_is_pinned_goes_along_first_with_its_parents() {
+        let blocks = [(9, 0, true), (1, 0, false), (2, 1, false), (3, 2, false), (8, 0, true)];
+        assert_eq!(names_with(&blocks, &[2], 20), [1, 2]);
+        assert_eq!(names_with(&blocks, &[2], 30), [9, 1, 2]);
+        assert_eq!(names_with(&blocks, &[2], 100), [9, 1, 2, 8]);
     }
 
     #[test]

@@ -96,6 +96,7 @@ impl Log {
                 fingerprint,
                 name: entry.name,
                 parent: entry.parent,
+                keep: entry.keep(),
                 place: Place {
                     segment: number,
                     offset: entry.offset,

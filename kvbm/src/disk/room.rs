@@ -100,8 +100,9 @@ impl Log {
             .filter_map(|(fingerprint, entry)| {
                 let place = self.shared.index.get(fingerprint, entry.name)?;
                 let bytes = record::span(u64::from(entry.length), self.access.grain());
-                let candidate =
-                    Candidate { fingerprint, name: entry.name, parent: entry.parent, hot: place.hot, bytes };
+                let (name, parent, hot) = (entry.name, entry.parent, place.hot);
+                let pinned = self.shared.index.is_pinned(fingerprint, name);
+                let candidate = Candidate { fingerprint, name, parent, hot, pinned, bytes };
                 (self.is_in(&place, number) && place.offset == entry.offset).then_some((candidate, place))
             })
             .collect();

@@ -4,6 +4,7 @@
 //! it is exclusive access to the bytes; a `CachedBlock` is held while its bytes are read, and a held slot is not handed
 //! out again.
 
+use crate::Keep;
 use crate::block::Header;
 use crate::pool::{CachedBlock, PartialBlock};
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
@@ -60,6 +61,12 @@ impl Arena {
     pub(super) fn header(&self, block: &CachedBlock) -> Header {
         let header = *self.headers[block.slot().0 as usize].lock().unwrap_or_else(PoisonError::into_inner);
         header.expect("a block is registered after its header was written")
+    }
+
+    /// The block is kept otherwise from now on.
+    pub(super) fn keep(&self, block: &CachedBlock, keep: Keep) {
+        let mut header = self.headers[block.slot().0 as usize].lock().unwrap_or_else(PoisonError::into_inner);
+        *header = header.map(|header| header.kept(keep));
     }
 
     fn at(&self, id: usize) -> *mut u8 {

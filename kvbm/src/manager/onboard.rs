@@ -173,8 +173,21 @@ struct Item {
 
 /// What became of an item.
 enum Written {
-    Good { source: usize, index: usize, block: FullBlock },
-    Bad { source: usize, index: usize, why: Corrupt },
+    Good {
+        source: usize,
+        index: usize,
+        block: FullBlock,
+    },
+    Bad {
+        source: usize,
+        index: usize,
+        why: Corrupt,
+    },
+    /// Sound, and older than its request allowed.
+    Over {
+        source: usize,
+        index: usize,
+    },
 }
 
 impl<'a> Loading<'a> {
@@ -316,6 +329,10 @@ impl<'a> Loading<'a> {
                     self.quarantine(source, index, why);
                     self.try_next(source, index);
                 }
+                Written::Over { source, index } => {
+                    self.expire(source, index);
+                    self.try_next(source, index);
+                }
             }
         }
         let lead = self.loaded.blocks.len();
@@ -347,6 +364,14 @@ impl<'a> Loading<'a> {
             Some(next) => self.wanted[next].push(index),
             None => self.end = self.end.min(index),
         }
+    }
+
+    fn expire(&self, source: usize, index: usize) {
+        let (tier, fingerprint) = (&self.sources[source].tier, self.core.device.fingerprint());
+        let name = self.order.names[index];
+        // Unless a sweep found it meanwhile.
+        self.core.metrics.expired(tier.level(), tier.holds(fingerprint, &[name]));
+        tier.discard(fingerprint, name);
     }
 
     fn quarantine(&self, source: usize, index: usize, why: Corrupt) {
@@ -405,6 +430,7 @@ impl Core {
         let fits = |block: &crate::Verified| block.payload().len() == self.device.block_bytes();
         let verified = block.verify(name, self.device.fingerprint());
         match verified.and_then(|block| if fits(&block) { Ok(block) } else { Err(Corrupt::Length) }) {
+            Ok(block) if block.header().keep.is_over(self.clock.now()) => Written::Over { source, index },
             Ok(block) => {
                 self.device.write(slot.slot(), block.payload());
                 let Header { parent, .. } = *block.header();

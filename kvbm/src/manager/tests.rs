@@ -5,7 +5,7 @@ use crate::contract::Memory;
 use crate::device::contract::InMemory;
 use crate::plan::Patience;
 use crate::tier::{Loaded, StoreError, Usage};
-use crate::{Block, BlockId, Epoch, Faults, Faulty, Fingerprint};
+use crate::{Block, BlockId, Date, Epoch, Faults, Faulty, Fingerprint};
 use futures::future::BoxFuture;
 use futures::stream::{BoxStream, StreamExt};
 use prometheus::Registry;
@@ -48,11 +48,18 @@ struct Site {
 
 impl Site {
     fn new(slots: usize, host: usize, lower: Vec<Arc<dyn Tier>>) -> Self {
+        Self::timed(slots, host, lower, &Clock::system())
+    }
+
+    fn timed(slots: usize, host: usize, lower: Vec<Arc<dyn Tier>>, clock: &Clock) -> Self {
         let (log, registry) = (log(), Registry::new());
         let metrics = Metrics::new(&registry).unwrap();
         let device = InMemory::new(slots, SIZE, fingerprint());
-        let host = (host > 0).then(|| HostTier::new((host * SIZE) as u64, SIZE, fingerprint(), log.clone(), &metrics));
-        let manager = BlockManager::new(device.clone(), host.clone(), lower, log.clone(), metrics);
+        let bytes = (host * SIZE) as u64;
+        let host =
+            (host > 0).then(|| HostTier::with_clock(bytes, SIZE, fingerprint(), log.clone(), &metrics, clock.clone()));
+        let manager =
+            BlockManager::with_clock(device.clone(), host.clone(), lower, log.clone(), metrics, clock.clone());
         Self { device, manager, host, log, registry }
     }
 
@@ -136,6 +143,9 @@ impl Tier for At {
     }
     fn discard(&self, fingerprint: Fingerprint, name: SequenceHash) {
         self.tier.discard(fingerprint, name);
+    }
+    fn expire(&self, now: Date) -> usize {
+        self.tier.expire(now)
     }
     fn usage(&self) -> Usage {
         self.tier.usage()

@@ -84,6 +84,7 @@ impl Catalog {
             fingerprint: section.fingerprint,
             name: entry.name,
             parent: entry.parent,
+            keep: entry.keep(),
             place: Place { object: number, offset: entry.offset, length: entry.length },
         };
         self.index.insert(section.entries.iter().map(resting), |_, _| ());
@@ -137,7 +138,14 @@ mod tests {
     use crate::{Epoch, Header};
 
     fn section(object: u64, names: &[u8]) -> Section {
-        let entry = |&n: &u8| Entry { name: SequenceHash::from_bytes([n; 16]), parent: None, offset: 0, length: 0 };
+        let entry = |&n: &u8| Entry {
+            name: SequenceHash::from_bytes([n; 16]),
+            parent: None,
+            offset: 0,
+            length: 0,
+            expires: None,
+            pinned: None,
+        };
         let entries = names.iter().map(entry).collect();
         Section { fingerprint: Fingerprint::from_bytes([0; 32]), object, entries }
     }

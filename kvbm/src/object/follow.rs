@@ -6,7 +6,7 @@
 use super::catalog::{Catalog, paths};
 use super::layout::{Layout, Writer};
 use super::manifest::{self, Section};
-use super::{PARALLEL, REQUEST};
+use super::{PARALLEL, REQUEST, Standing};
 use bytes::Bytes;
 use futures::stream::{self, StreamExt, TryStreamExt};
 use object_store::{Error, ObjectMeta, ObjectStore, ObjectStoreExt};
@@ -30,7 +30,9 @@ pub(super) struct Follower {
     own: Writer,
     catalog: Arc<Catalog>,
     known: BTreeMap<Writer, Seen>,
-    caught_up: watch::Sender<bool>,
+    standing: watch::Sender<Standing>,
+    /// Whether what was there at the start is known.
+    learned: bool,
     turn: usize,
 }
 
@@ -54,36 +56,39 @@ impl Follower {
         layout: Layout,
         own: Writer,
         catalog: Arc<Catalog>,
-        caught_up: watch::Sender<bool>,
+        standing: watch::Sender<Standing>,
     ) -> Self {
-        Self { store, layout, own, catalog, known: BTreeMap::new(), caught_up, turn: 0 }
+        Self { store, layout, own, catalog, known: BTreeMap::new(), standing, learned: false, turn: 0 }
     }
 
     /// Follows for ever.
     pub(super) async fn run(mut self) {
         let mut rounds = tokio::time::interval(ROUND);
         rounds.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut away = false;
         loop {
             rounds.tick().await;
-            match self.round().await {
-                Ok(()) => {
-                    away = false;
-                    self.caught_up.send_replace(true);
+            let now = match self.round().await {
+                Ok(()) => Standing::Ready,
+                Err(error) => Standing::from(&error),
+            };
+            self.learned |= now == Standing::Ready;
+            let before = self.standing.send_replace(now.clone());
+            // Once, not every second.
+            match (&before, &now) {
+                (Standing::Away(_) | Standing::Refused(_), Standing::Ready) => {
+                    tracing::info!(store = %self.store, under = %self.layout, "store answers again");
                 }
-                // Once, not every second.
-                Err(error) if !away => {
-                    tracing::warn!(store = %self.store, under = %self.layout, %error, "store does not answer");
-                    away = true;
+                (Standing::Learning | Standing::Ready, Standing::Away(why) | Standing::Refused(why)) => {
+                    tracing::warn!(store = %self.store, under = %self.layout, why, "store does not serve; asked again every second");
                 }
-                Err(_) => {}
+                _ => {}
             }
         }
     }
 
     async fn round(&mut self) -> Result<(), Error> {
         let strangers = self.strangers().await?;
-        if *self.caught_up.borrow() {
+        if self.learned {
             for writer in strangers {
                 let numbers = self.numbers(writer).await?;
                 let next = numbers.first().copied().unwrap_or(0);

@@ -4,19 +4,20 @@
 //!
 //! | bytes | field |
 //! | --: | --- |
-//! | 8 | magic `BLKYMAN1`; the last digit is the version |
+//! | 8 | magic `BLKYMAN2`; the last digit is the version |
 //! | 16 | writer |
 //! | … | sections: fingerprint 32, object's number 8, entries n 4, zeros 4, then n entries |
-//! | 44 × n | entries: name 16, parent 16, offset of the header 4, payload length 4, 1 when there is a parent 1, zeros 3 |
+//! | 52 × n | entries: name 16, parent 16, offset of the header 4, payload length 4, expires 4, pinned until 4, 1 when there is |
+//! |        | a parent 1, zeros 3 |
 //! | 8 | CRC-64/NVME over all before |
 
 use super::layout::Writer;
-use crate::{Fingerprint, Header, SequenceHash};
+use crate::{Date, Fingerprint, Header, Keep, SequenceHash};
 use crc_fast::{CrcAlgorithm, checksum};
 
-const MAGIC: [u8; 8] = *b"BLKYMAN1";
+const MAGIC: [u8; 8] = *b"BLKYMAN2";
 const SECTION: usize = 48;
-const ENTRY: usize = 44;
+const ENTRY: usize = 52;
 
 /// A block in an object.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -27,9 +28,18 @@ pub(super) struct Entry {
     pub(super) offset: u32,
     /// Payload bytes.
     pub(super) length: u32,
+    /// A miss from then on.
+    pub(super) expires: Option<Date>,
+    /// Not to be deleted before.
+    pub(super) pinned: Option<Date>,
 }
 
 impl Entry {
+    /// As far as it stands in a manifest.
+    pub(super) fn keep(&self) -> Keep {
+        Keep { expires: self.expires, pinned: self.pinned, ..Keep::default() }
+    }
+
     pub(super) fn end(&self) -> u64 {
         u64::from(self.offset) + Header::LEN as u64 + u64::from(self.length)
     }
@@ -64,6 +74,8 @@ pub(super) fn encode(writer: Writer, sections: &[Section]) -> Vec<u8> {
             bytes.extend(entry.parent.map_or([0; 16], |parent| *parent.as_bytes()));
             bytes.extend(entry.offset.to_le_bytes());
             bytes.extend(entry.length.to_le_bytes());
+            bytes.extend(Date::encode(entry.expires).to_le_bytes());
+            bytes.extend(Date::encode(entry.pinned).to_le_bytes());
             bytes.extend([u8::from(entry.parent.is_some()), 0, 0, 0]);
         }
     }
@@ -96,8 +108,9 @@ pub(super) fn decode(writer: Writer, bytes: &[u8]) -> Option<Vec<Section>> {
 fn entry(bytes: &[u8; ENTRY]) -> Entry {
     let name = |at: usize| SequenceHash::from_bytes(std::array::from_fn(|i| bytes[at + i]));
     let number = |at: usize| u32::from_le_bytes(std::array::from_fn(|i| bytes[at + i]));
-    let parent = (bytes[40] == 1).then(|| name(16));
-    Entry { name: name(0), parent, offset: number(32), length: number(36) }
+    let parent = (bytes[48] == 1).then(|| name(16));
+    let (expires, pinned) = (Date::decode(number(40)), Date::decode(number(44)));
+    Entry { name: name(0), parent, offset: number(32), length: number(36), expires, pinned }
 }
 
 #[cfg(test)]
@@ -110,6 +123,8 @@ mod tests {
             parent: (n > 1).then(|| SequenceHash::from_bytes([n - 1; 16])),
             offset: u32::from(n) * 1000,
             length: 500,
+            expires: (n > 2).then(|| Date::from_unix(9)),
+            pinned: (n > 1).then(|| Date::from_unix(5)),
         };
         let section = |space: u8, entries: &[u8]| Section {
             fingerprint: Fingerprint::from_bytes([space; 32]),

@@ -12,7 +12,7 @@ use super::catalog::{Catalog, paths};
 use super::layout::{Layout, Writer};
 use super::manifest::{self, Entry, Section};
 use super::{REQUEST, Settings};
-use crate::{Block, Fingerprint, Header, StoreError};
+use crate::{Block, Fingerprint, Header, Keep, StoreError};
 use bytes::Bytes;
 use object_store::{ObjectStore, ObjectStoreExt, PutPayload, path::Path};
 use std::collections::BTreeMap;
@@ -115,8 +115,8 @@ impl Packer {
         let mut entries = Vec::with_capacity(jobs.len());
         let mut offset = 0;
         for Job { block: Block { header, .. }, .. } in &jobs {
-            let (name, parent, length) = (header.name, header.parent, header.length as u32);
-            entries.push(Entry { name, parent, offset: offset as u32, length });
+            let Header { name, parent, keep: Keep { expires, pinned, .. }, .. } = *header;
+            entries.push(Entry { name, parent, offset: offset as u32, length: header.length as u32, expires, pinned });
             offset += Header::LEN as u64 + header.length;
         }
         let records = jobs

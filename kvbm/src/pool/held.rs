@@ -67,7 +67,7 @@ impl CachedBlock {
 
     /// Whose it is, and how long it is kept.
     pub fn custody(&self) -> Custody {
-        self.pool.lock().custody[self.block.id as usize]
+        self.pool.lock().keeping.of(self.block.id)
     }
 
     /// Lets go of the block, but remembers it.
@@ -114,7 +114,7 @@ impl CachedBlocks {
     pub fn custody(&self) -> Vec<Custody> {
         let Some(pool) = &self.pool else { return Vec::new() };
         let state = pool.lock();
-        self.blocks.iter().map(|block| state.custody[block.id as usize]).collect()
+        self.blocks.iter().map(|block| state.keeping.of(block.id)).collect()
     }
 
     /// Holds the blocks of `more` too, which are of the same memory, after its own.

@@ -1,7 +1,10 @@
 use super::*;
 use crate::event::Epoch;
+use prometheus::IntGauge;
 use proptest::prelude::*;
 use std::collections::{HashMap, HashSet};
+
+mod terms;
 
 fn name(n: u8) -> SequenceHash {
     SequenceHash::from_bytes([n; 16])
@@ -9,8 +12,12 @@ fn name(n: u8) -> SequenceHash {
 
 fn pool(capacity: usize) -> (Pool, Arc<EventLog>, IntGauge) {
     let log = Arc::new(EventLog::new(Epoch(1)));
-    let gauge = IntGauge::new("blocks", "blocks").unwrap();
-    (Pool::new(Level::G1, capacity, log.clone(), gauge.clone()), log, gauge)
+    let metrics = metrics();
+    (Pool::new(Level::G1, capacity, log.clone(), metrics.clone(), Clock::system()), log, metrics.blocks)
+}
+
+fn metrics() -> MemoryMetrics {
+    crate::Metrics::new(&prometheus::Registry::new()).unwrap().memory(Level::G1)
 }
 
 fn put(pool: &Pool, n: u8, parent: Option<u8>) -> CachedBlock {

@@ -74,6 +74,9 @@ async fn blocks_are_stored_once_and_many_at_a_time() {
         fn discard(&self, fingerprint: Fingerprint, name: SequenceHash) {
             self.0.discard(fingerprint, name);
         }
+        fn expire(&self, now: Date) -> usize {
+            self.0.expire(now)
+        }
         fn usage(&self) -> Usage {
             self.0.usage()
         }
@@ -106,6 +109,9 @@ async fn a_task_that_panics_takes_the_tiers_with_it_but_not_the_device() {
             panic!("a defect")
         }
         fn discard(&self, _: Fingerprint, _: SequenceHash) {}
+        fn expire(&self, _: Date) -> usize {
+            0
+        }
         fn usage(&self) -> Usage {
             Usage::default()
         }
