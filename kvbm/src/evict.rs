@@ -7,11 +7,17 @@
 //! in a chain. **Invariant: a held block holds its parent.** So every block that is not held can be given up, in some
 //! order, and [`Residents::idle`] is exactly what an allocation can count on.
 //!
-//! Look here in vain for frequency: the order among leaves is by priority, and then least recently used;
-//! [`Node::turn`] is where another order would go.
+//! **Who goes first**: of the leaves of the least priority, the one that was used least often, and of those the one that
+//! was let go longest ago.
+//! Counts fade ([`frequency`]). So what is read once, however much of it, passes through without displacing what is used
+//! again and again. A new block always gets in, and for as long as it is among the *young* (an eighth of the slots) it goes
+//! after all others: there is time for it to be used again.
+
+mod frequency;
 
 use crate::names::{ByName, Positions};
 use crate::{Priority, SequenceHash};
+use frequency::{Frequency, Uses};
 use std::collections::BTreeSet;
 use std::hint::black_box;
 
@@ -21,14 +27,18 @@ pub(crate) struct Residents {
     nodes: Vec<Node>,
     /// Followers of blocks that are not here: a child may arrive before its parent, and a parent may be discarded.
     absent: ByName<Followers>,
-    /// What may go now, in this order: resident, not held, no resident child.
-    leaves: BTreeSet<Turn>,
+    /// What may go now, and when it is its turn: resident, not held, no resident child.
+    leaves: BTreeSet<Leaf>,
+    frequency: Frequency,
+    /// Blocks that are young, and how many may be.
+    young: usize,
+    young_most: usize,
     idle: usize,
     clock: u64,
 }
 
-/// When a leaf goes: the least priority first, then the one that was let go longest ago. And its slot.
-type Turn = (Priority, u64, u32);
+/// A leaf among others: the first goes first. Ends in its slot.
+type Leaf = (Priority, Turn, u32);
 
 /// What [`Residents::remove`] did.
 pub(crate) enum Removed {
@@ -52,8 +62,9 @@ struct Node {
     /// Guards that outsiders have.
     holds: u32,
     followers: Followers,
-    /// When it was last let go.
-    rank: u64,
+    turn: Turn,
+    /// As of the turn's height.
+    uses: Uses,
     priority: Priority,
 }
 
@@ -73,16 +84,55 @@ impl Node {
         parent_at: 0,
         holds: 0,
         followers: Followers { resident: 0, held: 0 },
-        rank: 0,
+        turn: Turn(0),
+        uses: 0,
         priority: Priority::Normal,
     };
 
-    fn turn(&self, slot: u32) -> Turn {
-        (self.priority, self.rank, slot)
+    fn leaf(&self, slot: u32) -> Leaf {
+        (self.priority, self.turn, slot)
     }
 
     fn held(&self) -> bool {
         self.holds > 0 || self.followers.held > 0
+    }
+}
+
+/// When a block goes: the lower first. In one word:
+///
+/// ```text
+///   grown   0 │ height, 21 bits │ time, 42 bits
+///   young   1 │ time, 42 bits   │ height, 21 bits
+/// ```
+/// The height is what its uses give it ([`Frequency::height`]), the time when it was last let go: 42 bits count a million
+/// blocks let go each second for fifty days. What comes round then is in the wrong order, and no worse.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Turn(u64);
+
+impl Turn {
+    const TIME: u32 = 42;
+    const HEIGHT: u32 = 21;
+    /// The first turn of the young.
+    const YOUNG: Self = Self(1 << 63);
+    const LAST: Self = Self(u64::MAX);
+
+    const fn new(young: bool, height: u32, time: u64) -> Self {
+        let (height, time) = (height as u64 & ((1 << Self::HEIGHT) - 1), time & ((1 << Self::TIME) - 1));
+        if young { Self(Self::YOUNG.0 | time << Self::HEIGHT | height) } else { Self(height << Self::TIME | time) }
+    }
+
+    const fn is_young(self) -> bool {
+        self.0 >= Self::YOUNG.0
+    }
+
+    const fn height(self) -> u32 {
+        let bits = if self.is_young() { self.0 } else { self.0 >> Self::TIME };
+        (bits & ((1 << Self::HEIGHT) - 1)) as u32
+    }
+
+    const fn time(self) -> u64 {
+        let bits = if self.is_young() { self.0 >> Self::HEIGHT } else { self.0 };
+        bits & ((1 << Self::TIME) - 1)
     }
 }
 
@@ -101,6 +151,9 @@ impl Residents {
             nodes: Vec::with_capacity(capacity),
             absent: ByName::default(),
             leaves: BTreeSet::new(),
+            frequency: Frequency::new(capacity),
+            young: 0,
+            young_most: capacity.div_ceil(8),
             idle: 0,
             clock: 0,
         }
@@ -145,7 +198,7 @@ impl Residents {
         self.nodes.iter().filter(|node| node.resident).map(|node| node.name)
     }
 
-    /// A block comes to rest in an empty slot, not held. Its name must not be here yet.
+    /// A block comes to rest in an empty slot, not held. Its name must not be here yet. That it comes is a use.
     pub(crate) fn insert(&mut self, slot: u32, name: SequenceHash, parent: Option<SequenceHash>, priority: Priority) {
         if self.nodes.len() <= slot as usize {
             self.nodes.resize(slot as usize + 1, Node::EMPTY);
@@ -154,19 +207,43 @@ impl Residents {
         let followers = self.absent.remove(&name).unwrap_or_default();
         // A block that claims to follow itself would never be a leaf.
         let parent = parent.filter(|parent| *parent != name);
-        let node = Node { name, parent, followers, rank: self.clock, priority, resident: true, ..Node::EMPTY };
+        let uses = self.frequency.used(self.frequency.recall(&name));
+        let turn = Turn::new(true, self.frequency.height(uses), self.clock);
+        let node = Node { name, parent, followers, turn, uses, priority, resident: true, ..Node::EMPTY };
         let (leaf, held) = (followers.resident == 0, node.held());
         self.nodes[slot as usize] = node;
         self.names.insert(&name, slot);
         self.idle += 1;
+        self.young += 1;
         if leaf {
-            self.leaves.insert(self.nodes[slot as usize].turn(slot));
+            self.leaves.insert((priority, turn, slot));
         }
         self.follow(slot);
         if held {
             // By children that were here before it.
             self.became_held(slot);
         }
+        while self.young > self.young_most && self.grow_up().is_some() {}
+    }
+
+    /// The young leaf that was let go longest ago is young no more, nor is what it follows.
+    fn grow_up(&mut self) -> Option<()> {
+        let first = |priority| self.leaves.range((priority, Turn::YOUNG, 0)..=(priority, Turn::LAST, u32::MAX)).next();
+        let oldest = Priority::ALL.into_iter().filter_map(first).min_by_key(|(_, turn, _)| *turn).copied()?;
+        self.leaves.remove(&oldest);
+        let (.., leaf) = oldest;
+        let mut slot = leaf;
+        while self.nodes[slot as usize].turn.is_young() {
+            let node = &mut self.nodes[slot as usize];
+            node.turn = Turn::new(false, node.turn.height(), node.turn.time());
+            self.young -= 1;
+            match self.parent_of(slot) {
+                Parent::Here(at) => slot = at,
+                Parent::Root | Parent::Absent(_) => break,
+            }
+        }
+        self.leaves.insert(self.nodes[leaf as usize].leaf(leaf));
+        Some(())
     }
 
     /// One more guard.
@@ -177,6 +254,14 @@ impl Residents {
         if !before {
             self.became_held(slot);
         }
+    }
+
+    /// A held block is used once more.
+    pub(crate) fn used(&mut self, slot: u32) {
+        let node = &mut self.nodes[slot as usize];
+        debug_assert!(node.held(), "its place among the leaves would be wrong");
+        node.uses = self.frequency.used(self.frequency.faded(node.uses, node.turn.height()));
+        node.turn = Turn::new(node.turn.is_young(), self.frequency.height(node.uses), node.turn.time());
     }
 
     /// One guard less. True: the block was removed meanwhile, nobody needs the slot any more, and it is the caller's.
@@ -195,17 +280,18 @@ impl Residents {
     /// Gives a block another priority.
     pub(crate) fn prefer(&mut self, slot: u32, priority: Priority) {
         let node = &mut self.nodes[slot as usize];
-        let waits = self.leaves.remove(&node.turn(slot));
+        let waits = self.leaves.remove(&node.leaf(slot));
         node.priority = priority;
         if waits {
-            self.leaves.insert(node.turn(slot));
+            self.leaves.insert(node.leaf(slot));
         }
     }
 
     /// Gives up the leaf whose turn it is. Its slot is the caller's.
     pub(crate) fn evict(&mut self) -> Option<(u32, SequenceHash)> {
         let &(.., slot) = self.leaves.first()?;
-        let name = self.nodes[slot as usize].name;
+        let Node { name, uses, turn, .. } = self.nodes[slot as usize];
+        self.frequency.remember(&name, self.frequency.faded(uses, turn.height()));
         self.detach(slot);
         Some((slot, name))
     }
@@ -224,9 +310,10 @@ impl Residents {
             self.became_idle(slot);
         }
         let node = &mut self.nodes[slot as usize];
-        self.leaves.remove(&node.turn(slot));
+        self.leaves.remove(&node.leaf(slot));
         let (name, followers) = (node.name, std::mem::take(&mut node.followers));
         node.resident = false;
+        self.young -= usize::from(node.turn.is_young());
         self.idle -= 1;
         self.names.remove(&name, slot);
         if followers.resident > 0 {
@@ -242,7 +329,7 @@ impl Residents {
             Parent::Here(at) => {
                 let node = &mut self.nodes[at as usize];
                 if node.followers.resident == 0 {
-                    self.leaves.remove(&node.turn(at));
+                    self.leaves.remove(&node.leaf(at));
                 }
                 node.followers.resident += 1;
             }
@@ -264,7 +351,7 @@ impl Residents {
                 let node = &mut self.nodes[at as usize];
                 node.followers.resident -= 1;
                 if node.followers.resident == 0 && !node.held() {
-                    self.leaves.insert(node.turn(at));
+                    self.leaves.insert(node.leaf(at));
                 }
             }
         }
@@ -277,7 +364,7 @@ impl Residents {
             self.idle -= 1;
             let node = &self.nodes[slot as usize];
             if node.followers.resident == 0 {
-                self.leaves.remove(&node.turn(slot));
+                self.leaves.remove(&node.leaf(slot));
             }
             match self.parent_of(slot) {
                 Parent::Root => return,
@@ -301,9 +388,9 @@ impl Residents {
             self.idle += 1;
             self.clock += 1;
             let node = &mut self.nodes[slot as usize];
-            node.rank = self.clock;
+            node.turn = Turn::new(node.turn.is_young(), node.turn.height(), self.clock);
             if node.followers.resident == 0 {
-                self.leaves.insert(node.turn(slot));
+                self.leaves.insert(node.leaf(slot));
             }
             match self.parent_of(slot) {
                 Parent::Root => return,
@@ -340,3 +427,6 @@ impl Residents {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -86,9 +86,14 @@ impl HostTier {
         })
     }
 
-    /// Blocks without a copy of their bytes, kept in place while they are held.
+    /// Blocks without a copy of their bytes, kept in place while they are held. Not counted as a use: see
+    /// [`Tier::load`].
     pub(crate) fn get(&self, names: &[SequenceHash]) -> Vec<Option<Block>> {
-        self.pool.found(names).into_iter().map(|held| held.map(|held| self.block(held))).collect()
+        self.blocks(self.pool.found(names))
+    }
+
+    fn blocks(&self, held: Vec<Option<CachedBlock>>) -> Vec<Option<Block>> {
+        held.into_iter().map(|held| held.map(|held| self.block(held))).collect()
     }
 
     /// Keeps blocks that are here for longer, if `keep` asks for more than they have.
@@ -131,7 +136,13 @@ impl HostTier {
         if self.pool.holds(&[name]) == 1 {
             return Ok(());
         }
-        let Some(mut slot) = self.pool.allocate(1).and_then(|mut slots| slots.pop()) else {
+        // A block must not displace the one that it follows, unless there is no other.
+        let held = parent.map(|parent| self.pool.found(&[parent]));
+        let slots = self.pool.allocate(1).or_else(|| {
+            drop(held);
+            self.pool.allocate(1)
+        });
+        let Some(mut slot) = slots.and_then(|mut slots| slots.pop()) else {
             // Every block is being read: soon some will not be.
             return Err(if self.pool.capacity() == 0 { StoreError::Full } else { StoreError::Busy });
         };
@@ -156,7 +167,8 @@ impl Tier for HostTier {
     }
 
     fn load(&self, fingerprint: Fingerprint, names: Vec<SequenceHash>) -> BoxStream<'static, Loaded> {
-        let found = if fingerprint == self.fingerprint { self.get(&names) } else { vec![None; names.len()] };
+        let ours = fingerprint == self.fingerprint;
+        let found = if ours { self.blocks(self.pool.used(&names)) } else { vec![None; names.len()] };
         stream::iter(found.into_iter().map(Ok).enumerate()).boxed()
     }
 

@@ -32,6 +32,14 @@ impl SequenceHash {
     }
 }
 
+impl SequenceHash {
+    /// Both halves as numbers, the second one odd: for tables that look in several places.
+    pub(crate) fn halves(&self) -> (u64, u64) {
+        let half = |at: usize| u64::from_le_bytes(std::array::from_fn(|i| self.0[at + i]));
+        (half(0), half(8) | 1)
+    }
+}
+
 impl fmt::Display for SequenceHash {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))

@@ -143,7 +143,7 @@ impl Pool {
         CachedBlocks::new(&self.0, cached)
     }
 
-    /// The leading `names` that are here, held.
+    /// The leading `names` that are here, held, and used once more.
     pub(crate) fn matched(&self, names: &[SequenceHash]) -> CachedBlocks {
         let mut held = Vec::with_capacity(names.len());
         // In batches, so that nobody waits for the lock for long; what is held already keeps what precedes it.
@@ -152,7 +152,10 @@ impl Pool {
             let before = held.len();
             let found = state.residents.find_each(batch).zip(batch);
             held.extend(found.map_while(|(id, name)| Some(Held { id: id?, name: *name })));
-            held[before..].iter().for_each(|block| state.residents.hold(block.id));
+            held[before..].iter().for_each(|block| {
+                state.residents.hold(block.id);
+                state.residents.used(block.id);
+            });
             if held.len() - before < batch.len() {
                 break;
             }
@@ -160,7 +163,16 @@ impl Pool {
         CachedBlocks::new(&self.0, held)
     }
 
-    /// Each of `names`, held if it is here. One call for a chain, from its root on, costs far less than one per block: a
+    /// Each of `names`, held if it is here, and used once more.
+    pub(crate) fn used(&self, names: &[SequenceHash]) -> Vec<Option<CachedBlock>> {
+        let held = self.found(names);
+        let mut state = self.0.lock();
+        held.iter().flatten().for_each(|block| state.residents.used(block.slot().0));
+        drop(state);
+        held
+    }
+
+    /// Each of `names`, held if it is here, which is no use: blocks are copied without being asked for. One call for a chain, from its root on, costs far less than one per block: a
     /// hold walks up to the first ancestor that is held.
     pub(crate) fn found(&self, names: &[SequenceHash]) -> Vec<Option<CachedBlock>> {
         let mut held: Vec<Option<Held>> = Vec::with_capacity(names.len());

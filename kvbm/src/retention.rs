@@ -31,6 +31,11 @@ pub enum Priority {
     High,
 }
 
+impl Priority {
+    /// All, from the least.
+    pub(crate) const ALL: [Self; 3] = [Self::Low, Self::Normal, Self::High];
+}
+
 impl Default for Retention {
     fn default() -> Self {
         Self { ttl: None, pin: None, store: true, priority: Priority::Normal }

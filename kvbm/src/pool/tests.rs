@@ -2,7 +2,7 @@ use super::*;
 use crate::event::Epoch;
 use prometheus::IntGauge;
 use proptest::prelude::*;
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 
 mod terms;
 
@@ -54,7 +54,7 @@ fn free_slots_go_before_cached_blocks_and_leaves_before_parents() {
 }
 
 #[test]
-fn the_least_recently_used_leaf_goes_first() {
+fn of_leaves_used_equally_often_the_least_recent_goes_first() {
     let (pool, ..) = pool(3);
     drop([put(&pool, 1, None), put(&pool, 2, None), put(&pool, 3, None)]);
     drop(pool.matched(&[name(1)]));
@@ -164,24 +164,18 @@ fn op() -> impl Strategy<Value = Op> {
 /// The same rules, told naively: every question is answered by looking at everything.
 #[derive(Default)]
 struct Model {
-    /// Name to when it was last let go.
-    resident: HashMap<u8, u64>,
-    clock: u64,
+    resident: HashSet<u8>,
 }
 
 impl Model {
-    fn child_of(&self, n: u8) -> Option<u8> {
-        self.resident.keys().copied().find(|child| parent(*child) == Some(n))
-    }
-
     /// Held itself, or through a resident descendant, along resident blocks.
     fn held(&self, n: u8, guards: &[(u8, CachedBlock)]) -> bool {
         guards.iter().any(|(m, _)| *m == n)
-            || self.resident.keys().any(|child| *child != 0 && parent(*child) == Some(n) && self.held(*child, guards))
+            || self.resident.iter().any(|child| *child != 0 && parent(*child) == Some(n) && self.held(*child, guards))
     }
 
     fn idle(&self, guards: &[(u8, CachedBlock)]) -> HashSet<u8> {
-        self.resident.keys().copied().filter(|n| !self.held(*n, guards)).collect()
+        self.resident.iter().copied().filter(|n| !self.held(*n, guards)).collect()
     }
 }
 
@@ -202,11 +196,11 @@ proptest! {
                 Op::Register(n) => {
                     let Some(slot) = partial.pop() else { continue };
                     guards.push((n, pool.register(vec![slot.complete(name(n), parent(n).map(name), Custody::default())]).into_iter().next().unwrap()));
-                    model.resident.entry(n).or_insert(0);
+                    model.resident.insert(n);
                 }
                 Op::Match(n) => {
                     let chain: Vec<u8> = std::iter::successors(Some(n), |n| parent(*n)).collect::<Vec<_>>().into_iter().rev().collect();
-                    let want = chain.iter().take_while(|n| model.resident.contains_key(n)).count();
+                    let want = chain.iter().take_while(|n| model.resident.contains(n)).count();
                     let names: Vec<_> = chain.iter().copied().map(name).collect();
                     let got = pool.matched(&names);
                     prop_assert_eq!(got.len(), want);
@@ -228,15 +222,14 @@ proptest! {
                         prop_assert!(!taken.contains(&slot.slot()), "a held slot was handed out");
                         partial.push(slot);
                     }
-                    // What is gone now was evicted, oldest leaf first; replay it.
-                    let mut evict = n.saturating_sub(free);
-                    while evict > 0 && free + idle_before.len() >= n {
-                        let leaf = model.resident.iter()
-                            .filter(|(m, _)| !model.held(**m, &guards) && model.child_of(**m).is_none())
-                            .min_by_key(|(_, used)| **used).map(|(m, _)| *m).unwrap();
-                        model.resident.remove(&leaf);
-                        evict -= 1;
-                    }
+                    // What is gone now was evicted: nobody held it, and it left no child behind.
+                    let left: HashSet<_> = pool.names().into_iter().collect();
+                    let (gone, stay): (Vec<_>, Vec<_>) = model.resident.iter().partition(|n| !left.contains(&name(**n)));
+                    let evicted = if free + idle_before.len() >= n { n.saturating_sub(free) } else { 0 };
+                    prop_assert_eq!(gone.len(), evicted);
+                    prop_assert!(gone.iter().all(|n| idle_before.contains(n)));
+                    prop_assert!(stay.iter().all(|n| !parent(*n).is_some_and(|parent| gone.contains(&parent) && parent != *n)));
+                    model.resident.retain(|n| !gone.contains(n));
                 }
                 Op::Discard(n) => {
                     pool.discard(name(n));
@@ -246,16 +239,8 @@ proptest! {
                     orphaned.extend(Vec::into_iter(left).map(|(_, guard)| guard));
                 }
             }
-            // Whatever is idle now and was not before was let go just now, child before parent.
-            let mut fresh: Vec<u8> = model.idle(&guards).difference(&idle_before).copied().collect();
-            fresh.sort_by_key(|n| std::cmp::Reverse(*n));
-            for n in fresh {
-                model.clock += 1;
-                model.resident.insert(n, model.clock);
-            }
-
             let names: HashSet<_> = pool.names().into_iter().collect();
-            let want: HashSet<_> = model.resident.keys().copied().map(name).collect();
+            let want: HashSet<_> = model.resident.iter().copied().map(name).collect();
             prop_assert_eq!(&names, &want);
             let announced: HashSet<_> = log.snapshot().blocks.into_iter().map(|(_, name)| name).collect();
             prop_assert_eq!(&names, &announced);
