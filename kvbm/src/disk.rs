@@ -36,6 +36,7 @@ use crate::index::Index;
 use crate::tier::{LoadError, Loaded, StoreError, Tier, Usage};
 use crate::{Block, Date, EventLog, Fingerprint, Level, SequenceHash};
 use coming::Coming;
+use direct::Pool;
 use futures::future::{BoxFuture, FutureExt};
 use futures::stream::{self, BoxStream, StreamExt};
 use load::{Part, again};
@@ -130,6 +131,7 @@ impl DiskTier {
         let shared = Shared {
             index: Arc::new(Index::new(Level::G3, events)),
             next: Arc::default(),
+            pool: Pool::default(),
             paths: paths.len() as u32,
             #[cfg(test)]
             rig: tests::Rig::default(),

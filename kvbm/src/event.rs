@@ -5,9 +5,11 @@
 //! The log keeps the set of announced blocks beside the numbers, so a snapshot is always consistent with its number.
 
 use crate::SequenceHash;
+use crate::names::NameHasher;
 use serde::{Deserialize, Serialize};
 use std::collections::{HashSet, VecDeque};
 use std::fmt;
+use std::hash::BuildHasherDefault;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use tokio::sync::watch;
 
@@ -120,7 +122,7 @@ pub struct EventLog {
 struct State {
     last: u64,
     ring: VecDeque<Numbered>,
-    announced: HashSet<(Level, SequenceHash)>,
+    announced: HashSet<(Level, SequenceHash), BuildHasherDefault<NameHasher>>,
 }
 
 impl EventLog {
@@ -129,7 +131,7 @@ impl EventLog {
 
     /// An empty log for one life of its owner.
     pub fn new(epoch: Epoch) -> Self {
-        let state = State { last: 0, ring: VecDeque::new(), announced: HashSet::new() };
+        let state = State { last: 0, ring: VecDeque::new(), announced: HashSet::default() };
         Self { epoch, state: Mutex::new(state), latest: watch::Sender::new(0) }
     }
 

@@ -1,22 +1,21 @@
-//! Files past the page cache: aligned memory, `O_DIRECT`, scattered reads, reserved and free space.
+//! Files past the page cache: aligned memory, `O_DIRECT`, reserved and free space.
 //!
 //! The only file of the disk tier with `unsafe`. Buffered writes were six times slower than direct ones where this was
 //! measured; a filesystem that refuses direct access (tmpfs) is used through the page cache, with the same layout.
 
 use std::alloc::{self, Layout};
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, IoSliceMut};
+use std::io;
 use std::ops::{Deref, DerefMut};
 use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 use std::ptr::NonNull;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// What every device in use is content with for memory.
 const ALIGN: usize = 4096;
-/// Vectors that one call takes, by POSIX on Linux.
-const VECTORS: libc::c_int = 1024;
 
 /// Zeroed memory at an address that direct access takes.
 pub(super) struct Buffer {
@@ -62,7 +61,68 @@ impl DerefMut for Buffer {
     }
 }
 
-impl AsRef<[u8]> for Buffer {
+/// Buffers that are used again: fresh memory costs a fault and zeros for every page, which at the speed of a device is time
+/// that counts.
+#[derive(Clone, Default)]
+pub(super) struct Pool(Arc<Mutex<Vec<Buffer>>>);
+
+impl Pool {
+    /// Buffers are as long as a multiple of this, so that they fit others.
+    const STEP: usize = 1 << 20;
+    /// Free buffers that are kept: what the readers and writers of one path have under way at once.
+    const KEPT: usize = 16;
+
+    /// At least `bytes`, with anything in them.
+    pub(super) fn take(&self, bytes: usize) -> Pooled {
+        let wanted = bytes.next_multiple_of(Self::STEP).max(Self::STEP);
+        let found = {
+            let mut free = self.lock();
+            let fits = free.iter().position(|buffer| buffer.len() == wanted);
+            fits.map(|at| free.swap_remove(at))
+        };
+        let buffer = found.unwrap_or_else(|| Buffer::zeroed(wanted));
+        Pooled { pool: self.clone(), buffer: Some(buffer) }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<Buffer>> {
+        // A push or a removal is all that happens under this lock.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A buffer that goes back when it is dropped.
+pub(super) struct Pooled {
+    pool: Pool,
+    /// There until the drop.
+    buffer: Option<Buffer>,
+}
+
+impl Drop for Pooled {
+    fn drop(&mut self) {
+        let mut free = self.pool.lock();
+        if free.len() >= Pool::KEPT {
+            // Of the sizes that are used now some come again.
+            free.swap_remove(0);
+        }
+        free.extend(self.buffer.take());
+    }
+}
+
+impl Deref for Pooled {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        self.buffer.as_ref().expect("there until the drop")
+    }
+}
+
+impl DerefMut for Pooled {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        self.buffer.as_mut().expect("there until the drop")
+    }
+}
+
+impl AsRef<[u8]> for Pooled {
     fn as_ref(&self) -> &[u8] {
         self
     }
@@ -125,27 +185,15 @@ impl Access {
     }
 }
 
-/// Fills `parts` one after the other from `offset` on; less only at the end of the file. Returns the bytes read.
-pub(super) fn read_scattered(file: &File, mut offset: u64, parts: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
-    let mut left = parts;
+/// Fills `into` from `offset` on; less only at the end of the file. Returns the bytes read.
+pub(super) fn read(file: &File, offset: u64, into: &mut [u8]) -> io::Result<usize> {
     let mut total = 0;
-    while !left.is_empty() {
-        let count = left.len().try_into().unwrap_or(VECTORS).min(VECTORS);
-        // SAFETY: `IoSliceMut` has the layout of `iovec`; the vectors stay borrowed, exclusively, during the call.
-        let read = unsafe { libc::preadv(file.as_raw_fd(), left.as_mut_ptr().cast(), count, offset.cast_signed()) };
-        match read {
-            0 => break,
-            1.. => {
-                total += read as usize;
-                offset += read as u64;
-                IoSliceMut::advance_slices(&mut left, read as usize);
-            }
-            _ => {
-                let error = io::Error::last_os_error();
-                if error.kind() != io::ErrorKind::Interrupted {
-                    return Err(error);
-                }
-            }
+    while total < into.len() {
+        match file.read_at(&mut into[total..], offset + total as u64) {
+            Ok(0) => break,
+            Ok(read) => total += read,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
         }
     }
     Ok(total)
@@ -197,10 +245,9 @@ mod tests {
 
         for access in [access, Access::Buffered] {
             let file = access.open(&path, OpenOptions::new().read(true)).unwrap();
-            let (mut gap, mut rest) = (Buffer::zeroed(grain), Buffer::zeroed(2 * grain));
-            let mut parts = [IoSliceMut::new(&mut gap), IoSliceMut::new(&mut rest)];
-            assert_eq!(read_scattered(&file, 2 * grain as u64, &mut parts).unwrap(), 3 * grain);
-            assert_eq!([&gap[..], &rest[..]].concat(), written[..]);
+            let mut found = Buffer::zeroed(3 * grain);
+            assert_eq!(read(&file, 2 * grain as u64, &mut found).unwrap(), 3 * grain);
+            assert_eq!(found[..], written[..]);
         }
     }
 
@@ -210,19 +257,7 @@ mod tests {
         let path = folder.path().join("file");
         fs::write(&path, [7; 700]).unwrap();
         let mut buffer = Buffer::zeroed(1024);
-        let read = read_scattered(&File::open(&path).unwrap(), 512, &mut [IoSliceMut::new(&mut buffer)]).unwrap();
+        let read = read(&File::open(&path).unwrap(), 512, &mut buffer).unwrap();
         assert_eq!((read, &buffer[..188]), (188, &[7; 188][..]));
-    }
-
-    #[test]
-    fn more_parts_than_one_call_takes_are_all_filled() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("file");
-        let bytes: Vec<u8> = (0..3000).map(|i| (i % 251) as u8).collect();
-        fs::write(&path, &bytes).unwrap();
-        let mut into = vec![0; 3000];
-        let mut parts: Vec<_> = into.chunks_mut(1).map(IoSliceMut::new).collect();
-        assert_eq!(read_scattered(&File::open(&path).unwrap(), 0, &mut parts).unwrap(), 3000);
-        assert_eq!(into, bytes);
     }
 }

@@ -151,7 +151,7 @@ impl Listing {
             .map(|space| Fingerprint::from_bytes(std::array::from_fn(|i| space[i])))
             .collect();
         let entry = |bytes: &[u8]| {
-            let name = |at: usize| SequenceHash::from_bytes(std::array::from_fn(|i| bytes[at + i]));
+            let name = |at: usize| SequenceHash::from_bytes(array(bytes, at));
             let space = u16::from_le_bytes([bytes[40], bytes[41]]);
             (usize::from(space) < spaces.len() && bytes[42] <= 2).then(|| Entry {
                 name: name(0),
@@ -170,11 +170,15 @@ impl Listing {
 }
 
 fn word(bytes: &[u8], at: usize) -> u64 {
-    u64::from_le_bytes(std::array::from_fn(|i| bytes[at + i]))
+    u64::from_le_bytes(array(bytes, at))
 }
 
 fn half(bytes: &[u8], at: usize) -> u32 {
-    u32::from_le_bytes(std::array::from_fn(|i| bytes[at + i]))
+    u32::from_le_bytes(array(bytes, at))
+}
+
+fn array<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
+    *bytes[at..].first_chunk().expect("callers know how much there is")
 }
 
 #[cfg(test)]

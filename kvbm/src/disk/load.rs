@@ -1,6 +1,6 @@
 //! Reading: where the wanted blocks lie, and the bytes of neighbours in one call.
 
-use super::direct::{self, Access, Buffer};
+use super::direct::{self, Access};
 use super::log::{Log, Place};
 use super::{record, segment};
 use crate::index::Index;
@@ -10,7 +10,7 @@ use crate::{Block, Corrupt, Fingerprint, Header, SequenceHash};
 use bytes::Bytes;
 use std::collections::BTreeMap;
 use std::fs::OpenOptions;
-use std::io::{self, IoSliceMut};
+use std::io;
 use std::sync::Arc;
 
 /// One read: enough to be as fast as the device, small enough that the first blocks arrive early.
@@ -94,18 +94,17 @@ impl Log {
         let path = segment::path(&self.folder, number);
         let read = |access: Access| -> io::Result<Vec<Option<Bytes>>> {
             let file = access.open(&path, OpenOptions::new().read(true))?;
-            let (mut buffers, mut end) = (Vec::new(), run.start());
-            for wanted in &run.wanted {
-                if wanted.offset > end {
-                    buffers.push((None, Buffer::zeroed((wanted.offset - end) as usize)));
-                }
-                end = wanted.offset + wanted.length;
-                buffers.push((Some(end), Buffer::zeroed(wanted.length as usize)));
-            }
-            let mut parts: Vec<_> = buffers.iter_mut().map(|(_, buffer)| IoSliceMut::new(buffer)).collect();
-            let read = run.start() + direct::read_scattered(&file, run.start(), &mut parts)? as u64;
-            let records = buffers.into_iter().filter_map(|(end, buffer)| Some((end?, buffer)));
-            Ok(records.map(|(end, buffer)| (end <= read).then(|| Bytes::from_owner(buffer))).collect())
+            // One buffer for all: the blocks of a run are wanted, used and let go together.
+            let bytes = (run.end() - run.start()) as usize;
+            let mut buffer = self.shared.pool.take(bytes);
+            let read = direct::read(&file, run.start(), &mut buffer[..bytes])?;
+            let buffer = Bytes::from_owner(buffer).slice(..read);
+            let records = run.wanted.iter().map(|wanted| {
+                let start = (wanted.offset - run.start()) as usize;
+                let end = start + wanted.length as usize;
+                (end <= read).then(|| buffer.slice(start..end))
+            });
+            Ok(records.collect())
         };
         match read(self.access) {
             // Written with a finer grain than this device takes.

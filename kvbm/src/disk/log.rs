@@ -4,7 +4,7 @@
 //! head, so the order of offsets is the order of the queue; then they fill and write side by side. Blocks are listed and
 //! indexed, and so announced, when their bytes are written.
 
-use super::direct::{Access, Buffer};
+use super::direct::{Access, Pool};
 use super::listing::Listing;
 use super::load::again;
 use super::owner::Owner;
@@ -51,6 +51,7 @@ pub(super) struct Shared {
     pub(super) index: Arc<Index<Place>>,
     /// The next segment's number. One sequence for all paths, so that a higher number is a later segment.
     pub(super) next: Arc<AtomicU32>,
+    pub(super) pool: Pool,
     /// How many segments are written at the same time.
     pub(super) paths: u32,
     #[cfg(test)]
@@ -208,11 +209,10 @@ impl Log {
     /// Writes what waits, until nothing does.
     pub(super) fn drain(&self) {
         let Some(mut writer) = self.queue.writer() else { return };
-        let mut buffer = Buffer::zeroed(0);
         while let Some((batch, step)) = self.next(&mut writer) {
             let written = match step {
                 Step::Write { head, at } => {
-                    let written = self.write(&head, at, &batch, &mut buffer);
+                    let written = self.write(&head, at, &batch);
                     written.map_err(|error| self.give_up_head(&head, error))
                 }
                 Step::Refuse(error) => Err(error),
@@ -271,11 +271,11 @@ impl Log {
         })
     }
 
-    fn write(&self, head: &Head, at: u64, batch: &Batch, buffer: &mut Buffer) -> io::Result<()> {
+    fn write(&self, head: &Head, at: u64, batch: &Batch) -> io::Result<()> {
         #[cfg(test)]
         self.shared.rig.write(self.volume)?;
         let records: Vec<Record<'_>> = batch.records().collect();
-        let offsets = head.write(at, records.iter().copied(), buffer)?;
+        let offsets = head.write(at, records.iter().copied(), &self.shared.pool)?;
         let blocks = records.iter().zip(offsets).filter_map(|(record, offset)| match record {
             Record::Block(block) => Some(self.resting(block, head.segment().number(), offset)),
             Record::Gone(..) => None,

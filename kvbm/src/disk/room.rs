@@ -1,7 +1,7 @@
 //! Making room: the next segment begins, the oldest goes.
 
 use super::Settings;
-use super::direct::{self, Access, Buffer};
+use super::direct::{self, Access};
 use super::listing::Listing;
 use super::load::block;
 use super::log::{Log, Place, State, WRITE};
@@ -116,7 +116,6 @@ impl Log {
             Wanted { index, offset: u64::from(place.offset) * Access::UNIT, length: candidate.bytes }
         });
         let head = state.head.clone().ok_or(io::ErrorKind::NotFound)?;
-        let mut buffer = Buffer::zeroed(0);
         for run in run::runs(wanted.collect(), 0, WRITE) {
             let records = self.read(number, &run)?;
             let sound = run.wanted.iter().zip(records).filter_map(|(wanted, record)| {
@@ -126,7 +125,7 @@ impl Log {
                 Some(read)
             });
             let sound: Vec<Block> = sound.collect();
-            let offsets = head.write(state.end, sound.iter().map(Record::Block), &mut buffer)?;
+            let offsets = head.write(state.end, sound.iter().map(Record::Block), &self.shared.pool)?;
             for (block, offset) in sound.iter().zip(offsets) {
                 let new = self.resting(block, head.segment().number(), offset);
                 let still = |place: &Place| self.is_in(place, number);

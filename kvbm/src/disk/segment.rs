@@ -5,7 +5,7 @@
 //!                     └── process dies ──▶ recover: scan, cut the tail, seal ──▲
 //! ```
 
-use super::direct::{self, Access, Buffer};
+use super::direct::{self, Access, Pool};
 use super::listing::Listing;
 use super::record::{Found, Record};
 use std::fs::{self, File, OpenOptions};
@@ -110,12 +110,10 @@ impl Head {
         &self,
         at: u64,
         records: impl Iterator<Item = Record<'a>> + Clone,
-        buffer: &mut Buffer,
+        pool: &Pool,
     ) -> io::Result<Vec<u64>> {
         let total: u64 = records.clone().map(|record| record.span(self.grain)).sum();
-        if (buffer.len() as u64) < total {
-            *buffer = Buffer::zeroed(total as usize);
-        }
+        let mut buffer = pool.take(total as usize);
         let mut offset = 0;
         let mut offsets = Vec::new();
         for record in records.clone() {
