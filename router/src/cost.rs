@@ -141,7 +141,8 @@ pub(crate) fn transfer(speeds: &Speeds, level: Level, blocks: u64) -> f64 {
     latency + blocks as f64 * speeds.block_bytes.or(stand_in::BLOCK_BYTES) / bytes_per_second
 }
 
-fn prefill_speed(speeds: &Speeds) -> f64 {
+/// Prompt tokens per second.
+pub(crate) fn prefill_speed(speeds: &Speeds) -> f64 {
     speeds.prefill.or(stand_in::PREFILL)
 }
 

@@ -1,13 +1,14 @@
-//! Serving a request: place, send, and until its first output is there, try again elsewhere.
+//! Serving a request: let in and place, send, and until its first output is there, try again elsewhere.
 //!
 //! ```text
-//!   place ─▶ prefill leg ── Handoff ──▶ decode leg ── first output ──▶ the client's stream
+//!   admit ─▶ prefill leg ── Handoff ──▶ decode leg ── first output ──▶ the client's stream
 //!     ▲          └── failed: the decode worker does it all │
 //!     └──────────────── refused, died, left ───────────────┘
 //! ```
 //! Everything that a request holds (bookings, legs) lives in the future or the stream that the client holds, so dropping
 //! either at any point cancels both legs and frees what was booked.
 
+use crate::admission::{Permit, admit};
 use crate::audit;
 use crate::booking::Booking;
 use crate::fleet::Member;
@@ -17,13 +18,20 @@ use crate::router::Core;
 use futures::{StreamExt, future, stream};
 use std::sync::Arc;
 use std::time::Duration;
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout, timeout_at};
 use worker::engine::{Error, Handoff, Output, OutputStream, Request, Tokens, Work};
+use worker::plane::WorkerId;
 
 /// Workers tried for one request before its client hears of it: two may die at once, a third time is the request's fault.
 const TRIES: usize = 3;
 /// A worker that leaves may be finishing what it has: this long for the first output of a request that it was sent.
 const FAREWELL: Duration = Duration::from_secs(2);
+/// A worker may take ten times as long as estimated for a first output, and ten seconds more, before anybody asks whether it
+/// hangs; however wrong the estimate, ten minutes.
+const PATIENCE: (f64, Duration) = (10.0, Duration::from_secs(10));
+const PATIENCE_MAX: Duration = Duration::from_mins(10);
+/// And then, how often.
+const LOOK_AGAIN: Duration = Duration::from_secs(1);
 
 /// A request that has its first output.
 struct Started {
@@ -31,28 +39,40 @@ struct Started {
     rest: OutputStream,
 }
 
-/// Serves a request.
+/// Serves a request. Past its deadline its first output is worth nothing to anybody, and is not waited for.
 pub(crate) async fn serve(core: &Arc<Core>, request: Request) -> Result<OutputStream, Error> {
+    match request.terms.deadline {
+        Some(deadline) => timeout_at(deadline, seek(core, request)).await.unwrap_or(Err(Error::Late)),
+        None => seek(core, request).await,
+    }
+}
+
+async fn seek(core: &Arc<Core>, request: Request) -> Result<OutputStream, Error> {
+    let (first, permit) = admit(core, &request).await?;
+    let mut next = Some(first);
     let mut tried = Vec::new();
     let mut last = None;
     while tried.len() < TRIES {
-        let placement = match place(core, &request, &tried) {
+        // Who was let in once does not wait again.
+        let placement = match next.take().map_or_else(|| place(core, &request, &tried), Ok) {
             Ok(placement) => placement,
             // What the last worker said is more to the point than that there is no other.
             Err(error) => return Err(last.unwrap_or(error)),
         };
         tried.push(placement.decode.id());
-        match attempt(core, &request, &placement).await {
-            Ok(started) => return Ok(stream(core, placement, started)),
+        match attempt(core, &request, &placement, &tried).await {
+            Ok(started) => return Ok(stream(core, placement, permit, started)),
             Err(error) => {
                 let verdict = Verdict::of(&error);
                 placement.decode.note(verdict);
+                drop(placement);
+                core.admission.poke();
                 if verdict == Verdict::Neutral {
                     return Err(error);
                 }
                 let reason = if matches!(verdict, Verdict::Busy(_)) { "busy" } else { "fault" };
                 core.metrics.retries.with_label_values(&[reason]).inc();
-                tracing::info!(request = %request.id, worker = %placement.decode.id(), %error, "trying another worker");
+                tracing::info!(request = %request.id, worker = ?tried.last(), %error, "trying another worker");
                 last = Some(more_telling(last, error));
             }
         }
@@ -72,18 +92,19 @@ fn more_telling(last: Option<Error>, error: Error) -> Error {
 }
 
 /// Gets the first output, over one leg or two.
-async fn attempt(core: &Core, request: &Request, placement: &Placement) -> Result<Started, Error> {
-    let Placement { decode, booking, prefill, uncached, .. } = placement;
+async fn attempt(core: &Core, request: &Request, placement: &Placement, tried: &[WorkerId]) -> Result<Started, Error> {
+    let Placement { decode, booking, prefill, uncached, first_token, .. } = placement;
+    let or_hung = hung(core, decode, &request.model, tried, *first_token);
     let mut request = request.clone();
     let Some(detour) = prefill else {
-        return start(decode, booking, request).await;
+        return start(decode, booking, request, or_hung).await;
     };
     let outcome = core.metrics.disaggregated.clone();
-    match prefill_leg(detour, &request).await {
+    match prefill_leg(core, detour, &request).await {
         Ok((handoff, blocks)) => {
             request.work = Work::Resume(handoff);
             let since = Instant::now();
-            let started = start(decode, booking, request).await?;
+            let started = start(decode, booking, request, or_hung).await?;
             // The decode worker has what it needs: the prefill worker may let its blocks go.
             drop(blocks);
             decode.books.resumed((since.elapsed().as_secs_f64() - detour.transfer).max(0.0));
@@ -93,21 +114,26 @@ async fn attempt(core: &Core, request: &Request, placement: &Placement) -> Resul
         Err(error) => {
             tracing::info!(request = %request.id, worker = %detour.member.id(), %error, "prefill failed");
             detour.member.note(Verdict::of(&error));
+            core.admission.poke();
             outcome.with_label_values(&["fell_back"]).inc();
             booking.amend(*uncached);
-            start(decode, booking, request).await
+            start(decode, booking, request, or_hung).await
         }
     }
 }
 
 /// Has the prompt's blocks computed. They stay for as long as the stream is kept.
-async fn prefill_leg(detour: &Detour, request: &Request) -> Result<(Handoff, OutputStream), Error> {
+async fn prefill_leg(core: &Core, detour: &Detour, request: &Request) -> Result<(Handoff, OutputStream), Error> {
     let request = Request { work: Work::Prefill, explain: false, ..request.clone() };
-    let started = tokio::time::timeout(detour.patience, start(&detour.member, &detour.booking, request)).await;
-    let Started { first, rest } =
-        started.map_err(|_| Error::Failed(format!("no hand-over within {:?}", detour.patience)))??;
+    let never = future::pending();
+    let started = timeout(detour.patience, start(&detour.member, &detour.booking, request, never)).await;
+    let Started { first, rest } = started.map_err(|_| {
+        detour.member.note(Verdict::Hung);
+        Error::Failed(format!("no hand-over within {:?}", detour.patience))
+    })??;
     // It is computed; what remains on the worker is blocks, not work.
     detour.booking.started();
+    core.admission.poke();
     match first {
         Output::Handoff(handoff) => {
             detour.member.well();
@@ -117,8 +143,36 @@ async fn prefill_leg(detour: &Detour, request: &Request) -> Result<(Handoff, Out
     }
 }
 
-/// Sends a request to a worker and waits for the first output, or for the worker to be gone.
-async fn start(member: &Member, booking: &Booking, request: Request) -> Result<Started, Error> {
+/// Resolves when a worker has been silent for much longer than was expected, to everybody, while another could serve the
+/// request. Where everybody is slow, nobody is better, and the request stays where it waits.
+async fn hung(core: &Core, member: &Member, model: &str, tried: &[WorkerId], expected: f64) {
+    let since = Instant::now();
+    let patience = PATIENCE.1 + Duration::from_secs_f64((expected * PATIENCE.0).clamp(0.0, PATIENCE_MAX.as_secs_f64()));
+    tokio::time::sleep(patience).await;
+    loop {
+        let now = Instant::now();
+        let better = |other: &&Arc<Member>| {
+            // Of what was sent to it nothing waits.
+            let free = || other.books.standing(now).prompts == 0;
+            *other.instance.model.id == *model
+                && !tried.contains(&other.id())
+                && (!other.avoided(now) || member.avoided(now))
+                && (other.heard_since(since) || free())
+        };
+        if !member.heard_since(since) && core.fleet.roster().members().find(better).is_some() {
+            return member.note(Verdict::Hung);
+        }
+        tokio::time::sleep(LOOK_AGAIN).await;
+    }
+}
+
+/// Sends a request to a worker and waits for the first output, or for the worker to be gone or `hung`.
+async fn start(
+    member: &Member,
+    booking: &Booking,
+    request: Request,
+    hung: impl Future<Output = ()>,
+) -> Result<Started, Error> {
     let output = async {
         booking.sent();
         let mut rest = member.engine.generate(request).await?;
@@ -135,14 +189,16 @@ async fn start(member: &Member, booking: &Booking, request: Request) -> Result<S
         biased;
         started = output => started,
         () = gone => Err(Error::Unavailable(format!("worker {} left", member.id()))),
+        () = hung => Err(Error::Failed(format!("nothing came of worker {}", member.id()))),
     }
 }
 
 /// The client's stream: the first output with the explanation, then the rest; the booking inside it.
-fn stream(core: &Core, placement: Placement, Started { mut first, rest }: Started) -> OutputStream {
+fn stream(core: &Core, placement: Placement, permit: Permit, Started { mut first, rest }: Started) -> OutputStream {
     let Placement { decode, booking, totals, explanation, predicted, prefill, .. } = placement;
     drop(prefill);
     booking.started();
+    core.admission.poke();
     decode.well();
     if let Output::Tokens(Tokens { prompt: Some(report), .. }) = &first {
         audit::compare(&core.metrics, &decode, predicted, u64::from(report.cached_tokens()));
@@ -160,20 +216,25 @@ fn stream(core: &Core, placement: Placement, Started { mut first, rest }: Starte
         Ok(Output::Frame(..) | Output::Handoff(_)) => false,
         Err(_) => true,
     };
-    let mut booking = Some(booking);
+    let mut held = Some((booking, permit));
     let items = stream::iter(before.map(|tokens| Ok(Output::Tokens(tokens))));
     let items = items.chain(stream::once(future::ready(Ok(first)))).chain(rest);
     items
         .inspect(move |item| {
             match item {
-                Ok(Output::Tokens(tokens)) => totals.output(tokens.ids.len()),
-                Ok(Output::Frame(_, ids)) => totals.output(ids.as_ref().map_or(0, Vec::len)),
-                Ok(Output::Handoff(_)) => {}
+                Ok(output) => {
+                    decode.hear();
+                    match output {
+                        Output::Tokens(tokens) => totals.output(tokens.ids.len()),
+                        Output::Frame(_, ids) => totals.output(ids.as_ref().map_or(0, Vec::len)),
+                        Output::Handoff(_) => {}
+                    }
+                }
                 Err(error) => decode.note(Verdict::of(error)),
             }
             // Freed at the end, though a client may hold the stream longer.
             if ends(item) {
-                drop(booking.take());
+                drop(held.take());
             }
         })
         .boxed()

@@ -8,6 +8,7 @@ use crate::settings::Policy;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Duration;
 use worker::plane::WorkerId;
 
 /// Workers shown: at about 250 bytes each the line stays below what servers take as a header.
@@ -45,6 +46,12 @@ pub(crate) fn line(policy: Policy, decision: &Decision<'_>, tried: &[WorkerId]) 
     };
     // Strings and numbers in plain structs: there is nothing in them that JSON could not say.
     serde_json::to_string(&explanation).unwrap_or_default().into()
+}
+
+/// Adds to an explanation how long the request waited before it went, and what there was too much of.
+pub(crate) fn waited(line: &str, waited: Duration, on: &str) -> Arc<str> {
+    let open = line.strip_suffix('}').unwrap_or(line);
+    format!("{open},\"waited_s\":{},\"waited_on\":\"{on}\"}}", round(waited.as_secs_f64())).into()
 }
 
 #[derive(Serialize)]

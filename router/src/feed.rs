@@ -102,6 +102,7 @@ impl Feed {
         // The same life seen again keeps its books: its requests are still out there.
         let before = self.core.fleet.roster().get(instance.id).cloned().filter(|_| known);
         self.core.fleet.join(Arc::new(Member::new(instance, engine, slot, before.as_deref())));
+        self.core.admission.poke();
         self.gauges();
     }
 
@@ -112,6 +113,7 @@ impl Feed {
         }
         tracing::info!(worker = %id, "worker left");
         self.core.fleet.leave(id);
+        self.core.admission.poke();
         self.views.remove(&Source::Worker(id));
         for store in self.core.index.leave(id) {
             // Nobody can onboard from it now; whoever comes next brings a snapshot of it.
@@ -163,7 +165,9 @@ impl Feed {
             self.core.metrics.events.with_label_values(&[Outcome::Gap.name()]).inc();
             self.repair(source, 0);
         }
+        member.reported(&load);
         member.books.report(load, now);
+        self.core.admission.poke();
     }
 
     /// Asks for a snapshot. There is never more than one on its way per source: a view asks only when it is not waiting.

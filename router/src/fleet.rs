@@ -5,13 +5,13 @@ use crate::health::{Health, Verdict};
 use crate::index::Slot;
 use crate::load::Books;
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Duration;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use worker::engine::{Engine, ModelCard};
-use worker::plane::{Instance, Phase, WorkerId};
+use worker::plane::{Instance, Load, Phase, WorkerId};
 
 /// A worker, for one epoch.
 pub(crate) struct Member {
@@ -32,6 +32,12 @@ pub(crate) struct Member {
     health: Mutex<Health>,
     /// Until when `health` has it rest, in nanoseconds since `seen`; 0 is not at all. Decisions read this, and no lock.
     rests: AtomicU64,
+    /// When it last gave an output, in nanoseconds since `seen`.
+    heard: AtomicU64,
+    /// Sequences that it takes at a time; 0 when unknown.
+    batch: AtomicU64,
+    /// Whether it has measured how fast it computes a prompt.
+    measured: AtomicBool,
     seen: Instant,
 }
 
@@ -48,6 +54,9 @@ impl Member {
             chosen: AtomicU64::new(before.map_or(0, Self::chosen)),
             health: Mutex::default(),
             rests: AtomicU64::new(0),
+            heard: AtomicU64::new(0),
+            batch: AtomicU64::new(before.map_or(0, Self::batch)),
+            measured: AtomicBool::new(before.is_some_and(Self::measured)),
             seen: Instant::now(),
         }
     }
@@ -68,12 +77,64 @@ impl Member {
 
     /// Notes how a request went wrong.
     pub(crate) fn note(&self, verdict: Verdict) {
-        self.change(|health| health.note(verdict, Instant::now()));
+        let now = Instant::now();
+        self.change(|health| health.note(verdict, now));
     }
 
-    /// Notes an output.
+    /// Notes a first output.
     pub(crate) fn well(&self) {
-        self.change(Health::well);
+        self.hear();
+        self.note(Verdict::Well);
+    }
+
+    /// Notes that something came of it.
+    pub(crate) fn hear(&self) {
+        self.heard.store(self.seen.elapsed().as_nanos() as u64, Ordering::Relaxed);
+    }
+
+    /// Whether something came of it since then.
+    pub(crate) fn heard_since(&self, then: Instant) -> bool {
+        self.seen + Duration::from_nanos(self.heard.load(Ordering::Relaxed)) > then
+    }
+
+    /// Takes from a report what is asked of every worker at the door.
+    pub(crate) fn reported(&self, load: &Load) {
+        self.batch.store(load.sequences_max.into(), Ordering::Relaxed);
+        self.measured.store(load.prefill_tokens_per_second.is_some(), Ordering::Relaxed);
+    }
+
+    /// Sequences that it takes at a time; 0 when unknown.
+    pub(crate) fn batch(&self) -> u64 {
+        self.batch.load(Ordering::Relaxed)
+    }
+
+    /// Whether it has measured how fast it computes a prompt.
+    pub(crate) fn measured(&self) -> bool {
+        self.measured.load(Ordering::Relaxed)
+    }
+
+    /// Whether it should be probed: it has rested, or it had nothing to do for `idle`.
+    pub(crate) fn wants_probe(&self, idle: Duration, now: Instant) -> bool {
+        let health = *self.health.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(since) = now.checked_sub(idle).filter(|since| self.seen <= *since) else {
+            return !health.is_closed() && health.wants_probe(now, now);
+        };
+        let idles = || {
+            let standing = self.books.standing(now);
+            standing.sequences == 0 && standing.prompts == 0 && !self.heard_since(since)
+        };
+        health.wants_probe(since, now) && (!health.is_closed() || idles())
+    }
+
+    /// Notes that a probe goes out.
+    pub(crate) fn probe(&self, now: Instant) {
+        self.change(|health| health.probe(now));
+    }
+
+    /// Notes what came of a probe.
+    pub(crate) fn probed(&self, verdict: Verdict) {
+        let now = Instant::now();
+        self.change(|health| health.probed(verdict, now));
     }
 
     /// Whether it is better left alone while others are there.

@@ -31,6 +31,7 @@
 
 #![forbid(unsafe_code)]
 
+mod admission;
 mod audit;
 mod balance;
 mod booking;
@@ -49,6 +50,7 @@ pub mod measure;
 mod metrics;
 mod place;
 mod planner;
+mod probe;
 mod promise;
 pub mod replay;
 mod replica;
@@ -60,6 +62,7 @@ mod survey;
 #[cfg(test)]
 mod tests;
 
+pub use admission::settings::{Settings as Admission, Tenant};
 pub use balance::{Mode as PlannerMode, Settings as PlannerSettings};
 pub use router::{Error, Router};
 pub use settings::{Disaggregation, Policy, Settings};

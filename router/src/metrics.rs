@@ -1,11 +1,13 @@
 //! Every metric of the router: name, unit, help.
 
 use prometheus::{
-    Histogram, HistogramOpts, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry, core::Collector,
+    Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry,
+    core::Collector,
 };
 use worker::plane::WorkerId;
 
-/// What is seen of the router. Labels are bounded: a worker's go when it leaves.
+/// What is seen of the router. Cheap to clone. Labels are bounded: a worker's go when it leaves.
+#[derive(Clone)]
 pub(crate) struct Metrics {
     pub(crate) requests: IntCounterVec,
     pub(crate) retries: IntCounterVec,
@@ -24,6 +26,10 @@ pub(crate) struct Metrics {
     pub(crate) replicas: IntGauge,
     pub(crate) desired: IntGaugeVec,
     pub(crate) flips: IntCounterVec,
+    pub(crate) waiting_tokens: IntGaugeVec,
+    pub(crate) admissions: IntCounterVec,
+    pub(crate) wait_seconds: HistogramVec,
+    pub(crate) probes: IntCounterVec,
 }
 
 impl Metrics {
@@ -41,6 +47,12 @@ impl Metrics {
         )
         // 5 µs to 10 ms: a decision is due in tens of microseconds.
         .buckets(prometheus::exponential_buckets(5e-6, 2.0, 12)?);
+        let wait_seconds = HistogramOpts::new(
+            "blockyard_router_wait_seconds",
+            "Time that requests waited in the router before they went to a worker, of those that did, by priority.",
+        )
+        // 1 ms to 65 s: nobody waits longer unless the configuration says so.
+        .buckets(prometheus::exponential_buckets(1e-3, 2.0, 17)?);
         Ok(Self {
             requests: counters(
                 "blockyard_router_requests_total",
@@ -105,6 +117,23 @@ impl Metrics {
                 "blockyard_planner_flips_total",
                 "Workers that this router wished another phase, by that phase.",
                 &["phase"],
+            )?,
+            waiting_tokens: gauges(
+                "blockyard_router_waiting_tokens",
+                "Prompt tokens of requests that wait in the router, by priority.",
+                &["priority"],
+            )?,
+            admissions: counters(
+                "blockyard_router_admissions_total",
+                "Requests at the door, by priority and what became of them: straight, waited; refused: full, tenant_full, \
+                 displaced, in_vain, late; gone while they waited.",
+                &["priority", "outcome"],
+            )?,
+            wait_seconds: enter(registry, HistogramVec::new(wait_seconds, &["priority"]))?,
+            probes: counters(
+                "blockyard_router_probes_total",
+                "Requests of one token to workers that were idle or left alone, by outcome: well or fault.",
+                &["outcome"],
             )?,
         })
     }

@@ -25,6 +25,11 @@ pub(crate) struct Placement {
     pub(crate) booking: Booking,
     /// Where its output is counted.
     pub(crate) totals: Arc<Totals>,
+    /// What is booked there.
+    pub(crate) amount: Amount,
+    /// Seconds to the first token, as estimated; and those of them that no queue can spare.
+    pub(crate) first_token: f64,
+    pub(crate) takes: f64,
     /// Who prefills, when that is somebody else.
     pub(crate) prefill: Option<Detour>,
     /// Prompt tokens that `decode` would have to compute itself.
@@ -39,6 +44,8 @@ pub(crate) struct Placement {
 pub(crate) struct Detour {
     pub(crate) member: Arc<Member>,
     pub(crate) booking: Booking,
+    /// What is booked there.
+    pub(crate) amount: Amount,
     /// When to give it up.
     pub(crate) patience: Duration,
     /// Seconds that the transfer should take.
@@ -102,6 +109,9 @@ fn book(core: &Core, request: &Request, overlaps: &Overlaps, decision: &Decision
         decode: member.clone(),
         booking: Booking::new(member, amount, ours, &core.herald),
         totals,
+        amount,
+        first_token: row.cost().first_token(),
+        takes: row.cost().prefill + row.cost().onboard + row.cost().handover,
         prefill: apart.map(|prefill| {
             let helper = prefill.member();
             core.fleet.choose(helper);
@@ -111,6 +121,7 @@ fn book(core: &Core, request: &Request, overlaps: &Overlaps, decision: &Decision
             Detour {
                 member: helper.clone(),
                 booking: Booking::new(helper, amount, promise(prefill), &core.herald),
+                amount,
                 patience: (PATIENCE.1 + Duration::from_secs_f64(seconds)).min(PATIENCE_MAX),
                 transfer: cost::transfer(&row.desk.standing.speeds, Level::Peer, row.missing()),
             }

@@ -1,5 +1,6 @@
 //! The router itself: composition of its parts, and the `Engine` that others see.
 
+use crate::admission::{self, Admission};
 use crate::balance::{self, Traffic};
 use crate::decide::Scratch;
 use crate::dispatch;
@@ -7,6 +8,7 @@ use crate::feed::Feed;
 use crate::fleet::Fleet;
 use crate::index::Index;
 use crate::metrics::Metrics;
+use crate::probe;
 use crate::promise::Promises;
 use crate::replica::{self, Herald};
 use crate::settings::Settings;
@@ -41,6 +43,7 @@ pub(crate) struct Core {
     /// Whether this router is the one, of all that serve the same workers, that plans for them.
     pub(crate) leading: AtomicBool,
     pub(crate) traffic: Traffic,
+    pub(crate) admission: Arc<Admission>,
     /// Decisions take turns, so that each sees the bookings of those before it.
     pub(crate) deciding: Mutex<Scratch>,
     /// Set when a part of the router died: it serves no more, and says so.
@@ -77,11 +80,13 @@ impl Router {
         tasks.spawn(vital("talk with other routers", core.clone(), cancel.clone(), others));
         let planning = balance::keep(core.clone(), events, id);
         tasks.spawn(vital("planner", core.clone(), cancel.clone(), planning));
+        tasks.spawn(vital("door", core.clone(), cancel.clone(), admission::keep(core.clone())));
+        tasks.spawn(vital("prober", core.clone(), cancel.clone(), probe::run(core.clone())));
         tasks.close();
         Ok(Arc::new(Self { core, tasks, _life: cancel.drop_guard() }))
     }
 
-    /// Ends the router's task and waits for it. Streams that were started go on.
+    /// Ends the router's tasks and waits for them. Streams that were started go on.
     pub async fn stop(self: Arc<Self>) {
         let tasks = self.tasks.clone();
         drop(self);
@@ -92,12 +97,14 @@ impl Router {
 impl Core {
     pub(crate) fn new(settings: Settings, registry: &prometheus::Registry) -> Result<Self, Error> {
         settings.check().map_err(Error::Settings)?;
+        let metrics = Metrics::new(registry)?;
         Ok(Self {
             settings,
             fleet: Fleet::default(),
             index: Index::new(),
             promises: Arc::default(),
-            metrics: Metrics::new(registry)?,
+            admission: Admission::new(&metrics),
+            metrics,
             herald: Herald::new(),
             leading: AtomicBool::new(true),
             traffic: Traffic::default(),

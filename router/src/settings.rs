@@ -1,5 +1,6 @@
 //! The `[router]` section of the configuration.
 
+use crate::admission::settings::Settings as Admission;
 use crate::balance;
 use serde::{Deserialize, Serialize};
 
@@ -19,6 +20,8 @@ pub struct Settings {
     pub seed: u64,
     /// Whether workers change between prefill and decode as traffic shifts.
     pub planner: balance::Settings,
+    /// Who waits when the workers have too much to do.
+    pub admission: Admission,
 }
 
 impl Default for Settings {
@@ -29,6 +32,7 @@ impl Default for Settings {
             decode_weight: 1.0,
             seed: 0,
             planner: balance::Settings::default(),
+            admission: Admission::default(),
         }
     }
 }
@@ -39,7 +43,8 @@ impl Settings {
         if !self.decode_weight.is_finite() || self.decode_weight < 0.0 {
             return Err(format!("router.decode_weight: {} is not a number of at least 0", self.decode_weight));
         }
-        self.planner.check()
+        self.planner.check()?;
+        self.admission.check()
     }
 }
 

@@ -1,8 +1,9 @@
 //! The whole router over the local planes and fake engines, on a paused clock.
 
 mod conversations;
-mod fake;
+pub(crate) mod fake;
 mod replicas;
+mod trouble;
 
 use crate::Router;
 use crate::settings::{Disaggregation, Policy, Settings};
@@ -29,7 +30,7 @@ fn failed() -> Error {
 // ---- balance --------------------------------------------------------------------------------------------------------
 
 #[tokio::test(start_paused = true)]
-async fn a_burst_of_long_prompts_is_booked_at_the_decision_and_spreads() {
+async fn trap_3_a_burst_of_long_prompts_is_booked_at_the_decision_and_spreads() {
     let yard = defaults();
     let workers =
         [yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await, yard.worker(3, Phase::Both).await];
@@ -90,7 +91,7 @@ async fn every_policy_serves_and_says_its_name() {
 // ---- what goes wrong ------------------------------------------------------------------------------------------------
 
 #[tokio::test(start_paused = true)]
-async fn a_clients_error_is_not_tried_elsewhere_and_is_no_fault() {
+async fn trap_1_a_clients_error_is_not_tried_elsewhere_and_is_no_fault() {
     let yard = defaults();
     let (a, b) = (yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await);
     let invalid = Error::Invalid { field: "top_k", problem: "too large".to_owned() };
@@ -144,7 +145,7 @@ async fn tries_are_bounded_and_the_last_worker_is_never_refused() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn back_pressure_reaches_the_client_only_when_everybody_pushes_back() {
+async fn trap_2_back_pressure_is_no_fault_and_reaches_the_client_only_when_everybody_pushes_back() {
     let yard = defaults();
     let (a, b) = (yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await);
     let busy = |seconds| Error::Overloaded { retry_after: Duration::from_secs(seconds) };
@@ -163,7 +164,7 @@ async fn a_worker_that_dies_takes_no_request_that_has_not_started() {
     let (a, b) = (yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await);
     a.become_(Behaviour::Hang);
     let mut requests = Box::pin(join_all((0..4).map(|family| yard.answer(prompt(family, 500)))));
-    assert!(tokio::time::timeout(Duration::from_mins(1), &mut requests).await.is_err(), "two of them hang");
+    assert!(tokio::time::timeout(Duration::from_secs(5), &mut requests).await.is_err(), "two of them hang");
     assert_eq!((a.requests(), b.requests()), (2, 2), "and they do not keep the others");
     yard.roster.expire(WorkerId(1));
     assert!(requests.await.iter().all(|answer| answer == &Ok(vec![1, 2])));
@@ -171,7 +172,7 @@ async fn a_worker_that_dies_takes_no_request_that_has_not_started() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_worker_that_leaves_finishes_what_it_has_started() {
+async fn trap_15_a_worker_that_leaves_finishes_what_it_has_started() {
     let yard = defaults();
     let worker = yard.worker(1, Phase::Both).await;
     let mut stream = yard.ask(prompt(1, 100)).await.unwrap();
@@ -339,7 +340,7 @@ async fn a_long_prompt_that_is_cached_where_it_decodes_is_not_sent_away() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_failed_prefill_falls_back_to_the_decode_worker() {
+async fn trap_16_a_failed_prefill_falls_back_to_the_decode_worker() {
     for behaviour in [Behaviour::Refuse(failed()), Behaviour::Break(failed()), Behaviour::End, Behaviour::Hang] {
         let yard = defaults();
         let (p, d) = (yard.worker(1, Phase::Prefill).await, yard.worker(2, Phase::Decode).await);
@@ -381,7 +382,7 @@ async fn a_decode_worker_that_refuses_the_hand_over_is_replaced() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn dropping_a_request_at_any_point_cancels_both_legs_and_frees_what_was_booked() {
+async fn trap_5_dropping_a_request_at_any_point_cancels_both_legs_and_frees_what_was_booked() {
     // The prefill takes three seconds, the decode leg's first output comes some milliseconds later.
     for after_ms in [0, 1500, 3002, 3500] {
         let yard = defaults();
@@ -466,9 +467,4 @@ async fn several_models_are_served_at_once_and_others_are_refused_by_name() {
     assert_eq!(unknown, Err(Error::UnknownModel("third".to_owned())));
     let long = yard.answer(prompt(1, 100_000)).await;
     assert_eq!(long, Err(Error::PromptTooLong { prompt: 100_000, context: 100_000 }));
-    // One of two models is gone; the other is still listed and served.
-    yard.roster.expire(WorkerId(2));
-    settle().await;
-    assert_eq!(yard.router.models().len(), 1);
-    yard.answer(prompt(1, 100)).await.unwrap();
 }

@@ -262,6 +262,8 @@ pub struct Load {
     pub running: u32,
     /// Requests accepted and not yet in the batch.
     pub waiting: u32,
+    /// Requests that fit into a batch; 0 when unknown.
+    pub sequences_max: u32,
     /// G1 blocks in use by requests.
     pub active_blocks: u64,
     /// G1 blocks in all.

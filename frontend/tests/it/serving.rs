@@ -49,7 +49,7 @@ async fn rest(mut connection: TcpStream) -> String {
 }
 
 #[tokio::test]
-async fn shutting_down_lets_streams_finish_and_takes_no_more() {
+async fn trap_15_shutting_down_lets_streams_finish_and_takes_no_more() {
     let gate = Arc::new(Semaphore::new(0));
     let engine = Fake::saying(vec![first("a"), Step::Wait(gate.clone()), last("b", Finish::Stop)]);
     let (address, shutdown, serving) = start(&engine, Duration::from_mins(10)).await;
@@ -77,7 +77,7 @@ async fn at_the_deadline_what_runs_is_told_and_ended() {
 }
 
 #[tokio::test]
-async fn a_closed_connection_stops_the_engine() {
+async fn trap_5_a_closed_connection_stops_the_engine() {
     let engine = Fake::saying(vec![first("a"), Step::Hang]);
     let (address, _shutdown, _serving) = start(&engine, Duration::ZERO).await;
     let streaming = begin(address).await;

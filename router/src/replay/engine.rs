@@ -256,6 +256,7 @@ impl Engine {
             waiting_tokens: self.waiting_tokens,
             running: self.running.len() as u32,
             waiting: self.waiting.len() as u32,
+            sequences_max: 0,
             active_blocks: self.pool.in_use(),
             total_blocks: profile.blocks(),
             prefill_tokens_per_second: self.prefill,

@@ -18,14 +18,14 @@ use worker::plane::{
     Discovery, Event, EventBody, Events, Instance, Lease, Load, Phase, RouterId, Source, StoreId, WorkerId,
 };
 
-pub(super) const BLOCK: usize = 16;
-pub(super) const MODEL: &str = "toy";
+pub(crate) const BLOCK: usize = 16;
+pub(crate) const MODEL: &str = "toy";
 /// What the fakes report: a prompt of 1,000 tokens takes a second.
-pub(super) const SPEED: f64 = 1000.0;
+pub(crate) const SPEED: f64 = 1000.0;
 
 /// How a fake engine answers.
 #[derive(Clone)]
-pub(super) enum Behaviour {
+pub(crate) enum Behaviour {
     Serve,
     Refuse(Error),
     /// The stream yields this instead of an output.
@@ -36,13 +36,17 @@ pub(super) enum Behaviour {
     Hang,
 }
 
-pub(super) struct Fake {
+pub(crate) struct Fake {
     card: Arc<ModelCard>,
-    pub(super) behaviour: Mutex<Behaviour>,
-    pub(super) seen: Mutex<Vec<Work>>,
+    pub(crate) behaviour: Mutex<Behaviour>,
+    pub(crate) seen: Mutex<Vec<Work>>,
+    /// First tokens of the prompts.
+    firsts: Mutex<Vec<u32>>,
+    /// Requests of the router's own.
+    pub(crate) probes: AtomicUsize,
     /// Streams that somebody still holds.
-    pub(super) open: Arc<AtomicUsize>,
-    pub(super) log: EventLog,
+    pub(crate) open: Arc<AtomicUsize>,
+    pub(crate) log: EventLog,
     source: Source,
 }
 
@@ -55,29 +59,40 @@ impl Drop for Open {
 }
 
 impl Fake {
-    pub(super) fn requests(&self) -> usize {
+    pub(crate) fn requests(&self) -> usize {
         self.seen.lock().unwrap().len()
     }
 
-    pub(super) fn works(&self) -> Vec<Work> {
+    pub(crate) fn works(&self) -> Vec<Work> {
         self.seen.lock().unwrap().clone()
     }
 
-    pub(super) fn become_(&self, behaviour: Behaviour) {
+    /// Families of the prompts that came, in their order.
+    pub(crate) fn families(&self) -> Vec<u32> {
+        self.firsts.lock().unwrap().iter().map(|token| token / 1_000_000).collect()
+    }
+
+    pub(crate) fn become_(&self, behaviour: Behaviour) {
         *self.behaviour.lock().unwrap() = behaviour;
     }
 
-    pub(super) fn open(&self) -> usize {
+    pub(crate) fn open(&self) -> usize {
         self.open.load(Ordering::SeqCst)
     }
 }
 
 impl Engine for Fake {
     fn generate(&self, request: Request) -> BoxFuture<'_, Result<OutputStream, Error>> {
-        self.seen.lock().unwrap().push(request.work.clone());
+        let asked = &*request.id != "probe";
+        if asked {
+            self.seen.lock().unwrap().push(request.work.clone());
+            self.firsts.lock().unwrap().push(request.tokens[0]);
+        } else {
+            self.probes.fetch_add(1, Ordering::SeqCst);
+        }
         let behaviour = self.behaviour.lock().unwrap().clone();
-        self.open.fetch_add(1, Ordering::SeqCst);
-        let open = Open(self.open.clone());
+        self.open.fetch_add(usize::from(asked), Ordering::SeqCst);
+        let open = asked.then(|| Open(self.open.clone()));
         Box::pin(async move {
             if let Behaviour::Refuse(error) = behaviour {
                 return Err(error);
@@ -129,20 +144,20 @@ impl Engine for Fake {
 }
 
 /// A router, its planes and its workers.
-pub(super) struct Yard {
-    pub(super) roster: Arc<Roster>,
-    pub(super) bus: Arc<Bus>,
-    pub(super) router: Arc<Router>,
-    pub(super) registry: prometheus::Registry,
+pub(crate) struct Yard {
+    pub(crate) roster: Arc<Roster>,
+    pub(crate) bus: Arc<Bus>,
+    pub(crate) router: Arc<Router>,
+    pub(crate) registry: prometheus::Registry,
     leases: Mutex<Vec<Lease>>,
 }
 
 impl Yard {
-    pub(super) fn new(settings: Settings) -> Self {
+    pub(crate) fn new(settings: Settings) -> Self {
         Self::over(settings, Link::default())
     }
 
-    pub(super) fn over(settings: Settings, link: Link) -> Self {
+    pub(crate) fn over(settings: Settings, link: Link) -> Self {
         let (roster, bus, registry) =
             (Arc::new(Roster::default()), Arc::new(Bus::new(link)), prometheus::Registry::new());
         let router: Result<_, router::Error> =
@@ -151,16 +166,18 @@ impl Yard {
     }
 
     /// A worker that has joined and reported.
-    pub(super) async fn worker(&self, id: u64, phase: Phase) -> Arc<Fake> {
+    pub(crate) async fn worker(&self, id: u64, phase: Phase) -> Arc<Fake> {
         self.join(id, phase, MODEL, 1, &[]).await
     }
 
-    pub(super) async fn join(&self, id: u64, phase: Phase, model: &str, epoch: u64, stores: &[u64]) -> Arc<Fake> {
+    pub(crate) async fn join(&self, id: u64, phase: Phase, model: &str, epoch: u64, stores: &[u64]) -> Arc<Fake> {
         let source = Source::Worker(WorkerId(id));
         let fake = Arc::new(Fake {
             card: Arc::new(card(model)),
             behaviour: Mutex::new(Behaviour::Serve),
             seen: Mutex::default(),
+            firsts: Mutex::default(),
+            probes: AtomicUsize::new(0),
             open: Arc::default(),
             log: EventLog::new(Epoch(epoch)),
             source,
@@ -178,7 +195,7 @@ impl Yard {
     }
 
     /// Has a worker announce an event; `arrives` or not.
-    pub(super) fn announce(&self, fake: &Fake, event: BlockEvent, arrives: bool) {
+    pub(crate) fn announce(&self, fake: &Fake, event: BlockEvent, arrives: bool) {
         fake.log.announce(event.clone());
         let number = *fake.log.latest().borrow();
         if arrives {
@@ -188,18 +205,18 @@ impl Yard {
     }
 
     /// Has a worker report; what every fake measures is filled in.
-    pub(super) fn report(&self, fake: &Fake, load: Load) {
+    pub(crate) fn report(&self, fake: &Fake, load: Load) {
         let number = *fake.log.latest().borrow();
         let load = Load { number, prefill_tokens_per_second: Some(SPEED), block_bytes: 1000, total_blocks: 0, ..load };
         self.bus.publish(Event { source: fake.source, epoch: fake.log.epoch(), body: EventBody::Load(load) });
     }
 
-    pub(super) async fn ask(&self, request: Request) -> Result<OutputStream, Error> {
+    pub(crate) async fn ask(&self, request: Request) -> Result<OutputStream, Error> {
         self.router.generate(request).await
     }
 
     /// Asks, and takes the whole answer.
-    pub(super) async fn answer(&self, request: Request) -> Result<Vec<u32>, Error> {
+    pub(crate) async fn answer(&self, request: Request) -> Result<Vec<u32>, Error> {
         let mut stream = self.ask(request).await?;
         let mut ids = Vec::new();
         while let Some(item) = stream.next().await {
@@ -211,7 +228,7 @@ impl Yard {
     }
 
     /// Asks, and reads the explanation.
-    pub(super) async fn explain(&self, request: Request) -> serde_json::Value {
+    pub(crate) async fn explain(&self, request: Request) -> serde_json::Value {
         let mut stream = self.ask(Request { explain: true, ..request }).await.unwrap();
         match stream.next().await {
             Some(Ok(Output::Tokens(Tokens { explain: Some(line), .. }))) => serde_json::from_str(&line).unwrap(),
@@ -219,14 +236,14 @@ impl Yard {
         }
     }
 
-    pub(super) fn metric(&self, name: &str) -> u64 {
+    pub(crate) fn metric(&self, name: &str) -> u64 {
         let families = self.registry.gather();
         let family = families.iter().find(|family| family.name() == name);
         family.map_or(0, |family| family.get_metric().iter().map(|m| m.get_counter().get_value() as u64).sum())
     }
 
     /// What is booked and reported on a worker: tokens to prefill, sequences, blocks.
-    pub(super) fn standing(&self, id: u64) -> (u64, u64, u64) {
+    pub(crate) fn standing(&self, id: u64) -> (u64, u64, u64) {
         let roster = self.router.core.fleet.roster();
         let standing = roster.get(WorkerId(id)).unwrap().books.standing(tokio::time::Instant::now());
         (standing.waiting_tokens, standing.sequences, standing.active_blocks)
@@ -234,11 +251,11 @@ impl Yard {
 }
 
 /// Lets every task that can run do so.
-pub(super) async fn settle() {
+pub(crate) async fn settle() {
     tokio::time::sleep(Duration::from_millis(1)).await;
 }
 
-pub(super) fn card(id: &str) -> ModelCard {
+pub(crate) fn card(id: &str) -> ModelCard {
     ModelCard {
         id: id.to_owned(),
         identity: format!("{id}@1"),
@@ -255,7 +272,7 @@ pub(super) fn card(id: &str) -> ModelCard {
 }
 
 /// A prompt of `tokens` tokens; those of one `family` begin alike.
-pub(super) fn prompt(family: u32, tokens: usize) -> Request {
+pub(crate) fn prompt(family: u32, tokens: usize) -> Request {
     Request {
         id: "r".into(),
         model: MODEL.into(),
@@ -270,10 +287,10 @@ pub(super) fn prompt(family: u32, tokens: usize) -> Request {
     }
 }
 
-pub(super) fn names(request: &Request) -> Vec<SequenceHash> {
+pub(crate) fn names(request: &Request) -> Vec<SequenceHash> {
     ChainKey::root(&request.domain, &format!("{}@1", request.model), None).names(&request.tokens, BLOCK)
 }
 
-pub(super) fn stored(level: Level, blocks: &[SequenceHash]) -> BlockEvent {
+pub(crate) fn stored(level: Level, blocks: &[SequenceHash]) -> BlockEvent {
     BlockEvent::Stored { level, parent: None, blocks: blocks.to_vec() }
 }

@@ -9,7 +9,8 @@ use tokio::task::JoinHandle;
 use worker::engine::Engine;
 use worker::plane::{EventBody, Events, Load, Phase, RouterId, Topic, WorkerId};
 
-const PROMPT: usize = 2_000;
+/// Less than what a worker takes before others wait in the router.
+const PROMPT: usize = 1_600;
 
 /// A yard with `workers`, and as many routers over it as asked, which know each other.
 async fn yard(workers: u64, routers: u64) -> (Yard, Vec<Arc<Router>>, Vec<Arc<Fake>>) {

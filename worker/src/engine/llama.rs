@@ -119,7 +119,7 @@ impl LlamaEngine {
         let vitals = Vitals::new();
         // Every accepted request has its place: `generate` refuses before the channel can be full.
         let (submit, inbox) = mpsc::channel(settings.waiting_max + settings.sequences_max);
-        let (report, load) = watch::channel(vitals.load(&manager, runtime.block_bytes()));
+        let (report, load) = watch::channel(vitals.load(&manager, runtime.block_bytes(), settings.sequences_max));
         let scheduler = Scheduler {
             load: report,
             worker,

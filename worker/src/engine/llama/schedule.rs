@@ -145,7 +145,7 @@ impl Scheduler {
         let blocks = self.running.iter().map(|sequence| sequence.blocks.len()).sum();
         self.vitals.set_running(self.running.len(), blocks);
         self.metrics.set_sequences(self.running.len(), self.waiting.len());
-        let load = self.vitals.load(&self.manager, self.runtime.block_bytes());
+        let load = self.vitals.load(&self.manager, self.runtime.block_bytes(), self.settings.sequences_max);
         self.load.send_if_modified(|last| {
             let changed = *last != load;
             *last = load;

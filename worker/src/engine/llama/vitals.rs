@@ -73,13 +73,14 @@ impl Vitals {
         self.accepted.load(Relaxed).saturating_sub(self.running.load(Relaxed)) as usize
     }
 
-    pub(super) fn load(&self, manager: &BlockManager, block_bytes: usize) -> Load {
+    pub(super) fn load(&self, manager: &BlockManager, block_bytes: usize, sequences_max: usize) -> Load {
         let speed = self.speed.lock().unwrap_or_else(PoisonError::into_inner);
         Load {
             number: 0,
             waiting_tokens: self.waiting_tokens.load(Relaxed),
             running: self.running.load(Relaxed),
             waiting: self.waiting() as u32,
+            sequences_max: sequences_max as u32,
             active_blocks: self.active_blocks.load(Relaxed),
             total_blocks: manager.capacity() as u64,
             prefill_tokens_per_second: speed.seconds_per_prompt_token().map(f64::recip),

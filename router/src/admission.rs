@@ -1,0 +1,356 @@
+//! Admission: a request whose worker has too much to do waits here, where it can still be overtaken, moved and refused.
+//!
+//! ```text
+//!   place ─▶ does its worker take it? ── yes, and nobody waits ──▶ go
+//!              │ no                                               ▲
+//!              ▼            a report, a first token, an end       │ its turn
+//!           the room ─────────────────────────────────────────────┘
+//!              ├─ a worker idles, or the one it waits for has left ─▶ placed again, same turn
+//!              └─ displaced, too late, waited too long ─▶ refused
+//! ```
+//! Who waits is booked on the worker that it was placed on, so those who are placed after it see it, as they would see it in
+//! the worker's own queue. Whose turn it is is the [`Room`]'s decision; here it is done. On an idle fleet all of this is one
+//! look at the books.
+
+mod rate;
+mod room;
+mod saturation;
+pub(crate) mod settings;
+
+use crate::explain;
+use crate::fleet::{Member, Roster};
+use crate::load::Amount;
+use crate::metrics::Metrics;
+use crate::place::{Placement, place};
+use crate::router::Core;
+use room::{Asked, Entry, Held, Lane, Refusal, Room};
+use saturation::{Full, Part, full};
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+use tokio::sync::{Notify, oneshot};
+use tokio::time::Instant;
+use worker::engine::{Error, Priority, Request};
+
+/// The door and the room behind it.
+pub(crate) struct Admission {
+    desk: Mutex<Desk>,
+    /// Something changed that somebody may wait for.
+    poke: Notify,
+    /// Whether somebody waits.
+    awaited: AtomicBool,
+    metrics: Metrics,
+}
+
+#[derive(Default)]
+struct Desk {
+    room: Room,
+    calls: HashMap<u64, oneshot::Sender<Call>>,
+    /// When it was last looked at who could go elsewhere.
+    looked: Option<Instant>,
+}
+
+/// What a request that waits is told.
+enum Call {
+    Go,
+    /// Be placed anew.
+    Again,
+    /// Somebody else gets the place.
+    Displaced(Duration),
+}
+
+/// A request's place in the router, from the door until its last byte. Dropping it gives the place up.
+#[must_use = "dropping a permit gives the place up"]
+pub(crate) struct Permit {
+    admission: Arc<Admission>,
+    number: u64,
+}
+
+/// Output tokens that a request is charged for unless it asks for fewer: most answers are shorter.
+const OUTPUT_TOKENS: u64 = 256;
+/// Time opens doors, too: a worker falls silent, a breaker closes. Nobody is told of that, and it is not urgent.
+const LOOK_EVERY: Duration = Duration::from_millis(250);
+
+/// Places a request, and lets it wait until its worker takes it.
+pub(crate) async fn admit(core: &Core, request: &Request) -> Result<(Placement, Permit), Error> {
+    let (admission, class) = (&core.admission, request.terms.priority);
+    let arrived = Instant::now();
+    let mut placement = place(core, request, &[])?;
+    let mut asked = asked(request, &placement);
+    let (permit, waits) = admission.enter(core, &asked)?;
+    let Some((mut call, why)) = waits else { return Ok((placement, permit)) };
+    let tired = arrived + Duration::from_secs_f64(core.settings.admission.wait_seconds_max);
+    loop {
+        let until = asked.latest.map_or(tired, |latest| latest.min(tired));
+        tokio::select! {
+            biased;
+            told = &mut call => match told {
+                Ok(Call::Go) => break,
+                Ok(Call::Again) => {
+                    // Its own booking must not stand in its way.
+                    drop(placement);
+                    placement = place(core, request, &[])?;
+                    asked = self::asked(request, &placement);
+                    call = admission.again(core, &permit, asked.clone());
+                }
+                Ok(Call::Displaced(retry_after)) => {
+                    admission.count(class, "displaced");
+                    return Err(Error::Overloaded { retry_after });
+                }
+                Err(_) => return Err(Error::Unavailable("the router has stopped".to_owned())),
+            },
+            () = tokio::time::sleep_until(until) => {
+                let late = until < tired;
+                // It did not go by itself.
+                admission.desk().calls.remove(&permit.number);
+                admission.count(class, if late { "late" } else { "in_vain" });
+                let retry_after = admission.desk().room.come_back(&core.settings.admission, &asked);
+                return Err(if late { Error::Late } else { Error::Overloaded { retry_after } });
+            }
+        }
+    }
+    let waited = arrived.elapsed();
+    admission.count(class, "waited");
+    admission.metrics.wait_seconds.with_label_values(&[name(class)]).observe(waited.as_secs_f64());
+    placement.explanation = placement.explanation.map(|line| explain::waited(&line, waited, why));
+    Ok((placement, permit))
+}
+
+/// Calls those whose turn it is, for as long as the router lives.
+pub(crate) async fn keep(core: Arc<Core>) {
+    let admission = &core.admission;
+    loop {
+        if admission.awaited.load(Ordering::SeqCst) {
+            // A poke that came too early is made up for here.
+            let _ = tokio::time::timeout(LOOK_EVERY, admission.poke.notified()).await;
+        } else {
+            admission.poke.notified().await;
+        }
+        admission.round(&core);
+    }
+}
+
+impl Admission {
+    pub(crate) fn new(metrics: &Metrics) -> Arc<Self> {
+        Arc::new(Self {
+            desk: Mutex::default(),
+            poke: Notify::new(),
+            awaited: AtomicBool::new(false),
+            metrics: metrics.clone(),
+        })
+    }
+
+    /// Something changed: a worker may take more than before.
+    pub(crate) fn poke(&self) {
+        if self.awaited.load(Ordering::SeqCst) {
+            self.poke.notify_one();
+        }
+    }
+
+    /// A request at the door: it goes, or waits for a call, or is refused. And what it waits for.
+    #[expect(clippy::type_complexity, reason = "used once, right above")]
+    fn enter(
+        self: &Arc<Self>,
+        core: &Core,
+        asked: &Asked,
+    ) -> Result<(Permit, Option<(oneshot::Receiver<Call>, &'static str)>), Error> {
+        let (limits, now, class) = (&core.settings.admission, Instant::now(), asked.priority);
+        let mut desk = self.desk();
+        let barred = barred(&core.fleet.roster(), &desk.room, asked.lane, Some(asked.held), now);
+        let why = match barred {
+            Some(full) => full.name(),
+            None if desk.room.is_empty() => "tenant",
+            None => "turn",
+        };
+        let permit = |number| Permit { admission: self.clone(), number };
+        let refusal = match desk.room.enter(limits, asked.clone(), barred.is_none(), now) {
+            Entry::Straight(number) => {
+                drop(desk);
+                self.count(class, "straight");
+                return Ok((permit(number), None));
+            }
+            Entry::Waits { number, displaced } => {
+                for number in displaced {
+                    let after = desk.room.come_back(limits, asked);
+                    desk.call(number, Call::Displaced(after));
+                }
+                let (sender, call) = oneshot::channel();
+                desk.calls.insert(number, sender);
+                self.awaited.store(true, Ordering::SeqCst);
+                drop(desk);
+                let permit = permit(number);
+                self.round(core);
+                return Ok((permit, Some((call, why))));
+            }
+            Entry::Refused(refusal) => refusal,
+        };
+        drop(desk);
+        let (outcome, error) = match refusal {
+            Refusal::Full(retry_after) => ("full", Error::Overloaded { retry_after }),
+            Refusal::TenantFull(retry_after) => ("tenant_full", Error::Overloaded { retry_after }),
+            Refusal::Late => ("late", Error::Late),
+        };
+        self.count(class, outcome);
+        Err(error)
+    }
+
+    /// A request that was called to be placed anew waits for where it was placed now.
+    fn again(&self, core: &Core, permit: &Permit, asked: Asked) -> oneshot::Receiver<Call> {
+        let (sender, call) = oneshot::channel();
+        let mut desk = self.desk();
+        desk.room.again(permit.number, asked, Instant::now());
+        desk.calls.insert(permit.number, sender);
+        self.awaited.store(true, Ordering::SeqCst);
+        drop(desk);
+        self.round(core);
+        call
+    }
+
+    /// Calls everybody whose turn it is.
+    fn round(&self, core: &Core) {
+        let mut desk = self.desk();
+        if !desk.room.is_empty() {
+            let (now, roster) = (Instant::now(), core.fleet.roster());
+            desk.move_on(&roster, now);
+            let mut known = HashMap::new();
+            while let Some(number) = desk.room.turn(&core.settings.admission, now, |room, lane| {
+                *known.entry(lane).or_insert_with(|| barred(&roster, room, lane, None, now).is_none())
+            }) {
+                known.clear();
+                desk.call(number, Call::Go);
+            }
+            desk.stir(&roster, now);
+        }
+        self.awaited.store(!desk.room.is_empty(), Ordering::SeqCst);
+        for (class, tokens) in [Priority::Low, Priority::Normal, Priority::High].into_iter().zip(desk.room.by_class()) {
+            self.metrics.waiting_tokens.with_label_values(&[name(class)]).set(tokens as i64);
+        }
+    }
+
+    fn count(&self, class: Priority, outcome: &str) {
+        self.metrics.admissions.with_label_values(&[name(class), outcome]).inc();
+    }
+
+    fn desk(&self) -> MutexGuard<'_, Desk> {
+        // Nothing that runs under this lock panics half-way.
+        self.desk.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Desk {
+    fn call(&mut self, number: u64, call: Call) {
+        if let Some(waits) = self.calls.remove(&number) {
+            // Who went away meanwhile gives its place up by its permit.
+            let _ = waits.send(call);
+        }
+    }
+
+    fn recall(&mut self, number: u64) {
+        if self.room.recall(number) {
+            self.call(number, Call::Again);
+        }
+    }
+
+    /// Those who wait for a worker that has left, or is better left alone, are placed anew; in the second case not at once
+    /// again: it may be the only one.
+    fn move_on(&mut self, roster: &Roster, now: Instant) {
+        let gone = |id| roster.get(id).is_none();
+        let avoided = |id| roster.get(id).is_some_and(|member| member.avoided(now));
+        if !self.room.awaited().any(|id| gone(id) || avoided(id)) {
+            return;
+        }
+        let misplaced = |asked: &Asked| {
+            let at = |of: &dyn Fn(_) -> bool| of(asked.lane.decode) || asked.lane.prefill.is_some_and(of);
+            at(&gone) || (asked.placed + LOOK_EVERY <= now && at(&avoided))
+        };
+        for number in self.room.some(usize::MAX, misplaced) {
+            self.recall(number);
+        }
+    }
+
+    /// While a worker has nothing to do, as many as it could soon take are placed anew: perhaps with it.
+    fn stir(&mut self, roster: &Roster, now: Instant) {
+        if self.looked.is_some_and(|at| now < at + LOOK_EVERY) {
+            return;
+        }
+        self.looked = Some(now);
+        for model in self.room.models() {
+            let idle = |member: &&Arc<Member>| {
+                let standing = member.books.standing(now);
+                standing.waiting_tokens == 0 && standing.sequences == 0 && !member.avoided(now)
+            };
+            let serving = roster.members().filter(|member| *member.instance.model.id == *model);
+            let idlers = serving.filter(idle).count();
+            let stale = |asked: &Asked| asked.model == model && asked.placed + LOOK_EVERY <= now;
+            for number in self.room.some(idlers, stale) {
+                self.recall(number);
+            }
+        }
+    }
+}
+
+/// What keeps a lane closed. `own`: what a request that does not wait yet has booked there itself.
+fn barred(roster: &Roster, room: &Room, lane: Lane, own: Option<[Held; 2]>, now: Instant) -> Option<Full> {
+    let own = own.unwrap_or_default();
+    let at = |id, own: Held, part| {
+        let member = roster.get(id)?;
+        // Of whom nothing is heard there is no reason to wait for.
+        if member.books.silent(now) {
+            return None;
+        }
+        let (standing, held) = (member.books.standing(now), room.held(id).plus(own));
+        full(member.instance.phase, &standing, member.batch(), held, part)
+    };
+    match lane.prefill {
+        None => at(lane.decode, own[0], Part::Whole),
+        Some(prefill) => at(prefill, own[1], Part::Prefill).or_else(|| at(lane.decode, own[0], Part::Decode)),
+    }
+}
+
+fn asked(request: &Request, placement: &Placement) -> Asked {
+    let held =
+        |amount: Amount| Held { tokens: amount.prefill_tokens, sequences: amount.sequences, blocks: amount.blocks };
+    let detour = placement.prefill.as_ref();
+    // What nobody has measured is no reason to refuse anybody.
+    let measured = detour.map_or(&placement.decode, |detour| &detour.member).measured();
+    let takes = if measured { Duration::from_secs_f64(placement.takes.clamp(0.0, 1e6)) } else { Duration::ZERO };
+    let output = request.stop.max_tokens.map_or(OUTPUT_TOKENS, |most| OUTPUT_TOKENS.min(most.into()));
+    let [decode, prefill] = [held(placement.amount), held(detour.map_or_else(Amount::default, |detour| detour.amount))];
+    Asked {
+        model: request.model.clone(),
+        tenant: request.terms.tenant.clone(),
+        priority: request.terms.priority,
+        latest: request.terms.deadline.map(|deadline| deadline.checked_sub(takes).unwrap_or(deadline)),
+        tokens: request.tokens.len() as u64,
+        charge: decode.tokens + prefill.tokens + output,
+        lane: Lane { decode: placement.decode.id(), prefill: detour.map(|detour| detour.member.id()) },
+        held: [decode, prefill],
+        placed: Instant::now(),
+    }
+}
+
+/// A class's label.
+const fn name(class: Priority) -> &'static str {
+    match class {
+        Priority::Low => "low",
+        Priority::Normal => "normal",
+        Priority::High => "high",
+    }
+}
+
+impl Drop for Permit {
+    fn drop(&mut self) {
+        let mut desk = self.admission.desk();
+        let waited = desk.room.leave(self.number);
+        let called = desk.calls.remove(&self.number).is_some();
+        drop(desk);
+        if let Some(asked) = waited.filter(|_| called) {
+            self.admission.count(asked.priority, "gone");
+        }
+        self.admission.poke();
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,237 @@
+//! The whole door, before fakes that compute a thousand prompt tokens a second, on a paused clock.
+
+use super::settings::{Settings as Limits, Tenant};
+use super::*;
+use crate::settings::Settings;
+use crate::tests::fake::{Behaviour, Fake, Yard, prompt, settle};
+use futures::StreamExt;
+use futures::future::join_all;
+use tokio::task::JoinHandle;
+use worker::engine::{StopRule, Terms};
+use worker::plane::{Load, Phase, WorkerId};
+
+fn yard(limits: Limits) -> Arc<Yard> {
+    Arc::new(Yard::new(Settings { admission: limits, ..Settings::default() }))
+}
+
+fn request(family: u32, tokens: usize, terms: Terms) -> Request {
+    Request { terms, stop: StopRule { max_tokens: Some(1), ..StopRule::default() }, ..prompt(family, tokens) }
+}
+
+fn of(tenant: &str) -> Terms {
+    Terms { tenant: tenant.into(), ..Terms::default() }
+}
+
+type Answer = JoinHandle<Result<Vec<u32>, Error>>;
+
+/// Asks in a task of its own, and lets it come to where it waits.
+async fn ask(yard: &Arc<Yard>, request: Request) -> Answer {
+    let yard = yard.clone();
+    let answer = tokio::spawn(async move { yard.answer(request).await });
+    settle().await;
+    answer
+}
+
+/// A worker whose queue is full, until it reports another.
+async fn full(yard: &Yard, id: u64) -> Arc<Fake> {
+    let worker = yard.worker(id, Phase::Both).await;
+    yard.report(&worker, Load { waiting_tokens: 2000, running: 1, ..Load::default() });
+    settle().await;
+    worker
+}
+
+fn waiting(yard: &Yard) -> u64 {
+    yard.router.core.admission.desk().room.by_class().iter().sum()
+}
+
+fn outcome(yard: &Yard, class: &str, outcome: &str) -> u64 {
+    yard.router.core.metrics.admissions.with_label_values(&[class, outcome]).get()
+}
+
+#[tokio::test(start_paused = true)]
+async fn nobody_waits_before_an_idle_fleet() {
+    let yard = yard(Limits::default());
+    let worker = yard.worker(1, Phase::Both).await;
+    let before = Instant::now();
+    for family in 0..5 {
+        yard.answer(request(family, 100, Terms::default())).await.unwrap();
+    }
+    // 100 ms of prefill and three outputs after 10 ms each.
+    assert_eq!(before.elapsed().as_millis() / 5, 130);
+    assert_eq!((worker.requests(), outcome(&yard, "normal", "straight"), waiting(&yard)), (5, 5, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_saturated_worker_is_not_piled_upon_and_whoever_waits_goes_when_it_reports_room() {
+    let yard = yard(Limits::default());
+    let worker = full(&yard, 1).await;
+    let answers = [ask(&yard, request(1, 100, of("a"))).await, ask(&yard, request(2, 100, of("a"))).await];
+    assert_eq!((worker.requests(), waiting(&yard)), (0, 200));
+    yard.report(&worker, Load { waiting_tokens: 1500, running: 1, ..Load::default() });
+    settle().await;
+    assert_eq!((worker.requests(), waiting(&yard)), (2, 0));
+    assert!(join_all(answers).await.into_iter().all(|answer| answer.unwrap() == Ok(vec![1, 2])));
+    assert_eq!(outcome(&yard, "normal", "waited"), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_explanation_says_how_long_it_waited_and_for_what() {
+    let yard = yard(Limits::default());
+    let worker = full(&yard, 1).await;
+    let asking = yard.clone();
+    let explained = tokio::spawn(async move { asking.explain(request(1, 100, Terms::default())).await });
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    yard.report(&worker, Load::default());
+    let explained = explained.await.unwrap();
+    assert!((1.9..2.1).contains(&explained["waited_s"].as_f64().unwrap()), "{explained}");
+    assert_eq!(explained["waited_on"], "queue");
+    assert_eq!(explained["chosen"], "w1");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_client_that_goes_frees_its_place_at_once() {
+    let yard = yard(Limits { waiting_tokens_max: 150, ..Limits::default() });
+    let worker = full(&yard, 1).await;
+    let gone = ask(&yard, request(1, 100, Terms::default())).await;
+    let refused = yard.answer(request(2, 100, Terms::default())).await;
+    assert_eq!(refused, Err(Error::Overloaded { retry_after: Duration::from_secs(1) }));
+    gone.abort();
+    settle().await;
+    assert_eq!((waiting(&yard), yard.standing(1).0), (0, 2000), "nor is anything booked for it");
+    let next = ask(&yard, request(3, 100, Terms::default())).await;
+    yard.report(&worker, Load::default());
+    next.await.unwrap().unwrap();
+    assert_eq!((worker.requests(), outcome(&yard, "normal", "gone"), outcome(&yard, "normal", "full")), (1, 1, 1));
+}
+
+#[tokio::test(start_paused = true)]
+async fn two_tenants_share_what_a_saturated_worker_can_do() {
+    let weights = [("heavy".to_owned(), Tenant { weight: 3.0, ..Tenant::default() })];
+    let yard = yard(Limits { tenants: weights.into(), ..Limits::default() });
+    let worker = full(&yard, 1).await;
+    for family in 0..40 {
+        ask(&yard, request(family, 1000, of("light"))).await;
+    }
+    for family in 40..80 {
+        ask(&yard, request(family, 1000, of("heavy"))).await;
+    }
+    // Room for one request at a time.
+    for _ in 0..20 {
+        yard.report(&worker, Load { waiting_tokens: 1500, running: 1, ..Load::default() });
+        settle().await;
+        yard.report(&worker, Load { waiting_tokens: 4000, running: 1, ..Load::default() });
+        tokio::time::sleep(Duration::from_millis(60)).await;
+        yard.report(&worker, Load { waiting_tokens: 4000, running: 1, ..Load::default() });
+        settle().await;
+    }
+    let asked = worker.families();
+    let heavy = asked.iter().filter(|family| **family >= 40).count();
+    assert_eq!(asked.len(), 20);
+    assert!((14..=16).contains(&heavy), "{heavy} of 20 at three to one");
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_urgent_request_overtakes_and_displaces() {
+    let yard = yard(Limits { waiting_tokens_max: 250, ..Limits::default() });
+    let worker = full(&yard, 1).await;
+    let of = |priority| Terms { priority, ..Terms::default() };
+    let low = ask(&yard, request(1, 100, of(Priority::Low))).await;
+    let normal = ask(&yard, request(2, 100, of(Priority::Normal))).await;
+    let high = ask(&yard, request(3, 100, of(Priority::High))).await;
+    assert!(matches!(low.await.unwrap(), Err(Error::Overloaded { .. })), "the room is full");
+    yard.report(&worker, Load::default());
+    settle().await;
+    assert_eq!(worker.families(), [3, 2]);
+    assert!(normal.await.unwrap().is_ok() && high.await.unwrap().is_ok());
+    assert_eq!(outcome(&yard, "low", "displaced"), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_deadline_that_cannot_be_met_is_refused_at_once_or_as_soon_as_that_is_sure() {
+    let yard = yard(Limits::default());
+    let worker = yard.worker(1, Phase::Both).await;
+    let within = |ms| Terms { deadline: Some(Instant::now() + Duration::from_millis(ms)), ..Terms::default() };
+    let before = Instant::now();
+    assert_eq!(yard.answer(request(1, 3000, within(2000))).await, Err(Error::Late));
+    assert_eq!((before.elapsed(), worker.requests()), (Duration::ZERO, 0), "it takes three seconds");
+    assert_eq!(yard.answer(request(2, 1000, within(2000))).await, Ok(vec![1, 2]));
+    yard.report(&worker, Load { waiting_tokens: 5000, running: 1, ..Load::default() });
+    settle().await;
+    let before = Instant::now();
+    assert_eq!(yard.answer(request(3, 1000, within(5000))).await, Err(Error::Late));
+    assert_eq!(before.elapsed().as_millis(), 4000, "a second before the deadline it would have had to start");
+    yard.report(&worker, Load::default());
+    worker.become_(Behaviour::Hang);
+    let before = Instant::now();
+    assert_eq!(yard.answer(request(4, 100, within(5000))).await, Err(Error::Late));
+    assert_eq!((before.elapsed().as_millis(), worker.open()), (5000, 0), "and what is late is not computed further");
+}
+
+#[tokio::test(start_paused = true)]
+async fn nobody_waits_for_longer_than_is_configured() {
+    let yard = yard(Limits { wait_seconds_max: 7.0, ..Limits::default() });
+    let worker = full(&yard, 1).await;
+    let answer = ask(&yard, request(1, 100, Terms::default())).await;
+    for _ in 0..8 {
+        yard.report(&worker, Load { waiting_tokens: 2000, running: 1, ..Load::default() });
+        tokio::time::sleep(Duration::from_secs(1)).await;
+    }
+    assert!(matches!(answer.await.unwrap(), Err(Error::Overloaded { .. })));
+    assert_eq!((outcome(&yard, "normal", "in_vain"), waiting(&yard)), (1, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_worker_that_joins_idle_takes_those_who_wait_for_others_and_one_that_leaves_gives_them_back() {
+    let yard = yard(Limits::default());
+    let a = full(&yard, 1).await;
+    let answers: Vec<Answer> = join_all((0..3).map(|family| ask(&yard, request(family, 100, Terms::default())))).await;
+    assert_eq!(waiting(&yard), 300);
+    let b = yard.worker(2, Phase::Both).await;
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    assert_eq!((a.requests(), b.requests(), waiting(&yard)), (0, 3, 0));
+    assert!(join_all(answers).await.into_iter().all(|answer| answer.unwrap().is_ok()));
+
+    yard.report(&a, Load { waiting_tokens: 3000, running: 1, ..Load::default() });
+    yard.report(&b, Load { waiting_tokens: 2000, running: 1, ..Load::default() });
+    settle().await;
+    let moved = ask(&yard, request(9, 100, Terms::default())).await;
+    yard.roster.expire(WorkerId(2));
+    settle().await;
+    yard.report(&a, Load::default());
+    assert_eq!(moved.await.unwrap(), Ok(vec![1, 2]));
+    assert_eq!((a.requests(), b.requests()), (1, 3));
+}
+
+#[tokio::test(start_paused = true)]
+async fn trap_4_a_tenants_permit_lives_until_the_last_byte() {
+    let tenant = Tenant { running_tokens_max: Some(100), ..Tenant::default() };
+    let yard = yard(Limits { tenants: [("a".to_owned(), tenant)].into(), ..Limits::default() });
+    let worker = yard.worker(1, Phase::Both).await;
+    let mut first = yard.ask(request(1, 100, of("a"))).await.unwrap();
+    let second = ask(&yard, request(2, 100, of("a"))).await;
+    assert!(first.next().await.unwrap().is_ok(), "the head and the first token have gone out");
+    tokio::time::sleep(Duration::from_mins(1) - Duration::from_secs(1)).await;
+    assert_eq!((worker.requests(), waiting(&yard)), (1, 100), "and the client has not read the rest");
+    while first.next().await.is_some() {}
+    settle().await;
+    assert_eq!(worker.requests(), 2, "at the last item, though the stream is still held");
+    second.await.unwrap().unwrap();
+    drop(first);
+
+    let cut = yard.ask(request(3, 100, of("a"))).await.unwrap();
+    let next = ask(&yard, request(4, 100, of("a"))).await;
+    assert_eq!(waiting(&yard), 100);
+    drop(cut);
+    next.await.unwrap().unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn no_wake_up_is_lost_in_a_flood() {
+    let yard = yard(Limits::default());
+    let workers = [yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await];
+    let answers = (0..200).map(|family| yard.answer(request(family, 300, of(&(family % 7).to_string()))));
+    assert!(join_all(answers).await.iter().all(|answer| answer == &Ok(vec![1, 2])));
+    assert_eq!(workers.iter().map(|worker| worker.requests()).sum::<usize>(), 200);
+    assert_eq!((waiting(&yard), yard.standing(1), yard.standing(2)), (0, (0, 0, 0), (0, 0, 0)));
+    assert!(outcome(&yard, "normal", "waited") > 100, "the room was never used: the test shows nothing");
+}
