@@ -7,7 +7,7 @@
 //! in a chain. **Invariant: a held block holds its parent.** So every block that is not held can be given up, in some
 //! order, and [`Residents::idle`] is exactly what an allocation can count on.
 //!
-//! **Who goes first**: of the leaves of the least priority, the one that was used least often, and of those the one that
+//! **Who goes first**: of the domain that has to pay ([`crate::shares`]) and its leaves of the least priority, the one that was used least often, and of those the one that
 //! was let go longest ago.
 //! Counts fade ([`frequency`]). So what is read once, however much of it, passes through without displacing what is used
 //! again and again. A new block always gets in, and for as long as it is among the *young* (an eighth of the slots) it goes
@@ -16,6 +16,7 @@
 mod frequency;
 
 use crate::names::{ByName, Positions};
+use crate::shares::{Bounds, payer};
 use crate::{Priority, SequenceHash};
 use frequency::{Frequency, Uses};
 use std::collections::BTreeSet;
@@ -27,14 +28,23 @@ pub(crate) struct Residents {
     nodes: Vec<Node>,
     /// Followers of blocks that are not here: a child may arrive before its parent, and a parent may be discarded.
     absent: ByName<Followers>,
-    /// What may go now, and when it is its turn: resident, not held, no resident child.
-    leaves: BTreeSet<Leaf>,
+    /// At least one: domains that are counted apart.
+    groups: Vec<Group>,
     frequency: Frequency,
     /// Blocks that are young, and how many may be.
     young: usize,
     young_most: usize,
     idle: usize,
     clock: u64,
+}
+
+/// The blocks of a domain, or of all that nobody named.
+#[derive(Default)]
+struct Group {
+    bounds: Bounds,
+    resident: usize,
+    /// What may go now, and when it is its turn: resident, not held, no resident child.
+    leaves: BTreeSet<Leaf>,
 }
 
 /// A leaf among others: the first goes first. Ends in its slot.
@@ -48,6 +58,13 @@ pub(crate) enum Removed {
     Vacated(u32),
     /// Somebody still holds the block; the last [`Residents::release`] says that the slot is free.
     StillHeld,
+}
+
+impl Group {
+    fn oldest_young(&self) -> Option<&Leaf> {
+        let first = |priority| self.leaves.range((priority, Turn::YOUNG, 0)..=(priority, Turn::LAST, u32::MAX)).next();
+        Priority::ALL.into_iter().filter_map(first).min_by_key(|(_, turn, _)| *turn)
+    }
 }
 
 /// All that is known of a slot, in one line of the cache.
@@ -66,6 +83,7 @@ struct Node {
     /// As of the turn's height.
     uses: Uses,
     priority: Priority,
+    group: u16,
 }
 
 const _: () = assert!(size_of::<Node>() == 64);
@@ -87,6 +105,7 @@ impl Node {
         turn: Turn(0),
         uses: 0,
         priority: Priority::Normal,
+        group: 0,
     };
 
     fn leaf(&self, slot: u32) -> Leaf {
@@ -150,13 +169,19 @@ impl Residents {
             names: Positions::with_capacity(capacity),
             nodes: Vec::with_capacity(capacity),
             absent: ByName::default(),
-            leaves: BTreeSet::new(),
+            groups: vec![Group::default()],
             frequency: Frequency::new(capacity),
             young: 0,
             young_most: capacity.div_ceil(8),
             idle: 0,
             clock: 0,
         }
+    }
+
+    /// Counts the blocks of several groups apart, from now on: before there are any.
+    pub(crate) fn divide(&mut self, bounds: &[Bounds]) {
+        assert_eq!(self.len(), 0, "blocks are here already, of nobody knows whom");
+        self.groups = bounds.iter().map(|bounds| Group { bounds: *bounds, ..Group::default() }).collect();
     }
 
     /// Blocks that can be found by name.
@@ -199,7 +224,13 @@ impl Residents {
     }
 
     /// A block comes to rest in an empty slot, not held. Its name must not be here yet. That it comes is a use.
-    pub(crate) fn insert(&mut self, slot: u32, name: SequenceHash, parent: Option<SequenceHash>, priority: Priority) {
+    pub(crate) fn insert(
+        &mut self,
+        slot: u32,
+        (name, parent): (SequenceHash, Option<SequenceHash>),
+        priority: Priority,
+        group: u16,
+    ) {
         if self.nodes.len() <= slot as usize {
             self.nodes.resize(slot as usize + 1, Node::EMPTY);
         }
@@ -209,14 +240,15 @@ impl Residents {
         let parent = parent.filter(|parent| *parent != name);
         let uses = self.frequency.used(self.frequency.recall(&name));
         let turn = Turn::new(true, self.frequency.height(uses), self.clock);
-        let node = Node { name, parent, followers, turn, uses, priority, resident: true, ..Node::EMPTY };
+        let node = Node { name, parent, followers, turn, uses, priority, group, resident: true, ..Node::EMPTY };
         let (leaf, held) = (followers.resident == 0, node.held());
         self.nodes[slot as usize] = node;
         self.names.insert(&name, slot);
         self.idle += 1;
         self.young += 1;
+        self.groups[usize::from(group)].resident += 1;
         if leaf {
-            self.leaves.insert((priority, turn, slot));
+            self.groups[usize::from(group)].leaves.insert((priority, turn, slot));
         }
         self.follow(slot);
         if held {
@@ -228,10 +260,9 @@ impl Residents {
 
     /// The young leaf that was let go longest ago is young no more, nor is what it follows.
     fn grow_up(&mut self) -> Option<()> {
-        let first = |priority| self.leaves.range((priority, Turn::YOUNG, 0)..=(priority, Turn::LAST, u32::MAX)).next();
-        let oldest = Priority::ALL.into_iter().filter_map(first).min_by_key(|(_, turn, _)| *turn).copied()?;
-        self.leaves.remove(&oldest);
+        let oldest = self.groups.iter().filter_map(Group::oldest_young).min_by_key(|(_, turn, _)| *turn).copied()?;
         let (.., leaf) = oldest;
+        self.group(leaf).leaves.remove(&oldest);
         let mut slot = leaf;
         while self.nodes[slot as usize].turn.is_young() {
             let node = &mut self.nodes[slot as usize];
@@ -242,8 +273,13 @@ impl Residents {
                 Parent::Root | Parent::Absent(_) => break,
             }
         }
-        self.leaves.insert(self.nodes[leaf as usize].leaf(leaf));
+        let grown = self.nodes[leaf as usize].leaf(leaf);
+        self.group(leaf).leaves.insert(grown);
         Some(())
+    }
+
+    fn group(&mut self, slot: u32) -> &mut Group {
+        &mut self.groups[usize::from(self.nodes[slot as usize].group)]
     }
 
     /// One more guard.
@@ -280,16 +316,29 @@ impl Residents {
     /// Gives a block another priority.
     pub(crate) fn prefer(&mut self, slot: u32, priority: Priority) {
         let node = &mut self.nodes[slot as usize];
-        let waits = self.leaves.remove(&node.leaf(slot));
+        let waits = self.groups[usize::from(node.group)].leaves.remove(&node.leaf(slot));
         node.priority = priority;
         if waits {
-            self.leaves.insert(node.leaf(slot));
+            self.groups[usize::from(node.group)].leaves.insert(node.leaf(slot));
         }
     }
 
     /// Gives up the leaf whose turn it is. Its slot is the caller's.
     pub(crate) fn evict(&mut self) -> Option<(u32, SequenceHash)> {
-        let &(.., slot) = self.leaves.first()?;
+        let stand = |group: &Group| (group.bounds, group.resident, !group.leaves.is_empty());
+        let group = payer(self.groups.iter().map(stand))?;
+        self.evict_of(group)
+    }
+
+    /// Gives up a leaf of a group that has more than it may.
+    pub(crate) fn evict_surplus(&mut self) -> Option<(u32, SequenceHash)> {
+        let exceeds = |group: &Group| group.resident > group.bounds.maximum && !group.leaves.is_empty();
+        let group = self.groups.iter().position(exceeds)?;
+        self.evict_of(group)
+    }
+
+    fn evict_of(&mut self, group: usize) -> Option<(u32, SequenceHash)> {
+        let &(.., slot) = self.groups[group].leaves.first()?;
         let Node { name, uses, turn, .. } = self.nodes[slot as usize];
         self.frequency.remember(&name, self.frequency.faded(uses, turn.height()));
         self.detach(slot);
@@ -310,7 +359,9 @@ impl Residents {
             self.became_idle(slot);
         }
         let node = &mut self.nodes[slot as usize];
-        self.leaves.remove(&node.leaf(slot));
+        let group = &mut self.groups[usize::from(node.group)];
+        group.leaves.remove(&node.leaf(slot));
+        group.resident -= 1;
         let (name, followers) = (node.name, std::mem::take(&mut node.followers));
         node.resident = false;
         self.young -= usize::from(node.turn.is_young());
@@ -329,7 +380,7 @@ impl Residents {
             Parent::Here(at) => {
                 let node = &mut self.nodes[at as usize];
                 if node.followers.resident == 0 {
-                    self.leaves.remove(&node.leaf(at));
+                    self.groups[usize::from(node.group)].leaves.remove(&node.leaf(at));
                 }
                 node.followers.resident += 1;
             }
@@ -351,7 +402,7 @@ impl Residents {
                 let node = &mut self.nodes[at as usize];
                 node.followers.resident -= 1;
                 if node.followers.resident == 0 && !node.held() {
-                    self.leaves.insert(node.leaf(at));
+                    self.groups[usize::from(node.group)].leaves.insert(node.leaf(at));
                 }
             }
         }
@@ -364,7 +415,7 @@ impl Residents {
             self.idle -= 1;
             let node = &self.nodes[slot as usize];
             if node.followers.resident == 0 {
-                self.leaves.remove(&node.leaf(slot));
+                self.groups[usize::from(node.group)].leaves.remove(&node.leaf(slot));
             }
             match self.parent_of(slot) {
                 Parent::Root => return,
@@ -390,7 +441,7 @@ impl Residents {
             let node = &mut self.nodes[slot as usize];
             node.turn = Turn::new(node.turn.is_young(), node.turn.height(), self.clock);
             if node.followers.resident == 0 {
-                self.leaves.insert(node.leaf(slot));
+                self.groups[usize::from(node.group)].leaves.insert(node.leaf(slot));
             }
             match self.parent_of(slot) {
                 Parent::Root => return,

@@ -14,7 +14,7 @@ use crate::event::{EventLog, Level};
 use crate::metrics::Metrics;
 use crate::pool::{CachedBlock, Pool};
 use crate::tier::{Loaded, StoreError, Tier, Usage};
-use crate::{Clock, Custody, Date, Fingerprint, Keep, SequenceHash};
+use crate::{Clock, Custody, Date, Fingerprint, Keep, SequenceHash, Shares};
 use arena::Arena;
 use bytes::Bytes;
 use futures::future::BoxFuture;
@@ -58,6 +58,16 @@ impl HostTier {
         let pool = Pool::new(Level::G2, slots, log, metrics.memory(Level::G2), clock);
         let arena = Arc::new(Arena::new(pool.capacity(), block_bytes));
         Self { pool, arena, fingerprint }
+    }
+
+    /// Keeps to what domains are promised of G2. To be called before there are any blocks.
+    ///
+    /// # Panics
+    /// When there are.
+    #[must_use]
+    pub fn with_shares(self, shares: &Shares) -> Self {
+        self.pool.divide(shares.at(Level::G2, self.arena.slot_bytes() as u64));
+        self
     }
 
     pub(crate) fn fingerprint(&self) -> Fingerprint {

@@ -101,6 +101,7 @@ mod plan;
 mod pool;
 mod retention;
 mod run;
+pub mod shares;
 pub mod tier;
 
 pub use block::{Block, Codec, Corrupt, Header, KeyId, Verified};
@@ -116,4 +117,5 @@ pub use name::{ChainKey, Domain, DomainId, Fingerprint, SequenceHash};
 pub use object::ObjectTier;
 pub use pool::{CachedBlock, CachedBlocks, FullBlock, Held, PartialBlock, WeakBlock};
 pub use retention::{Custody, Keep, Priority, Retention};
+pub use shares::{Quota, Shares};
 pub use tier::{LoadError, Loaded, StoreError, Tier, Usage};

@@ -20,7 +20,7 @@ use crate::peer::Peer;
 use crate::plan::{Plan, plan};
 use crate::pool::{CachedBlock, CachedBlocks, FullBlock, PartialBlock, Pool};
 use crate::tier::Tier;
-use crate::{Clock, Custody, DomainId, Retention, SequenceHash};
+use crate::{Clock, Custody, DomainId, Retention, SequenceHash, Shares};
 use coming::Coming;
 use offload::{Lane, Offers};
 use onboard::{Located, Order, Source};
@@ -134,6 +134,18 @@ impl BlockManager {
         let lanes = to_host.into_iter().chain(below).collect();
         let (coming, strangers) = (Coming::default(), Mutex::default());
         Self(Arc::new(Inner { _sweeper: sweep::spawn(&core), core, lanes, sources, coming, strangers }))
+    }
+
+    /// Keeps to what domains are promised of G1. To be called before there are any blocks. G2 is told by itself
+    /// ([`HostTier::with_shares`]).
+    ///
+    /// # Panics
+    /// When there are.
+    #[must_use]
+    pub fn with_shares(self, shares: &Shares) -> Self {
+        let core = &self.0.core;
+        core.pool.divide(shares.at(Level::G1, core.device.block_bytes() as u64));
+        self
     }
 
     /// `n` empty slots, or none at all. Gives up cached blocks that nobody holds, leaves before parents, the least

@@ -23,6 +23,7 @@ use crate::event::{BlockEvent, EventLog, Level};
 use crate::evict::{Removed, Residents};
 use crate::metrics::MemoryMetrics;
 use crate::names::BATCH;
+use crate::shares::Division;
 use crate::{Clock, Custody, Date, Keep, SequenceHash};
 pub use held::{CachedBlock, CachedBlocks, Held, WeakBlock};
 use keeping::{Due, Keeping, Pin};
@@ -45,6 +46,7 @@ struct Shared {
 struct State {
     free: Vec<u32>,
     residents: Residents,
+    division: Division,
     keeping: Keeping,
     /// Pins that there was no room for, since they were last counted.
     pins_refused: u64,
@@ -57,8 +59,21 @@ impl Pool {
         // Popped from the end: slot 0 goes first, so that lazily touched memory is touched from the front.
         let free = (0..capacity as u32).rev().collect();
         let keeping = Keeping::new(capacity);
-        let state = Mutex::new(State { free, residents: Residents::new(capacity), keeping, pins_refused: 0 });
+        let state = Mutex::new(State {
+            free,
+            residents: Residents::new(capacity),
+            division: Division::default(),
+            keeping,
+            pins_refused: 0,
+        });
         Self(Arc::new(Shared { level, capacity, log, metrics, clock, state }))
+    }
+
+    /// Counts domains apart from now on, before there are any blocks.
+    pub(crate) fn divide(&self, division: Division) {
+        let mut state = self.0.lock();
+        state.residents.divide(&division.bounds);
+        state.division = division;
     }
 
     /// All slots.
@@ -108,6 +123,7 @@ impl Pool {
             self.0.count_refused(&mut state);
             self.0.metrics.blocks.inc();
             self.0.stored().push(name, parent);
+            self.0.shed(&mut state);
         } else {
             drop(state);
             drop(slot);
@@ -139,6 +155,7 @@ impl Pool {
         // Announced under the lock; duplicates go free after it, because they go back through it.
         drop(stored);
         self.0.count_refused(&mut state);
+        self.0.shed(&mut state);
         drop(state);
         CachedBlocks::new(&self.0, cached)
     }
@@ -251,7 +268,7 @@ impl State {
     /// The block in the slot can be found from now on.
     fn enter(&mut self, slot: Slot, name: SequenceHash, parent: Option<SequenceHash>, custody: Custody) -> u32 {
         let id = slot.keep();
-        self.residents.insert(id, name, parent, custody.keep.priority);
+        self.residents.insert(id, (name, parent), custody.keep.priority, self.division.group(custody.domain));
         let pin = self.keeping.enter(id, custody);
         self.pin(id, pin);
         id
@@ -330,6 +347,20 @@ impl Shared {
     /// Announces new blocks; to be dropped under the lock.
     fn stored(&self) -> Stored<'_> {
         Stored::new(self.level, &self.log)
+    }
+
+    /// Frees what domains have above their maximum. Called under the lock, whenever a domain may have got more, or let go
+    /// of what it holds.
+    fn shed(&self, state: &mut State) {
+        let mut gone = Vec::new();
+        while let Some((slot, name)) = state.residents.evict_surplus() {
+            state.keeping.leave(slot);
+            state.free.push(slot);
+            gone.push(name);
+        }
+        if !gone.is_empty() {
+            self.removed(gone);
+        }
     }
 
     /// Called under the lock.

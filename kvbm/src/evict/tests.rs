@@ -23,7 +23,7 @@ impl Cache {
             });
             held.push(slot.unwrap_or_else(|| {
                 let slot = self.free.pop().unwrap_or_else(|| self.residents.evict().expect("something is idle").0);
-                self.residents.insert(slot, *name, parent, Priority::Normal);
+                self.residents.insert(slot, (*name, parent), Priority::Normal, 0);
                 self.residents.hold(slot);
                 slot
             }));

@@ -168,6 +168,7 @@ impl Shared {
                     state.free.push(block.id);
                 }
             }
+            self.shed(&mut state);
         }
     }
 }

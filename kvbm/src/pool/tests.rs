@@ -4,6 +4,7 @@ use prometheus::IntGauge;
 use proptest::prelude::*;
 use std::collections::HashSet;
 
+mod shares;
 mod terms;
 
 fn name(n: u8) -> SequenceHash {
