@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 VENV   := .venv
+SERVERS := tests/servers
 BENCH  := --manifest-path bench/Cargo.toml
 RUN    ?= serve
 CARGO_DENY := 0.20.2
@@ -23,12 +24,12 @@ help: ## List the verbs
 run: ## Build and serve the built-in model on 127.0.0.1:8000 (RUN="serve --model DIR" for another)
 	cargo run --locked --release -- $(RUN)
 
-test: $(VENV)/.ready ## Every test: Python client, documentation examples, Rust. Installs what it needs into .venv
+test: $(VENV)/.ready $(SERVERS)/node_modules/.ready ## Every test: Python client, documentation examples, Rust beside object stores. Installs what it needs
 	cargo build --locked
 	$(VENV)/bin/python -m pytest -q tests/python
 	cargo test --locked --workspace --doc --quiet
 	cargo test --locked --quiet $(BENCH)
-	$(RUST_TESTS)
+	$(VENV)/bin/python $(SERVERS)/run.py $(RUST_TESTS)
 
 lint: ## Formatting, clippy and rustdoc without warnings, licences and banned crates
 	cargo fmt --all --check
@@ -73,7 +74,11 @@ setup: $(VENV)/.ready ## Install what lint and test use beyond Rust: the Python 
 advisories: ## Ask the RustSec database about our dependencies (needs the network)
 	cargo deny --locked check advisories
 
-$(VENV)/.ready: tests/python/requirements.txt
+$(SERVERS)/node_modules/.ready: $(SERVERS)/package.json
+	npm install --prefix $(SERVERS) --silent --no-audit --no-fund --no-package-lock || { echo "make: npm cannot install the Azure server of the tests; on Debian and Ubuntu: apt-get install npm"; exit 1; }
+	@touch $@
+
+$(VENV)/.ready: tests/python/requirements.txt $(SERVERS)/requirements.txt
 	$(PYTHON) -m venv $(VENV) || { echo "make: $(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(addprefix --requirement ,$^)
 	@touch $@

@@ -13,10 +13,12 @@
 //! again.
 
 mod catalog;
+mod client;
 mod follow;
 mod layout;
 mod location;
 mod manifest;
+mod pace;
 mod pack;
 mod standing;
 #[cfg(test)]
@@ -27,13 +29,15 @@ use crate::tier::{LoadError, Loaded, StoreError, Tier, Usage};
 use crate::{Block, Corrupt, Date, EventLog, Fingerprint, Header, Level, SequenceHash};
 use bytes::Bytes;
 use catalog::Catalog;
+use client::Client;
+pub use client::Counts;
 use follow::Follower;
 use futures::future::{BoxFuture, FutureExt};
 use futures::stream::{self, BoxStream, StreamExt};
 use layout::{Layout, Writer};
 pub use location::{Access, Cloud, Credentials, Endpoint, Invalid, Location};
 use object_store::local::LocalFileSystem;
-use object_store::{Error, ObjectStore, ObjectStoreExt};
+use object_store::{Error, ObjectStore};
 use pack::{Job, Packer};
 use serde::{Deserialize, Serialize};
 pub use standing::Standing;
@@ -47,8 +51,6 @@ use tokio_util::task::AbortOnDropHandle;
 
 /// Requests of one load, or of one round of learning, at once: stores reach their bandwidth through parallel requests.
 const PARALLEL: usize = 16;
-/// A request that takes longer has failed; an onboarding gave up on it long before.
-const REQUEST: Duration = Duration::from_secs(30);
 /// One ranged read: at a store's 50 ms and 100 MB/s of one stream, most of the time is bytes.
 const RANGE: u64 = 4 << 20;
 /// Reading over so much that nobody asked for takes less than another request.
@@ -65,11 +67,14 @@ pub struct Settings {
     /// Blocks of the store that are known at most, about 100 bytes of memory each; beyond that the oldest objects are
     /// forgotten. Default 4 million.
     pub known_blocks: usize,
+    /// After which one request has failed, and is made again. Default 10 s: 4 MiB in that time is slower than any
+    /// recomputing.
+    pub request_timeout: Duration,
 }
 
 impl Default for Settings {
     fn default() -> Self {
-        Self { object_bytes: 8 << 20, known_blocks: 4_000_000 }
+        Self { object_bytes: 8 << 20, known_blocks: 4_000_000, request_timeout: Duration::from_secs(10) }
     }
 }
 
@@ -91,7 +96,7 @@ pub enum OpenError {
 
 /// Blocks under a prefix of an object store.
 pub struct ObjectTier {
-    store: Arc<dyn ObjectStore>,
+    client: Arc<Client>,
     catalog: Arc<Catalog>,
     jobs: mpsc::Sender<Job>,
     room: Arc<Semaphore>,
@@ -109,13 +114,14 @@ impl ObjectTier {
         let catalog = Arc::new(Catalog::new(settings.known_blocks, events));
         tracing::info!(%store, under = %layout, %writer, "object tier open");
         let (stands, standing) = watch::channel(Standing::Learning);
-        let follower = Follower::new(store.clone(), layout.clone(), writer, catalog.clone(), stands);
-        let packer = Arc::new(Packer { store: store.clone(), layout, writer, catalog: catalog.clone(), settings });
+        let client = Arc::new(Client::new(store, settings.request_timeout, writer.seed()));
+        let follower = Follower::new(client.clone(), layout.clone(), writer, catalog.clone(), stands);
+        let packer = Arc::new(Packer { client: client.clone(), layout, writer, catalog: catalog.clone(), settings });
         // One block in the queue takes at least its header.
         let (jobs, waiting) = mpsc::channel(QUEUE / Header::LEN);
         let tasks = [tokio::spawn(follower.run()), tokio::spawn(packer.run(waiting))].map(AbortOnDropHandle::new);
         let room = Arc::new(Semaphore::new(QUEUE));
-        Arc::new(Self { store, catalog, jobs, room, standing, _tasks: tasks })
+        Arc::new(Self { client, catalog, jobs, room, standing, _tasks: tasks })
     }
 
     /// Opens a folder, local or mounted, as a store. Makes the folder if it is not there.
@@ -136,7 +142,7 @@ impl ObjectTier {
             Location::Folder(folder) => Ok(Self::folder(folder, settings, events)?),
             Location::Cloud { cloud, prefix, .. } => {
                 let wrong = |error: Error| OpenError::Client { why: error.to_string(), advice: cloud.advice() };
-                let client = location.client(access).map_err(wrong)?;
+                let client = location.client(access, settings.request_timeout).map_err(wrong)?;
                 let client = client.ok_or_else(|| io::Error::other("a folder has no client"))?;
                 Ok(Self::open(client, prefix.as_ref(), settings, events))
             }
@@ -159,6 +165,11 @@ impl ObjectTier {
     /// Objects that turned out to be gone, or to be others than they were.
     pub fn lost_objects(&self) -> u64 {
         self.catalog.lost()
+    }
+
+    /// What the requests to the store came to.
+    pub fn counts(&self) -> Counts {
+        self.client.counts()
     }
 
     fn offer(&self, block: Block) -> Result<oneshot::Receiver<pack::Answer>, StoreError> {
@@ -200,11 +211,11 @@ impl Tier for ObjectTier {
             .flat_map(|(object, wanted)| run::runs(wanted, GAP, RANGE).into_iter().map(move |run| (object, run)));
         let mut parts: Vec<(i32, Run)> = parts.collect();
         parts.sort_by_key(|(_, run)| run.wanted.iter().map(|wanted| wanted.index).min());
-        let (store, catalog) = (self.store.clone(), self.catalog.clone());
+        let (client, catalog) = (self.client.clone(), self.catalog.clone());
         let names: Arc<[SequenceHash]> = names.into();
         let read = move |(object, run)| {
-            let (store, catalog, names) = (store.clone(), catalog.clone(), names.clone());
-            async move { stream::iter(load(&*store, &catalog, fingerprint, &names, object, &run).await) }
+            let (client, catalog, names) = (client.clone(), catalog.clone(), names.clone());
+            async move { stream::iter(load(&client, &catalog, fingerprint, &names, object, &run).await) }
         };
         let misses = stream::iter(missing.into_iter().map(|index| (index, Ok(None))));
         misses.chain(stream::iter(parts).map(read).buffer_unordered(PARALLEL).flatten()).boxed()
@@ -245,7 +256,7 @@ impl Tier for ObjectTier {
 
 /// Reads a run of one object. What is gone is a miss; what is not a block is reported and forgotten.
 async fn load(
-    store: &dyn ObjectStore,
+    client: &Client,
     catalog: &Catalog,
     fingerprint: Fingerprint,
     names: &[SequenceHash],
@@ -255,15 +266,14 @@ async fn load(
     let indices = || run.wanted.iter().map(|wanted| wanted.index);
     let misses = || indices().map(|index| (index, Ok(None))).collect();
     let Some(object) = catalog.object(number) else { return misses() };
-    let reading = tokio::time::timeout(REQUEST, store.get_range(&object.path, run.start()..run.end()));
-    let bytes = match reading.await.unwrap_or_else(|late| Err(Error::Generic { store: "store", source: late.into() })) {
+    let bytes = match client.range(&object.path, run.start()..run.end()).await {
         Ok(bytes) if bytes.len() as u64 == run.end() - run.start() => bytes,
         Ok(_) => {
             catalog.lose(number);
             return misses();
         }
         Err(error) => {
-            if changed(store, &object, &error).await {
+            if changed(client, &object, &error).await {
                 catalog.lose(number);
                 return misses();
             }
@@ -284,14 +294,13 @@ async fn load(
 }
 
 /// Whether an object that could not be read is gone or no longer what it was, rather than out of reach.
-async fn changed(store: &dyn ObjectStore, object: &catalog::Object, error: &Error) -> bool {
+async fn changed(client: &Client, object: &catalog::Object, error: &Error) -> bool {
     if matches!(error, Error::NotFound { .. }) {
         return true;
     }
-    match tokio::time::timeout(REQUEST, store.head(&object.path)).await {
-        Ok(Ok(meta)) => meta.size != object.bytes,
-        Ok(Err(error)) => matches!(error, Error::NotFound { .. }),
-        Err(_) => false,
+    match client.head(&object.path).await {
+        Ok(meta) => meta.size != object.bytes,
+        Err(error) => matches!(error, Error::NotFound { .. }),
     }
 }
 

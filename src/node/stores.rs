@@ -180,13 +180,13 @@ async fn open_disk(disks: Vec<Disk>, log: Arc<EventLog>) -> anyhow::Result<Arc<D
 /// without, and comes back by itself.
 async fn open_shared(location: &Location, config: &Config, log: Arc<EventLog>) -> anyhow::Result<Arc<dyn Tier>> {
     let reach = &config.shared_store;
+    let settings = object::Settings { request_timeout: reach.request_timeout.0, ..object::Settings::default() };
     let access = Access {
         endpoint: reach.endpoint.clone(),
         region: reach.region.clone(),
-        timeout: reach.request_timeout.0,
         credentials: config.credentials.clone(),
     };
-    let tier = ObjectTier::at(location, &access, object::Settings::default(), log)
+    let tier = ObjectTier::at(location, &access, settings, log)
         .with_context(|| format!("shared = {location} cannot be used"))?;
     match (timeout(CATCH_UP_MAX, tier.settled()).await, location) {
         (Ok(Standing::Refused(why)), Location::Cloud { cloud, .. }) => {

@@ -4,12 +4,12 @@
 //! the manifests that are new. A manifest that is not sound is skipped. Nothing is asked on the path of a request.
 
 use super::catalog::{Catalog, paths};
+use super::client::Client;
 use super::layout::{Layout, Writer};
 use super::manifest::{self, Section};
-use super::{PARALLEL, REQUEST, Standing};
-use bytes::Bytes;
+use super::{PARALLEL, Standing};
 use futures::stream::{self, StreamExt, TryStreamExt};
-use object_store::{Error, ObjectMeta, ObjectStore, ObjectStoreExt};
+use object_store::{Error, ObjectMeta};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
@@ -25,7 +25,7 @@ const READ: u64 = 256;
 
 /// Keeps a catalog up to date with the store.
 pub(super) struct Follower {
-    store: Arc<dyn ObjectStore>,
+    client: Arc<Client>,
     layout: Layout,
     own: Writer,
     catalog: Arc<Catalog>,
@@ -52,13 +52,13 @@ enum Asked {
 
 impl Follower {
     pub(super) fn new(
-        store: Arc<dyn ObjectStore>,
+        client: Arc<Client>,
         layout: Layout,
         own: Writer,
         catalog: Arc<Catalog>,
         standing: watch::Sender<Standing>,
     ) -> Self {
-        Self { store, layout, own, catalog, known: BTreeMap::new(), standing, learned: false, turn: 0 }
+        Self { client, layout, own, catalog, known: BTreeMap::new(), standing, learned: false, turn: 0 }
     }
 
     /// Follows for ever.
@@ -76,10 +76,10 @@ impl Follower {
             // Once, not every second.
             match (&before, &now) {
                 (Standing::Away(_) | Standing::Refused(_), Standing::Ready) => {
-                    tracing::info!(store = %self.store, under = %self.layout, "store answers again");
+                    tracing::info!(store = %self.client, under = %self.layout, "store answers again");
                 }
                 (Standing::Learning | Standing::Ready, Standing::Away(why) | Standing::Refused(why)) => {
-                    tracing::warn!(store = %self.store, under = %self.layout, why, "store does not serve; asked again every second");
+                    tracing::warn!(store = %self.client, under = %self.layout, why, "store does not serve; asked again every second");
                 }
                 _ => {}
             }
@@ -109,7 +109,7 @@ impl Follower {
 
     /// Writers that were not there in the last round.
     async fn strangers(&self) -> Result<Vec<Writer>, Error> {
-        let listed = within(self.store.list_with_delimiter(Some(&self.layout.manifests()))).await?;
+        let listed = self.client.list(&self.layout.manifests()).await?;
         let writers = listed.common_prefixes.iter().filter_map(|path| path.filename()?.parse().ok());
         Ok(writers.filter(|writer| *writer != self.own && !self.known.contains_key(writer)).collect())
     }
@@ -117,9 +117,8 @@ impl Follower {
     /// The numbers of a writer's manifests, in order.
     async fn numbers(&self, writer: Writer) -> Result<Vec<u64>, Error> {
         let under = self.layout.manifests_of(writer);
-        let number = |meta: ObjectMeta| meta.location.filename().and_then(|name| name.parse::<u64>().ok());
-        let listing = self.store.list(Some(&under)).try_filter_map(|meta| async { Ok(number(meta)) });
-        let mut numbers: Vec<u64> = within(listing.try_collect()).await?;
+        let number = |meta: &ObjectMeta| meta.location.filename().and_then(|name| name.parse::<u64>().ok());
+        let mut numbers: Vec<u64> = self.client.list(&under).await?.objects.iter().filter_map(number).collect();
         numbers.sort_unstable();
         Ok(numbers)
     }
@@ -180,8 +179,7 @@ impl Follower {
 
     async fn ask(&self, writer: Writer, number: u64) -> Result<Asked, Error> {
         let path = self.layout.manifest(writer, number);
-        let read = async { self.store.get(&path).await?.bytes().await };
-        let bytes: Bytes = match within(read).await {
+        let bytes = match self.client.get(&path).await {
             Ok(bytes) => bytes,
             Err(Error::NotFound { .. }) => return Ok(Asked::NotYet),
             Err(error) => return Err(error),
@@ -192,9 +190,4 @@ impl Follower {
         }
         Ok(sections.map_or(Asked::Unsound, Asked::Sound))
     }
-}
-
-async fn within<T>(request: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
-    let late = |late| Error::Generic { store: "store", source: Box::new(late) };
-    tokio::time::timeout(REQUEST, request).await.unwrap_or_else(|elapsed| Err(late(elapsed)))
 }

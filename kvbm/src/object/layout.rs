@@ -28,6 +28,11 @@ impl Writer {
         Self { started_ms, random: hasher.finish() }
     }
 
+    /// What makes its pauses differ from others'.
+    pub(super) fn seed(self) -> u64 {
+        self.random
+    }
+
     pub(super) fn to_bytes(self) -> [u8; 16] {
         let mut bytes = [0; 16];
         bytes[..8].copy_from_slice(&self.started_ms.to_le_bytes());

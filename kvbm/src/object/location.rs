@@ -71,15 +71,13 @@ pub struct Access {
     pub endpoint: Option<Endpoint>,
     /// Where the bucket is, for S3.
     pub region: Option<String>,
-    /// After which a request has failed.
-    pub timeout: Duration,
     /// Who asks.
     pub credentials: Credentials,
 }
 
 impl Location {
-    /// A client of a bucket or container. Nothing is asked yet.
-    pub fn client(&self, access: &Access) -> Result<Option<Arc<dyn ObjectStore>>, Error> {
+    /// A client of a bucket or container whose requests end after `timeout`. Nothing is asked yet.
+    pub fn client(&self, access: &Access, timeout: Duration) -> Result<Option<Arc<dyn ObjectStore>>, Error> {
         let Self::Cloud { cloud, url, .. } = self else { return Ok(None) };
         // No other provider can be there: `rustls` is built with this one alone. An error says that it is set already.
         let _ = rustls::crypto::ring::default_provider().install_default();
@@ -87,7 +85,7 @@ impl Location {
         // Whoever writes `http://` means it.
         let in_clear = |endpoint: Option<String>| endpoint.is_some_and(|url| url.starts_with("http://"));
         let client = |allow_http| {
-            let options = ClientOptions::new().with_connect_timeout(CONNECT).with_timeout(access.timeout);
+            let options = ClientOptions::new().with_connect_timeout(CONNECT).with_timeout(timeout);
             if allow_http { options.with_allow_http(true) } else { options }
         };
         // Repeating is ours: seeded, under one budget, in the runtime's time.
@@ -330,12 +328,12 @@ mod tests {
             [("AWS_ACCESS_KEY_ID", "key"), ("AWS_SECRET_ACCESS_KEY", "secret"), ("HOME", "/"), ("AWS_REGION", "")];
         let credentials = Credentials::from_environment(environment);
         assert_eq!(format!("{credentials:?}"), r#"{"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"}"#);
-        let access =
-            Access { endpoint: None, region: Some("eu-west-1".into()), timeout: Duration::from_secs(1), credentials };
+        let access = Access { endpoint: None, region: Some("eu-west-1".into()), credentials };
+        let client = |location: &Location| location.client(&access, Duration::from_secs(1)).unwrap();
         for location in ["s3://bucket/a", "s3a://bucket", "https://bucket.s3.eu-west-1.amazonaws.com"] {
-            let client = location.parse::<Location>().unwrap().client(&access).unwrap().expect("a cloud");
+            let client = client(&location.parse().unwrap()).expect("a cloud");
             assert!(client.to_string().contains("bucket"), "{client}");
         }
-        assert!("folder".parse::<Location>().unwrap().client(&access).unwrap().is_none());
+        assert!(client(&"folder".parse().unwrap()).is_none());
     }
 }

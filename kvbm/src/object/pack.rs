@@ -8,13 +8,14 @@
 //! that cannot be written is tried again until it can, with the same bytes under the same number: whoever saw an earlier
 //! attempt has seen all of it, and numbers have no gaps.
 
+use super::Settings;
 use super::catalog::{Catalog, paths};
+use super::client::Client;
 use super::layout::{Layout, Writer};
 use super::manifest::{self, Entry, Section};
-use super::{REQUEST, Settings};
 use crate::{Block, Fingerprint, Header, Keep, StoreError};
 use bytes::Bytes;
-use object_store::{ObjectStore, ObjectStoreExt, PutPayload, path::Path};
+use object_store::{PutPayload, path::Path};
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
@@ -44,7 +45,7 @@ pub(super) struct Job {
 
 /// What everything that writes needs.
 pub(super) struct Packer {
-    pub(super) store: Arc<dyn ObjectStore>,
+    pub(super) client: Arc<Client>,
     pub(super) layout: Layout,
     pub(super) writer: Writer,
     pub(super) catalog: Arc<Catalog>,
@@ -166,10 +167,7 @@ impl Packer {
     }
 
     async fn put(&self, path: &Path, payload: PutPayload) -> io::Result<()> {
-        match tokio::time::timeout(REQUEST, self.store.put(path, payload)).await {
-            Ok(answer) => Ok(answer.map(|_| ())?),
-            Err(late) => Err(late.into()),
-        }
+        Ok(self.client.put(path, payload).await?)
     }
 }
 

@@ -22,11 +22,19 @@ impl From<&Error> for Standing {
     fn from(error: &Error) -> Self {
         let said: String = error.to_string().split_whitespace().collect::<Vec<_>>().join(" ");
         let said: String = said.chars().take(WORDS).collect();
-        match error {
+        // A failed listing carries its status in words only.
+        let status = || said.split_once("status code: ")?.1.get(..3)?.parse().ok();
+        let status: u16 = match error {
+            Error::NotFound { .. } => 404,
+            Error::PermissionDenied { .. } => 403,
+            Error::Unauthenticated { .. } => 401,
+            _ => status().unwrap_or(0),
+        };
+        match status {
             // Listing an empty prefix finds nothing, which is no error: what is not there is the bucket.
-            Error::NotFound { .. } => Self::Refused(format!("there is no such bucket or container: {said}")),
-            Error::PermissionDenied { .. } => Self::Refused(format!("access is denied: {said}")),
-            Error::Unauthenticated { .. } => Self::Refused(format!("the credentials are not accepted: {said}")),
+            404 => Self::Refused(format!("there is no such bucket or container: {said}")),
+            403 => Self::Refused(format!("access is denied: {said}")),
+            401 => Self::Refused(format!("the credentials are not accepted: {said}")),
             _ => Self::Away(said),
         }
     }
@@ -48,6 +56,11 @@ mod tests {
         for error in &refused {
             assert!(matches!(Standing::from(error), Standing::Refused(why) if why.chars().count() < 500));
         }
-        assert!(matches!(Standing::from(&Error::Generic { store, source: source() }), Standing::Away(_)));
+        for (said, refused) in
+            [("status code: 403 Forbidden", true), ("status code: 503 Slow", false), ("what?", false)]
+        {
+            let error = Error::Generic { store, source: said.into() };
+            assert_eq!(matches!(Standing::from(&error), Standing::Refused(_)), refused, "{said}");
+        }
     }
 }

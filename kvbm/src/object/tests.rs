@@ -11,6 +11,9 @@ use tempfile::TempDir;
 mod damage;
 mod flaky;
 mod outage;
+mod server;
+mod servers;
+mod trouble;
 
 pub(super) fn open_on(store: Arc<dyn ObjectStore>) -> (Arc<ObjectTier>, Arc<EventLog>) {
     let events = Arc::new(EventLog::new(Epoch(1)));
@@ -135,7 +138,7 @@ async fn requests_are_far_fewer_than_blocks() {
 #[tokio::test(start_paused = true)]
 async fn what_is_known_is_bounded_and_the_newest_stays() {
     let folder = tempfile::tempdir().unwrap();
-    let settings = Settings { object_bytes: 10_000, known_blocks: 100 };
+    let settings = Settings { object_bytes: 10_000, known_blocks: 100, ..Settings::default() };
     let (tier, events) = open_in(folder.path(), settings);
     for seed in 0..30 {
         store(&*tier, chain(seed, 10)).await;

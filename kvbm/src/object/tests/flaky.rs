@@ -7,11 +7,11 @@ use object_store::memory::InMemory;
 use object_store::path::Path;
 use object_store::{
     CopyOptions, Error, GetOptions, GetResult, ListResult, MultipartUpload, ObjectMeta, ObjectStore,
-    PutMultipartOptions, PutOptions, PutPayload, PutResult, Result,
+    PutMultipartOptions, PutOptions, PutPayload, PutResult, Result, UploadPart,
 };
 use std::fmt;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 
 /// What happens to requests whose path contains a word.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -20,6 +20,10 @@ pub(super) enum Mood {
     Hangs,
     /// The write happens, but the answer is an error.
     FailsAfterwards,
+    /// The next one fails; then all is well.
+    FailsOnce,
+    /// The next one hangs; then all is well.
+    HangsOnce,
 }
 
 #[derive(Debug, Default)]
@@ -27,11 +31,37 @@ pub(super) struct Flaky {
     inner: InMemory,
     mood: Mutex<Option<(&'static str, Mood)>>,
     requests: AtomicU64,
+    given_up: Arc<AtomicU64>,
+}
+
+/// An upload of which no part arrives.
+#[derive(Debug)]
+struct Broken(Arc<AtomicU64>);
+
+#[async_trait::async_trait]
+impl MultipartUpload for Broken {
+    fn put_part(&mut self, _part: PutPayload) -> UploadPart {
+        Box::pin(async { Err(down()) })
+    }
+
+    async fn complete(&mut self) -> Result<PutResult> {
+        Err(down())
+    }
+
+    async fn abort(&mut self) -> Result<()> {
+        self.0.fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    }
 }
 
 impl Flaky {
     pub(super) fn set(&self, mood: Option<(&'static str, Mood)>) {
         *self.mood.lock().unwrap() = mood;
+    }
+
+    /// Uploads in parts that were given up, rather than left lying.
+    pub(super) fn given_up(&self) -> u64 {
+        self.given_up.load(Ordering::Relaxed)
     }
 
     pub(super) fn requests(&self) -> u64 {
@@ -40,9 +70,13 @@ impl Flaky {
 
     async fn meet(&self, path: &str) -> Result<()> {
         self.requests.fetch_add(1, Ordering::Relaxed);
-        match self.mood(path) {
-            Some(Mood::Fails) => Err(down()),
-            Some(Mood::Hangs) => future::pending().await,
+        let mood = self.mood(path);
+        if matches!(mood, Some(Mood::FailsOnce | Mood::HangsOnce)) {
+            self.set(None);
+        }
+        match mood {
+            Some(Mood::Fails | Mood::FailsOnce) => Err(down()),
+            Some(Mood::Hangs | Mood::HangsOnce) => future::pending().await,
             _ => Ok(()),
         }
     }
@@ -93,7 +127,13 @@ impl ObjectStore for Flaky {
         'life1: 'out,
         Self: 'out,
     {
-        self.inner.put_multipart_opts(path, options)
+        Box::pin(async move {
+            self.requests.fetch_add(1, Ordering::Relaxed);
+            match self.mood(path.as_ref()) {
+                None => self.inner.put_multipart_opts(path, options).await,
+                Some(_) => Ok(Box::new(Broken(self.given_up.clone())) as Box<dyn MultipartUpload>),
+            }
+        })
     }
 
     fn get_opts<'life0, 'life1, 'out>(

@@ -1,0 +1,264 @@
+//! What the tier asks of a store: put, read, look, list. Each within a time, repeated where that may help, counted.
+//!
+//! ```text
+//!   request ─▶ attempt ──answer──▶            a read that takes too long ─▶ a second request, the first answer counts
+//!                 ▲  └─failure──▶ pause ─┐
+//!                 └──────────────────────┘    within the budget of `Pace`
+//! ```
+//!
+//! A store that failed many times in a row is *away*: reads and writes of blocks fail at once, so that nobody waits for
+//! it, until the follower, which goes on asking every second, got an answer.
+
+use super::pace::Pace;
+use bytes::Bytes;
+use futures::future::{self, Either};
+use futures::stream::{self, StreamExt, TryStreamExt};
+use object_store::path::Path;
+use object_store::{Error, ListResult, MultipartUpload, ObjectMeta, ObjectStore, ObjectStoreExt, PutPayload};
+use std::fmt;
+use std::ops::Range;
+use std::pin::pin;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+use tokio::time::{Instant, sleep, timeout};
+
+/// Attempts in all: whoever reads has given up after more, whoever writes has time.
+const READS: u32 = 3;
+const WRITES: u32 = 4;
+/// What a write may take beyond one request's time, per byte: a megabyte in a second is a slow line.
+const WRITE_BYTES_PER_SECOND: f64 = 1e6;
+/// From this size on an object is sent in parts, several at once, and a failure costs no more than them.
+const MULTIPART: usize = 16 << 20;
+/// A part. S3 takes no smaller ones than 5 MiB, and at most 10,000.
+const PART: usize = 8 << 20;
+/// Parts under way at once.
+const PARTS: usize = 4;
+/// Failures in a row after which the store is away: more than one request's attempts, so that one bad object is not it.
+const AWAY: u64 = 8;
+
+pub(super) struct Client {
+    store: Arc<dyn ObjectStore>,
+    limit: Duration,
+    pace: Mutex<Pace>,
+    failures: AtomicU64,
+    counts: Counters,
+}
+
+/// What the requests of a tier came to.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Counts {
+    /// Requests that were sent, repetitions and second ones included.
+    pub requests: u64,
+    /// Requests that were made again after a failure.
+    pub retries: u64,
+    /// Second requests for a read that took too long.
+    pub hedges: u64,
+    /// How many of those were answered first.
+    pub hedges_won: u64,
+}
+
+#[derive(Default)]
+struct Counters {
+    requests: AtomicU64,
+    retries: AtomicU64,
+    hedges: AtomicU64,
+    hedges_won: AtomicU64,
+}
+
+impl Client {
+    pub(super) fn new(store: Arc<dyn ObjectStore>, limit: Duration, seed: u64) -> Self {
+        let pace = Mutex::new(Pace::new(seed));
+        Self { store, limit, pace, failures: AtomicU64::new(0), counts: Counters::default() }
+    }
+
+    pub(super) fn counts(&self) -> Counts {
+        let Counters { requests, retries, hedges, hedges_won } = &self.counts;
+        let read = |count: &AtomicU64| count.load(Ordering::Relaxed);
+        Counts { requests: read(requests), retries: read(retries), hedges: read(hedges), hedges_won: read(hedges_won) }
+    }
+
+    /// Writes an object, whole.
+    pub(super) async fn put(&self, path: &Path, payload: PutPayload) -> Result<(), Error> {
+        self.present()?;
+        self.repeated(WRITES, || self.put_once(path, payload.clone())).await
+    }
+
+    /// Reads a range of an object of blocks.
+    pub(super) async fn range(&self, path: &Path, range: Range<u64>) -> Result<Bytes, Error> {
+        self.present()?;
+        self.repeated(READS, || self.hedged(path, range.clone())).await
+    }
+
+    /// Reads a small object whole.
+    pub(super) async fn get(&self, path: &Path) -> Result<Bytes, Error> {
+        self.repeated(READS, || self.within(async { self.store.get(path).await?.bytes().await })).await
+    }
+
+    /// Looks at an object. Not repeated: it explains a failure, and the read was repeated already.
+    pub(super) async fn head(&self, path: &Path) -> Result<ObjectMeta, Error> {
+        self.repeated(1, || self.within(self.store.head(path))).await
+    }
+
+    /// What lies directly below a prefix. Not repeated: whoever lists comes again.
+    pub(super) async fn list(&self, prefix: &Path) -> Result<ListResult, Error> {
+        self.repeated(1, || self.within(self.store.list_with_delimiter(Some(prefix)))).await
+    }
+
+    /// Fails while the store is away.
+    fn present(&self) -> Result<(), Error> {
+        if self.failures.load(Ordering::Relaxed) < AWAY {
+            return Ok(());
+        }
+        Err(failed("the store is away"))
+    }
+
+    async fn repeated<T, F>(&self, attempts: u32, ask: impl Fn() -> F) -> Result<T, Error>
+    where
+        F: Future<Output = Result<T, Error>>,
+    {
+        for attempt in 1.. {
+            let error = match ask().await {
+                Err(error) if may_pass(&error) => error,
+                answer => {
+                    self.failures.store(0, Ordering::Relaxed);
+                    self.pace().answered();
+                    return answer;
+                }
+            };
+            self.failures.fetch_add(1, Ordering::Relaxed);
+            let pause = if attempt < attempts { self.pace().pause(attempt) } else { None };
+            let Some(pause) = pause else { return Err(error) };
+            self.counts.retries.fetch_add(1, Ordering::Relaxed);
+            tracing::debug!(store = %self.store, %error, ?pause, "request is made again");
+            sleep(pause).await;
+        }
+        unreachable!("the last attempt returned")
+    }
+
+    /// Reads, and once that takes longer than such reads do, asks a second time; the first answer counts.
+    async fn hedged(&self, path: &Path, range: Range<u64>) -> Result<Bytes, Error> {
+        let (bytes, start) = (range.end - range.start, Instant::now());
+        let patience = {
+            let mut pace = self.pace();
+            pace.read();
+            pace.patience(bytes)
+        };
+        let ask = || self.within(self.store.get_range(path, range.clone()));
+        let first = pin!(ask());
+        let answer = match patience {
+            None => first.await,
+            Some(patience) => match future::select(first, pin!(sleep(patience))).await {
+                Either::Left((answer, _)) => answer,
+                Either::Right(((), first)) if self.pace().hedge() => {
+                    self.counts.hedges.fetch_add(1, Ordering::Relaxed);
+                    match future::select(first, pin!(ask())).await {
+                        Either::Left((Err(_), second)) => second.await,
+                        Either::Left((answer, _)) => answer,
+                        Either::Right((Err(_), first)) => first.await,
+                        Either::Right((answer, _)) => {
+                            self.counts.hedges_won.fetch_add(1, Ordering::Relaxed);
+                            answer
+                        }
+                    }
+                }
+                Either::Right(((), first)) => first.await,
+            },
+        };
+        if answer.is_ok() {
+            self.pace().took(bytes, start.elapsed());
+        }
+        answer
+    }
+
+    async fn put_once(&self, path: &Path, payload: PutPayload) -> Result<(), Error> {
+        let bytes = payload.content_length();
+        let limit = self.limit + Duration::from_secs_f64(bytes as f64 / WRITE_BYTES_PER_SECOND);
+        if bytes < MULTIPART {
+            return self.within_time(limit, self.store.put(path, payload)).await.map(drop);
+        }
+        let mut upload = self.within(self.store.put_multipart(path)).await?;
+        let parts: Vec<_> = parts(payload).into_iter().map(|part| upload.put_part(part)).collect();
+        self.counts.requests.fetch_add(parts.len() as u64, Ordering::Relaxed);
+        let sent = async {
+            stream::iter(parts).buffer_unordered(PARTS).try_collect::<()>().await?;
+            upload.complete().await.map(drop)
+        };
+        let sent = self.within_time(limit, sent).await;
+        if sent.is_err() {
+            // What cannot even be given up is for the bucket's own rule to clear away.
+            let _ = self.within(upload.abort()).await;
+        }
+        sent
+    }
+
+    async fn within<T>(&self, request: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
+        self.within_time(self.limit, request).await
+    }
+
+    async fn within_time<T>(
+        &self,
+        limit: Duration,
+        request: impl Future<Output = Result<T, Error>>,
+    ) -> Result<T, Error> {
+        self.counts.requests.fetch_add(1, Ordering::Relaxed);
+        timeout(limit, request).await.unwrap_or_else(|late| Err(failed(late)))
+    }
+
+    fn pace(&self) -> MutexGuard<'_, Pace> {
+        // Sums and samples: whatever a panic left of them is as good.
+        self.pace.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl fmt::Display for Client {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.store.fmt(f)
+    }
+}
+
+fn failed(source: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Error {
+    Error::Generic { store: "store", source: source.into() }
+}
+
+/// Whether the same request may fare better: what is not there, or not allowed, stays so.
+fn may_pass(error: &Error) -> bool {
+    matches!(error, Error::Generic { .. } | Error::JoinError { .. })
+}
+
+/// The payload cut into parts of one size, without copying more than the seams.
+fn parts(payload: PutPayload) -> Vec<PutPayload> {
+    let mut parts = Vec::new();
+    let (mut part, mut room) = (Vec::new(), PART);
+    for mut chunk in payload {
+        while !chunk.is_empty() {
+            let piece = chunk.split_to(chunk.len().min(room));
+            room -= piece.len();
+            part.push(piece);
+            if room == 0 {
+                parts.push(std::mem::take(&mut part).into_iter().collect());
+                room = PART;
+            }
+        }
+    }
+    if !part.is_empty() {
+        parts.push(part.into_iter().collect());
+    }
+    parts
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_are_of_one_size_and_nothing_is_lost_between_them() {
+        let chunk = |n: u8| Bytes::from(vec![n; 3_000_000 + usize::from(n)]);
+        let payload: PutPayload = (0..9).map(chunk).collect();
+        let bytes = |payload: PutPayload| Bytes::from(payload).to_vec();
+        let parts = parts(payload.clone());
+        let sizes: Vec<usize> = parts.iter().map(PutPayload::content_length).collect();
+        assert_eq!(sizes, [PART, PART, PART, 27_000_036 - 3 * PART]);
+        assert!(parts.into_iter().flat_map(bytes).eq(bytes(payload)));
+    }
+}

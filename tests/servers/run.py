@@ -1,0 +1,113 @@
+"""Starts the servers that the object tier is tested against, runs a command beside them, and stops them.
+
+    run.py COMMAND ARGUMENT...
+
+The command finds them in KVBM_TEST_MOTO (S3, and Google's dialect of it) and KVBM_TEST_AZURITE (Azure Blob). A bucket and a
+container called `kvbm-tests` are there. Exits with the command's status, or with 1 when a server does not come up.
+"""
+
+import base64
+import contextlib
+import email.utils
+import hashlib
+import hmac
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+
+HERE = pathlib.Path(__file__).resolve().parent
+BUCKET = "kvbm-tests"
+# The account and the key that every Azurite has; they are in its documentation.
+ACCOUNT = "devstoreaccount1"
+KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+START_SECONDS_MAX = 60
+STOP_SECONDS_MAX = 10
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextlib.contextmanager
+def server(name, command, port, folder):
+    """A process that listens on a port, stopped at the end; the end of its log when it does not come up."""
+    path = pathlib.Path(folder) / f"{name}.log"
+    with path.open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=folder)
+    try:
+        deadline = time.monotonic() + START_SECONDS_MAX
+        while True:
+            if process.poll() is not None or time.monotonic() > deadline:
+                sys.exit(f"servers: {name} did not come up on port {port}:\n{path.read_text()[-4000:]}")
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+                break
+            time.sleep(0.05)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_SECONDS_MAX)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def put(url, headers):
+    request = urllib.request.Request(url, method="PUT", headers=headers, data=b"")
+    with urllib.request.urlopen(request, timeout=30) as response:
+        response.read()
+
+
+def make_container(endpoint):
+    """A container, by a request signed with the shared key; only the account's owner may make one."""
+    date, version = email.utils.formatdate(usegmt=True), "2021-08-06"
+    headers = f"x-ms-date:{date}\nx-ms-version:{version}\n"
+    # Verb, eleven standard headers of which none has a value but the type, our headers, the resource.
+    text = "PUT" + "\n" * 5 + "application/octet-stream" + "\n" * 7 + headers
+    text += f"/{ACCOUNT}/{ACCOUNT}/{BUCKET}\nrestype:container"
+    mac = hmac.new(base64.b64decode(KEY), text.encode(), hashlib.sha256)
+    signature = base64.b64encode(mac.digest()).decode()
+    put(
+        f"{endpoint}/{BUCKET}?restype=container",
+        {
+            "x-ms-date": date,
+            "x-ms-version": version,
+            "content-type": "application/octet-stream",
+            "authorization": f"SharedKey {ACCOUNT}:{signature}",
+        },
+    )
+
+
+def azurite():
+    """Where npm put it."""
+    found = HERE / "node_modules" / ".bin" / "azurite-blob"
+    if not found.exists():
+        sys.exit(f"servers: {found} is not there; `make test` installs it (npm install --prefix {HERE})")
+    return found
+
+
+def main(command):
+    moto_port, azure_port = free_port(), free_port()
+    moto = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(moto_port)]
+    with contextlib.ExitStack() as up:
+        folder = up.enter_context(tempfile.TemporaryDirectory(prefix="blockyard-servers-"))
+        azure = [azurite(), "--blobHost", "127.0.0.1", "--blobPort", str(azure_port), "--location", folder]
+        azure += ["--skipApiVersionCheck", "--silent", "--disableTelemetry"]
+        s3 = up.enter_context(server("moto", moto, moto_port, folder))
+        put(f"{s3}/{BUCKET}", {})
+        blob = up.enter_context(server("azurite", azure, azure_port, folder)) + f"/{ACCOUNT}"
+        make_container(blob)
+        environment = os.environ | {"KVBM_TEST_MOTO": s3, "KVBM_TEST_AZURITE": blob}
+        return subprocess.run(command, env=environment).returncode
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
+    sys.exit(main(sys.argv[1:]))
