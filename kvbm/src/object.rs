@@ -162,6 +162,11 @@ impl ObjectTier {
         settled.map_or_else(|_| Standing::Away("nobody follows the store any more".into()), |standing| standing.clone())
     }
 
+    /// Whether the store answered the last time.
+    pub fn is_up(&self) -> bool {
+        *self.standing.borrow() == Standing::Ready
+    }
+
     /// Objects that turned out to be gone, or to be others than they were.
     pub fn lost_objects(&self) -> u64 {
         self.catalog.lost()

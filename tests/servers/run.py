@@ -3,7 +3,7 @@
     run.py COMMAND ARGUMENT...
 
 The command finds them in KVBM_TEST_MOTO (S3, and Google's dialect of it) and KVBM_TEST_AZURITE (Azure Blob). A bucket and a
-container called `kvbm-tests` are there. Exits with the command's status, or with 1 when a server does not come up.
+container called `kvbmtests` are there. Exits with the command's status, or with 1 when a server does not come up.
 """
 
 import base64
@@ -21,7 +21,7 @@ import time
 import urllib.request
 
 HERE = pathlib.Path(__file__).resolve().parent
-BUCKET = "kvbm-tests"
+BUCKET = "kvbmtests"  # moto does not decode names, and Google's client encodes a hyphen
 # The account and the key that every Azurite has; they are in its documentation.
 ACCOUNT = "devstoreaccount1"
 KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="

@@ -129,13 +129,13 @@ impl Catalog {
 
 /// Names the objects of a writer's sections.
 pub(super) fn paths(layout: &super::layout::Layout, writer: Writer) -> impl Fn(&Section) -> Path {
-    move |section| layout.blocks(section.fingerprint, writer, section.object)
+    move |section| layout.blocks(section.domain, section.fingerprint, writer, section.object)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Epoch, Header};
+    use crate::{DomainId, Epoch, Header};
 
     fn section(object: u64, names: &[u8]) -> Section {
         let entry = |&n: &u8| Entry {
@@ -147,7 +147,7 @@ mod tests {
             pinned: None,
         };
         let entries = names.iter().map(entry).collect();
-        Section { fingerprint: Fingerprint::from_bytes([0; 32]), object, entries }
+        Section { domain: DomainId::SHARED, fingerprint: Fingerprint::from_bytes([0; 32]), object, entries }
     }
 
     fn catalog(limit: usize) -> Catalog {

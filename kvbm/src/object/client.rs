@@ -97,6 +97,7 @@ impl Client {
 
     /// Looks at an object. Not repeated: it explains a failure, and the read was repeated already.
     pub(super) async fn head(&self, path: &Path) -> Result<ObjectMeta, Error> {
+        self.present()?;
         self.repeated(1, || self.within(self.store.head(path))).await
     }
 

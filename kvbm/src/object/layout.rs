@@ -1,11 +1,12 @@
 //! Where things lie under the prefix, and who put them there.
 //!
 //! ```text
-//!   PREFIX/manifests/WRITER/NUMBER               what the objects of one writer hold, immutable, numbered without gaps
-//!   PREFIX/blocks/FINGERPRINT/WRITER/NUMBER      many blocks of one fingerprint, each as header and payload
+//!   PREFIX/manifests/WRITER/NUMBER                   what the objects of one writer hold, immutable, numbered without gaps
+//!   PREFIX/blocks/DOMAIN/FINGERPRINT/WRITER/NUMBER   many blocks of one domain and one fingerprint, each as header and
+//!                                                    payload
 //! ```
 
-use crate::Fingerprint;
+use crate::{DomainId, Fingerprint};
 use object_store::path::Path;
 use std::fmt;
 use std::hash::{BuildHasher, Hasher, RandomState};
@@ -84,8 +85,8 @@ impl Layout {
         self.manifests_of(writer).join(format!("{number:012}"))
     }
 
-    pub(super) fn blocks(&self, fingerprint: Fingerprint, writer: Writer, number: u64) -> Path {
-        let under = self.prefix.clone().join("blocks").join(fingerprint.to_string());
+    pub(super) fn blocks(&self, domain: DomainId, fingerprint: Fingerprint, writer: Writer, number: u64) -> Path {
+        let under = self.prefix.clone().join("blocks").join(domain.to_string()).join(fingerprint.to_string());
         under.join(writer.to_string()).join(format!("{number:012}"))
     }
 }

@@ -4,19 +4,19 @@
 //!
 //! | bytes | field |
 //! | --: | --- |
-//! | 8 | magic `BLKYMAN2`; the last digit is the version |
+//! | 8 | magic `BLKYMAN3`; the last digit is the version |
 //! | 16 | writer |
-//! | … | sections: fingerprint 32, object's number 8, entries n 4, zeros 4, then n entries |
+//! | … | sections: domain 16, fingerprint 32, object's number 8, entries n 4, zeros 4, then n entries |
 //! | 52 × n | entries: name 16, parent 16, offset of the header 4, payload length 4, expires 4, pinned until 4, 1 when there is |
 //! |        | a parent 1, zeros 3 |
 //! | 8 | CRC-64/NVME over all before |
 
 use super::layout::Writer;
-use crate::{Date, Fingerprint, Header, Keep, SequenceHash};
+use crate::{Date, DomainId, Fingerprint, Header, Keep, SequenceHash};
 use crc_fast::{CrcAlgorithm, checksum};
 
-const MAGIC: [u8; 8] = *b"BLKYMAN2";
-const SECTION: usize = 48;
+const MAGIC: [u8; 8] = *b"BLKYMAN3";
+const SECTION: usize = 64;
 const ENTRY: usize = 52;
 
 /// A block in an object.
@@ -45,9 +45,10 @@ impl Entry {
     }
 }
 
-/// One object and its blocks, all of one fingerprint.
+/// One object and its blocks, all of one domain and one fingerprint.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct Section {
+    pub(super) domain: DomainId,
     pub(super) fingerprint: Fingerprint,
     pub(super) object: u64,
     pub(super) entries: Vec<Entry>,
@@ -65,6 +66,7 @@ pub(super) fn encode(writer: Writer, sections: &[Section]) -> Vec<u8> {
     bytes.extend(MAGIC);
     bytes.extend(writer.to_bytes());
     for section in sections {
+        bytes.extend(section.domain.as_bytes());
         bytes.extend(section.fingerprint.as_bytes());
         bytes.extend(section.object.to_le_bytes());
         bytes.extend((section.entries.len() as u32).to_le_bytes());
@@ -93,11 +95,12 @@ pub(super) fn decode(writer: Writer, bytes: &[u8]) -> Option<Vec<Section>> {
     let mut rest = body.strip_prefix(&MAGIC)?.strip_prefix(&writer.to_bytes())?;
     let mut sections = Vec::new();
     while let Some((head, after)) = rest.split_first_chunk::<SECTION>() {
-        let count = u32::from_le_bytes(std::array::from_fn(|i| head[40 + i])) as usize;
+        let count = u32::from_le_bytes(std::array::from_fn(|i| head[56 + i])) as usize;
         let (entries, after) = after.split_at_checked(count.checked_mul(ENTRY)?)?;
         sections.push(Section {
-            fingerprint: Fingerprint::from_bytes(std::array::from_fn(|i| head[i])),
-            object: u64::from_le_bytes(std::array::from_fn(|i| head[32 + i])),
+            domain: DomainId::from_bytes(std::array::from_fn(|i| head[i])),
+            fingerprint: Fingerprint::from_bytes(std::array::from_fn(|i| head[16 + i])),
+            object: u64::from_le_bytes(std::array::from_fn(|i| head[48 + i])),
             entries: entries.as_chunks::<ENTRY>().0.iter().map(entry).collect(),
         });
         rest = after;
@@ -127,6 +130,7 @@ mod tests {
             pinned: (n > 1).then(|| Date::from_unix(5)),
         };
         let section = |space: u8, entries: &[u8]| Section {
+            domain: DomainId::from_bytes([space + 1; 16]),
             fingerprint: Fingerprint::from_bytes([space; 32]),
             object: u64::from(space) + 7,
             entries: entries.iter().copied().map(entry).collect(),

@@ -1,7 +1,7 @@
 //! Writing: blocks are packed into large objects, and an object counts once a manifest names it.
 //!
 //! ```text
-//!   store ─▶ queue ─▶ pack (one per fingerprint) ─full or lingering─▶ object ─▶ manifest ─▶ known, announced, answered
+//!   store ─▶ queue ─▶ pack (one per domain and fingerprint) ─full or lingering─▶ object ─▶ manifest ─▶ known, announced, answered
 //! ```
 //!
 //! Objects are written side by side; manifests one after the other, each naming all objects that waited for it. A manifest
@@ -13,7 +13,7 @@ use super::catalog::{Catalog, paths};
 use super::client::Client;
 use super::layout::{Layout, Writer};
 use super::manifest::{self, Entry, Section};
-use crate::{Block, Fingerprint, Header, Keep, StoreError};
+use crate::{Block, DomainId, Fingerprint, Header, Keep, StoreError};
 use bytes::Bytes;
 use object_store::{PutPayload, path::Path};
 use std::collections::BTreeMap;
@@ -52,7 +52,10 @@ pub(super) struct Packer {
     pub(super) settings: Settings,
 }
 
-/// Blocks of one fingerprint that will be one object.
+/// Whose blocks an object has: one domain's, so that it can be deleted with the domain, and one engine's.
+type Owner = (DomainId, Fingerprint);
+
+/// Blocks that will be one object.
 struct Pack {
     jobs: Vec<Job>,
     bytes: u64,
@@ -71,7 +74,7 @@ impl Packer {
         let (publish, written) = mpsc::channel(UPLOADS);
         let mut uploads = JoinSet::new();
         uploads.spawn(self.clone().publish(written));
-        let mut packs: BTreeMap<Fingerprint, Pack> = BTreeMap::new();
+        let mut packs: BTreeMap<Owner, Pack> = BTreeMap::new();
         let mut number = 0;
         loop {
             let due = packs.values().map(|pack| pack.due).min();
@@ -82,8 +85,8 @@ impl Packer {
                 Some(ended) = uploads.join_next() => ended.expect("an upload does not panic"),
                 () = tokio::time::sleep_until(due.unwrap_or_else(Instant::now)), if free && due.is_some() => {
                     let now = Instant::now();
-                    for (fingerprint, pack) in packs.extract_if(.., |_, pack| pack.due <= now) {
-                        uploads.spawn(self.clone().upload(fingerprint, number, pack.jobs, publish.clone()));
+                    for (owner, pack) in packs.extract_if(.., |_, pack| pack.due <= now) {
+                        uploads.spawn(self.clone().upload(owner, number, pack.jobs, publish.clone()));
                         number += 1;
                     }
                 }
@@ -91,13 +94,14 @@ impl Packer {
                     let Some(job) = job else { return };
                     let header = job.block.header;
                     let empty = || Pack { jobs: Vec::new(), bytes: 0, due: Instant::now() + LINGER };
-                    let pack = packs.entry(header.fingerprint).or_insert_with(empty);
+                    let owner = (header.domain, header.fingerprint);
+                    let pack = packs.entry(owner).or_insert_with(empty);
                     pack.bytes += Header::LEN as u64 + header.length;
                     pack.jobs.push(job);
                     if pack.bytes >= self.settings.object_bytes
-                        && let Some(full) = packs.remove(&header.fingerprint)
+                        && let Some(full) = packs.remove(&owner)
                     {
-                        uploads.spawn(self.clone().upload(header.fingerprint, number, full.jobs, publish.clone()));
+                        uploads.spawn(self.clone().upload(owner, number, full.jobs, publish.clone()));
                         number += 1;
                     }
                 }
@@ -108,7 +112,7 @@ impl Packer {
     /// Writes one object, waits for its manifest, and answers.
     async fn upload(
         self: Arc<Self>,
-        fingerprint: Fingerprint,
+        (domain, fingerprint): Owner,
         object: u64,
         jobs: Vec<Job>,
         publish: mpsc::Sender<Written>,
@@ -123,8 +127,8 @@ impl Packer {
         let records = jobs
             .iter()
             .flat_map(|Job { block, .. }| [Bytes::copy_from_slice(&block.header.encode()), block.payload.clone()]);
-        let section = Section { fingerprint, object, entries };
-        let path = self.layout.blocks(fingerprint, self.writer, object);
+        let section = Section { domain, fingerprint, object, entries };
+        let path = self.layout.blocks(domain, fingerprint, self.writer, object);
         let written = match self.put(&path, records.collect()).await {
             Ok(()) => {
                 let (answer, published) = oneshot::channel();

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::contract::{self, Subject, announced, chain, chain_of, fingerprint, load, names, store};
-use crate::{Epoch, Verified};
+use crate::{DomainId, Epoch, Verified};
 use object_store::memory::InMemory;
 use std::fs;
 use std::path::PathBuf;
@@ -119,6 +119,29 @@ async fn a_restart_finds_everything_with_its_chains() {
         let path = object.to_str().unwrap();
         assert_ne!(path.contains(&fingerprint().to_string()), path.contains(&other.to_string()));
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_object_holds_blocks_of_one_domain() {
+    let folder = tempfile::tempdir().unwrap();
+    let (tier, _) = open_in(folder.path(), Settings::default());
+    let domains = [DomainId::SHARED, DomainId::from_bytes([7; 16]), DomainId::from_bytes([8; 16])];
+    let in_turn = |(n, block): (usize, Block)| block.in_domain(domains[n % 3]);
+    let blocks: Vec<Block> = chain(1, 30).into_iter().enumerate().map(in_turn).collect();
+    store(&*tier, blocks.clone()).await;
+    let objects = files(folder.path(), "blocks");
+    for domain in domains {
+        let name = domain.to_string();
+        let theirs: Vec<_> = objects.iter().filter(|path| path.to_str().unwrap().contains(&name)).collect();
+        assert_eq!(theirs.len(), 1, "{name}: {objects:?}");
+        let bytes = Bytes::from(fs::read(theirs[0]).unwrap());
+        let foreign = domains.iter().filter(|other| **other != domain && **other != DomainId::SHARED);
+        assert!(foreign.clone().all(|other| !bytes.windows(16).any(|at| at == other.as_bytes())));
+    }
+    assert!(all(&load(&*tier, fingerprint(), names(&blocks)).await));
+    drop(tier);
+    let (again, _) = reopen(folder.path()).await;
+    assert!(all(&load(&*again, fingerprint(), names(&blocks)).await));
 }
 
 #[tokio::test]

@@ -26,7 +26,7 @@ use tokio::sync::oneshot;
 /// Whoever asks must sign with these.
 pub(crate) const KEYS: (&str, &str) = ("blockyard", "a-key-of-the-tests");
 /// The one bucket.
-pub(crate) const BUCKET: &str = "kvbm-tests";
+pub(crate) const BUCKET: &str = "kvbmtests";
 
 /// What becomes of `If-None-Match` and `If-Match` on writes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

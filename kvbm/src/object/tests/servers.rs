@@ -19,8 +19,8 @@ struct Place {
 impl Place {
     fn new(scheme: &str, endpoint: &str, variables: &[(&str, &str)], server: Option<Server>) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
-        // Servers outlive a run: nobody else has this prefix.
-        let prefix = format!("{}-{}", Writer::new(), NEXT.fetch_add(1, Ordering::Relaxed));
+        // Servers are shared by processes: nobody else has this prefix. Short, for one of them makes file names of keys.
+        let prefix = format!("p{}n{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
         let location = format!("{scheme}://{BUCKET}/{prefix}").parse().unwrap();
         let (endpoint, region) = (Some(endpoint.parse().unwrap()), None);
         let credentials = Credentials::from_environment(variables.iter().copied());
@@ -39,14 +39,12 @@ impl Place {
 
     /// A server that `make test` started.
     fn outside(name: &str, make: impl Fn(&str) -> Self) -> Option<Self> {
-        match std::env::var(name) {
-            Ok(endpoint) => Some(make(&endpoint)),
-            Err(_) => {
-                // Not `eprintln`: the test harness would swallow it.
-                let _ = writeln!(std::io::stderr(), "SKIPPED: no server in {name}; `make test` starts one");
-                None
-            }
-        }
+        let Ok(endpoint) = std::env::var(name) else {
+            // Not `eprintln`: the test harness would swallow it.
+            let _ = writeln!(std::io::stderr(), "SKIPPED: no server in {name}; `make test` starts one");
+            return None;
+        };
+        Some(make(&endpoint))
     }
 
     fn open(&self) -> (Arc<ObjectTier>, Arc<EventLog>) {
@@ -189,7 +187,7 @@ async fn a_large_object_goes_in_parts(place: Place) {
 }
 
 async fn a_bucket_that_is_not_there_is_refused_in_words(place: Place) {
-    let elsewhere: Location = place.location.to_string().replace(BUCKET, "nobodys-bucket").parse().unwrap();
+    let elsewhere: Location = place.location.to_string().replace(BUCKET, "nobodysbucket").parse().unwrap();
     let log = Arc::new(EventLog::new(Epoch(1)));
     let tier = ObjectTier::at(&elsewhere, &place.access, Settings::default(), log).unwrap();
     let Standing::Refused(why) = tier.settled().await else { panic!("{:?}", tier.settled().await) };
