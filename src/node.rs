@@ -12,6 +12,7 @@
 pub mod sizes;
 
 mod model;
+mod requests;
 mod stores;
 mod workers;
 

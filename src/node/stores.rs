@@ -1,5 +1,6 @@
 //! The tiers that the workers of this process share: G3 on its own disks, G4 in a store of all.
 
+use super::requests::Requests;
 use super::sizes::Disk;
 use super::workers::now;
 use crate::config::{ByteSize, Config};
@@ -21,6 +22,7 @@ use worker::serve::{Announcer, Planes};
 pub(super) struct Stores {
     stores: Vec<Store>,
     disk: Weak<DiskTier>,
+    shared: Weak<ObjectTier>,
 }
 
 struct Store {
@@ -53,6 +55,7 @@ impl Stores {
                 Location::Folder(folder) => name("g4", &[folder]),
                 Location::Cloud { .. } => store_id("g4", [("url", location.to_string().as_bytes())]),
             };
+            stores.shared = Arc::downgrade(&tier);
             stores.add(id, tier, log, planes);
         }
         Ok(stores)
@@ -70,6 +73,9 @@ impl Stores {
 
     /// Lets how full they are be seen in `registry`.
     pub(super) fn observe(&self, registry: &Registry) -> Result<(), prometheus::Error> {
+        if self.shared.strong_count() > 0 {
+            registry.register(Box::new(Requests::of(Weak::clone(&self.shared))?))?;
+        }
         let gauge =
             |name: &str, help: &str| IntGaugeVec::new(Opts::new(format!("blockyard_store_{name}"), help), &["tier"]);
         registry.register(Box::new(Fullness {
@@ -178,7 +184,7 @@ async fn open_disk(disks: Vec<Disk>, log: Arc<EventLog>) -> anyhow::Result<Arc<D
 
 /// A store that refuses us is a mistake in the configuration, and ends the start. One that is away is none: it is served
 /// without, and comes back by itself.
-async fn open_shared(location: &Location, config: &Config, log: Arc<EventLog>) -> anyhow::Result<Arc<dyn Tier>> {
+async fn open_shared(location: &Location, config: &Config, log: Arc<EventLog>) -> anyhow::Result<Arc<ObjectTier>> {
     let reach = &config.shared_store;
     let settings = object::Settings { request_timeout: reach.request_timeout.0, ..object::Settings::default() };
     let access = Access {
