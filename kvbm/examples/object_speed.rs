@@ -1,0 +1,108 @@
+//! Reading from G4 beside the raw client, against one S3 server in this process: `cargo run --release -p kvbm --example
+//! object_speed [-- --json]`. Both read the same objects in turns; the raw client is given its best number of requests at
+//! once. The server shares the cores with both, so the ratio counts and not the figures.
+
+use bytes::Bytes;
+use futures::stream::{self, StreamExt};
+use kvbm::object::{Access, Credentials, Location, Settings};
+use kvbm::{Block, Epoch, EventLog, Fingerprint, ObjectTier, SequenceHash, Tier};
+use object_store::{ObjectStore, ObjectStoreExt};
+use std::error::Error;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+#[path = "../src/object/tests/server.rs"]
+#[expect(dead_code, reason = "the tests use more of it")]
+mod server;
+use server::{BUCKET, Conditions, KEYS, Server};
+
+/// A block of a small model, and so many of them that a round takes a second.
+const BLOCK: usize = 192 << 10;
+const BLOCKS: usize = 1024;
+/// Raw reads are as large as ours.
+const RANGE: u64 = 4 << 20;
+const AT_ONCE: [usize; 5] = [2, 4, 8, 16, 32];
+const ROUNDS: usize = 5;
+
+#[tokio::main]
+async fn main() -> Result<(), Box<dyn Error>> {
+    let json = std::env::args().any(|argument| argument == "--json");
+    let server = Server::start(Conditions::Honoured);
+    let location: Location = format!("s3://{BUCKET}/speed").parse()?;
+    let keys = [("AWS_ACCESS_KEY_ID", KEYS.0), ("AWS_SECRET_ACCESS_KEY", KEYS.1)];
+    let access = Access {
+        endpoint: Some(server.endpoint.parse()?),
+        region: None,
+        credentials: Credentials::from_environment(keys),
+    };
+    let tier = ObjectTier::at(&location, &access, Settings::default(), Arc::new(EventLog::new(Epoch(1))))?;
+    let fingerprint = Fingerprint::from_bytes([1; 32]);
+    let name = |n: usize| {
+        let digest = blake3::hash(&n.to_le_bytes());
+        SequenceHash::from_bytes(std::array::from_fn(|i| digest.as_bytes()[i]))
+    };
+    let block = |n: usize| Block::seal(name(n), None, fingerprint, Bytes::from(vec![n as u8; BLOCK]));
+    for some in (0..BLOCKS).collect::<Vec<_>>().chunks(256) {
+        for answer in tier.store(some.iter().map(|n| block(*n)).collect()).await {
+            answer?;
+        }
+    }
+    let names: Vec<SequenceHash> = (0..BLOCKS).map(name).collect();
+    let client = location.client(&access, Duration::from_secs(30))?.ok_or("a cloud has a client")?;
+    let Location::Cloud { prefix, .. } = &location else { return Err("a cloud".into()) };
+    let ranges: Vec<_> = client
+        .list(Some(&prefix.clone().join("blocks")))
+        .map(|meta| {
+            meta.map(|meta| {
+                (0..meta.size)
+                    .step_by(RANGE as usize)
+                    .map(move |at| (meta.location.clone(), at..(at + RANGE).min(meta.size)))
+                    .collect::<Vec<_>>()
+            })
+        })
+        .collect::<Vec<_>>()
+        .await
+        .into_iter()
+        .collect::<Result<Vec<_>, _>>()?
+        .concat();
+
+    let mut ours = Vec::new();
+    let mut raw: Vec<Vec<f64>> = vec![Vec::new(); AT_ONCE.len()];
+    for _ in 0..ROUNDS {
+        for (at_once, raw) in AT_ONCE.iter().zip(&mut raw) {
+            let start = Instant::now();
+            let read = stream::iter(ranges.clone()).map(|(path, range)| {
+                let client: Arc<dyn ObjectStore> = client.clone();
+                async move { client.get_range(&path, range).await.map(|bytes| bytes.len()) }
+            });
+            let read: Vec<_> = read.buffer_unordered(*at_once).collect().await;
+            let bytes: usize = read.into_iter().sum::<Result<usize, _>>()?;
+            raw.push(bytes as f64 / start.elapsed().as_secs_f64() / 1e6);
+        }
+        let start = Instant::now();
+        let loaded: Vec<_> = tier.load(fingerprint, names.clone()).collect().await;
+        let found = loaded.iter().filter(|(_, answer)| matches!(answer, Ok(Some(_)))).count();
+        if found != BLOCKS {
+            return Err(format!("{found} of {BLOCKS} blocks came back").into());
+        }
+        ours.push((BLOCKS * BLOCK) as f64 / start.elapsed().as_secs_f64() / 1e6);
+    }
+    let raw: Vec<f64> = raw.into_iter().map(median).collect();
+    let (ours, best) = (median(ours), raw.iter().copied().fold(0.0, f64::max));
+    if json {
+        let raw: serde_json::Map<_, _> =
+            AT_ONCE.iter().zip(&raw).map(|(n, rate)| (n.to_string(), (*rate).into())).collect();
+        println!("{}", serde_json::json!({ "tier_mb_s": ours, "raw_mb_s": raw, "ratio": ours / best }));
+    } else {
+        for (at_once, rate) in AT_ONCE.iter().zip(&raw) {
+            println!("raw client, {at_once:2} at once  {rate:6.0} MB/s");
+        }
+        println!("G4 tier                 {ours:6.0} MB/s, {:.2} of the raw client's best", ours / best);
+    }
+    Ok(())
+}
+
+fn median(mut rates: Vec<f64>) -> f64 {
+    rates.sort_by(f64::total_cmp);
+    rates[rates.len() / 2]
+}
