@@ -11,7 +11,7 @@ mod print;
 mod values;
 
 pub use load::{Error, Flag, Sources};
-pub use print::{as_json, as_toml, defaults};
+pub use print::{as_json, as_toml, changes, defaults};
 pub use values::{Budget, ByteSize, Invalid, Listen, Model, Span, Threads, Workers};
 
 use figment::Figment;
@@ -54,8 +54,18 @@ pub struct Config {
     pub router: router::Settings,
     /// What the front door accepts.
     pub frontend: frontend::Settings,
+    /// Looking at a running process, and having it read its configuration again.
+    pub admin: Admin,
     /// What is logged.
     pub log: Log,
+}
+
+/// Looking at a running process, and having it read its configuration again.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Admin {
+    /// Where that is answered. Default none: it asks for no key, so whoever wants it opens it, to whom they want.
+    pub listen: Option<Listen>,
 }
 
 /// How much each tier may take. G4 takes what its store gives.
@@ -136,6 +146,7 @@ impl Config {
             engine: worker::engine::llama::Settings::default(),
             router: router::Settings::default(),
             frontend: frontend::Settings::default(),
+            admin: Admin::default(),
             log: Log::default(),
         }
     }

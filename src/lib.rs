@@ -8,9 +8,11 @@
 
 #![forbid(unsafe_code)]
 
+pub mod admin;
 pub mod banner;
 pub mod cli;
 pub mod config;
 pub mod machine;
 pub mod node;
+pub mod reload;
 pub mod replay;

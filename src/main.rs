@@ -1,14 +1,18 @@
 //! The program: log, configuration, build, wait, drain.
 
 use anyhow::Context;
+use blockyard::admin;
 use blockyard::cli::{Cli, Command, Serve};
-use blockyard::config::{self, Config, Log, LogFormat};
+use blockyard::config::{self, Config, Log, LogFormat, Origins, Sources};
 use blockyard::node::Node;
+use blockyard::reload::{Apply, Reload, Relog};
 use blockyard::replay;
 use clap::Parser;
 use std::io::IsTerminal;
 use std::process::ExitCode;
+use std::sync::Arc;
 use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::task::JoinSet;
 use tracing_subscriber::EnvFilter;
 
 fn main() -> ExitCode {
@@ -35,7 +39,8 @@ fn said(error: &anyhow::Error) -> String {
 }
 
 fn run(serve: &Serve) -> anyhow::Result<()> {
-    let (config, origins) = Config::load(&serve.sources())?;
+    let sources = serve.sources();
+    let (config, origins) = Config::load(&sources)?;
     if serve.print_config {
         if serve.json {
             println!("{:#}", config::as_json(&config, &origins));
@@ -44,68 +49,124 @@ fn run(serve: &Serve) -> anyhow::Result<()> {
         }
         return Ok(());
     }
-    start_log(&config.log)?;
+    let relog = start_log(&config.log)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    let outcome = runtime.block_on(live(&config, serve.json));
+    let outcome = runtime.block_on(live(sources, (config, origins), relog, serve.json));
     // What still runs on a thread of its own (a long step of the engine) must not hold up the end.
     runtime.shutdown_background();
     outcome
 }
 
-async fn live(config: &Config, json: bool) -> anyhow::Result<()> {
+async fn live(sources: Sources, loaded: (Config, Origins), relog: Relog, json: bool) -> anyhow::Result<()> {
     // From the first moment on: as process 1 of a container, nobody else would act on a signal.
     let mut signals = Signals::listen()?;
+    let admin = loaded.0.admin.listen.clone();
     let mut node = tokio::select! {
         biased;
-        () = signals.next() => return Ok(()),
-        node = Node::start(config) => node?,
+        () = signals.end() => return Ok(()),
+        node = Node::start(&loaded.0) => node?,
     };
+    let reload = Reload::new(sources, loaded, Arc::clone(node.router()), relog, node.registry())?;
+    // Ended with this function.
+    let mut beside = JoinSet::new();
+    let mut banner = node.banner().as_json();
+    beside.spawn(Arc::clone(&reload).watch());
+    if let Some(at) = admin {
+        let (address, serving) = admin::open(&at, Arc::clone(&reload)).await?;
+        beside.spawn(serving);
+        banner["admin"] = address.to_string().into();
+        tracing::info!(%address, "admin API");
+    }
     if json {
-        println!("{}", node.banner().as_json());
+        println!("{banner}");
     } else {
         println!("{}", node.banner());
     }
-    tokio::select! {
-        biased;
-        () = signals.next() => tracing::info!("stopping: requests may finish; another Ctrl-C ends at once"),
-        error = node.failed() => return Err(error),
+    loop {
+        tokio::select! {
+            biased;
+            asked = signals.next() => match asked {
+                Asked::End => break tracing::info!("stopping: requests may finish; another Ctrl-C ends at once"),
+                Asked::ReadAgain => drop(reload.now("SIGHUP")),
+            },
+            error = node.failed() => return Err(error),
+        }
     }
     tokio::select! {
         biased;
-        () = signals.next() => tracing::warn!("ended at once; what was not written yet is lost, and will be recomputed"),
+        () = signals.end() => tracing::warn!("ended at once; what was not written yet is lost, and will be recomputed"),
         () = node.shutdown() => {}
     }
     Ok(())
 }
 
-fn start_log(log: &Log) -> anyhow::Result<()> {
-    let filter = EnvFilter::try_new(&log.filter).with_context(|| {
-        format!("log.filter = {:?}: expected directives like `info` or `info,kvbm=debug`", log.filter)
-    })?;
-    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
-    match log.format {
-        LogFormat::Text => builder.with_ansi(std::io::stderr().is_terminal()).with_target(false).init(),
-        LogFormat::Json => builder.json().init(),
-    }
-    Ok(())
+/// Starts the log; what it answers with changes what is logged.
+fn start_log(log: &Log) -> anyhow::Result<Relog> {
+    let builder = tracing_subscriber::fmt().with_env_filter(filter(&log.filter)?).with_writer(std::io::stderr);
+    Ok(match log.format {
+        LogFormat::Text => {
+            let ansi = std::io::stderr().is_terminal();
+            let builder = builder.with_ansi(ansi).with_target(false).with_filter_reloading();
+            let handle = builder.reload_handle();
+            builder.init();
+            relog(move |filter| handle.reload(filter))
+        }
+        LogFormat::Json => {
+            let builder = builder.json().with_filter_reloading();
+            let handle = builder.reload_handle();
+            builder.init();
+            relog(move |filter| handle.reload(filter))
+        }
+    })
+}
+
+fn relog<E: std::fmt::Display>(change: impl Fn(EnvFilter) -> Result<(), E> + Send + Sync + 'static) -> Relog {
+    Box::new(move |directives, apply| {
+        let filter = filter(directives).map_err(|error| said(&error))?;
+        if apply == Apply::Try { Ok(()) } else { change(filter).map_err(|error| error.to_string()) }
+    })
+}
+
+fn filter(directives: &str) -> anyhow::Result<EnvFilter> {
+    EnvFilter::try_new(directives)
+        .with_context(|| format!("log.filter = {directives:?}: expected directives like `info` or `info,kvbm=debug`"))
 }
 
 /// Ctrl-C, and what orchestrators send.
 struct Signals {
     interrupt: Signal,
     terminate: Signal,
+    /// Read the configuration again.
+    hangup: Signal,
 }
 
 impl Signals {
     fn listen() -> std::io::Result<Self> {
-        Ok(Self { interrupt: signal(SignalKind::interrupt())?, terminate: signal(SignalKind::terminate())? })
+        Ok(Self {
+            interrupt: signal(SignalKind::interrupt())?,
+            terminate: signal(SignalKind::terminate())?,
+            hangup: signal(SignalKind::hangup())?,
+        })
     }
 
-    async fn next(&mut self) {
+    async fn next(&mut self) -> Asked {
         tokio::select! {
             biased;
-            _ = self.interrupt.recv() => {}
-            _ = self.terminate.recv() => {}
+            _ = self.interrupt.recv() => Asked::End,
+            _ = self.terminate.recv() => Asked::End,
+            _ = self.hangup.recv() => Asked::ReadAgain,
         }
     }
+
+    /// Resolves when the process is to end.
+    async fn end(&mut self) {
+        while self.next().await != Asked::End {}
+    }
+}
+
+/// What a signal asks for.
+#[derive(PartialEq, Eq)]
+enum Asked {
+    End,
+    ReadAgain,
 }

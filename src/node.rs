@@ -43,6 +43,7 @@ use workers::{Member, Shared};
 #[must_use = "dropping a node ends it"]
 pub struct Node {
     banner: Banner,
+    registry: Registry,
     stop: DropGuard,
     door: JoinHandle<io::Result<()>>,
     router: Arc<Router>,
@@ -109,12 +110,22 @@ impl Node {
             data_dir: config.data_dir.clone(),
             shared: config.shared.clone(),
         };
-        Ok(Self { banner, stop, door, router, members, stores, drain })
+        Ok(Self { banner, registry, stop, door, router, members, stores, drain })
     }
 
     /// What there is to say about the node.
     pub fn banner(&self) -> &Banner {
         &self.banner
+    }
+
+    /// Who places requests.
+    pub fn router(&self) -> &Arc<Router> {
+        &self.router
+    }
+
+    /// What is measured.
+    pub fn registry(&self) -> &Registry {
+        &self.registry
     }
 
     /// Where the front door listens.
@@ -151,7 +162,8 @@ impl Node {
     }
 }
 
-async fn listen(at: &Listen) -> anyhow::Result<TcpListener> {
+/// Opens a port, or says what to do about it.
+pub(crate) async fn listen(at: &Listen) -> anyhow::Result<TcpListener> {
     match TcpListener::bind((at.host.as_str(), at.port)).await {
         Ok(listener) => Ok(listener),
         Err(error) if error.kind() == io::ErrorKind::AddrInUse => {

@@ -26,7 +26,7 @@ pub struct Replay {
     workers: u32,
 
     /// Policies, of: kv, round-robin, least-loaded, random, power-of-two, and of others as they describe themselves:
-    /// dynamo-cost, smg-cache-aware [default: all]
+    /// dynamo-cost, smg-cache-aware [default: all of these]; or presets: cache, latency
     #[arg(long, value_name = "NAME,…", value_delimiter = ',', value_parser = chooser)]
     policy: Vec<Chooser>,
 
@@ -119,7 +119,7 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
     for (load, rate) in rates {
         for chooser in &choosers {
             let since = Instant::now();
-            let figures = Figures { load, ..replay::replay(&trace, &options, *chooser, rate, args.seeds) };
+            let figures = Figures { load, ..replay::replay(&trace, &options, chooser, rate, args.seeds) };
             let (took, simulated) = (since.elapsed().as_secs_f64(), figures.makespan_s * args.seeds as f64);
             eprintln!("  {:<16} {rate:8.2}/s: {simulated:.0} s in {took:.2} s", chooser.name());
             policies.push(figures);
@@ -201,11 +201,9 @@ fn row(f: &Figures) -> String {
 }
 
 fn chooser(name: &str) -> Result<Chooser, String> {
-    let names: Vec<&str> = Chooser::all().into_iter().map(Chooser::name).collect();
-    Chooser::all()
-        .into_iter()
-        .find(|each| each.name() == name)
-        .ok_or_else(|| format!("expected one of {}", names.join(", ")))
+    let known: Vec<Chooser> = Chooser::all().into_iter().chain(Chooser::presets()).collect();
+    let names = known.iter().map(Chooser::name).collect::<Vec<_>>().join(", ");
+    known.into_iter().find(|each| each.name() == name).ok_or_else(|| format!("expected one of {names}"))
 }
 
 fn positive(text: &str) -> Result<f64, String> {

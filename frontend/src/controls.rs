@@ -4,6 +4,7 @@ use crate::error::Error;
 use crate::fields::{Fields, integer, mistyped, number, too_long};
 use crate::urgency;
 use serde_json::Value;
+use std::sync::Arc;
 use std::time::Duration;
 use worker::engine::{Priority, Sampling, StopRule};
 
@@ -34,6 +35,8 @@ pub(crate) struct Controls {
     pub(crate) delivery: Delivery,
     /// Whose turn it is when not all can be served at once.
     pub(crate) priority: Priority,
+    /// What the request belongs together with.
+    pub(crate) session: Option<Arc<str>>,
     /// From the request's arrival: when the first token is of no more use.
     pub(crate) deadline: Option<Duration>,
 }
@@ -73,6 +76,7 @@ impl Controls {
             n: fields.integer("n", 1..=CHOICES_MAX)?.unwrap_or(1) as u32,
             delivery: delivery(fields)?,
             priority: urgency::take_priority(fields)?,
+            session: urgency::take_session(fields)?,
             deadline: urgency::take_deadline(fields)?,
         })
     }

@@ -81,7 +81,9 @@ pub(crate) async fn answer<E: Endpoint>(State(gate): State<Arc<Gate>>, request: 
     let envelope = Envelope { id: format!("{}{}", E::ID, name::unique()), created, model: id };
     let asked = model.clone();
     let understood = gate.models.aside(size, move || E::understand(fields, &asked, envelope)).await?;
-    let Understood { prompts, controls, endpoint } = understood;
+    let Understood { prompts, mut controls, endpoint } = understood;
+    // A header is the word of whoever runs the client; the fields may be a library's.
+    controls.session = urgency::session_of(&parts.headers).or(controls.session);
 
     let (explain, delivery) = (wants_explanation(&parts.headers), controls.delivery);
     let deadline = deadline.into_iter().chain(controls.deadline).min().map(|within| ticket.arrived + within);

@@ -138,12 +138,13 @@ fn later(engine: Arc<dyn Engine>, request: Request, assembler: Assembler) -> Box
 }
 
 fn request(order: &Order, id: &str, model: &Arc<str>, choice: usize, choices: usize) -> Request {
-    let Controls { sampling, stop, n, priority, .. } = &order.controls;
+    let Controls { sampling, stop, n, priority, session, .. } = &order.controls;
     let (prompt, nth) = (choice / *n as usize, choice % *n as usize);
     let mut sampling = sampling.clone();
     sampling.seed = sampling.seed.map(|seed| seed.wrapping_add(nth as u64));
     let terms = Terms {
         tenant: order.tenant.clone(),
+        session: session.clone(),
         priority: *priority,
         // The later choices start when the first one's token is there.
         deadline: order.deadline.filter(|_| nth == 0),

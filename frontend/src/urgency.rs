@@ -13,6 +13,8 @@ use std::sync::Arc;
 use std::time::Duration;
 use worker::engine::Priority;
 
+/// Names a conversation, for those who route by it.
+const SESSION: HeaderName = HeaderName::from_static("x-session-id");
 /// Milliseconds until the first token is of no more use.
 const DEADLINE: HeaderName = HeaderName::from_static("x-blockyard-deadline-ms");
 /// A day: who waits longer does not wait.
@@ -72,6 +74,17 @@ pub(crate) fn take_deadline(fields: &mut Fields) -> Result<Option<Duration>, Err
     Ok(fields.integer("deadline_ms", DEADLINE_MS)?.map(millis))
 }
 
+/// What the headers say that a request belongs together with.
+pub(crate) fn session_of(headers: &HeaderMap) -> Option<Arc<str>> {
+    headers.get(SESSION).and_then(|value| value.to_str().ok()).filter(|session| !session.is_empty()).map(Arc::from)
+}
+
+/// What the fields say: OpenAI's `prompt_cache_key`, or the `user` that it replaces.
+pub(crate) fn take_session(fields: &mut Fields) -> Result<Option<Arc<str>>, Error> {
+    let (key, user) = (fields.text("prompt_cache_key")?, fields.text("user")?);
+    Ok([key, user].into_iter().flatten().find(|session| !session.is_empty()).map(Arc::from))
+}
+
 /// The priority: by name, or a number as vLLM has it, where less is sooner and 0 is what says nothing.
 pub(crate) fn take_priority(fields: &mut Fields) -> Result<Priority, Error> {
     match fields.value("priority") {
@@ -98,4 +111,21 @@ pub(crate) fn take_priority(fields: &mut Fields) -> Result<Priority, Error> {
 
 fn millis(ms: i64) -> Duration {
     Duration::from_millis(ms.unsigned_abs())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_session_is_the_cache_key_or_the_user() {
+        let of =
+            |body: &str| take_session(&mut Fields::parse(body.as_bytes()).unwrap()).map_err(|error| error.to_string());
+        assert_eq!(of(r#"{"user":"ada","prompt_cache_key":"talk 7"}"#), Ok(Some("talk 7".into())));
+        assert_eq!(of(r#"{"user":"ada","prompt_cache_key":""}"#), Ok(Some("ada".into())));
+        assert_eq!(of("{}"), Ok(None));
+        assert!(of(r#"{"user":7}"#).is_err());
+        let headers = HeaderMap::from_iter([(SESSION, "talk 8".parse().unwrap())]);
+        assert_eq!(session_of(&headers), Some("talk 8".into()));
+    }
 }

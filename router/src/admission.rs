@@ -80,7 +80,7 @@ pub(crate) async fn admit(core: &Core, request: &Request) -> Result<(Placement, 
     let mut asked = asked(request, &placement);
     let (permit, waits) = admission.enter(core, &asked)?;
     let Some((mut call, why)) = waits else { return Ok((placement, permit)) };
-    let tired = arrived + Duration::from_secs_f64(core.settings.admission.wait_seconds_max);
+    let tired = arrived + Duration::from_secs_f64(core.rules().settings.admission.wait_seconds_max);
     loop {
         let until = asked.latest.map_or(tired, |latest| latest.min(tired));
         tokio::select! {
@@ -105,7 +105,7 @@ pub(crate) async fn admit(core: &Core, request: &Request) -> Result<(Placement, 
                 // It did not go by itself.
                 admission.desk().calls.remove(&permit.number);
                 admission.count(class, if late { "late" } else { "in_vain" });
-                let retry_after = admission.desk().room.come_back(&core.settings.admission, &asked);
+                let retry_after = admission.desk().room.come_back(&core.rules().settings.admission, &asked);
                 return Err(if late { Error::Late } else { Error::Overloaded { retry_after } });
             }
         }
@@ -155,7 +155,8 @@ impl Admission {
         core: &Core,
         asked: &Asked,
     ) -> Result<(Permit, Option<(oneshot::Receiver<Call>, &'static str)>), Error> {
-        let (limits, now, class) = (&core.settings.admission, Instant::now(), asked.priority);
+        let rules = core.rules();
+        let (limits, now, class) = (&rules.settings.admission, Instant::now(), asked.priority);
         let mut desk = self.desk();
         let barred = barred(&core.fleet.roster(), &desk.room, asked.lane, Some(asked.held), now);
         let why = match barred {
@@ -214,7 +215,7 @@ impl Admission {
             let (now, roster) = (Instant::now(), core.fleet.roster());
             desk.move_on(&roster, now);
             let mut known = HashMap::new();
-            while let Some(number) = desk.room.turn(&core.settings.admission, now, |room, lane| {
+            while let Some(number) = desk.room.turn(&core.rules().settings.admission, now, |room, lane| {
                 *known.entry(lane).or_insert_with(|| barred(&roster, room, lane, None, now).is_none())
             }) {
                 known.clear();

@@ -175,7 +175,7 @@ pub(crate) async fn keep(core: Arc<Core>, events: Arc<dyn Events>, id: RouterId)
     loop {
         let now = looks.tick().await;
         let seconds = (now - std::mem::replace(&mut before, now)).as_secs_f64();
-        let settings = core.settings.planner.clone();
+        let settings = core.rules().settings.planner.clone();
         let roster = core.fleet.roster();
         for (model, totals) in core.traffic.all() {
             let known = watched.entry(model.clone()).or_default();

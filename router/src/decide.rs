@@ -7,8 +7,9 @@ use crate::cost::{self, Cost, Prompt};
 use crate::disaggregate::{self, Split};
 use crate::fleet::{Member, Seat, Serving};
 use crate::load::Amount;
-use crate::select::{Candidate, Why, select};
-use crate::settings::{Disaggregation, Settings};
+use crate::policy::{Features, Policy};
+use crate::select::{Candidate, Turn, Why, select};
+use crate::settings::{Disaggregation, Tuning};
 use crate::survey::{Desk, Fit, Survey, cacheable};
 use std::sync::Arc;
 use worker::engine::{ModelCard, Request, Work};
@@ -59,7 +60,7 @@ pub(crate) struct Scratch {
 
 /// Everything that weighing looks at.
 struct Scene<'a> {
-    settings: &'a Settings,
+    tuning: &'a Tuning,
     seats: &'a [Seat],
     desks: &'a [Desk],
     /// By way of naming blocks.
@@ -85,27 +86,27 @@ impl<'a> Ask<'a> {
     }
 }
 
-/// Decides over a survey that was taken into `scratch`. `draw` is a random number; the same draw makes the same decision.
+/// Decides over a survey that was taken into `scratch`. The same turn makes the same decision.
 pub(crate) fn decide<'a>(
-    settings: &'a Settings,
+    tuning: &'a Tuning,
     ask: Ask<'_>,
     serving: &'a Serving,
     scratch: &'a mut Scratch,
-    draw: u64,
+    turn: Turn,
 ) -> Option<Decision<'a>> {
     let Scratch { survey, helpers, candidates } = scratch;
     let scene = Scene {
-        settings,
+        tuning,
         seats: serving.seats(),
         desks: survey.desks(),
         prompts: serving.ways().iter().map(|card| ask.prompt(card)).collect(),
         waiting: survey.prompts_typical(),
     };
 
-    let parts = *ask.work == Work::Generate && settings.disaggregation != Disaggregation::Never;
+    let parts = *ask.work == Work::Generate && tuning.disaggregation != Disaggregation::Never;
     let helps = |seat: &Seat, desk: &Desk| parts && seat.phase == Phase::Prefill && desk.fit == Fit::Well;
     scene.weigh(helps, None, helpers);
-    let prefill = select(settings.policy, helpers, draw).map(|(at, _)| scene.row(helpers[at].seat as usize, None));
+    let prefill = select(&tuning.policy, helpers, turn).map(|(at, _)| scene.row(helpers[at].seat as usize, None));
 
     // A prefill request goes to prefill workers; everything else to those who decode, and to the others only when nobody
     // else is there. In both cases a worker that is avoided still comes before none.
@@ -117,7 +118,7 @@ pub(crate) fn decide<'a>(
     if candidates.is_empty() {
         scene.weigh(|_, desk| desk.fit != Fit::Out, prefill.as_ref(), candidates);
     }
-    let (chosen, why) = select(settings.policy, candidates, draw)?;
+    let (chosen, why) = select(&tuning.policy, candidates, turn)?;
     let chosen = scene.row(candidates[chosen].seat as usize, prefill.as_ref());
     Some(Decision { scene, candidates, chosen, why, prefill })
 }
@@ -135,22 +136,22 @@ impl<'a> Scene<'a> {
         into.clear();
         for (at, (seat, desk)) in self.seats.iter().zip(self.desks).enumerate() {
             if wanted(seat, desk) {
-                into.push(self.row(at, prefill).candidate());
+                into.push(self.row(at, prefill).candidate(&self.tuning.policy));
             }
         }
     }
 
     fn row(&self, at: usize, prefill: Option<&Row<'_>>) -> Row<'a> {
         let (seat, desk) = (&self.seats[at], &self.desks[at]);
-        let (prompt, weight, standing) = (self.prompts[seat.way as usize], self.settings.decode_weight, &desk.standing);
+        let (prompt, weight, standing) = (self.prompts[seat.way as usize], self.tuning.decode_weight, &desk.standing);
         let mut together = Cost::together(prompt, desk.held, standing, weight);
-        together.crowd = cost::crowd(together.prefill, standing.prompts, self.waiting);
+        together.crowd = cost::crowd(together.prefill, standing.prompts, self.waiting + self.tuning.cache_bias);
         together.stall = disaggregate::stall(together.prefill, seat.phase, standing.sequences, weight);
         let mut row = Row { at, seat, desk, prompt, together, apart: None, split: Split::Together };
         // Only workers that name blocks alike can take over what the other computed.
         if let Some(prefill) = prefill.filter(|prefill| prefill.at != at && prefill.seat.way == seat.way) {
             let apart = Cost::apart(&prefill.together, prompt, desk.held, standing, weight);
-            row.split = disaggregate::decide(self.settings.disaggregation, row.missing(), &row.together, &apart);
+            row.split = disaggregate::decide(self.tuning.disaggregation, row.missing(), &row.together, &apart);
             row.apart = Some(apart);
         }
         row
@@ -190,8 +191,21 @@ impl<'a> Row<'a> {
         cacheable(self.prompt.tokens, self.prompt.block_size).saturating_sub(u64::from(self.desk.held.run()))
     }
 
-    fn candidate(&self) -> Candidate {
-        let cost = self.cost();
-        Candidate { seat: self.at as u32, cost: cost.total(), load: cost.load(), chosen: self.seat.member.chosen() }
+    fn candidate(&self, policy: &Policy) -> Candidate {
+        let (cost, member) = (self.cost(), &self.seat.member);
+        let (mut total, mut passes) = (cost.total(), 0);
+        if let Policy::Composed(composition) = policy {
+            let Desk { held, standing, .. } = self.desk;
+            let features = Features { cost: &cost, prompt: self.prompt, held: *held, standing };
+            (total, passes) = (composition.score(&features), composition.passes(&features));
+        }
+        Candidate {
+            seat: self.at as u32,
+            passes,
+            worker: member.id().0,
+            cost: total,
+            load: cost.load(),
+            chosen: member.chosen(),
+        }
     }
 }

@@ -43,6 +43,7 @@ pub(crate) fn decide(mode: Disaggregation, missing: u64, together: &Cost, apart:
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::settings::Preset;
 
     fn costs(tokens: f64, phase: Phase, sequences: u64, prefill_queue: f64) -> (Cost, Cost) {
         let prefill = tokens / 1000.0;
@@ -72,6 +73,17 @@ mod tests {
     fn a_worker_for_everything_parts_with_prompts_when_somebody_decodes_there() {
         assert_eq!(auto(1000.0, Phase::Both, 0, 0.0), Split::Together);
         assert_eq!(auto(1000.0, Phase::Both, 3, 0.0), Split::Apart);
+    }
+
+    #[test]
+    fn the_latency_preset_parts_with_shorter_prompts() {
+        let split = |preset: Preset| {
+            let (prefill, weight) = (0.06, preset.settings().decode_weight);
+            let together = Cost { prefill, stall: stall(prefill, Phase::Both, 1, weight), ..Cost::default() };
+            decide(Disaggregation::Auto, 1, &together, &Cost { prefill, handover: 0.05, ..Cost::default() })
+        };
+        assert_eq!(split(Preset::Balanced), Split::Together, "one decode held up for 60 ms, half of the time");
+        assert_eq!(split(Preset::Latency), Split::Apart);
     }
 
     #[test]

@@ -3,8 +3,8 @@
 use crate::cost::Cost;
 use crate::decide::{Decision, Row};
 use crate::disaggregate::Split;
+use crate::policy::Policy;
 use crate::select::Candidate;
-use crate::settings::Policy;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use worker::plane::WorkerId;
 const SHOWN: usize = 8;
 
 /// Spells out a decision. Times are seconds, terms of less than a microsecond are left out.
-pub(crate) fn line(policy: Policy, decision: &Decision<'_>, tried: &[WorkerId]) -> Arc<str> {
+pub(crate) fn line(policy: &Policy, decision: &Decision<'_>, tried: &[WorkerId]) -> Arc<str> {
     let Decision { candidates, chosen: row, why, prefill, .. } = decision;
     // The chosen one first, then by cost; those at the end may fall off.
     let mut order: Vec<&Candidate> = candidates.iter().collect();

@@ -120,7 +120,7 @@ impl Feed {
             self.core.index.forget(Source::Store(store));
             self.views.remove(&Source::Store(store));
         }
-        self.core.metrics.forget(id, self.core.settings.policy.name());
+        self.core.metrics.forget(id);
         self.gauges();
     }
 

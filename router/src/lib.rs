@@ -50,6 +50,7 @@ pub mod measure;
 mod metrics;
 mod place;
 mod planner;
+mod policy;
 mod probe;
 mod promise;
 pub mod replay;
@@ -64,5 +65,6 @@ mod tests;
 
 pub use admission::settings::{Settings as Admission, Tenant};
 pub use balance::{Mode as PlannerMode, Settings as PlannerSettings};
+pub use policy::{Composition, Filter, Pick, Policy, Score, Term};
 pub use router::{Error, Router};
-pub use settings::{Disaggregation, Policy, Settings};
+pub use settings::{Disaggregation, Overrides, Preset, Settings};

@@ -1,5 +1,6 @@
 //! Every metric of the router: name, unit, help.
 
+use crate::policy::Policy;
 use prometheus::{
     Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry,
     core::Collector,
@@ -139,10 +140,12 @@ impl Metrics {
     }
 
     /// Takes a worker out of the labels.
-    pub(crate) fn forget(&self, worker: WorkerId, policy: &str) {
+    pub(crate) fn forget(&self, worker: WorkerId) {
         let worker = worker.to_string();
         // A worker that never got a request has no series; that is not an error.
-        let _ = self.requests.remove_label_values(&[&worker, policy]);
+        for policy in Policy::NAMES {
+            let _ = self.requests.remove_label_values(&[&worker, policy]);
+        }
         let _ = self.queued_tokens.remove_label_values(&[&worker]);
     }
 }

@@ -8,8 +8,9 @@ use crate::disaggregate::Split;
 use crate::explain;
 use crate::fleet::Member;
 use crate::load::Amount;
+use crate::policy::Policy;
 use crate::router::Core;
-use crate::select::mix;
+use crate::select::{Turn, mix, number};
 use crate::survey::Overlaps;
 use kvbm::Level;
 use std::sync::{Arc, PoisonError};
@@ -71,18 +72,26 @@ pub(crate) fn place(core: &Core, request: &Request, tried: &[WorkerId]) -> Resul
     let mut scratch = core.deciding.lock().unwrap_or_else(PoisonError::into_inner);
     overlaps.extend(&core.promises);
     scratch.survey.take(serving, &overlaps, prompt, tried, Instant::now());
-    let draw = mix(core.settings.seed ^ core.fleet.choices());
-    let decision = decide(&core.settings, Ask::of(request), serving, &mut scratch, draw)
+    let (rules, session) = (core.rules(), request.terms.session.as_deref().map(number));
+    let (tuning, draw) = (rules.of(&request.model), mix(rules.settings.seed ^ core.fleet.choices()));
+    let decision = decide(tuning, Ask::of(request), serving, &mut scratch, Turn { draw, session })
         .ok_or_else(|| Error::Unavailable("no worker is left to try".to_owned()))?;
-    let placement = book(core, request, &overlaps, &decision, tried);
+    let placement = book(core, &tuning.policy, request, &overlaps, &decision, tried);
     core.metrics.decision_seconds.observe(since.elapsed().as_secs_f64());
     Ok(placement)
 }
 
-fn book(core: &Core, request: &Request, overlaps: &Overlaps, decision: &Decision<'_>, tried: &[WorkerId]) -> Placement {
+fn book(
+    core: &Core,
+    policy: &Policy,
+    request: &Request,
+    overlaps: &Overlaps,
+    decision: &Decision<'_>,
+    tried: &[WorkerId],
+) -> Placement {
     let row = &decision.chosen;
     let wanted = request.explain || tracing::enabled!(tracing::Level::DEBUG);
-    let explanation = wanted.then(|| explain::line(core.settings.policy, decision, tried));
+    let explanation = wanted.then(|| explain::line(policy, decision, tried));
     if let Some(line) = &explanation {
         tracing::debug!(request = %request.id, decision = %line, "placed");
     }
@@ -104,7 +113,7 @@ fn book(core: &Core, request: &Request, overlaps: &Overlaps, decision: &Decision
     let ours = if apart.is_some() { core.promises.make(row.seat.slot, &[], 1, 0) } else { promise(row) };
     let member = row.member();
     core.fleet.choose(member);
-    core.metrics.requests.with_label_values(&[&member.id().to_string(), core.settings.policy.name()]).inc();
+    core.metrics.requests.with_label_values(&[&member.id().to_string(), policy.name()]).inc();
     Placement {
         decode: member.clone(),
         booking: Booking::new(member, amount, ours, &core.herald),

@@ -28,15 +28,18 @@ pub use picture::goodput_svg;
 pub use profile::{Profile, Store};
 pub use trace::{BLOCK_TOKENS, Trace, TraceError};
 
-use crate::settings::Policy;
+use crate::policy::Policy;
+use crate::settings::Preset;
 use simulation::Simulation;
 use std::time::Duration;
 
 /// Who chooses the worker.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Debug)]
 pub enum Chooser {
     /// A policy of this router.
     Policy(Policy),
+    /// A preset of this router.
+    Preset(Preset),
     /// The cost function that NVIDIA Dynamo documents.
     DynamoCost,
     /// The cache-aware rule that SMG documents.
@@ -61,13 +64,21 @@ pub struct Options {
 impl Chooser {
     /// Everybody, ours first.
     pub fn all() -> Vec<Self> {
-        Policy::ALL.into_iter().map(Self::Policy).chain([Self::DynamoCost, Self::SmgCacheAware]).collect()
+        // A trace names no sessions.
+        let ours = Policy::ALL.into_iter().filter(|policy| *policy != Policy::Session);
+        ours.map(Self::Policy).chain([Self::DynamoCost, Self::SmgCacheAware]).collect()
+    }
+
+    /// The presets that say something else than the policy does that they have in common.
+    pub fn presets() -> [Self; 2] {
+        [Self::Preset(Preset::Cache), Self::Preset(Preset::Latency)]
     }
 
     /// What it is called in output.
-    pub const fn name(self) -> &'static str {
+    pub const fn name(&self) -> &'static str {
         match self {
             Self::Policy(policy) => policy.name(),
+            Self::Preset(preset) => preset.name(),
             Self::DynamoCost => "dynamo-cost",
             Self::SmgCacheAware => "smg-cache-aware",
         }
@@ -75,7 +86,7 @@ impl Chooser {
 }
 
 /// Replays a trace at a rate, in requests per second, with seeds 0, 1, … up to `seeds`, and averages.
-pub fn replay(trace: &Trace, options: &Options, chooser: Chooser, rate: f64, seeds: u64) -> Figures {
+pub fn replay(trace: &Trace, options: &Options, chooser: &Chooser, rate: f64, seeds: u64) -> Figures {
     let of_seed = |seed| Simulation::new(trace, options, chooser, rate, seed).run().figures(rate, options.slo);
     let all: Vec<Figures> = (0..seeds.max(1)).map(of_seed).collect();
     Figures { name: chooser.name().to_owned(), ..Figures::over_seeds(&all) }
@@ -85,7 +96,7 @@ pub fn replay(trace: &Trace, options: &Options, chooser: Chooser, rate: f64, see
 /// [`SATURATED`] times what it is on an idle fleet. `progress` is told of every rate that was tried.
 pub fn capacity(trace: &Trace, options: &Options, mut progress: impl FnMut(f64, f64)) -> f64 {
     let mut p99 = |rate| {
-        let p99 = replay(trace, options, Chooser::Policy(Policy::LeastLoaded), rate, 1).ttft_p99_s;
+        let p99 = replay(trace, options, &Chooser::Policy(Policy::LeastLoaded), rate, 1).ttft_p99_s;
         progress(rate, p99);
         p99
     };

@@ -11,13 +11,13 @@ use crate::metrics::Metrics;
 use crate::probe;
 use crate::promise::Promises;
 use crate::replica::{self, Herald};
-use crate::settings::Settings;
+use crate::settings::{Rules, Settings};
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use std::fmt;
 use std::panic::AssertUnwindSafe;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tokio_util::task::TaskTracker;
 use worker::engine::{self, Engine, ModelCard, OutputStream, Readiness, Request};
@@ -33,7 +33,8 @@ pub struct Router {
 
 /// What the parts of the router share.
 pub(crate) struct Core {
-    pub(crate) settings: Settings,
+    /// What requests are placed by; a decision keeps what it began with.
+    rules: RwLock<Arc<Rules>>,
     pub(crate) fleet: Fleet,
     pub(crate) index: Index,
     pub(crate) promises: Arc<Promises>,
@@ -86,6 +87,14 @@ impl Router {
         Ok(Arc::new(Self { core, tasks, _life: cancel.drop_guard() }))
     }
 
+    /// Places requests by other settings from now on. When they are wrong, nothing changes, and the error says what is. The
+    /// planner keeps what it began with.
+    pub fn retune(&self, settings: Settings) -> Result<(), Error> {
+        let rules = Arc::new(Rules::new(settings).map_err(Error::Settings)?);
+        *self.core.rules.write().unwrap_or_else(PoisonError::into_inner) = rules;
+        Ok(())
+    }
+
     /// Ends the router's tasks and waits for them. Streams that were started go on.
     pub async fn stop(self: Arc<Self>) {
         let tasks = self.tasks.clone();
@@ -96,10 +105,10 @@ impl Router {
 
 impl Core {
     pub(crate) fn new(settings: Settings, registry: &prometheus::Registry) -> Result<Self, Error> {
-        settings.check().map_err(Error::Settings)?;
+        let rules = RwLock::new(Arc::new(Rules::new(settings).map_err(Error::Settings)?));
         let metrics = Metrics::new(registry)?;
         Ok(Self {
-            settings,
+            rules,
             fleet: Fleet::default(),
             index: Index::new(),
             promises: Arc::default(),
@@ -111,6 +120,11 @@ impl Core {
             deciding: Mutex::default(),
             dead: OnceLock::new(),
         })
+    }
+
+    /// What requests are placed by from now on.
+    pub(crate) fn rules(&self) -> Arc<Rules> {
+        self.rules.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 }
 
@@ -152,7 +166,7 @@ impl fmt::Debug for Router {
         let workers = self.core.fleet.roster().members().count();
         f.debug_struct("Router")
             .field("workers", &workers)
-            .field("settings", &self.core.settings)
+            .field("settings", &self.core.rules().settings)
             .finish_non_exhaustive()
     }
 }

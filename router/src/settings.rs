@@ -2,12 +2,16 @@
 
 use crate::admission::settings::Settings as Admission;
 use crate::balance;
+use crate::policy::Policy;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 
 /// How requests are placed.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Settings {
+    /// What the keys below it are when nobody sets them. Default `balanced`. The loader fills them in.
+    pub preset: Preset,
     /// Which worker gets a request. Default `kv`: the lowest estimated time to first token.
     pub policy: Policy,
     /// Whether long prompts are prefilled on workers of their own. Default `auto`: when the estimated times say so.
@@ -15,6 +19,9 @@ pub struct Settings {
     /// How much the slowing of other people's decode counts beside one's own first token; 0 looks at the first token only.
     /// Default 1: a second is a second, whoever waits. Raise it where the time between tokens matters most.
     pub decode_weight: f64,
+    /// How many prompts are thought to wait behind each, beyond those that do. Default 0: only those who are there count. The
+    /// more, the longer a request queues for a cached prefix rather than computing it again elsewhere.
+    pub cache_bias: f64,
     /// Seeds what is random (`random`, `power-of-two`, and how ties fall). Default 0. Give each replica of a router its own,
     /// so that they do not fall the same way.
     pub seed: u64,
@@ -22,63 +29,43 @@ pub struct Settings {
     pub planner: balance::Settings,
     /// Who waits when the workers have too much to do.
     pub admission: Admission,
+    /// What is otherwise for some models, by their id. Default nothing.
+    pub models: BTreeMap<String, Overrides>,
 }
 
-impl Default for Settings {
-    fn default() -> Self {
-        Self {
-            policy: Policy::Kv,
-            disaggregation: Disaggregation::Auto,
-            decode_weight: 1.0,
-            seed: 0,
-            planner: balance::Settings::default(),
-            admission: Admission::default(),
-        }
-    }
+/// What is otherwise for one model. What is not set is as for all.
+#[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Overrides {
+    /// Starts from a preset instead of what holds for all.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub preset: Option<Preset>,
+    /// As in [`Settings`].
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub policy: Option<Policy>,
+    /// As in [`Settings`].
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub disaggregation: Option<Disaggregation>,
+    /// As in [`Settings`].
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub decode_weight: Option<f64>,
+    /// As in [`Settings`].
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cache_bias: Option<f64>,
 }
 
-impl Settings {
-    /// What is wrong with the values, naming the key.
-    pub(crate) fn check(&self) -> Result<(), String> {
-        if !self.decode_weight.is_finite() || self.decode_weight < 0.0 {
-            return Err(format!("router.decode_weight: {} is not a number of at least 0", self.decode_weight));
-        }
-        self.planner.check()?;
-        self.admission.check()
-    }
-}
-
-/// Which worker gets a request.
+/// A set of defaults.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Policy {
-    /// The lowest estimated time to first token: queue, what is not cached, where the rest is to be had, decode load.
+pub enum Preset {
+    /// A second is a second, whoever waits.
     #[default]
-    Kv,
-    /// Each in turn.
-    RoundRobin,
-    /// The shortest queue, cache or not.
-    LeastLoaded,
-    /// Any.
-    Random,
-    /// The less loaded of two drawn at random.
-    PowerOfTwo,
-}
-
-impl Policy {
-    /// All policies.
-    pub const ALL: [Self; 5] = [Self::Kv, Self::RoundRobin, Self::LeastLoaded, Self::Random, Self::PowerOfTwo];
-
-    /// The name in configuration, metrics and explanations.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Kv => "kv",
-            Self::RoundRobin => "round-robin",
-            Self::LeastLoaded => "least-loaded",
-            Self::Random => "random",
-            Self::PowerOfTwo => "power-of-two",
-        }
-    }
+    Balanced,
+    /// Compute as little as possible twice: queue longer where the prefix is. For fleets that are full.
+    Cache,
+    /// Keep the time between tokens short: stay away from workers that decode a lot, and prefill apart sooner. For people who
+    /// read along.
+    Latency,
 }
 
 /// Whether a prompt may be prefilled on another worker than the one that decodes.
@@ -94,24 +81,155 @@ pub enum Disaggregation {
     Never,
 }
 
+/// What one model's requests are placed by, nothing left open.
+#[derive(Clone, PartialEq, Debug)]
+pub(crate) struct Tuning {
+    pub(crate) policy: Policy,
+    pub(crate) disaggregation: Disaggregation,
+    pub(crate) decode_weight: f64,
+    pub(crate) cache_bias: f64,
+}
+
+/// Settings that were checked, worked out for every model that they name.
+#[derive(Debug)]
+pub(crate) struct Rules {
+    pub(crate) settings: Settings,
+    everyone: Tuning,
+    models: BTreeMap<String, Tuning>,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Preset::Balanced.settings()
+    }
+}
+
+impl Preset {
+    /// All presets.
+    pub const ALL: [Self; 3] = [Self::Balanced, Self::Cache, Self::Latency];
+
+    /// The name in configuration and output.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Balanced => "balanced",
+            Self::Cache => "cache",
+            Self::Latency => "latency",
+        }
+    }
+
+    /// The settings that it stands for.
+    pub fn settings(self) -> Settings {
+        let (decode_weight, cache_bias) = match self {
+            Self::Balanced => (1.0, 0.0),
+            // As if two more waited everywhere: a prefix is worth three times its own time in queue.
+            Self::Cache => (1.0, 2.0),
+            // A step that one more sequence slows is paid by all of its batch, at every token.
+            Self::Latency => (4.0, 0.0),
+        };
+        Settings {
+            preset: self,
+            policy: Policy::Kv,
+            disaggregation: Disaggregation::Auto,
+            decode_weight,
+            cache_bias,
+            seed: 0,
+            planner: balance::Settings::default(),
+            admission: Admission::default(),
+            models: BTreeMap::new(),
+        }
+    }
+}
+
+impl Settings {
+    /// What is wrong with the values, naming the key.
+    pub fn check(&self) -> Result<(), String> {
+        let weights = |key: &str, weights: [(&str, Option<f64>); 2]| {
+            let wrong = |weight: f64| !weight.is_finite() || weight < 0.0;
+            match weights.iter().find_map(|(name, weight)| Some((name, weight.filter(|weight| wrong(*weight))?))) {
+                Some((name, weight)) => Err(format!("{key}.{name}: {weight} is not a number of at least 0")),
+                None => Ok(()),
+            }
+        };
+        let Self { decode_weight, cache_bias, .. } = self;
+        weights("router", [("decode_weight", Some(*decode_weight)), ("cache_bias", Some(*cache_bias))])?;
+        self.planner.check()?;
+        self.admission.check()?;
+        self.policy.check("router.policy")?;
+        for (model, overrides) in &self.models {
+            let Overrides { decode_weight, cache_bias, policy, .. } = overrides;
+            let key = format!("router.models.{model}");
+            weights(&key, [("decode_weight", *decode_weight), ("cache_bias", *cache_bias)])?;
+            policy.as_ref().map_or(Ok(()), |policy| policy.check(&format!("{key}.policy")))?;
+        }
+        Ok(())
+    }
+
+    /// What holds for every model that is not named.
+    pub(crate) fn tuning(&self) -> Tuning {
+        let Self { policy, disaggregation, decode_weight, cache_bias, .. } = self.clone();
+        Tuning { policy, disaggregation, decode_weight, cache_bias }
+    }
+}
+
+impl Rules {
+    /// Checks settings as a whole, and works them out.
+    pub(crate) fn new(settings: Settings) -> Result<Self, String> {
+        settings.check()?;
+        let everyone = settings.tuning();
+        let of = |(model, overrides): (&String, &Overrides)| (model.clone(), overrides.over(&everyone));
+        let models = settings.models.iter().map(of).collect();
+        Ok(Self { settings, everyone, models })
+    }
+
+    /// What holds for a model.
+    pub(crate) fn of(&self, model: &str) -> &Tuning {
+        self.models.get(model).unwrap_or(&self.everyone)
+    }
+}
+
+impl Overrides {
+    fn over(&self, everyone: &Tuning) -> Tuning {
+        let base = self.preset.map_or_else(|| everyone.clone(), |preset| preset.settings().tuning());
+        Tuning {
+            policy: self.policy.clone().unwrap_or(base.policy),
+            disaggregation: self.disaggregation.unwrap_or(base.disaggregation),
+            decode_weight: self.decode_weight.unwrap_or(base.decode_weight),
+            cache_bias: self.cache_bias.unwrap_or(base.cache_bias),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn names_in_the_configuration_are_the_names_in_metrics() {
-        for policy in Policy::ALL {
-            let settings: Settings = toml::from_str(&format!("policy = '{}'", policy.name())).unwrap();
-            assert_eq!(settings.policy, policy);
-        }
+    fn an_unknown_key_or_an_impossible_value_is_an_error_that_names_it() {
         assert_eq!(toml::from_str::<Settings>("").unwrap(), Settings::default());
+        let error = toml::from_str::<Settings>("polcy = 'kv'").unwrap_err().to_string();
+        assert!(error.contains("polcy"), "{error}");
+        for (text, key) in [
+            ("decode_weight = nan", "router.decode_weight"),
+            ("cache_bias = -1", "router.cache_bias"),
+            ("[models.small]\ndecode_weight = inf", "router.models.small.decode_weight"),
+            ("[models.small]\npolicy = { score = [] }", "router.models.small.policy.score"),
+        ] {
+            let error = toml::from_str::<Settings>(text).unwrap().check().unwrap_err();
+            assert!(error.starts_with(key), "{error}");
+        }
     }
 
     #[test]
-    fn an_unknown_key_or_an_impossible_value_is_an_error_that_names_it() {
-        let error = toml::from_str::<Settings>("polcy = 'kv'").unwrap_err().to_string();
-        assert!(error.contains("polcy"), "{error}");
-        let error = Settings { decode_weight: f64::NAN, ..Settings::default() }.check().unwrap_err();
-        assert!(error.contains("router.decode_weight"), "{error}");
+    fn a_model_of_its_own_starts_from_what_holds_for_all_or_from_a_preset() {
+        let text =
+            "decode_weight = 2\n[models.'a.b']\npolicy = 'session'\n[models.c]\npreset = 'cache'\ncache_bias = 9";
+        let rules = Rules::new(toml::from_str(text).unwrap()).unwrap();
+        let tuning = |model| {
+            let Tuning { policy, decode_weight, cache_bias, .. } = rules.of(model);
+            (policy.name(), *decode_weight, *cache_bias)
+        };
+        assert_eq!(tuning("anything"), ("kv", 2.0, 0.0));
+        assert_eq!(tuning("a.b"), ("session", 2.0, 0.0));
+        assert_eq!(tuning("c"), ("kv", 1.0, 9.0));
     }
 }

@@ -6,7 +6,8 @@ mod replicas;
 mod trouble;
 
 use crate::Router;
-use crate::settings::{Disaggregation, Policy, Settings};
+use crate::policy::Policy;
+use crate::settings::{Disaggregation, Overrides, Settings};
 use fake::{BLOCK, Behaviour, Yard, names, prompt, settle, stored};
 use futures::future::{BoxFuture, join_all};
 use futures::stream::{self, BoxStream};
@@ -78,7 +79,7 @@ async fn a_hot_prefix_stays_with_its_holder_until_waiting_costs_more_than_recomp
 #[tokio::test(start_paused = true)]
 async fn every_policy_serves_and_says_its_name() {
     for policy in Policy::ALL {
-        let yard = Yard::new(Settings { policy, ..Settings::default() });
+        let yard = Yard::new(Settings { policy: policy.clone(), ..Settings::default() });
         let (a, b) = (yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await);
         for family in 0..8 {
             assert_eq!(yard.explain(prompt(family, 100)).await["policy"], policy.name());
@@ -86,6 +87,104 @@ async fn every_policy_serves_and_says_its_name() {
         assert_eq!(a.requests() + b.requests(), 8);
         assert!(a.requests() > 0 && b.requests() > 0, "{policy:?} never used one of two idle workers");
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_hot_prefix_that_spilled_is_served_by_both_holders_from_then_on() {
+    let yard = defaults();
+    let (a, b) = (yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await);
+    let hot = prompt(1, 1600);
+    yard.announce(&a, stored(Level::G1, &names(&hot)), true);
+    yard.report(&a, Load { waiting_tokens: 3000, ..Load::default() });
+    settle().await;
+    yard.answer(hot.clone()).await.unwrap();
+    assert_eq!((a.requests(), b.requests()), (0, 1), "computing it again takes less time than waiting for its holder");
+    yard.announce(&b, stored(Level::G1, &names(&hot)), true);
+    for worker in [&a, &b] {
+        yard.report(worker, Load::default());
+    }
+    settle().await;
+    let answers = join_all((0..10).map(|_| yard.answer(hot.clone()))).await;
+    assert!(answers.iter().all(Result::is_ok));
+    assert_eq!((a.requests(), b.requests()), (5, 6));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_newcomer_gets_its_share_at_once() {
+    let yard = defaults();
+    let a = yard.worker(1, Phase::Both).await;
+    for family in 0..4 {
+        yard.answer(prompt(family, 1000)).await.unwrap();
+    }
+    let b = yard.worker(2, Phase::Both).await;
+    for family in 4..8 {
+        yard.answer(prompt(family, 1000)).await.unwrap();
+    }
+    assert!(b.requests() >= 2, "{} of four went to the newcomer, {} in all to the other", b.requests(), a.requests());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_session_stays_on_its_worker() {
+    let yard = Yard::new(Settings { policy: Policy::Session, ..Settings::default() });
+    let workers = [yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await];
+    for session in 0..8u32 {
+        let before = workers.each_ref().map(|worker| worker.requests());
+        for turn in 0..4 {
+            let mut request = prompt(session * 100 + turn, 200);
+            request.terms.session = Some(format!("talk {session}").into());
+            yard.answer(request).await.unwrap();
+        }
+        let [a, b] = [0, 1].map(|at| workers[at].requests() - before[at]);
+        assert!(a == 0 || b == 0, "session {session}: {a} and {b}");
+    }
+    assert!(workers.iter().all(|worker| worker.requests() > 0));
+}
+
+// ---- settings -------------------------------------------------------------------------------------------------------
+
+#[tokio::test(start_paused = true)]
+async fn new_settings_hold_from_the_next_decision_on_and_streams_go_on() {
+    let yard = defaults();
+    let _workers = [yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await];
+    let mut stream = yard.ask(prompt(1, 100)).await.unwrap();
+    yard.router.retune(Settings { policy: Policy::RoundRobin, ..Settings::default() }).unwrap();
+    assert_eq!(yard.explain(prompt(2, 100)).await["policy"], "round-robin");
+    let wrong = Settings { decode_weight: -1.0, policy: Policy::Random, ..Settings::default() };
+    assert!(yard.router.retune(wrong).unwrap_err().to_string().contains("router.decode_weight: -1"));
+    assert_eq!(yard.explain(prompt(3, 100)).await["policy"], "round-robin", "what is wrong changes nothing");
+    let mut ids = Vec::new();
+    while let Some(item) = stream.next().await {
+        let Output::Tokens(tokens) = item.unwrap() else { panic!("tokens are expected") };
+        ids.extend(tokens.ids);
+    }
+    assert_eq!(ids, [1, 2]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn each_model_is_placed_by_its_own_settings() {
+    let other = Overrides { policy: Some(Policy::LeastLoaded), ..Overrides::default() };
+    let yard = Yard::new(Settings { models: [("other".to_owned(), other)].into(), ..Settings::default() });
+    let _workers = [yard.worker(1, Phase::Both).await, yard.join(2, Phase::Both, "other", 1, &[]).await];
+    assert_eq!(yard.explain(prompt(1, 100)).await["policy"], "kv");
+    assert_eq!(yard.explain(Request { model: "other".into(), ..prompt(1, 100) }).await["policy"], "least-loaded");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_composed_policy_serves_and_filters() {
+    let composition: Settings = toml::from_str(
+        "policy = { filter = [{ sequences_below = 1 }], score = [{ term = 'overlap' }, { term = 'queue' }], pick = 'best' }",
+    )
+    .unwrap();
+    let yard = Yard::new(composition);
+    let (a, b) = (yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await);
+    let hot = prompt(1, 1600);
+    yard.announce(&a, stored(Level::G1, &names(&hot)), true);
+    settle().await;
+    let decision = yard.explain(hot.clone()).await;
+    assert_eq!((&decision["policy"], &decision["chosen"]), (&"composed".into(), &"w1".into()));
+    let _kept = yard.ask(hot.clone()).await.unwrap();
+    yard.answer(hot).await.unwrap();
+    assert_eq!((a.requests(), b.requests()), (2, 1), "somebody is decoding at the holder");
 }
 
 // ---- what goes wrong ------------------------------------------------------------------------------------------------

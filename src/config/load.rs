@@ -5,6 +5,7 @@ use figment::error::Kind;
 use figment::value::{Dict, Map, Value};
 use figment::{Figment, Metadata, Profile, Provider};
 use kvbm::object::Credentials;
+use router::Preset;
 use std::path::{Path, PathBuf};
 
 /// Every environment variable of ours begins with this; two underscores stand for a dot.
@@ -70,6 +71,9 @@ pub enum Error {
         /// What would be right.
         problem: String,
     },
+    /// Values that do not go together, or are out of range; the text names the key.
+    #[error("{0}")]
+    Check(String),
     /// There is no folder to keep models and blocks in.
     #[error("neither HOME nor XDG_CACHE_HOME is set; say where models and blocks may be kept: --data-dir DIR")]
     NoCache,
@@ -116,20 +120,17 @@ impl Config {
         // Without a cache folder, somebody must name the data folder; an empty path marks that nobody did.
         let cache = sources.cache();
         let defaults = Self::with_cache(cache.as_deref().unwrap_or(Path::new("")));
-        let mut merged =
-            Figment::from(Layer::of("default", Value::serialize(&defaults).expect("the defaults are plain")));
-        if let Some(path) = &sources.file {
-            merged = merged.merge(Layer::file(path)?);
-        }
+        let mut layers: Vec<Layer> = sources.file.as_deref().map(Layer::file).transpose()?.into_iter().collect();
         for (name, value) in &sources.environment {
             if let Some(key) = name.strip_prefix(PREFIX).filter(|key| !injected(key)) {
                 let key = key.to_lowercase().replace("__", ".");
-                merged = merged.merge(Layer::one(&format!("environment {name}"), &key, read(value)));
+                layers.push(Layer::one(&format!("environment {name}"), &key, read(value)));
             }
         }
-        for Flag { name, key, value } in &sources.flags {
-            merged = merged.merge(Layer::one(name, key, value.clone()));
-        }
+        let flags = sources.flags.iter().map(|Flag { name, key, value }| Layer::one(name, key, value.clone()));
+        layers.extend(flags);
+        let known = Layer::of("default", Value::serialize(&defaults).expect("the defaults are plain"));
+        let merged = layers.iter().fold(Figment::from(known).merge(Layer::preset(&layers)), Figment::merge);
         let mut config: Self = merged.extract().map_err(|error| explain(&merged, &error))?;
         if cache.is_none() && config.data_dir == defaults.data_dir {
             return Err(Error::NoCache);
@@ -143,6 +144,7 @@ impl Config {
                 return Err(Error::Value { key: key.into(), value: "0".into(), origin, problem });
             }
         }
+        config.router.check().map_err(Error::Check)?;
         Ok((config, Origins(merged)))
     }
 }
@@ -164,6 +166,17 @@ impl Layer {
         let table: toml::Table = toml::from_str(&text).map_err(syntax)?;
         let values = Value::serialize(table).expect("a table of TOML is plain");
         Ok(Self::of(&path.display().to_string(), values))
+    }
+
+    /// What the preset says that the strongest of the layers names. One that nobody knows is reported as a wrong value.
+    fn preset(layers: &[Self]) -> Self {
+        let named = |layer: &Self| Some(layer.values.get("router")?.as_dict()?.get("preset")?.as_str()?.to_owned());
+        let name = layers.iter().rev().find_map(named);
+        let preset = Preset::ALL.into_iter().find(|preset| Some(preset.name()) == name.as_deref()).unwrap_or_default();
+        let values = Value::serialize(preset.settings()).expect("settings are plain");
+        let mut values = values.into_dict().unwrap_or_default();
+        values.retain(|key, _| !["preset", "seed", "models", "planner", "admission"].contains(&key.as_str()));
+        Self::one(&format!("preset {}", preset.name()), "router", Value::from(values))
     }
 
     fn one(origin: &str, key: &str, value: Value) -> Self {

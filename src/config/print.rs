@@ -2,6 +2,7 @@
 
 use super::{Config, Origins};
 use serde_json::{Map, Value};
+use std::collections::{BTreeMap, BTreeSet};
 
 impl Origins {
     /// Who set a key: `default`, a file, `environment NAME`, or a flag.
@@ -48,6 +49,14 @@ pub fn as_json(config: &Config, origins: &Origins) -> Value {
 pub fn defaults() -> Vec<(String, Option<String>)> {
     let entry = |(key, value): (String, Value)| (key, (!value.is_null()).then(|| toml_value(&value)));
     leaves(&Config::with_cache("".as_ref())).into_iter().map(entry).collect()
+}
+
+/// The keys whose values differ.
+pub fn changes(from: &Config, to: &Config) -> Vec<String> {
+    let (from, to): (BTreeMap<_, _>, BTreeMap<_, _>) =
+        (leaves(from).into_iter().collect(), leaves(to).into_iter().collect());
+    let keys: BTreeSet<&String> = from.keys().chain(to.keys()).collect();
+    keys.into_iter().filter(|key| from.get(*key) != to.get(*key)).cloned().collect()
 }
 
 /// Every key that holds a value, those outside of sections first, as TOML wants it.

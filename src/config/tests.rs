@@ -176,3 +176,43 @@ fn what_is_printed_is_a_file_that_gives_the_same_configuration() {
         serde_json::json!({"value": "3MiB", "origin": "--set tiers.g1=3MiB"})
     );
 }
+
+#[test]
+fn a_preset_sets_what_nobody_else_does_and_is_named_as_the_origin() {
+    let file = file("[router]\npreset = 'cache'\ncache_bias = 5.0\n");
+    let sources = Sources { file: Some(file.path().into()), environment: environment(&[]), flags: vec![] };
+    let (config, origins) = load(&sources).unwrap();
+    let cache = router::Preset::Cache.settings();
+    assert_eq!((config.router.decode_weight, config.router.cache_bias), (cache.decode_weight, 5.0));
+    assert_eq!(origins.of("router.decode_weight"), "preset cache");
+    assert_eq!(origins.of("router.cache_bias"), file.path().display().to_string());
+    assert_eq!(origins.of("router.seed"), "default");
+    // A flag's preset beats the file's, and the file's own keys beat every preset.
+    let (config, origins) = load(&Sources { flags: vec![set("router.preset=latency")], ..sources.clone() }).unwrap();
+    let latency = router::Preset::Latency.settings();
+    assert_eq!((config.router.decode_weight, config.router.cache_bias), (latency.decode_weight, 5.0));
+    assert_eq!(origins.of("router.policy"), "preset latency");
+    let error = error_of(&Sources { flags: vec![set("router.preset=fast")], ..sources });
+    assert!(error.contains("router.preset = \"fast\"") && error.contains("`balanced`"), "{error}");
+}
+
+#[test]
+fn a_composed_policy_is_set_printed_and_read_again() {
+    let composed =
+        "router.policy={filter=[fits,{queue_below=0.5}],score=[{term=overlap,weight=2},{term=queue}],pick=weighted}";
+    let said = |assignment| Sources { environment: environment(&[]), flags: vec![set(assignment)], file: None };
+    let (config, origins) = load(&said(composed)).unwrap();
+    let file = file(&as_toml(&config, &origins));
+    let again = Sources { file: Some(file.path().into()), environment: vec![], flags: vec![] };
+    assert_eq!(load(&again).unwrap().0, config);
+    for (assignment, known) in [
+        ("router.policy={score=[{term=speed}]}", "`overlap`"),
+        ("router.policy={score=[{term=queue}],pick=first}", "`weighted`"),
+        ("router.policy={filter=[healthy],score=[{term=queue}]}", "`fits`"),
+        ("router.policy={score=[]}", "router.policy.score"),
+        ("router.models.small.policy=robin", "`round-robin`"),
+    ] {
+        let error = error_of(&said(assignment));
+        assert!(error.contains(known) && error.contains("router."), "{error}");
+    }
+}

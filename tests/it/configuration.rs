@@ -30,6 +30,18 @@ fn the_help_names_the_defaults_that_hold() {
     }
 }
 
+#[test]
+fn presets_and_policies_on_the_page_about_routing_are_those_of_the_program() {
+    let page = include_str!("../../docs/routing.md");
+    for preset in router::Preset::ALL {
+        let router::Settings { decode_weight, cache_bias, .. } = preset.settings();
+        let row = format!("| `{}` | `{decode_weight:?}` | `{cache_bias:?}` |", preset.name());
+        assert!(page.contains(&row), "{row}");
+    }
+    let known = router::Policy::ALL;
+    assert!(known.iter().all(|policy| page.contains(&format!("`{}`", policy.name()))));
+}
+
 /// The key and the default of a row of a table.
 fn row(line: &str) -> Option<(String, String)> {
     let mut cells = line.strip_prefix("| `")?.split('|').map(|cell| cell.trim().replace('`', ""));

@@ -3,4 +3,5 @@
 mod configuration;
 mod killed;
 mod layers;
+mod reload;
 mod serve;

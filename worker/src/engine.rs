@@ -80,6 +80,8 @@ pub struct Request {
 pub struct Terms {
     /// Who is to get a fair share; empty: nobody in particular.
     pub tenant: Arc<str>,
+    /// What this request belongs together with: a conversation, or whatever a client names as one.
+    pub session: Option<Arc<str>>,
     /// Whose turn it is when not all can be served at once.
     pub priority: Priority,
     /// When the first token is no longer worth computing.

@@ -9,8 +9,8 @@ use crate::feed::view::{Caught, Outcome, View};
 use crate::fleet::{Fleet, Member};
 use crate::index::Index;
 use crate::promise::{Promise, Promises};
-use crate::select::mix;
-use crate::settings::{Disaggregation, Settings};
+use crate::select::{Turn, mix};
+use crate::settings::{Disaggregation, Settings, Tuning};
 use crate::survey::Overlaps;
 use futures::future::BoxFuture;
 use kvbm::{BlockEvent, Epoch, Level, SequenceHash};
@@ -22,7 +22,8 @@ use worker::plane::{Instance, Load, Phase, Source, StoreId, WorkerId};
 
 /// The router, and what it believes.
 pub(super) struct Routing {
-    settings: Settings,
+    tuning: Tuning,
+    seed: u64,
     peer: Option<Peer>,
     index: Index,
     promises: Arc<Promises>,
@@ -81,11 +82,12 @@ impl engine::Engine for Simulated {
 }
 
 impl Routing {
-    pub(super) fn new(chooser: Chooser, workers: usize, requests: usize, seed: u64, loss: f64) -> Self {
-        let (policy, peer) = match chooser {
-            Chooser::Policy(policy) => (policy, None),
-            Chooser::DynamoCost => (crate::Policy::Kv, Some(Peer::dynamo(workers))),
-            Chooser::SmgCacheAware => (crate::Policy::Kv, Some(Peer::smg(workers))),
+    pub(super) fn new(chooser: &Chooser, workers: usize, requests: usize, seed: u64, loss: f64) -> Self {
+        let (settings, peer) = match chooser {
+            Chooser::Policy(policy) => (Settings { policy: policy.clone(), ..Settings::default() }, None),
+            Chooser::Preset(preset) => (preset.settings(), None),
+            Chooser::DynamoCost => (Settings::default(), Some(Peer::dynamo(workers))),
+            Chooser::SmgCacheAware => (Settings::default(), Some(Peer::smg(workers))),
         };
         let card = Arc::new(ModelCard {
             id: MODEL.to_owned(),
@@ -117,7 +119,8 @@ impl Routing {
             Feed { source, number: 0, view }
         };
         Self {
-            settings: Settings { policy, disaggregation: Disaggregation::Never, seed, ..Settings::default() },
+            tuning: Settings { disaggregation: Disaggregation::Never, ..settings }.tuning(),
+            seed,
             peer,
             index,
             promises: Arc::default(),
@@ -141,10 +144,12 @@ impl Routing {
         let roster = self.fleet.roster();
         let Some(serving) = roster.serving(MODEL) else { return 0 };
         self.scratch.survey.take(serving, &overlaps, asked.input as usize, &[], now);
-        let draw = mix(self.settings.seed ^ self.fleet.choices());
+        let draw = mix(self.seed ^ self.fleet.choices());
         // A router does not know how long an answer will be.
         let ask = Ask { tokens: asked.input as usize, max_tokens: None, work: &Work::Generate };
-        let Some(decision) = decide(&self.settings, ask, serving, &mut self.scratch, draw) else { return 0 };
+        let Some(decision) = decide(&self.tuning, ask, serving, &mut self.scratch, Turn { draw, session: None }) else {
+            return 0;
+        };
         // Seats are in the order of their workers' ids, which count from 0.
         let row = match &mut self.peer {
             Some(peer) => {

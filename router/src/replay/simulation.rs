@@ -55,7 +55,7 @@ const REPORT_GAP_NS: u64 = 20_000_000;
 const SNAPSHOT_NS: u64 = 50_000_000;
 
 impl<'a> Simulation<'a> {
-    pub(super) fn new(trace: &'a Trace, options: &'a Options, chooser: Chooser, rate: f64, seed: u64) -> Self {
+    pub(super) fn new(trace: &'a Trace, options: &'a Options, chooser: &Chooser, rate: f64, seed: u64) -> Self {
         let Options { profile, workers: count, .. } = options;
         let requests = &trace.requests;
         let routing = Routing::new(chooser, *count, requests.len(), seed, options.loss);

@@ -56,10 +56,10 @@ fn by_hand() -> Options {
 fn the_same_seed_gives_the_same_bytes_and_another_seed_does_not() {
     let (trace, options) = (fixture(), Options { loss: 0.1, ..with_stores(options(4)) });
     for chooser in Chooser::all() {
-        let run = || serde_json::to_string(&replay(&trace, &options, chooser, 8.0, 2)).unwrap();
+        let run = || serde_json::to_string(&replay(&trace, &options, &chooser, 8.0, 2)).unwrap();
         assert_eq!(run(), run(), "{}", chooser.name());
     }
-    let of_seed = |seed| Simulation::new(&trace, &options, KV, 8.0, seed).run().figures(8.0, options.slo);
+    let of_seed = |seed| Simulation::new(&trace, &options, &KV, 8.0, seed).run().figures(8.0, options.slo);
     assert_ne!(of_seed(0), of_seed(1));
 }
 
@@ -68,7 +68,7 @@ fn every_request_ends_and_no_hit_comes_from_nowhere() {
     let trace = fixture();
     for options in [options(3), with_stores(options(3)), Options { loss: 0.2, ..with_stores(options(3)) }] {
         for chooser in Chooser::all() {
-            let figures = replay(&trace, &options, chooser, 20.0, 1);
+            let figures = replay(&trace, &options, &chooser, 20.0, 1);
             assert_eq!((figures.finished, figures.refused), (trace.len() as u64, 0), "{}", chooser.name());
             assert!(figures.hit_rate <= trace.bound() + 1e-9, "{} hits {}", chooser.name(), figures.hit_rate);
             assert!(figures.imbalance >= 1.0 && figures.ttft_p50_s <= figures.ttft_p99_s);
@@ -83,7 +83,7 @@ fn three_requests_by_hand() {
     let trace = Trace::read(text.as_bytes()).unwrap();
     let options = by_hand();
     // At the recorded rate; the last arrival has no step to be moved in, so times are exact but for the spread of the rest.
-    let outcome = Simulation::new(&trace, &options, KV, trace.rate(), 0).run();
+    let outcome = Simulation::new(&trace, &options, &KV, trace.rate(), 0).run();
     let ttft: Vec<f64> = outcome.served.iter().map(|s| (s.first_ns - s.arrived_ns) as f64 / 1e9).collect();
     assert!((ttft[0] - 2.001).abs() < 1e-6, "two blocks and a step: {ttft:?}");
     assert!((ttft[1] - 1.001).abs() < 1e-6, "one of three is new: {ttft:?}");
@@ -97,7 +97,7 @@ fn three_requests_by_hand() {
 #[test]
 fn a_request_that_fits_nobody_is_left_out() {
     let text = line(0, 512 * 21, 1, &(0..21).collect::<Vec<u32>>()) + &line(1, 512, 1, &[0]);
-    let figures = replay(&Trace::read(text.as_bytes()).unwrap(), &by_hand(), KV, 1.0, 1);
+    let figures = replay(&Trace::read(text.as_bytes()).unwrap(), &by_hand(), &KV, 1.0, 1);
     assert_eq!((figures.finished, figures.refused), (1, 1));
 }
 
@@ -106,7 +106,7 @@ fn kv_finds_more_and_waits_less_than_those_who_do_not_look() {
     let (trace, options) = (fixture(), options(4));
     for rate in [6.0, 12.0, 20.0] {
         let [kv, least_loaded, random] = [KV, LEAST_LOADED, Chooser::Policy(Policy::Random)]
-            .map(|chooser| replay(&trace, &options, chooser, rate, 3));
+            .map(|chooser| replay(&trace, &options, &chooser, rate, 3));
         assert!(kv.hit_rate > least_loaded.hit_rate && kv.hit_rate > random.hit_rate, "{kv:?} {least_loaded:?}");
         assert!(kv.ttft_mean_s < least_loaded.ttft_mean_s, "at {rate}/s: {kv:?} {least_loaded:?}");
         assert!(least_loaded.ttft_mean_s < random.ttft_mean_s, "at {rate}/s: {least_loaded:?} {random:?}");
@@ -114,9 +114,36 @@ fn kv_finds_more_and_waits_less_than_those_who_do_not_look() {
 }
 
 #[test]
+fn at_saturation_and_beyond_looking_at_caches_never_loses_to_looking_at_load() {
+    let (trace, options) = (fixture(), options(4));
+    let full = capacity(&trace, &options, |_, _| {});
+    for load in [1.0, 1.2, 1.5] {
+        let [kv, least_loaded] = [&KV, &LEAST_LOADED].map(|chooser| replay(&trace, &options, chooser, full * load, 3));
+        assert!(
+            kv.ttft_p99_s <= least_loaded.ttft_p99_s * 1.02 && kv.ttft_mean_s < least_loaded.ttft_mean_s,
+            "at {load}: {kv:?} {least_loaded:?}",
+        );
+    }
+}
+
+#[test]
+fn the_cache_preset_finds_more() {
+    let (trace, options) = (fixture(), options(4));
+    let hits = |preset| {
+        [6.0, 12.0, 20.0]
+            .map(|rate| replay(&trace, &options, &Chooser::Preset(preset), rate, 3).hit_rate)
+            .iter()
+            .sum::<f64>()
+    };
+    let [balanced, cache] = [Preset::Balanced, Preset::Cache].map(hits);
+    println!("hit rates, added up: balanced {balanced:.4}, cache {cache:.4}");
+    assert!(cache > balanced);
+}
+
+#[test]
 fn lost_events_cost_little_and_stores_bring_back_what_was_evicted() {
     let (trace, exact) = (fixture(), options(4));
-    let hit_rate = |options: &Options| replay(&trace, options, KV, 12.0, 3).hit_rate;
+    let hit_rate = |options: &Options| replay(&trace, options, &KV, 12.0, 3).hit_rate;
     let lossy = hit_rate(&Options { loss: 0.1, ..exact.clone() });
     let all = hit_rate(&exact);
     assert!(lossy > all - 0.02, "{lossy} of {all}");
@@ -129,7 +156,7 @@ fn capacity_is_where_least_loaded_waits_ten_times_as_long() {
     let mut tried = Vec::new();
     let found = capacity(&trace, &options, |rate, p99| tried.push((rate, p99)));
     let idle = tried[0].1;
-    let p99 = |rate| replay(&trace, &options, LEAST_LOADED, rate, 1).ttft_p99_s;
+    let p99 = |rate| replay(&trace, &options, &LEAST_LOADED, rate, 1).ttft_p99_s;
     assert!(p99(found) < SATURATED * idle && p99(found * 1.1) >= SATURATED * idle, "{found} of {tried:?}");
 }
 

@@ -1,8 +1,9 @@
 //! Conversations over engines that really keep their blocks: what routing by cache saves, in computed prompt tokens.
 
 use super::fake::{BLOCK, Yard, card, names, prompt, settle};
+use crate::policy::Policy;
 use crate::select::mix;
-use crate::settings::{Policy, Settings};
+use crate::settings::Settings;
 use futures::future::{BoxFuture, join_all};
 use futures::{StreamExt, stream};
 use kvbm::{BlockEvent, Epoch, EventLog, Level, SequenceHash};
@@ -169,7 +170,7 @@ const CONVERSATIONS: u32 = 8;
 /// Conversations of ten turns that share a system prompt, joining one by one; prompt tokens computed, over the least
 /// possible.
 async fn conversations(policy: Policy, phases: &[Phase], seed: u64) -> f64 {
-    let yard = Yard::new(Settings { policy, seed, ..Settings::default() });
+    let yard = Yard::new(Settings { policy: policy.clone(), seed, ..Settings::default() });
     let (mut engines, mut leases) = (Vec::new(), Vec::new());
     for (id, phase) in (1..).zip(phases) {
         let (engine, lease) = Caching::join(&yard, id, *phase).await;
@@ -217,7 +218,7 @@ async fn conversations(policy: Policy, phases: &[Phase], seed: u64) -> f64 {
 async fn worst(policy: Policy, phases: &[Phase]) -> f64 {
     let mut worst = 0.0_f64;
     for seed in 0..8 {
-        worst = worst.max(conversations(policy, phases, seed).await);
+        worst = worst.max(conversations(policy.clone(), phases, seed).await);
     }
     worst
 }

@@ -1,0 +1,308 @@
+//! Which worker gets a request: the policies by name, and those composed in the configuration of filters, scores and a pick.
+//!
+//! What a filter or a score looks at is worked out when workers are weighed; how the pick falls is `select`'s business.
+
+use crate::cost::{Cost, Prompt, prefill_speed};
+use crate::index::Held;
+use crate::load::Standing;
+use serde::de::value::MapAccessDeserializer;
+use serde::de::{self, Deserialize, Deserializer, MapAccess, Visitor};
+use serde::ser::{Serialize, Serializer};
+use std::fmt;
+
+/// Which worker gets a request.
+#[derive(Clone, PartialEq, Debug, Default)]
+pub enum Policy {
+    /// The lowest estimated time to first token: queue, what is not cached, where the rest is to be had, decode load.
+    #[default]
+    Kv,
+    /// Each in turn.
+    RoundRobin,
+    /// The shortest queue, cache or not.
+    LeastLoaded,
+    /// Any.
+    Random,
+    /// The less loaded of two drawn at random.
+    PowerOfTwo,
+    /// Always the same for the same session, unless that one has much more to do than the others; as `kv` without a session.
+    Session,
+    /// As composed.
+    Composed(Composition),
+}
+
+/// Filters, scores and a pick.
+#[derive(Clone, PartialEq, Debug, serde::Serialize, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Composition {
+    /// Who is considered: each filter in turn, but for one that would leave nobody.
+    #[serde(default)]
+    pub filter: Vec<Filter>,
+    /// What counts against a worker, added up; the lowest sum is the best.
+    pub score: Vec<Score>,
+    /// Who of them it is.
+    #[serde(default)]
+    pub pick: Pick,
+}
+
+/// Keeps some workers.
+#[derive(Clone, Copy, PartialEq, Debug, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Filter {
+    /// Those with free blocks for prompt and answer.
+    Fits,
+    /// Those that hold some of the prompt.
+    Cached,
+    /// Those whose queue takes less than so many seconds.
+    QueueBelow(f64),
+    /// Those with fewer sequences.
+    SequencesBelow(u64),
+}
+
+/// A term, and how much it counts.
+#[derive(Clone, Copy, PartialEq, Debug, serde::Serialize, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Score {
+    /// What.
+    pub term: Term,
+    /// How much. Default 1.
+    #[serde(default = "one")]
+    pub weight: f64,
+}
+
+/// What can count. Seconds, as in an explanation, but for the last two.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Term {
+    /// What the cached part of the prompt saves; it counts in favour.
+    Overlap,
+    /// Prompts that are computed before this one.
+    Queue,
+    /// Waiting for free blocks.
+    Room,
+    /// Computing what is not cached.
+    Prefill,
+    /// Bringing cached blocks up.
+    Onboard,
+    /// Bringing blocks over from the worker that prefills.
+    Handover,
+    /// Sharing steps with others.
+    Decode,
+    /// What others lose while the prompt is computed.
+    Stall,
+    /// What those lose who come after.
+    Crowd,
+    /// Sequences that decode there.
+    Sequences,
+    /// The share of blocks in use.
+    Memory,
+}
+
+/// Who is taken of those who were scored.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Pick {
+    /// The best; of several as good, the one chosen longest ago.
+    #[default]
+    Best,
+    /// Drawn, the better the likelier: one that is as much worse than the best as the average is, with 1/e of its chance.
+    Weighted,
+    /// The better of two drawn at random.
+    PowerOfTwo,
+}
+
+const fn one() -> f64 {
+    1.0
+}
+
+impl Policy {
+    /// All policies that have a name.
+    pub const ALL: [Self; 6] =
+        [Self::Kv, Self::RoundRobin, Self::LeastLoaded, Self::Random, Self::PowerOfTwo, Self::Session];
+
+    /// What can stand in metrics.
+    pub(crate) const NAMES: [&'static str; 7] =
+        ["kv", "round-robin", "least-loaded", "random", "power-of-two", "session", "composed"];
+
+    /// The name in configuration, metrics and explanations.
+    pub const fn name(&self) -> &'static str {
+        match self {
+            Self::Kv => "kv",
+            Self::RoundRobin => "round-robin",
+            Self::LeastLoaded => "least-loaded",
+            Self::Random => "random",
+            Self::PowerOfTwo => "power-of-two",
+            Self::Session => "session",
+            Self::Composed(_) => "composed",
+        }
+    }
+
+    /// What is wrong with it, naming the key below `key`.
+    pub(crate) fn check(&self, key: &str) -> Result<(), String> {
+        let Self::Composed(Composition { filter, score, .. }) = self else { return Ok(()) };
+        if score.is_empty() {
+            return Err(format!("{key}.score: at least one term, like {{ term = \"queue\" }}"));
+        }
+        if filter.len() > FILTERS_MAX {
+            return Err(format!("{key}.filter: {} are more than {FILTERS_MAX}", filter.len()));
+        }
+        if let Some(Score { term, weight }) = score.iter().find(|score| !score.weight.is_finite()) {
+            return Err(format!("{key}.score: weight {weight} of {term:?} is not a number"));
+        }
+        Ok(())
+    }
+}
+
+/// As many as the bits in which a worker's passes are noted.
+const FILTERS_MAX: usize = 32;
+
+/// What a composition looks at.
+pub(crate) struct Features<'a> {
+    pub(crate) cost: &'a Cost,
+    pub(crate) prompt: Prompt,
+    pub(crate) held: Held,
+    pub(crate) standing: &'a Standing,
+}
+
+impl Composition {
+    /// The sum of what counts against a worker.
+    pub(crate) fn score(&self, features: &Features<'_>) -> f64 {
+        self.score.iter().map(|score| score.weight * features.term(score.term)).sum()
+    }
+
+    /// A bit for each filter that a worker passes.
+    pub(crate) fn passes(&self, features: &Features<'_>) -> u32 {
+        self.filter
+            .iter()
+            .enumerate()
+            .filter(|(_, filter)| features.pass(filter))
+            .fold(0, |bits, (at, _)| bits | 1 << at)
+    }
+}
+
+impl Features<'_> {
+    fn term(&self, term: Term) -> f64 {
+        let Self { cost, prompt, held, standing } = self;
+        match term {
+            Term::Overlap => {
+                let saved = prompt.tokens.saturating_sub(prompt.uncached(*held));
+                -(saved as f64) / prefill_speed(&standing.speeds)
+            }
+            Term::Queue => cost.queue,
+            Term::Room => cost.room,
+            Term::Prefill => cost.prefill,
+            Term::Onboard => cost.onboard,
+            Term::Handover => cost.handover,
+            Term::Decode => cost.decode,
+            Term::Stall => cost.stall,
+            Term::Crowd => cost.crowd,
+            Term::Sequences => standing.sequences as f64,
+            Term::Memory => standing.active_blocks as f64 / standing.total_blocks.max(1) as f64,
+        }
+    }
+
+    fn pass(&self, filter: &Filter) -> bool {
+        match filter {
+            Filter::Fits => self.cost.room <= 0.0,
+            Filter::Cached => self.held.run() > 0,
+            Filter::QueueBelow(seconds) => self.cost.queue < *seconds,
+            Filter::SequencesBelow(count) => self.standing.sequences < *count,
+        }
+    }
+}
+
+impl Serialize for Policy {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::Composed(composition) => composition.serialize(serializer),
+            named => serializer.serialize_str(named.name()),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for Policy {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct NameOrTable;
+
+        impl<'de> Visitor<'de> for NameOrTable {
+            type Value = Policy;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("the name of a policy, or a table of `filter`, `score` and `pick`")
+            }
+
+            fn visit_str<E: de::Error>(self, name: &str) -> Result<Policy, E> {
+                let found = Policy::ALL.into_iter().find(|policy| policy.name() == name);
+                // The last is no name that can be asked for: a composition is written out.
+                found.ok_or_else(|| E::unknown_variant(name, &Policy::NAMES[..Policy::ALL.len()]))
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Policy, A::Error> {
+                Composition::deserialize(MapAccessDeserializer::new(map)).map(Policy::Composed)
+            }
+        }
+
+        deserializer.deserialize_any(NameOrTable)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::load::{Figure, Speeds};
+
+    #[derive(serde::Serialize, serde::Deserialize)]
+    struct File {
+        policy: Policy,
+    }
+
+    fn read(text: &str) -> Result<Policy, String> {
+        toml::from_str::<File>(text).map(|file| file.policy).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn names_in_the_configuration_are_the_names_in_metrics() {
+        for (policy, name) in Policy::ALL.into_iter().zip(Policy::NAMES) {
+            assert_eq!(policy.name(), name);
+            assert_eq!(read(&format!("policy = '{name}'")).unwrap(), policy);
+        }
+    }
+
+    #[test]
+    fn a_composition_is_read_and_written_and_what_is_unknown_is_told_from_what_is_known() {
+        let text = "policy = { filter = ['fits', { queue_below = 0.5 }], \
+            score = [{ term = 'overlap', weight = 2.0 }, { term = 'queue' }], pick = 'weighted' }";
+        let policy = read(text).unwrap();
+        let Policy::Composed(Composition { filter, score, pick }) = &policy else { panic!("{policy:?}") };
+        assert_eq!((filter.as_slice(), *pick), (&[Filter::Fits, Filter::QueueBelow(0.5)][..], Pick::Weighted));
+        assert_eq!(score[1], Score { term: Term::Queue, weight: 1.0 });
+        assert_eq!(read(&toml::to_string(&File { policy: policy.clone() }).unwrap()).unwrap(), policy);
+        for (wrong, known) in [
+            ("policy = 'robin'", "round-robin"),
+            ("policy = { score = [{ term = 'ovrlap' }] }", "overlap"),
+            ("policy = { filter = ['fit'], score = [] }", "fits"),
+            ("policy = { score = [], pick = 'bst' }", "best"),
+            ("policy = { scores = [] }", "score"),
+        ] {
+            let error = read(wrong).unwrap_err();
+            assert!(error.contains(known), "`{known}` is not in: {error}");
+        }
+        let empty = read("policy = { score = [] }").unwrap();
+        assert!(empty.check("router.policy").unwrap_err().starts_with("router.policy.score"));
+    }
+
+    #[test]
+    fn scores_are_seconds_and_an_overlap_counts_in_favour() {
+        let (cost, prompt) =
+            (Cost { queue: 0.5, ..Cost::default() }, Prompt { tokens: 100, block_size: 10, blocks: 12 });
+        let speeds = Speeds { prefill: Figure::of(100.0), ..Speeds::default() };
+        let standing = Standing { sequences: 3, active_blocks: 25, total_blocks: 100, speeds, ..Standing::default() };
+        let features = Features { cost: &cost, prompt, held: Held::of([4, 0, 0, 0]), standing: &standing };
+        let policy = read(
+            "policy = { filter = ['cached', { sequences_below = 3 }, { queue_below = 0.6 }], \
+            score = [{ term = 'overlap', weight = 2.0 }, { term = 'queue' }, { term = 'memory', weight = 4 }] }",
+        );
+        let Ok(Policy::Composed(composition)) = policy else { panic!("{policy:?}") };
+        assert!((composition.score(&features) - (-2.0 * 0.4 + 0.5 + 1.0)).abs() < 1e-9);
+        assert_eq!(composition.passes(&features), 0b101);
+    }
+}

@@ -1,0 +1,39 @@
+//! The admin API: what runs, and reading the configuration again. It asks for no key, so it is off unless `admin.listen`
+//! says where, and never shares a port with the front door.
+
+use crate::config::Listen;
+use crate::node::listen;
+use crate::reload::{Outcome, Reload};
+use axum::extract::State;
+use axum::http::StatusCode;
+use axum::routing::{get, post};
+use axum::{Json, Router};
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+/// Opens the admin API. Answers with where it listens, and with what serves it for as long as it is polled.
+pub async fn open(at: &Listen, reload: Arc<Reload>) -> anyhow::Result<(SocketAddr, impl Future<Output = ()> + use<>)> {
+    let listener = listen(at).await?;
+    let address = listener.local_addr()?;
+    if !address.ip().is_loopback() {
+        tracing::warn!(%address, "the admin API asks for no key, and other machines reach it");
+    }
+    let app = Router::new()
+        .route("/admin/config", get(async |State(reload): State<Arc<Reload>>| Json(reload.as_json())))
+        .route("/admin/reload", post(read_again))
+        .with_state(reload);
+    Ok((address, async move {
+        if let Err(error) = axum::serve(listener, app).await {
+            tracing::error!(%error, "the admin API failed");
+        }
+    }))
+}
+
+async fn read_again(State(reload): State<Arc<Reload>>) -> (StatusCode, Json<crate::reload::Report>) {
+    let report = reload.now("admin");
+    let status = match report.outcome {
+        Outcome::Applied | Outcome::Unchanged => StatusCode::OK,
+        Outcome::Rejected => StatusCode::UNPROCESSABLE_ENTITY,
+    };
+    (status, Json(report))
+}

@@ -1,0 +1,100 @@
+use super::*;
+use serde_json::Value;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use worker::plane::local::{Bus, Roster};
+
+/// A process that reads from a file of its own.
+struct Yard {
+    file: tempfile::NamedTempFile,
+    reload: Arc<Reload>,
+    relogged: Arc<AtomicUsize>,
+    registry: Registry,
+}
+
+impl Yard {
+    fn new(text: &str) -> Self {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), text).unwrap();
+        let environment = vec![("HOME".into(), "/home/ada".into())];
+        let sources = Sources { file: Some(file.path().into()), environment, flags: vec![] };
+        let loaded = Config::load(&sources).unwrap();
+        let registry = Registry::new();
+        let (roster, bus) = (Arc::new(Roster::default()), Arc::new(Bus::default()));
+        let router = Router::new(roster, bus, loaded.0.router.clone(), &registry).unwrap();
+        let relogged = Arc::new(AtomicUsize::new(0));
+        let count = relogged.clone();
+        let relog: Relog = Box::new(move |filter, apply| {
+            if filter == "noise" {
+                return Err("log.filter = \"noise\": no such level".into());
+            }
+            count.fetch_add(usize::from(apply == Apply::Do), Ordering::Relaxed);
+            Ok(())
+        });
+        let reload = Reload::new(sources, loaded, router, relog, &registry).unwrap();
+        Self { file, reload, relogged, registry }
+    }
+
+    fn write(&self, text: &str) {
+        std::fs::write(self.file.path(), text).unwrap();
+    }
+
+    fn runs(&self, key: &str) -> Value {
+        self.reload.as_json()["config"][key]["value"].clone()
+    }
+
+    fn count(&self, outcome: &str) -> u64 {
+        let families = self.registry.gather();
+        let family = families.iter().find(|family| family.name() == "blockyard_config_reload_total").unwrap();
+        let of = family.get_metric().iter().find(|metric| metric.get_label()[0].value() == outcome);
+        of.map_or(0, |metric| metric.get_counter().get_value() as u64)
+    }
+}
+
+#[tokio::test]
+async fn what_can_change_changes_and_the_rest_is_said_to_need_a_restart() {
+    let yard = Yard::new("listen = '127.0.0.1:1'\n[router]\npolicy = 'kv'\n");
+    yard.write("listen = '127.0.0.1:2'\n[router]\npreset = 'cache'\n[log]\nfilter = 'debug'\n[router.models.a]\npolicy = 'random'\n");
+    let report = yard.reload.now("SIGHUP");
+    assert_eq!(report.outcome, Outcome::Applied, "{report:?}");
+    let applied = ["log.filter", "router.cache_bias", "router.models.a.policy", "router.preset"];
+    assert_eq!((report.applied, report.needs_restart), (applied.map(String::from).into(), vec!["listen".to_owned()]));
+    assert_eq!((yard.runs("router.preset"), yard.runs("listen")), ("cache".into(), "127.0.0.1:1".into()));
+    let again = yard.reload.now("admin");
+    assert_eq!((again.outcome, again.needs_restart.len()), (Outcome::Unchanged, 1), "the restart is still to come");
+    assert_eq!(yard.reload.as_json()["reload"]["trigger"], "admin");
+    assert_eq!((yard.count("applied"), yard.count("unchanged"), yard.count("rejected")), (1, 1, 0));
+}
+
+#[tokio::test]
+async fn one_wrong_value_rolls_everything_back_and_is_named() {
+    let yard = Yard::new("[router]\npolicy = 'round-robin'\n");
+    for (text, named) in [
+        ("[router]\npolicy = 'random'\ndecode_weight = -1.0\n", "router.decode_weight"),
+        ("[router]\npolicy = 'randm'\n", "router.policy = \"randm\""),
+        ("[router]\npolicy = 'random'\n[log]\nfilter = 'noise'\n", "log.filter = \"noise\""),
+        ("[router]\npolicy = 'random'\nfast = true\n", "router.fast"),
+        ("[router\n", "line 1"),
+    ] {
+        yard.write(text);
+        let report = yard.reload.now("file");
+        assert_eq!(report.outcome, Outcome::Rejected);
+        assert!(report.error.as_deref().is_some_and(|error| error.contains(named)), "{report:?}");
+        assert_eq!(yard.runs("router.policy"), "round-robin");
+    }
+    assert_eq!((yard.count("rejected"), yard.relogged.load(Ordering::Relaxed)), (5, 0));
+    assert!(yard.reload.as_json()["reload"]["error"].as_str().is_some_and(|error| error.contains("line 1")));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_file_that_changes_is_read_once_it_keeps_still() {
+    let yard = Yard::new("[router]\nseed = 1\n");
+    let watch = tokio::spawn(yard.reload.clone().watch());
+    tokio::time::sleep(LOOK_EVERY * 3).await;
+    assert_eq!(yard.count("unchanged"), 0, "nobody touched it");
+    yard.write("[router]\nseed = 222\n");
+    tokio::time::sleep(LOOK_EVERY * 3).await;
+    assert_eq!((yard.runs("router.seed"), yard.count("applied")), (222.into(), 1));
+    tokio::time::sleep(LOOK_EVERY * 3).await;
+    assert_eq!(yard.count("applied") + yard.count("unchanged"), 1, "once");
+    watch.abort();
+}

@@ -1,0 +1,77 @@
+//! The configuration, changed under a running program: by signal, by its file, and by the admin API.
+
+#![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
+
+use super::serve::program;
+use serde_json::{Value, json};
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+/// A running program. Dropping it kills it.
+struct Process(Child);
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        self.0.kill().unwrap();
+        self.0.wait().unwrap();
+    }
+}
+
+async fn get(url: &str) -> Value {
+    reqwest::get(url).await.unwrap().json().await.unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_signal_a_file_and_a_request_each_have_it_read_again_and_a_stream_goes_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("blockyard.toml");
+    std::fs::write(&file, "[router]\npolicy = 'kv'\n").unwrap();
+    let mut command = program(&["--model", "tiny", "--listen", "127.0.0.1:0", "--workers", "both:2", "--json"]);
+    command.arg("--data-dir").arg(folder.path().join("data")).arg("--config").arg(&file);
+    command.args(["--set", "admin.listen=127.0.0.1:0", "--set", "tiers.g3=off", "--set", "tiers.g1=32MiB"]);
+    let mut process = Process(command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap());
+    let mut banner = String::new();
+    BufReader::new(process.0.stdout.take().unwrap()).read_line(&mut banner).unwrap();
+    let banner: Value = serde_json::from_str(&banner).unwrap();
+    let url = format!("http://{}", banner["address"].as_str().unwrap());
+    let admin = format!("http://{}/admin", banner["admin"].as_str().unwrap());
+    assert_eq!(get(&format!("{admin}/config")).await["reload"], Value::Null);
+
+    let http = reqwest::Client::new();
+    let body = json!({"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 300, "stream": true, "ignore_eos": true});
+    let mut stream = http.post(format!("{url}/v1/completions")).json(&body).send().await.unwrap();
+    assert!(stream.chunk().await.unwrap().is_some());
+
+    let last = async |trigger: &str| {
+        for _ in 0..600 {
+            let config = get(&format!("{admin}/config")).await;
+            if config["reload"]["trigger"] == trigger {
+                return (config["reload"].clone(), config["config"]["router.policy"]["value"].clone());
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        panic!("nothing was read for {trigger}");
+    };
+    std::fs::write(&file, "workers = 'both:3'\n[router]\npolicy = 'random'\n").unwrap();
+    let killed = Command::new("kill").args(["-HUP", &process.0.id().to_string()]).status().unwrap();
+    assert!(killed.success());
+    let (report, policy) = last("SIGHUP").await;
+    assert_eq!((&report["outcome"], &report["applied"]), (&json!("applied"), &json!(["router.policy"])));
+    assert_eq!((&report["needs_restart"], policy), (&json!(["workers"]), json!("random")));
+
+    let (report, _) = last("file").await;
+    assert_eq!(report["outcome"], "unchanged", "the watch has seen it too");
+
+    std::fs::write(&file, "[router]\npolicy = 'randm'\n").unwrap();
+    let answer = http.post(format!("{admin}/reload")).send().await.unwrap();
+    assert_eq!(answer.status(), 422);
+    let report: Value = answer.json().await.unwrap();
+    assert!(report["error"].as_str().unwrap().contains("router.policy = \"randm\""), "{report}");
+    assert_eq!(get(&format!("{admin}/config")).await["config"]["router.policy"]["value"], "random");
+
+    let rest = stream.text().await.unwrap();
+    assert!(rest.contains(r#""finish_reason":"length""#) && rest.trim_end().ends_with("[DONE]"), "{rest}");
+    let metrics = http.get(format!("{url}/metrics")).send().await.unwrap().text().await.unwrap();
+    assert!(metrics.contains(r#"blockyard_config_reload_total{outcome="rejected"}"#), "{metrics}");
+}
