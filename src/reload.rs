@@ -100,9 +100,10 @@ impl Reload {
             Err(error) => (Outcome::Rejected, vec![], vec![], Some(error)),
         };
         let at = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
-        match &error {
-            Some(error) => tracing::error!(trigger, error, "configuration rejected; what ran goes on"),
-            None => tracing::info!(trigger, applied = applied.join(" "), "configuration read again"),
+        if let Some(error) = &error {
+            tracing::error!(trigger, error, "configuration rejected; what ran goes on");
+        } else {
+            tracing::info!(trigger, applied = applied.join(" "), "configuration read again");
         }
         if !needs_restart.is_empty() {
             tracing::warn!(keys = needs_restart.join(" "), "these keys take effect with a restart");

@@ -53,12 +53,12 @@ async fn a_signal_a_file_and_a_request_each_have_it_read_again_and_a_stream_goes
         }
         panic!("nothing was read for {trigger}");
     };
-    std::fs::write(&file, "workers = 'both:3'\n[router]\npolicy = 'random'\n").unwrap();
+    std::fs::write(&file, "drain = '9s'\n[router]\npolicy = 'random'\n").unwrap();
     let killed = Command::new("kill").args(["-HUP", &process.0.id().to_string()]).status().unwrap();
     assert!(killed.success());
     let (report, policy) = last("SIGHUP").await;
     assert_eq!((&report["outcome"], &report["applied"]), (&json!("applied"), &json!(["router.policy"])));
-    assert_eq!((&report["needs_restart"], policy), (&json!(["workers"]), json!("random")));
+    assert_eq!((&report["needs_restart"], policy), (&json!(["drain"]), json!("random")));
 
     let (report, _) = last("file").await;
     assert_eq!(report["outcome"], "unchanged", "the watch has seen it too");
