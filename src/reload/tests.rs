@@ -1,6 +1,7 @@
 use super::*;
 use serde_json::Value;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use worker::plane::RouterId;
 use worker::plane::local::{Bus, Roster};
 
 /// A process that reads from a file of its own.
@@ -20,7 +21,7 @@ impl Yard {
         let loaded = Config::load(&sources).unwrap();
         let registry = Registry::new();
         let (roster, bus) = (Arc::new(Roster::default()), Arc::new(Bus::default()));
-        let router = Router::new(roster, bus, loaded.0.router.clone(), &registry).unwrap();
+        let router = Router::new(RouterId(1), roster, bus, loaded.0.router.clone(), &registry).unwrap();
         let relogged = Arc::new(AtomicUsize::new(0));
         let count = relogged.clone();
         let relog: Relog = Box::new(move |filter, apply| {
