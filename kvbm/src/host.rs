@@ -10,9 +10,10 @@
 mod arena;
 
 use crate::block::{Block, Header};
+use crate::device::BlockId;
 use crate::event::{EventLog, Level};
 use crate::metrics::Metrics;
-use crate::pool::{CachedBlock, Pool};
+use crate::pool::{CachedBlock, FullBlock, PartialBlock, Pool};
 use crate::tier::{Loaded, StoreError, Tier, Usage};
 use crate::{Clock, Custody, Date, Fingerprint, Keep, SequenceHash, Shares};
 use arena::Arena;
@@ -82,18 +83,35 @@ impl HostTier {
         self.pool.capacity()
     }
 
-    /// Keeps a block whose bytes `fill` writes straight into the slot. Blocks for the time of the copy.
-    pub(crate) fn fill(
-        &self,
-        name: SequenceHash,
-        parent: Option<SequenceHash>,
-        custody: Custody,
-        fill: impl FnOnce(&mut [u8]),
-    ) -> Result<(), StoreError> {
-        self.keep(name, parent, custody, |bytes| {
-            fill(bytes);
-            Header::seal(name, parent, self.fingerprint, custody, bytes)
-        })
+    /// Keeps copies of the device's blocks, whose bytes `read` writes straight into their slots, and names those that are
+    /// here now. Blocks for the time of the copies. All slots are taken in one go, and what forms a chain is announced as
+    /// one event; only when they are not to be had at once is there one after the other.
+    pub(crate) fn fill(&self, blocks: &[CachedBlock], read: impl Fn(BlockId, &mut [u8])) -> Vec<SequenceHash> {
+        let one = |block: &CachedBlock, slot: &mut PartialBlock| {
+            let (name, parent, custody) = (block.name(), block.parent(), block.custody());
+            self.arena.write(slot, |bytes| {
+                read(block.slot(), bytes);
+                Header::seal(name, parent, self.fingerprint, custody, bytes)
+            });
+            (name, parent, custody)
+        };
+        // What they follow must not make room for them.
+        let parents: Vec<SequenceHash> = blocks.iter().filter_map(CachedBlock::parent).collect();
+        let held = self.pool.found(&parents);
+        if let Some(slots) = self.pool.allocate(blocks.len()) {
+            let full = blocks.iter().zip(slots).map(|(block, mut slot)| {
+                let (name, parent, custody) = one(block, &mut slot);
+                slot.complete(name, parent, custody)
+            });
+            let full: Vec<FullBlock> = full.collect();
+            self.pool.deposit(full);
+            return blocks.iter().map(CachedBlock::name).collect();
+        }
+        drop(held);
+        let kept = |block: &&CachedBlock| {
+            self.keep(block.name(), block.parent(), block.custody(), |slot| _ = one(block, slot)).is_ok()
+        };
+        blocks.iter().filter(kept).map(CachedBlock::name).collect()
     }
 
     /// Blocks without a copy of their bytes, kept in place while they are held. Not counted as a use: see
@@ -130,9 +148,11 @@ impl HostTier {
         if header.fingerprint != self.fingerprint || payload.len() > self.arena.slot_bytes() {
             return Err(StoreError::Io(std::io::Error::other("a block of another engine")));
         }
-        self.keep(header.name, header.parent, header.custody(), |bytes| {
-            bytes[..payload.len()].copy_from_slice(payload);
-            *header
+        self.keep(header.name, header.parent, header.custody(), |slot| {
+            self.arena.write(slot, |bytes| {
+                bytes[..payload.len()].copy_from_slice(payload);
+                *header
+            });
         })
     }
 
@@ -141,7 +161,7 @@ impl HostTier {
         name: SequenceHash,
         parent: Option<SequenceHash>,
         custody: Custody,
-        fill: impl FnOnce(&mut [u8]) -> Header,
+        fill: impl FnOnce(&mut PartialBlock),
     ) -> Result<(), StoreError> {
         if self.pool.holds(&[name]) == 1 {
             return Ok(());
@@ -156,8 +176,8 @@ impl HostTier {
             // Every block is being read: soon some will not be.
             return Err(if self.pool.capacity() == 0 { StoreError::Full } else { StoreError::Busy });
         };
-        self.arena.write(&mut slot, fill);
-        self.pool.deposit(slot.complete(name, parent, custody));
+        fill(&mut slot);
+        self.pool.deposit(vec![slot.complete(name, parent, custody)]);
         Ok(())
     }
 

@@ -114,20 +114,9 @@ impl Pool {
         Some(slots.into_iter().map(|id| PartialBlock(Slot { pool: Some(self.0.clone()), id })).collect())
     }
 
-    /// Gives a block to everyone and holds it for nobody. A duplicate is freed.
-    pub(crate) fn deposit(&self, block: FullBlock) {
-        let FullBlock { slot, name, parent, custody } = block;
-        let mut state = self.0.settled();
-        if state.residents.find(name).is_none() {
-            state.enter(slot, name, parent, custody);
-            self.0.count_refused(&mut state);
-            self.0.metrics.blocks.inc();
-            self.0.stored().push(name, parent);
-            self.0.shed(&mut state);
-        } else {
-            drop(state);
-            drop(slot);
-        }
+    /// Gives blocks to everyone, in order, and holds them for nobody. Duplicates are freed.
+    pub(crate) fn deposit(&self, blocks: Vec<FullBlock>) {
+        drop(self.register(blocks));
     }
 
     /// Gives blocks to everyone, in order. Where a name is here already, that block is returned and the duplicate freed.

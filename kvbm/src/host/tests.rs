@@ -72,10 +72,18 @@ async fn when_all_is_being_read_the_tier_is_busy_and_one_without_room_is_full() 
 }
 
 #[test]
-fn what_the_device_fills_in_place_is_sealed() {
-    let (host, _) = host(2, 4_000);
-    let name = SequenceHash::from_bytes([5; 16]);
-    host.fill(name, None, Custody::default(), |bytes| bytes.fill(9)).unwrap();
-    let block = host.get(&[name])[0].take().unwrap().verify(name, contract::fingerprint()).unwrap();
-    assert!(block.payload() == [9; 4_000]);
+fn what_the_device_fills_in_place_is_sealed_and_a_chain_is_one_event() {
+    let (host, log) = host(3, 4_000);
+    let metrics = Metrics::new(&prometheus::Registry::new()).unwrap().memory(Level::G1);
+    let device = Pool::new(Level::G1, 2, Arc::new(EventLog::new(Epoch(1))), metrics, Clock::system());
+    let names = [5, 6].map(|n| SequenceHash::from_bytes([n; 16]));
+    let slots = device.allocate(2).unwrap().into_iter().zip([(names[0], None), (names[1], Some(names[0]))]);
+    let full = slots.map(|(slot, (name, parent))| slot.complete(name, parent, Custody::default()));
+    let blocks: Vec<_> = device.register(full.collect()).into_iter().collect();
+    assert_eq!(host.fill(&blocks, |slot, bytes| bytes.fill(slot.0 as u8)), names);
+    for (block, found) in blocks.iter().zip(host.get(&names)) {
+        let found = found.unwrap().verify(block.name(), contract::fingerprint()).unwrap();
+        assert!(found.payload() == [block.slot().0 as u8; 4_000]);
+    }
+    assert_eq!(log.snapshot().number, 1);
 }

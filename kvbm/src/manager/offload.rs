@@ -189,12 +189,8 @@ impl Core {
         let (mut kept, missing): (Vec<_>, Vec<_>) =
             names.into_iter().partition(|name| host.holds(fingerprint, &[*name]) == 1);
         let (start, before) = (Instant::now(), kept.len());
-        for held in self.pool.found(&missing).into_iter().flatten() {
-            let (name, read) = (held.name(), |into: &mut [u8]| self.device.read(held.slot(), into));
-            if host.fill(name, held.parent(), held.custody(), read).is_ok() {
-                kept.push(name);
-            }
-        }
+        let held: Vec<_> = self.pool.found(&missing).into_iter().flatten().collect();
+        kept.extend(host.fill(&held, |slot, into| self.device.read(slot, into)));
         self.metrics.offload_dropped(Level::G2, wanted - kept.len());
         if kept.len() > before {
             let bytes = (kept.len() - before) * self.device.block_bytes();

@@ -1,0 +1,130 @@
+//! How fast blocks move between G1 and G2, beside a plain copy of the same bytes.
+//!
+//! ```text
+//! cargo run --release -p kvbm --example host_speed [-- --json]
+//! ```
+//!
+//! Down is what `BlockManager::flush` waits for after blocks were registered; up is `BlockManager::onboard`. Both include
+//! everything: finding, sealing (a CRC over every byte), verifying, registering. The copy beside it is one thread's, from
+//! and to memory of the same size; the three are measured in turn, and the median of each is shown.
+
+use kvbm::{
+    BlockId, BlockManager, Custody, DeviceBlocks, Epoch, EventLog, Fingerprint, HostTier, Metrics, Recompute,
+    SequenceHash,
+};
+use std::sync::{Arc, RwLock};
+use std::time::{Duration, Instant};
+
+/// Moved in each round: more than any cache holds.
+const BYTES: usize = 96 << 20;
+const ROUNDS: usize = 7;
+
+/// Plain memory as a device.
+struct Device {
+    slots: Vec<RwLock<Box<[u8]>>>,
+    block: usize,
+}
+
+impl Device {
+    fn new(slots: usize, block: usize) -> Self {
+        let slot = |n: usize| RwLock::new(vec![n as u8; block].into_boxed_slice());
+        Self { slots: (0..slots).map(slot).collect(), block }
+    }
+}
+
+impl DeviceBlocks for Device {
+    fn capacity(&self) -> usize {
+        self.slots.len()
+    }
+    fn block_bytes(&self) -> usize {
+        self.block
+    }
+    fn fingerprint(&self) -> Fingerprint {
+        Fingerprint::of([])
+    }
+    fn read(&self, slot: BlockId, into: &mut [u8]) {
+        into.copy_from_slice(&self.slots[slot.0 as usize].read().expect("no copy panics"));
+    }
+    fn write(&self, slot: BlockId, from: &[u8]) {
+        self.slots[slot.0 as usize].write().expect("no copy panics").copy_from_slice(from);
+    }
+}
+
+fn names(round: usize, count: usize) -> Vec<SequenceHash> {
+    let name = |n: usize| {
+        let mut bytes = [0; 16];
+        bytes[..8].copy_from_slice(&(n as u64 + 1).to_le_bytes());
+        bytes[8..].copy_from_slice(&(round as u64).to_le_bytes());
+        SequenceHash::from_bytes(bytes)
+    };
+    (0..count).map(name).collect()
+}
+
+/// Median gigabytes per second: of the copy, down, up.
+async fn measure(block: usize) -> [f64; 3] {
+    let count = BYTES / block;
+    let metrics = Metrics::new(&prometheus::Registry::new()).expect("a registry of our own");
+    let log = Arc::new(EventLog::new(Epoch(1)));
+    let device = Arc::new(Device::new(count, block));
+    let host = HostTier::new(BYTES as u64, block, device.fingerprint(), log.clone(), &metrics);
+    let manager = BlockManager::new(device, Some(host), vec![], log, metrics);
+    let (from, mut to) = (vec![1_u8; BYTES], vec![2_u8; BYTES]);
+    let mut times: [Vec<Duration>; 3] = Default::default();
+    for round in 0..=ROUNDS {
+        let start = Instant::now();
+        for (to, from) in to.chunks_mut(block).zip(from.chunks(block)) {
+            to.copy_from_slice(from);
+        }
+        std::hint::black_box(&mut to);
+        let copied = start.elapsed();
+
+        let names = names(round, count);
+        let parents = std::iter::once(None).chain(names.iter().copied().map(Some));
+        let slots = manager.allocate(count).expect("nothing is held");
+        let full = slots.into_iter().zip(&names).zip(parents);
+        let full = full.map(|((slot, name), parent)| slot.complete(*name, parent, Custody::default())).collect();
+        let start = Instant::now();
+        let held = manager.register_all(full);
+        manager.flush().await;
+        let down = start.elapsed();
+        drop(held);
+
+        // G1 forgets them; G2 has them.
+        drop(manager.allocate(count).expect("nothing is held"));
+        let start = Instant::now();
+        let onboarded = manager.onboard(&names, Recompute { seconds_per_block: Some(1.0) }).await;
+        let up = start.elapsed();
+        assert_eq!(onboarded.blocks.len(), count, "all of them");
+        drop(onboarded);
+        // The first round touches memory that the system has yet to hand out.
+        if round > 0 {
+            times.iter_mut().zip([copied, down, up]).for_each(|(times, time)| times.push(time));
+        }
+    }
+    times.map(|mut times| {
+        times.sort_unstable();
+        BYTES as f64 / times[times.len() / 2].as_secs_f64() / 1e9
+    })
+}
+
+#[tokio::main]
+async fn main() {
+    let json = std::env::args().any(|argument| argument == "--json");
+    if !json {
+        println!("  block   memcpy GB/s   G1→G2 GB/s   of it   G2→G1 GB/s   of it");
+    }
+    for block in [64 << 10, 192 << 10, 1 << 20] {
+        let [copy, down, up] = measure(block).await;
+        if json {
+            println!(
+                r#"{{"block_bytes":{block},"memcpy_gbps":{copy:.2},"down_gbps":{down:.2},"up_gbps":{up:.2},"down_ratio":{:.2},"up_ratio":{:.2}}}"#,
+                down / copy,
+                up / copy
+            );
+        } else {
+            let kib = block >> 10;
+            let (of_down, of_up) = (down / copy * 100.0, up / copy * 100.0);
+            println!("{kib:>4} KiB {copy:>13.2} {down:>12.2} {of_down:>6.0}% {up:>12.2} {of_up:>6.0}%");
+        }
+    }
+}
