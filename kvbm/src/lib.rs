@@ -111,7 +111,7 @@ pub use disk::DiskTier;
 pub use event::{BlockEvent, Epoch, EventLog, Gap, Level, Numbered, Snapshot};
 pub use faulty::{Faults, Faulty};
 pub use host::HostTier;
-pub use manager::{BlockManager, Onboarded, Recompute, Speed};
+pub use manager::{BlockManager, Onboarded, Onboarding, Recompute, Speed};
 pub use metrics::Metrics;
 pub use name::{ChainKey, Domain, DomainId, Fingerprint, SequenceHash};
 pub use object::ObjectTier;

@@ -7,28 +7,33 @@
 //! there were no tiers below G1. Serving goes on, slower; nothing that the task may have left half done is used.
 
 mod coming;
+mod loading;
 mod offload;
 mod onboard;
+mod source;
 mod speed;
 mod sweep;
+
+pub use onboard::Onboarding;
 
 use crate::device::DeviceBlocks;
 use crate::event::{EventLog, Level};
 use crate::host::HostTier;
 use crate::metrics::Metrics;
 use crate::peer::Peer;
-use crate::plan::{Plan, plan};
 use crate::pool::{CachedBlock, CachedBlocks, FullBlock, PartialBlock, Pool};
 use crate::tier::Tier;
 use crate::{Clock, Custody, DomainId, Retention, SequenceHash, Shares};
 use coming::Coming;
+use loading::Job;
 use offload::{Lane, Offers};
-use onboard::{Located, Order, Source};
+use source::{Source, extent, locate};
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
-use tokio::time::{Instant, timeout_at};
+use tokio::sync::{Notify, Semaphore};
+use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
 
 /// One engine's blocks: G1 in the engine's own memory, and the tiers below it. Clones share it; when the last one is
@@ -43,9 +48,15 @@ struct Inner {
     sources: Vec<Source>,
     coming: Coming,
     _sweeper: AbortOnDropHandle<()>,
+    /// Blocks of G1 that may be loaded into before their engine's turn, and how many there are of them.
+    ahead: Semaphore,
+    ahead_max: usize,
     /// Tiers that are not ours but were loaded from, while they live.
     strangers: Mutex<Vec<Stranger>>,
 }
+
+/// One in so many blocks of G1 may belong to requests that do not run yet: they must not push out those that do.
+const AHEAD: usize = 4;
 
 type Stranger = (Weak<dyn Tier>, Arc<speed::Gauge>);
 
@@ -132,8 +143,10 @@ impl BlockManager {
         let offers = || below.iter().map(|lane| lane.offers().clone()).collect();
         let to_host = core.host.is_some().then(|| Lane::to_host(core.clone(), offers()));
         let lanes = to_host.into_iter().chain(below).collect();
-        let (coming, strangers) = (Coming::default(), Mutex::default());
-        Self(Arc::new(Inner { _sweeper: sweep::spawn(&core), core, lanes, sources, coming, strangers }))
+        let ahead_max = (core.pool.capacity() / AHEAD).min(Semaphore::MAX_PERMITS);
+        let (coming, strangers, ahead) = (Coming::default(), Mutex::default(), Semaphore::new(ahead_max));
+        let _sweeper = sweep::spawn(&core);
+        Self(Arc::new(Inner { _sweeper, core, lanes, sources, coming, ahead, ahead_max, strangers }))
     }
 
     /// Keeps to what domains are promised of G1. To be called before there are any blocks. G2 is told by itself
@@ -201,22 +214,40 @@ impl BlockManager {
         self.0.core.pool.unpin();
     }
 
-    /// How many leading `names` some tier below G1 holds and could be asked for now. Does not wait.
-    pub fn below(&self, names: &[SequenceHash]) -> usize {
-        let core = &self.0.core;
-        onboard::locate(core, self.0.sources(), names, Instant::now()).last().map_or(0, |(_, range)| range.end)
+    /// The same for a request that was looked up before and asks again: no miss is counted.
+    pub fn found(&self, names: &[SequenceHash]) -> CachedBlocks {
+        let held = self.0.core.pool.matched(names);
+        self.0.core.metrics.hit(Level::G1, held.len());
+        held
     }
 
-    /// Brings leading `names`, which follow what the caller holds, into G1: verified, from all tiers at once, and for no
-    /// longer than computing them would take (plus a quarter of a second when a tier turns out not to answer).
+    /// The first of `names` that is in G1, whatever is missing before it.
+    pub fn next(&self, names: &[SequenceHash]) -> Option<usize> {
+        self.0.core.pool.next(names)
+    }
+
+    /// How many leading `names` some tier below G1 holds and could be asked for now. Does not wait.
+    pub fn below(&self, names: &[SequenceHash]) -> usize {
+        extent(&locate(&self.0.core, self.0.sources(), names, Instant::now()))
+    }
+
+    /// Begins to bring `names`, which follow what the caller holds, into G1: verified, from all tiers at once. `wake` is
+    /// notified when waiting for them ends. `None`: no tier has the first of them.
+    pub fn begin(&self, names: &[SequenceHash], recompute: Recompute, wake: Arc<Notify>) -> Option<Onboarding> {
+        let is_below = names.first().is_some_and(|first| self.below(&[*first]) > 0);
+        is_below.then(|| self.0.begin(self.0.sources().to_vec(), names.to_vec(), recompute, wake))
+    }
+
+    /// Brings leading `names`, which follow what the caller holds, into G1, for no longer than computing them would take
+    /// (plus a tenth of a second when a tier turns out not to answer).
     pub async fn onboard(&self, names: &[SequenceHash], recompute: Recompute) -> Onboarded {
-        self.0.onboard(self.0.sources(), names, recompute).await
+        self.0.onboard(self.0.sources().to_vec(), names, recompute).await
     }
 
     /// The same from one tier, which need not be one of ours: a peer, at hand-over.
     pub async fn onboard_from(&self, tier: &Arc<dyn Tier>, names: &[SequenceHash], recompute: Recompute) -> Onboarded {
         let source = Source { tier: tier.clone(), gauge: self.0.gauge(tier) };
-        self.0.onboard(&[source], names, recompute).await
+        self.0.onboard(vec![source], names, recompute).await
     }
 
     /// This manager's G1 and G2 as a tier that others may read, for as long as a handle to the manager lives.
@@ -241,11 +272,10 @@ impl BlockManager {
         let strangers = strangers.iter().map(|(tier, gauge)| (tier.upgrade().map(|tier| tier.level()), gauge));
         let own = self.0.sources.iter().map(|source| (Some(source.tier.level()), &source.gauge));
         let speed = |(level, gauge): (Option<Level>, &Arc<speed::Gauge>)| {
-            let measured = gauge.last()?;
+            let (latency, per_block) = gauge.last()?;
             // One block at a time was all we saw: it took the latency.
-            let per_block =
-                if measured.seconds_per_block > 0.0 { measured.seconds_per_block } else { measured.latency };
-            let latency = Duration::from_secs_f64(measured.latency);
+            let per_block = if per_block > 0.0 { per_block } else { latency };
+            let latency = Duration::from_secs_f64(latency);
             (per_block > 0.0).then(|| Some(Speed { level: level?, latency, bytes_per_second: bytes / per_block }))?
         };
         let mut speeds: Vec<Speed> = own.chain(strangers).filter_map(speed).collect();
@@ -287,52 +317,36 @@ impl Inner {
         self.lanes.iter().take(first).map(Lane::offers).for_each(|offers: &Offers| offers.offer(&self.core, names));
     }
 
-    async fn onboard(&self, sources: &[Source], names: &[SequenceHash], recompute: Recompute) -> Onboarded {
-        let (core, start) = (&self.core, Instant::now());
-        let mut blocks = core.pool.matched(names);
-        let first = blocks.len();
-        let loaded = loop {
-            let names = &names[blocks.len()..];
-            let (located, plan) = self.plan(sources, names, recompute);
-            if plan.blocks == 0 {
-                break None;
-            }
-            let since = (start, blocks.len() - first);
-            match self.coming.bring(&names[..plan.blocks]) {
-                Ok(bringing) => {
-                    let (names, patience) = (&names[..plan.blocks], plan.patience);
-                    let order = Order { names, located: &located, since, patience, bringing };
-                    break Some(onboard::load(core, sources, order).await);
-                }
-                Err(mut steps) => {
-                    let more = core.pool.matched(names);
-                    let limit = start + plan.patience.limit(since.1);
-                    if more.is_empty() && timeout_at(limit, steps.changed()).await.is_err() {
-                        break None;
-                    }
-                    blocks.extend(more);
-                }
-            }
-        };
-        let mut from = Vec::new();
-        count(&mut from, Level::G1, blocks.len());
-        if let Some(loaded) = loaded {
-            let level = |at: usize| sources[loaded.sources[at]].tier.level();
-            // What G2 gave is in G2; everything else goes up there too, and down to where it is not yet.
-            self.offload(&loaded.blocks, |at| level(at) != Level::G2);
-            (0..loaded.blocks.len()).for_each(|at| count(&mut from, level(at), 1));
-            blocks.extend(loaded.blocks);
-        }
-        Onboarded { blocks, from }
+    fn begin(
+        self: &Arc<Self>,
+        sources: Vec<Source>,
+        names: Vec<SequenceHash>,
+        recompute: Recompute,
+        wake: Arc<Notify>,
+    ) -> Onboarding {
+        let (inner, seconds_per_block) = (self.clone(), recompute.seconds_per_block);
+        Onboarding::start(|shared| Job { inner, sources, names, seconds_per_block, shared }, wake)
     }
 
-    /// Where leading `names` are, and how many of them to load, given the room.
-    fn plan(&self, sources: &[Source], names: &[SequenceHash], recompute: Recompute) -> (Located, Plan) {
-        let now = Instant::now();
-        let located = onboard::locate(&self.core, sources, names, now);
-        let mut plan = plan(&onboard::stretches(sources, &located, now), recompute.seconds_per_block);
-        plan.blocks = plan.blocks.min(self.core.pool.available());
-        (located, plan)
+    async fn onboard(
+        self: &Arc<Self>,
+        sources: Vec<Source>,
+        names: &[SequenceHash],
+        recompute: Recompute,
+    ) -> Onboarded {
+        let wake = Arc::new(Notify::new());
+        let onboarding = self.begin(sources, names.to_vec(), recompute, wake.clone());
+        onboarding.turn();
+        while onboarding.is_worth_waiting() {
+            wake.notified().await;
+        }
+        let blocks = self.core.pool.matched(names);
+        let mut from = Vec::new();
+        for block in &blocks {
+            count(&mut from, onboarding.from(&block.name()).unwrap_or(Level::G1), 1);
+        }
+        onboarding.end().await;
+        Onboarded { blocks, from }
     }
 
     fn gauge(&self, tier: &Arc<dyn Tier>) -> Arc<speed::Gauge> {
@@ -356,9 +370,9 @@ impl Core {
     }
 
     /// A task died. See the module's text.
-    fn poison(&self, level: Level) {
+    fn poison(&self, task: &str) {
         self.poisoned.store(true, Ordering::Relaxed);
-        tracing::error!(tier = %level, "the offloading task panicked; tiers below the device are no longer used");
+        tracing::error!(task, "a task that moves blocks panicked; tiers below the device are no longer used");
     }
 }
 

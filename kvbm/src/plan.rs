@@ -1,9 +1,16 @@
-//! How much to load and how long to wait for it, so that a hit is never slower than a miss. Pure: values in, values out.
+//! What to load and how long to wait for it, so that a hit is never slower than a miss. Pure: values in, values out.
 //!
-//! Loading the first `k` blocks pays when it takes less time than computing them. [`plan`] picks the `k` that saves most,
-//! from measured speeds; a tier that was not measured is tried. [`Patience`] then guards against every estimate being
-//! wrong: a request may wait for a fixed grace, and beyond it only as long as what *has arrived* saved. So whatever the
-//! tiers do, it starts at most one grace later than without a cache.
+//! ```text
+//!    blocks   0 ──────── head ─────────────────── tail ──────── end
+//!             │ loaded    │ computed, front to back │ loaded,     │
+//!             │ first     │ ───────▶        ◀────── │ last first  │
+//! ```
+//!
+//! Attention needs the blocks before a block to compute it, but not to load it. So the engine may compute forward from the
+//! head while the tiers deliver backward from the end, until both meet: with a tier as fast as computing, in half the time.
+//! [`plan`] divides the blocks by measured speeds; what was not measured is tried. [`Patience`] guards against every
+//! estimate being wrong: before it computes, a request waits a fixed grace at most, and beyond it only as long as what *has
+//! arrived* saved. After that nothing is waited for: what arrives is skipped, what does not is computed.
 
 use std::time::Duration;
 
@@ -14,57 +21,100 @@ pub(crate) struct Stretch {
     pub(crate) tier: usize,
     /// How many blocks.
     pub(crate) blocks: usize,
-    /// What was measured of the tier; `None`: not yet, or too long ago.
-    pub(crate) measured: Option<Measured>,
+    /// What is known of the tier.
+    pub(crate) known: Known,
+}
+
+/// What is known of a tier's speed.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub(crate) enum Known {
+    /// Nothing yet, or too long ago: worth a try.
+    Nothing,
+    /// How fast it was.
+    Speed(Measured),
+    /// It did not answer when it was last asked: worth asking, not worth waiting for.
+    Silent,
 }
 
 /// How fast a tier was seen to be.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub(crate) struct Measured {
-    /// Seconds until the first block.
+    /// Seconds until the first block, when nobody else is served.
     pub(crate) latency: f64,
     /// Seconds for each block after it.
     pub(crate) seconds_per_block: f64,
+    /// Blocks that others wait for: served first.
+    pub(crate) queued: usize,
+}
+
+impl Measured {
+    /// Seconds until the first block.
+    fn first(&self) -> f64 {
+        self.latency + self.queued as f64 * self.seconds_per_block
+    }
+
+    /// Seconds until `blocks` are there.
+    fn seconds(&self, blocks: usize) -> f64 {
+        if blocks == 0 { 0.0 } else { self.first() + (blocks - 1) as f64 * self.seconds_per_block }
+    }
 }
 
 /// What to do.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub(crate) struct Plan {
-    /// Leading blocks to load; the others are recomputed.
-    pub(crate) blocks: usize,
-    /// How long to wait for them.
+    /// Leading blocks to load before anything is computed.
+    pub(crate) head: usize,
+    /// Blocks to load from the end, the last first, while those before them are computed.
+    pub(crate) tail: usize,
+    /// How long to wait for the head.
     pub(crate) patience: Patience,
 }
 
-/// How long to wait, given what arrived.
+/// How long to wait before computing, given what arrived.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub(crate) struct Patience {
     /// With nothing to show for it.
     pub(crate) grace: Duration,
     /// More for each leading block that arrived: what it saved.
     pub(crate) per_block: Duration,
+    /// With no news.
+    pub(crate) silence: Duration,
 }
 
 impl Patience {
-    /// The longest wait with nothing to show for it: what a hit may lose against a miss when a tier hangs. An object
-    /// store's first byte takes 20 to 200 ms, and a person does not notice a quarter of a second before the first token.
-    pub(crate) const GRACE: Duration = Duration::from_millis(250);
+    /// The longest wait with nothing to show for it: what a hit may lose against a miss, once, when a tier turns out to
+    /// hang. Most stores answer within it, and what comes later is not lost: it is loaded from the end.
+    pub(crate) const GRACE: Duration = Duration::from_millis(100);
 
     /// Long prompts may wait this share of what is at stake, if it is more than the grace.
     const SHARE: f64 = 0.05;
 
-    /// While nobody knows what recomputing costs: bounded, and enough to read a gigabyte from one SSD.
-    const UNKNOWN: Self = Self { grace: Duration::from_secs(2), per_block: Duration::ZERO };
+    /// While nobody knows what recomputing costs: bounded, and enough to read a gigabyte from one SSD that keeps talking.
+    const UNKNOWN: Self = Self { grace: Duration::from_secs(2), per_block: Duration::ZERO, silence: Self::GRACE };
 
-    /// For `blocks` that cost `seconds_per_block` each to recompute.
-    fn of(blocks: usize, seconds_per_block: f64) -> Self {
-        let grace = Self::GRACE.max(seconds(blocks as f64 * seconds_per_block * Self::SHARE));
-        Self { grace, per_block: seconds(seconds_per_block) }
+    /// For `head` blocks of the stretches that cost `cost` seconds each to compute.
+    fn of(stretches: &[Stretch], head: usize, cost: f64) -> Self {
+        let grace = Self::GRACE.max(seconds(head as f64 * cost * Self::SHARE));
+        let mut left = head;
+        let mut silence = Duration::ZERO;
+        for stretch in stretches {
+            if left == 0 {
+                break;
+            }
+            left = left.saturating_sub(stretch.blocks);
+            silence = silence.max(match stretch.known {
+                // Four times what it usually takes, and two hiccups: then something has happened to it.
+                Known::Speed(measured) => seconds(4.0 * measured.first() + 2.0 * FREE),
+                Known::Nothing | Known::Silent => Self::GRACE,
+            });
+        }
+        Self { grace, per_block: seconds(cost), silence: silence.min(grace) }
     }
 
-    /// From the start, when the first `arrived` blocks are there.
-    pub(crate) fn limit(&self, arrived: usize) -> Duration {
-        self.grace.saturating_add(self.per_block.saturating_mul(arrived.try_into().unwrap_or(u32::MAX)))
+    /// From the start, when the first `arrived` blocks are there, the last of them since `news`.
+    pub(crate) fn limit(&self, arrived: usize, news: Duration) -> Duration {
+        let gained = self.per_block.saturating_mul(arrived.try_into().unwrap_or(u32::MAX));
+        self.grace.saturating_add(gained).min(news.saturating_add(self.silence))
     }
 }
 
@@ -72,70 +122,107 @@ impl Patience {
 /// is loaded takes no computing away from other requests.
 const FREE: f64 = 0.02;
 
-/// Which of the blocks that tiers hold are worth loading. `recompute`: seconds to compute one block, when known.
+/// Loading from the end pays when it saves this share of the time: computing meanwhile takes turns from other requests.
+const WORTH: f64 = 0.1;
+
+/// Which of the blocks that tiers hold are worth loading, and when. `recompute`: seconds to compute one block, when known.
 pub(crate) fn plan(stretches: &[Stretch], recompute: Option<f64>) -> Plan {
-    let all = stretches.iter().map(|stretch| stretch.blocks).sum();
+    let total = stretches.iter().map(|stretch| stretch.blocks).sum::<usize>();
+    // What follows a silent tier's blocks is of no use before the engine has computed those.
+    let trusted = stretches.iter().take_while(|stretch| stretch.known != Known::Silent).map(|s| s.blocks).sum();
     let Some(cost) = recompute.filter(|cost| cost.is_finite() && *cost >= 0.0) else {
-        return Plan { blocks: all, patience: Patience::UNKNOWN };
+        return Plan { head: trusted, tail: total - trusted, patience: Patience::UNKNOWN };
     };
-    let saved = |blocks: usize| blocks as f64 * cost - (load_seconds(stretches, blocks) - FREE).max(0.0);
-    let mut best = 0;
-    for blocks in candidates(stretches) {
-        if saved(blocks) > saved(best) {
-            best = blocks;
+    let heads = || heads(stretches).filter(|head| *head <= trusted);
+    let by = |seconds: &dyn Fn(usize) -> f64| heads().min_by(|a, b| seconds(*a).total_cmp(&seconds(*b))).unwrap_or(0);
+    let beyond = |head| (load_seconds(stretches, head, 0) - FREE).max(0.0) + (total - head) as f64 * cost;
+    let alone = by(&beyond);
+    // Asking a silent tier costs nothing: the engine computes meanwhile, and skips what arrives.
+    let (mut head, mut tail) = (alone, if cost > 0.0 { total - alone.max(trusted) } else { 0 });
+    if trusted == total {
+        let met = |head| finish(stretches, head, meeting_point(stretches, head, cost), cost);
+        let (both, one_end) = (by(&met), finish(stretches, alone, 0, cost));
+        let gain = one_end - met(both);
+        if gain > FREE && gain > WORTH * one_end {
+            (head, tail) = (both, meeting_point(stretches, both, cost));
         }
     }
-    Plan { blocks: best, patience: Patience::of(best, cost) }
+    Plan { head, tail, patience: Patience::of(stretches, head, cost) }
 }
 
-/// Where the saving can be largest. It is concave within a stretch, bent only where the stretch's tier begins to take longer than
-/// all others (and longer than nothing): so at that bend, or at the end.
-fn candidates(stretches: &[Stretch]) -> Vec<usize> {
-    let mut candidates = Vec::with_capacity(3 * stretches.len());
+/// The tail for which computing what lies before it takes as long as loading it, or a block less.
+fn meeting_point(stretches: &[Stretch], head: usize, cost: f64) -> usize {
+    let total = stretches.iter().map(|stretch| stretch.blocks).sum::<usize>();
+    // More tail: later loaded, earlier computed. So the two cross once.
+    let computed_last = |tail: usize| {
+        let computed = load_seconds(stretches, head, 0) + (total - head - tail) as f64 * cost;
+        computed >= load_seconds(stretches, head, tail)
+    };
+    let (mut least, mut most) = (0, total - head);
+    while least < most {
+        let middle = least.midpoint(most + 1);
+        if computed_last(middle) {
+            least = middle;
+        } else {
+            most = middle - 1;
+        }
+    }
+    least
+}
+
+/// Seconds until all blocks are there: the head loaded and then the middle computed, and the tail loaded.
+fn finish(stretches: &[Stretch], head: usize, tail: usize, cost: f64) -> f64 {
+    let total = stretches.iter().map(|stretch| stretch.blocks).sum::<usize>();
+    let computed = load_seconds(stretches, head, 0) + (total - head - tail) as f64 * cost;
+    computed.max(load_seconds(stretches, head, tail))
+}
+
+/// Where the head may end with the least time. Time is convex within a stretch, bent only where the stretch's tier begins to
+/// take longer than all others (and longer than nothing): so at that bend, or at the end.
+fn heads(stretches: &[Stretch]) -> impl Iterator<Item = usize> {
+    let mut heads = Vec::with_capacity(3 * stretches.len() + 1);
     let mut before = 0;
+    heads.push(before);
     for stretch in stretches {
-        if let Some(measured) = stretch.measured.filter(|measured| measured.seconds_per_block > 0.0) {
-            let hidden =
-                load_seconds(stretches, before).max(FREE) - tier_seconds(stretches, stretch.tier, measured, before);
+        if let Known::Speed(measured) = stretch.known
+            && measured.seconds_per_block > 0.0
+        {
+            let asked = asked(stretches, stretch.tier, before, 0);
+            let hidden = load_seconds(stretches, before, 0).max(FREE)
+                - if asked == 0 { measured.first() } else { measured.seconds(asked) };
             // The tier's first block costs its latency and nothing more.
-            let first = f64::from(u8::from(asked(stretches, stretch.tier, before) == 0));
+            let first = f64::from(u8::from(asked == 0));
             let bend = (hidden / measured.seconds_per_block).floor() + first;
             // The bend lies between two blocks.
-            candidates.extend([bend, bend + 1.0].map(|at| before + at.clamp(1.0, stretch.blocks as f64) as usize));
+            heads.extend([bend, bend + 1.0].map(|at| before + at.clamp(1.0, stretch.blocks as f64) as usize));
         }
         before += stretch.blocks;
-        candidates.push(before);
+        heads.push(before);
     }
-    candidates
+    heads.into_iter()
 }
 
-/// Seconds until the first `blocks` are there: the tiers work at the same time.
-fn load_seconds(stretches: &[Stretch], blocks: usize) -> f64 {
-    let times = stretches.iter().map(|stretch| match stretch.measured {
-        Some(measured) if asked(stretches, stretch.tier, blocks) > 0 => {
-            tier_seconds(stretches, stretch.tier, measured, blocks)
-        }
+/// Seconds until the first `head` and the last `tail` blocks are there: the tiers work at the same time.
+fn load_seconds(stretches: &[Stretch], head: usize, tail: usize) -> f64 {
+    let times = stretches.iter().map(|stretch| match stretch.known {
+        Known::Speed(measured) => measured.seconds(asked(stretches, stretch.tier, head, tail)),
         // Not measured: assumed to be at once, so that it is tried; patience bounds what that can cost.
-        _ => 0.0,
+        Known::Nothing | Known::Silent => 0.0,
     });
     times.fold(0.0, f64::max)
 }
 
-fn tier_seconds(stretches: &[Stretch], tier: usize, measured: Measured, blocks: usize) -> f64 {
-    let more = asked(stretches, tier, blocks).saturating_sub(1);
-    measured.latency + more as f64 * measured.seconds_per_block
-}
-
-/// How many of the first `blocks` come from `tier`.
-fn asked(stretches: &[Stretch], tier: usize, blocks: usize) -> usize {
-    let mut left = blocks;
+/// How many of the first `head` and the last `tail` blocks come from `tier`.
+fn asked(stretches: &[Stretch], tier: usize, head: usize, tail: usize) -> usize {
+    let total: usize = stretches.iter().map(|stretch| stretch.blocks).sum();
+    let mut start = 0;
     let mut asked = 0;
     for stretch in stretches {
-        let here = stretch.blocks.min(left);
-        left -= here;
+        let end = start + stretch.blocks;
         if stretch.tier == tier {
-            asked += here;
+            asked += end.min(head).saturating_sub(start) + end.saturating_sub(start.max(total - tail));
         }
+        start = end;
     }
     asked
 }
@@ -145,85 +232,4 @@ fn seconds(seconds: f64) -> Duration {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use proptest::prelude::*;
-
-    fn stretch(tier: usize, blocks: usize, latency: f64, seconds_per_block: f64) -> Stretch {
-        Stretch { tier, blocks, measured: Some(Measured { latency, seconds_per_block }) }
-    }
-
-    #[test]
-    fn a_tier_slower_than_computing_is_left_alone() {
-        assert_eq!(plan(&[stretch(0, 100, 0.05, 0.02)], Some(0.01)).blocks, 0);
-        assert_eq!(plan(&[stretch(0, 100, 0.05, 0.005)], Some(0.01)).blocks, 100);
-    }
-
-    #[test]
-    fn latency_must_pay_off_too() {
-        assert_eq!(plan(&[stretch(0, 4, 0.1, 0.001)], Some(0.01)).blocks, 0);
-        assert_eq!(plan(&[stretch(0, 40, 0.1, 0.001)], Some(0.01)).blocks, 40);
-    }
-
-    #[test]
-    fn a_slow_tier_helps_for_as_long_as_a_fast_one_is_busy_anyway() {
-        // The fast one takes 100 ms for its 101 blocks; in that time the slow one delivers 4 of its own.
-        let stretches = [stretch(0, 101, 0.0, 0.001), stretch(1, 50, 0.01, 0.025)];
-        assert_eq!(plan(&stretches, Some(0.01)).blocks, 101 + 4);
-    }
-
-    #[test]
-    fn what_was_not_measured_is_tried_within_the_grace() {
-        let unknown = Stretch { tier: 0, blocks: 10, measured: None };
-        assert_eq!(
-            plan(&[unknown], Some(0.01)),
-            Plan { blocks: 10, patience: Patience { grace: Patience::GRACE, per_block: Duration::from_millis(10) } }
-        );
-        let long = Stretch { blocks: 2_000, ..unknown };
-        assert_eq!(plan(&[long], Some(0.01)).patience.grace, Duration::from_secs(1));
-    }
-
-    #[test]
-    fn nothing_is_loaded_when_computing_is_free_and_all_when_nobody_knows() {
-        let stretches = [stretch(0, 10, 0.001, 0.001)];
-        assert_eq!(plan(&stretches, Some(0.0)).blocks, 0);
-        assert_eq!(plan(&stretches, None).blocks, 10);
-        assert_eq!(plan(&[], Some(0.01)).blocks, 0);
-    }
-
-    fn any_stretch() -> impl Strategy<Value = Stretch> {
-        let measured = prop::option::of((0.0..0.3f64, 0.0..0.03f64));
-        (0..3usize, 1..40usize, measured).prop_map(|(tier, blocks, measured)| {
-            let measured = measured.map(|(latency, seconds_per_block)| Measured { latency, seconds_per_block });
-            Stretch { tier, blocks, measured }
-        })
-    }
-
-    proptest! {
-        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
-
-        #[test]
-        fn no_other_number_of_blocks_saves_more(mut stretches in prop::collection::vec(any_stretch(), 0..6), cost in 0.0..0.02f64) {
-            // A tier was measured or not, once.
-            for i in 0..stretches.len() {
-                let first = stretches.iter().find(|stretch| stretch.tier == stretches[i].tier).unwrap().measured;
-                stretches[i].measured = first;
-            }
-            let saved = |blocks: usize| blocks as f64 * cost - (load_seconds(&stretches, blocks) - FREE).max(0.0);
-            let chosen = plan(&stretches, Some(cost)).blocks;
-            let all: usize = stretches.iter().map(|stretch| stretch.blocks).sum();
-            for blocks in 0..=all {
-                prop_assert!(saved(blocks) <= saved(chosen) + 1e-9, "{} beats {}", blocks, chosen);
-            }
-        }
-
-        #[test]
-        fn a_request_never_starts_later_than_a_miss_plus_the_grace(blocks in 0..5_000usize, cost in 0.0..0.1f64, arrived in 0..5_000usize) {
-            let patience = Patience::of(blocks, cost);
-            let total = blocks as f64 * cost;
-            let arrived = arrived.min(blocks);
-            let start = patience.limit(arrived).as_secs_f64() + (blocks - arrived) as f64 * cost;
-            prop_assert!(start <= total * 1.05 + Patience::GRACE.as_secs_f64() + 1e-3);
-        }
-    }
-}
+mod tests;

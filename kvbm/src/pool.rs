@@ -205,6 +205,15 @@ impl Pool {
         here
     }
 
+    /// The first of `names` that is here.
+    pub(crate) fn next(&self, names: &[SequenceHash]) -> Option<usize> {
+        let within = |(batch, names): (usize, &[SequenceHash])| {
+            let found = self.0.lock().residents.find_each(names).position(|found| found.is_some());
+            found.map(|at| batch * BATCH + at)
+        };
+        names.chunks(BATCH).enumerate().find_map(within)
+    }
+
     /// Denies a block from now on. Whoever holds it keeps it.
     pub(crate) fn discard(&self, name: SequenceHash) {
         let mut state = self.0.lock();

@@ -15,28 +15,37 @@ pub(super) struct Coming(Mutex<ByName<watch::Receiver<()>>>);
 /// The right to bring some blocks. Dropping it says that they come no more, or are there.
 pub(super) struct Bringing<'a> {
     coming: &'a Coming,
-    names: Vec<SequenceHash>,
+    ours: ByName<()>,
     steps: watch::Sender<()>,
 }
 
 impl Coming {
     /// Begins to bring `names`, unless somebody brings the first of them already: then that one's steps, seen from now on.
     pub(super) fn bring(&self, names: &[SequenceHash]) -> Result<Bringing<'_>, watch::Receiver<()>> {
-        let mut coming = self.lock();
+        let coming = self.lock();
         if let Some(other) = names.first().and_then(|first| coming.get(first)) {
             let mut steps = other.clone();
             steps.mark_unchanged();
             return Err(steps);
         }
+        Ok(self.claim(coming, names))
+    }
+
+    /// Begins to bring those of `names` that nobody brings.
+    pub(super) fn bring_rest(&self, names: &[SequenceHash]) -> Bringing<'_> {
+        self.claim(self.lock(), names)
+    }
+
+    fn claim(&self, mut coming: MutexGuard<'_, ByName<watch::Receiver<()>>>, names: &[SequenceHash]) -> Bringing<'_> {
         let (steps, receiver) = watch::channel(());
-        let mut ours = Vec::with_capacity(names.len());
+        let mut ours = ByName::default();
         for name in names {
             coming.entry(*name).or_insert_with(|| {
-                ours.push(*name);
+                ours.insert(*name, ());
                 receiver.clone()
             });
         }
-        Ok(Bringing { coming: self, names: ours, steps })
+        Bringing { coming: self, ours, steps }
     }
 
     fn lock(&self) -> MutexGuard<'_, ByName<watch::Receiver<()>>> {
@@ -49,12 +58,17 @@ impl Bringing<'_> {
     pub(super) fn step(&self) {
         self.steps.send_replace(());
     }
+
+    /// Whether this one brings the block, and nobody else.
+    pub(super) fn brings(&self, name: &SequenceHash) -> bool {
+        self.ours.contains_key(name)
+    }
 }
 
 impl Drop for Bringing<'_> {
     fn drop(&mut self) {
         let mut coming = self.coming.lock();
-        for name in &self.names {
+        for name in self.ours.keys() {
             coming.remove(name);
         }
     }
@@ -91,6 +105,8 @@ mod tests {
         assert!(whole.is_ok(), "the first block is not on its way");
         drop(whole);
         assert!(coming.bring(&names(3)[1..]).is_err(), "still the first one's");
+        let rest = coming.bring_rest(&names(4)[1..]);
+        assert_eq!([1, 2, 3].map(|at| rest.brings(&names(4)[at])), [false, false, true]);
         drop(middle);
     }
 }

@@ -114,7 +114,7 @@ impl Lane {
         let (work, core) = (work(jobs), core.clone());
         let task = tokio::spawn(async move {
             if AssertUnwindSafe(work).catch_unwind().await.is_err() {
-                core.poison(level);
+                core.poison(level.name());
             }
         });
         Self { offers: Offers { level, jobs: sender }, _task: AbortOnDropHandle::new(task) }

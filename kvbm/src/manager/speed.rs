@@ -1,13 +1,20 @@
-//! How fast a tier is, as seen while onboarding, and whether it is to be asked at all.
+//! How fast a tier is, as seen while onboarding, how much others want of it, and whether it is to be asked at all.
 
-use crate::plan::{Measured, Patience};
+use crate::plan::{Known, Measured, Patience};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::time::Instant;
 
 /// What is known of one tier. The time is passed in.
 #[derive(Default)]
-pub(super) struct Gauge(Mutex<State>);
+pub(super) struct Gauge {
+    state: Mutex<State>,
+    /// Blocks that loads wait for now.
+    queued: AtomicU64,
+    /// Blocks that it answered for, to whomever. Relaxed, like the other: figures, which order nothing.
+    answered: AtomicU64,
+}
 
 #[derive(Default)]
 struct State {
@@ -25,10 +32,12 @@ struct State {
 pub(super) struct Seen {
     /// Until the first answer; `None`: there was none.
     pub(super) first: Option<Duration>,
-    /// Blocks that the time is for.
-    pub(super) blocks: usize,
+    /// Blocks that the time is for, those for others included: they took their share of it.
+    pub(super) blocks: u64,
     /// Until its last answer, or until we stopped listening.
     pub(super) elapsed: Duration,
+    /// Blocks that others waited for when it was asked: the first answer came after them.
+    pub(super) queued: u64,
 }
 
 impl Gauge {
@@ -38,11 +47,11 @@ impl Gauge {
     const STALE: Duration = Duration::from_secs(30);
     /// After a first silence the tier is left alone for this long, then twice as long, ...
     const BACKOFF: Duration = Duration::from_secs(1);
-    /// ... up to 64 times as long: each try may cost one request its grace.
+    /// ... up to 64 times as long. Nobody waits for the answer to a try, but each is a read that may never end.
     const STRIKES_MAX: u32 = 6;
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Whether to ask the tier.
@@ -50,19 +59,46 @@ impl Gauge {
         self.lock().asleep_until.is_none_or(|until| until <= now)
     }
 
-    /// For the plan: what was seen, fading to nothing known.
-    pub(super) fn measured(&self, now: Instant) -> Option<Measured> {
-        let state = self.lock();
-        let (latency, at) = state.latency?;
-        let left = 1.0 - now.saturating_duration_since(at).as_secs_f64() / Self::STALE.as_secs_f64();
-        let seconds_per_block = state.seconds_per_block() * left;
-        (left > 0.0).then_some(Measured { latency: latency * left, seconds_per_block })
+    /// So many blocks were asked for.
+    pub(super) fn asked(&self, blocks: usize) {
+        self.queued.fetch_add(blocks as u64, Relaxed);
     }
 
-    /// For people and routers, however old: latency in seconds, and seconds per block.
-    pub(super) fn last(&self) -> Option<Measured> {
+    /// It answered for one of them. How many it answered for until now.
+    pub(super) fn answer(&self) -> u64 {
+        self.queued.fetch_sub(1, Relaxed);
+        self.answered.fetch_add(1, Relaxed) + 1
+    }
+
+    /// Nobody waits for so many of them any more.
+    pub(super) fn recalled(&self, blocks: usize) {
+        self.queued.fetch_sub(blocks as u64, Relaxed);
+    }
+
+    /// Blocks that loads wait for now.
+    pub(super) fn queued(&self) -> u64 {
+        self.queued.load(Relaxed)
+    }
+
+    /// For the plan: what was seen, fading to nothing known.
+    pub(super) fn known(&self, now: Instant) -> Known {
         let state = self.lock();
-        state.latency.map(|(latency, _)| Measured { latency, seconds_per_block: state.seconds_per_block() })
+        if state.strikes > 0 {
+            return Known::Silent;
+        }
+        let Some((latency, at)) = state.latency else { return Known::Nothing };
+        let left = 1.0 - now.saturating_duration_since(at).as_secs_f64() / Self::STALE.as_secs_f64();
+        if left <= 0.0 {
+            return Known::Nothing;
+        }
+        let queued = self.queued() as usize;
+        Known::Speed(Measured { latency: latency * left, seconds_per_block: state.seconds_per_block() * left, queued })
+    }
+
+    /// For people and routers, however old: seconds of latency, and per block.
+    pub(super) fn last(&self) -> Option<(f64, f64)> {
+        let state = self.lock();
+        state.latency.map(|(latency, _)| (latency, state.seconds_per_block()))
     }
 
     /// Learns from a load. True when the tier is to be left alone for a while.
@@ -71,7 +107,7 @@ impl Gauge {
         let Some(first) = seen.first else { return state.silent(seen.elapsed, now) };
         state.strikes = 0;
         state.asleep_until = None;
-        let fresh = first.as_secs_f64();
+        let fresh = (first.as_secs_f64() - seen.queued as f64 * state.seconds_per_block()).max(0.0);
         let old = state.latency.map_or(fresh, |(latency, _)| latency);
         state.latency = Some((old + Self::NEW * (fresh - old), now));
         if seen.blocks > 1 {
@@ -106,17 +142,23 @@ mod tests {
         Duration::from_millis(ms)
     }
 
+    fn seen(first: Option<u64>, blocks: u64, elapsed: Duration) -> Seen {
+        Seen { first: first.map(ms), blocks, elapsed, queued: 0 }
+    }
+
     #[test]
     fn a_silent_tier_sleeps_longer_each_time_until_it_speaks() {
         let (gauge, mut now) = (Gauge::default(), Instant::now());
-        let silent = Seen { first: None, blocks: 0, elapsed: Patience::GRACE };
+        let silent = seen(None, 0, Patience::GRACE);
         for seconds in [1, 2, 4, 8, 16, 32, 64, 64] {
             assert!(gauge.is_awake(now));
             assert!(gauge.learn(silent, now));
             assert!(!gauge.is_awake(now + Duration::from_secs(seconds) - ms(1)));
             now += Duration::from_secs(seconds);
+            assert_eq!(gauge.known(now), Known::Silent, "asked again, and not waited for");
         }
-        gauge.learn(Seen { first: Some(ms(1)), blocks: 1, elapsed: ms(1) }, now);
+        gauge.learn(seen(Some(1), 1, ms(1)), now);
+        assert!(matches!(gauge.known(now), Known::Speed(_)));
         gauge.learn(silent, now);
         assert!(gauge.is_awake(now + Duration::from_secs(1)), "it begins anew");
     }
@@ -124,18 +166,33 @@ mod tests {
     #[test]
     fn a_wait_that_something_else_ended_is_no_strike() {
         let (gauge, now) = (Gauge::default(), Instant::now());
-        assert!(!gauge.learn(Seen { first: None, blocks: 0, elapsed: ms(10) }, now));
+        assert!(!gauge.learn(seen(None, 0, ms(10)), now));
         assert!(gauge.is_awake(now));
-        assert_eq!(gauge.measured(now), None);
+        assert_eq!(gauge.known(now), Known::Nothing);
     }
 
     #[test]
     fn large_loads_decide_the_throughput_and_age_forgets_it() {
         let (gauge, now) = (Gauge::default(), Instant::now());
-        gauge.learn(Seen { first: Some(ms(5)), blocks: 1_001, elapsed: ms(1_005) }, now);
-        gauge.learn(Seen { first: Some(ms(5)), blocks: 2, elapsed: ms(50) }, now);
-        let measured = gauge.measured(now).unwrap();
+        gauge.learn(seen(Some(5), 1_001, ms(1_005)), now);
+        gauge.learn(seen(Some(5), 2, ms(50)), now);
+        let Known::Speed(measured) = gauge.known(now) else { panic!("it was seen") };
         assert!((measured.seconds_per_block - 0.001).abs() < 0.0001, "{measured:?}");
-        assert_eq!(gauge.measured(now + Gauge::STALE), None);
+        assert_eq!(gauge.known(now + Gauge::STALE), Known::Nothing);
+    }
+
+    #[test]
+    fn what_others_want_is_queue_and_neither_latency_nor_slowness() {
+        let (gauge, now) = (Gauge::default(), Instant::now());
+        gauge.learn(seen(Some(5), 101, ms(105)), now);
+        // Asked behind 50 blocks of somebody else; its own 100 came mixed with another 100.
+        gauge.learn(Seen { first: Some(ms(55)), blocks: 201, elapsed: ms(255), queued: 50 }, now);
+        gauge.asked(30);
+        gauge.answer();
+        gauge.recalled(9);
+        let Known::Speed(measured) = gauge.known(now) else { panic!("it was seen") };
+        assert!((measured.latency - 0.005).abs() < 1e-6, "{measured:?}");
+        assert!((measured.seconds_per_block - 0.001).abs() < 1e-6, "{measured:?}");
+        assert_eq!(measured.queued, 20);
     }
 }

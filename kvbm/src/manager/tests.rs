@@ -10,6 +10,7 @@ use futures::future::BoxFuture;
 use futures::stream::{BoxStream, StreamExt};
 use prometheus::Registry;
 
+mod never_slower;
 mod offload;
 mod onboard;
 mod sharing;

@@ -183,6 +183,7 @@ impl LlamaEngine {
             prompt: request.tokens.len(),
             lineage: Lineage::new(root, card.block_size, &request.tokens),
             blocks: BlockTable::default(),
+            coming: None,
             computed: 0,
             sampler: Some(Sampler::new(&request.sampling, seed, &request.tokens)),
             outbox: Outbox::new(sender),

@@ -53,7 +53,7 @@ async fn a_lying_tier_is_found_out_and_the_next_one_asked() {
         site.assert_sound(&onboarded.blocks);
         assert_eq!(site.counter("blocks_quarantined_total", Level::G3), 8);
         drop(onboarded);
-        assert_eq!(ssd.holds(fingerprint(), &names(1)), 0, "discarded");
+        assert_eq!(ssd.holds(fingerprint(), &names(8)[5..]), 0, "discarded, and nobody could repair it");
     }
 }
 
@@ -79,69 +79,6 @@ async fn first_token(site: &Site, blocks: usize, recompute: Recompute) -> (Durat
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_hit_is_never_slower_than_a_miss() {
-    const BLOCKS: usize = 400;
-    let computed = Duration::from_secs(4);
-    // From a tenth of break-even to ten times of it, in microseconds per block.
-    for per_block in [100_000, 50_000, 20_000, 12_000, 8_000, 5_000, 2_000, 1_000] {
-        let slow = at(Level::G3, 0, 0);
-        slow.keeps(0..BLOCKS).await;
-        let slow = Arc::new(At {
-            level: Level::G3,
-            tier: slow.tier.clone(),
-            latency: Duration::from_millis(20),
-            per_block: Duration::from_micros(per_block),
-        });
-        let site = Site::new(2 * BLOCKS, 0, vec![slow]);
-        for attempt in 0..3 {
-            let (time, loaded) = first_token(&site, BLOCKS, ms(10)).await;
-            let bound = computed.mul_f64(1.05) + Patience::GRACE;
-            assert!(time <= bound, "{per_block} µs, attempt {attempt}: {time:?}, {loaded} loaded");
-            if per_block <= 8_000 {
-                assert_eq!(loaded, BLOCKS, "{per_block} µs: faster than computing, so all of it");
-            }
-            if per_block > 12_000 && attempt > 0 {
-                let hiccup = Duration::from_millis(20);
-                assert!(time <= computed + hiccup, "{per_block} µs: once measured, it is left alone: {time:?}");
-            }
-            drop(site.manager.allocate(2 * BLOCKS));
-        }
-    }
-}
-
-#[tokio::test(start_paused = true)]
-async fn a_tier_that_hangs_costs_one_grace_and_is_then_left_alone() {
-    let inner = at(Level::G3, 0, 0);
-    inner.keeps(0..100).await;
-    let device = Arc::new(Faulty::new(inner, 1, Faults { hang: 1.0, ..Faults::default() }));
-    let site = Site::new(200, 0, vec![device.clone()]);
-    assert_eq!(site.manager.below(&names(100)), 100);
-    let (time, loaded) = first_token(&site, 100, ms(10)).await;
-    assert_eq!((time, loaded), (Duration::from_millis(1_250), 0));
-    assert_eq!(site.counter("onboard_deadline_misses_total", Level::G3), 1);
-    assert_eq!(site.manager.below(&names(100)), 0);
-    let (time, _) = first_token(&site, 100, ms(10)).await;
-    assert_eq!(time, Duration::from_secs(1), "the next request does not wait");
-
-    device.set(Faults::default());
-    tokio::time::sleep(Duration::from_secs(2)).await;
-    let (time, loaded) = first_token(&site, 100, ms(10)).await;
-    assert_eq!((time, loaded), (Duration::ZERO, 100), "it came back by itself");
-}
-
-#[tokio::test(start_paused = true)]
-async fn a_tier_that_stops_half_way_is_not_waited_for_again() {
-    let stopping = at(Level::G3, 1, 3_600_000);
-    stopping.keeps(0..100).await;
-    let site = Site::new(200, 0, vec![stopping]);
-    let (time, loaded) = first_token(&site, 100, ms(10)).await;
-    assert_eq!((time, loaded), (Duration::from_millis(1_250), 1));
-    drop(site.manager.allocate(200));
-    let (time, _) = first_token(&site, 100, ms(10)).await;
-    assert!(time <= Duration::from_secs(1), "{time:?}");
-}
-
-#[tokio::test(start_paused = true)]
 async fn a_hanging_tier_does_not_take_the_others_blocks_along() {
     let (fast, inner) = (at(Level::G3, 1, 1), at(Level::G4, 0, 0));
     fast.keeps(0..50).await;
@@ -161,7 +98,7 @@ async fn nothing_waits_for_ever_even_when_nobody_knows_what_computing_costs() {
     let site = Site::new(16, 0, vec![Arc::new(hanging)]);
     let start = Instant::now();
     assert!(site.manager.onboard(&names(8), UNKNOWN).await.blocks.is_empty());
-    assert_eq!(start.elapsed(), Duration::from_secs(2));
+    assert_eq!(start.elapsed(), Patience::GRACE);
 }
 
 #[tokio::test(start_paused = true)]

@@ -16,7 +16,9 @@ pub(super) struct Candidate {
     pub(super) offset: usize,
     /// The name of the first block that the next rows would complete, when it is known.
     pub(super) next: Option<SequenceHash>,
-    /// The client takes its tokens too slowly; computing more would only pile them up.
+    /// Rows until the next block that need not be computed, because it was loaded meanwhile.
+    pub(super) gap: usize,
+    /// It waits for blocks from below, or its client takes its tokens too slowly; computing more would only pile them up.
     pub(super) stalled: bool,
 }
 
@@ -42,7 +44,8 @@ pub(super) fn choose(candidates: &[Candidate], budget: usize, block_size: usize)
             0 | 1 => candidate.pending,
             _ if candidate.next.is_some_and(|name| !underway.insert(name)) => 0,
             pending => {
-                let count = if pending <= left { pending } else { whole_blocks(candidate.offset, left, block_size) };
+                let most = left.min(candidate.gap);
+                let count = if pending <= most { pending } else { whole_blocks(candidate.offset, most, block_size) };
                 left -= count;
                 count
             }
@@ -64,7 +67,13 @@ mod tests {
     use super::*;
 
     fn candidate(pending: usize, next: u8) -> Candidate {
-        Candidate { pending, offset: 0, next: Some(SequenceHash::from_bytes([next; 16])), stalled: false }
+        Candidate {
+            pending,
+            offset: 0,
+            next: Some(SequenceHash::from_bytes([next; 16])),
+            gap: usize::MAX,
+            stalled: false,
+        }
     }
 
     #[test]
@@ -84,6 +93,13 @@ mod tests {
     fn a_block_is_computed_by_one_sequence_at_a_time() {
         let rows = choose(&[candidate(100, 1), candidate(100, 1), candidate(100, 2)], 512, 16);
         assert_eq!(rows.iter().map(|r| r.index).collect::<Vec<_>>(), [0, 2]);
+    }
+
+    #[test]
+    fn a_prompt_stops_before_blocks_that_were_loaded_and_leaves_the_rest_to_others() {
+        let met = Candidate { gap: 48, ..candidate(900, 1) };
+        let rows = choose(&[met, candidate(700, 3)], 512, 16);
+        assert_eq!(rows, [(0, 48), (1, 464)].map(|(index, count)| Rows { index, count }));
     }
 
     #[test]

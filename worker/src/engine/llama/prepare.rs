@@ -1,29 +1,24 @@
-//! What happens to a request before it joins the batch: its prefix is matched, and onboarded from wherever it rests.
+//! What happens to a request before it joins the queue: its prefix is matched, and what rests below begins to come up.
 //!
-//! Each request does this in a task of its own, so a slow tier holds up nobody else.
+//! Each request does this in a task of its own, so a slow peer holds up nobody else; blocks from the tiers go on coming
+//! while the request waits in the queue, and later ones while it computes.
 
-use super::sequence::Sequence;
+use super::sequence::{Coming, Sequence};
 use super::vitals::Vitals;
 use crate::engine::Work;
 use crate::peers::{Peers, Ticket};
 use kvbm::Level;
 use kvbm::{BlockManager, Onboarded, Recompute};
 use std::sync::Arc;
-use tokio::sync::Semaphore;
-
-/// Requests that onboard at once. Each may claim G1 blocks for its whole prompt; a tier is saturated by fewer.
-const ONBOARDING_MAX: usize = 8;
-
 pub(super) struct Preparer {
     manager: BlockManager,
     peers: Peers,
     vitals: Arc<Vitals>,
-    onboarding: Semaphore,
 }
 
 impl Preparer {
     pub(super) fn new(manager: BlockManager, peers: Peers, vitals: Arc<Vitals>) -> Self {
-        Self { manager, peers, vitals, onboarding: Semaphore::new(ONBOARDING_MAX) }
+        Self { manager, peers, vitals }
     }
 
     /// Gives the sequence all of its prefix that is worth fetching. `None` when the client has gone.
@@ -44,14 +39,9 @@ impl Preparer {
         {
             self.take_over(sequence, &ticket).await;
         }
-        if self.manager.below(sequence.wanted()) > 0 {
-            let _permit = self.onboarding.acquire().await;
-            let recompute = self.recompute(sequence);
-            let onboarded = self.manager.onboard(sequence.wanted(), recompute).await;
-            for (level, tokens) in adopt(sequence, onboarded) {
-                sequence.report_cached(level, tokens);
-            }
-        }
+        let recompute = self.recompute(sequence);
+        let coming = self.manager.begin(sequence.wanted(), recompute, self.vitals.changes());
+        sequence.coming = coming.map(|onboarding| Coming { onboarding, first: sequence.blocks.len() });
     }
 
     /// Fetches what a prefill worker computed. What it had found cached counts as cached here too.

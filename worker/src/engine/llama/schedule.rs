@@ -1,10 +1,13 @@
 //! Continuous batching: which sequences run, step after step.
 //!
 //! ```text
-//!  accepted ─ prepare (match, onboard; outside the batch) ─▶ waiting ─ admit ─▶ running ─ step ─▶ … ─▶ finished
-//!                                                               ▲                 │
-//!                                                               └──── preempt ────┘   (no free block: the youngest goes)
+//!  accepted ─ prepare (match) ─▶ waiting ─ admit ─▶ running ─ step ─▶ … ─▶ finished
+//!                                   ▲                 │
+//!                                   └──── preempt ────┘   (no free block: the youngest goes)
 //! ```
+//!
+//! Blocks from below come up all the while. In its place in the batch a sequence first waits for them, as long as that
+//! pays, and has no rows: nobody feels it. Then it computes from the front, and skips what has come.
 //!
 //! One task owns all of it. A step computes off the async threads, in the engine's turn; between two steps the batch may
 //! change in any way, because no row's result depends on its batch mates.
@@ -20,12 +23,11 @@ use crate::metrics::EngineMetrics;
 use crate::peers::Ticket;
 use crate::plane::{Load, WorkerId};
 use kvbm::BlockManager;
-use kvbm::Level;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::{mpsc, watch};
-use tokio::time::{Instant, timeout};
+use tokio::time::{Instant, sleep};
 
 /// How soon a blocked scheduler looks again: blocks come free, and clients come back, without telling it.
 const LOOK_AGAIN: Duration = Duration::from_millis(2);
@@ -72,13 +74,11 @@ impl Scheduler {
                 }
             } else {
                 // A closed inbox must not turn the wait into a spin.
-                match timeout(LOOK_AGAIN, self.inbox.recv()).await {
-                    Ok(None) => {
-                        tokio::time::sleep(LOOK_AGAIN).await;
-                        continue;
-                    }
-                    Ok(next) => next,
-                    Err(_) => continue,
+                tokio::select! {
+                    biased;
+                    Some(next) = self.inbox.recv() => Some(next),
+                    () = self.vitals.changed() => continue,
+                    () = sleep(LOOK_AGAIN) => continue,
                 }
             };
             match next {
@@ -109,6 +109,7 @@ impl Scheduler {
                     return;
                 }
             }
+            sequence.take_turn();
             if sequence.generated() == 0 {
                 sequence.report.queued = sequence.accepted.elapsed();
             }
@@ -135,9 +136,7 @@ impl Scheduler {
 
     fn reuse(&self, sequence: &mut Sequence) {
         if !sequence.blocks.is_filling() {
-            let found = self.manager.matched(sequence.wanted());
-            let tokens = sequence.adopt(found);
-            sequence.report_cached(Level::G1, tokens);
+            sequence.reuse(&self.manager);
         }
     }
 
@@ -196,7 +195,8 @@ impl Scheduler {
                 pending: sequence.pending(),
                 offset: sequence.computed % size,
                 next: sequence.lineage.names.get(sequence.computed / size).copied(),
-                stalled: sequence.outbox.is_stalled(),
+                gap: sequence.gap(&self.manager),
+                stalled: sequence.outbox.is_stalled() || sequence.awaits_blocks(),
             })
             .collect()
     }
@@ -211,10 +211,14 @@ impl Scheduler {
                 let need = self.blocks(sequence.computed + rows.count).saturating_sub(sequence.blocks.len());
                 if let Some(blocks) = self.manager.allocate(need) {
                     self.running[rows.index].blocks.extend(blocks);
+                    self.running[rows.index].claim(rows.count);
                     secured.push(rows);
                     continue 'next;
                 }
-                self.preempt();
+                // What came up for those who merely wait goes first.
+                if self.waiting.iter_mut().rev().find_map(|sequence| sequence.coming.take()).is_none() {
+                    self.preempt();
+                }
             }
         }
         secured
@@ -257,6 +261,7 @@ impl Scheduler {
         sequence.computed += rows.count;
         sequence.waiting.computed(rows.count);
         sequence.share(&self.manager);
+        sequence.settle();
         let (sampler, token, logprobs) = done?;
         sequence.sampler = Some(sampler);
         if sequence.report_is_open() {

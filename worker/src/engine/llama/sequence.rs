@@ -4,7 +4,7 @@ use super::sampling::Sampler;
 use super::vitals::Waiting;
 use crate::engine::{Error, Finish, Logprobs, Output, PromptReport, Request, Tokens, Work};
 use kvbm::BlockManager;
-use kvbm::{BlockId, ChainKey, SequenceHash};
+use kvbm::{BlockId, ChainKey, Level, Onboarding, SequenceHash};
 use kvbm::{CachedBlocks, Held, PartialBlock};
 use kvbm::{Custody, DomainId};
 use std::collections::VecDeque;
@@ -22,6 +22,8 @@ pub(super) struct Sequence {
     /// Names of all full blocks of `tokens`.
     pub(super) lineage: Lineage,
     pub(super) blocks: BlockTable,
+    /// Blocks that are still on their way into G1.
+    pub(super) coming: Option<Coming>,
     /// Leading tokens whose KV rests in `blocks`.
     pub(super) computed: usize,
     /// Away while a step samples with it.
@@ -80,8 +82,61 @@ impl Sequence {
         tokens
     }
 
+    /// The sequence has a place in the batch: from now on it waits for blocks only as long as that pays.
+    pub(super) fn take_turn(&mut self) {
+        if let Some(coming) = &self.coming {
+            coming.onboarding.turn();
+        }
+    }
+
+    /// Whether waiting for blocks is better than computing them.
+    pub(super) fn awaits_blocks(&self) -> bool {
+        self.coming.as_ref().is_some_and(|coming| coming.onboarding.is_worth_waiting())
+    }
+
+    /// Takes over what is in G1 of the blocks that it still wants, and says in its report where they were found.
+    pub(super) fn reuse(&mut self, manager: &BlockManager) {
+        let found = manager.found(self.wanted());
+        let levels: Vec<Level> = found.iter().map(|block| self.level_of(block)).collect();
+        for run in levels.chunk_by(|a, b| a == b) {
+            self.report_cached(run[0], run.len() * self.lineage.block_size);
+        }
+        self.adopt(found);
+        self.settle();
+    }
+
+    /// Lets go of what was to come when nothing of it is wanted any more.
+    pub(super) fn settle(&mut self) {
+        if self.coming.is_some() && self.wanted().is_empty() {
+            self.coming = None;
+        }
+    }
+
+    fn level_of(&self, block: &Held) -> Level {
+        self.coming.as_ref().and_then(|coming| coming.onboarding.from(&block.name())).unwrap_or(Level::G1)
+    }
+
+    /// How many rows may be computed before the next block that came up meanwhile.
+    pub(super) fn gap(&self, manager: &BlockManager) -> usize {
+        if self.coming.is_none() {
+            return usize::MAX;
+        }
+        // The next block was not there a moment ago, or is half computed: it is computed in any case.
+        let size = self.lineage.block_size;
+        let next = self.wanted().get(1..).and_then(|wanted| manager.next(wanted));
+        next.map_or(usize::MAX, |blocks| (1 + blocks) * size - self.computed % size)
+    }
+
+    /// The blocks of the next `rows` need not come any more.
+    pub(super) fn claim(&self, rows: usize) {
+        if let Some(coming) = &self.coming {
+            let blocks = (self.computed + rows).div_ceil(self.lineage.block_size);
+            coming.onboarding.claim(blocks.saturating_sub(coming.first));
+        }
+    }
+
     /// Counts adopted tokens in the prompt's report, while it is still open.
-    pub(super) fn report_cached(&mut self, level: kvbm::Level, tokens: usize) {
+    pub(super) fn report_cached(&mut self, level: Level, tokens: usize) {
         let left = (self.prompt as u32).saturating_sub(self.report.cached_tokens());
         let tokens = (tokens as u32).min(left);
         if tokens > 0 && self.outbox.report_due {
@@ -102,9 +157,16 @@ impl Sequence {
     /// Forgets all blocks, to start over from what the caches still hold.
     pub(super) fn release(&mut self) {
         self.blocks = BlockTable::default();
+        self.coming = None;
         self.waiting.again(self.computed);
         self.computed = 0;
     }
+}
+
+/// Blocks on their way into G1, and the place of the first of them in the sequence.
+pub(super) struct Coming {
+    pub(super) onboarding: Onboarding,
+    pub(super) first: usize,
 }
 
 /// The names of a growing sequence's full blocks.

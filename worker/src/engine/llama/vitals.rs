@@ -16,7 +16,7 @@ pub(super) struct Vitals {
     active_blocks: AtomicU64,
     speed: Mutex<Speed>,
     /// Requests come and end outside of the scheduler's steps too.
-    changed: Notify,
+    changed: Arc<Notify>,
 }
 
 impl Vitals {
@@ -27,7 +27,7 @@ impl Vitals {
             running: AtomicU32::new(0),
             active_blocks: AtomicU64::new(0),
             speed: Mutex::default(),
-            changed: Notify::new(),
+            changed: Arc::default(),
         })
     }
 
@@ -39,9 +39,14 @@ impl Vitals {
         Waiting { vitals: Arc::clone(self), tokens: tokens as u64 }
     }
 
-    /// Resolves when a request was accepted or has ended since the last time.
+    /// Resolves when a request was accepted, got its blocks, or has ended since the last time.
     pub(super) async fn changed(&self) {
         self.changed.notified().await;
+    }
+
+    /// Whoever has news for the scheduler says so here.
+    pub(super) fn changes(&self) -> Arc<Notify> {
+        Arc::clone(&self.changed)
     }
 
     pub(super) fn set_running(&self, sequences: usize, blocks: usize) {
