@@ -1,10 +1,10 @@
 //! What is counted: blocks, bytes and latency per tier and direction, what failed, what was dropped.
 //!
-//! One value serves every manager of a process: gauges of memory move by differences, so the managers' blocks
-//! add up; a tier that managers share is set to what it says of itself. Labels are
-//! bounded: `tier` is a [`Level`], `direction` is one of two words.
+//! One value serves every manager of a process: gauges of memory move by differences, so the managers' blocks add up. What
+//! rests in tiers that managers share is told by whoever opened those. Labels are bounded: `tier` is a [`Level`],
+//! `direction` is one of two words.
 
-use crate::{Level, Tier};
+use crate::Level;
 use prometheus::{HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry};
 use std::time::Duration;
 
@@ -61,7 +61,13 @@ impl Metrics {
             registry.register(Box::new(counter.clone()))?;
             Ok(counter)
         };
-        let blocks = IntGaugeVec::new(Opts::new("blockyard_kvbm_blocks", "Blocks that rest in the tier."), &["tier"])?;
+        let blocks = IntGaugeVec::new(
+            Opts::new(
+                "blockyard_kvbm_blocks",
+                "Blocks in the tier, one of memory (blockyard_store_blocks: those in tiers that workers share).",
+            ),
+            &["tier"],
+        )?;
         registry.register(Box::new(blocks.clone()))?;
         let seconds = HistogramOpts::new(
             "blockyard_kvbm_transfer_seconds",
@@ -132,11 +138,6 @@ impl Metrics {
 
     pub(crate) fn blocks(&self, level: Level) -> IntGauge {
         self.blocks.with_label_values(&[level.name()])
-    }
-
-    /// Sets what rests in a tier that does not count by itself.
-    pub(crate) fn rests(&self, tier: &dyn Tier) {
-        self.blocks(tier.level()).set(tier.usage().blocks.cast_signed());
     }
 
     pub(crate) fn moved(&self, level: Level, direction: Direction, bytes: u64, time: Duration) {

@@ -216,7 +216,6 @@ impl Core {
         };
         self.metrics.offload_dropped(tier.level(), refused);
         self.metrics.moved(tier.level(), Direction::Offload, stored, start.elapsed());
-        self.metrics.rests(&*tier);
         error
     }
 }

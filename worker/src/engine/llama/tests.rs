@@ -10,7 +10,7 @@ use crate::plane::WorkerId;
 use futures::StreamExt;
 use futures::future::join_all;
 use kvbm::{BlockManager, ChainKey, DiskTier, Domain, Epoch, EventLog, HostTier, Level, ObjectTier, Tier};
-use kvbm::{disk, object};
+use kvbm::{Faults, Faulty, disk, object};
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
@@ -257,6 +257,32 @@ async fn a_prefix_is_the_same_from_every_tier() {
         writer.close().await;
         let again = below(vec![disk(ssd.path())]);
         talk.second_on(&again, &format!("seed {seed}, g3 after a restart"), Some(Level::G3)).await;
+    }
+}
+
+/// Blocks that come late, in any order, damaged or never: what has come by the time it is needed is skipped, all else is
+/// computed, and nobody can tell.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_prefix_that_comes_in_part_changes_nothing() {
+    let late = std::time::Duration::ZERO..=std::time::Duration::from_millis(400);
+    for (seed, mut rng) in cases() {
+        let talk = Conversation::draw(&mut rng).await;
+        let ssd = tempfile::tempdir().unwrap();
+        let log = disk(ssd.path());
+        let writer = Rig::new(Shape { lower: vec![Arc::clone(&log)], ..Shape::default() });
+        writer.run(&talk.first, ANSWER).await;
+        writer.settle().await;
+        let faults = Faults { latency: late.clone(), lost: 0.1, corrupt: 0.1, hang: 0.1, ..Faults::default() };
+        let faulty: Arc<dyn Tier> = Arc::new(Faulty::new(log, seed, faults));
+        let reader = Rig::new(Shape { chunk: 64, lower: vec![faulty], ..Shape::default() });
+        for round in 0..3 {
+            let case = format!("seed {seed}, round {round}");
+            let both = [talk.second_on(&reader, &case, None), talk.second_on(&reader, &case, None)];
+            join_all(both).await;
+            while reader.manager.allocate(reader.manager.capacity()).is_none() {
+                tokio::task::yield_now().await;
+            }
+        }
     }
 }
 
