@@ -70,6 +70,9 @@ impl Tier for Throttled {
     fn discard(&self, fingerprint: Fingerprint, name: SequenceHash) {
         self.tier.discard(fingerprint, name);
     }
+    fn expire(&self, now: Date) -> usize {
+        self.tier.expire(now)
+    }
     fn usage(&self) -> Usage {
         self.tier.usage()
     }
