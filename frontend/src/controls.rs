@@ -2,11 +2,11 @@
 
 use crate::error::Error;
 use crate::fields::{Fields, integer, mistyped, number, too_long};
-use crate::urgency;
+use crate::{cache, urgency};
 use serde_json::Value;
 use std::sync::Arc;
 use std::time::Duration;
-use worker::engine::{Priority, Sampling, StopRule};
+use worker::engine::{Priority, Retention, Sampling, StopRule};
 
 /// OpenAI's limit.
 pub(crate) const CHOICES_MAX: i64 = 128;
@@ -39,6 +39,8 @@ pub(crate) struct Controls {
     pub(crate) session: Option<Arc<str>>,
     /// From the request's arrival: when the first token is of no more use.
     pub(crate) deadline: Option<Duration>,
+    /// How long its blocks are kept.
+    pub(crate) retention: Retention,
 }
 
 /// How the answer is to come.
@@ -78,6 +80,7 @@ impl Controls {
             priority: urgency::take_priority(fields)?,
             session: urgency::take_session(fields)?,
             deadline: urgency::take_deadline(fields)?,
+            retention: cache::take_retention(fields)?,
         })
     }
 }

@@ -87,7 +87,8 @@ pub(crate) async fn answer<E: Endpoint>(State(gate): State<Arc<Gate>>, request: 
 
     let (explain, delivery) = (wants_explanation(&parts.headers), controls.delivery);
     let deadline = deadline.into_iter().chain(controls.deadline).min().map(|within| ticket.arrived + within);
-    let order = Order { model, prompts, controls, tenant, deadline, explain, body };
+    let domain = gate.domains.of(&tenant);
+    let order = Order { model, prompts, controls, tenant, domain, deadline, explain, body };
     let respond = async {
         let generation = Generation::start(&gate.engine, order, ticket.clone()).await?;
         match delivery {

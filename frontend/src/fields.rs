@@ -54,6 +54,11 @@ impl Fields {
         self.map
     }
 
+    /// The path of a field that nobody took.
+    pub(crate) fn unknown(&self) -> Option<String> {
+        self.map.keys().next().map(|name| self.path(name))
+    }
+
     /// That a field is not there.
     pub(crate) fn missing(&self, name: &str) -> Error {
         let path = self.path(name);

@@ -22,6 +22,8 @@ pub(crate) struct Order {
     pub(crate) controls: Controls,
     /// For whom it is; empty: nobody in particular.
     pub(crate) tenant: Arc<str>,
+    /// Whose cache the prompts belong to.
+    pub(crate) domain: Domain,
     /// When the first token is of no more use.
     pub(crate) deadline: Option<Instant>,
     /// The client wants the router's decision explained.
@@ -138,7 +140,7 @@ fn later(engine: Arc<dyn Engine>, request: Request, assembler: Assembler) -> Box
 }
 
 fn request(order: &Order, id: &str, model: &Arc<str>, choice: usize, choices: usize) -> Request {
-    let Controls { sampling, stop, n, priority, session, .. } = &order.controls;
+    let Controls { sampling, stop, n, priority, session, retention, .. } = &order.controls;
     let (prompt, nth) = (choice / *n as usize, choice % *n as usize);
     let mut sampling = sampling.clone();
     sampling.seed = sampling.seed.map(|seed| seed.wrapping_add(nth as u64));
@@ -148,7 +150,7 @@ fn request(order: &Order, id: &str, model: &Arc<str>, choice: usize, choices: us
         priority: *priority,
         // The later choices start when the first one's token is there.
         deadline: order.deadline.filter(|_| nth == 0),
-        ..Terms::default()
+        retention: *retention,
     };
     Request {
         id: if choices == 1 { id.into() } else { format!("{id}/{choice}").into() },
@@ -160,7 +162,6 @@ fn request(order: &Order, id: &str, model: &Arc<str>, choice: usize, choices: us
         terms,
         explain: order.explain && choice == 0,
         body: Some(order.body.clone()),
-        // One cache domain for all, until there are tenants.
-        domain: Domain::shared(),
+        domain: order.domain.clone(),
     }
 }

@@ -24,6 +24,7 @@
 #![forbid(unsafe_code)]
 
 mod body;
+mod cache;
 mod chat;
 mod choice;
 mod completions;
@@ -48,6 +49,7 @@ mod tiny;
 mod urgency;
 mod vocabulary;
 
+pub use cache::SecretError;
 pub use serve::serve;
 pub use urgency::TenantHeader;
 
@@ -56,6 +58,7 @@ use axum::middleware::from_fn_with_state;
 use axum::routing::{get, post};
 use prometheus::{Registry, TextEncoder};
 use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
 use std::sync::Arc;
 use worker::engine::Engine;
 
@@ -68,11 +71,14 @@ pub struct Settings {
     /// The header in which a trusted proxy says for whom a request is. Default none: everybody is one tenant. A client that can
     /// set it itself can be anybody, so name it only behind a proxy that replaces it.
     pub tenant_header: Option<TenantHeader>,
+    /// A file with the secret that tenants' cache domains are derived from, at least 16 bytes. Default none: tenants share no
+    /// blocks all the same, but who reads a store may try what somebody's blocks would be called.
+    pub tenant_secret_file: Option<PathBuf>,
 }
 
 impl Default for Settings {
     fn default() -> Self {
-        Self { body_bytes_max: 16 << 20, tenant_header: None }
+        Self { body_bytes_max: 16 << 20, tenant_header: None, tenant_secret_file: None }
     }
 }
 
@@ -82,14 +88,27 @@ pub(crate) struct Gate {
     pub(crate) registry: Registry,
     pub(crate) metrics: metrics::Metrics,
     pub(crate) models: model::Models,
+    pub(crate) domains: cache::Domains,
     pub(crate) settings: Settings,
 }
 
+/// The front door cannot be opened.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    /// Its metrics are in the registry already.
+    #[error(transparent)]
+    Metrics(#[from] prometheus::Error),
+    /// Its secret cannot be used.
+    #[error(transparent)]
+    Secret(#[from] SecretError),
+}
+
 /// The routes, in front of `engine`. Registers the front door's metrics in `registry`, and serves all of it at `/metrics`;
-/// fails when it was done before on the same registry.
-pub fn router(engine: Arc<dyn Engine>, registry: Registry, settings: Settings) -> Result<Router, prometheus::Error> {
+/// fails when it was done before on the same registry. Reads the secret that the settings name.
+pub fn router(engine: Arc<dyn Engine>, registry: Registry, settings: Settings) -> Result<Router, OpenError> {
     let metrics = metrics::Metrics::new(&registry)?;
-    let gate = Arc::new(Gate { engine, registry, metrics, models: model::Models::default(), settings });
+    let domains = cache::Domains::open(&settings)?;
+    let gate = Arc::new(Gate { engine, registry, metrics, models: model::Models::default(), domains, settings });
     Ok(Router::new()
         .route("/v1/chat/completions", post(endpoint::answer::<chat::Chat>))
         .route("/v1/completions", post(endpoint::answer::<completions::Completion>))

@@ -1,7 +1,7 @@
 //! Who asks, and how urgently: what a request says of itself beside others, in its headers and its fields.
 //!
 //! A tenant is what a proxy in front says it is, and only if the configuration names the header. Whose cache a prompt
-//! belongs to, and how long blocks are kept, is not decided here.
+//! belongs to, and how long blocks are kept, is decided in [`cache`](crate::cache).
 
 use crate::error::Error;
 use crate::fields::{Fields, integer, mistyped};

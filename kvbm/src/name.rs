@@ -62,6 +62,17 @@ impl Domain {
         Self(key)
     }
 
+    /// The domain of a tenant, by name, among those of one deployment. All its processes must have the same secret to share
+    /// blocks; without one (it is empty), tenants are apart all the same, but who reads a store may try what a name's
+    /// blocks would be called.
+    pub fn derived(secret: &[u8], name: &str) -> Self {
+        let mut hasher = blake3::Hasher::new_derive_key("blockyard 2026-11 cache domain of a tenant");
+        // The length first, so that no two pairs spell the same bytes.
+        hasher.update(&(secret.len() as u64).to_le_bytes());
+        hasher.update(secret).update(name.as_bytes());
+        Self(*hasher.finalize().as_bytes())
+    }
+
     /// The domain that everybody shares when no tenants are configured.
     pub fn shared() -> Self {
         Self(blake3::derive_key("blockyard 2026-11 shared cache domain", b""))
@@ -236,6 +247,15 @@ mod tests {
         assert_eq!(one.id(), one.clone().id());
         assert_ne!(one.id(), other.id());
         assert_eq!(Domain::shared().id(), DomainId::default());
+    }
+
+    #[test]
+    fn a_derived_domain_depends_on_the_whole_of_name_and_secret() {
+        let pairs: [(&[u8], &str); 6] = [(b"", ""), (b"", "a"), (b"a", ""), (b"s", "a"), (b"s", "b"), (b"sa", "")];
+        let ids: HashSet<_> = pairs.iter().map(|(secret, name)| Domain::derived(secret, name).id()).collect();
+        assert_eq!(ids.len(), pairs.len());
+        assert!(!ids.contains(&DomainId::SHARED));
+        assert_eq!(Domain::derived(b"s", "a"), Domain::derived(b"s", "a"));
     }
 
     #[test]

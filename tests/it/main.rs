@@ -5,3 +5,4 @@ mod killed;
 mod layers;
 mod reload;
 mod serve;
+mod terms;

@@ -2,6 +2,7 @@
 
 #![expect(clippy::unwrap_used, reason = "what a test expects stands in it")]
 
+mod cache;
 mod chat;
 mod completions;
 mod fake;

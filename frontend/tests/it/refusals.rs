@@ -27,6 +27,26 @@ fn check(what: &str, answer: &Answer, status: u16, code: &Value, param: &Value) 
 }
 
 #[tokio::test]
+async fn what_is_asked_of_the_cache_and_cannot_be() {
+    let engine = Fake::saying(vec![last("", Finish::Stop)]);
+    let table = [
+        (json!({ "cache": true }), "invalid_type", "cache"),
+        (json!({ "cache": { "ttl": 0 } }), "integer_below_min_value", "cache.ttl"),
+        (json!({ "cache": { "ttl": "1h" } }), "invalid_type", "cache.ttl"),
+        (json!({ "cache": { "pin": 86_401 } }), "integer_above_max_value", "cache.pin"),
+        (json!({ "cache": { "store": "no" } }), "invalid_type", "cache.store"),
+        (json!({ "cache": { "priority": "urgent" } }), "invalid_value", "cache.priority"),
+        (json!({ "cache": { "tll": 60 } }), "unknown_parameter", "cache.tll"),
+    ];
+    for (fields, code, param) in table {
+        for request in [chat(fields.clone()), completion(fields.clone())] {
+            let answer = send(&engine.router(), request).await;
+            check(&fields.to_string(), &answer, 400, &json!(code), &json!(param));
+        }
+    }
+}
+
+#[tokio::test]
 async fn chat_requests_that_cannot_be() {
     let engine = Fake::saying(vec![last("", Finish::Stop)]);
     let router = engine.router();

@@ -189,3 +189,19 @@ async fn prefixes_of_one_store_are_apart() {
         assert_eq!(tier.usage().blocks, held, "under {prefix}");
     }
 }
+
+#[tokio::test]
+async fn others_learn_from_the_manifest_how_long_a_block_is_kept() {
+    let folder = tempfile::tempdir().unwrap();
+    let (writer, _) = reopen(folder.path()).await;
+    let keep = crate::Keep { expires: Some(Date::from_unix(1_000)), ..crate::Keep::default() };
+    let custody = crate::Custody { keep, ..crate::Custody::default() };
+    let blocks: Vec<Block> = chain(1, 4).into_iter().map(|block| block.in_custody(custody)).collect();
+    store(&*writer, [blocks.clone(), chain(2, 4)].concat()).await;
+    let (reader, events) = reopen(folder.path()).await;
+    assert_eq!(reader.holds(fingerprint(), &names(&blocks)), 4);
+    assert_eq!((reader.expire(Date::from_unix(999)), reader.expire(Date::from_unix(1_000))), (0, 4));
+    let mut left = names(&chain(2, 4));
+    left.sort_unstable();
+    assert_eq!(announced(&events, Level::G4), left);
+}

@@ -1,7 +1,7 @@
 //! Room: what goes and what stays when the log is full, and when the device does not take more.
 
 use super::*;
-use crate::Block;
+use crate::{Block, Custody, Date, Keep};
 
 fn small() -> Settings {
     Settings { capacity_bytes: 6 * (64 << 10), ..settings() }
@@ -117,4 +117,35 @@ async fn a_filesystem_that_others_fill_gets_its_room_back() {
     assert!(matches!(tier.store(chain(9, 1)).await[..], [Err(StoreError::Full)]));
     assert_eq!(tier.usage(), Usage { blocks: 0, bytes: 0, capacity: Some(settings().capacity_bytes) });
     assert!(announced(&events, Level::G3).is_empty());
+}
+
+#[tokio::test]
+async fn pins_outlive_reclaiming_and_dates_a_restart() {
+    let folder = tempfile::tempdir().unwrap();
+    let date = |seconds| Some(Date::from_unix(seconds));
+    let kept = |seed, keep: Keep| -> Vec<Block> {
+        let custody = Custody { keep, ..Custody::default() };
+        chain(seed, 4).into_iter().map(|block| block.in_custody(custody)).collect()
+    };
+    let pinned = kept(100, Keep { expires: date(2_000), pinned: date(1_000), ..Keep::default() });
+    let (tier, _) = open_with(folder.path(), small());
+    store(&*tier, pinned.clone()).await;
+    let scan = async |tier: &DiskTier, seeds: std::ops::Range<u64>| {
+        for seed in seeds {
+            store(tier, chain(seed, 10)).await;
+        }
+    };
+    scan(&tier, 0..40).await;
+    assert_eq!(tier.holds(fingerprint(), &names(&pinned)), 4, "nobody ever read it");
+    drop(tier);
+    let (tier, events) = open_with(folder.path(), small());
+    scan(&tier, 40..80).await;
+    assert_eq!(tier.holds(fingerprint(), &names(&pinned)), 4, "nor after a restart");
+    assert_eq!((tier.expire(Date::from_unix(1_999)), tier.expire(Date::from_unix(2_000))), (0, 4));
+    assert!(announced(&events, Level::G3).iter().all(|name| !names(&pinned).contains(name)));
+
+    let ended = kept(101, Keep { pinned: date(2_000), ..Keep::default() });
+    store(&*tier, ended.clone()).await;
+    scan(&tier, 80..120).await;
+    assert_eq!(tier.holds(fingerprint(), &names(&ended)), 0, "its pin ended before it came");
 }

@@ -32,7 +32,7 @@ impl Preparer {
     }
 
     async fn fetch(&self, sequence: &mut Sequence) {
-        let tokens = sequence.adopt(self.manager.matched(sequence.wanted()));
+        let tokens = sequence.adopt(self.manager.matched(sequence.wanted()), &self.manager);
         sequence.report_cached(Level::G1, tokens);
         if let Work::Resume(handoff) = &sequence.request.work
             && let Some(ticket) = Ticket::open(handoff)
@@ -53,7 +53,7 @@ impl Preparer {
         let recompute = self.recompute(sequence);
         let onboarded = self.manager.onboard_from(&peer, sequence.wanted(), recompute).await;
         let before = sequence.computed as u32;
-        let handed: usize = adopt(sequence, onboarded).map(|(_, tokens)| tokens).sum();
+        let handed: usize = self.adopt(sequence, onboarded).map(|(_, tokens)| tokens).sum();
         sequence.report.handed_over = handed as u32;
         let mut skip = before;
         let mut left = handed as u32;
@@ -69,10 +69,10 @@ impl Preparer {
         let block_size = sequence.lineage.block_size as f64;
         Recompute { seconds_per_block: self.vitals.seconds_per_prompt_token().map(|each| each * block_size) }
     }
-}
 
-fn adopt(sequence: &mut Sequence, onboarded: Onboarded) -> impl Iterator<Item = (Level, usize)> + use<> {
-    let block_size = sequence.lineage.block_size;
-    sequence.adopt(onboarded.blocks);
-    onboarded.from.into_iter().map(move |(level, blocks)| (level, blocks * block_size))
+    fn adopt(&self, sequence: &mut Sequence, onboarded: Onboarded) -> impl Iterator<Item = (Level, usize)> + use<> {
+        let block_size = sequence.lineage.block_size;
+        sequence.adopt(onboarded.blocks, &self.manager);
+        onboarded.from.into_iter().map(move |(level, blocks)| (level, blocks * block_size))
+    }
 }

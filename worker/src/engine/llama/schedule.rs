@@ -101,6 +101,10 @@ impl Scheduler {
                     // Nothing that runs will free a block; what merely waits must not hold any.
                     self.waiting.iter_mut().for_each(Sequence::release);
                     if self.manager.available() < need {
+                        // Nor may what is merely to be kept stop what could not run at all.
+                        self.manager.unpin();
+                    }
+                    if self.manager.available() < need {
                         self.waiting.push_front(sequence);
                         return;
                     }

@@ -73,9 +73,12 @@ impl Sequence {
         }
     }
 
-    /// Takes blocks found in a cache, which continue what it holds. Never called with rows computed past the held blocks.
-    pub(super) fn adopt(&mut self, found: CachedBlocks) -> usize {
+    /// Takes blocks found in a cache, which continue what it holds, and has them kept as the request asks. Never called with
+    /// rows computed past the held blocks.
+    pub(super) fn adopt(&mut self, found: CachedBlocks, manager: &BlockManager) -> usize {
         let tokens = found.len() * self.lineage.block_size;
+        let held = self.blocks.cached.len();
+        manager.renew(&self.lineage.names[held..held + found.len()], &self.request.terms.retention);
         self.blocks.adopt(found);
         self.computed += tokens;
         self.waiting.computed(tokens);
@@ -101,7 +104,7 @@ impl Sequence {
         for run in levels.chunk_by(|a, b| a == b) {
             self.report_cached(run[0], run.len() * self.lineage.block_size);
         }
-        self.adopt(found);
+        self.adopt(found, manager);
         self.settle();
     }
 

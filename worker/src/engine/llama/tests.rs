@@ -9,10 +9,12 @@ use crate::peers::Peers;
 use crate::plane::WorkerId;
 use futures::StreamExt;
 use futures::future::join_all;
-use kvbm::{BlockManager, ChainKey, DiskTier, Domain, Epoch, EventLog, HostTier, Level, ObjectTier, Tier};
+use kvbm::{BlockManager, ChainKey, Clock, DiskTier, Domain, Epoch, EventLog, HostTier, Level, ObjectTier, Tier};
 use kvbm::{Faults, Faulty, disk, object};
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
+
+mod terms;
 
 /// Every request of the property runs on this: one copy of a small random model, as in a real process.
 fn runtime() -> Arc<Runtime> {
@@ -38,11 +40,20 @@ struct Shape {
     g2: usize,
     lower: Vec<Arc<dyn Tier>>,
     peers: Peers,
+    clock: Clock,
 }
 
 impl Default for Shape {
     fn default() -> Self {
-        Self { worker: 1, chunk: 512, g1: 1200, g2: 0, lower: Vec::new(), peers: Peers::default() }
+        Self {
+            worker: 1,
+            chunk: 512,
+            g1: 1200,
+            g2: 0,
+            lower: Vec::new(),
+            peers: Peers::default(),
+            clock: Clock::system(),
+        }
     }
 }
 
@@ -56,9 +67,10 @@ impl Rig {
         let device = memory.device();
         let host = (shape.g2 > 0).then(|| {
             let bytes = (shape.g2 * runtime.block_bytes()) as u64;
-            HostTier::new(bytes, runtime.block_bytes(), device.fingerprint(), Arc::clone(&log), &kvbm_metrics)
+            let (block, clock) = (runtime.block_bytes(), shape.clock.clone());
+            HostTier::with_clock(bytes, block, device.fingerprint(), Arc::clone(&log), &kvbm_metrics, clock)
         });
-        let manager = BlockManager::new(device, host, shape.lower, log, kvbm_metrics);
+        let manager = BlockManager::with_clock(device, host, shape.lower, log, kvbm_metrics, shape.clock);
         let worker = WorkerId(shape.worker);
         shape.peers.insert(worker, manager.peer());
         let settings = Settings { prefill_chunk: shape.chunk, ..Settings::default() };

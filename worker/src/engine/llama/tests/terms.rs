@@ -1,0 +1,135 @@
+//! What a request asks for its blocks, from the request to every tier and back to the next request.
+
+use super::*;
+use kvbm::{Date, Retention};
+use std::time::Duration;
+
+const START: u64 = 1_000;
+const REUSED: u32 = 96;
+
+impl Rig {
+    /// Asks as `domain`, on terms, and says how many tokens of the prompt were cached.
+    async fn ask(&self, prompt: &[u32], domain: &Domain, retention: Retention) -> (u32, Vec<u32>) {
+        let mut request = request(&*self.engine, prompt, 5);
+        request.domain = domain.clone();
+        request.terms.retention = retention;
+        let all = collect(self.engine.generate(request).await.unwrap()).await.unwrap();
+        (all.prompt.unwrap().cached_tokens(), all.ids)
+    }
+
+    async fn cached(&self, prompt: &[u32], retention: Retention) -> u32 {
+        self.ask(prompt, &Domain::shared(), retention).await.0
+    }
+
+    /// Prompts of others, enough to push out everything that may go.
+    async fn scan(&self, seed: u64) {
+        let mut rng = Rng(seed);
+        let prompts: Vec<Vec<u32>> = (0..6).map(|_| rng.tokens(100)).collect();
+        // Twice each: no policy would keep what was used less.
+        for prompt in prompts.iter().chain(&prompts) {
+            self.cached(prompt, Retention::default()).await;
+        }
+    }
+}
+
+fn prompt() -> Vec<u32> {
+    Rng(21).tokens(u64::from(REUSED) + 1)
+}
+
+fn no_store() -> Retention {
+    Retention { store: false, ..Retention::default() }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_not_to_be_stored_is_found_on_the_device_and_nowhere_below() {
+    let (ssd, store) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let lower = vec![disk(ssd.path()), shared(store.path()).await];
+    let rig = Rig::new(Shape { g2: 40, lower: lower.clone(), ..Shape::default() });
+    assert_eq!(rig.cached(&prompt(), no_store()).await, 0);
+    assert_eq!(rig.cached(&prompt(), no_store()).await, REUSED, "from the device");
+    rig.settle().await;
+    assert!(lower.iter().all(|tier| tier.usage().blocks == 0));
+    assert_eq!(rig.cached(&prompt(), Retention::default()).await, 0, "computed again");
+    // This one may be stored, and so the next finds it below.
+    rig.settle().await;
+    assert!(lower.iter().all(|tier| tier.usage().blocks > 0));
+    assert!(rig.cached(&prompt(), no_store()).await > 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_over_is_computed_again_whichever_tier_has_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let clock = Clock::standing(Date::from_unix(START));
+    let asked = Retention { ttl: Some(Duration::from_mins(1)), ..Retention::default() };
+    let cold = |lower| Rig::new(Shape { lower, clock: clock.clone(), ..Shape::default() });
+    let ssd = disk(folder.path());
+    let rig = Rig::new(Shape { g2: 40, lower: vec![ssd.clone()], clock: clock.clone(), ..Shape::default() });
+    rig.cached(&prompt(), asked).await;
+    rig.manager.flush().await;
+    clock.set(Date::from_unix(START + 59));
+    for (rig, from) in [(&rig, "memory"), (&cold(vec![ssd.clone()]), "ssd")] {
+        // Asks for the very end that the blocks have already.
+        let second = Retention { ttl: Some(Duration::from_secs(1)), ..asked };
+        assert!(rig.cached(&prompt(), second).await > 0, "{from}");
+        rig.manager.flush().await;
+    }
+    clock.set(Date::from_unix(START + 60));
+    for (rig, from) in [(&rig, "memory"), (&cold(vec![ssd.clone()]), "ssd")] {
+        // Not to be stored, so that one does not find what the other computed.
+        assert_eq!(rig.cached(&prompt(), no_store()).await, 0, "{from}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_pinned_survives_a_scan() {
+    let clock = Clock::standing(Date::from_unix(START));
+    let rig = Rig::new(Shape { g1: 20, clock: clock.clone(), ..Shape::default() });
+    let pinned = Retention { pin: Some(Duration::from_mins(5)), ..Retention::default() };
+    rig.cached(&prompt(), pinned).await;
+    for seed in 1..4 {
+        rig.scan(seed).await;
+    }
+    assert!(rig.manager.available() < 20);
+    assert_eq!(rig.cached(&prompt(), Retention::default()).await, REUSED);
+    clock.set(Date::from_unix(START + 300));
+    rig.settle().await;
+    assert_eq!(rig.cached(&prompt(), Retention::default()).await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn pins_give_way_to_a_request_that_could_not_run_beside_them() {
+    let rig = Rig::new(Shape { g1: 20, ..Shape::default() });
+    let pinned = Retention { pin: Some(Duration::from_hours(1)), ..Retention::default() };
+    rig.cached(&prompt(), pinned).await;
+    assert!(rig.manager.available() < 16);
+    let long = Rng(5).tokens(16 * 18);
+    assert_eq!(rig.cached(&long, Retention::default()).await, 0);
+    assert_eq!(rig.cached(&long, Retention::default()).await as usize, (long.len() - 1) / 16 * 16);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn two_tenants_share_nothing_and_get_the_same_answer() {
+    let folder = tempfile::tempdir().unwrap();
+    let ssd = disk(folder.path());
+    let rig = Rig::new(Shape { g2: 40, lower: vec![ssd.clone()], ..Shape::default() });
+    let tenants = ["ann", "bob"].map(|name| Domain::derived(b"a deployment's secret", name));
+    let mut answers = Vec::new();
+    for tenant in &tenants {
+        let (cached, answer) = rig.ask(&prompt(), tenant, Retention::default()).await;
+        assert_eq!(cached, 0, "nobody else's");
+        answers.push(answer);
+    }
+    assert_eq!(answers[0], answers[1]);
+    rig.settle().await;
+    assert!(rig.ask(&prompt(), &tenants[1], Retention::default()).await.0 > 0);
+    assert_eq!(rig.cached(&prompt(), Retention::default()).await, 0, "nor what everybody shares");
+    // At rest each block says whose it is.
+    let card = runtime().card().clone();
+    for tenant in &tenants {
+        let names = ChainKey::root(tenant, &card.identity, None).names(&prompt(), card.block_size);
+        let mut loading = ssd.load(rig.memory.device().fingerprint(), names);
+        while let Some((_, block)) = loading.next().await {
+            assert_eq!(block.unwrap().unwrap().header.domain, tenant.id());
+        }
+    }
+}
