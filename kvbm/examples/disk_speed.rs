@@ -145,7 +145,7 @@ fn fingerprint() -> Fingerprint {
 fn chain(count: usize, block_bytes: usize) -> Vec<Block> {
     let tokens: Vec<u32> = (0..count as u32).collect();
     let names = kvbm::ChainKey::root(&Domain::shared(), "disk_speed", None).names(&tokens, 1);
-    let memory = Bytes::from_iter((0..LOAD.max(block_bytes)).map(|at| (at / 7) as u8));
+    let memory: Bytes = (0..LOAD.max(block_bytes)).map(|at| (at / 7) as u8).collect();
     let each = memory.len() / block_bytes;
     let payload = |n: usize| memory.slice(n % each * block_bytes..(n % each + 1) * block_bytes);
     let parents = [None].into_iter().chain(names.iter().copied().map(Some));
