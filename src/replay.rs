@@ -25,6 +25,10 @@ pub struct Replay {
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=100_000))]
     workers: u32,
 
+    /// Routers that share the requests, each telling the others what it books
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
+    replicas: u32,
+
     /// Policies, of: kv, round-robin, least-loaded, random, power-of-two, and of others as they describe themselves:
     /// dynamo-cost, smg-cache-aware [default: all of these]; or presets: cache, latency
     #[arg(long, value_name = "NAME,…", value_delimiter = ',', value_parser = chooser)]
@@ -78,6 +82,7 @@ const H100: &str = include_str!("../deploy/profiles/h100-8b.toml");
 struct Report<'a> {
     profile: &'a str,
     workers: usize,
+    replicas: usize,
     requests: usize,
     recorded_rps: f64,
     hit_rate_bound: f64,
@@ -95,7 +100,14 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
     let trace = read(args)?;
     let slo = Slo { ttft: args.slo_ttft, itl: args.slo_itl };
     let profile = profile(args)?;
-    let options = Options { profile, workers: args.workers as usize, lag: args.lag, loss: args.loss, slo };
+    let options = Options {
+        profile,
+        workers: args.workers as usize,
+        replicas: args.replicas as usize,
+        lag: args.lag,
+        loss: args.loss,
+        slo,
+    };
     let bound = trace.bound();
     eprintln!(
         "{} requests, {:.2}/s as recorded; an endless cache would hit {:.1} %",
@@ -136,6 +148,7 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
     let report = Report {
         profile: &options.profile.name,
         workers: options.workers,
+        replicas: options.replicas,
         requests: trace.len(),
         recorded_rps: trace.rate(),
         hit_rate_bound: bound,

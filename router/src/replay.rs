@@ -14,6 +14,7 @@ mod figures;
 mod fleet;
 mod peers;
 mod picture;
+mod plane;
 mod pool;
 mod profile;
 mod simulation;
@@ -53,6 +54,8 @@ pub struct Options {
     pub profile: Profile,
     /// How many of them.
     pub workers: usize,
+    /// How many routers share the requests, each telling the others what it books.
+    pub replicas: usize,
     /// How late block events and reports arrive.
     pub lag: Duration,
     /// The share of block events that never arrive.

@@ -1,24 +1,26 @@
 //! The router in a replay: the live one's index, views, books, costs and choice, on virtual time.
 
-use super::engine::{Change, Engine};
+use super::Chooser;
 use super::peers::Peer;
-use super::trace::{self, Asked, BLOCK_TOKENS, unit};
-use super::{Chooser, Profile};
+use super::plane::Message;
+use super::trace::{self, Asked, BLOCK_TOKENS};
 use crate::decide::{Ask, Scratch, decide};
 use crate::feed::view::{Caught, Outcome, View};
 use crate::fleet::{Fleet, Member};
 use crate::index::Index;
+use crate::load::Amount;
 use crate::promise::{Promise, Promises};
+use crate::replica::Others;
 use crate::select::{Turn, mix};
 use crate::settings::{Disaggregation, Settings, Tuning};
 use crate::survey::Overlaps;
 use futures::future::BoxFuture;
-use kvbm::{BlockEvent, Epoch, Level, SequenceHash};
+use kvbm::{Epoch, Level, SequenceHash};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
 use worker::engine::{self, ModelCard, OutputStream, Readiness, Request, Work};
-use worker::plane::{Instance, Load, Phase, Source, StoreId, WorkerId};
+use worker::plane::{Booked, Instance, Phase, RouterId, Source, StoreId, WorkerId};
 
 /// The router, and what it believes.
 pub(super) struct Routing {
@@ -34,8 +36,7 @@ pub(super) struct Routing {
     feeds: Vec<Feed>,
     /// Virtual time starts here. Only differences are ever looked at.
     start: Instant,
-    loss: f64,
-    draws: u64,
+    others: Others,
     /// By request, while it is in flight.
     placed: Vec<Option<Placed>>,
 }
@@ -47,17 +48,10 @@ struct Placed {
     _promise: Promise,
 }
 
-/// What has been announced by a source, and how far that was followed.
+/// How far a source was followed.
 struct Feed {
     source: Source,
-    number: u64,
     view: View,
-}
-
-/// A message on its way from a source to the router.
-pub(super) enum Message {
-    Blocks(u64, BlockEvent),
-    Load(Load),
 }
 
 const EPOCH: Epoch = Epoch(1);
@@ -82,7 +76,7 @@ impl engine::Engine for Simulated {
 }
 
 impl Routing {
-    pub(super) fn new(chooser: &Chooser, workers: usize, requests: usize, seed: u64, loss: f64) -> Self {
+    pub(super) fn new(chooser: &Chooser, workers: usize, requests: usize, seed: u64) -> Self {
         let (settings, peer) = match chooser {
             Chooser::Policy(policy) => (Settings { policy: policy.clone(), ..Settings::default() }, None),
             Chooser::Preset(preset) => (preset.settings(), None),
@@ -116,7 +110,7 @@ impl Routing {
         let feed = |source| {
             let mut view = View::of_life(Some(EPOCH));
             view.snapshot(EPOCH, 0);
-            Feed { source, number: 0, view }
+            Feed { source, view }
         };
         Self {
             tuning: Settings { disaggregation: Disaggregation::Never, ..settings }.tuning(),
@@ -129,26 +123,25 @@ impl Routing {
             scratch: Scratch::default(),
             feeds: sources.map(feed).collect(),
             start: Instant::now(),
-            loss,
-            draws: seed,
+            others: Others::default(),
             placed: (0..requests).map(|_| None).collect(),
         }
     }
 
-    /// Where a request goes; it is booked there.
-    pub(super) fn place(&mut self, now_ns: u64, request: u32, asked: &Asked) -> usize {
+    /// Where a request goes; it is booked there. And what other routers are told of it.
+    pub(super) fn place(&mut self, now_ns: u64, request: u32, asked: &Asked) -> (usize, Vec<Booked>) {
         let now = self.at(now_ns);
         let names: Vec<SequenceHash> = asked.blocks.iter().map(|block| trace::name(*block)).collect();
         let mut overlaps = Overlaps::only(BLOCK_TOKENS as usize, names, &self.index);
         overlaps.extend(&self.promises);
         let roster = self.fleet.roster();
-        let Some(serving) = roster.serving(MODEL) else { return 0 };
+        let Some(serving) = roster.serving(MODEL) else { return (0, Vec::new()) };
         self.scratch.survey.take(serving, &overlaps, asked.input as usize, &[], now);
         let draw = mix(self.seed ^ self.fleet.choices());
         // A router does not know how long an answer will be.
         let ask = Ask { tokens: asked.input as usize, max_tokens: None, work: &Work::Generate };
         let Some(decision) = decide(&self.tuning, ask, serving, &mut self.scratch, Turn { draw, session: None }) else {
-            return 0;
+            return (0, Vec::new());
         };
         // Seats are in the order of their workers' ids, which count from 0.
         let row = match &mut self.peer {
@@ -163,8 +156,12 @@ impl Routing {
         let number = member.books.book(row.amount(), now);
         member.books.sent(number, now);
         let promise = self.promises.make(member.slot, overlaps.names(0), BLOCK_TOKENS as usize, row.desk.held.run());
+        let Amount { prefill_tokens, blocks, .. } = row.amount();
+        let (name, anchors) = (u64::from(request), promise.anchors().to_vec());
+        let (id, decodes) = (member.id(), true);
+        let placed = Booked::Placed { number: name, worker: id, prefill_tokens, blocks, decodes, anchors };
         self.placed[request as usize] = Some(Placed { worker, number, _promise: promise });
-        worker
+        (worker, vec![placed, Booked::Sent(name)])
     }
 
     /// The request has its first token.
@@ -185,30 +182,16 @@ impl Routing {
         }
     }
 
-    /// A worker announces what changed. Answers with the messages that are not lost on their way, and from which feed.
-    pub(super) fn announce(&mut self, worker: usize, changes: &[Change]) -> Vec<(usize, Message)> {
-        let mut messages = Vec::new();
-        for run in changes.chunk_by(|a, b| (a.level, a.stored) == (b.level, b.stored)) {
-            let (level, stored) = (run[0].level, run[0].stored);
-            let blocks = run.iter().map(|change| trace::name(change.block)).collect();
-            let event = if stored {
-                BlockEvent::Stored { level, parent: None, blocks }
-            } else {
-                BlockEvent::Removed { level, blocks }
-            };
-            let feed = if level == Level::G3 { self.members.len() } else { worker };
-            self.feeds[feed].number += 1;
-            self.draws = mix(self.draws);
-            if unit(self.draws) >= self.loss {
-                messages.push((feed, Message::Blocks(self.feeds[feed].number, event)));
-            }
-        }
-        messages
+    /// Another router tells what it booked.
+    pub(super) fn hear(&mut self, now_ns: u64, from: usize, booked: Vec<Booked>) {
+        let now = self.at(now_ns);
+        self.others.hear(RouterId(from as u64), booked, &self.fleet, &self.promises, now);
     }
 
-    /// A worker's report, as it leaves.
-    pub(super) fn report(&self, worker: usize, engine: &Engine, profile: &Profile) -> Message {
-        Message::Load(Load { number: self.feeds[worker].number, ..engine.load(profile) })
+    /// A second has passed: who is silent has gone.
+    pub(super) fn forget(&mut self, now_ns: u64) {
+        let now = self.at(now_ns);
+        self.others.forget(now);
     }
 
     /// A message arrives. Whether the source's snapshot is needed.
@@ -232,10 +215,10 @@ impl Routing {
     }
 
     /// A snapshot of a source, taken now, arrives. Whether another is needed.
-    pub(super) fn repair(&mut self, from: usize, blocks: impl Iterator<Item = (Level, u32)>) -> bool {
+    pub(super) fn repair(&mut self, from: usize, number: u64, blocks: impl Iterator<Item = (Level, u32)>) -> bool {
         let feed = &mut self.feeds[from];
         let blocks: Vec<_> = blocks.map(|(level, block)| (level, trace::name(block))).collect();
-        match feed.view.snapshot(EPOCH, feed.number) {
+        match feed.view.snapshot(EPOCH, number) {
             Caught::Outdated => true,
             caught => {
                 self.index.replace(feed.source, &blocks);

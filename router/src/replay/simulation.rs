@@ -2,20 +2,28 @@
 
 use super::engine::{Effects, Engine, Turn};
 use super::figures::{Histogram, Outcome, Served};
-use super::fleet::{Message, Routing};
+use super::fleet::Routing;
+use super::plane::{Message, Plane};
 use super::store::Lru;
 use super::trace::Asked;
 use super::{Chooser, Options, Profile, Trace};
+use crate::select::mix;
 use kvbm::Level;
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
+use worker::plane::Booked;
 
 /// One policy at one rate with one seed.
 pub(super) struct Simulation<'a> {
     requests: &'a [Asked],
     profile: &'a Profile,
     lag_ns: u64,
-    routing: Routing,
+    /// All of them get all messages; a request goes to one of them.
+    routers: Vec<Routing>,
+    seed: u64,
+    plane: Plane,
+    /// What routers tell each other, on its way, in order.
+    talk: VecDeque<(usize, Vec<Booked>)>,
     workers: Vec<Worker>,
     shared: Option<Lru>,
     /// By feed: messages on their way, in order.
@@ -45,7 +53,9 @@ enum Event {
     WaitEnds(u32, u64),
     Heartbeat(u32),
     Message(u32),
-    Snapshot(u32),
+    Talk,
+    /// For one router, of a source.
+    Snapshot(u32, u32),
 }
 
 /// Reports: at least so often, and never closer than that; as workers do it.
@@ -58,13 +68,17 @@ impl<'a> Simulation<'a> {
     pub(super) fn new(trace: &'a Trace, options: &'a Options, chooser: &Chooser, rate: f64, seed: u64) -> Self {
         let Options { profile, workers: count, .. } = options;
         let requests = &trace.requests;
-        let routing = Routing::new(chooser, *count, requests.len(), seed, options.loss);
+        // Each replica has a seed of its own, as it should; one alone has that of the run.
+        let routing = |id| Routing::new(chooser, *count, requests.len(), seed + 1_000 * id);
         let worker = |_| Worker { engine: Engine::new(profile), occupied: false, turn: 0, reported_ns: 0 };
         let mut simulation = Self {
             requests,
             profile,
             lag_ns: options.lag.as_nanos() as u64,
-            routing,
+            routers: (0..options.replicas.max(1) as u64).map(routing).collect(),
+            seed,
+            plane: Plane::new(*count, options.loss, seed),
+            talk: VecDeque::new(),
             workers: (0..*count).map(worker).collect(),
             shared: profile.shared.map(|store| Lru::new(store.bytes / profile.block_bytes())),
             underway: (0..=*count).map(|_| VecDeque::new()).collect(),
@@ -112,7 +126,9 @@ impl<'a> Simulation<'a> {
         match event {
             Event::Arrives(request) => {
                 let asked = &self.requests[request as usize];
-                let at = self.routing.place(now, request, asked);
+                let router = self.router(request);
+                let (at, booked) = self.routers[router].place(now, request, asked);
+                self.say(now, router, booked);
                 self.workers[at].engine.accept(request, asked);
                 self.work(now, at);
             }
@@ -133,22 +149,32 @@ impl<'a> Simulation<'a> {
                 if now >= self.workers[at as usize].reported_ns + REPORT_EVERY_NS || now < REPORT_EVERY_NS {
                     self.report(now, at as usize);
                 }
+                if at == 0 && self.routers.len() > 1 {
+                    (0..self.routers.len()).for_each(|router| self.say(now, router, Vec::new()));
+                    self.routers.iter_mut().for_each(|router| router.forget(now));
+                }
                 self.schedule(now + REPORT_EVERY_NS, Event::Heartbeat(at));
+            }
+            Event::Talk => {
+                if let Some((from, booked)) = self.talk.pop_front() {
+                    self.hear(now, from, &booked);
+                }
             }
             Event::Message(from) => {
                 if let Some(message) = self.underway[from as usize].pop_front() {
                     self.receive(now, from as usize, message);
                 }
             }
-            Event::Snapshot(from) => {
+            Event::Snapshot(router, from) => {
+                let (routing, number) = (&mut self.routers[router as usize], self.plane.number(from as usize));
                 let again = if let Some(worker) = self.workers.get(from as usize) {
-                    self.routing.repair(from as usize, worker.engine.blocks())
+                    routing.repair(from as usize, number, worker.engine.blocks())
                 } else {
                     let blocks = self.shared.as_ref().map(Lru::blocks).unwrap_or_default();
-                    self.routing.repair(from as usize, blocks.into_iter().map(|block| (Level::G3, block)))
+                    routing.repair(from as usize, number, blocks.into_iter().map(|block| (Level::G3, block)))
                 };
                 if again {
-                    self.schedule(now + SNAPSHOT_NS, Event::Snapshot(from));
+                    self.schedule(now + SNAPSHOT_NS, Event::Snapshot(router, from));
                 }
             }
         }
@@ -174,37 +200,66 @@ impl<'a> Simulation<'a> {
         self.tell(now, at);
     }
 
-    /// Notes what a worker did, and tells the router.
+    /// Notes what a worker did, and tells the routers.
     fn tell(&mut self, now: u64, at: usize) {
-        let Self { routing, effects, served, gaps, requests, open, .. } = self;
+        let mut effects = std::mem::take(&mut self.effects);
         for (request, blocks) in effects.admitted.drain(..) {
-            served[request as usize].hits = blocks;
+            self.served[request as usize].hits = blocks;
         }
         for request in effects.first.drain(..) {
-            served[request as usize].first_ns = now;
-            routing.started(request);
+            self.served[request as usize].first_ns = now;
+            let router = self.router(request);
+            self.routers[router].started(request);
+            self.say(now, router, vec![Booked::Started(request.into())]);
         }
         for (_, gap) in effects.gaps.drain(..) {
-            gaps.add(gap);
+            self.gaps.add(gap);
         }
         for request in effects.finished.drain(..) {
-            served[request as usize].ended_ns = now;
-            routing.finished(now, request, &requests[request as usize]);
-            *open -= 1;
+            self.served[request as usize].ended_ns = now;
+            let router = self.router(request);
+            self.routers[router].finished(now, request, &self.requests[request as usize]);
+            self.say(now, router, vec![Booked::Released(request.into())]);
+            self.open -= 1;
         }
-        let messages = routing.announce(at, &effects.changes);
-        effects.changes.clear();
-        for (from, message) in messages {
+        for (from, message) in self.plane.announce(at, &effects.changes) {
             self.send(now, from, message);
         }
+        effects.changes.clear();
+        // Its lists keep their room.
+        self.effects = effects;
         if now >= self.workers[at].reported_ns + REPORT_GAP_NS {
             self.report(now, at);
         }
     }
 
+    /// Whose request it is.
+    fn router(&self, request: u32) -> usize {
+        (mix(self.seed ^ u64::from(request)) % self.routers.len() as u64) as usize
+    }
+
+    /// A router tells the others.
+    fn say(&mut self, now: u64, from: usize, booked: Vec<Booked>) {
+        if self.routers.len() < 2 {
+            return;
+        }
+        if self.lag_ns == 0 {
+            self.hear(now, from, &booked);
+        } else {
+            self.talk.push_back((from, booked));
+            self.schedule(now + self.lag_ns, Event::Talk);
+        }
+    }
+
+    fn hear(&mut self, now: u64, from: usize, booked: &[Booked]) {
+        for (_, other) in self.routers.iter_mut().enumerate().filter(|(at, _)| *at != from) {
+            other.hear(now, from, booked.to_vec());
+        }
+    }
+
     fn report(&mut self, now: u64, at: usize) {
         self.workers[at].reported_ns = now;
-        let message = self.routing.report(at, &self.workers[at].engine, self.profile);
+        let message = self.plane.report(at, &self.workers[at].engine, self.profile);
         self.send(now, at, message);
     }
 
@@ -218,8 +273,17 @@ impl<'a> Simulation<'a> {
     }
 
     fn receive(&mut self, now: u64, from: usize, message: Message) {
-        if self.routing.receive(now, from, message) {
-            self.schedule(now + SNAPSHOT_NS, Event::Snapshot(from as u32));
+        // One copy less: nearly always there is one router.
+        let last = self.routers.len() - 1;
+        for router in 0..last {
+            self.read(now, router, from, message.clone());
+        }
+        self.read(now, last, from, message);
+    }
+
+    fn read(&mut self, now: u64, router: usize, from: usize, message: Message) {
+        if self.routers[router].receive(now, from, message) {
+            self.schedule(now + SNAPSHOT_NS, Event::Snapshot(router as u32, from as u32));
         }
     }
 

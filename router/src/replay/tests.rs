@@ -15,7 +15,7 @@ fn options(workers: usize) -> Options {
     profile.check().unwrap();
     let profile = Profile { device_bytes: 200 * profile.block_bytes(), ..profile };
     let slo = Slo { ttft: Duration::from_secs(2), itl: Duration::from_millis(100) };
-    Options { profile, workers, lag: Duration::from_millis(5), loss: 0.0, slo }
+    Options { profile, workers, replicas: 1, lag: Duration::from_millis(5), loss: 0.0, slo }
 }
 
 fn with_stores(mut options: Options) -> Options {
@@ -148,6 +148,15 @@ fn lost_events_cost_little_and_stores_bring_back_what_was_evicted() {
     let all = hit_rate(&exact);
     assert!(lossy > all - 0.02, "{lossy} of {all}");
     assert!(hit_rate(&with_stores(exact)) > all + 0.02);
+}
+
+#[test]
+fn eight_routers_hit_nearly_what_one_does_and_let_nobody_wait_much_longer() {
+    let trace = fixture();
+    let of = |replicas| replay(&trace, &Options { replicas, ..options(8) }, KV, 24.0, 3);
+    let (one, eight) = (of(1), of(8));
+    assert!(eight.hit_rate >= 0.95 * one.hit_rate, "{} of {}", eight.hit_rate, one.hit_rate);
+    assert!(eight.ttft_mean_s <= 1.1 * one.ttft_mean_s, "{} instead of {}", eight.ttft_mean_s, one.ttft_mean_s);
 }
 
 #[test]

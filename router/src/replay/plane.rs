@@ -1,0 +1,60 @@
+//! The planes of a replay: what workers announce and report, numbered, late, or lost.
+
+use super::Profile;
+use super::engine::{Change, Engine};
+use super::trace::{self, unit};
+use crate::select::mix;
+use kvbm::{BlockEvent, Level};
+use worker::plane::Load;
+
+/// Numbers what is announced, and loses some of it.
+pub(super) struct Plane {
+    /// By source: the last number; workers, and at the end the shared store.
+    numbers: Vec<u64>,
+    loss: f64,
+    draws: u64,
+}
+
+/// A message on its way from a source to every router.
+#[derive(Clone)]
+pub(super) enum Message {
+    Blocks(u64, BlockEvent),
+    Load(Load),
+}
+
+impl Plane {
+    pub(super) fn new(workers: usize, loss: f64, seed: u64) -> Self {
+        Self { numbers: vec![0; workers + 1], loss, draws: seed }
+    }
+
+    /// The last number that a source used.
+    pub(super) fn number(&self, source: usize) -> u64 {
+        self.numbers[source]
+    }
+
+    /// A worker announces what changed. Answers with the messages that are not lost on their way, and from which source.
+    pub(super) fn announce(&mut self, worker: usize, changes: &[Change]) -> Vec<(usize, Message)> {
+        let mut messages = Vec::new();
+        for run in changes.chunk_by(|a, b| (a.level, a.stored) == (b.level, b.stored)) {
+            let (level, stored) = (run[0].level, run[0].stored);
+            let blocks = run.iter().map(|change| trace::name(change.block)).collect();
+            let event = if stored {
+                BlockEvent::Stored { level, parent: None, blocks }
+            } else {
+                BlockEvent::Removed { level, blocks }
+            };
+            let source = if level == Level::G3 { self.numbers.len() - 1 } else { worker };
+            self.numbers[source] += 1;
+            self.draws = mix(self.draws);
+            if unit(self.draws) >= self.loss {
+                messages.push((source, Message::Blocks(self.numbers[source], event)));
+            }
+        }
+        messages
+    }
+
+    /// A worker's report, as it leaves.
+    pub(super) fn report(&self, worker: usize, engine: &Engine, profile: &Profile) -> Message {
+        Message::Load(Load { number: self.numbers[worker], ..engine.load(profile) })
+    }
+}
