@@ -15,6 +15,7 @@ pub use print::{as_json, as_toml, changes, defaults};
 pub use values::{Budget, ByteSize, Invalid, Listen, Model, Span, Threads, Workers};
 
 use figment::Figment;
+use kvbm::crypt::KeySource;
 use kvbm::object::{Credentials, Endpoint, Location};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -48,6 +49,9 @@ pub struct Config {
     /// What the environment knows of clouds. It is no key: nobody writes it into a file, and it is never printed.
     #[serde(skip)]
     pub credentials: Credentials,
+    /// The master keys that the environment holds, when `tiers.encryption.keys.env` names where. Never printed.
+    #[serde(skip)]
+    pub master_keys: Option<Secret>,
     /// How the native engine batches.
     pub engine: worker::engine::llama::Settings,
     /// How requests are placed.
@@ -80,6 +84,41 @@ pub struct Tiers {
     pub g3: Budget,
     /// Where the SSD log is; one folder per device. Default none: in the data folder.
     pub g3_paths: Vec<DiskPath>,
+    /// Whether blocks in G3 and G4 rest encoded. Default `off`: the native engine needs its processors for computing.
+    pub codec: Coding,
+    /// Whether blocks in G3 and G4 rest encrypted. Default: they do not, since nobody has given a key.
+    pub encryption: Option<Encryption>,
+}
+
+/// Whether blocks rest encoded, which loses nothing of them.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Coding {
+    /// As the engine wrote them.
+    #[default]
+    Off,
+    /// Where it makes onboarding faster, by what was measured of the device and of the codec.
+    Faster,
+    /// Where it makes them smaller.
+    Smaller,
+}
+
+/// Blocks rest encrypted, each cache domain's under a data key of its own.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Encryption {
+    /// Where the master keys are, which wrap the data keys: `{ file = "…" }`, `{ env = "NAME" }` or `{ command = ["…"] }`.
+    pub keys: KeySource,
+}
+
+/// A value that is not printed.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Secret(pub(crate) String);
+
+impl std::fmt::Debug for Secret {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Secret")
+    }
 }
 
 /// A folder of the SSD log.
@@ -143,6 +182,7 @@ impl Config {
             tiers: Tiers::default(),
             shared_store: SharedStore::default(),
             credentials: Credentials::default(),
+            master_keys: None,
             engine: worker::engine::llama::Settings::default(),
             router: router::Settings::default(),
             frontend: frontend::Settings::default(),

@@ -11,6 +11,7 @@
 
 pub mod sizes;
 
+mod forms;
 mod model;
 mod requests;
 mod stores;
@@ -20,6 +21,7 @@ use crate::banner::Banner;
 use crate::config::{Config, Listen};
 use crate::machine::{self, Machine};
 use anyhow::{Context, anyhow, bail};
+use forms::Forms;
 use futures::future::join_all;
 use prometheus::Registry;
 use router::Router;
@@ -92,9 +94,11 @@ impl Node {
         };
         let disks = sizes::disks(&config.tiers, &config.data_dir, machine::free);
         let sizes = Sizes::settle(&config.tiers, config.workers.count(), needs, &machine, &disks)?;
-        let stores = Stores::open(config, &disks, &planes).await?;
+        let blocks = kvbm::Metrics::new(&registry)?;
+        let forms = Forms::open(config, &blocks).await?;
+        let stores = Stores::open(config, &disks, &planes, &forms).await?;
         stores.observe(&registry)?;
-        let shared = Shared::new(Arc::clone(&runtime), sizes, planes, &stores, config.engine, &registry)?;
+        let shared = Shared::new(Arc::clone(&runtime), sizes, planes, &stores, config.engine, blocks, &registry)?;
         let mut members = Vec::new();
         for (number, phase) in config.workers.phases().enumerate() {
             members.push(shared.start(number as u64 + 1, phase).await?);

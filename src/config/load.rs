@@ -1,9 +1,10 @@
 //! The one loader: gathers the layers, merges them, and says what is wrong with whom.
 
-use super::{Config, Origins, defaults};
+use super::{Config, Encryption, Origins, Secret, defaults};
 use figment::error::Kind;
 use figment::value::{Dict, Map, Value};
 use figment::{Figment, Metadata, Profile, Provider};
+use kvbm::crypt::KeySource;
 use kvbm::object::Credentials;
 use router::Preset;
 use std::path::{Path, PathBuf};
@@ -137,6 +138,9 @@ impl Config {
         }
         let variables = sources.environment.iter().map(|(name, value)| (name.as_str(), value.as_str()));
         config.credentials = Credentials::from_environment(variables);
+        if let Some(Encryption { keys: KeySource::Env(name) }) = &config.tiers.encryption {
+            config.master_keys = sources.variable(name).map(|keys| Secret(keys.to_owned()));
+        }
         for (key, value) in config.counts() {
             if value == 0 {
                 let origin = merged.find_metadata(key).map_or_else(|| "?".into(), |data| data.name.to_string());

@@ -1,5 +1,6 @@
 //! The tiers that the workers of this process share: G3 on its own disks, G4 in a store of all.
 
+use super::forms::Forms;
 use super::requests::Requests;
 use super::sizes::Disk;
 use super::workers::now;
@@ -36,7 +37,7 @@ const CATCH_UP_MAX: Duration = Duration::from_secs(2);
 
 impl Stores {
     /// Opens what the configuration asks for, finds what rests there, and announces it.
-    pub(super) async fn open(config: &Config, disks: &[Disk], planes: &Planes) -> anyhow::Result<Self> {
+    pub(super) async fn open(config: &Config, disks: &[Disk], planes: &Planes, forms: &Forms) -> anyhow::Result<Self> {
         let mut stores = Self::default();
         if !disks.is_empty() {
             let log = Arc::new(EventLog::new(now()));
@@ -46,7 +47,7 @@ impl Stores {
             }
             stores.disk = Arc::downgrade(&tier);
             let folders: Vec<&Path> = disks.iter().map(|disk| disk.folder.as_path()).collect();
-            stores.add(name("g3", &folders), tier, log, planes);
+            stores.add(name("g3", &folders), forms.dress(tier), log, planes);
         }
         if let Some(location) = &config.shared {
             let log = Arc::new(EventLog::new(now()));
@@ -56,7 +57,7 @@ impl Stores {
                 Location::Cloud { .. } => store_id("g4", [("url", location.to_string().as_bytes())]),
             };
             stores.shared = Arc::downgrade(&tier);
-            stores.add(id, tier, log, planes);
+            stores.add(id, forms.dress(tier), log, planes);
         }
         Ok(stores)
     }
@@ -182,17 +183,18 @@ async fn open_disk(disks: Vec<Disk>, log: Arc<EventLog>) -> anyhow::Result<Arc<D
     Ok(tier)
 }
 
+/// How the configuration says that a cloud is reached.
+pub(super) fn access(config: &Config) -> Access {
+    let reach = &config.shared_store;
+    Access { endpoint: reach.endpoint.clone(), region: reach.region.clone(), credentials: config.credentials.clone() }
+}
+
 /// A store that refuses us is a mistake in the configuration, and ends the start. One that is away is none: it is served
 /// without, and comes back by itself.
 async fn open_shared(location: &Location, config: &Config, log: Arc<EventLog>) -> anyhow::Result<Arc<ObjectTier>> {
-    let reach = &config.shared_store;
-    let settings = object::Settings { request_timeout: reach.request_timeout.0, ..object::Settings::default() };
-    let access = Access {
-        endpoint: reach.endpoint.clone(),
-        region: reach.region.clone(),
-        credentials: config.credentials.clone(),
-    };
-    let tier = ObjectTier::at(location, &access, settings, log)
+    let settings =
+        object::Settings { request_timeout: config.shared_store.request_timeout.0, ..object::Settings::default() };
+    let tier = ObjectTier::at(location, &access(config), settings, log)
         .with_context(|| format!("shared = {location} cannot be used"))?;
     match (timeout(CATCH_UP_MAX, tier.settled()).await, location) {
         (Ok(Standing::Refused(why)), Location::Cloud { cloud, .. }) => {

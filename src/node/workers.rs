@@ -40,6 +40,7 @@ impl Shared {
         planes: Planes,
         stores: &Stores,
         settings: Settings,
+        blocks: kvbm::Metrics,
         registry: &Registry,
     ) -> anyhow::Result<Self> {
         Ok(Self {
@@ -50,7 +51,7 @@ impl Shared {
             stores: stores.ids(),
             peers: Peers::default(),
             settings,
-            blocks: kvbm::Metrics::new(registry)?,
+            blocks,
             engines: worker::metrics::Metrics::new(registry)?,
         })
     }

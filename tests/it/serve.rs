@@ -2,8 +2,9 @@
 
 #![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
 
-use blockyard::config::{Budget, ByteSize, Config, Listen, Span};
+use blockyard::config::{Budget, ByteSize, Coding, Config, Encryption, Listen, Span};
 use blockyard::node::Node;
+use kvbm::crypt::KeySource;
 use kvbm::object::Location;
 use serde_json::{Value, json};
 use std::net::TcpListener;
@@ -168,6 +169,33 @@ async fn a_restarted_node_answers_from_its_ssd() {
         second.metric("blockyard_kvbm_transfer_bytes_total", &[r#"tier="g3""#, r#"direction="onboard""#]).await > 0.0
     );
     second.node.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_rests_encoded_and_encrypted_is_found_again_with_the_key_and_worth_nothing_without() {
+    let data = tempfile::tempdir().unwrap();
+    let key = |name: &str, digit: &str| {
+        let file = data.path().join(name);
+        std::fs::write(&file, digit.repeat(64)).unwrap();
+        Some(Encryption { keys: KeySource::File(file) })
+    };
+    let (right, wrong) = (key("right", "a"), key("wrong", "b"));
+    let with = |encryption: &Option<Encryption>| {
+        let mut config = config(data.path());
+        (config.tiers.codec, config.tiers.encryption) = (Coding::Smaller, encryption.clone());
+        config
+    };
+    let prompt = prompt(4, 640);
+    let mut answers = Vec::new();
+    for encryption in [&right, &right, &wrong, &None] {
+        let served = Served::start(with(encryption)).await;
+        answers.push(served.complete(&prompt).await);
+        served.node.shutdown().await;
+    }
+    let cached: Vec<u64> = answers.iter().map(|(_, cached)| *cached).collect();
+    assert!(cached[1] >= 600, "{cached:?} of 640 tokens were cached");
+    assert_eq!((cached[0], cached[2]), (0, 0), "another key opens nothing");
+    assert!(answers.iter().all(|(text, _)| *text == answers[0].0));
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -67,7 +67,7 @@ impl Found {
 
 impl Keys {
     /// Keys whose shelf is under `prefix` of an object store. Reads the master keys, and wraps by the first of them what
-    /// others wrap.
+    /// others wrap, if the shelf is within reach.
     pub async fn open(
         store: Arc<dyn ObjectStore>,
         prefix: &str,
@@ -93,7 +93,13 @@ impl Keys {
             known: Mutex::new(known),
             slow: tokio::sync::Mutex::default(),
         });
-        keys.rewrap().await?;
+        match keys.rewrap().await {
+            // A shelf that is away keeps nobody from starting: domains wait for it, and come by themselves.
+            Err(error @ (KeyError::Store(_) | KeyError::Silent)) => {
+                tracing::warn!(%error, "the data keys cannot be reached now; what is encrypted counts as missing");
+            }
+            done => drop(done?),
+        }
         Ok(keys)
     }
 

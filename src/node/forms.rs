@@ -1,0 +1,69 @@
+//! The form in which blocks rest below G2: as they are, encoded, encrypted, or both.
+//!
+//! The shelf of data keys stands where all who share blocks reach it: beside G4 where there is one, else in the data folder.
+
+use super::stores::access;
+use crate::config::{Coding, Config, Encryption};
+use anyhow::Context;
+use kvbm::codec::{self, encoded};
+use kvbm::crypt::{Environment, KeySource, Keys, encrypted};
+use kvbm::object::Location;
+use kvbm::{Metrics, Tier};
+use std::path::Path;
+use std::sync::Arc;
+
+/// What every tier below G2 is dressed in.
+pub(super) struct Forms {
+    coding: Coding,
+    keys: Option<Arc<Keys>>,
+    metrics: Metrics,
+}
+
+/// The shelf of data keys, within the shared store or the data folder.
+const SHELF: &str = "keys";
+
+impl Forms {
+    /// Reads the master keys, if blocks are to be encrypted.
+    pub(super) async fn open(config: &Config, metrics: &Metrics) -> anyhow::Result<Self> {
+        let keys = match &config.tiers.encryption {
+            Some(encryption) => Some(keys(config, encryption).await.context("tiers.encryption")?),
+            None => None,
+        };
+        Ok(Self { coding: config.tiers.codec, keys, metrics: metrics.clone() })
+    }
+
+    /// The tier, with its blocks in these forms. What is to be encoded is encoded before it is encrypted.
+    pub(super) fn dress(&self, tier: Arc<dyn Tier>) -> Arc<dyn Tier> {
+        let tier = match &self.keys {
+            Some(keys) => encrypted(tier, keys.clone(), self.metrics.clone()),
+            None => tier,
+        };
+        match self.coding {
+            Coding::Off => tier,
+            Coding::Faster => encoded(tier, codec::Mode::Faster),
+            Coding::Smaller => encoded(tier, codec::Mode::Smaller),
+        }
+    }
+}
+
+async fn keys(config: &Config, Encryption { keys }: &Encryption) -> anyhow::Result<Arc<Keys>> {
+    let held = config.master_keys.clone();
+    let wanted = match keys {
+        KeySource::Env(name) => name.clone(),
+        KeySource::File(_) | KeySource::Command(_) => String::new(),
+    };
+    let environment: Environment =
+        Arc::new(move |name| held.as_ref().filter(|_| name == wanted).map(|secret| secret.0.clone()));
+    let in_folder = async |folder: &Path| Keys::in_folder(&folder.join(SHELF), keys.clone(), environment.clone()).await;
+    let opened = match &config.shared {
+        None => in_folder(&config.data_dir).await,
+        Some(Location::Folder(folder)) => in_folder(folder).await,
+        Some(location @ Location::Cloud { prefix, .. }) => {
+            let client = location
+                .client(&access(config), config.shared_store.request_timeout.0)?
+                .context("a cloud has a client")?;
+            Keys::open(client, prefix.clone().join(SHELF).as_ref(), keys.clone(), environment).await
+        }
+    };
+    Ok(opened?)
+}
