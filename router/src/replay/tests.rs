@@ -153,7 +153,7 @@ fn lost_events_cost_little_and_stores_bring_back_what_was_evicted() {
 #[test]
 fn eight_routers_hit_nearly_what_one_does_and_let_nobody_wait_much_longer() {
     let trace = fixture();
-    let of = |replicas| replay(&trace, &Options { replicas, ..options(8) }, KV, 24.0, 3);
+    let of = |replicas| replay(&trace, &Options { replicas, ..options(8) }, &KV, 24.0, 3);
     let (one, eight) = (of(1), of(8));
     assert!(eight.hit_rate >= 0.95 * one.hit_rate, "{} of {}", eight.hit_rate, one.hit_rate);
     assert!(eight.ttft_mean_s <= 1.1 * one.ttft_mean_s, "{} instead of {}", eight.ttft_mean_s, one.ttft_mean_s);
