@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV   := .venv
 SERVERS := tests/servers
 BENCH  := --manifest-path bench/Cargo.toml
+INDEX  := --manifest-path bench/index/Cargo.toml
 RUN    ?= serve
 CARGO_DENY := 0.20.2
 
@@ -16,7 +17,7 @@ RUST_TESTS := cargo test --locked --workspace --all-targets --no-fail-fast
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint fmt doc setup bench bench-ttft bench-routing bench-replay advisories
+.PHONY: help run test lint fmt doc setup bench bench-ttft bench-routing bench-replay bench-index advisories
 
 help: ## List the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,6 +35,7 @@ test: $(VENV)/.ready $(SERVERS)/node_modules/.ready ## Every test: Python client
 lint: ## Formatting, clippy and rustdoc without warnings, licences and banned crates
 	cargo fmt --all --check
 	cargo fmt $(BENCH) --check
+	cargo fmt $(INDEX) --check
 	cargo clippy --locked --workspace --all-targets -- -D warnings
 	cargo clippy --locked $(BENCH) --all-targets -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --locked --workspace --no-deps --document-private-items --quiet
@@ -47,6 +49,7 @@ lint: ## Formatting, clippy and rustdoc without warnings, licences and banned cr
 fmt: ## Format everything
 	cargo fmt --all
 	cargo fmt $(BENCH)
+	cargo fmt $(INDEX)
 
 doc: ## Build the API documentation into target/doc
 	cargo doc --locked --workspace --no-deps --document-private-items
@@ -62,6 +65,11 @@ bench-replay: ## Routing policies over a recorded trace, on simulated workers: T
 	@test -n "$(TRACE)" || { echo "make: bench-replay wants a trace: make bench-replay TRACE=conversation_trace.jsonl (docs/replay.md says where to get one)"; exit 1; }
 	@test -r "$(TRACE)" || { echo "make: there is no trace to read at $(TRACE)"; exit 1; }
 	cargo run --locked --release --quiet -- replay "$(TRACE)" --seeds 5 $(ARGS)
+
+bench-index: ## The prefix index beside the published ones, a quarter of an hour: TRACE=FILE (ARGS="--workers 128 --repetitions 1" for less)
+	@test -n "$(TRACE)" || { echo "make: bench-index wants a trace: make bench-index TRACE=conversation_trace.jsonl (docs/replay.md says where to get one)"; exit 1; }
+	@test -r "$(TRACE)" || { echo "make: there is no trace to read at $(TRACE)"; exit 1; }
+	cargo run --release --quiet $(INDEX) -- --trace "$(TRACE)" $(ARGS)
 
 bench-routing: ## Prompt tokens that each routing policy computes, against the lower bound (ARGS="--json" for JSON)
 	cargo build --locked --release

@@ -226,6 +226,7 @@ impl Feed {
         let Core { index, fleet, metrics, .. } = &*self.core;
         metrics.index_memberships.set(index.memberships() as i64);
         metrics.index_bytes.set(index.bytes() as i64);
+        metrics.index_forgotten.inc_by(index.forgotten().saturating_sub(metrics.index_forgotten.get()));
         let (roster, now) = (fleet.roster(), Instant::now());
         metrics.workers.reset();
         for member in roster.members() {

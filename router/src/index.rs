@@ -1,269 +1,281 @@
 //! Who holds which block, per worker and tier: exact, fed by events, asked by every decision.
 //!
+//! ```text
+//!   name ──▶ locator: tables, a shard each ──▶ place ──▶ page: 64 names in the order of their chains,
+//!                                                              a word of bits per holder
+//! ```
+//!
 //! A block is known by 64 bits of its name: the index is a hint, and a collision costs a recomputed prefix, never a wrong
-//! token. Blocks lie in shards, each behind a short lock, so that readers wait for no more than one block's change. What
-//! each source holds is kept beside, so that a source is removed in time proportional to what it held.
+//! token. It has one place, whoever holds it; a hole in what somebody holds is a bit. Lookups take no lock and wait for
+//! nobody: they read one [`Body`], and pages by their version. Changes of one source come in order; those of different sources
+//! go on side by side, and wait for each other for the length of a page at most.
+//!
+//! **Trust.** An event says of its blocks that each follows the one before it. A lookup believes that: where the last of a run
+//! is the prompt's, it takes all of them for the prompt's. A source that lies makes wrong hints of what it stored first.
 //!
 //! Look here in vain for numbers and epochs: which event may be applied is the feed's business.
 
+mod arena;
 mod bits;
+mod body;
+mod budget;
+mod change;
 mod holders;
+mod locator;
 mod overlap;
-mod shard;
+mod owner;
+mod page;
+mod seat;
+mod sync;
+mod table;
+mod version;
+mod walk;
 
+#[cfg(test)]
+mod interleaved;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use overlap::{Held, Overlap};
+pub use overlap::{Held, Overlap};
+pub use owner::Digest;
+pub use seat::Slot;
 
-use bits::Bits;
-use holders::Seat;
+use arc_swap::ArcSwap;
+use arena::{Arena, Change};
+use body::{Body, Roll};
+use change::Piece;
 use kvbm::{BlockEvent, Level, SequenceHash};
-use shard::{Names, Shard};
-use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use locator::Locator;
+use owner::Owner;
+use page::Page;
+use seat::Seat;
+use std::collections::HashSet;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use table::Table;
+use walk::Walk;
 use worker::plane::{Source, StoreId, WorkerId};
 
 /// The levels that are indexed: a peer's memory is indexed as that peer's own.
 pub(crate) const LEVELS: [Level; 4] = [Level::G1, Level::G2, Level::G3, Level::G4];
 
-/// A dense number for a source, reused once it is forgotten.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub(crate) struct Slot(u32);
-
 /// Who holds what.
-pub(crate) struct Index {
-    shards: Box<[RwLock<Shard>]>,
-    sources: RwLock<Sources>,
+pub struct Index {
+    body: ArcSwap<Body>,
+    /// Held while the body is replaced.
+    changing: Mutex<()>,
+    locator: Locator,
+    arena: Arena,
     memberships: AtomicUsize,
+    /// Distinct blocks.
+    entries: AtomicUsize,
+    crowd_bytes: AtomicUsize,
+    budget: usize,
+    /// The page at which forgetting goes on.
+    hand: Mutex<u32>,
+    forgotten: AtomicU64,
 }
 
-/// Everyone who holds blocks, and who reaches whom.
-#[derive(Default)]
-struct Sources {
-    owners: BTreeMap<Source, Arc<Owner>>,
-    free: Vec<Slot>,
-    slots: usize,
-    /// Slots of workers.
-    workers: Bits,
-    /// By slot: the workers that onboard from this store. Empty for workers.
-    reach: Vec<Bits>,
-}
-
-/// A source and what it holds.
-struct Owner {
-    slot: Slot,
-    ledger: Mutex<Ledger>,
-}
-
-/// What a source holds, per level. The lock on it also orders the changes of one source.
-#[derive(Default)]
-struct Ledger {
-    held: [Names; LEVELS.len()],
-    /// Set when the source was forgotten while somebody waited for this lock.
-    retired: bool,
+impl Default for Index {
+    fn default() -> Self {
+        Self::new()
+    }
 }
 
 impl Index {
-    /// Two bits more than the cores of a large router: two threads rarely want the same shard.
-    const SHARDS: usize = 256;
+    /// What a router's index may take: a hundred million blocks and more.
+    pub const BUDGET: usize = 4 << 30;
 
-    pub(crate) fn new() -> Self {
-        let shards = (0..Self::SHARDS).map(|_| RwLock::default()).collect();
-        Self { shards, sources: RwLock::default(), memberships: AtomicUsize::new(0) }
+    /// An index without a limit.
+    pub fn new() -> Self {
+        Self::with_budget(usize::MAX)
+    }
+
+    /// An index that forgets what it was asked for longest ago rather than take more than so many bytes.
+    pub fn with_budget(bytes: usize) -> Self {
+        let locator = Locator::new();
+        let body = Body { tables: locator.tables(), chunks: Arc::default(), roll: Arc::default() };
+        Self {
+            body: ArcSwap::from_pointee(body),
+            changing: Mutex::default(),
+            locator,
+            arena: Arena::new(),
+            memberships: AtomicUsize::new(0),
+            entries: AtomicUsize::new(0),
+            crowd_bytes: AtomicUsize::new(0),
+            budget: bytes,
+            hand: Mutex::default(),
+            forgotten: AtomicU64::new(0),
+        }
     }
 
     /// Makes room for a worker that reaches `stores`. A worker that is there keeps its blocks and gets the new stores.
-    pub(crate) fn join(&self, worker: WorkerId, stores: &[StoreId]) -> Slot {
-        let mut sources = self.sources.write().unwrap_or_else(PoisonError::into_inner);
-        let slot = sources.seat(Source::Worker(worker));
-        sources.workers.set(slot.0);
-        sources.reach.iter_mut().for_each(|workers| workers.unset(slot.0));
-        for store in stores {
-            let at = sources.seat(Source::Store(*store));
-            sources.reach[at.0 as usize].set(slot.0);
-        }
-        slot
+    pub fn join(&self, worker: WorkerId, stores: &[StoreId]) -> Slot {
+        self.call(|roll| {
+            let slot = roll.seat(Source::Worker(worker));
+            let number = slot.number() as u32;
+            roll.reach.iter_mut().for_each(|workers| workers.unset(number));
+            for store in stores {
+                let at = roll.seat(Source::Store(*store)).number();
+                roll.reach[at].set(number);
+            }
+            slot
+        })
     }
 
     /// Forgets a worker, with what it held. Answers with the stores that nobody reaches any more.
-    pub(crate) fn leave(&self, worker: WorkerId) -> Vec<StoreId> {
+    pub fn leave(&self, worker: WorkerId) -> Vec<StoreId> {
         self.forget(Source::Worker(worker));
-        let sources = self.sources.read().unwrap_or_else(PoisonError::into_inner);
-        let lonely = |(source, owner): (&Source, &Arc<Owner>)| match source {
-            Source::Store(store) if sources.reach[owner.slot.0 as usize].is_empty() => Some(*store),
-            _ => None,
-        };
-        sources.owners.iter().filter_map(lonely).collect()
+        self.body.load().roll.lonely()
     }
 
-    /// Forgets a source, with what it held.
-    pub(crate) fn forget(&self, source: Source) {
-        let owner = self.sources.write().unwrap_or_else(PoisonError::into_inner).owners.remove(&source);
-        let Some(owner) = owner else { return };
+    /// Forgets a source, with what it held, in time proportional to that.
+    pub fn forget(&self, source: Source) {
+        let Some(owner) = self.call(|roll| roll.strike(source)) else { return };
         let mut ledger = owner.lock();
         ledger.retired = true;
-        self.empty(&owner, &mut ledger);
+        for seat in seats(owner.slot) {
+            self.empty(&owner, &mut ledger, seat);
+        }
+        self.close(&mut ledger);
         drop(ledger);
-        self.sources.write().unwrap_or_else(PoisonError::into_inner).vacate(owner.slot);
+        self.call(|roll| roll.vacate(owner.slot));
     }
 
     /// Forgets what a source held.
-    pub(crate) fn clear(&self, source: Source) {
-        if let Some(owner) = self.owner(source) {
-            self.empty(&owner, &mut owner.lock());
+    pub fn clear(&self, source: Source) {
+        let Some(owner) = self.owner(source) else { return };
+        let mut ledger = owner.lock();
+        for seat in seats(owner.slot) {
+            self.empty(&owner, &mut ledger, seat);
         }
+        owner.set_forgetful(false);
     }
 
     /// Notes a change. Changes of sources that nobody announced or reaches are ignored.
-    pub(crate) fn apply(&self, source: Source, event: &BlockEvent) {
+    pub fn apply(&self, source: Source, event: &BlockEvent) {
         let Some(owner) = self.owner(source) else { return };
         let mut ledger = owner.lock();
-        if ledger.retired {
-            return;
-        }
+        let (BlockEvent::Stored { level, .. } | BlockEvent::Removed { level, .. } | BlockEvent::Cleared { level }) =
+            event;
+        let Some(seat) = Seat::new(owner.slot, *level).filter(|_| !ledger.retired) else { return };
         match event {
-            BlockEvent::Stored { level, blocks, .. } => {
-                let Some(seat) = Seat::new(owner.slot, *level) else { return };
-                for block in blocks {
-                    self.add(&mut ledger, seat, block.short());
-                }
+            BlockEvent::Stored { parent, blocks, .. } => {
+                let mut after = parent.as_ref().map(SequenceHash::short);
+                let piece = |block: &SequenceHash| Piece { name: block.short(), after: after.replace(block.short()) };
+                let pieces: Vec<Piece> = blocks.iter().map(piece).collect();
+                self.store(&owner, &mut ledger, seat, &pieces);
             }
-            BlockEvent::Removed { level, blocks } => {
-                let Some(seat) = Seat::new(owner.slot, *level) else { return };
-                for block in blocks {
-                    self.take(&mut ledger, seat, block.short());
-                }
-                ledger.held[seat.level()].fit();
+            BlockEvent::Removed { blocks, .. } => {
+                let names: Vec<u64> = blocks.iter().map(SequenceHash::short).collect();
+                self.evict(&owner, &mut ledger, seat, &names);
             }
-            BlockEvent::Cleared { level } => {
-                let Some(seat) = Seat::new(owner.slot, *level) else { return };
-                let held = std::mem::take(&mut ledger.held[seat.level()]);
-                self.vacate(seat, &held);
-            }
+            BlockEvent::Cleared { .. } => self.empty(&owner, &mut ledger, seat),
         }
+        drop(ledger);
+        self.trim();
     }
 
     /// Sets what a source holds, changing only the difference: readers never see it empty in between.
-    pub(crate) fn replace(&self, source: Source, blocks: &[(Level, SequenceHash)]) {
+    pub fn replace(&self, source: Source, blocks: &[(Level, SequenceHash)]) {
         let Some(owner) = self.owner(source) else { return };
         let mut ledger = owner.lock();
         if ledger.retired {
             return;
         }
-        let mut wanted: [Names; LEVELS.len()] = Default::default();
-        for (level, name) in blocks {
-            if let Some(seat) = Seat::new(owner.slot, *level) {
-                wanted[seat.level()].insert(name.short());
-            }
-        }
-        for (level, wanted) in LEVELS.into_iter().zip(&wanted) {
+        owner.set_forgetful(false);
+        for level in LEVELS {
             let Some(seat) = Seat::new(owner.slot, level) else { continue };
-            let stale: Vec<u64> = ledger.held[seat.level()].iter().filter(|short| !wanted.contains(*short)).collect();
-            for short in stale {
-                self.take(&mut ledger, seat, short);
-            }
-            for short in wanted.iter() {
-                self.add(&mut ledger, seat, short);
-            }
-            ledger.held[seat.level()].fit();
+            let wanted: Vec<u64> = blocks.iter().filter(|(at, _)| *at == level).map(|(_, name)| name.short()).collect();
+            let keep: HashSet<u64> = wanted.iter().copied().collect();
+            let held = self.names(&ledger, seat);
+            let stale: Vec<u64> = held.into_iter().filter(|name| !keep.contains(name)).collect();
+            self.evict(&owner, &mut ledger, seat, &stale);
+            // A snapshot does not say what follows what.
+            let pieces: Vec<Piece> = wanted.into_iter().map(|name| Piece { name, after: None }).collect();
+            self.store(&owner, &mut ledger, seat, &pieces);
         }
+        drop(ledger);
+        self.trim();
     }
 
-    /// How much of a prompt each worker has within reach: see [`Overlap`].
-    pub(crate) fn overlap(&self, names: &[SequenceHash]) -> Overlap {
-        let sources = self.sources.read().unwrap_or_else(PoisonError::into_inner);
-        let mut walk = overlap::Walk::new(&sources.workers, &sources.reach);
-        for name in names {
-            let short = name.short();
-            let shard = self.shard(short).read().unwrap_or_else(PoisonError::into_inner);
-            if !walk.step(shard.get(short)) {
-                break;
-            }
-        }
-        walk.finish()
+    /// How much of a prompt each worker has within reach.
+    pub fn overlap(&self, names: &[SequenceHash]) -> Overlap {
+        let mut overlap = Overlap::default();
+        self.overlap_into(names, &mut overlap);
+        overlap
+    }
+
+    /// The same, written over a former answer: nothing is allocated.
+    pub fn overlap_into(&self, names: &[SequenceHash], overlap: &mut Overlap) {
+        Walk::new(&self.body.load(), names, overlap).run();
     }
 
     /// Pairs of a block and somewhere it rests.
-    pub(crate) fn memberships(&self) -> usize {
+    pub fn memberships(&self) -> usize {
         self.memberships.load(Ordering::Relaxed)
     }
 
+    /// What a source is believed to hold at a level.
+    pub fn digest(&self, source: Source, level: Level) -> Option<Digest> {
+        let at = LEVELS.iter().position(|other| *other == level)?;
+        Some(self.owner(source)?.digest(at))
+    }
+
+    /// Pages forgotten so far, to stay within the budget.
+    pub fn forgotten(&self) -> u64 {
+        self.forgotten.load(Ordering::Relaxed)
+    }
+
     /// Bytes that the index has taken for its blocks, spare room included.
-    pub(crate) fn bytes(&self) -> usize {
-        let shards = self.shards.iter().map(|shard| shard.read().unwrap_or_else(PoisonError::into_inner).bytes());
-        let owners: Vec<_> = {
-            let sources = self.sources.read().unwrap_or_else(PoisonError::into_inner);
-            sources.owners.values().cloned().collect()
-        };
-        let ledgers = owners.iter().map(|owner| owner.lock().held.iter().map(Names::bytes).sum::<usize>());
-        shards.sum::<usize>() + ledgers.sum::<usize>()
-    }
-
-    fn add(&self, ledger: &mut Ledger, seat: Seat, short: u64) {
-        if ledger.held[seat.level()].insert(short) {
-            self.shard(short).write().unwrap_or_else(PoisonError::into_inner).insert(short, seat);
-            self.memberships.fetch_add(1, Ordering::Relaxed);
-        }
-    }
-
-    fn take(&self, ledger: &mut Ledger, seat: Seat, short: u64) {
-        if ledger.held[seat.level()].remove(short) {
-            self.shard(short).write().unwrap_or_else(PoisonError::into_inner).remove(short, seat);
-            self.memberships.fetch_sub(1, Ordering::Relaxed);
-        }
-    }
-
-    fn empty(&self, owner: &Owner, ledger: &mut Ledger) {
-        for level in LEVELS {
-            let Some(seat) = Seat::new(owner.slot, level) else { continue };
-            let held = std::mem::take(&mut ledger.held[seat.level()]);
-            self.vacate(seat, &held);
-        }
-    }
-
-    fn vacate(&self, seat: Seat, held: &Names) {
-        for short in held.iter() {
-            self.shard(short).write().unwrap_or_else(PoisonError::into_inner).remove(short, seat);
-        }
-        self.memberships.fetch_sub(held.len(), Ordering::Relaxed);
+    pub fn bytes(&self) -> usize {
+        let owners: Vec<Arc<Owner>> = self.body.load().roll.all().cloned().collect();
+        let ledgers: usize = owners.iter().map(|owner| owner.bytes()).sum();
+        self.arena.bytes() + self.locator.bytes() + self.crowd_bytes.load(Ordering::Relaxed) + ledgers
     }
 
     fn owner(&self, source: Source) -> Option<Arc<Owner>> {
-        self.sources.read().unwrap_or_else(PoisonError::into_inner).owners.get(&source).cloned()
+        self.body.load().roll.owner(source).cloned()
     }
 
-    fn shard(&self, short: u64) -> &RwLock<Shard> {
-        // Bits that the tables inside the shards do not use: they take the lowest and the highest.
-        &self.shards[(short >> 40) as usize % Self::SHARDS]
+    /// Changes who is there.
+    fn call<T>(&self, change: impl FnOnce(&mut Roll) -> T) -> T {
+        self.change(|body| {
+            let mut roll = Roll::clone(&body.roll);
+            let outcome = change(&mut roll);
+            body.roll = Arc::new(roll);
+            outcome
+        })
     }
-}
 
-impl Owner {
-    fn lock(&self) -> MutexGuard<'_, Ledger> {
-        self.ledger.lock().unwrap_or_else(PoisonError::into_inner)
+    fn set_table(&self, shard: usize, table: Arc<Table>) {
+        self.change(|body| body.tables[shard] = table);
     }
-}
 
-impl Sources {
-    fn seat(&mut self, source: Source) -> Slot {
-        if let Some(owner) = self.owners.get(&source) {
-            return owner.slot;
-        }
-        let slot = self.free.pop().unwrap_or_else(|| {
-            self.slots += 1;
-            self.reach.push(Bits::default());
-            Slot(self.slots as u32 - 1)
+    fn set_chunk(&self, change: Change) {
+        self.change(|body| {
+            let mut chunks: Vec<Option<Arc<[Page]>>> = Vec::clone(&body.chunks);
+            match change {
+                Change::Came(at, chunk) => {
+                    chunks.resize(chunks.len().max(at + 1), None);
+                    chunks[at] = Some(chunk);
+                }
+                Change::Went(at) => chunks[at] = None,
+            }
+            body.chunks = Arc::new(chunks);
         });
-        self.owners.insert(source, Arc::new(Owner { slot, ledger: Mutex::default() }));
-        slot
     }
 
-    fn vacate(&mut self, slot: Slot) {
-        self.workers.unset(slot.0);
-        self.reach.iter_mut().for_each(|workers| workers.unset(slot.0));
-        self.reach[slot.0 as usize] = Bits::default();
-        self.free.push(slot);
+    fn change<T>(&self, change: impl FnOnce(&mut Body) -> T) -> T {
+        let _turn = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut body = Body::clone(&self.body.load());
+        let outcome = change(&mut body);
+        self.body.store(Arc::new(body));
+        outcome
     }
+}
+
+/// A source at each level.
+fn seats(slot: Slot) -> impl Iterator<Item = Seat> {
+    LEVELS.into_iter().filter_map(move |level| Seat::new(slot, level))
 }

@@ -43,7 +43,7 @@ mod explain;
 mod feed;
 mod fleet;
 mod health;
-mod index;
+pub mod index;
 mod load;
 #[doc(hidden)]
 pub mod measure;

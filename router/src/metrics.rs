@@ -31,6 +31,7 @@ pub(crate) struct Metrics {
     pub(crate) admissions: IntCounterVec,
     pub(crate) wait_seconds: HistogramVec,
     pub(crate) probes: IntCounterVec,
+    pub(crate) index_forgotten: IntCounter,
 }
 
 impl Metrics {
@@ -135,6 +136,10 @@ impl Metrics {
                 "blockyard_router_probes_total",
                 "Requests of one token to workers that were idle or left alone, by outcome: well or fault.",
                 &["outcome"],
+            )?,
+            index_forgotten: counter(
+                "blockyard_router_index_forgotten_pages_total",
+                "Pages of up to 64 blocks that the index forgot to stay within its budget.",
             )?,
         })
     }

@@ -110,7 +110,7 @@ impl Core {
         Ok(Self {
             rules,
             fleet: Fleet::default(),
-            index: Index::new(),
+            index: Index::with_budget(Index::BUDGET),
             promises: Arc::default(),
             admission: Admission::new(&metrics),
             metrics,

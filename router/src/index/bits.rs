@@ -19,39 +19,17 @@ impl Bits {
         }
     }
 
-    pub(super) fn has(&self, bit: u32) -> bool {
-        self.word(bit as usize / 64) >> (bit % 64) & 1 == 1
-    }
-
     pub(super) fn is_empty(&self) -> bool {
         self.0.iter().all(|word| *word == 0)
-    }
-
-    pub(super) fn len(&self) -> usize {
-        self.0.iter().map(|word| word.count_ones() as usize).sum()
-    }
-
-    /// The 64 members from `64 * index` on.
-    pub(super) fn word(&self, index: usize) -> u64 {
-        self.0.get(index).copied().unwrap_or(0)
-    }
-
-    /// Words that may have members.
-    pub(super) fn words(&self) -> usize {
-        self.0.len()
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = u32> {
         self.0.iter().enumerate().flat_map(|(index, word)| ones(*word).map(move |bit| index as u32 * 64 + bit))
     }
-
-    pub(super) fn bytes(&self) -> usize {
-        self.0.capacity() * size_of::<u64>()
-    }
 }
 
 /// The positions of the bits that are set, lowest first.
-pub(super) fn ones(mut word: u64) -> impl Iterator<Item = u32> {
+fn ones(mut word: u64) -> impl Iterator<Item = u32> {
     std::iter::from_fn(move || {
         let bit = (word != 0).then(|| word.trailing_zeros())?;
         word &= word - 1;

@@ -1,134 +1,153 @@
-//! Who holds one block, in the form that suits how many they are.
+//! Who holds which blocks of a page: a bit per block for each holder, so that a hole is a bit and nothing else.
 
-use super::bits::Bits;
-use super::{LEVELS, Slot};
-use kvbm::Level;
+use super::seat::Seat;
+use std::sync::Arc;
 
-/// A source at a level: where a block can rest.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub(super) struct Seat(u32);
-
-impl Seat {
-    /// `None` for a level that is not indexed.
-    pub(super) fn new(slot: Slot, level: Level) -> Option<Self> {
-        let level = LEVELS.iter().position(|at| *at == level)?;
-        Some(Self(slot.0 << 2 | level as u32))
-    }
-
-    pub(super) const fn from_raw(raw: u32) -> Self {
-        Self(raw)
-    }
-
-    pub(super) const fn raw(self) -> u32 {
-        self.0
-    }
-
-    pub(super) fn slot(self) -> u32 {
-        self.0 >> 2
-    }
-
-    /// The position of the level in [`LEVELS`].
-    pub(super) fn level(self) -> usize {
-        (self.0 & 3) as usize
-    }
-}
-
-/// Two or more seats. A block with a single holder, the common case, does not come here.
+/// The holders of a page.
+#[derive(Clone)]
 pub(super) enum Holders {
-    /// Up to five, in place: a worker's G1 and G2, its store, and a replica of that.
-    Few { len: u8, seats: [Seat; FEW] },
-    /// Up to [`SOME`], sorted.
-    #[expect(clippy::box_collection, reason = "a bare Vec would make every Holders a third larger")]
-    Some(Box<Vec<Seat>>),
-    /// A hot prefix: a bit per slot and level.
-    Many(Box<[Bits; LEVELS.len()]>),
+    /// Nobody.
+    Nobody,
+    /// One, with its blocks: the common case.
+    One(Seat, u64),
+    /// Several.
+    Several(Arc<Crowd>),
 }
 
-/// What fits beside the tag into 24 bytes.
-const FEW: usize = 5;
-/// From here on bits are smaller than a list even with a thousand slots, and quicker to walk.
-const SOME: usize = 48;
+/// Two or more holders, in the order of their seats. It does not change: a change makes another.
+pub(super) struct Crowd {
+    seats: Box<[Seat]>,
+    masks: Box<[u64]>,
+}
 
 impl Holders {
-    pub(super) fn pair(a: Seat, b: Seat) -> Self {
-        Self::Few { len: 2, seats: [a, b, a, a, a] }
-    }
-
-    pub(super) fn insert(&mut self, seat: Seat) {
+    /// Adds blocks of a holder. Answers with those that it did not have.
+    pub(super) fn add(&mut self, seat: Seat, bits: u64) -> u64 {
         match self {
-            Self::Few { len, seats } => {
-                if seats[..*len as usize].contains(&seat) {
-                    return;
-                }
-                if let Some(free) = seats.get_mut(*len as usize) {
-                    *free = seat;
-                    *len += 1;
-                } else {
-                    let mut list = Vec::with_capacity(2 * FEW);
-                    list.extend_from_slice(seats);
-                    list.push(seat);
-                    list.sort_unstable();
-                    *self = Self::Some(Box::new(list));
-                }
+            _ if bits == 0 => 0,
+            Self::Nobody => {
+                *self = Self::One(seat, bits);
+                bits
             }
-            Self::Some(list) => {
-                let Err(at) = list.binary_search(&seat) else { return };
-                if list.len() < SOME {
-                    list.insert(at, seat);
-                } else {
-                    let mut levels: Box<[Bits; LEVELS.len()]> = Box::default();
-                    list.iter().chain([&seat]).for_each(|seat| levels[seat.level()].set(seat.slot()));
-                    *self = Self::Many(levels);
-                }
+            Self::One(holder, mask) if *holder == seat => {
+                let added = bits & !*mask;
+                *mask |= bits;
+                added
             }
-            Self::Many(levels) => levels[seat.level()].set(seat.slot()),
-        }
-    }
-
-    /// Takes a seat out; the one that is left when only one is.
-    pub(super) fn remove(&mut self, seat: Seat) -> Option<Seat> {
-        match self {
-            Self::Few { len, seats } => {
-                let held = &mut seats[..*len as usize];
-                if let Some(at) = held.iter().position(|other| *other == seat) {
-                    held.swap(at, *len as usize - 1);
-                    *len -= 1;
-                }
-                (*len == 1).then_some(seats[0])
+            Self::One(holder, mask) => {
+                let mut pair = [(*holder, *mask), (seat, bits)];
+                pair.sort_unstable_by_key(|(seat, _)| *seat);
+                *self = Self::Several(Arc::new(pair.into_iter().collect()));
+                bits
             }
-            Self::Some(list) => {
-                if let Ok(at) = list.binary_search(&seat) {
-                    list.remove(at);
+            Self::Several(crowd) => {
+                let had = crowd.mask(seat);
+                if bits & !had != 0 {
+                    *crowd = Arc::new(crowd.with(seat, had | bits));
                 }
-                // Two below the limit, so that one seat that comes and goes does not copy the list each time.
-                if list.len() <= FEW - 2 {
-                    let mut seats = [list[0]; FEW];
-                    seats[..list.len()].copy_from_slice(list);
-                    *self = Self::Few { len: list.len() as u8, seats };
-                }
-                None
-            }
-            Self::Many(levels) => {
-                levels[seat.level()].unset(seat.slot());
-                if levels.iter().map(Bits::len).sum::<usize>() <= SOME / 2 {
-                    let mut list: Vec<Seat> = Vec::with_capacity(SOME);
-                    for (level, slots) in levels.iter().enumerate() {
-                        list.extend(slots.iter().map(|slot| Seat(slot << 2 | level as u32)));
-                    }
-                    list.sort_unstable();
-                    *self = Self::Some(Box::new(list));
-                }
-                None
+                bits & !had
             }
         }
     }
 
-    /// Bytes beyond its own 24.
+    /// Takes blocks from a holder. Answers with those that it had.
+    pub(super) fn take(&mut self, seat: Seat, bits: u64) -> u64 {
+        match self {
+            Self::One(holder, mask) if *holder == seat => {
+                let taken = *mask & bits;
+                *mask &= !bits;
+                if *mask == 0 {
+                    *self = Self::Nobody;
+                }
+                taken
+            }
+            Self::Nobody | Self::One(..) => 0,
+            Self::Several(crowd) => {
+                let had = crowd.mask(seat);
+                if had & bits != 0 {
+                    let fewer = crowd.with(seat, had & !bits);
+                    *self = match (&*fewer.seats, &*fewer.masks) {
+                        ([seat], [mask]) => Self::One(*seat, *mask),
+                        _ => Self::Several(Arc::new(fewer)),
+                    };
+                }
+                had & bits
+            }
+        }
+    }
+
+    /// The blocks of one holder.
+    pub(super) fn mask(&self, seat: Seat) -> u64 {
+        match self {
+            Self::One(holder, mask) if *holder == seat => *mask,
+            Self::Nobody | Self::One(..) => 0,
+            Self::Several(crowd) => crowd.mask(seat),
+        }
+    }
+
+    /// The blocks that anybody holds.
+    pub(super) fn union(&self) -> u64 {
+        match self {
+            Self::Nobody => 0,
+            Self::One(_, mask) => *mask,
+            Self::Several(crowd) => crowd.masks.iter().fold(0, |union, mask| union | mask),
+        }
+    }
+
+    /// Each holder with its blocks.
+    pub(super) fn to_vec(&self) -> Vec<(Seat, u64)> {
+        match self {
+            Self::Nobody => Vec::new(),
+            Self::One(seat, mask) => vec![(*seat, *mask)],
+            Self::Several(crowd) => crowd.iter().collect(),
+        }
+    }
+
+    /// Bytes beyond those of the page.
     pub(super) fn bytes(&self) -> usize {
         match self {
-            Self::Few { .. } => 0,
-            Self::Some(list) => size_of::<Vec<Seat>>() + list.capacity() * size_of::<Seat>(),
-            Self::Many(levels) => size_of_val(&**levels) + levels.iter().map(Bits::bytes).sum::<usize>(),
+            Self::Nobody | Self::One(..) => 0,
+            Self::Several(crowd) => crowd.bytes(),
         }
+    }
+}
+
+impl Crowd {
+    pub(super) fn iter(&self) -> impl Iterator<Item = (Seat, u64)> {
+        self.seats.iter().copied().zip(self.masks.iter().copied())
+    }
+
+    pub(super) fn seats(&self) -> &[Seat] {
+        &self.seats
+    }
+
+    pub(super) fn masks(&self) -> &[u64] {
+        &self.masks
+    }
+
+    fn mask(&self, seat: Seat) -> u64 {
+        self.seats.binary_search(&seat).map_or(0, |at| self.masks[at])
+    }
+
+    /// The same, but for one holder; without blocks it is none.
+    fn with(&self, seat: Seat, mask: u64) -> Self {
+        let (Ok(at) | Err(at)) = self.seats.binary_search(&seat);
+        let after = at + usize::from(self.seats.get(at) == Some(&seat));
+        let others = |range: std::ops::Range<usize>| {
+            self.seats[range.clone()].iter().copied().zip(self.masks[range].iter().copied())
+        };
+        let this = (mask != 0).then_some((seat, mask));
+        others(0..at).chain(this).chain(others(after..self.seats.len())).collect()
+    }
+
+    fn bytes(&self) -> usize {
+        size_of::<Self>() + 2 * size_of::<usize>() + self.seats.len() * (size_of::<Seat>() + size_of::<u64>())
+    }
+}
+
+impl FromIterator<(Seat, u64)> for Crowd {
+    fn from_iter<I: IntoIterator<Item = (Seat, u64)>>(holders: I) -> Self {
+        let (seats, masks): (Vec<_>, Vec<_>) = holders.into_iter().unzip();
+        Self { seats: seats.into(), masks: masks.into() }
     }
 }

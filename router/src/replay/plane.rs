@@ -2,15 +2,18 @@
 
 use super::Profile;
 use super::engine::{Change, Engine};
-use super::trace::{self, unit};
+use super::trace::{self, Asked, unit};
 use crate::select::mix;
 use kvbm::{BlockEvent, Level};
+use std::collections::HashMap;
 use worker::plane::Load;
 
 /// Numbers what is announced, and loses some of it.
 pub(super) struct Plane {
     /// By source: the last number; workers, and at the end the shared store.
     numbers: Vec<u64>,
+    /// By block, the one before it: an event tells of a run of one chain.
+    parents: HashMap<u32, u32>,
     loss: f64,
     draws: u64,
 }
@@ -23,8 +26,10 @@ pub(super) enum Message {
 }
 
 impl Plane {
-    pub(super) fn new(workers: usize, loss: f64, seed: u64) -> Self {
-        Self { numbers: vec![0; workers + 1], loss, draws: seed }
+    pub(super) fn new(workers: usize, requests: &[Asked], loss: f64, seed: u64) -> Self {
+        let pairs = requests.iter().flat_map(|asked| asked.blocks.windows(2));
+        let parents = pairs.map(|pair| (pair[1], pair[0])).collect();
+        Self { numbers: vec![0; workers + 1], parents, loss, draws: seed }
     }
 
     /// The last number that a source used.
@@ -35,11 +40,16 @@ impl Plane {
     /// A worker announces what changed. Answers with the messages that are not lost on their way, and from which source.
     pub(super) fn announce(&mut self, worker: usize, changes: &[Change]) -> Vec<(usize, Message)> {
         let mut messages = Vec::new();
-        for run in changes.chunk_by(|a, b| (a.level, a.stored) == (b.level, b.stored)) {
+        let runs = changes.chunk_by(|a, b| {
+            let alike = (a.level, a.stored) == (b.level, b.stored);
+            alike && (!a.stored || self.parents.get(&b.block) == Some(&a.block))
+        });
+        for run in runs {
             let (level, stored) = (run[0].level, run[0].stored);
+            let parent = self.parents.get(&run[0].block).map(|block| trace::name(*block));
             let blocks = run.iter().map(|change| trace::name(change.block)).collect();
             let event = if stored {
-                BlockEvent::Stored { level, parent: None, blocks }
+                BlockEvent::Stored { level, parent, blocks }
             } else {
                 BlockEvent::Removed { level, blocks }
             };

@@ -77,7 +77,7 @@ impl<'a> Simulation<'a> {
             lag_ns: options.lag.as_nanos() as u64,
             routers: (0..options.replicas.max(1) as u64).map(routing).collect(),
             seed,
-            plane: Plane::new(*count, options.loss, seed),
+            plane: Plane::new(*count, requests, options.loss, seed),
             talk: VecDeque::new(),
             workers: (0..*count).map(worker).collect(),
             shared: profile.shared.map(|store| Lru::new(store.bytes / profile.block_bytes())),

@@ -1,0 +1,53 @@
+//! This repository's own index, as the router's feed and its decisions use it.
+
+use crate::seam::{self, Block, Size};
+use kvbm::{BlockEvent, Level, SequenceHash};
+use router::index::{Index, Overlap, Slot};
+use worker::plane::{Source, WorkerId};
+
+/// The index, and where it seats each worker.
+pub(crate) struct Blockyard {
+    index: Index,
+    slots: Vec<Slot>,
+}
+
+/// Names here have 128 bits.
+fn name(sequence: u64) -> SequenceHash {
+    let wide = u128::from(!sequence) << 64 | u128::from(sequence);
+    SequenceHash::from_bytes(wide.to_le_bytes())
+}
+
+impl seam::Index for Blockyard {
+    type Query = Vec<SequenceHash>;
+    type Answer = Overlap;
+
+    fn new(size: Size) -> Self {
+        let index = Index::new();
+        let slots = (0..size.workers).map(|worker| index.join(WorkerId(u64::from(worker)), &[])).collect();
+        Self { index, slots }
+    }
+
+    fn stored(&self, worker: u32, parent: Option<u64>, blocks: &[Block]) {
+        let blocks = blocks.iter().map(|block| name(block.sequence)).collect();
+        let event = BlockEvent::Stored { level: Level::G1, parent: parent.map(name), blocks };
+        self.index.apply(Source::Worker(WorkerId(u64::from(worker))), &event);
+    }
+
+    fn removed(&self, worker: u32, sequences: &[u64]) {
+        let blocks = sequences.iter().copied().map(name).collect();
+        let event = BlockEvent::Removed { level: Level::G1, blocks };
+        self.index.apply(Source::Worker(WorkerId(u64::from(worker))), &event);
+    }
+
+    fn query(prompt: &[Block]) -> Self::Query {
+        prompt.iter().map(|block| name(block.sequence)).collect()
+    }
+
+    fn overlap(&self, query: &Self::Query, answer: &mut Overlap) {
+        self.index.overlap_into(query, answer);
+    }
+
+    fn depths(&self, answer: &Overlap) -> Vec<(u32, u32)> {
+        (0..).zip(&self.slots).map(|(worker, slot)| (worker, answer.at(*slot).run())).collect()
+    }
+}

@@ -1,0 +1,197 @@
+//! The measurements. Each runs in a process of its own, and answers with a flat record.
+
+use crate::seam::{Block, Index, Size};
+use crate::truth::Truth;
+use crate::workload::{Event, Workload, mix};
+use anyhow::{Context, Result};
+use rustix::thread::{CpuSet, sched_setaffinity};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::hint::black_box;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+/// Events between two drains where a queue must not grow: latency and memory.
+const BATCH: usize = 256;
+const LOOKUP_TIME: Duration = Duration::from_secs(3);
+const CHECKED: usize = 2000;
+/// Memory is asked with every so-manieth block of each worker gone.
+const PUNCHED: u64 = 9;
+
+/// Millions of block operations a second until the last is seen: from empty, and in the churn.
+pub(crate) fn apply<I: Index>(workload: &Workload, size: Size) -> Value {
+    let index = I::new(size);
+    let lanes = if I::QUEUES { 1 } else { size.threads };
+    let rate = |events: &[Event]| {
+        let lane = |lane| events.iter().filter(move |event| event.worker as usize % lanes == lane).copied();
+        let lanes: Vec<Vec<Event>> = (0..lanes).map(|at| lane(at).collect()).collect();
+        let start = Instant::now();
+        std::thread::scope(|scope| {
+            for lane in &lanes[1..] {
+                scope.spawn(|| lane.iter().for_each(|event| workload.apply(&index, event)));
+            }
+            lanes[0].iter().for_each(|event| workload.apply(&index, event));
+        });
+        index.drain();
+        Workload::operations(events) as f64 / start.elapsed().as_secs_f64() / 1e6
+    };
+    let (fill, churn) = workload.events.split_at(workload.churn);
+    json!({ "fill_mops": rate(fill), "churn_mops": rate(churn) })
+}
+
+/// Lookups of recent prompts while nothing else runs.
+pub(crate) fn lookup<I: Index>(workload: &Workload, size: Size) -> Value {
+    let index = filled::<I>(workload, size, &workload.events);
+    let until = Instant::now() + LOOKUP_TIME;
+    let applied = AtomicUsize::new(workload.prompts.len());
+    latencies(&index, workload, &applied, || Instant::now() < until)
+}
+
+/// The same on one core, while another applies the churn as fast as it can.
+pub(crate) fn concurrent<I: Index>(workload: &Workload, size: Size) -> Result<Value> {
+    // Threads that the index starts inherit it.
+    pin(1)?;
+    let (fill, churn) = workload.events.split_at(workload.churn);
+    let index = filled::<I>(workload, size, fill);
+    let applied = AtomicUsize::new(workload.prompts.len() - workload.recent);
+    let applying = AtomicBool::new(true);
+    std::thread::scope(|scope| {
+        let reader = scope.spawn(|| {
+            pin(0)?;
+            anyhow::Ok(latencies(&index, workload, &applied, || applying.load(Ordering::Relaxed)))
+        });
+        let start = Instant::now();
+        for batch in churn.chunks(BATCH) {
+            batch.iter().for_each(|event| workload.apply(&index, event));
+            index.drain();
+            applied.store(batch[batch.len() - 1].request, Ordering::Relaxed);
+        }
+        let seconds = start.elapsed().as_secs_f64();
+        applying.store(false, Ordering::Relaxed);
+        let mut record = reader.join().expect("the reader does not panic")?;
+        record["churn_mops"] = json!(Workload::operations(churn) as f64 / seconds / 1e6);
+        Ok(record)
+    })
+}
+
+/// Resident bytes per membership after everything, and with one block in nine left; what stays once all are gone.
+pub(crate) fn memory<I: Index>(workload: &Workload, size: Size) -> Result<Value> {
+    let truth = filled::<Truth>(workload, size, &workload.events);
+    let memberships = truth.memberships();
+    let before = resident()?;
+    let index = filled::<I>(workload, size, &workload.events);
+    let grown = resident()? - before;
+    let remove = |keep: &dyn Fn(u64) -> bool| {
+        for worker in 0..size.workers {
+            let gone: Vec<u64> = truth.held(worker).into_iter().filter(|name| !keep(*name)).collect();
+            index.removed(worker, &gone);
+            truth.removed(worker, &gone);
+            index.drain();
+        }
+    };
+    remove(&|name| mix(name).is_multiple_of(PUNCHED));
+    let (few, sparse) = (truth.memberships(), resident()? - before);
+    remove(&|_| false);
+    let left = resident()? - before;
+    drop(index);
+    let mib = |bytes: i64| bytes as f64 / f64::from(1 << 20);
+    Ok(json!({
+        "memberships": memberships,
+        "bytes_per_membership": grown as f64 / memberships as f64,
+        "sparse_bytes_per_membership": sparse as f64 / few as f64,
+        "grown_mib": mib(grown),
+        "left_mib": mib(left),
+    }))
+}
+
+/// Answers against the truth, for every worker and many prompts. `holed`: pairs of a prompt and a worker that holds its end
+/// but not all before it.
+pub(crate) fn check<I: Index>(workload: &Workload, size: Size, punched: bool) -> Value {
+    let truth = filled::<Truth>(workload, size, &workload.events);
+    let index = filled::<I>(workload, size, &workload.events);
+    if punched {
+        for worker in 0..size.workers {
+            let held = truth.held(worker);
+            let gone: Vec<u64> = held.into_iter().filter(|name| mix(*name).is_multiple_of(64)).collect();
+            truth.removed(worker, &gone);
+            index.removed(worker, &gone);
+        }
+        index.drain();
+    }
+    let recent = &workload.prompts[workload.prompts.len() - workload.recent..];
+    let mut answer = I::Answer::default();
+    let (mut pairs, mut holed, mut over, mut under) = (0, 0, 0, 0);
+    for at in 0..CHECKED.min(recent.len()) {
+        let prompt: &[Block] = &recent[at * recent.len() / CHECKED.min(recent.len())];
+        index.overlap(&I::query(prompt), &mut answer);
+        let depths: BTreeMap<u32, u32> = index.depths(&answer).into_iter().collect();
+        for worker in 0..size.workers {
+            let (held, said) = (truth.depth(worker, prompt), depths.get(&worker).copied().unwrap_or(0));
+            let end = prompt.last().is_some_and(|block| truth.holds(worker, *block));
+            pairs += u32::from(held > 0);
+            holed += u32::from(end && (held as usize) < prompt.len());
+            over += u32::from(said > held);
+            under += u32::from(said < held);
+        }
+    }
+    json!({ "pairs": pairs, "holed": holed, "over": over, "under": under })
+}
+
+fn filled<I: Index>(workload: &Workload, size: Size, events: &[Event]) -> I {
+    let index = I::new(size);
+    for batch in events.chunks(BATCH) {
+        batch.iter().for_each(|event| workload.apply(&index, event));
+        index.drain();
+    }
+    index
+}
+
+/// Times lookups one by one, of prompts among the last before what is applied: as fresh under churn as at rest.
+fn latencies<I: Index>(index: &I, workload: &Workload, applied: &AtomicUsize, more: impl Fn() -> bool) -> Value {
+    let queries: Vec<I::Query> = workload.prompts.iter().map(|prompt| I::query(prompt)).collect();
+    let mut answer = I::Answer::default();
+    let mut taken = Vec::with_capacity(1 << 22);
+    let start = Instant::now();
+    for draw in 1.. {
+        let newest = applied.load(Ordering::Relaxed);
+        let query = &queries[newest - 1 - mix(draw) as usize % workload.recent];
+        let begin = Instant::now();
+        index.overlap(black_box(query), &mut answer);
+        black_box(&mut answer);
+        taken.push(begin.elapsed().as_nanos() as u64);
+        if draw % 64 == 0 && !more() {
+            break;
+        }
+    }
+    let seconds = start.elapsed().as_secs_f64();
+    taken.sort_unstable();
+    let at = |share: f64| taken[((taken.len() - 1) as f64 * share) as usize] as f64 / 1e3;
+    json!({
+        "lookups": taken.len(),
+        "lookups_per_s": taken.len() as f64 / seconds,
+        "p50_us": at(0.5),
+        "p99_us": at(0.99),
+        "p999_us": at(0.999),
+    })
+}
+
+/// Resident bytes, once the allocator has given back what nobody has.
+fn resident() -> Result<i64> {
+    // SAFETY: it takes a number and asks nothing of its caller.
+    unsafe { libc::malloc_trim(0) };
+    let statm = std::fs::read_to_string("/proc/self/statm").context("/proc/self/statm")?;
+    let pages: i64 = statm.split(' ').nth(1).context("statm has a second field")?.parse()?;
+    Ok(pages * page_bytes())
+}
+
+fn page_bytes() -> i64 {
+    // SAFETY: it takes a number and asks nothing of its caller.
+    unsafe { libc::sysconf(libc::_SC_PAGESIZE) }
+}
+
+/// Puts the calling thread, and all that it starts, on one core.
+fn pin(core: usize) -> Result<()> {
+    let mut set = CpuSet::new();
+    set.set(core);
+    sched_setaffinity(None, &set).with_context(|| format!("core {core} cannot be had: this takes two"))
+}

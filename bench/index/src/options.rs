@@ -1,0 +1,111 @@
+//! What the command line says, and what one process measures.
+
+use crate::INDEXES;
+use anyhow::{Context, Result, bail, ensure};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::path::PathBuf;
+
+/// The command line.
+pub(crate) struct Options {
+    /// A trace in Mooncake's format.
+    pub(crate) trace: PathBuf,
+    pub(crate) json: bool,
+    pub(crate) repetitions: usize,
+    /// Fleet sizes.
+    pub(crate) workers: Vec<u32>,
+    pub(crate) indexes: Vec<String>,
+    /// Set in a process that was started to measure one thing.
+    pub(crate) cell: Option<Cell>,
+}
+
+/// One measurement of one index.
+#[derive(Clone, Serialize, Deserialize)]
+pub(crate) struct Cell {
+    pub(crate) index: String,
+    pub(crate) workers: u32,
+    pub(crate) what: What,
+}
+
+/// What is measured.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum What {
+    Apply1,
+    Apply2,
+    Lookup,
+    Concurrent,
+    Memory,
+    Check,
+    CheckHeads,
+    CheckPunched,
+}
+
+const USAGE: &str = "\
+The router's prefix index beside the published ones, on one stream of events made from a recorded trace.
+
+  --trace FILE      the trace, in Mooncake's format (required; docs/replay.md says where to get one)
+  --workers N,N     fleet sizes (128,1024)
+  --repetitions N   of what is timed (3)
+  --indexes A,B     blockyard, kv-index into, kv-index, dynamo crtc, dynamo positional (all)
+  --json            print the records instead of tables
+  --help            this
+";
+
+impl Options {
+    pub(crate) fn from_args() -> Result<Self> {
+        let mut options = Self {
+            trace: PathBuf::new(),
+            json: false,
+            repetitions: 3,
+            workers: vec![128, 1024],
+            indexes: INDEXES.map(str::to_owned).to_vec(),
+            cell: None,
+        };
+        let mut arguments = std::env::args().skip(1);
+        while let Some(argument) = arguments.next() {
+            let mut value = || arguments.next().with_context(|| format!("{argument} needs a value"));
+            match argument.as_str() {
+                "--trace" => options.trace = value()?.into(),
+                "--json" => options.json = true,
+                "--repetitions" => options.repetitions = value()?.parse().context("--repetitions")?,
+                "--workers" => {
+                    options.workers =
+                        value()?.split(',').map(str::parse).collect::<Result<_, _>>().context("--workers")?;
+                }
+                "--indexes" => options.indexes = value()?.split(',').map(str::to_owned).collect(),
+                "--cell" => options.cell = Some(serde_json::from_str(&value()?).context("--cell")?),
+                "--help" | "-h" => {
+                    print!("{USAGE}");
+                    std::process::exit(0);
+                }
+                _ => bail!("unknown option {argument}\n\n{USAGE}"),
+            }
+        }
+        ensure!(!options.trace.as_os_str().is_empty(), "--trace FILE is missing: which requests are to be replayed?");
+        ensure!(options.trace.is_file(), "there is no trace to read at {}", options.trace.display());
+        ensure!(options.repetitions > 0, "--repetitions: at least 1");
+        if let Some(unknown) = options.indexes.iter().find(|name| !INDEXES.contains(&name.as_str())) {
+            bail!("no index is called {unknown}: {}", INDEXES.join(", "));
+        }
+        Ok(options)
+    }
+}
+
+impl Cell {
+    /// Everything that is measured with one fleet size. Indexes take turns, so that what slows the machine for a while
+    /// slows all of them.
+    pub(crate) fn all(workers: u32, repetitions: usize, indexes: &[String]) -> Vec<Self> {
+        let of = |what: What| indexes.iter().map(move |index| Self { index: index.clone(), workers, what });
+        let once = [What::Memory, What::Check, What::CheckHeads, What::CheckPunched];
+        let timed = [What::Apply1, What::Apply2, What::Lookup, What::Concurrent];
+        let repeated = (0..repetitions).flat_map(|_| timed);
+        repeated.chain(once).flat_map(of).collect()
+    }
+}
+
+impl fmt::Display for Cell {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} workers, {}: {:?}", self.workers, self.index, self.what)
+    }
+}

@@ -1,0 +1,199 @@
+//! The stream of events: a trace's prompts, sent to simulated workers that each keep what fits their cache.
+//!
+//! It is made before anything is measured, and is the same for every index.
+
+use crate::seam::{Block, Index};
+use anyhow::{Context, Result, ensure};
+use dynamo_kv_router::protocols::{LocalBlockHash, compute_seq_hash_for_block};
+use serde::Deserialize;
+use std::collections::{HashMap, VecDeque};
+use std::path::Path;
+
+const BLOCK_TOKENS: usize = 16;
+/// A trace's number names 512 tokens.
+const BLOCKS_PER_NUMBER: u64 = 512 / BLOCK_TOKENS as u64;
+/// One event tells of one step of an engine, and 8,192 tokens are a usual step.
+const STEP_BLOCKS: usize = 8192 / BLOCK_TOKENS;
+/// The share of requests whose events fill the index; those of the others are the churn that is measured.
+const FILL: f64 = 0.7;
+
+/// Which blocks a full worker gives up first.
+#[derive(Clone, Copy, PartialEq)]
+pub(crate) enum Evict {
+    /// Of the request used longest ago, its end: no worker ever has a hole.
+    Tail,
+    /// Its beginning: holes everywhere. For checking only; no engine does that.
+    Head,
+}
+
+/// What is to be made.
+pub(crate) struct Plan<'a> {
+    pub(crate) trace: &'a Path,
+    pub(crate) workers: u32,
+    /// Blocks that a worker keeps.
+    pub(crate) cache: usize,
+    /// The trace is taken this often, each time under other names.
+    pub(crate) copies: u64,
+    pub(crate) evict: Evict,
+}
+
+/// What happened to one worker.
+#[derive(Clone, Copy)]
+pub(crate) struct Event {
+    pub(crate) worker: u32,
+    /// The request that caused it.
+    pub(crate) request: usize,
+    change: Change,
+}
+
+#[derive(Clone, Copy)]
+enum Change {
+    Stored { parent: Option<u64>, from: usize, to: usize },
+    Removed { from: usize, to: usize },
+}
+
+/// The stream.
+#[derive(Default)]
+pub(crate) struct Workload {
+    stored: Vec<Block>,
+    removed: Vec<u64>,
+    pub(crate) events: Vec<Event>,
+    /// The first event of the churn.
+    pub(crate) churn: usize,
+    /// By request.
+    pub(crate) prompts: Vec<Vec<Block>>,
+    /// Requests of the churn.
+    pub(crate) recent: usize,
+}
+
+#[derive(Deserialize)]
+struct Line {
+    input_length: usize,
+    hash_ids: Vec<u64>,
+}
+
+/// What a worker keeps: each name with its last use, and all uses in order. A use that is not its name's last is skipped.
+#[derive(Default)]
+struct Cache {
+    last: HashMap<u64, usize>,
+    uses: VecDeque<(usize, u64)>,
+}
+
+/// `SplitMix64`.
+pub(crate) fn mix(value: u64) -> u64 {
+    let value = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    value ^ (value >> 31)
+}
+
+impl Workload {
+    pub(crate) fn new(plan: &Plan<'_>) -> Result<Self> {
+        let path = plan.trace.display();
+        let text =
+            std::fs::read_to_string(plan.trace).with_context(|| format!("there is no trace to read at {path}"))?;
+        let lines: Vec<Line> = text
+            .lines()
+            .map(serde_json::from_str)
+            .collect::<Result<_, _>>()
+            .with_context(|| format!("{path} is no trace in Mooncake's format"))?;
+        ensure!(!lines.is_empty(), "{path} has no request in it");
+        let total = lines.len() * plan.copies as usize;
+        let fill = (total as f64 * FILL) as usize;
+        let mut caches: Vec<Cache> = (0..plan.workers).map(|_| Cache::default()).collect();
+        let mut workload = Self { recent: total - fill, ..Self::default() };
+        let requests = (0..plan.copies).flat_map(|copy| lines.iter().map(move |line| (copy, line)));
+        for (request, (copy, line)) in requests.enumerate() {
+            if request == fill {
+                workload.churn = workload.events.len();
+            }
+            let worker = worker_for(line, request as u64, copy, plan.workers);
+            let prompt = prompt(line, copy);
+            workload.serve(plan, &mut caches[worker as usize], worker, request, &prompt);
+            workload.prompts.push(prompt);
+        }
+        Ok(workload)
+    }
+
+    /// One request on one worker: what it evicts, then what it stores, a step at a time.
+    fn serve(&mut self, plan: &Plan<'_>, cache: &mut Cache, worker: u32, request: usize, prompt: &[Block]) {
+        let from = self.removed.len();
+        let hit = cache.take(plan, request, prompt, &mut self.removed);
+        if self.removed.len() > from {
+            let change = Change::Removed { from, to: self.removed.len() };
+            self.events.push(Event { worker, request, change });
+        }
+        let mut parent = hit.checked_sub(1).map(|last| prompt[last].sequence);
+        for step in prompt[hit..].chunks(STEP_BLOCKS) {
+            let from = self.stored.len();
+            self.stored.extend_from_slice(step);
+            let change = Change::Stored { parent, from, to: self.stored.len() };
+            self.events.push(Event { worker, request, change });
+            parent = step.last().map(|block| block.sequence);
+        }
+    }
+
+    pub(crate) fn apply(&self, index: &impl Index, event: &Event) {
+        match event.change {
+            Change::Stored { parent, from, to } => index.stored(event.worker, parent, &self.stored[from..to]),
+            Change::Removed { from, to } => index.removed(event.worker, &self.removed[from..to]),
+        }
+    }
+
+    /// Blocks stored and removed.
+    pub(crate) fn operations(events: &[Event]) -> usize {
+        let blocks = |event: &Event| match event.change {
+            Change::Stored { from, to, .. } | Change::Removed { from, to } => to - from,
+        };
+        events.iter().map(blocks).sum()
+    }
+}
+
+impl Cache {
+    /// Takes a prompt in and answers with the leading blocks that were there. What must go is added to `gone`.
+    fn take(&mut self, plan: &Plan<'_>, now: usize, prompt: &[Block], gone: &mut Vec<u64>) -> usize {
+        let hit = prompt.iter().take_while(|block| self.last.contains_key(&block.sequence)).count();
+        let mut fresh = 0;
+        for block in prompt {
+            match self.last.get_mut(&block.sequence) {
+                Some(last) => *last = now,
+                None => fresh += 1,
+            }
+        }
+        while self.last.len() + fresh > plan.cache {
+            let Some((used, name)) = self.uses.pop_front() else { break };
+            if self.last.get(&name) == Some(&used) {
+                self.last.remove(&name);
+                gone.push(name);
+            }
+        }
+        let uses = prompt.iter().map(|block| (now, block.sequence));
+        self.last.extend(uses.clone().map(|(now, name)| (name, now)));
+        match plan.evict {
+            Evict::Tail => self.uses.extend(uses.rev()),
+            Evict::Head => self.uses.extend(uses),
+        }
+        hit
+    }
+}
+
+fn prompt(line: &Line, copy: u64) -> Vec<Block> {
+    let parts = |number: &u64| {
+        let number = mix(copy << 40 | number);
+        (0..BLOCKS_PER_NUMBER).map(move |part| LocalBlockHash(mix(number ^ part)))
+    };
+    let contents: Vec<_> = line.hash_ids.iter().flat_map(parts).take(line.input_length / BLOCK_TOKENS).collect();
+    let sequences = compute_seq_hash_for_block(&contents);
+    contents.iter().zip(sequences).map(|(content, sequence)| Block { content: content.0, sequence }).collect()
+}
+
+/// Who shares the first 2,048 tokens goes to the same worker, but for one request in five, which goes anywhere.
+fn worker_for(line: &Line, request: u64, copy: u64, workers: u32) -> u32 {
+    let dice = mix(request ^ 0xd1ce);
+    let key = if dice.is_multiple_of(5) {
+        mix(dice)
+    } else {
+        line.hash_ids.iter().take(4).fold(copy, |key, number| mix(key ^ number))
+    };
+    (key % u64::from(workers)) as u32
+}

@@ -1,0 +1,91 @@
+//! The index within its budget: what it does when there are more blocks than it may know.
+//!
+//! It forgets, page by page. A hand goes round over all pages: one that was asked for or changed since it last came by is spared
+//! once, the others go. What was forgotten counts as not held until its source announces it again or sends a snapshot:
+//! never wrong, only forgetful.
+
+use super::Index;
+use super::body::{CHUNK, Place};
+use super::change::{Gone, digest};
+use super::holders::Holders;
+use super::locator::Entry;
+use super::page::{PLACES, Page, Warmth};
+use std::sync::atomic::Ordering;
+
+/// What an entry costs in the emptiest table that growing makes.
+const ENTRY_BYTES: usize = 15;
+/// Pages forgotten between two looks at the tables.
+const BATCH: usize = 8;
+
+impl Index {
+    /// Forgets until the budget is kept. Answers with the pages forgotten.
+    pub(super) fn trim(&self) -> usize {
+        if self.weight() <= self.budget {
+            return 0;
+        }
+        // Whoever is at it does it for all.
+        let Ok(mut hand) = self.hand.try_lock() else { return 0 };
+        let (mut forgotten, mut gone) = (0, Gone::default());
+        let pages = self.body.load().chunks.len() * CHUNK;
+        // Twice round, everything has been cold once.
+        for _ in 0..2 * pages {
+            if gone.pages.len() == BATCH || self.weight() <= self.budget {
+                self.bury(&gone);
+                gone = Gone::default();
+                if self.weight() <= self.budget {
+                    break;
+                }
+            }
+            *hand = (*hand + 1) % pages.max(1) as u32;
+            forgotten += usize::from(self.forget_page(*hand, &mut gone));
+        }
+        self.bury(&gone);
+        self.forgotten.fetch_add(forgotten as u64, Ordering::Relaxed);
+        forgotten
+    }
+
+    /// Forgets a page, unless it is warm.
+    fn forget_page(&self, number: u32, gone: &mut Gone) -> bool {
+        let body = self.body.load();
+        let Some(page) = body.page(number) else { return false };
+        match page.warmth() {
+            Warmth::Settling => return false,
+            Warmth::Warm => {
+                page.set_warmth(Warmth::Cold);
+                return false;
+            }
+            Warmth::Cold => {}
+        }
+        let _turn = self.arena.turn(number);
+        if page.live() == 0 || page.warmth() == Warmth::Settling {
+            return false;
+        }
+        self.strike_holders(page);
+        let dead = page.set_holders(Holders::Nobody);
+        let entry = |at| Entry { name: page.name(at), place: Place::new(number, at) };
+        gone.entries.extend((0..PLACES).filter(|at| dead >> at & 1 == 1).map(entry));
+        gone.pages.push(number);
+        true
+    }
+
+    /// Takes a page's blocks off its holders' tallies. Their ledgers go on naming the page, which does no harm.
+    fn strike_holders(&self, page: &Page) {
+        let (body, holders) = (self.body.load(), page.holders());
+        self.crowd_bytes.fetch_sub(holders.bytes(), Ordering::Relaxed);
+        for (seat, mask) in holders.to_vec() {
+            let blocks = mask.count_ones() as usize;
+            self.memberships.fetch_sub(blocks, Ordering::Relaxed);
+            if let Some(owner) = body.roll.by_slot(seat.slot()) {
+                owner.went(seat, blocks as u64, digest(page, mask));
+                owner.set_forgetful(true);
+            }
+        }
+    }
+
+    /// Bytes that what is known needs, spare room apart.
+    fn weight(&self) -> usize {
+        self.arena.used() * size_of::<Page>()
+            + self.entries.load(Ordering::Relaxed) * ENTRY_BYTES
+            + self.crowd_bytes.load(Ordering::Relaxed)
+    }
+}

@@ -1,0 +1,88 @@
+//! The lock-free files once more, in every order in which threads can meet.
+
+use loom::sync::Arc;
+use loom::thread;
+use sync::{AtomicU64, Ordering};
+use table::{Entered, Table, Taken};
+use version::Version;
+
+mod sync {
+    pub(crate) use loom::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+
+    pub(crate) const LOOKS: usize = 2;
+
+    pub(crate) fn pause(_look: usize) {
+        loom::thread::yield_now();
+    }
+}
+
+#[expect(clippy::duplicate_mod, dead_code, reason = "the same text over other atomics, and not all of it in a test")]
+#[path = "table.rs"]
+mod table;
+
+#[expect(clippy::duplicate_mod, reason = "the same text over other atomics")]
+#[path = "version.rs"]
+mod version;
+
+/// Two preemptions find nearly every wrong order, and all of them would take hours.
+fn explore(model: impl Fn() + Sync + Send + 'static) {
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound = Some(2);
+    builder.check(model);
+}
+
+#[test]
+fn what_changes_together_is_seen_together_or_not_at_all() {
+    explore(|| {
+        let page = Arc::new((Version::new(), AtomicU64::new(0), AtomicU64::new(0)));
+        let writer = page.clone();
+        let writer = thread::spawn(move || {
+            for value in 1..=2 {
+                writer.0.change(|| {
+                    writer.1.store(value, Ordering::Relaxed);
+                    writer.2.store(value, Ordering::Relaxed);
+                });
+            }
+        });
+        let seen = page.0.look(|| (page.1.load(Ordering::Relaxed), page.2.load(Ordering::Relaxed)));
+        if let Some((one, other)) = seen {
+            assert_eq!(one, other);
+        }
+        writer.join().unwrap();
+    });
+}
+
+#[test]
+fn an_entry_is_found_while_its_neighbours_come_and_go() {
+    explore(|| {
+        let table = Arc::new(Table::new(16));
+        // The home group is full, so the last of nine lies in the next.
+        for place in 64..73 {
+            table.enter(7, place, |_| false);
+        }
+        let writer = table.clone();
+        let writer = thread::spawn(move || {
+            assert_eq!(writer.take(7, 66), Taken::Buried, "readers must go on behind it");
+            assert_eq!(writer.enter(7, 100, |_| false), Entered::OnGrave, "a grave is used again");
+        });
+        assert_eq!(table.find(7, |place| place == 72), Some(72));
+        writer.join().unwrap();
+        assert_eq!(table.find(7, |place| place == 66), None);
+    });
+}
+
+#[test]
+fn what_an_entry_points_to_is_there_before_it() {
+    explore(|| {
+        let shared = Arc::new((Table::new(8), AtomicU64::new(0)));
+        let writer = shared.clone();
+        let writer = thread::spawn(move || {
+            writer.1.store(5, Ordering::Relaxed);
+            writer.0.enter(7, 64, |_| false);
+        });
+        if shared.0.find(7, |_| true).is_some() {
+            assert_eq!(shared.1.load(Ordering::Relaxed), 5);
+        }
+        writer.join().unwrap();
+    });
+}

@@ -1,0 +1,128 @@
+//! A source, and what it holds.
+
+use super::LEVELS;
+use super::seat::{Seat, Slot};
+use crate::select::mix;
+use std::collections::HashSet;
+use std::hash::{BuildHasherDefault, Hasher};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// The source.
+pub(super) struct Owner {
+    pub(super) slot: Slot,
+    ledger: Mutex<Ledger>,
+    tallies: [Tally; LEVELS.len()],
+    /// Some of what it holds was dropped to save memory.
+    forgetful: AtomicBool,
+}
+
+/// Where a source's blocks are. The lock on it also orders the changes of one source.
+#[derive(Default)]
+pub(super) struct Ledger {
+    /// By level: pages in which it holds something, and perhaps some in which it no longer does.
+    pub(super) pages: [Pages; LEVELS.len()],
+    /// Where its next new names go, if there is room.
+    pub(super) open: Option<u32>,
+    /// Set when the source was forgotten while somebody waited for this lock.
+    pub(super) retired: bool,
+}
+
+/// Numbers of pages.
+pub(super) type Pages = HashSet<u32, BuildHasherDefault<Spread>>;
+
+/// How many blocks a source holds at a level, and which, as one number.
+#[derive(Default)]
+struct Tally {
+    blocks: AtomicU64,
+    digest: AtomicU64,
+}
+
+/// What the index believes that a source holds at a level, to be compared with what the source itself says.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Digest {
+    /// How many blocks.
+    pub blocks: u64,
+    /// Which, in no order: the sum of [`Digest::of`] of each, modulo 2⁶⁴.
+    pub sum: u64,
+    /// Whether that is all it announced. When the index had to forget some, to stay within its budget, its sum says nothing.
+    pub whole: bool,
+}
+
+impl Digest {
+    /// A block's part in the sum: the first eight bytes of its name, as a number, through `SplitMix64`'s finaliser.
+    pub fn of(short: u64) -> u64 {
+        mix(short)
+    }
+}
+
+impl Owner {
+    pub(super) fn new(slot: Slot) -> Self {
+        let (ledger, tallies) = (Mutex::default(), Default::default());
+        Self { slot, ledger, tallies, forgetful: AtomicBool::new(false) }
+    }
+
+    pub(super) fn lock(&self) -> MutexGuard<'_, Ledger> {
+        self.ledger.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Blocks came: how many, and the sum of their digests.
+    pub(super) fn came(&self, seat: Seat, blocks: u64, digest: u64) {
+        self.tallies[seat.level()].blocks.fetch_add(blocks, Ordering::Relaxed);
+        self.tallies[seat.level()].digest.fetch_add(digest, Ordering::Relaxed);
+    }
+
+    /// Blocks went.
+    pub(super) fn went(&self, seat: Seat, blocks: u64, digest: u64) {
+        self.tallies[seat.level()].blocks.fetch_sub(blocks, Ordering::Relaxed);
+        self.tallies[seat.level()].digest.fetch_sub(digest, Ordering::Relaxed);
+    }
+
+    /// Whether some of what it holds was dropped.
+    pub(super) fn set_forgetful(&self, forgetful: bool) {
+        self.forgetful.store(forgetful, Ordering::Relaxed);
+    }
+
+    pub(super) fn digest(&self, level: usize) -> Digest {
+        let Tally { blocks, digest } = &self.tallies[level];
+        let (blocks, sum) = (blocks.load(Ordering::Relaxed), digest.load(Ordering::Relaxed));
+        Digest { blocks, sum, whole: !self.forgetful.load(Ordering::Relaxed) }
+    }
+
+    /// Bytes of the ledger. Waits for a change of this source to end.
+    pub(super) fn bytes(&self) -> usize {
+        // A set has a power of two of buckets, at most 7/8 full, with a control byte each.
+        let set = |pages: &Pages| match pages.capacity() {
+            0 => 0,
+            capacity => (capacity * 8 / 7).next_power_of_two() * (size_of::<u32>() + 1),
+        };
+        self.lock().pages.iter().map(set).sum()
+    }
+}
+
+/// Gives back memory when most of it is spare.
+pub(super) fn fit(pages: &mut Pages) {
+    if pages.capacity() > 64 && pages.len() * 4 < pages.capacity() {
+        pages.shrink_to(pages.len() * 2);
+    }
+}
+
+/// Hashes numbers of pages, which nobody outside chooses, by one multiplication.
+#[derive(Default)]
+pub(super) struct Spread(u64);
+
+impl Hasher for Spread {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        for byte in bytes {
+            self.write_u32(u32::from(*byte));
+        }
+    }
+
+    fn write_u32(&mut self, value: u32) {
+        self.0 = (self.0 ^ u64::from(value)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    }
+}

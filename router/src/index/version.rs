@@ -1,0 +1,47 @@
+//! Reading what somebody may be changing, without waiting for him.
+//!
+//! A [`Version`] stands beside data made of atomics. It is odd while the data changes. A reader looks at it, at the data,
+//! and at it again: the same even number twice means that nothing changed in between.
+//!
+//! **Ordering.** Writers take turns by a lock of their own. A writer's odd number comes before its first change, by the release
+//! fence; so a reader that saw a change, and then passed its own acquire fence, sees at least that odd number at its second
+//! look, and starts over. The even number is stored with release and the reader's first look acquires it, so that what was
+//! written under it is seen under it.
+
+use super::sync::{AtomicU32, LOOKS, Ordering, fence, pause};
+
+/// How often something has changed, twice over.
+pub(crate) struct Version(AtomicU32);
+
+impl Version {
+    /// Of what has never changed.
+    pub(crate) fn new() -> Self {
+        Self(AtomicU32::new(0))
+    }
+
+    /// Makes a change. The caller holds the lock that writers take turns by.
+    pub(crate) fn change<T>(&self, change: impl FnOnce() -> T) -> T {
+        let version = self.0.load(Ordering::Relaxed);
+        self.0.store(version.wrapping_add(1), Ordering::Relaxed);
+        fence(Ordering::Release);
+        let outcome = change();
+        self.0.store(version.wrapping_add(2), Ordering::Release);
+        outcome
+    }
+
+    /// Looks until nothing changed meanwhile; `None` when it does not come to rest.
+    pub(crate) fn look<T>(&self, mut look: impl FnMut() -> T) -> Option<T> {
+        for look_number in 0..LOOKS {
+            let version = self.0.load(Ordering::Acquire);
+            if version.is_multiple_of(2) {
+                let seen = look();
+                fence(Ordering::Acquire);
+                if self.0.load(Ordering::Relaxed) == version {
+                    return Some(seen);
+                }
+            }
+            pause(look_number);
+        }
+        None
+    }
+}
