@@ -35,6 +35,7 @@ pub(crate) struct Metrics {
 }
 
 impl Metrics {
+    #[expect(clippy::too_many_lines, reason = "one metric after the other")]
     pub(crate) fn new(registry: &Registry) -> Result<Self, prometheus::Error> {
         let counter = |name, help| enter(registry, IntCounter::new(name, help));
         let counters = |name: &str, help: &str, labels: &[&str]| {
