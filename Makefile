@@ -17,7 +17,7 @@ RUST_TESTS := cargo test --locked --workspace --all-targets --no-fail-fast
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint fmt doc setup bench bench-ttft bench-routing bench-replay bench-index advisories
+.PHONY: help run test lint fmt doc setup bench bench-kvbm bench-ttft bench-routing bench-replay bench-index advisories
 
 help: ## List the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,7 +54,11 @@ fmt: ## Format everything
 doc: ## Build the API documentation into target/doc
 	cargo doc --locked --workspace --no-deps --document-private-items
 
-bench: bench-ttft bench-routing ## All benchmarks; takes minutes, wants an idle machine
+bench: bench-kvbm bench-ttft bench-routing ## All benchmarks; takes minutes, wants an idle machine
+
+bench-kvbm: ## What the block manager must show, each figure beside its goal (ARGS="--json" for JSON)
+	cargo build --locked --release -p kvbm --examples
+	cargo run --locked --release --quiet $(BENCH) --bin kvbm -- $(ARGS)
 
 bench-ttft: ## Time to first token: cold, and with the prefix in each tier (ARGS="--json" for JSON)
 	cargo build --locked --release

@@ -66,10 +66,15 @@ pub fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("bench is in the checkout")
 }
 
-fn release_binary() -> Result<PathBuf> {
+/// Where cargo puts what it builds of this checkout.
+pub fn target_directory() -> Result<PathBuf> {
     let mut cargo = Command::new("cargo");
     cargo.args(["metadata", "--no-deps", "--offline", "--format-version", "1"]).current_dir(root());
     let metadata: Value = serde_json::from_slice(&cargo.output().context("cargo metadata")?.stdout)?;
     let target = metadata["target_directory"].as_str().context("cargo metadata has no target_directory")?;
-    Ok(Path::new(target).join("release/blockyard"))
+    Ok(target.into())
+}
+
+fn release_binary() -> Result<PathBuf> {
+    Ok(target_directory()?.join("release/blockyard"))
 }

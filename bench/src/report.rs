@@ -15,7 +15,7 @@ pub fn median(times: &[Duration]) -> Duration {
     sorted[(sorted.len() - 1) / 2]
 }
 
-/// Machine and commit, as people compare them.
+/// Machine, what else it was doing, and commit, as people compare them.
 pub fn circumstances() -> Value {
     let cpu = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let cpu = cpu.lines().find_map(|line| line.strip_prefix("model name")?.split_once(':'));
@@ -26,6 +26,7 @@ pub fn circumstances() -> Value {
         "cpu": cpu.map_or("unknown", |(_, name)| name.trim()),
         "cores": std::thread::available_parallelism().map_or(0, usize::from),
         "memory_gib": memory.map(|kib: u64| kib / (1 << 20)),
+        "load": std::fs::read_to_string("/proc/loadavg").ok().and_then(|load| load.split(' ').next()?.parse::<f64>().ok()),
         "commit": commit(),
     })
 }
@@ -34,7 +35,8 @@ pub fn circumstances() -> Value {
 pub fn describe(circumstances: &Value) -> String {
     let text = |key: &str| circumstances[key].as_str().unwrap_or("unknown").to_owned();
     let (cores, memory) = (&circumstances["cores"], &circumstances["memory_gib"]);
-    format!("{} · {cores} cores · {memory} GiB · commit {}", text("cpu"), text("commit"))
+    let load = &circumstances["load"];
+    format!("{} · {cores} cores · {memory} GiB · load {load} · commit {}", text("cpu"), text("commit"))
 }
 
 fn commit() -> String {

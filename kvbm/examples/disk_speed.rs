@@ -3,7 +3,7 @@
 //!
 //! `cargo run --release -p kvbm --example disk_speed -- FOLDER [--block-bytes N] [--mib N] [--rounds N] [--recover N] [--json]`
 //!
-//! Devices burst and other load comes and goes, so only the ratios of one run mean something; medians are shown. `--recover N`
+//! Without `fio` only the tier is measured, and that is said. Devices burst and other load comes and goes, so only the ratios of one run mean something; medians are shown. `--recover N`
 //! writes N blocks of one sector each and opens the log again, its pages dropped from the page cache where that is allowed.
 
 use bytes::Bytes;
@@ -80,11 +80,17 @@ async fn main() -> Result<()> {
 async fn speeds(folder: &Path, arguments: &Arguments) -> Result<Value> {
     let Arguments { block_bytes, mib, rounds, .. } = *arguments;
     let raw = folder.join("raw");
+    let references = if Command::new("fio").arg("--version").output().is_ok() {
+        &REFERENCES[..]
+    } else {
+        eprintln!("fio is not installed, so there is nothing to compare with: apt-get install fio");
+        &[]
+    };
     let mut ours: [Vec<f64>; 2] = Default::default();
     let mut theirs: [[Vec<f64>; 2]; REFERENCES.len()] = Default::default();
     for round in 0..rounds {
         for (direction, name) in ["write", "read"].into_iter().enumerate() {
-            for (reference, of) in REFERENCES.iter().zip(&mut theirs) {
+            for (reference, of) in references.iter().zip(&mut theirs) {
                 of[direction].push(fio(&raw, name, *reference, mib)?);
             }
         }
@@ -97,8 +103,9 @@ async fn speeds(folder: &Path, arguments: &Arguments) -> Result<Value> {
     }
     let mut told = json!({ "block_bytes": block_bytes, "mib": mib, "rounds": rounds, "unit": "GB/s" });
     for (direction, name) in ["write", "read"].into_iter().enumerate() {
-        told[name]["tier"] = json!(median(&ours[direction]));
-        for ((engine, depth, jobs), of) in REFERENCES.iter().zip(&theirs) {
+        told[name] = json!({ "tier": median(&ours[direction]), "fio": [] });
+        let mut compared = Vec::new();
+        for ((engine, depth, jobs), of) in references.iter().zip(&theirs) {
             let reference = format!("fio {engine} x{}", depth * jobs);
             let ratios: Vec<f64> = ours[direction].iter().zip(&of[direction]).map(|(our, their)| our / their).collect();
             let (their, ratio) = (median(&of[direction]), median(&ratios));
@@ -106,8 +113,9 @@ async fn speeds(folder: &Path, arguments: &Arguments) -> Result<Value> {
                 let our = median(&ours[direction]);
                 println!("{name:5} {our:.2} GB/s, {reference:14} {their:.2} GB/s: median ratio {ratio:.2}");
             }
-            told[name][&reference] = json!({ "speed": their, "ratio": ratio });
+            compared.push(json!({ "reference": reference, "speed": their, "ratio": ratio }));
         }
+        told[name]["fio"] = compared.into();
     }
     Ok(told)
 }

@@ -1,4 +1,5 @@
-//! What the forms of resting blocks cost and gain, on this machine: `cargo run --release -p kvbm --example forms [FILE…]`.
+//! What the forms of resting blocks cost and gain, on this machine:
+//! `cargo run --release -p kvbm --example forms [-- [--json] [FILE…]]`.
 //!
 //! Measures the lossless codec on synthetic KV, or on files of raw KV, on one core; then, for synthetic KV, how fast a
 //! disk tier in the folder for temporary files stores and onboards blocks in each form. Medians of repeated runs, the
@@ -10,6 +11,7 @@ use kvbm::codec::synthetic::{self, Shape};
 use kvbm::codec::{Coder, Mode, bound, encoded, favourite};
 use kvbm::crypt::{KeySource, Keys, encrypted};
 use kvbm::{Block, Codec, DiskTier, Epoch, EventLog, Fingerprint, Metrics, SequenceHash, Tier, disk};
+use serde_json::{Value, json};
 use std::error::Error;
 use std::sync::Arc;
 use std::time::Instant;
@@ -24,15 +26,25 @@ const ROUNDS: usize = 9;
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn Error>> {
-    let files: Vec<String> = std::env::args().skip(1).collect();
+    let (flags, files): (Vec<String>, Vec<String>) =
+        std::env::args().skip(1).partition(|argument| argument.starts_with("--"));
+    let json = flags.iter().any(|flag| flag == "--json");
+    let mut told = json!({ "codec": [] });
+    let mut payloads = Vec::new();
     if files.is_empty() {
         let values = synthetic::kv(1, SHAPE);
-        codec("synthetic bf16", synthetic::bf16(&values));
-        codec("synthetic f32", synthetic::f32(&values));
-        tiers(synthetic::bf16(&values)).await?;
+        payloads.push(("synthetic bf16".into(), synthetic::bf16(&values)));
+        payloads.push(("synthetic f32".into(), synthetic::f32(&values)));
+        told["tiers"] = tiers(synthetic::bf16(&values), json).await?;
     }
     for file in files {
-        codec(&file, std::fs::read(&file)?);
+        let raw = std::fs::read(&file)?;
+        payloads.push((file, raw));
+    }
+    let each = payloads.into_iter().map(|(what, raw)| codec(&what, raw, json));
+    told["codec"] = each.collect::<Vec<Value>>().into();
+    if json {
+        println!("{told:#}");
     }
     Ok(())
 }
@@ -41,7 +53,7 @@ fn block(raw: Vec<u8>) -> Block {
     Block::seal(SequenceHash::from_bytes([1; 16]), None, ENGINE, Bytes::from(raw))
 }
 
-fn codec(what: &str, raw: Vec<u8>) {
+fn codec(what: &str, raw: Vec<u8>, json: bool) -> Value {
     let block = block(raw);
     let bytes = block.payload.len();
     let (codec, promised) = favourite(&block.payload);
@@ -53,16 +65,23 @@ fn codec(what: &str, raw: Vec<u8>) {
         rate(bytes, || assert!(favourite(&block.payload).1 > 1.0)),
     );
     let (ratio, bound) = (bytes as f64 / encoded.payload.len() as f64, bound(codec, &block.payload));
+    assert!(codec != Codec::Raw);
+    if json {
+        return json!({
+            "what": what, "codec": format!("{codec:?}"), "ratio": ratio, "bound": bound, "of_bound": ratio / bound,
+            "encode_gbps": encode, "decode_gbps": decode, "sample_gbps": sample,
+        });
+    }
     println!(
         "{what}: {codec:?}, ratio {ratio:.3} (sample {promised:.3}, order-0 bound {bound:.3}: {:.1} %), \
          encode {encode:.2} GB/s, decode {decode:.2} GB/s, sample {sample:.0} GB/s",
         ratio / bound * 100.0
     );
-    assert!(codec != Codec::Raw);
+    Value::Null
 }
 
 /// Store and onboarding rates of a disk tier, per form.
-async fn tiers(raw: Vec<u8>) -> Result<(), Box<dyn Error>> {
+async fn tiers(raw: Vec<u8>, json: bool) -> Result<Value, Box<dyn Error>> {
     let folder = tempfile::tempdir()?;
     let metrics = Metrics::new(&prometheus::Registry::new())?;
     let keys = folder.path().join("keys");
@@ -107,12 +126,22 @@ async fn tiers(raw: Vec<u8>) -> Result<(), Box<dyn Error>> {
             std::fs::remove_dir_all(place)?;
         }
     }
-    for (direction, what) in ["store", "onboard"].iter().enumerate() {
+    let mut told = json!({});
+    for (direction, what) in ["store", "onboard"].into_iter().enumerate() {
         let rates = seconds.each_mut().map(|times| {
             times[direction].sort_by(f64::total_cmp);
             bytes as f64 / times[direction][ROUNDS / 2] / 1e9
         });
         let [plain, secret, small, both] = rates;
+        let [raw, encrypted, encoded, all] = busy[direction].map(|busy| busy / (ROUNDS * bytes) as f64 * 1e9);
+        if json {
+            let form = |gbps: f64, seconds: f64| json!({ "gbps": gbps, "processor_seconds_per_gb": seconds });
+            told[what] = json!({
+                "raw": form(plain, raw), "encrypted": form(secret, encrypted),
+                "encoded": form(small, encoded), "both": form(both, all),
+            });
+            continue;
+        }
         println!(
             "disk tier, {what}: raw {plain:.2} GB/s, encrypted {secret:.2} ({:+.0} %), encoded {small:.2} ({:+.0} %), \
              both {both:.2} ({:+.0} %)",
@@ -120,12 +149,11 @@ async fn tiers(raw: Vec<u8>) -> Result<(), Box<dyn Error>> {
             (small / plain - 1.0) * 100.0,
             (both / plain - 1.0) * 100.0,
         );
-        let [plain, secret, small, both] = busy[direction].map(|busy| busy / (ROUNDS * bytes) as f64 * 1e9);
         println!(
-            "  processor seconds per GB: raw {plain:.2}, encrypted {secret:.2}, encoded {small:.2}, both {both:.2}"
+            "  processor seconds per GB: raw {raw:.2}, encrypted {encrypted:.2}, encoded {encoded:.2}, both {all:.2}"
         );
     }
-    Ok(())
+    Ok(told)
 }
 
 /// Seconds that this process has computed: what others on the machine do adds nothing to it, unlike to the time.

@@ -1,0 +1,196 @@
+//! What the block manager must show, in one run: every figure beside the goal that it is held against.
+//!
+//! It links nothing of the block manager's: it runs the measuring programs of `kvbm/examples` and `worker/examples`, one after
+//! the other, each of which compares with its reference in turns within its own run, and judges what they print.
+
+use anyhow::{Context, Result, bail, ensure};
+use bench::figure::{Figure, Goal};
+use bench::options::target_directory;
+use bench::report::{circumstances, describe, table};
+use serde_json::{Value, json};
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::time::Instant;
+
+const USAGE: &str = "\
+What the block manager must show, each figure beside its goal.
+
+  --json            print JSON instead of a table
+  --folder DIR      where the disk is measured (beside the built programs)
+  --programs DIR    the measuring programs (the release examples of this checkout)
+  --only NAME       one of them only; may be repeated";
+
+/// Bytes of blocks that the disk is measured with: small and large models.
+const DISK_BLOCKS: [&str; 2] = ["73728", "2097152"];
+
+/// A measuring program, how it is called, and what its figures are.
+struct Program {
+    name: &'static str,
+    arguments: Vec<String>,
+    judge: fn(&[Value]) -> Result<Vec<Figure>>,
+}
+
+struct Options {
+    json: bool,
+    folder: PathBuf,
+    programs: PathBuf,
+    only: Vec<String>,
+}
+
+impl Options {
+    fn from_args() -> Result<Self> {
+        let (mut json, mut folder, mut programs, mut only) = (false, None, None, Vec::new());
+        let mut arguments = std::env::args().skip(1);
+        while let Some(argument) = arguments.next() {
+            let mut value = || arguments.next().with_context(|| format!("{argument} needs a value"));
+            match argument.as_str() {
+                "--json" => json = true,
+                "--folder" => folder = Some(PathBuf::from(value()?)),
+                "--programs" => programs = Some(PathBuf::from(value()?)),
+                "--only" => only.push(value()?),
+                "--help" | "-h" => {
+                    println!("{USAGE}");
+                    std::process::exit(0);
+                }
+                _ => bail!("unknown option {argument}\n\n{USAGE}"),
+            }
+        }
+        let programs = programs.map_or_else(|| Ok(target_directory()?.join("release/examples")), anyhow::Ok)?;
+        let folder = folder.unwrap_or_else(|| programs.clone());
+        Ok(Self { json, folder, programs, only })
+    }
+}
+
+fn main() -> Result<()> {
+    let options = Options::from_args()?;
+    let all = programs(&options.folder.display().to_string());
+    if let Some(unknown) = options.only.iter().find(|only| all.iter().all(|program| program.name != **only)) {
+        bail!("there is no {unknown}; there are {}", all.iter().map(|it| it.name).collect::<Vec<_>>().join(", "));
+    }
+    let circumstances = circumstances();
+    let mut figures = Vec::new();
+    for program in all.iter().filter(|it| options.only.is_empty() || options.only.iter().any(|only| only == it.name)) {
+        let began = Instant::now();
+        eprint!("{} {} …", program.name, program.arguments.join(" "));
+        let printed = run(program, &options.programs)?;
+        eprintln!(" {:.0} s", began.elapsed().as_secs_f64());
+        figures.extend((program.judge)(&printed).with_context(|| format!("{} printed something else", program.name))?);
+    }
+    if options.json {
+        let figures: Vec<Value> = figures.iter().map(Figure::as_json).collect();
+        println!("{:#}", json!({ "circumstances": circumstances, "figures": figures }));
+    } else {
+        println!("\n{}\n", describe(&circumstances));
+        let rows: Vec<Vec<String>> = figures.iter().map(|figure| figure.row().to_vec()).collect();
+        print!("{}", table(&["figure", "measured", "goal", "met"], &rows));
+    }
+    Ok(())
+}
+
+fn programs(folder: &str) -> Vec<Program> {
+    let program = |name, arguments: &[&str], judge| {
+        let arguments = arguments.iter().chain(&["--json"]).map(|&argument| argument.to_owned()).collect();
+        Program { name, arguments, judge }
+    };
+    let disk = |block| program("disk_speed", &[folder, "--block-bytes", block, "--mib", "512", "--rounds", "3"], disk);
+    let mut all = vec![program("host_speed", &[], host)];
+    all.extend(DISK_BLOCKS.map(disk));
+    all.push(program("disk_speed", &[folder, "--recover", "1000000", "--rounds", "3"], recovery));
+    all.push(program("object_speed", &[], object));
+    all.push(program("match_speed", &[], matching));
+    all.push(program("forms", &[], forms));
+    all
+}
+
+/// Every JSON value that the program prints.
+fn run(program: &Program, folder: &std::path::Path) -> Result<Vec<Value>> {
+    let path = folder.join(program.name);
+    ensure!(path.exists(), "{} is not there: make bench-kvbm builds it", path.display());
+    let output = Command::new(&path).args(&program.arguments).stderr(Stdio::inherit()).output();
+    let output = output.with_context(|| format!("cannot run {}", path.display()))?;
+    ensure!(output.status.success(), "{} ended with {}", program.name, output.status);
+    let printed = serde_json::Deserializer::from_slice(&output.stdout).into_iter().collect::<Result<Vec<_>, _>>();
+    printed.with_context(|| format!("{} printed no JSON", program.name))
+}
+
+fn number(value: &Value) -> Result<f64> {
+    value.as_f64().context("a number is missing")
+}
+
+fn host(printed: &[Value]) -> Result<Vec<Figure>> {
+    let mut figures = Vec::new();
+    for size in printed {
+        let kib = number(&size["block_bytes"])? / 1024.0;
+        for (way, key) in [("G1→G2", "down_ratio"), ("G2→G1", "up_ratio")] {
+            let what = format!("{way} ÷ memcpy, blocks of {kib} KiB");
+            figures.push(Figure::ratio(what, number(&size[key])?, Goal::AtLeast(0.8)));
+        }
+    }
+    Ok(figures)
+}
+
+fn disk(printed: &[Value]) -> Result<Vec<Figure>> {
+    let [told] = printed else { bail!("one value was expected") };
+    let kib = number(&told["block_bytes"])? / 1024.0;
+    let mut figures = Vec::new();
+    for way in ["write", "read"] {
+        let what = format!("G3 {way}, blocks of {kib} KiB");
+        let references = told[way]["fio"].as_array().context("no references")?;
+        figures.push(Figure::of(what.clone(), number(&told[way]["tier"])?, "GB/s", Goal::Shown));
+        for reference in references {
+            let name = reference["reference"].as_str().context("no name")?;
+            figures.push(Figure::ratio(format!("{what} ÷ {name}"), number(&reference["ratio"])?, Goal::AtLeast(0.9)));
+        }
+        if references.is_empty() {
+            figures.push(Figure::missing(format!("{what} ÷ fio"), "no fio", Goal::AtLeast(0.9)));
+        }
+    }
+    Ok(figures)
+}
+
+fn recovery(printed: &[Value]) -> Result<Vec<Figure>> {
+    let [told] = printed else { bail!("one value was expected") };
+    let cached = if told["cold"] == true { "" } else { ", from the page cache" };
+    let what = format!("G3: {} blocks back after a restart{cached}", told["blocks"]);
+    Ok(vec![Figure::of(what, number(&told["seconds"])?, "s", Goal::Below(2.0))])
+}
+
+fn object(printed: &[Value]) -> Result<Vec<Figure>> {
+    let [told] = printed else { bail!("one value was expected") };
+    let what = "G4 read ÷ the raw client's best, one S3 server".to_owned();
+    Ok(vec![Figure::ratio(what, number(&told["ratio"])?, Goal::AtLeast(0.9))])
+}
+
+fn matching(printed: &[Value]) -> Result<Vec<Figure>> {
+    let mut figures = Vec::new();
+    for case in printed {
+        let named = case["case"].as_str().context("no case")?;
+        let what = format!("match {} of {} blocks, {named}", case["blocks"], case["resident"]);
+        figures.push(Figure::of(format!("{what}: p50"), number(&case["p50_us"])?, "µs", Goal::Shown));
+        figures.push(Figure::of(format!("{what}: p99"), number(&case["p99_us"])?, "µs", Goal::Below(50.0)));
+    }
+    Ok(figures)
+}
+
+fn forms(printed: &[Value]) -> Result<Vec<Figure>> {
+    let [told] = printed else { bail!("one value was expected") };
+    let mut figures = Vec::new();
+    for codec in told["codec"].as_array().context("no codecs")? {
+        let what = codec["what"].as_str().context("no name")?;
+        // The goals are for what engines keep; f32 is what the native one happens to compute with.
+        let goal = |goal| if what.ends_with("bf16") { goal } else { Goal::Shown };
+        let mut add = |name: &str, key: &str, unit, least| {
+            number(&codec[key]).map(|value| {
+                figures.push(Figure::of(format!("codec, {what}: {name}"), value, unit, goal(Goal::AtLeast(least))));
+            })
+        };
+        add("ratio", "ratio", "", 1.40)?;
+        add("of the order-0 bound", "of_bound", "", 0.97)?;
+        add("decoding, one core", "decode_gbps", "GB/s", 2.0)?;
+    }
+    for (way, goal) in [("onboard", Goal::AtLeast(0.85)), ("store", Goal::Shown)] {
+        let [plain, secret] = ["raw", "encrypted"].map(|form| number(&told["tiers"][way][form]["gbps"]));
+        figures.push(Figure::ratio(format!("{way} encrypted ÷ plain, disk tier"), secret? / plain?, goal));
+    }
+    Ok(figures)
+}
