@@ -9,7 +9,6 @@
 //! either at any point cancels both legs and frees what was booked.
 
 use crate::admission::{Permit, admit};
-use crate::audit;
 use crate::booking::Booking;
 use crate::fleet::Member;
 use crate::health::Verdict;
@@ -137,6 +136,7 @@ async fn prefill_leg(core: &Core, detour: &Detour, request: &Request) -> Result<
     match first {
         Output::Handoff(handoff) => {
             detour.member.well();
+            detour.forecast.computed(core, &detour.member, None);
             Ok((handoff, rest))
         }
         Output::Tokens(_) | Output::Frame(..) => Err(Error::Failed("a prefill answered with output".to_owned())),
@@ -195,13 +195,18 @@ async fn start(
 
 /// The client's stream: the first output with the explanation, then the rest; the booking inside it.
 fn stream(core: &Core, placement: Placement, permit: Permit, Started { mut first, rest }: Started) -> OutputStream {
-    let Placement { decode, booking, totals, explanation, predicted, prefill, .. } = placement;
+    let Placement { decode, booking, totals, explanation, forecast, prefill, .. } = placement;
     drop(prefill);
     booking.started();
     core.admission.poke();
     decode.well();
-    if let Output::Tokens(Tokens { prompt: Some(report), .. }) = &first {
-        audit::compare(&core.metrics, &decode, predicted, u64::from(report.cached_tokens()));
+    let found = match &first {
+        Output::Tokens(Tokens { prompt: Some(report), .. }) => Some(u64::from(report.cached_tokens())),
+        _ => None,
+    };
+    forecast.computed(core, &decode, found);
+    if let Some(found) = found {
+        forecast.compare(&core.metrics, &decode, found);
     }
     let mut before = None;
     match &mut first {

@@ -94,6 +94,9 @@ struct Considered {
     /// Leading blocks within reach, by tier.
     cached_blocks: BTreeMap<&'static str, u32>,
     uncached_tokens: u64,
+    /// Why what is known of its cache is a guess.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    index: Option<&'static str>,
 }
 
 fn considered(row: &Row<'_>, cost: &Cost) -> Considered {
@@ -115,6 +118,7 @@ fn considered(row: &Row<'_>, cost: &Cost) -> Considered {
         terms_s: terms.into_iter().map(|(name, term)| (name, round(term))).filter(|(_, term)| *term > 0.0).collect(),
         cached_blocks: row.desk.held.by_level().map(|(level, blocks)| (level.name(), blocks)).collect(),
         uncached_tokens: row.uncached(),
+        index: row.member().mode.remark(),
     }
 }
 

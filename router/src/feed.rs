@@ -5,8 +5,10 @@
 
 pub(crate) mod view;
 
+use crate::audit::{reach, shadow};
 use crate::fleet::Member;
 use crate::router::Core;
+use crate::trust::{Mode, Reason};
 use futures::StreamExt;
 use futures::future::BoxFuture;
 use futures::stream::{BoxStream, FuturesUnordered};
@@ -46,6 +48,8 @@ const SNAPSHOT_PATIENCE: Duration = Duration::from_secs(10);
 const RETRY: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(5));
 /// How often gauges that nobody else sets are set.
 const GAUGES_EVERY: Duration = Duration::from_secs(5);
+/// How often it is asked whether workers can be believed: a few answers more by what was believed before do no harm.
+const JUDGE_EVERY: Duration = Duration::from_secs(1);
 
 impl Feed {
     pub(crate) fn new(core: Arc<Core>, events: Arc<dyn Events>) -> Self {
@@ -65,6 +69,8 @@ impl Feed {
         let mut changes = discovery.watch();
         let mut gauges = tokio::time::interval(GAUGES_EVERY);
         gauges.set_missed_tick_behavior(MissedTickBehavior::Skip);
+        let mut court = tokio::time::interval(JUDGE_EVERY);
+        court.set_missed_tick_behavior(MissedTickBehavior::Skip);
         loop {
             tokio::select! {
                 biased;
@@ -79,6 +85,7 @@ impl Feed {
                     None => return,
                 },
                 _ = gauges.tick() => self.gauges(),
+                _ = court.tick() => self.judge(),
             }
         }
     }
@@ -90,6 +97,7 @@ impl Feed {
         let known = self.views.get(&source).and_then(View::life) == Some(instance.epoch);
         if !known {
             self.core.index.clear(source);
+            self.core.index.forget(Source::Worker(shadow(instance.id)));
             self.views.insert(source, View::of_life(Some(instance.epoch)));
             self.repair(source, 0);
         }
@@ -101,6 +109,9 @@ impl Feed {
         }
         // The same life seen again keeps its books: its requests are still out there.
         let before = self.core.fleet.roster().get(instance.id).cloned().filter(|_| known);
+        if let Some(before) = before.as_ref().filter(|before| before.mode != Mode::Exact) {
+            self.core.index.join(shadow(instance.id), reach(before.mode, &instance.stores));
+        }
         self.core.fleet.join(Arc::new(Member::new(instance, engine, slot, before.as_deref())));
         self.core.admission.poke();
         self.gauges();
@@ -115,6 +126,7 @@ impl Feed {
         self.core.fleet.leave(id);
         self.core.admission.poke();
         self.views.remove(&Source::Worker(id));
+        self.core.index.forget(Source::Worker(shadow(id)));
         for store in self.core.index.leave(id) {
             // Nobody can onboard from it now; whoever comes next brings a snapshot of it.
             self.core.index.forget(Source::Store(store));
@@ -222,6 +234,41 @@ impl Feed {
         }
     }
 
+    /// Has each worker known by what can be believed of it.
+    fn judge(&mut self) {
+        for member in self.core.fleet.roster().members() {
+            let (id, source) = (member.id(), Source::Worker(member.id()));
+            if self.views.get_mut(&source).is_some_and(View::news) {
+                member.ledger.announced();
+            }
+            if let Some(mode) = member.ledger.judge(&self.core.index, id) {
+                self.know(member, mode);
+            }
+        }
+    }
+
+    fn know(&mut self, member: &Member, mode: Mode) {
+        let (id, source) = (member.id(), Source::Worker(member.id()));
+        let Core { index, fleet, .. } = &*self.core;
+        if mode == Mode::Exact {
+            tracing::info!(worker = %id, "worker's events are believed again");
+            fleet.join(Arc::new(member.known_by(mode, member.announced)));
+            index.forget(Source::Worker(shadow(id)));
+        } else {
+            let (why, block_size) = (mode.remark().unwrap_or_default(), member.instance.model.block_size);
+            tracing::warn!(worker = %id, block_size, why, "worker's cache is known by what is sent to it from now on");
+            let slot = index.join(shadow(id), reach(mode, &member.instance.stores));
+            member.ledger.cast(index, id);
+            fleet.join(Arc::new(member.known_by(mode, slot)));
+        }
+        // Perhaps it was only what is known here that was wrong.
+        let lies = matches!(mode, Mode::Approximate(Reason::Unannounced | Reason::Lies));
+        if lies && self.views.get_mut(&source).is_some_and(View::doubt) {
+            self.repair(source, 0);
+        }
+        self.gauges();
+    }
+
     fn gauges(&self) {
         let Core { index, fleet, metrics, .. } = &*self.core;
         metrics.index_memberships.set(index.memberships() as i64);
@@ -230,6 +277,10 @@ impl Feed {
         let (roster, now) = (fleet.roster(), Instant::now());
         metrics.workers.reset();
         for member in roster.members() {
+            for mode in Mode::NAMES {
+                let is = i64::from(mode == member.mode.name());
+                metrics.index_mode.with_label_values(&[&*member.id().to_string(), mode]).set(is);
+            }
             metrics.workers.with_label_values(&[&member.instance.phase.to_string()]).inc();
             let queued = member.books.standing(now).waiting_tokens;
             metrics.queued_tokens.with_label_values(&[&member.id().to_string()]).set(queued as i64);

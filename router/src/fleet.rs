@@ -1,9 +1,10 @@
 //! Who is there, by model: a roster that readers take whole and the feed replaces.
 
-use crate::audit::Unannounced;
+use crate::audit::Ledger;
 use crate::health::{Health, Verdict};
 use crate::index::Slot;
 use crate::load::Books;
+use crate::trust::Mode;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
@@ -19,14 +20,18 @@ pub(crate) struct Member {
     pub(crate) instance: Arc<Instance>,
     /// What it serves with.
     pub(crate) engine: Arc<dyn Engine>,
-    /// Where it stands in the index.
+    /// What it is known by.
+    pub(crate) mode: Mode,
+    /// Where that stands in the index.
     pub(crate) slot: Slot,
+    /// Where what it announces does, believed or not.
+    pub(crate) announced: Slot,
+    /// What is known of it beside its events.
+    pub(crate) ledger: Arc<Ledger>,
     /// How busy it is.
     pub(crate) books: Arc<Books>,
     /// Cancelled when its lease has ended.
     pub(crate) gone: CancellationToken,
-    /// Answers from blocks that it never announced.
-    pub(crate) unannounced: Unannounced,
     /// When it was last chosen, in choices; 0 is never.
     chosen: AtomicU64,
     health: Mutex<Health>,
@@ -44,21 +49,29 @@ pub(crate) struct Member {
 impl Member {
     /// A member. `before`: the same life of it, seen earlier, whose requests are still out there.
     pub(crate) fn new(instance: Arc<Instance>, engine: Arc<dyn Engine>, slot: Slot, before: Option<&Self>) -> Self {
+        let mode = before.map_or(Mode::Exact, |member| member.mode);
         Self {
             instance,
             engine,
-            slot,
+            mode,
+            slot: before.filter(|_| mode != Mode::Exact).map_or(slot, |member| member.slot),
+            announced: slot,
+            ledger: before.map(|member| member.ledger.clone()).unwrap_or_default(),
             books: before.map(|member| member.books.clone()).unwrap_or_default(),
             gone: before.map(|member| member.gone.clone()).unwrap_or_default(),
-            unannounced: Unannounced::default(),
             chosen: AtomicU64::new(before.map_or(0, Self::chosen)),
-            health: Mutex::default(),
-            rests: AtomicU64::new(0),
-            heard: AtomicU64::new(0),
+            health: Mutex::new(before.map(Self::health).unwrap_or_default()),
+            rests: AtomicU64::new(before.map_or(0, |member| member.rests.load(Ordering::Relaxed))),
+            heard: AtomicU64::new(before.map_or(0, |member| member.heard.load(Ordering::Relaxed))),
             batch: AtomicU64::new(before.map_or(0, Self::batch)),
             measured: AtomicBool::new(before.is_some_and(Self::measured)),
-            seen: Instant::now(),
+            seen: before.map_or_else(Instant::now, |member| member.seen),
         }
+    }
+
+    /// The same member, known by something else, which stands at `slot` in the index.
+    pub(crate) fn known_by(&self, mode: Mode, slot: Slot) -> Self {
+        Self { mode, slot, ..Self::new(self.instance.clone(), self.engine.clone(), self.announced, Some(self)) }
     }
 
     pub(crate) fn id(&self) -> WorkerId {
@@ -115,7 +128,7 @@ impl Member {
 
     /// Whether it should be probed: it has rested, or it had nothing to do for `idle`.
     pub(crate) fn wants_probe(&self, idle: Duration, now: Instant) -> bool {
-        let health = *self.health.lock().unwrap_or_else(PoisonError::into_inner);
+        let health = self.health();
         let Some(since) = now.checked_sub(idle).filter(|since| self.seen <= *since) else {
             return !health.is_closed() && health.wants_probe(now, now);
         };
@@ -141,6 +154,10 @@ impl Member {
     pub(crate) fn avoided(&self, now: Instant) -> bool {
         let rests = Duration::from_nanos(self.rests.load(Ordering::Relaxed));
         (!rests.is_zero() && now.saturating_duration_since(self.seen) < rests) || self.books.silent(now)
+    }
+
+    fn health(&self) -> Health {
+        *self.health.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn change(&self, change: impl FnOnce(&mut Health)) {

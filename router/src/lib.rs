@@ -57,8 +57,10 @@ pub mod replay;
 mod replica;
 mod router;
 mod select;
+mod sent;
 mod settings;
 mod survey;
+mod trust;
 
 #[cfg(test)]
 mod tests;

@@ -1,8 +1,9 @@
 //! Every metric of the router: name, unit, help.
 
 use crate::policy::Policy;
+use crate::trust::Mode;
 use prometheus::{
-    Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry,
+    Counter, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry,
     core::Collector,
 };
 use worker::plane::WorkerId;
@@ -18,6 +19,8 @@ pub(crate) struct Metrics {
     pub(crate) actual_tokens: IntCounter,
     pub(crate) false_tokens: IntCounter,
     pub(crate) missed_tokens: IntCounter,
+    pub(crate) regret_seconds: Counter,
+    pub(crate) index_mode: IntGaugeVec,
     pub(crate) queued_tokens: IntGaugeVec,
     pub(crate) workers: IntGaugeVec,
     pub(crate) events: IntCounterVec,
@@ -89,6 +92,18 @@ impl Metrics {
                 "blockyard_router_overlap_missed_tokens_total",
                 "Prompt tokens that were cached and not expected to be.",
             )?,
+            regret_seconds: enter(
+                registry,
+                Counter::new(
+                    "blockyard_router_regret_seconds_total",
+                    "Time that computing what was expected to be cached took longer than the next best choice would have.",
+                ),
+            )?,
+            index_mode: gauges(
+                "blockyard_router_index_mode",
+                "1 for what a worker's cache is known by: exact, its events; approximate, what was sent there.",
+                &["worker", "mode"],
+            )?,
             queued_tokens: gauges(
                 "blockyard_router_queued_tokens",
                 "Prompt tokens that wait for prefill, as reported and booked.",
@@ -153,6 +168,9 @@ impl Metrics {
             let _ = self.requests.remove_label_values(&[&worker, policy]);
         }
         let _ = self.queued_tokens.remove_label_values(&[&worker]);
+        for mode in Mode::NAMES {
+            let _ = self.index_mode.remove_label_values(&[&worker, mode]);
+        }
     }
 }
 

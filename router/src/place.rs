@@ -1,5 +1,6 @@
 //! Placing a request: asks the index and the books, lets policy choose, and books what was chosen.
 
+use crate::audit::Forecast;
 use crate::balance::Totals;
 use crate::booking::Booking;
 use crate::cost;
@@ -35,8 +36,8 @@ pub(crate) struct Placement {
     pub(crate) prefill: Option<Detour>,
     /// Prompt tokens that `decode` would have to compute itself.
     pub(crate) uncached: u64,
-    /// Prompt tokens that `decode` should find cached.
-    pub(crate) predicted: u64,
+    /// What `decode` should find cached.
+    pub(crate) forecast: Forecast,
     /// Why, as one line of JSON, when somebody wants to know.
     pub(crate) explanation: Option<Arc<str>>,
 }
@@ -51,6 +52,7 @@ pub(crate) struct Detour {
     pub(crate) patience: Duration,
     /// Seconds that the transfer should take.
     pub(crate) transfer: f64,
+    pub(crate) forecast: Forecast,
 }
 
 /// A prefill may take ten times as long as estimated, and ten seconds more, before its worker counts as hung.
@@ -105,6 +107,8 @@ fn book(
         sequences: u64::from(request.work != Work::Prefill),
         ..row.amount()
     };
+    let forecast = |row: &Row<'_>| Forecast::of(core, policy, decision, row, overlaps);
+    let (here, there) = (forecast(row), apart.map(forecast));
     let promise = |row: &Row<'_>| {
         let names = overlaps.names(row.seat.way);
         core.promises.make(row.seat.slot, names, row.prompt.block_size as usize, row.desk.held.run())
@@ -121,7 +125,7 @@ fn book(
         amount,
         first_token: row.cost().first_token(),
         takes: row.cost().prefill + row.cost().onboard + row.cost().handover,
-        prefill: apart.map(|prefill| {
+        prefill: apart.zip(there).map(|(prefill, forecast)| {
             let helper = prefill.member();
             core.fleet.choose(helper);
             let blocks = prefill.prompt.tokens.div_ceil(prefill.prompt.block_size);
@@ -133,10 +137,11 @@ fn book(
                 amount,
                 patience: (PATIENCE.1 + Duration::from_secs_f64(seconds)).min(PATIENCE_MAX),
                 transfer: cost::transfer(&row.desk.standing.speeds, Level::Peer, row.missing()),
+                forecast,
             }
         }),
         uncached,
-        predicted: row.cached(),
+        forecast: here,
         explanation,
     }
 }

@@ -58,6 +58,13 @@ impl Promises {
         Promise { promises: self.clone(), slot, anchors }
     }
 
+    /// Whether a worker has promised any of a prompt.
+    pub(crate) fn made(&self, slot: Slot, names: &[SequenceHash], block_size: usize) -> bool {
+        let promised = self.lock();
+        let by = |makers: &Makers| makers.all().any(|(by, _)| *by == slot);
+        !promised.is_empty() && anchors(names, block_size).any(|(_, anchor)| promised.get(&anchor).is_some_and(by))
+    }
+
     /// Adds to what workers hold of a prompt what is promised beyond it.
     pub(crate) fn extend(&self, overlap: &mut Overlap, names: &[SequenceHash], block_size: usize) {
         let promised = self.lock();

@@ -116,7 +116,8 @@ impl Overlaps {
         self.0.get(way as usize).map_or(&[], |way| &way.names)
     }
 
-    fn held(&self, way: u32, slot: crate::index::Slot) -> Held {
+    /// What stands at a slot of a prompt.
+    pub(crate) fn held(&self, way: u32, slot: crate::index::Slot) -> Held {
         self.0.get(way as usize).map_or_else(Held::default, |way| way.overlap.at(slot))
     }
 }

@@ -4,6 +4,7 @@ mod conversations;
 pub(crate) mod fake;
 mod replicas;
 mod trouble;
+mod truth;
 
 use crate::Router;
 use crate::policy::Policy;

@@ -22,6 +22,8 @@ pub(crate) struct View {
     held: Option<VecDeque<(Epoch, u64, BlockEvent)>>,
     /// A number that a report named and that has not come yet, and since when.
     missing: Option<(u64, Instant)>,
+    /// Events of this life have come since somebody asked.
+    news: bool,
 }
 
 /// What became of an event.
@@ -74,7 +76,7 @@ impl Outcome {
 impl View {
     /// A view that waits for its first snapshot.
     pub(crate) fn of_life(life: Option<Epoch>) -> Self {
-        Self { life, number: 0, held: Some(VecDeque::new()), missing: None }
+        Self { life, number: 0, held: Some(VecDeque::new()), missing: None, news: false }
     }
 
     /// The life that is followed.
@@ -89,12 +91,14 @@ impl View {
             Some(life) if epoch > life => {
                 let waiting = self.held.is_some();
                 *self = Self::of_life(Some(epoch));
+                self.news = true;
                 self.hold(epoch, number, event);
                 // One snapshot is on its way already; should it tell of the former life, it is asked for again.
                 return if waiting { Outcome::Held } else { Outcome::NewLife };
             }
             _ => {}
         }
+        self.news = true;
         if self.held.is_some() {
             self.hold(epoch, number, event);
             Outcome::Held
@@ -108,6 +112,18 @@ impl View {
             self.hold(epoch, number, event);
             Outcome::Gap
         }
+    }
+
+    /// Whether events have come, also by way of a snapshot, since this was last asked.
+    pub(crate) fn news(&mut self) -> bool {
+        std::mem::take(&mut self.news)
+    }
+
+    /// What is known of the source is doubtful. Whether a snapshot is due, as none is on its way.
+    pub(crate) fn doubt(&mut self) -> bool {
+        let due = self.held.is_none();
+        self.held.get_or_insert_default();
+        due
     }
 
     /// Takes a report's number. Whether events that it names have been missing for too long, so that a snapshot is due.
@@ -139,6 +155,7 @@ impl View {
             Some(life) if epoch == life && number < self.number => return Caught::Outdated,
             _ => {}
         }
+        self.news |= number > self.number;
         self.life = Some(epoch);
         self.number = number;
         self.catch_up()

@@ -6,6 +6,7 @@ use bytes::Bytes;
 use futures::future::BoxFuture;
 use futures::{StreamExt, stream};
 use kvbm::{BlockEvent, ChainKey, Domain, Epoch, EventLog, Level, SequenceHash};
+use std::collections::HashSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -47,7 +48,23 @@ pub(crate) struct Fake {
     /// Streams that somebody still holds.
     pub(crate) open: Arc<AtomicUsize>,
     pub(crate) log: EventLog,
+    /// What it has cached; `None`: it caches nothing.
+    cache: Arc<Mutex<Cache>>,
     source: Source,
+}
+
+type Cache = Option<HashSet<SequenceHash>>;
+
+/// Computes a prompt: how much of it was cached.
+fn compute(cache: &Mutex<Cache>, request: &Request) -> PromptReport {
+    let mut cache = cache.lock().unwrap();
+    let Some(cache) = cache.as_mut() else { return PromptReport::default() };
+    let mut blocks = names(request);
+    // The last token is always computed.
+    blocks.truncate((request.tokens.len() - 1) / BLOCK);
+    let found = blocks.iter().take_while(|block| cache.contains(*block)).count();
+    cache.extend(blocks);
+    PromptReport { cached: vec![(Level::G1, (found * BLOCK) as u32)], ..PromptReport::default() }
 }
 
 struct Open(Arc<AtomicUsize>);
@@ -76,6 +93,11 @@ impl Fake {
         *self.behaviour.lock().unwrap() = behaviour;
     }
 
+    /// From now on it finds what it computed, and `blocks`.
+    pub(crate) fn remember(&self, blocks: &[SequenceHash]) {
+        self.cache.lock().unwrap().get_or_insert_default().extend(blocks);
+    }
+
     pub(crate) fn open(&self) -> usize {
         self.open.load(Ordering::SeqCst)
     }
@@ -93,6 +115,7 @@ impl Engine for Fake {
         let behaviour = self.behaviour.lock().unwrap().clone();
         self.open.fetch_add(usize::from(asked), Ordering::SeqCst);
         let open = asked.then(|| Open(self.open.clone()));
+        let cache = self.cache.clone();
         Box::pin(async move {
             if let Behaviour::Refuse(error) = behaviour {
                 return Err(error);
@@ -103,6 +126,7 @@ impl Engine for Fake {
                 if !matches!(request.work, Work::Resume(_)) {
                     tokio::time::sleep(takes).await;
                 }
+                let report = compute(&cache, &request);
                 let pause = |item| async move {
                     tokio::time::sleep(Duration::from_millis(10)).await;
                     item
@@ -113,7 +137,7 @@ impl Engine for Fake {
                         stream::once(async { Ok(Output::Handoff(handoff)) }).chain(stream::pending()).boxed()
                     }
                     (Behaviour::Serve, _) => stream::iter([
-                        tokens(vec![1], Some(PromptReport::default()), None),
+                        tokens(vec![1], Some(report), None),
                         tokens(vec![2], None, None),
                         tokens(vec![], None, Some(Finish::Length)),
                     ])
@@ -180,6 +204,7 @@ impl Yard {
             probes: AtomicUsize::new(0),
             open: Arc::default(),
             log: EventLog::new(Epoch(epoch)),
+            cache: Arc::default(),
             source,
         });
         let stores = stores.iter().map(|store| StoreId(*store)).collect();
@@ -207,7 +232,7 @@ impl Yard {
     /// Has a worker report; what every fake measures is filled in.
     pub(crate) fn report(&self, fake: &Fake, load: Load) {
         let number = *fake.log.latest().borrow();
-        let load = Load { number, prefill_tokens_per_second: Some(SPEED), block_bytes: 1000, total_blocks: 0, ..load };
+        let load = Load { number, prefill_tokens_per_second: Some(SPEED), block_bytes: 1000, ..load };
         self.bus.publish(Event { source: fake.source, epoch: fake.log.epoch(), body: EventBody::Load(load) });
     }
 

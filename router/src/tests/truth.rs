@@ -1,0 +1,199 @@
+//! Workers whose events are missing, wrong, or about something else: routing goes on by what can be believed.
+
+use super::fake::{BLOCK, Fake, MODEL, Yard, names, prompt, settle, stored};
+use super::{believed, defaults};
+use kvbm::{BlockEvent, ChainKey, Level, SequenceHash};
+use serde_json::Value;
+use std::time::Duration;
+use worker::engine::Request;
+use worker::plane::{Load, Phase};
+
+/// As many seconds as it takes to be judged.
+const A_WHILE: Duration = Duration::from_secs(8);
+
+/// What the router says of its knowledge of a worker.
+fn remark(explanation: &Value, id: &str) -> Option<String> {
+    let candidates = explanation["candidates"].as_array().unwrap();
+    let row = candidates.iter().find(|row| row["worker"] == id).unwrap();
+    row["index"].as_str().map(str::to_owned)
+}
+
+/// The mode of a worker, as its metric says.
+fn mode(yard: &Yard, id: &str) -> String {
+    let families = yard.registry.gather();
+    let family = families.iter().find(|family| family.name() == "blockyard_router_index_mode").unwrap();
+    let label = |metric: &prometheus::proto::Metric, name: &str| {
+        let found = metric.get_label().iter().find(|label| label.name() == name);
+        found.map(|label| label.value().to_owned()).unwrap()
+    };
+    let metrics = family.get_metric().iter();
+    let mut of = metrics.filter(|metric| label(metric, "worker") == id && metric.get_gauge().get_value() > 0.0);
+    let mode = label(of.next().unwrap(), "mode");
+    assert!(of.next().is_none(), "one at a time");
+    mode
+}
+
+/// Asks, and has the worker announce what it computed, as it says.
+async fn honest(yard: &Yard, worker: &Fake, request: &Request) {
+    yard.answer(request.clone()).await.unwrap();
+    let mut blocks = names(request);
+    blocks.truncate((request.tokens.len() - 1) / BLOCK);
+    yard.announce(worker, stored(Level::G1, &blocks), true);
+    settle().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn trap_8_a_worker_without_events_is_known_by_what_was_sent_to_it_and_that_is_said() {
+    let yard = defaults();
+    let (a, b) = (yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await);
+    for worker in [&a, &b] {
+        worker.remember(&[]);
+    }
+    for family in 0..4 {
+        yard.answer(prompt(family, 1600)).await.unwrap();
+    }
+    tokio::time::sleep(A_WHILE).await;
+    assert_eq!([mode(&yard, "w1"), mode(&yard, "w2")], ["approximate"; 2]);
+    let homes = [a.families(), b.families()];
+    for round in 0..3 {
+        for family in 0..4 {
+            let explained = yard.explain(prompt(family, 1600)).await;
+            assert_eq!(explained["cached_tokens"], 1584, "round {round}: {explained}");
+            for worker in ["w1", "w2"] {
+                assert_eq!(remark(&explained, worker).as_deref(), Some("approximate: publishes no events"));
+            }
+        }
+    }
+    for (worker, home) in [(&a, &homes[0]), (&b, &homes[1])] {
+        assert!(worker.families().iter().all(|family| home.contains(family)), "each prompt returns to its blocks");
+    }
+    assert_eq!(yard.metric("blockyard_router_overlap_false_tokens_total"), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_was_sent_to_a_silent_worker_is_bounded_by_its_blocks_and_expires() {
+    let yard = defaults();
+    let worker = yard.worker(1, Phase::Both).await;
+    let room = |blocks| Load { total_blocks: blocks, ..Load::default() };
+    yard.report(&worker, room(150));
+    yard.answer(prompt(1, 1600)).await.unwrap();
+    tokio::time::sleep(A_WHILE).await;
+    assert_eq!(believed(&yard, &prompt(1, 1600)).await, 99);
+    assert_eq!(believed(&yard, &prompt(2, 1600)).await, 0);
+    assert_eq!(yard.router.core.index.memberships(), 150);
+    assert_eq!(believed(&yard, &prompt(1, 1600)).await, 51, "the end of the older prompt went first");
+    tokio::time::sleep(crate::sent::KEPT + A_WHILE).await;
+    assert_eq!(yard.router.core.index.memberships(), 0);
+    assert_eq!(mode(&yard, "w1"), "approximate");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_worker_that_begins_to_announce_is_known_by_its_events_at_once() {
+    let yard = defaults();
+    let worker = yard.worker(1, Phase::Both).await;
+    worker.remember(&[]);
+    yard.answer(prompt(1, 1600)).await.unwrap();
+    tokio::time::sleep(A_WHILE).await;
+    assert_eq!(mode(&yard, "w1"), "approximate");
+    yard.announce(&worker, stored(Level::G1, &names(&prompt(1, 1600))[..10]), true);
+    tokio::time::sleep(A_WHILE).await;
+    assert_eq!(mode(&yard, "w1"), "exact");
+    let explained = yard.explain(prompt(1, 1600)).await;
+    assert_eq!((explained["cached_tokens"].as_u64(), remark(&explained, "w1")), (Some(160), None));
+    assert_eq!(yard.router.core.index.memberships(), 10, "what was sent is forgotten");
+    yard.roster.expire(worker::plane::WorkerId(1));
+    settle().await;
+    assert_eq!(yard.router.core.index.memberships(), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn trap_8_events_of_another_block_size_are_noticed_and_routing_goes_by_what_was_sent() {
+    let yard = defaults();
+    let worker = yard.worker(1, Phase::Both).await;
+    worker.remember(&[]);
+    for round in 0..10 {
+        for family in 0..2 {
+            let request = prompt(family, 1600);
+            yard.answer(request.clone()).await.unwrap();
+            // It says 16 tokens in a block and names blocks of 32.
+            let root = ChainKey::root(&request.domain, &format!("{MODEL}@1"), None);
+            yard.announce(&worker, stored(Level::G1, &root.names(&request.tokens, 2 * BLOCK)), round == 0);
+            yard.report(&worker, Load::default());
+        }
+        tokio::time::sleep(Duration::from_secs(1)).await;
+    }
+    let explained = yard.explain(prompt(0, 1600)).await;
+    let why = "approximate: answers from blocks that it never announced; of another size?";
+    assert_eq!(remark(&explained, "w1").as_deref(), Some(why));
+    assert_eq!((mode(&yard, "w1").as_str(), explained["cached_tokens"].as_u64()), ("approximate", Some(1584)));
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_index_that_lies_is_demoted_its_snapshot_taken_again_and_believed_when_it_tells_the_truth() {
+    let yard = defaults();
+    let (a, b) = (yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await);
+    for worker in [&a, &b] {
+        worker.remember(&[]);
+    }
+    // One announces what it never has.
+    let lie = |family| names(&prompt(family, 1600));
+    for family in 0..10 {
+        yard.announce(&a, stored(Level::G1, &lie(family)), true);
+    }
+    settle().await;
+    let snapshots = yard.metric("blockyard_router_snapshots_total");
+    for family in 0..8 {
+        yard.answer(prompt(family, 1600)).await.unwrap();
+    }
+    assert_eq!((a.requests(), b.requests()), (8, 0), "it is believed");
+    assert!(yard.metric("blockyard_router_overlap_false_tokens_total") > 8 * 1500);
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    assert_eq!([mode(&yard, "w1"), mode(&yard, "w2")], ["approximate", "exact"]);
+    assert_eq!(yard.metric("blockyard_router_snapshots_total"), snapshots + 1);
+    let explained = yard.explain(prompt(9, 1600)).await;
+    assert_eq!(explained["cached_tokens"], 0, "its lies are not believed any more: {explained}");
+    assert_eq!(remark(&explained, "w1").as_deref(), Some("approximate: does not find what it announced"));
+
+    // It repents: what it has is what it announced.
+    yard.announce(&a, BlockEvent::Cleared { level: Level::G1 }, true);
+    yard.announce(&b, BlockEvent::Cleared { level: Level::G1 }, true);
+    let hot = prompt(30, 1600);
+    a.remember(&names(&hot));
+    yard.announce(&a, stored(Level::G1, &names(&hot)), true);
+    yard.roster.expire(worker::plane::WorkerId(2));
+    settle().await;
+    for _ in 0..15 {
+        honest(&yard, &a, &hot).await;
+    }
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    assert_eq!(mode(&yard, "w1"), "approximate", "not yet");
+    for _ in 0..3 {
+        honest(&yard, &a, &hot).await;
+    }
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    assert_eq!((mode(&yard, "w1").as_str(), believed(&yard, &hot).await), ("exact", 99));
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_honest_fleet_is_never_demoted_however_many_come_at_once() {
+    let yard = defaults();
+    let worker = yard.worker(1, Phase::Both).await;
+    worker.remember(&[]);
+    for round in 0..20 {
+        let same = futures::future::join_all((0..3).map(|_| honest_burst(&yard, &worker, round)));
+        same.await;
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        assert_eq!(mode(&yard, "w1"), "exact", "round {round}");
+    }
+}
+
+/// What each of several equal requests would announce is announced once.
+async fn honest_burst(yard: &Yard, worker: &Fake, family: u32) {
+    let request = prompt(family % 5, 1600);
+    yard.answer(request.clone()).await.unwrap();
+    let blocks: Vec<SequenceHash> = names(&request)[..99].to_vec();
+    if !worker.log.snapshot().blocks.contains(&(Level::G1, blocks[98])) {
+        yard.announce(worker, stored(Level::G1, &blocks), true);
+    }
+    yard.report(worker, Load::default());
+}
