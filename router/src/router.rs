@@ -28,7 +28,7 @@ pub struct Router {
     pub(crate) core: Arc<Core>,
     tasks: TaskTracker,
     /// Ends the tasks when the router is dropped.
-    _life: DropGuard,
+    life: DropGuard,
 }
 
 /// What the parts of the router share.
@@ -84,7 +84,7 @@ impl Router {
         tasks.spawn(vital("door", core.clone(), cancel.clone(), admission::keep(core.clone())));
         tasks.spawn(vital("prober", core.clone(), cancel.clone(), probe::run(core.clone())));
         tasks.close();
-        Ok(Arc::new(Self { core, tasks, _life: cancel.drop_guard() }))
+        Ok(Arc::new(Self { core, tasks, life: cancel.drop_guard() }))
     }
 
     /// Places requests by other settings from now on. When they are wrong, nothing changes, and the error says what is. The
@@ -96,10 +96,9 @@ impl Router {
     }
 
     /// Ends the router's tasks and waits for them. Streams that were started go on.
-    pub async fn stop(self: Arc<Self>) {
-        let tasks = self.tasks.clone();
-        drop(self);
-        tasks.wait().await;
+    pub async fn stop(&self) {
+        self.life.token().cancel();
+        self.tasks.wait().await;
     }
 }
 

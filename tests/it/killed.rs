@@ -2,7 +2,7 @@
 
 #![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
 
-use super::serve::program;
+use super::serve::{client, program};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader};
 use std::path::Path;
@@ -25,11 +25,7 @@ impl Process {
         let mut banner = String::new();
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut banner).unwrap();
         let banner: Value = serde_json::from_str(&banner).unwrap();
-        let process = Self {
-            child,
-            url: format!("http://{}", banner["address"].as_str().unwrap()),
-            http: reqwest::Client::new(),
-        };
+        let process = Self { child, url: format!("http://{}", banner["address"].as_str().unwrap()), http: client() };
         while !process.get("/ready").await.0 {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }

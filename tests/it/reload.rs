@@ -2,7 +2,7 @@
 
 #![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
 
-use super::serve::program;
+use super::serve::{client, program};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
@@ -19,7 +19,7 @@ impl Drop for Process {
 }
 
 async fn get(url: &str) -> Value {
-    reqwest::get(url).await.unwrap().json().await.unwrap()
+    client().get(url).send().await.unwrap().json().await.unwrap()
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -38,7 +38,7 @@ async fn a_signal_a_file_and_a_request_each_have_it_read_again_and_a_stream_goes
     let admin = format!("http://{}/admin", banner["admin"].as_str().unwrap());
     assert_eq!(get(&format!("{admin}/config")).await["reload"], Value::Null);
 
-    let http = reqwest::Client::new();
+    let http = client();
     let body = json!({"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 300, "stream": true, "ignore_eos": true});
     let mut stream = http.post(format!("{url}/v1/completions")).json(&body).send().await.unwrap();
     assert!(stream.chunk().await.unwrap().is_some());

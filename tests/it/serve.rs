@@ -46,7 +46,7 @@ impl Served {
     async fn start(config: Config) -> Self {
         let node = Node::start(&config).await.unwrap();
         let url = format!("http://{}", node.address());
-        Self { node, url, http: reqwest::Client::new() }
+        Self { node, url, http: client() }
     }
 
     async fn post(&self, path: &str, body: &Value) -> reqwest::Response {
@@ -123,7 +123,7 @@ async fn who_comes_before_the_model_is_loaded_is_told_to_come_again() {
     let url = format!("http://{}", listener.local_addr().unwrap());
     let stop = CancellationToken::new();
     let door = tokio::spawn(frontend::serve(listener, app, stop.clone(), Duration::ZERO));
-    let http = reqwest::Client::new();
+    let http = client();
     for (path, status) in [("/live", 200), ("/ready", 503), ("/v1/models", 200)] {
         assert_eq!(http.get(format!("{url}{path}")).send().await.unwrap().status(), status, "{path}");
     }
@@ -294,6 +294,13 @@ async fn a_data_folder_has_one_owner_and_the_second_is_told() {
     let error = format!("{:#}", Node::start(&config(data.path())).await.err().expect("the folder is taken"));
     assert!(error.contains("--data-dir") && error.contains("process"), "{error}");
     served.node.shutdown().await;
+}
+
+/// A client for plain HTTP. Some features in the workspace make it ask for a provider of TLS all the same.
+pub(crate) fn client() -> reqwest::Client {
+    // It may have been installed before.
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    reqwest::Client::new()
 }
 
 /// The real program.

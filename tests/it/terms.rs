@@ -2,6 +2,7 @@
 
 #![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
 
+use super::serve::client;
 use blockyard::config::{Budget, ByteSize, Config, Listen};
 use blockyard::node::Node;
 use serde_json::{Value, json};
@@ -26,7 +27,7 @@ impl Served {
         config.frontend.tenant_header = Some("x-tenant".to_owned().try_into().unwrap());
         let node = Node::start(&config).await.unwrap();
         let url = format!("http://{}/v1/completions", node.address());
-        Self { node, url, http: reqwest::Client::new(), _data: data }
+        Self { node, url, http: client(), _data: data }
     }
 
     /// The answer's text, and how many tokens of the prompt were cached.
