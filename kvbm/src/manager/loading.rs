@@ -9,40 +9,25 @@
 //! What one tier fails to deliver is asked of the next. Dropping a load stops its reads, and still learns from them: a tier
 //! that hangs is found out even by clients who do not wait for it.
 
+mod asking;
+mod writing;
+
 use super::Inner;
 use super::coming::Bringing;
 use super::onboard::Shared;
 use super::source::{Located, Source, extent, locate, stretches};
-use super::speed::Seen;
-use crate::block::{Block, Corrupt, Header};
-use crate::metrics::Direction;
-use crate::plan::{Known, Patience, Plan};
-use crate::pool::{FullBlock, PartialBlock};
-use crate::tier::LoadError;
+use crate::block::Block;
+use crate::plan::{Patience, Plan};
 use crate::{Level, SequenceHash};
-use futures::future;
-use futures::stream::{self, BoxStream, FuturesUnordered, SelectAll, StreamExt};
+use asking::{Answer, Watch};
+use futures::stream::{BoxStream, FuturesUnordered, SelectAll, StreamExt};
 use std::collections::VecDeque;
 use std::panic::resume_unwind;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep_until};
-
-/// Bytes verified and written per hop to a blocking thread: enough to hide the hop, few enough to begin early.
-const WRITE_BYTES: usize = 4 << 20;
-
-/// Hops at the same time: one core's memcpy does not fill the memory's bandwidth, two nearly do.
-const WRITES: usize = 2;
-
-/// From the end, blocks are asked for in pieces of what a tier delivers in this time, so that the meeting point is met
-/// closely, or in its latency, so that two pieces at a time keep it busy.
-const PIECE: Duration = Duration::from_millis(50);
-const PIECES: usize = 2;
-
-/// A piece of a tier that was not measured, and the largest.
-const PIECE_UNKNOWN: usize = 8;
-const PIECE_MAX: usize = 512;
+use writing::{WRITE_BYTES, WRITES, Written};
 
 /// A wait without an end.
 const FOREVER: Duration = Duration::from_hours(24 * 365);
@@ -123,81 +108,10 @@ enum Place {
     Lost,
 }
 
-/// What one source did.
-#[derive(Clone, Default)]
-struct Watch {
-    asked: usize,
-    answered: usize,
-    delivered: usize,
-    /// Calls that have not ended.
-    pending: usize,
-    /// When it was first asked, and behind how many blocks for others.
-    since: Duration,
-    queued: u64,
-    /// Its first answer and its last: when, and which one of all that it gave to anybody.
-    first: Option<(Duration, u64)>,
-    last: Option<(Duration, u64)>,
-}
-
-impl Watch {
-    /// The source was asked for something, and neither said what became of it nor ended.
-    fn owes(&self) -> bool {
-        self.pending > 0 && self.answered < self.asked
-    }
-
-    fn heard(&mut self, now: Duration, count: u64) {
-        self.answered += 1;
-        let at = (now.saturating_sub(self.since), count);
-        self.first.get_or_insert(at);
-        self.last = Some(at);
-    }
-
-    fn seen(&self, now: Duration) -> Seen {
-        let (first, last) = (self.first.unwrap_or_default(), self.last.unwrap_or_default());
-        let blocks = 1 + last.1.saturating_sub(first.1);
-        // A source that still owes blocks takes at least until now for the next one.
-        let (blocks, elapsed) =
-            if self.owes() { (blocks + 1, now.saturating_sub(self.since)) } else { (blocks, last.0) };
-        Seen { first: self.first.map(|(at, _)| at), blocks, elapsed, queued: self.queued }
-    }
-}
-
-/// What a source's stream yields.
-enum Answer {
-    Item(Item),
-    /// Nothing, or an error.
-    Failed {
-        source: usize,
-        index: usize,
-        error: Option<LoadError>,
-    },
-    /// The source answered for everything that one call asked of it.
-    Done(usize),
-}
-
 struct Item {
     source: usize,
     index: usize,
     block: Block,
-}
-
-/// What became of an item.
-enum Written {
-    Good {
-        source: usize,
-        index: usize,
-        block: FullBlock,
-    },
-    Bad {
-        source: usize,
-        index: usize,
-        why: Corrupt,
-    },
-    /// Sound, and older than its request allowed.
-    Over {
-        source: usize,
-        index: usize,
-    },
 }
 
 impl<'a> Loading<'a> {
@@ -342,243 +256,8 @@ impl<'a> Loading<'a> {
         !matches!(self.phase, Phase::Ahead) && (met || idle)
     }
 
-    /// Takes back what was asked for and did not come.
-    fn recall(&mut self) {
-        self.streams.clear();
-        self.learn();
-        let queued: Vec<usize> = self.queue.iter().map(|item| item.index).collect();
-        for (index, place) in self.places.iter_mut().enumerate() {
-            if let Place::Asked(source) = *place
-                && !queued.contains(&index)
-            {
-                *place = Place::Unasked;
-                self.todo[source].push_back(index);
-            }
-        }
-        self.todo.iter_mut().for_each(|todo| todo.make_contiguous().sort_unstable());
-    }
-
-    fn ask(&mut self) {
-        for source in 0..self.job.sources.len() {
-            let retried = std::mem::take(&mut self.wanted[source]);
-            self.ask_for(source, retried);
-            let goal = match self.phase {
-                Phase::Ahead => self.places.len(),
-                Phase::Waiting { goal, .. } => goal,
-                Phase::Computing => 0,
-            };
-            let head = self.todo[source].partition_point(|index| *index < goal);
-            let head = self.todo[source].drain(..head).collect();
-            self.ask_for(source, head);
-            while self.seen[source].pending < PIECES && !self.todo[source].is_empty() {
-                let piece = self.piece(source);
-                self.ask_for(source, piece);
-            }
-        }
-    }
-
-    /// The last blocks that a source is to be asked for, the last first.
-    fn piece(&mut self, source: usize) -> Vec<usize> {
-        let size = match self.job.sources[source].gauge.known(Instant::now()) {
-            Known::Speed(measured) => {
-                let seconds = measured.latency.max(PIECE.as_secs_f64());
-                (seconds / measured.seconds_per_block).ceil().clamp(1.0, PIECE_MAX as f64) as usize
-            }
-            Known::Nothing | Known::Silent => PIECE_UNKNOWN,
-        };
-        let claimed = self.job.shared.claimed();
-        let mut piece = Vec::with_capacity(size);
-        while piece.len() < size
-            && let Some(index) = self.todo[source].pop_back()
-        {
-            if index < claimed {
-                // The engine has met us, and so it has for all before.
-                self.todo[source].clear();
-            } else if self.bringing.brings(&self.job.names[index]) && !self.is_here(index) {
-                piece.push(index);
-            }
-        }
-        piece
-    }
-
-    /// The block came to G1 in another way: then it is held.
-    fn is_here(&mut self, index: usize) -> bool {
-        let found = self.job.inner.core.pool.matched(&self.job.names[index..=index]);
-        let here = !found.is_empty();
-        self.job.shared.keep(found);
-        here
-    }
-
-    fn ask_for(&mut self, source: usize, indices: Vec<usize>) {
-        if indices.is_empty() {
-            return;
-        }
-        let (now, gauge) = (self.start.elapsed(), &self.job.sources[source].gauge);
-        let seen = &mut self.seen[source];
-        if seen.asked == 0 {
-            (seen.since, seen.queued) = (now, gauge.queued());
-        }
-        gauge.asked(indices.len());
-        seen.asked += indices.len();
-        seen.pending += 1;
-        for index in &indices {
-            self.places[*index] = Place::Asked(source);
-        }
-        let names = indices.iter().map(|index| self.job.names[*index]).collect();
-        let answer = move |(at, found): (usize, Result<Option<Block>, LoadError>)| {
-            // An index that was not asked for breaks the contract; what it should have been stays unanswered.
-            let index = *indices.get(at)?;
-            Some(match found {
-                Ok(Some(block)) => Answer::Item(Item { source, index, block }),
-                Ok(None) => Answer::Failed { source, index, error: None },
-                Err(error) => Answer::Failed { source, index, error: Some(error) },
-            })
-        };
-        let answer = move |loaded| future::ready(answer(loaded));
-        let fingerprint = self.job.inner.core.device.fingerprint();
-        let stream = self.job.sources[source].tier.load(fingerprint, names).filter_map(answer);
-        self.streams.push(stream.chain(stream::iter([Answer::Done(source)])).boxed());
-    }
-
-    fn take(&mut self, answer: Answer) {
-        match answer {
-            Answer::Item(item) => {
-                self.heard(item.source);
-                self.queue.push(item);
-            }
-            Answer::Failed { source, index, error } => {
-                self.heard(source);
-                match error {
-                    Some(LoadError::Corrupt(why)) => self.quarantine(source, index, why),
-                    Some(error) => tracing::debug!(tier = %self.level(source), %error, "a block was not loaded"),
-                    None => {}
-                }
-                self.try_next(source, index);
-            }
-            Answer::Done(source) => self.seen[source].pending -= 1,
-        }
-    }
-
-    fn heard(&mut self, source: usize) {
-        let seen = &mut self.seen[source];
-        if seen.answered < seen.asked {
-            seen.heard(self.start.elapsed(), self.job.sources[source].gauge.answer());
-        }
-    }
-
-    /// Verifies and writes what is queued and still wanted, on a blocking thread.
-    fn write(&mut self) {
-        let claimed = self.job.shared.claimed();
-        let mut items = std::mem::take(&mut self.queue);
-        items.retain(|item| item.index >= claimed);
-        let core = self.job.inner.core.clone();
-        let Some(slots) = core.pool.allocate(items.len()) else {
-            return self.give_up(&items);
-        };
-        let names: Vec<_> = items.iter().map(|item| self.job.names[item.index]).collect();
-        self.writes.push(tokio::task::spawn_blocking(move || {
-            let items = items.into_iter().zip(names).zip(slots);
-            items.map(|((item, name), slot)| core.write(item, name, slot)).collect()
-        }));
-    }
-
-    /// There is no room: what is there so far must do.
-    fn give_up(&mut self, items: &[Item]) {
-        self.recall();
-        self.todo.iter_mut().for_each(VecDeque::clear);
-        for item in items {
-            self.places[item.index] = Place::Lost;
-        }
-        self.places.iter_mut().filter(|place| **place == Place::Unasked).for_each(|place| *place = Place::Lost);
-    }
-
-    fn place(&mut self, mut written: Vec<Written>) {
-        // In order, so that a run is announced as one.
-        written.sort_by_key(|written| match written {
-            Written::Good { index, .. } | Written::Bad { index, .. } | Written::Over { index, .. } => *index,
-        });
-        let (mut blocks, mut levels) = (Vec::new(), Vec::new());
-        for written in written {
-            match written {
-                Written::Good { source, index, block } => {
-                    self.seen[source].delivered += 1;
-                    self.places[index] = Place::There;
-                    blocks.push(block);
-                    levels.push(self.level(source));
-                }
-                Written::Bad { source, index, why } => {
-                    self.quarantine(source, index, why);
-                    self.try_next(source, index);
-                }
-                Written::Over { source, index } => {
-                    self.expire(source, index);
-                    self.try_next(source, index);
-                }
-            }
-        }
-        if !blocks.is_empty() {
-            // At once, for those who follow; and if this request is dropped, what it loaded stays cached.
-            let cached = self.job.inner.core.pool.register(blocks);
-            self.job.shared.keep_loaded(cached, &levels);
-            self.lead += self.places[self.lead..].iter().take_while(|place| **place == Place::There).count();
-            self.news = Instant::now();
-            self.bringing.step();
-        }
-    }
-
-    /// Finds the next source for a block that one did not deliver, or gives it up: then it is computed.
-    fn try_next(&mut self, source: usize, index: usize) {
-        let (now, name) = (Instant::now(), &self.job.names[index..=index]);
-        let fingerprint = self.job.inner.core.device.fingerprint();
-        let holds = |next: &usize| {
-            let next = &self.job.sources[*next];
-            next.gauge.is_awake(now) && next.tier.holds(fingerprint, name) == 1
-        };
-        match (source + 1..self.job.sources.len()).find(holds) {
-            Some(next) => self.wanted[next].push(index),
-            None => self.places[index] = Place::Lost,
-        }
-    }
-
-    fn expire(&self, source: usize, index: usize) {
-        let (tier, core, name) = (&self.job.sources[source].tier, &self.job.inner.core, self.job.names[index]);
-        // Unless a sweep found it meanwhile.
-        core.metrics.expired(tier.level(), tier.holds(core.device.fingerprint(), &[name]));
-        tier.discard(core.device.fingerprint(), name);
-    }
-
-    fn quarantine(&self, source: usize, index: usize, why: Corrupt) {
-        let (tier, name) = (&self.job.sources[source].tier, self.job.names[index]);
-        tracing::warn!(tier = %tier.level(), block = %name, %why, "block quarantined");
-        self.job.inner.core.metrics.quarantined(tier.level());
-        tier.discard(self.job.inner.core.device.fingerprint(), name);
-    }
-
     fn level(&self, source: usize) -> Level {
         self.job.sources[source].tier.level()
-    }
-}
-
-impl Loading<'_> {
-    /// Tells the gauges what was seen since the last time, and forgets it.
-    fn learn(&mut self) {
-        let (now, elapsed) = (Instant::now(), self.start.elapsed());
-        let bytes = self.job.inner.core.device.block_bytes() as u64;
-        for (source, seen) in self.seen.iter_mut().enumerate().filter(|(_, seen)| seen.asked > 0) {
-            let Source { tier, gauge } = &self.job.sources[source];
-            let what = seen.seen(elapsed);
-            if gauge.learn(what, now) {
-                tracing::warn!(tier = %tier.level(), ?elapsed, "tier did not answer in time; left alone for a while");
-            }
-            if seen.delivered > 0 {
-                let (delivered, metrics) = (seen.delivered as u64, &self.job.inner.core.metrics);
-                metrics.moved(tier.level(), Direction::Onboard, delivered * bytes, what.elapsed);
-            }
-            gauge.recalled(seen.asked - seen.answered);
-            self.job.inner.core.metrics.hit(tier.level(), seen.delivered);
-            self.job.inner.core.metrics.missed(tier.level(), seen.asked.saturating_sub(seen.delivered));
-            *seen = Watch::default();
-        }
     }
 }
 
@@ -587,23 +266,5 @@ impl Drop for Loading<'_> {
     fn drop(&mut self) {
         self.learn();
         self.job.shared.offload(&self.job.inner);
-    }
-}
-
-impl super::Core {
-    /// Writes a block into the device if it is what was asked for. Runs on a blocking thread.
-    fn write(&self, item: Item, name: SequenceHash, slot: PartialBlock) -> Written {
-        let Item { source, index, block } = item;
-        let fits = |block: &crate::Verified| block.payload().len() == self.device.block_bytes();
-        let verified = block.verify(name, self.device.fingerprint());
-        match verified.and_then(|block| if fits(&block) { Ok(block) } else { Err(Corrupt::Length) }) {
-            Ok(block) if block.header().keep.is_over(self.clock.now()) => Written::Over { source, index },
-            Ok(block) => {
-                self.device.write(slot.slot(), block.payload());
-                let Header { parent, .. } = *block.header();
-                Written::Good { source, index, block: slot.complete(name, parent, block.header().custody()) }
-            }
-            Err(why) => Written::Bad { source, index, why },
-        }
     }
 }

@@ -1,0 +1,128 @@
+//! What tiers delivered: verified, written into the device and given to everyone, or sent away.
+
+use super::{Item, Loading, Place};
+use crate::SequenceHash;
+use crate::block::{Corrupt, Header};
+use crate::manager::Core;
+use crate::pool::{FullBlock, PartialBlock};
+use std::collections::VecDeque;
+use tokio::time::Instant;
+
+/// Bytes verified and written per hop to a blocking thread: enough to hide the hop, few enough to begin early.
+pub(super) const WRITE_BYTES: usize = 4 << 20;
+
+/// Hops at the same time: one core's memcpy does not fill the memory's bandwidth, two nearly do.
+pub(super) const WRITES: usize = 2;
+
+/// What became of an item.
+pub(super) enum Written {
+    Good {
+        source: usize,
+        index: usize,
+        block: FullBlock,
+    },
+    Bad {
+        source: usize,
+        index: usize,
+        why: Corrupt,
+    },
+    /// Sound, and older than its request allowed.
+    Over {
+        source: usize,
+        index: usize,
+    },
+}
+
+impl Loading<'_> {
+    /// Verifies and writes what is queued and still wanted, on a blocking thread.
+    pub(super) fn write(&mut self) {
+        let claimed = self.job.shared.claimed();
+        let mut items = std::mem::take(&mut self.queue);
+        items.retain(|item| item.index >= claimed);
+        let core = self.job.inner.core.clone();
+        let Some(slots) = core.pool.allocate(items.len()) else {
+            return self.give_up(&items);
+        };
+        let names: Vec<_> = items.iter().map(|item| self.job.names[item.index]).collect();
+        self.writes.push(tokio::task::spawn_blocking(move || {
+            let items = items.into_iter().zip(names).zip(slots);
+            items.map(|((item, name), slot)| core.write(item, name, slot)).collect()
+        }));
+    }
+
+    pub(super) fn place(&mut self, mut written: Vec<Written>) {
+        // In order, so that a run is announced as one.
+        written.sort_by_key(|written| match written {
+            Written::Good { index, .. } | Written::Bad { index, .. } | Written::Over { index, .. } => *index,
+        });
+        let (mut blocks, mut levels) = (Vec::new(), Vec::new());
+        for written in written {
+            match written {
+                Written::Good { source, index, block } => {
+                    self.seen[source].delivered += 1;
+                    self.places[index] = Place::There;
+                    blocks.push(block);
+                    levels.push(self.level(source));
+                }
+                Written::Bad { source, index, why } => {
+                    self.quarantine(source, index, why);
+                    self.try_next(source, index);
+                }
+                Written::Over { source, index } => {
+                    self.expire(source, index);
+                    self.try_next(source, index);
+                }
+            }
+        }
+        if !blocks.is_empty() {
+            // At once, for those who follow; and if this request is dropped, what it loaded stays cached.
+            let cached = self.job.inner.core.pool.register(blocks);
+            self.job.shared.keep_loaded(cached, &levels);
+            self.lead += self.places[self.lead..].iter().take_while(|place| **place == Place::There).count();
+            self.news = Instant::now();
+            self.bringing.step();
+        }
+    }
+
+    /// There is no room: what is there so far must do.
+    fn give_up(&mut self, items: &[Item]) {
+        self.recall();
+        self.todo.iter_mut().for_each(VecDeque::clear);
+        for item in items {
+            self.places[item.index] = Place::Lost;
+        }
+        self.places.iter_mut().filter(|place| **place == Place::Unasked).for_each(|place| *place = Place::Lost);
+    }
+
+    fn expire(&self, source: usize, index: usize) {
+        let (tier, core, name) = (&self.job.sources[source].tier, &self.job.inner.core, self.job.names[index]);
+        // Unless a sweep found it meanwhile.
+        core.metrics.expired(tier.level(), tier.holds(core.device.fingerprint(), &[name]));
+        tier.discard(core.device.fingerprint(), name);
+    }
+
+    pub(super) fn quarantine(&self, source: usize, index: usize, why: Corrupt) {
+        let (tier, name) = (&self.job.sources[source].tier, self.job.names[index]);
+        tracing::warn!(tier = %tier.level(), block = %name, %why, "block quarantined");
+        self.job.inner.core.metrics.quarantined(tier.level());
+        tier.discard(self.job.inner.core.device.fingerprint(), name);
+    }
+}
+
+impl Core {
+    /// Writes a block into the device if it is what was asked for. Runs on a blocking thread.
+    fn write(&self, item: Item, name: SequenceHash, slot: PartialBlock) -> Written {
+        let Item { source, index, block } = item;
+        let fits = |block: &crate::Verified| block.payload().len() == self.device.block_bytes();
+        let verified = block.verify(name, self.device.fingerprint());
+        match verified.and_then(|block| if fits(&block) { Ok(block) } else { Err(Corrupt::Length) }) {
+            Ok(block) if block.header().keep.is_over(self.clock.now()) => Written::Over { source, index },
+            Ok(block) => {
+                self.device.write(slot.slot(), block.payload());
+                let Header { parent, .. } = *block.header();
+                Written::Good { source, index, block: slot.complete(name, parent, block.header().custody()) }
+            }
+            Err(why) => Written::Bad { source, index, why },
+        }
+    }
+}
