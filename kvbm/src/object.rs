@@ -14,12 +14,15 @@
 
 mod catalog;
 mod client;
+mod collector;
 mod follow;
+pub mod gc;
 mod layout;
 mod location;
 mod manifest;
 mod pace;
 mod pack;
+mod removal;
 mod standing;
 #[cfg(test)]
 mod tests;
@@ -31,6 +34,7 @@ use bytes::Bytes;
 use catalog::Catalog;
 use client::Client;
 pub use client::Counts;
+pub use collector::{Amount, Collector, Report, Verification};
 use follow::Follower;
 use futures::future::{BoxFuture, FutureExt};
 use futures::stream::{self, BoxStream, StreamExt};

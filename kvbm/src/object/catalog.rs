@@ -2,7 +2,7 @@
 //!
 //! Bounded: beyond a number of blocks the oldest objects are forgotten, which costs hits, never correctness.
 
-use super::layout::Writer;
+use super::layout::{ObjectId, Writer};
 use super::manifest::{Entry, Section};
 use crate::index::{Index, Resting};
 use crate::{EventLog, Fingerprint, Level, SequenceHash};
@@ -108,6 +108,16 @@ impl Catalog {
         if let Some(object) = self.remove(&mut self.lock(), number) {
             self.lost.fetch_add(1, Ordering::Relaxed);
             tracing::warn!(object = %object.path, blocks = object.names.len(), "object lost");
+        }
+    }
+
+    /// Forgets objects that are about to be deleted.
+    pub(super) fn forget(&self, condemned: impl Fn(ObjectId) -> bool) {
+        let mut objects = self.lock();
+        let going = |object: &Object| ObjectId::at(&object.path).is_some_and(&condemned);
+        let numbers: Vec<i32> = objects.known.iter().filter(|(_, object)| going(object)).map(|(n, _)| *n).collect();
+        for number in numbers {
+            self.remove(&mut objects, number);
         }
     }
 

@@ -1,4 +1,4 @@
-//! What the tier asks of a store: put, read, look, list. Each within a time, repeated where that may help, counted.
+//! What the tier asks of a store: put, read, look, list, delete. Each within a time, repeated where that may help, counted.
 //!
 //! ```text
 //!   request ─▶ attempt ──answer──▶            a read that takes too long ─▶ a second request, the first answer counts
@@ -104,6 +104,24 @@ impl Client {
     /// What lies directly below a prefix. Not repeated: whoever lists comes again.
     pub(super) async fn list(&self, prefix: &Path) -> Result<ListResult, Error> {
         self.repeated(1, || self.within(self.store.list_with_delimiter(Some(prefix)))).await
+    }
+
+    /// Everything below a prefix, at any depth. However many there are, no part of the list may take longer than a request.
+    pub(super) async fn list_all(&self, prefix: &Path) -> Result<Vec<ObjectMeta>, Error> {
+        self.counts.requests.fetch_add(1, Ordering::Relaxed);
+        let (mut listed, mut found) = (self.store.list(Some(prefix)), Vec::new());
+        while let Some(meta) = timeout(self.limit, listed.try_next()).await.unwrap_or_else(|late| Err(failed(late)))? {
+            found.push(meta);
+        }
+        Ok(found)
+    }
+
+    /// Deletes an object; one that is gone already is none to complain of.
+    pub(super) async fn delete(&self, path: &Path) -> Result<(), Error> {
+        match self.repeated(WRITES, || self.within(self.store.delete(path))).await {
+            Err(Error::NotFound { .. }) => Ok(()),
+            answer => answer,
+        }
     }
 
     /// Fails while the store is away.

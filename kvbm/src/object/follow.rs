@@ -1,16 +1,17 @@
 //! Learning what others wrote: writers are found by listing, their next manifests by asking for the next number.
 //!
 //! The work of a round is bounded, whatever lies in the store: one listing of writers, a bounded number of questions, and
-//! the manifests that are new. A manifest that is not sound is skipped. Nothing is asked on the path of a request.
+//! the manifests that are new; and every few rounds, what somebody is about to delete. A manifest that is not sound is
+//! skipped. Nothing is asked on the path of a request.
 
 use super::catalog::{Catalog, paths};
 use super::client::Client;
-use super::layout::{Layout, Writer};
+use super::layout::{Layout, ObjectId, Writer};
 use super::manifest::{self, Section};
-use super::{PARALLEL, Standing};
+use super::{PARALLEL, Standing, removal};
 use futures::stream::{self, StreamExt, TryStreamExt};
 use object_store::{Error, ObjectMeta};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::watch;
@@ -22,6 +23,10 @@ const ROUND: Duration = Duration::from_secs(1);
 const ASKED: usize = 32;
 /// Manifests of one writer read in a round; the rest follows in the next.
 const READ: u64 = 256;
+/// Rounds from one look at what is about to be deleted to the next: seconds, of the minutes that are left.
+const LOOK: u64 = 5;
+/// Whoever slept for so long may wait for a manifest that was deleted meanwhile. Less than what deletions wait for.
+const SLEPT: Duration = Duration::from_mins(1);
 
 /// Keeps a catalog up to date with the store.
 pub(super) struct Follower {
@@ -30,6 +35,11 @@ pub(super) struct Follower {
     own: Writer,
     catalog: Arc<Catalog>,
     known: BTreeMap<Writer, Seen>,
+    /// What is about to be deleted, by who said so.
+    removals: BTreeMap<Writer, HashSet<ObjectId>>,
+    rounds: u64,
+    /// The last round that went well.
+    awake: Instant,
     standing: watch::Sender<Standing>,
     /// Whether what was there at the start is known.
     learned: bool,
@@ -58,7 +68,8 @@ impl Follower {
         catalog: Arc<Catalog>,
         standing: watch::Sender<Standing>,
     ) -> Self {
-        Self { client, layout, own, catalog, known: BTreeMap::new(), standing, learned: false, turn: 0 }
+        let (known, removals, awake) = (BTreeMap::new(), BTreeMap::new(), Instant::now());
+        Self { client, layout, own, catalog, known, removals, rounds: 0, awake, standing, learned: false, turn: 0 }
     }
 
     /// Follows for ever.
@@ -67,11 +78,7 @@ impl Follower {
         rounds.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             rounds.tick().await;
-            let now = match self.round().await {
-                Ok(()) => Standing::Ready,
-                Err(error) => Standing::from(&error),
-            };
-            self.learned |= now == Standing::Ready;
+            let now = self.follow_once().await;
             let before = self.standing.send_replace(now.clone());
             // Once, not every second.
             match (&before, &now) {
@@ -86,13 +93,27 @@ impl Follower {
         }
     }
 
+    pub(super) async fn follow_once(&mut self) -> Standing {
+        let now = match self.round().await {
+            Ok(()) => Standing::Ready,
+            Err(error) => Standing::from(&error),
+        };
+        self.learned |= now == Standing::Ready;
+        now
+    }
+
     async fn round(&mut self) -> Result<(), Error> {
+        // Before the manifests, which still name what goes.
+        if self.rounds.is_multiple_of(LOOK) {
+            self.look_at_removals().await?;
+        }
         let strangers = self.strangers().await?;
         if self.learned {
-            for writer in strangers {
-                let numbers = self.numbers(writer).await?;
-                let next = numbers.first().copied().unwrap_or(0);
-                self.known.insert(writer, Seen { next, last_news: Instant::now() });
+            let slept = self.awake.elapsed() > SLEPT;
+            let known: Vec<Writer> = self.known.keys().copied().filter(|_| slept).collect();
+            for writer in strangers.into_iter().chain(known) {
+                let seen = self.read_listed(writer).await?;
+                self.known.insert(writer, seen);
             }
         } else {
             self.read_past(strangers).await?;
@@ -104,7 +125,38 @@ impl Follower {
             .try_collect()
             .await?;
         self.known.extend(news);
+        self.rounds += 1;
+        self.awake = Instant::now();
         Ok(())
+    }
+
+    /// Forgets what somebody is about to delete.
+    async fn look_at_removals(&mut self) -> Result<(), Error> {
+        let listed = self.client.list(&self.layout.removals()).await?;
+        let listed: HashSet<Writer> =
+            listed.objects.iter().filter_map(|meta| meta.location.filename()?.parse().ok()).collect();
+        self.removals.retain(|collector, _| listed.contains(collector));
+        for collector in listed {
+            if self.removals.contains_key(&collector) {
+                continue;
+            }
+            let bytes = match self.client.get(&self.layout.removal(collector)).await {
+                Ok(bytes) => bytes,
+                // It is over with already.
+                Err(Error::NotFound { .. }) => continue,
+                Err(error) => return Err(error),
+            };
+            let condemned: HashSet<ObjectId> =
+                removal::decode(collector, &bytes).unwrap_or_default().into_iter().collect();
+            self.catalog.forget(|object| condemned.contains(&object));
+            self.removals.insert(collector, condemned);
+        }
+        Ok(())
+    }
+
+    fn is_condemned(&self, writer: Writer, section: &Section) -> bool {
+        let object = ObjectId { writer, number: section.object };
+        self.removals.values().any(|condemned| condemned.contains(&object))
     }
 
     /// Writers that were not there in the last round.
@@ -137,8 +189,8 @@ impl Follower {
                 stream::iter(numbers.into_iter().rev()).map(|number| self.ask(writer, number)).buffered(PARALLEL);
             while let Some(asked) = manifests.next().await {
                 let Asked::Sound(sections) = asked? else { continue };
-                room =
-                    sections.iter().rev().all(|section| self.catalog.add_older(paths(&self.layout, writer), section));
+                let mut sections = sections.iter().rev().filter(|section| !self.is_condemned(writer, section));
+                room = sections.all(|section| self.catalog.add_older(paths(&self.layout, writer), section));
                 if !room {
                     break;
                 }
@@ -160,17 +212,31 @@ impl Follower {
         writers
     }
 
+    /// Reads the manifests of a writer that are there: some before them may be gone.
+    async fn read_listed(&self, writer: Writer) -> Result<Seen, Error> {
+        let from = self.known.get(&writer).map_or(0, |seen| seen.next);
+        let numbers = self.numbers(writer).await?.into_iter().filter(|number| *number >= from);
+        let mut next = from;
+        for number in numbers {
+            self.take(writer, &self.ask(writer, number).await?);
+            next = number + 1;
+        }
+        Ok(Seen { next, last_news: Instant::now() })
+    }
+
+    fn take(&self, writer: Writer, asked: &Asked) {
+        let Asked::Sound(sections) = asked else { return };
+        for section in sections.iter().filter(|section| !self.is_condemned(writer, section)) {
+            self.catalog.add(paths(&self.layout, writer), section);
+        }
+    }
+
     /// Reads a writer's manifests from the next number on.
     async fn read_on(&self, writer: Writer, mut seen: Seen) -> Result<(Writer, Seen), Error> {
         for number in seen.next..seen.next + READ {
             match self.ask(writer, number).await? {
-                Asked::Sound(sections) => {
-                    for section in &sections {
-                        self.catalog.add(paths(&self.layout, writer), section);
-                    }
-                }
-                Asked::Unsound => {}
                 Asked::NotYet => break,
+                asked => self.take(writer, &asked),
             }
             seen = Seen { next: number + 1, last_news: Instant::now() };
         }

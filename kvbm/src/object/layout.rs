@@ -4,6 +4,7 @@
 //!   PREFIX/manifests/WRITER/NUMBER                   what the objects of one writer hold, immutable, numbered without gaps
 //!   PREFIX/blocks/DOMAIN/FINGERPRINT/WRITER/NUMBER   many blocks of one domain and one fingerprint, each as header and
 //!                                                    payload
+//!   PREFIX/removals/COLLECTOR                        objects that are about to be deleted, and that nobody asks for any more
 //! ```
 
 use crate::{DomainId, Fingerprint};
@@ -14,7 +15,7 @@ use std::str::FromStr;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 /// One life of one process: nobody else ever writes under its name, so nothing that is written needs a lock.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub(super) struct Writer {
     started_ms: u64,
     random: u64,
@@ -32,6 +33,11 @@ impl Writer {
     /// What makes its pauses differ from others'.
     pub(super) fn seed(self) -> u64 {
         self.random
+    }
+
+    pub(super) fn from_bytes(bytes: [u8; 16]) -> Self {
+        let number = |at: usize| u64::from_le_bytes(std::array::from_fn(|i| bytes[at + i]));
+        Self { started_ms: number(0), random: number(8) }
     }
 
     pub(super) fn to_bytes(self) -> [u8; 16] {
@@ -61,6 +67,22 @@ impl FromStr for Writer {
     }
 }
 
+/// An object of blocks: a writer numbers its own, whosever blocks they hold.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub(super) struct ObjectId {
+    pub(super) writer: Writer,
+    pub(super) number: u64,
+}
+
+impl ObjectId {
+    /// Which object, or manifest, lies at a path, if that is how we name them.
+    pub(super) fn at(path: &Path) -> Option<Self> {
+        let mut parts = path.as_ref().rsplit('/');
+        let (number, writer) = (parts.next()?.parse().ok()?, parts.next()?.parse().ok()?);
+        Some(Self { writer, number })
+    }
+}
+
 /// Names of objects under one prefix.
 #[derive(Clone, Debug)]
 pub(super) struct Layout {
@@ -85,8 +107,22 @@ impl Layout {
         self.manifests_of(writer).join(format!("{number:012}"))
     }
 
+    /// What is about to be deleted stands below it.
+    pub(super) fn removals(&self) -> Path {
+        self.prefix.clone().join("removals")
+    }
+
+    pub(super) fn removal(&self, collector: Writer) -> Path {
+        self.removals().join(collector.to_string())
+    }
+
+    /// All objects of blocks stand below it.
+    pub(super) fn all_blocks(&self) -> Path {
+        self.prefix.clone().join("blocks")
+    }
+
     pub(super) fn blocks(&self, domain: DomainId, fingerprint: Fingerprint, writer: Writer, number: u64) -> Path {
-        let under = self.prefix.clone().join("blocks").join(domain.to_string()).join(fingerprint.to_string());
+        let under = self.all_blocks().join(domain.to_string()).join(fingerprint.to_string());
         under.join(writer.to_string()).join(format!("{number:012}"))
     }
 }
@@ -100,6 +136,15 @@ impl fmt::Display for Layout {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_object_is_known_by_its_path() {
+        let (writer, layout) = (Writer::new(), Layout::new("kv/of/all"));
+        let path = layout.blocks(DomainId::SHARED, Fingerprint::from_bytes([7; 32]), writer, 42);
+        assert_eq!(ObjectId::at(&path), Some(ObjectId { writer, number: 42 }));
+        assert_eq!(ObjectId::at(&layout.manifests_of(writer)), None);
+        assert_eq!(Writer::from_bytes(writer.to_bytes()), writer);
+    }
 
     #[test]
     fn a_writer_is_read_back_from_its_name_and_from_no_other() {

@@ -13,6 +13,7 @@ mod flaky;
 mod outage;
 mod server;
 mod servers;
+mod sweep;
 mod trouble;
 
 pub(super) fn open_on(store: Arc<dyn ObjectStore>) -> (Arc<ObjectTier>, Arc<EventLog>) {

@@ -1,0 +1,275 @@
+//! Looks through a whole store, and removes from it what a policy does not want to stay, or what is not sound.
+//!
+//! Takes no lock: what goes is named in a list of removals first, and deleted by whoever comes after the grace. Any number of
+//! collectors may be at work; what one did, the next one finds done. A collector that ends in between leaves nothing wrong
+//! behind, only work.
+
+use super::client::Client;
+use super::gc::{Manifest, Policy, Removal, Stored, Survey, Why};
+use super::layout::{Layout, ObjectId, Writer};
+use super::{Access, Location, OpenError, PARALLEL, block, manifest, removal};
+use crate::{Date, DomainId, Header, KeyId};
+use bytes::Bytes;
+use futures::stream::{self, StreamExt, TryStreamExt};
+use object_store::local::LocalFileSystem;
+use object_store::path::Path;
+use object_store::{Error, ObjectMeta, ObjectStore, PutPayload};
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Objects that one list of removals names: some megabytes.
+const LISTED: usize = 100_000;
+/// Objects read at once when all are read: the memory that they take is theirs.
+const READ: usize = 4;
+
+/// Collects what need not stay in a store.
+pub struct Collector {
+    client: Arc<Client>,
+    layout: Layout,
+}
+
+/// What a pass found and did, or would do.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize)]
+pub struct Report {
+    /// Objects that were there.
+    pub objects: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// Objects that nobody is to ask for any more, by the reason; they are deleted after the grace.
+    pub condemned: BTreeMap<Why, Amount>,
+    /// Objects whose grace is over, or that no manifest ever named: deleted.
+    pub deleted: Amount,
+    /// Manifests that named nothing else, deleted.
+    pub manifests: u64,
+}
+
+/// Some objects.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize)]
+pub struct Amount {
+    /// How many.
+    pub objects: u64,
+    /// Their bytes.
+    pub bytes: u64,
+}
+
+/// What reading everything showed.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize)]
+pub struct Verification {
+    /// Objects that were read.
+    pub objects: u64,
+    /// Blocks that are what they were when they came to rest.
+    pub sound: u64,
+    /// Sound ones that nobody here can open, for lack of a key.
+    pub unopened: u64,
+    /// Blocks that are not what they were.
+    pub unsound: u64,
+    /// Objects that manifests name and that are gone.
+    pub missing: u64,
+    /// Manifests that cannot be read.
+    pub manifests_unsound: u64,
+    /// Objects with unsound blocks that were removed.
+    pub removed: u64,
+}
+
+impl Amount {
+    fn add(&mut self, bytes: u64) {
+        self.objects += 1;
+        self.bytes += bytes;
+    }
+}
+
+impl Collector {
+    /// Looks through a prefix of a store.
+    pub fn open(store: Arc<dyn ObjectStore>, prefix: &str, timeout: Duration) -> Self {
+        let seed = u64::from(std::process::id());
+        Self { client: Arc::new(Client::new(store, timeout, seed)), layout: Layout::new(prefix) }
+    }
+
+    /// Looks through what a URL names. A folder that is not there is an error: there would be nothing in it.
+    pub fn at(location: &Location, access: &Access, timeout: Duration) -> Result<Self, OpenError> {
+        match location {
+            Location::Folder(folder) => {
+                let store = LocalFileSystem::new_with_prefix(folder).map_err(io::Error::from)?;
+                Ok(Self::open(Arc::new(store), "", timeout))
+            }
+            Location::Cloud { cloud, prefix, .. } => {
+                let wrong = |error: Error| OpenError::Client { why: error.to_string(), advice: cloud.advice() };
+                let client = location.client(access, timeout).map_err(wrong)?;
+                let client = client.ok_or_else(|| io::Error::other("a folder has no client"))?;
+                Ok(Self::open(client, prefix.as_ref(), timeout))
+            }
+        }
+    }
+
+    /// Lists and reads all but the blocks. `progress` hears how many of how many manifests were read.
+    pub async fn survey(&self, progress: impl Fn(u64, u64)) -> io::Result<Survey> {
+        // Manifests before objects: what a manifest names was there before it, so what is missing then is gone.
+        let listed = self.client.list_all(&self.layout.manifests()).await?;
+        let (total, mut read) = (listed.len() as u64, 0);
+        let mut reading = stream::iter(listed).map(|meta| self.manifest(meta)).buffered(PARALLEL);
+        let mut manifests = Vec::new();
+        while let Some(manifest) = reading.try_next().await? {
+            manifests.extend(manifest);
+            read += 1;
+            progress(read, total);
+        }
+        let listed = self.client.list_all(&self.layout.removals()).await?;
+        let reading = stream::iter(listed).map(|meta| self.removal(meta)).buffered(PARALLEL);
+        let removals = reading.try_filter_map(async |removal| Ok(removal)).try_collect().await?;
+        let listed = self.client.list_all(&self.layout.all_blocks()).await?;
+        let stored = |meta: ObjectMeta| {
+            let id = ObjectId::at(&meta.location)?;
+            Some((id, Stored { modified: modified(&meta), bytes: meta.size, path: meta.location }))
+        };
+        Ok(Survey { manifests, removals, objects: listed.into_iter().filter_map(stored).collect() })
+    }
+
+    /// What a pass at `now` would do.
+    pub fn would(&self, survey: &Survey, policy: &Policy, now: Date) -> Report {
+        let plan = survey.plan(policy, now);
+        let mut report = Report { objects: survey.objects.len() as u64, bytes: survey.bytes(), ..Report::default() };
+        let bytes = |id: &ObjectId| survey.objects.get(id).map_or(0, |stored| stored.bytes);
+        for (id, why) in &plan.condemn {
+            report.condemned.entry(*why).or_default().add(bytes(id));
+        }
+        plan.objects.iter().for_each(|id| report.deleted.add(bytes(id)));
+        report.manifests = plan.manifests.len() as u64;
+        report
+    }
+
+    /// One pass: condemns what a policy does not want to stay, and deletes what was condemned so long before `now`.
+    pub async fn collect(&self, survey: &Survey, policy: &Policy, now: Date) -> io::Result<Report> {
+        let plan = survey.plan(policy, now);
+        self.condemn(plan.condemn.iter().map(|(id, _)| *id).collect()).await?;
+        self.delete(plan.manifests).await?;
+        let objects = plan.objects.iter().filter_map(|id| survey.objects.get(id));
+        self.delete(objects.map(|stored| stored.path.clone()).collect()).await?;
+        self.delete(plan.removals).await?;
+        Ok(self.would(survey, policy, now))
+    }
+
+    /// Condemns all objects of a domain; a pass deletes them once the grace is over.
+    pub async fn condemn_domain(&self, survey: &Survey, domain: DomainId) -> io::Result<Amount> {
+        let mut amount = Amount::default();
+        let theirs: Vec<_> = survey.live().filter(|live| live.section.domain == domain).collect();
+        theirs.iter().for_each(|live| amount.add(live.stored.bytes));
+        self.condemn(theirs.into_iter().map(|live| live.id).collect()).await?;
+        Ok(amount)
+    }
+
+    /// Reads every block that can be asked for. `opens` says whether a block's key is there; with `remove`, objects that
+    /// hold an unsound block are condemned.
+    pub async fn verify(
+        &self,
+        survey: &Survey,
+        remove: bool,
+        opens: impl AsyncFn(DomainId, KeyId) -> io::Result<bool>,
+        progress: impl Fn(u64, u64),
+    ) -> io::Result<Verification> {
+        let live: Vec<_> = survey.live().collect();
+        let total = live.len() as u64;
+        let named = survey.manifests.iter().flat_map(|manifest| manifest.sections.iter().flatten()).count() as u64;
+        let unsound = survey.manifests.iter().filter(|manifest| manifest.sections.is_none()).count() as u64;
+        let gone = survey.removals.iter().map(|removal| removal.objects.len() as u64).sum();
+        let missing = named.saturating_sub(total).saturating_sub(gone);
+        let mut seen = Verification { missing, manifests_unsound: unsound, ..Verification::default() };
+        let read = |live: super::gc::Live<'_>| {
+            let path = live.stored.path.clone();
+            async move {
+                match self.client.get(&path).await {
+                    Ok(bytes) => Ok(Some(bytes)),
+                    Err(Error::NotFound { .. }) => Ok(None),
+                    Err(error) => Err(error),
+                }
+            }
+        };
+        let mut reading = stream::iter(live.clone()).map(read).buffered(READ);
+        let mut known: BTreeMap<(DomainId, KeyId), bool> = BTreeMap::new();
+        let mut bad = Vec::new();
+        for live in live {
+            let Some(bytes) = reading.try_next().await? else { break };
+            let Some(bytes) = bytes else {
+                seen.missing += 1;
+                continue;
+            };
+            let before = seen.unsound;
+            for header in headers(&bytes, live.section) {
+                let Some(header) = header else {
+                    seen.unsound += 1;
+                    continue;
+                };
+                seen.sound += 1;
+                let Some(key) = header.key else { continue };
+                let opened = match known.get(&(header.domain, key)) {
+                    Some(opened) => *opened,
+                    None => opens(header.domain, key).await?,
+                };
+                known.insert((header.domain, key), opened);
+                seen.unopened += u64::from(!opened);
+            }
+            if seen.unsound > before {
+                bad.push(live.id);
+            }
+            seen.objects += 1;
+            progress(seen.objects, total);
+        }
+        if remove {
+            seen.removed = bad.len() as u64;
+            self.condemn(bad).await?;
+        }
+        Ok(seen)
+    }
+
+    async fn condemn(&self, objects: Vec<ObjectId>) -> io::Result<()> {
+        for objects in objects.chunks(LISTED) {
+            let name = Writer::new();
+            let bytes = Bytes::from(removal::encode(name, objects));
+            self.client.put(&self.layout.removal(name), PutPayload::from(bytes)).await?;
+        }
+        Ok(())
+    }
+
+    async fn delete(&self, paths: Vec<Path>) -> io::Result<()> {
+        let deleting = stream::iter(paths).map(async |path| self.client.delete(&path).await);
+        Ok(deleting.buffer_unordered(PARALLEL).try_collect::<()>().await?)
+    }
+
+    /// Reads a manifest; none when another collector deleted it meanwhile, or when it is not named as one.
+    async fn manifest(&self, meta: ObjectMeta) -> io::Result<Option<Manifest>> {
+        let Some(ObjectId { writer, .. }) = ObjectId::at(&meta.location) else { return Ok(None) };
+        let Some(bytes) = self.read(&meta).await? else { return Ok(None) };
+        let sections = manifest::decode(writer, &bytes);
+        Ok(Some(Manifest { modified: modified(&meta), path: meta.location, writer, sections }))
+    }
+
+    async fn removal(&self, meta: ObjectMeta) -> io::Result<Option<Removal>> {
+        let Some(name) = meta.location.filename().and_then(|name| name.parse().ok()) else { return Ok(None) };
+        let Some(bytes) = self.read(&meta).await? else { return Ok(None) };
+        let objects = removal::decode(name, &bytes).unwrap_or_default();
+        Ok(Some(Removal { modified: modified(&meta), path: meta.location, objects }))
+    }
+
+    async fn read(&self, meta: &ObjectMeta) -> io::Result<Option<Bytes>> {
+        match self.client.get(&meta.location).await {
+            Ok(bytes) => Ok(Some(bytes)),
+            Err(Error::NotFound { .. }) => Ok(None),
+            Err(error) => Err(error.into()),
+        }
+    }
+}
+
+/// The headers of the blocks in an object; `None` for one that is not the block that its manifest names, unchanged.
+fn headers(bytes: &Bytes, section: &manifest::Section) -> impl Iterator<Item = Option<Header>> {
+    section.entries.iter().map(|entry| {
+        let block = block(bytes, entry.offset as usize, Header::LEN + entry.length as usize).ok()?;
+        block.check(entry.name, section.fingerprint).ok()?;
+        Some(block.header)
+    })
+}
+
+fn modified(meta: &ObjectMeta) -> Date {
+    Date::from_unix(u64::try_from(meta.last_modified.timestamp()).unwrap_or(0))
+}

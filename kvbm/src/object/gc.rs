@@ -1,0 +1,303 @@
+//! Which objects go: pure, so that several collectors that see the same store choose the same.
+//!
+//! ```text
+//!   live ──expired, too old, over budget──▶ condemned ──grace──▶ deleted, then the manifests that named only such
+//!           pinned ones stay                a list of removals says so; whoever follows the store stops asking
+//! ```
+//!
+//! An object is as young as the youngest that builds on it, and of one age the last part of a chain goes first: so a prefix
+//! does not lose its head before its tail. What cannot be read as ours (another version's) goes by age alone, if at all.
+
+use super::layout::{ObjectId, Writer};
+use super::manifest::{Entry, Section};
+use crate::{Date, DomainId, Fingerprint, SequenceHash};
+use object_store::path::Path;
+use serde::Serialize;
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet, BinaryHeap, HashMap};
+use std::time::Duration;
+
+/// An object that no manifest names by then never gets one: its writer tries for as long as it lives, but whoever could
+/// read it has long recomputed.
+const ORPHAN: Duration = Duration::from_hours(1);
+
+/// What may stay.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Policy {
+    /// Objects older than this go; the age of what others build on is theirs. Default: none is too old.
+    pub age_max: Option<Duration>,
+    /// Bytes that may rest, all domains together. Default: as many as there are.
+    pub budget: Option<u64>,
+    /// Bytes of single domains that may rest.
+    pub domains: BTreeMap<DomainId, u64>,
+    /// From the word that an object goes to its end. Default 10 minutes: whoever follows the store knows after seconds,
+    /// and a load takes less than one.
+    pub grace: Duration,
+}
+
+impl Default for Policy {
+    fn default() -> Self {
+        Self { age_max: None, budget: None, domains: BTreeMap::new(), grace: Duration::from_mins(10) }
+    }
+}
+
+/// Why an object goes.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Why {
+    /// None of its blocks may be served any more.
+    Expired,
+    /// It is older than any may be.
+    Age,
+    /// There is no room for it.
+    Budget,
+    /// Somebody said so.
+    Asked,
+}
+
+/// All that lies in a store.
+#[derive(Debug, Default)]
+pub struct Survey {
+    pub(super) manifests: Vec<Manifest>,
+    pub(super) objects: BTreeMap<ObjectId, Stored>,
+    pub(super) removals: Vec<Removal>,
+}
+
+#[derive(Debug)]
+pub(super) struct Manifest {
+    pub(super) path: Path,
+    pub(super) writer: Writer,
+    pub(super) modified: Date,
+    /// `None` when it cannot be read as ours.
+    pub(super) sections: Option<Vec<Section>>,
+}
+
+#[derive(Debug)]
+pub(super) struct Stored {
+    pub(super) path: Path,
+    pub(super) bytes: u64,
+    pub(super) modified: Date,
+}
+
+#[derive(Debug)]
+pub(super) struct Removal {
+    pub(super) path: Path,
+    pub(super) modified: Date,
+    pub(super) objects: Vec<ObjectId>,
+}
+
+/// What one writer put there of one domain and fingerprint, and can be asked for.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize)]
+pub struct Holding {
+    /// Whose blocks.
+    pub domain: String,
+    /// Of which engine.
+    pub fingerprint: String,
+    /// Who wrote them.
+    pub writer: String,
+    /// How many.
+    pub blocks: u64,
+    /// In how many objects.
+    pub objects: u64,
+    /// That take so many bytes.
+    pub bytes: u64,
+    /// When the first of them was written, in seconds since 1970.
+    pub oldest: u64,
+    /// When the last of them was.
+    pub newest: u64,
+}
+
+/// What is to be done.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct Plan {
+    pub(super) condemn: Vec<(ObjectId, Why)>,
+    /// In the order in which they are to be deleted: what is read first goes first, and the word that it goes last.
+    pub(super) manifests: Vec<Path>,
+    pub(super) objects: Vec<ObjectId>,
+    pub(super) removals: Vec<Path>,
+}
+
+/// An object that can be asked for.
+#[derive(Clone, Copy)]
+pub(super) struct Live<'a> {
+    pub(super) id: ObjectId,
+    pub(super) section: &'a Section,
+    pub(super) stored: &'a Stored,
+}
+
+impl Survey {
+    /// Objects that a manifest names, that are there, and that nobody is about to delete.
+    pub(super) fn live(&self) -> impl Iterator<Item = Live<'_>> {
+        let condemned: BTreeSet<ObjectId> =
+            self.removals.iter().flat_map(|list| list.objects.iter().copied()).collect();
+        self.named().filter(move |live| !condemned.contains(&live.id))
+    }
+
+    fn named(&self) -> impl Iterator<Item = Live<'_>> {
+        let sections = self.manifests.iter().flat_map(|manifest| manifest.named());
+        sections.filter_map(|(id, section)| Some(Live { id, section, stored: self.objects.get(&id)? }))
+    }
+
+    /// What is there to be asked for, by domain, fingerprint and writer.
+    pub fn holdings(&self) -> Vec<Holding> {
+        let mut holdings: BTreeMap<(DomainId, Fingerprint, Writer), Holding> = BTreeMap::new();
+        for Live { id, section, stored } in self.live() {
+            let at = u64::from(Date::encode(Some(stored.modified)));
+            let holding = holdings.entry((section.domain, section.fingerprint, id.writer)).or_insert_with(|| Holding {
+                domain: section.domain.to_string(),
+                fingerprint: section.fingerprint.to_string(),
+                writer: id.writer.to_string(),
+                blocks: 0,
+                objects: 0,
+                bytes: 0,
+                oldest: at,
+                newest: at,
+            });
+            holding.blocks += section.entries.len() as u64;
+            holding.objects += 1;
+            holding.bytes += stored.bytes;
+            holding.oldest = holding.oldest.min(at);
+            holding.newest = holding.newest.max(at);
+        }
+        holdings.into_values().collect()
+    }
+
+    /// Bytes of all objects, those that are about to be deleted included.
+    pub fn bytes(&self) -> u64 {
+        self.objects.values().map(|stored| stored.bytes).sum()
+    }
+
+    /// What a policy makes of it.
+    pub(super) fn plan(&self, policy: &Policy, now: Date) -> Plan {
+        let condemn = self.condemned(policy, now);
+        let over = |since: Date, wait: Duration| since.after(wait) <= now;
+        let mut said: BTreeMap<ObjectId, Date> = BTreeMap::new();
+        for removal in &self.removals {
+            for object in &removal.objects {
+                let first = said.entry(*object).or_insert(removal.modified);
+                *first = removal.modified.min(*first);
+            }
+        }
+        let named: BTreeSet<ObjectId> = self.named().map(|live| live.id).collect();
+        // What another version wrote may be named in a way that we cannot read.
+        let foreign: BTreeSet<Writer> = self
+            .manifests
+            .iter()
+            .filter(|manifest| manifest.sections.is_none())
+            .map(|manifest| manifest.writer)
+            .collect();
+        let too_old = |modified: Date| policy.age_max.is_some_and(|age| over(modified, age.max(ORPHAN)));
+        let goes = |(id, stored): &(&ObjectId, &Stored)| match said.get(id) {
+            Some(since) => over(*since, policy.grace),
+            None if named.contains(id) => false,
+            None if foreign.contains(&id.writer) => too_old(stored.modified),
+            None => over(stored.modified, policy.grace.max(ORPHAN)),
+        };
+        let objects: Vec<ObjectId> = self.objects.iter().filter(goes).map(|(id, _)| *id).collect();
+        let gone: BTreeSet<ObjectId> = objects.iter().copied().collect();
+        let stays = |id: &ObjectId| self.objects.contains_key(id) && !gone.contains(id);
+        let (dead, alive): (Vec<&Manifest>, Vec<&Manifest>) =
+            self.manifests.iter().partition(|manifest| match &manifest.sections {
+                Some(_) => over(manifest.modified, policy.grace) && !manifest.named().any(|(id, _)| stays(&id)),
+                None => too_old(manifest.modified),
+            });
+        let still_named: BTreeSet<ObjectId> =
+            alive.iter().flat_map(|manifest| manifest.named()).map(|(id, _)| id).collect();
+        let done = |removal: &&Removal| {
+            let needed = |id: &ObjectId| stays(id) || still_named.contains(id);
+            over(removal.modified, policy.grace) && !removal.objects.iter().any(needed)
+        };
+        Plan {
+            condemn,
+            manifests: dead.into_iter().map(|manifest| manifest.path.clone()).collect(),
+            objects,
+            removals: self.removals.iter().filter(done).map(|removal| removal.path.clone()).collect(),
+        }
+    }
+
+    /// Which live objects are to go, and why, in order.
+    fn condemned(&self, policy: &Policy, now: Date) -> Vec<(ObjectId, Why)> {
+        let live: Vec<Live<'_>> = self.live().collect();
+        let youth = youth(&live);
+        let mut condemned = BTreeMap::new();
+        let mut candidates = Vec::new();
+        for (live, &youth) in live.iter().zip(&youth) {
+            let entries = &live.section.entries;
+            if entries.iter().all(|entry| entry.keep().is_over(now)) {
+                condemned.insert(live.id, Why::Expired);
+            } else if entries.iter().any(|entry| is_pinned(entry, now)) {
+                // Stays, whatever it takes.
+            } else if policy.age_max.is_some_and(|age| youth.after(age) <= now) {
+                condemned.insert(live.id, Why::Age);
+            } else {
+                candidates.push((youth, Reverse(live.stored.modified), Reverse(live.id), live));
+            }
+        }
+        candidates.sort_unstable_by_key(|(youth, modified, id, _)| (*youth, *modified, *id));
+        let bytes = |domain: Option<DomainId>| -> u64 {
+            let counts = |live: &&Live<'_>| domain.is_none_or(|domain| domain == live.section.domain);
+            live.iter().filter(counts).map(|live| live.stored.bytes).sum()
+        };
+        let limits = policy.domains.iter().map(|(domain, limit)| (Some(*domain), *limit));
+        for (domain, limit) in limits.chain(policy.budget.map(|limit| (None, limit))) {
+            let within = |live: &Live<'_>| domain.is_none_or(|domain| domain == live.section.domain);
+            let going = live.iter().filter(|live| within(live) && condemned.contains_key(&live.id));
+            let mut rest = bytes(domain) - going.map(|live| live.stored.bytes).sum::<u64>();
+            for (.., live) in candidates.iter().filter(|(.., live)| within(live)) {
+                if rest <= limit {
+                    break;
+                }
+                if condemned.insert(live.id, Why::Budget).is_none() {
+                    rest -= live.stored.bytes;
+                }
+            }
+        }
+        condemned.into_iter().collect()
+    }
+}
+
+impl Manifest {
+    fn named(&self) -> impl Iterator<Item = (ObjectId, &Section)> {
+        let sections = self.sections.iter().flatten();
+        sections.map(|section| (ObjectId { writer: self.writer, number: section.object }, section))
+    }
+}
+
+fn is_pinned(entry: &Entry, now: Date) -> bool {
+    !entry.keep().is_over(now) && entry.pinned.is_some_and(|pinned| pinned > now)
+}
+
+/// When the youngest object was written that builds on each, itself included.
+fn youth(live: &[Live<'_>]) -> Vec<Date> {
+    // Of several copies of a block, the youngest is the one to build on.
+    let mut holders: HashMap<(Fingerprint, SequenceHash), usize> = HashMap::new();
+    for (index, Live { section, stored, .. }) in live.iter().enumerate() {
+        for entry in &section.entries {
+            let holder = holders.entry((section.fingerprint, entry.name)).or_insert(index);
+            if live[*holder].stored.modified < stored.modified {
+                *holder = index;
+            }
+        }
+    }
+    let mut youth: Vec<Date> = live.iter().map(|live| live.stored.modified).collect();
+    let mut heap: BinaryHeap<(Date, usize)> = youth.iter().copied().zip(0..).collect();
+    // The youngest first, so that each is looked at once with the date that stays.
+    while let Some((date, index)) = heap.pop() {
+        if date < youth[index] {
+            continue;
+        }
+        let section = live[index].section;
+        for parent in section.entries.iter().filter_map(|entry| entry.parent) {
+            if let Some(&holder) = holders.get(&(section.fingerprint, parent))
+                && youth[holder] < date
+            {
+                youth[holder] = date;
+                heap.push((date, holder));
+            }
+        }
+    }
+    youth
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,193 @@
+//! Who goes: expired, old, over budget; who stays: pinned, built upon, in grace. Then the same on stores, with readers.
+
+use super::*;
+use proptest::prelude::*;
+use std::collections::HashSet;
+
+const HOUR: u64 = 3600;
+const NOW: Date = Date::from_unix(1_000 * HOUR);
+
+/// An object of one block: written at an hour, building on another object's block.
+#[derive(Clone, Debug)]
+struct Object {
+    hour: u64,
+    on: Option<u64>,
+    domain: u8,
+    pinned: bool,
+    expired: bool,
+}
+
+const fn at(hour: u64) -> Object {
+    Object { hour, on: None, domain: 1, pinned: false, expired: false }
+}
+
+fn writer() -> Writer {
+    Writer::from_bytes([7; 16])
+}
+
+fn id(number: u64) -> ObjectId {
+    ObjectId { writer: writer(), number }
+}
+
+fn domain(domain: u8) -> DomainId {
+    DomainId::from_bytes([domain; 16])
+}
+
+fn name(number: u64) -> SequenceHash {
+    let mut bytes = [1; 16];
+    bytes[..8].copy_from_slice(&number.to_le_bytes());
+    SequenceHash::from_bytes(bytes)
+}
+
+/// Each object in a manifest of its own, a hundred bytes each.
+fn survey(objects: &[Object]) -> Survey {
+    let mut survey = Survey::default();
+    for (number, object) in (0..).zip(objects) {
+        let modified = Date::from_unix(object.hour * HOUR);
+        let entry = Entry {
+            name: name(number),
+            parent: object.on.map(name),
+            offset: 0,
+            length: 0,
+            expires: object.expired.then_some(NOW),
+            pinned: object.pinned.then(|| NOW.after(Duration::from_secs(1))),
+        };
+        let fingerprint = Fingerprint::from_bytes([0; 32]);
+        let section = Section { domain: domain(object.domain), fingerprint, object: number, entries: vec![entry] };
+        let path = Path::from(format!("manifest {number}"));
+        survey.manifests.push(Manifest { path, writer: writer(), modified, sections: Some(vec![section]) });
+        let path = Path::from(format!("object {number}"));
+        survey.objects.insert(id(number), Stored { path, bytes: 100, modified });
+    }
+    survey
+}
+
+fn hours(hours: u64) -> Duration {
+    Duration::from_secs(hours * HOUR)
+}
+
+fn condemned(survey: &Survey, policy: &Policy) -> Vec<(u64, Why)> {
+    survey.plan(policy, NOW).condemn.into_iter().map(|(id, why)| (id.number, why)).collect()
+}
+
+#[test]
+fn expired_goes_at_once_old_by_age_and_pinned_stays() {
+    let old = at(900);
+    let objects = [
+        at(999),
+        Object { expired: true, ..at(999) },
+        old.clone(),
+        Object { pinned: true, ..old.clone() },
+        Object { pinned: true, expired: true, ..old },
+    ];
+    let policy = Policy { age_max: Some(hours(10)), ..Policy::default() };
+    assert_eq!(condemned(&survey(&objects), &policy), [(1, Why::Expired), (2, Why::Age), (4, Why::Expired)]);
+    assert_eq!(condemned(&survey(&objects), &Policy::default()), [(1, Why::Expired), (4, Why::Expired)]);
+}
+
+#[test]
+fn a_prefix_is_as_young_as_what_builds_on_it_and_goes_after_it() {
+    // 0 ← 1 ← 2, and 3 that nobody builds on and that is younger than the head.
+    let objects = [at(100), Object { on: Some(0), ..at(200) }, Object { on: Some(1), ..at(990) }, at(300)];
+    let policy = |budget| Policy { budget: Some(budget), ..Policy::default() };
+    assert_eq!(condemned(&survey(&objects), &policy(300)), [(3, Why::Budget)]);
+    assert_eq!(condemned(&survey(&objects), &policy(200)), [(2, Why::Budget), (3, Why::Budget)]);
+    let aged = Policy { age_max: Some(hours(500)), ..Policy::default() };
+    assert_eq!(condemned(&survey(&objects), &aged), [(3, Why::Age)]);
+}
+
+#[test]
+fn one_domain_over_its_own_budget_costs_no_other_domain_anything() {
+    let objects = [at(1), at(2), Object { domain: 2, ..at(3) }, Object { domain: 2, ..at(4) }];
+    let policy = Policy { domains: [(domain(2), 150)].into(), ..Policy::default() };
+    assert_eq!(condemned(&survey(&objects), &policy), [(2, Why::Budget)]);
+}
+
+#[test]
+fn nothing_is_deleted_before_its_grace_and_the_word_of_it_goes_last() {
+    let mut survey = survey(&[at(10), at(20)]);
+    let removal = |minutes: u64| Removal {
+        path: Path::from("removal"),
+        modified: Date::from_unix(1_000 * HOUR - minutes * 60),
+        objects: vec![id(0)],
+    };
+    survey.removals.push(removal(9));
+    assert_eq!(survey.plan(&Policy::default(), NOW), Plan::default(), "in grace, and condemned once");
+    survey.removals.push(removal(10));
+    let plan = survey.plan(&Policy::default(), NOW);
+    assert_eq!((plan.objects, plan.manifests.len(), plan.removals.len()), (vec![id(0)], 1, 1));
+    // What no manifest names any more is still spoken for, until it is gone.
+    survey.manifests.remove(0);
+    assert_eq!(survey.plan(&Policy::default(), NOW).objects, [id(0)]);
+    survey.objects.remove(&id(0));
+    survey.removals.remove(0);
+    let plan = survey.plan(&Policy::default(), NOW);
+    assert_eq!((plan.objects.len(), plan.removals.len()), (0, 1));
+}
+
+#[test]
+fn what_no_manifest_names_goes_after_an_hour_unless_another_version_may_name_it() {
+    let mut survey = survey(&[at(999), at(1_000)]);
+    survey.manifests.clear();
+    assert_eq!(survey.plan(&Policy::default(), NOW).objects, [id(0)], "the other one's manifest may be under way");
+    let manifest = |sections| Manifest {
+        path: Path::from("manifest"),
+        writer: writer(),
+        modified: Date::from_unix(HOUR),
+        sections,
+    };
+    survey.manifests.push(manifest(None));
+    assert_eq!(survey.plan(&Policy::default(), NOW), Plan::default());
+    let aged = Policy { age_max: Some(hours(1)), ..Policy::default() };
+    let plan = survey.plan(&aged, NOW);
+    assert_eq!((plan.objects, plan.manifests.len()), (vec![id(0)], 1));
+}
+
+fn objects() -> impl Strategy<Value = Vec<Object>> {
+    let object = (900u64..1_000, any::<Option<u8>>(), 1u8..4, prop::bool::weighted(0.2), prop::bool::weighted(0.2));
+    let object = object.prop_map(|(hour, on, domain, pinned, expired)| Object {
+        hour,
+        on: on.map(u64::from),
+        domain,
+        pinned,
+        expired,
+    });
+    prop::collection::vec(object, 0..40).prop_map(|mut objects| {
+        // A block builds on an earlier one.
+        for number in 0..objects.len() {
+            objects[number].on = objects[number].on.filter(|_| number > 0).map(|on| on % number as u64);
+        }
+        objects
+    })
+}
+
+proptest! {
+    #[test]
+    fn budgets_hold_but_for_pins_nothing_goes_for_nothing_and_the_choice_is_the_same(
+        objects in objects(), budget in 0u64..5_000, own in 0u64..2_000
+    ) {
+        let survey = survey(&objects);
+        let policy = Policy { budget: Some(budget), domains: [(domain(1), own)].into(), ..Policy::default() };
+        let plan = survey.plan(&policy, NOW);
+        prop_assert_eq!(&plan, &survey.plan(&policy, NOW));
+        prop_assert_eq!((plan.objects.len(), plan.manifests.len()), (0, 0), "nothing is deleted without its grace");
+        let gone: HashSet<u64> = plan.condemn.iter().map(|(id, _)| id.number).collect();
+        let left = |of: &dyn Fn(&Object) -> bool| {
+            (0..).zip(&objects).filter(|(number, object)| !gone.contains(number) && of(object)).count() as u64 * 100
+        };
+        let pinned = |object: &Object| object.pinned && !object.expired;
+        prop_assert!(left(&|_| true) <= budget.max(left(&pinned)));
+        prop_assert!(left(&|object| object.domain == 1) <= own.max(left(&|object| pinned(object) && object.domain == 1)));
+        for (id, why) in &plan.condemn {
+            let object = &objects[id.number as usize];
+            prop_assert_eq!(object.expired, *why == Why::Expired);
+            prop_assert!(object.expired || !object.pinned);
+        }
+        // The last that went was needed: without it, one of the budgets would not hold.
+        let spared = plan.condemn.iter().filter(|(_, why)| *why == Why::Budget).any(|(id, _)| {
+            let own_fits = objects[id.number as usize].domain != 1 || left(&|object| object.domain == 1) + 100 <= own;
+            left(&|_| true) + 100 <= budget && own_fits
+        });
+        prop_assert!(!spared);
+    }
+}

@@ -1,0 +1,169 @@
+//! Collecting while others read and write: bytes are right or missing, and whoever runs on learns what went.
+
+use super::*;
+use crate::Clock;
+use crate::object::collector::Report;
+use crate::object::gc::Policy;
+
+/// Longer than any grace here.
+const LATER: Duration = Duration::from_hours(2);
+
+fn collector(store: &Arc<dyn ObjectStore>) -> Collector {
+    Collector::open(store.clone(), "kv", Duration::from_secs(10))
+}
+
+/// One pass, `after` now.
+async fn pass(collector: &Collector, policy: &Policy, after: Duration) -> Report {
+    let survey = collector.survey(|_, _| ()).await.unwrap();
+    collector.collect(&survey, policy, Clock::system().now().after(after)).await.unwrap()
+}
+
+fn nothing() -> Policy {
+    Policy { budget: Some(0), ..Policy::default() }
+}
+
+async fn seconds(seconds: u64) {
+    tokio::time::sleep(Duration::from_secs(seconds)).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_running_process_reads_in_the_grace_and_soon_knows_better() {
+    let shared: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
+    let (theirs, _) = open_on(shared.clone());
+    let blocks = chain(1, 20);
+    store(&*theirs, blocks.clone()).await;
+    let (ours, events) = open_on(shared.clone());
+    ours.caught_up().await;
+    let report = pass(&collector(&shared), &nothing(), Duration::ZERO).await;
+    assert_eq!((report.condemned.values().map(|amount| amount.objects).sum::<u64>(), report.deleted.objects), (1, 0));
+    assert!(all(&load(&*ours, fingerprint(), names(&blocks)).await), "not heard of it yet");
+    seconds(8).await;
+    for tier in [&ours, &theirs] {
+        assert_eq!(tier.holds(fingerprint(), &names(&blocks)), 0);
+    }
+    assert_eq!(announced(&events, Level::G4), []);
+    // Whoever comes now neither; and what comes again rests again.
+    let (late, _) = open_on(shared.clone());
+    late.caught_up().await;
+    assert_eq!(late.holds(fingerprint(), &names(&blocks)), 0);
+    store(&*theirs, blocks.clone()).await;
+    seconds(3).await;
+    assert!(all(&load(&*ours, fingerprint(), names(&blocks)).await));
+    assert_eq!((ours.lost_objects(), theirs.lost_objects()), (0, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_reader_that_loses_the_race_records_a_miss() {
+    let shared: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
+    let (tier, _) = open_on(shared.clone());
+    store(&*tier, chain(1, 5)).await;
+    let collector = collector(&shared);
+    pass(&collector, &nothing(), Duration::ZERO).await;
+    let report = pass(&collector, &Policy::default(), LATER).await;
+    assert_eq!((report.deleted.objects, report.manifests), (1, 1));
+    // It had no time to hear of it.
+    assert_eq!(load(&*tier, fingerprint(), names(&chain(1, 5))).await.iter().flatten().count(), 0);
+    assert_eq!(tier.lost_objects(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_writer_whose_first_manifests_are_gone_is_still_followed() {
+    let shared: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
+    let (writer, _) = open_on(shared.clone());
+    let (follower, _) = open_on(shared.clone());
+    follower.caught_up().await;
+    let pinned = crate::Keep { pinned: Some(Clock::system().now().after(LATER * 9)), ..crate::Keep::default() };
+    let kept =
+        chain(7, 5).into_iter().map(|block| block.in_custody(crate::Custody { keep: pinned, ..Default::default() }));
+    let kept: Vec<Block> = kept.collect();
+    store(&*writer, chain(1, 5)).await;
+    store(&*writer, kept.clone()).await;
+    store(&*writer, chain(2, 5)).await;
+    let collector = collector(&shared);
+    pass(&collector, &nothing(), Duration::ZERO).await;
+    pass(&collector, &Policy::default(), LATER).await;
+    let survey = collector.survey(|_, _| ()).await.unwrap();
+    assert_eq!((survey.manifests.len(), survey.objects.len(), survey.removals.len()), (1, 1, 0), "all but the pinned");
+    store(&*writer, chain(3, 5)).await;
+    let (late, _) = open_on(shared.clone());
+    late.caught_up().await;
+    seconds(8).await;
+    for tier in [&follower, &late] {
+        assert!(all(&load(&**tier, fingerprint(), names(&kept)).await));
+        assert!(all(&load(&**tier, fingerprint(), names(&chain(3, 5))).await));
+        assert_eq!(tier.holds(fingerprint(), &names(&chain(1, 5))), 0);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_that_slept_through_a_deletion_finds_what_came_after_it() {
+    let shared: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
+    let (writer, _) = open_on(shared.clone());
+    let catalog = Arc::new(Catalog::new(1_000, Arc::new(EventLog::new(Epoch(1)))));
+    let client = Arc::new(Client::new(shared.clone(), Duration::from_secs(10), 1));
+    let stands = watch::Sender::new(Standing::Learning);
+    let mut follower = Follower::new(client, Layout::new("kv"), Writer::new(), catalog.clone(), stands);
+    store(&*writer, chain(1, 5)).await;
+    assert_eq!(follower.follow_once().await, Standing::Ready);
+    store(&*writer, chain(2, 5)).await;
+    let collector = collector(&shared);
+    pass(&collector, &nothing(), Duration::ZERO).await;
+    pass(&collector, &Policy::default(), LATER).await;
+    store(&*writer, chain(3, 5)).await;
+    seconds(120).await;
+    assert_eq!(follower.follow_once().await, Standing::Ready);
+    assert_eq!(catalog.index.holds(fingerprint(), &names(&chain(3, 5))), 5);
+}
+
+#[tokio::test(start_paused = true)]
+async fn several_collectors_readers_and_writers_at_once_never_yield_a_wrong_byte() {
+    let shared: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
+    let policy = Policy { budget: Some(60_000), ..Policy::default() };
+    let (writer, _) = open_on(shared.clone());
+    let (reader, _) = open_on(shared.clone());
+    let (one, other) = (collector(&shared), collector(&shared));
+    let mut hits = 0;
+    for seed in 0..30 {
+        let blocks = chain(seed, 10);
+        let (loaded, ..) = tokio::join!(
+            load(&*reader, fingerprint(), names(&chain(seed.saturating_sub(2), 10))),
+            store(&*writer, blocks),
+            // One of them is far ahead of its time, so that it deletes what others still ask for.
+            pass(&one, &policy, Duration::ZERO),
+            pass(&other, &policy, LATER),
+        );
+        for (loaded, block) in loaded.iter().zip(chain(seed.saturating_sub(2), 10)) {
+            assert!(loaded.as_ref().is_none_or(|loaded| loaded.payload() == block.payload));
+            hits += usize::from(loaded.is_some());
+        }
+        seconds(2).await;
+    }
+    assert!(hits > 0, "nothing was ever read");
+    pass(&one, &policy, Duration::ZERO).await;
+    pass(&other, &policy, LATER).await;
+    let survey = one.survey(|_, _| ()).await.unwrap();
+    assert!((1..=60_000).contains(&survey.bytes()), "{}", survey.bytes());
+}
+
+#[tokio::test(start_paused = true)]
+async fn verifying_reads_every_block_and_removes_what_is_unsound_when_told() {
+    let folder = tempfile::tempdir().unwrap();
+    let (tier, _) = open_in(folder.path(), Settings { object_bytes: 15_000, ..Settings::default() });
+    store(&*tier, chain(1, 10)).await;
+    store(&*tier, chain(2, 10)).await;
+    let bad = files(folder.path(), "blocks").remove(0);
+    let mut bytes = fs::read(&bad).unwrap();
+    bytes[Header::LEN + 5] ^= 1;
+    fs::write(&bad, bytes).unwrap();
+    let location = Location::Folder(folder.path().into());
+    let access = Access { endpoint: None, region: None, credentials: Credentials::default() };
+    let collector = Collector::at(&location, &access, Duration::from_secs(10)).unwrap();
+    let verify = async |remove| {
+        let survey = collector.survey(|_, _| ()).await.unwrap();
+        collector.verify(&survey, remove, async |_, _| Ok(false), |_, _| ()).await.unwrap()
+    };
+    let seen = verify(false).await;
+    assert_eq!((seen.sound, seen.unsound, seen.unopened, seen.removed), (19, 1, 0, 0));
+    assert_eq!(verify(true).await.removed, 1);
+    assert_eq!((verify(false).await.unsound, verify(false).await.missing), (0, 0));
+}
