@@ -44,6 +44,7 @@ use log::{Log, Shared};
 use spread::Spread;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use tokio::runtime::Handle;
@@ -117,6 +118,12 @@ impl DiskTier {
         let _ = self.recovered.subscribe().wait_for(|done| *done).await;
     }
 
+    /// Stretches of segments that held no sound record where one should have been, found while segments without a footer
+    /// were scanned. What the last process was writing when it died does not count.
+    pub fn damaged(&self) -> u64 {
+        self.shared.damaged.load(Ordering::Relaxed)
+    }
+
     /// How each path does.
     pub fn paths(&self) -> Vec<PathState> {
         let state = |volume: &Arc<Volume>| PathState {
@@ -133,6 +140,7 @@ impl DiskTier {
             next: Arc::default(),
             pool: Pool::default(),
             paths: paths.len() as u32,
+            damaged: Arc::default(),
             #[cfg(test)]
             rig: tests::Rig::default(),
         };

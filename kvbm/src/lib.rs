@@ -102,6 +102,8 @@ mod pool;
 mod retention;
 mod run;
 pub mod shares;
+#[cfg(test)]
+mod tests;
 pub mod tier;
 
 pub use block::{Block, Codec, Corrupt, Header, KeyId, Verified};

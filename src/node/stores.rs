@@ -10,7 +10,7 @@ use kvbm::object::{Access, Location, Standing};
 use kvbm::{DiskTier, EventLog, Fingerprint, ObjectTier, Tier, disk, object};
 use prometheus::core::{Collector, Desc};
 use prometheus::proto::MetricFamily;
-use prometheus::{IntCounterVec, IntGaugeVec, Opts, Registry};
+use prometheus::{IntCounter, IntCounterVec, IntGaugeVec, Opts, Registry};
 use std::path::Path;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -98,6 +98,10 @@ impl Stores {
                     &["path"],
                 )?,
             },
+            damaged: IntCounter::new(
+                "blockyard_store_damaged_stretches_total",
+                "Stretches of the G3 log that were found to be unsound while it was looked through at the start.",
+            )?,
         }))
     }
 
@@ -130,6 +134,7 @@ struct Fullness {
     bytes: IntGaugeVec,
     capacity: IntGaugeVec,
     paths: Paths,
+    damaged: IntCounter,
 }
 
 /// How the folders of G3 do; there are as many labels as the configuration names.
@@ -141,7 +146,7 @@ struct Paths {
 impl Collector for Fullness {
     fn desc(&self) -> Vec<&Desc> {
         let gauges = [&self.blocks, &self.bytes, &self.capacity, &self.paths.up].into_iter().flat_map(Collector::desc);
-        gauges.chain(self.paths.failures.desc()).collect()
+        gauges.chain(self.paths.failures.desc()).chain(self.damaged.desc()).collect()
     }
 
     fn collect(&self) -> Vec<MetricFamily> {
@@ -153,7 +158,10 @@ impl Collector for Fullness {
                 self.capacity.with_label_values(&label).set(capacity as i64);
             }
         }
-        for path in self.disk.upgrade().iter().flat_map(|disk| disk.paths()) {
+        let disk = self.disk.upgrade();
+        let damaged = disk.as_ref().map_or(0, |disk| disk.damaged());
+        self.damaged.inc_by(damaged.saturating_sub(self.damaged.get()));
+        for path in disk.iter().flat_map(|disk| disk.paths()) {
             let folder = path.folder.display().to_string();
             self.paths.up.with_label_values(&[&folder]).set(path.up.into());
             let failures = self.paths.failures.with_label_values(&[&folder]);
@@ -161,7 +169,7 @@ impl Collector for Fullness {
         }
         let gauges =
             [&self.blocks, &self.bytes, &self.capacity, &self.paths.up].into_iter().flat_map(Collector::collect);
-        gauges.chain(self.paths.failures.collect()).collect()
+        gauges.chain(self.paths.failures.collect()).chain(self.damaged.collect()).collect()
     }
 }
 

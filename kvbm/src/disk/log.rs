@@ -54,6 +54,8 @@ pub(super) struct Shared {
     pub(super) pool: Pool,
     /// How many segments are written at the same time.
     pub(super) paths: u32,
+    /// Stretches that were found to be unsound while segments were scanned.
+    pub(super) damaged: Arc<AtomicU64>,
     #[cfg(test)]
     pub(super) rig: super::tests::Rig,
 }

@@ -55,7 +55,7 @@ impl Log {
         let read = || {
             let mut found = Vec::new();
             while let Some(&number) = numbers.get(next.fetch_add(1, Ordering::Relaxed)) {
-                match segment(&self.folder, number, &self.taken) {
+                match segment(&self.folder, number, &self.taken, &self.shared.damaged) {
                     Ok(segment) => found.extend(segment),
                     Err(error) => {
                         tracing::warn!(folder = %self.folder.display(), number, %error, "segment unreadable");
@@ -110,14 +110,23 @@ impl Log {
 }
 
 /// A segment as the last process left it; `None` when nothing sound was in it, and it is removed.
-fn segment(folder: &Path, number: u32, taken: &Arc<AtomicU64>) -> io::Result<Option<Arc<Segment>>> {
+fn segment(
+    folder: &Path,
+    number: u32,
+    taken: &Arc<AtomicU64>,
+    damaged: &AtomicU64,
+) -> io::Result<Option<Arc<Segment>>> {
     let path = path(folder, number);
     let file = OpenOptions::new().read(true).write(true).open(&path)?;
     let length = file.metadata()?.len();
     let (listing, length) = if let Some(listing) = footer(&file, length)? {
         (listing, length)
     } else {
-        let mut listing = scan(&file, length)?;
+        let (mut listing, unsound) = scan(&file, length)?;
+        if unsound > 0 {
+            damaged.fetch_add(unsound, Ordering::Relaxed);
+            tracing::warn!(segment = %path.display(), stretches = unsound, "damaged: what is not sound is left out");
+        }
         tracing::info!(segment = %path.display(), records = listing.len(), "scanned a segment without a footer");
         // Recovery goes through the page cache, which takes any grain.
         let sealed = if listing.len() == 0 { Ok(0) } else { seal(&file, &mut listing, Access::UNIT) };
@@ -140,9 +149,11 @@ fn footer(file: &File, length: u64) -> io::Result<Option<Listing>> {
     Ok(Listing::decode(&footer))
 }
 
-/// Finds every sound record, whatever lies between them: a hole of a write that never happened, a torn tail, damage.
-fn scan(file: &File, length: u64) -> io::Result<Listing> {
+/// Finds every sound record, whatever lies between them: a hole of a write that never happened, which is zeros, or damage,
+/// whose stretches are counted. What follows the last sound record was being written when the process died.
+fn scan(file: &File, length: u64) -> io::Result<(Listing, u64)> {
     let mut listing = Listing::default();
+    let (mut damaged, mut unsound) = (0, false);
     let mut window = Window { file, length, start: 0, bytes: Vec::new() };
     let mut at = 0;
     while at < length {
@@ -156,13 +167,18 @@ fn scan(file: &File, length: u64) -> io::Result<Listing> {
         at = match verdict {
             Ok(Some(found)) => {
                 listing.push(&found, at);
+                damaged += u64::from(std::mem::take(&mut unsound));
                 let payload = if let Found::Block(header) = &found { header.length } else { 0 };
                 at + record::span(payload, Access::UNIT)
             }
-            _ => at + Access::UNIT,
+            _ => {
+                let unit = (length - at).min(Access::UNIT) as usize;
+                unsound |= window.bytes(at, unit)?[..unit].iter().any(|byte| *byte != 0);
+                at + Access::UNIT
+            }
         };
     }
-    Ok(listing)
+    Ok((listing, damaged))
 }
 
 /// A stretch of the file in memory.

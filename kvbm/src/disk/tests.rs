@@ -58,7 +58,14 @@ fn fault(code: &AtomicI32) -> io::Result<()> {
 /// A tier on one path whose files are accessed like this.
 fn open_accessing(folder: &Path, access: direct::Access) -> Arc<DiskTier> {
     let index = Arc::new(Index::new(Level::G3, Arc::new(EventLog::new(Epoch(1)))));
-    let shared = Shared { index, next: Arc::default(), pool: Pool::default(), paths: 1, rig: Rig::default() };
+    let shared = Shared {
+        index,
+        next: Arc::default(),
+        pool: Pool::default(),
+        paths: 1,
+        damaged: Arc::default(),
+        rig: Rig::default(),
+    };
     *shared.rig.0.access.lock().unwrap() = Some(access);
     let tier = DiskTier::claim_sharing(&[(folder.to_owned(), settings())], shared).unwrap();
     tier.recover();

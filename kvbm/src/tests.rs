@@ -1,0 +1,3 @@
+//! What holds across all tiers and forms at once.
+
+mod damage;
