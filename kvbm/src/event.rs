@@ -102,6 +102,45 @@ pub struct Snapshot {
     pub blocks: Vec<(Level, SequenceHash)>,
 }
 
+/// Which blocks rest where, as one number, in whatever order they came: what an owner and those who follow it compare. The
+/// sum, modulo 2⁶⁴, of each block's part, weighed by its level.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct Digest(u64);
+
+impl Digest {
+    /// A block's part, unweighed: the first eight bytes of its name through the finaliser of `SplitMix64`, so that names which
+    /// differ in a bit do not cancel out.
+    pub fn part(short: u64) -> u64 {
+        let mut z = short.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// The same with blocks at a level, whose parts add up to `sum`.
+    #[must_use]
+    pub fn with(self, level: Level, sum: u64) -> Self {
+        Self(self.0.wrapping_add(Self::weight(level).wrapping_mul(sum)))
+    }
+
+    /// The same without them.
+    #[must_use]
+    pub fn without(self, level: Level, sum: u64) -> Self {
+        self.with(level, sum.wrapping_neg())
+    }
+
+    /// Odd, so that no bit of a sum is lost, and another for each level. What is in a peer's memory is that peer's own.
+    fn weight(level: Level) -> u64 {
+        match level {
+            Level::G1 => 1,
+            Level::G2 => 3,
+            Level::G3 => 5,
+            Level::G4 => 7,
+            Level::Peer => 0,
+        }
+    }
+}
+
 /// The events asked for are no longer kept: take a [`Snapshot`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("events up to {oldest_lost} are no longer kept")]
@@ -123,6 +162,33 @@ struct State {
     last: u64,
     ring: VecDeque<Numbered>,
     announced: HashSet<(Level, SequenceHash), BuildHasherDefault<NameHasher>>,
+    /// Of `announced`.
+    digest: Digest,
+}
+
+impl State {
+    fn note(&mut self, event: &BlockEvent) {
+        let Self { announced, digest, .. } = self;
+        match event {
+            BlockEvent::Stored { level, blocks, .. } => {
+                for block in blocks.iter().filter(|block| announced.insert((*level, **block))) {
+                    *digest = digest.with(*level, Digest::part(block.short()));
+                }
+            }
+            BlockEvent::Removed { level, blocks } => {
+                for block in blocks.iter().filter(|block| announced.remove(&(*level, **block))) {
+                    *digest = digest.without(*level, Digest::part(block.short()));
+                }
+            }
+            BlockEvent::Cleared { level } => announced.retain(|(at, block)| {
+                let stays = at != level;
+                if !stays {
+                    *digest = digest.without(*at, Digest::part(block.short()));
+                }
+                stays
+            }),
+        }
+    }
 }
 
 impl EventLog {
@@ -131,7 +197,7 @@ impl EventLog {
 
     /// An empty log for one life of its owner.
     pub fn new(epoch: Epoch) -> Self {
-        let state = State { last: 0, ring: VecDeque::new(), announced: HashSet::default() };
+        let state = State { last: 0, ring: VecDeque::new(), announced: HashSet::default(), digest: Digest::default() };
         Self { epoch, state: Mutex::new(state), latest: watch::Sender::new(0) }
     }
 
@@ -144,16 +210,12 @@ impl EventLog {
     pub fn announce(&self, event: BlockEvent) {
         let last = {
             let mut state = self.lock();
-            match &event {
-                BlockEvent::Stored { blocks, .. } | BlockEvent::Removed { blocks, .. } if blocks.is_empty() => return,
-                BlockEvent::Stored { level, blocks, .. } => state.announced.extend(blocks.iter().map(|b| (*level, *b))),
-                BlockEvent::Removed { level, blocks } => {
-                    for block in blocks {
-                        state.announced.remove(&(*level, *block));
-                    }
-                }
-                BlockEvent::Cleared { level } => state.announced.retain(|(at, _)| at != level),
+            if let BlockEvent::Stored { blocks, .. } | BlockEvent::Removed { blocks, .. } = &event
+                && blocks.is_empty()
+            {
+                return;
             }
+            state.note(&event);
             state.last += 1;
             let number = state.last;
             state.ring.push_back(Numbered { number, event });
@@ -181,6 +243,12 @@ impl EventLog {
     pub fn snapshot(&self) -> Snapshot {
         let state = self.lock();
         Snapshot { epoch: self.epoch, number: state.last, blocks: state.announced.iter().copied().collect() }
+    }
+
+    /// What a snapshot would hold, as one number, and the number of the last event in it.
+    pub fn digest(&self) -> (u64, Digest) {
+        let state = self.lock();
+        (state.last, state.digest)
     }
 
     /// The number of the latest event, and a way to wait for the next.
@@ -224,6 +292,27 @@ mod tests {
         let numbers: Vec<u64> = log.after(0, 10).unwrap().iter().map(|e| e.number).collect();
         assert_eq!(numbers, [1, 2]);
         assert_eq!(*log.latest().borrow(), 2);
+    }
+
+    #[test]
+    fn a_digest_tells_what_is_there_whatever_happened_before() {
+        let removed = |level, n| BlockEvent::Removed { level, blocks: vec![name(n)] };
+        let digest = |events: &[BlockEvent]| {
+            let log = EventLog::new(Epoch(1));
+            events.iter().for_each(|event| log.announce(event.clone()));
+            log.digest().1
+        };
+        let both = digest(&[stored(1), stored(2)]);
+        assert_eq!(both, digest(&[stored(2), stored(3), stored(1), removed(Level::G1, 3), stored(2)]));
+        assert_ne!(both, digest(&[stored(1)]));
+        assert_ne!(both, digest(&[stored(1), stored(3)]));
+        let below = BlockEvent::Stored { level: Level::G2, parent: None, blocks: vec![name(1)] };
+        assert_ne!(digest(&[stored(1)]), digest(std::slice::from_ref(&below)), "where counts, too");
+        assert_eq!(
+            both,
+            digest(&[stored(1), below, stored(2), removed(Level::G2, 9), BlockEvent::Cleared { level: Level::G2 }])
+        );
+        assert_eq!(digest(&[stored(1), BlockEvent::Cleared { level: Level::G1 }]), Digest::default());
     }
 
     #[test]

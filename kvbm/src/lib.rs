@@ -110,7 +110,7 @@ pub use block::{Block, Codec, Corrupt, Header, KeyId, Verified};
 pub use clock::{Clock, Date};
 pub use device::{BlockId, DeviceBlocks};
 pub use disk::DiskTier;
-pub use event::{BlockEvent, Epoch, EventLog, Gap, Level, Numbered, Snapshot};
+pub use event::{BlockEvent, Digest, Epoch, EventLog, Gap, Level, Numbered, Snapshot};
 pub use faulty::{Faults, Faulty};
 pub use host::HostTier;
 pub use manager::{BlockManager, Onboarded, Onboarding, Recompute, Speed};

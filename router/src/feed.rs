@@ -7,12 +7,13 @@ pub(crate) mod view;
 
 use crate::audit::{reach, shadow};
 use crate::fleet::Member;
+use crate::index::{Index, LEVELS};
 use crate::router::Core;
 use crate::trust::{Mode, Reason};
 use futures::StreamExt;
 use futures::future::BoxFuture;
 use futures::stream::{BoxStream, FuturesUnordered};
-use kvbm::{BlockEvent, Epoch, Snapshot};
+use kvbm::{BlockEvent, Digest, Epoch, Snapshot};
 use std::collections::btree_map::{BTreeMap, Entry};
 use std::sync::Arc;
 use std::time::Duration;
@@ -140,6 +141,7 @@ impl Feed {
         match body {
             EventBody::Block { number, event } => self.block(source, epoch, number, event),
             EventBody::Load(load) => self.load(source, epoch, load),
+            EventBody::Digest { number, digest } => self.digest(source, epoch, number, digest),
             // Not of this topic.
             EventBody::Bookings(_) | EventBody::Phase { .. } => {}
         }
@@ -164,6 +166,25 @@ impl Feed {
                 self.repair(source, 0);
             }
             Outcome::Held | Outcome::Duplicate | Outcome::Stale => {}
+        }
+    }
+
+    /// The source says what it holds. Numbers in order do not tell that each event was understood: this does.
+    fn digest(&mut self, source: Source, epoch: Epoch, number: u64, digest: Digest) {
+        let Some(view) = self.views.get_mut(&source) else { return };
+        let due = if view.stands_at(epoch, number) {
+            let drifted = believed(&self.core.index, source).is_some_and(|believed| believed != digest);
+            if drifted {
+                tracing::warn!(%source, number, "what is believed of it is not what it holds; taking a snapshot");
+                self.core.metrics.drifts.inc();
+            }
+            drifted && view.doubt()
+        } else {
+            // A store makes no reports.
+            view.behind(epoch, number, Instant::now())
+        };
+        if due {
+            self.repair(source, 0);
         }
     }
 
@@ -286,4 +307,10 @@ impl Feed {
             metrics.queued_tokens.with_label_values(&[&member.id().to_string()]).set(queued as i64);
         }
     }
+}
+
+/// What the index believes that a source holds; `None` when it had to forget some.
+fn believed(index: &Index, source: Source) -> Option<Digest> {
+    let at = |level| index.digest(source, level).filter(|digest| digest.whole).map(|digest| (level, digest.sum));
+    LEVELS.into_iter().try_fold(Digest::default(), |all, level| at(level).map(|(level, sum)| all.with(level, sum)))
 }

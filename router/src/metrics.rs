@@ -25,6 +25,7 @@ pub(crate) struct Metrics {
     pub(crate) workers: IntGaugeVec,
     pub(crate) events: IntCounterVec,
     pub(crate) snapshots: IntCounterVec,
+    pub(crate) drifts: IntCounter,
     pub(crate) index_memberships: IntGauge,
     pub(crate) index_bytes: IntGauge,
     pub(crate) replicas: IntGauge,
@@ -119,6 +120,10 @@ impl Metrics {
                 "blockyard_router_snapshots_total",
                 "Snapshots asked for, to repair a gap or learn a new source: taken, outdated or failed.",
                 &["outcome"],
+            )?,
+            drifts: counter(
+                "blockyard_router_drifts_total",
+                "Times that what the index believed of a source was not what the source said it holds, though no event was missing.",
             )?,
             index_memberships: gauge(
                 "blockyard_router_index_memberships",

@@ -10,7 +10,7 @@ pub mod local;
 use crate::engine::{Engine, ModelCard};
 use futures::future::BoxFuture;
 use futures::stream::BoxStream;
-use kvbm::{BlockEvent, Epoch, Level, Snapshot};
+use kvbm::{BlockEvent, Digest, Epoch, Level, Snapshot};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::sync::Arc;
@@ -176,6 +176,13 @@ pub enum EventBody {
         /// What happened.
         event: BlockEvent,
     },
+    /// What rests with the source, as one number, for whoever follows it to compare with what he believes. Not numbered.
+    Digest {
+        /// The last event that it includes; as of another it says nothing.
+        number: u64,
+        /// All that was announced and not taken back.
+        digest: Digest,
+    },
     /// How a worker is doing now. Not numbered: only the latest counts. From workers only.
     Load(Load),
     /// What a router sends where, for the other routers. Not numbered: workers report soon after what is missed here. At
@@ -244,7 +251,7 @@ impl EventBody {
     /// Where it belongs.
     pub const fn topic(&self) -> Topic {
         match self {
-            Self::Block { .. } | Self::Load(_) => Topic::Cache,
+            Self::Block { .. } | Self::Digest { .. } | Self::Load(_) => Topic::Cache,
             Self::Bookings(_) => Topic::Bookings,
             Self::Phase { .. } => Topic::Phases,
         }

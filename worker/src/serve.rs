@@ -54,6 +54,10 @@ const REPORT_EVERY: Duration = Duration::from_secs(1);
 /// Load is sent at most this often: an engine step changes it, and a fast engine makes hundreds of steps a second.
 const REPORT_GAP: Duration = Duration::from_millis(20);
 
+/// What rests is sent as one number this often, so that whoever believes something else, or lost the last event of a store,
+/// does so for not much longer.
+const DIGEST_EVERY: Duration = Duration::from_secs(10);
+
 /// Events read from a log at a time; bounds how long its lock is held.
 const BATCH: usize = 256;
 
@@ -114,6 +118,8 @@ struct Feed {
     log: Arc<EventLog>,
     latest: watch::Receiver<u64>,
     published: u64,
+    /// When its digest is due.
+    due: Instant,
     _offer: Lease,
 }
 
@@ -124,13 +130,29 @@ impl Feed {
         // Whoever is there already gets what rests already; the mark makes the first `changed` look at once.
         let mut latest = log.latest();
         latest.mark_changed();
-        Self { events, source, latest, log, published: 0, _offer: offer }
+        let due = Instant::now() + DIGEST_EVERY;
+        Self { events, source, latest, log, published: 0, due, _offer: offer }
     }
 
     /// Waits for news and publishes all of it. May be cancelled: once news was seen, nothing here waits any more.
     async fn changed(&mut self) {
-        // The log is kept here, so the sender lives.
-        let _ = self.latest.changed().await;
+        tokio::select! {
+            biased;
+            // The log is kept here, so the sender lives.
+            _ = self.latest.changed() => self.carry(),
+            () = tokio::time::sleep_until(self.due) => {}
+        }
+        if Instant::now() >= self.due {
+            let (number, digest) = self.log.digest();
+            // Of what is not published yet it would say nothing to anybody.
+            if number == self.published {
+                self.due = Instant::now() + DIGEST_EVERY;
+                self.publish(EventBody::Digest { number, digest });
+            }
+        }
+    }
+
+    fn carry(&mut self) {
         loop {
             match self.log.after(self.published, BATCH) {
                 Ok(news) if news.is_empty() => return,

@@ -119,6 +119,11 @@ impl View {
         std::mem::take(&mut self.news)
     }
 
+    /// Whether it has seen all events up to this one of this life, and no more.
+    pub(crate) fn stands_at(&self, epoch: Epoch, number: u64) -> bool {
+        self.held.is_none() && self.life == Some(epoch) && self.number == number
+    }
+
     /// What is known of the source is doubtful. Whether a snapshot is due, as none is on its way.
     pub(crate) fn doubt(&mut self) -> bool {
         let due = self.held.is_none();

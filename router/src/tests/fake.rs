@@ -229,6 +229,13 @@ impl Yard {
         }
     }
 
+    /// Has a worker say what it holds, as one number.
+    pub(crate) fn attest(&self, fake: &Fake) {
+        let (number, digest) = fake.log.digest();
+        let body = EventBody::Digest { number, digest };
+        self.bus.publish(Event { source: fake.source, epoch: fake.log.epoch(), body });
+    }
+
     /// Has a worker report; what every fake measures is filled in.
     pub(crate) fn report(&self, fake: &Fake, load: Load) {
         let number = *fake.log.latest().borrow();

@@ -2,11 +2,12 @@
 
 use super::fake::{BLOCK, Fake, MODEL, Yard, names, prompt, settle, stored};
 use super::{believed, defaults};
-use kvbm::{BlockEvent, ChainKey, Level, SequenceHash};
+use kvbm::{BlockEvent, ChainKey, Epoch, EventLog, Level, SequenceHash};
 use serde_json::Value;
+use std::sync::Arc;
 use std::time::Duration;
 use worker::engine::Request;
-use worker::plane::{Load, Phase};
+use worker::plane::{Event, EventBody, Events, Load, Phase, Source, StoreId, WorkerId};
 
 /// As many seconds as it takes to be judged.
 const A_WHILE: Duration = Duration::from_secs(8);
@@ -101,7 +102,7 @@ async fn a_worker_that_begins_to_announce_is_known_by_its_events_at_once() {
     let explained = yard.explain(prompt(1, 1600)).await;
     assert_eq!((explained["cached_tokens"].as_u64(), remark(&explained, "w1")), (Some(160), None));
     assert_eq!(yard.router.core.index.memberships(), 10, "what was sent is forgotten");
-    yard.roster.expire(worker::plane::WorkerId(1));
+    yard.roster.expire(WorkerId(1));
     settle().await;
     assert_eq!(yard.router.core.index.memberships(), 0);
 }
@@ -160,7 +161,7 @@ async fn an_index_that_lies_is_demoted_its_snapshot_taken_again_and_believed_whe
     let hot = prompt(30, 1600);
     a.remember(&names(&hot));
     yard.announce(&a, stored(Level::G1, &names(&hot)), true);
-    yard.roster.expire(worker::plane::WorkerId(2));
+    yard.roster.expire(WorkerId(2));
     settle().await;
     for _ in 0..15 {
         honest(&yard, &a, &hot).await;
@@ -196,4 +197,53 @@ async fn honest_burst(yard: &Yard, worker: &Fake, family: u32) {
         yard.announce(worker, stored(Level::G1, &blocks), true);
     }
     yard.report(worker, Load::default());
+}
+
+#[tokio::test(start_paused = true)]
+async fn drift_that_no_number_shows_is_found_by_the_digest_and_repaired() {
+    let yard = defaults();
+    let worker = yard.worker(1, Phase::Both).await;
+    let (source, index) = (Source::Worker(WorkerId(1)), &yard.router.core.index);
+    let blocks = names(&prompt(1, 1600));
+    for (level, blocks) in [(Level::G1, &blocks[..40]), (Level::G2, &blocks[..60]), (Level::G1, &blocks[..40])] {
+        yard.announce(&worker, stored(level, blocks), true);
+    }
+    settle().await;
+    let removed = |level, blocks: &[SequenceHash]| BlockEvent::Removed { level, blocks: blocks.to_vec() };
+    // An event applied as nothing, one as another, one to another level.
+    let drifts = [
+        vec![removed(Level::G1, &blocks[39..40])],
+        vec![removed(Level::G2, &blocks[50..51]), stored(Level::G2, &names(&prompt(2, 1600))[..1])],
+        vec![removed(Level::G1, &blocks[7..8]), stored(Level::G3, &blocks[7..8])],
+    ];
+    for (nth, drift) in (0..).zip(drifts) {
+        yard.attest(&worker);
+        settle().await;
+        assert_eq!(yard.metric("blockyard_router_drifts_total"), nth, "nothing is wrong yet");
+        drift.iter().for_each(|event| index.apply(source, event));
+        yard.report(&worker, Load::default());
+        settle().await;
+        assert_eq!(yard.metric("blockyard_router_snapshots_total"), 1 + nth, "numbers show nothing");
+        yard.attest(&worker);
+        settle().await;
+        assert_eq!(yard.metric("blockyard_router_snapshots_total"), 2 + nth);
+        assert_eq!((believed(&yard, &prompt(1, 1600)).await, index.memberships()), (60, 100));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_lost_last_event_of_a_store_is_noticed_by_its_digests() {
+    let yard = defaults();
+    let (request, store) = (prompt(1, 1600), Source::Store(StoreId(5)));
+    let log = Arc::new(EventLog::new(Epoch(3)));
+    let from = log.clone();
+    let _offer = yard.bus.offer(store, Arc::new(move || from.snapshot()));
+    let _worker = yard.join(1, Phase::Both, MODEL, 1, &[5]).await;
+    log.announce(stored(Level::G4, &names(&request)[..40]));
+    for _ in 0..2 {
+        let (number, digest) = log.digest();
+        yard.bus.publish(Event { source: store, epoch: Epoch(3), body: EventBody::Digest { number, digest } });
+        tokio::time::sleep(Duration::from_secs(10)).await;
+    }
+    assert_eq!(believed(&yard, &request).await, 40);
 }

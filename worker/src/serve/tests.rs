@@ -75,6 +75,26 @@ async fn a_report_carries_the_number_of_the_last_published_event() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn what_rests_is_told_as_one_number_however_much_happens() {
+    let mut stage = stage().await;
+    for round in 0..35 {
+        stage.log.announce(stored(round));
+        tokio::time::sleep(Duration::from_secs(1)).await;
+    }
+    let mut digests = Vec::new();
+    let until = Instant::now() + Duration::from_secs(1);
+    while let Ok(event) = tokio::time::timeout_at(until, soon(&mut stage.said)).await {
+        if let EventBody::Digest { number, digest } = event.body {
+            digests.push((number, digest));
+        }
+    }
+    assert_eq!(digests.len(), 3);
+    let log = EventLog::new(Epoch(1));
+    (0..digests[2].0).for_each(|round| log.announce(stored(round as u8)));
+    assert_eq!(log.digest(), digests[2]);
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_burst_longer_than_the_log_shows_as_a_gap() {
     let mut stage = stage().await;
     next_load(&mut stage.said).await;
