@@ -84,10 +84,39 @@ pub struct Tiers {
     pub g3: Budget,
     /// Where the SSD log is; one folder per device. Default none: in the data folder.
     pub g3_paths: Vec<DiskPath>,
+    /// What tenants are promised of each worker's memory. Default none: they share all of it.
+    pub quotas: Vec<TenantQuota>,
     /// Whether blocks in G3 and G4 rest encoded. Default `off`: the native engine needs its processors for computing.
     pub codec: Coding,
     /// Whether blocks in G3 and G4 rest encrypted. Default: they do not, since nobody has given a key.
     pub encryption: Option<Encryption>,
+}
+
+/// What one tenant is promised of each worker's memory, and what it may take at most.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TenantQuota {
+    /// As it stands in the header that `frontend.tenant_header` names; empty for requests without it.
+    pub tenant: String,
+    /// Of G1, not given up for others. Default none.
+    #[serde(default)]
+    pub g1: ByteSize,
+    /// Of G1, at most. Default: all that there is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub g1_max: Option<ByteSize>,
+    /// Of G2, not given up for others. Default none.
+    #[serde(default)]
+    pub g2: ByteSize,
+    /// Of G2, at most. Default: all that there is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub g2_max: Option<ByteSize>,
+}
+
+impl TenantQuota {
+    /// A tenant that is promised nothing.
+    pub fn of(tenant: impl Into<String>) -> Self {
+        Self { tenant: tenant.into(), g1: ByteSize(0), g1_max: None, g2: ByteSize(0), g2_max: None }
+    }
 }
 
 /// Whether blocks rest encoded, which loses nothing of them.

@@ -13,6 +13,7 @@ pub mod sizes;
 
 mod forms;
 mod model;
+mod quotas;
 mod requests;
 mod stores;
 mod workers;
@@ -94,11 +95,15 @@ impl Node {
         };
         let disks = sizes::disks(&config.tiers, &config.data_dir, machine::free);
         let sizes = Sizes::settle(&config.tiers, config.workers.count(), needs, &machine, &disks)?;
+        let domains = frontend::Domains::open(&config.frontend)?;
+        let domain = config.frontend.tenant_header.is_some().then_some(|tenant: &str| domains.of(tenant));
+        let shares = quotas::shares(&config.tiers.quotas, &sizes, domain)?;
         let blocks = kvbm::Metrics::new(&registry)?;
         let forms = Forms::open(config, &blocks).await?;
         let stores = Stores::open(config, &disks, &planes, &forms).await?;
         stores.observe(&registry)?;
         let shared = Shared::new(Arc::clone(&runtime), sizes, planes, &stores, config.engine, blocks, &registry)?;
+        let shared = shared.with_shares(shares);
         let mut members = Vec::new();
         for (number, phase) in config.workers.phases().enumerate() {
             members.push(shared.start(number as u64 + 1, phase).await?);

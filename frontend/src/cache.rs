@@ -50,7 +50,7 @@ fn priority(cache: &mut Fields) -> Result<Priority, Error> {
 }
 
 /// The cache domains of tenants.
-pub(crate) struct Domains {
+pub struct Domains {
     secret: Vec<u8>,
 }
 
@@ -77,7 +77,7 @@ pub enum SecretError {
 
 impl Domains {
     /// Reads the secret, if there is one.
-    pub(crate) fn open(settings: &Settings) -> Result<Self, SecretError> {
+    pub fn open(settings: &Settings) -> Result<Self, SecretError> {
         let Some(path) = settings.tenant_secret_file.clone() else { return Ok(Self { secret: Vec::new() }) };
         match fs::read(&path) {
             Ok(text) => {
@@ -90,7 +90,7 @@ impl Domains {
     }
 
     /// Whose cache a tenant's prompts belong to. Those of nobody in particular share one.
-    pub(crate) fn of(&self, tenant: &str) -> Domain {
+    pub fn of(&self, tenant: &str) -> Domain {
         if tenant.is_empty() { Domain::shared() } else { Domain::derived(&self.secret, tenant) }
     }
 }

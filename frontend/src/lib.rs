@@ -49,7 +49,7 @@ mod tiny;
 mod urgency;
 mod vocabulary;
 
-pub use cache::SecretError;
+pub use cache::{Domains, SecretError};
 pub use serve::serve;
 pub use urgency::TenantHeader;
 

@@ -99,6 +99,22 @@ fn the_folders_of_the_disk_tier_are_said_in_a_file_the_environment_or_a_flag() {
 }
 
 #[test]
+fn quotas_are_read_printed_and_read_again() {
+    let file =
+        file("[[tiers.quotas]]\ntenant = 'a.b \"c\"'\ng1 = '1GiB'\ng2_max = '2GiB'\n[[tiers.quotas]]\ntenant = 'd'\n");
+    let sources = Sources { file: Some(file.path().into()), environment: environment(&[]), flags: vec![] };
+    let (config, origins) = load(&sources).unwrap();
+    let first = TenantQuota { g1: ByteSize(1 << 30), g2_max: Some(ByteSize(2 << 30)), ..TenantQuota::of("a.b \"c\"") };
+    assert_eq!(config.tiers.quotas, [first, TenantQuota::of("d")]);
+    let printed = self::file(&as_toml(&config, &origins));
+    let again = Sources { file: Some(printed.path().into()), environment: vec![], flags: vec![] };
+    assert_eq!(load(&again).unwrap().0, config, "what is printed can be read");
+    let wrong = set(r#"tiers.quotas=[{tenant="a", g3="1GiB"}]"#);
+    let error = error_of(&Sources { environment: environment(&[]), flags: vec![wrong], file: None });
+    assert!(error.contains("tiers.quotas") && error.contains("g3"), "{error}");
+}
+
+#[test]
 fn an_unknown_key_is_named_with_its_origin_and_the_key_that_was_meant() {
     let from_env = Sources { environment: environment(&[("BLOCKYARD_ROUTER__POLCY", "kv")]), ..Sources::default() };
     let error = error_of(&from_env);

@@ -12,7 +12,7 @@ use worker::engine::llama::Builtin;
 use worker::plane::Phase;
 
 /// A number of bytes: `"4GiB"`, `"512MB"`, `65536`.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
 pub struct ByteSize(pub u64);
 
 /// A length of time: `"250ms"`, `"30s"`, `"5m"`.

@@ -4,7 +4,7 @@ use super::sizes::Sizes;
 use super::stores::Stores;
 use crate::config::ByteSize;
 use anyhow::Context;
-use kvbm::{BlockManager, Epoch, EventLog, HostTier, Tier};
+use kvbm::{BlockManager, Epoch, EventLog, HostTier, Shares, Tier};
 use prometheus::Registry;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -18,6 +18,7 @@ use worker::serve::{Planes, Worker};
 pub(super) struct Shared {
     runtime: Arc<Runtime>,
     sizes: Sizes,
+    shares: Shares,
     planes: Planes,
     lower: Vec<Arc<dyn Tier>>,
     stores: Vec<StoreId>,
@@ -46,6 +47,7 @@ impl Shared {
         Ok(Self {
             runtime,
             sizes,
+            shares: Shares::default(),
             planes,
             lower: stores.tiers(),
             stores: stores.ids(),
@@ -54,6 +56,11 @@ impl Shared {
             blocks,
             engines: worker::metrics::Metrics::new(registry)?,
         })
+    }
+
+    /// Keeps to what tenants are promised of each worker's memory.
+    pub(super) fn with_shares(self, shares: Shares) -> Self {
+        Self { shares, ..self }
     }
 
     /// Starts a worker and makes it visible.
@@ -69,7 +76,9 @@ impl Shared {
         let device = memory.device();
         let fingerprint = device.fingerprint();
         let host = self.sizes.g2.map(|bytes| HostTier::new(bytes, block, fingerprint, Arc::clone(&log), &self.blocks));
+        let host = host.map(|host| host.with_shares(&self.shares));
         let manager = BlockManager::new(device, host, self.lower.clone(), Arc::clone(&log), self.blocks.clone());
+        let manager = manager.with_shares(&self.shares);
         self.peers.insert(id, manager.peer());
         let engine = LlamaEngine::start(
             id,
