@@ -57,7 +57,7 @@ doc: ## Build the API documentation into target/doc
 bench: bench-kvbm bench-ttft bench-routing ## All benchmarks; takes minutes, wants an idle machine
 
 bench-kvbm: ## What the block manager must show, each figure beside its goal (ARGS="--json" for JSON)
-	cargo build --locked --release -p kvbm --examples
+	cargo build --locked --release -p kvbm -p worker --examples
 	cargo run --locked --release --quiet $(BENCH) --bin kvbm -- $(ARGS)
 
 bench-ttft: ## Time to first token: cold, and with the prefix in each tier (ARGS="--json" for JSON)

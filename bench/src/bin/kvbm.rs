@@ -99,6 +99,7 @@ fn programs(folder: &str) -> Vec<Program> {
     all.push(program("object_speed", &[], object));
     all.push(program("match_speed", &[], matching));
     all.push(program("forms", &[], forms));
+    all.push(program("first_token", &[], first_token));
     all
 }
 
@@ -191,6 +192,28 @@ fn forms(printed: &[Value]) -> Result<Vec<Figure>> {
     for (way, goal) in [("onboard", Goal::AtLeast(0.85)), ("store", Goal::Shown)] {
         let [plain, secret] = ["raw", "encrypted"].map(|form| number(&told["tiers"][way][form]["gbps"]));
         figures.push(Figure::ratio(format!("{way} encrypted ÷ plain, disk tier"), secret? / plain?, goal));
+    }
+    Ok(figures)
+}
+
+fn first_token(printed: &[Value]) -> Result<Vec<Figure>> {
+    let [told] = printed else { bail!("one value was expected") };
+    let miss = &told["miss"];
+    let what = format!("first token, a miss of {} tokens: with tiers ÷ without", miss["tokens"]);
+    let mut figures = vec![Figure::ratio(what, number(&miss["ratio"])?, Goal::Below(1.01))];
+    for step in told["sweep"].as_array().context("no sweep")? {
+        let tier = match step["times_of_computing"].as_f64() {
+            Some(times) => format!("a tier that takes {times} × computing"),
+            None => "a tier that never answers".into(),
+        };
+        let [took, miss] = ["first_seconds", "first_miss_seconds"].map(|key| number(&step[key]));
+        figures.push(Figure::ratio(
+            format!("first token, {tier} ÷ a miss"),
+            number(&step["ratio"])?,
+            Goal::AtMost(1.05),
+        ));
+        let more = (took? - miss?) * 1e3;
+        figures.push(Figure::of(format!("first token, {tier}, not known yet: beyond a miss"), more, "ms", Goal::Shown));
     }
     Ok(figures)
 }

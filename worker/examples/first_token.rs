@@ -1,0 +1,261 @@
+//! Two promises about the time to first token, measured on the native engine: looking in vain costs nearly nothing, and no
+//! tier, however slow, makes a request slower than it is without one.
+//!
+//! `cargo run --release -p worker --example first_token [-- --json]`
+//!
+//! **A miss**: prompts that nobody asked before, in turns by an engine with G2, G3 and G4 and by one without, whichever first;
+//! blocks come to rest before the next prompt. **The sweep**: a tier that holds the whole prompt and serves one block after the
+//! other, from ten times slower than computing to ten times faster, and one that never answers; beside an engine without tiers.
+//! The first request finds the tier's speed unknown and may wait 100 ms for it; the median of the later ones is held
+//! against the engine without.
+
+use futures::future::{BoxFuture, FutureExt};
+use futures::stream::{self, BoxStream, StreamExt};
+use kvbm::{
+    Block, BlockManager, ChainKey, Date, DiskTier, Epoch, EventLog, Fingerprint, HostTier, Level, Loaded, ObjectTier,
+    SequenceHash, StoreError, Tier, Usage, disk, object,
+};
+use serde_json::{Value, json};
+use std::collections::HashMap;
+use std::error::Error;
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+use worker::engine::llama::{Builtin, LlamaEngine, ModelSource, Runtime, Settings};
+use worker::engine::{Domain, Engine, Request, Sampling, StopRule, Terms, Work};
+use worker::metrics::Metrics;
+use worker::peers::Peers;
+use worker::plane::WorkerId;
+
+type Result<T, E = Box<dyn Error>> = std::result::Result<T, E>;
+
+/// Prompt tokens of a miss: few, so that what does not depend on them shows.
+const SHORT: usize = 256;
+const PAIRS: usize = 120;
+/// Prompt tokens of the sweep.
+const LONG: usize = 2048;
+const ROUNDS: usize = 5;
+/// The tier's time per block, in times of what computing one takes.
+const STEPS: [f64; 8] = [10.0, 5.0, 2.0, 1.2, 1.0, 0.8, 0.3, 0.1];
+
+#[tokio::main]
+async fn main() -> Result<()> {
+    let json = std::env::args().any(|argument| argument == "--json");
+    let folder = tempfile::tempdir()?;
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let runtime = Runtime::open(&ModelSource::Builtin(Builtin::Small), folder.path(), threads, &|_, _| {})?;
+    let miss = miss(&runtime, folder.path()).await?;
+    let sweep = sweep(&runtime).await?;
+    if json {
+        println!("{:#}", json!({ "miss": miss, "sweep": sweep }));
+    } else {
+        println!("a miss of {SHORT} tokens with tiers ÷ without: {:.4}", miss["ratio"].as_f64().unwrap_or(f64::NAN));
+        for step in &sweep {
+            println!("{step}");
+        }
+    }
+    Ok(())
+}
+
+/// An engine beside its blocks.
+struct Site {
+    runtime: Arc<Runtime>,
+    manager: BlockManager,
+    engine: Arc<LlamaEngine>,
+    slots: usize,
+}
+
+impl Site {
+    fn new(runtime: &Arc<Runtime>, host: bool, lower: Vec<Arc<dyn Tier>>) -> Result<(Self, Option<HostTier>)> {
+        let registry = prometheus::Registry::new();
+        let (blocks, engines) = (kvbm::Metrics::new(&registry)?, Metrics::new(&registry)?);
+        let (slots, block) = (2 * LONG / runtime.card().block_size, runtime.block_bytes());
+        let memory = runtime.memory(slots)?;
+        let (device, log) = (memory.device(), Arc::new(EventLog::new(Epoch(1))));
+        let capacity = (slots * block) as u64;
+        let host = host.then(|| HostTier::new(capacity, block, device.fingerprint(), log.clone(), &blocks));
+        let manager = BlockManager::new(device, host.clone(), lower, log, blocks);
+        let (peers, metrics) = (Peers::default(), engines.of("1"));
+        let runtime = runtime.clone();
+        let started = (runtime.clone(), memory, manager.clone());
+        let engine =
+            LlamaEngine::start(WorkerId(1), started.0, started.1, started.2, peers, metrics, Settings::default());
+        Ok((Self { runtime, manager, engine, slots }, host))
+    }
+
+    /// Seconds to the first token.
+    async fn first_token(&self, tokens: &[u32]) -> Result<f64> {
+        let request = Request {
+            id: "first_token".into(),
+            model: self.runtime.card().id.as_str().into(),
+            tokens: tokens.into(),
+            domain: Domain::shared(),
+            sampling: Sampling { temperature: 0.0, ..Sampling::default() },
+            stop: StopRule { max_tokens: Some(1), ..StopRule::default() },
+            work: Work::Generate,
+            terms: Terms::default(),
+            explain: false,
+            body: None,
+        };
+        let began = Instant::now();
+        let mut stream = self.engine.generate(request).await?;
+        stream.next().await.ok_or("no token")??;
+        let took = began.elapsed().as_secs_f64();
+        while let Some(output) = stream.next().await {
+            output?;
+        }
+        Ok(took)
+    }
+
+    /// Empties G1, once the last request has let go.
+    async fn forget(&self) {
+        while self.manager.allocate(self.slots).is_none() {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    }
+}
+
+/// Prompts that share no block.
+struct Prompts(u32);
+
+impl Prompts {
+    fn next(&mut self, runtime: &Runtime, tokens: usize) -> Vec<u32> {
+        self.0 += 1;
+        let token = |n: u32| (n.wrapping_mul(2_654_435_761) ^ self.0.wrapping_mul(40_503)) >> 4;
+        (0..tokens as u32).map(|n| token(n) % runtime.card().vocabulary as u32).collect()
+    }
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+/// What looking in vain costs, as a ratio of times to first token.
+async fn miss(runtime: &Arc<Runtime>, folder: &Path) -> Result<Value> {
+    let log = || Arc::new(EventLog::new(Epoch(1)));
+    let settings = disk::Settings { capacity_bytes: 1 << 30, min_free_bytes: 0, ..disk::Settings::default() };
+    let lower: Vec<Arc<dyn Tier>> = vec![
+        DiskTier::open(&folder.join("g3"), settings, log())?,
+        ObjectTier::folder(&folder.join("g4"), object::Settings::default(), log())?,
+    ];
+    let ((with, _), (without, _)) = (Site::new(runtime, true, lower)?, Site::new(runtime, false, vec![])?);
+    let mut prompts = Prompts(0);
+    let mut times: [Vec<f64>; 2] = Default::default();
+    for pair in 0..PAIRS + 10 {
+        let mut both = [(0, &with), (1, &without)];
+        both.rotate_left(pair % 2);
+        for (which, site) in both {
+            let took = site.first_token(&prompts.next(runtime, SHORT)).await?;
+            site.manager.flush().await;
+            // The first ones teach the engines their speed.
+            if pair >= 10 {
+                times[which].push(took);
+            }
+        }
+    }
+    let ratios = times[0].iter().zip(&times[1]).map(|(with, without)| with / without).collect();
+    let [with, without] = times.map(median);
+    Ok(json!({
+        "tokens": SHORT, "pairs": PAIRS, "with_seconds": with, "without_seconds": without,
+        "ratio": with / without, "median_of_ratios": median(ratios),
+    }))
+}
+
+/// Times to first token from a tier of any speed, in times of an engine's without one.
+async fn sweep(runtime: &Arc<Runtime>) -> Result<Vec<Value>> {
+    let mut prompts = Prompts(1 << 20);
+    let prompt = prompts.next(runtime, LONG);
+    let (source, host) = Site::new(runtime, true, vec![])?;
+    source.first_token(&prompt).await?;
+    source.manager.flush().await;
+    let names =
+        ChainKey::root(&Domain::shared(), &runtime.card().identity, None).names(&prompt, runtime.card().block_size);
+    let host = host.ok_or("it was asked for")?;
+    let fingerprint = source.runtime.memory(1)?.device().fingerprint();
+    let mut blocks = HashMap::new();
+    for (index, block) in host.load(fingerprint, names.clone()).collect::<Vec<_>>().await {
+        blocks.insert(names[index], block?.ok_or("a block is missing")?);
+    }
+    let blocks = Arc::new(blocks);
+    let (without, _) = Site::new(runtime, false, vec![])?;
+    let mut base = Vec::new();
+    for _ in 0..ROUNDS {
+        base.push(without.first_token(&prompts.next(runtime, LONG)).await?);
+    }
+    let computing = median(base) / names.len() as f64;
+    let mut told = Vec::new();
+    for times in STEPS.into_iter().map(Some).chain([None]) {
+        let per_block = times.map(|times| Duration::from_secs_f64(computing * times));
+        let tier = Arc::new(Slow { blocks: blocks.clone(), per_block, free: Arc::new(Mutex::new(Instant::now())) });
+        let (site, _) = Site::new(runtime, false, vec![tier])?;
+        for _ in 0..2 {
+            site.first_token(&prompts.next(runtime, LONG)).await?;
+        }
+        let (mut first, mut later) = (None, Vec::new());
+        for _ in 0..=ROUNDS {
+            site.forget().await;
+            let miss = without.first_token(&prompts.next(runtime, LONG)).await?;
+            let took = site.first_token(&prompt).await?;
+            match first {
+                None => first = Some((took, miss)),
+                Some(_) => later.push(took / miss),
+            }
+        }
+        let (took, miss) = first.ok_or("there was a round")?;
+        told.push(json!({
+            "times_of_computing": times, "first_seconds": took, "first_miss_seconds": miss, "ratio": median(later),
+        }));
+    }
+    Ok(told)
+}
+
+/// A tier that serves one block after the other, or never answers.
+struct Slow {
+    blocks: Arc<HashMap<SequenceHash, Block>>,
+    per_block: Option<Duration>,
+    free: Arc<Mutex<Instant>>,
+}
+
+impl Tier for Slow {
+    fn level(&self) -> Level {
+        Level::G3
+    }
+
+    fn holds(&self, _: Fingerprint, names: &[SequenceHash]) -> usize {
+        names.iter().take_while(|name| self.blocks.contains_key(*name)).count()
+    }
+
+    fn load(&self, _: Fingerprint, names: Vec<SequenceHash>) -> BoxStream<'static, Loaded> {
+        let (blocks, per_block, free) = (self.blocks.clone(), self.per_block, self.free.clone());
+        let serve = move |(index, name): (usize, SequenceHash)| {
+            let (block, free) = (blocks.get(&name).cloned(), free.clone());
+            async move {
+                let Some(per_block) = per_block else { return futures::future::pending().await };
+                let until = {
+                    let mut free = free.lock().expect("nothing panics");
+                    *free = Instant::now().max(*free) + per_block;
+                    *free
+                };
+                tokio::time::sleep_until(until.into()).await;
+                (index, Ok(block))
+            }
+        };
+        stream::iter(names.into_iter().enumerate()).then(serve).boxed()
+    }
+
+    fn store(&self, blocks: Vec<Block>) -> BoxFuture<'_, Vec<Result<(), StoreError>>> {
+        // It has what it is to have.
+        async move { blocks.iter().map(|_| Err(StoreError::Full)).collect() }.boxed()
+    }
+
+    fn discard(&self, _: Fingerprint, _: SequenceHash) {}
+
+    fn expire(&self, _: Date) -> usize {
+        0
+    }
+
+    fn usage(&self) -> Usage {
+        Usage { blocks: self.blocks.len() as u64, ..Usage::default() }
+    }
+}
