@@ -1,5 +1,6 @@
 //! The command line. About ten flags; whatever else can be chosen is a key of the configuration, reached with `--set`.
 
+use crate::bench::Bench;
 use crate::config::{Flag, Sources};
 use crate::replay::Replay;
 use clap::{Args, Parser, Subcommand};
@@ -25,6 +26,9 @@ pub enum Command {
 
     /// Replay a recorded trace through the router with simulated workers, and compare policies.
     Replay(Box<Replay>),
+
+    /// Measure this machine.
+    Bench(Bench),
 }
 
 /// `blockyard serve`.
@@ -95,7 +99,7 @@ impl Serve {
     }
 }
 
-fn assignment(text: &str) -> Result<Flag, String> {
+pub(crate) fn assignment(text: &str) -> Result<Flag, String> {
     Flag::set(text).ok_or_else(|| "expected KEY=VALUE, like router.policy=round-robin".into())
 }
 

@@ -10,6 +10,7 @@
 
 pub mod admin;
 pub mod banner;
+pub mod bench;
 pub mod cli;
 pub mod config;
 pub mod machine;

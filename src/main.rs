@@ -2,6 +2,7 @@
 
 use anyhow::Context;
 use blockyard::admin;
+use blockyard::bench;
 use blockyard::cli::{Cli, Command, Serve};
 use blockyard::config::{self, Config, Log, LogFormat, Origins, Sources};
 use blockyard::node::Node;
@@ -19,6 +20,7 @@ fn main() -> ExitCode {
     let outcome = match Cli::parse().command {
         Command::Serve(serve) => run(&serve),
         Command::Replay(replay) => replay::run(&replay),
+        Command::Bench(bench) => bench::run(&bench),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

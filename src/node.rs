@@ -18,11 +18,13 @@ mod requests;
 mod stores;
 mod workers;
 
+pub(crate) use forms::Forms;
+pub(crate) use stores::access;
+
 use crate::banner::Banner;
 use crate::config::{Config, Listen};
 use crate::machine::{self, Machine};
 use anyhow::{Context, anyhow, bail};
-use forms::Forms;
 use futures::future::join_all;
 use prometheus::Registry;
 use router::Router;

@@ -13,7 +13,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 /// What every tier below G2 is dressed in.
-pub(super) struct Forms {
+pub(crate) struct Forms {
     coding: Coding,
     keys: Option<Arc<Keys>>,
     metrics: Metrics,
@@ -24,7 +24,7 @@ const SHELF: &str = "keys";
 
 impl Forms {
     /// Reads the master keys, if blocks are to be encrypted.
-    pub(super) async fn open(config: &Config, metrics: &Metrics) -> anyhow::Result<Self> {
+    pub(crate) async fn open(config: &Config, metrics: &Metrics) -> anyhow::Result<Self> {
         let keys = match &config.tiers.encryption {
             Some(encryption) => Some(keys(config, encryption).await.context("tiers.encryption")?),
             None => None,
@@ -33,7 +33,7 @@ impl Forms {
     }
 
     /// The tier, with its blocks in these forms. What is to be encoded is encoded before it is encrypted.
-    pub(super) fn dress(&self, tier: Arc<dyn Tier>) -> Arc<dyn Tier> {
+    pub(crate) fn dress(&self, tier: Arc<dyn Tier>) -> Arc<dyn Tier> {
         let tier = match &self.keys {
             Some(keys) => encrypted(tier, keys.clone(), self.metrics.clone()),
             None => tier,

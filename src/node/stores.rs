@@ -192,7 +192,7 @@ async fn open_disk(disks: Vec<Disk>, log: Arc<EventLog>) -> anyhow::Result<Arc<D
 }
 
 /// How the configuration says that a cloud is reached.
-pub(super) fn access(config: &Config) -> Access {
+pub(crate) fn access(config: &Config) -> Access {
     let reach = &config.shared_store;
     Access { endpoint: reach.endpoint.clone(), region: reach.region.clone(), credentials: config.credentials.clone() }
 }

@@ -1,0 +1,173 @@
+//! `blockyard bench io`: what the configured tiers move on this machine beside the devices themselves, before any model is
+//! involved, and what that means for the time to first token. Figures go to standard output, progress to standard error.
+//!
+//! Everything lies in folders and under prefixes of its own beside what is cached there, and is removed at the end, also
+//! after Ctrl-C. It looks at no block that rests there, so a node may be serving from the same tiers; it will feel it.
+
+mod codec;
+mod expect;
+mod raw;
+mod tiers;
+
+use crate::cli::assignment;
+use crate::config::{ByteSize, Config, Flag, Sources};
+use anyhow::anyhow;
+use clap::{Args, Subcommand};
+use expect::Expectation;
+use serde_json::{Value, json};
+use std::path::PathBuf;
+use tiers::Case;
+
+/// `blockyard bench`.
+#[derive(Args, Debug)]
+pub struct Bench {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Subcommand, Debug)]
+enum What {
+    /// Measure each configured tier beside its raw device, and say what time to first token to expect.
+    ///
+    /// It takes the configuration of `serve`, and reads and writes beside what is cached, in folders of its own that it removes.
+    Io(Box<Io>),
+}
+
+/// `blockyard bench io`.
+#[derive(Args, Debug)]
+struct Io {
+    /// Say what to expect of this model: a Hugging Face folder of which config.json is read, or a built-in model, which is run
+    #[arg(long, value_name = "DIR|NAME")]
+    model: Option<String>,
+
+    /// Tokens of the prefix to load or to compute
+    #[arg(long, value_name = "N", default_value_t = 8192, requires = "model", value_parser = clap::value_parser!(u32).range(1..))]
+    context: u32,
+
+    /// How fast the model prefills on your machine; built-in models are measured
+    #[arg(long, value_name = "N", requires = "model", value_parser = expect::positive)]
+    prefill_tokens_per_second: Option<f64>,
+
+    /// Measure the lossless codec instead: on synthetic bf16 KV, and with --model on KV that the native engine computes
+    #[arg(long)]
+    codec: bool,
+
+    /// Where the SSD tier is kept, as for `serve`
+    #[arg(long, value_name = "DIR")]
+    data_dir: Option<String>,
+
+    /// What several nodes share, as for `serve`
+    #[arg(long, value_name = "URL|DIR")]
+    shared: Option<String>,
+
+    /// A TOML file of configuration
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+
+    /// Sets any key of the configuration; may be repeated
+    #[arg(long, value_name = "KEY=VALUE", value_parser = assignment)]
+    set: Vec<Flag>,
+
+    /// Bytes of a block
+    #[arg(long, value_name = "SIZE,…", value_delimiter = ',', default_values = ["64KiB", "1MiB"], value_parser = block)]
+    block: Vec<ByteSize>,
+
+    /// Requests at once
+    #[arg(long, value_name = "N,…", value_delimiter = ',', default_values_t = [1, 4], value_parser = clap::value_parser!(u16).range(1..=256))]
+    parallel: Vec<u16>,
+
+    /// How much is written and read each time
+    #[arg(long, value_name = "SIZE", default_value = "256MiB", value_parser = amount)]
+    bytes: ByteSize,
+
+    /// Times that each figure is measured; the median is shown
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u8).range(1..=99))]
+    rounds: u8,
+
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+impl Io {
+    fn sources(&self) -> Sources {
+        let own = [
+            ("--model", "model", &self.model),
+            ("--data-dir", "data_dir", &self.data_dir),
+            ("--shared", "shared", &self.shared),
+        ];
+        let own = own.into_iter().filter_map(|(name, key, value)| Some(Flag::own(name, key, value.as_deref()?)));
+        Sources::of_process(self.config.clone(), self.set.iter().cloned().chain(own).collect())
+    }
+}
+
+/// Measures and prints.
+pub fn run(bench: &Bench) -> anyhow::Result<()> {
+    let What::Io(io) = &bench.what;
+    let (config, _) = Config::load(&io.sources())?;
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let told = runtime.block_on(async {
+        let told = tokio::select! {
+            biased;
+            // Dropping the other future removes its folders.
+            _ = tokio::signal::ctrl_c() => Err(anyhow!("interrupted")),
+            told = measure(io, &config) => told,
+        };
+        if !io.codec
+            && let Err(error) = tiers::clear(&config).await
+        {
+            eprintln!("objects of this measurement may be left in the shared store: {error:#}");
+        }
+        told
+    })?;
+    if io.json {
+        println!("{:#}", told.json);
+    } else {
+        print!("{}", told.text);
+    }
+    Ok(())
+}
+
+/// One outcome, for programs and for people.
+struct Told {
+    json: Value,
+    text: String,
+}
+
+async fn measure(io: &Io, config: &Config) -> anyhow::Result<Told> {
+    if io.codec {
+        return codec::measure(config, io.model.is_some()).await;
+    }
+    let cases: Vec<Case> = (io.block.iter())
+        .flat_map(|block| io.parallel.iter().map(|parallel| (block.0 as usize, usize::from(*parallel))))
+        .map(|(block, parallel)| Case { block, parallel, bytes: io.bytes.0 as usize })
+        .collect();
+    let measured = tiers::measure(config, &cases, usize::from(io.rounds)).await?;
+    let mut text = tiers::table(&measured);
+    let mut json = json!({ "rounds": io.rounds, "bytes": io.bytes.0, "tiers": measured });
+    if io.model.is_some() {
+        let speed = io.prefill_tokens_per_second;
+        let expected = Expectation::of(config, io.context as usize, speed).await?.from(&measured);
+        text += &format!("\n{expected}");
+        json["expected"] = serde_json::to_value(&expected)?;
+    }
+    Ok(Told { json, text })
+}
+
+/// The least block that has any use, and the largest that all tiers take.
+fn block(text: &str) -> Result<ByteSize, String> {
+    within(text, 4 << 10, 16 << 20)
+}
+
+/// Less is all latency; more fits into few machines' memory.
+fn amount(text: &str) -> Result<ByteSize, String> {
+    within(text, 16 << 20, 16 << 30)
+}
+
+fn within(text: &str, least: u64, most: u64) -> Result<ByteSize, String> {
+    let size: ByteSize = text.parse().map_err(|error| format!("{error}"))?;
+    if (least..=most).contains(&size.0) {
+        return Ok(size);
+    }
+    Err(format!("expected {} to {}", ByteSize(least).about(), ByteSize(most).about()))
+}

@@ -1,0 +1,149 @@
+//! What devices do without us: plain copies, direct reads and writes, files, and the object store's own client; bytes per
+//! second.
+
+use anyhow::Context;
+use bytes::Bytes;
+use futures::stream::{self, StreamExt, TryStreamExt};
+use kvbm::object::Location;
+use rustix::fs::{FallocateFlags, OFlags, fallocate};
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Bytes of one direct read or write, and of one copy: what one of the disk tier's reads is.
+const UNIT: usize = 1 << 20;
+/// Bytes of one object, as G4 writes them.
+pub(super) const OBJECT: usize = 8 << 20;
+/// What every device in use is content with.
+const ALIGN: usize = 4096;
+
+/// Writing and reading, bytes per second.
+pub(super) type Rates = [f64; 2];
+
+fn rate(bytes: usize, took: Duration) -> f64 {
+    bytes as f64 / took.as_secs_f64()
+}
+
+/// Runs `work` on so many threads, each told which it is, and says how long the slowest took.
+fn threads(count: usize, work: impl Fn(usize) -> io::Result<()> + Sync) -> io::Result<Duration> {
+    let began = Instant::now();
+    std::thread::scope(|scope| {
+        let running: Vec<_> = (0..count)
+            .map(|n| {
+                scope.spawn({
+                    let work = &work;
+                    move || work(n)
+                })
+            })
+            .collect();
+        running.into_iter().try_for_each(|thread| thread.join().expect("measuring does not panic"))
+    })?;
+    Ok(began.elapsed())
+}
+
+/// Copies memory, and copies it back.
+pub(super) fn copies(bytes: usize, parallel: usize) -> io::Result<Rates> {
+    let each = bytes / parallel;
+    let parts: Vec<_> = (0..parallel).map(|_| std::sync::Mutex::new((vec![1_u8; each], vec![2_u8; each]))).collect();
+    let copy = |back: bool| {
+        let took = threads(parallel, |n| {
+            let mut part = parts[n].lock().expect("measuring does not panic");
+            let (from, to) = &mut *part;
+            let (from, to) = if back { (to, from) } else { (from, to) };
+            for (from, to) in from.chunks(UNIT).zip(to.chunks_mut(UNIT)) {
+                to.copy_from_slice(from);
+            }
+            std::hint::black_box(to);
+            Ok(())
+        })?;
+        Ok::<_, io::Error>(rate(each * parallel, took))
+    };
+    Ok([copy(false)?, copy(true)?])
+}
+
+/// Writes a file past the page cache, and reads it; through the cache where the filesystem refuses, and then says so.
+pub(super) fn direct(file: &Path, bytes: usize, parallel: usize) -> io::Result<(Rates, bool)> {
+    let open = |flags: OFlags| {
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).create(true).truncate(true).custom_flags(flags.bits() as i32).open(file)
+    };
+    let (file, past) = match open(OFlags::DIRECT) {
+        Ok(file) => (file, true),
+        Err(error) if error.kind() == io::ErrorKind::InvalidInput => (open(OFlags::empty())?, false),
+        Err(error) => return Err(error),
+    };
+    let each = (bytes / parallel).next_multiple_of(UNIT);
+    // The tier reserves its segments too. A filesystem that cannot is slower, no more.
+    let _ = fallocate(&file, FallocateFlags::empty(), 0, (each * parallel) as u64);
+    let through = |access: &(dyn Fn(&File, &mut [u8], u64) -> io::Result<()> + Sync)| {
+        let took = threads(parallel, |n| {
+            let mut memory = vec![n as u8; UNIT + ALIGN];
+            let start = memory.as_ptr().align_offset(ALIGN);
+            let unit = &mut memory[start..start + UNIT];
+            (n * each..(n + 1) * each).step_by(UNIT).try_for_each(|at| access(&file, unit, at as u64))
+        })?;
+        Ok::<_, io::Error>(rate(each * parallel, took))
+    };
+    let write = through(&|file, unit, at| file.write_all_at(unit, at))?;
+    let read = through(&|file, unit, at| file.read_exact_at(unit, at))?;
+    Ok(([write, read], past))
+}
+
+/// Writes files as large as objects, and reads them.
+pub(super) fn files(folder: &Path, bytes: usize, parallel: usize) -> io::Result<Rates> {
+    let objects = bytes.div_ceil(OBJECT);
+    let path = |n: usize| folder.join(format!("raw-{n}"));
+    let mine = |thread: usize| (thread..objects).step_by(parallel);
+    let content = vec![7_u8; OBJECT];
+    let write = threads(parallel, |n| mine(n).try_for_each(|n| std::fs::write(path(n), &content)))?;
+    let read = threads(parallel, |n| mine(n).try_for_each(|n| std::fs::read(path(n)).map(drop)))?;
+    (0..objects).try_for_each(|n| std::fs::remove_file(path(n)))?;
+    Ok([rate(objects * OBJECT, write), rate(objects * OBJECT, read)])
+}
+
+/// Writes objects with the store's own client, and reads them.
+pub(super) async fn objects(
+    location: &Location,
+    access: &kvbm::object::Access,
+    timeout: Duration,
+    below: &str,
+    (bytes, parallel): (usize, usize),
+) -> anyhow::Result<Rates> {
+    let client = location.client(access, timeout)?.context("a cloud has a client")?;
+    let Location::Cloud { prefix, .. } = location else { anyhow::bail!("a folder has no client") };
+    let content = Bytes::from(vec![7_u8; OBJECT]);
+    let paths: Vec<_> =
+        (0..bytes.div_ceil(OBJECT)).map(|n| prefix.clone().join(below).join(format!("raw-{n}"))).collect();
+    let total = paths.len() * OBJECT;
+    let began = Instant::now();
+    let writing = paths.iter().map(|path| {
+        let (client, content) = (Arc::clone(&client), content.clone());
+        async move { client.put_opts(path, content.into(), Default::default()).await.map(drop) }
+    });
+    stream::iter(writing).buffer_unordered(parallel).try_collect::<()>().await?;
+    let write = rate(total, began.elapsed());
+    let began = Instant::now();
+    let reading = paths.iter().map(|path| {
+        let client = Arc::clone(&client);
+        async move { client.get_ranges(path, &[0..OBJECT as u64]).await.map(drop) }
+    });
+    stream::iter(reading).buffer_unordered(parallel).try_collect::<()>().await?;
+    Ok([write, rate(total, began.elapsed())])
+}
+
+/// Removes what lies below a name of ours in a store.
+pub(super) async fn clear(
+    location: &Location,
+    access: &kvbm::object::Access,
+    timeout: Duration,
+    below: &str,
+) -> anyhow::Result<()> {
+    let Some(client) = location.client(access, timeout)? else { return Ok(()) };
+    let Location::Cloud { prefix, .. } = location else { return Ok(()) };
+    let found = client.list(Some(&prefix.clone().join(below))).map_ok(|object| object.location).boxed();
+    client.delete_stream(found).try_for_each(|_| async { Ok(()) }).await?;
+    Ok(())
+}

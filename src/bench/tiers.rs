@@ -1,0 +1,389 @@
+//! Each configured tier, written and read as the block manager does, in turns with its raw device.
+
+use super::raw::{self, Rates};
+use crate::config::{ByteSize, Config};
+use crate::machine;
+use crate::node::{Forms, access, sizes};
+use anyhow::{Context, ensure};
+use bytes::Bytes;
+use futures::stream::{self, StreamExt, TryStreamExt};
+use kvbm::codec::synthetic::{self, Shape};
+use kvbm::object::Location;
+use kvbm::{
+    Block, DiskTier, Epoch, EventLog, Fingerprint, HostTier, Metrics, ObjectTier, SequenceHash, StoreError, Tier, disk,
+    object,
+};
+use serde::Serialize;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// What is measured: so many bytes, in blocks of a size, so many requests at once.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(super) struct Case {
+    pub(super) block: usize,
+    pub(super) parallel: usize,
+    pub(super) bytes: usize,
+}
+
+/// Figures of one tier in one case: medians, bytes per second; ratios are medians of the rounds' ratios.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct Measured {
+    pub(super) tier: &'static str,
+    /// Where it is.
+    pub(super) place: String,
+    #[serde(flatten)]
+    pub(super) case: Case,
+    pub(super) write: f64,
+    pub(super) read: f64,
+    pub(super) raw_write: f64,
+    pub(super) raw_read: f64,
+    pub(super) write_ratio: f64,
+    pub(super) read_ratio: f64,
+    /// Seconds until one block alone is there.
+    pub(super) latency: f64,
+    /// What the raw figures are.
+    pub(super) raw: &'static str,
+}
+
+/// Bytes that one offer carries, and one request asks for.
+const OFFER: usize = 16 << 20;
+/// Bytes that are verified together.
+const VERIFY: usize = 4 << 20;
+/// Single blocks that are read for the latency.
+const SINGLES: usize = 9;
+
+/// A folder of ours, gone with this, and how many folders above it were made for it.
+struct Folder(PathBuf, usize);
+
+impl Folder {
+    fn new(within: &Path) -> anyhow::Result<Self> {
+        let folder = within.join(name());
+        let made = within.ancestors().take_while(|above| !above.exists()).count();
+        std::fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
+        Ok(Self(folder, made))
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        // What cannot be removed now is named as ours.
+        let _ = std::fs::remove_dir_all(&self.0);
+        for above in self.0.ancestors().skip(1).take(self.1) {
+            // Somebody else may use it by now: then it is not empty.
+            let _ = std::fs::remove_dir(above);
+        }
+    }
+}
+
+/// What all of ours is called, in folders and stores.
+fn name() -> String {
+    format!("bench-io-{}", std::process::id())
+}
+
+/// Where blocks go, and what that is compared with.
+enum Place {
+    Memory,
+    Disk(Folder),
+    Shared(Arc<ObjectTier>, Option<Folder>),
+}
+
+/// Measures every tier that is configured, in every case.
+pub(super) async fn measure(config: &Config, cases: &[Case], rounds: usize) -> anyhow::Result<Vec<Measured>> {
+    let registry = prometheus::Registry::new();
+    let metrics = Metrics::new(&registry)?;
+    let forms = Forms::open(config, &metrics).await?;
+    let mut places = Vec::new();
+    if config.tiers.g2 != crate::config::Budget::Off {
+        places.push(("g2", "memory".to_owned(), Place::Memory));
+    }
+    for disk in sizes::disks(&config.tiers, &config.data_dir, machine::free) {
+        let most = cases.iter().map(|case| case.bytes).max().unwrap_or_default() as u64;
+        let (free, wanted) = (machine::free(&disk.folder), 4 * most);
+        let [have, want] = [free, wanted].map(|bytes| ByteSize(bytes).about());
+        let at = disk.folder.display().to_string();
+        ensure!(free > wanted, "{at} has {have} free, and measuring takes {want}; say less: --bytes …");
+        places.push(("g3", at, Place::Disk(Folder::new(&disk.folder)?)));
+    }
+    if let Some(location) = &config.shared {
+        let settings =
+            object::Settings { request_timeout: config.shared_store.request_timeout.0, ..Default::default() };
+        let log = Arc::new(EventLog::new(Epoch(1)));
+        let place = match location {
+            Location::Folder(folder) => {
+                let folder = Folder::new(folder)?;
+                Place::Shared(ObjectTier::folder(&folder.0, settings, log)?, Some(folder))
+            }
+            Location::Cloud { cloud, url, prefix } => {
+                let below = Location::Cloud { cloud: *cloud, url: url.clone(), prefix: prefix.clone().join(name()) };
+                Place::Shared(ObjectTier::at(&below, &access(config), settings, log)?, None)
+            }
+        };
+        places.push(("g4", location.to_string(), place));
+    }
+    let values = synthetic::kv(1, Shape { layers: 32, tokens: 32, channels: 1024 });
+    let payload = Bytes::from(synthetic::bf16(&values).repeat(4));
+    let mut measured = Vec::new();
+    for (tier, at, place) in &places {
+        for case in cases {
+            let (block, parallel) = (ByteSize(case.block as u64).about(), case.parallel);
+            eprintln!("{tier} {at}: blocks of {block}, {parallel} at once");
+            let site = Site { config, forms: &forms, metrics: &metrics, place, payload: &payload, case: *case };
+            let figures = site.rounds(rounds).await.with_context(|| format!("{tier} {at}"))?;
+            measured.push(figures.into_measured(tier, at.clone(), *case));
+        }
+    }
+    ensure!(!measured.is_empty(), "no tier below G1 is configured: say where G3 may be (--data-dir), or G4 (--shared)");
+    Ok(measured)
+}
+
+/// Removes what `measure` left in the shared store, however it ended.
+pub(super) async fn clear(config: &Config) -> anyhow::Result<()> {
+    let Some(location) = &config.shared else { return Ok(()) };
+    raw::clear(location, &access(config), config.shared_store.request_timeout.0, &name()).await
+}
+
+struct Site<'a> {
+    config: &'a Config,
+    forms: &'a Forms,
+    metrics: &'a Metrics,
+    place: &'a Place,
+    payload: &'a Bytes,
+    case: Case,
+}
+
+#[derive(Default)]
+struct Figures {
+    ours: Vec<Rates>,
+    raw: Vec<Rates>,
+    latency: Vec<f64>,
+    what: &'static str,
+}
+
+impl Site<'_> {
+    async fn rounds(&self, rounds: usize) -> anyhow::Result<Figures> {
+        let Case { bytes, block, .. } = self.case;
+        let mut figures = Figures::default();
+        let memory = match self.place {
+            Place::Memory => {
+                let log = Arc::new(EventLog::new(Epoch(1)));
+                Some(HostTier::new(bytes as u64, block, fingerprint(), log, self.metrics))
+            }
+            _ => None,
+        };
+        // In memory the first round touches what the system has yet to hand out.
+        let warm_up = usize::from(memory.is_some());
+        for round in 0..rounds + warm_up {
+            let (raw, what) = self.raw().await?;
+            let tier: Arc<dyn Tier> = match (self.place, &memory) {
+                (Place::Memory, Some(host)) => Arc::new(host.clone()),
+                (Place::Disk(folder), _) => {
+                    let settings =
+                        disk::Settings { capacity_bytes: 4 * bytes as u64, min_free_bytes: 0, ..Default::default() };
+                    let log = Arc::new(EventLog::new(Epoch(1)));
+                    self.forms.dress(DiskTier::open(&folder.0.join("tier"), settings, log)?)
+                }
+                (Place::Shared(tier, _), _) => self.forms.dress(tier.clone()),
+                (Place::Memory, None) => unreachable!("memory was made above"),
+            };
+            let (ours, latency) = self.ours(&*tier, round).await?;
+            if let Some(host) = &memory {
+                // The same slots again: what has been touched before is as fast as it will be.
+                (0..bytes / block).for_each(|n| host.discard(fingerprint(), self.name(round, n)));
+            }
+            drop(tier);
+            if let Place::Disk(folder) = self.place {
+                std::fs::remove_dir_all(folder.0.join("tier"))?;
+            }
+            if round >= warm_up {
+                figures.ours.push(ours);
+                figures.raw.push(raw);
+                figures.latency.extend(latency);
+            }
+            figures.what = what;
+        }
+        Ok(figures)
+    }
+
+    async fn raw(&self) -> anyhow::Result<(Rates, &'static str)> {
+        let Case { bytes, parallel, .. } = self.case;
+        let blocking = |work: Box<dyn FnOnce() -> std::io::Result<(Rates, &'static str)> + Send>| async {
+            Ok(tokio::task::spawn_blocking(work).await.context("measuring failed")??)
+        };
+        match self.place {
+            Place::Memory => blocking(Box::new(move || Ok((raw::copies(bytes, parallel)?, "memcpy")))).await,
+            Place::Disk(folder) => {
+                let file = folder.0.join("raw");
+                blocking(Box::new(move || {
+                    let (rates, past) = raw::direct(&file, bytes, parallel)?;
+                    Ok((rates, if past { "O_DIRECT" } else { "page cache" }))
+                }))
+                .await
+            }
+            Place::Shared(_, Some(folder)) => {
+                let folder = folder.0.clone();
+                blocking(Box::new(move || Ok((raw::files(&folder, bytes, parallel)?, "files")))).await
+            }
+            Place::Shared(_, None) => {
+                let location = self.config.shared.as_ref().context("a shared tier has a location")?;
+                let timeout = self.config.shared_store.request_timeout.0;
+                let rates = raw::objects(location, &access(self.config), timeout, &name(), (bytes, parallel)).await?;
+                Ok((rates, "raw client"))
+            }
+        }
+    }
+
+    /// Writes and reads the blocks of a round; then some alone.
+    async fn ours(&self, tier: &dyn Tier, round: usize) -> anyhow::Result<(Rates, Vec<f64>)> {
+        let Case { bytes, block, parallel } = self.case;
+        let offer = OFFER.div_ceil(block);
+        let blocks: Vec<Block> = (0..bytes / block).map(|n| self.block(round, n)).collect();
+        let names: Vec<SequenceHash> = blocks.iter().map(|block| block.header.name).collect();
+        let moved = (blocks.len() * block) as f64;
+        let began = Instant::now();
+        stream::iter(blocks.chunks(offer).map(|some| store(tier, some.to_vec())))
+            .buffer_unordered(parallel)
+            .try_collect::<()>()
+            .await?;
+        let write = moved / began.elapsed().as_secs_f64();
+        drop(blocks);
+        let began = Instant::now();
+        stream::iter(names.chunks(offer).map(|some| load(tier, some, VERIFY.div_ceil(block))))
+            .buffer_unordered(parallel)
+            .try_collect::<()>()
+            .await?;
+        let read = moved / began.elapsed().as_secs_f64();
+        let mut latency = Vec::new();
+        for name in names.iter().step_by((names.len() / SINGLES).max(1)).take(SINGLES) {
+            let began = Instant::now();
+            load(tier, &[*name], 1).await?;
+            latency.push(began.elapsed().as_secs_f64());
+        }
+        Ok(([write, read], latency))
+    }
+
+    /// Another name in each round and case: what rests already is not written again.
+    fn name(&self, round: usize, n: usize) -> SequenceHash {
+        let Case { block, parallel, .. } = self.case;
+        let mut bytes = [0; 16];
+        let words = [n as u32, round as u32, block as u32, parallel as u32];
+        bytes.chunks_mut(4).zip(words).for_each(|(bytes, word)| bytes.copy_from_slice(&word.to_le_bytes()));
+        SequenceHash::from_bytes(bytes)
+    }
+
+    fn block(&self, round: usize, n: usize) -> Block {
+        let block = self.case.block;
+        let at = n % (self.payload.len() / block) * block;
+        Block::seal(self.name(round, n), None, fingerprint(), self.payload.slice(at..at + block))
+    }
+}
+
+fn fingerprint() -> Fingerprint {
+    Fingerprint::of([("what", &b"bench io"[..])])
+}
+
+/// Offers blocks until they rest.
+async fn store(tier: &dyn Tier, mut blocks: Vec<Block>) -> anyhow::Result<()> {
+    while !blocks.is_empty() {
+        let answers = tier.store(blocks.clone()).await;
+        let mut busy = Vec::new();
+        for (block, answer) in blocks.into_iter().zip(answers) {
+            match answer {
+                Ok(()) => {}
+                Err(StoreError::Busy) => busy.push(block),
+                Err(error) => return Err(error.into()),
+            }
+        }
+        blocks = busy;
+        if !blocks.is_empty() {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    }
+    Ok(())
+}
+
+/// Reads blocks and verifies them, as the manager does before it serves one.
+async fn load(tier: &dyn Tier, names: &[SequenceHash], together: usize) -> anyhow::Result<()> {
+    let loading = tier.load(fingerprint(), names.to_vec()).map(|(index, answer)| {
+        let block = answer?.context("a block that was just written is not there")?;
+        Ok::<_, anyhow::Error>((names[index], block))
+    });
+    let verify = |batch: Vec<(SequenceHash, Block)>| async move {
+        let verifying =
+            move || batch.into_iter().try_for_each(|(name, block)| block.verify(name, fingerprint()).map(drop));
+        Ok(tokio::task::spawn_blocking(verifying).await??)
+    };
+    loading.try_chunks(together).map_err(|error| error.1).try_for_each_concurrent(2, verify).await
+}
+
+impl Figures {
+    fn into_measured(self, tier: &'static str, place: String, case: Case) -> Measured {
+        let of = |rates: &[Rates], way: usize| median(rates.iter().map(|rates| rates[way]).collect());
+        let ratio =
+            |way: usize| median(self.ours.iter().zip(&self.raw).map(|(ours, raw)| ours[way] / raw[way]).collect());
+        Measured {
+            tier,
+            place,
+            case,
+            write: of(&self.ours, 0),
+            read: of(&self.ours, 1),
+            raw_write: of(&self.raw, 0),
+            raw_read: of(&self.raw, 1),
+            write_ratio: ratio(0),
+            read_ratio: ratio(1),
+            latency: median(self.latency.clone()),
+            raw: self.what,
+        }
+    }
+}
+
+/// The middle value; of an even number, the lower of the two.
+pub(super) fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len().saturating_sub(1) / 2).copied().unwrap_or_default()
+}
+
+/// For people.
+pub(super) fn table(measured: &[Measured]) -> String {
+    let mut text = String::new();
+    let mut place = None;
+    for figures in measured {
+        let Measured { tier, case: Case { block, parallel, .. }, raw, .. } = figures;
+        if place.replace(&figures.place) != Some(&figures.place) {
+            let at = &figures.place;
+            text += &format!("{tier} {at}, GB/s beside {raw}\n");
+            text += "     block  at once   write     raw  ratio    read     raw  ratio  one block\n";
+        }
+        let block = ByteSize(*block as u64).about();
+        let [write, raw_write, read, raw_read] =
+            [figures.write, figures.raw_write, figures.read, figures.raw_read].map(|rate| rate / 1e9);
+        let (write_ratio, read_ratio, latency) = (figures.write_ratio, figures.read_ratio, figures.latency * 1e3);
+        text += &format!(
+            "{block:>10}  {parallel:>7}  {write:>6.2}  {raw_write:>6.2}  {write_ratio:>5.2}  {read:>6.2}  {raw_read:>6.2}  \
+             {read_ratio:>5.2}  {latency:>6.2} ms\n"
+        );
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn each_tier_is_measured_and_nothing_is_left() {
+        let home = tempfile::tempdir().unwrap();
+        let shared = home.path().join("shared");
+        let mut config = Config::with_cache(&home.path().join("cache"));
+        config.shared = Some(Location::Folder(shared.clone()));
+        let cases = [1, 3].map(|parallel| Case { block: 64 << 10, parallel, bytes: 2 << 20 });
+        let measured = measure(&config, &cases, 1).await.unwrap();
+        let tiers: Vec<_> = measured.iter().map(|figures| (figures.tier, figures.case.parallel)).collect();
+        assert_eq!(tiers, [("g2", 1), ("g2", 3), ("g3", 1), ("g3", 3), ("g4", 1), ("g4", 3)]);
+        for Measured { write, read, raw_write, raw_read, latency, .. } in &measured {
+            assert!([write, read, raw_write, raw_read, latency].iter().all(|figure| **figure > 0.0), "{measured:?}");
+        }
+        assert_eq!(std::fs::read_dir(home.path()).unwrap().count(), 0, "also the folders that were made for it");
+        assert_eq!(table(&measured).lines().count(), 3 * 2 + 6);
+    }
+}
