@@ -145,8 +145,8 @@ impl BlockManager {
         let lanes = to_host.into_iter().chain(below).collect();
         let ahead_max = (core.pool.capacity() / AHEAD).min(Semaphore::MAX_PERMITS);
         let (coming, strangers, ahead) = (Coming::default(), Mutex::default(), Semaphore::new(ahead_max));
-        let _sweeper = sweep::spawn(&core);
-        Self(Arc::new(Inner { _sweeper, core, lanes, sources, coming, ahead, ahead_max, strangers }))
+        let sweeper = sweep::spawn(&core);
+        Self(Arc::new(Inner { core, lanes, sources, coming, _sweeper: sweeper, ahead, ahead_max, strangers }))
     }
 
     /// Keeps to what domains are promised of G1. To be called before there are any blocks. G2 is told by itself

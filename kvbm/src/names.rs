@@ -5,12 +5,15 @@
 //! whether it waits for them one by one: [`Positions::touch`] begins those of many look-ups at once.
 
 use crate::SequenceHash;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::hash::{BuildHasherDefault, Hasher};
 use std::hint::black_box;
 
 /// A map keyed by block names.
 pub(crate) type ByName<T> = HashMap<SequenceHash, T, BuildHasherDefault<NameHasher>>;
+
+/// A set of names, likewise.
+pub(crate) type NameSet = HashSet<SequenceHash, BuildHasherDefault<NameHasher>>;
 
 /// Folds what is written into eight bytes; of a key with a name in it, that is as good as any hash.
 #[derive(Default)]

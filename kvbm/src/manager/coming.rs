@@ -4,7 +4,7 @@
 //! the first one gives up. Two copies of one prefix would not only be read twice: they would push others out of G1.
 
 use crate::SequenceHash;
-use crate::names::ByName;
+use crate::names::{ByName, NameSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use tokio::sync::watch;
 
@@ -15,7 +15,7 @@ pub(super) struct Coming(Mutex<ByName<watch::Receiver<()>>>);
 /// The right to bring some blocks. Dropping it says that they come no more, or are there.
 pub(super) struct Bringing<'a> {
     coming: &'a Coming,
-    ours: ByName<()>,
+    ours: NameSet,
     steps: watch::Sender<()>,
 }
 
@@ -38,10 +38,10 @@ impl Coming {
 
     fn claim(&self, mut coming: MutexGuard<'_, ByName<watch::Receiver<()>>>, names: &[SequenceHash]) -> Bringing<'_> {
         let (steps, receiver) = watch::channel(());
-        let mut ours = ByName::default();
+        let mut ours = NameSet::default();
         for name in names {
             coming.entry(*name).or_insert_with(|| {
-                ours.insert(*name, ());
+                ours.insert(*name);
                 receiver.clone()
             });
         }
@@ -61,14 +61,14 @@ impl Bringing<'_> {
 
     /// Whether this one brings the block, and nobody else.
     pub(super) fn brings(&self, name: &SequenceHash) -> bool {
-        self.ours.contains_key(name)
+        self.ours.contains(name)
     }
 }
 
 impl Drop for Bringing<'_> {
     fn drop(&mut self) {
         let mut coming = self.coming.lock();
-        for name in self.ours.keys() {
+        for name in &self.ours {
             coming.remove(name);
         }
     }

@@ -7,7 +7,7 @@ use super::Inner;
 use super::loading::{Job, Loading, Turn};
 use super::source::{extent, locate};
 use crate::names::ByName;
-use crate::pool::CachedBlocks;
+use crate::pool::{CachedBlocks, Held};
 use crate::{Level, SequenceHash};
 use futures::FutureExt;
 use std::panic::AssertUnwindSafe;
@@ -132,7 +132,7 @@ impl Shared {
     /// and down to where it is not yet.
     pub(super) fn offload(&self, inner: &Inner) {
         let state = self.lock();
-        let names: Vec<_> = state.held.iter().map(|block| block.name()).collect();
+        let names: Vec<_> = state.held.iter().map(Held::name).collect();
         inner.offload(&state.held, |at| state.from.get(&names[at]).is_some_and(|level| *level != Level::G2));
     }
 }
@@ -157,15 +157,12 @@ async fn bring(job: &Job) {
         if turn.is_none() {
             turn = shared.turned().now_or_never().map(|since| Turn { since, had: lead });
         }
-        let (located, plan) = match turn {
-            Some(turn) => {
-                let (located, plan) = job.plan(lead, Instant::now());
-                (located, Some((turn, plan)))
-            }
-            None => {
-                let ahead = names.len().min(lead + room.as_ref().map_or(0, SemaphorePermit::num_permits));
-                (locate(&inner.core, &job.sources, &names[lead..ahead], Instant::now()), None)
-            }
+        let (located, plan) = if let Some(turn) = turn {
+            let (located, plan) = job.plan(lead, Instant::now());
+            (located, Some((turn, plan)))
+        } else {
+            let ahead = names.len().min(lead + room.as_ref().map_or(0, SemaphorePermit::num_permits));
+            (locate(&inner.core, &job.sources, &names[lead..ahead], Instant::now()), None)
         };
         let names = &names[lead..lead + extent(&located)];
         let bringing = match plan {

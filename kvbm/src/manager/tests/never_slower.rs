@@ -96,7 +96,9 @@ async fn first_token(site: &Site, range: std::ops::Range<usize>, chunk: usize) -
         let left = &all[held.len()..];
         let count = site.manager.next(left).unwrap_or(left.len()).min(chunk);
         let from = range.start + held.len();
-        onboarding.iter().for_each(|onboarding| onboarding.claim(held.len() + count));
+        if let Some(onboarding) = &onboarding {
+            onboarding.claim(held.len() + count);
+        }
         tokio::time::sleep(COMPUTE * count as u32).await;
         held.extend(site.compute(from..from + count));
         computed += count;
