@@ -10,7 +10,7 @@ use std::sync::Weak;
 pub(super) struct Requests {
     tier: Weak<ObjectTier>,
     up: IntGauge,
-    requests: IntCounterVec,
+    sent: IntCounterVec,
     lost: IntCounter,
 }
 
@@ -24,7 +24,7 @@ impl Requests {
         Ok(Self {
             tier,
             up: IntGauge::new("blockyard_store_up", "1 while the shared store answers, 0 while it does not.")?,
-            requests: IntCounterVec::new(requests, &["kind"])?,
+            sent: IntCounterVec::new(requests, &["kind"])?,
             lost: IntCounter::new(
                 "blockyard_store_objects_lost_total",
                 "Objects that turned out to be gone or cut; their blocks were recomputed.",
@@ -35,7 +35,7 @@ impl Requests {
 
 impl Collector for Requests {
     fn desc(&self) -> Vec<&Desc> {
-        [self.up.desc(), self.requests.desc(), self.lost.desc()].concat()
+        [self.up.desc(), self.sent.desc(), self.lost.desc()].concat()
     }
 
     fn collect(&self) -> Vec<MetricFamily> {
@@ -49,11 +49,11 @@ impl Collector for Requests {
                 ("hedge_won", counts.hedges_won),
             ];
             for (kind, count) in kinds {
-                let counter = self.requests.with_label_values(&[kind]);
+                let counter = self.sent.with_label_values(&[kind]);
                 counter.inc_by(count.saturating_sub(counter.get()));
             }
             self.lost.inc_by(tier.lost_objects().saturating_sub(self.lost.get()));
         }
-        [self.up.collect(), self.requests.collect(), self.lost.collect()].concat()
+        [self.up.collect(), self.sent.collect(), self.lost.collect()].concat()
     }
 }

@@ -46,7 +46,8 @@ async fn a_priority_has_a_name_or_a_number_as_vllm_counts() {
 
 #[tokio::test(start_paused = true)]
 async fn the_earlier_of_two_deadlines_holds_from_the_arrival_on_and_for_the_first_choice() {
-    let table: [(&[(&str, &str)], Value, Option<u64>); 4] = [
+    type Headers = &'static [(&'static str, &'static str)];
+    let table: [(Headers, Value, Option<u64>); 4] = [
         (&[], json!({}), None),
         (&[], json!({ "deadline_ms": 1500 }), Some(1500)),
         (&[("x-blockyard-deadline-ms", " 700 ")], json!({}), Some(700)),
