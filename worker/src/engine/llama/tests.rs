@@ -14,6 +14,7 @@ use kvbm::{Faults, Faulty, disk, object};
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
+mod soak;
 mod terms;
 
 /// Every request of the property runs on this: one copy of a small random model, as in a real process.
@@ -31,6 +32,8 @@ struct Rig {
     engine: Arc<LlamaEngine>,
     manager: BlockManager,
     memory: Memory,
+    host: Option<HostTier>,
+    log: Arc<EventLog>,
 }
 
 struct Shape {
@@ -70,14 +73,15 @@ impl Rig {
             let (block, clock) = (runtime.block_bytes(), shape.clock.clone());
             HostTier::with_clock(bytes, block, device.fingerprint(), Arc::clone(&log), &kvbm_metrics, clock)
         });
-        let manager = BlockManager::with_clock(device, host, shape.lower, log, kvbm_metrics, shape.clock);
+        let manager =
+            BlockManager::with_clock(device, host.clone(), shape.lower, Arc::clone(&log), kvbm_metrics, shape.clock);
         let worker = WorkerId(shape.worker);
         shape.peers.insert(worker, manager.peer());
         let settings = Settings { prefill_chunk: shape.chunk, ..Settings::default() };
         let metrics = metrics::Metrics::new(&registry).unwrap().of("w");
         let engine =
             LlamaEngine::start(worker, runtime, memory.clone(), manager.clone(), shape.peers, metrics, settings);
-        Self { engine, manager, memory }
+        Self { engine, manager, memory, host, log }
     }
 
     async fn run(&self, prompt: &[u32], tokens: u32) -> Answer {

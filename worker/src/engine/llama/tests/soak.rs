@@ -1,0 +1,189 @@
+//! Everything that can go wrong below the engine, at once and for a while: seeded, under load, and nobody can tell.
+//!
+//! `BLOCKYARD_SOAK_SECONDS=3600` for a night. A failure names its seed.
+
+use super::*;
+use std::collections::HashSet;
+use std::fs;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::time::Duration;
+use tokio::time::{Instant, sleep, timeout};
+
+const TURNS: usize = 3;
+const CLIENTS: u64 = 4;
+/// No request takes so long, whatever happens below it.
+const PATIENCE: Duration = Duration::from_mins(2);
+/// What G3 may take.
+const BUDGET: u64 = 6 << 20;
+
+fn length() -> Duration {
+    let seconds = std::env::var("BLOCKYARD_SOAK_SECONDS").map_or(20, |n| n.parse().unwrap());
+    Duration::from_secs(seconds)
+}
+
+/// The prompts of a conversation, each with what a process without any cache answers.
+struct Script(Vec<(Vec<u32>, Vec<u32>)>);
+
+impl Script {
+    async fn draw(rng: &mut Rng, opening: &[u32]) -> Self {
+        let mut turns = Vec::new();
+        let mut prompt = opening.to_vec();
+        for _ in 0..TURNS {
+            prompt.extend(rng.some_tokens(30..250));
+            let answer = Rig::new(Shape::default()).run(&prompt, ANSWER).await.ids;
+            turns.push((prompt.clone(), answer.clone()));
+            prompt.extend(answer);
+        }
+        Self(turns)
+    }
+}
+
+/// One kind of weather after the other; what is not said does not go wrong.
+fn weathers() -> Vec<Faults> {
+    let ms = Duration::from_millis;
+    let calm = Faults::default;
+    vec![
+        calm(),
+        Faults { error: 0.3, ..calm() },
+        Faults { short: 0.2, corrupt: 0.2, wrong: 0.2, ..calm() },
+        Faults { busy: 0.5, lost: 0.3, ..calm() },
+        Faults { latency: ms(0)..=ms(400), error: 0.1, ..calm() },
+        Faults { hang: 0.05, corrupt: 0.05, ..calm() },
+        // No space is left, and nothing can be read.
+        Faults { error: 1.0, ..calm() },
+    ]
+}
+
+fn files(folder: &Path) -> Vec<PathBuf> {
+    let (mut found, mut folders) = (Vec::new(), vec![folder.to_owned()]);
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+            // A file may go between the listing and the look.
+            match entry.file_type() {
+                Ok(kind) if kind.is_dir() => folders.push(entry.path()),
+                _ => found.push(entry.path()),
+            }
+        }
+    }
+    found.sort();
+    found
+}
+
+/// Flips a bit of a file, cuts it short, or deletes it.
+fn vandalise(rng: &mut Rng, file: &Path, deletes: bool) {
+    use std::os::unix::fs::FileExt;
+    let Ok(open) = fs::OpenOptions::new().read(true).write(true).open(file) else { return };
+    let length = open.metadata().map_or(0, |meta| meta.len());
+    if length == 0 {
+        return;
+    }
+    let at = rng.within(0..length);
+    match rng.within(0..8) {
+        0 if deletes => drop(fs::remove_file(file)),
+        1 if deletes => drop(open.set_len(at)),
+        _ => {
+            let mut byte = [0];
+            if open.read_exact_at(&mut byte, at).is_ok() {
+                let _ = open.write_all_at(&[byte[0] ^ (1 << rng.within(0..8))], at);
+            }
+        }
+    }
+}
+
+/// What a tier has announced is what it holds.
+fn assert_agrees(log: &EventLog, tier: &dyn Tier, fingerprint: kvbm::Fingerprint, case: &str) {
+    let announced: HashSet<_> = log.snapshot().blocks.into_iter().filter(|(at, _)| *at == tier.level()).collect();
+    let level = tier.level();
+    assert!(announced.iter().all(|(_, name)| tier.holds(fingerprint, &[*name]) == 1), "{case}: {level} lacks some");
+    assert_eq!(announced.len() as u64, tier.usage().blocks, "{case}: {level} holds more than it said");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn nobody_can_tell_what_went_wrong_below() {
+    let end = Instant::now() + length();
+    let seed = std::env::var("BLOCKYARD_SOAK_SEED").map_or(1, |n| n.parse().unwrap());
+    let mut rng = Rng(seed);
+    let opening = rng.tokens(100);
+    let mut scripts = Vec::new();
+    for n in 0..6 {
+        // Half of them begin alike.
+        scripts.push(Script::draw(&mut rng, if n % 2 == 0 { &opening } else { &[] }).await);
+    }
+    let scripts = Arc::new(scripts);
+
+    let (ssd, store) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let logs = [log(), log()];
+    let settings = disk::Settings { capacity_bytes: BUDGET, segment_bytes: 512 << 10, min_free_bytes: 0 };
+    let g3: Arc<dyn Tier> = DiskTier::open(ssd.path(), settings, Arc::clone(&logs[0])).unwrap();
+    let small = object::Settings { object_bytes: 256 << 10, ..object::Settings::default() };
+    let g4: Arc<dyn Tier> = ObjectTier::folder(store.path(), small, Arc::clone(&logs[1])).unwrap();
+    let faulty = [&g3, &g4].map(|tier| Arc::new(Faulty::new(Arc::clone(tier), seed, Faults::default())));
+    let lower = faulty.iter().map(|tier| Arc::clone(tier) as Arc<dyn Tier>).collect();
+    // Room for two long conversations above, and a few blocks more in G2.
+    let rig = Arc::new(Rig::new(Shape { chunk: 64, g1: 130, g2: 40, lower, ..Shape::default() }));
+
+    let over = Arc::new(AtomicBool::new(false));
+    let clients = (0..CLIENTS).map(|client| {
+        let (rig, scripts, over) = (Arc::clone(&rig), Arc::clone(&scripts), Arc::clone(&over));
+        let mut rng = Rng(seed * 1000 + client);
+        tokio::spawn(async move {
+            let mut answered = 0_u32;
+            while !over.load(Relaxed) {
+                let script = &scripts[rng.within(0..scripts.len() as u64) as usize];
+                let (prompt, want) = &script.0[rng.within(0..TURNS as u64) as usize];
+                let case = format!("seed {seed}, client {client}, request {answered}, {} tokens", prompt.len());
+                let mut stream = rig.engine.generate(request(&*rig.engine, prompt, ANSWER)).await.unwrap();
+                if rng.within(0..6) == 0 {
+                    // Some hang up, sooner or later.
+                    let _ = timeout(Duration::from_millis(rng.within(0..60)), stream.next()).await;
+                    continue;
+                }
+                let all = timeout(PATIENCE, collect(stream)).await.unwrap_or_else(|_| panic!("{case}: hangs"));
+                assert_eq!(all.unwrap().ids, *want, "{case}: another answer");
+                answered += 1;
+            }
+            answered
+        })
+    });
+    let clients: Vec<_> = clients.collect();
+    let weathers = weathers();
+    let mut largest = 0;
+    while Instant::now() < end {
+        for tier in &faulty {
+            tier.set(weathers[rng.within(0..weathers.len() as u64) as usize].clone());
+        }
+        for _ in 0..rng.within(0..4) {
+            let (folder, deletes) = if rng.within(0..2) == 0 { (ssd.path(), false) } else { (store.path(), true) };
+            let files = files(folder);
+            if !files.is_empty() {
+                let file = &files[rng.within(0..files.len() as u64) as usize];
+                vandalise(&mut rng, file, deletes);
+            }
+        }
+        sleep(Duration::from_millis(rng.within(100..900))).await;
+        largest = largest.max(g3.usage().bytes);
+    }
+    faulty.iter().for_each(|tier| tier.set(Faults::default()));
+    over.store(true, Relaxed);
+    let mut answered = 0;
+    for client in join_all(clients).await {
+        answered += client.unwrap();
+    }
+    assert!(answered > 0, "seed {seed}: nobody was answered");
+
+    timeout(PATIENCE, rig.settle()).await.expect("slots or offloads are held by nobody");
+    assert_eq!(rig.manager.available(), rig.manager.capacity(), "seed {seed}: slots");
+    assert!(largest <= BUDGET, "seed {seed}: {largest} bytes on disk");
+    let fingerprint = rig.memory.device().fingerprint();
+    assert_agrees(&logs[0], &*g3, fingerprint, &format!("seed {seed}"));
+    assert_agrees(&logs[1], &*g4, fingerprint, &format!("seed {seed}"));
+    let host = rig.host.as_ref().unwrap();
+    let announced = rig.log.snapshot().blocks;
+    let in_host: HashSet<_> = announced.iter().filter(|(level, _)| *level == Level::G2).collect();
+    assert_eq!(in_host.len() as u64, host.usage().blocks, "seed {seed}: G2");
+    // And it goes on: every answer once more, with all tiers well.
+    for (prompt, want) in scripts.iter().flat_map(|script| &script.0) {
+        assert_eq!(rig.run(prompt, ANSWER).await.ids, *want, "seed {seed}, afterwards");
+    }
+}
