@@ -1,6 +1,7 @@
 //! The command line. About ten flags; whatever else can be chosen is a key of the configuration, reached with `--set`.
 
 use crate::bench::Bench;
+use crate::cache::Cache;
 use crate::config::{Flag, Sources};
 use crate::replay::Replay;
 use clap::{Args, Parser, Subcommand};
@@ -29,6 +30,9 @@ pub enum Command {
 
     /// Measure this machine.
     Bench(Bench),
+
+    /// Look after the shared store, also while others serve from it.
+    Cache(Cache),
 }
 
 /// `blockyard serve`.

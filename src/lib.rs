@@ -11,6 +11,7 @@
 pub mod admin;
 pub mod banner;
 pub mod bench;
+pub mod cache;
 pub mod cli;
 pub mod config;
 pub mod machine;

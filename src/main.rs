@@ -3,6 +3,7 @@
 use anyhow::Context;
 use blockyard::admin;
 use blockyard::bench;
+use blockyard::cache;
 use blockyard::cli::{Cli, Command, Serve};
 use blockyard::config::{self, Config, Log, LogFormat, Origins, Sources};
 use blockyard::node::Node;
@@ -21,6 +22,7 @@ fn main() -> ExitCode {
         Command::Serve(serve) => run(&serve),
         Command::Replay(replay) => replay::run(&replay),
         Command::Bench(bench) => bench::run(&bench),
+        Command::Cache(cache) => cache::run(&cache),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

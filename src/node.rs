@@ -11,11 +11,11 @@
 
 pub mod sizes;
 
-mod forms;
+pub(crate) mod forms;
 mod model;
 mod quotas;
 mod requests;
-mod stores;
+pub(crate) mod stores;
 mod workers;
 
 pub(crate) use forms::Forms;

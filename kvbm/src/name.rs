@@ -9,6 +9,7 @@
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
+use std::str::FromStr;
 
 /// The name of a block's content: 128 bits of a keyed BLAKE3 chain.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -117,6 +118,18 @@ impl DomainId {
     /// An id read back from a header.
     pub const fn from_bytes(bytes: [u8; 16]) -> Self {
         Self(bytes)
+    }
+}
+
+impl FromStr for DomainId {
+    type Err = ();
+
+    /// Reads 32 hex digits.
+    fn from_str(digits: &str) -> Result<Self, ()> {
+        if digits.len() != 32 || !digits.bytes().all(|digit| digit.is_ascii_hexdigit()) {
+            return Err(());
+        }
+        Ok(Self(u128::from_str_radix(digits, 16).map_err(|_| ())?.to_be_bytes()))
     }
 }
 
@@ -247,6 +260,8 @@ mod tests {
         assert_eq!(one.id(), one.clone().id());
         assert_ne!(one.id(), other.id());
         assert_eq!(Domain::shared().id(), DomainId::default());
+        assert_eq!(one.id().to_string().parse(), Ok(one.id()));
+        assert_eq!("+123456789abcdef0123456789abcdef".parse::<DomainId>(), Err(()));
     }
 
     #[test]

@@ -46,7 +46,8 @@ impl Forms {
     }
 }
 
-async fn keys(config: &Config, Encryption { keys }: &Encryption) -> anyhow::Result<Arc<Keys>> {
+/// The data keys of all domains.
+pub(crate) async fn keys(config: &Config, Encryption { keys }: &Encryption) -> anyhow::Result<Arc<Keys>> {
     let held = config.master_keys.clone();
     let wanted = match keys {
         KeySource::Env(name) => name.clone(),

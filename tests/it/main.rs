@@ -1,5 +1,6 @@
 //! Scenarios over the whole program.
 
+mod cache;
 mod configuration;
 mod killed;
 mod layers;

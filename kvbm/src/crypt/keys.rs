@@ -133,6 +133,16 @@ impl Keys {
         Ok(keys.len())
     }
 
+    /// Whether blocks of a domain that rest under a key can be opened here. A key that was shredded, or that no master key of
+    /// ours unwraps, opens none.
+    pub async fn opens(self: &Arc<Self>, domain: DomainId, key: KeyId) -> Result<bool, KeyError> {
+        match self.find(domain, key).await {
+            Ok(found) => Ok(matches!(found, Found::Key(_))),
+            Err(KeyError::Locked { .. } | KeyError::Damaged { .. }) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
     /// Reads the source and looks at the shelf again, now.
     pub async fn refresh(&self) -> Result<(), KeyError> {
         let _one = self.slow.lock().await;

@@ -171,10 +171,8 @@ impl Collector {
     ) -> io::Result<Verification> {
         let live: Vec<_> = survey.live().collect();
         let total = live.len() as u64;
-        let named = survey.manifests.iter().flat_map(|manifest| manifest.sections.iter().flatten()).count() as u64;
         let unsound = survey.manifests.iter().filter(|manifest| manifest.sections.is_none()).count() as u64;
-        let gone = survey.removals.iter().map(|removal| removal.objects.len() as u64).sum();
-        let missing = named.saturating_sub(total).saturating_sub(gone);
+        let missing = survey.missing().count() as u64;
         let mut seen = Verification { missing, manifests_unsound: unsound, ..Verification::default() };
         let read = |live: super::gc::Live<'_>| {
             let path = live.stored.path.clone();

@@ -133,6 +133,14 @@ impl Survey {
         self.named().filter(move |live| !condemned.contains(&live.id))
     }
 
+    /// Objects that a manifest names and that are gone, though nobody said so.
+    pub(super) fn missing(&self) -> impl Iterator<Item = ObjectId> {
+        let condemned: BTreeSet<ObjectId> =
+            self.removals.iter().flat_map(|list| list.objects.iter().copied()).collect();
+        let named = self.manifests.iter().flat_map(|manifest| manifest.named()).map(|(id, _)| id);
+        named.filter(move |id| !self.objects.contains_key(id) && !condemned.contains(id))
+    }
+
     fn named(&self) -> impl Iterator<Item = Live<'_>> {
         let sections = self.manifests.iter().flat_map(|manifest| manifest.named());
         sections.filter_map(|(id, section)| Some(Live { id, section, stored: self.objects.get(&id)? }))

@@ -1,0 +1,270 @@
+//! `blockyard cache`: looks after the shared store, beside whoever serves from it. What it found goes to standard output,
+//! progress to standard error.
+
+use crate::cli::assignment;
+use crate::config::{ByteSize, Config, Flag, Sources, Span};
+use crate::node::{forms, stores};
+use anyhow::{Context, bail};
+use clap::{Args, Subcommand};
+use kvbm::crypt::Keys;
+use kvbm::object::gc::{Holding, Policy, Survey};
+use kvbm::object::{Amount, Collector, Report, Verification};
+use kvbm::{Clock, DomainId};
+use serde_json::{Value, json};
+use std::io::{self, IsTerminal, Write};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// `blockyard cache`.
+#[derive(Args, Debug)]
+pub struct Cache {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Subcommand, Debug)]
+enum What {
+    /// List what rests there, by cache domain, engine and writer.
+    Ls {
+        #[command(flatten)]
+        place: Place,
+    },
+    /// Remove what is expired, too old, or more than there is room for.
+    ///
+    /// What is to go is named first, so that every process stops asking for it within seconds, and deleted by a later run,
+    /// once the grace is over. Any number of runs may be under way, also while others serve.
+    Gc {
+        #[command(flatten)]
+        place: Place,
+        /// Objects older than this go; one that others build on is as young as they are
+        #[arg(long, value_name = "TIME")]
+        age_max: Option<Span>,
+        /// How much may stay; the oldest goes first
+        #[arg(long, value_name = "SIZE")]
+        budget: Option<ByteSize>,
+        /// How long from naming what goes to deleting it
+        #[arg(long, value_name = "TIME", default_value = "10m")]
+        grace: Span,
+        /// Say what would go, and change nothing
+        #[arg(long)]
+        dry_run: bool,
+    },
+    /// Read every block and its checksum. Ends with status 1 when something is not sound.
+    Verify {
+        #[command(flatten)]
+        place: Place,
+        /// Remove objects that hold an unsound block, after the grace, with their other blocks
+        #[arg(long)]
+        remove: bool,
+    },
+    /// Destroy the keys of a cache domain: its blocks are misses for good, wherever they rest.
+    Shred {
+        #[command(flatten)]
+        place: Place,
+        /// A tenant's name, or the 32 hex digits that `ls` shows
+        #[arg(long, value_name = "NAME|ID")]
+        domain: String,
+        /// Remove what is left of its blocks as well, after the grace
+        #[arg(long)]
+        remove: bool,
+    },
+}
+
+/// Where, with the configuration of `serve`.
+#[derive(Args, Debug)]
+#[command(args_override_self = true)]
+struct Place {
+    /// The store, like `s3://bucket/prefix` or a folder
+    #[arg(long, value_name = "URL|DIR")]
+    shared: Option<String>,
+
+    /// Where keys are kept when there is no shared store [default: blockyard in the user's cache folder]
+    #[arg(long, value_name = "DIR")]
+    data_dir: Option<String>,
+
+    /// A TOML file of configuration
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+
+    /// Sets any key of the configuration; may be repeated
+    #[arg(long, value_name = "KEY=VALUE", value_parser = assignment)]
+    set: Vec<Flag>,
+
+    /// Print for programs, as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// Does what was asked for.
+pub fn run(cache: &Cache) -> anyhow::Result<()> {
+    tokio::runtime::Builder::new_multi_thread().enable_all().build()?.block_on(done(&cache.what))
+}
+
+async fn done(what: &What) -> anyhow::Result<()> {
+    match what {
+        What::Ls { place } => {
+            let holdings = Store::open(place)?.survey().await?.holdings();
+            print(place, &json!({ "holdings": holdings }), || listed(&holdings))
+        }
+        What::Gc { place, age_max, budget, grace, dry_run } => {
+            let (age_max, budget) = (age_max.map(|span| span.0), budget.map(|size| size.0));
+            let policy = Policy { age_max, budget, grace: grace.0, ..Policy::default() };
+            let (store, now) = (Store::open(place)?, Clock::system().now());
+            let survey = store.survey().await?;
+            let report = if *dry_run {
+                store.collector.would(&survey, &policy, now)
+            } else {
+                store.collector.collect(&survey, &policy, now).await?
+            };
+            print(place, &json!({ "dry_run": dry_run, "report": report }), || collected(&report, *dry_run, grace.0))
+        }
+        What::Verify { place, remove } => {
+            let store = Store::open(place)?;
+            let survey = store.survey().await?;
+            let keys = store.keys().await?;
+            let opens = async |domain, key| match &keys {
+                Some(keys) => keys.opens(domain, key).await.map_err(io::Error::other),
+                None => Ok(false),
+            };
+            let seen = store.collector.verify(&survey, *remove, opens, progress("objects")).await?;
+            print(place, &json!(seen), || verified(&seen))?;
+            if seen.unsound + seen.missing + seen.manifests_unsound > 0 {
+                bail!("not everything is sound; what is not is recomputed when it is needed");
+            }
+            Ok(())
+        }
+        What::Shred { place, domain, remove } => {
+            let store = Store::open_or_local(place)?;
+            let Some(keys) = keys(&store.config).await? else {
+                bail!("nothing rests encrypted here, so there is no key to destroy; tiers.encryption is not set");
+            };
+            let domain = match domain.parse::<DomainId>() {
+                Ok(id) => id,
+                Err(()) => frontend::Domains::open(&store.config.frontend)?.of(domain).id(),
+            };
+            let count = keys.shred(domain).await?;
+            let removed = match (&store.collector, remove) {
+                (Some(collector), true) => {
+                    let survey = collector.survey(progress("manifests")).await?;
+                    collector.condemn_domain(&survey, domain).await?
+                }
+                _ => Amount::default(),
+            };
+            let said = json!({ "domain": domain.to_string(), "keys": count, "removed": removed });
+            print(place, &said, || {
+                let objects = removed.objects;
+                format!("domain {domain}: {count} keys destroyed, {objects} objects to be deleted by a later gc\n")
+            })
+        }
+    }
+}
+
+/// The store, and the configuration that names it.
+struct Store<C = Collector> {
+    config: Config,
+    collector: C,
+}
+
+impl Store {
+    fn open(place: &Place) -> anyhow::Result<Self> {
+        let Store { config, collector } = Store::open_or_local(place)?;
+        let collector = collector.context("there is no shared store to look after; say which: --shared URL|DIR")?;
+        Ok(Self { config, collector })
+    }
+
+    async fn survey(&self) -> anyhow::Result<Survey> {
+        Ok(self.collector.survey(progress("manifests")).await?)
+    }
+
+    async fn keys(&self) -> anyhow::Result<Option<Arc<Keys>>> {
+        keys(&self.config).await
+    }
+}
+
+impl Store<Option<Collector>> {
+    fn open_or_local(place: &Place) -> anyhow::Result<Self> {
+        let own = [("--shared", "shared", &place.shared), ("--data-dir", "data_dir", &place.data_dir)];
+        let own = own.into_iter().filter_map(|(name, key, value)| Some(Flag::own(name, key, value.as_deref()?)));
+        let sources = Sources::of_process(place.config.clone(), place.set.iter().cloned().chain(own).collect());
+        let (config, _) = Config::load(&sources)?;
+        let open = |location| {
+            Collector::at(location, &stores::access(&config), config.shared_store.request_timeout.0)
+                .with_context(|| format!("shared = {location} cannot be used"))
+        };
+        let collector = config.shared.as_ref().map(open).transpose()?;
+        Ok(Self { config, collector })
+    }
+}
+
+async fn keys(config: &Config) -> anyhow::Result<Option<Arc<Keys>>> {
+    match &config.tiers.encryption {
+        Some(encryption) => Ok(Some(forms::keys(config, encryption).await.context("tiers.encryption")?)),
+        None => Ok(None),
+    }
+}
+
+/// Says, where somebody watches, how far it is.
+fn progress(of: &str) -> impl Fn(u64, u64) {
+    let watched = io::stderr().is_terminal();
+    move |done, total| {
+        if watched && (done.is_multiple_of(64) || done == total) {
+            eprint!("\r{done} of {total} {of} read{}", if done == total { "\n" } else { "" });
+        }
+    }
+}
+
+/// Whoever reads may have gone.
+fn print(place: &Place, value: &Value, text: impl FnOnce() -> String) -> anyhow::Result<()> {
+    let text = if place.json { format!("{value}\n") } else { text() };
+    match io::stdout().write_all(text.as_bytes()) {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error.into()),
+        _ => Ok(()),
+    }
+}
+
+fn listed(holdings: &[Holding]) -> String {
+    let mut text = format!(
+        "{:<32}  {:<16}  {:<29}  {:>10}  {:>8}  {:>10}  {:>8}  {:>8}\n",
+        "DOMAIN", "ENGINE", "WRITER", "BLOCKS", "OBJECTS", "SIZE", "OLDEST", "NEWEST"
+    );
+    let now = u64::from(kvbm::Date::encode(Some(Clock::system().now())));
+    let age = |at: u64| match now.saturating_sub(at) {
+        seconds @ 0..120 => format!("{seconds} s"),
+        seconds @ 120..7200 => format!("{} min", seconds / 60),
+        seconds @ 7200..172_800 => format!("{} h", seconds / 3600),
+        seconds => format!("{} d", seconds / 86_400),
+    };
+    for holding in holdings {
+        let Holding { domain, fingerprint, writer, blocks, objects, bytes, oldest, newest } = holding;
+        let (size, oldest, newest) = (ByteSize(*bytes).about(), age(*oldest), age(*newest));
+        text += &format!(
+            "{domain:<32}  {fingerprint:<16}  {writer:<29}  {blocks:>10}  {objects:>8}  {size:>10}  {oldest:>8}  {newest:>8}\n"
+        );
+    }
+    let sum = |of: fn(&Holding) -> u64| holdings.iter().map(of).sum::<u64>();
+    let (blocks, objects) = (sum(|holding| holding.blocks), sum(|holding| holding.objects));
+    text + &format!("{blocks} blocks in {objects} objects, {}\n", ByteSize(sum(|holding| holding.bytes)).about())
+}
+
+fn collected(report: &Report, dry_run: bool, grace: Duration) -> String {
+    let amount = |amount: &Amount| format!("{} objects, {}", amount.objects, ByteSize(amount.bytes).about());
+    let all = amount(&Amount { objects: report.objects, bytes: report.bytes });
+    let (go, went) = if dry_run { ("would go", "would be deleted") } else { ("go", "deleted") };
+    let mut text = format!("found: {all}\n");
+    for (why, some) in &report.condemned {
+        let why = json!(why);
+        let (why, wait) = (why.as_str().unwrap_or_default(), Span(grace));
+        text += &format!("{go} ({why}): {}; deleted by a run after {wait}\n", amount(some));
+    }
+    text + &format!("{went}: {}, and {} manifests\n", amount(&report.deleted), report.manifests)
+}
+
+fn verified(seen: &Verification) -> String {
+    let Verification { objects, sound, unopened, unsound, missing, manifests_unsound, removed } = seen;
+    format!(
+        "{objects} objects read\n{sound} blocks sound, of which {unopened} cannot be opened here for lack of a key\n\
+         {unsound} blocks unsound, {missing} objects missing, {manifests_unsound} manifests unsound\n\
+         {removed} objects to be deleted by a later gc\n"
+    )
+}

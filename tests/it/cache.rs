@@ -1,0 +1,89 @@
+//! `blockyard cache` beside nodes that share a folder.
+
+#![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
+
+use bytes::Bytes;
+use kvbm::object::Settings;
+use kvbm::{Block, Epoch, EventLog, Fingerprint, ObjectTier, SequenceHash, Tier};
+use serde_json::Value;
+use std::path::Path;
+use std::process::{Command, Output};
+use std::sync::Arc;
+
+fn cache(arguments: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_blockyard"));
+    command.arg("cache").args(arguments).env_clear().env("HOME", "/nonexistent").output().unwrap()
+}
+
+/// Runs a command on a folder, and reads what it says to programs.
+fn asked(folder: &Path, arguments: &[&str]) -> (Value, Option<i32>) {
+    let (what, rest) = arguments.split_first().unwrap();
+    let shared = folder.to_str().unwrap();
+    let output = cache(&[&[*what, "--json", "--shared", shared][..], rest].concat());
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    (serde_json::from_slice(&output.stdout).expect(&stderr), output.status.code())
+}
+
+/// A folder with three blocks, each in an object of its own.
+async fn stored(folder: &Path) {
+    let events = Arc::new(EventLog::new(Epoch(1)));
+    let tier = ObjectTier::folder(folder, Settings { object_bytes: 1, ..Settings::default() }, events).unwrap();
+    let block = |n: u8| {
+        let name = SequenceHash::from_bytes([n; 16]);
+        Block::seal(name, None, Fingerprint::from_bytes([7; 32]), Bytes::from(vec![n; 1_000]))
+    };
+    assert!(tier.store((1..=3).map(block).collect()).await.iter().all(Result::is_ok));
+}
+
+fn files(folder: &Path) -> usize {
+    let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    entries.map(|path| if path.is_dir() { files(&path) } else { 1 }).sum()
+}
+
+#[tokio::test]
+async fn what_rests_is_listed_collected_after_a_grace_and_verified() {
+    let folder = tempfile::tempdir().unwrap();
+    let (at, blocks) = (folder.path(), folder.path().join("blocks"));
+    stored(at).await;
+    let (listed, status) = asked(at, &["ls"]);
+    let holding = &listed["holdings"][0];
+    assert_eq!((&holding["blocks"], &holding["objects"], status), (&3.into(), &3.into(), Some(0)));
+    assert_eq!(asked(at, &["gc", "--budget", "2500", "--dry-run"]).0["report"]["condemned"]["budget"]["objects"], 1);
+    assert_eq!(asked(at, &["ls"]).0, listed, "a dry run changes nothing");
+    asked(at, &["gc", "--budget", "2500"]);
+    assert_eq!((&asked(at, &["ls"]).0["holdings"][0]["blocks"], files(&blocks)), (&2.into(), 3), "named, not deleted");
+    assert_eq!(asked(at, &["gc"]).0["report"]["deleted"]["objects"], 0);
+    assert_eq!(asked(at, &["gc", "--grace", "0s"]).0["report"]["deleted"]["objects"], 1);
+    assert_eq!(files(&blocks), 2);
+    let (seen, status) = asked(at, &["verify"]);
+    assert_eq!(
+        (&seen["sound"], &seen["unsound"], &seen["missing"], status),
+        (&2.into(), &0.into(), &0.into(), Some(0))
+    );
+}
+
+#[test]
+fn what_cannot_be_done_is_said() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = folder.path().to_str().unwrap();
+    for (arguments, said) in [
+        (vec!["ls", "--data-dir", at], "--shared"),
+        (vec!["shred", "--data-dir", at, "--domain", "acme"], "tiers.encryption is not set"),
+        (vec!["ls", "--shared", "/nonexistent/folder"], "cannot be used"),
+    ] {
+        let output = cache(&arguments);
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.code() == Some(1) && stderr.contains(said), "{arguments:?}: {stderr}");
+    }
+}
+
+#[test]
+fn a_shredded_domain_has_no_key_left() {
+    let folder = tempfile::tempdir().unwrap();
+    let master = folder.path().join("master");
+    std::fs::write(&master, "07".repeat(32)).unwrap();
+    let set = format!(r#"tiers.encryption={{keys={{file="{}"}}}}"#, master.display());
+    let (said, status) = asked(folder.path(), &["shred", "--set", &set, "--domain", "acme", "--remove"]);
+    assert_eq!((&said["keys"], status), (&0.into(), Some(0)));
+    assert_eq!(said["domain"].as_str().unwrap(), kvbm::Domain::derived(b"", "acme").id().to_string());
+}
