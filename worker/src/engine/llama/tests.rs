@@ -34,6 +34,7 @@ struct Rig {
     memory: Memory,
     host: Option<HostTier>,
     log: Arc<EventLog>,
+    registry: prometheus::Registry,
 }
 
 struct Shape {
@@ -81,7 +82,15 @@ impl Rig {
         let metrics = metrics::Metrics::new(&registry).unwrap().of("w");
         let engine =
             LlamaEngine::start(worker, runtime, memory.clone(), manager.clone(), shape.peers, metrics, settings);
-        Self { engine, manager, memory, host, log }
+        Self { engine, manager, memory, host, log, registry }
+    }
+
+    /// Steps so far, of one kind.
+    fn steps(&self, kind: &str) -> u64 {
+        let families = self.registry.gather();
+        let family = families.iter().find(|family| family.name() == "blockyard_worker_step_seconds").unwrap();
+        let of_kind = |m: &&prometheus::proto::Metric| m.get_label().iter().any(|label| label.value() == kind);
+        family.get_metric().iter().find(of_kind).map_or(0, |metric| metric.get_histogram().get_sample_count())
     }
 
     async fn run(&self, prompt: &[u32], tokens: u32) -> Answer {

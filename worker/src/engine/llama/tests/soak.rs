@@ -187,3 +187,29 @@ async fn nobody_can_tell_what_went_wrong_below() {
         assert_eq!(rig.run(prompt, ANSWER).await.ids, *want, "seed {seed}, afterwards");
     }
 }
+
+/// While its blocks are on their way, a request takes no part in the steps of others: their tokens come as without it.
+#[tokio::test(start_paused = true)]
+async fn who_waits_for_blocks_adds_no_rows_to_the_steps_of_others() {
+    let ssd = tempfile::tempdir().unwrap();
+    let below = disk(ssd.path());
+    let mut rng = Rng(31);
+    // One token, so that no prompt is measured: in virtual time computing would seem to be free.
+    let (beside, prompt) = (rng.tokens(1), rng.tokens(641));
+    let writer = Rig::new(Shape { lower: vec![Arc::clone(&below)], ..Shape::default() });
+    let want = writer.run(&prompt, 1).await.ids;
+    writer.settle().await;
+    let late = Duration::from_millis(50);
+    let slow: Arc<dyn Tier> = Arc::new(Faulty::new(below, 1, Faults { latency: late..=late, ..Faults::default() }));
+    let rig = Rig::new(Shape { chunk: 64, lower: vec![slow], ..Shape::default() });
+    let mut other = rig.engine.generate(request(&*rig.engine, &beside, 200)).await.unwrap();
+    let Some(Ok(Output::Tokens(first))) = other.next().await else { panic!("a first token") };
+    let waiting = rig.engine.generate(request(&*rig.engine, &prompt, 1)).await.unwrap();
+    let (rest, waited) = futures::join!(collect(other), collect(waiting));
+    let (rest, waited) = (rest.unwrap(), waited.unwrap());
+    assert_eq!((first.ids.len() + rest.ids.len(), &waited.ids), (200, &want));
+    assert_eq!(waited.prompt.unwrap().cached_tokens(), 640, "all that could come was waited for");
+    // The one token that is always computed goes along with a step like a decoded one.
+    let (prefill, decode) = (rig.steps("prefill"), rig.steps("decode"));
+    assert!(prefill == 0 && (200..=201).contains(&decode), "{prefill} steps with prompts, {decode} without");
+}
