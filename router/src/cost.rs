@@ -72,10 +72,12 @@ impl Prompt {
 
 impl Cost {
     /// The whole request on one worker. `weight`: how much the time of others counts.
+    #[inline]
     pub(crate) fn together(prompt: Prompt, held: Held, standing: &Standing, weight: f64) -> Self {
         let speeds = &standing.speeds;
         let speed = prefill_speed(speeds);
-        let onboard = held.by_level().map(|(level, blocks)| {
+        // What lies in G1 need not come up, and few workers hold more than that.
+        let onboard = held.by_level().filter(|(level, _)| *level != Level::G1).map(|(level, blocks)| {
             let recompute = u64::from(blocks) * prompt.block_size;
             // Whatever the tier promises: onboarding stops where recomputing would be quicker.
             transfer(speeds, level, u64::from(blocks)).min(recompute as f64 / speed)
@@ -133,6 +135,7 @@ pub(crate) fn crowd(prefill: f64, here: u64, typical: f64) -> f64 {
 }
 
 /// The transfer of a hand-over alone.
+#[inline]
 pub(crate) fn transfer(speeds: &Speeds, level: Level, blocks: u64) -> f64 {
     if blocks == 0 {
         return 0.0;
@@ -142,18 +145,23 @@ pub(crate) fn transfer(speeds: &Speeds, level: Level, blocks: u64) -> f64 {
 }
 
 /// Prompt tokens per second.
+#[inline]
 pub(crate) fn prefill_speed(speeds: &Speeds) -> f64 {
     speeds.prefill.or(stand_in::PREFILL)
 }
 
 /// Requests leave, and their blocks with them, at the rate of blocks in use over the time that a request stays.
+#[inline]
 fn room(prompt: Prompt, held: Held, standing: &Standing) -> f64 {
     if standing.total_blocks == 0 {
         return 0.0;
     }
+    let free = standing.total_blocks.saturating_sub(standing.active_blocks);
+    if prompt.blocks <= free {
+        return 0.0;
+    }
     let resident = held.by_level().find(|(level, _)| *level == Level::G1).map_or(0, |(_, blocks)| u64::from(blocks));
     let need = prompt.blocks.saturating_sub(resident);
-    let free = standing.total_blocks.saturating_sub(standing.active_blocks);
     let short = need.saturating_sub(free) as f64;
     let stay = standing.speeds.residence.or(stand_in::RESIDENCE);
     (stay * short / standing.active_blocks.max(1) as f64).min(ROOM_SECONDS_MAX)

@@ -141,6 +141,7 @@ impl<'a> Scene<'a> {
         }
     }
 
+    #[inline]
     fn row(&self, at: usize, prefill: Option<&Row<'_>>) -> Row<'a> {
         let (seat, desk) = (&self.seats[at], &self.desks[at]);
         let (prompt, weight, standing) = (self.prompts[seat.way as usize], self.tuning.decode_weight, &desk.standing);
@@ -191,8 +192,9 @@ impl<'a> Row<'a> {
         cacheable(self.prompt.tokens, self.prompt.block_size).saturating_sub(u64::from(self.desk.held.run()))
     }
 
+    #[inline]
     fn candidate(&self, policy: &Policy) -> Candidate {
-        let (cost, member) = (self.cost(), &self.seat.member);
+        let (cost, seat) = (self.cost(), self.seat);
         let (mut total, mut passes) = (cost.total(), 0);
         if let Policy::Composed(composition) = policy {
             let Desk { held, standing, .. } = self.desk;
@@ -202,10 +204,10 @@ impl<'a> Row<'a> {
         Candidate {
             seat: self.at as u32,
             passes,
-            worker: member.id().0,
+            worker: seat.id.0,
             cost: total,
             load: cost.load(),
-            chosen: member.chosen(),
+            chosen: seat.member.chosen(),
         }
     }
 }

@@ -3,7 +3,7 @@
 use crate::audit::Ledger;
 use crate::health::{Health, Verdict};
 use crate::index::Slot;
-use crate::load::Books;
+use crate::load::{Books, Moment};
 use crate::trust::Mode;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -35,7 +35,7 @@ pub(crate) struct Member {
     /// When it was last chosen, in choices; 0 is never.
     chosen: AtomicU64,
     health: Mutex<Health>,
-    /// Until when `health` has it rest, in nanoseconds since `seen`; 0 is not at all. Decisions read this, and no lock.
+    /// Until when `health` has it rest, as a [`Moment`]; 0 is not at all. Decisions read this, and no lock.
     rests: AtomicU64,
     /// When it last gave an output, in nanoseconds since `seen`.
     heard: AtomicU64,
@@ -151,9 +151,10 @@ impl Member {
     }
 
     /// Whether it is better left alone while others are there.
-    pub(crate) fn avoided(&self, now: Instant) -> bool {
-        let rests = Duration::from_nanos(self.rests.load(Ordering::Relaxed));
-        (!rests.is_zero() && now.saturating_duration_since(self.seen) < rests) || self.books.silent(now)
+    #[inline]
+    pub(crate) fn avoided(&self, now: impl Into<Moment>) -> bool {
+        let now = now.into();
+        now.bits() < self.rests.load(Ordering::Relaxed) || self.books.silent(now)
     }
 
     fn health(&self) -> Health {
@@ -163,7 +164,7 @@ impl Member {
     fn change(&self, change: impl FnOnce(&mut Health)) {
         let mut health = self.health.lock().unwrap_or_else(PoisonError::into_inner);
         change(&mut health);
-        let until = health.rests_until().map_or(0, |at| at.saturating_duration_since(self.seen).as_nanos() as u64);
+        let until = health.rests_until().map_or(0, |at| Moment::from(at).bits());
         self.rests.store(until, Ordering::Relaxed);
     }
 }
@@ -180,6 +181,7 @@ pub(crate) struct Serving {
 
 /// A member, with what each decision asks of it close at hand.
 pub(crate) struct Seat {
+    pub(crate) id: WorkerId,
     pub(crate) member: Arc<Member>,
     pub(crate) slot: Slot,
     /// Of the ways in which blocks are named, its own.
@@ -211,8 +213,8 @@ impl Serving {
             self.ways.len() - 1
         });
         self.context = self.context.max(card.context);
-        let (slot, way) = (member.slot, way as u32);
-        self.seats.push(Seat { member: member.clone(), slot, way, phase: *phase, context: card.context });
+        let (id, slot, way) = (member.id(), member.slot, way as u32);
+        self.seats.push(Seat { id, member: member.clone(), slot, way, phase: *phase, context: card.context });
     }
 }
 

@@ -5,8 +5,10 @@
 //! reports are missing, bookings alone are what is known.
 
 mod face;
+mod moment;
 mod standing;
 
+pub(crate) use moment::Moment;
 #[cfg(test)]
 pub(crate) use standing::Figure;
 pub(crate) use standing::{Speeds, Standing, Typical};
@@ -37,8 +39,6 @@ pub(crate) struct Books {
     state: Mutex<State>,
     /// What decisions see of `state`.
     face: Face,
-    /// Where the face's time begins.
-    opened: Instant,
 }
 
 #[derive(Default)]
@@ -171,18 +171,16 @@ impl Books {
     }
 
     /// Whether the worker used to report, and does not any more.
-    pub(crate) fn silent(&self, now: Instant) -> bool {
-        self.face.age(self.time(now)).is_some_and(|age| age > SILENT)
+    #[inline]
+    pub(crate) fn silent(&self, now: impl Into<Moment>) -> bool {
+        self.face.age(now.into()).is_some_and(|age| age > SILENT.as_nanos() as u64)
     }
 
     /// How busy the worker is.
-    pub(crate) fn standing(&self, now: Instant) -> Standing {
-        let news = self.face.age(self.time(now)).is_some_and(|age| age <= STALE);
+    #[inline]
+    pub(crate) fn standing(&self, now: impl Into<Moment>) -> Standing {
+        let news = self.face.age(now.into()).is_some_and(|age| age <= STALE.as_nanos() as u64);
         self.face.standing(news)
-    }
-
-    fn time(&self, at: Instant) -> Duration {
-        at.saturating_duration_since(self.opened)
     }
 
     fn lock(&self) -> Open<'_> {
@@ -193,7 +191,7 @@ impl Books {
 
 impl Default for Books {
     fn default() -> Self {
-        let books = Self { state: Mutex::default(), face: Face::default(), opened: Instant::now() };
+        let books = Self { state: Mutex::default(), face: Face::default() };
         drop(books.lock());
         books
     }
@@ -221,7 +219,7 @@ impl DerefMut for Open<'_> {
 
 impl Drop for Open<'_> {
     fn drop(&mut self) {
-        let reported = self.state.report.as_ref().map(|(_, at)| self.books.time(*at));
+        let reported = self.state.report.as_ref().map(|(_, at)| Moment::from(*at));
         self.books.face.publish(reported, &self.state.standing(true), &self.state.standing(false));
     }
 }

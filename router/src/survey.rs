@@ -4,7 +4,7 @@
 
 use crate::fleet::{Seat, Serving};
 use crate::index::{Held, Index, Overlap};
-use crate::load::{Standing, Typical};
+use crate::load::{Moment, Standing, Typical};
 use crate::promise::Promises;
 use kvbm::{ChainKey, Domain, SequenceHash};
 use tokio::time::Instant;
@@ -49,24 +49,26 @@ impl Survey {
         now: Instant,
     ) {
         self.desks.clear();
-        self.desks.reserve(serving.seats().len());
         self.prompts = 0;
-        let mut typical = Typical::default();
-        for seat in serving.seats() {
-            let Seat { member, slot, way, context, .. } = seat;
+        let (mut typical, now) = (Typical::default(), Moment::from(now));
+        let look = |seat: &Seat| {
+            let Seat { id, member, slot, way, context, .. } = seat;
             let standing = member.books.standing(now);
             typical.add(&standing.speeds);
             self.prompts += standing.prompts;
-            let fit = if tokens >= *context || tried.contains(&member.id()) {
+            let fit = if tokens >= *context || tried.contains(id) {
                 Fit::Out
             } else if member.avoided(now) {
                 Fit::Avoided
             } else {
                 Fit::Well
             };
-            self.desks.push(Desk { held: overlaps.held(*way, *slot), standing, fit });
+            Desk { held: overlaps.held(*way, *slot), standing, fit }
+        };
+        self.desks.extend(serving.seats().iter().map(look));
+        if typical.fills() {
+            self.desks.iter_mut().for_each(|desk| typical.fill(&mut desk.standing.speeds));
         }
-        self.desks.iter_mut().for_each(|desk| typical.fill(&mut desk.standing.speeds));
     }
 
     pub(crate) fn desks(&self) -> &[Desk] {
@@ -117,6 +119,7 @@ impl Overlaps {
     }
 
     /// What stands at a slot of a prompt.
+    #[inline]
     pub(crate) fn held(&self, way: u32, slot: crate::index::Slot) -> Held {
         self.0.get(way as usize).map_or_else(Held::default, |way| way.overlap.at(slot))
     }

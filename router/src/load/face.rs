@@ -5,14 +5,14 @@
 //! decision may be seen in part, the new queue next to the old batch; both were true within a microsecond of each other,
 //! and the figures are estimates. So nothing here needs an order, and no reader waits for a writer.
 
+use super::moment::Moment;
 use super::standing::{Figure, ONBOARDED, Onboard, Speeds, Standing};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
 
 /// The published figures.
 #[derive(Default)]
 pub(super) struct Face {
-    /// When the latest report came, in nanoseconds of the books' time; 0 is never.
+    /// When the latest report came, as a [`Moment`]; 0 is never.
     reported: AtomicU64,
     /// Queue, prompts, sequences and blocks while the latest report is news, and once it is not.
     fresh: [AtomicU64; 4],
@@ -25,8 +25,8 @@ pub(super) struct Face {
 
 impl Face {
     /// Publishes what the books say. `fresh` and `stale` differ in their four counts only.
-    pub(super) fn publish(&self, reported: Option<Duration>, fresh: &Standing, stale: &Standing) {
-        self.reported.store(reported.map_or(0, nanoseconds), Ordering::Relaxed);
+    pub(super) fn publish(&self, reported: Option<Moment>, fresh: &Standing, stale: &Standing) {
+        self.reported.store(reported.map_or(0, Moment::bits), Ordering::Relaxed);
         for (to, from) in [(&self.fresh, fresh), (&self.stale, stale)] {
             let Standing { waiting_tokens, prompts, sequences, active_blocks, .. } = *from;
             store(to, [waiting_tokens, prompts, sequences, active_blocks]);
@@ -39,13 +39,15 @@ impl Face {
         }
     }
 
-    /// How old the latest report is; `None` before the first.
-    pub(super) fn age(&self, now: Duration) -> Option<Duration> {
+    /// How old the latest report is, in nanoseconds; `None` before the first.
+    #[inline]
+    pub(super) fn age(&self, now: Moment) -> Option<u64> {
         let at = self.reported.load(Ordering::Relaxed);
-        (at != 0).then(|| now.saturating_sub(Duration::from_nanos(at)))
+        (at != 0).then(|| now.bits().saturating_sub(at))
     }
 
     /// The figures, as they stand while the latest report is `news` or not.
+    #[inline]
     pub(super) fn standing(&self, news: bool) -> Standing {
         let [waiting_tokens, prompts, sequences, active_blocks] = load(if news { &self.fresh } else { &self.stale });
         let [prefill, step, block_bytes, resume, residence] = load(&self.speeds).map(Figure::from_bits);
@@ -64,15 +66,11 @@ impl Face {
     }
 }
 
-/// At least 1, because 0 is never.
-fn nanoseconds(at: Duration) -> u64 {
-    (at.as_nanos() as u64).max(1)
-}
-
 fn store<const N: usize>(to: &[AtomicU64; N], from: [u64; N]) {
     to.iter().zip(from).for_each(|(to, from)| to.store(from, Ordering::Relaxed));
 }
 
+#[inline]
 fn load<const N: usize>(from: &[AtomicU64; N]) -> [u64; N] {
     std::array::from_fn(|at| from[at].load(Ordering::Relaxed))
 }

@@ -61,6 +61,8 @@ pub(crate) struct Typical {
     sums: [(f64, u32); 5],
     onboard: [Onboard; ONBOARDED],
     members: u32,
+    /// By level, members that know how blocks come up.
+    onboarding: [u32; ONBOARDED],
 }
 
 impl Figure {
@@ -71,14 +73,17 @@ impl Figure {
         Self(value)
     }
 
+    #[inline]
     pub(crate) fn get(self) -> Option<f64> {
         (!self.0.is_nan()).then_some(self.0)
     }
 
+    #[inline]
     pub(crate) fn or(self, stand_in: f64) -> f64 {
         if self.0.is_nan() { stand_in } else { self.0 }
     }
 
+    #[inline]
     fn or_else(&mut self, other: Self) {
         if self.0.is_nan() {
             *self = other;
@@ -121,6 +126,7 @@ impl From<Option<f64>> for Figure {
 
 impl Speeds {
     /// How blocks come up from a level, if it was measured. From G1 nothing needs to.
+    #[inline]
     pub(crate) fn from(&self, level: Level) -> Option<(f64, f64)> {
         let onboard = self.onboard.get((level as usize).checked_sub(1)?)?;
         Some((onboard.latency.get()?, onboard.bandwidth.get()?))
@@ -140,6 +146,7 @@ impl Speeds {
 
 impl Typical {
     /// Takes a worker's measurements in. Of a tier, the first that was measured stands for all.
+    #[inline]
     pub(crate) fn add(&mut self, speeds: &Speeds) {
         self.members += 1;
         let Speeds { prefill, step, block_bytes, resume, residence, onboard } = speeds;
@@ -149,10 +156,17 @@ impl Typical {
                 *count += 1;
             }
         }
-        for (own, other) in self.onboard.iter_mut().zip(onboard) {
+        for ((own, count), other) in self.onboard.iter_mut().zip(&mut self.onboarding).zip(onboard) {
             own.latency.or_else(other.latency);
             own.bandwidth.or_else(other.bandwidth);
+            *count += u32::from(other.bandwidth.get().is_some());
         }
+    }
+
+    /// Whether there is anything that some have measured and others have not.
+    pub(crate) fn fills(&self) -> bool {
+        let mut known = self.sums.iter().map(|(_, count)| count).chain(&self.onboarding);
+        known.any(|count| (1..self.members).contains(count))
     }
 
     /// Puts the means where nothing is measured.
@@ -182,6 +196,7 @@ mod tests {
             typical.add(&speeds);
         }
         let mut newcomer = Speeds::default();
+        assert!(typical.fills());
         typical.fill(&mut newcomer);
         assert_eq!((newcomer.prefill.get(), newcomer.step.get()), (Some(200.0), None));
         assert_eq!((newcomer.from(Level::G3), newcomer.from(Level::G2)), (Some((0.5, 1e9)), None));
@@ -189,5 +204,12 @@ mod tests {
         let mut own = measured(7.0);
         typical.fill(&mut own);
         assert_eq!(own.prefill.get(), Some(7.0), "what is measured stands");
+        let mut alike = Typical::default();
+        [measured(1.0), measured(2.0)].iter().for_each(|speeds| alike.add(speeds));
+        assert!(!alike.fills(), "all know the same");
+        let mut disk = measured(3.0);
+        disk.onboards(Level::G3, 0.5, 1e9);
+        alike.add(&disk);
+        assert!(alike.fills(), "one knows more");
     }
 }
