@@ -164,18 +164,15 @@ fn scan(file: &File, length: u64) -> io::Result<(Listing, u64)> {
                 _ => Ok(None),
             };
         }
-        at = match verdict {
-            Ok(Some(found)) => {
-                listing.push(&found, at);
-                damaged += u64::from(std::mem::take(&mut unsound));
-                let payload = if let Found::Block(header) = &found { header.length } else { 0 };
-                at + record::span(payload, Access::UNIT)
-            }
-            _ => {
-                let unit = (length - at).min(Access::UNIT) as usize;
-                unsound |= window.bytes(at, unit)?[..unit].iter().any(|byte| *byte != 0);
-                at + Access::UNIT
-            }
+        at += if let Ok(Some(found)) = verdict {
+            listing.push(&found, at);
+            damaged += u64::from(std::mem::take(&mut unsound));
+            let payload = if let Found::Block(header) = &found { header.length } else { 0 };
+            record::span(payload, Access::UNIT)
+        } else {
+            let unit = (length - at).min(Access::UNIT) as usize;
+            unsound |= window.bytes(at, unit)?[..unit].iter().any(|byte| *byte != 0);
+            Access::UNIT
         };
     }
     Ok((listing, damaged))

@@ -155,7 +155,9 @@ impl Collector {
     pub async fn condemn_domain(&self, survey: &Survey, domain: DomainId) -> io::Result<Amount> {
         let mut amount = Amount::default();
         let theirs: Vec<_> = survey.live().filter(|live| live.section.domain == domain).collect();
-        theirs.iter().for_each(|live| amount.add(live.stored.bytes));
+        for live in &theirs {
+            amount.add(live.stored.bytes);
+        }
         self.condemn(theirs.into_iter().map(|live| live.id).collect()).await?;
         Ok(amount)
     }

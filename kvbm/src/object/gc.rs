@@ -137,12 +137,12 @@ impl Survey {
     pub(super) fn missing(&self) -> impl Iterator<Item = ObjectId> {
         let condemned: BTreeSet<ObjectId> =
             self.removals.iter().flat_map(|list| list.objects.iter().copied()).collect();
-        let named = self.manifests.iter().flat_map(|manifest| manifest.named()).map(|(id, _)| id);
+        let named = self.manifests.iter().flat_map(Manifest::named).map(|(id, _)| id);
         named.filter(move |id| !self.objects.contains_key(id) && !condemned.contains(id))
     }
 
     fn named(&self) -> impl Iterator<Item = Live<'_>> {
-        let sections = self.manifests.iter().flat_map(|manifest| manifest.named());
+        let sections = self.manifests.iter().flat_map(Manifest::named);
         sections.filter_map(|(id, section)| Some(Live { id, section, stored: self.objects.get(&id)? }))
     }
 
