@@ -299,7 +299,9 @@ mod tests {
         let removed = |level, n| BlockEvent::Removed { level, blocks: vec![name(n)] };
         let digest = |events: &[BlockEvent]| {
             let log = EventLog::new(Epoch(1));
-            events.iter().for_each(|event| log.announce(event.clone()));
+            for event in events {
+                log.announce(event.clone());
+            }
             log.digest().1
         };
         let both = digest(&[stored(1), stored(2)]);

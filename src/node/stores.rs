@@ -21,7 +21,7 @@ use worker::serve::{Announcer, Planes};
 /// The shared tiers, fastest first, each announced under its own name.
 #[derive(Default)]
 pub(super) struct Stores {
-    stores: Vec<Store>,
+    all: Vec<Store>,
     disk: Weak<DiskTier>,
     shared: Weak<ObjectTier>,
 }
@@ -64,12 +64,12 @@ impl Stores {
 
     /// The tiers, fastest first.
     pub(super) fn tiers(&self) -> Vec<Arc<dyn Tier>> {
-        self.stores.iter().map(|store| Arc::clone(&store.tier)).collect()
+        self.all.iter().map(|store| Arc::clone(&store.tier)).collect()
     }
 
     /// Their names, in the same order.
     pub(super) fn ids(&self) -> Vec<StoreId> {
-        self.stores.iter().map(|store| store.id).collect()
+        self.all.iter().map(|store| store.id).collect()
     }
 
     /// Lets how full they are be seen in `registry`.
@@ -80,7 +80,7 @@ impl Stores {
         let gauge =
             |name: &str, help: &str| IntGaugeVec::new(Opts::new(format!("blockyard_store_{name}"), help), &["tier"]);
         registry.register(Box::new(Fullness {
-            tiers: self.stores.iter().map(|store| Arc::downgrade(&store.tier)).collect(),
+            tiers: self.all.iter().map(|store| Arc::downgrade(&store.tier)).collect(),
             disk: Weak::clone(&self.disk),
             blocks: gauge("blocks", "Blocks that rest in a tier that workers share.")?,
             bytes: gauge("bytes", "Bytes that they take.")?,
@@ -107,7 +107,7 @@ impl Stores {
 
     /// Waits, until `deadline`, for the last user to let go: only then is a log sealed and its folder free for another.
     pub(super) async fn close(self, deadline: Instant) {
-        let tiers: Vec<Weak<dyn Tier>> = self.stores.iter().map(|store| Arc::downgrade(&store.tier)).collect();
+        let tiers: Vec<Weak<dyn Tier>> = self.all.iter().map(|store| Arc::downgrade(&store.tier)).collect();
         drop(self);
         // At least a moment: those who drained until the deadline let go right after it.
         let deadline = deadline.max(Instant::now() + Duration::from_secs(1));
@@ -122,7 +122,7 @@ impl Stores {
 
     fn add(&mut self, id: StoreId, tier: Arc<dyn Tier>, log: Arc<EventLog>, planes: &Planes) {
         let announcer = Announcer::start(Arc::clone(&planes.events), Source::Store(id), log);
-        self.stores.push(Store { id, tier, _announcer: announcer });
+        self.all.push(Store { id, tier, _announcer: announcer });
     }
 }
 

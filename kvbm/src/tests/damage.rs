@@ -69,9 +69,9 @@ const MANIFEST_ENTRY: [(&str, Range<usize>); 8] = [
 ];
 const ENTRY: usize = 52;
 
-/// From the end of a footer.
-const FOOTER_TRAILER: [(&str, Range<usize>); 5] =
-    [("magic", 32..24), ("offset", 24..16), ("entries", 16..12), ("fingerprints", 12..8), ("checksum", 8..0)];
+/// From the end of a footer: where a field begins, and where it ends.
+const FOOTER_TRAILER: [(&str, usize, usize); 5] =
+    [("magic", 32, 24), ("offset", 24, 16), ("entries", 16, 12), ("fingerprints", 12, 8), ("checksum", 8, 0)];
 
 /// From the start of a manifest with one section.
 const MANIFEST_HEAD: [(&str, Range<usize>); 7] = [
@@ -267,7 +267,10 @@ fn metrics() -> Metrics {
 fn counter(registry: &Registry, name: &str) -> u64 {
     let families = registry.gather();
     let family = families.iter().filter(|family| family.name() == format!("blockyard_kvbm_{name}"));
-    family.flat_map(|family| family.get_metric()).map(|metric| metric.get_counter().get_value() as u64).sum()
+    family
+        .flat_map(prometheus::proto::MetricFamily::get_metric)
+        .map(|metric| metric.get_counter().get_value() as u64)
+        .sum()
 }
 
 /// Every file below a folder, by its path from there, in order.
@@ -378,7 +381,7 @@ async fn each_region_of_a_footer_costs_nothing() {
         let entry = footer + VICTIM * ENTRY;
         let entries = FOOTER_ENTRY.map(|(name, range)| (name, entry + range.start..entry + range.end));
         let spaces = footer + BLOCKS * ENTRY;
-        let trailer = FOOTER_TRAILER.map(|(name, range)| (name, end - range.start..end - range.end));
+        let trailer = FOOTER_TRAILER.map(|(name, from, to)| (name, end - from..end - to));
         for (region, range) in entries.into_iter().chain([("fingerprint", spaces..spaces + 32)]).chain(trailer) {
             world.flip(&world.whole, &file, &format!("footer, {region}"), range, &Fate::unharmed()).await;
         }

@@ -154,8 +154,8 @@ fn objects() -> impl Strategy<Value = Vec<Object>> {
     });
     prop::collection::vec(object, 0..40).prop_map(|mut objects| {
         // A block builds on an earlier one.
-        for number in 0..objects.len() {
-            objects[number].on = objects[number].on.filter(|_| number > 0).map(|on| on % number as u64);
+        for (number, object) in objects.iter_mut().enumerate() {
+            object.on = object.on.filter(|_| number > 0).map(|on| on % number as u64);
         }
         objects
     })
