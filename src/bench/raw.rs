@@ -13,6 +13,9 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+/// One read or write of a buffer at an offset.
+type Access = dyn Fn(&File, &mut [u8], u64) -> io::Result<()> + Sync;
+
 /// Bytes of one direct read or write, and of one copy: what one of the disk tier's reads is.
 const UNIT: usize = 1 << 20;
 /// Bytes of one object, as G4 writes them.
@@ -78,7 +81,7 @@ pub(super) fn direct(file: &Path, bytes: usize, parallel: usize) -> io::Result<(
     let each = (bytes / parallel).next_multiple_of(UNIT);
     // The tier reserves its segments too. A filesystem that cannot is slower, no more.
     let _ = fallocate(&file, FallocateFlags::empty(), 0, (each * parallel) as u64);
-    let through = |access: &(dyn Fn(&File, &mut [u8], u64) -> io::Result<()> + Sync)| {
+    let through = |access: &Access| {
         let took = threads(parallel, |n| {
             let mut memory = vec![n as u8; UNIT + ALIGN];
             let start = memory.as_ptr().align_offset(ALIGN);
@@ -105,6 +108,7 @@ pub(super) fn files(folder: &Path, bytes: usize, parallel: usize) -> io::Result<
 }
 
 /// Writes objects with the store's own client, and reads them.
+#[expect(clippy::default_trait_access, reason = "the type is in a crate that this one does not name")]
 pub(super) async fn objects(
     location: &Location,
     access: &kvbm::object::Access,
@@ -128,7 +132,7 @@ pub(super) async fn objects(
     let began = Instant::now();
     let reading = paths.iter().map(|path| {
         let client = Arc::clone(&client);
-        async move { client.get_ranges(path, &[0..OBJECT as u64]).await.map(drop) }
+        async move { client.get_ranges(path, std::slice::from_ref(&(0..OBJECT as u64))).await.map(drop) }
     });
     stream::iter(reading).buffer_unordered(parallel).try_collect::<()>().await?;
     Ok([write, rate(total, began.elapsed())])

@@ -209,7 +209,8 @@ impl Survey {
                 Some(_) => over(manifest.modified, policy.grace) && !manifest.named().any(|(id, _)| stays(&id)),
                 None => too_old(manifest.modified),
             });
-        let still_named: BTreeSet<ObjectId> = alive.iter().flat_map(Manifest::named).map(|(id, _)| id).collect();
+        let still_named: BTreeSet<ObjectId> =
+            alive.iter().flat_map(|manifest| manifest.named()).map(|(id, _)| id).collect();
         let done = |removal: &&Removal| {
             let needed = |id: &ObjectId| stays(id) || still_named.contains(id);
             over(removal.modified, policy.grace) && !removal.objects.iter().any(needed)

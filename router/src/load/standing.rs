@@ -205,7 +205,9 @@ mod tests {
         typical.fill(&mut own);
         assert_eq!(own.prefill.get(), Some(7.0), "what is measured stands");
         let mut alike = Typical::default();
-        [measured(1.0), measured(2.0)].iter().for_each(|speeds| alike.add(speeds));
+        for speeds in [measured(1.0), measured(2.0)] {
+            alike.add(&speeds);
+        }
         assert!(!alike.fills(), "all know the same");
         let mut disk = measured(3.0);
         disk.onboards(Level::G3, 0.5, 1e9);

@@ -220,7 +220,9 @@ async fn drift_that_no_number_shows_is_found_by_the_digest_and_repaired() {
         yard.attest(&worker);
         settle().await;
         assert_eq!(yard.metric("blockyard_router_drifts_total"), nth, "nothing is wrong yet");
-        drift.iter().for_each(|event| index.apply(source, event));
+        for event in &drift {
+            index.apply(source, event);
+        }
         yard.report(&worker, Load::default());
         settle().await;
         assert_eq!(yard.metric("blockyard_router_snapshots_total"), 1 + nth, "numbers show nothing");

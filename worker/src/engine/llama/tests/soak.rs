@@ -164,7 +164,9 @@ async fn nobody_can_tell_what_went_wrong_below() {
         sleep(Duration::from_millis(rng.within(100..900))).await;
         largest = largest.max(g3.usage().bytes);
     }
-    faulty.iter().for_each(|tier| tier.set(Faults::default()));
+    for tier in &faulty {
+        tier.set(Faults::default());
+    }
     over.store(true, Relaxed);
     let mut answered = 0;
     for client in join_all(clients).await {
