@@ -10,7 +10,7 @@
 //! *At rest* means: survives the death of the process. A power cut may cost blocks, never correctness, because whoever
 //! serves a block verifies it. A write that fails costs its blocks; the tier goes on reading, and writes again after a
 //! second. Of several paths each has its own log, budget and lock; one index tells what rests on all of them. A path that fails
-//! costs its blocks and nothing else, and comes back by itself ([`volume`]). What one might look for here and will not find: eviction of single blocks, and any `fsync`.
+//! costs its blocks and nothing else, and comes back by itself (`volume`). What one might look for here and will not find: eviction of single blocks, and any `fsync`.
 
 mod coming;
 mod direct;

@@ -7,7 +7,7 @@
 //!
 //! A block is known by 64 bits of its name: the index is a hint, and a collision costs a recomputed prefix, never a wrong
 //! token. It has one place, whoever holds it; a hole in what somebody holds is a bit. Lookups take no lock and wait for
-//! nobody: they read one [`Body`], and pages by their version. Changes of one source come in order; those of different sources
+//! nobody: they read one `Body`, and pages by their version. Changes of one source come in order; those of different sources
 //! go on side by side, and wait for each other for the length of a page at most.
 //!
 //! **Trust.** An event says of its blocks that each follows the one before it. A lookup believes that: where the last of a run
