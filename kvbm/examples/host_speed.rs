@@ -97,7 +97,9 @@ async fn measure(block: usize) -> [f64; 3] {
         let up = start.elapsed().mul_f64(count as f64 / onboarded.blocks.len().max(1) as f64);
         drop(onboarded);
         // The next round gets the same slots; else it would compete with blocks that were used more than its own.
-        names.iter().for_each(|name| host.discard(device.fingerprint(), *name));
+        for name in &names {
+            host.discard(device.fingerprint(), *name);
+        }
         // The first round touches memory that the system has yet to hand out.
         if round > 0 {
             times.iter_mut().zip([copied, down, up]).for_each(|(times, time)| times.push(time));
