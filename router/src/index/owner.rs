@@ -2,7 +2,6 @@
 
 use super::LEVELS;
 use super::seat::{Seat, Slot};
-use crate::select::mix;
 use std::collections::HashSet;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -50,9 +49,9 @@ pub struct Digest {
 }
 
 impl Digest {
-    /// A block's part in the sum: the first eight bytes of its name, as a number, through `SplitMix64`'s finaliser.
+    /// A block's part in the sum, the same that its source adds up.
     pub fn of(short: u64) -> u64 {
-        mix(short)
+        kvbm::Digest::part(short)
     }
 }
 
