@@ -142,14 +142,11 @@ impl Reload {
         let (read, origins) = Config::load(&self.sources).map_err(|error| error.to_string())?;
         (self.relog)(&read.log.filter, Apply::Try)?;
         let differs = changes(&state.running, &read);
-        // The planner began with what it has.
-        let live =
-            |key: &String| key.starts_with("router.") && !key.starts_with("router.planner.") || key == "log.filter";
+        let live = |key: &String| key.starts_with("router.") || key == "log.filter";
         let (applied, rest) = differs.into_iter().partition(live);
         self.router.retune(read.router.clone()).map_err(|error| error.to_string())?;
         (self.relog)(&read.log.filter, Apply::Do)?;
-        let planner = state.running.router.planner.clone();
-        state.running.router = router::Settings { planner, ..read.router };
+        state.running.router = read.router;
         state.running.log.filter = read.log.filter;
         state.origins = origins;
         Ok((applied, rest))

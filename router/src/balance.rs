@@ -183,6 +183,11 @@ pub(crate) async fn keep(core: Arc<Core>, events: Arc<dyn Events>, id: RouterId)
             let members: Vec<&Member> =
                 roster.serving(&model).into_iter().flat_map(Serving::seats).map(|seat| &*seat.member).collect();
             let Some(need) = known.need(&members, rates, &settings, now) else { continue };
+            if settings.mode == Mode::Off {
+                // What was advised before is advice no more.
+                core.metrics.desired.reset();
+                continue;
+            }
             let (prefill, decode) = need.whole();
             for (phase, workers) in [(Phase::Prefill, prefill), (Phase::Decode, decode)] {
                 core.metrics.desired.with_label_values(&[&*model, &phase.to_string()]).set(workers as i64);

@@ -87,8 +87,7 @@ impl Router {
         Ok(Arc::new(Self { core, tasks, life: cancel.drop_guard() }))
     }
 
-    /// Places requests by other settings from now on. When they are wrong, nothing changes, and the error says what is. The
-    /// planner keeps what it began with.
+    /// Places requests, and plans, by other settings from now on. When they are wrong, nothing changes, and the error says what is.
     pub fn retune(&self, settings: Settings) -> Result<(), Error> {
         let rules = Arc::new(Rules::new(settings).map_err(Error::Settings)?);
         *self.core.rules.write().unwrap_or_else(PoisonError::into_inner) = rules;

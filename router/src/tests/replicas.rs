@@ -102,9 +102,12 @@ async fn a_router_that_is_alone_says_only_that_it_is_there() {
     assert_eq!(routers[0].core.herald.take(), []);
 }
 
-/// What the first wish on the plane is, within a while of a load that `report` describes.
-async fn wish(settings: PlannerSettings, report: impl Fn(Phase) -> Load) -> Option<(WorkerId, Phase)> {
-    let yard = Yard::new(Settings { planner: settings, ..Settings::default() });
+/// What the first wish on the plane is, within a minute of one mode and a minute of the next, under a load that `report`
+/// describes; and how many prefill workers are advised in the end.
+async fn wish(modes: [PlannerMode; 2], report: impl Fn(Phase) -> Load) -> (Option<(WorkerId, Phase)>, i64) {
+    let settings =
+        |mode| Settings { planner: PlannerSettings { mode, ..PlannerSettings::default() }, ..Settings::default() };
+    let yard = Yard::new(settings(modes[0]));
     let mut wishes = yard.bus.subscribe(Topic::Phases);
     let mut fakes = Vec::new();
     for id in 1..=4 {
@@ -123,24 +126,35 @@ async fn wish(settings: PlannerSettings, report: impl Fn(Phase) -> Load) -> Opti
             }
         }
     };
+    let turn = async {
+        tokio::time::sleep(Duration::from_mins(1)).await;
+        yard.router.retune(settings(modes[1])).unwrap();
+        tokio::time::sleep(Duration::from_mins(1)).await;
+    };
     let wish = tokio::select! {
         () = asking => unreachable!("asking goes on"),
-        wish = futures::StreamExt::next(&mut wishes) => wish.unwrap().body,
-        () = tokio::time::sleep(Duration::from_mins(1)) => return None,
+        wish = futures::StreamExt::next(&mut wishes) => match wish.unwrap().body {
+            EventBody::Phase { worker, phase } => Some((worker, phase)),
+            other => panic!("not a wish: {other:?}"),
+        },
+        () = turn => None,
     };
-    let EventBody::Phase { worker, phase } = wish else { panic!("not a wish") };
-    assert!(yard.router.core.metrics.desired.with_label_values(&[MODEL, "prefill"]).get() >= 2);
-    Some((worker, phase))
+    (wish, yard.router.core.metrics.desired.with_label_values(&[MODEL, "prefill"]).get())
 }
 
 #[tokio::test(start_paused = true)]
 async fn the_planner_wishes_an_idle_decode_worker_to_prefill_when_prompts_need_it() {
+    use PlannerMode::{Advise, Flip, Off};
     let busy = |phase| match phase {
         Phase::Prefill => Load { waiting_tokens: 5_000, waiting: 5, ..Load::default() },
         _ => Load { running: 1, decode_step_seconds: Some(0.01), ..Load::default() },
     };
-    let flip = PlannerSettings { mode: PlannerMode::Flip, ..PlannerSettings::default() };
-    let (worker, phase) = wish(flip, busy).await.expect("a wish");
-    assert!((1..=4).contains(&worker.0) && phase == Phase::Prefill);
-    assert_eq!(wish(PlannerSettings::default(), busy).await, None, "advice is not a wish");
+    for modes in [[Flip, Off], [Advise, Flip]] {
+        let (wish, advised) = wish(modes, busy).await;
+        let (worker, phase) = wish.expect("a wish");
+        assert!((1..=4).contains(&worker.0) && phase == Phase::Prefill && advised >= 2, "{modes:?}: {advised}");
+    }
+    let (advice, advised) = wish([Off, Advise], busy).await;
+    assert!(advice.is_none() && advised >= 2, "advice is not a wish, and was given: {advised}");
+    assert_eq!(wish([Advise, Off], busy).await, (None, 0), "what was advised is taken back");
 }
