@@ -132,7 +132,8 @@ fn relog<E: std::fmt::Display>(change: impl Fn(EnvFilter) -> Result<(), E> + Sen
 }
 
 fn filter(directives: &str) -> anyhow::Result<EnvFilter> {
-    EnvFilter::try_new(directives)
+    // The certificates' library repeats with every request what the log says once, of the store that it is about.
+    EnvFilter::try_new(format!("rustls_platform_verifier=off,{directives}"))
         .with_context(|| format!("log.filter = {directives:?}: expected directives like `info` or `info,kvbm=debug`"))
 }
 

@@ -20,8 +20,16 @@ const WORDS: usize = 400;
 
 impl From<&Error> for Standing {
     fn from(error: &Error) -> Self {
-        let said: String = error.to_string().split_whitespace().collect::<Vec<_>>().join(" ");
-        let said: String = said.chars().take(WORDS).collect();
+        let (whole, cause) = (line(error), line(root(error)));
+        let short = |words: &str| words.chars().take(WORDS).collect::<String>();
+        let mut said = short(&whole);
+        // A client says that it could not send, and only the deepest cause why: a port that is closed, a certificate.
+        if !whole.contains(&cause) {
+            said = format!("{said}: {}", short(&cause));
+        }
+        if cause.contains("certificate") {
+            said.push_str("; where an authority of one's own signed it, SSL_CERT_FILE names that authority's file");
+        }
         // A failed listing carries its status in words only.
         let status = || said.split_once("status code: ")?.1.get(..3)?.parse().ok();
         let status: u16 = match error {
@@ -38,6 +46,19 @@ impl From<&Error> for Standing {
             _ => Self::Away(said),
         }
     }
+}
+
+/// What lies at the bottom of an error.
+fn root(error: &Error) -> &dyn std::error::Error {
+    let mut deepest: &dyn std::error::Error = error;
+    while let Some(source) = deepest.source() {
+        deepest = source;
+    }
+    deepest
+}
+
+fn line(words: &(impl ToString + ?Sized)) -> String {
+    words.to_string().split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
 #[cfg(test)]
@@ -62,5 +83,22 @@ mod tests {
             let error = Error::Generic { store, source: said.into() };
             assert_eq!(matches!(Standing::from(&error), Standing::Refused(_)), refused, "{said}");
         }
+    }
+
+    #[test]
+    fn the_deepest_cause_is_said_and_a_certificate_comes_with_what_to_do() {
+        #[derive(Debug, thiserror::Error)]
+        #[error("error sending request")]
+        struct Sending(#[source] std::io::Error);
+        let said = |cause: &str| {
+            let source = Box::new(Sending(std::io::Error::other(cause.to_owned())));
+            let Standing::Away(why) = Standing::from(&Error::Generic { store: "S3", source }) else {
+                panic!("refused")
+            };
+            why
+        };
+        assert!(said("connection refused").ends_with("error sending request: connection refused"), "{}", said("x"));
+        assert!(said("invalid peer certificate: UnknownIssuer").contains("SSL_CERT_FILE"));
+        assert!(!said("connection refused").contains("SSL_CERT_FILE"));
     }
 }
