@@ -3,11 +3,11 @@
 
 use crate::cli::assignment;
 use crate::config::{ByteSize, Config, Flag, Sources, Span};
-use crate::node::{forms, stores};
+use crate::node::{forms, stores, upkeep};
 use anyhow::{Context, bail};
 use clap::{Args, Subcommand};
 use kvbm::crypt::Keys;
-use kvbm::object::gc::{Holding, Policy, Survey};
+use kvbm::object::gc::{Holding, Survey};
 use kvbm::object::{Amount, Collector, Report, Verification};
 use kvbm::{Clock, DomainId};
 use serde_json::{Value, json};
@@ -37,10 +37,10 @@ enum What {
     Gc {
         #[command(flatten)]
         place: Place,
-        /// Objects older than this go; one that others build on is as young as they are
+        /// Objects older than this go; one that others build on is as young as they are [default: shared_store.age_max]
         #[arg(long, value_name = "TIME")]
         age_max: Option<Span>,
-        /// How much may stay; the oldest goes first
+        /// How much may stay; the oldest goes first [default: shared_store.budget]
         #[arg(long, value_name = "SIZE")]
         budget: Option<ByteSize>,
         /// How long from naming what goes to deleting it
@@ -108,9 +108,11 @@ async fn done(what: &What) -> anyhow::Result<()> {
             print(place, &json!({ "holdings": holdings }), || listed(&holdings))
         }
         What::Gc { place, age_max, budget, grace, dry_run } => {
-            let (age_max, budget) = (age_max.map(|span| span.0), budget.map(|size| size.0));
-            let policy = Policy { age_max, budget, grace: grace.0, ..Policy::default() };
             let (store, now) = (Store::open(place)?, Clock::system().now());
+            let mut policy = upkeep::policy(&store.config);
+            policy.age_max = age_max.map_or(policy.age_max, |span| Some(span.0));
+            policy.budget = budget.map_or(policy.budget, |size| Some(size.0));
+            policy.grace = grace.0;
             let survey = store.survey().await?;
             let report = if *dry_run {
                 store.collector.would(&survey, &policy, now)

@@ -171,6 +171,13 @@ pub struct SharedStore {
     pub region: Option<String>,
     /// After which one request has failed. Default 10 s: 4 MiB in that time is slower than any recomputing.
     pub request_timeout: Span,
+    /// How much may rest there; `serve` removes the oldest beyond it. Default: as much as there is.
+    pub budget: Option<ByteSize>,
+    /// What is older goes. Default: nothing is too old.
+    pub age_max: Option<Span>,
+    /// How often that is looked at, by about one of all the processes that have such a bound. Default 1 h: all manifests are
+    /// read each time.
+    pub collect_every: Span,
 }
 
 /// What is logged, on standard error.
@@ -234,7 +241,14 @@ impl Config {
 
 impl Default for SharedStore {
     fn default() -> Self {
-        Self { endpoint: None, region: None, request_timeout: Span(Duration::from_secs(10)) }
+        Self {
+            endpoint: None,
+            region: None,
+            request_timeout: Span(Duration::from_secs(10)),
+            budget: None,
+            age_max: None,
+            collect_every: Span(Duration::from_hours(1)),
+        }
     }
 }
 

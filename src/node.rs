@@ -16,6 +16,7 @@ mod model;
 mod quotas;
 mod requests;
 pub(crate) mod stores;
+pub(crate) mod upkeep;
 mod workers;
 
 pub(crate) use forms::Forms;
@@ -102,7 +103,7 @@ impl Node {
         let shares = quotas::shares(&config.tiers.quotas, &sizes, domain)?;
         let blocks = kvbm::Metrics::new(&registry)?;
         let forms = Forms::open(config, &blocks).await?;
-        let stores = Stores::open(config, &disks, &planes, &forms).await?;
+        let stores = Stores::open(config, &disks, &planes, &forms, &registry).await?;
         stores.observe(&registry)?;
         let shared = Shared::new(Arc::clone(&runtime), sizes, planes, &stores, config.engine, blocks, &registry)?;
         let shared = shared.with_shares(shares);

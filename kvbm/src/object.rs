@@ -26,6 +26,7 @@ mod removal;
 mod standing;
 #[cfg(test)]
 mod tests;
+mod upkeep;
 
 use crate::run::{self, Run, Wanted};
 use crate::tier::{LoadError, Loaded, StoreError, Tier, Usage};
@@ -52,6 +53,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 use tokio_util::task::AbortOnDropHandle;
+pub use upkeep::{Outcome, Upkeep};
 
 /// Requests of one load, or of one round of learning, at once: stores reach their bandwidth through parallel requests.
 const PARALLEL: usize = 16;

@@ -3,11 +3,12 @@
 use super::forms::Forms;
 use super::requests::Requests;
 use super::sizes::Disk;
+use super::upkeep::{Collections, upkeep};
 use super::workers::now;
 use crate::config::{ByteSize, Config};
 use anyhow::{Context, anyhow, bail};
 use kvbm::object::{Access, Location, Standing};
-use kvbm::{DiskTier, EventLog, Fingerprint, ObjectTier, Tier, disk, object};
+use kvbm::{DiskTier, EventLog, Fingerprint, Level, ObjectTier, Tier, disk, object};
 use prometheus::core::{Collector, Desc};
 use prometheus::proto::MetricFamily;
 use prometheus::{IntCounter, IntCounterVec, IntGaugeVec, Opts, Registry};
@@ -15,6 +16,7 @@ use std::path::Path;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 use tokio::time::{Instant, sleep, timeout};
+use tokio_util::task::AbortOnDropHandle;
 use worker::plane::{Source, StoreId};
 use worker::serve::{Announcer, Planes};
 
@@ -24,6 +26,7 @@ pub(super) struct Stores {
     all: Vec<Store>,
     disk: Weak<DiskTier>,
     shared: Weak<ObjectTier>,
+    _upkeep: Vec<AbortOnDropHandle<()>>,
 }
 
 struct Store {
@@ -37,7 +40,14 @@ const CATCH_UP_MAX: Duration = Duration::from_secs(2);
 
 impl Stores {
     /// Opens what the configuration asks for, finds what rests there, and announces it.
-    pub(super) async fn open(config: &Config, disks: &[Disk], planes: &Planes, forms: &Forms) -> anyhow::Result<Self> {
+    pub(super) async fn open(
+        config: &Config,
+        disks: &[Disk],
+        planes: &Planes,
+        forms: &Forms,
+        registry: &Registry,
+    ) -> anyhow::Result<Self> {
+        let collections = Collections::new(registry)?;
         let mut stores = Self::default();
         if !disks.is_empty() {
             let log = Arc::new(EventLog::new(now()));
@@ -58,6 +68,9 @@ impl Stores {
             };
             stores.shared = Arc::downgrade(&tier);
             stores.add(id, forms.dress(tier), log, planes);
+            if let Some(upkeep) = upkeep(config) {
+                stores._upkeep.push(collections.start(Level::G4, location, config, upkeep)?);
+            }
         }
         Ok(stores)
     }

@@ -5,6 +5,7 @@
 //!   PREFIX/blocks/DOMAIN/FINGERPRINT/WRITER/NUMBER   many blocks of one domain and one fingerprint, each as header and
 //!                                                    payload
 //!   PREFIX/removals/COLLECTOR                        objects that are about to be deleted, and that nobody asks for any more
+//!   PREFIX/collected                                 when somebody last began to collect, in seconds since 1970
 //! ```
 
 use crate::{DomainId, Fingerprint};
@@ -114,6 +115,11 @@ impl Layout {
 
     pub(super) fn removal(&self, collector: Writer) -> Path {
         self.removals().join(collector.to_string())
+    }
+
+    /// Says when somebody last began to collect.
+    pub(super) fn collected(&self) -> Path {
+        self.prefix.clone().join("collected")
     }
 
     /// All objects of blocks stand below it.

@@ -26,8 +26,26 @@ pub(super) struct Pace {
     /// Answers and reads that allow repetitions and second requests to come.
     answers: u32,
     reads: u32,
-    random: u64,
+    chance: Chance,
     lately: [Window; CLASSES],
+}
+
+/// Numbers that look random, the same for the same seed: `SplitMix64`, Steele and others, 2014.
+pub(super) struct Chance(u64);
+
+impl Chance {
+    pub(super) fn new(seed: u64) -> Self {
+        Self(seed)
+    }
+
+    /// At least 0, less than 1.
+    pub(super) fn draw(&mut self) -> f64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut mixed = self.0;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        ((mixed ^ (mixed >> 31)) >> 11) as f64 / (1_u64 << 53) as f64
+    }
 }
 
 /// The last durations, in seconds, the oldest overwritten first.
@@ -39,7 +57,7 @@ struct Window {
 
 impl Pace {
     pub(super) fn new(seed: u64) -> Self {
-        Self { answers: RETRIES.0 * RETRIES.1, reads: 0, random: seed, lately: Default::default() }
+        Self { answers: RETRIES.0 * RETRIES.1, reads: 0, chance: Chance::new(seed), lately: Default::default() }
     }
 
     /// A request was answered.
@@ -51,7 +69,7 @@ impl Pace {
     pub(super) fn pause(&mut self, nth: u32) -> Option<Duration> {
         self.answers = self.answers.checked_sub(RETRIES.1)?;
         let bound = PAUSE.0.saturating_mul(1 << nth.min(16)).min(PAUSE.1);
-        Some(bound.mul_f64(self.draw()))
+        Some(bound.mul_f64(self.chance.draw()))
     }
 
     /// A read of so many bytes begins.
@@ -83,15 +101,6 @@ impl Pace {
         let left = self.reads.checked_sub(HEDGES.1);
         self.reads = left.unwrap_or(self.reads);
         left.is_some()
-    }
-
-    /// At least 0, less than 1: `SplitMix64`, Steele and others, 2014.
-    fn draw(&mut self) -> f64 {
-        self.random = self.random.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut mixed = self.random;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        ((mixed ^ (mixed >> 31)) >> 11) as f64 / (1_u64 << 53) as f64
     }
 }
 

@@ -15,6 +15,7 @@ mod server;
 mod servers;
 mod sweep;
 mod trouble;
+mod upkeep;
 
 pub(super) fn open_on(store: Arc<dyn ObjectStore>) -> (Arc<ObjectTier>, Arc<EventLog>) {
     let events = Arc::new(EventLog::new(Epoch(1)));

@@ -1,0 +1,99 @@
+//! Keeping shared stores within the bounds that the configuration sets: what may stay, who looks, and what is told of it.
+
+use crate::config::{ByteSize, Config};
+use anyhow::Context;
+use kvbm::object::gc::Policy;
+use kvbm::object::{Amount, Collector, Location, Outcome, Report, Upkeep};
+use kvbm::{Clock, Level};
+use prometheus::{IntCounterVec, Opts, Registry};
+use tokio_util::task::AbortOnDropHandle;
+
+/// What may stay in the shared store: the same for `serve` and for whoever collects by hand.
+pub(crate) fn policy(config: &Config) -> Policy {
+    let (budget, age_max) = (config.shared_store.budget, config.shared_store.age_max);
+    Policy { budget: budget.map(|size| size.0), age_max: age_max.map(|span| span.0), ..Policy::default() }
+}
+
+/// How the shared store is looked after; `None` when nobody set it a bound.
+pub(super) fn upkeep(config: &Config) -> Option<Upkeep> {
+    let policy = policy(config);
+    let bounded = policy.budget.is_some() || policy.age_max.is_some();
+    bounded.then(|| Upkeep { policy, every: config.shared_store.collect_every.0 })
+}
+
+/// What came of looking after stores, as metrics.
+#[derive(Clone)]
+pub(super) struct Collections {
+    turns: IntCounterVec,
+    objects: IntCounterVec,
+    bytes: IntCounterVec,
+}
+
+impl Collections {
+    pub(super) fn new(registry: &Registry) -> Result<Self, prometheus::Error> {
+        let counter = |name: &str, help: &str, labels: &[&str]| -> Result<IntCounterVec, prometheus::Error> {
+            let counter = IntCounterVec::new(Opts::new(format!("blockyard_store_{name}"), help), labels)?;
+            registry.register(Box::new(counter.clone()))?;
+            Ok(counter)
+        };
+        let help = "Turns of this process at looking through a shared store: collected, passed (another process had just \
+                    done it) or failed.";
+        Ok(Self {
+            turns: counter("collections_total", help, &["tier", "outcome"])?,
+            objects: counter(
+                "collected_objects_total",
+                "Objects of a shared store that this process named as going (condemned), and those that it deleted.",
+                &["tier", "what"],
+            )?,
+            bytes: counter("collected_bytes_total", "Their bytes.", &["tier", "what"])?,
+        })
+    }
+
+    /// Looks after a store until the answer is dropped.
+    pub(super) fn start(
+        &self,
+        level: Level,
+        location: &Location,
+        config: &Config,
+        upkeep: Upkeep,
+    ) -> anyhow::Result<AbortOnDropHandle<()>> {
+        let collector = Collector::at(location, &super::access(config), config.shared_store.request_timeout.0)
+            .with_context(|| format!("{location} cannot be looked after"))?;
+        let (metrics, location) = (self.clone(), location.clone());
+        let told = move |outcome: &Outcome| metrics.told(level, &location, outcome);
+        Ok(AbortOnDropHandle::new(tokio::spawn(upkeep.run(collector, Clock::system(), told))))
+    }
+
+    fn told(&self, level: Level, store: &Location, outcome: &Outcome) {
+        let turn = |outcome| self.turns.with_label_values(&[level.name(), outcome]).inc();
+        match outcome {
+            Outcome::Collected { report, took } => {
+                turn("collected");
+                let goes = condemned(report);
+                for (what, amount) in [("condemned", goes), ("deleted", report.deleted)] {
+                    self.objects.with_label_values(&[level.name(), what]).inc_by(amount.objects);
+                    self.bytes.with_label_values(&[level.name(), what]).inc_by(amount.bytes);
+                }
+                let size = |bytes| ByteSize(bytes).about();
+                tracing::info!(
+                    tier = %level, %store, objects = report.objects, size = size(report.bytes), condemned = goes.objects,
+                    condemned_size = size(goes.bytes), deleted = report.deleted.objects,
+                    deleted_size = size(report.deleted.bytes), ?took, "looked through the store"
+                );
+            }
+            Outcome::Passed => turn("passed"),
+            Outcome::Failed(error) => {
+                turn("failed");
+                tracing::warn!(tier = %level, %store, %error, "the store could not be looked through; tried again later");
+            }
+        }
+    }
+}
+
+/// All that was named as going, whatever the reason.
+fn condemned(report: &Report) -> Amount {
+    report.condemned.values().fold(Amount::default(), |all, some| Amount {
+        objects: all.objects + some.objects,
+        bytes: all.bytes + some.bytes,
+    })
+}
