@@ -1,6 +1,6 @@
 //! What `serve` says once it answers: for people, or as one line of JSON.
 
-use crate::config::ByteSize;
+use crate::config::{ByteSize, Pod};
 use crate::node::sizes::Sizes;
 use kvbm::object::Location;
 use serde_json::{Value, json};
@@ -28,6 +28,8 @@ pub struct Banner {
     pub disks: Vec<PathBuf>,
     /// Where models are.
     pub data_dir: PathBuf,
+    /// The folder between G3 and G4.
+    pub pod: Option<Pod>,
     /// Where G4 is.
     pub shared: Option<Location>,
 }
@@ -35,7 +37,7 @@ pub struct Banner {
 impl Banner {
     /// As one JSON object.
     pub fn as_json(&self) -> Value {
-        let Self { model, address, sizes, disks, data_dir, shared, threads, .. } = self;
+        let Self { model, address, sizes, disks, data_dir, pod, shared, threads, .. } = self;
         json!({
             "version": env!("CARGO_PKG_VERSION"),
             "model": model.id,
@@ -45,7 +47,13 @@ impl Banner {
             "url": self.url(),
             "workers": self.phases,
             "threads": threads,
-            "tiers": { "g1": sizes.g1, "g2": sizes.g2, "g3": sizes.g3, "g4": shared },
+            "tiers": {
+                "g1": sizes.g1,
+                "g2": sizes.g2,
+                "g3": sizes.g3,
+                "pod": pod.as_ref().map(|pod| pod.budget.0),
+                "g4": shared,
+            },
             "g3_paths": disks,
             "data_dir": data_dir,
         })
@@ -74,12 +82,13 @@ impl Banner {
 
     fn tiers(&self) -> String {
         let size = |bytes| ByteSize(bytes).about();
-        let Self { sizes, disks, shared, .. } = self;
+        let Self { sizes, disks, pod, shared, .. } = self;
         let g1 = format!("G1 {}", size(sizes.g1));
         let g2 = sizes.g2.map_or("G2 off".into(), |bytes| format!("G2 {}", size(bytes)));
         let g3 = sizes.g3.map_or("G3 off".into(), |bytes| format!("G3 {} in {}", size(bytes), folders(disks)));
         let g4 = shared.as_ref().map_or("G4 off (--shared URL)".into(), |store| format!("G4 in {store}"));
-        format!("{g1} and {g2} per worker, {g3}, {g4}")
+        let pod = pod.as_ref().map(|pod| format!("pod {} in {}, ", size(pod.budget.0), pod.path.display()));
+        format!("{g1} and {g2} per worker, {g3}, {}{g4}", pod.unwrap_or_default())
     }
 }
 
@@ -135,6 +144,7 @@ mod tests {
             sizes: Sizes { g1: 1 << 30, g2: None, g3: Some(10 << 30) },
             disks: vec!["/data/g3".into()],
             data_dir: "/data".into(),
+            pod: None,
             shared: None,
         }
     }

@@ -7,8 +7,8 @@ use crate::node::{forms, stores, upkeep};
 use anyhow::{Context, bail};
 use clap::{Args, Subcommand};
 use kvbm::crypt::Keys;
-use kvbm::object::gc::{Holding, Survey};
-use kvbm::object::{Amount, Collector, Report, Verification};
+use kvbm::object::gc::{Holding, Policy, Survey};
+use kvbm::object::{Amount, Collector, Location, Report, Verification};
 use kvbm::{Clock, DomainId};
 use serde_json::{Value, json};
 use std::io::{self, IsTerminal, Write};
@@ -37,15 +37,17 @@ enum What {
     Gc {
         #[command(flatten)]
         place: Place,
-        /// Objects older than this go; one that others build on is as young as they are [default: shared_store.age_max]
+        /// Objects older than this go; one that others build on is as young as they are [default: `shared_store.age_max`]
         #[arg(long, value_name = "TIME")]
         age_max: Option<Span>,
-        /// How much may stay; the oldest goes first [default: shared_store.budget]
+        /// How much may stay; the oldest goes first [default: `shared_store.budget`]
         #[arg(long, value_name = "SIZE")]
         budget: Option<ByteSize>,
         /// How long from naming what goes to deleting it
-        #[arg(long, value_name = "TIME", default_value = "10m")]
-        grace: Span,
+        ///
+        /// [default: 10m, and 2m of a pod's folder]
+        #[arg(long, value_name = "TIME")]
+        grace: Option<Span>,
         /// Say what would go, and change nothing
         #[arg(long)]
         dry_run: bool,
@@ -79,6 +81,10 @@ struct Place {
     #[arg(long, value_name = "URL|DIR")]
     shared: Option<String>,
 
+    /// The folder that `tiers.pod.path` names, instead of the shared store
+    #[arg(long)]
+    pod: bool,
+
     /// Where keys are kept when there is no shared store [default: blockyard in the user's cache folder]
     #[arg(long, value_name = "DIR")]
     data_dir: Option<String>,
@@ -109,17 +115,19 @@ async fn done(what: &What) -> anyhow::Result<()> {
         }
         What::Gc { place, age_max, budget, grace, dry_run } => {
             let (store, now) = (Store::open(place)?, Clock::system().now());
-            let mut policy = upkeep::policy(&store.config);
+            let mut policy = store.policy.clone();
             policy.age_max = age_max.map_or(policy.age_max, |span| Some(span.0));
             policy.budget = budget.map_or(policy.budget, |size| Some(size.0));
-            policy.grace = grace.0;
+            policy.grace = grace.map_or(policy.grace, |span| span.0);
             let survey = store.survey().await?;
             let report = if *dry_run {
                 store.collector.would(&survey, &policy, now)
             } else {
                 store.collector.collect(&survey, &policy, now).await?
             };
-            print(place, &json!({ "dry_run": dry_run, "report": report }), || collected(&report, *dry_run, grace.0))
+            print(place, &json!({ "dry_run": dry_run, "report": report }), || {
+                collected(&report, *dry_run, policy.grace)
+            })
         }
         What::Verify { place, remove } => {
             let store = Store::open(place)?;
@@ -165,14 +173,15 @@ async fn done(what: &What) -> anyhow::Result<()> {
 /// The store, and the configuration that names it.
 struct Store<C = Collector> {
     config: Config,
+    policy: Policy,
     collector: C,
 }
 
 impl Store {
     fn open(place: &Place) -> anyhow::Result<Self> {
-        let Store { config, collector } = Store::open_or_local(place)?;
+        let Store { config, policy, collector } = Store::open_or_local(place)?;
         let collector = collector.context("there is no shared store to look after; say which: --shared URL|DIR")?;
-        Ok(Self { config, collector })
+        Ok(Self { config, policy, collector })
     }
 
     async fn survey(&self) -> anyhow::Result<Survey> {
@@ -190,12 +199,17 @@ impl Store<Option<Collector>> {
         let own = own.into_iter().filter_map(|(name, key, value)| Some(Flag::own(name, key, value.as_deref()?)));
         let sources = Sources::of_process(place.config.clone(), place.set.iter().cloned().chain(own).collect());
         let (config, _) = Config::load(&sources)?;
+        let (location, policy) = match &config.tiers.pod {
+            Some(pod) if place.pod => (Some(Location::Folder(pod.path.clone())), upkeep::pod_policy(pod)),
+            None if place.pod => bail!("there is no folder of a pod: tiers.pod.path is not set"),
+            _ => (config.shared.clone(), upkeep::policy(&config)),
+        };
         let open = |location| {
             Collector::at(location, &stores::access(&config), config.shared_store.request_timeout.0)
-                .with_context(|| format!("shared = {location} cannot be used"))
+                .with_context(|| format!("{location} cannot be used"))
         };
-        let collector = config.shared.as_ref().map(open).transpose()?;
-        Ok(Self { config, collector })
+        let collector = location.as_ref().map(open).transpose()?;
+        Ok(Self { config, policy, collector })
     }
 }
 

@@ -84,12 +84,27 @@ pub struct Tiers {
     pub g3: Budget,
     /// Where the SSD log is; one folder per device. Default none: in the data folder.
     pub g3_paths: Vec<DiskPath>,
+    /// A folder between G3 and G4 that the processes of a pod share. Default none.
+    pub pod: Option<Pod>,
     /// What tenants are promised of each worker's memory. Default none: they share all of it.
     pub quotas: Vec<TenantQuota>,
-    /// Whether blocks in G3 and G4 rest encoded. Default `off`: the native engine needs its processors for computing.
+    /// Whether blocks below G2 rest encoded. Default `off`: the native engine needs its processors for computing.
     pub codec: Coding,
-    /// Whether blocks in G3 and G4 rest encrypted. Default: they do not, since nobody has given a key.
+    /// Whether blocks below G2 rest encrypted. Default: they do not, since nobody has given a key.
     pub encryption: Option<Encryption>,
+}
+
+/// A folder between G3 and G4 that the processes of a pod share: its flash.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Pod {
+    /// The folder, the same for all of them.
+    pub path: PathBuf,
+    /// How much may rest there; the oldest goes beyond it. There is no default: it is shared with others.
+    pub budget: ByteSize,
+    /// What is older goes. Default: nothing is too old.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub age_max: Option<Span>,
 }
 
 /// What one tenant is promised of each worker's memory, and what it may take at most.

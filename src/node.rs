@@ -4,7 +4,7 @@
 //!   front door ─▶ router ─▶ worker … worker      each an Engine
 //!                   ▲          │  one Runtime: weights, compute threads
 //!                   │          ▼
-//!                planes ◀── G1 ⇄ G2 per worker ⇄ G3 of the process ⇄ G4 of all who share the folder
+//!                planes ◀── G1 ⇄ G2 per worker ⇄ G3 of the process ⇄ a pod's folder ⇄ G4 of all
 //! ```
 //! The door opens before anything is loaded: probes get answers from the first second on, and whoever asks for a completion
 //! too early is told to come again.
@@ -120,6 +120,7 @@ impl Node {
             sizes,
             disks: disks.into_iter().map(|disk| disk.folder).collect(),
             data_dir: config.data_dir.clone(),
+            pod: config.tiers.pod.clone(),
             shared: config.shared.clone(),
         };
         Ok(Self { banner, registry, stop, door, router, members, stores, drain })

@@ -23,6 +23,8 @@ pub enum Level {
     G2,
     /// Local SSD.
     G3,
+    /// A folder that several processes share, faster than what all share: a pod's flash.
+    Pod,
     /// Shared object storage.
     G4,
     /// Another worker's memory.
@@ -31,7 +33,7 @@ pub enum Level {
 
 impl Level {
     /// All levels, fastest first.
-    pub const ALL: [Self; 5] = [Self::G1, Self::G2, Self::G3, Self::G4, Self::Peer];
+    pub const ALL: [Self; 6] = [Self::G1, Self::G2, Self::G3, Self::Pod, Self::G4, Self::Peer];
 
     /// The label in metrics, logs and headers.
     pub const fn name(self) -> &'static str {
@@ -39,6 +41,7 @@ impl Level {
             Self::G1 => "g1",
             Self::G2 => "g2",
             Self::G3 => "g3",
+            Self::Pod => "pod",
             Self::G4 => "g4",
             Self::Peer => "peer",
         }
@@ -136,6 +139,7 @@ impl Digest {
             Level::G2 => 3,
             Level::G3 => 5,
             Level::G4 => 7,
+            Level::Pod => 9,
             Level::Peer => 0,
         }
     }

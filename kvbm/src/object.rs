@@ -1,4 +1,4 @@
-//! G4: blocks in an object store that all share, many in one object.
+//! G4, and a pod's folder above it: blocks in an object store that several processes share, many in one object.
 //!
 //! ```text
 //!   store ─▶ pack ─▶ object ─▶ manifest ─▶ known, announced, answered
@@ -8,8 +8,8 @@
 //!
 //! *At rest* means: the store acknowledged the object and the manifest that names it. Nothing rests on conditional writes
 //! or locks: each process writes under a name of its own, and nothing that was written changes. An object that is gone,
-//! or is another than it was, costs its blocks: a miss, counted, and forgotten. What one might look for here and will not
-//! find yet: deleting. A discard holds for the life of the process; after that the block is verified, and discarded,
+//! or is another than it was, costs its blocks: a miss, counted, and forgotten. Deleting is a collector's, now and then
+//! (`upkeep`) or by hand. A discard holds for the life of the process; after that the block is verified, and discarded,
 //! again.
 
 mod catalog;
@@ -61,6 +61,8 @@ const PARALLEL: usize = 16;
 const RANGE: u64 = 4 << 20;
 /// Reading over so much that nobody asked for takes less than another request.
 const GAP: u64 = 512 << 10;
+/// A store with a bound may be over it by one in so many bytes: until collectors have looked, and what goes has gone.
+const OVER: u64 = 8;
 /// Blocks that wait for their object, or are under way, in bytes: eight objects and as many that fill.
 const QUEUE: usize = 128 << 20;
 
@@ -68,11 +70,16 @@ const QUEUE: usize = 128 << 20;
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Settings {
+    /// Where it stands in the order of tiers. Default G4.
+    pub level: Level,
     /// Bytes at which an object is written. Default 8 MiB: requests per block stay far below one.
     pub object_bytes: u64,
     /// Blocks of the store that are known at most, about 100 bytes of memory each; beyond that the oldest objects are
     /// forgotten. Default 4 million.
     pub known_blocks: usize,
+    /// Bytes that may rest there, what is about to be deleted included: with an eighth more nothing is stored, until a
+    /// collector has deleted some. Default: as many as there is room for.
+    pub capacity: Option<u64>,
     /// After which one request has failed, and is made again. Default 10 s: 4 MiB in that time is slower than any
     /// recomputing.
     pub request_timeout: Duration,
@@ -80,7 +87,13 @@ pub struct Settings {
 
 impl Default for Settings {
     fn default() -> Self {
-        Self { object_bytes: 8 << 20, known_blocks: 4_000_000, request_timeout: Duration::from_secs(10) }
+        Self {
+            level: Level::G4,
+            object_bytes: 8 << 20,
+            known_blocks: 4_000_000,
+            capacity: None,
+            request_timeout: Duration::from_secs(10),
+        }
     }
 }
 
@@ -102,6 +115,8 @@ pub enum OpenError {
 
 /// Blocks under a prefix of an object store.
 pub struct ObjectTier {
+    level: Level,
+    capacity: Option<u64>,
     client: Arc<Client>,
     catalog: Arc<Catalog>,
     jobs: mpsc::Sender<Job>,
@@ -117,8 +132,8 @@ impl ObjectTier {
     /// Outside a tokio runtime.
     pub fn open(store: Arc<dyn ObjectStore>, prefix: &str, settings: Settings, events: Arc<EventLog>) -> Arc<Self> {
         let (layout, writer) = (Layout::new(prefix), Writer::new());
-        let catalog = Arc::new(Catalog::new(settings.known_blocks, events));
-        tracing::info!(%store, under = %layout, %writer, "object tier open");
+        let catalog = Arc::new(Catalog::new(settings.level, settings.known_blocks, events));
+        tracing::info!(tier = %settings.level, %store, under = %layout, %writer, "object tier open");
         let (stands, standing) = watch::channel(Standing::Learning);
         let client = Arc::new(Client::new(store, settings.request_timeout, writer.seed()));
         let follower = Follower::new(client.clone(), layout.clone(), writer, catalog.clone(), stands);
@@ -127,7 +142,8 @@ impl ObjectTier {
         let (jobs, waiting) = mpsc::channel(QUEUE / Header::LEN);
         let tasks = [tokio::spawn(follower.run()), tokio::spawn(packer.run(waiting))].map(AbortOnDropHandle::new);
         let room = Arc::new(Semaphore::new(QUEUE));
-        Arc::new(Self { client, catalog, jobs, room, standing, _tasks: tasks })
+        let Settings { level, capacity, .. } = settings;
+        Arc::new(Self { level, capacity, client, catalog, jobs, room, standing, _tasks: tasks })
     }
 
     /// Opens a folder, local or mounted, as a store. Makes the folder if it is not there.
@@ -185,6 +201,9 @@ impl ObjectTier {
 
     fn offer(&self, block: Block) -> Result<oneshot::Receiver<pack::Answer>, StoreError> {
         let bytes = Header::LEN as u64 + block.header.length;
+        if self.capacity.is_some_and(|most| self.catalog.taken() > most.saturating_add(most / OVER)) {
+            return Err(StoreError::Full);
+        }
         // A block larger than the queue takes all of it.
         let bytes = u32::try_from(bytes).map_err(|_| StoreError::Full)?.min(QUEUE as u32);
         let room = self.room.clone().try_acquire_many_owned(bytes).map_err(|_| StoreError::Busy)?;
@@ -199,7 +218,7 @@ impl ObjectTier {
 
 impl Tier for ObjectTier {
     fn level(&self) -> Level {
-        Level::G4
+        self.level
     }
 
     fn holds(&self, fingerprint: Fingerprint, names: &[SequenceHash]) -> usize {
@@ -261,7 +280,7 @@ impl Tier for ObjectTier {
     }
 
     fn usage(&self) -> Usage {
-        Usage { blocks: self.catalog.index.len() as u64, bytes: self.catalog.bytes(), capacity: None }
+        Usage { blocks: self.catalog.index.len() as u64, bytes: self.catalog.taken(), capacity: self.capacity }
     }
 }
 

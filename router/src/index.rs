@@ -57,7 +57,7 @@ use walk::Walk;
 use worker::plane::{Source, StoreId, WorkerId};
 
 /// The levels that are indexed: a peer's memory is indexed as that peer's own.
-pub(crate) const LEVELS: [Level; 4] = [Level::G1, Level::G2, Level::G3, Level::G4];
+pub(crate) const LEVELS: [Level; 5] = [Level::G1, Level::G2, Level::G3, Level::Pod, Level::G4];
 
 /// Who holds what.
 pub struct Index {

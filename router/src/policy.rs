@@ -296,7 +296,7 @@ mod tests {
             (Cost { queue: 0.5, ..Cost::default() }, Prompt { tokens: 100, block_size: 10, blocks: 12 });
         let speeds = Speeds { prefill: Figure::of(100.0), ..Speeds::default() };
         let standing = Standing { sequences: 3, active_blocks: 25, total_blocks: 100, speeds, ..Standing::default() };
-        let features = Features { cost: &cost, prompt, held: Held::of([4, 0, 0, 0]), standing: &standing };
+        let features = Features { cost: &cost, prompt, held: Held::of([4, 0, 0, 0, 0]), standing: &standing };
         let policy = read(
             "policy = { filter = ['cached', { sequences_below = 3 }, { queue_below = 0.6 }], \
             score = [{ term = 'overlap', weight = 2.0 }, { term = 'queue' }, { term = 'memory', weight = 4 }] }",

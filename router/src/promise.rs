@@ -155,12 +155,12 @@ mod tests {
             promises.extend(&mut overlap, &names, ANCHOR_TOKENS);
             [overlap.at(holds), overlap.at(idle)]
         };
-        assert_eq!(both(), [Held::of([0, 2, 0, 0]), Held::default()]);
+        assert_eq!(both(), [Held::of([0, 2, 0, 0, 0]), Held::default()]);
         let make = |blocks: usize| promises.make(holds, &names[..blocks], ANCHOR_TOKENS, 2);
         let (first, second) = (make(4), make(3));
-        assert_eq!(both(), [Held::of([2, 2, 0, 0]), Held::default()], "nobody else has it");
+        assert_eq!(both(), [Held::of([2, 2, 0, 0, 0]), Held::default()], "nobody else has it");
         drop(first);
-        assert_eq!(both(), [Held::of([1, 2, 0, 0]), Held::default()]);
+        assert_eq!(both(), [Held::of([1, 2, 0, 0, 0]), Held::default()]);
         drop(second);
         assert!(promises.lock().is_empty(), "and nothing is left of it");
     }

@@ -105,11 +105,13 @@ pub(super) async fn measure(config: &Config, cases: &[Case], rounds: usize) -> a
         ensure!(free > wanted, "{at} has {have} free, and measuring takes {want}; say less: --bytes …");
         places.push(("g3", at, Place::Disk(Folder::new(&disk.folder)?)));
     }
-    if let Some(location) = &config.shared {
+    let pod = config.tiers.pod.as_ref().map(|pod| ("pod", Location::Folder(pod.path.clone())));
+    let shared = config.shared.clone().map(|location| ("g4", location));
+    for (tier, location) in pod.into_iter().chain(shared) {
         let settings =
             object::Settings { request_timeout: config.shared_store.request_timeout.0, ..Default::default() };
         let log = Arc::new(EventLog::new(Epoch(1)));
-        let place = match location {
+        let place = match &location {
             Location::Folder(folder) => {
                 let folder = Folder::new(folder)?;
                 Place::Shared(ObjectTier::folder(&folder.0, settings, log)?, Some(folder))
@@ -119,7 +121,7 @@ pub(super) async fn measure(config: &Config, cases: &[Case], rounds: usize) -> a
                 Place::Shared(ObjectTier::at(&below, &access(config), settings, log)?, None)
             }
         };
-        places.push(("g4", location.to_string(), place));
+        places.push((tier, location.to_string(), place));
     }
     let values = synthetic::kv(1, Shape { layers: 32, tokens: 32, channels: 1024 });
     let payload = Bytes::from(synthetic::bf16(&values).repeat(4));

@@ -1,6 +1,7 @@
 //! The form in which blocks rest below G2: as they are, encoded, encrypted, or both.
 //!
-//! The shelf of data keys stands where all who share blocks reach it: beside G4 where there is one, else in the data folder.
+//! The shelf of data keys stands where all who share blocks reach it: beside G4 where there is one, else in the pod's folder,
+//! else in the data folder.
 
 use super::stores::access;
 use crate::config::{Coding, Config, Encryption};
@@ -19,7 +20,7 @@ pub(crate) struct Forms {
     metrics: Metrics,
 }
 
-/// The shelf of data keys, within the shared store or the data folder.
+/// The shelf of data keys, within the shared store or a folder.
 const SHELF: &str = "keys";
 
 impl Forms {
@@ -57,7 +58,7 @@ pub(crate) async fn keys(config: &Config, Encryption { keys }: &Encryption) -> a
         Arc::new(move |name| held.as_ref().filter(|_| name == wanted).map(|secret| secret.0.clone()));
     let in_folder = async |folder: &Path| Keys::in_folder(&folder.join(SHELF), keys.clone(), environment.clone()).await;
     let opened = match &config.shared {
-        None => in_folder(&config.data_dir).await,
+        None => in_folder(config.tiers.pod.as_ref().map_or(&config.data_dir, |pod| &pod.path)).await,
         Some(Location::Folder(folder)) => in_folder(folder).await,
         Some(location @ Location::Cloud { prefix, .. }) => {
             let client = location

@@ -84,7 +84,7 @@ impl TenantQuota {
         let (guaranteed, most) = match level {
             Level::G1 => (self.g1, self.g1_max),
             Level::G2 => (self.g2, self.g2_max),
-            Level::G3 | Level::G4 | Level::Peer => (ByteSize(0), None),
+            Level::G3 | Level::Pod | Level::G4 | Level::Peer => (ByteSize(0), None),
         };
         Quota { guaranteed: guaranteed.0, maximum: most.map(|most| most.0) }
     }

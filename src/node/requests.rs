@@ -1,34 +1,37 @@
-//! What the shared store was asked, what of it was asked again, and what it lost; read when somebody looks.
+//! What the shared stores were asked, what of it was asked again, and what they lost; read when somebody looks.
 
 use kvbm::ObjectTier;
+use kvbm::Tier;
 use prometheus::core::{Collector, Desc};
 use prometheus::proto::MetricFamily;
-use prometheus::{IntCounter, IntCounterVec, IntGauge, Opts};
+use prometheus::{IntCounterVec, IntGaugeVec, Opts};
 use std::sync::Weak;
 
-/// The requests of the G4 tier. It may go while the registry stays.
+/// The requests of the tiers that other processes share. They may go while the registry stays.
 pub(super) struct Requests {
-    tier: Weak<ObjectTier>,
-    up: IntGauge,
+    tiers: Vec<Weak<ObjectTier>>,
+    up: IntGaugeVec,
     sent: IntCounterVec,
-    lost: IntCounter,
+    lost: IntCounterVec,
 }
 
 impl Requests {
-    pub(super) fn of(tier: Weak<ObjectTier>) -> Result<Self, prometheus::Error> {
+    pub(super) fn of(tiers: Vec<Weak<ObjectTier>>) -> Result<Self, prometheus::Error> {
         let requests = Opts::new(
             "blockyard_store_requests_total",
             "Requests to the shared store: all that were sent; of these, those made again after a failure (retried), those \
              made because a read took too long (hedged), and those of the latter that were answered first (hedge_won).",
         );
+        let up = Opts::new("blockyard_store_up", "1 while the shared store answers, 0 while it does not.");
+        let lost = Opts::new(
+            "blockyard_store_objects_lost_total",
+            "Objects that turned out to be gone or cut; their blocks were recomputed.",
+        );
         Ok(Self {
-            tier,
-            up: IntGauge::new("blockyard_store_up", "1 while the shared store answers, 0 while it does not.")?,
-            sent: IntCounterVec::new(requests, &["kind"])?,
-            lost: IntCounter::new(
-                "blockyard_store_objects_lost_total",
-                "Objects that turned out to be gone or cut; their blocks were recomputed.",
-            )?,
+            tiers,
+            up: IntGaugeVec::new(up, &["tier"])?,
+            sent: IntCounterVec::new(requests, &["tier", "kind"])?,
+            lost: IntCounterVec::new(lost, &["tier"])?,
         })
     }
 }
@@ -39,20 +42,21 @@ impl Collector for Requests {
     }
 
     fn collect(&self) -> Vec<MetricFamily> {
-        if let Some(tier) = self.tier.upgrade() {
-            let counts = tier.counts();
-            self.up.set(tier.is_up().into());
+        for tier in self.tiers.iter().filter_map(Weak::upgrade) {
+            let (counts, level) = (tier.counts(), tier.level().name());
+            self.up.with_label_values(&[level]).set(tier.is_up().into());
             let kinds = [
                 ("sent", counts.requests),
                 ("retried", counts.retries),
                 ("hedged", counts.hedges),
                 ("hedge_won", counts.hedges_won),
             ];
-            for (kind, count) in kinds {
-                let counter = self.sent.with_label_values(&[kind]);
+            let kinds = kinds.map(|(kind, count)| (self.sent.with_label_values(&[level, kind]), count));
+            for (counter, count) in
+                kinds.into_iter().chain([(self.lost.with_label_values(&[level]), tier.lost_objects())])
+            {
                 counter.inc_by(count.saturating_sub(counter.get()));
             }
-            self.lost.inc_by(tier.lost_objects().saturating_sub(self.lost.get()));
         }
         [self.up.collect(), self.sent.collect(), self.lost.collect()].concat()
     }

@@ -1,9 +1,9 @@
-//! The tiers that the workers of this process share: G3 on its own disks, G4 in a store of all.
+//! The tiers that the workers of this process share: G3 on its own disks, a pod's folder, G4 in a store of all.
 
 use super::forms::Forms;
 use super::requests::Requests;
 use super::sizes::Disk;
-use super::upkeep::{Collections, upkeep};
+use super::upkeep::{Collections, pod_upkeep, upkeep};
 use super::workers::now;
 use crate::config::{ByteSize, Config};
 use anyhow::{Context, anyhow, bail};
@@ -25,8 +25,17 @@ use worker::serve::{Announcer, Planes};
 pub(super) struct Stores {
     all: Vec<Store>,
     disk: Weak<DiskTier>,
-    shared: Weak<ObjectTier>,
-    _upkeep: Vec<AbortOnDropHandle<()>>,
+    shared: Vec<Weak<ObjectTier>>,
+    /// Dropped with the stores.
+    upkeep: Vec<AbortOnDropHandle<()>>,
+}
+
+/// A store that other processes share.
+struct Shared {
+    /// Who asked for it.
+    key: &'static str,
+    at: Location,
+    settings: object::Settings,
 }
 
 struct Store {
@@ -59,17 +68,25 @@ impl Stores {
             let folders: Vec<&Path> = disks.iter().map(|disk| disk.folder.as_path()).collect();
             stores.add(name("g3", &folders), forms.dress(tier), log, planes);
         }
+        let requests = config.shared_store.request_timeout.0;
+        if let Some(pod) = &config.tiers.pod {
+            let capacity = Some(pod.budget.0);
+            let settings =
+                object::Settings { level: Level::Pod, capacity, request_timeout: requests, ..Default::default() };
+            let shared = Shared { key: "tiers.pod.path", at: Location::Folder(pod.path.clone()), settings };
+            let id = stores.share(&shared, config, planes, forms).await?;
+            stores.upkeep.push(collections.start(Level::Pod, &shared.at, config, pod_upkeep(pod))?);
+            let same = |location: &Location| shared_id(Level::Pod, location) == id;
+            if config.shared.as_ref().is_some_and(same) {
+                bail!("tiers.pod.path and shared are the same folder; a pod's folder is a tier of its own");
+            }
+        }
         if let Some(location) = &config.shared {
-            let log = Arc::new(EventLog::new(now()));
-            let tier = open_shared(location, config, Arc::clone(&log)).await?;
-            let id = match location {
-                Location::Folder(folder) => name("g4", &[folder]),
-                Location::Cloud { .. } => store_id("g4", [("url", location.to_string().as_bytes())]),
-            };
-            stores.shared = Arc::downgrade(&tier);
-            stores.add(id, forms.dress(tier), log, planes);
+            let settings = object::Settings { request_timeout: requests, ..Default::default() };
+            let shared = Shared { key: "shared", at: location.clone(), settings };
+            stores.share(&shared, config, planes, forms).await?;
             if let Some(upkeep) = upkeep(config) {
-                stores._upkeep.push(collections.start(Level::G4, location, config, upkeep)?);
+                stores.upkeep.push(collections.start(Level::G4, location, config, upkeep)?);
             }
         }
         Ok(stores)
@@ -87,8 +104,8 @@ impl Stores {
 
     /// Lets how full they are be seen in `registry`.
     pub(super) fn observe(&self, registry: &Registry) -> Result<(), prometheus::Error> {
-        if self.shared.strong_count() > 0 {
-            registry.register(Box::new(Requests::of(Weak::clone(&self.shared))?))?;
+        if !self.shared.is_empty() {
+            registry.register(Box::new(Requests::of(self.shared.clone())?))?;
         }
         let gauge =
             |name: &str, help: &str| IntGaugeVec::new(Opts::new(format!("blockyard_store_{name}"), help), &["tier"]);
@@ -131,6 +148,22 @@ impl Stores {
             }
             sleep(Duration::from_millis(2)).await;
         }
+    }
+
+    /// Opens a store that others share, and says what it is called.
+    async fn share(
+        &mut self,
+        shared: &Shared,
+        config: &Config,
+        planes: &Planes,
+        forms: &Forms,
+    ) -> anyhow::Result<StoreId> {
+        let log = Arc::new(EventLog::new(now()));
+        let tier = open_shared(shared, config, Arc::clone(&log)).await?;
+        self.shared.push(Arc::downgrade(&tier));
+        let id = shared_id(shared.settings.level, &shared.at);
+        self.add(id, forms.dress(tier), log, planes);
+        Ok(id)
     }
 
     fn add(&mut self, id: StoreId, tier: Arc<dyn Tier>, log: Arc<EventLog>, planes: &Planes) {
@@ -212,20 +245,27 @@ pub(crate) fn access(config: &Config) -> Access {
 
 /// A store that refuses us is a mistake in the configuration, and ends the start. One that is away is none: it is served
 /// without, and comes back by itself.
-async fn open_shared(location: &Location, config: &Config, log: Arc<EventLog>) -> anyhow::Result<Arc<ObjectTier>> {
-    let settings =
-        object::Settings { request_timeout: config.shared_store.request_timeout.0, ..object::Settings::default() };
-    let tier = ObjectTier::at(location, &access(config), settings, log)
-        .with_context(|| format!("shared = {location} cannot be used"))?;
+async fn open_shared(shared: &Shared, config: &Config, log: Arc<EventLog>) -> anyhow::Result<Arc<ObjectTier>> {
+    let Shared { key, at: location, settings } = shared;
+    let tier = ObjectTier::at(location, &access(config), *settings, log)
+        .with_context(|| format!("{key} = {location} cannot be used"))?;
     match (timeout(CATCH_UP_MAX, tier.settled()).await, location) {
         (Ok(Standing::Refused(why)), Location::Cloud { cloud, .. }) => {
-            bail!("shared = {location}: {why}; {}", cloud.advice())
+            bail!("{key} = {location}: {why}; {}", cloud.advice())
         }
         (Ok(Standing::Ready), _) => {}
         (Err(_), _) => tracing::info!("still learning what rests in {location}; what is not known yet is recomputed"),
         (Ok(_), _) => tracing::warn!("starting without {location}; it is asked again every second"),
     }
     Ok(tier)
+}
+
+/// The name of a store that others share.
+fn shared_id(level: Level, location: &Location) -> StoreId {
+    match location {
+        Location::Folder(folder) => name(level.name(), &[folder]),
+        Location::Cloud { .. } => store_id(level.name(), [("url", location.to_string().as_bytes())]),
+    }
 }
 
 /// The name of a store, the same in every process that reaches the same folders.

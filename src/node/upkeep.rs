@@ -1,11 +1,12 @@
 //! Keeping shared stores within the bounds that the configuration sets: what may stay, who looks, and what is told of it.
 
-use crate::config::{ByteSize, Config};
+use crate::config::{ByteSize, Config, Pod};
 use anyhow::Context;
 use kvbm::object::gc::Policy;
 use kvbm::object::{Amount, Collector, Location, Outcome, Report, Upkeep};
 use kvbm::{Clock, Level};
 use prometheus::{IntCounterVec, Opts, Registry};
+use std::time::Duration;
 use tokio_util::task::AbortOnDropHandle;
 
 /// What may stay in the shared store: the same for `serve` and for whoever collects by hand.
@@ -18,7 +19,24 @@ pub(crate) fn policy(config: &Config) -> Policy {
 pub(super) fn upkeep(config: &Config) -> Option<Upkeep> {
     let policy = policy(config);
     let bounded = policy.budget.is_some() || policy.age_max.is_some();
-    bounded.then(|| Upkeep { policy, every: config.shared_store.collect_every.0 })
+    bounded.then_some(Upkeep { policy, every: config.shared_store.collect_every.0 })
+}
+
+/// What may stay in a pod's folder. What goes is deleted soon: nobody else has the room, and everybody is near.
+pub(crate) fn pod_policy(pod: &Pod) -> Policy {
+    let (budget, age_max) = (Some(pod.budget.0), pod.age_max.map(|span| span.0));
+    Policy { budget, age_max, grace: POD_GRACE, ..Policy::default() }
+}
+
+/// More than a process may sleep through what is said of deletions.
+const POD_GRACE: Duration = Duration::from_mins(2);
+
+/// Looking through a folder costs no money, and a flood fills it in minutes.
+const POD_EVERY: Duration = Duration::from_mins(1);
+
+/// How a pod's folder is looked after.
+pub(super) fn pod_upkeep(pod: &Pod) -> Upkeep {
+    Upkeep { policy: pod_policy(pod), every: POD_EVERY }
 }
 
 /// What came of looking after stores, as metrics.

@@ -2,7 +2,7 @@
 
 #![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
 
-use blockyard::config::{Budget, ByteSize, Coding, Config, Encryption, Listen, Span};
+use blockyard::config::{Budget, ByteSize, Coding, Config, Encryption, Listen, Pod, Span};
 use blockyard::node::Node;
 use kvbm::crypt::KeySource;
 use kvbm::object::Location;
@@ -217,6 +217,36 @@ async fn a_node_answers_from_what_another_put_into_the_shared_folder() {
     let (again, cached) = reader.complete(&prompt).await;
     assert_eq!(again, text);
     assert!(cached >= 600, "{cached} of 640 tokens were cached");
+    reader.node.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_node_answers_from_its_pods_folder_before_it_asks_the_store_of_all() {
+    let [one, two, flash, shared] = [(); 4].map(|()| tempfile::tempdir().unwrap());
+    let sharing = |data: &Path| {
+        let mut config = Config { shared: Some(Location::Folder(shared.path().into())), ..aggregated(data) };
+        config.tiers.pod = Some(Pod { path: flash.path().into(), budget: ByteSize(1 << 30), age_max: None });
+        config
+    };
+    let prompt = prompt(4, 640);
+    let writer = Served::start(sharing(one.path())).await;
+    let (text, _) = writer.complete(&prompt).await;
+    writer.node.shutdown().await;
+    let reader = Served::start(sharing(two.path())).await;
+    for tier in ["pod", "g4"] {
+        let label = format!(r#"tier="{tier}""#);
+        let known = async {
+            while reader.metric("blockyard_store_blocks", &[&label]).await < 39.0 {
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(30), known).await.expect("both have what the writer computed");
+    }
+    let (again, cached) = reader.complete(&prompt).await;
+    assert_eq!(again, text);
+    assert!(cached >= 600, "{cached} of 640 tokens were cached");
+    let hits = async |tier| reader.metric("blockyard_kvbm_hit_blocks_total", &[tier]).await;
+    assert!(hits(r#"tier="pod""#).await >= 38.0 && hits(r#"tier="g4""#).await < 1.0);
     reader.node.shutdown().await;
 }
 

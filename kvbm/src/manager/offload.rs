@@ -58,6 +58,14 @@ const BATCH_BYTES: usize = 16 << 20;
 /// them and is far below the two seconds in which others may expect to see them.
 const LINGER: Duration = Duration::from_millis(100);
 
+/// A batch for a store that others share costs an object and a manifest, whatever is in it. With so many blocks these are few
+/// for each. Smaller ones are bounded: several in a row, as a prompt or a few make them, and then one for each such time, most
+/// of it spent waiting for more. So what comes after a pause goes at once, and a trickle goes in batches; a process that dies
+/// takes no more than these along, and they can be computed again.
+const ENOUGH: usize = 64;
+const SMALL: f64 = 8.0;
+const TRICKLE: Duration = Duration::from_secs(30);
+
 /// A store that takes longer has failed: the lane goes on without its blocks.
 const STORE_LIMIT: Duration = Duration::from_mins(1);
 
@@ -70,7 +78,7 @@ impl Lane {
     pub(super) fn to_host(core: Arc<Core>, below: Vec<Offers>) -> Self {
         Self::spawn(&core.clone(), Level::G2, async move |mut jobs| {
             let size = batch_blocks(&core);
-            while let Some(batch) = next(&mut jobs, size, Duration::ZERO).await {
+            while let Some(batch) = next(&mut jobs, size, &mut Linger::No).await {
                 let copying = core.clone();
                 let kept = blocking(move || copying.copy_to_host(batch.names)).await;
                 for below in &below {
@@ -85,8 +93,8 @@ impl Lane {
         let level = core.tiers[tier].level();
         Self::spawn(&core.clone(), level, async move |mut jobs| {
             let size = batch_blocks(&core);
-            let mut failing = false;
-            while let Some(batch) = next(&mut jobs, size, LINGER).await {
+            let (mut failing, mut linger) = (false, Linger::at(level));
+            while let Some(batch) = next(&mut jobs, size, &mut linger).await {
                 let wanted = batch.names.len();
                 let failed = core.store_in(tier, batch.names).await;
                 // An outage is told twice, at its beginning and its end; the counter tells how much it cost.
@@ -143,16 +151,66 @@ fn batch_blocks(core: &Core) -> usize {
     (BATCH_BYTES / core.device.block_bytes().max(1)).min(source / 4).max(1)
 }
 
-/// Waits for blocks, then up to `linger` for more of them.
-async fn next(jobs: &mut mpsc::Receiver<Job>, size: usize, linger: Duration) -> Option<Batch> {
+/// How long a lane waits for more than one block.
+enum Linger {
+    /// Not at all.
+    No,
+    /// For a moment.
+    Briefly,
+    /// For a moment while so many small batches are left; then longer.
+    Thriftily { left: f64, last: Option<Instant> },
+}
+
+impl Linger {
+    fn at(level: Level) -> Self {
+        match level {
+            Level::Pod | Level::G4 => Self::Thriftily { left: SMALL, last: None },
+            _ => Self::Briefly,
+        }
+    }
+
+    /// A batch begins.
+    fn begin(&mut self, now: Instant) {
+        if let Self::Thriftily { left, last: Some(last) } = self {
+            let pause = now.saturating_duration_since(*last);
+            *left = (*left + pause.as_secs_f64() / TRICKLE.as_secs_f64()).min(SMALL);
+        }
+    }
+
+    /// Until when to wait, with so many blocks of which the first came at `first`.
+    fn until(&self, first: Instant, blocks: usize) -> Instant {
+        match self {
+            Self::No => first,
+            Self::Thriftily { left, .. } if blocks < ENOUGH => {
+                first + LINGER.max(TRICKLE.mul_f64((1.0 - left).max(0.0)))
+            }
+            Self::Briefly | Self::Thriftily { .. } => first + LINGER,
+        }
+    }
+
+    /// A batch goes.
+    fn end(&mut self, now: Instant, blocks: usize) {
+        if let Self::Thriftily { left, last } = self {
+            *last = Some(now);
+            *left = (*left - f64::from(u8::from(blocks < ENOUGH))).max(0.0);
+        }
+    }
+}
+
+/// Waits for blocks, then for more of them.
+async fn next(jobs: &mut mpsc::Receiver<Job>, size: usize, linger: &mut Linger) -> Option<Batch> {
     let mut taken = Vec::with_capacity(size);
     if jobs.recv_many(&mut taken, size).await == 0 {
         return None;
     }
-    let until = Instant::now() + linger;
+    let first = Instant::now();
+    linger.begin(first);
     // Somebody who waits for a mark does not want to linger.
-    while taken.len() < size && !taken.iter().any(|job| matches!(job, Job::Mark(_))) && !linger.is_zero() {
-        let left = size - taken.len();
+    while taken.len() < size && !taken.iter().any(|job| matches!(job, Job::Mark(_))) {
+        let (left, until) = (size - taken.len(), linger.until(first, taken.len()));
+        if until == first {
+            break;
+        }
         match time::timeout_at(until, jobs.recv_many(&mut taken, left)).await {
             Ok(0) | Err(_) => break,
             Ok(_) => {}
@@ -165,6 +223,7 @@ async fn next(jobs: &mut mpsc::Receiver<Job>, size: usize, linger: Duration) -> 
             Job::Mark(mark) => batch.marks.push(mark),
         }
     }
+    linger.end(Instant::now(), batch.names.len());
     Some(batch)
 }
 

@@ -36,6 +36,8 @@ pub(super) struct Catalog {
     limit: usize,
     objects: Mutex<Objects>,
     lost: AtomicU64,
+    /// Bytes of objects that were forgotten because somebody is about to delete them.
+    going: AtomicU64,
 }
 
 /// Numbered by age: what is learned while running counts up, what was there before counts down.
@@ -47,9 +49,9 @@ struct Objects {
 }
 
 impl Catalog {
-    pub(super) fn new(limit: usize, events: Arc<EventLog>) -> Self {
-        let index = Index::new(Level::G4, events);
-        Self { index, limit, objects: Mutex::default(), lost: AtomicU64::new(0) }
+    pub(super) fn new(level: Level, limit: usize, events: Arc<EventLog>) -> Self {
+        let index = Index::new(level, events);
+        Self { index, limit, objects: Mutex::default(), lost: AtomicU64::new(0), going: AtomicU64::new(0) }
     }
 
     /// Adds an object that is newer than all others.
@@ -111,14 +113,17 @@ impl Catalog {
         }
     }
 
-    /// Forgets objects that are about to be deleted.
-    pub(super) fn forget(&self, condemned: impl Fn(ObjectId) -> bool) {
+    /// Forgets objects that are about to be deleted, and says how many bytes they take until then.
+    pub(super) fn forget(&self, condemned: impl Fn(ObjectId) -> bool) -> u64 {
         let mut objects = self.lock();
         let going = |object: &Object| ObjectId::at(&object.path).is_some_and(&condemned);
         let numbers: Vec<i32> = objects.known.iter().filter(|(_, object)| going(object)).map(|(n, _)| *n).collect();
-        for number in numbers {
-            self.remove(&mut objects, number);
-        }
+        numbers.into_iter().filter_map(|number| self.remove(&mut objects, number)).map(|object| object.bytes).sum()
+    }
+
+    /// So many bytes are about to be deleted, and still take room.
+    pub(super) fn going(&self, bytes: u64) {
+        self.going.store(bytes, Ordering::Relaxed);
     }
 
     /// Objects that were lost so far.
@@ -126,9 +131,9 @@ impl Catalog {
         self.lost.load(Ordering::Relaxed)
     }
 
-    /// Bytes of all known objects.
-    pub(super) fn bytes(&self) -> u64 {
-        self.lock().bytes
+    /// Bytes of all known objects, those that are about to be deleted included.
+    pub(super) fn taken(&self) -> u64 {
+        self.lock().bytes + self.going.load(Ordering::Relaxed)
     }
 
     fn lock(&self) -> MutexGuard<'_, Objects> {
@@ -161,7 +166,7 @@ mod tests {
     }
 
     fn catalog(limit: usize) -> Catalog {
-        Catalog::new(limit, Arc::new(EventLog::new(Epoch(1))))
+        Catalog::new(Level::G4, limit, Arc::new(EventLog::new(Epoch(1))))
     }
 
     fn known(catalog: &Catalog) -> Vec<u8> {
@@ -193,6 +198,6 @@ mod tests {
         catalog.lose(0);
         assert_eq!(known(&catalog), [2, 3]);
         catalog.lose(0);
-        assert_eq!((catalog.lost(), catalog.bytes()), (1, Header::LEN as u64));
+        assert_eq!((catalog.lost(), catalog.taken()), (1, Header::LEN as u64));
     }
 }

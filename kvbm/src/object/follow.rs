@@ -36,7 +36,7 @@ pub(super) struct Follower {
     catalog: Arc<Catalog>,
     known: BTreeMap<Writer, Seen>,
     /// What is about to be deleted, by who said so.
-    removals: BTreeMap<Writer, HashSet<ObjectId>>,
+    removals: BTreeMap<Writer, Going>,
     rounds: u64,
     /// The last round that went well.
     awake: Instant,
@@ -44,6 +44,12 @@ pub(super) struct Follower {
     /// Whether what was there at the start is known.
     learned: bool,
     turn: usize,
+}
+
+/// Objects that somebody is about to delete, and the bytes of those that were known.
+struct Going {
+    objects: HashSet<ObjectId>,
+    bytes: u64,
 }
 
 /// How far a writer was read.
@@ -148,15 +154,17 @@ impl Follower {
             };
             let condemned: HashSet<ObjectId> =
                 removal::decode(collector, &bytes).unwrap_or_default().into_iter().collect();
-            self.catalog.forget(|object| condemned.contains(&object));
-            self.removals.insert(collector, condemned);
+            let bytes = self.catalog.forget(|object| condemned.contains(&object));
+            self.removals.insert(collector, Going { objects: condemned, bytes });
         }
+        // A list goes after what it names.
+        self.catalog.going(self.removals.values().map(|going| going.bytes).sum());
         Ok(())
     }
 
     fn is_condemned(&self, writer: Writer, section: &Section) -> bool {
         let object = ObjectId { writer, number: section.object };
-        self.removals.values().any(|condemned| condemned.contains(&object))
+        self.removals.values().any(|going| going.objects.contains(&object))
     }
 
     /// Writers that were not there in the last round.

@@ -11,7 +11,9 @@ pub struct Slot(u32);
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(super) struct Seat(u32);
 
-const STORE: u32 = 1 << 29;
+/// Bits that say which level.
+const LEVEL: u32 = 3;
+const STORE: u32 = 1 << (31 - LEVEL);
 
 impl Slot {
     pub(super) fn worker(number: usize) -> Self {
@@ -45,7 +47,7 @@ impl Seat {
     /// `None` for a level that is not indexed.
     pub(super) fn new(slot: Slot, level: Level) -> Option<Self> {
         let level = LEVELS.iter().position(|at| *at == level)?;
-        Some(Self(slot.0 << 2 | level as u32))
+        Some(Self(slot.0 << LEVEL | level as u32))
     }
 
     pub(super) fn from_raw(raw: u32) -> Self {
@@ -57,11 +59,11 @@ impl Seat {
     }
 
     pub(super) fn slot(self) -> Slot {
-        Slot(self.0 >> 2)
+        Slot(self.0 >> LEVEL)
     }
 
     /// The position of the level in [`LEVELS`].
     pub(super) fn level(self) -> usize {
-        (self.0 & 3) as usize
+        (self.0 & ((1 << LEVEL) - 1)) as usize
     }
 }

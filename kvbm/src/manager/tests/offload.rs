@@ -14,6 +14,29 @@ async fn registered_blocks_rest_in_every_tier_after_a_flush() {
     assert_eq!(site.manager.below(&names(12)), 10);
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_trickle_costs_a_shared_store_few_requests_and_what_comes_alone_goes_at_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = crate::ObjectTier::folder(folder.path(), crate::object::Settings::default(), log()).unwrap();
+    store.caught_up().await;
+    let site = Site::new(2_000, 2_000, vec![store.clone()]);
+    drop(site.compute(0..1));
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    assert_eq!(store.holds(fingerprint(), &names(1)), 1, "nothing was written lately");
+    // Three blocks a second, as one conversation makes them.
+    let (start, before) = (Instant::now(), store.counts().requests);
+    for n in 1..1_801 {
+        drop(site.compute(n..n + 1));
+        tokio::time::sleep_until(start + Duration::from_millis(n as u64 * 333)).await;
+    }
+    site.manager.flush().await;
+    assert_eq!(store.holds(fingerprint(), &names(1_801)), 1_801);
+    // One process alone lists writers every second, and what is about to be deleted every fifth, whoever writes what.
+    let (asked, seconds) = (store.counts().requests - before, start.elapsed().as_secs());
+    let written = asked.saturating_sub(seconds * 6 / 5);
+    assert!((20..90).contains(&written), "{written} requests for 1,800 blocks, {asked} in all");
+}
+
 #[tokio::test]
 async fn without_g2_blocks_go_down_from_the_device() {
     let ssd = at(Level::G3, 0, 0);

@@ -99,7 +99,7 @@ async fn a_writer_whose_first_manifests_are_gone_is_still_followed() {
 async fn one_that_slept_through_a_deletion_finds_what_came_after_it() {
     let shared: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
     let (writer, _) = open_on(shared.clone());
-    let catalog = Arc::new(Catalog::new(1_000, Arc::new(EventLog::new(Epoch(1)))));
+    let catalog = Arc::new(Catalog::new(Level::G4, 1_000, Arc::new(EventLog::new(Epoch(1)))));
     let client = Arc::new(Client::new(shared.clone(), Duration::from_secs(10), 1));
     let stands = watch::Sender::new(Standing::Learning);
     let mut follower = Follower::new(client, Layout::new("kv"), Writer::new(), catalog.clone(), stands);
@@ -117,32 +117,74 @@ async fn one_that_slept_through_a_deletion_finds_what_came_after_it() {
 
 #[tokio::test(start_paused = true)]
 async fn several_collectors_readers_and_writers_at_once_never_yield_a_wrong_byte() {
-    let shared: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
-    let policy = Policy { budget: Some(60_000), ..Policy::default() };
+    let folder = tempfile::tempdir().unwrap();
+    let shared: Arc<dyn ObjectStore> = Arc::new(LocalFileSystem::new_with_prefix(folder.path()).unwrap());
+    // Three conversations.
+    let policy = Policy { budget: Some(110_000), ..Policy::default() };
     let (writer, _) = open_on(shared.clone());
     let (reader, _) = open_on(shared.clone());
     let (one, other) = (collector(&shared), collector(&shared));
-    let mut hits = 0;
-    for seed in 0..30 {
+    let (mut young, mut old) = (0, 0);
+    for seed in 0..30_u64 {
         let blocks = chain(seed, 10);
-        let (loaded, ..) = tokio::join!(
-            load(&*reader, fingerprint(), names(&chain(seed.saturating_sub(2), 10))),
+        let wanted = [seed.saturating_sub(1), seed.saturating_sub(9)].map(|seed| chain(seed, 10));
+        let (lately, long_ago, ..) = tokio::join!(
+            load(&*reader, fingerprint(), names(&wanted[0])),
+            load(&*reader, fingerprint(), names(&wanted[1])),
             store(&*writer, blocks),
             // One of them is far ahead of its time, so that it deletes what others still ask for.
             pass(&one, &policy, Duration::ZERO),
             pass(&other, &policy, LATER),
         );
-        for (loaded, block) in loaded.iter().zip(chain(seed.saturating_sub(2), 10)) {
-            assert!(loaded.as_ref().is_none_or(|loaded| loaded.payload() == block.payload));
-            hits += usize::from(loaded.is_some());
+        for ((loaded, blocks), hits) in [lately, long_ago].iter().zip(&wanted).zip([&mut young, &mut old]) {
+            for (loaded, block) in loaded.iter().zip(blocks) {
+                assert!(loaded.as_ref().is_none_or(|loaded| loaded.payload() == block.payload));
+                *hits += usize::from(loaded.is_some() && seed >= 9);
+            }
+        }
+        // A minute older than what comes next.
+        let written = std::time::SystemTime::now() - Duration::from_secs(60 * (30 - seed));
+        for object in files(folder.path(), "kv/blocks") {
+            let file = fs::File::options().write(true).open(object).unwrap();
+            if file.metadata().unwrap().modified().unwrap() > written {
+                file.set_modified(written).unwrap();
+            }
         }
         seconds(2).await;
     }
-    assert!(hits > 0, "nothing was ever read");
+    assert!(young >= 200, "{young} of 210 young blocks were found, which are never the oldest");
+    assert!(old <= 20, "{old} of 210 old blocks were found, although there is no room for them");
     pass(&one, &policy, Duration::ZERO).await;
     pass(&other, &policy, LATER).await;
     let survey = one.survey(|_, _| ()).await.unwrap();
-    assert!((1..=60_000).contains(&survey.bytes()), "{}", survey.bytes());
+    assert!((1..=110_000).contains(&survey.bytes()), "{}", survey.bytes());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_bounded_store_takes_nothing_more_until_what_goes_has_gone() {
+    let shared: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
+    let (budget, events) = (60_000, Arc::new(EventLog::new(Epoch(1))));
+    let settings = Settings { level: Level::Pod, capacity: Some(budget), ..Settings::default() };
+    let tier = ObjectTier::open(shared.clone(), "kv", settings, events.clone());
+    let full = async |seed| {
+        let answers = tier.store(chain(seed, 10)).await;
+        answers.iter().any(|answer| matches!(answer, Err(StoreError::Full)))
+    };
+    let mut seed = 0;
+    while !full(seed).await {
+        seed += 1;
+        assert!(seed < 10, "it takes everything");
+    }
+    let object = chain(0, 10).iter().map(|block| Header::LEN as u64 + block.header.length).sum::<u64>();
+    assert!((budget..budget * 9 / 8 + 2 * object).contains(&tier.usage().bytes), "{:?}", tier.usage());
+    let (collector, policy) = (collector(&shared), Policy { budget: Some(budget), ..Policy::default() });
+    pass(&collector, &policy, Duration::ZERO).await;
+    seconds(8).await;
+    assert!(tier.usage().blocks * 3_000 < budget && full(99).await, "named as going, and still there");
+    pass(&collector, &policy, LATER).await;
+    seconds(8).await;
+    assert!(tier.usage().bytes <= budget && !full(99).await, "{:?}", tier.usage());
+    assert_eq!(announced(&events, Level::Pod).len() as u64, tier.usage().blocks);
 }
 
 #[tokio::test(start_paused = true)]
