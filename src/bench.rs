@@ -9,7 +9,6 @@ mod expect;
 mod raw;
 mod tiers;
 
-use crate::cli::assignment;
 use crate::config::{ByteSize, Config, Flag, Sources};
 use anyhow::anyhow;
 use clap::{Args, Subcommand};
@@ -65,7 +64,7 @@ struct Io {
     config: Option<PathBuf>,
 
     /// Sets any key of the configuration; may be repeated
-    #[arg(long, value_name = "KEY=VALUE", value_parser = assignment)]
+    #[arg(long, value_name = "KEY=VALUE")]
     set: Vec<Flag>,
 
     /// Bytes of a block

@@ -1,7 +1,6 @@
 //! `blockyard cache`: looks after the shared store, beside whoever serves from it. What it found goes to standard output,
 //! progress to standard error.
 
-use crate::cli::assignment;
 use crate::config::{ByteSize, Config, Flag, Sources, Span};
 use crate::node::{forms, stores, upkeep};
 use anyhow::{Context, bail};
@@ -94,7 +93,7 @@ struct Place {
     config: Option<PathBuf>,
 
     /// Sets any key of the configuration; may be repeated
-    #[arg(long, value_name = "KEY=VALUE", value_parser = assignment)]
+    #[arg(long, value_name = "KEY=VALUE")]
     set: Vec<Flag>,
 
     /// Print for programs, as JSON

@@ -74,7 +74,7 @@ pub struct Serve {
     config: Option<PathBuf>,
 
     /// Sets any key of the configuration; may be repeated
-    #[arg(long, value_name = "KEY=VALUE", value_parser = assignment)]
+    #[arg(long, value_name = "KEY=VALUE")]
     set: Vec<Flag>,
 
     /// Print the configuration and where each value came from, and end
@@ -101,10 +101,6 @@ impl Serve {
         // Flags of their own come last: who writes `--listen` means it.
         Sources::of_process(self.config.clone(), self.set.iter().cloned().chain(own).collect())
     }
-}
-
-pub(crate) fn assignment(text: &str) -> Result<Flag, String> {
-    Flag::set(text).ok_or_else(|| "expected KEY=VALUE, like router.policy=round-robin".into())
 }
 
 #[cfg(test)]

@@ -8,6 +8,7 @@ use kvbm::crypt::KeySource;
 use kvbm::object::Credentials;
 use router::Preset;
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 
 /// Every environment variable of ours begins with this; two underscores stand for a dot.
 const PREFIX: &str = "BLOCKYARD_";
@@ -105,13 +106,17 @@ impl Flag {
     pub fn own(name: &str, key: &str, value: &str) -> Self {
         Self { name: name.into(), key: key.into(), value: value.into() }
     }
+}
 
-    /// `--set key=value`; `None` when it has no key or no value.
-    pub fn set(assignment: &str) -> Option<Self> {
-        let (key, value) = assignment.split_once('=')?;
-        let key = key.trim();
-        let name = format!("--set {assignment}");
-        (!key.is_empty()).then(|| Self { name, key: key.into(), value: read(value.trim()) })
+/// What `--set` takes: `key=value`.
+impl FromStr for Flag {
+    type Err = &'static str;
+
+    fn from_str(assignment: &str) -> Result<Self, Self::Err> {
+        let parts = assignment.split_once('=').map(|(key, value)| (key.trim(), value.trim()));
+        let (key, value) =
+            parts.filter(|(key, _)| !key.is_empty()).ok_or("expected KEY=VALUE, like router.policy=round-robin")?;
+        Ok(Self { name: format!("--set {assignment}"), key: key.into(), value: read(value) })
     }
 }
 

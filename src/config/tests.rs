@@ -2,7 +2,7 @@ use super::*;
 use std::io::Write;
 
 fn set(assignment: &str) -> Flag {
-    Flag::set(assignment).unwrap()
+    assignment.parse().unwrap()
 }
 
 fn file(text: &str) -> tempfile::NamedTempFile {
