@@ -12,7 +12,6 @@
 //! second. Of several paths each has its own log, budget and lock; one index tells what rests on all of them. A path that fails
 //! costs its blocks and nothing else, and comes back by itself (`volume`). What one might look for here and will not find: eviction of single blocks, and any `fsync`.
 
-mod coming;
 mod direct;
 mod listing;
 mod load;
@@ -32,10 +31,10 @@ mod volume;
 
 pub use settings::{OpenError, Settings};
 
+use crate::claim::Claims;
 use crate::index::Index;
 use crate::tier::{LoadError, Loaded, StoreError, Tier, Usage};
 use crate::{Block, Date, EventLog, Fingerprint, Level, SequenceHash};
-use coming::Coming;
 use direct::Pool;
 use futures::future::{BoxFuture, FutureExt};
 use futures::stream::{self, BoxStream, StreamExt};
@@ -61,7 +60,7 @@ pub struct DiskTier {
     volumes: Vec<Arc<Volume>>,
     shared: Shared,
     spread: Mutex<Spread>,
-    coming: Coming,
+    claims: Claims,
     recovered: watch::Sender<bool>,
     runtime: Handle,
 }
@@ -169,8 +168,8 @@ impl DiskTier {
             volume.fail();
         }
         let (recovered, _) = watch::channel(false);
-        let (spread, coming, runtime) = (Mutex::default(), Coming::default(), Handle::current());
-        Ok(Arc::new(Self { volumes, shared, spread, coming, recovered, runtime }))
+        let (spread, claims, runtime) = (Mutex::default(), Claims::default(), Handle::current());
+        Ok(Arc::new(Self { volumes, shared, spread, claims, recovered, runtime }))
     }
 
     fn recover(&self) {
@@ -205,7 +204,7 @@ impl DiskTier {
         if self.shared.index.get(fingerprint, name).is_some() {
             return Offered::Answered(Ok(()));
         }
-        let claim = match self.coming.claim(fingerprint, name) {
+        let claim = match self.claims.claim(fingerprint, name) {
             Ok(claim) => claim,
             Err(other) => return Offered::Coming(other),
         };

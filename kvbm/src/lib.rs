@@ -78,6 +78,7 @@
 
 mod announce;
 pub mod block;
+mod claim;
 mod clock;
 pub mod codec;
 #[cfg(test)]

@@ -28,6 +28,7 @@ mod standing;
 mod tests;
 mod upkeep;
 
+use crate::claim::Claims;
 use crate::run::{self, Run, Wanted};
 use crate::tier::{LoadError, Loaded, StoreError, Tier, Usage};
 use crate::{Block, Corrupt, Date, EventLog, Fingerprint, Header, Level, SequenceHash};
@@ -52,6 +53,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::{Semaphore, mpsc, oneshot, watch};
+use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 pub use upkeep::{Outcome, Upkeep};
 
@@ -120,6 +122,8 @@ pub struct ObjectTier {
     client: Arc<Client>,
     catalog: Arc<Catalog>,
     jobs: mpsc::Sender<Job>,
+    /// Workers of one process share the tier, and often offer the same blocks.
+    claims: Claims,
     room: Arc<Semaphore>,
     standing: watch::Receiver<Standing>,
     _tasks: [AbortOnDropHandle<()>; 2],
@@ -143,7 +147,8 @@ impl ObjectTier {
         let tasks = [tokio::spawn(follower.run()), tokio::spawn(packer.run(waiting))].map(AbortOnDropHandle::new);
         let room = Arc::new(Semaphore::new(QUEUE));
         let Settings { level, capacity, .. } = settings;
-        Arc::new(Self { level, capacity, client, catalog, jobs, room, standing, _tasks: tasks })
+        let claims = Claims::default();
+        Arc::new(Self { level, capacity, client, catalog, jobs, claims, room, standing, _tasks: tasks })
     }
 
     /// Opens a folder, local or mounted, as a store. Makes the folder if it is not there.
@@ -199,21 +204,52 @@ impl ObjectTier {
         self.client.counts()
     }
 
-    fn offer(&self, block: Block) -> Result<oneshot::Receiver<pack::Answer>, StoreError> {
-        let bytes = Header::LEN as u64 + block.header.length;
+    fn offer(&self, block: Block) -> Result<Offered, StoreError> {
+        let Header { fingerprint, name, .. } = block.header;
+        let claim = match self.claims.claim(fingerprint, name) {
+            Ok(claim) => claim,
+            Err(other) => return Ok(Offered::Coming(fingerprint, name, other)),
+        };
+        // After the claim: until then somebody else may have stored it.
+        if self.catalog.index.get(fingerprint, name).is_some() {
+            return Ok(Offered::There);
+        }
         if self.capacity.is_some_and(|most| self.catalog.taken() > most.saturating_add(most / OVER)) {
             return Err(StoreError::Full);
         }
+        let bytes = Header::LEN as u64 + block.header.length;
         // A block larger than the queue takes all of it.
         let bytes = u32::try_from(bytes).map_err(|_| StoreError::Full)?.min(QUEUE as u32);
         let room = self.room.clone().try_acquire_many_owned(bytes).map_err(|_| StoreError::Busy)?;
         let (answer, waiting) = oneshot::channel();
-        self.jobs.try_send(Job { block, answer, room }).map_err(|refused| match refused {
+        self.jobs.try_send(Job { block, answer, claim, room }).map_err(|refused| match refused {
             mpsc::error::TrySendError::Full(_) => StoreError::Busy,
             mpsc::error::TrySendError::Closed(_) => StoreError::Io(died()),
         })?;
-        Ok(waiting)
+        Ok(Offered::Waits(waiting))
     }
+
+    /// How an offer ends.
+    async fn end(&self, offered: Offered) -> Result<(), StoreError> {
+        match offered {
+            Offered::There => Ok(()),
+            Offered::Waits(answer) => answer.await.unwrap_or_else(|_| Err(died().into())),
+            Offered::Coming(fingerprint, name, other) => {
+                other.cancelled().await;
+                self.catalog.index.get(fingerprint, name).map(|_| ()).ok_or(StoreError::Busy)
+            }
+        }
+    }
+}
+
+/// What became of a block that was offered.
+enum Offered {
+    /// It rests already.
+    There,
+    /// It waits for its object.
+    Waits(oneshot::Receiver<pack::Answer>),
+    /// Somebody else stores it.
+    Coming(Fingerprint, SequenceHash, CancellationToken),
 }
 
 impl Tier for ObjectTier {
@@ -252,17 +288,12 @@ impl Tier for ObjectTier {
     }
 
     fn store(&self, blocks: Vec<Block>) -> BoxFuture<'_, Vec<Result<(), StoreError>>> {
-        let offer = |block: Block| {
-            let known = self.catalog.index.get(block.header.fingerprint, block.header.name).is_some();
-            if known { Ok(None) } else { self.offer(block).map(Some) }
-        };
-        let offered: Vec<_> = blocks.into_iter().map(offer).collect();
+        let offered: Vec<_> = blocks.into_iter().map(|block| self.offer(block)).collect();
         async move {
             let mut answers = Vec::with_capacity(offered.len());
             for offered in offered {
                 answers.push(match offered {
-                    Ok(Some(waiting)) => waiting.await.unwrap_or_else(|_| Err(died().into())),
-                    Ok(None) => Ok(()),
+                    Ok(offered) => self.end(offered).await,
                     Err(refused) => Err(refused),
                 });
             }

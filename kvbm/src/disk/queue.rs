@@ -1,7 +1,7 @@
 //! What waits to be written, and how many are writing.
 
-use super::coming::Claim;
 use super::record::Record;
+use crate::claim::Claim;
 use crate::{Block, Fingerprint, Header, SequenceHash, StoreError};
 use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};

@@ -13,6 +13,7 @@ use super::catalog::{Catalog, paths};
 use super::client::Client;
 use super::layout::{Layout, Writer};
 use super::manifest::{self, Entry, Section};
+use crate::claim::Claim;
 use crate::{Block, DomainId, Fingerprint, Header, Keep, StoreError};
 use bytes::Bytes;
 use object_store::{PutPayload, path::Path};
@@ -39,6 +40,8 @@ pub(super) type Answer = Result<(), StoreError>;
 pub(super) struct Job {
     pub(super) block: Block,
     pub(super) answer: oneshot::Sender<Answer>,
+    /// Nobody else stores it meanwhile.
+    pub(super) claim: Claim,
     /// Room in the queue, until the answer.
     pub(super) room: OwnedSemaphorePermit,
 }
@@ -139,6 +142,7 @@ impl Packer {
             Err(error) => Err(error),
         };
         for job in jobs {
+            drop(job.claim);
             let copy = |error: &io::Error| io::Error::new(error.kind(), error.to_string());
             let _ = job.answer.send(written.as_ref().copied().map_err(|error| StoreError::Io(copy(error))));
             drop(job.room);

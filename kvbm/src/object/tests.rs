@@ -146,6 +146,18 @@ async fn an_object_holds_blocks_of_one_domain() {
     assert!(all(&load(&*again, fingerprint(), names(&blocks)).await));
 }
 
+#[tokio::test(start_paused = true)]
+async fn what_two_workers_of_a_process_store_at_once_is_written_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let (tier, _) = open_in(folder.path(), Settings { object_bytes: 20_000, ..Settings::default() });
+    let blocks = chain(1, 24);
+    let (one, other) = tokio::join!(tier.store(blocks.clone()), tier.store(blocks[4..].to_vec()));
+    assert!(one.iter().chain(&other).all(Result::is_ok));
+    let written: u64 = files(folder.path(), "blocks").iter().map(|path| fs::metadata(path).unwrap().len()).sum();
+    let bytes = |block: &Block| Header::LEN as u64 + block.header.length;
+    assert_eq!(written, blocks.iter().map(bytes).sum::<u64>());
+}
+
 #[tokio::test]
 async fn requests_are_far_fewer_than_blocks() {
     let shared = Arc::new(flaky::Flaky::default());

@@ -1,4 +1,4 @@
-//! Which blocks are on their way to rest, so that none is written twice.
+//! Which blocks are on their way to rest in a tier, so that none is written twice.
 
 use crate::{Fingerprint, SequenceHash};
 use std::collections::HashMap;
@@ -10,17 +10,17 @@ type Key = (Fingerprint, SequenceHash);
 
 /// The blocks that wait or are being written.
 #[derive(Clone, Default)]
-pub(super) struct Coming(Arc<Mutex<HashMap<Key, CancellationToken>>>);
+pub(crate) struct Claims(Arc<Mutex<HashMap<Key, CancellationToken>>>);
 
-impl Coming {
+impl Claims {
     /// The right to write a block, or what to wait for when somebody has it.
-    pub(super) fn claim(&self, fingerprint: Fingerprint, name: SequenceHash) -> Result<Claim, CancellationToken> {
+    pub(crate) fn claim(&self, fingerprint: Fingerprint, name: SequenceHash) -> Result<Claim, CancellationToken> {
         let key = (fingerprint, name);
         match self.0.lock().unwrap_or_else(PoisonError::into_inner).entry(key) {
             Entry::Occupied(other) => Err(other.get().clone()),
             Entry::Vacant(free) => {
                 free.insert(CancellationToken::new());
-                Ok(Claim { coming: self.clone(), key })
+                Ok(Claim { claims: self.clone(), key })
             }
         }
     }
@@ -28,14 +28,14 @@ impl Coming {
 
 /// The right to write a block. Dropping it, when the block rests or does not, lets the others look.
 #[must_use]
-pub(super) struct Claim {
-    coming: Coming,
+pub(crate) struct Claim {
+    claims: Claims,
     key: Key,
 }
 
 impl Drop for Claim {
     fn drop(&mut self) {
-        let gone = self.coming.0.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.key);
+        let gone = self.claims.0.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.key);
         if let Some(token) = gone {
             token.cancel();
         }
