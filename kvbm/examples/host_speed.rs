@@ -92,7 +92,7 @@ async fn measure(block: usize) -> [f64; 3] {
         // G1 forgets them; G2 has them.
         drop(manager.allocate(count).expect("nothing is held"));
         let start = Instant::now();
-        let onboarded = manager.onboard(&names, Recompute { seconds_per_block: Some(1.0) }).await;
+        let onboarded = manager.onboard(&names, Recompute { seconds_per_block: Some(1.0), by: None }).await;
         // Now and then the plan leaves a block to the engine: what counts is the time for each that came up.
         let up = start.elapsed().mul_f64(count as f64 / onboarded.blocks.len().max(1) as f64);
         drop(onboarded);

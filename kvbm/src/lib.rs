@@ -63,7 +63,7 @@
 //! // Other work takes the whole device; later the blocks come back from G2, if that is faster than computing.
 //! drop(manager.allocate(4));
 //! assert_eq!(manager.below(&names), 2);
-//! let recompute = Recompute { seconds_per_block: Some(0.1) };
+//! let recompute = Recompute { seconds_per_block: Some(0.1), by: None };
 //! let onboarded = manager.onboard(&names, recompute).await;
 //! assert_eq!(onboarded.from, [(Level::G2, 2)]);
 //!

@@ -72,11 +72,13 @@ pub(crate) struct Core {
     poisoned: AtomicBool,
 }
 
-/// What recomputing costs, as measured by the engine.
+/// What recomputing costs, as measured by the engine, and what is at stake.
 #[derive(Clone, Copy, PartialEq, Debug, Default)]
 pub struct Recompute {
     /// Seconds to compute one block; `None` while nothing was measured.
     pub seconds_per_block: Option<f64>,
+    /// When the last of the blocks must be there, loaded or computed, if they are to be of use.
+    pub by: Option<Instant>,
 }
 
 /// The blocks that an onboarding brought.
@@ -324,8 +326,8 @@ impl Inner {
         recompute: Recompute,
         wake: Arc<Notify>,
     ) -> Onboarding {
-        let (inner, seconds_per_block) = (self.clone(), recompute.seconds_per_block);
-        Onboarding::start(|shared| Job { inner, sources, names, seconds_per_block, shared }, wake)
+        let inner = self.clone();
+        Onboarding::start(|shared| Job { inner, sources, names, recompute, shared }, wake)
     }
 
     async fn onboard(

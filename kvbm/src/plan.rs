@@ -11,6 +11,9 @@
 //! [`plan`] divides the blocks by measured speeds; what was not measured is tried. [`Patience`] guards against every
 //! estimate being wrong: before it computes, a request waits a fixed grace at most, and beyond it only as long as what *has
 //! arrived* saved. After that nothing is waited for: what arrives is skipped, what does not is computed.
+//!
+//! With a deadline, nothing is waited for that would make a request late which computing keeps in time, and nothing is
+//! loaded that would come after it.
 
 use std::time::Duration;
 
@@ -92,9 +95,13 @@ impl Patience {
     /// While nobody knows what recomputing costs: bounded, and enough to read a gigabyte from one SSD that keeps talking.
     const UNKNOWN: Self = Self { grace: Duration::from_secs(2), per_block: Duration::ZERO, silence: Self::GRACE };
 
-    /// For `head` blocks of the stretches that cost `cost` seconds each to compute.
-    fn of(stretches: &[Stretch], head: usize, cost: f64) -> Self {
-        let grace = Self::GRACE.max(seconds(head as f64 * cost * Self::SHARE));
+    /// For `head` blocks of the stretches that cost `cost` seconds each to compute, when there are `slack` seconds to lose.
+    fn of(stretches: &[Stretch], head: usize, cost: f64, slack: f64) -> Self {
+        let mut grace = Self::GRACE.max(seconds(head as f64 * cost * Self::SHARE));
+        if slack >= 0.0 {
+            // What computing keeps in time, waiting must not make late.
+            grace = grace.min(seconds(slack));
+        }
         let mut left = head;
         let mut silence = Duration::ZERO;
         for stretch in stretches {
@@ -104,7 +111,7 @@ impl Patience {
             left = left.saturating_sub(stretch.blocks);
             silence = silence.max(match stretch.known {
                 // Four times what it usually takes, and two hiccups: then something has happened to it.
-                Known::Speed(measured) => seconds(4.0 * measured.first() + 2.0 * FREE),
+                Known::Speed(measured) => seconds(4.0 * measured.first().max(measured.seconds_per_block) + 2.0 * FREE),
                 Known::Nothing | Known::Silent => Self::GRACE,
             });
         }
@@ -126,16 +133,21 @@ const FREE: f64 = 0.02;
 const WORTH: f64 = 0.1;
 
 /// Which of the blocks that tiers hold are worth loading, and when. `recompute`: seconds to compute one block, when known.
-pub(crate) fn plan(stretches: &[Stretch], recompute: Option<f64>) -> Plan {
+/// `left`: seconds until the last of them must be there, when there is a deadline.
+pub(crate) fn plan(stretches: &[Stretch], recompute: Option<f64>, left: Option<f64>) -> Plan {
     let total = stretches.iter().map(|stretch| stretch.blocks).sum::<usize>();
     // What follows a silent tier's blocks is of no use before the engine has computed those.
     let trusted = stretches.iter().take_while(|stretch| stretch.known != Known::Silent).map(|s| s.blocks).sum();
+    let left = left.unwrap_or(f64::INFINITY);
     let Some(cost) = recompute.filter(|cost| cost.is_finite() && *cost >= 0.0) else {
-        return Plan { head: trusted, tail: total - trusted, patience: Patience::UNKNOWN };
+        return in_time(stretches, trusted, total - trusted, left, Patience::UNKNOWN);
     };
-    let heads = || heads(stretches).filter(|head| *head <= trusted);
+    // What computing has to spare. With nothing to spare, nothing is free.
+    let slack = left - total as f64 * cost;
+    let free = slack.clamp(0.0, FREE);
+    let heads = || heads(stretches, free).filter(|head| *head <= trusted);
     let by = |seconds: &dyn Fn(usize) -> f64| heads().min_by(|a, b| seconds(*a).total_cmp(&seconds(*b))).unwrap_or(0);
-    let beyond = |head| (load_seconds(stretches, head, 0) - FREE).max(0.0) + (total - head) as f64 * cost;
+    let beyond = |head| (load_seconds(stretches, head, 0) - free).max(0.0) + (total - head) as f64 * cost;
     let alone = by(&beyond);
     // Asking a silent tier costs nothing: the engine computes meanwhile, and skips what arrives.
     let (mut head, mut tail) = (alone, if cost > 0.0 { total - alone.max(trusted) } else { 0 });
@@ -143,25 +155,35 @@ pub(crate) fn plan(stretches: &[Stretch], recompute: Option<f64>) -> Plan {
         let met = |head| finish(stretches, head, meeting_point(stretches, head, cost), cost);
         let (both, one_end) = (by(&met), finish(stretches, alone, 0, cost));
         let gain = one_end - met(both);
-        if gain > FREE && gain > WORTH * one_end {
+        if gain > 0.0 && one_end > left || gain > FREE && gain > WORTH * one_end {
             (head, tail) = (both, meeting_point(stretches, both, cost));
         }
     }
-    Plan { head, tail, patience: Patience::of(stretches, head, cost) }
+    in_time(stretches, head, tail, left, Patience::of(stretches, head, cost, slack))
+}
+
+/// Only what the tiers deliver within `left` seconds: later it would be of no use, and hold up others.
+fn in_time(stretches: &[Stretch], head: usize, tail: usize, left: f64, patience: Patience) -> Plan {
+    let head = most(head, |head| load_seconds(stretches, head, 0) <= left);
+    Plan { head, tail: most(tail, |tail| load_seconds(stretches, head, tail) <= left), patience }
 }
 
 /// The tail for which computing what lies before it takes as long as loading it, or a block less.
 fn meeting_point(stretches: &[Stretch], head: usize, cost: f64) -> usize {
     let total = stretches.iter().map(|stretch| stretch.blocks).sum::<usize>();
     // More tail: later loaded, earlier computed. So the two cross once.
-    let computed_last = |tail: usize| {
+    most(total - head, |tail| {
         let computed = load_seconds(stretches, head, 0) + (total - head - tail) as f64 * cost;
         computed >= load_seconds(stretches, head, tail)
-    };
-    let (mut least, mut most) = (0, total - head);
+    })
+}
+
+/// The largest number up to `limit` that fits, when all smaller ones fit too; 0 when none does.
+fn most(limit: usize, fits: impl Fn(usize) -> bool) -> usize {
+    let (mut least, mut most) = (0, limit);
     while least < most {
         let middle = least.midpoint(most + 1);
-        if computed_last(middle) {
+        if fits(middle) {
             least = middle;
         } else {
             most = middle - 1;
@@ -178,8 +200,8 @@ fn finish(stretches: &[Stretch], head: usize, tail: usize, cost: f64) -> f64 {
 }
 
 /// Where the head may end with the least time. Time is convex within a stretch, bent only where the stretch's tier begins to
-/// take longer than all others (and longer than nothing): so at that bend, or at the end.
-fn heads(stretches: &[Stretch]) -> impl Iterator<Item = usize> {
+/// take longer than all others (and longer than what is `free`): so at that bend, or at the end.
+fn heads(stretches: &[Stretch], free: f64) -> impl Iterator<Item = usize> {
     let mut heads = Vec::with_capacity(3 * stretches.len() + 1);
     let mut before = 0;
     heads.push(before);
@@ -188,7 +210,7 @@ fn heads(stretches: &[Stretch]) -> impl Iterator<Item = usize> {
             && measured.seconds_per_block > 0.0
         {
             let asked = asked(stretches, stretch.tier, before, 0);
-            let hidden = load_seconds(stretches, before, 0).max(FREE)
+            let hidden = load_seconds(stretches, before, 0).max(free)
                 - if asked == 0 { measured.first() } else { measured.seconds(asked) };
             // The tier's first block costs its latency and nothing more.
             let first = f64::from(u8::from(asked == 0));

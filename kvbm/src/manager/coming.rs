@@ -36,16 +36,10 @@ impl Coming {
         self.claim(self.lock(), names)
     }
 
-    fn claim(&self, mut coming: MutexGuard<'_, ByName<watch::Receiver<()>>>, names: &[SequenceHash]) -> Bringing<'_> {
-        let (steps, receiver) = watch::channel(());
-        let mut ours = NameSet::default();
-        for name in names {
-            coming.entry(*name).or_insert_with(|| {
-                ours.insert(*name);
-                receiver.clone()
-            });
-        }
-        Bringing { coming: self, ours, steps }
+    fn claim(&self, coming: MutexGuard<'_, ByName<watch::Receiver<()>>>, names: &[SequenceHash]) -> Bringing<'_> {
+        let mut bringing = Bringing { coming: self, ours: NameSet::default(), steps: watch::Sender::new(()) };
+        bringing.add(coming, names);
+        bringing
     }
 
     fn lock(&self) -> MutexGuard<'_, ByName<watch::Receiver<()>>> {
@@ -54,6 +48,20 @@ impl Coming {
 }
 
 impl Bringing<'_> {
+    /// Begins to bring those of `names` that nobody brings, too.
+    pub(super) fn bring_more(&mut self, names: &[SequenceHash]) {
+        self.add(self.coming.lock(), names);
+    }
+
+    fn add(&mut self, mut coming: MutexGuard<'_, ByName<watch::Receiver<()>>>, names: &[SequenceHash]) {
+        for name in names {
+            coming.entry(*name).or_insert_with(|| {
+                self.ours.insert(*name);
+                self.steps.subscribe()
+            });
+        }
+    }
+
     /// Some more of them are in G1.
     pub(super) fn step(&self) {
         self.steps.send_replace(());
@@ -108,5 +116,8 @@ mod tests {
         let rest = coming.bring_rest(&names(4)[1..]);
         assert_eq!([1, 2, 3].map(|at| rest.brings(&names(4)[at])), [false, false, true]);
         drop(middle);
+        let mut rest = rest;
+        rest.bring_more(&names(4));
+        assert!(names(4).iter().all(|name| rest.brings(name)), "what was the first one's is free");
     }
 }

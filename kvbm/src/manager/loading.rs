@@ -6,6 +6,9 @@
 //!   for as long as it takes      for as long as it pays                           until the engine meets it
 //! ```
 //!
+//! While the engine waits, the plan is made anew every [`Patience::GRACE`] with what the tiers have shown meanwhile: of one
+//! that nobody had measured, or that has become slow, the rest may better come from the end.
+//!
 //! What one tier fails to deliver is asked of the next. Dropping a load stops its reads, and still learns from them: a tier
 //! that hangs is found out even by clients who do not wait for it.
 
@@ -13,11 +16,12 @@ mod asking;
 mod writing;
 
 use super::Inner;
+use super::Recompute;
 use super::coming::Bringing;
 use super::onboard::Shared;
 use super::source::{Located, Source, extent, locate, stretches};
 use crate::block::Block;
-use crate::plan::{Patience, Plan};
+use crate::plan::{Known, Patience, Plan};
 use crate::{Level, SequenceHash};
 use asking::{Answer, Watch};
 use futures::stream::{BoxStream, FuturesUnordered, SelectAll, StreamExt};
@@ -59,18 +63,27 @@ pub(super) struct Job {
     pub(super) inner: Arc<Inner>,
     pub(super) sources: Vec<Source>,
     pub(super) names: Vec<SequenceHash>,
-    pub(super) seconds_per_block: Option<f64>,
+    pub(super) recompute: Recompute,
     pub(super) shared: Arc<Shared>,
 }
 
 impl Job {
-    /// Where the names from `lead` on are, and what to do about it, given the room.
-    pub(super) fn plan(&self, lead: usize, now: Instant) -> (Located, Plan) {
+    /// Where the names from `lead` on are, and what to do about it, given the room and what is `known` of the sources.
+    pub(super) fn plan(&self, lead: usize, now: Instant, known: impl Fn(usize) -> Known) -> (Located, Plan) {
         let located = locate(&self.inner.core, &self.sources, &self.names[lead..], now);
-        let mut plan = crate::plan::plan(&stretches(&self.sources, &located, now), self.seconds_per_block);
+        let Recompute { seconds_per_block: cost, by } = self.recompute;
+        // What no tier holds is computed in any case, after what some do.
+        let beyond = (self.names.len() - lead - extent(&located)) as f64 * cost.unwrap_or(0.0);
+        let left = by.map(|by| seconds_until(by, now) - beyond);
+        let mut plan = crate::plan::plan(&stretches(&located, known), cost, left);
         plan.head = plan.head.min(self.inner.core.pool.available());
         (located, plan)
     }
+}
+
+/// Negative when it has passed.
+fn seconds_until(then: Instant, now: Instant) -> f64 {
+    then.saturating_duration_since(now).as_secs_f64() - now.saturating_duration_since(then).as_secs_f64()
 }
 
 /// When the engine could begin to compute, and how many blocks were there then.
@@ -91,7 +104,8 @@ enum Phase {
     /// The engine is busy with others.
     Ahead,
     /// The engine waits for the blocks before `goal`.
-    Waiting { turn: Turn, goal: usize, patience: Patience },
+    /// At `review` the plan is made anew.
+    Waiting { turn: Turn, goal: usize, patience: Patience, review: Instant },
     /// The engine computes.
     Computing,
 }
@@ -172,8 +186,11 @@ impl<'a> Loading<'a> {
             tokio::select! {
                 biased;
                 // First, so that sources which always have something ready do not outrun it.
-                () = &mut limit => self.out_of_patience(),
-                since = self.job.shared.turned(), if matches!(self.phase, Phase::Ahead) => self.turn(since),
+                () = &mut limit => self.time_is_up(),
+                since = self.job.shared.turned(), if matches!(self.phase, Phase::Ahead) => {
+                    // The engine is ready for these blocks: from now on every moment counts.
+                    self.plan_anew(Turn { since, had: self.lead });
+                }
                 Some(written) = self.writes.next() => match written {
                     Ok(written) => self.place(written),
                     Err(error) => match error.try_into_panic() {
@@ -195,26 +212,30 @@ impl<'a> Loading<'a> {
         }
     }
 
-    /// The engine is ready for these blocks: from now on every moment counts.
-    fn turn(&mut self, since: Instant) {
-        let (located, plan) = self.job.plan(self.lead, Instant::now());
-        let (lead, end) = (self.lead, self.lead + extent(&located));
+    /// Keeps to what is best from here on.
+    fn plan_anew(&mut self, turn: Turn) {
+        let now = Instant::now();
+        let (located, plan) = self.job.plan(self.lead, now, |source| self.known(source, now));
+        let end = self.lead + extent(&located);
         self.todo.iter_mut().for_each(VecDeque::clear);
-        let goal = lead + plan.head;
-        if self.places[goal..].iter().any(|place| matches!(place, Place::Asked(_))) {
-            // More is on its way than is worth waiting for, in an order that was right while there was time.
+        let (goal, tail) = (self.lead + plan.head, end - plan.tail);
+        if self.places[goal..tail].iter().any(|place| matches!(place, Place::Asked(_))) {
+            // More is on its way than is worth loading, in an order that was right while there was time.
             self.recall();
             self.todo.iter_mut().for_each(VecDeque::clear);
         }
-        self.intend(lead, &located);
-        self.keep_to(Turn { since, had: lead }, plan, end);
+        self.intend(self.lead, &located);
+        // Ahead of its turn a request may bring no more than its share.
+        self.bringing.bring_more(&self.job.names[self.lead..end]);
+        self.keep_to(turn, plan, end);
     }
 
     fn keep_to(&mut self, turn: Turn, plan: Plan, end: usize) {
         let goal = self.lead + plan.head;
-        let tail = end.saturating_sub(plan.tail);
+        let tail = end - plan.tail;
         self.todo.iter_mut().for_each(|todo| todo.retain(|index| *index < goal || *index >= tail));
-        self.phase = Phase::Waiting { turn, goal, patience: plan.patience };
+        let review = Instant::now() + Patience::GRACE;
+        self.phase = Phase::Waiting { turn, goal, patience: plan.patience, review };
     }
 
     /// From waiting to computing, when there is nothing to wait for.
@@ -226,9 +247,11 @@ impl<'a> Loading<'a> {
         }
     }
 
-    fn out_of_patience(&mut self) {
-        if !matches!(self.phase, Phase::Waiting { .. }) {
-            return;
+    /// The phase's limit has come: of the plan, or of patience.
+    fn time_is_up(&mut self) {
+        let Phase::Waiting { turn, patience, .. } = self.phase else { return };
+        if Instant::now() < turn.limit(patience, self.lead, self.news) {
+            return self.plan_anew(turn);
         }
         // Named after those that still owe something.
         for source in (0..self.seen.len()).filter(|source| self.seen[*source].owes()) {
@@ -244,7 +267,7 @@ impl<'a> Loading<'a> {
     /// Until when the phase lasts if nothing happens.
     fn limit(&self) -> Instant {
         match self.phase {
-            Phase::Waiting { turn, patience, .. } => turn.limit(patience, self.lead, self.news),
+            Phase::Waiting { turn, patience, review, .. } => turn.limit(patience, self.lead, self.news).min(review),
             Phase::Ahead | Phase::Computing => self.start + FOREVER,
         }
     }

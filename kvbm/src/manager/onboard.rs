@@ -158,7 +158,8 @@ async fn bring(job: &Job) {
             turn = shared.turned().now_or_never().map(|since| Turn { since, had: lead });
         }
         let (located, plan) = if let Some(turn) = turn {
-            let (located, plan) = job.plan(lead, Instant::now());
+            let now = Instant::now();
+            let (located, plan) = job.plan(lead, now, |source| job.sources[source].gauge.known(now));
             (located, Some((turn, plan)))
         } else {
             let ahead = names.len().min(lead + room.as_ref().map_or(0, SemaphorePermit::num_permits));

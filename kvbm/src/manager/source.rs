@@ -3,7 +3,7 @@
 use super::Core;
 use super::speed::Gauge;
 use crate::SequenceHash;
-use crate::plan::Stretch;
+use crate::plan::{Known, Stretch};
 use crate::tier::Tier;
 use std::ops::Range;
 use std::sync::Arc;
@@ -45,12 +45,9 @@ pub(super) fn extent(located: &Located) -> usize {
     located.last().map_or(0, |(_, range)| range.end)
 }
 
-/// The same for the plan.
-pub(super) fn stretches(sources: &[Source], located: &Located, now: Instant) -> Vec<Stretch> {
-    let stretch = |(tier, range): &(usize, Range<usize>)| Stretch {
-        tier: *tier,
-        blocks: range.len(),
-        known: sources[*tier].gauge.known(now),
-    };
+/// The same for the plan. `known`: of a source.
+pub(super) fn stretches(located: &Located, known: impl Fn(usize) -> Known) -> Vec<Stretch> {
+    let stretch =
+        |(source, range): &(usize, Range<usize>)| Stretch { tier: *source, blocks: range.len(), known: known(*source) };
     located.iter().map(stretch).collect()
 }

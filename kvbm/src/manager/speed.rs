@@ -16,7 +16,7 @@ pub(super) struct Gauge {
     answered: AtomicU64,
 }
 
-#[derive(Default)]
+#[derive(Clone, Copy, Default)]
 struct State {
     /// Seconds to the first block, smoothed; and when that was last seen.
     latency: Option<(f64, Instant)>,
@@ -82,17 +82,13 @@ impl Gauge {
 
     /// For the plan: what was seen, fading to nothing known.
     pub(super) fn known(&self, now: Instant) -> Known {
-        let state = self.lock();
-        if state.strikes > 0 {
-            return Known::Silent;
-        }
-        let Some((latency, at)) = state.latency else { return Known::Nothing };
-        let left = 1.0 - now.saturating_duration_since(at).as_secs_f64() / Self::STALE.as_secs_f64();
-        if left <= 0.0 {
-            return Known::Nothing;
-        }
-        let queued = self.queued() as usize;
-        Known::Speed(Measured { latency: latency * left, seconds_per_block: state.seconds_per_block() * left, queued })
+        self.lock().known(self.queued(), now)
+    }
+
+    /// The same for a load under way: with what it has seen itself so far, and without the blocks that it waits for, which
+    /// nobody has to wait behind.
+    pub(super) fn known_amid(&self, seen: Seen, own: usize, now: Instant) -> Known {
+        self.lock().after(seen, now).known(self.queued().saturating_sub(own as u64), now)
     }
 
     /// For people and routers, however old: seconds of latency, and per block.
@@ -104,17 +100,15 @@ impl Gauge {
     /// Learns from a load. True when the tier is to be left alone for a while.
     pub(super) fn learn(&self, seen: Seen, now: Instant) -> bool {
         let mut state = self.lock();
-        let Some(first) = seen.first else { return state.silent(seen.elapsed, now) };
-        state.strikes = 0;
-        state.asleep_until = None;
-        let fresh = (first.as_secs_f64() - seen.queued as f64 * state.seconds_per_block()).max(0.0);
-        let old = state.latency.map_or(fresh, |(latency, _)| latency);
-        state.latency = Some((old + Self::NEW * (fresh - old), now));
-        if seen.blocks > 1 {
-            state.blocks = state.blocks * (1.0 - Self::NEW) + (seen.blocks - 1) as f64;
-            state.seconds = state.seconds * (1.0 - Self::NEW) + seen.elapsed.saturating_sub(first).as_secs_f64();
-        }
-        false
+        *state = state.after(seen, now);
+        seen.is_silence()
+    }
+}
+
+impl Seen {
+    /// Nothing came, and the tier had its chance.
+    fn is_silence(&self) -> bool {
+        self.first.is_none() && self.elapsed >= Patience::GRACE
     }
 }
 
@@ -123,14 +117,39 @@ impl State {
         if self.blocks > 0.0 { self.seconds / self.blocks } else { 0.0 }
     }
 
-    fn silent(&mut self, waited: Duration, now: Instant) -> bool {
-        if waited < Patience::GRACE {
-            // Something else ended the load before the tier had its chance.
-            return false;
+    fn known(&self, queued: u64, now: Instant) -> Known {
+        if self.strikes > 0 {
+            return Known::Silent;
         }
-        self.asleep_until = Some(now + Gauge::BACKOFF * 2_u32.pow(self.strikes));
-        self.strikes = (self.strikes + 1).min(Gauge::STRIKES_MAX);
-        true
+        let Some((latency, at)) = self.latency else { return Known::Nothing };
+        let left = 1.0 - now.saturating_duration_since(at).as_secs_f64() / Gauge::STALE.as_secs_f64();
+        if left <= 0.0 {
+            return Known::Nothing;
+        }
+        let (latency, seconds_per_block) = (latency * left, self.seconds_per_block() * left);
+        Known::Speed(Measured { latency, seconds_per_block, queued: queued as usize })
+    }
+
+    /// What is known once a load has shown `seen`.
+    fn after(mut self, seen: Seen, now: Instant) -> Self {
+        let Some(first) = seen.first else {
+            // Otherwise something else ended the load before the tier had its chance.
+            if seen.is_silence() {
+                self.asleep_until = Some(now + Gauge::BACKOFF * 2_u32.pow(self.strikes));
+                self.strikes = (self.strikes + 1).min(Gauge::STRIKES_MAX);
+            }
+            return self;
+        };
+        self.strikes = 0;
+        self.asleep_until = None;
+        let fresh = (first.as_secs_f64() - seen.queued as f64 * self.seconds_per_block()).max(0.0);
+        let old = self.latency.map_or(fresh, |(latency, _)| latency);
+        self.latency = Some((old + Gauge::NEW * (fresh - old), now));
+        if seen.blocks > 1 {
+            self.blocks = self.blocks * (1.0 - Gauge::NEW) + (seen.blocks - 1) as f64;
+            self.seconds = self.seconds * (1.0 - Gauge::NEW) + seen.elapsed.saturating_sub(first).as_secs_f64();
+        }
+        self
     }
 }
 

@@ -154,7 +154,7 @@ impl Tier for At {
 }
 
 const fn ms(seconds_per_block_ms: u64) -> Recompute {
-    Recompute { seconds_per_block: Some(seconds_per_block_ms as f64 / 1e3) }
+    Recompute { seconds_per_block: Some(seconds_per_block_ms as f64 / 1e3), by: None }
 }
 
-const UNKNOWN: Recompute = Recompute { seconds_per_block: None };
+const UNKNOWN: Recompute = Recompute { seconds_per_block: None, by: None };

@@ -5,6 +5,11 @@ fn stretch(tier: usize, blocks: usize, latency: f64, seconds_per_block: f64) -> 
     Stretch { tier, blocks, known: Known::Speed(Measured { latency, seconds_per_block, queued: 0 }) }
 }
 
+/// Without a deadline.
+fn plan(stretches: &[Stretch], recompute: Option<f64>) -> Plan {
+    super::plan(stretches, recompute, None)
+}
+
 fn split(plan: Plan) -> (usize, usize) {
     (plan.head, plan.tail)
 }
@@ -79,6 +84,32 @@ fn a_tier_that_stops_talking_is_not_waited_for_although_much_is_at_stake() {
 }
 
 #[test]
+fn waiting_never_makes_late_what_computing_keeps_in_time() {
+    let unknown = Stretch { tier: 0, blocks: 100, known: Known::Nothing };
+    let grace = |left| super::plan(&[unknown], Some(0.01), Some(left)).patience.grace;
+    assert_eq!(grace(1.03).as_millis(), 30, "computing takes a second");
+    assert_eq!([grace(0.5), grace(5.0)], [Patience::GRACE; 2], "late without the tier, and never late");
+}
+
+#[test]
+fn a_deadline_makes_a_small_gain_worth_while() {
+    // In time only when the tier does a twelfth of the work.
+    let slow = [stretch(0, 100, 0.12, 0.12)];
+    assert_eq!(split(plan(&slow, Some(0.01))), (0, 0));
+    let (head, tail) = split(super::plan(&slow, Some(0.01), Some(0.95)));
+    assert!(head == 0 && tail > 5, "{tail}");
+}
+
+#[test]
+fn what_would_come_after_the_deadline_is_not_loaded() {
+    let fast = [stretch(0, 100, 0.01, 0.01)];
+    let with = |left| split(super::plan(&fast, Some(1.0), Some(left)));
+    assert_eq!([with(2.0), with(0.505), with(0.0), with(-1.0)], [(100, 0), (50, 0), (0, 0), (0, 0)]);
+    let unknown = [Stretch { tier: 0, blocks: 10, known: Known::Nothing }];
+    assert_eq!(split(super::plan(&unknown, None, Some(-1.0))), (0, 0));
+}
+
+#[test]
 fn nothing_is_loaded_when_computing_is_free_and_all_when_nobody_knows() {
     let stretches = [stretch(0, 10, 0.001, 0.001)];
     assert_eq!(split(plan(&stretches, Some(0.0))), (0, 0));
@@ -114,6 +145,19 @@ proptest! {
             prop_assert!(planned <= finish(&stretches, other, 0, cost) + FREE + 1e-9, "a head of {} is quicker", other);
         }
         prop_assert!(planned <= total as f64 * cost + FREE + 1e-9);
+    }
+
+    #[test]
+    fn what_computing_keeps_in_time_no_tier_makes_late(
+        stretches in any_stretches(), cost in 0.001..0.02f64, spare in 0.0..2.0f64, arrived in 0..500usize, news in 0.0..9.0f64,
+    ) {
+        let total = stretches.iter().map(|stretch| stretch.blocks).sum::<usize>() as f64;
+        let left = total * cost + spare;
+        let Plan { head, tail, patience } = super::plan(&stretches, Some(cost), Some(left));
+        prop_assert!(load_seconds(&stretches, head, tail) <= left);
+        let arrived = arrived.min(head);
+        let begun = patience.limit(arrived, seconds(news)).as_secs_f64();
+        prop_assert!(begun + (total - arrived as f64) * cost <= left + 1e-3);
     }
 
     #[test]

@@ -192,7 +192,7 @@ impl World {
         let mut served = Vec::new();
         for (n, block) in self.blocks.iter().enumerate() {
             // Computing would take for ever: it is waited for as long as anything can come.
-            let recompute = Recompute { seconds_per_block: Some(1e6) };
+            let recompute = Recompute { seconds_per_block: Some(1e6), by: None };
             let onboarded = manager.onboard(&[block.header.name], recompute).await;
             for held in &onboarded.blocks {
                 let mut bytes = vec![0; SIZE];

@@ -124,9 +124,18 @@ impl Loading<'_> {
         self.streams.push(stream.chain(stream::iter([Answer::Done(source)])).boxed());
     }
 
+    /// What is known of a source, with what it has shown here.
+    pub(super) fn known(&self, source: usize, now: Instant) -> Known {
+        let (gauge, seen) = (&self.job.sources[source].gauge, &self.seen[source]);
+        if seen.asked == 0 {
+            return gauge.known(now);
+        }
+        gauge.known_amid(seen.seen(self.start.elapsed()), seen.asked - seen.answered, now)
+    }
+
     /// The last blocks that a source is to be asked for, the last first.
     fn piece(&mut self, source: usize) -> Vec<usize> {
-        let size = match self.job.sources[source].gauge.known(Instant::now()) {
+        let size = match self.known(source, Instant::now()) {
             Known::Speed(measured) => {
                 let seconds = measured.latency.max(PIECE.as_secs_f64());
                 (seconds / measured.seconds_per_block).ceil().clamp(1.0, PIECE_MAX as f64) as usize

@@ -3,13 +3,14 @@
 //! Each request does this in a task of its own, so a slow peer holds up nobody else; blocks from the tiers go on coming
 //! while the request waits in the queue, and later ones while it computes.
 
-use super::sequence::{Coming, Sequence};
+use super::sequence::Sequence;
 use super::vitals::Vitals;
 use crate::engine::Work;
 use crate::peers::{Peers, Ticket};
-use kvbm::Level;
-use kvbm::{BlockManager, Onboarded, Recompute};
+use kvbm::{BlockManager, Level, Onboarded};
 use std::sync::Arc;
+
+/// Prepares the requests of one engine.
 pub(super) struct Preparer {
     manager: BlockManager,
     peers: Peers,
@@ -39,9 +40,7 @@ impl Preparer {
         {
             self.take_over(sequence, &ticket).await;
         }
-        let recompute = self.recompute(sequence);
-        let coming = self.manager.begin(sequence.wanted(), recompute, self.vitals.changes());
-        sequence.coming = coming.map(|onboarding| Coming { onboarding, first: sequence.blocks.len() });
+        sequence.fetch(&self.manager, &self.vitals);
     }
 
     /// Fetches what a prefill worker computed. What it had found cached counts as cached here too.
@@ -50,7 +49,7 @@ impl Preparer {
             tracing::warn!(peer = %ticket.peer, request = %sequence.request.id, "prefill worker is gone: recomputing");
             return;
         };
-        let recompute = self.recompute(sequence);
+        let recompute = sequence.recompute(&self.vitals);
         let onboarded = self.manager.onboard_from(&peer, sequence.wanted(), recompute).await;
         let before = sequence.computed as u32;
         let handed: usize = self.adopt(sequence, onboarded).map(|(_, tokens)| tokens).sum();
@@ -63,11 +62,6 @@ impl Preparer {
             left -= fresh;
             sequence.report_cached(*level, fresh as usize);
         }
-    }
-
-    fn recompute(&self, sequence: &Sequence) -> Recompute {
-        let block_size = sequence.lineage.block_size as f64;
-        Recompute { seconds_per_block: self.vitals.seconds_per_prompt_token().map(|each| each * block_size) }
     }
 
     fn adopt(&self, sequence: &mut Sequence, onboarded: Onboarded) -> impl Iterator<Item = (Level, usize)> + use<> {

@@ -1,13 +1,12 @@
 //! One request inside the engine: its tokens, its blocks, and its way out.
 
 use super::sampling::Sampler;
-use super::vitals::Waiting;
+use super::vitals::{Vitals, Waiting};
 use crate::engine::{Error, Finish, Logprobs, Output, PromptReport, Request, Tokens, Work};
-use kvbm::BlockManager;
-use kvbm::{BlockId, ChainKey, Level, Onboarding, SequenceHash};
-use kvbm::{CachedBlocks, Held, PartialBlock};
-use kvbm::{Custody, DomainId};
+use kvbm::{BlockId, BlockManager, CachedBlocks, ChainKey, Custody, DomainId, Held, Level, Onboarding, PartialBlock};
+use kvbm::{Recompute, SequenceHash};
 use std::collections::VecDeque;
+use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
@@ -83,6 +82,21 @@ impl Sequence {
         self.computed += tokens;
         self.waiting.computed(tokens);
         tokens
+    }
+
+    /// Has those of the blocks that it still wants come up which rest below.
+    pub(super) fn fetch(&mut self, manager: &BlockManager, vitals: &Vitals) {
+        let onboarding = manager.begin(self.wanted(), self.recompute(vitals), vitals.changes());
+        self.coming = onboarding.map(|onboarding| Coming { onboarding, first: self.blocks.len() });
+    }
+
+    /// What its blocks cost to compute, and by when they are wanted.
+    pub(super) fn recompute(&self, vitals: &Vitals) -> Recompute {
+        let seconds = vitals.seconds_per_prompt_token().map(|each| each * self.lineage.block_size as f64);
+        // Less than another block is computed after them. Once the first token is out, nothing is late any more.
+        let last = seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok()).unwrap_or_default();
+        let deadline = self.request.terms.deadline.filter(|_| self.report_is_open());
+        Recompute { seconds_per_block: seconds, by: deadline.map(|by| by.checked_sub(last).unwrap_or(by)) }
     }
 
     /// The sequence has a place in the batch: from now on it waits for blocks only as long as that pays.
