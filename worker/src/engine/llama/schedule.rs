@@ -113,6 +113,10 @@ impl Scheduler {
                     return;
                 }
             }
+            if sequence.coming.is_none() {
+                // It was sent back to wait, or gave way to another, and lost what it had: below it still is.
+                sequence.fetch(&self.manager, &self.vitals);
+            }
             sequence.take_turn();
             if sequence.generated() == 0 {
                 sequence.report.queued = sequence.accepted.elapsed();

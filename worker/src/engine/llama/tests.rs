@@ -93,6 +93,14 @@ impl Rig {
         family.get_metric().iter().find(of_kind).map_or(0, |metric| metric.get_histogram().get_sample_count())
     }
 
+    /// What a counter says, of all its rows with this label.
+    fn count(&self, metric: &str, label: &str) -> u64 {
+        let families = self.registry.gather();
+        let family = families.iter().find(|family| family.name() == metric).unwrap();
+        let labelled = |m: &&prometheus::proto::Metric| m.get_label().iter().any(|of| of.value() == label);
+        family.get_metric().iter().filter(labelled).map(|metric| metric.get_counter().get_value() as u64).sum()
+    }
+
     async fn run(&self, prompt: &[u32], tokens: u32) -> Answer {
         self.run_as(Work::Generate, prompt, tokens).await
     }
@@ -346,7 +354,7 @@ async fn preempted_sequences_answer_as_if_nothing_had_happened() {
     let mut rng = Rng(11);
     let prompts: Vec<_> = (0..6).map(|_| rng.tokens(300)).collect();
     // 60 blocks hold three such prompts with their answers; the others wait, and the youngest is sent back to wait.
-    let rig = Rig::new(Shape { g1: 60, ..Shape::default() });
+    let rig = Rig::new(Shape { g1: 60, g2: 200, ..Shape::default() });
     let answers = join_all(prompts.iter().map(|prompt| async {
         let mut wanted = request(&*rig.engine, prompt, 90);
         wanted.stop.ignore_eos = true;
@@ -357,6 +365,9 @@ async fn preempted_sequences_answer_as_if_nothing_had_happened() {
         let alone = Rig::new(Shape::default()).run(prompt, 90).await;
         assert_eq!(ids, alone.ids);
     }
+    // No two prompts are alike, so whoever found blocks in G2 was there before and came back.
+    assert!(rig.count("blockyard_worker_preemptions_total", "w") > 0);
+    assert!(rig.count("blockyard_kvbm_hit_blocks_total", "g2") > 0, "what was lost came up again");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -101,7 +101,6 @@ fn assert_agrees(log: &EventLog, tier: &dyn Tier, fingerprint: kvbm::Fingerprint
 
 #[tokio::test(flavor = "multi_thread")]
 async fn nobody_can_tell_what_went_wrong_below() {
-    let end = Instant::now() + length();
     let seed = std::env::var("BLOCKYARD_SOAK_SEED").map_or(1, |n| n.parse().unwrap());
     let mut rng = Rng(seed);
     let opening = rng.tokens(100);
@@ -148,7 +147,7 @@ async fn nobody_can_tell_what_went_wrong_below() {
     });
     let clients: Vec<_> = clients.collect();
     let weathers = weathers();
-    let mut largest = 0;
+    let (end, mut largest) = (Instant::now() + length(), 0);
     while Instant::now() < end {
         for tier in &faulty {
             tier.set(weathers[rng.within(0..weathers.len() as u64) as usize].clone());
