@@ -58,6 +58,10 @@ pub struct Replay {
     #[arg(long, value_name = "SHARE", default_value_t = 0.0, value_parser = share)]
     loss: f64,
 
+    /// The share of the requests after which no event gets lost any more
+    #[arg(long, value_name = "SHARE", default_value_t = 1.0, value_parser = part)]
+    loss_until: f64,
+
     /// Goodput counts answers whose first token comes within this time …
     #[arg(long, value_name = "TIME", default_value = "2s", value_parser = duration)]
     slo_ttft: Duration,
@@ -89,6 +93,7 @@ struct Report<'a> {
     capacity_rps: Option<f64>,
     lag_s: f64,
     loss: f64,
+    loss_until: f64,
     slo_ttft_s: f64,
     slo_itl_s: f64,
     seeds: u64,
@@ -106,6 +111,7 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
         replicas: args.replicas as usize,
         lag: args.lag,
         loss: args.loss,
+        loss_until: args.loss_until,
         slo,
     };
     let bound = trace.bound();
@@ -155,6 +161,7 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
         capacity_rps: capacity,
         lag_s: args.lag.as_secs_f64(),
         loss: args.loss,
+        loss_until: args.loss_until,
         slo_ttft_s: slo.ttft.as_secs_f64(),
         slo_itl_s: slo.itl.as_secs_f64(),
         seeds: args.seeds,
@@ -228,6 +235,10 @@ fn share(text: &str) -> Result<f64, String> {
         .ok()
         .filter(|x| (0.0..1.0).contains(x))
         .ok_or_else(|| "expected a number from 0 up to, not including, 1".into())
+}
+
+fn part(text: &str) -> Result<f64, String> {
+    text.parse().ok().filter(|x| (0.0..=1.0).contains(x)).ok_or_else(|| "expected a number from 0 to 1".into())
 }
 
 fn duration(text: &str) -> Result<Duration, String> {

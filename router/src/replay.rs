@@ -60,6 +60,8 @@ pub struct Options {
     pub lag: Duration,
     /// The share of block events that never arrive.
     pub loss: f64,
+    /// The share of the requests after which no event is lost any more.
+    pub loss_until: f64,
     /// What is good enough.
     pub slo: Slo,
 }

@@ -24,10 +24,23 @@ pub(super) struct Engine {
     chunks: Vec<u64>,
     /// Prompt tokens accepted and not yet computed.
     waiting_tokens: u64,
+    steps: Steps,
     prefill: Option<f64>,
     decode_step: Option<f64>,
     /// Nanoseconds spent in steps.
     pub(super) busy_ns: u64,
+}
+
+/// The step under way; or several, while all that happens is that each sequence gets its next token.
+#[derive(Clone, Copy, Default)]
+struct Steps {
+    began_ns: u64,
+    many: u64,
+    /// Prompt tokens that are computed.
+    prompts: u64,
+    /// Seconds of the first, and how many more each takes than the one before: the context grows.
+    first_s: f64,
+    growth_s: f64,
 }
 
 struct Sequence {
@@ -39,7 +52,6 @@ struct Sequence {
     /// Blocks of its own.
     private: u64,
     generated: u64,
-    last_ns: u64,
     /// When its onboarded blocks are there.
     ready_ns: u64,
     /// Of `held`, those that come up from below until then.
@@ -62,13 +74,13 @@ pub(super) struct Effects {
     pub(super) admitted: Vec<(u32, u64)>,
     pub(super) first: Vec<u32>,
     pub(super) finished: Vec<u32>,
-    /// Nanoseconds between one token and the next: of which request, how many.
-    pub(super) gaps: Vec<(u32, u64)>,
+    /// Nanoseconds between one token and the next, and how many such there were.
+    pub(super) gaps: Vec<(u64, u64)>,
 }
 
 /// What a worker does next.
 pub(super) enum Turn {
-    /// A step of so many nanoseconds.
+    /// A step, or several, until then.
     Step(u64),
     /// Nothing, until then.
     Wait(u64),
@@ -88,6 +100,7 @@ impl Engine {
             running: Vec::new(),
             chunks: Vec::new(),
             waiting_tokens: 0,
+            steps: Steps::default(),
             prefill: None,
             decode_step: None,
             busy_ns: 0,
@@ -107,7 +120,6 @@ impl Engine {
             held: 0,
             private: 0,
             generated: 0,
-            last_ns: 0,
             ready_ns: 0,
             coming: 0,
         });
@@ -138,7 +150,7 @@ impl Engine {
             sequence.coming = coming;
             sequence.private = blocks_of(asked) - matched as u64;
             sequence.computed = ((matched + coming) as u64 * BLOCK_TOKENS).min(asked.input - 1);
-            sequence.ready_ns = now_ns + nanoseconds(seconds);
+            sequence.ready_ns = if seconds > 0.0 { now_ns + nanoseconds(seconds) } else { now_ns };
             self.waiting_tokens -= sequence.computed;
             if seconds <= 0.0 {
                 budget = budget.saturating_sub(asked.input - sequence.computed);
@@ -190,26 +202,42 @@ impl Engine {
             return if ready_ns == u64::MAX { Turn::Rest } else { Turn::Wait(ready_ns) };
         }
         let decode_s = decoding as f64 * profile.sequence_s + context as f64 * profile.context_s;
-        let seconds = profile.step_s + decode_s + prefill_s;
-        if prompts > 0 {
-            average(&mut self.prefill, prompts as f64 / seconds);
-        } else {
-            average(&mut self.decode_step, seconds);
-        }
-        let step_ns = nanoseconds(seconds).max(1);
-        self.busy_ns += step_ns;
-        Turn::Step(step_ns)
+        // Nothing else happens before the first of them has its last token, unless somebody comes.
+        let left = |sequence: &Sequence| requests[sequence.request as usize].output.saturating_sub(sequence.generated);
+        let alike = prompts == 0 && ready_ns == u64::MAX;
+        let many = if alike { running.iter().map(left).min().unwrap_or(1).max(1) } else { 1 };
+        let (first_s, growth_s) = (profile.step_s + decode_s + prefill_s, decoding as f64 * profile.context_s);
+        self.steps = Steps { began_ns: now_ns, many, prompts, first_s, growth_s };
+        Turn::Step(self.steps.end())
     }
 
-    /// The step that `turn` decided on has ended.
+    /// Somebody came: of several steps those that have not begun are off. When the one under way ends, if that is sooner than
+    /// was said.
+    pub(super) fn cut(&mut self, now_ns: u64) -> Option<u64> {
+        let (before, end) = (self.steps.many, self.steps.ends().position(|end| end >= now_ns)?);
+        self.steps.many = end as u64 + 1;
+        (self.steps.many < before).then(|| self.steps.end())
+    }
+
+    /// The steps that `turn` decided on have ended.
     pub(super) fn stepped(&mut self, now_ns: u64, requests: &[Asked], shared: &mut Option<Lru>, effects: &mut Effects) {
+        let steps = self.steps;
+        self.busy_ns += now_ns - steps.began_ns;
+        let decoding = self.running.iter().filter(|sequence| sequence.generated > 0).count() as u64;
+        for step in (0..steps.many).map(|nth| steps.seconds(nth)) {
+            if steps.prompts > 0 {
+                average(&mut self.prefill, steps.prompts as f64 / step);
+            } else {
+                average(&mut self.decode_step, step);
+            }
+            // Who decodes gets a token in every step.
+            effects.gaps.push((nanoseconds(step), decoding));
+        }
         let Self { running, chunks, pool, waiting_tokens, .. } = self;
         for (sequence, chunk) in running.iter_mut().zip(chunks.iter()) {
             let asked = &requests[sequence.request as usize];
             if sequence.generated > 0 {
-                sequence.generated += 1;
-                effects.gaps.push((sequence.request, now_ns - sequence.last_ns));
-                sequence.last_ns = now_ns;
+                sequence.generated += steps.many;
                 continue;
             }
             if *chunk == 0 {
@@ -224,7 +252,6 @@ impl Engine {
             }
             if sequence.computed == asked.input {
                 sequence.generated = 1;
-                sequence.last_ns = now_ns;
                 effects.first.push(sequence.request);
             }
         }
@@ -319,6 +346,26 @@ impl Engine {
     }
 }
 
+impl Steps {
+    fn seconds(&self, nth: u64) -> f64 {
+        self.first_s + nth as f64 * self.growth_s
+    }
+
+    /// When each ends.
+    fn ends(&self) -> impl Iterator<Item = u64> {
+        let ends = |at: &mut u64, nth| {
+            *at += nanoseconds(self.seconds(nth));
+            Some(*at)
+        };
+        (0..self.many).scan(self.began_ns, ends)
+    }
+
+    /// When the last ends.
+    fn end(&self) -> u64 {
+        self.ends().last().unwrap_or(self.began_ns)
+    }
+}
+
 impl Sequence {
     /// Its next block is computed, or has come up.
     fn register(&mut self, blocks: &[u32], pool: &mut Pool, effects: &mut Effects) {
@@ -338,8 +385,9 @@ fn blocks_of(asked: &Asked) -> u64 {
     asked.blocks.len() as u64 + asked.output.div_ceil(BLOCK_TOKENS)
 }
 
+/// At least one: time goes on.
 fn nanoseconds(seconds: f64) -> u64 {
-    (seconds * 1e9) as u64
+    (seconds * 1e9).max(1.0) as u64
 }
 
 fn average(value: &mut Option<f64>, newest: f64) {

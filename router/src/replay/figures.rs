@@ -61,6 +61,8 @@ pub struct Figures {
     pub itl_p99_s: f64,
     /// Share of prompt blocks that were not computed.
     pub hit_rate: f64,
+    /// The same of the last quarter of the requests.
+    pub hit_rate_end: f64,
     /// Requests per second of arrivals that met the SLO.
     pub goodput_rps: f64,
     /// Share of requests that met it.
@@ -77,7 +79,9 @@ impl Outcome {
         let mut ttft: Vec<f64> = done.iter().map(|served| seconds(served.first_ns - served.arrived_ns)).collect();
         ttft.sort_unstable_by(f64::total_cmp);
         let count = done.len().max(1) as f64;
-        let sum = |of: fn(&Served) -> u64| done.iter().map(|served| of(served)).sum::<u64>() as f64;
+        let sum = |these: &[&Served], of: fn(&Served) -> u64| these.iter().map(|served| of(served)).sum::<u64>() as f64;
+        // In the order of the trace.
+        let last = &done[done.len() * 3 / 4..];
         let good = done.iter().filter(|served| served.meets(slo)).count() as f64;
         let busiest = self.busy_ns.iter().max().copied().unwrap_or(0) as f64;
         let busy = self.busy_ns.iter().sum::<u64>() as f64 / self.busy_ns.len().max(1) as f64;
@@ -95,7 +99,8 @@ impl Outcome {
             itl_p50_s: self.gaps.quantile(0.5),
             itl_p90_s: self.gaps.quantile(0.9),
             itl_p99_s: self.gaps.quantile(0.99),
-            hit_rate: sum(|served| served.hits) / sum(|served| served.blocks).max(1.0),
+            hit_rate: sum(&done, |served| served.hits) / sum(&done, |served| served.blocks).max(1.0),
+            hit_rate_end: sum(last, |served| served.hits) / sum(last, |served| served.blocks).max(1.0),
             goodput_rps: rate * good / self.served.len().max(1) as f64,
             good: good / self.served.len().max(1) as f64,
             imbalance: if busy > 0.0 { busiest / busy } else { 1.0 },
@@ -122,6 +127,7 @@ impl Figures {
             itl_p90_s: mean(|f| f.itl_p90_s),
             itl_p99_s: mean(|f| f.itl_p99_s),
             hit_rate: mean(|f| f.hit_rate),
+            hit_rate_end: mean(|f| f.hit_rate_end),
             goodput_rps: mean(|f| f.goodput_rps),
             good: mean(|f| f.good),
             imbalance: mean(|f| f.imbalance),
@@ -149,13 +155,16 @@ impl Histogram {
     /// Steps per factor of e.
     const STEPS: f64 = 100.0;
 
-    pub(super) fn add(&mut self, ns: u64) {
+    pub(super) fn add(&mut self, ns: u64, times: u64) {
+        if times == 0 {
+            return;
+        }
         let at = ((ns.max(1) as f64).ln() * Self::STEPS) as usize;
         if self.counts.len() <= at {
             self.counts.resize(at + 1, 0);
         }
-        self.counts[at] += 1;
-        self.all += 1;
+        self.counts[at] += times;
+        self.all += times;
     }
 
     /// In seconds.
@@ -191,7 +200,7 @@ mod tests {
         assert_eq!(ranks, [1, 50, 99, 100]);
         assert!(quantile(&[], 0.5).abs() < 1e-12);
         let mut histogram = Histogram::default();
-        (1..=1000).for_each(|ms| histogram.add(ms * 1_000_000));
+        (1..=1000).for_each(|ms| histogram.add(ms * 1_000_000, 1));
         assert!((histogram.quantile(0.9) / 0.9 - 1.0).abs() < 0.01);
     }
 }

@@ -15,6 +15,8 @@ pub(super) struct Plane {
     /// By block, the one before it: an event tells of a run of one chain.
     parents: HashMap<u32, u32>,
     loss: f64,
+    /// From then on nothing is lost.
+    sound_from_ns: u64,
     draws: u64,
 }
 
@@ -26,10 +28,10 @@ pub(super) enum Message {
 }
 
 impl Plane {
-    pub(super) fn new(workers: usize, requests: &[Asked], loss: f64, seed: u64) -> Self {
+    pub(super) fn new(workers: usize, requests: &[Asked], loss: f64, sound_from_ns: u64, seed: u64) -> Self {
         let pairs = requests.iter().flat_map(|asked| asked.blocks.windows(2));
         let parents = pairs.map(|pair| (pair[1], pair[0])).collect();
-        Self { numbers: vec![0; workers + 1], parents, loss, draws: seed }
+        Self { numbers: vec![0; workers + 1], parents, loss, sound_from_ns, draws: seed }
     }
 
     /// The last number that a source used.
@@ -38,7 +40,7 @@ impl Plane {
     }
 
     /// A worker announces what changed. Answers with the messages that are not lost on their way, and from which source.
-    pub(super) fn announce(&mut self, worker: usize, changes: &[Change]) -> Vec<(usize, Message)> {
+    pub(super) fn announce(&mut self, now: u64, worker: usize, changes: &[Change]) -> Vec<(usize, Message)> {
         let mut messages = Vec::new();
         let runs = changes.chunk_by(|a, b| {
             let alike = (a.level, a.stored) == (b.level, b.stored);
@@ -56,7 +58,7 @@ impl Plane {
             let source = if level == Level::G3 { self.numbers.len() - 1 } else { worker };
             self.numbers[source] += 1;
             self.draws = mix(self.draws);
-            if unit(self.draws) >= self.loss {
+            if now >= self.sound_from_ns || unit(self.draws) >= self.loss {
                 messages.push((source, Message::Blocks(self.numbers[source], event)));
             }
         }

@@ -40,7 +40,7 @@ struct Worker {
     engine: Engine,
     /// Until a step, or the wait for blocks, ends.
     occupied: bool,
-    /// What `occupied` waits for was overtaken by an arrival when this has moved on.
+    /// What a worker waits for was overtaken by an arrival when this has moved on.
     turn: u64,
     reported_ns: u64,
 }
@@ -48,8 +48,9 @@ struct Worker {
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Event {
     Arrives(u32),
-    StepEnds(u32),
-    /// Of a wait with this number.
+    /// Of a turn with this number.
+    StepEnds(u32, u64),
+    /// Likewise.
     WaitEnds(u32, u64),
     Heartbeat(u32),
     Message(u32),
@@ -71,13 +72,16 @@ impl<'a> Simulation<'a> {
         // Each replica has a seed of its own, as it should; one alone has that of the run.
         let routing = |id| Routing::new(chooser, *count, requests.len(), seed + 1_000 * id);
         let worker = |_| Worker { engine: Engine::new(profile), occupied: false, turn: 0, reported_ns: 0 };
+        let arrivals = trace.arrivals(rate, seed);
+        let sound_from = arrivals.get((arrivals.len() as f64 * options.loss_until) as usize);
+        let sound_from_ns = sound_from.map_or(u64::MAX, |(at, _)| *at);
         let mut simulation = Self {
             requests,
             profile,
             lag_ns: options.lag.as_nanos() as u64,
             routers: (0..options.replicas.max(1) as u64).map(routing).collect(),
             seed,
-            plane: Plane::new(*count, requests, options.loss, seed),
+            plane: Plane::new(*count, requests, options.loss, sound_from_ns, seed),
             talk: VecDeque::new(),
             workers: (0..*count).map(worker).collect(),
             shared: profile.shared.map(|store| Lru::new(store.bytes / profile.block_bytes())),
@@ -89,7 +93,7 @@ impl<'a> Simulation<'a> {
             gaps: Histogram::default(),
             open: 0,
         };
-        for (at, request) in trace.arrivals(rate, seed) {
+        for (at, request) in arrivals {
             let asked = &requests[request as usize];
             simulation.served[request as usize] =
                 Served { arrived_ns: at, blocks: asked.blocks.len() as u64, output: asked.output, ..Served::default() };
@@ -130,11 +134,15 @@ impl<'a> Simulation<'a> {
                 let (at, booked) = self.routers[router].place(now, request, asked);
                 self.say(now, router, booked);
                 self.workers[at].engine.accept(request, asked);
+                self.interrupt(now, at);
                 self.work(now, at);
             }
-            Event::StepEnds(at) => {
+            Event::StepEnds(at, turn) => {
                 let at = at as usize;
                 let Self { workers, requests, shared, effects, .. } = self;
+                if workers[at].turn != turn {
+                    return;
+                }
                 workers[at].occupied = false;
                 workers[at].engine.stepped(now, requests, shared, effects);
                 self.tell(now, at);
@@ -180,6 +188,18 @@ impl<'a> Simulation<'a> {
         }
     }
 
+    /// A worker that is some steps ahead of time comes back to the one under way, since somebody came.
+    fn interrupt(&mut self, now: u64, at: usize) {
+        let worker = &mut self.workers[at];
+        if worker.occupied
+            && let Some(end) = worker.engine.cut(now)
+        {
+            worker.turn += 1;
+            let event = Event::StepEnds(at as u32, worker.turn);
+            self.schedule(end, event);
+        }
+    }
+
     /// Starts a worker's next step, unless one is under way.
     fn work(&mut self, now: u64, at: usize) {
         let Self { workers, requests, profile, shared, effects, .. } = self;
@@ -190,9 +210,9 @@ impl<'a> Simulation<'a> {
         worker.turn += 1;
         let (turn, number) = (worker.engine.turn(now, requests, profile, shared, effects), worker.turn);
         match turn {
-            Turn::Step(ns) => {
+            Turn::Step(until) => {
                 worker.occupied = true;
-                self.schedule(now + ns, Event::StepEnds(at as u32));
+                self.schedule(until, Event::StepEnds(at as u32, number));
             }
             Turn::Wait(until) => self.schedule(until, Event::WaitEnds(at as u32, number)),
             Turn::Rest => {}
@@ -212,8 +232,8 @@ impl<'a> Simulation<'a> {
             self.routers[router].started(request);
             self.say(now, router, vec![Booked::Started(request.into())]);
         }
-        for (_, gap) in effects.gaps.drain(..) {
-            self.gaps.add(gap);
+        for (gap, times) in effects.gaps.drain(..) {
+            self.gaps.add(gap, times);
         }
         for request in effects.finished.drain(..) {
             self.served[request as usize].ended_ns = now;
@@ -222,7 +242,7 @@ impl<'a> Simulation<'a> {
             self.say(now, router, vec![Booked::Released(request.into())]);
             self.open -= 1;
         }
-        for (from, message) in self.plane.announce(at, &effects.changes) {
+        for (from, message) in self.plane.announce(now, at, &effects.changes) {
             self.send(now, from, message);
         }
         effects.changes.clear();

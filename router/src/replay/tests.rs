@@ -15,7 +15,7 @@ fn options(workers: usize) -> Options {
     profile.check().unwrap();
     let profile = Profile { device_bytes: 200 * profile.block_bytes(), ..profile };
     let slo = Slo { ttft: Duration::from_secs(2), itl: Duration::from_millis(100) };
-    Options { profile, workers, replicas: 1, lag: Duration::from_millis(5), loss: 0.0, slo }
+    Options { profile, workers, replicas: 1, lag: Duration::from_millis(5), loss: 0.0, loss_until: 1.0, slo }
 }
 
 fn with_stores(mut options: Options) -> Options {
