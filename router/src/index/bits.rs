@@ -19,6 +19,10 @@ impl Bits {
         }
     }
 
+    pub(super) fn has(&self, bit: u32) -> bool {
+        self.0.get(bit as usize / 64).is_some_and(|word| word >> (bit % 64) & 1 == 1)
+    }
+
     pub(super) fn is_empty(&self) -> bool {
         self.0.iter().all(|word| *word == 0)
     }

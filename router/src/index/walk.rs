@@ -2,13 +2,18 @@
 //!
 //! A page says for up to 64 blocks at once who holds them, a word per holder; what a worker has of them without a gap is one
 //! instruction, and a worker is touched once a page.
+//!
+//! **What a store has** of a prompt's beginning, all of its workers have alike, hundreds of them: that is counted once, and of a
+//! worker only what is otherwise because it holds blocks itself. Nobody falls behind what the store has, so this goes on for
+//! as long as the store has everything; then each worker gets its due, and goes on alone.
 
 use super::LEVELS;
+use super::bits::Bits;
 use super::body::{Body, Place};
 use super::locator::Key;
 use super::overlap::Overlap;
 use super::page::{PLACES, Seen, ones};
-use super::seat::Seat;
+use super::seat::{Seat, Slot};
 use kvbm::SequenceHash;
 
 /// Pages that are brought near at once: as many as a core can wait for.
@@ -25,6 +30,15 @@ pub(super) struct Walk<'a> {
     at: usize,
     /// Those before this one were brought near.
     near: usize,
+    /// What is still to be added to some workers.
+    alike: Option<Alike<'a>>,
+}
+
+/// What all workers of a store have of the pages so far, because the store has all of them.
+struct Alike<'a> {
+    store: Slot,
+    workers: &'a Bits,
+    held: [u32; LEVELS.len()],
 }
 
 /// Part of a page that a prompt goes through.
@@ -47,11 +61,16 @@ impl Window {
 impl<'a> Walk<'a> {
     pub(super) fn new(body: &'a Body, names: &'a [SequenceHash], out: &'a mut Overlap) -> Self {
         out.reset(body.roll.workers.len());
-        Self { body, names, out, at: 0, near: 0 }
+        Self { body, names, out, at: 0, near: 0, alike: None }
     }
 
     /// Walks as far as anybody holds the prompt.
     pub(super) fn run(mut self) {
+        self.walk();
+        self.part();
+    }
+
+    fn walk(&mut self) {
         let mut place = None;
         while self.at < self.names.len() {
             let Some((place_now, seen)) = self.page(place.take()) else { return };
@@ -105,8 +124,78 @@ impl<'a> Walk<'a> {
             None => (&[seen.seat][..], &[seen.mask][..]),
         };
         match seats.last() {
-            Some(last) if last.slot().is_store() && *last < Seat::SEVERAL => self.count_shared(seats, masks, window),
-            _ => self.count_own(seats, masks, window),
+            Some(last) if last.slot().is_store() && *last < Seat::SEVERAL => {
+                self.count_alike(seats, masks, window).unwrap_or_else(|| {
+                    self.part();
+                    self.count_shared(seats, masks, window)
+                })
+            }
+            _ => {
+                self.part();
+                self.count_own(seats, masks, window)
+            }
+        }
+    }
+
+    /// One store is among the holders, and has had everything so far. `None`: it is not so.
+    fn count_alike(&mut self, seats: &[Seat], masks: &[u64], window: Window) -> Option<bool> {
+        let own = seats.partition_point(|seat| !seat.slot().is_store());
+        let store = seats[own].slot();
+        if seats.last().is_some_and(|last| last.slot() != store) {
+            return None;
+        }
+        if window.before == 0 {
+            let workers = self.body.roll.reach.get(store.number())?;
+            self.alike = Some(Alike { store, workers, held: [0; LEVELS.len()] });
+        }
+        if self.alike.as_ref()?.store != store {
+            return None;
+        }
+        let mut alike = self.alike.take()?;
+        let mut common = [0; LEVELS.len()];
+        for (seat, mask) in seats[own..].iter().zip(&masks[own..]) {
+            common[seat.level()] |= window.of(*mask);
+        }
+        let (run, gain) = split(&common, window.len);
+        let mut goes_on = run == window.len;
+        let mut at = 0;
+        while at < own {
+            let slot = seats[at].slot();
+            let mut share = [0; LEVELS.len()];
+            while at < own && seats[at].slot() == slot {
+                share[seats[at].level()] = window.of(masks[at]);
+                at += 1;
+            }
+            let worker = slot.number();
+            if !alike.workers.has(worker as u32) {
+                goes_on |= self.settle(worker, &share, window);
+                continue;
+            }
+            share.iter_mut().zip(&common).for_each(|(share, common)| *share |= common);
+            let (run, own_gain) = split(&share, window.len);
+            goes_on |= run == window.len;
+            if let Some(held) = self.out.held.get_mut(worker) {
+                // Less than nothing at some level, until what all have alike is added.
+                for (level, held) in held.0.iter_mut().enumerate() {
+                    *held = held.wrapping_add(own_gain[level]).wrapping_sub(gain[level]);
+                }
+            }
+        }
+        alike.held.iter_mut().zip(gain).for_each(|(held, gain)| *held += gain);
+        self.alike = Some(alike);
+        if run < window.len {
+            self.part();
+        }
+        Some(goes_on)
+    }
+
+    /// Gives each worker what all of them had alike; from here on they are counted one by one.
+    fn part(&mut self) {
+        let Some(alike) = self.alike.take() else { return };
+        for worker in alike.workers.iter() {
+            let Some(held) = self.out.held.get_mut(worker as usize) else { continue };
+            held.0.iter_mut().zip(alike.held).for_each(|(held, alike)| *held = held.wrapping_add(alike));
+            self.out.depths[worker as usize] = held.run();
         }
     }
 
@@ -177,19 +266,28 @@ impl<'a> Walk<'a> {
         let Some(depth) = self.out.depths.get_mut(worker).filter(|depth| **depth == window.before) else {
             return false;
         };
-        let any = share.iter().fold(0, |any, mask| any | mask);
-        let run = (!any).trailing_zeros().min(window.len);
-        let mut rest = ones(run);
-        for (blocks, mask) in self.out.held[worker].0.iter_mut().zip(share) {
-            if mask & rest == rest {
-                // All that is left, most of the time: no need to count bits.
-                *blocks += if rest == ones(run) { run } else { rest.count_ones() };
-                break;
-            }
-            *blocks += (mask & rest).count_ones();
-            rest &= !mask;
-        }
+        let (run, gain) = split(share, window.len);
+        self.out.held[worker].0.iter_mut().zip(gain).for_each(|(held, gain)| *held += gain);
         *depth += run;
         run == window.len
     }
+}
+
+/// The leading blocks of a page that are there at some level, and how many of them are at which: the fastest that has each.
+fn split(share: &[u64; LEVELS.len()], len: u32) -> (u32, [u32; LEVELS.len()]) {
+    let any = share.iter().fold(0, |any, mask| any | mask);
+    let run = (!any).trailing_zeros().min(len);
+    let (mut rest, mut left, mut blocks) = (ones(run), run, [0; LEVELS.len()]);
+    for (blocks, mask) in blocks.iter_mut().zip(share) {
+        let here = mask & rest;
+        // Most of the time it has all that is left, or the first of them: no need to count bits.
+        *blocks = match here {
+            _ if here == rest => left,
+            _ if here & (here + 1) == 0 => here.trailing_ones(),
+            _ => here.count_ones(),
+        };
+        left -= *blocks;
+        rest &= !here;
+    }
+    (run, blocks)
 }
