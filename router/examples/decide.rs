@@ -1,7 +1,7 @@
 //! How long a routing decision takes, and whether it allocates for each worker:
 //!
 //! ```text
-//! cargo run --release -p router --example decide [-- --json]
+//! cargo run --release -p router --example decide [-- --json] [--workers N]
 //! ```
 //! A prompt of 8,192 tokens, an eighth of the workers hold parts of it. Timed is the live path from the request to its
 //! booking: name the blocks, ask the index, weigh everybody, choose, book.
@@ -15,6 +15,8 @@ use std::time::{Duration, Instant};
 const TOKENS: usize = 8192;
 const WORKERS: [u64; 4] = [16, 128, 1024, 4096];
 const DECISIONS: usize = 20_000;
+/// About a tenth of a second.
+const BETWEEN_REPORTS: usize = 1_000;
 
 /// Counts what is asked of the system.
 struct Counting;
@@ -45,11 +47,14 @@ fn main() {
     if !json {
         println!("workers     hash p50   + lookup p50   decision p50       p99   allocations     bytes   per decision");
     }
-    for workers in WORKERS {
+    let only = std::env::args().skip_while(|argument| argument != "--workers").nth(1);
+    let only: Option<u64> = only.map(|workers| workers.parse().expect("--workers wants a number"));
+    for workers in WORKERS.into_iter().filter(|workers| only.is_none_or(|only| only == *workers)) {
         let router = Decisions::new(workers, TOKENS);
-        let [hash, _] = quantiles(|| timed(|| router.hash()));
-        let [lookup, _] = quantiles(|| timed(|| router.look_up()));
-        let [p50, p99] = quantiles(|| timed(|| router.decide()));
+        let [hash, _] = quantiles(&router, || timed(|| router.hash()));
+        let [lookup, _] = quantiles(&router, || timed(|| router.look_up()));
+        let [p50, p99] = quantiles(&router, || timed(|| router.decide()));
+        router.report();
         let before = (ALLOCATIONS.load(Ordering::Relaxed), BYTES.load(Ordering::Relaxed));
         (0..DECISIONS).for_each(|_| drop(black_box(router.decide())));
         let of_each = |now: u64, before: u64| (now - before) as f64 / DECISIONS as f64;
@@ -86,12 +91,17 @@ fn timed<T>(work: impl Fn() -> T) -> Duration {
     took
 }
 
-/// Median and p99, after as many rounds to warm up as a tenth.
-fn quantiles(sample: impl Fn() -> Duration) -> [Duration; 2] {
-    for _ in 0..DECISIONS / 10 {
-        sample();
-    }
-    let mut times: Vec<Duration> = (0..DECISIONS).map(|_| sample()).collect();
+/// Median and p99, after as many rounds to warm up as a tenth. Workers report in between: of those that fall silent decisions
+/// know less.
+fn quantiles(router: &Decisions, sample: impl Fn() -> Duration) -> [Duration; 2] {
+    let sample = |nth: usize| {
+        if nth.is_multiple_of(BETWEEN_REPORTS) {
+            router.report();
+        }
+        sample()
+    };
+    (0..DECISIONS / 10).map(sample).for_each(drop);
+    let mut times: Vec<Duration> = (0..DECISIONS).map(sample).collect();
     times.sort_unstable();
     [times[DECISIONS / 2], times[DECISIONS * 99 / 100]]
 }

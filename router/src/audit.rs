@@ -69,10 +69,9 @@ impl Forecast {
         let full = names.len() as u64 * block_size;
         let promised = core.promises.made(member.announced, names, block_size as usize);
         let noted = member.mode != Mode::Exact || member.ledger.lock().trust.never_announced();
-        let others = decision.candidates.iter().filter(|other| other.seat as usize != row.at);
         let spare = match policy {
             Policy::Composed(_) => f64::INFINITY,
-            _ => others.map(|other| other.cost).fold(f64::INFINITY, f64::min) - row.cost().total(),
+            _ => decision.runner_up - row.cost().total(),
         };
         Self {
             placed: Instant::now(),

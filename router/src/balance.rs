@@ -215,8 +215,8 @@ impl Watched {
         let (mut prefill, mut blocks, mut used) = (Vec::new(), 0.0, 0.0);
         for member in members {
             let standing = member.books.standing(now);
-            demand.sequences += standing.sequences as f64;
-            used += standing.active_blocks as f64;
+            demand.sequences += f64::from(standing.sequences);
+            used += f64::from(standing.active_blocks);
             let Some(report) = member.books.latest(now) else { continue };
             blocks += report.total_blocks as f64 / members.len() as f64;
             prefill.extend(report.prefill_tokens_per_second);
@@ -235,7 +235,7 @@ impl Watched {
 
 fn seat(member: &Member, now: Instant) -> Seat {
     let standing = member.books.standing(now);
-    Seat { id: member.id(), phase: member.instance.phase, requests: standing.sequences + standing.prompts }
+    Seat { id: member.id(), phase: member.instance.phase, requests: u64::from(standing.sequences + standing.prompts) }
 }
 
 #[cfg(test)]

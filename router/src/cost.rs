@@ -72,22 +72,23 @@ impl Prompt {
 
 impl Cost {
     /// The whole request on one worker. `weight`: how much the time of others counts.
-    #[inline]
+    #[expect(clippy::inline_always, reason = "a thousand times per decision, and every figure stays in a register")]
+    #[inline(always)]
     pub(crate) fn together(prompt: Prompt, held: Held, standing: &Standing, weight: f64) -> Self {
         let speeds = &standing.speeds;
-        let speed = prefill_speed(speeds);
-        // What lies in G1 need not come up, and few workers hold more than that.
-        let onboard = held.by_level().filter(|(level, _)| *level != Level::G1).map(|(level, blocks)| {
+        let token = prefill_speed(speeds).recip();
+        let mut onboard = 0.0;
+        for (level, blocks) in held.below() {
             let recompute = u64::from(blocks) * prompt.block_size;
             // Whatever the tier promises: onboarding stops where recomputing would be quicker.
-            transfer(speeds, level, u64::from(blocks)).min(recompute as f64 / speed)
-        });
+            onboard += transfer(speeds, level, u64::from(blocks)).min(recompute as f64 * token);
+        }
         Self {
-            queue: standing.waiting_tokens as f64 / speed,
+            queue: f64::from(standing.waiting_tokens) * token,
             room: room(prompt, held, standing),
-            prefill: prompt.uncached(held) as f64 / speed,
-            onboard: onboard.sum(),
-            decode: weight * STEPS * speeds.step.or(stand_in::STEP) * standing.sequences as f64,
+            prefill: prompt.uncached(held) as f64 * token,
+            onboard,
+            decode: weight * STEPS * speeds.step.or(stand_in::STEP) * f64::from(standing.sequences),
             ..Self::default()
         }
     }
@@ -130,8 +131,8 @@ impl Cost {
 /// by the queue that it joins, `typical` by the average one. The first alone would send all long prompts to where the
 /// short ones are not; the second alone lets prompts stay where they queue too long. On an idle fleet nobody comes after,
 /// and the request looks at its own first token only; on a full one, what counts is that nothing is computed twice.
-pub(crate) fn crowd(prefill: f64, here: u64, typical: f64) -> f64 {
-    prefill * (here as f64 + typical)
+pub(crate) fn crowd(prefill: f64, here: u32, typical: f64) -> f64 {
+    prefill * (f64::from(here) + typical)
 }
 
 /// The transfer of a hand-over alone.
@@ -153,18 +154,16 @@ pub(crate) fn prefill_speed(speeds: &Speeds) -> f64 {
 /// Requests leave, and their blocks with them, at the rate of blocks in use over the time that a request stays.
 #[inline]
 fn room(prompt: Prompt, held: Held, standing: &Standing) -> f64 {
-    if standing.total_blocks == 0 {
-        return 0.0;
-    }
-    let free = standing.total_blocks.saturating_sub(standing.active_blocks);
-    if prompt.blocks <= free {
-        return 0.0;
-    }
-    let resident = held.by_level().find(|(level, _)| *level == Level::G1).map_or(0, |(_, blocks)| u64::from(blocks));
-    let need = prompt.blocks.saturating_sub(resident);
+    let free = u64::from(standing.total_blocks.saturating_sub(standing.active_blocks));
+    if standing.total_blocks == 0 || prompt.blocks <= free { 0.0 } else { wait_for_room(prompt, held, standing, free) }
+}
+
+#[cold]
+fn wait_for_room(prompt: Prompt, held: Held, standing: &Standing, free: u64) -> f64 {
+    let need = prompt.blocks.saturating_sub(u64::from(held.resident()));
     let short = need.saturating_sub(free) as f64;
     let stay = standing.speeds.residence.or(stand_in::RESIDENCE);
-    (stay * short / standing.active_blocks.max(1) as f64).min(ROOM_SECONDS_MAX)
+    (stay * short / f64::from(standing.active_blocks.max(1))).min(ROOM_SECONDS_MAX)
 }
 
 #[cfg(test)]
@@ -174,7 +173,7 @@ mod tests {
 
     const PROMPT: Prompt = Prompt { tokens: 1000, block_size: 10, blocks: 110 };
 
-    fn standing(waiting_tokens: u64) -> Standing {
+    fn standing(waiting_tokens: u32) -> Standing {
         let speeds = Speeds { prefill: Figure::of(1000.0), block_bytes: Figure::of(1000.0), ..Speeds::default() };
         Standing { waiting_tokens, speeds, ..Standing::default() }
     }

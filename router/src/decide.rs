@@ -46,6 +46,8 @@ pub(crate) struct Decision<'a> {
     pub(crate) candidates: &'a [Candidate],
     pub(crate) chosen: Row<'a>,
     pub(crate) why: Why,
+    /// The lowest cost of those who could decode and were not chosen.
+    pub(crate) runner_up: f64,
     /// The best prefill worker, whether it is used or not.
     pub(crate) prefill: Option<Row<'a>>,
 }
@@ -103,9 +105,10 @@ pub(crate) fn decide<'a>(
         waiting: survey.prompts_typical(),
     };
 
-    let parts = *ask.work == Work::Generate && tuning.disaggregation != Disaggregation::Never;
-    let helps = |seat: &Seat, desk: &Desk| parts && seat.phase == Phase::Prefill && desk.fit == Fit::Well;
-    scene.weigh(helps, None, helpers);
+    helpers.clear();
+    if *ask.work == Work::Generate && tuning.disaggregation != Disaggregation::Never && serving.helps() {
+        scene.weigh(|seat, desk| seat.phase == Phase::Prefill && desk.fit == Fit::Well, None, helpers);
+    }
     let prefill = select(&tuning.policy, helpers, turn).map(|(at, _)| scene.row(helpers[at].seat as usize, None));
 
     // A prefill request goes to prefill workers; everything else to those who decode, and to the others only when nobody
@@ -118,9 +121,11 @@ pub(crate) fn decide<'a>(
     if candidates.is_empty() {
         scene.weigh(|_, desk| desk.fit != Fit::Out, prefill.as_ref(), candidates);
     }
-    let (chosen, why) = select(&tuning.policy, candidates, turn)?;
-    let chosen = scene.row(candidates[chosen].seat as usize, prefill.as_ref());
-    Some(Decision { scene, candidates, chosen, why, prefill })
+    let (at, why) = select(&tuning.policy, candidates, turn)?;
+    let others = candidates[..at].iter().chain(&candidates[at + 1..]);
+    let runner_up = others.map(|other| other.cost).fold(f64::INFINITY, f64::min);
+    let chosen = scene.row(candidates[at].seat as usize, prefill.as_ref());
+    Some(Decision { scene, candidates, chosen, why, runner_up, prefill })
 }
 
 impl<'a> Decision<'a> {
@@ -134,24 +139,49 @@ impl<'a> Scene<'a> {
     /// Weighs those who are wanted.
     fn weigh(&self, wanted: impl Fn(&Seat, &Desk) -> bool, prefill: Option<&Row<'_>>, into: &mut Vec<Candidate>) {
         into.clear();
-        for (at, (seat, desk)) in self.seats.iter().zip(self.desks).enumerate() {
-            if wanted(seat, desk) {
-                into.push(self.row(at, prefill).candidate(&self.tuning.policy));
+        let all = self.seats.iter().zip(self.desks).enumerate().filter(|(_, (seat, desk))| wanted(seat, desk));
+        // A loop for each case: a thousand workers go through it, and nearly always there is nobody who helps.
+        match prefill {
+            None => {
+                into.extend(all.map(|(at, (seat, desk))| self.candidate(at, seat, desk, &self.together(seat, desk))))
+            }
+            Some(_) => {
+                into.extend(all.map(|(at, (seat, desk))| self.candidate(at, seat, desk, &self.row(at, prefill).cost())))
             }
         }
     }
 
-    #[inline]
-    fn row(&self, at: usize, prefill: Option<&Row<'_>>) -> Row<'a> {
-        let (seat, desk) = (&self.seats[at], &self.desks[at]);
-        let (prompt, weight, standing) = (self.prompts[seat.way as usize], self.tuning.decode_weight, &desk.standing);
-        let mut together = Cost::together(prompt, desk.held, standing, weight);
+    /// All of the request in one seat.
+    #[expect(clippy::inline_always, reason = "a thousand times per decision, and every figure stays in a register")]
+    #[inline(always)]
+    fn together(&self, seat: &Seat, desk: &Desk) -> Cost {
+        let (weight, standing) = (self.tuning.decode_weight, &desk.standing);
+        let mut together = Cost::together(self.prompts[seat.way as usize], desk.held, standing, weight);
         together.crowd = cost::crowd(together.prefill, standing.prompts, self.waiting + self.tuning.cache_bias);
         together.stall = disaggregate::stall(together.prefill, seat.phase, standing.sequences, weight);
+        together
+    }
+
+    /// What the choice looks at.
+    #[expect(clippy::inline_always, reason = "a thousand times per decision, and every figure stays in a register")]
+    #[inline(always)]
+    fn candidate(&self, at: usize, seat: &Seat, desk: &Desk, cost: &Cost) -> Candidate {
+        let (mut total, mut passes) = (cost.total(), 0);
+        if let Policy::Composed(composition) = &self.tuning.policy {
+            let Desk { held, standing, .. } = desk;
+            let features = Features { cost, prompt: self.prompts[seat.way as usize], held: *held, standing };
+            (total, passes) = (composition.score(&features), composition.passes(&features));
+        }
+        Candidate { seat: at as u32, passes, worker: seat.id.0, cost: total, load: cost.load(), chosen: desk.chosen }
+    }
+
+    fn row(&self, at: usize, prefill: Option<&Row<'_>>) -> Row<'a> {
+        let (seat, desk) = (&self.seats[at], &self.desks[at]);
+        let (prompt, together) = (self.prompts[seat.way as usize], self.together(seat, desk));
         let mut row = Row { at, seat, desk, prompt, together, apart: None, split: Split::Together };
         // Only workers that name blocks alike can take over what the other computed.
         if let Some(prefill) = prefill.filter(|prefill| prefill.at != at && prefill.seat.way == seat.way) {
-            let apart = Cost::apart(&prefill.together, prompt, desk.held, standing, weight);
+            let apart = Cost::apart(&prefill.together, prompt, desk.held, &desk.standing, self.tuning.decode_weight);
             row.split = disaggregate::decide(self.tuning.disaggregation, row.missing(), &row.together, &apart);
             row.apart = Some(apart);
         }
@@ -190,24 +220,5 @@ impl<'a> Row<'a> {
     /// Full blocks that are not.
     pub(crate) fn missing(&self) -> u64 {
         cacheable(self.prompt.tokens, self.prompt.block_size).saturating_sub(u64::from(self.desk.held.run()))
-    }
-
-    #[inline]
-    fn candidate(&self, policy: &Policy) -> Candidate {
-        let (cost, seat) = (self.cost(), self.seat);
-        let (mut total, mut passes) = (cost.total(), 0);
-        if let Policy::Composed(composition) = policy {
-            let Desk { held, standing, .. } = self.desk;
-            let features = Features { cost: &cost, prompt: self.prompt, held: *held, standing };
-            (total, passes) = (composition.score(&features), composition.passes(&features));
-        }
-        Candidate {
-            seat: self.at as u32,
-            passes,
-            worker: seat.id.0,
-            cost: total,
-            load: cost.load(),
-            chosen: seat.member.chosen(),
-        }
     }
 }

@@ -18,13 +18,13 @@ pub(crate) enum Split {
 }
 
 /// What others lose while a prompt takes `prefill` seconds on a worker where `sequences` decode.
-pub(crate) fn stall(prefill: f64, phase: Phase, sequences: u64, weight: f64) -> f64 {
+pub(crate) fn stall(prefill: f64, phase: Phase, sequences: u32, weight: f64) -> f64 {
     let share = match phase {
         Phase::Prefill => 0.0,
         // It was set apart to decode: whoever is not there yet comes while the prompt is computed.
         Phase::Decode => 1.0,
         // The busier, the likelier that somebody waits.
-        Phase::Both => sequences as f64 / (sequences + 1) as f64,
+        Phase::Both => f64::from(sequences) / (f64::from(sequences) + 1.0),
     };
     weight * share * prefill
 }
@@ -45,14 +45,14 @@ mod tests {
     use super::*;
     use crate::settings::Preset;
 
-    fn costs(tokens: f64, phase: Phase, sequences: u64, prefill_queue: f64) -> (Cost, Cost) {
+    fn costs(tokens: f64, phase: Phase, sequences: u32, prefill_queue: f64) -> (Cost, Cost) {
         let prefill = tokens / 1000.0;
         let together = Cost { prefill, stall: stall(prefill, phase, sequences, 1.0), ..Cost::default() };
         let apart = Cost { prefill, queue: prefill_queue, handover: 0.05, ..Cost::default() };
         (together, apart)
     }
 
-    fn auto(tokens: f64, phase: Phase, sequences: u64, queue: f64) -> Split {
+    fn auto(tokens: f64, phase: Phase, sequences: u32, queue: f64) -> Split {
         let (together, apart) = costs(tokens, phase, sequences, queue);
         decide(Disaggregation::Auto, 1, &together, &apart)
     }

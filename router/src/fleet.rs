@@ -32,11 +32,7 @@ pub(crate) struct Member {
     pub(crate) books: Arc<Books>,
     /// Cancelled when its lease has ended.
     pub(crate) gone: CancellationToken,
-    /// When it was last chosen, in choices; 0 is never.
-    chosen: AtomicU64,
     health: Mutex<Health>,
-    /// Until when `health` has it rest, as a [`Moment`]; 0 is not at all. Decisions read this, and no lock.
-    rests: AtomicU64,
     /// When it last gave an output, in nanoseconds since `seen`.
     heard: AtomicU64,
     /// Sequences that it takes at a time; 0 when unknown.
@@ -59,9 +55,7 @@ impl Member {
             ledger: before.map(|member| member.ledger.clone()).unwrap_or_default(),
             books: before.map(|member| member.books.clone()).unwrap_or_default(),
             gone: before.map(|member| member.gone.clone()).unwrap_or_default(),
-            chosen: AtomicU64::new(before.map_or(0, Self::chosen)),
             health: Mutex::new(before.map(Self::health).unwrap_or_default()),
-            rests: AtomicU64::new(before.map_or(0, |member| member.rests.load(Ordering::Relaxed))),
             heard: AtomicU64::new(before.map_or(0, |member| member.heard.load(Ordering::Relaxed))),
             batch: AtomicU64::new(before.map_or(0, Self::batch)),
             measured: AtomicBool::new(before.is_some_and(Self::measured)),
@@ -81,11 +75,6 @@ impl Member {
     /// Whether it is there to decode. Prefill workers can, and do when nobody else is left.
     pub(crate) fn decodes(&self) -> bool {
         self.instance.phase != Phase::Prefill
-    }
-
-    /// When it was last chosen, in choices; 0 is never.
-    pub(crate) fn chosen(&self) -> u64 {
-        self.chosen.load(Ordering::Relaxed)
     }
 
     /// Notes how a request went wrong.
@@ -151,10 +140,8 @@ impl Member {
     }
 
     /// Whether it is better left alone while others are there.
-    #[inline]
     pub(crate) fn avoided(&self, now: impl Into<Moment>) -> bool {
-        let now = now.into();
-        now.bits() < self.rests.load(Ordering::Relaxed) || self.books.silent(now)
+        self.books.avoided(now)
     }
 
     fn health(&self) -> Health {
@@ -164,8 +151,8 @@ impl Member {
     fn change(&self, change: impl FnOnce(&mut Health)) {
         let mut health = self.health.lock().unwrap_or_else(PoisonError::into_inner);
         change(&mut health);
-        let until = health.rests_until().map_or(0, |at| Moment::from(at).bits());
-        self.rests.store(until, Ordering::Relaxed);
+        // Decisions read this, and no lock.
+        self.books.rest_until(health.rests_until().map(Moment::from));
     }
 }
 
@@ -177,12 +164,15 @@ pub(crate) struct Serving {
     ways: Vec<Arc<ModelCard>>,
     /// The longest context of them.
     context: usize,
+    /// Whether any of them is there to prefill.
+    helpers: bool,
 }
 
 /// A member, with what each decision asks of it close at hand.
 pub(crate) struct Seat {
     pub(crate) id: WorkerId,
     pub(crate) member: Arc<Member>,
+    pub(crate) books: Arc<Books>,
     pub(crate) slot: Slot,
     /// Of the ways in which blocks are named, its own.
     pub(crate) way: u32,
@@ -205,6 +195,11 @@ impl Serving {
         self.context
     }
 
+    /// Whether any of them is there to prefill for others.
+    pub(crate) fn helps(&self) -> bool {
+        self.helpers
+    }
+
     fn take(&mut self, member: &Arc<Member>) {
         let Instance { model: card, phase, .. } = &*member.instance;
         let same = |way: &Arc<ModelCard>| way.identity == card.identity && way.block_size == card.block_size;
@@ -214,7 +209,9 @@ impl Serving {
         });
         self.context = self.context.max(card.context);
         let (id, slot, way) = (member.id(), member.slot, way as u32);
-        self.seats.push(Seat { id, member: member.clone(), slot, way, phase: *phase, context: card.context });
+        self.helpers |= *phase == Phase::Prefill;
+        let (member, books) = (member.clone(), member.books.clone());
+        self.seats.push(Seat { id, member, books, slot, way, phase: *phase, context: card.context });
     }
 }
 
@@ -288,7 +285,7 @@ impl Fleet {
     /// Notes that a member was chosen.
     pub(crate) fn choose(&self, member: &Member) {
         let now = self.choices.fetch_add(1, Ordering::Relaxed) + 1;
-        member.chosen.store(now, Ordering::Relaxed);
+        member.books.choose(now);
     }
 
     /// Choices made so far.

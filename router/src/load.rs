@@ -11,11 +11,12 @@ mod standing;
 pub(crate) use moment::Moment;
 #[cfg(test)]
 pub(crate) use standing::Figure;
-pub(crate) use standing::{Speeds, Standing, Typical};
+pub(crate) use standing::{Known, Speeds, Spread, Standing};
 
 use face::Face;
 use std::collections::BTreeMap;
 use std::ops::{Deref, DerefMut};
+use std::sync::atomic::Ordering;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::time::Instant;
@@ -59,6 +60,16 @@ struct State {
     step: Option<f64>,
     resume: Option<f64>,
     residence: Option<f64>,
+}
+
+/// What a decision sees of a worker.
+pub(crate) struct Glance {
+    pub(crate) standing: Standing,
+    pub(crate) known: Known,
+    /// Better left alone while others are there: it is silent, or rests.
+    pub(crate) avoided: bool,
+    /// When it was last chosen, in choices; 0 is never.
+    pub(crate) chosen: u64,
 }
 
 struct Entry {
@@ -177,10 +188,37 @@ impl Books {
     }
 
     /// How busy the worker is.
-    #[inline]
     pub(crate) fn standing(&self, now: impl Into<Moment>) -> Standing {
-        let news = self.face.age(now.into()).is_some_and(|age| age <= STALE.as_nanos() as u64);
-        self.face.standing(news)
+        self.glance(now.into()).standing
+    }
+
+    /// All that a decision sees of the worker.
+    #[inline]
+    pub(crate) fn glance(&self, now: Moment) -> Glance {
+        let Face { rests, chosen, .. } = &self.face;
+        // Who never reported is no news, and not silent.
+        let (age, silent) = self.face.age(now).map_or((u64::MAX, u64::MAX), |age| (age, SILENT.as_nanos() as u64));
+        Glance {
+            standing: self.face.standing(age <= STALE.as_nanos() as u64),
+            known: self.face.known(),
+            avoided: now.bits() < rests.load(Ordering::Relaxed) || age > silent,
+            chosen: chosen.load(Ordering::Relaxed),
+        }
+    }
+
+    /// Whether the worker is better left alone while others are there.
+    pub(crate) fn avoided(&self, now: impl Into<Moment>) -> bool {
+        self.glance(now.into()).avoided
+    }
+
+    /// Has it left alone until then.
+    pub(crate) fn rest_until(&self, until: Option<Moment>) {
+        self.face.rests.store(until.map_or(0, Moment::bits), Ordering::Relaxed);
+    }
+
+    /// Notes that the worker was chosen, and when, in choices.
+    pub(crate) fn choose(&self, nth: u64) {
+        self.face.chosen.store(nth, Ordering::Relaxed);
     }
 
     fn lock(&self) -> Open<'_> {
@@ -230,10 +268,10 @@ impl State {
         let Self { all, fresh, unsure, ended, step, resume, residence, .. } = self;
         let (step, resume, residence) = ((*step).into(), (*resume).into(), (*residence).into());
         let mut standing = Standing {
-            waiting_tokens: all.prefill_tokens,
-            prompts: all.prompts,
-            sequences: all.sequences,
-            active_blocks: all.blocks,
+            waiting_tokens: count(all.prefill_tokens),
+            prompts: count(all.prompts),
+            sequences: count(all.sequences),
+            active_blocks: count(all.blocks),
             total_blocks: 0,
             speeds: Speeds { step, resume, residence, ..Speeds::default() },
         };
@@ -241,15 +279,15 @@ impl State {
         // A stale report may still say more than the bookings, which know nothing of other routers.
         let join = |reported: u64, of: fn(&Amount) -> u64| {
             let reported = reported.saturating_sub(of(ended));
-            if news { of(fresh) + reported.max(of(unsure)) } else { reported.max(of(all)) }
+            count(if news { of(fresh) + reported.max(of(unsure)) } else { reported.max(of(all)) })
         };
         let sequences = u64::from(load.running) + u64::from(load.waiting);
         standing.waiting_tokens = join(load.waiting_tokens, |amount| amount.prefill_tokens);
         // Those in the batch whose prompt is being computed wait, too; of others' the report does not say.
-        standing.prompts = join(u64::from(load.waiting), |amount| amount.prompts).max(all.prompts);
+        standing.prompts = join(u64::from(load.waiting), |amount| amount.prompts).max(count(all.prompts));
         standing.sequences = join(sequences, |amount| amount.sequences);
         standing.active_blocks = join(load.active_blocks, |amount| amount.blocks);
-        standing.total_blocks = load.total_blocks;
+        standing.total_blocks = count(load.total_blocks);
         standing.speeds.prefill = load.prefill_tokens_per_second.filter(|speed| *speed > 0.0).into();
         standing.speeds.block_bytes = Some(load.block_bytes as f64).filter(|bytes| *bytes > 0.0).into();
         for speed in load.onboard.iter().filter(|speed| speed.bytes_per_second > 0.0) {
@@ -290,6 +328,11 @@ impl Amount {
         self.blocks -= other.blocks;
         self.sequences -= other.sequences;
     }
+}
+
+/// As a decision reads it. What is beyond is as good as endless.
+fn count(count: u64) -> u32 {
+    count.try_into().unwrap_or(u32::MAX)
 }
 
 fn average(value: &mut Option<f64>, newest: f64) {

@@ -18,6 +18,7 @@ use worker::plane::{Instance, Load, OnboardSpeed, Phase, Source, StoreId, Worker
 pub struct Decisions {
     core: Core,
     request: Request,
+    members: Vec<Arc<Member>>,
 }
 
 const MODEL: &str = "measured";
@@ -76,13 +77,33 @@ impl Decisions {
             let blocks = names[..blocks.min(names.len())].to_vec();
             core.index.apply(source, &BlockEvent::Stored { level, parent: None, blocks });
         };
-        let now = Instant::now();
         let member = |id: u64| {
             let (id, stores) = (WorkerId(id), vec![STORE]);
             let slot = core.index.join(id, &stores);
             let instance = Instance { id, epoch: Epoch(1), phase: Phase::Both, model: card.clone(), stores };
-            let member = Member::new(Arc::new(instance), Arc::new(Nobody), slot, None);
-            let draw = mix(id.0);
+            Arc::new(Member::new(Arc::new(instance), Arc::new(Nobody), slot, None))
+        };
+        let members: Vec<_> = (0..workers).map(member).collect();
+        core.fleet.join_all(members.iter().cloned());
+        for id in 0..workers {
+            let source = Source::Worker(WorkerId(id));
+            stored(source, Level::G1, 4);
+            if id % 8 == 0 {
+                stored(source, Level::G1, (mix(id) as usize) % names.len());
+                stored(source, Level::G2, (mix(id + 1) as usize) % names.len());
+            }
+        }
+        stored(Source::Store(STORE), Level::G3, names.len() * 3 / 4);
+        let decisions = Self { core, request, members };
+        decisions.report();
+        decisions
+    }
+
+    /// Everybody reports, as workers do at least once a second.
+    pub fn report(&self) {
+        let now = Instant::now();
+        for member in &self.members {
+            let draw = mix(member.id().0);
             let onboard = [Level::G2, Level::G3].map(|level| OnboardSpeed {
                 level,
                 latency_seconds: 0.001,
@@ -100,19 +121,7 @@ impl Decisions {
                 ..Load::default()
             };
             member.books.report(load, now);
-            Arc::new(member)
-        };
-        core.fleet.join_all((0..workers).map(member));
-        for id in 0..workers {
-            let source = Source::Worker(WorkerId(id));
-            stored(source, Level::G1, 4);
-            if id % 8 == 0 {
-                stored(source, Level::G1, (mix(id) as usize) % names.len());
-                stored(source, Level::G2, (mix(id + 1) as usize) % names.len());
-            }
         }
-        stored(Source::Store(STORE), Level::G3, names.len() * 3 / 4);
-        Self { core, request }
     }
 
     /// Places the request as a live router does, booking included. What it answers with gives the booking back when it is

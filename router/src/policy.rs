@@ -195,8 +195,8 @@ impl Features<'_> {
             Term::Decode => cost.decode,
             Term::Stall => cost.stall,
             Term::Crowd => cost.crowd,
-            Term::Sequences => standing.sequences as f64,
-            Term::Memory => standing.active_blocks as f64 / standing.total_blocks.max(1) as f64,
+            Term::Sequences => standing.sequences.into(),
+            Term::Memory => f64::from(standing.active_blocks) / f64::from(standing.total_blocks.max(1)),
         }
     }
 
@@ -205,7 +205,7 @@ impl Features<'_> {
             Filter::Fits => self.cost.room <= 0.0,
             Filter::Cached => self.held.run() > 0,
             Filter::QueueBelow(seconds) => self.cost.queue < *seconds,
-            Filter::SequencesBelow(count) => self.standing.sequences < *count,
+            Filter::SequencesBelow(count) => u64::from(self.standing.sequences) < *count,
         }
     }
 }

@@ -4,7 +4,7 @@
 //! shared first block does not pin a fleet's traffic to its holder, and new workers get their share at once.
 
 use crate::policy::{Composition, Pick, Policy};
-use std::cmp::Reverse;
+use std::cmp::Ordering;
 
 /// A worker, as far as the choice goes.
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -175,8 +175,14 @@ fn needed(candidates: &[Candidate], filters: usize) -> u32 {
 
 fn longest_ago(candidates: &[Candidate], among: impl Iterator<Item = usize>, draw: u64) -> usize {
     // Those never chosen come in an order that the draw decides, so that routers which start together part ways.
-    let turn = |at: &usize| (Reverse(candidates[*at].chosen), mix(draw ^ *at as u64));
-    among.max_by_key(turn).unwrap_or(0)
+    let chosen = |at: usize| candidates[at].chosen;
+    let turn = |at: usize| mix(draw ^ at as u64);
+    among
+        .reduce(|a, b| match chosen(a).cmp(&chosen(b)).then_with(|| turn(b).cmp(&turn(a))) {
+            Ordering::Greater => b,
+            _ => a,
+        })
+        .unwrap_or(0)
 }
 
 /// One of `n`, evenly enough for any fleet.

@@ -4,7 +4,7 @@
 
 use crate::fleet::{Seat, Serving};
 use crate::index::{Held, Index, Overlap};
-use crate::load::{Moment, Standing, Typical};
+use crate::load::{Glance, Moment, Spread, Standing};
 use crate::promise::Promises;
 use kvbm::{ChainKey, Domain, SequenceHash};
 use tokio::time::Instant;
@@ -17,6 +17,8 @@ pub(crate) struct Desk {
     pub(crate) held: Held,
     /// How busy it is, with means of the others where it has measured nothing.
     pub(crate) standing: Standing,
+    /// When it was last chosen, in choices; 0 is never.
+    pub(crate) chosen: u64,
     pub(crate) fit: Fit,
 }
 
@@ -49,26 +51,23 @@ impl Survey {
         now: Instant,
     ) {
         self.desks.clear();
-        self.prompts = 0;
-        let (mut typical, now) = (Typical::default(), Moment::from(now));
+        let (mut prompts, mut spread, now) = (0, Spread::default(), Moment::from(now));
         let look = |seat: &Seat| {
-            let Seat { id, member, slot, way, context, .. } = seat;
-            let standing = member.books.standing(now);
-            typical.add(&standing.speeds);
-            self.prompts += standing.prompts;
-            let fit = if tokens >= *context || tried.contains(id) {
+            let Glance { standing, known, avoided, chosen } = seat.books.glance(now);
+            prompts += u64::from(standing.prompts);
+            spread.add(known);
+            let fit = if tokens >= seat.context || tried.contains(&seat.id) {
                 Fit::Out
-            } else if member.avoided(now) {
+            } else if avoided {
                 Fit::Avoided
             } else {
                 Fit::Well
             };
-            Desk { held: overlaps.held(*way, *slot), standing, fit }
+            Desk { held: overlaps.held(seat.way, seat.slot), standing, chosen, fit }
         };
         self.desks.extend(serving.seats().iter().map(look));
-        if typical.fills() {
-            self.desks.iter_mut().for_each(|desk| typical.fill(&mut desk.standing.speeds));
-        }
+        self.prompts = prompts;
+        spread.level(&mut self.desks, |desk| &mut desk.standing.speeds);
     }
 
     pub(crate) fn desks(&self) -> &[Desk] {

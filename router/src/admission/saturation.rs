@@ -52,9 +52,9 @@ impl Full {
 /// What a worker has too much of for a new request, if anything. `batch`: sequences that it takes at a time, 0 when unknown;
 /// `held`: booked on it and not sent.
 pub(crate) fn full(phase: Phase, standing: &Standing, batch: u64, held: Held, part: Part) -> Option<Full> {
-    let tokens = standing.waiting_tokens.saturating_sub(held.tokens);
-    let sequences = standing.sequences.saturating_sub(held.sequences);
-    let blocks = standing.active_blocks.saturating_sub(held.blocks);
+    let tokens = u64::from(standing.waiting_tokens).saturating_sub(held.tokens);
+    let sequences = u64::from(standing.sequences).saturating_sub(held.sequences);
+    let blocks = u64::from(standing.active_blocks).saturating_sub(held.blocks);
     let ahead = if phase == Phase::Prefill { AHEAD_OF_PREFILL } else { AHEAD };
     if part != Part::Decode && tokens as f64 / cost::prefill_speed(&standing.speeds) >= ahead {
         return Some(Full::Queue);
@@ -66,7 +66,7 @@ pub(crate) fn full(phase: Phase, standing: &Standing, batch: u64, held: Held, pa
     if batch > 0 && sequences >= batch + (batch / SPARE.0).max(SPARE.1) {
         return Some(Full::Batch);
     }
-    (standing.total_blocks > 0 && blocks >= standing.total_blocks).then_some(Full::Memory)
+    (standing.total_blocks > 0 && blocks >= u64::from(standing.total_blocks)).then_some(Full::Memory)
 }
 
 #[cfg(test)]
@@ -74,7 +74,7 @@ mod tests {
     use super::*;
     use crate::load::{Figure, Speeds};
 
-    fn standing(waiting_tokens: u64, sequences: u64, active_blocks: u64) -> Standing {
+    fn standing(waiting_tokens: u32, sequences: u32, active_blocks: u32) -> Standing {
         let speeds = Speeds { prefill: Figure::of(1000.0), ..Speeds::default() };
         Standing { waiting_tokens, sequences, active_blocks, total_blocks: 100, speeds, ..Standing::default() }
     }

@@ -6,37 +6,44 @@
 //! and the figures are estimates. So nothing here needs an order, and no reader waits for a writer.
 
 use super::moment::Moment;
-use super::standing::{Figure, ONBOARDED, Onboard, Speeds, Standing};
-use std::sync::atomic::{AtomicU64, Ordering};
+use super::standing::{Figure, Known, ONBOARDED, Onboard, Speeds, Standing};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-/// The published figures.
+/// The published figures: two cache lines, and nothing else on them. Two short figures share a word, so that a thousand
+/// workers are read in a thousand times nine loads.
 #[derive(Default)]
+#[repr(align(64))]
 pub(super) struct Face {
     /// When the latest report came, as a [`Moment`]; 0 is never.
     reported: AtomicU64,
-    /// Queue, prompts, sequences and blocks while the latest report is news, and once it is not.
-    fresh: [AtomicU64; 4],
-    stale: [AtomicU64; 4],
-    total_blocks: AtomicU64,
-    /// The five figures of [`Speeds`], then two per level that blocks come up from.
-    speeds: [AtomicU64; 5],
-    onboard: [[AtomicU64; 2]; ONBOARDED],
+    /// Until when the worker is to be left alone, as a [`Moment`]; 0 is not at all.
+    pub(super) rests: AtomicU64,
+    /// When it was last chosen, in choices; 0 is never.
+    pub(super) chosen: AtomicU64,
+    /// Which of the speeds were measured.
+    known: AtomicU32,
+    /// Queue and prompts, sequences and blocks: while the latest report is news, and once it is not.
+    fresh: [AtomicU64; 2],
+    stale: [AtomicU64; 2],
+    /// What is the same in both cases.
+    rest: [AtomicU64; 3],
+    /// Latency and bandwidth of the levels that blocks come up from.
+    onboard: [AtomicU64; ONBOARDED],
 }
 
 impl Face {
     /// Publishes what the books say. `fresh` and `stale` differ in their four counts only.
     pub(super) fn publish(&self, reported: Option<Moment>, fresh: &Standing, stale: &Standing) {
         self.reported.store(reported.map_or(0, Moment::bits), Ordering::Relaxed);
+        self.known.store(fresh.speeds.known().bits(), Ordering::Relaxed);
         for (to, from) in [(&self.fresh, fresh), (&self.stale, stale)] {
             let Standing { waiting_tokens, prompts, sequences, active_blocks, .. } = *from;
-            store(to, [waiting_tokens, prompts, sequences, active_blocks]);
+            store(to, [(waiting_tokens, prompts), (sequences, active_blocks)]);
         }
-        self.total_blocks.store(fresh.total_blocks, Ordering::Relaxed);
         let Speeds { prefill, step, block_bytes, resume, residence, onboard } = fresh.speeds;
-        store(&self.speeds, [prefill, step, block_bytes, resume, residence].map(Figure::bits));
-        for (to, Onboard { latency, bandwidth }) in self.onboard.iter().zip(onboard) {
-            store(to, [latency.bits(), bandwidth.bits()]);
-        }
+        let pair = |a: Figure, b: Figure| (a.bits(), b.bits());
+        store(&self.rest, [(fresh.total_blocks, prefill.bits()), pair(step, block_bytes), pair(resume, residence)]);
+        store(&self.onboard, onboard.map(|Onboard { latency, bandwidth }| pair(latency, bandwidth)));
     }
 
     /// How old the latest report is, in nanoseconds; `None` before the first.
@@ -49,28 +56,35 @@ impl Face {
     /// The figures, as they stand while the latest report is `news` or not.
     #[inline]
     pub(super) fn standing(&self, news: bool) -> Standing {
-        let [waiting_tokens, prompts, sequences, active_blocks] = load(if news { &self.fresh } else { &self.stale });
-        let [prefill, step, block_bytes, resume, residence] = load(&self.speeds).map(Figure::from_bits);
-        let onboard = std::array::from_fn(|level| {
-            let [latency, bandwidth] = load(&self.onboard[level]).map(Figure::from_bits);
+        let counts = load(if news { &self.fresh } else { &self.stale });
+        let [(waiting_tokens, prompts), (sequences, active_blocks)] = counts;
+        let [(total_blocks, prefill), (step, block_bytes), (resume, residence)] = load(&self.rest);
+        let [prefill, step, block_bytes] = [prefill, step, block_bytes].map(Figure::from_bits);
+        let [resume, residence] = [resume, residence].map(Figure::from_bits);
+        let onboard = load(&self.onboard).map(|(latency, bandwidth)| {
+            let [latency, bandwidth] = [latency, bandwidth].map(Figure::from_bits);
             Onboard { latency, bandwidth }
         });
-        Standing {
-            waiting_tokens,
-            prompts,
-            sequences,
-            active_blocks,
-            total_blocks: self.total_blocks.load(Ordering::Relaxed),
-            speeds: Speeds { prefill, step, block_bytes, resume, residence, onboard },
-        }
+        let speeds = Speeds { prefill, step, block_bytes, resume, residence, onboard };
+        Standing { waiting_tokens, prompts, sequences, active_blocks, total_blocks, speeds }
+    }
+
+    /// Which speeds were measured.
+    #[inline]
+    pub(super) fn known(&self) -> Known {
+        Known::from_bits(self.known.load(Ordering::Relaxed))
     }
 }
 
-fn store<const N: usize>(to: &[AtomicU64; N], from: [u64; N]) {
-    to.iter().zip(from).for_each(|(to, from)| to.store(from, Ordering::Relaxed));
+fn store<const N: usize>(to: &[AtomicU64; N], from: [(u32, u32); N]) {
+    let word = |(a, b)| u64::from(a) | u64::from(b) << 32;
+    to.iter().zip(from).for_each(|(to, from)| to.store(word(from), Ordering::Relaxed));
 }
 
 #[inline]
-fn load<const N: usize>(from: &[AtomicU64; N]) -> [u64; N] {
-    std::array::from_fn(|at| from[at].load(Ordering::Relaxed))
+fn load<const N: usize>(from: &[AtomicU64; N]) -> [(u32, u32); N] {
+    std::array::from_fn(|at| {
+        let word = from[at].load(Ordering::Relaxed);
+        (word as u32, (word >> 32) as u32)
+    })
 }

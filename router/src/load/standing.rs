@@ -5,9 +5,10 @@ use std::fmt;
 
 /// A figure that may not have been measured yet.
 ///
-/// A float whose `NaN` says so: half of what an `Option` takes, where a thousand workers have five of them each.
+/// A short float whose `NaN` says so: a quarter of what an `Option<f64>` takes, where a decision reads a dozen of each of a
+/// thousand workers. No measurement is good to seven digits.
 #[derive(Clone, Copy)]
-pub(crate) struct Figure(f64);
+pub(crate) struct Figure(f32);
 
 /// How fast blocks come up from a tier.
 #[derive(Clone, Copy, PartialEq, Debug, Default)]
@@ -38,49 +39,53 @@ pub(crate) struct Speeds {
 /// Levels that blocks come up from.
 pub(super) const ONBOARDED: usize = Level::ALL.len() - 1;
 
+/// Figures of [`Speeds`]: some single ones, and two of each level that blocks come up from.
+const FIGURES: usize = SINGLE + 2 * ONBOARDED;
+const SINGLE: usize = 5;
+
 /// A worker as a decision sees it.
 #[derive(Clone, Copy, PartialEq, Debug, Default)]
 pub(crate) struct Standing {
     /// Prompt tokens to be computed before a new request's.
-    pub(crate) waiting_tokens: u64,
+    pub(crate) waiting_tokens: u32,
     /// Requests that wait there for their first token.
-    pub(crate) prompts: u64,
+    pub(crate) prompts: u32,
     /// Sequences that decode, or will.
-    pub(crate) sequences: u64,
+    pub(crate) sequences: u32,
     /// G1 blocks in use by requests, or promised to them.
-    pub(crate) active_blocks: u64,
+    pub(crate) active_blocks: u32,
     /// G1 blocks in all; 0 when unknown.
-    pub(crate) total_blocks: u64,
+    pub(crate) total_blocks: u32,
     /// Measurements.
     pub(crate) speeds: Speeds,
 }
 
-/// Means over a fleet, which stand in for what a worker has not measured.
-#[derive(Default)]
-pub(crate) struct Typical {
-    sums: [(f64, u32); 5],
-    onboard: [Onboard; ONBOARDED],
-    members: u32,
-    /// By level, members that know how blocks come up.
-    onboarding: [u32; ONBOARDED],
+/// Which of the figures of [`Speeds`] were measured, a bit each.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Known(u32);
+
+/// What all of a fleet have measured, and what any: where they differ, means stand in.
+pub(crate) struct Spread {
+    all: Known,
+    any: Known,
 }
 
 impl Figure {
     /// Not measured.
-    pub(crate) const NONE: Self = Self(f64::NAN);
+    pub(crate) const NONE: Self = Self(f32::NAN);
 
     pub(crate) const fn of(value: f64) -> Self {
-        Self(value)
+        Self(value as f32)
     }
 
     #[inline]
     pub(crate) fn get(self) -> Option<f64> {
-        (!self.0.is_nan()).then_some(self.0)
+        (!self.0.is_nan()).then_some(f64::from(self.0))
     }
 
     #[inline]
     pub(crate) fn or(self, stand_in: f64) -> f64 {
-        if self.0.is_nan() { stand_in } else { self.0 }
+        if self.0.is_nan() { stand_in } else { f64::from(self.0) }
     }
 
     #[inline]
@@ -90,12 +95,12 @@ impl Figure {
         }
     }
 
-    pub(super) const fn bits(self) -> u64 {
+    pub(super) const fn bits(self) -> u32 {
         self.0.to_bits()
     }
 
-    pub(super) const fn from_bits(bits: u64) -> Self {
-        Self(f64::from_bits(bits))
+    pub(super) const fn from_bits(bits: u32) -> Self {
+        Self(f32::from_bits(bits))
     }
 }
 
@@ -120,7 +125,7 @@ impl fmt::Debug for Figure {
 
 impl From<Option<f64>> for Figure {
     fn from(value: Option<f64>) -> Self {
-        value.map_or(Self::NONE, Self)
+        value.map_or(Self::NONE, Self::of)
     }
 }
 
@@ -139,45 +144,63 @@ impl Speeds {
         }
     }
 
-    fn means(&mut self) -> [&mut Figure; 5] {
-        [&mut self.prefill, &mut self.step, &mut self.block_bytes, &mut self.resume, &mut self.residence]
+    /// Which of them were measured.
+    pub(super) fn known(&self) -> Known {
+        let mut speeds = *self;
+        Known((0..FIGURES).fold(0, |bits, nth| bits | u32::from(speeds.figure(nth).get().is_some()) << nth))
+    }
+
+    /// Each figure by its number.
+    #[inline]
+    fn figure(&mut self, nth: usize) -> &mut Figure {
+        match nth {
+            0 => &mut self.prefill,
+            1 => &mut self.step,
+            2 => &mut self.block_bytes,
+            3 => &mut self.resume,
+            4 => &mut self.residence,
+            _ => {
+                let Onboard { latency, bandwidth } = &mut self.onboard[(nth - SINGLE) / 2];
+                if (nth - SINGLE).is_multiple_of(2) { latency } else { bandwidth }
+            }
+        }
     }
 }
 
-impl Typical {
-    /// Takes a worker's measurements in. Of a tier, the first that was measured stands for all.
+impl Known {
+    pub(super) const fn bits(self) -> u32 {
+        self.0
+    }
+
+    pub(super) const fn from_bits(bits: u32) -> Self {
+        Self(bits)
+    }
+}
+
+impl Default for Spread {
+    fn default() -> Self {
+        Self { all: Known(u32::MAX), any: Known(0) }
+    }
+}
+
+impl Spread {
     #[inline]
-    pub(crate) fn add(&mut self, speeds: &Speeds) {
-        self.members += 1;
-        let Speeds { prefill, step, block_bytes, resume, residence, onboard } = speeds;
-        for ((sum, count), figure) in self.sums.iter_mut().zip([prefill, step, block_bytes, resume, residence]) {
-            if let Some(value) = figure.get() {
-                *sum += value;
-                *count += 1;
+    pub(crate) fn add(&mut self, known: Known) {
+        self.all.0 &= known.0;
+        self.any.0 |= known.0;
+    }
+
+    /// Puts the mean of those who have measured a figure where others have not. Nearly always that is one figure, or none.
+    pub(crate) fn level<T>(&self, fleet: &mut [T], speeds: impl Fn(&mut T) -> &mut Speeds) {
+        let uneven = self.any.0 & !self.all.0;
+        for nth in (0..FIGURES).filter(|nth| uneven >> nth & 1 == 1) {
+            let (mut sum, mut measured) = (0.0, 0_u32);
+            for value in fleet.iter_mut().filter_map(|each| speeds(each).figure(nth).get()) {
+                sum += value;
+                measured += 1;
             }
-        }
-        for ((own, count), other) in self.onboard.iter_mut().zip(&mut self.onboarding).zip(onboard) {
-            own.latency.or_else(other.latency);
-            own.bandwidth.or_else(other.bandwidth);
-            *count += u32::from(other.bandwidth.get().is_some());
-        }
-    }
-
-    /// Whether there is anything that some have measured and others have not.
-    pub(crate) fn fills(&self) -> bool {
-        let mut known = self.sums.iter().map(|(_, count)| count).chain(&self.onboarding);
-        known.any(|count| (1..self.members).contains(count))
-    }
-
-    /// Puts the means where nothing is measured.
-    pub(crate) fn fill(&self, speeds: &mut Speeds) {
-        for (figure, (sum, count)) in speeds.means().into_iter().zip(self.sums) {
-            // Of nothing, 0 / 0: not measured.
-            figure.or_else(Figure(sum / f64::from(count)));
-        }
-        for (own, typical) in speeds.onboard.iter_mut().zip(self.onboard) {
-            own.latency.or_else(typical.latency);
-            own.bandwidth.or_else(typical.bandwidth);
+            let mean = Figure::of(sum / f64::from(measured));
+            fleet.iter_mut().for_each(|each| speeds(each).figure(nth).or_else(mean));
         }
     }
 }
@@ -186,32 +209,34 @@ impl Typical {
 mod tests {
     use super::*;
 
+    /// A fleet, levelled.
+    fn level<const N: usize>(mut fleet: [Speeds; N]) -> [Speeds; N] {
+        let mut spread = Spread::default();
+        fleet.iter().for_each(|speeds| spread.add(speeds.known()));
+        spread.level(&mut fleet, |speeds| speeds);
+        fleet
+    }
+
     #[test]
     fn what_nobody_measured_stays_open_and_what_some_measured_is_their_mean() {
         let measured = |prefill| Speeds { prefill: Figure::of(prefill), ..Speeds::default() };
         let mut with_disk = measured(300.0);
         with_disk.onboards(Level::G3, 0.5, 1e9);
-        let mut typical = Typical::default();
-        for speeds in [measured(100.0), with_disk, Speeds::default()] {
-            typical.add(&speeds);
-        }
-        let mut newcomer = Speeds::default();
-        assert!(typical.fills());
-        typical.fill(&mut newcomer);
+        let [own, _, newcomer] = level([measured(100.0), with_disk, Speeds::default()]);
         assert_eq!((newcomer.prefill.get(), newcomer.step.get()), (Some(200.0), None));
         assert_eq!((newcomer.from(Level::G3), newcomer.from(Level::G2)), (Some((0.5, 1e9)), None));
         assert_eq!(newcomer.from(Level::G1), None, "what is there does not come up");
-        let mut own = measured(7.0);
-        typical.fill(&mut own);
-        assert_eq!(own.prefill.get(), Some(7.0), "what is measured stands");
-        let mut alike = Typical::default();
-        for speeds in [measured(1.0), measured(2.0)] {
-            alike.add(&speeds);
+        assert_eq!(own.prefill.get(), Some(100.0), "what is measured stands");
+        assert_eq!(own.from(Level::G3), Some((0.5, 1e9)), "and what is not is as elsewhere");
+    }
+
+    #[test]
+    fn every_figure_has_a_number_of_its_own() {
+        for nth in 0..FIGURES {
+            let mut speeds = Speeds::default();
+            *speeds.figure(nth) = Figure::of(1.0);
+            assert_eq!(speeds.known(), Known(1 << nth));
+            assert_eq!(level([speeds, Speeds::default()]), [speeds; 2]);
         }
-        assert!(!alike.fills(), "all know the same");
-        let mut disk = measured(3.0);
-        disk.onboards(Level::G3, 0.5, 1e9);
-        alike.add(&disk);
-        assert!(alike.fills(), "one knows more");
     }
 }

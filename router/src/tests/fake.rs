@@ -278,7 +278,7 @@ impl Yard {
     pub(crate) fn standing(&self, id: u64) -> (u64, u64, u64) {
         let roster = self.router.core.fleet.roster();
         let standing = roster.get(WorkerId(id)).unwrap().books.standing(tokio::time::Instant::now());
-        (standing.waiting_tokens, standing.sequences, standing.active_blocks)
+        (standing.waiting_tokens.into(), standing.sequences.into(), standing.active_blocks.into())
     }
 }
 
