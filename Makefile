@@ -17,7 +17,7 @@ RUST_TESTS := cargo test --locked --workspace --all-targets --no-fail-fast
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint fmt doc setup bench bench-kvbm bench-ttft bench-routing bench-replay bench-index advisories
+.PHONY: help run test lint fmt doc setup bench bench-kvbm bench-router bench-ttft bench-routing bench-replay bench-index advisories
 
 help: ## List the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,6 +59,14 @@ bench: bench-kvbm bench-ttft bench-routing ## All benchmarks; takes minutes, wan
 bench-kvbm: ## What the block manager must show, each figure beside its goal (ARGS="--json" for JSON)
 	cargo build --locked --release -p kvbm -p worker --examples
 	cargo run --locked --release --quiet $(BENCH) --bin kvbm -- $(ARGS)
+
+bench-router: ## What the router must show, each figure beside its goal, half an hour: TRACE=FILE (ARGS="--only decision", "--json")
+	@test -n "$(TRACE)" || { echo "make: bench-router wants a trace: make bench-router TRACE=conversation_trace.jsonl (docs/replay.md says where to get one)"; exit 1; }
+	@test -r "$(TRACE)" || { echo "make: there is no trace to read at $(TRACE)"; exit 1; }
+	cargo build --locked --release
+	cargo build --locked --release -p router --example decide
+	cargo build --release $(INDEX)
+	cargo run --locked --release --quiet $(BENCH) --bin router -- --trace "$(TRACE)" $(ARGS)
 
 bench-ttft: ## Time to first token: cold, and with the prefix in each tier (ARGS="--json" for JSON)
 	cargo build --locked --release

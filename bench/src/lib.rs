@@ -11,3 +11,4 @@ pub mod options;
 pub mod prompt;
 pub mod report;
 pub mod server;
+pub mod suite;

@@ -68,8 +68,13 @@ pub fn root() -> &'static Path {
 
 /// Where cargo puts what it builds of this checkout.
 pub fn target_directory() -> Result<PathBuf> {
+    target_directory_of(root())
+}
+
+/// Where cargo puts what it builds in a folder.
+pub fn target_directory_of(folder: &Path) -> Result<PathBuf> {
     let mut cargo = Command::new("cargo");
-    cargo.args(["metadata", "--no-deps", "--offline", "--format-version", "1"]).current_dir(root());
+    cargo.args(["metadata", "--no-deps", "--offline", "--format-version", "1"]).current_dir(folder);
     let metadata: Value = serde_json::from_slice(&cargo.output().context("cargo metadata")?.stdout)?;
     let target = metadata["target_directory"].as_str().context("cargo metadata has no target_directory")?;
     Ok(target.into())

@@ -3,14 +3,13 @@
 //! It links nothing of the block manager's: it runs the measuring programs of `kvbm/examples` and `worker/examples`, one after
 //! the other, each of which compares with its reference in turns within its own run, and judges what they print.
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, bail};
 use bench::figure::{Figure, Goal};
 use bench::options::target_directory;
-use bench::report::{circumstances, describe, table};
-use serde_json::{Value, json};
-use std::path::PathBuf;
-use std::process::{Command, Stdio};
-use std::time::Instant;
+use bench::report::circumstances;
+use bench::suite::{self, Program, number};
+use serde_json::Value;
+use std::path::{Path, PathBuf};
 
 const USAGE: &str = "\
 What the block manager must show, each figure beside its goal.
@@ -22,13 +21,6 @@ What the block manager must show, each figure beside its goal.
 
 /// Bytes of blocks that the disk is measured with: small and large models.
 const DISK_BLOCKS: [&str; 2] = ["73728", "2097152"];
-
-/// A measuring program, how it is called, and what its figures are.
-struct Program {
-    name: &'static str,
-    arguments: Vec<String>,
-    judge: fn(&[Value]) -> Result<Vec<Figure>>,
-}
 
 struct Options {
     json: bool,
@@ -63,35 +55,25 @@ impl Options {
 
 fn main() -> Result<()> {
     let options = Options::from_args()?;
-    let all = programs(&options.folder.display().to_string());
-    if let Some(unknown) = options.only.iter().find(|only| all.iter().all(|program| program.name != **only)) {
-        bail!("there is no {unknown}; there are {}", all.iter().map(|it| it.name).collect::<Vec<_>>().join(", "));
-    }
+    let all = programs(&options.programs, &options.folder.display().to_string());
+    let mut names: Vec<&str> = all.iter().map(|(program, _)| program.name()).collect();
+    names.dedup();
+    let wanted = suite::wanted(&names, &options.only)?;
     let circumstances = circumstances();
     let mut figures = Vec::new();
-    for program in all.iter().filter(|it| options.only.is_empty() || options.only.iter().any(|only| only == it.name)) {
-        let began = Instant::now();
-        eprint!("{} {} …", program.name, program.arguments.join(" "));
-        let printed = run(program, &options.programs)?;
-        eprintln!(" {:.0} s", began.elapsed().as_secs_f64());
-        figures.extend((program.judge)(&printed).with_context(|| format!("{} printed something else", program.name))?);
+    for (program, judge) in all.iter().filter(|(program, _)| wanted.iter().any(|name| name == program.name())) {
+        let (printed, _) = program.run()?;
+        figures.extend(judge(&printed).with_context(|| format!("{} printed something else", program.name()))?);
     }
-    if options.json {
-        let figures: Vec<Value> = figures.iter().map(Figure::as_json).collect();
-        println!("{:#}", json!({ "circumstances": circumstances, "figures": figures }));
-    } else {
-        println!("\n{}\n", describe(&circumstances));
-        let rows: Vec<Vec<String>> = figures.iter().map(|figure| figure.row().to_vec()).collect();
-        print!("{}", table(&["figure", "measured", "goal", "met"], &rows));
-    }
+    suite::print(&circumstances, &figures, options.json);
     Ok(())
 }
 
-fn programs(folder: &str) -> Vec<Program> {
-    let program = |name, arguments: &[&str], judge| {
-        let arguments = arguments.iter().chain(&["--json"]).map(|&argument| argument.to_owned()).collect();
-        Program { name, arguments, judge }
-    };
+/// Makes figures of what a program printed.
+type Judge = fn(&[Value]) -> Result<Vec<Figure>>;
+
+fn programs(path: &Path, folder: &str) -> Vec<(Program, Judge)> {
+    let program = |name, arguments: &[&str], judge: Judge| (Program::new(name, path.join(name), arguments), judge);
     let disk = |block| program("disk_speed", &[folder, "--block-bytes", block, "--mib", "512", "--rounds", "3"], disk);
     let mut all = vec![program("host_speed", &[], host)];
     all.extend(DISK_BLOCKS.map(disk));
@@ -101,21 +83,6 @@ fn programs(folder: &str) -> Vec<Program> {
     all.push(program("forms", &[], forms));
     all.push(program("first_token", &[], first_token));
     all
-}
-
-/// Every JSON value that the program prints.
-fn run(program: &Program, folder: &std::path::Path) -> Result<Vec<Value>> {
-    let path = folder.join(program.name);
-    ensure!(path.exists(), "{} is not there: make bench-kvbm builds it", path.display());
-    let output = Command::new(&path).args(&program.arguments).stderr(Stdio::inherit()).output();
-    let output = output.with_context(|| format!("cannot run {}", path.display()))?;
-    ensure!(output.status.success(), "{} ended with {}", program.name, output.status);
-    let printed = serde_json::Deserializer::from_slice(&output.stdout).into_iter().collect::<Result<Vec<_>, _>>();
-    printed.with_context(|| format!("{} printed no JSON", program.name))
-}
-
-fn number(value: &Value) -> Result<f64> {
-    value.as_f64().context("a number is missing")
 }
 
 fn host(printed: &[Value]) -> Result<Vec<Figure>> {

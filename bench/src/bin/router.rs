@@ -1,0 +1,238 @@
+//! What the router must show, in one run: every figure beside the goal that it is held against.
+//!
+//! It links nothing of the router's: it runs the programs that measure the index, a decision and a recorded day, and judges
+//! what they print.
+
+use anyhow::{Context, Result, bail, ensure};
+use bench::figure::{Figure, Goal};
+use bench::options::{root, target_directory, target_directory_of};
+use bench::report::circumstances;
+use bench::suite::{self, Program, number};
+use serde_json::Value;
+use std::path::PathBuf;
+
+const USAGE: &str = "\
+What the router must show, each figure beside its goal. All of it takes half an hour.
+
+  --trace FILE      a trace in Mooncake's format (required; docs/replay.md says where to get one)
+  --json            print JSON instead of a table
+  --only NAME       index, decision or replay only; may be repeated
+  --seeds N         runs per policy and load of the replay (5)";
+
+const PARTS: [&str; 3] = ["index", "decision", "replay"];
+/// The peer whose churn is to be beaten by half, and the goals for lookups beside it, by workers.
+const PEER: &str = "kv-index";
+const LOOKUP_P99_US: [(u64, f64); 2] = [(128, 4.0), (1024, 8.0)];
+
+struct Options {
+    json: bool,
+    trace: String,
+    only: Vec<String>,
+    seeds: String,
+}
+
+impl Options {
+    fn from_args() -> Result<Self> {
+        let mut options = Self { json: false, trace: String::new(), only: Vec::new(), seeds: "5".into() };
+        let mut arguments = std::env::args().skip(1);
+        while let Some(argument) = arguments.next() {
+            let mut value = || arguments.next().with_context(|| format!("{argument} needs a value"));
+            match argument.as_str() {
+                "--json" => options.json = true,
+                "--trace" => options.trace = value()?,
+                "--only" => options.only.push(value()?),
+                "--seeds" => options.seeds = value()?,
+                "--help" | "-h" => {
+                    println!("{USAGE}");
+                    std::process::exit(0);
+                }
+                _ => bail!("unknown option {argument}\n\n{USAGE}"),
+            }
+        }
+        ensure!(!options.trace.is_empty(), "--trace FILE is missing: which day is to be replayed?");
+        Ok(options)
+    }
+}
+
+fn main() -> Result<()> {
+    let options = Options::from_args()?;
+    let circumstances = circumstances();
+    let mut figures = Vec::new();
+    for part in suite::wanted(&PARTS, &options.only)? {
+        let part_of = |result: Result<Vec<Figure>>| result.with_context(|| format!("{part} printed something else"));
+        figures.extend(match part.as_str() {
+            "index" => {
+                let path = target_directory_of(&root().join("bench/index"))?.join("release/bench-index");
+                let (printed, _) = Program::new("index", path, &["--trace", &options.trace]).run()?;
+                part_of(index(&printed))?
+            }
+            "decision" => {
+                let path = target_directory()?.join("release/examples/decide");
+                let (printed, _) = Program::new("decision", path, &[]).run()?;
+                part_of(decision(&printed))?
+            }
+            _ => part_of(Replay::new(&options)?.figures())?,
+        });
+    }
+    suite::print(&circumstances, &figures, options.json);
+    Ok(())
+}
+
+/// The index beside its peers: medians of the records, one per index, fleet size and what was measured.
+fn index(printed: &[Value]) -> Result<Vec<Figure>> {
+    let records = printed.first().and_then(Value::as_array).context("no records")?;
+    let median = |index: &str, workers: u64, what: &str, figure: &str| {
+        let same = |cell: &Value| cell["index"] == index && cell["workers"] == workers && cell["what"] == what;
+        let of = records.iter().filter(|record| same(&record["cell"]));
+        let mut values: Vec<f64> = of.filter_map(|record| record["result"][figure].as_f64()).collect();
+        values.sort_unstable_by(f64::total_cmp);
+        values.get(values.len().saturating_sub(1) / 2).copied()
+    };
+    let mut names: Vec<&str> = records.iter().filter_map(|record| record["cell"]["index"].as_str()).collect();
+    names.sort_unstable();
+    names.dedup();
+    let mut figures = Vec::new();
+    for (workers, lookup_us) in LOOKUP_P99_US {
+        let ours = |what: &str, figure: &str| {
+            median("blockyard", workers, what, figure).with_context(|| format!("no {figure} of {what}"))
+        };
+        let peers = |what: &str, figure: &str| -> Vec<f64> {
+            names.iter().filter(|name| **name != "blockyard").filter_map(|n| median(n, workers, what, figure)).collect()
+        };
+        let most = |values: Vec<f64>| values.into_iter().fold(f64::MIN_POSITIVE, f64::max);
+        let least = |values: Vec<f64>| values.into_iter().fold(f64::INFINITY, f64::min);
+        let mut add = |figure: Figure| figures.push(figure);
+        let named = |what: &str| format!("index, {workers} workers: {what}");
+        let churn = ours("apply2", "churn_mops")?;
+        add(Figure::of(named("churn, 2 threads"), churn, "M ops/s", Goal::Shown));
+        add(Figure::ratio(
+            named("churn ÷ the best peer's"),
+            churn / most(peers("apply2", "churn_mops")),
+            Goal::AtLeast(1.0),
+        ));
+        let peer = median(PEER, workers, "apply2", "churn_mops");
+        add(peer.map_or_else(
+            || Figure::missing(named("churn ÷ kv-index's"), "not run", Goal::AtLeast(1.5)),
+            |peer| Figure::ratio(named("churn ÷ kv-index's"), churn / peer, Goal::AtLeast(1.5)),
+        ));
+        for (what, cell) in [("at rest", "lookup"), ("in churn", "concurrent")] {
+            for quantile in ["p50_us", "p99_us"] {
+                let (took, name) = (ours(cell, quantile)?, &quantile[..3]);
+                let goal =
+                    if (cell, quantile) == ("concurrent", "p99_us") { Goal::AtMost(lookup_us) } else { Goal::Shown };
+                add(Figure::of(named(&format!("lookup {what}, {name}")), took, "µs", goal));
+                let ratio = took / least(peers(cell, quantile));
+                add(Figure::ratio(
+                    named(&format!("lookup {what}, {name} ÷ the best peer's")),
+                    ratio,
+                    Goal::AtMost(1.0),
+                ));
+            }
+        }
+        add(Figure::of(named("per membership"), ours("memory", "bytes_per_membership")?, "bytes", Goal::Below(40.0)));
+        let ratio = ours("memory", "left_mib")? / ours("memory", "grown_mib")?;
+        add(Figure::ratio(named("memory left when empty ÷ grown"), ratio, Goal::Below(0.05)));
+        let wrong =
+            ["check", "check_heads", "check_punched"].map(|what| Ok(ours(what, "over")? + ours(what, "under")?));
+        let wrong = wrong.into_iter().sum::<Result<f64>>()?;
+        add(Figure::of(named("wrong answers, holes included"), wrong, "", Goal::AtMost(0.0)));
+    }
+    Ok(figures)
+}
+
+/// One JSON object per fleet size.
+fn decision(printed: &[Value]) -> Result<Vec<Figure>> {
+    let mut figures = Vec::new();
+    let least = printed.first().context("nothing measured")?;
+    for told in printed {
+        let workers = &told["workers"];
+        let named = |what: &str| format!("decision, 8,192 tokens, {workers} workers: {what}");
+        let goal = |goal| if *workers == 1024 { goal } else { Goal::Shown };
+        for (what, key, goal) in [
+            ("hashing, p50", "hash_p50_s", Goal::Shown),
+            ("p50", "decision_p50_s", Goal::Shown),
+            ("p99", "decision_p99_s", goal(Goal::Below(100.0))),
+        ] {
+            figures.push(Figure::of(named(what), number(&told[key])? * 1e6, "µs", goal));
+        }
+        let more = number(&told["allocations"])? - number(&least["allocations"])?;
+        figures.push(Figure::of(named("allocations more than for the fewest"), more, "", goal(Goal::Below(1.0))));
+    }
+    Ok(figures)
+}
+
+/// A recorded day.
+struct Replay<'a> {
+    options: &'a Options,
+    program: PathBuf,
+}
+
+impl<'a> Replay<'a> {
+    fn new(options: &'a Options) -> Result<Self> {
+        Ok(Self { options, program: target_directory()?.join("release/blockyard") })
+    }
+
+    /// Replays it with some options, and answers with the report and how long it took.
+    fn run(&self, arguments: &[&str]) -> Result<(Value, f64)> {
+        let all = [&["replay", self.options.trace.as_str()], arguments].concat();
+        let (mut printed, took) = Program::new("replay", self.program.clone(), &all).run()?;
+        Ok((printed.pop().context("no report")?, took.as_secs_f64()))
+    }
+
+    fn figures(&self) -> Result<Vec<Figure>> {
+        let seeds = self.options.seeds.as_str();
+        let (all, _) = self.run(&["--seeds", seeds])?;
+        let capacity = number(&all["capacity_rps"])?;
+        let policies = all["policies"].as_array().context("no policies")?;
+        let ours = || policies.iter().filter(|row| row["name"] == "kv");
+        let mut figures = vec![Figure::of("replay: capacity of 16 workers".into(), capacity, "req/s", Goal::Shown)];
+        for own in ours() {
+            let load = number(&own["load"])?;
+            for (what, key) in [("mean", "ttft_mean_s"), ("p99", "ttft_p99_s")] {
+                let others = policies.iter().filter(|row| row["load"] == own["load"] && row["name"] != "kv");
+                let best = others.map(|row| number(&row[key])).try_fold(f64::INFINITY, |a, b| b.map(|b| a.min(b)))?;
+                let named = format!("replay, load {load}: kv's {what} first token ÷ the best other's");
+                figures.push(Figure::ratio(named, number(&own[key])? / best, Goal::AtMost(1.02)));
+            }
+        }
+        let rates: Vec<String> = ours().map(|row| row["rate_rps"].to_string()).collect();
+        let rates = rates.join(",");
+        let alone = |more: &[&str]| self.run(&[&["--policy", "kv", "--seeds", seeds, "--rate", &rates], more].concat());
+        let hits = |report: &Value, key: &str| -> Result<Vec<f64>> {
+            report["policies"].as_array().context("no policies")?.iter().map(|row| number(&row[key])).collect()
+        };
+        let loads: Vec<f64> = ours().map(|row| number(&row["load"])).collect::<Result<_>>()?;
+        let usual = ours().map(|row| number(&row["hit_rate"])).collect::<Result<Vec<f64>>>()?;
+        let usual_end = ours().map(|row| number(&row["hit_rate_end"])).collect::<Result<Vec<f64>>>()?;
+        let mut compare = |what: &str, values: Vec<f64>, goal: Goal, points: bool| {
+            for (load, value) in loads.iter().zip(values) {
+                let named = format!("replay, load {load}: {what}");
+                figures.push(if points {
+                    Figure::of(named, value * 100.0, "points", goal)
+                } else {
+                    Figure::ratio(named, value, goal)
+                });
+            }
+        };
+        let ratio = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a / b).collect::<Vec<f64>>();
+        let less = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a - b).collect::<Vec<f64>>();
+        let lossless = hits(&alone(&["--lag", "0ms"])?.0, "hit_rate")?;
+        compare("hit rate ÷ that of an index without lag", ratio(&usual, &lossless), Goal::AtLeast(0.98), false);
+        let eight = hits(&alone(&["--replicas", "8"])?.0, "hit_rate")?;
+        compare("hit rate of 8 routers ÷ that of one", ratio(&eight, &usual), Goal::AtLeast(0.95), false);
+        let lossy = hits(&alone(&["--loss", "0.1"])?.0, "hit_rate")?;
+        compare("hit rate lost with a tenth of all events", less(&usual, &lossy), Goal::Below(2.0), true);
+        let recovered = hits(&alone(&["--loss", "0.1", "--loss-until", "0.5"])?.0, "hit_rate_end")?;
+        compare(
+            "still lost in the last quarter, events lost in the first half",
+            less(&usual_end, &recovered),
+            Goal::Below(0.5),
+            true,
+        );
+        let (fleet, took) = self.run(&["--workers", "1024", "--rate", "1000", "--policy", "kv"])?;
+        let simulated = number(&fleet["policies"][0]["makespan_s"])?;
+        let named = "replay, 1,024 workers at 1,000 req/s: times faster than real time".into();
+        figures.push(Figure::ratio(named, simulated / took, Goal::AtLeast(100.0)));
+        Ok(figures)
+    }
+}
