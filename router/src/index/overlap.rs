@@ -28,8 +28,7 @@ impl Held {
     /// Blocks per level below G1, those that have any.
     #[inline]
     pub(crate) fn below(self) -> impl Iterator<Item = (Level, u32)> {
-        let [_, g2, g3, g4] = self.0;
-        [(Level::G2, g2), (Level::G3, g3), (Level::G4, g4)].into_iter().filter(|(_, blocks)| *blocks > 0)
+        LEVELS.into_iter().zip(self.0).skip(1).filter(|(_, blocks)| *blocks > 0)
     }
 
     #[cfg(test)]
