@@ -88,16 +88,20 @@ fn index(printed: &[Value]) -> Result<Vec<Figure>> {
         values.sort_unstable_by(f64::total_cmp);
         values.get(values.len().saturating_sub(1) / 2).copied()
     };
-    let mut names: Vec<&str> = records.iter().filter_map(|record| record["cell"]["index"].as_str()).collect();
-    names.sort_unstable();
-    names.dedup();
+    let mut indexes: Vec<&str> = records.iter().filter_map(|record| record["cell"]["index"].as_str()).collect();
+    indexes.sort_unstable();
+    indexes.dedup();
     let mut figures = Vec::new();
     for (workers, lookup_us) in LOOKUP_P99_US {
         let ours = |what: &str, figure: &str| {
             median("blockyard", workers, what, figure).with_context(|| format!("no {figure} of {what}"))
         };
         let peers = |what: &str, figure: &str| -> Vec<f64> {
-            names.iter().filter(|name| **name != "blockyard").filter_map(|n| median(n, workers, what, figure)).collect()
+            indexes
+                .iter()
+                .filter(|name| **name != "blockyard")
+                .filter_map(|n| median(n, workers, what, figure))
+                .collect()
         };
         let most = |values: Vec<f64>| values.into_iter().fold(f64::MIN_POSITIVE, f64::max);
         let least = |values: Vec<f64>| values.into_iter().fold(f64::INFINITY, f64::min);
