@@ -6,4 +6,5 @@ mod killed;
 mod layers;
 mod reload;
 mod serve;
+mod soak;
 mod terms;

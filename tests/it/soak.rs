@@ -1,0 +1,267 @@
+//! The real program under load, while its devices fail in every way and it is killed again and again: nobody can tell.
+//!
+//! `BLOCKYARD_SOAK_SECONDS=3600` for a night, `BLOCKYARD_SOAK_SEED` for another one. A failure names its seed.
+
+#![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
+
+use super::killed::{Client, Process};
+use futures::future::join_all;
+use serde_json::Value;
+use std::ffi::OsStr;
+use std::fs;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::time::Duration;
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, sleep, timeout};
+
+const CLIENTS: u64 = 4;
+/// How often the program is killed, each time under load.
+const KILLS: u64 = 3;
+/// No request takes so long, whatever happens below it.
+const PATIENCE: Duration = Duration::from_mins(1);
+/// What a program may have more than once it was warm: what an allocator keeps, and connections that come and go.
+const GROWTH: (u64, usize) = (24 << 20, 16);
+
+/// One after the other, of a thousand calls: EIO, ENOSPC, short, late; and by how many microseconds.
+const WEATHERS: [[u64; 5]; 6] = [
+    [0, 0, 0, 0, 0],
+    [0, 0, 500, 0, 0],
+    [200, 0, 50, 0, 0],
+    [0, 900, 0, 0, 0],
+    [10, 10, 100, 300, 30_000],
+    // The device is gone, and is left alone for longer each time: only for lives that end soon.
+    [1_000, 0, 0, 0, 0],
+];
+
+/// A small generator, so that a failing case is named by one number.
+struct Rng(u64);
+
+impl Rng {
+    fn below(&mut self, limit: u64) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (z ^ (z >> 31)) % limit
+    }
+}
+
+/// Where the program keeps its blocks, and what stands between it and them.
+struct Place {
+    folder: tempfile::TempDir,
+    seed: u64,
+}
+
+impl Place {
+    /// Compiles what is loaded before the program.
+    fn new(seed: u64) -> Self {
+        let place = Self { folder: tempfile::tempdir().unwrap(), seed };
+        fs::create_dir(place.at("blocks")).unwrap();
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/it/faults.c");
+        let mut compiler = Command::new("cc");
+        compiler.args(["-O1", "-shared", "-fPIC", "-o"]).arg(place.at("faults.so")).arg(source).arg("-ldl");
+        assert!(compiler.status().unwrap().success(), "a C compiler is what a build needs anyway");
+        place
+    }
+
+    fn at(&self, what: &str) -> PathBuf {
+        self.folder.path().join(what)
+    }
+
+    async fn start(&self) -> Process {
+        self.weather(None);
+        let blocks = self.at("blocks");
+        let ssd = format!(r#"tiers.g3_paths=[{{path="{}", capacity="12MiB"}}]"#, blocks.join("g3").display());
+        let shared = blocks.join("store");
+        // Room for four of the prompts above, and for all below.
+        let sizes = ["--set", "tiers.g1=4MiB", "--set", "tiers.g2=2MiB", "--workers", "both:2", "--set", &ssd];
+        let arguments = [&sizes[..], &["--shared", shared.to_str().unwrap()]].concat();
+        let (library, weather) = (self.at("faults.so"), self.at("weather"));
+        let environment: [(&str, &OsStr); 3] = [
+            ("LD_PRELOAD", library.as_os_str()),
+            ("FAULTS_UNDER", blocks.as_os_str()),
+            ("FAULTS_NOW", weather.as_os_str()),
+        ];
+        Process::start(&self.at("data"), &arguments, &environment).await
+    }
+
+    /// From now on; `None`: nothing fails.
+    fn weather(&self, faults: Option<[u64; 5]>) {
+        let Some([eio, enospc, short, late, late_us]) = faults else {
+            let _ = fs::remove_file(self.at("weather"));
+            return;
+        };
+        let text = format!("{} {eio} {enospc} {short} {late} {late_us}", self.seed);
+        // At once, for whoever reads it meanwhile.
+        fs::write(self.at("weather.new"), text).unwrap();
+        fs::rename(self.at("weather.new"), self.at("weather")).unwrap();
+    }
+
+    /// Flips a bit of some file of blocks, or has a shared object lost.
+    fn vandalise(&self, rng: &mut Rng) {
+        let (mut files, mut folders) = (Vec::new(), vec![self.at("blocks")]);
+        while let Some(folder) = folders.pop() {
+            // A file may go between the listing and the look.
+            for path in fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()) {
+                if path.is_dir() { folders.push(path) } else { files.push(path) }
+            }
+        }
+        files.sort();
+        let Some(file) = files.get(rng.below(files.len().max(1) as u64) as usize) else { return };
+        if file.starts_with(self.at("blocks/store/blocks")) && rng.below(3) == 0 {
+            let _ = fs::remove_file(file);
+            return;
+        }
+        let Ok(open) = fs::OpenOptions::new().read(true).write(true).open(file) else { return };
+        let (length, mut byte) = (open.metadata().unwrap().len(), [0]);
+        let at = rng.below(length.max(1));
+        if open.read_exact_at(&mut byte, at).is_ok() {
+            open.write_all_at(&[byte[0] ^ (1 << rng.below(8))], at).unwrap();
+        }
+    }
+}
+
+/// Prompts, each with what a program without any cache answers; half of each is like the one before it.
+type Script = Arc<Vec<(Vec<u32>, Value)>>;
+
+async fn script() -> Script {
+    let calm = tempfile::tempdir().unwrap();
+    let sizes = ["--set", "tiers.g1=32MiB", "--set", "tiers.g2=off", "--set", "tiers.g3=off"];
+    let undisturbed = Process::start(calm.path(), &sizes, &[]).await;
+    let mut script = Vec::new();
+    for n in 0..10_u32 {
+        let kind = |at: u32| if at < 240 { n / 2 } else { n.div_ceil(2) };
+        let prompt: Vec<u32> = (0..480).map(|at| 10 + (at * 7 + kind(at) * 31) % 500).collect();
+        let answer = undisturbed.client.complete(&prompt).await.unwrap().0;
+        script.push((prompt, answer));
+    }
+    Arc::new(script)
+}
+
+/// Clients that ask at random until they are told to stop, or the program is gone: how many answers each got.
+fn load(client: &Client, script: &Script, over: &Arc<AtomicBool>, case: &str, seed: u64) -> Vec<JoinHandle<u32>> {
+    let one = |n: u64| {
+        let (client, script, over) = (client.clone(), script.clone(), over.clone());
+        let (case, mut rng) = (format!("{case}, client {n}"), Rng(seed * 1_000 + n));
+        tokio::spawn(async move {
+            let mut answered = 0;
+            while !over.load(Relaxed) {
+                let (prompt, want) = &script[rng.below(script.len() as u64) as usize];
+                let answer = timeout(PATIENCE, client.complete(prompt)).await;
+                match answer.unwrap_or_else(|_| panic!("{case}, answer {answered}: it hangs")) {
+                    Ok((answer, _)) => assert_eq!(answer, *want, "{case}, answer {answered}"),
+                    Err(_) if over.load(Relaxed) => break,
+                    Err(error) => panic!("{case}, answer {answered}: {error}"),
+                }
+                answered += 1;
+            }
+            answered
+        })
+    };
+    (0..CLIENTS).map(one).collect()
+}
+
+async fn answered(load: Vec<JoinHandle<u32>>) -> u32 {
+    join_all(load).await.into_iter().map(Result::unwrap).sum()
+}
+
+/// Resident bytes and open files, the least of some looks: what is there for a moment is no growth.
+async fn size(process: &Process) -> (u64, usize) {
+    let folder = PathBuf::from(format!("/proc/{}", process.id()));
+    let mut least = (u64::MAX, usize::MAX);
+    for _ in 0..10 {
+        let pages = fs::read_to_string(folder.join("statm")).unwrap();
+        let resident = pages.split(' ').nth(1).unwrap().parse::<u64>().unwrap() * 4096;
+        least = (least.0.min(resident), least.1.min(fs::read_dir(folder.join("fd")).unwrap().count()));
+        sleep(Duration::from_millis(50)).await;
+    }
+    least
+}
+
+/// Blocks in the router's index, and blocks that rest somewhere.
+async fn views(client: &Client) -> (u64, u64) {
+    let memory = client.metric("blockyard_kvbm_blocks", "").await;
+    let stores = client.metric("blockyard_store_blocks", "").await;
+    (client.metric("blockyard_router_index_memberships", "").await as u64, (memory + stores) as u64)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn nobody_can_tell_that_devices_fail_and_processes_die() {
+    let number = |name: &str, default| std::env::var(name).map_or(default, |n| n.parse().unwrap());
+    let (seconds, seed) = (number("BLOCKYARD_SOAK_SECONDS", 20), number("BLOCKYARD_SOAK_SEED", 1));
+    let (mut rng, place, script) = (Rng(seed), Place::new(seed), script().await);
+    println!("seed {seed}");
+    // Each life as long as the others, and the last one twice: to become warm, and to show that it does not grow.
+    let each = Duration::from_secs(seconds) / (KILLS as u32 + 2);
+    for life in 0..KILLS {
+        let (mut process, over) = (place.start().await, Arc::new(AtomicBool::new(false)));
+        let case = format!("seed {seed}, life {life}");
+        let load = load(&process.client, &script, &over, &case, seed + life);
+        let end = Instant::now() + each.mul_f64(0.5 + rng.below(1_000) as f64 / 2_000.0);
+        for weather in WEATHERS.into_iter().cycle().skip(rng.below(WEATHERS.len() as u64) as usize) {
+            if Instant::now() >= end {
+                break;
+            }
+            place.weather(Some(weather));
+            sleep(Duration::from_millis(rng.below(700))).await;
+        }
+        over.store(true, Relaxed);
+        process.kill();
+        answered(load).await;
+        for _ in 0..rng.below(6) {
+            place.vandalise(&mut rng);
+        }
+    }
+
+    let (process, over) = (place.start().await, Arc::new(AtomicBool::new(false)));
+    let load = load(&process.client, &script, &over, &format!("seed {seed}, last life"), seed + KILLS);
+    let mut warm = (0, 0);
+    for half in 0..2 {
+        let end = Instant::now() + each;
+        for weather in WEATHERS[..5].iter().cycle() {
+            if Instant::now() >= end {
+                break;
+            }
+            place.weather(Some(*weather));
+            place.vandalise(&mut rng);
+            sleep(Duration::from_millis(rng.below(700))).await;
+        }
+        if half == 0 {
+            warm = size(&process).await;
+        }
+    }
+    let (bytes, files) = size(&process).await;
+    let grown = format!("{bytes} bytes and {files} files, {warm:?} when it was warm");
+    assert!(bytes <= warm.0 + GROWTH.0 && files <= warm.1 + GROWTH.1, "seed {seed}: {grown}");
+    place.weather(None);
+    over.store(true, Relaxed);
+    let answered = answered(load).await;
+    // It was no idle run.
+    let found = process.client.metric("blockyard_kvbm_hit_blocks_total", "g3").await;
+    let dropped = process.client.metric("blockyard_kvbm_offload_dropped_blocks_total", "").await;
+    let failed = dropped + process.client.metric("blockyard_kvbm_blocks_quarantined_total", "").await;
+    println!("seed {seed}: {answered} answers, {found} blocks from the SSD, {failed} not kept; {grown}");
+    assert!(
+        answered > 0 && found > 0.0 && failed > 0.0,
+        "seed {seed}: {answered} answers, {found} found, {failed} failed"
+    );
+
+    // Once no block is on its way any more, the index has what rests, neither more nor less.
+    let calm = async {
+        while {
+            let (believed, rests) = views(&process.client).await;
+            believed != rests || rests == 0
+        } {
+            sleep(Duration::from_millis(100)).await;
+        }
+    };
+    let agreed = timeout(PATIENCE, calm).await.is_ok();
+    assert!(agreed, "seed {seed}: in the index and at rest {:?}", views(&process.client).await);
+    for (n, (prompt, want)) in script.iter().enumerate() {
+        let (answer, cached) = process.client.complete(prompt).await.unwrap();
+        assert_eq!(answer, *want, "seed {seed}, prompt {n} afterwards, {cached} tokens cached");
+    }
+}
