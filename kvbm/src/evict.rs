@@ -17,10 +17,9 @@ mod frequency;
 
 use crate::names::{ByName, Positions};
 use crate::shares::{Bounds, payer};
-use crate::{Priority, SequenceHash};
+use crate::{Priority, SequenceHash, memory};
 use frequency::{Frequency, Uses};
 use std::collections::BTreeSet;
-use std::hint::black_box;
 
 /// The blocks of one pool, by slot.
 pub(crate) struct Residents {
@@ -165,9 +164,11 @@ enum Parent {
 impl Residents {
     /// For slots up to `capacity`.
     pub(crate) fn new(capacity: usize) -> Self {
+        let mut nodes = Vec::with_capacity(capacity);
+        memory::enlarge(nodes.spare_capacity_mut());
         Self {
             names: Positions::with_capacity(capacity),
-            nodes: Vec::with_capacity(capacity),
+            nodes,
             absent: ByName::default(),
             groups: vec![Group::default()],
             frequency: Frequency::new(capacity),
@@ -199,16 +200,14 @@ impl Residents {
         self.names.find(&name, |at| self.nodes[at as usize].name == name)
     }
 
-    /// Where each of a few names is (up to [`BATCH`](crate::names::BATCH)). What the look-ups will read is asked for in
-    /// advance, all of it at the same time: first of the table, then of the nodes.
+    /// Where one of many names is that are looked up one after the other, from the first.
+    pub(crate) fn find_of(&self, names: &[SequenceHash], at: usize) -> Option<u32> {
+        self.names.find_of(names, at, |at| &self.nodes[at as usize], |node, name| node.name == *name)
+    }
+
+    /// Where each of `names` is.
     pub(crate) fn find_each(&self, names: &[SequenceHash]) -> impl Iterator<Item = Option<u32>> {
-        // One name is found as fast without.
-        if names.len() > 1 {
-            self.names.touch(names);
-            let read = |name| self.names.guess(name).map_or(0, |at| self.nodes[at as usize].holds);
-            black_box(names.iter().map(read).fold(0, |all, holds| all ^ holds));
-        }
-        names.iter().map(|name| self.find(*name))
+        (0..names.len()).map(|at| self.find_of(names, at))
     }
 
     /// What a block in a slot is, and what precedes it.

@@ -7,7 +7,7 @@
 mod terms;
 
 use crate::announce::Stored;
-use crate::names::{BATCH, NameMap};
+use crate::names::NameMap;
 use crate::{BlockEvent, Date, EventLog, Fingerprint, Keep, Level, SequenceHash};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
@@ -59,17 +59,12 @@ impl<P: Copy> Index<P> {
     ) -> Vec<Option<P>> {
         let mut spaces = self.write();
         let Some(space) = spaces.get_mut(&fingerprint) else { return vec![None; names.len()] };
-        let mut places = Vec::with_capacity(names.len());
-        for batch in names.chunks(BATCH) {
-            space.touch(batch);
-            places.extend(batch.iter().map(|name| {
-                space.get_mut(name).map(|place| {
-                    touch(place);
-                    *place
-                })
-            }));
-        }
-        places
+        let mut find = |at| {
+            let place = space.get_mut_of(names, at)?;
+            touch(place);
+            Some(*place)
+        };
+        (0..names.len()).map(&mut find).collect()
     }
 
     /// Adds blocks, or moves those that are there to their new place. `follow` may leave a mark on the place of a block's

@@ -93,6 +93,7 @@ mod form;
 mod host;
 mod index;
 mod manager;
+mod memory;
 mod metrics;
 pub mod name;
 mod names;

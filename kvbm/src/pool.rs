@@ -153,17 +153,13 @@ impl Pool {
     pub(crate) fn matched(&self, names: &[SequenceHash]) -> CachedBlocks {
         let mut held = Vec::with_capacity(names.len());
         // In batches, so that nobody waits for the lock for long; what is held already keeps what precedes it.
-        for batch in names.chunks(BATCH) {
-            let mut state = self.0.settled();
-            let before = held.len();
-            let found = state.residents.find_each(batch).zip(batch);
-            held.extend(found.map_while(|(id, name)| Some(Held { id: id?, name: *name })));
-            held[before..].iter().for_each(|block| {
-                state.residents.hold(block.id);
-                state.residents.used(block.id);
-            });
-            if held.len() - before < batch.len() {
-                break;
+        'all: for start in (0..names.len()).step_by(BATCH) {
+            let residents = &mut self.0.settled().residents;
+            for at in start..names.len().min(start + BATCH) {
+                let Some(id) = residents.find_of(names, at) else { break 'all };
+                residents.hold(id);
+                residents.used(id);
+                held.push(Held { id, name: names[at] });
             }
         }
         CachedBlocks::new(&self.0, held)
@@ -190,6 +186,30 @@ impl Pool {
             held[before..].iter().flatten().for_each(|block| state.residents.hold(block.id));
         }
         held.into_iter().map(|held| held.map(|block| CachedBlock::new(self.0.clone(), block))).collect()
+    }
+
+    /// Those of `names` that are here, in order, held by one guard, which is no use either.
+    pub(crate) fn present(&self, names: &[SequenceHash]) -> CachedBlocks {
+        let mut held = Vec::with_capacity(names.len());
+        for batch in names.chunks(BATCH) {
+            let mut state = self.0.settled();
+            let before = held.len();
+            let found = state.residents.find_each(batch).zip(batch);
+            held.extend(found.filter_map(|(id, name)| Some(Held { id: id?, name: *name })));
+            held[before..].iter().for_each(|block| state.residents.hold(block.id));
+        }
+        CachedBlocks::new(&self.0, held)
+    }
+
+    /// Which of `names` are here, and which are not.
+    pub(crate) fn sort(&self, names: &[SequenceHash]) -> (Vec<SequenceHash>, Vec<SequenceHash>) {
+        let [mut here, mut missing] = [Vec::with_capacity(names.len()), Vec::new()];
+        for batch in names.chunks(BATCH) {
+            for (found, name) in self.0.settled().residents.find_each(batch).zip(batch) {
+                if found.is_some() { here.push(*name) } else { missing.push(*name) }
+            }
+        }
+        (here, missing)
     }
 
     /// How many leading `names` are here.

@@ -117,6 +117,13 @@ impl CachedBlocks {
         self.blocks.iter().map(|block| state.keeping.of(block.id)).collect()
     }
 
+    /// What precedes each of them; `None` at the root.
+    pub(crate) fn parents(&self) -> Vec<Option<SequenceHash>> {
+        let Some(pool) = &self.pool else { return Vec::new() };
+        let state = pool.lock();
+        self.blocks.iter().map(|block| state.residents.block(block.id).1).collect()
+    }
+
     /// Holds the blocks of `more` too, which are of the same memory, after its own.
     pub fn extend(&mut self, mut more: Self) {
         let pool = more.pool.take();
