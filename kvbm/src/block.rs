@@ -1,7 +1,7 @@
 //! A block at rest: a header that describes it, and opaque bytes.
 //!
 //! The phases of a resting block are types: a [`Block`] is what a tier hands back, believed by nobody; only
-//! [`Block::verify`] makes a [`Verified`] of it, and only a `Verified` can be written into device memory. A block may
+//! [`Block::verify`] makes a [`Verified`] of it, and only what was verified is found in device memory. A block may
 //! rest encoded, encrypted, or both; its header describes the bytes as they rest, so that a tier can [check](Block::check)
 //! what it does not understand, and `verify` believes only the engine's own bytes.
 //!
@@ -165,8 +165,21 @@ impl Header {
         custody: Custody,
         payload: &[u8],
     ) -> Self {
-        let (codec, Custody { domain, keep }) = (Codec::Raw, custody);
-        Self { name, parent, fingerprint, length: 0, codec, key: None, domain, keep, checksum: 0 }.describing(payload)
+        Self::seal_along(name, parent, fingerprint, custody, payload.len(), |seen| seen(payload))
+    }
+
+    /// The same while `copy` moves the bytes, `length` of them, and shows them in order.
+    pub(crate) fn seal_along(
+        name: SequenceHash,
+        parent: Option<SequenceHash>,
+        fingerprint: Fingerprint,
+        custody: Custody,
+        length: usize,
+        copy: impl FnOnce(&mut dyn FnMut(&[u8])),
+    ) -> Self {
+        let (codec, length, Custody { domain, keep }) = (Codec::Raw, length as u64, custody);
+        let header = Self { name, parent, fingerprint, length, codec, key: None, domain, keep, checksum: 0 };
+        Self { checksum: header.sum_along(copy), ..header }
     }
 
     /// Whose block it is, and how long it is kept.
@@ -174,7 +187,7 @@ impl Header {
         Custody { domain: self.domain, keep: self.keep }
     }
 
-    /// The same block in other bytes. The only place where a checksum is made.
+    /// The same block in other bytes.
     pub(crate) fn describing(mut self, payload: &[u8]) -> Self {
         self.length = payload.len() as u64;
         self.checksum = self.sum(payload);
@@ -218,9 +231,14 @@ impl Header {
     }
 
     fn sum(&self, payload: &[u8]) -> u64 {
+        self.sum_along(|seen| seen(payload))
+    }
+
+    /// The checksum of a payload that `show` shows in order, while it does with it what it likes.
+    fn sum_along(&self, show: impl FnOnce(&mut dyn FnMut(&[u8]))) -> u64 {
         let mut digest = Digest::new(CrcAlgorithm::Crc64Nvme);
         digest.update(&self.summed());
-        digest.update(payload);
+        show(&mut |bytes| digest.update(bytes));
         digest.finalize()
     }
 }
@@ -256,6 +274,15 @@ impl Block {
 
     /// Whether it is the block asked for, and its bytes, whatever they mean, are those that came to rest.
     pub fn check(&self, name: SequenceHash, fingerprint: Fingerprint) -> Result<(), Corrupt> {
+        self.check_along(name, fingerprint, |payload, seen| seen(payload))
+    }
+
+    fn check_along(
+        &self,
+        name: SequenceHash,
+        fingerprint: Fingerprint,
+        copy: impl FnOnce(&[u8], &mut dyn FnMut(&[u8])),
+    ) -> Result<(), Corrupt> {
         if self.header.name != name {
             return Err(Corrupt::OtherBlock);
         }
@@ -265,7 +292,7 @@ impl Block {
         if self.header.length != self.payload.len() as u64 {
             return Err(Corrupt::Length);
         }
-        if self.header.checksum != self.header.sum(&self.payload) {
+        if self.header.checksum != self.header.sum_along(|seen| copy(&self.payload, seen)) {
             return Err(Corrupt::Checksum);
         }
         Ok(())
@@ -273,7 +300,17 @@ impl Block {
 
     /// Believes the block if it [checks](Self::check), and its bytes are the engine's own.
     pub fn verify(self, name: SequenceHash, fingerprint: Fingerprint) -> Result<Verified, Corrupt> {
-        self.check(name, fingerprint)?;
+        self.verify_along(name, fingerprint, |payload, seen| seen(payload))
+    }
+
+    /// The same while `copy` moves the bytes to where nobody looks before they are believed, and shows them in order.
+    pub(crate) fn verify_along(
+        self,
+        name: SequenceHash,
+        fingerprint: Fingerprint,
+        copy: impl FnOnce(&[u8], &mut dyn FnMut(&[u8])),
+    ) -> Result<Verified, Corrupt> {
+        self.check_along(name, fingerprint, copy)?;
         if self.header.codec != Codec::Raw || self.header.key.is_some() {
             return Err(Corrupt::Form);
         }

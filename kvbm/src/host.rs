@@ -13,7 +13,7 @@ use crate::block::{Block, Header};
 use crate::device::BlockId;
 use crate::event::{EventLog, Level};
 use crate::metrics::Metrics;
-use crate::pool::{CachedBlock, FullBlock, PartialBlock, Pool};
+use crate::pool::{CachedBlock, CachedBlocks, Held, PartialBlock, Pool};
 use crate::tier::{Loaded, StoreError, Tier, Usage};
 use crate::{Clock, Custody, Date, Fingerprint, Keep, SequenceHash, Shares};
 use arena::Arena;
@@ -32,6 +32,9 @@ pub struct HostTier {
 }
 
 impl HostTier {
+    /// Less is not worth a word in the log, nor a part of what a process may pin.
+    const PIN_BYTES_MIN: u64 = 64 << 20;
+
     /// As many blocks of `block_bytes` as fit into `capacity_bytes`, all of one engine's `fingerprint`.
     ///
     /// The memory is reserved at once and touched only as blocks arrive. What comes and goes is announced in `log` at
@@ -58,6 +61,12 @@ impl HostTier {
         let slots = capacity_bytes.checked_div(block_bytes as u64).unwrap_or(0) as usize;
         let pool = Pool::new(Level::G2, slots, log, metrics.memory(Level::G2), clock);
         let arena = Arc::new(Arena::new(pool.capacity(), block_bytes));
+        if capacity_bytes >= Self::PIN_BYTES_MIN {
+            match arena.pin() {
+                Ok(()) => tracing::info!(capacity_bytes, "host memory for blocks is pinned"),
+                Err(error) => tracing::info!(capacity_bytes, %error, "host memory for blocks is not pinned"),
+            }
+        }
         Self { pool, arena, fingerprint }
     }
 
@@ -83,35 +92,43 @@ impl HostTier {
         self.pool.capacity()
     }
 
-    /// Keeps copies of the device's blocks, whose bytes `read` writes straight into their slots, and names those that are
-    /// here now. Blocks for the time of the copies. All slots are taken in one go, and what forms a chain is announced as
-    /// one event; only when they are not to be had at once is there one after the other.
-    pub(crate) fn fill(&self, blocks: &[CachedBlock], read: impl Fn(BlockId, &mut [u8])) -> Vec<SequenceHash> {
-        let one = |block: &CachedBlock, slot: &mut PartialBlock| {
-            let (name, parent, custody) = (block.name(), block.parent(), block.custody());
+    /// Which of `names` are here, and which are not.
+    pub(crate) fn sort(&self, names: &[SequenceHash]) -> (Vec<SequenceHash>, Vec<SequenceHash>) {
+        self.pool.sort(names)
+    }
+
+    /// Keeps copies of the device's blocks, whose bytes `read` writes straight into their slots and shows on the way, and
+    /// names those that are here now. Blocks for the time of the copies. All slots are taken in one go, and what forms a
+    /// chain is announced as one event; only when they are not to be had at once is there one after the other.
+    pub(crate) fn fill(
+        &self,
+        blocks: &CachedBlocks,
+        read: impl Fn(BlockId, &mut [u8], &mut dyn FnMut(&[u8])),
+    ) -> Vec<SequenceHash> {
+        let (parents, custody) = (blocks.parents(), blocks.custody());
+        let each = || blocks.iter().zip(parents.iter().copied().zip(custody.iter().copied()));
+        let copy = |block: &Held, (parent, custody), slot: &mut PartialBlock| {
             self.arena.write(slot, |bytes| {
-                read(block.slot(), bytes);
-                Header::seal(name, parent, self.fingerprint, custody, bytes)
+                Header::seal_along(block.name(), parent, self.fingerprint, custody, bytes.len(), |seen| {
+                    read(block.slot(), bytes, seen);
+                })
             });
-            (name, parent, custody)
         };
         // What they follow must not make room for them.
-        let parents: Vec<SequenceHash> = blocks.iter().filter_map(CachedBlock::parent).collect();
-        let held = self.pool.found(&parents);
+        let held = self.pool.present(&parents.iter().copied().flatten().collect::<Vec<_>>());
         if let Some(slots) = self.pool.allocate(blocks.len()) {
-            let full = blocks.iter().zip(slots).map(|(block, mut slot)| {
-                let (name, parent, custody) = one(block, &mut slot);
-                slot.complete(name, parent, custody)
+            let full = each().zip(slots).map(|((block, terms), mut slot)| {
+                copy(block, terms, &mut slot);
+                slot.complete(block.name(), terms.0, terms.1)
             });
-            let full: Vec<FullBlock> = full.collect();
-            self.pool.deposit(full);
-            return blocks.iter().map(CachedBlock::name).collect();
+            self.pool.deposit(full.collect());
+            return blocks.iter().map(Held::name).collect();
         }
         drop(held);
-        let kept = |block: &&CachedBlock| {
-            self.keep(block.name(), block.parent(), block.custody(), |slot| _ = one(block, slot)).is_ok()
-        };
-        blocks.iter().filter(kept).map(CachedBlock::name).collect()
+        let kept = each().filter(|(block, (parent, custody))| {
+            self.keep(block.name(), *parent, *custody, |slot| copy(block, (*parent, *custody), slot)).is_ok()
+        });
+        kept.map(|(block, _)| block.name()).collect()
     }
 
     /// Blocks without a copy of their bytes, kept in place while they are held. Not counted as a use: see

@@ -33,8 +33,10 @@ impl Core {
     /// Copies a block out of device memory and describes it. Blocks for the time of the copy.
     pub(crate) fn read(&self, held: &CachedBlock) -> Block {
         let mut bytes = vec![0; self.device.block_bytes()];
-        self.device.read(held.slot(), &mut bytes);
-        let header = Header::seal(held.name(), held.parent(), self.device.fingerprint(), held.custody(), &bytes);
+        let (length, fingerprint, custody) = (bytes.len(), self.device.fingerprint(), held.custody());
+        let header = Header::seal_along(held.name(), held.parent(), fingerprint, custody, length, |seen| {
+            self.device.read_seen(held.slot(), &mut bytes, seen);
+        });
         Block { header, payload: Bytes::from(bytes) }
     }
 

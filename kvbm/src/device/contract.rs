@@ -1,6 +1,6 @@
 //! What every [`DeviceBlocks`] must keep, as a suite that an implementation's tests run.
 
-use super::{BlockId, DeviceBlocks};
+use super::{BlockId, DeviceBlocks, copy_seen};
 use crate::Fingerprint;
 use std::sync::{Arc, Mutex};
 
@@ -23,6 +23,14 @@ pub fn check(device: &dyn DeviceBlocks) {
         device.read(BlockId(slot as u32), &mut bytes);
         assert!(bytes == pattern(slot), "slot {slot} returns what was last written to it, and no other slot's bytes");
     }
+
+    // Whoever looks on sees what is copied, from the first byte to the last.
+    let (mut shown, first) = (Vec::new(), BlockId(0));
+    device.write_seen(first, &pattern(1), &mut |piece| shown.extend_from_slice(piece));
+    assert!(shown == pattern(1), "what is written is shown, once and in order");
+    shown.clear();
+    device.read_seen(first, &mut bytes, &mut |piece| shown.extend_from_slice(piece));
+    assert!(bytes == pattern(1) && shown == bytes, "what is read is shown, once and in order");
 
     // One byte at either end belongs to the slot.
     let middle = BlockId((capacity / 2) as u32);
@@ -89,6 +97,15 @@ impl DeviceBlocks for InMemory {
     fn write(&self, slot: BlockId, from: &[u8]) {
         // `try_lock`: whoever breaks the rule that a slot is written by its only user is told so.
         self.slot(slot).try_lock().expect("nobody else uses a slot that is written").copy_from_slice(from);
+    }
+
+    fn read_seen(&self, slot: BlockId, into: &mut [u8], seen: &mut dyn FnMut(&[u8])) {
+        copy_seen(&self.slot(slot).lock().expect("no user of a slot panicked"), into, seen);
+    }
+
+    fn write_seen(&self, slot: BlockId, from: &[u8], seen: &mut dyn FnMut(&[u8])) {
+        let mut into = self.slot(slot).try_lock().expect("nobody else uses a slot that is written");
+        copy_seen(from, &mut into, seen);
     }
 }
 

@@ -4,10 +4,11 @@
 //! it is exclusive access to the bytes; a `CachedBlock` is held while its bytes are read, and a held slot is not handed
 //! out again.
 
-use crate::Keep;
 use crate::block::Header;
 use crate::pool::{CachedBlock, PartialBlock};
+use crate::{Keep, memory};
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::io;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -41,7 +42,18 @@ impl Arena {
         let memory = unsafe { alloc_zeroed(layout) };
         let Some(memory) = NonNull::new(memory) else { handle_alloc_error(layout) };
         let headers = (0..slots).map(|_| Mutex::new(None)).collect();
-        Self { memory, layout, slots, slot_bytes, headers }
+        let arena = Self { memory, layout, slots, slot_bytes, headers };
+        memory::enlarge(arena.whole());
+        arena
+    }
+
+    /// Keeps the memory from being swapped out, if that is allowed.
+    pub(super) fn pin(&self) -> io::Result<()> {
+        memory::pin(self.whole())
+    }
+
+    fn whole(&self) -> *const [u8] {
+        std::ptr::slice_from_raw_parts(self.memory.as_ptr(), self.layout.size())
     }
 
     pub(super) fn slot_bytes(&self) -> usize {
@@ -79,6 +91,7 @@ impl Arena {
 
 impl Drop for Arena {
     fn drop(&mut self) {
+        memory::release(self.whole());
         // SAFETY: allocated with this layout, and nobody reads any more: every `Reading` holds the arena.
         unsafe { dealloc(self.memory.as_ptr(), self.layout) }
     }

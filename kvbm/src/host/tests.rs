@@ -79,8 +79,12 @@ fn what_the_device_fills_in_place_is_sealed_and_a_chain_is_one_event() {
     let names = [5, 6].map(|n| SequenceHash::from_bytes([n; 16]));
     let slots = device.allocate(2).unwrap().into_iter().zip([(names[0], None), (names[1], Some(names[0]))]);
     let full = slots.map(|(slot, (name, parent))| slot.complete(name, parent, Custody::default()));
-    let blocks: Vec<_> = device.register(full.collect()).into_iter().collect();
-    assert_eq!(host.fill(&blocks, |slot, bytes| bytes.fill(slot.0 as u8)), names);
+    let blocks = device.register(full.collect());
+    let fill = |slot: BlockId, bytes: &mut [u8], seen: &mut dyn FnMut(&[u8])| {
+        bytes.fill(slot.0 as u8);
+        bytes.chunks(1_500).for_each(seen);
+    };
+    assert_eq!(host.fill(&blocks, fill), names);
     for (block, found) in blocks.iter().zip(host.get(&names)) {
         let found = found.unwrap().verify(block.name(), contract::fingerprint()).unwrap();
         assert!(found.payload() == [block.slot().0 as u8; 4_000]);

@@ -132,7 +132,14 @@ impl Lane {
 impl Offers {
     /// Queues the blocks, or counts those for which there is no room.
     pub(super) fn offer(&self, core: &Core, names: &[SequenceHash]) {
-        let refused = names.iter().filter(|name| self.jobs.try_send(Job::Block(**name)).is_err()).count();
+        let refused = match self.jobs.try_reserve_many(names.len()) {
+            Ok(places) => {
+                places.zip(names).for_each(|(place, name)| place.send(Job::Block(*name)));
+                0
+            }
+            // As many as there is room for.
+            Err(_) => names.iter().filter(|name| self.jobs.try_send(Job::Block(**name)).is_err()).count(),
+        };
         core.metrics.offload_dropped(self.level, refused);
     }
 
@@ -243,13 +250,11 @@ impl Core {
     /// Copies blocks from the device into G2 and seals them. Answers with those that are there now.
     fn copy_to_host(&self, names: Vec<SequenceHash>) -> Vec<SequenceHash> {
         let Some(host) = &self.host else { return names };
-        let fingerprint = self.device.fingerprint();
         let wanted = names.len();
-        let (mut kept, missing): (Vec<_>, Vec<_>) =
-            names.into_iter().partition(|name| host.holds(fingerprint, &[*name]) == 1);
+        let (mut kept, missing) = host.sort(&names);
         let (start, before) = (Instant::now(), kept.len());
-        let held: Vec<_> = self.pool.found(&missing).into_iter().flatten().collect();
-        kept.extend(host.fill(&held, |slot, into| self.device.read(slot, into)));
+        let held = self.pool.present(&missing);
+        kept.extend(host.fill(&held, |slot, into, seen| self.device.read_seen(slot, into, seen)));
         self.metrics.offload_dropped(Level::G2, wanted - kept.len());
         if kept.len() > before {
             let bytes = (kept.len() - before) * self.device.block_bytes();

@@ -8,6 +8,7 @@
 use super::config::Config;
 use super::rope::Rotation;
 use super::{attention, linear};
+use kvbm::device::copy_seen;
 use kvbm::{BlockId, DeviceBlocks, Fingerprint};
 use memmap2::{MmapMut, MmapRaw};
 use std::io;
@@ -142,6 +143,16 @@ impl DeviceBlocks for Arena {
         assert_eq!(from.len(), self.block_bytes());
         // SAFETY: both are `block_bytes` long, and by the contract the caller owns the slot.
         unsafe { self.bytes_of(slot).copy_from_nonoverlapping(from.as_ptr(), self.block_bytes()) };
+    }
+
+    fn read_seen(&self, slot: BlockId, into: &mut [u8], seen: &mut dyn FnMut(&[u8])) {
+        // SAFETY: the slot's bytes, initialised, and by the contract nobody writes the slot now.
+        copy_seen(unsafe { std::slice::from_raw_parts(self.bytes_of(slot), self.block_bytes()) }, into, seen);
+    }
+
+    fn write_seen(&self, slot: BlockId, from: &[u8], seen: &mut dyn FnMut(&[u8])) {
+        // SAFETY: the slot's bytes, initialised, and by the contract the caller owns the slot.
+        copy_seen(from, unsafe { std::slice::from_raw_parts_mut(self.bytes_of(slot), self.block_bytes()) }, seen);
     }
 }
 
