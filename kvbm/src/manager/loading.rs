@@ -43,6 +43,8 @@ pub(super) struct Loading<'a> {
     start: Instant,
     streams: SelectAll<BoxStream<'static, Answer>>,
     writes: FuturesUnordered<JoinHandle<Vec<Written>>>,
+    /// Blocks in them.
+    writing: usize,
     /// Loaded, waiting for a hop.
     queue: Vec<Item>,
     places: Vec<Place>,
@@ -68,15 +70,22 @@ pub(super) struct Job {
 }
 
 impl Job {
-    /// Where the names from `lead` on are, and what to do about it, given the room and what is `known` of the sources.
-    pub(super) fn plan(&self, lead: usize, now: Instant, known: impl Fn(usize) -> Known) -> (Located, Plan) {
+    /// Where the names from `lead` on are, and what to do about it, given what is `known` of the sources and the
+    /// room. That of the `coming` blocks among them is taken, by themselves.
+    pub(super) fn plan(
+        &self,
+        lead: usize,
+        coming: usize,
+        now: Instant,
+        known: impl Fn(usize) -> Known,
+    ) -> (Located, Plan) {
         let located = locate(&self.inner.core, &self.sources, &self.names[lead..], now);
         let Recompute { seconds_per_block: cost, by } = self.recompute;
         // What no tier holds is computed in any case, after what some do.
         let beyond = (self.names.len() - lead - extent(&located)) as f64 * cost.unwrap_or(0.0);
         let left = by.map(|by| seconds_until(by, now) - beyond);
         let mut plan = crate::plan::plan(&stretches(&located, known), cost, left);
-        plan.head = plan.head.min(self.inner.core.pool.available());
+        plan.head = plan.head.min(self.inner.core.pool.available() + coming);
         (located, plan)
     }
 }
@@ -146,6 +155,7 @@ impl<'a> Loading<'a> {
             start,
             streams: SelectAll::new(),
             writes: FuturesUnordered::new(),
+            writing: 0,
             queue: Vec::new(),
             places,
             lead,
@@ -215,7 +225,10 @@ impl<'a> Loading<'a> {
     /// Keeps to what is best from here on.
     fn plan_anew(&mut self, turn: Turn) {
         let now = Instant::now();
-        let (located, plan) = self.job.plan(self.lead, now, |source| self.known(source, now));
+        // Those that are there are held, those that are being written have a slot: neither is room that is missing.
+        let there = self.places[self.lead..].iter().filter(|place| **place == Place::There).count();
+        let coming = there + self.writing;
+        let (located, plan) = self.job.plan(self.lead, coming, now, |source| self.known(source, now));
         let end = self.lead + extent(&located);
         self.todo.iter_mut().for_each(VecDeque::clear);
         let (goal, tail) = (self.lead + plan.head, end - plan.tail);

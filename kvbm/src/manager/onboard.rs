@@ -159,7 +159,7 @@ async fn bring(job: &Job) {
         }
         let (located, plan) = if let Some(turn) = turn {
             let now = Instant::now();
-            let (located, plan) = job.plan(lead, now, |source| job.sources[source].gauge.known(now));
+            let (located, plan) = job.plan(lead, 0, now, |source| job.sources[source].gauge.known(now));
             (located, Some((turn, plan)))
         } else {
             let ahead = names.len().min(lead + room.as_ref().map_or(0, SemaphorePermit::num_permits));

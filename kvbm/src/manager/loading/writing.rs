@@ -43,6 +43,7 @@ impl Loading<'_> {
         let Some(slots) = core.pool.allocate(items.len()) else {
             return self.give_up(&items);
         };
+        self.writing += items.len();
         let names: Vec<_> = items.iter().map(|item| self.job.names[item.index]).collect();
         self.writes.push(tokio::task::spawn_blocking(move || {
             let items = items.into_iter().zip(names).zip(slots);
@@ -51,6 +52,7 @@ impl Loading<'_> {
     }
 
     pub(super) fn place(&mut self, mut written: Vec<Written>) {
+        self.writing -= written.len();
         // In order, so that a run is announced as one.
         written.sort_by_key(|written| match written {
             Written::Good { index, .. } | Written::Bad { index, .. } | Written::Over { index, .. } => *index,
@@ -113,12 +115,14 @@ impl Core {
     /// Writes a block into the device if it is what was asked for. Runs on a blocking thread.
     fn write(&self, item: Item, name: SequenceHash, slot: PartialBlock) -> Written {
         let Item { source, index, block } = item;
-        let fits = |block: &crate::Verified| block.payload().len() == self.device.block_bytes();
-        let verified = block.verify(name, self.device.fingerprint());
-        match verified.and_then(|block| if fits(&block) { Ok(block) } else { Err(Corrupt::Length) }) {
+        if block.payload.len() != self.device.block_bytes() {
+            return Written::Bad { source, index, why: Corrupt::Length };
+        }
+        // One pass over the bytes: they are in the device before they are believed, in a slot that nobody else knows of.
+        let copy = |bytes: &[u8], seen: &mut dyn FnMut(&[u8])| self.device.write_seen(slot.slot(), bytes, seen);
+        match block.verify_along(name, self.device.fingerprint(), copy) {
             Ok(block) if block.header().keep.is_over(self.clock.now()) => Written::Over { source, index },
             Ok(block) => {
-                self.device.write(slot.slot(), block.payload());
                 let Header { parent, .. } = *block.header();
                 Written::Good { source, index, block: slot.complete(name, parent, block.header().custody()) }
             }

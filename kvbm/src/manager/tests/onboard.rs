@@ -23,6 +23,59 @@ async fn blocks_come_back_from_g2_as_they_were() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn blocks_that_are_being_written_when_the_turn_comes_take_no_room_from_the_rest() {
+    /// Device memory that takes nothing until it is told to.
+    struct Closed {
+        memory: Arc<InMemory>,
+        waits: AtomicBool,
+        open: AtomicBool,
+    }
+    impl DeviceBlocks for Closed {
+        fn capacity(&self) -> usize {
+            self.memory.capacity()
+        }
+        fn block_bytes(&self) -> usize {
+            self.memory.block_bytes()
+        }
+        fn fingerprint(&self) -> Fingerprint {
+            fingerprint()
+        }
+        fn read(&self, slot: BlockId, into: &mut [u8]) {
+            self.memory.read(slot, into);
+        }
+        fn write(&self, slot: BlockId, from: &[u8]) {
+            self.waits.store(true, Ordering::SeqCst);
+            while !self.open.load(Ordering::SeqCst) {
+                std::thread::yield_now();
+            }
+            self.memory.write(slot, from);
+        }
+    }
+    let memory = InMemory::new(8, SIZE, fingerprint());
+    let device =
+        Arc::new(Closed { memory: memory.clone(), waits: AtomicBool::new(false), open: AtomicBool::new(false) });
+    let below = at(Level::G3, 1, 0);
+    below.keeps(0..8).await;
+    let metrics = Metrics::new(&Registry::new()).unwrap();
+    let manager = BlockManager::new(device.clone(), None, vec![below], log(), metrics);
+    let wake = Arc::new(Notify::new());
+    let onboarding = manager.begin(&names(8), UNKNOWN, wake.clone()).unwrap();
+    while !device.waits.load(Ordering::SeqCst) {
+        tokio::time::advance(Duration::from_millis(1)).await;
+    }
+    onboarding.turn();
+    for _ in 0..100 {
+        // The task hears of its turn while the first blocks are still being written.
+        tokio::task::yield_now().await;
+    }
+    device.open.store(true, Ordering::SeqCst);
+    while onboarding.is_worth_waiting() {
+        wake.notified().await;
+    }
+    assert_eq!(manager.matched(&names(8)).len(), 8, "all slots are for these blocks");
+}
+
+#[tokio::test(start_paused = true)]
 async fn each_block_comes_from_the_fastest_tier_that_holds_it() {
     let (ssd, store) = (at(Level::G3, 1, 0), at(Level::G4, 2, 0));
     store.keeps(0..10).await;
