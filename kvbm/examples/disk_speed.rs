@@ -3,7 +3,8 @@
 //!
 //! `cargo run --release -p kvbm --example disk_speed -- FOLDER [--block-bytes N] [--mib N] [--rounds N] [--recover N] [--json]`
 //!
-//! Without `fio` only the tier is measured, and that is said. Devices burst and other load comes and goes, so only the ratios of one run mean something; medians are shown. `--recover N`
+//! A log that grows writes into space that the filesystem has to find, so it stands beside a file that `fio` begins; a full
+//! one writes where older blocks were, as `fio` does into a file that is there. Without `fio` only the tier is measured, and that is said. Devices burst and other load comes and goes, so only the ratios of one run mean something; medians are shown. `--recover N`
 //! writes N blocks of one sector each and opens the log again, its pages dropped from the page cache where that is allowed.
 
 use bytes::Bytes;
@@ -28,6 +29,9 @@ const VERIFY: usize = 4 << 20;
 
 /// What `fio` is asked for: its engine, requests under way, processes.
 const REFERENCES: [(&str, usize, usize); 3] = [("psync", 1, 1), ("psync", 1, 2), ("io_uring", 8, 1)];
+
+/// What is measured, and what `fio` calls it.
+const WAYS: [(&str, &str); 3] = [("write", "write"), ("rewrite", "write"), ("read", "read")];
 
 struct Arguments {
     folder: PathBuf,
@@ -86,23 +90,25 @@ async fn speeds(folder: &Path, arguments: &Arguments) -> Result<Value> {
         eprintln!("fio is not installed, so there is nothing to compare with: apt-get install fio");
         &[]
     };
-    let mut ours: [Vec<f64>; 2] = Default::default();
-    let mut theirs: [[Vec<f64>; 2]; REFERENCES.len()] = Default::default();
+    let mut ours: [Vec<f64>; WAYS.len()] = Default::default();
+    let mut theirs: [[Vec<f64>; WAYS.len()]; REFERENCES.len()] = Default::default();
     for round in 0..rounds {
-        for (direction, name) in ["write", "read"].into_iter().enumerate() {
-            for (reference, of) in references.iter().zip(&mut theirs) {
-                of[direction].push(fio(&raw, name, *reference, mib)?);
+        for (reference, of) in references.iter().zip(&mut theirs) {
+            // The file is new the first time, and there the second.
+            let _ = std::fs::remove_file(&raw);
+            for (of, (_, direction)) in of.iter_mut().zip(WAYS) {
+                of.push(fio(&raw, direction, *reference, mib)?);
             }
         }
-        let (write, read) = tier(&folder.join(round.to_string()), block_bytes, mib << 20).await?;
-        ours[0].push(write);
-        ours[1].push(read);
+        let speeds = tier(&folder.join(round.to_string()), block_bytes, mib << 20).await?;
+        ours.iter_mut().zip(speeds).for_each(|(of, speed)| of.push(speed));
         if !arguments.json {
-            println!("round {round}: write {write:.2}, read {read:.2} GB/s");
+            let [write, rewrite, read] = speeds;
+            println!("round {round}: write {write:.2}, rewrite {rewrite:.2}, read {read:.2} GB/s");
         }
     }
     let mut told = json!({ "block_bytes": block_bytes, "mib": mib, "rounds": rounds, "unit": "GB/s" });
-    for (direction, name) in ["write", "read"].into_iter().enumerate() {
+    for (direction, (name, _)) in WAYS.into_iter().enumerate() {
         told[name] = json!({ "tier": median(&ours[direction]), "fio": [] });
         let mut compared = Vec::new();
         for ((engine, depth, jobs), of) in references.iter().zip(&theirs) {
@@ -111,7 +117,7 @@ async fn speeds(folder: &Path, arguments: &Arguments) -> Result<Value> {
             let (their, ratio) = (median(&of[direction]), median(&ratios));
             if !arguments.json {
                 let our = median(&ours[direction]);
-                println!("{name:5} {our:.2} GB/s, {reference:14} {their:.2} GB/s: median ratio {ratio:.2}");
+                println!("{name:7} {our:.2} GB/s, {reference:14} {their:.2} GB/s: median ratio {ratio:.2}");
             }
             compared.push(json!({ "reference": reference, "speed": their, "ratio": ratio }));
         }
@@ -140,8 +146,8 @@ fn fio(file: &Path, direction: &str, (engine, depth, jobs): (&str, usize, usize)
     Ok(speed / 1e9)
 }
 
-fn open(folder: &Path, total: usize) -> Result<Arc<DiskTier>> {
-    let settings = Settings { capacity_bytes: 4 * total as u64, min_free_bytes: 0, ..Settings::default() };
+fn open(folder: &Path, capacity: usize) -> Result<Arc<DiskTier>> {
+    let settings = Settings { capacity_bytes: capacity as u64, min_free_bytes: 0, ..Settings::default() };
     Ok(DiskTier::open(folder, settings, Arc::new(EventLog::new(Epoch(1))))?)
 }
 
@@ -170,15 +176,24 @@ async fn store(tier: &DiskTier, blocks: &[Block], offer: usize) -> Result<()> {
     Ok(())
 }
 
-/// Writes and reads that much through a tier; GB/s of payload each.
-async fn tier(folder: &Path, block_bytes: usize, total: usize) -> Result<(f64, f64)> {
-    let tier = open(folder, total)?;
-    let blocks = chain(total / block_bytes, block_bytes);
+/// Writes, writes into a full log, and reads that much through a tier; GB/s of payload each.
+async fn tier(folder: &Path, block_bytes: usize, total: usize) -> Result<[f64; WAYS.len()]> {
+    let blocks = chain(2 * (total / block_bytes), block_bytes);
+    let (blocks, others) = blocks.split_at(blocks.len() / 2);
     let names: Vec<SequenceHash> = blocks.iter().map(|block| block.header.name).collect();
-    let bytes = (names.len() * block_bytes) as f64;
+    let (bytes, offer) = ((names.len() * block_bytes) as f64, OFFER.div_ceil(block_bytes));
 
+    let full = open(folder, total)?;
+    store(&full, others, offer).await?;
     let started = Instant::now();
-    store(&tier, &blocks, OFFER.div_ceil(block_bytes)).await?;
+    store(&full, blocks, offer).await?;
+    let rewrite = bytes / started.elapsed().as_secs_f64() / 1e9;
+    drop(full);
+    std::fs::remove_dir_all(folder)?;
+
+    let tier = open(folder, 4 * total)?;
+    let started = Instant::now();
+    store(&tier, blocks, offer).await?;
     let write = bytes / started.elapsed().as_secs_f64() / 1e9;
 
     let started = Instant::now();
@@ -202,13 +217,13 @@ async fn tier(folder: &Path, block_bytes: usize, total: usize) -> Result<(f64, f
     let read = bytes / started.elapsed().as_secs_f64() / 1e9;
     drop(tier);
     std::fs::remove_dir_all(folder)?;
-    Ok((write, read))
+    Ok([write, rewrite, read])
 }
 
 /// Writes many of the smallest blocks and opens the log again, some times.
 async fn recovery(folder: &Path, count: usize, rounds: usize) -> Result<Value> {
     let total = count * 512;
-    let tier = open(folder, total)?;
+    let tier = open(folder, 4 * total)?;
     store(&tier, &chain(count, 300), OFFER / 512).await?;
     drop(tier);
     let mut seconds = Vec::new();
@@ -216,7 +231,7 @@ async fn recovery(folder: &Path, count: usize, rounds: usize) -> Result<Value> {
     for _ in 0..rounds {
         cold &= Command::new("sh").args(["-c", "sync; echo 1 > /proc/sys/vm/drop_caches"]).status()?.success();
         let started = Instant::now();
-        let tier = open(folder, total)?;
+        let tier = open(folder, 4 * total)?;
         seconds.push(started.elapsed().as_secs_f64());
         if tier.usage().blocks != count as u64 {
             return Err(format!("{} of {count} blocks came back", tier.usage().blocks).into());

@@ -101,8 +101,8 @@ fn disk(printed: &[Value]) -> Result<Vec<Figure>> {
     let [told] = printed else { bail!("one value was expected") };
     let kib = number(&told["block_bytes"])? / 1024.0;
     let mut figures = Vec::new();
-    for way in ["write", "read"] {
-        let what = format!("G3 {way}, blocks of {kib} KiB");
+    for (way, what) in [("write", "write"), ("rewrite", "write when full"), ("read", "read")] {
+        let what = format!("G3 {what}, blocks of {kib} KiB");
         let references = told[way]["fio"].as_array().context("no references")?;
         figures.push(Figure::of(what.clone(), number(&told[way]["tier"])?, "GB/s", Goal::Shown));
         for reference in references {

@@ -213,6 +213,20 @@ pub(super) fn reserve(file: &File, bytes: u64) -> io::Result<()> {
     Ok(())
 }
 
+/// Makes zeros of what a file holds and gives it that length, in the space that it has: what was written there before is
+/// gone, but the filesystem and the device need not find room again.
+pub(super) fn clear(file: &File, bytes: u64) -> io::Result<()> {
+    file.set_len(bytes)?;
+    #[cfg(target_os = "linux")]
+    // SAFETY: plain call on a descriptor that `file` keeps open.
+    return match unsafe { libc::fallocate(file.as_raw_fd(), libc::FALLOC_FL_ZERO_RANGE, 0, bytes.cast_signed()) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    };
+    #[cfg(not(target_os = "linux"))]
+    Err(io::ErrorKind::Unsupported.into())
+}
+
 /// What the filesystem of a folder has left for us.
 pub(super) fn free_bytes(folder: &Path) -> io::Result<u64> {
     let path = std::ffi::CString::new(folder.as_os_str().as_bytes())?;

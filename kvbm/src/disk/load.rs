@@ -62,6 +62,10 @@ impl Log {
         let indices = part.run.wanted.iter().map(|wanted| wanted.index);
         let still = |place: &Place| self.is_in(place, part.segment);
         let answer = |index: usize, record: Option<Bytes>| {
+            // Given up meanwhile, its space may have been written anew.
+            if !self.shared.index.get(fingerprint, names[index]).as_ref().is_some_and(still) {
+                return (index, Ok(None));
+            }
             let block = record.ok_or(Corrupt::Length).and_then(|record| block(&record));
             if block.is_err() && self.shared.index.remove([(fingerprint, names[index])], still) > 0 {
                 self.queue.discard(fingerprint, names[index]);

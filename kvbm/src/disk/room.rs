@@ -10,7 +10,6 @@ use super::record::{self, Record};
 use super::segment::{self, Head};
 use crate::run::{self, Wanted};
 use crate::{Block, StoreError};
-use std::fs;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -41,7 +40,7 @@ impl Log {
     }
 
     fn begin(&self, state: &mut State) -> io::Result<()> {
-        let Settings { capacity_bytes, segment_bytes, min_free_bytes } = self.settings;
+        let Settings { capacity_bytes, segment_bytes, .. } = self.settings;
         let head = loop {
             #[cfg(test)]
             self.shared.rig.write(self.volume)?;
@@ -55,20 +54,27 @@ impl Log {
         };
         state.segments.insert(head.segment().number(), head.segment().clone());
         (state.head, state.end, state.records) = (Some(head), 0, 0);
-        while self.taken() + segment_bytes > capacity_bytes || direct::free_bytes(&self.folder)? < min_free_bytes {
+        while self.taken() + segment_bytes > capacity_bytes || self.is_short()? {
             if !self.reclaim(state, true) {
                 break;
             }
         }
-        if direct::free_bytes(&self.folder)? < min_free_bytes {
+        if self.is_short()? {
             // Even what was carried over must go.
             if let Some(head) = state.head.take() {
                 let listing = std::mem::take(&mut *head.segment().listing());
                 self.forget(state, head.segment().number(), &listing);
+                segment::give_back(&self.folder);
             }
             return Err(io::ErrorKind::StorageFull.into());
         }
         Ok(())
+    }
+
+    /// Whether less is free than the filesystem is to keep, a spare given back.
+    fn is_short(&self) -> io::Result<bool> {
+        let short = || -> io::Result<bool> { Ok(direct::free_bytes(&self.folder)? < self.settings.min_free_bytes) };
+        Ok(short()? && (!segment::give_back(&self.folder) || short()?))
     }
 
     /// Gives up the oldest segment, if there is a sealed one.
@@ -87,7 +93,7 @@ impl Log {
         let blocks = listing.iter().map(|(fingerprint, entry)| (fingerprint, entry.name));
         self.shared.index.remove(blocks, |place| self.is_in(place, number));
         state.segments.remove(&number);
-        if let Err(error) = fs::remove_file(segment::path(&self.folder, number)) {
+        if let Err(error) = segment::retire(&self.folder, number) {
             tracing::warn!(folder = %self.folder.display(), number, %error, "segment could not be removed");
         }
     }

@@ -69,6 +69,22 @@ async fn a_read_that_races_a_reclaim_is_a_miss() {
 }
 
 #[tokio::test]
+async fn nothing_of_a_segment_is_found_in_its_space_again() {
+    let mut folder = tempfile::tempdir().unwrap();
+    let (mut tier, mut events) = open_with(folder.path(), small());
+    for seed in 0..60 {
+        store(&*tier, chain(seed, 7)).await;
+        if seed % 3 == 2 {
+            let image = crashed(folder.path());
+            let held = announced(&events, Level::G3);
+            (tier, events) = open_with(image.path(), small());
+            assert_eq!((announced(&events, Level::G3), tier.damaged()), (held, 0), "after chain {seed}");
+            folder = image;
+        }
+    }
+}
+
+#[tokio::test]
 async fn a_smaller_budget_after_a_restart_is_kept_from_the_first_store_on() {
     let folder = tempfile::tempdir().unwrap();
     let (tier, _) = open(folder.path());
