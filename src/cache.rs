@@ -1,14 +1,14 @@
-//! `blockyard cache`: looks after the shared store, beside whoever serves from it. What it found goes to standard output,
+//! `blockyard cache`: looks after the shared store, beside whoever serves from it, and into the log of G3. What it found goes to standard output,
 //! progress to standard error.
 
 use crate::config::{ByteSize, Config, Flag, Sources, Span};
-use crate::node::{forms, stores, upkeep};
+use crate::node::{forms, sizes, stores, upkeep};
 use anyhow::{Context, bail};
 use clap::{Args, Subcommand};
 use kvbm::crypt::Keys;
 use kvbm::object::gc::{Holding, Policy, Survey};
 use kvbm::object::{Amount, Collector, Location, Report, Verification};
-use kvbm::{Clock, DomainId};
+use kvbm::{Clock, DomainId, disk};
 use serde_json::{Value, json};
 use std::io::{self, IsTerminal, Write};
 use std::path::PathBuf;
@@ -24,7 +24,7 @@ pub struct Cache {
 
 #[derive(Subcommand, Debug)]
 enum What {
-    /// List what rests there, by cache domain, engine and writer.
+    /// List what rests there, by cache domain, engine and writer, and in the log of G3.
     Ls {
         #[command(flatten)]
         place: Place,
@@ -109,8 +109,18 @@ pub fn run(cache: &Cache) -> anyhow::Result<()> {
 async fn done(what: &What) -> anyhow::Result<()> {
     match what {
         What::Ls { place } => {
-            let holdings = Store::open(place)?.survey().await?.holdings();
-            print(place, &json!({ "holdings": holdings }), || listed(&holdings))
+            let store = Store::open_or_local(place)?;
+            let logs = if place.pod { vec![] } else { logs(&store.config)? };
+            if store.collector.is_none() && logs.is_empty() {
+                bail!("nothing rests here: there is no log of G3, and no shared store; say which: --shared URL|DIR");
+            }
+            let survey = match &store.collector {
+                Some(collector) => Some(collector.survey(progress("manifests")).await?),
+                None => None,
+            };
+            let holdings = survey.map(|survey| survey.holdings());
+            let said = json!({ "g3": logs, "holdings": holdings.as_deref().unwrap_or_default() });
+            print(place, &said, || logs.iter().map(logged).chain(holdings.as_deref().map(listed)).collect())
         }
         What::Gc { place, age_max, budget, grace, dry_run } => {
             let (store, now) = (Store::open(place)?, Clock::system().now());
@@ -199,9 +209,9 @@ impl Store<Option<Collector>> {
         let sources = Sources::of_process(place.config.clone(), place.set.iter().cloned().chain(own).collect());
         let (config, _) = Config::load(&sources)?;
         let (location, policy) = match &config.tiers.pod {
-            Some(pod) if place.pod => (Some(Location::Folder(pod.path.clone())), upkeep::pod_policy(pod)),
+            Some(pod) if place.pod => (Some(Location::Folder(pod.path.clone())), upkeep::pod_policy(&config, pod)?),
             None if place.pod => bail!("there is no folder of a pod: tiers.pod.path is not set"),
-            _ => (config.shared.clone(), upkeep::policy(&config)),
+            _ => (config.shared.clone(), upkeep::policy(&config)?),
         };
         let open = |location| {
             Collector::at(location, &stores::access(&config), config.shared_store.request_timeout.0)
@@ -236,6 +246,33 @@ fn print(place: &Place, value: &Value, text: impl FnOnce() -> String) -> anyhow:
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error.into()),
         _ => Ok(()),
     }
+}
+
+/// The folders of G3 in which there is a log.
+fn logs(config: &Config) -> anyhow::Result<Vec<disk::Survey>> {
+    let (folders, now) = (sizes::disks(&config.tiers, &config.data_dir, |_| 0), Clock::system().now());
+    let look = |at: &sizes::Disk| {
+        let folder = &at.folder;
+        disk::survey(folder, now).with_context(|| format!("the log in {} cannot be read", folder.display())).transpose()
+    };
+    folders.iter().filter_map(look).collect()
+}
+
+fn logged(log: &disk::Survey) -> String {
+    let disk::Survey { folder, in_use, owner, segments, open, bytes, holdings } = log;
+    let owner = match owner {
+        Some(pid) if *in_use => format!("in use by process {pid}"),
+        _ if *in_use => "in use".into(),
+        _ => "not in use".into(),
+    };
+    let size = ByteSize(*bytes).about();
+    let mut text = format!("G3 in {}, {owner}: {segments} segments of {size}, {open} of them open\n", folder.display());
+    text += &format!("{:<32}  {:<16}  {:>10}  {:>10}\n", "DOMAIN", "ENGINE", "BLOCKS", "SIZE");
+    for disk::Holding { domain, fingerprint, blocks, bytes } in holdings {
+        let size = ByteSize(*bytes).about();
+        text += &format!("{domain:<32}  {fingerprint:<16}  {blocks:>10}  {size:>10}\n");
+    }
+    text + "\n"
 }
 
 fn listed(holdings: &[Holding]) -> String {

@@ -73,7 +73,7 @@ pub struct Admin {
 }
 
 /// How much each tier may take. G4 takes what its store gives.
-#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Tiers {
     /// Device memory of each worker: the KV blocks that the engine computes on.
@@ -86,7 +86,7 @@ pub struct Tiers {
     pub g3_paths: Vec<DiskPath>,
     /// A folder between G3 and G4 that the processes of a pod share. Default none.
     pub pod: Option<Pod>,
-    /// What tenants are promised of each worker's memory. Default none: they share all of it.
+    /// What tenants are promised of each worker's memory and of the tiers below it. Default none: they share all of it.
     pub quotas: Vec<TenantQuota>,
     /// Whether blocks below G2 rest encoded. Default `off`: the native engine needs its processors for computing.
     pub codec: Coding,
@@ -107,8 +107,8 @@ pub struct Pod {
     pub age_max: Option<Span>,
 }
 
-/// What one tenant is promised of each worker's memory, and what it may take at most.
-#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+/// What one tenant is promised of each worker's memory and of the tiers that all share, and what it may take at most.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TenantQuota {
     /// As it stands in the header that `frontend.tenant_header` names; empty for requests without it.
@@ -125,12 +125,51 @@ pub struct TenantQuota {
     /// Of G2, at most. Default: all that there is.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub g2_max: Option<ByteSize>,
+    /// Of G3, not given up for others. Default none.
+    #[serde(default)]
+    pub g3: ByteSize,
+    /// Of G3, at most, in whole segments. Default: all that there is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub g3_max: Option<ByteSize>,
+    /// Of the pod's folder, not given up for others. Default none.
+    #[serde(default)]
+    pub pod: ByteSize,
+    /// Of the pod's folder, at most. Default: all that there is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pod_max: Option<ByteSize>,
+    /// Of the shared store's budget, not given up for others. Default none.
+    #[serde(default)]
+    pub g4: ByteSize,
+    /// Of the shared store, at most. Default: all that there is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub g4_max: Option<ByteSize>,
+    /// Its part of what the tiers below memory can move, beside others who move blocks at the same time. Default 1.
+    #[serde(default = "TenantQuota::one")]
+    pub weight: f64,
 }
 
 impl TenantQuota {
     /// A tenant that is promised nothing.
     pub fn of(tenant: impl Into<String>) -> Self {
-        Self { tenant: tenant.into(), g1: ByteSize(0), g1_max: None, g2: ByteSize(0), g2_max: None }
+        let ((g1, g2, g3, pod, g4), none) = (Default::default(), None);
+        Self {
+            tenant: tenant.into(),
+            g1,
+            g1_max: none,
+            g2,
+            g2_max: none,
+            g3,
+            g3_max: none,
+            pod,
+            pod_max: none,
+            g4,
+            g4_max: none,
+            weight: Self::one(),
+        }
+    }
+
+    const fn one() -> f64 {
+        1.0
     }
 }
 

@@ -100,10 +100,10 @@ impl Node {
         let sizes = Sizes::settle(&config.tiers, config.workers.count(), needs, &machine, &disks)?;
         let domains = frontend::Domains::open(&config.frontend)?;
         let domain = config.frontend.tenant_header.is_some().then_some(|tenant: &str| domains.of(tenant));
-        let shares = quotas::shares(&config.tiers.quotas, &sizes, domain)?;
+        let shares = quotas::shares(&config.tiers.quotas, quotas::Room::of(config, &sizes), domain)?;
         let blocks = kvbm::Metrics::new(&registry)?;
         let forms = Forms::open(config, &blocks).await?;
-        let stores = Stores::open(config, &disks, &planes, &forms, &registry).await?;
+        let stores = Stores::open(config, &disks, &shares, &planes, &forms, &registry).await?;
         stores.observe(&registry)?;
         let shared = Shared::new(Arc::clone(&runtime), sizes, planes, &stores, config.engine, blocks, &registry)?;
         let shared = shared.with_shares(shares);

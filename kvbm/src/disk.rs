@@ -25,16 +25,18 @@ mod room;
 mod segment;
 mod settings;
 mod spread;
+mod survey;
 #[cfg(test)]
 mod tests;
 mod volume;
 
 pub use settings::{OpenError, Settings};
+pub use survey::{Holding, Survey, survey};
 
 use crate::claim::Claims;
 use crate::index::Index;
 use crate::tier::{LoadError, Loaded, StoreError, Tier, Usage};
-use crate::{Block, Date, EventLog, Fingerprint, Level, SequenceHash};
+use crate::{Block, Date, EventLog, Fingerprint, Level, SequenceHash, Shares};
 use direct::Pool;
 use futures::future::{BoxFuture, FutureExt};
 use futures::stream::{self, BoxStream, StreamExt};
@@ -94,17 +96,22 @@ impl DiskTier {
     /// # Panics
     /// Outside a tokio runtime, without a path, or with more than 255.
     pub fn striped(paths: &[(PathBuf, Settings)], events: Arc<EventLog>) -> Result<Arc<Self>, OpenError> {
-        let tier = Self::claim(paths, events)?;
+        let tier = Self::claim(paths, &Shares::default(), events)?;
         tier.recover();
         Ok(tier)
     }
 
-    /// The same, without waiting for what rests there to be found; see [`DiskTier::recovered`].
+    /// The same, keeping to what domains are promised, and without waiting for what rests there to be found; see
+    /// [`DiskTier::recovered`]. Each domain that is promised or given anything has segments of its own on every path.
     ///
     /// # Panics
     /// As above.
-    pub fn begin(paths: &[(PathBuf, Settings)], events: Arc<EventLog>) -> Result<Arc<Self>, OpenError> {
-        let tier = Self::claim(paths, events)?;
+    pub fn begin(
+        paths: &[(PathBuf, Settings)],
+        shares: &Shares,
+        events: Arc<EventLog>,
+    ) -> Result<Arc<Self>, OpenError> {
+        let tier = Self::claim(paths, shares, events)?;
         let recovering = tier.clone();
         drop(tier.runtime.spawn_blocking(move || recovering.recover()));
         Ok(tier)
@@ -120,7 +127,12 @@ impl DiskTier {
     /// Stretches of segments that held no sound record where one should have been, found while segments without a footer
     /// were scanned. What the last process was writing when it died does not count.
     pub fn damaged(&self) -> u64 {
-        self.shared.damaged.load(Ordering::Relaxed)
+        self.shared.damaged.stretches.load(Ordering::Relaxed)
+    }
+
+    /// Footers of segments that turned out not to be what they were; those segments were scanned.
+    pub fn damaged_footers(&self) -> u64 {
+        self.shared.damaged.footers.load(Ordering::Relaxed)
     }
 
     /// How each path does.
@@ -133,12 +145,14 @@ impl DiskTier {
         self.volumes.iter().map(state).collect()
     }
 
-    fn claim(paths: &[(PathBuf, Settings)], events: Arc<EventLog>) -> Result<Arc<Self>, OpenError> {
+    fn claim(paths: &[(PathBuf, Settings)], shares: &Shares, events: Arc<EventLog>) -> Result<Arc<Self>, OpenError> {
         let shared = Shared {
             index: Arc::new(Index::new(Level::G3, events)),
             next: Arc::default(),
             pool: Pool::default(),
             paths: paths.len() as u32,
+            division: shares.at(Level::G3, 1),
+            capacity: paths.iter().map(|(_, settings)| settings.capacity_bytes).sum(),
             damaged: Arc::default(),
             #[cfg(test)]
             rig: tests::Rig::default(),
@@ -339,11 +353,11 @@ async fn read(
     part: Part,
 ) -> impl futures::Stream<Item = Loaded> {
     let indices: Vec<usize> = part.run.wanted.iter().map(|wanted| wanted.index).collect();
-    let permit = volume.readers.clone().acquire_owned().await;
+    let pass = volume.readers.enter(part.group, part.run.end() - part.run.start()).await;
     let reading = runtime.spawn_blocking(move || {
         let loaded = log.load(fingerprint, &names, &part);
         volume.check(&log);
-        drop(permit);
+        drop(pass);
         loaded
     });
     // Dropping the stream calls off what has not started.

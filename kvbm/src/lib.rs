@@ -88,6 +88,7 @@ pub mod device;
 pub mod disk;
 pub mod event;
 mod evict;
+mod fair;
 pub mod faulty;
 mod form;
 mod host;

@@ -29,9 +29,11 @@ mod tests;
 mod upkeep;
 
 use crate::claim::Claims;
+use crate::fair::{Gate, Pass};
 use crate::run::{self, Run, Wanted};
+use crate::shares::Division;
 use crate::tier::{LoadError, Loaded, StoreError, Tier, Usage};
-use crate::{Block, Corrupt, Date, EventLog, Fingerprint, Header, Level, SequenceHash};
+use crate::{Block, Corrupt, Date, EventLog, Fingerprint, Header, Level, SequenceHash, Shares};
 use bytes::Bytes;
 use catalog::Catalog;
 use client::Client;
@@ -50,7 +52,7 @@ pub use standing::Standing;
 use std::collections::BTreeMap;
 use std::io;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
@@ -59,6 +61,9 @@ pub use upkeep::{Outcome, Upkeep};
 
 /// Requests of one load, or of one round of learning, at once: stores reach their bandwidth through parallel requests.
 const PARALLEL: usize = 16;
+/// Requests of all loads at once, in turns of their domains: more would only wait in the network, where nobody says whose
+/// turn it is.
+const REQUESTS: usize = 64;
 /// One ranged read: at a store's 50 ms and 100 MB/s of one stream, most of the time is bytes.
 const RANGE: u64 = 4 << 20;
 /// Reading over so much that nobody asked for takes less than another request.
@@ -121,6 +126,7 @@ pub struct ObjectTier {
     capacity: Option<u64>,
     client: Arc<Client>,
     catalog: Arc<Catalog>,
+    turns: Arc<Turns>,
     jobs: mpsc::Sender<Job>,
     /// Workers of one process share the tier, and often offer the same blocks.
     claims: Claims,
@@ -147,8 +153,9 @@ impl ObjectTier {
         let tasks = [tokio::spawn(follower.run()), tokio::spawn(packer.run(waiting))].map(AbortOnDropHandle::new);
         let room = Arc::new(Semaphore::new(QUEUE));
         let Settings { level, capacity, .. } = settings;
+        let turns = Arc::new(Turns { gate: Gate::new(REQUESTS, &[]), division: OnceLock::new() });
         let claims = Claims::default();
-        Arc::new(Self { level, capacity, client, catalog, jobs, claims, room, standing, _tasks: tasks })
+        Arc::new(Self { level, capacity, client, catalog, turns, jobs, claims, room, standing, _tasks: tasks })
     }
 
     /// Opens a folder, local or mounted, as a store. Makes the folder if it is not there.
@@ -176,6 +183,14 @@ impl ObjectTier {
         }
     }
 
+    /// Keeps to the weights that domains were given when several load at once. To be called before anybody does, once; what may
+    /// rest in the store is a collector's to see to.
+    pub fn divide(&self, shares: &Shares) {
+        let division = shares.at(self.level, 1);
+        self.turns.gate.weigh(&division.weights);
+        let _ = self.turns.division.set(division);
+    }
+
     /// Waits until what was in the store when the tier was opened is known.
     pub async fn caught_up(&self) {
         // The follower lives as long as the tier; if it died, waiting would not help.
@@ -197,6 +212,11 @@ impl ObjectTier {
     /// Objects that turned out to be gone, or to be others than they were.
     pub fn lost_objects(&self) -> u64 {
         self.catalog.lost()
+    }
+
+    /// Manifests that were not sound, or that another version wrote: what they name is not known here.
+    pub fn unsound_manifests(&self) -> u64 {
+        self.catalog.skipped()
     }
 
     /// What the requests to the store came to.
@@ -252,6 +272,20 @@ enum Offered {
     Coming(Fingerprint, SequenceHash, CancellationToken),
 }
 
+/// Whose request comes next, when many load.
+struct Turns {
+    gate: Arc<Gate>,
+    division: OnceLock<Division>,
+}
+
+impl Turns {
+    async fn enter(&self, catalog: &Catalog, object: i32, run: &Run) -> Pass {
+        let domain = catalog.object(object).map(|object| object.domain);
+        let group = domain.zip(self.division.get()).map_or(0, |(domain, division)| division.group(domain));
+        self.gate.enter(group, run.end() - run.start()).await
+    }
+}
+
 impl Tier for ObjectTier {
     fn level(&self) -> Level {
         self.level
@@ -277,11 +311,14 @@ impl Tier for ObjectTier {
             .flat_map(|(object, wanted)| run::runs(wanted, GAP, RANGE).into_iter().map(move |run| (object, run)));
         let mut parts: Vec<(i32, Run)> = parts.collect();
         parts.sort_by_key(|(_, run)| run.wanted.iter().map(|wanted| wanted.index).min());
-        let (client, catalog) = (self.client.clone(), self.catalog.clone());
+        let (client, catalog, turns) = (self.client.clone(), self.catalog.clone(), self.turns.clone());
         let names: Arc<[SequenceHash]> = names.into();
         let read = move |(object, run)| {
-            let (client, catalog, names) = (client.clone(), catalog.clone(), names.clone());
-            async move { stream::iter(load(&client, &catalog, fingerprint, &names, object, &run).await) }
+            let (client, catalog, turns, names) = (client.clone(), catalog.clone(), turns.clone(), names.clone());
+            async move {
+                let _pass = turns.enter(&catalog, object, &run).await;
+                stream::iter(load(&client, &catalog, fingerprint, &names, object, &run).await)
+            }
         };
         let misses = stream::iter(missing.into_iter().map(|index| (index, Ok(None))));
         misses.chain(stream::iter(parts).map(read).buffer_unordered(PARALLEL).flatten()).boxed()

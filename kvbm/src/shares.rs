@@ -5,15 +5,30 @@
 //! what that tenant itself has, or what nobody was promised. A maximum binds also while there is room: a domain above its
 //! own gives up its own blocks at once. What running requests hold counts, and is never taken from them.
 //!
-//! Domains that nobody named share one place, with no guarantee and no maximum.
+//! **Who moves blocks first** between a tier and memory: domains in turn, by their weights (`fair`).
+//!
+//! Domains that nobody named share one place, with no guarantee, no maximum and a weight of one.
 
-use crate::{DomainId, Level};
+use crate::{DomainId, Level, fair};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
 /// What domains are promised. The default promises nothing: whoever comes shares everything.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
-pub struct Shares(BTreeMap<DomainId, BTreeMap<Level, Quota>>);
+pub struct Shares(BTreeMap<DomainId, Share>);
+
+#[derive(Clone, PartialEq, Eq, Debug)]
+struct Share {
+    quotas: BTreeMap<Level, Quota>,
+    /// In hundredths.
+    weight: u32,
+}
+
+impl Default for Share {
+    fn default() -> Self {
+        Self { quotas: BTreeMap::new(), weight: fair::ONE }
+    }
+}
 
 /// Bytes of one tier for one domain.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
@@ -29,20 +44,37 @@ impl Shares {
     /// Promises a domain some of a tier.
     #[must_use]
     pub fn promise(mut self, domain: DomainId, level: Level, quota: Quota) -> Self {
-        self.0.entry(domain).or_default().insert(level, quota);
+        self.0.entry(domain).or_default().quotas.insert(level, quota);
         self
+    }
+
+    /// Gives a domain so much of what tiers below memory can move, beside others of weight 1.
+    #[must_use]
+    pub fn weigh(mut self, domain: DomainId, weight: f64) -> Self {
+        self.0.entry(domain).or_default().weight = (weight * f64::from(fair::ONE)).round().clamp(1.0, 1e9) as u32;
+        self
+    }
+
+    /// What is promised of a tier, by domain.
+    pub fn quotas(&self, level: Level) -> BTreeMap<DomainId, Quota> {
+        let at = |share: &Share| share.quotas.get(&level).copied().filter(|quota| *quota != Quota::default());
+        self.0.iter().filter_map(|(domain, share)| Some((*domain, at(share)?))).collect()
     }
 
     /// What it means for a tier whose blocks take `unit` bytes.
     pub(crate) fn at(&self, level: Level, unit: u64) -> Division {
-        let bounds = |quotas: &BTreeMap<Level, Quota>| {
-            let quota = quotas.get(&level).copied().unwrap_or_default();
+        let quota = |share: &Share| share.quotas.get(&level).copied().unwrap_or_default();
+        let named = |(_, share): &(&DomainId, &Share)| quota(share) != Quota::default() || share.weight != fair::ONE;
+        let named: Vec<(&DomainId, &Share)> = self.0.iter().filter(named).collect();
+        let bounds = |share: &Share| {
+            let quota = quota(share);
             let blocks = |bytes: u64| (bytes / unit.max(1)) as usize;
             Bounds { guaranteed: blocks(quota.guaranteed), maximum: quota.maximum.map_or(usize::MAX, blocks) }
         };
-        let domains = self.0.keys().zip(1..).map(|(domain, group)| (*domain, group)).collect();
-        let bounds = std::iter::once(Bounds::default()).chain(self.0.values().map(bounds)).collect();
-        Division { domains, bounds }
+        let domains = named.iter().zip(1..).map(|((domain, _), group)| (**domain, group)).collect();
+        let weights = std::iter::once(fair::ONE).chain(named.iter().map(|(_, share)| share.weight)).collect();
+        let bounds = named.iter().map(|(_, share)| bounds(share));
+        Division { domains, bounds: std::iter::once(Bounds::default()).chain(bounds).collect(), weights }
     }
 }
 
@@ -51,6 +83,8 @@ impl Shares {
 pub(crate) struct Division {
     domains: BTreeMap<DomainId, u16>,
     pub(crate) bounds: Vec<Bounds>,
+    /// In hundredths.
+    pub(crate) weights: Vec<u32>,
 }
 
 /// What one of them is promised, in blocks.
@@ -68,7 +102,7 @@ impl Default for Bounds {
 
 impl Default for Division {
     fn default() -> Self {
-        Self { domains: BTreeMap::new(), bounds: vec![Bounds::default()] }
+        Self { domains: BTreeMap::new(), bounds: vec![Bounds::default()], weights: vec![fair::ONE] }
     }
 }
 
@@ -76,6 +110,16 @@ impl Division {
     /// Where a domain's blocks are counted.
     pub(crate) fn group(&self, domain: DomainId) -> u16 {
         self.domains.get(&domain).copied().unwrap_or(0)
+    }
+
+    /// What it means for a part of the tier: so many of `all`.
+    pub(crate) fn part(&self, some: u64, all: u64) -> Self {
+        let part = |whole: usize| (whole as u128 * u128::from(some) / u128::from(all.max(1))) as usize;
+        let bounds = self.bounds.iter().map(|Bounds { guaranteed, maximum }| Bounds {
+            guaranteed: part(*guaranteed),
+            maximum: if *maximum == usize::MAX { usize::MAX } else { part(*maximum) },
+        });
+        Self { bounds: bounds.collect(), ..self.clone() }
     }
 }
 
@@ -114,6 +158,9 @@ mod tests {
         let host = shares.at(Level::G2, 100);
         assert_eq!(host.bounds[usize::from(host.group(domain))], Bounds { guaranteed: 10, maximum: 41 });
         assert_eq!(host.group(DomainId::SHARED), 0);
-        assert_eq!(shares.at(Level::G1, 100).bounds[1], Bounds::default());
+        assert_eq!(shares.at(Level::G1, 100).bounds, [Bounds::default()], "nothing was promised there");
+        assert_eq!(host.part(1, 4).bounds[1], Bounds { guaranteed: 2, maximum: 10 });
+        let weighed = shares.weigh(domain, 2.5).at(Level::G3, 1);
+        assert_eq!((weighed.group(domain), weighed.weights), (1, vec![100, 250]));
     }
 }

@@ -109,9 +109,9 @@ fn quotas_are_read_printed_and_read_again() {
     let printed = self::file(&as_toml(&config, &origins));
     let again = Sources { file: Some(printed.path().into()), environment: vec![], flags: vec![] };
     assert_eq!(load(&again).unwrap().0, config, "what is printed can be read");
-    let wrong = set(r#"tiers.quotas=[{tenant="a", g3="1GiB"}]"#);
+    let wrong = set(r#"tiers.quotas=[{tenant="a", g5="1GiB"}]"#);
     let error = error_of(&Sources { environment: environment(&[]), flags: vec![wrong], file: None });
-    assert!(error.contains("tiers.quotas") && error.contains("g3"), "{error}");
+    assert!(error.contains("tiers.quotas") && error.contains("g5"), "{error}");
 }
 
 #[test]

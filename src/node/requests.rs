@@ -13,6 +13,7 @@ pub(super) struct Requests {
     up: IntGaugeVec,
     sent: IntCounterVec,
     lost: IntCounterVec,
+    unsound: IntCounterVec,
 }
 
 impl Requests {
@@ -27,18 +28,23 @@ impl Requests {
             "blockyard_store_objects_lost_total",
             "Objects that turned out to be gone or cut; their blocks were recomputed.",
         );
+        let unsound = Opts::new(
+            "blockyard_store_manifests_unsound_total",
+            "Manifests that were not what they were, or that another version wrote; what they name was recomputed.",
+        );
         Ok(Self {
             tiers,
             up: IntGaugeVec::new(up, &["tier"])?,
             sent: IntCounterVec::new(requests, &["tier", "kind"])?,
             lost: IntCounterVec::new(lost, &["tier"])?,
+            unsound: IntCounterVec::new(unsound, &["tier"])?,
         })
     }
 }
 
 impl Collector for Requests {
     fn desc(&self) -> Vec<&Desc> {
-        [self.up.desc(), self.sent.desc(), self.lost.desc()].concat()
+        [self.up.desc(), self.sent.desc(), self.lost.desc(), self.unsound.desc()].concat()
     }
 
     fn collect(&self) -> Vec<MetricFamily> {
@@ -52,12 +58,12 @@ impl Collector for Requests {
                 ("hedge_won", counts.hedges_won),
             ];
             let kinds = kinds.map(|(kind, count)| (self.sent.with_label_values(&[level, kind]), count));
-            for (counter, count) in
-                kinds.into_iter().chain([(self.lost.with_label_values(&[level]), tier.lost_objects())])
-            {
+            let lost = (self.lost.with_label_values(&[level]), tier.lost_objects());
+            let unsound = (self.unsound.with_label_values(&[level]), tier.unsound_manifests());
+            for (counter, count) in kinds.into_iter().chain([lost, unsound]) {
                 counter.inc_by(count.saturating_sub(counter.get()));
             }
         }
-        [self.up.collect(), self.sent.collect(), self.lost.collect()].concat()
+        [self.up.collect(), self.sent.collect(), self.lost.collect(), self.unsound.collect()].concat()
     }
 }

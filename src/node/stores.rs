@@ -8,7 +8,7 @@ use super::workers::now;
 use crate::config::{ByteSize, Config};
 use anyhow::{Context, anyhow, bail};
 use kvbm::object::{Access, Location, Standing};
-use kvbm::{DiskTier, EventLog, Fingerprint, Level, ObjectTier, Tier, disk, object};
+use kvbm::{DiskTier, EventLog, Fingerprint, Level, ObjectTier, Shares, Tier, disk, object};
 use prometheus::core::{Collector, Desc};
 use prometheus::proto::MetricFamily;
 use prometheus::{IntCounter, IntCounterVec, IntGaugeVec, Opts, Registry};
@@ -52,6 +52,7 @@ impl Stores {
     pub(super) async fn open(
         config: &Config,
         disks: &[Disk],
+        shares: &Shares,
         planes: &Planes,
         forms: &Forms,
         registry: &Registry,
@@ -60,7 +61,7 @@ impl Stores {
         let mut stores = Self::default();
         if !disks.is_empty() {
             let log = Arc::new(EventLog::new(now()));
-            let tier = open_disk(disks.to_vec(), Arc::clone(&log)).await?;
+            let tier = open_disk(disks.to_vec(), shares.clone(), Arc::clone(&log)).await?;
             if timeout(CATCH_UP_MAX, tier.recovered()).await.is_err() {
                 tracing::info!("still looking for what rests in G3; what is not found yet is recomputed");
             }
@@ -74,8 +75,8 @@ impl Stores {
             let settings =
                 object::Settings { level: Level::Pod, capacity, request_timeout: requests, ..Default::default() };
             let shared = Shared { key: "tiers.pod.path", at: Location::Folder(pod.path.clone()), settings };
-            let id = stores.share(&shared, config, planes, forms).await?;
-            stores.upkeep.push(collections.start(Level::Pod, &shared.at, config, pod_upkeep(pod))?);
+            let id = stores.share(&shared, shares, config, planes, forms).await?;
+            stores.upkeep.push(collections.start(Level::Pod, &shared.at, config, pod_upkeep(config, pod)?)?);
             let same = |location: &Location| shared_id(Level::Pod, location) == id;
             if config.shared.as_ref().is_some_and(same) {
                 bail!("tiers.pod.path and shared are the same folder; a pod's folder is a tier of its own");
@@ -84,8 +85,8 @@ impl Stores {
         if let Some(location) = &config.shared {
             let settings = object::Settings { request_timeout: requests, ..Default::default() };
             let shared = Shared { key: "shared", at: location.clone(), settings };
-            stores.share(&shared, config, planes, forms).await?;
-            if let Some(upkeep) = upkeep(config) {
+            stores.share(&shared, shares, config, planes, forms).await?;
+            if let Some(upkeep) = upkeep(config)? {
                 stores.upkeep.push(collections.start(Level::G4, location, config, upkeep)?);
             }
         }
@@ -132,6 +133,10 @@ impl Stores {
                 "blockyard_store_damaged_stretches_total",
                 "Stretches of the G3 log that were found to be unsound while it was looked through at the start.",
             )?,
+            footers: IntCounter::new(
+                "blockyard_store_damaged_footers_total",
+                "Footers of segments of the G3 log that were not what they were; those segments were scanned.",
+            )?,
         }))
     }
 
@@ -154,12 +159,14 @@ impl Stores {
     async fn share(
         &mut self,
         shared: &Shared,
+        shares: &Shares,
         config: &Config,
         planes: &Planes,
         forms: &Forms,
     ) -> anyhow::Result<StoreId> {
         let log = Arc::new(EventLog::new(now()));
         let tier = open_shared(shared, config, Arc::clone(&log)).await?;
+        tier.divide(shares);
         self.shared.push(Arc::downgrade(&tier));
         let id = shared_id(shared.settings.level, &shared.at);
         self.add(id, forms.dress(tier), log, planes);
@@ -181,6 +188,7 @@ struct Fullness {
     capacity: IntGaugeVec,
     paths: Paths,
     damaged: IntCounter,
+    footers: IntCounter,
 }
 
 /// How the folders of G3 do; there are as many labels as the configuration names.
@@ -192,7 +200,7 @@ struct Paths {
 impl Collector for Fullness {
     fn desc(&self) -> Vec<&Desc> {
         let gauges = [&self.blocks, &self.bytes, &self.capacity, &self.paths.up].into_iter().flat_map(Collector::desc);
-        gauges.chain(self.paths.failures.desc()).chain(self.damaged.desc()).collect()
+        gauges.chain(self.paths.failures.desc()).chain(self.damaged.desc()).chain(self.footers.desc()).collect()
     }
 
     fn collect(&self) -> Vec<MetricFamily> {
@@ -207,6 +215,8 @@ impl Collector for Fullness {
         let disk = self.disk.upgrade();
         let damaged = disk.as_ref().map_or(0, |disk| disk.damaged());
         self.damaged.inc_by(damaged.saturating_sub(self.damaged.get()));
+        let footers = disk.as_ref().map_or(0, |disk| disk.damaged_footers());
+        self.footers.inc_by(footers.saturating_sub(self.footers.get()));
         for path in disk.iter().flat_map(|disk| disk.paths()) {
             let folder = path.folder.display().to_string();
             self.paths.up.with_label_values(&[&folder]).set(path.up.into());
@@ -215,15 +225,16 @@ impl Collector for Fullness {
         }
         let gauges =
             [&self.blocks, &self.bytes, &self.capacity, &self.paths.up].into_iter().flat_map(Collector::collect);
-        gauges.chain(self.paths.failures.collect()).chain(self.damaged.collect()).collect()
+        let counters = [self.paths.failures.collect(), self.damaged.collect(), self.footers.collect()];
+        gauges.chain(counters.into_iter().flatten()).collect()
     }
 }
 
-async fn open_disk(disks: Vec<Disk>, log: Arc<EventLog>) -> anyhow::Result<Arc<DiskTier>> {
+async fn open_disk(disks: Vec<Disk>, shares: Shares, log: Arc<EventLog>) -> anyhow::Result<Arc<DiskTier>> {
     let settings =
         |Disk { folder, bytes }: Disk| (folder, disk::Settings { capacity_bytes: bytes, ..disk::Settings::default() });
     let paths: Vec<_> = disks.into_iter().map(settings).collect();
-    let opened = tokio::task::spawn_blocking(move || DiskTier::begin(&paths, log)).await;
+    let opened = tokio::task::spawn_blocking(move || DiskTier::begin(&paths, &shares, log)).await;
     let tier = opened.context("opening the G3 log failed")?.map_err(|error| match &error {
         disk::OpenError::Owned { .. } => {
             anyhow!("{error}, which serves from it; give this one its own --data-dir, or no G3: --set tiers.g3=off")

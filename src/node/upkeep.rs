@@ -1,5 +1,6 @@
 //! Keeping shared stores within the bounds that the configuration sets: what may stay, who looks, and what is told of it.
 
+use super::quotas;
 use crate::config::{ByteSize, Config, Pod};
 use anyhow::Context;
 use kvbm::object::gc::Policy;
@@ -10,22 +11,23 @@ use std::time::Duration;
 use tokio_util::task::AbortOnDropHandle;
 
 /// What may stay in the shared store: the same for `serve` and for whoever collects by hand.
-pub(crate) fn policy(config: &Config) -> Policy {
+pub(crate) fn policy(config: &Config) -> anyhow::Result<Policy> {
     let (budget, age_max) = (config.shared_store.budget, config.shared_store.age_max);
-    Policy { budget: budget.map(|size| size.0), age_max: age_max.map(|span| span.0), ..Policy::default() }
+    let (budget, age_max) = (budget.map(|size| size.0), age_max.map(|span| span.0));
+    Ok(Policy { budget, age_max, shares: quotas::stored(config, Level::G4)?, ..Policy::default() })
 }
 
 /// How the shared store is looked after; `None` when nobody set it a bound.
-pub(super) fn upkeep(config: &Config) -> Option<Upkeep> {
-    let policy = policy(config);
-    let bounded = policy.budget.is_some() || policy.age_max.is_some();
-    bounded.then_some(Upkeep { policy, every: config.shared_store.collect_every.0 })
+pub(super) fn upkeep(config: &Config) -> anyhow::Result<Option<Upkeep>> {
+    let policy = policy(config)?;
+    let bounded = policy.budget.is_some() || policy.age_max.is_some() || !policy.shares.is_empty();
+    Ok(bounded.then_some(Upkeep { policy, every: config.shared_store.collect_every.0 }))
 }
 
 /// What may stay in a pod's folder. What goes is deleted soon: nobody else has the room, and everybody is near.
-pub(crate) fn pod_policy(pod: &Pod) -> Policy {
+pub(crate) fn pod_policy(config: &Config, pod: &Pod) -> anyhow::Result<Policy> {
     let (budget, age_max) = (Some(pod.budget.0), pod.age_max.map(|span| span.0));
-    Policy { budget, age_max, grace: POD_GRACE, ..Policy::default() }
+    Ok(Policy { budget, age_max, shares: quotas::stored(config, Level::Pod)?, grace: POD_GRACE })
 }
 
 /// More than a process may sleep through what is said of deletions.
@@ -35,8 +37,8 @@ const POD_GRACE: Duration = Duration::from_mins(2);
 const POD_EVERY: Duration = Duration::from_mins(1);
 
 /// How a pod's folder is looked after.
-pub(super) fn pod_upkeep(pod: &Pod) -> Upkeep {
-    Upkeep { policy: pod_policy(pod), every: POD_EVERY }
+pub(super) fn pod_upkeep(config: &Config, pod: &Pod) -> anyhow::Result<Upkeep> {
+    Ok(Upkeep { policy: pod_policy(config, pod)?, every: POD_EVERY })
 }
 
 /// What came of looking after stores, as metrics.

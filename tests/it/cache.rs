@@ -4,7 +4,7 @@
 
 use bytes::Bytes;
 use kvbm::object::Settings;
-use kvbm::{Block, Epoch, EventLog, Fingerprint, ObjectTier, SequenceHash, Tier};
+use kvbm::{Block, DiskTier, Epoch, EventLog, Fingerprint, ObjectTier, SequenceHash, Tier};
 use serde_json::Value;
 use std::path::Path;
 use std::process::{Command, Output};
@@ -24,14 +24,24 @@ fn asked(folder: &Path, arguments: &[&str]) -> (Value, Option<i32>) {
     (serde_json::from_slice(&output.stdout).expect(&stderr), output.status.code())
 }
 
+/// A G3 log of three blocks that nobody uses.
+async fn logged(folder: &Path) {
+    let events = Arc::new(EventLog::new(Epoch(1)));
+    let tier =
+        DiskTier::open(folder, kvbm::disk::Settings { min_free_bytes: 0, ..Default::default() }, events).unwrap();
+    let blocks = (1..=3).map(block).collect();
+    assert!(tier.store(blocks).await.iter().all(Result::is_ok));
+}
+
+fn block(n: u8) -> Block {
+    let name = SequenceHash::from_bytes([n; 16]);
+    Block::seal(name, None, Fingerprint::from_bytes([7; 32]), Bytes::from(vec![n; 1_000]))
+}
+
 /// A folder with three blocks, each in an object of its own.
 async fn stored(folder: &Path) {
     let events = Arc::new(EventLog::new(Epoch(1)));
     let tier = ObjectTier::folder(folder, Settings { object_bytes: 1, ..Settings::default() }, events).unwrap();
-    let block = |n: u8| {
-        let name = SequenceHash::from_bytes([n; 16]);
-        Block::seal(name, None, Fingerprint::from_bytes([7; 32]), Bytes::from(vec![n; 1_000]))
-    };
     assert!(tier.store((1..=3).map(block).collect()).await.iter().all(Result::is_ok));
 }
 
@@ -60,6 +70,21 @@ async fn what_rests_is_listed_collected_after_a_grace_and_verified() {
         (&seen["sound"], &seen["unsound"], &seen["missing"], status),
         (&2.into(), &0.into(), &0.into(), Some(0))
     );
+}
+
+#[tokio::test]
+async fn the_log_of_g3_is_listed_beside_the_shared_store_or_alone() {
+    let (data, shared) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    logged(&data.path().join("g3")).await;
+    stored(shared.path()).await;
+    let at = data.path().to_str().unwrap();
+    let (both, status) = asked(shared.path(), &["ls", "--data-dir", at]);
+    let log = &both["g3"][0];
+    assert_eq!((&log["holdings"][0]["blocks"], &log["in_use"], status), (&3.into(), &false.into(), Some(0)));
+    assert_eq!(both["holdings"][0]["blocks"], 3);
+    let alone = cache(&["ls", "--data-dir", at]);
+    let text = String::from_utf8(alone.stdout).unwrap();
+    assert!(alone.status.success() && text.contains("not in use: 1 segments") && !text.contains("WRITER"), "{text}");
 }
 
 #[test]

@@ -4,22 +4,26 @@
 //!
 //! | bytes | field |
 //! | --: | --- |
-//! | 52 × n | entries: name 16, parent 16, offset in units of 512 4, payload length 4, fingerprint's number 2, kind 1, zero 1, |
-//! |        | expires 4, pinned until 4: as in the block's header |
-//! | 32 × m | fingerprints, numbered from 0 |
+//! | 52 × n | entries: name 16, parent 16, offset in units of 512 4, payload length 4, owner's number 3, kind 1, expires 4, |
+//! |        | pinned until 4: as in the block's header |
+//! | 48 × m | owners, numbered from 0: fingerprint 32, cache domain 16 |
 //! | … | zeros, so that the footer ends at a multiple of the grain |
-//! | 32 | trailer: magic `BLKYFOO2`, footer's offset 8, n 4, m 4, CRC-64/NVME over the footer before it 8 |
+//! | 32 | trailer: magic `BLKYFOO3`, footer's offset 8, n 4, m 4, CRC-64/NVME over the footer before it 8 |
 //!
 //! 52 bytes a block: a million of them are read back in one stretch of 52 MB.
 
 use super::direct::{Access, Buffer};
 use super::record::{self, Found};
-use crate::{Date, Fingerprint, Keep, SequenceHash};
+use crate::{Date, DomainId, Fingerprint, Keep, SequenceHash};
 use crc_fast::{CrcAlgorithm, checksum};
 
-const MAGIC: [u8; 8] = *b"BLKYFOO2";
+const MAGIC: [u8; 8] = *b"BLKYFOO3";
 const ENTRY: usize = 52;
+const OWNER: usize = 48;
 const TRAILER: usize = 32;
+
+/// Whose bytes a block has, and who may share it.
+type Owner = (Fingerprint, DomainId);
 
 /// One record of a segment.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -36,8 +40,8 @@ pub(super) struct Entry {
     pub(super) expires: Option<Date>,
     /// Carried over before.
     pub(super) pinned: Option<Date>,
-    /// Which of the listing's fingerprints.
-    space: u16,
+    /// Which of the listing's owners.
+    owner: u32,
 }
 
 impl Entry {
@@ -50,26 +54,29 @@ impl Entry {
 /// All records of a segment.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub(super) struct Listing {
-    spaces: Vec<Fingerprint>,
+    owners: Vec<Owner>,
     entries: Vec<Entry>,
 }
 
 impl Listing {
     /// Adds a record at a byte offset; records may come in any order.
     pub(super) fn push(&mut self, record: &Found, offset: u64) {
-        let (fingerprint, name, parent, length, gone) = match record {
-            Found::Block(header) => (header.fingerprint, header.name, header.parent, header.length as u32, false),
-            Found::Gone(fingerprint, name) => (*fingerprint, *name, None, 0, true),
+        let (owner, name, parent, length, gone) = match record {
+            Found::Block(header) => {
+                ((header.fingerprint, header.domain), header.name, header.parent, header.length as u32, false)
+            }
+            Found::Gone(fingerprint, name) => ((*fingerprint, DomainId::SHARED), *name, None, 0, true),
         };
         let keep = if let Found::Block(header) = record { header.keep } else { Keep::default() };
         let Keep { expires, pinned, .. } = keep;
-        let known = self.spaces.iter().position(|space| *space == fingerprint);
-        let space = known.unwrap_or_else(|| {
-            self.spaces.push(fingerprint);
-            self.spaces.len() - 1
-        }) as u16;
+        // Mostly the last one's.
+        let known = self.owners.iter().rposition(|known| *known == owner);
+        let owner = known.unwrap_or_else(|| {
+            self.owners.push(owner);
+            self.owners.len() - 1
+        }) as u32;
         let offset = (offset / Access::UNIT) as u32;
-        self.entries.push(Entry { name, parent, gone, offset, length, expires, pinned, space });
+        self.entries.push(Entry { name, parent, gone, offset, length, expires, pinned, owner });
     }
 
     pub(super) fn sort(&mut self) {
@@ -78,7 +85,15 @@ impl Listing {
 
     /// The records with their fingerprints.
     pub(super) fn iter(&self) -> impl DoubleEndedIterator<Item = (Fingerprint, &Entry)> + ExactSizeIterator {
-        self.entries.iter().map(|entry| (self.spaces[usize::from(entry.space)], entry))
+        self.entries.iter().map(|entry| (self.owners[entry.owner as usize].0, entry))
+    }
+
+    /// The records with their domains, which discards do not say, and their fingerprints.
+    pub(super) fn records(&self) -> impl Iterator<Item = (DomainId, Fingerprint, &Entry)> {
+        self.entries.iter().map(|entry| {
+            let (fingerprint, domain) = self.owners[entry.owner as usize];
+            (domain, fingerprint, entry)
+        })
     }
 
     pub(super) fn len(&self) -> usize {
@@ -91,14 +106,14 @@ impl Listing {
         self.entries.iter().map(end).max().unwrap_or(0)
     }
 
-    /// Bytes of the footer of a segment with `entries` records, if they bring no more than `spaces` fingerprints.
-    pub(super) fn footer_span(entries: usize, spaces: usize, grain: u64) -> u64 {
-        ((entries * ENTRY + spaces * 32 + TRAILER) as u64).next_multiple_of(grain)
+    /// Bytes of the footer of a segment with `entries` records of so many owners.
+    pub(super) fn footer_span(entries: usize, owners: usize, grain: u64) -> u64 {
+        ((entries * ENTRY + owners * OWNER + TRAILER) as u64).next_multiple_of(grain)
     }
 
     /// The footer that will stand at byte `at`.
     pub(super) fn encode(&self, at: u64, grain: u64) -> Buffer {
-        let span = Self::footer_span(self.entries.len(), self.spaces.len(), grain) as usize;
+        let span = Self::footer_span(self.entries.len(), self.owners.len(), grain) as usize;
         let mut footer = Buffer::zeroed(span);
         let (entries, rest) = footer.split_at_mut(self.entries.len() * ENTRY);
         for (to, entry) in entries.chunks_exact_mut(ENTRY).zip(&self.entries) {
@@ -108,19 +123,20 @@ impl Listing {
             }
             to[32..36].copy_from_slice(&entry.offset.to_le_bytes());
             to[36..40].copy_from_slice(&entry.length.to_le_bytes());
-            to[40..42].copy_from_slice(&entry.space.to_le_bytes());
-            to[42] = if entry.gone { 2 } else { u8::from(entry.parent.is_some()) };
+            to[40..43].copy_from_slice(&entry.owner.to_le_bytes()[..3]);
+            to[43] = if entry.gone { 2 } else { u8::from(entry.parent.is_some()) };
             to[44..48].copy_from_slice(&Date::encode(entry.expires).to_le_bytes());
             to[48..52].copy_from_slice(&Date::encode(entry.pinned).to_le_bytes());
         }
-        for (to, space) in rest.chunks_exact_mut(32).zip(&self.spaces) {
-            to.copy_from_slice(space.as_bytes());
+        for (to, (fingerprint, domain)) in rest.chunks_exact_mut(OWNER).zip(&self.owners) {
+            to[..32].copy_from_slice(fingerprint.as_bytes());
+            to[32..].copy_from_slice(domain.as_bytes());
         }
         let trailer = span - TRAILER;
         footer[trailer..trailer + 8].copy_from_slice(&MAGIC);
         footer[trailer + 8..trailer + 16].copy_from_slice(&at.to_le_bytes());
         footer[trailer + 16..trailer + 20].copy_from_slice(&(self.entries.len() as u32).to_le_bytes());
-        footer[trailer + 20..trailer + 24].copy_from_slice(&(self.spaces.len() as u32).to_le_bytes());
+        footer[trailer + 20..trailer + 24].copy_from_slice(&(self.owners.len() as u32).to_le_bytes());
         let sum = checksum(CrcAlgorithm::Crc64Nvme, &footer[..span - 8]);
         footer[span - 8..].copy_from_slice(&sum.to_le_bytes());
         footer
@@ -140,32 +156,31 @@ impl Listing {
         if trailer[..8] != MAGIC || checksum(CrcAlgorithm::Crc64Nvme, body).to_le_bytes() != sum {
             return None;
         }
-        let (entries, spaces) = (half(trailer, 16) as usize, half(trailer, 20) as usize);
-        if entries * ENTRY + spaces * 32 + TRAILER > footer.len() {
+        let (entries, owners) = (half(trailer, 16) as usize, half(trailer, 20) as usize);
+        if entries * ENTRY + owners * OWNER + TRAILER > footer.len() {
             return None;
         }
         let (entries, rest) = footer.split_at(entries * ENTRY);
-        let spaces: Vec<Fingerprint> = rest
-            .chunks_exact(32)
-            .take(spaces)
-            .map(|space| Fingerprint::from_bytes(std::array::from_fn(|i| space[i])))
-            .collect();
+        let owner = |bytes: &[u8]| {
+            (Fingerprint::from_bytes(std::array::from_fn(|i| bytes[i])), DomainId::from_bytes(array(bytes, 32)))
+        };
+        let owners: Vec<Owner> = rest.chunks_exact(OWNER).take(owners).map(owner).collect();
         let entry = |bytes: &[u8]| {
             let name = |at: usize| SequenceHash::from_bytes(array(bytes, at));
-            let space = u16::from_le_bytes([bytes[40], bytes[41]]);
-            (usize::from(space) < spaces.len() && bytes[42] <= 2).then(|| Entry {
+            let owner = u32::from_le_bytes([bytes[40], bytes[41], bytes[42], 0]);
+            ((owner as usize) < owners.len() && bytes[43] <= 2).then(|| Entry {
                 name: name(0),
-                parent: (bytes[42] == 1).then(|| name(16)),
-                gone: bytes[42] == 2,
+                parent: (bytes[43] == 1).then(|| name(16)),
+                gone: bytes[43] == 2,
                 offset: half(bytes, 32),
                 length: half(bytes, 36),
                 expires: Date::decode(half(bytes, 44)),
                 pinned: Date::decode(half(bytes, 48)),
-                space,
+                owner,
             })
         };
         let entries = entries.chunks_exact(ENTRY).map(entry).collect::<Option<_>>()?;
-        Some(Self { spaces, entries })
+        Some(Self { owners, entries })
     }
 }
 
@@ -192,7 +207,8 @@ mod tests {
         for (n, block) in chain(1, 5).into_iter().enumerate() {
             let date = |seconds| Some(Date::from_unix(seconds));
             let keep = Keep { expires: date(n as u64 + 7), pinned: date(n as u64 + 3), ..Keep::default() };
-            listing.push(&Found::Block(Header { keep, ..block.header }), n as u64 * 4096);
+            let domain = DomainId::from_bytes([n as u8 / 2; 16]);
+            listing.push(&Found::Block(Header { domain, keep, ..block.header }), n as u64 * 4096);
         }
         listing.push(&Found::Gone(Fingerprint::from_bytes([3; 32]), SequenceHash::from_bytes([4; 16])), 5 * 4096);
         listing

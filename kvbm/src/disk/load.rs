@@ -21,6 +21,8 @@ const GAP: u64 = 64 << 10;
 /// Blocks that are read from one segment in one call.
 pub(super) struct Part {
     pub(super) segment: u32,
+    /// Whose they are.
+    pub(super) group: u16,
     pub(super) run: Run,
 }
 
@@ -32,7 +34,7 @@ pub(super) fn plan(
     names: &[SequenceHash],
 ) -> (Vec<usize>, Vec<Vec<Part>>) {
     let mut missing = Vec::new();
-    let mut segments: Vec<BTreeMap<u32, Vec<Wanted>>> = vec![BTreeMap::new(); logs.len()];
+    let mut segments: Vec<BTreeMap<(u32, u16), Vec<Wanted>>> = vec![BTreeMap::new(); logs.len()];
     for (index, place) in index.find(fingerprint, names, |place| place.hot = true).into_iter().enumerate() {
         let log = place.and_then(|place| Some((place, logs[usize::from(place.volume)].as_ref()?)));
         let Some((place, log)) = log else {
@@ -42,11 +44,11 @@ pub(super) fn plan(
         let length = record::span(u64::from(place.length), log.access.grain());
         let offset = u64::from(place.offset) * Access::UNIT;
         let segments = &mut segments[usize::from(place.volume)];
-        segments.entry(place.segment).or_default().push(Wanted { index, offset, length });
+        segments.entry((place.segment, place.group)).or_default().push(Wanted { index, offset, length });
     }
-    let parts = |segments: BTreeMap<u32, Vec<Wanted>>| {
-        let parts = segments.into_iter().flat_map(|(segment, wanted)| {
-            run::runs(wanted, GAP, READ).into_iter().map(move |run| Part { segment, run })
+    let parts = |segments: BTreeMap<(u32, u16), Vec<Wanted>>| {
+        let parts = segments.into_iter().flat_map(|((segment, group), wanted)| {
+            run::runs(wanted, GAP, READ).into_iter().map(move |run| Part { segment, group, run })
         });
         // Blocks of a request are wanted in its order; those of the segment with the first one come first.
         let mut parts: Vec<Part> = parts.collect();

@@ -14,6 +14,7 @@ use super::room::REST;
 use super::segment::{self, Head, Segment};
 use super::{OpenError, Settings};
 use crate::index::{Index, Resting};
+use crate::shares::Division;
 use crate::{Block, Header, StoreError};
 use std::collections::BTreeMap;
 use std::io;
@@ -28,8 +29,6 @@ pub(super) const WRITE: u64 = 4 << 20;
 const QUEUE: u64 = 64 << 20;
 /// So many reads that fail in a row are no bad sector.
 const STRIKES: u32 = 3;
-/// Footers have room for so many fingerprints; a process has one per model that it serves.
-const FINGERPRINTS: usize = 64;
 
 /// Where a block rests.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -39,6 +38,8 @@ pub(super) struct Place {
     pub(super) offset: u32,
     /// Payload bytes.
     pub(super) length: u32,
+    /// Whose block it is, as far as domains are told apart.
+    pub(super) group: u16,
     /// Which path.
     pub(super) volume: u8,
     /// Read, or built upon by a later segment, since it was written here.
@@ -52,12 +53,22 @@ pub(super) struct Shared {
     /// The next segment's number. One sequence for all paths, so that a higher number is a later segment.
     pub(super) next: Arc<AtomicU32>,
     pub(super) pool: Pool,
-    /// How many segments are written at the same time.
     pub(super) paths: u32,
-    /// Stretches that were found to be unsound while segments were scanned.
-    pub(super) damaged: Arc<AtomicU64>,
+    /// What domains are promised of all paths together, and how many bytes those are.
+    pub(super) division: Division,
+    pub(super) capacity: u64,
+    pub(super) damaged: Arc<Damage>,
     #[cfg(test)]
     pub(super) rig: super::tests::Rig,
+}
+
+/// What was found to be damaged while logs were recovered.
+#[derive(Default)]
+pub(super) struct Damage {
+    /// Stretches of segments that held no sound record.
+    pub(super) stretches: AtomicU64,
+    /// Footers that are not what they were.
+    pub(super) footers: AtomicU64,
 }
 
 pub(super) struct Log {
@@ -67,6 +78,8 @@ pub(super) struct Log {
     pub(super) shared: Shared,
     pub(super) queue: Queue,
     pub(super) settings: Settings,
+    /// What domains are promised of this path.
+    pub(super) division: Division,
     pub(super) taken: Arc<AtomicU64>,
     // Dropped before the owner: the head is sealed while nobody else can open the log.
     pub(super) state: Mutex<State>,
@@ -84,11 +97,17 @@ pub(super) struct Log {
 
 pub(super) struct State {
     pub(super) recovered: bool,
-    pub(super) head: Option<Arc<Head>>,
+    /// What is written, one of each group that has written.
+    pub(super) heads: BTreeMap<u16, Open>,
+    pub(super) segments: BTreeMap<u32, Arc<Segment>>,
+}
+
+/// A segment that is written.
+pub(super) struct Open {
+    pub(super) head: Arc<Head>,
     /// Where the next record goes, and how many there are.
     pub(super) end: u64,
     pub(super) records: usize,
-    pub(super) segments: BTreeMap<u32, Arc<Segment>>,
 }
 
 /// What a writer has to do next.
@@ -107,14 +126,16 @@ impl Log {
         let access = shared.rig.access().unwrap_or(access);
         let last = segment::numbers(folder).map_err(failed)?.last().copied();
         shared.next.fetch_max(last.map_or(0, |last| last + 1), Ordering::Relaxed);
-        let state = State { recovered: false, head: None, end: 0, records: 0, segments: BTreeMap::new() };
+        let state = State { recovered: false, heads: BTreeMap::new(), segments: BTreeMap::new() };
+        let division = shared.division.part(settings.capacity_bytes, shared.capacity);
         Ok(Self {
             volume,
             folder: folder.to_owned(),
             access,
             shared,
-            queue: Queue::new(QUEUE),
-            settings: settings.in_grains(access.grain())?,
+            queue: Queue::new(QUEUE, division.clone()),
+            settings: settings.in_grains(access.grain(), division.bounds.len())?,
+            division,
             taken: Arc::default(),
             state: Mutex::new(state),
             recovered: Condvar::new(),
@@ -239,35 +260,37 @@ impl Log {
         let waiting = self.recovered.wait_while(state, |state| !state.recovered);
         let mut state = waiting.expect("no writer died half-way");
         if self.withdrawn.load(Ordering::SeqCst) {
-            return Some((self.take(&mut state, writer, u64::MAX)?, Step::Refuse(StoreError::Busy)));
+            return Some((self.take(&state, writer, u64::MAX)?, Step::Refuse(StoreError::Busy)));
         }
-        let mut batch = self.take(&mut state, writer, self.settings.segment_bytes)?;
-        if batch.is_empty() {
-            if let Err(error) = self.roll(&mut state) {
-                let refused = self.take(&mut state, writer, u64::MAX)?;
+        let mut batch = self.take(&state, writer, self.settings.segment_bytes)?;
+        while batch.is_empty() {
+            if let Err(error) = self.roll(&mut state, batch.group) {
+                let refused = self.take(&state, writer, u64::MAX)?;
                 return Some((refused, Step::Refuse(error)));
             }
-            batch = self.take(&mut state, writer, self.settings.segment_bytes)?;
+            batch = self.take(&state, writer, self.settings.segment_bytes)?;
         }
-        let head = state.head.clone().expect("only an open segment has room");
-        let at = state.end;
+        let open = state.heads.get_mut(&batch.group).expect("only an open segment has room");
+        let (head, at) = (open.head.clone(), open.end);
         let spans = batch.records().map(|record| record.span(self.access.grain()));
-        state.end += spans.sum::<u64>();
-        state.records += batch.records().count();
+        open.end += spans.sum::<u64>();
+        open.records += batch.records().count();
         Some((batch, Step::Write { head, at }))
     }
 
     /// As much of the queue as one write takes and a head of `limit` bytes has room for.
-    fn take(&self, state: &mut State, writer: &mut Writer<'_>, limit: u64) -> Option<Batch> {
-        let closed = state.head.is_none() && limit != u64::MAX;
-        let (mut end, mut records, mut taken) = (state.end, state.records, 0);
-        writer.take(|block| {
+    fn take(&self, state: &State, writer: &mut Writer<'_>, limit: u64) -> Option<Batch> {
+        let (mut taken, mut more) = (0, 0);
+        writer.take(|group, block| {
+            let open = state.heads.get(&group).map(|open| (open.end, open.records));
+            let closed = open.is_none() && limit != u64::MAX;
+            let (end, records) = open.unwrap_or_default();
             let span = block.map_or(self.access.grain(), |block| Record::Block(block).span(self.access.grain()));
             let fits = !closed
                 && (taken == 0 || taken + span <= WRITE)
-                && (end + span).saturating_add(self.footer(records + 1)) <= limit;
+                && (end + taken + span).saturating_add(self.footer(records + more + 1)) <= limit;
             if fits {
-                (end, records, taken) = (end + span, records + 1, taken + span);
+                (taken, more) = (taken + span, more + 1);
             }
             fits
         })
@@ -297,22 +320,21 @@ impl Log {
     fn give_up_head(&self, head: &Arc<Head>, error: io::Error) -> StoreError {
         tracing::warn!(folder = %self.folder.display(), %error, "write failed, disk tier takes no blocks for a while");
         let mut state = self.state.lock().expect("no writer died half-way");
-        if state.head.as_ref().is_some_and(|current| Arc::ptr_eq(current, head)) {
-            state.head = None;
-        }
+        state.heads.retain(|_, open| !Arc::ptr_eq(&open.head, head));
         self.rest();
         self.suspect(&error);
         StoreError::Io(error)
     }
 
     fn footer(&self, records: usize) -> u64 {
-        Listing::footer_span(records, FINGERPRINTS, self.access.grain())
+        // Each may be another owner's.
+        Listing::footer_span(records, records, self.access.grain())
     }
 
     /// Says that blocks rest. One that a later segment builds upon must not go before its children; segments that are
     /// written side by side are of one age.
     pub(super) fn index_blocks(&self, blocks: impl IntoIterator<Item = Resting<Place>>) {
-        let aside = self.shared.paths - 1;
+        let aside = self.shared.paths * self.division.bounds.len() as u32 - 1;
         self.shared
             .index
             .insert(blocks, |parent, child| parent.hot |= parent.segment.saturating_add(aside) < child.segment);
@@ -320,8 +342,9 @@ impl Log {
 
     pub(super) fn resting(&self, block: &Block, segment: u32, offset: u64) -> Resting<Place> {
         let (offset, length) = ((offset / Access::UNIT) as u32, block.header.length as u32);
-        let place = Place { segment, offset, length, volume: self.volume, hot: false };
-        let Header { fingerprint, name, parent, keep, .. } = block.header;
+        let Header { fingerprint, name, parent, keep, domain, .. } = block.header;
+        let group = self.division.group(domain);
+        let place = Place { segment, offset, length, group, volume: self.volume, hot: false };
         Resting { fingerprint, name, parent, keep, place }
     }
 }

@@ -11,6 +11,20 @@ use std::time::{Duration, Instant};
 const PATIENCE: Duration = Duration::from_secs(1);
 const AGAIN: Duration = Duration::from_millis(20);
 
+/// Whether somebody owns the log in a folder, and the process that last did; `None` when there is no log.
+pub(super) fn look(folder: &Path) -> std::io::Result<Option<(bool, Option<u32>)>> {
+    let mut file = match File::open(folder.join("owner")) {
+        Ok(file) => file,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(error),
+    };
+    // Given back at once; an owner that is just coming has the patience.
+    let in_use = matches!(file.try_lock_shared(), Err(TryLockError::WouldBlock));
+    let mut pid = String::new();
+    let _ = file.read_to_string(&mut pid);
+    Ok(Some((in_use, pid.trim().parse().ok())))
+}
+
 /// Owning the log, until it is dropped.
 #[must_use]
 pub(super) struct Owner {

@@ -2,8 +2,9 @@
 
 use super::record::Record;
 use crate::claim::Claim;
+use crate::fair::Fair;
+use crate::shares::Division;
 use crate::{Block, Fingerprint, Header, SequenceHash, StoreError};
-use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use tokio::sync::oneshot;
 
@@ -23,6 +24,8 @@ pub(super) struct Job {
 /// Discards come first: they were decided before the blocks that follow them were offered.
 #[derive(Default)]
 pub(super) struct Batch {
+    /// Whose turn it was.
+    pub(super) group: u16,
     pub(super) gone: Vec<(Fingerprint, SequenceHash)>,
     pub(super) jobs: Vec<Job>,
 }
@@ -39,23 +42,27 @@ impl Batch {
     }
 }
 
-/// Bounded by bytes.
+/// Bounded by bytes, of which each group of domains has its part. Groups take turns.
 pub(super) struct Queue {
+    division: Division,
+    /// Bytes that may wait of each group.
     limit: u64,
     state: Mutex<State>,
 }
 
-#[derive(Default)]
 struct State {
     gone: Vec<(Fingerprint, SequenceHash)>,
-    jobs: VecDeque<Job>,
-    bytes: u64,
+    jobs: Fair<Job>,
+    bytes: Vec<u64>,
     writers: usize,
 }
 
 impl Queue {
-    pub(super) fn new(limit: u64) -> Self {
-        Self { limit, state: Mutex::default() }
+    pub(super) fn new(limit: u64, division: Division) -> Self {
+        let groups = division.bounds.len();
+        let (jobs, bytes) = (Fair::new(&division.weights), vec![0; groups]);
+        let state = Mutex::new(State { gone: Vec::new(), jobs, bytes, writers: 0 });
+        Self { division, limit: limit / groups as u64, state }
     }
 
     /// Takes a block if there is room; a block larger than the whole queue is taken when nothing else waits.
@@ -64,19 +71,20 @@ impl Queue {
         block: Block,
         claim: Option<Claim>,
     ) -> Result<oneshot::Receiver<Result<(), StoreError>>, StoreError> {
-        let mut state = self.lock();
-        if !state.has_room(&block, self.limit) {
+        let (mut state, group) = (self.lock(), self.division.group(block.header.domain));
+        if !state.has_room(group, &block, self.limit) {
             return Err(StoreError::Busy);
         }
         let (answer, waiting) = oneshot::channel();
-        state.bytes += weight(&block);
-        state.jobs.push_back(Job { block, answer, claim });
+        let bytes = weight(&block);
+        state.bytes[usize::from(group)] += bytes;
+        state.jobs.push(group, bytes, Job { block, answer, claim });
         Ok(waiting)
     }
 
     /// Whether a block would be taken now.
     pub(super) fn has_room(&self, block: &Block) -> bool {
-        self.lock().has_room(block, self.limit)
+        self.lock().has_room(self.division.group(block.header.domain), block, self.limit)
     }
 
     /// Notes a discard, if there is room.
@@ -116,8 +124,9 @@ impl Queue {
 }
 
 impl State {
-    fn has_room(&self, block: &Block, limit: u64) -> bool {
-        self.bytes == 0 || self.bytes + weight(block) <= limit
+    fn has_room(&self, group: u16, block: &Block, limit: u64) -> bool {
+        let bytes = self.bytes[usize::from(group)];
+        bytes == 0 || bytes + weight(block) <= limit
     }
 }
 
@@ -128,25 +137,27 @@ pub(super) struct Writer<'a> {
 }
 
 impl Writer<'_> {
-    /// The next records, as long as `fits` says so. `None` says that there are none and ends the right, in one step, so
-    /// that no offer falls between.
-    pub(super) fn take(&mut self, mut fits: impl FnMut(Option<&Block>) -> bool) -> Option<Batch> {
+    /// The next records, of the group whose turn it is, as long as `fits` says so; discards go along. `None` says that there
+    /// are none and ends the right, in one step, so that no offer falls between.
+    pub(super) fn take(&mut self, mut fits: impl FnMut(u16, Option<&Block>) -> bool) -> Option<Batch> {
         let mut state = self.queue.lock();
+        let state = &mut *state;
         if state.jobs.is_empty() && state.gone.is_empty() {
             state.writers -= 1;
             self.done = true;
             return None;
         }
-        let mut batch = Batch::default();
-        while !state.gone.is_empty() && fits(None) {
+        let group = state.jobs.first().map_or(0, |(group, _)| group);
+        let mut batch = Batch { group, ..Batch::default() };
+        while !state.gone.is_empty() && fits(group, None) {
             batch.gone.push(state.gone.remove(0));
         }
-        while let Some(job) = state.jobs.front() {
-            if !state.gone.is_empty() || !fits(Some(&job.block)) {
+        while let Some((turn, job)) = state.jobs.first() {
+            if turn != group || !state.gone.is_empty() || !fits(group, Some(&job.block)) {
                 break;
             }
-            state.bytes -= weight(&job.block);
-            batch.jobs.extend(state.jobs.pop_front());
+            state.bytes[usize::from(group)] -= weight(&job.block);
+            batch.jobs.extend(state.jobs.pop());
         }
         Some(batch)
     }
@@ -159,7 +170,7 @@ impl Drop for Writer<'_> {
             let mut state = self.queue.lock();
             state.writers -= 1;
             state.jobs.clear();
-            state.bytes = 0;
+            state.bytes.fill(0);
         }
     }
 }
@@ -175,27 +186,48 @@ mod tests {
 
     #[test]
     fn a_full_queue_is_busy_and_an_empty_one_takes_any_block() {
-        let queue = Queue::new(7_000);
+        let queue = Queue::new(7_000, Division::default());
         let blocks = chain(1, 4);
         let kept: Vec<_> = blocks.iter().map(|block| queue.offer(block.clone(), None)).collect();
         assert!(kept[0].is_ok() && kept[1].is_ok());
         assert!(matches!(kept[2], Err(StoreError::Busy)));
         let mut writer = queue.writer().unwrap();
-        assert_eq!(writer.take(|_| true).unwrap().jobs.len(), 2);
-        assert!(writer.take(|_| true).is_none());
-        let narrow = Queue::new(10);
+        assert_eq!(writer.take(|_, _| true).unwrap().jobs.len(), 2);
+        assert!(writer.take(|_, _| true).is_none());
+        let narrow = Queue::new(10, Division::default());
         assert!(narrow.offer(blocks[0].clone(), None).is_ok());
     }
 
     #[test]
+    fn a_batch_is_of_one_domain_and_a_flood_leaves_room_and_turns_to_others() {
+        let domain = |n: u8| crate::DomainId::from_bytes([n; 16]);
+        let shares = crate::Shares::default().weigh(domain(1), 2.0).weigh(domain(2), 2.0);
+        let queue = Queue::new(3 * 12_000, shares.at(crate::Level::G3, 1));
+        let offer = |n: u8, count: usize| {
+            let blocks = chain(u64::from(n), count).into_iter().map(|block| block.in_domain(domain(n)));
+            blocks.filter_map(|block| queue.offer(block, None).ok()).count()
+        };
+        assert_eq!((offer(1, 100), offer(2, 2), offer(3, 1)), (3, 2, 1), "a third of the room each");
+        let mut writer = queue.writer().unwrap();
+        let batches = std::iter::from_fn(|| writer.take(|_, _| true)).map(|batch| {
+            let domains: Vec<_> = batch.jobs.iter().map(|job| job.block.header.domain).collect();
+            assert!(domains.windows(2).all(|pair| pair[0] == pair[1]));
+            (batch.group, domains.len())
+        });
+        let mut batches: Vec<_> = batches.collect();
+        batches.sort_unstable();
+        assert_eq!(batches, [(0, 1), (1, 3), (2, 2)]);
+    }
+
+    #[test]
     fn writers_are_few_and_the_right_ends_with_the_work() {
-        let queue = Queue::new(u64::MAX);
+        let queue = Queue::new(u64::MAX, Division::default());
         assert!(queue.writer().is_none(), "nothing to write");
         let _waiting: Vec<_> = chain(1, 3).into_iter().map(|block| queue.offer(block, None).unwrap()).collect();
         let (mut first, _second) = (queue.writer().unwrap(), queue.writer().unwrap());
         assert!(queue.writer().is_none());
-        assert_eq!(first.take(|_| true).unwrap().jobs.len(), 3);
-        assert!(first.take(|_| true).is_none());
+        assert_eq!(first.take(|_, _| true).unwrap().jobs.len(), 3);
+        assert!(first.take(|_, _| true).is_none());
         drop(first);
         queue.discard(crate::contract::fingerprint(), SequenceHash::from_bytes([0; 16]));
         assert!(queue.writer().is_some());
@@ -203,7 +235,7 @@ mod tests {
 
     #[test]
     fn a_writer_that_dies_answers_for_what_waits() {
-        let queue = Queue::new(u64::MAX);
+        let queue = Queue::new(u64::MAX, Division::default());
         let mut waiting = queue.offer(chain(1, 1).remove(0), None).unwrap();
         drop(queue.writer());
         assert!(waiting.try_recv().is_err_and(|error| error == oneshot::error::TryRecvError::Closed));

@@ -14,9 +14,8 @@ use std::hash::BuildHasherDefault;
 use std::io;
 use std::num::NonZero;
 use std::os::unix::fs::FileExt;
-use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::Instant;
 
@@ -55,7 +54,7 @@ impl Log {
         let read = || {
             let mut found = Vec::new();
             while let Some(&number) = numbers.get(next.fetch_add(1, Ordering::Relaxed)) {
-                match segment(&self.folder, number, &self.taken, &self.shared.damaged) {
+                match self.segment(number) {
                     Ok(segment) => found.extend(segment),
                     Err(error) => {
                         tracing::warn!(folder = %self.folder.display(), number, %error, "segment unreadable");
@@ -101,6 +100,7 @@ impl Log {
                     segment: number,
                     offset: entry.offset,
                     length: entry.length,
+                    group: segment.group(),
                     volume: self.volume,
                     hot: false,
                 },
@@ -109,49 +109,63 @@ impl Log {
     }
 }
 
-/// A segment as the last process left it; `None` when nothing sound was in it, and it is removed.
-fn segment(
-    folder: &Path,
-    number: u32,
-    taken: &Arc<AtomicU64>,
-    damaged: &AtomicU64,
-) -> io::Result<Option<Arc<Segment>>> {
-    let path = path(folder, number);
-    let file = OpenOptions::new().read(true).write(true).open(&path)?;
-    let length = file.metadata()?.len();
-    let (listing, length) = if let Some(listing) = footer(&file, length)? {
-        (listing, length)
-    } else {
-        let (mut listing, unsound) = scan(&file, length)?;
-        if unsound > 0 {
-            damaged.fetch_add(unsound, Ordering::Relaxed);
-            tracing::warn!(segment = %path.display(), stretches = unsound, "damaged: what is not sound is left out");
+impl Log {
+    /// A segment as the last process left it; `None` when nothing sound was in it, and it is removed.
+    fn segment(&self, number: u32) -> io::Result<Option<Arc<Segment>>> {
+        let (path, damaged) = (path(&self.folder, number), &self.shared.damaged);
+        let file = OpenOptions::new().read(true).write(true).open(&path)?;
+        let length = file.metadata()?.len();
+        let footer = footer(&file, length)?;
+        if matches!(footer, Footer::Damaged) {
+            damaged.footers.fetch_add(1, Ordering::Relaxed);
+            tracing::warn!(segment = %path.display(), "damaged footer: the segment is scanned");
         }
-        tracing::info!(segment = %path.display(), records = listing.len(), "scanned a segment without a footer");
-        // Recovery goes through the page cache, which takes any grain.
-        let sealed = if listing.len() == 0 { Ok(0) } else { seal(&file, &mut listing, Access::UNIT) };
-        (listing, sealed.unwrap_or(length))
-    };
-    if listing.len() == 0 {
-        fs::remove_file(&path)?;
-        return Ok(None);
+        let (listing, length) = if let Footer::Sound(listing) = footer {
+            (listing, length)
+        } else {
+            let (mut listing, unsound) = scan(&file, length)?;
+            if unsound > 0 {
+                damaged.stretches.fetch_add(unsound, Ordering::Relaxed);
+                tracing::warn!(segment = %path.display(), stretches = unsound, "damaged: what is not sound is left out");
+            }
+            tracing::info!(segment = %path.display(), records = listing.len(), "scanned a segment without a footer");
+            // Recovery goes through the page cache, which takes any grain.
+            let sealed = if listing.len() == 0 { Ok(0) } else { seal(&file, &mut listing, Access::UNIT) };
+            (listing, sealed.unwrap_or(length))
+        };
+        if listing.len() == 0 {
+            fs::remove_file(&path)?;
+            return Ok(None);
+        }
+        // One that was written when domains were told apart otherwise counts as its first block's.
+        let group = listing.records().find(|(.., entry)| !entry.gone);
+        let group = group.map_or(0, |(domain, ..)| self.division.group(domain));
+        Ok(Some(Segment::new((number, group), listing, length, true, &self.taken)))
     }
-    Ok(Some(Segment::new(number, listing, length, true, taken)))
 }
 
-fn footer(file: &File, length: u64) -> io::Result<Option<Listing>> {
+/// What stands at the end of a segment.
+pub(super) enum Footer {
+    Sound(Listing),
+    /// There is none: the segment was never sealed.
+    Missing,
+    /// There is one, and it is not what it was.
+    Damaged,
+}
+
+pub(super) fn footer(file: &File, length: u64) -> io::Result<Footer> {
     let tail_at = length.saturating_sub(Access::UNIT);
     let mut tail = vec![0; (length - tail_at) as usize];
     file.read_exact_at(&mut tail, tail_at)?;
-    let Some(at) = Listing::locate(&tail, length) else { return Ok(None) };
+    let Some(at) = Listing::locate(&tail, length) else { return Ok(Footer::Missing) };
     let mut footer = vec![0; (length - at) as usize];
     file.read_exact_at(&mut footer, at)?;
-    Ok(Listing::decode(&footer))
+    Ok(Listing::decode(&footer).map_or(Footer::Damaged, Footer::Sound))
 }
 
 /// Finds every sound record, whatever lies between them: a hole of a write that never happened, which is zeros, or damage,
 /// whose stretches are counted. What follows the last sound record was being written when the process died.
-fn scan(file: &File, length: u64) -> io::Result<(Listing, u64)> {
+pub(super) fn scan(file: &File, length: u64) -> io::Result<(Listing, u64)> {
     let mut listing = Listing::default();
     let (mut damaged, mut unsound) = (0, false);
     let mut window = Window { file, length, start: 0, bytes: Vec::new() };

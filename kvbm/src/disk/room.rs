@@ -1,15 +1,17 @@
 //! Making room: the next segment begins, the oldest goes.
+//!
+//! Where domains are told apart, each has segments of its own, and so gives up its own.
 
 use super::Settings;
 use super::direct::{self, Access};
 use super::listing::Listing;
 use super::load::block;
-use super::log::{Log, Place, State, WRITE};
+use super::log::{Log, Open, Place, State, WRITE};
 use super::reclaim::{self, Candidate};
 use super::record::{self, Record};
-use super::segment::{self, Head};
+use super::segment::{self, Head, Segment};
 use crate::run::{self, Wanted};
-use crate::{Block, StoreError};
+use crate::{Block, StoreError, shares};
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -21,13 +23,13 @@ pub(super) const REST: Duration = Duration::from_secs(1);
 const CARRIED: u64 = 4;
 
 impl Log {
-    /// Seals the head, begins a new one, and makes room so that the next roll finds some.
-    pub(super) fn roll(&self, state: &mut State) -> Result<(), StoreError> {
+    /// Seals a group's head, begins a new one, and makes room so that the next roll finds some.
+    pub(super) fn roll(&self, state: &mut State, group: u16) -> Result<(), StoreError> {
         if self.rests() {
             return Err(StoreError::Busy);
         }
-        state.head = None;
-        let rolled = self.begin(state);
+        state.heads.remove(&group);
+        let rolled = self.begin(state, group);
         rolled.map_err(|error| {
             self.rest();
             self.suspect(&error);
@@ -39,29 +41,31 @@ impl Log {
         })
     }
 
-    fn begin(&self, state: &mut State) -> io::Result<()> {
+    fn begin(&self, state: &mut State, group: u16) -> io::Result<()> {
         let Settings { capacity_bytes, segment_bytes, .. } = self.settings;
         let head = loop {
             #[cfg(test)]
             self.shared.rig.write(self.volume)?;
             let number = self.shared.next.fetch_add(1, Ordering::Relaxed);
-            match Head::create(&self.folder, number, segment_bytes, self.access, &self.taken) {
+            match Head::create(&self.folder, (number, group), segment_bytes, self.access, &self.taken) {
                 Ok(head) => break Arc::new(head),
                 // No room even for one more: give up the oldest without carrying anything over.
-                Err(error) if error.kind() == io::ErrorKind::StorageFull && self.reclaim(state, false) => {}
+                Err(error) if error.kind() == io::ErrorKind::StorageFull && self.make_room(state, false) => {}
                 Err(error) => return Err(error),
             }
         };
         state.segments.insert(head.segment().number(), head.segment().clone());
-        (state.head, state.end, state.records) = (Some(head), 0, 0);
+        state.heads.insert(group, Open { head, end: 0, records: 0 });
+        let most = self.division.bounds[usize::from(group)].maximum;
+        while has(state, group) > most && self.reclaim(state, group, true) {}
         while self.taken() + segment_bytes > capacity_bytes || self.is_short()? {
-            if !self.reclaim(state, true) {
+            if !self.make_room(state, true) {
                 break;
             }
         }
         if self.is_short()? {
             // Even what was carried over must go.
-            if let Some(head) = state.head.take() {
+            if let Some(Open { head, .. }) = state.heads.remove(&group) {
                 let listing = std::mem::take(&mut *head.segment().listing());
                 self.forget(state, head.segment().number(), &listing);
                 segment::give_back(&self.folder);
@@ -77,12 +81,22 @@ impl Log {
         Ok(short()? && (!segment::give_back(&self.folder) || short()?))
     }
 
-    /// Gives up the oldest segment, if there is a sealed one.
-    fn reclaim(&self, state: &mut State, carry: bool) -> bool {
-        let oldest = state.segments.values().next().filter(|oldest| oldest.is_sealed()).cloned();
+    /// Gives up a segment of the group that is furthest over what it was promised, if there is a sealed one.
+    fn make_room(&self, state: &mut State, carry: bool) -> bool {
+        let groups = (0..).zip(&self.division.bounds).map(|(group, bounds)| {
+            let gives = of(state, group).any(|segment| segment.is_sealed());
+            (*bounds, has(state, group), gives)
+        });
+        let payer = shares::payer(groups);
+        payer.is_some_and(|group| self.reclaim(state, group as u16, carry))
+    }
+
+    /// Gives up the oldest segment of a group, if there is a sealed one.
+    fn reclaim(&self, state: &mut State, group: u16, carry: bool) -> bool {
+        let oldest = of(state, group).find(|segment| segment.is_sealed()).cloned();
         let Some(oldest) = oldest else { return false };
         let listing = std::mem::take(&mut *oldest.listing());
-        if carry && let Err(error) = self.carry(state, oldest.number(), &listing) {
+        if carry && let Err(error) = self.carry(state, &oldest, &listing) {
             tracing::warn!(folder = %self.folder.display(), %error, "hot blocks could not be carried over");
         }
         self.forget(state, oldest.number(), &listing);
@@ -98,8 +112,10 @@ impl Log {
         }
     }
 
-    /// Copies what is in use from the oldest segment to the head.
-    fn carry(&self, state: &mut State, number: u32, listing: &Listing) -> io::Result<()> {
+    /// Copies what is in use from a group's oldest segment to its head.
+    fn carry(&self, state: &mut State, oldest: &Segment, listing: &Listing) -> io::Result<()> {
+        let number = oldest.number();
+        let Some(open) = state.heads.get_mut(&oldest.group()) else { return Ok(()) };
         let candidates: Vec<(Candidate, Place)> = listing
             .iter()
             .filter(|(_, entry)| !entry.gone)
@@ -114,14 +130,14 @@ impl Log {
             .collect();
         let blocks: Vec<Candidate> = candidates.iter().map(|(candidate, _)| *candidate).collect();
         // Several segments may go in one roll; half of the head is left for new blocks.
-        let half = (self.settings.segment_bytes / 2).saturating_sub(state.end);
+        let half = (self.settings.segment_bytes / 2).saturating_sub(open.end);
         let budget = half.min(self.settings.segment_bytes / CARRIED);
         let carried = reclaim::carried(&blocks, budget);
         let wanted = carried.iter().map(|&index| {
             let (candidate, place) = &candidates[index];
             Wanted { index, offset: u64::from(place.offset) * Access::UNIT, length: candidate.bytes }
         });
-        let head = state.head.clone().ok_or(io::ErrorKind::NotFound)?;
+        let head = open.head.clone();
         for run in run::runs(wanted.collect(), 0, WRITE) {
             let records = self.read(number, &run)?;
             let sound = run.wanted.iter().zip(records).filter_map(|(wanted, record)| {
@@ -131,15 +147,25 @@ impl Log {
                 Some(read)
             });
             let sound: Vec<Block> = sound.collect();
-            let offsets = head.write(state.end, sound.iter().map(Record::Block), &self.shared.pool)?;
+            let offsets = head.write(open.end, sound.iter().map(Record::Block), &self.shared.pool)?;
             for (block, offset) in sound.iter().zip(offsets) {
                 let new = self.resting(block, head.segment().number(), offset);
                 let still = |place: &Place| self.is_in(place, number);
                 self.shared.index.relocate(new.fingerprint, new.name, still, new.place);
-                state.end = offset + Record::Block(block).span(self.access.grain());
-                state.records += 1;
+                open.end = offset + Record::Block(block).span(self.access.grain());
+                open.records += 1;
             }
         }
         Ok(())
     }
+}
+
+/// A group's segments, oldest first.
+fn of(state: &State, group: u16) -> impl Iterator<Item = &Arc<Segment>> {
+    state.segments.values().filter(move |segment| segment.group() == group)
+}
+
+/// Bytes that a group's segments take.
+fn has(state: &State, group: u16) -> usize {
+    of(state, group).map(|segment| segment.bytes() as usize).sum()
 }

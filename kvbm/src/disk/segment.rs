@@ -21,6 +21,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// What is known of a segment while it exists.
 pub(super) struct Segment {
     number: u32,
+    /// Whose blocks it has, as far as domains are told apart.
+    group: u16,
     listing: Mutex<Listing>,
     bytes: AtomicU64,
     sealed: AtomicBool,
@@ -29,14 +31,29 @@ pub(super) struct Segment {
 }
 
 impl Segment {
-    pub(super) fn new(number: u32, listing: Listing, bytes: u64, sealed: bool, taken: &Arc<AtomicU64>) -> Arc<Self> {
+    pub(super) fn new(
+        (number, group): (u32, u16),
+        listing: Listing,
+        bytes: u64,
+        sealed: bool,
+        taken: &Arc<AtomicU64>,
+    ) -> Arc<Self> {
         taken.fetch_add(bytes, Ordering::Relaxed);
         let (listing, sealed) = (Mutex::new(listing), AtomicBool::new(sealed));
-        Arc::new(Self { number, listing, bytes: AtomicU64::new(bytes), sealed, taken: taken.clone() })
+        Arc::new(Self { number, group, listing, bytes: AtomicU64::new(bytes), sealed, taken: taken.clone() })
     }
 
     pub(super) fn number(&self) -> u32 {
         self.number
+    }
+
+    pub(super) fn group(&self) -> u16 {
+        self.group
+    }
+
+    /// Bytes that it takes.
+    pub(super) fn bytes(&self) -> u64 {
+        self.bytes.load(Ordering::Relaxed)
     }
 
     /// Nobody writes to it any more.
@@ -115,7 +132,7 @@ impl Head {
     /// A new segment with all its space reserved.
     pub(super) fn create(
         folder: &Path,
-        number: u32,
+        (number, group): (u32, u16),
         bytes: u64,
         access: Access,
         taken: &Arc<AtomicU64>,
@@ -133,7 +150,7 @@ impl Head {
             }
             file
         };
-        let segment = Segment::new(number, Listing::default(), bytes, false, taken);
+        let segment = Segment::new((number, group), Listing::default(), bytes, false, taken);
         Ok(Self { file, path, grain: access.grain(), segment })
     }
 

@@ -10,7 +10,8 @@ use std::path::PathBuf;
 pub struct Settings {
     /// Bytes that the log may take. Default 16 GiB.
     pub capacity_bytes: u64,
-    /// Bytes of one segment, the unit of reclaiming; at most a quarter of the capacity is used. Default 128 MiB: writes stay
+    /// Bytes of one segment, the unit of reclaiming; at most a quarter of the capacity is used, and an eighth of what each
+    /// domain would have where they are told apart. Default 128 MiB: writes stay
     /// sequential for long, and what is scanned after a crash takes a tenth of a second.
     pub segment_bytes: u64,
     /// Bytes that the filesystem keeps free; the log shrinks rather than take them. Default 1 GiB.
@@ -24,16 +25,19 @@ impl Default for Settings {
 }
 
 impl Settings {
-    /// A log has at least four segments: one being written, one in reserve, and some that rest.
+    /// A log has at least four segments: one being written, one in reserve, and some that rest. Where domains are told apart,
+    /// each of them has one that is being written, and these must not take what was promised.
     const SEGMENTS_MIN: u64 = 4;
+    const SEGMENTS_EACH: u64 = 8;
     /// Below this, footers would outweigh blocks.
     pub(super) const SEGMENT_BYTES_MIN: u64 = 64 << 10;
 
-    pub(super) fn in_grains(self, grain: u64) -> Result<Self, OpenError> {
-        let segment = self.segment_bytes.min(self.capacity_bytes / Self::SEGMENTS_MIN);
+    pub(super) fn in_grains(self, grain: u64, groups: usize) -> Result<Self, OpenError> {
+        let segments = if groups > 1 { Self::SEGMENTS_EACH * groups as u64 } else { Self::SEGMENTS_MIN };
+        let segment = self.segment_bytes.min(self.capacity_bytes / segments);
         let segment_bytes = segment / grain * grain;
         if segment_bytes < Self::SEGMENT_BYTES_MIN {
-            let least = Self::SEGMENTS_MIN * Self::SEGMENT_BYTES_MIN;
+            let least = segments * Self::SEGMENT_BYTES_MIN;
             return Err(OpenError::TooSmall { capacity_bytes: self.capacity_bytes, least });
         }
         Ok(Self { segment_bytes, ..self })

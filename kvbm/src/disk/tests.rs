@@ -13,6 +13,7 @@ mod crash;
 mod damage;
 mod paths;
 mod room;
+mod shares;
 
 /// What tests do to the devices: by path, the error that its writes and its reads meet; and how files are accessed.
 #[derive(Clone, Default)]
@@ -63,6 +64,8 @@ fn open_accessing(folder: &Path, access: direct::Access) -> Arc<DiskTier> {
         next: Arc::default(),
         pool: Pool::default(),
         paths: 1,
+        division: crate::shares::Division::default(),
+        capacity: settings().capacity_bytes,
         damaged: Arc::default(),
         rig: Rig::default(),
     };

@@ -11,6 +11,7 @@
 use super::log::{Log, Shared};
 use super::room::REST;
 use super::{OpenError, READERS, Settings};
+use crate::fair::Gate;
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -18,7 +19,6 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, PoisonError, RwLock, Weak};
 use std::time::Duration;
 use tokio::runtime::Handle;
-use tokio::sync::Semaphore;
 use tokio::time::{Instant, sleep};
 
 /// A path that stays broken is tried this often: opening a folder that is not there costs nothing, but may spin up a disk.
@@ -30,8 +30,8 @@ pub(super) struct Volume {
     pub(super) number: u8,
     pub(super) folder: PathBuf,
     pub(super) settings: Settings,
-    /// Reads at once, of this path alone: one that hangs holds up nobody else.
-    pub(super) readers: Arc<Semaphore>,
+    /// Reads at once, in turns of their domains; of this path alone: one that hangs holds up nobody else.
+    pub(super) readers: Arc<Gate>,
     shared: Shared,
     runtime: Handle,
     up: RwLock<Option<(Arc<Log>, Instant)>>,
@@ -48,7 +48,7 @@ impl Volume {
             number,
             folder: folder.to_owned(),
             settings,
-            readers: Arc::new(Semaphore::new(READERS)),
+            readers: Gate::new(READERS, &shared.division.weights),
             shared,
             runtime: Handle::current(),
             up: RwLock::default(),

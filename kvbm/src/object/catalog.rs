@@ -5,7 +5,7 @@
 use super::layout::{ObjectId, Writer};
 use super::manifest::{Entry, Section};
 use crate::index::{Index, Resting};
-use crate::{EventLog, Fingerprint, Level, SequenceHash};
+use crate::{DomainId, EventLog, Fingerprint, Level, SequenceHash};
 use object_store::path::Path;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -27,6 +27,7 @@ pub(super) struct Place {
 pub(super) struct Object {
     pub(super) path: Path,
     pub(super) bytes: u64,
+    pub(super) domain: DomainId,
     fingerprint: Fingerprint,
     names: Arc<[SequenceHash]>,
 }
@@ -36,6 +37,8 @@ pub(super) struct Catalog {
     limit: usize,
     objects: Mutex<Objects>,
     lost: AtomicU64,
+    /// Manifests that were not what they were.
+    unsound: AtomicU64,
     /// Bytes of objects that were forgotten because somebody is about to delete them.
     going: AtomicU64,
 }
@@ -51,7 +54,14 @@ struct Objects {
 impl Catalog {
     pub(super) fn new(level: Level, limit: usize, events: Arc<EventLog>) -> Self {
         let index = Index::new(level, events);
-        Self { index, limit, objects: Mutex::default(), lost: AtomicU64::new(0), going: AtomicU64::new(0) }
+        Self {
+            index,
+            limit,
+            objects: Mutex::default(),
+            lost: AtomicU64::new(0),
+            unsound: AtomicU64::new(0),
+            going: AtomicU64::new(0),
+        }
     }
 
     /// Adds an object that is newer than all others.
@@ -78,7 +88,8 @@ impl Catalog {
 
     fn insert(&self, objects: &mut Objects, number: i32, path: Path, section: &Section) {
         let names = section.entries.iter().map(|entry| entry.name).collect();
-        let object = Object { path, bytes: section.bytes(), fingerprint: section.fingerprint, names };
+        let Section { domain, fingerprint, .. } = *section;
+        let object = Object { path, bytes: section.bytes(), domain, fingerprint, names };
         objects.blocks += object.names.len();
         objects.bytes += object.bytes;
         objects.known.insert(number, object);
@@ -126,6 +137,16 @@ impl Catalog {
         self.going.store(bytes, Ordering::Relaxed);
     }
 
+    /// A manifest turned out not to be one.
+    pub(super) fn skip(&self) {
+        self.unsound.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Manifests that were skipped so far.
+    pub(super) fn skipped(&self) -> u64 {
+        self.unsound.load(Ordering::Relaxed)
+    }
+
     /// Objects that were lost so far.
     pub(super) fn lost(&self) -> u64 {
         self.lost.load(Ordering::Relaxed)
@@ -150,7 +171,7 @@ pub(super) fn paths(layout: &super::layout::Layout, writer: Writer) -> impl Fn(&
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{DomainId, Epoch, Header};
+    use crate::{Epoch, Header};
 
     fn section(object: u64, names: &[u8]) -> Section {
         let entry = |&n: &u8| Entry {

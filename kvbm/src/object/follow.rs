@@ -260,6 +260,7 @@ impl Follower {
         };
         let sections = manifest::decode(writer, &bytes);
         if sections.is_none() {
+            self.catalog.skip();
             tracing::warn!(manifest = %path, "manifest is not sound");
         }
         Ok(sections.map_or(Asked::Unsound, Asked::Sound))

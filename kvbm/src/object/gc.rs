@@ -10,7 +10,7 @@
 
 use super::layout::{ObjectId, Writer};
 use super::manifest::{Entry, Section};
-use crate::{Date, DomainId, Fingerprint, SequenceHash};
+use crate::{Date, DomainId, Fingerprint, Quota, SequenceHash};
 use object_store::path::Path;
 use serde::Serialize;
 use std::cmp::Reverse;
@@ -28,8 +28,8 @@ pub struct Policy {
     pub age_max: Option<Duration>,
     /// Bytes that may rest, all domains together. Default: as many as there are.
     pub budget: Option<u64>,
-    /// Bytes of single domains that may rest.
-    pub domains: BTreeMap<DomainId, u64>,
+    /// What single domains are promised of the budget, and how much of them may rest.
+    pub shares: BTreeMap<DomainId, Quota>,
     /// From the word that an object goes to its end. Default 10 minutes: whoever follows the store knows after seconds,
     /// and a load takes less than one.
     pub grace: Duration,
@@ -37,7 +37,7 @@ pub struct Policy {
 
 impl Default for Policy {
     fn default() -> Self {
-        Self { age_max: None, budget: None, domains: BTreeMap::new(), grace: Duration::from_mins(10) }
+        Self { age_max: None, budget: None, shares: BTreeMap::new(), grace: Duration::from_mins(10) }
     }
 }
 
@@ -115,6 +115,14 @@ pub(super) struct Plan {
     pub(super) manifests: Vec<Path>,
     pub(super) objects: Vec<ObjectId>,
     pub(super) removals: Vec<Path>,
+}
+
+/// For which bound an object is looked at.
+#[derive(Clone, Copy)]
+enum Round {
+    Maximum,
+    Sparing,
+    Budget,
 }
 
 /// An object that can be asked for.
@@ -242,21 +250,27 @@ impl Survey {
             }
         }
         candidates.sort_unstable_by_key(|(youth, modified, id, _)| (*youth, *modified, *id));
-        let bytes = |domain: Option<DomainId>| -> u64 {
-            let counts = |live: &&Live<'_>| domain.is_none_or(|domain| domain == live.section.domain);
-            live.iter().filter(counts).map(|live| live.stored.bytes).sum()
-        };
-        let limits = policy.domains.iter().map(|(domain, limit)| (Some(*domain), *limit));
-        for (domain, limit) in limits.chain(policy.budget.map(|limit| (None, limit))) {
-            let within = |live: &Live<'_>| domain.is_none_or(|domain| domain == live.section.domain);
-            let going = live.iter().filter(|live| within(live) && condemned.contains_key(&live.id));
-            let mut rest = bytes(domain) - going.map(|live| live.stored.bytes).sum::<u64>();
-            for (.., live) in candidates.iter().filter(|(.., live)| within(live)) {
-                if rest <= limit {
-                    break;
-                }
-                if condemned.insert(live.id, Why::Budget).is_none() {
-                    rest -= live.stored.bytes;
+        let mut rest: BTreeMap<DomainId, u64> = BTreeMap::new();
+        for live in live.iter().filter(|live| !condemned.contains_key(&live.id)) {
+            *rest.entry(live.section.domain).or_default() += live.stored.bytes;
+        }
+        let mut all: u64 = rest.values().sum();
+        // First what a domain has beyond its own maximum; then the oldest of all, sparing what is promised; then, when more is
+        // promised than there is room for, that too.
+        for round in [Round::Maximum, Round::Sparing, Round::Budget] {
+            for (.., live) in &candidates {
+                let domain = live.section.domain;
+                let quota = policy.shares.get(&domain).copied().unwrap_or_default();
+                let (own, bytes) = (rest.entry(domain).or_default(), live.stored.bytes);
+                let over = policy.budget.is_some_and(|budget| all > budget);
+                let goes = match round {
+                    Round::Maximum => quota.maximum.is_some_and(|most| *own > most),
+                    Round::Sparing => over && *own >= quota.guaranteed.saturating_add(bytes),
+                    Round::Budget => over,
+                };
+                if goes && condemned.insert(live.id, Why::Budget).is_none() {
+                    *own -= bytes;
+                    all -= bytes;
                 }
             }
         }

@@ -4,6 +4,7 @@ use super::*;
 use crate::contract::{self, Subject, announced, chain, chain_of, fingerprint, load, names, store};
 use crate::{DomainId, Epoch, Verified};
 use object_store::memory::InMemory;
+use object_store::throttle::{ThrottleConfig, ThrottledStore};
 use std::fs;
 use std::path::PathBuf;
 use tempfile::TempDir;
@@ -170,6 +171,38 @@ async fn requests_are_far_fewer_than_blocks() {
     assert!(all(&load(&*tier, fingerprint(), names(&blocks)).await));
     // Rounds of learning may fall into the time that this takes.
     assert!(shared.requests() - before < 100, "{} requests for 1,000 blocks", shared.requests() - before);
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_domains_flood_of_loads_delays_another_by_its_turn_only() {
+    let round_trip = Duration::from_millis(50);
+    let throttled = ThrottledStore::new(
+        InMemory::new(),
+        ThrottleConfig { wait_get_per_call: round_trip, ..ThrottleConfig::default() },
+    );
+    let small = Settings { object_bytes: 10_000, ..Settings::default() };
+    let tier = ObjectTier::open(Arc::new(throttled), "kv", small, Arc::new(EventLog::new(Epoch(1))));
+    let [flood, quiet] = [7, 8].map(|n| DomainId::from_bytes([n; 16]));
+    tier.divide(&crate::Shares::default().weigh(flood, 2.0).weigh(quiet, 1.5));
+    let of = |domain, seed, count| -> Vec<Block> {
+        chain(seed, count).into_iter().map(|block| block.in_domain(domain)).collect()
+    };
+    let (theirs, ours) = (of(flood, 1, 300), of(quiet, 2, 30));
+    store(&*tier, theirs.clone()).await;
+    store(&*tier, ours.clone()).await;
+    let flooding = |_| {
+        let (tier, wanted) = (tier.clone(), names(&theirs));
+        tokio::spawn(async move { load(&*tier, fingerprint(), wanted).await })
+    };
+    let flooding: Vec<_> = (0..20).map(flooding).collect();
+    tokio::time::sleep(round_trip * 4).await;
+    let start = tokio::time::Instant::now();
+    assert!(all(&load(&*tier, fingerprint(), names(&ours)).await));
+    assert!(start.elapsed() < round_trip * 4, "{:?} of virtual time", start.elapsed());
+    for loading in flooding {
+        assert!(all(&loading.await.unwrap()));
+    }
+    assert!(start.elapsed() > round_trip * 16, "there was no flood: {:?}", start.elapsed());
 }
 
 #[tokio::test(start_paused = true)]

@@ -46,14 +46,13 @@ const HEADER: [(&str, Range<usize>); 15] = [
 const CHECKSUM: Range<usize> = 120..128;
 
 /// Those of an entry in a footer and in a manifest, which differ in their middle.
-const FOOTER_ENTRY: [(&str, Range<usize>); 9] = [
+const FOOTER_ENTRY: [(&str, Range<usize>); 8] = [
     ("name", 0..16),
     ("parent", 16..32),
     ("offset", 32..36),
     ("length", 36..40),
-    ("fingerprint's number", 40..42),
-    ("kind", 42..43),
-    ("zero", 43..44),
+    ("owner's number", 40..43),
+    ("kind", 43..44),
     ("expires", 44..48),
     ("pinned until", 48..52),
 ];
@@ -71,7 +70,7 @@ const ENTRY: usize = 52;
 
 /// From the end of a footer: where a field begins, and where it ends.
 const FOOTER_TRAILER: [(&str, usize, usize); 5] =
-    [("magic", 32, 24), ("offset", 24, 16), ("entries", 16, 12), ("fingerprints", 12, 8), ("checksum", 8, 0)];
+    [("magic", 32, 24), ("offset", 24, 16), ("entries", 16, 12), ("owners", 12, 8), ("checksum", 8, 0)];
 
 /// From the start of a manifest with one section.
 const MANIFEST_HEAD: [(&str, Range<usize>); 7] = [
@@ -380,9 +379,10 @@ async fn each_region_of_a_footer_costs_nothing() {
         let footer = word(end - 24) as usize;
         let entry = footer + VICTIM * ENTRY;
         let entries = FOOTER_ENTRY.map(|(name, range)| (name, entry + range.start..entry + range.end));
-        let spaces = footer + BLOCKS * ENTRY;
+        let owner = footer + BLOCKS * ENTRY;
+        let owner = [("fingerprint", owner..owner + 32), ("domain", owner + 32..owner + 48)];
         let trailer = FOOTER_TRAILER.map(|(name, from, to)| (name, end - from..end - to));
-        for (region, range) in entries.into_iter().chain([("fingerprint", spaces..spaces + 32)]).chain(trailer) {
+        for (region, range) in entries.into_iter().chain(owner).chain(trailer) {
             world.flip(&world.whole, &file, &format!("footer, {region}"), range, &Fate::unharmed()).await;
         }
     }

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::{Block, SequenceHash};
+use crate::{Date, DomainId};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 
@@ -143,4 +144,32 @@ proptest! {
             assert!(all(&load(&*tier, fingerprint(), held).await));
         });
     }
+}
+
+#[tokio::test]
+async fn a_log_is_looked_at_from_outside_while_it_is_written_and_after_its_process_died() {
+    let folder = tempfile::tempdir().unwrap();
+    let look = |folder: &Path| survey(folder, Date::from_unix(100)).unwrap();
+    assert_eq!(look(folder.path()), None);
+    let (tier, _) = open(folder.path());
+    let tenant = DomainId::from_bytes([7; 16]);
+    let theirs: Vec<_> = chain(1, 30).into_iter().map(|block| block.in_domain(tenant)).collect();
+    store(&*tier, [theirs.clone(), chain(2, 40)].concat()).await;
+    tier.discard(fingerprint(), theirs[29].header.name);
+    idle(&tier).await;
+    let image = crashed(folder.path());
+    let held = |survey: &Survey| -> Vec<(String, u64)> {
+        survey.holdings.iter().map(|holding| (holding.domain.clone(), holding.blocks)).collect()
+    };
+    let wanted = [(DomainId::SHARED.to_string(), 40), (tenant.to_string(), 29)];
+    let now = look(folder.path()).unwrap();
+    assert_eq!((held(&now), now.in_use, now.owner), (wanted.to_vec(), true, Some(std::process::id())));
+    assert!(now.open > 0 && now.segments > now.open, "{now:?}");
+    let died = look(image.path()).unwrap();
+    assert_eq!((held(&died), died.in_use), (wanted.to_vec(), false));
+    let (again, _) = open(image.path());
+    assert_eq!(again.usage().blocks, 69, "looking changed nothing");
+    drop(tier);
+    let left = look(folder.path()).unwrap();
+    assert_eq!((held(&left), left.in_use, left.open), (wanted.to_vec(), false, 0));
 }

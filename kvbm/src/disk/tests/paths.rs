@@ -240,7 +240,7 @@ async fn what_rests_is_served_while_the_rest_is_still_looked_for() {
     let Paths { folders, tier, .. } = paths;
     drop(tier);
     let over: Vec<_> = folders.iter().map(|folder| (folder.path().join("kv"), settings())).collect();
-    let tier = DiskTier::begin(&over, Arc::new(EventLog::new(Epoch(1)))).unwrap();
+    let tier = DiskTier::begin(&over, &crate::Shares::default(), Arc::new(EventLog::new(Epoch(1)))).unwrap();
     // Stored at once, while recovery may still run.
     store(&*tier, chain(2, 20)).await;
     tier.recovered().await;

@@ -99,8 +99,34 @@ fn a_prefix_is_as_young_as_what_builds_on_it_and_goes_after_it() {
 #[test]
 fn one_domain_over_its_own_budget_costs_no_other_domain_anything() {
     let objects = [at(1), at(2), Object { domain: 2, ..at(3) }, Object { domain: 2, ..at(4) }];
-    let policy = Policy { domains: [(domain(2), 150)].into(), ..Policy::default() };
+    let most = Quota { guaranteed: 0, maximum: Some(150) };
+    let policy = Policy { shares: [(domain(2), most)].into(), ..Policy::default() };
     assert_eq!(condemned(&survey(&objects), &policy), [(2, Why::Budget)]);
+}
+
+#[test]
+fn a_flood_takes_nothing_of_what_another_domain_was_promised() {
+    // The oldest are of domain 2; a flood of domain 1 came later.
+    let theirs = (1..=4).map(|hour| Object { domain: 2, ..at(hour) });
+    let objects: Vec<_> = theirs.chain((10..40).map(at)).collect();
+    let promised = |guaranteed| Policy {
+        budget: Some(1_000),
+        shares: [(domain(2), Quota { guaranteed, maximum: None })].into(),
+        ..Policy::default()
+    };
+    let left_of_theirs = |policy: &Policy| {
+        let condemned = condemned(&survey(&objects), policy);
+        assert_eq!(objects.len() - condemned.len(), 10, "the budget holds");
+        (0..4).filter(|id| !condemned.iter().any(|(gone, _)| gone == id)).collect::<Vec<u64>>()
+    };
+    assert_eq!(left_of_theirs(&promised(0)), [0; 0]);
+    assert_eq!(left_of_theirs(&promised(250)), [1, 2, 3], "whole objects, the oldest first");
+    assert_eq!(left_of_theirs(&promised(10_000)), [0, 1, 2, 3]);
+    let both = Policy {
+        shares: [1, 2].map(|of| (domain(of), Quota { guaranteed: 900, maximum: None })).into(),
+        ..promised(0)
+    };
+    assert_eq!(left_of_theirs(&both).len(), 1, "more was promised than there is: the oldest goes");
 }
 
 #[test]
@@ -164,10 +190,12 @@ fn objects() -> impl Strategy<Value = Vec<Object>> {
 proptest! {
     #[test]
     fn budgets_hold_but_for_pins_nothing_goes_for_nothing_and_the_choice_is_the_same(
-        objects in objects(), budget in 0u64..5_000, own in 0u64..2_000
+        objects in objects(), budget in 0u64..5_000, own in 0u64..2_000, promised in 0u64..2_000
     ) {
         let survey = survey(&objects);
-        let policy = Policy { budget: Some(budget), domains: [(domain(1), own)].into(), ..Policy::default() };
+        let quota = |guaranteed, maximum| Quota { guaranteed, maximum };
+        let shares = [(domain(1), quota(0, Some(own))), (domain(2), quota(promised, None))].into();
+        let policy = Policy { budget: Some(budget), shares, ..Policy::default() };
         let plan = survey.plan(&policy, NOW);
         prop_assert_eq!(&plan, &survey.plan(&policy, NOW));
         prop_assert_eq!((plan.objects.len(), plan.manifests.len()), (0, 0), "nothing is deleted without its grace");
@@ -178,6 +206,13 @@ proptest! {
         let pinned = |object: &Object| object.pinned && !object.expired;
         prop_assert!(left(&|_| true) <= budget.max(left(&pinned)));
         prop_assert!(left(&|object| object.domain == 1) <= own.max(left(&|object| pinned(object) && object.domain == 1)));
+        // What was promised, in whole objects, goes only for what is pinned elsewhere, or if the budget is smaller.
+        let theirs = |object: &Object| object.domain == 2 && !object.expired;
+        let had = objects.iter().filter(|object| theirs(object)).count() as u64 * 100;
+        let others_pinned = left(&|object| pinned(object) && object.domain != 2);
+        if promised.next_multiple_of(100) + others_pinned <= budget {
+            prop_assert!(left(&theirs) >= had.min(promised));
+        }
         for (id, why) in &plan.condemn {
             let object = &objects[id.number as usize];
             prop_assert_eq!(object.expired, *why == Why::Expired);

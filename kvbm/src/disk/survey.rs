@@ -1,0 +1,88 @@
+//! What rests in a folder of the log, looked at from outside: nothing is changed, and no lock is taken from its owner.
+
+use super::listing::Entry;
+use super::recover::{Footer, footer, scan};
+use super::{owner, segment};
+use crate::{Date, DomainId, Fingerprint, SequenceHash};
+use serde::Serialize;
+use std::collections::{BTreeMap, HashMap};
+use std::fs::File;
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// What rests in a folder.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize)]
+pub struct Survey {
+    /// Which folder.
+    pub folder: PathBuf,
+    /// Somebody serves from it.
+    pub in_use: bool,
+    /// Who does, or did last, if it said so.
+    pub owner: Option<u32>,
+    /// Files of the log.
+    pub segments: u64,
+    /// Those of them that are being written, or were when their process died.
+    pub open: u64,
+    /// Bytes of all of them.
+    pub bytes: u64,
+    /// The blocks in them, by cache domain and engine.
+    pub holdings: Vec<Holding>,
+}
+
+/// The blocks of one domain and one fingerprint.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize)]
+pub struct Holding {
+    /// Whose blocks.
+    pub domain: String,
+    /// Of which engine.
+    pub fingerprint: String,
+    /// How many can be asked for.
+    pub blocks: u64,
+    /// Their bytes, without headers and padding.
+    pub bytes: u64,
+}
+
+/// Looks at a folder; `None` when there is no log in it. What is expired by `now` does not count, and what is written
+/// meanwhile may or may not.
+pub fn survey(folder: &Path, now: Date) -> io::Result<Option<Survey>> {
+    let Some((in_use, owner)) = owner::look(folder)? else { return Ok(None) };
+    let mut found = Survey { folder: folder.into(), in_use, owner, segments: 0, open: 0, bytes: 0, holdings: vec![] };
+    let mut blocks: HashMap<(Fingerprint, SequenceHash), (DomainId, u32)> = HashMap::new();
+    for number in segment::numbers(folder)? {
+        let file = match File::open(segment::path(folder, number)) {
+            Ok(file) => file,
+            // Given up meanwhile.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+            Err(error) => return Err(error),
+        };
+        let length = file.metadata()?.len();
+        (found.segments, found.bytes) = (found.segments + 1, found.bytes + length);
+        let listing = match footer(&file, length)? {
+            Footer::Sound(listing) => listing,
+            Footer::Missing | Footer::Damaged => {
+                found.open += 1;
+                scan(&file, length)?.0
+            }
+        };
+        for (domain, fingerprint, entry) in listing.records() {
+            match *entry {
+                Entry { gone: true, name, .. } => blocks.remove(&(fingerprint, name)),
+                Entry { name, .. } if entry.keep().is_over(now) => blocks.remove(&(fingerprint, name)),
+                Entry { name, length, .. } => blocks.insert((fingerprint, name), (domain, length)),
+            };
+        }
+    }
+    let mut holdings: BTreeMap<(DomainId, Fingerprint), (u64, u64)> = BTreeMap::new();
+    for ((fingerprint, _), (domain, length)) in blocks {
+        let (count, bytes) = holdings.entry((domain, fingerprint)).or_default();
+        (*count, *bytes) = (*count + 1, *bytes + u64::from(length));
+    }
+    let holding = |((domain, fingerprint), (blocks, bytes)): ((DomainId, Fingerprint), (u64, u64))| Holding {
+        domain: domain.to_string(),
+        fingerprint: fingerprint.to_string(),
+        blocks,
+        bytes,
+    };
+    found.holdings = holdings.into_iter().map(holding).collect();
+    Ok(Some(found))
+}

@@ -1,0 +1,89 @@
+//! What domains are promised of the log: floods, limits, restarts.
+
+use super::*;
+use crate::{Block, DomainId, Quota};
+
+const KIB: u64 = 1 << 10;
+
+fn domain(n: u8) -> DomainId {
+    DomainId::from_bytes([n; 16])
+}
+
+fn of(n: u8, seed: u64, count: usize) -> Vec<Block> {
+    chain(seed, count).into_iter().map(|block| block.in_domain(domain(n))).collect()
+}
+
+fn promise(guaranteed: u64, maximum: Option<u64>) -> Shares {
+    Shares::default().promise(domain(1), Level::G3, Quota { guaranteed, maximum })
+}
+
+/// A log of two megabytes on each of some paths.
+async fn open_sharing(paths: &[&TempDir], shares: &Shares) -> (Arc<DiskTier>, Arc<EventLog>) {
+    let settings = Settings { capacity_bytes: 2 << 20, ..settings() };
+    let paths: Vec<_> = paths.iter().map(|folder| (folder.path().to_owned(), settings)).collect();
+    let events = Arc::new(EventLog::new(Epoch(1)));
+    let tier = DiskTier::begin(&paths, shares, events.clone()).unwrap();
+    tier.recovered().await;
+    (tier, events)
+}
+
+/// Seven megabytes of nobody in particular.
+async fn flood(tier: &DiskTier, seed: u64) {
+    for seed in seed..seed + 100 {
+        store(tier, chain(seed, 20)).await;
+    }
+}
+
+#[tokio::test]
+async fn a_flood_takes_nothing_of_what_another_domain_was_promised_now_and_after_a_restart() {
+    let folders = [(); 2].map(|()| tempfile::tempdir().unwrap());
+    let blocks = of(1, 1_000, 200);
+    for (paths, guaranteed, stays) in
+        [(&folders[..1], 800 * KIB, true), (&folders[..1], 0, false), (&folders[..], 1_600 * KIB, true)]
+    {
+        let paths: Vec<&TempDir> = paths.iter().collect();
+        let shares = promise(guaranteed, None);
+        let (tier, _) = open_sharing(&paths, &shares).await;
+        store(&*tier, blocks.clone()).await;
+        flood(&tier, 0).await;
+        let usage = tier.usage();
+        assert!(usage.bytes <= usage.capacity.unwrap(), "{usage:?}");
+        assert_eq!(all(&load(&*tier, fingerprint(), names(&blocks)).await), stays, "{guaranteed} promised");
+        drop(tier);
+        let (tier, events) = open_sharing(&paths, &shares).await;
+        flood(&tier, 500).await;
+        assert_eq!(tier.holds(fingerprint(), &names(&blocks)) == 200, stays, "{guaranteed} promised, after a restart");
+        assert_eq!(announced(&events, Level::G3).len() as u64, tier.usage().blocks);
+    }
+}
+
+#[tokio::test]
+async fn who_is_over_its_maximum_gives_up_its_own() {
+    let folder = tempfile::tempdir().unwrap();
+    let (tier, _) = open_sharing(&[&folder], &promise(0, Some(300 * KIB))).await;
+    let others = chain(5_000, 100);
+    store(&*tier, others.clone()).await;
+    for seed in 0..50 {
+        store(&*tier, of(1, seed, 20)).await;
+    }
+    assert!(all(&load(&*tier, fingerprint(), names(&others)).await));
+    let held: usize = (0..50).map(|seed| tier.holds(fingerprint(), &names(&of(1, seed, 20)))).sum();
+    // Whole segments of sixteen blocks or so.
+    assert!((50..=100).contains(&held), "{held} blocks of 3.5 KiB each");
+    assert!(all(&load(&*tier, fingerprint(), names(&of(1, 49, 20))).await), "the latest stay");
+}
+
+#[tokio::test]
+async fn what_was_written_when_nobody_was_told_apart_is_found_and_grows_old() {
+    let folder = tempfile::tempdir().unwrap();
+    let (tier, _) = open_sharing(&[&folder], &Shares::default()).await;
+    let mixed: Vec<Block> = [of(1, 1, 10), of(2, 2, 10)].concat();
+    store(&*tier, mixed.clone()).await;
+    drop(tier);
+    let (tier, _) = open_sharing(&[&folder], &promise(800 * KIB, None)).await;
+    assert!(all(&load(&*tier, fingerprint(), names(&mixed)).await));
+    drop(tier);
+    let (tier, _) = open_sharing(&[&folder], &Shares::default()).await;
+    flood(&tier, 100).await;
+    assert_eq!(tier.holds(fingerprint(), &names(&mixed)), 0);
+}
