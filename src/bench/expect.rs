@@ -10,9 +10,8 @@ use serde_json::Value;
 use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Instant;
 use worker::engine::llama::{Builtin, LlamaEngine, ModelSource, Runtime, Settings};
-use worker::engine::{Domain, Engine, Request, Sampling, StopRule, Terms, Work};
+use worker::engine::{Domain, Request, time_to_first};
 use worker::peers::Peers;
 use worker::plane::WorkerId;
 
@@ -170,26 +169,8 @@ impl Running {
 
     /// Computes a prompt, and says how long that took.
     async fn compute(&self, tokens: &[u32]) -> anyhow::Result<f64> {
-        let request = Request {
-            id: "bench".into(),
-            model: self.runtime.card().id.as_str().into(),
-            tokens: tokens.into(),
-            domain: Domain::shared(),
-            sampling: Sampling { temperature: 0.0, ..Sampling::default() },
-            stop: StopRule { max_tokens: Some(1), ..StopRule::default() },
-            work: Work::Generate,
-            terms: Terms::default(),
-            explain: false,
-            body: None,
-        };
-        let began = Instant::now();
-        let mut stream = self.engine.generate(request).await?;
-        stream.next().await.context("the engine said nothing")??;
-        let took = began.elapsed().as_secs_f64();
-        while let Some(output) = stream.next().await {
-            output?;
-        }
-        Ok(took)
+        let request = Request::greedy("bench", &self.runtime.card().id, tokens, 1);
+        Ok(time_to_first(&*self.engine, request).await?.as_secs_f64())
     }
 
     /// Prompt tokens per second, the median of three prompts that share nothing.

@@ -6,6 +6,7 @@ pub(crate) mod contract;
 pub mod llama;
 
 use bytes::Bytes;
+use futures::StreamExt;
 use futures::future::BoxFuture;
 use futures::stream::BoxStream;
 use kvbm::Level;
@@ -73,6 +74,37 @@ pub struct Request {
     pub explain: bool,
     /// The client's body as it came, for engines that pass it through.
     pub body: Option<Bytes>,
+}
+
+impl Request {
+    /// Asks for so many tokens after a prompt, the likeliest each, whether or not the model would end before: for tests and
+    /// measurements.
+    pub fn greedy(id: &str, model: &str, prompt: &[u32], tokens: u32) -> Self {
+        Self {
+            id: id.into(),
+            model: model.into(),
+            tokens: prompt.into(),
+            domain: Domain::shared(),
+            sampling: Sampling { temperature: 0.0, ..Sampling::default() },
+            stop: StopRule { max_tokens: Some(tokens), ignore_eos: true, ..StopRule::default() },
+            work: Work::Generate,
+            terms: Terms::default(),
+            explain: false,
+            body: None,
+        }
+    }
+}
+
+/// How long a request takes to its first output, on the machine's clock. Returns when the stream has ended.
+pub async fn time_to_first(engine: &dyn Engine, request: Request) -> Result<Duration, Error> {
+    let began = std::time::Instant::now();
+    let mut stream = engine.generate(request).await?;
+    let mut first = None;
+    while let Some(output) = stream.next().await {
+        output?;
+        first.get_or_insert_with(|| began.elapsed());
+    }
+    first.ok_or_else(|| Error::Failed("the stream was empty".into()))
 }
 
 /// Who asks, how urgently, and how long the blocks are to be kept.

@@ -182,5 +182,16 @@ fn first_token(printed: &[Value]) -> Result<Vec<Figure>> {
         let more = (took? - miss?) * 1e3;
         figures.push(Figure::of(format!("first token, {tier}, not known yet: beyond a miss"), more, "ms", Goal::Shown));
     }
+    let beside = told["beside"].as_array().context("nothing was generated beside")?;
+    let gap = |row: &Value| number(&row["gap_p90_seconds"]);
+    let computed = gap(beside.first().context("no row")?)?;
+    for row in &beside[1..] {
+        let tier = match row["beside"].as_f64() {
+            Some(times) => format!("one from a tier that takes {times} × computing"),
+            None => "one whose tier never answers".into(),
+        };
+        let what = format!("p90 between the tokens of another request beside {tier} ÷ beside one that is computed");
+        figures.push(Figure::ratio(what, gap(row)? / computed, Goal::AtMost(1.05)));
+    }
     Ok(figures)
 }

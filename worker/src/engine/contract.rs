@@ -1,8 +1,7 @@
 //! What every [`Engine`] must do, as a suite that every engine runs.
 
-use super::{Engine, Error, Output, OutputStream, Request, Sampling, StopRule, Terms, Tokens, Work};
+use super::{Engine, Error, Output, OutputStream, Request, Sampling, Tokens, Work};
 use futures::{FutureExt, StreamExt};
-use kvbm::Domain;
 use std::sync::Arc;
 
 /// Holds an engine against its contract.
@@ -16,19 +15,7 @@ pub(crate) async fn holds(engine: Arc<dyn Engine>) {
 
 /// A request for the engine's first model that generates `tokens` tokens, greedily.
 pub(crate) fn request(engine: &dyn Engine, prompt: &[u32], tokens: u32) -> Request {
-    let model = engine.models().swap_remove(0);
-    Request {
-        id: "contract".into(),
-        model: model.id.as_str().into(),
-        tokens: prompt.into(),
-        domain: Domain::shared(),
-        sampling: Sampling { temperature: 0.0, ..Sampling::default() },
-        stop: StopRule { max_tokens: Some(tokens), ignore_eos: true, ..StopRule::default() },
-        work: Work::Generate,
-        terms: Terms::default(),
-        explain: false,
-        body: None,
-    }
+    Request::greedy("contract", &engine.models()[0].id, prompt, tokens)
 }
 
 /// All tokens of a stream, merged.
