@@ -133,8 +133,10 @@ impl State {
     /// What is known once a load has shown `seen`.
     fn after(mut self, seen: Seen, now: Instant) -> Self {
         let Some(first) = seen.first else {
-            // Otherwise something else ended the load before the tier had its chance.
-            if seen.is_silence() {
+            // Otherwise something else ended the load before the tier had its chance. Of many that wait for it at once, one
+            // finds out for all.
+            let asleep = self.asleep_until.is_some_and(|until| until > now);
+            if seen.is_silence() && !asleep {
                 self.asleep_until = Some(now + Gauge::BACKOFF * 2_u32.pow(self.strikes));
                 self.strikes = (self.strikes + 1).min(Gauge::STRIKES_MAX);
             }
@@ -180,6 +182,15 @@ mod tests {
         assert!(matches!(gauge.known(now), Known::Speed(_)));
         gauge.learn(silent, now);
         assert!(gauge.is_awake(now + Duration::from_secs(1)), "it begins anew");
+    }
+
+    #[test]
+    fn many_who_find_out_at_once_are_one_strike() {
+        let (gauge, now) = (Gauge::default(), Instant::now());
+        for _ in 0..10 {
+            gauge.learn(seen(None, 0, Patience::GRACE), now);
+        }
+        assert!(gauge.is_awake(now + Gauge::BACKOFF));
     }
 
     #[test]

@@ -83,19 +83,20 @@ impl Tier for Throttled {
 /// What an engine with nothing else to do makes of the blocks of `range`, chunk by chunk: time, and how many it did not
 /// compute.
 async fn first_token(site: &Site, range: std::ops::Range<usize>, chunk: usize) -> (Duration, usize) {
-    first_token_after(None, site, range, chunk).await
+    first_token_after(None, ms(COMPUTE.as_millis() as u64), site, range, chunk).await
 }
 
 /// The same from the engine's turn, which comes when the request has `waited` for it, if only for others' tasks to run.
 async fn first_token_after(
     waited: Option<Duration>,
+    recompute: Recompute,
     site: &Site,
     range: std::ops::Range<usize>,
     chunk: usize,
 ) -> (Duration, usize) {
     let wake = Arc::new(Notify::new());
     let all: Vec<SequenceHash> = range.clone().map(name).collect();
-    let onboarding = site.manager.begin(&all, ms(COMPUTE.as_millis() as u64), wake.clone());
+    let onboarding = site.manager.begin(&all, recompute, wake.clone());
     match waited {
         None => {}
         Some(Duration::ZERO) => tokio::task::yield_now().await,
@@ -150,7 +151,8 @@ async fn a_tier_of_any_speed() {
                 let site = Site::new(2 * BLOCKS, 0, vec![slow]);
                 let ideal = both_ends(Duration::from_millis(LATENCY), per_block);
                 for (attempt, slower) in slower.iter_mut().enumerate() {
-                    let (time, loaded) = first_token_after(waited, &site, 0..BLOCKS, chunk).await;
+                    let (time, loaded) =
+                        first_token_after(waited, ms(COMPUTE.as_millis() as u64), &site, 0..BLOCKS, chunk).await;
                     let case = format!("{times} of computing, chunk {chunk}, waited {waited:?}, attempt {attempt}");
                     let unknown = if attempt == 0 { Patience::GRACE } else { Duration::ZERO };
                     assert!(time <= MISS.mul_f64(1.05) + unknown + HICCUP, "{case}: {time:?}, {loaded} loaded");
@@ -185,6 +187,23 @@ async fn a_tier_that_hangs_costs_one_grace_and_is_never_waited_for_again_until_i
     drop(site.manager.allocate(2 * BLOCKS));
     let (time, loaded) = first_token(&site, 0..BLOCKS, 32).await;
     assert!(time < MISS / 8 && loaded == BLOCKS, "and is trusted again: {time:?}, {loaded}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_deadline_that_computing_meets_is_met_whatever_the_tier_does() {
+    let slack = Duration::from_millis(30);
+    // It hangs at once, and after some blocks.
+    for delivers in [0, 8, 200] {
+        for waited in [None, Some(Duration::from_millis(50))] {
+            let device = Throttled::new(1, Duration::from_millis(2), 0..BLOCKS).await;
+            device.left.store(delivers, Relaxed);
+            let site = Site::new(2 * BLOCKS, 0, vec![device]);
+            let by = Instant::now() + waited.unwrap_or_default() + MISS + slack;
+            let recompute = Recompute { by: Some(by), ..ms(COMPUTE.as_millis() as u64) };
+            let (time, loaded) = first_token_after(waited, recompute, &site, 0..BLOCKS, 32).await;
+            assert!(time <= MISS + slack, "{delivers} delivered, waited {waited:?}: {time:?}, {loaded} loaded");
+        }
+    }
 }
 
 #[tokio::test(start_paused = true)]
