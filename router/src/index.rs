@@ -43,7 +43,7 @@ pub use seat::Slot;
 use arc_swap::ArcSwap;
 use arena::{Arena, Change};
 use body::{Body, Roll};
-use change::Piece;
+use change::Run;
 use kvbm::{BlockEvent, Level, SequenceHash};
 use locator::Locator;
 use owner::Owner;
@@ -66,14 +66,21 @@ pub struct Index {
     changing: Mutex<()>,
     locator: Locator,
     arena: Arena,
+    tallies: Tallies,
+    budget: AtomicUsize,
+    /// The page at which forgetting goes on.
+    hand: Mutex<u32>,
+    forgotten: AtomicU64,
+}
+
+/// Counters of all, on a cache line of their own: whoever changes the index writes here, and lookups read beside it.
+#[derive(Default)]
+#[repr(align(128))]
+struct Tallies {
     memberships: AtomicUsize,
     /// Distinct blocks.
     entries: AtomicUsize,
     crowd_bytes: AtomicUsize,
-    budget: usize,
-    /// The page at which forgetting goes on.
-    hand: Mutex<u32>,
-    forgotten: AtomicU64,
 }
 
 impl Default for Index {
@@ -85,6 +92,8 @@ impl Default for Index {
 impl Index {
     /// What a router's index may take: a hundred million blocks and more.
     pub const BUDGET: usize = 4 << 30;
+    /// Less is of no use: what is known comes and goes in pages and tables, and the index would forget before anybody asks.
+    pub const BUDGET_LEAST: usize = 1 << 20;
 
     /// An index without a limit.
     pub fn new() -> Self {
@@ -100,13 +109,17 @@ impl Index {
             changing: Mutex::default(),
             locator,
             arena: Arena::new(),
-            memberships: AtomicUsize::new(0),
-            entries: AtomicUsize::new(0),
-            crowd_bytes: AtomicUsize::new(0),
-            budget: bytes,
+            tallies: Tallies::default(),
+            budget: AtomicUsize::new(bytes),
             hand: Mutex::default(),
             forgotten: AtomicU64::new(0),
         }
+    }
+
+    /// Forgets, from now on, what was asked for longest ago rather than take more than so many bytes.
+    pub fn set_budget(&self, bytes: usize) {
+        self.budget.store(bytes, Ordering::Relaxed);
+        self.trim();
     }
 
     /// Makes room for a worker that reaches `stores`. A worker that is there keeps its blocks and gets the new stores.
@@ -161,10 +174,9 @@ impl Index {
         let Some(seat) = Seat::new(owner.slot, *level).filter(|_| !ledger.retired) else { return };
         match event {
             BlockEvent::Stored { parent, blocks, .. } => {
-                let mut after = parent.as_ref().map(SequenceHash::short);
-                let piece = |block: &SequenceHash| Piece { name: block.short(), after: after.replace(block.short()) };
-                let pieces: Vec<Piece> = blocks.iter().map(piece).collect();
-                self.store(&owner, &mut ledger, seat, &pieces);
+                let names: Vec<u64> = blocks.iter().map(SequenceHash::short).collect();
+                let after = parent.as_ref().map(SequenceHash::short);
+                self.store(&owner, &mut ledger, seat, Run { names: &names, after, chained: true });
             }
             BlockEvent::Removed { blocks, .. } => {
                 let names: Vec<u64> = blocks.iter().map(SequenceHash::short).collect();
@@ -192,8 +204,7 @@ impl Index {
             let stale: Vec<u64> = held.into_iter().filter(|name| !keep.contains(name)).collect();
             self.evict(&owner, &mut ledger, seat, &stale);
             // A snapshot does not say what follows what.
-            let pieces: Vec<Piece> = wanted.into_iter().map(|name| Piece { name, after: None }).collect();
-            self.store(&owner, &mut ledger, seat, &pieces);
+            self.store(&owner, &mut ledger, seat, Run::loose(&wanted));
         }
         drop(ledger);
         self.trim();
@@ -213,7 +224,8 @@ impl Index {
 
     /// Pairs of a block and somewhere it rests.
     pub fn memberships(&self) -> usize {
-        self.memberships.load(Ordering::Relaxed)
+        // Sources that change at once may count one's loss before the other's gain.
+        (self.tallies.memberships.load(Ordering::Relaxed) as isize).max(0) as usize
     }
 
     /// What a source is believed to hold at a level.
@@ -231,7 +243,7 @@ impl Index {
     pub fn bytes(&self) -> usize {
         let owners: Vec<Arc<Owner>> = self.body.load().roll.all().cloned().collect();
         let ledgers: usize = owners.iter().map(|owner| owner.bytes()).sum();
-        self.arena.bytes() + self.locator.bytes() + self.crowd_bytes.load(Ordering::Relaxed) + ledgers
+        self.arena.bytes() + self.locator.bytes() + self.tallies.crowd_bytes.load(Ordering::Relaxed) + ledgers
     }
 
     fn owner(&self, source: Source) -> Option<Arc<Owner>> {

@@ -90,6 +90,7 @@ impl Router {
     /// Places requests, and plans, by other settings from now on. When they are wrong, nothing changes, and the error says what is.
     pub fn retune(&self, settings: Settings) -> Result<(), Error> {
         let rules = Arc::new(Rules::new(settings).map_err(Error::Settings)?);
+        self.core.index.set_budget(rules.settings.index_bytes as usize);
         *self.core.rules.write().unwrap_or_else(PoisonError::into_inner) = rules;
         Ok(())
     }
@@ -103,12 +104,12 @@ impl Router {
 
 impl Core {
     pub(crate) fn new(settings: Settings, registry: &prometheus::Registry) -> Result<Self, Error> {
-        let rules = RwLock::new(Arc::new(Rules::new(settings).map_err(Error::Settings)?));
+        let rules = Rules::new(settings).map_err(Error::Settings)?;
         let metrics = Metrics::new(registry)?;
         Ok(Self {
-            rules,
             fleet: Fleet::default(),
-            index: Index::with_budget(Index::BUDGET),
+            index: Index::with_budget(rules.settings.index_bytes as usize),
+            rules: RwLock::new(Arc::new(rules)),
             promises: Arc::default(),
             admission: Admission::new(&metrics),
             metrics,

@@ -2,6 +2,7 @@
 
 use crate::admission::settings::Settings as Admission;
 use crate::balance;
+use crate::index::Index;
 use crate::policy::Policy;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -25,6 +26,9 @@ pub struct Settings {
     /// Seeds what is random (`random`, `power-of-two`, and how ties fall). Default 0. Give each replica of a router its own,
     /// so that they do not fall the same way.
     pub seed: u64,
+    /// Bytes that the index of who holds which block may take. Default 4 GiB: a hundred million blocks and more. Beyond, it forgets
+    /// what nobody asked for lately.
+    pub index_bytes: u64,
     /// Whether workers change between prefill and decode as traffic shifts.
     pub planner: balance::Settings,
     /// Who waits when the workers have too much to do.
@@ -133,6 +137,7 @@ impl Preset {
             decode_weight,
             cache_bias,
             seed: 0,
+            index_bytes: Index::BUDGET as u64,
             planner: balance::Settings::default(),
             admission: Admission::default(),
             models: BTreeMap::new(),
@@ -152,6 +157,9 @@ impl Settings {
         };
         let Self { decode_weight, cache_bias, .. } = self;
         weights("router", [("decode_weight", Some(*decode_weight)), ("cache_bias", Some(*cache_bias))])?;
+        if self.index_bytes < Index::BUDGET_LEAST as u64 {
+            return Err(format!("router.index_bytes: {} is less than {}", self.index_bytes, Index::BUDGET_LEAST));
+        }
         self.planner.check()?;
         self.admission.check()?;
         self.policy.check("router.policy")?;
@@ -211,6 +219,7 @@ mod tests {
         for (text, key) in [
             ("decode_weight = nan", "router.decode_weight"),
             ("cache_bias = -1", "router.cache_bias"),
+            ("index_bytes = 1000", "router.index_bytes"),
             ("[models.small]\ndecode_weight = inf", "router.models.small.decode_weight"),
             ("[models.small]\npolicy = { score = [] }", "router.models.small.policy.score"),
         ] {

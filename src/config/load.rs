@@ -184,7 +184,9 @@ impl Layer {
         let preset = Preset::ALL.into_iter().find(|preset| Some(preset.name()) == name.as_deref()).unwrap_or_default();
         let values = Value::serialize(preset.settings()).expect("settings are plain");
         let mut values = values.into_dict().unwrap_or_default();
-        values.retain(|key, _| !["preset", "seed", "models", "planner", "admission"].contains(&key.as_str()));
+        values.retain(|key, _| {
+            !["preset", "seed", "index_bytes", "models", "planner", "admission"].contains(&key.as_str())
+        });
         Self::one(&format!("preset {}", preset.name()), "router", Value::from(values))
     }
 

@@ -3,6 +3,7 @@
 //! Each measurement of each index runs in a process of its own, which this program starts from itself, so that no index sees
 //! another's memory.
 
+mod distinct;
 mod indexes;
 mod measure;
 mod options;
@@ -29,6 +30,10 @@ fn main() -> Result<()> {
     let options = Options::from_args()?;
     if let Some(cell) = &options.cell {
         println!("{}", measure(&options, cell)?);
+        return Ok(());
+    }
+    if let Some(blocks) = options.distinct {
+        println!("{:#}", distinct::measure(blocks)?);
         return Ok(());
     }
     let mut records = Vec::new();

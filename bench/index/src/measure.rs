@@ -176,7 +176,7 @@ fn latencies<I: Index>(index: &I, workload: &Workload, applied: &AtomicUsize, mo
 }
 
 /// Resident bytes, once the allocator has given back what nobody has.
-fn resident() -> Result<i64> {
+pub(crate) fn resident() -> Result<i64> {
     // SAFETY: it takes a number and asks nothing of its caller.
     unsafe { libc::malloc_trim(0) };
     let statm = std::fs::read_to_string("/proc/self/statm").context("/proc/self/statm")?;

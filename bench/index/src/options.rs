@@ -15,6 +15,8 @@ pub(crate) struct Options {
     /// Fleet sizes.
     pub(crate) workers: Vec<u32>,
     pub(crate) indexes: Vec<String>,
+    /// Blocks to pass through the router's index within a budget, instead of all else.
+    pub(crate) distinct: Option<usize>,
     /// Set in a process that was started to measure one thing.
     pub(crate) cell: Option<Cell>,
 }
@@ -48,6 +50,7 @@ The router's prefix index beside the published ones, on one stream of events mad
   --workers N,N     fleet sizes (128,1024)
   --repetitions N   of what is timed (3)
   --indexes A,B     blockyard, kv-index into, kv-index, dynamo crtc, dynamo positional (all)
+  --distinct N      only this: pass N distinct blocks through this index within 64 MiB, and print what it took
   --json            print the records instead of tables
   --help            this
 ";
@@ -60,6 +63,7 @@ impl Options {
             repetitions: 3,
             workers: vec![128, 1024],
             indexes: INDEXES.map(str::to_owned).to_vec(),
+            distinct: None,
             cell: None,
         };
         let mut arguments = std::env::args().skip(1);
@@ -73,6 +77,7 @@ impl Options {
                     options.workers =
                         value()?.split(',').map(str::parse).collect::<Result<_, _>>().context("--workers")?;
                 }
+                "--distinct" => options.distinct = Some(value()?.parse().context("--distinct")?),
                 "--indexes" => options.indexes = value()?.split(',').map(str::to_owned).collect(),
                 "--cell" => options.cell = Some(serde_json::from_str(&value()?).context("--cell")?),
                 "--help" | "-h" => {
@@ -81,6 +86,9 @@ impl Options {
                 }
                 _ => bail!("unknown option {argument}\n\n{USAGE}"),
             }
+        }
+        if options.distinct.is_some() {
+            return Ok(options);
         }
         ensure!(!options.trace.as_os_str().is_empty(), "--trace FILE is missing: which requests are to be replayed?");
         ensure!(options.trace.is_file(), "there is no trace to read at {}", options.trace.display());

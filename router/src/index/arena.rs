@@ -44,6 +44,11 @@ const TURNS: usize = 512;
 /// Places are 32 bits: 64 million pages, four billion blocks.
 const CHUNKS_MAX: usize = (1 << 26) / CHUNK;
 
+/// Pages that lie together are in use together: their locks lie apart.
+fn turn_of(page: u32) -> usize {
+    page.wrapping_mul(0x9e37_79b9) as usize >> (u32::BITS - TURNS.ilog2())
+}
+
 impl Arena {
     pub(super) fn new() -> Self {
         let turns = (0..TURNS).map(|_| Mutex::default()).collect();
@@ -52,13 +57,13 @@ impl Arena {
 
     /// The lock under which a page is changed. Nobody holds two, unless he can do without the second.
     pub(super) fn turn(&self, page: u32) -> MutexGuard<'_, ()> {
-        self.turns[page as usize % TURNS].lock().unwrap_or_else(PoisonError::into_inner)
+        self.turns[turn_of(page)].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The same, if nobody has it and `other`'s is not it.
     pub(super) fn try_turn(&self, page: u32, other: u32) -> Option<MutexGuard<'_, ()>> {
-        let apart = page as usize % TURNS != other as usize % TURNS;
-        apart.then(|| self.turns[page as usize % TURNS].try_lock().ok()).flatten()
+        let apart = turn_of(page) != turn_of(other);
+        apart.then(|| self.turns[turn_of(page)].try_lock().ok()).flatten()
     }
 
     /// A page that nobody uses; `None` when there are no more numbers. `change` hears of a new chunk before the page is given.

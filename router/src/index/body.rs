@@ -40,6 +40,9 @@ pub(super) struct Place(pub(super) u32);
 /// Pages are taken from the system this many at a time: 147 KiB, room for 16,384 blocks.
 pub(super) const CHUNK: usize = 256;
 
+/// Names of a cache line.
+const LINE: usize = 8;
+
 impl Place {
     pub(super) fn new(page: u32, at: u32) -> Self {
         Self(page << 6 | at)
@@ -66,28 +69,21 @@ impl Body {
         self.tables[key.shard].find(key.tag, is).map(Place)
     }
 
-    /// Brings near what the tables say of these names.
-    pub(super) fn bring_near(&self, names: impl Iterator<Item = u64>) {
-        let near = names.map(Key::of).fold(0, |sum, key| sum ^ self.tables[key.shard].touch(key.tag));
+    /// Brings near what the tables say of these names: all at once, since looking takes waiting for memory, not work.
+    pub(super) fn bring_near(&self, names: &[u64]) {
+        let near =
+            names.iter().map(|name| Key::of(*name)).fold(0, |sum, key| sum ^ self.tables[key.shard].touch(key.tag));
         std::hint::black_box(near);
     }
 
-    /// Where each block is, as far as it is. They are looked for all at once, since that takes waiting for memory, not work.
-    pub(super) fn find_all(&self, names: &[u64]) -> Vec<Option<Place>> {
-        self.bring_near(names.iter().copied());
-        let mut last: Option<Place> = None;
-        let find = |name: &u64| {
-            // Next to the last one, most of the time: behind it when blocks are stored, before it when they are evicted.
-            let beside = last.and_then(|place| {
-                let page = self.page(place.page())?;
-                let beside = [place.at().checked_sub(1), Some(place.at() + 1).filter(|at| *at < page.used())];
-                let at = beside.into_iter().flatten().find(|at| page.has(*at, *name))?;
-                Some(Place::new(place.page(), at))
-            });
-            last = beside.or_else(|| self.find(*name));
-            last
-        };
-        names.iter().map(find).collect()
+    /// Brings near what the pages have of a run of names that [`bring_near`](Self::bring_near) was called for.
+    pub(super) fn bring_pages_near(&self, run: &[u64]) {
+        let pages = run.iter().step_by(LINE).filter_map(|name| {
+            let key = Key::of(*name);
+            let place = Place(self.tables[key.shard].find(key.tag, |_| true)?);
+            Some(self.page(place.page())?.touch(place.at()))
+        });
+        std::hint::black_box(pages.fold(0, |sum, page| sum ^ page));
     }
 }
 

@@ -9,18 +9,18 @@ use super::body::{CHUNK, Place};
 use super::change::{Gone, digest};
 use super::holders::Holders;
 use super::locator::Entry;
-use super::page::{PLACES, Page, Warmth};
+use super::page::{Page, Warmth, each};
 use std::sync::atomic::Ordering;
 
 /// What an entry costs in the emptiest table that growing makes.
-const ENTRY_BYTES: usize = 15;
+const ENTRY_BYTES: usize = 14;
 /// Pages forgotten between two looks at the tables.
 const BATCH: usize = 8;
 
 impl Index {
     /// Forgets until the budget is kept. Answers with the pages forgotten.
     pub(super) fn trim(&self) -> usize {
-        if self.weight() <= self.budget {
+        if self.fits() {
             return 0;
         }
         // Whoever is at it does it for all.
@@ -29,10 +29,10 @@ impl Index {
         let pages = self.body.load().chunks.len() * CHUNK;
         // Twice round, everything has been cold once.
         for _ in 0..2 * pages {
-            if gone.pages.len() == BATCH || self.weight() <= self.budget {
+            if gone.pages.len() == BATCH || self.fits() {
                 self.bury(&gone);
                 gone = Gone::default();
-                if self.weight() <= self.budget {
+                if self.fits() {
                     break;
                 }
             }
@@ -60,32 +60,39 @@ impl Index {
         if page.live() == 0 || page.warmth() == Warmth::Settling {
             return false;
         }
-        self.strike_holders(page);
+        gone.memberships += self.strike_holders(page);
         let dead = page.set_holders(Holders::Nobody);
         let entry = |at| Entry { name: page.name(at), place: Place::new(number, at) };
-        gone.entries.extend((0..PLACES).filter(|at| dead >> at & 1 == 1).map(entry));
+        gone.entries.extend(each(dead).map(entry));
         gone.pages.push(number);
         true
     }
 
-    /// Takes a page's blocks off its holders' tallies. Their ledgers go on naming the page, which does no harm.
-    fn strike_holders(&self, page: &Page) {
+    /// Takes a page's blocks off its holders' tallies. Answers with how many that were. Their ledgers go on naming the page,
+    /// which does no harm.
+    fn strike_holders(&self, page: &Page) -> usize {
         let (body, holders) = (self.body.load(), page.holders());
-        self.crowd_bytes.fetch_sub(holders.bytes(), Ordering::Relaxed);
+        self.tallies.crowd_bytes.fetch_sub(holders.bytes(), Ordering::Relaxed);
+        let mut memberships = 0;
         for (seat, mask) in holders.to_vec() {
             let blocks = mask.count_ones() as usize;
-            self.memberships.fetch_sub(blocks, Ordering::Relaxed);
+            memberships += blocks;
             if let Some(owner) = body.roll.by_slot(seat.slot()) {
                 owner.went(seat, blocks as u64, digest(page, mask));
                 owner.set_forgetful(true);
             }
         }
+        memberships
+    }
+
+    fn fits(&self) -> bool {
+        self.weight() <= self.budget.load(Ordering::Relaxed)
     }
 
     /// Bytes that what is known needs, spare room apart.
     fn weight(&self) -> usize {
         self.arena.used() * size_of::<Page>()
-            + self.entries.load(Ordering::Relaxed) * ENTRY_BYTES
-            + self.crowd_bytes.load(Ordering::Relaxed)
+            + self.tallies.entries.load(Ordering::Relaxed) * ENTRY_BYTES
+            + self.tallies.crowd_bytes.load(Ordering::Relaxed)
     }
 }

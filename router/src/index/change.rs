@@ -8,56 +8,92 @@ use super::body::Place;
 use super::holders::Holders;
 use super::locator::Entry;
 use super::owner::{Digest, Ledger, Owner, fit};
-use super::page::{PLACES, Page, Warmth, ones};
+use super::page::{PLACES, Page, Warmth, each, ones};
 use super::seat::Seat;
 use std::sync::atomic::Ordering;
 
-/// A name that comes, and the name before it in its chain, as far as that is known.
+/// Names that come.
 #[derive(Clone, Copy)]
-pub(super) struct Piece {
-    pub(super) name: u64,
+pub(super) struct Run<'a> {
+    pub(super) names: &'a [u64],
+    /// The name before the first in its chain, as far as that is known.
     pub(super) after: Option<u64>,
+    /// Whether each follows the one before it.
+    pub(super) chained: bool,
 }
 
 /// Names handled at once: what they touch stays in the core's own cache.
-const BATCH: usize = 128;
+const BATCH: usize = 512;
+/// Names that are brought near at once while looking for them.
+const AHEAD: usize = 128;
 /// A page is given up for another when no more places than this are live, and all were used.
 const SPARSE: u32 = PLACES / 4;
 
+impl<'a> Run<'a> {
+    /// Names that do not follow each other, as far as is known.
+    pub(super) fn loose(names: &'a [u64]) -> Self {
+        Self { names, after: None, chained: false }
+    }
+
+    /// The first `len` of them, and the others.
+    fn split(self, len: usize) -> (Self, Self) {
+        let (names, later) = self.names.split_at(len);
+        let after = if self.chained { names.last().copied().or(self.after) } else { None };
+        (Self { names, ..self }, Self { names: later, after, ..self })
+    }
+}
+
 impl Index {
     /// A source holds these blocks from now on.
-    pub(super) fn store(&self, owner: &Owner, ledger: &mut Ledger, seat: Seat, pieces: &[Piece]) {
-        for pieces in pieces.chunks(BATCH) {
-            let mut rest = pieces.to_vec();
-            // What follows a block that nobody has is new as well, most of the time; the tables refuse what is not.
-            if self.body.load().find(rest[0].name).is_none() {
-                self.body.load().bring_near(rest.iter().map(|piece| piece.name));
-                rest = self.settle(owner, ledger, seat, &rest);
+    pub(super) fn store(&self, owner: &Owner, ledger: &mut Ledger, seat: Seat, run: Run<'_>) {
+        let mut rest = run;
+        while !rest.names.is_empty() {
+            let (mut part, later) = rest.split(rest.names.len().min(BATCH));
+            rest = later;
+            self.body.load().bring_near(part.names);
+            let mut refused = Vec::new();
+            while !part.names.is_empty() {
+                let known = self.join_holders(owner, ledger, seat, part.names);
+                part = part.split(known).1;
+                let (fresh, later) = part.split(self.fresh(part));
+                refused.extend(self.settle(owner, ledger, seat, fresh));
+                part = later;
             }
-            // Another round takes somebody who entered or removed the same names meanwhile.
-            while !rest.is_empty() {
-                let fresh = self.join_holders(owner, ledger, seat, &rest);
-                rest = self.settle(owner, ledger, seat, &fresh);
+            if !refused.is_empty() {
+                self.store(owner, ledger, seat, Run::loose(&refused));
             }
         }
+    }
+
+    /// How many blocks are new, counted from the first. What follows a block that nobody has is new as well, most of the time;
+    /// the tables refuse what is not.
+    fn fresh(&self, run: Run<'_>) -> usize {
+        let body = self.body.load();
+        let fresh = || run.names.iter().take_while(|name| body.find(**name).is_none()).count();
+        if run.chained { run.names.len() } else { fresh() }
     }
 
     /// A source no longer holds these blocks.
     pub(super) fn evict(&self, owner: &Owner, ledger: &mut Ledger, seat: Seat, names: &[u64]) {
         for names in names.chunks(BATCH) {
             let body = self.body.load();
-            let places = body.find_all(names);
-            let found: Vec<(u64, Place)> =
-                names.iter().zip(places).filter_map(|(name, place)| Some((*name, place?))).collect();
             let mut gone = Gone::default();
-            for run in found.chunk_by(|(_, a), (_, b)| a.page() == b.page()) {
-                let number = run[0].1.page();
-                let Some(page) = body.page(number) else { continue };
-                let turn = self.arena.turn(number);
-                let here =
-                    |bits, (name, place): &(u64, Place)| bits | u64::from(page.has(place.at(), *name)) << place.at();
-                self.take(owner, ledger, seat, (number, page), run.iter().fold(0, here), &mut gone);
-                drop(turn);
+            let (mut at, mut near) = (0, 0);
+            while at < names.len() {
+                if at >= near {
+                    near = names.len().min(at + AHEAD);
+                    body.bring_near(&names[at..near]);
+                    body.bring_pages_near(&names[at..near]);
+                }
+                let found = body.find(names[at]).and_then(|place| Some((place, body.page(place.page())?)));
+                let Some((place, page)) = found else {
+                    at += 1;
+                    continue;
+                };
+                let _turn = self.arena.turn(place.page());
+                let (bits, len) = stretch(page, place.at(), &names[at..]);
+                self.take(owner, ledger, seat, (place.page(), page), bits, &mut gone);
+                at += len;
             }
             self.bury(&gone);
             for number in gone.sparse {
@@ -70,7 +106,7 @@ impl Index {
     /// A source holds nothing at a level any more.
     pub(super) fn empty(&self, owner: &Owner, ledger: &mut Ledger, seat: Seat) {
         let pages: Vec<u32> = std::mem::take(&mut ledger.pages[seat.level()]).into_iter().collect();
-        for numbers in pages.chunks(BATCH / 8) {
+        for numbers in pages.chunks(BATCH / PLACES as usize) {
             let body = self.body.load();
             let mut gone = Gone::default();
             for number in numbers {
@@ -79,6 +115,7 @@ impl Index {
                     self.take(owner, ledger, seat, (*number, page), u64::MAX, &mut gone);
                 }
             }
+            body.bring_near(&gone.entries.iter().map(|entry| entry.name).collect::<Vec<u64>>());
             self.bury(&gone);
         }
     }
@@ -91,56 +128,53 @@ impl Index {
             let Some(page) = body.page(*number) else { continue };
             let _turn = self.arena.turn(*number);
             let mask = page.holders().mask(seat);
-            names.extend((0..PLACES).filter(|at| mask >> at & 1 == 1).map(|at| page.name(at)));
+            names.extend(each(mask).map(|at| page.name(at)));
         }
         names
     }
 
-    /// Adds a holder to blocks that are there. Answers with those that are not.
-    fn join_holders(&self, owner: &Owner, ledger: &mut Ledger, seat: Seat, pieces: &[Piece]) -> Vec<Piece> {
-        let body = self.body.load();
-        let names: Vec<u64> = pieces.iter().map(|piece| piece.name).collect();
-        let places = body.find_all(&names);
-        let mut fresh = Vec::new();
-        let found: Vec<(Piece, Option<Place>)> = pieces.iter().copied().zip(places).collect();
-        for run in found.chunk_by(|(_, a), (_, b)| a.map(Place::page) == b.map(Place::page)) {
-            let number = run[0].1.map(Place::page);
-            let Some((number, page)) = number.and_then(|number| Some((number, body.page(number)?))) else {
-                fresh.extend(run.iter().map(|(piece, _)| *piece));
-                continue;
-            };
+    /// Adds a holder to blocks that are there, up to the first that is not. Answers with how many.
+    fn join_holders(&self, owner: &Owner, ledger: &mut Ledger, seat: Seat, names: &[u64]) -> usize {
+        let (mut known, mut memberships) = (0, 0);
+        while known < names.len() {
+            let body = self.body.load();
+            let found = body.find(names[known]).and_then(|place| Some((place, body.page(place.page())?)));
+            let Some((place, page)) = found else { break };
+            let number = place.page();
             let _turn = self.arena.turn(number);
             // While another enters its names, one that lies here may yet be refused: only the table knows.
             let entered = page.warmth() != Warmth::Settling || page.is_of(owner.slot);
-            let is = |piece: &Piece, place: Place| {
-                page.has(place.at(), piece.name) && (entered || self.body.load().find(piece.name) == Some(place))
+            let is = |at: u32, name: u64| {
+                page.has(at, name) && (entered || self.body.load().find(name) == Some(Place::new(number, at)))
             };
-            let mut bits = 0;
-            for (piece, place) in run {
-                match place {
-                    Some(place) if is(piece, *place) => bits |= 1 << place.at(),
-                    _ => fresh.push(*piece),
-                }
-            }
+            let here = (place.at()..PLACES).zip(&names[known..]).take_while(|(at, name)| is(*at, **name)).count();
             let mut holders = page.holders();
             let before = holders.bytes();
-            let added = holders.add(seat, bits);
+            let added = holders.add(seat, ones(here as u32) << place.at());
             if added != 0 {
                 self.crowds(before, holders.bytes());
                 page.set_holders(holders);
-                self.came(owner, ledger, seat, number, page, added);
+                came(owner, ledger, seat, number, page, added);
+                memberships += added.count_ones() as usize;
             }
             page.warm();
+            known += here;
         }
-        fresh
+        if memberships > 0 {
+            self.tallies.memberships.fetch_add(memberships, Ordering::Relaxed);
+        }
+        known
     }
 
     /// Finds places for names that have none, and enters them. Answers with those that somebody else entered first.
-    fn settle(&self, owner: &Owner, ledger: &mut Ledger, seat: Seat, fresh: &[Piece]) -> Vec<Piece> {
-        let mut entries = Vec::with_capacity(fresh.len());
+    fn settle(&self, owner: &Owner, ledger: &mut Ledger, seat: Seat, fresh: Run<'_>) -> Vec<u64> {
+        if fresh.names.is_empty() {
+            return Vec::new();
+        }
+        let mut entries = Vec::with_capacity(fresh.names.len());
         let mut settling = Vec::new();
         let mut rest = fresh;
-        while !rest.is_empty() {
+        while !rest.names.is_empty() {
             let Some(number) = self.open(owner, ledger) else { break };
             let body = self.body.load();
             let Some(page) = body.page(number) else {
@@ -154,39 +188,52 @@ impl Index {
                 continue;
             }
             page.set_warmth(Warmth::Settling);
-            let (now, later) = rest.split_at(rest.len().min((PLACES - page.used()) as usize));
+            let (now, later) = rest.split(rest.names.len().min((PLACES - page.used()) as usize));
             let before = page.holders().bytes();
-            let first = page.append(seat, now.iter().map(|piece| (piece.name, piece.after)));
+            let joins = if now.chained { !1 } else { 0 };
+            let first = page.append(seat, now.names, now.after, joins);
             self.crowds(before, page.holders().bytes());
-            self.came(owner, ledger, seat, number, page, ones(now.len() as u32) << first);
-            let entry = |(at, piece): (u32, &Piece)| Entry { name: piece.name, place: Place::new(number, at) };
-            entries.extend((first..).zip(now).map(entry));
+            came(owner, ledger, seat, number, page, ones(now.names.len() as u32) << first);
+            let entry = |(at, name): (u32, &u64)| Entry { name: *name, place: Place::new(number, at) };
+            entries.extend((first..).zip(now.names).map(entry));
             settling.push(number);
             rest = later;
         }
+        // Counted before somebody can find and remove them.
+        self.tallies.memberships.fetch_add(entries.len(), Ordering::Relaxed);
+        self.tallies.entries.fetch_add(entries.len(), Ordering::Relaxed);
         let same =
             |name, place: Place| self.body.load().page(place.page()).is_some_and(|page| page.has(place.at(), name));
-        let refused = self.locator.enter(&entries, same, |shard, table| self.set_table(shard, table));
-        self.entries.fetch_add(entries.len() - refused.len(), Ordering::Relaxed);
-        let mut again = Vec::new();
+        let refused = self.locator.enter(
+            &entries,
+            same,
+            |places| self.names_in(places),
+            |shard, table| self.set_table(shard, table),
+        );
+        self.tallies.entries.fetch_sub(refused.len(), Ordering::Relaxed);
         let body = self.body.load();
-        for Entry { name, place } in refused {
+        for Entry { place, .. } in &refused {
             let Some(page) = body.page(place.page()) else { continue };
             let _turn = self.arena.turn(place.page());
             // Nobody found it here, so nobody else holds it here.
             self.take(owner, ledger, seat, (place.page(), page), 1 << place.at(), &mut Gone::default());
-            again.extend(fresh.iter().find(|piece| piece.name == name));
         }
+        self.tallies.memberships.fetch_sub(refused.len(), Ordering::Relaxed);
         for number in settling {
             let Some(page) = body.page(number) else { continue };
             let _turn = self.arena.turn(number);
             // Who asks for it will warm it: what nobody asks for is forgotten before what somebody did.
             page.set_warmth(Warmth::Cold);
-            if page.live() == 0 {
-                self.discard(number, page);
-            }
+            self.discard(number, page);
         }
-        again
+        refused.into_iter().map(|entry| entry.name).collect()
+    }
+
+    /// The names in places that are entered.
+    fn names_in(&self, places: &[u32]) -> Vec<u64> {
+        let body = self.body.load();
+        let name = |place: Place| body.page(place.page()).map_or(0, |page| page.name(place.at()));
+        places.iter().map(|place| name(Place(*place))).collect()
     }
 
     /// A page of the source's with room in it, probably.
@@ -223,12 +270,12 @@ impl Index {
         self.crowds(before, holders.bytes());
         let dead = page.set_holders(holders);
         owner.went(seat, u64::from(taken.count_ones()), digest(page, taken));
-        self.memberships.fetch_sub(taken.count_ones() as usize, Ordering::Relaxed);
+        gone.memberships += taken.count_ones() as usize;
         if mine == 0 {
             ledger.pages[seat.level()].remove(&number);
         }
         let entry = |at| Entry { name: page.name(at), place: Place::new(number, at) };
-        gone.entries.extend((0..PLACES).filter(|at| dead >> at & 1 == 1).map(entry));
+        gone.entries.extend(each(dead).map(entry));
         let live = page.live().count_ones();
         if live == 0 {
             gone.pages.push(number);
@@ -239,15 +286,16 @@ impl Index {
 
     /// Removes names that nobody holds from the tables, and then lets go of the pages that are empty.
     pub(super) fn bury(&self, gone: &Gone) {
-        self.locator.remove(&gone.entries, |shard, table| self.set_table(shard, table));
-        self.entries.fetch_sub(gone.entries.len(), Ordering::Relaxed);
+        self.tallies.memberships.fetch_sub(gone.memberships, Ordering::Relaxed);
+        self.locator.remove(&gone.entries, |places| self.names_in(places), |shard, table| self.set_table(shard, table));
+        self.tallies.entries.fetch_sub(gone.entries.len(), Ordering::Relaxed);
         let body = self.body.load();
-        for number in &gone.pages {
-            if let Some(page) = body.page(*number) {
-                let _turn = self.arena.turn(*number);
-                self.discard(*number, page);
-            }
-        }
+        let retires = |number: &u32| {
+            let _turn = self.arena.turn(*number);
+            body.page(*number).is_some_and(Page::retire)
+        };
+        let retired: Vec<u32> = gone.pages.iter().copied().filter(retires).collect();
+        self.arena.give(&retired, |change| self.set_chunk(change));
     }
 
     /// Lets go of the page that a source had open, if it never came to use it.
@@ -264,8 +312,7 @@ impl Index {
 
     /// Lets go of a page, unless it has come into use again; the caller holds its lock.
     fn discard(&self, number: u32, page: &Page) {
-        if page.live() == 0 && page.in_use() && page.warmth() != Warmth::Settling {
-            page.retire();
+        if page.retire() {
             self.arena.give(&[number], |change| self.set_chunk(change));
         }
     }
@@ -298,10 +345,11 @@ impl Index {
             ledger.open = None;
             return;
         }
-        let places: Vec<u32> = (0..PLACES).filter(|at| live >> at & 1 == 1).collect();
+        let places: Vec<u32> = each(live).collect();
+        let names: Vec<u64> = places.iter().map(|at| old.name(*at)).collect();
         let before = new.holders().bytes();
-        let names = places.iter().map(|at| (old.name(*at), at.checked_sub(1).map(|at| old.name(at))));
-        let first = new.append(seat, names);
+        let joins = (0..).zip(&places).fold(0, |joins, (to, at)| joins | u64::from(old.joins_at(*at)) << to);
+        let first = new.append(seat, &names, None, joins);
         self.crowds(before, new.holders().bytes());
         for (to_at, at) in (first..).zip(&places) {
             self.locator.point(old.name(*at), Place::new(from, *at), Place::new(to, to_at));
@@ -313,21 +361,18 @@ impl Index {
         self.discard(from, old);
     }
 
-    /// Notes that a holder has more blocks in a page.
-    fn came(&self, owner: &Owner, ledger: &mut Ledger, seat: Seat, number: u32, page: &Page, added: u64) {
-        ledger.pages[seat.level()].insert(number);
-        owner.came(seat, u64::from(added.count_ones()), digest(page, added));
-        self.memberships.fetch_add(added.count_ones() as usize, Ordering::Relaxed);
-    }
-
     fn crowds(&self, before: usize, after: usize) {
-        self.crowd_bytes.fetch_add(after.wrapping_sub(before), Ordering::Relaxed);
+        if before != after {
+            self.tallies.crowd_bytes.fetch_add(after.wrapping_sub(before), Ordering::Relaxed);
+        }
     }
 }
 
 /// What a change left behind.
 #[derive(Default)]
 pub(super) struct Gone {
+    /// Pairs of a block and somewhere it rested.
+    pub(super) memberships: usize,
     /// Names that nobody holds any more.
     pub(super) entries: Vec<Entry>,
     /// Pages without a live block.
@@ -336,13 +381,30 @@ pub(super) struct Gone {
     sparse: Vec<u32>,
 }
 
+/// Notes that a holder has more blocks in a page.
+fn came(owner: &Owner, ledger: &mut Ledger, seat: Seat, number: u32, page: &Page, added: u64) {
+    ledger.pages[seat.level()].insert(number);
+    owner.came(seat, u64::from(added.count_ones()), digest(page, added));
+}
+
+/// The places of a page, from one on, that have these names, and how many of the names that is; at least the first is dealt with.
+/// A chain is given up from its end, most of the time, so names may lie in either order.
+fn stretch(page: &Page, first: u32, names: &[u64]) -> (u64, usize) {
+    if !page.has(first, names[0]) {
+        return (0, 1);
+    }
+    let down = first > 0 && names.get(1) == Some(&page.name(first - 1));
+    let (mut bits, mut len, mut at) = (1 << first, 1, first);
+    while len < names.len() {
+        let next = if down { at.checked_sub(1) } else { Some(at + 1).filter(|at| *at < PLACES) };
+        let Some(next) = next.filter(|next| page.has(*next, names[len])) else { break };
+        bits |= 1 << next;
+        (len, at) = (len + 1, next);
+    }
+    (bits, len)
+}
+
 /// The part of some places in a digest.
 pub(super) fn digest(page: &Page, places: u64) -> u64 {
-    let mut rest = places;
-    let mut sum = 0_u64;
-    while rest != 0 {
-        sum = sum.wrapping_add(Digest::of(page.name(rest.trailing_zeros())));
-        rest &= rest - 1;
-    }
-    sum
+    each(places).fold(0, |sum: u64, at| sum.wrapping_add(Digest::of(page.name(at))))
 }

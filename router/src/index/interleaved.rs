@@ -3,7 +3,7 @@
 use loom::sync::Arc;
 use loom::thread;
 use sync::{AtomicU64, Ordering};
-use table::{Entered, Table, Taken};
+use table::Table;
 use version::Version;
 
 mod sync {
@@ -55,17 +55,17 @@ fn what_changes_together_is_seen_together_or_not_at_all() {
 #[test]
 fn an_entry_is_found_while_its_neighbours_come_and_go() {
     explore(|| {
-        let table = Arc::new(Table::new(16));
-        // The home group is full, so the last of nine lies in the next.
-        for place in 64..73 {
+        let table = Arc::new(Table::new(24));
+        // The home group is full, so the last of thirteen lies in the next.
+        for place in 64..77 {
             table.enter(7, place, |_| false);
         }
         let writer = table.clone();
         let writer = thread::spawn(move || {
-            assert_eq!(writer.take(7, 66), Taken::Buried, "readers must go on behind it");
-            assert_eq!(writer.enter(7, 100, |_| false), Entered::OnGrave, "a grave is used again");
+            assert!(writer.take(7, 66));
+            assert!(writer.enter(7, 100, |_| false));
         });
-        assert_eq!(table.find(7, |place| place == 72), Some(72));
+        assert_eq!(table.find(7, |place| place == 76), Some(76));
         writer.join().unwrap();
         assert_eq!(table.find(7, |place| place == 66), None);
     });
@@ -74,7 +74,7 @@ fn an_entry_is_found_while_its_neighbours_come_and_go() {
 #[test]
 fn what_an_entry_points_to_is_there_before_it() {
     explore(|| {
-        let shared = Arc::new((Table::new(8), AtomicU64::new(0)));
+        let shared = Arc::new((Table::new(12), AtomicU64::new(0)));
         let writer = shared.clone();
         let writer = thread::spawn(move || {
             writer.1.store(5, Ordering::Relaxed);

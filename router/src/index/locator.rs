@@ -1,22 +1,24 @@
 //! The tables from names to places, as those see them who change them.
 //!
 //! Shards have a lock each, for writers only, and grow and shrink by themselves. What is entered or removed comes in batches,
-//! which are sorted by shard, so that a lock is taken for many names at once.
+//! which are sorted by shard, so that a lock is taken for many names at once; whoever finds a shard busy does the others
+//! first.
 
 use super::body::Place;
-use super::table::{Entered, Table, Taken};
+use super::table::Table;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Shards: two writers seldom meet in one, and a batch has several names for each.
-pub(super) const SHARDS: usize = 16;
+/// Shards: two writers seldom meet in one, a batch has several names for each, and none is long in growing.
+pub(super) const SHARDS: usize = 1 << SHARD_BITS;
+const SHARD_BITS: u32 = 5;
 /// Slots of an empty shard.
 const SLOTS_MIN: usize = 64;
-/// A table is replaced once it is fuller than this, graves counted: beyond, groups of eight overflow too often.
-const FULL: f64 = 0.8;
+/// A table is replaced once it is fuller than this: beyond, groups of twelve overflow too often.
+const FULL: f64 = 0.66;
 /// How full its successor is.
-const FILLED: f64 = 0.55;
+const FILLED: f64 = 0.4;
 /// And it is replaced once it is emptier than this.
-const SPARSE: f64 = 0.3;
+const SPARSE: f64 = 0.25;
 
 /// The shards.
 pub(super) struct Locator([Mutex<Shard>; SHARDS]);
@@ -24,8 +26,7 @@ pub(super) struct Locator([Mutex<Shard>; SHARDS]);
 struct Shard {
     table: Arc<Table>,
     live: usize,
-    graves: usize,
-    /// Entries and graves at which it is replaced.
+    /// Entries at which it is replaced.
     full: usize,
 }
 
@@ -46,7 +47,7 @@ pub(super) struct Entry {
 impl Key {
     pub(super) fn of(name: u64) -> Self {
         let spread = name.wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        Self { shard: (spread >> 60) as usize, tag: (spread >> 28) as u32 }
+        Self { shard: (spread >> (64 - SHARD_BITS)) as usize, tag: (spread >> (32 - SHARD_BITS)) as u32 }
     }
 }
 
@@ -61,28 +62,26 @@ impl Locator {
     }
 
     /// Enters names. `same` says whether a block of the name is in a place that is entered already; such a name is refused.
-    /// `grown` hears of each table that was replaced. Answers with those that were refused.
+    /// `names` reads the names in places that are entered, `grown` hears of each table that was replaced. Answers with those that were refused.
     pub(super) fn enter(
         &self,
         entries: &[Entry],
         same: impl Fn(u64, Place) -> bool,
+        names: impl Fn(&[u32]) -> Vec<u64>,
         grown: impl Fn(usize, Arc<Table>),
     ) -> Vec<Entry> {
         let mut refused = Vec::new();
-        for_each_shard(entries, |number, entries| {
-            let mut shard = self.lock(number);
+        self.for_each_shard(entries, |number, shard, entries| {
             for entry in entries {
-                if shard.live + shard.graves >= shard.full {
-                    shard.replace();
+                if shard.live >= shard.full {
+                    shard.replace(&names);
                     grown(number, shard.table.clone());
                 }
                 let same = |place| same(entry.name, Place(place));
-                match shard.table.enter(Key::of(entry.name).tag, entry.place.0, same) {
-                    Entered::Refused => refused.push(*entry),
-                    outcome => {
-                        shard.live += 1;
-                        shard.graves -= usize::from(outcome == Entered::OnGrave);
-                    }
+                if shard.table.enter(Key::of(entry.name).tag, entry.place.0, same) {
+                    shard.live += 1;
+                } else {
+                    refused.push(*entry);
                 }
             }
         });
@@ -90,22 +89,19 @@ impl Locator {
     }
 
     /// Removes names. Those that are not entered under their place are skipped.
-    pub(super) fn remove(&self, entries: &[Entry], shrunk: impl Fn(usize, Arc<Table>)) {
-        for_each_shard(entries, |number, entries| {
-            let mut shard = self.lock(number);
+    pub(super) fn remove(
+        &self,
+        entries: &[Entry],
+        names: impl Fn(&[u32]) -> Vec<u64>,
+        shrunk: impl Fn(usize, Arc<Table>),
+    ) {
+        self.for_each_shard(entries, |number, shard, entries| {
             for entry in entries {
-                match shard.table.take(Key::of(entry.name).tag, entry.place.0) {
-                    Taken::Emptied => shard.live -= 1,
-                    Taken::Buried => {
-                        shard.live -= 1;
-                        shard.graves += 1;
-                    }
-                    Taken::Absent => {}
-                }
+                shard.live -= usize::from(shard.table.take(Key::of(entry.name).tag, entry.place.0));
             }
             let slots = shard.table.slots();
             if slots > SLOTS_MIN && (shard.live as f64) < slots as f64 * SPARSE {
-                shard.replace();
+                shard.replace(&names);
                 shrunk(number, shard.table.clone());
             }
         });
@@ -119,7 +115,37 @@ impl Locator {
 
     /// Bytes of the tables.
     pub(super) fn bytes(&self) -> usize {
-        (0..SHARDS).map(|shard| self.lock(shard).table.slots() * size_of::<u64>()).sum()
+        (0..SHARDS).map(|shard| self.lock(shard).table.bytes()).sum()
+    }
+
+    /// Sorts entries by shard, and calls for each that has any.
+    fn for_each_shard(&self, entries: &[Entry], mut each: impl FnMut(usize, &mut Shard, &[Entry])) {
+        let Some(first) = entries.first() else { return };
+        let mut ends = [0; SHARDS];
+        for entry in entries {
+            ends[Key::of(entry.name).shard] += 1;
+        }
+        let mut sum = 0;
+        for end in &mut ends {
+            sum += std::mem::replace(end, sum);
+        }
+        let mut sorted = vec![*first; entries.len()];
+        for entry in entries {
+            let end = &mut ends[Key::of(entry.name).shard];
+            sorted[*end] = *entry;
+            *end += 1;
+        }
+        let mut later = 0_u64;
+        let of = |shard: usize| shard.checked_sub(1).map_or(0, |before| ends[before])..ends[shard];
+        for shard in (0..SHARDS).filter(|shard| !of(*shard).is_empty()) {
+            match self.0[shard].try_lock() {
+                Ok(mut guard) => each(shard, &mut guard, &sorted[of(shard)]),
+                Err(_) => later |= 1 << shard,
+            }
+        }
+        for shard in (0..SHARDS).filter(|shard| later >> shard & 1 == 1) {
+            each(shard, &mut self.lock(shard), &sorted[of(shard)]);
+        }
     }
 
     fn lock(&self, shard: usize) -> MutexGuard<'_, Shard> {
@@ -131,41 +157,16 @@ impl Shard {
     fn new(slots: usize) -> Self {
         let table = Table::new(slots);
         let full = (table.slots() as f64 * FULL) as usize;
-        Self { table: Arc::new(table), live: 0, graves: 0, full }
+        Self { table: Arc::new(table), live: 0, full }
     }
 
-    /// A table that fits what there is, without graves.
-    fn replace(&mut self) {
+    /// A table that fits what there is.
+    fn replace(&mut self, names: impl Fn(&[u32]) -> Vec<u64>) {
         let next = Self::new(((self.live as f64 / FILLED) as usize).max(SLOTS_MIN));
-        for (tag, place) in self.table.entries() {
-            next.table.enter(tag, place, |_| false);
+        let places: Vec<u32> = self.table.places().collect();
+        for (name, place) in names(&places).into_iter().zip(places) {
+            next.table.enter(Key::of(name).tag, place, |_| false);
         }
         *self = Self { live: self.live, ..next };
-    }
-}
-
-/// Sorts entries by shard, and calls for each that has any.
-fn for_each_shard(entries: &[Entry], mut each: impl FnMut(usize, &[Entry])) {
-    let Some(first) = entries.first() else { return };
-    let mut ends = [0; SHARDS];
-    for entry in entries {
-        ends[Key::of(entry.name).shard] += 1;
-    }
-    let mut sum = 0;
-    for end in &mut ends {
-        sum += std::mem::replace(end, sum);
-    }
-    let mut sorted = vec![*first; entries.len()];
-    for entry in entries {
-        let end = &mut ends[Key::of(entry.name).shard];
-        sorted[*end] = *entry;
-        *end += 1;
-    }
-    let mut from = 0;
-    for (shard, end) in ends.into_iter().enumerate() {
-        if end > from {
-            each(shard, &sorted[from..end]);
-        }
-        from = end;
     }
 }

@@ -62,6 +62,15 @@ pub(super) fn ones(len: u32) -> u64 {
     if len >= u64::BITS { u64::MAX } else { (1 << len) - 1 }
 }
 
+/// The places whose bits are set, the first first.
+pub(super) fn each(mut bits: u64) -> impl Iterator<Item = u32> {
+    std::iter::from_fn(move || {
+        let at = (bits != 0).then(|| bits.trailing_zeros())?;
+        bits &= bits - 1;
+        Some(at)
+    })
+}
+
 impl Page {
     pub(super) fn new() -> Self {
         Self {
@@ -116,11 +125,14 @@ impl Page {
         let longest = (PLACES - from).min(prompt.len() as u32);
         let is = |len: u32| self.name(from + len) == prompt[len as usize].short();
         let mut len = 0;
-        while len < longest && live >> (from + len) & 1 == 1 && is(len) {
+        while len < longest && live >> (from + len) & 1 == 1 {
             let joined = (joins >> (from + len) >> 1).trailing_ones().min(longest - len - 1);
             if is(len + joined) {
                 len += joined + 1;
                 continue;
+            }
+            if !is(len) {
+                return len;
             }
             // It forks somewhere in between. Names up to there are alike, and none after.
             let (mut alike, mut differs) = (0, joined);
@@ -165,14 +177,23 @@ impl Page {
         self.used.store(0, Ordering::Relaxed);
     }
 
-    /// Nobody's again.
-    pub(super) fn retire(&self) {
-        self.owner.store(u32::MAX, Ordering::Relaxed);
-        self.set_warmth(Warmth::Cold);
+    /// Nobody's again, unless there is a live block in it, or will be. Whether it was somebody's.
+    pub(super) fn retire(&self) -> bool {
+        let retires = self.live() == 0 && self.in_use() && self.warmth() != Warmth::Settling;
+        if retires {
+            self.owner.store(u32::MAX, Ordering::Relaxed);
+            self.set_warmth(Warmth::Cold);
+        }
+        retires
     }
 
-    pub(super) fn in_use(&self) -> bool {
+    fn in_use(&self) -> bool {
         self.owner.load(Ordering::Relaxed) != u32::MAX
+    }
+
+    /// Whether a live block here follows the live one before it.
+    pub(super) fn joins_at(&self, at: u32) -> bool {
+        self.joins.load(Ordering::Relaxed) >> at & 1 == 1
     }
 
     pub(super) fn holders(&self) -> Holders {
@@ -188,22 +209,22 @@ impl Page {
         self.seat.load(Ordering::Relaxed) == seat.raw() && self.mask.load(Ordering::Relaxed) == blocks
     }
 
-    /// Appends names, each with the name before it in its chain, all held by one. Answers with the first place.
-    pub(super) fn append(&self, seat: Seat, names: impl ExactSizeIterator<Item = (u64, Option<u64>)>) -> u32 {
+    /// Appends names, all held by one. The first follows the name `after`, and each of the others the one before it where
+    /// `joins` has its bit. Answers with the first place.
+    pub(super) fn append(&self, seat: Seat, names: &[u64], after: Option<u64>, joins: u64) -> u32 {
         let first = self.used();
         let bits = ones(names.len() as u32) << first;
         let mut holders = self.holders();
         holders.add(seat, bits);
         let live = self.live() | bits;
+        let follows = first > 0 && live >> (first - 1) & 1 == 1 && after == Some(self.name(first - 1));
+        let joins = (joins & !1 | u64::from(follows)) << first & bits;
         self.version.change(|| {
-            let mut joins = self.joins.load(Ordering::Relaxed);
-            for (at, (name, after)) in (first..).zip(names) {
-                self.names[at as usize].store(name, Ordering::Relaxed);
-                let follows = at > 0 && live >> (at - 1) & 1 == 1 && after == Some(self.name(at - 1));
-                joins |= u64::from(follows) << at;
+            for (place, name) in self.names[first as usize..].iter().zip(names) {
+                place.store(*name, Ordering::Relaxed);
             }
-            self.joins.store(joins, Ordering::Relaxed);
-            self.used.store(first + bits.count_ones(), Ordering::Relaxed);
+            self.joins.store(self.joins.load(Ordering::Relaxed) | joins, Ordering::Relaxed);
+            self.used.store(first + names.len() as u32, Ordering::Relaxed);
             self.live.store(live, Ordering::Release);
             self.seat(holders);
         });

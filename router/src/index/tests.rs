@@ -196,6 +196,46 @@ proptest! {
     }
 }
 
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn what_stores_have_counts_for_all_who_reach_them_beside_what_they_hold_themselves(
+        other in any::<bool>(),
+        gone in 0..6u64,
+        steps in proptest::collection::vec((0..8u64, level(), any::<bool>(), 0..300usize, 1..300usize), 1..40),
+    ) {
+        // Everybody reaches one store, so that most pages are counted alike for all; some reach another, too.
+        let (index, mut model) = (Index::new(), Model::default());
+        let (names, _) = runs(7, 300, 300);
+        let reach = |id: u64| if other && id < 3 { vec![StoreId(6), StoreId(7)] } else { vec![StoreId(6)] };
+        let mut slots: BTreeMap<WorkerId, Slot> =
+            (0..6).map(|id| (WorkerId(id), index.join(WorkerId(id), &reach(id)))).collect();
+        model.reach = (0..6).map(|id| (WorkerId(id), reach(id).clone())).collect();
+        for id in [6, 7] {
+            model.held.insert(Source::Store(StoreId(id)), BTreeSet::new());
+        }
+        for (id, level, comes, at, n) in steps {
+            let source = if id < 6 { Source::Worker(WorkerId(id)) } else { Source::Store(StoreId(id)) };
+            let run = &names[at..(at + n).min(names.len())];
+            // A worker seldom holds most of a prompt, a store often does.
+            let run = if id < 6 { &run[..run.len().min(40)] } else { run };
+            if id < 7 || other {
+                take(&index, &mut model, source, if comes { stored(level, run) } else { removed(level, run) });
+            }
+        }
+        index.leave(WorkerId(gone));
+        slots.remove(&WorkerId(gone));
+        model.held.remove(&Source::Worker(WorkerId(gone)));
+        for len in [1, 64, 200, 300] {
+            let overlap = index.overlap(&names[..len]);
+            for (worker, slot) in &slots {
+                prop_assert_eq!(overlap.at(*slot), model.at(*worker, &names[..len]), "{} of {}", worker, len);
+            }
+        }
+    }
+}
+
 #[test]
 fn an_evicted_middle_block_ends_the_run_and_a_slower_copy_bridges_it() {
     let (index, names) = (Index::new(), chain(1));
@@ -316,7 +356,7 @@ fn prefix_state_stays_bounded() {
         index.leave(id);
     }
     assert_eq!(index.memberships(), 0);
-    assert_eq!((index.arena.used(), index.entries.load(Ordering::Relaxed)), (0, 0));
+    assert_eq!((index.arena.used(), index.tallies.entries.load(Ordering::Relaxed)), (0, 0));
     assert!(index.bytes() < 2 * 150_000, "{} bytes are left in an empty index", index.bytes());
 }
 
@@ -344,6 +384,9 @@ fn an_index_over_its_budget_forgets_the_coldest_and_is_never_wrong() {
     index.replace(Source::Worker(id), &blocks);
     assert_eq!(index.overlap(&names).at(slot).run(), 512);
     assert!(index.digest(Source::Worker(id), Level::G1).unwrap().whole);
+    // A smaller budget is kept at once.
+    index.set_budget(BUDGET / 4);
+    assert!(index.bytes() < BUDGET / 2, "{} bytes", index.bytes());
     index.leave(id);
     assert_eq!(index.memberships(), 0);
 }

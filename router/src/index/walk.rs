@@ -16,8 +16,10 @@ use super::page::{PLACES, Seen, ones};
 use super::seat::{Seat, Slot};
 use kvbm::SequenceHash;
 
-/// Pages that are brought near at once: as many as a core can wait for.
-const AHEAD: usize = 8;
+/// Places looked for at once, one for each page that a prompt takes at least: as many as a core can wait for.
+const AHEAD: usize = 16;
+/// Blocks from one to the next.
+const STRIDE: usize = PLACES as usize;
 /// A block may be moved between finding and reading it, and then be found again.
 const TRIES: usize = 3;
 
@@ -28,8 +30,9 @@ pub(super) struct Walk<'a> {
     out: &'a mut Overlap,
     /// Blocks walked.
     at: usize,
-    /// Those before this one were brought near.
-    near: usize,
+    /// Where blocks ahead are, probably: one in [`STRIDE`], from `ahead_from` on.
+    ahead: [Option<Place>; AHEAD],
+    ahead_from: usize,
     /// What is still to be added to some workers.
     alike: Option<Alike<'a>>,
 }
@@ -61,7 +64,7 @@ impl Window {
 impl<'a> Walk<'a> {
     pub(super) fn new(body: &'a Body, names: &'a [SequenceHash], out: &'a mut Overlap) -> Self {
         out.reset(body.roll.workers.len());
-        Self { body, names, out, at: 0, near: 0, alike: None }
+        Self { body, names, out, at: 0, ahead: [None; AHEAD], ahead_from: 0, alike: None }
     }
 
     /// Walks as far as anybody holds the prompt.
@@ -71,49 +74,63 @@ impl<'a> Walk<'a> {
     }
 
     fn walk(&mut self) {
-        let mut place = None;
+        // The first page says whether to look further.
+        let mut look_ahead_at = 1;
         while self.at < self.names.len() {
-            let Some((place_now, seen)) = self.page(place.take()) else { return };
-            let window = Window { at: place_now.at(), len: seen.len, before: self.at as u32 };
+            if self.at >= look_ahead_at {
+                self.look_ahead();
+                look_ahead_at = self.at + AHEAD * STRIDE;
+            }
+            let Some((place, seen)) = self.page() else { return };
+            let window = Window { at: place.at(), len: seen.len, before: self.at as u32 };
             if !self.count(&seen, window) {
                 return;
             }
             self.at += seen.len as usize;
-            if place_now.at() + seen.len == PLACES {
-                self.look_ahead();
-            }
         }
     }
 
     /// The page that has the next block, and how much of the prompt.
-    fn page(&self, mut place: Option<Place>) -> Option<(Place, Seen)> {
-        for _ in 0..TRIES {
-            let found = place.take().or_else(|| self.body.find(self.names[self.at].short()))?;
-            let page = self.body.page(found.page())?;
-            let seen = page.look(found.at(), &self.names[self.at..])?;
+    fn page(&self) -> Option<(Place, Seen)> {
+        let mut guess = self.guess();
+        let mut tries = 0;
+        while tries < TRIES {
+            let guessed = guess.take();
+            tries += usize::from(guessed.is_none());
+            let place = guessed.or_else(|| self.body.find(self.names[self.at].short()))?;
+            let Some(page) = self.body.page(place.page()) else { continue };
+            let seen = page.look(place.at(), &self.names[self.at..])?;
             if seen.len > 0 {
                 page.warm();
-                return Some((found, seen));
+                return Some((place, seen));
             }
         }
         None
     }
 
-    /// Brings near the pages that come next if the prompt goes on as it does most of the time: from the first place of one
-    /// page to the first of another.
+    /// Where the next block is if it lies in one page with the next that was looked for.
+    fn guess(&self) -> Option<Place> {
+        let between = self.at.checked_sub(self.ahead_from)?;
+        let next = between.div_ceil(STRIDE);
+        let place = (*self.ahead.get(next)?)?;
+        let at = place.at().checked_sub((next * STRIDE - between) as u32)?;
+        Some(Place::new(place.page(), at))
+    }
+
+    /// Brings near the pages that come next, and notes where they are. A page has sixty-four blocks of the prompt at most, so one
+    /// of as many is in each of them.
     fn look_ahead(&mut self) {
-        if self.at < self.near || self.at + PLACES as usize >= self.names.len() {
-            return;
+        let names = &self.names[self.at..];
+        let keys = || names.iter().step_by(STRIDE).take(AHEAD).map(|name| Key::of(name.short()));
+        let near = keys().fold(0, |sum, key| sum ^ self.body.tables[key.shard].touch(key.tag));
+        self.ahead = [None; AHEAD];
+        self.ahead_from = self.at;
+        for (place, key) in self.ahead.iter_mut().zip(keys()) {
+            *place = self.body.tables[key.shard].find(key.tag, |_| true).map(Place);
         }
-        let next =
-            || self.names[self.at..].iter().step_by(PLACES as usize).take(AHEAD).map(|name| Key::of(name.short()));
-        let near = next().fold(0, |sum, key| sum ^ self.body.tables[key.shard].touch(key.tag));
-        let pages = next().filter_map(|key| {
-            let place = Place(self.body.tables[key.shard].find(key.tag, |_| true)?);
-            Some(self.body.page(place.page())?.touch(place.at()))
-        });
+        let places = self.ahead.iter().flatten();
+        let pages = places.filter_map(|place| Some(self.body.page(place.page())?.touch(place.at())));
         std::hint::black_box(pages.fold(near, |sum, page| sum ^ page));
-        self.near = self.at + AHEAD * PLACES as usize;
     }
 
     /// Counts what a page has. Whether somebody has all of it.
