@@ -14,11 +14,14 @@ const SHARD_BITS: u32 = 5;
 /// Slots of an empty shard.
 const SLOTS_MIN: usize = 64;
 /// A table is replaced once it is fuller than this: beyond, groups of twelve overflow too often.
-const FULL: f64 = 0.66;
+const FULL: f64 = 0.7;
 /// How full its successor is.
-const FILLED: f64 = 0.4;
+const FILLED: f64 = 0.36;
 /// And it is replaced once it is emptier than this.
-const SPARSE: f64 = 0.25;
+const SPARSE: f64 = 0.2;
+
+/// Names that are read at once while a table is laid out anew.
+const AT_ONCE: usize = 512;
 
 /// The shards.
 pub(super) struct Locator([Mutex<Shard>; SHARDS]);
@@ -163,10 +166,19 @@ impl Shard {
     /// A table that fits what there is.
     fn replace(&mut self, names: impl Fn(&[u32]) -> Vec<u64>) {
         let next = Self::new(((self.live as f64 / FILLED) as usize).max(SLOTS_MIN));
-        let places: Vec<u32> = self.table.places().collect();
-        for (name, place) in names(&places).into_iter().zip(places) {
-            next.table.enter(Key::of(name).tag, place, |_| false);
-        }
+        let mut places = Vec::with_capacity(AT_ONCE);
+        let enter = |places: &mut Vec<u32>| {
+            for (name, place) in names(places).into_iter().zip(places.drain(..)) {
+                next.table.enter(Key::of(name).tag, place, |_| false);
+            }
+        };
+        self.table.for_each(|place| {
+            places.push(place);
+            if places.len() == AT_ONCE {
+                enter(&mut places);
+            }
+        });
+        enter(&mut places);
         *self = Self { live: self.live, ..next };
     }
 }

@@ -219,14 +219,14 @@ impl Table {
         true
     }
 
-    /// The place of every entry.
-    pub(crate) fn places(&self) -> impl Iterator<Item = u32> {
-        let of = |group: &Group| {
+    /// Calls for the place of every entry.
+    pub(crate) fn for_each(&self, mut each: impl FnMut(u32)) {
+        for group in &self.0 {
             let marks = group.marks(Ordering::Relaxed);
-            let places: [u32; SLOTS] = std::array::from_fn(|at| group.slots[at].load(Ordering::Relaxed));
-            places.into_iter().enumerate().filter(move |(at, _)| marks.of(*at) != EMPTY).map(|(_, place)| place)
-        };
-        self.0.iter().flat_map(of)
+            for at in (0..SLOTS).filter(|at| marks.of(*at) != EMPTY) {
+                each(group.slots[at].load(Ordering::Relaxed));
+            }
+        }
     }
 
     /// Where an entry is, and how many groups it went past.
