@@ -191,7 +191,7 @@ fn first_token(printed: &[Value]) -> Result<Vec<Figure>> {
             None => "one whose tier never answers".into(),
         };
         let what = format!("p90 between the tokens of another request beside {tier} ÷ beside one that is computed");
-        figures.push(Figure::ratio(what, gap(row)? / computed, Goal::AtMost(1.05)));
+        figures.push(Figure::ratio(what, gap(row)? / computed, Goal::AtMost(1.1)));
     }
     Ok(figures)
 }
