@@ -41,7 +41,7 @@ use direct::Pool;
 use futures::future::{BoxFuture, FutureExt};
 use futures::stream::{self, BoxStream, StreamExt};
 use load::{Part, again};
-use log::{Log, Shared};
+use log::{Log, Shared, Spill};
 use spread::Spread;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -49,7 +49,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use tokio::runtime::Handle;
-use tokio::sync::{oneshot, watch};
+use tokio::sync::{mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 use volume::Volume;
@@ -135,6 +135,16 @@ impl DiskTier {
         self.shared.damaged.footers.load(Ordering::Relaxed)
     }
 
+    /// Hands over what is in use when its segment is given up and the log has no room for it, as far as `wants` it: for the
+    /// next tier. What does not fit into `to` is dropped. To be called once, before there are any blocks.
+    pub fn spill(
+        &self,
+        wants: impl Fn(Fingerprint, SequenceHash) -> bool + Send + Sync + 'static,
+        to: mpsc::Sender<Block>,
+    ) {
+        let _ = self.shared.spill.set(Spill { wants: Box::new(wants), to });
+    }
+
     /// How each path does.
     pub fn paths(&self) -> Vec<PathState> {
         let state = |volume: &Arc<Volume>| PathState {
@@ -154,6 +164,7 @@ impl DiskTier {
             division: shares.at(Level::G3, 1),
             capacity: paths.iter().map(|(_, settings)| settings.capacity_bytes).sum(),
             damaged: Arc::default(),
+            spill: Arc::default(),
             #[cfg(test)]
             rig: tests::Rig::default(),
         };

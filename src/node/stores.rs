@@ -8,13 +8,14 @@ use super::workers::now;
 use crate::config::{ByteSize, Config};
 use anyhow::{Context, anyhow, bail};
 use kvbm::object::{Access, Location, Standing};
-use kvbm::{DiskTier, EventLog, Fingerprint, Level, ObjectTier, Shares, Tier, disk, object};
+use kvbm::{Block, DiskTier, EventLog, Fingerprint, Level, ObjectTier, Shares, Tier, disk, object};
 use prometheus::core::{Collector, Desc};
 use prometheus::proto::MetricFamily;
 use prometheus::{IntCounter, IntCounterVec, IntGaugeVec, Opts, Registry};
 use std::path::Path;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
+use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::task::AbortOnDropHandle;
 use worker::plane::{Source, StoreId};
@@ -89,6 +90,9 @@ impl Stores {
             if let Some(upkeep) = upkeep(config)? {
                 stores.upkeep.push(collections.start(Level::G4, location, config, upkeep)?);
             }
+        }
+        if let (Some(disk), Some(next)) = (stores.disk.upgrade(), stores.shared.first().and_then(Weak::upgrade)) {
+            stores.upkeep.push(spill(&disk, &next, config.tiers.encryption.is_some()));
         }
         Ok(stores)
     }
@@ -246,6 +250,28 @@ async fn open_disk(disks: Vec<Disk>, shares: Shares, log: Arc<EventLog>) -> anyh
         disk::OpenError::Io { .. } => anyhow!("the G3 log cannot be used: {error}"),
     })?;
     Ok(tier)
+}
+
+/// Blocks that wait for the next tier when G3 gives them up: as many as a segment has that are worth it, or few large ones.
+const SPILLED: usize = 64;
+
+/// Offers to a store what G3 has in use and no room for, in the form in which it rests; where blocks are to be encrypted, only
+/// what is.
+fn spill(disk: &DiskTier, next: &Arc<ObjectTier>, encrypted: bool) -> AbortOnDropHandle<()> {
+    let (to, mut spilled) = mpsc::channel(SPILLED);
+    let next = Arc::downgrade(next);
+    let wants = Weak::clone(&next);
+    disk.spill(move |of, name| wants.upgrade().is_some_and(|next| next.holds(of, &[name]) == 0), to);
+    AbortOnDropHandle::new(tokio::spawn(async move {
+        let mut blocks = Vec::new();
+        while spilled.recv_many(&mut blocks, SPILLED).await > 0 {
+            let Some(next) = next.upgrade() else { return };
+            blocks.retain(|block: &Block| !encrypted || block.header.key.is_some());
+            let answers = next.store(std::mem::take(&mut blocks)).await;
+            let stored = answers.iter().filter(|answer| answer.is_ok()).count();
+            tracing::debug!(tier = %next.level(), offered = answers.len(), stored, "blocks in use that G3 gave up");
+        }
+    }))
 }
 
 /// How the configuration says that a cloud is reached.

@@ -15,12 +15,13 @@ use super::segment::{self, Head, Segment};
 use super::{OpenError, Settings};
 use crate::index::{Index, Resting};
 use crate::shares::Division;
-use crate::{Block, Header, StoreError};
+use crate::{Block, Fingerprint, Header, SequenceHash, StoreError};
 use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::{Arc, Condvar, Mutex, OnceLock};
+use tokio::sync::mpsc;
 use tokio::time::Instant;
 
 /// One write: large enough to be as fast as the device.
@@ -58,8 +59,16 @@ pub(super) struct Shared {
     pub(super) division: Division,
     pub(super) capacity: u64,
     pub(super) damaged: Arc<Damage>,
+    /// Who takes what is in use and has no room here any more.
+    pub(super) spill: Arc<OnceLock<Spill>>,
     #[cfg(test)]
     pub(super) rig: super::tests::Rig,
+}
+
+/// Where blocks go that are in use, and for which there is no room in the log any more.
+pub(super) struct Spill {
+    pub(super) wants: Box<dyn Fn(Fingerprint, SequenceHash) -> bool + Send + Sync>,
+    pub(super) to: mpsc::Sender<Block>,
 }
 
 /// What was found to be damaged while logs were recovered.

@@ -6,11 +6,11 @@ use super::Settings;
 use super::direct::{self, Access};
 use super::listing::Listing;
 use super::load::block;
-use super::log::{Log, Open, Place, State, WRITE};
+use super::log::{Log, Open, Place, Spill, State, WRITE};
 use super::reclaim::{self, Candidate};
 use super::record::{self, Record};
 use super::segment::{self, Head, Segment};
-use crate::run::{self, Wanted};
+use crate::run::{self, Run, Wanted};
 use crate::{Block, StoreError, shares};
 use std::io;
 use std::sync::Arc;
@@ -112,10 +112,10 @@ impl Log {
         }
     }
 
-    /// Copies what is in use from a group's oldest segment to its head.
+    /// Copies what is in use from a group's oldest segment to its head; what has no room there is handed over.
     fn carry(&self, state: &mut State, oldest: &Segment, listing: &Listing) -> io::Result<()> {
         let number = oldest.number();
-        let Some(open) = state.heads.get_mut(&oldest.group()) else { return Ok(()) };
+        let mut open = state.heads.get_mut(&oldest.group());
         let candidates: Vec<(Candidate, Place)> = listing
             .iter()
             .filter(|(_, entry)| !entry.gone)
@@ -130,23 +130,29 @@ impl Log {
             .collect();
         let blocks: Vec<Candidate> = candidates.iter().map(|(candidate, _)| *candidate).collect();
         // Several segments may go in one roll; half of the head is left for new blocks.
-        let half = (self.settings.segment_bytes / 2).saturating_sub(open.end);
-        let budget = half.min(self.settings.segment_bytes / CARRIED);
+        let half = |open: &mut Open| (self.settings.segment_bytes / 2).saturating_sub(open.end);
+        let part = self.settings.segment_bytes / CARRIED;
+        let budget = open.as_deref_mut().map_or(0, half).min(part);
         let carried = reclaim::carried(&blocks, budget);
-        let wanted = carried.iter().map(|&index| {
-            let (candidate, place) = &candidates[index];
-            Wanted { index, offset: u64::from(place.offset) * Access::UNIT, length: candidate.bytes }
-        });
-        let head = open.head.clone();
-        for run in run::runs(wanted.collect(), 0, WRITE) {
-            let records = self.read(number, &run)?;
-            let sound = run.wanted.iter().zip(records).filter_map(|(wanted, record)| {
+        let runs = |positions: &[usize]| {
+            let wanted = positions.iter().map(|&index| {
+                let (candidate, place) = &candidates[index];
+                Wanted { index, offset: u64::from(place.offset) * Access::UNIT, length: candidate.bytes }
+            });
+            run::runs(wanted.collect(), 0, WRITE)
+        };
+        let sound = |run: &Run| -> io::Result<Vec<Block>> {
+            let sound = run.wanted.iter().zip(self.read(number, run)?).filter_map(|(wanted, record)| {
                 let candidate = candidates[wanted.index].0;
                 let read = block(&record?).ok()?;
                 read.check(candidate.name, candidate.fingerprint).ok()?;
                 Some(read)
             });
-            let sound: Vec<Block> = sound.collect();
+            Ok(sound.collect())
+        };
+        for run in runs(&carried) {
+            let (Some(open), sound) = (open.as_deref_mut(), sound(&run)?) else { break };
+            let head = open.head.clone();
             let offsets = head.write(open.end, sound.iter().map(Record::Block), &self.shared.pool)?;
             for (block, offset) in sound.iter().zip(offsets) {
                 let new = self.resting(block, head.segment().number(), offset);
@@ -154,6 +160,15 @@ impl Log {
                 self.shared.index.relocate(new.fingerprint, new.name, still, new.place);
                 open.end = offset + Record::Block(block).span(self.access.grain());
                 open.records += 1;
+            }
+        }
+        if let Some(Spill { wants, to }) = self.shared.spill.get() {
+            let mut over = reclaim::carried(&blocks, part.saturating_add(budget));
+            let wanted = |index: &usize| wants(blocks[*index].fingerprint, blocks[*index].name);
+            over.retain(|index| carried.binary_search(index).is_err() && wanted(index));
+            for run in runs(&over) {
+                // What does not fit waits for nobody.
+                sound(&run)?.into_iter().for_each(|block| drop(to.try_send(block)));
             }
         }
         Ok(())

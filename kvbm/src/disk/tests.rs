@@ -67,6 +67,7 @@ fn open_accessing(folder: &Path, access: direct::Access) -> Arc<DiskTier> {
         division: crate::shares::Division::default(),
         capacity: settings().capacity_bytes,
         damaged: Arc::default(),
+        spill: Arc::default(),
         rig: Rig::default(),
     };
     *shared.rig.0.access.lock().unwrap() = Some(access);

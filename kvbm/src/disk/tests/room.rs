@@ -165,3 +165,29 @@ async fn pins_outlive_reclaiming_and_dates_a_restart() {
     scan(&tier, 80..120).await;
     assert_eq!(tier.holds(fingerprint(), &names(&ended)), 0, "its pin ended before it came");
 }
+
+#[tokio::test]
+async fn what_is_in_use_and_has_no_room_any_more_is_handed_over_if_somebody_wants_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let (tier, _) = open_with(folder.path(), small());
+    let (to, mut spilled) = mpsc::channel(1_000);
+    let (hot, cold) = (chain(100, 18), chain(101, 18));
+    let unwanted = hot[17].header.name;
+    tier.spill(move |of, name| of == fingerprint() && name != unwanted, to);
+    store(&*tier, cold.clone()).await;
+    store(&*tier, hot.clone()).await;
+    let mut found = Vec::new();
+    for seed in 0..30 {
+        load(&*tier, fingerprint(), names(&hot)).await;
+        store(&*tier, chain(seed, 10)).await;
+        while let Ok(block) = spilled.try_recv() {
+            assert!(block.check(block.header.name, fingerprint()).is_ok());
+            found.push(block.header.name);
+        }
+    }
+    let held = tier.holds(fingerprint(), &names(&hot));
+    assert!((1..18).contains(&held), "a quarter of a segment is carried over: {held}");
+    let lost = &names(&hot)[held..17];
+    assert!(lost.iter().any(|name| found.contains(name)), "{} were lost, {} handed over", lost.len(), found.len());
+    assert!(!found.contains(&unwanted));
+}
