@@ -155,14 +155,19 @@ fn fingerprint() -> Fingerprint {
     Fingerprint::of([("what", &b"disk_speed"[..])])
 }
 
-/// A chain of blocks with payloads from memory that no cache holds.
-fn chain(count: usize, block_bytes: usize) -> Vec<Block> {
+/// Blocks that follow each other: the turns of one conversation. A full log carries over what later blocks build upon, and
+/// one chain from end to end would be carried over again and again.
+const CONVERSATION: usize = 64;
+
+/// Chains of blocks with payloads from memory that no cache holds.
+fn chains(count: usize, block_bytes: usize) -> Vec<Block> {
     let tokens: Vec<u32> = (0..count as u32).collect();
     let names = kvbm::ChainKey::root(&Domain::shared(), "disk_speed", None).names(&tokens, 1);
     let memory: Bytes = (0..LOAD.max(block_bytes)).map(|at| (at / 7) as u8).collect();
     let each = memory.len() / block_bytes;
     let payload = |n: usize| memory.slice(n % each * block_bytes..(n % each + 1) * block_bytes);
     let parents = [None].into_iter().chain(names.iter().copied().map(Some));
+    let parents = parents.enumerate().map(|(n, parent)| parent.filter(|_| n % CONVERSATION > 0));
     let named = names.iter().zip(parents).enumerate();
     named.map(|(n, (name, parent))| Block::seal(*name, parent, fingerprint(), payload(n))).collect()
 }
@@ -178,7 +183,7 @@ async fn store(tier: &DiskTier, blocks: &[Block], offer: usize) -> Result<()> {
 
 /// Writes, writes into a full log, and reads that much through a tier; GB/s of payload each.
 async fn tier(folder: &Path, block_bytes: usize, total: usize) -> Result<[f64; WAYS.len()]> {
-    let blocks = chain(2 * (total / block_bytes), block_bytes);
+    let blocks = chains(2 * (total / block_bytes), block_bytes);
     let (blocks, others) = blocks.split_at(blocks.len() / 2);
     let names: Vec<SequenceHash> = blocks.iter().map(|block| block.header.name).collect();
     let (bytes, offer) = ((names.len() * block_bytes) as f64, OFFER.div_ceil(block_bytes));
@@ -224,7 +229,7 @@ async fn tier(folder: &Path, block_bytes: usize, total: usize) -> Result<[f64; W
 async fn recovery(folder: &Path, count: usize, rounds: usize) -> Result<Value> {
     let total = count * 512;
     let tier = open(folder, 4 * total)?;
-    store(&tier, &chain(count, 300), OFFER / 512).await?;
+    store(&tier, &chains(count, 300), OFFER / 512).await?;
     drop(tier);
     let mut seconds = Vec::new();
     let mut cold = true;
