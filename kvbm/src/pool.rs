@@ -111,6 +111,8 @@ impl Pool {
             }
             self.0.removed(gone);
         }
+        // What is filled together is copied fastest in the order in which it lies.
+        slots.sort_unstable();
         Some(slots.into_iter().map(|id| PartialBlock(Slot { pool: Some(self.0.clone()), id })).collect())
     }
 
