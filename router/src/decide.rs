@@ -1,11 +1,11 @@
-//! Deciding where a request goes: a look at everybody in, one decision out. Pure: it books nothing and knows no clock.
+//! Deciding where a request goes: a survey of everybody in, one decision out. It books nothing and knows no clock.
 //!
 //! Everybody is weighed in one pass that keeps a few numbers of each; what a cost is made of is worked out again for the
 //! few workers of whom somebody wants to know.
 
 use crate::cost::{self, Cost, Prompt};
 use crate::disaggregate::{self, Split};
-use crate::fleet::{Member, Seat, Serving};
+use crate::fleet::{Member, Seat};
 use crate::load::Amount;
 use crate::policy::{Features, Policy};
 use crate::select::{Candidate, Turn, Why, select};
@@ -30,7 +30,7 @@ pub(crate) struct Row<'a> {
     /// Its place among the seats.
     pub(crate) at: usize,
     pub(crate) seat: &'a Seat,
-    pub(crate) desk: &'a Desk,
+    pub(crate) desk: Desk,
     pub(crate) prompt: Prompt,
     /// All of it on this worker.
     pub(crate) together: Cost,
@@ -55,7 +55,6 @@ pub(crate) struct Decision<'a> {
 /// What decisions use in turn.
 #[derive(Default)]
 pub(crate) struct Scratch {
-    pub(crate) survey: Survey,
     helpers: Vec<Candidate>,
     candidates: Vec<Candidate>,
 }
@@ -63,8 +62,8 @@ pub(crate) struct Scratch {
 /// Everything that weighing looks at.
 struct Scene<'a> {
     tuning: &'a Tuning,
+    survey: Survey<'a>,
     seats: &'a [Seat],
-    desks: &'a [Desk],
     /// By way of naming blocks.
     prompts: Vec<Prompt>,
     /// Prompts that wait at a worker, on average.
@@ -88,21 +87,21 @@ impl<'a> Ask<'a> {
     }
 }
 
-/// Decides over a survey that was taken into `scratch`. The same turn makes the same decision.
+/// Decides. The same survey and turn make the same decision.
 pub(crate) fn decide<'a>(
     tuning: &'a Tuning,
     ask: Ask<'_>,
-    serving: &'a Serving,
+    survey: Survey<'a>,
     scratch: &'a mut Scratch,
     turn: Turn,
 ) -> Option<Decision<'a>> {
-    let Scratch { survey, helpers, candidates } = scratch;
+    let (Scratch { helpers, candidates }, serving) = (scratch, survey.serving());
     let scene = Scene {
         tuning,
         seats: serving.seats(),
-        desks: survey.desks(),
         prompts: serving.ways().iter().map(|card| ask.prompt(card)).collect(),
         waiting: survey.prompts_typical(),
+        survey,
     };
 
     helpers.clear();
@@ -139,15 +138,18 @@ impl<'a> Scene<'a> {
     /// Weighs those who are wanted.
     fn weigh(&self, wanted: impl Fn(&Seat, &Desk) -> bool, prefill: Option<&Row<'_>>, into: &mut Vec<Candidate>) {
         into.clear();
-        let all = self.seats.iter().zip(self.desks).enumerate().filter(|(_, (seat, desk))| wanted(seat, desk));
+        let all = self.seats.iter().map(|seat| (seat, self.survey.desk(seat))).enumerate();
+        let all = all.filter(|(_, (seat, desk))| wanted(seat, desk));
         // A loop for each case: a thousand workers go through it, and nearly always there is nobody who helps.
         match prefill {
-            None => {
-                into.extend(all.map(|(at, (seat, desk))| self.candidate(at, seat, desk, &self.together(seat, desk))))
-            }
-            Some(_) => {
-                into.extend(all.map(|(at, (seat, desk))| self.candidate(at, seat, desk, &self.row(at, prefill).cost())))
-            }
+            None => into.extend(all.map(|(at, (seat, desk))| {
+                let cost = self.together(seat, &desk);
+                self.candidate(at, seat, &desk, &cost)
+            })),
+            Some(_) => into.extend(all.map(|(at, (seat, desk))| {
+                let row = self.row_of(at, desk, prefill);
+                self.candidate(at, seat, &row.desk, &row.cost())
+            })),
         }
     }
 
@@ -176,12 +178,17 @@ impl<'a> Scene<'a> {
     }
 
     fn row(&self, at: usize, prefill: Option<&Row<'_>>) -> Row<'a> {
-        let (seat, desk) = (&self.seats[at], &self.desks[at]);
-        let (prompt, together) = (self.prompts[seat.way as usize], self.together(seat, desk));
+        self.row_of(at, self.survey.desk(&self.seats[at]), prefill)
+    }
+
+    fn row_of(&self, at: usize, desk: Desk, prefill: Option<&Row<'_>>) -> Row<'a> {
+        let seat = &self.seats[at];
+        let (prompt, together) = (self.prompts[seat.way as usize], self.together(seat, &desk));
         let mut row = Row { at, seat, desk, prompt, together, apart: None, split: Split::Together };
         // Only workers that name blocks alike can take over what the other computed.
         if let Some(prefill) = prefill.filter(|prefill| prefill.at != at && prefill.seat.way == seat.way) {
-            let apart = Cost::apart(&prefill.together, prompt, desk.held, &desk.standing, self.tuning.decode_weight);
+            let apart =
+                Cost::apart(&prefill.together, prompt, row.desk.held, &row.desk.standing, self.tuning.decode_weight);
             row.split = disaggregate::decide(self.tuning.disaggregation, row.missing(), &row.together, &apart);
             row.apart = Some(apart);
         }

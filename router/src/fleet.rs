@@ -3,7 +3,7 @@
 use crate::audit::Ledger;
 use crate::health::{Health, Verdict};
 use crate::index::Slot;
-use crate::load::{Books, Moment};
+use crate::load::{Books, Moment, Typical};
 use crate::trust::Mode;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -166,6 +166,8 @@ pub(crate) struct Serving {
     context: usize,
     /// Whether any of them is there to prefill.
     helpers: bool,
+    /// What stands in for what some of them have not measured.
+    typical: Mutex<Typical>,
 }
 
 /// A member, with what each decision asks of it close at hand.
@@ -198,6 +200,13 @@ impl Serving {
     /// Whether any of them is there to prefill for others.
     pub(crate) fn helps(&self) -> bool {
         self.helpers
+    }
+
+    /// What stands in for what some have not measured, once `keep_up` has brought it up to date.
+    pub(crate) fn typical(&self, keep_up: impl FnOnce(&mut Typical)) -> Typical {
+        let mut typical = self.typical.lock().unwrap_or_else(PoisonError::into_inner);
+        keep_up(&mut typical);
+        *typical
     }
 
     fn take(&mut self, member: &Arc<Member>) {

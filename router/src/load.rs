@@ -11,7 +11,7 @@ mod standing;
 pub(crate) use moment::Moment;
 #[cfg(test)]
 pub(crate) use standing::Figure;
-pub(crate) use standing::{Known, Speeds, Spread, Standing};
+pub(crate) use standing::{Known, Speeds, Spread, Standing, Typical};
 
 use face::Face;
 use std::collections::BTreeMap;
@@ -190,6 +190,13 @@ impl Books {
     /// How busy the worker is.
     pub(crate) fn standing(&self, now: impl Into<Moment>) -> Standing {
         self.glance(now.into()).standing
+    }
+
+    /// Prompts that wait there, and which speeds were measured.
+    #[inline]
+    pub(crate) fn hint(&self, now: Moment) -> (u32, Known) {
+        let news = self.face.age(now).is_some_and(|age| age <= STALE.as_nanos() as u64);
+        (self.face.prompts(news), self.face.known())
     }
 
     /// All that a decision sees of the worker.

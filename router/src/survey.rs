@@ -1,10 +1,11 @@
-//! One look at everybody who serves a model, taken for each decision: what each worker holds of the prompt, and how busy it
-//! is. The figures are copied onto desks that all decisions use in turn, so none allocates for each worker; whatever follows
-//! the look is pure.
+//! What a decision sees of everybody who serves a model: what each worker holds of the prompt, and how busy it is.
+//!
+//! A glance over all of them tells what is usual; then each is looked at when it is weighed, and nothing is copied but that. Books
+//! that change meanwhile are seen as they are then: both was true within microseconds of each other, and it is estimates.
 
 use crate::fleet::{Seat, Serving};
 use crate::index::{Held, Index, Overlap};
-use crate::load::{Glance, Moment, Spread, Standing};
+use crate::load::{Glance, Moment, Spread, Standing, Typical};
 use crate::promise::Promises;
 use kvbm::{ChainKey, Domain, SequenceHash};
 use tokio::time::Instant;
@@ -33,50 +34,60 @@ pub(crate) enum Fit {
     Out,
 }
 
-/// The desks of all seats, in their order.
-#[derive(Default)]
-pub(crate) struct Survey {
-    desks: Vec<Desk>,
+/// Everybody, as one prompt sees them.
+pub(crate) struct Survey<'a> {
+    serving: &'a Serving,
+    overlaps: &'a Overlaps,
+    tokens: usize,
+    tried: &'a [WorkerId],
+    now: Moment,
+    /// Of all of them.
     prompts: u64,
+    typical: Typical,
 }
 
-impl Survey {
-    /// Looks at everybody. `tokens`: of the prompt; `tried`: who had it already.
-    pub(crate) fn take(
-        &mut self,
-        serving: &Serving,
-        overlaps: &Overlaps,
+impl<'a> Survey<'a> {
+    /// Glances over everybody. `tokens`: of the prompt; `tried`: who had it already.
+    pub(crate) fn new(
+        serving: &'a Serving,
+        overlaps: &'a Overlaps,
         tokens: usize,
-        tried: &[WorkerId],
+        tried: &'a [WorkerId],
         now: Instant,
-    ) {
-        self.desks.clear();
+    ) -> Self {
         let (mut prompts, mut spread, now) = (0, Spread::default(), Moment::from(now));
-        let look = |seat: &Seat| {
-            let Glance { standing, known, avoided, chosen } = seat.books.glance(now);
-            prompts += u64::from(standing.prompts);
+        for seat in serving.seats() {
+            let (waiting, known) = seat.books.hint(now);
+            prompts += u64::from(waiting);
             spread.add(known);
-            let fit = if tokens >= seat.context || tried.contains(&seat.id) {
-                Fit::Out
-            } else if avoided {
-                Fit::Avoided
-            } else {
-                Fit::Well
-            };
-            Desk { held: overlaps.held(seat.way, seat.slot), standing, chosen, fit }
-        };
-        self.desks.extend(serving.seats().iter().map(look));
-        self.prompts = prompts;
-        spread.level(&mut self.desks, |desk| &mut desk.standing.speeds);
+        }
+        let measured = || serving.seats().iter().map(|seat| seat.books.standing(now).speeds);
+        let typical = serving.typical(|typical| typical.keep_up(spread, now, measured));
+        Self { serving, overlaps, tokens, tried, now, prompts, typical }
     }
 
-    pub(crate) fn desks(&self) -> &[Desk] {
-        &self.desks
+    pub(crate) fn serving(&self) -> &'a Serving {
+        self.serving
+    }
+
+    /// Looks at one.
+    #[inline]
+    pub(crate) fn desk(&self, seat: &Seat) -> Desk {
+        let Glance { mut standing, known, avoided, chosen } = seat.books.glance(self.now);
+        self.typical.fill(known, &mut standing.speeds);
+        let fit = if self.tokens >= seat.context || self.tried.contains(&seat.id) {
+            Fit::Out
+        } else if avoided {
+            Fit::Avoided
+        } else {
+            Fit::Well
+        };
+        Desk { held: self.overlaps.held(seat.way, seat.slot), standing, chosen, fit }
     }
 
     /// Prompts that wait at a worker, on average.
     pub(crate) fn prompts_typical(&self) -> f64 {
-        self.prompts as f64 / self.desks.len().max(1) as f64
+        self.prompts as f64 / self.serving.seats().len().max(1) as f64
     }
 }
 

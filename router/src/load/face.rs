@@ -69,6 +69,13 @@ impl Face {
         Standing { waiting_tokens, prompts, sequences, active_blocks, total_blocks, speeds }
     }
 
+    /// The prompts that wait, likewise.
+    #[inline]
+    pub(super) fn prompts(&self, news: bool) -> u32 {
+        let [counts, _] = if news { &self.fresh } else { &self.stale };
+        (counts.load(Ordering::Relaxed) >> 32) as u32
+    }
+
     /// Which speeds were measured.
     #[inline]
     pub(super) fn known(&self) -> Known {

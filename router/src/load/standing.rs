@@ -1,7 +1,9 @@
 //! A worker as a decision sees it: plain figures, small enough that thousands are copied for each request.
 
+use super::moment::Moment;
 use kvbm::Level;
 use std::fmt;
+use std::time::Duration;
 
 /// A figure that may not have been measured yet.
 ///
@@ -64,11 +66,23 @@ pub(crate) struct Standing {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Known(u32);
 
-/// What all of a fleet have measured, and what any: where they differ, means stand in.
+/// What all of a fleet have measured, and what any.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Spread {
     all: Known,
     any: Known,
 }
+
+/// Means over a fleet of what only some of it have measured: they stand in for the others.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Typical {
+    spread: Spread,
+    means: Speeds,
+    worked_out: Option<Moment>,
+}
+
+/// Measurements are averages themselves, and move slowly.
+const MEANS_STAND: Duration = Duration::from_millis(100);
 
 impl Figure {
     /// Not measured.
@@ -86,13 +100,6 @@ impl Figure {
     #[inline]
     pub(crate) fn or(self, stand_in: f64) -> f64 {
         if self.0.is_nan() { stand_in } else { f64::from(self.0) }
-    }
-
-    #[inline]
-    fn or_else(&mut self, other: Self) {
-        if self.0.is_nan() {
-            *self = other;
-        }
     }
 
     pub(super) const fn bits(self) -> u32 {
@@ -190,17 +197,38 @@ impl Spread {
         self.any.0 |= known.0;
     }
 
-    /// Puts the mean of those who have measured a figure where others have not. Nearly always that is one figure, or none.
-    pub(crate) fn level<T>(&self, fleet: &mut [T], speeds: impl Fn(&mut T) -> &mut Speeds) {
+    /// Figures that some have measured and others have not. Nearly always there are few, or none.
+    fn uneven(self) -> impl Iterator<Item = usize> {
         let uneven = self.any.0 & !self.all.0;
-        for nth in (0..FIGURES).filter(|nth| uneven >> nth & 1 == 1) {
+        (0..FIGURES).filter(move |nth| uneven >> nth & 1 == 1)
+    }
+}
+
+impl Typical {
+    /// Works the means out anew when others have measured other things than before, or some time has passed.
+    pub(crate) fn keep_up<I: Iterator<Item = Speeds>>(&mut self, spread: Spread, now: Moment, fleet: impl Fn() -> I) {
+        let stands = |at: &Moment| now.bits().saturating_sub(at.bits()) < MEANS_STAND.as_nanos() as u64;
+        if self.spread == spread && self.worked_out.as_ref().is_some_and(stands) {
+            return;
+        }
+        (self.spread, self.worked_out) = (spread, Some(now));
+        for nth in spread.uneven() {
             let (mut sum, mut measured) = (0.0, 0_u32);
-            for value in fleet.iter_mut().filter_map(|each| speeds(each).figure(nth).get()) {
+            for value in fleet().filter_map(|mut speeds| speeds.figure(nth).get()) {
                 sum += value;
                 measured += 1;
             }
-            let mean = Figure::of(sum / f64::from(measured));
-            fleet.iter_mut().for_each(|each| speeds(each).figure(nth).or_else(mean));
+            *self.means.figure(nth) = Figure::of(sum / f64::from(measured));
+        }
+    }
+
+    /// Puts the means where a worker has measured nothing and others have.
+    #[inline]
+    pub(crate) fn fill(&self, known: Known, speeds: &mut Speeds) {
+        if self.spread.any.0 & !known.0 != 0 {
+            let mut means = self.means;
+            let lacking = self.spread.uneven().filter(|nth| known.0 >> nth & 1 == 0);
+            lacking.for_each(|nth| *speeds.figure(nth) = *means.figure(nth));
         }
     }
 }
@@ -208,13 +236,37 @@ impl Spread {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use tokio::time::Instant;
 
-    /// A fleet, levelled.
+    /// A fleet whose gaps are filled.
     fn level<const N: usize>(mut fleet: [Speeds; N]) -> [Speeds; N] {
+        let (mut typical, spread) = (Typical::default(), spread(&fleet));
+        typical.keep_up(spread, Moment::from(Instant::now()), || fleet.into_iter());
+        fleet.iter_mut().for_each(|speeds| typical.fill(speeds.known(), speeds));
+        fleet
+    }
+
+    fn spread(fleet: &[Speeds]) -> Spread {
         let mut spread = Spread::default();
         fleet.iter().for_each(|speeds| spread.add(speeds.known()));
-        spread.level(&mut fleet, |speeds| speeds);
-        fleet
+        spread
+    }
+
+    #[test]
+    fn means_stand_for_a_while_unless_something_else_is_measured() {
+        let prefill = |speed| Speeds { prefill: Figure::of(speed), ..Speeds::default() };
+        let (mut typical, start) = (Typical::default(), Instant::now());
+        let mut mean = |fleet: [Speeds; 2], after: Duration| {
+            typical.keep_up(spread(&fleet), Moment::from(start + after), || fleet.into_iter());
+            let mut newcomer = Speeds::default();
+            typical.fill(newcomer.known(), &mut newcomer);
+            newcomer.prefill.get()
+        };
+        assert_eq!(mean([prefill(1.0), Speeds::default()], Duration::ZERO), Some(1.0));
+        assert_eq!(mean([prefill(2.0), Speeds::default()], MEANS_STAND / 2), Some(1.0));
+        assert_eq!(mean([prefill(2.0), Speeds::default()], MEANS_STAND * 2), Some(2.0));
+        let with_step = Speeds { step: Figure::of(1.0), ..prefill(3.0) };
+        assert_eq!(mean([with_step, Speeds::default()], MEANS_STAND * 2), Some(3.0));
     }
 
     #[test]

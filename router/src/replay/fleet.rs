@@ -13,7 +13,7 @@ use crate::promise::{Promise, Promises};
 use crate::replica::Others;
 use crate::select::{Turn, mix};
 use crate::settings::{Disaggregation, Settings, Tuning};
-use crate::survey::Overlaps;
+use crate::survey::{Overlaps, Survey};
 use futures::future::BoxFuture;
 use kvbm::{Epoch, Level, SequenceHash};
 use std::sync::Arc;
@@ -136,11 +136,11 @@ impl Routing {
         overlaps.extend(&self.promises);
         let roster = self.fleet.roster();
         let Some(serving) = roster.serving(MODEL) else { return (0, Vec::new()) };
-        self.scratch.survey.take(serving, &overlaps, asked.input as usize, &[], now);
+        let survey = Survey::new(serving, &overlaps, asked.input as usize, &[], now);
         let draw = mix(self.seed ^ self.fleet.choices());
         // A router does not know how long an answer will be.
         let ask = Ask { tokens: asked.input as usize, max_tokens: None, work: &Work::Generate };
-        let Some(decision) = decide(&self.tuning, ask, serving, &mut self.scratch, Turn { draw, session: None }) else {
+        let Some(decision) = decide(&self.tuning, ask, survey, &mut self.scratch, Turn { draw, session: None }) else {
             return (0, Vec::new());
         };
         // Seats are in the order of their workers' ids, which count from 0.
