@@ -220,9 +220,9 @@ fn keyed_hash(key: &[u8; 32], tokens: &[u32]) -> blake3::Hash {
         return blake3::keyed_hash(key, &bytes[..tokens.len() * 4]);
     }
     let mut hasher = blake3::Hasher::new_keyed(key);
-    tokens.iter().for_each(|token| {
+    for token in tokens {
         hasher.update(&token.to_le_bytes());
-    });
+    }
     hasher.finalize()
 }
 
