@@ -2,7 +2,7 @@
 //!
 //! Pure: measurements and a prompt in, seconds out. A constant stands in only for what nobody in the fleet has measured.
 
-use crate::index::Held;
+use crate::index::{Held, LEVELS};
 use crate::load::{Speeds, Standing};
 use kvbm::Level;
 
@@ -78,7 +78,12 @@ impl Cost {
         let speeds = &standing.speeds;
         let token = prefill_speed(speeds).recip();
         let mut onboard = 0.0;
-        for (level, blocks) in held.below() {
+        let held_at = held.blocks();
+        for at in 1..LEVELS.len() {
+            let (level, blocks) = (LEVELS[at], held_at[at]);
+            if blocks == 0 {
+                continue;
+            }
             let recompute = u64::from(blocks) * prompt.block_size;
             // Whatever the tier promises: onboarding stops where recomputing would be quicker.
             onboard += transfer(speeds, level, u64::from(blocks)).min(recompute as f64 * token);

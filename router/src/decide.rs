@@ -138,18 +138,19 @@ impl<'a> Scene<'a> {
     /// Weighs those who are wanted.
     fn weigh(&self, wanted: impl Fn(&Seat, &Desk) -> bool, prefill: Option<&Row<'_>>, into: &mut Vec<Candidate>) {
         into.clear();
-        let all = self.seats.iter().map(|seat| (seat, self.survey.desk(seat))).enumerate();
-        let all = all.filter(|(_, (seat, desk))| wanted(seat, desk));
-        // A loop for each case: a thousand workers go through it, and nearly always there is nobody who helps.
-        match prefill {
-            None => into.extend(all.map(|(at, (seat, desk))| {
-                let cost = self.together(seat, &desk);
-                self.candidate(at, seat, &desk, &cost)
-            })),
-            Some(_) => into.extend(all.map(|(at, (seat, desk))| {
+        into.reserve(self.seats.len());
+        // A plain loop, so that nothing of what is seen of a worker goes through memory; nearly always there is nobody who helps.
+        for (at, seat) in self.seats.iter().enumerate() {
+            let desk = self.survey.desk(seat);
+            if !wanted(seat, &desk) {
+                continue;
+            }
+            into.push(if prefill.is_none() {
+                self.candidate(at, seat, &desk, &self.together(seat, &desk))
+            } else {
                 let row = self.row_of(at, desk, prefill);
                 self.candidate(at, seat, &row.desk, &row.cost())
-            })),
+            });
         }
     }
 

@@ -25,10 +25,10 @@ impl Held {
         self.0[0]
     }
 
-    /// Blocks per level below G1, those that have any.
+    /// Blocks per level, in the order of [`LEVELS`].
     #[inline]
-    pub(crate) fn below(self) -> impl Iterator<Item = (Level, u32)> {
-        LEVELS.into_iter().zip(self.0).skip(1).filter(|(_, blocks)| *blocks > 0)
+    pub(crate) fn blocks(self) -> [u32; LEVELS.len()] {
+        self.0
     }
 
     #[cfg(test)]

@@ -173,23 +173,32 @@ impl<'a> Walk<'a> {
         for (seat, mask) in seats[own..].iter().zip(&masks[own..]) {
             common[seat.level()] |= window.of(*mask);
         }
-        let (run, gain) = split(&common, window.len);
+        let (run, gain) = split(|at| common[at], window.len);
         let mut goes_on = run == window.len;
         let mut at = 0;
         while at < own {
-            let slot = seats[at].slot();
-            let mut share = [0; LEVELS.len()];
-            while at < own && seats[at].slot() == slot {
-                share[seats[at].level()] = window.of(masks[at]);
-                at += 1;
-            }
+            let (slot, level, mask) = (seats[at].slot(), seats[at].level(), window.of(masks[at]));
             let worker = slot.number();
+            at += 1;
+            // One level, most of the time; so that nothing goes through memory, it is told apart.
+            let several = at < own && seats[at].slot() == slot;
+            let mut share = [0; LEVELS.len()];
+            if several || !alike.workers.has(worker as u32) {
+                share[level] = mask;
+                while at < own && seats[at].slot() == slot {
+                    share[seats[at].level()] = window.of(masks[at]);
+                    at += 1;
+                }
+            }
             if !alike.workers.has(worker as u32) {
                 goes_on |= self.settle(worker, &share, window);
                 continue;
             }
-            share.iter_mut().zip(&common).for_each(|(share, common)| *share |= common);
-            let (run, own_gain) = split(&share, window.len);
+            let (run, own_gain) = if several {
+                split(|at| share[at] | common[at], window.len)
+            } else {
+                split(|at| common[at] | if at == level { mask } else { 0 }, window.len)
+            };
             goes_on |= run == window.len;
             if let Some(held) = self.out.held.get_mut(worker) {
                 // Less than nothing at some level, until what all have alike is added.
@@ -283,7 +292,7 @@ impl<'a> Walk<'a> {
         let Some(depth) = self.out.depths.get_mut(worker).filter(|depth| **depth == window.before) else {
             return false;
         };
-        let (run, gain) = split(share, window.len);
+        let (run, gain) = split(|at| share[at], window.len);
         self.out.held[worker].0.iter_mut().zip(gain).for_each(|(held, gain)| *held += gain);
         *depth += run;
         run == window.len
@@ -291,12 +300,14 @@ impl<'a> Walk<'a> {
 }
 
 /// The leading blocks of a page that are there at some level, and how many of them are at which: the fastest that has each.
-fn split(share: &[u64; LEVELS.len()], len: u32) -> (u32, [u32; LEVELS.len()]) {
-    let any = share.iter().fold(0, |any, mask| any | mask);
+#[expect(clippy::inline_always, reason = "a thousand times per page, and the masks stay in registers")]
+#[inline(always)]
+fn split(share: impl Fn(usize) -> u64, len: u32) -> (u32, [u32; LEVELS.len()]) {
+    let any = (0..LEVELS.len()).fold(0, |any, level| any | share(level));
     let run = (!any).trailing_zeros().min(len);
     let (mut rest, mut left, mut blocks) = (ones(run), run, [0; LEVELS.len()]);
-    for (blocks, mask) in blocks.iter_mut().zip(share) {
-        let here = mask & rest;
+    for (level, blocks) in blocks.iter_mut().enumerate() {
+        let here = share(level) & rest;
         // Most of the time it has all that is left, or the first of them: no need to count bits.
         *blocks = match here {
             _ if here == rest => left,
