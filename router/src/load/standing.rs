@@ -242,13 +242,17 @@ mod tests {
     fn level<const N: usize>(mut fleet: [Speeds; N]) -> [Speeds; N] {
         let (mut typical, spread) = (Typical::default(), spread(&fleet));
         typical.keep_up(spread, Moment::from(Instant::now()), || fleet.into_iter());
-        fleet.iter_mut().for_each(|speeds| typical.fill(speeds.known(), speeds));
+        for speeds in &mut fleet {
+            typical.fill(speeds.known(), speeds);
+        }
         fleet
     }
 
     fn spread(fleet: &[Speeds]) -> Spread {
         let mut spread = Spread::default();
-        fleet.iter().for_each(|speeds| spread.add(speeds.known()));
+        for speeds in fleet {
+            spread.add(speeds.known());
+        }
         spread
     }
 
