@@ -66,7 +66,8 @@ impl Arguments {
 #[tokio::main]
 async fn main() -> Result<()> {
     let arguments = Arguments::read()?;
-    let folder = arguments.folder.join("disk_speed");
+    // Beside the program itself by default, which has the shorter name.
+    let folder = arguments.folder.join("disk_speed.measured");
     std::fs::create_dir_all(&folder)?;
     let told = match arguments.recover {
         Some(blocks) => recovery(&folder, blocks, arguments.rounds).await,
