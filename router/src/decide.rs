@@ -87,7 +87,8 @@ impl<'a> Ask<'a> {
     }
 }
 
-/// Decides. The same survey and turn make the same decision.
+/// Decides. As long as the workers stand as they do, the same survey and turn make the same decision: how they stand is read
+/// while they are weighed.
 pub(crate) fn decide<'a>(
     tuning: &'a Tuning,
     ask: Ask<'_>,
