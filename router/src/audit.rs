@@ -4,7 +4,6 @@
 //! What a worker announces stays in the index under its name, believed or not. What was sent to one that is not believed is
 //! indexed beside it under another name, its *shadow*, whose place in the index decisions then look at.
 
-use crate::cost;
 use crate::decide::{Decision, Row};
 use crate::disaggregate::Split;
 use crate::fleet::Member;
@@ -80,7 +79,7 @@ impl Forecast {
             full,
             fresh: full.saturating_sub(announced),
             names: if noted { names.to_vec() } else { Vec::new() },
-            token: cost::prefill_speed(&row.desk.standing.speeds).recip(),
+            token: row.desk.pace.token,
             spare: spare.max(0.0),
         }
     }

@@ -1,16 +1,18 @@
 //! Deciding where a request goes: a survey of everybody in, one decision out. It books nothing and knows no clock.
 //!
-//! Everybody is weighed in one pass that keeps a few numbers of each; what a cost is made of is worked out again for the
-//! few workers of whom somebody wants to know.
+//! Everybody is weighed in one pass that keeps a few numbers of each; what a cost is made of is worked out again, from what
+//! was seen then, for the few workers of whom somebody wants to know.
 
 use crate::cost::{self, Cost, Prompt};
+use crate::desks::Desk;
 use crate::disaggregate::{self, Split};
 use crate::fleet::{Member, Seat};
+use crate::index::Held;
 use crate::load::Amount;
 use crate::policy::{Features, Policy};
-use crate::select::{Candidate, Turn, Why, select};
+use crate::select::{Candidate, Turn, Why, lowest, select};
 use crate::settings::{Disaggregation, Tuning};
-use crate::survey::{Desk, Fit, Survey, cacheable};
+use crate::survey::{Fit, Survey, cacheable};
 use std::sync::Arc;
 use worker::engine::{ModelCard, Request, Work};
 use worker::plane::Phase;
@@ -30,6 +32,8 @@ pub(crate) struct Row<'a> {
     /// Its place among the seats.
     pub(crate) at: usize,
     pub(crate) seat: &'a Seat,
+    /// What the worker holds of the prompt.
+    pub(crate) held: Held,
     pub(crate) desk: Desk,
     pub(crate) prompt: Prompt,
     /// All of it on this worker.
@@ -87,8 +91,7 @@ impl<'a> Ask<'a> {
     }
 }
 
-/// Decides. As long as the workers stand as they do, the same survey and turn make the same decision: how they stand is read
-/// while they are weighed.
+/// Decides. The same survey and turn make the same decision.
 pub(crate) fn decide<'a>(
     tuning: &'a Tuning,
     ask: Ask<'_>,
@@ -107,23 +110,23 @@ pub(crate) fn decide<'a>(
 
     helpers.clear();
     if *ask.work == Work::Generate && tuning.disaggregation != Disaggregation::Never && serving.helps() {
-        scene.weigh(|seat, desk| seat.phase == Phase::Prefill && desk.fit == Fit::Well, None, helpers);
+        scene.weigh(|seat, fit| seat.phase == Phase::Prefill && fit == Fit::Well, None, helpers);
     }
     let prefill = select(&tuning.policy, helpers, turn).map(|(at, _)| scene.row(helpers[at].seat as usize, None));
 
     // A prefill request goes to prefill workers; everything else to those who decode, and to the others only when nobody
     // else is there. In both cases a worker that is avoided still comes before none.
     let suits = |seat: &Seat| (seat.phase != Phase::Prefill) != (*ask.work == Work::Prefill);
-    scene.weigh(|seat, desk| suits(seat) && desk.fit == Fit::Well, prefill.as_ref(), candidates);
+    scene.weigh(|seat, fit| suits(seat) && fit == Fit::Well, prefill.as_ref(), candidates);
     if candidates.is_empty() {
-        scene.weigh(|seat, desk| suits(seat) && desk.fit != Fit::Out, prefill.as_ref(), candidates);
+        scene.weigh(|seat, fit| suits(seat) && fit != Fit::Out, prefill.as_ref(), candidates);
     }
     if candidates.is_empty() {
-        scene.weigh(|_, desk| desk.fit != Fit::Out, prefill.as_ref(), candidates);
+        scene.weigh(|_, fit| fit != Fit::Out, prefill.as_ref(), candidates);
     }
     let (at, why) = select(&tuning.policy, candidates, turn)?;
     let others = candidates[..at].iter().chain(&candidates[at + 1..]);
-    let runner_up = others.map(|other| other.cost).fold(f64::INFINITY, f64::min);
+    let runner_up = lowest(others.map(|other| other.cost));
     let chosen = scene.row(candidates[at].seat as usize, prefill.as_ref());
     Some(Decision { scene, candidates, chosen, why, runner_up, prefill })
 }
@@ -137,60 +140,53 @@ impl<'a> Decision<'a> {
 
 impl<'a> Scene<'a> {
     /// Weighs those who are wanted.
-    fn weigh(&self, wanted: impl Fn(&Seat, &Desk) -> bool, prefill: Option<&Row<'_>>, into: &mut Vec<Candidate>) {
+    fn weigh(&self, wanted: impl Fn(&Seat, Fit) -> bool, prefill: Option<&Row<'_>>, into: &mut Vec<Candidate>) {
         into.clear();
         into.reserve(self.seats.len());
-        // A plain loop, so that nothing of what is seen of a worker goes through memory; nearly always there is nobody who helps.
         for (at, seat) in self.seats.iter().enumerate() {
-            let desk = self.survey.desk(seat);
-            if !wanted(seat, &desk) {
+            let desk = self.survey.desk(at);
+            if !wanted(seat, self.survey.fit(seat, desk)) {
                 continue;
             }
-            into.push(if prefill.is_none() {
-                self.candidate(at, seat, &desk, &self.together(seat, &desk))
-            } else {
-                let row = self.row_of(at, desk, prefill);
-                self.candidate(at, seat, &row.desk, &row.cost())
-            });
+            let held = self.survey.held(seat);
+            // Nearly always there is nobody who helps.
+            let cost = if prefill.is_none() { self.together(seat, held, desk) } else { self.row(at, prefill).cost() };
+            into.push(self.candidate(at, seat, held, desk, &cost));
         }
     }
 
     /// All of the request in one seat.
     #[expect(clippy::inline_always, reason = "a thousand times per decision, and every figure stays in a register")]
     #[inline(always)]
-    fn together(&self, seat: &Seat, desk: &Desk) -> Cost {
-        let (weight, standing) = (self.tuning.decode_weight, &desk.standing);
-        let mut together = Cost::together(self.prompts[seat.way as usize], desk.held, standing, weight);
-        together.crowd = cost::crowd(together.prefill, standing.prompts, self.waiting + self.tuning.cache_bias);
-        together.stall = disaggregate::stall(together.prefill, seat.phase, standing.sequences, weight);
+    fn together(&self, seat: &Seat, held: Held, desk: &Desk) -> Cost {
+        let (weight, pace) = (self.tuning.decode_weight, &desk.pace);
+        let mut together = Cost::together(self.prompts[seat.way as usize], held, pace, weight);
+        together.crowd = cost::crowd(together.prefill, pace.prompts, self.waiting + self.tuning.cache_bias);
+        together.stall = disaggregate::stall(together.prefill, seat.phase, pace.sequences, weight);
         together
     }
 
     /// What the choice looks at.
     #[expect(clippy::inline_always, reason = "a thousand times per decision, and every figure stays in a register")]
     #[inline(always)]
-    fn candidate(&self, at: usize, seat: &Seat, desk: &Desk, cost: &Cost) -> Candidate {
+    fn candidate(&self, at: usize, seat: &Seat, held: Held, desk: &Desk, cost: &Cost) -> Candidate {
         let (mut total, mut passes) = (cost.total(), 0);
         if let Policy::Composed(composition) = &self.tuning.policy {
-            let Desk { held, standing, .. } = desk;
-            let features = Features { cost, prompt: self.prompts[seat.way as usize], held: *held, standing };
+            let prompt = self.prompts[seat.way as usize];
+            let features = Features { cost, prompt, held, pace: &desk.pace, standing: &desk.standing };
             (total, passes) = (composition.score(&features), composition.passes(&features));
         }
         Candidate { seat: at as u32, passes, worker: seat.id.0, cost: total, load: cost.load(), chosen: desk.chosen }
     }
 
     fn row(&self, at: usize, prefill: Option<&Row<'_>>) -> Row<'a> {
-        self.row_of(at, self.survey.desk(&self.seats[at]), prefill)
-    }
-
-    fn row_of(&self, at: usize, desk: Desk, prefill: Option<&Row<'_>>) -> Row<'a> {
-        let seat = &self.seats[at];
-        let (prompt, together) = (self.prompts[seat.way as usize], self.together(seat, &desk));
-        let mut row = Row { at, seat, desk, prompt, together, apart: None, split: Split::Together };
+        let (seat, desk) = (&self.seats[at], self.survey.desk(at));
+        let held = self.survey.held(seat);
+        let (prompt, together) = (self.prompts[seat.way as usize], self.together(seat, held, desk));
+        let mut row = Row { at, seat, held, desk: *desk, prompt, together, apart: None, split: Split::Together };
         // Only workers that name blocks alike can take over what the other computed.
         if let Some(prefill) = prefill.filter(|prefill| prefill.at != at && prefill.seat.way == seat.way) {
-            let apart =
-                Cost::apart(&prefill.together, prompt, row.desk.held, &row.desk.standing, self.tuning.decode_weight);
+            let apart = Cost::apart(&prefill.together, prompt, held, &desk.pace, self.tuning.decode_weight);
             row.split = disaggregate::decide(self.tuning.disaggregation, row.missing(), &row.together, &apart);
             row.apart = Some(apart);
         }
@@ -218,16 +214,19 @@ impl<'a> Row<'a> {
 
     /// Prompt tokens that are not cached here.
     pub(crate) fn uncached(&self) -> u64 {
-        self.prompt.uncached(self.desk.held)
+        self.prompt.uncached(self.held)
     }
 
     /// Prompt tokens that are.
     pub(crate) fn cached(&self) -> u64 {
-        u64::from(self.desk.held.run()) * self.prompt.block_size
+        u64::from(self.held.run()) * self.prompt.block_size
     }
 
     /// Full blocks that are not.
     pub(crate) fn missing(&self) -> u64 {
-        cacheable(self.prompt.tokens, self.prompt.block_size).saturating_sub(u64::from(self.desk.held.run()))
+        cacheable(self.prompt.tokens, self.prompt.block_size).saturating_sub(u64::from(self.held.run()))
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -116,7 +116,7 @@ fn considered(row: &Row<'_>, cost: &Cost) -> Considered {
         phase: row.seat.phase.to_string(),
         cost_s: round(cost.total()),
         terms_s: terms.into_iter().map(|(name, term)| (name, round(term))).filter(|(_, term)| *term > 0.0).collect(),
-        cached_blocks: row.desk.held.by_level().map(|(level, blocks)| (level.name(), blocks)).collect(),
+        cached_blocks: row.held.by_level().map(|(level, blocks)| (level.name(), blocks)).collect(),
         uncached_tokens: row.uncached(),
         index: row.member().mode.remark(),
     }

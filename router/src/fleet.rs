@@ -1,13 +1,14 @@
 //! Who is there, by model: a roster that readers take whole and the feed replaces.
 
 use crate::audit::Ledger;
+use crate::desks::Desks;
 use crate::health::{Health, Verdict};
 use crate::index::Slot;
-use crate::load::{Books, Moment, Typical};
+use crate::load::{Books, Moment};
 use crate::trust::Mode;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -166,8 +167,8 @@ pub(crate) struct Serving {
     context: usize,
     /// Whether any of them is there to prefill.
     helpers: bool,
-    /// What stands in for what some of them have not measured.
-    typical: Mutex<Typical>,
+    /// What decisions know of them.
+    desks: Mutex<Desks>,
 }
 
 /// A member, with what each decision asks of it close at hand.
@@ -202,11 +203,12 @@ impl Serving {
         self.helpers
     }
 
-    /// What stands in for what some have not measured, once `keep_up` has brought it up to date.
-    pub(crate) fn typical(&self, keep_up: impl FnOnce(&mut Typical)) -> Typical {
-        let mut typical = self.typical.lock().unwrap_or_else(PoisonError::into_inner);
-        keep_up(&mut typical);
-        *typical
+    /// What is known of them now, for one decision at a time.
+    pub(crate) fn desks(&self, now: Moment) -> MutexGuard<'_, Desks> {
+        // Nothing that writes in them panics half-way.
+        let mut desks = self.desks.lock().unwrap_or_else(PoisonError::into_inner);
+        desks.catch_up(self.seats.iter().map(|seat| &*seat.books), now);
+        desks
     }
 
     fn take(&mut self, member: &Arc<Member>) {

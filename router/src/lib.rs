@@ -37,6 +37,7 @@ mod balance;
 mod booking;
 mod cost;
 mod decide;
+mod desks;
 mod disaggregate;
 mod dispatch;
 mod explain;
@@ -48,6 +49,7 @@ mod load;
 #[doc(hidden)]
 pub mod measure;
 mod metrics;
+mod pace;
 mod place;
 mod planner;
 mod policy;

@@ -10,13 +10,12 @@ mod standing;
 
 pub(crate) use moment::Moment;
 #[cfg(test)]
-pub(crate) use standing::Figure;
+pub(crate) use standing::{Figure, MEANS_STAND};
 pub(crate) use standing::{Known, Speeds, Spread, Standing, Typical};
 
 use face::Face;
 use std::collections::BTreeMap;
 use std::ops::{Deref, DerefMut};
-use std::sync::atomic::Ordering;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::time::Instant;
@@ -70,6 +69,8 @@ pub(crate) struct Glance {
     pub(crate) avoided: bool,
     /// When it was last chosen, in choices; 0 is never.
     pub(crate) chosen: u64,
+    /// From then on it is another, if nothing changes until then.
+    pub(crate) until: Option<Moment>,
 }
 
 struct Entry {
@@ -192,24 +193,25 @@ impl Books {
         self.glance(now.into()).standing
     }
 
-    /// Prompts that wait there, and which speeds were measured.
+    /// Is another once a glance is, unless only time has passed.
     #[inline]
-    pub(crate) fn hint(&self, now: Moment) -> (u32, Known) {
-        let news = self.face.age(now).is_some_and(|age| age <= STALE.as_nanos() as u64);
-        (self.face.prompts(news), self.face.known())
+    pub(crate) fn version(&self) -> u32 {
+        self.face.version()
     }
 
     /// All that a decision sees of the worker.
-    #[inline]
     pub(crate) fn glance(&self, now: Moment) -> Glance {
-        let Face { rests, chosen, .. } = &self.face;
-        // Who never reported is no news, and not silent.
-        let (age, silent) = self.face.age(now).map_or((u64::MAX, u64::MAX), |age| (age, SILENT.as_nanos() as u64));
+        let (age, rests) = (self.face.age(now), self.face.rests());
+        let older = |than: Duration| age.is_some_and(|age| age > than.as_nanos() as u64);
+        let turns_older = |than: Duration| Some(now.after((than.as_nanos() as u64 + 1).checked_sub(age?)?));
+        let rested = (now.bits() < rests).then(|| now.after(rests - now.bits()));
         Glance {
-            standing: self.face.standing(age <= STALE.as_nanos() as u64),
+            // Who never reported is no news, and not silent.
+            standing: self.face.standing(age.is_some() && !older(STALE)),
             known: self.face.known(),
-            avoided: now.bits() < rests.load(Ordering::Relaxed) || age > silent,
-            chosen: chosen.load(Ordering::Relaxed),
+            avoided: rested.is_some() || older(SILENT),
+            chosen: self.face.chosen(),
+            until: [rested, turns_older(STALE), turns_older(SILENT)].into_iter().flatten().min(),
         }
     }
 
@@ -220,12 +222,12 @@ impl Books {
 
     /// Has it left alone until then.
     pub(crate) fn rest_until(&self, until: Option<Moment>) {
-        self.face.rests.store(until.map_or(0, Moment::bits), Ordering::Relaxed);
+        self.face.rest_until(until);
     }
 
     /// Notes that the worker was chosen, and when, in choices.
     pub(crate) fn choose(&self, nth: u64) {
-        self.face.chosen.store(nth, Ordering::Relaxed);
+        self.face.choose(nth);
     }
 
     fn lock(&self) -> Open<'_> {

@@ -3,7 +3,6 @@
 use crate::audit::Forecast;
 use crate::balance::Totals;
 use crate::booking::Booking;
-use crate::cost;
 use crate::decide::{Ask, Decision, Row, decide};
 use crate::disaggregate::Split;
 use crate::explain;
@@ -111,7 +110,7 @@ fn book(
     let (here, there) = (forecast(row), apart.map(forecast));
     let promise = |row: &Row<'_>| {
         let names = overlaps.names(row.seat.way);
-        core.promises.make(row.seat.slot, names, row.prompt.block_size as usize, row.desk.held.run())
+        core.promises.make(row.seat.slot, names, row.prompt.block_size as usize, row.held.run())
     };
     // What is handed over comes late: an event will tell of it, and nobody should queue behind it before.
     let ours = if apart.is_some() { core.promises.make(row.seat.slot, &[], 1, 0) } else { promise(row) };
@@ -136,7 +135,7 @@ fn book(
                 booking: Booking::new(helper, amount, promise(prefill), &core.herald),
                 amount,
                 patience: (PATIENCE.1 + Duration::from_secs_f64(seconds)).min(PATIENCE_MAX),
-                transfer: cost::transfer(&row.desk.standing.speeds, Level::Peer, row.missing()),
+                transfer: row.desk.pace.transfer(Level::Peer, row.missing()),
                 forecast,
             }
         }),

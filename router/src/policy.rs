@@ -2,9 +2,10 @@
 //!
 //! What a filter or a score looks at is worked out when workers are weighed; how the pick falls is `select`'s business.
 
-use crate::cost::{Cost, Prompt, prefill_speed};
+use crate::cost::{Cost, Prompt};
 use crate::index::Held;
 use crate::load::Standing;
+use crate::pace::Pace;
 use serde::de::value::MapAccessDeserializer;
 use serde::de::{self, Deserialize, Deserializer, MapAccess, Visitor};
 use serde::ser::{Serialize, Serializer};
@@ -160,6 +161,7 @@ pub(crate) struct Features<'a> {
     pub(crate) cost: &'a Cost,
     pub(crate) prompt: Prompt,
     pub(crate) held: Held,
+    pub(crate) pace: &'a Pace,
     pub(crate) standing: &'a Standing,
 }
 
@@ -181,11 +183,11 @@ impl Composition {
 
 impl Features<'_> {
     fn term(&self, term: Term) -> f64 {
-        let Self { cost, prompt, held, standing } = self;
+        let Self { cost, prompt, held, pace, standing } = self;
         match term {
             Term::Overlap => {
                 let saved = prompt.tokens.saturating_sub(prompt.uncached(*held));
-                -(saved as f64) / prefill_speed(&standing.speeds)
+                -(saved as f64) * pace.token
             }
             Term::Queue => cost.queue,
             Term::Room => cost.room,
@@ -296,7 +298,13 @@ mod tests {
             (Cost { queue: 0.5, ..Cost::default() }, Prompt { tokens: 100, block_size: 10, blocks: 12 });
         let speeds = Speeds { prefill: Figure::of(100.0), ..Speeds::default() };
         let standing = Standing { sequences: 3, active_blocks: 25, total_blocks: 100, speeds, ..Standing::default() };
-        let features = Features { cost: &cost, prompt, held: Held::of([4, 0, 0, 0, 0]), standing: &standing };
+        let features = Features {
+            cost: &cost,
+            prompt,
+            held: Held::of([4, 0, 0, 0, 0]),
+            pace: &Pace::of(&standing),
+            standing: &standing,
+        };
         let policy = read(
             "policy = { filter = ['cached', { sequences_below = 3 }, { queue_below = 0.6 }], \
             score = [{ term = 'overlap', weight = 2.0 }, { term = 'queue' }, { term = 'memory', weight = 4 }] }",

@@ -1,27 +1,16 @@
 //! What a decision sees of everybody who serves a model: what each worker holds of the prompt, and how busy it is.
 //!
-//! A glance over all of them tells what is usual; then each is looked at when it is weighed, and nothing is copied but that. Books
-//! that change meanwhile are seen as they are then: both was true within microseconds of each other, and it is estimates.
+//! One look, before anybody is weighed: what changes in the books after it is for the next decision.
 
+use crate::desks::{Desk, Desks};
 use crate::fleet::{Seat, Serving};
 use crate::index::{Held, Index, Overlap};
-use crate::load::{Glance, Moment, Spread, Standing, Typical};
 use crate::promise::Promises;
 use kvbm::{ChainKey, Domain, SequenceHash};
+use std::sync::MutexGuard;
 use tokio::time::Instant;
 use worker::engine::ModelCard;
 use worker::plane::WorkerId;
-
-/// What is known of the worker in a seat.
-pub(crate) struct Desk {
-    /// What it holds of the prompt.
-    pub(crate) held: Held,
-    /// How busy it is, with means of the others where it has measured nothing.
-    pub(crate) standing: Standing,
-    /// When it was last chosen, in choices; 0 is never.
-    pub(crate) chosen: u64,
-    pub(crate) fit: Fit,
-}
 
 /// Whether a worker is to be considered.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -40,14 +29,11 @@ pub(crate) struct Survey<'a> {
     overlaps: &'a Overlaps,
     tokens: usize,
     tried: &'a [WorkerId],
-    now: Moment,
-    /// Of all of them.
-    prompts: u64,
-    typical: Typical,
+    desks: MutexGuard<'a, Desks>,
 }
 
 impl<'a> Survey<'a> {
-    /// Glances over everybody. `tokens`: of the prompt; `tried`: who had it already.
+    /// Looks at everybody. `tokens`: of the prompt; `tried`: who had it already.
     pub(crate) fn new(
         serving: &'a Serving,
         overlaps: &'a Overlaps,
@@ -55,40 +41,40 @@ impl<'a> Survey<'a> {
         tried: &'a [WorkerId],
         now: Instant,
     ) -> Self {
-        let (mut prompts, mut spread, now) = (0, Spread::default(), Moment::from(now));
-        for seat in serving.seats() {
-            let (waiting, known) = seat.books.hint(now);
-            prompts += u64::from(waiting);
-            spread.add(known);
-        }
-        let measured = || serving.seats().iter().map(|seat| seat.books.standing(now).speeds);
-        let typical = serving.typical(|typical| typical.keep_up(spread, now, measured));
-        Self { serving, overlaps, tokens, tried, now, prompts, typical }
+        Self { serving, overlaps, tokens, tried, desks: serving.desks(now.into()) }
     }
 
     pub(crate) fn serving(&self) -> &'a Serving {
         self.serving
     }
 
-    /// Looks at one.
-    #[expect(clippy::inline_always, reason = "a thousand times per decision, and every figure stays in a register")]
-    #[inline(always)]
-    pub(crate) fn desk(&self, seat: &Seat) -> Desk {
-        let Glance { mut standing, known, avoided, chosen } = seat.books.glance(self.now);
-        self.typical.fill(known, &mut standing.speeds);
-        let fit = if self.tokens >= seat.context || self.tried.contains(&seat.id) {
+    /// What is known of the worker in a seat.
+    #[inline]
+    pub(crate) fn desk(&self, at: usize) -> &Desk {
+        self.desks.desk(at)
+    }
+
+    /// What it holds of the prompt.
+    #[inline]
+    pub(crate) fn held(&self, seat: &Seat) -> Held {
+        self.overlaps.held(seat.way, seat.slot)
+    }
+
+    /// Whether it is to be considered.
+    #[inline]
+    pub(crate) fn fit(&self, seat: &Seat, desk: &Desk) -> Fit {
+        if self.tokens >= seat.context || self.tried.contains(&seat.id) {
             Fit::Out
-        } else if avoided {
+        } else if desk.avoided {
             Fit::Avoided
         } else {
             Fit::Well
-        };
-        Desk { held: self.overlaps.held(seat.way, seat.slot), standing, chosen, fit }
+        }
     }
 
     /// Prompts that wait at a worker, on average.
     pub(crate) fn prompts_typical(&self) -> f64 {
-        self.prompts as f64 / self.serving.seats().len().max(1) as f64
+        self.desks.prompts_typical()
     }
 }
 

@@ -4,8 +4,8 @@
 //! as much as it needs never to run dry.
 
 use super::room::Held;
-use crate::cost;
 use crate::load::Standing;
+use crate::pace;
 use worker::plane::Phase;
 
 /// What there is too much of.
@@ -56,7 +56,7 @@ pub(crate) fn full(phase: Phase, standing: &Standing, batch: u64, held: Held, pa
     let sequences = u64::from(standing.sequences).saturating_sub(held.sequences);
     let blocks = u64::from(standing.active_blocks).saturating_sub(held.blocks);
     let ahead = if phase == Phase::Prefill { AHEAD_OF_PREFILL } else { AHEAD };
-    if part != Part::Decode && tokens as f64 / cost::prefill_speed(&standing.speeds) >= ahead {
+    if part != Part::Decode && tokens as f64 / pace::prefill_speed(&standing.speeds) >= ahead {
         return Some(Full::Queue);
     }
     // Whoever has nothing to do takes what there is.

@@ -1,9 +1,11 @@
 //! What decisions read of a worker's books: written whenever the books change, read without a lock.
 //!
-//! **Ordering.** Every figure is an atomic of its own, written and read relaxed. Decisions and bookings take turns on the
-//! router's lock, which orders them: a decision sees every booking before it. A report or an end that comes in beside a
-//! decision may be seen in part, the new queue next to the old batch; both were true within a microsecond of each other,
-//! and the figures are estimates. So nothing here needs an order, and no reader waits for a writer.
+//! **Ordering.** Every figure is an atomic of its own, written and read relaxed; then the version is raised, which releases
+//! them to whoever finds it raised. A reader keeps what it read together with the version that it found before, and reads
+//! again once that has moved on: so it never keeps old figures for good. What changes while it reads it may see in part,
+//! the new queue next to the old batch; both were true within a microsecond of each other, the figures are estimates, and
+//! the next look mends it. So no reader waits for a writer. Decisions and bookings take turns on the router's lock, which
+//! orders them: a decision sees every booking before it.
 
 use super::moment::Moment;
 use super::standing::{Figure, Known, ONBOARDED, Onboard, Speeds, Standing};
@@ -17,11 +19,13 @@ pub(super) struct Face {
     /// When the latest report came, as a [`Moment`]; 0 is never.
     reported: AtomicU64,
     /// Until when the worker is to be left alone, as a [`Moment`]; 0 is not at all.
-    pub(super) rests: AtomicU64,
+    rests: AtomicU64,
     /// When it was last chosen, in choices; 0 is never.
-    pub(super) chosen: AtomicU64,
+    chosen: AtomicU64,
     /// Which of the speeds were measured.
     known: AtomicU32,
+    /// Raised by whatever changes here.
+    version: AtomicU32,
     /// Queue and prompts, sequences and blocks: while the latest report is news, and once it is not.
     fresh: [AtomicU64; 2],
     stale: [AtomicU64; 2],
@@ -44,6 +48,39 @@ impl Face {
         let pair = |a: Figure, b: Figure| (a.bits(), b.bits());
         store(&self.rest, [(fresh.total_blocks, prefill.bits()), pair(step, block_bytes), pair(resume, residence)]);
         store(&self.onboard, onboard.map(|Onboard { latency, bandwidth }| pair(latency, bandwidth)));
+        self.raise();
+    }
+
+    /// Publishes until when the worker is to be left alone.
+    pub(super) fn rest_until(&self, until: Option<Moment>) {
+        self.rests.store(until.map_or(0, Moment::bits), Ordering::Relaxed);
+        self.raise();
+    }
+
+    /// Publishes when the worker was last chosen, in choices.
+    pub(super) fn choose(&self, nth: u64) {
+        self.chosen.store(nth, Ordering::Relaxed);
+        self.raise();
+    }
+
+    fn raise(&self) {
+        self.version.fetch_add(1, Ordering::Release);
+    }
+
+    /// Is another once anything here is.
+    #[inline]
+    pub(super) fn version(&self) -> u32 {
+        self.version.load(Ordering::Acquire)
+    }
+
+    /// Until when the worker is to be left alone; 0 is not at all.
+    pub(super) fn rests(&self) -> u64 {
+        self.rests.load(Ordering::Relaxed)
+    }
+
+    /// When the worker was last chosen, in choices; 0 is never.
+    pub(super) fn chosen(&self) -> u64 {
+        self.chosen.load(Ordering::Relaxed)
     }
 
     /// How old the latest report is, in nanoseconds; `None` before the first.
@@ -67,13 +104,6 @@ impl Face {
         });
         let speeds = Speeds { prefill, step, block_bytes, resume, residence, onboard };
         Standing { waiting_tokens, prompts, sequences, active_blocks, total_blocks, speeds }
-    }
-
-    /// The prompts that wait, likewise.
-    #[inline]
-    pub(super) fn prompts(&self, news: bool) -> u32 {
-        let [counts, _] = if news { &self.fresh } else { &self.stale };
-        (counts.load(Ordering::Relaxed) >> 32) as u32
     }
 
     /// Which speeds were measured.

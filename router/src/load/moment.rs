@@ -16,6 +16,11 @@ impl Moment {
     pub(crate) const fn bits(self) -> u64 {
         self.0
     }
+
+    /// So many nanoseconds later.
+    pub(crate) const fn after(self, nanoseconds: u64) -> Self {
+        Self(self.0 + nanoseconds)
+    }
 }
 
 impl From<Instant> for Moment {

@@ -63,7 +63,7 @@ pub(crate) struct Standing {
 }
 
 /// Which of the figures of [`Speeds`] were measured, a bit each.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(crate) struct Known(u32);
 
 /// What all of a fleet have measured, and what any.
@@ -82,7 +82,7 @@ pub(crate) struct Typical {
 }
 
 /// Measurements are averages themselves, and move slowly.
-const MEANS_STAND: Duration = Duration::from_millis(100);
+pub(crate) const MEANS_STAND: Duration = Duration::from_millis(100);
 
 impl Figure {
     /// Not measured.
@@ -205,12 +205,24 @@ impl Spread {
 }
 
 impl Typical {
-    /// Works the means out anew when others have measured other things than before, or some time has passed.
-    pub(crate) fn keep_up<I: Iterator<Item = Speeds>>(&mut self, spread: Spread, now: Moment, fleet: impl Fn() -> I) {
+    /// Who has measured what, as it was last told.
+    pub(crate) fn spread(&self) -> Spread {
+        self.spread
+    }
+
+    /// Works the means out anew when others have measured other things than before, or some time has passed. Whether
+    /// something may stand in otherwise now.
+    pub(crate) fn keep_up<I: Iterator<Item = Speeds>>(
+        &mut self,
+        spread: Spread,
+        now: Moment,
+        fleet: impl Fn() -> I,
+    ) -> bool {
         let stands = |at: &Moment| now.bits().saturating_sub(at.bits()) < MEANS_STAND.as_nanos() as u64;
         if self.spread == spread && self.worked_out.as_ref().is_some_and(stands) {
-            return;
+            return false;
         }
+        let otherwise = self.spread != spread || spread.any != spread.all;
         (self.spread, self.worked_out) = (spread, Some(now));
         for nth in spread.uneven() {
             let (mut sum, mut measured) = (0.0, 0_u32);
@@ -220,6 +232,7 @@ impl Typical {
             }
             *self.means.figure(nth) = Figure::of(sum / f64::from(measured));
         }
+        otherwise
     }
 
     /// Puts the means where a worker has measured nothing and others have.

@@ -146,7 +146,7 @@ impl Routing {
         // Seats are in the order of their workers' ids, which count from 0.
         let row = match &mut self.peer {
             Some(peer) => {
-                let held = |at: usize| decision.row(at as u32).desk.held.run();
+                let held = |at: usize| decision.row(at as u32).held.run();
                 decision.row(peer.choose(request, asked, held) as u32)
             }
             None => decision.chosen,
@@ -155,7 +155,7 @@ impl Routing {
         self.fleet.choose(member);
         let number = member.books.book(row.amount(), now);
         member.books.sent(number, now);
-        let promise = self.promises.make(member.slot, overlaps.names(0), BLOCK_TOKENS as usize, row.desk.held.run());
+        let promise = self.promises.make(member.slot, overlaps.names(0), BLOCK_TOKENS as usize, row.held.run());
         let Amount { prefill_tokens, blocks, .. } = row.amount();
         let (name, anchors) = (u64::from(request), promise.anchors().to_vec());
         let (id, decodes) = (member.id(), true);
