@@ -94,7 +94,7 @@ mod form;
 mod host;
 mod index;
 mod manager;
-mod memory;
+pub mod memory;
 mod metrics;
 pub mod name;
 mod names;

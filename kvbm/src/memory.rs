@@ -7,11 +7,14 @@
 use std::io;
 
 /// The size of large pages, and what smaller memory is not worth asking for.
-const LARGE: usize = 2 << 20;
+pub const LARGE: usize = 2 << 20;
+/// At most so many bytes beside large memory are the allocator's own.
+#[cfg(target_os = "linux")]
+const NOTES: usize = 4096;
 
 /// Asks for large pages where they are had for the asking (`/sys/kernel/mm/transparent_hugepage/enabled`). To be called
 /// before the memory is touched.
-pub(crate) fn enlarge<T>(memory: *const [T]) {
+pub fn enlarge<T>(memory: *const [T]) {
     #[cfg(target_os = "linux")]
     if let Some((at, bytes)) = inner(memory) {
         // SAFETY: advice, which leaves everything that memory holds as it is, whosever it is.
@@ -44,7 +47,7 @@ pub(crate) fn release<T>(memory: *const [T]) {
 }
 
 /// Begins to bring a place into the processor's cache.
-pub(crate) fn fetch<T>(place: &T) {
+pub fn fetch<T>(place: &T) {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: a hint, which reads nothing that the program could see; every x86-64 has it.
     unsafe {
@@ -64,13 +67,14 @@ fn bytes<T>(memory: *const [T]) -> usize {
     memory.len() * size_of::<T>()
 }
 
-/// The large pages that lie within some memory, if there are any.
+/// The large pages that lie within some memory, if there are any; what the allocator notes beside it may lie in them as well.
 #[cfg(target_os = "linux")]
 fn inner<T>(memory: *const [T]) -> Option<(*const u8, usize)> {
     let at = memory.cast::<u8>();
-    let skip = at.align_offset(LARGE);
-    let inside = bytes(memory).checked_sub(skip)? / LARGE * LARGE;
-    (inside > 0).then(|| (at.wrapping_add(skip), inside))
+    let (from, to) = (at.addr(), at.addr() + bytes(memory));
+    let first = if from % LARGE < NOTES { from / LARGE * LARGE } else { from.next_multiple_of(LARGE) };
+    let end = (to + NOTES) / LARGE * LARGE;
+    (first < end).then(|| (at.with_addr(first), end - first))
 }
 
 #[cfg(test)]
@@ -94,7 +98,8 @@ mod tests {
         let memory = vec![0_u8; 3 * LARGE];
         let (at, bytes) = inner(memory.as_slice()).unwrap();
         assert!(at.addr().is_multiple_of(LARGE) && bytes.is_multiple_of(LARGE) && bytes >= 2 * LARGE);
-        assert!(memory.as_ptr_range().contains(&at) && at.wrapping_add(bytes) <= memory.as_ptr_range().end);
-        assert!(inner(&raw const memory[..LARGE - 1]).is_none(), "nothing to ask for");
+        let range = memory.as_ptr_range();
+        assert!(range.start.addr() < at.addr() + NOTES && at.addr() + bytes < range.end.addr() + NOTES);
+        assert!(inner(&raw const memory[..LARGE - 2 * NOTES]).is_none(), "nothing to ask for");
     }
 }

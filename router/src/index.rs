@@ -3,6 +3,7 @@
 //! ```text
 //!   name ──▶ locator: tables, a shard each ──▶ place ──▶ page: 64 names in the order of their chains,
 //!                                                              a word of bits per holder
+//!                                                              and where the chain goes on: most likely the page beside it
 //! ```
 //!
 //! A block is known by 64 bits of its name: the index is a hint, and a collision costs a recomputed prefix, never a wrong
@@ -26,6 +27,7 @@ mod overlap;
 mod owner;
 mod page;
 mod seat;
+mod stretch;
 mod sync;
 mod table;
 mod version;
@@ -42,12 +44,11 @@ pub use seat::Slot;
 
 use arc_swap::ArcSwap;
 use arena::{Arena, Change};
-use body::{Body, Roll};
+use body::{Body, Chunk, Roll};
 use change::Run;
 use kvbm::{BlockEvent, Level, SequenceHash};
 use locator::Locator;
 use owner::Owner;
-use page::Page;
 use seat::Seat;
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -266,7 +267,7 @@ impl Index {
 
     fn set_chunk(&self, change: Change) {
         self.change(|body| {
-            let mut chunks: Vec<Option<Arc<[Page]>>> = Vec::clone(&body.chunks);
+            let mut chunks: Vec<Option<Chunk>> = Vec::clone(&body.chunks);
             match change {
                 Change::Came(at, chunk) => {
                     chunks.resize(chunks.len().max(at + 1), None);

@@ -1,12 +1,13 @@
 //! Which pages are in use, and the locks under which they are changed.
 //!
-//! Pages are numbered. The lowest free one is taken first, so that those at the end fall free together and go back to the
-//! system, a chunk at a time. The first page is never used: the tables need its places' numbers for themselves.
+//! Pages are numbered. Low ones are taken first, so that those at the end fall free together and go back to the system, a chunk
+//! at a time; but whoever wants several gets neighbours where there are any, since a lookup goes through them one after the
+//! other. The first page is never used: the tables need its places' numbers for themselves.
 
-use super::body::CHUNK;
-use super::page::Page;
+use super::body::{CHUNK, Chunk, PAGE_BYTES};
+use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// The pages.
 pub(super) struct Arena {
@@ -35,12 +36,16 @@ struct Vacant {
 
 /// A chunk came or went.
 pub(super) enum Change {
-    Came(usize, Arc<[Page]>),
+    Came(usize, Chunk),
     Went(usize),
 }
 
 /// Page locks. Two writers seldom want the same.
 const TURNS: usize = 512;
+/// Pages given at once: what a batch of names takes, and one for what does not fill it.
+const STRETCH_MOST: usize = 9;
+/// Chunks with room among which a stretch is looked for.
+const LOOKED_AT: usize = 16;
 /// Places are 32 bits: 64 million pages, four billion blocks.
 const CHUNKS_MAX: usize = (1 << 26) / CHUNK;
 
@@ -66,33 +71,31 @@ impl Arena {
         apart.then(|| self.turns[turn_of(page)].try_lock().ok()).flatten()
     }
 
-    /// A page that nobody uses; `None` when there are no more numbers. `change` hears of a new chunk before the page is given.
-    pub(super) fn take(&self, change: impl FnOnce(Change)) -> Option<u32> {
+    /// Neighbouring pages that nobody uses, at most so many; `None` when there are no more numbers. `change` hears of a new chunk
+    /// before a page of it is given.
+    pub(super) fn take(&self, wanted: usize, change: impl FnOnce(Change)) -> Option<Range<u32>> {
         let mut free = self.free();
-        let chunk = (free.first..free.chunks.len())
-            .find(|chunk| free.chunks[*chunk].is_some_and(|vacant| vacant.used < CHUNK))
-            .or_else(|| free.chunks.iter().position(Option::is_none))
-            .unwrap_or(free.chunks.len());
+        let (chunk, at, len) = free.stretch(wanted.min(STRETCH_MOST));
         if chunk == CHUNKS_MAX {
             return None;
         }
         if chunk == free.chunks.len() {
             free.chunks.push(None);
         }
-        free.first = chunk;
         let fresh = free.chunks[chunk].is_none();
         if fresh {
-            change(Change::Came(chunk, (0..CHUNK).map(|_| Page::new()).collect()));
+            change(Change::Came(chunk, Chunk::new()));
             self.chunks.fetch_add(1, Ordering::Relaxed);
         }
         let vacant = free.chunks[chunk].get_or_insert_with(|| Vacant::whole(chunk));
         let first_use = vacant.is_spare(chunk);
-        let at = vacant.take();
+        vacant.take(at, len);
         if first_use && !fresh {
             free.spare -= 1;
         }
-        self.used.fetch_add(1, Ordering::Relaxed);
-        Some((chunk * CHUNK + at) as u32)
+        self.used.fetch_add(len, Ordering::Relaxed);
+        let first = (chunk * CHUNK + at) as u32;
+        Some(first..first + len as u32)
     }
 
     /// Nobody uses these pages any more. One chunk is kept for those to come.
@@ -122,7 +125,7 @@ impl Arena {
 
     /// Bytes of all pages, those that nobody uses included.
     pub(super) fn bytes(&self) -> usize {
-        self.chunks.load(Ordering::Relaxed) * CHUNK * size_of::<Page>()
+        self.chunks.load(Ordering::Relaxed) * CHUNK * PAGE_BYTES
     }
 
     fn free(&self) -> MutexGuard<'_, Free> {
@@ -130,11 +133,39 @@ impl Arena {
     }
 }
 
+impl Free {
+    /// The chunk, the first and the number of the pages to be taken next. The chunk may be one that is not there.
+    fn stretch(&mut self, wanted: usize) -> (usize, usize, usize) {
+        let has_room = |chunk: &usize| self.chunks[*chunk].is_some_and(|vacant| vacant.used < CHUNK);
+        let mut with_room = (self.first..self.chunks.len()).filter(has_room).peekable();
+        let lowest = with_room.peek().copied();
+        let mut best = (0, 0, 0);
+        for chunk in with_room.take(LOOKED_AT) {
+            let (at, len) = self.chunks[chunk].as_ref().map_or((0, 0), |vacant| vacant.stretch(wanted));
+            if len > best.2 {
+                best = (chunk, at, len);
+            }
+            if len == wanted {
+                break;
+            }
+        }
+        if let Some(lowest) = lowest {
+            self.first = lowest;
+            return best;
+        }
+        let absent = self.chunks.iter().position(Option::is_none).unwrap_or(self.chunks.len());
+        self.first = absent;
+        // The very first page is nobody's.
+        let at = usize::from(absent == 0);
+        (absent, at, wanted)
+    }
+}
+
 impl Vacant {
     fn whole(chunk: usize) -> Self {
         let mut vacant = Self { bits: [u64::MAX; CHUNK / 64], used: 0 };
         if chunk == 0 {
-            vacant.take();
+            vacant.take(0, 1);
         }
         vacant
     }
@@ -143,12 +174,31 @@ impl Vacant {
         self.used == usize::from(chunk == 0)
     }
 
-    fn take(&mut self) -> usize {
-        let word = self.bits.iter().position(|bits| *bits != 0).expect("it has a free page");
-        let at = self.bits[word].trailing_zeros() as usize;
-        self.bits[word] &= self.bits[word] - 1;
-        self.used += 1;
-        word * 64 + at
+    /// The first of `wanted` free pages side by side, or of as many as there are, and their number.
+    fn stretch(&self, wanted: usize) -> (usize, usize) {
+        let mut best = (0, 0);
+        for (word, bits) in (0..).zip(self.bits) {
+            // Each step leaves the pages whose next neighbours are free as well, one more of them.
+            let (mut firsts, mut len) = (bits, 0);
+            while firsts != 0 && len < wanted {
+                if len + 1 > best.1 {
+                    best = (word * 64 + firsts.trailing_zeros() as usize, len + 1);
+                }
+                len += 1;
+                firsts &= bits >> len;
+            }
+            if best.1 == wanted {
+                break;
+            }
+        }
+        best
+    }
+
+    fn take(&mut self, at: usize, len: usize) {
+        for at in at..at + len {
+            self.bits[at / 64] &= !(1 << (at % 64));
+        }
+        self.used += len;
     }
 
     fn give(&mut self, at: usize) {

@@ -7,7 +7,7 @@
 use super::Owner;
 use super::bits::Bits;
 use super::locator::{Key, SHARDS};
-use super::page::Page;
+use super::page::{Head, Names, Page, Warmth};
 use super::seat::Slot;
 use super::table::Table;
 use std::collections::BTreeMap;
@@ -18,7 +18,7 @@ use worker::plane::{Source, StoreId};
 #[derive(Clone)]
 pub(super) struct Body {
     pub(super) tables: [Arc<Table>; SHARDS],
-    pub(super) chunks: Arc<Vec<Option<Arc<[Page]>>>>,
+    pub(super) chunks: Arc<Vec<Option<Chunk>>>,
     pub(super) roll: Arc<Roll>,
 }
 
@@ -37,13 +37,26 @@ pub(super) struct Roll {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Place(pub(super) u32);
 
+/// Pages that came from the system together: their heads side by side, and their names.
+#[derive(Clone)]
+pub(super) struct Chunk {
+    heads: Arc<[Head]>,
+    names: Arc<[Names]>,
+}
+
 /// Pages are taken from the system this many at a time: 147 KiB, room for 16,384 blocks.
 pub(super) const CHUNK: usize = 256;
+
+/// Bytes of a page.
+pub(super) const PAGE_BYTES: usize = size_of::<Head>() + size_of::<Names>();
 
 /// Names of a cache line.
 const LINE: usize = 8;
 
 impl Place {
+    /// No block lies in the first page.
+    pub(super) const NOWHERE: Self = Self(0);
+
     pub(super) fn new(page: u32, at: u32) -> Self {
         Self(page << 6 | at)
     }
@@ -57,26 +70,47 @@ impl Place {
     }
 }
 
+impl Chunk {
+    pub(super) fn new() -> Self {
+        Self { heads: (0..CHUNK).map(|_| Head::new()).collect(), names: (0..CHUNK).map(|_| Names::new()).collect() }
+    }
+}
+
 impl Body {
-    pub(super) fn page(&self, number: u32) -> Option<&Page> {
-        self.chunks.get(number as usize / CHUNK)?.as_ref()?.get(number as usize % CHUNK)
+    pub(super) fn page(&self, number: u32) -> Option<Page<'_>> {
+        let chunk = self.chunks.get(number as usize / CHUNK)?.as_ref()?;
+        let at = number as usize % CHUNK;
+        Some(Page::new(chunk.heads.get(at)?, chunk.names.get(at)?))
     }
 
     /// Where a block is. True for a moment only.
     pub(super) fn find(&self, name: u64) -> Option<Place> {
         let key = Key::of(name);
-        let is = |place| self.page(Place(place).page()).is_some_and(|page| page.has(Place(place).at(), name));
-        self.tables[key.shard].find(key.tag, is).map(Place)
+        self.tables[key.shard].find(key.tag, |place| self.has(Place(place), name)).map(Place)
     }
 
-    /// Brings near what the tables say of these names: all at once, since looking takes waiting for memory, not work.
-    pub(super) fn bring_near(&self, names: &[u64]) {
-        let near =
-            names.iter().map(|name| Key::of(*name)).fold(0, |sum, key| sum ^ self.tables[key.shard].touch(key.tag));
-        std::hint::black_box(near);
+    /// Whether a live block of this name is in a place. True for a moment only.
+    pub(super) fn has(&self, place: Place, name: u64) -> bool {
+        self.page(place.page()).is_some_and(|page| page.has(place.at(), name))
     }
 
-    /// Brings near what the pages have of a run of names that [`bring_near`](Self::bring_near) was called for.
+    /// Where a block is, and its page, when it probably lies in a place. What another source is still entering may yet be
+    /// refused, since somebody was quicker: there, a guess says nothing.
+    pub(super) fn find_near(&self, guess: Option<Place>, name: u64, owner: Slot) -> Option<(Place, Page<'_>)> {
+        let here = |place: Place| Some((place, self.page(place.page())?));
+        let guessed = guess.and_then(here).filter(|(place, page)| {
+            page.has(place.at(), name) && (page.warmth() != Warmth::Settling || page.is_of(owner))
+        });
+        guessed.or_else(|| here(self.find(name)?))
+    }
+
+    /// Begins to bring near what the tables say of a name.
+    pub(super) fn fetch(&self, name: u64) {
+        let key = Key::of(name);
+        self.tables[key.shard].fetch(key.tag);
+    }
+
+    /// Brings near what the pages have of a run of names that were [`fetched`](Self::fetch).
     pub(super) fn bring_pages_near(&self, run: &[u64]) {
         let pages = run.iter().step_by(LINE).filter_map(|name| {
             let key = Key::of(*name);

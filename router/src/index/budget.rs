@@ -5,7 +5,7 @@
 //! never wrong, only forgetful.
 
 use super::Index;
-use super::body::{CHUNK, Place};
+use super::body::{CHUNK, PAGE_BYTES, Place};
 use super::change::{Gone, digest};
 use super::holders::Holders;
 use super::locator::Entry;
@@ -70,7 +70,7 @@ impl Index {
 
     /// Takes a page's blocks off its holders' tallies. Answers with how many that were. Their ledgers go on naming the page,
     /// which does no harm.
-    fn strike_holders(&self, page: &Page) -> usize {
+    fn strike_holders(&self, page: Page<'_>) -> usize {
         let (body, holders) = (self.body.load(), page.holders());
         self.tallies.crowd_bytes.fetch_sub(holders.bytes(), Ordering::Relaxed);
         let mut memberships = 0;
@@ -91,7 +91,7 @@ impl Index {
 
     /// Bytes that what is known needs, spare room apart.
     fn weight(&self) -> usize {
-        self.arena.used() * size_of::<Page>()
+        self.arena.used() * PAGE_BYTES
             + self.tallies.entries.load(Ordering::Relaxed) * ENTRY_BYTES
             + self.tallies.crowd_bytes.load(Ordering::Relaxed)
     }

@@ -4,12 +4,13 @@
 //! removed from the tables before its place can be used for another; in between, a reader takes it for absent.
 
 use super::Index;
-use super::body::Place;
+use super::body::{Body, Place};
 use super::holders::Holders;
-use super::locator::Entry;
+use super::locator::{BATCH, Entry};
 use super::owner::{Digest, Ledger, Owner, fit};
 use super::page::{PLACES, Page, Warmth, each, ones};
 use super::seat::Seat;
+use super::stretch::Stretch;
 use std::sync::atomic::Ordering;
 
 /// Names that come.
@@ -22,8 +23,6 @@ pub(super) struct Run<'a> {
     pub(super) chained: bool,
 }
 
-/// Names handled at once: what they touch stays in the core's own cache.
-const BATCH: usize = 512;
 /// Names that are brought near at once while looking for them.
 const AHEAD: usize = 128;
 /// A page is given up for another when no more places than this are live, and all were used.
@@ -50,7 +49,10 @@ impl Index {
         while !rest.names.is_empty() {
             let (mut part, later) = rest.split(rest.names.len().min(BATCH));
             rest = later;
-            self.body.load().bring_near(part.names);
+            if !part.chained {
+                let body = self.body.load();
+                part.names.iter().for_each(|name| body.fetch(*name));
+            }
             let mut refused = Vec::new();
             while !part.names.is_empty() {
                 let known = self.join_holders(owner, ledger, seat, part.names);
@@ -77,23 +79,28 @@ impl Index {
     pub(super) fn evict(&self, owner: &Owner, ledger: &mut Ledger, seat: Seat, names: &[u64]) {
         for names in names.chunks(BATCH) {
             let body = self.body.load();
-            let mut gone = Gone::default();
-            let (mut at, mut near) = (0, 0);
+            let mut gone = Gone { entries: Vec::with_capacity(names.len()), ..Gone::default() };
+            // Where the next name lies if a chain's pages lie side by side.
+            let (mut at, mut near, mut beside) = (0, 0, None);
             while at < names.len() {
-                if at >= near {
+                let guess = beside.take();
+                if guess.is_none() && at >= near {
                     near = names.len().min(at + AHEAD);
-                    body.bring_near(&names[at..near]);
+                    names[at..near].iter().for_each(|name| body.fetch(*name));
                     body.bring_pages_near(&names[at..near]);
                 }
-                let found = body.find(names[at]).and_then(|place| Some((place, body.page(place.page())?)));
-                let Some((place, page)) = found else {
+                let Some((place, page)) = body.find_near(guess, names[at], owner.slot) else {
                     at += 1;
                     continue;
                 };
                 let _turn = self.arena.turn(place.page());
-                let (bits, len) = stretch(page, place.at(), &names[at..]);
-                self.take(owner, ledger, seat, (place.page(), page), bits, &mut gone);
-                at += len;
+                let Some(stretch) = Stretch::of(page, place, &names[at..]) else {
+                    // Gone since it was looked at; where it was only guessed, the tables know.
+                    at += usize::from(guess.is_none());
+                    continue;
+                };
+                self.take(owner, ledger, seat, (place.page(), page), stretch.bits, &mut gone);
+                (at, beside) = (at + stretch.len, stretch.beside);
             }
             self.bury(&gone);
             for number in gone.sparse {
@@ -115,7 +122,6 @@ impl Index {
                     self.take(owner, ledger, seat, (*number, page), u64::MAX, &mut gone);
                 }
             }
-            body.bring_near(&gone.entries.iter().map(|entry| entry.name).collect::<Vec<u64>>());
             self.bury(&gone);
         }
     }
@@ -135,11 +141,10 @@ impl Index {
 
     /// Adds a holder to blocks that are there, up to the first that is not. Answers with how many.
     fn join_holders(&self, owner: &Owner, ledger: &mut Ledger, seat: Seat, names: &[u64]) -> usize {
-        let (mut known, mut memberships) = (0, 0);
+        let (mut known, mut memberships, mut next) = (0, 0, None);
         while known < names.len() {
             let body = self.body.load();
-            let found = body.find(names[known]).and_then(|place| Some((place, body.page(place.page())?)));
-            let Some((place, page)) = found else { break };
+            let Some((place, page)) = body.find_near(next, names[known], owner.slot) else { break };
             let number = place.page();
             let _turn = self.arena.turn(number);
             // While another enters its names, one that lies here may yet be refused: only the table knows.
@@ -159,6 +164,7 @@ impl Index {
             }
             page.warm();
             known += here;
+            next = page.next();
         }
         if memberships > 0 {
             self.tallies.memberships.fetch_add(memberships, Ordering::Relaxed);
@@ -175,16 +181,16 @@ impl Index {
         let mut settling = Vec::new();
         let mut rest = fresh;
         while !rest.names.is_empty() {
-            let Some(number) = self.open(owner, ledger) else { break };
+            let Some(number) = self.open(owner, ledger, rest.names.len()) else { break };
             let body = self.body.load();
             let Some(page) = body.page(number) else {
                 // It went back to the system with its chunk.
-                ledger.open = None;
+                ledger.open.next();
                 continue;
             };
             let _turn = self.arena.turn(number);
             if !page.is_of(owner.slot) || page.used() >= PLACES {
-                ledger.open = None;
+                ledger.open.next();
                 continue;
             }
             page.set_warmth(Warmth::Settling);
@@ -193,6 +199,9 @@ impl Index {
             let joins = if now.chained { !1 } else { 0 };
             let first = page.append(seat, now.names, now.after, joins);
             self.crowds(before, page.holders().bytes());
+            if let Some(after) = now.after.filter(|_| !page.joins_at(first)) {
+                lead(&body, entries.last(), after, Place::new(number, first));
+            }
             came(owner, ledger, seat, number, page, ones(now.names.len() as u32) << first);
             let entry = |(at, name): (u32, &u64)| Entry { name: *name, place: Place::new(number, at) };
             entries.extend((first..).zip(now.names).map(entry));
@@ -205,6 +214,7 @@ impl Index {
         let same =
             |name, place: Place| self.body.load().page(place.page()).is_some_and(|page| page.has(place.at(), name));
         let refused = self.locator.enter(
+            &self.body.load(),
             &entries,
             same,
             |places| self.names_in(places),
@@ -236,18 +246,20 @@ impl Index {
         places.iter().map(|place| name(Place(*place))).collect()
     }
 
-    /// A page of the source's with room in it, probably.
-    fn open(&self, owner: &Owner, ledger: &mut Ledger) -> Option<u32> {
-        if ledger.open.is_none() {
-            let number = self.arena.take(|change| self.set_chunk(change))?;
+    /// A page of the source's with room in it, probably; one after the other, as many as so many names will want.
+    fn open(&self, owner: &Owner, ledger: &mut Ledger, names: usize) -> Option<u32> {
+        if ledger.open.is_empty() {
+            let numbers = self.arena.take(names.div_ceil(PLACES as usize), |change| self.set_chunk(change))?;
             let body = self.body.load();
-            let _turn = self.arena.turn(number);
-            let page = body.page(number)?;
-            page.set_warmth(Warmth::Settling);
-            page.hand_to(owner.slot);
-            ledger.open = Some(number);
+            for number in numbers.clone() {
+                let _turn = self.arena.turn(number);
+                let page = body.page(number)?;
+                page.set_warmth(Warmth::Settling);
+                page.hand_to(owner.slot);
+            }
+            ledger.open = numbers;
         }
-        ledger.open
+        Some(ledger.open.start)
     }
 
     /// Takes blocks of one page from a holder; the caller holds the page's lock.
@@ -256,7 +268,7 @@ impl Index {
         owner: &Owner,
         ledger: &mut Ledger,
         seat: Seat,
-        (number, page): (u32, &Page),
+        (number, page): (u32, Page<'_>),
         bits: u64,
         gone: &mut Gone,
     ) {
@@ -287,21 +299,27 @@ impl Index {
     /// Removes names that nobody holds from the tables, and then lets go of the pages that are empty.
     pub(super) fn bury(&self, gone: &Gone) {
         self.tallies.memberships.fetch_sub(gone.memberships, Ordering::Relaxed);
-        self.locator.remove(&gone.entries, |places| self.names_in(places), |shard, table| self.set_table(shard, table));
+        self.locator.remove(
+            &self.body.load(),
+            &gone.entries,
+            |places| self.names_in(places),
+            |shard, table| self.set_table(shard, table),
+        );
         self.tallies.entries.fetch_sub(gone.entries.len(), Ordering::Relaxed);
         let body = self.body.load();
         let retires = |number: &u32| {
             let _turn = self.arena.turn(*number);
-            body.page(*number).is_some_and(Page::retire)
+            body.page(*number).is_some_and(|page| page.retire())
         };
         let retired: Vec<u32> = gone.pages.iter().copied().filter(retires).collect();
         self.arena.give(&retired, |change| self.set_chunk(change));
     }
 
-    /// Lets go of the page that a source had open, if it never came to use it.
+    /// Lets go of the pages that a source had open, where it never came to use them.
     pub(super) fn close(&self, ledger: &mut Ledger) {
-        let (Some(number), body) = (ledger.open.take(), self.body.load()) else { return };
-        if let Some(page) = body.page(number) {
+        let body = self.body.load();
+        for number in std::mem::take(&mut ledger.open) {
+            let Some(page) = body.page(number) else { continue };
             let _turn = self.arena.turn(number);
             if page.live() == 0 && page.warmth() == Warmth::Settling {
                 page.set_warmth(Warmth::Cold);
@@ -311,7 +329,7 @@ impl Index {
     }
 
     /// Lets go of a page, unless it has come into use again; the caller holds its lock.
-    fn discard(&self, number: u32, page: &Page) {
+    fn discard(&self, number: u32, page: Page<'_>) {
         if page.retire() {
             self.arena.give(&[number], |change| self.set_chunk(change));
         }
@@ -319,7 +337,7 @@ impl Index {
 
     /// Moves the few blocks that are left in a page, all of one holder, to where that holder's new ones go.
     fn repack(&self, owner: &Owner, ledger: &mut Ledger, seat: Seat, from: u32) {
-        let sparse = |page: &Page| {
+        let sparse = |page: Page<'_>| {
             let live = page.live();
             let few = live != 0 && live.count_ones() <= SPARSE && page.used() == PLACES;
             few && page.warmth() != Warmth::Settling && page.is_held_by(seat, live)
@@ -327,11 +345,13 @@ impl Index {
         if !self.body.load().page(from).is_some_and(sparse) {
             return;
         }
-        ledger.open = ledger.open.filter(|open| *open != from);
-        let Some(to) = self.open(owner, ledger) else { return };
+        if ledger.open.start == from {
+            ledger.open.next();
+        }
+        let Some(to) = self.open(owner, ledger, 1) else { return };
         let body = self.body.load();
         let (Some(old), Some(new)) = (body.page(from), body.page(to)) else {
-            ledger.open = None;
+            ledger.open.next();
             return;
         };
         let _turn = self.arena.turn(from);
@@ -342,7 +362,7 @@ impl Index {
         let live = old.live();
         if !new.is_of(owner.slot) || PLACES - new.used() < live.count_ones() {
             // The next page that is given up finds a new one open.
-            ledger.open = None;
+            ledger.open.next();
             return;
         }
         let places: Vec<u32> = each(live).collect();
@@ -381,30 +401,23 @@ pub(super) struct Gone {
     sparse: Vec<u32>,
 }
 
+/// Notes in the page of a block, when it is the page's last, that the chain goes on elsewhere. It was entered just now, or long
+/// ago.
+fn lead(body: &Body, entered: Option<&Entry>, block: u64, next: Place) {
+    let place = entered.map(|entry| entry.place).or_else(|| body.find(block));
+    let Some(place) = place.filter(|place| place.at() == PLACES - 1) else { return };
+    if let Some(page) = body.page(place.page()) {
+        page.goes_on_at(next);
+    }
+}
+
 /// Notes that a holder has more blocks in a page.
-fn came(owner: &Owner, ledger: &mut Ledger, seat: Seat, number: u32, page: &Page, added: u64) {
+fn came(owner: &Owner, ledger: &mut Ledger, seat: Seat, number: u32, page: Page<'_>, added: u64) {
     ledger.pages[seat.level()].insert(number);
     owner.came(seat, u64::from(added.count_ones()), digest(page, added));
 }
 
-/// The places of a page, from one on, that have these names, and how many of the names that is; at least the first is dealt with.
-/// A chain is given up from its end, most of the time, so names may lie in either order.
-fn stretch(page: &Page, first: u32, names: &[u64]) -> (u64, usize) {
-    if !page.has(first, names[0]) {
-        return (0, 1);
-    }
-    let down = first > 0 && names.get(1) == Some(&page.name(first - 1));
-    let (mut bits, mut len, mut at) = (1 << first, 1, first);
-    while len < names.len() {
-        let next = if down { at.checked_sub(1) } else { Some(at + 1).filter(|at| *at < PLACES) };
-        let Some(next) = next.filter(|next| page.has(*next, names[len])) else { break };
-        bits |= 1 << next;
-        (len, at) = (len + 1, next);
-    }
-    (bits, len)
-}
-
 /// The part of some places in a digest.
-pub(super) fn digest(page: &Page, places: u64) -> u64 {
+pub(super) fn digest(page: Page<'_>, places: u64) -> u64 {
     each(places).fold(0, |sum: u64, at| sum.wrapping_add(Digest::of(page.name(at))))
 }

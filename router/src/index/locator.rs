@@ -4,22 +4,22 @@
 //! which are sorted by shard, so that a lock is taken for many names at once; whoever finds a shard busy does the others
 //! first.
 
-use super::body::Place;
+use super::body::{Body, Place};
 use super::table::Table;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Shards: two writers seldom meet in one, a batch has several names for each, and none is long in growing.
 pub(super) const SHARDS: usize = 1 << SHARD_BITS;
-const SHARD_BITS: u32 = 5;
-/// Slots of an empty shard.
-const SLOTS_MIN: usize = 64;
-/// A table is replaced once it is fuller than this: beyond, groups of twelve overflow too often.
-const FULL: f64 = 0.7;
-/// How full its successor is.
-const FILLED: f64 = 0.36;
-/// And it is replaced once it is emptier than this.
+const SHARD_BITS: u32 = 3;
+/// A table is replaced by a larger one once it is fuller than this: beyond, groups of nine overflow too often.
+const FULL: f64 = 0.75;
+/// And by a smaller one once it is emptier than this.
 const SPARSE: f64 = 0.2;
 
+/// Entries sorted at once.
+pub(super) const BATCH: usize = 512;
+/// Entries that are on their way to the core's cache at a time: as many as it can wait for.
+const AHEAD: usize = 24;
 /// Names that are read at once while a table is laid out anew.
 const AT_ONCE: usize = 512;
 
@@ -37,7 +37,7 @@ struct Shard {
 #[derive(Clone, Copy)]
 pub(super) struct Key {
     pub(super) shard: usize,
-    pub(super) tag: u32,
+    pub(super) tag: u64,
 }
 
 /// A name and its place.
@@ -47,16 +47,32 @@ pub(super) struct Entry {
     pub(super) place: Place,
 }
 
+/// The entries that come some time after those of a shard, in order.
+#[derive(Clone, Copy)]
+struct Ahead<'a> {
+    body: &'a Body,
+    entries: &'a [Entry],
+}
+
+impl Ahead<'_> {
+    /// Begins to bring near what will be wanted some time after the entry at a position.
+    fn fetch(self, at: usize) {
+        if let Some(entry) = self.entries.get(at) {
+            self.body.fetch(entry.name);
+        }
+    }
+}
+
 impl Key {
     pub(super) fn of(name: u64) -> Self {
         let spread = name.wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        Self { shard: (spread >> (64 - SHARD_BITS)) as usize, tag: (spread >> (32 - SHARD_BITS)) as u32 }
+        Self { shard: (spread >> (64 - SHARD_BITS)) as usize, tag: spread << SHARD_BITS }
     }
 }
 
 impl Locator {
     pub(super) fn new() -> Self {
-        Self(std::array::from_fn(|_| Mutex::new(Shard::new(SLOTS_MIN))))
+        Self(std::array::from_fn(|_| Mutex::new(Shard::of(Table::new(0), 0))))
     }
 
     /// The table of each shard.
@@ -68,16 +84,18 @@ impl Locator {
     /// `names` reads the names in places that are entered, `grown` hears of each table that was replaced. Answers with those that were refused.
     pub(super) fn enter(
         &self,
+        body: &Body,
         entries: &[Entry],
         same: impl Fn(u64, Place) -> bool,
         names: impl Fn(&[u32]) -> Vec<u64>,
         grown: impl Fn(usize, Arc<Table>),
     ) -> Vec<Entry> {
         let mut refused = Vec::new();
-        self.for_each_shard(entries, |number, shard, entries| {
-            for entry in entries {
+        self.for_each_shard(body, entries, |number, shard, entries, ahead| {
+            for (at, entry) in entries.iter().enumerate() {
+                ahead.fetch(at);
                 if shard.live >= shard.full {
-                    shard.replace(&names);
+                    shard.replace(true, &names);
                     grown(number, shard.table.clone());
                 }
                 let same = |place| same(entry.name, Place(place));
@@ -94,17 +112,18 @@ impl Locator {
     /// Removes names. Those that are not entered under their place are skipped.
     pub(super) fn remove(
         &self,
+        body: &Body,
         entries: &[Entry],
         names: impl Fn(&[u32]) -> Vec<u64>,
         shrunk: impl Fn(usize, Arc<Table>),
     ) {
-        self.for_each_shard(entries, |number, shard, entries| {
-            for entry in entries {
+        self.for_each_shard(body, entries, |number, shard, entries, ahead| {
+            for (at, entry) in entries.iter().enumerate() {
+                ahead.fetch(at);
                 shard.live -= usize::from(shard.table.take(Key::of(entry.name).tag, entry.place.0));
             }
-            let slots = shard.table.slots();
-            if slots > SLOTS_MIN && (shard.live as f64) < slots as f64 * SPARSE {
-                shard.replace(&names);
+            if !shard.table.is_least() && (shard.live as f64) < shard.table.slots() as f64 * SPARSE {
+                shard.replace(false, &names);
                 shrunk(number, shard.table.clone());
             }
         });
@@ -121,33 +140,47 @@ impl Locator {
         (0..SHARDS).map(|shard| self.lock(shard).table.bytes()).sum()
     }
 
-    /// Sorts entries by shard, and calls for each that has any.
-    fn for_each_shard(&self, entries: &[Entry], mut each: impl FnMut(usize, &mut Shard, &[Entry])) {
-        let Some(first) = entries.first() else { return };
-        let mut ends = [0; SHARDS];
-        for entry in entries {
-            ends[Key::of(entry.name).shard] += 1;
-        }
-        let mut sum = 0;
-        for end in &mut ends {
-            sum += std::mem::replace(end, sum);
-        }
-        let mut sorted = vec![*first; entries.len()];
-        for entry in entries {
-            let end = &mut ends[Key::of(entry.name).shard];
-            sorted[*end] = *entry;
-            *end += 1;
-        }
-        let mut later = 0_u64;
-        let of = |shard: usize| shard.checked_sub(1).map_or(0, |before| ends[before])..ends[shard];
-        for shard in (0..SHARDS).filter(|shard| !of(*shard).is_empty()) {
-            match self.0[shard].try_lock() {
-                Ok(mut guard) => each(shard, &mut guard, &sorted[of(shard)]),
-                Err(_) => later |= 1 << shard,
+    /// Sorts entries by shard, and calls for each that has any. Whoever is called says at which entry he is, so that later ones
+    /// are brought near meanwhile, of the next shards as well.
+    fn for_each_shard(
+        &self,
+        body: &Body,
+        entries: &[Entry],
+        mut each: impl FnMut(usize, &mut Shard, &[Entry], Ahead<'_>),
+    ) {
+        for entries in entries.chunks(BATCH) {
+            let mut ends = [0; SHARDS];
+            for entry in entries {
+                ends[Key::of(entry.name).shard] += 1;
             }
-        }
-        for shard in (0..SHARDS).filter(|shard| later >> shard & 1 == 1) {
-            each(shard, &mut self.lock(shard), &sorted[of(shard)]);
+            let mut sum = 0;
+            for end in &mut ends {
+                sum += std::mem::replace(end, sum);
+            }
+            let mut sorted = [Entry { name: 0, place: Place::NOWHERE }; BATCH];
+            for entry in entries {
+                let end = &mut ends[Key::of(entry.name).shard];
+                sorted[*end] = *entry;
+                *end += 1;
+            }
+            let sorted = &sorted[..entries.len()];
+            sorted.iter().take(AHEAD).for_each(|entry| body.fetch(entry.name));
+            let mut later = 0_u64;
+            let of = |shard: usize| shard.checked_sub(1).map_or(0, |before| ends[before])..ends[shard];
+            let mut call = |number: usize, shard: &mut Shard| {
+                let range = of(number);
+                let ahead = Ahead { body, entries: sorted.get(range.start + AHEAD..).unwrap_or_default() };
+                each(number, shard, &sorted[range], ahead);
+            };
+            for shard in (0..SHARDS).filter(|shard| !of(*shard).is_empty()) {
+                match self.0[shard].try_lock() {
+                    Ok(mut guard) => call(shard, &mut guard),
+                    Err(_) => later |= 1 << shard,
+                }
+            }
+            for shard in (0..SHARDS).filter(|shard| later >> shard & 1 == 1) {
+                call(shard, &mut self.lock(shard));
+            }
         }
     }
 
@@ -157,28 +190,24 @@ impl Locator {
 }
 
 impl Shard {
-    fn new(slots: usize) -> Self {
-        let table = Table::new(slots);
+    fn of(table: Table, live: usize) -> Self {
         let full = (table.slots() as f64 * FULL) as usize;
-        Self { table: Arc::new(table), live: 0, full }
+        Self { table: Arc::new(table), live, full }
     }
 
-    /// A table that fits what there is.
-    fn replace(&mut self, names: impl Fn(&[u32]) -> Vec<u64>) {
-        let next = Self::new(((self.live as f64 / FILLED) as usize).max(SLOTS_MIN));
-        let mut places = Vec::with_capacity(AT_ONCE);
-        let enter = |places: &mut Vec<u32>| {
-            for (name, place) in names(places).into_iter().zip(places.drain(..)) {
-                next.table.enter(Key::of(name).tag, place, |_| false);
+    /// A larger or a smaller table of what there is.
+    fn replace(&mut self, larger: bool, names: impl Fn(&[u32]) -> Vec<u64>) {
+        let mut unsure = Vec::new();
+        let next = self.table.relaid(larger, |place| unsure.push(place));
+        for places in unsure.chunks(AT_ONCE) {
+            let names = names(places);
+            for name in &names {
+                next.fetch(Key::of(*name).tag);
             }
-        };
-        self.table.for_each(|place| {
-            places.push(place);
-            if places.len() == AT_ONCE {
-                enter(&mut places);
+            for (name, place) in names.iter().zip(places) {
+                next.enter(Key::of(*name).tag, *place, |_| false);
             }
-        });
-        enter(&mut places);
-        *self = Self { live: self.live, ..next };
+        }
+        *self = Self::of(next, self.live);
     }
 }

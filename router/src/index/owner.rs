@@ -4,6 +4,7 @@ use super::LEVELS;
 use super::seat::{Seat, Slot};
 use std::collections::HashSet;
 use std::hash::{BuildHasherDefault, Hasher};
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -21,8 +22,8 @@ pub(super) struct Owner {
 pub(super) struct Ledger {
     /// By level: pages in which it holds something, and perhaps some in which it no longer does.
     pub(super) pages: [Pages; LEVELS.len()],
-    /// Where its next new names go, if there is room.
-    pub(super) open: Option<u32>,
+    /// Where its next new names go, if there is room: the first of these pages, and then the others.
+    pub(super) open: Range<u32>,
     /// Set when the source was forgotten while somebody waited for this lock.
     pub(super) retired: bool,
 }

@@ -1,10 +1,14 @@
 //! Sixty-four places for names, and who holds the blocks in them.
 //!
-//! Names lie in the order in which they were announced, so a run of a chain takes a few cache lines, and a lookup compares it by
-//! its last name: a name commits to everything before it. A place is used once in a page's life, so a name that a reader
-//! found does not turn into another under it. A page is read without waiting, see [`Version`]; it is changed by whoever
-//! holds its lock, see [`super::arena`].
+//! Names lie in the order in which they were announced, and a lookup compares a run of them by its last: a name commits to
+//! everything before it. A page's last name stands in its head as well, and so does where the chain goes on after it: a lookup
+//! that goes through a long prompt reads one line of each page, and asks no table. Where it goes on is a hint, true when it was
+//! written: whoever follows it compares the name that he finds.
+//!
+//! A place is used once in a page's life, so a name that a reader found does not turn into another under it. A page is read
+//! without waiting, see [`Version`]; it is changed by whoever holds its lock, see [`super::arena`].
 
+use super::body::Place;
 use super::holders::{Crowd, Holders};
 use super::seat::{Seat, Slot};
 use super::sync::{AtomicU32, AtomicU64, Ordering};
@@ -16,9 +20,16 @@ use std::sync::Arc;
 /// Places of a page: as many as a word has bits.
 pub(super) const PLACES: u32 = 64;
 
-/// The page. Its head is one cache line.
+/// A page, as it lies in its chunk.
+#[derive(Clone, Copy)]
+pub(super) struct Page<'a> {
+    head: &'a Head,
+    names: &'a Names,
+}
+
+/// What is known of a page's blocks: one cache line, beside the heads of the pages before and after it.
 #[repr(align(64))]
-pub(super) struct Page {
+pub(super) struct Head {
     version: Version,
     /// The only holder and its blocks, or that there are several.
     seat: AtomicU32,
@@ -28,13 +39,22 @@ pub(super) struct Page {
     live: AtomicU64,
     /// Places whose block follows the one before it in a chain, both of them live.
     joins: AtomicU64,
+    /// The name in the last place, once there is one.
+    last: AtomicU64,
+    /// Where the block lies that follows the one in the last place, as far as is known; nowhere is the first place of all.
+    next: AtomicU32,
     /// Whose new names go here.
     owner: AtomicU32,
     /// Places used, from the first on.
     used: AtomicU32,
     warmth: AtomicU32,
-    names: [AtomicU64; PLACES as usize],
 }
+
+/// A page's names.
+#[repr(align(64))]
+pub(super) struct Names([AtomicU64; PLACES as usize]);
+
+const _: () = assert!(size_of::<Head>() == 64, "a head is one cache line");
 
 /// Whether a page was asked for lately.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -71,7 +91,7 @@ pub(super) fn each(mut bits: u64) -> impl Iterator<Item = u32> {
     })
 }
 
-impl Page {
+impl Head {
     pub(super) fn new() -> Self {
         Self {
             version: Version::new(),
@@ -80,50 +100,68 @@ impl Page {
             several: ArcSwapOption::empty(),
             live: AtomicU64::new(0),
             joins: AtomicU64::new(0),
+            last: AtomicU64::new(0),
+            next: AtomicU32::new(0),
             owner: AtomicU32::new(u32::MAX),
             used: AtomicU32::new(0),
             warmth: AtomicU32::new(0),
-            names: std::array::from_fn(|_| AtomicU64::new(0)),
         }
+    }
+
+    /// Brings it near. What it answers means nothing.
+    pub(super) fn touch(&self) -> u64 {
+        self.live.load(Ordering::Relaxed)
+    }
+}
+
+impl Names {
+    pub(super) fn new() -> Self {
+        Self(std::array::from_fn(|_| AtomicU64::new(0)))
+    }
+}
+
+impl<'a> Page<'a> {
+    pub(super) fn new(head: &'a Head, names: &'a Names) -> Self {
+        Self { head, names }
     }
 
     /// Whether a live block of this name is in this place. True for a moment only, unless the caller holds the page's lock.
     pub(super) fn has(&self, at: u32, name: u64) -> bool {
-        self.name(at) == name && self.live() >> at & 1 == 1
+        self.live() >> at & 1 == 1 && self.name_near(at) == name
     }
 
     pub(super) fn name(&self, at: u32) -> u64 {
-        self.names[at as usize].load(Ordering::Relaxed)
+        self.names.0[at as usize].load(Ordering::Relaxed)
     }
 
     pub(super) fn live(&self) -> u64 {
-        self.live.load(Ordering::Acquire)
+        self.head.live.load(Ordering::Acquire)
     }
 
     pub(super) fn used(&self) -> u32 {
-        self.used.load(Ordering::Relaxed)
+        self.head.used.load(Ordering::Relaxed)
     }
 
-    /// Brings near what a lookup will want. What it answers means nothing.
+    /// Brings near what is wanted of it from a place on. What it answers means nothing.
     pub(super) fn touch(&self, at: u32) -> u64 {
-        self.live.load(Ordering::Relaxed) ^ self.name(at) ^ self.name(PLACES - 1)
+        self.head.touch() ^ self.name(at)
     }
 
     /// How far the prompt goes on in this page from a place on, and who holds that. `None`: it is being changed by somebody
     /// who does not come to an end.
     pub(super) fn look(&self, at: u32, prompt: &[SequenceHash]) -> Option<Seen> {
-        self.version.look(|| {
+        self.head.version.look(|| {
             let len = self.run(at, prompt);
-            let seat = Seat::from_raw(self.seat.load(Ordering::Relaxed));
-            let several = (seat == Seat::SEVERAL).then(|| self.several.load());
-            Seen { len, seat, mask: self.mask.load(Ordering::Relaxed), several }
+            let seat = Seat::from_raw(self.head.seat.load(Ordering::Relaxed));
+            let several = (seat == Seat::SEVERAL).then(|| self.head.several.load());
+            Seen { len, seat, mask: self.head.mask.load(Ordering::Relaxed), several }
         })
     }
 
     fn run(&self, from: u32, prompt: &[SequenceHash]) -> u32 {
-        let (live, joins) = (self.live.load(Ordering::Relaxed), self.joins.load(Ordering::Relaxed));
+        let (live, joins) = (self.head.live.load(Ordering::Relaxed), self.head.joins.load(Ordering::Relaxed));
         let longest = (PLACES - from).min(prompt.len() as u32);
-        let is = |len: u32| self.name(from + len) == prompt[len as usize].short();
+        let is = |len: u32| self.name_near(from + len) == prompt[len as usize].short();
         let mut len = 0;
         while len < longest && live >> (from + len) & 1 == 1 {
             let joined = (joins >> (from + len) >> 1).trailing_ones().min(longest - len - 1);
@@ -145,8 +183,23 @@ impl Page {
         len
     }
 
+    /// The same as [`name`](Self::name), and the last from the head.
+    fn name_near(&self, at: u32) -> u64 {
+        if at == PLACES - 1 { self.head.last.load(Ordering::Relaxed) } else { self.name(at) }
+    }
+
+    /// Where the block probably lies that follows the last.
+    pub(super) fn next(&self) -> Option<Place> {
+        Some(Place(self.head.next.load(Ordering::Relaxed))).filter(|place| *place != Place::NOWHERE)
+    }
+
+    /// Notes where the block lies that follows the last.
+    pub(super) fn goes_on_at(&self, place: Place) {
+        self.head.next.store(place.0, Ordering::Relaxed);
+    }
+
     pub(super) fn warmth(&self) -> Warmth {
-        match self.warmth.load(Ordering::Relaxed) {
+        match self.head.warmth.load(Ordering::Relaxed) {
             0 => Warmth::Cold,
             1 => Warmth::Warm,
             _ => Warmth::Settling,
@@ -154,7 +207,7 @@ impl Page {
     }
 
     pub(super) fn set_warmth(&self, warmth: Warmth) {
-        self.warmth.store(warmth as u32, Ordering::Relaxed);
+        self.head.warmth.store(warmth as u32, Ordering::Relaxed);
     }
 
     /// Notes that it was asked for; writes nothing when that is known.
@@ -166,47 +219,48 @@ impl Page {
 }
 
 /// Changes: the caller holds the page's lock.
-impl Page {
+impl Page<'_> {
     pub(super) fn is_of(&self, owner: Slot) -> bool {
-        self.owner.load(Ordering::Relaxed) == owner.raw()
+        self.head.owner.load(Ordering::Relaxed) == owner.raw()
     }
 
     /// Makes an unused page somebody's.
     pub(super) fn hand_to(&self, owner: Slot) {
-        self.owner.store(owner.raw(), Ordering::Relaxed);
-        self.used.store(0, Ordering::Relaxed);
+        self.head.owner.store(owner.raw(), Ordering::Relaxed);
+        self.head.used.store(0, Ordering::Relaxed);
+        self.goes_on_at(Place::NOWHERE);
     }
 
     /// Nobody's again, unless there is a live block in it, or will be. Whether it was somebody's.
     pub(super) fn retire(&self) -> bool {
         let retires = self.live() == 0 && self.in_use() && self.warmth() != Warmth::Settling;
         if retires {
-            self.owner.store(u32::MAX, Ordering::Relaxed);
+            self.head.owner.store(u32::MAX, Ordering::Relaxed);
             self.set_warmth(Warmth::Cold);
         }
         retires
     }
 
     fn in_use(&self) -> bool {
-        self.owner.load(Ordering::Relaxed) != u32::MAX
+        self.head.owner.load(Ordering::Relaxed) != u32::MAX
     }
 
     /// Whether a live block here follows the live one before it.
     pub(super) fn joins_at(&self, at: u32) -> bool {
-        self.joins.load(Ordering::Relaxed) >> at & 1 == 1
+        self.head.joins.load(Ordering::Relaxed) >> at & 1 == 1
     }
 
     pub(super) fn holders(&self) -> Holders {
-        match Seat::from_raw(self.seat.load(Ordering::Relaxed)) {
+        match Seat::from_raw(self.head.seat.load(Ordering::Relaxed)) {
             Seat::NOBODY => Holders::Nobody,
-            Seat::SEVERAL => self.several.load_full().map_or(Holders::Nobody, Holders::Several),
-            seat => Holders::One(seat, self.mask.load(Ordering::Relaxed)),
+            Seat::SEVERAL => self.head.several.load_full().map_or(Holders::Nobody, Holders::Several),
+            seat => Holders::One(seat, self.head.mask.load(Ordering::Relaxed)),
         }
     }
 
     /// Whether somebody holds exactly these blocks, and nobody else any.
     pub(super) fn is_held_by(&self, seat: Seat, blocks: u64) -> bool {
-        self.seat.load(Ordering::Relaxed) == seat.raw() && self.mask.load(Ordering::Relaxed) == blocks
+        self.head.seat.load(Ordering::Relaxed) == seat.raw() && self.head.mask.load(Ordering::Relaxed) == blocks
     }
 
     /// Appends names, all held by one. The first follows the name `after`, and each of the others the one before it where
@@ -219,13 +273,14 @@ impl Page {
         let live = self.live() | bits;
         let follows = first > 0 && live >> (first - 1) & 1 == 1 && after == Some(self.name(first - 1));
         let joins = (joins & !1 | u64::from(follows)) << first & bits;
-        self.version.change(|| {
-            for (place, name) in self.names[first as usize..].iter().zip(names) {
+        self.head.version.change(|| {
+            for (place, name) in self.names.0[first as usize..].iter().zip(names) {
                 place.store(*name, Ordering::Relaxed);
             }
-            self.joins.store(self.joins.load(Ordering::Relaxed) | joins, Ordering::Relaxed);
-            self.used.store(first + names.len() as u32, Ordering::Relaxed);
-            self.live.store(live, Ordering::Release);
+            self.head.last.store(self.name(PLACES - 1), Ordering::Relaxed);
+            self.head.joins.store(self.head.joins.load(Ordering::Relaxed) | joins, Ordering::Relaxed);
+            self.head.used.store(first + names.len() as u32, Ordering::Relaxed);
+            self.head.live.store(live, Ordering::Release);
             self.seat(holders);
         });
         first
@@ -235,9 +290,9 @@ impl Page {
     pub(super) fn set_holders(&self, holders: Holders) -> u64 {
         let live = self.live();
         let dead = live & !holders.union();
-        self.version.change(|| {
-            self.live.store(live & !dead, Ordering::Release);
-            self.joins.store(self.joins.load(Ordering::Relaxed) & !(dead | dead << 1), Ordering::Relaxed);
+        self.head.version.change(|| {
+            self.head.live.store(live & !dead, Ordering::Release);
+            self.head.joins.store(self.head.joins.load(Ordering::Relaxed) & !(dead | dead << 1), Ordering::Relaxed);
             self.seat(holders);
         });
         dead
@@ -249,10 +304,10 @@ impl Page {
             Holders::One(seat, mask) => (seat, mask, None),
             Holders::Several(crowd) => (Seat::SEVERAL, 0, Some(crowd)),
         };
-        if several.is_some() || self.seat.load(Ordering::Relaxed) == Seat::SEVERAL.raw() {
-            self.several.store(several);
+        if several.is_some() || self.head.seat.load(Ordering::Relaxed) == Seat::SEVERAL.raw() {
+            self.head.several.store(several);
         }
-        self.seat.store(seat.raw(), Ordering::Relaxed);
-        self.mask.store(mask, Ordering::Relaxed);
+        self.head.seat.store(seat.raw(), Ordering::Relaxed);
+        self.head.mask.store(mask, Ordering::Relaxed);
     }
 }

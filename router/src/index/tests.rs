@@ -463,3 +463,38 @@ fn a_membership_takes_less_than_forty_bytes_and_gives_them_back() {
     assert_eq!(index.memberships(), 0);
     assert!(index.bytes() < empty + 160_000, "{} bytes are left in an empty index", index.bytes());
 }
+
+#[test]
+fn a_table_keeps_its_entries_while_it_grows_and_shrinks() {
+    use super::table::Table;
+    // The places are names here: few, and then so many that groups overflow.
+    let tag = |place: u32| crate::select::mix(u64::from(place));
+    let entered = |table: &Table, places: std::ops::Range<u32>| {
+        places.for_each(|place| assert!(table.enter(tag(place), place, |here| here == place)));
+    };
+    let check = |table: &Table, places: u32| {
+        for place in 0..places {
+            assert_eq!(table.find(tag(place), |here| here == place), Some(place));
+            assert!(!table.enter(tag(place), place, |here| here == place), "it is there");
+        }
+        assert_eq!(table.find(tag(places), |here| here == places), None);
+    };
+    let mut table = Table::new(0);
+    let mut places = 0;
+    let mut by_name = 0;
+    for larger in [true; 9].into_iter().chain([false; 9]) {
+        let wanted = table.slots() as u32 * 7 / if larger { 10 } else { 40 };
+        entered(&table, places.min(wanted)..wanted);
+        (wanted..places.max(wanted)).for_each(|place| assert!(table.take(tag(place), place)));
+        places = wanted;
+        check(&table, places);
+        let mut unsure = Vec::new();
+        table = table.relaid(larger, |place| unsure.push(place));
+        by_name += unsure.len();
+        for place in unsure {
+            assert!(table.enter(tag(place), place, |_| false));
+        }
+        check(&table, places);
+    }
+    assert!(table.is_least() && by_name > 0);
+}

@@ -1,0 +1,35 @@
+//! Names that go together, and lie in one page: what an engine gives up is a part of a chain, most of the time.
+
+use super::body::Place;
+use super::page::{PLACES, Page, ones};
+
+/// A run of names in one page.
+pub(super) struct Stretch {
+    pub(super) bits: u64,
+    /// How many of the names.
+    pub(super) len: usize,
+    /// Where the next probably lies.
+    pub(super) beside: Option<Place>,
+}
+
+impl Stretch {
+    /// The names that lie in the page from a place on; `None` if not even the first does. A chain is given up from its end, most
+    /// of the time, so they may lie in either order.
+    pub(super) fn of(page: Page<'_>, first: Place, names: &[u64]) -> Option<Self> {
+        let at = first.at();
+        if !page.has(at, names[0]) {
+            return None;
+        }
+        let live = page.live();
+        let has = |(at, name): (u32, &u64)| live >> at & 1 == 1 && page.name(at) == *name;
+        let up = 1 + (at + 1..PLACES).zip(&names[1..]).take_while(|place| has(*place)).count() as u32;
+        if up > 1 {
+            let beside = if at + up == PLACES { page.next() } else { None };
+            return Some(Self { bits: ones(up) << at, len: up as usize, beside });
+        }
+        let down = 1 + (0..at).rev().zip(&names[1..]).take_while(|place| has(*place)).count() as u32;
+        let before = first.page().checked_sub(1).filter(|_| down == at + 1);
+        let beside = before.map(|page| Place::new(page, PLACES - 1));
+        Some(Self { bits: ones(down) << (at + 1 - down), len: down as usize, beside })
+    }
+}
