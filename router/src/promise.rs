@@ -71,12 +71,10 @@ impl Promises {
         if promised.is_empty() {
             return;
         }
-        for (last, anchor) in anchors(names, block_size) {
-            let Some(makers) = promised.get(&anchor) else { continue };
-            for (slot, _) in makers.all() {
-                let held = overlap.at(*slot).run();
-                (held..=last).for_each(|position| overlap.lengthen(*slot, position));
-            }
+        // The last that a worker promises says all.
+        for (last, anchor) in anchors(names, block_size).rev() {
+            let makers = promised.get(&anchor).into_iter().flat_map(Makers::all);
+            makers.for_each(|(slot, _)| overlap.lengthen(*slot, last + 1));
         }
     }
 
@@ -116,10 +114,10 @@ impl Makers {
 }
 
 /// Positions and names of a prompt's anchors, in order: every so many blocks, and the last.
-fn anchors(names: &[SequenceHash], block_size: usize) -> impl Iterator<Item = (u32, u64)> {
+fn anchors(names: &[SequenceHash], block_size: usize) -> impl DoubleEndedIterator<Item = (u32, u64)> {
     let stride = (ANCHOR_TOKENS / block_size.max(1)).max(1);
     let end = names.len();
-    let positions = (1..).map(move |nth| (nth * stride).min(end)).take(end.div_ceil(stride));
+    let positions = (1..=end.div_ceil(stride)).map(move |nth| (nth * stride).min(end));
     positions.map(|upto| (upto as u32 - 1, names[upto - 1].short()))
 }
 

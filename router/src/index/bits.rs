@@ -1,5 +1,7 @@
 //! A set of small numbers, one bit each, as long as its largest member needs.
 
+use super::page::each;
+
 /// The set.
 #[derive(Clone, PartialEq, Eq, Default)]
 pub(super) struct Bits(Vec<u64>);
@@ -8,6 +10,7 @@ impl Bits {
     pub(super) fn set(&mut self, bit: u32) {
         let word = bit as usize / 64;
         if self.0.len() <= word {
+            self.0.reserve_exact(word + 1 - self.0.len());
             self.0.resize(word + 1, 0);
         }
         self.0[word] |= 1 << (bit % 64);
@@ -28,15 +31,23 @@ impl Bits {
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = u32> {
-        self.0.iter().enumerate().flat_map(|(index, word)| ones(*word).map(move |bit| index as u32 * 64 + bit))
+        self.0.iter().enumerate().flat_map(|(index, word)| each(*word).map(move |bit| index as u32 * 64 + bit))
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.0.iter().map(|word| word.count_ones() as usize).sum()
+    }
+
+    /// Sixty-four members a word, the lowest in its lowest bit.
+    pub(super) fn words(&self) -> &[u64] {
+        &self.0
     }
 }
 
-/// The positions of the bits that are set, lowest first.
-fn ones(mut word: u64) -> impl Iterator<Item = u32> {
-    std::iter::from_fn(move || {
-        let bit = (word != 0).then(|| word.trailing_zeros())?;
-        word &= word - 1;
-        Some(bit)
-    })
+impl FromIterator<u32> for Bits {
+    fn from_iter<I: IntoIterator<Item = u32>>(members: I) -> Self {
+        let mut bits = Self::default();
+        members.into_iter().for_each(|bit| bits.set(bit));
+        bits
+    }
 }

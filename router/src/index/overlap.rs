@@ -1,8 +1,11 @@
 //! How much of a prompt each worker has within reach.
 
 use super::LEVELS;
+use super::page::each;
+use super::partition::Partition;
 use super::seat::Slot;
 use kvbm::Level;
+use std::ops::{AddAssign, Sub};
 
 /// Leading blocks of a prompt that a worker has within reach, by the fastest level that each rests at.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -37,35 +40,109 @@ impl Held {
     }
 }
 
+/// Differences may be less than nothing at some level, modulo 2³².
+impl AddAssign for Held {
+    #[inline]
+    fn add_assign(&mut self, other: Self) {
+        self.0.iter_mut().zip(other.0).for_each(|(sum, more)| *sum = sum.wrapping_add(more));
+    }
+}
+
+impl Sub for Held {
+    type Output = Self;
+
+    #[inline]
+    fn sub(self, other: Self) -> Self {
+        Self(std::array::from_fn(|level| self.0[level].wrapping_sub(other.0[level])))
+    }
+}
+
 /// What each worker holds of one prompt. Asked with the same one again, nothing is allocated.
 #[derive(Default)]
 pub struct Overlap {
-    /// By the number of a worker's slot.
-    pub(super) held: Vec<Held>,
-    /// Leading blocks of each worker, so far.
-    pub(super) depths: Vec<u32>,
-    /// What of one page each worker reaches, level by level, when a store has a part in it.
-    pub(super) shares: Vec<[u64; LEVELS.len()]>,
+    pub(super) answer: Answer,
+    /// Of the walk that makes the answer.
+    pub(super) partition: Partition,
 }
 
 impl Overlap {
     /// What the worker in this slot holds.
     pub fn at(&self, slot: Slot) -> Held {
-        self.held.get(slot.number()).copied().unwrap_or_default()
+        self.answer.at(slot.number())
     }
 
-    /// The worker in this slot will have the block at `position`, too: it counts when all before it do.
-    pub(crate) fn lengthen(&mut self, slot: Slot, position: u32) {
-        if let Some(held) = self.held.get_mut(slot.number()).filter(|held| held.run() == position) {
-            held.0[0] += 1;
+    /// The worker in this slot will have so many leading blocks, if it has not got more.
+    pub(crate) fn lengthen(&mut self, slot: Slot, blocks: u32) {
+        let Answer { kinds, kind, .. } = &mut self.answer;
+        let Some(kind) = kind.get_mut(slot.number()) else { return };
+        let mut held = kinds[*kind as usize];
+        let run = held.run();
+        if run < blocks {
+            held.0[0] += blocks - run;
+            *kind = kinds.len() as u32;
+            kinds.push(held);
+        }
+    }
+}
+
+/// The answer: what there is, each thing once, and which of it each worker has.
+#[derive(Default)]
+pub(super) struct Answer {
+    /// The first is nothing.
+    kinds: Vec<Held>,
+    /// By the number of a worker's slot; a few more, so that it ends with a word of bits.
+    kind: Vec<u32>,
+    /// Workers that have a kind of their own.
+    apart: Vec<u64>,
+}
+
+const WORD: usize = u64::BITS as usize;
+
+impl Answer {
+    /// Nothing, for so many words of workers.
+    pub(super) fn reset(&mut self, words: usize) {
+        self.kinds.clear();
+        self.kinds.push(Held::default());
+        self.kind.clear();
+        self.kind.resize(words * WORD, 0);
+        self.apart.clear();
+        self.apart.resize(words, 0);
+    }
+
+    #[inline]
+    fn at(&self, worker: usize) -> Held {
+        self.kind.get(worker).map_or_else(Held::default, |kind| self.kinds[*kind as usize])
+    }
+
+    /// Gives one worker more, apart from all others.
+    #[inline]
+    pub(super) fn add(&mut self, worker: usize, held: Held) {
+        match self.kind[worker] {
+            0 => {
+                self.kind[worker] = self.kinds.len() as u32;
+                self.kinds.push(held);
+                self.apart[worker / WORD] |= 1 << (worker % WORD);
+            }
+            own => self.kinds[own as usize] += held,
         }
     }
 
-    /// Nothing, for so many workers.
-    pub(super) fn reset(&mut self, workers: usize) {
-        self.held.clear();
-        self.held.resize(workers, Held::default());
-        self.depths.clear();
-        self.depths.resize(workers, 0);
+    /// Gives the same to a set of workers, besides what some of them have apart.
+    pub(super) fn give(&mut self, set: &[u64], held: Held) {
+        if held == Held::default() {
+            return;
+        }
+        let alike = self.kinds.len() as u32;
+        self.kinds.push(held);
+        for ((members, apart), kind) in set.iter().zip(&self.apart).zip(self.kind.chunks_exact_mut(WORD)) {
+            for worker in each(members & apart) {
+                self.kinds[kind[worker as usize] as usize] += held;
+            }
+            match members & !apart {
+                0 => {}
+                u64::MAX => kind.fill(alike),
+                members => each(members).for_each(|worker| kind[worker as usize] = alike),
+            }
+        }
     }
 }

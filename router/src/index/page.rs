@@ -9,7 +9,8 @@
 //! without waiting, see [`Version`]; it is changed by whoever holds its lock, see [`super::arena`].
 
 use super::body::Place;
-use super::holders::{Crowd, Holders};
+use super::crowd::Crowd;
+use super::holders::Holders;
 use super::seat::{Seat, Slot};
 use super::sync::{AtomicU32, AtomicU64, Ordering};
 use super::version::Version;

@@ -47,7 +47,12 @@ impl Seat {
     /// `None` for a level that is not indexed.
     pub(super) fn new(slot: Slot, level: Level) -> Option<Self> {
         let level = LEVELS.iter().position(|at| *at == level)?;
-        Some(Self(slot.0 << LEVEL | level as u32))
+        Some(Self::at(slot, level))
+    }
+
+    /// At the level in this position of [`LEVELS`].
+    pub(super) fn at(slot: Slot, level: usize) -> Self {
+        Self(slot.0 << LEVEL | level as u32)
     }
 
     pub(super) fn from_raw(raw: u32) -> Self {
