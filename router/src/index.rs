@@ -2,7 +2,8 @@
 //!
 //! ```text
 //!   name ──▶ locator: tables, a shard each ──▶ place ──▶ page: 64 names in the order of their chains,
-//!                                                              a word of bits per holder
+//!                                                              a word of bits per holder, one set of holders
+//!                                                              where many are alike,
 //!                                                              and where the chain goes on: most likely the page beside it
 //! ```
 //!
@@ -39,6 +40,8 @@ mod walk;
 mod interleaved;
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod together;
 
 pub use overlap::{Held, Overlap};
 pub use owner::Digest;

@@ -189,3 +189,60 @@ impl Group {
         self.workers.iter().map(|worker| (Seat::at(Slot::worker(worker as usize), self.level), self.mask))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::index::holders::Holders;
+    use proptest::prelude::*;
+    use std::collections::BTreeMap;
+
+    const WORKERS: usize = 200;
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        #[test]
+        fn holders_are_known_however_they_come_and_go_together(
+            steps in proptest::collection::vec(
+                (any::<bool>(), 0..3_usize, 0..WORKERS, 1..WORKERS, 1..4_usize, proptest::sample::select(vec![1, 0xff, 0xf0, u64::MAX])),
+                1..30,
+            ),
+        ) {
+            let (mut holders, mut model) = (Holders::Nobody, BTreeMap::<u32, u64>::new());
+            for (comes, level, first, many, stride, bits) in steps {
+                // A store now and then among many workers.
+                let workers = (first..WORKERS).step_by(stride).take(many).map(Slot::worker);
+                for slot in workers.chain((many % 4 == 0).then(|| Slot::store(first))) {
+                    let seat = Seat::at(slot, level);
+                    let had = model.get(&seat.raw()).copied().unwrap_or(0);
+                    let (changed, has) = if comes {
+                        (holders.add(seat, bits), had | bits)
+                    } else {
+                        (holders.take(seat, bits), had & !bits)
+                    };
+                    prop_assert_eq!(changed, had ^ has);
+                    prop_assert_eq!(holders.mask(seat), has);
+                    if has == 0 { model.remove(&seat.raw()) } else { model.insert(seat.raw(), has) };
+                }
+                let held: BTreeMap<u32, u64> = holders.to_vec().into_iter().map(|(seat, mask)| (seat.raw(), mask)).collect();
+                prop_assert_eq!(&held, &model);
+                prop_assert_eq!(holders.union(), model.values().fold(0, |union, mask| union | mask));
+                prop_assert!(holders.bytes() <= 100 + 2 * SINGLE_BYTES * model.len(), "no set outweighs its members");
+            }
+        }
+    }
+
+    #[test]
+    fn what_everybody_holds_takes_a_bit_for_each() {
+        let mut holders = Holders::Nobody;
+        for worker in 0..1024 {
+            holders.add(Seat::at(Slot::worker(worker), 0), 0xffff_ffff);
+        }
+        assert!(holders.bytes() < 300, "{} bytes", holders.bytes());
+        for worker in 2..1024 {
+            holders.take(Seat::at(Slot::worker(worker), 0), u64::MAX);
+        }
+        assert!(holders.bytes() < 100, "{} bytes are left for two", holders.bytes());
+    }
+}

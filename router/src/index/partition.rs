@@ -168,20 +168,17 @@ impl Partition {
 
     /// Counts those that go on alone.
     fn count_alone(&mut self, sight: &Sight<'_>, answer: &mut Answer) {
+        let len = sight.window.len;
         let mut from = 0;
         self.alone.retain(|worker| {
             let worker = *worker as usize;
             from += before(&sight.seats[from..], worker);
-            let mut share = [0; LEVELS.len()];
-            sight.own(from, worker, &mut share);
-            for (level, mask, workers) in sight.shared() {
-                if workers.get(worker / WORD).is_some_and(|word| word >> (worker % WORD) & 1 == 1) {
-                    share[level] |= mask;
-                }
-            }
-            let (run, gain) = leading(&share, sight.window.len);
+            let (run, gain) = match sight.only(from, worker) {
+                Some((level, mask)) => at_one(level, mask, len),
+                None => leading(&sight.share(from, worker), len),
+            };
             answer.add(worker, gain);
-            run == sight.window.len
+            run == len
         });
     }
 
@@ -273,6 +270,28 @@ impl<'a> Sight<'a> {
         groups.chain(stores).map(seen).filter(|(_, mask, _)| *mask != 0)
     }
 
+    /// What a worker has if it is at one level, and its own. Most of the time it is so.
+    fn only(&self, from: usize, worker: usize) -> Option<(usize, u64)> {
+        let is = |seat: &&Seat| seat.slot().number() == worker;
+        let seat = self.seats.get(from).filter(is)?;
+        let shared = !self.groups.is_empty() || !self.stores.is_empty();
+        let several = self.seats.get(from + 1).is_some_and(|next| is(&next));
+        (!shared && !several).then(|| (seat.level(), self.window.of(self.masks[from])))
+    }
+
+    /// What a worker has at all levels, its own and shared.
+    #[inline(never)]
+    fn share(&self, from: usize, worker: usize) -> [u64; LEVELS.len()] {
+        let mut share = [0; LEVELS.len()];
+        self.own(from, worker, &mut share);
+        for (level, mask, workers) in self.shared() {
+            if workers.get(worker / WORD).is_some_and(|word| word >> (worker % WORD) & 1 == 1) {
+                share[level] |= mask;
+            }
+        }
+        share
+    }
+
     /// Whether anything of what a worker holds by itself is in the window.
     fn sees(&self, at: usize) -> bool {
         self.window.of(self.masks[at]) != 0
@@ -305,6 +324,14 @@ fn before(seats: &[Seat], worker: usize) -> usize {
     }
     let known = reach / 2;
     known + seats[known..seats.len().min(reach)].partition_point(is)
+}
+
+/// The same as [`leading`], of what is at one level.
+fn at_one(level: usize, mask: u64, len: u32) -> (u32, Held) {
+    let run = (!mask).trailing_zeros().min(len);
+    let mut held = Held::default();
+    held.0[level] = run;
+    (run, held)
 }
 
 /// The leading blocks of a page that are there at some level, and how many of them are at which: the fastest that has each.
