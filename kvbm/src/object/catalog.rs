@@ -1,13 +1,14 @@
 //! What is known of the store: which objects there are, and which block lies where in them.
 //!
-//! Bounded: beyond a number of blocks the oldest objects are forgotten, which costs hits, never correctness.
+//! Bounded: beyond a number of blocks the oldest objects are forgotten, which costs hits, never correctness. A block may lie
+//! in several objects; it is read from the newest that is known, and from the next when that one goes.
 
 use super::layout::{ObjectId, Writer};
 use super::manifest::{Entry, Section};
 use crate::index::{Index, Resting};
 use crate::{DomainId, EventLog, Fingerprint, Level, SequenceHash};
 use object_store::path::Path;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -29,7 +30,21 @@ pub(super) struct Object {
     pub(super) bytes: u64,
     pub(super) domain: DomainId,
     fingerprint: Fingerprint,
-    names: Arc<[SequenceHash]>,
+    blocks: Arc<[Lying]>,
+}
+
+/// A block in an object.
+#[derive(Clone, Copy)]
+struct Lying {
+    name: SequenceHash,
+    offset: u32,
+    length: u32,
+}
+
+impl Lying {
+    fn at(self, object: i32) -> Place {
+        Place { object, offset: self.offset, length: self.length }
+    }
 }
 
 pub(super) struct Catalog {
@@ -51,6 +66,21 @@ struct Objects {
     bytes: u64,
 }
 
+impl Object {
+    fn names(&self) -> impl Iterator<Item = (Fingerprint, SequenceHash)> {
+        self.blocks.iter().map(|block| (self.fingerprint, block.name))
+    }
+}
+
+impl Objects {
+    fn take(&mut self, number: i32) -> Option<Object> {
+        let object = self.known.remove(&number)?;
+        self.blocks -= object.blocks.len();
+        self.bytes -= object.bytes;
+        Some(object)
+    }
+}
+
 impl Catalog {
     pub(super) fn new(level: Level, limit: usize, events: Arc<EventLog>) -> Self {
         let index = Index::new(level, events);
@@ -70,8 +100,11 @@ impl Catalog {
         let number = objects.known.last_key_value().map_or(0, |(last, _)| last + 1);
         self.insert(&mut objects, number, path(section), section);
         while objects.blocks > self.limit && objects.known.len() > 1 {
-            let oldest = objects.known.first_key_value().map(|(number, _)| *number);
-            oldest.and_then(|oldest| self.remove(&mut objects, oldest));
+            let Some(oldest) = objects.known.first_key_value().map(|(number, _)| *number) else { return };
+            // What is still read from the oldest lies nowhere else.
+            if let Some(object) = objects.take(oldest) {
+                self.index.remove(object.names(), |place| place.object == oldest);
+            }
         }
     }
 
@@ -87,12 +120,18 @@ impl Catalog {
     }
 
     fn insert(&self, objects: &mut Objects, number: i32, path: Path, section: &Section) {
-        let names = section.entries.iter().map(|entry| entry.name).collect();
+        let lying = |entry: &Entry| Lying { name: entry.name, offset: entry.offset, length: entry.length };
         let Section { domain, fingerprint, .. } = *section;
-        let object = Object { path, bytes: section.bytes(), domain, fingerprint, names };
-        objects.blocks += object.names.len();
+        let blocks = section.entries.iter().map(lying).collect();
+        let object = Object { path, bytes: section.bytes(), domain, fingerprint, blocks };
+        objects.blocks += object.blocks.len();
         objects.bytes += object.bytes;
         objects.known.insert(number, object);
+        let newer = |entry: &&Entry| {
+            let place = self.index.get(fingerprint, entry.name);
+            place.is_none_or(|place| place.object <= number)
+        };
+        let fresh: Vec<&Entry> = section.entries.iter().filter(newer).collect();
         let resting = |entry: &Entry| Resting {
             fingerprint: section.fingerprint,
             name: entry.name,
@@ -100,16 +139,31 @@ impl Catalog {
             keep: entry.keep(),
             place: Place { object: number, offset: entry.offset, length: entry.length },
         };
-        self.index.insert(section.entries.iter().map(resting), |_, _| ());
+        self.index.insert(fresh.into_iter().map(resting), |_, _| ());
     }
 
-    fn remove(&self, objects: &mut Objects, number: i32) -> Option<Object> {
-        let object = objects.known.remove(&number)?;
-        objects.blocks -= object.names.len();
-        objects.bytes -= object.bytes;
-        let names = object.names.iter().map(|name| (object.fingerprint, *name));
-        self.index.remove(names, |place| place.object == number);
-        Some(object)
+    /// Forgets objects, whose numbers come in order; a block of theirs that lies in another one is read from there from now on.
+    fn remove(&self, objects: &mut Objects, numbers: &[i32]) -> Vec<Object> {
+        let mut homeless: HashSet<(Fingerprint, SequenceHash)> = HashSet::new();
+        let mut removed = Vec::with_capacity(numbers.len());
+        for (number, object) in numbers.iter().filter_map(|number| Some((*number, objects.take(*number)?))) {
+            let here = |(fingerprint, name)| self.index.get(fingerprint, name).is_some_and(|at| at.object == number);
+            homeless.extend(object.names().filter(|name| here(*name)));
+            removed.push(object);
+        }
+        let gone = |place: &Place| numbers.binary_search(&place.object).is_ok();
+        for (number, object) in objects.known.iter().rev() {
+            if homeless.is_empty() {
+                break;
+            }
+            for block in object.blocks.iter() {
+                if homeless.remove(&(object.fingerprint, block.name)) {
+                    self.index.relocate(object.fingerprint, block.name, gone, block.at(*number));
+                }
+            }
+        }
+        self.index.remove(homeless, gone);
+        removed
     }
 
     pub(super) fn object(&self, number: i32) -> Option<Object> {
@@ -118,9 +172,9 @@ impl Catalog {
 
     /// Forgets an object that turned out to be gone, or to be another than it was.
     pub(super) fn lose(&self, number: i32) {
-        if let Some(object) = self.remove(&mut self.lock(), number) {
+        for object in self.remove(&mut self.lock(), &[number]) {
             self.lost.fetch_add(1, Ordering::Relaxed);
-            tracing::warn!(object = %object.path, blocks = object.names.len(), "object lost");
+            tracing::warn!(object = %object.path, blocks = object.blocks.len(), "object lost");
         }
     }
 
@@ -129,7 +183,7 @@ impl Catalog {
         let mut objects = self.lock();
         let going = |object: &Object| ObjectId::at(&object.path).is_some_and(&condemned);
         let numbers: Vec<i32> = objects.known.iter().filter(|(_, object)| going(object)).map(|(n, _)| *n).collect();
-        numbers.into_iter().filter_map(|number| self.remove(&mut objects, number)).map(|object| object.bytes).sum()
+        self.remove(&mut objects, &numbers).into_iter().map(|object| object.bytes).sum()
     }
 
     /// So many bytes are about to be deleted, and still take room.
@@ -220,5 +274,20 @@ mod tests {
         assert_eq!(known(&catalog), [2, 3]);
         catalog.lose(0);
         assert_eq!((catalog.lost(), catalog.taken()), (1, Header::LEN as u64));
+    }
+
+    #[test]
+    fn a_block_is_read_from_the_newest_object_and_then_from_the_next() {
+        let catalog = catalog(20);
+        let at =
+            |n| catalog.index.get(section(0, &[]).fingerprint, SequenceHash::from_bytes([n; 16])).map(|at| at.object);
+        catalog.add(path, &section(1, &[1, 2]));
+        catalog.add(path, &section(2, &[2, 3]));
+        assert!(catalog.add_older(path, &section(3, &[1, 2, 3, 4])));
+        assert_eq!([1, 2, 3, 4].map(at), [Some(0), Some(1), Some(1), Some(-1)]);
+        catalog.lose(1);
+        assert_eq!([1, 2, 3, 4].map(at), [Some(0), Some(0), Some(-1), Some(-1)]);
+        catalog.lose(-1);
+        assert_eq!(known(&catalog), [1, 2]);
     }
 }
