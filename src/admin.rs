@@ -1,18 +1,23 @@
-//! The admin API: what runs, and reading the configuration again. It asks for no key, so it is off unless `admin.listen`
+//! The admin API: what runs, what rests where, and reading the configuration again. It asks for no key, so it is off unless `admin.listen`
 //! says where, and never shares a port with the front door.
 
 use crate::config::Listen;
-use crate::node::listen;
+use crate::node::{Place, Rests, listen};
 use crate::reload::{Outcome, Reload};
 use axum::extract::State;
 use axum::http::StatusCode;
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use std::net::SocketAddr;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
-/// Opens the admin API. Answers with where it listens, and with what serves it for as long as it is polled.
-pub async fn open(at: &Listen, reload: Arc<Reload>) -> anyhow::Result<(SocketAddr, impl Future<Output = ()> + use<>)> {
+/// Opens the admin API. Answers with where it listens, and with what serves it for as long as it is polled. It keeps no node
+/// alive.
+pub async fn open(
+    at: &Listen,
+    reload: Arc<Reload>,
+    rests: Weak<Rests>,
+) -> anyhow::Result<(SocketAddr, impl Future<Output = ()> + use<>)> {
     let listener = listen(at).await?;
     let address = listener.local_addr()?;
     if !address.ip().is_loopback() {
@@ -21,12 +26,20 @@ pub async fn open(at: &Listen, reload: Arc<Reload>) -> anyhow::Result<(SocketAdd
     let app = Router::new()
         .route("/admin/config", get(async |State(reload): State<Arc<Reload>>| Json(reload.as_json())))
         .route("/admin/reload", post(read_again))
-        .with_state(reload);
+        .with_state(reload)
+        .merge(Router::new().route("/admin/index", get(places)).with_state(rests));
     Ok((address, async move {
         if let Err(error) = axum::serve(listener, app).await {
             tracing::error!(%error, "the admin API failed");
         }
     }))
+}
+
+async fn places(State(rests): State<Weak<Rests>>) -> Result<Json<Vec<Place>>, StatusCode> {
+    let rests = rests.upgrade().ok_or(StatusCode::SERVICE_UNAVAILABLE)?;
+    // Looking at millions of blocks is no work for an async thread.
+    let places = tokio::task::spawn_blocking(move || rests.places()).await;
+    Ok(Json(places.map_err(|_| StatusCode::INTERNAL_SERVER_ERROR)?))
 }
 
 async fn read_again(State(reload): State<Arc<Reload>>) -> (StatusCode, Json<crate::reload::Report>) {

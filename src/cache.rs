@@ -8,8 +8,9 @@ use clap::{Args, Subcommand};
 use kvbm::crypt::Keys;
 use kvbm::object::gc::{Holding, Policy, Survey};
 use kvbm::object::{Amount, Collector, Location, Report, Verification};
-use kvbm::{Clock, DomainId, disk};
+use kvbm::{Census, Clock, DomainId, Level, SequenceHash, disk};
 use serde_json::{Value, json};
+use std::collections::{BTreeMap, HashSet};
 use std::io::{self, IsTerminal, Write};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -55,7 +56,8 @@ enum What {
     Verify {
         #[command(flatten)]
         place: Place,
-        /// Remove objects that hold an unsound block, after the grace, with their other blocks
+        /// Remove objects that hold an unsound block, after the grace, with their other blocks; and have nobody ask any more for
+        /// those that are gone
         #[arg(long)]
         remove: bool,
     },
@@ -118,8 +120,10 @@ async fn done(what: &What) -> anyhow::Result<()> {
                 Some(collector) => Some(collector.survey(progress("manifests")).await?),
                 None => None,
             };
+            let level = if place.pod { Level::Pod } else { Level::G4 };
+            let rests = census(&logs, survey.as_ref().map(|survey| (level, survey)));
             let holdings = survey.map(|survey| survey.holdings());
-            let said = json!({ "g3": logs, "holdings": holdings.as_deref().unwrap_or_default() });
+            let said = json!({ "g3": logs, "holdings": holdings.as_deref().unwrap_or_default(), "rests": rests });
             print(place, &said, || logs.iter().map(logged).chain(holdings.as_deref().map(listed)).collect())
         }
         What::Gc { place, age_max, budget, grace, dry_run } => {
@@ -258,8 +262,16 @@ fn logs(config: &Config) -> anyhow::Result<Vec<disk::Survey>> {
     folders.iter().filter_map(look).collect()
 }
 
+/// Which blocks rest in each tier that was looked at: as [`crate::admin`] says it of what is believed to.
+fn census(logs: &[disk::Survey], shared: Option<(Level, &Survey)>) -> BTreeMap<&'static str, Census> {
+    let distinct = |names: &mut dyn Iterator<Item = SequenceHash>| names.collect::<HashSet<_>>().into_iter().collect();
+    let g3 = (!logs.is_empty()).then(|| distinct(&mut logs.iter().flat_map(|log| log.names.iter().copied())));
+    let shared = shared.map(|(level, survey)| (level.name(), distinct(&mut survey.names(Clock::system().now()))));
+    g3.map(|census| (Level::G3.name(), census)).into_iter().chain(shared).collect()
+}
+
 fn logged(log: &disk::Survey) -> String {
-    let disk::Survey { folder, in_use, owner, segments, open, bytes, holdings } = log;
+    let disk::Survey { folder, in_use, owner, segments, open, bytes, holdings, names: _ } = log;
     let owner = match owner {
         Some(pid) if *in_use => format!("in use by process {pid}"),
         _ if *in_use => "in use".into(),

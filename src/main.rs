@@ -76,7 +76,7 @@ async fn live(sources: Sources, loaded: (Config, Origins), relog: Relog, json: b
     let mut banner = node.banner().as_json();
     beside.spawn(Arc::clone(&reload).watch());
     if let Some(at) = admin {
-        let (address, serving) = admin::open(&at, Arc::clone(&reload)).await?;
+        let (address, serving) = admin::open(&at, Arc::clone(&reload), Arc::downgrade(node.rests())).await?;
         beside.spawn(serving);
         banner["admin"] = address.to_string().into();
         tracing::info!(%address, "admin API");

@@ -15,11 +15,13 @@ pub(crate) mod forms;
 mod model;
 mod quotas;
 mod requests;
+mod rests;
 pub(crate) mod stores;
 pub(crate) mod upkeep;
 mod workers;
 
 pub(crate) use forms::Forms;
+pub use rests::{Place, Rests};
 pub(crate) use stores::access;
 
 use crate::banner::Banner;
@@ -55,6 +57,7 @@ pub struct Node {
     router: Arc<Router>,
     members: Vec<Member>,
     stores: Stores,
+    rests: Arc<Rests>,
     drain: Duration,
 }
 
@@ -112,6 +115,8 @@ impl Node {
             members.push(shared.start(number as u64 + 1, phase).await?);
         }
         seen(&router).await?;
+        let workers = members.iter().map(Member::blocks).collect();
+        let rests = Arc::new(Rests { router: Arc::clone(&router), workers, stores: stores.counts() });
         let banner = Banner {
             model: Arc::clone(runtime.card()),
             address,
@@ -123,7 +128,7 @@ impl Node {
             pod: config.tiers.pod.clone(),
             shared: config.shared.clone(),
         };
-        Ok(Self { banner, registry, stop, door, router, members, stores, drain })
+        Ok(Self { banner, registry, stop, door, router, members, stores, rests, drain })
     }
 
     /// What there is to say about the node.
@@ -134,6 +139,11 @@ impl Node {
     /// Who places requests.
     pub fn router(&self) -> &Arc<Router> {
         &self.router
+    }
+
+    /// What rests where, and what is believed to.
+    pub fn rests(&self) -> &Arc<Rests> {
+        &self.rests
     }
 
     /// What is measured.
@@ -169,7 +179,7 @@ impl Node {
         if timeout_at(deadline, finished).await.is_err() {
             tracing::warn!("blocks were still being written at the drain deadline; they will be recomputed");
         }
-        drop(managers);
+        drop((managers, self.rests));
         self.router.stop().await;
         self.stores.close(deadline).await;
     }

@@ -36,7 +36,7 @@ pub use survey::{Holding, Survey, survey};
 use crate::claim::Claims;
 use crate::index::Index;
 use crate::tier::{LoadError, Loaded, StoreError, Tier, Usage};
-use crate::{Block, Date, EventLog, Fingerprint, Level, SequenceHash, Shares};
+use crate::{Block, Census, Date, EventLog, Fingerprint, Level, SequenceHash, Shares};
 use direct::Pool;
 use futures::future::{BoxFuture, FutureExt};
 use futures::stream::{self, BoxStream, StreamExt};
@@ -133,6 +133,11 @@ impl DiskTier {
     /// Footers of segments that turned out not to be what they were; those segments were scanned.
     pub fn damaged_footers(&self) -> u64 {
         self.shared.damaged.footers.load(Ordering::Relaxed)
+    }
+
+    /// Which blocks rest in all its folders. Looks at each: for whoever wants to know, now and then.
+    pub fn census(&self) -> Census {
+        self.shared.index.census()
     }
 
     /// Hands over what is in use when its segment is given up and the log has no room for it, as far as `wants` it: for the

@@ -217,7 +217,6 @@ impl Residents {
     }
 
     /// Every block that can be found by name.
-    #[cfg(test)]
     pub(crate) fn names(&self) -> impl Iterator<Item = SequenceHash> {
         self.nodes.iter().filter(|node| node.resident).map(|node| node.name)
     }

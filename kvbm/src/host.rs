@@ -15,7 +15,7 @@ use crate::event::{EventLog, Level};
 use crate::metrics::Metrics;
 use crate::pool::{CachedBlock, CachedBlocks, Held, PartialBlock, Pool};
 use crate::tier::{Loaded, StoreError, Tier, Usage};
-use crate::{Clock, Custody, Date, Fingerprint, Keep, SequenceHash, Shares};
+use crate::{Census, Clock, Custody, Date, Fingerprint, Keep, SequenceHash, Shares};
 use arena::Arena;
 use bytes::Bytes;
 use futures::future::BoxFuture;
@@ -78,6 +78,10 @@ impl HostTier {
     pub fn with_shares(self, shares: &Shares) -> Self {
         self.pool.divide(shares.at(Level::G2, self.arena.slot_bytes() as u64));
         self
+    }
+
+    pub(crate) fn census(&self) -> Census {
+        self.pool.census()
     }
 
     pub(crate) fn fingerprint(&self) -> Fingerprint {

@@ -8,7 +8,7 @@ mod terms;
 
 use crate::announce::Stored;
 use crate::names::NameMap;
-use crate::{BlockEvent, Date, EventLog, Fingerprint, Keep, Level, SequenceHash};
+use crate::{BlockEvent, Census, Date, EventLog, Fingerprint, Keep, Level, SequenceHash};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use terms::Terms;
@@ -142,6 +142,14 @@ impl<P: Copy> Index<P> {
         self.read().values().map(NameMap::len).sum()
     }
 
+    /// Which names rest here, whatever their fingerprints. Looks at each: for whoever wants to know, now and then.
+    pub(crate) fn census(&self) -> Census {
+        let spaces = self.read();
+        let before = |at: usize, name: &SequenceHash| spaces.values().take(at).any(|space| space.contains(name));
+        let all = spaces.values().enumerate().flat_map(|(at, space)| space.names().map(move |name| (at, name)));
+        all.filter(|(at, name)| !before(*at, name)).map(|(_, name)| name).collect()
+    }
+
     fn read(&self) -> RwLockReadGuard<'_, Spaces<P>> {
         // A panic under this lock can only lose an announcement of a block that is there: a hint less.
         self.spaces.read().unwrap_or_else(PoisonError::into_inner)
@@ -197,6 +205,7 @@ mod tests {
         index.insert([resting(1, 1, None)], |_, _| ());
         index.insert([resting(2, 1, None), resting(1, 1, None)], |_, _| ());
         assert_eq!(events(&log).len(), 1);
+        assert_eq!(index.census(), [name(1)].into_iter().collect(), "and counted once");
         let keys = |space: u8| [(Fingerprint::from_bytes([space; 32]), name(1))];
         assert_eq!(index.remove(keys(1), |_| true), 1);
         assert_eq!(events(&log).len(), 1);

@@ -78,6 +78,7 @@
 
 mod announce;
 pub mod block;
+mod census;
 mod claim;
 mod clock;
 pub mod codec;
@@ -110,6 +111,7 @@ mod tests;
 pub mod tier;
 
 pub use block::{Block, Codec, Corrupt, Header, KeyId, Verified};
+pub use census::Census;
 pub use clock::{Clock, Date};
 pub use device::{BlockId, DeviceBlocks};
 pub use disk::DiskTier;

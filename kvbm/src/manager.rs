@@ -23,7 +23,7 @@ use crate::metrics::Metrics;
 use crate::peer::Peer;
 use crate::pool::{CachedBlock, CachedBlocks, FullBlock, PartialBlock, Pool};
 use crate::tier::Tier;
-use crate::{Clock, Custody, DomainId, Retention, SequenceHash, Shares};
+use crate::{Census, Clock, Custody, DomainId, Retention, SequenceHash, Shares};
 use coming::Coming;
 use loading::Job;
 use offload::{Lane, Offers};
@@ -265,6 +265,13 @@ impl BlockManager {
     /// All slots of G1.
     pub fn capacity(&self) -> usize {
         self.0.core.pool.capacity()
+    }
+
+    /// Which blocks rest in G1, and in G2 if there is one. Looks at each: for whoever wants to know, now and then.
+    pub fn census(&self) -> Vec<(Level, Census)> {
+        let Core { pool, host, .. } = &*self.0.core;
+        let host = host.iter().map(|host| (Level::G2, host.census()));
+        [(Level::G1, pool.census())].into_iter().chain(host).collect()
     }
 
     /// What was measured of each level so far, fastest level first; levels that were never loaded from are missing.

@@ -231,6 +231,11 @@ impl<T> NameMap<T> {
         self.position(name).is_some()
     }
 
+    /// All of them, in no order.
+    pub(crate) fn names(&self) -> impl Iterator<Item = SequenceHash> {
+        self.entries.iter().map(|(name, _)| *name)
+    }
+
     pub(crate) fn get(&self, name: &SequenceHash) -> Option<&T> {
         self.position(name).map(|at| &self.entries[at as usize].1)
     }

@@ -33,7 +33,7 @@ use crate::fair::{Gate, Pass};
 use crate::run::{self, Run, Wanted};
 use crate::shares::Division;
 use crate::tier::{LoadError, Loaded, StoreError, Tier, Usage};
-use crate::{Block, Corrupt, Date, EventLog, Fingerprint, Header, Level, SequenceHash, Shares};
+use crate::{Block, Census, Corrupt, Date, EventLog, Fingerprint, Header, Level, SequenceHash, Shares};
 use bytes::Bytes;
 use catalog::Catalog;
 use client::Client;
@@ -207,6 +207,11 @@ impl ObjectTier {
     /// Whether the store answered the last time.
     pub fn is_up(&self) -> bool {
         *self.standing.borrow() == Standing::Ready
+    }
+
+    /// Which blocks it knows of. Looks at each: for whoever wants to know, now and then.
+    pub fn census(&self) -> Census {
+        self.catalog.index.census()
     }
 
     /// Objects that turned out to be gone, or to be others than they were.

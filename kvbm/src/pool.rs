@@ -24,7 +24,7 @@ use crate::evict::{Removed, Residents};
 use crate::metrics::MemoryMetrics;
 use crate::names::BATCH;
 use crate::shares::Division;
-use crate::{Clock, Custody, Date, Keep, SequenceHash};
+use crate::{Census, Clock, Custody, Date, Keep, SequenceHash};
 pub use held::{CachedBlock, CachedBlocks, Held, WeakBlock};
 use keeping::{Due, Keeping, Pin};
 use std::fmt;
@@ -90,6 +90,11 @@ impl Pool {
     /// Blocks that can be found by name.
     pub(crate) fn resident(&self) -> usize {
         self.0.settled().residents.len()
+    }
+
+    /// Which blocks those are. Looks at each slot under the lock: for whoever wants to know, now and then.
+    pub(crate) fn census(&self) -> Census {
+        self.0.settled().residents.names().collect()
     }
 
     /// `n` empty slots, or none at all. Gives up cached blocks that nobody holds when free slots do not suffice.

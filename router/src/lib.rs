@@ -34,6 +34,7 @@
 mod admission;
 mod audit;
 mod balance;
+mod believed;
 mod booking;
 mod cost;
 mod decide;

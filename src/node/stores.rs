@@ -2,6 +2,7 @@
 
 use super::forms::Forms;
 use super::requests::Requests;
+use super::rests::Count;
 use super::sizes::Disk;
 use super::upkeep::{Collections, pod_upkeep, upkeep};
 use super::workers::now;
@@ -42,6 +43,7 @@ struct Shared {
 struct Store {
     id: StoreId,
     tier: Arc<dyn Tier>,
+    count: Count,
     _announcer: Announcer,
 }
 
@@ -68,7 +70,9 @@ impl Stores {
             }
             stores.disk = Arc::downgrade(&tier);
             let folders: Vec<&Path> = disks.iter().map(|disk| disk.folder.as_path()).collect();
-            stores.add(name("g3", &folders), forms.dress(tier), log, planes);
+            let counted = Arc::downgrade(&tier);
+            let count = Arc::new(move || counted.upgrade().map(|tier| tier.census()));
+            stores.add(name("g3", &folders), forms.dress(tier), count, log, planes);
         }
         let requests = config.shared_store.request_timeout.0;
         if let Some(pod) = &config.tiers.pod {
@@ -105,6 +109,11 @@ impl Stores {
     /// Their names, in the same order.
     pub(super) fn ids(&self) -> Vec<StoreId> {
         self.all.iter().map(|store| store.id).collect()
+    }
+
+    /// How to count what rests in each.
+    pub(super) fn counts(&self) -> Vec<(StoreId, Level, Count)> {
+        self.all.iter().map(|store| (store.id, store.tier.level(), Arc::clone(&store.count))).collect()
     }
 
     /// Lets how full they are be seen in `registry`.
@@ -173,13 +182,15 @@ impl Stores {
         tier.divide(shares);
         self.shared.push(Arc::downgrade(&tier));
         let id = shared_id(shared.settings.level, &shared.at);
-        self.add(id, forms.dress(tier), log, planes);
+        let counted = Arc::downgrade(&tier);
+        let count = Arc::new(move || counted.upgrade().map(|tier| tier.census()));
+        self.add(id, forms.dress(tier), count, log, planes);
         Ok(id)
     }
 
-    fn add(&mut self, id: StoreId, tier: Arc<dyn Tier>, log: Arc<EventLog>, planes: &Planes) {
+    fn add(&mut self, id: StoreId, tier: Arc<dyn Tier>, count: Count, log: Arc<EventLog>, planes: &Planes) {
         let announcer = Announcer::start(Arc::clone(&planes.events), Source::Store(id), log);
-        self.all.push(Store { id, tier, _announcer: announcer });
+        self.all.push(Store { id, tier, count, _announcer: announcer });
     }
 }
 

@@ -30,6 +30,7 @@ pub(super) struct Shared {
 
 /// A worker that serves, and its blocks.
 pub(super) struct Member {
+    id: WorkerId,
     serving: Worker,
     manager: BlockManager,
 }
@@ -95,11 +96,16 @@ impl Shared {
         let serving = Worker::start(&self.planes, instance, engine as Arc<dyn Engine>, log, load)
             .await
             .with_context(|| format!("worker {id} cannot be registered"))?;
-        Ok(Member { serving, manager })
+        Ok(Member { id, serving, manager })
     }
 }
 
 impl Member {
+    /// Its blocks, under its name.
+    pub(super) fn blocks(&self) -> (WorkerId, BlockManager) {
+        (self.id, self.manager.clone())
+    }
+
     pub(super) fn into_parts(self) -> (Worker, BlockManager) {
         (self.serving, self.manager)
     }

@@ -16,7 +16,7 @@ fn cache(arguments: &[&str]) -> Output {
 }
 
 /// Runs a command on a folder, and reads what it says to programs.
-fn asked(folder: &Path, arguments: &[&str]) -> (Value, Option<i32>) {
+pub(crate) fn asked(folder: &Path, arguments: &[&str]) -> (Value, Option<i32>) {
     let (what, rest) = arguments.split_first().unwrap();
     let shared = folder.to_str().unwrap();
     let output = cache(&[&[*what, "--json", "--shared", shared][..], rest].concat());

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use std::ffi::OsStr;
 use std::io::{BufRead, BufReader};
 use std::path::Path;
-use std::process::{Child, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 /// A running program. Dropping it kills it.
@@ -20,6 +20,7 @@ pub(crate) struct Process {
 #[derive(Clone)]
 pub(crate) struct Client {
     url: String,
+    admin: Option<String>,
     http: reqwest::Client,
 }
 
@@ -32,7 +33,8 @@ impl Process {
         let mut banner = String::new();
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut banner).unwrap();
         let banner: Value = serde_json::from_str(&banner).unwrap();
-        let client = Client { url: format!("http://{}", banner["address"].as_str().unwrap()), http: client() };
+        let admin = banner["admin"].as_str().map(|address| format!("http://{address}"));
+        let client = Client { url: format!("http://{}", banner["address"].as_str().unwrap()), admin, http: client() };
         while !client.get("/ready").await.0 {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
@@ -43,9 +45,16 @@ impl Process {
         self.child.id()
     }
 
+    /// SIGTERM, and waits until everything is written and it has ended.
+    pub(crate) fn stop(&mut self) {
+        let asked = Command::new("kill").arg(self.id().to_string()).status().unwrap();
+        assert!(asked.success() && self.child.wait().unwrap().success());
+    }
+
     /// SIGKILL: no drain, no seal, no goodbye.
     pub(crate) fn kill(&mut self) {
-        self.child.kill().unwrap();
+        // It may have ended.
+        let _ = self.child.kill();
         self.child.wait().unwrap();
     }
 }
@@ -63,6 +72,12 @@ impl Client {
         let mut answer: Value = response.json().await?;
         let cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap();
         Ok((answer["choices"][0].take(), cached))
+    }
+
+    /// Where something rests: what is believed of it, and what the tier says, as `GET /admin/index` has it.
+    pub(crate) async fn places(&self) -> Vec<Value> {
+        let url = format!("{}/admin/index", self.admin.as_ref().unwrap());
+        self.http.get(url).send().await.unwrap().json().await.unwrap()
     }
 
     /// The sum of a metric's series that have the label.

@@ -4,6 +4,7 @@ mod cache;
 mod configuration;
 mod killed;
 mod layers;
+mod names;
 mod reload;
 mod serve;
 mod soak;

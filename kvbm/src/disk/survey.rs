@@ -27,6 +27,9 @@ pub struct Survey {
     pub bytes: u64,
     /// The blocks in them, by cache domain and engine.
     pub holdings: Vec<Holding>,
+    /// Their names; one for each engine that has such a block.
+    #[serde(skip)]
+    pub names: Vec<SequenceHash>,
 }
 
 /// The blocks of one domain and one fingerprint.
@@ -46,7 +49,8 @@ pub struct Holding {
 /// meanwhile may or may not.
 pub fn survey(folder: &Path, now: Date) -> io::Result<Option<Survey>> {
     let Some((in_use, owner)) = owner::look(folder)? else { return Ok(None) };
-    let mut found = Survey { folder: folder.into(), in_use, owner, segments: 0, open: 0, bytes: 0, holdings: vec![] };
+    let (holdings, names) = (vec![], vec![]);
+    let mut found = Survey { folder: folder.into(), in_use, owner, segments: 0, open: 0, bytes: 0, holdings, names };
     let mut blocks: HashMap<(Fingerprint, SequenceHash), (DomainId, u32)> = HashMap::new();
     for number in segment::numbers(folder)? {
         let file = match File::open(segment::path(folder, number)) {
@@ -73,7 +77,8 @@ pub fn survey(folder: &Path, now: Date) -> io::Result<Option<Survey>> {
         }
     }
     let mut holdings: BTreeMap<(DomainId, Fingerprint), (u64, u64)> = BTreeMap::new();
-    for ((fingerprint, _), (domain, length)) in blocks {
+    for ((fingerprint, name), (domain, length)) in blocks {
+        found.names.push(name);
         let (count, bytes) = holdings.entry((domain, fingerprint)).or_default();
         (*count, *bytes) = (*count + 1, *bytes + u64::from(length));
     }

@@ -70,7 +70,7 @@ pub struct Verification {
     pub missing: u64,
     /// Manifests that cannot be read.
     pub manifests_unsound: u64,
-    /// Objects with unsound blocks that were removed.
+    /// Objects with unsound blocks, and missing ones, that nobody is to ask for any more.
     pub removed: u64,
 }
 
@@ -179,7 +179,7 @@ impl Collector {
     }
 
     /// Reads every block that can be asked for. `opens` says whether a block's key is there; with `remove`, objects that
-    /// hold an unsound block are condemned.
+    /// hold an unsound block are condemned, and those that are gone.
     pub async fn verify(
         &self,
         survey: &Survey,
@@ -190,7 +190,8 @@ impl Collector {
         let live: Vec<_> = survey.live().collect();
         let total = live.len() as u64;
         let unsound = survey.manifests.iter().filter(|manifest| manifest.sections.is_none()).count() as u64;
-        let missing = survey.missing().count() as u64;
+        let mut bad: Vec<ObjectId> = survey.missing().collect();
+        let missing = bad.len() as u64;
         let mut seen = Verification { missing, manifests_unsound: unsound, ..Verification::default() };
         let read = |live: super::gc::Live<'_>| {
             let path = live.stored.path.clone();
@@ -204,11 +205,11 @@ impl Collector {
         };
         let mut reading = stream::iter(live.clone()).map(read).buffered(READ);
         let mut known: BTreeMap<(DomainId, KeyId), bool> = BTreeMap::new();
-        let mut bad = Vec::new();
         for live in live {
             let Some(bytes) = reading.try_next().await? else { break };
             let Some(bytes) = bytes else {
                 seen.missing += 1;
+                bad.push(live.id);
                 continue;
             };
             let before = seen.unsound;

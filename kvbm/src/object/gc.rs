@@ -178,6 +178,12 @@ impl Survey {
         holdings.into_values().collect()
     }
 
+    /// The names of the blocks that can be asked for and are not over by `now`; one for each place where such a block lies.
+    pub fn names(&self, now: Date) -> impl Iterator<Item = SequenceHash> {
+        let entries = self.live().flat_map(|live| &live.section.entries);
+        entries.filter(move |entry| !entry.keep().is_over(now)).map(|entry| entry.name)
+    }
+
     /// Bytes of all objects, those that are about to be deleted included.
     pub fn bytes(&self) -> u64 {
         self.objects.values().map(|stored| stored.bytes).sum()

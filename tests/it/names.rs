@@ -1,0 +1,87 @@
+//! What the router believes, what the tiers say, and what is found from outside: the same blocks, name by name.
+
+#![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
+
+use super::cache::asked;
+use super::killed::{Client, Process};
+use serde_json::Value;
+use std::path::Path;
+use std::time::Duration;
+use tokio::time::{Instant, sleep};
+
+/// Offloads, events and repairs are over long before.
+const PATIENCE: Duration = Duration::from_mins(1);
+
+/// Waits until what is believed is what rests, in every tier; the levels in which anything does.
+pub(crate) async fn settled(client: &Client, case: &str) -> Vec<String> {
+    let end = Instant::now() + PATIENCE;
+    loop {
+        let places = client.places().await;
+        let (agreed, other): (Vec<Value>, Vec<Value>) =
+            places.into_iter().partition(|place| place["rests"].is_object() && place["believed"] == place["rests"]);
+        let filled = |place: &&Value| place["rests"]["blocks"] != 0;
+        let mut levels: Vec<String> =
+            agreed.iter().filter(filled).map(|place| place["level"].as_str().unwrap().into()).collect();
+        levels.sort();
+        levels.dedup();
+        if other.is_empty() && !levels.is_empty() {
+            return levels;
+        }
+        assert!(Instant::now() < end, "{case}: {other:?}");
+        sleep(Duration::from_millis(100)).await;
+    }
+}
+
+/// Which blocks `blockyard cache ls` finds, by level.
+pub(crate) fn outside(store: &Path, elsewhere: &[&str]) -> Value {
+    asked(store, &[&["ls"], elsewhere].concat()).0["rests"].take()
+}
+
+/// Waits until that is what is believed to rest in the tiers that others may look into.
+pub(crate) async fn found(client: &Client, store: &Path, elsewhere: &[&str], case: &str) -> Value {
+    let end = Instant::now() + PATIENCE;
+    loop {
+        let (outside, places) = (outside(store, elsewhere), client.places().await);
+        let found: Vec<_> = outside.as_object().unwrap().iter().collect();
+        let believed =
+            |level: &str| places.iter().find(|place| place["level"] == level).map(|place| &place["believed"]);
+        if !found.is_empty() && found.iter().all(|(level, census)| believed(level) == Some(census)) {
+            return outside;
+        }
+        assert!(Instant::now() < end, "{case}: found {outside}, believed {places:?}");
+        sleep(Duration::from_millis(200)).await;
+    }
+}
+
+/// A prompt of 24 blocks, and then a bit.
+fn prompt() -> Vec<u32> {
+    (0..24 * 16 + 1).map(|n| 10 + n * 7 % 500).collect()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_two_workers_computed_rests_once_in_the_store_that_they_share() {
+    let (data, store) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let at = store.path().to_str().unwrap();
+    let places = ["--shared", at, "--workers", "both:2", "--set", "admin.listen=127.0.0.1:0"];
+    let sizes = ["--set", "tiers.g1=8MiB", "--set", "tiers.g2=8MiB", "--set", "tiers.g3=off"];
+    let policy = ["--set", "router.policy=round-robin"];
+    let mut process = Process::start(data.path(), &[&places[..], &sizes, &policy].concat(), &[]).await;
+    let prompt = prompt();
+    let (one, other) = tokio::join!(process.client.complete(&prompt), process.client.complete(&prompt));
+    assert_eq!(one.unwrap().0, other.unwrap().0);
+    let held: Vec<u64> = process
+        .client
+        .places()
+        .await
+        .iter()
+        .filter(|place| place["level"] == "g1")
+        .map(|place| place["rests"]["blocks"].as_u64().unwrap())
+        .collect();
+    assert_eq!((held.len(), held[0], held[0] >= 24), (2, held[1], true), "both workers computed all of it");
+    // What is on its way is written.
+    process.stop();
+    let listed = asked(store.path(), &["ls"]).0;
+    let stored: u64 =
+        listed["holdings"].as_array().unwrap().iter().map(|holding| holding["blocks"].as_u64().unwrap()).sum();
+    assert_eq!((stored, &listed["rests"]["g4"]["blocks"]), (held[0], &stored.into()));
+}
