@@ -37,10 +37,11 @@ enum What {
     Gc {
         #[command(flatten)]
         place: Place,
-        /// Objects older than this go; one that others build on is as young as they are [default: `shared_store.age_max`]
+        /// Objects that were not used for so long go, written or read from; one that others build on is as young as they are
+        /// [default: `shared_store.age_max`]
         #[arg(long, value_name = "TIME")]
         age_max: Option<Span>,
-        /// How much may stay; the oldest goes first [default: `shared_store.budget`]
+        /// How much may stay; what was used longest ago goes first [default: `shared_store.budget`]
         #[arg(long, value_name = "SIZE")]
         budget: Option<ByteSize>,
         /// How long from naming what goes to deleting it
@@ -289,8 +290,8 @@ fn logged(log: &disk::Survey) -> String {
 
 fn listed(holdings: &[Holding]) -> String {
     let mut text = format!(
-        "{:<32}  {:<16}  {:<29}  {:>10}  {:>8}  {:>10}  {:>8}  {:>8}\n",
-        "DOMAIN", "ENGINE", "WRITER", "BLOCKS", "OBJECTS", "SIZE", "OLDEST", "NEWEST"
+        "{:<32}  {:<16}  {:<29}  {:>10}  {:>8}  {:>10}  {:>8}  {:>8}  {:>8}\n",
+        "DOMAIN", "ENGINE", "WRITER", "BLOCKS", "OBJECTS", "SIZE", "OLDEST", "NEWEST", "USED"
     );
     let now = u64::from(kvbm::Date::encode(Some(Clock::system().now())));
     let age = |at: u64| match now.saturating_sub(at) {
@@ -300,10 +301,10 @@ fn listed(holdings: &[Holding]) -> String {
         seconds => format!("{} d", seconds / 86_400),
     };
     for holding in holdings {
-        let Holding { domain, fingerprint, writer, blocks, objects, bytes, oldest, newest } = holding;
-        let (size, oldest, newest) = (ByteSize(*bytes).about(), age(*oldest), age(*newest));
+        let Holding { domain, fingerprint, writer, blocks, objects, bytes, oldest, newest, used } = holding;
+        let (size, [oldest, newest, used]) = (ByteSize(*bytes).about(), [*oldest, *newest, *used].map(age));
         text += &format!(
-            "{domain:<32}  {fingerprint:<16}  {writer:<29}  {blocks:>10}  {objects:>8}  {size:>10}  {oldest:>8}  {newest:>8}\n"
+            "{domain:<32}  {fingerprint:<16}  {writer:<29}  {blocks:>10}  {objects:>8}  {size:>10}  {oldest:>8}  {newest:>8}  {used:>8}\n"
         );
     }
     let sum = |of: fn(&Holding) -> u64| holdings.iter().map(of).sum::<u64>();

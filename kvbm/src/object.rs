@@ -17,6 +17,7 @@ mod client;
 mod collector;
 mod follow;
 pub mod gc;
+mod known;
 mod layout;
 mod location;
 mod manifest;
@@ -27,13 +28,14 @@ mod standing;
 #[cfg(test)]
 mod tests;
 mod upkeep;
+mod uses;
 
 use crate::claim::Claims;
 use crate::fair::{Gate, Pass};
 use crate::run::{self, Run, Wanted};
 use crate::shares::Division;
 use crate::tier::{LoadError, Loaded, StoreError, Tier, Usage};
-use crate::{Block, Census, Corrupt, Date, EventLog, Fingerprint, Header, Level, SequenceHash, Shares};
+use crate::{Block, Census, Clock, Corrupt, Date, EventLog, Fingerprint, Header, Level, SequenceHash, Shares};
 use bytes::Bytes;
 use catalog::Catalog;
 use client::Client;
@@ -42,7 +44,7 @@ pub use collector::{Amount, Collector, Report, Verification};
 use follow::Follower;
 use futures::future::{BoxFuture, FutureExt};
 use futures::stream::{self, BoxStream, StreamExt};
-use layout::{Layout, Writer};
+use layout::{Layout, ObjectId, Writer};
 pub use location::{Access, Cloud, Credentials, Endpoint, Invalid, Location};
 use object_store::local::LocalFileSystem;
 use object_store::{Error, ObjectStore};
@@ -58,6 +60,7 @@ use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 pub use upkeep::{Outcome, Upkeep};
+use uses::Uses;
 
 /// Requests of one load, or of one round of learning, at once: stores reach their bandwidth through parallel requests.
 const PARALLEL: usize = 16;
@@ -132,7 +135,8 @@ pub struct ObjectTier {
     claims: Claims,
     room: Arc<Semaphore>,
     standing: watch::Receiver<Standing>,
-    _tasks: [AbortOnDropHandle<()>; 2],
+    uses: Arc<Uses>,
+    _tasks: [AbortOnDropHandle<()>; 3],
 }
 
 impl ObjectTier {
@@ -141,21 +145,37 @@ impl ObjectTier {
     /// # Panics
     /// Outside a tokio runtime.
     pub fn open(store: Arc<dyn ObjectStore>, prefix: &str, settings: Settings, events: Arc<EventLog>) -> Arc<Self> {
+        Self::with_clock(store, prefix, settings, events, Clock::system())
+    }
+
+    /// [`ObjectTier::open`] with another clock than the machine's.
+    ///
+    /// # Panics
+    /// Outside a tokio runtime.
+    pub fn with_clock(
+        store: Arc<dyn ObjectStore>,
+        prefix: &str,
+        settings: Settings,
+        events: Arc<EventLog>,
+        clock: Clock,
+    ) -> Arc<Self> {
         let (layout, writer) = (Layout::new(prefix), Writer::new());
         let catalog = Arc::new(Catalog::new(settings.level, settings.known_blocks, events));
         tracing::info!(tier = %settings.level, %store, under = %layout, %writer, "object tier open");
         let (stands, standing) = watch::channel(Standing::Learning);
         let client = Arc::new(Client::new(store, settings.request_timeout, writer.seed()));
         let follower = Follower::new(client.clone(), layout.clone(), writer, catalog.clone(), stands);
+        let uses = Arc::new(Uses::new(client.clone(), layout.clone(), writer, clock));
         let packer = Arc::new(Packer { client: client.clone(), layout, writer, catalog: catalog.clone(), settings });
         // One block in the queue takes at least its header.
         let (jobs, waiting) = mpsc::channel(QUEUE / Header::LEN);
-        let tasks = [tokio::spawn(follower.run()), tokio::spawn(packer.run(waiting))].map(AbortOnDropHandle::new);
+        let tasks = [tokio::spawn(follower.run()), tokio::spawn(packer.run(waiting)), tokio::spawn(uses.clone().run())];
+        let tasks = tasks.map(AbortOnDropHandle::new);
         let room = Arc::new(Semaphore::new(QUEUE));
         let Settings { level, capacity, .. } = settings;
         let turns = Arc::new(Turns { gate: Gate::new(REQUESTS, &[]), division: OnceLock::new() });
         let claims = Claims::default();
-        Arc::new(Self { level, capacity, client, catalog, turns, jobs, claims, room, standing, _tasks: tasks })
+        Arc::new(Self { level, capacity, client, catalog, turns, jobs, claims, room, standing, uses, _tasks: tasks })
     }
 
     /// Opens a folder, local or mounted, as a store. Makes the folder if it is not there.
@@ -316,13 +336,19 @@ impl Tier for ObjectTier {
             .flat_map(|(object, wanted)| run::runs(wanted, GAP, RANGE).into_iter().map(move |run| (object, run)));
         let mut parts: Vec<(i32, Run)> = parts.collect();
         parts.sort_by_key(|(_, run)| run.wanted.iter().map(|wanted| wanted.index).min());
-        let (client, catalog, turns) = (self.client.clone(), self.catalog.clone(), self.turns.clone());
-        let names: Arc<[SequenceHash]> = names.into();
+        let reader = Reader {
+            client: self.client.clone(),
+            catalog: self.catalog.clone(),
+            turns: self.turns.clone(),
+            uses: self.uses.clone(),
+            fingerprint,
+            names: names.into(),
+        };
         let read = move |(object, run)| {
-            let (client, catalog, turns, names) = (client.clone(), catalog.clone(), turns.clone(), names.clone());
+            let reader = reader.clone();
             async move {
-                let _pass = turns.enter(&catalog, object, &run).await;
-                stream::iter(load(&client, &catalog, fingerprint, &names, object, &run).await)
+                let _pass = reader.turns.enter(&reader.catalog, object, &run).await;
+                stream::iter(reader.load(object, &run).await)
             }
         };
         let misses = stream::iter(missing.into_iter().map(|index| (index, Ok(None))));
@@ -357,43 +383,54 @@ impl Tier for ObjectTier {
     }
 }
 
-/// Reads a run of one object. What is gone is a miss; what is not a block is reported and forgotten.
-async fn load(
-    client: &Client,
-    catalog: &Catalog,
+/// What one load reads with.
+#[derive(Clone)]
+struct Reader {
+    client: Arc<Client>,
+    catalog: Arc<Catalog>,
+    turns: Arc<Turns>,
+    uses: Arc<Uses>,
     fingerprint: Fingerprint,
-    names: &[SequenceHash],
-    number: i32,
-    run: &Run,
-) -> Vec<Loaded> {
-    let indices = || run.wanted.iter().map(|wanted| wanted.index);
-    let misses = || indices().map(|index| (index, Ok(None))).collect();
-    let Some(object) = catalog.object(number) else { return misses() };
-    let bytes = match client.range(&object.path, run.start()..run.end()).await {
-        Ok(bytes) if bytes.len() as u64 == run.end() - run.start() => bytes,
-        Ok(_) => {
-            catalog.lose(number);
-            return misses();
-        }
-        Err(error) => {
-            if changed(client, &object, &error).await {
+    names: Arc<[SequenceHash]>,
+}
+
+impl Reader {
+    /// Reads a run of one object. What is gone is a miss; what is not a block is reported and forgotten.
+    async fn load(&self, number: i32, run: &Run) -> Vec<Loaded> {
+        let Self { client, catalog, .. } = self;
+        let indices = || run.wanted.iter().map(|wanted| wanted.index);
+        let misses = || indices().map(|index| (index, Ok(None))).collect();
+        let Some(object) = catalog.object(number) else { return misses() };
+        let bytes = match client.range(&object.path, run.start()..run.end()).await {
+            Ok(bytes) if bytes.len() as u64 == run.end() - run.start() => bytes,
+            Ok(_) => {
                 catalog.lose(number);
                 return misses();
             }
-            let error = io::Error::from(error);
-            let again = || LoadError::Io(io::Error::new(error.kind(), error.to_string()));
-            return indices().map(|index| (index, Err(again()))).collect();
+            Err(error) => {
+                if changed(client, &object, &error).await {
+                    catalog.lose(number);
+                    return misses();
+                }
+                let error = io::Error::from(error);
+                let again = || LoadError::Io(io::Error::new(error.kind(), error.to_string()));
+                return indices().map(|index| (index, Err(again()))).collect();
+            }
+        };
+        if let Some(id) = ObjectId::at(&object.path) {
+            self.uses.used(id);
         }
-    };
-    let answer = |wanted: &Wanted| {
-        let start = (wanted.offset - run.start()) as usize;
-        let block = block(&bytes, start, wanted.length as usize);
-        if block.is_err() {
-            catalog.index.remove([(fingerprint, names[wanted.index])], |place| place.object == number);
-        }
-        (wanted.index, block.map(Some).map_err(LoadError::Corrupt))
-    };
-    run.wanted.iter().map(answer).collect()
+        let answer = |wanted: &Wanted| {
+            let start = (wanted.offset - run.start()) as usize;
+            let block = block(&bytes, start, wanted.length as usize);
+            if block.is_err() {
+                let name = (self.fingerprint, self.names[wanted.index]);
+                catalog.index.remove([name], |place| place.object == number);
+            }
+            (wanted.index, block.map(Some).map_err(LoadError::Corrupt))
+        };
+        run.wanted.iter().map(answer).collect()
+    }
 }
 
 /// Whether an object that could not be read is gone or no longer what it was, rather than out of reach.

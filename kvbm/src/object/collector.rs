@@ -5,9 +5,11 @@
 //! behind, only work.
 
 use super::client::Client;
-use super::gc::{Manifest, Policy, Removal, Stored, Survey, Why};
+use super::gc::{Manifest, Note, Policy, Removal, Stored, Survey, Why};
+use super::known::Known;
 use super::layout::{Layout, ObjectId, Writer};
-use super::{Access, Location, OpenError, PARALLEL, block, manifest, removal};
+use super::manifest::Section;
+use super::{Access, Counts, Location, OpenError, PARALLEL, block, manifest, removal, uses};
 use crate::{Date, DomainId, Header, KeyId};
 use bytes::Bytes;
 use futures::stream::{self, StreamExt, TryStreamExt};
@@ -22,13 +24,18 @@ use std::time::Duration;
 
 /// Objects that one list of removals names: some megabytes.
 const LISTED: usize = 100_000;
+/// What is kept of what was read, from one pass to the next: manifests of two million blocks; the others are small.
+const KNOWN: [usize; 3] = [128 << 20, 8 << 20, 8 << 20];
 /// Objects read at once when all are read: the memory that they take is theirs.
 const READ: usize = 4;
 
-/// Collects what need not stay in a store.
+/// Collects what need not stay in a store. Remembers what it has read: a second pass reads what is new.
 pub struct Collector {
     client: Arc<Client>,
     layout: Layout,
+    manifests: Known<Option<Arc<[Section]>>>,
+    removals: Known<Arc<[ObjectId]>>,
+    notes: Known<Arc<[(ObjectId, Date)]>>,
 }
 
 /// What a pass found and did, or would do.
@@ -85,7 +92,10 @@ impl Collector {
     /// Looks through a prefix of a store.
     pub fn open(store: Arc<dyn ObjectStore>, prefix: &str, timeout: Duration) -> Self {
         let seed = u64::from(std::process::id());
-        Self { client: Arc::new(Client::new(store, timeout, seed)), layout: Layout::new(prefix) }
+        let (client, layout) = (Arc::new(Client::new(store, timeout, seed)), Layout::new(prefix));
+        let [manifests, removals, notes] = KNOWN;
+        let (manifests, removals) = (Known::new(manifests), Known::new(removals));
+        Self { client, layout, manifests, removals, notes: Known::new(notes) }
     }
 
     /// Looks through what a URL names. A folder that is not there is an error: there would be nothing in it.
@@ -104,10 +114,15 @@ impl Collector {
         }
     }
 
-    /// Lists and reads all but the blocks. `progress` hears how many of how many manifests were read.
+    /// What the requests so far came to.
+    pub fn counts(&self) -> Counts {
+        self.client.counts()
+    }
+
+    /// Lists all, and reads what is new of all but the blocks. `progress` hears how many of how many manifests are known.
     pub async fn survey(&self, progress: impl Fn(u64, u64)) -> io::Result<Survey> {
         // Manifests before objects: what a manifest names was there before it, so what is missing then is gone.
-        let listed = self.client.list_all(&self.layout.manifests()).await?;
+        let listed = self.list(self.layout.manifests(), &self.manifests).await?;
         let (total, mut read) = (listed.len() as u64, 0);
         let mut reading = stream::iter(listed).map(|meta| self.manifest(meta)).buffered(PARALLEL);
         let mut manifests = Vec::new();
@@ -116,7 +131,11 @@ impl Collector {
             read += 1;
             progress(read, total);
         }
-        let listed = self.client.list_all(&self.layout.removals()).await?;
+        drop(reading);
+        let listed = self.list(self.layout.all_uses(), &self.notes).await?;
+        let reading = stream::iter(listed).map(|meta| self.note(meta)).buffered(PARALLEL);
+        let notes = reading.try_filter_map(async |note| Ok(note)).try_collect().await?;
+        let listed = self.list(self.layout.removals(), &self.removals).await?;
         let reading = stream::iter(listed).map(|meta| self.removal(meta)).buffered(PARALLEL);
         let removals = reading.try_filter_map(async |removal| Ok(removal)).try_collect().await?;
         let listed = self.client.list_all(&self.layout.all_blocks()).await?;
@@ -124,7 +143,14 @@ impl Collector {
             let id = ObjectId::at(&meta.location)?;
             Some((id, Stored { modified: modified(&meta), bytes: meta.size, path: meta.location }))
         };
-        Ok(Survey { manifests, removals, objects: listed.into_iter().filter_map(stored).collect() })
+        Ok(Survey { manifests, removals, notes, objects: listed.into_iter().filter_map(stored).collect() })
+    }
+
+    /// What lies under a prefix; what is known of the rest is forgotten.
+    async fn list<T: Clone>(&self, under: Path, known: &Known<T>) -> io::Result<Vec<ObjectMeta>> {
+        let listed = self.client.list_all(&under).await?;
+        known.retain(&listed.iter().map(|meta| meta.location.clone()).collect());
+        Ok(listed)
     }
 
     /// What a pass at `now` would do.
@@ -148,6 +174,7 @@ impl Collector {
         let objects = plan.objects.iter().filter_map(|id| survey.objects.get(id));
         self.delete(objects.map(|stored| stored.path.clone()).collect()).await?;
         self.delete(plan.removals).await?;
+        self.delete(plan.notes).await?;
         Ok(self.would(survey, policy, now))
     }
 
@@ -254,19 +281,49 @@ impl Collector {
         Ok(deleting.buffer_unordered(PARALLEL).try_collect::<()>().await?)
     }
 
-    /// Reads a manifest; none when another collector deleted it meanwhile, or when it is not named as one.
+    /// Reads a manifest, unless it is known; none when another collector deleted it meanwhile, or when it is not named as one.
     async fn manifest(&self, meta: ObjectMeta) -> io::Result<Option<Manifest>> {
         let Some(ObjectId { writer, .. }) = ObjectId::at(&meta.location) else { return Ok(None) };
+        let of = |sections| Manifest { modified: modified(&meta), path: meta.location.clone(), writer, sections };
+        if let Some(sections) = self.manifests.get(&meta) {
+            return Ok(Some(of(sections)));
+        }
         let Some(bytes) = self.read(&meta).await? else { return Ok(None) };
-        let sections = manifest::decode(writer, &bytes);
-        Ok(Some(Manifest { modified: modified(&meta), path: meta.location, writer, sections }))
+        let sections: Option<Arc<[Section]>> = manifest::decode(writer, &bytes).map(Arc::from);
+        let manifest = of(sections.clone());
+        self.manifests.learn(meta, sections, bytes.len());
+        Ok(Some(manifest))
     }
 
     async fn removal(&self, meta: ObjectMeta) -> io::Result<Option<Removal>> {
         let Some(name) = meta.location.filename().and_then(|name| name.parse().ok()) else { return Ok(None) };
-        let Some(bytes) = self.read(&meta).await? else { return Ok(None) };
-        let objects = removal::decode(name, &bytes).unwrap_or_default();
+        let decode = |bytes: &[u8]| removal::decode(name, bytes);
+        let Some(objects) = self.list_in(&meta, &self.removals, decode).await? else { return Ok(None) };
         Ok(Some(Removal { modified: modified(&meta), path: meta.location, objects }))
+    }
+
+    async fn note(&self, meta: ObjectMeta) -> io::Result<Option<Note>> {
+        let Some(name) = meta.location.filename().and_then(|name| name.parse().ok()) else { return Ok(None) };
+        let Some(used) = self.list_in(&meta, &self.notes, |bytes| uses::decode(name, bytes)).await? else {
+            return Ok(None);
+        };
+        Ok(Some(Note { modified: modified(&meta), path: meta.location, used }))
+    }
+
+    /// Reads a list, unless it is known. One that is not sound says nothing.
+    async fn list_in<T>(
+        &self,
+        meta: &ObjectMeta,
+        known: &Known<Arc<[T]>>,
+        decode: impl Fn(&[u8]) -> Option<Vec<T>>,
+    ) -> io::Result<Option<Arc<[T]>>> {
+        if let Some(said) = known.get(meta) {
+            return Ok(Some(said));
+        }
+        let Some(bytes) = self.read(meta).await? else { return Ok(None) };
+        let said: Arc<[T]> = decode(&bytes).unwrap_or_default().into();
+        known.learn(meta.clone(), said.clone(), bytes.len());
+        Ok(Some(said))
     }
 
     async fn read(&self, meta: &ObjectMeta) -> io::Result<Option<Bytes>> {

@@ -1,12 +1,14 @@
 //! Which objects go: pure, so that several collectors that see the same store choose the same.
 //!
 //! ```text
-//!   live ──expired, too old, over budget──▶ condemned ──grace──▶ deleted, then the manifests that named only such
+//!   live ──expired, copied, too old, over budget──▶ condemned ──grace──▶ deleted, then the manifests that named only such
 //!           pinned ones stay                a list of removals says so; whoever follows the store stops asking
 //! ```
 //!
-//! An object is as young as the youngest that builds on it, and of one age the last part of a chain goes first: so a prefix
-//! does not lose its head before its tail. What cannot be read as ours (another version's) goes by age alone, if at all.
+//! An object is as old as its last use, and as young as the youngest that builds on it; of one age the last part of a chain
+//! goes first: so a prefix does not lose its head before its tail. What cannot be read as ours (another version's) goes by age alone, if at all.
+
+mod age;
 
 use super::layout::{ObjectId, Writer};
 use super::manifest::{Entry, Section};
@@ -14,17 +16,23 @@ use crate::{Date, DomainId, Fingerprint, Quota, SequenceHash};
 use object_store::path::Path;
 use serde::Serialize;
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BTreeSet, BinaryHeap, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// An object that no manifest names by then never gets one: its writer tries for as long as it lives, but whoever could
 /// read it has long recomputed.
 const ORPHAN: Duration = Duration::from_hours(1);
 
+/// How long what a process noted of its uses is believed after it wrote no more: it ended, and others have used since what is
+/// still in use.
+const NOTED: Duration = Duration::from_hours(30 * 24);
+
 /// What may stay.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Policy {
-    /// Objects older than this go; the age of what others build on is theirs. Default: none is too old.
+    /// Objects that were not used for so long go, written or read from; the age of what others build on is theirs. Default: none
+    /// is too old.
     pub age_max: Option<Duration>,
     /// Bytes that may rest, all domains together. Default: as many as there are.
     pub budget: Option<u64>,
@@ -47,7 +55,9 @@ impl Default for Policy {
 pub enum Why {
     /// None of its blocks may be served any more.
     Expired,
-    /// It is older than any may be.
+    /// All its blocks lie elsewhere too.
+    Copied,
+    /// It was not used for longer than any may be.
     Age,
     /// There is no room for it.
     Budget,
@@ -61,6 +71,7 @@ pub struct Survey {
     pub(super) manifests: Vec<Manifest>,
     pub(super) objects: BTreeMap<ObjectId, Stored>,
     pub(super) removals: Vec<Removal>,
+    pub(super) notes: Vec<Note>,
 }
 
 #[derive(Debug)]
@@ -69,7 +80,15 @@ pub(super) struct Manifest {
     pub(super) writer: Writer,
     pub(super) modified: Date,
     /// `None` when it cannot be read as ours.
-    pub(super) sections: Option<Vec<Section>>,
+    pub(super) sections: Option<Arc<[Section]>>,
+}
+
+/// What a process noted of its uses.
+#[derive(Debug)]
+pub(super) struct Note {
+    pub(super) path: Path,
+    pub(super) modified: Date,
+    pub(super) used: Arc<[(ObjectId, Date)]>,
 }
 
 #[derive(Debug)]
@@ -83,7 +102,7 @@ pub(super) struct Stored {
 pub(super) struct Removal {
     pub(super) path: Path,
     pub(super) modified: Date,
-    pub(super) objects: Vec<ObjectId>,
+    pub(super) objects: Arc<[ObjectId]>,
 }
 
 /// What one writer put there of one domain and fingerprint, and can be asked for.
@@ -105,6 +124,8 @@ pub struct Holding {
     pub oldest: u64,
     /// When the last of them was.
     pub newest: u64,
+    /// When one of them was last used, as far as that was noted: written, or read from.
+    pub used: u64,
 }
 
 /// What is to be done.
@@ -115,6 +136,7 @@ pub(super) struct Plan {
     pub(super) manifests: Vec<Path>,
     pub(super) objects: Vec<ObjectId>,
     pub(super) removals: Vec<Path>,
+    pub(super) notes: Vec<Path>,
 }
 
 /// For which bound an object is looked at.
@@ -131,6 +153,8 @@ pub(super) struct Live<'a> {
     pub(super) id: ObjectId,
     pub(super) section: &'a Section,
     pub(super) stored: &'a Stored,
+    /// When it was last written or, as far as that was noted, read from.
+    pub(super) used: Date,
 }
 
 impl Survey {
@@ -150,15 +174,24 @@ impl Survey {
     }
 
     fn named(&self) -> impl Iterator<Item = Live<'_>> {
+        let mut used: BTreeMap<ObjectId, Date> = BTreeMap::new();
+        for &(id, date) in self.notes.iter().flat_map(|note| note.used.iter()) {
+            let last = used.entry(id).or_insert(date);
+            *last = date.max(*last);
+        }
         let sections = self.manifests.iter().flat_map(Manifest::named);
-        sections.filter_map(|(id, section)| Some(Live { id, section, stored: self.objects.get(&id)? }))
+        sections.filter_map(move |(id, section)| {
+            let stored = self.objects.get(&id)?;
+            let used = used.get(&id).map_or(stored.modified, |used| stored.modified.max(*used));
+            Some(Live { id, section, stored, used })
+        })
     }
 
     /// What is there to be asked for, by domain, fingerprint and writer.
     pub fn holdings(&self) -> Vec<Holding> {
         let mut holdings: BTreeMap<(DomainId, Fingerprint, Writer), Holding> = BTreeMap::new();
-        for Live { id, section, stored } in self.live() {
-            let at = u64::from(Date::encode(Some(stored.modified)));
+        for Live { id, section, stored, used } in self.live() {
+            let [at, used] = [stored.modified, used].map(|date| u64::from(Date::encode(Some(date))));
             let holding = holdings.entry((section.domain, section.fingerprint, id.writer)).or_insert_with(|| Holding {
                 domain: section.domain.to_string(),
                 fingerprint: section.fingerprint.to_string(),
@@ -168,12 +201,14 @@ impl Survey {
                 bytes: 0,
                 oldest: at,
                 newest: at,
+                used,
             });
             holding.blocks += section.entries.len() as u64;
             holding.objects += 1;
             holding.bytes += stored.bytes;
             holding.oldest = holding.oldest.min(at);
             holding.newest = holding.newest.max(at);
+            holding.used = holding.used.max(used);
         }
         holdings.into_values().collect()
     }
@@ -195,7 +230,7 @@ impl Survey {
         let over = |since: Date, wait: Duration| since.after(wait) <= now;
         let mut said: BTreeMap<ObjectId, Date> = BTreeMap::new();
         for removal in &self.removals {
-            for object in &removal.objects {
+            for object in removal.objects.iter() {
                 let first = said.entry(*object).or_insert(removal.modified);
                 *first = removal.modified.min(*first);
             }
@@ -229,26 +264,33 @@ impl Survey {
             let needed = |id: &ObjectId| stays(id) || still_named.contains(id);
             over(removal.modified, policy.grace) && !removal.objects.iter().any(needed)
         };
+        let noted = NOTED.max(policy.age_max.unwrap_or_default());
+        let forgotten = self.notes.iter().filter(|note| over(note.modified, noted));
         Plan {
             condemn,
             manifests: dead.into_iter().map(|manifest| manifest.path.clone()).collect(),
             objects,
             removals: self.removals.iter().filter(done).map(|removal| removal.path.clone()).collect(),
+            notes: forgotten.map(|note| note.path.clone()).collect(),
         }
     }
 
     /// Which live objects are to go, and why, in order.
     fn condemned(&self, policy: &Policy, now: Date) -> Vec<(ObjectId, Why)> {
-        let live: Vec<Live<'_>> = self.live().collect();
-        let youth = youth(&live);
+        let mut live: Vec<Live<'_>> = self.live().collect();
+        // A use in the future is one by a clock that is wrong: as if it were now.
+        live.iter_mut().for_each(|live| live.used = live.used.min(now.max(live.stored.modified)));
+        let (youth, copied) = (age::youth(&live), age::copied(&live, now));
         let mut condemned = BTreeMap::new();
         let mut candidates = Vec::new();
-        for (live, &youth) in live.iter().zip(&youth) {
+        for (index, (live, &youth)) in live.iter().zip(&youth).enumerate() {
             let entries = &live.section.entries;
             if entries.iter().all(|entry| entry.keep().is_over(now)) {
                 condemned.insert(live.id, Why::Expired);
             } else if entries.iter().any(|entry| is_pinned(entry, now)) {
                 // Stays, whatever it takes.
+            } else if copied.contains(&index) {
+                condemned.insert(live.id, Why::Copied);
             } else if policy.age_max.is_some_and(|age| youth.after(age) <= now) {
                 condemned.insert(live.id, Why::Age);
             } else {
@@ -286,45 +328,13 @@ impl Survey {
 
 impl Manifest {
     fn named(&self) -> impl Iterator<Item = (ObjectId, &Section)> {
-        let sections = self.sections.iter().flatten();
+        let sections = self.sections.iter().flat_map(|sections| sections.iter());
         sections.map(|section| (ObjectId { writer: self.writer, number: section.object }, section))
     }
 }
 
 fn is_pinned(entry: &Entry, now: Date) -> bool {
     !entry.keep().is_over(now) && entry.pinned.is_some_and(|pinned| pinned > now)
-}
-
-/// When the youngest object was written that builds on each, itself included.
-fn youth(live: &[Live<'_>]) -> Vec<Date> {
-    // Of several copies of a block, the youngest is the one to build on.
-    let mut holders: HashMap<(Fingerprint, SequenceHash), usize> = HashMap::new();
-    for (index, Live { section, stored, .. }) in live.iter().enumerate() {
-        for entry in &section.entries {
-            let holder = holders.entry((section.fingerprint, entry.name)).or_insert(index);
-            if live[*holder].stored.modified < stored.modified {
-                *holder = index;
-            }
-        }
-    }
-    let mut youth: Vec<Date> = live.iter().map(|live| live.stored.modified).collect();
-    let mut heap: BinaryHeap<(Date, usize)> = youth.iter().copied().zip(0..).collect();
-    // The youngest first, so that each is looked at once with the date that stays.
-    while let Some((date, index)) = heap.pop() {
-        if date < youth[index] {
-            continue;
-        }
-        let section = live[index].section;
-        for parent in section.entries.iter().filter_map(|entry| entry.parent) {
-            if let Some(&holder) = holders.get(&(section.fingerprint, parent))
-                && youth[holder] < date
-            {
-                youth[holder] = date;
-                heap.push((date, holder));
-            }
-        }
-    }
-    youth
 }
 
 #[cfg(test)]

@@ -5,6 +5,7 @@
 //!   PREFIX/blocks/DOMAIN/FINGERPRINT/WRITER/NUMBER   many blocks of one domain and one fingerprint, each as header and
 //!                                                    payload
 //!   PREFIX/removals/COLLECTOR                        objects that are about to be deleted, and that nobody asks for any more
+//!   PREFIX/uses/READER                               what one process read from, and when; written again now and then
 //!   PREFIX/collected                                 when somebody last began to collect, in seconds since 1970
 //! ```
 
@@ -115,6 +116,15 @@ impl Layout {
 
     pub(super) fn removal(&self, collector: Writer) -> Path {
         self.removals().join(collector.to_string())
+    }
+
+    /// What was used stands below it.
+    pub(super) fn all_uses(&self) -> Path {
+        self.prefix.clone().join("uses")
+    }
+
+    pub(super) fn uses(&self, reader: Writer) -> Path {
+        self.all_uses().join(reader.to_string())
     }
 
     /// Says when somebody last began to collect.

@@ -17,6 +17,7 @@ mod servers;
 mod sweep;
 mod trouble;
 mod upkeep;
+mod used;
 
 pub(super) fn open_on(store: Arc<dyn ObjectStore>) -> (Arc<ObjectTier>, Arc<EventLog>) {
     let events = Arc::new(EventLog::new(Epoch(1)));

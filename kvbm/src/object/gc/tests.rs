@@ -55,7 +55,7 @@ fn survey(objects: &[Object]) -> Survey {
         let fingerprint = Fingerprint::from_bytes([0; 32]);
         let section = Section { domain: domain(object.domain), fingerprint, object: number, entries: vec![entry] };
         let path = Path::from(format!("manifest {number}"));
-        survey.manifests.push(Manifest { path, writer: writer(), modified, sections: Some(vec![section]) });
+        survey.manifests.push(Manifest { path, writer: writer(), modified, sections: Some([section].into()) });
         let path = Path::from(format!("object {number}"));
         survey.objects.insert(id(number), Stored { path, bytes: 100, modified });
     }
@@ -97,6 +97,65 @@ fn a_prefix_is_as_young_as_what_builds_on_it_and_goes_after_it() {
 }
 
 #[test]
+fn what_was_read_lately_is_young_and_so_is_what_it_builds_on() {
+    // 0 ← 1, and 2 and 3, all alike but for their age; 1 was read today, by two processes, and 2 in a thousand years.
+    let mut survey = survey(&[at(100), Object { on: Some(0), ..at(200) }, at(300), at(400)]);
+    let note = |hour: u64, used: &[(u64, u64)]| Note {
+        path: Path::from(format!("note {hour}")),
+        modified: Date::from_unix(hour * HOUR),
+        used: used.iter().map(|(number, hour)| (id(*number), Date::from_unix(hour * HOUR))).collect(),
+    };
+    survey.notes =
+        vec![note(990, &[(1, 990), (2, 250)]), note(900, &[(1, 900), (9, 900)]), note(200, &[(2, 9_000_000)])];
+    let aged = |hours_max| Policy { age_max: Some(hours(hours_max)), ..Policy::default() };
+    assert_eq!(
+        condemned(&survey, &aged(50)),
+        [(3, Why::Age)],
+        "a clock that is wrong keeps what it read, and not for ever"
+    );
+    let policy = |budget| Policy { budget: Some(budget), ..Policy::default() };
+    assert_eq!(condemned(&survey, &policy(300)), [(3, Why::Budget)]);
+    assert_eq!(survey.holdings()[0].used, 9_000_000 * HOUR);
+    // The note of a process that ended long ago goes, and with it what it said.
+    assert_eq!(survey.plan(&Policy::default(), NOW).notes, [Path::from("note 200")]);
+    survey.notes.pop();
+    assert_eq!(condemned(&survey, &policy(200)), [(2, Why::Budget), (3, Why::Budget)]);
+    assert_eq!(survey.plan(&aged(900), NOW).notes, [] as [Path; 0]);
+}
+
+/// Objects of several blocks, each with when it was written and until when its blocks are kept.
+fn copies(objects: &[(u64, &[u64], Option<u64>)]) -> Survey {
+    let mut survey = survey(&objects.iter().map(|(hour, ..)| at(*hour)).collect::<Vec<_>>());
+    for (manifest, (_, blocks, until)) in survey.manifests.iter_mut().zip(objects) {
+        let mut section = manifest.sections.as_ref().unwrap()[0].clone();
+        let expires = until.map(|hour| Date::from_unix(hour * HOUR));
+        section.entries = blocks.iter().map(|n| Entry { name: name(*n), expires, ..section.entries[0] }).collect();
+        manifest.sections = Some([section].into());
+    }
+    survey.objects.values_mut().for_each(|stored| stored.bytes = 1_000);
+    survey
+}
+
+#[test]
+fn what_lies_elsewhere_too_goes_once_everybody_knows() {
+    let copied = |objects: &[_]| condemned(&copies(objects), &Policy::default());
+    let small: [(u64, &[u64], _); 3] = [(10, &[1, 2], None), (11, &[3], None), (12, &[4, 5], None)];
+    let one = |new| [&small[..], &[new]].concat();
+    let gone = [(0, Why::Copied), (1, Why::Copied)];
+    assert_eq!(copied(&one((13, &[1, 2, 3, 4], None))), gone, "5 lies nowhere else");
+    assert_eq!(copied(&one((1_000, &[1, 2, 3, 4], None))), [], "it was written a moment ago");
+    assert_eq!(copied(&one((13, &[1, 2, 3, 4], Some(2_000)))), [], "it is not kept for so long");
+    assert_eq!(
+        copied(&one((9, &[1, 2, 3, 4], None))),
+        [],
+        "the better copy of 4 is elsewhere, but not 5's; nothing is whole"
+    );
+    let mut cut = copies(&one((13, &[1, 2, 3, 4], None)));
+    cut.objects.get_mut(&id(3)).unwrap().bytes = 1;
+    assert_eq!(condemned(&cut, &Policy::default()), []);
+}
+
+#[test]
 fn one_domain_over_its_own_budget_costs_no_other_domain_anything() {
     let objects = [at(1), at(2), Object { domain: 2, ..at(3) }, Object { domain: 2, ..at(4) }];
     let most = Quota { guaranteed: 0, maximum: Some(150) };
@@ -135,7 +194,7 @@ fn nothing_is_deleted_before_its_grace_and_the_word_of_it_goes_last() {
     let removal = |minutes: u64| Removal {
         path: Path::from("removal"),
         modified: Date::from_unix(1_000 * HOUR - minutes * 60),
-        objects: vec![id(0)],
+        objects: [id(0)].into(),
     };
     survey.removals.push(removal(9));
     assert_eq!(survey.plan(&Policy::default(), NOW), Plan::default(), "in grace, and condemned once");
@@ -188,6 +247,28 @@ fn objects() -> impl Strategy<Value = Vec<Object>> {
 }
 
 proptest! {
+    #[test]
+    fn copies_go_and_each_block_stays_somewhere(
+        objects in prop::collection::vec((900u64..1_000, prop::collection::vec(0u64..12, 1..6), prop::option::of(1_001u64..1_004)), 1..12)
+    ) {
+        let objects: Vec<_> = objects.iter().map(|(hour, blocks, until)| (*hour, &blocks[..], *until)).collect();
+        let gone: HashSet<u64> = condemned(&copies(&objects), &Policy::default()).into_iter().map(|(id, _)| id).collect();
+        let mut longest = std::collections::BTreeMap::new();
+        for (number, (_, blocks, until)) in (0..).zip(&objects) {
+            for block in *blocks {
+                let until = until.unwrap_or(u64::MAX);
+                let (all, left) = longest.entry(*block).or_insert((0, 0));
+                *all = until.max(*all);
+                *left = if gone.contains(&number) { *left } else { until.max(*left) };
+            }
+        }
+        prop_assert!(longest.values().all(|(all, left)| all == left), "{longest:?} without {gone:?}");
+        // And none is left whose blocks all lie in better ones.
+        let mut left = copies(&objects);
+        left.manifests.retain(|manifest| !gone.contains(&manifest.sections.as_ref().unwrap()[0].object));
+        prop_assert_eq!(condemned(&left, &Policy::default()), vec![]);
+    }
+
     #[test]
     fn budgets_hold_but_for_pins_nothing_goes_for_nothing_and_the_choice_is_the_same(
         objects in objects(), budget in 0u64..5_000, own in 0u64..2_000, promised in 0u64..2_000

@@ -31,6 +31,7 @@ pub(super) struct Flaky {
     inner: InMemory,
     mood: Mutex<Option<(&'static str, Mood)>>,
     requests: AtomicU64,
+    puts: AtomicU64,
     given_up: Arc<AtomicU64>,
 }
 
@@ -62,6 +63,11 @@ impl Flaky {
     /// Uploads in parts that were given up, rather than left lying.
     pub(super) fn given_up(&self) -> u64 {
         self.given_up.load(Ordering::Relaxed)
+    }
+
+    /// Objects that were written whole.
+    pub(super) fn puts(&self) -> u64 {
+        self.puts.load(Ordering::Relaxed)
     }
 
     pub(super) fn requests(&self) -> u64 {
@@ -112,6 +118,7 @@ impl ObjectStore for Flaky {
     {
         Box::pin(async move {
             self.meet(path.as_ref()).await?;
+            self.puts.fetch_add(1, Ordering::Relaxed);
             let put = self.inner.put_opts(path, payload, options).await?;
             if self.mood(path.as_ref()) == Some(Mood::FailsAfterwards) { Err(down()) } else { Ok(put) }
         })

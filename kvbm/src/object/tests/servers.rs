@@ -4,6 +4,7 @@
 //! environment; without them their tests say aloud that they were skipped.
 
 use super::server::{BUCKET, Conditions, KEYS, Server};
+use super::used;
 use super::*;
 use object_store::{ObjectStoreExt, PutMode, PutOptions, PutPayload};
 use std::io::Write;
@@ -100,6 +101,15 @@ macro_rules! on {
             async fn a_large_object_goes_in_parts() {
                 if let Some(place) = place() {
                     super::a_large_object_goes_in_parts(place).await;
+                }
+            }
+
+            #[tokio::test]
+            async fn what_is_read_stays_and_a_pass_reads_what_is_new() {
+                if let Some(place) = place() {
+                    let Location::Cloud { prefix, .. } = &place.location else { unreachable!("a cloud") };
+                    let prefix = prefix.to_string();
+                    used::what_is_read_stays_and_a_pass_reads_what_is_new(place.raw().await.0, &prefix).await;
                 }
             }
 

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 const EVERY: Duration = Duration::from_mins(30);
 
 /// A clock that goes with virtual time, in steps of a second.
-fn ticking() -> (Clock, AbortOnDropHandle<()>) {
+pub(super) fn ticking() -> (Clock, AbortOnDropHandle<()>) {
     let start = Clock::system().now();
     let clock = Clock::standing(start);
     let hand = clock.clone();

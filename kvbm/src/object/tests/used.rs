@@ -1,0 +1,75 @@
+//! What is read stays, whoever wrote it; and looking through a store again costs what is new in it.
+
+use super::*;
+use crate::object::gc::{Policy, Why};
+
+const HOUR: Duration = Duration::from_hours(1);
+
+/// On any store: two writers, and a reader in another process, a day later.
+pub(super) async fn what_is_read_stays_and_a_pass_reads_what_is_new(store: Arc<dyn ObjectStore>, prefix: &str) {
+    let now = Clock::system().now();
+    let open = |clock| {
+        let events = Arc::new(EventLog::new(Epoch(1)));
+        ObjectTier::with_clock(store.clone(), prefix, Settings::default(), events, clock)
+    };
+    let (one, other, reader) =
+        (open(Clock::system()), open(Clock::system()), open(Clock::standing(now.after(HOUR * 20))));
+    let (read, left) = (chain(1, 10), chain(2, 10));
+    super::store(&*one, read.clone()).await;
+    super::store(&*other, left.clone()).await;
+    let learned = async {
+        while reader.holds(fingerprint(), &names(&read)) < 10 || reader.holds(fingerprint(), &names(&left)) < 10 {
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_mins(1), learned).await.expect("it learns of both");
+    assert!(all(&load(&*reader, fingerprint(), names(&read)).await));
+    reader.uses.note().await;
+
+    let collector = Collector::open(store.clone(), prefix, Duration::from_secs(30));
+    let survey = collector.survey(|_, _| ()).await.unwrap();
+    let aged = Policy { age_max: Some(HOUR * 10), ..Policy::default() };
+    // The second was written later, and the first is read.
+    let tight = Policy { budget: Some(survey.bytes() - 1), ..Policy::default() };
+    for (policy, why) in [(&aged, Why::Age), (&tight, Why::Budget)] {
+        let report = collector.would(&survey, policy, now.after(HOUR * 24));
+        let condemned: Vec<_> = report.condemned.iter().map(|(why, amount)| (*why, amount.objects)).collect();
+        assert_eq!(condemned, [(why, 1)]);
+    }
+    collector.collect(&survey, &aged, now.after(HOUR * 24)).await.unwrap();
+
+    // Four lists and what was said of removals; then four lists; then those and a manifest.
+    for (new, requests) in [(0, 5), (0, 4), (1, 5)] {
+        if new > 0 {
+            super::store(&*one, chain(3, 10)).await;
+        }
+        let before = collector.counts().requests;
+        let survey = collector.survey(|_, _| ()).await.unwrap();
+        assert_eq!(collector.counts().requests - before, requests);
+        let rests: Vec<SequenceHash> = survey.names(now).collect();
+        assert!(names(&read).iter().all(|name| rests.contains(name)) && !rests.contains(&left[0].header.name));
+    }
+}
+
+#[tokio::test]
+async fn in_a_folder() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = Arc::new(LocalFileSystem::new_with_prefix(folder.path()).unwrap());
+    what_is_read_stays_and_a_pass_reads_what_is_new(store, "kv").await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_process_that_reads_every_minute_notes_it_a_few_times_in_an_hour() {
+    let (shared, (clock, _ticks)) = (Arc::new(flaky::Flaky::default()), upkeep::ticking());
+    let events = Arc::new(EventLog::new(Epoch(1)));
+    let tier = ObjectTier::with_clock(shared.clone(), "kv", Settings::default(), events, clock);
+    store(&*tier, chain(1, 10)).await;
+    let before = shared.puts();
+    tokio::time::sleep(HOUR).await;
+    assert_eq!(shared.puts(), before, "nothing was read");
+    for _ in 0..60 {
+        assert!(all(&load(&*tier, fingerprint(), names(&chain(1, 10))).await));
+        tokio::time::sleep(Duration::from_mins(1)).await;
+    }
+    assert!((4..=6).contains(&(shared.puts() - before)), "{} notes", shared.puts() - before);
+}
