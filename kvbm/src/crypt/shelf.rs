@@ -16,6 +16,7 @@ use bytes::Bytes;
 use futures::{StreamExt, TryStreamExt, stream};
 use object_store::path::Path;
 use object_store::{Error, ObjectMeta, ObjectStore, ObjectStoreExt};
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -24,6 +25,7 @@ const SHREDDED: &str = "shredded";
 pub(super) const PARALLEL: usize = 8;
 /// A request that takes longer has failed.
 const REQUEST: Duration = Duration::from_secs(10);
+const TURNS: u32 = 10;
 
 /// The place.
 pub(super) struct Shelf {
@@ -109,6 +111,33 @@ fn entry(path: &Path) -> Option<Entry> {
     Some(Entry { domain: DomainId::from_bytes(unhex(parts.next()?)?), key: KeyId::from_bytes(unhex(key)?), state })
 }
 
+/// Waits for an answer, in short turns: who was stopped meanwhile, or slept with the machine, has waited for one of them.
 async fn within<T>(request: impl Future<Output = object_store::Result<T>>) -> Result<T, KeyError> {
-    Ok(tokio::time::timeout(REQUEST, request).await.map_err(|_| KeyError::Silent)??)
+    let mut request = pin!(request);
+    for _ in 0..TURNS {
+        if let Ok(answer) = tokio::time::timeout(REQUEST / TURNS, request.as_mut()).await {
+            return Ok(answer?);
+        }
+    }
+    Err(KeyError::Silent)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tokio::sync::oneshot;
+
+    #[tokio::test(start_paused = true)]
+    async fn who_slept_has_not_waited_and_who_waits_gives_up() {
+        let (answer, answered) = oneshot::channel();
+        let asking = tokio::spawn(within(async { Ok(answered.await.unwrap_or(0)) }));
+        tokio::task::yield_now().await;
+        tokio::time::advance(REQUEST * 6).await;
+        tokio::task::yield_now().await;
+        answer.send(7).unwrap();
+        assert_eq!(asking.await.unwrap().unwrap(), 7);
+        let began = tokio::time::Instant::now();
+        assert!(matches!(within(std::future::pending::<object_store::Result<()>>()).await, Err(KeyError::Silent)));
+        assert_eq!(began.elapsed(), REQUEST);
+    }
 }
