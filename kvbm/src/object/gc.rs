@@ -279,7 +279,9 @@ impl Survey {
     fn condemned(&self, policy: &Policy, now: Date) -> Vec<(ObjectId, Why)> {
         let mut live: Vec<Live<'_>> = self.live().collect();
         // A use in the future is one by a clock that is wrong: as if it were now.
-        live.iter_mut().for_each(|live| live.used = live.used.min(now.max(live.stored.modified)));
+        for live in &mut live {
+            live.used = live.used.min(now.max(live.stored.modified));
+        }
         let (youth, copied) = (age::youth(&live), age::copied(&live, now));
         let mut condemned = BTreeMap::new();
         let mut candidates = Vec::new();

@@ -52,7 +52,9 @@ impl<T: Clone> Known<T> {
     pub(super) fn retain(&self, there: &HashSet<Path>) {
         let mut state = self.lock();
         let gone: Vec<Path> = state.read.keys().filter(|path| !there.contains(*path)).cloned().collect();
-        gone.iter().for_each(|path| state.forget(path));
+        for path in &gone {
+            state.forget(path);
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, State<T>> {

@@ -1,8 +1,8 @@
 //! How old objects are, by their last use, and which ones are of no use beside others. Pure.
 
 use super::Live;
+use crate::object::layout::ObjectId;
 use crate::{Date, Fingerprint, SequenceHash};
-use std::cmp::Reverse;
 use std::collections::{BTreeSet, BinaryHeap, HashMap};
 use std::time::Duration;
 
@@ -51,16 +51,17 @@ pub(super) fn copied(live: &[Live<'_>], now: Date) -> BTreeSet<usize> {
     // An object that was cut is no copy.
     let sound =
         |live: &Live<'_>| live.stored.modified.after(LEARNED) <= now && live.stored.bytes >= live.section.bytes();
-    let mut best: HashMap<Key, (u32, Date, Reverse<usize>)> = HashMap::new();
+    let mut best: HashMap<Key, (u32, Date, ObjectId, usize)> = HashMap::new();
     for (index, live) in live.iter().enumerate().filter(|(_, live)| sound(live)) {
-        for entry in &live.section.entries {
+        for entry in live.section.entries.iter().filter(|entry| !entry.keep().is_over(now)) {
             let until = entry.expires.map_or(u32::MAX, |date| Date::encode(Some(date)));
-            let this = (until, live.stored.modified, Reverse(index));
+            // A writer counts up: of those of one second, the last.
+            let this = (until, live.stored.modified, live.id, index);
             let best = best.entry((live.section.fingerprint, entry.name)).or_insert(this);
             *best = this.max(*best);
         }
     }
-    let needed: BTreeSet<usize> = best.into_values().map(|(.., Reverse(index))| index).collect();
+    let needed: BTreeSet<usize> = best.into_values().map(|(.., index)| index).collect();
     let copies = live.iter().enumerate().filter(|(index, live)| sound(live) && !needed.contains(index));
     copies.map(|(index, _)| index).collect()
 }
