@@ -55,7 +55,7 @@ pub(crate) async fn found(client: &Client, store: &Path, elsewhere: &[&str], cas
 
 /// A prompt of 24 blocks, and then a bit.
 fn prompt() -> Vec<u32> {
-    (0..24 * 16 + 1).map(|n| 10 + n * 7 % 500).collect()
+    (0..=24 * 16).map(|n| 10 + n * 7 % 500).collect()
 }
 
 #[tokio::test(flavor = "multi_thread")]
