@@ -100,7 +100,7 @@ pub struct Tiers {
 pub struct Pod {
     /// The folder, the same for all of them.
     pub path: PathBuf,
-    /// How much may rest there; the oldest goes beyond it. There is no default: it is shared with others.
+    /// How much may rest there; what was used longest ago goes beyond it. There is no default: it is shared with others.
     pub budget: ByteSize,
     /// What is older goes. Default: nothing is too old.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -225,7 +225,7 @@ pub struct SharedStore {
     pub region: Option<String>,
     /// After which one request has failed. Default 10 s: 4 MiB in that time is slower than any recomputing.
     pub request_timeout: Span,
-    /// How much may rest there; `serve` removes the oldest beyond it. Default: as much as there is.
+    /// How much may rest there; `serve` removes what was used longest ago beyond it. Default: as much as there is.
     pub budget: Option<ByteSize>,
     /// What is older goes. Default: nothing is too old.
     pub age_max: Option<Span>,

@@ -15,6 +15,7 @@
 mod catalog;
 mod client;
 mod collector;
+mod compact;
 mod follow;
 pub mod gc;
 mod known;
@@ -41,6 +42,7 @@ use catalog::Catalog;
 use client::Client;
 pub use client::Counts;
 pub use collector::{Amount, Collector, Report, Verification};
+pub use compact::Compaction;
 use follow::Follower;
 use futures::future::{BoxFuture, FutureExt};
 use futures::stream::{self, BoxStream, StreamExt};
@@ -56,7 +58,7 @@ use std::io;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
-use tokio::sync::{Semaphore, mpsc, oneshot, watch};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 pub use upkeep::{Outcome, Upkeep};
@@ -69,12 +71,21 @@ const PARALLEL: usize = 16;
 const REQUESTS: usize = 64;
 /// One ranged read: at a store's 50 ms and 100 MB/s of one stream, most of the time is bytes.
 const RANGE: u64 = 4 << 20;
+/// So many large blocks are read in one request, where a load is long enough that as many requests as may be are under way;
+/// and what such a request reads at most.
+const RANGE_BLOCKS: u64 = 16;
+const RANGE_MOST: u64 = 32 << 20;
+/// Bytes of all loads that are being read at once: what arrives stays in memory until its whole range is there.
+const READING: u64 = 512 << 20;
+/// What an object of large blocks takes at most: some seconds to write, and half of the queue.
+const OBJECT_MOST: u64 = 128 << 20;
 /// Reading over so much that nobody asked for takes less than another request.
 const GAP: u64 = 512 << 10;
 /// A store with a bound may be over it by one in so many bytes: until collectors have looked, and what goes has gone.
 const OVER: u64 = 8;
-/// Blocks that wait for their object, or are under way, in bytes: eight objects and as many that fill.
-const QUEUE: usize = 128 << 20;
+/// Blocks that wait for their object, or are under way, in bytes: of small blocks dozens of objects; of large ones an object that
+/// is written and one that fills.
+const QUEUE: usize = 256 << 20;
 
 /// How objects are made, and how much of the store is kept in mind.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -84,6 +95,9 @@ pub struct Settings {
     pub level: Level,
     /// Bytes at which an object is written. Default 8 MiB: requests per block stay far below one.
     pub object_bytes: u64,
+    /// Blocks that an object holds at least before it is written, up to 128 MiB: what its requests are divided by when blocks
+    /// are large. Default 64.
+    pub object_blocks: usize,
     /// Blocks of the store that are known at most, about 100 bytes of memory each; beyond that the oldest objects are
     /// forgotten. Default 4 million.
     pub known_blocks: usize,
@@ -100,10 +114,18 @@ impl Default for Settings {
         Self {
             level: Level::G4,
             object_bytes: 8 << 20,
+            object_blocks: 64,
             known_blocks: 4_000_000,
             capacity: None,
             request_timeout: Duration::from_secs(10),
         }
+    }
+}
+
+impl Settings {
+    /// Whether an object with so much in it is to be written.
+    fn is_full(&self, blocks: usize, bytes: u64) -> bool {
+        bytes >= self.object_bytes && (blocks >= self.object_blocks || bytes >= OBJECT_MOST)
     }
 }
 
@@ -125,8 +147,8 @@ pub enum OpenError {
 
 /// Blocks under a prefix of an object store.
 pub struct ObjectTier {
-    level: Level,
-    capacity: Option<u64>,
+    settings: Settings,
+    writer: Writer,
     client: Arc<Client>,
     catalog: Arc<Catalog>,
     turns: Arc<Turns>,
@@ -172,10 +194,10 @@ impl ObjectTier {
         let tasks = [tokio::spawn(follower.run()), tokio::spawn(packer.run(waiting)), tokio::spawn(uses.clone().run())];
         let tasks = tasks.map(AbortOnDropHandle::new);
         let room = Arc::new(Semaphore::new(QUEUE));
-        let Settings { level, capacity, .. } = settings;
-        let turns = Arc::new(Turns { gate: Gate::new(REQUESTS, &[]), division: OnceLock::new() });
+        let reading = Arc::new(Semaphore::new(READING as usize));
+        let turns = Arc::new(Turns { gate: Gate::new(REQUESTS, &[]), reading, division: OnceLock::new() });
         let claims = Claims::default();
-        Arc::new(Self { level, capacity, client, catalog, turns, jobs, claims, room, standing, uses, _tasks: tasks })
+        Arc::new(Self { settings, writer, client, catalog, turns, jobs, claims, room, standing, uses, _tasks: tasks })
     }
 
     /// Opens a folder, local or mounted, as a store. Makes the folder if it is not there.
@@ -206,7 +228,7 @@ impl ObjectTier {
     /// Keeps to the weights that domains were given when several load at once. To be called before anybody does, once; what may
     /// rest in the store is a collector's to see to.
     pub fn divide(&self, shares: &Shares) {
-        let division = shares.at(self.level, 1);
+        let division = shares.at(self.settings.level, 1);
         self.turns.gate.weigh(&division.weights);
         let _ = self.turns.division.set(division);
     }
@@ -259,7 +281,7 @@ impl ObjectTier {
         if self.catalog.index.get(fingerprint, name).is_some() {
             return Ok(Offered::There);
         }
-        if self.capacity.is_some_and(|most| self.catalog.taken() > most.saturating_add(most / OVER)) {
+        if self.settings.capacity.is_some_and(|most| self.catalog.taken() > most.saturating_add(most / OVER)) {
             return Err(StoreError::Full);
         }
         let bytes = Header::LEN as u64 + block.header.length;
@@ -300,20 +322,24 @@ enum Offered {
 /// Whose request comes next, when many load.
 struct Turns {
     gate: Arc<Gate>,
+    reading: Arc<Semaphore>,
     division: OnceLock<Division>,
 }
 
 impl Turns {
-    async fn enter(&self, catalog: &Catalog, object: i32, run: &Run) -> Pass {
+    async fn enter(&self, catalog: &Catalog, object: i32, run: &Run) -> (Pass, Option<OwnedSemaphorePermit>) {
         let domain = catalog.object(object).map(|object| object.domain);
         let group = domain.zip(self.division.get()).map_or(0, |(domain, division)| division.group(domain));
-        self.gate.enter(group, run.end() - run.start()).await
+        let bytes = run.end() - run.start();
+        let pass = self.gate.enter(group, bytes).await;
+        // The semaphore is never closed.
+        (pass, self.reading.clone().acquire_many_owned(bytes.min(READING) as u32).await.ok())
     }
 }
 
 impl Tier for ObjectTier {
     fn level(&self) -> Level {
-        self.level
+        self.settings.level
     }
 
     fn holds(&self, fingerprint: Fingerprint, names: &[SequenceHash]) -> usize {
@@ -331,9 +357,10 @@ impl Tier for ObjectTier {
             let (offset, length) = (u64::from(place.offset), Header::LEN as u64 + u64::from(place.length));
             objects.entry(place.object).or_default().push(Wanted { index, offset, length });
         }
+        let range = range(objects.values().flatten().map(|wanted| wanted.length));
         let parts = objects
             .into_iter()
-            .flat_map(|(object, wanted)| run::runs(wanted, GAP, RANGE).into_iter().map(move |run| (object, run)));
+            .flat_map(|(object, wanted)| run::runs(wanted, GAP, range).into_iter().map(move |run| (object, run)));
         let mut parts: Vec<(i32, Run)> = parts.collect();
         parts.sort_by_key(|(_, run)| run.wanted.iter().map(|wanted| wanted.index).min());
         let reader = Reader {
@@ -379,8 +406,17 @@ impl Tier for ObjectTier {
     }
 
     fn usage(&self) -> Usage {
-        Usage { blocks: self.catalog.index.len() as u64, bytes: self.catalog.taken(), capacity: self.capacity }
+        Usage { blocks: self.catalog.index.len() as u64, bytes: self.catalog.taken(), capacity: self.settings.capacity }
     }
+}
+
+/// How much a request of a load reads at most, of blocks of such lengths: more of large ones, as far as enough requests are left to
+/// be under way at once.
+fn range(lengths: impl Iterator<Item = u64>) -> u64 {
+    let (mut all, mut largest) = (0, 0);
+    lengths.for_each(|length| (all, largest) = (all + length, length.max(largest)));
+    let most = (largest * RANGE_BLOCKS).clamp(RANGE, RANGE_MOST);
+    (all / PARALLEL as u64).clamp(RANGE, most)
 }
 
 /// What one load reads with.

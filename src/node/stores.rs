@@ -8,7 +8,7 @@ use super::upkeep::{Collections, pod_upkeep, upkeep};
 use super::workers::now;
 use crate::config::{ByteSize, Config};
 use anyhow::{Context, anyhow, bail};
-use kvbm::object::{Access, Location, Standing};
+use kvbm::object::{Access, Location, Standing, Upkeep};
 use kvbm::{Block, DiskTier, EventLog, Fingerprint, Level, ObjectTier, Shares, Tier, disk, object};
 use prometheus::core::{Collector, Desc};
 use prometheus::proto::MetricFamily;
@@ -80,8 +80,8 @@ impl Stores {
             let settings =
                 object::Settings { level: Level::Pod, capacity, request_timeout: requests, ..Default::default() };
             let shared = Shared { key: "tiers.pod.path", at: Location::Folder(pod.path.clone()), settings };
-            let id = stores.share(&shared, shares, config, planes, forms).await?;
-            stores.upkeep.push(collections.start(Level::Pod, &shared.at, config, pod_upkeep(config, pod)?)?);
+            let (id, tier) = stores.share(&shared, shares, config, planes, forms).await?;
+            stores.keep(&collections, &tier, &shared.at, config, pod_upkeep(config, pod)?)?;
             let same = |location: &Location| shared_id(Level::Pod, location) == id;
             if config.shared.as_ref().is_some_and(same) {
                 bail!("tiers.pod.path and shared are the same folder; a pod's folder is a tier of its own");
@@ -90,9 +90,9 @@ impl Stores {
         if let Some(location) = &config.shared {
             let settings = object::Settings { request_timeout: requests, ..Default::default() };
             let shared = Shared { key: "shared", at: location.clone(), settings };
-            stores.share(&shared, shares, config, planes, forms).await?;
+            let (_, tier) = stores.share(&shared, shares, config, planes, forms).await?;
             if let Some(upkeep) = upkeep(config)? {
-                stores.upkeep.push(collections.start(Level::G4, location, config, upkeep)?);
+                stores.keep(&collections, &tier, location, config, upkeep)?;
             }
         }
         if let (Some(disk), Some(next)) = (stores.disk.upgrade(), stores.shared.first().and_then(Weak::upgrade)) {
@@ -176,7 +176,7 @@ impl Stores {
         config: &Config,
         planes: &Planes,
         forms: &Forms,
-    ) -> anyhow::Result<StoreId> {
+    ) -> anyhow::Result<(StoreId, Arc<ObjectTier>)> {
         let log = Arc::new(EventLog::new(now()));
         let tier = open_shared(shared, config, Arc::clone(&log)).await?;
         tier.divide(shares);
@@ -184,8 +184,22 @@ impl Stores {
         let id = shared_id(shared.settings.level, &shared.at);
         let counted = Arc::downgrade(&tier);
         let count = Arc::new(move || counted.upgrade().map(|tier| tier.census()));
-        self.add(id, forms.dress(tier), count, log, planes);
-        Ok(id)
+        self.add(id, forms.dress(tier.clone()), count, log, planes);
+        Ok((id, tier))
+    }
+
+    /// Looks after a store: compacts what this process wrote, and collects in turn with others.
+    fn keep(
+        &mut self,
+        collections: &Collections,
+        tier: &Arc<ObjectTier>,
+        at: &Location,
+        config: &Config,
+        upkeep: Upkeep,
+    ) -> anyhow::Result<()> {
+        self.upkeep.push(collections.compact(tier, upkeep.every));
+        self.upkeep.push(collections.start(tier.level(), at, config, upkeep)?);
+        Ok(())
     }
 
     fn add(&mut self, id: StoreId, tier: Arc<dyn Tier>, count: Count, log: Arc<EventLog>, planes: &Planes) {

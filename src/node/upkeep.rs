@@ -4,9 +4,10 @@ use super::quotas;
 use crate::config::{ByteSize, Config, Pod};
 use anyhow::Context;
 use kvbm::object::gc::Policy;
-use kvbm::object::{Amount, Collector, Location, Outcome, Report, Upkeep};
-use kvbm::{Clock, Level};
+use kvbm::object::{Amount, Collector, Compaction, Location, Outcome, Report, Upkeep};
+use kvbm::{Clock, Level, ObjectTier, Tier};
 use prometheus::{IntCounterVec, Opts, Registry};
+use std::sync::Arc;
 use std::time::Duration;
 use tokio_util::task::AbortOnDropHandle;
 
@@ -47,6 +48,7 @@ pub(super) struct Collections {
     turns: IntCounterVec,
     objects: IntCounterVec,
     bytes: IntCounterVec,
+    compacted: IntCounterVec,
 }
 
 impl Collections {
@@ -66,6 +68,11 @@ impl Collections {
                 &["tier", "what"],
             )?,
             bytes: counter("collected_bytes_total", "Their bytes.", &["tier", "what"])?,
+            compacted: counter(
+                "compacted_objects_total",
+                "Small objects of this process whose blocks it wrote again in large ones.",
+                &["tier"],
+            )?,
         })
     }
 
@@ -82,6 +89,25 @@ impl Collections {
         let (metrics, location) = (self.clone(), location.clone());
         let told = move |outcome: &Outcome| metrics.told(level, &location, outcome);
         Ok(AbortOnDropHandle::new(tokio::spawn(upkeep.run(collector, Clock::system(), told))))
+    }
+
+    /// Packs small objects into large ones as often as somebody collects, until the answer or the tier is dropped.
+    pub(super) fn compact(&self, tier: &Arc<ObjectTier>, every: Duration) -> AbortOnDropHandle<()> {
+        let (tier, compacted) = (Arc::downgrade(tier), self.compacted.clone());
+        AbortOnDropHandle::new(tokio::spawn(async move {
+            loop {
+                tokio::time::sleep(every).await;
+                let Some(tier) = tier.upgrade() else { return };
+                match tier.compact().await {
+                    Ok(Compaction { objects: 0, .. }) => {}
+                    Ok(Compaction { objects, blocks }) => {
+                        compacted.with_label_values(&[tier.level().name()]).inc_by(objects);
+                        tracing::info!(tier = %tier.level(), objects, blocks, "packed small objects into large ones");
+                    }
+                    Err(error) => tracing::warn!(tier = %tier.level(), %error, "small objects stay as they are"),
+                }
+            }
+        }))
     }
 
     fn told(&self, level: Level, store: &Location, outcome: &Outcome) {

@@ -54,6 +54,9 @@ struct Batch {
 /// Bytes in one batch: what a tier writes in one go, twice the smallest object worth storing.
 const BATCH_BYTES: usize = 16 << 20;
 
+/// What a batch for a store that others share may take, of large blocks: one object.
+const SHARED_BYTES: usize = 128 << 20;
+
 /// How long a tier's lane waits for a batch to fill. Decoding finishes blocks one by one; a tenth of a second collects
 /// them and is far below the two seconds in which others may expect to see them.
 const LINGER: Duration = Duration::from_millis(100);
@@ -77,7 +80,7 @@ impl Lane {
     /// The lane to G2, whose blocks go on to the lanes below it.
     pub(super) fn to_host(core: Arc<Core>, below: Vec<Offers>) -> Self {
         Self::spawn(&core.clone(), Level::G2, async move |mut jobs| {
-            let size = batch_blocks(&core);
+            let size = Linger::No.batch_blocks(&core);
             while let Some(batch) = next(&mut jobs, size, &mut Linger::No).await {
                 let copying = core.clone();
                 let kept = blocking(move || copying.copy_to_host(batch.names)).await;
@@ -92,8 +95,8 @@ impl Lane {
     pub(super) fn to_tier(core: Arc<Core>, tier: usize) -> Self {
         let level = core.tiers[tier].level();
         Self::spawn(&core.clone(), level, async move |mut jobs| {
-            let size = batch_blocks(&core);
             let (mut failing, mut linger) = (false, Linger::at(level));
+            let size = linger.batch_blocks(&core);
             while let Some(batch) = next(&mut jobs, size, &mut linger).await {
                 let wanted = batch.names.len();
                 let failed = core.store_in(tier, batch.names).await;
@@ -152,12 +155,6 @@ impl Offers {
     }
 }
 
-fn batch_blocks(core: &Core) -> usize {
-    // At most a quarter of what a batch is read from, so that a small pool stays usable meanwhile.
-    let source = core.host.as_ref().map_or(core.pool.capacity(), |host| host.capacity().min(core.pool.capacity()));
-    (BATCH_BYTES / core.device.block_bytes().max(1)).min(source / 4).max(1)
-}
-
 /// How long a lane waits for more than one block.
 enum Linger {
     /// Not at all.
@@ -174,6 +171,17 @@ impl Linger {
             Level::Pod | Level::G4 => Self::Thriftily { left: SMALL, last: None },
             _ => Self::Briefly,
         }
+    }
+
+    fn batch_blocks(&self, core: &Core) -> usize {
+        let block = core.device.block_bytes().max(1);
+        let bytes = match self {
+            Self::Thriftily { .. } => BATCH_BYTES.max((ENOUGH * block).min(SHARED_BYTES)),
+            Self::No | Self::Briefly => BATCH_BYTES,
+        };
+        // At most a quarter of what a batch is read from, so that a small pool stays usable meanwhile.
+        let source = core.host.as_ref().map_or(core.pool.capacity(), |host| host.capacity().min(core.pool.capacity()));
+        (bytes / block).min(source / 4).max(1)
     }
 
     /// A batch begins.

@@ -29,8 +29,15 @@ pub(super) struct Object {
     pub(super) path: Path,
     pub(super) bytes: u64,
     pub(super) domain: DomainId,
-    fingerprint: Fingerprint,
+    pub(super) fingerprint: Fingerprint,
     blocks: Arc<[Lying]>,
+}
+
+/// An object that is small, and the blocks that are read from it.
+pub(super) struct Small {
+    pub(super) number: i32,
+    pub(super) object: Object,
+    pub(super) blocks: Vec<(SequenceHash, Place)>,
 }
 
 /// A block in an object.
@@ -168,6 +175,26 @@ impl Catalog {
 
     pub(super) fn object(&self, number: i32) -> Option<Object> {
         self.lock().known.get(&number).cloned()
+    }
+
+    /// A writer's objects of fewer bytes that blocks are read from, those of each domain and fingerprint in the order in which
+    /// they were written.
+    pub(super) fn small(&self, writer: Writer, below: u64) -> Vec<Vec<Small>> {
+        let objects = self.lock();
+        let own = |object: &Object| ObjectId::at(&object.path).is_some_and(|id| id.writer == writer);
+        let mut groups: BTreeMap<(DomainId, Fingerprint), Vec<Small>> = BTreeMap::new();
+        for (&number, object) in objects.known.iter().filter(|(_, object)| object.bytes < below && own(object)) {
+            let here = |block: &Lying| {
+                let place = self.index.get(object.fingerprint, block.name)?;
+                (place.object == number).then_some((block.name, place))
+            };
+            let blocks: Vec<_> = object.blocks.iter().filter_map(here).collect();
+            if !blocks.is_empty() {
+                let group = groups.entry((object.domain, object.fingerprint)).or_default();
+                group.push(Small { number, object: object.clone(), blocks });
+            }
+        }
+        groups.into_values().collect()
     }
 
     /// Forgets an object that turned out to be gone, or to be another than it was.

@@ -30,10 +30,14 @@ const WRITES: u32 = 4;
 const WRITE_BYTES_PER_SECOND: f64 = 1e6;
 /// From this size on an object is sent in parts, several at once, and a failure costs no more than them.
 const MULTIPART: usize = 16 << 20;
-/// A part. S3 takes no smaller ones than 5 MiB, and at most 10,000.
+/// A part at least: S3 takes no smaller ones than 5 MiB. A larger object goes in so many larger parts, all at once, so that
+/// what it costs does not grow with it.
 const PART: usize = 8 << 20;
-/// Parts under way at once.
-const PARTS: usize = 4;
+const PARTS: usize = 3;
+/// Objects deleted in one request: what S3 takes.
+const DELETED: usize = 1000;
+/// Requests at once when each deletes one.
+const DELETING: usize = 16;
 /// Failures in a row after which the store is away: more than one request's attempts, so that one bad object is not it.
 const AWAY: u64 = 8;
 
@@ -122,6 +126,21 @@ impl Client {
             Err(Error::NotFound { .. }) => Ok(()),
             answer => answer,
         }
+    }
+
+    /// Deletes objects, many in one request where the store has such requests; those that are gone already are none to complain of.
+    pub(super) async fn delete_all(&self, paths: Vec<Path>) -> Result<(), Error> {
+        for paths in paths.chunks(DELETED) {
+            self.counts.requests.fetch_add(1, Ordering::Relaxed);
+            let wanted = stream::iter(paths.to_vec()).map(Ok).boxed();
+            let deleted = self.store.delete_stream(wanted).try_for_each_concurrent(None, async |_| Ok(()));
+            if !matches!(timeout(self.limit, deleted).await, Ok(Ok(()))) {
+                // It has none, or something went wrong with one of them, or was gone.
+                let deleting = stream::iter(paths.to_vec()).map(async |path| self.delete(&path).await);
+                deleting.buffer_unordered(DELETING).try_collect::<()>().await?;
+            }
+        }
+        Ok(())
     }
 
     /// Fails while the store is away.
@@ -245,10 +264,11 @@ fn may_pass(error: &Error) -> bool {
     matches!(error, Error::Generic { .. } | Error::JoinError { .. })
 }
 
-/// The payload cut into parts of one size, without copying more than the seams.
+/// The payload cut into parts of one size, but for the last, without copying more than the seams.
 fn parts(payload: PutPayload) -> Vec<PutPayload> {
+    let most = payload.content_length().div_ceil(PARTS).max(PART);
     let mut parts = Vec::new();
-    let (mut part, mut room) = (Vec::new(), PART);
+    let (mut part, mut room) = (Vec::new(), most);
     for mut chunk in payload {
         while !chunk.is_empty() {
             let piece = chunk.split_to(chunk.len().min(room));
@@ -256,7 +276,7 @@ fn parts(payload: PutPayload) -> Vec<PutPayload> {
             part.push(piece);
             if room == 0 {
                 parts.push(std::mem::take(&mut part).into_iter().collect());
-                room = PART;
+                room = most;
             }
         }
     }
@@ -273,11 +293,14 @@ mod tests {
     #[test]
     fn parts_are_of_one_size_and_nothing_is_lost_between_them() {
         let chunk = |n: u8| Bytes::from(vec![n; 3_000_000 + usize::from(n)]);
-        let payload: PutPayload = (0..9).map(chunk).collect();
         let bytes = |payload: PutPayload| Bytes::from(payload).to_vec();
-        let parts = parts(payload.clone());
-        let sizes: Vec<usize> = parts.iter().map(PutPayload::content_length).collect();
-        assert_eq!(sizes, [PART, PART, PART, 27_000_036 - 3 * PART]);
-        assert!(parts.into_iter().flat_map(bytes).eq(bytes(payload)));
+        let nth = 9_000_012;
+        for (chunks, wanted) in [(7, vec![PART, PART, 21_000_021 - 2 * PART]), (9, vec![nth, nth, nth])] {
+            let payload: PutPayload = (0..chunks).map(chunk).collect();
+            let parts = parts(payload.clone());
+            let sizes: Vec<usize> = parts.iter().map(PutPayload::content_length).collect();
+            assert_eq!(sizes, wanted);
+            assert!(parts.into_iter().flat_map(bytes).eq(bytes(payload)));
+        }
     }
 }

@@ -277,8 +277,7 @@ impl Collector {
     }
 
     async fn delete(&self, paths: Vec<Path>) -> io::Result<()> {
-        let deleting = stream::iter(paths).map(async |path| self.client.delete(&path).await);
-        Ok(deleting.buffer_unordered(PARALLEL).try_collect::<()>().await?)
+        Ok(self.client.delete_all(paths).await?)
     }
 
     /// Reads a manifest, unless it is known; none when another collector deleted it meanwhile, or when it is not named as one.

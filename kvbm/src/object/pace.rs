@@ -19,8 +19,8 @@ const WINDOW: usize = 200;
 const KNOWN: usize = 50;
 /// A read that is quicker is not worth another request, however quick the others were.
 const HEDGE_MIN: Duration = Duration::from_millis(20);
-/// Sizes of reads that are measured apart: up to 64 KiB, and three times four times as much.
-const CLASSES: usize = 4;
+/// Sizes of reads that are measured apart: up to 64 KiB, five times four times as much each, and more.
+const CLASSES: usize = 6;
 
 pub(super) struct Pace {
     /// Answers and reads that allow repetitions and second requests to come.

@@ -101,7 +101,7 @@ impl Packer {
                     let pack = packs.entry(owner).or_insert_with(empty);
                     pack.bytes += Header::LEN as u64 + header.length;
                     pack.jobs.push(job);
-                    if pack.bytes >= self.settings.object_bytes
+                    if self.settings.is_full(pack.jobs.len(), pack.bytes)
                         && let Some(full) = packs.remove(&owner)
                     {
                         uploads.spawn(self.clone().upload(owner, number, full.jobs, publish.clone()));

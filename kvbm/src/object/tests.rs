@@ -9,6 +9,7 @@ use std::fs;
 use std::path::PathBuf;
 use tempfile::TempDir;
 
+mod compact;
 mod damage;
 mod flaky;
 mod outage;
@@ -110,7 +111,8 @@ async fn a_running_process_finds_what_another_one_wrote_within_two_seconds() {
 async fn a_restart_finds_everything_with_its_chains() {
     let folder = tempfile::tempdir().unwrap();
     let other = Fingerprint::from_bytes([9; 32]);
-    let (tier, before) = open_in(folder.path(), Settings { object_bytes: 20_000, ..Settings::default() });
+    let (tier, before) =
+        open_in(folder.path(), Settings { object_bytes: 20_000, object_blocks: 1, ..Settings::default() });
     let (blocks, foreign) = (chain(1, 50), chain_of(other, 2, 8, 1_000));
     store(&*tier, blocks.clone()).await;
     store(&*tier, foreign.clone()).await;
@@ -151,7 +153,7 @@ async fn an_object_holds_blocks_of_one_domain() {
 #[tokio::test(start_paused = true)]
 async fn what_two_workers_of_a_process_store_at_once_is_written_once() {
     let folder = tempfile::tempdir().unwrap();
-    let (tier, _) = open_in(folder.path(), Settings { object_bytes: 20_000, ..Settings::default() });
+    let (tier, _) = open_in(folder.path(), Settings { object_bytes: 20_000, object_blocks: 1, ..Settings::default() });
     let blocks = chain(1, 24);
     let (one, other) = tokio::join!(tier.store(blocks.clone()), tier.store(blocks[4..].to_vec()));
     assert!(one.iter().chain(&other).all(Result::is_ok));
@@ -181,7 +183,7 @@ async fn one_domains_flood_of_loads_delays_another_by_its_turn_only() {
         InMemory::new(),
         ThrottleConfig { wait_get_per_call: round_trip, ..ThrottleConfig::default() },
     );
-    let small = Settings { object_bytes: 10_000, ..Settings::default() };
+    let small = Settings { object_bytes: 10_000, object_blocks: 1, ..Settings::default() };
     let tier = ObjectTier::open(Arc::new(throttled), "kv", small, Arc::new(EventLog::new(Epoch(1))));
     let [flood, quiet] = [7, 8].map(|n| DomainId::from_bytes([n; 16]));
     tier.divide(&crate::Shares::default().weigh(flood, 2.0).weigh(quiet, 1.5));
@@ -209,7 +211,7 @@ async fn one_domains_flood_of_loads_delays_another_by_its_turn_only() {
 #[tokio::test(start_paused = true)]
 async fn what_is_known_is_bounded_and_the_newest_stays() {
     let folder = tempfile::tempdir().unwrap();
-    let settings = Settings { object_bytes: 10_000, known_blocks: 100, ..Settings::default() };
+    let settings = Settings { object_bytes: 10_000, object_blocks: 1, known_blocks: 100, ..Settings::default() };
     let (tier, events) = open_in(folder.path(), settings);
     for seed in 0..30 {
         store(&*tier, chain(seed, 10)).await;

@@ -6,7 +6,7 @@ use crate::Block;
 /// A folder with several objects and manifests, and what was stored in them.
 async fn image() -> (TempDir, Vec<Block>) {
     let folder = tempfile::tempdir().unwrap();
-    let (tier, _) = open_in(folder.path(), Settings { object_bytes: 15_000, ..Settings::default() });
+    let (tier, _) = open_in(folder.path(), Settings { object_bytes: 15_000, object_blocks: 1, ..Settings::default() });
     let mut blocks = Vec::new();
     for seed in 0..3 {
         let conversation = chain(seed, 10);

@@ -164,7 +164,7 @@ async fn others_find_and_load_it_now_and_after_a_restart(place: Place) {
 }
 
 async fn what_is_gone_or_cut_is_a_miss_and_counted(place: Place) {
-    let (tier, events) = place.open_with(Settings { object_bytes: 15_000, ..Settings::default() });
+    let (tier, events) = place.open_with(Settings { object_bytes: 15_000, object_blocks: 1, ..Settings::default() });
     let blocks = chain(1, 30);
     store(&*tier, blocks.clone()).await;
     let (raw, listed) = place.raw().await;
@@ -184,7 +184,7 @@ async fn what_is_gone_or_cut_is_a_miss_and_counted(place: Place) {
 }
 
 async fn a_large_object_goes_in_parts(place: Place) {
-    let (tier, _) = place.open_with(Settings { object_bytes: 24 << 20, ..Settings::default() });
+    let (tier, _) = place.open_with(Settings { object_bytes: 24 << 20, object_blocks: 1, ..Settings::default() });
     let blocks = chain_of(fingerprint(), 1, 7, 4 << 20);
     store(&*tier, blocks.clone()).await;
     let (raw, listed) = place.raw().await;

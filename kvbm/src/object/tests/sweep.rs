@@ -190,7 +190,7 @@ async fn a_bounded_store_takes_nothing_more_until_what_goes_has_gone() {
 #[tokio::test(start_paused = true)]
 async fn verifying_reads_every_block_and_removes_what_is_unsound_when_told() {
     let folder = tempfile::tempdir().unwrap();
-    let (tier, _) = open_in(folder.path(), Settings { object_bytes: 15_000, ..Settings::default() });
+    let (tier, _) = open_in(folder.path(), Settings { object_bytes: 15_000, object_blocks: 1, ..Settings::default() });
     store(&*tier, chain(1, 10)).await;
     store(&*tier, chain(2, 10)).await;
     let bad = files(folder.path(), "blocks").remove(0);

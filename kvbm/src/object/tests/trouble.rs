@@ -70,7 +70,7 @@ async fn a_store_that_is_away_costs_nobody_any_time_and_comes_back_by_itself() {
 async fn an_upload_in_parts_that_fails_is_given_up_each_time_and_costs_its_blocks_only() {
     let shared = Arc::new(Flaky::default());
     let events = Arc::new(EventLog::new(Epoch(1)));
-    let large = Settings { object_bytes: 16 << 20, ..Settings::default() };
+    let large = Settings { object_bytes: 16 << 20, object_blocks: 1, ..Settings::default() };
     let tier = ObjectTier::open(shared.clone(), "kv", large, events);
     shared.set(Some(("/blocks/", Mood::Fails)));
     let blocks = chain_of(fingerprint(), 1, 5, 4 << 20);
