@@ -141,6 +141,11 @@ impl Access {
     /// The smallest grain, which offsets are counted in whatever the device wants.
     pub(super) const UNIT: u64 = 512;
 
+    /// What a write begins and ends at, whatever the grain: a block of the filesystem and of the device. One that covers a
+    /// block in part makes the device read it first; and in space that is reserved and not written yet, ext4 lets nobody
+    /// else write to the file until it is done, so that two writers would take turns.
+    pub(super) const BLOCK: u64 = 4096;
+
     /// Finds out by trying.
     pub(super) fn probe(folder: &Path) -> io::Result<Self> {
         let path = folder.join("probe");

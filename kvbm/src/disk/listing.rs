@@ -1,13 +1,13 @@
 //! What lies in a segment, and the footer that says so once the segment is sealed.
 //!
-//! Footer, little endian, at a multiple of the grain after the last record, up to the end of the file:
+//! Footer, little endian, at the next multiple of 4,096 after the last record, up to the end of the file:
 //!
 //! | bytes | field |
 //! | --: | --- |
 //! | 52 × n | entries: name 16, parent 16, offset in units of 512 4, payload length 4, owner's number 3, kind 1, expires 4, |
 //! |        | pinned until 4: as in the block's header |
 //! | 48 × m | owners, numbered from 0: fingerprint 32, cache domain 16 |
-//! | … | zeros, so that the footer ends at a multiple of the grain |
+//! | … | zeros, so that the footer ends at a multiple of 4,096 |
 //! | 32 | trailer: magic `BLKYFOO3`, footer's offset 8, n 4, m 4, CRC-64/NVME over the footer before it 8 |
 //!
 //! 52 bytes a block: a million of them are read back in one stretch of 52 MB.
@@ -107,13 +107,13 @@ impl Listing {
     }
 
     /// Bytes of the footer of a segment with `entries` records of so many owners.
-    pub(super) fn footer_span(entries: usize, owners: usize, grain: u64) -> u64 {
-        ((entries * ENTRY + owners * OWNER + TRAILER) as u64).next_multiple_of(grain)
+    pub(super) fn footer_span(entries: usize, owners: usize) -> u64 {
+        ((entries * ENTRY + owners * OWNER + TRAILER) as u64).next_multiple_of(Access::BLOCK)
     }
 
     /// The footer that will stand at byte `at`.
-    pub(super) fn encode(&self, at: u64, grain: u64) -> Buffer {
-        let span = Self::footer_span(self.entries.len(), self.owners.len(), grain) as usize;
+    pub(super) fn encode(&self, at: u64) -> Buffer {
+        let span = Self::footer_span(self.entries.len(), self.owners.len()) as usize;
         let mut footer = Buffer::zeroed(span);
         let (entries, rest) = footer.split_at_mut(self.entries.len() * ENTRY);
         for (to, entry) in entries.chunks_exact_mut(ENTRY).zip(&self.entries) {
@@ -216,18 +216,16 @@ mod tests {
 
     #[test]
     fn a_footer_says_what_the_listing_said() {
-        for grain in [512, 4096] {
-            let footer = listing().encode(8192, grain);
-            assert_eq!(footer.len() as u64 % grain, 0);
-            let length = 8192 + footer.len() as u64;
-            assert_eq!(Listing::locate(&footer, length), Some(8192));
-            assert_eq!(Listing::decode(&footer), Some(listing()));
-        }
+        let footer = listing().encode(8192);
+        assert_eq!(footer.len() as u64 % Access::BLOCK, 0);
+        let length = 8192 + footer.len() as u64;
+        assert_eq!(Listing::locate(&footer, length), Some(8192));
+        assert_eq!(Listing::decode(&footer), Some(listing()));
     }
 
     #[test]
     fn any_flipped_bit_and_any_cut_is_seen() {
-        let footer = listing().encode(0, 512);
+        let footer = listing().encode(0);
         for bit in 0..footer.len() * 8 {
             let mut bad = footer.to_vec();
             bad[bit / 8] ^= 1 << (bit % 8);

@@ -143,7 +143,7 @@ impl Log {
             access,
             shared,
             queue: Queue::new(QUEUE, division.clone()),
-            settings: settings.in_grains(access.grain(), division.bounds.len())?,
+            settings: settings.in_blocks(division.bounds.len())?,
             division,
             taken: Arc::default(),
             state: Mutex::new(state),
@@ -235,7 +235,8 @@ impl Log {
     /// Whether a block of so many payload bytes fits into a segment.
     pub(super) fn fits(&self, payload: u64) -> bool {
         u32::try_from(payload).is_ok()
-            && record::span(payload, self.access.grain()) + self.footer(1) <= self.settings.segment_bytes
+            && record::span(payload, self.access.grain()).next_multiple_of(Access::BLOCK) + self.footer(1)
+                <= self.settings.segment_bytes
     }
 
     /// Writes what waits, until nothing does.
@@ -282,7 +283,7 @@ impl Log {
         let open = state.heads.get_mut(&batch.group).expect("only an open segment has room");
         let (head, at) = (open.head.clone(), open.end);
         let spans = batch.records().map(|record| record.span(self.access.grain()));
-        open.end += spans.sum::<u64>();
+        open.end += spans.sum::<u64>().next_multiple_of(Access::BLOCK);
         open.records += batch.records().count();
         Some((batch, Step::Write { head, at }))
     }
@@ -297,7 +298,9 @@ impl Log {
             let span = block.map_or(self.access.grain(), |block| Record::Block(block).span(self.access.grain()));
             let fits = !closed
                 && (taken == 0 || taken + span <= WRITE)
-                && (end + taken + span).saturating_add(self.footer(records + more + 1)) <= limit;
+                && (end + (taken + span).next_multiple_of(Access::BLOCK))
+                    .saturating_add(self.footer(records + more + 1))
+                    <= limit;
             if fits {
                 (taken, more) = (taken + span, more + 1);
             }
@@ -337,7 +340,7 @@ impl Log {
 
     fn footer(&self, records: usize) -> u64 {
         // Each may be another owner's.
-        Listing::footer_span(records, records, self.access.grain())
+        Listing::footer_span(records, records)
     }
 
     /// Says that blocks rest. One that a later segment builds upon must not go before its children; segments that are

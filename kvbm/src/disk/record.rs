@@ -10,7 +10,7 @@
 //! | 24 | 32 | fingerprint |
 //! | 56 | 8 | CRC-64/NVME over bytes 0 to 56 |
 //!
-//! Zeros fill the rest up to the grain. There is no segment header: every record describes itself.
+//! Zeros fill the rest up to the grain, and what is written together up to a block of the device. There is no segment header: every record describes itself.
 
 use crate::{Block, Fingerprint, Header, SequenceHash};
 use bytes::Bytes;

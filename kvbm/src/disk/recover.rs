@@ -129,8 +129,7 @@ impl Log {
                 tracing::warn!(segment = %path.display(), stretches = unsound, "damaged: what is not sound is left out");
             }
             tracing::info!(segment = %path.display(), records = listing.len(), "scanned a segment without a footer");
-            // Recovery goes through the page cache, which takes any grain.
-            let sealed = if listing.len() == 0 { Ok(0) } else { seal(&file, &mut listing, Access::UNIT) };
+            let sealed = if listing.len() == 0 { Ok(0) } else { seal(&file, &mut listing) };
             (listing, sealed.unwrap_or(length))
         };
         if listing.len() == 0 {

@@ -158,7 +158,7 @@ impl Log {
                 let new = self.resting(block, head.segment().number(), offset);
                 let still = |place: &Place| self.is_in(place, number);
                 self.shared.index.relocate(new.fingerprint, new.name, still, new.place);
-                open.end = offset + Record::Block(block).span(self.access.grain());
+                open.end = (offset + Record::Block(block).span(self.access.grain())).next_multiple_of(Access::BLOCK);
                 open.records += 1;
             }
         }

@@ -158,7 +158,8 @@ impl Head {
         &self.segment
     }
 
-    /// Writes records from byte `at` on, in one go, and lists them. Returns the offset of each.
+    /// Writes records from byte `at` on, which is a multiple of [`Access::BLOCK`], in one go and up to another, and lists
+    /// them. Returns the offset of each.
     pub(super) fn write<'a>(
         &self,
         at: u64,
@@ -166,7 +167,8 @@ impl Head {
         pool: &Pool,
     ) -> io::Result<Vec<u64>> {
         let total: u64 = records.clone().map(|record| record.span(self.grain)).sum();
-        let mut buffer = pool.take(total as usize);
+        let total = total.next_multiple_of(Access::BLOCK) as usize;
+        let mut buffer = pool.take(total);
         let mut offset = 0;
         let mut offsets = Vec::new();
         for record in records.clone() {
@@ -175,7 +177,8 @@ impl Head {
             offsets.push(at + offset as u64);
             offset = end;
         }
-        self.file.write_all_at(&buffer[..total as usize], at)?;
+        buffer[offset..total].fill(0);
+        self.file.write_all_at(&buffer[..total], at)?;
         let mut listing = self.segment.listing();
         for (record, offset) in records.zip(&offsets) {
             let found = match record {
@@ -190,7 +193,7 @@ impl Head {
 
 impl Drop for Head {
     fn drop(&mut self) {
-        match seal(&self.file, &mut self.segment.listing(), self.grain) {
+        match seal(&self.file, &mut self.segment.listing()) {
             Ok(bytes) => self.segment.resize(bytes),
             // Without a footer it is scanned when the log is opened again.
             Err(error) => tracing::warn!(segment = %self.path.display(), %error, "segment not sealed"),
@@ -200,10 +203,10 @@ impl Drop for Head {
 }
 
 /// Writes the footer, cuts what follows it, and returns the length of the file.
-pub(super) fn seal(file: &File, listing: &mut Listing, grain: u64) -> io::Result<u64> {
+pub(super) fn seal(file: &File, listing: &mut Listing) -> io::Result<u64> {
     listing.sort();
-    let at = listing.end().next_multiple_of(grain);
-    let footer = listing.encode(at, grain);
+    let at = listing.end().next_multiple_of(Access::BLOCK);
+    let footer = listing.encode(at);
     file.write_all_at(&footer, at)?;
     let length = at + footer.len() as u64;
     file.set_len(length)?;

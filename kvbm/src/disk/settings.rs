@@ -1,5 +1,6 @@
 //! How large a log may grow, and why one cannot be opened.
 
+use super::direct::Access;
 use serde::{Deserialize, Serialize};
 use std::io;
 use std::path::PathBuf;
@@ -32,10 +33,10 @@ impl Settings {
     /// Below this, footers would outweigh blocks.
     pub(super) const SEGMENT_BYTES_MIN: u64 = 64 << 10;
 
-    pub(super) fn in_grains(self, grain: u64, groups: usize) -> Result<Self, OpenError> {
+    pub(super) fn in_blocks(self, groups: usize) -> Result<Self, OpenError> {
         let segments = if groups > 1 { Self::SEGMENTS_EACH * groups as u64 } else { Self::SEGMENTS_MIN };
         let segment = self.segment_bytes.min(self.capacity_bytes / segments);
-        let segment_bytes = segment / grain * grain;
+        let segment_bytes = segment / Access::BLOCK * Access::BLOCK;
         if segment_bytes < Self::SEGMENT_BYTES_MIN {
             let least = segments * Self::SEGMENT_BYTES_MIN;
             return Err(OpenError::TooSmall { capacity_bytes: self.capacity_bytes, least });
