@@ -59,6 +59,9 @@ pub(super) struct Listing {
 }
 
 impl Listing {
+    /// How many of the first records are looked for where a footer may begin: enough that damage to one does not hide it.
+    const FIRST: usize = 8;
+
     /// Adds a record at a byte offset; records may come in any order.
     pub(super) fn push(&mut self, record: &Found, offset: u64) {
         let (owner, name, parent, length, gone) = match record {
@@ -140,6 +143,11 @@ impl Listing {
         let sum = checksum(CrcAlgorithm::Crc64Nvme, &footer[..span - 8]);
         footer[span - 8..].copy_from_slice(&sum.to_le_bytes());
         footer
+    }
+
+    /// Whether `bytes` begin as the footer of these records does. Some of the first may be lost.
+    pub(super) fn begins(&self, bytes: &[u8]) -> bool {
+        self.entries.iter().take(Self::FIRST).any(|entry| bytes.starts_with(entry.name.as_bytes()))
     }
 
     /// Where the footer of a file of `length` bytes begins, if `tail`, the last bytes of the file, ends in a trailer.

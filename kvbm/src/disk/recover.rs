@@ -30,7 +30,7 @@ impl Log {
     /// announced so far; writers wait.
     pub(super) fn recover(&self) -> io::Result<()> {
         let started = Instant::now();
-        let mut state = self.state.lock().expect("no writer died half-way");
+        let mut state = self.lock();
         let found = self.segments();
         if let Ok(segments) = &found {
             self.announce(segments);
@@ -116,17 +116,17 @@ impl Log {
         let file = OpenOptions::new().read(true).write(true).open(&path)?;
         let length = file.metadata()?.len();
         let footer = footer(&file, length)?;
-        if matches!(footer, Footer::Damaged) {
-            damaged.footers.fetch_add(1, Ordering::Relaxed);
-            tracing::warn!(segment = %path.display(), "damaged footer: the segment is scanned");
-        }
         let (listing, length) = if let Footer::Sound(listing) = footer {
             (listing, length)
         } else {
-            let (mut listing, unsound) = scan(&file, length)?;
-            if unsound > 0 {
-                damaged.stretches.fetch_add(unsound, Ordering::Relaxed);
-                tracing::warn!(segment = %path.display(), stretches = unsound, "damaged: what is not sound is left out");
+            let Scanned { mut listing, stretches, footer: remains } = scan(&file, length)?;
+            if remains || matches!(footer, Footer::Damaged) {
+                damaged.footers.fetch_add(1, Ordering::Relaxed);
+                tracing::warn!(segment = %path.display(), "damaged footer: the segment was scanned");
+            }
+            if stretches > 0 {
+                damaged.stretches.fetch_add(stretches, Ordering::Relaxed);
+                tracing::warn!(segment = %path.display(), stretches, "damaged: what is not sound is left out");
             }
             tracing::info!(segment = %path.display(), records = listing.len(), "scanned a segment without a footer");
             let sealed = if listing.len() == 0 { Ok(0) } else { seal(&file, &mut listing) };
@@ -162,11 +162,21 @@ pub(super) fn footer(file: &File, length: u64) -> io::Result<Footer> {
     Ok(Listing::decode(&footer).map_or(Footer::Damaged, Footer::Sound))
 }
 
+/// What was found in a segment without a footer.
+pub(super) struct Scanned {
+    pub(super) listing: Listing,
+    /// Stretches between sound records that should have been some.
+    pub(super) stretches: u64,
+    /// What follows the records is a footer that is not what it was.
+    pub(super) footer: bool,
+}
+
 /// Finds every sound record, whatever lies between them: a hole of a write that never happened, which is zeros, or damage,
-/// whose stretches are counted. What follows the last sound record was being written when the process died.
-pub(super) fn scan(file: &File, length: u64) -> io::Result<(Listing, u64)> {
+/// whose stretches are counted. What follows the last sound record was being written when the process died, or is a footer
+/// whose trailer does not say so any more.
+pub(super) fn scan(file: &File, length: u64) -> io::Result<Scanned> {
     let mut listing = Listing::default();
-    let (mut damaged, mut unsound) = (0, false);
+    let (mut stretches, mut unsound, mut footer) = (0, false, None);
     let mut window = Window { file, length, start: 0, bytes: Vec::new() };
     let mut at = 0;
     while at < length {
@@ -179,16 +189,34 @@ pub(super) fn scan(file: &File, length: u64) -> io::Result<(Listing, u64)> {
         }
         at += if let Ok(Some(found)) = verdict {
             listing.push(&found, at);
-            damaged += u64::from(std::mem::take(&mut unsound));
+            stretches += u64::from(std::mem::take(&mut unsound));
+            footer = None;
             let payload = if let Found::Block(header) = &found { header.length } else { 0 };
             record::span(payload, Access::UNIT)
         } else {
             let unit = (length - at).min(Access::UNIT) as usize;
-            unsound |= window.bytes(at, unit)?[..unit].iter().any(|byte| *byte != 0);
+            let bytes = &window.bytes(at, unit)?[..unit];
+            unsound |= bytes.iter().any(|byte| *byte != 0);
+            if footer.is_none() && at.is_multiple_of(Access::BLOCK) && listing.begins(bytes) {
+                footer = Some(at);
+            }
             Access::UNIT
         };
     }
-    Ok((listing, damaged))
+    let footer = match footer {
+        Some(at) => !is_interrupted(&mut window, at, &listing)?,
+        None => false,
+    };
+    Ok(Scanned { listing, stretches, footer })
+}
+
+/// Whether what lies at byte `at` is a footer as far as it goes, with zeros after it: the process died before all of it was
+/// written, or before the file was cut behind it.
+fn is_interrupted(window: &mut Window<'_>, at: u64, listing: &Listing) -> io::Result<bool> {
+    let right = listing.encode(at);
+    let found = window.bytes(at, (window.length - at) as usize)?;
+    let same = right.iter().zip(found).take_while(|(right, found)| right == found).count();
+    Ok(found.len() >= right.len() && found[same..].iter().all(|byte| *byte == 0))
 }
 
 /// A stretch of the file in memory.

@@ -65,7 +65,7 @@ pub fn survey(folder: &Path, now: Date) -> io::Result<Option<Survey>> {
             Footer::Sound(listing) => listing,
             Footer::Missing | Footer::Damaged => {
                 found.open += 1;
-                scan(&file, length)?.0
+                scan(&file, length)?.listing
             }
         };
         for (domain, fingerprint, entry) in listing.records() {

@@ -58,6 +58,37 @@ async fn flip_everywhere(folder: &TempDir, blocks: &[Block]) {
 }
 
 #[tokio::test]
+async fn a_damaged_trailer_is_a_damaged_footer_and_one_that_was_being_written_is_none() {
+    let (folder, blocks) = image().await;
+    assert_eq!(survivors(folder.path(), &blocks).await, blocks.len(), "all segments are sealed by now");
+    let path = segments(folder.path()).remove(0);
+    let sound = fs::read(&path).unwrap();
+    let footers = async |bytes: &[u8]| {
+        let copy = crashed(folder.path());
+        fs::write(copy.path().join(path.file_name().unwrap()), bytes).unwrap();
+        assert_eq!(survivors(copy.path(), &blocks).await, blocks.len());
+        fs::write(copy.path().join(path.file_name().unwrap()), bytes).unwrap();
+        let (tier, _) = open(copy.path());
+        assert_eq!(tier.damaged(), 0);
+        tier.damaged_footers()
+    };
+    let trailer = sound.len() - 32;
+    for at in trailer..sound.len() {
+        let mut bad = sound.clone();
+        bad[at] ^= 1;
+        assert_eq!(footers(&bad).await, 1, "byte {} of the trailer", at - trailer);
+    }
+    assert_eq!(footers(&sound[..trailer]).await, 1, "cut off");
+    let begins = u64::from_le_bytes(sound[trailer + 8..trailer + 16].try_into().unwrap()) as usize;
+    for written in [begins, begins + 7, begins + 200, sound.len()] {
+        let mut died = sound.clone();
+        died[written..].fill(0);
+        died.resize(sound.len() + 8_192, 0);
+        assert_eq!(footers(&died).await, 0, "{} bytes of the footer were written", written - begins);
+    }
+}
+
+#[tokio::test]
 async fn a_truncated_segment_keeps_what_lies_before_the_cut() {
     let (folder, blocks) = image().await;
     for path in segments(folder.path()) {
