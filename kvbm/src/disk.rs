@@ -1,7 +1,7 @@
 //! G3: blocks on local SSDs, in a log of large segments on each, which exactly one process owns.
 //!
 //! ```text
-//!   store ─▶ a path in turn ─▶ queue ─▶ two writers ─▶ head segment ─▶ indexed, announced, answered
+//!   store ─▶ a path in turn ─▶ queue ─▶ a few writers ─▶ head segment ─▶ indexed, announced, answered
 //!   load  ─▶ index ─▶ on each path: runs of neighbours ─▶ a few readers ─▶ one stream
 //!   full  ─▶ oldest segment given up whole, what is in use carried over
 //!   open  ─▶ footers of sealed segments, a scan of the one that was open ─▶ announced again
@@ -29,6 +29,7 @@ mod survey;
 #[cfg(test)]
 mod tests;
 mod volume;
+mod write;
 
 pub use settings::{OpenError, Settings};
 pub use survey::{Holding, Survey, survey};
@@ -40,8 +41,9 @@ use crate::{Block, Census, Date, EventLog, Fingerprint, Level, SequenceHash, Sha
 use direct::Pool;
 use futures::future::{BoxFuture, FutureExt};
 use futures::stream::{self, BoxStream, StreamExt};
-use load::{Part, again};
+use load::Part;
 use log::{Log, Shared, Spill};
+use queue::again;
 use spread::Spread;
 use std::io;
 use std::path::{Path, PathBuf};

@@ -2,11 +2,12 @@
 
 use super::direct::{self, Access};
 use super::log::{Log, Place};
+use super::queue::again;
 use super::{record, segment};
 use crate::index::Index;
 use crate::run::{self, Run, Wanted};
 use crate::tier::{LoadError, Loaded};
-use crate::{Block, Corrupt, Fingerprint, Header, SequenceHash};
+use crate::{Corrupt, Fingerprint, SequenceHash};
 use bytes::Bytes;
 use std::collections::BTreeMap;
 use std::fs::OpenOptions;
@@ -68,7 +69,7 @@ impl Log {
             if !self.shared.index.get(fingerprint, names[index]).as_ref().is_some_and(still) {
                 return (index, Ok(None));
             }
-            let block = record.ok_or(Corrupt::Length).and_then(|record| block(&record));
+            let block = record.ok_or(Corrupt::Length).and_then(|record| record::block(&record));
             if block.is_err() && self.shared.index.remove([(fingerprint, names[index])], still) > 0 {
                 self.queue.discard(fingerprint, names[index]);
             }
@@ -101,12 +102,14 @@ impl Log {
         let read = |access: Access| -> io::Result<Vec<Option<Bytes>>> {
             let file = access.open(&path, OpenOptions::new().read(true))?;
             // One buffer for all: the blocks of a run are wanted, used and let go together.
-            let bytes = (run.end() - run.start()) as usize;
+            // Whole blocks of the device, which reads no others.
+            let start = run.start() / Access::BLOCK * Access::BLOCK;
+            let bytes = (run.end().next_multiple_of(Access::BLOCK) - start) as usize;
             let mut buffer = self.shared.pool.take(bytes);
-            let read = direct::read(&file, run.start(), &mut buffer[..bytes])?;
+            let read = direct::read(&file, start, &mut buffer[..bytes])?;
             let buffer = Bytes::from_owner(buffer).slice(..read);
             let records = run.wanted.iter().map(|wanted| {
-                let start = (wanted.offset - run.start()) as usize;
+                let start = (wanted.offset - start) as usize;
                 let end = start + wanted.length as usize;
                 (end <= read).then(|| buffer.slice(start..end))
             });
@@ -117,21 +120,5 @@ impl Log {
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => read(Access::Buffered),
             answer => answer,
         }
-    }
-}
-
-/// The block in a record. Its checksum is for whoever serves it to verify.
-pub(super) fn block(record: &Bytes) -> Result<Block, Corrupt> {
-    let header = Header::decode(record.first_chunk().ok_or(Corrupt::Length)?)?;
-    let end = usize::try_from(header.length).ok().and_then(|length| length.checked_add(Header::LEN));
-    let end = end.filter(|end| *end <= record.len()).ok_or(Corrupt::Length)?;
-    Ok(Block { header, payload: record.slice(Header::LEN..end) })
-}
-
-/// The same error for one more who waits.
-pub(super) fn again(error: &io::Error) -> io::Error {
-    match error.raw_os_error() {
-        Some(code) => io::Error::from_raw_os_error(code),
-        None => io::Error::new(error.kind(), error.to_string()),
     }
 }

@@ -1,33 +1,31 @@
-//! The log: segments in order, a head that is written, an index of what rests where.
+//! The log: segments in order, a head of each group that is written, an index of what rests where.
 //!
-//! Everything here blocks and is called off the async threads. Writers take what waits in one step with a place at the
-//! head, so the order of offsets is the order of the queue; then they fill and write side by side. Blocks are listed and
-//! indexed, and so announced, when their bytes are written.
+//! This is what the log has and whether it can be used; what is done with it stands beside: `write`, `room`, `load`,
+//! `recover`. All of it blocks, and is called off the async threads.
 
 use super::direct::{Access, Pool};
 use super::listing::Listing;
-use super::load::again;
 use super::owner::Owner;
-use super::queue::{Batch, Queue, Writer};
-use super::record::{self, Record};
-use super::room::REST;
+use super::queue::Queue;
+use super::record;
 use super::segment::{self, Head, Segment};
 use super::{OpenError, Settings};
 use crate::index::{Index, Resting};
 use crate::shares::Division;
-use crate::{Block, Fingerprint, Header, SequenceHash, StoreError};
+use crate::{Block, Fingerprint, Header, SequenceHash};
 use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, OnceLock};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
-/// One write: large enough to be as fast as the device.
-pub(super) const WRITE: u64 = 4 << 20;
 /// Blocks that may wait for a writer, in bytes: about 50 ms of a fast device.
 const QUEUE: u64 = 64 << 20;
+/// After a failed write the device is left alone for so long, then tried again.
+pub(super) const REST: Duration = Duration::from_secs(1);
 /// So many reads that fail in a row are no bad sector.
 const STRIKES: u32 = 3;
 
@@ -92,8 +90,8 @@ pub(super) struct Log {
     pub(super) taken: Arc<AtomicU64>,
     // Dropped before the owner: the head is sealed while nobody else can open the log.
     pub(super) state: Mutex<State>,
-    /// What rests in the folder is known.
-    recovered: Condvar,
+    /// What rests in the folder is known, or a roll is over.
+    changed: Condvar,
     resting_until: Mutex<Option<Instant>>,
     /// Reads that failed, none having succeeded in between.
     strikes: AtomicU32,
@@ -106,6 +104,8 @@ pub(super) struct Log {
 
 pub(super) struct State {
     pub(super) recovered: bool,
+    /// Somebody makes a segment, and room for the next one.
+    pub(super) rolling: bool,
     /// What is written, one of each group that has written.
     pub(super) heads: BTreeMap<u16, Open>,
     pub(super) segments: BTreeMap<u32, Arc<Segment>>,
@@ -119,10 +119,26 @@ pub(super) struct Open {
     pub(super) records: usize,
 }
 
-/// What a writer has to do next.
-enum Step {
-    Write { head: Arc<Head>, at: u64 },
-    Refuse(StoreError),
+impl Open {
+    /// A place for so many records of so many bytes in one write.
+    pub(super) fn take(&mut self, bytes: u64, records: usize) -> u64 {
+        let at = self.end;
+        self.end += bytes.next_multiple_of(Access::BLOCK);
+        self.records += records;
+        at
+    }
+}
+
+/// The one who rolls.
+#[must_use]
+pub(super) struct Rolling<'a>(&'a Log);
+
+impl Drop for Rolling<'_> {
+    fn drop(&mut self) {
+        // Also when who rolls panics: the others must not wait for it.
+        self.0.state.lock().unwrap_or_else(PoisonError::into_inner).rolling = false;
+        self.0.tell();
+    }
 }
 
 impl Log {
@@ -135,7 +151,7 @@ impl Log {
         let access = shared.rig.access().unwrap_or(access);
         let last = segment::numbers(folder).map_err(failed)?.last().copied();
         shared.next.fetch_max(last.map_or(0, |last| last + 1), Ordering::Relaxed);
-        let state = State { recovered: false, heads: BTreeMap::new(), segments: BTreeMap::new() };
+        let state = State { recovered: false, rolling: false, heads: BTreeMap::new(), segments: BTreeMap::new() };
         let division = shared.division.part(settings.capacity_bytes, shared.capacity);
         Ok(Self {
             volume,
@@ -147,7 +163,7 @@ impl Log {
             division,
             taken: Arc::default(),
             state: Mutex::new(state),
-            recovered: Condvar::new(),
+            changed: Condvar::new(),
             resting_until: Mutex::default(),
             strikes: AtomicU32::new(0),
             lost: AtomicBool::new(false),
@@ -192,7 +208,7 @@ impl Log {
     pub(super) fn withdraw(&self) {
         self.withdrawn.store(true, Ordering::SeqCst);
         let segments: Vec<Arc<Segment>> = {
-            let mut state = self.state.lock().expect("no writer died half-way");
+            let mut state = self.lock();
             self.finish_recovery(&mut state);
             state.segments.values().cloned().collect()
         };
@@ -200,6 +216,35 @@ impl Log {
             let blocks: Vec<_> = segment.listing().iter().map(|(space, entry)| (space, entry.name)).collect();
             self.shared.index.remove(blocks, |place| self.is_in(place, segment.number()));
         }
+    }
+
+    /// Whether [`Log::withdraw`] was called.
+    pub(super) fn is_withdrawn(&self) -> bool {
+        self.withdrawn.load(Ordering::SeqCst)
+    }
+
+    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("no writer died half-way")
+    }
+
+    /// Waits until nothing holds up the caller any more.
+    pub(super) fn wait<'a>(
+        &self,
+        state: MutexGuard<'a, State>,
+        held_up: impl Fn(&State) -> bool,
+    ) -> MutexGuard<'a, State> {
+        self.changed.wait_while(state, |state| held_up(state)).expect("no writer died half-way")
+    }
+
+    /// Tells those who wait that the state is another.
+    pub(super) fn tell(&self) {
+        self.changed.notify_all();
+    }
+
+    /// The right to roll, until it is dropped.
+    pub(super) fn begin_rolling(&self, state: &mut State) -> Rolling<'_> {
+        state.rolling = true;
+        Rolling(self)
     }
 
     /// Whether a place is in a segment of this log.
@@ -210,7 +255,7 @@ impl Log {
     /// Lets the writers write.
     pub(super) fn finish_recovery(&self, state: &mut State) {
         state.recovered = true;
-        self.recovered.notify_all();
+        self.tell();
     }
 
     /// Whether the device is left alone after a failed write.
@@ -235,110 +280,12 @@ impl Log {
     /// Whether a block of so many payload bytes fits into a segment.
     pub(super) fn fits(&self, payload: u64) -> bool {
         u32::try_from(payload).is_ok()
-            && record::span(payload, self.access.grain()).next_multiple_of(Access::BLOCK) + self.footer(1)
+            && record::span(payload, self.access.grain()).next_multiple_of(Access::BLOCK) + Self::footer(1)
                 <= self.settings.segment_bytes
     }
 
-    /// Writes what waits, until nothing does.
-    pub(super) fn drain(&self) {
-        let Some(mut writer) = self.queue.writer() else { return };
-        while let Some((batch, step)) = self.next(&mut writer) {
-            let written = match step {
-                Step::Write { head, at } => {
-                    let written = self.write(&head, at, &batch);
-                    written.map_err(|error| self.give_up_head(&head, error))
-                }
-                Step::Refuse(error) => Err(error),
-            };
-            for job in batch.jobs {
-                let answer = match &written {
-                    Ok(()) => Ok(()),
-                    Err(StoreError::Busy) => Err(StoreError::Busy),
-                    Err(StoreError::Full) => Err(StoreError::Full),
-                    Err(StoreError::Io(error)) => Err(StoreError::Io(again(error))),
-                };
-                // First, so that whoever is told that it failed may try elsewhere.
-                drop(job.claim);
-                // Whoever asked may have gone; the block rests all the same.
-                let _ = job.answer.send(answer);
-            }
-        }
-    }
-
-    fn next(&self, writer: &mut Writer<'_>) -> Option<(Batch, Step)> {
-        let state = self.state.lock().expect("no writer died half-way");
-        let waiting = self.recovered.wait_while(state, |state| !state.recovered);
-        let mut state = waiting.expect("no writer died half-way");
-        if self.withdrawn.load(Ordering::SeqCst) {
-            return Some((self.take(&state, writer, u64::MAX)?, Step::Refuse(StoreError::Busy)));
-        }
-        let mut batch = self.take(&state, writer, self.settings.segment_bytes)?;
-        while batch.is_empty() {
-            if let Err(error) = self.roll(&mut state, batch.group) {
-                let refused = self.take(&state, writer, u64::MAX)?;
-                return Some((refused, Step::Refuse(error)));
-            }
-            batch = self.take(&state, writer, self.settings.segment_bytes)?;
-        }
-        let open = state.heads.get_mut(&batch.group).expect("only an open segment has room");
-        let (head, at) = (open.head.clone(), open.end);
-        let spans = batch.records().map(|record| record.span(self.access.grain()));
-        open.end += spans.sum::<u64>().next_multiple_of(Access::BLOCK);
-        open.records += batch.records().count();
-        Some((batch, Step::Write { head, at }))
-    }
-
-    /// As much of the queue as one write takes and a head of `limit` bytes has room for.
-    fn take(&self, state: &State, writer: &mut Writer<'_>, limit: u64) -> Option<Batch> {
-        let (mut taken, mut more) = (0, 0);
-        writer.take(|group, block| {
-            let open = state.heads.get(&group).map(|open| (open.end, open.records));
-            let closed = open.is_none() && limit != u64::MAX;
-            let (end, records) = open.unwrap_or_default();
-            let span = block.map_or(self.access.grain(), |block| Record::Block(block).span(self.access.grain()));
-            let fits = !closed
-                && (taken == 0 || taken + span <= WRITE)
-                && (end + (taken + span).next_multiple_of(Access::BLOCK))
-                    .saturating_add(self.footer(records + more + 1))
-                    <= limit;
-            if fits {
-                (taken, more) = (taken + span, more + 1);
-            }
-            fits
-        })
-    }
-
-    fn write(&self, head: &Head, at: u64, batch: &Batch) -> io::Result<()> {
-        #[cfg(test)]
-        self.shared.rig.write(self.volume)?;
-        let records: Vec<Record<'_>> = batch.records().collect();
-        let offsets = head.write(at, records.iter().copied(), &self.shared.pool)?;
-        let blocks = records.iter().zip(offsets).filter_map(|(record, offset)| match record {
-            Record::Block(block) => Some(self.resting(block, head.segment().number(), offset)),
-            Record::Gone(..) => None,
-        });
-        self.index_blocks(blocks);
-        if self.withdrawn.load(Ordering::SeqCst) {
-            // Between the check above and now; whoever withdrew may have been here before us.
-            let blocks: Vec<_> = batch.jobs.iter().map(|job| &job.block.header).collect();
-            let blocks = blocks.into_iter().map(|header| (header.fingerprint, header.name));
-            self.shared.index.remove(blocks, |place| self.is_in(place, head.segment().number()));
-            return Err(io::ErrorKind::NotConnected.into());
-        }
-        Ok(())
-    }
-
-    /// After a failed write: what the head has is kept, and the device left alone for a while.
-    fn give_up_head(&self, head: &Arc<Head>, error: io::Error) -> StoreError {
-        tracing::warn!(folder = %self.folder.display(), %error, "write failed, disk tier takes no blocks for a while");
-        let mut state = self.state.lock().expect("no writer died half-way");
-        state.heads.retain(|_, open| !Arc::ptr_eq(&open.head, head));
-        self.rest();
-        self.suspect(&error);
-        StoreError::Io(error)
-    }
-
-    fn footer(&self, records: usize) -> u64 {
+    /// Bytes of a footer of so many records.
+    pub(super) fn footer(records: usize) -> u64 {
         // Each may be another owner's.
         Listing::footer_span(records, records)
     }

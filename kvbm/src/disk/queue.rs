@@ -5,11 +5,12 @@ use crate::claim::Claim;
 use crate::fair::Fair;
 use crate::shares::Division;
 use crate::{Block, Fingerprint, Header, SequenceHash, StoreError};
+use std::io;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use tokio::sync::oneshot;
 
-/// Writers at once: one fills its buffer while the other's is on its way to the device. More would only seek.
-const WRITERS: usize = 2;
+/// Writers at once: two have a write on its way to the device while the third fills its buffer, or makes room.
+const WRITERS: usize = 3;
 /// Discards that wait to be noted. They are rare; one that is not noted costs a load that is verified and discarded again.
 const DISCARDS: usize = 1024;
 
@@ -175,6 +176,14 @@ impl Drop for Writer<'_> {
     }
 }
 
+/// The same error for one more who waits.
+pub(super) fn again(error: &io::Error) -> io::Error {
+    match error.raw_os_error() {
+        Some(code) => io::Error::from_raw_os_error(code),
+        None => io::Error::new(error.kind(), error.to_string()),
+    }
+}
+
 fn weight(block: &Block) -> u64 {
     block.header.length + Header::LEN as u64
 }
@@ -224,7 +233,7 @@ mod tests {
         let queue = Queue::new(u64::MAX, Division::default());
         assert!(queue.writer().is_none(), "nothing to write");
         let _waiting: Vec<_> = chain(1, 3).into_iter().map(|block| queue.offer(block, None).unwrap()).collect();
-        let (mut first, _second) = (queue.writer().unwrap(), queue.writer().unwrap());
+        let (mut first, _others) = (queue.writer().unwrap(), [queue.writer().unwrap(), queue.writer().unwrap()]);
         assert!(queue.writer().is_none());
         assert_eq!(first.take(|_, _| true).unwrap().jobs.len(), 3);
         assert!(first.take(|_, _| true).is_none());

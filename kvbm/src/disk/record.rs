@@ -12,7 +12,7 @@
 //!
 //! Zeros fill the rest up to the grain, and what is written together up to a block of the device. There is no segment header: every record describes itself.
 
-use crate::{Block, Fingerprint, Header, SequenceHash};
+use crate::{Block, Corrupt, Fingerprint, Header, SequenceHash};
 use bytes::Bytes;
 use crc_fast::{CrcAlgorithm, checksum};
 
@@ -60,6 +60,14 @@ impl Record<'_> {
 /// Bytes that a block's record takes.
 pub(super) fn span(payload: u64, grain: u64) -> u64 {
     (Header::LEN as u64 + payload).next_multiple_of(grain)
+}
+
+/// The block in a record. Its checksum is for whoever serves it to verify.
+pub(super) fn block(record: &Bytes) -> Result<Block, Corrupt> {
+    let header = Header::decode(record.first_chunk().ok_or(Corrupt::Length)?)?;
+    let end = usize::try_from(header.length).ok().and_then(|length| length.checked_add(Header::LEN));
+    let end = end.filter(|end| *end <= record.len()).ok_or(Corrupt::Length)?;
+    Ok(Block { header, payload: record.slice(Header::LEN..end) })
 }
 
 /// A sound record that was found in a segment.

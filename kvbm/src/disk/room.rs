@@ -1,12 +1,18 @@
 //! Making room: the next segment begins, the oldest goes.
 //!
-//! Where domains are told apart, each has segments of its own, and so gives up its own.
+//! ```text
+//!   roll ─▶ next segment made ─▶ one step under the lock: it is the head, what goes is chosen,
+//!                                what of it stays has a place in the head
+//!           others write again ◀┘  └▶ what stays is copied, handed over, forgotten; then the space is the next one's
+//! ```
+//!
+//! One rolls at a time, and all reading and writing is done without the lock. Where domains are told apart, each has
+//! segments of its own, and so gives up its own.
 
 use super::Settings;
 use super::direct::{self, Access};
 use super::listing::Listing;
-use super::load::block;
-use super::log::{Log, Open, Place, Spill, State, WRITE};
+use super::log::{Log, Open, Place, Spill, State};
 use super::reclaim::{self, Candidate};
 use super::record::{self, Record};
 use super::segment::{self, Head, Segment};
@@ -15,22 +21,42 @@ use crate::{Block, StoreError, shares};
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
 
-/// After a failed write the device is left alone for so long, then tried again.
-pub(super) const REST: Duration = Duration::from_secs(1);
 /// At most this part of a segment is carried over, so that reclaiming makes room.
 const CARRIED: u64 = 4;
+/// One read and one write of what is carried over.
+const CARRY: u64 = 4 << 20;
+
+/// A segment that goes: no longer one of the log's, and still to be read.
+struct Going {
+    segment: Arc<Segment>,
+    listing: Listing,
+    /// What rests in it.
+    blocks: Vec<(Candidate, Place)>,
+    /// What of it stays, with its place.
+    stays: Vec<Move>,
+    /// Which of the others are worth handing over.
+    over: Vec<usize>,
+}
+
+/// Blocks that are copied together.
+struct Move {
+    run: Run,
+    head: Arc<Head>,
+    at: u64,
+}
 
 impl Log {
-    /// Seals a group's head, begins a new one, and makes room so that the next roll finds some.
-    pub(super) fn roll(&self, state: &mut State, group: u16) -> Result<(), StoreError> {
+    /// Seals a group's head, begins a new one, and makes room so that the next roll finds some. For one at a time, without
+    /// the lock: the others write as soon as the new head is there.
+    pub(super) fn roll(&self, group: u16) -> Result<(), StoreError> {
         if self.rests() {
             return Err(StoreError::Busy);
         }
-        state.heads.remove(&group);
-        let rolled = self.begin(state, group);
-        rolled.map_err(|error| {
+        let full = self.lock().heads.remove(&group);
+        // Sealed here, unless somebody still writes to it.
+        drop(full);
+        self.begin(group).map_err(|error| {
             self.rest();
             self.suspect(&error);
             tracing::warn!(folder = %self.folder.display(), %error, "no new segment, disk tier takes no blocks for a while");
@@ -41,38 +67,53 @@ impl Log {
         })
     }
 
-    fn begin(&self, state: &mut State, group: u16) -> io::Result<()> {
-        let Settings { capacity_bytes, segment_bytes, .. } = self.settings;
-        let head = loop {
+    fn begin(&self, group: u16) -> io::Result<()> {
+        let head = self.create(group)?;
+        let number = head.segment().number();
+        let mut state = self.lock();
+        state.segments.insert(number, head.segment().clone());
+        state.heads.insert(group, Open { head, end: 0, records: 0 });
+        let mut going = self.too_much(&mut state, group);
+        if !self.is_short()? {
+            drop(state);
+            self.tell();
+            going.into_iter().for_each(|going| self.give_up(going));
+            return Ok(());
+        }
+        // The lock is kept: nobody writes to the head before it is known that it may stay.
+        loop {
+            going.drain(..).for_each(|going| self.give_up(going));
+            if !self.is_short()? {
+                return Ok(());
+            }
+            let Some(next) = self.next_to_go(&mut state, true) else { break };
+            going.push(next);
+        }
+        // Even what was carried over must go.
+        if let Some(Open { head, .. }) = state.heads.remove(&group) {
+            state.segments.remove(&number);
+            let listing = std::mem::take(&mut *head.segment().listing());
+            self.forget(number, &listing);
+            segment::give_back(&self.folder);
+        }
+        Err(io::ErrorKind::StorageFull.into())
+    }
+
+    fn create(&self, group: u16) -> io::Result<Arc<Head>> {
+        loop {
             #[cfg(test)]
             self.shared.rig.write(self.volume)?;
             let number = self.shared.next.fetch_add(1, Ordering::Relaxed);
-            match Head::create(&self.folder, (number, group), segment_bytes, self.access, &self.taken) {
-                Ok(head) => break Arc::new(head),
-                // No room even for one more: give up the oldest without carrying anything over.
-                Err(error) if error.kind() == io::ErrorKind::StorageFull && self.make_room(state, false) => {}
+            match Head::create(&self.folder, (number, group), self.settings.segment_bytes, self.access, &self.taken) {
+                Ok(head) => return Ok(Arc::new(head)),
+                Err(error) if error.kind() == io::ErrorKind::StorageFull => {
+                    // No room even for one more: the oldest goes, and nothing of it stays.
+                    let Some(going) = self.next_to_go(&mut self.lock(), false) else { return Err(error) };
+                    self.give_up(going);
+                }
                 Err(error) => return Err(error),
             }
-        };
-        state.segments.insert(head.segment().number(), head.segment().clone());
-        state.heads.insert(group, Open { head, end: 0, records: 0 });
-        let most = self.division.bounds[usize::from(group)].maximum;
-        while has(state, group) > most && self.reclaim(state, group, true) {}
-        while self.taken() + segment_bytes > capacity_bytes || self.is_short()? {
-            if !self.make_room(state, true) {
-                break;
-            }
         }
-        if self.is_short()? {
-            // Even what was carried over must go.
-            if let Some(Open { head, .. }) = state.heads.remove(&group) {
-                let listing = std::mem::take(&mut *head.segment().listing());
-                self.forget(state, head.segment().number(), &listing);
-                segment::give_back(&self.folder);
-            }
-            return Err(io::ErrorKind::StorageFull.into());
-        }
-        Ok(())
     }
 
     /// Whether less is free than the filesystem is to keep, a spare given back.
@@ -81,97 +122,137 @@ impl Log {
         Ok(short()? && (!segment::give_back(&self.folder) || short()?))
     }
 
-    /// Gives up a segment of the group that is furthest over what it was promised, if there is a sealed one.
-    fn make_room(&self, state: &mut State, carry: bool) -> bool {
+    /// What has to go so that a group has no more than it may have, and the next segment finds room.
+    fn too_much(&self, state: &mut State, group: u16) -> Vec<Going> {
+        let Settings { capacity_bytes, segment_bytes, .. } = self.settings;
+        let most = self.division.bounds[usize::from(group)].maximum;
+        let mut going = Vec::new();
+        while has(state, group) > most {
+            let Some(next) = self.oldest_to_go(state, group, true) else { break };
+            going.push(next);
+        }
+        while state.segments.values().map(|segment| segment.bytes()).sum::<u64>() + segment_bytes > capacity_bytes {
+            let Some(next) = self.next_to_go(state, true) else { break };
+            going.push(next);
+        }
+        going
+    }
+
+    /// A segment of the group that is furthest over what it was promised, if there is a sealed one.
+    fn next_to_go(&self, state: &mut State, carry: bool) -> Option<Going> {
         let groups = (0..).zip(&self.division.bounds).map(|(group, bounds)| {
             let gives = of(state, group).any(|segment| segment.is_sealed());
             (*bounds, has(state, group), gives)
         });
-        let payer = shares::payer(groups);
-        payer.is_some_and(|group| self.reclaim(state, group as u16, carry))
+        let payer = shares::payer(groups)?;
+        self.oldest_to_go(state, payer as u16, carry)
     }
 
-    /// Gives up the oldest segment of a group, if there is a sealed one.
-    fn reclaim(&self, state: &mut State, group: u16, carry: bool) -> bool {
-        let oldest = of(state, group).find(|segment| segment.is_sealed()).cloned();
-        let Some(oldest) = oldest else { return false };
-        let listing = std::mem::take(&mut *oldest.listing());
-        if carry && let Err(error) = self.carry(state, &oldest, &listing) {
+    /// The oldest segment of a group, if there is a sealed one. What stays of it takes its place in the group's head at
+    /// once, so that a discard that is noted later is found later in the log.
+    fn oldest_to_go(&self, state: &mut State, group: u16, carry: bool) -> Option<Going> {
+        let number = of(state, group).find(|segment| segment.is_sealed())?.number();
+        let segment = state.segments.remove(&number)?;
+        let listing = std::mem::take(&mut *segment.listing());
+        let mut going = Going { segment, listing, blocks: Vec::new(), stays: Vec::new(), over: Vec::new() };
+        if carry {
+            self.choose(state.heads.get_mut(&group), &mut going);
+        }
+        Some(going)
+    }
+
+    /// Chooses what of a segment stays, and what is worth handing over.
+    fn choose(&self, mut open: Option<&mut Open>, going: &mut Going) {
+        let number = going.segment.number();
+        let blocks = going.listing.iter().filter(|(_, entry)| !entry.gone).filter_map(|(fingerprint, entry)| {
+            let place = self.shared.index.get(fingerprint, entry.name)?;
+            let bytes = record::span(u64::from(entry.length), self.access.grain());
+            let (name, parent, hot) = (entry.name, entry.parent, place.hot);
+            let pinned = self.shared.index.is_pinned(fingerprint, name);
+            let candidate = Candidate { fingerprint, name, parent, hot, pinned, bytes };
+            (self.is_in(&place, number) && place.offset == entry.offset).then_some((candidate, place))
+        });
+        going.blocks = blocks.collect();
+        let candidates: Vec<Candidate> = going.blocks.iter().map(|(candidate, _)| *candidate).collect();
+        // Several segments may go in one roll; half of the head is left for new blocks.
+        let half = |open: &mut Open| (self.settings.segment_bytes / 2).saturating_sub(open.end);
+        let part = self.settings.segment_bytes / CARRIED;
+        let budget = open.as_deref_mut().map_or(0, half).min(part);
+        let stay = reclaim::carried(&candidates, budget);
+        going.over = reclaim::carried(&candidates, part.saturating_add(budget));
+        going.over.retain(|index| stay.binary_search(index).is_err());
+        let Some(open) = open else { return };
+        let stays = going.runs(&stay).into_iter().map(|run| {
+            let at = open.take(run.wanted.iter().map(|wanted| wanted.length).sum(), run.wanted.len());
+            Move { run, head: open.head.clone(), at }
+        });
+        going.stays = stays.collect();
+    }
+
+    /// Copies what stays, hands over what somebody else wants, and forgets the rest.
+    fn give_up(&self, going: Going) {
+        if let Err(error) = self.carry(&going) {
             tracing::warn!(folder = %self.folder.display(), %error, "hot blocks could not be carried over");
         }
-        self.forget(state, oldest.number(), &listing);
-        true
+        self.forget(going.segment.number(), &going.listing);
     }
 
-    fn forget(&self, state: &mut State, number: u32, listing: &Listing) {
+    fn forget(&self, number: u32, listing: &Listing) {
         let blocks = listing.iter().map(|(fingerprint, entry)| (fingerprint, entry.name));
         self.shared.index.remove(blocks, |place| self.is_in(place, number));
-        state.segments.remove(&number);
         if let Err(error) = segment::retire(&self.folder, number) {
             tracing::warn!(folder = %self.folder.display(), number, %error, "segment could not be removed");
         }
     }
 
-    /// Copies what is in use from a group's oldest segment to its head; what has no room there is handed over.
-    fn carry(&self, state: &mut State, oldest: &Segment, listing: &Listing) -> io::Result<()> {
-        let number = oldest.number();
-        let mut open = state.heads.get_mut(&oldest.group());
-        let candidates: Vec<(Candidate, Place)> = listing
-            .iter()
-            .filter(|(_, entry)| !entry.gone)
-            .filter_map(|(fingerprint, entry)| {
-                let place = self.shared.index.get(fingerprint, entry.name)?;
-                let bytes = record::span(u64::from(entry.length), self.access.grain());
-                let (name, parent, hot) = (entry.name, entry.parent, place.hot);
-                let pinned = self.shared.index.is_pinned(fingerprint, name);
-                let candidate = Candidate { fingerprint, name, parent, hot, pinned, bytes };
-                (self.is_in(&place, number) && place.offset == entry.offset).then_some((candidate, place))
-            })
-            .collect();
-        let blocks: Vec<Candidate> = candidates.iter().map(|(candidate, _)| *candidate).collect();
-        // Several segments may go in one roll; half of the head is left for new blocks.
-        let half = |open: &mut Open| (self.settings.segment_bytes / 2).saturating_sub(open.end);
-        let part = self.settings.segment_bytes / CARRIED;
-        let budget = open.as_deref_mut().map_or(0, half).min(part);
-        let carried = reclaim::carried(&blocks, budget);
-        let runs = |positions: &[usize]| {
-            let wanted = positions.iter().map(|&index| {
-                let (candidate, place) = &candidates[index];
-                Wanted { index, offset: u64::from(place.offset) * Access::UNIT, length: candidate.bytes }
-            });
-            run::runs(wanted.collect(), 0, WRITE)
-        };
-        let sound = |run: &Run| -> io::Result<Vec<Block>> {
-            let sound = run.wanted.iter().zip(self.read(number, run)?).filter_map(|(wanted, record)| {
-                let candidate = candidates[wanted.index].0;
-                let read = block(&record?).ok()?;
-                read.check(candidate.name, candidate.fingerprint).ok()?;
-                Some(read)
-            });
-            Ok(sound.collect())
-        };
-        for run in runs(&carried) {
-            let (Some(open), sound) = (open.as_deref_mut(), sound(&run)?) else { break };
-            let head = open.head.clone();
-            let offsets = head.write(open.end, sound.iter().map(Record::Block), &self.shared.pool)?;
+    fn carry(&self, going: &Going) -> io::Result<()> {
+        let number = going.segment.number();
+        for Move { run, head, at } in &going.stays {
+            let sound = self.sound(going, run)?;
+            let offsets = head.write(*at, sound.iter().map(Record::Block), &self.shared.pool)?;
             for (block, offset) in sound.iter().zip(offsets) {
                 let new = self.resting(block, head.segment().number(), offset);
                 let still = |place: &Place| self.is_in(place, number);
                 self.shared.index.relocate(new.fingerprint, new.name, still, new.place);
-                open.end = (offset + Record::Block(block).span(self.access.grain())).next_multiple_of(Access::BLOCK);
-                open.records += 1;
+            }
+            if self.is_withdrawn() {
+                // Whoever withdrew did not find them in the head.
+                let blocks = sound.iter().map(|block| (block.header.fingerprint, block.header.name));
+                self.shared.index.remove(blocks, |place| self.is_in(place, head.segment().number()));
             }
         }
         if let Some(Spill { wants, to }) = self.shared.spill.get() {
-            let mut over = reclaim::carried(&blocks, part.saturating_add(budget));
-            let wanted = |index: &usize| wants(blocks[*index].fingerprint, blocks[*index].name);
-            over.retain(|index| carried.binary_search(index).is_err() && wanted(index));
-            for run in runs(&over) {
+            let wanted = |index: &&usize| wants(going.blocks[**index].0.fingerprint, going.blocks[**index].0.name);
+            let over: Vec<usize> = going.over.iter().filter(wanted).copied().collect();
+            for run in going.runs(&over) {
                 // What does not fit waits for nobody.
-                sound(&run)?.into_iter().for_each(|block| drop(to.try_send(block)));
+                self.sound(going, &run)?.into_iter().for_each(|block| drop(to.try_send(block)));
             }
         }
         Ok(())
+    }
+
+    /// The blocks of a run that are what they were.
+    fn sound(&self, going: &Going, run: &Run) -> io::Result<Vec<Block>> {
+        let records = run.wanted.iter().zip(self.read(going.segment.number(), run)?);
+        let sound = records.filter_map(|(wanted, record)| {
+            let candidate = going.blocks[wanted.index].0;
+            let read = record::block(&record?).ok()?;
+            read.check(candidate.name, candidate.fingerprint).ok()?;
+            Some(read)
+        });
+        Ok(sound.collect())
+    }
+}
+
+impl Going {
+    /// Where some of the blocks lie.
+    fn runs(&self, positions: &[usize]) -> Vec<Run> {
+        let wanted = positions.iter().map(|&index| {
+            let (candidate, place) = &self.blocks[index];
+            Wanted { index, offset: u64::from(place.offset) * Access::UNIT, length: candidate.bytes }
+        });
+        run::runs(wanted.collect(), 0, CARRY)
     }
 }
 

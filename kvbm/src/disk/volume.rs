@@ -8,8 +8,7 @@
 //!
 //! A write that fails does not take a path down: what it has can still be read, and the log itself waits a second.
 
-use super::log::{Log, Shared};
-use super::room::REST;
+use super::log::{Log, REST, Shared};
 use super::{OpenError, READERS, Settings};
 use crate::fair::Gate;
 use std::io;

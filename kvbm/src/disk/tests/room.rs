@@ -21,6 +21,7 @@ async fn blocks_in_use_stay_with_their_parents_while_others_go() {
     }
     assert!(all(&load(&*tier, fingerprint(), names(&used)).await));
     assert_eq!(tier.holds(fingerprint(), &names(&unused)), 0);
+    idle(&tier).await;
     let held = announced(&events, Level::G3);
     drop(tier);
     let (_tier, events) = open_with(folder.path(), small());
@@ -75,6 +76,7 @@ async fn nothing_of_a_segment_is_found_in_its_space_again() {
     for seed in 0..60 {
         store(&*tier, chain(seed, 7)).await;
         if seed % 3 == 2 {
+            idle(&tier).await;
             let image = crashed(folder.path());
             let held = announced(&events, Level::G3);
             (tier, events) = open_with(image.path(), small());
@@ -92,6 +94,7 @@ async fn a_smaller_budget_after_a_restart_is_kept_from_the_first_store_on() {
     drop(tier);
     let (tier, _) = open_with(folder.path(), small());
     store(&*tier, chain(99, 1)).await;
+    idle(&tier).await;
     assert!(tier.usage().bytes <= small().capacity_bytes);
     assert!(all(&load(&*tier, fingerprint(), names(&chain(99, 1))).await));
 }

@@ -1,0 +1,132 @@
+//! Writing: what waits goes to a place at the head of its group, in large writes, several at once.
+//!
+//! A writer takes from the queue and takes a place at the head in one step, so the order of offsets is the order of the
+//! queue; then it fills and writes beside the others. Blocks are listed and indexed, and so announced, when their bytes
+//! are written. Whoever finds no room rolls (`room`); meanwhile the others wait only until there is a head again.
+
+use super::direct::Access;
+use super::log::{Log, State};
+use super::queue::{Batch, Writer, again};
+use super::record::Record;
+use super::segment::Head;
+use crate::StoreError;
+use std::io;
+use std::sync::Arc;
+
+/// One write: large enough to be as fast as the device.
+const WRITE: u64 = 4 << 20;
+
+/// What a writer has to do next.
+enum Step {
+    Write { head: Arc<Head>, at: u64 },
+    Refuse(StoreError),
+}
+
+impl Log {
+    /// Writes what waits, until nothing does.
+    pub(super) fn drain(&self) {
+        let Some(mut writer) = self.queue.writer() else { return };
+        while let Some((batch, step)) = self.next(&mut writer) {
+            let written = match step {
+                Step::Write { head, at } => {
+                    let written = self.write(&head, at, &batch);
+                    written.map_err(|error| self.give_up_head(&head, error))
+                }
+                Step::Refuse(error) => Err(error),
+            };
+            for job in batch.jobs {
+                let answer = match &written {
+                    Ok(()) => Ok(()),
+                    Err(StoreError::Busy) => Err(StoreError::Busy),
+                    Err(StoreError::Full) => Err(StoreError::Full),
+                    Err(StoreError::Io(error)) => Err(StoreError::Io(again(error))),
+                };
+                // First, so that whoever is told that it failed may try elsewhere.
+                drop(job.claim);
+                // Whoever asked may have gone; the block rests all the same.
+                let _ = job.answer.send(answer);
+            }
+        }
+    }
+
+    fn next(&self, writer: &mut Writer<'_>) -> Option<(Batch, Step)> {
+        let mut state = self.wait(self.lock(), |state| !state.recovered);
+        loop {
+            if self.is_withdrawn() {
+                return Some((self.take(&state, writer, u64::MAX)?, Step::Refuse(StoreError::Busy)));
+            }
+            let batch = self.take(&state, writer, self.settings.segment_bytes)?;
+            if !batch.is_empty() {
+                let open = state.heads.get_mut(&batch.group).expect("only an open segment has room");
+                let spans = batch.records().map(|record| record.span(self.access.grain()));
+                let at = open.take(spans.sum(), batch.records().count());
+                let head = open.head.clone();
+                return Some((batch, Step::Write { head, at }));
+            }
+            if state.rolling {
+                // Until the group has a head again, which is before the roll is over, or the roll failed.
+                let (group, full) =
+                    (batch.group, state.heads.get(&batch.group).map(|open| open.head.segment().number()));
+                state = self.wait(state, |state| {
+                    state.rolling && state.heads.get(&group).map(|open| open.head.segment().number()) == full
+                });
+                continue;
+            }
+            let rolling = self.begin_rolling(&mut state);
+            drop(state);
+            let rolled = self.roll(batch.group);
+            drop(rolling);
+            state = self.lock();
+            if let Err(error) = rolled {
+                return Some((self.take(&state, writer, u64::MAX)?, Step::Refuse(error)));
+            }
+        }
+    }
+
+    /// As much of the queue as one write takes and a head of `limit` bytes has room for.
+    fn take(&self, state: &State, writer: &mut Writer<'_>, limit: u64) -> Option<Batch> {
+        let (mut taken, mut more) = (0, 0);
+        writer.take(|group, block| {
+            let open = state.heads.get(&group).map(|open| (open.end, open.records));
+            let closed = open.is_none() && limit != u64::MAX;
+            let (end, records) = open.unwrap_or_default();
+            let span = block.map_or(self.access.grain(), |block| Record::Block(block).span(self.access.grain()));
+            let whole = end + (taken + span).next_multiple_of(Access::BLOCK);
+            let fits = !closed
+                && (taken == 0 || taken + span <= WRITE)
+                && whole.saturating_add(Self::footer(records + more + 1)) <= limit;
+            if fits {
+                (taken, more) = (taken + span, more + 1);
+            }
+            fits
+        })
+    }
+
+    fn write(&self, head: &Head, at: u64, batch: &Batch) -> io::Result<()> {
+        #[cfg(test)]
+        self.shared.rig.write(self.volume)?;
+        let records: Vec<Record<'_>> = batch.records().collect();
+        let offsets = head.write(at, records.iter().copied(), &self.shared.pool)?;
+        let blocks = records.iter().zip(offsets).filter_map(|(record, offset)| match record {
+            Record::Block(block) => Some(self.resting(block, head.segment().number(), offset)),
+            Record::Gone(..) => None,
+        });
+        self.index_blocks(blocks);
+        if self.is_withdrawn() {
+            // Between the check above and now; whoever withdrew may have been here before us.
+            let blocks = batch.jobs.iter().map(|job| (job.block.header.fingerprint, job.block.header.name));
+            self.shared.index.remove(blocks, |place| self.is_in(place, head.segment().number()));
+            return Err(io::ErrorKind::NotConnected.into());
+        }
+        Ok(())
+    }
+
+    /// After a failed write: what the head has is kept, and the device left alone for a while.
+    fn give_up_head(&self, head: &Arc<Head>, error: io::Error) -> StoreError {
+        tracing::warn!(folder = %self.folder.display(), %error, "write failed, disk tier takes no blocks for a while");
+        self.lock().heads.retain(|_, open| !Arc::ptr_eq(&open.head, head));
+        self.rest();
+        self.suspect(&error);
+        StoreError::Io(error)
+    }
+}
