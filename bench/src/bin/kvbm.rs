@@ -109,6 +109,16 @@ fn disk(printed: &[Value]) -> Result<Vec<Figure>> {
             let name = reference["reference"].as_str().context("no name")?;
             figures.push(Figure::ratio(format!("{what} ÷ {name}"), number(&reference["ratio"])?, Goal::AtLeast(0.9)));
         }
+        if let [Some(least), Some(most)] = [0, 1].map(|at| told[way]["noise"][at].as_f64()) {
+            // What a ratio to it is worth.
+            for (which, value) in [("least", least), ("most", most)] {
+                figures.push(Figure::ratio(format!("{what}: the first fio ÷ itself, {which}"), value, Goal::Shown));
+            }
+        }
+        if way != "read" {
+            let what = format!("{what}: bytes written for each that is stored");
+            figures.push(Figure::of(what, number(&told[way]["written"])?, "", Goal::Shown));
+        }
         if references.is_empty() {
             figures.push(Figure::missing(format!("{what} ÷ fio"), "no fio", Goal::AtLeast(0.9)));
         }
