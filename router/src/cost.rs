@@ -17,6 +17,18 @@ pub(crate) struct Prompt {
     pub(crate) blocks: u64,
 }
 
+/// What is left to do for a prompt where so much of it is held: the same for all who hold as much.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Need {
+    prompt: Prompt,
+    pub(crate) held: Held,
+    /// Tokens to compute.
+    uncached: f64,
+    /// Blocks to bring up from slower tiers, and what tokens they are: by level, as many as there are.
+    up: [(Level, u64, f64); LEVELS.len()],
+    levels: usize,
+}
+
 /// Seconds, by what takes them.
 #[derive(Clone, Copy, PartialEq, Debug, Default)]
 pub(crate) struct Cost {
@@ -51,26 +63,38 @@ impl Prompt {
     }
 }
 
+impl Need {
+    pub(crate) fn of(prompt: Prompt, held: Held) -> Self {
+        let mut need = Self {
+            prompt,
+            held,
+            uncached: prompt.uncached(held) as f64,
+            up: [(Level::G1, 0, 0.0); LEVELS.len()],
+            levels: 0,
+        };
+        for (level, blocks) in held.by_level().filter(|(level, _)| *level != Level::G1) {
+            let blocks = u64::from(blocks);
+            need.up[need.levels] = (level, blocks, (blocks * prompt.block_size) as f64);
+            need.levels += 1;
+        }
+        need
+    }
+}
+
 impl Cost {
     /// The whole request on one worker. `weight`: how much the time of others counts.
     #[expect(clippy::inline_always, reason = "a thousand times per decision, and every figure stays in a register")]
     #[inline(always)]
-    pub(crate) fn together(prompt: Prompt, held: Held, pace: &Pace, weight: f64) -> Self {
+    pub(crate) fn together(need: &Need, pace: &Pace, weight: f64) -> Self {
         let mut onboard = 0.0;
-        let held_at = held.blocks();
-        for at in 1..LEVELS.len() {
-            let (level, blocks) = (LEVELS[at], held_at[at]);
-            if blocks == 0 {
-                continue;
-            }
-            let recompute = u64::from(blocks) * prompt.block_size;
+        for (level, blocks, tokens) in &need.up[..need.levels] {
             // Whatever the tier promises: onboarding stops where recomputing would be quicker.
-            onboard += pace.transfer(level, u64::from(blocks)).min(recompute as f64 * pace.token);
+            onboard += pace.transfer(*level, *blocks).min(tokens * pace.token);
         }
         Self {
             queue: pace.queue,
-            room: room(prompt, held, pace),
-            prefill: prompt.uncached(held) as f64 * pace.token,
+            room: room(need, pace),
+            prefill: need.uncached * pace.token,
             onboard,
             decode: weight * STEPS * pace.step * f64::from(pace.sequences),
             ..Self::default()
@@ -78,9 +102,10 @@ impl Cost {
     }
 
     /// Prefill as `prefill` costs on its worker, then decode where `held` is there already.
-    pub(crate) fn apart(prefill: &Self, prompt: Prompt, held: Held, pace: &Pace, weight: f64) -> Self {
+    pub(crate) fn apart(prefill: &Self, need: &Need, pace: &Pace, weight: f64) -> Self {
+        let Need { prompt, held, .. } = need;
         let blocks = (prompt.tokens / prompt.block_size).saturating_sub(u64::from(held.run()));
-        let decode = Self::together(prompt, held, pace, weight);
+        let decode = Self::together(need, pace, weight);
         Self {
             handover: pace.transfer(Level::Peer, blocks) + pace.resume,
             room: prefill.room.max(decode.room),
@@ -120,12 +145,12 @@ pub(crate) fn crowd(prefill: f64, here: u32, typical: f64) -> f64 {
 
 /// Requests leave, and their blocks with them, at the rate of blocks in use over the time that a request stays.
 #[inline]
-fn room(prompt: Prompt, held: Held, pace: &Pace) -> f64 {
-    if prompt.blocks <= pace.free_blocks { 0.0 } else { wait_for_room(prompt, held, pace) }
+fn room(need: &Need, pace: &Pace) -> f64 {
+    if need.prompt.blocks <= pace.free_blocks { 0.0 } else { wait_for_room(need, pace) }
 }
 
 #[cold]
-fn wait_for_room(prompt: Prompt, held: Held, pace: &Pace) -> f64 {
+fn wait_for_room(Need { prompt, held, .. }: &Need, pace: &Pace) -> f64 {
     let need = prompt.blocks.saturating_sub(u64::from(held.resident()));
     let short = need.saturating_sub(pace.free_blocks) as f64;
     (pace.residence * short / f64::from(pace.active_blocks.max(1))).min(ROOM_SECONDS_MAX)
@@ -145,7 +170,7 @@ mod tests {
     }
 
     fn together(held: [u32; LEVELS.len()], standing: &Standing) -> Cost {
-        Cost::together(PROMPT, Held::of(held), &Pace::of(standing), 1.0)
+        Cost::together(&Need::of(PROMPT, Held::of(held)), &Pace::of(standing), 1.0)
     }
 
     #[test]

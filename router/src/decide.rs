@@ -3,7 +3,7 @@
 //! Everybody is weighed in one pass that keeps a few numbers of each; what a cost is made of is worked out again, from what
 //! was seen then, for the few workers of whom somebody wants to know.
 
-use crate::cost::{self, Cost, Prompt};
+use crate::cost::{self, Cost, Need, Prompt};
 use crate::desks::Desk;
 use crate::disaggregate::{self, Split};
 use crate::fleet::{Member, Seat};
@@ -143,55 +143,69 @@ impl<'a> Scene<'a> {
     fn weigh(&self, wanted: impl Fn(&Seat, Fit) -> bool, prefill: Option<&Row<'_>>, into: &mut Vec<Candidate>) {
         into.clear();
         into.reserve(self.seats.len());
-        for (at, seat) in self.seats.iter().enumerate() {
-            let desk = self.survey.desk(at);
+        // Nearly always nobody helps, and what counts is the cost itself.
+        let plain = prefill.is_none() && !matches!(self.tuning.policy, Policy::Composed(_));
+        let (mut way, mut need) = (0, Need::of(self.prompts[0], Held::default()));
+        for (at, (seat, desk)) in self.seats.iter().zip(self.survey.desks()).enumerate() {
             if !wanted(seat, self.survey.fit(seat, desk)) {
                 continue;
             }
-            let held = self.survey.held(seat);
-            // Nearly always there is nobody who helps.
-            let cost = if prefill.is_none() { self.together(seat, held, desk) } else { self.row(at, prefill).cost() };
-            into.push(self.candidate(at, seat, held, desk, &cost));
+            if plain {
+                // Nearly always it holds as much as the one before, most of all nothing.
+                let held = self.survey.held(seat);
+                if held != need.held || seat.way != way {
+                    (way, need) = (seat.way, Need::of(self.prompts[seat.way as usize], held));
+                }
+                let cost = self.together(seat, &need, desk);
+                into.push(candidate(at, seat, desk, cost.total(), cost.load()));
+            } else {
+                into.push(self.scored(at, prefill));
+            }
         }
+    }
+
+    /// One who is weighed together with somebody who prefills, or by what a composition scores.
+    #[inline(never)]
+    fn scored(&self, at: usize, prefill: Option<&Row<'_>>) -> Candidate {
+        let row = self.row(at, prefill);
+        let (cost, Desk { pace, standing, .. }) = (row.cost(), &row.desk);
+        let total = candidate(at, row.seat, &row.desk, cost.total(), cost.load());
+        let Policy::Composed(composition) = &self.tuning.policy else { return total };
+        let features = Features { cost: &cost, prompt: row.prompt, held: row.held, pace, standing };
+        Candidate { cost: composition.score(&features), passes: composition.passes(&features), ..total }
     }
 
     /// All of the request in one seat.
     #[expect(clippy::inline_always, reason = "a thousand times per decision, and every figure stays in a register")]
     #[inline(always)]
-    fn together(&self, seat: &Seat, held: Held, desk: &Desk) -> Cost {
+    fn together(&self, seat: &Seat, need: &Need, desk: &Desk) -> Cost {
         let (weight, pace) = (self.tuning.decode_weight, &desk.pace);
-        let mut together = Cost::together(self.prompts[seat.way as usize], held, pace, weight);
+        let mut together = Cost::together(need, pace, weight);
         together.crowd = cost::crowd(together.prefill, pace.prompts, self.waiting + self.tuning.cache_bias);
         together.stall = disaggregate::stall(together.prefill, seat.phase, pace.sequences, weight);
         together
     }
 
-    /// What the choice looks at.
-    #[expect(clippy::inline_always, reason = "a thousand times per decision, and every figure stays in a register")]
-    #[inline(always)]
-    fn candidate(&self, at: usize, seat: &Seat, held: Held, desk: &Desk, cost: &Cost) -> Candidate {
-        let (mut total, mut passes) = (cost.total(), 0);
-        if let Policy::Composed(composition) = &self.tuning.policy {
-            let prompt = self.prompts[seat.way as usize];
-            let features = Features { cost, prompt, held, pace: &desk.pace, standing: &desk.standing };
-            (total, passes) = (composition.score(&features), composition.passes(&features));
-        }
-        Candidate { seat: at as u32, passes, worker: seat.id.0, cost: total, load: cost.load(), chosen: desk.chosen }
-    }
-
     fn row(&self, at: usize, prefill: Option<&Row<'_>>) -> Row<'a> {
-        let (seat, desk) = (&self.seats[at], self.survey.desk(at));
-        let held = self.survey.held(seat);
-        let (prompt, together) = (self.prompts[seat.way as usize], self.together(seat, held, desk));
+        let (seat, desk) = (&self.seats[at], &self.survey.desks()[at]);
+        let (prompt, held) = (self.prompts[seat.way as usize], self.survey.held(seat));
+        let need = Need::of(prompt, held);
+        let together = self.together(seat, &need, desk);
         let mut row = Row { at, seat, held, desk: *desk, prompt, together, apart: None, split: Split::Together };
         // Only workers that name blocks alike can take over what the other computed.
         if let Some(prefill) = prefill.filter(|prefill| prefill.at != at && prefill.seat.way == seat.way) {
-            let apart = Cost::apart(&prefill.together, prompt, held, &desk.pace, self.tuning.decode_weight);
+            let apart = Cost::apart(&prefill.together, &need, &desk.pace, self.tuning.decode_weight);
             row.split = disaggregate::decide(self.tuning.disaggregation, row.missing(), &row.together, &apart);
             row.apart = Some(apart);
         }
         row
     }
+}
+
+/// What the choice looks at.
+#[inline]
+fn candidate(at: usize, seat: &Seat, desk: &Desk, cost: f64, load: f64) -> Candidate {
+    Candidate { seat: at as u32, passes: 0, worker: seat.id.0, cost, load, chosen: desk.chosen }
 }
 
 impl<'a> Row<'a> {

@@ -73,8 +73,9 @@ impl Desks {
         self.prompts as f64 / self.all.len().max(1) as f64
     }
 
-    pub(crate) fn desk(&self, at: usize) -> &Desk {
-        &self.all[at]
+    #[inline]
+    pub(crate) fn all(&self) -> &[Desk] {
+        &self.all
     }
 
     /// `measured`: others may have measured other things than before.
@@ -154,7 +155,7 @@ mod tests {
                     now,
                 ),
                 1 | 2 => {
-                    open.push((books, books.book(Amount { prefill_tokens: 99, prompts: 1, ..Amount::default() }, now)))
+                    open.push((books, books.book(Amount { prefill_tokens: 99, prompts: 1, ..Amount::default() }, now)));
                 }
                 3 => open.drain(..open.len().min(2)).for_each(|(books, number)| books.release(number, now)),
                 4 => books.choose(round),

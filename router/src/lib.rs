@@ -50,6 +50,7 @@ mod load;
 #[doc(hidden)]
 pub mod measure;
 mod metrics;
+mod numbers;
 mod pace;
 mod place;
 mod planner;

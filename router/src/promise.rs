@@ -5,14 +5,14 @@
 //! it, so a promise names only some blocks, its anchors: whoever promises an anchor promises all that lead to it.
 
 use crate::index::{Overlap, Slot};
+use crate::numbers::Numbered;
 use kvbm::SequenceHash;
-use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// What is promised, by whom, and how often.
 #[derive(Default)]
-pub(crate) struct Promises(Mutex<HashMap<u64, Makers>>);
+pub(crate) struct Promises(Mutex<Numbered<u64, Makers>>);
 
 impl Promise {
     /// Short names of some blocks: the promise is of them and of all that lead to them.
@@ -78,7 +78,7 @@ impl Promises {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, HashMap<u64, Makers>> {
+    fn lock(&self) -> MutexGuard<'_, Numbered<u64, Makers>> {
         // Nothing that runs under this lock panics half-way.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }

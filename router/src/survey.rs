@@ -48,13 +48,13 @@ impl<'a> Survey<'a> {
         self.serving
     }
 
-    /// What is known of the worker in a seat.
+    /// What is known of each, by seat.
     #[inline]
-    pub(crate) fn desk(&self, at: usize) -> &Desk {
-        self.desks.desk(at)
+    pub(crate) fn desks(&self) -> &[Desk] {
+        self.desks.all()
     }
 
-    /// What it holds of the prompt.
+    /// What the worker in a seat holds of the prompt.
     #[inline]
     pub(crate) fn held(&self, seat: &Seat) -> Held {
         self.overlaps.held(seat.way, seat.slot)

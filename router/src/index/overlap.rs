@@ -28,12 +28,6 @@ impl Held {
         self.0[0]
     }
 
-    /// Blocks per level, in the order of [`LEVELS`].
-    #[inline]
-    pub(crate) fn blocks(self) -> [u32; LEVELS.len()] {
-        self.0
-    }
-
     #[cfg(test)]
     pub(crate) fn of(blocks: [u32; LEVELS.len()]) -> Self {
         Self(blocks)

@@ -26,9 +26,10 @@ impl Moment {
 impl From<Instant> for Moment {
     fn from(at: Instant) -> Self {
         let at = at.into_std();
-        let after = at.saturating_duration_since(*BASE).as_nanos() as u64;
-        let before = BASE.saturating_duration_since(at).as_nanos() as u64;
-        Self(BASE_BITS + after - before)
+        Self(match at.checked_duration_since(*BASE) {
+            Some(after) => BASE_BITS + after.as_nanos() as u64,
+            None => BASE_BITS - BASE.duration_since(at).as_nanos() as u64,
+        })
     }
 }
 

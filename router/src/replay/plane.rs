@@ -3,9 +3,9 @@
 use super::Profile;
 use super::engine::{Change, Engine};
 use super::trace::{self, Asked, unit};
+use crate::numbers::Numbered;
 use crate::select::mix;
 use kvbm::{BlockEvent, Level};
-use std::collections::HashMap;
 use worker::plane::Load;
 
 /// Numbers what is announced, and loses some of it.
@@ -13,7 +13,7 @@ pub(super) struct Plane {
     /// By source: the last number; workers, and at the end the shared store.
     numbers: Vec<u64>,
     /// By block, the one before it: an event tells of a run of one chain.
-    parents: HashMap<u32, u32>,
+    parents: Numbered<u32, u32>,
     loss: f64,
     /// From then on nothing is lost.
     sound_from_ns: u64,

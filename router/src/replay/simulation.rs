@@ -28,6 +28,8 @@ pub(super) struct Simulation<'a> {
     shared: Option<Lru>,
     /// By feed: messages on their way, in order.
     underway: Vec<VecDeque<Message>>,
+    /// The latest first: requests come before whatever else happens at their time.
+    arrivals: Vec<(u64, u32)>,
     due: BinaryHeap<Reverse<(u64, u64, Event)>>,
     scheduled: u64,
     effects: Effects,
@@ -86,6 +88,7 @@ impl<'a> Simulation<'a> {
             workers: (0..*count).map(worker).collect(),
             shared: profile.shared.map(|store| Lru::new(store.bytes / profile.block_bytes())),
             underway: (0..=*count).map(|_| VecDeque::new()).collect(),
+            arrivals: Vec::new(),
             due: BinaryHeap::new(),
             scheduled: 0,
             effects: Effects::default(),
@@ -93,13 +96,13 @@ impl<'a> Simulation<'a> {
             gaps: Histogram::default(),
             open: 0,
         };
-        for (at, request) in arrivals {
+        for (at, request) in arrivals.into_iter().rev() {
             let asked = &requests[request as usize];
             simulation.served[request as usize] =
                 Served { arrived_ns: at, blocks: asked.blocks.len() as u64, output: asked.output, ..Served::default() };
             if Engine::fits(profile, asked) {
                 simulation.open += 1;
-                simulation.schedule(at, Event::Arrives(request));
+                simulation.arrivals.push((at, request));
             }
         }
         for worker in 0..*count as u32 {
@@ -113,7 +116,7 @@ impl<'a> Simulation<'a> {
     pub(super) fn run(mut self) -> Outcome {
         let mut end_ns = 0;
         while self.open > 0
-            && let Some(Reverse((now, _, event))) = self.due.pop()
+            && let Some((now, event)) = self.next()
         {
             end_ns = now;
             self.happen(now, event);
@@ -124,6 +127,15 @@ impl<'a> Simulation<'a> {
             busy_ns: self.workers.iter().map(|worker| worker.engine.busy_ns).collect(),
             end_ns,
         }
+    }
+
+    /// What happens next.
+    fn next(&mut self) -> Option<(u64, Event)> {
+        let due = self.due.peek().map_or(u64::MAX, |Reverse((at, ..))| *at);
+        if let Some((at, request)) = self.arrivals.pop_if(|(at, _)| *at <= due) {
+            return Some((at, Event::Arrives(request)));
+        }
+        self.due.pop().map(|Reverse((at, _, event))| (at, event))
     }
 
     fn happen(&mut self, now: u64, event: Event) {

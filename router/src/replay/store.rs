@@ -1,11 +1,12 @@
 //! Where blocks rest that fell out of device memory: the least recently used goes.
 
-use std::collections::{BTreeSet, HashMap};
+use crate::numbers::Numbered;
+use std::collections::BTreeSet;
 
 #[derive(Default, Debug)]
 pub(super) struct Lru {
     capacity: usize,
-    used: HashMap<u32, u64>,
+    used: Numbered<u32, u64>,
     order: BTreeSet<(u64, u32)>,
     clock: u64,
 }
