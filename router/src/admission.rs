@@ -9,29 +9,28 @@
 //!              └─ displaced, too late, waited too long ─▶ refused
 //! ```
 //! Who waits is booked on the worker that it was placed on, so those who are placed after it see it, as they would see it in
-//! the worker's own queue. Whose turn it is is the [`Room`]'s decision; here it is done. On an idle fleet all of this is one
-//! look at the books.
+//! the worker's own queue. Whose turn it is is the [`Room`]'s decision; here it is done, for the door (`door.rs`). On an idle
+//! fleet all of this is one look at the books.
 
 mod rate;
 mod room;
 mod saturation;
 pub(crate) mod settings;
 
-use crate::explain;
-use crate::fleet::{Member, Roster};
-use crate::load::Amount;
+pub(crate) use room::{Asked, Held, Lane};
+
+use crate::fleet::{Fleet, Member, Roster};
 use crate::metrics::Metrics;
-use crate::place::{Placement, place};
-use crate::router::Core;
-use room::{Asked, Entry, Held, Lane, Refusal, Room};
+use room::{Entry, Refusal, Room};
 use saturation::{Full, Part, full};
+use settings::Settings;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::sync::{Notify, oneshot};
 use tokio::time::Instant;
-use worker::engine::{Error, Priority, Request};
+use worker::engine::{Error, Priority};
 
 /// The door and the room behind it.
 pub(crate) struct Admission {
@@ -52,7 +51,7 @@ struct Desk {
 }
 
 /// What a request that waits is told.
-enum Call {
+pub(crate) enum Call {
     Go,
     /// Be placed anew.
     Again,
@@ -67,69 +66,8 @@ pub(crate) struct Permit {
     number: u64,
 }
 
-/// Output tokens that a request is charged for unless it asks for fewer: most answers are shorter.
-const OUTPUT_TOKENS: u64 = 256;
 /// Time opens doors, too: a worker falls silent, a breaker closes. Nobody is told of that, and it is not urgent.
 const LOOK_EVERY: Duration = Duration::from_millis(250);
-
-/// Places a request, and lets it wait until its worker takes it.
-pub(crate) async fn admit(core: &Core, request: &Request) -> Result<(Placement, Permit), Error> {
-    let (admission, class) = (&core.admission, request.terms.priority);
-    let arrived = Instant::now();
-    let mut placement = place(core, request, &[])?;
-    let mut asked = asked(request, &placement);
-    let (permit, waits) = admission.enter(core, &asked)?;
-    let Some((mut call, why)) = waits else { return Ok((placement, permit)) };
-    let tired = arrived + Duration::from_secs_f64(core.rules().settings.admission.wait_seconds_max);
-    loop {
-        let until = asked.latest.map_or(tired, |latest| latest.min(tired));
-        tokio::select! {
-            biased;
-            told = &mut call => match told {
-                Ok(Call::Go) => break,
-                Ok(Call::Again) => {
-                    // Its own booking must not stand in its way.
-                    drop(placement);
-                    placement = place(core, request, &[])?;
-                    asked = self::asked(request, &placement);
-                    call = admission.again(core, &permit, asked.clone());
-                }
-                Ok(Call::Displaced(retry_after)) => {
-                    admission.count(class, "displaced");
-                    return Err(Error::Overloaded { retry_after });
-                }
-                Err(_) => return Err(Error::Unavailable("the router has stopped".to_owned())),
-            },
-            () = tokio::time::sleep_until(until) => {
-                let late = until < tired;
-                // It did not go by itself.
-                admission.desk().calls.remove(&permit.number);
-                admission.count(class, if late { "late" } else { "in_vain" });
-                let retry_after = admission.desk().room.come_back(&core.rules().settings.admission, &asked);
-                return Err(if late { Error::Late } else { Error::Overloaded { retry_after } });
-            }
-        }
-    }
-    let waited = arrived.elapsed();
-    admission.count(class, "waited");
-    admission.metrics.wait_seconds.with_label_values(&[name(class)]).observe(waited.as_secs_f64());
-    placement.explanation = placement.explanation.map(|line| explain::waited(&line, waited, why));
-    Ok((placement, permit))
-}
-
-/// Calls those whose turn it is, for as long as the router lives.
-pub(crate) async fn keep(core: Arc<Core>) {
-    let admission = &core.admission;
-    loop {
-        if admission.awaited.load(Ordering::SeqCst) {
-            // A poke that came too early is made up for here.
-            let _ = tokio::time::timeout(LOOK_EVERY, admission.poke.notified()).await;
-        } else {
-            admission.poke.notified().await;
-        }
-        admission.round(&core);
-    }
-}
 
 impl Admission {
     pub(crate) fn new(metrics: &Metrics) -> Arc<Self> {
@@ -149,16 +87,16 @@ impl Admission {
     }
 
     /// A request at the door: it goes, or waits for a call, or is refused. And what it waits for.
-    #[expect(clippy::type_complexity, reason = "used once, right above")]
-    fn enter(
+    #[expect(clippy::type_complexity, reason = "used once, at the door")]
+    pub(crate) fn enter(
         self: &Arc<Self>,
-        core: &Core,
+        fleet: &Fleet,
+        limits: &Settings,
         asked: &Asked,
     ) -> Result<(Permit, Option<(oneshot::Receiver<Call>, &'static str)>), Error> {
-        let rules = core.rules();
-        let (limits, now, class) = (&rules.settings.admission, Instant::now(), asked.priority);
+        let (now, class) = (Instant::now(), asked.priority);
         let mut desk = self.desk();
-        let barred = barred(&core.fleet.roster(), &desk.room, asked.lane, Some(asked.held), now);
+        let barred = barred(&fleet.roster(), &desk.room, asked.lane, Some(asked.held), now);
         let why = match barred {
             Some(full) => full.name(),
             None if desk.room.is_empty() => "tenant",
@@ -181,7 +119,7 @@ impl Admission {
                 self.awaited.store(true, Ordering::SeqCst);
                 drop(desk);
                 let permit = permit(number);
-                self.round(core);
+                self.round(fleet, limits);
                 return Ok((permit, Some((call, why))));
             }
             Entry::Refused(refusal) => refusal,
@@ -197,25 +135,31 @@ impl Admission {
     }
 
     /// A request that was called to be placed anew waits for where it was placed now.
-    fn again(&self, core: &Core, permit: &Permit, asked: Asked) -> oneshot::Receiver<Call> {
+    pub(crate) fn again(
+        &self,
+        fleet: &Fleet,
+        limits: &Settings,
+        permit: &Permit,
+        asked: Asked,
+    ) -> oneshot::Receiver<Call> {
         let (sender, call) = oneshot::channel();
         let mut desk = self.desk();
         desk.room.again(permit.number, asked, Instant::now());
         desk.calls.insert(permit.number, sender);
         self.awaited.store(true, Ordering::SeqCst);
         drop(desk);
-        self.round(core);
+        self.round(fleet, limits);
         call
     }
 
     /// Calls everybody whose turn it is.
-    fn round(&self, core: &Core) {
+    pub(crate) fn round(&self, fleet: &Fleet, limits: &Settings) {
         let mut desk = self.desk();
         if !desk.room.is_empty() {
-            let (now, roster) = (Instant::now(), core.fleet.roster());
+            let (now, roster) = (Instant::now(), fleet.roster());
             desk.move_on(&roster, now);
             let mut known = HashMap::new();
-            while let Some(number) = desk.room.turn(&core.rules().settings.admission, now, |room, lane| {
+            while let Some(number) = desk.room.turn(limits, now, |room, lane| {
                 *known.entry(lane).or_insert_with(|| barred(&roster, room, lane, None, now).is_none())
             }) {
                 known.clear();
@@ -229,7 +173,31 @@ impl Admission {
         }
     }
 
-    fn count(&self, class: Priority, outcome: &str) {
+    /// Waits until somebody may go who waits, or might.
+    pub(crate) async fn poked(&self) {
+        if self.awaited.load(Ordering::SeqCst) {
+            // A poke that came too early is made up for here.
+            let _ = tokio::time::timeout(LOOK_EVERY, self.poke.notified()).await;
+        } else {
+            self.poke.notified().await;
+        }
+    }
+
+    /// A request waits no longer: it has not gone by itself. When it had better come again.
+    pub(crate) fn give_up(&self, limits: &Settings, permit: &Permit, asked: &Asked, late: bool) -> Duration {
+        self.count(asked.priority, if late { "late" } else { "in_vain" });
+        let mut desk = self.desk();
+        desk.calls.remove(&permit.number);
+        desk.room.come_back(limits, asked)
+    }
+
+    /// A request goes that has waited.
+    pub(crate) fn waited(&self, class: Priority, waited: Duration) {
+        self.count(class, "waited");
+        self.metrics.wait_seconds.with_label_values(&[name(class)]).observe(waited.as_secs_f64());
+    }
+
+    pub(crate) fn count(&self, class: Priority, outcome: &str) {
         self.metrics.admissions.with_label_values(&[name(class), outcome]).inc();
     }
 
@@ -306,28 +274,6 @@ fn barred(roster: &Roster, room: &Room, lane: Lane, own: Option<[Held; 2]>, now:
     match lane.prefill {
         None => at(lane.decode, own[0], Part::Whole),
         Some(prefill) => at(prefill, own[1], Part::Prefill).or_else(|| at(lane.decode, own[0], Part::Decode)),
-    }
-}
-
-fn asked(request: &Request, placement: &Placement) -> Asked {
-    let held =
-        |amount: Amount| Held { tokens: amount.prefill_tokens, sequences: amount.sequences, blocks: amount.blocks };
-    let detour = placement.prefill.as_ref();
-    // What nobody has measured is no reason to refuse anybody.
-    let measured = detour.map_or(&placement.decode, |detour| &detour.member).measured();
-    let takes = if measured { Duration::from_secs_f64(placement.takes.clamp(0.0, 1e6)) } else { Duration::ZERO };
-    let output = request.stop.max_tokens.map_or(OUTPUT_TOKENS, |most| OUTPUT_TOKENS.min(most.into()));
-    let [decode, prefill] = [held(placement.amount), held(detour.map_or_else(Amount::default, |detour| detour.amount))];
-    Asked {
-        model: request.model.clone(),
-        tenant: request.terms.tenant.clone(),
-        priority: request.terms.priority,
-        latest: request.terms.deadline.map(|deadline| deadline.checked_sub(takes).unwrap_or(deadline)),
-        tokens: request.tokens.len() as u64,
-        charge: decode.tokens + prefill.tokens + output,
-        lane: Lane { decode: placement.decode.id(), prefill: detour.map(|detour| detour.member.id()) },
-        held: [decode, prefill],
-        placed: Instant::now(),
     }
 }
 

@@ -1,75 +1,19 @@
 //! Has the planner's advice measured, shown, and followed.
 //!
-//! What requests ask is counted as they pass ([`Traffic`]), what workers can do is in their reports. Every few seconds the
+//! What requests ask is counted as they pass ([traffic](crate::traffic)), what workers can do is in their reports. Every few seconds the
 //! [planner](crate::planner) looks at both, per model. Its counts are metrics, for whoever starts and stops workers; its flips
 //! are wishes on the event plane, which the workers obey. Of several routers the first by name plans, for all of them.
 
+use crate::core::Core;
 use crate::fleet::{Member, Serving};
-use crate::planner::{Capacity, Demand, Need, Planner, Seat, Targets};
-use crate::router::Core;
+use crate::planner::{Capacity, Demand, Mode, Need, Planner, Seat, Settings, Targets};
 use kvbm::Epoch;
-use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 use tokio::time::{Instant, MissedTickBehavior};
 use worker::plane::{Event, EventBody, Events, Phase, RouterId, Source};
-
-/// Whether workers change between prefill and decode as traffic shifts, and what they are to achieve.
-#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct Settings {
-    /// What becomes of the plan. Default `advise`: it is shown as metrics, and workers stay what they were started as.
-    pub mode: Mode,
-    /// Mean seconds to the first token that prefill workers are to keep. Default 1: a reader's patience.
-    pub ttft_s: f64,
-    /// Seconds between tokens that decode workers are to keep. Default 0.05: faster than anybody reads.
-    pub itl_s: f64,
-}
-
-/// What becomes of the plan.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Mode {
-    /// Nothing is planned.
-    Off,
-    /// It is shown.
-    #[default]
-    Advise,
-    /// Workers are told to change their phase.
-    Flip,
-}
-
-impl Default for Settings {
-    fn default() -> Self {
-        Self { mode: Mode::Advise, ttft_s: 1.0, itl_s: 0.05 }
-    }
-}
-
-impl Settings {
-    /// What is wrong with the values, naming the key.
-    pub(crate) fn check(&self) -> Result<(), String> {
-        for (key, seconds) in [("ttft_s", self.ttft_s), ("itl_s", self.itl_s)] {
-            if !(seconds.is_finite() && seconds > 0.0) {
-                return Err(format!("router.planner.{key}: {seconds} is not a number of seconds above 0"));
-            }
-        }
-        Ok(())
-    }
-}
-
-/// What requests have asked, by model, since the router was started.
-#[derive(Default)]
-pub(crate) struct Traffic(Mutex<BTreeMap<Arc<str>, Arc<Totals>>>);
-
-/// Of one model.
-#[derive(Default)]
-pub(crate) struct Totals {
-    prompts: AtomicU64,
-    prompt_tokens: AtomicU64,
-    output_tokens: AtomicU64,
-}
 
 /// What is known of one model's workers and requests.
 #[derive(Default)]
@@ -94,35 +38,6 @@ struct Line {
 const EVERY: Duration = Duration::from_secs(5);
 /// How much of the old rates is left after a look: half after 20 s.
 const FADE: f64 = 0.84;
-
-impl Traffic {
-    /// The totals of a model.
-    pub(crate) fn of(&self, model: &Arc<str>) -> Arc<Totals> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).entry(model.clone()).or_default().clone()
-    }
-
-    fn all(&self) -> Vec<(Arc<str>, Arc<Totals>)> {
-        let totals = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        totals.iter().map(|(model, totals)| (model.clone(), totals.clone())).collect()
-    }
-}
-
-impl Totals {
-    /// A prompt with so many tokens to compute.
-    pub(crate) fn prompt(&self, tokens: u64) {
-        self.prompts.fetch_add(1, Ordering::Relaxed);
-        self.prompt_tokens.fetch_add(tokens, Ordering::Relaxed);
-    }
-
-    /// Tokens came out.
-    pub(crate) fn output(&self, tokens: usize) {
-        self.output_tokens.fetch_add(tokens as u64, Ordering::Relaxed);
-    }
-
-    fn now(&self) -> [u64; 3] {
-        [&self.prompts, &self.prompt_tokens, &self.output_tokens].map(|total| total.load(Ordering::Relaxed))
-    }
-}
 
 impl Watched {
     /// Looks at the totals after `seconds`, of which this router saw one part in `routers`.
@@ -268,12 +183,5 @@ mod tests {
         );
         let idle = watched.look([50, 5_000, 500], 5.0, 2.0);
         assert!((idle[0] - 20.0 * FADE).abs() < 1e-9);
-    }
-
-    #[test]
-    fn a_target_of_nothing_is_an_error_that_names_the_key() {
-        let error = Settings { itl_s: 0.0, ..Settings::default() }.check().unwrap_err();
-        assert!(error.contains("router.planner.itl_s"), "{error}");
-        assert_eq!(Settings::default().check(), Ok(()));
     }
 }

@@ -1,9 +1,9 @@
 //! A place taken on a worker, given back by dropping it.
 
 use crate::fleet::Member;
+use crate::herald::{Herald, Notice};
 use crate::load::{Amount, Books};
 use crate::promise::Promise;
-use crate::replica::{Herald, Notice};
 use std::sync::Arc;
 use tokio::time::Instant;
 

@@ -8,12 +8,13 @@
 //! Everything that a request holds (bookings, legs) lives in the future or the stream that the client holds, so dropping
 //! either at any point cancels both legs and frees what was booked.
 
-use crate::admission::{Permit, admit};
+use crate::admission::Permit;
 use crate::booking::Booking;
+use crate::core::Core;
+use crate::door::admit;
 use crate::fleet::Member;
 use crate::health::Verdict;
 use crate::place::{Detour, Placement, place};
-use crate::router::Core;
 use futures::{StreamExt, future, stream};
 use std::sync::Arc;
 use std::time::Duration;
@@ -136,7 +137,7 @@ async fn prefill_leg(core: &Core, detour: &Detour, request: &Request) -> Result<
     match first {
         Output::Handoff(handoff) => {
             detour.member.well();
-            detour.forecast.computed(core, &detour.member, None);
+            detour.forecast.computed(&core.index, &detour.member, None);
             Ok((handoff, rest))
         }
         Output::Tokens(_) | Output::Frame(..) => Err(Error::Failed("a prefill answered with output".to_owned())),
@@ -204,7 +205,7 @@ fn stream(core: &Core, placement: Placement, permit: Permit, Started { mut first
         Output::Tokens(Tokens { prompt: Some(report), .. }) => Some(u64::from(report.cached_tokens())),
         _ => None,
     };
-    forecast.computed(core, &decode, found);
+    forecast.computed(&core.index, &decode, found);
     if let Some(found) = found {
         forecast.compare(&core.metrics, &decode, found);
     }

@@ -6,9 +6,9 @@
 pub(crate) mod view;
 
 use crate::audit::{reach, shadow};
+use crate::core::Core;
 use crate::fleet::Member;
 use crate::index::{Index, LEVELS};
-use crate::router::Core;
 use crate::trust::{Mode, Reason};
 use futures::StreamExt;
 use futures::future::BoxFuture;

@@ -36,15 +36,19 @@ mod audit;
 mod balance;
 mod believed;
 mod booking;
+mod core;
 mod cost;
 mod decide;
 mod desks;
 mod disaggregate;
 mod dispatch;
+mod door;
 mod explain;
 mod feed;
 mod fleet;
+mod forecast;
 mod health;
+mod herald;
 pub mod index;
 mod load;
 #[doc(hidden)]
@@ -64,13 +68,15 @@ mod select;
 mod sent;
 mod settings;
 mod survey;
+mod traffic;
 mod trust;
 
 #[cfg(test)]
 mod tests;
 
+pub use self::core::Error;
 pub use admission::settings::{Settings as Admission, Tenant};
-pub use balance::{Mode as PlannerMode, Settings as PlannerSettings};
+pub use planner::{Mode as PlannerMode, Settings as PlannerSettings};
 pub use policy::{Composition, Filter, Pick, Policy, Score, Term};
-pub use router::{Error, Router};
+pub use router::Router;
 pub use settings::{Disaggregation, Overrides, Preset, Settings};

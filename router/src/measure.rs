@@ -1,9 +1,9 @@
 //! A router with a fleet that only exists on paper, for `examples/decide.rs` to time: the live path of a decision, from
 //! the request to its booking, with nobody behind it. Not for use.
 
+use crate::core::Core;
 use crate::fleet::Member;
 use crate::place::place;
-use crate::router::Core;
 use crate::select::mix;
 use crate::settings::Settings;
 use futures::future::BoxFuture;

@@ -1,17 +1,17 @@
 //! Placing a request: asks the index and the books, lets policy choose, and books what was chosen.
 
-use crate::audit::Forecast;
-use crate::balance::Totals;
 use crate::booking::Booking;
+use crate::core::Core;
 use crate::decide::{Ask, Decision, Row, decide};
 use crate::disaggregate::Split;
 use crate::explain;
 use crate::fleet::Member;
+use crate::forecast::Forecast;
 use crate::load::Amount;
 use crate::policy::Policy;
-use crate::router::Core;
 use crate::select::{Turn, mix, number};
 use crate::survey::{Overlaps, Survey};
+use crate::traffic::Totals;
 use kvbm::Level;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
@@ -106,7 +106,7 @@ fn book(
         sequences: u64::from(request.work != Work::Prefill),
         ..row.amount()
     };
-    let forecast = |row: &Row<'_>| Forecast::of(core, policy, decision, row, overlaps);
+    let forecast = |row: &Row<'_>| Forecast::of(&core.promises, policy, decision, row, overlaps);
     let (here, there) = (forecast(row), apart.map(forecast));
     let promise = |row: &Row<'_>| {
         let names = overlaps.names(row.seat.way);

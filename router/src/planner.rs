@@ -13,8 +13,34 @@
 //! is better by a margin, has been for a while, and there is pressure at all: an idle fleet is left alone. Workers of phase
 //! `both` do what comes and are nobody's to move.
 
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use worker::plane::{Phase, WorkerId};
+
+/// Whether workers change between prefill and decode as traffic shifts, and what they are to achieve.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Settings {
+    /// What becomes of the plan. Default `advise`: it is shown as metrics, and workers stay what they were started as.
+    pub mode: Mode,
+    /// Mean seconds to the first token that prefill workers are to keep. Default 1: a reader's patience.
+    pub ttft_s: f64,
+    /// Seconds between tokens that decode workers are to keep. Default 0.05: faster than anybody reads.
+    pub itl_s: f64,
+}
+
+/// What becomes of the plan.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Mode {
+    /// Nothing is planned.
+    Off,
+    /// It is shown.
+    #[default]
+    Advise,
+    /// Workers are told to change their phase.
+    Flip,
+}
 
 /// What users are promised, seconds.
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -102,6 +128,24 @@ const HOLD: f64 = 15.0;
 const GAP: f64 = 10.0;
 /// Seconds that a worker keeps its new side.
 const REST: f64 = 60.0;
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self { mode: Mode::Advise, ttft_s: 1.0, itl_s: 0.05 }
+    }
+}
+
+impl Settings {
+    /// What is wrong with the values, naming the key.
+    pub(crate) fn check(&self) -> Result<(), String> {
+        for (key, seconds) in [("ttft_s", self.ttft_s), ("itl_s", self.itl_s)] {
+            if !(seconds.is_finite() && seconds > 0.0) {
+                return Err(format!("router.planner.{key}: {seconds} is not a number of seconds above 0"));
+            }
+        }
+        Ok(())
+    }
+}
 
 impl Need {
     /// What meets the targets.

@@ -3,9 +3,9 @@
 //!
 //! A probe is a request of one token. An engine that answers it computes; one that only looks alive does not.
 
+use crate::core::Core;
 use crate::fleet::Member;
 use crate::health::Verdict;
-use crate::router::Core;
 use futures::StreamExt;
 use futures::stream::FuturesUnordered;
 use std::sync::Arc;

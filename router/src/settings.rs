@@ -1,8 +1,8 @@
 //! The `[router]` section of the configuration.
 
 use crate::admission::settings::Settings as Admission;
-use crate::balance;
 use crate::index::Index;
+use crate::planner;
 use crate::policy::Policy;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -30,7 +30,7 @@ pub struct Settings {
     /// what nobody asked for lately.
     pub index_bytes: u64,
     /// Whether workers change between prefill and decode as traffic shifts.
-    pub planner: balance::Settings,
+    pub planner: planner::Settings,
     /// Who waits when the workers have too much to do.
     pub admission: Admission,
     /// What is otherwise for some models, by their id. Default nothing.
@@ -138,7 +138,7 @@ impl Preset {
             cache_bias,
             seed: 0,
             index_bytes: Index::BUDGET as u64,
-            planner: balance::Settings::default(),
+            planner: planner::Settings::default(),
             admission: Admission::default(),
             models: BTreeMap::new(),
         }

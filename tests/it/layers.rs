@@ -89,6 +89,32 @@ fn the_lower_crates_speak_no_openai() {
 }
 
 #[test]
+fn no_part_of_the_router_imports_itself_in_a_circle() {
+    let mut imports = BTreeMap::<String, BTreeSet<String>>::new();
+    for (file, text) in sources(&["router/src"]).into_iter().filter(|(file, _)| !is_test(file)) {
+        let name =
+            |path: &str| path.split(|c: char| !(c.is_alphanumeric() || c == '_')).next().unwrap_or("").to_owned();
+        let part = name(&file["router/src/".len()..]);
+        let lines = text.lines().take(lines_apart_from_tests(&text)).map(code);
+        // One path, or several in braces: `use crate::{door, place};`
+        let named = lines.flat_map(|line| paths_after(line, "crate").collect::<Vec<_>>());
+        let named = named.flat_map(|rest| rest.trim_start_matches('{').split(',').map(|path| name(path.trim())));
+        imports.entry(part.clone()).or_default().extend(named.filter(|other| *other != part));
+    }
+    imports.remove("lib");
+    // Whoever imports nobody who is left is in no circle.
+    loop {
+        let left: BTreeSet<String> = imports.keys().cloned().collect();
+        imports.values_mut().for_each(|others| others.retain(|other| left.contains(other)));
+        imports.retain(|_, others| !others.is_empty());
+        if imports.len() == left.len() {
+            break;
+        }
+    }
+    assert!(imports.is_empty(), "circles of imports lie among these parts of the router:\n{imports:#?}");
+}
+
+#[test]
 fn every_module_opens_with_its_purpose() {
     let silent: Vec<_> = sources(&SOURCES)
         .into_iter()

@@ -7,7 +7,7 @@ use crate::tests::fake::{Behaviour, Fake, Yard, prompt, settle};
 use futures::StreamExt;
 use futures::future::join_all;
 use tokio::task::JoinHandle;
-use worker::engine::{StopRule, Terms};
+use worker::engine::{Request, StopRule, Terms};
 use worker::plane::{Load, Phase, WorkerId};
 
 fn yard(limits: Limits) -> Arc<Yard> {

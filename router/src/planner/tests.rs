@@ -136,3 +136,10 @@ proptest! {
         prop_assert!(more.prefill >= less.prefill - 0.02 && more.decode >= less.decode - 1e-9);
     }
 }
+
+#[test]
+fn a_target_of_nothing_is_an_error_that_names_the_key() {
+    let error = Settings { itl_s: 0.0, ..Settings::default() }.check().unwrap_err();
+    assert!(error.contains("router.planner.itl_s"), "{error}");
+    assert_eq!(Settings::default().check(), Ok(()));
+}

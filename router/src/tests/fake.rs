@@ -1,7 +1,7 @@
 //! A fleet of engines that do what a test tells them, over the local planes.
 
+use crate::Router;
 use crate::settings::Settings;
-use crate::{Router, router};
 use bytes::Bytes;
 use futures::future::BoxFuture;
 use futures::{StreamExt, stream};
@@ -184,7 +184,7 @@ impl Yard {
     pub(crate) fn over(settings: Settings, link: Link) -> Self {
         let (roster, bus, registry) =
             (Arc::new(Roster::default()), Arc::new(Bus::new(link)), prometheus::Registry::new());
-        let router: Result<_, router::Error> =
+        let router: Result<_, crate::Error> =
             Router::new(RouterId(0), roster.clone(), bus.clone(), settings, &registry);
         Self { roster, bus, router: router.unwrap(), registry, leases: Mutex::default() }
     }

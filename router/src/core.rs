@@ -1,0 +1,80 @@
+//! What the parts of the router share: the state of each, and the settings that hold.
+//!
+//! It imports none of those who work on it. Feed, replica, balance, door, place, dispatch and probe take it, and not each other's
+//! insides; what needs one thing of it takes that.
+
+use crate::admission::Admission;
+use crate::decide::Scratch;
+use crate::fleet::Fleet;
+use crate::herald::Herald;
+use crate::index::Index;
+use crate::metrics::Metrics;
+use crate::promise::Promises;
+use crate::settings::{Rules, Settings};
+use crate::traffic::Traffic;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
+
+/// What the parts of the router share.
+pub(crate) struct Core {
+    /// What requests are placed by; a decision keeps what it began with.
+    rules: RwLock<Arc<Rules>>,
+    pub(crate) fleet: Fleet,
+    pub(crate) index: Index,
+    pub(crate) promises: Arc<Promises>,
+    pub(crate) metrics: Metrics,
+    /// Tells other routers what is booked here.
+    pub(crate) herald: Arc<Herald>,
+    /// Whether this router is the one, of all that serve the same workers, that plans for them.
+    pub(crate) leading: AtomicBool,
+    pub(crate) traffic: Traffic,
+    pub(crate) admission: Arc<Admission>,
+    /// Decisions take turns, so that each sees the bookings of those before it.
+    pub(crate) deciding: Mutex<Scratch>,
+    /// Set when a part of the router died: it serves no more, and says so.
+    pub(crate) dead: OnceLock<&'static str>,
+}
+
+/// The router could not be made.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A value in `[router]` is impossible.
+    #[error("{0}")]
+    Settings(String),
+    /// A metric could not be registered.
+    #[error("metrics: {0}")]
+    Metrics(#[from] prometheus::Error),
+}
+
+impl Core {
+    pub(crate) fn new(settings: Settings, registry: &prometheus::Registry) -> Result<Self, Error> {
+        let rules = Rules::new(settings).map_err(Error::Settings)?;
+        let metrics = Metrics::new(registry)?;
+        Ok(Self {
+            fleet: Fleet::default(),
+            index: Index::with_budget(rules.settings.index_bytes as usize),
+            rules: RwLock::new(Arc::new(rules)),
+            promises: Arc::default(),
+            admission: Admission::new(&metrics),
+            metrics,
+            herald: Herald::new(),
+            leading: AtomicBool::new(true),
+            traffic: Traffic::default(),
+            deciding: Mutex::default(),
+            dead: OnceLock::new(),
+        })
+    }
+
+    /// What requests are placed by from now on.
+    pub(crate) fn rules(&self) -> Arc<Rules> {
+        self.rules.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Has other settings hold from now on. When they are wrong, nothing changes, and the error says what is.
+    pub(crate) fn retune(&self, settings: Settings) -> Result<(), Error> {
+        let rules = Arc::new(Rules::new(settings).map_err(Error::Settings)?);
+        self.index.set_budget(rules.settings.index_bytes as usize);
+        *self.rules.write().unwrap_or_else(PoisonError::into_inner) = rules;
+        Ok(())
+    }
+}

@@ -1,0 +1,115 @@
+//! Prefill on one worker, decode on another.
+
+use super::fake::{Behaviour, Yard, names, prompt, settle, stored};
+use super::{defaults, failed};
+use crate::settings::{Disaggregation, Settings};
+use futures::StreamExt;
+use kvbm::Level;
+use std::time::Duration;
+use worker::engine::{Engine, Readiness, Work};
+use worker::plane::{Phase, WorkerId};
+
+#[tokio::test(start_paused = true)]
+async fn a_long_prompt_is_prefilled_apart_and_a_short_one_where_it_decodes() {
+    let yard = defaults();
+    let (p, d) = (yard.worker(1, Phase::Prefill).await, yard.worker(2, Phase::Decode).await);
+    let mut stream = yard.ask(prompt(1, 3000)).await.unwrap();
+    assert_eq!(p.works(), [Work::Prefill]);
+    assert!(matches!(&d.works()[..], [Work::Resume(handoff)] if &handoff.0[..] == b"3000 tokens"));
+    assert_eq!(p.open(), 0, "the blocks are let go once the decode leg has its first output");
+    assert_eq!(stream.next().await.map(|item| item.is_ok()), Some(true));
+    drop(stream);
+    yard.answer(prompt(2, 8)).await.unwrap();
+    assert_eq!((p.requests(), d.works().last()), (1, Some(&Work::Generate)));
+    let long = yard.explain(prompt(3, 3000)).await;
+    assert_eq!(long["disaggregation"]["prefill"], "w1");
+    assert!(long["disaggregation"]["apart_s"].as_f64() < long["disaggregation"]["together_s"].as_f64());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_long_prompt_that_is_cached_where_it_decodes_is_not_sent_away() {
+    let yard = defaults();
+    let (p, d) = (yard.worker(1, Phase::Prefill).await, yard.worker(2, Phase::Decode).await);
+    let request = prompt(1, 3000);
+    yard.announce(&d, stored(Level::G1, &names(&request)), true);
+    settle().await;
+    yard.answer(request).await.unwrap();
+    assert_eq!((p.requests(), d.requests()), (0, 1));
+}
+
+#[tokio::test(start_paused = true)]
+async fn trap_16_a_failed_prefill_falls_back_to_the_decode_worker() {
+    for behaviour in [Behaviour::Refuse(failed()), Behaviour::Break(failed()), Behaviour::End, Behaviour::Hang] {
+        let yard = defaults();
+        let (p, d) = (yard.worker(1, Phase::Prefill).await, yard.worker(2, Phase::Decode).await);
+        p.become_(behaviour);
+        assert_eq!(yard.answer(prompt(1, 3000)).await, Ok(vec![1, 2]));
+        assert_eq!((p.works(), d.works()), (vec![Work::Prefill], vec![Work::Generate]));
+        assert_eq!(p.open(), 0);
+        assert_eq!([yard.standing(1), yard.standing(2)], [(0, 0, 0); 2]);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_prefill_worker_that_leaves_is_not_waited_for() {
+    let yard = defaults();
+    let (p, d) = (yard.worker(1, Phase::Prefill).await, yard.worker(2, Phase::Decode).await);
+    p.become_(Behaviour::Hang);
+    let started = tokio::time::Instant::now();
+    let answer = yard.answer(prompt(1, 3000));
+    let leave = async {
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        yard.roster.expire(WorkerId(1));
+    };
+    assert_eq!(futures::future::join(answer, leave).await.0, Ok(vec![1, 2]));
+    assert!(started.elapsed() < Duration::from_secs(10), "did not sit out the time of a hung prefill");
+    assert_eq!(d.works(), [Work::Generate]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_decode_worker_that_refuses_the_hand_over_is_replaced() {
+    let yard = defaults();
+    let p = yard.worker(1, Phase::Prefill).await;
+    let (a, b) = (yard.worker(2, Phase::Decode).await, yard.worker(3, Phase::Decode).await);
+    a.become_(Behaviour::Refuse(failed()));
+    for family in 0..2 {
+        assert_eq!(yard.answer(prompt(family, 3000)).await, Ok(vec![1, 2]));
+    }
+    assert!(a.requests() > 0 && b.requests() == 2);
+    assert_eq!(p.open(), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn trap_5_dropping_a_request_at_any_point_cancels_both_legs_and_frees_what_was_booked() {
+    // The prefill takes three seconds, the decode leg's first output comes some milliseconds later.
+    for after_ms in [0, 1500, 3002, 3500] {
+        let yard = defaults();
+        let (p, d) = (yard.worker(1, Phase::Prefill).await, yard.worker(2, Phase::Decode).await);
+        let asked = tokio::time::timeout(Duration::from_millis(after_ms), yard.ask(prompt(1, 3000))).await;
+        assert_eq!(asked.is_ok(), after_ms == 3500);
+        drop(asked);
+        settle().await;
+        assert_eq!((p.open(), d.open()), (0, 0), "after {after_ms} ms");
+        assert_eq!([yard.standing(1), yard.standing(2)], [(0, 0, 0); 2], "after {after_ms} ms");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn prefill_workers_decode_when_nobody_else_is_there() {
+    let yard = defaults();
+    let p = yard.worker(1, Phase::Prefill).await;
+    assert!(matches!(yard.router.readiness(), Readiness::NotReady(_)));
+    assert_eq!(yard.answer(prompt(1, 3000)).await, Ok(vec![1, 2]));
+    let _d = yard.worker(2, Phase::Decode).await;
+    assert_eq!(yard.router.readiness(), Readiness::Ready);
+    yard.answer(prompt(2, 8)).await.unwrap();
+    assert_eq!(p.works(), [Work::Generate]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn never_means_never() {
+    let yard = Yard::new(Settings { disaggregation: Disaggregation::Never, ..Settings::default() });
+    let (p, d) = (yard.worker(1, Phase::Prefill).await, yard.worker(2, Phase::Decode).await);
+    yard.answer(prompt(1, 30_000)).await.unwrap();
+    assert_eq!((p.requests(), d.works()), (0, vec![Work::Generate]));
+}

@@ -1,0 +1,166 @@
+//! Where requests go: spread, kept together, and by which settings.
+
+use super::defaults;
+use super::fake::{Yard, names, prompt, settle, stored};
+use crate::policy::Policy;
+use crate::settings::{Overrides, Settings};
+use futures::StreamExt;
+use futures::future::join_all;
+use kvbm::Level;
+use worker::engine::{Output, Request};
+use worker::plane::{Load, Phase};
+
+#[tokio::test(start_paused = true)]
+async fn trap_3_a_burst_of_long_prompts_is_booked_at_the_decision_and_spreads() {
+    let yard = defaults();
+    let workers =
+        [yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await, yard.worker(3, Phase::Both).await];
+    let answers = join_all((0..9).map(|family| yard.answer(prompt(family, 2000)))).await;
+    assert!(answers.iter().all(|answer| answer == &Ok(vec![1, 2])));
+    assert_eq!(workers.map(|worker| worker.requests()), [3, 3, 3]);
+    assert_eq!([1, 2, 3].map(|id| yard.standing(id)), [(0, 0, 0); 3], "everything booked is freed");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_first_block_that_all_share_does_not_pin() {
+    let yard = defaults();
+    let (a, b) = (yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await);
+    for family in 0..10 {
+        let request = prompt(family, 1000);
+        yard.announce(&a, stored(Level::G1, &names(&request)[..1]), true);
+        settle().await;
+        yard.answer(request).await.unwrap();
+    }
+    assert_eq!((a.requests(), b.requests()), (5, 5));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_hot_prefix_stays_with_its_holder_until_waiting_costs_more_than_recomputing() {
+    let yard = defaults();
+    let (a, b) = (yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await);
+    let hot = prompt(1, 1600);
+    yard.announce(&a, stored(Level::G1, &names(&hot)), true);
+    settle().await;
+    for _ in 0..4 {
+        yard.answer(hot.clone()).await.unwrap();
+    }
+    assert_eq!((a.requests(), b.requests()), (4, 0));
+    yard.report(&a, Load { waiting_tokens: 1000, ..Load::default() });
+    settle().await;
+    yard.answer(hot.clone()).await.unwrap();
+    assert_eq!((a.requests(), b.requests()), (5, 0), "one second of queue is less than 1.6 of prefill");
+    yard.report(&a, Load { waiting_tokens: 2000, ..Load::default() });
+    yard.report(&b, Load::default());
+    settle().await;
+    yard.answer(hot).await.unwrap();
+    assert_eq!((a.requests(), b.requests()), (5, 1));
+}
+
+#[tokio::test(start_paused = true)]
+async fn every_policy_serves_and_says_its_name() {
+    for policy in Policy::ALL {
+        let yard = Yard::new(Settings { policy: policy.clone(), ..Settings::default() });
+        let (a, b) = (yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await);
+        for family in 0..8 {
+            assert_eq!(yard.explain(prompt(family, 100)).await["policy"], policy.name());
+        }
+        assert_eq!(a.requests() + b.requests(), 8);
+        assert!(a.requests() > 0 && b.requests() > 0, "{policy:?} never used one of two idle workers");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_hot_prefix_that_spilled_is_served_by_both_holders_from_then_on() {
+    let yard = defaults();
+    let (a, b) = (yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await);
+    let hot = prompt(1, 1600);
+    yard.announce(&a, stored(Level::G1, &names(&hot)), true);
+    yard.report(&a, Load { waiting_tokens: 3000, ..Load::default() });
+    settle().await;
+    yard.answer(hot.clone()).await.unwrap();
+    assert_eq!((a.requests(), b.requests()), (0, 1), "computing it again takes less time than waiting for its holder");
+    yard.announce(&b, stored(Level::G1, &names(&hot)), true);
+    for worker in [&a, &b] {
+        yard.report(worker, Load::default());
+    }
+    settle().await;
+    let answers = join_all((0..10).map(|_| yard.answer(hot.clone()))).await;
+    assert!(answers.iter().all(Result::is_ok));
+    assert_eq!((a.requests(), b.requests()), (5, 6));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_newcomer_gets_its_share_at_once() {
+    let yard = defaults();
+    let a = yard.worker(1, Phase::Both).await;
+    for family in 0..4 {
+        yard.answer(prompt(family, 1000)).await.unwrap();
+    }
+    let b = yard.worker(2, Phase::Both).await;
+    for family in 4..8 {
+        yard.answer(prompt(family, 1000)).await.unwrap();
+    }
+    assert!(b.requests() >= 2, "{} of four went to the newcomer, {} in all to the other", b.requests(), a.requests());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_session_stays_on_its_worker() {
+    let yard = Yard::new(Settings { policy: Policy::Session, ..Settings::default() });
+    let workers = [yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await];
+    for session in 0..8u32 {
+        let before = workers.each_ref().map(|worker| worker.requests());
+        for turn in 0..4 {
+            let mut request = prompt(session * 100 + turn, 200);
+            request.terms.session = Some(format!("talk {session}").into());
+            yard.answer(request).await.unwrap();
+        }
+        let [a, b] = [0, 1].map(|at| workers[at].requests() - before[at]);
+        assert!(a == 0 || b == 0, "session {session}: {a} and {b}");
+    }
+    assert!(workers.iter().all(|worker| worker.requests() > 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn new_settings_hold_from_the_next_decision_on_and_streams_go_on() {
+    let yard = defaults();
+    let _workers = [yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await];
+    let mut stream = yard.ask(prompt(1, 100)).await.unwrap();
+    yard.router.retune(Settings { policy: Policy::RoundRobin, ..Settings::default() }).unwrap();
+    assert_eq!(yard.explain(prompt(2, 100)).await["policy"], "round-robin");
+    let wrong = Settings { decode_weight: -1.0, policy: Policy::Random, ..Settings::default() };
+    assert!(yard.router.retune(wrong).unwrap_err().to_string().contains("router.decode_weight: -1"));
+    assert_eq!(yard.explain(prompt(3, 100)).await["policy"], "round-robin", "what is wrong changes nothing");
+    let mut ids = Vec::new();
+    while let Some(item) = stream.next().await {
+        let Output::Tokens(tokens) = item.unwrap() else { panic!("tokens are expected") };
+        ids.extend(tokens.ids);
+    }
+    assert_eq!(ids, [1, 2]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn each_model_is_placed_by_its_own_settings() {
+    let other = Overrides { policy: Some(Policy::LeastLoaded), ..Overrides::default() };
+    let yard = Yard::new(Settings { models: [("other".to_owned(), other)].into(), ..Settings::default() });
+    let _workers = [yard.worker(1, Phase::Both).await, yard.join(2, Phase::Both, "other", 1, &[]).await];
+    assert_eq!(yard.explain(prompt(1, 100)).await["policy"], "kv");
+    assert_eq!(yard.explain(Request { model: "other".into(), ..prompt(1, 100) }).await["policy"], "least-loaded");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_composed_policy_serves_and_filters() {
+    let composition: Settings = toml::from_str(
+        "policy = { filter = [{ sequences_below = 1 }], score = [{ term = 'overlap' }, { term = 'queue' }], pick = 'best' }",
+    )
+    .unwrap();
+    let yard = Yard::new(composition);
+    let (a, b) = (yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await);
+    let hot = prompt(1, 1600);
+    yard.announce(&a, stored(Level::G1, &names(&hot)), true);
+    settle().await;
+    let decision = yard.explain(hot.clone()).await;
+    assert_eq!((&decision["policy"], &decision["chosen"]), (&"composed".into(), &"w1".into()));
+    let _kept = yard.ask(hot.clone()).await.unwrap();
+    yard.answer(hot).await.unwrap();
+    assert_eq!((a.requests(), b.requests()), (2, 1), "somebody is decoding at the holder");
+}

@@ -1,0 +1,59 @@
+//! What a router lets others see: explanations, metrics, models.
+
+use super::defaults;
+use super::fake::{names, prompt, settle, stored};
+use futures::StreamExt;
+use kvbm::Level;
+use worker::engine::{Engine, Error, Output, Request};
+use worker::plane::Phase;
+
+#[tokio::test(start_paused = true)]
+async fn an_explanation_is_one_bounded_line_of_json_and_only_on_request() {
+    let yard = defaults();
+    for id in 1..=40 {
+        yard.worker(id, if id == 1 { Phase::Prefill } else { Phase::Decode }).await;
+    }
+    let mut stream = yard.ask(Request { explain: true, ..prompt(1, 3000) }).await.unwrap();
+    let Some(Ok(Output::Tokens(first))) = stream.next().await else { panic!("no tokens") };
+    let line = first.explain.unwrap();
+    assert!(line.len() < 4096 && line.is_ascii() && !line.contains('\n'), "{} bytes", line.len());
+    let explained: serde_json::Value = serde_json::from_str(&line).unwrap();
+    let candidates = explained["candidates"].as_array().unwrap();
+    assert_eq!((candidates.len(), explained["not_shown"].as_u64()), (8, Some(31)));
+    assert_eq!(candidates[0]["worker"], explained["chosen"]);
+    for candidate in candidates {
+        let terms: f64 = candidate["terms_s"].as_object().unwrap().values().map(|term| term.as_f64().unwrap()).sum();
+        assert!((terms - candidate["cost_s"].as_f64().unwrap()).abs() < 1e-4, "the terms add up: {candidate}");
+    }
+    let mut stream = yard.ask(prompt(2, 3000)).await.unwrap();
+    assert!(matches!(stream.next().await, Some(Ok(Output::Tokens(tokens))) if tokens.explain.is_none()));
+}
+
+#[tokio::test(start_paused = true)]
+async fn predictions_are_held_against_what_the_engine_found() {
+    let yard = defaults();
+    let worker = yard.worker(1, Phase::Both).await;
+    let request = prompt(1, 1600);
+    yard.announce(&worker, stored(Level::G1, &names(&request)[..10]), true);
+    settle().await;
+    yard.answer(request).await.unwrap();
+    // The fake finds nothing cached, whatever it announced.
+    assert_eq!(yard.metric("blockyard_router_overlap_predicted_tokens_total"), 160);
+    assert_eq!(yard.metric("blockyard_router_overlap_actual_tokens_total"), 0);
+    assert_eq!(yard.metric("blockyard_router_overlap_false_tokens_total"), 160);
+}
+
+#[tokio::test(start_paused = true)]
+async fn several_models_are_served_at_once_and_others_are_refused_by_name() {
+    let yard = defaults();
+    let toy = yard.worker(1, Phase::Both).await;
+    let other = yard.join(2, Phase::Both, "other", 1, &[]).await;
+    yard.answer(Request { model: "other".into(), ..prompt(1, 100) }).await.unwrap();
+    assert_eq!((toy.requests(), other.requests()), (0, 1));
+    let ids: Vec<String> = yard.router.models().iter().map(|card| card.id.clone()).collect();
+    assert_eq!(ids, ["other", "toy"]);
+    let unknown = yard.answer(Request { model: "third".into(), ..prompt(1, 100) }).await;
+    assert_eq!(unknown, Err(Error::UnknownModel("third".to_owned())));
+    let long = yard.answer(prompt(1, 100_000)).await;
+    assert_eq!(long, Err(Error::PromptTooLong { prompt: 100_000, context: 100_000 }));
+}
