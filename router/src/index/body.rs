@@ -7,8 +7,9 @@
 use super::Owner;
 use super::bits::Bits;
 use super::locator::{Key, SHARDS};
-use super::page::{Head, Names, Page, Warmth};
+use super::page::{Head, LINE, Names, Page, Warmth};
 use super::seat::Slot;
+use super::sync::fetch;
 use super::table::Table;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -50,9 +51,6 @@ pub(super) const CHUNK: usize = 256;
 /// Bytes of a page.
 pub(super) const PAGE_BYTES: usize = size_of::<Head>() + size_of::<Names>();
 
-/// Names of a cache line.
-const LINE: usize = 8;
-
 impl Place {
     /// No block lies in the first page.
     pub(super) const NOWHERE: Self = Self(0);
@@ -81,6 +79,14 @@ impl Body {
         let chunk = self.chunks.get(number as usize / CHUNK)?.as_ref()?;
         let at = number as usize % CHUNK;
         Some(Page::new(chunk.heads.get(at)?, chunk.names.get(at)?))
+    }
+
+    /// Begins to bring a page's head near.
+    pub(super) fn fetch_head(&self, number: u32) {
+        let chunk = self.chunks.get(number as usize / CHUNK).and_then(Option::as_ref);
+        if let Some(head) = chunk.and_then(|chunk| chunk.heads.get(number as usize % CHUNK)) {
+            fetch(head);
+        }
     }
 
     /// Where a block is. True for a moment only.

@@ -99,6 +99,9 @@ impl Index {
                     at += usize::from(guess.is_none());
                     continue;
                 };
+                if let Some(beside) = stretch.beside.and_then(|beside| body.page(beside.page())) {
+                    beside.fetch();
+                }
                 self.take(owner, ledger, seat, (place.page(), page), stretch.bits, &mut gone);
                 (at, beside) = (at + stretch.len, stretch.beside);
             }
@@ -164,7 +167,7 @@ impl Index {
             }
             page.warm();
             known += here;
-            next = page.next();
+            next = (place.at() + here as u32).checked_sub(1).and_then(|last| page.next(last));
         }
         if memberships > 0 {
             self.tallies.memberships.fetch_add(memberships, Ordering::Relaxed);
@@ -401,13 +404,11 @@ pub(super) struct Gone {
     sparse: Vec<u32>,
 }
 
-/// Notes in the page of a block, when it is the page's last, that the chain goes on elsewhere. It was entered just now, or long
-/// ago.
+/// Notes in the page of a block where the chain goes on. The block was entered just now, or long ago.
 fn lead(body: &Body, entered: Option<&Entry>, block: u64, next: Place) {
     let place = entered.map(|entry| entry.place).or_else(|| body.find(block));
-    let Some(place) = place.filter(|place| place.at() == PLACES - 1) else { return };
-    if let Some(page) = body.page(place.page()) {
-        page.goes_on_at(next);
+    if let Some((place, page)) = place.and_then(|place| Some((place, body.page(place.page())?))) {
+        page.goes_on(place.at(), next);
     }
 }
 

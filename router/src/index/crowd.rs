@@ -3,6 +3,7 @@
 
 use super::bits::Bits;
 use super::seat::{Seat, Slot};
+use super::sync::fetch;
 
 /// Two or more holders. It does not change: a change makes another.
 pub(super) enum Crowd {
@@ -96,6 +97,15 @@ impl Crowd {
     pub(super) fn union(&self) -> u64 {
         let singles = self.singles().1.iter().fold(0, |union, mask| union | mask);
         self.groups().iter().fold(singles, |union, group| union | group.mask)
+    }
+
+    /// Begins to bring near what it says of its holders.
+    pub(super) fn fetch(&self) {
+        if let Self::Many { seats, masks, groups } = self {
+            seats.first().into_iter().for_each(fetch);
+            masks.first().into_iter().for_each(fetch);
+            groups.first().into_iter().for_each(fetch);
+        }
     }
 
     pub(super) fn bytes(&self) -> usize {

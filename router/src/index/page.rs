@@ -1,9 +1,9 @@
 //! Sixty-four places for names, and who holds the blocks in them.
 //!
 //! Names lie in the order in which they were announced, and a lookup compares a run of them by its last: a name commits to
-//! everything before it. A page's last name stands in its head as well, and so does where the chain goes on after it: a lookup
-//! that goes through a long prompt reads one line of each page, and asks no table. Where it goes on is a hint, true when it was
-//! written: whoever follows it compares the name that he finds.
+//! everything before it. A page's last name stands in its head as well, and so does where the chain goes on after it, and after one
+//! other: a lookup that goes through a long prompt reads a line or two of each page, and asks no table. Where it goes on is a
+//! hint, true when it was written: whoever follows it compares the name that he finds.
 //!
 //! A place is used once in a page's life, so a name that a reader found does not turn into another under it. A page is read
 //! without waiting, see [`Version`]; it is changed by whoever holds its lock, see [`super::arena`].
@@ -12,7 +12,7 @@ use super::body::Place;
 use super::crowd::Crowd;
 use super::holders::Holders;
 use super::seat::{Seat, Slot};
-use super::sync::{AtomicU32, AtomicU64, Ordering};
+use super::sync::{AtomicU8, AtomicU32, AtomicU64, Ordering, fetch};
 use super::version::Version;
 use arc_swap::{ArcSwapOption, Guard};
 use kvbm::SequenceHash;
@@ -44,11 +44,14 @@ pub(super) struct Head {
     last: AtomicU64,
     /// Where the block lies that follows the one in the last place, as far as is known; nowhere is the first place of all.
     next: AtomicU32,
+    /// The same of one other place, and which that is.
+    turn: AtomicU32,
+    turns: AtomicU8,
+    /// Places used, from the first on.
+    used: AtomicU8,
+    warmth: AtomicU8,
     /// Whose new names go here.
     owner: AtomicU32,
-    /// Places used, from the first on.
-    used: AtomicU32,
-    warmth: AtomicU32,
 }
 
 /// A page's names.
@@ -68,6 +71,9 @@ pub(super) enum Warmth {
     Settling,
 }
 
+/// Names of a cache line.
+pub(super) const LINE: usize = 8;
+
 /// What a page has of a prompt.
 pub(super) struct Seen {
     /// The leading blocks that follow each other from the place on.
@@ -76,6 +82,8 @@ pub(super) struct Seen {
     pub(super) mask: u64,
     /// When there are several.
     pub(super) several: Option<Guard<Option<Arc<Crowd>>>>,
+    /// Where the prompt probably goes on.
+    pub(super) next: Option<Place>,
 }
 
 /// Its first `len` bits.
@@ -103,9 +111,11 @@ impl Head {
             joins: AtomicU64::new(0),
             last: AtomicU64::new(0),
             next: AtomicU32::new(0),
+            turn: AtomicU32::new(0),
+            turns: AtomicU8::new(0),
+            used: AtomicU8::new(0),
+            warmth: AtomicU8::new(0),
             owner: AtomicU32::new(u32::MAX),
-            used: AtomicU32::new(0),
-            warmth: AtomicU32::new(0),
         }
     }
 
@@ -126,6 +136,12 @@ impl<'a> Page<'a> {
         Self { head, names }
     }
 
+    /// Begins to bring all of it near.
+    pub(super) fn fetch(&self) {
+        fetch(self.head);
+        self.names.0.iter().step_by(LINE).for_each(fetch);
+    }
+
     /// Whether a live block of this name is in this place. True for a moment only, unless the caller holds the page's lock.
     pub(super) fn has(&self, at: u32, name: u64) -> bool {
         self.live() >> at & 1 == 1 && self.name_near(at) == name
@@ -140,7 +156,7 @@ impl<'a> Page<'a> {
     }
 
     pub(super) fn used(&self) -> u32 {
-        self.head.used.load(Ordering::Relaxed)
+        self.head.used.load(Ordering::Relaxed).into()
     }
 
     /// Brings near what is wanted of it from a place on. What it answers means nothing.
@@ -155,7 +171,8 @@ impl<'a> Page<'a> {
             let len = self.run(at, prompt);
             let seat = Seat::from_raw(self.head.seat.load(Ordering::Relaxed));
             let several = (seat == Seat::SEVERAL).then(|| self.head.several.load());
-            Seen { len, seat, mask: self.head.mask.load(Ordering::Relaxed), several }
+            let next = (at + len).checked_sub(1).and_then(|last| self.next(last));
+            Seen { len, seat, mask: self.head.mask.load(Ordering::Relaxed), several, next }
         })
     }
 
@@ -189,14 +206,24 @@ impl<'a> Page<'a> {
         if at == PLACES - 1 { self.head.last.load(Ordering::Relaxed) } else { self.name(at) }
     }
 
-    /// Where the block probably lies that follows the last.
-    pub(super) fn next(&self) -> Option<Place> {
-        Some(Place(self.head.next.load(Ordering::Relaxed))).filter(|place| *place != Place::NOWHERE)
+    /// Where the block probably lies that follows the one in a place, if that is not the next place.
+    pub(super) fn next(&self, at: u32) -> Option<Place> {
+        let next = match at {
+            _ if at == PLACES - 1 => self.head.next.load(Ordering::Relaxed),
+            _ if at == u32::from(self.head.turns.load(Ordering::Relaxed)) => self.head.turn.load(Ordering::Relaxed),
+            _ => return None,
+        };
+        Some(Place(next)).filter(|place| *place != Place::NOWHERE)
     }
 
-    /// Notes where the block lies that follows the last.
-    pub(super) fn goes_on_at(&self, place: Place) {
-        self.head.next.store(place.0, Ordering::Relaxed);
+    /// Notes where the block lies that follows the one in a place. The last place has a note of its own, and one more is kept.
+    pub(super) fn goes_on(&self, at: u32, next: Place) {
+        if at == PLACES - 1 {
+            self.head.next.store(next.0, Ordering::Relaxed);
+        } else {
+            self.head.turns.store(at as u8, Ordering::Relaxed);
+            self.head.turn.store(next.0, Ordering::Relaxed);
+        }
     }
 
     pub(super) fn warmth(&self) -> Warmth {
@@ -208,7 +235,7 @@ impl<'a> Page<'a> {
     }
 
     pub(super) fn set_warmth(&self, warmth: Warmth) {
-        self.head.warmth.store(warmth as u32, Ordering::Relaxed);
+        self.head.warmth.store(warmth as u8, Ordering::Relaxed);
     }
 
     /// Notes that it was asked for; writes nothing when that is known.
@@ -229,7 +256,8 @@ impl Page<'_> {
     pub(super) fn hand_to(&self, owner: Slot) {
         self.head.owner.store(owner.raw(), Ordering::Relaxed);
         self.head.used.store(0, Ordering::Relaxed);
-        self.goes_on_at(Place::NOWHERE);
+        self.goes_on(0, Place::NOWHERE);
+        self.goes_on(PLACES - 1, Place::NOWHERE);
     }
 
     /// Nobody's again, unless there is a live block in it, or will be. Whether it was somebody's.
@@ -280,7 +308,7 @@ impl Page<'_> {
             }
             self.head.last.store(self.name(PLACES - 1), Ordering::Relaxed);
             self.head.joins.store(self.head.joins.load(Ordering::Relaxed) | joins, Ordering::Relaxed);
-            self.head.used.store(first + names.len() as u32, Ordering::Relaxed);
+            self.head.used.store((first + names.len() as u32) as u8, Ordering::Relaxed);
             self.head.live.store(live, Ordering::Release);
             self.seat(holders);
         });

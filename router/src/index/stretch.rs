@@ -24,7 +24,7 @@ impl Stretch {
         let has = |(at, name): (u32, &u64)| live >> at & 1 == 1 && page.name(at) == *name;
         let up = 1 + (at + 1..PLACES).zip(&names[1..]).take_while(|place| has(*place)).count() as u32;
         if up > 1 {
-            let beside = if at + up == PLACES { page.next() } else { None };
+            let beside = page.next(at + up - 1);
             return Some(Self { bits: ones(up) << at, len: up as usize, beside });
         }
         let down = 1 + (0..at).rev().zip(&names[1..]).take_while(|place| has(*place)).count() as u32;

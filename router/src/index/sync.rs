@@ -2,7 +2,7 @@
 //! order in which threads can meet.
 
 pub(crate) use kvbm::memory::{LARGE, enlarge, fetch};
-pub(crate) use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+pub(crate) use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
 
 /// How often a reader looks. A change takes a hundred nanoseconds: whoever has not finished by then does not run, and is not
 /// waited for.

@@ -305,6 +305,27 @@ fn a_chain_longer_than_a_page_forks_and_ends_where_it_should() {
 }
 
 #[test]
+fn a_page_that_was_taken_by_another_chain_leads_nobody_astray() {
+    let index = Index::new();
+    let [a, b] = [1, 2].map(|id| (WorkerId(id), index.join(WorkerId(id), &[])));
+    let (long, events) = runs(1, 640, 640);
+    let (other, others) = runs(2, 640, 640);
+    tell(&index, a.0, &events);
+    for at in [64, 100, 320] {
+        index.apply(Source::Worker(a.0), &removed(Level::G1, &long[at..]));
+        tell(&index, b.0, &others);
+        assert_eq!(index.overlap(&long).at(a.1).run(), at as u32);
+        let stored = BlockEvent::Stored { level: Level::G1, parent: Some(long[at - 1]), blocks: long[at..].to_vec() };
+        index.apply(Source::Worker(a.0), &stored);
+        for (chain, (_, slot), nobody) in [(&long, a, b.1), (&other, b, a.1)] {
+            let overlap = index.overlap(chain);
+            assert_eq!((overlap.at(slot).run(), overlap.at(nobody).run()), (640, 0));
+        }
+        index.apply(Source::Worker(b.0), &removed(Level::G1, &other));
+    }
+}
+
+#[test]
 fn a_hole_is_exact_and_healed_by_storing_the_block_again() {
     let index = Index::new();
     let (id, slot) = (WorkerId(1), index.join(WorkerId(1), &[]));
@@ -497,4 +518,22 @@ fn a_table_keeps_its_entries_while_it_grows_and_shrinks() {
         check(&table, places);
     }
     assert!(table.is_least() && by_name > 0);
+}
+
+#[test]
+fn pages_that_are_wanted_together_lie_side_by_side_where_there_is_room() {
+    let arena = Arena::new();
+    let take = |pages| arena.take(pages, |_| ()).unwrap();
+    assert_eq!([take(8), take(8), take(1)], [1..9, 9..17, 17..18]);
+    arena.give(&[2, 4, 5, 10, 11, 12], |_| ());
+    assert_eq!(take(3), 10..13);
+    assert_eq!(take(2), 4..6);
+    assert_eq!(take(1), 2..3);
+    // Nowhere are as many: it is the longest that there is, and then there is another chunk.
+    let all: Vec<u32> =
+        std::iter::from_fn(|| Some(take(1).start)).take_while(|page| *page < body::CHUNK as u32 - 1).collect();
+    assert_eq!(all.len(), body::CHUNK - 18 - 1);
+    arena.give(&[20, 30, 31], |_| ());
+    assert_eq!(take(9), 30..32);
+    assert_eq!(arena.used(), body::CHUNK - 1 - 1);
 }

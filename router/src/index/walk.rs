@@ -5,10 +5,13 @@ use super::locator::Key;
 use super::overlap::{Answer, Overlap};
 use super::page::{PLACES, Seen};
 use super::partition::{Partition, Window};
+use super::sync::fetch;
 use kvbm::SequenceHash;
 
 /// Places looked for at once, one for each page that a prompt takes at least: as many as a core can wait for.
 const AHEAD: usize = 16;
+/// Pages ahead whose heads are brought near, in case they lie side by side.
+const NEAR: usize = 4;
 /// Blocks from one to the next.
 const STRIDE: usize = PLACES as usize;
 /// A block may be moved between finding and reading it, and then be found again.
@@ -43,18 +46,37 @@ impl<'a> Walk<'a> {
     fn walk(&mut self) {
         // The first page says whether to look further.
         let mut look_ahead_at = 1;
+        let mut led = None;
         while self.at < self.names.len() {
-            if self.at >= look_ahead_at {
+            if led.is_none() && self.at >= look_ahead_at {
                 self.look_ahead();
                 look_ahead_at = self.at + AHEAD * STRIDE;
             }
-            let Some((place, seen)) = self.page() else { return };
+            let Some((place, seen)) = led.take().or_else(|| self.page()) else { return };
+            self.at += seen.len as usize;
+            // The next is looked at before this one is counted, so that its lines come meanwhile.
+            led = seen.next.and_then(|place| self.read(place));
             let window = Window { at: place.at(), len: seen.len };
             if !self.partition.count(&seen, window, &self.body.roll.reach, self.answer) {
                 return;
             }
-            self.at += seen.len as usize;
         }
+    }
+
+    /// What the page that the one before it led to has of the prompt.
+    fn read(&self, place: Place) -> Option<(Place, Seen)> {
+        let names = self.names.get(self.at..).filter(|names| !names.is_empty())?;
+        let page = self.body.page(place.page())?;
+        self.body.fetch_head(place.page() + NEAR as u32);
+        if let Some(name) = names.get((NEAR + 1) * STRIDE - 1) {
+            fetch(name);
+        }
+        let seen = page.look(place.at(), names).filter(|seen| seen.len > 0)?;
+        if let Some(crowd) = seen.several.as_deref().and_then(Option::as_ref) {
+            crowd.fetch();
+        }
+        page.warm();
+        Some((place, seen))
     }
 
     /// The page that has the next block, and how much of the prompt.
