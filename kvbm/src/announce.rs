@@ -2,7 +2,7 @@
 
 use crate::{BlockEvent, EventLog, Level, SequenceHash};
 
-/// Announces what is pushed, a run of one chain at a time; the last run when it is dropped.
+/// Announces what is pushed, a run of one chain at a time; the last run when it is [queued](Self::queue) or dropped.
 pub(crate) struct Stored<'a> {
     level: Level,
     log: &'a EventLog,
@@ -17,20 +17,22 @@ impl<'a> Stored<'a> {
 
     pub(crate) fn push(&mut self, name: SequenceHash, parent: Option<SequenceHash>) {
         if parent.is_none() || self.blocks.last().copied() != parent {
-            self.announce();
+            self.queue();
             self.parent = parent;
         }
         self.blocks.push(name);
     }
 
-    fn announce(&mut self) {
+    /// What was pushed so far has its place among events from now on.
+    pub(crate) fn queue(&mut self) {
         let blocks = std::mem::take(&mut self.blocks);
-        self.log.announce(BlockEvent::Stored { level: self.level, parent: self.parent, blocks });
+        self.log.queue(BlockEvent::Stored { level: self.level, parent: self.parent, blocks });
     }
 }
 
 impl Drop for Stored<'_> {
     fn drop(&mut self) {
-        self.announce();
+        self.queue();
+        self.log.settle();
     }
 }

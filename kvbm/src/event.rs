@@ -158,6 +158,8 @@ pub struct Gap {
 /// Announcing never blocks and never fails: the log is a ring, and a reader that falls behind gets a [`Gap`].
 pub struct EventLog {
     epoch: Epoch,
+    /// In their order, before [`State`] takes them in.
+    queue: Mutex<Vec<BlockEvent>>,
     state: Mutex<State>,
     latest: watch::Sender<u64>,
 }
@@ -171,6 +173,16 @@ struct State {
 }
 
 impl State {
+    /// An event gets its number.
+    fn enter(&mut self, event: BlockEvent) {
+        self.note(&event);
+        self.last += 1;
+        self.ring.push_back(Numbered { number: self.last, event });
+        if self.ring.len() > EventLog::KEPT {
+            self.ring.pop_front();
+        }
+    }
+
     fn note(&mut self, event: &BlockEvent) {
         let Self { announced, digest, .. } = self;
         match event {
@@ -202,7 +214,7 @@ impl EventLog {
     /// An empty log for one life of its owner.
     pub fn new(epoch: Epoch) -> Self {
         let state = State { last: 0, ring: VecDeque::new(), announced: HashSet::default(), digest: Digest::default() };
-        Self { epoch, state: Mutex::new(state), latest: watch::Sender::new(0) }
+        Self { epoch, queue: Mutex::default(), state: Mutex::new(state), latest: watch::Sender::new(0) }
     }
 
     /// The life that the numbers belong to.
@@ -212,24 +224,26 @@ impl EventLog {
 
     /// Gives the event the next number. Events that say nothing (no blocks) get none.
     pub fn announce(&self, event: BlockEvent) {
-        let last = {
-            let mut state = self.lock();
-            if let BlockEvent::Stored { blocks, .. } | BlockEvent::Removed { blocks, .. } = &event
-                && blocks.is_empty()
-            {
-                return;
-            }
-            state.note(&event);
-            state.last += 1;
-            let number = state.last;
-            state.ring.push_back(Numbered { number, event });
-            if state.ring.len() > Self::KEPT {
-                state.ring.pop_front();
-            }
-            number
-        };
+        self.queue(event);
+        self.settle();
+    }
+
+    /// The same for who has no time now, being under a lock that gives events their order, and [settles](Self::settle) it
+    /// soon: whoever reads the log first finds it there as well.
+    pub(crate) fn queue(&self, event: BlockEvent) {
+        if let BlockEvent::Stored { blocks, .. } | BlockEvent::Removed { blocks, .. } = &event
+            && blocks.is_empty()
+        {
+            return;
+        }
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner).push(event);
+    }
+
+    /// Takes in what was queued, and says so to those who wait.
+    pub(crate) fn settle(&self) {
+        let last = self.lock().last;
         // Two announcers may arrive here out of order; readers only use the value as "look again".
-        self.latest.send_modify(|latest| *latest = last.max(*latest));
+        self.latest.send_if_modified(|latest| last > std::mem::replace(latest, last.max(*latest)));
     }
 
     /// Events after `number`, at most `limit`, or a gap when some of them are gone.
@@ -261,8 +275,13 @@ impl EventLog {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        // No code that runs under this lock can panic half-way through a change of meaning.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        // No code that runs under these locks can panic half-way through a change of meaning.
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let queued = std::mem::take(&mut *self.queue.lock().unwrap_or_else(PoisonError::into_inner));
+        for event in queued {
+            state.enter(event);
+        }
+        state
     }
 }
 

@@ -7,19 +7,24 @@
 //! in a chain. **Invariant: a held block holds its parent.** So every block that is not held can be given up, in some
 //! order, and [`Residents::idle`] is exactly what an allocation can count on.
 //!
-//! **Who goes first**: of the domain that has to pay ([`crate::shares`]) and its leaves of the least priority, the one that was used least often, and of those the one that
-//! was let go longest ago.
-//! Counts fade ([`frequency`]). So what is read once, however much of it, passes through without displacing what is used
+//! **Who goes first**: of the domain that has to pay ([`crate::shares`]) and its leaves of the least priority, the one that
+//! was used least often, and of those the one that was let go longest ago. Counts fade ([`frequency`]). So what is read once, however much of it, passes through without displacing what is used
 //! again and again. A new block always gets in, and for as long as it is among the *young* (an eighth of the slots) it goes
 //! after all others: there is time for it to be used again.
 
 mod frequency;
+mod kin;
+mod node;
+mod turn;
 
-use crate::names::{ByName, Positions};
+use crate::names::{Ahead, ByName, Positions};
 use crate::shares::{Bounds, payer};
 use crate::{Priority, SequenceHash, memory};
-use frequency::{Frequency, Uses};
+use frequency::Frequency;
+use kin::Parent;
+use node::{Followers, Leaf, Node};
 use std::collections::BTreeSet;
+use turn::Turn;
 
 /// The blocks of one pool, by slot.
 pub(crate) struct Residents {
@@ -46,9 +51,6 @@ struct Group {
     leaves: BTreeSet<Leaf>,
 }
 
-/// A leaf among others: the first goes first. Ends in its slot.
-type Leaf = (Priority, Turn, u32);
-
 /// What [`Residents::remove`] did.
 pub(crate) enum Removed {
     /// There was no such block.
@@ -64,101 +66,6 @@ impl Group {
         let first = |priority| self.leaves.range((priority, Turn::YOUNG, 0)..=(priority, Turn::LAST, u32::MAX)).next();
         Priority::ALL.into_iter().filter_map(first).min_by_key(|(_, turn, _)| *turn)
     }
-}
-
-/// All that is known of a slot, in one line of the cache.
-#[derive(Clone)]
-#[repr(align(64))]
-struct Node {
-    name: SequenceHash,
-    parent: Option<SequenceHash>,
-    resident: bool,
-    /// Where the parent was last seen; true only if that node still bears its name.
-    parent_at: u32,
-    /// Guards that outsiders have.
-    holds: u32,
-    followers: Followers,
-    turn: Turn,
-    /// As of the turn's height.
-    uses: Uses,
-    priority: Priority,
-    group: u16,
-}
-
-const _: () = assert!(size_of::<Node>() == 64);
-
-#[derive(Clone, Copy, Default)]
-struct Followers {
-    resident: u32,
-    held: u32,
-}
-
-impl Node {
-    const EMPTY: Self = Self {
-        name: SequenceHash::from_bytes([0; 16]),
-        parent: None,
-        resident: false,
-        parent_at: 0,
-        holds: 0,
-        followers: Followers { resident: 0, held: 0 },
-        turn: Turn(0),
-        uses: 0,
-        priority: Priority::Normal,
-        group: 0,
-    };
-
-    fn leaf(&self, slot: u32) -> Leaf {
-        (self.priority, self.turn, slot)
-    }
-
-    fn held(&self) -> bool {
-        self.holds > 0 || self.followers.held > 0
-    }
-}
-
-/// When a block goes: the lower first. In one word:
-///
-/// ```text
-///   grown   0 │ height, 21 bits │ time, 42 bits
-///   young   1 │ time, 42 bits   │ height, 21 bits
-/// ```
-/// The height is what its uses give it ([`Frequency::height`]), the time when it was last let go: 42 bits count a million
-/// blocks let go each second for fifty days. What comes round then is in the wrong order, and no worse.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-struct Turn(u64);
-
-impl Turn {
-    const TIME: u32 = 42;
-    const HEIGHT: u32 = 21;
-    /// The first turn of the young.
-    const YOUNG: Self = Self(1 << 63);
-    const LAST: Self = Self(u64::MAX);
-
-    const fn new(young: bool, height: u32, time: u64) -> Self {
-        let (height, time) = (height as u64 & ((1 << Self::HEIGHT) - 1), time & ((1 << Self::TIME) - 1));
-        if young { Self(Self::YOUNG.0 | time << Self::HEIGHT | height) } else { Self(height << Self::TIME | time) }
-    }
-
-    const fn is_young(self) -> bool {
-        self.0 >= Self::YOUNG.0
-    }
-
-    const fn height(self) -> u32 {
-        let bits = if self.is_young() { self.0 } else { self.0 >> Self::TIME };
-        (bits & ((1 << Self::HEIGHT) - 1)) as u32
-    }
-
-    const fn time(self) -> u64 {
-        let bits = if self.is_young() { self.0 >> Self::HEIGHT } else { self.0 };
-        bits & ((1 << Self::TIME) - 1)
-    }
-}
-
-/// Where the parent of a block is.
-enum Parent {
-    Root,
-    Here(u32),
-    Absent(SequenceHash),
 }
 
 impl Residents {
@@ -201,13 +108,27 @@ impl Residents {
     }
 
     /// Where one of many names is that are looked up one after the other, from the first.
-    pub(crate) fn find_of(&self, names: &[SequenceHash], at: usize) -> Option<u32> {
-        self.names.find_of(names, at, |at| &self.nodes[at as usize], |node, name| node.name == *name)
+    pub(crate) fn find_of(&self, ahead: &mut Ahead, names: &[SequenceHash], at: usize) -> Option<u32> {
+        self.names.find_of(ahead, names, at, |at| self.nodes.get(at as usize), |node, name| node.name == *name)
     }
 
     /// Where each of `names` is.
     pub(crate) fn find_each(&self, names: &[SequenceHash]) -> impl Iterator<Item = Option<u32>> {
-        (0..names.len()).map(|at| self.find_of(names, at))
+        let mut ahead = Ahead::default();
+        (0..names.len()).map(move |at| self.find_of(&mut ahead, names, at))
+    }
+
+    /// Begins to bring what [`Residents::insert`] of a name reads.
+    pub(crate) fn expect(&self, name: &SequenceHash) {
+        self.names.fetch(name);
+        self.frequency.fetch(name);
+    }
+
+    /// Begins to bring what is known of a block in a slot.
+    pub(crate) fn fetch(&self, slot: u32) {
+        if let Some(node) = self.nodes.get(slot as usize) {
+            memory::fetch(node);
+        }
     }
 
     /// What a block in a slot is, and what precedes it.
@@ -290,6 +211,26 @@ impl Residents {
         }
     }
 
+    /// One more guard of a block, which is used once more. As a rule it follows the block in the slot `after`, which the
+    /// caller holds: then that is all that is looked at.
+    pub(crate) fn take(&mut self, slot: u32, after: Option<(u32, SequenceHash)>) {
+        let node = &mut self.nodes[slot as usize];
+        if node.held() {
+            node.holds += 1;
+        } else if let Some((at, name)) = after
+            && node.parent_at == at
+            && node.parent == Some(name)
+            && node.followers.resident > 0
+        {
+            node.holds += 1;
+            self.idle -= 1;
+            self.nodes[at as usize].followers.held += 1;
+        } else {
+            self.hold(slot);
+        }
+        self.used(slot);
+    }
+
     /// A held block is used once more.
     pub(crate) fn used(&mut self, slot: u32) {
         let node = &mut self.nodes[slot as usize];
@@ -337,7 +278,10 @@ impl Residents {
 
     fn evict_of(&mut self, group: usize) -> Option<(u32, SequenceHash)> {
         let &(.., slot) = self.groups[group].leaves.first()?;
-        let Node { name, uses, turn, .. } = self.nodes[slot as usize];
+        let Node { name, uses, turn, parent_at, .. } = self.nodes[slot as usize];
+        self.expect(&name);
+        // As a rule the next to go.
+        self.fetch(parent_at);
         self.frequency.remember(&name, self.frequency.faded(uses, turn.height()));
         self.detach(slot);
         Some((slot, name))
@@ -369,111 +313,6 @@ impl Residents {
             self.absent.insert(name, followers);
         }
         self.unfollow(slot);
-    }
-
-    fn follow(&mut self, slot: u32) {
-        match self.parent_of(slot) {
-            Parent::Root => {}
-            Parent::Absent(name) => self.absent.entry(name).or_default().resident += 1,
-            Parent::Here(at) => {
-                let node = &mut self.nodes[at as usize];
-                if node.followers.resident == 0 {
-                    self.groups[usize::from(node.group)].leaves.remove(&node.leaf(at));
-                }
-                node.followers.resident += 1;
-            }
-        }
-    }
-
-    fn unfollow(&mut self, slot: u32) {
-        match self.parent_of(slot) {
-            Parent::Root => {}
-            Parent::Absent(name) => {
-                let followers =
-                    self.absent.get_mut(&name).expect("a resident child is counted under its parent's name");
-                followers.resident -= 1;
-                if followers.resident == 0 {
-                    self.absent.remove(&name);
-                }
-            }
-            Parent::Here(at) => {
-                let node = &mut self.nodes[at as usize];
-                node.followers.resident -= 1;
-                if node.followers.resident == 0 && !node.held() {
-                    self.groups[usize::from(node.group)].leaves.insert(node.leaf(at));
-                }
-            }
-        }
-    }
-
-    /// Not held a moment ago. Walks up to the first ancestor that was held before; a chain pinned from its root on walks
-    /// one step per block.
-    fn became_held(&mut self, mut slot: u32) {
-        loop {
-            self.idle -= 1;
-            let node = &self.nodes[slot as usize];
-            if node.followers.resident == 0 {
-                self.groups[usize::from(node.group)].leaves.remove(&node.leaf(slot));
-            }
-            match self.parent_of(slot) {
-                Parent::Root => return,
-                Parent::Absent(name) => return self.absent.entry(name).or_default().held += 1,
-                Parent::Here(at) => {
-                    let node = &mut self.nodes[at as usize];
-                    let before = node.held();
-                    node.followers.held += 1;
-                    if before {
-                        return;
-                    }
-                    slot = at;
-                }
-            }
-        }
-    }
-
-    /// Nobody holds it any more. Walks up to the first ancestor that is still held.
-    fn became_idle(&mut self, mut slot: u32) {
-        loop {
-            self.idle += 1;
-            self.clock += 1;
-            let node = &mut self.nodes[slot as usize];
-            node.turn = Turn::new(node.turn.is_young(), node.turn.height(), self.clock);
-            if node.followers.resident == 0 {
-                self.groups[usize::from(node.group)].leaves.insert(node.leaf(slot));
-            }
-            match self.parent_of(slot) {
-                Parent::Root => return,
-                Parent::Absent(name) => {
-                    let followers =
-                        self.absent.get_mut(&name).expect("a held child is counted under its parent's name");
-                    return followers.held -= 1;
-                }
-                Parent::Here(at) => {
-                    let node = &mut self.nodes[at as usize];
-                    node.followers.held -= 1;
-                    if node.held() {
-                        return;
-                    }
-                    slot = at;
-                }
-            }
-        }
-    }
-
-    fn parent_of(&mut self, slot: u32) -> Parent {
-        let node = &self.nodes[slot as usize];
-        let Some(name) = node.parent else { return Parent::Root };
-        let seen = &self.nodes[node.parent_at as usize];
-        if seen.resident && seen.name == name {
-            return Parent::Here(node.parent_at);
-        }
-        match self.find(name) {
-            None => Parent::Absent(name),
-            Some(at) => {
-                self.nodes[slot as usize].parent_at = at;
-                Parent::Here(at)
-            }
-        }
     }
 }
 

@@ -7,7 +7,7 @@
 mod terms;
 
 use crate::announce::Stored;
-use crate::names::NameMap;
+use crate::names::{Ahead, NameMap};
 use crate::{BlockEvent, Census, Date, EventLog, Fingerprint, Keep, Level, SequenceHash};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
@@ -59,8 +59,9 @@ impl<P: Copy> Index<P> {
     ) -> Vec<Option<P>> {
         let mut spaces = self.write();
         let Some(space) = spaces.get_mut(&fingerprint) else { return vec![None; names.len()] };
+        let mut ahead = Ahead::default();
         let mut find = |at| {
-            let place = space.get_mut_of(names, at)?;
+            let place = space.get_mut_of(&mut ahead, names, at)?;
             touch(place);
             Some(*place)
         };

@@ -207,7 +207,7 @@ impl BlockManager {
         if let Some(host) = &core.host {
             host.renew(&changed.iter().map(|(name, _)| *name).collect::<Vec<_>>(), keep);
         }
-        let fresh = changed.iter().filter(|(_, before)| keep.store && !before.store);
+        let fresh = changed.iter().filter(|(_, before)| keep.store && !before.keep.store);
         self.0.offer(&fresh.map(|(name, _)| *name).collect::<Vec<_>>());
     }
 

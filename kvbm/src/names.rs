@@ -2,9 +2,12 @@
 //!
 //! Names are keyed hashes already, so nothing hashes them again: a few of their bytes say where in a table they belong.
 //! A table of a million names is larger than any cache, so what matters is how many misses a look-up waits for, and
-//! whether it waits for them one by one: [`Positions::find_of`] begins those that come later.
+//! whether it waits for them one by one: [`positions`] has one for each name, begun before its turn.
 
-use crate::{SequenceHash, memory};
+mod positions;
+
+use crate::SequenceHash;
+pub(crate) use positions::{Ahead, Positions};
 use std::collections::{HashMap, HashSet};
 use std::hash::{BuildHasherDefault, Hasher};
 
@@ -39,165 +42,6 @@ impl Hasher for NameHasher {
 
 /// Names looked up in one go, under one lock: a few microseconds.
 pub(crate) const BATCH: usize = 128;
-
-/// Which position in somebody's array each name has. Open addressing; the names themselves stand in the array.
-#[derive(Default)]
-pub(crate) struct Positions {
-    /// The upper half of an entry is the name's tag, the lower half its position plus one; 0 is empty. A power of two.
-    entries: Vec<u64>,
-    len: usize,
-}
-
-impl Positions {
-    const LEAST: usize = 16;
-
-    /// Room for `names` without growing. The memory is reserved, and touched only as names come.
-    pub(crate) fn with_capacity(names: usize) -> Self {
-        Self { entries: Self::empty((names * 2).next_power_of_two().max(Self::LEAST)), len: 0 }
-    }
-
-    fn empty(size: usize) -> Vec<u64> {
-        let entries = vec![0; size];
-        memory::enlarge(entries.as_slice());
-        entries
-    }
-
-    /// How many names have a position.
-    pub(crate) fn len(&self) -> usize {
-        self.len
-    }
-
-    /// Where a name is. `at` says whether a position holds it: tags are short, and two names may share one.
-    pub(crate) fn find(&self, name: &SequenceHash, at: impl Fn(u32) -> bool) -> Option<u32> {
-        let mut slot = self.home(tag(name));
-        loop {
-            let entry = *self.entries.get(slot)?;
-            let position = (entry as u32).checked_sub(1)?;
-            if (entry >> 32) as u32 == tag(name) && at(position) {
-                return Some(position);
-            }
-            slot = self.after(slot);
-        }
-    }
-
-    /// Where one of many names is that are looked up one after the other, from the first: begins the look-ups that follow.
-    /// `place` is what stands at a position and bears a name, which `named` compares.
-    pub(crate) fn find_of<'a, T: 'a>(
-        &self,
-        names: &[SequenceHash],
-        at: usize,
-        place: impl Fn(u32) -> &'a T,
-        named: impl Fn(&T, &SequenceHash) -> bool,
-    ) -> Option<u32> {
-        /// So many look-ups before its turn a look-up begins, for each of the two places that it reads. About as many
-        /// misses as a core waits for at once; with twice as many it took half as long again.
-        const AHEAD: usize = 16;
-        let fetch = |near: usize| {
-            if let Some(position) = names.get(near).and_then(|name| self.guess(name)) {
-                memory::fetch(place(position));
-            }
-        };
-        if at == 0 {
-            names.iter().take(2 * AHEAD).for_each(|name| self.fetch(name));
-            (0..AHEAD).for_each(fetch);
-        }
-        if let Some(far) = names.get(at + 2 * AHEAD) {
-            self.fetch(far);
-        }
-        fetch(at + AHEAD);
-        let name = &names[at];
-        let guess = self.guess(name).filter(|position| named(place(*position), name));
-        guess.or_else(|| self.find(name, |position| named(place(position), name)))
-    }
-
-    /// Where a name probably is: good enough to look there first. Never branches on what it reads, since a wrong turn costs
-    /// as much as a look.
-    fn guess(&self, name: &SequenceHash) -> Option<u32> {
-        /// Nine of ten names are as near to where they belong.
-        const NEAR: usize = 4;
-        let (tag, mut near) = (tag(name), 0);
-        let last = self.entries.len().checked_sub(1)?;
-        for step in (0..NEAR).rev() {
-            let entry = self.entries[(self.home(tag) + step) & last];
-            near = if (entry >> 32) as u32 == tag { entry } else { near };
-        }
-        (near as u32).checked_sub(1)
-    }
-
-    fn fetch(&self, name: &SequenceHash) {
-        if let Some(entry) = self.entries.get(self.home(tag(name))) {
-            memory::fetch(entry);
-        }
-    }
-
-    /// Adds a name that is not here.
-    pub(crate) fn insert(&mut self, name: &SequenceHash, position: u32) {
-        if self.entries.len() < (self.len + 1) * 2 {
-            self.grow();
-        }
-        self.len += 1;
-        self.put(u64::from(tag(name)) << 32 | (u64::from(position) + 1));
-    }
-
-    /// Removes a name from a position that holds it.
-    pub(crate) fn remove(&mut self, name: &SequenceHash, position: u32) {
-        let mut hole = self.slot_of(name, position);
-        self.len -= 1;
-        // Those behind it move up, unless that would put them before where they belong.
-        let mut next = self.after(hole);
-        while self.entries[next] != 0 {
-            let home = self.home((self.entries[next] >> 32) as u32);
-            let distance = |from: usize, to: usize| to.wrapping_sub(from) & (self.entries.len() - 1);
-            if distance(home, next) >= distance(hole, next) {
-                self.entries[hole] = self.entries[next];
-                hole = next;
-            }
-            next = self.after(next);
-        }
-        self.entries[hole] = 0;
-    }
-
-    /// A name moves.
-    fn relocate(&mut self, name: &SequenceHash, from: u32, to: u32) {
-        let slot = self.slot_of(name, from);
-        self.entries[slot] = u64::from(tag(name)) << 32 | (u64::from(to) + 1);
-    }
-
-    fn slot_of(&self, name: &SequenceHash, position: u32) -> usize {
-        let entry = u64::from(tag(name)) << 32 | (u64::from(position) + 1);
-        let mut slot = self.home(tag(name));
-        while self.entries[slot] != entry {
-            assert!(self.entries[slot] != 0, "{name} is not at {position}");
-            slot = self.after(slot);
-        }
-        slot
-    }
-
-    fn put(&mut self, entry: u64) {
-        let mut slot = self.home((entry >> 32) as u32);
-        while self.entries[slot] != 0 {
-            slot = self.after(slot);
-        }
-        self.entries[slot] = entry;
-    }
-
-    fn grow(&mut self) {
-        let larger = Self::empty((self.entries.len() * 2).max(Self::LEAST));
-        for entry in std::mem::replace(&mut self.entries, larger) {
-            if entry != 0 {
-                self.put(entry);
-            }
-        }
-    }
-
-    fn home(&self, tag: u32) -> usize {
-        tag as usize & self.entries.len().wrapping_sub(1)
-    }
-
-    fn after(&self, slot: usize) -> usize {
-        (slot + 1) & (self.entries.len() - 1)
-    }
-}
 
 /// The golden ratio in 64 bits: spreads names that were counted up rather than hashed, as in tests.
 const SPREAD: u64 = 0x9E37_79B9_7F4A_7C15;
@@ -246,12 +90,13 @@ impl<T> NameMap<T> {
 
     /// How many of `names`, counted from the first, are here.
     pub(crate) fn leading(&self, names: &[SequenceHash]) -> usize {
-        (0..names.len()).take_while(|at| self.position_of(names, *at).is_some()).count()
+        let mut ahead = Ahead::default();
+        (0..names.len()).take_while(|at| self.position_of(&mut ahead, names, *at).is_some()).count()
     }
 
     /// The value of one of many names that are looked up one after the other, from the first.
-    pub(crate) fn get_mut_of(&mut self, names: &[SequenceHash], at: usize) -> Option<&mut T> {
-        self.position_of(names, at).map(|at| &mut self.entries[at as usize].1)
+    pub(crate) fn get_mut_of(&mut self, ahead: &mut Ahead, names: &[SequenceHash], at: usize) -> Option<&mut T> {
+        self.position_of(ahead, names, at).map(|at| &mut self.entries[at as usize].1)
     }
 
     /// Gives a name a value; the one that it had, if any.
@@ -274,9 +119,9 @@ impl<T> NameMap<T> {
         Some(value)
     }
 
-    fn position_of(&self, names: &[SequenceHash], at: usize) -> Option<u32> {
-        let place = |position: u32| &self.entries[position as usize];
-        self.positions.find_of(names, at, place, |(known, _), name| known == name)
+    fn position_of(&self, ahead: &mut Ahead, names: &[SequenceHash], at: usize) -> Option<u32> {
+        let place = |position: u32| self.entries.get(position as usize);
+        self.positions.find_of(ahead, names, at, place, |(known, _), name| known == name)
     }
 
     fn position(&self, name: &SequenceHash) -> Option<u32> {
@@ -292,7 +137,7 @@ mod tests {
     /// Few tags for many names, so that clusters form, wrap around and are closed again.
     fn name(n: u8) -> SequenceHash {
         let mut bytes = [0; 16];
-        bytes[0] = n % 11;
+        bytes[0] = n % 5;
         bytes[15] = n;
         SequenceHash::from_bytes(bytes)
     }

@@ -6,7 +6,7 @@
 //!
 //! **Nobody is kept out.** Frequency says who leaves, never who comes in.
 
-use crate::SequenceHash;
+use crate::{SequenceHash, memory};
 
 /// Uses, as far as they are told apart: 0 to 15.
 pub(super) type Uses = u8;
@@ -33,8 +33,9 @@ impl Frequency {
 
     /// For a pool of so many blocks. A word for each, as many counters as an epoch fills to a quarter.
     pub(super) fn new(capacity: usize) -> Self {
-        let words = capacity.next_power_of_two();
-        Self { counters: vec![0; words], epoch: 0, uses: 0, period: (capacity as u64 * Self::PERIOD).max(1) }
+        let counters = vec![0; capacity.next_power_of_two()];
+        memory::enlarge(counters.as_slice());
+        Self { counters, epoch: 0, uses: 0, period: (capacity as u64 * Self::PERIOD).max(1) }
     }
 
     /// Where the order of leaving begins for a block: the more often it was used and the less of that faded, the higher.
@@ -76,6 +77,11 @@ impl Frequency {
                 *word = *word & !(u64::from(Self::MOST) << shift(at)) | u64::from(uses) << shift(at);
             }
         }
+    }
+
+    /// Begins to bring what is known of a name.
+    pub(super) fn fetch(&self, name: &SequenceHash) {
+        self.places(name).into_iter().for_each(|at| memory::fetch(&self.counters[at / Self::WORD]));
     }
 
     /// A name is a keyed hash, so its own bits are as good as four seeded hashes of it.

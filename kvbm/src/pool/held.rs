@@ -164,18 +164,24 @@ impl IntoIterator for CachedBlocks {
     }
 }
 
+/// So many blocks before its turn what is known of a block begins to come.
+const AHEAD: usize = 8;
+
 impl Shared {
     /// One guard less of each block. From the last to the first: a block lets go of its parent before that is let go of,
     /// so that each costs the same, and the deepest is the oldest of them.
     fn release(&self, blocks: &[Held]) {
         for some in blocks.rchunks(BATCH) {
             let mut state = self.lock();
-            for block in some.iter().rev() {
+            for (at, block) in some.iter().enumerate().rev() {
+                if let Some(next) = at.checked_sub(AHEAD) {
+                    state.residents.fetch(some[next].id);
+                }
                 if state.residents.release(block.id) {
                     state.free.push(block.id);
                 }
             }
-            self.shed(&mut state);
+            state.shed();
         }
     }
 }

@@ -4,7 +4,7 @@
 //! stays, what precedes it stays, and what can be allocated is still counted exactly. Pins are bounded, since a pool that
 //! is full of them serves nobody.
 
-use crate::{Custody, Date, Keep};
+use crate::{Custody, Date, Keep, memory};
 use std::collections::BTreeSet;
 
 /// The terms of a pool's blocks.
@@ -62,7 +62,9 @@ impl Keeping {
     const PINNED_SHARE: usize = 2;
 
     pub(super) fn new(capacity: usize) -> Self {
-        let slots = vec![Kept::default(); capacity];
+        let mut slots = Vec::with_capacity(capacity);
+        memory::enlarge(slots.spare_capacity_mut());
+        slots.resize(capacity, Kept::default());
         Self { slots, due: BTreeSet::new(), special: 0, pins: 0, pins_max: capacity / Self::PINNED_SHARE }
     }
 

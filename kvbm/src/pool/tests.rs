@@ -1,4 +1,5 @@
 use super::*;
+use crate::BlockEvent;
 use crate::event::Epoch;
 use prometheus::IntGauge;
 use proptest::prelude::*;

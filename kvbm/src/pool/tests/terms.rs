@@ -1,7 +1,7 @@
 //! Expiry, pins and priority in one pool.
 
 use super::*;
-use crate::{Priority, Retention};
+use crate::{Date, Priority, Retention};
 use std::time::Duration;
 
 const START: u64 = 1_000;
@@ -117,7 +117,7 @@ fn renewing_extends_and_never_shortens() {
     drop([timed.put(1, None, ttl(10)), timed.put(2, Some(1), Retention { store: false, ..ttl(50) })]);
     let changed = timed.pool.renew([name(1), name(2), name(9)], ttl(30).from(timed.clock.now()));
     assert_eq!(
-        changed.iter().map(|(name, before)| (*name, before.store)).collect::<Vec<_>>(),
+        changed.iter().map(|(name, before)| (*name, before.keep.store)).collect::<Vec<_>>(),
         [(name(1), true), (name(2), false)]
     );
     timed.at(29);
