@@ -21,12 +21,12 @@ use crate::event::{EventLog, Level};
 use crate::host::HostTier;
 use crate::metrics::Metrics;
 use crate::peer::Peer;
-use crate::pool::{CachedBlock, CachedBlocks, FullBlock, PartialBlock, Pool};
+use crate::pool::{CachedBlock, CachedBlocks, FullBlock, Held, PartialBlock, Pool};
 use crate::tier::Tier;
 use crate::{Census, Clock, Custody, DomainId, Retention, SequenceHash, Shares};
 use coming::Coming;
 use loading::Job;
-use offload::{Lane, Offers};
+use offload::{Lane, Offer, Offers};
 use source::{Source, extent, locate};
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -151,8 +151,8 @@ impl BlockManager {
         Self(Arc::new(Inner { core, lanes, sources, coming, _sweeper: sweeper, ahead, ahead_max, strangers }))
     }
 
-    /// Keeps to what domains are promised of G1. To be called before there are any blocks. G2 is told by itself
-    /// ([`HostTier::with_shares`]).
+    /// Keeps to what domains are promised of G1, and to their weights on the way down. To be called before there are any
+    /// blocks. G2 is told by itself ([`HostTier::with_shares`]).
     ///
     /// # Panics
     /// When there are.
@@ -160,6 +160,7 @@ impl BlockManager {
     pub fn with_shares(self, shares: &Shares) -> Self {
         let core = &self.0.core;
         core.pool.divide(shares.at(Level::G1, core.device.block_bytes() as u64));
+        self.0.lanes.iter().for_each(|lane| lane.offers().weigh(shares));
         self
     }
 
@@ -208,7 +209,8 @@ impl BlockManager {
             host.renew(&changed.iter().map(|(name, _)| *name).collect::<Vec<_>>(), keep);
         }
         let fresh = changed.iter().filter(|(_, before)| keep.store && !before.keep.store);
-        self.0.offer(&fresh.map(|(name, _)| *name).collect::<Vec<_>>());
+        let offer = |&(name, Custody { domain, .. }): &(SequenceHash, Custody)| Offer { name, domain };
+        self.0.offer(&fresh.map(offer).collect::<Vec<_>>());
     }
 
     /// Lets G1 give up pinned blocks too: for who could not run at all otherwise.
@@ -314,16 +316,17 @@ impl Inner {
         let custody = blocks.custody();
         let wanted = |at: &usize| which(*at) && custody[*at].keep.store;
         let stored = blocks.iter().enumerate().filter(|(at, _)| wanted(at));
-        self.offer(&stored.map(|(_, held)| held.name()).collect::<Vec<_>>());
+        let offer = |(at, held): (usize, &Held)| Offer { name: held.name(), domain: custody[at].domain };
+        self.offer(&stored.map(offer).collect::<Vec<_>>());
     }
 
     /// Into G2 first, whose lane offers them on; without a G2 to every tier.
-    fn offer(&self, names: &[SequenceHash]) {
+    fn offer(&self, offers: &[Offer]) {
         if self.core.is_poisoned() {
             return;
         }
         let first = if self.core.host.is_some() { 1 } else { self.lanes.len() };
-        self.lanes.iter().take(first).map(Lane::offers).for_each(|offers: &Offers| offers.offer(&self.core, names));
+        self.lanes.iter().take(first).map(Lane::offers).for_each(|lane: &Offers| lane.offer(&self.core, offers));
     }
 
     fn begin(

@@ -61,6 +61,11 @@ impl Shares {
         self.0.iter().filter_map(|(domain, share)| Some((*domain, at(share)?))).collect()
     }
 
+    /// What a domain weighs, in hundredths.
+    pub(crate) fn weight(&self, domain: DomainId) -> u32 {
+        self.0.get(&domain).map_or(fair::ONE, |share| share.weight)
+    }
+
     /// What it means for a tier whose blocks take `unit` bytes.
     pub(crate) fn at(&self, level: Level, unit: u64) -> Division {
         let quota = |share: &Share| share.quotas.get(&level).copied().unwrap_or_default();

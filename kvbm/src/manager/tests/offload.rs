@@ -1,6 +1,7 @@
 //! Blocks on their way down.
 
 use super::*;
+use crate::shares::Quota;
 
 #[tokio::test]
 async fn registered_blocks_rest_in_every_tier_after_a_flush() {
@@ -75,6 +76,31 @@ async fn a_busy_tier_is_offered_the_blocks_again() {
     let stored = inner.usage().blocks;
     assert_eq!(stored + site.counter("offload_dropped_blocks_total", Level::G3), 40);
     assert!(stored >= 36, "seven tries each: {stored}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_flood_of_one_domain_costs_another_no_block_on_the_way_down() {
+    let domain = |n| Custody { domain: DomainId::from_bytes([n; 16]), ..Custody::default() };
+    let (flood, quiet) = (domain(1), domain(2));
+    let quota = Quota { guaranteed: (16 * SIZE) as u64, maximum: None };
+    for level in [Level::G3, Level::G4] {
+        let inner = at(level, 0, 0);
+        let second = Duration::from_secs(1);
+        let slow = Faulty::new(inner.clone(), 1, Faults { latency: second..=second, ..Faults::default() });
+        let mut site = Site::new(64, 0, vec![Arc::new(slow)]);
+        site.manager = site.manager.with_shares(&Shares::default().promise(quiet.domain, Level::G1, quota));
+        // 64 names fill the lane, and the tier takes 16 of them a second.
+        for n in 0..40 {
+            drop(site.compute_for(1_000 + n * 32..1_032 + n * 32, flood));
+            if n == 20 {
+                drop(site.compute_for(0..12, quiet));
+            }
+            tokio::time::sleep(Duration::from_millis(200)).await;
+        }
+        assert_eq!(inner.holds(fingerprint(), &names(12)), 12, "{level}: and without waiting for all of the flood");
+        site.manager.flush().await;
+        assert!(site.counter("offload_dropped_blocks_total", level) > 1_000, "{level}: it was a flood");
+    }
 }
 
 #[tokio::test]
