@@ -32,6 +32,7 @@ async fn flood(tier: &DiskTier, seed: u64) {
     for seed in seed..seed + 100 {
         store(tier, chain(seed, 20)).await;
     }
+    idle(tier).await;
 }
 
 #[tokio::test]
