@@ -3,6 +3,7 @@
 use crate::bench::Bench;
 use crate::cache::Cache;
 use crate::config::{Flag, Sources};
+use crate::fit::Fit;
 use crate::replay::Replay;
 use clap::{Args, Parser, Subcommand};
 use std::path::PathBuf;
@@ -27,6 +28,9 @@ pub enum Command {
 
     /// Replay a recorded trace through the router with simulated workers, and compare policies.
     Replay(Box<Replay>),
+
+    /// Learn from a record of served requests how fast the workers were, as a profile for `replay`.
+    Fit(Fit),
 
     /// Measure this machine.
     Bench(Bench),

@@ -6,6 +6,7 @@ use blockyard::bench;
 use blockyard::cache;
 use blockyard::cli::{Cli, Command, Serve};
 use blockyard::config::{self, Config, Log, LogFormat, Origins, Sources};
+use blockyard::fit;
 use blockyard::node::Node;
 use blockyard::reload::{Apply, Reload, Relog};
 use blockyard::replay;
@@ -21,6 +22,7 @@ fn main() -> ExitCode {
     let outcome = match Cli::parse().command {
         Command::Serve(serve) => run(&serve),
         Command::Replay(replay) => replay::run(&replay),
+        Command::Fit(fit) => fit::run(&fit),
         Command::Bench(bench) => bench::run(&bench),
         Command::Cache(cache) => cache::run(&cache),
     };

@@ -2,11 +2,11 @@
 //! standard error.
 
 use anyhow::{Context, bail};
-use router::replay::{self, Chooser, Figures, Options, Profile, Slo, Trace};
+use router::replay::{self, Admission, Chooser, Figures, Options, Profile, Slo, Trace};
 use serde::Serialize;
 use std::fs::File;
-use std::io::{BufReader, Write, stdin, stdout};
-use std::path::PathBuf;
+use std::io::{BufRead, BufReader, Write, stdin, stdout};
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 /// `blockyard replay`.
@@ -62,6 +62,11 @@ pub struct Replay {
     #[arg(long, value_name = "SHARE", default_value_t = 1.0, value_parser = part)]
     loss_until: f64,
 
+    /// Whether requests pass the router's waiting room: `off`; `room`: they wait there while their worker has too much to do;
+    /// `deadline`: besides, one whose first token would come later than --slo-ttft is refused
+    #[arg(long, value_name = "HOW", default_value = "off", value_parser = admission)]
+    admission: Admission,
+
     /// Goodput counts answers whose first token comes within this time …
     #[arg(long, value_name = "TIME", default_value = "2s", value_parser = duration)]
     slo_ttft: Duration,
@@ -96,6 +101,7 @@ struct Report<'a> {
     loss_until: f64,
     slo_ttft_s: f64,
     slo_itl_s: f64,
+    admission: &'static str,
     seeds: u64,
     policies: Vec<Figures>,
 }
@@ -104,7 +110,7 @@ struct Report<'a> {
 pub fn run(args: &Replay) -> anyhow::Result<()> {
     let trace = read(args)?;
     let slo = Slo { ttft: args.slo_ttft, itl: args.slo_itl };
-    let profile = profile(args)?;
+    let profile = profile("--profile", args.profile.as_deref())?;
     let options = Options {
         profile,
         workers: args.workers as usize,
@@ -113,6 +119,7 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
         loss: args.loss,
         loss_until: args.loss_until,
         slo,
+        admission: args.admission,
     };
     let bound = trace.bound();
     eprintln!(
@@ -164,6 +171,7 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
         loss_until: args.loss_until,
         slo_ttft_s: slo.ttft.as_secs_f64(),
         slo_itl_s: slo.itl.as_secs_f64(),
+        admission: args.admission.name(),
         seeds: args.seeds,
         policies,
     };
@@ -172,20 +180,24 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
 }
 
 fn read(args: &Replay) -> anyhow::Result<Trace> {
-    let name = args.trace.display();
-    let trace = if args.trace.as_os_str() == "-" {
-        Trace::read(stdin().lock())
-    } else {
-        Trace::read(BufReader::new(File::open(&args.trace).with_context(|| format!("{name}"))?))
-    };
-    trace.with_context(|| format!("{name}"))
+    Trace::read(open(&args.trace)?).with_context(|| args.trace.display().to_string())
 }
 
-fn profile(args: &Replay) -> anyhow::Result<Profile> {
-    let (name, text) = match &args.profile {
+/// A file of lines; `-` is standard input.
+pub(crate) fn open(path: &Path) -> anyhow::Result<Box<dyn BufRead>> {
+    if path.as_os_str() == "-" {
+        return Ok(Box::new(stdin().lock()));
+    }
+    let file = File::open(path).with_context(|| path.display().to_string())?;
+    Ok(Box::new(BufReader::new(file)))
+}
+
+/// The profile that a flag names, or the built-in one.
+pub(crate) fn profile(flag: &str, path: Option<&Path>) -> anyhow::Result<Profile> {
+    let (name, text) = match path {
         None => ("the built-in profile".to_owned(), H100.to_owned()),
         Some(path) => {
-            let name = format!("--profile {}", path.display());
+            let name = format!("{flag} {}", path.display());
             let text = std::fs::read_to_string(path).with_context(|| name.clone())?;
             (name, text)
         }
@@ -207,7 +219,8 @@ fn table(report: &Report<'_>) -> String {
     ];
     lines.extend(report.policies.iter().map(row));
     let refused = report.policies.iter().map(|f| f.refused).max().filter(|refused| *refused > 0);
-    lines.extend(refused.map(|refused| format!("\n{refused} requests did not fit any worker and were left out.")));
+    let why = if report.admission == "off" { "did not fit any worker" } else { "were refused at most, or did not fit" };
+    lines.extend(refused.map(|refused| format!("\n{refused} requests {why}; times are of the others.")));
     lines.join("\n") + "\n"
 }
 
@@ -224,6 +237,11 @@ fn chooser(name: &str) -> Result<Chooser, String> {
     let known: Vec<Chooser> = Chooser::all().into_iter().chain(Chooser::presets()).collect();
     let names = known.iter().map(Chooser::name).collect::<Vec<_>>().join(", ");
     known.into_iter().find(|each| each.name() == name).ok_or_else(|| format!("expected one of {names}"))
+}
+
+fn admission(name: &str) -> Result<Admission, String> {
+    let all = [Admission::Off, Admission::Room, Admission::Deadline];
+    all.into_iter().find(|each| each.name() == name).ok_or_else(|| "expected off, room or deadline".into())
 }
 
 fn positive(text: &str) -> Result<f64, String> {

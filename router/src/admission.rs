@@ -17,12 +17,12 @@ mod room;
 mod saturation;
 pub(crate) mod settings;
 
-pub(crate) use room::{Asked, Held, Lane};
+pub(crate) use room::{Asked, Entry, Held, Lane, Room};
 
 use crate::fleet::{Fleet, Member, Roster};
 use crate::metrics::Metrics;
-use room::{Entry, Refusal, Room};
-use saturation::{Full, Part, full};
+use room::Refusal;
+use saturation::{Full, Part, full, queue};
 use settings::Settings;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -67,7 +67,7 @@ pub(crate) struct Permit {
 }
 
 /// Time opens doors, too: a worker falls silent, a breaker closes. Nobody is told of that, and it is not urgent.
-const LOOK_EVERY: Duration = Duration::from_millis(250);
+pub(crate) const LOOK_EVERY: Duration = Duration::from_millis(250);
 
 impl Admission {
     pub(crate) fn new(metrics: &Metrics) -> Arc<Self> {
@@ -96,14 +96,14 @@ impl Admission {
     ) -> Result<(Permit, Option<(oneshot::Receiver<Call>, &'static str)>), Error> {
         let (now, class) = (Instant::now(), asked.priority);
         let mut desk = self.desk();
-        let barred = barred(&fleet.roster(), &desk.room, asked.lane, Some(asked.held), now);
-        let why = match barred {
-            Some(full) => full.name(),
-            None if desk.room.is_empty() => "tenant",
-            None => "turn",
+        let state = look(&fleet.roster(), &desk.room, asked.lane, Some(asked.held), now);
+        let why = match state {
+            Err(full) => full.name(),
+            Ok(_) if desk.room.is_empty() => "tenant",
+            Ok(_) => "turn",
         };
         let permit = |number| Permit { admission: self.clone(), number };
-        let refusal = match desk.room.enter(limits, asked.clone(), barred.is_none(), now) {
+        let refusal = match desk.room.enter(limits, asked.clone(), state.ok(), now) {
             Entry::Straight(number) => {
                 drop(desk);
                 self.count(class, "straight");
@@ -160,7 +160,7 @@ impl Admission {
             desk.move_on(&roster, now);
             let mut known = HashMap::new();
             while let Some(number) = desk.room.turn(limits, now, |room, lane| {
-                *known.entry(lane).or_insert_with(|| barred(&roster, room, lane, None, now).is_none())
+                *known.entry(lane).or_insert_with(|| look(&roster, room, lane, None, now).ok())
             }) {
                 known.clear();
                 desk.call(number, Call::Go);
@@ -245,35 +245,44 @@ impl Desk {
         }
         self.looked = Some(now);
         for model in self.room.models() {
-            let idle = |member: &&Arc<Member>| {
-                let standing = member.books.standing(now);
-                standing.waiting_tokens == 0 && standing.sequences == 0 && !member.avoided(now)
-            };
-            let serving = roster.members().filter(|member| *member.instance.model.id == *model);
-            let idlers = serving.filter(idle).count();
             let stale = |asked: &Asked| asked.model == model && asked.placed + LOOK_EVERY <= now;
-            for number in self.room.some(idlers, stale) {
+            for number in self.room.some(idle(roster, &model, now), stale) {
                 self.recall(number);
             }
         }
     }
 }
 
-/// What keeps a lane closed. `own`: what a request that does not wait yet has booked there itself.
-fn barred(roster: &Roster, room: &Room, lane: Lane, own: Option<[Held; 2]>, now: Instant) -> Option<Full> {
+/// How many workers of a model have nothing to do.
+pub(crate) fn idle(roster: &Roster, model: &str, now: Instant) -> usize {
+    let idle = |member: &&Arc<Member>| {
+        let standing = member.books.standing(now);
+        standing.waiting_tokens == 0 && standing.sequences == 0 && !member.avoided(now)
+    };
+    roster.members().filter(|member| *member.instance.model.id == *model).filter(idle).count()
+}
+
+/// What keeps a lane closed; or how long the queue of an open one takes. `own`: what a request that does not wait yet has booked there itself.
+pub(crate) fn look(
+    roster: &Roster,
+    room: &Room,
+    lane: Lane,
+    own: Option<[Held; 2]>,
+    now: Instant,
+) -> Result<Duration, Full> {
     let own = own.unwrap_or_default();
     let at = |id, own: Held, part| {
-        let member = roster.get(id)?;
         // Of whom nothing is heard there is no reason to wait for.
-        if member.books.silent(now) {
-            return None;
-        }
+        let Some(member) = roster.get(id).filter(|member| !member.books.silent(now)) else { return Ok(Duration::ZERO) };
         let (standing, held) = (member.books.standing(now), room.held(id).plus(own));
-        full(member.instance.phase, &standing, member.batch(), held, part)
+        full(member.instance.phase, &standing, member.batch(), held, part).map_or(Ok(queue(&standing, held)), Err)
     };
     match lane.prefill {
         None => at(lane.decode, own[0], Part::Whole),
-        Some(prefill) => at(prefill, own[1], Part::Prefill).or_else(|| at(lane.decode, own[0], Part::Decode)),
+        Some(prefill) => {
+            at(lane.decode, own[0], Part::Decode)?;
+            at(prefill, own[1], Part::Prefill)
+        }
     }
 }
 

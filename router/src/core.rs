@@ -10,6 +10,7 @@ use crate::herald::Herald;
 use crate::index::Index;
 use crate::metrics::Metrics;
 use crate::promise::Promises;
+use crate::record::Recorder;
 use crate::settings::{Rules, Settings};
 use crate::traffic::Traffic;
 use std::sync::atomic::AtomicBool;
@@ -29,6 +30,7 @@ pub(crate) struct Core {
     pub(crate) leading: AtomicBool,
     pub(crate) traffic: Traffic,
     pub(crate) admission: Arc<Admission>,
+    pub(crate) recorder: Recorder,
     /// Decisions take turns, so that each sees the bookings of those before it.
     pub(crate) deciding: Mutex<Scratch>,
     /// Set when a part of the router died: it serves no more, and says so.
@@ -49,7 +51,8 @@ pub enum Error {
 impl Core {
     pub(crate) fn new(settings: Settings, registry: &prometheus::Registry) -> Result<Self, Error> {
         let rules = Rules::new(settings).map_err(Error::Settings)?;
-        let metrics = Metrics::new(registry)?;
+        let (metrics, recorder) = (Metrics::new(registry)?, Recorder::default());
+        recorder.write_to(rules.settings.record.as_deref(), &metrics).map_err(Error::Settings)?;
         Ok(Self {
             fleet: Fleet::default(),
             index: Index::with_budget(rules.settings.index_bytes as usize),
@@ -60,6 +63,7 @@ impl Core {
             herald: Herald::new(),
             leading: AtomicBool::new(true),
             traffic: Traffic::default(),
+            recorder,
             deciding: Mutex::default(),
             dead: OnceLock::new(),
         })
@@ -73,6 +77,8 @@ impl Core {
     /// Has other settings hold from now on. When they are wrong, nothing changes, and the error says what is.
     pub(crate) fn retune(&self, settings: Settings) -> Result<(), Error> {
         let rules = Arc::new(Rules::new(settings).map_err(Error::Settings)?);
+        let record = rules.settings.record.as_deref();
+        self.recorder.write_to(record, &self.metrics).map_err(Error::Settings)?;
         self.index.set_budget(rules.settings.index_bytes as usize);
         *self.rules.write().unwrap_or_else(PoisonError::into_inner) = rules;
         Ok(())

@@ -15,6 +15,7 @@ use crate::door::admit;
 use crate::fleet::Member;
 use crate::health::Verdict;
 use crate::place::{Detour, Placement, place};
+use crate::record::Life;
 use futures::{StreamExt, future, stream};
 use std::sync::Arc;
 use std::time::Duration;
@@ -48,6 +49,7 @@ pub(crate) async fn serve(core: &Arc<Core>, request: Request) -> Result<OutputSt
 }
 
 async fn seek(core: &Arc<Core>, request: Request) -> Result<OutputStream, Error> {
+    let mut life = core.recorder.begin(Instant::now());
     let (first, permit) = admit(core, &request).await?;
     let mut next = Some(first);
     let mut tried = Vec::new();
@@ -60,8 +62,11 @@ async fn seek(core: &Arc<Core>, request: Request) -> Result<OutputStream, Error>
             Err(error) => return Err(last.unwrap_or(error)),
         };
         tried.push(placement.decode.id());
+        if let Some(life) = &mut life {
+            life.sent();
+        }
         match attempt(core, &request, &placement, &tried).await {
-            Ok(started) => return Ok(stream(core, placement, permit, started)),
+            Ok(started) => return Ok(stream(core, placement, permit, started, life)),
             Err(error) => {
                 let verdict = Verdict::of(&error);
                 placement.decode.note(verdict);
@@ -195,16 +200,27 @@ async fn start(
 }
 
 /// The client's stream: the first output with the explanation, then the rest; the booking inside it.
-fn stream(core: &Core, placement: Placement, permit: Permit, Started { mut first, rest }: Started) -> OutputStream {
-    let Placement { decode, booking, totals, explanation, forecast, prefill, .. } = placement;
+fn stream(
+    core: &Core,
+    placement: Placement,
+    permit: Permit,
+    Started { mut first, rest }: Started,
+    life: Option<Life>,
+) -> OutputStream {
+    let Placement { decode, booking, totals, explanation, forecast, prefill, line, .. } = placement;
     drop(prefill);
     booking.started();
     core.admission.poke();
     decode.well();
-    let found = match &first {
-        Output::Tokens(Tokens { prompt: Some(report), .. }) => Some(u64::from(report.cached_tokens())),
-        _ => None,
+    let report = match &first {
+        Output::Tokens(tokens) => tokens.prompt.as_ref(),
+        Output::Frame(..) | Output::Handoff(_) => None,
     };
+    let mut life = life.zip(line).map(|(mut life, line)| {
+        life.started(line, report);
+        life
+    });
+    let found = report.map(|report| u64::from(report.cached_tokens()));
     forecast.computed(&core.index, &decode, found);
     if let Some(found) = found {
         forecast.compare(&core.metrics, &decode, found);
@@ -230,17 +246,21 @@ fn stream(core: &Core, placement: Placement, permit: Permit, Started { mut first
             match item {
                 Ok(output) => {
                     decode.hear();
-                    match output {
-                        Output::Tokens(tokens) => totals.output(tokens.ids.len()),
-                        Output::Frame(_, ids) => totals.output(ids.as_ref().map_or(0, Vec::len)),
-                        Output::Handoff(_) => {}
+                    let tokens = match output {
+                        Output::Tokens(tokens) => tokens.ids.len(),
+                        Output::Frame(_, ids) => ids.as_ref().map_or(0, Vec::len),
+                        Output::Handoff(_) => 0,
+                    };
+                    totals.output(tokens);
+                    if let Some(life) = &mut life {
+                        life.output(tokens);
                     }
                 }
                 Err(error) => decode.note(Verdict::of(error)),
             }
             // Freed at the end, though a client may hold the stream longer.
             if ends(item) {
-                drop(held.take());
+                drop((held.take(), life.take()));
             }
         })
         .boxed()

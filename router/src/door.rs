@@ -11,7 +11,7 @@ use tokio::time::Instant;
 use worker::engine::{Error, Request};
 
 /// Output tokens that a request is charged for unless it asks for fewer: most answers are shorter.
-const OUTPUT_TOKENS: u64 = 256;
+pub(crate) const OUTPUT_TOKENS: u64 = 256;
 
 /// Places a request, and lets it wait until its worker takes it.
 pub(crate) async fn admit(core: &Core, request: &Request) -> Result<(Placement, Permit), Error> {

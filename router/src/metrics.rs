@@ -35,6 +35,7 @@ pub(crate) struct Metrics {
     pub(crate) admissions: IntCounterVec,
     pub(crate) wait_seconds: HistogramVec,
     pub(crate) probes: IntCounterVec,
+    pub(crate) recorded: IntCounterVec,
     pub(crate) index_forgotten: IntCounter,
 }
 
@@ -156,6 +157,11 @@ impl Metrics {
             probes: counters(
                 "blockyard_router_probes_total",
                 "Requests of one token to workers that were idle or left alone, by outcome: well or fault.",
+                &["outcome"],
+            )?,
+            recorded: counters(
+                "blockyard_router_recorded_total",
+                "Requests that were to be recorded (router.record), by what came of it: written, or dropped.",
                 &["outcome"],
             )?,
             index_forgotten: counter(

@@ -9,6 +9,7 @@ use crate::fleet::Member;
 use crate::forecast::Forecast;
 use crate::load::Amount;
 use crate::policy::Policy;
+use crate::record::Line;
 use crate::select::{Turn, mix, number};
 use crate::survey::{Overlaps, Survey};
 use crate::traffic::Totals;
@@ -39,6 +40,8 @@ pub(crate) struct Placement {
     pub(crate) forecast: Forecast,
     /// Why, as one line of JSON, when somebody wants to know.
     pub(crate) explanation: Option<Arc<str>>,
+    /// What a record says of it, when there is one.
+    pub(crate) line: Option<Line>,
 }
 
 /// Prefill on another worker.
@@ -115,6 +118,10 @@ fn book(
     // What is handed over comes late: an event will tell of it, and nobody should queue behind it before.
     let ours = if apart.is_some() { core.promises.make(row.seat.slot, &[], 1, 0) } else { promise(row) };
     let member = row.member();
+    let line = core.recorder.is_on().then(|| {
+        let draw = mix(core.fleet.choices());
+        Line::placed(request, row, overlaps.names(row.seat.way), apart.is_some(), draw)
+    });
     core.fleet.choose(member);
     core.metrics.requests.with_label_values(&[&member.id().to_string(), policy.name()]).inc();
     Placement {
@@ -142,5 +149,6 @@ fn book(
         uncached,
         forecast: here,
         explanation,
+        line,
     }
 }

@@ -9,8 +9,10 @@
 //! the same figures to the last bit. Look here in vain for disaggregation and retries: a replayed worker does
 //! everything, and does not fail.
 
+mod door;
 mod engine;
 mod figures;
+mod fit;
 mod fleet;
 mod peers;
 mod picture;
@@ -25,6 +27,7 @@ mod trace;
 mod tests;
 
 pub use figures::{Figures, Slo};
+pub use fit::{Fit, FitError, fit};
 pub use picture::goodput_svg;
 pub use profile::{Profile, Store};
 pub use trace::{BLOCK_TOKENS, Trace, TraceError};
@@ -64,6 +67,31 @@ pub struct Options {
     pub loss_until: f64,
     /// What is good enough.
     pub slo: Slo,
+    /// Whether requests pass the router's waiting room.
+    pub admission: Admission,
+}
+
+/// Whether requests pass the router's waiting room.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Admission {
+    /// They go to their workers at once, whatever waits there.
+    #[default]
+    Off,
+    /// They wait in the room while their worker has too much to do.
+    Room,
+    /// Besides, a first token that would come later than the SLO says is not worth computing.
+    Deadline,
+}
+
+impl Admission {
+    /// What it is called in output.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Off => "off",
+            Self::Room => "room",
+            Self::Deadline => "deadline",
+        }
+    }
 }
 
 impl Chooser {

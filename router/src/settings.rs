@@ -6,6 +6,7 @@ use crate::planner;
 use crate::policy::Policy;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 
 /// How requests are placed.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
@@ -29,6 +30,8 @@ pub struct Settings {
     /// Bytes that the index of who holds which block may take. Default 4 GiB: a hundred million blocks and more. Beyond, it forgets
     /// what nobody asked for lately.
     pub index_bytes: u64,
+    /// A file to which a line is added for each request that was served, for `blockyard replay` and `blockyard fit`. Default none.
+    pub record: Option<PathBuf>,
     /// Whether workers change between prefill and decode as traffic shifts.
     pub planner: planner::Settings,
     /// Who waits when the workers have too much to do.
@@ -138,6 +141,7 @@ impl Preset {
             cache_bias,
             seed: 0,
             index_bytes: Index::BUDGET as u64,
+            record: None,
             planner: planner::Settings::default(),
             admission: Admission::default(),
             models: BTreeMap::new(),

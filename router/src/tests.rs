@@ -6,6 +6,7 @@ mod events;
 mod failing;
 pub(crate) mod fake;
 mod placing;
+mod recorded;
 mod replicas;
 mod seen;
 mod trouble;

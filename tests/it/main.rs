@@ -5,6 +5,7 @@ mod configuration;
 mod killed;
 mod layers;
 mod names;
+mod record;
 mod reload;
 mod serve;
 mod soak;

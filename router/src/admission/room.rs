@@ -5,7 +5,8 @@
 //!   down to its account, and when that pays for its next request, that one goes before them. So nobody starves.
 //! - **Tenants** share a class by weight: next is the one that got the fewest tokens for its weight since it began to wait.
 //!   Tokens that are cached cost nothing. What nobody waited for is not counted.
-//! - **Deadlines**: of one tenant's requests the one that must start first does; others then in the order of their arrival.
+//! - **Deadlines**: of one tenant's requests the one that must start first does, of those that would be in time behind the queue that
+//!   their worker has; others then in the order of their arrival.
 //! - Nobody waits behind a request that waits for another worker, or whose tenant has reached its limit.
 //!
 //! When the room is full, a newcomer takes the place of a request of a lower class, or of a tenant that has more than its
@@ -119,12 +120,13 @@ struct Tenant {
 }
 
 impl Room {
-    /// A request comes. `open`: its lane takes it now.
-    pub(crate) fn enter(&mut self, limits: &Settings, asked: Asked, open: bool, now: Instant) -> Entry {
+    /// A request comes. `open`: its lane takes it now, behind a queue of so long.
+    pub(crate) fn enter(&mut self, limits: &Settings, asked: Asked, open: Option<Duration>, now: Instant) -> Entry {
         if asked.latest.is_some_and(|latest| latest <= now) {
             return Entry::Refused(Refusal::Late);
         }
-        if self.waiting.is_empty() && open && self.may_run(limits, &asked.tenant, asked.tokens) {
+        let fits = |queue| asked.latest.is_none_or(|latest| now + queue <= latest);
+        if self.waiting.is_empty() && open.is_some_and(fits) && self.may_run(limits, &asked.tenant, asked.tokens) {
             self.last += 1;
             self.run(self.last, asked.tenant, asked.tokens);
             return Entry::Straight(self.last);
@@ -149,15 +151,15 @@ impl Room {
         Entry::Waits { number: self.last, displaced }
     }
 
-    /// Whose turn it is, of those whose lane is open. It runs from here on.
+    /// Whose turn it is, of those whose lane is open; behind the queue that it has, a deadline must still be met. It runs from here on.
     pub(crate) fn turn(
         &mut self,
         limits: &Settings,
         now: Instant,
-        mut open: impl FnMut(&Self, Lane) -> bool,
+        mut open: impl FnMut(&Self, Lane) -> Option<Duration>,
     ) -> Option<u64> {
         self.rate.pass(now);
-        let firsts: [Option<u64>; 3] = std::array::from_fn(|class| self.first_of(class, limits, &mut open));
+        let firsts: [Option<u64>; 3] = std::array::from_fn(|class| self.first_of(class, limits, now, &mut open));
         let charge = |number: u64| self.waiting[&number].charge as f64;
         let paid = (0..2).find(|class| firsts[*class].is_some_and(|n| self.classes[*class].credit >= charge(n)));
         let class = paid.or_else(|| (0..3).rev().find(|class| firsts[*class].is_some()))?;
@@ -261,14 +263,24 @@ impl Room {
         running == 0 || limits.tenant(tenant).running_tokens_max.is_none_or(|most| running + tokens <= most)
     }
 
-    fn first_of(&self, class: usize, limits: &Settings, open: &mut impl FnMut(&Self, Lane) -> bool) -> Option<u64> {
+    fn first_of(
+        &self,
+        class: usize,
+        limits: &Settings,
+        now: Instant,
+        open: &mut impl FnMut(&Self, Lane) -> Option<Duration>,
+    ) -> Option<u64> {
         let mut best: Option<(f64, u64)> = None;
         for (name, lanes) in &self.classes[class].flows {
             let used = self.tenants.get(name).map_or(0.0, |tenant| tenant.used);
             if best.is_some_and(|(least, _)| least <= used) {
                 continue;
             }
-            let turns = lanes.iter().filter(|(lane, _)| open(self, **lane)).filter_map(|(_, turns)| turns.first());
+            // Who would come too late behind the queue waits for it to get shorter.
+            let turns = lanes.iter().filter_map(|(lane, turns)| {
+                let in_time = (false, Some(now + open(self, *lane)?), 0);
+                turns.range(in_time..).next()
+            });
             if let Some((.., number)) = turns.min()
                 && self.may_run(limits, name, self.waiting[number].tokens)
             {

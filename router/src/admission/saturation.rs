@@ -6,6 +6,7 @@
 use super::room::Held;
 use crate::load::Standing;
 use crate::pace;
+use std::time::Duration;
 use worker::plane::Phase;
 
 /// What there is too much of.
@@ -52,11 +53,10 @@ impl Full {
 /// What a worker has too much of for a new request, if anything. `batch`: sequences that it takes at a time, 0 when unknown;
 /// `held`: booked on it and not sent.
 pub(crate) fn full(phase: Phase, standing: &Standing, batch: u64, held: Held, part: Part) -> Option<Full> {
-    let tokens = u64::from(standing.waiting_tokens).saturating_sub(held.tokens);
     let sequences = u64::from(standing.sequences).saturating_sub(held.sequences);
     let blocks = u64::from(standing.active_blocks).saturating_sub(held.blocks);
     let ahead = if phase == Phase::Prefill { AHEAD_OF_PREFILL } else { AHEAD };
-    if part != Part::Decode && tokens as f64 / pace::prefill_speed(&standing.speeds) >= ahead {
+    if part != Part::Decode && queue(standing, held).as_secs_f64() >= ahead {
         return Some(Full::Queue);
     }
     // Whoever has nothing to do takes what there is.
@@ -67,6 +67,12 @@ pub(crate) fn full(phase: Phase, standing: &Standing, batch: u64, held: Held, pa
         return Some(Full::Batch);
     }
     (standing.total_blocks > 0 && blocks >= u64::from(standing.total_blocks)).then_some(Full::Memory)
+}
+
+/// How long the prompts take that a worker has before it.
+pub(crate) fn queue(standing: &Standing, held: Held) -> Duration {
+    let tokens = u64::from(standing.waiting_tokens).saturating_sub(held.tokens);
+    Duration::from_secs_f64((tokens as f64 / pace::prefill_speed(&standing.speeds)).clamp(0.0, 1e6))
 }
 
 #[cfg(test)]

@@ -283,7 +283,7 @@ impl Engine {
             waiting_tokens: self.waiting_tokens,
             running: self.running.len() as u32,
             waiting: self.waiting.len() as u32,
-            sequences_max: 0,
+            sequences_max: profile.sequences as u32,
             active_blocks: self.pool.in_use(),
             total_blocks: profile.blocks(),
             prefill_tokens_per_second: self.prefill,

@@ -13,6 +13,8 @@ pub(super) struct Served {
     pub(super) blocks: u64,
     /// Of `blocks`, those that were not computed.
     pub(super) hits: u64,
+    /// Who served it.
+    pub(super) worker: usize,
 }
 
 /// One run.

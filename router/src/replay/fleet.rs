@@ -1,9 +1,11 @@
 //! The router in a replay: the live one's index, views, books, costs and choice, on virtual time.
 
-use super::Chooser;
+use super::door::{Bid, Door, Told};
 use super::peers::Peer;
 use super::plane::Message;
 use super::trace::{self, Asked, BLOCK_TOKENS};
+use super::{Admission, Chooser, Options};
+use crate::admission::Held;
 use crate::decide::{Ask, Scratch, decide};
 use crate::feed::view::{Caught, Outcome, View};
 use crate::fleet::{Fleet, Member};
@@ -39,6 +41,7 @@ pub(super) struct Routing {
     others: Others,
     /// By request, while it is in flight.
     placed: Vec<Option<Placed>>,
+    door: Option<Door>,
 }
 
 /// Where a request is, and what was booked for it.
@@ -46,6 +49,20 @@ struct Placed {
     worker: usize,
     number: u64,
     _promise: Promise,
+    /// When it came.
+    arrived: Instant,
+    /// Its number at the door.
+    permit: Option<u64>,
+}
+
+/// What becomes of a request.
+pub(super) enum Step {
+    /// It goes to a worker.
+    Go { request: u32, worker: usize },
+    /// It is refused.
+    Refused,
+    /// Other routers are told of it.
+    Say(Booked),
 }
 
 /// How far a source was followed.
@@ -76,7 +93,8 @@ impl engine::Engine for Simulated {
 }
 
 impl Routing {
-    pub(super) fn new(chooser: &Chooser, workers: usize, requests: usize, seed: u64) -> Self {
+    pub(super) fn new(chooser: &Chooser, options: &Options, requests: usize, seed: u64) -> Self {
+        let workers = options.workers;
         let (settings, peer) = match chooser {
             Chooser::Policy(policy) => (Settings { policy: policy.clone(), ..Settings::default() }, None),
             Chooser::Preset(preset) => (preset.settings(), None),
@@ -125,24 +143,96 @@ impl Routing {
             start: Instant::now(),
             others: Others::default(),
             placed: (0..requests).map(|_| None).collect(),
+            door: match options.admission {
+                Admission::Off => None,
+                Admission::Room => Some(Door::new(None, MODEL)),
+                Admission::Deadline => Some(Door::new(Some(options.slo.ttft), MODEL)),
+            },
         }
     }
 
-    /// Where a request goes; it is booked there. And what other routers are told of it.
-    pub(super) fn place(&mut self, now_ns: u64, request: u32, asked: &Asked) -> (usize, Vec<Booked>) {
+    /// A request comes.
+    pub(super) fn arrive(&mut self, now_ns: u64, request: u32, asked: &Asked) -> Vec<Step> {
         let now = self.at(now_ns);
+        let Some((bid, booked)) = self.place(now, now, request, asked) else { return vec![Step::Refused] };
+        let mut steps = vec![Step::Say(booked)];
+        match &mut self.door {
+            None => self.go(now, request, &mut steps),
+            Some(door) => {
+                let told = door.enter(&bid, &self.fleet.roster(), now);
+                for told in told {
+                    self.hear_door(now, told, &mut steps, None);
+                }
+            }
+        }
+        steps
+    }
+
+    /// Something changed: who may go, or must.
+    pub(super) fn round(&mut self, now_ns: u64, requests: &[Asked]) -> Vec<Step> {
+        let (now, mut steps) = (self.at(now_ns), Vec::new());
+        let Some(door) = &mut self.door else { return steps };
+        for told in door.round(&self.fleet.roster(), now) {
+            self.hear_door(now, told, &mut steps, Some(requests));
+        }
+        steps
+    }
+
+    fn hear_door(&mut self, now: Instant, told: Told, steps: &mut Vec<Step>, requests: Option<&[Asked]>) {
+        match told {
+            Told::Go(request, permit) => {
+                if let Some(placed) = &mut self.placed[request as usize] {
+                    placed.permit = Some(permit);
+                }
+                self.go(now, request, steps);
+            }
+            Told::No(request) => {
+                self.release(now, request);
+                steps.extend([Step::Say(Booked::Released(request.into())), Step::Refused]);
+            }
+            Told::Again(request, number) => {
+                let Some(requests) = requests else { return };
+                // Its own booking must not stand in its way.
+                let arrived = self.release(now, request).unwrap_or(now);
+                steps.push(Step::Say(Booked::Released(request.into())));
+                match self.place(now, arrived, request, &requests[request as usize]) {
+                    Some((bid, booked)) => {
+                        steps.push(Step::Say(booked));
+                        if let Some(door) = &mut self.door {
+                            door.again(number, &bid, now);
+                        }
+                    }
+                    None => steps.push(Step::Refused),
+                }
+            }
+        }
+    }
+
+    /// It is sent to where it was placed.
+    fn go(&mut self, now: Instant, request: u32, steps: &mut Vec<Step>) {
+        let Some(Placed { worker, number, .. }) = self.placed[request as usize] else { return };
+        self.members[worker].books.sent(number, now);
+        steps.extend([Step::Say(Booked::Sent(request.into())), Step::Go { request, worker }]);
+    }
+
+    fn release(&mut self, now: Instant, request: u32) -> Option<Instant> {
+        let Placed { worker, number, arrived, .. } = self.placed[request as usize].take()?;
+        self.members[worker].books.release(number, now);
+        Some(arrived)
+    }
+
+    /// Where a request goes; it is booked there. And what other routers are told of it.
+    fn place(&mut self, now: Instant, arrived: Instant, request: u32, asked: &Asked) -> Option<(Bid, Booked)> {
         let names: Vec<SequenceHash> = asked.blocks.iter().map(|block| trace::name(*block)).collect();
         let mut overlaps = Overlaps::only(BLOCK_TOKENS as usize, names, &self.index);
         overlaps.extend(&self.promises);
         let roster = self.fleet.roster();
-        let Some(serving) = roster.serving(MODEL) else { return (0, Vec::new()) };
+        let serving = roster.serving(MODEL)?;
         let survey = Survey::new(serving, &overlaps, asked.input as usize, &[], now);
         let draw = mix(self.seed ^ self.fleet.choices());
         // A router does not know how long an answer will be.
         let ask = Ask { tokens: asked.input as usize, max_tokens: None, work: &Work::Generate };
-        let Some(decision) = decide(&self.tuning, ask, survey, &mut self.scratch, Turn { draw, session: None }) else {
-            return (0, Vec::new());
-        };
+        let decision = decide(&self.tuning, ask, survey, &mut self.scratch, Turn { draw, session: None })?;
         // Seats are in the order of their workers' ids, which count from 0.
         let row = match &mut self.peer {
             Some(peer) => {
@@ -154,14 +244,15 @@ impl Routing {
         let (worker, member) = (row.at, row.member());
         self.fleet.choose(member);
         let number = member.books.book(row.amount(), now);
-        member.books.sent(number, now);
         let promise = self.promises.make(member.slot, overlaps.names(0), BLOCK_TOKENS as usize, row.held.run());
-        let Amount { prefill_tokens, blocks, .. } = row.amount();
+        let Amount { prefill_tokens, blocks, sequences, .. } = row.amount();
         let (name, anchors) = (u64::from(request), promise.anchors().to_vec());
         let (id, decodes) = (member.id(), true);
         let placed = Booked::Placed { number: name, worker: id, prefill_tokens, blocks, decodes, anchors };
-        self.placed[request as usize] = Some(Placed { worker, number, _promise: promise });
-        (worker, vec![placed, Booked::Sent(name)])
+        let held = Held { tokens: prefill_tokens, sequences, blocks };
+        let takes = Duration::from_secs_f64((row.together.prefill + row.together.onboard).clamp(0.0, 1e6));
+        self.placed[request as usize] = Some(Placed { worker, number, _promise: promise, arrived, permit: None });
+        Some((Bid { request, arrived, tokens: asked.input, worker: id, held, takes }, placed))
     }
 
     /// The request has its first token.
@@ -175,8 +266,11 @@ impl Routing {
 
     /// The request has ended.
     pub(super) fn finished(&mut self, now_ns: u64, request: u32, asked: &Asked) {
-        let Some(Placed { worker, number, .. }) = self.placed[request as usize].take() else { return };
+        let Some(Placed { worker, number, permit, .. }) = self.placed[request as usize].take() else { return };
         self.members[worker].books.release(number, self.at(now_ns));
+        if let (Some(door), Some(permit)) = (&mut self.door, permit) {
+            door.leave(permit);
+        }
         if let Some(peer) = &mut self.peer {
             peer.finished(worker, asked);
         }
@@ -201,6 +295,7 @@ impl Routing {
         match message {
             Message::Load(load) => {
                 let behind = feed.view.behind(EPOCH, load.number, now);
+                self.members[from].reported(&load);
                 self.members[from].books.report(load, now);
                 behind
             }

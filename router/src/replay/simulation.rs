@@ -2,11 +2,11 @@
 
 use super::engine::{Effects, Engine, Turn};
 use super::figures::{Histogram, Outcome, Served};
-use super::fleet::Routing;
+use super::fleet::{Routing, Step};
 use super::plane::{Message, Plane};
 use super::store::Lru;
 use super::trace::Asked;
-use super::{Chooser, Options, Profile, Trace};
+use super::{Admission, Chooser, Options, Profile, Trace};
 use crate::select::mix;
 use kvbm::Level;
 use std::cmp::Reverse;
@@ -36,6 +36,7 @@ pub(super) struct Simulation<'a> {
     served: Vec<Served>,
     gaps: Histogram,
     open: usize,
+    has_door: bool,
 }
 
 struct Worker {
@@ -72,7 +73,7 @@ impl<'a> Simulation<'a> {
         let Options { profile, workers: count, .. } = options;
         let requests = &trace.requests;
         // Each replica has a seed of its own, as it should; one alone has that of the run.
-        let routing = |id| Routing::new(chooser, *count, requests.len(), seed + 1_000 * id);
+        let routing = |id| Routing::new(chooser, options, requests.len(), seed + 1_000 * id);
         let worker = |_| Worker { engine: Engine::new(profile), occupied: false, turn: 0, reported_ns: 0 };
         let arrivals = trace.arrivals(rate, seed);
         let sound_from = arrivals.get((arrivals.len() as f64 * options.loss_until) as usize);
@@ -95,6 +96,7 @@ impl<'a> Simulation<'a> {
             served: vec![Served::default(); requests.len()],
             gaps: Histogram::default(),
             open: 0,
+            has_door: options.admission != Admission::Off,
         };
         for (at, request) in arrivals.into_iter().rev() {
             let asked = &requests[request as usize];
@@ -139,15 +141,43 @@ impl<'a> Simulation<'a> {
     }
 
     fn happen(&mut self, now: u64, event: Event) {
+        self.pass(now, event);
+        if self.has_door {
+            for router in 0..self.routers.len() {
+                let steps = self.routers[router].round(now, self.requests);
+                self.follow(now, router, steps);
+            }
+        }
+    }
+
+    /// Does what a router decided.
+    fn follow(&mut self, now: u64, router: usize, steps: Vec<Step>) {
+        let mut booked = Vec::new();
+        for step in steps {
+            match step {
+                Step::Say(news) => booked.push(news),
+                Step::Refused => self.open -= 1,
+                Step::Go { request, worker } => {
+                    self.say(now, router, std::mem::take(&mut booked));
+                    self.served[request as usize].worker = worker;
+                    self.workers[worker].engine.accept(request, &self.requests[request as usize]);
+                    self.interrupt(now, worker);
+                    self.work(now, worker);
+                }
+            }
+        }
+        if !booked.is_empty() {
+            self.say(now, router, booked);
+        }
+    }
+
+    fn pass(&mut self, now: u64, event: Event) {
         match event {
             Event::Arrives(request) => {
                 let asked = &self.requests[request as usize];
                 let router = self.router(request);
-                let (at, booked) = self.routers[router].place(now, request, asked);
-                self.say(now, router, booked);
-                self.workers[at].engine.accept(request, asked);
-                self.interrupt(now, at);
-                self.work(now, at);
+                let steps = self.routers[router].arrive(now, request, asked);
+                self.follow(now, router, steps);
             }
             Event::StepEnds(at, turn) => {
                 let at = at as usize;

@@ -15,7 +15,16 @@ fn options(workers: usize) -> Options {
     profile.check().unwrap();
     let profile = Profile { device_bytes: 200 * profile.block_bytes(), ..profile };
     let slo = Slo { ttft: Duration::from_secs(2), itl: Duration::from_millis(100) };
-    Options { profile, workers, replicas: 1, lag: Duration::from_millis(5), loss: 0.0, loss_until: 1.0, slo }
+    Options {
+        profile,
+        workers,
+        replicas: 1,
+        lag: Duration::from_millis(5),
+        loss: 0.0,
+        loss_until: 1.0,
+        slo,
+        admission: Admission::Off,
+    }
 }
 
 fn with_stores(mut options: Options) -> Options {
@@ -185,4 +194,29 @@ fn the_picture_has_a_line_per_policy_and_names_on_its_axes() {
         assert!(svg.contains(text), "{text}");
     }
     assert!(!svg.contains("NaN") && !svg.contains("inf"));
+}
+
+#[test]
+fn a_waiting_room_changes_nothing_while_nobody_waits_and_refuses_what_would_come_too_late() {
+    let trace = fixture();
+    let at = |admission, rate| replay(&trace, &Options { admission, ..options(4) }, &KV, rate, 1);
+    assert_eq!(at(Admission::Room, 1.0), at(Admission::Off, 1.0));
+    assert_eq!(at(Admission::Deadline, 1.0).refused, 0);
+    // Far more than four workers can serve.
+    let [off, room, deadline] = [Admission::Off, Admission::Room, Admission::Deadline].map(|how| at(how, 100.0));
+    assert_eq!(off.finished, trace.len() as u64);
+    assert_eq!(room.finished + room.refused, trace.len() as u64);
+    assert_eq!(deadline.finished + deadline.refused, trace.len() as u64);
+    assert!(deadline.refused > 0 && deadline.goodput_rps > off.goodput_rps, "{deadline:?} {off:?}");
+    // The deadline is two seconds; what decoding takes from prefill nobody knows beforehand.
+    assert!(deadline.ttft_p99_s < 3.0 && off.ttft_p99_s > 6.0, "{} {}", deadline.ttft_p99_s, off.ttft_p99_s);
+}
+
+#[test]
+fn several_routers_with_waiting_rooms_serve_or_refuse_everybody_and_always_alike() {
+    let trace = fixture();
+    let options = Options { admission: Admission::Deadline, replicas: 3, ..with_stores(options(4)) };
+    let run = || replay(&trace, &options, &KV, 20.0, 1);
+    assert_eq!(run(), run());
+    assert_eq!(run().finished + run().refused, trace.len() as u64);
 }

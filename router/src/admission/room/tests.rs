@@ -2,6 +2,9 @@ use super::super::settings::Tenant;
 use super::*;
 use proptest::prelude::*;
 
+/// A lane that takes what comes, at once.
+const OPEN: Option<Duration> = Some(Duration::ZERO);
+
 fn limits(tokens: u64) -> Settings {
     Settings { waiting_tokens_max: tokens, ..Settings::default() }
 }
@@ -30,7 +33,7 @@ fn on(worker: u64, tenant: &str, tokens: u64) -> Asked {
 }
 
 fn wait(room: &mut Room, limits: &Settings, asked: Asked) -> u64 {
-    match room.enter(limits, asked, false, Instant::now()) {
+    match room.enter(limits, asked, None, Instant::now()) {
         Entry::Waits { number, displaced } if displaced.is_empty() => number,
         other => panic!("{other:?}"),
     }
@@ -38,15 +41,15 @@ fn wait(room: &mut Room, limits: &Settings, asked: Asked) -> u64 {
 
 /// Who goes, until nobody can.
 fn order(room: &mut Room, limits: &Settings) -> Vec<u64> {
-    std::iter::from_fn(|| room.turn(limits, Instant::now(), |_, _| true)).collect()
+    std::iter::from_fn(|| room.turn(limits, Instant::now(), |_, _| OPEN)).collect()
 }
 
 #[test]
 fn an_open_lane_before_an_empty_room_lets_straight_through_and_a_closed_one_does_not() {
     let (mut room, limits, now) = (Room::default(), limits(100), Instant::now());
-    assert_eq!(room.enter(&limits, asked("a", 1000), true, now), Entry::Straight(1));
+    assert_eq!(room.enter(&limits, asked("a", 1000), OPEN, now), Entry::Straight(1));
     let first = wait(&mut room, &limits, asked("a", 1000));
-    assert_eq!(room.enter(&limits, asked("b", 1), true, now), Entry::Refused(Refusal::Full(Duration::from_secs(1))));
+    assert_eq!(room.enter(&limits, asked("b", 1), OPEN, now), Entry::Refused(Refusal::Full(Duration::from_secs(1))));
     assert_eq!(order(&mut room, &limits), [first], "an empty room takes any one");
     room.leave(1);
     room.leave(first);
@@ -58,10 +61,10 @@ fn nobody_passes_those_who_wait_for_the_same_worker_and_nobody_waits_behind_thos
     let (mut room, limits) = (Room::default(), limits(u64::MAX));
     let huge = wait(&mut room, &limits, on(1, "a", 1_000_000));
     let small = wait(&mut room, &limits, on(2, "a", 10));
-    let only_2 = |_: &Room, lane: Lane| lane.decode == WorkerId(2);
+    let only_2 = |_: &Room, lane: Lane| (lane.decode == WorkerId(2)).then_some(Duration::ZERO);
     assert_eq!(room.turn(&limits, Instant::now(), only_2), Some(small));
     assert_eq!(room.turn(&limits, Instant::now(), only_2), None);
-    let entry = room.enter(&limits, on(1, "a", 1), true, Instant::now());
+    let entry = room.enter(&limits, on(1, "a", 1), OPEN, Instant::now());
     assert!(matches!(entry, Entry::Waits { .. }), "{entry:?}");
     assert_eq!(order(&mut room, &limits)[0], huge);
 }
@@ -84,7 +87,7 @@ fn the_earlier_start_goes_first_but_not_before_another_tenants_turn() {
     let other = wait(&mut room, &limits, asked("b", 10));
     assert_eq!(order(&mut room, &limits), [sooner, other, later, never]);
     let past = Asked { latest: Some(now), ..asked("a", 10) };
-    assert_eq!(room.enter(&limits, past, true, now), Entry::Refused(Refusal::Late));
+    assert_eq!(room.enter(&limits, past, OPEN, now), Entry::Refused(Refusal::Late));
 }
 
 #[test]
@@ -112,7 +115,7 @@ fn tenants_share_by_weight_and_nobody_saves_up_while_nobody_waits() {
     let mut room = Room::default();
     // What went straight through costs nothing.
     for _ in 0..50 {
-        let entry = room.enter(&limits, asked("heavy", 1000), true, Instant::now());
+        let entry = room.enter(&limits, asked("heavy", 1000), OPEN, Instant::now());
         assert!(matches!(entry, Entry::Straight(_)));
     }
     let mut of = HashMap::new();
@@ -120,14 +123,14 @@ fn tenants_share_by_weight_and_nobody_saves_up_while_nobody_waits() {
         of.insert(wait(&mut room, &limits, asked("heavy", 100)), "heavy");
         of.insert(wait(&mut room, &limits, asked("light", 100)), "light");
     }
-    let first: Vec<u64> = (0..400).filter_map(|_| room.turn(&limits, Instant::now(), |_, _| true)).collect();
+    let first: Vec<u64> = (0..400).filter_map(|_| room.turn(&limits, Instant::now(), |_, _| OPEN)).collect();
     let heavy = first.iter().filter(|number| of[number] == "heavy").count();
     assert!((296..=304).contains(&heavy), "{heavy} of 400");
     // Somebody who comes late starts from now, and has no arrears to catch up on.
     for _ in 0..100 {
         of.insert(wait(&mut room, &limits, asked("late", 100)), "late");
     }
-    let next: Vec<u64> = (0..50).filter_map(|_| room.turn(&limits, Instant::now(), |_, _| true)).collect();
+    let next: Vec<u64> = (0..50).filter_map(|_| room.turn(&limits, Instant::now(), |_, _| OPEN)).collect();
     let late = next.iter().filter(|number| of[number] == "late").count();
     assert!((8..=14).contains(&late), "{late} of 50 at a weight of 1 in 5");
 }
@@ -140,7 +143,7 @@ fn what_is_cached_costs_no_turn() {
         of.insert(wait(&mut room, &limits, Asked { charge: 100, ..asked("hits", 1000) }), "hits");
         of.insert(wait(&mut room, &limits, asked("misses", 1000)), "misses");
     }
-    let first: Vec<u64> = (0..44).filter_map(|_| room.turn(&limits, Instant::now(), |_, _| true)).collect();
+    let first: Vec<u64> = (0..44).filter_map(|_| room.turn(&limits, Instant::now(), |_, _| OPEN)).collect();
     assert_eq!(first.iter().filter(|number| of[number] == "hits").count(), 40, "ten times as many for the same work");
 }
 
@@ -149,10 +152,10 @@ fn a_tenants_limits_hold_and_hold_nobody_else() {
     let tenant = Tenant { running_tokens_max: Some(100), waiting_tokens_max: Some(50), ..Tenant::default() };
     let limits = Settings { tenants: [("a".to_owned(), tenant)].into(), ..limits(u64::MAX) };
     let (mut room, now) = (Room::default(), Instant::now());
-    assert_eq!(room.enter(&limits, asked("a", 500), true, now), Entry::Straight(1), "one alone may be too large");
-    let waits = room.enter(&limits, asked("a", 40), true, now);
+    assert_eq!(room.enter(&limits, asked("a", 500), OPEN, now), Entry::Straight(1), "one alone may be too large");
+    let waits = room.enter(&limits, asked("a", 40), OPEN, now);
     assert_eq!(waits, Entry::Waits { number: 2, displaced: vec![] });
-    let refused = room.enter(&limits, asked("a", 20), true, now);
+    let refused = room.enter(&limits, asked("a", 20), OPEN, now);
     assert_eq!(refused, Entry::Refused(Refusal::TenantFull(Duration::from_secs(1))));
     let other = wait(&mut room, &limits, asked("b", 1000));
     assert_eq!(order(&mut room, &limits), [other]);
@@ -166,13 +169,13 @@ fn a_full_room_makes_place_for_a_higher_class_and_for_whoever_has_less_than_its_
     let low = wait(&mut room, &limits, Asked { priority: Priority::Low, ..asked("a", 40) });
     let normal: Vec<u64> = (0..3).map(|_| wait(&mut room, &limits, asked("a", 20))).collect();
     let high = Asked { priority: Priority::High, ..asked("a", 60) };
-    let entry = room.enter(&limits, high, false, now);
+    let entry = room.enter(&limits, high, None, now);
     assert_eq!(entry, Entry::Waits { number: 5, displaced: vec![low, normal[2]] }, "the lowest first, then the latest");
-    let refused = room.enter(&limits, asked("a", 20), false, now);
+    let refused = room.enter(&limits, asked("a", 20), None, now);
     assert!(matches!(refused, Entry::Refused(Refusal::Full(_))), "not for more of the same: {refused:?}");
-    let fair = room.enter(&limits, asked("b", 20), false, now);
+    let fair = room.enter(&limits, asked("b", 20), None, now);
     assert_eq!(fair, Entry::Waits { number: 6, displaced: vec![normal[1]] });
-    let greedy = room.enter(&limits, asked("b", 20), false, now);
+    let greedy = room.enter(&limits, asked("b", 20), None, now);
     assert!(matches!(greedy, Entry::Refused(Refusal::Full(_))), "they have as much: {greedy:?}");
     assert_eq!(room.tokens, 100);
 }
@@ -184,22 +187,22 @@ fn retry_after_is_what_goes_before_at_the_measured_rate_within_a_second_and_a_mi
     let mut limits = limits(5000);
     limits.wait_seconds_max = 1e9;
     for _ in 0..50 {
-        room.enter(&limits, asked("a", 100), false, start);
+        room.enter(&limits, asked("a", 100), None, start);
     }
     for _ in 0..2 {
-        room.turn(&limits, at(1), |_, _| true);
+        room.turn(&limits, at(1), |_, _| OPEN);
     }
     for _ in 0..2 {
-        room.enter(&limits, asked("a", 100), false, at(2));
+        room.enter(&limits, asked("a", 100), None, at(2));
     }
     // 200 tokens in two seconds; 5,000 wait.
-    let refused = room.enter(&limits, asked("a", 100), false, at(2));
+    let refused = room.enter(&limits, asked("a", 100), None, at(2));
     assert_eq!(refused, Entry::Refused(Refusal::Full(Duration::from_secs(50))));
     limits.wait_seconds_max = 49.0;
     limits.waiting_tokens_max = u64::MAX;
-    let refused = room.enter(&limits, asked("a", 100), false, at(2));
+    let refused = room.enter(&limits, asked("a", 100), None, at(2));
     assert_eq!(refused, Entry::Refused(Refusal::Full(Duration::from_secs(50))), "it would wait in vain");
-    let other = room.enter(&limits, asked("b", 100), false, at(2));
+    let other = room.enter(&limits, asked("b", 100), None, at(2));
     assert!(matches!(other, Entry::Waits { .. }), "who has nothing there waits its turn only: {other:?}");
 }
 
@@ -237,7 +240,7 @@ proptest! {
                 Step::Enter { tenant, priority, tokens, worker, open } => {
                     let priority = [Priority::Low, Priority::Normal, Priority::High][priority as usize];
                     let asked = Asked { priority, ..on(worker, &tenant.to_string(), tokens) };
-                    match room.enter(&limits, asked, open, now) {
+                    match room.enter(&limits, asked, open.then_some(Duration::ZERO), now) {
                         Entry::Straight(number) => assert!(inside.insert(number)),
                         Entry::Waits { number, displaced } => {
                             assert!(inside.insert(number));
@@ -247,7 +250,7 @@ proptest! {
                     }
                 }
                 Step::Turn { open } => {
-                    let turn = room.turn(&limits, now, |_, lane| lane.decode == WorkerId(open));
+                    let turn = room.turn(&limits, now, |_, lane| (lane.decode == WorkerId(open)).then_some(Duration::ZERO));
                     if let Some(number) = turn {
                         assert!(inside.contains(&number) && room.running.contains_key(&number));
                     } else {
@@ -310,7 +313,7 @@ proptest! {
         }
         let (mut got, mut left) = ([0.0, 0.0], [sizes.len(); 2]);
         while left.iter().all(|left| *left > 0) {
-            let (tenant, tokens) = of[&room.turn(&limits, Instant::now(), |_, _| true).unwrap()];
+            let (tenant, tokens) = of[&room.turn(&limits, Instant::now(), |_, _| OPEN).unwrap()];
             let at = usize::from(tenant == "b");
             got[at] += tokens as f64 / limits.tenant(tenant).weight;
             left[at] -= 1;
@@ -329,7 +332,7 @@ proptest! {
             // There is always more above.
             wait(&mut room, &limits, Asked { priority: Priority::High, ..asked("b", above) });
             wait(&mut room, &limits, Asked { priority: Priority::Normal, ..asked("c", above) });
-            let number = room.turn(&limits, Instant::now(), |_, _| true).unwrap();
+            let number = room.turn(&limits, Instant::now(), |_, _| OPEN).unwrap();
             if number == low {
                 break;
             }

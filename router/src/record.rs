@@ -1,0 +1,275 @@
+//! A record of the requests that were served: a line of JSON for each, which `blockyard replay` reads as a trace, and from which
+//! `blockyard fit` learns how fast the workers were.
+//!
+//! A line has no token and no text. Blocks are numbers made of their names, so a line says which prompts begin alike and nothing
+//! else of them. Requests hand their lines to a thread that writes; when it does not keep up, lines are dropped and counted, and
+//! nobody waits.
+
+use crate::decide::Row;
+use crate::metrics::Metrics;
+use crate::replay::BLOCK_TOKENS;
+use crate::select::mix;
+use kvbm::{Level, SequenceHash};
+use prometheus::IntCounterVec;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::fs::{File, OpenOptions};
+use std::io::{self, ErrorKind, Write};
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{SystemTime, UNIX_EPOCH};
+use tokio::time::Instant;
+use worker::engine::{PromptReport, Request};
+
+/// One request. The first four fields are those of a trace in Mooncake's format; times are in seconds since it arrived.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct Line {
+    /// When it arrived, in milliseconds since 1970.
+    pub timestamp: f64,
+    /// Prompt tokens.
+    pub input_length: u64,
+    /// Tokens that were generated.
+    pub output_length: u64,
+    /// A number for each 512 tokens of the prompt and all before them; equal where prompts are.
+    pub hash_ids: Vec<u32>,
+    /// What was asked for.
+    pub model: String,
+    /// Who decoded.
+    pub worker: String,
+    /// Whether somebody else prefilled.
+    #[serde(default)]
+    pub apart: bool,
+    /// When it went to its worker: until then it waited in the router, or was tried elsewhere.
+    pub sent_s: f64,
+    /// When its first token came.
+    pub first_token_s: f64,
+    /// When its last came.
+    pub last_token_s: f64,
+    /// Prompt tokens that were found, by where they were found.
+    #[serde(default)]
+    pub cached: BTreeMap<Level, u64>,
+    /// Tokens for which the worker has device memory, when it says.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kv_tokens: Option<u64>,
+    /// Bytes of the KV of one token, likewise.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kv_bytes_per_token: Option<f64>,
+    /// Sequences that it takes at a time, likewise.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sequences_max: Option<u64>,
+}
+
+/// Writes the record, when there is to be one.
+#[derive(Default)]
+pub(crate) struct Recorder(Mutex<Option<Open>>);
+
+struct Open {
+    path: PathBuf,
+    lines: SyncSender<Line>,
+    counts: IntCounterVec,
+}
+
+/// A request that is to be recorded, once it has ended.
+pub(crate) struct Life {
+    lines: SyncSender<Line>,
+    counts: IntCounterVec,
+    arrived: Instant,
+    line: Line,
+}
+
+/// Lines that wait to be written: some megabytes at most.
+const WAITING: usize = 4096;
+/// What nobody looks after must end somewhere: about four million requests.
+const BYTES_MAX: u64 = 1 << 30;
+
+impl Recorder {
+    /// Records into this file from now on, behind what is in it; or nowhere.
+    pub(crate) fn write_to(&self, path: Option<&Path>, metrics: &Metrics) -> Result<(), String> {
+        let mut open = self.lock();
+        if open.as_ref().map(|open| open.path.as_path()) == path {
+            return Ok(());
+        }
+        let next = path.map(|path| Open::new(path, metrics)).transpose()?;
+        *open = next;
+        Ok(())
+    }
+
+    /// Whether there is a record.
+    pub(crate) fn is_on(&self) -> bool {
+        self.lock().is_some()
+    }
+
+    /// A request that arrived at a time, if there is a record.
+    pub(crate) fn begin(&self, arrived: Instant) -> Option<Life> {
+        let open = self.lock();
+        let Open { lines, counts, .. } = open.as_ref()?;
+        let ago = arrived.elapsed();
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let timestamp = now.saturating_sub(ago).as_micros() as f64 / 1e3;
+        Some(Life { lines: lines.clone(), counts: counts.clone(), arrived, line: Line::at(timestamp) })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Open>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Open {
+    fn new(path: &Path, metrics: &Metrics) -> Result<Self, String> {
+        let wrong = |error: io::Error| format!("router.record: {} cannot be written: {error}", path.display());
+        let file = OpenOptions::new().create(true).append(true).open(path).map_err(wrong)?;
+        let (lines, incoming) = sync_channel(WAITING);
+        let name = path.to_owned();
+        let counts = metrics.recorded.clone();
+        let outcomes = counts.clone();
+        // It ends when nobody can send lines any more.
+        let write = move || write(&name, file, &incoming, &outcomes);
+        thread::Builder::new().name("record".into()).spawn(write).map_err(wrong)?;
+        Ok(Self { path: path.to_owned(), lines, counts })
+    }
+}
+
+/// Writes lines for as long as anybody may send some.
+fn write(path: &Path, mut file: File, lines: &Receiver<Line>, counts: &IntCounterVec) {
+    let mut written = file.metadata().map_or(0, |data| data.len());
+    while let Ok(line) = lines.recv() {
+        let outcome = if written < BYTES_MAX { append(&mut file, &line) } else { Err(ErrorKind::FileTooLarge.into()) };
+        match outcome {
+            Ok(bytes) => written += bytes,
+            Err(error) => {
+                tracing::error!(path = %path.display(), %error, "the record of requests ends here");
+                break;
+            }
+        }
+        counts.with_label_values(&["written"]).inc();
+    }
+}
+
+/// One line, at once: whoever reads along sees no half of one.
+fn append(file: &mut impl Write, line: &Line) -> io::Result<u64> {
+    let mut text = serde_json::to_string(line)?;
+    text.push('\n');
+    file.write_all(text.as_bytes())?;
+    Ok(text.len() as u64)
+}
+
+impl Line {
+    fn at(timestamp: f64) -> Self {
+        Self {
+            timestamp,
+            input_length: 0,
+            output_length: 0,
+            hash_ids: Vec::new(),
+            model: String::new(),
+            worker: String::new(),
+            apart: false,
+            sent_s: 0.0,
+            first_token_s: 0.0,
+            last_token_s: 0.0,
+            cached: BTreeMap::new(),
+            kv_tokens: None,
+            kv_bytes_per_token: None,
+            sequences_max: None,
+        }
+    }
+
+    /// What is known of a request when it is placed.
+    pub(crate) fn placed(request: &Request, row: &Row<'_>, names: &[SequenceHash], apart: bool, draw: u64) -> Self {
+        let (tokens, block_size) = (request.tokens.len() as u64, row.prompt.block_size);
+        let (standing, member) = (&row.desk.standing, row.member());
+        let known = |value: u64| (value > 0).then_some(value);
+        Self {
+            input_length: tokens,
+            hash_ids: numbers(names, block_size, tokens, draw),
+            model: request.model.to_string(),
+            worker: member.id().to_string(),
+            apart,
+            kv_tokens: known(u64::from(standing.total_blocks) * block_size),
+            kv_bytes_per_token: standing.speeds.block_bytes.get().map(|bytes| bytes / block_size as f64),
+            sequences_max: known(member.batch()),
+            ..Self::at(0.0)
+        }
+    }
+}
+
+impl Life {
+    /// It goes to a worker, for the first time or again.
+    pub(crate) fn sent(&mut self) {
+        self.line.sent_s = self.arrived.elapsed().as_secs_f64();
+    }
+
+    /// Its first output is there, from who it was placed on.
+    pub(crate) fn started(&mut self, placed: Line, report: Option<&PromptReport>) {
+        let now = self.arrived.elapsed().as_secs_f64();
+        let cached = report.into_iter().flat_map(|report| &report.cached);
+        self.line = Line {
+            timestamp: self.line.timestamp,
+            sent_s: self.line.sent_s,
+            first_token_s: now,
+            last_token_s: now,
+            cached: cached.map(|(level, tokens)| (*level, u64::from(*tokens))).collect(),
+            ..placed
+        };
+    }
+
+    /// More tokens came.
+    pub(crate) fn output(&mut self, tokens: usize) {
+        if tokens > 0 {
+            self.line.output_length += tokens as u64;
+            self.line.last_token_s = self.arrived.elapsed().as_secs_f64();
+        }
+    }
+}
+
+impl Drop for Life {
+    fn drop(&mut self) {
+        // What never had an output is no measure of anything.
+        if self.line.output_length == 0 {
+            return;
+        }
+        let line = std::mem::replace(&mut self.line, Line::at(0.0));
+        if self.lines.try_send(line).is_err() {
+            self.counts.with_label_values(&["dropped"]).inc();
+        }
+    }
+}
+
+/// A number for each [`BLOCK_TOKENS`] of a prompt of so many tokens, the last of which may be fewer. `draw` is for what has no name:
+/// a beginning shorter than a block is like no other.
+fn numbers(names: &[SequenceHash], block_size: u64, tokens: u64, draw: u64) -> Vec<u32> {
+    let number = |unit: u64| {
+        let full = ((unit + 1) * BLOCK_TOKENS / block_size.max(1)).min(names.len() as u64);
+        let last = full.checked_sub(1).map_or(draw, |last| names[last as usize].short());
+        // Two units may end with the same block.
+        mix(last ^ unit) as u32
+    };
+    (0..tokens.div_ceil(BLOCK_TOKENS)).map(number).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvbm::{ChainKey, Domain};
+
+    #[test]
+    fn prompts_have_numbers_in_common_as_far_as_they_are_alike() {
+        let key = ChainKey::root(&Domain::shared(), "toy", None);
+        let numbers = |prompt: &[u32], draw| {
+            let names = key.names(&prompt[..(prompt.len() - 1) / 16 * 16], 16);
+            numbers(&names, 16, prompt.len() as u64, draw)
+        };
+        let one: Vec<u32> = (0..1300).collect();
+        let mut other = one.clone();
+        other[1100] = 7;
+        let (one, other) = (numbers(&one, 1), numbers(&other, 2));
+        assert_eq!(one.len(), 3);
+        assert_eq!(one[..2], other[..2]);
+        assert_ne!(one[2], other[2]);
+        assert_ne!(numbers(&[1, 2, 3], 1), numbers(&[1, 2, 3], 2), "too short to have anything in common");
+        let whole: Vec<u32> = (0..1024).collect();
+        let whole = numbers(&whole, 1);
+        assert!(whole.len() == 2 && whole[0] != whole[1]);
+    }
+}

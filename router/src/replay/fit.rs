@@ -1,0 +1,206 @@
+//! A worker's profile, learned from a record of requests that real workers served.
+//!
+//! What a step takes is linear in a profile's figures, and so is what steps take together. Of each request two stretches of time
+//! are known, and what its worker did in them:
+//!
+//! ```text
+//!   its prompt is computed   from when the one before it had its first token, or it came, to its own first token
+//!   it decodes               from its first token to its last: a step for each token
+//!
+//!   seconds = steps·step + sequences·sequence + context·context + tokens·token + pairs·attention
+//! ```
+//! Each stretch is one such equation, with sums over its steps on the right; least squares find the five figures, none of them
+//! less than 0. Which prompts a step computed nobody wrote down: one after the other, as they came, is taken for granted.
+//! Pure: lines in, a profile out.
+
+mod course;
+mod squares;
+
+#[cfg(test)]
+mod tests;
+
+use super::profile::{Profile, Store};
+use crate::record::Line;
+use course::{Course, Prompts, Sums};
+use kvbm::Level;
+use std::collections::BTreeMap;
+
+/// What was learned.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Fit {
+    /// The profile: what could not be learned is the base's.
+    pub profile: Profile,
+    /// Requests in the record.
+    pub requests: usize,
+    /// Of workers, so many.
+    pub workers: usize,
+    /// Requests that were prefilled elsewhere than they decoded, and of which nothing was learned.
+    pub apart: usize,
+    /// By how much the profile misses the time in which a prompt is computed: half of the prompts are nearer, as a share of the time.
+    pub prompt_error: f64,
+    /// The same of the time in which an answer is decoded.
+    pub decode_error: f64,
+    /// Figures that are the base's, by their key.
+    pub from_base: Vec<&'static str>,
+}
+
+/// Nothing could be learned.
+#[derive(Clone, PartialEq, Debug, thiserror::Error)]
+pub enum FitError {
+    /// Too few requests.
+    #[error("{found} requests that one worker served whole are too few to learn from, {REQUESTS_MIN} are needed")]
+    TooFew {
+        /// So many are there.
+        found: usize,
+    },
+    /// The requests are too much alike to tell one figure from the other.
+    #[error(
+        "`{0}` came out as nothing: the requests are too much alike; record prompts of different lengths, at different loads"
+    )]
+    TooAlike(&'static str),
+}
+
+/// Fewer say nothing about five figures.
+const REQUESTS_MIN: usize = 50;
+/// Prompts that were brought up from a tier, before anything is said of the tier.
+const ONBOARDED_MIN: usize = 20;
+/// What clocks and streams are uncertain of: shorter stretches count less.
+const JITTER_S: f64 = 0.002;
+
+/// A stretch of time on one worker, and what was done in it.
+struct Stretch {
+    seconds: f64,
+    sums: Sums,
+    kind: Kind,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    /// Prompts, all of them computed here.
+    Prompt,
+    /// A prompt that was brought up from a tier, so many tokens, and did not wait for another.
+    Onboarded(Level, u64),
+    /// An answer.
+    Decode,
+}
+
+/// Learns how fast workers are from what they served. `base`: where the rest is taken from, and how workers batch.
+pub fn fit(lines: &[Line], base: &Profile) -> Result<Fit, FitError> {
+    let mut workers: BTreeMap<&str, Vec<&Line>> = BTreeMap::new();
+    for line in lines.iter().filter(|line| !line.apart && line.output_length > 0) {
+        workers.entry(&line.worker).or_default().push(line);
+    }
+    let whole = workers.values().map(Vec::len).sum();
+    if whole < REQUESTS_MIN {
+        return Err(FitError::TooFew { found: whole });
+    }
+    let mut profile = base.clone();
+    let mut from_base = vec!["step_tokens"];
+    memory(lines, &mut profile, &mut from_base);
+    let stretches: Vec<Stretch> = workers.values().flat_map(|lines| stretches(lines, &profile)).collect();
+    let learning = || stretches.iter().filter(|stretch| !matches!(stretch.kind, Kind::Onboarded(..)));
+    let rows: Vec<squares::Row<{ Sums::LEN }>> = learning()
+        .map(|stretch| squares::Row {
+            factors: stretch.sums.0,
+            value: stretch.seconds,
+            weight: (stretch.seconds + JITTER_S).recip(),
+        })
+        .collect();
+    let figures = squares::solve(&rows);
+    let [step_s, sequence_s, context_s, token_s, attention_s] = figures;
+    for (key, value) in [("step_s", step_s), ("token_s", token_s)] {
+        if value <= 0.0 {
+            return Err(FitError::TooAlike(key));
+        }
+    }
+    profile = Profile { step_s, sequence_s, context_s, token_s, attention_s, ..profile };
+    let tiers = [
+        ("host", &[Level::G2, Level::G3][..], base.host, &mut profile.host),
+        ("shared", &[Level::Pod, Level::G4][..], base.shared, &mut profile.shared),
+    ];
+    let kv_bytes = profile.kv_bytes_per_token as f64;
+    for (key, levels, before, tier) in tiers {
+        let Some(before) = before else { continue };
+        match store(&stretches, levels, kv_bytes, &figures, before) {
+            Some(store) => *tier = Some(store),
+            None => from_base.push(key),
+        }
+    }
+    let error = |kind: Kind| {
+        let of_kind = stretches.iter().filter(|stretch| stretch.kind == kind && stretch.seconds > JITTER_S);
+        let mut misses: Vec<f64> =
+            of_kind.map(|stretch| (stretch.sums.seconds(&figures) / stretch.seconds - 1.0).abs()).collect();
+        misses.sort_unstable_by(f64::total_cmp);
+        misses.get(misses.len() / 2).copied().unwrap_or(0.0)
+    };
+    let (prompt_error, decode_error) = (error(Kind::Prompt), error(Kind::Decode));
+    let (requests, apart) = (lines.len(), lines.iter().filter(|line| line.apart).count());
+    Ok(Fit { profile, requests, workers: workers.len(), apart, prompt_error, decode_error, from_base })
+}
+
+/// What workers said of their memory and their batches.
+fn memory(lines: &[Line], profile: &mut Profile, from_base: &mut Vec<&'static str>) {
+    let last = |of: fn(&Line) -> Option<f64>| lines.iter().rev().find_map(of);
+    match last(|line| line.kv_bytes_per_token) {
+        Some(bytes) => profile.kv_bytes_per_token = (bytes.round() as u64).max(1),
+        None => from_base.push("kv_bytes_per_token"),
+    }
+    match last(|line| line.kv_tokens.map(|tokens| tokens as f64)) {
+        Some(tokens) => profile.device_bytes = tokens as u64 * profile.kv_bytes_per_token,
+        None => from_base.push("device_bytes"),
+    }
+    match last(|line| line.sequences_max.map(|most| most as f64)) {
+        Some(most) => {
+            profile.sequences = most as usize;
+            // A step has a token for each of them, and more.
+            profile.step_tokens = profile.step_tokens.max(most as u64 + 1);
+        }
+        None => from_base.push("sequences"),
+    }
+}
+
+/// What one worker did.
+fn stretches(lines: &[&Line], profile: &Profile) -> Vec<Stretch> {
+    let prompts = Prompts::of(lines);
+    let course = Course::of(lines, &prompts);
+    let mut stretches = Vec::new();
+    for prompt in prompts.all() {
+        let seconds = prompt.until - prompt.from;
+        let mut sums = course.between(prompt.from, prompt.until, |sequences| {
+            let left = (profile.step_tokens as f64 - sequences).max(1.0);
+            let full = (prompt.tokens / left).ceil().max(1.0);
+            // Who comes while others decode waits for the end of their step first, half of it on average.
+            if prompt.waited || sequences < 0.5 { full } else { full + 0.5 }
+        });
+        // Of all that was computed in this time, this is the prompt.
+        (sums.0[Sums::TOKENS], sums.0[Sums::PAIRS]) = (prompt.tokens, prompt.pairs);
+        let kind = match prompt.below[..] {
+            [] => Some(Kind::Prompt),
+            [(level, tokens)] if !prompt.waited => Some(Kind::Onboarded(level, tokens)),
+            _ => None,
+        };
+        stretches.extend(kind.map(|kind| Stretch { seconds, sums, kind }));
+    }
+    for line in lines.iter().filter(|line| line.output_length > 1) {
+        let (first, last) = course::span(line);
+        let sums = course.between(first, last, |_| (line.output_length - 1) as f64);
+        stretches.push(Stretch { seconds: last - first, sums, kind: Kind::Decode });
+    }
+    stretches
+}
+
+/// How long it took to bring prompts up from some tiers, beyond what computing the rest of them takes.
+fn store(stretches: &[Stretch], levels: &[Level], kv_bytes: f64, figures: &[f64], before: Store) -> Option<Store> {
+    let row = |stretch: &Stretch| match stretch.kind {
+        Kind::Onboarded(level, tokens) if levels.contains(&level) => Some(squares::Row {
+            factors: [1.0, tokens as f64 * kv_bytes],
+            value: (stretch.seconds - stretch.sums.seconds(figures)).max(0.0),
+            weight: (stretch.seconds + JITTER_S).recip(),
+        }),
+        _ => None,
+    };
+    let rows: Vec<squares::Row<2>> = stretches.iter().filter_map(row).collect();
+    let [latency_s, byte_s] = squares::solve(&rows);
+    let known = rows.len() >= ONBOARDED_MIN && byte_s > 0.0;
+    known.then(|| Store { latency_s, bytes_per_second: byte_s.recip(), ..before })
+}

@@ -1,0 +1,97 @@
+use super::*;
+use crate::policy::Policy;
+use crate::replay::simulation::Simulation;
+use crate::replay::{Admission, BLOCK_TOKENS, Chooser, Options, Slo, Trace};
+use std::time::Duration;
+
+const FIXTURE: &str = include_str!("../../../tests/fixtures/conversation.jsonl");
+const H100: &str = include_str!("../../../../deploy/profiles/h100-8b.toml");
+
+fn h100() -> Profile {
+    toml::from_str(H100).unwrap()
+}
+
+/// What a record of a simulated run says.
+fn record(profile: &Profile, workers: usize, rate: f64) -> Vec<Line> {
+    let trace = Trace::read(FIXTURE.as_bytes()).unwrap();
+    let slo = Slo { ttft: Duration::from_secs(2), itl: Duration::from_millis(100) };
+    let (lag, profile) = (Duration::from_millis(5), profile.clone());
+    let options =
+        Options { profile, workers, replicas: 1, lag, loss: 0.0, loss_until: 1.0, slo, admission: Admission::Off };
+    let outcome = Simulation::new(&trace, &options, &Chooser::Policy(Policy::Kv), rate, 0).run();
+    let line = |(asked, served): (&crate::replay::trace::Asked, &crate::replay::figures::Served)| {
+        let since = |ns: u64| (ns - served.arrived_ns) as f64 / 1e9;
+        let found = (served.hits * BLOCK_TOKENS).min(asked.input - 1);
+        serde_json::from_value::<Line>(serde_json::json!({
+            "timestamp": served.arrived_ns as f64 / 1e6, "input_length": asked.input, "output_length": asked.output,
+            "hash_ids": asked.blocks, "model": "toy", "worker": served.worker.to_string(), "sent_s": 0.0,
+            "first_token_s": since(served.first_ns), "last_token_s": since(served.ended_ns),
+            "cached": { "g1": found }, "kv_tokens": options.profile.blocks() * BLOCK_TOKENS,
+            "kv_bytes_per_token": options.profile.kv_bytes_per_token, "sequences_max": options.profile.sequences,
+        }))
+        .unwrap()
+    };
+    trace.requests.iter().zip(&outcome.served).map(line).collect()
+}
+
+fn close(what: &str, found: f64, want: f64, share: f64) {
+    assert!((found / want - 1.0).abs() < share, "{what}: {found} for {want}");
+}
+
+#[test]
+fn a_simulated_run_gives_back_the_profile_that_made_it() {
+    let made = h100();
+    // Twice as slow as the base in one thing, half as slow in another.
+    let made = Profile { token_s: made.token_s * 2.0, context_s: made.context_s * 3.0, sequences: 100, ..made };
+    let made = Profile { device_bytes: made.device_bytes / 2, ..made };
+    for (workers, rate) in [(2, 1.0), (4, 3.0)] {
+        let Fit { profile, prompt_error, decode_error, from_base, .. } =
+            fit(&record(&made, workers, rate), &h100()).unwrap();
+        close("step_s", profile.step_s, made.step_s, 0.1);
+        close("token_s", profile.token_s, made.token_s, 0.1);
+        close("attention_s", profile.attention_s, made.attention_s, 0.25);
+        close("context_s", profile.context_s, made.context_s, 0.25);
+        assert!(prompt_error < 0.05 && decode_error < 0.1, "{prompt_error} {decode_error}");
+        assert_eq!((profile.sequences, profile.kv_bytes_per_token), (100, made.kv_bytes_per_token));
+        close("device_bytes", profile.device_bytes as f64, made.device_bytes as f64, 0.01);
+        assert_eq!(from_base, ["step_tokens"]);
+        profile.check().unwrap();
+    }
+}
+
+#[test]
+fn a_tier_is_as_fast_as_what_came_up_from_it() {
+    // A prompt a second: a third of them onboard some thousand tokens at 1 GB/s after 20 ms.
+    let line = |at: usize| {
+        let input = 1000 + 700 * (at % 5) as u64;
+        let found = if at.is_multiple_of(3) { 300 + 200 * (at % 4) as u64 } else { 0 };
+        let computed = (input - found) as f64;
+        let onboard = if found > 0 { 0.02 + found as f64 * 100_000.0 / 1e9 } else { 0.0 };
+        let prompt = 0.01 + computed * 0.000_1 + onboard;
+        let decode = 0.01 * (10 + at % 30) as f64;
+        serde_json::from_value::<Line>(serde_json::json!({
+            "timestamp": 1000 * at, "input_length": input, "output_length": 11 + at % 30, "hash_ids": [], "model": "toy",
+            "worker": "w", "sent_s": 0.0, "first_token_s": prompt, "last_token_s": prompt + decode,
+            "cached": if found > 0 { serde_json::json!({ "g3": found }) } else { serde_json::json!({}) },
+            "kv_bytes_per_token": 100_000,
+        }))
+        .unwrap()
+    };
+    let lines: Vec<Line> = (0..300).map(line).collect();
+    let host = Store { bytes: 1 << 40, bytes_per_second: 5e9, latency_s: 1.0 };
+    let base = Profile { host: Some(host), shared: Some(host), step_tokens: 1 << 20, ..h100() };
+    let Fit { profile, from_base, .. } = fit(&lines, &base).unwrap();
+    let found = profile.host.unwrap();
+    close("bytes_per_second", found.bytes_per_second, 1e9, 0.1);
+    close("latency_s", found.latency_s, 0.02, 0.2);
+    assert_eq!((found.bytes, profile.shared), (host.bytes, Some(host)));
+    assert_eq!(from_base, ["step_tokens", "device_bytes", "sequences", "shared"]);
+}
+
+#[test]
+fn too_little_is_not_guessed_from() {
+    let lines = record(&h100(), 2, 1.0);
+    assert_eq!(fit(&lines[..20], &h100()), Err(FitError::TooFew { found: 20 }));
+    let apart: Vec<Line> = lines.iter().cloned().map(|line| Line { apart: true, ..line }).collect();
+    assert_eq!(fit(&apart, &h100()), Err(FitError::TooFew { found: 0 }));
+}

@@ -1,0 +1,73 @@
+//! The record of served requests: what it says, and that it can be switched on and off.
+
+use super::fake::{Behaviour, Yard, prompt};
+use super::{defaults, failed};
+use crate::replay::Trace;
+use crate::{Recorded, Settings};
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::time::Duration;
+use worker::engine::Request;
+use worker::plane::{Phase, WorkerId};
+
+/// The lines, once there are so many of them.
+async fn lines(path: &Path, count: usize) -> Vec<Recorded> {
+    for _ in 0..1000 {
+        let text = std::fs::read_to_string(path).unwrap_or_default();
+        if text.lines().count() >= count {
+            return text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        }
+        // Another thread writes, on the machine's clock.
+        tokio::task::spawn_blocking(|| std::thread::sleep(Duration::from_millis(5))).await.unwrap();
+    }
+    panic!("no {count} lines came");
+}
+
+fn recording(path: &Path) -> Settings {
+    Settings { record: Some(path.to_owned()), ..Settings::default() }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_was_served_is_a_trace_that_can_be_replayed() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("run.jsonl");
+    let yard = Yard::new(recording(&path));
+    let (bad, good) = (yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await);
+    good.remember(&[]);
+    bad.become_(Behaviour::Refuse(failed()));
+    yard.answer(prompt(1, 1200)).await.unwrap();
+    // The same beginning, and another end.
+    let mut tokens = prompt(1, 1200).tokens.to_vec();
+    tokens[1100] = 7;
+    yard.answer(Request { tokens: tokens.into(), ..prompt(1, 1200) }).await.unwrap();
+    let lines = lines(&path, 2).await;
+    let about = |line: &Recorded| (line.input_length, line.output_length, line.worker.clone(), line.apart);
+    assert_eq!(lines.iter().map(about).collect::<Vec<_>>(), vec![(1200, 2, WorkerId(2).to_string(), false); 2]);
+    assert_eq!(lines.iter().map(|line| line.cached.values().sum()).collect::<Vec<u64>>(), [0, 1088]);
+    assert_eq!(lines[0].hash_ids[..2], lines[1].hash_ids[..2]);
+    assert_ne!(lines[0].hash_ids[2], lines[1].hash_ids[2]);
+    assert!(lines.iter().all(|line| line.sent_s <= line.first_token_s && line.first_token_s <= line.last_token_s));
+    assert_eq!(Trace::read(std::fs::read(&path).unwrap().as_slice()).unwrap().len(), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn recording_starts_and_stops_while_requests_are_served_and_a_path_that_cannot_be_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("run.jsonl");
+    let yard = defaults();
+    yard.worker(1, Phase::Both).await;
+    yard.answer(prompt(1, 100)).await.unwrap();
+    yard.router.retune(recording(&path)).unwrap();
+    yard.answer(prompt(2, 200)).await.unwrap();
+    let nowhere = folder.path().join("no").join("run.jsonl");
+    let error = yard.router.retune(recording(&nowhere)).unwrap_err().to_string();
+    assert!(error.starts_with("router.record: ") && error.contains("no/run.jsonl"), "{error}");
+    yard.answer(prompt(3, 300)).await.unwrap();
+    yard.router.retune(Settings::default()).unwrap();
+    yard.answer(prompt(4, 400)).await.unwrap();
+    yard.router.retune(recording(&path)).unwrap();
+    yard.answer(prompt(5, 500)).await.unwrap();
+    // What the first writer still had may come after what the second has.
+    let lengths: BTreeSet<u64> = lines(&path, 3).await.iter().map(|line| line.input_length).collect();
+    assert_eq!(lengths, BTreeSet::from([200, 300, 500]));
+}

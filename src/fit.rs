@@ -1,0 +1,96 @@
+//! `blockyard fit`: learns from a record of served requests how fast the workers were, and prints the profile. The profile goes to
+//! standard output, what is to be thought of it to standard error.
+
+use crate::replay::{open, profile};
+use anyhow::{Context, bail};
+use router::Recorded;
+use router::replay::{self, Fit as Learned, Profile};
+use serde::Serialize;
+use std::io::{BufRead, Write, stdout};
+use std::path::PathBuf;
+
+/// `blockyard fit`.
+#[derive(clap::Args, Debug)]
+#[command(after_help = "`blockyard serve --set router.record=run.jsonl` writes the record. Then:\n\n  \
+    blockyard fit run.jsonl > my-worker.toml\n  blockyard replay run.jsonl --profile my-worker.toml")]
+pub struct Fit {
+    /// A record of served requests, as `router.record` writes it; - reads standard input
+    record: PathBuf,
+
+    /// Where the profile takes from what a record does not say: a TOML file like deploy/profiles/h100-8b.toml [default: that one]
+    #[arg(long, value_name = "FILE")]
+    base: Option<PathBuf>,
+
+    /// Learn from the requests for this model only [default: the only one in the record]
+    #[arg(long, value_name = "NAME")]
+    model: Option<String>,
+
+    /// Print for programs
+    #[arg(long)]
+    json: bool,
+}
+
+/// What `--json` prints.
+#[derive(Serialize)]
+struct Report<'a> {
+    profile: &'a Profile,
+    requests: usize,
+    workers: usize,
+    apart: usize,
+    prompt_error: f64,
+    decode_error: f64,
+    from_base: &'a [&'static str],
+}
+
+/// Runs the command.
+pub fn run(args: &Fit) -> anyhow::Result<()> {
+    let base = profile("--base", args.base.as_deref())?;
+    let (lines, model) = read(args)?;
+    let Learned { mut profile, requests, workers, apart, prompt_error, decode_error, from_base } =
+        replay::fit(&lines, &base).with_context(|| args.record.display().to_string())?;
+    profile.name = model;
+    profile.origin = format!(
+        "Fitted to {requests} requests on {workers} worker{}. Half of the prompts took within {:.0} % of what it says, and \
+         half of the answers within {:.0} %. From {}: {}.",
+        if workers == 1 { "" } else { "s" },
+        prompt_error * 100.0,
+        decode_error * 100.0,
+        base.name,
+        from_base.join(", ")
+    );
+    eprintln!("{}", profile.origin);
+    if apart > 0 {
+        eprintln!("{apart} of them were prefilled and decoded by different workers, and say nothing of either.");
+    }
+    let text = if args.json {
+        let profile = &profile;
+        let report = Report { profile, requests, workers, apart, prompt_error, decode_error, from_base: &from_base };
+        serde_json::to_string_pretty(&report)? + "\n"
+    } else {
+        toml::to_string(&profile)?
+    };
+    stdout().write_all(text.as_bytes()).context("standard output")
+}
+
+/// The requests of one model, and its name.
+fn read(args: &Fit) -> anyhow::Result<(Vec<Recorded>, String)> {
+    let name = args.record.display();
+    let mut lines: Vec<Recorded> = Vec::new();
+    for (at, line) in open(&args.record)?.lines().enumerate() {
+        let line = line.with_context(|| name.to_string())?;
+        if !line.trim().is_empty() {
+            let parsed = serde_json::from_str(&line);
+            lines.push(parsed.with_context(|| format!("{name}, line {}: no record of a served request", at + 1))?);
+        }
+    }
+    let Some(model) = args.model.clone().or_else(|| Some(lines.first()?.model.clone())) else {
+        bail!("{name}: no request in it");
+    };
+    let all = lines.len();
+    lines.retain(|line| line.model == model);
+    match args.model {
+        None if lines.len() < all => bail!("{name}: requests for several models; say which: --model {model}"),
+        Some(_) if lines.is_empty() => bail!("{name}: no request for {model} in it"),
+        _ => Ok((lines, model)),
+    }
+}

@@ -1,0 +1,92 @@
+//! Requests served, recorded, replayed, and learned from.
+
+#![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
+
+use super::serve::{client, program};
+use serde_json::{Value, json};
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+use std::process::{Output, Stdio};
+
+fn blockyard(args: &[&str], file: &Path) -> Output {
+    let (verb, rest) = args.split_first().unwrap();
+    program_of(verb).arg(file).args(rest).output().unwrap()
+}
+
+fn program_of(verb: &str) -> std::process::Command {
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_blockyard"));
+    command.arg(verb);
+    command
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_a_process_served_can_be_replayed() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("run.jsonl");
+    let mut command = program(&["--model", "tiny", "--listen", "127.0.0.1:0", "--workers", "both:2", "--json"]);
+    command.arg("--data-dir").arg(folder.path().join("data"));
+    command.arg("--set").arg(format!("router.record={}", file.display()));
+    command.args(["--set", "tiers.g3=off", "--set", "tiers.g1=32MiB"]);
+    let mut process = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+    let mut banner = String::new();
+    BufReader::new(process.stdout.take().unwrap()).read_line(&mut banner).unwrap();
+    let url = serde_json::from_str::<Value>(&banner).unwrap()["address"].as_str().unwrap().to_owned();
+    for turn in 1..=3 {
+        let prompt: Vec<u32> = (0..600 * turn).map(|at| 5 + at % 200).collect();
+        let body = json!({"model": "tiny", "prompt": prompt, "max_tokens": 4, "ignore_eos": true});
+        let answer = client().post(format!("http://{url}/v1/completions")).json(&body).send().await.unwrap();
+        assert!(answer.status().is_success(), "{}", answer.text().await.unwrap());
+    }
+    process.kill().unwrap();
+    process.wait().unwrap();
+
+    let text = std::fs::read_to_string(&file).unwrap();
+    let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let lengths: Vec<_> =
+        lines.iter().map(|line| (line["input_length"].clone(), line["output_length"].clone())).collect();
+    assert_eq!(lengths, [(json!(600), json!(4)), (json!(1200), json!(4)), (json!(1800), json!(4))]);
+    assert!(!text.contains("prompt"), "a record has no text in it");
+    let replayed = blockyard(&["replay", "--workers", "2", "--rate", "1", "--policy", "kv", "--json"], &file);
+    let report: Value = serde_json::from_slice(&replayed.stdout).unwrap();
+    // Of 2 + 3 + 4 units the second finds one whole, and the third two.
+    assert_eq!((&report["requests"], &report["policies"][0]["finished"]), (&json!(3), &json!(3)));
+    assert!((report["hit_rate_bound"].as_f64().unwrap() - 3.0 / 9.0).abs() < 1e-9, "{report:#}");
+    let fitted = blockyard(&["fit"], &file);
+    let error = String::from_utf8(fitted.stderr).unwrap();
+    assert!(!fitted.status.success() && error.contains("3 requests") && error.contains("too few"), "{error}");
+}
+
+#[test]
+fn a_profile_that_was_fitted_is_one_that_replay_takes() {
+    let folder = tempfile::tempdir().unwrap();
+    let (run, profile) = (folder.path().join("run.jsonl"), folder.path().join("worker.toml"));
+    // One request after the other: 10 ms a step, 0.1 ms a token.
+    let line = |at: u64| {
+        let (input, output) = (500 + 300 * (at % 7), 2 + at % 20);
+        let first = 0.01 + input as f64 * 0.000_1;
+        let ids: Vec<u64> = (0..input.div_ceil(512)).map(|unit| 10 * at + unit).collect();
+        json!({
+            "timestamp": 2000 * at, "input_length": input, "output_length": output, "hash_ids": ids, "model": "toy",
+            "worker": "w1", "sent_s": 0.0, "first_token_s": first, "last_token_s": first + 0.01 * (output - 1) as f64,
+            "kv_tokens": 100_000, "kv_bytes_per_token": 1000.0, "sequences_max": 8,
+        })
+        .to_string()
+            + "\n"
+    };
+    std::fs::write(&run, (0..100).map(line).collect::<String>()).unwrap();
+    let fitted = blockyard(&["fit"], &run);
+    let said = String::from_utf8(fitted.stderr).unwrap();
+    assert!(fitted.status.success() && said.contains("100 requests"), "{said}");
+    std::fs::write(&profile, &fitted.stdout).unwrap();
+    let report: Value = serde_json::from_slice(&blockyard(&["fit", "--json"], &run).stdout).unwrap();
+    for (key, want) in [("step_s", 0.01), ("token_s", 0.000_1), ("sequences", 8.0), ("device_bytes", 1e8)] {
+        let found = report["profile"][key].as_f64().unwrap();
+        assert!((found / want - 1.0).abs() < 0.02, "{key}: {found}");
+    }
+    let with = ["replay", "--rate", "0.5", "--workers", "1", "--policy", "kv", "--json", "--profile"];
+    let replayed = blockyard(&[&with[..], &[profile.to_str().unwrap()]].concat(), &run);
+    let replayed: Value = serde_json::from_slice(&replayed.stdout).unwrap();
+    let mean = replayed["policies"][0]["ttft_mean_s"].as_f64().unwrap();
+    // Prompts of 1,400 tokens on average.
+    assert!((mean - 0.15).abs() < 0.02, "{mean}");
+}
