@@ -12,8 +12,7 @@
 //! begins with another one, files that were deleted are let go before the next measurement, and the first `fio` is asked
 //! twice: how far it is from itself is what a ratio is worth. Without `fio` only the tier is measured, and that is said.
 //! `--chain N` has N blocks follow each other (four megabytes of them otherwise): what lies in several segments is carried over
-//! when the log is full, which shows in what is written for each byte that is stored. `--recover N` writes N blocks of one
-//! sector each and opens the log again, its pages dropped from the page cache where that is allowed.
+//! when the log is full, which shows in what is written for each byte that is stored. `--recover N` writes N small blocks and opens the log again, its pages dropped from the page cache where that is allowed.
 
 use bytes::Bytes;
 use futures::{StreamExt, TryStreamExt};

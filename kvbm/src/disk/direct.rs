@@ -5,7 +5,7 @@
 
 use std::alloc::{self, Layout};
 use std::fs::{self, File, OpenOptions};
-use std::io;
+use std::io::{self, IoSlice};
 use std::ops::{Deref, DerefMut};
 use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
@@ -202,6 +202,33 @@ pub(super) fn read(file: &File, offset: u64, into: &mut [u8]) -> io::Result<usiz
         }
     }
     Ok(total)
+}
+
+/// Writes parts, one after the other, from `offset` on.
+pub(super) fn write(file: &File, mut parts: &mut [IoSlice<'_>], mut offset: u64) -> io::Result<()> {
+    /// What one call takes.
+    const PARTS: usize = 1024;
+    while !parts.is_empty() {
+        let count = parts.len().min(PARTS);
+        // SAFETY: an `IoSlice` is an `iovec`, there are at least `count` of them, and what they name lives as long as they do.
+        let written = unsafe {
+            libc::pwritev(file.as_raw_fd(), parts.as_ptr().cast(), count as libc::c_int, offset.cast_signed())
+        };
+        match written {
+            0 => return Err(io::ErrorKind::WriteZero.into()),
+            1.. => {
+                offset += written.cast_unsigned() as u64;
+                IoSlice::advance_slices(&mut parts, written.cast_unsigned());
+            }
+            _ => {
+                let error = io::Error::last_os_error();
+                if error.kind() != io::ErrorKind::Interrupted {
+                    return Err(error);
+                }
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Takes the space of a whole file at once, so that a full disk is met here and not in the middle of a write.

@@ -8,7 +8,7 @@
 //! |        | pinned until 4: as in the block's header |
 //! | 48 × m | owners, numbered from 0: fingerprint 32, cache domain 16 |
 //! | … | zeros, so that the footer ends at a multiple of 4,096 |
-//! | 32 | trailer: magic `BLKYFOO3`, footer's offset 8, n 4, m 4, CRC-64/NVME over the footer before it 8 |
+//! | 32 | trailer: magic `BLKYFOO4`, footer's offset 8, n 4, m 4, CRC-64/NVME over the footer before it 8 |
 //!
 //! 52 bytes a block: a million of them are read back in one stretch of 52 MB.
 
@@ -17,7 +17,7 @@ use super::record::{self, Found};
 use crate::{Date, DomainId, Fingerprint, Keep, SequenceHash};
 use crc_fast::{CrcAlgorithm, checksum};
 
-const MAGIC: [u8; 8] = *b"BLKYFOO3";
+const MAGIC: [u8; 8] = *b"BLKYFOO4";
 const ENTRY: usize = 52;
 const OWNER: usize = 48;
 const TRAILER: usize = 32;

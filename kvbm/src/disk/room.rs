@@ -209,7 +209,8 @@ impl Log {
         let number = going.segment.number();
         for Move { run, head, at } in &going.stays {
             let sound = self.sound(going, run)?;
-            let offsets = head.write(*at, sound.iter().map(Record::Block), &self.shared.pool)?;
+            let records: Vec<Record<'_>> = sound.iter().map(Record::Block).collect();
+            let offsets = head.write(*at, &records, &self.shared.pool)?;
             for (block, offset) in sound.iter().zip(offsets) {
                 let new = self.resting(block, head.segment().number(), offset);
                 let still = |place: &Place| self.is_in(place, number);

@@ -12,7 +12,7 @@ use super::direct::{self, Access, Pool};
 use super::listing::Listing;
 use super::record::{Found, Record};
 use std::fs::{self, File, OpenOptions};
-use std::io;
+use std::io::{self, IoSlice};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -124,7 +124,7 @@ pub(super) fn numbers(folder: &Path) -> io::Result<Vec<u32>> {
 pub(super) struct Head {
     file: File,
     path: PathBuf,
-    grain: u64,
+    access: Access,
     segment: Arc<Segment>,
 }
 
@@ -151,7 +151,7 @@ impl Head {
             file
         };
         let segment = Segment::new((number, group), Listing::default(), bytes, false, taken);
-        Ok(Self { file, path, grain: access.grain(), segment })
+        Ok(Self { file, path, access, segment })
     }
 
     pub(super) fn segment(&self) -> &Arc<Segment> {
@@ -160,34 +160,59 @@ impl Head {
 
     /// Writes records from byte `at` on, which is a multiple of [`Access::BLOCK`], in one go and up to another, and lists
     /// them. Returns the offset of each.
-    pub(super) fn write<'a>(
-        &self,
-        at: u64,
-        records: impl Iterator<Item = Record<'a>> + Clone,
-        pool: &Pool,
-    ) -> io::Result<Vec<u64>> {
-        let total: u64 = records.clone().map(|record| record.span(self.grain)).sum();
-        let total = total.next_multiple_of(Access::BLOCK) as usize;
-        let mut buffer = pool.take(total);
-        let mut offset = 0;
-        let mut offsets = Vec::new();
-        for record in records.clone() {
-            let end = offset + record.span(self.grain) as usize;
-            record.encode(&mut buffer[offset..end]);
-            offsets.push(at + offset as u64);
-            offset = end;
+    pub(super) fn write(&self, at: u64, records: &[Record<'_>], pool: &Pool) -> io::Result<Vec<u64>> {
+        match self.put(at, records, self.access, pool) {
+            // A device that wants memory aligned otherwise than files.
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
+                self.put(at, records, Access::Buffered, pool)?
+            }
+            written => written?,
         }
-        buffer[offset..total].fill(0);
-        self.file.write_all_at(&buffer[..total], at)?;
+        let mut end = at;
+        let mut offsets = Vec::with_capacity(records.len());
         let mut listing = self.segment.listing();
-        for (record, offset) in records.zip(&offsets) {
+        for record in records {
             let found = match record {
                 Record::Block(block) => Found::Block(block.header),
-                Record::Gone(fingerprint, name) => Found::Gone(fingerprint, name),
+                Record::Gone(fingerprint, name) => Found::Gone(*fingerprint, *name),
             };
-            listing.push(&found, *offset);
+            listing.push(&found, end);
+            offsets.push(end);
+            end += self.span(record) as u64;
         }
         Ok(offsets)
+    }
+
+    /// Writes records, and zeros up to a whole block: payloads from where they are if they lie well for `access`, the rest
+    /// from a buffer.
+    fn put(&self, at: u64, records: &[Record<'_>], access: Access, pool: &Pool) -> io::Result<()> {
+        let straight = |record: &Record<'_>| record.straight(access).map_or(0, <[u8]>::len);
+        let total = records.iter().map(|record| self.span(record)).sum::<usize>();
+        let total = total.next_multiple_of(Access::BLOCK as usize);
+        let copied = total - records.iter().map(straight).sum::<usize>();
+        let mut buffer = pool.take(copied);
+        let mut end = 0;
+        for record in records {
+            let start = end;
+            end += self.span(record) - straight(record);
+            record.encode(&mut buffer[start..end]);
+        }
+        buffer[end..copied].fill(0);
+        let (mut parts, mut rest, mut waiting) = (Vec::new(), &buffer[..copied], 0);
+        for record in records {
+            waiting += self.span(record) - straight(record);
+            if let Some(payload) = record.straight(access) {
+                let (before, after) = rest.split_at(std::mem::take(&mut waiting));
+                parts.extend([IoSlice::new(before), IoSlice::new(payload)]);
+                rest = after;
+            }
+        }
+        parts.extend((!rest.is_empty()).then(|| IoSlice::new(rest)));
+        direct::write(&self.file, &mut parts, at)
+    }
+
+    fn span(&self, record: &Record<'_>) -> usize {
+        record.span(self.access.grain()) as usize
     }
 }
 

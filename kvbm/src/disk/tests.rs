@@ -177,3 +177,34 @@ async fn a_log_of_a_finer_grain_is_read_on_a_coarser_device() {
     let tier = open_accessing(folder.path(), direct::Access::Direct { grain: 4096 });
     assert!(all(&load(&*tier, fingerprint(), names(&blocks)).await));
 }
+
+#[tokio::test]
+async fn payloads_that_lie_well_in_memory_and_others_are_what_they_were() {
+    let folder = tempfile::tempdir().unwrap();
+    let settings = Settings { segment_bytes: 16 << 20, ..settings() };
+    let (tier, _) = open_with(folder.path(), settings);
+    let memory: bytes::Bytes = (0..2 << 20).map(|at: u32| (at / 7 + at / 4099) as u8).collect();
+    let page = memory.as_ptr().align_offset(4096);
+    // Whole sectors at a page, at a sector, beside one; parts of a sector; what is too small to be worth it.
+    let mib = 1 << 20;
+    let shapes = [(0, mib), (512, mib + 4_096), (1_024, mib + 512), (16, mib), (0, mib + 1), (8_192, 512), (0, 73_728)];
+    let lies = |n: usize| shapes.map(|(at, length)| memory.slice(page + at + n * 512..page + at + n * 512 + length));
+    let payloads = (0..3).flat_map(lies);
+    let seal = |(block, payload): (crate::Block, bytes::Bytes)| {
+        crate::Block::seal(block.header.name, block.header.parent, fingerprint(), payload)
+    };
+    let blocks: Vec<_> = chain(1, 3 * shapes.len()).into_iter().zip(payloads).map(seal).collect();
+    store(&*tier, blocks.clone()).await;
+    let held = async |tier: &DiskTier| {
+        let loaded = load(tier, fingerprint(), names(&blocks)).await;
+        let same = loaded
+            .iter()
+            .zip(&blocks)
+            .filter(|(loaded, block)| loaded.as_ref().is_some_and(|loaded| loaded.payload() == block.payload));
+        same.count()
+    };
+    assert_eq!(held(&tier).await, blocks.len());
+    let image = crashed(folder.path());
+    let (scanned, _) = open_with(image.path(), settings);
+    assert_eq!((held(&scanned).await, scanned.damaged()), (blocks.len(), 0));
+}

@@ -106,7 +106,7 @@ impl Log {
         #[cfg(test)]
         self.shared.rig.write(self.volume)?;
         let records: Vec<Record<'_>> = batch.records().collect();
-        let offsets = head.write(at, records.iter().copied(), &self.shared.pool)?;
+        let offsets = head.write(at, &records, &self.shared.pool)?;
         let blocks = records.iter().zip(offsets).filter_map(|(record, offset)| match record {
             Record::Block(block) => Some(self.resting(block, head.segment().number(), offset)),
             Record::Gone(..) => None,

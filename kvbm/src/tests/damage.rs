@@ -72,6 +72,9 @@ const ENTRY: usize = 52;
 const FOOTER_TRAILER: [(&str, usize, usize); 5] =
     [("magic", 32, 24), ("offset", 24, 16), ("entries", 16, 12), ("owners", 12, 8), ("checksum", 8, 0)];
 
+/// Where a payload begins on a disk.
+const SECTOR: usize = 512;
+
 /// From the start of a manifest with one section.
 const MANIFEST_HEAD: [(&str, Range<usize>); 7] = [
     ("magic", 0..8),
@@ -232,7 +235,8 @@ impl World {
             let start = [&b"BLKYARD2"[..], header.name.as_bytes()].concat();
             if let Some(at) = bytes.windows(start.len()).position(|window| window == start) {
                 let header = Header::decode(bytes[at..].first_chunk().unwrap()).unwrap();
-                return (file, at..at + Header::LEN + header.length as usize);
+                let body = at + if self.level == Level::G3 { SECTOR } else { Header::LEN };
+                return (file, at..body + header.length as usize);
             }
         }
         panic!("block {block} rests nowhere");
@@ -324,8 +328,9 @@ async fn worlds(level: Level) -> Vec<World> {
 }
 
 /// The regions of a block at rest: the header's fields, and the payload's start, middle and end.
-fn regions(record: &Range<usize>) -> Vec<(String, Range<usize>)> {
-    let (start, body) = (record.start, record.start + Header::LEN);
+fn regions(level: Level, record: &Range<usize>) -> Vec<(String, Range<usize>)> {
+    let start = record.start;
+    let body = start + if level == Level::G3 { SECTOR } else { Header::LEN };
     let field =
         |(name, range): &(&str, Range<usize>)| (format!("header, {name}"), start + range.start..start + range.end);
     let mut regions: Vec<_> = HEADER.iter().map(field).collect();
@@ -345,7 +350,7 @@ async fn blocks_at(level: Level) {
         if level == Level::G3 {
             assert_eq!(found_damaged(copy(world.killed.path()).path()), 0, "killed, and sound");
         }
-        for (region, range) in regions(&record) {
+        for (region, range) in regions(level, &record) {
             world.flip(&world.whole, &file, &region, range.clone(), &Fate::quarantined(&[VICTIM])).await;
             if level == Level::G3 {
                 // Without a footer the segment is scanned: what is not sound is counted there.
