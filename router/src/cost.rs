@@ -24,9 +24,8 @@ pub(crate) struct Need {
     pub(crate) held: Held,
     /// Tokens to compute.
     uncached: f64,
-    /// Blocks to bring up from slower tiers, and what tokens they are: by level, as many as there are.
-    up: [(Level, u64, f64); LEVELS.len()],
-    levels: usize,
+    /// A bit for each level, but the first, that blocks are to be brought up from.
+    slower: u32,
 }
 
 /// Seconds, by what takes them.
@@ -65,19 +64,8 @@ impl Prompt {
 
 impl Need {
     pub(crate) fn of(prompt: Prompt, held: Held) -> Self {
-        let mut need = Self {
-            prompt,
-            held,
-            uncached: prompt.uncached(held) as f64,
-            up: [(Level::G1, 0, 0.0); LEVELS.len()],
-            levels: 0,
-        };
-        for (level, blocks) in held.by_level().filter(|(level, _)| *level != Level::G1) {
-            let blocks = u64::from(blocks);
-            need.up[need.levels] = (level, blocks, (blocks * prompt.block_size) as f64);
-            need.levels += 1;
-        }
-        need
+        let slower = (1..LEVELS.len()).fold(0, |bits, at| bits | u32::from(held.blocks()[at] > 0) << at);
+        Self { prompt, held, uncached: prompt.uncached(held) as f64, slower }
     }
 }
 
@@ -87,9 +75,14 @@ impl Cost {
     #[inline(always)]
     pub(crate) fn together(need: &Need, pace: &Pace, weight: f64) -> Self {
         let mut onboard = 0.0;
-        for (level, blocks, tokens) in &need.up[..need.levels] {
+        let mut slower = need.slower;
+        while slower != 0 {
+            let at = slower.trailing_zeros() as usize;
+            slower &= slower - 1;
+            let blocks = u64::from(need.held.blocks()[at]);
             // Whatever the tier promises: onboarding stops where recomputing would be quicker.
-            onboard += pace.transfer(*level, *blocks).min(tokens * pace.token);
+            let recompute = (blocks * need.prompt.block_size) as f64 * pace.token;
+            onboard += pace.transfer(LEVELS[at], blocks).min(recompute);
         }
         Self {
             queue: pace.queue,

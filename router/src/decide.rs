@@ -59,6 +59,7 @@ pub(crate) struct Decision<'a> {
 /// What decisions use in turn.
 #[derive(Default)]
 pub(crate) struct Scratch {
+    needs: Vec<Need>,
     helpers: Vec<Candidate>,
     candidates: Vec<Candidate>,
 }
@@ -68,8 +69,10 @@ struct Scene<'a> {
     tuning: &'a Tuning,
     survey: Survey<'a>,
     seats: &'a [Seat],
-    /// By way of naming blocks.
-    prompts: Vec<Prompt>,
+    /// By way of naming blocks: the prompt, and where its needs begin.
+    prompts: Vec<(Prompt, usize)>,
+    /// What is left to do for those who hold alike.
+    needs: &'a [Need],
     /// Prompts that wait at a worker, on average.
     waiting: f64,
 }
@@ -99,14 +102,15 @@ pub(crate) fn decide<'a>(
     scratch: &'a mut Scratch,
     turn: Turn,
 ) -> Option<Decision<'a>> {
-    let (Scratch { helpers, candidates }, serving) = (scratch, survey.serving());
-    let scene = Scene {
-        tuning,
-        seats: serving.seats(),
-        prompts: serving.ways().iter().map(|card| ask.prompt(card)).collect(),
-        waiting: survey.prompts_typical(),
-        survey,
+    let (Scratch { needs, helpers, candidates }, serving) = (scratch, survey.serving());
+    needs.clear();
+    let prompt_in = |(way, card): (usize, &Arc<ModelCard>)| {
+        let (prompt, from) = (ask.prompt(card), needs.len());
+        needs.extend(survey.kinds(way).iter().map(|held| Need::of(prompt, *held)));
+        (prompt, from)
     };
+    let prompts = serving.ways().iter().enumerate().map(prompt_in).collect();
+    let scene = Scene { tuning, seats: serving.seats(), prompts, needs, waiting: survey.prompts_typical(), survey };
 
     helpers.clear();
     if *ask.work == Work::Generate && tuning.disaggregation != Disaggregation::Never && serving.helps() {
@@ -145,18 +149,12 @@ impl<'a> Scene<'a> {
         into.reserve(self.seats.len());
         // Nearly always nobody helps, and what counts is the cost itself.
         let plain = prefill.is_none() && !matches!(self.tuning.policy, Policy::Composed(_));
-        let (mut way, mut need) = (0, Need::of(self.prompts[0], Held::default()));
         for (at, (seat, desk)) in self.seats.iter().zip(self.survey.desks()).enumerate() {
             if !wanted(seat, self.survey.fit(seat, desk)) {
                 continue;
             }
             if plain {
-                // Nearly always it holds as much as the one before, most of all nothing.
-                let held = self.survey.held(seat);
-                if held != need.held || seat.way != way {
-                    (way, need) = (seat.way, Need::of(self.prompts[seat.way as usize], held));
-                }
-                let cost = self.together(seat, &need, desk);
+                let cost = self.together(seat, self.need(seat), desk);
                 into.push(candidate(at, seat, desk, cost.total(), cost.load()));
             } else {
                 into.push(self.scored(at, prefill));
@@ -175,6 +173,13 @@ impl<'a> Scene<'a> {
         Candidate { cost: composition.score(&features), passes: composition.passes(&features), ..total }
     }
 
+    /// What is left to do of the prompt in a seat.
+    #[inline]
+    fn need(&self, seat: &Seat) -> &Need {
+        let (_, from) = self.prompts[seat.way as usize];
+        &self.needs[from + self.survey.kind(seat)]
+    }
+
     /// All of the request in one seat.
     #[expect(clippy::inline_always, reason = "a thousand times per decision, and every figure stays in a register")]
     #[inline(always)]
@@ -188,13 +193,12 @@ impl<'a> Scene<'a> {
 
     fn row(&self, at: usize, prefill: Option<&Row<'_>>) -> Row<'a> {
         let (seat, desk) = (&self.seats[at], &self.survey.desks()[at]);
-        let (prompt, held) = (self.prompts[seat.way as usize], self.survey.held(seat));
-        let need = Need::of(prompt, held);
-        let together = self.together(seat, &need, desk);
+        let ((prompt, _), need) = (self.prompts[seat.way as usize], self.need(seat));
+        let (held, together) = (need.held, self.together(seat, need, desk));
         let mut row = Row { at, seat, held, desk: *desk, prompt, together, apart: None, split: Split::Together };
         // Only workers that name blocks alike can take over what the other computed.
         if let Some(prefill) = prefill.filter(|prefill| prefill.at != at && prefill.seat.way == seat.way) {
-            let apart = Cost::apart(&prefill.together, &need, &desk.pace, self.tuning.decode_weight);
+            let apart = Cost::apart(&prefill.together, need, &desk.pace, self.tuning.decode_weight);
             row.split = disaggregate::decide(self.tuning.disaggregation, row.missing(), &row.together, &apart);
             row.apart = Some(apart);
         }

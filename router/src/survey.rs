@@ -54,10 +54,15 @@ impl<'a> Survey<'a> {
         self.desks.all()
     }
 
-    /// What the worker in a seat holds of the prompt.
+    /// What anybody holds of the prompt, named in one way: each thing once.
+    pub(crate) fn kinds(&self, way: usize) -> &[Held] {
+        self.overlaps.kinds(way)
+    }
+
+    /// Which of it the worker in a seat holds, by its place among them.
     #[inline]
-    pub(crate) fn held(&self, seat: &Seat) -> Held {
-        self.overlaps.held(seat.way, seat.slot)
+    pub(crate) fn kind(&self, seat: &Seat) -> usize {
+        self.overlaps.kind(seat.way, seat.slot)
     }
 
     /// Whether it is to be considered.
@@ -113,6 +118,17 @@ impl Overlaps {
     /// The prompt's blocks, named in a way.
     pub(crate) fn names(&self, way: u32) -> &[SequenceHash] {
         self.0.get(way as usize).map_or(&[], |way| &way.names)
+    }
+
+    /// What anybody holds of the prompt, named in one way: each thing once.
+    pub(crate) fn kinds(&self, way: usize) -> &[Held] {
+        self.0.get(way).map_or(&[], |way| way.overlap.kinds())
+    }
+
+    /// Which of it the worker at a slot holds.
+    #[inline]
+    pub(crate) fn kind(&self, way: u32, slot: crate::index::Slot) -> usize {
+        self.0.get(way as usize).map_or(0, |way| way.overlap.kind(slot))
     }
 
     /// What stands at a slot of a prompt.

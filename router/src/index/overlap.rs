@@ -22,6 +22,12 @@ impl Held {
         LEVELS.into_iter().zip(self.0).filter(|(_, blocks)| *blocks > 0)
     }
 
+    /// Blocks per level, in the order of [`LEVELS`].
+    #[inline]
+    pub(crate) fn blocks(&self) -> &[u32; LEVELS.len()] {
+        &self.0
+    }
+
     /// Leading blocks that lie in G1.
     #[inline]
     pub(crate) fn resident(self) -> u32 {
@@ -63,6 +69,17 @@ impl Overlap {
     /// What the worker in this slot holds.
     pub fn at(&self, slot: Slot) -> Held {
         self.answer.at(slot.number())
+    }
+
+    /// What there is, each thing once.
+    pub(crate) fn kinds(&self) -> &[Held] {
+        &self.answer.kinds
+    }
+
+    /// Which of it the worker in this slot has, by its place among the kinds.
+    #[inline]
+    pub(crate) fn kind(&self, slot: Slot) -> usize {
+        self.answer.kind.get(slot.number()).map_or(0, |kind| *kind as usize)
     }
 
     /// The worker in this slot will have so many leading blocks, if it has not got more.
