@@ -132,6 +132,7 @@ impl LlamaEngine {
             inbox,
             waiting: VecDeque::new(),
             running: Vec::new(),
+            left: false,
         };
         tokio::spawn(async move {
             if AssertUnwindSafe(scheduler.run()).catch_unwind().await.is_err() {
@@ -184,6 +185,7 @@ impl LlamaEngine {
             lineage: Lineage::new(root, card.block_size, &request.tokens),
             blocks: BlockTable::default(),
             coming: None,
+            gave_way: false,
             computed: 0,
             sampler: Some(Sampler::new(&request.sampling, seed, &request.tokens)),
             outbox: Outbox::new(sender),

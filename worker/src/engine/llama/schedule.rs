@@ -45,6 +45,8 @@ pub(super) struct Scheduler {
     pub(super) inbox: mpsc::Receiver<Sequence>,
     pub(super) waiting: VecDeque<Sequence>,
     pub(super) running: Vec<Sequence>,
+    /// Somebody has left the batch since those who wait were last asked.
+    pub(super) left: bool,
 }
 
 impl Scheduler {
@@ -55,10 +57,13 @@ impl Scheduler {
                 self.waiting.push_back(sequence);
             }
             self.waiting.retain(|sequence| !sequence.outbox.is_closed());
+            let before = self.running.len();
             self.running.retain(|sequence| !sequence.outbox.is_closed());
+            self.left |= self.running.len() < before;
             // Whoever did not read in time may read again.
             self.running.iter_mut().for_each(|sequence| sequence.outbox.flush());
             self.admit();
+            self.ask_again();
             self.catch_up();
             self.report();
             if self.step().await {
@@ -125,6 +130,16 @@ impl Scheduler {
         }
     }
 
+    /// Who left made room, if not enough for all: those that had to give blocks up have them come again while they wait, as
+    /// new requests do. Once for each who leaves, since what runs may need the room again.
+    fn ask_again(&mut self) {
+        if std::mem::take(&mut self.left) {
+            for sequence in self.waiting.iter_mut().filter(|sequence| sequence.gave_way) {
+                sequence.fetch(&self.manager, &self.vitals);
+            }
+        }
+    }
+
     /// Running prompts take over blocks that others have computed since, and hand-overs that are complete leave.
     fn catch_up(&mut self) {
         let mut running = std::mem::take(&mut self.running);
@@ -188,6 +203,7 @@ impl Scheduler {
                 finished.push((rows.index, finish));
             }
         }
+        self.left |= !finished.is_empty();
         for (index, finish) in finished.into_iter().rev() {
             let sequence = self.running.remove(index);
             sequence.outbox.finish(finish, &sequence.report);
@@ -223,8 +239,8 @@ impl Scheduler {
                     secured.push(rows);
                     continue 'next;
                 }
-                // What came up for those who merely wait goes first.
-                if self.waiting.iter_mut().rev().find_map(|sequence| sequence.coming.take()).is_none() {
+                // What those have who merely wait goes first.
+                if !self.waiting.iter_mut().rev().any(Sequence::give_way) {
                     self.preempt();
                 }
             }

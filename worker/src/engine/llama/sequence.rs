@@ -23,6 +23,8 @@ pub(super) struct Sequence {
     pub(super) blocks: BlockTable,
     /// Blocks that are still on their way into G1.
     pub(super) coming: Option<Coming>,
+    /// It let go of blocks that it had, or had coming, for want of room: it asks for them again once there is some.
+    pub(super) gave_way: bool,
     /// Leading tokens whose KV rests in `blocks`.
     pub(super) computed: usize,
     /// Away while a step samples with it.
@@ -86,6 +88,7 @@ impl Sequence {
 
     /// Has those of the blocks that it still wants come up which rest below.
     pub(super) fn fetch(&mut self, manager: &BlockManager, vitals: &Vitals) {
+        self.gave_way = false;
         let onboarding = manager.begin(self.wanted(), self.recompute(vitals), vitals.changes());
         self.coming = onboarding.map(|onboarding| Coming { onboarding, first: self.blocks.len() });
     }
@@ -175,8 +178,27 @@ impl Sequence {
     pub(super) fn release(&mut self) {
         self.blocks = BlockTable::default();
         self.coming = None;
+        self.gave_way = true;
         self.waiting.again(self.computed);
         self.computed = 0;
+        if self.report_is_open() && !matches!(self.request.work, Work::Resume(_)) {
+            // What is found again is counted again.
+            self.report.cached.clear();
+        }
+    }
+
+    /// Lets go of what it holds while it merely waits, what is still to come first. `false` when that is nothing.
+    pub(super) fn give_way(&mut self) -> bool {
+        let comes = self.coming.take().is_some();
+        if !comes && self.blocks.len() == 0 {
+            return false;
+        }
+        if comes {
+            self.gave_way = true;
+        } else {
+            self.release();
+        }
+        true
     }
 }
 

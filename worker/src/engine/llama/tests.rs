@@ -9,7 +9,9 @@ use crate::peers::Peers;
 use crate::plane::WorkerId;
 use futures::StreamExt;
 use futures::future::join_all;
-use kvbm::{BlockManager, ChainKey, Clock, DiskTier, Domain, Epoch, EventLog, HostTier, Level, ObjectTier, Tier};
+use kvbm::{
+    BlockEvent, BlockManager, ChainKey, Clock, DiskTier, Domain, Epoch, EventLog, HostTier, Level, ObjectTier, Tier,
+};
 use kvbm::{Faults, Faulty, disk, object};
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
@@ -368,6 +370,54 @@ async fn preempted_sequences_answer_as_if_nothing_had_happened() {
     // No two prompts are alike, so whoever found blocks in G2 was there before and came back.
     assert!(rig.count("blockyard_worker_preemptions_total", "w") > 0);
     assert!(rig.count("blockyard_kvbm_hit_blocks_total", "g2") > 0, "what was lost came up again");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_a_preempted_sequence_lost_comes_up_while_it_waits() {
+    let mut rng = Rng(13);
+    let rig = Rig::new(Shape { g1: 60, g2: 400, ..Shape::default() });
+    let mut ask = async |tokens, answer| {
+        let prompt = rng.tokens(tokens);
+        let mut wanted = request(&*rig.engine, &prompt, answer);
+        wanted.stop.ignore_eos = true;
+        (prompt, rig.engine.generate(wanted).await.unwrap())
+    };
+    // 56 of 60 blocks at first. The first two need 22 more, which the youngest pays for.
+    let (_, mut long) = ask(320, 600).await;
+    let (_, short) = ask(128, 200).await;
+    let (prompt, victim) = ask(448, 40).await;
+    let victim = tokio::spawn(collect(victim));
+    let mut short = std::pin::pin!(collect(short));
+    loop {
+        tokio::select! {
+            biased;
+            ended = &mut short => break drop(ended.unwrap()),
+            token = long.next() => drop(token.unwrap().unwrap()),
+        }
+    }
+    // From here on nobody reads the long one: it stays in the batch, and has too much for the youngest to fit.
+    assert!(rig.count("blockyard_worker_preemptions_total", "w") > 0);
+    let card = Arc::clone(runtime().card());
+    let names = ChainKey::root(&Domain::shared(), &card.identity, None).names(&prompt, card.block_size);
+    let came_again = || {
+        let events = rig.log.after(0, usize::MAX).unwrap().into_iter().map(|numbered| numbered.event);
+        let stored = events.filter_map(|event| match event {
+            BlockEvent::Stored { level: Level::G1, blocks, .. } => Some(blocks),
+            _ => None,
+        });
+        let theirs = stored.flatten().filter(|block| names.contains(block)).count();
+        theirs > names.len()
+    };
+    let comes = async {
+        while !came_again() {
+            tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+        }
+    };
+    tokio::time::timeout(std::time::Duration::from_secs(20), comes).await.expect("blocks come up from G2");
+    assert!(!victim.is_finished(), "it still waits");
+    collect(long).await.unwrap();
+    let alone = Rig::new(Shape::default()).run(&prompt, 40).await;
+    assert_eq!(victim.await.unwrap().unwrap().ids, alone.ids);
 }
 
 #[tokio::test(flavor = "multi_thread")]
