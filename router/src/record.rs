@@ -7,7 +7,6 @@
 
 use crate::decide::Row;
 use crate::metrics::Metrics;
-use crate::replay::BLOCK_TOKENS;
 use crate::select::mix;
 use kvbm::{Level, SequenceHash};
 use prometheus::IntCounterVec;
@@ -79,6 +78,8 @@ pub(crate) struct Life {
     line: Line,
 }
 
+/// Tokens that a number stands for, as in Mooncake's traces.
+pub(crate) const UNIT_TOKENS: u64 = 512;
 /// Lines that wait to be written: some megabytes at most.
 const WAITING: usize = 4096;
 /// What nobody looks after must end somewhere: about four million requests.
@@ -236,16 +237,16 @@ impl Drop for Life {
     }
 }
 
-/// A number for each [`BLOCK_TOKENS`] of a prompt of so many tokens, the last of which may be fewer. `draw` is for what has no name:
+/// A number for each [`UNIT_TOKENS`] of a prompt of so many tokens, the last of which may be fewer. `draw` is for what has no name:
 /// a beginning shorter than a block is like no other.
 fn numbers(names: &[SequenceHash], block_size: u64, tokens: u64, draw: u64) -> Vec<u32> {
     let number = |unit: u64| {
-        let full = ((unit + 1) * BLOCK_TOKENS / block_size.max(1)).min(names.len() as u64);
+        let full = ((unit + 1) * UNIT_TOKENS / block_size.max(1)).min(names.len() as u64);
         let last = full.checked_sub(1).map_or(draw, |last| names[last as usize].short());
         // Two units may end with the same block.
         mix(last ^ unit) as u32
     };
-    (0..tokens.div_ceil(BLOCK_TOKENS)).map(number).collect()
+    (0..tokens.div_ceil(UNIT_TOKENS)).map(number).collect()
 }
 
 #[cfg(test)]

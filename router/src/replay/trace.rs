@@ -2,6 +2,7 @@
 //! (`timestamp`), `input_length` and `output_length` in tokens, and `hash_ids`, one number per block of 512 tokens that
 //! names the block together with everything before it.
 
+use crate::record::UNIT_TOKENS;
 use crate::select::mix;
 use kvbm::SequenceHash;
 use serde::Deserialize;
@@ -9,7 +10,7 @@ use std::collections::HashSet;
 use std::io::BufRead;
 
 /// Tokens per block of a trace.
-pub const BLOCK_TOKENS: u64 = 512;
+pub const BLOCK_TOKENS: u64 = UNIT_TOKENS;
 
 /// Requests in the order in which they arrived.
 #[derive(Clone, PartialEq, Debug)]
