@@ -77,12 +77,16 @@ impl Log {
         if !self.is_short()? {
             drop(state);
             self.tell();
-            going.into_iter().for_each(|going| self.give_up(going));
+            for going in going {
+                self.give_up(&going);
+            }
             return Ok(());
         }
         // The lock is kept: nobody writes to the head before it is known that it may stay.
         loop {
-            going.drain(..).for_each(|going| self.give_up(going));
+            for going in going.drain(..) {
+                self.give_up(&going);
+            }
             if !self.is_short()? {
                 return Ok(());
             }
@@ -109,7 +113,7 @@ impl Log {
                 Err(error) if error.kind() == io::ErrorKind::StorageFull => {
                     // No room even for one more: the oldest goes, and nothing of it stays.
                     let Some(going) = self.next_to_go(&mut self.lock(), false) else { return Err(error) };
-                    self.give_up(going);
+                    self.give_up(&going);
                 }
                 Err(error) => return Err(error),
             }
@@ -190,8 +194,8 @@ impl Log {
     }
 
     /// Copies what stays, hands over what somebody else wants, and forgets the rest.
-    fn give_up(&self, going: Going) {
-        if let Err(error) = self.carry(&going) {
+    fn give_up(&self, going: &Going) {
+        if let Err(error) = self.carry(going) {
             tracing::warn!(folder = %self.folder.display(), %error, "hot blocks could not be carried over");
         }
         self.forget(going.segment.number(), &going.listing);

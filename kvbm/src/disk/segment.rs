@@ -164,7 +164,7 @@ impl Head {
         match self.put(at, records, self.access, pool) {
             // A device that wants memory aligned otherwise than files.
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
-                self.put(at, records, Access::Buffered, pool)?
+                self.put(at, records, Access::Buffered, pool)?;
             }
             written => written?,
         }
