@@ -42,9 +42,10 @@ pub(crate) fn apply<I: Index>(workload: &Workload, size: Size) -> Value {
 /// Lookups of recent prompts while nothing else runs.
 pub(crate) fn lookup<I: Index>(workload: &Workload, size: Size) -> Value {
     let index = filled::<I>(workload, size, &workload.events);
+    let queries = queries::<I>(workload);
     let until = Instant::now() + LOOKUP_TIME;
     let applied = AtomicUsize::new(workload.prompts.len());
-    latencies(&index, workload, &applied, || Instant::now() < until)
+    latencies(&index, &queries, workload.recent, &applied, || Instant::now() < until)
 }
 
 /// The same on one core, while another applies the churn as fast as it can.
@@ -53,12 +54,14 @@ pub(crate) fn concurrent<I: Index>(workload: &Workload, size: Size) -> Result<Va
     pin(1)?;
     let (fill, churn) = workload.events.split_at(workload.churn);
     let index = filled::<I>(workload, size, fill);
+    // All is prepared before the churn begins, so that lookups last as long as it does.
+    let queries = queries::<I>(workload);
     let applied = AtomicUsize::new(workload.prompts.len() - workload.recent);
     let applying = AtomicBool::new(true);
     std::thread::scope(|scope| {
         let reader = scope.spawn(|| {
             pin(0)?;
-            anyhow::Ok(latencies(&index, workload, &applied, || applying.load(Ordering::Relaxed)))
+            anyhow::Ok(latencies(&index, &queries, workload.recent, &applied, || applying.load(Ordering::Relaxed)))
         });
         let start = Instant::now();
         for batch in churn.chunks(BATCH) {
@@ -146,15 +149,24 @@ fn filled<I: Index>(workload: &Workload, size: Size, events: &[Event]) -> I {
     index
 }
 
-/// Times lookups one by one, of prompts among the last before what is applied: as fresh under churn as at rest.
-fn latencies<I: Index>(index: &I, workload: &Workload, applied: &AtomicUsize, more: impl Fn() -> bool) -> Value {
-    let queries: Vec<I::Query> = workload.prompts.iter().map(|prompt| I::query(prompt)).collect();
+fn queries<I: Index>(workload: &Workload) -> Vec<I::Query> {
+    workload.prompts.iter().map(|prompt| I::query(prompt)).collect()
+}
+
+/// Times lookups one by one, of so many prompts that come last before what is applied: as fresh under churn as at rest.
+fn latencies<I: Index>(
+    index: &I,
+    queries: &[I::Query],
+    recent: usize,
+    applied: &AtomicUsize,
+    more: impl Fn() -> bool,
+) -> Value {
     let mut answer = I::Answer::default();
     let mut taken = Vec::with_capacity(1 << 22);
     let start = Instant::now();
     for draw in 1.. {
         let newest = applied.load(Ordering::Relaxed);
-        let query = &queries[newest - 1 - mix(draw) as usize % workload.recent];
+        let query = &queries[newest - 1 - mix(draw) as usize % recent];
         let begin = Instant::now();
         index.overlap(black_box(query), &mut answer);
         black_box(&mut answer);
