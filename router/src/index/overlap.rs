@@ -108,11 +108,14 @@ pub(super) struct Answer {
 }
 
 const WORD: usize = u64::BITS as usize;
+/// Room at once for one worker in so many to have a kind of its own; an answer that is not used again does not grow bit by bit.
+const FRESH: usize = 4;
 
 impl Answer {
     /// Nothing, for so many words of workers.
     pub(super) fn reset(&mut self, words: usize) {
         self.kinds.clear();
+        self.kinds.reserve(words * WORD / FRESH);
         self.kinds.push(Held::default());
         self.kind.clear();
         self.kind.resize(words * WORD, 0);

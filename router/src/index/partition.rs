@@ -61,6 +61,8 @@ struct Sight<'a> {
 
 /// Classes at a time. A prompt of which workers have parts in more ways than that is counted worker by worker.
 const CLASSES: usize = 32;
+/// Room at once for this part of what there may be.
+const FRESH: usize = 4;
 const WORD: usize = u64::BITS as usize;
 
 impl Partition {
@@ -68,9 +70,12 @@ impl Partition {
     pub(super) fn begin(&mut self, workers: usize) -> usize {
         self.words = workers.div_ceil(WORD);
         self.alone.clear();
+        self.alone.reserve(workers / FRESH);
         self.classes.clear();
+        self.classes.reserve(CLASSES / FRESH);
         self.classes.push(Class::default());
         self.sets.clear();
+        self.sets.reserve(self.words * CLASSES / FRESH);
         self.sets.resize(self.words, u64::MAX);
         self.words
     }
