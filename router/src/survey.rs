@@ -7,6 +7,7 @@ use crate::fleet::{Seat, Serving};
 use crate::index::{Held, Index, Overlap};
 use crate::promise::Promises;
 use kvbm::{ChainKey, Domain, SequenceHash};
+use std::cell::RefCell;
 use std::sync::MutexGuard;
 use tokio::time::Instant;
 use worker::engine::ModelCard;
@@ -93,6 +94,33 @@ struct Way {
     overlap: Overlap,
 }
 
+thread_local! {
+    /// Answers of the index that were read, and have room for the next.
+    static SPARE: RefCell<Vec<Overlap>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Decisions of one thread that look at several ways, or at each other.
+const SPARES: usize = 4;
+
+impl Way {
+    fn new(block_size: usize, names: Vec<SequenceHash>, index: &Index) -> Self {
+        let mut overlap = SPARE.with_borrow_mut(Vec::pop).unwrap_or_default();
+        index.overlap_into(&names, &mut overlap);
+        Self { block_size, names, overlap }
+    }
+}
+
+impl Drop for Way {
+    fn drop(&mut self) {
+        let overlap = std::mem::take(&mut self.overlap);
+        SPARE.with_borrow_mut(|spare| {
+            if spare.len() < SPARES {
+                spare.push(overlap);
+            }
+        });
+    }
+}
+
 impl Overlaps {
     /// Names a prompt's blocks, and asks the index for them.
     pub(crate) fn of(tokens: &[u32], domain: &Domain, serving: &Serving, index: &Index) -> Self {
@@ -100,14 +128,14 @@ impl Overlaps {
             let full = cacheable(tokens.len() as u64, card.block_size as u64) as usize;
             let cached = &tokens[..full * card.block_size];
             let names = ChainKey::root(domain, &card.identity, None).names(cached, card.block_size);
-            Way { block_size: card.block_size, overlap: index.overlap(&names), names }
+            Way::new(card.block_size, names, index)
         };
         Self(serving.ways().iter().map(way).collect())
     }
 
     /// The only way in which blocks are named.
     pub(crate) fn only(block_size: usize, names: Vec<SequenceHash>, index: &Index) -> Self {
-        Self(vec![Way { block_size, overlap: index.overlap(&names), names }])
+        Self(vec![Way::new(block_size, names, index)])
     }
 
     /// Adds what requests under way have promised.
