@@ -105,7 +105,9 @@ fn no_part_of_the_router_imports_itself_in_a_circle() {
     // Whoever imports nobody who is left is in no circle.
     loop {
         let left: BTreeSet<String> = imports.keys().cloned().collect();
-        imports.values_mut().for_each(|others| others.retain(|other| left.contains(other)));
+        for others in imports.values_mut() {
+            others.retain(|other| left.contains(other));
+        }
         imports.retain(|_, others| !others.is_empty());
         if imports.len() == left.len() {
             break;
