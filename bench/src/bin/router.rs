@@ -17,7 +17,8 @@ What the router must show, each figure beside its goal. All of it takes half an 
   --trace FILE      a trace in Mooncake's format (required; docs/replay.md says where to get one)
   --json            print JSON instead of a table
   --only NAME       index, decision or replay only; may be repeated
-  --seeds N         runs per policy and load of the replay (5)";
+  --seeds N         runs per policy and load of the replay (5)
+  --repetitions N   times that the index and its peers take turns (3)";
 
 const PARTS: [&str; 3] = ["index", "decision", "replay"];
 /// The peer whose churn is to be beaten by half, and the goals for lookups beside it, by workers.
@@ -29,11 +30,13 @@ struct Options {
     trace: String,
     only: Vec<String>,
     seeds: String,
+    repetitions: String,
 }
 
 impl Options {
     fn from_args() -> Result<Self> {
-        let mut options = Self { json: false, trace: String::new(), only: Vec::new(), seeds: "5".into() };
+        let mut options =
+            Self { json: false, trace: String::new(), only: Vec::new(), seeds: "5".into(), repetitions: "3".into() };
         let mut arguments = std::env::args().skip(1);
         while let Some(argument) = arguments.next() {
             let mut value = || arguments.next().with_context(|| format!("{argument} needs a value"));
@@ -42,6 +45,7 @@ impl Options {
                 "--trace" => options.trace = value()?,
                 "--only" => options.only.push(value()?),
                 "--seeds" => options.seeds = value()?,
+                "--repetitions" => options.repetitions = value()?,
                 "--help" | "-h" => {
                     println!("{USAGE}");
                     std::process::exit(0);
@@ -63,7 +67,9 @@ fn main() -> Result<()> {
         figures.extend(match part.as_str() {
             "index" => {
                 let path = target_directory_of(&root().join("bench/index"))?.join("release/bench-index");
-                let (printed, _) = Program::new("index", path, &["--trace", &options.trace]).run()?;
+                let (printed, _) =
+                    Program::new("index", path, &["--trace", &options.trace, "--repetitions", &options.repetitions])
+                        .run()?;
                 part_of(index(&printed))?
             }
             "decision" => {
