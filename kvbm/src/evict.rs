@@ -107,9 +107,11 @@ impl Residents {
         self.names.find(&name, |at| self.nodes[at as usize].name == name)
     }
 
-    /// Where one of many names is that are looked up one after the other, from the first.
+    /// Where one of many names is that are looked up one after the other, from the first. Between two looks others may change what
+    /// is here: what was seen ahead is looked at again, for a block that was given up leaves its name behind.
     pub(crate) fn find_of(&self, ahead: &mut Ahead, names: &[SequenceHash], at: usize) -> Option<u32> {
-        self.names.find_of(ahead, names, at, |at| self.nodes.get(at as usize), |node, name| node.name == *name)
+        let is = |node: &Node, name: &SequenceHash| node.resident && node.name == *name;
+        self.names.find_of(ahead, names, at, |at| self.nodes.get(at as usize), is)
     }
 
     /// Where each of `names` is.

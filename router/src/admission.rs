@@ -275,7 +275,9 @@ pub(crate) fn look(
         // Of whom nothing is heard there is no reason to wait for.
         let Some(member) = roster.get(id).filter(|member| !member.books.silent(now)) else { return Ok(Duration::ZERO) };
         let (standing, held) = (member.books.standing(now), room.held(id).plus(own));
-        full(member.instance.phase, &standing, member.batch(), held, part).map_or(Ok(queue(&standing, held)), Err)
+        // What nobody has measured is no reason to refuse anybody.
+        let queue = if member.measured() { queue(&standing, held) } else { Duration::ZERO };
+        full(member.instance.phase, &standing, member.batch(), held, part).map_or(Ok(queue), Err)
     };
     match lane.prefill {
         None => at(lane.decode, own[0], Part::Whole),

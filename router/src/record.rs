@@ -88,12 +88,12 @@ const BYTES_MAX: u64 = 1 << 30;
 impl Recorder {
     /// Records into this file from now on, behind what is in it; or nowhere.
     pub(crate) fn write_to(&self, path: Option<&Path>, metrics: &Metrics) -> Result<(), String> {
-        let mut open = self.lock();
-        if open.as_ref().map(|open| open.path.as_path()) == path {
+        if self.lock().as_ref().map(|open| open.path.as_path()) == path {
             return Ok(());
         }
+        // Opening may take its time; every request takes the lock.
         let next = path.map(|path| Open::new(path, metrics)).transpose()?;
-        *open = next;
+        *self.lock() = next;
         Ok(())
     }
 

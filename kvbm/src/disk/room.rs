@@ -73,8 +73,10 @@ impl Log {
         let mut state = self.lock();
         state.segments.insert(number, head.segment().clone());
         state.heads.insert(group, Open { head, end: 0, records: 0 });
+        // Asked before anything is chosen, which must then go.
+        let short = self.is_short()?;
         let mut going = self.too_much(&mut state, group);
-        if !self.is_short()? {
+        if !short {
             drop(state);
             self.tell();
             for going in going {
@@ -110,7 +112,7 @@ impl Log {
             let number = self.shared.next.fetch_add(1, Ordering::Relaxed);
             match Head::create(&self.folder, (number, group), self.settings.segment_bytes, self.access, &self.taken) {
                 Ok(head) => return Ok(Arc::new(head)),
-                Err(error) if error.kind() == io::ErrorKind::StorageFull => {
+                Err(error) if matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded) => {
                     // No room even for one more: the oldest goes, and nothing of it stays.
                     let Some(going) = self.next_to_go(&mut self.lock(), false) else { return Err(error) };
                     self.give_up(&going);
@@ -212,7 +214,14 @@ impl Log {
     fn carry(&self, going: &Going) -> io::Result<()> {
         let number = going.segment.number();
         for Move { run, head, at } in &going.stays {
-            let sound = self.sound(going, run)?;
+            // One bad place costs what lies in it.
+            let sound = match self.sound(going, run) {
+                Ok(sound) => sound,
+                Err(error) => {
+                    tracing::warn!(folder = %self.folder.display(), number, %error, "blocks could not be carried over");
+                    continue;
+                }
+            };
             let records: Vec<Record<'_>> = sound.iter().map(Record::Block).collect();
             let offsets = head.write(*at, &records, &self.shared.pool)?;
             for (block, offset) in sound.iter().zip(offsets) {
@@ -231,7 +240,10 @@ impl Log {
             let over: Vec<usize> = going.over.iter().filter(wanted).copied().collect();
             for run in going.runs(&over) {
                 // What does not fit waits for nobody.
-                self.sound(going, &run)?.into_iter().for_each(|block| drop(to.try_send(block)));
+                let sound = self.sound(going, &run).unwrap_or_default();
+                for block in sound {
+                    let _ = to.try_send(block);
+                }
             }
         }
         Ok(())

@@ -103,3 +103,24 @@ fn a_new_block_gets_in_however_hot_the_others_are() {
     assert!(cache.has(&new) >= 2, "and stays for a while");
     assert!(cache.has(&hot) >= 13, "but newcomers take the places of newcomers");
 }
+
+#[test]
+fn a_block_that_was_seen_ahead_and_then_given_up_is_not_found() {
+    let mut cache = Cache::new(200);
+    let names: Vec<SequenceHash> = (0..200)
+        .map(|n: u16| {
+            let mut bytes = [7; 16];
+            bytes[..2].copy_from_slice(&n.to_le_bytes());
+            SequenceHash::from_bytes(bytes)
+        })
+        .collect();
+    cache.ask(&names);
+    let mut ahead = Ahead::default();
+    let found = |cache: &Cache, ahead: &mut Ahead, at| cache.residents.find_of(ahead, &names, at).is_some();
+    assert!((0..128).all(|at| found(&cache, &mut ahead, at)));
+    // Leaves go first: the end of the chain, up to right behind what was found.
+    for _ in 128..200 {
+        cache.residents.evict().expect("nobody holds it");
+    }
+    assert!(!(128..200).any(|at| found(&cache, &mut ahead, at)), "somebody else's blocks may lie there by now");
+}

@@ -69,6 +69,8 @@ pub(super) struct Catalog {
 #[derive(Default)]
 struct Objects {
     known: BTreeMap<i32, Object>,
+    /// Of all of them: a manifest may be read twice, when a round failed in between.
+    paths: HashSet<Path>,
     blocks: usize,
     bytes: u64,
 }
@@ -82,6 +84,7 @@ impl Object {
 impl Objects {
     fn take(&mut self, number: i32) -> Option<Object> {
         let object = self.known.remove(&number)?;
+        self.paths.remove(&object.path);
         self.blocks -= object.blocks.len();
         self.bytes -= object.bytes;
         Some(object)
@@ -101,11 +104,14 @@ impl Catalog {
         }
     }
 
-    /// Adds an object that is newer than all others.
+    /// Adds an object that is newer than all others, unless it is known.
     pub(super) fn add(&self, path: impl Fn(&Section) -> Path, section: &Section) {
-        let mut objects = self.lock();
+        let (mut objects, path) = (self.lock(), path(section));
+        if objects.paths.contains(&path) {
+            return;
+        }
         let number = objects.known.last_key_value().map_or(0, |(last, _)| last + 1);
-        self.insert(&mut objects, number, path(section), section);
+        self.insert(&mut objects, number, path, section);
         while objects.blocks > self.limit && objects.known.len() > 1 {
             let Some(oldest) = objects.known.first_key_value().map(|(number, _)| *number) else { return };
             // What is still read from the oldest lies nowhere else.
@@ -117,12 +123,15 @@ impl Catalog {
 
     /// Adds an object that is older than all others, if there is still room for it.
     pub(super) fn add_older(&self, path: impl Fn(&Section) -> Path, section: &Section) -> bool {
-        let mut objects = self.lock();
+        let (mut objects, path) = (self.lock(), path(section));
+        if objects.paths.contains(&path) {
+            return true;
+        }
         if objects.blocks + section.entries.len() > self.limit {
             return false;
         }
         let number = objects.known.first_key_value().map_or(0, |(first, _)| first - 1);
-        self.insert(&mut objects, number, path(section), section);
+        self.insert(&mut objects, number, path, section);
         true
     }
 
@@ -133,6 +142,7 @@ impl Catalog {
         let object = Object { path, bytes: section.bytes(), domain, fingerprint, blocks };
         objects.blocks += object.blocks.len();
         objects.bytes += object.bytes;
+        objects.paths.insert(object.path.clone());
         objects.known.insert(number, object);
         let newer = |entry: &&Entry| {
             let place = self.index.get(fingerprint, entry.name);
@@ -205,12 +215,14 @@ impl Catalog {
         }
     }
 
-    /// Forgets objects that are about to be deleted, and says how many bytes they take until then.
-    pub(super) fn forget(&self, condemned: impl Fn(ObjectId) -> bool) -> u64 {
+    /// Forgets objects that are about to be deleted. Says how many bytes they take until then, and which of them is deleted last.
+    pub(super) fn forget(&self, condemned: impl Fn(ObjectId) -> bool) -> (u64, Option<Path>) {
         let mut objects = self.lock();
         let going = |object: &Object| ObjectId::at(&object.path).is_some_and(&condemned);
         let numbers: Vec<i32> = objects.known.iter().filter(|(_, object)| going(object)).map(|(n, _)| *n).collect();
-        self.remove(&mut objects, &numbers).into_iter().map(|object| object.bytes).sum()
+        let gone = self.remove(&mut objects, &numbers);
+        let last = gone.iter().max_by_key(|object| ObjectId::at(&object.path)).map(|object| object.path.clone());
+        (gone.into_iter().map(|object| object.bytes).sum(), last)
     }
 
     /// So many bytes are about to be deleted, and still take room.
@@ -301,6 +313,19 @@ mod tests {
         assert_eq!(known(&catalog), [2, 3]);
         catalog.lose(0);
         assert_eq!((catalog.lost(), catalog.taken()), (1, Header::LEN as u64));
+    }
+
+    #[test]
+    fn an_object_that_is_told_of_twice_is_known_once() {
+        let catalog = catalog(10);
+        catalog.add(path, &section(1, &[1, 2]));
+        catalog.add(path, &section(1, &[1, 2]));
+        assert!(catalog.add_older(path, &section(1, &[1, 2])));
+        assert_eq!(catalog.taken(), Header::LEN as u64);
+        catalog.lose(0);
+        assert_eq!((known(&catalog), catalog.taken()), (vec![], 0), "there is no second of it");
+        catalog.add(path, &section(1, &[1, 2]));
+        assert_eq!(known(&catalog), [1, 2], "it is back");
     }
 
     #[test]

@@ -93,7 +93,11 @@ impl ObjectTier {
                 self.catalog.lose(small.number);
                 return Ok(Vec::new());
             }
-            Err(error) => return Err(error.into()),
+            // It stays as it is, and keeps nobody from packing the others.
+            Err(error) => {
+                tracing::warn!(object = %object.path, %error, "a small object cannot be read, and stays");
+                return Ok(Vec::new());
+            }
         };
         let sound = |(name, place): &(_, super::catalog::Place)| {
             let block = block(&bytes, place.offset as usize, Header::LEN + place.length as usize).ok()?;

@@ -9,7 +9,8 @@ use super::client::Client;
 use super::layout::{Layout, ObjectId, Writer};
 use super::manifest::{self, Section};
 use super::{PARALLEL, Standing, removal};
-use futures::stream::{self, StreamExt, TryStreamExt};
+use futures::stream::{self, StreamExt};
+use object_store::path::Path;
 use object_store::{Error, ObjectMeta};
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
@@ -50,6 +51,8 @@ pub(super) struct Follower {
 struct Going {
     objects: HashSet<ObjectId>,
     bytes: u64,
+    /// The last of them to be deleted: once it is gone, nothing of them takes room. The list may stay for much longer.
+    last: Option<Path>,
 }
 
 /// How far a writer was read.
@@ -109,17 +112,20 @@ impl Follower {
     }
 
     async fn round(&mut self) -> Result<(), Error> {
-        // Before the manifests, which still name what goes.
-        if self.rounds.is_multiple_of(LOOK) {
-            self.look_at_removals().await?;
-        }
+        let look = self.rounds.is_multiple_of(LOOK);
+        // Whether this one goes well or not.
+        self.rounds += 1;
+        // Before the manifests, which still name what goes. What cannot be read keeps nobody from the rest.
+        let mut outcome = if look { self.look_at_removals().await } else { Ok(()) };
         let strangers = self.strangers().await?;
         if self.learned {
             let slept = self.awake.elapsed() > SLEPT;
             let known: Vec<Writer> = self.known.keys().copied().filter(|_| slept).collect();
             for writer in strangers.into_iter().chain(known) {
-                let seen = self.read_listed(writer).await?;
-                self.known.insert(writer, seen);
+                match self.read_listed(writer).await {
+                    Ok(seen) => drop(self.known.insert(writer, seen)),
+                    Err(error) => outcome = Err(error),
+                }
             }
         } else {
             self.read_past(strangers).await?;
@@ -128,10 +134,13 @@ impl Follower {
         let news: Vec<_> = stream::iter(asked)
             .map(|(writer, seen)| self.read_on(writer, seen))
             .buffer_unordered(PARALLEL)
-            .try_collect()
-            .await?;
-        self.known.extend(news);
-        self.rounds += 1;
+            .collect()
+            .await;
+        for (writer, seen, read) in news {
+            self.known.insert(writer, seen);
+            outcome = outcome.and(read);
+        }
+        outcome?;
         self.awake = Instant::now();
         Ok(())
     }
@@ -154,10 +163,15 @@ impl Follower {
             };
             let condemned: HashSet<ObjectId> =
                 removal::decode(collector, &bytes).unwrap_or_default().into_iter().collect();
-            let bytes = self.catalog.forget(|object| condemned.contains(&object));
-            self.removals.insert(collector, Going { objects: condemned, bytes });
+            let (bytes, last) = self.catalog.forget(|object| condemned.contains(&object));
+            self.removals.insert(collector, Going { objects: condemned, bytes, last });
         }
-        // A list goes after what it names.
+        for going in self.removals.values_mut() {
+            let Some(last) = &going.last else { continue };
+            if matches!(self.client.head(last).await, Err(Error::NotFound { .. })) {
+                (going.bytes, going.last) = (0, None);
+            }
+        }
         self.catalog.going(self.removals.values().map(|going| going.bytes).sum());
         Ok(())
     }
@@ -239,16 +253,17 @@ impl Follower {
         }
     }
 
-    /// Reads a writer's manifests from the next number on.
-    async fn read_on(&self, writer: Writer, mut seen: Seen) -> Result<(Writer, Seen), Error> {
+    /// Reads a writer's manifests from the next number on. How far that went, and what stopped it.
+    async fn read_on(&self, writer: Writer, mut seen: Seen) -> (Writer, Seen, Result<(), Error>) {
         for number in seen.next..seen.next + READ {
-            match self.ask(writer, number).await? {
-                Asked::NotYet => break,
-                asked => self.take(writer, &asked),
+            match self.ask(writer, number).await {
+                Ok(Asked::NotYet) => break,
+                Ok(asked) => self.take(writer, &asked),
+                Err(error) => return (writer, seen, Err(error)),
             }
             seen = Seen { next: number + 1, last_news: Instant::now() };
         }
-        Ok((writer, seen))
+        (writer, seen, Ok(()))
     }
 
     async fn ask(&self, writer: Writer, number: u64) -> Result<Asked, Error> {

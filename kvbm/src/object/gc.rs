@@ -282,7 +282,8 @@ impl Survey {
         for live in &mut live {
             live.used = live.used.min(now.max(live.stored.modified));
         }
-        let (youth, copied) = (age::youth(&live), age::copied(&live, now));
+        let best = age::best(&live, now);
+        let (youth, copied) = (age::youth(&live, &best), age::copied(&live, &best, now));
         let mut condemned = BTreeMap::new();
         let mut candidates = Vec::new();
         for (index, (live, &youth)) in live.iter().zip(&youth).enumerate() {

@@ -57,8 +57,10 @@ impl Upkeep {
             if !collector.turn(self.every.mul_f64(0.75), clock.now()).await? {
                 return Ok(None);
             }
+            // What was written while it looked is not older than it seems.
+            let now = clock.now();
             let survey = collector.survey(|_, _| ()).await?;
-            Ok(Some(collector.collect(&survey, &self.policy, clock.now()).await?))
+            Ok(Some(collector.collect(&survey, &self.policy, now).await?))
         };
         match collected.await {
             Ok(Some(report)) => Outcome::Collected { report, took: start.elapsed() },

@@ -51,7 +51,7 @@ impl Index {
         match page.warmth() {
             Warmth::Settling => return false,
             Warmth::Warm => {
-                page.set_warmth(Warmth::Cold);
+                page.cool();
                 return false;
             }
             Warmth::Cold => {}

@@ -102,6 +102,9 @@ impl Index {
                 if let Some(beside) = stretch.beside.and_then(|beside| body.page(beside.page())) {
                     beside.fetch();
                 }
+                // While another enters its names, those beside this one may be refused yet, and then lie elsewhere.
+                let whole = page.warmth() != Warmth::Settling || page.is_of(owner.slot);
+                let stretch = if whole { stretch } else { Stretch::single(place.at()) };
                 self.take(owner, ledger, seat, (place.page(), page), stretch.bits, &mut gone);
                 (at, beside) = (at + stretch.len, stretch.beside);
             }

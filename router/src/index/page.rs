@@ -238,11 +238,22 @@ impl<'a> Page<'a> {
         self.head.warmth.store(warmth as u8, Ordering::Relaxed);
     }
 
-    /// Notes that it was asked for; writes nothing when that is known.
+    /// Notes that it was asked for; writes nothing when that is known, or its names are being entered.
     pub(super) fn warm(&self) {
         if self.warmth() == Warmth::Cold {
-            self.set_warmth(Warmth::Warm);
+            self.turn_warmth(Warmth::Cold, Warmth::Warm);
         }
+    }
+
+    /// The hand came by.
+    pub(super) fn cool(&self) {
+        self.turn_warmth(Warmth::Warm, Warmth::Cold);
+    }
+
+    /// Without the page's lock: whoever holds it may have said meanwhile that names are being entered, and that stays.
+    fn turn_warmth(&self, from: Warmth, to: Warmth) {
+        let (from, to) = (from as u8, to as u8);
+        let _ = self.head.warmth.compare_exchange(from, to, Ordering::Relaxed, Ordering::Relaxed);
     }
 }
 

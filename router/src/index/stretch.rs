@@ -32,4 +32,9 @@ impl Stretch {
         let beside = before.map(|page| Place::new(page, PLACES - 1));
         Some(Self { bits: ones(down) << (at + 1 - down), len: down as usize, beside })
     }
+
+    /// One name alone.
+    pub(super) fn single(at: u32) -> Self {
+        Self { bits: 1 << at, len: 1, beside: None }
+    }
 }

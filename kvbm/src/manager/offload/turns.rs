@@ -1,7 +1,7 @@
 //! Whose blocks go down next, and whose are forgotten when too many wait. Pure.
 //!
 //! Each cache domain has a line of its own. **Turns**: the domain that has had least, for its weight, goes first; one that
-//! comes, or comes back, begins where the others stand. **Room**: when there is none left, the domain with most names for
+//! comes begins where the others stand, and one that comes back no earlier than where it stood. **Room**: when there is none left, the domain with most names for
 //! its weight loses its own, the latest first. So a flood costs whoever sends it, and nobody else a block.
 
 use crate::{DomainId, SequenceHash, Shares};
@@ -21,6 +21,9 @@ pub(super) struct Turns {
     lines: BTreeMap<DomainId, Line>,
     /// Who is next: what each domain that waits has had, for its weight.
     order: BTreeSet<(Served, DomainId)>,
+    /// What those had had whose lines are empty, where that is more than `now`: who comes with a little each time has had its
+    /// turns, too.
+    had: BTreeMap<DomainId, Served>,
     /// What who went last had had.
     now: Served,
     waiting: usize,
@@ -51,8 +54,8 @@ impl Line {
 
 impl Turns {
     pub(super) fn new(room: usize) -> Self {
-        let (lines, order) = (BTreeMap::new(), BTreeSet::new());
-        Self { room, shares: Shares::default(), lines, order, now: 0, waiting: 0, number: 0 }
+        let (lines, order, had) = (BTreeMap::new(), BTreeSet::new(), BTreeMap::new());
+        Self { room, shares: Shares::default(), lines, order, had, now: 0, waiting: 0, number: 0 }
     }
 
     /// Weighs those who come from now on.
@@ -80,8 +83,9 @@ impl Turns {
         for same in offers.chunk_by(|one, next| one.domain == next.domain) {
             let domain = same[0].domain;
             let line = self.lines.entry(domain).or_insert_with(|| {
-                self.order.insert((self.now, domain));
-                Line { weight: self.shares.weight(domain), served: self.now, names: VecDeque::new() }
+                let served = self.had.remove(&domain).unwrap_or_default().max(self.now);
+                self.order.insert((served, domain));
+                Line { weight: self.shares.weight(domain), served, names: VecDeque::new() }
             });
             line.names.extend((self.number..).zip(same).map(|(number, offer)| (number, offer.name)));
             self.number += same.len() as u64;
@@ -130,10 +134,16 @@ impl Turns {
             self.waiting -= some;
             line.served += line.cost(some);
             if line.names.is_empty() {
+                self.had.insert(domain, line.served);
                 self.lines.remove(&domain);
             } else {
                 self.order.insert((line.served, domain));
             }
+        }
+        if self.waiting == 0 {
+            self.had.clear();
+        } else {
+            self.had.retain(|_, served| *served > self.now);
         }
         taken
     }
@@ -216,5 +226,21 @@ mod tests {
         assert_eq!((turns.oldest(), turns.number()), (Some(0), 5));
         turns.take(3);
         assert_eq!(turns.oldest(), Some(2));
+    }
+
+    #[test]
+    fn who_comes_with_a_little_each_time_does_not_keep_the_others_from_their_turns() {
+        let mut turns = Turns::new(10_000);
+        turns.push(&offers(9, 0, 5_000));
+        let mut got = 0;
+        for round in 0..100 {
+            // Whatever is taken, as much comes again.
+            for of in 1..=4 {
+                turns.push(&offers(of, 10 * round, 10));
+            }
+            got += self::of(&turns.take(40), 9);
+        }
+        assert!((700..=900).contains(&got), "{got} of 4,000 went to the fifth of five who want alike");
+        assert!(turns.had.len() <= 5);
     }
 }

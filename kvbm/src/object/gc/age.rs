@@ -9,10 +9,11 @@ use std::time::Duration;
 /// By then whoever follows a store knows what was written: a deletion of what it replaces leaves no gap.
 const LEARNED: Duration = Duration::from_mins(1);
 
-type Key = (Fingerprint, SequenceHash);
+pub(super) type Key = (Fingerprint, SequenceHash);
 
-/// When each object, or one that builds on it, was last used: written or read from.
-pub(super) fn youth(live: &[Live<'_>]) -> Vec<Date> {
+/// When each object, or one that builds on it, was last used: written or read from. `best`: of each block, the copy that stays; what was
+/// read from another one is a use of that.
+pub(super) fn youth(live: &[Live<'_>], best: &HashMap<Key, usize>) -> Vec<Date> {
     // Of several copies of a block, the youngest is the one to build on.
     let mut holders: HashMap<Key, usize> = HashMap::new();
     for (index, Live { section, stored, .. }) in live.iter().enumerate() {
@@ -23,7 +24,15 @@ pub(super) fn youth(live: &[Live<'_>]) -> Vec<Date> {
             }
         }
     }
+    holders.extend(best);
     let mut youth: Vec<Date> = live.iter().map(|live| live.used).collect();
+    for live in live {
+        for entry in &live.section.entries {
+            if let Some(&holder) = holders.get(&(live.section.fingerprint, entry.name)) {
+                youth[holder] = youth[holder].max(live.used);
+            }
+        }
+    }
     let mut heap: BinaryHeap<(Date, usize)> = youth.iter().copied().zip(0..).collect();
     // The youngest first, so that each is looked at once with the date that stays.
     while let Some((date, index)) = heap.pop() {
@@ -43,16 +52,15 @@ pub(super) fn youth(live: &[Live<'_>]) -> Vec<Date> {
     youth
 }
 
-/// Objects whose every block lies elsewhere too, to be kept no shorter, where it is known to whoever follows the store.
-///
-/// Of the copies of a block one is the best, and its object stays: so no block goes with these, however many go, and
-/// collectors that see the same store choose the same.
-pub(super) fn copied(live: &[Live<'_>], now: Date) -> BTreeSet<usize> {
-    // An object that was cut is no copy.
-    let sound =
-        |live: &Live<'_>| live.stored.modified.after(LEARNED) <= now && live.stored.bytes >= live.section.bytes();
+/// An object that is whole, and known to whoever follows the store.
+fn sound(live: &Live<'_>, now: Date) -> bool {
+    live.stored.modified.after(LEARNED) <= now && live.stored.bytes >= live.section.bytes()
+}
+
+/// Of each block the copy that is kept longest, and of those the youngest: collectors that see the same store choose the same.
+pub(super) fn best(live: &[Live<'_>], now: Date) -> HashMap<Key, usize> {
     let mut best: HashMap<Key, (u32, Date, ObjectId, usize)> = HashMap::new();
-    for (index, live) in live.iter().enumerate().filter(|(_, live)| sound(live)) {
+    for (index, live) in live.iter().enumerate().filter(|(_, live)| sound(live, now)) {
         for entry in live.section.entries.iter().filter(|entry| !entry.keep().is_over(now)) {
             let until = entry.expires.map_or(u32::MAX, |date| Date::encode(Some(date)));
             // A writer counts up: of those of one second, the last.
@@ -61,7 +69,12 @@ pub(super) fn copied(live: &[Live<'_>], now: Date) -> BTreeSet<usize> {
             *best = this.max(*best);
         }
     }
-    let needed: BTreeSet<usize> = best.into_values().map(|(.., index)| index).collect();
-    let copies = live.iter().enumerate().filter(|(index, live)| sound(live) && !needed.contains(index));
+    best.into_iter().map(|(key, (.., index))| (key, index)).collect()
+}
+
+/// Objects whose every block lies in a better one, which stays: so no block goes with these, however many go.
+pub(super) fn copied(live: &[Live<'_>], best: &HashMap<Key, usize>, now: Date) -> BTreeSet<usize> {
+    let needed: BTreeSet<usize> = best.values().copied().collect();
+    let copies = live.iter().enumerate().filter(|(index, live)| sound(live, now) && !needed.contains(index));
     copies.map(|(index, _)| index).collect()
 }
