@@ -9,25 +9,33 @@ use std::path::Path;
 use std::time::Duration;
 use tokio::time::{Instant, sleep};
 
-/// Offloads, events and repairs are over long before.
-const PATIENCE: Duration = Duration::from_mins(1);
+/// Offloads, events and repairs are over long before, and a path of the SSD tier that was left alone is asked again.
+const PATIENCE: Duration = Duration::from_mins(5);
+const LEVELS: [&str; 4] = ["g1", "g2", "g3", "g4"];
 
-/// Waits until what is believed is what rests, in every tier; the levels in which anything does.
-pub(crate) async fn settled(client: &Client, case: &str) -> Vec<String> {
+/// Waits until something rests in each tier, whatever is believed of it.
+pub(crate) async fn filled(client: &Client, case: &str) {
+    agreed(client, case, |_| true).await;
+}
+
+/// Waits until what is believed is what rests, in every tier, and something does in each.
+pub(crate) async fn settled(client: &Client, case: &str) {
+    agreed(client, case, |place| place["rests"].is_object() && place["believed"] == place["rests"]).await;
+}
+
+async fn agreed(client: &Client, case: &str, holds: impl Fn(&Value) -> bool) {
     let end = Instant::now() + PATIENCE;
     loop {
         let places = client.places().await;
-        let (agreed, other): (Vec<Value>, Vec<Value>) =
-            places.into_iter().partition(|place| place["rests"].is_object() && place["believed"] == place["rests"]);
-        let filled = |place: &&Value| place["rests"]["blocks"] != 0;
-        let mut levels: Vec<String> =
-            agreed.iter().filter(filled).map(|place| place["level"].as_str().unwrap().into()).collect();
-        levels.sort();
-        levels.dedup();
-        if other.is_empty() && !levels.is_empty() {
-            return levels;
+        let filled = |level: &str| {
+            places
+                .iter()
+                .any(|place| place["level"] == level && place["rests"]["blocks"].as_u64().is_some_and(|n| n > 0))
+        };
+        if places.iter().all(&holds) && LEVELS.into_iter().all(filled) {
+            return;
         }
-        assert!(Instant::now() < end, "{case}: {other:?}");
+        assert!(Instant::now() < end, "{case}: {places:?}");
         sleep(Duration::from_millis(100)).await;
     }
 }

@@ -7,6 +7,7 @@ use serde_json::{Value, json};
 use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
+use std::time::Duration;
 
 fn blockyard(args: &[&str], file: &Path) -> Output {
     let (verb, rest) = args.split_first().unwrap();
@@ -31,10 +32,17 @@ async fn what_a_process_served_can_be_replayed() {
         let answer = client().post(format!("http://{url}/v1/completions")).json(&body).send().await.unwrap();
         assert!(answer.status().is_success(), "{}", answer.text().await.unwrap());
     }
+    // A line is written after its answer.
+    let text = loop {
+        let text = std::fs::read_to_string(&file).unwrap();
+        if text.ends_with('\n') && text.lines().count() == 3 {
+            break text;
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    };
     process.kill().unwrap();
     process.wait().unwrap();
 
-    let text = std::fs::read_to_string(&file).unwrap();
     let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     let lengths: Vec<_> =
         lines.iter().map(|line| (line["input_length"].clone(), line["output_length"].clone())).collect();

@@ -37,6 +37,10 @@ fn aggregated(data: &Path) -> Config {
     Config { workers: "both:1".parse().unwrap(), ..config(data) }
 }
 
+const SOME: std::ops::Range<u32> = 1..5;
+/// Full blocks of those prompts, all together.
+const SOME_BLOCKS: f64 = 4.0 * 39.0;
+
 /// Token ids that are in every vocabulary, and different for each `seed`.
 fn prompt(seed: u32, tokens: u32) -> Vec<u32> {
     (0..tokens).map(|n| 10 + (seed * 31 + n * 7) % 500).collect()
@@ -66,11 +70,33 @@ impl Served {
         serde_json::from_str(&body).unwrap()
     }
 
+    /// Completes some prompts of 640 tokens, none like another: the texts, and the most that was cached of one. What comes late
+    /// on a busy machine is recomputed.
+    async fn complete_some(&self) -> (Vec<String>, u64) {
+        let (mut texts, mut most) = (Vec::new(), 0);
+        for seed in SOME {
+            let (text, cached) = self.complete(&prompt(seed, 640)).await;
+            (texts, most) = ([texts, vec![text]].concat(), most.max(cached));
+        }
+        (texts, most)
+    }
+
     /// Completes a prompt of token ids: the text, and how many prompt tokens were cached.
     async fn complete(&self, prompt: &[u32]) -> (String, u64) {
         let body = json!({"model": "tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0});
         let answer = self.answer("/v1/completions", &body).await;
         (answer["choices"][0]["text"].as_str().unwrap().into(), cached(&answer))
+    }
+
+    /// Waits until the node knows that a store has all of those prompts.
+    async fn knows(&self, tier: &str) {
+        let label = format!(r#"tier="{tier}""#);
+        let known = async {
+            while self.metric("blockyard_store_blocks", &[&label]).await < SOME_BLOCKS {
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+        };
+        tokio::time::timeout(Duration::from_mins(5), known).await.expect("it learns of what the writer computed");
     }
 
     async fn get(&self, path: &str) -> String {
@@ -156,14 +182,13 @@ async fn a_second_turn_finds_the_first_in_the_cache() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_restarted_node_answers_from_its_ssd() {
     let data = tempfile::tempdir().unwrap();
-    let prompt = prompt(1, 640);
     let first = Served::start(config(data.path())).await;
-    let (text, cold) = first.complete(&prompt).await;
+    let (texts, cold) = first.complete_some().await;
     assert_eq!(cold, 0);
     first.node.shutdown().await;
     let second = Served::start(config(data.path())).await;
-    let (again, warm) = second.complete(&prompt).await;
-    assert_eq!(again, text);
+    let (again, warm) = second.complete_some().await;
+    assert_eq!(again, texts);
     assert!(warm >= 600, "{warm} of 640 tokens were cached");
     assert!(
         second.metric("blockyard_kvbm_transfer_bytes_total", &[r#"tier="g3""#, r#"direction="onboard""#]).await > 0.0
@@ -185,11 +210,10 @@ async fn what_rests_encoded_and_encrypted_is_found_again_with_the_key_and_worth_
         (config.tiers.codec, config.tiers.encryption) = (Coding::Smaller, encryption.clone());
         config
     };
-    let prompt = prompt(4, 640);
     let mut answers = Vec::new();
     for encryption in [&right, &right, &wrong, &None] {
         let served = Served::start(with(encryption)).await;
-        answers.push(served.complete(&prompt).await);
+        answers.push(served.complete_some().await);
         served.node.shutdown().await;
     }
     let cached: Vec<u64> = answers.iter().map(|(_, cached)| *cached).collect();
@@ -205,17 +229,11 @@ async fn a_node_answers_from_what_another_put_into_the_shared_folder() {
     let writer = Served::start(sharing(one.path())).await;
     // The reader is there first: it must learn of blocks that come later.
     let reader = Served::start(sharing(two.path())).await;
-    let prompt = prompt(2, 640);
-    let (text, _) = writer.complete(&prompt).await;
+    let (texts, _) = writer.complete_some().await;
     writer.node.shutdown().await;
-    let known = async {
-        while reader.metric("blockyard_store_blocks", &[r#"tier="g4""#]).await < 39.0 {
-            tokio::time::sleep(Duration::from_millis(50)).await;
-        }
-    };
-    tokio::time::timeout(Duration::from_secs(30), known).await.expect("the reader never learnt of the writer's blocks");
-    let (again, cached) = reader.complete(&prompt).await;
-    assert_eq!(again, text);
+    reader.knows("g4").await;
+    let (again, cached) = reader.complete_some().await;
+    assert_eq!(again, texts);
     assert!(cached >= 600, "{cached} of 640 tokens were cached");
     reader.node.shutdown().await;
 }
@@ -228,22 +246,15 @@ async fn a_node_answers_from_its_pods_folder_before_it_asks_the_store_of_all() {
         config.tiers.pod = Some(Pod { path: flash.path().into(), budget: ByteSize(1 << 30), age_max: None });
         config
     };
-    let prompt = prompt(4, 640);
     let writer = Served::start(sharing(one.path())).await;
-    let (text, _) = writer.complete(&prompt).await;
+    let (texts, _) = writer.complete_some().await;
     writer.node.shutdown().await;
     let reader = Served::start(sharing(two.path())).await;
     for tier in ["pod", "g4"] {
-        let label = format!(r#"tier="{tier}""#);
-        let known = async {
-            while reader.metric("blockyard_store_blocks", &[&label]).await < 39.0 {
-                tokio::time::sleep(Duration::from_millis(50)).await;
-            }
-        };
-        tokio::time::timeout(Duration::from_secs(30), known).await.expect("both have what the writer computed");
+        reader.knows(tier).await;
     }
-    let (again, cached) = reader.complete(&prompt).await;
-    assert_eq!(again, text);
+    let (again, cached) = reader.complete_some().await;
+    assert_eq!(again, texts);
     assert!(cached >= 600, "{cached} of 640 tokens were cached");
     let hits = async |tier| reader.metric("blockyard_kvbm_hit_blocks_total", &[tier]).await;
     assert!(hits(r#"tier="pod""#).await >= 38.0 && hits(r#"tier="g4""#).await < 1.0);

@@ -162,7 +162,7 @@ async fn what_two_workers_of_a_process_store_at_once_is_written_once() {
     assert_eq!(written, blocks.iter().map(bytes).sum::<u64>());
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn requests_are_far_fewer_than_blocks() {
     let shared = Arc::new(flaky::Flaky::default());
     let (tier, _) = open_on(shared.clone());

@@ -57,9 +57,9 @@ impl Paths {
         load(&*self.tier, fingerprint(), names(blocks)).await.iter().flatten().count()
     }
 
-    /// Waits for something that happens within a paused minute of probes; real threads do the work.
+    /// Waits for something that happens within a paused minute of probes; real threads do the work, on a busy machine late.
     async fn until(&self, what: impl Fn(&Self) -> bool) {
-        for _ in 0..2_000 {
+        for _ in 0..100_000 {
             if what(self) {
                 return;
             }

@@ -23,7 +23,7 @@ async fn a_peer_hands_over_what_it_has_in_memory_and_takes_nothing() {
     drop(kept);
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn a_defective_copy_in_g2_is_never_served_to_a_peer() {
     /// Device memory that goes bad once it was offloaded.
     struct Rotten(Arc<InMemory>);
@@ -54,7 +54,7 @@ async fn a_defective_copy_in_g2_is_never_served_to_a_peer() {
     assert!(onboarded.blocks.is_empty(), "another engine's bytes");
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn a_log_on_disk_serves_the_next_process() {
     let folder = tempfile::tempdir().unwrap();
     let settings = disk::Settings { capacity_bytes: 8 << 20, segment_bytes: 1 << 20, min_free_bytes: 0 };
@@ -78,7 +78,7 @@ async fn a_log_on_disk_serves_the_next_process() {
     site.assert_sound(&onboarded.blocks);
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn a_shared_folder_serves_whoever_looks_there() {
     let folder = tempfile::tempdir().unwrap();
     let open = || ObjectTier::folder(folder.path(), object::Settings::default(), log()).unwrap();

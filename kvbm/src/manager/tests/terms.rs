@@ -15,7 +15,7 @@ async fn resting(tier: &dyn Tier) -> Vec<Option<Custody>> {
     blocks.iter().map(|block| block.as_ref().map(|block| block.header().custody())).collect()
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn domain_and_terms_go_with_a_block_down_and_up_and_down_again() {
     let (first, second) = (at(Level::G3, 0, 0), at(Level::G3, 0, 0));
     let all = vec![Some(custody()); 3];
@@ -35,7 +35,7 @@ async fn domain_and_terms_go_with_a_block_down_and_up_and_down_again() {
     assert_eq!(resting(&*reader.manager.peer()).await, all);
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn what_is_not_to_be_stored_is_handed_over_and_rests_nowhere() {
     let secret = Custody { keep: Keep { store: false, ..Keep::default() }, ..custody() };
     let (ours, theirs) = (at(Level::G3, 0, 0), at(Level::G3, 0, 0));
@@ -105,7 +105,7 @@ async fn a_sweep_announces_what_nobody_asks_for() {
     assert!(site.log.snapshot().blocks.is_empty());
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn who_asks_for_more_extends_what_is_in_memory() {
     let (clock, ssd) = (clock(), at(Level::G3, 0, 0));
     let site = Site::timed(4, 4, vec![ssd.clone()], &clock);
@@ -126,7 +126,7 @@ async fn who_asks_for_more_extends_what_is_in_memory() {
     assert_eq!(site.manager.matched(&names(1)).len() + site.manager.below(&names(0)), 0);
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn a_block_that_was_made_longer_lived_is_still_verified() {
     let clock = clock();
     let site = Site::timed(1, 2, vec![], &clock);
