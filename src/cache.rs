@@ -122,7 +122,7 @@ async fn done(what: &What) -> anyhow::Result<()> {
                 None => None,
             };
             let level = if place.pod { Level::Pod } else { Level::G4 };
-            let rests = census(&logs, survey.as_ref().map(|survey| (level, survey)));
+            let rests = census(&logs, survey.as_deref().map(|survey| (level, survey)));
             let holdings = survey.map(|survey| survey.holdings());
             let said = json!({ "g3": logs, "holdings": holdings.as_deref().unwrap_or_default(), "rests": rests });
             print(place, &said, || logs.iter().map(logged).chain(holdings.as_deref().map(listed)).collect())
@@ -137,6 +137,7 @@ async fn done(what: &What) -> anyhow::Result<()> {
             let report = if *dry_run {
                 store.collector.would(&survey, &policy, now)
             } else {
+                let now = store.collector.turn(Duration::ZERO, now).await?.unwrap_or(now);
                 store.collector.collect(&survey, &policy, now).await?
             };
             print(place, &json!({ "dry_run": dry_run, "report": report }), || {
@@ -198,7 +199,7 @@ impl Store {
         Ok(Self { config, policy, collector })
     }
 
-    async fn survey(&self) -> anyhow::Result<Survey> {
+    async fn survey(&self) -> anyhow::Result<Arc<Survey>> {
         Ok(self.collector.survey(progress("manifests")).await?)
     }
 

@@ -187,7 +187,7 @@ impl ObjectTier {
         let (stands, standing) = watch::channel(Standing::Learning);
         let client = Arc::new(Client::new(store, settings.request_timeout, writer.seed()));
         let follower = Follower::new(client.clone(), layout.clone(), writer, catalog.clone(), stands);
-        let uses = Arc::new(Uses::new(client.clone(), layout.clone(), writer, clock));
+        let uses = Arc::new(Uses::new(settings.level, client.clone(), layout.clone(), writer, clock));
         let packer = Arc::new(Packer { client: client.clone(), layout, writer, catalog: catalog.clone(), settings });
         // One block in the queue takes at least its header.
         let (jobs, waiting) = mpsc::channel(QUEUE / Header::LEN);

@@ -70,7 +70,7 @@ impl Collections {
             bytes: counter("collected_bytes_total", "Their bytes.", &["tier", "what"])?,
             compacted: counter(
                 "compacted_objects_total",
-                "Small objects of this process whose blocks it wrote again in large ones.",
+                "Small objects, of this process or left by another, whose blocks it wrote again in large ones.",
                 &["tier"],
             )?,
         })
@@ -91,23 +91,18 @@ impl Collections {
         Ok(AbortOnDropHandle::new(tokio::spawn(upkeep.run(collector, Clock::system(), told))))
     }
 
-    /// Packs small objects into large ones as often as somebody collects, until the answer or the tier is dropped.
+    /// Packs small objects into large ones about as often as somebody collects, until the answer or the tier is dropped.
     pub(super) fn compact(&self, tier: &Arc<ObjectTier>, every: Duration) -> AbortOnDropHandle<()> {
-        let (tier, compacted) = (Arc::downgrade(tier), self.compacted.clone());
-        AbortOnDropHandle::new(tokio::spawn(async move {
-            loop {
-                tokio::time::sleep(every).await;
-                let Some(tier) = tier.upgrade() else { return };
-                match tier.compact().await {
-                    Ok(Compaction { objects: 0, .. }) => {}
-                    Ok(Compaction { objects, blocks }) => {
-                        compacted.with_label_values(&[tier.level().name()]).inc_by(objects);
-                        tracing::info!(tier = %tier.level(), objects, blocks, "packed small objects into large ones");
-                    }
-                    Err(error) => tracing::warn!(tier = %tier.level(), %error, "small objects stay as they are"),
-                }
+        let (level, compacted) = (tier.level(), self.compacted.clone());
+        let told = move |done: std::io::Result<Compaction>| match done {
+            Ok(Compaction { objects: 0, .. }) => {}
+            Ok(Compaction { objects, blocks }) => {
+                compacted.with_label_values(&[level.name()]).inc_by(objects);
+                tracing::info!(tier = %level, objects, blocks, "packed small objects into large ones");
             }
-        }))
+            Err(error) => tracing::warn!(tier = %level, %error, "small objects stay as they are"),
+        };
+        AbortOnDropHandle::new(tokio::spawn(Upkeep::compact(every, Arc::downgrade(tier), told)))
     }
 
     fn told(&self, level: Level, store: &Location, outcome: &Outcome) {

@@ -11,6 +11,8 @@ use object_store::path::Path;
 use std::collections::{BTreeMap, HashSet};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+use tokio::time::Instant;
 
 /// Where a block lies.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -21,6 +23,8 @@ pub(super) struct Place {
     pub(super) offset: u32,
     /// Payload bytes.
     pub(super) length: u32,
+    /// It lies in another object too, or did.
+    twice: bool,
 }
 
 /// An object that is known.
@@ -31,6 +35,7 @@ pub(super) struct Object {
     pub(super) domain: DomainId,
     pub(super) fingerprint: Fingerprint,
     blocks: Arc<[Lying]>,
+    since: Instant,
 }
 
 /// An object that is small, and the blocks that are read from it.
@@ -49,8 +54,9 @@ struct Lying {
 }
 
 impl Lying {
+    /// One of several places.
     fn at(self, object: i32) -> Place {
-        Place { object, offset: self.offset, length: self.length }
+        Place { object, offset: self.offset, length: self.length, twice: true }
     }
 }
 
@@ -63,12 +69,18 @@ pub(super) struct Catalog {
     unsound: AtomicU64,
     /// Bytes of objects that were forgotten because somebody is about to delete them.
     going: AtomicU64,
+    /// Objects that were looked through for blocks of others.
+    #[cfg(test)]
+    walked: AtomicU64,
 }
 
-/// Numbered by age: what is learned while running counts up, what was there before counts down.
+/// Numbered by age: what is learned while running counts up, what was there before counts down. No number comes twice: who
+/// still reads from one that was forgotten must not meet another.
 #[derive(Default)]
 struct Objects {
     known: BTreeMap<i32, Object>,
+    next: i32,
+    first: i32,
     /// Of all of them: a manifest may be read twice, when a round failed in between.
     paths: HashSet<Path>,
     blocks: usize,
@@ -101,6 +113,8 @@ impl Catalog {
             lost: AtomicU64::new(0),
             unsound: AtomicU64::new(0),
             going: AtomicU64::new(0),
+            #[cfg(test)]
+            walked: AtomicU64::new(0),
         }
     }
 
@@ -110,7 +124,8 @@ impl Catalog {
         if objects.paths.contains(&path) {
             return;
         }
-        let number = objects.known.last_key_value().map_or(0, |(last, _)| last + 1);
+        let number = objects.next;
+        objects.next += 1;
         self.insert(&mut objects, number, path, section);
         while objects.blocks > self.limit && objects.known.len() > 1 {
             let Some(oldest) = objects.known.first_key_value().map(|(number, _)| *number) else { return };
@@ -130,7 +145,8 @@ impl Catalog {
         if objects.blocks + section.entries.len() > self.limit {
             return false;
         }
-        let number = objects.known.first_key_value().map_or(0, |(first, _)| first - 1);
+        objects.first -= 1;
+        let number = objects.first;
         self.insert(&mut objects, number, path, section);
         true
     }
@@ -139,47 +155,55 @@ impl Catalog {
         let lying = |entry: &Entry| Lying { name: entry.name, offset: entry.offset, length: entry.length };
         let Section { domain, fingerprint, .. } = *section;
         let blocks = section.entries.iter().map(lying).collect();
-        let object = Object { path, bytes: section.bytes(), domain, fingerprint, blocks };
+        let object = Object { path, bytes: section.bytes(), domain, fingerprint, blocks, since: Instant::now() };
         objects.blocks += object.blocks.len();
         objects.bytes += object.bytes;
         objects.paths.insert(object.path.clone());
         objects.known.insert(number, object);
-        let newer = |entry: &&Entry| {
-            let place = self.index.get(fingerprint, entry.name);
-            place.is_none_or(|place| place.object <= number)
-        };
-        let fresh: Vec<&Entry> = section.entries.iter().filter(newer).collect();
-        let resting = |entry: &Entry| Resting {
-            fingerprint: section.fingerprint,
+        let names: Vec<SequenceHash> = section.entries.iter().map(|entry| entry.name).collect();
+        let before = self.index.find(fingerprint, &names, |place| place.twice = true);
+        let newer = |(_, place): &(_, Option<Place>)| place.is_none_or(|place| place.object <= number);
+        let fresh = section.entries.iter().zip(before).filter(newer);
+        let resting = |(entry, before): (&Entry, Option<Place>)| Resting {
+            fingerprint,
             name: entry.name,
             parent: entry.parent,
             keep: entry.keep(),
-            place: Place { object: number, offset: entry.offset, length: entry.length },
+            place: Place { object: number, offset: entry.offset, length: entry.length, twice: before.is_some() },
         };
-        self.index.insert(fresh.into_iter().map(resting), |_, _| ());
+        self.index.insert(fresh.map(resting), |_, _| ());
     }
 
     /// Forgets objects, whose numbers come in order; a block of theirs that lies in another one is read from there from now on.
     fn remove(&self, objects: &mut Objects, numbers: &[i32]) -> Vec<Object> {
-        let mut homeless: HashSet<(Fingerprint, SequenceHash)> = HashSet::new();
+        let (mut over, mut homeless) = (Vec::new(), HashSet::new());
         let mut removed = Vec::with_capacity(numbers.len());
         for (number, object) in numbers.iter().filter_map(|number| Some((*number, objects.take(*number)?))) {
-            let here = |(fingerprint, name)| self.index.get(fingerprint, name).is_some_and(|at| at.object == number);
-            homeless.extend(object.names().filter(|name| here(*name)));
+            for name in object.names() {
+                match self.index.get(name.0, name.1).filter(|at| at.object == number) {
+                    Some(Place { twice: true, .. }) => drop(homeless.insert(name)),
+                    Some(_) => over.push(name),
+                    None => {}
+                }
+            }
             removed.push(object);
         }
         let gone = |place: &Place| numbers.binary_search(&place.object).is_ok();
+        // Few blocks lie twice: mostly there is nothing to look for.
         for (number, object) in objects.known.iter().rev() {
             if homeless.is_empty() {
                 break;
             }
+            #[cfg(test)]
+            self.walked.fetch_add(1, Ordering::Relaxed);
             for block in object.blocks.iter() {
                 if homeless.remove(&(object.fingerprint, block.name)) {
                     self.index.relocate(object.fingerprint, block.name, gone, block.at(*number));
                 }
             }
         }
-        self.index.remove(homeless, gone);
+        over.extend(homeless);
+        self.index.remove(over, gone);
         removed
     }
 
@@ -187,20 +211,23 @@ impl Catalog {
         self.lock().known.get(&number).cloned()
     }
 
-    /// A writer's objects of fewer bytes that blocks are read from, those of each domain and fingerprint in the order in which
-    /// they were written.
-    pub(super) fn small(&self, writer: Writer, below: u64) -> Vec<Vec<Small>> {
+    /// Objects of fewer bytes that blocks are read from, a writer's own and, apart, those of others that are known for so long;
+    /// those of each domain and fingerprint in the order in which they were written.
+    pub(super) fn small(&self, writer: Writer, left: Duration, below: u64) -> Vec<Vec<Small>> {
         let objects = self.lock();
-        let own = |object: &Object| ObjectId::at(&object.path).is_some_and(|id| id.writer == writer);
-        let mut groups: BTreeMap<(DomainId, Fingerprint), Vec<Small>> = BTreeMap::new();
-        for (&number, object) in objects.known.iter().filter(|(_, object)| object.bytes < below && own(object)) {
+        let mut groups: BTreeMap<(bool, DomainId, Fingerprint), Vec<Small>> = BTreeMap::new();
+        for (&number, object) in objects.known.iter().filter(|(_, object)| object.bytes < below) {
+            let own = ObjectId::at(&object.path).is_some_and(|id| id.writer == writer);
+            if !own && object.since.elapsed() < left {
+                continue;
+            }
             let here = |block: &Lying| {
                 let place = self.index.get(object.fingerprint, block.name)?;
                 (place.object == number).then_some((block.name, place))
             };
             let blocks: Vec<_> = object.blocks.iter().filter_map(here).collect();
             if !blocks.is_empty() {
-                let group = groups.entry((object.domain, object.fingerprint)).or_default();
+                let group = groups.entry((own, object.domain, object.fingerprint)).or_default();
                 group.push(Small { number, object: object.clone(), blocks });
             }
         }
@@ -341,5 +368,39 @@ mod tests {
         assert_eq!([1, 2, 3, 4].map(at), [Some(0), Some(0), Some(-1), Some(-1)]);
         catalog.lose(-1);
         assert_eq!(known(&catalog), [1, 2]);
+    }
+
+    #[test]
+    fn only_what_lies_twice_is_looked_for_elsewhere() {
+        let catalog = catalog(1_000);
+        for object in 0..50 {
+            catalog.add(path, &section(object, &[object as u8]));
+        }
+        assert!(catalog.add_older(path, &section(99, &[7, 8, 60])));
+        catalog.lose(9);
+        assert_eq!(catalog.walked.load(Ordering::Relaxed), 0, "it lay nowhere else");
+        catalog.lose(7);
+        assert_eq!(known(&catalog), [vec![0, 1, 2, 3, 4, 5, 6, 7, 8], (10..20).collect()].concat());
+        assert_eq!(catalog.walked.load(Ordering::Relaxed), 49);
+    }
+
+    #[test]
+    fn who_reads_from_an_object_that_is_lost_meets_no_other_under_its_number() {
+        let catalog = catalog(10);
+        for (object, older) in [(1, false), (2, true)] {
+            let add = |object| {
+                let section = section(object, &[object as u8]);
+                if older {
+                    assert!(catalog.add_older(path, &section));
+                } else {
+                    catalog.add(path, &section);
+                }
+                catalog.index.get(section.fingerprint, SequenceHash::from_bytes([object as u8; 16])).unwrap().object
+            };
+            let reading = add(object);
+            catalog.lose(reading);
+            assert_ne!(add(object + 10), reading);
+            assert!(catalog.object(reading).is_none());
+        }
     }
 }

@@ -5,7 +5,7 @@
 //! behind, only work.
 
 use super::client::Client;
-use super::gc::{Manifest, Note, Policy, Removal, Stored, Survey, Why};
+use super::gc::{Manifest, Note, Plan, Policy, Removal, Stored, Survey, Why};
 use super::known::Known;
 use super::layout::{Layout, ObjectId, Writer};
 use super::manifest::Section;
@@ -120,7 +120,7 @@ impl Collector {
     }
 
     /// Lists all, and reads what is new of all but the blocks. `progress` hears how many of how many manifests are known.
-    pub async fn survey(&self, progress: impl Fn(u64, u64)) -> io::Result<Survey> {
+    pub async fn survey(&self, progress: impl Fn(u64, u64)) -> io::Result<Arc<Survey>> {
         // Manifests before objects: what a manifest names was there before it, so what is missing then is gone.
         let listed = self.list(self.layout.manifests(), &self.manifests).await?;
         let (total, mut read) = (listed.len() as u64, 0);
@@ -143,7 +143,8 @@ impl Collector {
             let id = ObjectId::at(&meta.location)?;
             Some((id, Stored { modified: modified(&meta), bytes: meta.size, path: meta.location }))
         };
-        Ok(Survey { manifests, removals, notes, objects: listed.into_iter().filter_map(stored).collect() })
+        let objects = listed.into_iter().filter_map(stored).collect();
+        Ok(Arc::new(Survey { manifests, objects, removals, notes }))
     }
 
     /// What lies under a prefix; what is known of the rest is forgotten.
@@ -155,32 +156,30 @@ impl Collector {
 
     /// What a pass at `now` would do.
     pub fn would(&self, survey: &Survey, policy: &Policy, now: Date) -> Report {
-        let plan = survey.plan(policy, now);
-        let mut report = Report { objects: survey.objects.len() as u64, bytes: survey.bytes(), ..Report::default() };
-        let bytes = |id: &ObjectId| survey.objects.get(id).map_or(0, |stored| stored.bytes);
-        for (id, why) in &plan.condemn {
-            report.condemned.entry(*why).or_default().add(bytes(id));
-        }
-        plan.objects.iter().for_each(|id| report.deleted.add(bytes(id)));
-        report.manifests = plan.manifests.len() as u64;
-        report
+        report(survey, &survey.plan(policy, now))
     }
 
     /// One pass: condemns what a policy does not want to stay, and deletes what was condemned so long before `now`.
-    pub async fn collect(&self, survey: &Survey, policy: &Policy, now: Date) -> io::Result<Report> {
-        let plan = survey.plan(policy, now);
+    pub async fn collect(&self, survey: &Arc<Survey>, policy: &Policy, now: Date) -> io::Result<Report> {
+        let (seen, wanted) = (survey.clone(), policy.clone());
+        // Looking at millions of blocks is no work for an async thread.
+        let planned = tokio::task::spawn_blocking(move || seen.plan(&wanted, now));
+        let plan = planned.await.map_err(io::Error::other)?;
+        let report = report(survey, &plan);
         self.condemn(plan.condemn.iter().map(|(id, _)| *id).collect()).await?;
         self.delete(plan.manifests).await?;
         let objects = plan.objects.iter().filter_map(|id| survey.objects.get(id));
         self.delete(objects.map(|stored| stored.path.clone()).collect()).await?;
         self.delete(plan.removals).await?;
         self.delete(plan.notes).await?;
-        Ok(self.would(survey, policy, now))
+        Ok(report)
     }
 
-    /// Whether nobody has begun to collect in the last `every`; then everybody hears that we do. A hint that spares work:
-    /// two that ask at the same time may both be told to, and a date from the future counts for nothing.
-    pub(super) async fn turn(&self, every: Duration, now: Date) -> io::Result<bool> {
+    /// Whether nobody has begun to collect in the last `every`; then everybody hears that we do, and the answer is the date to
+    /// go by: of ours and the store's, by whose clock its objects are dated, the earlier one, so that no grace is cut short by
+    /// a clock that is ahead. A hint that spares work: two that ask at the same time may both be told to, and a date from the
+    /// future counts for nothing.
+    pub async fn turn(&self, every: Duration, now: Date) -> io::Result<Option<Date>> {
         let path = self.layout.collected();
         let last = match self.client.get(&path).await {
             Ok(said) => std::str::from_utf8(&said).ok().and_then(|said| said.trim().parse().ok()).map(Date::from_unix),
@@ -188,10 +187,10 @@ impl Collector {
             Err(error) => return Err(error.into()),
         };
         if last.is_some_and(|last| last <= now && last.after(every) > now) {
-            return Ok(false);
+            return Ok(None);
         }
         self.client.put(&path, PutPayload::from(format!("{}\n", Date::encode(Some(now))))).await?;
-        Ok(true)
+        Ok(Some(now.min(modified(&self.client.head(&path).await?))))
     }
 
     /// Condemns all objects of a domain; a pass deletes them once the grace is over.
@@ -332,6 +331,18 @@ impl Collector {
             Err(error) => Err(error.into()),
         }
     }
+}
+
+/// What carrying out a plan comes to.
+fn report(survey: &Survey, plan: &Plan) -> Report {
+    let mut report = Report { objects: survey.objects.len() as u64, bytes: survey.bytes(), ..Report::default() };
+    let bytes = |id: &ObjectId| survey.objects.get(id).map_or(0, |stored| stored.bytes);
+    for (id, why) in &plan.condemn {
+        report.condemned.entry(*why).or_default().add(bytes(id));
+    }
+    plan.objects.iter().for_each(|id| report.deleted.add(bytes(id)));
+    report.manifests = plan.manifests.len() as u64;
+    report
 }
 
 /// The headers of the blocks in an object; `None` for one that is not the block that its manifest names, unchanged.

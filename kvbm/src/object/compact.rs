@@ -1,5 +1,5 @@
-//! Small objects of one's own become large ones: a trickle leaves many, and a prompt that lies in fifty of them takes fifty
-//! requests to read.
+//! Small objects become large ones, one's own and those that nobody looks after: a trickle leaves many, and a prompt that lies
+//! in fifty of them takes fifty requests to read.
 //!
 //! What small objects hold is read, verified, and packed again like blocks that are new. The old objects stay as they are:
 //! once everybody knows the new one, a collector finds that all their blocks lie elsewhere too, and removes them as it removes
@@ -13,6 +13,7 @@ use crate::{Block, Header, StoreError};
 use futures::stream::{self, StreamExt};
 use object_store::Error;
 use std::io;
+use std::time::Duration;
 use tokio::sync::oneshot;
 
 /// An object is small below this part of a full one: eight and more of such are read in as many requests as bytes, then.
@@ -30,12 +31,13 @@ pub struct Compaction {
 }
 
 impl ObjectTier {
-    /// Packs what this process wrote in small objects into large ones, where there are enough of them. To be called now and
-    /// then where somebody collects; a second call at the same time does its work twice.
-    pub async fn compact(&self) -> io::Result<Compaction> {
+    /// Packs what this process wrote in small objects into large ones, where there are enough of them, and what others did and
+    /// left so for that long: whoever lives packs its own. To be called now and then where somebody collects; a second call at
+    /// the same time does its work twice.
+    pub async fn compact(&self, left: Duration) -> io::Result<Compaction> {
         let full = self.settings.object_bytes;
         let mut done = Compaction::default();
-        for group in self.catalog.small(self.writer, full / SMALL) {
+        for group in self.catalog.small(self.writer, left, full / SMALL) {
             let mut packs: Vec<Vec<Small>> = Vec::new();
             let mut room = 0;
             for small in group {

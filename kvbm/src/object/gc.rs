@@ -74,6 +74,12 @@ pub struct Survey {
     pub(super) notes: Vec<Note>,
 }
 
+#[cfg(test)]
+thread_local! {
+    /// How often this thread made a plan.
+    pub(super) static PLANNED: std::cell::Cell<u32> = const { std::cell::Cell::new(0) };
+}
+
 #[derive(Debug)]
 pub(super) struct Manifest {
     pub(super) path: Path,
@@ -226,6 +232,8 @@ impl Survey {
 
     /// What a policy makes of it.
     pub(super) fn plan(&self, policy: &Policy, now: Date) -> Plan {
+        #[cfg(test)]
+        PLANNED.set(PLANNED.get() + 1);
         let condemn = self.condemned(policy, now);
         let over = |since: Date, wait: Duration| since.after(wait) <= now;
         let mut said: BTreeMap<ObjectId, Date> = BTreeMap::new();
@@ -284,16 +292,19 @@ impl Survey {
         }
         let best = age::best(&live, now);
         let (youth, copied) = (age::youth(&live, &best), age::copied(&live, &best, now));
+        // What will be a copy as soon as everybody knows of the other takes no room from others: it goes anyway.
+        let soon = now.after(age::LEARNED);
+        let passing = age::copied(&live, &age::best(&live, soon), soon);
         let mut condemned = BTreeMap::new();
         let mut candidates = Vec::new();
         for (index, (live, &youth)) in live.iter().zip(&youth).enumerate() {
             let entries = &live.section.entries;
             if entries.iter().all(|entry| entry.keep().is_over(now)) {
                 condemned.insert(live.id, Why::Expired);
-            } else if entries.iter().any(|entry| is_pinned(entry, now)) {
-                // Stays, whatever it takes.
             } else if copied.contains(&index) {
                 condemned.insert(live.id, Why::Copied);
+            } else if passing.contains(&index) || entries.iter().any(|entry| is_pinned(entry, now)) {
+                // Stays, whatever it takes.
             } else if policy.age_max.is_some_and(|age| youth.after(age) <= now) {
                 condemned.insert(live.id, Why::Age);
             } else {
@@ -302,7 +313,8 @@ impl Survey {
         }
         candidates.sort_unstable_by_key(|(youth, modified, id, _)| (*youth, *modified, *id));
         let mut rest: BTreeMap<DomainId, u64> = BTreeMap::new();
-        for live in live.iter().filter(|live| !condemned.contains_key(&live.id)) {
+        let staying = live.iter().enumerate().filter(|(index, _)| !passing.contains(index)).map(|(_, live)| live);
+        for live in staying.filter(|live| !condemned.contains_key(&live.id)) {
             *rest.entry(live.section.domain).or_default() += live.stored.bytes;
         }
         let mut all: u64 = rest.values().sum();

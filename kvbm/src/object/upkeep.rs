@@ -4,12 +4,15 @@
 //! and passes when somebody else began less than three quarters of it ago. Nothing rests on that; any number of collectors
 //! may be at work. Look here in vain for counting and logging: who starts it hears of every turn.
 
+use super::ObjectTier;
 use super::collector::{Collector, Report};
+use super::compact::Compaction;
 use super::gc::Policy;
 use super::layout::Writer;
 use super::pace::Chance;
 use crate::Clock;
 use std::io;
+use std::sync::Weak;
 use std::time::Duration;
 use tokio::time::{Instant, sleep};
 
@@ -51,14 +54,22 @@ impl Upkeep {
         }
     }
 
-    async fn turn(&self, collector: &Collector, clock: &Clock) -> Outcome {
+    /// Packs small objects into large ones about as often, until the tier is gone; `told` hears of every turn.
+    pub async fn compact(every: Duration, tier: Weak<ObjectTier>, told: impl Fn(io::Result<Compaction>)) {
+        let mut chance = Chance::new(Writer::new().seed());
+        loop {
+            // Not all at the same time: what a process left that ended is anybody's.
+            sleep(every.mul_f64(0.75 + chance.draw() / 2.0)).await;
+            let Some(tier) = tier.upgrade() else { return };
+            told(tier.compact(every * 2).await);
+        }
+    }
+
+    pub(super) async fn turn(&self, collector: &Collector, clock: &Clock) -> Outcome {
         let start = Instant::now();
         let collected = async {
-            if !collector.turn(self.every.mul_f64(0.75), clock.now()).await? {
-                return Ok(None);
-            }
-            // What was written while it looked is not older than it seems.
-            let now = clock.now();
+            // Before it looks: what was written meanwhile is not older than it seems.
+            let Some(now) = collector.turn(self.every.mul_f64(0.75), clock.now()).await? else { return Ok(None) };
             let survey = collector.survey(|_, _| ()).await?;
             Ok(Some(collector.collect(&survey, &self.policy, now).await?))
         };

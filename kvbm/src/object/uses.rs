@@ -9,7 +9,7 @@
 
 use super::client::Client;
 use super::layout::{Layout, ObjectId, Writer};
-use crate::{Clock, Date};
+use crate::{Clock, Date, Level};
 use bytes::Bytes;
 use crc_fast::{CrcAlgorithm, checksum};
 use object_store::PutPayload;
@@ -21,8 +21,10 @@ use std::time::Duration;
 const MAGIC: [u8; 8] = *b"BLKYUSE1";
 const ENTRY: usize = 28;
 
-/// How often a process notes at most, and how exact its dates are. What may be deleted is hours or days old.
+/// How often a process notes at most, and how exact its dates are. What may be deleted is hours or days old; in a pod's folder,
+/// which a flood fills in minutes and where a note costs no money, minutes.
 const NOTE: Duration = Duration::from_mins(10);
+const POD_NOTE: Duration = Duration::from_mins(1);
 /// Objects in a note, the last used ones: under 2 MB.
 const MOST: usize = 1 << 16;
 
@@ -32,6 +34,7 @@ pub(super) struct Uses {
     layout: Layout,
     reader: Writer,
     clock: Clock,
+    every: Duration,
     last: Mutex<Last>,
 }
 
@@ -43,8 +46,9 @@ struct Last {
 }
 
 impl Uses {
-    pub(super) fn new(client: Arc<Client>, layout: Layout, reader: Writer, clock: Clock) -> Self {
-        Self { client, layout, reader, clock, last: Mutex::default() }
+    pub(super) fn new(level: Level, client: Arc<Client>, layout: Layout, reader: Writer, clock: Clock) -> Self {
+        let every = if level == Level::Pod { POD_NOTE } else { NOTE };
+        Self { client, layout, reader, clock, every, last: Mutex::default() }
     }
 
     /// An object was read from.
@@ -52,7 +56,7 @@ impl Uses {
         let (now, mut last) = (self.clock.now(), self.lock());
         match last.of.entry(object) {
             // Near enough; and a date from the future, of a clock that was set back, is none.
-            Entry::Occupied(before) if *before.get() <= now && before.get().after(NOTE) > now => return,
+            Entry::Occupied(before) if *before.get() <= now && before.get().after(self.every) > now => return,
             Entry::Occupied(mut before) => drop(before.insert(now)),
             Entry::Vacant(first) => drop(first.insert(now)),
         }
@@ -62,7 +66,7 @@ impl Uses {
     /// Notes now and then, for ever.
     pub(super) async fn run(self: Arc<Self>) {
         loop {
-            tokio::time::sleep(NOTE).await;
+            tokio::time::sleep(self.every).await;
             self.note().await;
         }
     }
@@ -153,7 +157,7 @@ mod tests {
     async fn there_is_news_once_in_a_while_and_the_last_used_are_in_it() {
         let clock = Clock::standing(Date::from_unix(1_000_000));
         let client = Arc::new(Client::new(Arc::new(InMemory::new()), NOTE, 1));
-        let uses = Uses::new(client, Layout::new(""), Writer::new(), clock.clone());
+        let uses = Uses::new(Level::G4, client, Layout::new(""), Writer::new(), clock.clone());
         assert_eq!(uses.news(), None);
         uses.used(object(1));
         assert!(uses.news().is_some());

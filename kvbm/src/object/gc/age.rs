@@ -1,13 +1,14 @@
 //! How old objects are, by their last use, and which ones are of no use beside others. Pure.
 
-use super::Live;
+use super::{Live, is_pinned};
 use crate::object::layout::ObjectId;
+use crate::object::manifest::{Entry, Section};
 use crate::{Date, Fingerprint, SequenceHash};
 use std::collections::{BTreeSet, BinaryHeap, HashMap};
 use std::time::Duration;
 
 /// By then whoever follows a store knows what was written: a deletion of what it replaces leaves no gap.
-const LEARNED: Duration = Duration::from_mins(1);
+pub(super) const LEARNED: Duration = Duration::from_mins(1);
 
 pub(super) type Key = (Fingerprint, SequenceHash);
 
@@ -57,14 +58,15 @@ fn sound(live: &Live<'_>, now: Date) -> bool {
     live.stored.modified.after(LEARNED) <= now && live.stored.bytes >= live.section.bytes()
 }
 
-/// Of each block the copy that is kept longest, and of those the youngest: collectors that see the same store choose the same.
+/// Of each block the copy that is kept and pinned longest, and of those the youngest: collectors that see the same store choose
+/// the same.
 pub(super) fn best(live: &[Live<'_>], now: Date) -> HashMap<Key, usize> {
-    let mut best: HashMap<Key, (u32, Date, ObjectId, usize)> = HashMap::new();
+    let mut best: HashMap<Key, (u32, Option<Date>, Date, ObjectId, usize)> = HashMap::new();
     for (index, live) in live.iter().enumerate().filter(|(_, live)| sound(live, now)) {
         for entry in live.section.entries.iter().filter(|entry| !entry.keep().is_over(now)) {
             let until = entry.expires.map_or(u32::MAX, |date| Date::encode(Some(date)));
             // A writer counts up: of those of one second, the last.
-            let this = (until, live.stored.modified, live.id, index);
+            let this = (until, entry.pinned, live.stored.modified, live.id, index);
             let best = best.entry((live.section.fingerprint, entry.name)).or_insert(this);
             *best = this.max(*best);
         }
@@ -72,9 +74,18 @@ pub(super) fn best(live: &[Live<'_>], now: Date) -> HashMap<Key, usize> {
     best.into_iter().map(|(key, (.., index))| (key, index)).collect()
 }
 
-/// Objects whose every block lies in a better one, which stays: so no block goes with these, however many go.
+/// Objects whose every block lies in a better one, which stays: so no block goes with these, however many go, and none before its
+/// pin is over.
 pub(super) fn copied(live: &[Live<'_>], best: &HashMap<Key, usize>, now: Date) -> BTreeSet<usize> {
     let needed: BTreeSet<usize> = best.values().copied().collect();
-    let copies = live.iter().enumerate().filter(|(index, live)| sound(live, now) && !needed.contains(index));
+    let stays = |section: &Section, entry: &Entry| {
+        let there = best.get(&(section.fingerprint, entry.name)).map(|at| &live[*at].section.entries);
+        let mut there = there.into_iter().flatten();
+        !is_pinned(entry, now) || there.any(|other| other.name == entry.name && other.pinned >= entry.pinned)
+    };
+    let copies = live.iter().enumerate().filter(|(index, live)| {
+        let Live { section, .. } = live;
+        sound(live, now) && !needed.contains(index) && section.entries.iter().all(|entry| stays(section, entry))
+    });
     copies.map(|(index, _)| index).collect()
 }

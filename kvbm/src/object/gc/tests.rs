@@ -154,6 +154,28 @@ fn what_lies_elsewhere_too_goes_once_everybody_knows() {
 }
 
 #[test]
+fn a_copy_that_is_new_or_pinned_takes_no_room_from_others() {
+    // 0 and 1 lie in 2, too, which was written just now or a while ago; 3 is the oldest of all.
+    let objects = |new: u64| copies(&[(10, &[1], None), (11, &[2], None), (new, &[1, 2], None), (9, &[3], None)]);
+    let policy = Policy { budget: Some(2_000), ..Policy::default() };
+    assert_eq!(condemned(&objects(1_000), &policy), [], "two of the four are about to go");
+    let pin = |survey: &mut Survey, objects: &[(usize, u64)]| {
+        for &(object, seconds) in objects {
+            let mut section = survey.manifests[object].sections.as_ref().unwrap()[0].clone();
+            let until = NOW.after(Duration::from_secs(seconds));
+            section.entries.iter_mut().for_each(|entry| entry.pinned = Some(until));
+            survey.manifests[object].sections = Some([section].into());
+        }
+    };
+    let mut pinned = objects(900);
+    pin(&mut pinned, &[(0, 500), (1, 500), (2, 500)]);
+    assert_eq!(condemned(&pinned, &policy), [(0, Why::Copied), (1, Why::Copied)]);
+    let mut longer = objects(900);
+    pin(&mut longer, &[(0, 600), (2, 500)]);
+    assert!(!condemned(&longer, &policy).iter().any(|(object, _)| *object == 0), "it would go before its time");
+}
+
+#[test]
 fn one_domain_over_its_own_budget_costs_no_other_domain_anything() {
     let objects = [at(1), at(2), Object { domain: 2, ..at(3) }, Object { domain: 2, ..at(4) }];
     let most = Quota { guaranteed: 0, maximum: Some(150) };

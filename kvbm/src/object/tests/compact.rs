@@ -4,6 +4,9 @@ use super::*;
 use crate::Clock;
 use crate::object::gc::{Policy, Why};
 
+/// After so long what another one left is anybody's.
+const HOUR: Duration = Duration::from_hours(1);
+
 /// As a trickle comes: so many blocks at a time.
 async fn trickle(tier: &ObjectTier, batches: u64, blocks: usize) -> Vec<Block> {
     let mut all = Vec::new();
@@ -43,8 +46,8 @@ async fn a_trickle_is_compacted_and_collected_with_a_tenth_of_a_request_per_bloc
     let scattered = shared.requests() - written;
     elsewhere += shared.requests() - start;
 
-    assert_eq!(tier.compact().await.unwrap(), compact::Compaction { objects: 40, blocks: 2_560 });
-    assert_eq!(tier.compact().await.unwrap(), compact::Compaction::default(), "there is nothing left to do");
+    assert_eq!(tier.compact(HOUR).await.unwrap(), compact::Compaction { objects: 40, blocks: 2_560 });
+    assert_eq!(tier.compact(HOUR).await.unwrap(), compact::Compaction::default(), "there is nothing left to do");
     let collector = Collector::open(shared.clone(), "kv", Duration::from_secs(10));
     assert_eq!(pass(&collector, 0).await.condemned.len(), 0, "not everybody knows of the copies");
     let start = shared.requests();
@@ -93,7 +96,7 @@ async fn what_is_few_large_or_anothers_is_left_alone_and_one_that_loses_the_race
         store(&*tier, some.to_vec()).await;
     }
     store(&*tier, chain_of(fingerprint(), 200, 96, 1_000)).await;
-    assert_eq!(tier.compact().await.unwrap(), compact::Compaction::default());
+    assert_eq!(tier.compact(HOUR).await.unwrap(), compact::Compaction::default());
     // An eighth; of one of them a bit flips.
     let last = chain_of(fingerprint(), 107, 3, 1_000);
     store(&*tier, last.clone()).await;
@@ -104,7 +107,7 @@ async fn what_is_few_large_or_anothers_is_left_alone_and_one_that_loses_the_race
     fs::write(&bad, &bytes).unwrap();
     let (slow, _) = open_in(folder.path(), settings);
     slow.caught_up().await;
-    assert_eq!(tier.compact().await.unwrap(), compact::Compaction { objects: 8, blocks: 23 });
+    assert_eq!(tier.compact(HOUR).await.unwrap(), compact::Compaction { objects: 8, blocks: 23 });
     let collector = Collector::open(
         Arc::new(LocalFileSystem::new_with_prefix(folder.path()).unwrap()),
         "",
@@ -117,6 +120,28 @@ async fn what_is_few_large_or_anothers_is_left_alone_and_one_that_loses_the_race
     assert!(found.iter().zip(&few).all(|(found, block)| found.as_ref().is_none_or(|it| it.payload() == block.payload)));
     tokio::time::sleep(Duration::from_secs(10)).await;
     assert!(loads(&slow, &few).await && loads(&tier, &few).await);
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_processes_left_that_ended_is_packed_by_one_that_lives() {
+    let shared = Arc::new(flaky::Flaky::default());
+    let mut blocks = Vec::new();
+    for seed in 0..9 {
+        let (short_lived, _) = open_on(shared.clone());
+        let some = chain_of(fingerprint(), seed, 3, 1_000);
+        store(&*short_lived, some.clone()).await;
+        blocks.extend(some);
+    }
+    let (tier, _) = open_on(shared.clone());
+    tier.caught_up().await;
+    tokio::time::sleep(HOUR / 2).await;
+    assert_eq!(tier.compact(HOUR).await.unwrap(), compact::Compaction::default(), "they may live");
+    tokio::time::sleep(HOUR).await;
+    assert_eq!(tier.compact(HOUR).await.unwrap(), compact::Compaction { objects: 9, blocks: 27 });
+    assert_eq!(tier.compact(HOUR).await.unwrap(), compact::Compaction::default());
+    let before = shared.requests();
+    assert!(loads(&tier, &blocks).await);
+    assert_eq!(shared.requests() - before, 1);
 }
 
 #[tokio::test(start_paused = true)]

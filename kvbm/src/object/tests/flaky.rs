@@ -1,17 +1,20 @@
-//! A store in memory that counts its requests, and fails or hangs when told.
+//! A store in memory that counts its requests, fails or hangs when told, and may have a clock of its own.
 
-use futures::StreamExt;
+use crate::Clock;
 use futures::future;
 use futures::stream::BoxStream;
+use futures::{StreamExt, TryStreamExt};
 use object_store::memory::InMemory;
 use object_store::path::Path;
 use object_store::{
     CopyOptions, Error, GetOptions, GetResult, ListResult, MultipartUpload, ObjectMeta, ObjectStore,
     PutMultipartOptions, PutOptions, PutPayload, PutResult, Result, UploadPart,
 };
+use std::collections::HashMap;
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::{Duration, UNIX_EPOCH};
 
 /// What happens to requests whose path contains a word.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -33,6 +36,16 @@ pub(super) struct Flaky {
     requests: Arc<AtomicU64>,
     puts: AtomicU64,
     given_up: Arc<AtomicU64>,
+    clock: OnceLock<Clock>,
+    dates: Dates,
+}
+
+/// When each object was written, by the store's own clock.
+type Dates = Arc<Mutex<HashMap<Path, Duration>>>;
+
+fn dated(dates: &Dates, meta: ObjectMeta) -> ObjectMeta {
+    let date = dates.lock().unwrap().get(&meta.location).map(|date| (UNIX_EPOCH + *date).into());
+    ObjectMeta { last_modified: date.unwrap_or(meta.last_modified), ..meta }
 }
 
 /// An upload whose parts count as the requests that they are.
@@ -82,6 +95,11 @@ impl MultipartUpload for Broken {
 impl Flaky {
     pub(super) fn set(&self, mood: Option<(&'static str, Mood)>) {
         *self.mood.lock().unwrap() = mood;
+    }
+
+    /// Dates what is written from now on by another clock than the machine's.
+    pub(super) fn date_by(&self, clock: &Clock) {
+        self.clock.set(clock.clone()).unwrap();
     }
 
     /// Uploads in parts that were given up, rather than left lying.
@@ -144,6 +162,10 @@ impl ObjectStore for Flaky {
             self.meet(path.as_ref()).await?;
             self.puts.fetch_add(1, Ordering::Relaxed);
             let put = self.inner.put_opts(path, payload, options).await?;
+            if let Some(clock) = self.clock.get() {
+                let date = Duration::from_secs(u64::from(crate::Date::encode(Some(clock.now()))));
+                self.dates.lock().unwrap().insert(path.clone(), date);
+            }
             if self.mood(path.as_ref()) == Some(Mood::FailsAfterwards) { Err(down()) } else { Ok(put) }
         })
     }
@@ -182,7 +204,8 @@ impl ObjectStore for Flaky {
     {
         Box::pin(async move {
             self.meet(path.as_ref()).await?;
-            self.inner.get_opts(path, options).await
+            let found = self.inner.get_opts(path, options).await?;
+            Ok(GetResult { meta: dated(&self.dates, found.meta.clone()), ..found })
         })
     }
 
@@ -197,7 +220,10 @@ impl ObjectStore for Flaky {
         match self.mood(prefix.map_or("", AsRef::as_ref)) {
             Some(Mood::Fails) => futures::stream::once(async { Err(down()) }).boxed(),
             Some(Mood::Hangs) => futures::stream::pending().boxed(),
-            _ => self.inner.list(prefix),
+            _ => {
+                let dates = self.dates.clone();
+                self.inner.list(prefix).map_ok(move |meta| dated(&dates, meta)).boxed()
+            }
         }
     }
 

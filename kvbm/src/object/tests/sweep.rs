@@ -53,6 +53,15 @@ async fn a_running_process_reads_in_the_grace_and_soon_knows_better() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn what_goes_is_chosen_off_the_async_threads() {
+    let shared: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
+    let (writer, _) = open_on(shared.clone());
+    store(&*writer, chain(1, 5)).await;
+    let report = pass(&collector(&shared), &nothing(), Duration::ZERO).await;
+    assert_eq!((report.condemned.len(), gc::PLANNED.get()), (1, 0), "and not a second time, to say what was done");
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_reader_that_loses_the_race_records_a_miss() {
     let shared: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
     let (tier, _) = open_on(shared.clone());

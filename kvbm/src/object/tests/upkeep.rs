@@ -27,8 +27,10 @@ fn collector(store: &Arc<dyn ObjectStore>) -> Collector {
 
 #[tokio::test(start_paused = true)]
 async fn of_many_processes_about_one_collects_each_time_and_the_store_stays_within_its_budget() {
-    let shared: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
+    let flaky = Arc::new(flaky::Flaky::default());
+    let shared: Arc<dyn ObjectStore> = flaky.clone();
     let (clock, _ticks) = ticking();
+    flaky.date_by(&clock);
     let turns: Arc<[AtomicU64; 3]> = Arc::default();
     let one = || {
         let upkeep = Upkeep { policy: Policy { budget: Some(60_000), ..Policy::default() }, every: EVERY };
@@ -64,6 +66,7 @@ async fn a_store_that_is_away_is_collected_when_it_is_back_and_a_date_from_the_f
     let flaky = Arc::new(flaky::Flaky::default());
     let shared: Arc<dyn ObjectStore> = flaky.clone();
     let (clock, _ticks) = ticking();
+    flaky.date_by(&clock);
     let outcomes: Arc<std::sync::Mutex<Vec<&'static str>>> = Arc::default();
     let said = outcomes.clone();
     let upkeep = Upkeep { policy: Policy::default(), every: EVERY };
@@ -82,4 +85,26 @@ async fn a_store_that_is_away_is_collected_when_it_is_back_and_a_date_from_the_f
     flaky.set(None);
     tokio::time::sleep(EVERY * 2).await;
     assert_eq!(outcomes.lock().unwrap().last(), Some(&"collected"));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_clock_that_is_ahead_cuts_no_grace_short() {
+    let flaky = Arc::new(flaky::Flaky::default());
+    let shared: Arc<dyn ObjectStore> = flaky.clone();
+    let (clock, _ticks) = ticking();
+    flaky.date_by(&clock);
+    let (writer, _) = open_on(shared.clone());
+    store(&*writer, chain(1, 10)).await;
+    let upkeep = Upkeep { policy: Policy { budget: Some(0), ..Policy::default() }, every: EVERY };
+    let (collector, ahead) = (collector(&shared), Clock::standing(clock.now()));
+    let mut said = Vec::new();
+    for (turn, minutes) in (1..).zip([1, 1, 10]) {
+        ahead.set(clock.now().after(EVERY * 10 * turn));
+        let Outcome::Collected { report, .. } = upkeep.turn(&collector, &ahead).await else { panic!("it is its turn") };
+        said.push((report.condemned.len(), report.deleted.objects));
+        tokio::time::sleep(Duration::from_mins(minutes)).await;
+    }
+    ahead.set(clock.now().after(EVERY * 100));
+    let Outcome::Collected { report, .. } = upkeep.turn(&collector, &ahead).await else { panic!("it is its turn") };
+    assert_eq!((said, report.deleted.objects), (vec![(1, 0), (0, 0), (0, 0)], 1));
 }
