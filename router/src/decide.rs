@@ -140,6 +140,17 @@ impl<'a> Decision<'a> {
     pub(crate) fn row(&self, seat: u32) -> Row<'a> {
         self.scene.row(seat as usize, self.prefill.as_ref())
     }
+
+    /// Who prefills, when that is somebody else than who decodes.
+    pub(crate) fn helper(&self, row: &Row<'_>) -> Option<&Row<'a>> {
+        self.prefill.as_ref().filter(|_| row.split == Split::Apart)
+    }
+
+    /// Seconds to the first token that no queue can spare. What nobody has measured is no reason to refuse anybody.
+    pub(crate) fn takes(&self, row: &Row<'_>) -> f64 {
+        let (cost, measured) = (row.cost(), self.helper(row).unwrap_or(row).member().measured());
+        if measured { cost.prefill + cost.onboard + cost.handover } else { 0.0 }
+    }
 }
 
 impl<'a> Scene<'a> {

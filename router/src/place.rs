@@ -3,7 +3,6 @@
 use crate::booking::Booking;
 use crate::core::Core;
 use crate::decide::{Ask, Decision, Row, decide};
-use crate::disaggregate::Split;
 use crate::explain;
 use crate::fleet::Member;
 use crate::forecast::Forecast;
@@ -99,7 +98,7 @@ fn book(
     if let Some(line) = &explanation {
         tracing::debug!(request = %request.id, decision = %line, "placed");
     }
-    let apart = decision.prefill.as_ref().filter(|_| row.split == Split::Apart);
+    let apart = decision.helper(row);
     let uncached = row.uncached();
     let totals = core.traffic.of(&request.model);
     totals.prompt(uncached);
@@ -130,7 +129,7 @@ fn book(
         totals,
         amount,
         first_token: row.cost().first_token(),
-        takes: row.cost().prefill + row.cost().onboard + row.cost().handover,
+        takes: decision.takes(row),
         prefill: apart.zip(there).map(|(prefill, forecast)| {
             let helper = prefill.member();
             core.fleet.choose(helper);

@@ -66,6 +66,8 @@ async fn vital(name: &'static str, core: Arc<Core>, cancel: CancellationToken, p
     tracing::error!(part = name, why, "router is dead");
     // The first reason stands.
     let _ = core.dead.set(why);
+    // Who waits at its door waits in vain.
+    core.admission.close();
 }
 
 impl Engine for Router {

@@ -14,6 +14,7 @@
 
 use super::rate::Rate;
 use super::settings::Settings;
+use crate::load::Amount;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
@@ -43,6 +44,22 @@ pub(crate) struct Held {
     pub(crate) blocks: u64,
 }
 
+/// What a request brings to the door, wherever it is placed.
+#[derive(Clone, Debug)]
+pub(crate) struct Bid {
+    pub(crate) model: Arc<str>,
+    pub(crate) tenant: Arc<str>,
+    pub(crate) priority: Priority,
+    /// When its first token is too late.
+    pub(crate) deadline: Option<Instant>,
+    /// When it has waited for long enough.
+    pub(crate) tired: Instant,
+    /// Of the prompt.
+    pub(crate) tokens: u64,
+    /// Output tokens at most, if it says.
+    pub(crate) max_tokens: Option<u32>,
+}
+
 /// A request at the door.
 #[derive(Clone, Debug)]
 pub(crate) struct Asked {
@@ -60,6 +77,8 @@ pub(crate) struct Asked {
     pub(crate) held: [Held; 2],
     /// When it was placed.
     pub(crate) placed: Instant,
+    /// When it has waited for long enough.
+    pub(crate) tired: Instant,
 }
 
 /// What becomes of a request at the door.
@@ -80,6 +99,10 @@ pub(crate) enum Refusal {
     Full(Duration),
     /// Its tenant has as much in the room as it may.
     TenantFull(Duration),
+    /// Somebody else gets its place.
+    Displaced(Duration),
+    /// It has waited for too long.
+    InVain(Duration),
     /// Its deadline cannot be met.
     Late,
 }
@@ -89,6 +112,8 @@ pub(crate) enum Refusal {
 pub(crate) struct Room {
     last: u64,
     waiting: BTreeMap<u64, Asked>,
+    /// When they wait no longer, and who.
+    ends: BTreeSet<(Instant, u64)>,
     running: HashMap<u64, (Arc<str>, u64)>,
     /// By priority, the least first.
     classes: [Class; 3],
@@ -180,6 +205,17 @@ impl Room {
         self.rate.granted(asked.tokens);
         self.run(number, asked.tenant, asked.tokens);
         Some(number)
+    }
+
+    /// One that has waited until its deadline could not be met any more, or for long enough.
+    pub(crate) fn overdue(&mut self, now: Instant) -> Option<(u64, Asked)> {
+        let (_, number) = *self.ends.first().filter(|(end, _)| *end <= now)?;
+        Some((number, self.take(number)?))
+    }
+
+    /// When the next is.
+    pub(crate) fn due(&self) -> Option<Instant> {
+        self.ends.first().map(|(end, _)| *end)
     }
 
     /// A request goes, wherever it is. What it was, if it waited.
@@ -350,11 +386,13 @@ impl Room {
         let class = &mut self.classes[asked.priority as usize];
         class.tokens += asked.tokens;
         class.flows.entry(asked.tenant.clone()).or_default().entry(asked.lane).or_default().insert(asked.turn(number));
+        self.ends.insert((asked.end(), number));
         self.waiting.insert(number, asked);
     }
 
     fn take(&mut self, number: u64) -> Option<Asked> {
         let asked = self.waiting.remove(&number)?;
+        self.ends.remove(&(asked.end(), number));
         self.tokens -= asked.tokens;
         for (worker, held) in asked.parts() {
             if let Some(sum) = self.held.get_mut(&worker) {
@@ -392,7 +430,38 @@ impl Room {
     }
 }
 
+/// Output tokens that a request is charged for unless it asks for fewer: most answers are shorter.
+const OUTPUT_TOKENS: u64 = 256;
+/// However wrong an estimate.
+const TAKES_MAX: f64 = 1e6;
+
+impl Bid {
+    /// It was placed on this lane, with so much booked there, where its first token takes so many seconds that no queue can spare.
+    pub(crate) fn placed(&self, lane: Lane, held: [Held; 2], takes: f64, now: Instant) -> Asked {
+        let Self { model, tenant, priority, deadline, tired, tokens, max_tokens } = self;
+        let takes = Duration::from_secs_f64(takes.clamp(0.0, TAKES_MAX));
+        let output = max_tokens.map_or(OUTPUT_TOKENS, |most| OUTPUT_TOKENS.min(most.into()));
+        Asked {
+            model: model.clone(),
+            tenant: tenant.clone(),
+            priority: *priority,
+            latest: deadline.map(|deadline| deadline.checked_sub(takes).unwrap_or(deadline)),
+            tokens: *tokens,
+            charge: held.iter().map(|held| held.tokens).sum::<u64>() + output,
+            lane,
+            held,
+            placed: now,
+            tired: *tired,
+        }
+    }
+}
+
 impl Asked {
+    /// When it waits no longer.
+    fn end(&self) -> Instant {
+        self.latest.map_or(self.tired, |latest| latest.min(self.tired))
+    }
+
     fn turn(&self, number: u64) -> Turn {
         (self.latest.is_none(), self.latest, number)
     }
@@ -400,6 +469,12 @@ impl Asked {
     fn parts(&self) -> impl Iterator<Item = (WorkerId, Held)> + use<> {
         let [decode, prefill] = self.held;
         [(self.lane.decode, decode)].into_iter().chain(self.lane.prefill.map(|worker| (worker, prefill)))
+    }
+}
+
+impl From<Amount> for Held {
+    fn from(Amount { prefill_tokens: tokens, sequences, blocks, .. }: Amount) -> Self {
+        Self { tokens, sequences, blocks }
     }
 }
 

@@ -1,11 +1,11 @@
 //! The router in a replay: the live one's index, views, books, costs and choice, on virtual time.
 
-use super::door::{Bid, Door, Told};
+use super::door::{Door, Word};
 use super::peers::Peer;
 use super::plane::Message;
 use super::trace::{self, Asked, BLOCK_TOKENS};
 use super::{Admission, Chooser, Options};
-use crate::admission::Held;
+use crate::admission::{Asked as Bidden, Bid, Held, Lane, Told};
 use crate::decide::{Ask, Scratch, decide};
 use crate::feed::view::{Caught, Outcome, View};
 use crate::fleet::{Fleet, Member};
@@ -21,7 +21,7 @@ use kvbm::{Epoch, Level, SequenceHash};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
-use worker::engine::{self, ModelCard, OutputStream, Readiness, Request, Work};
+use worker::engine::{self, ModelCard, OutputStream, Priority, Readiness, Request, Work};
 use worker::plane::{Booked, Instance, Phase, RouterId, Source, StoreId, WorkerId};
 
 /// The router, and what it believes.
@@ -42,6 +42,8 @@ pub(super) struct Routing {
     /// By request, while it is in flight.
     placed: Vec<Option<Placed>>,
     door: Option<Door>,
+    /// When a first token is too late, from the arrival on.
+    deadline: Option<Duration>,
 }
 
 /// Where a request is, and what was booked for it.
@@ -143,25 +145,22 @@ impl Routing {
             start: Instant::now(),
             others: Others::default(),
             placed: (0..requests).map(|_| None).collect(),
-            door: match options.admission {
-                Admission::Off => None,
-                Admission::Room => Some(Door::new(None, MODEL)),
-                Admission::Deadline => Some(Door::new(Some(options.slo.ttft), MODEL)),
-            },
+            door: (options.admission != Admission::Off).then(Door::default),
+            deadline: (options.admission == Admission::Deadline).then_some(options.slo.ttft),
         }
     }
 
     /// A request comes.
     pub(super) fn arrive(&mut self, now_ns: u64, request: u32, asked: &Asked) -> Vec<Step> {
         let now = self.at(now_ns);
-        let Some((bid, booked)) = self.place(now, now, request, asked) else { return vec![Step::Refused] };
+        let Some((bidden, booked)) = self.place(now, now, request, asked) else { return vec![Step::Refused] };
         let mut steps = vec![Step::Say(booked)];
+        let roster = self.fleet.roster();
         match &mut self.door {
             None => self.go(now, request, &mut steps),
             Some(door) => {
-                let told = door.enter(&bid, &self.fleet.roster(), now);
-                for told in told {
-                    self.hear_door(now, told, &mut steps, None);
+                for word in door.enter(request, bidden, &roster, now) {
+                    self.heed(now, word, &mut steps, None);
                 }
             }
         }
@@ -170,36 +169,36 @@ impl Routing {
 
     /// Something changed: who may go, or must.
     pub(super) fn round(&mut self, now_ns: u64, requests: &[Asked]) -> Vec<Step> {
-        let (now, mut steps) = (self.at(now_ns), Vec::new());
-        let Some(door) = &mut self.door else { return steps };
-        for told in door.round(&self.fleet.roster(), now) {
-            self.hear_door(now, told, &mut steps, Some(requests));
+        let (now, roster, mut steps) = (self.at(now_ns), self.fleet.roster(), Vec::new());
+        for word in self.door.as_mut().map(|door| door.round(&roster, now)).unwrap_or_default() {
+            self.heed(now, word, &mut steps, Some(requests));
         }
         steps
     }
 
-    fn hear_door(&mut self, now: Instant, told: Told, steps: &mut Vec<Step>, requests: Option<&[Asked]>) {
+    fn heed(&mut self, now: Instant, word: Word, steps: &mut Vec<Step>, requests: Option<&[Asked]>) {
+        let Word { request, permit, told } = word;
         match told {
-            Told::Go(request, permit) => {
+            Told::Go => {
                 if let Some(placed) = &mut self.placed[request as usize] {
                     placed.permit = Some(permit);
                 }
                 self.go(now, request, steps);
             }
-            Told::No(request) => {
+            Told::No(_) => {
                 self.release(now, request);
                 steps.extend([Step::Say(Booked::Released(request.into())), Step::Refused]);
             }
-            Told::Again(request, number) => {
+            Told::Again => {
                 let Some(requests) = requests else { return };
                 // Its own booking must not stand in its way.
                 let arrived = self.release(now, request).unwrap_or(now);
                 steps.push(Step::Say(Booked::Released(request.into())));
                 match self.place(now, arrived, request, &requests[request as usize]) {
-                    Some((bid, booked)) => {
+                    Some((bidden, booked)) => {
                         steps.push(Step::Say(booked));
                         if let Some(door) = &mut self.door {
-                            door.again(number, &bid, now);
+                            door.again(request, permit, bidden, now);
                         }
                     }
                     None => steps.push(Step::Refused),
@@ -221,8 +220,8 @@ impl Routing {
         Some(arrived)
     }
 
-    /// Where a request goes; it is booked there. And what other routers are told of it.
-    fn place(&mut self, now: Instant, arrived: Instant, request: u32, asked: &Asked) -> Option<(Bid, Booked)> {
+    /// Where a request goes; it is booked there. What it brings to the door, and what other routers are told of it.
+    fn place(&mut self, now: Instant, arrived: Instant, request: u32, asked: &Asked) -> Option<(Bidden, Booked)> {
         let names: Vec<SequenceHash> = asked.blocks.iter().map(|block| trace::name(*block)).collect();
         let mut overlaps = Overlaps::only(BLOCK_TOKENS as usize, names, &self.index);
         overlaps.extend(&self.promises);
@@ -234,25 +233,32 @@ impl Routing {
         let ask = Ask { tokens: asked.input as usize, max_tokens: None, work: &Work::Generate };
         let decision = decide(&self.tuning, ask, survey, &mut self.scratch, Turn { draw, session: None })?;
         // Seats are in the order of their workers' ids, which count from 0.
-        let row = match &mut self.peer {
-            Some(peer) => {
-                let held = |at: usize| decision.row(at as u32).held.run();
-                decision.row(peer.choose(request, asked, held) as u32)
-            }
-            None => decision.chosen,
+        let at = match &mut self.peer {
+            Some(peer) => peer.choose(request, asked, |at| decision.row(at as u32).held.run()),
+            None => decision.chosen.at,
         };
-        let (worker, member) = (row.at, row.member());
+        let row = decision.row(at as u32);
+        let (worker, member) = (at, row.member());
         self.fleet.choose(member);
         let number = member.books.book(row.amount(), now);
         let promise = self.promises.make(member.slot, overlaps.names(0), BLOCK_TOKENS as usize, row.held.run());
-        let Amount { prefill_tokens, blocks, sequences, .. } = row.amount();
+        let Amount { prefill_tokens, blocks, .. } = row.amount();
         let (name, anchors) = (u64::from(request), promise.anchors().to_vec());
         let (id, decodes) = (member.id(), true);
         let placed = Booked::Placed { number: name, worker: id, prefill_tokens, blocks, decodes, anchors };
-        let held = Held { tokens: prefill_tokens, sequences, blocks };
-        let takes = Duration::from_secs_f64((row.together.prefill + row.together.onboard).clamp(0.0, 1e6));
+        let bid = Bid {
+            model: MODEL.into(),
+            tenant: "".into(),
+            priority: Priority::Normal,
+            deadline: self.deadline.map(|deadline| arrived + deadline),
+            tired: arrived + self.door.as_ref().map(Door::patience).unwrap_or_default(),
+            tokens: asked.input,
+            max_tokens: None,
+        };
+        let lane = Lane { decode: id, prefill: None };
+        let bidden = bid.placed(lane, [row.amount().into(), Held::default()], decision.takes(&row), now);
         self.placed[request as usize] = Some(Placed { worker, number, _promise: promise, arrived, permit: None });
-        Some((Bid { request, arrived, tokens: asked.input, worker: id, held, takes }, placed))
+        Some((bidden, placed))
     }
 
     /// The request has its first token.

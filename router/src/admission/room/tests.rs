@@ -29,6 +29,7 @@ fn on(worker: u64, tenant: &str, tokens: u64) -> Asked {
         lane: Lane { decode: WorkerId(worker), prefill: None },
         held: [Held { tokens, sequences: 1, blocks: tokens / 16 }, Held::default()],
         placed: Instant::now(),
+        tired: Instant::now() + Duration::from_hours(1),
     }
 }
 

@@ -1,0 +1,183 @@
+//! The desk before the waiting room: what each request is told, and when. Pure: who is there and the time are passed in, and
+//! nothing is sent. The live door and a replay keep the same one.
+//!
+//! Those who wait for a worker that has left are placed anew, and while a worker idles, so are some of the others.
+
+use super::room::{Asked, Entry, Held, Lane, Refusal, Room};
+use super::saturation::{Full, Part, full, queue};
+use super::settings::Settings;
+use crate::fleet::{Member, Roster};
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::time::Instant;
+
+/// Who waits, and when it was last looked at who could go elsewhere.
+#[derive(Default)]
+pub(crate) struct Desk {
+    room: Room,
+    looked: Option<Instant>,
+}
+
+/// What is to be seen from the desk.
+#[derive(Clone, Copy)]
+pub(crate) struct Sight<'a> {
+    pub(crate) limits: &'a Settings,
+    pub(crate) roster: &'a Roster,
+    pub(crate) now: Instant,
+}
+
+/// A request was let in.
+pub(crate) struct Entrance {
+    /// What it is called from now on.
+    pub(crate) number: u64,
+    /// What it waits for; it goes at once without.
+    pub(crate) waits: Option<&'static str>,
+    /// Those who had to go for it.
+    pub(crate) displaced: Vec<(u64, Told)>,
+}
+
+/// What a request that waits is told.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Told {
+    Go,
+    /// Be placed anew.
+    Again,
+    No(Refusal),
+}
+
+/// Time opens doors, too: a worker falls silent, a breaker closes. Nobody is told of that, and it is not urgent.
+pub(crate) const LOOK_EVERY: Duration = Duration::from_millis(250);
+
+impl Desk {
+    /// A request comes.
+    pub(crate) fn enter(&mut self, sight: Sight<'_>, asked: Asked) -> Result<Entrance, Refusal> {
+        let Sight { limits, roster, now } = sight;
+        let state = look(roster, &self.room, asked.lane, Some(asked.held), now);
+        let waits = match state {
+            Err(full) => full.name(),
+            Ok(_) if self.room.is_empty() => "tenant",
+            Ok(_) => "turn",
+        };
+        match self.room.enter(limits, asked.clone(), state.ok(), now) {
+            Entry::Straight(number) => Ok(Entrance { number, waits: None, displaced: Vec::new() }),
+            Entry::Waits { number, displaced } => {
+                let after = self.room.come_back(limits, &asked);
+                let told = |number| (number, Told::No(Refusal::Displaced(after)));
+                Ok(Entrance { number, waits: Some(waits), displaced: displaced.into_iter().map(told).collect() })
+            }
+            Entry::Refused(refusal) => Err(refusal),
+        }
+    }
+
+    /// One that was told to be placed anew is back.
+    pub(crate) fn again(&mut self, number: u64, asked: Asked, now: Instant) {
+        self.room.again(number, asked, now);
+    }
+
+    /// Something changed, or time has passed: what those who wait are told, in this order.
+    pub(crate) fn round(&mut self, sight: Sight<'_>) -> Vec<(u64, Told)> {
+        let Sight { limits, roster, now } = sight;
+        let mut told: Vec<(u64, Told)> = Vec::new();
+        if self.room.is_empty() {
+            return told;
+        }
+        while let Some((number, asked)) = self.room.overdue(now) {
+            let late = asked.latest.is_some_and(|latest| latest < asked.tired);
+            let why = if late { Refusal::Late } else { Refusal::InVain(self.room.come_back(limits, &asked)) };
+            told.push((number, Told::No(why)));
+        }
+        self.move_on(roster, now, &mut told);
+        let mut known = HashMap::new();
+        while let Some(number) = self.room.turn(limits, now, |room, lane| {
+            *known.entry(lane).or_insert_with(|| look(roster, room, lane, None, now).ok())
+        }) {
+            known.clear();
+            told.push((number, Told::Go));
+        }
+        self.stir(roster, now, &mut told);
+        told
+    }
+
+    /// A request goes, wherever it is. Whether it waited.
+    pub(crate) fn leave(&mut self, number: u64) -> bool {
+        self.room.leave(number).is_some()
+    }
+
+    /// When the next of those who wait will have waited for too long.
+    pub(crate) fn due(&self) -> Option<Instant> {
+        self.room.due()
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.room.is_empty()
+    }
+
+    /// Prompt tokens that wait, by priority.
+    pub(crate) fn by_class(&self) -> [u64; 3] {
+        self.room.by_class()
+    }
+
+    /// Has up to `most` of those who wait placed anew, the most urgent first.
+    fn recall(&mut self, most: usize, which: impl Fn(&Asked) -> bool, told: &mut Vec<(u64, Told)>) {
+        for number in self.room.some(most, which) {
+            self.room.recall(number);
+            told.push((number, Told::Again));
+        }
+    }
+
+    /// Those who wait for a worker that has left, or is better left alone, are placed anew; in the second case not at once
+    /// again: it may be the only one.
+    fn move_on(&mut self, roster: &Roster, now: Instant, told: &mut Vec<(u64, Told)>) {
+        let gone = |id| roster.get(id).is_none();
+        let avoided = |id| roster.get(id).is_some_and(|member| member.avoided(now));
+        if self.room.awaited().any(|id| gone(id) || avoided(id)) {
+            let at = |lane: &Lane, of: &dyn Fn(_) -> bool| of(lane.decode) || lane.prefill.is_some_and(of);
+            let misplaced = |asked: &Asked| {
+                at(&asked.lane, &gone) || (asked.placed + LOOK_EVERY <= now && at(&asked.lane, &avoided))
+            };
+            self.recall(usize::MAX, misplaced, told);
+        }
+    }
+
+    /// While a worker has nothing to do, as many as it could soon take are placed anew: perhaps with it.
+    fn stir(&mut self, roster: &Roster, now: Instant, told: &mut Vec<(u64, Told)>) {
+        if self.looked.is_some_and(|at| now < at + LOOK_EVERY) {
+            return;
+        }
+        self.looked = Some(now);
+        for model in self.room.models() {
+            let stale = |asked: &Asked| asked.model == model && asked.placed + LOOK_EVERY <= now;
+            self.recall(idle(roster, &model, now), stale, told);
+        }
+    }
+}
+
+/// How many workers of a model have nothing to do.
+fn idle(roster: &Roster, model: &str, now: Instant) -> usize {
+    let idle = |member: &&Arc<Member>| {
+        let standing = member.books.standing(now);
+        standing.waiting_tokens == 0 && standing.sequences == 0 && !member.avoided(now)
+    };
+    roster.members().filter(|member| *member.instance.model.id == *model).filter(idle).count()
+}
+
+/// What keeps a lane closed; or how long the queue of an open one takes. `own`: what a request that does not wait yet has booked there itself.
+fn look(roster: &Roster, room: &Room, lane: Lane, own: Option<[Held; 2]>, now: Instant) -> Result<Duration, Full> {
+    let own = own.unwrap_or_default();
+    let at = |id, own: Held, part| {
+        // Of whom nothing is heard there is no reason to wait for.
+        let Some(member) = roster.get(id).filter(|member| !member.books.silent(now)) else { return Ok(Duration::ZERO) };
+        let (standing, held) = (member.books.standing(now), room.held(id).plus(own));
+        // What nobody has measured is no reason to refuse anybody.
+        let queue = if member.measured() { queue(&standing, held) } else { Duration::ZERO };
+        full(member.instance.phase, &standing, member.batch(), held, part).map_or(Ok(queue), Err)
+    };
+    match lane.prefill {
+        None => at(lane.decode, own[0], Part::Whole),
+        Some(prefill) => {
+            at(lane.decode, own[0], Part::Decode)?;
+            at(prefill, own[1], Part::Prefill)
+        }
+    }
+}
