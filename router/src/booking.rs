@@ -25,6 +25,11 @@ impl Booking {
         Self { number: books.book(amount, Instant::now()), books, _promise: promise, notice }
     }
 
+    /// The request waits no longer, and goes out once its prompt is computed elsewhere.
+    pub(crate) fn going(&self) {
+        self.notice.going();
+    }
+
     /// The request goes out now.
     pub(crate) fn sent(&self) {
         self.books.sent(self.number, Instant::now());

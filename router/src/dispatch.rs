@@ -104,6 +104,7 @@ async fn attempt(core: &Core, request: &Request, placement: &Placement, tried: &
     let Some(detour) = prefill else {
         return start(decode, booking, request, or_hung).await;
     };
+    booking.going();
     let outcome = core.metrics.disaggregated.clone();
     match prefill_leg(core, detour, &request).await {
         Ok((handoff, blocks)) => {

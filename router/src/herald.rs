@@ -86,6 +86,10 @@ impl Outbox {
 }
 
 impl Notice {
+    pub(crate) fn going(&self) {
+        self.herald.say(Booked::Going(self.number));
+    }
+
     pub(crate) fn sent(&self) {
         self.herald.say(Booked::Sent(self.number));
     }

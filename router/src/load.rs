@@ -53,6 +53,8 @@ struct State {
     fresh: Amount,
     /// Of what is [`Seen::Maybe`].
     unsure: Amount,
+    /// Of what waits in other routers.
+    elsewhere: Amount,
     /// Of what the latest report may have in it and has ended since. Without prefill: how much of that was still to be
     /// computed at the time of the report, nobody knows.
     ended: Amount,
@@ -80,6 +82,8 @@ struct Entry {
     sent: Option<Instant>,
     seen: Seen,
     started: bool,
+    /// It waits in another router, or is about to be sent by it.
+    elsewhere: bool,
 }
 
 /// Whether the latest report has a booking in it.
@@ -104,18 +108,30 @@ const NEWEST: f64 = 0.1;
 impl Books {
     /// Books an amount, under a number of its own.
     pub(crate) fn book(&self, amount: Amount, now: Instant) -> u64 {
-        let mut state = self.lock();
-        state.last += 1;
-        let number = state.last;
-        state.all.add(amount);
-        state.fresh.add(amount);
-        state.open.insert(number, Entry { amount, booked: now, sent: None, seen: Seen::No, started: false });
-        number
+        self.lock().book(amount, now, false)
+    }
+
+    /// Books what another router has booked.
+    pub(crate) fn book_elsewhere(&self, amount: Amount, now: Instant) -> u64 {
+        self.lock().book(amount, now, true)
+    }
+
+    /// What other routers have booked and not sent.
+    pub(crate) fn elsewhere(&self) -> Amount {
+        self.lock().elsewhere
+    }
+
+    /// Another router's request will be sent, though not yet.
+    pub(crate) fn going(&self, number: u64) {
+        self.lock().change(number, |entry| entry.elsewhere = false);
     }
 
     /// The request went out to the worker.
     pub(crate) fn sent(&self, number: u64, now: Instant) {
-        self.lock().change(number, |entry| entry.sent = Some(now));
+        self.lock().change(number, |entry| {
+            entry.sent = Some(now);
+            entry.elsewhere = false;
+        });
     }
 
     /// The request will compute this many prompt tokens here, other than first booked.
@@ -305,21 +321,33 @@ impl State {
         standing
     }
 
+    fn book(&mut self, amount: Amount, booked: Instant, elsewhere: bool) -> u64 {
+        self.last += 1;
+        let nothing = Amount::default();
+        let entry = Entry { amount: nothing, booked, sent: None, seen: Seen::No, started: false, elsewhere };
+        self.open.insert(self.last, entry);
+        self.change(self.last, |entry| entry.amount = amount);
+        self.last
+    }
+
     /// Changes a booking, and the sums that it is in.
     fn change(&mut self, number: u64, change: impl FnOnce(&mut Entry)) {
-        let Self { open, all, fresh, unsure, .. } = self;
+        let Self { open, all, fresh, unsure, elsewhere, .. } = self;
         let Some(entry) = open.get_mut(&number) else { return };
-        let mut sums = |seen: Seen, apply: &dyn Fn(&mut Amount)| {
-            apply(all);
-            match seen {
-                Seen::No => apply(fresh),
-                Seen::Maybe => apply(unsure),
+        let mut sums = |entry: &Entry, apply: fn(&mut Amount, Amount)| {
+            apply(all, entry.amount);
+            match entry.seen {
+                Seen::No => apply(fresh, entry.amount),
+                Seen::Maybe => apply(unsure, entry.amount),
                 Seen::Yes => {}
             }
+            if entry.elsewhere {
+                apply(elsewhere, entry.amount);
+            }
         };
-        sums(entry.seen, &|sum| sum.sub(entry.amount));
+        sums(entry, Amount::sub);
         change(entry);
-        sums(entry.seen, &|sum| sum.add(entry.amount));
+        sums(entry, Amount::add);
     }
 }
 

@@ -65,12 +65,13 @@ impl Others {
                     let amount = Amount { prefill_tokens, blocks, prompts, sequences: u64::from(decodes) };
                     let promise = Some(promises.at(member.slot, anchors.into()));
                     let books = member.books.clone();
-                    let ours = books.book(amount, now);
+                    let ours = books.book_elsewhere(amount, now);
                     let entry = Entry { books, number: ours, since: now, promise };
                     if let Some(before) = other.open.insert(number, entry) {
                         before.release(now);
                     }
                 }
+                Booked::Going(number) => other.with(number, |entry| entry.books.going(entry.number)),
                 Booked::Sent(number) => other.with(number, |entry| entry.books.sent(entry.number, now)),
                 Booked::Amended { number, prefill_tokens } => {
                     other.with(number, |entry| entry.books.amend(entry.number, prefill_tokens));

@@ -216,6 +216,8 @@ pub enum Booked {
         /// Short names of some of the prompt's blocks, which it will leave behind there with all before them.
         anchors: Vec<u64>,
     },
+    /// It waits in its router no longer, though it goes elsewhere first.
+    Going(u64),
     /// It went out to the worker.
     Sent(u64),
     /// It will compute this many prompt tokens there, other than first booked.

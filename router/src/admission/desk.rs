@@ -168,7 +168,9 @@ fn look(roster: &Roster, room: &Room, lane: Lane, own: Option<[Held; 2]>, now: I
     let at = |id, own: Held, part| {
         // Of whom nothing is heard there is no reason to wait for.
         let Some(member) = roster.get(id).filter(|member| !member.books.silent(now)) else { return Ok(Duration::ZERO) };
-        let (standing, held) = (member.books.standing(now), room.held(id).plus(own));
+        // What waits, here or in another router, is not there yet: two rooms must not keep each other waiting.
+        let held = room.held(id).plus(own).plus(member.books.elsewhere().into());
+        let standing = member.books.standing(now);
         // What nobody has measured is no reason to refuse anybody.
         let queue = if member.measured() { queue(&standing, held) } else { Duration::ZERO };
         full(member.instance.phase, &standing, member.batch(), held, part).map_or(Ok(queue), Err)

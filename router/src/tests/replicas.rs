@@ -71,6 +71,22 @@ async fn what_another_router_sends_counts_until_its_first_token_and_its_end() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn two_waiting_rooms_do_not_keep_each_other_waiting() {
+    let (yard, routers, fakes) = yard(1, 2).await;
+    yard.report(&fakes[0], Load { waiting_tokens: 3000, running: 1, ..Load::default() });
+    settle().await;
+    for (family, router) in (0..).zip([0, 1, 0, 1].map(|at| &routers[at])) {
+        send(router, family).await;
+    }
+    assert_eq!(fakes[0].requests(), 0, "in each room waits more than a worker takes");
+    yard.report(&fakes[0], Load::default());
+    settle().await;
+    assert!(fakes[0].requests() >= 2, "it has nothing to do");
+    tokio::time::sleep(3 * seconds(PROMPT)).await;
+    assert_eq!(fakes[0].requests(), 4);
+}
+
+#[tokio::test(start_paused = true)]
 async fn who_comes_with_the_same_prompt_queues_behind_the_other_routers_request() {
     let (_yard, routers, fakes) = yard(4, 2).await;
     send(&routers[1], 1).await;
