@@ -24,6 +24,8 @@ use worker::plane::WorkerId;
 
 /// What a lower class gets of what those above it are granted: enough to move, too little to be felt.
 const SHARE: f64 = 0.1;
+/// Tenants who want nothing now, and have got more than others who wait: so many are kept in mind, until they are caught up with.
+const AHEAD: usize = 512;
 /// Fewer seconds no client should come back in, and for more nobody can promise anything.
 const RETRY: (f64, f64) = (1.0, 60.0);
 
@@ -118,6 +120,8 @@ pub(crate) struct Room {
     /// By priority, the least first.
     classes: [Class; 3],
     tenants: BTreeMap<Arc<str>, Tenant>,
+    /// When there are so many of them, some can be forgotten.
+    tenants_max: usize,
     held: HashMap<WorkerId, Held>,
     tokens: u64,
     /// What the tenant that went last had got for its weight; who begins to wait starts from here.
@@ -366,17 +370,33 @@ impl Room {
     }
 
     fn run(&mut self, number: u64, tenant: Arc<str>, tokens: u64) {
-        self.tenants.entry(tenant.clone()).or_default().running += tokens;
+        self.tenant(&tenant).running += tokens;
         self.running.insert(number, (tenant, tokens));
+    }
+
+    /// What is known of a tenant. Now and then those are forgotten who neither wait nor run: whoever has been caught up with
+    /// would begin from there in any case, and of the others the nearest, when they are many.
+    fn tenant(&mut self, name: &Arc<str>) -> &mut Tenant {
+        if self.tenants.len() >= self.tenants_max.max(2 * AHEAD) {
+            let idle = |tenant: &Tenant| tenant.waiting == 0 && tenant.running == 0;
+            let of_idle = self.tenants.values().filter(|tenant| idle(tenant)).map(|tenant| tenant.used);
+            let mut ahead: Vec<f64> = of_idle.filter(|used| *used > self.clock).collect();
+            let last = ahead.len().checked_sub(AHEAD + 1);
+            let caught_up = last.map_or(self.clock, |last| *ahead.select_nth_unstable_by(last, f64::total_cmp).1);
+            self.tenants.retain(|_, tenant| !idle(tenant) || tenant.used > caught_up);
+            self.tenants_max = 2 * self.tenants.len();
+        }
+        self.tenants.entry(name.clone()).or_default()
     }
 
     fn put(&mut self, number: u64, asked: Asked, now: Instant) {
         if self.waiting.is_empty() {
             self.rate.begin(now);
         }
-        let tenant = self.tenants.entry(asked.tenant.clone()).or_default();
+        let clock = self.clock;
+        let tenant = self.tenant(&asked.tenant);
         if tenant.waiting == 0 {
-            tenant.used = tenant.used.max(self.clock);
+            tenant.used = tenant.used.max(clock);
         }
         tenant.waiting += asked.tokens;
         self.tokens += asked.tokens;

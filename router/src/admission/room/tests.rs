@@ -137,6 +137,21 @@ fn tenants_share_by_weight_and_nobody_saves_up_while_nobody_waits() {
 }
 
 #[test]
+fn tenants_who_want_nothing_any_more_are_forgotten_though_the_room_is_never_empty() {
+    let (mut room, limits, now) = (Room::default(), limits(u64::MAX), Instant::now());
+    let only_2 = |_: &Room, lane: Lane| (lane.decode == WorkerId(2)).then_some(Duration::ZERO);
+    wait(&mut room, &limits, asked("patient", 100));
+    let mut most = 0;
+    for nth in 0..20_000 {
+        let number = wait(&mut room, &limits, on(2, &nth.to_string(), 100 + nth % 7));
+        assert_eq!(room.turn(&limits, now, only_2), Some(number));
+        room.leave(number);
+        most = most.max(room.tenants.len());
+    }
+    assert!(most <= 2 * AHEAD + 2 && room.tenants.contains_key("patient"), "{most} names");
+}
+
+#[test]
 fn what_is_cached_costs_no_turn() {
     let (mut room, limits) = (Room::default(), limits(u64::MAX));
     let mut of = HashMap::new();
