@@ -8,15 +8,17 @@
 use crate::decide::Row;
 use crate::metrics::Metrics;
 use crate::select::mix;
+use arc_swap::ArcSwapOption;
 use kvbm::{Level, SequenceHash};
-use prometheus::IntCounterVec;
+use prometheus::IntCounter;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
 use std::io::{self, ErrorKind, Write};
-use std::path::{Path, PathBuf};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{SystemTime, UNIX_EPOCH};
 use tokio::time::Instant;
@@ -62,18 +64,26 @@ pub struct Line {
 
 /// Writes the record, when there is to be one.
 #[derive(Default)]
-pub(crate) struct Recorder(Mutex<Option<Open>>);
+pub(crate) struct Recorder(ArcSwapOption<Open>);
 
+/// A record that is being written.
 struct Open {
-    path: PathBuf,
     lines: SyncSender<Line>,
-    counts: IntCounterVec,
+    counts: Counts,
+    /// Nothing more is written in it.
+    ended: Arc<AtomicBool>,
+}
+
+/// What became of lines.
+#[derive(Clone)]
+struct Counts {
+    written: IntCounter,
+    dropped: IntCounter,
 }
 
 /// A request that is to be recorded, once it has ended.
 pub(crate) struct Life {
-    lines: SyncSender<Line>,
-    counts: IntCounterVec,
+    record: Arc<Open>,
     arrived: Instant,
     line: Line,
 }
@@ -86,34 +96,25 @@ const WAITING: usize = 4096;
 const BYTES_MAX: u64 = 1 << 30;
 
 impl Recorder {
-    /// Records into this file from now on, behind what is in it; or nowhere.
+    /// Records into this file from now on, behind what is in it; or nowhere. It is opened again even if it was open: a record
+    /// that has ended begins anew once there is room, and so does one whose file was moved away.
     pub(crate) fn write_to(&self, path: Option<&Path>, metrics: &Metrics) -> Result<(), String> {
-        if self.lock().as_ref().map(|open| open.path.as_path()) == path {
-            return Ok(());
-        }
-        // Opening may take its time; every request takes the lock.
-        let next = path.map(|path| Open::new(path, metrics)).transpose()?;
-        *self.lock() = next;
+        self.0.store(path.map(|path| Open::new(path, metrics)).transpose()?.map(Arc::new));
         Ok(())
     }
 
     /// Whether there is a record.
     pub(crate) fn is_on(&self) -> bool {
-        self.lock().is_some()
+        self.0.load().as_ref().is_some_and(|record| record.is_on())
     }
 
     /// A request that arrived at a time, if there is a record.
     pub(crate) fn begin(&self, arrived: Instant) -> Option<Life> {
-        let open = self.lock();
-        let Open { lines, counts, .. } = open.as_ref()?;
+        let record = self.0.load_full().filter(|record| record.is_on())?;
         let ago = arrived.elapsed();
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let timestamp = now.saturating_sub(ago).as_micros() as f64 / 1e3;
-        Some(Life { lines: lines.clone(), counts: counts.clone(), arrived, line: Line::at(timestamp) })
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Option<Open>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        Some(Life { record, arrived, line: Line::at(timestamp) })
     }
 }
 
@@ -122,29 +123,44 @@ impl Open {
         let wrong = |error: io::Error| format!("router.record: {} cannot be written: {error}", path.display());
         let file = OpenOptions::new().create(true).append(true).open(path).map_err(wrong)?;
         let (lines, incoming) = sync_channel(WAITING);
-        let name = path.to_owned();
-        let counts = metrics.recorded.clone();
-        let outcomes = counts.clone();
+        let count = |outcome| metrics.recorded.with_label_values(&[outcome]);
+        let counts = Counts { written: count("written"), dropped: count("dropped") };
+        let record = Self { lines, counts: counts.clone(), ended: Arc::default() };
+        let (name, ended) = (path.to_owned(), record.ended.clone());
         // It ends when nobody can send lines any more.
-        let write = move || write(&name, file, &incoming, &outcomes);
+        let write = move || write(&name, file, &incoming, &counts, &ended);
         thread::Builder::new().name("record".into()).spawn(write).map_err(wrong)?;
-        Ok(Self { path: path.to_owned(), lines, counts })
+        Ok(record)
+    }
+
+    fn is_on(&self) -> bool {
+        !self.ended.load(Ordering::Relaxed)
     }
 }
 
-/// Writes lines for as long as anybody may send some.
-fn write(path: &Path, mut file: File, lines: &Receiver<Line>, counts: &IntCounterVec) {
+/// Writes lines for as long as anybody may send some. What comes after the first that cannot be written is dropped: with a gap
+/// in it, it would be no trace of anything.
+fn write(path: &Path, mut file: File, lines: &Receiver<Line>, counts: &Counts, ended: &AtomicBool) {
     let mut written = file.metadata().map_or(0, |data| data.len());
     while let Ok(line) = lines.recv() {
+        if ended.load(Ordering::Relaxed) {
+            counts.dropped.inc();
+            continue;
+        }
         let outcome = if written < BYTES_MAX { append(&mut file, &line) } else { Err(ErrorKind::FileTooLarge.into()) };
         match outcome {
-            Ok(bytes) => written += bytes,
+            Ok(bytes) => {
+                written += bytes;
+                counts.written.inc();
+            }
             Err(error) => {
                 tracing::error!(path = %path.display(), %error, "the record of requests ends here");
-                break;
+                // No half of a line is left to whoever goes on.
+                let _ = file.set_len(written);
+                ended.store(true, Ordering::Relaxed);
+                counts.dropped.inc();
             }
         }
-        counts.with_label_values(&["written"]).inc();
     }
 }
 
@@ -231,8 +247,8 @@ impl Drop for Life {
             return;
         }
         let line = std::mem::replace(&mut self.line, Line::at(0.0));
-        if self.lines.try_send(line).is_err() {
-            self.counts.with_label_values(&["dropped"]).inc();
+        if self.record.lines.try_send(line).is_err() {
+            self.record.counts.dropped.inc();
         }
     }
 }

@@ -71,3 +71,46 @@ async fn recording_starts_and_stops_while_requests_are_served_and_a_path_that_ca
     let lengths: BTreeSet<u64> = lines(&path, 3).await.iter().map(|line| line.input_length).collect();
     assert_eq!(lengths, BTreeSet::from([200, 300, 500]));
 }
+
+/// Lines written, and dropped, once there are so many of both.
+async fn counted(yard: &Yard, count: u64) -> [u64; 2] {
+    for _ in 0..1000 {
+        let counts = ["written", "dropped"].map(|of| yard.router.core.metrics.recorded.with_label_values(&[of]).get());
+        if counts.iter().sum::<u64>() >= count {
+            return counts;
+        }
+        tokio::task::spawn_blocking(|| std::thread::sleep(Duration::from_millis(5))).await.unwrap();
+    }
+    panic!("no {count} lines were counted");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_record_ends_at_its_bound_and_goes_on_under_the_same_name_once_there_is_room() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("run.jsonl");
+    // It takes no room: nothing was ever written in it.
+    let file = std::fs::File::create(&path).unwrap();
+    file.set_len((1 << 30) - 1).unwrap();
+    let yard = Yard::new(recording(&path));
+    yard.worker(1, Phase::Both).await;
+    yard.answer(prompt(1, 100)).await.unwrap();
+    assert_eq!(counted(&yard, 1).await, [1, 0]);
+    yard.answer(prompt(2, 200)).await.unwrap();
+    assert_eq!(counted(&yard, 2).await, [1, 1], "it is full");
+    yard.answer(prompt(3, 300)).await.unwrap();
+    assert!(!yard.router.core.recorder.is_on());
+    std::fs::rename(&path, folder.path().join("full.jsonl")).unwrap();
+    yard.router.retune(recording(&path)).unwrap();
+    yard.answer(prompt(4, 400)).await.unwrap();
+    let lengths: Vec<u64> = lines(&path, 1).await.iter().map(|line| line.input_length).collect();
+    assert_eq!((lengths, counted(&yard, 3).await), (vec![400], [2, 1]), "what is not recorded is not counted either");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_line_that_finds_the_disk_full_is_counted_and_the_last_for_now() {
+    let yard = Yard::new(recording(Path::new("/dev/full")));
+    yard.worker(1, Phase::Both).await;
+    yard.answer(prompt(1, 100)).await.unwrap();
+    assert_eq!(counted(&yard, 1).await, [0, 1]);
+    assert!(!yard.router.core.recorder.is_on());
+}
