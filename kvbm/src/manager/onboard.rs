@@ -83,6 +83,11 @@ impl Onboarding {
         let _ = self.task.await;
     }
 
+    /// Blocks that it holds.
+    pub fn held(&self) -> usize {
+        self.shared.lock().held.len()
+    }
+
     /// Which tier a block was loaded from; `None` when it was not loaded for this request.
     pub fn from(&self, name: &SequenceHash) -> Option<Level> {
         self.shared.lock().from.get(name).copied()

@@ -101,22 +101,18 @@ impl Scheduler {
             self.reuse(&mut sequence);
             let need = self.blocks(sequence.goal() + 1).saturating_sub(sequence.blocks.len());
             // Each running sequence may want its next block before it finishes.
-            if self.manager.available() < need + self.running.len() {
-                if self.running.is_empty() {
-                    // Nothing that runs will free a block; what merely waits must not hold any.
-                    self.waiting.iter_mut().for_each(Sequence::release);
-                    if self.manager.available() < need {
-                        // Nor may what is merely to be kept stop what could not run at all.
-                        self.manager.unpin();
-                    }
-                    if self.manager.available() < need {
-                        self.waiting.push_front(sequence);
-                        return;
-                    }
-                } else {
-                    self.waiting.push_front(sequence);
-                    return;
+            let room = need + self.running.len();
+            if self.manager.available() < room && self.running.is_empty() {
+                // Nothing that runs will free a block; what merely waits must not hold any.
+                self.waiting.iter_mut().for_each(Sequence::release);
+                if self.manager.available() < room {
+                    // Nor may what is merely to be kept stop what could not run at all.
+                    self.manager.unpin();
                 }
+            }
+            if !self.makes_room(room) {
+                self.waiting.push_front(sequence);
+                return;
             }
             if sequence.coming.is_none() {
                 // It was sent back to wait, or gave way to another, and lost what it had: below it still is.
@@ -128,6 +124,21 @@ impl Scheduler {
             }
             self.running.push(sequence);
         }
+    }
+
+    /// Whether so many blocks are there for who is first. Those behind hold what they found or had brought up meanwhile: if that
+    /// is what is missing, they give it up, the last first.
+    fn makes_room(&mut self, blocks: usize) -> bool {
+        let mut short = blocks.saturating_sub(self.manager.available());
+        if short <= self.waiting.iter().map(Sequence::holds).sum() {
+            for sequence in self.waiting.iter_mut().rev() {
+                if short > 0 && sequence.holds() > 0 {
+                    short = short.saturating_sub(sequence.holds());
+                    sequence.release();
+                }
+            }
+        }
+        self.manager.available() >= blocks
     }
 
     /// Who left made room, if not enough for all: those that had to give blocks up have them come again while they wait, as

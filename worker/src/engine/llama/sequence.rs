@@ -187,6 +187,11 @@ impl Sequence {
         }
     }
 
+    /// Device blocks that it holds, or more: those that came up meanwhile may count twice.
+    pub(super) fn holds(&self) -> usize {
+        self.blocks.len() + self.coming.as_ref().map_or(0, |coming| coming.onboarding.held())
+    }
+
     /// Lets go of what it holds while it merely waits, what is still to come first. `false` when that is nothing.
     pub(super) fn give_way(&mut self) -> bool {
         let comes = self.coming.take().is_some();

@@ -421,6 +421,42 @@ async fn what_a_preempted_sequence_lost_comes_up_while_it_waits() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn who_is_first_does_not_wait_for_what_those_behind_found() {
+    let (mut rng, rig) = (Rng(17), Rig::new(Shape { g1: 60, ..Shape::default() }));
+    let ask = async |prompt: &[u32], answer| {
+        let mut wanted = request(&*rig.engine, prompt, answer);
+        wanted.stop.ignore_eos = true;
+        rig.engine.generate(wanted).await.unwrap()
+    };
+    let available = async |fits: &dyn Fn(usize) -> bool| {
+        while !fits(rig.manager.available()) {
+            tokio::time::sleep(std::time::Duration::from_millis(2)).await;
+        }
+    };
+    let known = rng.tokens(448);
+    collect(ask(&known, 1).await).await.unwrap();
+    // Two run, and nobody reads on: some 25 and 21 blocks in the end.
+    let mut running = Vec::new();
+    for tokens in [320, 256] {
+        let mut stream = ask(&rng.tokens(tokens), 600).await;
+        assert!(stream.next().await.unwrap().is_ok());
+        running.push(stream);
+    }
+    available(&|blocks| blocks <= 14).await;
+    // The first one needs 29 blocks; the second found some of its own, and holds them.
+    let first = tokio::spawn(collect(ask(&rng.tokens(448), 1).await));
+    rig.engine.load().wait_for(|load| load.waiting == 1).await.unwrap();
+    let second = tokio::spawn(collect(ask(&known, 1).await));
+    available(&|blocks| blocks <= 4).await;
+    assert!(!first.is_finished());
+    running.pop();
+    // One that runs has gone: now it is what the second one holds that is missing.
+    tokio::time::timeout(std::time::Duration::from_secs(20), first).await.expect("who is first").unwrap().unwrap();
+    drop(running);
+    second.await.unwrap().unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn dropping_the_stream_frees_the_engine() {
     let rig = Rig::new(Shape::default());
     let mut stream = rig.engine.generate(request(&*rig.engine, &Rng(1).tokens(700), 4000)).await.unwrap();
