@@ -14,6 +14,7 @@ use crate::select::{Candidate, Turn, Why, lowest, select};
 use crate::settings::{Disaggregation, Tuning};
 use crate::survey::{Fit, Survey, cacheable};
 use std::sync::Arc;
+use tokio::time::Instant;
 use worker::engine::{ModelCard, Request, Work};
 use worker::plane::Phase;
 
@@ -25,6 +26,8 @@ pub(crate) struct Ask<'a> {
     /// Output tokens at most, if the request says.
     pub(crate) max_tokens: Option<u32>,
     pub(crate) work: &'a Work,
+    /// Seconds that are left for the first token.
+    pub(crate) within: Option<f64>,
 }
 
 /// A worker, weighed.
@@ -82,9 +85,10 @@ struct Scene<'a> {
 const OUTPUT_TOKENS: u64 = 256;
 
 impl<'a> Ask<'a> {
-    pub(crate) fn of(request: &'a Request) -> Self {
-        let Request { tokens, stop, work, .. } = request;
-        Self { tokens: tokens.len(), max_tokens: stop.max_tokens, work }
+    pub(crate) fn of(request: &'a Request, now: Instant) -> Self {
+        let Request { tokens, stop, work, terms, .. } = request;
+        let within = terms.deadline.map(|deadline| deadline.saturating_duration_since(now).as_secs_f64());
+        Self { tokens: tokens.len(), max_tokens: stop.max_tokens, work, within }
     }
 
     fn prompt(&self, card: &ModelCard) -> Prompt {
@@ -127,6 +131,13 @@ pub(crate) fn decide<'a>(
     }
     if candidates.is_empty() {
         scene.weigh(|_, fit| fit != Fit::Out, prefill.as_ref(), candidates);
+    }
+    // Whoever is in time comes before those who are not, whatever else speaks for them.
+    if let Some(within) = ask.within {
+        let in_time = |it: &Candidate| scene.row(it.seat as usize, prefill.as_ref()).cost().first_token() <= within;
+        if candidates.iter().any(in_time) {
+            candidates.retain(in_time);
+        }
     }
     let (at, why) = select(&tuning.policy, candidates, turn)?;
     let others = candidates[..at].iter().chain(&candidates[at + 1..]);

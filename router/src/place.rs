@@ -74,10 +74,11 @@ pub(crate) fn place(core: &Core, request: &Request, tried: &[WorkerId]) -> Resul
     let mut overlaps = Overlaps::of(&request.tokens, &request.domain, serving, &core.index);
     let mut scratch = core.deciding.lock().unwrap_or_else(PoisonError::into_inner);
     overlaps.extend(&core.promises);
-    let survey = Survey::new(serving, &overlaps, prompt, tried, Instant::now());
+    let now = Instant::now();
+    let survey = Survey::new(serving, &overlaps, prompt, tried, now);
     let (rules, session) = (core.rules(), request.terms.session.as_deref().map(number));
     let (tuning, draw) = (rules.of(&request.model), mix(rules.settings.seed ^ core.fleet.choices()));
-    let decision = decide(tuning, Ask::of(request), survey, &mut scratch, Turn { draw, session })
+    let decision = decide(tuning, Ask::of(request, now), survey, &mut scratch, Turn { draw, session })
         .ok_or_else(|| Error::Unavailable("no worker is left to try".to_owned()))?;
     let placement = book(core, &tuning.policy, request, &overlaps, &decision, tried);
     core.metrics.decision_seconds.observe(since.elapsed().as_secs_f64());

@@ -1,7 +1,8 @@
 //! The desk before the waiting room: what each request is told, and when. Pure: who is there and the time are passed in, and
 //! nothing is sent. The live door and a replay keep the same one.
 //!
-//! Those who wait for a worker that has left are placed anew, and while a worker idles, so are some of the others.
+//! Those who wait for a worker that has left are placed anew, and so are some for whom that may pay: while another worker
+//! idles, or takes requests soon enough for a deadline that cannot be met where they wait.
 
 use super::room::{Asked, Entry, Held, Lane, Refusal, Room};
 use super::saturation::{Full, Part, full, queue};
@@ -118,9 +119,9 @@ impl Desk {
         self.room.by_class()
     }
 
-    /// Has up to `most` of those who wait placed anew, the most urgent first.
-    fn recall(&mut self, most: usize, which: impl Fn(&Asked) -> bool, told: &mut Vec<(u64, Told)>) {
-        for number in self.room.some(most, which) {
+    /// Has some of those who wait placed anew.
+    fn recall(&mut self, these: Vec<u64>, told: &mut Vec<(u64, Told)>) {
+        for number in these {
             self.room.recall(number);
             told.push((number, Told::Again));
         }
@@ -136,11 +137,12 @@ impl Desk {
             let misplaced = |asked: &Asked| {
                 at(&asked.lane, &gone) || (asked.placed + LOOK_EVERY <= now && at(&asked.lane, &avoided))
             };
-            self.recall(usize::MAX, misplaced, told);
+            self.recall(self.room.some(usize::MAX, misplaced), told);
         }
     }
 
-    /// While a worker has nothing to do, as many as it could soon take are placed anew: perhaps with it.
+    /// While a worker has nothing to do, as many as it could soon take are placed anew: perhaps with it. And while workers take
+    /// requests, as many of those who would be in time with one of them, and are too late where they wait.
     fn stir(&mut self, roster: &Roster, now: Instant, told: &mut Vec<(u64, Told)>) {
         if self.looked.is_some_and(|at| now < at + LOOK_EVERY) {
             return;
@@ -148,9 +150,26 @@ impl Desk {
         self.looked = Some(now);
         for model in self.room.models() {
             let stale = |asked: &Asked| asked.model == model && asked.placed + LOOK_EVERY <= now;
-            self.recall(idle(roster, &model, now), stale, told);
+            self.recall(self.room.some(idle(roster, &model, now), stale), told);
+            let room = &self.room;
+            let queue = |member: &Arc<Member>| {
+                let lane = Lane { decode: member.id(), prefill: None };
+                look(roster, room, lane, None, now).ok().filter(|_| member.decodes() && !member.avoided(now))
+            };
+            let open: Vec<Duration> = of(roster, &model).filter_map(queue).collect();
+            let Some(quickest) = open.iter().min() else { continue };
+            let late = |asked: &Asked| {
+                let by = |latest| now + *quickest <= latest && latest < now + wait(roster, room, asked.lane, now);
+                stale(asked) && asked.latest.is_some_and(by)
+            };
+            self.recall(room.some(open.len(), late), told);
         }
     }
+}
+
+/// Who serves a model.
+fn of<'a>(roster: &'a Roster, model: &'a str) -> impl Iterator<Item = &'a Arc<Member>> {
+    roster.members().filter(move |member| *member.instance.model.id == *model)
 }
 
 /// How many workers of a model have nothing to do.
@@ -159,7 +178,7 @@ fn idle(roster: &Roster, model: &str, now: Instant) -> usize {
         let standing = member.books.standing(now);
         standing.waiting_tokens == 0 && standing.sequences == 0 && !member.avoided(now)
     };
-    roster.members().filter(|member| *member.instance.model.id == *model).filter(idle).count()
+    of(roster, model).filter(idle).count()
 }
 
 /// What keeps a lane closed; or how long the queue of an open one takes. `own`: what a request that does not wait yet has booked there itself.
@@ -168,8 +187,7 @@ fn look(roster: &Roster, room: &Room, lane: Lane, own: Option<[Held; 2]>, now: I
     let at = |id, own: Held, part| {
         // Of whom nothing is heard there is no reason to wait for.
         let Some(member) = roster.get(id).filter(|member| !member.books.silent(now)) else { return Ok(Duration::ZERO) };
-        // What waits, here or in another router, is not there yet: two rooms must not keep each other waiting.
-        let held = room.held(id).plus(own).plus(member.books.elsewhere().into());
+        let held = held(room, member).plus(own);
         let standing = member.books.standing(now);
         // What nobody has measured is no reason to refuse anybody.
         let queue = if member.measured() { queue(&standing, held) } else { Duration::ZERO };
@@ -182,4 +200,15 @@ fn look(roster: &Roster, room: &Room, lane: Lane, own: Option<[Held; 2]>, now: I
             at(prefill, own[1], Part::Prefill)
         }
     }
+}
+
+/// How long the prompts take that are before those who wait for a lane.
+fn wait(roster: &Roster, room: &Room, lane: Lane, now: Instant) -> Duration {
+    let member = roster.get(lane.prefill.unwrap_or(lane.decode));
+    member.map_or(Duration::ZERO, |member| queue(&member.books.standing(now), held(room, member)))
+}
+
+/// What waits, here or in another router, is not there yet: two rooms must not keep each other waiting.
+fn held(room: &Room, member: &Member) -> Held {
+    room.held(member.id()).plus(member.books.elsewhere().into())
 }

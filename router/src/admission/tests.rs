@@ -168,6 +168,38 @@ async fn a_deadline_that_cannot_be_met_is_refused_at_once_or_as_soon_as_that_is_
 }
 
 #[tokio::test(start_paused = true)]
+async fn who_would_be_too_late_where_it_waits_goes_where_it_is_not() {
+    let yard = yard(Limits::default());
+    let workers = [full(&yard, 1).await, full(&yard, 2).await];
+    let has = |at: usize, waiting_tokens| {
+        yard.report(&workers[at], Load { waiting_tokens, running: 1, ..Load::default() });
+    };
+    has(1, 9000);
+    settle().await;
+    let terms = Terms { deadline: Some(Instant::now() + Duration::from_secs(5)), ..Terms::default() };
+    let answer = ask(&yard, request(1, 1000, terms)).await;
+    assert_eq!((yard.standing(1).0, yard.standing(2).0), (3000, 9000), "the first one seemed better");
+    has(0, 9000);
+    has(1, 1500);
+    assert_eq!(answer.await.unwrap(), Ok(vec![1, 2]));
+    assert_eq!((workers[0].requests(), workers[1].requests()), (0, 1));
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_is_in_time_comes_before_who_is_cheaper() {
+    let yard = yard(Limits::default());
+    let workers = [yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await];
+    // One computes a prompt at once beside many others, the other has nobody there and a prompt before it.
+    yard.report(&workers[0], Load { running: 200, decode_step_seconds: Some(0.2), ..Load::default() });
+    yard.report(&workers[1], Load { waiting_tokens: 800, ..Load::default() });
+    settle().await;
+    for (family, deadline, chosen) in [(1, None, "w2"), (2, Some(Duration::from_secs(1)), "w1")] {
+        let terms = Terms { deadline: deadline.map(|within| Instant::now() + within), ..Terms::default() };
+        assert_eq!(yard.explain(request(family, 500, terms)).await["chosen"], chosen);
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn nobody_waits_for_longer_than_is_configured() {
     let yard = yard(Limits { wait_seconds_max: 7.0, ..Limits::default() });
     let worker = full(&yard, 1).await;

@@ -5,7 +5,6 @@ use crate::explain;
 use crate::settings::Settings;
 use crate::survey::Overlaps;
 use crate::tests::fake::{MODEL, Yard, prompt};
-use tokio::time::Instant;
 use worker::plane::Load;
 
 #[tokio::test(start_paused = true)]
@@ -20,7 +19,7 @@ async fn reports_that_come_while_it_is_made_are_for_the_next_decision() {
     let overlaps = Overlaps::of(&request.tokens, &request.domain, serving, &core.index);
     let survey = || Survey::new(serving, &overlaps, request.tokens.len(), &[], Instant::now());
     let mut scratch = Scratch::default();
-    let decision = decide(tuning, Ask::of(&request), survey(), &mut scratch, Turn::default()).unwrap();
+    let decision = decide(tuning, Ask::of(&request, Instant::now()), survey(), &mut scratch, Turn::default()).unwrap();
     let (line, chosen) = (explain::line(&tuning.policy, &decision, &[]), decision.chosen.at);
 
     let busy = Load { waiting_tokens: 50_000, running: 30, prefill_tokens_per_second: Some(10.0), ..Load::default() };
@@ -32,6 +31,6 @@ async fn reports_that_come_while_it_is_made_are_for_the_next_decision() {
     }
 
     drop(decision);
-    let next = decide(tuning, Ask::of(&request), survey(), &mut scratch, Turn::default()).unwrap();
+    let next = decide(tuning, Ask::of(&request, Instant::now()), survey(), &mut scratch, Turn::default()).unwrap();
     assert!(next.row(chosen as u32).cost().queue > 1_000.0, "the next one knows");
 }

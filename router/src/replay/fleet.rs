@@ -230,7 +230,9 @@ impl Routing {
         let survey = Survey::new(serving, &overlaps, asked.input as usize, &[], now);
         let draw = mix(self.seed ^ self.fleet.choices());
         // A router does not know how long an answer will be.
-        let ask = Ask { tokens: asked.input as usize, max_tokens: None, work: &Work::Generate };
+        let deadline = self.deadline.map(|deadline| arrived + deadline);
+        let within = deadline.map(|deadline| deadline.saturating_duration_since(now).as_secs_f64());
+        let ask = Ask { tokens: asked.input as usize, max_tokens: None, work: &Work::Generate, within };
         let decision = decide(&self.tuning, ask, survey, &mut self.scratch, Turn { draw, session: None })?;
         // Seats are in the order of their workers' ids, which count from 0.
         let at = match &mut self.peer {
@@ -250,7 +252,7 @@ impl Routing {
             model: MODEL.into(),
             tenant: "".into(),
             priority: Priority::Normal,
-            deadline: self.deadline.map(|deadline| arrived + deadline),
+            deadline,
             tired: arrived + self.door.as_ref().map(Door::patience).unwrap_or_default(),
             tokens: asked.input,
             max_tokens: None,
