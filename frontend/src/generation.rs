@@ -1,5 +1,5 @@
 //! All choices of one request, running together. Of the choices of one prompt the first starts alone, and the others when its
-//! first output arrives: by then the prompt's blocks are cached, so the prompt is computed once.
+//! first output arrives: by then the prompt's blocks are cached, so the prompt is computed once. The first is let in with the others.
 
 use crate::choice::{Assembler, Piece, pieces};
 use crate::controls::Controls;
@@ -13,7 +13,7 @@ use futures::stream::{BoxStream, SelectAll};
 use futures::{StreamExt, TryFutureExt};
 use std::sync::Arc;
 use tokio::time::Instant;
-use worker::engine::{Domain, Engine, Request, Terms, Work};
+use worker::engine::{Domain, Engine, Party, Request, Terms, Work};
 
 /// A request that was understood: prompts as tokens, and what to do with each.
 pub(crate) struct Order {
@@ -61,7 +61,11 @@ impl Generation {
         let model: Arc<str> = order.model.card.id.as_str().into();
         ticket.accepted(&model, prompt_tokens);
 
-        let request = |choice: usize| request(&order, &ticket.id, &model, choice, choices);
+        let parties: Vec<_> = order.prompts.iter().map(|_| (n > 1).then(|| Party::new(n as u32))).collect();
+        let request = |choice: usize| Request {
+            party: parties[choice / n].clone(),
+            ..request(&order, &ticket.id, &model, choice, choices)
+        };
         let assembler = |choice| Assembler::new(choice, &order.model.vocabulary, &order.controls);
         let firsts = (0..choices).step_by(n).map(|choice| engine.generate(request(choice)));
         let opened = try_join_all(firsts).await?;
@@ -163,5 +167,6 @@ fn request(order: &Order, id: &str, model: &Arc<str>, choice: usize, choices: us
         explain: order.explain && choice == 0,
         body: Some(order.body.clone()),
         domain: order.domain.clone(),
+        party: None,
     }
 }

@@ -23,8 +23,10 @@ use worker::plane::Phase;
 pub(crate) struct Ask<'a> {
     /// Tokens of the prompt.
     pub(crate) tokens: usize,
-    /// Output tokens at most, if the request says.
+    /// Output tokens of an answer at most, if the request says.
     pub(crate) max_tokens: Option<u32>,
+    /// Answers that are to come.
+    pub(crate) answers: u32,
     pub(crate) work: &'a Work,
     /// Seconds that are left for the first token.
     pub(crate) within: Option<f64>,
@@ -88,13 +90,13 @@ impl<'a> Ask<'a> {
     pub(crate) fn of(request: &'a Request, now: Instant) -> Self {
         let Request { tokens, stop, work, terms, .. } = request;
         let within = terms.deadline.map(|deadline| deadline.saturating_duration_since(now).as_secs_f64());
-        Self { tokens: tokens.len(), max_tokens: stop.max_tokens, work, within }
+        Self { tokens: tokens.len(), max_tokens: stop.max_tokens, answers: request.answers(), work, within }
     }
 
     fn prompt(&self, card: &ModelCard) -> Prompt {
         let (tokens, block_size) = (self.tokens as u64, card.block_size as u64);
         let output = self.max_tokens.map_or(OUTPUT_TOKENS, |max| u64::from(max).min(OUTPUT_TOKENS));
-        Prompt { tokens, block_size, blocks: (tokens + output).div_ceil(block_size) }
+        Prompt { tokens, block_size, blocks: (tokens + output * u64::from(self.answers)).div_ceil(block_size) }
     }
 }
 

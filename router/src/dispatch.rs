@@ -8,7 +8,6 @@
 //! Everything that a request holds (bookings, legs) lives in the future or the stream that the client holds, so dropping
 //! either at any point cancels both legs and frees what was booked.
 
-use crate::admission::Permit;
 use crate::booking::Booking;
 use crate::core::Core;
 use crate::door::admit;
@@ -20,7 +19,7 @@ use futures::{StreamExt, future, stream};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::{Instant, timeout, timeout_at};
-use worker::engine::{Error, Handoff, Output, OutputStream, Request, Tokens, Work};
+use worker::engine::{Error, Handoff, Output, OutputStream, Pass, Request, Tokens, Work};
 use worker::plane::WorkerId;
 
 /// Workers tried for one request before its client hears of it: two may die at once, a third time is the request's fault.
@@ -50,7 +49,7 @@ pub(crate) async fn serve(core: &Arc<Core>, request: Request) -> Result<OutputSt
 
 async fn seek(core: &Arc<Core>, request: Request) -> Result<OutputStream, Error> {
     let mut life = core.recorder.begin(Instant::now());
-    let (first, permit) = admit(core, &request).await?;
+    let (first, pass) = admit(core, &request).await?;
     let mut next = Some(first);
     let mut tried = Vec::new();
     let mut last = None;
@@ -66,7 +65,7 @@ async fn seek(core: &Arc<Core>, request: Request) -> Result<OutputStream, Error>
             life.sent();
         }
         match attempt(core, &request, &placement, &tried).await {
-            Ok(started) => return Ok(stream(core, placement, permit, started, life)),
+            Ok(started) => return Ok(stream(core, placement, pass, started, life)),
             Err(error) => {
                 let verdict = Verdict::of(&error);
                 placement.decode.note(verdict);
@@ -204,12 +203,13 @@ async fn start(
 fn stream(
     core: &Core,
     placement: Placement,
-    permit: Permit,
+    pass: Pass,
     Started { mut first, rest }: Started,
     life: Option<Life>,
 ) -> OutputStream {
-    let Placement { decode, booking, totals, explanation, forecast, prefill, line, .. } = placement;
-    drop(prefill);
+    let Placement { decode, booking, others, totals, explanation, forecast, prefill, line, .. } = placement;
+    // Who has its place here comes now.
+    drop((prefill, others));
     booking.started();
     core.admission.poke();
     decode.well();
@@ -239,7 +239,7 @@ fn stream(
         Ok(Output::Frame(..) | Output::Handoff(_)) => false,
         Err(_) => true,
     };
-    let mut held = Some((booking, permit));
+    let mut held = Some((booking, pass));
     let items = stream::iter(before.map(|tokens| Ok(Output::Tokens(tokens))));
     let items = items.chain(stream::once(future::ready(Ok(first)))).chain(rest);
     items

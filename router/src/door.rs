@@ -7,10 +7,22 @@ use crate::place::{Placement, place};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
-use worker::engine::{Error, Request};
+use worker::engine::{Error, Pass, Request};
 
-/// Places a request, and lets it wait until its worker takes it.
-pub(crate) async fn admit(core: &Core, request: &Request) -> Result<(Placement, Permit), Error> {
+/// Places a request, and lets it wait until its worker takes it; unless it was let in with another.
+pub(crate) async fn admit(core: &Core, request: &Request) -> Result<(Placement, Pass), Error> {
+    if let Some(pass) = request.party.as_ref().and_then(|party| party.pass()) {
+        return Ok((place(core, request, &[])?, pass));
+    }
+    let (placement, permit) = wait(core, request).await?;
+    let pass: Pass = Arc::new(permit);
+    if let Some(party) = &request.party {
+        party.let_in(pass.clone());
+    }
+    Ok((placement, pass))
+}
+
+async fn wait(core: &Core, request: &Request) -> Result<(Placement, Permit), Error> {
     let (admission, rules, arrived) = (&core.admission, core.rules(), Instant::now());
     let limits = &rules.settings.admission;
     let bid = Bid {
@@ -21,6 +33,7 @@ pub(crate) async fn admit(core: &Core, request: &Request) -> Result<(Placement, 
         tired: arrived + Duration::from_secs_f64(limits.wait_seconds_max),
         tokens: request.tokens.len() as u64,
         max_tokens: request.stop.max_tokens,
+        answers: request.answers(),
     };
     let mut placement = place(core, request, &[])?;
     let (permit, waits) = admission.enter(&core.fleet, limits, asked(&bid, &placement))?;

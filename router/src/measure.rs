@@ -71,6 +71,7 @@ impl Decisions {
             terms: Terms::default(),
             explain: false,
             body: None,
+            party: None,
         };
         let names = ChainKey::root(&request.domain, MODEL, None).names(&request.tokens, BLOCK);
         let stored = |source, level, blocks: usize| {

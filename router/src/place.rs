@@ -24,6 +24,8 @@ pub(crate) struct Placement {
     /// Who decodes.
     pub(crate) decode: Arc<Member>,
     pub(crate) booking: Booking,
+    /// Places of other answers that come with it, until they do.
+    pub(crate) others: Vec<Booking>,
     /// Where its output is counted.
     pub(crate) totals: Arc<Totals>,
     /// What is booked there.
@@ -117,7 +119,9 @@ fn book(
     };
     // What is handed over comes late: an event will tell of it, and nobody should queue behind it before.
     let ours = if apart.is_some() { core.promises.make(row.seat.slot, &[], 1, 0) } else { promise(row) };
-    let member = row.member();
+    let (member, others) = (row.member(), 1..request.answers());
+    let another = Amount { sequences: 1, ..Amount::default() };
+    let place_of = |_| Booking::new(member, another, core.promises.make(row.seat.slot, &[], 1, 0), &core.herald);
     let line = core.recorder.is_on().then(|| {
         let draw = mix(core.fleet.choices());
         Line::placed(request, row, overlaps.names(row.seat.way), apart.is_some(), draw)
@@ -128,7 +132,8 @@ fn book(
         decode: member.clone(),
         booking: Booking::new(member, amount, ours, &core.herald),
         totals,
-        amount,
+        amount: Amount { sequences: amount.sequences + others.len() as u64, ..amount },
+        others: others.map(place_of).collect(),
         first_token: row.cost().first_token(),
         takes: decision.takes(row),
         prefill: apart.zip(there).map(|(prefill, forecast)| {

@@ -82,5 +82,6 @@ fn request(member: &Member) -> Request {
         terms: Terms::default(),
         explain: false,
         body: None,
+        party: None,
     }
 }

@@ -11,7 +11,9 @@ use futures::future::BoxFuture;
 use futures::stream::BoxStream;
 use kvbm::Level;
 use serde::{Deserialize, Serialize};
-use std::sync::Arc;
+use std::any::Any;
+use std::fmt;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 use tokio::time::Instant;
 
@@ -74,9 +76,54 @@ pub struct Request {
     pub explain: bool,
     /// The client's body as it came, for engines that pass it through.
     pub body: Option<Bytes>,
+    /// Those that are let in with it, when it is one of several answers.
+    pub party: Option<Arc<Party>>,
+}
+
+/// The answers that somebody wants to one prompt: their requests come one after the other, and are let in as one, with the first.
+pub struct Party {
+    answers: u32,
+    pass: OnceLock<Pass>,
+}
+
+/// A place in the room of those who run. It ends when the last that holds it does.
+pub type Pass = Arc<dyn Any + Send + Sync>;
+
+impl Party {
+    /// So many answers.
+    pub fn new(answers: u32) -> Arc<Self> {
+        Arc::new(Self { answers, pass: OnceLock::new() })
+    }
+
+    /// How many answers are wanted.
+    pub fn answers(&self) -> u32 {
+        self.answers
+    }
+
+    /// The first is let in, and so are all.
+    pub fn let_in(&self, pass: Pass) {
+        // Who was let in once stays in.
+        let _ = self.pass.set(pass);
+    }
+
+    /// What the first was let in with.
+    pub fn pass(&self) -> Option<Pass> {
+        self.pass.get().cloned()
+    }
+}
+
+impl fmt::Debug for Party {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Party of {}", self.answers)
+    }
 }
 
 impl Request {
+    /// Answers that are let in with this one, itself included.
+    pub fn answers(&self) -> u32 {
+        self.party.as_ref().filter(|party| party.pass.get().is_none()).map_or(1, |party| party.answers)
+    }
+
     /// Asks for so many tokens after a prompt, the likeliest each, whether or not the model would end before: for tests and
     /// measurements.
     pub fn greedy(id: &str, model: &str, prompt: &[u32], tokens: u32) -> Self {
@@ -91,6 +138,7 @@ impl Request {
             terms: Terms::default(),
             explain: false,
             body: None,
+            party: None,
         }
     }
 }
@@ -327,8 +375,8 @@ pub struct ModelCard {
     pub random_weights: bool,
 }
 
-impl std::fmt::Debug for ModelCard {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+impl fmt::Debug for ModelCard {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { id, identity, context, block_size, .. } = self;
         write!(f, "ModelCard({id}, identity {identity}, context {context}, blocks of {block_size})")
     }

@@ -58,8 +58,10 @@ pub(crate) struct Bid {
     pub(crate) tired: Instant,
     /// Of the prompt.
     pub(crate) tokens: u64,
-    /// Output tokens at most, if it says.
+    /// Output tokens of an answer at most, if it says.
     pub(crate) max_tokens: Option<u32>,
+    /// Answers that are to come.
+    pub(crate) answers: u32,
 }
 
 /// A request at the door.
@@ -458,7 +460,7 @@ const TAKES_MAX: f64 = 1e6;
 impl Bid {
     /// It was placed on this lane, with so much booked there, where its first token takes so many seconds that no queue can spare.
     pub(crate) fn placed(&self, lane: Lane, held: [Held; 2], takes: f64, now: Instant) -> Asked {
-        let Self { model, tenant, priority, deadline, tired, tokens, max_tokens } = self;
+        let Self { model, tenant, priority, deadline, tired, tokens, max_tokens, answers } = self;
         let takes = Duration::from_secs_f64(takes.clamp(0.0, TAKES_MAX));
         let output = max_tokens.map_or(OUTPUT_TOKENS, |most| OUTPUT_TOKENS.min(most.into()));
         Asked {
@@ -467,7 +469,7 @@ impl Bid {
             priority: *priority,
             latest: deadline.map(|deadline| deadline.checked_sub(takes).unwrap_or(deadline)),
             tokens: *tokens,
-            charge: held.iter().map(|held| held.tokens).sum::<u64>() + output,
+            charge: held.iter().map(|held| held.tokens).sum::<u64>() + output * u64::from(*answers),
             lane,
             held,
             placed: now,

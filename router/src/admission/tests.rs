@@ -7,7 +7,7 @@ use crate::tests::fake::{Behaviour, Fake, Yard, prompt, settle};
 use futures::StreamExt;
 use futures::future::join_all;
 use tokio::task::JoinHandle;
-use worker::engine::{Request, StopRule, Terms};
+use worker::engine::{Party, Request, StopRule, Terms};
 use worker::plane::{Load, Phase, WorkerId};
 
 fn yard(limits: Limits) -> Arc<Yard> {
@@ -255,6 +255,34 @@ async fn trap_4_a_tenants_permit_lives_until_the_last_byte() {
     assert_eq!(waiting(&yard), 100);
     drop(cut);
     next.await.unwrap().unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn several_answers_to_one_prompt_are_let_in_as_one() {
+    let tenant = Tenant { running_tokens_max: Some(150), ..Tenant::default() };
+    let yard = yard(Limits { tenants: [("a".to_owned(), tenant)].into(), ..Limits::default() });
+    let worker = yard.worker(1, Phase::Both).await;
+    let party = Party::new(3);
+    let answer = || Request { party: Some(party.clone()), ..request(1, 100, of("a")) };
+    let (asking, lead) = (yard.clone(), answer());
+    let first = tokio::spawn(async move { asking.ask(lead).await.unwrap() });
+    settle().await;
+    assert_eq!(yard.standing(1).1, 3, "all of them are expected");
+    let first = first.await.unwrap();
+    assert_eq!(yard.standing(1).1, 1, "the others come now, and are booked by themselves");
+    yard.report(&worker, Load { waiting_tokens: 5000, running: 1, ..Load::default() });
+    settle().await;
+    let other = ask(&yard, request(2, 100, of("b"))).await;
+    let second = yard.ask(answer()).await.unwrap();
+    assert_eq!((worker.families(), waiting(&yard)), (vec![1, 1], 100), "who belongs to them waits for nobody");
+    let next = ask(&yard, request(3, 100, of("a"))).await;
+    yard.report(&worker, Load::default());
+    drop((first, party));
+    other.await.unwrap().unwrap();
+    assert_eq!((worker.families(), waiting(&yard)), (vec![1, 1, 2], 100), "the second still runs");
+    drop(second);
+    next.await.unwrap().unwrap();
+    assert_eq!(outcome(&yard, "normal", "straight"), 1);
 }
 
 #[tokio::test(start_paused = true)]

@@ -232,7 +232,7 @@ impl Routing {
         // A router does not know how long an answer will be.
         let deadline = self.deadline.map(|deadline| arrived + deadline);
         let within = deadline.map(|deadline| deadline.saturating_duration_since(now).as_secs_f64());
-        let ask = Ask { tokens: asked.input as usize, max_tokens: None, work: &Work::Generate, within };
+        let ask = Ask { tokens: asked.input as usize, max_tokens: None, answers: 1, work: &Work::Generate, within };
         let decision = decide(&self.tuning, ask, survey, &mut self.scratch, Turn { draw, session: None })?;
         // Seats are in the order of their workers' ids, which count from 0.
         let at = match &mut self.peer {
@@ -256,6 +256,7 @@ impl Routing {
             tired: arrived + self.door.as_ref().map(Door::patience).unwrap_or_default(),
             tokens: asked.input,
             max_tokens: None,
+            answers: 1,
         };
         let lane = Lane { decode: id, prefill: None };
         let bidden = bid.placed(lane, [row.amount().into(), Held::default()], decision.takes(&row), now);

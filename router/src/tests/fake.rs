@@ -316,6 +316,7 @@ pub(crate) fn prompt(family: u32, tokens: usize) -> Request {
         terms: Terms::default(),
         explain: false,
         body: None,
+        party: None,
     }
 }
 
