@@ -62,6 +62,10 @@ pub struct Replay {
     #[arg(long, value_name = "SHARE", default_value_t = 1.0, value_parser = part)]
     loss_until: f64,
 
+    /// How long a snapshot takes that a router asks for because it has missed events
+    #[arg(long, value_name = "TIME", default_value = "50ms", value_parser = duration)]
+    repair: Duration,
+
     /// Whether requests pass the router's waiting room: `off`; `room`: they wait there while their worker has too much to do;
     /// `deadline`: besides, one whose first token would come later than --slo-ttft is refused
     #[arg(long, value_name = "HOW", default_value = "off", value_parser = admission)]
@@ -118,6 +122,7 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
         lag: args.lag,
         loss: args.loss,
         loss_until: args.loss_until,
+        repair: args.repair,
         slo,
         admission: args.admission,
     };

@@ -65,6 +65,8 @@ pub struct Options {
     pub loss: f64,
     /// The share of the requests after which no event is lost any more.
     pub loss_until: f64,
+    /// How long a snapshot takes that a router asks for because it has missed events.
+    pub repair: Duration,
     /// What is good enough.
     pub slo: Slo,
     /// Whether requests pass the router's waiting room.

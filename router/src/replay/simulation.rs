@@ -18,6 +18,7 @@ pub(super) struct Simulation<'a> {
     requests: &'a [Asked],
     profile: &'a Profile,
     lag_ns: u64,
+    repair_ns: u64,
     /// All of them get all messages; a request goes to one of them.
     routers: Vec<Routing>,
     seed: u64,
@@ -65,8 +66,6 @@ enum Event {
 /// Reports: at least so often, and never closer than that; as workers do it.
 const REPORT_EVERY_NS: u64 = 1_000_000_000;
 const REPORT_GAP_NS: u64 = 20_000_000;
-/// Asking for a snapshot, and getting one.
-const SNAPSHOT_NS: u64 = 50_000_000;
 
 impl<'a> Simulation<'a> {
     pub(super) fn new(trace: &'a Trace, options: &'a Options, chooser: &Chooser, rate: f64, seed: u64) -> Self {
@@ -82,6 +81,7 @@ impl<'a> Simulation<'a> {
             requests,
             profile,
             lag_ns: options.lag.as_nanos() as u64,
+            repair_ns: options.repair.as_nanos() as u64,
             routers: (0..options.replicas.max(1) as u64).map(routing).collect(),
             seed,
             plane: Plane::new(*count, requests, options.loss, sound_from_ns, seed),
@@ -224,7 +224,7 @@ impl<'a> Simulation<'a> {
                     routing.repair(from as usize, number, blocks.into_iter().map(|block| (Level::G3, block)))
                 };
                 if again {
-                    self.schedule(now + SNAPSHOT_NS, Event::Snapshot(router, from));
+                    self.schedule(now.saturating_add(self.repair_ns), Event::Snapshot(router, from));
                 }
             }
         }
@@ -345,7 +345,7 @@ impl<'a> Simulation<'a> {
 
     fn read(&mut self, now: u64, router: usize, from: usize, message: Message) {
         if self.routers[router].receive(now, from, message) {
-            self.schedule(now + SNAPSHOT_NS, Event::Snapshot(router as u32, from as u32));
+            self.schedule(now.saturating_add(self.repair_ns), Event::Snapshot(router as u32, from as u32));
         }
     }
 

@@ -22,6 +22,7 @@ fn options(workers: usize) -> Options {
         lag: Duration::from_millis(5),
         loss: 0.0,
         loss_until: 1.0,
+        repair: Duration::from_millis(50),
         slo,
         admission: Admission::Off,
     }
@@ -157,6 +158,31 @@ fn lost_events_cost_little_and_stores_bring_back_what_was_evicted() {
     let all = hit_rate(&exact);
     assert!(lossy > all - 0.02, "{lossy} of {all}");
     assert!(hit_rate(&with_stores(exact)) > all + 0.02);
+}
+
+/// Hit rates of the requests while events are lost, and of the last quarter.
+fn lossy(loss: f64, repair: Duration) -> [f64; 2] {
+    let (trace, seeds) = (fixture(), 8);
+    let options = Options { loss, loss_until: 0.5, repair, ..options(4) };
+    let mut sums = [(0, 0); 2];
+    for seed in 0..seeds {
+        let served = Simulation::new(&trace, &options, &KV, 12.0, seed).run().served;
+        let half = served.len() / 2;
+        for (sum, part) in sums.iter_mut().zip([&served[..half], &served[half * 3 / 2..]]) {
+            sum.0 += part.iter().map(|served| served.hits).sum::<u64>();
+            sum.1 += part.iter().map(|served| served.blocks).sum::<u64>();
+        }
+    }
+    sums.map(|(hits, blocks)| hits as f64 / blocks as f64)
+}
+
+#[test]
+fn a_tenth_of_the_events_lost_is_felt_a_little_while_repair_is_slow_and_not_any_more_once_it_has_come() {
+    let sound = lossy(0.0, Duration::ZERO);
+    let [slow, never] = [2, 1_000_000].map(|seconds| lossy(0.1, Duration::from_secs(seconds)));
+    let less = |rates: [f64; 2]| [sound[0] - rates[0], sound[1] - rates[1]];
+    assert!((0.002..0.02).contains(&less(slow)[0]) && less(slow)[1] < 0.01, "{slow:?} of {sound:?}");
+    assert!(less(never)[0] > 0.02 && less(never)[1] > 0.03, "it was repair that helped: {never:?} of {sound:?}");
 }
 
 #[test]

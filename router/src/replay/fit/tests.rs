@@ -16,8 +16,17 @@ fn record(profile: &Profile, workers: usize, rate: f64) -> Vec<Line> {
     let trace = Trace::read(FIXTURE.as_bytes()).unwrap();
     let slo = Slo { ttft: Duration::from_secs(2), itl: Duration::from_millis(100) };
     let (lag, profile) = (Duration::from_millis(5), profile.clone());
-    let options =
-        Options { profile, workers, replicas: 1, lag, loss: 0.0, loss_until: 1.0, slo, admission: Admission::Off };
+    let options = Options {
+        profile,
+        workers,
+        replicas: 1,
+        lag,
+        loss: 0.0,
+        loss_until: 1.0,
+        repair: lag,
+        slo,
+        admission: Admission::Off,
+    };
     let outcome = Simulation::new(&trace, &options, &Chooser::Policy(Policy::Kv), rate, 0).run();
     let line = |(asked, served): (&crate::replay::trace::Asked, &crate::replay::figures::Served)| {
         let since = |ns: u64| (ns - served.arrived_ns) as f64 / 1e9;
