@@ -74,7 +74,7 @@ type Judge = fn(&[Value]) -> Result<Vec<Figure>>;
 
 fn programs(path: &Path, folder: &str) -> Vec<(Program, Judge)> {
     let program = |name, arguments: &[&str], judge: Judge| (Program::new(name, path.join(name), arguments), judge);
-    let disk = |block| program("disk_speed", &[folder, "--block-bytes", block, "--mib", "512", "--rounds", "3"], disk);
+    let disk = |block| program("disk_speed", &[folder, "--block-bytes", block, "--rounds", "5"], disk);
     let mut all = vec![program("host_speed", &[], host)];
     all.extend(DISK_BLOCKS.map(disk));
     all.push(program("disk_speed", &[folder, "--recover", "1000000", "--rounds", "3"], recovery));
@@ -106,13 +106,12 @@ fn disk(printed: &[Value]) -> Result<Vec<Figure>> {
         let references = told[way]["fio"].as_array().context("no references")?;
         figures.push(Figure::of(what.clone(), number(&told[way]["tier"])?, "GB/s", Goal::Shown));
         for reference in references {
-            let name = reference["reference"].as_str().context("no name")?;
-            figures.push(Figure::ratio(format!("{what} ÷ {name}"), number(&reference["ratio"])?, Goal::AtLeast(0.9)));
-        }
-        if let [Some(least), Some(most)] = [0, 1].map(|at| told[way]["noise"][at].as_f64()) {
-            // What a ratio to it is worth.
-            for (which, value) in [("least", least), ("most", most)] {
-                figures.push(Figure::ratio(format!("{what}: the first fio ÷ itself, {which}"), value, Goal::Shown));
+            let what = format!("{what} ÷ {}", reference["reference"].as_str().context("no name")?);
+            figures.push(Figure::ratio(what.clone(), number(&reference["ratio"])?, Goal::AtLeast(0.9)));
+            // What that ratio is worth.
+            for (which, at) in [("first", 0), ("third", 2)] {
+                let noise = number(&reference["noise"][at])?;
+                figures.push(Figure::ratio(format!("{what}: it beside itself, {which} quartile"), noise, Goal::Shown));
             }
         }
         if way != "read" {

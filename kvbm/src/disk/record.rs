@@ -1,8 +1,7 @@
 //! What a segment is made of: records, one after the other, each at a multiple of the grain.
 //!
-//! A block's record is its [`Header`], zeros up to byte 512, and its payload: so that a payload lies in the file as it lies in
-//! memory, at whole sectors, and can be written from where it is. That of a discarded block says that earlier records of it no longer
-//! count:
+//! A block's record is its [`Header`], zeros up to byte 512, and its payload. That of a discarded block says that earlier
+//! records of it no longer count:
 //!
 //! | offset | bytes | field |
 //! | --: | --: | --- |
@@ -20,8 +19,6 @@ use crc_fast::{CrcAlgorithm, checksum};
 
 /// Where the payload begins.
 const BODY: usize = Access::UNIT as usize;
-/// Smaller payloads are copied: a request that names a hundred places took longer than the copy where this was measured.
-const STRAIGHT_MIN: usize = 1 << 20;
 const GONE: [u8; 8] = *b"BLKYGONE";
 const GONE_LEN: usize = 64;
 
@@ -41,24 +38,13 @@ impl Record<'_> {
         }
     }
 
-    /// The end of the record, if it can be written from where it is: whole sectors in memory and in the file.
-    pub(super) fn straight(&self, access: Access) -> Option<&[u8]> {
-        let Self::Block(Block { payload, .. }) = self else { return None };
-        let whole = payload.len().is_multiple_of(BODY) && payload.as_ptr().addr().is_multiple_of(BODY);
-        let straight = whole && payload.len() >= STRAIGHT_MIN && access == Access::Direct { grain: Access::UNIT };
-        straight.then_some(payload)
-    }
-
-    /// Writes the record, or what precedes its [`Record::straight`] end; `into` is exactly that long.
+    /// Writes the record; `into` is exactly as long.
     pub(super) fn encode(&self, into: &mut [u8]) {
         let used = match self {
             Self::Block(block) => {
                 let (head, body) = into.split_at_mut(BODY);
                 head[..Header::LEN].copy_from_slice(&block.header.encode());
                 head[Header::LEN..].fill(0);
-                if body.is_empty() {
-                    return;
-                }
                 body[..block.payload.len()].copy_from_slice(&block.payload);
                 BODY + block.payload.len()
             }

@@ -12,7 +12,7 @@ use super::direct::{self, Access, Pool};
 use super::listing::Listing;
 use super::record::{Found, Record};
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, IoSlice};
+use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -161,13 +161,7 @@ impl Head {
     /// Writes records from byte `at` on, which is a multiple of [`Access::BLOCK`], in one go and up to another, and lists
     /// them. Returns the offset of each.
     pub(super) fn write(&self, at: u64, records: &[Record<'_>], pool: &Pool) -> io::Result<Vec<u64>> {
-        match self.put(at, records, self.access, pool) {
-            // A device that wants memory aligned otherwise than files.
-            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
-                self.put(at, records, Access::Buffered, pool)?;
-            }
-            written => written?,
-        }
+        self.put(at, records, pool)?;
         let mut end = at;
         let mut offsets = Vec::with_capacity(records.len());
         let mut listing = self.segment.listing();
@@ -183,32 +177,20 @@ impl Head {
         Ok(offsets)
     }
 
-    /// Writes records, and zeros up to a whole block: payloads from where they are if they lie well for `access`, the rest
-    /// from a buffer.
-    fn put(&self, at: u64, records: &[Record<'_>], access: Access, pool: &Pool) -> io::Result<()> {
-        let straight = |record: &Record<'_>| record.straight(access).map_or(0, <[u8]>::len);
+    /// Writes records, and zeros up to a whole block. They are copied, because a buffer lies in large pages and in one piece,
+    /// which what it is copied from may not: the device is asked once for what would take several requests.
+    fn put(&self, at: u64, records: &[Record<'_>], pool: &Pool) -> io::Result<()> {
         let total = records.iter().map(|record| self.span(record)).sum::<usize>();
         let total = total.next_multiple_of(Access::BLOCK as usize);
-        let copied = total - records.iter().map(straight).sum::<usize>();
-        let mut buffer = pool.take(copied);
+        let mut buffer = pool.take(total);
         let mut end = 0;
         for record in records {
             let start = end;
-            end += self.span(record) - straight(record);
+            end += self.span(record);
             record.encode(&mut buffer[start..end]);
         }
-        buffer[end..copied].fill(0);
-        let (mut parts, mut rest, mut waiting) = (Vec::new(), &buffer[..copied], 0);
-        for record in records {
-            waiting += self.span(record) - straight(record);
-            if let Some(payload) = record.straight(access) {
-                let (before, after) = rest.split_at(std::mem::take(&mut waiting));
-                parts.extend([IoSlice::new(before), IoSlice::new(payload)]);
-                rest = after;
-            }
-        }
-        parts.extend((!rest.is_empty()).then(|| IoSlice::new(rest)));
-        direct::write(&self.file, &mut parts, at)
+        buffer[end..total].fill(0);
+        self.file.write_all_at(&buffer[..total], at)
     }
 
     fn span(&self, record: &Record<'_>) -> usize {

@@ -1,6 +1,6 @@
 //! Which path takes the next blocks. Pure.
 //!
-//! Blocks that follow each other stay together for a megabyte, so that reads are long; then the next path has its turn,
+//! Blocks that follow each other stay together for two megabytes, so that reads are long; then the next path has its turn,
 //! so that one prefix is read from all of them at once. Turns are in proportion to the budgets: the paths' logs come
 //! round at the same time, and a prefix does not lose its parts one path after the other.
 

@@ -100,16 +100,16 @@ async fn the_budget_of_each_path_holds() {
 #[tokio::test]
 async fn a_prefix_lies_on_every_path_in_long_runs_and_is_there_after_a_restart() {
     let paths = Paths::new(3, large());
-    let prefix = blocks(1, 160);
+    let prefix = blocks(1, 240);
     store(&*paths.tier, prefix.clone()).await;
     let places = paths.places(&prefix);
     let runs = 1 + places.windows(2).filter(|pair| pair[0] != pair[1]).count();
-    assert!((8..=13).contains(&runs), "ten megabytes in runs of one: {places:?}");
-    assert!((0..3).all(|path| paths.on(path, &prefix).len() >= 40), "{places:?}");
+    assert!((7..=9).contains(&runs), "fourteen megabytes in runs of two: {places:?}");
+    assert!((0..3).all(|path| paths.on(path, &prefix).len() >= 60), "{places:?}");
     let before = announced(&paths.events, Level::G3);
     let paths = paths.reopen(large());
     assert_eq!(announced(&paths.events, Level::G3), before);
-    assert_eq!(paths.found(&prefix).await, 160);
+    assert_eq!(paths.found(&prefix).await, 240);
 }
 
 #[tokio::test(start_paused = true)]
