@@ -82,8 +82,18 @@ impl Listing {
         self.entries.push(Entry { name, parent, gone, offset, length, expires, pinned, owner });
     }
 
+    /// By place, and owners numbered as they come: as who scans the segment finds them.
     pub(super) fn sort(&mut self) {
         self.entries.sort_unstable_by_key(|entry| entry.offset);
+        let owners = std::mem::take(&mut self.owners);
+        let mut numbers = vec![None; owners.len()];
+        for entry in &mut self.entries {
+            let owner = entry.owner as usize;
+            entry.owner = *numbers[owner].get_or_insert_with(|| {
+                self.owners.push(owners[owner]);
+                self.owners.len() as u32 - 1
+            });
+        }
     }
 
     /// The records with their fingerprints.
@@ -210,6 +220,10 @@ mod tests {
     use crate::Header;
     use crate::contract::chain;
 
+    fn name(n: u8) -> SequenceHash {
+        SequenceHash::from_bytes([n; 16])
+    }
+
     fn listing() -> Listing {
         let mut listing = Listing::default();
         for (n, block) in chain(1, 5).into_iter().enumerate() {
@@ -218,7 +232,7 @@ mod tests {
             let domain = DomainId::from_bytes([n as u8 / 2; 16]);
             listing.push(&Found::Block(Header { domain, keep, ..block.header }), n as u64 * 4096);
         }
-        listing.push(&Found::Gone(Fingerprint::from_bytes([3; 32]), SequenceHash::from_bytes([4; 16])), 5 * 4096);
+        listing.push(&Found::Gone(Fingerprint::from_bytes([3; 32]), name(4)), 5 * 4096);
         listing
     }
 
@@ -229,6 +243,19 @@ mod tests {
         let length = 8192 + footer.len() as u64;
         assert_eq!(Listing::locate(&footer, length), Some(8192));
         assert_eq!(Listing::decode(&footer), Some(listing()));
+    }
+
+    #[test]
+    fn a_footer_is_the_same_in_whatever_order_records_came() {
+        let records: Vec<_> =
+            (0..6).map(|n| (Found::Gone(Fingerprint::from_bytes([n; 32]), name(n)), n.into())).collect();
+        let footer = |order: &mut dyn Iterator<Item = &(Found, u64)>| {
+            let mut listing = Listing::default();
+            order.for_each(|(record, at)| listing.push(record, at * 4096));
+            listing.sort();
+            listing.encode(0).to_vec()
+        };
+        assert_eq!(footer(&mut records.iter().rev()), footer(&mut records.iter()));
     }
 
     #[test]
