@@ -341,10 +341,11 @@ impl Tier for DiskTier {
     }
 
     fn discard(&self, fingerprint: Fingerprint, name: SequenceHash) {
+        let Some(place) = self.shared.index.get(fingerprint, name) else { return };
         if self.shared.index.remove([(fingerprint, name)], |_| true) > 0 {
             // Every path may have a copy: blocks are stored again where there is room while a path is down.
             for log in self.logs().into_iter().flatten() {
-                log.queue.discard(fingerprint, name);
+                log.queue.discard(place.group, fingerprint, name);
             }
             self.write();
         }

@@ -7,7 +7,7 @@ use super::{record, segment};
 use crate::index::Index;
 use crate::run::{self, Run, Wanted};
 use crate::tier::{LoadError, Loaded};
-use crate::{Corrupt, Fingerprint, SequenceHash};
+use crate::{Block, Corrupt, Fingerprint, SequenceHash};
 use bytes::Bytes;
 use std::collections::BTreeMap;
 use std::fs::OpenOptions;
@@ -68,11 +68,11 @@ impl Log {
         let answer = |index: usize, record: Option<Bytes>| {
             // Given up meanwhile, its space may have been written anew.
             if !self.shared.index.get(fingerprint, names[index]).as_ref().is_some_and(still) {
-                return (index, Ok(None));
+                return (index, Ok(self.moved(fingerprint, names[index])));
             }
             let block = record.ok_or(Corrupt::Length).and_then(|record| record::block(&record));
             if block.is_err() && self.shared.index.remove([(fingerprint, names[index])], still) > 0 {
-                self.queue.discard(fingerprint, names[index]);
+                self.queue.discard(part.group, fingerprint, names[index]);
             }
             (index, block.map(Some).map_err(LoadError::Corrupt))
         };
@@ -87,12 +87,23 @@ impl Log {
                 self.shared.index.remove(lost, still);
                 if error.kind() == io::ErrorKind::NotFound {
                     self.suspect(&error);
-                    return indices.map(|index| (index, Ok(None))).collect();
+                    return indices.map(|index| (index, Ok(self.moved(fingerprint, names[index])))).collect();
                 }
                 self.read_failed(&error);
                 indices.map(|index| (index, Err(LoadError::Io(again(&error))))).collect()
             }
         }
+    }
+
+    /// A block that was carried over while it was to be read.
+    fn moved(&self, fingerprint: Fingerprint, name: SequenceHash) -> Option<Block> {
+        let find = || self.shared.index.get(fingerprint, name).filter(|place| place.volume == self.volume);
+        let place = find()?;
+        let length = record::span(u64::from(place.length), self.access.grain());
+        let wanted = vec![Wanted { index: 0, offset: u64::from(place.offset) * Access::UNIT, length }];
+        let record = self.read(place.segment, &Run { wanted }).ok()?.pop()??;
+        // What went after all is a miss.
+        find().is_some_and(|now| self.is_in(&now, place.segment)).then(|| record::block(&record).ok())?
     }
 
     /// The records of a run; `None` for one that the file is too short for.

@@ -37,7 +37,7 @@ pub(super) struct Place {
     pub(super) offset: u32,
     /// Payload bytes.
     pub(super) length: u32,
-    /// Whose block it is, as far as domains are told apart.
+    /// Whose segment it is, as far as domains are told apart.
     pub(super) group: u16,
     /// Which path.
     pub(super) volume: u8,
@@ -299,10 +299,10 @@ impl Log {
             .insert(blocks, |parent, child| parent.hot |= parent.segment.saturating_add(aside) < child.segment);
     }
 
-    pub(super) fn resting(&self, block: &Block, segment: u32, offset: u64) -> Resting<Place> {
+    pub(super) fn resting(&self, block: &Block, segment: &Segment, offset: u64) -> Resting<Place> {
         let (offset, length) = ((offset / Access::UNIT) as u32, block.header.length as u32);
-        let Header { fingerprint, name, parent, keep, domain, .. } = block.header;
-        let group = self.division.group(domain);
+        let Header { fingerprint, name, parent, keep, .. } = block.header;
+        let (segment, group) = (segment.number(), segment.group());
         let place = Place { segment, offset, length, group, volume: self.volume, hot: false };
         Resting { fingerprint, name, parent, keep, place }
     }

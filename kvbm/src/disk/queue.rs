@@ -52,7 +52,8 @@ pub(super) struct Queue {
 }
 
 struct State {
-    gone: Vec<(Fingerprint, SequenceHash)>,
+    /// Each with the group in whose segments the block is.
+    gone: Vec<(u16, Fingerprint, SequenceHash)>,
     jobs: Fair<Job>,
     bytes: Vec<u64>,
     writers: usize,
@@ -88,11 +89,12 @@ impl Queue {
         self.lock().has_room(self.division.group(block.header.domain), block, self.limit)
     }
 
-    /// Notes a discard, if there is room.
-    pub(super) fn discard(&self, fingerprint: Fingerprint, name: SequenceHash) {
+    /// Notes a discard, if there is room: among the segments of the group that has the block, so that it is not given up
+    /// before the block is.
+    pub(super) fn discard(&self, group: u16, fingerprint: Fingerprint, name: SequenceHash) {
         let mut state = self.lock();
         if state.gone.len() < DISCARDS {
-            state.gone.push((fingerprint, name));
+            state.gone.push((group, fingerprint, name));
         }
     }
 
@@ -138,7 +140,7 @@ pub(super) struct Writer<'a> {
 }
 
 impl Writer<'_> {
-    /// The next records, of the group whose turn it is, as long as `fits` says so; discards go along. `None` says that there
+    /// The next records, of the group whose turn it is, as long as `fits` says so; discards come first. `None` says that there
     /// are none and ends the right, in one step, so that no offer falls between.
     pub(super) fn take(&mut self, mut fits: impl FnMut(u16, Option<&Block>) -> bool) -> Option<Batch> {
         let mut state = self.queue.lock();
@@ -148,10 +150,12 @@ impl Writer<'_> {
             self.done = true;
             return None;
         }
-        let group = state.jobs.first().map_or(0, |(group, _)| group);
+        let gone = state.gone.first().map(|(group, ..)| *group);
+        let group = gone.or_else(|| state.jobs.first().map(|(group, _)| group)).unwrap_or(0);
         let mut batch = Batch { group, ..Batch::default() };
-        while !state.gone.is_empty() && fits(group, None) {
-            batch.gone.push(state.gone.remove(0));
+        while state.gone.first().is_some_and(|(of, ..)| *of == group) && fits(group, None) {
+            let (_, fingerprint, name) = state.gone.remove(0);
+            batch.gone.push((fingerprint, name));
         }
         while let Some((turn, job)) = state.jobs.first() {
             if turn != group || !state.gone.is_empty() || !fits(group, Some(&job.block)) {
@@ -238,7 +242,7 @@ mod tests {
         assert_eq!(first.take(|_, _| true).unwrap().jobs.len(), 3);
         assert!(first.take(|_, _| true).is_none());
         drop(first);
-        queue.discard(crate::contract::fingerprint(), SequenceHash::from_bytes([0; 16]));
+        queue.discard(0, crate::contract::fingerprint(), SequenceHash::from_bytes([0; 16]));
         assert!(queue.writer().is_some());
     }
 

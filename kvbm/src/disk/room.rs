@@ -11,13 +11,13 @@
 
 use super::Settings;
 use super::direct::{self, Access};
-use super::listing::Listing;
 use super::log::{Log, Open, Place, Spill, State};
 use super::reclaim::{self, Candidate};
 use super::record::{self, Record};
 use super::segment::{self, Head, Segment};
 use crate::run::{self, Run, Wanted};
 use crate::{Block, StoreError, shares};
+use std::collections::HashSet;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -28,9 +28,8 @@ const CARRIED: u64 = 4;
 const CARRY: u64 = 4 << 20;
 
 /// A segment that goes: no longer one of the log's, and still to be read.
-struct Going {
+pub(super) struct Going {
     segment: Arc<Segment>,
-    listing: Listing,
     /// What rests in it.
     blocks: Vec<(Candidate, Place)>,
     /// What of it stays, with its place.
@@ -49,14 +48,16 @@ struct Move {
 impl Log {
     /// Seals a group's head, begins a new one, and makes room so that the next roll finds some. For one at a time, without
     /// the lock: the others write as soon as the new head is there.
-    pub(super) fn roll(&self, group: u16) -> Result<(), StoreError> {
+    ///
+    /// At most the first `carry` bytes of the new one are for what is carried over.
+    pub(super) fn roll(&self, group: u16, carry: u64) -> Result<(), StoreError> {
         if self.rests() {
             return Err(StoreError::Busy);
         }
         let full = self.lock().heads.remove(&group);
         // Sealed here, unless somebody still writes to it.
         drop(full);
-        self.begin(group).map_err(|error| {
+        self.begin(group, carry).map_err(|error| {
             self.rest();
             self.suspect(&error);
             tracing::warn!(folder = %self.folder.display(), %error, "no new segment, disk tier takes no blocks for a while");
@@ -67,15 +68,16 @@ impl Log {
         })
     }
 
-    fn begin(&self, group: u16) -> io::Result<()> {
+    fn begin(&self, group: u16, carry: u64) -> io::Result<()> {
         let head = self.create(group)?;
         let number = head.segment().number();
         let mut state = self.lock();
+        state.segments.retain(|_, segment| !segment.is_gone());
         state.segments.insert(number, head.segment().clone());
         state.heads.insert(group, Open { head, end: 0, records: 0 });
         // Asked before anything is chosen, which must then go.
         let short = self.is_short()?;
-        let mut going = self.too_much(&mut state, group);
+        let mut going = self.too_much(&mut state, group, carry);
         if !short {
             drop(state);
             self.tell();
@@ -92,14 +94,12 @@ impl Log {
             if !self.is_short()? {
                 return Ok(());
             }
-            let Some(next) = self.next_to_go(&mut state, true) else { break };
+            let Some(next) = self.next_to_go(&mut state, carry) else { break };
             going.push(next);
         }
         // Even what was carried over must go.
         if let Some(Open { head, .. }) = state.heads.remove(&group) {
-            state.segments.remove(&number);
-            let listing = std::mem::take(&mut *head.segment().listing());
-            self.forget(number, &listing);
+            self.forget(head.segment());
             segment::give_back(&self.folder);
         }
         Err(io::ErrorKind::StorageFull.into())
@@ -114,7 +114,7 @@ impl Log {
                 Ok(head) => return Ok(Arc::new(head)),
                 Err(error) if matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded) => {
                     // No room even for one more: the oldest goes, and nothing of it stays.
-                    let Some(going) = self.next_to_go(&mut self.lock(), false) else { return Err(error) };
+                    let Some(going) = self.next_to_go(&mut self.lock(), 0) else { return Err(error) };
                     self.give_up(&going);
                 }
                 Err(error) => return Err(error),
@@ -129,23 +129,27 @@ impl Log {
     }
 
     /// What has to go so that a group has no more than it may have, and the next segment finds room.
-    fn too_much(&self, state: &mut State, group: u16) -> Vec<Going> {
+    fn too_much(&self, state: &mut State, group: u16, carry: u64) -> Vec<Going> {
         let Settings { capacity_bytes, segment_bytes, .. } = self.settings;
         let most = self.division.bounds[usize::from(group)].maximum;
         let mut going = Vec::new();
         while has(state, group) > most {
-            let Some(next) = self.oldest_to_go(state, group, true) else { break };
+            let Some(next) = self.oldest_to_go(state, group, carry) else { break };
             going.push(next);
         }
-        while state.segments.values().map(|segment| segment.bytes()).sum::<u64>() + segment_bytes > capacity_bytes {
-            let Some(next) = self.next_to_go(state, true) else { break };
+        let taken = |state: &State| -> u64 {
+            let stay = state.segments.values().filter(|segment| !segment.is_going());
+            stay.map(|segment| segment.bytes()).sum()
+        };
+        while taken(state) + segment_bytes > capacity_bytes {
+            let Some(next) = self.next_to_go(state, carry) else { break };
             going.push(next);
         }
         going
     }
 
     /// A segment of the group that is furthest over what it was promised, if there is a sealed one.
-    fn next_to_go(&self, state: &mut State, carry: bool) -> Option<Going> {
+    pub(super) fn next_to_go(&self, state: &mut State, carry: u64) -> Option<Going> {
         let groups = (0..).zip(&self.division.bounds).map(|(group, bounds)| {
             let gives = of(state, group).any(|segment| segment.is_sealed());
             (*bounds, has(state, group), gives)
@@ -156,21 +160,21 @@ impl Log {
 
     /// The oldest segment of a group, if there is a sealed one. What stays of it takes its place in the group's head at
     /// once, so that a discard that is noted later is found later in the log.
-    fn oldest_to_go(&self, state: &mut State, group: u16, carry: bool) -> Option<Going> {
-        let number = of(state, group).find(|segment| segment.is_sealed())?.number();
-        let segment = state.segments.remove(&number)?;
-        let listing = std::mem::take(&mut *segment.listing());
-        let mut going = Going { segment, listing, blocks: Vec::new(), stays: Vec::new(), over: Vec::new() };
-        if carry {
-            self.choose(state.heads.get_mut(&group), &mut going);
+    fn oldest_to_go(&self, state: &mut State, group: u16, carry: u64) -> Option<Going> {
+        let segment = of(state, group).find(|segment| segment.is_sealed())?.clone();
+        segment.go();
+        let mut going = Going { segment, blocks: Vec::new(), stays: Vec::new(), over: Vec::new() };
+        if carry > 0 {
+            self.choose(state.heads.get_mut(&group), carry, &mut going);
         }
         Some(going)
     }
 
     /// Chooses what of a segment stays, and what is worth handing over.
-    fn choose(&self, mut open: Option<&mut Open>, going: &mut Going) {
+    fn choose(&self, mut open: Option<&mut Open>, carry: u64, going: &mut Going) {
         let number = going.segment.number();
-        let blocks = going.listing.iter().filter(|(_, entry)| !entry.gone).filter_map(|(fingerprint, entry)| {
+        let listing = going.segment.listing();
+        let blocks = listing.iter().filter(|(_, entry)| !entry.gone).filter_map(|(fingerprint, entry)| {
             let place = self.shared.index.get(fingerprint, entry.name)?;
             let bytes = record::span(u64::from(entry.length), self.access.grain());
             let (name, parent, hot) = (entry.name, entry.parent, place.hot);
@@ -179,11 +183,12 @@ impl Log {
             (self.is_in(&place, number) && place.offset == entry.offset).then_some((candidate, place))
         });
         going.blocks = blocks.collect();
+        drop(listing);
         let candidates: Vec<Candidate> = going.blocks.iter().map(|(candidate, _)| *candidate).collect();
-        // Several segments may go in one roll; half of the head is left for new blocks.
-        let half = |open: &mut Open| (self.settings.segment_bytes / 2).saturating_sub(open.end);
+        // Several segments may go in one roll.
+        let left = |open: &mut Open| carry.saturating_sub(open.end);
         let part = self.settings.segment_bytes / CARRIED;
-        let budget = open.as_deref_mut().map_or(0, half).min(part);
+        let budget = open.as_deref_mut().map_or(0, left).min(part);
         let stay = reclaim::carried(&candidates, budget);
         going.over = reclaim::carried(&candidates, part.saturating_add(budget));
         going.over.retain(|index| stay.binary_search(index).is_err());
@@ -197,18 +202,26 @@ impl Log {
 
     /// Copies what stays, hands over what somebody else wants, and forgets the rest.
     fn give_up(&self, going: &Going) {
+        // The rest first: what is offered meanwhile is stored anew, and not believed to rest.
+        let stays: HashSet<usize> =
+            going.stays.iter().flat_map(|stays| stays.run.wanted.iter().map(|wanted| wanted.index)).collect();
+        let goes = going.blocks.iter().enumerate().filter(|(index, _)| !stays.contains(index));
+        let goes = goes.map(|(_, (block, _))| (block.fingerprint, block.name));
+        self.shared.index.remove(goes, |place| self.is_in(place, going.segment.number()));
         if let Err(error) = self.carry(going) {
             tracing::warn!(folder = %self.folder.display(), %error, "hot blocks could not be carried over");
         }
-        self.forget(going.segment.number(), &going.listing);
+        self.forget(&going.segment);
     }
 
-    fn forget(&self, number: u32, listing: &Listing) {
+    fn forget(&self, segment: &Segment) {
+        let (number, listing) = (segment.number(), std::mem::take(&mut *segment.listing()));
         let blocks = listing.iter().map(|(fingerprint, entry)| (fingerprint, entry.name));
         self.shared.index.remove(blocks, |place| self.is_in(place, number));
         if let Err(error) = segment::retire(&self.folder, number) {
             tracing::warn!(folder = %self.folder.display(), number, %error, "segment could not be removed");
         }
+        segment.resize(0);
     }
 
     fn carry(&self, going: &Going) -> io::Result<()> {
@@ -225,7 +238,7 @@ impl Log {
             let records: Vec<Record<'_>> = sound.iter().map(Record::Block).collect();
             let offsets = head.write(*at, &records, &self.shared.pool)?;
             for (block, offset) in sound.iter().zip(offsets) {
-                let new = self.resting(block, head.segment().number(), offset);
+                let new = self.resting(block, head.segment(), offset);
                 let still = |place: &Place| self.is_in(place, number);
                 self.shared.index.relocate(new.fingerprint, new.name, still, new.place);
             }
@@ -273,9 +286,9 @@ impl Going {
     }
 }
 
-/// A group's segments, oldest first.
+/// A group's segments that are not given up, oldest first.
 fn of(state: &State, group: u16) -> impl Iterator<Item = &Arc<Segment>> {
-    state.segments.values().filter(move |segment| segment.group() == group)
+    state.segments.values().filter(move |segment| segment.group() == group && !segment.is_going())
 }
 
 /// Bytes that a group's segments take.

@@ -26,6 +26,8 @@ pub(super) struct Segment {
     listing: Mutex<Listing>,
     bytes: AtomicU64,
     sealed: AtomicBool,
+    /// Chosen to be given up.
+    going: AtomicBool,
     /// Bytes of all segments of the log.
     taken: Arc<AtomicU64>,
 }
@@ -39,8 +41,8 @@ impl Segment {
         taken: &Arc<AtomicU64>,
     ) -> Arc<Self> {
         taken.fetch_add(bytes, Ordering::Relaxed);
-        let (listing, sealed) = (Mutex::new(listing), AtomicBool::new(sealed));
-        Arc::new(Self { number, group, listing, bytes: AtomicU64::new(bytes), sealed, taken: taken.clone() })
+        let (listing, sealed, going) = (Mutex::new(listing), AtomicBool::new(sealed), AtomicBool::new(false));
+        Arc::new(Self { number, group, listing, bytes: AtomicU64::new(bytes), sealed, going, taken: taken.clone() })
     }
 
     pub(super) fn number(&self) -> u32 {
@@ -61,12 +63,27 @@ impl Segment {
         self.sealed.load(Ordering::Acquire)
     }
 
+    /// It is still to be read, and counts no more.
+    pub(super) fn is_going(&self) -> bool {
+        self.going.load(Ordering::Relaxed)
+    }
+
+    /// Chooses it to be given up.
+    pub(super) fn go(&self) {
+        self.going.store(true, Ordering::Relaxed);
+    }
+
+    /// Nothing of it is left.
+    pub(super) fn is_gone(&self) -> bool {
+        self.is_sealed() && self.bytes() == 0
+    }
+
     pub(super) fn listing(&self) -> MutexGuard<'_, Listing> {
         // Pushes are all that happens under this lock.
         self.listing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn resize(&self, bytes: u64) {
+    pub(super) fn resize(&self, bytes: u64) {
         self.taken.fetch_add(bytes, Ordering::Relaxed);
         self.taken.fetch_sub(self.bytes.swap(bytes, Ordering::Relaxed), Ordering::Relaxed);
     }
@@ -200,10 +217,23 @@ impl Head {
 
 impl Drop for Head {
     fn drop(&mut self) {
-        match seal(&self.file, &mut self.segment.listing()) {
-            Ok(bytes) => self.segment.resize(bytes),
-            // Without a footer it is scanned when the log is opened again.
-            Err(error) => tracing::warn!(segment = %self.path.display(), %error, "segment not sealed"),
+        let mut listing = self.segment.listing();
+        if listing.len() == 0 {
+            // Nothing could be written to it, or nothing of it was to stay.
+            let _ = retire(self.path.parent().unwrap_or(Path::new("")), self.segment.number);
+            self.segment.resize(0);
+        } else {
+            match seal(&self.file, &mut listing) {
+                Ok(bytes) => self.segment.resize(bytes),
+                Err(error) => {
+                    // Without a footer it is scanned when the log is opened again; what has no records goes back.
+                    tracing::warn!(segment = %self.path.display(), %error, "segment not sealed");
+                    let end = listing.end().next_multiple_of(Access::BLOCK);
+                    if self.file.set_len(end).is_ok() {
+                        self.segment.resize(end);
+                    }
+                }
+            }
         }
         self.segment.sealed.store(true, Ordering::Release);
     }

@@ -22,6 +22,7 @@ pub(super) struct Rig(Arc<Rigged>);
 #[derive(Default)]
 struct Rigged {
     writes: [AtomicI32; 4],
+    data: [AtomicI32; 4],
     reads: [AtomicI32; 4],
     access: Mutex<Option<direct::Access>>,
 }
@@ -35,6 +36,11 @@ impl Rig {
         fault(&self.0.writes[usize::from(volume)])
     }
 
+    pub(super) fn write_data(&self, volume: u8) -> io::Result<()> {
+        self.write(volume)?;
+        fault(&self.0.data[usize::from(volume)])
+    }
+
     pub(super) fn read(&self, volume: u8) -> io::Result<()> {
         fault(&self.0.reads[usize::from(volume)])
     }
@@ -42,6 +48,11 @@ impl Rig {
     /// From now on writes of this path fail; 0: no longer.
     pub(super) fn fail_writes(&self, volume: u8, code: i32) {
         self.0.writes[usize::from(volume)].store(code, Ordering::Relaxed);
+    }
+
+    /// The same of blocks alone: there is room for new files.
+    pub(super) fn fail_data(&self, volume: u8, code: i32) {
+        self.0.data[usize::from(volume)].store(code, Ordering::Relaxed);
     }
 
     pub(super) fn fail_reads(&self, volume: u8, code: i32) {

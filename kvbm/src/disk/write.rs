@@ -16,6 +16,9 @@ use std::sync::Arc;
 /// One write: large enough to be as fast as the device.
 const WRITE: u64 = 4 << 20;
 
+/// Others may fill what was begun before who began it finds room. After so many times nothing is carried over either.
+const ROLLS: u32 = 8;
+
 /// What a writer has to do next.
 enum Step {
     Write { head: Arc<Head>, at: u64 },
@@ -51,11 +54,12 @@ impl Log {
 
     fn next(&self, writer: &mut Writer<'_>) -> Option<(Batch, Step)> {
         let mut state = self.wait(self.lock(), |state| !state.recovered);
+        let (segment, mut rolls) = (self.settings.segment_bytes, 0);
         loop {
             if self.is_withdrawn() {
-                return Some((self.take(&state, writer, u64::MAX)?, Step::Refuse(StoreError::Busy)));
+                return Some((self.take(&state, writer, u64::MAX)?.0, Step::Refuse(StoreError::Busy)));
             }
-            let batch = self.take(&state, writer, self.settings.segment_bytes)?;
+            let (batch, waits) = self.take(&state, writer, segment)?;
             if !batch.is_empty() {
                 let open = state.heads.get_mut(&batch.group).expect("only an open segment has room");
                 let spans = batch.records().map(|record| record.span(self.access.grain()));
@@ -74,19 +78,24 @@ impl Log {
             }
             let rolling = self.begin_rolling(&mut state);
             drop(state);
-            let rolled = self.roll(batch.group);
+            // What is carried over leaves room for what waits; a footer of many small records may take an eighth.
+            let room = segment.saturating_sub(waits.next_multiple_of(Access::BLOCK) + Self::footer(1));
+            let carry = if rolls < ROLLS { room.min(segment / 2) / 8 * 7 } else { 0 };
+            rolls += 1;
+            let rolled = self.roll(batch.group, carry);
             drop(rolling);
             state = self.lock();
             if let Err(error) = rolled {
-                return Some((self.take(&state, writer, u64::MAX)?, Step::Refuse(error)));
+                return Some((self.take(&state, writer, u64::MAX)?.0, Step::Refuse(error)));
             }
         }
     }
 
-    /// As much of the queue as one write takes and a head of `limit` bytes has room for.
-    fn take(&self, state: &State, writer: &mut Writer<'_>, limit: u64) -> Option<Batch> {
-        let (mut taken, mut more) = (0, 0);
-        writer.take(|group, block| {
+    /// As much of the queue as one write takes and a head of `limit` bytes has room for; and what the next one takes that
+    /// has none.
+    fn take(&self, state: &State, writer: &mut Writer<'_>, limit: u64) -> Option<(Batch, u64)> {
+        let (mut taken, mut more, mut waits) = (0, 0, 0);
+        let batch = writer.take(|group, block| {
             let open = state.heads.get(&group).map(|open| (open.end, open.records));
             let closed = open.is_none() && limit != u64::MAX;
             let (end, records) = open.unwrap_or_default();
@@ -97,18 +106,21 @@ impl Log {
                 && whole.saturating_add(Self::footer(records + more + 1)) <= limit;
             if fits {
                 (taken, more) = (taken + span, more + 1);
+            } else {
+                waits = span;
             }
             fits
-        })
+        })?;
+        Some((batch, waits))
     }
 
     fn write(&self, head: &Head, at: u64, batch: &Batch) -> io::Result<()> {
         #[cfg(test)]
-        self.shared.rig.write(self.volume)?;
+        self.shared.rig.write_data(self.volume)?;
         let records: Vec<Record<'_>> = batch.records().collect();
         let offsets = head.write(at, &records, &self.shared.pool)?;
         let blocks = records.iter().zip(offsets).filter_map(|(record, offset)| match record {
-            Record::Block(block) => Some(self.resting(block, head.segment().number(), offset)),
+            Record::Block(block) => Some(self.resting(block, head.segment(), offset)),
             Record::Gone(..) => None,
         });
         self.index_blocks(blocks);

@@ -115,7 +115,7 @@ async fn a_prefix_lies_on_every_path_in_long_runs_and_is_there_after_a_restart()
 #[tokio::test(start_paused = true)]
 async fn a_path_whose_reads_fail_goes_down_alone_and_comes_back_with_its_blocks() {
     let paths = Paths::new(3, large());
-    let prefix = blocks(1, 160);
+    let prefix = blocks(1, 320);
     store(&*paths.tier, prefix.clone()).await;
     let (second, before) = (paths.on(1, &prefix), announced(&paths.events, Level::G3));
 
@@ -139,8 +139,8 @@ async fn a_path_whose_reads_fail_goes_down_alone_and_comes_back_with_its_blocks(
     store(&*paths.tier, second[..2].to_vec()).await;
 
     paths.tier.shared.rig.fail_reads(1, 0);
-    paths.until(|paths| paths.up() == [true; 3] && paths.tier.usage().blocks == 240).await;
-    assert_eq!(paths.found(&prefix).await, 160);
+    paths.until(|paths| paths.up() == [true; 3] && paths.tier.usage().blocks == 400).await;
+    assert_eq!(paths.found(&prefix).await, 320);
     assert_eq!(paths.found(&more).await, 80);
     let after = announced(&paths.events, Level::G3);
     assert!(before.iter().all(|name| after.contains(name)), "announced again, once");

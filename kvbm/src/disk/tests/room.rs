@@ -194,3 +194,99 @@ async fn what_is_in_use_and_has_no_room_any_more_is_handed_over_if_somebody_want
     assert!(lost.iter().any(|name| found.contains(name)), "{} were lost, {} handed over", lost.len(), found.len());
     assert!(!found.contains(&unwanted));
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_device_that_takes_files_but_no_data_does_not_cost_a_segment_each_time() {
+    let folder = tempfile::tempdir().unwrap();
+    let (tier, _) = open_with(folder.path(), small());
+    for seed in 0..20 {
+        store(&*tier, chain(seed, 10)).await;
+    }
+    idle(&tier).await;
+    let before = tier.usage();
+    tier.shared.rig.fail_data(0, libc::EIO);
+    for _ in 0..20 {
+        tokio::time::advance(Duration::from_secs(2)).await;
+        assert!(matches!(tier.store(chain(99, 1)).await[..], [Err(StoreError::Io(_))]));
+        idle(&tier).await;
+    }
+    let after = tier.usage();
+    assert!(after.bytes <= before.bytes && after.blocks >= before.blocks / 2, "{before:?}, {after:?}");
+    tier.shared.rig.fail_data(0, 0);
+    tokio::time::advance(Duration::from_secs(2)).await;
+    store(&*tier, chain(99, 1)).await;
+}
+
+#[tokio::test]
+async fn what_is_on_its_way_out_is_withdrawn_with_the_rest() {
+    let folder = tempfile::tempdir().unwrap();
+    let (tier, events) = open(folder.path());
+    store(&*tier, chain(1, 100)).await;
+    let log = tier.logs().remove(0).unwrap();
+    let going = log.next_to_go(&mut log.lock(), 0);
+    assert!(going.is_some());
+    log.withdraw();
+    assert_eq!((tier.usage().blocks, announced(&events, Level::G3).len()), (0, 0));
+}
+
+#[tokio::test]
+async fn what_goes_is_not_found_any_more_while_it_is_handed_over() {
+    let folder = tempfile::tempdir().unwrap();
+    let (tier, _) = open_with(folder.path(), small());
+    let (found, index) = (Arc::new(Mutex::new(Vec::new())), tier.shared.index.clone());
+    let looks = found.clone();
+    let wants = move |fingerprint, name| {
+        looks.lock().unwrap().push(index.get(fingerprint, name).is_some());
+        false
+    };
+    tier.spill(wants, mpsc::channel(1).0);
+    let used = chain(100, 14);
+    store(&*tier, used.clone()).await;
+    assert!(all(&load(&*tier, fingerprint(), names(&used)).await));
+    for seed in 0..30 {
+        store(&*tier, chain(seed, 10)).await;
+    }
+    idle(&tier).await;
+    let found = found.lock().unwrap();
+    assert!(!found.is_empty() && found.iter().all(|found| !found), "{found:?}");
+}
+
+#[tokio::test]
+async fn a_block_that_moves_while_it_is_to_be_read_is_found() {
+    let folder = tempfile::tempdir().unwrap();
+    let (tier, _) = open_with(folder.path(), small());
+    let used = chain(100, 4);
+    store(&*tier, used.clone()).await;
+    let names = names(&used);
+    let (missing, mut parts) = load::plan(&tier.shared.index, &tier.logs(), fingerprint(), &names);
+    assert!(missing.is_empty());
+    let segment = || tier.shared.index.get(fingerprint(), names[0]).unwrap().segment;
+    let first = segment();
+    for seed in 0.. {
+        store(&*tier, chain(seed, 10)).await;
+        if segment() != first {
+            break;
+        }
+    }
+    idle(&tier).await;
+    let log = tier.logs().remove(0).unwrap();
+    let loaded: Vec<_> = parts.remove(0).iter().flat_map(|part| log.load(fingerprint(), &names, part)).collect();
+    assert_eq!(loaded.len(), 4);
+    for (index, answer) in loaded {
+        assert_eq!(answer.unwrap().expect("it rests").payload, used[index].payload);
+    }
+}
+
+#[tokio::test]
+async fn a_block_that_nearly_fills_a_segment_does_not_wait_for_what_is_carried_over() {
+    let folder = tempfile::tempdir().unwrap();
+    let (tier, _) = open_with(folder.path(), small());
+    let keep = Keep { pinned: Some(Date::from_unix(u64::MAX)), ..Keep::default() };
+    let custody = Custody { keep, ..Custody::default() };
+    store(&*tier, chain(100, 6).into_iter().map(|block| block.in_custody(custody)).collect()).await;
+    for seed in 0..20 {
+        store(&*tier, chain_of(fingerprint(), seed, 1, 56_000)).await;
+    }
+    let last = segment::numbers(folder.path()).unwrap().pop().unwrap();
+    assert!(last <= 40, "{last} segments for twenty blocks");
+}

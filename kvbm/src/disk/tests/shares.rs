@@ -88,3 +88,19 @@ async fn what_was_written_when_nobody_was_told_apart_is_found_and_grows_old() {
     flood(&tier, 100).await;
     assert_eq!(tier.holds(fingerprint(), &names(&mixed)), 0);
 }
+
+#[tokio::test]
+async fn a_discard_is_kept_as_long_as_the_block_that_it_is_about() {
+    let folder = tempfile::tempdir().unwrap();
+    let shares = promise(800 * KIB, None);
+    let (tier, _) = open_sharing(&[&folder], &shares).await;
+    let blocks = of(1, 1_000, 20);
+    store(&*tier, blocks.clone()).await;
+    tier.discard(fingerprint(), blocks[0].header.name);
+    idle(&tier).await;
+    flood(&tier, 0).await;
+    drop(tier);
+    let (tier, _) = open_sharing(&[&folder], &shares).await;
+    let held = |blocks: &[Block]| tier.holds(fingerprint(), &names(blocks));
+    assert_eq!((held(&blocks[..1]), held(&blocks[1..])), (0, 19));
+}
