@@ -352,19 +352,14 @@ impl State {
 }
 
 impl Amount {
-    pub(crate) fn plus(mut self, other: Self) -> Self {
-        self.add(other);
-        self
-    }
-
-    pub(crate) fn add(&mut self, other: Self) {
+    fn add(&mut self, other: Self) {
         self.prefill_tokens += other.prefill_tokens;
         self.prompts += other.prompts;
         self.blocks += other.blocks;
         self.sequences += other.sequences;
     }
 
-    pub(crate) fn sub(&mut self, other: Self) {
+    fn sub(&mut self, other: Self) {
         self.prefill_tokens -= other.prefill_tokens;
         self.prompts -= other.prompts;
         self.blocks -= other.blocks;

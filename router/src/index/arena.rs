@@ -12,10 +12,15 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 /// The pages.
 pub(super) struct Arena {
     free: Mutex<Free>,
-    turns: Box<[Mutex<()>]>,
+    turns: Box<[Apart<()>]>,
     used: AtomicUsize,
     chunks: AtomicUsize,
 }
+
+/// A lock on a cache line of its own: who takes another is not kept waiting for this one's line.
+#[derive(Default)]
+#[repr(align(64))]
+pub(super) struct Apart<T>(pub(super) Mutex<T>);
 
 #[derive(Default)]
 struct Free {
@@ -42,8 +47,8 @@ pub(super) enum Change {
 
 /// Page locks. Two writers seldom want the same.
 const TURNS: usize = 512;
-/// Pages given at once: what a batch of names takes, and one for what does not fill it.
-const STRETCH_MOST: usize = 9;
+/// Pages given at once, at most.
+const STRETCH_MOST: usize = 32;
 /// Chunks with room among which a stretch is looked for.
 const LOOKED_AT: usize = 16;
 /// Places are 32 bits: 64 million pages, four billion blocks.
@@ -56,19 +61,19 @@ fn turn_of(page: u32) -> usize {
 
 impl Arena {
     pub(super) fn new() -> Self {
-        let turns = (0..TURNS).map(|_| Mutex::default()).collect();
+        let turns = (0..TURNS).map(|_| Apart::default()).collect();
         Self { free: Mutex::default(), turns, used: AtomicUsize::new(0), chunks: AtomicUsize::new(0) }
     }
 
     /// The lock under which a page is changed. Nobody holds two, unless he can do without the second.
     pub(super) fn turn(&self, page: u32) -> MutexGuard<'_, ()> {
-        self.turns[turn_of(page)].lock().unwrap_or_else(PoisonError::into_inner)
+        self.turns[turn_of(page)].0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The same, if nobody has it and `other`'s is not it.
     pub(super) fn try_turn(&self, page: u32, other: u32) -> Option<MutexGuard<'_, ()>> {
         let apart = turn_of(page) != turn_of(other);
-        apart.then(|| self.turns[turn_of(page)].try_lock().ok()).flatten()
+        apart.then(|| self.turns[turn_of(page)].0.try_lock().ok()).flatten()
     }
 
     /// Neighbouring pages that nobody uses, at most so many; `None` when there are no more numbers. `change` hears of a new chunk

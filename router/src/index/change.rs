@@ -25,6 +25,8 @@ pub(super) struct Run<'a> {
 
 /// Names that are brought near at once while looking for them.
 const AHEAD: usize = 128;
+/// A source has so many times as many pages as are kept for its next blocks.
+const SPARE: usize = 16;
 /// A page is given up for another when no more places than this are live, and all were used.
 const SPARSE: u32 = PLACES / 4;
 
@@ -161,7 +163,7 @@ impl Index {
             let here = (place.at()..PLACES).zip(&names[known..]).take_while(|(at, name)| is(*at, **name)).count();
             let mut holders = page.holders();
             let before = holders.bytes();
-            let added = holders.add(seat, ones(here as u32) << place.at());
+            let added = holders.add(seat, ones(here as u32) << place.at(), &mut ledger.joined);
             if added != 0 {
                 self.crowds(before, holders.bytes());
                 page.set_holders(holders);
@@ -203,7 +205,7 @@ impl Index {
             let (now, later) = rest.split(rest.names.len().min((PLACES - page.used()) as usize));
             let before = page.holders().bytes();
             let joins = if now.chained { !1 } else { 0 };
-            let first = page.append(seat, now.names, now.after, joins);
+            let first = page.append(seat, now, joins, &mut ledger.joined);
             self.crowds(before, page.holders().bytes());
             if let Some(after) = now.after.filter(|_| !page.joins_at(first)) {
                 lead(&body, entries.last(), after, Place::new(number, first));
@@ -255,7 +257,9 @@ impl Index {
     /// A page of the source's with room in it, probably; one after the other, as many as so many names will want.
     fn open(&self, owner: &Owner, ledger: &mut Ledger, names: usize) -> Option<u32> {
         if ledger.open.is_empty() {
-            let numbers = self.arena.take(names.div_ceil(PLACES as usize), |change| self.set_chunk(change))?;
+            // Those to come as well, so that a long chain lies together: a small part of what the source has.
+            let wanted = names.div_ceil(PLACES as usize).max(ledger.pages[0].len() / SPARE);
+            let numbers = self.arena.take(wanted, |change| self.set_chunk(change))?;
             let body = self.body.load();
             for number in numbers.clone() {
                 let _turn = self.arena.turn(number);
@@ -280,7 +284,7 @@ impl Index {
     ) {
         let mut holders = page.holders();
         let before = holders.bytes();
-        let taken = holders.take(seat, bits);
+        let taken = holders.take(seat, bits, &mut ledger.left);
         if taken == 0 {
             return;
         }
@@ -375,7 +379,7 @@ impl Index {
         let names: Vec<u64> = places.iter().map(|at| old.name(*at)).collect();
         let before = new.holders().bytes();
         let joins = (0..).zip(&places).fold(0, |joins, (to, at)| joins | u64::from(old.joins_at(*at)) << to);
-        let first = new.append(seat, &names, None, joins);
+        let first = new.append(seat, Run::loose(&names), joins, &mut ledger.joined);
         self.crowds(before, new.holders().bytes());
         for (to_at, at) in (first..).zip(&places) {
             self.locator.point(old.name(*at), Place::new(from, *at), Place::new(to, to_at));

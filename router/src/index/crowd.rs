@@ -4,8 +4,10 @@
 use super::bits::Bits;
 use super::seat::{Seat, Slot};
 use super::sync::fetch;
+use std::sync::Arc;
 
 /// Two or more holders. It does not change: a change makes another.
+#[derive(PartialEq, Eq)]
 pub(super) enum Crowd {
     /// So few that looking at them is one visit to memory.
     Few { len: usize, seats: [Seat; FEW], masks: [u64; FEW] },
@@ -14,11 +16,29 @@ pub(super) enum Crowd {
 }
 
 /// Workers that hold the same blocks at the same level.
-#[derive(Clone)]
+#[derive(Clone, PartialEq, Eq)]
 pub(super) struct Group {
     pub(super) level: usize,
     pub(super) mask: u64,
     pub(super) workers: Bits,
+}
+
+/// The crowd of the page that was changed before. Pages of one chain mostly have the same, and share it: who walks along them then
+/// sees by its number that nothing is different.
+#[derive(Default)]
+pub(super) struct Lately(Option<Arc<Crowd>>);
+
+impl Lately {
+    /// The same crowd, the one that there is already if it is no other.
+    pub(super) fn share(&mut self, crowd: Crowd) -> Arc<Crowd> {
+        if let Some(lately) = self.0.as_ref().filter(|lately| ***lately == crowd) {
+            return lately.clone();
+        }
+        let crowd = Arc::new(crowd);
+        // A large one stays for nobody's sake.
+        self.0 = matches!(*crowd, Crowd::Few { .. }).then(|| crowd.clone());
+        crowd
+    }
 }
 
 /// A crowd on its way to the next.
@@ -220,6 +240,7 @@ mod tests {
             ),
         ) {
             let (mut holders, mut model) = (Holders::Nobody, BTreeMap::<u32, u64>::new());
+            let mut lately = Lately::default();
             for (comes, level, first, many, stride, bits) in steps {
                 // A store now and then among many workers.
                 let workers = (first..WORKERS).step_by(stride).take(many).map(Slot::worker);
@@ -227,9 +248,9 @@ mod tests {
                     let seat = Seat::at(slot, level);
                     let had = model.get(&seat.raw()).copied().unwrap_or(0);
                     let (changed, has) = if comes {
-                        (holders.add(seat, bits), had | bits)
+                        (holders.add(seat, bits, &mut lately), had | bits)
                     } else {
-                        (holders.take(seat, bits), had & !bits)
+                        (holders.take(seat, bits, &mut lately), had & !bits)
                     };
                     prop_assert_eq!(changed, had ^ has);
                     prop_assert_eq!(holders.mask(seat), has);
@@ -245,13 +266,13 @@ mod tests {
 
     #[test]
     fn what_everybody_holds_takes_a_bit_for_each() {
-        let mut holders = Holders::Nobody;
+        let (mut holders, mut lately) = (Holders::Nobody, Lately::default());
         for worker in 0..1024 {
-            holders.add(Seat::at(Slot::worker(worker), 0), 0xffff_ffff);
+            holders.add(Seat::at(Slot::worker(worker), 0), 0xffff_ffff, &mut lately);
         }
         assert!(holders.bytes() < 300, "{} bytes", holders.bytes());
         for worker in 2..1024 {
-            holders.take(Seat::at(Slot::worker(worker), 0), u64::MAX);
+            holders.take(Seat::at(Slot::worker(worker), 0), u64::MAX, &mut lately);
         }
         assert!(holders.bytes() < 100, "{} bytes are left for two", holders.bytes());
     }

@@ -1,6 +1,6 @@
 //! Who holds which blocks of a page: a bit per block for each holder, so that a hole is a bit and nothing else.
 
-use super::crowd::Crowd;
+use super::crowd::{Crowd, Lately};
 use super::seat::Seat;
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ pub(super) enum Holders {
 
 impl Holders {
     /// Adds blocks of a holder. Answers with those that it did not have.
-    pub(super) fn add(&mut self, seat: Seat, bits: u64) -> u64 {
+    pub(super) fn add(&mut self, seat: Seat, bits: u64, lately: &mut Lately) -> u64 {
         match self {
             _ if bits == 0 => 0,
             Self::Nobody => {
@@ -30,13 +30,13 @@ impl Holders {
                 added
             }
             Self::One(holder, mask) => {
-                *self = Self::Several(Arc::new(Crowd::pair((*holder, *mask), (seat, bits))));
+                *self = Self::Several(lately.share(Crowd::pair((*holder, *mask), (seat, bits))));
                 bits
             }
             Self::Several(crowd) => {
                 let had = crowd.mask(seat);
                 if bits & !had != 0 {
-                    *crowd = Arc::new(crowd.with(seat, had | bits));
+                    *crowd = lately.share(crowd.with(seat, had | bits));
                 }
                 bits & !had
             }
@@ -44,7 +44,7 @@ impl Holders {
     }
 
     /// Takes blocks from a holder. Answers with those that it had.
-    pub(super) fn take(&mut self, seat: Seat, bits: u64) -> u64 {
+    pub(super) fn take(&mut self, seat: Seat, bits: u64, lately: &mut Lately) -> u64 {
         match self {
             Self::One(holder, mask) if *holder == seat => {
                 let taken = *mask & bits;
@@ -61,7 +61,7 @@ impl Holders {
                     let fewer = crowd.with(seat, had & !bits);
                     *self = match fewer.only() {
                         Some((seat, mask)) => Self::One(seat, mask),
-                        None => Self::Several(Arc::new(fewer)),
+                        None => Self::Several(lately.share(fewer)),
                     };
                 }
                 had & bits

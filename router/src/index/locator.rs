@@ -4,13 +4,14 @@
 //! which are sorted by shard, so that a lock is taken for many names at once; whoever finds a shard busy does the others
 //! first.
 
+use super::arena::Apart;
 use super::body::{Body, Place};
 use super::table::Table;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Shards: two writers seldom meet in one, a batch has several names for each, and none is long in growing.
 pub(super) const SHARDS: usize = 1 << SHARD_BITS;
-const SHARD_BITS: u32 = 3;
+const SHARD_BITS: u32 = 4;
 /// A table is replaced by a larger one once it is fuller than this: beyond, groups of nine overflow too often.
 const FULL: f64 = 0.75;
 /// And by a smaller one once it is emptier than this.
@@ -24,7 +25,7 @@ const AHEAD: usize = 24;
 const AT_ONCE: usize = 512;
 
 /// The shards.
-pub(super) struct Locator([Mutex<Shard>; SHARDS]);
+pub(super) struct Locator([Apart<Shard>; SHARDS]);
 
 struct Shard {
     table: Arc<Table>,
@@ -72,7 +73,7 @@ impl Key {
 
 impl Locator {
     pub(super) fn new() -> Self {
-        Self(std::array::from_fn(|_| Mutex::new(Shard::of(Table::new(0), 0))))
+        Self(std::array::from_fn(|_| Apart(Mutex::new(Shard::of(Table::new(0), 0)))))
     }
 
     /// The table of each shard.
@@ -173,7 +174,7 @@ impl Locator {
                 each(number, shard, &sorted[range], ahead);
             };
             for shard in (0..SHARDS).filter(|shard| !of(*shard).is_empty()) {
-                match self.0[shard].try_lock() {
+                match self.0[shard].0.try_lock() {
                     Ok(mut guard) => call(shard, &mut guard),
                     Err(_) => later |= 1 << shard,
                 }
@@ -185,7 +186,7 @@ impl Locator {
     }
 
     fn lock(&self, shard: usize) -> MutexGuard<'_, Shard> {
-        self.0[shard].lock().unwrap_or_else(PoisonError::into_inner)
+        self.0[shard].0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -1,6 +1,7 @@
 //! A source, and what it holds.
 
 use super::LEVELS;
+use super::crowd::Lately;
 use super::seat::{Seat, Slot};
 use std::collections::HashSet;
 use std::hash::{BuildHasherDefault, Hasher};
@@ -24,6 +25,9 @@ pub(super) struct Ledger {
     pub(super) pages: [Pages; LEVELS.len()],
     /// Where its next new names go, if there is room: the first of these pages, and then the others.
     pub(super) open: Range<u32>,
+    /// The crowds that it last joined and left.
+    pub(super) joined: Lately,
+    pub(super) left: Lately,
     /// Set when the source was forgotten while somebody waited for this lock.
     pub(super) retired: bool,
 }

@@ -9,7 +9,8 @@
 //! without waiting, see [`Version`]; it is changed by whoever holds its lock, see [`super::arena`].
 
 use super::body::Place;
-use super::crowd::Crowd;
+use super::change::Run;
+use super::crowd::{Crowd, Lately};
 use super::holders::Holders;
 use super::seat::{Seat, Slot};
 use super::sync::{AtomicU8, AtomicU32, AtomicU64, Ordering, fetch};
@@ -32,7 +33,8 @@ pub(super) struct Page<'a> {
 #[repr(align(64))]
 pub(super) struct Head {
     version: Version,
-    /// The only holder and its blocks, or that there are several.
+    /// The only holder and its blocks; or that there are several, and where what is said of them lies, as a number that tells one
+    /// crowd from another.
     seat: AtomicU32,
     mask: AtomicU64,
     several: ArcSwapOption<Crowd>,
@@ -78,9 +80,10 @@ pub(super) const LINE: usize = 8;
 pub(super) struct Seen {
     /// The leading blocks that follow each other from the place on.
     pub(super) len: u32,
+    /// The only holder and its blocks, as in the head.
     pub(super) seat: Seat,
     pub(super) mask: u64,
-    /// When there are several.
+    /// When there are several. As long as this is here, none but this one has its number.
     pub(super) several: Option<Guard<Option<Arc<Crowd>>>>,
     /// Where the prompt probably goes on.
     pub(super) next: Option<Place>,
@@ -176,6 +179,20 @@ impl<'a> Page<'a> {
         })
     }
 
+    /// Whether a chain fills this page that ends in a name, and is held as what was `seen` is; then where it probably goes on.
+    /// `None` as well when the page is being changed.
+    #[inline]
+    pub(super) fn goes_on_as(&self, seen: &Seen, end: u64) -> Option<Option<Place>> {
+        let head = self.head;
+        let is = |word: &AtomicU64, value: u64| word.load(Ordering::Relaxed) == value;
+        let alike = head.version.look_once(|| {
+            let held = head.seat.load(Ordering::Relaxed) == seen.seat.raw() && is(&head.mask, seen.mask);
+            let joined = head.joins.load(Ordering::Relaxed) | 1 == u64::MAX;
+            (held && joined && is(&head.live, u64::MAX) && is(&head.last, end)).then(|| self.next(PLACES - 1))
+        });
+        alike.flatten()
+    }
+
     fn run(&self, from: u32, prompt: &[SequenceHash]) -> u32 {
         let (live, joins) = (self.head.live.load(Ordering::Relaxed), self.head.joins.load(Ordering::Relaxed));
         let longest = (PLACES - from).min(prompt.len() as u32);
@@ -192,6 +209,14 @@ impl<'a> Page<'a> {
             }
             // It forks somewhere in between. Names up to there are alike, and none after.
             let (mut alike, mut differs) = (0, joined);
+            // Most likely where others went elsewhere before.
+            let turn = u32::from(self.head.turns.load(Ordering::Relaxed)).wrapping_sub(from + len);
+            if turn < joined && is(len + turn) {
+                if !is(len + turn + 1) {
+                    return len + turn + 1;
+                }
+                alike = turn + 1;
+            }
             while differs - alike > 1 {
                 let middle = alike.midpoint(differs);
                 if is(len + middle) { alike = middle } else { differs = middle }
@@ -305,11 +330,11 @@ impl Page<'_> {
 
     /// Appends names, all held by one. The first follows the name `after`, and each of the others the one before it where
     /// `joins` has its bit. Answers with the first place.
-    pub(super) fn append(&self, seat: Seat, names: &[u64], after: Option<u64>, joins: u64) -> u32 {
+    pub(super) fn append(&self, seat: Seat, Run { names, after, .. }: Run<'_>, joins: u64, lately: &mut Lately) -> u32 {
         let first = self.used();
         let bits = ones(names.len() as u32) << first;
         let mut holders = self.holders();
-        holders.add(seat, bits);
+        holders.add(seat, bits, lately);
         let live = self.live() | bits;
         let follows = first > 0 && live >> (first - 1) & 1 == 1 && after == Some(self.name(first - 1));
         let joins = (joins & !1 | u64::from(follows)) << first & bits;
@@ -342,7 +367,7 @@ impl Page<'_> {
         let (seat, mask, several) = match holders {
             Holders::Nobody => (Seat::NOBODY, 0, None),
             Holders::One(seat, mask) => (seat, mask, None),
-            Holders::Several(crowd) => (Seat::SEVERAL, 0, Some(crowd)),
+            Holders::Several(crowd) => (Seat::SEVERAL, Arc::as_ptr(&crowd).addr() as u64, Some(crowd)),
         };
         if several.is_some() || self.head.seat.load(Ordering::Relaxed) == Seat::SEVERAL.raw() {
             self.head.several.store(several);

@@ -44,6 +44,8 @@ pub(super) struct Window {
     pub(super) at: u32,
     /// Places.
     pub(super) len: u32,
+    /// So many pages are the same.
+    pub(super) times: u32,
 }
 
 /// The holders of a page, as far as the window shows.
@@ -141,7 +143,7 @@ impl Partition {
             }
         }
         for class in &mut self.classes {
-            (class.run, class.gain) = leading(&class.share, sight.window.len);
+            (class.run, class.gain) = sight.window.leading(&class.share);
         }
     }
 
@@ -179,8 +181,8 @@ impl Partition {
             let worker = *worker as usize;
             from += before(&sight.seats[from..], worker);
             let (run, gain) = match sight.only(from, worker) {
-                Some((level, mask)) => at_one(level, mask, len),
-                None => leading(&sight.share(from, worker), len),
+                Some((level, mask)) => sight.window.at_one(level, mask),
+                None => sight.window.leading(&sight.share(from, worker)),
             };
             answer.add(worker, gain);
             run == len
@@ -199,7 +201,7 @@ impl Partition {
             };
             let Class { held, mut share, run, gain } = self.classes[class];
             at += sight.own(at, worker, &mut share);
-            let (own_run, own_gain) = leading(&share, sight.window.len);
+            let (own_run, own_gain) = sight.window.leading(&share);
             if own_gain != gain {
                 answer.add(worker, own_gain - gain);
             }
@@ -244,6 +246,41 @@ impl Partition {
 impl Window {
     fn of(self, mask: u64) -> u64 {
         mask >> self.at & ones(self.len)
+    }
+
+    /// How far what is there at some level goes, and how much of it is at which: the fastest that has each block.
+    #[expect(clippy::inline_always, reason = "for every worker of every page, and the masks stay in registers")]
+    #[inline(always)]
+    fn leading(self, share: &[u64; LEVELS.len()]) -> (u32, Held) {
+        let any = share.iter().fold(0, |any, mask| any | mask);
+        let run = (!any).trailing_zeros().min(self.len);
+        let (mut rest, mut left, mut blocks) = (ones(run), run, [0; LEVELS.len()]);
+        for (blocks, mask) in blocks.iter_mut().zip(share) {
+            let here = mask & rest;
+            // Most of the time it has all that is left, or the first of them: no need to count bits.
+            *blocks = match here {
+                _ if here == rest => left,
+                _ if here & (here + 1) == 0 => here.trailing_ones(),
+                _ => here.count_ones(),
+            };
+            left -= *blocks;
+            rest &= !here;
+        }
+        self.on(run, Held(blocks))
+    }
+
+    /// The same of what is at one level.
+    fn at_one(self, level: usize, mask: u64) -> (u32, Held) {
+        let run = (!mask).trailing_zeros().min(self.len);
+        let mut held = Held::default();
+        held.0[level] = run;
+        self.on(run, held)
+    }
+
+    /// Who has all of the first page has all of those that are the same.
+    fn on(self, run: u32, held: Held) -> (u32, Held) {
+        let times = if run == self.len { self.times } else { 1 };
+        (run, Held(held.0.map(|blocks| blocks * times)))
     }
 }
 
@@ -329,33 +366,4 @@ fn before(seats: &[Seat], worker: usize) -> usize {
     }
     let known = reach / 2;
     known + seats[known..seats.len().min(reach)].partition_point(is)
-}
-
-/// The same as [`leading`], of what is at one level.
-fn at_one(level: usize, mask: u64, len: u32) -> (u32, Held) {
-    let run = (!mask).trailing_zeros().min(len);
-    let mut held = Held::default();
-    held.0[level] = run;
-    (run, held)
-}
-
-/// The leading blocks of a page that are there at some level, and how many of them are at which: the fastest that has each.
-#[expect(clippy::inline_always, reason = "for every worker of every page, and the masks stay in registers")]
-#[inline(always)]
-fn leading(share: &[u64; LEVELS.len()], len: u32) -> (u32, Held) {
-    let any = share.iter().fold(0, |any, mask| any | mask);
-    let run = (!any).trailing_zeros().min(len);
-    let (mut rest, mut left, mut blocks) = (ones(run), run, [0; LEVELS.len()]);
-    for (blocks, mask) in blocks.iter_mut().zip(share) {
-        let here = mask & rest;
-        // Most of the time it has all that is left, or the first of them: no need to count bits.
-        *blocks = match here {
-            _ if here == rest => left,
-            _ if here & (here + 1) == 0 => here.trailing_ones(),
-            _ => here.count_ones(),
-        };
-        left -= *blocks;
-        rest &= !here;
-    }
-    (run, Held(blocks))
 }

@@ -1,7 +1,10 @@
 use super::*;
+use along::{runs, tell};
 use kvbm::{ChainKey, Domain};
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
+
+mod along;
 
 const WORKERS: u64 = 70; // more than one word of bits
 const STORES: u64 = 3;
@@ -261,68 +264,6 @@ fn a_store_outlives_its_writer_and_serves_whoever_reaches_it() {
     assert_eq!(overlap.at(reads), Held::of([0, 0, 0, 0, BLOCKS as u32]));
     assert_eq!(overlap.at(cannot).run(), 0);
     assert_eq!(index.leave(reader), [store]);
-}
-
-/// Runs of one chain, each told by an event of its own.
-fn runs(number: u32, blocks: u32, run: usize) -> (Vec<SequenceHash>, Vec<BlockEvent>) {
-    let tokens: Vec<u32> = (0..blocks).map(|at| at | number << 20).collect();
-    let names = ChainKey::root(&Domain::shared(), "m", None).names(&tokens, 1);
-    let mut parent = None;
-    let event = |blocks: &[SequenceHash]| {
-        let parent = std::mem::replace(&mut parent, blocks.last().copied());
-        BlockEvent::Stored { level: Level::G1, parent, blocks: blocks.to_vec() }
-    };
-    let events = names.chunks(run).map(event).collect();
-    (names, events)
-}
-
-fn tell(index: &Index, worker: WorkerId, events: &[BlockEvent]) {
-    for event in events {
-        index.apply(Source::Worker(worker), event);
-    }
-}
-
-#[test]
-fn a_chain_longer_than_a_page_forks_and_ends_where_it_should() {
-    let index = Index::new();
-    let [a, b] = [1, 2].map(|id| (WorkerId(id), index.join(WorkerId(id), &[])));
-    // Runs that end anywhere in a page, and two workers' that alternate.
-    let (long, events) = runs(1, 1000, 37);
-    tell(&index, a.0, &events);
-    tell(&index, b.0, &events[..9]);
-    for len in [1, 63, 64, 65, 333, 334, 999, 1000] {
-        let overlap = index.overlap(&long[..len]);
-        assert_eq!(overlap.at(a.1).run(), len as u32);
-        assert_eq!(overlap.at(b.1).run(), len.min(333) as u32);
-    }
-    let mut fork = long.clone();
-    let other = runs(2, 1000, 1000).0;
-    for at in [0, 1, 63, 64, 100, 332, 333, 998] {
-        fork[at..].copy_from_slice(&other[at..]);
-        assert_eq!(index.overlap(&fork).at(a.1).run(), at as u32);
-        fork[at..].copy_from_slice(&long[at..]);
-    }
-}
-
-#[test]
-fn a_page_that_was_taken_by_another_chain_leads_nobody_astray() {
-    let index = Index::new();
-    let [a, b] = [1, 2].map(|id| (WorkerId(id), index.join(WorkerId(id), &[])));
-    let (long, events) = runs(1, 640, 640);
-    let (other, others) = runs(2, 640, 640);
-    tell(&index, a.0, &events);
-    for at in [64, 100, 320] {
-        index.apply(Source::Worker(a.0), &removed(Level::G1, &long[at..]));
-        tell(&index, b.0, &others);
-        assert_eq!(index.overlap(&long).at(a.1).run(), at as u32);
-        let stored = BlockEvent::Stored { level: Level::G1, parent: Some(long[at - 1]), blocks: long[at..].to_vec() };
-        index.apply(Source::Worker(a.0), &stored);
-        for (chain, (_, slot), nobody) in [(&long, a, b.1), (&other, b, a.1)] {
-            let overlap = index.overlap(chain);
-            assert_eq!((overlap.at(slot).run(), overlap.at(nobody).run()), (640, 0));
-        }
-        index.apply(Source::Worker(b.0), &removed(Level::G1, &other));
-    }
 }
 
 #[test]

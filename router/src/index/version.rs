@@ -32,16 +32,24 @@ impl Version {
     /// Looks until nothing changed meanwhile; `None` when it does not come to rest.
     pub(crate) fn look<T>(&self, mut look: impl FnMut() -> T) -> Option<T> {
         for look_number in 0..LOOKS {
-            let version = self.0.load(Ordering::Acquire);
-            if version.is_multiple_of(2) {
-                let seen = look();
-                fence(Ordering::Acquire);
-                if self.0.load(Ordering::Relaxed) == version {
-                    return Some(seen);
-                }
+            let seen = self.look_once(&mut look);
+            if seen.is_some() {
+                return seen;
             }
             pause(look_number);
         }
         None
+    }
+
+    /// Looks once; `None` when something changed meanwhile.
+    #[inline]
+    pub(crate) fn look_once<T>(&self, look: impl FnOnce() -> T) -> Option<T> {
+        let version = self.0.load(Ordering::Acquire);
+        if !version.is_multiple_of(2) {
+            return None;
+        }
+        let seen = look();
+        fence(Ordering::Acquire);
+        (self.0.load(Ordering::Relaxed) == version).then_some(seen)
     }
 }

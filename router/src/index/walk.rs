@@ -1,17 +1,14 @@
 //! A lookup: along a prompt from page to page. What each page says of its holders, a [`Partition`] counts.
 
 use super::body::{Body, Place};
-use super::locator::Key;
 use super::overlap::{Answer, Overlap};
 use super::page::{PLACES, Seen};
 use super::partition::{Partition, Window};
 use super::sync::fetch;
 use kvbm::SequenceHash;
 
-/// Places looked for at once, one for each page that a prompt takes at least: as many as a core can wait for.
-const AHEAD: usize = 16;
 /// Pages ahead whose heads are brought near, in case they lie side by side.
-const NEAR: usize = 4;
+const NEAR: usize = 8;
 /// Blocks from one to the next.
 const STRIDE: usize = PLACES as usize;
 /// A block may be moved between finding and reading it, and then be found again.
@@ -25,16 +22,13 @@ pub(super) struct Walk<'a> {
     partition: &'a mut Partition,
     /// Blocks walked.
     at: usize,
-    /// Where blocks ahead are, probably: one in [`STRIDE`], from `ahead_from` on.
-    ahead: [Option<Place>; AHEAD],
-    ahead_from: usize,
 }
 
 impl<'a> Walk<'a> {
     pub(super) fn new(body: &'a Body, names: &'a [SequenceHash], out: &'a mut Overlap) -> Self {
         let Overlap { answer, partition } = out;
         answer.reset(partition.begin(body.roll.workers.len()));
-        Self { body, names, answer, partition, at: 0, ahead: [None; AHEAD], ahead_from: 0 }
+        Self { body, names, answer, partition, at: 0 }
     }
 
     /// Walks as far as anybody holds the prompt.
@@ -44,22 +38,46 @@ impl<'a> Walk<'a> {
     }
 
     fn walk(&mut self) {
-        // The first page says whether to look further.
-        let mut look_ahead_at = 1;
+        self.names.iter().skip(STRIDE - 1).step_by(STRIDE).take(NEAR).for_each(fetch);
         let mut led = None;
         while self.at < self.names.len() {
-            if led.is_none() && self.at >= look_ahead_at {
-                self.look_ahead();
-                look_ahead_at = self.at + AHEAD * STRIDE;
-            }
             let Some((place, seen)) = led.take().or_else(|| self.page()) else { return };
             self.at += seen.len as usize;
+            let (times, next) = self.alike(place, &seen);
             // The next is looked at before this one is counted, so that its lines come meanwhile.
-            led = seen.next.and_then(|place| self.read(place));
-            let window = Window { at: place.at(), len: seen.len };
+            led = next.and_then(|place| self.read(place));
+            let window = Window { at: place.at(), len: seen.len, times };
             if !self.partition.count(&seen, window, &self.body.roll.reach, self.answer) {
                 return;
             }
+        }
+    }
+
+    /// How many pages, from this one on, have the prompt alike, and where it goes on then. They are whole, so that one look at a
+    /// line tells.
+    fn alike(&mut self, place: Place, seen: &Seen) -> (u32, Option<Place>) {
+        let (mut times, mut next) = (1, seen.next);
+        if place.at() != 0 || seen.len != PLACES {
+            return (times, next);
+        }
+        while let Some(place) = next.filter(|place| place.at() == 0)
+            && let Some(end) = self.names.get(self.at + STRIDE - 1)
+            && let Some(page) = self.body.page(place.page())
+            && let Some(further) = page.goes_on_as(seen, end.short())
+        {
+            self.fetch_ahead(place);
+            page.warm();
+            self.at += STRIDE;
+            (times, next) = (times + 1, further);
+        }
+        (times, next)
+    }
+
+    /// Brings near what will probably be read soon after a page that has the next block of the prompt.
+    fn fetch_ahead(&self, place: Place) {
+        self.body.fetch_head(place.page() + NEAR as u32);
+        if let Some(name) = self.names.get(self.at + (NEAR + 1) * STRIDE - 1) {
+            fetch(name);
         }
     }
 
@@ -67,10 +85,7 @@ impl<'a> Walk<'a> {
     fn read(&self, place: Place) -> Option<(Place, Seen)> {
         let names = self.names.get(self.at..).filter(|names| !names.is_empty())?;
         let page = self.body.page(place.page())?;
-        self.body.fetch_head(place.page() + NEAR as u32);
-        if let Some(name) = names.get((NEAR + 1) * STRIDE - 1) {
-            fetch(name);
-        }
+        self.fetch_ahead(place);
         let seen = page.look(place.at(), names).filter(|seen| seen.len > 0)?;
         if let Some(crowd) = seen.several.as_deref().and_then(Option::as_ref) {
             crowd.fetch();
@@ -81,12 +96,8 @@ impl<'a> Walk<'a> {
 
     /// The page that has the next block, and how much of the prompt.
     fn page(&self) -> Option<(Place, Seen)> {
-        let mut guess = self.guess();
-        let mut tries = 0;
-        while tries < TRIES {
-            let guessed = guess.take();
-            tries += usize::from(guessed.is_none());
-            let place = guessed.or_else(|| self.body.find(self.names[self.at].short()))?;
+        for _ in 0..TRIES {
+            let place = self.body.find(self.names[self.at].short())?;
             let Some(page) = self.body.page(place.page()) else { continue };
             let seen = page.look(place.at(), &self.names[self.at..])?;
             if seen.len > 0 {
@@ -95,30 +106,5 @@ impl<'a> Walk<'a> {
             }
         }
         None
-    }
-
-    /// Where the next block is if it lies in one page with the next that was looked for.
-    fn guess(&self) -> Option<Place> {
-        let between = self.at.checked_sub(self.ahead_from)?;
-        let next = between.div_ceil(STRIDE);
-        let place = (*self.ahead.get(next)?)?;
-        let at = place.at().checked_sub((next * STRIDE - between) as u32)?;
-        Some(Place::new(place.page(), at))
-    }
-
-    /// Brings near the pages that come next, and notes where they are. A page has sixty-four blocks of the prompt at most, so one
-    /// of as many is in each of them.
-    fn look_ahead(&mut self) {
-        let names = &self.names[self.at..];
-        let keys = || names.iter().step_by(STRIDE).take(AHEAD).map(|name| Key::of(name.short()));
-        keys().for_each(|key| self.body.tables[key.shard].fetch(key.tag));
-        self.ahead = [None; AHEAD];
-        self.ahead_from = self.at;
-        for (place, key) in self.ahead.iter_mut().zip(keys()) {
-            *place = self.body.tables[key.shard].find(key.tag, |_| true).map(Place);
-        }
-        let places = self.ahead.iter().flatten();
-        let pages = places.filter_map(|place| Some(self.body.page(place.page())?.touch(place.at())));
-        std::hint::black_box(pages.fold(0, |sum, page| sum ^ page));
     }
 }
