@@ -59,6 +59,9 @@ pub(crate) struct Permit {
     class: Priority,
 }
 
+/// What classes are called, from the least.
+const CLASSES: [&str; 3] = ["low", "normal", "high"];
+
 impl Admission {
     pub(crate) fn new(metrics: &Metrics) -> Arc<Self> {
         Arc::new(Self {
@@ -113,9 +116,8 @@ impl Admission {
         let told = inside.desk.round(Sight { limits, roster: &roster, now: Instant::now() });
         inside.tell(told);
         self.awaited.store(!inside.desk.is_empty(), Ordering::SeqCst);
-        let classes = [Priority::Low, Priority::Normal, Priority::High];
-        for (class, tokens) in classes.into_iter().zip(inside.desk.by_class()) {
-            self.metrics.waiting_tokens.with_label_values(&[name(class)]).set(tokens as i64);
+        for (class, tokens) in CLASSES.iter().zip(inside.desk.by_class()) {
+            self.metrics.waiting_tokens.with_label_values(&[class]).set(tokens as i64);
         }
     }
 
@@ -138,7 +140,7 @@ impl Admission {
     /// A request goes that has waited.
     pub(crate) fn waited(&self, class: Priority, waited: Duration) {
         self.count(class, "waited");
-        self.metrics.wait_seconds.with_label_values(&[name(class)]).observe(waited.as_secs_f64());
+        self.metrics.wait_seconds.with_label_values(&[CLASSES[class as usize]]).observe(waited.as_secs_f64());
     }
 
     /// A request is refused: what its client is told.
@@ -155,7 +157,7 @@ impl Admission {
     }
 
     fn count(&self, class: Priority, outcome: &str) {
-        self.metrics.admissions.with_label_values(&[name(class), outcome]).inc();
+        self.metrics.admissions.with_label_values(&[CLASSES[class as usize], outcome]).inc();
     }
 
     /// Somebody waits from now on, and may be the first to go, or to be late.
@@ -184,15 +186,6 @@ impl Inside {
                 let _ = waits.send(told);
             }
         }
-    }
-}
-
-/// A class's label.
-const fn name(class: Priority) -> &'static str {
-    match class {
-        Priority::Low => "low",
-        Priority::Normal => "normal",
-        Priority::High => "high",
     }
 }
 

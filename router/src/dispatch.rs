@@ -13,7 +13,7 @@ use crate::core::Core;
 use crate::door::admit;
 use crate::fleet::Member;
 use crate::health::Verdict;
-use crate::place::{Detour, Placement, place};
+use crate::place::{Detour, Placement, patience, place};
 use crate::record::Life;
 use futures::{StreamExt, future, stream};
 use std::sync::Arc;
@@ -26,11 +26,7 @@ use worker::plane::WorkerId;
 const TRIES: usize = 3;
 /// A worker that leaves may be finishing what it has: this long for the first output of a request that it was sent.
 const FAREWELL: Duration = Duration::from_secs(2);
-/// A worker may take ten times as long as estimated for a first output, and ten seconds more, before anybody asks whether it
-/// hangs; however wrong the estimate, ten minutes.
-const PATIENCE: (f64, Duration) = (10.0, Duration::from_secs(10));
-const PATIENCE_MAX: Duration = Duration::from_mins(10);
-/// And then, how often.
+/// How often it is asked whether a worker hangs that has taken too long.
 const LOOK_AGAIN: Duration = Duration::from_secs(1);
 
 /// A request that has its first output.
@@ -153,8 +149,7 @@ async fn prefill_leg(core: &Core, detour: &Detour, request: &Request) -> Result<
 /// request. Where everybody is slow, nobody is better, and the request stays where it waits.
 async fn hung(core: &Core, member: &Member, model: &str, tried: &[WorkerId], expected: f64) {
     let since = Instant::now();
-    let patience = PATIENCE.1 + Duration::from_secs_f64((expected * PATIENCE.0).clamp(0.0, PATIENCE_MAX.as_secs_f64()));
-    tokio::time::sleep(patience).await;
+    tokio::time::sleep(patience(expected)).await;
     loop {
         let now = Instant::now();
         let better = |other: &&Arc<Member>| {

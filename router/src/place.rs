@@ -58,10 +58,13 @@ pub(crate) struct Detour {
     pub(crate) forecast: Forecast,
 }
 
-/// A prefill may take ten times as long as estimated, and ten seconds more, before its worker counts as hung.
-const PATIENCE: (f64, Duration) = (10.0, Duration::from_secs(10));
-/// However wrong the estimate.
-const PATIENCE_MAX: Duration = Duration::from_mins(10);
+/// However wrong an estimate.
+const SECONDS_MAX: f64 = 600.0;
+
+/// How long a worker may take for what should take so many seconds, before it counts as hung: ten times as long, and ten seconds.
+pub(crate) fn patience(seconds: f64) -> Duration {
+    Duration::from_secs_f64((seconds * 10.0 + 10.0).clamp(10.0, SECONDS_MAX))
+}
 
 /// Decides and books. `tried`: workers that this request was on already.
 pub(crate) fn place(core: &Core, request: &Request, tried: &[WorkerId]) -> Result<Placement, Error> {
@@ -141,12 +144,11 @@ fn book(
             core.fleet.choose(helper);
             let blocks = prefill.prompt.tokens.div_ceil(prefill.prompt.block_size);
             let amount = Amount { prefill_tokens: prefill.uncached(), prompts: 1, blocks, sequences: 0 };
-            let seconds = prefill.together.first_token().min(PATIENCE_MAX.as_secs_f64()) * PATIENCE.0;
             Detour {
                 member: helper.clone(),
                 booking: Booking::new(helper, amount, promise(prefill), &core.herald),
                 amount,
-                patience: (PATIENCE.1 + Duration::from_secs_f64(seconds)).min(PATIENCE_MAX),
+                patience: patience(prefill.together.first_token()),
                 transfer: row.desk.pace.transfer(Level::Peer, row.missing()),
                 forecast,
             }
