@@ -16,9 +16,6 @@ use std::sync::Arc;
 /// One write: large enough to be as fast as the device.
 const WRITE: u64 = 4 << 20;
 
-/// Others may fill what was begun before who began it finds room. After so many times nothing is carried over either.
-const ROLLS: u32 = 8;
-
 /// What a writer has to do next.
 enum Step {
     Write { head: Arc<Head>, at: u64 },
@@ -78,9 +75,10 @@ impl Log {
             }
             let rolling = self.begin_rolling(&mut state);
             drop(state);
-            // What is carried over leaves room for what waits; a footer of many small records may take an eighth.
+            // What is carried over may leave too little for what waits, and is then sealed with little beside it; not twice
+            // in a row. A footer of many small records may take an eighth.
             let room = segment.saturating_sub(waits.next_multiple_of(Access::BLOCK) + Self::footer(1));
-            let carry = if rolls < ROLLS { room.min(segment / 2) / 8 * 7 } else { 0 };
+            let carry = if rolls == 0 { segment / 2 } else { room.min(segment / 2) / 8 * 7 };
             rolls += 1;
             let rolled = self.roll(batch.group, carry);
             drop(rolling);
