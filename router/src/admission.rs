@@ -12,14 +12,15 @@
 //! the worker's own queue. Whose turn it is is the [`Room`](room)'s decision, and who is told what is the [`Desk`]'s; here they
 //! are told, at the door (`door.rs`). On an idle fleet all of this is one look at the books.
 
+mod bid;
 mod desk;
 mod rate;
 mod room;
 mod saturation;
 pub(crate) mod settings;
 
+pub(crate) use bid::{Asked, Bid, Lane};
 pub(crate) use desk::{Desk, Entrance, Sight, Told};
-pub(crate) use room::{Asked, Bid, Held, Lane};
 
 use crate::fleet::Fleet;
 use crate::metrics::Metrics;
@@ -85,7 +86,7 @@ impl Admission {
         self: &Arc<Self>,
         fleet: &Fleet,
         limits: &Settings,
-        asked: Asked,
+        asked: &Asked,
     ) -> Result<(Permit, Option<(oneshot::Receiver<Told>, &'static str)>), Error> {
         let (roster, class) = (fleet.roster(), asked.priority);
         let mut inside = self.inside();

@@ -36,7 +36,7 @@ async fn wait(core: &Core, request: &Request) -> Result<(Placement, Permit), Err
         answers: request.answers(),
     };
     let mut placement = place(core, request, &[])?;
-    let (permit, waits) = admission.enter(&core.fleet, limits, asked(&bid, &placement))?;
+    let (permit, waits) = admission.enter(&core.fleet, limits, &asked(&bid, &placement))?;
     let Some((mut call, why)) = waits else { return Ok((placement, permit)) };
     loop {
         match call.await {
@@ -68,5 +68,5 @@ pub(crate) async fn keep(core: Arc<Core>) {
 fn asked(bid: &Bid, Placement { decode, amount, prefill, takes, .. }: &Placement) -> Asked {
     let lane = Lane { decode: decode.id(), prefill: prefill.as_ref().map(|detour| detour.member.id()) };
     let detour = prefill.as_ref().map(|detour| detour.amount).unwrap_or_default();
-    bid.placed(lane, [(*amount).into(), detour.into()], *takes, Instant::now())
+    bid.placed(lane, [*amount, detour], *takes, Instant::now())
 }

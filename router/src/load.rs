@@ -352,14 +352,19 @@ impl State {
 }
 
 impl Amount {
-    fn add(&mut self, other: Self) {
+    pub(crate) fn plus(mut self, other: Self) -> Self {
+        self.add(other);
+        self
+    }
+
+    pub(crate) fn add(&mut self, other: Self) {
         self.prefill_tokens += other.prefill_tokens;
         self.prompts += other.prompts;
         self.blocks += other.blocks;
         self.sequences += other.sequences;
     }
 
-    fn sub(&mut self, other: Self) {
+    pub(crate) fn sub(&mut self, other: Self) {
         self.prefill_tokens -= other.prefill_tokens;
         self.prompts -= other.prompts;
         self.blocks -= other.blocks;

@@ -4,10 +4,12 @@
 //! Those who wait for a worker that has left are placed anew, and so are some for whom that may pay: while another worker
 //! idles, or takes requests soon enough for a deadline that cannot be met where they wait.
 
-use super::room::{Asked, Entry, Held, Lane, Refusal, Room};
+use super::bid::{Asked, Lane};
+use super::room::{Entry, Refusal, Room};
 use super::saturation::{Full, Part, full, queue};
 use super::settings::Settings;
 use crate::fleet::{Member, Roster};
+use crate::load::Amount;
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
@@ -52,7 +54,7 @@ pub(crate) const LOOK_EVERY: Duration = Duration::from_millis(250);
 
 impl Desk {
     /// A request comes.
-    pub(crate) fn enter(&mut self, sight: Sight<'_>, asked: Asked) -> Result<Entrance, Refusal> {
+    pub(crate) fn enter(&mut self, sight: Sight<'_>, asked: &Asked) -> Result<Entrance, Refusal> {
         let Sight { limits, roster, now } = sight;
         let state = look(roster, &self.room, asked.lane, Some(asked.held), now);
         let waits = match state {
@@ -63,7 +65,7 @@ impl Desk {
         match self.room.enter(limits, asked.clone(), state.ok(), now) {
             Entry::Straight(number) => Ok(Entrance { number, waits: None, displaced: Vec::new() }),
             Entry::Waits { number, displaced } => {
-                let after = self.room.come_back(limits, &asked);
+                let after = self.room.come_back(limits, asked);
                 let told = |number| (number, Told::No(Refusal::Displaced(after)));
                 Ok(Entrance { number, waits: Some(waits), displaced: displaced.into_iter().map(told).collect() })
             }
@@ -73,7 +75,7 @@ impl Desk {
 
     /// One that was told to be placed anew is back.
     pub(crate) fn again(&mut self, number: u64, asked: Asked, now: Instant) {
-        self.room.again(number, asked, now);
+        self.room.put(number, asked, now);
     }
 
     /// Something changed, or time has passed: what those who wait are told, in this order.
@@ -182,9 +184,9 @@ fn idle(roster: &Roster, model: &str, now: Instant) -> usize {
 }
 
 /// What keeps a lane closed; or how long the queue of an open one takes. `own`: what a request that does not wait yet has booked there itself.
-fn look(roster: &Roster, room: &Room, lane: Lane, own: Option<[Held; 2]>, now: Instant) -> Result<Duration, Full> {
+fn look(roster: &Roster, room: &Room, lane: Lane, own: Option<[Amount; 2]>, now: Instant) -> Result<Duration, Full> {
     let own = own.unwrap_or_default();
-    let at = |id, own: Held, part| {
+    let at = |id, own: Amount, part| {
         // Of whom nothing is heard there is no reason to wait for.
         let Some(member) = roster.get(id).filter(|member| !member.books.silent(now)) else { return Ok(Duration::ZERO) };
         let held = held(room, member).plus(own);
@@ -209,6 +211,6 @@ fn wait(roster: &Roster, room: &Room, lane: Lane, now: Instant) -> Duration {
 }
 
 /// What waits, here or in another router, is not there yet: two rooms must not keep each other waiting.
-fn held(room: &Room, member: &Member) -> Held {
-    room.held(member.id()).plus(member.books.elsewhere().into())
+fn held(room: &Room, member: &Member) -> Amount {
+    room.held(member.id()).plus(member.books.elsewhere())
 }

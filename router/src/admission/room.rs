@@ -12,6 +12,7 @@
 //! When the room is full, a newcomer takes the place of a request of a lower class, or of a tenant that has more than its
 //! share of the room, the latest first.
 
+use super::bid::{Asked, Lane, Turn};
 use super::rate::Rate;
 use super::settings::Settings;
 use crate::load::Amount;
@@ -19,7 +20,6 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
-use worker::engine::Priority;
 use worker::plane::WorkerId;
 
 /// What a lower class gets of what those above it are granted: enough to move, too little to be felt.
@@ -28,62 +28,6 @@ const SHARE: f64 = 0.1;
 const AHEAD: usize = 512;
 /// Fewer seconds no client should come back in, and for more nobody can promise anything.
 const RETRY: (f64, f64) = (1.0, 60.0);
-
-/// The workers that a request waits for.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-pub(crate) struct Lane {
-    pub(crate) decode: WorkerId,
-    /// When its prompt is computed elsewhere.
-    pub(crate) prefill: Option<WorkerId>,
-}
-
-/// What is booked on a worker for those who wait.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub(crate) struct Held {
-    /// Prompt tokens to compute.
-    pub(crate) tokens: u64,
-    pub(crate) sequences: u64,
-    pub(crate) blocks: u64,
-}
-
-/// What a request brings to the door, wherever it is placed.
-#[derive(Clone, Debug)]
-pub(crate) struct Bid {
-    pub(crate) model: Arc<str>,
-    pub(crate) tenant: Arc<str>,
-    pub(crate) priority: Priority,
-    /// When its first token is too late.
-    pub(crate) deadline: Option<Instant>,
-    /// When it has waited for long enough.
-    pub(crate) tired: Instant,
-    /// Of the prompt.
-    pub(crate) tokens: u64,
-    /// Output tokens of an answer at most, if it says.
-    pub(crate) max_tokens: Option<u32>,
-    /// Answers that are to come.
-    pub(crate) answers: u32,
-}
-
-/// A request at the door.
-#[derive(Clone, Debug)]
-pub(crate) struct Asked {
-    pub(crate) model: Arc<str>,
-    pub(crate) tenant: Arc<str>,
-    pub(crate) priority: Priority,
-    /// When it must start to meet its deadline.
-    pub(crate) latest: Option<Instant>,
-    /// Of the prompt: what bounds count.
-    pub(crate) tokens: u64,
-    /// To be computed and generated: what fairness counts.
-    pub(crate) charge: u64,
-    pub(crate) lane: Lane,
-    /// Booked on the lane's `decode` and `prefill`.
-    pub(crate) held: [Held; 2],
-    /// When it was placed.
-    pub(crate) placed: Instant,
-    /// When it has waited for long enough.
-    pub(crate) tired: Instant,
-}
 
 /// What becomes of a request at the door.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -124,7 +68,7 @@ pub(crate) struct Room {
     tenants: BTreeMap<Arc<str>, Tenant>,
     /// When there are so many of them, some can be forgotten.
     tenants_max: usize,
-    held: HashMap<WorkerId, Held>,
+    held: HashMap<WorkerId, Amount>,
     tokens: u64,
     /// What the tenant that went last had got for its weight; who begins to wait starts from here.
     clock: f64,
@@ -138,9 +82,6 @@ struct Class {
     credit: f64,
     flows: BTreeMap<Arc<str>, BTreeMap<Lane, BTreeSet<Turn>>>,
 }
-
-/// Those without a deadline come last, then counts who came first.
-type Turn = (bool, Option<Instant>, u64);
 
 #[derive(Default)]
 struct Tenant {
@@ -243,11 +184,6 @@ impl Room {
         self.take(number).is_some()
     }
 
-    /// A request that was recalled is back. It has kept its number, and so its turn.
-    pub(crate) fn again(&mut self, number: u64, asked: Asked, now: Instant) {
-        self.put(number, asked, now);
-    }
-
     /// Up to `most` that wait and fit `which`: the most urgent first.
     pub(crate) fn some(&self, most: usize, which: impl Fn(&Asked) -> bool) -> Vec<u64> {
         let mut found: Vec<(&u64, &Asked)> = self.waiting.iter().filter(|(_, asked)| which(asked)).collect();
@@ -275,7 +211,7 @@ impl Room {
     }
 
     /// What those who wait have booked on a worker.
-    pub(crate) fn held(&self, worker: WorkerId) -> Held {
+    pub(crate) fn held(&self, worker: WorkerId) -> Amount {
         self.held.get(&worker).copied().unwrap_or_default()
     }
 
@@ -391,7 +327,8 @@ impl Room {
         self.tenants.entry(name.clone()).or_default()
     }
 
-    fn put(&mut self, number: u64, asked: Asked, now: Instant) {
+    /// A request waits from now on; or again, if it was recalled: it has kept its number, and so its turn.
+    pub(crate) fn put(&mut self, number: u64, asked: Asked, now: Instant) {
         if self.waiting.is_empty() {
             self.rate.begin(now);
         }
@@ -419,7 +356,7 @@ impl Room {
         for (worker, held) in asked.parts() {
             if let Some(sum) = self.held.get_mut(&worker) {
                 sum.sub(held);
-                if *sum == Held::default() {
+                if *sum == Amount::default() {
                     self.held.remove(&worker);
                 }
             }
@@ -449,73 +386,6 @@ impl Room {
             });
         }
         Some(asked)
-    }
-}
-
-/// Output tokens that a request is charged for unless it asks for fewer: most answers are shorter.
-const OUTPUT_TOKENS: u64 = 256;
-/// However wrong an estimate.
-const TAKES_MAX: f64 = 1e6;
-
-impl Bid {
-    /// It was placed on this lane, with so much booked there, where its first token takes so many seconds that no queue can spare.
-    pub(crate) fn placed(&self, lane: Lane, held: [Held; 2], takes: f64, now: Instant) -> Asked {
-        let Self { model, tenant, priority, deadline, tired, tokens, max_tokens, answers } = self;
-        let takes = Duration::from_secs_f64(takes.clamp(0.0, TAKES_MAX));
-        let output = max_tokens.map_or(OUTPUT_TOKENS, |most| OUTPUT_TOKENS.min(most.into()));
-        Asked {
-            model: model.clone(),
-            tenant: tenant.clone(),
-            priority: *priority,
-            latest: deadline.map(|deadline| deadline.checked_sub(takes).unwrap_or(deadline)),
-            tokens: *tokens,
-            charge: held.iter().map(|held| held.tokens).sum::<u64>() + output * u64::from(*answers),
-            lane,
-            held,
-            placed: now,
-            tired: *tired,
-        }
-    }
-}
-
-impl Asked {
-    /// When it waits no longer.
-    fn end(&self) -> Instant {
-        self.latest.map_or(self.tired, |latest| latest.min(self.tired))
-    }
-
-    fn turn(&self, number: u64) -> Turn {
-        (self.latest.is_none(), self.latest, number)
-    }
-
-    fn parts(&self) -> impl Iterator<Item = (WorkerId, Held)> + use<> {
-        let [decode, prefill] = self.held;
-        [(self.lane.decode, decode)].into_iter().chain(self.lane.prefill.map(|worker| (worker, prefill)))
-    }
-}
-
-impl From<Amount> for Held {
-    fn from(Amount { prefill_tokens: tokens, sequences, blocks, .. }: Amount) -> Self {
-        Self { tokens, sequences, blocks }
-    }
-}
-
-impl Held {
-    pub(crate) fn plus(mut self, other: Self) -> Self {
-        self.add(other);
-        self
-    }
-
-    fn add(&mut self, other: Self) {
-        self.tokens += other.tokens;
-        self.sequences += other.sequences;
-        self.blocks += other.blocks;
-    }
-
-    fn sub(&mut self, other: Self) {
-        self.tokens -= other.tokens;
-        self.sequences -= other.sequences;
-        self.blocks -= other.blocks;
     }
 }
 

@@ -3,8 +3,7 @@
 //! What is on a worker's own queue can be neither overtaken nor moved; what waits in the router can. So a worker gets just
 //! as much as it needs never to run dry.
 
-use super::room::Held;
-use crate::load::Standing;
+use crate::load::{Amount, Standing};
 use crate::pace;
 use std::time::Duration;
 use worker::plane::Phase;
@@ -52,7 +51,7 @@ impl Full {
 
 /// What a worker has too much of for a new request, if anything. `batch`: sequences that it takes at a time, 0 when unknown;
 /// `held`: booked on it and not sent.
-pub(crate) fn full(phase: Phase, standing: &Standing, batch: u64, held: Held, part: Part) -> Option<Full> {
+pub(crate) fn full(phase: Phase, standing: &Standing, batch: u64, held: Amount, part: Part) -> Option<Full> {
     let sequences = u64::from(standing.sequences).saturating_sub(held.sequences);
     let blocks = u64::from(standing.active_blocks).saturating_sub(held.blocks);
     let ahead = if phase == Phase::Prefill { AHEAD_OF_PREFILL } else { AHEAD };
@@ -70,8 +69,8 @@ pub(crate) fn full(phase: Phase, standing: &Standing, batch: u64, held: Held, pa
 }
 
 /// How long the prompts take that a worker has before it.
-pub(crate) fn queue(standing: &Standing, held: Held) -> Duration {
-    let tokens = u64::from(standing.waiting_tokens).saturating_sub(held.tokens);
+pub(crate) fn queue(standing: &Standing, held: Amount) -> Duration {
+    let tokens = u64::from(standing.waiting_tokens).saturating_sub(held.prefill_tokens);
     Duration::from_secs_f64((tokens as f64 / pace::prefill_speed(&standing.speeds)).clamp(0.0, 1e6))
 }
 
@@ -87,7 +86,7 @@ mod tests {
 
     #[test]
     fn a_worker_is_full_by_its_queue_its_batch_or_its_memory() {
-        let is = |standing: Standing, part| full(Phase::Both, &standing, 16, Held::default(), part);
+        let is = |standing: Standing, part| full(Phase::Both, &standing, 16, Amount::default(), part);
         assert_eq!(is(standing(1999, 1, 0), Part::Whole), None);
         assert_eq!(is(standing(2000, 1, 0), Part::Whole), Some(Full::Queue));
         assert_eq!(is(standing(2000, 1, 0), Part::Decode), None, "its prompt is computed elsewhere");
@@ -95,15 +94,15 @@ mod tests {
         assert_eq!(is(standing(0, 20, 0), Part::Decode), Some(Full::Batch));
         assert_eq!(is(standing(0, 1, 100), Part::Whole), Some(Full::Memory));
         assert_eq!(is(standing(0, 0, 100), Part::Whole), None, "nobody is there who could make room");
-        let unknown = full(Phase::Both, &standing(0, 999, 0), 0, Held::default(), Part::Whole);
+        let unknown = full(Phase::Both, &standing(0, 999, 0), 0, Amount::default(), Part::Whole);
         assert_eq!(unknown, None);
-        let prefill = |tokens| full(Phase::Prefill, &standing(tokens, 0, 0), 0, Held::default(), Part::Prefill);
+        let prefill = |tokens| full(Phase::Prefill, &standing(tokens, 0, 0), 0, Amount::default(), Part::Prefill);
         assert_eq!((prefill(999), prefill(1000)), (None, Some(Full::Queue)));
     }
 
     #[test]
     fn what_waits_in_the_router_does_not_keep_itself_waiting() {
-        let held = Held { tokens: 5000, sequences: 30, blocks: 90 };
+        let held = Amount { prefill_tokens: 5000, sequences: 30, blocks: 90, prompts: 1 };
         assert_eq!(full(Phase::Both, &standing(5500, 31, 100), 16, held, Part::Whole), None);
         assert_eq!(full(Phase::Both, &standing(7000, 31, 100), 16, held, Part::Whole), Some(Full::Queue));
     }

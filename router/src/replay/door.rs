@@ -17,6 +17,7 @@ pub(super) struct Door {
 }
 
 /// What a request is told.
+#[derive(Clone, Copy)]
 pub(super) struct Word {
     pub(super) request: u32,
     /// Its number at the door, if it was let in.
@@ -31,7 +32,7 @@ impl Door {
     }
 
     /// A request comes. One that waits is told nothing.
-    pub(super) fn enter(&mut self, request: u32, asked: Asked, roster: &Roster, now: Instant) -> Vec<Word> {
+    pub(super) fn enter(&mut self, request: u32, asked: &Asked, roster: &Roster, now: Instant) -> Vec<Word> {
         let entrance = match self.desk.enter(Sight { limits: &self.limits, roster, now }, asked) {
             Ok(entrance) => entrance,
             Err(refusal) => return vec![Word { request, permit: 0, told: Told::No(refusal) }],

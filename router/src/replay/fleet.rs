@@ -5,7 +5,7 @@ use super::peers::Peer;
 use super::plane::Message;
 use super::trace::{self, Asked, BLOCK_TOKENS};
 use super::{Admission, Chooser, Options};
-use crate::admission::{Asked as Bidden, Bid, Held, Lane, Told};
+use crate::admission::{Asked as Bidden, Bid, Lane, Told};
 use crate::decide::{Ask, Scratch, decide};
 use crate::feed::view::{Caught, Outcome, View};
 use crate::fleet::{Fleet, Member};
@@ -151,16 +151,16 @@ impl Routing {
     }
 
     /// A request comes.
-    pub(super) fn arrive(&mut self, now_ns: u64, request: u32, asked: &Asked) -> Vec<Step> {
-        let now = self.at(now_ns);
+    pub(super) fn arrive(&mut self, now_ns: u64, request: u32, requests: &[Asked]) -> Vec<Step> {
+        let (now, asked) = (self.at(now_ns), &requests[request as usize]);
         let Some((bidden, booked)) = self.place(now, now, request, asked) else { return vec![Step::Refused] };
         let mut steps = vec![Step::Say(booked)];
         let roster = self.fleet.roster();
         match &mut self.door {
             None => self.go(now, request, &mut steps),
             Some(door) => {
-                for word in door.enter(request, bidden, &roster, now) {
-                    self.heed(now, word, &mut steps, None);
+                for word in door.enter(request, &bidden, &roster, now) {
+                    self.heed(now, word, &mut steps, requests);
                 }
             }
         }
@@ -171,12 +171,12 @@ impl Routing {
     pub(super) fn round(&mut self, now_ns: u64, requests: &[Asked]) -> Vec<Step> {
         let (now, roster, mut steps) = (self.at(now_ns), self.fleet.roster(), Vec::new());
         for word in self.door.as_mut().map(|door| door.round(&roster, now)).unwrap_or_default() {
-            self.heed(now, word, &mut steps, Some(requests));
+            self.heed(now, word, &mut steps, requests);
         }
         steps
     }
 
-    fn heed(&mut self, now: Instant, word: Word, steps: &mut Vec<Step>, requests: Option<&[Asked]>) {
+    fn heed(&mut self, now: Instant, word: Word, steps: &mut Vec<Step>, requests: &[Asked]) {
         let Word { request, permit, told } = word;
         match told {
             Told::Go => {
@@ -190,7 +190,6 @@ impl Routing {
                 steps.extend([Step::Say(Booked::Released(request.into())), Step::Refused]);
             }
             Told::Again => {
-                let Some(requests) = requests else { return };
                 // Its own booking must not stand in its way.
                 let arrived = self.release(now, request).unwrap_or(now);
                 steps.push(Step::Say(Booked::Released(request.into())));
@@ -259,7 +258,7 @@ impl Routing {
             answers: 1,
         };
         let lane = Lane { decode: id, prefill: None };
-        let bidden = bid.placed(lane, [row.amount().into(), Held::default()], decision.takes(&row), now);
+        let bidden = bid.placed(lane, [row.amount(), Amount::default()], decision.takes(&row), now);
         self.placed[request as usize] = Some(Placed { worker, number, _promise: promise, arrived, permit: None });
         Some((bidden, placed))
     }

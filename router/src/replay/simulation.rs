@@ -174,9 +174,8 @@ impl<'a> Simulation<'a> {
     fn pass(&mut self, now: u64, event: Event) {
         match event {
             Event::Arrives(request) => {
-                let asked = &self.requests[request as usize];
                 let router = self.router(request);
-                let steps = self.routers[router].arrive(now, request, asked);
+                let steps = self.routers[router].arrive(now, request, self.requests);
                 self.follow(now, router, steps);
             }
             Event::StepEnds(at, turn) => {

@@ -1,6 +1,7 @@
 use super::super::settings::Tenant;
 use super::*;
 use proptest::prelude::*;
+use worker::engine::Priority;
 
 /// A lane that takes what comes, at once.
 const OPEN: Option<Duration> = Some(Duration::ZERO);
@@ -27,7 +28,7 @@ fn on(worker: u64, tenant: &str, tokens: u64) -> Asked {
         tokens,
         charge: tokens,
         lane: Lane { decode: WorkerId(worker), prefill: None },
-        held: [Held { tokens, sequences: 1, blocks: tokens / 16 }, Held::default()],
+        held: [Amount { prefill_tokens: tokens, sequences: 1, blocks: tokens / 16, prompts: 1 }, Amount::default()],
         placed: Instant::now(),
         tired: Instant::now() + Duration::from_hours(1),
     }
@@ -290,14 +291,14 @@ proptest! {
                     if let Some(number) = nth(n).filter(|number| room.waiting.contains_key(number)) {
                         let asked = Asked { lane: Lane { decode: WorkerId(worker), prefill: None }, ..room.waiting[&number].clone() };
                         assert!(room.recall(number));
-                        room.again(number, asked, now);
+                        room.put(number, asked, now);
                     }
                 }
             }
             let waiting: u64 = room.waiting.values().map(|asked| asked.tokens).sum();
             assert_eq!(room.tokens, waiting);
             assert_eq!(room.by_class().iter().sum::<u64>(), waiting);
-            assert_eq!(room.held.values().map(|held| held.tokens).sum::<u64>(), waiting);
+            assert_eq!(room.held.values().map(|held| held.prefill_tokens).sum::<u64>(), waiting);
             assert_eq!(room.tenants.values().map(|tenant| tenant.waiting).sum::<u64>(), waiting);
             let running: u64 = room.running.values().map(|(_, tokens)| tokens).sum();
             assert_eq!(room.tenants.values().map(|tenant| tenant.running).sum::<u64>(), running);
