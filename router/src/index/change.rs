@@ -7,7 +7,7 @@ use super::Index;
 use super::body::{Body, Place};
 use super::holders::Holders;
 use super::locator::{BATCH, Entry};
-use super::owner::{Digest, Ledger, Owner, fit};
+use super::owner::{Digest, Ledger, Owner, Pages, fit};
 use super::page::{PLACES, Page, Warmth, each, ones};
 use super::seat::Seat;
 use super::stretch::Stretch;
@@ -116,6 +116,7 @@ impl Index {
             }
         }
         fit(&mut ledger.pages[seat.level()]);
+        self.close_idle(ledger);
     }
 
     /// A source holds nothing at a level any more.
@@ -132,6 +133,7 @@ impl Index {
             }
             self.bury(&gone);
         }
+        self.close_idle(ledger);
     }
 
     /// Names of what a source holds at a level.
@@ -323,6 +325,13 @@ impl Index {
         };
         let retired: Vec<u32> = gone.pages.iter().copied().filter(retires).collect();
         self.arena.give(&retired, |change| self.set_chunk(change));
+    }
+
+    /// A source that holds nothing keeps no pages for what may come.
+    fn close_idle(&self, ledger: &mut Ledger) {
+        if ledger.pages.iter().all(Pages::is_empty) {
+            self.close(ledger);
+        }
     }
 
     /// Lets go of the pages that a source had open, where it never came to use them.

@@ -97,3 +97,14 @@ fn pages_alike_count_for_each_as_they_would_one_by_one() {
         assert_eq!(has(4), expect(&[(Level::G1, 0, 64), (Level::G4, 64, 576)]), "{len}");
     }
 }
+
+#[test]
+fn who_holds_nothing_any_more_keeps_no_pages_for_what_may_come() {
+    let index = Index::new();
+    index.join(WorkerId(1), &[]);
+    let (names, events) = runs(1, 20_000, 100);
+    tell(&index, WorkerId(1), &events);
+    assert!(index.arena.used() > names.len().div_ceil(64), "some are kept");
+    index.apply(Source::Worker(WorkerId(1)), &removed(Level::G1, &names));
+    assert_eq!(index.arena.used(), 0);
+}
