@@ -116,8 +116,8 @@ impl Admission {
         let mut inside = self.inside();
         let told = inside.desk.round(Sight { limits, roster: &roster, now: Instant::now() });
         inside.tell(told);
-        self.awaited.store(!inside.desk.is_empty(), Ordering::SeqCst);
-        for (class, tokens) in CLASSES.iter().zip(inside.desk.by_class()) {
+        self.awaited.store(!inside.desk.room.is_empty(), Ordering::SeqCst);
+        for (class, tokens) in CLASSES.iter().zip(inside.desk.room.by_class()) {
             self.metrics.waiting_tokens.with_label_values(&[class]).set(tokens as i64);
         }
     }
@@ -126,7 +126,7 @@ impl Admission {
     pub(crate) async fn poked(&self) {
         if self.awaited.load(Ordering::SeqCst) {
             // A poke that came too early is made up for here.
-            let (look, due) = (Instant::now() + LOOK_EVERY, self.inside().desk.due());
+            let (look, due) = (Instant::now() + LOOK_EVERY, self.inside().desk.room.due());
             let _ = timeout_at(due.map_or(look, |due| due.min(look)), self.poke.notified()).await;
         } else {
             self.poke.notified().await;

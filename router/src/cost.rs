@@ -49,6 +49,9 @@ pub(crate) struct Cost {
     pub(crate) stall: f64,
 }
 
+/// Output tokens that a request is expected to need room for, and charged for, unless it asks for fewer: most answers are shorter, and blocks
+/// are taken as they fill.
+pub(crate) const OUTPUT_TOKENS: u64 = 256;
 /// Steps during which a request's neighbours are held against a worker. Fewer, and a batch of dozens looks as good as an
 /// idle worker; many more, and a short answer gives up a long cached prefix for a slightly smaller batch.
 const STEPS: f64 = 4.0;

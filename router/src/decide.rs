@@ -3,7 +3,7 @@
 //! Everybody is weighed in one pass that keeps a few numbers of each; what a cost is made of is worked out again, from what
 //! was seen then, for the few workers of whom somebody wants to know.
 
-use crate::cost::{self, Cost, Need, Prompt};
+use crate::cost::{self, Cost, Need, OUTPUT_TOKENS, Prompt};
 use crate::desks::Desk;
 use crate::disaggregate::{self, Split};
 use crate::fleet::{Member, Seat};
@@ -81,10 +81,6 @@ struct Scene<'a> {
     /// Prompts that wait at a worker, on average.
     waiting: f64,
 }
-
-/// Output tokens that a request is expected to need room for, unless it asks for fewer: most answers are shorter, and blocks
-/// are taken as they fill.
-const OUTPUT_TOKENS: u64 = 256;
 
 impl<'a> Ask<'a> {
     pub(crate) fn of(request: &'a Request, now: Instant) -> Self {

@@ -10,7 +10,7 @@ use crate::metrics::Metrics;
 use crate::select::mix;
 use arc_swap::ArcSwapOption;
 use kvbm::{Level, SequenceHash};
-use prometheus::IntCounter;
+use prometheus::IntCounterVec;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
@@ -69,16 +69,9 @@ pub(crate) struct Recorder(ArcSwapOption<Open>);
 /// A record that is being written.
 struct Open {
     lines: SyncSender<Line>,
-    counts: Counts,
+    counts: IntCounterVec,
     /// Nothing more is written in it.
     ended: Arc<AtomicBool>,
-}
-
-/// What became of lines.
-#[derive(Clone)]
-struct Counts {
-    written: IntCounter,
-    dropped: IntCounter,
 }
 
 /// A request that is to be recorded, once it has ended.
@@ -123,8 +116,7 @@ impl Open {
         let wrong = |error: io::Error| format!("router.record: {} cannot be written: {error}", path.display());
         let file = OpenOptions::new().create(true).append(true).open(path).map_err(wrong)?;
         let (lines, incoming) = sync_channel(WAITING);
-        let count = |outcome| metrics.recorded.with_label_values(&[outcome]);
-        let counts = Counts { written: count("written"), dropped: count("dropped") };
+        let counts = metrics.recorded.clone();
         let record = Self { lines, counts: counts.clone(), ended: Arc::default() };
         let (name, ended) = (path.to_owned(), record.ended.clone());
         // It ends when nobody can send lines any more.
@@ -140,25 +132,25 @@ impl Open {
 
 /// Writes lines for as long as anybody may send some. What comes after the first that cannot be written is dropped: with a gap
 /// in it, it would be no trace of anything.
-fn write(path: &Path, mut file: File, lines: &Receiver<Line>, counts: &Counts, ended: &AtomicBool) {
+fn write(path: &Path, mut file: File, lines: &Receiver<Line>, counts: &IntCounterVec, ended: &AtomicBool) {
     let mut written = file.metadata().map_or(0, |data| data.len());
     while let Ok(line) = lines.recv() {
         if ended.load(Ordering::Relaxed) {
-            counts.dropped.inc();
+            counts.with_label_values(&["dropped"]).inc();
             continue;
         }
         let outcome = if written < BYTES_MAX { append(&mut file, &line) } else { Err(ErrorKind::FileTooLarge.into()) };
         match outcome {
             Ok(bytes) => {
                 written += bytes;
-                counts.written.inc();
+                counts.with_label_values(&["written"]).inc();
             }
             Err(error) => {
                 tracing::error!(path = %path.display(), %error, "the record of requests ends here");
                 // No half of a line is left to whoever goes on.
                 let _ = file.set_len(written);
                 ended.store(true, Ordering::Relaxed);
-                counts.dropped.inc();
+                counts.with_label_values(&["dropped"]).inc();
             }
         }
     }
@@ -248,7 +240,7 @@ impl Drop for Life {
         }
         let line = std::mem::replace(&mut self.line, Line::at(0.0));
         if self.record.lines.try_send(line).is_err() {
-            self.record.counts.dropped.inc();
+            self.record.counts.with_label_values(&["dropped"]).inc();
         }
     }
 }

@@ -81,6 +81,7 @@ pub struct Request {
 }
 
 /// The answers that somebody wants to one prompt: their requests come one after the other, and are let in as one, with the first.
+#[derive(Debug)]
 pub struct Party {
     answers: u32,
     pass: OnceLock<Pass>,
@@ -109,12 +110,6 @@ impl Party {
     /// What the first was let in with.
     pub fn pass(&self) -> Option<Pass> {
         self.pass.get().cloned()
-    }
-}
-
-impl fmt::Debug for Party {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Party of {}", self.answers)
     }
 }
 

@@ -1,5 +1,6 @@
 //! What a request brings to the door, and what it takes of the workers on which it was placed.
 
+use crate::cost::OUTPUT_TOKENS;
 use crate::load::Amount;
 use std::sync::Arc;
 use std::time::Duration;
@@ -57,8 +58,6 @@ pub(crate) struct Asked {
 /// Those without a deadline come last, then counts who came first.
 pub(super) type Turn = (bool, Option<Instant>, u64);
 
-/// Output tokens that a request is charged for unless it asks for fewer: most answers are shorter.
-const OUTPUT_TOKENS: u64 = 256;
 /// However wrong an estimate.
 const TAKES_MAX: f64 = 1e6;
 

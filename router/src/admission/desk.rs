@@ -18,7 +18,7 @@ use tokio::time::Instant;
 /// Who waits, and when it was last looked at who could go elsewhere.
 #[derive(Default)]
 pub(crate) struct Desk {
-    room: Room,
+    pub(super) room: Room,
     looked: Option<Instant>,
 }
 
@@ -105,20 +105,6 @@ impl Desk {
     /// A request goes, wherever it is. Whether it waited.
     pub(crate) fn leave(&mut self, number: u64) -> bool {
         self.room.leave(number).is_some()
-    }
-
-    /// When the next of those who wait will have waited for too long.
-    pub(crate) fn due(&self) -> Option<Instant> {
-        self.room.due()
-    }
-
-    pub(crate) fn is_empty(&self) -> bool {
-        self.room.is_empty()
-    }
-
-    /// Prompt tokens that wait, by priority.
-    pub(crate) fn by_class(&self) -> [u64; 3] {
-        self.room.by_class()
     }
 
     /// Has some of those who wait placed anew.

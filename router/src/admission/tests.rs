@@ -41,7 +41,7 @@ async fn full(yard: &Yard, id: u64) -> Arc<Fake> {
 }
 
 fn waiting(yard: &Yard) -> u64 {
-    yard.router.core.admission.inside().desk.by_class().iter().sum()
+    yard.router.core.admission.inside().desk.room.by_class().iter().sum()
 }
 
 fn outcome(yard: &Yard, class: &str, outcome: &str) -> u64 {
