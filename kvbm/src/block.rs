@@ -332,11 +332,6 @@ impl Verified {
     pub fn payload(&self) -> &[u8] {
         &self.0.payload
     }
-
-    /// The block, to be kept in another tier.
-    pub fn into_block(self) -> Block {
-        self.0
-    }
 }
 
 /// Why a loaded block is not believed. It is quarantined, counted and recomputed.

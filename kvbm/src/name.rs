@@ -60,11 +60,6 @@ impl fmt::Debug for SequenceHash {
 pub struct Domain([u8; 32]);
 
 impl Domain {
-    /// A domain from its 32-byte key.
-    pub const fn from_key(key: [u8; 32]) -> Self {
-        Self(key)
-    }
-
     /// The domain of a tenant, by name, among those of one deployment. All its processes must have the same secret to share
     /// blocks; without one (it is empty), tenants are apart all the same, but who reads a store may try what a name's
     /// blocks would be called.
@@ -288,7 +283,7 @@ mod tests {
 
     #[test]
     fn a_domain_is_known_by_its_id_and_the_shared_one_by_zeros() {
-        let (one, other) = (Domain::from_key([7; 32]), Domain::from_key([8; 32]));
+        let (one, other) = (Domain([7; 32]), Domain([8; 32]));
         assert_eq!(one.id(), one.clone().id());
         assert_ne!(one.id(), other.id());
         assert_eq!(Domain::shared().id(), DomainId::default());
@@ -308,7 +303,7 @@ mod tests {
     #[test]
     fn domain_model_and_adapter_each_change_every_name() {
         let tokens: Vec<u32> = (0..64).collect();
-        let other = Domain::from_key([7; 32]);
+        let other = Domain([7; 32]);
         let roots = [
             ChainKey::root(&Domain::shared(), "a", None),
             ChainKey::root(&other, "a", None),
