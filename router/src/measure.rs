@@ -4,14 +4,13 @@
 use crate::core::Core;
 use crate::fleet::Member;
 use crate::place::place;
+use crate::replay::Simulated;
 use crate::select::mix;
 use crate::settings::Settings;
-use futures::future::BoxFuture;
-use kvbm::{BlockEvent, ChainKey, Domain, Epoch, Level};
+use kvbm::{BlockEvent, ChainKey, Epoch, Level};
 use std::sync::Arc;
 use tokio::time::Instant;
-use worker::engine::{Engine, Error, ModelCard, OutputStream, Readiness, Request};
-use worker::engine::{Sampling, StopRule, Terms, Work};
+use worker::engine::Request;
 use worker::plane::{Instance, Load, OnboardSpeed, Phase, Source, StoreId, WorkerId};
 
 /// The router.
@@ -25,54 +24,14 @@ const MODEL: &str = "measured";
 const BLOCK: usize = 16;
 const STORE: StoreId = StoreId(1);
 
-/// Nobody calls it.
-struct Nobody;
-
-impl Engine for Nobody {
-    fn generate(&self, _: Request) -> BoxFuture<'_, Result<OutputStream, Error>> {
-        Box::pin(std::future::ready(Err(Error::Unavailable("on paper".to_owned()))))
-    }
-
-    fn models(&self) -> Vec<Arc<ModelCard>> {
-        Vec::new()
-    }
-
-    fn readiness(&self) -> Readiness {
-        Readiness::NotReady("on paper".to_owned())
-    }
-}
-
 impl Decisions {
     /// A router over `workers` that all report, an eighth of which hold parts of a prompt of `tokens` tokens, some in G2,
     /// and a store that all reach holds three quarters of it. All hold the first blocks.
     pub fn new(workers: u64, tokens: usize) -> Self {
-        let card = Arc::new(ModelCard {
-            id: MODEL.to_owned(),
-            identity: MODEL.to_owned(),
-            created: 0,
-            context: 1 << 20,
-            block_size: BLOCK,
-            vocabulary: 0,
-            eos: Vec::new(),
-            tokenizer: "".into(),
-            chat_template: None,
-            special_tokens: Vec::new(),
-            random_weights: true,
-        });
+        let card = Simulated::card(MODEL, BLOCK);
         let core = Core::new(Settings::default(), &prometheus::Registry::new()).expect("the defaults are sound");
-        let request = Request {
-            id: "measured".into(),
-            model: MODEL.into(),
-            tokens: (0..tokens as u32).collect(),
-            domain: Domain::shared(),
-            sampling: Sampling::default(),
-            stop: StopRule::default(),
-            work: Work::Generate,
-            terms: Terms::default(),
-            explain: false,
-            body: None,
-            party: None,
-        };
+        let tokens: Vec<u32> = (0..tokens as u32).collect();
+        let request = Request::greedy("measured", MODEL, &tokens, 256);
         let names = ChainKey::root(&request.domain, MODEL, None).names(&request.tokens, BLOCK);
         let stored = |source, level, blocks: usize| {
             let blocks = names[..blocks.min(names.len())].to_vec();
@@ -82,7 +41,7 @@ impl Decisions {
             let (id, stores) = (WorkerId(id), vec![STORE]);
             let slot = core.index.join(id, &stores);
             let instance = Instance { id, epoch: Epoch(1), phase: Phase::Both, model: card.clone(), stores };
-            Arc::new(Member::new(Arc::new(instance), Arc::new(Nobody), slot, None))
+            Arc::new(Member::new(Arc::new(instance), Arc::new(Simulated), slot, None))
         };
         let members: Vec<_> = (0..workers).map(member).collect();
         core.fleet.join_all(members.iter().cloned());

@@ -11,7 +11,7 @@ use futures::stream::FuturesUnordered;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::{Instant, MissedTickBehavior};
-use worker::engine::{Domain, Error, Request, Sampling, StopRule, Terms, Work};
+use worker::engine::{Error, Request};
 
 /// How often it is looked who is due: the shortest rest.
 const LOOK_EVERY: Duration = Duration::from_millis(250);
@@ -70,18 +70,6 @@ async fn probe(core: Arc<Core>, member: Arc<Member>) {
 
 fn request(member: &Member) -> Request {
     let card = &member.instance.model;
-    Request {
-        id: "probe".into(),
-        model: card.id.as_str().into(),
-        // One token never fills a block: nothing is left behind in any cache.
-        tokens: [card.eos.first().copied().unwrap_or(0)].into(),
-        domain: Domain::shared(),
-        sampling: Sampling { temperature: 0.0, ..Sampling::default() },
-        stop: StopRule { max_tokens: Some(1), ignore_eos: true, ..StopRule::default() },
-        work: Work::Generate,
-        terms: Terms::default(),
-        explain: false,
-        body: None,
-        party: None,
-    }
+    // One token never fills a block: nothing is left behind in any cache.
+    Request::greedy("probe", &card.id, &[card.eos.first().copied().unwrap_or(0)], 1)
 }

@@ -28,6 +28,7 @@ mod tests;
 
 pub use figures::{Figures, Slo};
 pub use fit::{Fit, FitError, fit};
+pub(crate) use fleet::Simulated;
 pub use picture::goodput_svg;
 pub use profile::{Profile, Store};
 pub use trace::{BLOCK_TOKENS, Trace, TraceError};

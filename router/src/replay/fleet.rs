@@ -78,7 +78,26 @@ const STORE: StoreId = StoreId(1);
 const MODEL: &str = "replay";
 
 /// Stands where a live worker's engine would be; nobody calls it.
-struct Simulated;
+pub(crate) struct Simulated;
+
+impl Simulated {
+    /// What it would say that it serves.
+    pub(crate) fn card(model: &str, block_size: usize) -> Arc<ModelCard> {
+        Arc::new(ModelCard {
+            id: model.to_owned(),
+            identity: model.to_owned(),
+            created: 0,
+            context: usize::MAX,
+            block_size,
+            vocabulary: 0,
+            eos: Vec::new(),
+            tokenizer: "".into(),
+            chat_template: None,
+            special_tokens: Vec::new(),
+            random_weights: true,
+        })
+    }
+}
 
 impl engine::Engine for Simulated {
     fn generate(&self, _: Request) -> BoxFuture<'_, Result<OutputStream, engine::Error>> {
@@ -103,19 +122,7 @@ impl Routing {
             Chooser::DynamoCost => (Settings::default(), Some(Peer::dynamo(workers))),
             Chooser::SmgCacheAware => (Settings::default(), Some(Peer::smg(workers))),
         };
-        let card = Arc::new(ModelCard {
-            id: MODEL.to_owned(),
-            identity: MODEL.to_owned(),
-            created: 0,
-            context: usize::MAX,
-            block_size: BLOCK_TOKENS as usize,
-            vocabulary: 0,
-            eos: Vec::new(),
-            tokenizer: "".into(),
-            chat_template: None,
-            special_tokens: Vec::new(),
-            random_weights: true,
-        });
+        let card = Simulated::card(MODEL, BLOCK_TOKENS as usize);
         let (index, fleet) = (Index::new(), Fleet::default());
         let members: Vec<Arc<Member>> = (0..workers as u64)
             .map(|id| {
