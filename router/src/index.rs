@@ -156,7 +156,7 @@ impl Index {
         for seat in seats(owner.slot) {
             self.empty(&owner, &mut ledger, seat);
         }
-        self.close(&mut ledger);
+        self.close(owner.slot, &mut ledger);
         drop(ledger);
         self.call(|roll| roll.vacate(owner.slot));
     }

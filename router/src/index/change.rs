@@ -7,9 +7,9 @@ use super::Index;
 use super::body::{Body, Place};
 use super::holders::Holders;
 use super::locator::{BATCH, Entry};
-use super::owner::{Digest, Ledger, Owner, Pages, fit};
+use super::owner::{Digest, Ledger, Owner, fit};
 use super::page::{PLACES, Page, Warmth, each, ones};
-use super::seat::Seat;
+use super::seat::{Seat, Slot};
 use super::stretch::Stretch;
 use std::sync::atomic::Ordering;
 
@@ -116,7 +116,7 @@ impl Index {
             }
         }
         fit(&mut ledger.pages[seat.level()]);
-        self.close_idle(ledger);
+        self.close_idle(owner, ledger);
     }
 
     /// A source holds nothing at a level any more.
@@ -133,7 +133,7 @@ impl Index {
             }
             self.bury(&gone);
         }
-        self.close_idle(ledger);
+        self.close_idle(owner, ledger);
     }
 
     /// Names of what a source holds at a level.
@@ -260,7 +260,7 @@ impl Index {
     fn open(&self, owner: &Owner, ledger: &mut Ledger, names: usize) -> Option<u32> {
         if ledger.open.is_empty() {
             // Those to come as well, so that a long chain lies together: a small part of what the source has.
-            let wanted = names.div_ceil(PLACES as usize).max(ledger.pages[0].len() / SPARE);
+            let wanted = names.div_ceil(PLACES as usize).max(owner.blocks() / PLACES as usize / SPARE);
             let numbers = self.arena.take(wanted, |change| self.set_chunk(change))?;
             let body = self.body.load();
             for number in numbers.clone() {
@@ -328,19 +328,20 @@ impl Index {
     }
 
     /// A source that holds nothing keeps no pages for what may come.
-    fn close_idle(&self, ledger: &mut Ledger) {
-        if ledger.pages.iter().all(Pages::is_empty) {
-            self.close(ledger);
+    fn close_idle(&self, owner: &Owner, ledger: &mut Ledger) {
+        if owner.blocks() == 0 {
+            self.close(owner.slot, ledger);
         }
     }
 
     /// Lets go of the pages that a source had open, where it never came to use them.
-    pub(super) fn close(&self, ledger: &mut Ledger) {
+    pub(super) fn close(&self, owner: Slot, ledger: &mut Ledger) {
         let body = self.body.load();
         for number in std::mem::take(&mut ledger.open) {
             let Some(page) = body.page(number) else { continue };
             let _turn = self.arena.turn(number);
-            if page.live() == 0 && page.warmth() == Warmth::Settling {
+            // It may be another's by now.
+            if page.live() == 0 && page.warmth() == Warmth::Settling && page.is_of(owner) {
                 page.set_warmth(Warmth::Cold);
                 self.discard(number, page);
             }

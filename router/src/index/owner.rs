@@ -82,6 +82,11 @@ impl Owner {
         self.tallies[seat.level()].digest.fetch_sub(digest, Ordering::Relaxed);
     }
 
+    /// How many blocks it holds, at all levels.
+    pub(super) fn blocks(&self) -> usize {
+        self.tallies.iter().map(|tally| tally.blocks.load(Ordering::Relaxed) as usize).sum()
+    }
+
     /// Whether some of what it holds was dropped.
     pub(super) fn set_forgetful(&self, forgetful: bool) {
         self.forgetful.store(forgetful, Ordering::Relaxed);

@@ -179,16 +179,17 @@ impl<'a> Page<'a> {
         })
     }
 
-    /// Whether a chain fills this page that ends in a name, and is held as what was `seen` is; then where it probably goes on.
-    /// `None` as well when the page is being changed.
+    /// Whether a chain fills this page that ends in a name, and is held as what was `seen` is; then where it probably goes on,
+    /// or [`Place::NOWHERE`]. `None` as well when the page is being changed.
     #[inline]
-    pub(super) fn goes_on_as(&self, seen: &Seen, end: u64) -> Option<Option<Place>> {
+    pub(super) fn goes_on_as(&self, seen: &Seen, end: u64) -> Option<Place> {
         let head = self.head;
         let is = |word: &AtomicU64, value: u64| word.load(Ordering::Relaxed) == value;
         let alike = head.version.look_once(|| {
             let held = head.seat.load(Ordering::Relaxed) == seen.seat.raw() && is(&head.mask, seen.mask);
             let joined = head.joins.load(Ordering::Relaxed) | 1 == u64::MAX;
-            (held && joined && is(&head.live, u64::MAX) && is(&head.last, end)).then(|| self.next(PLACES - 1))
+            (held && joined && is(&head.live, u64::MAX) && is(&head.last, end))
+                .then(|| Place(head.next.load(Ordering::Relaxed)))
         });
         alike.flatten()
     }

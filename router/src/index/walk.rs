@@ -68,7 +68,7 @@ impl<'a> Walk<'a> {
             self.fetch_ahead(place);
             page.warm();
             self.at += STRIDE;
-            (times, next) = (times + 1, further);
+            (times, next) = (times + 1, Some(further).filter(|further| *further != Place::NOWHERE));
         }
         (times, next)
     }

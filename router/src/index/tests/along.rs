@@ -81,9 +81,15 @@ fn pages_alike_count_for_each_as_they_would_one_by_one() {
     tell(&index, ids[1], &events);
     tell(&index, ids[2], &[part(0..320, Level::G1), part(320..640, Level::G3)]);
     tell(&index, ids[3], &[part(0..200, Level::G1), part(256..640, Level::G1)]);
+    let lens = || (1..=640).step_by(9).chain([64, 128, 576, 577, 640]);
+    for len in lens() {
+        let overlap = index.overlap(&chain[..len]);
+        let runs = [0, 1, 2, 3].map(|worker: usize| overlap.at(slots[worker]).run() as usize);
+        assert_eq!(runs, [len, len, len, len.min(200)]);
+    }
     tell(&index, ids[4], &[part(0..64, Level::G1)]);
     index.apply(Source::Store(store), &part(0..576, Level::G4));
-    for len in (1..=640).step_by(9).chain([64, 128, 576, 577, 640]) {
+    for len in lens() {
         let overlap = index.overlap(&chain[..len]);
         let has = |worker: usize| overlap.at(slots[worker]).by_level().collect::<Vec<_>>();
         let expect = |parts: &[(Level, usize, usize)]| {
