@@ -13,9 +13,10 @@ use kvbm::{Level, SequenceHash};
 use prometheus::IntCounterVec;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-use std::fs::{File, OpenOptions};
+use std::fs::{self, File, Metadata, OpenOptions};
 use std::io::{self, ErrorKind, Write};
-use std::path::Path;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
@@ -68,11 +69,17 @@ pub(crate) struct Recorder(ArcSwapOption<Open>);
 
 /// A record that is being written.
 struct Open {
+    path: PathBuf,
+    file: FileId,
     lines: SyncSender<Line>,
     counts: IntCounterVec,
     /// Nothing more is written in it.
     ended: Arc<AtomicBool>,
 }
+
+/// A file, whatever it is called: its device and number.
+#[derive(PartialEq, Eq)]
+struct FileId(u64, u64);
 
 /// A request that is to be recorded, once it has ended.
 pub(crate) struct Life {
@@ -89,9 +96,12 @@ const WAITING: usize = 4096;
 const BYTES_MAX: u64 = 1 << 30;
 
 impl Recorder {
-    /// Records into this file from now on, behind what is in it; or nowhere. It is opened again even if it was open: a record
-    /// that has ended begins anew once there is room, and so does one whose file was moved away.
+    /// Records into this file from now on, behind what is in it; or nowhere. A record that has ended begins anew once there is
+    /// room, and so does one whose file was moved away; any other goes on, because requests that are being served keep it open.
     pub(crate) fn write_to(&self, path: Option<&Path>, metrics: &Metrics) -> Result<(), String> {
+        if path.is_some_and(|path| self.0.load().as_ref().is_some_and(|record| record.goes_to(path))) {
+            return Ok(());
+        }
         self.0.store(path.map(|path| Open::new(path, metrics)).transpose()?.map(Arc::new));
         Ok(())
     }
@@ -115,12 +125,13 @@ impl Open {
     fn new(path: &Path, metrics: &Metrics) -> Result<Self, String> {
         let wrong = |error: io::Error| format!("router.record: {} cannot be written: {error}", path.display());
         let file = OpenOptions::new().create(true).append(true).open(path).map_err(wrong)?;
+        let id = FileId::of(&file.metadata().map_err(wrong)?);
         let (lines, incoming) = sync_channel(WAITING);
         let counts = metrics.recorded.clone();
-        let record = Self { lines, counts: counts.clone(), ended: Arc::default() };
+        let record = Self { path: path.to_owned(), file: id, lines, counts: counts.clone(), ended: Arc::default() };
         let (name, ended) = (path.to_owned(), record.ended.clone());
         // It ends when nobody can send lines any more.
-        let write = move || write(&name, file, &incoming, &counts, &ended);
+        let write = move || write(&name, &file, &incoming, &counts, &ended);
         thread::Builder::new().name("record".into()).spawn(write).map_err(wrong)?;
         Ok(record)
     }
@@ -128,27 +139,31 @@ impl Open {
     fn is_on(&self) -> bool {
         !self.ended.load(Ordering::Relaxed)
     }
+
+    /// Whether what is written here is what is found there.
+    fn goes_to(&self, path: &Path) -> bool {
+        self.is_on() && self.path == path && fs::metadata(path).is_ok_and(|data| FileId::of(&data) == self.file)
+    }
+}
+
+impl FileId {
+    fn of(data: &Metadata) -> Self {
+        Self(data.dev(), data.ino())
+    }
 }
 
 /// Writes lines for as long as anybody may send some. What comes after the first that cannot be written is dropped: with a gap
 /// in it, it would be no trace of anything.
-fn write(path: &Path, mut file: File, lines: &Receiver<Line>, counts: &IntCounterVec, ended: &AtomicBool) {
-    let mut written = file.metadata().map_or(0, |data| data.len());
+fn write(path: &Path, file: &File, lines: &Receiver<Line>, counts: &IntCounterVec, ended: &AtomicBool) {
     while let Ok(line) = lines.recv() {
         if ended.load(Ordering::Relaxed) {
             counts.with_label_values(&["dropped"]).inc();
             continue;
         }
-        let outcome = if written < BYTES_MAX { append(&mut file, &line) } else { Err(ErrorKind::FileTooLarge.into()) };
-        match outcome {
-            Ok(bytes) => {
-                written += bytes;
-                counts.with_label_values(&["written"]).inc();
-            }
+        match append(file, &line) {
+            Ok(()) => counts.with_label_values(&["written"]).inc(),
             Err(error) => {
                 tracing::error!(path = %path.display(), %error, "the record of requests ends here");
-                // No half of a line is left to whoever goes on.
-                let _ = file.set_len(written);
                 ended.store(true, Ordering::Relaxed);
                 counts.with_label_values(&["dropped"]).inc();
             }
@@ -156,12 +171,17 @@ fn write(path: &Path, mut file: File, lines: &Receiver<Line>, counts: &IntCounte
     }
 }
 
-/// One line, at once: whoever reads along sees no half of one.
-fn append(file: &mut impl Write, line: &Line) -> io::Result<u64> {
+/// One line, at once: whoever reads along sees no half of one, and none is left to whoever goes on.
+fn append(mut file: &File, line: &Line) -> io::Result<()> {
+    let before = file.metadata()?.len();
+    if before >= BYTES_MAX {
+        return Err(ErrorKind::FileTooLarge.into());
+    }
     let mut text = serde_json::to_string(line)?;
     text.push('\n');
-    file.write_all(text.as_bytes())?;
-    Ok(text.len() as u64)
+    file.write_all(text.as_bytes()).inspect_err(|_| {
+        let _ = file.set_len(before);
+    })
 }
 
 impl Line {

@@ -4,6 +4,7 @@ use super::fake::{Behaviour, Yard, prompt};
 use super::{defaults, failed};
 use crate::replay::Trace;
 use crate::{Recorded, Settings};
+use futures::StreamExt;
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::time::Duration;
@@ -104,6 +105,25 @@ async fn a_record_ends_at_its_bound_and_goes_on_under_the_same_name_once_there_i
     yard.answer(prompt(4, 400)).await.unwrap();
     let lengths: Vec<u64> = lines(&path, 1).await.iter().map(|line| line.input_length).collect();
     assert_eq!((lengths, counted(&yard, 3).await), (vec![400], [2, 1]), "what is not recorded is not counted either");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_record_stays_one_though_settings_change_while_requests_are_served() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("run.jsonl");
+    // The next line is the last that fits.
+    std::fs::File::create(&path).unwrap().set_len((1 << 30) - 1).unwrap();
+    let yard = Yard::new(recording(&path));
+    yard.worker(1, Phase::Both).await;
+    let served = yard.ask(prompt(1, 100)).await.unwrap();
+    yard.router.retune(recording(&path)).unwrap();
+    yard.answer(prompt(2, 200)).await.unwrap();
+    assert_eq!(counted(&yard, 1).await, [1, 0]);
+    let length = || std::fs::metadata(&path).unwrap().len();
+    let before = length();
+    served.collect::<Vec<_>>().await;
+    assert_eq!((counted(&yard, 2).await, length()), ([1, 1], before), "what was counted stays");
+    assert!(!yard.router.core.recorder.is_on(), "there is one record, and it has ended");
 }
 
 #[tokio::test(start_paused = true)]
