@@ -18,9 +18,9 @@ const WINDOW: Duration = Duration::from_secs(2);
 const NEWEST: f64 = 0.2;
 
 impl Rate {
-    /// Somebody begins to wait.
+    /// Somebody begins to wait, or does again.
     pub(crate) fn begin(&mut self, now: Instant) {
-        self.window = Some((now, 0));
+        self.window.get_or_insert((now, 0));
     }
 
     /// So many tokens went.

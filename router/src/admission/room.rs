@@ -16,10 +16,12 @@ use super::bid::{Asked, Lane, Turn};
 use super::rate::Rate;
 use super::settings::Settings;
 use crate::load::Amount;
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
+use worker::engine::Priority;
 use worker::plane::WorkerId;
 
 /// What a lower class gets of what those above it are granted: enough to move, too little to be felt.
@@ -63,6 +65,8 @@ pub(crate) struct Room {
     /// When they wait no longer, and who.
     ends: BTreeSet<(Instant, u64)>,
     running: HashMap<u64, (Arc<str>, u64)>,
+    /// Those who are being placed anew, and their class: its accounts stay open.
+    recalled: HashMap<u64, Priority>,
     /// By priority, the least first.
     classes: [Class; 3],
     tenants: BTreeMap<Arc<str>, Tenant>,
@@ -172,22 +176,27 @@ impl Room {
             && let Some(tenant) = self.tenants.get_mut(&name)
         {
             tenant.running -= tokens;
-            if tenant.running == 0 && self.waiting.is_empty() {
+            if tenant.running == 0 && self.waiting.is_empty() && self.recalled.is_empty() {
                 self.tenants.remove(&name);
             }
+        }
+        if self.recalled.remove(&number).is_some() {
+            self.close_accounts();
         }
         waited
     }
 
     /// A request that waits is to be placed anew: until then it is nowhere. Whether it did wait.
     pub(crate) fn recall(&mut self, number: u64) -> bool {
+        let Some(asked) = self.waiting.get(&number) else { return false };
+        self.recalled.insert(number, asked.priority);
         self.take(number).is_some()
     }
 
-    /// Up to `most` that wait and fit `which`: the most urgent first.
+    /// Up to `most` that wait and fit `which`: the most urgent first, and of those who have been where they are for the longest.
     pub(crate) fn some(&self, most: usize, which: impl Fn(&Asked) -> bool) -> Vec<u64> {
         let mut found: Vec<(&u64, &Asked)> = self.waiting.iter().filter(|(_, asked)| which(asked)).collect();
-        found.sort_by_key(|(number, asked)| (std::cmp::Reverse(asked.priority), **number));
+        found.sort_by_key(|(number, asked)| (Reverse(asked.priority), asked.placed, **number));
         found.into_iter().take(most).map(|(number, _)| *number).collect()
     }
 
@@ -332,9 +341,9 @@ impl Room {
         if self.waiting.is_empty() {
             self.rate.begin(now);
         }
-        let clock = self.clock;
+        let (clock, again) = (self.clock, self.recalled.remove(&number).is_some());
         let tenant = self.tenant(&asked.tenant);
-        if tenant.waiting == 0 {
+        if tenant.waiting == 0 && !again {
             tenant.used = tenant.used.max(clock);
         }
         tenant.waiting += asked.tokens;
@@ -370,14 +379,22 @@ impl Room {
             lanes.retain(|_, turns| !turns.is_empty());
         }
         class.flows.retain(|_, lanes| !lanes.is_empty());
-        if class.flows.is_empty() {
-            class.credit = 0.0;
-        }
         if let Some(tenant) = self.tenants.get_mut(&asked.tenant) {
             tenant.waiting -= asked.tokens;
         }
-        if self.waiting.is_empty() {
-            // Nobody waits: accounts are closed.
+        self.close_accounts();
+        Some(asked)
+    }
+
+    /// Closes the accounts of classes that nobody waits in; and all, when nobody waits.
+    fn close_accounts(&mut self) {
+        let Self { classes, recalled, .. } = self;
+        for (priority, class) in classes.iter_mut().enumerate().filter(|(_, class)| class.flows.is_empty()) {
+            if recalled.values().all(|recalled| *recalled as usize != priority) {
+                class.credit = 0.0;
+            }
+        }
+        if self.waiting.is_empty() && recalled.is_empty() {
             self.clock = 0.0;
             self.rate.end();
             self.tenants.retain(|_, tenant| {
@@ -385,7 +402,6 @@ impl Room {
                 tenant.running > 0
             });
         }
-        Some(asked)
     }
 }
 

@@ -243,6 +243,17 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
+#[test]
+fn those_are_placed_anew_first_who_have_not_been_for_the_longest() {
+    let (mut room, limits, later) = (Room::default(), limits(u64::MAX), Instant::now() + Duration::from_secs(1));
+    let [first, second] = [(); 2].map(|()| wait(&mut room, &limits, asked("a", 100)));
+    let high = wait(&mut room, &limits, Asked { priority: Priority::High, placed: later, ..asked("a", 100) });
+    assert_eq!(room.some(2, |_| true), [high, first]);
+    room.recall(first);
+    room.put(first, Asked { placed: later, ..asked("a", 100) }, later);
+    assert_eq!(room.some(2, |_| true), [high, second]);
+}
+
 proptest! {
     /// Whatever happens: sums are the sums of what is there, bounds hold, and nobody is lost or in two places.
     #[test]
@@ -349,6 +360,12 @@ proptest! {
             // There is always more above.
             wait(&mut room, &limits, Asked { priority: Priority::High, ..asked("b", above) });
             wait(&mut room, &limits, Asked { priority: Priority::Normal, ..asked("c", above) });
+            // And it is placed anew again and again, while others come and go.
+            let again = room.waiting[&low].clone();
+            assert!(room.recall(low));
+            let other = wait(&mut room, &limits, Asked { priority: Priority::High, ..asked("b", above) });
+            room.leave(other);
+            room.put(low, again, Instant::now());
             let number = room.turn(&limits, Instant::now(), |_, _| OPEN).unwrap();
             if number == low {
                 break;
