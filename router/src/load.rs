@@ -118,7 +118,7 @@ impl Books {
 
     /// What other routers have booked and not sent.
     pub(crate) fn elsewhere(&self) -> Amount {
-        self.lock().elsewhere
+        self.state().elsewhere
     }
 
     /// Another router's request will be sent, though not yet.
@@ -148,6 +148,7 @@ impl Books {
             entry.amount.prefill_tokens = 0;
             entry.amount.prompts = 0;
             entry.started = true;
+            entry.elsewhere = false;
         });
     }
 
@@ -191,7 +192,7 @@ impl Books {
 
     /// The latest report, while it is news.
     pub(crate) fn latest(&self, now: Instant) -> Option<Load> {
-        self.lock()
+        self.state()
             .report
             .as_ref()
             .filter(|(_, at)| now.saturating_duration_since(*at) <= STALE)
@@ -246,9 +247,14 @@ impl Books {
         self.face.choose(nth);
     }
 
-    fn lock(&self) -> Open<'_> {
+    /// To be read only: decisions go on seeing what they saw.
+    fn state(&self) -> MutexGuard<'_, State> {
         // Sums and entries change together, without anything that panics between them.
-        Open { state: self.state.lock().unwrap_or_else(PoisonError::into_inner), books: self }
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn lock(&self) -> Open<'_> {
+        Open { state: self.state(), books: self }
     }
 }
 
@@ -409,6 +415,17 @@ mod tests {
         assert_eq!((standing.sequences, standing.active_blocks), (1, 15), "it has ended since the report");
         books.report(Load { running: 1, active_blocks: 15, ..report(0) }, Instant::now());
         assert_eq!(books.standing(Instant::now()).sequences, 1, "the next report knows");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn reading_changes_nothing_and_what_has_started_waits_nowhere() {
+        let (books, now) = (Books::default(), Instant::now());
+        let number = books.book_elsewhere(REQUEST, now);
+        let version = books.version();
+        assert_eq!((books.elsewhere(), books.latest(now)), (REQUEST, None));
+        assert_eq!(books.version(), version);
+        books.started(number);
+        assert_eq!(books.elsewhere(), Amount::default());
     }
 
     #[tokio::test(start_paused = true)]
