@@ -50,6 +50,8 @@ struct Inside {
     desk: Desk,
     /// By number, those who wait to be told something.
     calls: HashMap<u64, oneshot::Sender<Told>>,
+    /// Nobody is told anything any more.
+    closed: bool,
 }
 
 /// A request's place in the router, from the door until its last byte. Dropping it gives the place up.
@@ -133,9 +135,11 @@ impl Admission {
         }
     }
 
-    /// Nobody will be told anything any more.
+    /// Nobody will be told anything any more: who waits is not left waiting for it.
     pub(crate) fn close(&self) {
-        self.inside().calls.clear();
+        let mut inside = self.inside();
+        inside.closed = true;
+        inside.calls.clear();
     }
 
     /// A request goes that has waited.
@@ -176,7 +180,9 @@ impl Admission {
 impl Inside {
     fn call(&mut self, number: u64) -> oneshot::Receiver<Told> {
         let (sender, call) = oneshot::channel();
-        self.calls.insert(number, sender);
+        if !self.closed {
+            self.calls.insert(number, sender);
+        }
         call
     }
 

@@ -63,6 +63,11 @@ impl Prompt {
     pub(crate) fn uncached(&self, held: Held) -> u64 {
         self.tokens.saturating_sub(u64::from(held.run()) * self.block_size).max(1)
     }
+
+    /// Blocks that only the output will take.
+    pub(crate) fn output_blocks(&self) -> u64 {
+        self.blocks.saturating_sub(self.tokens.div_ceil(self.block_size))
+    }
 }
 
 impl Need {

@@ -61,7 +61,13 @@ async fn seek(core: &Arc<Core>, request: Request) -> Result<OutputStream, Error>
             life.sent();
         }
         match attempt(core, &request, &placement, &tried).await {
-            Ok(started) => return Ok(stream(core, placement, pass, started, life)),
+            Ok(started) => {
+                // The other answers come now, and not before: until then it is tried with places for all.
+                if let Some(party) = &request.party {
+                    party.let_in(pass.clone());
+                }
+                return Ok(stream(core, placement, pass, started, life));
+            }
             Err(error) => {
                 let verdict = Verdict::of(&error);
                 placement.decode.note(verdict);
@@ -93,7 +99,8 @@ fn more_telling(last: Option<Error>, error: Error) -> Error {
 
 /// Gets the first output, over one leg or two.
 async fn attempt(core: &Core, request: &Request, placement: &Placement, tried: &[WorkerId]) -> Result<Started, Error> {
-    let Placement { decode, booking, prefill, uncached, first_token, .. } = placement;
+    let Placement { decode, booking, others, prefill, uncached, first_token, .. } = placement;
+    others.iter().for_each(Booking::going);
     let or_hung = hung(core, decode, &request.model, tried, *first_token);
     let mut request = request.clone();
     let Some(detour) = prefill else {

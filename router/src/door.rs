@@ -15,11 +15,7 @@ pub(crate) async fn admit(core: &Core, request: &Request) -> Result<(Placement, 
         return Ok((place(core, request, &[])?, pass));
     }
     let (placement, permit) = wait(core, request).await?;
-    let pass: Pass = Arc::new(permit);
-    if let Some(party) = &request.party {
-        party.let_in(pass.clone());
-    }
-    Ok((placement, pass))
+    Ok((placement, Arc::new(permit)))
 }
 
 async fn wait(core: &Core, request: &Request) -> Result<(Placement, Permit), Error> {

@@ -108,11 +108,14 @@ fn book(
     let uncached = row.uncached();
     let totals = core.traffic.of(&request.model);
     totals.prompt(uncached);
+    let (member, others) = (row.member(), 1..request.answers());
+    let another =
+        Amount { sequences: 1, blocks: row.prompt.output_blocks() / u64::from(request.answers()), ..Amount::default() };
     let amount = Amount {
         prefill_tokens: if apart.is_some() { 0 } else { uncached },
         prompts: u64::from(apart.is_none()),
         sequences: u64::from(request.work != Work::Prefill),
-        ..row.amount()
+        blocks: row.prompt.blocks - another.blocks * others.len() as u64,
     };
     let forecast = |row: &Row<'_>| Forecast::of(&core.promises, policy, decision, row, overlaps);
     let (here, there) = (forecast(row), apart.map(forecast));
@@ -122,8 +125,6 @@ fn book(
     };
     // What is handed over comes late: an event will tell of it, and nobody should queue behind it before.
     let ours = if apart.is_some() { core.promises.make(row.seat.slot, &[], 1, 0) } else { promise(row) };
-    let (member, others) = (row.member(), 1..request.answers());
-    let another = Amount { sequences: 1, ..Amount::default() };
     let place_of = |_| Booking::new(member, another, core.promises.make(row.seat.slot, &[], 1, 0), &core.herald);
     let line = core.recorder.is_on().then(|| {
         let draw = mix(core.fleet.choices());
@@ -135,7 +136,7 @@ fn book(
         decode: member.clone(),
         booking: Booking::new(member, amount, ours, &core.herald),
         totals,
-        amount: Amount { sequences: amount.sequences + others.len() as u64, ..amount },
+        amount: others.clone().fold(amount, |all, _| all.plus(another)),
         others: others.map(place_of).collect(),
         first_token: row.cost().first_token(),
         takes: decision.takes(row),

@@ -52,10 +52,11 @@ impl Router {
         self.core.retune(settings)
     }
 
-    /// Ends the router's tasks and waits for them. Streams that were started go on.
+    /// Ends the router's tasks and waits for them. Streams that were started go on; who waits to be let in is turned away.
     pub async fn stop(&self) {
         self.life.token().cancel();
         self.tasks.wait().await;
+        self.core.admission.close();
     }
 }
 

@@ -258,6 +258,36 @@ async fn trap_4_a_tenants_permit_lives_until_the_last_byte() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn who_waits_when_the_router_stops_is_turned_away_and_so_is_who_would_wait_then() {
+    let yard = yard(Limits::default());
+    let _worker = full(&yard, 1).await;
+    let waits = ask(&yard, request(1, 100, Terms::default())).await;
+    yard.router.stop().await;
+    for answer in [waits, ask(&yard, request(2, 100, Terms::default())).await] {
+        let answer = tokio::time::timeout(Duration::from_hours(1), answer).await.expect("it waits for ever");
+        assert_eq!(answer.unwrap(), Err(Error::Unavailable("the router has stopped".to_owned())));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn several_answers_have_places_wherever_the_first_is_tried_and_give_them_up_when_they_come() {
+    let yard = yard(Limits::default());
+    let (bad, good) = (yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await);
+    bad.become_(Behaviour::Refuse(Error::Failed("broken".to_owned())));
+    for family in [1, 2] {
+        let (party, stop) = (Party::new(3), StopRule { max_tokens: Some(160), ..StopRule::default() });
+        let (asking, request) = (yard.clone(), Request { party: Some(party), stop, ..prompt(family, 100) });
+        let first = tokio::spawn(async move { asking.ask(request).await.unwrap() });
+        settle().await;
+        assert_eq!((yard.standing(1), yard.standing(2)), ((0, 0, 0), (100, 3, 37)));
+        let first = first.await.unwrap();
+        assert_eq!(yard.standing(2), (0, 1, 17), "the others bring ten blocks each");
+        drop(first);
+    }
+    assert_eq!((bad.requests(), good.requests()), (2, 2), "each was tried with the other first");
+}
+
+#[tokio::test(start_paused = true)]
 async fn several_answers_to_one_prompt_are_let_in_as_one() {
     let tenant = Tenant { running_tokens_max: Some(150), ..Tenant::default() };
     let yard = yard(Limits { tenants: [("a".to_owned(), tenant)].into(), ..Limits::default() });

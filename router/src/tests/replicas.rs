@@ -1,12 +1,13 @@
 //! Several routers over the same workers.
 
 use super::fake::{BLOCK, Fake, MODEL, SPEED, Yard, prompt, settle};
+use crate::load::Amount;
 use crate::replica::{GONE, HEARTBEAT};
 use crate::{PlannerMode, PlannerSettings, Router, Settings};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::task::JoinHandle;
-use worker::engine::Engine;
+use worker::engine::{Engine, Party, Request};
 use worker::plane::{EventBody, Events, Load, Phase, RouterId, Topic, WorkerId};
 
 /// Less than what a worker takes before others wait in the router.
@@ -68,6 +69,18 @@ async fn what_another_router_sends_counts_until_its_first_token_and_its_end() {
     settle().await;
     settle().await;
     assert_eq!(yard.standing(1), (0, 0, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn answers_that_are_to_come_with_the_first_do_not_wait_in_another_router() {
+    let (yard, routers, _fakes) = yard(1, 2).await;
+    let (router, request) = (routers[1].clone(), Request { party: Some(Party::new(3)), ..prompt(1, PROMPT) });
+    let sent = tokio::spawn(async move { router.generate(request).await.map(drop) });
+    settle().await;
+    settle().await;
+    let books = yard.router.core.fleet.roster().get(WorkerId(1)).unwrap().books.clone();
+    assert_eq!((yard.standing(1).1, books.elsewhere()), (3, Amount::default()));
+    sent.abort();
 }
 
 #[tokio::test(start_paused = true)]
