@@ -33,13 +33,16 @@ async fn what_a_process_served_can_be_replayed() {
         assert!(answer.status().is_success(), "{}", answer.text().await.unwrap());
     }
     // A line is written after its answer.
-    let text = loop {
-        let text = std::fs::read_to_string(&file).unwrap();
-        if text.ends_with('\n') && text.lines().count() == 3 {
-            break text;
+    let written = async {
+        loop {
+            let text = std::fs::read_to_string(&file).unwrap();
+            if text.ends_with('\n') && text.lines().count() == 3 {
+                break text;
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
         }
-        tokio::time::sleep(Duration::from_millis(20)).await;
     };
+    let text = tokio::time::timeout(Duration::from_mins(5), written).await.expect("three lines");
     process.kill().unwrap();
     process.wait().unwrap();
 
