@@ -211,14 +211,21 @@ impl Catalog {
         self.lock().known.get(&number).cloned()
     }
 
-    /// Objects of fewer bytes that blocks are read from, a writer's own and, apart, those of others that are known for so long;
-    /// those of each domain and fingerprint in the order in which they were written.
-    pub(super) fn small(&self, writer: Writer, left: Duration, below: u64) -> Vec<Vec<Small>> {
+    /// Objects of fewer bytes that are where their blocks are found, a writer's own and, apart, those of others that are known
+    /// for so long and were read; those of each domain and fingerprint in the order in which they were written.
+    pub(super) fn small(
+        &self,
+        writer: Writer,
+        left: Duration,
+        below: u64,
+        read: impl Fn(ObjectId) -> bool,
+    ) -> Vec<Vec<Small>> {
         let objects = self.lock();
         let mut groups: BTreeMap<(bool, DomainId, Fingerprint), Vec<Small>> = BTreeMap::new();
         for (&number, object) in objects.known.iter().filter(|(_, object)| object.bytes < below) {
-            let own = ObjectId::at(&object.path).is_some_and(|id| id.writer == writer);
-            if !own && object.since.elapsed() < left {
+            let Some(id) = ObjectId::at(&object.path) else { continue };
+            let own = id.writer == writer;
+            if !own && (object.since.elapsed() < left || !read(id)) {
                 continue;
             }
             let here = |block: &Lying| {
@@ -232,6 +239,15 @@ impl Catalog {
             }
         }
         groups.into_values().collect()
+    }
+
+    /// Leaves of some small objects what is still found in them: others may have packed the rest meanwhile.
+    pub(super) fn still(&self, some: &mut Vec<Small>) {
+        some.retain_mut(|Small { number, object, blocks }| {
+            let place = |name| self.index.get(object.fingerprint, name);
+            blocks.retain(|(name, _)| place(*name).is_some_and(|place| place.object == *number));
+            !blocks.is_empty()
+        });
     }
 
     /// Forgets an object that turned out to be gone, or to be another than it was.

@@ -32,12 +32,13 @@ pub struct Compaction {
 
 impl ObjectTier {
     /// Packs what this process wrote in small objects into large ones, where there are enough of them, and what others did and
-    /// left so for that long: whoever lives packs its own. To be called now and then where somebody collects; a second call at
-    /// the same time does its work twice.
+    /// left so for that long: whoever lives packs its own. Of theirs only what it reads from: packed, blocks are young again,
+    /// and those that nobody reads are to grow old. To be called now and then where somebody collects; a second call at the
+    /// same time does its work twice.
     pub async fn compact(&self, left: Duration) -> io::Result<Compaction> {
         let full = self.settings.object_bytes;
         let mut done = Compaction::default();
-        for group in self.catalog.small(self.writer, left, full / SMALL) {
+        for group in self.catalog.small(self.writer, left, full / SMALL, |id| self.uses.has(id)) {
             let mut packs: Vec<Vec<Small>> = Vec::new();
             let mut room = 0;
             for small in group {
@@ -48,7 +49,11 @@ impl ObjectTier {
                 room -= small.object.bytes;
                 packs.last_mut().expect("one was begun").push(small);
             }
-            for pack in packs.into_iter().filter(|pack| pack.len() >= ENOUGH) {
+            for mut pack in packs {
+                self.catalog.still(&mut pack);
+                if pack.len() < ENOUGH {
+                    continue;
+                }
                 done.objects += pack.len() as u64;
                 done.blocks += self.pack_again(pack).await?;
             }

@@ -63,6 +63,11 @@ impl Uses {
         last.news = true;
     }
 
+    /// Whether this process read from it, as far as it still knows.
+    pub(super) fn has(&self, object: ObjectId) -> bool {
+        self.lock().of.contains_key(&object)
+    }
+
     /// Notes now and then, for ever.
     pub(super) async fn run(self: Arc<Self>) {
         loop {

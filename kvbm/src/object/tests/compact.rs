@@ -123,7 +123,7 @@ async fn what_is_few_large_or_anothers_is_left_alone_and_one_that_loses_the_race
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_processes_left_that_ended_is_packed_by_one_that_lives() {
+async fn what_processes_left_that_ended_is_packed_by_one_that_reads_it() {
     let shared = Arc::new(flaky::Flaky::default());
     let mut blocks = Vec::new();
     for seed in 0..9 {
@@ -135,8 +135,12 @@ async fn what_processes_left_that_ended_is_packed_by_one_that_lives() {
     let (tier, _) = open_on(shared.clone());
     tier.caught_up().await;
     tokio::time::sleep(HOUR / 2).await;
+    let (cold, _) = open_on(shared.clone());
+    cold.caught_up().await;
+    assert!(loads(&tier, &blocks).await);
     assert_eq!(tier.compact(HOUR).await.unwrap(), compact::Compaction::default(), "they may live");
     tokio::time::sleep(HOUR).await;
+    assert_eq!(cold.compact(HOUR).await.unwrap(), compact::Compaction::default(), "it would make them young again");
     assert_eq!(tier.compact(HOUR).await.unwrap(), compact::Compaction { objects: 9, blocks: 27 });
     assert_eq!(tier.compact(HOUR).await.unwrap(), compact::Compaction::default());
     let before = shared.requests();
