@@ -36,7 +36,7 @@ impl Lately {
         }
         let crowd = Arc::new(crowd);
         // A large one stays for nobody's sake.
-        self.0 = matches!(*crowd, Crowd::Few { .. }).then(|| crowd.clone());
+        self.0 = (crowd.bytes() <= LATELY_BYTES_MAX).then(|| crowd.clone());
         crowd
     }
 }
@@ -48,6 +48,8 @@ struct Draft {
 }
 
 const FEW: usize = 4;
+/// Larger ones are not shared: two dozen holders.
+const LATELY_BYTES_MAX: usize = 384;
 /// Fewer workers alike are not worth a set: one by one they are read as quickly.
 const ALIKE: usize = 8;
 /// What a holder takes that stands alone.
