@@ -27,6 +27,8 @@ pub(super) struct Run<'a> {
 const AHEAD: usize = 128;
 /// A source has so many times as many pages as are kept for its next blocks.
 const SPARE: usize = 16;
+/// So many new blocks begin in a page of their own, so that what follows them finds room beside them.
+const APART: usize = 16;
 /// A page is given up for another when no more places than this are live, and all were used.
 const SPARSE: u32 = PLACES / 4;
 
@@ -190,19 +192,26 @@ impl Index {
         let mut entries = Vec::with_capacity(fresh.names.len());
         let mut settling = Vec::new();
         let mut rest = fresh;
+        // First to where their chain ends so far, if there is room after it.
+        let mut tail = fresh.after.and_then(|after| self.body.load().find(after)).map(Place::page);
         while !rest.names.is_empty() {
-            let Some(number) = self.open(owner, ledger, rest.names.len()) else { break };
+            let beside = tail.take();
+            let Some(number) = beside.or_else(|| self.open(owner, ledger, rest.names.len())) else { break };
             let body = self.body.load();
-            let Some(page) = body.page(number) else {
-                // It went back to the system with its chunk.
-                ledger.open.next();
+            // Its chunk may have gone back to the system.
+            let page = body.page(number);
+            let _turn = self.arena.turn(number);
+            let takes = |page: &Page<'_>| {
+                let goes_on = page.used().checked_sub(1).is_none_or(|last| rest.after == Some(page.name(last)));
+                let joins = goes_on || beside.is_none() && rest.names.len() < APART;
+                page.is_of(owner.slot) && page.used() < PLACES && joins
+            };
+            let Some(page) = page.filter(takes) else {
+                if beside.is_none() {
+                    ledger.open.next();
+                }
                 continue;
             };
-            let _turn = self.arena.turn(number);
-            if !page.is_of(owner.slot) || page.used() >= PLACES {
-                ledger.open.next();
-                continue;
-            }
             page.set_warmth(Warmth::Settling);
             let (now, later) = rest.split(rest.names.len().min((PLACES - page.used()) as usize));
             let before = page.holders().bytes();

@@ -114,3 +114,19 @@ fn who_holds_nothing_any_more_keeps_no_pages_for_what_may_come() {
     index.apply(Source::Worker(WorkerId(1)), &removed(Level::G1, &names));
     assert_eq!(index.arena.used(), 0);
 }
+
+#[test]
+fn a_chain_goes_on_where_it_ended_though_its_source_stored_others_meanwhile() {
+    let index = Index::new();
+    index.join(WorkerId(1), &[]);
+    let chains: Vec<_> = (1..=4).map(|number| runs(number, 128, 32)).collect();
+    for turn in 0..4 {
+        chains.iter().for_each(|(_, events)| tell(&index, WorkerId(1), &events[turn..=turn]));
+    }
+    for (names, _) in &chains {
+        let body = index.body.load();
+        let places: Vec<_> = names.iter().map(|name| body.find(name.short()).unwrap()).collect();
+        assert!(places[..64].iter().all(|place| place.page() == places[0].page()), "a page of its own");
+        assert!(places[64..].iter().all(|place| place.page() == places[64].page()), "and another");
+    }
+}
