@@ -121,7 +121,9 @@ fn a_chain_goes_on_where_it_ended_though_its_source_stored_others_meanwhile() {
     index.join(WorkerId(1), &[]);
     let chains: Vec<_> = (1..=4).map(|number| runs(number, 128, 32)).collect();
     for turn in 0..4 {
-        chains.iter().for_each(|(_, events)| tell(&index, WorkerId(1), &events[turn..=turn]));
+        for (_, events) in &chains {
+            tell(&index, WorkerId(1), &events[turn..=turn]);
+        }
     }
     for (names, _) in &chains {
         let body = index.body.load();
