@@ -1,8 +1,9 @@
 //! What changed: numbered block events, one log per owner of memory.
 //!
 //! A worker's G1 and G2 share one log; a shared store (G3 of a process, G4 of a fleet) has its own, so that its blocks
-//! are indexed under the store. Numbers are gapless from 1 within an [`Epoch`]; whoever sees a gap asks for a snapshot.
-//! The log keeps the set of announced blocks beside the numbers, so a snapshot is always consistent with its number.
+//! are indexed under the store. Numbers are gapless from 1 within an [`Epoch`]; whoever sees a gap asks for the events since,
+//! as long as the log keeps them, and then for a snapshot. The log keeps the set of announced blocks beside the numbers, so a
+//! snapshot is always consistent with its number.
 
 use crate::SequenceHash;
 use crate::names::NameHasher;

@@ -1,7 +1,7 @@
 //! Keeps the router's picture of the fleet: one task that follows who is there and what changed.
 //!
-//! What to do about an event is the [`View`]'s decision; here it is done. A source that is behind is repaired by a snapshot,
-//! asked for beside everything else, while what is known of it goes on serving.
+//! What to do about an event is the [`View`]'s decision; here it is done. What was missed of a source is asked for beside
+//! everything else, a range of events first and then a snapshot, while what is known of it goes on serving.
 
 pub(crate) mod view;
 
@@ -13,13 +13,13 @@ use crate::trust::{Mode, Reason};
 use futures::StreamExt;
 use futures::future::BoxFuture;
 use futures::stream::{BoxStream, FuturesUnordered};
-use kvbm::{BlockEvent, Digest, Epoch, Snapshot};
+use kvbm::{BlockEvent, Digest, Epoch, Numbered, Snapshot};
 use std::collections::btree_map::{BTreeMap, Entry};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, MissedTickBehavior};
-use view::{Caught, Outcome, View};
+use view::{Ask, Outcome, View};
 use worker::engine::Engine;
 use worker::plane::{
     Discovery, Event, EventBody, Events, Instance, Load, Membership, PlaneError, Source, Topic, WorkerId,
@@ -38,13 +38,20 @@ pub(crate) struct Feed {
 struct Repaired {
     source: Source,
     attempt: u32,
-    answer: Result<Snapshot, PlaneError>,
+    answer: Answer,
 }
 
-/// Snapshots under way at a time.
+enum Answer {
+    /// Events after this one of this life, as far as they are kept.
+    Range(Epoch, u64, Vec<Numbered>),
+    Snapshot(Snapshot),
+    Failed(PlaneError),
+}
+
+/// Questions under way at a time.
 const REPAIRS: usize = 16;
 /// A snapshot of a large worker is some tens of megabytes; ten seconds are a slow network.
-const SNAPSHOT_PATIENCE: Duration = Duration::from_secs(10);
+const PATIENCE: Duration = Duration::from_secs(10);
 /// Between attempts, doubling up to a maximum: a source that is not there yet is there soon, or not for long.
 const RETRY: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(5));
 /// How often gauges that nobody else sets are set.
@@ -100,12 +107,12 @@ impl Feed {
             self.core.index.clear(source);
             self.core.index.forget(Source::Worker(shadow(instance.id)));
             self.views.insert(source, View::of_life(Some(instance.epoch)));
-            self.repair(source, 0);
+            self.go_on(source, 0);
         }
         for store in instance.stores.iter().map(|store| Source::Store(*store)) {
             if let Entry::Vacant(unknown) = self.views.entry(store) {
                 unknown.insert(View::of_life(None));
-                self.repair(store, 0);
+                self.go_on(store, 0);
             }
         }
         // The same life seen again keeps its books: its requests are still out there.
@@ -153,39 +160,27 @@ impl Feed {
         let outcome = view.event(epoch, number, event);
         self.core.metrics.events.with_label_values(&[outcome.name()]).inc();
         match outcome {
-            Outcome::Apply(event) => {
-                self.core.index.apply(source, &event);
-                self.core.metrics.index_memberships.set(self.core.index.memberships() as i64);
-            }
-            Outcome::Gap => {
-                tracing::debug!(%source, number, "events were lost");
-                self.repair(source, 0);
-            }
-            Outcome::NewLife => {
-                self.core.index.clear(source);
-                self.repair(source, 0);
-            }
-            Outcome::Held | Outcome::Duplicate | Outcome::Stale => {}
+            Outcome::Apply(event) => self.core.index.apply(source, &event),
+            Outcome::Gap => tracing::debug!(%source, number, "events were missed"),
+            Outcome::NewLife => self.core.index.clear(source),
+            Outcome::Held | Outcome::Duplicate | Outcome::Stale => return,
         }
+        self.go_on(source, 0);
+        self.core.metrics.index_memberships.set(self.core.index.memberships() as i64);
     }
 
     /// The source says what it holds. Numbers in order do not tell that each event was understood: this does.
     fn digest(&mut self, source: Source, epoch: Epoch, number: u64, digest: Digest) {
         let Some(view) = self.views.get_mut(&source) else { return };
-        let due = if view.stands_at(epoch, number) {
-            let drifted = believed(&self.core.index, source).is_some_and(|believed| believed != digest);
-            if drifted {
-                tracing::warn!(%source, number, "what is believed of it is not what it holds; taking a snapshot");
-                self.core.metrics.drifts.inc();
-            }
-            drifted && view.doubt()
-        } else {
+        if !view.stands_at(epoch, number) {
             // A store makes no reports.
-            view.behind(epoch, number, Instant::now())
-        };
-        if due {
-            self.repair(source, 0);
+            view.behind(epoch, number, Instant::now());
+        } else if believed(&self.core.index, source).is_some_and(|believed| believed != digest) {
+            tracing::warn!(%source, number, "what is believed of it is not what it holds; taking a snapshot");
+            self.core.metrics.drifts.inc();
+            view.doubt();
         }
+        self.go_on(source, 0);
     }
 
     fn load(&mut self, source: Source, epoch: Epoch, load: Load) {
@@ -194,65 +189,62 @@ impl Feed {
         let Some(member) = roster.get(id).filter(|member| member.instance.epoch == epoch) else { return };
         let now = Instant::now();
         if self.views.get_mut(&source).is_some_and(|view| view.behind(epoch, load.number, now)) {
-            tracing::debug!(%source, number = load.number, "the last events were lost");
+            tracing::debug!(%source, number = load.number, "the last events were missed");
             self.core.metrics.events.with_label_values(&[Outcome::Gap.name()]).inc();
-            self.repair(source, 0);
+            self.go_on(source, 0);
         }
         member.reported(&load);
         member.books.report(load, now);
         self.core.admission.poke();
     }
 
-    /// Asks for a snapshot. There is never more than one on its way per source: a view asks only when it is not waiting.
-    fn repair(&self, source: Source, attempt: u32) {
+    /// Applies what a view has ready, and asks for what it lacks.
+    fn go_on(&mut self, source: Source, attempt: u32) {
+        let Some(view) = self.views.get_mut(&source) else { return };
+        while let Some(event) = view.next() {
+            self.core.index.apply(source, &event);
+        }
+        let Some(ask) = view.ask() else { return };
         let (events, turns) = (self.events.clone(), self.turns.clone());
         let pause = if attempt == 0 { Duration::ZERO } else { (RETRY.0 * (1 << attempt.min(10))).min(RETRY.1) };
         self.repairs.push(Box::pin(async move {
             tokio::time::sleep(pause).await;
             // The semaphore is never closed.
             let _turn = turns.acquire_owned().await;
-            let answer = match tokio::time::timeout(SNAPSHOT_PATIENCE, events.snapshot(source)).await {
-                Ok(answer) => answer,
-                Err(_) => Err(PlaneError::Unavailable(format!("no snapshot of {source} in time"))),
-            };
-            Repaired { source, attempt, answer }
+            let answer = tokio::time::timeout(PATIENCE, put(ask, &*events, source)).await;
+            let late = |_| Answer::Failed(PlaneError::Unavailable(format!("{source} did not answer in time")));
+            Repaired { source, attempt, answer: answer.unwrap_or_else(late) }
         }));
     }
 
     fn repaired(&mut self, Repaired { source, attempt, answer }: Repaired) {
         // It left meanwhile.
         let Some(view) = self.views.get_mut(&source) else { return };
-        let (outcome, caught) = match answer {
-            Ok(snapshot) => match view.snapshot(snapshot.epoch, snapshot.number) {
-                Caught::Outdated => ("outdated", Caught::Outdated),
-                caught => {
-                    self.core.index.replace(source, &snapshot.blocks);
-                    ("taken", caught)
+        let before = view.number();
+        let (outcome, attempt) = match answer {
+            Answer::Range(epoch, after, events) => {
+                let outcome = if events.is_empty() { "not_kept" } else { "ranged" };
+                view.range(epoch, after, events);
+                // Whoever does not keep it is asked for a snapshot at once.
+                (outcome, attempt)
+            }
+            Answer::Snapshot(snapshot) if view.snapshot(snapshot.epoch, snapshot.number) => {
+                self.core.index.replace(source, &snapshot.blocks);
+                ("taken", attempt + 1)
+            }
+            Answer::Snapshot(_) => ("outdated", attempt + 1),
+            Answer::Failed(error) => {
+                if !matches!(error, PlaneError::Absent(_)) {
+                    tracing::warn!(%source, %error, "nobody told what is missing; going on with what is known");
                 }
-            },
-            // Nobody answers for it. What came in may begin where the view ends, and then no snapshot is needed.
-            Err(PlaneError::Absent(_)) => ("failed", view.without_snapshot()),
-            Err(error) => {
-                tracing::warn!(%source, %error, "snapshot failed; going on with what is known");
-                ("failed", Caught::Outdated)
+                view.unanswered();
+                ("failed", attempt + 1)
             }
         };
-        self.core.metrics.snapshots.with_label_values(&[outcome]).inc();
-        match caught {
-            Caught::Up(events) => self.apply(source, &events),
-            Caught::Gap(events) => {
-                self.apply(source, &events);
-                self.repair(source, 0);
-            }
-            Caught::Outdated => self.repair(source, attempt + 1),
-        }
+        let moved = view.number() > before;
+        self.core.metrics.repairs.with_label_values(&[outcome]).inc();
+        self.go_on(source, if moved { 0 } else { attempt });
         self.core.metrics.index_memberships.set(self.core.index.memberships() as i64);
-    }
-
-    fn apply(&self, source: Source, events: &[BlockEvent]) {
-        for event in events {
-            self.core.index.apply(source, event);
-        }
     }
 
     /// Has each worker known by what can be believed of it.
@@ -284,8 +276,9 @@ impl Feed {
         }
         // Perhaps it was only what is known here that was wrong.
         let lies = matches!(mode, Mode::Approximate(Reason::Unannounced | Reason::Lies));
-        if lies && self.views.get_mut(&source).is_some_and(View::doubt) {
-            self.repair(source, 0);
+        if lies && let Some(view) = self.views.get_mut(&source) {
+            view.doubt();
+            self.go_on(source, 0);
         }
         self.gauges();
     }
@@ -306,6 +299,17 @@ impl Feed {
             let queued = member.books.standing(now).waiting_tokens;
             metrics.queued_tokens.with_label_values(&[&member.id().to_string()]).set(queued as i64);
         }
+    }
+}
+
+/// Puts a question to a source.
+async fn put(ask: Ask, events: &dyn Events, source: Source) -> Answer {
+    match ask {
+        Ask::Range(epoch, after) => {
+            let kept = events.range(source, epoch, after).await;
+            kept.map_or_else(Answer::Failed, |kept| Answer::Range(epoch, after, kept.unwrap_or_default()))
+        }
+        Ask::Snapshot => events.snapshot(source).await.map_or_else(Answer::Failed, Answer::Snapshot),
     }
 }
 

@@ -24,7 +24,7 @@ pub(crate) struct Metrics {
     pub(crate) queued_tokens: IntGaugeVec,
     pub(crate) workers: IntGaugeVec,
     pub(crate) events: IntCounterVec,
-    pub(crate) snapshots: IntCounterVec,
+    pub(crate) repairs: IntCounterVec,
     pub(crate) drifts: IntCounter,
     pub(crate) index_memberships: IntGauge,
     pub(crate) index_bytes: IntGauge,
@@ -117,9 +117,9 @@ impl Metrics {
                 "Block events received, by what became of them: applied, held, duplicate, stale, gap, new_life.",
                 &["outcome"],
             )?,
-            snapshots: counters(
-                "blockyard_router_snapshots_total",
-                "Snapshots asked for, to repair a gap or learn a new source: taken, outdated or failed.",
+            repairs: counters(
+                "blockyard_router_repairs_total",
+                "Questions to sources, for missed events or to learn a new source, by the answer: ranged or not_kept (events); taken or outdated (a snapshot); failed.",
                 &["outcome"],
             )?,
             drifts: counter(

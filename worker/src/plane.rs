@@ -10,7 +10,7 @@ pub mod local;
 use crate::engine::{Engine, ModelCard};
 use futures::future::BoxFuture;
 use futures::stream::BoxStream;
-use kvbm::{BlockEvent, Digest, Epoch, Level, Snapshot};
+use kvbm::{BlockEvent, Digest, Epoch, EventLog, Level, Numbered, Snapshot};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::sync::Arc;
@@ -154,7 +154,8 @@ impl fmt::Debug for Lease {
 }
 
 /// A numbered event of one source's life. Events of one source are gapless from 1 within an epoch; who sees a gap asks for
-/// a snapshot and goes on with the stale view meanwhile.
+/// the events after the last one before it, then, when they are kept no more, for a snapshot, and goes on with the stale view
+/// meanwhile.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Event {
     /// Who announces.
@@ -302,8 +303,14 @@ pub struct OnboardSpeed {
 ///
 /// # Contract
 /// - `publish` MUST NOT wait; events MAY be lost, and a slow subscriber MUST be the one that loses.
-/// - A subscription MUST yield events of its topic only, and those of one source in the order in which they were published.
-/// - `snapshot` MUST answer with the source's own state, as of a number, or that it is not there.
+/// - A subscription MUST yield events of its topic only. Those of one source SHOULD come in the order in which they were
+///   published, and once.
+/// - `range` and `snapshot` MUST be answered by the source itself, from its log, whatever was lost on the way to whoever asks; or
+///   say that it is not there.
+/// - `range` MUST answer with events after the number, in their order and without a gap, the first of them first, at most
+///   [`RANGE_MAX`]: whoever lacks more asks again. It MUST be `None` when the source lives another life, or does not keep all
+///   of them any more.
+/// - `snapshot` MUST be as of the number that it says.
 pub trait Events: Send + Sync + 'static {
     /// Sends an event to whoever listens.
     fn publish(&self, event: Event);
@@ -311,12 +318,24 @@ pub trait Events: Send + Sync + 'static {
     /// Events of a topic from now on.
     fn subscribe(&self, topic: Topic) -> BoxStream<'static, Event>;
 
-    /// Lets others ask for the source's snapshot, for as long as the lease is kept.
-    fn offer(&self, source: Source, snapshot: Arc<dyn Fn() -> Snapshot + Send + Sync>) -> Lease;
+    /// Lets others ask for what the source's log tells, for as long as the lease is kept.
+    fn offer(&self, source: Source, log: Arc<EventLog>) -> Lease;
+
+    /// Events of one life of a source, after a number.
+    fn range(
+        &self,
+        source: Source,
+        epoch: Epoch,
+        after: u64,
+    ) -> BoxFuture<'_, Result<Option<Vec<Numbered>>, PlaneError>>;
 
     /// All blocks of a source.
     fn snapshot(&self, source: Source) -> BoxFuture<'_, Result<Snapshot, PlaneError>>;
 }
+
+/// Events in one answer. What a worker announces in a second under load, and some hundred kilobytes; it bounds how long the log is
+/// locked, too.
+pub const RANGE_MAX: usize = 512;
 
 /// A plane could not do what was asked.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]

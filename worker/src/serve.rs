@@ -72,7 +72,7 @@ impl Worker {
         log: Arc<EventLog>,
         load: watch::Receiver<Load>,
     ) -> Result<Self, PlaneError> {
-        // The snapshot is offered first: whoever learns of the worker may ask for it at once.
+        // The log is offered first: whoever learns of the worker may ask for it at once.
         let feed = Feed::new(Arc::clone(&planes.events), Source::Worker(instance.id), log);
         let wishes = planes.events.subscribe(Topic::Phases);
         let lease = planes.discovery.register(instance.clone(), Arc::clone(&engine)).await?;
@@ -98,7 +98,7 @@ impl Worker {
 }
 
 impl Announcer {
-    /// Announces what is in `log` as `source`, and offers its snapshot.
+    /// Announces what is in `log` as `source`, and offers the log.
     pub fn start(events: Arc<dyn Events>, source: Source, log: Arc<EventLog>) -> Self {
         let stop = CancellationToken::new();
         let mut feed = Feed::new(events, source, log);
@@ -125,8 +125,7 @@ struct Feed {
 
 impl Feed {
     fn new(events: Arc<dyn Events>, source: Source, log: Arc<EventLog>) -> Self {
-        let offered = Arc::clone(&log);
-        let offer = events.offer(source, Arc::new(move || offered.snapshot()));
+        let offer = events.offer(source, Arc::clone(&log));
         // Whoever is there already gets what rests already; the mark makes the first `changed` look at once.
         let mut latest = log.latest();
         latest.mark_changed();
@@ -162,7 +161,7 @@ impl Feed {
                         self.publish(EventBody::Block { number: numbered.number, event: numbered.event });
                     }
                 }
-                // Those who listen see the gap in the numbers and take a snapshot.
+                // Those who listen see the gap in the numbers, and ask.
                 Err(gap) => self.published = gap.oldest_lost,
             }
         }

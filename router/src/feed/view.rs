@@ -1,14 +1,17 @@
-//! How far one source was followed: which event is next, which was seen, when a snapshot is due. Pure.
+//! How far one source was followed: which event is next, what is missing, and whom to ask for it. Pure.
 //!
 //! ```text
 //!              next event: apply ↺
-//!   following ──── gap, new life, behind a report ───▶ waiting (events are held)
-//!       ▲                                                 │
-//!       └── snapshot, then the held events that follow it ┘── gap among them: another snapshot
+//!   following ──── gap, behind a report ───▶ lacks events ──── the source keeps them no more ───▶ lacks the past
+//!       ▲                                     │  (a range)     a new life, or a source not seen before ──▶ │ (a snapshot)
+//!       ├── all that was heard of has come ───┴───────────────────────────────────────────────────────────┘
+//!       └── a snapshot ──── lacks the truth ◀── what is known is doubtful
 //! ```
+//! Events that come too early are held in their order, and go on as soon as those before them come, from wherever. So an event
+//! that comes twice, late, or from a former life changes nothing in the end.
 
-use kvbm::{BlockEvent, Epoch};
-use std::collections::VecDeque;
+use kvbm::{BlockEvent, Epoch, Numbered};
+use std::collections::BTreeMap;
 use std::time::Duration;
 use tokio::time::Instant;
 
@@ -18,43 +21,58 @@ pub(crate) struct View {
     life: Option<Epoch>,
     /// The last event that the index has seen.
     number: u64,
-    /// Events that wait for a snapshot; `None` while following.
-    held: Option<VecDeque<(Epoch, u64, BlockEvent)>>,
+    /// The last event that is known to exist.
+    heard: u64,
+    /// Events that came before one that they follow.
+    held: BTreeMap<u64, BlockEvent>,
+    /// Why the view does not follow.
+    lacks: Option<Lack>,
+    /// An answer is on its way.
+    asked: bool,
     /// A number that a report named and that has not come yet, and since when.
     missing: Option<(u64, Instant)>,
     /// Events of this life have come since somebody asked.
     news: bool,
 }
 
+/// What a view lacks.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Lack {
+    /// Events that the source may still keep.
+    Events,
+    /// What was before the events that are there.
+    Past,
+    /// Belief in what is known: no event is applied to it.
+    Truth,
+}
+
 /// What became of an event.
 #[derive(PartialEq, Debug)]
 pub(crate) enum Outcome {
-    /// It is the next one.
+    /// It is the next one. Some that were held may follow it.
     Apply(BlockEvent),
-    /// A snapshot is on its way; the event waits for it.
+    /// It waits for those before it.
     Held,
     /// The index has seen it.
     Duplicate,
     /// It is from a former life.
     Stale,
-    /// Some before it were lost: ask for a snapshot.
+    /// It waits for those before it, of which nobody knew.
     Gap,
-    /// The source began anew: drop what it held, and ask for a snapshot.
+    /// The source began anew: drop what it held.
     NewLife,
 }
 
-/// Where a view stands after a snapshot.
-#[derive(PartialEq, Debug)]
-pub(crate) enum Caught {
-    /// Up to date, after these events.
-    Up(Vec<BlockEvent>),
-    /// After these events there is a gap again: ask for another.
-    Gap(Vec<BlockEvent>),
-    /// The snapshot was older than what is known: ask again, later.
-    Outdated,
+/// What to ask the source for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Ask {
+    /// The events of this life after this one.
+    Range(Epoch, u64),
+    /// All that it holds.
+    Snapshot,
 }
 
-/// Events kept while a snapshot is on its way. Older ones go first, which leaves a gap, and so another snapshot.
+/// Events that are held. Older ones go first, which leaves a gap, and so another question.
 const HELD_MAX: usize = 4096;
 /// A report may overtake the last events by this much.
 const GRACE: Duration = Duration::from_millis(500);
@@ -74,9 +92,18 @@ impl Outcome {
 }
 
 impl View {
-    /// A view that waits for its first snapshot.
+    /// A view of a source of which nothing is known: its snapshot is due, or its first event.
     pub(crate) fn of_life(life: Option<Epoch>) -> Self {
-        Self { life, number: 0, held: Some(VecDeque::new()), missing: None, news: false }
+        Self {
+            life,
+            number: 0,
+            heard: 0,
+            held: BTreeMap::new(),
+            lacks: Some(Lack::Past),
+            asked: false,
+            missing: None,
+            news: false,
+        }
     }
 
     /// The life that is followed.
@@ -84,34 +111,51 @@ impl View {
         self.life
     }
 
-    /// Takes an event.
+    /// Takes an event. Afterwards, [`next`](Self::next) and [`ask`](Self::ask) say how to go on; so after everything else.
     pub(crate) fn event(&mut self, epoch: Epoch, number: u64, event: BlockEvent) -> Outcome {
         match self.life {
             Some(life) if epoch < life => return Outcome::Stale,
             Some(life) if epoch > life => {
-                let waiting = self.held.is_some();
-                *self = Self::of_life(Some(epoch));
-                self.news = true;
-                self.hold(epoch, number, event);
-                // One snapshot is on its way already; should it tell of the former life, it is asked for again.
-                return if waiting { Outcome::Held } else { Outcome::NewLife };
+                // Should the answer that is on its way tell of the former life, it is asked again.
+                *self = Self { asked: self.asked, news: true, ..Self::of_life(Some(epoch)) };
+                self.hold(number, event);
+                return Outcome::NewLife;
             }
-            _ => {}
+            _ => self.life = Some(epoch),
         }
         self.news = true;
-        if self.held.is_some() {
-            self.hold(epoch, number, event);
-            Outcome::Held
-        } else if number <= self.number {
+        if number <= self.number {
             Outcome::Duplicate
-        } else if number == self.number + 1 {
-            self.number = number;
+        } else if number == self.number + 1 && self.lacks != Some(Lack::Truth) {
+            self.advance();
             Outcome::Apply(event)
         } else {
-            self.held = Some(VecDeque::new());
-            self.hold(epoch, number, event);
-            Outcome::Gap
+            self.hold(number, event);
+            let expected = self.lacks.is_some();
+            self.lacks.get_or_insert(Lack::Events);
+            if expected { Outcome::Held } else { Outcome::Gap }
         }
+    }
+
+    /// The next of the held events, once all before it were seen: apply it.
+    pub(crate) fn next(&mut self) -> Option<BlockEvent> {
+        let first = self.held.first_entry().filter(|first| *first.key() == self.number + 1)?;
+        if self.lacks == Some(Lack::Truth) {
+            return None;
+        }
+        let event = first.remove();
+        self.advance();
+        Some(event)
+    }
+
+    /// What to ask for, unless nothing is missing or an answer is on its way.
+    pub(crate) fn ask(&mut self) -> Option<Ask> {
+        let (lack, epoch) = (self.lacks.filter(|_| !self.asked)?, self.life);
+        self.asked = true;
+        Some(match (lack, epoch) {
+            (Lack::Events, Some(epoch)) => Ask::Range(epoch, self.number),
+            _ => Ask::Snapshot,
+        })
     }
 
     /// Whether events have come, also by way of a snapshot, since this was last asked.
@@ -119,21 +163,24 @@ impl View {
         std::mem::take(&mut self.news)
     }
 
+    /// The last event that the index has seen.
+    pub(crate) fn number(&self) -> u64 {
+        self.number
+    }
+
     /// Whether it has seen all events up to this one of this life, and no more.
     pub(crate) fn stands_at(&self, epoch: Epoch, number: u64) -> bool {
-        self.held.is_none() && self.life == Some(epoch) && self.number == number
+        self.lacks.is_none() && self.life == Some(epoch) && self.number == number
     }
 
-    /// What is known of the source is doubtful. Whether a snapshot is due, as none is on its way.
-    pub(crate) fn doubt(&mut self) -> bool {
-        let due = self.held.is_none();
-        self.held.get_or_insert_default();
-        due
+    /// What is known of the source is doubtful.
+    pub(crate) fn doubt(&mut self) {
+        self.lacks = Some(Lack::Truth);
     }
 
-    /// Takes a report's number. Whether events that it names have been missing for too long, so that a snapshot is due.
+    /// Takes a report's number. Whether events that it names have been missing for too long.
     pub(crate) fn behind(&mut self, epoch: Epoch, number: u64, now: Instant) -> bool {
-        if self.held.is_some() || self.life != Some(epoch) || number <= self.number {
+        if self.lacks.is_some() || self.life != Some(epoch) || number <= self.number {
             self.missing = None;
             return false;
         }
@@ -142,7 +189,8 @@ impl View {
                 let due = now - since >= GRACE;
                 if due {
                     self.missing = None;
-                    self.held = Some(VecDeque::new());
+                    self.heard = number;
+                    self.lacks = Some(Lack::Events);
                 }
                 due
             }
@@ -153,134 +201,64 @@ impl View {
         }
     }
 
-    /// Takes a snapshot, as of a number. Unless it is outdated, the index is to be set to it, and then to see the events.
-    pub(crate) fn snapshot(&mut self, epoch: Epoch, number: u64) -> Caught {
-        match self.life {
-            Some(life) if epoch < life => return Caught::Outdated,
-            Some(life) if epoch == life && number < self.number => return Caught::Outdated,
-            _ => {}
+    /// Takes a snapshot, as of a number. Whether the index is to be set to it; else it is older than what is known.
+    pub(crate) fn snapshot(&mut self, epoch: Epoch, number: u64) -> bool {
+        self.asked = false;
+        if self.life.is_some_and(|life| epoch < life || (epoch == life && number < self.number)) {
+            return false;
+        }
+        if self.life != Some(epoch) {
+            *self = Self { news: self.news, ..Self::of_life(Some(epoch)) };
         }
         self.news |= number > self.number;
-        self.life = Some(epoch);
         self.number = number;
-        self.catch_up()
+        self.held = self.held.split_off(&(number + 1));
+        // What a report named, and neither the snapshot nor an event has, was never there.
+        self.heard = self.held.last_key_value().map_or(number, |(last, _)| *last);
+        self.lacks = (!self.held.is_empty()).then_some(Lack::Events);
+        true
     }
 
-    /// There is no snapshot to be had. Whether the held events can do without.
-    pub(crate) fn without_snapshot(&mut self) -> Caught {
-        let first = self.held.as_ref().and_then(VecDeque::front).map(|(epoch, number, _)| (*epoch, *number));
-        match first {
-            Some((epoch, number)) if self.life.is_none_or(|life| life == epoch) && number == self.number + 1 => {
-                self.life = Some(epoch);
-                self.catch_up()
-            }
-            _ => Caught::Outdated,
+    /// Takes the events of a life after a number, as far as the source keeps them.
+    pub(crate) fn range(&mut self, epoch: Epoch, after: u64, events: Vec<Numbered>) {
+        self.asked = false;
+        if self.life != Some(epoch) || self.lacks != Some(Lack::Events) {
+            return;
+        }
+        for Numbered { number, event } in events.into_iter().filter(|event| event.number > self.number) {
+            self.heard = self.heard.max(number);
+            self.held.insert(number, event);
+        }
+        // Unless others have come meanwhile, what is missing is not to be had.
+        if self.number == after && !self.held.contains_key(&(after + 1)) {
+            self.lacks = Some(Lack::Past);
         }
     }
 
-    /// Takes the held events that follow, up to the next gap.
-    fn catch_up(&mut self) -> Caught {
-        let mut held = self.held.take().unwrap_or_default();
-        let mut events = Vec::new();
-        while let Some((epoch, number, event)) = held.pop_front() {
-            if self.life.is_some_and(|life| epoch < life) || (self.life == Some(epoch) && number <= self.number) {
-                continue;
-            }
-            if self.life == Some(epoch) && number == self.number + 1 {
-                self.number = number;
-                events.push(event);
-                continue;
-            }
-            held.push_front((epoch, number, event));
-            self.held = Some(held);
-            return Caught::Gap(events);
+    /// Nobody answered. What came in may do without, and what comes yet.
+    pub(crate) fn unanswered(&mut self) {
+        self.asked = false;
+        if self.lacks == Some(Lack::Events) {
+            self.lacks = Some(Lack::Past);
         }
-        Caught::Up(events)
     }
 
-    fn hold(&mut self, epoch: Epoch, number: u64, event: BlockEvent) {
-        let held = self.held.get_or_insert_default();
-        if held.len() == HELD_MAX {
-            held.pop_front();
+    fn advance(&mut self) {
+        self.number += 1;
+        self.heard = self.heard.max(self.number);
+        if self.number == self.heard {
+            self.lacks = None;
         }
-        held.push_back((epoch, number, event));
+    }
+
+    fn hold(&mut self, number: u64, event: BlockEvent) {
+        self.heard = self.heard.max(number);
+        self.held.insert(number, event);
+        if self.held.len() > HELD_MAX {
+            self.held.pop_first();
+        }
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use kvbm::Level;
-
-    const LIFE: Epoch = Epoch(7);
-
-    fn event() -> BlockEvent {
-        BlockEvent::Cleared { level: Level::G1 }
-    }
-
-    /// A view of the first life that has seen events up to `number`.
-    fn following(number: u64) -> View {
-        let mut view = View::of_life(Some(LIFE));
-        assert_eq!(view.snapshot(LIFE, number), Caught::Up(vec![]));
-        view
-    }
-
-    #[test]
-    fn the_next_is_applied_a_repeated_one_is_not_and_a_former_life_is_over() {
-        let mut view = following(3);
-        assert_eq!(view.event(LIFE, 4, event()), Outcome::Apply(event()));
-        assert_eq!(view.event(LIFE, 4, event()), Outcome::Duplicate);
-        assert_eq!(view.event(Epoch(6), 5, event()), Outcome::Stale);
-        assert_eq!(view.event(LIFE, 5, event()), Outcome::Apply(event()));
-    }
-
-    #[test]
-    fn a_gap_holds_what_follows_until_a_snapshot() {
-        let mut view = following(3);
-        assert_eq!(view.event(LIFE, 6, event()), Outcome::Gap);
-        assert_eq!(view.event(LIFE, 7, event()), Outcome::Held);
-        assert_eq!(view.snapshot(LIFE, 2), Caught::Outdated, "older than what is known");
-        assert_eq!(view.snapshot(LIFE, 6), Caught::Up(vec![event()]));
-        assert_eq!(view.event(LIFE, 8, event()), Outcome::Apply(event()));
-    }
-
-    #[test]
-    fn a_gap_among_the_held_asks_again() {
-        let mut view = following(0);
-        assert_eq!(view.event(LIFE, 2, event()), Outcome::Gap);
-        view.event(LIFE, 3, event());
-        view.event(LIFE, 6, event());
-        assert_eq!(view.snapshot(LIFE, 1), Caught::Gap(vec![event(), event()]));
-        assert_eq!(view.snapshot(LIFE, 6), Caught::Up(vec![]));
-    }
-
-    #[test]
-    fn a_new_life_starts_over_and_a_snapshot_of_the_old_one_is_refused() {
-        let mut view = following(9);
-        assert_eq!(view.event(Epoch(8), 1, event()), Outcome::NewLife);
-        assert_eq!(view.event(LIFE, 10, event()), Outcome::Stale);
-        assert_eq!(view.snapshot(LIFE, 10), Caught::Outdated);
-        assert_eq!(view.snapshot(Epoch(8), 1), Caught::Up(vec![]));
-    }
-
-    #[test]
-    fn a_source_nobody_answers_for_is_followed_from_its_first_event() {
-        let mut view = View::of_life(None);
-        assert_eq!(view.without_snapshot(), Caught::Outdated);
-        view.event(LIFE, 1, event());
-        view.event(LIFE, 2, event());
-        assert_eq!(view.without_snapshot(), Caught::Up(vec![event(), event()]));
-        assert_eq!(view.event(LIFE, 3, event()), Outcome::Apply(event()));
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn a_report_ahead_is_believed_after_a_grace() {
-        let (mut view, now) = (following(3), Instant::now());
-        assert!(!view.behind(LIFE, 5, now));
-        view.event(LIFE, 4, event());
-        view.event(LIFE, 5, event());
-        assert!(!view.behind(LIFE, 6, now + GRACE), "what was missing came; now another is");
-        assert!(view.behind(LIFE, 6, now + GRACE * 2));
-        assert_eq!(view.event(LIFE, 7, event()), Outcome::Held);
-    }
-}
+mod tests;

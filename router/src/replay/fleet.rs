@@ -7,7 +7,7 @@ use super::trace::{self, Asked, BLOCK_TOKENS};
 use super::{Admission, Chooser, Options};
 use crate::admission::{Asked as Bidden, Bid, Lane, Told};
 use crate::decide::{Ask, Scratch, decide};
-use crate::feed::view::{Caught, Outcome, View};
+use crate::feed::view::{Outcome, View};
 use crate::fleet::{Fleet, Member};
 use crate::index::Index;
 use crate::load::Amount;
@@ -309,40 +309,30 @@ impl Routing {
         let feed = &mut self.feeds[from];
         match message {
             Message::Load(load) => {
-                let behind = feed.view.behind(EPOCH, load.number, now);
+                feed.view.behind(EPOCH, load.number, now);
                 self.members[from].reported(&load);
                 self.members[from].books.report(load, now);
-                behind
             }
-            Message::Blocks(number, event) => match feed.view.event(EPOCH, number, event) {
-                Outcome::Apply(event) => {
+            Message::Blocks(number, event) => {
+                if let Outcome::Apply(event) = feed.view.event(EPOCH, number, event) {
                     self.index.apply(feed.source, &event);
-                    false
                 }
-                outcome => matches!(outcome, Outcome::Gap | Outcome::NewLife),
-            },
+            }
         }
+        feed.view.ask().is_some()
     }
 
     /// A snapshot of a source, taken now, arrives. Whether another is needed.
     pub(super) fn repair(&mut self, from: usize, number: u64, blocks: impl Iterator<Item = (Level, u32)>) -> bool {
         let feed = &mut self.feeds[from];
         let blocks: Vec<_> = blocks.map(|(level, block)| (level, trace::name(block))).collect();
-        match feed.view.snapshot(EPOCH, number) {
-            Caught::Outdated => true,
-            caught => {
-                self.index.replace(feed.source, &blocks);
-                let (events, again) = match caught {
-                    Caught::Gap(events) => (events, true),
-                    Caught::Up(events) => (events, false),
-                    Caught::Outdated => (Vec::new(), true),
-                };
-                for event in &events {
-                    self.index.apply(feed.source, event);
-                }
-                again
-            }
+        if feed.view.snapshot(EPOCH, number) {
+            self.index.replace(feed.source, &blocks);
         }
+        while let Some(event) = feed.view.next() {
+            self.index.apply(feed.source, &event);
+        }
+        feed.view.ask().is_some()
     }
 
     fn at(&self, now_ns: u64) -> Instant {

@@ -28,7 +28,7 @@ fn step(sequences: u32) -> f64 {
 struct Caching {
     id: WorkerId,
     bus: Arc<Bus>,
-    log: EventLog,
+    log: Arc<EventLog>,
     cache: Mutex<HashSet<SequenceHash>>,
     turn: tokio::sync::Mutex<()>,
     waiting: AtomicU64,
@@ -41,7 +41,7 @@ impl Caching {
         let engine = Arc::new(Self {
             id: WorkerId(id),
             bus: yard.bus.clone(),
-            log: EventLog::new(Epoch(1)),
+            log: Arc::new(EventLog::new(Epoch(1))),
             cache: Mutex::default(),
             turn: tokio::sync::Mutex::default(),
             waiting: AtomicU64::new(0),
@@ -55,8 +55,7 @@ impl Caching {
             model: Arc::new(card(super::fake::MODEL)),
             stores: vec![],
         };
-        let from = engine.clone();
-        let offer = yard.bus.offer(Source::Worker(engine.id), Arc::new(move || from.log.snapshot()));
+        let offer = yard.bus.offer(Source::Worker(engine.id), engine.log.clone());
         let lease = yard.roster.register(instance, Arc::new(Handle(engine.clone()))).await.unwrap();
         settle().await;
         engine.report();

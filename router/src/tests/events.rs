@@ -3,14 +3,14 @@
 use super::fake::{BLOCK, MODEL, Yard, names, prompt, settle, stored};
 use super::{believed, defaults};
 use crate::settings::Settings;
-use kvbm::{BlockEvent, Epoch, Level};
+use kvbm::{BlockEvent, Epoch, EventLog, Level};
 use std::sync::Arc;
 use std::time::Duration;
 use worker::plane::local::Link;
 use worker::plane::{Event, EventBody, Events, Load, Phase, Source, StoreId};
 
 #[tokio::test(start_paused = true)]
-async fn a_lost_event_is_repaired_by_a_snapshot_while_the_stale_view_serves() {
+async fn a_lost_event_is_asked_for_while_the_stale_view_serves_and_takes_no_snapshot() {
     let yard = Yard::over(Settings::default(), Link { lag: Duration::from_secs(2), ..Link::default() });
     let worker = yard.worker(1, Phase::Both).await;
     let request = prompt(1, 1600);
@@ -21,10 +21,63 @@ async fn a_lost_event_is_repaired_by_a_snapshot_while_the_stale_view_serves() {
     yard.announce(&worker, stored(Level::G1, &blocks[10..20]), false);
     yard.announce(&worker, stored(Level::G1, &blocks[20..30]), true);
     tokio::time::sleep(Duration::from_secs(3)).await;
-    assert_eq!(believed(&yard, &request).await, 10, "the snapshot is still on its way");
+    assert_eq!(believed(&yard, &request).await, 10, "the answer is still on its way");
     tokio::time::sleep(Duration::from_secs(3)).await;
     assert_eq!(believed(&yard, &request).await, 30);
-    assert_eq!(yard.metric("blockyard_router_snapshots_total"), 2, "one when it joined, one now");
+    assert_eq!((yard.repairs("ranged"), yard.repairs("taken")), (1, 1), "the snapshot is of when it joined");
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_the_source_keeps_no_more_takes_a_snapshot_while_the_stale_view_serves() {
+    let yard = Yard::over(Settings::default(), Link { lag: Duration::from_secs(2), ..Link::default() });
+    let worker = yard.worker(1, Phase::Both).await;
+    let request = prompt(1, 1600);
+    let blocks = names(&request);
+    yard.announce(&worker, stored(Level::G1, &blocks[..10]), true);
+    tokio::time::sleep(Duration::from_secs(5)).await;
+    while worker.log.after(1, 1).is_ok() {
+        yard.announce(&worker, stored(Level::G1, &blocks[10..20]), false);
+    }
+    yard.announce(&worker, stored(Level::G1, &blocks[20..30]), true);
+    tokio::time::sleep(Duration::from_secs(5)).await;
+    assert_eq!((yard.repairs("not_kept"), believed(&yard, &request).await), (1, 10));
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    assert_eq!(believed(&yard, &request).await, 30);
+    assert_eq!((yard.repairs("ranged"), yard.repairs("taken")), (0, 2));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_question_that_a_new_life_answers_does_no_harm() {
+    let yard = Yard::over(Settings::default(), Link { lag: Duration::from_secs(2), ..Link::default() });
+    let (blocks, store) = (names(&prompt(1, 1600)), Source::Store(StoreId(5)));
+    let believed = || yard.router.core.index.digest(store, Level::G4).unwrap().blocks;
+    let _worker = yard.join(1, Phase::Both, MODEL, 1, &[5]).await;
+    let publish = |log: &EventLog, blocks: &[_], arrives: bool| {
+        let event = stored(Level::G4, blocks);
+        log.announce(event.clone());
+        let body = EventBody::Block { number: *log.latest().borrow(), event };
+        if arrives {
+            yard.bus.publish(Event { source: store, epoch: log.epoch(), body });
+        }
+    };
+    let old = Arc::new(EventLog::new(Epoch(3)));
+    let offer = yard.bus.offer(store, old.clone());
+    publish(&old, &blocks[..10], true);
+    tokio::time::sleep(Duration::from_secs(9)).await;
+    assert_eq!(believed(), 10);
+    publish(&old, &blocks[10..20], false);
+    publish(&old, &blocks[20..30], true);
+    // When the question comes, whoever is asked begins anew, has other blocks, and tells nobody yet.
+    tokio::time::sleep(Duration::from_millis(1990)).await;
+    drop(offer);
+    let new = Arc::new(EventLog::new(Epoch(4)));
+    let _offer = yard.bus.offer(store, new.clone());
+    publish(&new, &blocks[..40], false);
+    publish(&new, &blocks[..50], false);
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    assert_eq!((yard.repairs("not_kept"), believed()), (1, 10));
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    assert_eq!(believed(), 50);
 }
 
 #[tokio::test(start_paused = true)]
@@ -62,10 +115,9 @@ async fn a_new_life_forgets_the_old_one_and_a_late_farewell_does_not_take_it_dow
 async fn a_shared_store_serves_every_worker_that_reaches_it() {
     let yard = defaults();
     let (request, store) = (prompt(1, 1600), Source::Store(StoreId(5)));
-    let log = Arc::new(kvbm::EventLog::new(Epoch(3)));
+    let log = Arc::new(EventLog::new(Epoch(3)));
     log.announce(stored(Level::G3, &names(&request)[..40]));
-    let from = log.clone();
-    let _offer = yard.bus.offer(store, Arc::new(move || from.snapshot()));
+    let _offer = yard.bus.offer(store, log.clone());
     let a = yard.join(1, Phase::Both, MODEL, 1, &[5]).await;
     let _b = yard.join(2, Phase::Both, MODEL, 1, &[]).await;
     assert_eq!(believed(&yard, &request).await, 40, "the one that reaches it is the cheaper");
@@ -79,8 +131,9 @@ async fn a_shared_store_serves_every_worker_that_reaches_it() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_link_that_loses_every_fifth_event_costs_no_truth_in_the_end() {
-    let yard = Yard::over(Settings::default(), Link { loss: 0.2, seed: 11, ..Link::default() });
+async fn a_link_that_loses_repeats_and_reorders_costs_no_truth_in_the_end() {
+    let yard =
+        Yard::over(Settings::default(), Link { loss: 0.2, reorder: 0.2, repeat: 0.2, seed: 11, ..Link::default() });
     let mut workers = Vec::new();
     for id in 1..=3 {
         workers.push(yard.worker(id, Phase::Both).await);
@@ -102,5 +155,6 @@ async fn a_link_that_loses_every_fifth_event_costs_no_truth_in_the_end() {
     }
     let announced: usize = workers.iter().map(|worker| worker.log.snapshot().blocks.len()).sum();
     assert_eq!(yard.router.core.index.memberships(), announced);
-    assert!(yard.metric("blockyard_router_snapshots_total") > 10, "the link lost nothing: the test shows nothing");
+    assert!(yard.repairs("ranged") > 10, "the link lost nothing: the test shows nothing");
+    assert_eq!(yard.repairs("taken"), 3, "each worker's, when it joined");
 }

@@ -47,7 +47,7 @@ pub(crate) struct Fake {
     pub(crate) probes: AtomicUsize,
     /// Streams that somebody still holds.
     pub(crate) open: Arc<AtomicUsize>,
-    pub(crate) log: EventLog,
+    pub(crate) log: Arc<EventLog>,
     /// What it has cached; `None`: it caches nothing.
     cache: Arc<Mutex<Cache>>,
     source: Source,
@@ -203,14 +203,13 @@ impl Yard {
             firsts: Mutex::default(),
             probes: AtomicUsize::new(0),
             open: Arc::default(),
-            log: EventLog::new(Epoch(epoch)),
+            log: Arc::new(EventLog::new(Epoch(epoch))),
             cache: Arc::default(),
             source,
         });
         let stores = stores.iter().map(|store| StoreId(*store)).collect();
         let instance = Instance { id: WorkerId(id), epoch: Epoch(epoch), phase, model: fake.card.clone(), stores };
-        let from = fake.clone();
-        let offer = self.bus.offer(source, Arc::new(move || from.log.snapshot()));
+        let offer = self.bus.offer(source, fake.log.clone());
         let lease = self.roster.register(instance, fake.clone()).await.unwrap();
         self.leases.lock().unwrap().extend([offer, lease]);
         settle().await;
@@ -272,6 +271,11 @@ impl Yard {
         let families = self.registry.gather();
         let family = families.iter().find(|family| family.name() == name);
         family.map_or(0, |family| family.get_metric().iter().map(|m| m.get_counter().get_value() as u64).sum())
+    }
+
+    /// Questions to sources that were answered so.
+    pub(crate) fn repairs(&self, outcome: &str) -> u64 {
+        self.router.core.metrics.repairs.with_label_values(&[outcome]).get()
     }
 
     /// What is booked and reported on a worker: tokens to prefill, sequences, blocks.

@@ -142,7 +142,7 @@ async fn an_index_that_lies_is_demoted_its_snapshot_taken_again_and_believed_whe
         yard.announce(&a, stored(Level::G1, &lie(family)), true);
     }
     settle().await;
-    let snapshots = yard.metric("blockyard_router_snapshots_total");
+    let snapshots = yard.repairs("taken");
     for family in 0..8 {
         yard.answer(prompt(family, 1600)).await.unwrap();
     }
@@ -150,7 +150,7 @@ async fn an_index_that_lies_is_demoted_its_snapshot_taken_again_and_believed_whe
     assert!(yard.metric("blockyard_router_overlap_false_tokens_total") > 8 * 1500);
     tokio::time::sleep(Duration::from_secs(2)).await;
     assert_eq!([mode(&yard, "w1"), mode(&yard, "w2")], ["approximate", "exact"]);
-    assert_eq!(yard.metric("blockyard_router_snapshots_total"), snapshots + 1);
+    assert_eq!(yard.repairs("taken"), snapshots + 1);
     let explained = yard.explain(prompt(9, 1600)).await;
     assert_eq!(explained["cached_tokens"], 0, "its lies are not believed any more: {explained}");
     assert_eq!(remark(&explained, "w1").as_deref(), Some("approximate: does not find what it announced"));
@@ -225,10 +225,10 @@ async fn drift_that_no_number_shows_is_found_by_the_digest_and_repaired() {
         }
         yard.report(&worker, Load::default());
         settle().await;
-        assert_eq!(yard.metric("blockyard_router_snapshots_total"), 1 + nth, "numbers show nothing");
+        assert_eq!(yard.repairs("taken"), 1 + nth, "numbers show nothing");
         yard.attest(&worker);
         settle().await;
-        assert_eq!(yard.metric("blockyard_router_snapshots_total"), 2 + nth);
+        assert_eq!(yard.repairs("taken"), 2 + nth);
         assert_eq!((believed(&yard, &prompt(1, 1600)).await, index.memberships()), (60, 100));
     }
 }
@@ -238,8 +238,7 @@ async fn a_lost_last_event_of_a_store_is_noticed_by_its_digests() {
     let yard = defaults();
     let (request, store) = (prompt(1, 1600), Source::Store(StoreId(5)));
     let log = Arc::new(EventLog::new(Epoch(3)));
-    let from = log.clone();
-    let _offer = yard.bus.offer(store, Arc::new(move || from.snapshot()));
+    let _offer = yard.bus.offer(store, log.clone());
     let _worker = yard.join(1, Phase::Both, MODEL, 1, &[5]).await;
     log.announce(stored(Level::G4, &names(&request)[..40]));
     for _ in 0..2 {

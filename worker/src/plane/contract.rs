@@ -21,7 +21,8 @@ macro_rules! events_contract {
     ($make:expr) => {
         crate::plane::contract::rules!($make;
             events_of_a_source_stay_in_order, a_subscriber_hears_of_its_topic_only, publishing_never_waits_and_the_slow_one_loses,
-            a_snapshot_is_there_as_long_as_it_is_offered, an_old_offer_does_not_withdraw_a_new_one
+            a_log_is_asked_as_long_as_it_is_offered, an_old_offer_does_not_withdraw_a_new_one,
+            a_range_is_what_the_log_keeps_of_its_life_and_bounded
         );
     };
 }
@@ -117,21 +118,42 @@ pub(crate) async fn publishing_never_waits_and_the_slow_one_loses(plane: &impl E
     }
 }
 
-pub(crate) async fn a_snapshot_is_there_as_long_as_it_is_offered(plane: &impl Events) {
+pub(crate) async fn a_log_is_asked_as_long_as_it_is_offered(plane: &impl Events) {
     let source = Source::Store(StoreId(7));
     assert!(matches!(plane.snapshot(source).await, Err(PlaneError::Absent(_))));
-    let lease = plane.offer(source, Arc::new(|| snapshot(3)));
-    assert_eq!(plane.snapshot(source).await, Ok(snapshot(3)));
+    let offered = log(3);
+    let lease = plane.offer(source, Arc::clone(&offered));
+    assert_eq!(plane.snapshot(source).await, Ok(offered.snapshot()));
+    offered.announce(removed(4));
+    assert_eq!(plane.snapshot(source).await.unwrap().number, 4, "asked when somebody asks");
     drop(lease);
     assert!(matches!(plane.snapshot(source).await, Err(PlaneError::Absent(_))));
+    assert!(matches!(plane.range(source, Epoch(1), 0).await, Err(PlaneError::Absent(_))));
 }
 
 pub(crate) async fn an_old_offer_does_not_withdraw_a_new_one(plane: &impl Events) {
     let source = Source::Worker(WorkerId(1));
-    let old = plane.offer(source, Arc::new(|| snapshot(1)));
-    let _new = plane.offer(source, Arc::new(|| snapshot(2)));
+    let old = plane.offer(source, log(1));
+    let _new = plane.offer(source, log(2));
     drop(old);
-    assert_eq!(plane.snapshot(source).await, Ok(snapshot(2)));
+    assert_eq!(plane.snapshot(source).await.unwrap().number, 2);
+}
+
+pub(crate) async fn a_range_is_what_the_log_keeps_of_its_life_and_bounded(plane: &impl Events) {
+    let source = Source::Worker(WorkerId(1));
+    let offered = log(700);
+    let _lease = plane.offer(source, Arc::clone(&offered));
+    let range = async |epoch, after| plane.range(source, Epoch(epoch), after).await.unwrap();
+    let numbers = |events: Option<Vec<Numbered>>| events.unwrap().iter().map(|event| event.number).collect::<Vec<_>>();
+    assert_eq!(range(1, 698).await, Some(offered.after(698, 2).unwrap()));
+    assert_eq!(range(1, 700).await, Some(vec![]), "there is nothing after it");
+    assert_eq!(numbers(range(1, 0).await), (1..=RANGE_MAX as u64).collect::<Vec<_>>(), "the first of them");
+    assert_eq!((range(2, 0).await, range(0, 0).await), (None, None), "another life");
+    while offered.after(0, 1).is_ok() {
+        offered.announce(removed(1));
+    }
+    assert_eq!(range(1, 0).await, None, "not all of them are kept");
+    assert_eq!(numbers(range(1, 1).await).len(), RANGE_MAX);
 }
 
 /// A worker that serves nothing.
@@ -190,12 +212,18 @@ async fn numbered(events: &mut BoxStream<'static, Event>) -> (u64, u64) {
     }
 }
 
-fn event(source: u64, number: u64) -> Event {
-    let blocks = vec![SequenceHash::from_bytes([number as u8; 16])];
-    let event = BlockEvent::Removed { level: Level::G1, blocks };
-    Event { source: Source::Worker(WorkerId(source)), epoch: Epoch(1), body: EventBody::Block { number, event } }
+fn removed(number: u64) -> BlockEvent {
+    BlockEvent::Removed { level: Level::G1, blocks: vec![SequenceHash::from_bytes([number as u8; 16])] }
 }
 
-fn snapshot(number: u64) -> Snapshot {
-    Snapshot { epoch: Epoch(1), number, blocks: vec![] }
+fn event(source: u64, number: u64) -> Event {
+    let body = EventBody::Block { number, event: removed(number) };
+    Event { source: Source::Worker(WorkerId(source)), epoch: Epoch(1), body }
+}
+
+/// A log of so many events.
+fn log(events: u64) -> Arc<EventLog> {
+    let log = EventLog::new(Epoch(1));
+    (1..=events).for_each(|number| log.announce(removed(number)));
+    Arc::new(log)
 }

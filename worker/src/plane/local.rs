@@ -1,41 +1,27 @@
 //! Planes in memory, for every role in one process and for tests.
 //!
 //! They are not simplified: a [`Roster`] withdraws who loses its lease, and a [`Bus`] loses what a slow subscriber does
-//! not fetch. How well they carry is a [`Link`], seeded, so that a lost event or a late one is an ordinary unit test.
+//! not fetch. How well they carry is a [`Link`], seeded, so that a lost event, a late one or one that comes twice is an ordinary
+//! unit test.
 
 #![forbid(unsafe_code)]
 
-use super::{Discovery, Event, Events, Instance, Lease, Membership, PlaneError, Source, Topic, WorkerId};
+mod link;
+
+pub use link::Link;
+
+use super::{Discovery, Event, Events, Instance, Lease, Membership, PlaneError, RANGE_MAX, Source, Topic, WorkerId};
 use crate::engine::Engine;
 use futures::future::BoxFuture;
 use futures::stream::{self, BoxStream, StreamExt};
-use kvbm::Snapshot;
+use kvbm::{Epoch, EventLog, Numbered, Snapshot};
+use link::{Line, Sent};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::sync::{broadcast, mpsc};
 use tokio::time::Instant;
-
-/// How well a plane carries what it is given.
-#[derive(Clone, Copy, PartialEq, Debug)]
-pub struct Link {
-    /// Events kept for a subscriber that lags; older ones it loses.
-    pub backlog: usize,
-    /// Everything arrives this much later.
-    pub lag: Duration,
-    /// The fraction of events that never arrive.
-    pub loss: f64,
-    /// Fixes which ones.
-    pub seed: u64,
-}
-
-impl Default for Link {
-    /// A perfect link. The backlog equals what an event log keeps: behind that a snapshot is cheaper anyway.
-    fn default() -> Self {
-        Self { backlog: 4096, lag: Duration::ZERO, loss: 0.0, seed: 0 }
-    }
-}
 
 /// Who is there, in memory.
 #[derive(Default)]
@@ -47,14 +33,17 @@ pub struct Roster {
 /// What changed, in memory.
 pub struct Bus {
     /// By topic.
-    senders: [broadcast::Sender<(Instant, Event)>; Topic::ALL.len()],
-    offers: Arc<Mutex<HashMap<Source, (u64, SnapshotFn)>>>,
+    senders: [broadcast::Sender<Sent>; Topic::ALL.len()],
+    offers: Arc<Mutex<HashMap<Source, Offer>>>,
     /// Numbers offers and subscriptions.
     counter: AtomicU64,
     link: Link,
 }
 
-type SnapshotFn = Arc<dyn Fn() -> Snapshot + Send + Sync>;
+struct Offer {
+    number: u64,
+    log: Arc<EventLog>,
+}
 
 #[derive(Default)]
 struct Present {
@@ -141,6 +130,14 @@ impl Bus {
         let senders = Topic::ALL.map(|_| broadcast::Sender::new(link.backlog));
         Self { senders, offers: Arc::default(), counter: AtomicU64::new(0), link }
     }
+
+    /// Puts a question to a source's log.
+    async fn put<T>(&self, source: Source, question: impl FnOnce(&EventLog) -> T) -> Result<T, PlaneError> {
+        let offered = lock(&self.offers).get(&source).map(|offer| Arc::clone(&offer.log));
+        let answer = question(&*offered.ok_or_else(|| PlaneError::Absent(source.to_string()))?);
+        wait(Instant::now(), self.link.lag).await;
+        Ok(answer)
+    }
 }
 
 impl Default for Bus {
@@ -156,43 +153,40 @@ impl Events for Bus {
     }
 
     fn subscribe(&self, topic: Topic) -> BoxStream<'static, Event> {
-        let Link { lag, loss, seed, .. } = self.link;
-        let dice = Dice(seed ^ self.counter.fetch_add(1, Ordering::Relaxed));
-        stream::unfold((self.senders[topic as usize].subscribe(), dice), move |(mut receiver, mut dice)| async move {
-            loop {
-                match receiver.recv().await {
-                    Ok(_) if dice.roll() < loss => {}
-                    Ok((at, event)) => {
-                        wait(at, lag).await;
-                        return Some((event, (receiver, dice)));
-                    }
-                    Err(broadcast::error::RecvError::Lagged(_)) => {}
-                    Err(broadcast::error::RecvError::Closed) => return None,
-                }
-            }
+        let nth = self.counter.fetch_add(1, Ordering::Relaxed);
+        let (line, lag) = (Line::new(self.senders[topic as usize].subscribe(), self.link, nth), self.link.lag);
+        stream::unfold(line, move |mut line| async move {
+            let (at, event) = line.next().await?;
+            wait(at, lag).await;
+            Some((event, line))
         })
         .boxed()
     }
 
-    fn offer(&self, source: Source, snapshot: SnapshotFn) -> Lease {
+    fn offer(&self, source: Source, log: Arc<EventLog>) -> Lease {
         let number = self.counter.fetch_add(1, Ordering::Relaxed);
-        lock(&self.offers).insert(source, (number, snapshot));
+        lock(&self.offers).insert(source, Offer { number, log });
         let offers = Arc::clone(&self.offers);
         Lease::new(move || {
             let mut offers = lock(&offers);
-            if offers.get(&source).is_some_and(|(current, _)| *current == number) {
+            if offers.get(&source).is_some_and(|offer| offer.number == number) {
                 offers.remove(&source);
             }
         })
     }
 
+    fn range(
+        &self,
+        source: Source,
+        epoch: Epoch,
+        after: u64,
+    ) -> BoxFuture<'_, Result<Option<Vec<Numbered>>, PlaneError>> {
+        let kept = move |log: &EventLog| log.after(after, RANGE_MAX).ok().filter(|_| log.epoch() == epoch);
+        Box::pin(self.put(source, kept))
+    }
+
     fn snapshot(&self, source: Source) -> BoxFuture<'_, Result<Snapshot, PlaneError>> {
-        Box::pin(async move {
-            let offered = lock(&self.offers).get(&source).map(|(_, snapshot)| Arc::clone(snapshot));
-            let snapshot = offered.ok_or_else(|| PlaneError::Absent(source.to_string()))?();
-            wait(Instant::now(), self.link.lag).await;
-            Ok(snapshot)
-        })
+        Box::pin(self.put(source, EventLog::snapshot))
     }
 }
 
@@ -206,20 +200,6 @@ async fn wait(since: Instant, lag: Duration) {
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // Nothing that runs under these locks can panic half-way through a change.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// `SplitMix64` (Steele, Lea and Flood, 2014): ample for deciding which test events get lost.
-struct Dice(u64);
-
-impl Dice {
-    /// Uniform in [0, 1).
-    fn roll(&mut self) -> f64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        ((z ^ (z >> 31)) >> 11) as f64 / (1u64 << 53) as f64
-    }
 }
 
 #[cfg(test)]

@@ -41,6 +41,26 @@ async fn the_seed_decides_which_events_are_lost() {
     assert!((60..140).contains(&once.len()), "{} of 200 arrived", once.len());
 }
 
+#[tokio::test]
+async fn what_is_overtaken_or_comes_twice_is_decided_by_the_seed_and_bounded() {
+    let link = |reorder, repeat| Link { reorder, repeat, seed: 3, ..Link::default() };
+    let sorted = |mut numbers: Vec<u64>| {
+        numbers.sort_unstable();
+        numbers
+    };
+    let (all, late) = ((1..=200).collect::<Vec<_>>(), received(link(0.2, 0.0), 200).await);
+    assert_eq!(late, received(link(0.2, 0.0), 200).await);
+    assert_eq!(sorted(late.clone()), all, "late, and not lost");
+    let overtaken = late.windows(2).filter(|pair| pair[0] > pair[1]).count();
+    assert!((20..80).contains(&overtaken), "{overtaken} of 200 were late");
+    assert!(late.iter().enumerate().all(|(at, number)| number.abs_diff(at as u64 + 1) <= 16), "{late:?}");
+    let mut twice = received(link(0.0, 0.2), 200).await;
+    assert!((220..280).contains(&twice.len()), "{} for 200", twice.len());
+    twice = sorted(twice);
+    twice.dedup();
+    assert_eq!(twice, all);
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_lagging_plane_delivers_late_and_complete() {
     let lag = Duration::from_secs(3);
