@@ -11,13 +11,17 @@ use crate::index::Index;
 use crate::metrics::Metrics;
 use crate::promise::Promises;
 use crate::record::Recorder;
+use crate::select::mix;
 use crate::settings::{Rules, Settings};
 use crate::traffic::Traffic;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
+use worker::plane::RouterId;
 
 /// What the parts of the router share.
 pub(crate) struct Core {
+    /// Has this router draw other lots than those that have the same settings, so that not all choose alike at the same time.
+    pub(crate) lots: u64,
     /// What requests are placed by; a decision keeps what it began with.
     rules: RwLock<Arc<Rules>>,
     pub(crate) fleet: Fleet,
@@ -49,11 +53,12 @@ pub enum Error {
 }
 
 impl Core {
-    pub(crate) fn new(settings: Settings, registry: &prometheus::Registry) -> Result<Self, Error> {
+    pub(crate) fn new(id: RouterId, settings: Settings, registry: &prometheus::Registry) -> Result<Self, Error> {
         let rules = Rules::new(settings).map_err(Error::Settings)?;
         let (metrics, recorder) = (Metrics::new(registry)?, Recorder::default());
         recorder.write_to(rules.settings.record.as_deref(), &metrics).map_err(Error::Settings)?;
         Ok(Self {
+            lots: mix(id.0),
             fleet: Fleet::default(),
             index: Index::with_budget(rules.settings.index_bytes as usize),
             rules: RwLock::new(Arc::new(rules)),

@@ -11,7 +11,7 @@ use kvbm::{BlockEvent, ChainKey, Epoch, Level};
 use std::sync::Arc;
 use tokio::time::Instant;
 use worker::engine::Request;
-use worker::plane::{Instance, Load, OnboardSpeed, Phase, Source, StoreId, WorkerId};
+use worker::plane::{Instance, Load, OnboardSpeed, Phase, RouterId, Source, StoreId, WorkerId};
 
 /// The router.
 pub struct Decisions {
@@ -29,7 +29,8 @@ impl Decisions {
     /// and a store that all reach holds three quarters of it. All hold the first blocks.
     pub fn new(workers: u64, tokens: usize) -> Self {
         let card = Simulated::card(MODEL, BLOCK);
-        let core = Core::new(Settings::default(), &prometheus::Registry::new()).expect("the defaults are sound");
+        let core =
+            Core::new(RouterId(0), Settings::default(), &prometheus::Registry::new()).expect("the defaults are sound");
         let tokens: Vec<u32> = (0..tokens as u32).collect();
         let request = Request::greedy("measured", MODEL, &tokens, 256);
         let names = ChainKey::root(&request.domain, MODEL, None).names(&request.tokens, BLOCK);

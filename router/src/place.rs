@@ -82,7 +82,7 @@ pub(crate) fn place(core: &Core, request: &Request, tried: &[WorkerId]) -> Resul
     let now = Instant::now();
     let survey = Survey::new(serving, &overlaps, prompt, tried, now);
     let (rules, session) = (core.rules(), request.terms.session.as_deref().map(number));
-    let (tuning, draw) = (rules.of(&request.model), mix(rules.settings.seed ^ core.fleet.choices()));
+    let (tuning, draw) = (rules.of(&request.model), mix(rules.settings.seed ^ core.lots ^ core.fleet.choices()));
     let decision = decide(tuning, Ask::of(request, now), survey, &mut scratch, Turn { draw, session })
         .ok_or_else(|| Error::Unavailable("no worker is left to try".to_owned()))?;
     let placement = book(core, &tuning.policy, request, &overlaps, &decision, tried);

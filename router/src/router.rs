@@ -33,7 +33,7 @@ impl Router {
         settings: Settings,
         registry: &prometheus::Registry,
     ) -> Result<Arc<Self>, Error> {
-        let core = Arc::new(Core::new(settings, registry)?);
+        let core = Arc::new(Core::new(id, settings, registry)?);
         let (cancel, tasks) = (CancellationToken::new(), TaskTracker::new());
         let feed = Feed::new(core.clone(), events.clone()).run(discovery);
         tasks.spawn(vital("feed", core.clone(), cancel.clone(), feed));

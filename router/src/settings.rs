@@ -24,8 +24,8 @@ pub struct Settings {
     /// How many prompts are thought to wait behind each, beyond those that do. Default 0: only those who are there count. The
     /// more, the longer a request queues for a cached prefix rather than computing it again elsewhere.
     pub cache_bias: f64,
-    /// Seeds what is random (`random`, `power-of-two`, and how ties fall). Default 0. Give each replica of a router its own,
-    /// so that they do not fall the same way.
+    /// Seeds what is random (`random`, `power-of-two`, and how ties fall). Default 0. Each replica of a router mixes its own
+    /// name in, so that they do not fall the same way.
     pub seed: u64,
     /// Bytes that the index of who holds which block may take. Default 4 GiB: a hundred million blocks and more. Beyond, it forgets
     /// what nobody asked for lately.

@@ -32,6 +32,22 @@ fn nothing_said_gives_the_defaults() {
 }
 
 #[test]
+fn trap_18_nothing_is_open_to_other_machines_unless_somebody_says_so() {
+    let listens = |flags: Vec<Flag>| {
+        let (config, _) = load(&Sources { environment: environment(&[]), flags, ..Sources::default() }).unwrap();
+        (config.listen, config.admin.listen)
+    };
+    let here = |listen: &Listen| listen.host.parse::<std::net::IpAddr>().is_ok_and(|host| host.is_loopback());
+    let (api, admin) = listens(vec![]);
+    assert!(here(&api), "{api}");
+    assert_eq!(admin, None, "it asks for no key, so it is off");
+    let (api, admin) = listens(vec![set("listen=9000"), set("admin.listen=9001")]);
+    for (listen, port) in [(api, 9000), (admin.unwrap(), 9001)] {
+        assert!(here(&listen) && listen.port == port, "a port alone stays on this machine: {listen}");
+    }
+}
+
+#[test]
 fn flags_beat_the_environment_which_beats_the_file_which_beats_the_defaults() {
     let file = file("listen = '0.0.0.0:1'\nworkers = 'both:1'\n[tiers]\ng2 = '1GiB'\ng3 = 'off'\n");
     let sources = Sources {

@@ -51,7 +51,7 @@ async fn what_is_not_there_is_said_in_json() {
 }
 
 #[tokio::test]
-async fn metrics_count_requests_and_tokens() {
+async fn trap_17_metrics_count_requests_and_tokens_of_plain_http() {
     let router = Fake::saying(vec![first("a"), say("bc"), last("", Finish::Stop)]).router();
     send(&router, chat(json!({ "messages": [{ "role": "user", "content": "x" }] }))).await;
     send(&router, completion(json!({ "stream": true, "prompt": [1, 2, 3] }))).await;

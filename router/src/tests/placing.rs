@@ -22,7 +22,7 @@ async fn trap_3_a_burst_of_long_prompts_is_booked_at_the_decision_and_spreads() 
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_first_block_that_all_share_does_not_pin() {
+async fn trap_9_a_first_block_that_all_share_does_not_pin() {
     let yard = defaults();
     let (a, b) = (yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await);
     for family in 0..10 {
@@ -35,7 +35,7 @@ async fn a_first_block_that_all_share_does_not_pin() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_hot_prefix_stays_with_its_holder_until_waiting_costs_more_than_recomputing() {
+async fn trap_9_a_hot_prefix_stays_with_its_holder_until_waiting_costs_more_than_recomputing() {
     let yard = defaults();
     let (a, b) = (yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await);
     let hot = prompt(1, 1600);
@@ -70,7 +70,7 @@ async fn every_policy_serves_and_says_its_name() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_hot_prefix_that_spilled_is_served_by_both_holders_from_then_on() {
+async fn trap_9_a_hot_prefix_that_spilled_is_served_by_both_holders_from_then_on() {
     let yard = defaults();
     let (a, b) = (yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await);
     let hot = prompt(1, 1600);
@@ -90,7 +90,7 @@ async fn a_hot_prefix_that_spilled_is_served_by_both_holders_from_then_on() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_newcomer_gets_its_share_at_once() {
+async fn trap_9_a_newcomer_gets_its_share_at_once() {
     let yard = defaults();
     let a = yard.worker(1, Phase::Both).await;
     for family in 0..4 {

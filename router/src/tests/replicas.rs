@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::task::JoinHandle;
 use worker::engine::{Engine, Party, Request};
+use worker::plane::local::Link;
 use worker::plane::{EventBody, Events, Load, Phase, RouterId, Topic, WorkerId};
 
 /// Less than what a worker takes before others wait in the router.
@@ -15,7 +16,11 @@ const PROMPT: usize = 1_600;
 
 /// A yard with `workers`, and as many routers over it as asked, which know each other.
 async fn yard(workers: u64, routers: u64) -> (Yard, Vec<Arc<Router>>, Vec<Arc<Fake>>) {
-    let yard = Yard::new(Settings::default());
+    yard_over(Link::default(), workers, routers).await
+}
+
+async fn yard_over(link: Link, workers: u64, routers: u64) -> (Yard, Vec<Arc<Router>>, Vec<Arc<Fake>>) {
+    let yard = Yard::over(Settings::default(), link);
     let mut all = vec![yard.router.clone()];
     for id in 1..routers {
         let (registry, settings) = (prometheus::Registry::new(), Settings::default());
@@ -47,13 +52,26 @@ fn seconds(tokens: usize) -> Duration {
 }
 
 #[tokio::test(start_paused = true)]
-async fn several_router_replicas_do_not_herd() {
+async fn trap_11_several_router_replicas_do_not_herd() {
     let (_yard, routers, fakes) = yard(8, 8).await;
     for (family, router) in routers.iter().enumerate() {
         send(router, family as u32).await;
     }
     let requests: Vec<usize> = fakes.iter().map(|fake| fake.requests()).collect();
     assert_eq!(requests, [1; 8], "each sees where the others sent theirs");
+}
+
+#[tokio::test(start_paused = true)]
+async fn trap_11_replicas_that_choose_before_they_hear_of_each_other_part_ways_unconfigured() {
+    let link = Link { lag: Duration::from_millis(100), ..Link::default() };
+    let (_yard, routers, fakes) = yard_over(link, 8, 8).await;
+    for round in 0..3 {
+        let asked = routers.iter().zip(0..).map(|(router, nth)| router.generate(prompt(8 * round + nth, 100)));
+        let before: Vec<usize> = fakes.iter().map(|fake| fake.requests()).collect();
+        let _answers = futures::future::join_all(asked).await;
+        let most = fakes.iter().zip(before).map(|(fake, before)| fake.requests() - before).max();
+        assert!(most.unwrap() <= 4, "round {round}: {most:?} of 8 went to one of eight idle workers");
+    }
 }
 
 #[tokio::test(start_paused = true)]

@@ -1,7 +1,7 @@
 //! What a router lets others see: explanations, metrics, models.
 
 use super::defaults;
-use super::fake::{names, prompt, settle, stored};
+use super::fake::{SPEED, names, prompt, settle, stored};
 use futures::StreamExt;
 use kvbm::Level;
 use worker::engine::{Engine, Error, Output, Request};
@@ -41,6 +41,45 @@ async fn predictions_are_held_against_what_the_engine_found() {
     assert_eq!(yard.metric("blockyard_router_overlap_predicted_tokens_total"), 160);
     assert_eq!(yard.metric("blockyard_router_overlap_actual_tokens_total"), 0);
     assert_eq!(yard.metric("blockyard_router_overlap_false_tokens_total"), 160);
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_a_lie_cost_is_what_the_next_best_choice_would_have_saved() {
+    let yard = defaults();
+    let (liar, other) = (yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await);
+    let regret = || yard.router.core.metrics.regret_seconds.get();
+    let request = prompt(1, 1600);
+    yard.announce(&liar, stored(Level::G1, &names(&request)[..99]), true);
+    yard.announce(&other, stored(Level::G1, &names(&request)[..50]), true);
+    settle().await;
+    // It computes all 1,600 tokens, though the other has 800 of them.
+    yard.answer(request.clone()).await.unwrap();
+    assert_eq!((liar.requests(), other.requests()), (1, 0));
+    assert_eq!(yard.metric("blockyard_router_overlap_false_tokens_total"), 1584);
+    assert!((regret() - 800.0 / SPEED).abs() < 1e-6, "{} s", regret());
+
+    // Where nobody else has any of it, nothing would have been better.
+    let alone = prompt(2, 1600);
+    yard.announce(&liar, stored(Level::G1, &names(&alone)[..50]), true);
+    settle().await;
+    yard.answer(alone).await.unwrap();
+    assert_eq!(yard.metric("blockyard_router_overlap_false_tokens_total"), 1584 + 800);
+    assert!((regret() - 800.0 / SPEED).abs() < 1e-6, "{} s", regret());
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_was_found_and_not_predicted_is_missed_and_no_regret() {
+    let yard = defaults();
+    let worker = yard.worker(1, Phase::Both).await;
+    let request = prompt(1, 1600);
+    worker.remember(&names(&request)[..30]);
+    yard.announce(&worker, stored(Level::G1, &names(&request)[..10]), true);
+    settle().await;
+    yard.answer(request).await.unwrap();
+    assert_eq!(yard.metric("blockyard_router_overlap_actual_tokens_total"), 480);
+    assert_eq!(yard.metric("blockyard_router_overlap_missed_tokens_total"), 320);
+    assert_eq!(yard.metric("blockyard_router_overlap_false_tokens_total"), 0);
+    assert!(yard.router.core.metrics.regret_seconds.get().abs() < 1e-9);
 }
 
 #[tokio::test(start_paused = true)]
