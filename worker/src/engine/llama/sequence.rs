@@ -27,6 +27,8 @@ pub(super) struct Sequence {
     pub(super) gave_way: bool,
     /// Leading tokens whose KV rests in `blocks`.
     pub(super) computed: usize,
+    /// Tokens of a prompt resumed that were accounted for before they were let go of: found again, they are not counted again.
+    pub(super) counted: usize,
     /// Away while a step samples with it.
     pub(super) sampler: Option<Sampler>,
     pub(super) outbox: Outbox,
@@ -118,7 +120,8 @@ impl Sequence {
     pub(super) fn reuse(&mut self, manager: &BlockManager) {
         let found = manager.found(self.wanted());
         let levels: Vec<Level> = found.iter().map(|block| self.level_of(block)).collect();
-        for run in levels.chunk_by(|a, b| a == b) {
+        let known = self.counted.saturating_sub(self.computed) / self.lineage.block_size;
+        for run in levels[known.min(levels.len())..].chunk_by(|a, b| a == b) {
             self.report_cached(run[0], run.len() * self.lineage.block_size);
         }
         self.adopt(found, manager);
@@ -180,11 +183,13 @@ impl Sequence {
         self.coming = None;
         self.gave_way = true;
         self.waiting.again(self.computed);
-        self.computed = 0;
-        if self.report_is_open() && !matches!(self.request.work, Work::Resume(_)) {
+        if matches!(self.request.work, Work::Resume(_)) {
+            self.counted = self.counted.max(self.computed);
+        } else if self.report_is_open() {
             // What is found again is counted again.
             self.report.cached.clear();
         }
+        self.computed = 0;
     }
 
     /// Device blocks that it holds, or more: those that came up meanwhile may count twice.

@@ -340,6 +340,41 @@ async fn a_hand_over_changes_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn what_was_handed_over_and_had_to_give_way_is_counted_once() {
+    let (mut rng, peers) = (Rng(19), Peers::default());
+    let prefill = Rig::new(Shape { worker: 1, peers: peers.clone(), ..Shape::default() });
+    let decode = Rig::new(Shape { worker: 2, peers, g1: 60, ..Shape::default() });
+    let prompt = rng.tokens(448);
+    prefill.run(&prompt[..304], 1).await;
+    let ask = async |rig: &Rig, work, prompt: &[u32], answer| {
+        let mut wanted = request(&*rig.engine, prompt, answer);
+        (wanted.work, wanted.stop.ignore_eos) = (work, true);
+        rig.engine.generate(wanted).await.unwrap()
+    };
+    let mut leg = ask(&prefill, Work::Prefill, &prompt, 1).await;
+    let Some(Ok(Output::Handoff(handoff))) = leg.next().await else { panic!("a prefill hands over") };
+    let available = async |most: usize| {
+        let fit = async {
+            while decode.manager.available() > most {
+                tokio::time::sleep(std::time::Duration::from_millis(2)).await;
+            }
+        };
+        tokio::time::timeout(std::time::Duration::from_mins(5), fit).await.expect("blocks are taken");
+    };
+    // One runs until nobody reads on, with 25 blocks; the next one wants 35, and what was handed over takes 27 of those left.
+    let runs = ask(&decode, Work::Generate, &rng.tokens(320), 600).await;
+    available(35).await;
+    let first = tokio::spawn(collect(ask(&decode, Work::Generate, &rng.tokens(545), 1).await));
+    decode.engine.load().wait_for(|load| load.waiting == 1).await.unwrap();
+    let second = tokio::spawn(collect(ask(&decode, Work::Resume(handoff), &prompt, 1).await));
+    available(8).await;
+    drop(runs);
+    first.await.unwrap().unwrap();
+    let report = second.await.unwrap().unwrap().prompt.unwrap();
+    assert_eq!((report.handed_over, report.cached_tokens()), (432, 304));
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_peer_that_is_gone_is_recomputed() {
     let mut rng = Rng(7);
     let talk = Conversation::draw(&mut rng).await;
