@@ -1,14 +1,14 @@
 //! Opening a log that another process left, orderly or not: footers where they are sound, a scan where they are not.
 
 use super::direct::Access;
-use super::listing::Listing;
+use super::listing::{Entry, Listing};
 use super::log::{Log, Place};
 use super::record::{self, Found};
 use super::segment::{self, Segment, path, seal};
 use crate::index::Resting;
 use crate::names::NameHasher;
 use crate::{Fingerprint, SequenceHash};
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs::{self, File, OpenOptions};
 use std::hash::BuildHasherDefault;
 use std::io;
@@ -31,8 +31,8 @@ impl Log {
     pub(super) fn recover(&self) -> io::Result<()> {
         let started = Instant::now();
         let mut state = self.lock();
-        let found = self.segments();
-        if let Ok(segments) = &found {
+        let mut found = self.segments();
+        if let Ok(segments) = &mut found {
             self.announce(segments);
             state.segments = segments.iter().map(|segment| (segment.number(), segment.clone())).collect();
         }
@@ -76,21 +76,24 @@ impl Log {
         Ok(segments)
     }
 
-    fn announce(&self, segments: &[Arc<Segment>]) {
+    /// Announces what rests in them. One of discards alone belongs to whose blocks those are about: it must not go before they do.
+    fn announce(&self, segments: &mut [Arc<Segment>]) {
         // Where each block was discarded last. These are few, so that they are looked up for nearly nothing.
         let mut gone: HashMap<(Fingerprint, SequenceHash), (u32, u32), BuildHasherDefault<NameHasher>> =
             HashMap::default();
-        for segment in segments {
+        for segment in &*segments {
             let listing = segment.listing();
             let discards = listing.iter().filter(|(_, entry)| entry.gone);
             gone.extend(discards.map(|(space, entry)| ((space, entry.name), (segment.number(), entry.offset))));
         }
-        for segment in segments {
+        let mut about = BTreeMap::new();
+        for segment in &*segments {
             let (number, listing) = (segment.number(), segment.listing());
-            let later = |at: Option<&(u32, u32)>, offset| at.is_some_and(|at| *at > (number, offset));
-            let blocks = listing.iter().filter(|(_, entry)| !entry.gone);
-            let blocks = blocks
-                .filter(|(space, entry)| gone.is_empty() || !later(gone.get(&(*space, entry.name)), entry.offset));
+            let rests = |(space, entry): &(Fingerprint, &Entry)| {
+                let later = gone.get(&(*space, entry.name)).filter(|at| **at > (number, entry.offset));
+                later.inspect(|(discards, _)| drop(about.insert(*discards, segment.group()))).is_none()
+            };
+            let blocks = listing.iter().filter(|(_, entry)| !entry.gone).filter(rests);
             self.index_blocks(blocks.map(|(fingerprint, entry)| Resting {
                 fingerprint,
                 name: entry.name,
@@ -105,6 +108,9 @@ impl Log {
                     hot: false,
                 },
             }));
+        }
+        for segment in segments.iter_mut().filter(|segment| segment.listing().iter().all(|(_, entry)| entry.gone)) {
+            segment.give(about.get(&segment.number()).copied().unwrap_or(0));
         }
     }
 }

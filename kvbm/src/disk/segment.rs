@@ -53,6 +53,11 @@ impl Segment {
         self.group
     }
 
+    /// Says whose it is, before anybody else knows of it.
+    pub(super) fn give(self: &mut Arc<Self>, group: u16) {
+        Arc::get_mut(self).expect("nobody else knows of it").group = group;
+    }
+
     /// Bytes that it takes.
     pub(super) fn bytes(&self) -> u64 {
         self.bytes.load(Ordering::Relaxed)

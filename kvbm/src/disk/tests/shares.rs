@@ -104,3 +104,23 @@ async fn a_discard_is_kept_as_long_as_the_block_that_it_is_about() {
     let held = |blocks: &[Block]| tier.holds(fingerprint(), &names(blocks));
     assert_eq!((held(&blocks[..1]), held(&blocks[1..])), (0, 19));
 }
+
+#[tokio::test]
+async fn discards_alone_in_a_segment_are_kept_as_long_over_restarts() {
+    let folder = tempfile::tempdir().unwrap();
+    let shares = promise(800 * KIB, None);
+    let blocks = of(1, 1_000, 20);
+    let (tier, _) = open_sharing(&[&folder], &shares).await;
+    store(&*tier, blocks.clone()).await;
+    drop(tier);
+    let (tier, _) = open_sharing(&[&folder], &shares).await;
+    tier.discard(fingerprint(), blocks[0].header.name);
+    idle(&tier).await;
+    drop(tier);
+    let (tier, _) = open_sharing(&[&folder], &shares).await;
+    flood(&tier, 0).await;
+    drop(tier);
+    let (tier, _) = open_sharing(&[&folder], &shares).await;
+    let held = |blocks: &[Block]| tier.holds(fingerprint(), &names(blocks));
+    assert_eq!((held(&blocks[..1]), held(&blocks[1..])), (0, 19));
+}
