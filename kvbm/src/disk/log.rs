@@ -186,9 +186,14 @@ impl Log {
         self.lost.load(Ordering::Relaxed)
     }
 
+    /// An error when another folder lies where the log's own was: nothing of that is to be touched.
+    pub(super) fn stands(&self) -> io::Result<()> {
+        if self.owner.holds(&self.folder) { Ok(()) } else { Err(io::ErrorKind::NotFound.into()) }
+    }
+
     /// What a failed read or write says about the folder.
     pub(super) fn suspect(&self, error: &io::Error) {
-        if !self.owner.holds(&self.folder) {
+        if self.stands().is_err() {
             self.lose(error);
         }
     }

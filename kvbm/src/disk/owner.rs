@@ -61,8 +61,13 @@ impl Owner {
 
     /// Whether the folder is still the one that was claimed, and not removed, moved away or mounted over.
     pub(super) fn holds(&self, folder: &Path) -> bool {
-        let identity = |found: std::io::Result<std::fs::Metadata>| found.map(|file| (file.dev(), file.ino())).ok();
-        let claimed = identity(self.lock.metadata());
-        claimed.is_some() && claimed == identity(std::fs::metadata(folder.join("owner")))
+        is_at(&self.lock, &folder.join("owner"))
     }
+}
+
+/// Whether a file that is open is the one at a path, and not another one that came to lie there.
+pub(super) fn is_at(file: &File, path: &Path) -> bool {
+    let identity = |found: std::io::Result<std::fs::Metadata>| found.map(|file| (file.dev(), file.ino())).ok();
+    let ours = identity(file.metadata());
+    ours.is_some() && ours == identity(std::fs::metadata(path))
 }

@@ -69,6 +69,7 @@ impl Log {
     }
 
     fn begin(&self, group: u16, carry: u64) -> io::Result<()> {
+        self.stands()?;
         let head = self.create(group)?;
         let number = head.segment().number();
         let mut state = self.lock();

@@ -10,6 +10,7 @@
 
 use super::direct::{self, Access, Pool};
 use super::listing::Listing;
+use super::owner;
 use super::record::{Found, Record};
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -225,7 +226,9 @@ impl Drop for Head {
         let mut listing = self.segment.listing();
         if listing.len() == 0 {
             // Nothing could be written to it, or nothing of it was to stay.
-            let _ = retire(self.path.parent().unwrap_or(Path::new("")), self.segment.number);
+            if owner::is_at(&self.file, &self.path) {
+                let _ = retire(self.path.parent().unwrap_or(Path::new("")), self.segment.number);
+            }
             self.segment.resize(0);
         } else {
             match seal(&self.file, &mut listing) {

@@ -170,6 +170,31 @@ async fn a_folder_that_is_moved_away_is_noticed_and_found_again() {
     assert_eq!(paths.found(&[prefix, more].concat()).await, 160);
 }
 
+#[tokio::test]
+async fn a_log_that_lies_where_ours_was_is_not_touched() {
+    let paths = Paths::new(1, settings());
+    store(&*paths.tier, chain(1, 40)).await;
+    let log = paths.tier.logs().remove(0).unwrap();
+    let head = segment::Head::create(&log.folder, (1_000, 0), 64 << 10, log.access, &log.taken).unwrap();
+    fs::rename(paths.folder(0), paths.folders[0].path().join("aside")).unwrap();
+    let others = Paths::over(paths.folders, settings());
+    store(&*others.tier, chain(2, 40)).await;
+    fs::write(segment::path(&others.folder(0), 1_000), "theirs").unwrap();
+    fs::write(others.folder(0).join("spare"), "theirs").unwrap();
+    let files = || {
+        let files = fs::read_dir(others.folder(0)).unwrap().map(|file| file.unwrap());
+        files.map(|file| (file.file_name(), file.metadata().unwrap().len())).collect::<BTreeSet<_>>()
+    };
+    let before = files();
+    drop(head);
+    assert_eq!(files(), before, "a head in which nothing is gives up its own file");
+    // More than what has a place in the head already.
+    let answers = paths.tier.store(chain(3, 100)).await;
+    assert!(answers.iter().any(Result::is_err));
+    assert_eq!(files(), before);
+    assert_eq!(others.found(&chain(2, 40)).await, 40);
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_path_that_cannot_be_written_still_reads_while_the_others_take_the_blocks() {
     for code in [libc::EIO, libc::ENOSPC, libc::EROFS] {
