@@ -190,19 +190,29 @@ impl Log {
         let left = |open: &mut Open| carry.saturating_sub(open.end);
         let part = self.settings.segment_bytes / CARRIED;
         let budget = open.as_deref_mut().map_or(0, left).min(part);
-        let stay = reclaim::carried(&candidates, budget);
+        let mut most = budget;
+        let (stay, runs) = loop {
+            let stay = reclaim::carried(&candidates, most);
+            let runs = going.runs(&stay);
+            // What is copied together takes whole blocks of the device.
+            let takes: u64 = runs.iter().map(|run| (run.end() - run.start()).next_multiple_of(Access::BLOCK)).sum();
+            if takes <= budget {
+                break (stay, runs);
+            }
+            most = (u128::from(most) * u128::from(budget) / u128::from(takes)) as u64;
+        };
         going.over = reclaim::carried(&candidates, part.saturating_add(budget));
         going.over.retain(|index| stay.binary_search(index).is_err());
         let Some(open) = open else { return };
-        let stays = going.runs(&stay).into_iter().map(|run| {
-            let at = open.take(run.wanted.iter().map(|wanted| wanted.length).sum(), run.wanted.len());
+        let stays = runs.into_iter().map(|run| {
+            let at = open.take(run.end() - run.start(), run.wanted.len());
             Move { run, head: open.head.clone(), at }
         });
         going.stays = stays.collect();
     }
 
     /// Copies what stays, hands over what somebody else wants, and forgets the rest.
-    fn give_up(&self, going: &Going) {
+    pub(super) fn give_up(&self, going: &Going) {
         // The rest first: what is offered meanwhile is stored anew, and not believed to rest.
         let stays: HashSet<usize> =
             going.stays.iter().flat_map(|stays| stays.run.wanted.iter().map(|wanted| wanted.index)).collect();
