@@ -68,6 +68,14 @@ impl<P: Copy> Index<P> {
         (0..names.len()).map(&mut find).collect()
     }
 
+    /// Leaves a mark on the place of each of `blocks` that is here.
+    pub(crate) fn touch(&self, blocks: impl Iterator<Item = (Fingerprint, SequenceHash)>, mark: impl Fn(&mut P)) {
+        let mut spaces = self.write();
+        for (fingerprint, name) in blocks {
+            spaces.get_mut(&fingerprint).and_then(|space| space.get_mut(&name)).into_iter().for_each(&mark);
+        }
+    }
+
     /// Adds blocks, or moves those that are there to their new place. `follow` may leave a mark on the place of a block's
     /// parent, given the place of the block.
     pub(crate) fn insert(&self, blocks: impl IntoIterator<Item = Resting<P>>, follow: impl Fn(&mut P, P)) {

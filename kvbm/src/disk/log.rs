@@ -295,13 +295,22 @@ impl Log {
         Listing::footer_span(records, records)
     }
 
-    /// Says that blocks rest. One that a later segment builds upon must not go before its children; segments that are
-    /// written side by side are of one age.
+    /// Says that blocks rest.
     pub(super) fn index_blocks(&self, blocks: impl IntoIterator<Item = Resting<Place>>) {
+        self.shared.index.insert(blocks, |parent, child| self.marks(parent, child.segment));
+    }
+
+    /// Says that blocks will rest in a segment.
+    pub(super) fn build_upon<'a>(&self, blocks: impl Iterator<Item = &'a Header>, segment: u32) {
+        let parents = blocks.filter_map(|block| Some((block.fingerprint, block.parent?)));
+        self.shared.index.touch(parents, |parent| self.marks(parent, segment));
+    }
+
+    /// A block that a later segment builds upon must not go before its children; segments that are written side by side are of
+    /// one age.
+    fn marks(&self, parent: &mut Place, child: u32) {
         let aside = self.shared.paths * self.division.bounds.len() as u32 - 1;
-        self.shared
-            .index
-            .insert(blocks, |parent, child| parent.hot |= parent.segment.saturating_add(aside) < child.segment);
+        parent.hot |= parent.segment.saturating_add(aside) < child;
     }
 
     pub(super) fn resting(&self, block: &Block, segment: &Segment, offset: u64) -> Resting<Place> {

@@ -17,7 +17,7 @@ use std::sync::Arc;
 const WRITE: u64 = 4 << 20;
 
 /// What a writer has to do next.
-enum Step {
+pub(super) enum Step {
     Write { head: Arc<Head>, at: u64 },
     Refuse(StoreError),
 }
@@ -49,7 +49,7 @@ impl Log {
         }
     }
 
-    fn next(&self, writer: &mut Writer<'_>) -> Option<(Batch, Step)> {
+    pub(super) fn next(&self, writer: &mut Writer<'_>) -> Option<(Batch, Step)> {
         let mut state = self.wait(self.lock(), |state| !state.recovered);
         let (segment, mut rolls) = (self.settings.segment_bytes, 0);
         loop {
@@ -62,6 +62,8 @@ impl Log {
                 let spans = batch.records().map(|record| record.span(self.access.grain()));
                 let at = open.take(spans.sum(), batch.records().count());
                 let head = open.head.clone();
+                // Before they are written: whoever chooses what goes meanwhile is to know.
+                self.build_upon(batch.jobs.iter().map(|job| &job.block.header), head.segment().number());
                 return Some((batch, Step::Write { head, at }));
             }
             if state.rolling {
@@ -112,7 +114,7 @@ impl Log {
         Some((batch, waits))
     }
 
-    fn write(&self, head: &Head, at: u64, batch: &Batch) -> io::Result<()> {
+    pub(super) fn write(&self, head: &Head, at: u64, batch: &Batch) -> io::Result<()> {
         #[cfg(test)]
         self.shared.rig.write_data(self.volume)?;
         let records: Vec<Record<'_>> = batch.records().collect();

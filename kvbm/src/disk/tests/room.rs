@@ -294,3 +294,52 @@ async fn a_block_that_nearly_fills_a_segment_does_not_wait_for_what_is_carried_o
     }
     assert!(last() - before <= 40, "{} segments for twenty blocks", last() - before);
 }
+
+#[tokio::test]
+async fn what_is_carried_over_takes_no_more_room_than_a_segment_has() {
+    let folder = tempfile::tempdir().unwrap();
+    let (tier, _) = open_with(folder.path(), small());
+    // A kilobyte each, of which every other one is in use: each is carried over by itself, in a block of the device.
+    let one = |seed| chain_of(fingerprint(), seed, 1, 400).remove(0);
+    let blocks: Vec<Block> = (1_000..1_300).map(one).collect();
+    let used: Vec<Block> = blocks.iter().step_by(2).cloned().collect();
+    store(&*tier, blocks).await;
+    for seed in 0..30 {
+        load(&*tier, fingerprint(), names(&used)).await;
+        store(&*tier, chain(seed, 10)).await;
+        for number in segment::numbers(folder.path()).unwrap() {
+            let bytes = fs::metadata(segment::path(folder.path(), number)).unwrap().len();
+            assert!(bytes <= small().capacity_bytes / 6, "segment {number}: {bytes}");
+        }
+    }
+    assert!(used.iter().any(|block| tier.holds(fingerprint(), &[block.header.name]) == 1), "some were carried over");
+}
+
+#[tokio::test]
+async fn what_is_built_upon_by_a_block_that_is_being_written_stays() {
+    let folder = tempfile::tempdir().unwrap();
+    let (tier, _) = open_with(folder.path(), small());
+    let (prefix, log) = (chain(100, 2), tier.logs().remove(0).unwrap());
+    store(&*tier, prefix.clone()).await;
+    let segment = || tier.shared.index.get(fingerprint(), prefix[1].header.name).unwrap().segment;
+    let first = segment();
+    let child = chain(200, 1).remove(0);
+    let child = Block::seal(child.header.name, Some(prefix[1].header.name), fingerprint(), child.payload.clone());
+    for seed in 0.. {
+        store(&*tier, chain(seed, 10)).await;
+        idle(&tier).await;
+        if log.lock().segments.keys().next().is_some_and(|oldest| *oldest == first) && log.lock().segments.len() > 4 {
+            break;
+        }
+    }
+    let _answer = log.queue.offer(child, None).unwrap();
+    let mut writer = log.queue.writer().unwrap();
+    let (batch, step) = log.next(&mut writer).unwrap();
+    let going = log.next_to_go(&mut log.lock(), 1 << 20).unwrap();
+    log.give_up(&going);
+    let write::Step::Write { head, at } = step else { panic!("there is room") };
+    log.write(&head, at, &batch).unwrap();
+    drop(writer);
+    assert_eq!(tier.holds(fingerprint(), &names(&prefix)), 2, "its parents were carried over");
+    assert_ne!(segment(), first);
+}
