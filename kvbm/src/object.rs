@@ -9,8 +9,8 @@
 //! *At rest* means: the store acknowledged the object and the manifest that names it. Nothing rests on conditional writes
 //! or locks: each process writes under a name of its own, and nothing that was written changes. An object that is gone,
 //! or is another than it was, costs its blocks: a miss, counted, and forgotten. Deleting is a collector's, now and then
-//! (`upkeep`) or by hand. A discard holds for the life of the process; after that the block is verified, and discarded,
-//! again.
+//! (`upkeep`) or by hand. A discard is of the copy that was read, and holds for the life of the process; after that the block is
+//! verified, and discarded, again.
 
 mod catalog;
 mod client;
@@ -398,7 +398,9 @@ impl Tier for ObjectTier {
     }
 
     fn discard(&self, fingerprint: Fingerprint, name: SequenceHash) {
-        self.catalog.index.remove([(fingerprint, name)], |_| true);
+        if let Some(place) = self.catalog.index.get(fingerprint, name) {
+            self.catalog.spoil(fingerprint, name, place.object);
+        }
     }
 
     fn expire(&self, now: Date) -> usize {
@@ -460,8 +462,7 @@ impl Reader {
             let start = (wanted.offset - run.start()) as usize;
             let block = block(&bytes, start, wanted.length as usize);
             if block.is_err() {
-                let name = (self.fingerprint, self.names[wanted.index]);
-                catalog.index.remove([name], |place| place.object == number);
+                catalog.spoil(self.fingerprint, self.names[wanted.index], number);
             }
             (wanted.index, block.map(Some).map_err(LoadError::Corrupt))
         };

@@ -207,6 +207,21 @@ impl Catalog {
         removed
     }
 
+    /// Forgets a block in an object, where it turned out not to be what it was: from now on it is read from an older one, if it lies
+    /// in one too.
+    pub(super) fn spoil(&self, fingerprint: Fingerprint, name: SequenceHash, number: i32) {
+        let (objects, there) = (self.lock(), |place: &Place| place.object == number);
+        let twice = self.index.get(fingerprint, name).is_some_and(|place| there(&place) && place.twice);
+        let older = |(number, object): (&i32, &Object)| {
+            let block = object.blocks.iter().find(|block| object.fingerprint == fingerprint && block.name == name)?;
+            Some(block.at(*number))
+        };
+        match objects.known.range(..number).rev().filter(|_| twice).find_map(older) {
+            Some(place) => self.index.relocate(fingerprint, name, there, place),
+            None => drop(self.index.remove([(fingerprint, name)], there)),
+        }
+    }
+
     pub(super) fn object(&self, number: i32) -> Option<Object> {
         self.lock().known.get(&number).cloned()
     }

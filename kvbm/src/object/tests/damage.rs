@@ -56,6 +56,37 @@ async fn a_flipped_bit_in_an_object_costs_one_block_and_in_a_manifest_what_it_na
 }
 
 #[tokio::test(start_paused = true)]
+async fn of_a_block_that_lies_twice_the_older_copy_is_read_when_the_newer_is_not_sound() {
+    let (folder, blocks) = (tempfile::tempdir().unwrap(), chain(1, 10));
+    let (one, other) = (reopen(folder.path()).await.0, reopen(folder.path()).await.0);
+    let stored = tokio::join!(one.store(blocks.clone()), other.store(blocks.clone()));
+    assert!(stored.0.iter().chain(&stored.1).all(Result::is_ok));
+    let mut missed = 0;
+    // Of one a header, of the other a payload, whichever is read first.
+    for (path, at) in
+        files(folder.path(), "blocks").into_iter().flat_map(|path| [(path.clone(), 3), (path, Header::LEN + 3)])
+    {
+        let sound = fs::read(&path).unwrap();
+        let mut bad = sound.clone();
+        bad[at] ^= 1;
+        fs::write(&path, bad).unwrap();
+        let (reader, events) = reopen(folder.path()).await;
+        let found = load(&*reader, fingerprint(), names(&blocks)).await;
+        for (block, _) in blocks.iter().zip(&found).filter(|(_, found)| found.is_none()) {
+            missed += 1;
+            if at > Header::LEN {
+                // As whoever finds out does.
+                reader.discard(fingerprint(), block.header.name);
+            }
+        }
+        assert!(all(&load(&*reader, fingerprint(), names(&blocks)).await), "byte {at}, {missed} missed so far");
+        assert_eq!(announced(&events, Level::G4).len(), 10, "it never went");
+        fs::write(&path, sound).unwrap();
+    }
+    assert_eq!(missed, 2);
+}
+
+#[tokio::test(start_paused = true)]
 async fn truncated_swapped_and_misplaced_objects_yield_no_wrong_block() {
     let (folder, blocks) = image().await;
     let objects = files(folder.path(), "blocks");
