@@ -45,6 +45,12 @@ impl Date {
     pub const fn after(self, time: Duration) -> Self {
         Self::from_unix((self.0.get() as u64).saturating_add(time.as_secs()))
     }
+
+    /// So much earlier, likewise.
+    #[must_use]
+    pub const fn before(self, time: Duration) -> Self {
+        Self::from_unix((self.0.get() as u64).saturating_sub(time.as_secs()))
+    }
 }
 
 impl fmt::Debug for Date {

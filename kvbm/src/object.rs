@@ -289,7 +289,7 @@ impl ObjectTier {
         let bytes = u32::try_from(bytes).map_err(|_| StoreError::Full)?.min(QUEUE as u32);
         let room = self.room.clone().try_acquire_many_owned(bytes).map_err(|_| StoreError::Busy)?;
         let (answer, waiting) = oneshot::channel();
-        self.jobs.try_send(Job { block, answer, claim, room }).map_err(|refused| match refused {
+        self.jobs.try_send(Job { block, used: None, answer, claim, room }).map_err(|refused| match refused {
             mpsc::error::TrySendError::Full(_) => StoreError::Busy,
             mpsc::error::TrySendError::Closed(_) => StoreError::Io(died()),
         })?;

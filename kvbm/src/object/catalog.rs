@@ -6,7 +6,7 @@
 use super::layout::{ObjectId, Writer};
 use super::manifest::{Entry, Section};
 use crate::index::{Index, Resting};
-use crate::{DomainId, EventLog, Fingerprint, Level, SequenceHash};
+use crate::{Date, DomainId, EventLog, Fingerprint, Level, SequenceHash};
 use object_store::path::Path;
 use std::collections::{BTreeMap, HashSet};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -34,8 +34,10 @@ pub(super) struct Object {
     pub(super) bytes: u64,
     pub(super) domain: DomainId,
     pub(super) fingerprint: Fingerprint,
+    /// As its section says.
+    pub(super) used: Option<Date>,
     blocks: Arc<[Lying]>,
-    since: Instant,
+    pub(super) since: Instant,
 }
 
 /// An object that is small, and the blocks that are read from it.
@@ -153,9 +155,9 @@ impl Catalog {
 
     fn insert(&self, objects: &mut Objects, number: i32, path: Path, section: &Section) {
         let lying = |entry: &Entry| Lying { name: entry.name, offset: entry.offset, length: entry.length };
-        let Section { domain, fingerprint, .. } = *section;
-        let blocks = section.entries.iter().map(lying).collect();
-        let object = Object { path, bytes: section.bytes(), domain, fingerprint, blocks, since: Instant::now() };
+        let Section { domain, fingerprint, used, .. } = *section;
+        let (bytes, blocks) = (section.bytes(), section.entries.iter().map(lying).collect());
+        let object = Object { path, bytes, domain, fingerprint, used, blocks, since: Instant::now() };
         objects.blocks += object.blocks.len();
         objects.bytes += object.bytes;
         objects.paths.insert(object.path.clone());
@@ -334,7 +336,7 @@ mod tests {
             pinned: None,
         };
         let entries = names.iter().map(entry).collect();
-        Section { domain: DomainId::SHARED, fingerprint: Fingerprint::from_bytes([0; 32]), object, entries }
+        Section { domain: DomainId::SHARED, fingerprint: Fingerprint::from_bytes([0; 32]), object, used: None, entries }
     }
 
     fn catalog(limit: usize) -> Catalog {

@@ -9,7 +9,7 @@
 use super::catalog::Small;
 use super::pack::Job;
 use super::{ObjectTier, PARALLEL, block};
-use crate::{Block, Header, StoreError};
+use crate::{Block, Date, Header, StoreError};
 use futures::stream::{self, StreamExt};
 use object_store::Error;
 use std::io;
@@ -32,13 +32,13 @@ pub struct Compaction {
 
 impl ObjectTier {
     /// Packs what this process wrote in small objects into large ones, where there are enough of them, and what others did and
-    /// left so for that long: whoever lives packs its own. Of theirs only what it reads from: packed, blocks are young again,
-    /// and those that nobody reads are to grow old. To be called now and then where somebody collects; a second call at the
-    /// same time does its work twice.
+    /// left so for that long: whoever lives packs its own. Of theirs only what it reads from: the rest is for those who do. Blocks
+    /// are as old as they were. To be called now and then where somebody collects; a second call at the same time does its work
+    /// twice.
     pub async fn compact(&self, left: Duration) -> io::Result<Compaction> {
         let full = self.settings.object_bytes;
-        let mut done = Compaction::default();
-        for group in self.catalog.small(self.writer, left, full / SMALL, |id| self.uses.has(id)) {
+        let (mut done, mut noted) = (Compaction::default(), None);
+        for group in self.catalog.small(self.writer, left, full / SMALL, |id| self.uses.last(id).is_some()) {
             let mut packs: Vec<Vec<Small>> = Vec::new();
             let mut room = 0;
             for small in group {
@@ -54,15 +54,20 @@ impl ObjectTier {
                 if pack.len() < ENOUGH {
                     continue;
                 }
+                let noted = match &mut noted {
+                    Some(noted) => noted,
+                    none => none.insert(self.uses.noted().await?),
+                };
+                let used = pack.iter().map(|small| self.uses.last_of(&small.object, noted)).max();
                 done.objects += pack.len() as u64;
-                done.blocks += self.pack_again(pack).await?;
+                done.blocks += self.pack_again(pack, used).await?;
             }
         }
         Ok(done)
     }
 
-    /// Writes the blocks of some objects again, and says how many rest.
-    async fn pack_again(&self, pack: Vec<Small>) -> io::Result<u64> {
+    /// Writes the blocks of some objects, last used then, again, and says how many rest.
+    async fn pack_again(&self, pack: Vec<Small>, used: Option<Date>) -> io::Result<u64> {
         // All of them first, so that they are packed together. They are as much as one object.
         let mut reading = stream::iter(pack).map(async |small| self.read_small(small).await).buffered(PARALLEL);
         let mut blocks = Vec::new();
@@ -77,7 +82,7 @@ impl ObjectTier {
             let bytes = u32::try_from(Header::LEN as u64 + block.header.length).map_err(io::Error::other)?;
             let room = self.room.clone().acquire_many_owned(bytes).await.map_err(io::Error::other)?;
             let (answer, waiting) = oneshot::channel();
-            self.jobs.send(Job { block, answer, claim, room }).await.map_err(io::Error::other)?;
+            self.jobs.send(Job { block, used, answer, claim, room }).await.map_err(io::Error::other)?;
             answers.push(waiting);
         }
         let mut rest = 0;

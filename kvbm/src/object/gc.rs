@@ -188,7 +188,9 @@ impl Survey {
         let sections = self.manifests.iter().flat_map(Manifest::named);
         sections.filter_map(move |(id, section)| {
             let stored = self.objects.get(&id)?;
-            let used = used.get(&id).map_or(stored.modified, |used| stored.modified.max(*used));
+            // Packed again is not used again.
+            let written = section.used.map_or(stored.modified, |used| stored.modified.min(used));
+            let used = used.get(&id).map_or(written, |used| written.max(*used));
             Some(Live { id, section, stored, used })
         })
     }

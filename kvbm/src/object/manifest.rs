@@ -6,7 +6,7 @@
 //! | --: | --- |
 //! | 8 | magic `BLKYMAN3`; the last digit is the version |
 //! | 16 | writer |
-//! | … | sections: domain 16, fingerprint 32, object's number 8, entries n 4, zeros 4, then n entries |
+//! | … | sections: domain 16, fingerprint 32, object's number 8, entries n 4, last used 4, then n entries |
 //! | 52 × n | entries: name 16, parent 16, offset of the header 4, payload length 4, expires 4, pinned until 4, 1 when there is |
 //! |        | a parent 1, zeros 3 |
 //! | 8 | CRC-64/NVME over all before |
@@ -51,6 +51,8 @@ pub(super) struct Section {
     pub(super) domain: DomainId,
     pub(super) fingerprint: Fingerprint,
     pub(super) object: u64,
+    /// When its blocks were last used, if they were packed again: they are no younger for that.
+    pub(super) used: Option<Date>,
     pub(super) entries: Vec<Entry>,
 }
 
@@ -70,7 +72,7 @@ pub(super) fn encode(writer: Writer, sections: &[Section]) -> Vec<u8> {
         bytes.extend(section.fingerprint.as_bytes());
         bytes.extend(section.object.to_le_bytes());
         bytes.extend((section.entries.len() as u32).to_le_bytes());
-        bytes.extend([0; 4]);
+        bytes.extend(Date::encode(section.used).to_le_bytes());
         for entry in &section.entries {
             bytes.extend(entry.name.as_bytes());
             bytes.extend(entry.parent.map_or([0; 16], |parent| *parent.as_bytes()));
@@ -95,12 +97,14 @@ pub(super) fn decode(writer: Writer, bytes: &[u8]) -> Option<Vec<Section>> {
     let mut rest = body.strip_prefix(&MAGIC)?.strip_prefix(&writer.to_bytes())?;
     let mut sections = Vec::new();
     while let Some((head, after)) = rest.split_first_chunk::<SECTION>() {
-        let count = u32::from_le_bytes(std::array::from_fn(|i| head[56 + i])) as usize;
+        let number = |at: usize| u32::from_le_bytes(std::array::from_fn(|i| head[at + i]));
+        let count = number(56) as usize;
         let (entries, after) = after.split_at_checked(count.checked_mul(ENTRY)?)?;
         sections.push(Section {
             domain: DomainId::from_bytes(std::array::from_fn(|i| head[i])),
             fingerprint: Fingerprint::from_bytes(std::array::from_fn(|i| head[16 + i])),
             object: u64::from_le_bytes(std::array::from_fn(|i| head[48 + i])),
+            used: Date::decode(number(60)),
             entries: entries.as_chunks::<ENTRY>().0.iter().map(entry).collect(),
         });
         rest = after;
@@ -133,6 +137,7 @@ mod tests {
             domain: DomainId::from_bytes([space + 1; 16]),
             fingerprint: Fingerprint::from_bytes([space; 32]),
             object: u64::from(space) + 7,
+            used: (space > 1).then(|| Date::from_unix(3)),
             entries: entries.iter().copied().map(entry).collect(),
         };
         vec![section(1, &[1, 2, 3]), section(2, &[1]), section(3, &[])]

@@ -7,12 +7,13 @@
 //! Little endian: magic `BLKYUSE1`, reader 16, then for each object its writer 16, number 8 and date 4, then CRC-64/NVME 8
 //! over all before.
 
+use super::catalog::Object;
 use super::client::Client;
 use super::layout::{Layout, ObjectId, Writer};
 use crate::{Clock, Date, Level};
 use bytes::Bytes;
 use crc_fast::{CrcAlgorithm, checksum};
-use object_store::PutPayload;
+use object_store::{Error, PutPayload};
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -63,9 +64,36 @@ impl Uses {
         last.news = true;
     }
 
-    /// Whether this process read from it, as far as it still knows.
-    pub(super) fn has(&self, object: ObjectId) -> bool {
-        self.lock().of.contains_key(&object)
+    /// When this process last read from it, as far as it still knows.
+    pub(super) fn last(&self, object: ObjectId) -> Option<Date> {
+        self.lock().of.get(&object).copied()
+    }
+
+    /// When anybody last used objects, as far as that was noted.
+    pub(super) async fn noted(&self) -> Result<HashMap<ObjectId, Date>, Error> {
+        let mut noted = HashMap::new();
+        for meta in self.client.list_all(&self.layout.all_uses()).await? {
+            let Some(reader) = meta.location.filename().and_then(|name| name.parse().ok()) else { continue };
+            let note = match self.client.get(&meta.location).await {
+                Err(Error::NotFound { .. }) => continue,
+                note => note?,
+            };
+            for (object, date) in decode(reader, &note).into_iter().flatten() {
+                let last = noted.entry(object).or_insert(date);
+                *last = date.max(*last);
+            }
+        }
+        Ok(noted)
+    }
+
+    /// When what rests in an object was last used, given what others `noted`: written, if no more is known.
+    pub(super) fn last_of(&self, object: &Object, noted: &HashMap<ObjectId, Date>) -> Date {
+        let now = self.clock.now();
+        let written = object.used.unwrap_or_else(|| now.before(object.since.elapsed()));
+        let id = ObjectId::at(&object.path);
+        let read = id.into_iter().flat_map(|id| [self.last(id), noted.get(&id).copied()]).flatten();
+        // A date from the future, of a clock that is wrong, is none.
+        read.filter(|date| *date <= now).fold(written, Date::max)
     }
 
     /// Notes now and then, for ever.

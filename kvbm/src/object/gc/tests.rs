@@ -53,7 +53,8 @@ fn survey(objects: &[Object]) -> Survey {
             pinned: object.pinned.then(|| NOW.after(Duration::from_secs(1))),
         };
         let fingerprint = Fingerprint::from_bytes([0; 32]);
-        let section = Section { domain: domain(object.domain), fingerprint, object: number, entries: vec![entry] };
+        let section =
+            Section { domain: domain(object.domain), fingerprint, object: number, used: None, entries: vec![entry] };
         let path = Path::from(format!("manifest {number}"));
         survey.manifests.push(Manifest { path, writer: writer(), modified, sections: Some([section].into()) });
         let path = Path::from(format!("object {number}"));

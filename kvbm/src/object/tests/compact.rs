@@ -173,3 +173,59 @@ fn a_range_is_as_large_as_leaves_enough_of_them() {
     assert_eq!([of(1, 2 << 20), of(64, 2 << 20), of(256, 2 << 20), of(4_096, 2 << 20)], [4, 8, 32, 32]);
     assert_eq!([of(4_096, 64 << 10), of(1, 64 << 20)], [4, 4], "small blocks are many in a request already");
 }
+
+#[tokio::test(start_paused = true)]
+async fn what_is_packed_again_is_as_old_as_its_last_use_by_anybody() {
+    for read in [false, true] {
+        let (shared, (clock, _ticks)) = (Arc::new(flaky::Flaky::default()), super::upkeep::ticking());
+        shared.date_by(&clock);
+        let open = || {
+            let events = Arc::new(EventLog::new(Epoch(1)));
+            ObjectTier::with_clock(shared.clone(), "kv", Settings::default(), events, clock.clone())
+        };
+        let (tier, other) = (open(), open());
+        let blocks = trickle(&tier, 9, 3).await;
+        tokio::time::sleep(HOUR * 10).await;
+        if read {
+            assert!(loads(&other, &blocks).await);
+            other.uses.note().await;
+        }
+        tokio::time::sleep(HOUR * 5).await;
+        assert_eq!(tier.compact(HOUR).await.unwrap().blocks, 27);
+        let collector = Collector::open(shared.clone(), "kv", Duration::from_secs(10));
+        let survey = collector.survey(|_, _| ()).await.unwrap();
+        let policy = Policy { age_max: Some(HOUR * 24), ..Policy::default() };
+        let aged = |hours| {
+            let report = collector.would(&survey, &policy, clock.now().after(HOUR * hours));
+            report.condemned.get(&Why::Age).map_or(0, |amount| amount.objects)
+        };
+        // It is hour 15; it was written in hour 0, and read in hour 10.
+        assert_eq!([aged(8), aged(10), aged(18), aged(20)], if read { [0, 0, 0, 1] } else { [0, 1, 1, 1] });
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_another_one_packed_meanwhile_is_not_packed_again() {
+    let shared = Arc::new(flaky::Flaky::default());
+    let settings = Settings { object_bytes: 64_000, object_blocks: 1, ..Settings::default() };
+    let open = || ObjectTier::open(shared.clone(), "kv", settings, Arc::new(EventLog::new(Epoch(1))));
+    let blocks = trickle(&open(), 30, 3).await;
+    let (slow, quick) = (open(), open());
+    for tier in [&slow, &quick] {
+        tier.caught_up().await;
+        assert!(loads(tier, &blocks).await);
+    }
+    tokio::time::sleep(HOUR).await;
+    // Its first read takes until it is given up, and made again.
+    shared.set(Some(("blocks", flaky::Mood::HangsOnce)));
+    let packing = {
+        let slow = slow.clone();
+        tokio::spawn(async move { slow.compact(HOUR).await })
+    };
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    let all = quick.compact(HOUR).await.unwrap();
+    assert_eq!(all, compact::Compaction { objects: 30, blocks: 90 });
+    let some = packing.await.unwrap().unwrap();
+    assert!((8..22).contains(&some.objects) && some.blocks == some.objects * 3, "its first pack alone: {some:?}");
+    assert!(loads(&slow, &blocks).await);
+}
