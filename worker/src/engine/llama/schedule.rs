@@ -99,7 +99,9 @@ impl Scheduler {
             && let Some(mut sequence) = self.waiting.pop_front()
         {
             self.reuse(&mut sequence);
-            let need = self.blocks(sequence.goal() + 1).saturating_sub(sequence.blocks.len());
+            // One that fills the memory ends with its next token.
+            let need =
+                self.blocks(sequence.goal() + 1).min(self.manager.capacity()).saturating_sub(sequence.blocks.len());
             // Each running sequence may want its next block before it finishes.
             let room = need + self.running.len();
             if self.manager.available() < room && self.running.is_empty() {
@@ -188,7 +190,9 @@ impl Scheduler {
 
     /// Computes one step. `false` when there was nothing to compute.
     async fn step(&mut self) -> bool {
-        let chosen = batch::choose(&self.candidates(), self.settings.prefill_chunk, self.block_size());
+        // Prompts are computed in whole blocks.
+        let budget = self.settings.prefill_chunk.max(self.block_size());
+        let chosen = batch::choose(&self.candidates(), budget, self.block_size());
         let rows = self.secure_blocks(chosen);
         if rows.is_empty() {
             return false;
@@ -261,11 +265,12 @@ impl Scheduler {
 
     fn preempt(&mut self) {
         let Some(mut youngest) = self.running.pop() else { return };
-        if self.running.is_empty() && self.blocks(youngest.goal()) > self.manager.capacity() {
-            // Alone, and still too long for the memory: this is as far as it goes.
+        if self.blocks(youngest.goal()) > self.manager.capacity() {
+            // Too long for the memory, even alone: this is as far as it goes.
             youngest.outbox.flush();
             let report = youngest.report.clone();
             youngest.outbox.finish(Finish::Length, &report);
+            self.left = true;
             return;
         }
         self.metrics.preempted();

@@ -3,7 +3,7 @@
 
 use super::{Builtin, LlamaEngine, Memory, ModelSource, Runtime, Settings};
 use crate::engine::contract::{self, collect, request};
-use crate::engine::{Engine, Output, PromptReport, Work};
+use crate::engine::{Engine, Finish, Output, PromptReport, Work};
 use crate::metrics;
 use crate::peers::Peers;
 use crate::plane::WorkerId;
@@ -490,6 +490,54 @@ async fn who_is_first_does_not_wait_for_what_those_behind_found() {
     tokio::time::timeout(std::time::Duration::from_secs(20), first).await.expect("who is first").unwrap().unwrap();
     drop(running);
     second.await.unwrap().unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn who_outgrows_the_memory_beside_others_ends_as_it_does_alone() {
+    // Twelve blocks. The first request stops within six full ones, for nobody reads; the other builds on those, and takes all.
+    let shape = || Shape { g1: 12, ..Shape::default() };
+    let ask = async |rig: &Rig, prompt: &[u32]| {
+        let mut wanted = request(&*rig.engine, prompt, 600);
+        wanted.stop.ignore_eos = true;
+        rig.engine.generate(wanted).await.unwrap()
+    };
+    let prompt = Rng(23).tokens(25);
+    let whole = collect(ask(&Rig::new(shape()), &prompt).await).await.unwrap();
+    assert_eq!((whole.ids.len(), whole.finish), (12 * 16 + 1 - 25, Some(Finish::Length)));
+    // One that is read meanwhile, and one that stops when all is taken.
+    for reads in [true, false] {
+        let rig = Rig::new(shape());
+        let until = async |available: usize| {
+            while rig.manager.available() > available {
+                tokio::time::sleep(std::time::Duration::from_millis(2)).await;
+            }
+        };
+        let done = async {
+            let first = ask(&rig, &prompt).await;
+            until(6).await;
+            // What it stops with is 72 ahead of who reads.
+            let known = if reads { 72 } else { 12 * 16 - 72 - 25 };
+            let second = ask(&rig, &[&prompt[..], &whole.ids[..known]].concat()).await;
+            if !reads {
+                until(0).await;
+                // It reads on, and wants a block of its own.
+                assert_eq!(collect(first).await.unwrap().ids, whole.ids);
+            }
+            let second = collect(second).await.unwrap();
+            (known, second)
+        };
+        let done = tokio::time::timeout(std::time::Duration::from_mins(1), done).await;
+        let (known, second) = done.unwrap_or_else(|_| panic!("it waits for room that never comes, reads: {reads}"));
+        assert_eq!(second.ids, whole.ids[known..]);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_chunk_smaller_than_a_block_computes_blocks() {
+    let (prompt, rig) = (Rng(29).tokens(100), Rig::new(Shape { chunk: 5, ..Shape::default() }));
+    let answer = tokio::time::timeout(std::time::Duration::from_mins(1), rig.run(&prompt, 3)).await;
+    let alone = Rig::new(Shape::default()).run(&prompt, 3).await;
+    assert_eq!(answer.expect("it computes").ids, alone.ids);
 }
 
 #[tokio::test(flavor = "multi_thread")]
