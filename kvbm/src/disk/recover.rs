@@ -91,7 +91,8 @@ impl Log {
             let (number, listing) = (segment.number(), segment.listing());
             let rests = |(space, entry): &(Fingerprint, &Entry)| {
                 let later = gone.get(&(*space, entry.name)).filter(|at| **at > (number, entry.offset));
-                later.inspect(|(discards, _)| drop(about.insert(*discards, segment.group()))).is_none()
+                about.extend(later.map(|(discards, _)| (*discards, segment.group())));
+                later.is_none()
             };
             let blocks = listing.iter().filter(|(_, entry)| !entry.gone).filter(rests);
             self.index_blocks(blocks.map(|(fingerprint, entry)| Resting {
