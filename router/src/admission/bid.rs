@@ -2,6 +2,7 @@
 
 use crate::cost::OUTPUT_TOKENS;
 use crate::load::Amount;
+use std::ops::Deref;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
@@ -26,7 +27,7 @@ pub(crate) struct Bid {
     pub(crate) deadline: Option<Instant>,
     /// When it has waited for long enough.
     pub(crate) tired: Instant,
-    /// Of the prompt.
+    /// Of the prompt: what bounds count.
     pub(crate) tokens: u64,
     /// Output tokens of an answer at most, if it says.
     pub(crate) max_tokens: Option<u32>,
@@ -34,25 +35,19 @@ pub(crate) struct Bid {
     pub(crate) answers: u32,
 }
 
-/// A request at the door.
+/// A request at the door, with what it brings.
 #[derive(Clone, Debug)]
 pub(crate) struct Asked {
-    pub(crate) model: Arc<str>,
-    pub(crate) tenant: Arc<str>,
-    pub(crate) priority: Priority,
+    pub(crate) bid: Bid,
     /// When it must start to meet its deadline.
     pub(crate) latest: Option<Instant>,
-    /// Of the prompt: what bounds count.
-    pub(crate) tokens: u64,
-    /// To be computed and generated: what fairness counts.
+    /// Tokens to be computed and generated: what fairness counts.
     pub(crate) charge: u64,
     pub(crate) lane: Lane,
     /// Booked on the lane's `decode` and `prefill`.
     pub(crate) held: [Amount; 2],
     /// When it was placed.
     pub(crate) placed: Instant,
-    /// When it has waited for long enough.
-    pub(crate) tired: Instant,
 }
 
 /// Those without a deadline come last, then counts who came first.
@@ -64,21 +59,24 @@ const TAKES_MAX: f64 = 1e6;
 impl Bid {
     /// It was placed on this lane, with so much booked there, where its first token takes so many seconds that no queue can spare.
     pub(crate) fn placed(&self, lane: Lane, held: [Amount; 2], takes: f64, now: Instant) -> Asked {
-        let Self { model, tenant, priority, deadline, tired, tokens, max_tokens, answers } = self;
         let takes = Duration::from_secs_f64(takes.clamp(0.0, TAKES_MAX));
-        let output = max_tokens.map_or(OUTPUT_TOKENS, |most| OUTPUT_TOKENS.min(most.into()));
+        let output = self.max_tokens.map_or(OUTPUT_TOKENS, |most| OUTPUT_TOKENS.min(most.into()));
         Asked {
-            model: model.clone(),
-            tenant: tenant.clone(),
-            priority: *priority,
-            latest: deadline.map(|deadline| deadline.checked_sub(takes).unwrap_or(deadline)),
-            tokens: *tokens,
-            charge: held.iter().map(|held| held.prefill_tokens).sum::<u64>() + output * u64::from(*answers),
+            bid: self.clone(),
+            latest: self.deadline.map(|deadline| deadline.checked_sub(takes).unwrap_or(deadline)),
+            charge: held.iter().map(|held| held.prefill_tokens).sum::<u64>() + output * u64::from(self.answers),
             lane,
             held,
             placed: now,
-            tired: *tired,
         }
+    }
+}
+
+impl Deref for Asked {
+    type Target = Bid;
+
+    fn deref(&self) -> &Bid {
+        &self.bid
     }
 }
 

@@ -104,7 +104,7 @@ impl Room {
         let fits = |queue| asked.latest.is_none_or(|latest| now + queue <= latest);
         if self.waiting.is_empty() && open.is_some_and(fits) && self.may_run(limits, &asked.tenant, asked.tokens) {
             self.last += 1;
-            self.run(self.last, asked.tenant, asked.tokens);
+            self.run(self.last, asked.bid.tenant, asked.bid.tokens);
             return Entry::Straight(self.last);
         }
         self.rate.pass(now);
@@ -154,7 +154,7 @@ impl Room {
         }
         let asked = self.take(number)?;
         self.rate.granted(asked.tokens);
-        self.run(number, asked.tenant, asked.tokens);
+        self.run(number, asked.bid.tenant, asked.bid.tokens);
         Some(number)
     }
 

@@ -1,3 +1,4 @@
+use super::super::bid::Bid;
 use super::super::settings::Tenant;
 use super::*;
 use proptest::prelude::*;
@@ -20,18 +21,30 @@ fn asked(tenant: &str, tokens: u64) -> Asked {
 }
 
 fn on(worker: u64, tenant: &str, tokens: u64) -> Asked {
-    Asked {
+    let now = Instant::now();
+    let bid = Bid {
         model: "m".into(),
         tenant: tenant.into(),
         priority: Priority::Normal,
-        latest: None,
+        deadline: None,
+        tired: now + Duration::from_hours(1),
         tokens,
+        max_tokens: None,
+        answers: 1,
+    };
+    Asked {
+        bid,
+        latest: None,
         charge: tokens,
         lane: Lane { decode: WorkerId(worker), prefill: None },
         held: [Amount { prefill_tokens: tokens, sequences: 1, blocks: tokens / 16, prompts: 1 }, Amount::default()],
-        placed: Instant::now(),
-        tired: Instant::now() + Duration::from_hours(1),
+        placed: now,
     }
+}
+
+fn with(priority: Priority, mut asked: Asked) -> Asked {
+    asked.bid.priority = priority;
+    asked
 }
 
 fn wait(room: &mut Room, limits: &Settings, asked: Asked) -> u64 {
@@ -95,11 +108,11 @@ fn the_earlier_start_goes_first_but_not_before_another_tenants_turn() {
 #[test]
 fn a_higher_class_goes_first_and_the_lower_ones_get_their_tenth() {
     let (mut room, limits) = (Room::default(), limits(u64::MAX));
-    let of = |priority| Asked { priority, ..asked("a", 10) };
+    let one = |priority| with(priority, asked("a", 10));
     let mut class = HashMap::new();
     for priority in [Priority::Low, Priority::Normal, Priority::High] {
         for _ in 0..200 {
-            class.insert(wait(&mut room, &limits, of(priority)), priority);
+            class.insert(wait(&mut room, &limits, one(priority)), priority);
         }
     }
     let order: Vec<Priority> = order(&mut room, &limits).iter().map(|number| class[number]).collect();
@@ -183,9 +196,9 @@ fn a_tenants_limits_hold_and_hold_nobody_else() {
 #[test]
 fn a_full_room_makes_place_for_a_higher_class_and_for_whoever_has_less_than_its_share() {
     let (mut room, limits, now) = (Room::default(), limits(100), Instant::now());
-    let low = wait(&mut room, &limits, Asked { priority: Priority::Low, ..asked("a", 40) });
+    let low = wait(&mut room, &limits, with(Priority::Low, asked("a", 40)));
     let normal: Vec<u64> = (0..3).map(|_| wait(&mut room, &limits, asked("a", 20))).collect();
-    let high = Asked { priority: Priority::High, ..asked("a", 60) };
+    let high = with(Priority::High, asked("a", 60));
     let entry = room.enter(&limits, high, None, now);
     assert_eq!(entry, Entry::Waits { number: 5, displaced: vec![low, normal[2]] }, "the lowest first, then the latest");
     let refused = room.enter(&limits, asked("a", 20), None, now);
@@ -247,7 +260,7 @@ fn step() -> impl Strategy<Value = Step> {
 fn those_are_placed_anew_first_who_have_not_been_for_the_longest() {
     let (mut room, limits, later) = (Room::default(), limits(u64::MAX), Instant::now() + Duration::from_secs(1));
     let [first, second] = [(); 2].map(|()| wait(&mut room, &limits, asked("a", 100)));
-    let high = wait(&mut room, &limits, Asked { priority: Priority::High, placed: later, ..asked("a", 100) });
+    let high = wait(&mut room, &limits, with(Priority::High, Asked { placed: later, ..asked("a", 100) }));
     assert_eq!(room.some(2, |_| true), [high, first]);
     room.recall(first);
     room.put(first, Asked { placed: later, ..asked("a", 100) }, later);
@@ -267,7 +280,7 @@ proptest! {
             match step {
                 Step::Enter { tenant, priority, tokens, worker, open } => {
                     let priority = [Priority::Low, Priority::Normal, Priority::High][priority as usize];
-                    let asked = Asked { priority, ..on(worker, &tenant.to_string(), tokens) };
+                    let asked = with(priority, on(worker, &tenant.to_string(), tokens));
                     match room.enter(&limits, asked, open.then_some(Duration::ZERO), now) {
                         Entry::Straight(number) => assert!(inside.insert(number)),
                         Entry::Waits { number, displaced } => {
@@ -354,16 +367,16 @@ proptest! {
     #[test]
     fn nobody_starves(size in 1..500u64, above in 1..500u64) {
         let (limits, mut room) = (limits(u64::MAX), Room::default());
-        let low = wait(&mut room, &limits, Asked { priority: Priority::Low, ..asked("a", size) });
+        let low = wait(&mut room, &limits, with(Priority::Low, asked("a", size)));
         let mut gone = 0;
         loop {
             // There is always more above.
-            wait(&mut room, &limits, Asked { priority: Priority::High, ..asked("b", above) });
-            wait(&mut room, &limits, Asked { priority: Priority::Normal, ..asked("c", above) });
+            wait(&mut room, &limits, with(Priority::High, asked("b", above)));
+            wait(&mut room, &limits, with(Priority::Normal, asked("c", above)));
             // And it is placed anew again and again, while others come and go.
             let again = room.waiting[&low].clone();
             assert!(room.recall(low));
-            let other = wait(&mut room, &limits, Asked { priority: Priority::High, ..asked("b", above) });
+            let other = wait(&mut room, &limits, with(Priority::High, asked("b", above)));
             room.leave(other);
             room.put(low, again, Instant::now());
             let number = room.turn(&limits, Instant::now(), |_, _| OPEN).unwrap();
