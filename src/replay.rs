@@ -1,6 +1,7 @@
 //! `blockyard replay`: asks the router what would have been, and prints it. Figures go to standard output, progress to
 //! standard error.
 
+use crate::config::{Invalid, Workers};
 use anyhow::{Context, bail};
 use router::replay::{self, Admission, Chooser, Figures, Options, Profile, Slo, Trace};
 use serde::Serialize;
@@ -8,6 +9,7 @@ use std::fs::File;
 use std::io::{BufRead, BufReader, Write, stdin, stdout};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
+use worker::plane::Phase;
 
 /// `blockyard replay`.
 #[derive(clap::Args, Debug)]
@@ -21,9 +23,10 @@ pub struct Replay {
     /// - reads standard input
     trace: PathBuf,
 
-    /// Simulated workers
-    #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=100_000))]
-    workers: u32,
+    /// Simulated workers: how many, or how many of which phase, like prefill:4,decode:12; those of `both`, and all of a plain
+    /// number, do everything
+    #[arg(long, value_name = "N", default_value = "16", value_parser = workers)]
+    workers: Workers,
 
     /// Routers that share the requests, each telling the others what it books
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
@@ -71,6 +74,10 @@ pub struct Replay {
     #[arg(long, value_name = "HOW", default_value = "off", value_parser = admission)]
     admission: Admission,
 
+    /// Has the planner move workers between prefill and decode, as it would live with router.planner.mode=flip
+    #[arg(long)]
+    flip: bool,
+
     /// Goodput counts answers whose first token comes within this time …
     #[arg(long, value_name = "TIME", default_value = "2s", value_parser = duration)]
     slo_ttft: Duration,
@@ -88,6 +95,8 @@ pub struct Replay {
     json: bool,
 }
 
+/// More than anybody has, and less than a machine can hold.
+const WORKERS_MAX: usize = 100_000;
 const H100: &str = include_str!("../deploy/profiles/h100-8b.toml");
 
 /// What `--json` prints.
@@ -95,6 +104,9 @@ const H100: &str = include_str!("../deploy/profiles/h100-8b.toml");
 struct Report<'a> {
     profile: &'a str,
     workers: usize,
+    /// How many of which phase, unless all do everything.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    phases: Option<String>,
     replicas: usize,
     requests: usize,
     recorded_rps: f64,
@@ -115,9 +127,14 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
     let trace = read(args)?;
     let slo = Slo { ttft: args.slo_ttft, itl: args.slo_itl };
     let profile = profile("--profile", args.profile.as_deref())?;
+    let apart = args.workers.phases().any(|phase| phase != Phase::Both);
+    let phases = apart.then(|| args.workers.to_string());
+    if apart && profile.peer.is_none() {
+        bail!("--workers {}: how fast blocks are handed over is missing in the profile: [peer]", args.workers);
+    }
     let options = Options {
         profile,
-        workers: args.workers as usize,
+        workers: args.workers.phases().collect(),
         replicas: args.replicas as usize,
         lag: args.lag,
         loss: args.loss,
@@ -125,6 +142,7 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
         repair: args.repair,
         slo,
         admission: args.admission,
+        flip: args.flip,
     };
     let bound = trace.bound();
     eprintln!(
@@ -137,7 +155,7 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
     let capacity = args.rate.is_empty().then(|| {
         let found =
             replay::capacity(&trace, &options, |rate, p99| eprintln!("  {rate:8.2}/s: p99 first token {p99:.3} s"));
-        eprintln!("capacity of {} workers: {found:.2} requests/s", args.workers);
+        eprintln!("capacity of {} workers: {found:.2} requests/s", options.workers.len());
         found
     });
     let rates: Vec<(Option<f64>, f64)> = match capacity {
@@ -158,14 +176,18 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
     if let Some(path) = &args.svg {
         let title = format!(
             "{} × {}: first token within {:?}, then {:?} a token",
-            args.workers, options.profile.name, args.slo_ttft, args.slo_itl
+            phases.clone().unwrap_or_else(|| options.workers.len().to_string()),
+            options.profile.name,
+            args.slo_ttft,
+            args.slo_itl
         );
         std::fs::write(path, replay::goodput_svg(&policies, &title))
             .with_context(|| format!("--svg {}", path.display()))?;
     }
     let report = Report {
         profile: &options.profile.name,
-        workers: options.workers,
+        workers: options.workers.len(),
+        phases,
         replicas: options.replicas,
         requests: trace.len(),
         recorded_rps: trace.rate(),
@@ -215,13 +237,20 @@ pub(crate) fn profile(flag: &str, path: Option<&Path>) -> anyhow::Result<Profile
 }
 
 fn table(report: &Report<'_>) -> String {
-    let Report { workers, profile, requests, hit_rate_bound: bound, .. } = report;
+    let Report { profile, requests, hit_rate_bound: bound, .. } = report;
+    let workers = report.phases.clone().unwrap_or_else(|| report.workers.to_string());
     let capacity = report.capacity_rps.map_or(String::new(), |capacity| format!(", capacity {capacity:.2} requests/s"));
     let mut lines = vec![
         format!("{workers} × {profile}, {requests} requests, hit rate at most {:.1} %{capacity}\n", bound * 100.0),
         " load   req/s policy             hit   TTFT mean     p50     p90     p99   ITL p50   p90   p99  goodput   good  imbal"
             .to_owned(),
     ];
+    if report.phases.is_some() {
+        lines[1] += "   apart";
+    }
+    if report.policies.iter().any(|figures| figures.flips.is_some()) {
+        lines[1] += " flips";
+    }
     lines.extend(report.policies.iter().map(row));
     let refused = report.policies.iter().map(|f| f.refused).max().filter(|refused| *refused > 0);
     let why = if report.admission == "off" { "did not fit any worker" } else { "were refused at most, or did not fit" };
@@ -235,13 +264,22 @@ fn row(f: &Figures) -> String {
     let itl = format!("{:6.1} ms {:5.1} {:5.1}", f.itl_p50_s * 1e3, f.itl_p90_s * 1e3, f.itl_p99_s * 1e3);
     let good = format!("{:6.2}/s {:4.0} %", f.goodput_rps, f.good * 100.0);
     let hit = f.hit_rate * 100.0;
-    format!("{load:>5} {:7.2} {:<16} {hit:4.1} % {ttft} {itl} {good} {:6.2}", f.rate_rps, f.name, f.imbalance)
+    let share = |handed: u64| format!(" {:5.1} %", handed as f64 * 100.0 / f.finished.max(1) as f64);
+    let flips = |flips: u64| format!(" {flips:5}");
+    let apart = f.handed_over.map(share).unwrap_or_default() + &f.flips.map(flips).unwrap_or_default();
+    format!("{load:>5} {:7.2} {:<16} {hit:4.1} % {ttft} {itl} {good} {:6.2}{apart}", f.rate_rps, f.name, f.imbalance)
 }
 
 fn chooser(name: &str) -> Result<Chooser, String> {
     let known: Vec<Chooser> = Chooser::all().into_iter().chain(Chooser::presets()).collect();
     let names = known.iter().map(Chooser::name).collect::<Vec<_>>().join(", ");
     known.into_iter().find(|each| each.name() == name).ok_or_else(|| format!("expected one of {names}"))
+}
+
+/// So many that do everything, or so many of each phase.
+fn workers(text: &str) -> Result<Workers, Invalid> {
+    let all = text.parse::<usize>().map(|count| format!("both:{count}"));
+    Workers::of(all.as_deref().unwrap_or(text), WORKERS_MAX)
 }
 
 fn admission(name: &str) -> Result<Admission, String> {

@@ -21,6 +21,7 @@ pub(crate) mod settings;
 
 pub(crate) use bid::{Asked, Bid, Lane};
 pub(crate) use desk::{Desk, Entrance, Sight, Told};
+pub(crate) use saturation::Part;
 
 use crate::fleet::Fleet;
 use crate::metrics::Metrics;

@@ -6,7 +6,7 @@
 
 use crate::core::Core;
 use crate::fleet::{Member, Serving};
-use crate::planner::{Capacity, Demand, Mode, Need, Planner, Seat, Settings, Targets};
+use crate::planner::{Capacity, Demand, Flip, Mode, Need, Planner, Seat, Settings, Targets};
 use kvbm::Epoch;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use worker::plane::{Event, EventBody, Events, Phase, RouterId, Source};
 
 /// What is known of one model's workers and requests.
 #[derive(Default)]
-struct Watched {
+pub(crate) struct Watched {
     before: [u64; 3],
     rates: Option<[f64; 3]>,
     steps: Line,
@@ -35,13 +35,13 @@ struct Line {
 }
 
 /// Rates change within tens of seconds; twelve looks a minute are enough, and cost nothing.
-const EVERY: Duration = Duration::from_secs(5);
+pub(crate) const EVERY: Duration = Duration::from_secs(5);
 /// How much of the old rates is left after a look: half after 20 s.
 const FADE: f64 = 0.84;
 
 impl Watched {
-    /// Looks at the totals after `seconds`, of which this router saw one part in `routers`.
-    fn look(&mut self, totals: [u64; 3], seconds: f64, routers: f64) -> [f64; 3] {
+    /// Rates by the totals after `seconds`, of which this router saw one part in `routers`.
+    fn rates(&mut self, totals: [u64; 3], seconds: f64, routers: f64) -> [f64; 3] {
         let fresh: [f64; 3] = std::array::from_fn(|i| (totals[i] - self.before[i]) as f64 / seconds * routers);
         let old = self.rates.unwrap_or(fresh);
         let rates = std::array::from_fn(|i| FADE * old[i] + (1.0 - FADE) * fresh[i]);
@@ -94,10 +94,10 @@ pub(crate) async fn keep(core: Arc<Core>, events: Arc<dyn Events>, id: RouterId)
         let roster = core.fleet.roster();
         for (model, totals) in core.traffic.all() {
             let known = watched.entry(model.clone()).or_default();
-            let rates = known.look(totals.now(), seconds, core.metrics.replicas.get().max(1) as f64);
             let members: Vec<&Member> =
                 roster.serving(&model).into_iter().flat_map(Serving::seats).map(|seat| &*seat.member).collect();
-            let Some(need) = known.need(&members, rates, &settings, now) else { continue };
+            let (totals, routers) = (totals.now(), core.metrics.replicas.get().max(1) as f64);
+            let Some(need) = known.look(totals, seconds, routers, &members, &settings, now) else { continue };
             if settings.mode == Mode::Off {
                 // What was advised before is advice no more.
                 core.metrics.desired.reset();
@@ -110,8 +110,7 @@ pub(crate) async fn keep(core: Arc<Core>, events: Arc<dyn Events>, id: RouterId)
             if settings.mode != Mode::Flip || !core.leading.load(Ordering::Relaxed) {
                 continue;
             }
-            let seats: Vec<Seat> = members.iter().map(|member| seat(member, now)).collect();
-            if let Some(flip) = known.planner.step((now - start).as_secs_f64(), &need, &seats) {
+            if let Some(flip) = known.flip(&need, &members, start, now) {
                 tracing::info!(%model, worker = %flip.worker, to = %flip.to, ?need, "wishing a worker another phase");
                 core.metrics.flips.with_label_values(&[&flip.to.to_string()]).inc();
                 let body = EventBody::Phase { worker: flip.worker, phase: flip.to };
@@ -122,7 +121,26 @@ pub(crate) async fn keep(core: Arc<Core>, events: Arc<dyn Events>, id: RouterId)
 }
 
 impl Watched {
-    /// What meets the targets, once enough is measured to say.
+    /// Looks at everybody after `seconds`: what meets the targets, once enough is measured to say.
+    pub(crate) fn look(
+        &mut self,
+        totals: [u64; 3],
+        seconds: f64,
+        routers: f64,
+        members: &[&Member],
+        settings: &Settings,
+        now: Instant,
+    ) -> Option<Need> {
+        let rates = self.rates(totals, seconds, routers);
+        self.need(members, rates, settings, now)
+    }
+
+    /// Who shall change sides now, if anybody.
+    pub(crate) fn flip(&mut self, need: &Need, members: &[&Member], start: Instant, now: Instant) -> Option<Flip> {
+        let seats: Vec<Seat> = members.iter().map(|member| seat(member, now)).collect();
+        self.planner.step((now - start).as_secs_f64(), need, &seats)
+    }
+
     fn need(&mut self, members: &[&Member], rates: [f64; 3], settings: &Settings, now: Instant) -> Option<Need> {
         self.steps.fade();
         let mut demand =
@@ -176,12 +194,12 @@ mod tests {
     #[test]
     fn rates_fade_and_count_for_all_routers() {
         let mut watched = Watched::default();
-        let first = watched.look([50, 5_000, 500], 5.0, 2.0);
+        let first = watched.rates([50, 5_000, 500], 5.0, 2.0);
         assert!(
             first.iter().zip([20.0, 2_000.0, 200.0]).all(|(rate, wanted)| (rate - wanted).abs() < 1e-9),
             "{first:?}"
         );
-        let idle = watched.look([50, 5_000, 500], 5.0, 2.0);
+        let idle = watched.rates([50, 5_000, 500], 5.0, 2.0);
         assert!((idle[0] - 20.0 * FADE).abs() < 1e-9);
     }
 }

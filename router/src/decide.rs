@@ -245,9 +245,17 @@ impl<'a> Row<'a> {
         }
     }
 
-    /// What the request brings here when all of it is done here.
+    /// What the request brings here, where it decodes.
     pub(crate) fn amount(&self) -> Amount {
-        Amount { prefill_tokens: self.uncached(), prompts: 1, blocks: self.prompt.blocks, sequences: 1 }
+        let here = self.split == Split::Together;
+        let prefill_tokens = if here { self.uncached() } else { 0 };
+        Amount { prefill_tokens, prompts: u64::from(here), blocks: self.prompt.blocks, sequences: 1 }
+    }
+
+    /// What its prompt brings here, when it decodes elsewhere.
+    pub(crate) fn detour(&self) -> Amount {
+        let blocks = self.prompt.tokens.div_ceil(self.prompt.block_size);
+        Amount { prefill_tokens: self.uncached(), prompts: 1, blocks, sequences: 0 }
     }
 
     /// Prompt tokens that are not cached here.

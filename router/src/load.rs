@@ -121,6 +121,12 @@ impl Books {
         self.state().elsewhere
     }
 
+    /// All that is booked.
+    #[cfg(test)]
+    pub(crate) fn booked(&self) -> Amount {
+        self.state().all
+    }
+
     /// Another router's request will be sent, though not yet.
     pub(crate) fn going(&self, number: u64) {
         self.lock().change(number, |entry| entry.elsewhere = false);

@@ -111,11 +111,11 @@ fn book(
     let (member, others) = (row.member(), 1..request.answers());
     let another =
         Amount { sequences: 1, blocks: row.prompt.output_blocks() / u64::from(request.answers()), ..Amount::default() };
+    let whole = row.amount();
     let amount = Amount {
-        prefill_tokens: if apart.is_some() { 0 } else { uncached },
-        prompts: u64::from(apart.is_none()),
         sequences: u64::from(request.work != Work::Prefill),
-        blocks: row.prompt.blocks - another.blocks * others.len() as u64,
+        blocks: whole.blocks - another.blocks * others.len() as u64,
+        ..whole
     };
     let forecast = |row: &Row<'_>| Forecast::of(&core.promises, policy, decision, row, overlaps);
     let (here, there) = (forecast(row), apart.map(forecast));
@@ -143,8 +143,7 @@ fn book(
         prefill: apart.zip(there).map(|(prefill, forecast)| {
             let helper = prefill.member();
             core.fleet.choose(helper);
-            let blocks = prefill.prompt.tokens.div_ceil(prefill.prompt.block_size);
-            let amount = Amount { prefill_tokens: prefill.uncached(), prompts: 1, blocks, sequences: 0 };
+            let amount = prefill.detour();
             Detour {
                 member: helper.clone(),
                 booking: Booking::new(helper, amount, promise(prefill), &core.herald),

@@ -6,9 +6,9 @@
 //!                           └──── block events and reports ───────┘  (late, or lost, if asked for)
 //! ```
 //! The router's part is the live one's own code; only workers and time are made up. The same trace, options and seed give
-//! the same figures to the last bit. Look here in vain for disaggregation and retries: a replayed worker does
-//! everything, and does not fail.
+//! the same figures to the last bit. Look here in vain for retries: a replayed worker does not fail.
 
+mod advisor;
 mod door;
 mod engine;
 mod figures;
@@ -30,13 +30,14 @@ pub use figures::{Figures, Slo};
 pub use fit::{Fit, FitError, fit};
 pub(crate) use fleet::Simulated;
 pub use picture::goodput_svg;
-pub use profile::{Profile, Store};
+pub use profile::{Link, Profile, Store};
 pub use trace::{BLOCK_TOKENS, Trace, TraceError};
 
 use crate::policy::Policy;
 use crate::settings::Preset;
 use simulation::Simulation;
 use std::time::Duration;
+use worker::plane::Phase;
 
 /// Who chooses the worker.
 #[derive(Clone, PartialEq, Debug)]
@@ -56,8 +57,8 @@ pub enum Chooser {
 pub struct Options {
     /// Each worker.
     pub profile: Profile,
-    /// How many of them.
-    pub workers: usize,
+    /// What each of them is there for.
+    pub workers: Vec<Phase>,
     /// How many routers share the requests, each telling the others what it books.
     pub replicas: usize,
     /// How late block events and reports arrive.
@@ -72,6 +73,8 @@ pub struct Options {
     pub slo: Slo,
     /// Whether requests pass the router's waiting room.
     pub admission: Admission,
+    /// Whether the planner moves workers between prefill and decode.
+    pub flip: bool,
 }
 
 /// Whether requests pass the router's waiting room.
@@ -138,7 +141,7 @@ pub fn capacity(trace: &Trace, options: &Options, mut progress: impl FnMut(f64, 
     };
     // What a fleet that finds nothing in its caches, and decodes nothing, could compute.
     let prefill: f64 = trace.requests.iter().map(|asked| options.profile.prefill_s(asked.input, 0)).sum();
-    let at_most = options.workers as f64 * trace.len() as f64 / prefill;
+    let at_most = options.workers.len() as f64 * trace.len() as f64 / prefill;
     let limit = SATURATED * p99(at_most * IDLE);
     let (mut low, mut high) = (at_most * 0.1, at_most * 2.0);
     while high / low > 1.0 + PRECISION {

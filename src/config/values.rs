@@ -258,6 +258,13 @@ impl FromStr for Workers {
     type Err = Invalid;
 
     fn from_str(text: &str) -> Result<Self, Invalid> {
+        Self::of(text, Self::MAX)
+    }
+}
+
+impl Workers {
+    /// Reads how many workers there are of which phase, of `most` at most.
+    pub(crate) fn of(text: &str, most: usize) -> Result<Self, Invalid> {
         let wrong = || {
             Invalid(r#"expected phases with how many workers of each, like "prefill:1,decode:2" or "both:1""#.into())
         };
@@ -269,8 +276,8 @@ impl FromStr for Workers {
             entry.1 = entry.1.saturating_add(count);
         }
         let workers = Self(counts.into_iter().filter(|(_, count)| *count > 0).collect());
-        if workers.phases().nth(Self::MAX).is_some() {
-            return Err(Invalid(format!("at most {} workers fit into one process", Self::MAX)));
+        if workers.phases().nth(most).is_some() {
+            return Err(Invalid(format!("at most {most} workers fit into one process")));
         }
         let decodes = workers.phases().any(|phase| phase != Phase::Prefill);
         decodes.then_some(workers).ok_or_else(|| Invalid("nobody would decode; add `decode:1`, or use `both:1`".into()))

@@ -40,10 +40,18 @@ impl Process {
         let banner: Value = serde_json::from_str(&banner).unwrap_or_else(|_| panic!("no banner:\n{}", last_of(&log)));
         let admin = banner["admin"].as_str().map(|address| format!("http://{address}"));
         let client = Client { url: format!("http://{}", banner["address"].as_str().unwrap()), admin, http: client() };
-        while !client.get("/ready").await.0 {
-            tokio::time::sleep(Duration::from_millis(20)).await;
+        let ready = async {
+            while !client.get("/ready").await.0 {
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        };
+        let in_time = tokio::time::timeout(Duration::from_mins(5), ready).await;
+        let mut process = Self { child, log, client };
+        if in_time.is_err() {
+            process.kill();
+            panic!("not ready within five minutes:\n{}", last_of(&process.log));
         }
-        Self { child, log, client }
+        process
     }
 
     pub(crate) fn id(&self) -> u32 {

@@ -2,14 +2,16 @@
 //!
 //! ```text
 //!   accept ─▶ waiting ── room for all of it ─▶ (onboarding) ─▶ prefill, in chunks ─▶ decode, a token a step ─▶ gone
+//!                                                                  └─ for another: kept, until it has the blocks
 //! ```
 //! Room for prompt and output is taken at once, so nobody is preempted. Output is nobody's prefix: a trace does not say
-//! what became of it.
+//! what became of it. What another has computed is onboarded over a link, each prompt at its full speed.
 
 use super::pool::Pool;
-use super::profile::{Profile, Store};
+use super::profile::{Link, Profile};
 use super::store::Lru;
 use super::trace::{Asked, BLOCK_TOKENS};
+use crate::admission::Part;
 use kvbm::Level;
 use std::collections::VecDeque;
 use worker::plane::{Load, OnboardSpeed};
@@ -20,6 +22,8 @@ pub(super) struct Engine {
     host: Option<Lru>,
     waiting: VecDeque<Sequence>,
     running: Vec<Sequence>,
+    /// Prompts that were computed for others, until these have their blocks.
+    kept: Vec<Sequence>,
     /// Prompt tokens that each of `running` computes in the step under way.
     chunks: Vec<u64>,
     /// Prompt tokens accepted and not yet computed.
@@ -36,7 +40,7 @@ pub(super) struct Engine {
 struct Steps {
     began_ns: u64,
     many: u64,
-    /// Prompt tokens that are computed.
+    /// Prompt tokens that are computed, but for the last one of what was handed over: that says nothing of prefill.
     prompts: u64,
     /// Seconds of the first, and how many more each takes than the one before: the context grows.
     first_s: f64,
@@ -45,6 +49,7 @@ struct Steps {
 
 struct Sequence {
     request: u32,
+    part: Part,
     /// Prompt tokens computed, or found.
     computed: u64,
     /// Leading blocks that are in the pool, held.
@@ -73,6 +78,10 @@ pub(super) struct Effects {
     /// Requests taken into the batch, and the leading blocks that needed no computing.
     pub(super) admitted: Vec<(u32, u64)>,
     pub(super) first: Vec<u32>,
+    /// Prompts that are computed, and decode elsewhere.
+    pub(super) handed: Vec<u32>,
+    /// Of those, the ones that could not be kept.
+    pub(super) lost: Vec<u32>,
     pub(super) finished: Vec<u32>,
     /// Nanoseconds between one token and the next, and how many such there were.
     pub(super) gaps: Vec<(u64, u64)>,
@@ -98,6 +107,7 @@ impl Engine {
             host: profile.host.map(|store| Lru::new(store.bytes / profile.block_bytes())),
             waiting: VecDeque::new(),
             running: Vec::new(),
+            kept: Vec::new(),
             chunks: Vec::new(),
             waiting_tokens: 0,
             steps: Steps::default(),
@@ -112,17 +122,45 @@ impl Engine {
         blocks_of(asked) <= profile.blocks()
     }
 
-    pub(super) fn accept(&mut self, request: u32, asked: &Asked) {
-        self.waiting_tokens += asked.input;
+    pub(super) fn accept(&mut self, request: u32, asked: &Asked, part: Part) {
+        // What was computed elsewhere is on its way.
+        let computed = if part == Part::Decode { asked.input - 1 } else { 0 };
+        self.waiting_tokens += asked.input - computed;
         self.waiting.push_back(Sequence {
             request,
-            computed: 0,
+            part,
+            computed,
             held: 0,
             private: 0,
             generated: 0,
             ready_ns: 0,
             coming: 0,
         });
+    }
+
+    /// Who decodes what was computed here has the blocks: they need not be kept any more.
+    pub(super) fn release(&mut self, request: u32, asked: &Asked) {
+        if let Some(at) = self.kept.iter().position(|kept| kept.request == request) {
+            let kept = self.kept.remove(at);
+            self.pool.leave(&asked.blocks[..kept.held], kept.private);
+        }
+    }
+
+    /// Two who decode, and keep what the other waits for, would wait for ever: the prompt that was kept for the longest goes.
+    fn give_up(&mut self, requests: &[Asked]) -> Option<u32> {
+        let decodes = self.waiting.iter().any(|sequence| sequence.part != Part::Prefill);
+        let request = self.kept.first().filter(|_| decodes && self.running.is_empty())?.request;
+        self.release(request, &requests[request as usize]);
+        Some(request)
+    }
+
+    /// A prompt will not come over: unless it is on its way, it is computed here.
+    pub(super) fn lost(&mut self, request: u32, asked: &Asked) {
+        if let Some(sequence) = self.waiting.iter_mut().find(|sequence| sequence.request == request) {
+            sequence.part = Part::Whole;
+            self.waiting_tokens += asked.input - 1;
+            sequence.computed = 0;
+        }
     }
 
     /// Takes in whom there is room for, and decides about the next step.
@@ -141,21 +179,30 @@ impl Engine {
             && let Some(next) = self.waiting.front()
         {
             let asked = &requests[next.request as usize];
-            let matched = self.pool.matched(&asked.blocks);
-            let Some(gone) = self.pool.take(&asked.blocks[..matched], blocks_of(asked)) else { break };
+            let (matched, blocks, part) = (self.pool.matched(&asked.blocks), next.blocks(asked), next.part);
+            let Some(gone) = self.pool.take(&asked.blocks[..matched], blocks) else {
+                let Some(lost) = self.give_up(requests) else { break };
+                effects.lost.push(lost);
+                continue;
+            };
             let Some(mut sequence) = self.waiting.pop_front() else { break };
-            let (coming, seconds) = self.below(profile, shared.as_ref(), &asked.blocks[matched..]);
+            let over = profile.peer.filter(|_| part == Part::Decode);
+            let (coming, seconds) = self.below(profile, shared.as_ref(), over, &asked.blocks[matched..]);
             self.demote(&gone, shared, effects);
             sequence.held = matched;
             sequence.coming = coming;
-            sequence.private = blocks_of(asked) - matched as u64;
+            sequence.private = blocks - matched as u64;
+            self.waiting_tokens += sequence.computed;
             sequence.computed = ((matched + coming) as u64 * BLOCK_TOKENS).min(asked.input - 1);
             sequence.ready_ns = if seconds > 0.0 { now_ns + nanoseconds(seconds) } else { now_ns };
             self.waiting_tokens -= sequence.computed;
             if seconds <= 0.0 {
                 budget = budget.saturating_sub(asked.input - sequence.computed);
             }
-            effects.admitted.push((sequence.request, (matched + coming) as u64));
+            // Of a prompt that came over, its prefill worker has said what was found.
+            if part != Part::Decode {
+                effects.admitted.push((sequence.request, (matched + coming) as u64));
+            }
             self.running.push(sequence);
         }
         self.plan(now_ns, requests, profile, effects)
@@ -180,7 +227,7 @@ impl Engine {
             context += sequence.computed + sequence.generated;
         }
         let mut budget = profile.step_tokens - decoding;
-        let (mut prompts, mut prefill_s, mut ready_ns) = (0, 0.0, u64::MAX);
+        let (mut prompts, mut last, mut prefill_s, mut ready_ns) = (0, 0, 0.0, u64::MAX);
         chunks.clear();
         for sequence in running.iter_mut() {
             let asked = &requests[sequence.request as usize];
@@ -194,17 +241,20 @@ impl Engine {
                 chunk = budget.min(asked.input - sequence.computed);
                 prefill_s += profile.prefill_s(chunk, sequence.computed);
                 budget -= chunk;
-                prompts += chunk;
+                match (sequence.part, chunk) {
+                    (Part::Decode, 1) => last += 1,
+                    _ => prompts += chunk,
+                }
             }
             chunks.push(chunk);
         }
-        if prompts == 0 && decoding == 0 {
+        if prompts + last + decoding == 0 {
             return if ready_ns == u64::MAX { Turn::Rest } else { Turn::Wait(ready_ns) };
         }
         let decode_s = decoding as f64 * profile.sequence_s + context as f64 * profile.context_s;
         // Nothing else happens before the first of them has its last token, unless somebody comes.
         let left = |sequence: &Sequence| requests[sequence.request as usize].output.saturating_sub(sequence.generated);
-        let alike = prompts == 0 && ready_ns == u64::MAX;
+        let alike = prompts + last == 0 && ready_ns == u64::MAX;
         let many = if alike { running.iter().map(left).min().unwrap_or(1).max(1) } else { 1 };
         let (first_s, growth_s) = (profile.step_s + decode_s + prefill_s, decoding as f64 * profile.context_s);
         self.steps = Steps { began_ns: now_ns, many, prompts, first_s, growth_s };
@@ -233,7 +283,7 @@ impl Engine {
             // Who decodes gets a token in every step.
             effects.gaps.push((nanoseconds(step), decoding));
         }
-        let Self { running, chunks, pool, waiting_tokens, .. } = self;
+        let Self { running, kept, chunks, pool, waiting_tokens, .. } = self;
         for (sequence, chunk) in running.iter_mut().zip(chunks.iter()) {
             let asked = &requests[sequence.request as usize];
             if sequence.generated > 0 {
@@ -250,20 +300,24 @@ impl Engine {
             {
                 sequence.register(&asked.blocks, pool, effects);
             }
-            if sequence.computed == asked.input {
+            if sequence.computed < asked.input {
+                continue;
+            }
+            if sequence.part == Part::Prefill {
+                effects.handed.push(sequence.request);
+            } else {
                 sequence.generated = 1;
                 effects.first.push(sequence.request);
             }
         }
-        running.retain(|sequence| {
-            let asked = &requests[sequence.request as usize];
-            let over = sequence.generated >= asked.output;
-            if over {
-                pool.leave(&asked.blocks[..sequence.held], sequence.private);
+        for sequence in running.extract_if(.., |sequence| sequence.is_over(&requests[sequence.request as usize])) {
+            if sequence.part == Part::Prefill {
+                kept.push(sequence);
+            } else {
+                pool.leave(&requests[sequence.request as usize].blocks[..sequence.held], sequence.private);
                 effects.finished.push(sequence.request);
             }
-            !over
-        });
+        }
         // What was computed also goes down at once, so that nothing is lost when it has to leave the device.
         let fresh: Vec<u32> =
             effects.changes.iter().filter(|c| c.level == Level::G1 && c.stored).map(|c| c.block).collect();
@@ -272,12 +326,12 @@ impl Engine {
 
     /// How it is doing, as an engine would say it.
     pub(super) fn load(&self, profile: &Profile) -> Load {
-        let speed = |level, store: &Store| OnboardSpeed {
-            level,
-            latency_seconds: store.latency_s,
-            bytes_per_second: store.bytes_per_second,
+        let speed = |(level, link): (Level, Option<Link>)| {
+            let Link { bytes_per_second, latency_s: latency_seconds } = link?;
+            Some(OnboardSpeed { level, latency_seconds, bytes_per_second })
         };
-        let stores = [(Level::G2, &profile.host), (Level::G3, &profile.shared)];
+        let [host, shared] = [profile.host, profile.shared].map(|store| store.map(|store| store.link()));
+        let links = [(Level::G2, host), (Level::G3, shared), (Level::Peer, profile.peer)];
         Load {
             number: 0,
             waiting_tokens: self.waiting_tokens,
@@ -289,7 +343,7 @@ impl Engine {
             prefill_tokens_per_second: self.prefill,
             decode_step_seconds: self.decode_step,
             block_bytes: profile.block_bytes(),
-            onboard: stores.into_iter().filter_map(|(level, store)| Some(speed(level, store.as_ref()?))).collect(),
+            onboard: links.into_iter().filter_map(speed).collect(),
         }
     }
 
@@ -299,21 +353,23 @@ impl Engine {
         self.pool.blocks().into_iter().map(|b| (Level::G1, b)).chain(host.into_iter().map(|b| (Level::G2, b)))
     }
 
-    /// Leading blocks that come up from below, and how long that takes: no more than are quicker to load than to compute.
-    fn below(&self, profile: &Profile, shared: Option<&Lru>, blocks: &[u32]) -> (usize, f64) {
+    /// Leading blocks that come up from below or, over a link, from the worker that computed them, and how long that takes: no
+    /// more than are quicker to load than to compute.
+    fn below(&self, profile: &Profile, shared: Option<&Lru>, over: Option<Link>, blocks: &[u32]) -> (usize, f64) {
         let in_host = |block: u32| self.host.as_ref().is_some_and(|host| host.holds(block));
         let in_shared = |block: u32| shared.is_some_and(|shared| shared.holds(block));
-        let (mut from_host, mut from_shared) = (0, 0);
-        let mut best = (0, 0.0);
-        for block in blocks {
-            match (in_host(*block), in_shared(*block)) {
-                (true, _) => from_host += 1,
-                (false, true) => from_shared += 1,
-                (false, false) => break,
-            }
-            let seconds = profile.host.map_or(0.0, |store| profile.onboard_s(&store, from_host))
-                + profile.shared.map_or(0.0, |store| profile.onboard_s(&store, from_shared));
-            let loaded = from_host + from_shared;
+        let links = [profile.host.map(|store| store.link()), over, profile.shared.map(|store| store.link())];
+        let (mut from, mut best) = ([0; 3], (0, 0.0));
+        for (loaded, block) in (1..).zip(blocks) {
+            let nearest = match (in_host(*block), over) {
+                (true, _) => 0,
+                (false, Some(_)) => 1,
+                (false, None) if in_shared(*block) => 2,
+                (false, None) => break,
+            };
+            from[nearest] += 1;
+            let of = |(link, blocks): (&Option<Link>, u64)| link.map_or(0.0, |link| profile.onboard_s(&link, blocks));
+            let seconds: f64 = links.iter().zip(from).map(of).sum();
             if seconds < profile.prefill_s(loaded * BLOCK_TOKENS, 0) {
                 best = (loaded as usize, seconds);
             }
@@ -367,6 +423,16 @@ impl Steps {
 }
 
 impl Sequence {
+    /// Blocks that its part of a request needs, output included.
+    fn blocks(&self, asked: &Asked) -> u64 {
+        if self.part == Part::Prefill { asked.blocks.len() as u64 } else { blocks_of(asked) }
+    }
+
+    /// Whether nothing is left to do here.
+    fn is_over(&self, asked: &Asked) -> bool {
+        if self.part == Part::Prefill { self.computed == asked.input } else { self.generated >= asked.output }
+    }
+
     /// Its next block is computed, or has come up.
     fn register(&mut self, blocks: &[u32], pool: &mut Pool, effects: &mut Effects) {
         let parent = self.held.checked_sub(1).map(|at| blocks[at]);

@@ -15,6 +15,8 @@ pub(super) struct Served {
     pub(super) hits: u64,
     /// Who served it.
     pub(super) worker: usize,
+    /// Who computed its prompt, when that was somebody else.
+    pub(super) helper: Option<usize>,
 }
 
 /// One run.
@@ -23,6 +25,10 @@ pub(super) struct Outcome {
     pub(super) gaps: Histogram,
     pub(super) busy_ns: Vec<u64>,
     pub(super) end_ns: u64,
+    /// Whether some workers only prefill or decode.
+    pub(super) apart: bool,
+    /// How often one changed between prefill and decode, if they do.
+    pub(super) flips: Option<u64>,
 }
 
 /// What is good enough: a first token and, on average over an answer, the next ones within these times.
@@ -73,6 +79,13 @@ pub struct Figures {
     pub imbalance: f64,
     /// From the first arrival to the last token.
     pub makespan_s: f64,
+    /// Requests whose prompt was computed by one worker and handed over to another, all seeds together; `None` when all workers
+    /// do everything.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub handed_over: Option<u64>,
+    /// Times that a worker changed between prefill and decode, all seeds together; `None` when nobody may.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub flips: Option<u64>,
 }
 
 impl Outcome {
@@ -107,6 +120,8 @@ impl Outcome {
             good: good / self.served.len().max(1) as f64,
             imbalance: if busy > 0.0 { busiest / busy } else { 1.0 },
             makespan_s: seconds(self.end_ns.saturating_sub(started)),
+            flips: self.flips,
+            handed_over: self.apart.then(|| done.iter().filter(|served| served.helper.is_some()).count() as u64),
         }
     }
 }
@@ -134,6 +149,8 @@ impl Figures {
             good: mean(|f| f.good),
             imbalance: mean(|f| f.imbalance),
             makespan_s: mean(|f| f.makespan_s),
+            handed_over: all.iter().map(|f| f.handed_over).sum(),
+            flips: all.iter().map(|f| f.flips).sum(),
         }
     }
 }
@@ -150,7 +167,7 @@ impl Served {
 #[derive(Default)]
 pub(super) struct Histogram {
     counts: Vec<u64>,
-    all: u64,
+    pub(super) all: u64,
 }
 
 impl Histogram {

@@ -96,6 +96,7 @@ pub fn fit(lines: &[Line], base: &Profile) -> Result<Fit, FitError> {
     }
     let mut profile = base.clone();
     let mut from_base = vec!["step_tokens"];
+    from_base.extend(base.peer.map(|_| "peer"));
     memory(lines, &mut profile, &mut from_base);
     let stretches: Vec<Stretch> = workers.values().flat_map(|lines| stretches(lines, &profile)).collect();
     let learning = || stretches.iter().filter(|stretch| !matches!(stretch.kind, Kind::Onboarded(..)));

@@ -1,16 +1,18 @@
 //! The router in a replay: the live one's index, views, books, costs and choice, on virtual time.
 
+use super::advisor::Advisor;
 use super::door::{Door, Word};
 use super::peers::Peer;
 use super::plane::Message;
 use super::trace::{self, Asked, BLOCK_TOKENS};
 use super::{Admission, Chooser, Options};
-use crate::admission::{Asked as Bidden, Bid, Lane, Told};
-use crate::decide::{Ask, Scratch, decide};
+use crate::admission::{Asked as Bidden, Bid, Lane, Part, Told};
+use crate::decide::{Ask, Row, Scratch, decide};
 use crate::feed::view::{Outcome, View};
 use crate::fleet::{Fleet, Member};
 use crate::index::Index;
 use crate::load::Amount;
+use crate::planner::Flip;
 use crate::promise::{Promise, Promises};
 use crate::replica::Others;
 use crate::select::{Turn, mix};
@@ -22,7 +24,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
 use worker::engine::{self, ModelCard, OutputStream, Priority, Readiness, Request, Work};
-use worker::plane::{Booked, Instance, Phase, RouterId, Source, StoreId, WorkerId};
+use worker::plane::{Booked, Instance, RouterId, Source, StoreId, WorkerId};
 
 /// The router, and what it believes.
 pub(super) struct Routing {
@@ -44,23 +46,38 @@ pub(super) struct Routing {
     door: Option<Door>,
     /// When a first token is too late, from the arrival on.
     deadline: Option<Duration>,
+    advisor: Advisor,
 }
 
 /// Where a request is, and what was booked for it.
 struct Placed {
-    worker: usize,
-    number: u64,
-    _promise: Promise,
+    decode: Booking,
+    /// When its prompt is computed elsewhere.
+    prefill: Option<Booking>,
+    /// Seconds that its blocks should take from there.
+    transfer: f64,
+    /// When they were ready.
+    handed: Option<Instant>,
     /// When it came.
     arrived: Instant,
     /// Its number at the door.
     permit: Option<u64>,
 }
 
+/// A place taken on a worker.
+struct Booking {
+    worker: usize,
+    /// In its books.
+    number: u64,
+    /// What other routers know it by.
+    name: u64,
+    _promise: Promise,
+}
+
 /// What becomes of a request.
 pub(super) enum Step {
-    /// It goes to a worker.
-    Go { request: u32, worker: usize },
+    /// A part of it goes to a worker.
+    Go { request: u32, worker: usize, part: Part },
     /// It is refused.
     Refused,
     /// Other routers are told of it.
@@ -76,6 +93,8 @@ struct Feed {
 const EPOCH: Epoch = Epoch(1);
 const STORE: StoreId = StoreId(1);
 const MODEL: &str = "replay";
+/// A request's number, and this, is what its place with a prefill worker is known by.
+const DETOUR: u64 = 1 << 32;
 
 /// Stands where a live worker's engine would be; nobody calls it.
 pub(crate) struct Simulated;
@@ -115,20 +134,23 @@ impl engine::Engine for Simulated {
 
 impl Routing {
     pub(super) fn new(chooser: &Chooser, options: &Options, requests: usize, seed: u64) -> Self {
-        let workers = options.workers;
+        let workers = options.workers.len();
+        // Rules of others choose one worker, who does it all.
+        let together = Settings { disaggregation: Disaggregation::Never, ..Settings::default() };
         let (settings, peer) = match chooser {
             Chooser::Policy(policy) => (Settings { policy: policy.clone(), ..Settings::default() }, None),
             Chooser::Preset(preset) => (preset.settings(), None),
-            Chooser::DynamoCost => (Settings::default(), Some(Peer::dynamo(workers))),
-            Chooser::SmgCacheAware => (Settings::default(), Some(Peer::smg(workers))),
+            Chooser::DynamoCost => (together, Some(Peer::dynamo(workers))),
+            Chooser::SmgCacheAware => (together, Some(Peer::smg(workers))),
         };
         let card = Simulated::card(MODEL, BLOCK_TOKENS as usize);
         let (index, fleet) = (Index::new(), Fleet::default());
-        let members: Vec<Arc<Member>> = (0..workers as u64)
-            .map(|id| {
+        let members: Vec<Arc<Member>> = (0..)
+            .zip(&options.workers)
+            .map(|(id, phase)| {
                 let (id, stores) = (WorkerId(id), vec![STORE]);
                 let slot = index.join(id, &stores);
-                let instance = Instance { id, epoch: EPOCH, phase: Phase::Both, model: card.clone(), stores };
+                let instance = Instance { id, epoch: EPOCH, phase: *phase, model: card.clone(), stores };
                 Arc::new(Member::new(Arc::new(instance), Arc::new(Simulated), slot, None))
             })
             .collect();
@@ -140,7 +162,7 @@ impl Routing {
             Feed { source, view }
         };
         Self {
-            tuning: Settings { disaggregation: Disaggregation::Never, ..settings }.tuning(),
+            tuning: settings.tuning(),
             seed,
             peer,
             index,
@@ -154,14 +176,14 @@ impl Routing {
             placed: (0..requests).map(|_| None).collect(),
             door: (options.admission != Admission::Off).then(Door::default),
             deadline: (options.admission == Admission::Deadline).then_some(options.slo.ttft),
+            advisor: Advisor::default(),
         }
     }
 
     /// A request comes.
     pub(super) fn arrive(&mut self, now_ns: u64, request: u32, requests: &[Asked]) -> Vec<Step> {
-        let (now, asked) = (self.at(now_ns), &requests[request as usize]);
-        let Some((bidden, booked)) = self.place(now, now, request, asked) else { return vec![Step::Refused] };
-        let mut steps = vec![Step::Say(booked)];
+        let (now, asked, mut steps) = (self.at(now_ns), &requests[request as usize], Vec::new());
+        let Some(bidden) = self.place(now, now, request, asked, &mut steps) else { return vec![Step::Refused] };
         let roster = self.fleet.roster();
         match &mut self.door {
             None => self.go(now, request, &mut steps),
@@ -193,16 +215,14 @@ impl Routing {
                 self.go(now, request, steps);
             }
             Told::No(_) => {
-                self.release(now, request);
-                steps.extend([Step::Say(Booked::Released(request.into())), Step::Refused]);
+                self.withdraw(now, request, steps);
+                steps.push(Step::Refused);
             }
             Told::Again => {
                 // Its own booking must not stand in its way.
-                let arrived = self.release(now, request).unwrap_or(now);
-                steps.push(Step::Say(Booked::Released(request.into())));
-                match self.place(now, arrived, request, &requests[request as usize]) {
-                    Some((bidden, booked)) => {
-                        steps.push(Step::Say(booked));
+                let arrived = self.withdraw(now, request, steps).unwrap_or(now);
+                match self.place(now, arrived, request, &requests[request as usize], steps) {
+                    Some(bidden) => {
                         if let Some(door) = &mut self.door {
                             door.again(request, permit, bidden, now);
                         }
@@ -213,21 +233,61 @@ impl Routing {
         }
     }
 
-    /// It is sent to where it was placed.
+    /// It is sent to where it was placed: to its prefill worker first, if it has one.
     fn go(&mut self, now: Instant, request: u32, steps: &mut Vec<Step>) {
-        let Some(Placed { worker, number, .. }) = self.placed[request as usize] else { return };
-        self.members[worker].books.sent(number, now);
-        steps.extend([Step::Say(Booked::Sent(request.into())), Step::Go { request, worker }]);
+        let Some(Placed { decode, prefill, .. }) = &self.placed[request as usize] else { return };
+        match prefill {
+            None => self.send(now, request, decode, Part::Whole, steps),
+            Some(prefill) => {
+                steps.push(Step::Say(Booked::Going(decode.name)));
+                self.send(now, request, prefill, Part::Prefill, steps);
+            }
+        }
     }
 
-    fn release(&mut self, now: Instant, request: u32) -> Option<Instant> {
-        let Placed { worker, number, arrived, .. } = self.placed[request as usize].take()?;
-        self.members[worker].books.release(number, now);
+    fn send(&self, now: Instant, request: u32, booking: &Booking, part: Part, steps: &mut Vec<Step>) {
+        let Booking { worker, number, name, .. } = *booking;
+        self.members[worker].books.sent(number, now);
+        steps.extend([Step::Say(Booked::Sent(name)), Step::Go { request, worker, part }]);
+    }
+
+    /// Its prompt is computed, and where it decodes it goes on.
+    pub(super) fn computed(&mut self, now_ns: u64, request: u32) -> Vec<Step> {
+        let now = self.at(now_ns);
+        let Some(placed) = &mut self.placed[request as usize] else { return Vec::new() };
+        placed.handed = Some(now);
+        let Some(Placed { decode, prefill: Some(prefill), .. }) = &self.placed[request as usize] else {
+            return Vec::new();
+        };
+        self.members[prefill.worker].books.started(prefill.number);
+        let mut steps = vec![Step::Say(Booked::Started(prefill.name))];
+        self.send(now, request, decode, Part::Decode, &mut steps);
+        steps
+    }
+
+    /// Takes back what was booked for it. When it came.
+    fn withdraw(&mut self, now: Instant, request: u32, steps: &mut Vec<Step>) -> Option<Instant> {
+        let Placed { decode, prefill, arrived, .. } = self.placed[request as usize].take()?;
+        for booking in [Some(decode), prefill].into_iter().flatten() {
+            steps.push(Step::Say(self.release(now, &booking)));
+        }
         Some(arrived)
     }
 
-    /// Where a request goes; it is booked there. What it brings to the door, and what other routers are told of it.
-    fn place(&mut self, now: Instant, arrived: Instant, request: u32, asked: &Asked) -> Option<(Bidden, Booked)> {
+    fn release(&self, now: Instant, booking: &Booking) -> Booked {
+        self.members[booking.worker].books.release(booking.number, now);
+        Booked::Released(booking.name)
+    }
+
+    /// Where a request goes; it is booked there. What it brings to the door.
+    fn place(
+        &mut self,
+        now: Instant,
+        arrived: Instant,
+        request: u32,
+        asked: &Asked,
+        steps: &mut Vec<Step>,
+    ) -> Option<Bidden> {
         let names: Vec<SequenceHash> = asked.blocks.iter().map(|block| trace::name(*block)).collect();
         let mut overlaps = Overlaps::only(BLOCK_TOKENS as usize, names, &self.index);
         overlaps.extend(&self.promises);
@@ -246,14 +306,23 @@ impl Routing {
             None => decision.chosen.at,
         };
         let row = decision.row(at as u32);
-        let (worker, member) = (at, row.member());
-        self.fleet.choose(member);
-        let number = member.books.book(row.amount(), now);
-        let promise = self.promises.make(member.slot, overlaps.names(0), BLOCK_TOKENS as usize, row.held.run());
-        let Amount { prefill_tokens, blocks, .. } = row.amount();
-        let (name, anchors) = (u64::from(request), promise.anchors().to_vec());
-        let (id, decodes) = (member.id(), true);
-        let placed = Booked::Placed { number: name, worker: id, prefill_tokens, blocks, decodes, anchors };
+        let helper = decision.helper(&row);
+        self.advisor.placed(row.uncached());
+        let mut book = |row: &Row<'_>, name, amount, promised| {
+            let member = row.member();
+            self.fleet.choose(member);
+            let number = member.books.book(amount, now);
+            let promise = self.promises.make(member.slot, promised, BLOCK_TOKENS as usize, row.held.run());
+            let Amount { prefill_tokens, blocks, sequences, .. } = amount;
+            let (worker, decodes, anchors) = (member.id(), sequences > 0, promise.anchors().to_vec());
+            let placed = Booked::Placed { number: name, worker, prefill_tokens, blocks, decodes, anchors };
+            steps.push(Step::Say(placed));
+            Booking { worker: row.at, number, name, _promise: promise }
+        };
+        let (name, names) = (u64::from(request), overlaps.names(0));
+        // What is handed over comes late: an event will tell of it.
+        let decode = book(&row, name, row.amount(), if helper.is_some() { &[] } else { names });
+        let prefill = helper.map(|helper| book(helper, name | DETOUR, helper.detour(), names));
         let bid = Bid {
             model: MODEL.into(),
             tenant: "".into(),
@@ -264,31 +333,57 @@ impl Routing {
             max_tokens: None,
             answers: 1,
         };
-        let lane = Lane { decode: id, prefill: None };
-        let bidden = bid.placed(lane, [row.amount(), Amount::default()], decision.takes(&row), now);
-        self.placed[request as usize] = Some(Placed { worker, number, _promise: promise, arrived, permit: None });
-        Some((bidden, placed))
+        let lane = Lane { decode: row.member().id(), prefill: helper.map(|helper| helper.member().id()) };
+        let held = [row.amount(), helper.map(Row::detour).unwrap_or_default()];
+        let bidden = bid.placed(lane, held, decision.takes(&row), now);
+        let transfer = row.desk.pace.transfer(Level::Peer, row.missing());
+        self.placed[request as usize] = Some(Placed { decode, prefill, transfer, handed: None, arrived, permit: None });
+        Some(bidden)
     }
 
-    /// The request has its first token.
-    pub(super) fn started(&mut self, request: u32) {
-        let Some(Placed { worker, number, .. }) = self.placed[request as usize] else { return };
-        self.members[worker].books.started(number);
-        if let Some(peer) = &mut self.peer {
-            peer.started(worker, request);
+    /// The request has its first token. What other routers are told.
+    pub(super) fn started(&mut self, now_ns: u64, request: u32) -> Vec<Booked> {
+        let now = self.at(now_ns);
+        let Some(Placed { decode, prefill, transfer, handed, .. }) = &mut self.placed[request as usize] else {
+            return Vec::new();
+        };
+        let (books, name) = (&self.members[decode.worker].books, decode.name);
+        books.started(decode.number);
+        if let Some(handed) = handed {
+            books.resumed(((now - *handed).as_secs_f64() - *transfer).max(0.0));
         }
+        if let Some(peer) = &mut self.peer {
+            peer.started(decode.worker, request);
+        }
+        let released = prefill.take().map(|prefill| self.release(now, &prefill));
+        [Booked::Started(name)].into_iter().chain(released).collect()
     }
 
     /// The request has ended.
     pub(super) fn finished(&mut self, now_ns: u64, request: u32, asked: &Asked) {
-        let Some(Placed { worker, number, permit, .. }) = self.placed[request as usize].take() else { return };
-        self.members[worker].books.release(number, self.at(now_ns));
+        let Some(Placed { decode, permit, .. }) = self.placed[request as usize].take() else { return };
+        self.release(self.at(now_ns), &decode);
+        self.advisor.ended(asked.output);
         if let (Some(door), Some(permit)) = (&mut self.door, permit) {
             door.leave(permit);
         }
         if let Some(peer) = &mut self.peer {
-            peer.finished(worker, asked);
+            peer.finished(decode.worker, asked);
         }
+    }
+
+    /// Who shall change between prefill and decode, if anybody.
+    pub(super) fn plan(&mut self, now_ns: u64, routers: usize) -> Option<Flip> {
+        let now = self.at(now_ns);
+        self.advisor.look(routers, &self.members, self.start, now)
+    }
+
+    /// A worker has changed, in the same life.
+    pub(super) fn flip(&mut self, Flip { worker, to }: Flip) {
+        let member = &mut self.members[worker.0 as usize];
+        let instance = Instance { phase: to, ..(*member.instance).clone() };
+        *member = Arc::new(Member::new(Arc::new(instance), Arc::new(Simulated), member.slot, Some(member)));
+        self.fleet.join(member.clone());
     }
 
     /// Another router tells what it booked.
@@ -333,6 +428,13 @@ impl Routing {
             self.index.apply(feed.source, &event);
         }
         feed.view.ask().is_some()
+    }
+
+    /// Whether nothing is booked, here or by others that told.
+    #[cfg(test)]
+    pub(super) fn is_idle(&self) -> bool {
+        let free = |member: &Arc<Member>| member.books.booked() == Amount::default();
+        self.placed.iter().all(Option::is_none) && self.members.iter().all(free)
     }
 
     fn at(&self, now_ns: u64) -> Instant {

@@ -35,6 +35,8 @@ pub struct Profile {
     pub host: Option<Store>,
     /// A store that all workers share, if blocks are offloaded to one.
     pub shared: Option<Store>,
+    /// Between a worker that computes a prompt and one that decodes it, if workers hand over.
+    pub peer: Option<Link>,
 }
 
 /// Somewhere to keep blocks that fell out of device memory.
@@ -47,6 +49,22 @@ pub struct Store {
     pub bytes_per_second: f64,
     /// Seconds until the first of them.
     pub latency_s: f64,
+}
+
+/// How fast blocks come from somewhere.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Link {
+    /// Bytes per second.
+    pub bytes_per_second: f64,
+    /// Seconds until the first of them.
+    pub latency_s: f64,
+}
+
+impl Store {
+    pub(super) const fn link(&self) -> Link {
+        Link { bytes_per_second: self.bytes_per_second, latency_s: self.latency_s }
+    }
 }
 
 impl Profile {
@@ -71,8 +89,9 @@ impl Profile {
         if self.kv_bytes_per_token == 0 {
             return Err("kv_bytes_per_token: at least 1".to_owned());
         }
-        for (key, store) in [("host", self.host), ("shared", self.shared)] {
-            if store.is_some_and(|store| store.bytes_per_second <= 0.0 || store.latency_s < 0.0) {
+        let [host, shared] = [self.host, self.shared].map(|store| store.map(|store| store.link()));
+        for (key, link) in [("host", host), ("shared", shared), ("peer", self.peer)] {
+            if link.is_some_and(|link| link.bytes_per_second <= 0.0 || link.latency_s < 0.0) {
                 return Err(format!("{key}: bytes_per_second more than 0, latency_s at least 0"));
             }
         }
@@ -94,11 +113,11 @@ impl Profile {
         chunk * self.token_s + chunk * (before + chunk / 2.0) * self.attention_s
     }
 
-    /// Seconds until `blocks` have come up from a store.
-    pub(super) fn onboard_s(&self, store: &Store, blocks: u64) -> f64 {
+    /// Seconds until `blocks` have come over a link.
+    pub(super) fn onboard_s(&self, link: &Link, blocks: u64) -> f64 {
         if blocks == 0 {
             return 0.0;
         }
-        store.latency_s + (blocks * self.block_bytes()) as f64 / store.bytes_per_second
+        link.latency_s + (blocks * self.block_bytes()) as f64 / link.bytes_per_second
     }
 }

@@ -7,11 +7,14 @@ use super::plane::{Message, Plane};
 use super::store::Lru;
 use super::trace::Asked;
 use super::{Admission, Chooser, Options, Profile, Trace};
+use crate::admission::Part;
+use crate::balance::EVERY;
+use crate::planner::Flip;
 use crate::select::mix;
 use kvbm::Level;
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
-use worker::plane::Booked;
+use worker::plane::{Booked, Phase, WorkerId};
 
 /// One policy at one rate with one seed.
 pub(super) struct Simulation<'a> {
@@ -38,6 +41,10 @@ pub(super) struct Simulation<'a> {
     gaps: Histogram,
     open: usize,
     has_door: bool,
+    /// Whether some workers only prefill or decode.
+    apart: bool,
+    /// How often one changed between them, if they do.
+    flips: Option<u64>,
 }
 
 struct Worker {
@@ -61,16 +68,20 @@ enum Event {
     Talk,
     /// For one router, of a source.
     Snapshot(u32, u32),
+    /// The planner looks.
+    Plan,
+    /// A worker prefills from now on, or decodes.
+    Flip(u32, bool),
 }
 
 /// Reports: at least so often, and never closer than that; as workers do it.
 const REPORT_EVERY_NS: u64 = 1_000_000_000;
 const REPORT_GAP_NS: u64 = 20_000_000;
+const PLAN_EVERY_NS: u64 = EVERY.as_nanos() as u64;
 
 impl<'a> Simulation<'a> {
     pub(super) fn new(trace: &'a Trace, options: &'a Options, chooser: &Chooser, rate: f64, seed: u64) -> Self {
-        let Options { profile, workers: count, .. } = options;
-        let requests = &trace.requests;
+        let (profile, count, requests) = (&options.profile, options.workers.len(), &trace.requests);
         // Each replica has a seed of its own, as it should; one alone has that of the run.
         let routing = |id| Routing::new(chooser, options, requests.len(), seed + 1_000 * id);
         let worker = |_| Worker { engine: Engine::new(profile), occupied: false, turn: 0, reported_ns: 0 };
@@ -84,11 +95,11 @@ impl<'a> Simulation<'a> {
             repair_ns: options.repair.as_nanos() as u64,
             routers: (0..options.replicas.max(1) as u64).map(routing).collect(),
             seed,
-            plane: Plane::new(*count, requests, options.loss, sound_from_ns, seed),
+            plane: Plane::new(count, requests, options.loss, sound_from_ns, seed),
             talk: VecDeque::new(),
-            workers: (0..*count).map(worker).collect(),
+            workers: (0..count).map(worker).collect(),
             shared: profile.shared.map(|store| Lru::new(store.bytes / profile.block_bytes())),
-            underway: (0..=*count).map(|_| VecDeque::new()).collect(),
+            underway: (0..=count).map(|_| VecDeque::new()).collect(),
             arrivals: Vec::new(),
             due: BinaryHeap::new(),
             scheduled: 0,
@@ -97,6 +108,8 @@ impl<'a> Simulation<'a> {
             gaps: Histogram::default(),
             open: 0,
             has_door: options.admission != Admission::Off,
+            apart: options.workers.iter().any(|phase| *phase != Phase::Both),
+            flips: options.flip.then_some(0),
         };
         for (at, request) in arrivals.into_iter().rev() {
             let asked = &requests[request as usize];
@@ -107,15 +120,30 @@ impl<'a> Simulation<'a> {
                 simulation.arrivals.push((at, request));
             }
         }
-        for worker in 0..*count as u32 {
+        for worker in 0..count as u32 {
             // Not all at the same moment.
-            simulation.schedule(REPORT_EVERY_NS * u64::from(worker) / *count as u64, Event::Heartbeat(worker));
+            simulation.schedule(REPORT_EVERY_NS * u64::from(worker) / count as u64, Event::Heartbeat(worker));
+        }
+        if options.flip {
+            simulation.schedule(PLAN_EVERY_NS, Event::Plan);
         }
         simulation
     }
 
     /// Runs until every request has ended.
     pub(super) fn run(mut self) -> Outcome {
+        let end_ns = self.play();
+        Outcome {
+            served: self.served,
+            gaps: self.gaps,
+            busy_ns: self.workers.iter().map(|worker| worker.engine.busy_ns).collect(),
+            end_ns,
+            apart: self.apart,
+            flips: self.flips,
+        }
+    }
+
+    fn play(&mut self) -> u64 {
         let mut end_ns = 0;
         while self.open > 0
             && let Some((now, event)) = self.next()
@@ -123,12 +151,7 @@ impl<'a> Simulation<'a> {
             end_ns = now;
             self.happen(now, event);
         }
-        Outcome {
-            served: self.served,
-            gaps: self.gaps,
-            busy_ns: self.workers.iter().map(|worker| worker.engine.busy_ns).collect(),
-            end_ns,
-        }
+        end_ns
     }
 
     /// What happens next.
@@ -157,10 +180,14 @@ impl<'a> Simulation<'a> {
             match step {
                 Step::Say(news) => booked.push(news),
                 Step::Refused => self.open -= 1,
-                Step::Go { request, worker } => {
+                Step::Go { request, worker, part } => {
                     self.say(now, router, std::mem::take(&mut booked));
-                    self.served[request as usize].worker = worker;
-                    self.workers[worker].engine.accept(request, &self.requests[request as usize]);
+                    let served = &mut self.served[request as usize];
+                    match part {
+                        Part::Prefill => served.helper = Some(worker),
+                        Part::Whole | Part::Decode => served.worker = worker,
+                    }
+                    self.workers[worker].engine.accept(request, &self.requests[request as usize], part);
                     self.interrupt(now, worker);
                     self.work(now, worker);
                 }
@@ -226,6 +253,20 @@ impl<'a> Simulation<'a> {
                     self.schedule(now.saturating_add(self.repair_ns), Event::Snapshot(router, from));
                 }
             }
+            Event::Plan => {
+                let routers = self.routers.len();
+                // A wish to the worker, and its answer to all.
+                if let Some(Flip { worker, to }) = self.routers[0].plan(now, routers) {
+                    self.schedule(now + 2 * self.lag_ns, Event::Flip(worker.0 as u32, to == Phase::Prefill));
+                }
+                self.schedule(now + PLAN_EVERY_NS, Event::Plan);
+            }
+            Event::Flip(worker, prefills) => {
+                let to = if prefills { Phase::Prefill } else { Phase::Decode };
+                let flip = Flip { worker: WorkerId(worker.into()), to };
+                self.routers.iter_mut().for_each(|router| router.flip(flip));
+                self.flips = self.flips.map(|flips| flips + 1);
+            }
         }
     }
 
@@ -267,11 +308,21 @@ impl<'a> Simulation<'a> {
         for (request, blocks) in effects.admitted.drain(..) {
             self.served[request as usize].hits = blocks;
         }
+        for request in effects.lost.drain(..) {
+            let decodes = self.served[request as usize].worker;
+            self.workers[decodes].engine.lost(request, &self.requests[request as usize]);
+            self.served[request as usize].helper = None;
+        }
+        let mut helpers = Vec::new();
         for request in effects.first.drain(..) {
             self.served[request as usize].first_ns = now;
             let router = self.router(request);
-            self.routers[router].started(request);
-            self.say(now, router, vec![Booked::Started(request.into())]);
+            let booked = self.routers[router].started(now, request);
+            self.say(now, router, booked);
+            if let Some(helper) = self.served[request as usize].helper {
+                self.workers[helper].engine.release(request, &self.requests[request as usize]);
+                helpers.push(helper);
+            }
         }
         for (gap, times) in effects.gaps.drain(..) {
             self.gaps.add(gap, times);
@@ -287,11 +338,20 @@ impl<'a> Simulation<'a> {
             self.send(now, from, message);
         }
         effects.changes.clear();
-        // Its lists keep their room.
-        self.effects = effects;
         if now >= self.workers[at].reported_ns + REPORT_GAP_NS {
             self.report(now, at);
         }
+        for request in effects.handed.drain(..) {
+            let router = self.router(request);
+            let steps = self.routers[router].computed(now, request);
+            self.follow(now, router, steps);
+        }
+        // They have room for others now.
+        for helper in helpers {
+            self.work(now, helper);
+        }
+        // Its lists keep their room.
+        self.effects = effects;
     }
 
     /// Whose request it is.
@@ -353,3 +413,6 @@ impl<'a> Simulation<'a> {
         self.due.push(Reverse((at, self.scheduled, event)));
     }
 }
+
+#[cfg(test)]
+mod tests;

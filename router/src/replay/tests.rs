@@ -5,19 +5,19 @@ const H100: &str = include_str!("../../../deploy/profiles/h100-8b.toml");
 const KV: Chooser = Chooser::Policy(Policy::Kv);
 const LEAST_LOADED: Chooser = Chooser::Policy(Policy::LeastLoaded);
 
-fn fixture() -> Trace {
+pub(super) fn fixture() -> Trace {
     Trace::read(FIXTURE.as_bytes()).unwrap()
 }
 
 /// Memory for a tenth of the fixture on each worker, so that caches have to choose.
-fn options(workers: usize) -> Options {
+pub(super) fn options(workers: usize) -> Options {
     let profile: Profile = toml::from_str(H100).unwrap();
     profile.check().unwrap();
     let profile = Profile { device_bytes: 200 * profile.block_bytes(), ..profile };
     let slo = Slo { ttft: Duration::from_secs(2), itl: Duration::from_millis(100) };
     Options {
         profile,
-        workers,
+        workers: vec![Phase::Both; workers],
         replicas: 1,
         lag: Duration::from_millis(5),
         loss: 0.0,
@@ -25,10 +25,11 @@ fn options(workers: usize) -> Options {
         repair: Duration::from_millis(50),
         slo,
         admission: Admission::Off,
+        flip: false,
     }
 }
 
-fn with_stores(mut options: Options) -> Options {
+pub(super) fn with_stores(mut options: Options) -> Options {
     let store = Store { bytes: 300 * options.profile.block_bytes(), bytes_per_second: 20e9, latency_s: 0.001 };
     options.profile.host = Some(store);
     options.profile.shared = Some(Store { bytes: 10 * store.bytes, bytes_per_second: 5e9, ..store });
@@ -58,6 +59,7 @@ fn by_hand() -> Options {
         device_bytes: 512 * 20,
         host: None,
         shared: None,
+        peer: None,
     };
     Options { profile, lag: Duration::ZERO, ..options(1) }
 }
@@ -102,6 +104,23 @@ fn three_requests_by_hand() {
     assert_eq!(outcome.served.iter().map(|s| s.hits).collect::<Vec<_>>(), [0, 2, 0]);
     let decoded = outcome.served[0].ended_ns - outcome.served[0].first_ns;
     assert_eq!(decoded, 2_000_000, "two more tokens, a step each");
+}
+
+#[test]
+fn a_hand_over_by_hand() {
+    // Four blocks, the first two of them before; then one that is too short to be handed over.
+    let text = line(0, 1024, 2, &[1, 2]) + &line(3_600_000, 2048, 1, &[1, 2, 3, 4]) + &line(7_200_000, 512, 1, &[9]);
+    let trace = Trace::read(text.as_bytes()).unwrap();
+    let mut options = Options { workers: vec![Phase::Prefill, Phase::Decode], ..by_hand() };
+    options.profile.peer = Some(Link { bytes_per_second: 102_400.0, latency_s: 0.01 });
+    let served = Simulation::new(&trace, &options, &KV, trace.rate(), 0).run().served;
+    let ttft = |nth: usize| (served[nth].first_ns - served[nth].arrived_ns) as f64 / 1e9;
+    // Two blocks and a step; two blocks over the link; the last token, and a step.
+    let whole = 2.001 + (0.01 + 0.01) + (1.0 / 512.0 + 0.001);
+    assert!((ttft(0) - whole).abs() < 1e-6 && (ttft(1) - whole).abs() < 1e-6, "{served:?}");
+    assert!((ttft(2) - 1.001).abs() < 1e-6, "{served:?}");
+    let parts: Vec<_> = served.iter().map(|served| (served.helper, served.worker, served.hits)).collect();
+    assert_eq!(parts, [(Some(0), 1, 0), (Some(0), 1, 2), (None, 1, 0)]);
 }
 
 #[test]

@@ -3,6 +3,7 @@ use crate::policy::Policy;
 use crate::replay::simulation::Simulation;
 use crate::replay::{Admission, BLOCK_TOKENS, Chooser, Options, Slo, Trace};
 use std::time::Duration;
+use worker::plane::Phase;
 
 const FIXTURE: &str = include_str!("../../../tests/fixtures/conversation.jsonl");
 const H100: &str = include_str!("../../../../deploy/profiles/h100-8b.toml");
@@ -18,7 +19,7 @@ fn record(profile: &Profile, workers: usize, rate: f64) -> Vec<Line> {
     let (lag, profile) = (Duration::from_millis(5), profile.clone());
     let options = Options {
         profile,
-        workers,
+        workers: vec![Phase::Both; workers],
         replicas: 1,
         lag,
         loss: 0.0,
@@ -26,6 +27,7 @@ fn record(profile: &Profile, workers: usize, rate: f64) -> Vec<Line> {
         repair: lag,
         slo,
         admission: Admission::Off,
+        flip: false,
     };
     let outcome = Simulation::new(&trace, &options, &Chooser::Policy(Policy::Kv), rate, 0).run();
     let line = |(asked, served): (&crate::replay::trace::Asked, &crate::replay::figures::Served)| {
@@ -63,7 +65,7 @@ fn a_simulated_run_gives_back_the_profile_that_made_it() {
         assert!(prompt_error < 0.05 && decode_error < 0.1, "{prompt_error} {decode_error}");
         assert_eq!((profile.sequences, profile.kv_bytes_per_token), (100, made.kv_bytes_per_token));
         close("device_bytes", profile.device_bytes as f64, made.device_bytes as f64, 0.01);
-        assert_eq!(from_base, ["step_tokens"]);
+        assert_eq!(from_base, ["step_tokens", "peer"]);
         profile.check().unwrap();
     }
 }
@@ -94,7 +96,7 @@ fn a_tier_is_as_fast_as_what_came_up_from_it() {
     close("bytes_per_second", found.bytes_per_second, 1e9, 0.1);
     close("latency_s", found.latency_s, 0.02, 0.2);
     assert_eq!((found.bytes, profile.shared), (host.bytes, Some(host)));
-    assert_eq!(from_base, ["step_tokens", "device_bytes", "sequences", "shared"]);
+    assert_eq!(from_base, ["step_tokens", "peer", "device_bytes", "sequences", "shared"]);
 }
 
 #[test]

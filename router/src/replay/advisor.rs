@@ -1,0 +1,41 @@
+//! The planner in a replay: the live one's own, asked as often, on virtual time.
+
+use crate::balance::{EVERY, Watched};
+use crate::fleet::Member;
+use crate::planner::{Flip, Settings};
+use crate::traffic::Totals;
+use std::sync::Arc;
+use tokio::time::Instant;
+
+/// Looks at what requests ask and what workers can do.
+#[derive(Default)]
+pub(super) struct Advisor {
+    watched: Watched,
+    totals: Totals,
+}
+
+impl Advisor {
+    /// A prompt was placed that has so many tokens to compute.
+    pub(super) fn placed(&self, tokens: u64) {
+        self.totals.prompt(tokens);
+    }
+
+    /// An answer has ended. Its tokens are counted all at once, where a live router counts them as they pass.
+    pub(super) fn ended(&self, tokens: u64) {
+        self.totals.output(tokens as usize);
+    }
+
+    /// Who shall change sides, if anybody. `routers`: how many see a part of the requests each.
+    pub(super) fn look(
+        &mut self,
+        routers: usize,
+        members: &[Arc<Member>],
+        start: Instant,
+        now: Instant,
+    ) -> Option<Flip> {
+        let members: Vec<&Member> = members.iter().map(|member| &**member).collect();
+        let (totals, seconds) = (self.totals.now(), EVERY.as_secs_f64());
+        let need = self.watched.look(totals, seconds, routers as f64, &members, &Settings::default(), now)?;
+        self.watched.flip(&need, &members, start, now)
+    }
+}

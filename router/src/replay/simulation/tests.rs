@@ -1,0 +1,105 @@
+use super::*;
+use crate::policy::Policy;
+use crate::replay::tests::{fixture, options, with_stores};
+use crate::replay::{Chooser, Link};
+use proptest::prelude::*;
+use std::time::Duration;
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
+
+    /// Whoever prefills, decodes, or does both, and however slowly blocks are handed over: every request gets all of its tokens, and
+    /// nothing is left of it on a worker or in a router's books.
+    #[test]
+    fn a_hand_over_costs_no_request_and_leaves_nothing_behind(
+        (prefill, decode, both) in (1..4_usize, 0..4_usize, 0..3_usize),
+        (replicas, lag_ms) in (1..3_usize, 0..20_u64),
+        (stores, flip, door, memory) in (any::<bool>(), any::<bool>(), 0..3_usize, 60..300_u64),
+        (speed, rate) in (1e9..50e9, 2.0..60.0),
+        chooser in prop::sample::select(Chooser::all()),
+        seed in any::<u64>(),
+    ) {
+        let trace = Trace { requests: fixture().requests[..150].to_vec() };
+        let mut options = if stores { with_stores(options(1)) } else { options(1) };
+        let [a, b, c] = [(Phase::Prefill, prefill), (Phase::Decode, decode), (Phase::Both, both)]
+            .map(|(phase, count)| vec![phase; count]);
+        options.workers = [a, b, c].concat();
+        options.admission = [Admission::Off, Admission::Room, Admission::Deadline][door];
+        options.profile.peer = Some(Link { bytes_per_second: speed, latency_s: 0.001 });
+        options.profile.device_bytes = memory * options.profile.block_bytes();
+        let options = Options { replicas, flip, lag: Duration::from_millis(lag_ms), ..options };
+        let mut simulation = Simulation::new(&trace, &options, &chooser, rate, seed);
+        simulation.play();
+
+        prop_assert_eq!(simulation.open, 0);
+        let (done, refused): (Vec<&Served>, Vec<&Served>) = simulation.served.iter().partition(|it| it.ended_ns > 0);
+        let fits = trace.requests.iter().filter(|asked| Engine::fits(&options.profile, asked)).count();
+        if options.admission == Admission::Off {
+            prop_assert_eq!(done.len(), fits);
+        }
+        prop_assert!(refused.iter().all(|it| it.first_ns == 0 && it.helper.is_none()));
+        for it in &done {
+            prop_assert!(it.arrived_ns < it.first_ns && it.first_ns <= it.ended_ns && it.hits <= it.blocks, "{it:?}");
+            prop_assert!(it.helper != Some(it.worker), "{it:?}");
+        }
+        // Each token but the first of an answer came a gap after another.
+        let tokens: u64 = done.iter().map(|it| it.output - 1).sum();
+        prop_assert_eq!(simulation.gaps.all, tokens);
+        for worker in &simulation.workers {
+            let load = worker.engine.load(&options.profile);
+            prop_assert_eq!((load.running, load.waiting, load.waiting_tokens, load.active_blocks), (0, 0, 0, 0));
+        }
+        // What routers tell each other may still be under way.
+        prop_assert!(replicas > 1 || simulation.routers[0].is_idle());
+    }
+}
+
+/// Long prompts come in pairs, while others read.
+fn bursts(workers: Vec<Phase>) -> crate::replay::Figures {
+    let readers = (0..300).map(|nth| (nth * 50, 1_000, 300, 10_000 + nth as u32 * 100));
+    let long = (0..10).map(|nth| (1_500 + nth / 2 * 3_000, 30_000, 20, 50_000 + nth as u32 * 100));
+    let line = |(at, input, output, first): (u64, u64, u64, u32)| {
+        let blocks: Vec<u32> = (first..).take(input.div_ceil(512) as usize).collect();
+        let asked =
+            serde_json::json!({ "timestamp": at, "input_length": input, "output_length": output, "hash_ids": blocks });
+        asked.to_string() + "\n"
+    };
+    let text: String = readers.chain(long).map(line).collect();
+    let trace = Trace::read(text.as_bytes()).unwrap();
+    let mut options = options(1);
+    options.profile.device_bytes *= 10;
+    let options = Options { workers, ..options };
+    crate::replay::replay(&trace, &options, &Chooser::Policy(Policy::Kv), trace.rate(), 3)
+}
+
+#[test]
+fn who_reads_does_not_feel_long_prompts_that_others_compute() {
+    let together = bursts(vec![Phase::Both; 4]);
+    let apart = bursts([vec![Phase::Prefill; 2], vec![Phase::Decode; 2]].concat());
+    assert_eq!((together.finished, apart.finished), (930, 930));
+    assert_eq!(together.handed_over, None);
+    assert!(apart.handed_over.is_some_and(|handed| handed >= 30), "the long ones at least: {apart:?}");
+    assert!(apart.itl_p99_s < together.itl_p99_s / 2.0, "{apart:?} {together:?}");
+}
+
+#[test]
+fn workers_change_sides_when_what_is_asked_does() {
+    // Long prompts with hardly an answer to them, and one of four workers to compute them.
+    let long = |nth: u64| {
+        let blocks: Vec<u64> = (nth * 100..).take(32).collect();
+        let (at, input) = (nth * 300, 32 * 512);
+        serde_json::json!({ "timestamp": at, "input_length": input, "output_length": 8, "hash_ids": blocks })
+            .to_string()
+    };
+    let text = (0..600).map(long).collect::<Vec<_>>().join("\n");
+    let trace = Trace::read(text.as_bytes()).unwrap();
+    let workers = [vec![Phase::Prefill], vec![Phase::Decode; 3]].concat();
+    let of = |flip| {
+        let options = Options { flip, workers: workers.clone(), ..options(1) };
+        crate::replay::replay(&trace, &options, &Chooser::Policy(Policy::Kv), trace.rate(), 1)
+    };
+    let (stay, change) = (of(false), of(true));
+    assert_eq!((stay.finished, change.finished, stay.flips), (600, 600, None));
+    assert!(change.flips.is_some_and(|flips| (1..=4).contains(&flips)), "{change:?}");
+    assert!(change.itl_p99_s < stay.itl_p99_s && change.handed_over > stay.handed_over, "{change:?} {stay:?}");
+}
