@@ -112,10 +112,14 @@ async fn attempt(core: &Core, request: &Request, placement: &Placement, tried: &
         Ok((handoff, blocks)) => {
             request.work = Work::Resume(handoff);
             let since = Instant::now();
+            // Who waits there waits, however its prompt came to be: that is no time of a hand-over.
+            let free = decode.is_free(since);
             let started = start(decode, booking, request, or_hung).await?;
             // The decode worker has what it needs: the prefill worker may let its blocks go.
             drop(blocks);
-            decode.books.resumed((since.elapsed().as_secs_f64() - detour.transfer).max(0.0));
+            if free {
+                decode.books.resumed((since.elapsed().as_secs_f64() - detour.transfer).max(0.0));
+            }
             outcome.with_label_values(&["handed_over"]).inc();
             Ok(started)
         }

@@ -4,7 +4,7 @@ use crate::audit::Ledger;
 use crate::desks::Desks;
 use crate::health::{Health, Verdict};
 use crate::index::Slot;
-use crate::load::{Books, Moment};
+use crate::load::{Books, Moment, Standing};
 use crate::trust::Mode;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -104,6 +104,12 @@ impl Member {
     pub(crate) fn reported(&self, load: &Load) {
         self.batch.store(load.sequences_max.into(), Ordering::Relaxed);
         self.measured.store(load.prefill_tokens_per_second.is_some(), Ordering::Relaxed);
+    }
+
+    /// Whether what comes to it waits neither for prompts nor for room.
+    pub(crate) fn is_free(&self, now: Instant) -> bool {
+        let Standing { prompts, active_blocks, total_blocks, .. } = self.books.standing(now);
+        prompts == 0 && (total_blocks == 0 || active_blocks <= total_blocks)
     }
 
     /// Sequences that it takes at a time; 0 when unknown.

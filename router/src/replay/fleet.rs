@@ -255,7 +255,8 @@ impl Routing {
     pub(super) fn computed(&mut self, now_ns: u64, request: u32) -> Vec<Step> {
         let now = self.at(now_ns);
         let Some(placed) = &mut self.placed[request as usize] else { return Vec::new() };
-        placed.handed = Some(now);
+        // Who waits there waits, however its prompt came to be: that is no time of a hand-over.
+        placed.handed = Some(now).filter(|_| self.members[placed.decode.worker].is_free(now));
         let Some(Placed { decode, prefill: Some(prefill), .. }) = &self.placed[request as usize] else {
             return Vec::new();
         };

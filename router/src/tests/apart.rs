@@ -7,7 +7,7 @@ use futures::StreamExt;
 use kvbm::Level;
 use std::time::Duration;
 use worker::engine::{Engine, Readiness, Work};
-use worker::plane::{Phase, WorkerId};
+use worker::plane::{Load, Phase, WorkerId};
 
 #[tokio::test(start_paused = true)]
 async fn a_long_prompt_is_prefilled_apart_and_a_short_one_where_it_decodes() {
@@ -48,6 +48,27 @@ async fn trap_16_a_failed_prefill_falls_back_to_the_decode_worker() {
         assert_eq!(p.open(), 0);
         assert_eq!([yard.standing(1), yard.standing(2)], [(0, 0, 0); 2]);
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn waiting_for_a_busy_decode_worker_is_no_time_of_a_hand_over() {
+    let yard = Yard::new(Settings { disaggregation: Disaggregation::Always, ..Settings::default() });
+    let (p, d) = (yard.worker(1, Phase::Prefill).await, yard.worker(2, Phase::Decode).await);
+    let resume = || {
+        let member = yard.router.core.fleet.roster().get(WorkerId(2)).unwrap().clone();
+        member.books.standing(tokio::time::Instant::now()).speeds.resume.get()
+    };
+    let full = Load { active_blocks: 500, total_blocks: 400, ..Load::default() };
+    let queue = Load { waiting: 3, waiting_tokens: 900, ..Load::default() };
+    for (family, load) in [(1, full), (2, queue), (3, Load::default())] {
+        assert_eq!(resume(), None);
+        yard.report(&d, load);
+        yard.report(&p, Load::default());
+        settle().await;
+        yard.answer(prompt(family, 3000)).await.unwrap();
+    }
+    assert!(resume().is_some(), "nothing waited before the third");
+    assert_eq!(d.works().iter().filter(|work| matches!(work, Work::Resume(_))).count(), 3);
 }
 
 #[tokio::test(start_paused = true)]

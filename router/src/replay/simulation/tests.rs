@@ -1,7 +1,7 @@
 use super::*;
 use crate::policy::Policy;
 use crate::replay::tests::{fixture, options, with_stores};
-use crate::replay::{Chooser, Link};
+use crate::replay::{Chooser, Link, Preset};
 use proptest::prelude::*;
 use std::time::Duration;
 
@@ -69,7 +69,7 @@ fn bursts(workers: Vec<Phase>) -> crate::replay::Figures {
     let mut options = options(1);
     options.profile.device_bytes *= 10;
     let options = Options { workers, ..options };
-    crate::replay::replay(&trace, &options, &Chooser::Policy(Policy::Kv), trace.rate(), 3)
+    crate::replay::replay(&trace, &options, &Chooser::Preset(Preset::Latency), trace.rate(), 3)
 }
 
 #[test]
