@@ -107,6 +107,8 @@ struct Report<'a> {
     /// How many of which phase, unless all do everything.
     #[serde(skip_serializing_if = "Option::is_none")]
     phases: Option<String>,
+    #[serde(skip)]
+    fleet: String,
     replicas: usize,
     requests: usize,
     recorded_rps: f64,
@@ -128,7 +130,7 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
     let slo = Slo { ttft: args.slo_ttft, itl: args.slo_itl };
     let profile = profile("--profile", args.profile.as_deref())?;
     let apart = args.workers.phases().any(|phase| phase != Phase::Both);
-    let phases = apart.then(|| args.workers.to_string());
+    let fleet = if apart { args.workers.to_string() } else { args.workers.count().to_string() };
     if apart && profile.peer.is_none() {
         bail!("--workers {}: how fast blocks are handed over is missing in the profile: [peer]", args.workers);
     }
@@ -176,10 +178,7 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
     if let Some(path) = &args.svg {
         let title = format!(
             "{} × {}: first token within {:?}, then {:?} a token",
-            phases.clone().unwrap_or_else(|| options.workers.len().to_string()),
-            options.profile.name,
-            args.slo_ttft,
-            args.slo_itl
+            fleet, options.profile.name, args.slo_ttft, args.slo_itl
         );
         std::fs::write(path, replay::goodput_svg(&policies, &title))
             .with_context(|| format!("--svg {}", path.display()))?;
@@ -187,7 +186,8 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
     let report = Report {
         profile: &options.profile.name,
         workers: options.workers.len(),
-        phases,
+        phases: apart.then(|| fleet.clone()),
+        fleet,
         replicas: options.replicas,
         requests: trace.len(),
         recorded_rps: trace.rate(),
@@ -237,11 +237,10 @@ pub(crate) fn profile(flag: &str, path: Option<&Path>) -> anyhow::Result<Profile
 }
 
 fn table(report: &Report<'_>) -> String {
-    let Report { profile, requests, hit_rate_bound: bound, .. } = report;
-    let workers = report.phases.clone().unwrap_or_else(|| report.workers.to_string());
+    let Report { fleet, profile, requests, hit_rate_bound: bound, .. } = report;
     let capacity = report.capacity_rps.map_or(String::new(), |capacity| format!(", capacity {capacity:.2} requests/s"));
     let mut lines = vec![
-        format!("{workers} × {profile}, {requests} requests, hit rate at most {:.1} %{capacity}\n", bound * 100.0),
+        format!("{fleet} × {profile}, {requests} requests, hit rate at most {:.1} %{capacity}\n", bound * 100.0),
         " load   req/s policy             hit   TTFT mean     p50     p90     p99   ITL p50   p90   p99  goodput   good  imbal"
             .to_owned(),
     ];
@@ -316,6 +315,16 @@ mod tests {
     #[test]
     fn the_built_in_profile_is_sound() {
         toml::from_str::<Profile>(H100).unwrap().check().unwrap();
+    }
+
+    #[test]
+    fn workers_are_a_number_or_numbers_by_phase() {
+        let read = |text| workers(text).map(|workers| workers.to_string()).map_err(|wrong| wrong.to_string());
+        assert_eq!(read("16"), Ok("both:16".into()));
+        assert_eq!(read("decode:12,prefill:4"), Ok("prefill:4,decode:12".into()));
+        for wrong in ["0", "prefill:2", "-1", "100001", "prefill"] {
+            assert!(read(wrong).is_err(), "{wrong}");
+        }
     }
 
     #[test]

@@ -87,10 +87,18 @@ fn a_profile_that_was_fitted_is_one_that_replay_takes() {
         let found = report["profile"][key].as_f64().unwrap();
         assert!((found / want - 1.0).abs() < 0.02, "{key}: {found}");
     }
-    let with = ["replay", "--rate", "0.5", "--workers", "1", "--policy", "kv", "--json", "--profile"];
-    let replayed = blockyard(&[&with[..], &[profile.to_str().unwrap()]].concat(), &run);
-    let replayed: Value = serde_json::from_slice(&replayed.stdout).unwrap();
+    let with = ["replay", "--rate", "0.5", "--policy", "kv", "--json", "--profile", profile.to_str().unwrap()];
+    let replay = |workers| blockyard(&[&with[..], &["--workers", workers]].concat(), &run);
+    let replayed: Value = serde_json::from_slice(&replay("1").stdout).unwrap();
     let mean = replayed["policies"][0]["ttft_mean_s"].as_f64().unwrap();
     // Prompts of 1,400 tokens on average.
     assert!((mean - 0.15).abs() < 0.02, "{mean}");
+    let apart: Value = serde_json::from_slice(&replay("prefill:1,decode:1").stdout).unwrap();
+    let (figures, phases) = (&apart["policies"][0], &apart["phases"]);
+    assert!(phases == "prefill:1,decode:1" && figures["finished"] == 100, "{apart:#}");
+    assert!(figures["handed_over"].as_u64().is_some_and(|handed| handed > 50), "{apart:#}");
+    let text = std::fs::read_to_string(&profile).unwrap();
+    std::fs::write(&profile, text.split("[peer]").next().unwrap()).unwrap();
+    let error = String::from_utf8(replay("prefill:1,decode:1").stderr).unwrap();
+    assert!(error.contains("[peer]") && replay("2").status.success(), "{error}");
 }

@@ -70,7 +70,8 @@ mod tests {
         rate.pass(at(1000));
         assert_eq!(rate.seconds(100), Some(0.2), "an empty room says nothing");
         rate.begin(at(1000));
+        rate.begin(at(1001));
         rate.pass(at(1002));
-        assert_eq!(rate.seconds(100), Some(0.25), "a fifth slower");
+        assert_eq!(rate.seconds(100), Some(0.25), "a fifth slower, though somebody began to wait again");
     }
 }

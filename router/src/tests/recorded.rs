@@ -73,6 +73,30 @@ async fn recording_starts_and_stops_while_requests_are_served_and_a_path_that_ca
     assert_eq!(lengths, BTreeSet::from([200, 300, 500]));
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_record_goes_on_under_its_name_when_it_was_moved_away_and_in_its_place_when_room_was_made() {
+    let folder = tempfile::tempdir().unwrap();
+    let [path, moved] = ["run.jsonl", "moved.jsonl"].map(|name| folder.path().join(name));
+    let yard = Yard::new(recording(&path));
+    yard.worker(1, Phase::Both).await;
+    let length = |line: &Recorded| line.input_length;
+    yard.answer(prompt(1, 100)).await.unwrap();
+    assert_eq!(lines(&path, 1).await.iter().map(length).collect::<Vec<_>>(), [100]);
+    std::fs::rename(&path, &moved).unwrap();
+    yard.router.retune(recording(&path)).unwrap();
+    yard.answer(prompt(2, 200)).await.unwrap();
+    assert_eq!(lines(&path, 1).await.iter().map(length).collect::<Vec<_>>(), [200]);
+    assert_eq!(lines(&moved, 1).await.len(), 1);
+    let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
+    file.set_len(1 << 30).unwrap();
+    yard.answer(prompt(3, 300)).await.unwrap();
+    assert_eq!(counted(&yard, 3).await, [2, 1]);
+    file.set_len(0).unwrap();
+    yard.router.retune(recording(&path)).unwrap();
+    yard.answer(prompt(4, 400)).await.unwrap();
+    assert_eq!(lines(&path, 1).await.iter().map(length).collect::<Vec<_>>(), [400]);
+}
+
 /// Lines written, and dropped, once there are so many of both.
 async fn counted(yard: &Yard, count: u64) -> [u64; 2] {
     for _ in 0..1000 {

@@ -102,6 +102,17 @@ async fn answers_that_are_to_come_with_the_first_do_not_wait_in_another_router()
 }
 
 #[tokio::test(start_paused = true)]
+async fn who_decodes_once_its_prompt_is_computed_elsewhere_does_not_wait_in_another_router() {
+    let (yard, routers, _) = yard(0, 2).await;
+    let (d, p) = (yard.worker(1, Phase::Decode).await, yard.worker(2, Phase::Prefill).await);
+    let sent = send(&routers[1], 1).await;
+    assert_eq!((d.requests(), p.requests()), (0, 1));
+    let books = yard.router.core.fleet.roster().get(WorkerId(1)).unwrap().books.clone();
+    assert_eq!((yard.standing(1).1, books.elsewhere()), (1, Amount::default()));
+    sent.abort();
+}
+
+#[tokio::test(start_paused = true)]
 async fn two_waiting_rooms_do_not_keep_each_other_waiting() {
     let (yard, routers, fakes) = yard(1, 2).await;
     yard.report(&fakes[0], Load { waiting_tokens: 3000, running: 1, ..Load::default() });

@@ -106,6 +106,27 @@ fn the_earlier_start_goes_first_but_not_before_another_tenants_turn() {
 }
 
 #[test]
+fn who_would_be_too_late_behind_the_queue_waits_for_it_to_get_shorter_and_lets_others_go() {
+    let (mut room, limits, now) = (Room::default(), limits(u64::MAX), Instant::now());
+    let by = |seconds| Asked { latest: Some(now + Duration::from_secs(seconds)), ..asked("a", 10) };
+    let queue = |seconds| Some(Duration::from_secs(seconds));
+    assert!(matches!(room.enter(&limits, by(5), queue(5), now), Entry::Straight(_)));
+    let Entry::Waits { number: sooner, .. } = room.enter(&limits, by(5), queue(6), now) else { panic!("too late") };
+    assert_eq!(room.turn(&limits, now, |_, _| queue(6)), None);
+    let later = wait(&mut room, &limits, by(9));
+    assert_eq!(room.turn(&limits, now, |_, _| queue(6)), Some(later));
+    assert_eq!(room.turn(&limits, now, |_, _| queue(5)), Some(sooner));
+}
+
+#[test]
+fn what_is_charged_is_what_is_computed_and_all_answers() {
+    let bid = Bid { max_tokens: Some(20), answers: 3, ..asked("a", 1000).bid };
+    let part = |prefill_tokens| Amount { prefill_tokens, ..Amount::default() };
+    let lane = Lane { decode: WorkerId(1), prefill: Some(WorkerId(2)) };
+    assert_eq!(bid.placed(lane, [part(0), part(300)], 0.0, Instant::now()).charge, 300 + 3 * 20);
+}
+
+#[test]
 fn a_higher_class_goes_first_and_the_lower_ones_get_their_tenth() {
     let (mut room, limits) = (Room::default(), limits(u64::MAX));
     let one = |priority| with(priority, asked("a", 10));
@@ -155,6 +176,9 @@ fn tenants_who_want_nothing_any_more_are_forgotten_though_the_room_is_never_empt
     let (mut room, limits, now) = (Room::default(), limits(u64::MAX), Instant::now());
     let only_2 = |_: &Room, lane: Lane| (lane.decode == WorkerId(2)).then_some(Duration::ZERO);
     wait(&mut room, &limits, asked("patient", 100));
+    let greedy = wait(&mut room, &limits, on(2, "greedy", 1_000_000));
+    assert_eq!(room.turn(&limits, now, only_2), Some(greedy));
+    room.leave(greedy);
     let mut most = 0;
     for nth in 0..20_000 {
         let number = wait(&mut room, &limits, on(2, &nth.to_string(), 100 + nth % 7));
@@ -163,6 +187,7 @@ fn tenants_who_want_nothing_any_more_are_forgotten_though_the_room_is_never_empt
         most = most.max(room.tenants.len());
     }
     assert!(most <= 2 * AHEAD + 2 && room.tenants.contains_key("patient"), "{most} names");
+    assert!(room.tenants["greedy"].used >= 1e6, "who is far ahead is kept in mind");
 }
 
 #[test]
@@ -265,6 +290,30 @@ fn those_are_placed_anew_first_who_have_not_been_for_the_longest() {
     room.recall(first);
     room.put(first, Asked { placed: later, ..asked("a", 100) }, later);
     assert_eq!(room.some(2, |_| true), [high, second]);
+}
+
+#[test]
+fn who_is_placed_anew_keeps_what_others_have_got_before_it() {
+    let (mut room, limits, now) = (Room::default(), limits(u64::MAX), Instant::now());
+    let modest = [(); 3].map(|()| wait(&mut room, &limits, on(2, "a", 480)));
+    let greedy = [(); 10].map(|()| wait(&mut room, &limits, asked("b", 100)));
+    let open = |_: &Room, lane: Lane| (lane.decode == WorkerId(1)).then_some(Duration::ZERO);
+    let gone: Vec<u64> = std::iter::from_fn(|| room.turn(&limits, now, open)).collect();
+    assert_eq!(gone, greedy);
+    assert!(modest.into_iter().all(|number| room.recall(number)) && room.is_empty());
+    greedy.map(|number| room.leave(number));
+    modest.map(|number| room.put(number, asked("a", 480), now));
+    let more = [(); 3].map(|()| wait(&mut room, &limits, asked("b", 100)));
+    assert_eq!(order(&mut room, &limits), [modest, more].concat(), "a thousand tokens went to the other");
+}
+
+#[test]
+fn who_leaves_while_it_is_placed_anew_is_forgotten() {
+    let (mut room, limits) = (Room::default(), limits(u64::MAX));
+    let gone = wait(&mut room, &limits, asked("a", 100));
+    assert!(room.recall(gone));
+    assert_eq!((room.tenants.len(), room.leave(gone).is_none()), (1, true));
+    assert!(room.recalled.is_empty() && room.tenants.is_empty());
 }
 
 proptest! {
