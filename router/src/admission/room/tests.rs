@@ -302,7 +302,9 @@ fn who_is_placed_anew_keeps_what_others_have_got_before_it() {
     assert_eq!(gone, greedy);
     assert!(modest.into_iter().all(|number| room.recall(number)) && room.is_empty());
     assert!(greedy.into_iter().all(|number| room.leave(number).is_none()));
-    modest.iter().for_each(|number| room.put(*number, asked("a", 480), now));
+    for number in modest {
+        room.put(number, asked("a", 480), now);
+    }
     let more = [(); 3].map(|()| wait(&mut room, &limits, asked("b", 100)));
     assert_eq!(order(&mut room, &limits), [modest, more].concat(), "a thousand tokens went to the other");
 }
