@@ -5,8 +5,15 @@
 //! reports are missing, bookings alone are what is known.
 
 mod face;
+#[cfg(test)]
+mod interleaved;
 mod moment;
 mod standing;
+
+/// The atomics of what is read without a lock. Its test reads that file a second time with others in this place.
+mod sync {
+    pub(super) use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+}
 
 pub(crate) use moment::Moment;
 #[cfg(test)]

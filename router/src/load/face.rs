@@ -9,7 +9,7 @@
 
 use super::moment::Moment;
 use super::standing::{Figure, Known, ONBOARDED, Onboard, Speeds, Standing};
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use super::sync::{AtomicU32, AtomicU64, Ordering};
 
 /// The published figures: two cache lines, and nothing else on them. Two short figures share a word, so that a thousand
 /// workers are read in a thousand times nine loads.
