@@ -100,6 +100,8 @@ pub struct Speed {
     pub latency: Duration,
     /// Of blocks, once they flow, verification and writing included.
     pub bytes_per_second: f64,
+    /// Blocks that loads wait for now: whoever asks comes after them.
+    pub queued: u64,
 }
 
 impl BlockManager {
@@ -286,8 +288,9 @@ impl BlockManager {
             let (latency, per_block) = gauge.last()?;
             // One block at a time was all we saw: it took the latency.
             let per_block = if per_block > 0.0 { per_block } else { latency };
-            let latency = Duration::from_secs_f64(latency);
-            (per_block > 0.0).then(|| Some(Speed { level: level?, latency, bytes_per_second: bytes / per_block }))?
+            let (latency, queued) = (Duration::from_secs_f64(latency), gauge.queued());
+            let speed = |level| Speed { level, latency, bytes_per_second: bytes / per_block, queued };
+            level.filter(|_| per_block > 0.0).map(speed)
         };
         let mut speeds: Vec<Speed> = own.chain(strangers).filter_map(speed).collect();
         speeds.sort_by_key(|speed| speed.level);

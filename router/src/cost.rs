@@ -39,6 +39,8 @@ pub(crate) struct Cost {
     pub(crate) prefill: f64,
     /// Bringing cached blocks up from slower tiers.
     pub(crate) onboard: f64,
+    /// Waiting there for what others have asked for before.
+    pub(crate) backlog: f64,
     /// Bringing blocks over from the worker that prefills.
     pub(crate) handover: f64,
     /// Sharing steps with the sequences that decode there.
@@ -82,7 +84,7 @@ impl Cost {
     #[expect(clippy::inline_always, reason = "a thousand times per decision, and every figure stays in a register")]
     #[inline(always)]
     pub(crate) fn together(need: &Need, pace: &Pace, weight: f64) -> Self {
-        let mut onboard = 0.0;
+        let (mut onboard, mut backlog) = (0.0, 0.0);
         let mut slower = need.slower;
         while slower != 0 {
             let at = slower.trailing_zeros() as usize;
@@ -90,14 +92,17 @@ impl Cost {
             let blocks = u64::from(need.held.blocks()[at]);
             // Whatever the tier promises: onboarding stops where recomputing would be quicker.
             let recompute = (blocks * need.prompt.block_size) as f64 * pace.token;
-            onboard += pace.transfer(LEVELS[at], blocks).min(recompute);
+            let alone = pace.transfer(LEVELS[at], blocks).min(recompute);
+            onboard += alone;
+            backlog += pace.backlog(LEVELS[at]).min(recompute - alone);
         }
         Self {
             queue: pace.queue,
             room: room(need, pace),
             prefill: need.uncached * pace.token,
             onboard,
-            decode: weight * STEPS * pace.step * f64::from(pace.sequences),
+            backlog,
+            decode: weight * STEPS * pace.batch,
             ..Self::default()
         }
     }
@@ -109,6 +114,7 @@ impl Cost {
         let decode = Self::together(need, pace, weight);
         Self {
             handover: pace.transfer(Level::Peer, blocks) + pace.resume,
+            backlog: prefill.backlog + pace.backlog(Level::Peer),
             room: prefill.room.max(decode.room),
             decode: decode.decode,
             stall: 0.0,
@@ -123,7 +129,7 @@ impl Cost {
 
     /// The request's own time to its first token.
     pub(crate) fn first_token(&self) -> f64 {
-        self.busy() + self.prefill + self.onboard + self.handover
+        self.busy() + self.prefill + self.onboard + self.backlog + self.handover
     }
 
     /// What does not depend on what is cached.
@@ -147,13 +153,13 @@ pub(crate) fn crowd(prefill: f64, here: u32, typical: f64) -> f64 {
 /// Requests leave, and their blocks with them, at the rate of blocks in use over the time that a request stays.
 #[inline]
 fn room(need: &Need, pace: &Pace) -> f64 {
-    if need.prompt.blocks <= pace.free_blocks { 0.0 } else { wait_for_room(need, pace) }
+    if need.prompt.blocks <= u64::from(pace.free_blocks) { 0.0 } else { wait_for_room(need, pace) }
 }
 
 #[cold]
 fn wait_for_room(Need { prompt, held, .. }: &Need, pace: &Pace) -> f64 {
     let need = prompt.blocks.saturating_sub(u64::from(held.resident()));
-    let short = need.saturating_sub(pace.free_blocks) as f64;
+    let short = need.saturating_sub(pace.free_blocks.into()) as f64;
     (pace.residence * short / f64::from(pace.active_blocks.max(1))).min(ROOM_SECONDS_MAX)
 }
 
@@ -190,6 +196,20 @@ mod tests {
         assert!(hit.total() <= miss.total() + 1e-9, "{hit:?} {miss:?}");
         let quick = together([0, 50, 0, 0, 0], &slow);
         assert!(quick.total() < hit.total());
+    }
+
+    #[test]
+    fn a_tier_that_others_wait_for_costs_their_turn_and_never_more_than_a_miss() {
+        let cost = |queued| {
+            let mut standing = Standing { queued: [0, queued, 0, 0, 0], ..standing(0) };
+            standing.speeds.onboards(Level::G3, 0.01, 1e6);
+            together([0, 0, 50, 0, 0], &standing)
+        };
+        let (idle, busy, flooded) = (cost(0), cost(100), cost(1_000_000));
+        // A thousandth of a second for each block.
+        assert!((busy.backlog - 0.1).abs() < 1e-6 && (busy.total() - idle.total() - 0.1).abs() < 1e-6, "{busy:?}");
+        assert_eq!((idle.backlog, idle.onboard), (0.0, busy.onboard), "what comes up is the same");
+        assert!((flooded.total() - together([0; 5], &standing(0)).total()).abs() < 1e-9, "{flooded:?}");
     }
 
     #[test]

@@ -18,15 +18,17 @@ pub(crate) struct Desks {
     typical: Typical,
 }
 
-/// What is known of the worker in a seat.
+/// What is known of the worker in a seat. What every decision reads of everybody lies on its first cache line, and what it
+/// reads of those who have something to bring up on the next.
 #[derive(Clone, Copy, PartialEq, Debug)]
+#[repr(C, align(64))]
 pub(crate) struct Desk {
-    /// How it keeps pace, with means of the others where it has measured nothing.
-    pub(crate) pace: Pace,
-    /// When it was last chosen, in choices; 0 is never.
-    pub(crate) chosen: u64,
     /// Better left alone while others are there.
     pub(crate) avoided: bool,
+    /// When it was last chosen, in choices; 0 is never.
+    pub(crate) chosen: u64,
+    /// How it keeps pace, with means of the others where it has measured nothing.
+    pub(crate) pace: Pace,
     /// Which speeds it has measured itself.
     known: Known,
     /// What its books say.

@@ -100,12 +100,13 @@ struct Considered {
 }
 
 fn considered(row: &Row<'_>, cost: &Cost) -> Considered {
-    let Cost { queue, room, prefill, onboard, handover, decode, stall, crowd } = *cost;
+    let Cost { queue, room, prefill, onboard, backlog, handover, decode, stall, crowd } = *cost;
     let terms = [
         ("queue", queue),
         ("room", room),
         ("prefill", prefill),
         ("onboard", onboard),
+        ("backlog", backlog),
         ("handover", handover),
         ("decode", decode),
         ("stall", stall),

@@ -18,7 +18,7 @@ mod sync {
 pub(crate) use moment::Moment;
 #[cfg(test)]
 pub(crate) use standing::{Figure, MEANS_STAND};
-pub(crate) use standing::{Known, Speeds, Spread, Standing, Typical};
+pub(crate) use standing::{Known, ONBOARDED, Speeds, Spread, Standing, Typical, below};
 
 use face::Face;
 use std::collections::BTreeMap;
@@ -317,6 +317,7 @@ impl State {
             sequences: count(all.sequences),
             active_blocks: count(all.blocks),
             total_blocks: 0,
+            queued: [0; ONBOARDED],
             speeds: Speeds { step, resume, residence, ..Speeds::default() },
         };
         let Some((load, _)) = &self.report else { return standing };
@@ -336,6 +337,9 @@ impl State {
         standing.speeds.block_bytes = Some(load.block_bytes as f64).filter(|bytes| *bytes > 0.0).into();
         for speed in load.onboard.iter().filter(|speed| speed.bytes_per_second > 0.0) {
             standing.speeds.onboards(speed.level, speed.latency_seconds, speed.bytes_per_second);
+            if let Some(queued) = below(speed.level).and_then(|at| standing.queued.get_mut(at)) {
+                *queued = count(speed.queued_blocks);
+            }
         }
         standing
     }

@@ -69,6 +69,7 @@ impl Decisions {
                 level,
                 latency_seconds: 0.001,
                 bytes_per_second: 5e9,
+                queued_blocks: 0,
             });
             let load = Load {
                 running: draw as u32 % 16,

@@ -84,6 +84,8 @@ pub enum Term {
     Prefill,
     /// Bringing cached blocks up.
     Onboard,
+    /// Waiting there for what others have asked for before.
+    Backlog,
     /// Bringing blocks over from the worker that prefills.
     Handover,
     /// Sharing steps with others.
@@ -193,6 +195,7 @@ impl Features<'_> {
             Term::Room => cost.room,
             Term::Prefill => cost.prefill,
             Term::Onboard => cost.onboard,
+            Term::Backlog => cost.backlog,
             Term::Handover => cost.handover,
             Term::Decode => cost.decode,
             Term::Stall => cost.stall,

@@ -297,6 +297,9 @@ pub struct OnboardSpeed {
     pub latency_seconds: f64,
     /// Bytes per second after that.
     pub bytes_per_second: f64,
+    /// Blocks that others there wait for now: whoever asks comes after them.
+    #[serde(default)]
+    pub queued_blocks: u64,
 }
 
 /// What changed.

@@ -11,8 +11,7 @@ use super::moment::Moment;
 use super::standing::{Figure, Known, ONBOARDED, Onboard, Speeds, Standing};
 use super::sync::{AtomicU32, AtomicU64, Ordering};
 
-/// The published figures: two cache lines, and nothing else on them. Two short figures share a word, so that a thousand
-/// workers are read in a thousand times nine loads.
+/// The published figures: three cache lines, and nothing else on them. Two short figures share a word.
 #[derive(Default)]
 #[repr(align(64))]
 pub(super) struct Face {
@@ -33,6 +32,8 @@ pub(super) struct Face {
     rest: [AtomicU64; 3],
     /// Latency and bandwidth of the levels that blocks come up from.
     onboard: [AtomicU64; ONBOARDED],
+    /// Blocks that others wait for from them.
+    queued: [AtomicU64; ONBOARDED.div_ceil(2)],
 }
 
 impl Face {
@@ -48,6 +49,8 @@ impl Face {
         let pair = |a: Figure, b: Figure| (a.bits(), b.bits());
         store(&self.rest, [(fresh.total_blocks, prefill.bits()), pair(step, block_bytes), pair(resume, residence)]);
         store(&self.onboard, onboard.map(|Onboard { latency, bandwidth }| pair(latency, bandwidth)));
+        let queued = |at: usize| fresh.queued.get(at).copied().unwrap_or_default();
+        store(&self.queued, std::array::from_fn(|at| (queued(2 * at), queued(2 * at + 1))));
         self.raise();
     }
 
@@ -103,7 +106,9 @@ impl Face {
             Onboard { latency, bandwidth }
         });
         let speeds = Speeds { prefill, step, block_bytes, resume, residence, onboard };
-        Standing { waiting_tokens, prompts, sequences, active_blocks, total_blocks, speeds }
+        let pairs: [_; ONBOARDED.div_ceil(2)] = load(&self.queued);
+        let queued = std::array::from_fn(|at| if at % 2 == 0 { pairs[at / 2].0 } else { pairs[at / 2].1 });
+        Standing { waiting_tokens, prompts, sequences, active_blocks, total_blocks, queued, speeds }
     }
 
     /// Which speeds were measured.

@@ -39,7 +39,13 @@ pub(crate) struct Speeds {
 }
 
 /// Levels that blocks come up from.
-pub(super) const ONBOARDED: usize = Level::ALL.len() - 1;
+pub(crate) const ONBOARDED: usize = Level::ALL.len() - 1;
+
+/// The place of a level among them. From G1 nothing needs to come.
+#[inline]
+pub(crate) fn below(level: Level) -> Option<usize> {
+    (level as usize).checked_sub(1)
+}
 
 /// Figures of [`Speeds`]: some single ones, and two of each level that blocks come up from.
 const FIGURES: usize = SINGLE + 2 * ONBOARDED;
@@ -58,6 +64,8 @@ pub(crate) struct Standing {
     pub(crate) active_blocks: u32,
     /// G1 blocks in all; 0 when unknown.
     pub(crate) total_blocks: u32,
+    /// Blocks that others wait for there, by the level that they come up from.
+    pub(crate) queued: [u32; ONBOARDED],
     /// Measurements.
     pub(crate) speeds: Speeds,
 }
@@ -137,16 +145,16 @@ impl From<Option<f64>> for Figure {
 }
 
 impl Speeds {
-    /// How blocks come up from a level, if it was measured. From G1 nothing needs to.
+    /// How blocks come up from a level, if it was measured.
     #[inline]
     pub(crate) fn from(&self, level: Level) -> Option<(f64, f64)> {
-        let onboard = self.onboard.get((level as usize).checked_sub(1)?)?;
+        let onboard = self.onboard.get(below(level)?)?;
         Some((onboard.latency.get()?, onboard.bandwidth.get()?))
     }
 
     /// Notes how blocks come up from a level.
     pub(crate) fn onboards(&mut self, level: Level, latency: f64, bandwidth: f64) {
-        if let Some(onboard) = (level as usize).checked_sub(1).and_then(|at| self.onboard.get_mut(at)) {
+        if let Some(onboard) = below(level).and_then(|at| self.onboard.get_mut(at)) {
             *onboard = Onboard { latency: Figure::of(latency), bandwidth: Figure::of(bandwidth) };
         }
     }

@@ -328,7 +328,7 @@ impl Engine {
     pub(super) fn load(&self, profile: &Profile) -> Load {
         let speed = |(level, link): (Level, Option<Link>)| {
             let Link { bytes_per_second, latency_s: latency_seconds } = link?;
-            Some(OnboardSpeed { level, latency_seconds, bytes_per_second })
+            Some(OnboardSpeed { level, latency_seconds, bytes_per_second, queued_blocks: 0 })
         };
         let [host, shared] = [profile.host, profile.shared].map(|store| store.map(|store| store.link()));
         let links = [(Level::G2, host), (Level::G3, shared), (Level::Peer, profile.peer)];

@@ -8,7 +8,7 @@ use futures::StreamExt;
 use futures::future::join_all;
 use kvbm::Level;
 use worker::engine::{Output, Request};
-use worker::plane::{Load, Phase};
+use worker::plane::{Load, OnboardSpeed, Phase};
 
 #[tokio::test(start_paused = true)]
 async fn trap_3_a_burst_of_long_prompts_is_booked_at_the_decision_and_spreads() {
@@ -54,6 +54,27 @@ async fn trap_9_a_hot_prefix_stays_with_its_holder_until_waiting_costs_more_than
     settle().await;
     yard.answer(hot).await.unwrap();
     assert_eq!((a.requests(), b.requests()), (5, 1));
+}
+
+#[tokio::test(start_paused = true)]
+async fn of_two_that_hold_a_prefix_on_disk_it_goes_where_fewer_wait_for_the_disk() {
+    let yard = defaults();
+    let (a, b) = (yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await);
+    let hot = prompt(1, 1600);
+    for worker in [&a, &b] {
+        yard.announce(worker, stored(Level::G3, &names(&hot)), true);
+    }
+    for (queued, chosen) in [([40, 0], "w2"), ([0, 40], "w1"), ([40, 0], "w2")] {
+        for (worker, queued_blocks) in [&a, &b].into_iter().zip(queued) {
+            let disk = OnboardSpeed { level: Level::G3, latency_seconds: 0.01, bytes_per_second: 1e5, queued_blocks };
+            yard.report(worker, Load { onboard: vec![disk], ..Load::default() });
+        }
+        settle().await;
+        let decision = yard.explain(hot.clone()).await;
+        assert_eq!((&decision["chosen"], &decision["why"]), (&chosen.into(), &"cheapest".into()));
+        let backlog = |at: usize| decision["candidates"][at]["terms_s"]["backlog"].as_f64();
+        assert_eq!([backlog(0), backlog(1)], [None, Some(0.4)], "40 blocks of a hundredth of a second");
+    }
 }
 
 #[tokio::test(start_paused = true)]

@@ -221,11 +221,18 @@ async fn a_small_device_takes_what_fits() {
 #[tokio::test(start_paused = true)]
 async fn speeds_are_what_was_seen() {
     let ssd = at(Level::G3, 20, 2);
-    ssd.keeps(0..101).await;
+    ssd.keeps(0..151).await;
     let site = Site::new(200, 0, vec![ssd]);
     assert!(site.manager.speeds().is_empty());
     assert_eq!(site.manager.onboard(&names(101), ms(10)).await.blocks.len(), 101);
     let speeds = site.manager.speeds();
     assert_eq!((speeds[0].level, speeds[0].latency), (Level::G3, Duration::from_millis(20)));
     assert!((speeds[0].bytes_per_second - SIZE as f64 / 0.002).abs() < 1.0, "{speeds:?}");
+    let (all, amid) = (names(151), async {
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        site.manager.speeds()[0].queued
+    });
+    let (_, queued) = tokio::join!(site.manager.onboard(&all, ms(10)), amid);
+    assert!((20..50).contains(&queued), "of 50 blocks {queued} were still to come");
+    assert_eq!((speeds[0].queued, site.manager.speeds()[0].queued), (0, 0), "nobody waits before and after");
 }

@@ -98,6 +98,7 @@ impl Vitals {
                     level: s.level,
                     latency_seconds: s.latency.as_secs_f64(),
                     bytes_per_second: s.bytes_per_second,
+                    queued_blocks: s.queued,
                 })
                 .collect(),
         }
