@@ -70,7 +70,7 @@ const BUSY_MAX: Duration = Duration::from_mins(1);
 const OPEN_END: Duration = Duration::from_hours(24 * 365);
 
 impl Verdict {
-    /// Reads an error.
+    /// Reads an error, as the contract of [`Engine`](worker::engine::Engine) has it.
     pub(crate) fn of(error: &Error) -> Self {
         match error {
             Error::UnknownModel(_) | Error::PromptTooLong { .. } | Error::Invalid { .. } | Error::Late => Self::Neutral,

@@ -30,6 +30,11 @@ pub use kvbm::{Domain, Priority, Retention};
 ///   until it is dropped.
 /// - Dropping the future or the stream cancels the request; the engine MUST have stopped computing for it within one step.
 /// - The same request with the same seed MUST give the same tokens, whatever else is running.
+/// - An error MUST say whose it is, for that decides whether the engine is asked again: the request's own
+///   ([`Error::UnknownModel`], [`Error::PromptTooLong`], [`Error::Invalid`], [`Error::Late`]) say nothing about the engine;
+///   [`Error::Overloaded`] is back-pressure, which is obeyed and held against nobody; [`Error::Unavailable`] and
+///   [`Error::Failed`] are faults. An engine that passes on what a server says MUST take its 429 and its 503 for
+///   `Overloaded`, for as long as `Retry-After` says or else for a second; `Unavailable` is one that nobody reaches.
 pub trait Engine: Send + Sync + 'static {
     /// Starts a request.
     fn generate(&self, request: Request) -> BoxFuture<'_, Result<OutputStream, Error>>;
@@ -335,7 +340,7 @@ pub enum Error {
     /// The first token would come after the request's deadline.
     #[error("the deadline cannot be met")]
     Late,
-    /// Nobody can serve it now.
+    /// Nobody is there who could serve it. Whoever is there and cannot now is overloaded.
     #[error("unavailable: {0}")]
     Unavailable(String),
     /// The engine failed.

@@ -130,6 +130,15 @@ async fn trap_2_back_pressure_is_obeyed_and_is_no_fault() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn an_engine_that_nobody_reaches_or_that_fails_is_at_fault() {
+    for error in [Error::Unavailable("connection refused".into()), Error::Failed("out of memory".into())] {
+        let (mut health, now) = (closed(), Instant::now());
+        (0..IN_A_ROW).for_each(|_| health.note(Verdict::of(&error), now));
+        assert!(!health.is_closed(), "{error}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn half_of_sixteen_opens_though_every_other_request_is_served() {
     let (mut health, now) = (closed(), Instant::now());
     for n in 1..=8 {
