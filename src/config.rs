@@ -14,10 +14,10 @@ pub use load::{Error, Flag, Sources};
 pub use print::{as_json, as_toml, changes, defaults};
 pub use values::{Budget, ByteSize, Invalid, Listen, Model, Span, Threads, Workers};
 
-use figment::Figment;
 use kvbm::crypt::KeySource;
 use kvbm::object::{Credentials, Endpoint, Location};
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 use worker::engine::llama::Builtin;
@@ -256,7 +256,7 @@ pub enum LogFormat {
 }
 
 /// Where each value of a configuration came from.
-pub struct Origins(Figment);
+pub struct Origins(BTreeMap<String, String>);
 
 impl Config {
     /// What holds when nothing is said, with the data folder in `cache` (the user's cache folder).

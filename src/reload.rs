@@ -143,12 +143,17 @@ impl Reload {
         (self.relog)(&read.log.filter, Apply::Try)?;
         let differs = changes(&state.running, &read);
         let live = |key: &String| key.starts_with("router.") || key == "log.filter";
-        let (applied, rest) = differs.into_iter().partition(live);
+        let (applied, rest): (_, Vec<String>) = differs.into_iter().partition(live);
         self.router.retune(read.router.clone()).map_err(|error| error.to_string())?;
-        (self.relog)(&read.log.filter, Apply::Do)?;
+        if let Err(error) = (self.relog)(&read.log.filter, Apply::Do) {
+            // Nothing of it is to hold; what ran until now was right.
+            let back = self.router.retune(state.running.router.clone());
+            return Err(back.err().map_or_else(|| error.clone(), |back| format!("{error}; and going back: {back}")));
+        }
         state.running.router = read.router;
         state.running.log.filter = read.log.filter;
-        state.origins = origins;
+        // What waits for a restart still runs as somebody else said.
+        state.origins = origins.but(&state.origins, &rest);
         Ok((applied, rest))
     }
 

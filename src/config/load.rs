@@ -148,13 +148,13 @@ impl Config {
         }
         for (key, value) in config.counts() {
             if value == 0 {
-                let origin = merged.find_metadata(key).map_or_else(|| "?".into(), |data| data.name.to_string());
-                let problem = "expected at least 1".into();
+                let (origin, problem) = (told(&merged, key).1, "expected at least 1".into());
                 return Err(Error::Value { key: key.into(), value: "0".into(), origin, problem });
             }
         }
-        config.router.check().map_err(Error::Check)?;
-        Ok((config, Origins(merged)))
+        config.router.check().map_err(|wrong| attribute(&merged, wrong))?;
+        let origins = Origins::new(&config, &merged);
+        Ok((config, origins))
     }
 }
 
@@ -222,14 +222,14 @@ fn injected(key: &str) -> bool {
 
 /// Turns what serde says into what helps.
 fn explain(merged: &Figment, error: &figment::Error) -> Error {
-    let origin = |key: &str| merged.find_metadata(key).map_or_else(|| "?".into(), |data| data.name.to_string());
     let path = error.path.join(".");
     if let Kind::UnknownField(field, _) = &error.kind {
         let key = if path.is_empty() { field.clone() } else { path };
         let meant = nearest(&key);
-        return Error::UnknownKey { origin: origin(&key), key, meant };
+        return Error::UnknownKey { origin: told(merged, &key).1, key, meant };
     }
-    let value = merged.find_value(&path).ok().map_or_else(|| "?".into(), |value| shown(&value));
+    let (value, origin) = told(merged, &path);
+    let value = value.map_or_else(|| "?".into(), |value| shown(&value));
     let problem = match &error.kind {
         Kind::Message(problem) => problem.clone(),
         Kind::InvalidType(_, expected) | Kind::InvalidValue(_, expected) | Kind::InvalidLength(_, expected) => {
@@ -238,7 +238,39 @@ fn explain(merged: &Figment, error: &figment::Error) -> Error {
         Kind::UnknownVariant(_, known) => format!("expected one of {}", quoted(known)),
         other => other.to_string(),
     };
-    Error::Value { origin: origin(&path), key: path, value, problem }
+    Error::Value { origin, key: path, value, problem }
+}
+
+/// Says of a value that was checked, `key: problem`, what it is and who said it.
+fn attribute(merged: &Figment, wrong: String) -> Error {
+    let named = wrong.split_once(": ").map(|(key, problem)| (key, problem, told(merged, key)));
+    match named {
+        Some((key, problem, (Some(value), origin))) => {
+            Error::Value { key: key.into(), value: shown(&value), origin, problem: problem.into() }
+        }
+        _ => Error::Check(wrong),
+    }
+}
+
+/// The value of a key, also of one within a list, and who said it, or what it would lie in.
+fn told(merged: &Figment, key: &str) -> (Option<Value>, String) {
+    let whole = |key: &str| merged.find_value(key).ok();
+    let origin = |value: &Value| merged.get_metadata(value.tag()).map(|data| data.name.to_string());
+    let (mut at, mut rest) = (key, Vec::new());
+    loop {
+        if let Some(found) = whole(at) {
+            let value = rest.iter().rev().try_fold(&found, |value, step: &&str| match value {
+                Value::Array(_, list) => list.get(step.parse::<usize>().ok()?),
+                Value::Dict(_, entries) => entries.get(*step),
+                _ => None,
+            });
+            let origin = value.and_then(origin).or_else(|| origin(&found)).unwrap_or_else(|| "?".into());
+            return (value.cloned(), origin);
+        }
+        let Some((outer, last)) = at.rsplit_once('.') else { return (None, "?".into()) };
+        rest.push(last);
+        at = outer;
+    }
 }
 
 fn shown(value: &Value) -> String {

@@ -1,13 +1,29 @@
 //! The outcome, key by key, with where each value came from.
 
 use super::{Config, Origins};
+use figment::Figment;
 use serde_json::{Map, Value};
 use std::collections::{BTreeMap, BTreeSet};
 
 impl Origins {
+    /// Of all that a configuration says, as those who said it were merged.
+    pub(super) fn new(config: &Config, merged: &Figment) -> Self {
+        let of = |key: &str| merged.find_metadata(key).map(|metadata| metadata.name.to_string());
+        Self(leaves(config).into_iter().filter_map(|(key, _)| of(&key).map(|origin| (key, origin))).collect())
+    }
+
     /// Who set a key: `default`, a file, `environment NAME`, or a flag.
-    pub fn of(&self, key: &str) -> String {
-        self.0.find_metadata(key).map_or_else(|| "default".into(), |metadata| metadata.name.to_string())
+    pub fn of(&self, key: &str) -> &str {
+        self.0.get(key).map_or("default", String::as_str)
+    }
+
+    /// These, but for some keys those that were told before.
+    pub(crate) fn but<'a>(mut self, before: &Self, keys: impl IntoIterator<Item = &'a String>) -> Self {
+        for key in keys {
+            self.0.remove(key);
+            self.0.extend(before.0.get_key_value(key).map(|(key, origin)| (key.clone(), origin.clone())));
+        }
+        self
     }
 }
 
@@ -24,7 +40,7 @@ pub fn as_toml(config: &Config, origins: &Origins) -> String {
         }
         lines.push(match value {
             Value::Null => (format!("# {name} ="), "unset".into()),
-            value => (format!("{name} = {}", toml_value(&value)), origins.of(&key)),
+            value => (format!("{name} = {}", toml_value(&value)), origins.of(&key).into()),
         });
     }
     // One column for all comments, unless a long value would push it out of sight.
@@ -39,7 +55,7 @@ pub fn as_toml(config: &Config, origins: &Origins) -> String {
 /// As one JSON object: `{"router.policy": {"value": "kv", "origin": "default"}, …}`.
 pub fn as_json(config: &Config, origins: &Origins) -> Value {
     let entry = |(key, value): (String, Value)| {
-        let origin = if value.is_null() { "unset".into() } else { origins.of(&key) };
+        let origin = if value.is_null() { "unset" } else { origins.of(&key) };
         (key, serde_json::json!({ "value": value, "origin": origin }))
     };
     Value::Object(leaves(config).into_iter().map(entry).collect())

@@ -70,7 +70,7 @@ fn flags_beat_the_environment_which_beats_the_file_which_beats_the_defaults() {
 
 #[test]
 fn a_wrong_value_is_named_with_its_key_its_origin_and_what_would_be_right() {
-    let cases: [(&str, &[&str]); 11] = [
+    let cases: [(&str, &[&str]); 15] = [
         ("shared=s3://kv/a", &["shared = \"s3://kv/a\"", "3 to 63"]),
         ("shared_store.endpoint=minio", &["shared_store.endpoint = \"minio\"", "https://"]),
         ("tiers.g2=4Gb of it", &["tiers.g2 = \"4Gb of it\"", "(--set tiers.g2=4Gb of it)", "4GiB", "off"]),
@@ -82,6 +82,16 @@ fn a_wrong_value_is_named_with_its_key_its_origin_and_what_would_be_right() {
         ("tiers=4", &["tiers = 4"]),
         ("engine.prefill_chunk=0", &["engine.prefill_chunk = 0", "at least 1"]),
         ("threads=0", &["threads = 0", "auto"]),
+        (
+            "router.policy={score=[{term=queue},{term=speed}]}",
+            &["router.policy.score.1.term = \"speed\" (--set router.policy={score", "`overlap`"],
+        ),
+        (
+            "router.decode_weight=-1",
+            &["router.decode_weight = -1 (--set router.decode_weight=-1)", "a number of at least 0"],
+        ),
+        ("router.planner.ttft_s=0", &["router.planner.ttft_s = 0 (--set router.planner.ttft_s=0)"]),
+        ("router.models.small.cache_bias=-1", &["router.models.small.cache_bias = -1 (--set router.models"]),
     ];
     for (assignment, parts) in cases {
         let error = error_of(&Sources { environment: environment(&[]), flags: vec![set(assignment)], file: None });

@@ -28,6 +28,9 @@ impl Yard {
             if filter == "noise" {
                 return Err("log.filter = \"noise\": no such level".into());
             }
+            if filter == "full" && apply == Apply::Do {
+                return Err("the log cannot change now".into());
+            }
             count.fetch_add(usize::from(apply == Apply::Do), Ordering::Relaxed);
             Ok(())
         });
@@ -85,6 +88,33 @@ async fn one_wrong_value_rolls_everything_back_and_is_named() {
     }
     assert_eq!((yard.count("rejected"), yard.relogged.load(Ordering::Relaxed)), (5, 0));
     assert!(yard.reload.as_json()["reload"]["error"].as_str().is_some_and(|error| error.contains("line 1")));
+}
+
+#[tokio::test]
+async fn what_waits_for_a_restart_is_shown_with_who_said_what_runs() {
+    let yard = Yard::new("drain = '20s'\n");
+    let file = yard.file.path().display().to_string();
+    yard.write("drain = '10s'\nthreads = 3\n[router]\nseed = 7\n");
+    assert_eq!(yard.reload.now("admin").needs_restart, ["drain", "threads"]);
+    let told = |key: &str| yard.reload.as_json()["config"][key].clone();
+    let is = |value: Value, origin: &str| serde_json::json!({ "value": value, "origin": origin });
+    assert_eq!(told("router.seed"), is(7.into(), &file));
+    assert_eq!(told("drain"), is("20s".into(), &file));
+    assert_eq!(told("threads"), is("auto".into(), "default"));
+    yard.write("drain = '10s'\n");
+    yard.reload.now("admin");
+    assert_eq!((told("router.seed"), told("drain")), (is(0.into(), "default"), is("20s".into(), &file)));
+}
+
+#[tokio::test]
+async fn when_the_log_cannot_change_the_router_goes_back_too() {
+    let yard = Yard::new("[router]\npolicy = 'round-robin'\n");
+    yard.write("[router]\npolicy = 'random'\n[log]\nfilter = 'full'\n");
+    let report = yard.reload.now("admin");
+    assert_eq!((report.outcome, report.error.as_deref()), (Outcome::Rejected, Some("the log cannot change now")));
+    let router = format!("{:?}", yard.reload.router);
+    assert!(router.contains("policy: RoundRobin"), "{router}");
+    assert_eq!(yard.runs("router.policy"), "round-robin");
 }
 
 #[tokio::test(start_paused = true)]
