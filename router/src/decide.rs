@@ -55,8 +55,6 @@ pub(crate) struct Decision<'a> {
     pub(crate) candidates: &'a [Candidate],
     pub(crate) chosen: Row<'a>,
     pub(crate) why: Why,
-    /// The lowest cost of those who could decode and were not chosen.
-    pub(crate) runner_up: f64,
     /// The best prefill worker, whether it is used or not.
     pub(crate) prefill: Option<Row<'a>>,
 }
@@ -138,16 +136,20 @@ pub(crate) fn decide<'a>(
         }
     }
     let (at, why) = select(&tuning.policy, candidates, turn)?;
-    let others = candidates[..at].iter().chain(&candidates[at + 1..]);
-    let runner_up = lowest(others.map(|other| other.cost));
     let chosen = scene.row(candidates[at].seat as usize, prefill.as_ref());
-    Some(Decision { scene, candidates, chosen, why, runner_up, prefill })
+    Some(Decision { scene, candidates, chosen, why, prefill })
 }
 
 impl<'a> Decision<'a> {
     /// What the cost of a candidate, or of anybody else, is made of.
     pub(crate) fn row(&self, seat: u32) -> Row<'a> {
         self.scene.row(seat as usize, self.prefill.as_ref())
+    }
+
+    /// The lowest cost of those who could decode and were not chosen.
+    pub(crate) fn runner_up(&self) -> f64 {
+        let others = self.candidates.iter().filter(|other| other.seat as usize != self.chosen.at);
+        lowest(others.map(|other| other.cost))
     }
 
     /// Who prefills, when that is somebody else than who decodes.
@@ -186,10 +188,10 @@ impl<'a> Scene<'a> {
     #[inline(never)]
     fn scored(&self, at: usize, prefill: Option<&Row<'_>>) -> Candidate {
         let row = self.row(at, prefill);
-        let (cost, Desk { pace, standing, .. }) = (row.cost(), &row.desk);
+        let cost = row.cost();
         let total = candidate(at, row.seat, &row.desk, cost.total(), cost.load());
         let Policy::Composed(composition) = &self.tuning.policy else { return total };
-        let features = Features { cost: &cost, prompt: row.prompt, held: row.held, pace, standing };
+        let features = row.features();
         Candidate { cost: composition.score(&features), passes: composition.passes(&features), ..total }
     }
 
@@ -243,6 +245,12 @@ impl<'a> Row<'a> {
             (Split::Apart, Some(apart)) => apart,
             _ => self.together,
         }
+    }
+
+    /// What a composition looks at.
+    pub(crate) fn features(&self) -> Features<'_> {
+        let Self { prompt, held, desk: Desk { pace, standing, .. }, .. } = self;
+        Features { cost: self.cost(), prompt: *prompt, held: *held, pace, standing }
     }
 
     /// What the request brings here, where it decodes.

@@ -3,7 +3,7 @@
 use crate::cost::Cost;
 use crate::decide::{Decision, Row};
 use crate::disaggregate::Split;
-use crate::policy::Policy;
+use crate::policy::{Composition, Filter, Policy, Term};
 use crate::select::Candidate;
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use worker::plane::WorkerId;
 
-/// Workers shown: at about 250 bytes each the line stays below what servers take as a header.
+/// Workers shown: at about 250 bytes each, and as many again of a composition, the line stays below what servers take as a header.
 const SHOWN: usize = 8;
 
 /// Spells out a decision. Times are seconds, terms of less than a microsecond are left out.
@@ -36,11 +36,11 @@ pub(crate) fn line(policy: &Policy, decision: &Decision<'_>, tried: &[WorkerId])
             together_s: round(row.together.total()),
             apart_s: round(apart.total()),
         }),
-        prefill_worker: prefill.as_ref().map(|row| considered(row, &row.together)),
+        prefill_worker: prefill.as_ref().map(|row| considered(row, policy)),
         candidates: order
             .iter()
             .map(|candidate| decision.row(candidate.seat))
-            .map(|row| considered(&row, &row.cost()))
+            .map(|row| considered(&row, policy))
             .collect(),
         not_shown: candidates.len().saturating_sub(SHOWN),
     };
@@ -88,6 +88,8 @@ struct Disaggregation {
 struct Considered {
     worker: String,
     phase: String,
+    #[serde(flatten, skip_serializing_if = "Option::is_none")]
+    composed: Option<Composed>,
     cost_s: f64,
     /// The cost, term by term.
     terms_s: BTreeMap<&'static str, f64>,
@@ -99,8 +101,33 @@ struct Considered {
     index: Option<&'static str>,
 }
 
-fn considered(row: &Row<'_>, cost: &Cost) -> Considered {
-    let Cost { queue, room, prefill, onboard, backlog, handover, decode, stall, crowd } = *cost;
+/// What a composition makes of a worker.
+#[derive(Serialize)]
+struct Composed {
+    score: f64,
+    /// The score, term by term, each weighed.
+    scores: BTreeMap<Term, f64>,
+    /// The filters that the worker passes.
+    passes: Vec<Filter>,
+}
+
+impl Composed {
+    fn of(composition: &Composition, row: &Row<'_>) -> Self {
+        let features = row.features();
+        let mut scores = BTreeMap::new();
+        for (term, score) in composition.scores(&features) {
+            *scores.entry(term).or_default() += score;
+        }
+        scores.values_mut().for_each(|score| *score = round(*score));
+        let bits = composition.passes(&features);
+        let passes = composition.filter.iter().enumerate().filter(|(at, _)| bits >> at & 1 == 1);
+        Self { score: round(composition.score(&features)), scores, passes: passes.map(|(_, filter)| *filter).collect() }
+    }
+}
+
+fn considered(row: &Row<'_>, policy: &Policy) -> Considered {
+    let cost = row.cost();
+    let Cost { queue, room, prefill, onboard, backlog, handover, decode, stall, crowd } = cost;
     let terms = [
         ("queue", queue),
         ("room", room),
@@ -115,6 +142,10 @@ fn considered(row: &Row<'_>, cost: &Cost) -> Considered {
     Considered {
         worker: row.member().id().to_string(),
         phase: row.seat.phase.to_string(),
+        composed: match policy {
+            Policy::Composed(composition) => Some(Composed::of(composition, row)),
+            _ => None,
+        },
         cost_s: round(cost.total()),
         terms_s: terms.into_iter().map(|(name, term)| (name, round(term))).filter(|(_, term)| *term > 0.0).collect(),
         cached_blocks: row.held.by_level().map(|(level, blocks)| (level.name(), blocks)).collect(),

@@ -48,7 +48,7 @@ impl Forecast {
         let noted = member.mode != Mode::Exact || member.ledger.never_announced();
         let spare = match policy {
             Policy::Composed(_) => f64::INFINITY,
-            _ => decision.runner_up - row.cost().total(),
+            _ => decision.runner_up() - row.cost().total(),
         };
         Self {
             placed: Instant::now(),

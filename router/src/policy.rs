@@ -71,7 +71,7 @@ pub struct Score {
 }
 
 /// What can count. Seconds, as in an explanation, but for the last two.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Term {
     /// What the cached part of the prompt saves; it counts in favour.
@@ -160,7 +160,7 @@ const FILTERS_MAX: usize = 32;
 
 /// What a composition looks at.
 pub(crate) struct Features<'a> {
-    pub(crate) cost: &'a Cost,
+    pub(crate) cost: Cost,
     pub(crate) prompt: Prompt,
     pub(crate) held: Held,
     pub(crate) pace: &'a Pace,
@@ -170,7 +170,12 @@ pub(crate) struct Features<'a> {
 impl Composition {
     /// The sum of what counts against a worker.
     pub(crate) fn score(&self, features: &Features<'_>) -> f64 {
-        self.score.iter().map(|score| score.weight * features.term(score.term)).sum()
+        self.scores(features).map(|(_, score)| score).sum()
+    }
+
+    /// What it is the sum of: each term, weighed.
+    pub(crate) fn scores(&self, features: &Features<'_>) -> impl Iterator<Item = (Term, f64)> {
+        self.score.iter().map(|Score { term, weight }| (*term, weight * features.term(*term)))
     }
 
     /// A bit for each filter that a worker passes.
@@ -301,13 +306,8 @@ mod tests {
             (Cost { queue: 0.5, ..Cost::default() }, Prompt { tokens: 100, block_size: 10, blocks: 12 });
         let speeds = Speeds { prefill: Figure::of(100.0), ..Speeds::default() };
         let standing = Standing { sequences: 3, active_blocks: 25, total_blocks: 100, speeds, ..Standing::default() };
-        let features = Features {
-            cost: &cost,
-            prompt,
-            held: Held::of([4, 0, 0, 0, 0]),
-            pace: &Pace::of(&standing),
-            standing: &standing,
-        };
+        let features =
+            Features { cost, prompt, held: Held::of([4, 0, 0, 0, 0]), pace: &Pace::of(&standing), standing: &standing };
         let policy = read(
             "policy = { filter = ['cached', { sequences_below = 3 }, { queue_below = 0.6 }], \
             score = [{ term = 'overlap', weight = 2.0 }, { term = 'queue' }, { term = 'memory', weight = 4 }] }",

@@ -171,7 +171,7 @@ async fn each_model_is_placed_by_its_own_settings() {
 #[tokio::test(start_paused = true)]
 async fn a_composed_policy_serves_and_filters() {
     let composition: Settings = toml::from_str(
-        "policy = { filter = [{ sequences_below = 1 }], score = [{ term = 'overlap' }, { term = 'queue' }], pick = 'best' }",
+        "policy = { filter = [{ sequences_below = 1 }], score = [{ term = 'overlap', weight = 2 }, { term = 'queue' }], pick = 'best' }",
     )
     .unwrap();
     let yard = Yard::new(composition);
@@ -181,6 +181,13 @@ async fn a_composed_policy_serves_and_filters() {
     settle().await;
     let decision = yard.explain(hot.clone()).await;
     assert_eq!((&decision["policy"], &decision["chosen"]), (&"composed".into(), &"w1".into()));
+    let part = |at: usize, key: &str| decision["candidates"][at][key].clone();
+    // 99 blocks at a thousand tokens a second, twice.
+    let scores = serde_json::json!({ "overlap": -3.168, "queue": 0.0 });
+    assert_eq!((part(0, "score"), part(0, "scores")), ((-3.168).into(), scores));
+    let passes = serde_json::json!([{ "sequences_below": 1 }]);
+    assert_eq!((part(0, "passes"), part(1, "score"), part(1, "passes")), (passes.clone(), 0.0.into(), passes));
+    assert!(part(1, "cost_s").as_f64().is_some_and(|seconds| seconds > 1.5), "the seconds are there, too");
     let _kept = yard.ask(hot.clone()).await.unwrap();
     yard.answer(hot).await.unwrap();
     assert_eq!((a.requests(), b.requests()), (2, 1), "somebody is decoding at the holder");
