@@ -5,6 +5,7 @@ mod configuration;
 mod killed;
 mod layers;
 mod names;
+mod overload;
 mod record;
 mod reload;
 mod serve;

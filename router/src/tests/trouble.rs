@@ -2,13 +2,17 @@
 
 use super::fake::{Behaviour, Fake, MODEL, Yard, prompt, settle};
 use super::{defaults, failed};
+use futures::StreamExt;
 use futures::future::join_all;
+use kvbm::{Epoch, EventLog};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
+use tokio::sync::watch;
 use tokio::time::Instant;
-use worker::engine::{Engine, Error};
-use worker::plane::{Load, Phase, WorkerId};
+use worker::engine::{Engine, Error, Output};
+use worker::plane::{Event, EventBody, Events, Instance, Load, Phase, RouterId, Source, WorkerId};
+use worker::serve::{Planes, Worker};
 
 fn avoided(yard: &Yard, id: u64) -> bool {
     yard.router.core.fleet.roster().get(WorkerId(id)).unwrap().avoided(Instant::now())
@@ -131,4 +135,34 @@ async fn trap_6_models_are_listed_and_served_while_a_worker_is_down() {
     assert_eq!(ids(), [MODEL]);
     yard.answer(prompt(1, 100)).await.unwrap();
     assert_eq!(b.requests(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_worker_that_changes_its_phase_keeps_its_streams_its_books_and_its_standing() {
+    let (yard, a, b) = two().await;
+    // The second worker computes elsewhere: what is asked goes to the first, which is a real one around its engine.
+    yard.report(&b, Load { waiting_tokens: 5000, running: 1, ..Load::default() });
+    let planes = Planes { discovery: yard.roster.clone(), events: yard.bus.clone() };
+    let (id, epoch, model) = (WorkerId(1), Epoch(1), a.models()[0].clone());
+    let instance = Instance { id, epoch, phase: Phase::Both, model, stores: vec![] };
+    let (_load, load) = watch::channel(Load::default());
+    let _worker = Worker::start(&planes, instance, a.clone(), Arc::new(EventLog::new(epoch)), load).await.unwrap();
+    settle().await;
+    let mut stream = yard.ask(prompt(1, 100)).await.unwrap();
+    let (runs, phase) = (yard.standing(1), || yard.router.core.fleet.roster().get(id).unwrap().instance.phase);
+    assert_eq!((a.open(), b.open(), runs.1, phase()), (1, 0, 1, Phase::Both));
+    for to in [Phase::Prefill, Phase::Decode] {
+        let body = EventBody::Phase { worker: id, phase: to };
+        yard.bus.publish(Event { source: Source::Router(RouterId(0)), epoch: Epoch(0), body });
+        settle().await;
+        assert_eq!((phase(), yard.standing(1), a.open()), (to, runs, 1), "what runs there goes on, and is booked");
+    }
+    let mut ids = Vec::new();
+    while let Some(item) = stream.next().await {
+        let Output::Tokens(tokens) = item.unwrap() else { panic!("tokens are expected") };
+        ids.extend(tokens.ids);
+    }
+    drop(stream);
+    assert_eq!((ids, a.open(), yard.standing(1)), (vec![1, 2], 0, (0, 0, 0)), "it is freed when it ends");
+    assert_eq!((avoided(&yard, 1), yard.metric("blockyard_router_retries_total")), (false, 0));
 }

@@ -1,0 +1,93 @@
+//! What a client is told by a fleet that has too much to do: from the rate that was measured to the header. On a paused clock.
+
+use axum::body::Body;
+use axum::http::{Request as HttpRequest, StatusCode};
+use futures::future::BoxFuture;
+use futures::{StreamExt, stream};
+use kvbm::Epoch;
+use router::Router;
+use std::sync::Arc;
+use std::time::Duration;
+use tower::ServiceExt;
+use worker::engine::{Engine, Error, ModelCard, OutputStream, Readiness, Request};
+use worker::plane::local::{Bus, Roster};
+use worker::plane::{Discovery, Event, EventBody, Events, Instance, Load, Phase, RouterId, Source, WorkerId};
+
+#[path = "../../frontend/tests/it/tiny.rs"]
+mod tiny;
+
+/// Takes every request, and answers none.
+struct Silent(Arc<ModelCard>);
+
+impl Engine for Silent {
+    fn generate(&self, _: Request) -> BoxFuture<'_, Result<OutputStream, Error>> {
+        Box::pin(async { Ok(stream::pending().boxed()) })
+    }
+
+    fn models(&self) -> Vec<Arc<ModelCard>> {
+        vec![self.0.clone()]
+    }
+
+    fn readiness(&self) -> Readiness {
+        Readiness::Ready
+    }
+}
+
+fn card() -> ModelCard {
+    ModelCard {
+        id: "tiny".into(),
+        identity: "tiny".into(),
+        created: 0,
+        context: 4096,
+        block_size: 16,
+        vocabulary: tiny::VOCABULARY,
+        eos: vec![tiny::EOS],
+        tokenizer: tiny::tokenizer().into(),
+        chat_template: None,
+        special_tokens: vec![],
+        random_weights: true,
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn whoever_finds_the_room_full_is_told_when_it_will_have_drained_at_the_rate_at_which_it_does() {
+    let (roster, bus, registry) = (Arc::new(Roster::default()), Arc::new(Bus::default()), prometheus::Registry::new());
+    let settings = toml::from_str("[admission]\nwaiting_tokens_max = 6600").unwrap();
+    let router = Router::new(RouterId(1), roster.clone(), bus.clone(), settings, &registry).unwrap();
+    let door = frontend::router(router, registry, frontend::Settings::default()).unwrap();
+    let (id, epoch, model) = (WorkerId(1), Epoch(1), Arc::new(card()));
+    let instance = Instance { id, epoch, phase: Phase::Both, model: model.clone(), stores: vec![] };
+    let _lease = roster.register(instance, Arc::new(Silent(model))).await.unwrap();
+    let report = async |waiting_tokens| {
+        let load = Load { waiting_tokens, running: 1, prefill_tokens_per_second: Some(1000.0), ..Load::default() };
+        bus.publish(Event { source: Source::Worker(id), epoch, body: EventBody::Load(load) });
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    };
+    // Each begins otherwise, and all are 500 tokens.
+    let ask = async |kind: u32| {
+        let body = serde_json::json!({ "model": "tiny", "prompt": vec![kind; 500], "max_tokens": 1 });
+        let request = HttpRequest::post("/v1/completions").header("content-type", "application/json");
+        let asked = tokio::spawn(door.clone().oneshot(request.body(Body::from(body.to_string())).unwrap()));
+        tokio::time::sleep(Duration::from_millis(1)).await;
+        asked
+    };
+    tokio::time::sleep(Duration::from_millis(1)).await;
+    report(2000).await;
+    let mut waiting = Vec::new();
+    for kind in 0..13 {
+        waiting.push(ask(kind).await);
+    }
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    // There is room for four, and as many come in their place: 2,000 tokens in two seconds.
+    report(0).await;
+    for kind in 13..17 {
+        waiting.push(ask(kind).await);
+    }
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    assert!(waiting.iter().all(|asked| !asked.is_finished()), "nobody was refused");
+    let refused = ask(17).await.await.unwrap().unwrap();
+    assert_eq!(
+        (refused.status(), &refused.headers()["retry-after"]),
+        (StatusCode::TOO_MANY_REQUESTS, &"7".parse().unwrap())
+    );
+}
