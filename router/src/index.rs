@@ -130,16 +130,12 @@ impl Index {
 
     /// Makes room for a worker that reaches `stores`. A worker that is there keeps its blocks and gets the new stores.
     pub fn join(&self, worker: WorkerId, stores: &[StoreId]) -> Slot {
-        self.call(|roll| {
-            let slot = roll.seat(Source::Worker(worker));
-            let number = slot.number() as u32;
-            roll.reach.iter_mut().for_each(|workers| workers.unset(number));
-            for store in stores {
-                let at = roll.seat(Source::Store(*store)).number();
-                roll.reach[at].set(number);
-            }
-            slot
-        })
+        self.call(|roll| admit(roll, worker, stores))
+    }
+
+    /// The same for many who reach the same stores, all at once.
+    pub fn join_all(&self, workers: impl Iterator<Item = WorkerId>, stores: &[StoreId]) -> Vec<Slot> {
+        self.call(|roll| workers.map(|worker| admit(roll, worker, stores)).collect())
     }
 
     /// Forgets a worker, with what it held. Answers with the stores that nobody reaches any more.
@@ -291,6 +287,18 @@ impl Index {
         self.body.store(Arc::new(body));
         outcome
     }
+}
+
+/// A worker's seat, from which it reaches these stores and no others.
+fn admit(roll: &mut Roll, worker: WorkerId, stores: &[StoreId]) -> Slot {
+    let slot = roll.seat(Source::Worker(worker));
+    let number = slot.number() as u32;
+    roll.reach.iter_mut().for_each(|workers| workers.unset(number));
+    for store in stores {
+        let at = roll.seat(Source::Store(*store)).number();
+        roll.reach[at].set(number);
+    }
+    slot
 }
 
 /// A source at each level.

@@ -26,7 +26,8 @@ const STORE: StoreId = StoreId(1);
 
 impl Decisions {
     /// A router over `workers` that all report, an eighth of which hold parts of a prompt of `tokens` tokens, some in G2,
-    /// and a store that all reach holds three quarters of it. All hold the first blocks.
+    /// and a store that all reach holds three quarters of it. All hold the first blocks; the first holds most, and idles, so
+    /// that the same decision is made over fleets of any size.
     pub fn new(workers: u64, tokens: usize) -> Self {
         let card = Simulated::card(MODEL, BLOCK);
         let core =
@@ -38,20 +39,24 @@ impl Decisions {
             let blocks = names[..blocks.min(names.len())].to_vec();
             core.index.apply(source, &BlockEvent::Stored { level, parent: None, blocks });
         };
-        let member = |id: u64| {
-            let (id, stores) = (WorkerId(id), vec![STORE]);
-            let slot = core.index.join(id, &stores);
-            let instance = Instance { id, epoch: Epoch(1), phase: Phase::Both, model: card.clone(), stores };
+        let ids = (0..workers).map(WorkerId);
+        let slots = core.index.join_all(ids.clone(), &[STORE]);
+        let member = |(id, slot)| {
+            let (model, stores) = (card.clone(), vec![STORE]);
+            let instance = Instance { id, epoch: Epoch(1), phase: Phase::Both, model, stores };
             Arc::new(Member::new(Arc::new(instance), Arc::new(Simulated), slot, None))
         };
-        let members: Vec<_> = (0..workers).map(member).collect();
+        let members: Vec<_> = ids.zip(slots).map(member).collect();
         core.fleet.join_all(members.iter().cloned());
         for id in 0..workers {
             let source = Source::Worker(WorkerId(id));
             stored(source, Level::G1, 4);
-            if id % 8 == 0 {
-                stored(source, Level::G1, (mix(id) as usize) % names.len());
-                stored(source, Level::G2, (mix(id + 1) as usize) % names.len());
+            if id == 0 {
+                stored(source, Level::G1, names.len() * 7 / 8);
+            } else if id % 8 == 0 {
+                let parts = names.len() * 3 / 4;
+                stored(source, Level::G1, (mix(id) as usize) % parts);
+                stored(source, Level::G2, (mix(id + 1) as usize) % parts);
             }
         }
         stored(Source::Store(STORE), Level::G3, names.len() * 3 / 4);
@@ -64,7 +69,7 @@ impl Decisions {
     pub fn report(&self) {
         let now = Instant::now();
         for member in &self.members {
-            let draw = mix(member.id().0);
+            let draw = if member.id().0 == 0 { 0 } else { mix(member.id().0) };
             let onboard = [Level::G2, Level::G3].map(|level| OnboardSpeed {
                 level,
                 latency_seconds: 0.001,

@@ -165,8 +165,15 @@ fn decision(printed: &[Value]) -> Result<Vec<Figure>> {
         ] {
             figures.push(Figure::of(named(what), number(&told[key])? * 1e6, "µs", goal));
         }
-        let more = number(&told["allocations"])? - number(&least["allocations"])?;
-        figures.push(Figure::of(named("allocations more than for the fewest"), more, "", goal(Goal::Below(1.0))));
+        for (what, key, unit) in [("allocations", "allocations", ""), ("allocated", "bytes", "bytes")] {
+            let more = number(&told[key])? - number(&least[key])?;
+            figures.push(Figure::of(
+                named(&format!("{what} more than for the fewest")),
+                more,
+                unit,
+                goal(Goal::Below(1.0)),
+            ));
+        }
     }
     Ok(figures)
 }
