@@ -118,7 +118,9 @@ impl Composed {
         for (term, score) in composition.scores(&features) {
             *scores.entry(term).or_default() += score;
         }
-        scores.values_mut().for_each(|score| *score = round(*score));
+        for score in scores.values_mut() {
+            *score = round(*score);
+        }
         let bits = composition.passes(&features);
         let passes = composition.filter.iter().enumerate().filter(|(at, _)| bits >> at & 1 == 1);
         Self { score: round(composition.score(&features)), scores, passes: passes.map(|(_, filter)| *filter).collect() }

@@ -58,34 +58,36 @@ async fn whoever_finds_the_room_full_is_told_when_it_will_have_drained_at_the_ra
     let (id, epoch, model) = (WorkerId(1), Epoch(1), Arc::new(card()));
     let instance = Instance { id, epoch, phase: Phase::Both, model: model.clone(), stores: vec![] };
     let _lease = roster.register(instance, Arc::new(Silent(model))).await.unwrap();
-    let report = async |waiting_tokens| {
+    // Lets every task that can run do so.
+    let settle = || tokio::time::sleep(Duration::from_millis(1));
+    let report = |waiting_tokens| {
         let load = Load { waiting_tokens, running: 1, prefill_tokens_per_second: Some(1000.0), ..Load::default() };
         bus.publish(Event { source: Source::Worker(id), epoch, body: EventBody::Load(load) });
-        tokio::time::sleep(Duration::from_millis(1)).await;
+        settle()
     };
     // Each begins otherwise, and all are 500 tokens.
-    let ask = async |kind: u32| {
+    let ask = |kind: u32| {
         let body = serde_json::json!({ "model": "tiny", "prompt": vec![kind; 500], "max_tokens": 1 });
         let request = HttpRequest::post("/v1/completions").header("content-type", "application/json");
-        let asked = tokio::spawn(door.clone().oneshot(request.body(Body::from(body.to_string())).unwrap()));
-        tokio::time::sleep(Duration::from_millis(1)).await;
-        asked
+        tokio::spawn(door.clone().oneshot(request.body(Body::from(body.to_string())).unwrap()))
     };
-    tokio::time::sleep(Duration::from_millis(1)).await;
+    settle().await;
     report(2000).await;
     let mut waiting = Vec::new();
     for kind in 0..13 {
-        waiting.push(ask(kind).await);
+        waiting.push(ask(kind));
+        settle().await;
     }
     tokio::time::sleep(Duration::from_secs(1)).await;
     // There is room for four, and as many come in their place: 2,000 tokens in two seconds.
     report(0).await;
     for kind in 13..17 {
-        waiting.push(ask(kind).await);
+        waiting.push(ask(kind));
+        settle().await;
     }
     tokio::time::sleep(Duration::from_secs(1)).await;
     assert!(waiting.iter().all(|asked| !asked.is_finished()), "nobody was refused");
-    let refused = ask(17).await.await.unwrap().unwrap();
+    let refused = ask(17).await.unwrap().unwrap();
     assert_eq!(
         (refused.status(), &refused.headers()["retry-after"]),
         (StatusCode::TOO_MANY_REQUESTS, &"7".parse().unwrap())
