@@ -10,7 +10,7 @@ use crate::admission::{Asked as Bidden, Bid, Lane, Part, Told};
 use crate::decide::{Ask, Row, Scratch, decide};
 use crate::feed::view::{Outcome, View};
 use crate::fleet::{Fleet, Member};
-use crate::index::Index;
+use crate::index::{Index, Slot};
 use crate::load::Amount;
 use crate::planner::Flip;
 use crate::promise::{Promise, Promises};
@@ -24,7 +24,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
 use worker::engine::{self, ModelCard, OutputStream, Priority, Readiness, Request, Work};
-use worker::plane::{Booked, Instance, RouterId, Source, StoreId, WorkerId};
+use worker::plane::{Booked, Instance, Phase, RouterId, Source, StoreId, WorkerId};
 
 /// The router, and what it believes.
 pub(super) struct Routing {
@@ -145,15 +145,14 @@ impl Routing {
         };
         let card = Simulated::card(MODEL, BLOCK_TOKENS as usize);
         let (index, fleet) = (Index::new(), Fleet::default());
-        let members: Vec<Arc<Member>> = (0..)
-            .zip(&options.workers)
-            .map(|(id, phase)| {
-                let (id, stores) = (WorkerId(id), vec![STORE]);
-                let slot = index.join(id, &stores);
-                let instance = Instance { id, epoch: EPOCH, phase: *phase, model: card.clone(), stores };
-                Arc::new(Member::new(Arc::new(instance), Arc::new(Simulated), slot, None))
-            })
-            .collect();
+        let ids = (0..workers as u64).map(WorkerId);
+        let slots = index.join_all(ids.clone(), &[STORE]);
+        let member = |((id, slot), phase): ((WorkerId, Slot), &Phase)| {
+            let (model, stores) = (card.clone(), vec![STORE]);
+            let instance = Instance { id, epoch: EPOCH, phase: *phase, model, stores };
+            Arc::new(Member::new(Arc::new(instance), Arc::new(Simulated), slot, None))
+        };
+        let members: Vec<Arc<Member>> = ids.zip(slots).zip(&options.workers).map(member).collect();
         fleet.join_all(members.iter().cloned());
         let sources = (0..workers as u64).map(|id| Source::Worker(WorkerId(id))).chain([Source::Store(STORE)]);
         let feed = |source| {
