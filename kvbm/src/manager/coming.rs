@@ -62,6 +62,11 @@ impl Bringing<'_> {
         }
     }
 
+    /// Leaves them to whoever else wants them.
+    pub(super) fn leave(&mut self) {
+        *self = Self { coming: self.coming, ours: NameSet::default(), steps: watch::Sender::new(()) };
+    }
+
     /// Some more of them are in G1.
     pub(super) fn step(&self) {
         self.steps.send_replace(());

@@ -23,6 +23,7 @@ use tokio_util::task::AbortOnDropHandle;
 /// further back still arrive. Dropping it stops what is still under way.
 #[must_use = "dropping it stops the loading"]
 pub struct Onboarding {
+    inner: Arc<Inner>,
     shared: Arc<Shared>,
     task: AbortOnDropHandle<()>,
 }
@@ -43,12 +44,17 @@ struct State {
     claimed: usize,
     held: CachedBlocks,
     from: ByName<Level>,
+    /// What was loaded was offered to the tiers that may not have it.
+    offered: bool,
+    /// Nobody wants the blocks any more.
+    over: bool,
 }
 
 impl Onboarding {
     pub(super) fn start(job: impl FnOnce(Arc<Shared>) -> Job, wake: Arc<Notify>) -> Self {
         let shared = Arc::new(Shared { state: Mutex::default(), turned: Notify::new(), wake });
         let job = job(shared.clone());
+        let inner = job.inner.clone();
         let task = tokio::spawn(async move {
             let ended = Ended(&job);
             if AssertUnwindSafe(bring(&job)).catch_unwind().await.is_err() {
@@ -56,7 +62,7 @@ impl Onboarding {
             }
             drop(ended);
         });
-        Self { shared, task: AbortOnDropHandle::new(task) }
+        Self { inner, shared, task: AbortOnDropHandle::new(task) }
     }
 
     /// The engine has a place for the request now.
@@ -77,10 +83,10 @@ impl Onboarding {
     }
 
     /// Stops what is still under way.
-    pub(super) async fn end(self) {
+    pub(super) async fn end(mut self) {
         self.task.abort();
         // An error says that it was stopped.
-        let _ = self.task.await;
+        let _ = (&mut self.task).await;
     }
 
     /// Blocks that it holds.
@@ -91,6 +97,14 @@ impl Onboarding {
     /// Which tier a block was loaded from; `None` when it was not loaded for this request.
     pub fn from(&self, name: &SequenceHash) -> Option<Level> {
         self.shared.lock().from.get(name).copied()
+    }
+}
+
+impl Drop for Onboarding {
+    /// Its task hears of it later: what came goes at once, for somebody may want the room.
+    fn drop(&mut self) {
+        self.shared.offload(&self.inner);
+        self.shared.let_go();
     }
 }
 
@@ -121,22 +135,35 @@ impl Shared {
         }
     }
 
-    /// Holds blocks for the request.
+    /// Holds blocks for the request, while it wants them.
     pub(super) fn keep(&self, blocks: CachedBlocks) {
-        self.lock().held.extend(blocks);
+        let mut state = self.lock();
+        if !state.over {
+            state.held.extend(blocks);
+        }
+    }
+
+    fn let_go(&self) {
+        let mut state = self.lock();
+        state.over = true;
+        let held = std::mem::take(&mut state.held);
+        drop(state);
+        drop(held);
     }
 
     /// Holds blocks that were loaded for the request, each from its level.
     pub(super) fn keep_loaded(&self, blocks: CachedBlocks, levels: &[Level]) {
-        let mut state = self.lock();
-        state.from.extend(blocks.iter().zip(levels).map(|(block, level)| (block.name(), *level)));
-        state.held.extend(blocks);
+        self.lock().from.extend(blocks.iter().zip(levels).map(|(block, level)| (block.name(), *level)));
+        self.keep(blocks);
     }
 
-    /// Offers what was loaded to the tiers that may not have it. What G2 gave is in G2; everything else goes up there too,
+    /// Offers what was loaded to the tiers that may not have it, once. What G2 gave is in G2; everything else goes up there too,
     /// and down to where it is not yet.
     pub(super) fn offload(&self, inner: &Inner) {
-        let state = self.lock();
+        let mut state = self.lock();
+        if std::mem::replace(&mut state.offered, true) {
+            return;
+        }
         let names: Vec<_> = state.held.iter().map(Held::name).collect();
         inner.offload(&state.held, |at| state.from.get(&names[at]).is_some_and(|level| *level != Level::G2));
     }

@@ -94,6 +94,7 @@ impl Loading<'_> {
             self.places[item.index] = Place::Lost;
         }
         self.places.iter_mut().filter(|place| **place == Place::Unasked).for_each(|place| *place = Place::Lost);
+        self.bringing.leave();
     }
 
     fn expire(&self, source: usize, index: usize) {

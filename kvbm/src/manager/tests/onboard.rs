@@ -76,6 +76,42 @@ async fn blocks_that_are_being_written_when_the_turn_comes_take_no_room_from_the
 }
 
 #[tokio::test(start_paused = true)]
+async fn who_lets_go_of_what_came_makes_room_at_once() {
+    let below = at(Level::G3, 1, 0);
+    below.keeps(0..8).await;
+    let site = Site::new(32, 32, vec![below]);
+    let onboarding = site.manager.begin(&names(8), UNKNOWN, Arc::default()).unwrap();
+    while onboarding.held() < 8 {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    assert_eq!(site.manager.available(), 24);
+    drop(onboarding);
+    // Nobody else has had a turn to run since.
+    assert_eq!(site.manager.available(), 32);
+    site.manager.flush().await;
+    assert_eq!(
+        site.host.as_ref().unwrap().holds(fingerprint(), &names(8)),
+        8,
+        "what came is kept where it was not yet"
+    );
+    assert_eq!(site.counter("offload_dropped_blocks_total", Level::G2), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_found_no_room_for_blocks_leaves_them_to_others() {
+    let below = at(Level::G3, 1, 0);
+    below.keeps(0..8).await;
+    let site = Site::new(16, 0, vec![below]);
+    let all = site.manager.allocate(16).unwrap();
+    let waiting = site.manager.begin(&names(4), UNKNOWN, Arc::default()).unwrap();
+    tokio::time::sleep(Duration::from_millis(10)).await;
+    drop(all);
+    let onboarded = site.manager.onboard(&names(8), ms(100)).await;
+    assert_eq!(onboarded.from, [(Level::G3, 8)]);
+    drop(waiting);
+}
+
+#[tokio::test(start_paused = true)]
 async fn each_block_comes_from_the_fastest_tier_that_holds_it() {
     let (ssd, store) = (at(Level::G3, 1, 0), at(Level::G4, 2, 0));
     store.keeps(0..10).await;
