@@ -49,7 +49,7 @@ pub use seat::Slot;
 
 use arc_swap::ArcSwap;
 use arena::{Arena, Change};
-use body::{Body, Chunk, Roll};
+use body::{Body, Roll, Shelves};
 use change::Run;
 use kvbm::{BlockEvent, Level, SequenceHash};
 use locator::Locator;
@@ -87,6 +87,14 @@ struct Tallies {
     /// Distinct blocks.
     entries: AtomicUsize,
     crowd_bytes: AtomicUsize,
+    ledger_bytes: AtomicUsize,
+}
+
+impl Tallies {
+    /// Bytes beside those of the pages and the tables.
+    fn apart(&self) -> usize {
+        self.crowd_bytes.load(Ordering::Relaxed) + self.ledger_bytes.load(Ordering::Relaxed)
+    }
 }
 
 impl Default for Index {
@@ -109,7 +117,7 @@ impl Index {
     /// An index that forgets what it was asked for longest ago rather than take more than so many bytes.
     pub fn with_budget(bytes: usize) -> Self {
         let locator = Locator::new();
-        let body = Body { tables: locator.tables(), chunks: Arc::default(), roll: Arc::default() };
+        let body = Body { tables: locator.tables(), shelves: Shelves::default(), roll: Arc::default() };
         Self {
             body: ArcSwap::from_pointee(body),
             changing: Mutex::default(),
@@ -144,7 +152,7 @@ impl Index {
         self.body.load().roll.lonely()
     }
 
-    /// Forgets a source, with what it held, in time proportional to that.
+    /// Forgets a source, with what it held, in time proportional to that, and to the number of sources.
     pub fn forget(&self, source: Source) {
         let Some(owner) = self.call(|roll| roll.strike(source)) else { return };
         let mut ledger = owner.lock();
@@ -153,6 +161,7 @@ impl Index {
             self.empty(&owner, &mut ledger, seat);
         }
         self.close(owner.slot, &mut ledger);
+        self.weigh(&owner, &mut ledger);
         drop(ledger);
         self.call(|roll| roll.vacate(owner.slot));
     }
@@ -164,6 +173,7 @@ impl Index {
         for seat in seats(owner.slot) {
             self.empty(&owner, &mut ledger, seat);
         }
+        self.weigh(&owner, &mut ledger);
         owner.set_forgetful(false);
     }
 
@@ -186,6 +196,7 @@ impl Index {
             }
             BlockEvent::Cleared { .. } => self.empty(&owner, &mut ledger, seat),
         }
+        self.weigh(&owner, &mut ledger);
         drop(ledger);
         self.trim();
     }
@@ -208,6 +219,7 @@ impl Index {
             // A snapshot does not say what follows what.
             self.store(&owner, &mut ledger, seat, Run::loose(&wanted));
         }
+        self.weigh(&owner, &mut ledger);
         drop(ledger);
         self.trim();
     }
@@ -243,9 +255,7 @@ impl Index {
 
     /// Bytes that the index has taken for its blocks, spare room included.
     pub fn bytes(&self) -> usize {
-        let owners: Vec<Arc<Owner>> = self.body.load().roll.all().cloned().collect();
-        let ledgers: usize = owners.iter().map(|owner| owner.bytes()).sum();
-        self.arena.bytes() + self.locator.bytes() + self.tallies.crowd_bytes.load(Ordering::Relaxed) + ledgers
+        self.arena.bytes() + self.locator.bytes() + self.tallies.apart()
     }
 
     fn owner(&self, source: Source) -> Option<Arc<Owner>> {
@@ -268,15 +278,10 @@ impl Index {
 
     fn set_chunk(&self, change: Change) {
         self.change(|body| {
-            let mut chunks: Vec<Option<Chunk>> = Vec::clone(&body.chunks);
-            match change {
-                Change::Came(at, chunk) => {
-                    chunks.resize(chunks.len().max(at + 1), None);
-                    chunks[at] = Some(chunk);
-                }
-                Change::Went(at) => chunks[at] = None,
-            }
-            body.chunks = Arc::new(chunks);
+            body.shelves = match change {
+                Change::Came(at, chunk) => body.shelves.with(at, Some(chunk)),
+                Change::Went(at) => body.shelves.with(at, None),
+            };
         });
     }
 

@@ -19,7 +19,7 @@ use worker::plane::{Source, StoreId};
 #[derive(Clone)]
 pub(super) struct Body {
     pub(super) tables: [Arc<Table>; SHARDS],
-    pub(super) chunks: Arc<Vec<Option<Chunk>>>,
+    pub(super) shelves: Shelves,
     pub(super) roll: Arc<Roll>,
 }
 
@@ -44,6 +44,15 @@ pub(super) struct Chunk {
     heads: Arc<[Head]>,
     names: Arc<[Names]>,
 }
+
+/// All chunks, a shelf of them shared between one body and the next: a new chunk costs a copy of its shelf, and not of the list.
+#[derive(Clone, Default)]
+pub(super) struct Shelves(Arc<[Arc<Shelf>]>);
+
+type Shelf = [Option<Chunk>; SHELF];
+
+/// Chunks of a shelf: a million blocks.
+const SHELF: usize = 64;
 
 /// Pages are taken from the system this many at a time: 147 KiB, room for 16,384 blocks.
 pub(super) const CHUNK: usize = 256;
@@ -74,17 +83,38 @@ impl Chunk {
     }
 }
 
+impl Shelves {
+    fn chunk(&self, page: u32) -> Option<&Chunk> {
+        let at = page as usize / CHUNK;
+        self.0.get(at / SHELF)?[at % SHELF].as_ref()
+    }
+
+    /// The same, but for one chunk.
+    pub(super) fn with(&self, at: usize, chunk: Option<Chunk>) -> Self {
+        let mut shelves = self.0.to_vec();
+        while shelves.len() <= at / SHELF {
+            shelves.push(Arc::new(std::array::from_fn(|_| None)));
+        }
+        Arc::make_mut(&mut shelves[at / SHELF])[at % SHELF] = chunk;
+        Self(shelves.into())
+    }
+
+    /// More than the number of any page.
+    pub(super) fn pages(&self) -> usize {
+        self.0.len() * SHELF * CHUNK
+    }
+}
+
 impl Body {
     pub(super) fn page(&self, number: u32) -> Option<Page<'_>> {
-        let chunk = self.chunks.get(number as usize / CHUNK)?.as_ref()?;
+        let chunk = self.shelves.chunk(number)?;
         let at = number as usize % CHUNK;
         Some(Page::new(chunk.heads.get(at)?, chunk.names.get(at)?))
     }
 
     /// Begins to bring a page's head near.
     pub(super) fn fetch_head(&self, number: u32) {
-        let chunk = self.chunks.get(number as usize / CHUNK).and_then(Option::as_ref);
-        if let Some(head) = chunk.and_then(|chunk| chunk.heads.get(number as usize % CHUNK)) {
+        if let Some(head) = self.shelves.chunk(number).and_then(|chunk| chunk.heads.get(number as usize % CHUNK)) {
             fetch(head);
         }
     }
@@ -135,11 +165,6 @@ impl Roll {
     pub(super) fn by_slot(&self, slot: Slot) -> Option<&Arc<Owner>> {
         let seats = if slot.is_store() { &self.stores } else { &self.workers };
         seats.get(slot.number())?.as_ref()
-    }
-
-    /// Everybody.
-    pub(super) fn all(&self) -> impl Iterator<Item = &Arc<Owner>> {
-        self.owners.values()
     }
 
     /// Seats a source, unless it is there.

@@ -5,10 +5,11 @@
 //! never wrong, only forgetful.
 
 use super::Index;
-use super::body::{CHUNK, PAGE_BYTES, Place};
+use super::body::{PAGE_BYTES, Place};
 use super::change::{Gone, digest};
 use super::holders::Holders;
 use super::locator::Entry;
+use super::owner::{Ledger, Owner, fit};
 use super::page::{Page, Warmth, each};
 use std::sync::atomic::Ordering;
 
@@ -26,7 +27,7 @@ impl Index {
         // Whoever is at it does it for all.
         let Ok(mut hand) = self.hand.try_lock() else { return 0 };
         let (mut forgotten, mut gone) = (0, Gone::default());
-        let pages = self.body.load().chunks.len() * CHUNK;
+        let pages = self.body.load().shelves.pages();
         // Twice round, everything has been cold once.
         for _ in 0..2 * pages {
             if gone.pages.len() == BATCH || self.fits() {
@@ -68,8 +69,8 @@ impl Index {
         true
     }
 
-    /// Takes a page's blocks off its holders' tallies. Answers with how many that were. Their ledgers go on naming the page,
-    /// which does no harm.
+    /// Takes a page's blocks off its holders' tallies. Answers with how many that were. Their ledgers go on naming the page until
+    /// they are [weighed](Self::weigh).
     fn strike_holders(&self, page: Page<'_>) -> usize {
         let (body, holders) = (self.body.load(), page.holders());
         self.tallies.crowd_bytes.fetch_sub(holders.bytes(), Ordering::Relaxed);
@@ -79,7 +80,7 @@ impl Index {
             memberships += blocks;
             if let Some(owner) = body.roll.by_slot(seat.slot()) {
                 owner.went(seat, blocks as u64, digest(page, mask));
-                owner.set_forgetful(true);
+                owner.lose();
             }
         }
         memberships
@@ -93,6 +94,26 @@ impl Index {
     fn weight(&self) -> usize {
         self.arena.used() * PAGE_BYTES
             + self.tallies.entries.load(Ordering::Relaxed) * ENTRY_BYTES
-            + self.tallies.crowd_bytes.load(Ordering::Relaxed)
+            + self.tallies.apart()
+    }
+
+    /// Counts what a ledger takes, once it was changed, after clearing it of forgotten pages if they are many.
+    pub(super) fn weigh(&self, owner: &Owner, ledger: &mut Ledger) {
+        if owner.lost_many(ledger) {
+            let body = self.body.load();
+            for seat in super::seats(owner.slot) {
+                let holds = |number: &u32| {
+                    let _turn = self.arena.turn(*number);
+                    body.page(*number).is_some_and(|page| page.holders().mask(seat) != 0)
+                };
+                let pages = &mut ledger.pages[seat.level()];
+                pages.retain(holds);
+                fit(pages);
+            }
+        }
+        let growth = ledger.growth();
+        if growth != 0 {
+            self.tallies.ledger_bytes.fetch_add(growth, Ordering::Relaxed);
+        }
     }
 }

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Shards: two writers seldom meet in one, a batch has several names for each, and none is long in growing.
 pub(super) const SHARDS: usize = 1 << SHARD_BITS;
-const SHARD_BITS: u32 = 4;
+const SHARD_BITS: u32 = 3;
 /// A table is replaced by a larger one once it is fuller than this: beyond, groups of nine overflow too often.
 const FULL: f64 = 0.75;
 /// And by a smaller one once it is emptier than this.
@@ -21,6 +21,8 @@ const SPARSE: f64 = 0.2;
 pub(super) const BATCH: usize = 512;
 /// Entries that are on their way to the core's cache at a time: as many as it can wait for.
 const AHEAD: usize = 24;
+/// Entries whose line has come by now.
+const NEAR: usize = 8;
 /// Names that are read at once while a table is laid out anew.
 const AT_ONCE: usize = 512;
 
@@ -93,8 +95,12 @@ impl Locator {
     ) -> Vec<Entry> {
         let mut refused = Vec::new();
         self.for_each_shard(body, entries, |number, shard, entries, ahead| {
+            let crowded = shard.live >= shard.full / 4 * 3;
             for (at, entry) in entries.iter().enumerate() {
                 ahead.fetch(at);
+                if let Some(soon) = entries.get(at + NEAR).filter(|_| crowded) {
+                    shard.table.fetch_next(Key::of(soon.name).tag);
+                }
                 if shard.live >= shard.full {
                     shard.replace(true, &names);
                     grown(number, shard.table.clone());

@@ -6,7 +6,7 @@ use super::seat::{Seat, Slot};
 use std::collections::HashSet;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// The source.
@@ -16,13 +16,17 @@ pub(super) struct Owner {
     tallies: [Tally; LEVELS.len()],
     /// Some of what it holds was dropped to save memory.
     forgetful: AtomicBool,
+    /// Pages that were forgotten and that its ledger may still name.
+    lost: AtomicUsize,
 }
 
 /// Where a source's blocks are. The lock on it also orders the changes of one source.
 #[derive(Default)]
 pub(super) struct Ledger {
-    /// By level: pages in which it holds something, and perhaps some in which it no longer does.
+    /// By level: pages in which it holds something, and some in which it did before they were forgotten.
     pub(super) pages: [Pages; LEVELS.len()],
+    /// Bytes of these when they were last asked for.
+    pub(super) bytes: usize,
     /// Where its next new names go, if there is room: the first of these pages, and then the others.
     pub(super) open: Range<u32>,
     /// The crowds that it last joined and left.
@@ -34,6 +38,10 @@ pub(super) struct Ledger {
 
 /// Numbers of pages.
 pub(super) type Pages = HashSet<u32, BuildHasherDefault<Spread>>;
+
+/// A ledger is cleared of forgotten pages when they are more than these, and than one in so many.
+const LOST_LEAST: usize = 16;
+const LOST_SHARE: usize = 4;
 
 /// How many blocks a source holds at a level, and which, as one number.
 #[derive(Default)]
@@ -63,7 +71,7 @@ impl Digest {
 impl Owner {
     pub(super) fn new(slot: Slot) -> Self {
         let (ledger, tallies) = (Mutex::default(), Default::default());
-        Self { slot, ledger, tallies, forgetful: AtomicBool::new(false) }
+        Self { slot, ledger, tallies, forgetful: AtomicBool::new(false), lost: AtomicUsize::new(0) }
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, Ledger> {
@@ -98,14 +106,33 @@ impl Owner {
         Digest { blocks, sum, whole: !self.forgetful.load(Ordering::Relaxed) }
     }
 
-    /// Bytes of the ledger. Waits for a change of this source to end.
-    pub(super) fn bytes(&self) -> usize {
+    /// A page in which it held something was forgotten.
+    pub(super) fn lose(&self) {
+        self.forgetful.store(true, Ordering::Relaxed);
+        self.lost.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Whether so many pages were forgotten that its ledger should be cleared of them; then that is for the caller to do.
+    pub(super) fn lost_many(&self, ledger: &Ledger) -> bool {
+        let named: usize = ledger.pages.iter().map(HashSet::len).sum();
+        let many = self.lost.load(Ordering::Relaxed) > LOST_LEAST + named / LOST_SHARE;
+        if many {
+            self.lost.store(0, Ordering::Relaxed);
+        }
+        many
+    }
+}
+
+impl Ledger {
+    /// By how many bytes it has grown since this was last asked, modulo two to the width of a word.
+    pub(super) fn growth(&mut self) -> usize {
         // A set has a power of two of buckets, at most 7/8 full, with a control byte each.
         let set = |pages: &Pages| match pages.capacity() {
             0 => 0,
             capacity => (capacity * 8 / 7).next_power_of_two() * (size_of::<u32>() + 1),
         };
-        self.lock().pages.iter().map(set).sum()
+        let bytes: usize = self.pages.iter().map(set).sum();
+        bytes.wrapping_sub(std::mem::replace(&mut self.bytes, bytes))
     }
 }
 

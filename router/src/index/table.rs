@@ -238,6 +238,15 @@ impl Table {
         fetch(&self.groups[self.home(tag).0]);
     }
 
+    /// Once that is near: begins to bring the next one near, where whoever enters the entry will look at it as well.
+    pub(crate) fn fetch_next(&self, tag: u64) {
+        let home = self.home(tag).0;
+        let group = &self.groups[home];
+        if !group.ends() || group.marks(Ordering::Relaxed).empty() == Slots::NONE {
+            fetch(self.groups.get(home + 1).unwrap_or(&self.groups[0]));
+        }
+    }
+
     /// The first place under a tag that is `wanted`.
     pub(crate) fn find(&self, tag: u64, mut wanted: impl FnMut(u32) -> bool) -> Option<u32> {
         let (home, mark) = self.home(tag);

@@ -354,6 +354,35 @@ fn an_index_over_its_budget_forgets_the_coldest_and_is_never_wrong() {
 }
 
 #[test]
+fn a_budget_is_kept_however_often_what_is_known_has_changed() {
+    const BUDGET: usize = 4 << 20;
+    const WORKERS: u64 = 100;
+    let index = Index::with_budget(BUDGET);
+    let workers: Vec<WorkerId> = (0..WORKERS).map(WorkerId).collect();
+    for id in &workers {
+        index.join(*id, &[]);
+    }
+    let mut most = [0; 2];
+    for number in 0..16_000 {
+        let (_, events) = runs(number, 256, 256);
+        index.apply(Source::Worker(workers[number as usize % workers.len()]), &events[0]);
+        let part = &mut most[usize::from(number >= 8000)];
+        *part = index.bytes().max(*part);
+    }
+    assert!(index.forgotten() > 16_000, "everything has changed many times");
+    assert!(most[1] <= BUDGET, "{most:?} bytes");
+    // A worker that leaves costs what it holds, and not what it held.
+    let owner = index.owner(Source::Worker(workers[0])).unwrap();
+    let named = owner.lock().pages[0].len();
+    let held = owner.digest(0).blocks as usize;
+    assert!(held > 0 && named <= held / 64 * 2 + 32, "{named} pages for {held} blocks");
+    for id in &workers {
+        index.leave(*id);
+    }
+    assert_eq!((index.memberships(), index.tallies.ledger_bytes.load(Ordering::Relaxed)), (0, 0));
+}
+
+#[test]
 fn readers_and_writers_side_by_side_agree_with_the_model_in_the_end() {
     let index = Index::new();
     let slots: Vec<Slot> = (0..4).map(|id| index.join(WorkerId(id), &[])).collect();
