@@ -14,7 +14,7 @@ use super::page::{Page, Warmth, each};
 use std::sync::atomic::Ordering;
 
 /// What an entry costs in the emptiest table that growing makes.
-const ENTRY_BYTES: usize = 19;
+const ENTRY_BYTES: usize = 26;
 /// Pages forgotten between two looks at the tables.
 const BATCH: usize = 8;
 
