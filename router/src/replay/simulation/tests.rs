@@ -103,3 +103,58 @@ fn workers_change_sides_when_what_is_asked_does() {
     assert!(change.flips.is_some_and(|flips| (1..=4).contains(&flips)), "{change:?}");
     assert!(change.itl_p99_s < stay.itl_p99_s && change.handed_over > stay.handed_over, "{change:?} {stay:?}");
 }
+
+#[test]
+fn two_workers_whose_memory_is_full_of_each_others_prompts_do_not_wait_for_ever() {
+    // 20 blocks of 512 tokens, of which each request takes twelve.
+    let profile = Profile {
+        device_bytes: 20 * 512,
+        kv_bytes_per_token: 1,
+        host: None,
+        shared: None,
+        peer: Some(Link { bytes_per_second: 1e9, latency_s: 0.0 }),
+        ..options(1).profile
+    };
+    let asked = |first: u32| Asked { at_ms: 0, input: 11 * 512, output: 1, blocks: (first..first + 11).collect() };
+    let (requests, mut shared) = (vec![asked(0), asked(100)], None);
+    let mut workers = [Engine::new(&profile), Engine::new(&profile)];
+    let mut step = |worker: &mut Engine, now: u64| {
+        let mut effects = Effects::default();
+        match worker.turn(now, &requests, &profile, &mut shared, &mut effects) {
+            Turn::Step(end) => {
+                worker.stepped(end, &requests, &mut shared, &mut effects);
+                (end, effects)
+            }
+            Turn::Wait(until) => (until, effects),
+            Turn::Rest => (now, effects),
+        }
+    };
+    let mut now = 0;
+    for (request, worker) in (0..).zip(&mut workers) {
+        worker.accept(request, &requests[request as usize], Part::Prefill);
+        let mut handed = Vec::new();
+        while handed.is_empty() {
+            let (end, effects) = step(worker, now);
+            (now, handed) = (end, effects.handed);
+        }
+        assert_eq!(handed, [request]);
+    }
+    // Each goes on where the other is kept.
+    let [a, b] = &mut workers;
+    a.accept(1, &requests[1], Part::Decode);
+    b.accept(0, &requests[0], Part::Decode);
+    let (_, effects) = step(a, now);
+    assert_eq!((effects.lost, effects.handed.len()), (vec![0], 0), "its prompt makes room");
+    b.lost(0, &requests[0]);
+    assert_eq!(b.load(&profile).waiting_tokens, 11 * 512, "and is computed where it decodes");
+    let mut done = Vec::new();
+    for worker in &mut workers {
+        while done.is_empty() || worker.load(&profile).running + worker.load(&profile).waiting > 0 {
+            let (end, effects) = step(worker, now);
+            assert!(end > now || !effects.finished.is_empty(), "it rests");
+            now = end;
+            done.extend(effects.finished);
+        }
+    }
+    assert_eq!(done, [1, 0]);
+}
