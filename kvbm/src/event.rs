@@ -5,12 +5,15 @@
 //! as long as the log keeps them, and then for a snapshot. The log keeps the set of announced blocks beside the numbers, so a
 //! snapshot is always consistent with its number.
 
+mod snapshot;
+
+pub use snapshot::{Run, Snapshot};
+
 use crate::SequenceHash;
-use crate::names::NameHasher;
+use crate::names::ByName;
 use serde::{Deserialize, Serialize};
-use std::collections::{HashSet, VecDeque};
+use std::collections::VecDeque;
 use std::fmt;
-use std::hash::BuildHasherDefault;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use tokio::sync::watch;
 
@@ -95,17 +98,6 @@ pub struct Numbered {
     pub event: BlockEvent,
 }
 
-/// All that an owner has announced, as of a number.
-#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct Snapshot {
-    /// The life that the numbers belong to.
-    pub epoch: Epoch,
-    /// The last event that the snapshot includes; 0 when there was none.
-    pub number: u64,
-    /// Every announced block: where it rests, its parent, its name.
-    pub blocks: Vec<(Level, SequenceHash)>,
-}
-
 /// Which blocks rest where, as one number, in whatever order they came: what an owner and those who follow it compare. The
 /// sum, modulo 2⁶⁴, of each block's part, weighed by its level.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
@@ -168,9 +160,27 @@ pub struct EventLog {
 struct State {
     last: u64,
     ring: VecDeque<Numbered>,
-    announced: HashSet<(Level, SequenceHash), BuildHasherDefault<NameHasher>>,
+    announced: ByName<Announced>,
     /// Of `announced`.
     digest: Digest,
+}
+
+/// A block that rests somewhere: 34 bytes with its name.
+#[derive(Clone, Copy)]
+struct Announced {
+    parent: Option<SequenceHash>,
+    /// Where, a bit for each level.
+    levels: u8,
+}
+
+impl Announced {
+    fn rests_at(self, level: Level) -> bool {
+        self.levels & bit(level) != 0
+    }
+}
+
+fn bit(level: Level) -> u8 {
+    1 << level as u8
 }
 
 impl State {
@@ -186,23 +196,35 @@ impl State {
 
     fn note(&mut self, event: &BlockEvent) {
         let Self { announced, digest, .. } = self;
+        let part = |block: &SequenceHash| Digest::part(block.short());
         match event {
-            BlockEvent::Stored { level, blocks, .. } => {
-                for block in blocks.iter().filter(|block| announced.insert((*level, **block))) {
-                    *digest = digest.with(*level, Digest::part(block.short()));
+            BlockEvent::Stored { level, parent, blocks } => {
+                let mut before = *parent;
+                for block in blocks {
+                    let known = announced.entry(*block).or_insert(Announced { parent: before, levels: 0 });
+                    if !known.rests_at(*level) {
+                        known.levels |= bit(*level);
+                        *digest = digest.with(*level, part(block));
+                    }
+                    before = Some(*block);
                 }
             }
             BlockEvent::Removed { level, blocks } => {
-                for block in blocks.iter().filter(|block| announced.remove(&(*level, **block))) {
-                    *digest = digest.without(*level, Digest::part(block.short()));
+                for block in blocks {
+                    let Some(known) = announced.get_mut(block).filter(|known| known.rests_at(*level)) else { continue };
+                    known.levels &= !bit(*level);
+                    *digest = digest.without(*level, part(block));
+                    if known.levels == 0 {
+                        announced.remove(block);
+                    }
                 }
             }
-            BlockEvent::Cleared { level } => announced.retain(|(at, block)| {
-                let stays = at != level;
-                if !stays {
-                    *digest = digest.without(*at, Digest::part(block.short()));
+            BlockEvent::Cleared { level } => announced.retain(|block, known| {
+                if known.rests_at(*level) {
+                    known.levels &= !bit(*level);
+                    *digest = digest.without(*level, part(block));
                 }
-                stays
+                known.levels != 0
             }),
         }
     }
@@ -214,7 +236,7 @@ impl EventLog {
 
     /// An empty log for one life of its owner.
     pub fn new(epoch: Epoch) -> Self {
-        let state = State { last: 0, ring: VecDeque::new(), announced: HashSet::default(), digest: Digest::default() };
+        let state = State { last: 0, ring: VecDeque::new(), announced: ByName::default(), digest: Digest::default() };
         Self { epoch, queue: Mutex::default(), state: Mutex::new(state), latest: watch::Sender::new(0) }
     }
 
@@ -258,10 +280,18 @@ impl EventLog {
         Ok(state.ring.iter().skip(skip).take(limit).cloned().collect())
     }
 
-    /// Everything announced so far. The order of blocks is not defined.
+    /// Everything announced so far.
     pub fn snapshot(&self) -> Snapshot {
-        let state = self.lock();
-        Snapshot { epoch: self.epoch, number: state.last, blocks: state.announced.iter().copied().collect() }
+        // Copied, so that nobody waits for the lock while it is laid in runs.
+        let (number, announced) = {
+            let state = self.lock();
+            (state.last, state.announced.clone())
+        };
+        let at = |level| {
+            let resting = announced.iter().filter(move |(_, known)| known.rests_at(level));
+            snapshot::runs(level, resting.map(|(name, known)| (*name, known.parent)))
+        };
+        Snapshot { epoch: self.epoch, number, runs: Level::ALL.into_iter().flat_map(at).collect() }
     }
 
     /// What a snapshot would hold, as one number, and the number of the last event in it.
@@ -296,61 +326,4 @@ impl fmt::Debug for EventLog {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn name(n: u8) -> SequenceHash {
-        SequenceHash::from_bytes([n; 16])
-    }
-
-    fn stored(n: u8) -> BlockEvent {
-        BlockEvent::Stored { level: Level::G1, parent: None, blocks: vec![name(n)] }
-    }
-
-    #[test]
-    fn numbers_are_gapless_and_empty_events_get_none() {
-        let log = EventLog::new(Epoch(1));
-        log.announce(stored(1));
-        log.announce(BlockEvent::Removed { level: Level::G1, blocks: vec![] });
-        log.announce(stored(2));
-        let numbers: Vec<u64> = log.after(0, 10).unwrap().iter().map(|e| e.number).collect();
-        assert_eq!(numbers, [1, 2]);
-        assert_eq!(*log.latest().borrow(), 2);
-    }
-
-    #[test]
-    fn a_digest_tells_what_is_there_whatever_happened_before() {
-        let removed = |level, n| BlockEvent::Removed { level, blocks: vec![name(n)] };
-        let digest = |events: &[BlockEvent]| {
-            let log = EventLog::new(Epoch(1));
-            for event in events {
-                log.announce(event.clone());
-            }
-            log.digest().1
-        };
-        let both = digest(&[stored(1), stored(2)]);
-        assert_eq!(both, digest(&[stored(2), stored(3), stored(1), removed(Level::G1, 3), stored(2)]));
-        assert_ne!(both, digest(&[stored(1)]));
-        assert_ne!(both, digest(&[stored(1), stored(3)]));
-        let below = BlockEvent::Stored { level: Level::G2, parent: None, blocks: vec![name(1)] };
-        assert_ne!(digest(&[stored(1)]), digest(std::slice::from_ref(&below)), "where counts, too");
-        assert_eq!(
-            both,
-            digest(&[stored(1), below, stored(2), removed(Level::G2, 9), BlockEvent::Cleared { level: Level::G2 }])
-        );
-        assert_eq!(digest(&[stored(1), BlockEvent::Cleared { level: Level::G1 }]), Digest::default());
-    }
-
-    #[test]
-    fn a_reader_that_lags_gets_a_gap_and_a_snapshot_that_agrees() {
-        let log = EventLog::new(Epoch(1));
-        for _ in 0..EventLog::KEPT {
-            log.announce(stored(1));
-        }
-        log.announce(BlockEvent::Removed { level: Level::G1, blocks: vec![name(1)] });
-        assert_eq!(log.after(0, 1), Err(Gap { oldest_lost: 1 }));
-        assert_eq!(log.after(1, 1).unwrap()[0].number, 2);
-        let snapshot = log.snapshot();
-        assert_eq!((snapshot.number, snapshot.blocks.len()), (EventLog::KEPT as u64 + 1, 0));
-    }
-}
+mod tests;

@@ -115,7 +115,7 @@ pub use census::Census;
 pub use clock::{Clock, Date};
 pub use device::{BlockId, DeviceBlocks};
 pub use disk::DiskTier;
-pub use event::{BlockEvent, Digest, Epoch, EventLog, Gap, Level, Numbered, Snapshot};
+pub use event::{BlockEvent, Digest, Epoch, EventLog, Gap, Level, Numbered, Run, Snapshot};
 pub use faulty::{Faults, Faulty};
 pub use host::HostTier;
 pub use manager::{BlockManager, Onboarded, Onboarding, Recompute, Speed};

@@ -6,7 +6,7 @@
 use crate::index::Index;
 use crate::sent::{BLOCKS, Sent};
 use crate::trust::{Mode, Reason, Trust};
-use kvbm::{BlockEvent, Level, SequenceHash};
+use kvbm::{BlockEvent, Level, Run, SequenceHash};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use tokio::time::Instant;
 use worker::plane::{Source, WorkerId};
@@ -72,8 +72,9 @@ impl Ledger {
 
     /// Has the index know what was sent to the worker, as its shadow's.
     pub(crate) fn cast(&self, index: &Index, worker: WorkerId) {
-        let blocks: Vec<_> = self.lock().sent.blocks().map(|name| (Level::G1, name)).collect();
-        index.replace(Source::Worker(shadow(worker)), &blocks);
+        let run = |name| Run { level: Level::G1, parent: None, blocks: vec![name] };
+        let runs: Vec<Run> = self.lock().sent.blocks().map(run).collect();
+        index.replace(Source::Worker(shadow(worker)), &runs);
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {

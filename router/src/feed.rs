@@ -229,7 +229,7 @@ impl Feed {
                 (outcome, attempt)
             }
             Answer::Snapshot(snapshot) if view.snapshot(snapshot.epoch, snapshot.number) => {
-                self.core.index.replace(source, &snapshot.blocks);
+                self.core.index.replace(source, &snapshot.runs);
                 ("taken", attempt + 1)
             }
             Answer::Snapshot(_) => ("outdated", attempt + 1),

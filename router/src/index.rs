@@ -202,7 +202,7 @@ impl Index {
     }
 
     /// Sets what a source holds, changing only the difference: readers never see it empty in between.
-    pub fn replace(&self, source: Source, blocks: &[(Level, SequenceHash)]) {
+    pub fn replace(&self, source: Source, runs: &[kvbm::Run]) {
         let Some(owner) = self.owner(source) else { return };
         let mut ledger = owner.lock();
         if ledger.retired {
@@ -211,13 +211,16 @@ impl Index {
         owner.set_forgetful(false);
         for level in LEVELS {
             let Some(seat) = Seat::new(owner.slot, level) else { continue };
-            let wanted: Vec<u64> = blocks.iter().filter(|(at, _)| *at == level).map(|(_, name)| name.short()).collect();
-            let keep: HashSet<u64> = wanted.iter().copied().collect();
+            let wanted = || runs.iter().filter(|run| run.level == level);
+            let keep: HashSet<u64> = wanted().flat_map(|run| &run.blocks).map(SequenceHash::short).collect();
             let held = self.names(&ledger, seat);
             let stale: Vec<u64> = held.into_iter().filter(|name| !keep.contains(name)).collect();
             self.evict(&owner, &mut ledger, seat, &stale);
-            // A snapshot does not say what follows what.
-            self.store(&owner, &mut ledger, seat, Run::loose(&wanted));
+            for run in wanted() {
+                let names: Vec<u64> = run.blocks.iter().map(SequenceHash::short).collect();
+                let after = run.parent.as_ref().map(SequenceHash::short);
+                self.store(&owner, &mut ledger, seat, Run { names: &names, after, chained: true });
+            }
         }
         self.weigh(&owner, &mut ledger);
         drop(ledger);

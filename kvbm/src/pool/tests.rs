@@ -123,7 +123,7 @@ fn a_discarded_block_is_denied_but_stays_with_its_holder() {
     let held = put(&pool, 1, None);
     pool.discard(name(1));
     assert_eq!((pool.holds(&[name(1)]), pool.available(), gauge.get()), (0, 0, 0));
-    assert!(log.snapshot().blocks.is_empty());
+    assert!(log.snapshot().runs.is_empty());
     drop(held);
     assert_eq!(pool.available(), 1);
 }
@@ -244,7 +244,7 @@ proptest! {
             let names: HashSet<_> = pool.names().into_iter().collect();
             let want: HashSet<_> = model.resident.iter().copied().map(name).collect();
             prop_assert_eq!(&names, &want);
-            let announced: HashSet<_> = log.snapshot().blocks.into_iter().map(|(_, name)| name).collect();
+            let announced: HashSet<_> = log.snapshot().blocks().map(|(_, name)| name).collect();
             prop_assert_eq!(&names, &announced);
             prop_assert_eq!(gauge.get(), want.len() as i64);
         }

@@ -139,8 +139,17 @@ fn perform(index: &Index, model: &mut Model, slots: &mut BTreeMap<WorkerId, Slot
         Step::Removed(source, level, chain, at, n) => take(index, model, source, removed(level, &run_of(chain, at, n))),
         Step::Cleared(source, level) => take(index, model, source, BlockEvent::Cleared { level }),
         Step::Replace(source, blocks) => {
+            let mut blocks = blocks;
+            blocks.sort_unstable();
+            blocks.dedup();
+            let follows = |a: &(Level, _, usize), b: &(Level, _, usize)| (a.0, a.1, a.2 + 1) == *b;
+            let runs = blocks.chunk_by(follows).map(|run| {
+                let ((level, _, at), names) = (run[0], chain(run[0].1));
+                let parent = at.checked_sub(1).map(|before| names[before]);
+                kvbm::Run { level, parent, blocks: names[at..at + run.len()].to_vec() }
+            });
+            index.replace(source, &runs.collect::<Vec<_>>());
             let blocks: Vec<_> = blocks.into_iter().map(|(level, number, at)| (level, chain(number)[at])).collect();
-            index.replace(source, &blocks);
             if let Some(held) = model.held.get_mut(&source) {
                 *held = blocks.into_iter().collect();
             } else if let Source::Worker(id) = source
@@ -342,8 +351,7 @@ fn an_index_over_its_budget_forgets_the_coldest_and_is_never_wrong() {
     // A snapshot restores what fits.
     let (names, _) = runs(1, 512, 512);
     assert_eq!(index.overlap(&names).at(slot).run(), 0, "it was the coldest");
-    let blocks: Vec<_> = names.iter().map(|name| (Level::G1, *name)).collect();
-    index.replace(Source::Worker(id), &blocks);
+    index.replace(Source::Worker(id), &[kvbm::Run { level: Level::G1, parent: None, blocks: names.clone() }]);
     assert_eq!(index.overlap(&names).at(slot).run(), 512);
     assert!(index.digest(Source::Worker(id), Level::G1).unwrap().whole);
     // A smaller budget is kept at once.
@@ -380,6 +388,24 @@ fn a_budget_is_kept_however_often_what_is_known_has_changed() {
         index.leave(*id);
     }
     assert_eq!((index.memberships(), index.tallies.ledger_bytes.load(Ordering::Relaxed)), (0, 0));
+}
+
+#[test]
+fn a_snapshot_lays_each_chain_in_pages_of_its_own_as_its_events_would() {
+    let (log, index, id) = (kvbm::EventLog::new(kvbm::Epoch(1)), Index::new(), WorkerId(1));
+    let slot = index.join(id, &[]);
+    let chains: Vec<_> = (0..20).map(|number| runs(number, 512, 16)).collect();
+    // They grow side by side.
+    for nth in 0..32 {
+        chains.iter().for_each(|(_, events)| log.announce(events[nth].clone()));
+    }
+    index.replace(Source::Worker(id), &log.snapshot().runs);
+    for (names, _) in &chains {
+        assert_eq!(index.overlap(names).at(slot).run(), 512);
+        let body = index.body.load();
+        let pages: BTreeSet<u32> = names.iter().map(|name| body.find(name.short()).unwrap().page()).collect();
+        assert!(pages.len() <= 9, "512 blocks lie in {} pages of 64", pages.len());
+    }
 }
 
 #[test]

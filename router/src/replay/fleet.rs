@@ -19,7 +19,7 @@ use crate::select::{Turn, mix};
 use crate::settings::{Disaggregation, Settings, Tuning};
 use crate::survey::{Overlaps, Survey};
 use futures::future::BoxFuture;
-use kvbm::{Epoch, Level, SequenceHash};
+use kvbm::{Epoch, Level, Run, SequenceHash};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
@@ -420,9 +420,10 @@ impl Routing {
     /// A snapshot of a source, taken now, arrives. Whether another is needed.
     pub(super) fn repair(&mut self, from: usize, number: u64, blocks: impl Iterator<Item = (Level, u32)>) -> bool {
         let feed = &mut self.feeds[from];
-        let blocks: Vec<_> = blocks.map(|(level, block)| (level, trace::name(block))).collect();
+        let run = |(level, block)| Run { level, parent: None, blocks: vec![trace::name(block)] };
+        let runs: Vec<Run> = blocks.map(run).collect();
         if feed.view.snapshot(EPOCH, number) {
-            self.index.replace(feed.source, &blocks);
+            self.index.replace(feed.source, &runs);
         }
         while let Some(event) = feed.view.next() {
             self.index.apply(feed.source, &event);

@@ -153,7 +153,7 @@ async fn a_link_that_loses_repeats_and_reorders_costs_no_truth_in_the_end() {
         }
         tokio::time::sleep(Duration::from_secs(1)).await;
     }
-    let announced: usize = workers.iter().map(|worker| worker.log.snapshot().blocks.len()).sum();
+    let announced: usize = workers.iter().map(|worker| worker.log.snapshot().blocks().count()).sum();
     assert_eq!(yard.router.core.index.memberships(), announced);
     assert!(yard.repairs("ranged") > 10, "the link lost nothing: the test shows nothing");
     assert_eq!(yard.repairs("taken"), 3, "each worker's, when it joined");

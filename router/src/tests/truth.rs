@@ -193,7 +193,7 @@ async fn honest_burst(yard: &Yard, worker: &Fake, family: u32) {
     let request = prompt(family % 5, 1600);
     yard.answer(request.clone()).await.unwrap();
     let blocks: Vec<SequenceHash> = names(&request)[..99].to_vec();
-    if !worker.log.snapshot().blocks.contains(&(Level::G1, blocks[98])) {
+    if !worker.log.snapshot().blocks().any(|block| block == (Level::G1, blocks[98])) {
         yard.announce(worker, stored(Level::G1, &blocks), true);
     }
     yard.report(worker, Load::default());

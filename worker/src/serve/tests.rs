@@ -71,7 +71,7 @@ async fn a_report_carries_the_number_of_the_last_published_event() {
     assert_eq!([next_block(&mut stage.said).await, next_block(&mut stage.said).await], [1, 2]);
     assert_eq!(next_load(&mut stage.said).await.number, 2);
     let snapshot = stage.planes.events.snapshot(Source::Worker(WorkerId(1))).await.unwrap();
-    assert_eq!((snapshot.number, snapshot.blocks.len()), (2, 2));
+    assert_eq!((snapshot.number, snapshot.blocks().count()), (2, 2));
 }
 
 #[tokio::test(start_paused = true)]

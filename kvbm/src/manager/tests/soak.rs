@@ -42,7 +42,7 @@ async fn after_anything_the_log_says_what_the_memory_holds() {
             task.await.unwrap();
         }
         site.manager.flush().await;
-        let announced: HashSet<(Level, SequenceHash)> = site.log.snapshot().blocks.into_iter().collect();
+        let announced: HashSet<(Level, SequenceHash)> = site.log.snapshot().blocks().collect();
         let held = |level| move |name| (level, name);
         let g1 = site.manager.0.core.pool.names().into_iter().map(held(Level::G1));
         let g2 = site.host.as_ref().unwrap().names().into_iter().map(held(Level::G2));

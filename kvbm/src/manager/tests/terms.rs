@@ -88,7 +88,7 @@ async fn what_is_over_is_a_miss_in_every_tier() {
     assert!(ssd.holds(fingerprint(), &names(3)) < 3, "discarded as it was met");
     tokio::time::sleep(Duration::from_secs(2)).await;
     assert!((0..3).all(|n| ssd.holds(fingerprint(), &[name(n)]) == 0), "the rest by the sweep");
-    assert!(site.log.snapshot().blocks.is_empty() && cold.log.snapshot().blocks.is_empty());
+    assert!(site.log.snapshot().runs.is_empty() && cold.log.snapshot().runs.is_empty());
     let expired = |level| site.counter("blocks_expired_total", level) + cold.counter("blocks_expired_total", level);
     assert_eq!((expired(Level::G1), expired(Level::G2), expired(Level::G3)), (4, 3, 3));
 }
@@ -99,10 +99,10 @@ async fn a_sweep_announces_what_nobody_asks_for() {
     let site = Site::timed(4, 4, vec![], &clock);
     drop(site.compute_asking(0..3, ttl(10)));
     site.manager.flush().await;
-    assert_eq!(site.log.snapshot().blocks.len(), 6);
+    assert_eq!(site.log.snapshot().blocks().count(), 6);
     clock.set(Date::from_unix(START + 10));
     tokio::time::sleep(Duration::from_secs(2)).await;
-    assert!(site.log.snapshot().blocks.is_empty());
+    assert!(site.log.snapshot().runs.is_empty());
 }
 
 #[tokio::test(start_paused = true)]

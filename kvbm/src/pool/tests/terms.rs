@@ -33,7 +33,7 @@ impl Timed {
     }
 
     fn announced(&self) -> HashSet<SequenceHash> {
-        self.log.snapshot().blocks.into_iter().map(|(_, name)| name).collect()
+        self.log.snapshot().blocks().map(|(_, name)| name).collect()
     }
 }
 

@@ -263,7 +263,7 @@ impl Stage {
             (Some(Ask::Snapshot), Some(_)) => {
                 let snapshot = self.log.snapshot();
                 if self.view.snapshot(snapshot.epoch, snapshot.number) {
-                    self.believed = snapshot.blocks.into_iter().collect();
+                    self.believed = snapshot.blocks().collect();
                 }
             }
         }
@@ -310,7 +310,7 @@ proptest! {
             stage.answer(Some(true));
         }
         prop_assert!(stage.view.stands_at(stage.log.epoch(), stage.log.snapshot().number));
-        let rests: Blocks = stage.log.snapshot().blocks.into_iter().collect();
+        let rests: Blocks = stage.log.snapshot().blocks().collect();
         prop_assert_eq!(stage.believed, rests);
     }
 }

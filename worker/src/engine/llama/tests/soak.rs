@@ -93,7 +93,7 @@ fn vandalise(rng: &mut Rng, file: &Path, deletes: bool) {
 
 /// What a tier has announced is what it holds.
 fn assert_agrees(log: &EventLog, tier: &dyn Tier, fingerprint: kvbm::Fingerprint, case: &str) {
-    let announced: HashSet<_> = log.snapshot().blocks.into_iter().filter(|(at, _)| *at == tier.level()).collect();
+    let announced: HashSet<_> = log.snapshot().blocks().filter(|(at, _)| *at == tier.level()).collect();
     let level = tier.level();
     assert!(announced.iter().all(|(_, name)| tier.holds(fingerprint, &[*name]) == 1), "{case}: {level} lacks some");
     assert_eq!(announced.len() as u64, tier.usage().blocks, "{case}: {level} holds more than it said");
@@ -180,8 +180,8 @@ async fn nobody_can_tell_what_went_wrong_below() {
     assert_agrees(&logs[0], &*g3, fingerprint, &format!("seed {seed}"));
     assert_agrees(&logs[1], &*g4, fingerprint, &format!("seed {seed}"));
     let host = rig.host.as_ref().unwrap();
-    let announced = rig.log.snapshot().blocks;
-    let in_host: HashSet<_> = announced.iter().filter(|(level, _)| *level == Level::G2).collect();
+    let announced = rig.log.snapshot();
+    let in_host: HashSet<_> = announced.blocks().filter(|(level, _)| *level == Level::G2).collect();
     assert_eq!(in_host.len() as u64, host.usage().blocks, "seed {seed}: G2");
     // And it goes on: every answer once more, with all tiers well.
     for (prompt, want) in scripts.iter().flat_map(|script| &script.0) {
