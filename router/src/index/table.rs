@@ -35,6 +35,14 @@ struct Group {
     past: AtomicU32,
 }
 
+/// What a group begins with.
+#[derive(Clone, Copy, Default)]
+struct Draft {
+    marks: [u64; WORDS],
+    slots: [u32; SLOTS],
+    len: usize,
+}
+
 /// The marks of a group.
 #[derive(Clone, Copy)]
 struct Marks([u64; WORDS]);
@@ -116,15 +124,26 @@ impl Marks {
     }
 }
 
-impl Group {
-    fn new() -> Self {
-        Self {
-            marks: std::array::from_fn(|_| AtomicU64::new(0)),
-            slots: std::array::from_fn(|_| AtomicU32::new(0)),
-            past: AtomicU32::new(0),
+impl Draft {
+    /// Adds an entry. Whether there was room.
+    fn push(&mut self, mark: u32, place: u32) -> bool {
+        let at = self.len;
+        if at < SLOTS {
+            self.marks[at / LANES] |= u64::from(mark) << (at % LANES * MARK as usize);
+            self.slots[at] = place;
+            self.len += 1;
         }
+        at < SLOTS
     }
+}
 
+impl From<Draft> for Group {
+    fn from(Draft { marks, slots, .. }: Draft) -> Self {
+        Self { marks: marks.map(AtomicU64::new), slots: slots.map(AtomicU32::new), past: AtomicU32::new(0) }
+    }
+}
+
+impl Group {
     fn marks(&self, order: Ordering) -> Marks {
         Marks(std::array::from_fn(|at| self.marks[at].load(order)))
     }
@@ -170,44 +189,48 @@ impl Group {
 impl Table {
     /// An empty table, so many times twice as large as the smallest.
     pub(crate) fn new(doublings: u32) -> Self {
+        let mut table = Self::without_groups(doublings);
+        table.groups.extend((0..LEAST << doublings).map(|_| Group::from(Draft::default())));
+        table
+    }
+
+    fn without_groups(doublings: u32) -> Self {
         let count = LEAST << doublings;
         let bytes = count * size_of::<Group>();
         let room =
             if bytes > LARGE / 4 * 3 { (bytes.next_multiple_of(LARGE) - SPARED) / size_of::<Group>() } else { count };
         let mut groups = Vec::with_capacity(room.max(count));
         enlarge(groups.spare_capacity_mut());
-        groups.extend((0..count).map(|_| Group::new()));
         Self { groups, doublings, known: ALL }
     }
 
-    /// The same entries in another table, twice as large or half as large. `unsure` is called for the places of those that have
-    /// to be entered by name.
+    /// The same entries in another table, twice as large, or half as large if this is not the smallest. `unsure` is called for the
+    /// places of those that have to be entered by name.
     pub(crate) fn relaid(&self, larger: bool, mut unsure: impl FnMut(u32)) -> Self {
-        let doublings = if larger { self.doublings + 1 } else { self.doublings.saturating_sub(1) };
-        let mut next = Self::new(doublings);
+        let mut next = Self::without_groups(if larger { self.doublings + 1 } else { self.doublings - 1 });
         let known = if larger { (self.known & !1) << 1 & ALL } else { self.known >> 1 | 1 << (MARK - 1) };
-        let by_name = known.count_ones() <= KNOWN_LEAST || doublings == self.doublings;
+        let by_name = known.count_ones() <= KNOWN_LEAST;
         if !by_name {
             next.known = known;
         }
         let mut past = !self.groups.last().is_none_or(Group::ends);
-        for (number, group) in self.groups.iter().enumerate() {
-            let marks = group.marks(Ordering::Relaxed);
-            for at in (0..SLOTS).filter(|at| marks.mark(*at) != EMPTY) {
-                let place = group.slots[at].load(Ordering::Relaxed);
-                // The group's number and the mark, that is, the upper bits of the tag.
-                let bits = (number as u64) << (MARK - 1) | u64::from(marks.mark(at) >> 1);
-                let bits = if larger { bits << 1 } else { bits >> 1 };
-                let home = &next.groups[(bits >> (MARK - 1)) as usize];
-                let mark = (bits as u32) << 1 & next.known | 1;
-                let there = home.marks(Ordering::Relaxed);
-                if past || by_name || there.empty() == Slots::NONE {
-                    unsure(place);
-                } else {
-                    home.put(there, mark, place);
+        // A group becomes two, or two become one.
+        for groups in self.groups.chunks(if larger { 1 } else { 2 }) {
+            let mut drafts = [Draft::default(); 2];
+            for (side, group) in (0..).zip(groups) {
+                let marks = group.marks(Ordering::Relaxed);
+                for at in (0..SLOTS).filter(|at| marks.mark(*at) != EMPTY) {
+                    let (place, mark) = (group.slots[at].load(Ordering::Relaxed), marks.mark(at));
+                    // The bit between the number of the group and the mark goes over from the one to the other.
+                    let (to, mark) =
+                        if larger { (mark >> (MARK - 1), mark << 1) } else { (0, (side << MARK | mark) >> 1) };
+                    if past || by_name || !drafts[to as usize].push(mark & next.known | 1, place) {
+                        unsure(place);
+                    }
                 }
+                past = !group.ends();
             }
-            past = !group.ends();
+            next.groups.extend(drafts.into_iter().take(if larger { 2 } else { 1 }).map(Group::from));
         }
         next
     }
