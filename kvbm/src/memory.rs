@@ -65,7 +65,7 @@ pub fn fetch<T>(place: &T) {
 
 /// Begins to bring a place into the processor's cache that is to be written soon: what is merely read may come in a form
 /// that has to be asked for again before the first write.
-pub(crate) fn fetch_mut<T>(place: &T) {
+pub fn fetch_mut<T>(place: &T) {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: a hint, which reads and writes nothing that the program could see. Processors that do not know it take it for
     // nothing.

@@ -21,6 +21,8 @@ What the router must show, each figure beside its goal. All of it takes half an 
   --repetitions N   times that the index and its peers take turns (3)";
 
 const PARTS: [&str; 3] = ["index", "decision", "replay"];
+/// Blocks that pass through an index that may know a quarter of the first number: once over, and ten times.
+const DISTINCT: [&str; 2] = ["10000000", "100000000"];
 /// The peer whose churn is to be beaten by half, and the goals for lookups beside it, by workers.
 const PEER: &str = "kv-index";
 const LOOKUP_P99_US: [(u64, f64); 2] = [(128, 4.0), (1024, 8.0)];
@@ -67,10 +69,14 @@ fn main() -> Result<()> {
         figures.extend(match part.as_str() {
             "index" => {
                 let path = target_directory_of(&root().join("bench/index"))?.join("release/bench-index");
-                let (printed, _) =
-                    Program::new("index", path, &["--trace", &options.trace, "--repetitions", &options.repetitions])
-                        .run()?;
-                part_of(index(&printed))?
+                let beside = ["--trace", &options.trace, "--repetitions", &options.repetitions];
+                let (printed, _) = Program::new("index", path.clone(), &beside).run()?;
+                let mut figures = part_of(index(&printed))?;
+                for blocks in DISTINCT {
+                    let (printed, _) = Program::new("index", path.clone(), &["--distinct", blocks]).run()?;
+                    figures.push(budget(&printed)?);
+                }
+                figures
             }
             "decision" => {
                 let path = target_directory()?.join("release/examples/decide");
@@ -116,10 +122,18 @@ fn index(printed: &[Value]) -> Result<Vec<Figure>> {
         let churn = ours("apply2", "churn_mops")?;
         add(Figure::of(named("churn, 2 threads"), churn, "M ops/s", Goal::Shown));
         add(Figure::ratio(
-            named("churn ÷ the best peer's"),
+            named("churn, 2 threads ÷ the best peer's"),
             churn / most(peers("apply2", "churn_mops")),
             Goal::AtLeast(1.0),
         ));
+        for (what, cell, figure) in [
+            ("churn, 1 thread", "apply1", "churn_mops"),
+            ("filling, 1 thread", "apply1", "fill_mops"),
+            ("filling, 2 threads", "apply2", "fill_mops"),
+        ] {
+            let ratio = ours(cell, figure)? / most(peers(cell, figure));
+            add(Figure::ratio(named(&format!("{what} ÷ the best peer's")), ratio, Goal::AtLeast(1.0)));
+        }
         let peer = median(PEER, workers, "apply2", "churn_mops");
         add(peer.map_or_else(
             || Figure::missing(named("churn ÷ kv-index's"), "not run", Goal::AtLeast(1.5)),
@@ -148,6 +162,14 @@ fn index(printed: &[Value]) -> Result<Vec<Figure>> {
         add(Figure::of(named("wrong answers, holes included"), wrong, "", Goal::AtMost(0.0)));
     }
     Ok(figures)
+}
+
+/// What the index took at most of what it may take, while so many distinct blocks passed.
+fn budget(printed: &[Value]) -> Result<Figure> {
+    let told = printed.first().context("nothing measured")?;
+    let named = format!("index, {} distinct blocks: most memory ÷ its budget", told["distinct"]);
+    let most = number(&told["index_bytes_most"])?.max(number(&told["resident_bytes_most"])?);
+    Ok(Figure::ratio(named, most / number(&told["budget_bytes"])?, Goal::AtMost(1.0)))
 }
 
 /// One JSON object per fleet size.

@@ -14,7 +14,7 @@ mod sync {
 
     pub(crate) fn enlarge<T>(_memory: *const [T]) {}
 
-    pub(crate) fn fetch<T>(_place: &T) {}
+    pub(crate) fn fetch_mut<T>(_place: &T) {}
 
     pub(crate) fn pause(_look: usize) {
         loom::thread::yield_now();

@@ -16,7 +16,7 @@
 //! What an entry goes past counts it from before it is there until after it was taken, and entries never move within a table:
 //! one that is there when a reader starts, and is not taken meanwhile, is found. Writers take turns by a lock of their own.
 
-use super::sync::{AtomicU32, AtomicU64, LARGE, Ordering, enlarge, fetch};
+use super::sync::{AtomicU32, AtomicU64, LARGE, Ordering, enlarge, fetch_mut};
 
 /// The table.
 pub(crate) struct Table {
@@ -256,9 +256,9 @@ impl Table {
         ((position >> 64) as usize, ((position as u64) >> (u64::BITS - MARK)) as u32 & self.known | 1)
     }
 
-    /// Begins to bring the entry's cache line near.
+    /// Begins to bring the entry's cache line near, for who is going to change it.
     pub(crate) fn fetch(&self, tag: u64) {
-        fetch(&self.groups[self.home(tag).0]);
+        fetch_mut(&self.groups[self.home(tag).0]);
     }
 
     /// Once that is near: begins to bring the next one near, where whoever enters the entry will look at it as well.
@@ -266,7 +266,7 @@ impl Table {
         let home = self.home(tag).0;
         let group = &self.groups[home];
         if !group.ends() || group.marks(Ordering::Relaxed).empty() == Slots::NONE {
-            fetch(self.groups.get(home + 1).unwrap_or(&self.groups[0]));
+            fetch_mut(self.groups.get(home + 1).unwrap_or(&self.groups[0]));
         }
     }
 
