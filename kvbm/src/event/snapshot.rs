@@ -2,7 +2,7 @@
 
 use super::{Epoch, Level};
 use crate::SequenceHash;
-use crate::names::ByName;
+use crate::names::{ByName, NameSet};
 use serde::{Deserialize, Serialize};
 
 /// All that an owner has announced, as of a number.
@@ -45,11 +45,11 @@ struct Node {
 /// Lays the blocks of a level, given with their parents, in runs: parents before their children.
 pub(super) fn runs(level: Level, blocks: impl Iterator<Item = (SequenceHash, Option<SequenceHash>)>) -> Vec<Run> {
     let mut nodes: Vec<Node> = blocks.map(|(name, parent)| Node { name, parent, sibling: None }).collect();
-    let held: ByName<()> = nodes.iter().map(|node| (node.name, ())).collect();
+    let held: NameSet = nodes.iter().map(|node| node.name).collect();
     let mut children: ByName<u32> = ByName::default();
     let mut roots = Vec::new();
     for (at, node) in (0..).zip(&mut nodes) {
-        match node.parent.filter(|parent| held.contains_key(parent)) {
+        match node.parent.filter(|parent| held.contains(parent)) {
             Some(parent) => node.sibling = children.insert(parent, at),
             None => roots.push(at),
         }

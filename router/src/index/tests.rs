@@ -1,3 +1,4 @@
+use super::body::Place;
 use super::*;
 use along::{runs, tell};
 use kvbm::{ChainKey, Domain};
@@ -397,14 +398,21 @@ fn a_snapshot_lays_each_chain_in_pages_of_its_own_as_its_events_would() {
     let chains: Vec<_> = (0..20).map(|number| runs(number, 512, 16)).collect();
     // They grow side by side.
     for nth in 0..32 {
-        chains.iter().for_each(|(_, events)| log.announce(events[nth].clone()));
+        for (_, events) in &chains {
+            log.announce(events[nth].clone());
+        }
     }
     index.replace(Source::Worker(id), &log.snapshot().runs);
     for (names, _) in &chains {
         assert_eq!(index.overlap(names).at(slot).run(), 512);
         let body = index.body.load();
-        let pages: BTreeSet<u32> = names.iter().map(|name| body.find(name.short()).unwrap().page()).collect();
-        assert!(pages.len() <= 9, "512 blocks lie in {} pages of 64", pages.len());
+        let places: Vec<_> = names.iter().map(|name| body.find(name.short()).unwrap()).collect();
+        let turns: Vec<_> = places.windows(2).filter(|pair| pair[0].page() != pair[1].page()).collect();
+        assert!(turns.len() <= 8, "512 blocks lie in {} pages of 64", turns.len() + 1);
+        for turn in turns {
+            let next = body.page(turn[0].page()).unwrap().next(turn[0].at());
+            assert_eq!(next.map(Place::page), Some(turn[1].page()), "no table says where the chain goes on");
+        }
     }
 }
 
