@@ -261,6 +261,10 @@ impl<'a> Replay<'a> {
         compare("hit rate of 8 routers ÷ that of one", ratio(&eight, &usual), Goal::AtLeast(0.95), false);
         let lossy = hits(&alone(&["--loss", "0.1"])?.0, "hit_rate")?;
         compare("hit rate lost with a tenth of all events", less(&usual, &lossy), Goal::Below(2.0), true);
+        let slow = hits(&alone(&["--loss", "0.1", "--repair", "2s"])?.0, "hit_rate")?;
+        compare("the same, when a repair takes 2 s", less(&usual, &slow), Goal::Below(2.0), true);
+        let never = hits(&alone(&["--loss", "0.1", "--repair", "100000s"])?.0, "hit_rate")?;
+        compare("the same, when nothing is repaired", less(&usual, &never), Goal::Shown, true);
         let recovered = hits(&alone(&["--loss", "0.1", "--loss-until", "0.5"])?.0, "hit_rate_end")?;
         compare(
             "still lost in the last quarter, events lost in the first half",
@@ -268,10 +272,12 @@ impl<'a> Replay<'a> {
             Goal::Below(0.5),
             true,
         );
-        let (fleet, took) = self.run(&["--workers", "1024", "--rate", "1000", "--policy", "kv"])?;
-        let simulated = number(&fleet["policies"][0]["makespan_s"])?;
-        let named = "replay, 1,024 workers at 1,000 req/s: times faster than real time".into();
-        figures.push(Figure::ratio(named, simulated / took, Goal::AtLeast(100.0)));
+        for (workers, goal) in [("1024", Goal::AtLeast(100.0)), ("2048", Goal::AtLeast(100.0)), ("4096", Goal::Shown)] {
+            let (fleet, took) = self.run(&["--workers", workers, "--rate", "1000", "--policy", "kv"])?;
+            let simulated = number(&fleet["policies"][0]["makespan_s"])?;
+            let named = format!("replay, {workers} workers at 1,000 req/s: times faster than real time");
+            figures.push(Figure::ratio(named, simulated / took, goal));
+        }
         Ok(figures)
     }
 }
