@@ -30,6 +30,7 @@ mod owner;
 mod page;
 mod partition;
 mod seat;
+mod settle;
 mod stretch;
 mod sync;
 mod table;

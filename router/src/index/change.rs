@@ -4,12 +4,12 @@
 //! removed from the tables before its place can be used for another; in between, a reader takes it for absent.
 
 use super::Index;
-use super::body::{Body, Place};
+use super::body::Place;
 use super::holders::Holders;
 use super::locator::{BATCH, Entry};
 use super::owner::{Digest, Ledger, Owner, fit};
 use super::page::{PLACES, Page, Warmth, each, ones};
-use super::seat::{Seat, Slot};
+use super::seat::Seat;
 use super::stretch::Stretch;
 use std::sync::atomic::Ordering;
 
@@ -25,10 +25,6 @@ pub(super) struct Run<'a> {
 
 /// Names that are brought near at once while looking for them.
 const AHEAD: usize = 128;
-/// A source has so many times as many pages as are kept for its next blocks.
-const SPARE: usize = 16;
-/// So many new blocks begin in a page of their own, so that what follows them finds room beside them.
-const APART: usize = 16;
 /// A page is given up for another when no more places than this are live, and all were used.
 const SPARSE: u32 = PLACES / 4;
 
@@ -39,7 +35,7 @@ impl<'a> Run<'a> {
     }
 
     /// The first `len` of them, and the others.
-    fn split(self, len: usize) -> (Self, Self) {
+    pub(super) fn split(self, len: usize) -> (Self, Self) {
         let (names, later) = self.names.split_at(len);
         let after = if self.chained { names.last().copied().or(self.after) } else { None };
         (Self { names, ..self }, Self { names: later, after, ..self })
@@ -184,107 +180,15 @@ impl Index {
         known
     }
 
-    /// Finds places for names that have none, and enters them. Answers with those that somebody else entered first.
-    fn settle(&self, owner: &Owner, ledger: &mut Ledger, seat: Seat, fresh: Run<'_>) -> Vec<u64> {
-        if fresh.names.is_empty() {
-            return Vec::new();
-        }
-        let mut entries = Vec::with_capacity(fresh.names.len());
-        let mut settling = Vec::new();
-        let mut rest = fresh;
-        // First to where their chain ends so far, if there is room after it.
-        let mut tail = fresh.after.and_then(|after| self.body.load().find(after)).map(Place::page);
-        while !rest.names.is_empty() {
-            let beside = tail.take();
-            let Some(number) = beside.or_else(|| self.open(owner, ledger, rest.names.len())) else { break };
-            let body = self.body.load();
-            // Its chunk may have gone back to the system.
-            let page = body.page(number);
-            let _turn = self.arena.turn(number);
-            let takes = |page: &Page<'_>| {
-                let goes_on = page.used().checked_sub(1).is_none_or(|last| rest.after == Some(page.name(last)));
-                let joins = goes_on || beside.is_none() && rest.names.len() < APART;
-                page.is_of(owner.slot) && page.used() < PLACES && joins
-            };
-            let Some(page) = page.filter(takes) else {
-                if beside.is_none() {
-                    ledger.open.next();
-                }
-                continue;
-            };
-            page.set_warmth(Warmth::Settling);
-            let (now, later) = rest.split(rest.names.len().min((PLACES - page.used()) as usize));
-            let before = page.holders().bytes();
-            let joins = if now.chained { !1 } else { 0 };
-            let first = page.append(seat, now, joins, &mut ledger.joined);
-            self.crowds(before, page.holders().bytes());
-            if let Some(after) = now.after.filter(|_| !page.joins_at(first)) {
-                lead(&body, entries.last(), after, Place::new(number, first));
-            }
-            came(owner, ledger, seat, number, page, ones(now.names.len() as u32) << first);
-            let entry = |(at, name): (u32, &u64)| Entry { name: *name, place: Place::new(number, at) };
-            entries.extend((first..).zip(now.names).map(entry));
-            settling.push(number);
-            rest = later;
-        }
-        // Counted before somebody can find and remove them.
-        self.tallies.memberships.fetch_add(entries.len(), Ordering::Relaxed);
-        self.tallies.entries.fetch_add(entries.len(), Ordering::Relaxed);
-        let same =
-            |name, place: Place| self.body.load().page(place.page()).is_some_and(|page| page.has(place.at(), name));
-        let refused = self.locator.enter(
-            &self.body.load(),
-            &entries,
-            same,
-            |places| self.names_in(places),
-            |shard, table| self.set_table(shard, table),
-        );
-        self.tallies.entries.fetch_sub(refused.len(), Ordering::Relaxed);
-        let body = self.body.load();
-        for Entry { place, .. } in &refused {
-            let Some(page) = body.page(place.page()) else { continue };
-            let _turn = self.arena.turn(place.page());
-            // Nobody found it here, so nobody else holds it here.
-            self.take(owner, ledger, seat, (place.page(), page), 1 << place.at(), &mut Gone::default());
-        }
-        self.tallies.memberships.fetch_sub(refused.len(), Ordering::Relaxed);
-        for number in settling {
-            let Some(page) = body.page(number) else { continue };
-            let _turn = self.arena.turn(number);
-            // Who asks for it will warm it: what nobody asks for is forgotten before what somebody did.
-            page.set_warmth(Warmth::Cold);
-            self.discard(number, page);
-        }
-        refused.into_iter().map(|entry| entry.name).collect()
-    }
-
     /// The names in places that are entered.
-    fn names_in(&self, places: &[u32]) -> Vec<u64> {
+    pub(super) fn names_in(&self, places: &[u32]) -> Vec<u64> {
         let body = self.body.load();
         let name = |place: Place| body.page(place.page()).map_or(0, |page| page.name(place.at()));
         places.iter().map(|place| name(Place(*place))).collect()
     }
 
-    /// A page of the source's with room in it, probably; one after the other, as many as so many names will want.
-    fn open(&self, owner: &Owner, ledger: &mut Ledger, names: usize) -> Option<u32> {
-        if ledger.open.is_empty() {
-            // Those to come as well, so that a long chain lies together: a small part of what the source has.
-            let wanted = names.div_ceil(PLACES as usize).max(owner.blocks() / PLACES as usize / SPARE);
-            let numbers = self.arena.take(wanted, |change| self.set_chunk(change))?;
-            let body = self.body.load();
-            for number in numbers.clone() {
-                let _turn = self.arena.turn(number);
-                let page = body.page(number)?;
-                page.set_warmth(Warmth::Settling);
-                page.hand_to(owner.slot);
-            }
-            ledger.open = numbers;
-        }
-        Some(ledger.open.start)
-    }
-
     /// Takes blocks of one page from a holder; the caller holds the page's lock.
-    fn take(
+    pub(super) fn take(
         &self,
         owner: &Owner,
         ledger: &mut Ledger,
@@ -336,29 +240,8 @@ impl Index {
         self.arena.give(&retired, |change| self.set_chunk(change));
     }
 
-    /// A source that holds nothing keeps no pages for what may come.
-    fn close_idle(&self, owner: &Owner, ledger: &mut Ledger) {
-        if owner.blocks() == 0 {
-            self.close(owner.slot, ledger);
-        }
-    }
-
-    /// Lets go of the pages that a source had open, where it never came to use them.
-    pub(super) fn close(&self, owner: Slot, ledger: &mut Ledger) {
-        let body = self.body.load();
-        for number in std::mem::take(&mut ledger.open) {
-            let Some(page) = body.page(number) else { continue };
-            let _turn = self.arena.turn(number);
-            // It may be another's by now.
-            if page.live() == 0 && page.warmth() == Warmth::Settling && page.is_of(owner) {
-                page.set_warmth(Warmth::Cold);
-                self.discard(number, page);
-            }
-        }
-    }
-
     /// Lets go of a page, unless it has come into use again; the caller holds its lock.
-    fn discard(&self, number: u32, page: Page<'_>) {
+    pub(super) fn discard(&self, number: u32, page: Page<'_>) {
         if page.retire() {
             self.arena.give(&[number], |change| self.set_chunk(change));
         }
@@ -410,7 +293,7 @@ impl Index {
         self.discard(from, old);
     }
 
-    fn crowds(&self, before: usize, after: usize) {
+    pub(super) fn crowds(&self, before: usize, after: usize) {
         if before != after {
             self.tallies.crowd_bytes.fetch_add(after.wrapping_sub(before), Ordering::Relaxed);
         }
@@ -430,16 +313,8 @@ pub(super) struct Gone {
     sparse: Vec<u32>,
 }
 
-/// Notes in the page of a block where the chain goes on. The block was entered just now, or long ago.
-fn lead(body: &Body, entered: Option<&Entry>, block: u64, next: Place) {
-    let place = entered.map(|entry| entry.place).or_else(|| body.find(block));
-    if let Some((place, page)) = place.and_then(|place| Some((place, body.page(place.page())?))) {
-        page.goes_on(place.at(), next);
-    }
-}
-
 /// Notes that a holder has more blocks in a page.
-fn came(owner: &Owner, ledger: &mut Ledger, seat: Seat, number: u32, page: Page<'_>, added: u64) {
+pub(super) fn came(owner: &Owner, ledger: &mut Ledger, seat: Seat, number: u32, page: Page<'_>, added: u64) {
     ledger.pages[seat.level()].insert(number);
     owner.came(seat, u64::from(added.count_ones()), digest(page, added));
 }
