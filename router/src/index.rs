@@ -87,6 +87,7 @@ struct Tallies {
     memberships: AtomicUsize,
     /// Distinct blocks.
     entries: AtomicUsize,
+    table_bytes: AtomicUsize,
     crowd_bytes: AtomicUsize,
     ledger_bytes: AtomicUsize,
 }
@@ -119,12 +120,13 @@ impl Index {
     pub fn with_budget(bytes: usize) -> Self {
         let locator = Locator::new();
         let body = Body { tables: locator.tables(), shelves: Shelves::default(), roll: Arc::default() };
+        let table_bytes = body.tables.iter().map(|table| table.bytes()).sum();
         Self {
             body: ArcSwap::from_pointee(body),
             changing: Mutex::default(),
             locator,
             arena: Arena::new(),
-            tallies: Tallies::default(),
+            tallies: Tallies { table_bytes: AtomicUsize::new(table_bytes), ..Tallies::default() },
             budget: AtomicUsize::new(bytes),
             hand: Mutex::default(),
             forgotten: AtomicU64::new(0),
@@ -259,7 +261,7 @@ impl Index {
 
     /// Bytes that the index has taken for its blocks, spare room included.
     pub fn bytes(&self) -> usize {
-        self.arena.bytes() + self.locator.bytes() + self.tallies.apart()
+        self.arena.bytes() + self.tallies.table_bytes.load(Ordering::Relaxed) + self.tallies.apart()
     }
 
     fn owner(&self, source: Source) -> Option<Arc<Owner>> {
@@ -277,7 +279,9 @@ impl Index {
     }
 
     fn set_table(&self, shard: usize, table: Arc<Table>) {
-        self.change(|body| body.tables[shard] = table);
+        let bytes = table.bytes();
+        let former = self.change(|body| std::mem::replace(&mut body.tables[shard], table)).bytes();
+        self.tallies.table_bytes.fetch_add(bytes.wrapping_sub(former), Ordering::Relaxed);
     }
 
     fn set_chunk(&self, change: Change) {

@@ -90,10 +90,11 @@ impl Index {
         self.weight() <= self.budget.load(Ordering::Relaxed)
     }
 
-    /// Bytes that what is known needs, spare room apart.
+    /// Bytes that what is known needs, spare room apart. Tables have spare room for what comes, and for what went until they shrink.
     fn weight(&self) -> usize {
+        let entries = self.tallies.entries.load(Ordering::Relaxed) * ENTRY_BYTES;
         self.arena.used() * PAGE_BYTES
-            + self.tallies.entries.load(Ordering::Relaxed) * ENTRY_BYTES
+            + entries.max(self.tallies.table_bytes.load(Ordering::Relaxed))
             + self.tallies.apart()
     }
 

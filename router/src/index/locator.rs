@@ -143,11 +143,6 @@ impl Locator {
         self.lock(key.shard).table.point(key.tag, from.0, to.0);
     }
 
-    /// Bytes of the tables.
-    pub(super) fn bytes(&self) -> usize {
-        (0..SHARDS).map(|shard| self.lock(shard).table.bytes()).sum()
-    }
-
     /// Sorts entries by shard, and calls for each that has any. Whoever is called says at which entry he is, so that later ones
     /// are brought near meanwhile, of the next shards as well.
     fn for_each_shard(
