@@ -32,8 +32,8 @@ pub struct Replay {
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     replicas: u32,
 
-    /// Policies, of: kv, round-robin, least-loaded, random, power-of-two, and of others as they describe themselves:
-    /// dynamo-cost, smg-cache-aware [default: all of these]; or presets: cache, latency
+    /// Policies, of: kv, round-robin, least-loaded, random, power-of-two, session, and of others as they describe themselves:
+    /// dynamo-cost, smg-cache-aware [default: all of these]; or presets: balanced, cache, latency
     #[arg(long, value_name = "NAME,…", value_delimiter = ',', value_parser = chooser)]
     policy: Vec<Chooser>,
 
@@ -129,6 +129,10 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
     let trace = read(args)?;
     let slo = Slo { ttft: args.slo_ttft, itl: args.slo_itl };
     let profile = profile("--profile", args.profile.as_deref())?;
+    if let Some(path) = &args.svg {
+        // Who waits for a picture hears now that there can be none. One that is there stays until then.
+        File::options().append(true).create(true).open(path).with_context(|| format!("--svg {}", path.display()))?;
+    }
     let apart = args.workers.phases().any(|phase| phase != Phase::Both);
     let fleet = if apart { args.workers.to_string() } else { args.workers.count().to_string() };
     if apart && profile.peer.is_none() {

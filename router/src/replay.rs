@@ -103,14 +103,12 @@ impl Admission {
 impl Chooser {
     /// Everybody, ours first.
     pub fn all() -> Vec<Self> {
-        // A trace names no sessions.
-        let ours = Policy::ALL.into_iter().filter(|policy| *policy != Policy::Session);
-        ours.map(Self::Policy).chain([Self::DynamoCost, Self::SmgCacheAware]).collect()
+        Policy::ALL.into_iter().map(Self::Policy).chain([Self::DynamoCost, Self::SmgCacheAware]).collect()
     }
 
-    /// The presets that say something else than the policy does that they have in common.
-    pub fn presets() -> [Self; 2] {
-        [Self::Preset(Preset::Cache), Self::Preset(Preset::Latency)]
+    /// The presets; `balanced` does what `kv` does.
+    pub fn presets() -> [Self; 3] {
+        Preset::ALL.map(Self::Preset)
     }
 
     /// What it is called in output.

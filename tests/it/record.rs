@@ -102,3 +102,25 @@ fn a_profile_that_was_fitted_is_one_that_replay_takes() {
     let error = String::from_utf8(replay("prefill:1,decode:1").stderr).unwrap();
     assert!(error.contains("[peer]") && replay("2").status.success(), "{error}");
 }
+
+#[test]
+fn a_replay_that_cannot_end_well_does_not_begin() {
+    let folder = tempfile::tempdir().unwrap();
+    let (run, notes) = (folder.path().join("run.jsonl"), folder.path().join("README.md"));
+    let line = json!({"timestamp": 0, "input_length": 600, "output_length": 20, "hash_ids": [1, 2]});
+    std::fs::write(&run, line.to_string()).unwrap();
+    std::fs::write(&notes, "# Traces\n").unwrap();
+    let nowhere = folder.path().join("none/goodput.svg");
+    let with = ["replay", "--rate", "1", "--policy", "session,balanced", "--svg"];
+    let replay = |svg: &Path, trace: &Path| {
+        let output = blockyard(&[&with[..], &[svg.to_str().unwrap()]].concat(), trace);
+        (output.status.success(), String::from_utf8(output.stderr).unwrap())
+    };
+    let (done, said) = replay(&nowhere, &run);
+    assert!(!done && said.contains("--svg") && !said.contains("as recorded"), "{said}");
+    let svg = folder.path().join("goodput.svg");
+    let (done, said) = replay(&svg, &notes);
+    assert!(!done && said.contains("trace, line 1: ") && said.contains("\"hash_ids\": [1, 2]"), "{said}");
+    assert_eq!(said.matches("line 1").count(), 1, "{said}");
+    assert!(replay(&svg, &run).0 && std::fs::read_to_string(&svg).unwrap().contains(">session</text>"));
+}

@@ -51,7 +51,7 @@ pub struct Figures {
     pub rate_rps: f64,
     /// Requests that were served to their end, all seeds together.
     pub finished: u64,
-    /// Requests too long for any worker, all seeds together.
+    /// Requests too long for any worker, and those that the waiting room sent away, all seeds together.
     pub refused: u64,
     /// Mean time to first token.
     pub ttft_mean_s: f64,

@@ -299,7 +299,8 @@ impl Routing {
         let deadline = self.deadline.map(|deadline| arrived + deadline);
         let within = deadline.map(|deadline| deadline.saturating_duration_since(now).as_secs_f64());
         let ask = Ask { tokens: asked.input as usize, max_tokens: None, answers: 1, work: &Work::Generate, within };
-        let decision = decide(&self.tuning, ask, survey, &mut self.scratch, Turn { draw, session: None })?;
+        let decision =
+            decide(&self.tuning, ask, survey, &mut self.scratch, Turn { draw, session: Some(asked.session) })?;
         // Seats are in the order of their workers' ids, which count from 0.
         let at = match &mut self.peer {
             Some(peer) => peer.choose(request, asked, |at| decision.row(at as u32).held.run()),

@@ -89,6 +89,26 @@ fn every_request_ends_and_no_hit_comes_from_nowhere() {
 }
 
 #[test]
+fn a_conversation_stays_with_its_worker() {
+    // Forty conversations that open alike, three turns each, one turn a minute.
+    let turn = |at: u32| [vec![1], (0..=at / 40).map(|turn| 100 * (at % 40) + 10 + turn).collect()].concat();
+    let text: String = (0..120).map(|at| (at, turn(at))).fold(String::new(), |text, (at, blocks)| {
+        text + &line(60_000 * u64::from(at), 512 * blocks.len() as u64, 1, &blocks)
+    });
+    let trace = Trace::read(text.as_bytes()).unwrap();
+    let options = Options { workers: vec![Phase::Both; 4], ..by_hand() };
+    let workers = |policy| {
+        let outcome = Simulation::new(&trace, &options, &Chooser::Policy(policy), trace.rate(), 0).run();
+        outcome.served.iter().map(|served| served.worker).collect::<Vec<_>>()
+    };
+    let of_session = workers(Policy::Session);
+    assert!(of_session[..40] == of_session[40..80] && of_session[..40] == of_session[80..], "{of_session:?}");
+    assert!((0..4).all(|worker| of_session.contains(&worker)), "an opening is no session: {of_session:?}");
+    let of_random = workers(Policy::Random);
+    assert_ne!(of_random[..40], of_random[40..80]);
+}
+
+#[test]
 fn three_requests_by_hand() {
     // Two blocks; the same again and one more, an hour later; one block while the second is computed.
     let text = line(0, 1024, 3, &[1, 2]) + &line(3_600_000, 1536, 1, &[1, 2, 3]) + &line(3_600_001, 512, 1, &[4]);

@@ -115,7 +115,8 @@ fn two_workers_whose_memory_is_full_of_each_others_prompts_do_not_wait_for_ever(
         peer: Some(Link { bytes_per_second: 1e9, latency_s: 0.0 }),
         ..options(1).profile
     };
-    let asked = |first: u32| Asked { at_ms: 0, input: 11 * 512, output: 1, blocks: (first..first + 11).collect() };
+    let blocks = |first: u32| (first..first + 11).collect();
+    let asked = |first| Asked { at_ms: 0, input: 11 * 512, output: 1, blocks: blocks(first), session: 0 };
     let (requests, mut shared) = (vec![asked(0), asked(100)], None);
     let mut workers = [Engine::new(&profile), Engine::new(&profile)];
     let mut step = |worker: &mut Engine, now: u64| {
