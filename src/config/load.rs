@@ -253,23 +253,24 @@ fn attribute(merged: &Figment, wrong: String) -> Error {
 }
 
 /// The value of a key, also of one within a list, and who said it, or what it would lie in.
-fn told(merged: &Figment, key: &str) -> (Option<Value>, String) {
-    let whole = |key: &str| merged.find_value(key).ok();
-    let origin = |value: &Value| merged.get_metadata(value.tag()).map(|data| data.name.to_string());
-    let (mut at, mut rest) = (key, Vec::new());
-    loop {
-        if let Some(found) = whole(at) {
-            let value = rest.iter().rev().try_fold(&found, |value, step: &&str| match value {
-                Value::Array(_, list) => list.get(step.parse::<usize>().ok()?),
-                Value::Dict(_, entries) => entries.get(*step),
-                _ => None,
-            });
-            let origin = value.and_then(origin).or_else(|| origin(&found)).unwrap_or_else(|| "?".into());
-            return (value.cloned(), origin);
+pub(super) fn told(merged: &Figment, key: &str) -> (Option<Value>, String) {
+    let steps: Vec<&str> = key.split('.').collect();
+    let whole = merged.find_value(steps[0]).ok();
+    let value_at = |len: usize| reach(whole.as_ref()?, &steps[1..len]);
+    let origin_at = |len: usize| merged.get_metadata(value_at(len)?.tag()).map(|data| data.name.to_string());
+    let origin = (1..=steps.len()).rev().find_map(origin_at).unwrap_or_else(|| "?".into());
+    (value_at(steps.len()).cloned(), origin)
+}
+
+/// The value that some steps lead to. A name may have dots in it, as those of models do.
+fn reach<'a>(value: &'a Value, steps: &[&str]) -> Option<&'a Value> {
+    match value {
+        _ if steps.is_empty() => Some(value),
+        Value::Array(_, list) => reach(list.get(steps[0].parse::<usize>().ok()?)?, &steps[1..]),
+        Value::Dict(_, entries) => {
+            (1..=steps.len()).find_map(|len| reach(entries.get(&steps[..len].join("."))?, &steps[len..]))
         }
-        let Some((outer, last)) = at.rsplit_once('.') else { return (None, "?".into()) };
-        rest.push(last);
-        at = outer;
+        _ => None,
     }
 }
 

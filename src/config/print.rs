@@ -1,5 +1,6 @@
 //! The outcome, key by key, with where each value came from.
 
+use super::load::told;
 use super::{Config, Origins};
 use figment::Figment;
 use serde_json::{Map, Value};
@@ -8,8 +9,11 @@ use std::collections::{BTreeMap, BTreeSet};
 impl Origins {
     /// Of all that a configuration says, as those who said it were merged.
     pub(super) fn new(config: &Config, merged: &Figment) -> Self {
-        let of = |key: &str| merged.find_metadata(key).map(|metadata| metadata.name.to_string());
-        Self(leaves(config).into_iter().filter_map(|(key, _)| of(&key).map(|origin| (key, origin))).collect())
+        let of = |key: &str| match told(merged, key) {
+            (Some(_), origin) => Some(origin),
+            (None, _) => None,
+        };
+        Self(leaves(config).into_iter().filter_map(|leaf| of(&leaf.key()).map(|origin| (leaf.key(), origin))).collect())
     }
 
     /// Who set a key: `default`, a file, `environment NAME`, or a flag.
@@ -31,16 +35,17 @@ impl Origins {
 pub fn as_toml(config: &Config, origins: &Origins) -> String {
     let mut lines: Vec<(String, String)> = Vec::new();
     let mut section = String::new();
-    for (key, value) in leaves(config) {
-        let (within, name) = key.rsplit_once('.').unwrap_or(("", &key));
+    for leaf in leaves(config) {
+        let within = leaf.sections.iter().map(|name| toml_key(name)).collect::<Vec<_>>().join(".");
         if within != section {
-            section = within.into();
+            section = within;
             lines.push((String::new(), String::new()));
             lines.push((format!("[{section}]"), String::new()));
         }
-        lines.push(match value {
+        let name = toml_key(&leaf.name);
+        lines.push(match &leaf.value {
             Value::Null => (format!("# {name} ="), "unset".into()),
-            value => (format!("{name} = {}", toml_value(&value)), origins.of(&key).into()),
+            value => (format!("{name} = {}", toml_value(value)), origins.of(&leaf.key()).into()),
         });
     }
     // One column for all comments, unless a long value would push it out of sight.
@@ -54,43 +59,63 @@ pub fn as_toml(config: &Config, origins: &Origins) -> String {
 
 /// As one JSON object: `{"router.policy": {"value": "kv", "origin": "default"}, …}`.
 pub fn as_json(config: &Config, origins: &Origins) -> Value {
-    let entry = |(key, value): (String, Value)| {
-        let origin = if value.is_null() { "unset" } else { origins.of(&key) };
-        (key, serde_json::json!({ "value": value, "origin": origin }))
+    let entry = |leaf: Leaf| {
+        let origin = if leaf.value.is_null() { "unset" } else { origins.of(&leaf.key()) };
+        (leaf.key(), serde_json::json!({ "value": leaf.value, "origin": origin }))
     };
     Value::Object(leaves(config).into_iter().map(entry).collect())
 }
 
 /// All keys with their default as TOML; `None` where the default is nothing.
 pub fn defaults() -> Vec<(String, Option<String>)> {
-    let entry = |(key, value): (String, Value)| (key, (!value.is_null()).then(|| toml_value(&value)));
+    let entry = |leaf: Leaf| (leaf.key(), (!leaf.value.is_null()).then(|| toml_value(&leaf.value)));
     leaves(&Config::with_cache("".as_ref())).into_iter().map(entry).collect()
 }
 
 /// The keys whose values differ.
 pub fn changes(from: &Config, to: &Config) -> Vec<String> {
-    let (from, to): (BTreeMap<_, _>, BTreeMap<_, _>) =
-        (leaves(from).into_iter().collect(), leaves(to).into_iter().collect());
+    let values = |config| leaves(config).into_iter().map(|leaf| (leaf.key(), leaf.value));
+    let (from, to): (BTreeMap<_, _>, BTreeMap<_, _>) = (values(from).collect(), values(to).collect());
     let keys: BTreeSet<&String> = from.keys().chain(to.keys()).collect();
     keys.into_iter().filter(|key| from.get(*key) != to.get(*key)).cloned().collect()
 }
 
+/// A key that holds a value.
+struct Leaf {
+    /// What it lies in, the outermost first.
+    sections: Vec<String>,
+    name: String,
+    value: Value,
+}
+
+impl Leaf {
+    fn key(&self) -> String {
+        self.sections.iter().chain([&self.name]).map(String::as_str).collect::<Vec<_>>().join(".")
+    }
+}
+
 /// Every key that holds a value, those outside of sections first, as TOML wants it.
-fn leaves(config: &Config) -> Vec<(String, Value)> {
-    fn walk(prefix: &str, values: Map<String, Value>, found: &mut Vec<(String, Value)>) {
-        let (sections, plain): (Vec<_>, Vec<_>) = values.into_iter().partition(|(_, value)| value.is_object());
-        found.extend(plain.into_iter().map(|(key, value)| (format!("{prefix}{key}"), value)));
-        for (key, value) in sections {
+fn leaves(config: &Config) -> Vec<Leaf> {
+    fn walk(sections: &[String], values: Map<String, Value>, found: &mut Vec<Leaf>) {
+        let (inner, plain): (Vec<_>, Vec<_>) = values.into_iter().partition(|(_, value)| value.is_object());
+        found.extend(plain.into_iter().map(|(name, value)| Leaf { sections: sections.into(), name, value }));
+        for (name, value) in inner {
             if let Value::Object(values) = value {
-                walk(&format!("{prefix}{key}."), values, found);
+                walk(&[sections, &[name]].concat(), values, found);
             }
         }
     }
     let mut found = Vec::new();
     if let Ok(Value::Object(values)) = serde_json::to_value(config) {
-        walk("", values, &mut found);
+        walk(&[], values, &mut found);
     }
     found
+}
+
+/// A name as a key, quoted where it has to be, as that of a model with a dot in it.
+fn toml_key(name: &str) -> String {
+    let bare = |letter: char| letter.is_ascii_alphanumeric() || matches!(letter, '-' | '_');
+    if !name.is_empty() && name.chars().all(bare) { name.into() } else { toml_value(&Value::from(name)) }
 }
 
 fn toml_value(value: &Value) -> String {

@@ -258,3 +258,21 @@ fn a_composed_policy_is_set_printed_and_read_again() {
         assert!(error.contains(known) && error.contains("router."), "{error}");
     }
 }
+
+#[test]
+fn a_model_whose_name_has_a_dot_is_shown_and_told_of_like_any_other() {
+    let said = |bias: &str| file(&format!("[router.models.\"llama-3.1\"]\ncache_bias = {bias}\n"));
+    let read = |from: &tempfile::NamedTempFile| Sources {
+        environment: environment(&[]),
+        flags: Vec::new(),
+        file: Some(from.path().into()),
+    };
+    let right = said("0.5");
+    let (config, origins) = load(&read(&right)).unwrap();
+    assert_eq!(origins.of("router.models.llama-3.1.cache_bias"), right.path().display().to_string());
+    let printed = as_toml(&config, &origins);
+    assert!(printed.contains("[router.models.\"llama-3.1\"]"), "{printed}");
+    assert_eq!(load(&read(&file(&printed))).unwrap().0, config);
+    let error = error_of(&read(&said("-1")));
+    assert!(error.contains("router.models.llama-3.1.cache_bias = -1 ("), "{error}");
+}
