@@ -1,8 +1,9 @@
 //! `blockyard replay`: asks the router what would have been, and prints it. Figures go to standard output, progress to
 //! standard error.
 
-use crate::config::{Invalid, Workers};
+use crate::config::{Config, Flag, Invalid, Sources, Workers};
 use anyhow::{Context, bail};
+use router::Policy;
 use router::replay::{self, Admission, Chooser, Figures, Options, Profile, Slo, Trace};
 use serde::Serialize;
 use std::fs::File;
@@ -33,9 +34,17 @@ pub struct Replay {
     replicas: u32,
 
     /// Policies, of: kv, round-robin, least-loaded, random, power-of-two, session, and of others as they describe themselves:
-    /// dynamo-cost, smg-cache-aware [default: all of these]; or presets: balanced, cache, latency
-    #[arg(long, value_name = "NAME,…", value_delimiter = ',', value_parser = chooser)]
-    policy: Vec<Chooser>,
+    /// dynamo-cost, smg-cache-aware [default: all of these]; or presets: balanced, cache, latency; or `composed`, of which --config or --set speaks
+    #[arg(long, value_name = "NAME,…", value_delimiter = ',')]
+    policy: Vec<String>,
+
+    /// A TOML file of configuration whose `router.policy` is a table of filters, scores and a pick
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+
+    /// Sets any key of the configuration; may be repeated
+    #[arg(long, value_name = "KEY=VALUE")]
+    set: Vec<Flag>,
 
     /// Rates, as multiples of capacity
     #[arg(long, value_name = "X,…", value_delimiter = ',', default_values_t = [0.6, 0.8, 1.0, 1.2], value_parser = positive)]
@@ -126,6 +135,7 @@ struct Report<'a> {
 
 /// Runs the command.
 pub fn run(args: &Replay) -> anyhow::Result<()> {
+    let choosers = choosers(args)?;
     let trace = read(args)?;
     let slo = Slo { ttft: args.slo_ttft, itl: args.slo_itl };
     let profile = profile("--profile", args.profile.as_deref())?;
@@ -168,7 +178,6 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
         Some(capacity) => args.load.iter().map(|load| (Some(*load), load * capacity)).collect(),
         None => args.rate.iter().map(|rate| (None, *rate)).collect(),
     };
-    let choosers = if args.policy.is_empty() { Chooser::all() } else { args.policy.clone() };
     let mut policies = Vec::new();
     for (load, rate) in rates {
         for chooser in &choosers {
@@ -273,10 +282,32 @@ fn row(f: &Figures) -> String {
     format!("{load:>5} {:7.2} {:<16} {hit:4.1} % {ttft} {itl} {good} {:6.2}{apart}", f.rate_rps, f.name, f.imbalance)
 }
 
-fn chooser(name: &str) -> Result<Chooser, String> {
+/// Who was asked for; if nobody by name, everybody, and what a configuration composes.
+fn choosers(args: &Replay) -> anyhow::Result<Vec<Chooser>> {
+    let configured = args.config.is_some() || !args.set.is_empty();
+    if args.policy.is_empty() {
+        let composed = configured.then(|| composed(args)).transpose()?;
+        return Ok(Chooser::all().into_iter().chain(composed).collect());
+    }
+    if configured && !args.policy.iter().any(|name| name == "composed") {
+        bail!("--config and --set are for the policy composed, and --policy does not name it");
+    }
     let known: Vec<Chooser> = Chooser::all().into_iter().chain(Chooser::presets()).collect();
     let names = known.iter().map(Chooser::name).collect::<Vec<_>>().join(", ");
-    known.into_iter().find(|each| each.name() == name).ok_or_else(|| format!("expected one of {names}"))
+    let of = |name: &String| match known.iter().find(|each| each.name() == name) {
+        Some(chooser) => Ok(chooser.clone()),
+        None if name == "composed" => composed(args),
+        None => bail!("--policy {name}: expected one of {names}, composed"),
+    };
+    args.policy.iter().map(of).collect()
+}
+
+fn composed(args: &Replay) -> anyhow::Result<Chooser> {
+    let (config, _) = Config::load(&Sources::of_process(args.config.clone(), args.set.clone()))?;
+    match &config.router.policy {
+        Policy::Composed(_) => Ok(Chooser::Composed(Box::new(config.router))),
+        named => bail!("policy composed: router.policy is {}, no table of filter, score and pick", named.name()),
+    }
 }
 
 /// So many that do everything, or so many of each phase.

@@ -34,7 +34,7 @@ pub use profile::{Link, Profile, Store};
 pub use trace::{BLOCK_TOKENS, Trace, TraceError};
 
 use crate::policy::Policy;
-use crate::settings::Preset;
+use crate::settings::{Preset, Settings};
 use simulation::Simulation;
 use std::time::Duration;
 use worker::plane::Phase;
@@ -46,6 +46,8 @@ pub enum Chooser {
     Policy(Policy),
     /// A preset of this router.
     Preset(Preset),
+    /// Settings of this router with a composition for a policy, as they were configured.
+    Composed(Box<Settings>),
     /// The cost function that NVIDIA Dynamo documents.
     DynamoCost,
     /// The cache-aware rule that SMG documents.
@@ -116,6 +118,7 @@ impl Chooser {
         match self {
             Self::Policy(policy) => policy.name(),
             Self::Preset(preset) => preset.name(),
+            Self::Composed(_) => "composed",
             Self::DynamoCost => "dynamo-cost",
             Self::SmgCacheAware => "smg-cache-aware",
         }

@@ -122,5 +122,13 @@ fn a_replay_that_cannot_end_well_does_not_begin() {
     let (done, said) = replay(&svg, &notes);
     assert!(!done && said.contains("trace, line 1: ") && said.contains("\"hash_ids\": [1, 2]"), "{said}");
     assert_eq!(said.matches("line 1").count(), 1, "{said}");
+    let compose = |policy: &str| {
+        let with =
+            ["replay", "--rate", "1", "--policy", policy, "--json", "--set", "router.policy={score=[{term=queue}]}"];
+        blockyard(&with, &run)
+    };
+    let report: Value = serde_json::from_slice(&compose("kv,composed").stdout).unwrap();
+    assert_eq!(report["policies"][1]["name"], "composed");
+    assert!(!compose("kv").status.success(), "what is set counts for nobody");
     assert!(replay(&svg, &run).0 && std::fs::read_to_string(&svg).unwrap().contains(">session</text>"));
 }

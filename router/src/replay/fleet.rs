@@ -140,6 +140,7 @@ impl Routing {
         let (settings, peer) = match chooser {
             Chooser::Policy(policy) => (Settings { policy: policy.clone(), ..Settings::default() }, None),
             Chooser::Preset(preset) => (preset.settings(), None),
+            Chooser::Composed(settings) => (settings.as_ref().clone(), None),
             Chooser::DynamoCost => (together, Some(Peer::dynamo(workers))),
             Chooser::SmgCacheAware => (together, Some(Peer::smg(workers))),
         };
