@@ -102,10 +102,15 @@ impl Feed {
         let source = Source::Worker(instance.id);
         tracing::info!(worker = %instance.id, phase = %instance.phase, model = %instance.model.id, "worker joined");
         let slot = self.core.index.join(instance.id, &instance.stores);
-        let known = self.views.get(&source).and_then(View::life) == Some(instance.epoch);
-        if !known {
-            self.core.index.clear(source);
+        // The same life seen again keeps its books: its requests are still out there. That its events are known already says
+        // nothing: they may have come before it joined, and before its former life left.
+        let before = self.core.fleet.roster().get(instance.id).cloned();
+        let before = before.filter(|before| before.instance.epoch == instance.epoch);
+        if before.is_none() {
             self.core.index.forget(Source::Worker(shadow(instance.id)));
+        }
+        if self.views.get(&source).and_then(View::life) != Some(instance.epoch) {
+            self.core.index.clear(source);
             self.views.insert(source, View::of_life(Some(instance.epoch)));
             self.go_on(source, 0);
         }
@@ -115,8 +120,6 @@ impl Feed {
                 self.go_on(store, 0);
             }
         }
-        // The same life seen again keeps its books: its requests are still out there.
-        let before = self.core.fleet.roster().get(instance.id).cloned().filter(|_| known);
         if let Some(before) = before.as_ref().filter(|before| before.mode != Mode::Exact) {
             self.core.index.join(shadow(instance.id), reach(before.mode, &instance.stores));
         }

@@ -7,7 +7,7 @@ use kvbm::{BlockEvent, Epoch, EventLog, Level};
 use std::sync::Arc;
 use std::time::Duration;
 use worker::plane::local::Link;
-use worker::plane::{Event, EventBody, Events, Load, Phase, Source, StoreId};
+use worker::plane::{Event, EventBody, Events, Load, Phase, Source, StoreId, WorkerId};
 
 #[tokio::test(start_paused = true)]
 async fn a_lost_event_is_asked_for_while_the_stale_view_serves_and_takes_no_snapshot() {
@@ -109,6 +109,23 @@ async fn a_new_life_forgets_the_old_one_and_a_late_farewell_does_not_take_it_dow
     settle().await;
     assert_eq!(believed(&yard, &request).await, 5);
     assert_eq!(new.requests(), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_life_that_is_heard_of_before_it_joins_inherits_nothing() {
+    let yard = defaults();
+    let (blocks, source) = (names(&prompt(1, 1600)), Source::Worker(WorkerId(1)));
+    let _old = yard.worker(1, Phase::Both).await;
+    let _held = yard.ask(prompt(1, 1600)).await.unwrap();
+    settle().await;
+    assert_ne!(yard.standing(1), (0, 0, 0));
+    let body = EventBody::Block { number: 1, event: stored(Level::G1, &blocks) };
+    yard.bus.publish(Event { source, epoch: Epoch(2), body });
+    settle().await;
+    let _new = yard.join(1, Phase::Both, MODEL, 2, &[]).await;
+    assert_eq!(yard.standing(1), (0, 0, 0));
+    let member = yard.router.core.fleet.roster().get(WorkerId(1)).cloned().unwrap();
+    assert!(!member.gone.is_cancelled(), "its requests do not end with its former life");
 }
 
 #[tokio::test(start_paused = true)]
