@@ -111,10 +111,14 @@ impl Cost {
     pub(crate) fn apart(prefill: &Self, need: &Need, pace: &Pace, weight: f64) -> Self {
         let Need { prompt, held, .. } = need;
         let blocks = (prompt.tokens / prompt.block_size).saturating_sub(u64::from(held.run()));
+        let transfer = pace.transfer(Level::Peer, blocks);
+        // Where nothing is to come over nobody waits for it, and nobody waits longer than computing it takes.
+        let recompute = (blocks * prompt.block_size) as f64 * pace.token;
+        let backlog = pace.backlog(Level::Peer).min((recompute - transfer).max(0.0));
         let decode = Self::together(need, pace, weight);
         Self {
-            handover: pace.transfer(Level::Peer, blocks) + pace.resume,
-            backlog: prefill.backlog + pace.backlog(Level::Peer),
+            handover: transfer + pace.resume,
+            backlog: prefill.backlog + backlog,
             room: prefill.room.max(decode.room),
             decode: decode.decode,
             stall: 0.0,
@@ -210,6 +214,21 @@ mod tests {
         assert!((busy.backlog - 0.1).abs() < 1e-6 && (busy.total() - idle.total() - 0.1).abs() < 1e-6, "{busy:?}");
         assert_eq!((idle.backlog, idle.onboard), (0.0, busy.onboard), "what comes up is the same");
         assert!((flooded.total() - together([0; 5], &standing(0)).total()).abs() < 1e-9, "{flooded:?}");
+    }
+
+    #[test]
+    fn what_comes_over_waits_its_turn_and_never_longer_than_computing_it_takes() {
+        let cost = |held, queued| {
+            let mut standing = Standing { queued: [0, 0, 0, 0, queued], ..standing(0) };
+            standing.speeds.onboards(Level::Peer, 0.01, 1e6);
+            let need = Need::of(PROMPT, Held::of([held, 0, 0, 0, 0]));
+            Cost::apart(&Cost::default(), &need, &Pace::of(&standing), 1.0)
+        };
+        let (idle, busy, flooded) = (cost(40, 0), cost(40, 100), cost(40, 1_000_000));
+        // A thousandth of a second for each block; sixty blocks take 0.6 seconds to compute.
+        assert!((busy.backlog - 0.1).abs() < 1e-6 && idle.backlog == 0.0, "{busy:?}");
+        assert!((flooded.backlog + flooded.handover - 0.6 - cost(100, 0).handover).abs() < 1e-9, "{flooded:?}");
+        assert!(cost(100, 1_000_000).backlog < 1e-9, "nothing comes over");
     }
 
     #[test]
