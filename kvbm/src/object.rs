@@ -349,7 +349,9 @@ impl Tier for ObjectTier {
     fn load(&self, fingerprint: Fingerprint, names: Vec<SequenceHash>) -> BoxStream<'static, Loaded> {
         let mut missing = Vec::new();
         let mut objects: BTreeMap<i32, Vec<Wanted>> = BTreeMap::new();
-        for (index, place) in self.catalog.index.find(fingerprint, &names, |_| ()).into_iter().enumerate() {
+        for (index, place) in
+            self.catalog.index.find(fingerprint, &names, |place| place.unread = false).into_iter().enumerate()
+        {
             let Some(place) = place else {
                 missing.push(index);
                 continue;
@@ -398,8 +400,9 @@ impl Tier for ObjectTier {
     }
 
     fn discard(&self, fingerprint: Fingerprint, name: SequenceHash) {
-        if let Some(place) = self.catalog.index.get(fingerprint, name) {
-            self.catalog.spoil(fingerprint, name, place.object);
+        // The bad copy may be forgotten already, and another one found in its place.
+        if let Some(place) = self.catalog.index.get(fingerprint, name).filter(|place| !place.unread) {
+            self.catalog.spoil(fingerprint, &[name], place.object);
         }
     }
 
@@ -460,13 +463,15 @@ impl Reader {
         }
         let answer = |wanted: &Wanted| {
             let start = (wanted.offset - run.start()) as usize;
-            let block = block(&bytes, start, wanted.length as usize);
-            if block.is_err() {
-                catalog.spoil(self.fingerprint, self.names[wanted.index], number);
-            }
-            (wanted.index, block.map(Some).map_err(LoadError::Corrupt))
+            (wanted.index, block(&bytes, start, wanted.length as usize).map(Some).map_err(LoadError::Corrupt))
         };
-        run.wanted.iter().map(answer).collect()
+        let answers: Vec<Loaded> = run.wanted.iter().map(answer).collect();
+        let bad = answers.iter().filter(|(_, answer)| answer.is_err()).map(|(index, _)| self.names[*index]);
+        let bad: Vec<SequenceHash> = bad.collect();
+        if !bad.is_empty() {
+            catalog.spoil(self.fingerprint, &bad, number);
+        }
+        answers
     }
 }
 

@@ -6,9 +6,11 @@
 use super::layout::{ObjectId, Writer};
 use super::manifest::{Entry, Section};
 use crate::index::{Index, Resting};
+use crate::names::NameHasher;
 use crate::{Date, DomainId, EventLog, Fingerprint, Level, SequenceHash};
 use object_store::path::Path;
 use std::collections::{BTreeMap, HashSet};
+use std::hash::BuildHasherDefault;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -25,6 +27,8 @@ pub(super) struct Place {
     pub(super) length: u32,
     /// It lies in another object too, or did.
     twice: bool,
+    /// Another copy was where it was found, until that one went; nobody has looked at this one since.
+    pub(super) unread: bool,
 }
 
 /// An object that is known.
@@ -56,11 +60,14 @@ struct Lying {
 }
 
 impl Lying {
-    /// One of several places.
+    /// One of several places, where it was not found so far.
     fn at(self, object: i32) -> Place {
-        Place { object, offset: self.offset, length: self.length, twice: true }
+        Place { object, offset: self.offset, length: self.length, twice: true, unread: true }
     }
 }
+
+/// Blocks that lie in another object than the one that they were read from.
+type Homeless = HashSet<(Fingerprint, SequenceHash), BuildHasherDefault<NameHasher>>;
 
 pub(super) struct Catalog {
     pub(super) index: Index<Place>,
@@ -171,14 +178,20 @@ impl Catalog {
             name: entry.name,
             parent: entry.parent,
             keep: entry.keep(),
-            place: Place { object: number, offset: entry.offset, length: entry.length, twice: before.is_some() },
+            place: Place {
+                object: number,
+                offset: entry.offset,
+                length: entry.length,
+                twice: before.is_some(),
+                unread: before.is_some(),
+            },
         };
         self.index.insert(fresh.map(resting), |_, _| ());
     }
 
     /// Forgets objects, whose numbers come in order; a block of theirs that lies in another one is read from there from now on.
     fn remove(&self, objects: &mut Objects, numbers: &[i32]) -> Vec<Object> {
-        let (mut over, mut homeless) = (Vec::new(), HashSet::new());
+        let (mut over, mut homeless) = (Vec::new(), Homeless::default());
         let mut removed = Vec::with_capacity(numbers.len());
         for (number, object) in numbers.iter().filter_map(|number| Some((*number, objects.take(*number)?))) {
             for name in object.names() {
@@ -191,8 +204,34 @@ impl Catalog {
             removed.push(object);
         }
         let gone = |place: &Place| numbers.binary_search(&place.object).is_ok();
+        self.rehome(objects.known.iter().rev(), &mut homeless, gone);
+        over.extend(homeless);
+        self.index.remove(over, gone);
+        removed
+    }
+
+    /// Forgets blocks in an object, where they turned out not to be what they were: from now on each is read from an older one, if
+    /// it lies in one too.
+    pub(super) fn spoil(&self, fingerprint: Fingerprint, names: &[SequenceHash], number: i32) {
+        let (objects, there) = (self.lock(), |place: &Place| place.object == number);
+        let twice =
+            |name: &SequenceHash| self.index.get(fingerprint, *name).is_some_and(|place| there(&place) && place.twice);
+        let mut homeless = names.iter().filter(|name| twice(name)).map(|name| (fingerprint, *name)).collect();
+        let older = objects.known.range(..number).rev().filter(|(_, object)| object.fingerprint == fingerprint);
+        self.rehome(older, &mut homeless, there);
+        // Those that are read from elsewhere now stay.
+        self.index.remove(names.iter().map(|name| (fingerprint, *name)), there);
+    }
+
+    /// Has blocks read from the first of some objects that holds them too, in one pass; those that lie in none are left.
+    fn rehome<'a>(
+        &self,
+        objects: impl Iterator<Item = (&'a i32, &'a Object)>,
+        homeless: &mut Homeless,
+        gone: impl Fn(&Place) -> bool,
+    ) {
         // Few blocks lie twice: mostly there is nothing to look for.
-        for (number, object) in objects.known.iter().rev() {
+        for (number, object) in objects {
             if homeless.is_empty() {
                 break;
             }
@@ -200,27 +239,9 @@ impl Catalog {
             self.walked.fetch_add(1, Ordering::Relaxed);
             for block in object.blocks.iter() {
                 if homeless.remove(&(object.fingerprint, block.name)) {
-                    self.index.relocate(object.fingerprint, block.name, gone, block.at(*number));
+                    self.index.relocate(object.fingerprint, block.name, &gone, block.at(*number));
                 }
             }
-        }
-        over.extend(homeless);
-        self.index.remove(over, gone);
-        removed
-    }
-
-    /// Forgets a block in an object, where it turned out not to be what it was: from now on it is read from an older one, if it lies
-    /// in one too.
-    pub(super) fn spoil(&self, fingerprint: Fingerprint, name: SequenceHash, number: i32) {
-        let (objects, there) = (self.lock(), |place: &Place| place.object == number);
-        let twice = self.index.get(fingerprint, name).is_some_and(|place| there(&place) && place.twice);
-        let older = |(number, object): (&i32, &Object)| {
-            let block = object.blocks.iter().find(|block| object.fingerprint == fingerprint && block.name == name)?;
-            Some(block.at(*number))
-        };
-        match objects.known.range(..number).rev().filter(|_| twice).find_map(older) {
-            Some(place) => self.index.relocate(fingerprint, name, there, place),
-            None => drop(self.index.remove([(fingerprint, name)], there)),
         }
     }
 
