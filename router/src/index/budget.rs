@@ -19,7 +19,7 @@ const ENTRY_BYTES: usize = 26;
 const BATCH: usize = 8;
 
 impl Index {
-    /// Forgets until the budget is kept. Answers with the pages forgotten.
+    /// Forgets until the budget is kept, or nothing is left to forget. Answers with the pages forgotten.
     pub(super) fn trim(&self) -> usize {
         if self.fits() {
             return 0;
@@ -28,12 +28,14 @@ impl Index {
         let Ok(mut hand) = self.hand.try_lock() else { return 0 };
         let (mut forgotten, mut gone) = (0, Gone::default());
         let pages = self.body.load().shelves.pages();
+        // What is left may be tables and ledgers alone.
+        let enough = |gone: &Gone| self.fits() || self.tallies.entries.load(Ordering::Relaxed) <= gone.entries.len();
         // Twice round, everything has been cold once.
         for _ in 0..2 * pages {
-            if gone.pages.len() == BATCH || self.fits() {
+            if gone.pages.len() == BATCH || enough(&gone) {
                 self.bury(&gone);
                 gone = Gone::default();
-                if self.fits() {
+                if enough(&gone) {
                     break;
                 }
             }

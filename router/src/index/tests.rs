@@ -363,6 +363,20 @@ fn an_index_over_its_budget_forgets_the_coldest_and_is_never_wrong() {
 }
 
 #[test]
+fn forgetting_ends_where_nothing_is_left_though_the_budget_is_not_kept() {
+    // Tables and ledgers alone take more than this.
+    let index = Index::with_budget(0);
+    index.join(WorkerId(1), &[]);
+    let (_, events) = runs(0, 64, 64);
+    index.apply(Source::Worker(WorkerId(1)), &events[0]);
+    assert_eq!((index.forgotten(), index.memberships()), (1, 0));
+    let hand = || *index.hand.lock().unwrap();
+    assert_eq!(hand(), 1, "it goes no further than the only page that was in use");
+    index.trim();
+    assert_eq!(hand(), 1);
+}
+
+#[test]
 fn a_budget_is_kept_however_often_what_is_known_has_changed() {
     const BUDGET: usize = 4 << 20;
     const WORKERS: u64 = 100;
