@@ -36,7 +36,7 @@ use crate::fair::{Gate, Pass};
 use crate::run::{self, Run, Wanted};
 use crate::shares::Division;
 use crate::tier::{LoadError, Loaded, StoreError, Tier, Usage};
-use crate::{Block, Census, Clock, Corrupt, Date, EventLog, Fingerprint, Header, Level, SequenceHash, Shares};
+use crate::{Block, Census, Corrupt, Date, EventLog, Fingerprint, Header, Level, SequenceHash, Shares};
 use bytes::Bytes;
 use catalog::Catalog;
 use client::Client;
@@ -167,27 +167,13 @@ impl ObjectTier {
     /// # Panics
     /// Outside a tokio runtime.
     pub fn open(store: Arc<dyn ObjectStore>, prefix: &str, settings: Settings, events: Arc<EventLog>) -> Arc<Self> {
-        Self::with_clock(store, prefix, settings, events, Clock::system())
-    }
-
-    /// [`ObjectTier::open`] with another clock than the machine's.
-    ///
-    /// # Panics
-    /// Outside a tokio runtime.
-    pub fn with_clock(
-        store: Arc<dyn ObjectStore>,
-        prefix: &str,
-        settings: Settings,
-        events: Arc<EventLog>,
-        clock: Clock,
-    ) -> Arc<Self> {
         let (layout, writer) = (Layout::new(prefix), Writer::new());
         let catalog = Arc::new(Catalog::new(settings.level, settings.known_blocks, events));
         tracing::info!(tier = %settings.level, %store, under = %layout, %writer, "object tier open");
         let (stands, standing) = watch::channel(Standing::Learning);
         let client = Arc::new(Client::new(store, settings.request_timeout, writer.seed()));
         let follower = Follower::new(client.clone(), layout.clone(), writer, catalog.clone(), stands);
-        let uses = Arc::new(Uses::new(settings.level, client.clone(), layout.clone(), writer, clock));
+        let uses = Arc::new(Uses::new(settings.level, client.clone(), layout.clone(), writer));
         let packer = Arc::new(Packer { client: client.clone(), layout, writer, catalog: catalog.clone(), settings });
         // One block in the queue takes at least its header.
         let (jobs, waiting) = mpsc::channel(QUEUE / Header::LEN);
@@ -289,10 +275,12 @@ impl ObjectTier {
         let bytes = u32::try_from(bytes).map_err(|_| StoreError::Full)?.min(QUEUE as u32);
         let room = self.room.clone().try_acquire_many_owned(bytes).map_err(|_| StoreError::Busy)?;
         let (answer, waiting) = oneshot::channel();
-        self.jobs.try_send(Job { block, used: None, answer, claim, room }).map_err(|refused| match refused {
-            mpsc::error::TrySendError::Full(_) => StoreError::Busy,
-            mpsc::error::TrySendError::Closed(_) => StoreError::Io(died()),
-        })?;
+        self.jobs.try_send(Job { block, idle: Duration::ZERO, answer, claim, room }).map_err(
+            |refused| match refused {
+                mpsc::error::TrySendError::Full(_) => StoreError::Busy,
+                mpsc::error::TrySendError::Closed(_) => StoreError::Io(died()),
+            },
+        )?;
         Ok(Offered::Waits(waiting))
     }
 

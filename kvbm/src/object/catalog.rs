@@ -7,7 +7,7 @@ use super::layout::{ObjectId, Writer};
 use super::manifest::{Entry, Section};
 use crate::index::{Index, Resting};
 use crate::names::NameHasher;
-use crate::{Date, DomainId, EventLog, Fingerprint, Level, SequenceHash};
+use crate::{DomainId, EventLog, Fingerprint, Level, SequenceHash};
 use object_store::path::Path;
 use std::collections::{BTreeMap, HashSet};
 use std::hash::BuildHasherDefault;
@@ -39,7 +39,7 @@ pub(super) struct Object {
     pub(super) domain: DomainId,
     pub(super) fingerprint: Fingerprint,
     /// As its section says.
-    pub(super) used: Option<Date>,
+    pub(super) idle: Duration,
     blocks: Arc<[Lying]>,
     pub(super) since: Instant,
 }
@@ -162,9 +162,9 @@ impl Catalog {
 
     fn insert(&self, objects: &mut Objects, number: i32, path: Path, section: &Section) {
         let lying = |entry: &Entry| Lying { name: entry.name, offset: entry.offset, length: entry.length };
-        let Section { domain, fingerprint, used, .. } = *section;
+        let Section { domain, fingerprint, idle, .. } = *section;
         let (bytes, blocks) = (section.bytes(), section.entries.iter().map(lying).collect());
-        let object = Object { path, bytes, domain, fingerprint, used, blocks, since: Instant::now() };
+        let object = Object { path, bytes, domain, fingerprint, idle, blocks, since: Instant::now() };
         objects.blocks += object.blocks.len();
         objects.bytes += object.bytes;
         objects.paths.insert(object.path.clone());
@@ -357,7 +357,8 @@ mod tests {
             pinned: None,
         };
         let entries = names.iter().map(entry).collect();
-        Section { domain: DomainId::SHARED, fingerprint: Fingerprint::from_bytes([0; 32]), object, used: None, entries }
+        let (domain, fingerprint) = (DomainId::SHARED, Fingerprint::from_bytes([0; 32]));
+        Section { domain, fingerprint, object, idle: Duration::ZERO, entries }
     }
 
     fn catalog(limit: usize) -> Catalog {

@@ -35,7 +35,7 @@ pub struct Collector {
     layout: Layout,
     manifests: Known<Option<Arc<[Section]>>>,
     removals: Known<Arc<[ObjectId]>>,
-    notes: Known<Arc<[(ObjectId, Date)]>>,
+    notes: Known<Arc<[(ObjectId, Duration)]>>,
 }
 
 /// What a pass found and did, or would do.

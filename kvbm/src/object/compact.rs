@@ -9,7 +9,7 @@
 use super::catalog::Small;
 use super::pack::Job;
 use super::{ObjectTier, PARALLEL, block};
-use crate::{Block, Date, Header, StoreError};
+use crate::{Block, Header, StoreError};
 use futures::stream::{self, StreamExt};
 use object_store::Error;
 use std::io;
@@ -38,7 +38,7 @@ impl ObjectTier {
     pub async fn compact(&self, left: Duration) -> io::Result<Compaction> {
         let full = self.settings.object_bytes;
         let (mut done, mut noted) = (Compaction::default(), None);
-        for group in self.catalog.small(self.writer, left, full / SMALL, |id| self.uses.last(id).is_some()) {
+        for group in self.catalog.small(self.writer, left, full / SMALL, |id| self.uses.idle(id).is_some()) {
             let mut packs: Vec<Vec<Small>> = Vec::new();
             let mut room = 0;
             for small in group {
@@ -58,16 +58,16 @@ impl ObjectTier {
                     Some(noted) => noted,
                     none => none.insert(self.uses.noted().await?),
                 };
-                let used = pack.iter().map(|small| self.uses.last_of(&small.object, noted)).max();
+                let idle = pack.iter().map(|small| self.uses.idle_of(&small.object, noted)).min().unwrap_or_default();
                 done.objects += pack.len() as u64;
-                done.blocks += self.pack_again(pack, used).await?;
+                done.blocks += self.pack_again(pack, idle).await?;
             }
         }
         Ok(done)
     }
 
-    /// Writes the blocks of some objects, last used then, again, and says how many rest.
-    async fn pack_again(&self, pack: Vec<Small>, used: Option<Date>) -> io::Result<u64> {
+    /// Writes the blocks of some objects, not used for so long, again, and says how many rest.
+    async fn pack_again(&self, pack: Vec<Small>, idle: Duration) -> io::Result<u64> {
         // All of them first, so that they are packed together. They are as much as one object.
         let mut reading = stream::iter(pack).map(async |small| self.read_small(small).await).buffered(PARALLEL);
         let mut blocks = Vec::new();
@@ -82,7 +82,7 @@ impl ObjectTier {
             let bytes = u32::try_from(Header::LEN as u64 + block.header.length).map_err(io::Error::other)?;
             let room = self.room.clone().acquire_many_owned(bytes).await.map_err(io::Error::other)?;
             let (answer, waiting) = oneshot::channel();
-            self.jobs.send(Job { block, used, answer, claim, room }).await.map_err(io::Error::other)?;
+            self.jobs.send(Job { block, idle, answer, claim, room }).await.map_err(io::Error::other)?;
             answers.push(waiting);
         }
         let mut rest = 0;

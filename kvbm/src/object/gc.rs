@@ -94,7 +94,8 @@ pub(super) struct Manifest {
 pub(super) struct Note {
     pub(super) path: Path,
     pub(super) modified: Date,
-    pub(super) used: Arc<[(ObjectId, Date)]>,
+    /// And how long before it did so.
+    pub(super) used: Arc<[(ObjectId, Duration)]>,
 }
 
 #[derive(Debug)]
@@ -181,15 +182,18 @@ impl Survey {
 
     fn named(&self) -> impl Iterator<Item = Live<'_>> {
         let mut used: BTreeMap<ObjectId, Date> = BTreeMap::new();
-        for &(id, date) in self.notes.iter().flat_map(|note| note.used.iter()) {
-            let last = used.entry(id).or_insert(date);
-            *last = date.max(*last);
+        for note in &self.notes {
+            for &(id, idle) in note.used.iter() {
+                let date = note.modified.before(idle);
+                let last = used.entry(id).or_insert(date);
+                *last = date.max(*last);
+            }
         }
         let sections = self.manifests.iter().flat_map(Manifest::named);
         sections.filter_map(move |(id, section)| {
             let stored = self.objects.get(&id)?;
             // Packed again is not used again.
-            let written = section.used.map_or(stored.modified, |used| stored.modified.min(used));
+            let written = stored.modified.before(section.idle);
             let used = used.get(&id).map_or(written, |used| written.max(*used));
             Some(Live { id, section, stored, used })
         })
@@ -287,11 +291,7 @@ impl Survey {
 
     /// Which live objects are to go, and why, in order.
     fn condemned(&self, policy: &Policy, now: Date) -> Vec<(ObjectId, Why)> {
-        let mut live: Vec<Live<'_>> = self.live().collect();
-        // A use in the future is one by a clock that is wrong: as if it were now.
-        for live in &mut live {
-            live.used = live.used.min(now.max(live.stored.modified));
-        }
+        let live: Vec<Live<'_>> = self.live().collect();
         let best = age::best(&live, now);
         let (youth, copied) = (age::youth(&live, &best), age::copied(&live, &best, now));
         // What will be a copy as soon as everybody knows of the other takes no room from others: it goes anyway.

@@ -4,18 +4,23 @@
 //!
 //! | bytes | field |
 //! | --: | --- |
-//! | 8 | magic `BLKYMAN3`; the last digit is the version |
+//! | 8 | magic `BLKYMAN4`; the last digit is the version |
 //! | 16 | writer |
-//! | … | sections: domain 16, fingerprint 32, object's number 8, entries n 4, last used 4, then n entries |
+//! | … | sections: domain 16, fingerprint 32, object's number 8, entries n 4, idle 4, then n entries |
 //! | 52 × n | entries: name 16, parent 16, offset of the header 4, payload length 4, expires 4, pinned until 4, 1 when there is |
 //! |        | a parent 1, zeros 3 |
 //! | 8 | CRC-64/NVME over all before |
+//!
+//! Idle: for how many seconds nobody had used these blocks when the object was written. An age and no date: a writer's clock may be
+//! far off, and when the object was written the store knows. Version 3 had such a date there; it is read as if there were none.
 
 use super::layout::Writer;
 use crate::{Date, DomainId, Fingerprint, Header, Keep, SequenceHash};
 use crc_fast::{CrcAlgorithm, checksum};
+use std::time::Duration;
 
-const MAGIC: [u8; 8] = *b"BLKYMAN3";
+const MAGIC: [u8; 8] = *b"BLKYMAN4";
+const FORMER: [u8; 8] = *b"BLKYMAN3";
 const SECTION: usize = 64;
 const ENTRY: usize = 52;
 
@@ -51,8 +56,8 @@ pub(super) struct Section {
     pub(super) domain: DomainId,
     pub(super) fingerprint: Fingerprint,
     pub(super) object: u64,
-    /// When its blocks were last used, if they were packed again: they are no younger for that.
-    pub(super) used: Option<Date>,
+    /// For how long its blocks had not been used when it was written: what is packed again is no younger for that.
+    pub(super) idle: Duration,
     pub(super) entries: Vec<Entry>,
 }
 
@@ -61,6 +66,11 @@ impl Section {
     pub(super) fn bytes(&self) -> u64 {
         self.entries.iter().map(Entry::end).max().unwrap_or(0)
     }
+}
+
+/// Whole seconds, as they are written down; longer than a century is as good as one.
+pub(super) fn seconds(age: Duration) -> u32 {
+    u32::try_from(age.as_secs()).unwrap_or(u32::MAX)
 }
 
 pub(super) fn encode(writer: Writer, sections: &[Section]) -> Vec<u8> {
@@ -72,7 +82,7 @@ pub(super) fn encode(writer: Writer, sections: &[Section]) -> Vec<u8> {
         bytes.extend(section.fingerprint.as_bytes());
         bytes.extend(section.object.to_le_bytes());
         bytes.extend((section.entries.len() as u32).to_le_bytes());
-        bytes.extend(Date::encode(section.used).to_le_bytes());
+        bytes.extend(seconds(section.idle).to_le_bytes());
         for entry in &section.entries {
             bytes.extend(entry.name.as_bytes());
             bytes.extend(entry.parent.map_or([0; 16], |parent| *parent.as_bytes()));
@@ -94,7 +104,9 @@ pub(super) fn decode(writer: Writer, bytes: &[u8]) -> Option<Vec<Section>> {
     if checksum(CrcAlgorithm::Crc64Nvme, body).to_le_bytes() != *sum {
         return None;
     }
-    let mut rest = body.strip_prefix(&MAGIC)?.strip_prefix(&writer.to_bytes())?;
+    let former = body.starts_with(&FORMER);
+    let magic = if former { FORMER } else { MAGIC };
+    let mut rest = body.strip_prefix(&magic)?.strip_prefix(&writer.to_bytes())?;
     let mut sections = Vec::new();
     while let Some((head, after)) = rest.split_first_chunk::<SECTION>() {
         let number = |at: usize| u32::from_le_bytes(std::array::from_fn(|i| head[at + i]));
@@ -104,7 +116,7 @@ pub(super) fn decode(writer: Writer, bytes: &[u8]) -> Option<Vec<Section>> {
             domain: DomainId::from_bytes(std::array::from_fn(|i| head[i])),
             fingerprint: Fingerprint::from_bytes(std::array::from_fn(|i| head[16 + i])),
             object: u64::from_le_bytes(std::array::from_fn(|i| head[48 + i])),
-            used: Date::decode(number(60)),
+            idle: if former { Duration::ZERO } else { Duration::from_secs(number(60).into()) },
             entries: entries.as_chunks::<ENTRY>().0.iter().map(entry).collect(),
         });
         rest = after;
@@ -137,7 +149,7 @@ mod tests {
             domain: DomainId::from_bytes([space + 1; 16]),
             fingerprint: Fingerprint::from_bytes([space; 32]),
             object: u64::from(space) + 7,
-            used: (space > 1).then(|| Date::from_unix(3)),
+            idle: Duration::from_secs(u64::from(space - 1) * 3),
             entries: entries.iter().copied().map(entry).collect(),
         };
         vec![section(1, &[1, 2, 3]), section(2, &[1]), section(3, &[])]
@@ -148,6 +160,18 @@ mod tests {
         let writer = Writer::new();
         assert_eq!(decode(writer, &encode(writer, &sections())), Some(sections()));
         assert_eq!(decode(writer, &encode(writer, &[])), Some(vec![]));
+    }
+
+    #[test]
+    fn what_version_three_wrote_is_read_without_the_date_that_it_had_of_a_use() {
+        let (writer, mut sections) = (Writer::new(), sections());
+        let mut bytes = encode(writer, &sections);
+        let body = bytes.len() - 8;
+        bytes[..8].copy_from_slice(b"BLKYMAN3");
+        let sum = checksum(CrcAlgorithm::Crc64Nvme, &bytes[..body]);
+        bytes[body..].copy_from_slice(&sum.to_le_bytes());
+        sections.iter_mut().for_each(|section| section.idle = Duration::ZERO);
+        assert_eq!(decode(writer, &bytes), Some(sections));
     }
 
     #[test]

@@ -14,7 +14,7 @@ use super::client::Client;
 use super::layout::{Layout, Writer};
 use super::manifest::{self, Entry, Section};
 use crate::claim::Claim;
-use crate::{Block, Date, DomainId, Fingerprint, Header, Keep, StoreError};
+use crate::{Block, DomainId, Fingerprint, Header, Keep, StoreError};
 use bytes::Bytes;
 use object_store::{PutPayload, path::Path};
 use std::collections::BTreeMap;
@@ -39,8 +39,8 @@ pub(super) type Answer = Result<(), StoreError>;
 /// A block that waits, and who waits for it.
 pub(super) struct Job {
     pub(super) block: Block,
-    /// When it was last used, if it rests already and is packed again.
-    pub(super) used: Option<Date>,
+    /// For how long nobody has used it, if it rests already and is packed again.
+    pub(super) idle: Duration,
     pub(super) answer: oneshot::Sender<Answer>,
     /// Nobody else stores it meanwhile.
     pub(super) claim: Claim,
@@ -59,7 +59,7 @@ pub(super) struct Packer {
 
 /// Whose blocks an object has: one domain's, so that it can be deleted with the domain, and one engine's; those that are packed
 /// again, which are old, apart from new ones.
-type Owner = (DomainId, Fingerprint, Option<Date>);
+type Owner = (DomainId, Fingerprint, Duration);
 
 /// Blocks that will be one object.
 struct Pack {
@@ -100,7 +100,7 @@ impl Packer {
                     let Some(job) = job else { return };
                     let header = job.block.header;
                     let empty = || Pack { jobs: Vec::new(), bytes: 0, due: Instant::now() + LINGER };
-                    let owner = (header.domain, header.fingerprint, job.used);
+                    let owner = (header.domain, header.fingerprint, job.idle);
                     let pack = packs.entry(owner).or_insert_with(empty);
                     pack.bytes += Header::LEN as u64 + header.length;
                     pack.jobs.push(job);
@@ -118,7 +118,7 @@ impl Packer {
     /// Writes one object, waits for its manifest, and answers.
     async fn upload(
         self: Arc<Self>,
-        (domain, fingerprint, used): Owner,
+        (domain, fingerprint, idle): Owner,
         object: u64,
         jobs: Vec<Job>,
         publish: mpsc::Sender<Written>,
@@ -133,7 +133,7 @@ impl Packer {
         let records = jobs
             .iter()
             .flat_map(|Job { block, .. }| [Bytes::copy_from_slice(&block.header.encode()), block.payload.clone()]);
-        let section = Section { domain, fingerprint, object, used, entries };
+        let section = Section { domain, fingerprint, object, idle, entries };
         let path = self.layout.blocks(domain, fingerprint, self.writer, object);
         let written = match self.put(&path, records.collect()).await {
             Ok(()) => {

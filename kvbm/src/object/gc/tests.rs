@@ -53,8 +53,13 @@ fn survey(objects: &[Object]) -> Survey {
             pinned: object.pinned.then(|| NOW.after(Duration::from_secs(1))),
         };
         let fingerprint = Fingerprint::from_bytes([0; 32]);
-        let section =
-            Section { domain: domain(object.domain), fingerprint, object: number, used: None, entries: vec![entry] };
+        let section = Section {
+            domain: domain(object.domain),
+            fingerprint,
+            object: number,
+            idle: Duration::ZERO,
+            entries: vec![entry],
+        };
         let path = Path::from(format!("manifest {number}"));
         survey.manifests.push(Manifest { path, writer: writer(), modified, sections: Some([section].into()) });
         let path = Path::from(format!("object {number}"));
@@ -99,24 +104,20 @@ fn a_prefix_is_as_young_as_what_builds_on_it_and_goes_after_it() {
 
 #[test]
 fn what_was_read_lately_is_young_and_so_is_what_it_builds_on() {
-    // 0 ← 1, and 2 and 3, all alike but for their age; 1 was read today, by two processes, and 2 in a thousand years.
+    // 0 ← 1, and 2 and 3, all alike but for their age; 1 was read today, by two processes, and 2 two days ago.
     let mut survey = survey(&[at(100), Object { on: Some(0), ..at(200) }, at(300), at(400)]);
     let note = |hour: u64, used: &[(u64, u64)]| Note {
         path: Path::from(format!("note {hour}")),
         modified: Date::from_unix(hour * HOUR),
-        used: used.iter().map(|(number, hour)| (id(*number), Date::from_unix(hour * HOUR))).collect(),
+        used: used.iter().map(|(number, before)| (id(*number), hours(*before))).collect(),
     };
-    survey.notes =
-        vec![note(990, &[(1, 990), (2, 250)]), note(900, &[(1, 900), (9, 900)]), note(200, &[(2, 1_000_000)])];
+    survey.notes = vec![note(995, &[(1, 5), (2, 44)]), note(900, &[(1, 0), (9, 0)]), note(200, &[(2, 0)])];
     let aged = |hours_max| Policy { age_max: Some(hours(hours_max)), ..Policy::default() };
-    assert_eq!(
-        condemned(&survey, &aged(50)),
-        [(3, Why::Age)],
-        "a clock that is wrong keeps what it read, and not for ever"
-    );
+    assert_eq!(condemned(&survey, &aged(50)), [(3, Why::Age)]);
+    assert_eq!(condemned(&survey, &aged(49)), [(2, Why::Age), (3, Why::Age)]);
     let policy = |budget| Policy { budget: Some(budget), ..Policy::default() };
     assert_eq!(condemned(&survey, &policy(300)), [(3, Why::Budget)]);
-    assert_eq!(survey.holdings()[0].used, 1_000_000 * HOUR);
+    assert_eq!(survey.holdings()[0].used, 990 * HOUR);
     // The note of a process that ended long ago goes, and with it what it said.
     assert_eq!(survey.plan(&Policy::default(), NOW).notes, [Path::from("note 200")]);
     survey.notes.pop();

@@ -176,14 +176,15 @@ fn a_range_is_as_large_as_leaves_enough_of_them() {
 
 #[tokio::test(start_paused = true)]
 async fn what_is_packed_again_is_as_old_as_its_last_use_by_anybody() {
-    for read in [false, true] {
-        let (shared, (clock, _ticks)) = (Arc::new(flaky::Flaky::default()), super::upkeep::ticking());
+    // Whatever the time is at the store.
+    let start = Clock::system().now();
+    for (read, stands) in [false, true]
+        .into_iter()
+        .flat_map(|read| [start.before(HOUR * 99), start.after(HOUR * 99)].map(|at| (read, at)))
+    {
+        let (shared, (clock, _ticks)) = (Arc::new(flaky::Flaky::default()), super::upkeep::ticking_from(stands));
         shared.date_by(&clock);
-        let open = || {
-            let events = Arc::new(EventLog::new(Epoch(1)));
-            ObjectTier::with_clock(shared.clone(), "kv", Settings::default(), events, clock.clone())
-        };
-        let (tier, other) = (open(), open());
+        let ((tier, _), (other, _)) = (open_on(shared.clone()), open_on(shared.clone()));
         let blocks = trickle(&tier, 9, 3).await;
         tokio::time::sleep(HOUR * 10).await;
         if read {

@@ -9,7 +9,11 @@ const EVERY: Duration = Duration::from_mins(30);
 
 /// A clock that goes with virtual time, in steps of a second.
 pub(super) fn ticking() -> (Clock, AbortOnDropHandle<()>) {
-    let start = Clock::system().now();
+    ticking_from(Clock::system().now())
+}
+
+/// The same, from another time on than the machine's.
+pub(super) fn ticking_from(start: crate::Date) -> (Clock, AbortOnDropHandle<()>) {
     let clock = Clock::standing(start);
     let hand = clock.clone();
     let ticking = tokio::spawn(async move {
