@@ -168,12 +168,13 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
         bound * 100.0
     );
 
-    let capacity = args.rate.is_empty().then(|| {
-        let found =
-            replay::capacity(&trace, &options, |rate, p99| eprintln!("  {rate:8.2}/s: p99 first token {p99:.3} s"));
+    let mut capacity = None;
+    if args.rate.is_empty() {
+        let progress = |rate, p99| eprintln!("  {rate:8.2}/s: p99 first token {p99:.3} s");
+        let found = replay::capacity(&trace, &options, progress)?;
         eprintln!("capacity of {} workers: {found:.2} requests/s", options.workers.len());
-        found
-    });
+        capacity = Some(found);
+    }
     let rates: Vec<(Option<f64>, f64)> = match capacity {
         Some(capacity) => args.load.iter().map(|load| (Some(*load), load * capacity)).collect(),
         None => args.rate.iter().map(|rate| (None, *rate)).collect(),
@@ -182,7 +183,7 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
     for (load, rate) in rates {
         for chooser in &choosers {
             let since = Instant::now();
-            let figures = Figures { load, ..replay::replay(&trace, &options, chooser, rate, args.seeds) };
+            let figures = Figures { load, ..replay::replay(&trace, &options, chooser, rate, args.seeds)? };
             let (took, simulated) = (since.elapsed().as_secs_f64(), figures.makespan_s * args.seeds as f64);
             eprintln!("  {:<16} {rate:8.2}/s: {simulated:.0} s in {took:.2} s", chooser.name());
             policies.push(figures);

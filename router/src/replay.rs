@@ -31,6 +31,7 @@ pub use fit::{Fit, FitError, fit};
 pub(crate) use fleet::Simulated;
 pub use picture::goodput_svg;
 pub use profile::{Link, Profile, Store};
+pub use simulation::Standstill;
 pub use trace::{BLOCK_TOKENS, Trace, TraceError};
 
 use crate::policy::Policy;
@@ -126,30 +127,37 @@ impl Chooser {
 }
 
 /// Replays a trace at a rate, in requests per second, with seeds 0, 1, … up to `seeds`, and averages.
-pub fn replay(trace: &Trace, options: &Options, chooser: &Chooser, rate: f64, seeds: u64) -> Figures {
-    let of_seed = |seed| Simulation::new(trace, options, chooser, rate, seed).run().figures(rate, options.slo);
-    let all: Vec<Figures> = (0..seeds.max(1)).map(of_seed).collect();
-    Figures { name: chooser.name().to_owned(), ..Figures::over_seeds(&all) }
+pub fn replay(
+    trace: &Trace,
+    options: &Options,
+    chooser: &Chooser,
+    rate: f64,
+    seeds: u64,
+) -> Result<Figures, Standstill> {
+    let run = |seed| Simulation::new(trace, options, chooser, rate, seed).run();
+    let all: Vec<Figures> =
+        (0..seeds.max(1)).map(|seed| Ok(run(seed)?.figures(rate, options.slo))).collect::<Result<_, _>>()?;
+    Ok(Figures { name: chooser.name().to_owned(), ..Figures::over_seeds(&all) })
 }
 
 /// The highest rate, in requests per second, at which `least-loaded` keeps its p99 time to first token under
 /// [`SATURATED`] times what it is on an idle fleet. `progress` is told of every rate that was tried.
-pub fn capacity(trace: &Trace, options: &Options, mut progress: impl FnMut(f64, f64)) -> f64 {
+pub fn capacity(trace: &Trace, options: &Options, mut progress: impl FnMut(f64, f64)) -> Result<f64, Standstill> {
     let mut p99 = |rate| {
-        let p99 = replay(trace, options, &Chooser::Policy(Policy::LeastLoaded), rate, 1).ttft_p99_s;
+        let p99 = replay(trace, options, &Chooser::Policy(Policy::LeastLoaded), rate, 1)?.ttft_p99_s;
         progress(rate, p99);
-        p99
+        Ok(p99)
     };
     // What a fleet that finds nothing in its caches, and decodes nothing, could compute.
     let prefill: f64 = trace.requests.iter().map(|asked| options.profile.prefill_s(asked.input, 0)).sum();
     let at_most = options.workers.len() as f64 * trace.len() as f64 / prefill;
-    let limit = SATURATED * p99(at_most * IDLE);
+    let limit = SATURATED * p99(at_most * IDLE)?;
     let (mut low, mut high) = (at_most * 0.1, at_most * 2.0);
     while high / low > 1.0 + PRECISION {
         let middle = (low * high).sqrt();
-        *(if p99(middle) < limit { &mut low } else { &mut high }) = middle;
+        *(if p99(middle)? < limit { &mut low } else { &mut high }) = middle;
     }
-    low
+    Ok(low)
 }
 
 /// A fleet is saturated when the slowest first tokens take this many times as long as on an idle one.

@@ -154,13 +154,13 @@ impl Engine {
         Some(request)
     }
 
-    /// A prompt will not come over: unless it is on its way, it is computed here.
-    pub(super) fn lost(&mut self, request: u32, asked: &Asked) {
-        if let Some(sequence) = self.waiting.iter_mut().find(|sequence| sequence.request == request) {
-            sequence.part = Part::Whole;
-            self.waiting_tokens += asked.input - 1;
-            sequence.computed = 0;
-        }
+    /// A prompt will not come over. Whether it is computed here: it is, unless its blocks are on their way.
+    pub(super) fn lost(&mut self, request: u32, asked: &Asked) -> bool {
+        let Some(sequence) = self.waiting.iter_mut().find(|sequence| sequence.request == request) else { return false };
+        sequence.part = Part::Whole;
+        self.waiting_tokens += asked.input - 1;
+        sequence.computed = 0;
+        true
     }
 
     /// Takes in whom there is room for, and decides about the next step.

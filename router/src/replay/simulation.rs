@@ -74,9 +74,21 @@ enum Event {
     Flip(u32, bool),
 }
 
+/// Requests are left that nobody will ever serve.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[error(
+    "{requests} requests stand still after {seconds} s of virtual time: nobody comes any more, and no worker has anything to do"
+)]
+pub struct Standstill {
+    requests: usize,
+    seconds: u64,
+}
+
 /// Reports: at least so often, and never closer than that; as workers do it.
 const REPORT_EVERY_NS: u64 = 1_000_000_000;
 const REPORT_GAP_NS: u64 = 20_000_000;
+/// Longer than anybody waits in the router: who has not moved by then never will.
+const STILL_NS: u64 = 600_000_000_000;
 const PLAN_EVERY_NS: u64 = EVERY.as_nanos() as u64;
 
 impl<'a> Simulation<'a> {
@@ -131,27 +143,40 @@ impl<'a> Simulation<'a> {
     }
 
     /// Runs until every request has ended.
-    pub(super) fn run(mut self) -> Outcome {
-        let end_ns = self.play();
-        Outcome {
+    pub(super) fn run(mut self) -> Result<Outcome, Standstill> {
+        let end_ns = self.play()?;
+        Ok(Outcome {
             served: self.served,
             gaps: self.gaps,
             busy_ns: self.workers.iter().map(|worker| worker.engine.busy_ns).collect(),
             end_ns,
             apart: self.apart,
             flips: self.flips,
-        }
+        })
     }
 
-    fn play(&mut self) -> u64 {
-        let mut end_ns = 0;
+    fn play(&mut self) -> Result<u64, Standstill> {
+        let (mut end_ns, mut moved_ns) = (0, 0);
         while self.open > 0
             && let Some((now, event)) = self.next()
         {
+            match event {
+                Event::Arrives(_) | Event::StepEnds(..) | Event::WaitEnds(..) => moved_ns = now,
+                Event::Heartbeat(0) if now > moved_ns + STILL_NS && self.is_still() => {
+                    return Err(Standstill { requests: self.open, seconds: now / 1_000_000_000 });
+                }
+                _ => {}
+            }
             end_ns = now;
             self.happen(now, event);
         }
-        end_ns
+        Ok(end_ns)
+    }
+
+    /// Whether nobody comes any more and no worker has anything to do.
+    fn is_still(&self) -> bool {
+        let works = |event: &Event| matches!(event, Event::StepEnds(..) | Event::WaitEnds(..));
+        self.arrivals.is_empty() && !self.due.iter().any(|Reverse((.., event))| works(event))
     }
 
     /// What happens next.
@@ -310,8 +335,10 @@ impl<'a> Simulation<'a> {
         }
         for request in effects.lost.drain(..) {
             let decodes = self.served[request as usize].worker;
-            self.workers[decodes].engine.lost(request, &self.requests[request as usize]);
-            self.served[request as usize].helper = None;
+            // What is on its way there is handed over, even if nobody keeps it any more.
+            if self.workers[decodes].engine.lost(request, &self.requests[request as usize]) {
+                self.served[request as usize].helper = None;
+            }
         }
         let mut helpers = Vec::new();
         for request in effects.first.drain(..) {

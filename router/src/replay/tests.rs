@@ -5,6 +5,10 @@ const H100: &str = include_str!("../../../deploy/profiles/h100-8b.toml");
 const KV: Chooser = Chooser::Policy(Policy::Kv);
 const LEAST_LOADED: Chooser = Chooser::Policy(Policy::LeastLoaded);
 
+pub(super) fn replay(trace: &Trace, options: &Options, chooser: &Chooser, rate: f64, seeds: u64) -> Figures {
+    super::replay(trace, options, chooser, rate, seeds).unwrap()
+}
+
 pub(super) fn fixture() -> Trace {
     Trace::read(FIXTURE.as_bytes()).unwrap()
 }
@@ -71,7 +75,7 @@ fn the_same_seed_gives_the_same_bytes_and_another_seed_does_not() {
         let run = || serde_json::to_string(&replay(&trace, &options, &chooser, 8.0, 2)).unwrap();
         assert_eq!(run(), run(), "{}", chooser.name());
     }
-    let of_seed = |seed| Simulation::new(&trace, &options, &KV, 8.0, seed).run().figures(8.0, options.slo);
+    let of_seed = |seed| Simulation::new(&trace, &options, &KV, 8.0, seed).run().unwrap().figures(8.0, options.slo);
     assert_ne!(of_seed(0), of_seed(1));
 }
 
@@ -98,7 +102,7 @@ fn a_conversation_stays_with_its_worker() {
     let trace = Trace::read(text.as_bytes()).unwrap();
     let options = Options { workers: vec![Phase::Both; 4], ..by_hand() };
     let workers = |policy| {
-        let outcome = Simulation::new(&trace, &options, &Chooser::Policy(policy), trace.rate(), 0).run();
+        let outcome = Simulation::new(&trace, &options, &Chooser::Policy(policy), trace.rate(), 0).run().unwrap();
         outcome.served.iter().map(|served| served.worker).collect::<Vec<_>>()
     };
     let of_session = workers(Policy::Session);
@@ -115,7 +119,7 @@ fn three_requests_by_hand() {
     let trace = Trace::read(text.as_bytes()).unwrap();
     let options = by_hand();
     // At the recorded rate; the last arrival has no step to be moved in, so times are exact but for the spread of the rest.
-    let outcome = Simulation::new(&trace, &options, &KV, trace.rate(), 0).run();
+    let outcome = Simulation::new(&trace, &options, &KV, trace.rate(), 0).run().unwrap();
     let ttft: Vec<f64> = outcome.served.iter().map(|s| (s.first_ns - s.arrived_ns) as f64 / 1e9).collect();
     assert!((ttft[0] - 2.001).abs() < 1e-6, "two blocks and a step: {ttft:?}");
     assert!((ttft[1] - 1.001).abs() < 1e-6, "one of three is new: {ttft:?}");
@@ -133,7 +137,7 @@ fn a_hand_over_by_hand() {
     let trace = Trace::read(text.as_bytes()).unwrap();
     let mut options = Options { workers: vec![Phase::Prefill, Phase::Decode], ..by_hand() };
     options.profile.peer = Some(Link { bytes_per_second: 102_400.0, latency_s: 0.01 });
-    let served = Simulation::new(&trace, &options, &KV, trace.rate(), 0).run().served;
+    let served = Simulation::new(&trace, &options, &KV, trace.rate(), 0).run().unwrap().served;
     let ttft = |nth: usize| (served[nth].first_ns - served[nth].arrived_ns) as f64 / 1e9;
     // Two blocks and a step; two blocks over the link; the last token, and a step.
     let whole = 2.001 + (0.01 + 0.01) + (1.0 / 512.0 + 0.001);
@@ -165,7 +169,7 @@ fn kv_finds_more_and_waits_less_than_those_who_do_not_look() {
 #[test]
 fn trap_10_at_saturation_and_beyond_looking_at_caches_never_loses_to_looking_at_load() {
     let (trace, options) = (fixture(), options(4));
-    let full = capacity(&trace, &options, |_, _| {});
+    let full = capacity(&trace, &options, |_, _| {}).unwrap();
     for load in [1.0, 1.2, 1.5] {
         let [kv, least_loaded] = [&KV, &LEAST_LOADED].map(|chooser| replay(&trace, &options, chooser, full * load, 3));
         assert!(
@@ -205,7 +209,7 @@ fn lossy(loss: f64, repair: Duration) -> [f64; 2] {
     let options = Options { loss, loss_until: 0.5, repair, ..options(4) };
     let mut sums = [(0, 0); 2];
     for seed in 0..seeds {
-        let served = Simulation::new(&trace, &options, &KV, 12.0, seed).run().served;
+        let served = Simulation::new(&trace, &options, &KV, 12.0, seed).run().unwrap().served;
         let half = served.len() / 2;
         for (sum, part) in sums.iter_mut().zip([&served[..half], &served[half * 3 / 2..]]) {
             sum.0 += part.iter().map(|served| served.hits).sum::<u64>();
@@ -237,7 +241,7 @@ fn trap_11_eight_routers_hit_nearly_what_one_does_and_let_nobody_wait_much_longe
 fn capacity_is_where_least_loaded_waits_ten_times_as_long() {
     let (trace, options) = (fixture(), options(2));
     let mut tried = Vec::new();
-    let found = capacity(&trace, &options, |rate, p99| tried.push((rate, p99)));
+    let found = capacity(&trace, &options, |rate, p99| tried.push((rate, p99))).unwrap();
     let idle = tried[0].1;
     let p99 = |rate| replay(&trace, &options, &LEAST_LOADED, rate, 1).ttft_p99_s;
     assert!(p99(found) < SATURATED * idle && p99(found * 1.1) >= SATURATED * idle, "{found} of {tried:?}");

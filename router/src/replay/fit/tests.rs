@@ -29,7 +29,7 @@ fn record(profile: &Profile, workers: usize, rate: f64) -> Vec<Line> {
         admission: Admission::Off,
         flip: false,
     };
-    let outcome = Simulation::new(&trace, &options, &Chooser::Policy(Policy::Kv), rate, 0).run();
+    let outcome = Simulation::new(&trace, &options, &Chooser::Policy(Policy::Kv), rate, 0).run().unwrap();
     let line = |(asked, served): (&crate::replay::trace::Asked, &crate::replay::figures::Served)| {
         let since = |ns: u64| (ns - served.arrived_ns) as f64 / 1e9;
         let found = (served.hits * BLOCK_TOKENS).min(asked.input - 1);

@@ -1,6 +1,6 @@
 use super::*;
 use crate::policy::Policy;
-use crate::replay::tests::{fixture, options, with_stores};
+use crate::replay::tests::{fixture, options, replay, with_stores};
 use crate::replay::{Chooser, Link, Preset};
 use proptest::prelude::*;
 use std::time::Duration;
@@ -29,7 +29,7 @@ proptest! {
         options.profile.device_bytes = memory * options.profile.block_bytes();
         let options = Options { replicas, flip, lag: Duration::from_millis(lag_ms), ..options };
         let mut simulation = Simulation::new(&trace, &options, &chooser, rate, seed);
-        simulation.play();
+        simulation.play().unwrap();
 
         prop_assert_eq!(simulation.open, 0);
         let (done, refused): (Vec<&Served>, Vec<&Served>) = simulation.served.iter().partition(|it| it.ended_ns > 0);
@@ -69,7 +69,7 @@ fn bursts(workers: Vec<Phase>) -> crate::replay::Figures {
     let mut options = options(1);
     options.profile.device_bytes *= 10;
     let options = Options { workers, ..options };
-    crate::replay::replay(&trace, &options, &Chooser::Preset(Preset::Latency), trace.rate(), 3)
+    replay(&trace, &options, &Chooser::Preset(Preset::Latency), trace.rate(), 3)
 }
 
 #[test]
@@ -96,12 +96,52 @@ fn workers_change_sides_when_what_is_asked_does() {
     let workers = [vec![Phase::Prefill], vec![Phase::Decode; 3]].concat();
     let of = |flip| {
         let options = Options { flip, workers: workers.clone(), ..options(1) };
-        crate::replay::replay(&trace, &options, &Chooser::Policy(Policy::Kv), trace.rate(), 1)
+        replay(&trace, &options, &Chooser::Policy(Policy::Kv), trace.rate(), 1)
     };
     let (stay, change) = (of(false), of(true));
     assert_eq!((stay.finished, change.finished, stay.flips), (600, 600, None));
     assert!(change.flips.is_some_and(|flips| (1..=4).contains(&flips)), "{change:?}");
     assert!(change.itl_p99_s < stay.itl_p99_s && change.handed_over > stay.handed_over, "{change:?} {stay:?}");
+}
+
+#[test]
+fn a_prompt_that_is_lost_once_its_blocks_are_on_their_way_was_handed_over_all_the_same() {
+    let requests = vec![Asked { at_ms: 0, input: 8 * 512, output: 4, blocks: (0..8).collect(), session: 0 }];
+    let trace = Trace { requests };
+    let options = Options { workers: vec![Phase::Prefill, Phase::Decode], ..options(1) };
+    for (running, helper) in [(0, None), (1, Some(0))] {
+        let mut simulation = Simulation::new(&trace, &options, &Chooser::Policy(Policy::Kv), 1.0, 0);
+        let decodes = |simulation: &Simulation<'_>| simulation.workers[1].engine.load(&options.profile);
+        while decodes(&simulation).waiting + decodes(&simulation).running == 0 {
+            let (now, event) = simulation.next().unwrap();
+            if let (0, Event::StepEnds(0, _)) = (running, event) {
+                // Whoever decodes is busy, and takes nobody in.
+                simulation.workers[1].occupied = true;
+            }
+            simulation.happen(now, event);
+        }
+        assert_eq!(decodes(&simulation).running, running);
+        simulation.effects.lost.push(0);
+        let now = simulation.served[0].arrived_ns + 1_000_000_000;
+        simulation.tell(now, 0);
+        simulation.workers[1].occupied = false;
+        simulation.work(now, 1);
+        simulation.play().unwrap();
+        assert_eq!((simulation.served[0].helper, simulation.served[0].ended_ns > 0), (helper, true));
+    }
+}
+
+#[test]
+fn requests_that_all_stand_still_end_a_replay_with_a_sentence() {
+    let (trace, options) =
+        (Trace { requests: fixture().requests[..20].to_vec() }, Options { flip: true, ..options(2) });
+    let mut simulation = Simulation::new(&trace, &options, &Chooser::Policy(Policy::Kv), 9.0, 0);
+    // It comes, and nobody has it begin.
+    let (_, request) = simulation.arrivals.pop().unwrap();
+    simulation.workers[0].engine.accept(request, &trace.requests[request as usize], Part::Whole);
+    simulation.workers[0].occupied = true;
+    let stuck = simulation.run().err().unwrap().to_string();
+    assert!(stuck.contains("stand still"), "{stuck}");
 }
 
 #[test]
