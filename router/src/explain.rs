@@ -11,20 +11,22 @@ use std::sync::Arc;
 use std::time::Duration;
 use worker::plane::WorkerId;
 
-/// Workers shown: at about 250 bytes each, and as many again of a composition, the line stays below what servers take as a header.
+/// Workers shown: whoever asks wants to know the next best, and not the whole fleet …
 const SHOWN: usize = 8;
+/// … and fewer of those of whom there is much to tell: what a proxy takes of a server's headers is often 4 KiB, all together.
+const BYTES_MAX: usize = 3_500;
 
 /// Spells out a decision. Times are seconds, terms of less than a microsecond are left out.
 pub(crate) fn line(policy: &Policy, decision: &Decision<'_>, tried: &[WorkerId]) -> Arc<str> {
     let Decision { candidates, chosen: row, why, prefill, .. } = decision;
-    // The chosen one first, then by cost; those at the end may fall off.
+    // The chosen one first, then by cost: those at the end may fall off.
     let mut order: Vec<&Candidate> = candidates.iter().collect();
     order.sort_by(|a, b| {
         let not = |candidate: &Candidate| candidate.seat as usize != row.at;
         not(a).cmp(&not(b)).then(a.cost.total_cmp(&b.cost))
     });
     order.truncate(SHOWN);
-    let explanation = Explanation {
+    let mut explanation = Explanation {
         policy: policy.name(),
         chosen: row.member().id().to_string(),
         why: why.name(),
@@ -44,8 +46,15 @@ pub(crate) fn line(policy: &Policy, decision: &Decision<'_>, tried: &[WorkerId])
             .collect(),
         not_shown: candidates.len().saturating_sub(SHOWN),
     };
-    // Strings and numbers in plain structs: there is nothing in them that JSON could not say.
-    serde_json::to_string(&explanation).unwrap_or_default().into()
+    loop {
+        // Strings and numbers in plain structs: there is nothing in them that JSON could not say.
+        let line = serde_json::to_string(&explanation).unwrap_or_default();
+        if line.len() <= BYTES_MAX || explanation.candidates.len() < 2 {
+            return line.into();
+        }
+        explanation.candidates.pop();
+        explanation.not_shown += 1;
+    }
 }
 
 /// Adds to an explanation how long the request waited before it went, and what there was too much of.

@@ -1,7 +1,9 @@
 //! What a router lets others see: explanations, metrics, models.
 
 use super::defaults;
-use super::fake::{SPEED, names, prompt, settle, stored};
+use super::fake::{SPEED, Yard, names, prompt, settle, stored};
+use crate::policy::{Composition, Filter, Pick, Policy, Score, Term};
+use crate::settings::Settings;
 use futures::StreamExt;
 use kvbm::Level;
 use worker::engine::{Engine, Error, Output, Request};
@@ -27,6 +29,23 @@ async fn an_explanation_is_one_bounded_line_of_json_and_only_on_request() {
     }
     let mut stream = yard.ask(prompt(2, 3000)).await.unwrap();
     assert!(matches!(stream.next().await, Some(Ok(Output::Tokens(tokens))) if tokens.explain.is_none()));
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_explanation_of_many_filters_leaves_candidates_out_rather_than_outgrow_a_header() {
+    let filter = (0..32).map(|nth| Filter::QueueBelow(1.0 + f64::from(nth) / 7.0)).collect();
+    let score = vec![Score { term: Term::Queue, weight: 1.0 }, Score { term: Term::Prefill, weight: 1.0 }];
+    let policy = Policy::Composed(Composition { filter, score, pick: Pick::Best });
+    let yard = Yard::new(Settings { policy, ..Settings::default() });
+    for id in 1..=9 {
+        yard.worker(id, if id == 1 { Phase::Prefill } else { Phase::Decode }).await;
+    }
+    let explained = yard.explain(prompt(1, 3000)).await;
+    let (candidates, bytes) = (explained["candidates"].as_array().unwrap(), explained.to_string().len());
+    assert!(bytes < 4096, "{bytes} bytes");
+    assert_eq!(explained["not_shown"].as_u64().map(|left_out| left_out as usize + candidates.len()), Some(8));
+    assert_eq!(candidates[0]["worker"], explained["chosen"]);
+    assert_eq!(candidates[0]["passes"].as_array().map(Vec::len), Some(32), "of those that are told all is told");
 }
 
 #[tokio::test(start_paused = true)]
