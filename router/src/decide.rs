@@ -146,10 +146,14 @@ impl<'a> Decision<'a> {
         self.scene.row(seat as usize, self.prefill.as_ref())
     }
 
-    /// The lowest cost of those who could decode and were not chosen.
+    /// The lowest cost, in seconds, of those who could decode and were not chosen.
     pub(crate) fn runner_up(&self) -> f64 {
         let others = self.candidates.iter().filter(|other| other.seat as usize != self.chosen.at);
-        lowest(others.map(|other| other.cost))
+        lowest(others.map(|other| match self.scene.tuning.policy {
+            // It scores in units of its own.
+            Policy::Composed(_) => self.row(other.seat).cost().total(),
+            _ => other.cost,
+        }))
     }
 
     /// Who prefills, when that is somebody else than who decodes.

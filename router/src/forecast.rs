@@ -5,7 +5,6 @@ use crate::disaggregate::Split;
 use crate::fleet::Member;
 use crate::index::Index;
 use crate::metrics::Metrics;
-use crate::policy::Policy;
 use crate::promise::Promises;
 use crate::survey::Overlaps;
 use crate::trust::Mode;
@@ -27,29 +26,19 @@ pub(crate) struct Forecast {
     names: Vec<SequenceHash>,
     /// Seconds that a prompt token takes there.
     token: f64,
-    /// Seconds that the next best choice would have cost more, where choices are weighed in seconds.
+    /// Seconds that the next best choice would have cost more.
     spare: f64,
 }
 
 impl Forecast {
     /// What a decision expects of a worker in it. To be asked before the request itself is promised.
-    pub(crate) fn of(
-        promises: &Promises,
-        policy: &Policy,
-        decision: &Decision<'_>,
-        row: &Row<'_>,
-        overlaps: &Overlaps,
-    ) -> Self {
+    pub(crate) fn of(promises: &Promises, decision: &Decision<'_>, row: &Row<'_>, overlaps: &Overlaps) -> Self {
         let (member, way, block_size) = (row.member(), row.seat.way, row.prompt.block_size);
         let names = overlaps.names(way);
         let announced = u64::from(overlaps.held(way, member.announced).run()) * block_size;
         let full = names.len() as u64 * block_size;
         let promised = promises.made(member.announced, names, block_size as usize);
         let noted = member.mode != Mode::Exact || member.ledger.never_announced();
-        let spare = match policy {
-            Policy::Composed(_) => f64::INFINITY,
-            _ => decision.runner_up() - row.cost().total(),
-        };
         Self {
             placed: Instant::now(),
             cached: row.cached(),
@@ -58,7 +47,7 @@ impl Forecast {
             fresh: full.saturating_sub(announced),
             names: if noted { names.to_vec() } else { Vec::new() },
             token: row.desk.pace.token,
-            spare: spare.max(0.0),
+            spare: (decision.runner_up() - row.cost().total()).max(0.0),
         }
     }
 

@@ -117,7 +117,7 @@ fn book(
         blocks: whole.blocks - another.blocks * others.len() as u64,
         ..whole
     };
-    let forecast = |row: &Row<'_>| Forecast::of(&core.promises, policy, decision, row, overlaps);
+    let forecast = |row: &Row<'_>| Forecast::of(&core.promises, decision, row, overlaps);
     let (here, there) = (forecast(row), apart.map(forecast));
     let promise = |row: &Row<'_>| {
         let names = overlaps.names(row.seat.way);

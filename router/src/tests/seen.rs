@@ -63,8 +63,16 @@ async fn predictions_are_held_against_what_the_engine_found() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_a_lie_cost_is_what_the_next_best_choice_would_have_saved() {
-    let yard = defaults();
+async fn what_a_lie_cost_is_what_the_next_best_choice_would_have_saved_whatever_a_policy_scores() {
+    // Scores are of another scale than seconds.
+    let score = vec![Score { term: Term::Prefill, weight: 100.0 }];
+    let composed = Policy::Composed(Composition { filter: vec![], score, pick: Pick::Best });
+    for policy in [Policy::Kv, composed] {
+        a_lie_is_regretted(Yard::new(Settings { policy, ..Settings::default() })).await;
+    }
+}
+
+async fn a_lie_is_regretted(yard: Yard) {
     let (liar, other) = (yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await);
     let regret = || yard.router.core.metrics.regret_seconds.get();
     let request = prompt(1, 1600);
