@@ -170,7 +170,9 @@ mod tests {
         bytes[..8].copy_from_slice(b"BLKYMAN3");
         let sum = checksum(CrcAlgorithm::Crc64Nvme, &bytes[..body]);
         bytes[body..].copy_from_slice(&sum.to_le_bytes());
-        sections.iter_mut().for_each(|section| section.idle = Duration::ZERO);
+        for section in &mut sections {
+            section.idle = Duration::ZERO;
+        }
         assert_eq!(decode(writer, &bytes), Some(sections));
     }
 

@@ -193,6 +193,7 @@ impl Loading<'_> {
 
     /// Finds the next source for a block that one did not deliver, or gives it up: then it is computed.
     pub(super) fn try_next(&mut self, source: usize, index: usize) {
+        self.job.inner.core.metrics.missed(self.level(source), 1);
         let (now, name) = (Instant::now(), &self.job.names[index..=index]);
         let fingerprint = self.job.inner.core.device.fingerprint();
         let holds = |next: &usize| {
@@ -221,11 +222,12 @@ impl Loading<'_> {
         self.todo.iter_mut().for_each(|todo| todo.make_contiguous().sort_unstable());
     }
 
-    /// Tells the gauges what was seen since the last time, and forgets it.
+    /// Tells the gauges what was seen since the last time, and forgets it. What was asked for before may yet be delivered: it was
+    /// being written.
     pub(super) fn learn(&mut self) {
         let (now, elapsed) = (Instant::now(), self.start.elapsed());
         let bytes = self.job.inner.core.device.block_bytes() as u64;
-        for (source, seen) in self.seen.iter_mut().enumerate().filter(|(_, seen)| seen.asked > 0) {
+        for (source, seen) in self.seen.iter_mut().enumerate().filter(|(_, seen)| seen.asked + seen.delivered > 0) {
             let Source { tier, gauge } = &self.job.sources[source];
             let what = seen.seen(elapsed);
             if gauge.learn(what, now) {
@@ -236,8 +238,7 @@ impl Loading<'_> {
                 metrics.moved(tier.level(), Direction::Onboard, delivered * bytes, what.elapsed);
             }
             gauge.recalled(seen.asked - seen.answered);
-            self.job.inner.core.metrics.hit(tier.level(), seen.delivered);
-            self.job.inner.core.metrics.missed(tier.level(), seen.asked.saturating_sub(seen.delivered));
+            self.job.inner.core.metrics.missed(tier.level(), seen.asked - seen.answered);
             *seen = Watch::default();
         }
     }

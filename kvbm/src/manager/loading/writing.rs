@@ -38,7 +38,9 @@ impl Loading<'_> {
     pub(super) fn write(&mut self) {
         let claimed = self.job.shared.claimed();
         let mut items = std::mem::take(&mut self.queue);
-        items.retain(|item| item.index >= claimed);
+        for late in items.extract_if(.., |item| item.index < claimed) {
+            self.job.inner.core.metrics.missed(self.level(late.source), 1);
+        }
         let core = self.job.inner.core.clone();
         let Some(slots) = core.pool.allocate(items.len()) else {
             return self.give_up(&items);
@@ -77,6 +79,9 @@ impl Loading<'_> {
             }
         }
         if !blocks.is_empty() {
+            for level in &levels {
+                self.job.inner.core.metrics.hit(*level, 1);
+            }
             // At once, for those who follow; and if this request is dropped, what it loaded stays cached.
             let cached = self.job.inner.core.pool.register(blocks);
             self.job.shared.keep_loaded(cached, &levels);

@@ -22,47 +22,57 @@ async fn blocks_come_back_from_g2_as_they_were() {
     assert_eq!(site.manager.matched(&names(8)).len(), 8);
 }
 
+/// Device memory that takes nothing until it is told to.
+struct Closed {
+    memory: Arc<InMemory>,
+    waits: AtomicBool,
+    open: AtomicBool,
+}
+impl DeviceBlocks for Closed {
+    fn capacity(&self) -> usize {
+        self.memory.capacity()
+    }
+    fn block_bytes(&self) -> usize {
+        self.memory.block_bytes()
+    }
+    fn fingerprint(&self) -> Fingerprint {
+        fingerprint()
+    }
+    fn read(&self, slot: BlockId, into: &mut [u8]) {
+        self.memory.read(slot, into);
+    }
+    fn write(&self, slot: BlockId, from: &[u8]) {
+        self.waits.store(true, Ordering::SeqCst);
+        while !self.open.load(Ordering::SeqCst) {
+            std::thread::yield_now();
+        }
+        self.memory.write(slot, from);
+    }
+}
+
+impl Closed {
+    fn new(slots: usize) -> Arc<Self> {
+        let (waits, open) = (AtomicBool::new(false), AtomicBool::new(false));
+        Arc::new(Self { memory: InMemory::new(slots, SIZE, fingerprint()), waits, open })
+    }
+
+    async fn is_written_to(&self) {
+        while !self.waits.load(Ordering::SeqCst) {
+            tokio::time::advance(Duration::from_millis(1)).await;
+        }
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn blocks_that_are_being_written_when_the_turn_comes_take_no_room_from_the_rest() {
-    /// Device memory that takes nothing until it is told to.
-    struct Closed {
-        memory: Arc<InMemory>,
-        waits: AtomicBool,
-        open: AtomicBool,
-    }
-    impl DeviceBlocks for Closed {
-        fn capacity(&self) -> usize {
-            self.memory.capacity()
-        }
-        fn block_bytes(&self) -> usize {
-            self.memory.block_bytes()
-        }
-        fn fingerprint(&self) -> Fingerprint {
-            fingerprint()
-        }
-        fn read(&self, slot: BlockId, into: &mut [u8]) {
-            self.memory.read(slot, into);
-        }
-        fn write(&self, slot: BlockId, from: &[u8]) {
-            self.waits.store(true, Ordering::SeqCst);
-            while !self.open.load(Ordering::SeqCst) {
-                std::thread::yield_now();
-            }
-            self.memory.write(slot, from);
-        }
-    }
-    let memory = InMemory::new(8, SIZE, fingerprint());
-    let device =
-        Arc::new(Closed { memory: memory.clone(), waits: AtomicBool::new(false), open: AtomicBool::new(false) });
+    let device = Closed::new(8);
     let below = at(Level::G3, 1, 0);
     below.keeps(0..8).await;
     let metrics = Metrics::new(&Registry::new()).unwrap();
     let manager = BlockManager::new(device.clone(), None, vec![below], log(), metrics);
     let wake = Arc::new(Notify::new());
     let onboarding = manager.begin(&names(8), UNKNOWN, wake.clone()).unwrap();
-    while !device.waits.load(Ordering::SeqCst) {
-        tokio::time::advance(Duration::from_millis(1)).await;
-    }
+    device.is_written_to().await;
     onboarding.turn();
     for _ in 0..100 {
         // The task hears of its turn while the first blocks are still being written.
@@ -109,6 +119,34 @@ async fn who_found_no_room_for_blocks_leaves_them_to_others() {
     let onboarded = site.manager.onboard(&names(8), ms(100)).await;
     assert_eq!(onboarded.from, [(Level::G3, 8)]);
     drop(waiting);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_block_that_is_written_after_others_were_taken_back_is_a_hit() {
+    let below = at(Level::G3, 1, 100_000);
+    below.keeps(0..8).await;
+    let (device, registry) = (Closed::new(32), Registry::new());
+    let manager = BlockManager::new(device.clone(), None, vec![below], log(), Metrics::new(&registry).unwrap());
+    let onboarding = manager.begin(&names(8), UNKNOWN, Arc::default()).unwrap();
+    device.is_written_to().await;
+    let rest = manager.allocate(manager.available()).unwrap();
+    for _ in 0..20 {
+        // The second comes, and there is no room for it.
+        tokio::time::advance(Duration::from_secs(7)).await;
+    }
+    device.open.store(true, Ordering::SeqCst);
+    while onboarding.held() == 0 {
+        tokio::task::yield_now().await;
+    }
+    onboarding.end().await;
+    let count = |metric: &str| counted(&registry, metric, Level::G3);
+    assert_eq!(
+        (count("hit_blocks_total"), count("miss_blocks_total")),
+        (1, 6),
+        "and no miss of the tier's for want of room"
+    );
+    assert_eq!(count("transfer_bytes_total"), SIZE as u64);
+    drop(rest);
 }
 
 #[tokio::test(start_paused = true)]
