@@ -85,7 +85,9 @@ impl Job {
         let beyond = (self.names.len() - lead - extent(&located)) as f64 * cost.unwrap_or(0.0);
         let left = by.map(|by| seconds_until(by, now) - beyond);
         let mut plan = crate::plan::plan(&stretches(&located, known), cost, left);
-        plan.head = plan.head.min(self.inner.core.pool.available() + coming);
+        let room = self.inner.core.pool.available() + coming;
+        plan.head = plan.head.min(room);
+        plan.tail = plan.tail.min(room - plan.head);
         (located, plan)
     }
 }

@@ -194,11 +194,17 @@ async fn bring(job: &Job) {
             let (located, plan) = job.plan(lead, 0, now, |source| job.sources[source].gauge.known(now));
             (located, Some((turn, plan)))
         } else {
-            let ahead = names.len().min(lead + room.as_ref().map_or(0, SemaphorePermit::num_permits));
+            // What there is no room for would be read for nothing, by each who wants it.
+            let most = room.as_ref().map_or(0, SemaphorePermit::num_permits).min(inner.core.pool.available());
+            let ahead = names.len().min(lead + most);
             (locate(&inner.core, &job.sources, &names[lead..ahead], Instant::now()), None)
         };
         let names = &names[lead..lead + extent(&located)];
         let bringing = match plan {
+            None if names.is_empty() => {
+                shared.turned().await;
+                continue;
+            }
             Some((_, plan)) if plan.head + plan.tail == 0 => return,
             // What somebody else brings of the end is met in G1.
             Some((_, plan)) if plan.head == 0 => Ok(inner.coming.bring_rest(names)),

@@ -112,13 +112,43 @@ async fn who_found_no_room_for_blocks_leaves_them_to_others() {
     let below = at(Level::G3, 1, 0);
     below.keeps(0..8).await;
     let site = Site::new(16, 0, vec![below]);
-    let all = site.manager.allocate(16).unwrap();
     let waiting = site.manager.begin(&names(4), UNKNOWN, Arc::default()).unwrap();
+    // It has asked, and what it asked for comes later.
+    tokio::task::yield_now().await;
+    let all = site.manager.allocate(16).unwrap();
     tokio::time::sleep(Duration::from_millis(10)).await;
     drop(all);
     let onboarded = site.manager.onboard(&names(8), ms(100)).await;
     assert_eq!(onboarded.from, [(Level::G3, 8)]);
     drop(waiting);
+}
+
+#[tokio::test(start_paused = true)]
+async fn where_there_is_no_room_nobody_repeats_what_found_none() {
+    let below = at(Level::G3, 10, 20);
+    below.keeps(0..8).await;
+    let site = Site::new(128, 0, vec![below]);
+    // What it takes is known from here on: with computing as quick, the end is worth loading meanwhile.
+    drop(site.manager.onboard(&names(8), UNKNOWN).await);
+    drop(site.manager.allocate(128));
+    let begin = || site.manager.begin(&names(8), ms(20), Arc::default()).unwrap();
+    let waiting: Vec<_> = (0..4).map(|_| begin()).collect();
+    tokio::task::yield_now().await;
+    let all = site.manager.allocate(128).unwrap();
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    let asked = || site.counter("hit_blocks_total", Level::G3) + site.counter("miss_blocks_total", Level::G3);
+    drop(waiting);
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    assert!(asked() <= 8 + 8, "the others asked for {} too", asked() - 16);
+    // Nor at their turns.
+    let before = asked();
+    let computing: Vec<_> = (0..4).map(|_| begin()).collect();
+    computing.iter().for_each(Onboarding::turn);
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    drop(computing);
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    assert_eq!(asked(), before);
+    drop(all);
 }
 
 #[tokio::test(start_paused = true)]
