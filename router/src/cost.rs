@@ -116,10 +116,14 @@ impl Cost {
         let recompute = (blocks * prompt.block_size) as f64 * pace.token;
         let backlog = pace.backlog(Level::Peer).min((recompute - transfer).max(0.0));
         let decode = Self::together(need, pace, weight);
+        // While its prompt is computed there, those go on who wait here: it waits for what is left of them then.
+        let left = (decode.busy() - prefill.first_token()).max(0.0);
+        let room = decode.room.min(left);
         Self {
+            queue: prefill.queue + left - room,
+            room: prefill.room + room,
             handover: transfer + pace.resume,
             backlog: prefill.backlog + backlog,
-            room: prefill.room.max(decode.room),
             decode: decode.decode,
             stall: 0.0,
             ..*prefill
@@ -229,6 +233,27 @@ mod tests {
         assert!((busy.backlog - 0.1).abs() < 1e-6 && idle.backlog == 0.0, "{busy:?}");
         assert!((flooded.backlog + flooded.handover - 0.6 - cost(100, 0).handover).abs() < 1e-9, "{flooded:?}");
         assert!(cost(100, 1_000_000).backlog < 1e-9, "nothing comes over");
+    }
+
+    #[test]
+    fn what_is_left_of_the_wait_where_it_decodes_once_its_prompt_is_computed_counts() {
+        let prefill = Cost { queue: 0.5, room: 0.1, prefill: 1.0, ..Cost::default() };
+        let costs = |waiting, active_blocks| {
+            let pace = Pace::of(&Standing { active_blocks, total_blocks: 170, ..standing(waiting) });
+            let need = Need::of(PROMPT, Held::default());
+            (Cost::together(&need, &pace, 1.0), Cost::apart(&prefill, &need, &pace, 1.0))
+        };
+        let is = |cost: &Cost, queue: f64, room: f64| {
+            assert!((cost.queue - queue).abs() < 1e-9 && (cost.room - room).abs() < 1e-9, "{cost:?}: {queue} {room}");
+        };
+        // Its prompt is computed after 1.6 seconds.
+        is(&costs(1500, 0).1, 0.5, 0.1);
+        is(&costs(5000, 0).1, 0.5 + (5.0 - 1.6), 0.1);
+        let (here, apart) = costs(1500, 90);
+        is(&apart, 0.5, 0.1 + (1.5 + here.room - 1.6));
+        let (here, apart) = costs(5000, 90);
+        is(&apart, 0.5 + (5.0 - 1.6), 0.1 + here.room);
+        assert!((apart.first_token() - apart.handover - here.queue - here.room).abs() < 1e-9, "as long as here");
     }
 
     #[test]

@@ -72,6 +72,20 @@ async fn waiting_for_a_busy_decode_worker_is_no_time_of_a_hand_over() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_prompt_that_is_computed_elsewhere_does_not_go_on_behind_a_long_queue() {
+    let yard = Yard::new(Settings { disaggregation: Disaggregation::Always, ..Settings::default() });
+    let _p = yard.worker(1, Phase::Prefill).await;
+    let (busy, idle) = (yard.worker(2, Phase::Decode).await, yard.worker(3, Phase::Decode).await);
+    for family in 0..4 {
+        yard.report(&busy, Load { waiting: 3, waiting_tokens: 90_000, ..Load::default() });
+        yard.report(&idle, Load::default());
+        settle().await;
+        yard.answer(prompt(family, 3000)).await.unwrap();
+    }
+    assert_eq!((busy.requests(), idle.requests()), (0, 4));
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_prefill_worker_that_leaves_is_not_waited_for() {
     let yard = defaults();
     let (p, d) = (yard.worker(1, Phase::Prefill).await, yard.worker(2, Phase::Decode).await);
