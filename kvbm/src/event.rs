@@ -14,7 +14,7 @@ use crate::names::ByName;
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 use std::fmt;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::sync::watch;
 
 /// Where a block rests, fastest first.
@@ -234,6 +234,9 @@ impl EventLog {
     /// Events kept for readers that lag. At 1,000 events a second this is four seconds; behind that a snapshot is cheaper.
     const KEPT: usize = 4096;
 
+    /// Blocks that are laid in runs where others wait for it: about a millisecond.
+    const AT_ONCE: usize = 4096;
+
     /// An empty log for one life of its owner.
     pub fn new(epoch: Epoch) -> Self {
         let state = State { last: 0, ring: VecDeque::new(), announced: ByName::default(), digest: Digest::default() };
@@ -280,18 +283,23 @@ impl EventLog {
         Ok(state.ring.iter().skip(skip).take(limit).cloned().collect())
     }
 
-    /// Everything announced so far.
+    /// Everything announced so far. That of millions of blocks takes seconds: see [`told`](Self::told).
     pub fn snapshot(&self) -> Snapshot {
         // Copied, so that nobody waits for the lock while it is laid in runs.
         let (number, announced) = {
             let state = self.lock();
-            (state.last, state.announced.clone())
+            (state.last, state.announced.iter().map(|(name, known)| (*name, *known)).collect())
         };
-        let at = |level| {
-            let resting = announced.iter().filter(move |(_, known)| known.rests_at(level));
-            snapshot::runs(level, resting.map(|(name, known)| (*name, known.parent)))
-        };
-        Snapshot { epoch: self.epoch, number, runs: Level::ALL.into_iter().flat_map(at).collect() }
+        Snapshot { epoch: self.epoch, number, runs: snapshot::runs(announced) }
+    }
+
+    /// The same on a runtime, whose other tasks do not wait for it.
+    pub async fn told(self: Arc<Self>) -> Snapshot {
+        if self.lock().announced.len() <= Self::AT_ONCE {
+            return self.snapshot();
+        }
+        let laid = tokio::task::spawn_blocking(move || self.snapshot());
+        laid.await.expect("laying blocks in runs does not panic")
     }
 
     /// What a snapshot would hold, as one number, and the number of the last event in it.

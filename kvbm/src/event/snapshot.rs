@@ -1,8 +1,8 @@
 //! All that an owner has announced, told as the fewest events would tell it: in runs of one chain.
 
-use super::{Epoch, Level};
+use super::{Announced, Epoch, Level, bit};
 use crate::SequenceHash;
-use crate::names::{ByName, NameSet};
+use crate::names::ByName;
 use serde::{Deserialize, Serialize};
 
 /// All that an owner has announced, as of a number.
@@ -34,49 +34,51 @@ impl Snapshot {
     }
 }
 
-/// A block among those of one level.
-struct Node {
-    name: SequenceHash,
-    parent: Option<SequenceHash>,
-    /// The next child of the same parent.
-    sibling: Option<u32>,
-}
+/// Nobody's place.
+const NONE: u32 = u32::MAX;
 
-/// Lays the blocks of a level, given with their parents, in runs: parents before their children.
-pub(super) fn runs(level: Level, blocks: impl Iterator<Item = (SequenceHash, Option<SequenceHash>)>) -> Vec<Run> {
-    let mut nodes: Vec<Node> = blocks.map(|(name, parent)| Node { name, parent, sibling: None }).collect();
-    let held: NameSet = nodes.iter().map(|node| node.name).collect();
-    let mut children: ByName<u32> = ByName::default();
-    let mut roots = Vec::new();
-    for (at, node) in (0..).zip(&mut nodes) {
-        match node.parent.filter(|parent| held.contains(parent)) {
-            Some(parent) => node.sibling = children.insert(parent, at),
-            None => roots.push(at),
-        }
-    }
-    let mut runs = Vec::new();
-    let mut due = roots;
-    // Whoever announces circles gets runs all the same: whatever is left begins one.
-    let mut left = 0..nodes.len() as u32;
-    let mut told = vec![false; nodes.len()];
-    while let Some(first) = due.pop().or_else(|| left.find(|at| !told[*at as usize])) {
-        let mut blocks = Vec::new();
-        let mut next = Some(first).filter(|at| !told[*at as usize]);
-        while let Some(at) = next.take() {
-            told[at as usize] = true;
-            let name = nodes[at as usize].name;
-            blocks.push(name);
-            // The others come later, and as runs of their own.
-            let mut child = children.remove(&name).filter(|at| !told[*at as usize]);
-            next = child;
-            while let Some(sibling) = child.and_then(|at| nodes[at as usize].sibling) {
-                due.push(sibling);
-                child = Some(sibling);
+/// Lays blocks in runs, one level after the other: parents before their children.
+pub(super) fn runs(mut blocks: Vec<(SequenceHash, Announced)>) -> Vec<Run> {
+    let places: ByName<u32> = blocks.iter().zip(0..).map(|((name, _), at)| (*name, at)).collect();
+    let place = |parent: Option<SequenceHash>| parent.and_then(|parent| places.get(&parent)).copied().unwrap_or(NONE);
+    let parents: Vec<u32> = blocks.iter().map(|(_, known)| place(known.parent)).collect();
+    drop(places);
+    // The first child of each at a level, and the next child of the same parent. Whoever is told leaves none behind.
+    let (mut child, mut sibling) = (vec![NONE; blocks.len()], vec![NONE; blocks.len()]);
+    let levels = blocks.iter().fold(0, |all, (_, known)| all | known.levels);
+    let (mut runs, mut due) = (Vec::new(), Vec::new());
+    for level in Level::ALL.into_iter().filter(|level| levels & bit(*level) != 0) {
+        for (at, _) in blocks.iter().enumerate().filter(|(_, (_, known))| known.rests_at(level)) {
+            match parents[at] {
+                parent if parent != NONE && blocks[parent as usize].1.rests_at(level) => {
+                    sibling[at] = std::mem::replace(&mut child[parent as usize], at as u32);
+                }
+                _ => due.push(at as u32),
             }
         }
-        if !blocks.is_empty() {
-            runs.push(Run { level, parent: nodes[first as usize].parent, blocks });
+        // Whoever announces circles gets runs all the same: whatever is left begins one.
+        let mut left = 0..blocks.len() as u32;
+        while let Some(first) = due.pop().or_else(|| left.find(|at| blocks[*at as usize].1.rests_at(level))) {
+            let (parent, mut next, mut run) = (blocks[first as usize].1.parent, first, Vec::new());
+            while next != NONE && blocks[next as usize].1.rests_at(level) {
+                let (name, known) = &mut blocks[next as usize];
+                run.push(*name);
+                // It is told.
+                known.levels &= !bit(level);
+                next = std::mem::replace(&mut child[next as usize], NONE);
+                // The others come later, and as runs of their own.
+                due.extend(successors(next, &sibling).skip(1));
+            }
+            if !run.is_empty() {
+                runs.push(Run { level, parent, blocks: run });
+            }
         }
     }
     runs
+}
+
+/// A child and those after it.
+fn successors(first: u32, sibling: &[u32]) -> impl Iterator<Item = u32> {
+    let some = |at: u32| Some(at).filter(|at| *at != NONE);
+    std::iter::successors(some(first), move |at| some(sibling[*at as usize]))
 }

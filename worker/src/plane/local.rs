@@ -131,12 +131,10 @@ impl Bus {
         Self { senders, offers: Arc::default(), counter: AtomicU64::new(0), link }
     }
 
-    /// Puts a question to a source's log.
-    async fn put<T>(&self, source: Source, question: impl FnOnce(&EventLog) -> T) -> Result<T, PlaneError> {
-        let offered = lock(&self.offers).get(&source).map(|offer| Arc::clone(&offer.log));
-        let answer = question(&*offered.ok_or_else(|| PlaneError::Absent(source.to_string()))?);
-        wait(Instant::now(), self.link.lag).await;
-        Ok(answer)
+    /// A source's log.
+    fn offered(&self, source: Source) -> Result<Arc<EventLog>, PlaneError> {
+        let offers = lock(&self.offers);
+        offers.get(&source).map(|offer| Arc::clone(&offer.log)).ok_or_else(|| PlaneError::Absent(source.to_string()))
     }
 }
 
@@ -181,12 +179,20 @@ impl Events for Bus {
         epoch: Epoch,
         after: u64,
     ) -> BoxFuture<'_, Result<Option<Vec<Numbered>>, PlaneError>> {
-        let kept = move |log: &EventLog| log.after(after, RANGE_MAX).ok().filter(|_| log.epoch() == epoch);
-        Box::pin(self.put(source, kept))
+        Box::pin(async move {
+            let log = self.offered(source)?;
+            let kept = log.after(after, RANGE_MAX).ok().filter(|_| log.epoch() == epoch);
+            wait(Instant::now(), self.link.lag).await;
+            Ok(kept)
+        })
     }
 
     fn snapshot(&self, source: Source) -> BoxFuture<'_, Result<Snapshot, PlaneError>> {
-        Box::pin(self.put(source, EventLog::snapshot))
+        Box::pin(async move {
+            let told = self.offered(source)?.told().await;
+            wait(Instant::now(), self.link.lag).await;
+            Ok(told)
+        })
     }
 }
 
