@@ -1,7 +1,8 @@
 //! Keeps the router's picture of the fleet: one task that follows who is there and what changed.
 //!
 //! What to do about an event is the [`View`]'s decision; here it is done. What was missed of a source is asked for beside
-//! everything else, a range of events first and then a snapshot, while what is known of it goes on serving.
+//! everything else, a range of events first and then a snapshot, while what is known of it goes on serving. A large snapshot is
+//! taken into the index beside everything else, too: only the events of its own source wait for that.
 
 pub(crate) mod view;
 
@@ -13,11 +14,11 @@ use crate::trust::{Mode, Reason};
 use futures::StreamExt;
 use futures::future::BoxFuture;
 use futures::stream::{BoxStream, FuturesUnordered};
-use kvbm::{BlockEvent, Digest, Epoch, Numbered, Snapshot};
+use kvbm::{BlockEvent, Digest, Epoch, Numbered, Run, Snapshot};
 use std::collections::btree_map::{BTreeMap, Entry};
 use std::sync::Arc;
 use std::time::Duration;
-use tokio::sync::Semaphore;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, MissedTickBehavior};
 use view::{Ask, Outcome, View};
 use worker::engine::Engine;
@@ -31,25 +32,37 @@ pub(crate) struct Feed {
     events: Arc<dyn Events>,
     views: BTreeMap<Source, View>,
     repairs: FuturesUnordered<BoxFuture<'static, Repaired>>,
+    /// Numbers questions.
+    questions: u64,
     /// Keeps a fleet that starts at once from asking for all its snapshots at once.
     turns: Arc<Semaphore>,
+    /// Whoever has it takes a large snapshot into the index, one at a time: requests need the other cores.
+    hand: Arc<Semaphore>,
 }
 
 struct Repaired {
     source: Source,
+    question: u64,
     attempt: u32,
     answer: Answer,
+    /// Both are kept until all that the answer brings is in the index.
+    turn: Option<OwnedSemaphorePermit>,
+    hand: Option<OwnedSemaphorePermit>,
 }
 
 enum Answer {
     /// Events after this one of this life, as far as they are kept.
-    Range(Epoch, u64, Vec<Numbered>),
+    Range(Epoch, u64, Option<Vec<Numbered>>),
     Snapshot(Snapshot),
+    /// The snapshot of this life, as of this number, is in the index.
+    Laid(Epoch, u64),
     Failed(PlaneError),
 }
 
-/// Questions under way at a time.
+/// Questions under way at a time, and snapshots in memory.
 const REPAIRS: usize = 16;
+/// Blocks that are put into the index where events wait for it: less than a millisecond.
+const AT_ONCE: usize = 4096;
 /// A snapshot of a large worker is some tens of megabytes; ten seconds are a slow network.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// Between attempts, doubling up to a maximum: a source that is not there yet is there soon, or not for long.
@@ -59,6 +72,13 @@ const GAUGES_EVERY: Duration = Duration::from_secs(5);
 /// How often it is asked whether workers can be believed: a few answers more by what was believed before do no harm.
 const JUDGE_EVERY: Duration = Duration::from_secs(1);
 
+impl Answer {
+    /// Whether it takes long to put into the index.
+    fn is_large(&self) -> bool {
+        matches!(self, Self::Snapshot(snapshot) if snapshot.blocks().nth(AT_ONCE).is_some())
+    }
+}
+
 impl Feed {
     pub(crate) fn new(core: Arc<Core>, events: Arc<dyn Events>) -> Self {
         Self {
@@ -66,7 +86,9 @@ impl Feed {
             events,
             views: BTreeMap::new(),
             repairs: FuturesUnordered::new(),
+            questions: 0,
             turns: Arc::new(Semaphore::new(REPAIRS)),
+            hand: Arc::new(Semaphore::new(1)),
         }
     }
 
@@ -175,10 +197,11 @@ impl Feed {
     /// The source says what it holds. Numbers in order do not tell that each event was understood: this does.
     fn digest(&mut self, source: Source, epoch: Epoch, number: u64, digest: Digest) {
         let Some(view) = self.views.get_mut(&source) else { return };
-        if !view.stands_at(epoch, number) {
-            // A store makes no reports.
-            view.behind(epoch, number, Instant::now());
-        } else if believed(&self.core.index, source).is_some_and(|believed| believed != digest) {
+        // A store makes no reports.
+        view.behind(epoch, number, Instant::now());
+        if view.stands_at(epoch, number)
+            && believed(&self.core.index, source).is_some_and(|believed| believed != digest)
+        {
             tracing::warn!(%source, number, "what is believed of it is not what it holds; taking a snapshot");
             self.core.metrics.drifts.inc();
             view.doubt();
@@ -207,35 +230,54 @@ impl Feed {
         while let Some(event) = view.next() {
             self.core.index.apply(source, &event);
         }
-        let Some(ask) = view.ask() else { return };
-        let (events, turns) = (self.events.clone(), self.turns.clone());
+        let Some(ask) = view.ask(self.questions + 1) else { return };
+        self.questions += 1;
+        let (events, turns, hand) = (self.events.clone(), self.turns.clone(), self.hand.clone());
+        let question = self.questions;
         let pause = if attempt == 0 { Duration::ZERO } else { (RETRY.0 * (1 << attempt.min(10))).min(RETRY.1) };
         self.repairs.push(Box::pin(async move {
             tokio::time::sleep(pause).await;
-            // The semaphore is never closed.
-            let _turn = turns.acquire_owned().await;
+            // The semaphores are never closed.
+            let turn = turns.acquire_owned().await.ok();
             let answer = tokio::time::timeout(PATIENCE, put(ask, &*events, source)).await;
             let late = |_| Answer::Failed(PlaneError::Unavailable(format!("{source} did not answer in time")));
-            Repaired { source, attempt, answer: answer.unwrap_or_else(late) }
+            let answer = answer.unwrap_or_else(late);
+            // The view goes on until then: from when it takes a snapshot to when that is in the index, events are held.
+            let hand = if answer.is_large() { hand.acquire_owned().await.ok() } else { None };
+            Repaired { source, question, attempt, answer, turn, hand }
         }));
     }
 
-    fn repaired(&mut self, Repaired { source, attempt, answer }: Repaired) {
+    fn repaired(&mut self, Repaired { source, question, attempt, answer, turn, hand }: Repaired) {
         // It left meanwhile.
         let Some(view) = self.views.get_mut(&source) else { return };
+        if !view.awaits(question) {
+            // It came back since. What was put into the index for its former view is not what the present one knows of.
+            if matches!(answer, Answer::Laid(..)) {
+                view.doubt();
+                self.go_on(source, 0);
+            }
+            return;
+        }
         let before = view.number();
         let (outcome, attempt) = match answer {
-            Answer::Range(epoch, after, events) => {
-                let outcome = if events.is_empty() { "not_kept" } else { "ranged" };
-                view.range(epoch, after, events);
+            Answer::Range(epoch, after, kept) => {
+                let outcome = match &kept {
+                    Some(events) if events.is_empty() => "none",
+                    Some(_) => "ranged",
+                    None => "not_kept",
+                };
+                view.range(epoch, after, kept);
                 // Whoever does not keep it is asked for a snapshot at once.
                 (outcome, attempt)
             }
-            Answer::Snapshot(snapshot) if view.snapshot(snapshot.epoch, snapshot.number) => {
-                self.core.index.replace(source, &snapshot.runs);
-                ("taken", attempt + 1)
+            Answer::Snapshot(snapshot) if view.takes(snapshot.epoch, snapshot.number) => {
+                let answer = Answer::Laid(snapshot.epoch, snapshot.number);
+                self.lay(snapshot.runs, Repaired { source, question, attempt, answer, turn, hand });
+                return;
             }
-            Answer::Snapshot(_) => ("outdated", attempt + 1),
+            Answer::Laid(epoch, number) if view.laid(epoch, number) => ("taken", attempt + 1),
+            Answer::Snapshot(_) | Answer::Laid(..) => ("outdated", attempt + 1),
             Answer::Failed(error) => {
                 if !matches!(error, PlaneError::Absent(_)) {
                     tracing::warn!(%source, %error, "nobody told what is missing; going on with what is known");
@@ -248,6 +290,20 @@ impl Feed {
         self.core.metrics.repairs.with_label_values(&[outcome]).inc();
         self.go_on(source, if moved { 0 } else { attempt });
         self.core.metrics.index_memberships.set(self.core.index.memberships() as i64);
+    }
+
+    /// Sets the index to what a snapshot tells of a source, and says so.
+    fn lay(&self, runs: Vec<Run>, repaired: Repaired) {
+        let (core, source) = (self.core.clone(), repaired.source);
+        self.repairs.push(Box::pin(async move {
+            let lay = move || core.index.replace(source, &runs);
+            if repaired.hand.is_some() {
+                tokio::task::spawn_blocking(lay).await.expect("the index takes whatever it is told");
+            } else {
+                lay();
+            }
+            repaired
+        }));
     }
 
     /// Has each worker known by what can be believed of it.
@@ -310,7 +366,7 @@ async fn put(ask: Ask, events: &dyn Events, source: Source) -> Answer {
     match ask {
         Ask::Range(epoch, after) => {
             let kept = events.range(source, epoch, after).await;
-            kept.map_or_else(Answer::Failed, |kept| Answer::Range(epoch, after, kept.unwrap_or_default()))
+            kept.map_or_else(Answer::Failed, |kept| Answer::Range(epoch, after, kept))
         }
         Ask::Snapshot => events.snapshot(source).await.map_or_else(Answer::Failed, Answer::Snapshot),
     }

@@ -119,7 +119,7 @@ impl Metrics {
             )?,
             repairs: counters(
                 "blockyard_router_repairs_total",
-                "Questions to sources, for missed events or to learn a new source, by the answer: ranged or not_kept (events); taken or outdated (a snapshot); failed.",
+                "Questions to sources, for missed events or to learn a new source, by the answer: ranged, none or not_kept (events); taken or outdated (a snapshot); failed.",
                 &["outcome"],
             )?,
             drifts: counter(

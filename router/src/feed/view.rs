@@ -8,31 +8,44 @@
 //!       └── a snapshot ──── lacks the truth ◀── what is known is doubtful
 //! ```
 //! Events that come too early are held in their order, and go on as soon as those before them come, from wherever. So an event
-//! that comes twice, late, or from a former life changes nothing in the end.
+//! that comes twice, late, or from a former life changes nothing in the end. Neither does one that nobody announced, with a
+//! number or a life of its own making: what the source itself answers, once asked, goes before whatever came before the question.
 
+mod held;
+
+use held::Held;
 use kvbm::{BlockEvent, Epoch, Numbered};
-use std::collections::BTreeMap;
 use std::time::Duration;
 use tokio::time::Instant;
+use worker::plane::RANGE_MAX;
 
 /// The view of one source.
 pub(crate) struct View {
     /// Whose numbers these are; `None` before the first is known.
     life: Option<Epoch>,
+    /// It lives this one or a later one: who is there says so.
+    least: Option<Epoch>,
     /// The last event that the index has seen.
     number: u64,
     /// The last event that is known to exist.
     heard: u64,
     /// Events that came before one that they follow.
-    held: BTreeMap<u64, BlockEvent>,
+    held: Held,
     /// Why the view does not follow.
     lacks: Option<Lack>,
-    /// An answer is on its way.
-    asked: bool,
-    /// A number that a report named and that has not come yet, and since when.
-    missing: Option<(u64, Instant)>,
+    /// The question whose answer is on its way.
+    asked: Option<Asked>,
+    /// A life and a number that a report named and that have not come yet, and since when.
+    missing: Option<(Epoch, u64, Instant)>,
     /// Events of this life have come since somebody asked.
     news: bool,
+}
+
+#[derive(Clone, Copy)]
+struct Asked {
+    question: u64,
+    /// Life and number at that time.
+    knowing: (Option<Epoch>, u64),
 }
 
 /// What a view lacks.
@@ -72,8 +85,6 @@ pub(crate) enum Ask {
     Snapshot,
 }
 
-/// Events that are held. Older ones go first, which leaves a gap, and so another question.
-const HELD_MAX: usize = 4096;
 /// A report may overtake the last events by this much.
 const GRACE: Duration = Duration::from_millis(500);
 
@@ -96,11 +107,12 @@ impl View {
     pub(crate) fn of_life(life: Option<Epoch>) -> Self {
         Self {
             life,
+            least: life,
             number: 0,
             heard: 0,
-            held: BTreeMap::new(),
+            held: Held::default(),
             lacks: Some(Lack::Past),
-            asked: false,
+            asked: None,
             missing: None,
             news: false,
         }
@@ -117,7 +129,8 @@ impl View {
             Some(life) if epoch < life => return Outcome::Stale,
             Some(life) if epoch > life => {
                 // Should the answer that is on its way tell of the former life, it is asked again.
-                *self = Self { asked: self.asked, news: true, ..Self::of_life(Some(epoch)) };
+                self.begin(epoch);
+                self.news = true;
                 self.hold(number, event);
                 return Outcome::NewLife;
             }
@@ -139,23 +152,27 @@ impl View {
 
     /// The next of the held events, once all before it were seen: apply it.
     pub(crate) fn next(&mut self) -> Option<BlockEvent> {
-        let first = self.held.first_entry().filter(|first| *first.key() == self.number + 1)?;
         if self.lacks == Some(Lack::Truth) {
             return None;
         }
-        let event = first.remove();
+        let event = self.held.take(self.number.checked_add(1)?)?;
         self.advance();
         Some(event)
     }
 
-    /// What to ask for, unless nothing is missing or an answer is on its way.
-    pub(crate) fn ask(&mut self) -> Option<Ask> {
-        let (lack, epoch) = (self.lacks.filter(|_| !self.asked)?, self.life);
-        self.asked = true;
-        Some(match (lack, epoch) {
-            (Lack::Events, Some(epoch)) => Ask::Range(epoch, self.number),
+    /// What to ask for, and by which number the answer is known, unless nothing is missing or an answer is on its way.
+    pub(crate) fn ask(&mut self, question: u64) -> Option<Ask> {
+        let (lack, life) = (self.lacks.filter(|_| self.asked.is_none())?, self.life);
+        self.asked = Some(Asked { question, knowing: (life, self.number) });
+        Some(match (lack, life) {
+            (Lack::Events, Some(life)) => Ask::Range(life, self.number),
             _ => Ask::Snapshot,
         })
+    }
+
+    /// Whether it is this question that it asked, and whose answer is on its way.
+    pub(crate) fn awaits(&self, question: u64) -> bool {
+        self.asked.is_some_and(|asked| asked.question == question)
     }
 
     /// Whether events have come, also by way of a snapshot, since this was last asked.
@@ -178,69 +195,95 @@ impl View {
         self.lacks = Some(Lack::Truth);
     }
 
-    /// Takes a report's number. Whether events that it names have been missing for too long.
+    /// Takes a report's life and number. Whether what it names has been missing for too long: events of this life, or another life
+    /// that is reported of, and this one is not.
     pub(crate) fn behind(&mut self, epoch: Epoch, number: u64, now: Instant) -> bool {
-        if self.lacks.is_some() || self.life != Some(epoch) || number <= self.number {
+        let comes = |epoch, number| self.life != Some(epoch) || number > self.number;
+        if self.lacks.is_some() || !comes(epoch, number) {
             self.missing = None;
             return false;
         }
-        match self.missing {
-            Some((missing, since)) if missing > self.number => {
-                let due = now - since >= GRACE;
-                if due {
-                    self.missing = None;
-                    self.heard = number;
-                    self.lacks = Some(Lack::Events);
-                }
-                due
-            }
-            _ => {
-                self.missing = Some((number, now));
-                false
-            }
+        let since = self.missing.filter(|(epoch, number, _)| comes(*epoch, *number)).map(|(_, _, since)| since);
+        let due = since.is_some_and(|since| now - since >= GRACE);
+        self.missing = Some((epoch, number, since.unwrap_or(now))).filter(|_| !due);
+        if due && self.life == Some(epoch) {
+            self.heard = number;
+            self.lacks = Some(Lack::Events);
+        } else if due {
+            self.doubt();
         }
+        due
     }
 
-    /// Takes a snapshot, as of a number. Whether the index is to be set to it; else it is older than what is known.
-    pub(crate) fn snapshot(&mut self, epoch: Epoch, number: u64) -> bool {
-        self.asked = false;
-        if self.life.is_some_and(|life| epoch < life || (epoch == life && number < self.number)) {
+    /// Takes note of a snapshot, as of a number. Whether the index is to be set to it, and then [`laid`](Self::laid) called: until
+    /// then no event is applied. Else it is older than what is known.
+    pub(crate) fn takes(&mut self, epoch: Epoch, number: u64) -> bool {
+        let told = (Some(epoch), number);
+        // It tells less than what was known when it was asked for: then what was known is not from the source.
+        let corrects = self.asked.is_some_and(|asked| told < asked.knowing);
+        if told.0 < self.least || (told < (self.life, self.number) && !corrects) {
+            self.asked = None;
             return false;
         }
         if self.life != Some(epoch) {
-            *self = Self { news: self.news, ..Self::of_life(Some(epoch)) };
+            self.begin(epoch);
         }
-        self.news |= number > self.number;
-        self.number = number;
-        self.held = self.held.split_off(&(number + 1));
-        // What a report named, and neither the snapshot nor an event has, was never there.
-        self.heard = self.held.last_key_value().map_or(number, |(last, _)| *last);
-        self.lacks = (!self.held.is_empty()).then_some(Lack::Events);
+        self.doubt();
         true
     }
 
-    /// Takes the events of a life after a number, as far as the source keeps them.
-    pub(crate) fn range(&mut self, epoch: Epoch, after: u64, events: Vec<Numbered>) {
-        self.asked = false;
+    /// The index was set to a snapshot that the view [takes](Self::takes). Whether it is still what is followed.
+    pub(crate) fn laid(&mut self, epoch: Epoch, number: u64) -> bool {
+        self.asked = None;
+        if self.life != Some(epoch) {
+            self.doubt();
+            return false;
+        }
+        self.news |= number > self.number;
+        self.number = number;
+        self.held.pass(number);
+        // What a report named, and neither the snapshot nor an event has, was never there.
+        self.heard = self.held.last().unwrap_or(number);
+        self.lacks = (self.heard > number).then_some(Lack::Events);
+        true
+    }
+
+    /// Takes the events of a life after a number; none when there are none yet, `None` when they are kept no more.
+    pub(crate) fn range(&mut self, epoch: Epoch, after: u64, kept: Option<Vec<Numbered>>) {
+        self.asked = None;
         if self.life != Some(epoch) || self.lacks != Some(Lack::Events) {
             return;
         }
-        for Numbered { number, event } in events.into_iter().filter(|event| event.number > self.number) {
+        let ends = kept.as_ref().is_some_and(Vec::is_empty);
+        // Whatever else it is, it is not what was asked for.
+        let expected = |(number, event): &(u64, Numbered)| event.number == *number;
+        let events = (after..=u64::MAX).skip(1).zip(kept.into_iter().flatten()).take(RANGE_MAX).take_while(expected);
+        for (number, Numbered { event, .. }) in events.filter(|(number, _)| *number > self.number) {
             self.heard = self.heard.max(number);
-            self.held.insert(number, event);
+            self.held.put(number, event);
         }
-        // Unless others have come meanwhile, what is missing is not to be had.
-        if self.number == after && !self.held.contains_key(&(after + 1)) {
+        if self.number != after {
+            // Others have come meanwhile.
+        } else if ends {
+            // So what is held, or was named, is not the source's.
+            (self.held, self.heard, self.lacks) = (Held::default(), after, None);
+        } else if after.checked_add(1).is_none_or(|next| !self.held.has(next)) {
             self.lacks = Some(Lack::Past);
         }
     }
 
     /// Nobody answered. What came in may do without, and what comes yet.
     pub(crate) fn unanswered(&mut self) {
-        self.asked = false;
+        self.asked = None;
         if self.lacks == Some(Lack::Events) {
             self.lacks = Some(Lack::Past);
         }
+    }
+
+    /// Follows another life, of which nothing is known.
+    fn begin(&mut self, life: Epoch) {
+        let Self { least, asked, news, .. } = *self;
+        *self = Self { least, asked, news, ..Self::of_life(Some(life)) };
     }
 
     fn advance(&mut self) {
@@ -253,10 +296,7 @@ impl View {
 
     fn hold(&mut self, number: u64, event: BlockEvent) {
         self.heard = self.heard.max(number);
-        self.held.insert(number, event);
-        if self.held.len() > HELD_MAX {
-            self.held.pop_first();
-        }
+        self.held.keep(number, event);
     }
 }
 

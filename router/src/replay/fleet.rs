@@ -158,7 +158,7 @@ impl Routing {
         let sources = (0..workers as u64).map(|id| Source::Worker(WorkerId(id))).chain([Source::Store(STORE)]);
         let feed = |source| {
             let mut view = View::of_life(Some(EPOCH));
-            view.snapshot(EPOCH, 0);
+            view.laid(EPOCH, 0);
             Feed { source, view }
         };
         Self {
@@ -416,7 +416,7 @@ impl Routing {
                 }
             }
         }
-        feed.view.ask().is_some()
+        feed.view.ask(0).is_some()
     }
 
     /// A snapshot of a source, taken now, arrives. Whether another is needed.
@@ -424,13 +424,14 @@ impl Routing {
         let feed = &mut self.feeds[from];
         let run = |(level, block)| Run { level, parent: None, blocks: vec![trace::name(block)] };
         let runs: Vec<Run> = blocks.map(run).collect();
-        if feed.view.snapshot(EPOCH, number) {
+        if feed.view.takes(EPOCH, number) {
             self.index.replace(feed.source, &runs);
+            feed.view.laid(EPOCH, number);
         }
         while let Some(event) = feed.view.next() {
             self.index.apply(feed.source, &event);
         }
-        feed.view.ask().is_some()
+        feed.view.ask(0).is_some()
     }
 
     /// Whether nothing is booked, here or by others that told.

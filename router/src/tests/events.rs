@@ -4,7 +4,7 @@ use super::fake::{BLOCK, MODEL, Yard, names, prompt, settle, stored};
 use super::{believed, defaults};
 use crate::settings::Settings;
 use kvbm::{BlockEvent, Epoch, EventLog, Level};
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
 use std::time::Duration;
 use worker::plane::local::Link;
 use worker::plane::{Event, EventBody, Events, Load, Phase, Source, StoreId, WorkerId};
@@ -78,6 +78,104 @@ async fn a_question_that_a_new_life_answers_does_no_harm() {
     assert_eq!((yard.repairs("not_kept"), believed()), (1, 10));
     tokio::time::sleep(Duration::from_secs(3)).await;
     assert_eq!(believed(), 50);
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_answer_to_who_asked_before_is_not_taken_for_an_answer() {
+    let yard = Yard::over(Settings::default(), Link { lag: Duration::from_secs(2), ..Link::default() });
+    let (blocks, store) = (names(&prompt(1, 1600)), Source::Store(StoreId(5)));
+    let believed = || yard.router.core.index.digest(store, Level::G4).map(|digest| digest.blocks);
+    let offer = |epoch, blocks: &[_]| {
+        let log = Arc::new(EventLog::new(Epoch(epoch)));
+        log.announce(stored(Level::G4, blocks));
+        yard.bus.offer(store, log)
+    };
+    let _old = offer(3, &blocks[..10]);
+    let _worker = yard.join(1, Phase::Both, MODEL, 1, &[5]).await;
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    // The only one that reaches the store goes, and another comes, before the answer does.
+    yard.roster.expire(WorkerId(1));
+    let _new = offer(4, &blocks[..50]);
+    let _worker = yard.join(2, Phase::Both, MODEL, 1, &[5]).await;
+    tokio::time::sleep(Duration::from_millis(1500)).await;
+    assert_eq!(believed(), Some(0), "that was asked by another");
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    assert_eq!(believed(), Some(50));
+}
+
+#[tokio::test(start_paused = true)]
+async fn events_that_nobody_announced_cost_some_questions_and_no_truth() {
+    let yard = defaults();
+    let (a, b) = (yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await);
+    let (request, source) = (prompt(1, 1600), |id| Source::Worker(WorkerId(id)));
+    let blocks = names(&request);
+    let held = |id| yard.router.core.index.digest(source(id), Level::G1).unwrap().blocks;
+    let asked = || ["ranged", "none", "not_kept", "taken", "outdated", "failed"].map(|outcome| yard.repairs(outcome));
+    for worker in [&a, &b] {
+        yard.announce(worker, stored(Level::G1, &blocks[..10]), true);
+    }
+    settle().await;
+    assert_eq!(asked().iter().sum::<u64>(), 2, "when they joined");
+    for number in [1 << 40, u64::MAX] {
+        for (id, epoch) in [(1, 1), (2, u64::MAX)] {
+            let body = EventBody::Block { number, event: stored(Level::G1, &blocks[..20]) };
+            yard.bus.publish(Event { source: source(id), epoch: Epoch(epoch), body });
+        }
+        tokio::time::sleep(Duration::from_mins(1)).await;
+        assert_eq!([held(1), held(2)], [10, 10]);
+    }
+    let questions = asked();
+    assert!(questions.iter().sum::<u64>() <= 10, "{questions:?}");
+    for worker in [&a, &b] {
+        yard.announce(worker, stored(Level::G1, &blocks[10..30]), true);
+    }
+    settle().await;
+    assert_eq!(([held(1), held(2)], asked()), ([30, 30], questions));
+}
+
+/// Keeps the only thread for long work busy until it is dropped.
+fn busy() -> mpsc::Sender<()> {
+    let (sender, receiver) = mpsc::channel::<()>();
+    drop(tokio::task::spawn_blocking(move || receiver.recv()));
+    sender
+}
+
+async fn until(what: impl Fn() -> bool) {
+    let wait = async {
+        while !what() {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_mins(1), wait).await.expect("it never happened");
+}
+
+#[test]
+fn a_large_snapshot_is_made_and_taken_while_others_events_go_on() {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().max_blocking_threads(1).build().unwrap();
+    runtime.block_on(async {
+        let yard = defaults();
+        let other = yard.worker(2, Phase::Both).await;
+        let store = Source::Store(StoreId(5));
+        let held = |source, level| yard.router.core.index.digest(source, level).unwrap().blocks;
+        let (log, blocks) = (Arc::new(EventLog::new(Epoch(1))), names(&prompt(1, 10_000 * BLOCK)));
+        log.announce(stored(Level::G4, &blocks[..9_000]));
+        let _offer = yard.bus.offer(store, log.clone());
+        let making = busy();
+        let _worker = yard.join(1, Phase::Both, MODEL, 1, &[5]).await;
+        let taking = busy();
+        for (number, busy) in (2..).zip([making, taking]) {
+            let others = names(&prompt(number as u32, 4 * BLOCK));
+            yard.announce(&other, stored(Level::G1, &others), true);
+            until(|| held(Source::Worker(WorkerId(2)), Level::G1) == 4 * (number - 1)).await;
+            let event = stored(Level::G4, &blocks[8_000 + 500 * number as usize..][..500]);
+            log.announce(event.clone());
+            yard.bus.publish(Event { source: store, epoch: Epoch(1), body: EventBody::Block { number, event } });
+            settle().await;
+            assert_eq!((held(store, Level::G4), yard.repairs("taken")), (0, 2), "it waits for its turn");
+            drop(busy);
+        }
+        until(|| held(store, Level::G4) == 10_000).await;
+    });
 }
 
 #[tokio::test(start_paused = true)]

@@ -1,0 +1,185 @@
+//! How long a large snapshot takes, and who waits for it:
+//!
+//! ```text
+//! cargo run --release -p router --example snapshot [-- --blocks N]
+//! ```
+//! A worker with N blocks (two million), a quarter of them in G2 as well, joins a router that follows another worker's events, on a
+//! runtime of one thread. Told are the parts by themselves, and then, while the snapshot is asked for, made and taken, the
+//! longest time in which the runtime did nothing else, and in which no event of the other was applied.
+
+use futures::FutureExt;
+use futures::future::BoxFuture;
+use kvbm::{BlockEvent, Epoch, EventLog, Level, SequenceHash};
+use prometheus::Registry;
+use router::index::Index;
+use router::{Router, Settings};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use worker::engine::{Engine, Error, ModelCard, OutputStream, Readiness, Request};
+use worker::plane::local::{Bus, Roster};
+use worker::plane::{Discovery, Event, EventBody, Events, Instance, Phase, RouterId, Source, WorkerId};
+
+/// Blocks of one chain: some thousand tokens.
+const CHAIN: usize = 256;
+const HEARTBEAT: Duration = Duration::from_millis(1);
+
+/// An engine that serves nothing.
+struct Mute(Arc<ModelCard>);
+
+impl Engine for Mute {
+    fn generate(&self, _: Request) -> BoxFuture<'_, Result<OutputStream, Error>> {
+        async { Err(Error::Unavailable("it is mute".into())) }.boxed()
+    }
+
+    fn models(&self) -> Vec<Arc<ModelCard>> {
+        vec![self.0.clone()]
+    }
+
+    fn readiness(&self) -> Readiness {
+        Readiness::Ready
+    }
+}
+
+fn main() {
+    let blocks = std::env::args().skip_while(|argument| argument != "--blocks").nth(1);
+    let blocks = blocks.map_or(2_000_000, |blocks| blocks.parse().expect("--blocks wants a number"));
+    let log = Arc::new(filled(blocks));
+    alone(&log);
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
+    runtime.expect("a runtime starts").block_on(together(log));
+}
+
+fn filled(blocks: usize) -> EventLog {
+    let log = EventLog::new(Epoch(1));
+    let mut seed = 7_u64;
+    let mut name = || {
+        let mut half = || {
+            seed = seed.wrapping_add(0x9e37_79b9_7f4a_7c15);
+            ((seed ^ (seed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9) ^ (seed >> 27)).to_le_bytes()
+        };
+        SequenceHash::from_bytes([half(), half()].concat().try_into().expect("two halves of eight bytes"))
+    };
+    for chain in 0..blocks / CHAIN {
+        let blocks: Vec<SequenceHash> = (0..CHAIN).map(|_| name()).collect();
+        if chain % 4 == 0 {
+            log.announce(BlockEvent::Stored { level: Level::G2, parent: None, blocks: blocks.clone() });
+        }
+        log.announce(BlockEvent::Stored { level: Level::G1, parent: None, blocks });
+    }
+    log
+}
+
+fn alone(log: &EventLog) {
+    let source = Source::Worker(WorkerId(1));
+    let index = Index::new();
+    index.join(WorkerId(1), &[]);
+    let (snapshot, making) = timed(|| log.snapshot());
+    let ((), setting) = timed(|| index.replace(source, &snapshot.runs));
+    let ((), again) = timed(|| index.replace(source, &snapshot.runs));
+    let ((), forgetting) = timed(|| index.clear(source));
+    println!("snapshot of {} blocks in {} runs", snapshot.blocks().count(), snapshot.runs.len());
+    println!("  laid out in {making:?}, set in {setting:?}, once more in {again:?}, cleared in {forgetting:?}");
+}
+
+async fn together(log: Arc<EventLog>) {
+    let (roster, bus, registry) = (Arc::new(Roster::default()), Arc::new(Bus::default()), Registry::new());
+    let router: Result<Arc<Router>, _> =
+        Router::new(RouterId(1), roster.clone(), bus.clone(), Settings::default(), &registry);
+    let _router = router.expect("a router starts");
+    let other = Arc::new(EventLog::new(Epoch(1)));
+    let mut leases = vec![join(&roster, &bus, 2, &other).await];
+    let stalled = tokio::spawn(async {
+        let (mut longest, began) = (Duration::ZERO, Instant::now());
+        while began.elapsed() < Duration::from_secs(8) {
+            let slept = Instant::now();
+            tokio::time::sleep(HEARTBEAT).await;
+            longest = longest.max(slept.elapsed().saturating_sub(2 * HEARTBEAT));
+        }
+        longest
+    });
+    // A thread of its own, so that it goes on whatever the runtime does.
+    let watched = std::thread::spawn({
+        let (bus, registry) = (bus.clone(), registry.clone());
+        move || watch(&bus, &registry, &other)
+    });
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    let before = Instant::now();
+    let large = log.digest().0;
+    leases.push(join(&roster, &bus, 1, &log).await);
+    let announced = (blocks(&log) * 5 / 4) as f64;
+    let taken = loop {
+        if gauge(&registry, "blockyard_router_index_memberships") >= announced {
+            break before.elapsed();
+        }
+        assert!(before.elapsed() < Duration::from_secs(6), "it was never taken");
+        tokio::time::sleep(HEARTBEAT).await;
+    };
+    println!("a worker with {large} events and that many blocks joins: known after {taken:?}");
+    let (waited, lost) = watched.join().expect("the watch ends");
+    println!("  the runtime did nothing else for {:?}", stalled.await.expect("the heart beats"));
+    println!("  no event of another was applied for {waited:?}; {lost} gaps");
+}
+
+/// Has another worker announce a block a millisecond. The longest time in which none was applied, and how often some were missed.
+fn watch(bus: &Bus, registry: &Registry, log: &EventLog) -> (Duration, f64) {
+    let (mut longest, mut applied, mut since) = (Duration::ZERO, 0.0, Instant::now());
+    for number in 1..=6000_u64 {
+        let mut name = [0; 16];
+        name[..8].copy_from_slice(&number.to_le_bytes());
+        let event = BlockEvent::Stored { level: Level::G1, parent: None, blocks: vec![SequenceHash::from_bytes(name)] };
+        log.announce(event.clone());
+        let body = EventBody::Block { number, event };
+        bus.publish(Event { source: Source::Worker(WorkerId(2)), epoch: Epoch(1), body });
+        std::thread::sleep(HEARTBEAT);
+        let now = events(registry, "applied");
+        if now > applied {
+            longest = longest.max(since.elapsed());
+            (applied, since) = (now, Instant::now());
+        }
+    }
+    (longest, events(registry, "gap"))
+}
+
+async fn join(roster: &Roster, bus: &Bus, id: u64, log: &Arc<EventLog>) -> [worker::plane::Lease; 2] {
+    let model = Arc::new(ModelCard {
+        id: "m".into(),
+        identity: "m".into(),
+        created: 0,
+        context: 1 << 20,
+        block_size: 16,
+        vocabulary: 10,
+        eos: vec![],
+        tokenizer: "{}".into(),
+        chat_template: None,
+        special_tokens: vec![],
+        random_weights: true,
+    });
+    let offer = bus.offer(Source::Worker(WorkerId(id)), log.clone());
+    let instance =
+        Instance { id: WorkerId(id), epoch: Epoch(1), phase: Phase::Both, model: model.clone(), stores: vec![] };
+    let lease = roster.register(instance, Arc::new(Mute(model))).await.expect("a roster in memory registers");
+    [offer, lease]
+}
+
+fn blocks(log: &EventLog) -> usize {
+    // Four chains are five events.
+    log.digest().0 as usize / 5 * 4 * CHAIN
+}
+
+fn gauge(registry: &Registry, name: &str) -> f64 {
+    let families = registry.gather();
+    families.iter().find(|family| family.name() == name).map_or(0.0, |f| f.get_metric()[0].get_gauge().get_value())
+}
+
+fn events(registry: &Registry, outcome: &str) -> f64 {
+    let families = registry.gather();
+    let family = families.iter().find(|family| family.name() == "blockyard_router_events_total");
+    let mut of = family.iter().flat_map(|family| family.get_metric());
+    of.find(|m| m.get_label()[0].value() == outcome).map_or(0.0, |m| m.get_counter().get_value())
+}
+
+fn timed<T>(work: impl FnOnce() -> T) -> (T, Duration) {
+    let began = Instant::now();
+    let done = work();
+    (done, began.elapsed())
+}
