@@ -145,6 +145,11 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
     }
     let apart = args.workers.phases().any(|phase| phase != Phase::Both);
     let fleet = if apart { args.workers.to_string() } else { args.workers.count().to_string() };
+    if args.flip && !apart {
+        bail!(
+            "--flip: workers that do everything have no side to change; say who prefills, like --workers prefill:4,decode:12"
+        );
+    }
     if apart && profile.peer.is_none() {
         bail!("--workers {}: how fast blocks are handed over is missing in the profile: [peer]", args.workers);
     }

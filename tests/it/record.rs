@@ -130,5 +130,8 @@ fn a_replay_that_cannot_end_well_does_not_begin() {
     let report: Value = serde_json::from_slice(&compose("kv,composed").stdout).unwrap();
     assert_eq!(report["policies"][1]["name"], "composed");
     assert!(!compose("kv").status.success(), "what is set counts for nobody");
+    let flip =
+        |workers: &str| blockyard(&["replay", "--rate", "1", "--policy", "kv", "--flip", "--workers", workers], &run);
+    assert!(flip("prefill:1,decode:1").status.success() && !flip("2").status.success(), "nobody has a side to change");
     assert!(replay(&svg, &run).0 && std::fs::read_to_string(&svg).unwrap().contains(">session</text>"));
 }
