@@ -5,7 +5,7 @@
 //!                                                                  └─ for another: kept, until it has the blocks
 //! ```
 //! Room for prompt and output is taken at once, so nobody is preempted. Output is nobody's prefix: a trace does not say
-//! what became of it. What another has computed is onboarded over a link, each prompt at its full speed.
+//! what became of it. What another has computed is onboarded over both workers' links, one prompt after the other.
 
 use super::pool::Pool;
 use super::profile::{Link, Profile};
@@ -31,8 +31,21 @@ pub(super) struct Engine {
     steps: Steps,
     prefill: Option<f64>,
     decode_step: Option<f64>,
+    /// Bytes per second of what came over, its turn at this worker apart.
+    peer: Option<f64>,
+    /// Until when its link is busy with what comes.
+    receives_ns: u64,
     /// Nanoseconds spent in steps.
     pub(super) busy_ns: u64,
+}
+
+/// What workers share.
+#[derive(Default)]
+pub(super) struct Around {
+    /// The store that all reach.
+    pub(super) store: Option<Lru>,
+    /// By worker: until when its link is busy with what goes.
+    pub(super) sends_ns: Vec<u64>,
 }
 
 /// The step under way; or several, while all that happens is that each sequence gets its next token.
@@ -50,6 +63,8 @@ struct Steps {
 struct Sequence {
     request: u32,
     part: Part,
+    /// Who computed its prompt, if another did.
+    from: Option<usize>,
     /// Prompt tokens computed, or found.
     computed: u64,
     /// Leading blocks that are in the pool, held.
@@ -113,6 +128,8 @@ impl Engine {
             steps: Steps::default(),
             prefill: None,
             decode_step: None,
+            peer: None,
+            receives_ns: 0,
             busy_ns: 0,
         }
     }
@@ -122,13 +139,15 @@ impl Engine {
         blocks_of(asked) <= profile.blocks()
     }
 
-    pub(super) fn accept(&mut self, request: u32, asked: &Asked, part: Part) {
+    /// A part of a request comes. `from`: who computed its prompt, if another did.
+    pub(super) fn accept(&mut self, request: u32, asked: &Asked, part: Part, from: Option<usize>) {
         // What was computed elsewhere is on its way.
         let computed = if part == Part::Decode { asked.input - 1 } else { 0 };
         self.waiting_tokens += asked.input - computed;
         self.waiting.push_back(Sequence {
             request,
             part,
+            from,
             computed,
             held: 0,
             private: 0,
@@ -157,7 +176,7 @@ impl Engine {
     /// A prompt will not come over. Whether it is computed here: it is, unless its blocks are on their way.
     pub(super) fn lost(&mut self, request: u32, asked: &Asked) -> bool {
         let Some(sequence) = self.waiting.iter_mut().find(|sequence| sequence.request == request) else { return false };
-        sequence.part = Part::Whole;
+        (sequence.part, sequence.from) = (Part::Whole, None);
         self.waiting_tokens += asked.input - 1;
         sequence.computed = 0;
         true
@@ -169,7 +188,7 @@ impl Engine {
         now_ns: u64,
         requests: &[Asked],
         profile: &Profile,
-        shared: &mut Option<Lru>,
+        around: &mut Around,
         effects: &mut Effects,
     ) -> Turn {
         // Nobody takes room before there is a part of a step for him: until then it serves as cache.
@@ -186,9 +205,15 @@ impl Engine {
                 continue;
             };
             let Some(mut sequence) = self.waiting.pop_front() else { break };
-            let over = profile.peer.filter(|_| part == Part::Decode);
-            let (coming, seconds) = self.below(profile, shared.as_ref(), over, &asked.blocks[matched..]);
-            self.demote(&gone, shared, effects);
+            // Its turn comes once both links are free.
+            let turn = |free_ns: u64| free_ns.saturating_sub(now_ns) as f64 / 1e9;
+            let own = turn(self.receives_ns);
+            let over = profile
+                .peer
+                .zip(sequence.from)
+                .map(|(link, from)| Link { latency_s: link.latency_s + own.max(turn(around.sends_ns[from])), ..link });
+            let (coming, seconds) = self.below(profile, around.store.as_ref(), over, &asked.blocks[matched..]);
+            self.demote(&gone, &mut around.store, effects);
             sequence.held = matched;
             sequence.coming = coming;
             sequence.private = blocks - matched as u64;
@@ -198,6 +223,14 @@ impl Engine {
             self.waiting_tokens -= sequence.computed;
             if seconds <= 0.0 {
                 budget = budget.saturating_sub(asked.input - sequence.computed);
+            }
+            match (sequence.from, profile.peer) {
+                (Some(from), Some(link)) if coming > 0 => {
+                    (self.receives_ns, around.sends_ns[from]) = (sequence.ready_ns, sequence.ready_ns);
+                    let bytes = (coming as u64 * profile.block_bytes()) as f64;
+                    average(&mut self.peer, bytes / (seconds - own - link.latency_s));
+                }
+                _ => {}
             }
             // Of a prompt that came over, its prefill worker has said what was found.
             if part != Part::Decode {
@@ -270,7 +303,7 @@ impl Engine {
     }
 
     /// The steps that `turn` decided on have ended.
-    pub(super) fn stepped(&mut self, now_ns: u64, requests: &[Asked], shared: &mut Option<Lru>, effects: &mut Effects) {
+    pub(super) fn stepped(&mut self, now_ns: u64, requests: &[Asked], store: &mut Option<Lru>, effects: &mut Effects) {
         let steps = self.steps;
         self.busy_ns += now_ns - steps.began_ns;
         let decoding = self.running.iter().filter(|sequence| sequence.generated > 0).count() as u64;
@@ -321,17 +354,21 @@ impl Engine {
         // What was computed also goes down at once, so that nothing is lost when it has to leave the device.
         let fresh: Vec<u32> =
             effects.changes.iter().filter(|c| c.level == Level::G1 && c.stored).map(|c| c.block).collect();
-        self.offload(&fresh, shared, effects);
+        self.offload(&fresh, store, effects);
     }
 
     /// How it is doing, as an engine would say it.
     pub(super) fn load(&self, profile: &Profile) -> Load {
+        let coming = self.running.iter().filter(|it| it.from.is_some()).map(|it| it.coming as u64).sum();
+        let peer =
+            profile.peer.map(|link| Link { bytes_per_second: self.peer.unwrap_or(link.bytes_per_second), ..link });
         let speed = |(level, link): (Level, Option<Link>)| {
             let Link { bytes_per_second, latency_s: latency_seconds } = link?;
-            Some(OnboardSpeed { level, latency_seconds, bytes_per_second, queued_blocks: 0 })
+            let queued_blocks = if level == Level::Peer { coming } else { 0 };
+            Some(OnboardSpeed { level, latency_seconds, bytes_per_second, queued_blocks })
         };
         let [host, shared] = [profile.host, profile.shared].map(|store| store.map(|store| store.link()));
-        let links = [(Level::G2, host), (Level::G3, shared), (Level::Peer, profile.peer)];
+        let links = [(Level::G2, host), (Level::G3, shared), (Level::Peer, peer)];
         Load {
             number: 0,
             waiting_tokens: self.waiting_tokens,

@@ -1,6 +1,6 @@
 //! The events of a replay: a heap ordered by time, and among equals by the order in which they were scheduled.
 
-use super::engine::{Effects, Engine, Turn};
+use super::engine::{Around, Effects, Engine, Turn};
 use super::figures::{Histogram, Outcome, Served};
 use super::fleet::{Routing, Step};
 use super::plane::{Message, Plane};
@@ -29,7 +29,7 @@ pub(super) struct Simulation<'a> {
     /// What routers tell each other, on its way, in order.
     talk: VecDeque<(usize, Vec<Booked>)>,
     workers: Vec<Worker>,
-    shared: Option<Lru>,
+    around: Around,
     /// By feed: messages on their way, in order.
     underway: Vec<VecDeque<Message>>,
     /// The latest first: requests come before whatever else happens at their time.
@@ -110,7 +110,10 @@ impl<'a> Simulation<'a> {
             plane: Plane::new(count, requests, options.loss, sound_from_ns, seed),
             talk: VecDeque::new(),
             workers: (0..count).map(worker).collect(),
-            shared: profile.shared.map(|store| Lru::new(store.bytes / profile.block_bytes())),
+            around: Around {
+                store: profile.shared.map(|store| Lru::new(store.bytes / profile.block_bytes())),
+                sends_ns: vec![0; count],
+            },
             underway: (0..=count).map(|_| VecDeque::new()).collect(),
             arrivals: Vec::new(),
             due: BinaryHeap::new(),
@@ -207,12 +210,13 @@ impl<'a> Simulation<'a> {
                 Step::Refused => self.open -= 1,
                 Step::Go { request, worker, part } => {
                     self.say(now, router, std::mem::take(&mut booked));
-                    let served = &mut self.served[request as usize];
+                    let (served, asked) = (&mut self.served[request as usize], &self.requests[request as usize]);
+                    let from = served.helper.filter(|_| part == Part::Decode);
                     match part {
                         Part::Prefill => served.helper = Some(worker),
                         Part::Whole | Part::Decode => served.worker = worker,
                     }
-                    self.workers[worker].engine.accept(request, &self.requests[request as usize], part);
+                    self.workers[worker].engine.accept(request, asked, part, from);
                     self.interrupt(now, worker);
                     self.work(now, worker);
                 }
@@ -232,12 +236,12 @@ impl<'a> Simulation<'a> {
             }
             Event::StepEnds(at, turn) => {
                 let at = at as usize;
-                let Self { workers, requests, shared, effects, .. } = self;
+                let Self { workers, requests, around, effects, .. } = self;
                 if workers[at].turn != turn {
                     return;
                 }
                 workers[at].occupied = false;
-                workers[at].engine.stepped(now, requests, shared, effects);
+                workers[at].engine.stepped(now, requests, &mut around.store, effects);
                 self.tell(now, at);
                 self.work(now, at);
             }
@@ -271,7 +275,7 @@ impl<'a> Simulation<'a> {
                 let again = if let Some(worker) = self.workers.get(from as usize) {
                     routing.repair(from as usize, number, worker.engine.blocks())
                 } else {
-                    let blocks = self.shared.as_ref().map(Lru::blocks).unwrap_or_default();
+                    let blocks = self.around.store.as_ref().map(Lru::blocks).unwrap_or_default();
                     routing.repair(from as usize, number, blocks.into_iter().map(|block| (Level::G3, block)))
                 };
                 if again {
@@ -309,13 +313,13 @@ impl<'a> Simulation<'a> {
 
     /// Starts a worker's next step, unless one is under way.
     fn work(&mut self, now: u64, at: usize) {
-        let Self { workers, requests, profile, shared, effects, .. } = self;
+        let Self { workers, requests, profile, around, effects, .. } = self;
         let worker = &mut workers[at];
         if worker.occupied {
             return;
         }
         worker.turn += 1;
-        let (turn, number) = (worker.engine.turn(now, requests, profile, shared, effects), worker.turn);
+        let (turn, number) = (worker.engine.turn(now, requests, profile, around, effects), worker.turn);
         match turn {
             Turn::Step(until) => {
                 worker.occupied = true;

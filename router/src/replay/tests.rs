@@ -148,6 +148,28 @@ fn a_hand_over_by_hand() {
 }
 
 #[test]
+fn prompts_that_come_over_share_the_links_on_both_sides() {
+    // The second and the third are computed together while the first is handed over.
+    let text = line(0, 1024, 1, &[0, 1]) + &line(1, 1024, 1, &[2, 3]) + &line(2, 1024, 1, &[4, 5]);
+    let trace = Trace::read(text.as_bytes()).unwrap();
+    let always = Settings { disaggregation: crate::settings::Disaggregation::Always, ..Settings::default() };
+    let ready = |decodes: usize| {
+        let workers = [vec![Phase::Prefill], vec![Phase::Decode; decodes]].concat();
+        let mut options = Options { workers, ..by_hand() };
+        options.profile.peer = Some(Link { bytes_per_second: 10_240.0, latency_s: 0.01 });
+        let chooser = Chooser::Composed(Box::new(always.clone()));
+        let served = Simulation::new(&trace, &options, &chooser, trace.rate(), 0).run().unwrap().served;
+        assert_eq!(served.iter().map(|it| it.helper).collect::<Vec<_>>(), [Some(0); 3]);
+        let apart = served[2].first_ns.abs_diff(served[1].first_ns) as f64 / 1e9;
+        // Two blocks, and the latency.
+        assert!((apart - 0.11).abs() < 1e-6, "{served:?}");
+        served[1].worker == served[2].worker
+    };
+    assert!(ready(1), "who receives does so once at a time");
+    assert!(!ready(2), "and who sends, too");
+}
+
+#[test]
 fn a_request_that_fits_nobody_is_left_out() {
     let text = line(0, 512 * 21, 1, &(0..21).collect::<Vec<u32>>()) + &line(1, 512, 1, &[0]);
     let figures = replay(&Trace::read(text.as_bytes()).unwrap(), &by_hand(), &KV, 1.0, 1);

@@ -138,7 +138,7 @@ fn requests_that_all_stand_still_end_a_replay_with_a_sentence() {
     let mut simulation = Simulation::new(&trace, &options, &Chooser::Policy(Policy::Kv), 9.0, 0);
     // It comes, and nobody has it begin.
     let (_, request) = simulation.arrivals.pop().unwrap();
-    simulation.workers[0].engine.accept(request, &trace.requests[request as usize], Part::Whole);
+    simulation.workers[0].engine.accept(request, &trace.requests[request as usize], Part::Whole, None);
     simulation.workers[0].occupied = true;
     let stuck = simulation.run().err().unwrap().to_string();
     assert!(stuck.contains("stand still"), "{stuck}");
@@ -157,13 +157,13 @@ fn two_workers_whose_memory_is_full_of_each_others_prompts_do_not_wait_for_ever(
     };
     let blocks = |first: u32| (first..first + 11).collect();
     let asked = |first| Asked { at_ms: 0, input: 11 * 512, output: 1, blocks: blocks(first), session: 0 };
-    let (requests, mut shared) = (vec![asked(0), asked(100)], None);
+    let (requests, mut around) = (vec![asked(0), asked(100)], Around { store: None, sends_ns: vec![0; 2] });
     let mut workers = [Engine::new(&profile), Engine::new(&profile)];
     let mut step = |worker: &mut Engine, now: u64| {
         let mut effects = Effects::default();
-        match worker.turn(now, &requests, &profile, &mut shared, &mut effects) {
+        match worker.turn(now, &requests, &profile, &mut around, &mut effects) {
             Turn::Step(end) => {
-                worker.stepped(end, &requests, &mut shared, &mut effects);
+                worker.stepped(end, &requests, &mut None, &mut effects);
                 (end, effects)
             }
             Turn::Wait(until) => (until, effects),
@@ -172,7 +172,7 @@ fn two_workers_whose_memory_is_full_of_each_others_prompts_do_not_wait_for_ever(
     };
     let mut now = 0;
     for (request, worker) in (0..).zip(&mut workers) {
-        worker.accept(request, &requests[request as usize], Part::Prefill);
+        worker.accept(request, &requests[request as usize], Part::Prefill, None);
         let mut handed = Vec::new();
         while handed.is_empty() {
             let (end, effects) = step(worker, now);
@@ -182,8 +182,8 @@ fn two_workers_whose_memory_is_full_of_each_others_prompts_do_not_wait_for_ever(
     }
     // Each goes on where the other is kept.
     let [a, b] = &mut workers;
-    a.accept(1, &requests[1], Part::Decode);
-    b.accept(0, &requests[0], Part::Decode);
+    a.accept(1, &requests[1], Part::Decode, Some(1));
+    b.accept(0, &requests[0], Part::Decode, Some(0));
     let (_, effects) = step(a, now);
     assert_eq!((effects.lost, effects.handed.len()), (vec![0], 0), "its prompt makes room");
     b.lost(0, &requests[0]);
