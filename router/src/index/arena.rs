@@ -1,4 +1,4 @@
-//! Which pages are in use, and the locks under which they are changed.
+//! Which pages are in use.
 //!
 //! Pages are numbered. Low ones are taken first, so that those at the end fall free together and go back to the system, a chunk
 //! at a time; but whoever wants several gets neighbours where there are any, since a lookup goes through them one after the
@@ -12,7 +12,6 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 /// The pages.
 pub(super) struct Arena {
     free: Mutex<Free>,
-    turns: Box<[Apart<()>]>,
     used: AtomicUsize,
     chunks: AtomicUsize,
 }
@@ -45,8 +44,6 @@ pub(super) enum Change {
     Went(usize),
 }
 
-/// Page locks. Two writers seldom want the same.
-const TURNS: usize = 512;
 /// Pages given at once, at most.
 const STRETCH_MOST: usize = 32;
 /// Chunks with room among which a stretch is looked for.
@@ -54,26 +51,9 @@ const LOOKED_AT: usize = 16;
 /// Places are 32 bits: 64 million pages, four billion blocks.
 const CHUNKS_MAX: usize = (1 << 26) / CHUNK;
 
-/// Pages that lie together are in use together: their locks lie apart.
-fn turn_of(page: u32) -> usize {
-    page.wrapping_mul(0x9e37_79b9) as usize >> (u32::BITS - TURNS.ilog2())
-}
-
 impl Arena {
     pub(super) fn new() -> Self {
-        let turns = (0..TURNS).map(|_| Apart::default()).collect();
-        Self { free: Mutex::default(), turns, used: AtomicUsize::new(0), chunks: AtomicUsize::new(0) }
-    }
-
-    /// The lock under which a page is changed. Nobody holds two, unless he can do without the second.
-    pub(super) fn turn(&self, page: u32) -> MutexGuard<'_, ()> {
-        self.turns[turn_of(page)].0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// The same, if nobody has it and `other`'s is not it.
-    pub(super) fn try_turn(&self, page: u32, other: u32) -> Option<MutexGuard<'_, ()>> {
-        let apart = turn_of(page) != turn_of(other);
-        apart.then(|| self.turns[turn_of(page)].0.try_lock().ok()).flatten()
+        Self { free: Mutex::default(), used: AtomicUsize::new(0), chunks: AtomicUsize::new(0) }
     }
 
     /// Neighbouring pages that nobody uses, at most so many; `None` when there are no more numbers. `change` hears of a new chunk

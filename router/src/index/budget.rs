@@ -59,7 +59,7 @@ impl Index {
             }
             Warmth::Cold => {}
         }
-        let _turn = self.arena.turn(number);
+        let _turn = page.turn();
         if page.live() == 0 || page.warmth() == Warmth::Settling {
             return false;
         }
@@ -106,8 +106,10 @@ impl Index {
             let body = self.body.load();
             for seat in super::seats(owner.slot) {
                 let holds = |number: &u32| {
-                    let _turn = self.arena.turn(*number);
-                    body.page(*number).is_some_and(|page| page.holders().mask(seat) != 0)
+                    body.page(*number).is_some_and(|page| {
+                        let _turn = page.turn();
+                        page.holders().mask(seat) != 0
+                    })
                 };
                 let pages = &mut ledger.pages[seat.level()];
                 pages.retain(holds);

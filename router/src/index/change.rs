@@ -93,7 +93,7 @@ impl Index {
                     at += 1;
                     continue;
                 };
-                let _turn = self.arena.turn(place.page());
+                let _turn = page.turn();
                 let Some(stretch) = Stretch::of(page, place, &names[at..]) else {
                     // Gone since it was looked at; where it was only guessed, the tables know.
                     at += usize::from(guess.is_none());
@@ -125,7 +125,7 @@ impl Index {
             let mut gone = Gone::default();
             for number in numbers {
                 if let Some(page) = body.page(*number) {
-                    let _turn = self.arena.turn(*number);
+                    let _turn = page.turn();
                     self.take(owner, ledger, seat, (*number, page), u64::MAX, &mut gone);
                 }
             }
@@ -140,7 +140,7 @@ impl Index {
         let mut names = Vec::new();
         for number in &ledger.pages[seat.level()] {
             let Some(page) = body.page(*number) else { continue };
-            let _turn = self.arena.turn(*number);
+            let _turn = page.turn();
             let mask = page.holders().mask(seat);
             names.extend(each(mask).map(|at| page.name(at)));
         }
@@ -154,7 +154,7 @@ impl Index {
             let body = self.body.load();
             let Some((place, page)) = body.find_near(next, names[known], owner.slot) else { break };
             let number = place.page();
-            let _turn = self.arena.turn(number);
+            let _turn = page.turn();
             // While another enters its names, one that lies here may yet be refused: only the table knows.
             let entered = page.warmth() != Warmth::Settling || page.is_of(owner.slot);
             let is = |at: u32, name: u64| {
@@ -233,8 +233,10 @@ impl Index {
         self.tallies.entries.fetch_sub(gone.entries.len(), Ordering::Relaxed);
         let body = self.body.load();
         let retires = |number: &u32| {
-            let _turn = self.arena.turn(*number);
-            body.page(*number).is_some_and(|page| page.retire())
+            body.page(*number).is_some_and(|page| {
+                let _turn = page.turn();
+                page.retire()
+            })
         };
         let retired: Vec<u32> = gone.pages.iter().copied().filter(retires).collect();
         self.arena.give(&retired, |change| self.set_chunk(change));
@@ -266,8 +268,8 @@ impl Index {
             ledger.open.next();
             return;
         };
-        let _turn = self.arena.turn(from);
-        let Some(_second) = self.arena.try_turn(to, from) else { return };
+        let _turn = old.turn();
+        let Some(_second) = new.try_turn() else { return };
         if !sparse(old) {
             return;
         }

@@ -14,7 +14,7 @@ use super::crowd::{Crowd, Lately};
 use super::holders::Holders;
 use super::seat::{Seat, Slot};
 use super::sync::{AtomicU8, AtomicU32, AtomicU64, Ordering, fetch};
-use super::version::Version;
+use super::version::{Taken, Turn, Version};
 use arc_swap::{ArcSwapOption, Guard};
 use kvbm::SequenceHash;
 use std::sync::Arc;
@@ -52,6 +52,8 @@ pub(super) struct Head {
     /// Places used, from the first on.
     used: AtomicU8,
     warmth: AtomicU8,
+    /// Whose turn it is to change any of this.
+    turn_of: Turn,
     /// Whose new names go here.
     owner: AtomicU32,
 }
@@ -118,6 +120,7 @@ impl Head {
             turns: AtomicU8::new(0),
             used: AtomicU8::new(0),
             warmth: AtomicU8::new(0),
+            turn_of: Turn::new(),
             owner: AtomicU32::new(u32::MAX),
         }
     }
@@ -152,6 +155,16 @@ impl<'a> Page<'a> {
 
     pub(super) fn name(&self, at: u32) -> u64 {
         self.names.0[at as usize].load(Ordering::Relaxed)
+    }
+
+    /// The lock under which it is changed. Nobody holds two, unless he can do without the second.
+    pub(super) fn turn(&self) -> Taken<'a> {
+        self.head.turn_of.take()
+    }
+
+    /// The same, if nobody has it.
+    pub(super) fn try_turn(&self) -> Option<Taken<'a>> {
+        self.head.turn_of.try_take()
     }
 
     pub(super) fn live(&self) -> u64 {

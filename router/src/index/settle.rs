@@ -34,7 +34,7 @@ impl Index {
             let body = self.body.load();
             // Its chunk may have gone back to the system.
             let page = body.page(number);
-            let _turn = self.arena.turn(number);
+            let _turn = page.as_ref().map(Page::turn);
             let takes = |page: &Page<'_>| {
                 let goes_on = page.used().checked_sub(1).is_none_or(|last| rest.after == Some(page.name(last)));
                 let joins = goes_on || beside.is_none() && rest.names.len() < APART;
@@ -77,14 +77,14 @@ impl Index {
         let body = self.body.load();
         for Entry { place, .. } in &refused {
             let Some(page) = body.page(place.page()) else { continue };
-            let _turn = self.arena.turn(place.page());
+            let _turn = page.turn();
             // Nobody found it here, so nobody else holds it here.
             self.take(owner, ledger, seat, (place.page(), page), 1 << place.at(), &mut Gone::default());
         }
         self.tallies.memberships.fetch_sub(refused.len(), Ordering::Relaxed);
         for number in settling {
             let Some(page) = body.page(number) else { continue };
-            let _turn = self.arena.turn(number);
+            let _turn = page.turn();
             // Who asks for it will warm it: what nobody asks for is forgotten before what somebody did.
             page.set_warmth(Warmth::Cold);
             self.discard(number, page);
@@ -100,8 +100,8 @@ impl Index {
             let numbers = self.arena.take(wanted, |change| self.set_chunk(change))?;
             let body = self.body.load();
             for number in numbers.clone() {
-                let _turn = self.arena.turn(number);
                 let page = body.page(number)?;
+                let _turn = page.turn();
                 page.set_warmth(Warmth::Settling);
                 page.hand_to(owner.slot);
             }
@@ -122,7 +122,7 @@ impl Index {
         let body = self.body.load();
         for number in std::mem::take(&mut ledger.open) {
             let Some(page) = body.page(number) else { continue };
-            let _turn = self.arena.turn(number);
+            let _turn = page.turn();
             // It may be another's by now.
             if page.live() == 0 && page.warmth() == Warmth::Settling && page.is_of(owner) {
                 page.set_warmth(Warmth::Cold);

@@ -8,7 +8,7 @@
 //! look, and starts over. The even number is stored with release and the reader's first look acquires it, so that what was
 //! written under it is seen under it.
 
-use super::sync::{AtomicU32, LOOKS, Ordering, fence, pause};
+use super::sync::{AtomicU8, AtomicU32, LOOKS, Ordering, fence, pause};
 
 /// How often something has changed, twice over.
 pub(crate) struct Version(AtomicU32);
@@ -51,5 +51,46 @@ impl Version {
         let seen = look();
         fence(Ordering::Acquire);
         (self.0.load(Ordering::Relaxed) == version).then_some(seen)
+    }
+}
+
+/// Whose turn it is to change something that lies on the same cache line. It is held for as long as a page takes, so whoever finds
+/// it taken looks again, and lets others run now and then.
+pub(crate) struct Turn(AtomicU8);
+
+/// Somebody's turn, until it is dropped.
+pub(crate) struct Taken<'a>(&'a Turn);
+
+const FREE: u8 = 0;
+const TAKEN: u8 = 1;
+
+impl Turn {
+    /// Nobody's.
+    pub(crate) fn new() -> Self {
+        Self(AtomicU8::new(FREE))
+    }
+
+    /// Waits for one's turn.
+    pub(crate) fn take(&self) -> Taken<'_> {
+        for look in 0.. {
+            if let Some(taken) = self.try_take() {
+                return taken;
+            }
+            pause(look);
+        }
+        unreachable!("the numbers do not end")
+    }
+
+    /// Takes it if it is nobody's.
+    pub(crate) fn try_take(&self) -> Option<Taken<'_>> {
+        let free = self.0.load(Ordering::Relaxed) == FREE;
+        let taken = free && self.0.swap(TAKEN, Ordering::Acquire) == FREE;
+        taken.then_some(Taken(self))
+    }
+}
+
+impl Drop for Taken<'_> {
+    fn drop(&mut self) {
+        self.0.0.store(FREE, Ordering::Release);
     }
 }
