@@ -5,12 +5,11 @@
 //! never wrong, only forgetful.
 
 use super::Index;
-use super::body::{PAGE_BYTES, Place};
+use super::body::PAGE_BYTES;
 use super::change::{Gone, digest};
 use super::holders::Holders;
-use super::locator::Entry;
 use super::owner::{Ledger, Owner, fit};
-use super::page::{Page, Warmth, each};
+use super::page::{Page, Warmth};
 use std::sync::atomic::Ordering;
 
 /// What an entry costs in the emptiest table that growing makes.
@@ -26,7 +25,7 @@ impl Index {
         }
         // Whoever is at it does it for all.
         let Ok(mut hand) = self.hand.try_lock() else { return 0 };
-        let (mut forgotten, mut gone) = (0, Gone::default());
+        let (mut forgotten, mut gone) = (0, Gone::new());
         let pages = self.body.load().shelves.pages();
         // What is left may be tables and ledgers alone.
         let enough = |gone: &Gone| self.fits() || self.tallies.entries.load(Ordering::Relaxed) <= gone.entries.len();
@@ -34,7 +33,7 @@ impl Index {
         for _ in 0..2 * pages {
             if gone.pages.len() == BATCH || enough(&gone) {
                 self.bury(&gone);
-                gone = Gone::default();
+                gone = Gone::new();
                 if enough(&gone) {
                     break;
                 }
@@ -65,8 +64,7 @@ impl Index {
         }
         gone.memberships += self.strike_holders(page);
         let dead = page.set_holders(Holders::Nobody);
-        let entry = |at| Entry { name: page.name(at), place: Place::new(number, at) };
-        gone.entries.extend(each(dead).map(entry));
+        gone.bury(number, page, dead);
         gone.pages.push(number);
         true
     }

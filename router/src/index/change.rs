@@ -6,7 +6,7 @@
 use super::Index;
 use super::body::Place;
 use super::holders::Holders;
-use super::locator::{BATCH, Entry};
+use super::locator::{BATCH, Entries};
 use super::owner::{Digest, Ledger, Owner, fit};
 use super::page::{PLACES, Page, Warmth, each, ones};
 use super::seat::Seat;
@@ -79,7 +79,7 @@ impl Index {
     pub(super) fn evict(&self, owner: &Owner, ledger: &mut Ledger, seat: Seat, names: &[u64]) {
         for names in names.chunks(BATCH) {
             let body = self.body.load();
-            let mut gone = Gone { entries: Vec::with_capacity(names.len()), ..Gone::default() };
+            let mut gone = Gone::new();
             // Where the next name lies if a chain's pages lie side by side.
             let (mut at, mut near, mut beside) = (0, 0, None);
             while at < names.len() {
@@ -122,7 +122,7 @@ impl Index {
         let pages: Vec<u32> = std::mem::take(&mut ledger.pages[seat.level()]).into_iter().collect();
         for numbers in pages.chunks(BATCH / PLACES as usize) {
             let body = self.body.load();
-            let mut gone = Gone::default();
+            let mut gone = Gone::new();
             for number in numbers {
                 if let Some(page) = body.page(*number) {
                     let _turn = page.turn();
@@ -211,8 +211,7 @@ impl Index {
         if mine == 0 {
             ledger.pages[seat.level()].remove(&number);
         }
-        let entry = |at| Entry { name: page.name(at), place: Place::new(number, at) };
-        gone.entries.extend(each(dead).map(entry));
+        gone.bury(number, page, dead);
         let live = page.live().count_ones();
         if live == 0 {
             gone.pages.push(number);
@@ -303,16 +302,26 @@ impl Index {
 }
 
 /// What a change left behind.
-#[derive(Default)]
 pub(super) struct Gone {
     /// Pairs of a block and somewhere it rested.
     pub(super) memberships: usize,
     /// Names that nobody holds any more.
-    pub(super) entries: Vec<Entry>,
+    pub(super) entries: Entries,
     /// Pages without a live block.
     pub(super) pages: Vec<u32>,
     /// Pages with few.
     sparse: Vec<u32>,
+}
+
+impl Gone {
+    pub(super) fn new() -> Self {
+        Self { memberships: 0, entries: Entries::new(), pages: Vec::new(), sparse: Vec::new() }
+    }
+
+    /// Nobody holds these places of a page.
+    pub(super) fn bury(&mut self, number: u32, page: Page<'_>, dead: u64) {
+        each(dead).for_each(|at| self.entries.push(page.name(at), Place::new(number, at)));
+    }
 }
 
 /// Notes that a holder has more blocks in a page.

@@ -7,6 +7,7 @@
 use super::arena::Apart;
 use super::body::{Body, Place};
 use super::table::Table;
+use std::cell::Cell;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Shards: two writers seldom meet in one, none is long in growing, and a table is soon so large that it has large pages.
@@ -51,6 +52,18 @@ pub(super) struct Entry {
     pub(super) place: Place,
 }
 
+/// Entries to be entered or removed, and how many of each shard.
+pub(super) struct Entries {
+    list: Vec<Entry>,
+    shards: [usize; SHARDS],
+}
+
+thread_local! {
+    /// Room for a batch of entries, while nobody has any.
+    static ROOM: Cell<Vec<Entry>> = const { Cell::new(Vec::new()) };
+    static SORTED: Cell<Vec<Entry>> = const { Cell::new(Vec::new()) };
+}
+
 /// The entries that come some time after those of a shard, in order.
 #[derive(Clone, Copy)]
 struct Ahead<'a> {
@@ -74,6 +87,50 @@ impl Key {
     }
 }
 
+impl Entries {
+    pub(super) fn new() -> Self {
+        Self { list: ROOM.take(), shards: [0; SHARDS] }
+    }
+
+    pub(super) fn push(&mut self, name: u64, place: Place) {
+        self.shards[Key::of(name).shard] += 1;
+        self.list.push(Entry { name, place });
+    }
+
+    pub(super) fn last(&self) -> Option<&Entry> {
+        self.list.last()
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.list.len()
+    }
+
+    /// Those of one shard after those of another, and where the first of each is, and the end.
+    fn sort_into(&self, sorted: &mut Vec<Entry>) -> [usize; SHARDS] {
+        let mut ends = [0; SHARDS];
+        let mut sum = 0;
+        for (end, count) in ends.iter_mut().zip(self.shards) {
+            *end = sum;
+            sum += count;
+        }
+        sorted.clear();
+        sorted.resize(sum, Entry { name: 0, place: Place::NOWHERE });
+        for entry in &self.list {
+            let end = &mut ends[Key::of(entry.name).shard];
+            sorted[*end] = *entry;
+            *end += 1;
+        }
+        ends
+    }
+}
+
+impl Drop for Entries {
+    fn drop(&mut self) {
+        self.list.clear();
+        ROOM.set(std::mem::take(&mut self.list));
+    }
+}
+
 impl Locator {
     pub(super) fn new() -> Self {
         Self(std::array::from_fn(|_| Apart(Mutex::new(Shard::of(Table::new(0), 0)))))
@@ -89,7 +146,7 @@ impl Locator {
     pub(super) fn enter(
         &self,
         body: &Body,
-        entries: &[Entry],
+        entries: &Entries,
         same: impl Fn(u64, Place) -> bool,
         names: impl Fn(&[u32]) -> Vec<u64>,
         grown: impl Fn(usize, Arc<Table>),
@@ -121,7 +178,7 @@ impl Locator {
     pub(super) fn remove(
         &self,
         body: &Body,
-        entries: &[Entry],
+        entries: &Entries,
         names: impl Fn(&[u32]) -> Vec<u64>,
         shrunk: impl Fn(usize, Arc<Table>),
     ) {
@@ -148,43 +205,29 @@ impl Locator {
     fn for_each_shard(
         &self,
         body: &Body,
-        entries: &[Entry],
+        entries: &Entries,
         mut each: impl FnMut(usize, &mut Shard, &[Entry], Ahead<'_>),
     ) {
-        for entries in entries.chunks(BATCH) {
-            let mut ends = [0; SHARDS];
-            for entry in entries {
-                ends[Key::of(entry.name).shard] += 1;
-            }
-            let mut sum = 0;
-            for end in &mut ends {
-                sum += std::mem::replace(end, sum);
-            }
-            let mut sorted = [Entry { name: 0, place: Place::NOWHERE }; BATCH];
-            for entry in entries {
-                let end = &mut ends[Key::of(entry.name).shard];
-                sorted[*end] = *entry;
-                *end += 1;
-            }
-            let sorted = &sorted[..entries.len()];
-            sorted.iter().take(AHEAD).for_each(|entry| body.fetch(entry.name));
-            let mut later = 0_u64;
-            let of = |shard: usize| shard.checked_sub(1).map_or(0, |before| ends[before])..ends[shard];
-            let mut call = |number: usize, shard: &mut Shard| {
-                let range = of(number);
-                let ahead = Ahead { body, entries: sorted.get(range.start + AHEAD..).unwrap_or_default() };
-                each(number, shard, &sorted[range], ahead);
-            };
-            for shard in (0..SHARDS).filter(|shard| !of(*shard).is_empty()) {
-                match self.0[shard].0.try_lock() {
-                    Ok(mut guard) => call(shard, &mut guard),
-                    Err(_) => later |= 1 << shard,
-                }
-            }
-            for shard in (0..SHARDS).filter(|shard| later >> shard & 1 == 1) {
-                call(shard, &mut self.lock(shard));
+        let mut sorted = SORTED.take();
+        let ends = entries.sort_into(&mut sorted);
+        sorted.iter().take(AHEAD).for_each(|entry| body.fetch(entry.name));
+        let mut later = 0_u64;
+        let of = |shard: usize| shard.checked_sub(1).map_or(0, |before| ends[before])..ends[shard];
+        let mut call = |number: usize, shard: &mut Shard| {
+            let range = of(number);
+            let ahead = Ahead { body, entries: sorted.get(range.start + AHEAD..).unwrap_or_default() };
+            each(number, shard, &sorted[range], ahead);
+        };
+        for shard in (0..SHARDS).filter(|shard| !of(*shard).is_empty()) {
+            match self.0[shard].0.try_lock() {
+                Ok(mut guard) => call(shard, &mut guard),
+                Err(_) => later |= 1 << shard,
             }
         }
+        for shard in (0..SHARDS).filter(|shard| later >> shard & 1 == 1) {
+            call(shard, &mut self.lock(shard));
+        }
+        SORTED.set(sorted);
     }
 
     fn lock(&self, shard: usize) -> MutexGuard<'_, Shard> {

@@ -6,7 +6,7 @@
 use super::Index;
 use super::body::{Body, Place};
 use super::change::{Gone, Run, came};
-use super::locator::Entry;
+use super::locator::{Entries, Entry};
 use super::owner::{Ledger, Owner};
 use super::page::{PLACES, Page, Warmth, ones};
 use super::seat::{Seat, Slot};
@@ -23,7 +23,7 @@ impl Index {
         if fresh.names.is_empty() {
             return Vec::new();
         }
-        let mut entries = Vec::with_capacity(fresh.names.len());
+        let mut entries = Entries::new();
         let mut settling = Vec::new();
         let mut rest = fresh;
         // First to where their chain ends so far, if there is room after it.
@@ -56,8 +56,7 @@ impl Index {
                 lead(&body, entries.last(), after, Place::new(number, first));
             }
             came(owner, ledger, seat, number, page, ones(now.names.len() as u32) << first);
-            let entry = |(at, name): (u32, &u64)| Entry { name: *name, place: Place::new(number, at) };
-            entries.extend((first..).zip(now.names).map(entry));
+            (first..).zip(now.names).for_each(|(at, name)| entries.push(*name, Place::new(number, at)));
             settling.push(number);
             rest = later;
         }
@@ -79,7 +78,7 @@ impl Index {
             let Some(page) = body.page(place.page()) else { continue };
             let _turn = page.turn();
             // Nobody found it here, so nobody else holds it here.
-            self.take(owner, ledger, seat, (place.page(), page), 1 << place.at(), &mut Gone::default());
+            self.take(owner, ledger, seat, (place.page(), page), 1 << place.at(), &mut Gone::new());
         }
         self.tallies.memberships.fetch_sub(refused.len(), Ordering::Relaxed);
         for number in settling {
