@@ -94,6 +94,7 @@ pub mod faulty;
 mod form;
 mod host;
 mod index;
+pub mod lanes;
 mod manager;
 pub mod memory;
 mod metrics;

@@ -4,10 +4,10 @@ use loom::sync::Arc;
 use loom::thread;
 use sync::{AtomicU64, Ordering};
 use table::Table;
-use version::Version;
+use version::{Turn, Version};
 
 mod sync {
-    pub(crate) use loom::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+    pub(crate) use loom::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
 
     pub(crate) const LOOKS: usize = 2;
     pub(crate) const LARGE: usize = 1 << 21;
@@ -58,11 +58,32 @@ fn what_changes_together_is_seen_together_or_not_at_all() {
 }
 
 #[test]
+fn whose_turn_it_is_sees_what_was_done_before_and_is_alone() {
+    explore(|| {
+        let shared = Arc::new((Turn::new(), AtomicU64::new(0)));
+        let add = |shared: &(Turn, AtomicU64)| {
+            // Waiting for it would go on for ever in one of the orders.
+            let taken = shared.0.try_take();
+            if taken.is_some() {
+                shared.1.store(shared.1.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+            }
+            u64::from(taken.is_some())
+        };
+        let other = shared.clone();
+        let other = thread::spawn(move || add(&other) + add(&other));
+        let done = add(&shared) + other.join().unwrap();
+        let _taken = shared.0.try_take().unwrap();
+        assert_eq!(shared.1.load(Ordering::Relaxed), done);
+        assert!(shared.0.try_take().is_none(), "it is somebody's");
+    });
+}
+
+#[test]
 fn an_entry_is_found_while_its_neighbours_come_and_go() {
     explore(|| {
         let table = Arc::new(Table::new(0));
-        // The home group is full, so the last of ten lies in the next.
-        for place in 64..74 {
+        // The home group is full, so the last of eleven lies in the next.
+        for place in 64..75 {
             table.enter(7, place, |_| false);
         }
         let writer = table.clone();
@@ -70,7 +91,7 @@ fn an_entry_is_found_while_its_neighbours_come_and_go() {
             assert!(writer.take(7, 66));
             assert!(writer.enter(7, 100, |_| false));
         });
-        assert_eq!(table.find(7, |place| place == 73), Some(73));
+        assert_eq!(table.find(7, |place| place == 74), Some(74));
         writer.join().unwrap();
         assert_eq!(table.find(7, |place| place == 66), None);
     });

@@ -13,9 +13,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// Shards: two writers seldom meet in one, none is long in growing, and a table is soon so large that it has large pages.
 pub(super) const SHARDS: usize = 1 << SHARD_BITS;
 const SHARD_BITS: u32 = 3;
-/// A table is replaced by a larger one once it is fuller than this. Fuller, groups of nine overflow: at seven tenths changes take a
+/// A table is replaced by a larger one once it is fuller than this. Fuller, groups of ten overflow: at seven tenths changes take a
 /// third longer.
-const FULL: f64 = 0.55;
+const FULL: f64 = 0.5;
 /// And by a smaller one once it is emptier than this.
 const SPARSE: f64 = 0.2;
 

@@ -1,10 +1,10 @@
 //! Where blocks are, by a part of their name: a hash table that is read while it is written.
 //!
-//! Slots lie in groups of nine, one cache line each, with marks: for each slot twenty bits of the tag of what is in it, and one
-//! that there is something. So three words say which slots are worth a look, and which is free; that a mark is right and the
-//! entry wrong is rare. An entry lies in the group that its tag says, or when that is full, in one of those after it. How many
-//! went past a group is a number beside its marks: a reader goes on to the next group only where somebody did. An entry is a
-//! place and no name, since the place has the name: whoever asks compares it there.
+//! Slots lie in groups of ten, one cache line each, with marks: for each slot fifteen bits of the tag of what is in it, and one
+//! that there is something. They are compared all at once, so few instructions say which slots are worth a look, and which is
+//! free; that a mark is right and the entry wrong is rare. An entry lies in the group that its tag says, or when that is full, in
+//! one of those after it. How many went past a group is a number beside its marks: a reader goes on to the next group only where
+//! somebody did. An entry is a place and no name, since the place has the name: whoever asks compares it there.
 //!
 //! **Growing.** A full table is replaced by one twice as large. The bits of a mark are those of the tag below the ones that say
 //! which group, so a mark says which of two groups an entry goes to, and nobody reads the entry's name for that; but one bit of
@@ -17,6 +17,7 @@
 //! one that is there when a reader starts, and is not taken meanwhile, is found. Writers take turns by a lock of their own.
 
 use super::sync::{AtomicU32, AtomicU64, LARGE, Ordering, enlarge, fetch_mut};
+use kvbm::lanes::{self, BITS as MARK, LANES, WORDS};
 
 /// The table.
 pub(crate) struct Table {
@@ -29,10 +30,9 @@ pub(crate) struct Table {
 
 #[repr(align(64))]
 struct Group {
+    /// A mark for each slot. Behind them, in the last word, the number of entries further on that should be here or before.
     marks: [AtomicU64; WORDS],
     slots: [AtomicU32; SLOTS],
-    /// Entries further on that should be here or before.
-    past: AtomicU32,
 }
 
 /// What a group begins with.
@@ -43,58 +43,34 @@ struct Draft {
     len: usize,
 }
 
-/// The marks of a group.
+/// The marks of a group, and how many entries went past it.
 #[derive(Clone, Copy)]
 struct Marks([u64; WORDS]);
 
-/// Some slots of a group, a bit for each: which one is next nobody can guess, so nothing branches on it. Bit 21·n + w stands
-/// for mark n of word w.
+/// Some slots of a group, a bit for each.
 #[derive(Clone, Copy, PartialEq)]
-struct Slots(u64);
+struct Slots(u32);
 
 /// Slots that a cache line holds, beside their marks.
-const SLOTS: usize = WORDS * LANES;
-const WORDS: usize = 3;
-/// Marks in a word.
-const LANES: usize = 3;
-/// Bits of a mark.
-const MARK: u32 = 21;
+const SLOTS: usize = 10;
+/// Where the number of those further on begins, in the last word.
+const PAST: u32 = (SLOTS % LANES) as u32 * MARK;
 /// Groups of the smallest table: times a power of two, that nearly fills large pages.
 const LEAST: usize = 63;
 /// Bytes of large pages that are left to the allocator for what it notes beside them.
 const SPARED: usize = 4096;
-/// The lowest bit of each mark: that there is an entry.
-const LOW: u64 = 1 | 1 << MARK | 1 << (2 * MARK);
-/// The highest.
-const HIGH: u64 = LOW << (MARK - 1);
-/// The slot that a bit of [`Slots`] stands for.
-const SLOT_OF: [u8; 64] = {
-    let mut slots = [0; 64];
-    let mut slot = 0;
-    while slot < SLOTS {
-        slots[slot % LANES * MARK as usize + slot / LANES] = slot as u8;
-        slot += 1;
-    }
-    slots
-};
 /// The mark of a slot without an entry.
 const EMPTY: u32 = 0;
 /// All bits of a mark.
 const ALL: u32 = (1 << MARK) - 1;
-/// Bits that are known of a mark in the worst case: one entry in five hundred is looked at in vain then.
-const KNOWN_LEAST: u32 = 12;
+/// Bits that are known of a mark in the worst case: one entry in two hundred is looked at in vain then.
+const KNOWN_LEAST: u32 = 11;
 
 impl Slots {
     const NONE: Self = Self(0);
 
-    /// Those whose mark has its highest bit set in these words.
-    fn of([one, two, three]: [u64; WORDS]) -> Self {
-        let down = MARK - 1;
-        Self(one >> down | two >> (down - 1) | three >> (down - 2))
-    }
-
     fn first(self) -> usize {
-        SLOT_OF[self.0.trailing_zeros() as usize % 64].into()
+        (self.0.trailing_zeros() as usize).min(SLOTS - 1)
     }
 
     fn but_first(self) -> Self {
@@ -103,25 +79,31 @@ impl Slots {
 }
 
 impl Marks {
-    /// Slots that have a mark, and perhaps one that has another, behind one that has it.
-    fn perhaps(self, mark: u32) -> Slots {
-        let all = u64::from(mark) * LOW;
-        let of = |at: usize| {
-            let word = self.0[at] ^ all;
-            word.wrapping_sub(LOW) & !word & self.0[at] << (MARK - 1) & HIGH
-        };
-        Slots::of(std::array::from_fn(of))
+    /// Slots that have a mark.
+    #[inline]
+    fn with(self, mark: u32) -> Slots {
+        Slots(lanes::with(self.0, mark as u16) & ((1 << SLOTS) - 1))
     }
 
-    /// Slots that are empty; right about whether there is one, and about the first.
+    /// Slots that are empty.
+    #[inline]
     fn empty(self) -> Slots {
-        let of = |at: usize| self.0[at].wrapping_sub(LOW) & !self.0[at] & HIGH;
-        Slots::of(std::array::from_fn(of))
+        self.with(EMPTY)
     }
 
     fn mark(self, at: usize) -> u32 {
-        (self.0[at / LANES] >> (at % LANES * MARK as usize)) as u32 & ALL
+        (self.0[at / LANES] >> shift(at)) as u32 & ALL
     }
+
+    /// Whether no entry that should be here lies further on.
+    fn ends(self) -> bool {
+        self.0[WORDS - 1] >> PAST == 0
+    }
+}
+
+/// Where a slot's mark begins in its word.
+fn shift(at: usize) -> u32 {
+    (at % LANES) as u32 * MARK
 }
 
 impl Draft {
@@ -129,7 +111,7 @@ impl Draft {
     fn push(&mut self, mark: u32, place: u32) -> bool {
         let at = self.len;
         if at < SLOTS {
-            self.marks[at / LANES] |= u64::from(mark) << (at % LANES * MARK as usize);
+            self.marks[at / LANES] |= u64::from(mark) << shift(at);
             self.slots[at] = place;
             self.len += 1;
         }
@@ -139,16 +121,18 @@ impl Draft {
 
 impl From<Draft> for Group {
     fn from(Draft { marks, slots, .. }: Draft) -> Self {
-        Self { marks: marks.map(AtomicU64::new), slots: slots.map(AtomicU32::new), past: AtomicU32::new(0) }
+        Self { marks: marks.map(AtomicU64::new), slots: slots.map(AtomicU32::new) }
     }
 }
 
 impl Group {
+    #[inline]
     fn marks(&self, order: Ordering) -> Marks {
         Marks(std::array::from_fn(|at| self.marks[at].load(order)))
     }
 
     /// The first of these slots whose place is `wanted`, and that place.
+    #[inline]
     fn first(&self, mut slots: Slots, mut wanted: impl FnMut(u32) -> bool) -> Option<(usize, u32)> {
         while slots != Slots::NONE {
             let at = slots.first();
@@ -161,28 +145,24 @@ impl Group {
         None
     }
 
-    /// Puts an entry into the first empty slot.
-    fn put(&self, marks: Marks, mark: u32, place: u32) {
-        let at = marks.empty().first();
+    /// Puts an entry into an empty slot.
+    fn put(&self, at: usize, mark: u32, place: u32) {
         self.slots[at].store(place, Ordering::Release);
         self.set_mark(at, mark);
     }
 
+    // The word is loaded once more: chosen from what is known of all of them, it would go through memory, and have others wait.
     fn set_mark(&self, at: usize, mark: u32) {
-        let (word, shift) = (&self.marks[at / LANES], at % LANES * MARK as usize);
-        let others = word.load(Ordering::Relaxed) & !(u64::from(ALL) << shift);
-        word.store(others | u64::from(mark) << shift, Ordering::Release);
-    }
-
-    /// Whether no entry that should be here lies further on.
-    fn ends(&self) -> bool {
-        self.past.load(Ordering::Acquire) == 0
+        let word = &self.marks[at / LANES];
+        let others = word.load(Ordering::Relaxed) & !(u64::from(ALL) << shift(at));
+        word.store(others | u64::from(mark) << shift(at), Ordering::Release);
     }
 
     /// One more went past, or one fewer.
     fn set_past(&self, more: bool) {
-        let past = self.past.load(Ordering::Relaxed);
-        self.past.store(if more { past + 1 } else { past - 1 }, Ordering::Release);
+        let word = &self.marks[WORDS - 1];
+        let (last, one) = (word.load(Ordering::Relaxed), 1 << PAST);
+        word.store(if more { last + one } else { last - one }, Ordering::Release);
     }
 }
 
@@ -213,7 +193,8 @@ impl Table {
         if !by_name {
             next.known = known;
         }
-        let mut past = !self.groups.last().is_none_or(Group::ends);
+        let ends = |group: &Group| group.marks(Ordering::Relaxed).ends();
+        let mut past = !self.groups.last().is_none_or(ends);
         // A group becomes two, or two become one.
         for groups in self.groups.chunks(if larger { 1 } else { 2 }) {
             let mut drafts = [Draft::default(); 2];
@@ -228,7 +209,7 @@ impl Table {
                         unsure(place);
                     }
                 }
-                past = !group.ends();
+                past = !marks.ends();
             }
             next.groups.extend(drafts.into_iter().take(if larger { 2 } else { 1 }).map(Group::from));
         }
@@ -264,8 +245,8 @@ impl Table {
     /// Once that is near: begins to bring the next one near, where whoever enters the entry will look at it as well.
     pub(crate) fn fetch_next(&self, tag: u64) {
         let home = self.home(tag).0;
-        let group = &self.groups[home];
-        if !group.ends() || group.marks(Ordering::Relaxed).empty() == Slots::NONE {
+        let marks = self.groups[home].marks(Ordering::Relaxed);
+        if !marks.ends() || marks.empty() == Slots::NONE {
             fetch_mut(self.groups.get(home + 1).unwrap_or(&self.groups[0]));
         }
     }
@@ -275,10 +256,10 @@ impl Table {
         let (home, mark) = self.home(tag);
         for group in self.from(home) {
             let marks = group.marks(Ordering::Acquire);
-            if let Some((_, place)) = group.first(marks.perhaps(mark), &mut wanted) {
+            if let Some((_, place)) = group.first(marks.with(mark), &mut wanted) {
                 return Some(place);
             }
-            if group.ends() {
+            if marks.ends() {
                 return None;
             }
         }
@@ -293,8 +274,9 @@ impl Table {
         let group = &self.groups[home];
         let marks = group.marks(Ordering::Relaxed);
         // Nobody went past it, and none is like it, most of the time.
-        if group.ends() && marks.perhaps(mark) == Slots::NONE && marks.empty() != Slots::NONE {
-            group.put(marks, mark, place);
+        let empty = marks.empty();
+        if marks.ends() && marks.with(mark) == Slots::NONE && empty != Slots::NONE {
+            group.put(empty.first(), mark, place);
             return true;
         }
         self.enter_slowly(tag, place, same)
@@ -307,9 +289,9 @@ impl Table {
         }
         let (home, mark) = self.home(tag);
         for group in self.from(home) {
-            let marks = group.marks(Ordering::Relaxed);
-            if marks.empty() != Slots::NONE {
-                group.put(marks, mark, place);
+            let empty = group.marks(Ordering::Relaxed).empty();
+            if empty != Slots::NONE {
+                group.put(empty.first(), mark, place);
                 return true;
             }
             group.set_past(true);
@@ -330,9 +312,9 @@ impl Table {
         let (home, mark) = self.home(tag);
         let group = &self.groups[home];
         let marks = group.marks(Ordering::Relaxed);
-        match group.first(marks.perhaps(mark), |here| here == place) {
+        match group.first(marks.with(mark), |here| here == place) {
             Some((at, _)) => group.set_mark(at, EMPTY),
-            None => return !group.ends() && self.take_further(tag, place),
+            None => return !marks.ends() && self.take_further(tag, place),
         }
         true
     }
@@ -351,10 +333,10 @@ impl Table {
         let (home, mark) = self.home(tag);
         for (past, group) in self.from(home).enumerate() {
             let marks = group.marks(Ordering::Relaxed);
-            if let Some((at, _)) = group.first(marks.perhaps(mark), |here| here == place) {
+            if let Some((at, _)) = group.first(marks.with(mark), |here| here == place) {
                 return Some((group, at, past));
             }
-            if group.ends() {
+            if marks.ends() {
                 return None;
             }
         }

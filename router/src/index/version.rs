@@ -83,9 +83,11 @@ impl Turn {
 
     /// Takes it if it is nobody's.
     pub(crate) fn try_take(&self) -> Option<Taken<'_>> {
+        // Looked at first: only who may get it asks for the line.
         let free = self.0.load(Ordering::Relaxed) == FREE;
-        let taken = free && self.0.swap(TAKEN, Ordering::Acquire) == FREE;
-        taken.then_some(Taken(self))
+        let taken = free && self.0.compare_exchange(FREE, TAKEN, Ordering::Acquire, Ordering::Relaxed).is_ok();
+        // One made in vain would give another's turn back.
+        taken.then(|| Taken(self))
     }
 }
 
