@@ -38,7 +38,7 @@ fn plain(words: [u64; WORDS], value: u16) -> u32 {
     const LOW: u64 = 0x0001_0001_0001_0001;
     const ALL_BUT_HIGH: u64 = 0x7fff_7fff_7fff_7fff;
     let of = |word: u64| {
-        let differs = word ^ u64::from(value) * LOW;
+        let differs = word ^ (u64::from(value) * LOW);
         // No lane carries over into the next: its highest bit stays out of the sum.
         let some = ((differs & ALL_BUT_HIGH) + ALL_BUT_HIGH) | differs;
         let none = !(some | ALL_BUT_HIGH) >> (BITS - 1);

@@ -8,12 +8,11 @@ use super::Index;
 use super::body::PAGE_BYTES;
 use super::change::{Gone, digest};
 use super::holders::Holders;
+use super::locator::ENTRY_BYTES;
 use super::owner::{Ledger, Owner, fit};
 use super::page::{Page, Warmth};
 use std::sync::atomic::Ordering;
 
-/// What an entry costs in the emptiest table that growing makes.
-const ENTRY_BYTES: usize = 26;
 /// Pages forgotten between two looks at the tables.
 const BATCH: usize = 8;
 

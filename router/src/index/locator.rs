@@ -6,18 +6,20 @@
 
 use super::arena::Apart;
 use super::body::{Body, Place};
-use super::table::Table;
+use super::table::{SLOT_BYTES, Table};
 use std::cell::Cell;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Shards: two writers seldom meet in one, none is long in growing, and a table is soon so large that it has large pages.
 pub(super) const SHARDS: usize = 1 << SHARD_BITS;
 const SHARD_BITS: u32 = 3;
-/// A table is replaced by a larger one once it is fuller than this. Fuller, groups of ten overflow: at seven tenths changes take a
-/// third longer.
+/// A table is replaced by a larger one once it is fuller than this. Fuller, groups overflow: one in thirty does here, one in six at
+/// seven tenths.
 const FULL: f64 = 0.5;
 /// And by a smaller one once it is emptier than this.
 const SPARSE: f64 = 0.2;
+/// What an entry costs in the emptiest table that growing makes.
+pub(super) const ENTRY_BYTES: usize = (SLOT_BYTES / (FULL / 2.0)) as usize + 1;
 
 /// Entries sorted at once.
 pub(super) const BATCH: usize = 512;
@@ -59,8 +61,9 @@ pub(super) struct Entries {
 }
 
 thread_local! {
-    /// Room for a batch of entries, while nobody has any.
+    /// Room for a batch of entries, as long as nobody has it.
     static ROOM: Cell<Vec<Entry>> = const { Cell::new(Vec::new()) };
+    /// Room for them once more, sorted.
     static SORTED: Cell<Vec<Entry>> = const { Cell::new(Vec::new()) };
 }
 

@@ -53,6 +53,8 @@ struct Slots(u32);
 
 /// Slots that a cache line holds, beside their marks.
 const SLOTS: usize = 10;
+/// What a slot takes with its part of the group.
+pub(crate) const SLOT_BYTES: f64 = size_of::<Group>() as f64 / SLOTS as f64;
 /// Where the number of those further on begins, in the last word.
 const PAST: u32 = (SLOTS % LANES) as u32 * MARK;
 /// Groups of the smallest table: times a power of two, that nearly fills large pages.
