@@ -89,6 +89,22 @@ pub enum BlockEvent {
     },
 }
 
+impl BlockEvent {
+    /// Keeps its first blocks, so many. The event of the others, if there are more.
+    fn split_off(&mut self, at: usize) -> Option<Self> {
+        match self {
+            Self::Stored { level, blocks, .. } if blocks.len() > at => {
+                let rest = blocks.split_off(at);
+                Some(Self::Stored { level: *level, parent: blocks.last().copied(), blocks: rest })
+            }
+            Self::Removed { level, blocks } if blocks.len() > at => {
+                Some(Self::Removed { level: *level, blocks: blocks.split_off(at) })
+            }
+            _ => None,
+        }
+    }
+}
+
 /// An event with its number.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Numbered {
@@ -248,7 +264,11 @@ impl EventLog {
         self.epoch
     }
 
-    /// Gives the event the next number. Events that say nothing (no blocks) get none.
+    /// Blocks that one event names, so that it fits into any plane's message: 16 KiB, and the blocks of 16,384 tokens.
+    pub const BLOCKS_MAX: usize = 1024;
+
+    /// Gives the event the next number, or the next ones when it names [more blocks](Self::BLOCKS_MAX) than one may. Events that say
+    /// nothing (no blocks) get none.
     pub fn announce(&self, event: BlockEvent) {
         self.queue(event);
         self.settle();
@@ -262,7 +282,12 @@ impl EventLog {
         {
             return;
         }
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner).push(event);
+        let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut rest = Some(event);
+        while let Some(mut event) = rest {
+            rest = event.split_off(Self::BLOCKS_MAX);
+            queue.push(event);
+        }
     }
 
     /// Takes in what was queued, and says so to those who wait.

@@ -305,15 +305,17 @@ pub struct OnboardSpeed {
 /// What changed.
 ///
 /// # Contract
-/// - `publish` MUST NOT wait; events MAY be lost, and a slow subscriber MUST be the one that loses.
-/// - A subscription MUST yield events of its topic only. Those of one source SHOULD come in the order in which they were
-///   published, and once.
-/// - `range` and `snapshot` MUST be answered by the source itself, from its log, whatever was lost on the way to whoever asks; or
-///   say that it is not there.
+/// - `publish` MUST NOT wait; events MAY be lost, and a slow subscriber MUST be the one that loses, the oldest first.
+/// - A subscription MUST yield events of its topic only, and MUST NOT end while the plane is there, whatever it loses. Those of one
+///   source SHOULD come in the order in which they were published, and once.
+/// - `range` and `snapshot` MUST be answered by the source itself, from its log and after they were asked, whatever was lost on the
+///   way to whoever asks; or say that it is not there. They MAY take long, or fail: who asks is patient for a while and asks again.
+/// - Where a source is offered several times, as by processes that share a store, `snapshot` MUST be answered from the latest life,
+///   and `range` from the one that it names.
 /// - `range` MUST answer with events after the number, in their order and without a gap, the first of them first, at most
-///   [`RANGE_MAX`]: whoever lacks more asks again. It MUST be `None` when the source lives another life, or does not keep all
-///   of them any more.
-/// - `snapshot` MUST be as of the number that it says.
+///   [`RANGE_MAX`], or fewer where messages are small: whoever lacks more asks again. It MUST be empty only when there are none
+///   yet, and `None` when nobody lives that life, or does not keep all of them any more.
+/// - `snapshot` MUST be as of the number that it says. It may be far larger than a message.
 pub trait Events: Send + Sync + 'static {
     /// Sends an event to whoever listens.
     fn publish(&self, event: Event);

@@ -20,6 +20,24 @@ fn numbers_are_gapless_and_empty_events_get_none() {
 }
 
 #[test]
+fn what_names_many_blocks_is_several_events_of_one_chain() {
+    let names: Vec<SequenceHash> =
+        (0..2 * EventLog::BLOCKS_MAX as u128 + 1).map(|n| SequenceHash::from_bytes(n.to_le_bytes())).collect();
+    let log = EventLog::new(Epoch(1));
+    log.announce(BlockEvent::Stored { level: Level::G1, parent: Some(name(9)), blocks: names.clone() });
+    let (mut before, mut told) = (name(9), Vec::new());
+    for Numbered { event, .. } in log.after(0, 10).unwrap() {
+        let BlockEvent::Stored { level: Level::G1, parent, blocks } = event else { panic!("{event:?}") };
+        assert_eq!((parent, blocks.len() <= EventLog::BLOCKS_MAX), (Some(before), true));
+        before = *blocks.last().unwrap();
+        told.extend(blocks);
+    }
+    assert_eq!((&told, log.digest().0, log.snapshot().runs.len()), (&names, 3, 1));
+    log.announce(BlockEvent::Removed { level: Level::G1, blocks: names[..names.len() - 1].to_vec() });
+    assert_eq!((log.digest().0, log.snapshot().blocks().count()), (5, 1));
+}
+
+#[test]
 fn a_digest_tells_what_is_there_whatever_happened_before() {
     let removed = |level, n| BlockEvent::Removed { level, blocks: vec![name(n)] };
     let digest = |events: &[BlockEvent]| {

@@ -104,6 +104,65 @@ async fn an_answer_to_who_asked_before_is_not_taken_for_an_answer() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn of_several_that_announce_a_store_the_next_is_followed_when_one_dies() {
+    let yard = defaults();
+    let (blocks, store) = (names(&prompt(1, 1600)), Source::Store(StoreId(5)));
+    let held = || yard.router.core.index.digest(store, Level::G4).unwrap().blocks;
+    let logs = [3, 4].map(|epoch| Arc::new(EventLog::new(Epoch(epoch))));
+    let announce = |log: &EventLog, blocks: &[_]| {
+        let event = stored(Level::G4, blocks);
+        log.announce(event.clone());
+        let body = EventBody::Block { number: *log.latest().borrow(), event };
+        yard.bus.publish(Event { source: store, epoch: log.epoch(), body });
+    };
+    let attest = async |logs: &[Arc<EventLog>]| {
+        for _ in 0..6 {
+            for log in logs {
+                let (number, digest) = log.digest();
+                yard.bus.publish(Event {
+                    source: store,
+                    epoch: log.epoch(),
+                    body: EventBody::Digest { number, digest },
+                });
+            }
+            tokio::time::sleep(Duration::from_secs(10)).await;
+        }
+    };
+    let [first, second] = logs.each_ref().map(|log| yard.bus.offer(store, log.clone()));
+    let _worker = yard.join(1, Phase::Both, MODEL, 1, &[5]).await;
+    for log in &logs {
+        announce(log, &blocks[..10]);
+    }
+    attest(&logs).await;
+    assert_eq!((held(), yard.repairs("taken")), (10, 2), "whoever began last is followed, and nobody asks");
+    drop(second);
+    announce(&logs[0], &blocks[10..30]);
+    attest(&logs[..1]).await;
+    assert_eq!(held(), 30);
+    announce(&logs[0], &blocks[30..40]);
+    settle().await;
+    assert_eq!((held(), yard.repairs("taken")), (40, 3));
+    drop(first);
+}
+
+#[tokio::test(start_paused = true)]
+async fn where_no_answer_comes_in_time_events_are_as_good() {
+    let yard = Yard::over(Settings::default(), Link { lag: Duration::from_secs(12), ..Link::default() });
+    let worker = yard.worker(1, Phase::Both).await;
+    let request = prompt(1, 1600);
+    for part in names(&request)[..40].chunks(10) {
+        yard.announce(&worker, stored(Level::G1, part), true);
+    }
+    tokio::time::sleep(Duration::from_secs(11)).await;
+    assert_eq!((yard.repairs("failed"), yard.router.core.index.memberships()), (1, 0));
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    assert_eq!(yard.router.core.index.memberships(), 40);
+    let failed = yard.repairs("failed");
+    tokio::time::sleep(Duration::from_mins(2)).await;
+    assert_eq!((yard.repairs("failed"), yard.repairs("taken")), (failed + 1, 0), "nothing is missing, so nobody asks");
+}
+
+#[tokio::test(start_paused = true)]
 async fn events_that_nobody_announced_cost_some_questions_and_no_truth() {
     let yard = defaults();
     let (a, b) = (yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await);
@@ -163,12 +222,12 @@ fn a_large_snapshot_is_made_and_taken_while_others_events_go_on() {
         let making = busy();
         let _worker = yard.join(1, Phase::Both, MODEL, 1, &[5]).await;
         let taking = busy();
-        for (number, busy) in (2..).zip([making, taking]) {
-            let others = names(&prompt(number as u32, 4 * BLOCK));
-            yard.announce(&other, stored(Level::G1, &others), true);
-            until(|| held(Source::Worker(WorkerId(2)), Level::G1) == 4 * (number - 1)).await;
-            let event = stored(Level::G4, &blocks[8_000 + 500 * number as usize..][..500]);
+        for (round, busy) in (1..).zip([making, taking]) {
+            yard.announce(&other, stored(Level::G1, &names(&prompt(1 + round, 4 * BLOCK))), true);
+            until(|| held(Source::Worker(WorkerId(2)), Level::G1) == 4 * u64::from(round)).await;
+            let event = stored(Level::G4, &blocks[8_500 + 500 * round as usize..][..500]);
             log.announce(event.clone());
+            let number = *log.latest().borrow();
             yard.bus.publish(Event { source: store, epoch: Epoch(1), body: EventBody::Block { number, event } });
             settle().await;
             assert_eq!((held(store, Level::G4), yard.repairs("taken")), (0, 2), "it waits for its turn");

@@ -21,7 +21,7 @@ macro_rules! events_contract {
     ($make:expr) => {
         crate::plane::contract::rules!($make;
             events_of_a_source_stay_in_order, a_subscriber_hears_of_its_topic_only, publishing_never_waits_and_the_slow_one_loses,
-            a_log_is_asked_as_long_as_it_is_offered, an_old_offer_does_not_withdraw_a_new_one,
+            a_log_is_asked_as_long_as_it_is_offered, of_several_offers_the_latest_life_answers_and_each_for_its_own,
             a_range_is_what_the_log_keeps_of_its_life_and_bounded
         );
     };
@@ -121,7 +121,7 @@ pub(crate) async fn publishing_never_waits_and_the_slow_one_loses(plane: &impl E
 pub(crate) async fn a_log_is_asked_as_long_as_it_is_offered(plane: &impl Events) {
     let source = Source::Store(StoreId(7));
     assert!(matches!(plane.snapshot(source).await, Err(PlaneError::Absent(_))));
-    let offered = log(3);
+    let offered = log(1, 3);
     let lease = plane.offer(source, Arc::clone(&offered));
     assert_eq!(plane.snapshot(source).await, Ok(offered.snapshot()));
     offered.announce(removed(4));
@@ -131,17 +131,25 @@ pub(crate) async fn a_log_is_asked_as_long_as_it_is_offered(plane: &impl Events)
     assert!(matches!(plane.range(source, Epoch(1), 0).await, Err(PlaneError::Absent(_))));
 }
 
-pub(crate) async fn an_old_offer_does_not_withdraw_a_new_one(plane: &impl Events) {
-    let source = Source::Worker(WorkerId(1));
-    let old = plane.offer(source, log(1));
-    let _new = plane.offer(source, log(2));
-    drop(old);
-    assert_eq!(plane.snapshot(source).await.unwrap().number, 2);
+pub(crate) async fn of_several_offers_the_latest_life_answers_and_each_for_its_own(plane: &impl Events) {
+    let source = Source::Store(StoreId(1));
+    let range = async |epoch| plane.range(source, Epoch(epoch), 0).await.unwrap().map(|events| events.len());
+    let first = plane.offer(source, log(2, 1));
+    let late = plane.offer(source, log(1, 2));
+    let again = plane.offer(source, log(2, 3));
+    assert_eq!(plane.snapshot(source).await.unwrap().number, 3, "of one life the latest");
+    drop(first);
+    assert_eq!(plane.snapshot(source).await.unwrap().number, 3, "an old offer does not withdraw a new one");
+    assert_eq!((range(1).await, range(2).await, range(3).await), (Some(2), Some(3), None));
+    drop(again);
+    assert_eq!((plane.snapshot(source).await.unwrap().number, range(2).await), (2, None), "the other is still there");
+    drop(late);
+    assert!(matches!(plane.snapshot(source).await, Err(PlaneError::Absent(_))));
 }
 
 pub(crate) async fn a_range_is_what_the_log_keeps_of_its_life_and_bounded(plane: &impl Events) {
     let source = Source::Worker(WorkerId(1));
-    let offered = log(700);
+    let offered = log(1, 700);
     let _lease = plane.offer(source, Arc::clone(&offered));
     let range = async |epoch, after| plane.range(source, Epoch(epoch), after).await.unwrap();
     let numbers = |events: Option<Vec<Numbered>>| events.unwrap().iter().map(|event| event.number).collect::<Vec<_>>();
@@ -221,9 +229,9 @@ fn event(source: u64, number: u64) -> Event {
     Event { source: Source::Worker(WorkerId(source)), epoch: Epoch(1), body }
 }
 
-/// A log of so many events.
-fn log(events: u64) -> Arc<EventLog> {
-    let log = EventLog::new(Epoch(1));
+/// A life's log of so many events.
+fn log(epoch: u64, events: u64) -> Arc<EventLog> {
+    let log = EventLog::new(Epoch(epoch));
     (1..=events).for_each(|number| log.announce(removed(number)));
     Arc::new(log)
 }

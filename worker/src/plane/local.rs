@@ -16,6 +16,7 @@ use futures::future::BoxFuture;
 use futures::stream::{self, BoxStream, StreamExt};
 use kvbm::{Epoch, EventLog, Numbered, Snapshot};
 use link::{Line, Sent};
+use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -34,16 +35,14 @@ pub struct Roster {
 pub struct Bus {
     /// By topic.
     senders: [broadcast::Sender<Sent>; Topic::ALL.len()],
-    offers: Arc<Mutex<HashMap<Source, Offer>>>,
+    offers: Arc<Mutex<HashMap<Source, Offers>>>,
     /// Numbers offers and subscriptions.
     counter: AtomicU64,
     link: Link,
 }
 
-struct Offer {
-    number: u64,
-    log: Arc<EventLog>,
-}
+/// Those of one source, the latest life last.
+type Offers = BTreeMap<(Epoch, u64), Arc<EventLog>>;
 
 #[derive(Default)]
 struct Present {
@@ -131,10 +130,9 @@ impl Bus {
         Self { senders, offers: Arc::default(), counter: AtomicU64::new(0), link }
     }
 
-    /// A source's log.
-    fn offered(&self, source: Source) -> Result<Arc<EventLog>, PlaneError> {
-        let offers = lock(&self.offers);
-        offers.get(&source).map(|offer| Arc::clone(&offer.log)).ok_or_else(|| PlaneError::Absent(source.to_string()))
+    /// The logs of a source that is there.
+    fn offered<T>(&self, source: Source, choose: impl FnOnce(&Offers) -> T) -> Result<T, PlaneError> {
+        lock(&self.offers).get(&source).map(choose).ok_or_else(|| PlaneError::Absent(source.to_string()))
     }
 }
 
@@ -162,13 +160,16 @@ impl Events for Bus {
     }
 
     fn offer(&self, source: Source, log: Arc<EventLog>) -> Lease {
-        let number = self.counter.fetch_add(1, Ordering::Relaxed);
-        lock(&self.offers).insert(source, Offer { number, log });
+        let key = (log.epoch(), self.counter.fetch_add(1, Ordering::Relaxed));
+        lock(&self.offers).entry(source).or_default().insert(key, log);
         let offers = Arc::clone(&self.offers);
         Lease::new(move || {
             let mut offers = lock(&offers);
-            if offers.get(&source).is_some_and(|offer| offer.number == number) {
-                offers.remove(&source);
+            if let Entry::Occupied(mut of) = offers.entry(source) {
+                of.get_mut().remove(&key);
+                if of.get().is_empty() {
+                    of.remove();
+                }
             }
         })
     }
@@ -180,8 +181,9 @@ impl Events for Bus {
         after: u64,
     ) -> BoxFuture<'_, Result<Option<Vec<Numbered>>, PlaneError>> {
         Box::pin(async move {
-            let log = self.offered(source)?;
-            let kept = log.after(after, RANGE_MAX).ok().filter(|_| log.epoch() == epoch);
+            let of_life =
+                |offers: &Offers| offers.range((epoch, 0)..=(epoch, u64::MAX)).next_back().map(|(_, log)| log.clone());
+            let kept = self.offered(source, of_life)?.and_then(|log| log.after(after, RANGE_MAX).ok());
             wait(Instant::now(), self.link.lag).await;
             Ok(kept)
         })
@@ -189,7 +191,9 @@ impl Events for Bus {
 
     fn snapshot(&self, source: Source) -> BoxFuture<'_, Result<Snapshot, PlaneError>> {
         Box::pin(async move {
-            let told = self.offered(source)?.told().await;
+            let latest = |offers: &Offers| offers.values().next_back().cloned();
+            let log = self.offered(source, latest)?.expect("a source without an offer has no entry");
+            let told = log.told().await;
             wait(Instant::now(), self.link.lag).await;
             Ok(told)
         })
