@@ -211,6 +211,7 @@ impl DiskTier {
             }
         });
         self.recovered.send_replace(true);
+        self.write();
     }
 
     fn logs(&self) -> Vec<Option<Arc<Log>>> {

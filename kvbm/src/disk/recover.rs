@@ -77,6 +77,7 @@ impl Log {
     }
 
     /// Announces what rests in them. One of discards alone belongs to whose blocks those are about: it must not go before they do.
+    /// Where a discard's segment is another group's, it is noted again among its block's.
     fn announce(&self, segments: &mut [Arc<Segment>]) {
         // Where each block was discarded last. These are few, so that they are looked up for nearly nothing.
         let mut gone: HashMap<(Fingerprint, SequenceHash), (u32, u32), BuildHasherDefault<NameHasher>> =
@@ -86,12 +87,12 @@ impl Log {
             let discards = listing.iter().filter(|(_, entry)| entry.gone);
             gone.extend(discards.map(|(space, entry)| ((space, entry.name), (segment.number(), entry.offset))));
         }
-        let mut about = BTreeMap::new();
+        let mut about = Vec::new();
         for segment in &*segments {
             let (number, listing) = (segment.number(), segment.listing());
             let rests = |(space, entry): &(Fingerprint, &Entry)| {
                 let later = gone.get(&(*space, entry.name)).filter(|at| **at > (number, entry.offset));
-                about.extend(later.map(|(discards, _)| (*discards, segment.group())));
+                about.extend(later.map(|(discards, _)| (*discards, segment.group(), *space, entry.name)));
                 later.is_none()
             };
             let blocks = listing.iter().filter(|(_, entry)| !entry.gone).filter(rests);
@@ -111,7 +112,15 @@ impl Log {
             }));
         }
         for segment in segments.iter_mut().filter(|segment| segment.listing().iter().all(|(_, entry)| entry.gone)) {
-            segment.give(about.get(&segment.number()).copied().unwrap_or(0));
+            let first = about.iter().find(|(discards, ..)| *discards == segment.number());
+            segment.give(first.map_or(0, |(_, group, ..)| *group));
+        }
+        let groups: BTreeMap<u32, u16> = segments.iter().map(|segment| (segment.number(), segment.group())).collect();
+        for (discards, group, space, name) in about {
+            // One that rests again is newer than its discard.
+            if groups.get(&discards) != Some(&group) && self.shared.index.get(space, name).is_none() {
+                self.queue.discard(group, space, name);
+            }
         }
     }
 }

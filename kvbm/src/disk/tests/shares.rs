@@ -124,3 +124,27 @@ async fn discards_alone_in_a_segment_are_kept_as_long_over_restarts() {
     let held = |blocks: &[Block]| tier.holds(fingerprint(), &names(blocks));
     assert_eq!((held(&blocks[..1]), held(&blocks[1..])), (0, 19));
 }
+
+#[tokio::test]
+async fn discards_about_blocks_of_several_are_kept_as_long_as_each_of_these() {
+    for order in [[1, 2], [2, 1]] {
+        let folder = tempfile::tempdir().unwrap();
+        let blocks = [of(1, 1_000, 20), of(2, 2_000, 20)];
+        // Nobody is told apart, and each opening begins a segment.
+        for which in order {
+            let (tier, _) = open_sharing(&[&folder], &Shares::default()).await;
+            store(&*tier, blocks[which - 1].clone()).await;
+        }
+        let (tier, _) = open_sharing(&[&folder], &Shares::default()).await;
+        blocks.each_ref().map(|blocks| tier.discard(fingerprint(), blocks[0].header.name));
+        idle(&tier).await;
+        drop(tier);
+        let shares = promise(800 * KIB, None);
+        let (tier, _) = open_sharing(&[&folder], &shares).await;
+        flood(&tier, 0).await;
+        drop(tier);
+        let (tier, _) = open_sharing(&[&folder], &shares).await;
+        let held = |blocks: &[Block]| tier.holds(fingerprint(), &names(blocks));
+        assert_eq!((held(&blocks[0][..1]), held(&blocks[0][1..])), (0, 19), "{order:?}");
+    }
+}
