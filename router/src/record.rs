@@ -160,7 +160,7 @@ fn write(path: &Path, file: &File, lines: &Receiver<Line>, counts: &IntCounterVe
             counts.with_label_values(&["dropped"]).inc();
             continue;
         }
-        match append(file, &line) {
+        match append(file, file, &line) {
             Ok(()) => counts.with_label_values(&["written"]).inc(),
             Err(error) => {
                 tracing::error!(path = %path.display(), %error, "the record of requests ends here");
@@ -171,15 +171,15 @@ fn write(path: &Path, file: &File, lines: &Receiver<Line>, counts: &IntCounterVe
     }
 }
 
-/// One line, at once: whoever reads along sees no half of one, and none is left to whoever goes on.
-fn append(mut file: &File, line: &Line) -> io::Result<()> {
+/// One line, at once: whoever reads along sees no half of one, and none is left to whoever goes on. `way`: through which it is written.
+fn append(file: &File, mut way: impl Write, line: &Line) -> io::Result<()> {
     let before = file.metadata()?.len();
     if before >= BYTES_MAX {
         return Err(ErrorKind::FileTooLarge.into());
     }
     let mut text = serde_json::to_string(line)?;
     text.push('\n');
-    file.write_all(text.as_bytes()).inspect_err(|_| {
+    way.write_all(text.as_bytes()).inspect_err(|_| {
         let _ = file.set_len(before);
     })
 }
@@ -281,6 +281,41 @@ fn numbers(names: &[SequenceHash], block_size: u64, tokens: u64, draw: u64) -> V
 mod tests {
     use super::*;
     use kvbm::{ChainKey, Domain};
+
+    /// The way to a disk on which so many bytes are left.
+    struct Narrow<'a>(&'a File, usize);
+
+    impl Write for Narrow<'_> {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            let fits = bytes.len().min(self.1);
+            self.1 -= fits;
+            if fits == 0 { Err(ErrorKind::StorageFull.into()) } else { self.0.write(&bytes[..fits]) }
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn of_a_line_that_a_disk_has_no_room_for_nothing_is_left() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("record");
+        let file = OpenOptions::new().create(true).append(true).open(&path).unwrap();
+        append(&file, &file, &Line::at(1.0)).unwrap();
+        let sound = fs::read_to_string(&path).unwrap();
+        for left in [0, 1, sound.len() - 1] {
+            let error = append(&file, Narrow(&file, left), &Line::at(2.0)).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::StorageFull);
+            assert_eq!(fs::read_to_string(&path).unwrap(), sound, "{left} bytes of it fitted");
+        }
+        // Whoever goes on begins a line.
+        append(&file, &file, &Line::at(3.0)).unwrap();
+        let lines = fs::read_to_string(&path).unwrap();
+        let stamps: Vec<f64> =
+            lines.lines().map(|line| serde_json::from_str::<Line>(line).unwrap().timestamp).collect();
+        assert_eq!(stamps, [1.0, 3.0]);
+    }
 
     #[test]
     fn prompts_have_numbers_in_common_as_far_as_they_are_alike() {
