@@ -215,6 +215,11 @@ impl BlockManager {
         self.0.offer(&fresh.map(offer).collect::<Vec<_>>());
     }
 
+    /// Blocks of G1 that pins keep, those that they build on not counted.
+    pub fn pinned(&self) -> usize {
+        self.0.core.pool.pinned()
+    }
+
     /// Lets G1 give up pinned blocks too: for who could not run at all otherwise.
     pub fn unpin(&self) {
         self.0.core.pool.unpin();

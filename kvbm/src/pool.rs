@@ -172,6 +172,11 @@ impl Pool {
         changed
     }
 
+    /// Blocks that are pinned.
+    pub(crate) fn pinned(&self) -> usize {
+        self.0.settled().keeping.pins()
+    }
+
     /// Takes all pins off: what they keep is needed more by somebody who could not run at all.
     pub(crate) fn unpin(&self) {
         let mut state = self.0.lock();

@@ -114,6 +114,11 @@ impl Keeping {
         pinned
     }
 
+    /// Blocks that are pinned.
+    pub(super) fn pins(&self) -> usize {
+        self.pins
+    }
+
     /// Takes the pins off: those blocks are to be released.
     pub(super) fn unpin_all(&mut self) -> Vec<u32> {
         let pinned: Vec<u32> = (0..self.slots.len() as u32).filter(|slot| self.slots[*slot as usize].pinned).collect();

@@ -186,6 +186,7 @@ impl LlamaEngine {
             blocks: BlockTable::default(),
             coming: None,
             gave_way: false,
+            held_up: None,
             counted: 0,
             computed: 0,
             sampler: Some(Sampler::new(&request.sampling, seed, &request.tokens)),

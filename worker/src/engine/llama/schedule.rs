@@ -31,6 +31,9 @@ use tokio::time::{Instant, sleep};
 
 /// How soon a blocked scheduler looks again: blocks come free, and clients come back, without telling it.
 const LOOK_AGAIN: Duration = Duration::from_millis(2);
+/// For how long one that could not run otherwise waits, beside pins, for blocks that hand-overs and loads hold: those take as long as
+/// it takes to copy them.
+pub(super) const MOMENT: Duration = Duration::from_secs(1);
 
 pub(super) struct Scheduler {
     pub(super) worker: WorkerId,
@@ -107,7 +110,9 @@ impl Scheduler {
             if self.manager.available() < room && self.running.is_empty() {
                 // Nothing that runs will free a block; what merely waits must not hold any.
                 self.waiting.iter_mut().for_each(Sequence::release);
-                if self.manager.available() < room {
+                let pinned_out = self.manager.capacity() - self.manager.pinned() < room;
+                let since = *sequence.held_up.get_or_insert_with(Instant::now);
+                if self.manager.available() < room && (pinned_out || since.elapsed() >= MOMENT) {
                     // Nor may what is merely to be kept stop what could not run at all.
                     self.manager.unpin();
                 }
@@ -121,6 +126,7 @@ impl Scheduler {
                 sequence.fetch(&self.manager, &self.vitals);
             }
             sequence.take_turn();
+            sequence.held_up = None;
             if sequence.generated() == 0 {
                 sequence.report.queued = sequence.accepted.elapsed();
             }

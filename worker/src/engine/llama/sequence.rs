@@ -25,6 +25,8 @@ pub(super) struct Sequence {
     pub(super) coming: Option<Coming>,
     /// It let go of blocks that it had, or had coming, for want of room: it asks for them again once there is some.
     pub(super) gave_way: bool,
+    /// Since when nothing runs and there is no room for it all the same.
+    pub(super) held_up: Option<Instant>,
     /// Leading tokens whose KV rests in `blocks`.
     pub(super) computed: usize,
     /// Tokens of a prompt resumed that were accounted for before they were let go of: found again, they are not counted again.

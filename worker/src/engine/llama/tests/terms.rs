@@ -1,8 +1,9 @@
 //! What a request asks for its blocks, from the request to every tier and back to the next request.
 
 use super::*;
+use crate::engine::llama::schedule::MOMENT;
 use kvbm::{Date, Retention};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const START: u64 = 1_000;
 const REUSED: u32 = 96;
@@ -105,6 +106,40 @@ async fn pins_give_way_to_a_request_that_could_not_run_beside_them() {
     let long = Rng(5).tokens(16 * 18);
     assert_eq!(rig.cached(&long, Retention::default()).await, 0);
     assert_eq!(rig.cached(&long, Retention::default()).await as usize, (long.len() - 1) / 16 * 16);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn pins_give_way_to_a_hand_over_only_when_it_does_not_end() {
+    for ends in [true, false] {
+        let (pinned, left) = loop {
+            let rig = Rig::new(Shape { g1: 20, ..Shape::default() });
+            let pinned = Retention { pin: Some(Duration::from_hours(1)), ..Retention::default() };
+            rig.cached(&prompt(), pinned).await;
+            let mut leg = request(&*rig.engine, &Rng(6).tokens(16 * 4 + 1), 1);
+            leg.work = Work::Prefill;
+            let mut handing = rig.engine.generate(leg).await.unwrap();
+            assert!(matches!(handing.next().await, Some(Ok(Output::Handoff(_)))));
+            let (pinned, start) = (rig.manager.pinned(), Instant::now());
+            // It fits beside the pins, once those four blocks are free.
+            let long = request(&*rig.engine, &Rng(5).tokens(16 * 12), 1);
+            let asking = tokio::spawn(collect(rig.engine.generate(long).await.unwrap()));
+            if ends {
+                rig.engine.load().wait_for(|load| load.waiting + load.running > 0).await.unwrap();
+                tokio::time::sleep(Duration::from_millis(20)).await;
+                drop(handing);
+                let waited = start.elapsed();
+                asking.await.unwrap().unwrap();
+                // Of a machine that was busy elsewhere in between nothing is to be learned.
+                if waited > MOMENT / 2 {
+                    continue;
+                }
+            } else {
+                asking.await.unwrap().unwrap();
+            }
+            break (pinned, rig.manager.pinned());
+        };
+        assert_eq!((pinned, left), (6, if ends { 6 } else { 0 }));
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]
