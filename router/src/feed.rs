@@ -191,7 +191,6 @@ impl Feed {
             Outcome::Held | Outcome::Duplicate | Outcome::Stale => return,
         }
         self.go_on(source, 0);
-        self.core.metrics.index_memberships.set(self.core.index.memberships() as i64);
     }
 
     /// The source says what it holds. Numbers in order do not tell that each event was understood: this does.
@@ -289,7 +288,6 @@ impl Feed {
         let moved = view.number() > before;
         self.core.metrics.repairs.with_label_values(&[outcome]).inc();
         self.go_on(source, if moved { 0 } else { attempt });
-        self.core.metrics.index_memberships.set(self.core.index.memberships() as i64);
     }
 
     /// Sets the index to what a snapshot tells of a source, and says so.

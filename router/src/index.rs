@@ -80,13 +80,11 @@ pub struct Index {
     forgotten: AtomicU64,
 }
 
-/// Counters of all, on a cache line of their own: whoever changes the index writes here, and lookups read beside it.
+/// Bytes, on a cache line of their own: lookups read beside it. What every event changes is counted where it is changed, by source
+/// and by shard.
 #[derive(Default)]
 #[repr(align(128))]
 struct Tallies {
-    memberships: AtomicUsize,
-    /// Distinct blocks.
-    entries: AtomicUsize,
     table_bytes: AtomicUsize,
     crowd_bytes: AtomicUsize,
     ledger_bytes: AtomicUsize,
@@ -242,10 +240,10 @@ impl Index {
         Walk::new(&self.body.load(), names, overlap).run();
     }
 
-    /// Pairs of a block and somewhere it rests.
+    /// Pairs of a block and somewhere it rests. All sources are asked.
     pub fn memberships(&self) -> usize {
-        // Sources that change at once may count one's loss before the other's gain.
-        (self.tallies.memberships.load(Ordering::Relaxed) as isize).max(0) as usize
+        let Roll { workers, stores, .. } = &*self.body.load().roll;
+        workers.iter().chain(stores).flatten().map(|owner| owner.blocks()).sum()
     }
 
     /// What a source is believed to hold at a level.

@@ -16,11 +16,6 @@ pub(super) struct Arena {
     chunks: AtomicUsize,
 }
 
-/// A lock on a cache line of its own: who takes another is not kept waiting for this one's line.
-#[derive(Default)]
-#[repr(align(64))]
-pub(super) struct Apart<T>(pub(super) Mutex<T>);
-
 #[derive(Default)]
 struct Free {
     /// By chunk; `None` where there is none.

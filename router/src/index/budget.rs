@@ -27,7 +27,7 @@ impl Index {
         let (mut forgotten, mut gone) = (0, Gone::new());
         let pages = self.body.load().shelves.pages();
         // What is left may be tables and ledgers alone.
-        let enough = |gone: &Gone| self.fits() || self.tallies.entries.load(Ordering::Relaxed) <= gone.entries.len();
+        let enough = |gone: &Gone| self.fits() || self.locator.entries() <= gone.entries.len();
         // Twice round, everything has been cold once.
         for _ in 0..2 * pages {
             if gone.pages.len() == BATCH || enough(&gone) {
@@ -61,37 +61,33 @@ impl Index {
         if page.live() == 0 || page.warmth() == Warmth::Settling {
             return false;
         }
-        gone.memberships += self.strike_holders(page);
+        self.strike_holders(page);
         let dead = page.set_holders(Holders::Nobody);
         gone.bury(number, page, dead);
         gone.pages.push(number);
         true
     }
 
-    /// Takes a page's blocks off its holders' tallies. Answers with how many that were. Their ledgers go on naming the page until
-    /// they are [weighed](Self::weigh).
-    fn strike_holders(&self, page: Page<'_>) -> usize {
+    /// Takes a page's blocks off its holders' tallies. Their ledgers go on naming the page until they are [weighed](Self::weigh).
+    fn strike_holders(&self, page: Page<'_>) {
         let (body, holders) = (self.body.load(), page.holders());
         self.tallies.crowd_bytes.fetch_sub(holders.bytes(), Ordering::Relaxed);
-        let mut memberships = 0;
         for (seat, mask) in holders.to_vec() {
-            let blocks = mask.count_ones() as usize;
-            memberships += blocks;
             if let Some(owner) = body.roll.by_slot(seat.slot()) {
-                owner.went(seat, blocks as u64, digest(page, mask));
+                owner.went(seat, u64::from(mask.count_ones()), digest(page, mask));
                 owner.lose();
             }
         }
-        memberships
     }
 
     fn fits(&self) -> bool {
-        self.weight() <= self.budget.load(Ordering::Relaxed)
+        let budget = self.budget.load(Ordering::Relaxed);
+        budget == usize::MAX || self.weight() <= budget
     }
 
     /// Bytes that what is known needs, spare room apart. Tables have spare room for what comes, and for what went until they shrink.
     fn weight(&self) -> usize {
-        let entries = self.tallies.entries.load(Ordering::Relaxed) * ENTRY_BYTES;
+        let entries = self.locator.entries() * ENTRY_BYTES;
         self.arena.used() * PAGE_BYTES
             + entries.max(self.tallies.table_bytes.load(Ordering::Relaxed))
             + self.tallies.apart()

@@ -81,7 +81,8 @@ impl Index {
             let body = self.body.load();
             let mut gone = Gone::new();
             // Where the next name lies if a chain's pages lie side by side.
-            let (mut at, mut near, mut beside) = (0, 0, None);
+            let (mut at, mut near, mut beside) = (0, 0, ledger.gone_beside.take());
+            body.fetch(names[0]);
             while at < names.len() {
                 let guess = beside.take();
                 if guess.is_none() && at >= near {
@@ -108,6 +109,7 @@ impl Index {
                 self.take(owner, ledger, seat, (place.page(), page), stretch.bits, &mut gone);
                 (at, beside) = (at + stretch.len, stretch.beside);
             }
+            ledger.gone_beside = beside;
             self.bury(&gone);
             for number in gone.sparse {
                 self.repack(owner, ledger, seat, number);
@@ -149,7 +151,7 @@ impl Index {
 
     /// Adds a holder to blocks that are there, up to the first that is not. Answers with how many.
     fn join_holders(&self, owner: &Owner, ledger: &mut Ledger, seat: Seat, names: &[u64]) -> usize {
-        let (mut known, mut memberships, mut next) = (0, 0, None);
+        let (mut known, mut next) = (0, None);
         while known < names.len() {
             let body = self.body.load();
             let Some((place, page)) = body.find_near(next, names[known], owner.slot) else { break };
@@ -168,14 +170,10 @@ impl Index {
                 self.crowds(before, holders.bytes());
                 page.set_holders(holders);
                 came(owner, ledger, seat, number, page, added);
-                memberships += added.count_ones() as usize;
             }
             page.warm();
             known += here;
             next = (place.at() + here as u32).checked_sub(1).and_then(|last| page.next(last));
-        }
-        if memberships > 0 {
-            self.tallies.memberships.fetch_add(memberships, Ordering::Relaxed);
         }
         known
     }
@@ -207,7 +205,6 @@ impl Index {
         self.crowds(before, holders.bytes());
         let dead = page.set_holders(holders);
         owner.went(seat, u64::from(taken.count_ones()), digest(page, taken));
-        gone.memberships += taken.count_ones() as usize;
         if mine == 0 {
             ledger.pages[seat.level()].remove(&number);
         }
@@ -222,14 +219,12 @@ impl Index {
 
     /// Removes names that nobody holds from the tables, and then lets go of the pages that are empty.
     pub(super) fn bury(&self, gone: &Gone) {
-        self.tallies.memberships.fetch_sub(gone.memberships, Ordering::Relaxed);
         self.locator.remove(
             &self.body.load(),
             &gone.entries,
             |places| self.names_in(places),
             |shard, table| self.set_table(shard, table),
         );
-        self.tallies.entries.fetch_sub(gone.entries.len(), Ordering::Relaxed);
         let body = self.body.load();
         let retires = |number: &u32| {
             body.page(*number).is_some_and(|page| {
@@ -237,6 +232,9 @@ impl Index {
                 page.retire()
             })
         };
+        if gone.pages.is_empty() {
+            return;
+        }
         let retired: Vec<u32> = gone.pages.iter().copied().filter(retires).collect();
         self.arena.give(&retired, |change| self.set_chunk(change));
     }
@@ -303,8 +301,6 @@ impl Index {
 
 /// What a change left behind.
 pub(super) struct Gone {
-    /// Pairs of a block and somewhere it rested.
-    pub(super) memberships: usize,
     /// Names that nobody holds any more.
     pub(super) entries: Entries,
     /// Pages without a live block.
@@ -315,7 +311,7 @@ pub(super) struct Gone {
 
 impl Gone {
     pub(super) fn new() -> Self {
-        Self { memberships: 0, entries: Entries::new(), pages: Vec::new(), sparse: Vec::new() }
+        Self { entries: Entries::new(), pages: Vec::new(), sparse: Vec::new() }
     }
 
     /// Nobody holds these places of a page.

@@ -4,10 +4,10 @@
 //! which are sorted by shard, so that a lock is taken for many names at once; whoever finds a shard busy does the others
 //! first.
 
-use super::arena::Apart;
 use super::body::{Body, Place};
 use super::table::{SLOT_BYTES, Table};
 use std::cell::Cell;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Shards: two writers seldom meet in one, none is long in growing, and a table is soon so large that it has large pages.
@@ -31,7 +31,15 @@ const NEAR: usize = 8;
 const AT_ONCE: usize = 512;
 
 /// The shards.
-pub(super) struct Locator([Apart<Shard>; SHARDS]);
+pub(super) struct Locator([Shared; SHARDS]);
+
+/// A shard, on a cache line that no other lies on.
+#[repr(align(64))]
+struct Shared {
+    shard: Mutex<Shard>,
+    /// Entries since somebody last changed it, for who does not want to wait.
+    live: AtomicUsize,
+}
 
 struct Shard {
     table: Arc<Table>,
@@ -136,7 +144,15 @@ impl Drop for Entries {
 
 impl Locator {
     pub(super) fn new() -> Self {
-        Self(std::array::from_fn(|_| Apart(Mutex::new(Shard::of(Table::new(0), 0)))))
+        Self(std::array::from_fn(|_| Shared {
+            shard: Mutex::new(Shard::of(Table::new(0), 0)),
+            live: AtomicUsize::new(0),
+        }))
+    }
+
+    /// Entries in all.
+    pub(super) fn entries(&self) -> usize {
+        self.0.iter().map(|shared| shared.live.load(Ordering::Relaxed)).sum()
     }
 
     /// The table of each shard.
@@ -220,9 +236,10 @@ impl Locator {
             let range = of(number);
             let ahead = Ahead { body, entries: sorted.get(range.start + AHEAD..).unwrap_or_default() };
             each(number, shard, &sorted[range], ahead);
+            self.0[number].live.store(shard.live, Ordering::Relaxed);
         };
         for shard in (0..SHARDS).filter(|shard| !of(*shard).is_empty()) {
-            match self.0[shard].0.try_lock() {
+            match self.0[shard].shard.try_lock() {
                 Ok(mut guard) => call(shard, &mut guard),
                 Err(_) => later |= 1 << shard,
             }
@@ -234,7 +251,7 @@ impl Locator {
     }
 
     fn lock(&self, shard: usize) -> MutexGuard<'_, Shard> {
-        self.0[shard].0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0[shard].shard.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

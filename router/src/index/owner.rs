@@ -1,6 +1,7 @@
 //! A source, and what it holds.
 
 use super::LEVELS;
+use super::body::Place;
 use super::crowd::Lately;
 use super::seat::{Seat, Slot};
 use std::collections::HashSet;
@@ -29,6 +30,8 @@ pub(super) struct Ledger {
     pub(super) bytes: usize,
     /// Where its next new names go, if there is room: the first of these pages, and then the others.
     pub(super) open: Range<u32>,
+    /// Where the next block probably lies that it gives up: engines announce one at a time, along a chain.
+    pub(super) gone_beside: Option<Place>,
     /// The crowds that it last joined and left.
     pub(super) joined: Lately,
     pub(super) left: Lately,

@@ -10,7 +10,6 @@ use super::locator::{Entries, Entry};
 use super::owner::{Ledger, Owner};
 use super::page::{PLACES, Page, Warmth, ones};
 use super::seat::{Seat, Slot};
-use std::sync::atomic::Ordering;
 
 /// A source has so many times as many pages as are kept for its next blocks.
 const SPARE: usize = 16;
@@ -60,9 +59,6 @@ impl Index {
             settling.push(number);
             rest = later;
         }
-        // Counted before somebody can find and remove them.
-        self.tallies.memberships.fetch_add(entries.len(), Ordering::Relaxed);
-        self.tallies.entries.fetch_add(entries.len(), Ordering::Relaxed);
         let same =
             |name, place: Place| self.body.load().page(place.page()).is_some_and(|page| page.has(place.at(), name));
         let refused = self.locator.enter(
@@ -72,7 +68,6 @@ impl Index {
             |places| self.names_in(places),
             |shard, table| self.set_table(shard, table),
         );
-        self.tallies.entries.fetch_sub(refused.len(), Ordering::Relaxed);
         let body = self.body.load();
         for Entry { place, .. } in &refused {
             let Some(page) = body.page(place.page()) else { continue };
@@ -80,7 +75,6 @@ impl Index {
             // Nobody found it here, so nobody else holds it here.
             self.take(owner, ledger, seat, (place.page(), page), 1 << place.at(), &mut Gone::new());
         }
-        self.tallies.memberships.fetch_sub(refused.len(), Ordering::Relaxed);
         for number in settling {
             let Some(page) = body.page(number) else { continue };
             let _turn = page.turn();

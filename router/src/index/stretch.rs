@@ -8,7 +8,7 @@ pub(super) struct Stretch {
     pub(super) bits: u64,
     /// How many of the names.
     pub(super) len: usize,
-    /// Where the next probably lies.
+    /// Where the next probably lies, also one of a later event that goes on where this one ends.
     pub(super) beside: Option<Place>,
 }
 
@@ -24,12 +24,17 @@ impl Stretch {
         let has = |(at, name): (u32, &u64)| live >> at & 1 == 1 && page.name(at) == *name;
         let up = 1 + (at + 1..PLACES).zip(&names[1..]).take_while(|place| has(*place)).count() as u32;
         if up > 1 {
-            let beside = page.next(at + up - 1);
+            let beside = match at + up {
+                after if after < PLACES && names.len() == up as usize => Some(Place::new(first.page(), after)),
+                after => page.next(after - 1),
+            };
             return Some(Self { bits: ones(up) << at, len: up as usize, beside });
         }
         let down = 1 + (0..at).rev().zip(&names[1..]).take_while(|place| has(*place)).count() as u32;
-        let before = first.page().checked_sub(1).filter(|_| down == at + 1);
-        let beside = before.map(|page| Place::new(page, PLACES - 1));
+        let beside = match (at + 1).checked_sub(down + 1) {
+            Some(before) => (names.len() == down as usize).then(|| Place::new(first.page(), before)),
+            None => first.page().checked_sub(1).map(|page| Place::new(page, PLACES - 1)),
+        };
         Some(Self { bits: ones(down) << (at + 1 - down), len: down as usize, beside })
     }
 

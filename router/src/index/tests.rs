@@ -328,7 +328,7 @@ fn trap_7_prefix_state_stays_bounded() {
         index.leave(id);
     }
     assert_eq!(index.memberships(), 0);
-    assert_eq!((index.arena.used(), index.tallies.entries.load(Ordering::Relaxed)), (0, 0));
+    assert_eq!((index.arena.used(), index.locator.entries()), (0, 0));
     assert!(index.bytes() < 2 * 150_000, "{} bytes are left in an empty index", index.bytes());
 }
 
