@@ -70,7 +70,14 @@ fn measure(options: &Options, cell: &Cell) -> Result<Value> {
     // Enough requests to fill the caches of a larger fleet.
     let copies = if cell.workers >= 1024 { 3 } else { 1 };
     let evict = if cell.what == What::CheckHeads { Evict::Head } else { Evict::Tail };
-    let plan = Plan { trace: &options.trace, workers: cell.workers, cache: 16_384, copies, evict };
+    let plan = Plan {
+        trace: &options.trace,
+        workers: cell.workers,
+        cache: 16_384,
+        copies,
+        evict,
+        singles: cell.what.singles(),
+    };
     let workload = Workload::new(&plan)?;
     match cell.index.as_str() {
         "blockyard" => run::<Blockyard>(cell, &workload),
@@ -85,8 +92,8 @@ fn measure(options: &Options, cell: &Cell) -> Result<Value> {
 fn run<I: Index>(cell: &Cell, workload: &Workload) -> Result<Value> {
     let size = |threads| Size { workers: cell.workers, threads };
     Ok(match cell.what {
-        What::Apply1 => measure::apply::<I>(workload, size(1)),
-        What::Apply2 => measure::apply::<I>(workload, size(2)),
+        What::Apply1 | What::Singles1 => measure::apply::<I>(workload, size(1)),
+        What::Apply2 | What::Singles2 => measure::apply::<I>(workload, size(2)),
         What::Lookup => measure::lookup::<I>(workload, size(1)),
         What::Concurrent => measure::concurrent::<I>(workload, size(1))?,
         What::Memory => measure::memory::<I>(workload, size(1))?,

@@ -35,6 +35,8 @@ pub(crate) struct Cell {
 pub(crate) enum What {
     Apply1,
     Apply2,
+    Singles1,
+    Singles2,
     Lookup,
     Concurrent,
     Memory,
@@ -106,9 +108,16 @@ impl Cell {
     pub(crate) fn all(workers: u32, repetitions: usize, indexes: &[String]) -> Vec<Self> {
         let of = |what: What| indexes.iter().map(move |index| Self { index: index.clone(), workers, what });
         let once = [What::Memory, What::Check, What::CheckHeads, What::CheckPunched];
-        let timed = [What::Apply1, What::Apply2, What::Lookup, What::Concurrent];
+        let timed = [What::Apply1, What::Apply2, What::Singles1, What::Singles2, What::Lookup, What::Concurrent];
         let repeated = (0..repetitions).flat_map(|_| timed);
         repeated.chain(once).flat_map(of).collect()
+    }
+}
+
+impl What {
+    /// Whether each block that is given up is an event of its own.
+    pub(crate) fn singles(self) -> bool {
+        matches!(self, Self::Singles1 | Self::Singles2)
     }
 }
 

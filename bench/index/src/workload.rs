@@ -35,6 +35,8 @@ pub(crate) struct Plan<'a> {
     /// The trace is taken this often, each time under other names.
     pub(crate) copies: u64,
     pub(crate) evict: Evict,
+    /// Each block that is given up is an event of its own, as some engines announce it.
+    pub(crate) singles: bool,
 }
 
 /// What happened to one worker.
@@ -119,8 +121,9 @@ impl Workload {
     fn serve(&mut self, plan: &Plan<'_>, cache: &mut Cache, worker: u32, request: usize, prompt: &[Block]) {
         let from = self.removed.len();
         let hit = cache.take(plan, request, prompt, &mut self.removed);
-        if self.removed.len() > from {
-            let change = Change::Removed { from, to: self.removed.len() };
+        let step = if plan.singles { 1 } else { usize::MAX };
+        for from in (from..self.removed.len()).step_by(step) {
+            let change = Change::Removed { from, to: self.removed.len().min(from.saturating_add(step)) };
             self.events.push(Event { worker, request, change });
         }
         let mut parent = hit.checked_sub(1).map(|last| prompt[last].sequence);
