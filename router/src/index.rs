@@ -73,7 +73,7 @@ pub struct Index {
     changing: Mutex<()>,
     locator: Locator,
     arena: Arena,
-    tallies: Tallies,
+    bytes: Bytes,
     budget: AtomicUsize,
     /// The page at which forgetting goes on.
     hand: Mutex<u32>,
@@ -84,16 +84,16 @@ pub struct Index {
 /// and by shard.
 #[derive(Default)]
 #[repr(align(128))]
-struct Tallies {
-    table_bytes: AtomicUsize,
-    crowd_bytes: AtomicUsize,
-    ledger_bytes: AtomicUsize,
+struct Bytes {
+    tables: AtomicUsize,
+    crowds: AtomicUsize,
+    ledgers: AtomicUsize,
 }
 
-impl Tallies {
+impl Bytes {
     /// Bytes beside those of the pages and the tables.
     fn apart(&self) -> usize {
-        self.crowd_bytes.load(Ordering::Relaxed) + self.ledger_bytes.load(Ordering::Relaxed)
+        self.crowds.load(Ordering::Relaxed) + self.ledgers.load(Ordering::Relaxed)
     }
 }
 
@@ -124,7 +124,7 @@ impl Index {
             changing: Mutex::default(),
             locator,
             arena: Arena::new(),
-            tallies: Tallies { table_bytes: AtomicUsize::new(table_bytes), ..Tallies::default() },
+            bytes: Bytes { tables: AtomicUsize::new(table_bytes), ..Bytes::default() },
             budget: AtomicUsize::new(bytes),
             hand: Mutex::default(),
             forgotten: AtomicU64::new(0),
@@ -259,7 +259,7 @@ impl Index {
 
     /// Bytes that the index has taken for its blocks, spare room included.
     pub fn bytes(&self) -> usize {
-        self.arena.bytes() + self.tallies.table_bytes.load(Ordering::Relaxed) + self.tallies.apart()
+        self.arena.bytes() + self.bytes.tables.load(Ordering::Relaxed) + self.bytes.apart()
     }
 
     fn owner(&self, source: Source) -> Option<Arc<Owner>> {
@@ -279,7 +279,7 @@ impl Index {
     fn set_table(&self, shard: usize, table: Arc<Table>) {
         let bytes = table.bytes();
         let former = self.change(|body| std::mem::replace(&mut body.tables[shard], table)).bytes();
-        self.tallies.table_bytes.fetch_add(bytes.wrapping_sub(former), Ordering::Relaxed);
+        self.bytes.tables.fetch_add(bytes.wrapping_sub(former), Ordering::Relaxed);
     }
 
     fn set_chunk(&self, change: Change) {

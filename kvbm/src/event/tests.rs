@@ -22,7 +22,7 @@ fn numbers_are_gapless_and_empty_events_get_none() {
 #[test]
 fn what_names_many_blocks_is_several_events_of_one_chain() {
     let names: Vec<SequenceHash> =
-        (0..2 * EventLog::BLOCKS_MAX as u128 + 1).map(|n| SequenceHash::from_bytes(n.to_le_bytes())).collect();
+        (0..=2 * EventLog::BLOCKS_MAX as u128).map(|n| SequenceHash::from_bytes(n.to_le_bytes())).collect();
     let log = EventLog::new(Epoch(1));
     log.announce(BlockEvent::Stored { level: Level::G1, parent: Some(name(9)), blocks: names.clone() });
     let (mut before, mut told) = (name(9), Vec::new());

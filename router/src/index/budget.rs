@@ -71,7 +71,7 @@ impl Index {
     /// Takes a page's blocks off its holders' tallies. Their ledgers go on naming the page until they are [weighed](Self::weigh).
     fn strike_holders(&self, page: Page<'_>) {
         let (body, holders) = (self.body.load(), page.holders());
-        self.tallies.crowd_bytes.fetch_sub(holders.bytes(), Ordering::Relaxed);
+        self.bytes.crowds.fetch_sub(holders.bytes(), Ordering::Relaxed);
         for (seat, mask) in holders.to_vec() {
             if let Some(owner) = body.roll.by_slot(seat.slot()) {
                 owner.went(seat, u64::from(mask.count_ones()), digest(page, mask));
@@ -88,9 +88,7 @@ impl Index {
     /// Bytes that what is known needs, spare room apart. Tables have spare room for what comes, and for what went until they shrink.
     fn weight(&self) -> usize {
         let entries = self.locator.entries() * ENTRY_BYTES;
-        self.arena.used() * PAGE_BYTES
-            + entries.max(self.tallies.table_bytes.load(Ordering::Relaxed))
-            + self.tallies.apart()
+        self.arena.used() * PAGE_BYTES + entries.max(self.bytes.tables.load(Ordering::Relaxed)) + self.bytes.apart()
     }
 
     /// Counts what a ledger takes, once it was changed, after clearing it of forgotten pages if they are many.
@@ -111,7 +109,7 @@ impl Index {
         }
         let growth = ledger.growth();
         if growth != 0 {
-            self.tallies.ledger_bytes.fetch_add(growth, Ordering::Relaxed);
+            self.bytes.ledgers.fetch_add(growth, Ordering::Relaxed);
         }
     }
 }

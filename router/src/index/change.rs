@@ -294,7 +294,7 @@ impl Index {
 
     pub(super) fn crowds(&self, before: usize, after: usize) {
         if before != after {
-            self.tallies.crowd_bytes.fetch_add(after.wrapping_sub(before), Ordering::Relaxed);
+            self.bytes.crowds.fetch_add(after.wrapping_sub(before), Ordering::Relaxed);
         }
     }
 }

@@ -402,7 +402,7 @@ fn a_budget_is_kept_however_often_what_is_known_has_changed() {
     for id in &workers {
         index.leave(*id);
     }
-    assert_eq!((index.memberships(), index.tallies.ledger_bytes.load(Ordering::Relaxed)), (0, 0));
+    assert_eq!((index.memberships(), index.bytes.ledgers.load(Ordering::Relaxed)), (0, 0));
 }
 
 #[test]
