@@ -136,7 +136,9 @@ async fn discards_about_blocks_of_several_are_kept_as_long_as_each_of_these() {
             store(&*tier, blocks[which - 1].clone()).await;
         }
         let (tier, _) = open_sharing(&[&folder], &Shares::default()).await;
-        blocks.iter().for_each(|blocks| tier.discard(fingerprint(), blocks[0].header.name));
+        for blocks in &blocks {
+            tier.discard(fingerprint(), blocks[0].header.name);
+        }
         idle(&tier).await;
         drop(tier);
         let shares = promise(800 * KIB, None);
