@@ -337,9 +337,7 @@ impl Tier for ObjectTier {
     fn load(&self, fingerprint: Fingerprint, names: Vec<SequenceHash>) -> BoxStream<'static, Loaded> {
         let mut missing = Vec::new();
         let mut objects: BTreeMap<i32, Vec<Wanted>> = BTreeMap::new();
-        for (index, place) in
-            self.catalog.index.find(fingerprint, &names, |place| place.unread = false).into_iter().enumerate()
-        {
+        for (index, place) in self.catalog.index.find(fingerprint, &names, |_| ()).into_iter().enumerate() {
             let Some(place) = place else {
                 missing.push(index);
                 continue;
@@ -388,10 +386,7 @@ impl Tier for ObjectTier {
     }
 
     fn discard(&self, fingerprint: Fingerprint, name: SequenceHash) {
-        // The bad copy may be forgotten already, and another one found in its place.
-        if let Some(place) = self.catalog.index.get(fingerprint, name).filter(|place| !place.unread) {
-            self.catalog.spoil(fingerprint, &[name], place.object);
-        }
+        self.catalog.discard(fingerprint, name);
     }
 
     fn expire(&self, now: Date) -> usize {

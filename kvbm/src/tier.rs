@@ -15,8 +15,8 @@ use std::io;
 /// - `store` MUST resolve only when the bytes rest as durably as the tier promises, and only then announce them. Storing a
 ///   block that is there already is an `Ok`. When the tier is full it gives up older blocks, leaves before parents; when
 ///   it cannot take a block now it MUST answer [`StoreError::Busy`] soon rather than wait for ever.
-/// - `discard` MUST make `holds` and `load` deny the block from then on, and announce its removal. A tier that keeps copies of it
-///   which nobody has read yet may go on with one of those.
+/// - `discard` MUST make `holds` and `load` deny the block from then on, and announce its removal. A tier that keeps several
+///   copies of it may go on with another, and take what is said of that for a while for said of the first.
 /// - `expire` MUST make `holds` and `load` deny every block that the tier knows to be over, and announce its removal. A tier
 ///   that learns only by reading a block that it is over need not know; whoever serves blocks looks at their dates.
 /// - A block's whole header MUST come back as it was stored, but for what describes the payload's form.

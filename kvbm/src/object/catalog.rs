@@ -27,8 +27,9 @@ pub(super) struct Place {
     pub(super) length: u32,
     /// It lies in another object too, or did.
     twice: bool,
-    /// Another copy was where it was found, until that one went; nobody has looked at this one since.
-    pub(super) unread: bool,
+    /// From when on it is what is read, in seconds since the catalog began, if another copy was before that. Who has read the other
+    /// one then may still say that it is bad, and does not mean this one.
+    since: u32,
 }
 
 /// An object that is known.
@@ -60,11 +61,14 @@ struct Lying {
 }
 
 impl Lying {
-    /// One of several places, where it was not found so far.
-    fn at(self, object: i32) -> Place {
-        Place { object, offset: self.offset, length: self.length, twice: true, unread: true }
+    /// One of several places, the one that is read from now on.
+    fn at(self, object: i32, now: u32) -> Place {
+        Place { object, offset: self.offset, length: self.length, twice: true, since: now }
     }
 }
+
+/// Seconds after which whoever has read a copy has found out what it is: a request and its repetitions take less.
+const FOUND_OUT: u32 = 30;
 
 /// Blocks that lie in another object than the one that they were read from.
 type Homeless = HashSet<(Fingerprint, SequenceHash), BuildHasherDefault<NameHasher>>;
@@ -72,6 +76,7 @@ type Homeless = HashSet<(Fingerprint, SequenceHash), BuildHasherDefault<NameHash
 pub(super) struct Catalog {
     pub(super) index: Index<Place>,
     limit: usize,
+    began: Instant,
     objects: Mutex<Objects>,
     lost: AtomicU64,
     /// Manifests that were not what they were.
@@ -118,6 +123,7 @@ impl Catalog {
         Self {
             index,
             limit,
+            began: Instant::now(),
             objects: Mutex::default(),
             lost: AtomicU64::new(0),
             unsound: AtomicU64::new(0),
@@ -171,6 +177,7 @@ impl Catalog {
         objects.known.insert(number, object);
         let names: Vec<SequenceHash> = section.entries.iter().map(|entry| entry.name).collect();
         let before = self.index.find(fingerprint, &names, |place| place.twice = true);
+        let now = self.now();
         let newer = |(_, place): &(_, Option<Place>)| place.is_none_or(|place| place.object <= number);
         let fresh = section.entries.iter().zip(before).filter(newer);
         let resting = |(entry, before): (&Entry, Option<Place>)| Resting {
@@ -183,7 +190,7 @@ impl Catalog {
                 offset: entry.offset,
                 length: entry.length,
                 twice: before.is_some(),
-                unread: before.is_some(),
+                since: if before.is_some() { now } else { 0 },
             },
         };
         self.index.insert(fresh.map(resting), |_, _| ());
@@ -208,6 +215,20 @@ impl Catalog {
         over.extend(homeless);
         self.index.remove(over, gone);
         removed
+    }
+
+    /// Forgets a block whose copy that was read is not what it was, unless so many seconds ago another copy was read in its place:
+    /// that may be the bad one, and it is forgotten already.
+    pub(super) fn discard(&self, fingerprint: Fingerprint, name: SequenceHash) {
+        let Some(place) = self.index.get(fingerprint, name) else { return };
+        if place.since == 0 || self.now() - place.since > FOUND_OUT {
+            self.spoil(fingerprint, &[name], place.object);
+        }
+    }
+
+    /// Seconds since it began, never none.
+    fn now(&self) -> u32 {
+        self.began.elapsed().as_secs() as u32 + 1
     }
 
     /// Forgets blocks in an object, where they turned out not to be what they were: from now on each is read from an older one, if
@@ -239,7 +260,7 @@ impl Catalog {
             self.walked.fetch_add(1, Ordering::Relaxed);
             for block in object.blocks.iter() {
                 if homeless.remove(&(object.fingerprint, block.name)) {
-                    self.index.relocate(object.fingerprint, block.name, &gone, block.at(*number));
+                    self.index.relocate(object.fingerprint, block.name, &gone, block.at(*number, self.now()));
                 }
             }
         }
