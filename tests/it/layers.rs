@@ -23,7 +23,7 @@ const READS_THE_ENVIRONMENT: [(&str, &str); 1] = [("src/config", "the one loader
 const FILE_LINES_MAX: usize = 500;
 
 /// The whole system stays readable: this many lines, tests apart.
-const SYSTEM_LINES_MAX: usize = 45_920;
+const SYSTEM_LINES_MAX: usize = 46_200;
 
 /// Where the system's own sources are.
 const SOURCES: [&str; 5] = ["src", "frontend/src", "router/src", "worker/src", "kvbm/src"];
