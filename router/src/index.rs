@@ -10,7 +10,7 @@
 //! A block is known by 64 bits of its name: the index is a hint, and a collision costs a recomputed prefix, never a wrong
 //! token. It has one place, whoever holds it; a hole in what somebody holds is a bit. Lookups take no lock and wait for
 //! nobody: they read one `Body`, and pages by their version. Changes of one source come in order; those of different sources
-//! go on side by side, and wait for each other for the length of a page at most.
+//! go on side by side, and wait for each other for the length of a page, or while a table grows.
 //!
 //! **Trust.** An event says of its blocks that each follows the one before it. A lookup believes that: where the last of a run
 //! is the prompt's, it takes all of them for the prompt's. A source that lies makes wrong hints of what it stored first.

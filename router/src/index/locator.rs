@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// Shards: two writers seldom meet in one, none is long in growing, and a table is soon so large that it has large pages.
 pub(super) const SHARDS: usize = 1 << SHARD_BITS;
 const SHARD_BITS: u32 = 3;
-/// A table is replaced by a larger one once it is fuller than this. Fuller, groups overflow: one in thirty does here, one in six at
+/// A table is replaced by a larger one once it is fuller than this. Fuller, groups overflow: one in seventy does here, one in eight at
 /// seven tenths.
 const FULL: f64 = 0.5;
 /// And by a smaller one once it is emptier than this.
@@ -21,7 +21,7 @@ const SPARSE: f64 = 0.2;
 /// What an entry costs in the emptiest table that growing makes.
 pub(super) const ENTRY_BYTES: usize = (SLOT_BYTES / (FULL / 2.0)) as usize + 1;
 
-/// Entries sorted at once.
+/// Entries that are entered or removed at once, at most.
 pub(super) const BATCH: usize = 512;
 /// Entries that are on their way to the core's cache at a time: as many as it can wait for.
 const AHEAD: usize = 24;
@@ -227,6 +227,7 @@ impl Locator {
         entries: &Entries,
         mut each: impl FnMut(usize, &mut Shard, &[Entry], Ahead<'_>),
     ) {
+        debug_assert!(entries.len() <= BATCH, "{} entries at once", entries.len());
         let mut sorted = SORTED.take();
         let ends = entries.sort_into(&mut sorted);
         sorted.iter().take(AHEAD).for_each(|entry| body.fetch(entry.name));

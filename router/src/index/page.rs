@@ -6,7 +6,7 @@
 //! hint, true when it was written: whoever follows it compares the name that he finds.
 //!
 //! A place is used once in a page's life, so a name that a reader found does not turn into another under it. A page is read
-//! without waiting, see [`Version`]; it is changed by whoever holds its lock, see [`super::arena`].
+//! without waiting, see [`Version`]; it is changed by whose turn it is, see [`Turn`].
 
 use super::body::Place;
 use super::change::Run;

@@ -65,8 +65,8 @@ const SPARED: usize = 4096;
 const EMPTY: u32 = 0;
 /// All bits of a mark.
 const ALL: u32 = (1 << MARK) - 1;
-/// Bits that are known of a mark in the worst case: one entry in two hundred is looked at in vain then.
-const KNOWN_LEAST: u32 = 11;
+/// Bits that are known of a mark in the worst case: one name in eight hundred that is not there is looked for in vain then.
+const KNOWN_LEAST: u32 = 12;
 
 impl Slots {
     const NONE: Self = Self(0);
@@ -191,7 +191,7 @@ impl Table {
     pub(crate) fn relaid(&self, larger: bool, mut unsure: impl FnMut(u32)) -> Self {
         let mut next = Self::without_groups(if larger { self.doublings + 1 } else { self.doublings - 1 });
         let known = if larger { (self.known & !1) << 1 & ALL } else { self.known >> 1 | 1 << (MARK - 1) };
-        let by_name = known.count_ones() <= KNOWN_LEAST;
+        let by_name = known.count_ones() < KNOWN_LEAST;
         if !by_name {
             next.known = known;
         }

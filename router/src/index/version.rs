@@ -54,11 +54,12 @@ impl Version {
     }
 }
 
-/// Whose turn it is to change something that lies on the same cache line. It is held for as long as a page takes, so whoever finds
-/// it taken looks again, and lets others run now and then.
+/// Whose turn it is to change something that lies on the same cache line. It is held for as long as a page takes, and where few blocks
+/// of a page move, for as long as their tables take: so whoever finds it taken looks again, and soon lets others run in between.
 pub(crate) struct Turn(AtomicU8);
 
 /// Somebody's turn, until it is dropped.
+#[must_use = "it is given back when this is dropped"]
 pub(crate) struct Taken<'a>(&'a Turn);
 
 const FREE: u8 = 0;
