@@ -1,10 +1,10 @@
 //! `blockyard replay`: asks the router what would have been, and prints it. Figures go to standard output, progress to
 //! standard error.
 
-use crate::config::{Config, Flag, Invalid, Sources, Workers};
+use crate::config::{self, Config, Flag, Invalid, Origins, Sources, Workers};
 use anyhow::{Context, bail};
-use router::Policy;
 use router::replay::{self, Admission, Chooser, Figures, Options, Profile, Slo, Trace};
+use router::{PlannerMode, Policy, Settings};
 use serde::Serialize;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write, stdin, stdout};
@@ -34,15 +34,16 @@ pub struct Replay {
     replicas: u32,
 
     /// Policies, of: kv, round-robin, least-loaded, random, power-of-two, session, and of others as they describe themselves:
-    /// dynamo-cost, smg-cache-aware [default: all of these]; or presets: balanced, cache, latency; or `composed`, of which --config or --set speaks
+    /// dynamo-cost, smg-cache-aware [default: all of these, or the `router.policy` that --config or --set names]; or presets:
+    /// balanced, cache, latency; or `composed`: the table that `router.policy` is
     #[arg(long, value_name = "NAME,…", value_delimiter = ',')]
     policy: Vec<String>,
 
-    /// A TOML file of configuration whose `router.policy` is a table of filters, scores and a pick
+    /// A TOML file of configuration, of which [router] counts for our own policies
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
 
-    /// Sets any key of the configuration; may be repeated
+    /// Sets any key of the configuration, like router.decode_weight=2; may be repeated
     #[arg(long, value_name = "KEY=VALUE")]
     set: Vec<Flag>,
 
@@ -126,6 +127,11 @@ struct Report<'a> {
     lag_s: f64,
     loss: f64,
     loss_until: f64,
+    repair_s: f64,
+    flip: bool,
+    /// The `[router]` that was asked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    router: Option<&'a Settings>,
     slo_ttft_s: f64,
     slo_itl_s: f64,
     admission: &'static str,
@@ -135,7 +141,8 @@ struct Report<'a> {
 
 /// Runs the command.
 pub fn run(args: &Replay) -> anyhow::Result<()> {
-    let choosers = choosers(args)?;
+    let configured = args.config.is_some() || !args.set.is_empty();
+    let (settings, choosers) = if configured { tuned(args)? } else { (Settings::default(), choosers(args, None)?) };
     let trace = read(args)?;
     let slo = Slo { ttft: args.slo_ttft, itl: args.slo_itl };
     let profile = profile("--profile", args.profile.as_deref())?;
@@ -163,7 +170,9 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
         repair: args.repair,
         slo,
         admission: args.admission,
-        flip: args.flip,
+        // As the running router would, where somebody can.
+        flip: args.flip || (apart && settings.planner.mode == PlannerMode::Flip),
+        settings,
     };
     let bound = trace.bound();
     eprintln!(
@@ -215,6 +224,9 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
         lag_s: args.lag.as_secs_f64(),
         loss: args.loss,
         loss_until: args.loss_until,
+        repair_s: args.repair.as_secs_f64(),
+        flip: options.flip,
+        router: configured.then_some(&options.settings),
         slo_ttft_s: slo.ttft.as_secs_f64(),
         slo_itl_s: slo.itl.as_secs_f64(),
         admission: args.admission.name(),
@@ -288,32 +300,52 @@ fn row(f: &Figures) -> String {
     format!("{load:>5} {:7.2} {:<16} {hit:4.1} % {ttft} {itl} {good} {:6.2}{apart}", f.rate_rps, f.name, f.imbalance)
 }
 
-/// Who was asked for; if nobody by name, everybody, and what a configuration composes.
-fn choosers(args: &Replay) -> anyhow::Result<Vec<Chooser>> {
-    let configured = args.config.is_some() || !args.set.is_empty();
-    if args.policy.is_empty() {
-        let composed = configured.then(|| composed(args)).transpose()?;
-        return Ok(Chooser::all().into_iter().chain(composed).collect());
-    }
-    if configured && !args.policy.iter().any(|name| name == "composed") {
-        bail!("--config and --set are for the policy composed, and --policy does not name it");
-    }
-    let known: Vec<Chooser> = Chooser::all().into_iter().chain(Chooser::presets()).collect();
-    let names = known.iter().map(Chooser::name).collect::<Vec<_>>().join(", ");
-    let of = |name: &String| match known.iter().find(|each| each.name() == name) {
-        Some(chooser) => Ok(chooser.clone()),
-        None if name == "composed" => composed(args),
-        None => bail!("--policy {name}: expected one of {names}, composed"),
+/// The settings that a configuration comes to, and who was asked for; if nobody by name, whom the configuration names.
+fn tuned(args: &Replay) -> anyhow::Result<(Settings, Vec<Chooser>)> {
+    let (config, origins) = load(args, None)?;
+    let settings = config.router;
+    let named = |origin: &str| origin != "default" && !origin.starts_with("preset ");
+    let chosen = matches!(settings.policy, Policy::Composed(_)) || named(origins.of("router.policy"));
+    let choosers = if args.policy.is_empty() && chosen {
+        vec![Chooser::Settings(settings.policy.name(), Box::new(settings.clone()))]
+    } else {
+        choosers(args, Some(&settings))?
     };
-    args.policy.iter().map(of).collect()
+    Ok((settings, choosers))
 }
 
-fn composed(args: &Replay) -> anyhow::Result<Chooser> {
-    let (config, _) = Config::load(&Sources::of_process(args.config.clone(), args.set.clone()))?;
-    match &config.router.policy {
-        Policy::Composed(_) => Ok(Chooser::Composed(Box::new(config.router))),
-        named => bail!("policy composed: router.policy is {}, no table of filter, score and pick", named.name()),
+/// Who was asked for, each once; if nobody by name, everybody. `tuned`: what a configuration comes to.
+fn choosers(args: &Replay, tuned: Option<&Settings>) -> anyhow::Result<Vec<Chooser>> {
+    let mut known = Chooser::all();
+    if args.policy.is_empty() {
+        return Ok(known);
     }
+    known.extend(Chooser::presets());
+    let names = known.iter().map(Chooser::name).collect::<Vec<_>>().join(", ");
+    let of = |name: &String| match (known.iter().find(|each| each.name() == name), tuned) {
+        (Some(Chooser::Settings(preset, _)), Some(_)) => {
+            // Keys that are set win over a preset, as always; who chooses is said here.
+            let settings = load(args, Some(preset))?.0.router.choosing(&Policy::Kv);
+            Ok(Chooser::Settings(preset, Box::new(settings)))
+        }
+        (Some(chooser), _) => Ok(chooser.clone()),
+        (None, Some(Settings { policy: composed @ Policy::Composed(_), .. })) if name == "composed" => {
+            Ok(Chooser::Policy(composed.clone()))
+        }
+        (None, _) if name == "composed" => {
+            let is = tuned.map_or("kv", |settings| settings.policy.name());
+            bail!("--policy composed: router.policy is {is}, no table of filter, score and pick")
+        }
+        (None, _) => bail!("--policy {name}: expected one of {names}, composed"),
+    };
+    let first = |(at, name): &(usize, &String)| !args.policy[..*at].contains(name);
+    args.policy.iter().enumerate().filter(first).map(|(_, name)| of(name)).collect()
+}
+
+/// The configuration, as `serve` would have it with this preset.
+fn load(args: &Replay, preset: Option<&str>) -> Result<(Config, Origins), config::Error> {
+    let preset = preset.map(|preset| Flag::own(&format!("--policy {preset}"), "router.preset", preset));
+    Config::load(&Sources::of_process(args.config.clone(), args.set.iter().cloned().chain(preset).collect()))
 }
 
 /// So many that do everything, or so many of each phase.

@@ -43,12 +43,10 @@ use worker::plane::Phase;
 /// Who chooses the worker.
 #[derive(Clone, PartialEq, Debug)]
 pub enum Chooser {
-    /// A policy of this router.
+    /// A policy of this router for every model; all else is as [`Options::settings`] say.
     Policy(Policy),
-    /// A preset of this router.
-    Preset(Preset),
-    /// Settings of this router with a composition for a policy, as they were configured.
-    Composed(Box<Settings>),
+    /// This router with settings of its own, which have a name.
+    Settings(&'static str, Box<Settings>),
     /// The cost function that NVIDIA Dynamo documents.
     DynamoCost,
     /// The cache-aware rule that SMG documents.
@@ -78,6 +76,8 @@ pub struct Options {
     pub admission: Admission,
     /// Whether the planner moves workers between prefill and decode.
     pub flip: bool,
+    /// How the router is configured, checked.
+    pub settings: Settings,
 }
 
 /// Whether requests pass the router's waiting room.
@@ -111,15 +111,14 @@ impl Chooser {
 
     /// The presets; `balanced` does what `kv` does.
     pub fn presets() -> [Self; 3] {
-        Preset::ALL.map(Self::Preset)
+        Preset::ALL.map(|preset| Self::Settings(preset.name(), Box::new(preset.settings())))
     }
 
     /// What it is called in output.
     pub const fn name(&self) -> &'static str {
         match self {
             Self::Policy(policy) => policy.name(),
-            Self::Preset(preset) => preset.name(),
-            Self::Composed(_) => "composed",
+            Self::Settings(name, _) => name,
             Self::DynamoCost => "dynamo-cost",
             Self::SmgCacheAware => "smg-cache-aware",
         }
@@ -141,8 +140,10 @@ pub fn replay(
 }
 
 /// The highest rate, in requests per second, at which `least-loaded` keeps its p99 time to first token under
-/// [`SATURATED`] times what it is on an idle fleet. `progress` is told of every rate that was tried.
+/// [`SATURATED`] times what it is on an idle fleet, with the default settings: whatever is tuned, a load means the same rate.
+/// `progress` is told of every rate that was tried.
 pub fn capacity(trace: &Trace, options: &Options, mut progress: impl FnMut(f64, f64)) -> Result<f64, Standstill> {
+    let options = &Options { settings: Settings::default(), ..options.clone() };
     let mut p99 = |rate| {
         let p99 = replay(trace, options, &Chooser::Policy(Policy::LeastLoaded), rate, 1)?.ttft_p99_s;
         progress(rate, p99);

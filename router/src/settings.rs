@@ -176,6 +176,13 @@ impl Settings {
         Ok(())
     }
 
+    /// The same with one policy, whichever model is asked for.
+    #[must_use]
+    pub fn choosing(mut self, policy: &Policy) -> Self {
+        self.models.values_mut().for_each(|model| model.policy = Some(policy.clone()));
+        Self { policy: policy.clone(), ..self }
+    }
+
     /// What holds for every model that is not named.
     pub(crate) fn tuning(&self) -> Tuning {
         let Self { policy, disaggregation, decode_weight, cache_bias, .. } = self.clone();
@@ -187,10 +194,15 @@ impl Rules {
     /// Checks settings as a whole, and works them out.
     pub(crate) fn new(settings: Settings) -> Result<Self, String> {
         settings.check()?;
+        Ok(Self::of_sound(settings))
+    }
+
+    /// Works out settings that were checked before.
+    pub(crate) fn of_sound(settings: Settings) -> Self {
         let everyone = settings.tuning();
         let of = |(model, overrides): (&String, &Overrides)| (model.clone(), overrides.over(&everyone));
         let models = settings.models.iter().map(of).collect();
-        Ok(Self { settings, everyone, models })
+        Self { settings, everyone, models }
     }
 
     /// What holds for a model.

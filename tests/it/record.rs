@@ -122,16 +122,62 @@ fn a_replay_that_cannot_end_well_does_not_begin() {
     let (done, said) = replay(&svg, &notes);
     assert!(!done && said.contains("trace, line 1: ") && said.contains("\"hash_ids\": [1, 2]"), "{said}");
     assert_eq!(said.matches("line 1").count(), 1, "{said}");
-    let compose = |policy: &str| {
-        let with =
-            ["replay", "--rate", "1", "--policy", policy, "--json", "--set", "router.policy={score=[{term=queue}]}"];
-        blockyard(&with, &run)
-    };
-    let report: Value = serde_json::from_slice(&compose("kv,composed").stdout).unwrap();
-    assert_eq!(report["policies"][1]["name"], "composed");
-    assert!(!compose("kv").status.success(), "what is set counts for nobody");
     let flip =
         |workers: &str| blockyard(&["replay", "--rate", "1", "--policy", "kv", "--flip", "--workers", workers], &run);
     assert!(flip("prefill:1,decode:1").status.success() && !flip("2").status.success(), "nobody has a side to change");
     assert!(replay(&svg, &run).0 && std::fs::read_to_string(&svg).unwrap().contains(">session</text>"));
+}
+
+#[test]
+fn a_configuration_is_replayed_as_the_router_would_take_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let (run, file) = (folder.path().join("run.jsonl"), folder.path().join("blockyard.toml"));
+    // Prompts that begin alike come while answers are decoded.
+    let line = |at: u64| {
+        let ids: Vec<u64> = (0..1 + at % 3).chain([1000 + at]).collect();
+        json!({"timestamp": 60 * at, "input_length": 512 * ids.len(), "output_length": 200, "hash_ids": ids})
+            .to_string()
+    };
+    std::fs::write(&run, (0..200).map(line).collect::<Vec<_>>().join("\n")).unwrap();
+    std::fs::write(&file, "[router]\ndecode_weight = 40\n").unwrap();
+    let replay = |more: &[&str]| {
+        let output = blockyard(&[&["replay", "--rate", "40", "--workers", "4", "--json"], more].concat(), &run);
+        let said = String::from_utf8(output.stderr).unwrap();
+        let report = serde_json::from_slice::<Value>(&output.stdout).unwrap_or_else(|_| said.clone().into());
+        (report, said)
+    };
+    let names = |report: &Value| -> Vec<String> {
+        report["policies"].as_array().unwrap().iter().map(|f| f["name"].as_str().unwrap().to_owned()).collect()
+    };
+    let kv = |more: &[&str]| replay(&[&["--policy", "kv"], more].concat()).0;
+    let (plain, set, filed) =
+        (kv(&[]), kv(&["--set", "router.decode_weight=40"]), kv(&["--config", file.to_str().unwrap()]));
+    assert_ne!(plain["policies"], set["policies"], "what is set counts");
+    assert_eq!(set["policies"], filed["policies"]);
+    assert_eq!((&set["router"]["decode_weight"], plain.get("router")), (&json!(40.0), None));
+    assert_eq!((&plain["repair_s"], &plain["flip"]), (&json!(0.05), &json!(false)));
+    // Keys win over a preset, wherever it is named.
+    let preset = replay(&["--policy", "latency", "--set", "router.decode_weight=40"]).0;
+    let [mut of_preset, of_key] = [&preset, &set].map(|report| report["policies"][0].clone());
+    of_preset["name"] = json!("kv");
+    assert_eq!(of_preset, of_key);
+    // Who is replayed: each once; whom the configuration names; else everybody.
+    assert_eq!(names(&kv(&["--policy", "kv,random,kv"])), ["kv", "random"]);
+    let composed = "router.policy={score=[{term=queue}]}";
+    assert_eq!(names(&replay(&["--policy", "kv,composed", "--set", composed]).0), ["kv", "composed"]);
+    assert_eq!(names(&replay(&["--set", composed]).0), ["composed"]);
+    assert_eq!(names(&replay(&["--set", "router.policy=session"]).0), ["session"]);
+    assert_eq!(names(&replay(&["--set", "router.cache_bias=2"]).0).len(), 8);
+    let apart = ["--policy", "kv", "--workers", "prefill:2,decode:2", "--set", "router.planner.mode=flip"];
+    let apart = replay(&apart).0;
+    assert!(apart["flip"] == true && apart["policies"][0]["flips"].is_u64(), "{apart:#}");
+    // What is wrong is said as `serve` says it.
+    for (wrong, said) in [
+        ("router.decode_wait=1", "unknown key `router.decode_wait` (--set router.decode_wait=1); did you mean"),
+        ("router.policy=kvv", "router.policy = \"kvv\""),
+        ("router.cache_bias=-1", "router.cache_bias = -1"),
+    ] {
+        let (_, error) = replay(&["--set", wrong]);
+        assert!(error.contains(said), "{error}");
+    }
 }

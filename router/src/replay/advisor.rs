@@ -8,13 +8,17 @@ use std::sync::Arc;
 use tokio::time::Instant;
 
 /// Looks at what requests ask and what workers can do.
-#[derive(Default)]
 pub(super) struct Advisor {
+    targets: Settings,
     watched: Watched,
     totals: Totals,
 }
 
 impl Advisor {
+    pub(super) fn new(targets: Settings) -> Self {
+        Self { targets, watched: Watched::default(), totals: Totals::default() }
+    }
+
     /// A prompt was placed that has so many tokens to compute.
     pub(super) fn placed(&self, tokens: u64) {
         self.totals.prompt(tokens);
@@ -35,7 +39,7 @@ impl Advisor {
     ) -> Option<Flip> {
         let members: Vec<&Member> = members.iter().map(|member| &**member).collect();
         let (totals, seconds) = (self.totals.now(), EVERY.as_secs_f64());
-        let need = self.watched.look(totals, seconds, routers as f64, &members, &Settings::default(), now)?;
+        let need = self.watched.look(totals, seconds, routers as f64, &members, &self.targets, now)?;
         self.watched.flip(&need, &members, start, now)
     }
 }

@@ -8,7 +8,6 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 /// The door, and who waits behind it.
-#[derive(Default)]
 pub(super) struct Door {
     limits: Settings,
     desk: Desk,
@@ -26,6 +25,10 @@ pub(super) struct Word {
 }
 
 impl Door {
+    pub(super) fn new(limits: Settings) -> Self {
+        Self { limits, desk: Desk::default(), waiting: HashMap::new() }
+    }
+
     /// For how long a request may wait.
     pub(super) fn patience(&self) -> Duration {
         Duration::from_secs_f64(self.limits.wait_seconds_max)

@@ -55,13 +55,27 @@ pub enum FitError {
     },
     /// The requests are too much alike to tell one figure from the other.
     #[error(
-        "`{0}` came out as nothing: the requests are too much alike; record prompts of different lengths, at different loads"
+        "`{figure}` came out as nothing: the {found} requests are too much alike. Most prompts have {} to {} tokens to compute, \
+        and most answers are decoded while {} to {} are; record {ENOUGH} or more: prompts of which some are ten times as \
+        long as others, half of them one after the other, and half several at a time",
+        .prompts[0], .prompts[1], .together[0], .together[1]
     )]
-    TooAlike(&'static str),
+    TooAlike {
+        /// What cannot be told.
+        figure: &'static str,
+        /// So many requests are there.
+        found: usize,
+        /// Tokens of a prompt that were computed: a tenth are shorter, a tenth are longer.
+        prompts: [u64; 2],
+        /// Sequences that decode at a time, likewise.
+        together: [u64; 2],
+    },
 }
 
 /// Fewer say nothing about five figures.
 const REQUESTS_MIN: usize = 50;
+/// So many, unlike each other, are.
+const ENOUGH: usize = 100;
 /// Prompts that were brought up from a tier, before anything is said of the tier.
 const ONBOARDED_MIN: usize = 20;
 /// What clocks and streams are uncertain of: shorter stretches count less.
@@ -111,7 +125,9 @@ pub fn fit(lines: &[Line], base: &Profile) -> Result<Fit, FitError> {
     let [step_s, sequence_s, context_s, token_s, attention_s] = figures;
     for (key, value) in [("step_s", step_s), ("token_s", token_s)] {
         if value <= 0.0 {
-            return Err(FitError::TooAlike(key));
+            let prompts = spread(&stretches, Kind::Prompt, |sums| sums.0[Sums::TOKENS]);
+            let together = spread(&stretches, Kind::Decode, |sums| sums.0[Sums::SEQUENCES] / sums.0[Sums::STEPS]);
+            return Err(FitError::TooAlike { figure: key, found: whole, prompts, together });
         }
     }
     profile = Profile { step_s, sequence_s, context_s, token_s, attention_s, ..profile };
@@ -137,6 +153,14 @@ pub fn fit(lines: &[Line], base: &Profile) -> Result<Fit, FitError> {
     let (prompt_error, decode_error) = (error(Kind::Prompt), error(Kind::Decode));
     let (requests, apart) = (lines.len(), lines.iter().filter(|line| line.apart).count());
     Ok(Fit { profile, requests, workers: workers.len(), apart, prompt_error, decode_error, from_base })
+}
+
+/// Between what most stretches of a kind lie: a tenth is below, a tenth above.
+fn spread(stretches: &[Stretch], kind: Kind, of: impl Fn(&Sums) -> f64) -> [u64; 2] {
+    let of_kind = stretches.iter().filter(|stretch| stretch.kind == kind);
+    let mut all: Vec<f64> = of_kind.map(|stretch| of(&stretch.sums)).collect();
+    all.sort_unstable_by(f64::total_cmp);
+    [1, 9].map(|tenths| all.get(all.len() * tenths / 10).map_or(0, |value| value.round() as u64))
 }
 
 /// What workers said of their memory and their batches.

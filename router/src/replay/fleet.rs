@@ -16,7 +16,7 @@ use crate::planner::Flip;
 use crate::promise::{Promise, Promises};
 use crate::replica::Others;
 use crate::select::{Turn, mix};
-use crate::settings::{Disaggregation, Settings, Tuning};
+use crate::settings::{Disaggregation, Rules, Settings};
 use crate::survey::{Overlaps, Survey};
 use futures::future::BoxFuture;
 use kvbm::{Epoch, Level, Run, SequenceHash};
@@ -28,7 +28,7 @@ use worker::plane::{Booked, Instance, Phase, RouterId, Source, StoreId, WorkerId
 
 /// The router, and what it believes.
 pub(super) struct Routing {
-    tuning: Tuning,
+    rules: Rules,
     seed: u64,
     peer: Option<Peer>,
     index: Index,
@@ -136,16 +136,17 @@ impl Routing {
     pub(super) fn new(chooser: &Chooser, options: &Options, requests: usize, seed: u64) -> Self {
         let workers = options.workers.len();
         // Rules of others choose one worker, who does it all.
-        let together = Settings { disaggregation: Disaggregation::Never, ..Settings::default() };
+        let Settings { planner, admission, index_bytes, .. } = options.settings.clone();
+        let together =
+            Settings { disaggregation: Disaggregation::Never, planner, admission, index_bytes, ..Settings::default() };
         let (settings, peer) = match chooser {
-            Chooser::Policy(policy) => (Settings { policy: policy.clone(), ..Settings::default() }, None),
-            Chooser::Preset(preset) => (preset.settings(), None),
-            Chooser::Composed(settings) => (settings.as_ref().clone(), None),
+            Chooser::Policy(policy) => (options.settings.clone().choosing(policy), None),
+            Chooser::Settings(_, settings) => (settings.as_ref().clone(), None),
             Chooser::DynamoCost => (together, Some(Peer::dynamo(workers))),
             Chooser::SmgCacheAware => (together, Some(Peer::smg(workers))),
         };
         let card = Simulated::card(MODEL, BLOCK_TOKENS as usize);
-        let (index, fleet) = (Index::new(), Fleet::default());
+        let (index, fleet) = (Index::with_budget(settings.index_bytes as usize), Fleet::default());
         let ids = (0..workers as u64).map(WorkerId);
         let slots = index.join_all(ids.clone(), &[STORE]);
         let member = |((id, slot), phase): ((WorkerId, Slot), &Phase)| {
@@ -162,7 +163,6 @@ impl Routing {
             Feed { source, view }
         };
         Self {
-            tuning: settings.tuning(),
             seed,
             peer,
             index,
@@ -174,9 +174,10 @@ impl Routing {
             start: Instant::now(),
             others: Others::default(),
             placed: (0..requests).map(|_| None).collect(),
-            door: (options.admission != Admission::Off).then(Door::default),
+            door: (options.admission != Admission::Off).then(|| Door::new(settings.admission.clone())),
             deadline: (options.admission == Admission::Deadline).then_some(options.slo.ttft),
-            advisor: Advisor::default(),
+            advisor: Advisor::new(settings.planner.clone()),
+            rules: Rules::of_sound(settings),
         }
     }
 
@@ -300,8 +301,13 @@ impl Routing {
         let deadline = self.deadline.map(|deadline| arrived + deadline);
         let within = deadline.map(|deadline| deadline.saturating_duration_since(now).as_secs_f64());
         let ask = Ask { tokens: asked.input as usize, max_tokens: None, answers: 1, work: &Work::Generate, within };
-        let decision =
-            decide(&self.tuning, ask, survey, &mut self.scratch, Turn { draw, session: Some(asked.session) })?;
+        let decision = decide(
+            self.rules.of(&asked.model),
+            ask,
+            survey,
+            &mut self.scratch,
+            Turn { draw, session: Some(asked.session) },
+        )?;
         // Seats are in the order of their workers' ids, which count from 0.
         let at = match &mut self.peer {
             Some(peer) => peer.choose(request, asked, |at| decision.row(at as u32).held.run()),

@@ -123,7 +123,14 @@ mod tests {
     use super::*;
 
     fn asked(blocks: &[u32]) -> Asked {
-        Asked { at_ms: 0, input: blocks.len() as u64 * BLOCK_TOKENS, output: 1, blocks: blocks.to_vec(), session: 0 }
+        Asked {
+            at_ms: 0,
+            input: blocks.len() as u64 * BLOCK_TOKENS,
+            output: 1,
+            blocks: blocks.to_vec(),
+            session: 0,
+            model: "".into(),
+        }
     }
 
     #[test]

@@ -30,6 +30,7 @@ pub(super) fn options(workers: usize) -> Options {
         slo,
         admission: Admission::Off,
         flip: false,
+        settings: Settings::default(),
     }
 }
 
@@ -157,7 +158,7 @@ fn prompts_that_come_over_share_the_links_on_both_sides() {
         let workers = [vec![Phase::Prefill], vec![Phase::Decode; decodes]].concat();
         let mut options = Options { workers, ..by_hand() };
         options.profile.peer = Some(Link { bytes_per_second: 10_240.0, latency_s: 0.01 });
-        let chooser = Chooser::Composed(Box::new(always.clone()));
+        let chooser = Chooser::Settings("always", Box::new(always.clone()));
         let served = Simulation::new(&trace, &options, &chooser, trace.rate(), 0).run().unwrap().served;
         assert_eq!(served.iter().map(|it| it.helper).collect::<Vec<_>>(), [Some(0); 3]);
         let apart = served[2].first_ns.abs_diff(served[1].first_ns) as f64 / 1e9;
@@ -204,11 +205,9 @@ fn trap_10_at_saturation_and_beyond_looking_at_caches_never_loses_to_looking_at_
 #[test]
 fn the_cache_preset_finds_more() {
     let (trace, options) = (fixture(), options(4));
-    let hits = |preset| {
-        [6.0, 12.0, 20.0]
-            .map(|rate| replay(&trace, &options, &Chooser::Preset(preset), rate, 3).hit_rate)
-            .iter()
-            .sum::<f64>()
+    let hits = |preset: Preset| {
+        let chooser = Chooser::Settings(preset.name(), Box::new(preset.settings()));
+        [6.0, 12.0, 20.0].map(|rate| replay(&trace, &options, &chooser, rate, 3).hit_rate).iter().sum::<f64>()
     };
     let [balanced, cache] = [Preset::Balanced, Preset::Cache].map(hits);
     println!("hit rates, added up: balanced {balanced:.4}, cache {cache:.4}");
@@ -310,4 +309,42 @@ fn several_routers_with_waiting_rooms_serve_or_refuse_everybody_and_always_alike
     let run = || replay(&trace, &options, &KV, 20.0, 1);
     assert_eq!(run(), run());
     assert_eq!(run().finished + run().refused, trace.len() as u64);
+}
+
+#[test]
+fn what_is_configured_counts_for_every_policy_of_ours_and_for_no_peers_rule() {
+    let (trace, default) = (fixture(), options(4));
+    let text = "decode_weight = 50\ncache_bias = 20";
+    let settings = toml::from_str(text).unwrap();
+    let tuned = Options { settings, ..default.clone() };
+    for chooser in Chooser::all() {
+        let [before, after] = [&default, &tuned].map(|options| replay(&trace, options, &chooser, 20.0, 1));
+        let blind = Chooser::Policy(Policy::RoundRobin) == chooser || Chooser::Policy(Policy::Random) == chooser;
+        let weighs = matches!(chooser, Chooser::Policy(_)) && !blind;
+        assert_eq!(before != after, weighs, "{}", chooser.name());
+    }
+    let tried = |options: &Options| capacity(&trace, options, |_, _| {}).unwrap().to_bits();
+    assert_eq!(tried(&tuned), tried(&default), "a load is the same rate, whatever is tuned");
+}
+
+#[test]
+fn a_model_is_placed_by_its_own_settings_and_the_waiting_room_has_the_configured_limits() {
+    let of = |model: &str| {
+        let text = FIXTURE.replace("\"timestamp\"", &format!("\"model\": \"{model}\", \"timestamp\""));
+        Trace::read(text.as_bytes()).unwrap()
+    };
+    let (small, big) = (of("small"), of("big"));
+    let text = "[models.small]\npreset = 'cache'\ndecode_weight = 50\npolicy = 'random'";
+    let tuned = Options { settings: toml::from_str(text).unwrap(), ..options(4) };
+    let run = |trace: &Trace, options: &Options| replay(trace, options, &KV, 20.0, 1);
+    assert_eq!(run(&big, &tuned), run(&fixture(), &options(4)));
+    let alone = Settings { decode_weight: 50.0, ..Preset::Cache.settings() };
+    assert_eq!(run(&small, &tuned), run(&big, &Options { settings: alone, ..options(4) }));
+    let as_configured = Chooser::Settings("as configured", Box::new(tuned.settings.clone()));
+    assert_ne!(replay(&small, &tuned, &as_configured, 20.0, 1).hit_rate, run(&small, &tuned).hit_rate);
+
+    let settings = toml::from_str("[admission]\nwait_seconds_max = 1").unwrap();
+    let room = Options { admission: Admission::Room, ..options(4) };
+    let refused = |options: &Options| replay(&big, options, &KV, 100.0, 1).refused;
+    assert!(refused(&Options { settings, ..room.clone() }) > refused(&room));
 }

@@ -28,6 +28,8 @@ pub(super) struct Asked {
     pub(super) blocks: Vec<u32>,
     /// Which conversation it seems to belong to.
     pub(super) session: u64,
+    /// Which model, where a record says it; else nothing.
+    pub(super) model: Box<str>,
 }
 
 /// A line that is no request.
@@ -55,6 +57,8 @@ struct Line {
     input_length: u64,
     output_length: u64,
     hash_ids: Vec<u32>,
+    #[serde(default)]
+    model: Box<str>,
 }
 
 impl Trace {
@@ -67,7 +71,7 @@ impl Trace {
                 continue;
             }
             let wrong = |what: String| TraceError::Line { line: at + 1, what };
-            let Line { timestamp, input_length, output_length, hash_ids } =
+            let Line { timestamp, input_length, output_length, hash_ids, model } =
                 serde_json::from_str(&line).map_err(|error| wrong(no_request(&error)))?;
             let blocks = input_length.div_ceil(BLOCK_TOKENS);
             if input_length == 0 || hash_ids.len() as u64 != blocks {
@@ -78,7 +82,7 @@ impl Trace {
                 return Err(wrong(format!("timestamp {timestamp} is no time")));
             }
             let (at_ms, output) = (timestamp as u64, output_length.max(1));
-            requests.push(Asked { at_ms, input: input_length, output, blocks: hash_ids, session: 0 });
+            requests.push(Asked { at_ms, input: input_length, output, blocks: hash_ids, session: 0, model });
         }
         requests.sort_by_key(|asked| asked.at_ms);
         let Some(first) = requests.first().map(|asked| asked.at_ms) else { return Err(TraceError::Empty) };

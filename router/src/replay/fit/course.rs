@@ -47,6 +47,8 @@ const AT_ONCE_S: f64 = 0.000_2;
 
 impl Sums {
     pub(super) const LEN: usize = 5;
+    pub(super) const STEPS: usize = 0;
+    pub(super) const SEQUENCES: usize = 1;
     pub(super) const TOKENS: usize = 3;
     pub(super) const PAIRS: usize = 4;
 

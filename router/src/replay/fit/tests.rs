@@ -28,6 +28,7 @@ fn record(profile: &Profile, workers: usize, rate: f64) -> Vec<Line> {
         slo,
         admission: Admission::Off,
         flip: false,
+        settings: crate::settings::Settings::default(),
     };
     let outcome = Simulation::new(&trace, &options, &Chooser::Policy(Policy::Kv), rate, 0).run().unwrap();
     let line = |(asked, served): (&crate::replay::trace::Asked, &crate::replay::figures::Served)| {
@@ -105,4 +106,29 @@ fn too_little_is_not_guessed_from() {
     assert_eq!(fit(&lines[..20], &h100()), Err(FitError::TooFew { found: 20 }));
     let apart: Vec<Line> = lines.iter().cloned().map(|line| Line { apart: true, ..line }).collect();
     assert_eq!(fit(&apart, &h100()), Err(FitError::TooFew { found: 0 }));
+}
+
+#[test]
+fn who_recorded_requests_that_are_alike_is_told_what_is_missing_and_that_is_enough() {
+    // A step takes 10 ms, a sequence 1 ms, a token 0.1 ms.
+    let line = |at: u64, every: u64, input: u64, together: u64| {
+        let prompt = 0.01 + 0.0001 * input as f64;
+        let decode = 40.0 * (0.01 + 0.001 * together as f64);
+        serde_json::from_value::<Line>(serde_json::json!({
+            "timestamp": every * at, "input_length": input, "output_length": 41, "hash_ids": [], "model": "toy", "worker": "w",
+            "sent_s": 0.0, "first_token_s": prompt, "last_token_s": prompt + decode,
+        }))
+        .unwrap()
+    };
+    let alike: Vec<Line> = (0..60).map(|at| line(at, 2_000, 1000, 1)).collect();
+    let base = Profile { step_tokens: 1 << 20, ..h100() };
+    let error = fit(&alike, &base).unwrap_err().to_string();
+    for said in ["the 60 requests", "1000 to 1000 tokens", "while 1 to 1 are", "record 100 or more", "ten times"] {
+        assert!(error.contains(said), "{said}: {error}");
+    }
+    let length = |at: u64| 200 * (1 + at % 10);
+    let alone = (0..50).map(|at| line(at, 2_000, length(at), 1));
+    let several = (50..75).flat_map(|at| (0..2).map(move |_| line(at, 2_000, length(at), 2)));
+    let Fit { profile, .. } = fit(&alone.chain(several).collect::<Vec<_>>(), &base).unwrap();
+    assert!(profile.token_s > 0.0 && profile.step_s > 0.0, "{profile:?}");
 }

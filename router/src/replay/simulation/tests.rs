@@ -69,7 +69,7 @@ fn bursts(workers: Vec<Phase>) -> crate::replay::Figures {
     let mut options = options(1);
     options.profile.device_bytes *= 10;
     let options = Options { workers, ..options };
-    replay(&trace, &options, &Chooser::Preset(Preset::Latency), trace.rate(), 3)
+    replay(&trace, &options, &Chooser::Settings("latency", Box::new(Preset::Latency.settings())), trace.rate(), 3)
 }
 
 #[test]
@@ -106,7 +106,8 @@ fn workers_change_sides_when_what_is_asked_does() {
 
 #[test]
 fn a_prompt_that_is_lost_once_its_blocks_are_on_their_way_was_handed_over_all_the_same() {
-    let requests = vec![Asked { at_ms: 0, input: 8 * 512, output: 4, blocks: (0..8).collect(), session: 0 }];
+    let requests =
+        vec![Asked { at_ms: 0, input: 8 * 512, output: 4, blocks: (0..8).collect(), session: 0, model: "".into() }];
     let trace = Trace { requests };
     let options = Options { workers: vec![Phase::Prefill, Phase::Decode], ..options(1) };
     for (running, helper) in [(0, None), (1, Some(0))] {
@@ -156,7 +157,8 @@ fn two_workers_whose_memory_is_full_of_each_others_prompts_do_not_wait_for_ever(
         ..options(1).profile
     };
     let blocks = |first: u32| (first..first + 11).collect();
-    let asked = |first| Asked { at_ms: 0, input: 11 * 512, output: 1, blocks: blocks(first), session: 0 };
+    let asked =
+        |first| Asked { at_ms: 0, input: 11 * 512, output: 1, blocks: blocks(first), session: 0, model: "".into() };
     let (requests, mut around) = (vec![asked(0), asked(100)], Around { store: None, sends_ns: vec![0; 2] });
     let mut workers = [Engine::new(&profile), Engine::new(&profile)];
     let mut step = |worker: &mut Engine, now: u64| {
