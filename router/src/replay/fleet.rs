@@ -136,9 +136,8 @@ impl Routing {
     pub(super) fn new(chooser: &Chooser, options: &Options, requests: usize, seed: u64) -> Self {
         let workers = options.workers.len();
         // Rules of others choose one worker, who does it all.
-        let Settings { planner, admission, index_bytes, .. } = options.settings.clone();
-        let together =
-            Settings { disaggregation: Disaggregation::Never, planner, admission, index_bytes, ..Settings::default() };
+        let Settings { planner, admission, .. } = options.settings.clone();
+        let together = Settings { disaggregation: Disaggregation::Never, planner, admission, ..Settings::default() };
         let (settings, peer) = match chooser {
             Chooser::Policy(policy) => (options.settings.clone().choosing(policy), None),
             Chooser::Settings(_, settings) => (settings.as_ref().clone(), None),
