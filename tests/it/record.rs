@@ -168,8 +168,9 @@ fn a_configuration_is_replayed_as_the_router_would_take_it() {
     assert_eq!(names(&replay(&["--set", composed]).0), ["composed"]);
     assert_eq!(names(&replay(&["--set", "router.policy=session"]).0), ["session"]);
     assert_eq!(names(&replay(&["--set", "router.cache_bias=2"]).0).len(), 8);
-    let apart = ["--policy", "kv", "--workers", "prefill:2,decode:2", "--set", "router.planner.mode=flip"];
-    let apart = replay(&apart).0;
+    let flip = ["--workers", "prefill:2,decode:2", "--set", "router.planner.mode=flip"];
+    let apart = blockyard(&[&["replay", "--rate", "40", "--policy", "kv", "--json"], &flip[..]].concat(), &run);
+    let apart: Value = serde_json::from_slice(&apart.stdout).unwrap();
     assert!(apart["flip"] == true && apart["policies"][0]["flips"].is_u64(), "{apart:#}");
     // What is wrong is said as `serve` says it.
     for (wrong, said) in [
