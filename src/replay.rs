@@ -43,7 +43,7 @@ pub struct Replay {
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
 
-    /// Sets any key of the configuration, like router.decode_weight=2; may be repeated
+    /// Sets any key of the configuration, like `router.decode_weight=2`; may be repeated
     #[arg(long, value_name = "KEY=VALUE")]
     set: Vec<Flag>,
 
