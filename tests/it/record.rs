@@ -134,7 +134,7 @@ fn a_configuration_is_replayed_as_the_router_would_take_it() {
     let (run, file) = (folder.path().join("run.jsonl"), folder.path().join("blockyard.toml"));
     // Prompts that begin alike come while answers are decoded.
     let line = |at: u64| {
-        let ids: Vec<u64> = (0..1 + at % 3).chain([1000 + at]).collect();
+        let ids: Vec<u64> = (0..=at % 3).chain([1000 + at]).collect();
         json!({"timestamp": 60 * at, "input_length": 512 * ids.len(), "output_length": 200, "hash_ids": ids})
             .to_string()
     };
