@@ -107,9 +107,15 @@ impl Scheduler {
                 self.blocks(sequence.goal() + 1).min(self.manager.capacity()).saturating_sub(sequence.blocks.len());
             // Each running sequence may want its next block before it finishes.
             let room = need + self.running.len();
-            if self.manager.available() < room && self.running.is_empty() {
+            if !self.running.is_empty() {
+                sequence.held_up = None;
+            } else if self.manager.available() < room {
                 // Nothing that runs will free a block; what merely waits must not hold any.
                 self.waiting.iter_mut().for_each(Sequence::release);
+                if self.manager.available() < room {
+                    // Nor what came up for itself, behind a block that did not: what is whole below is fetched again.
+                    sequence.coming = None;
+                }
                 let pinned_out = self.manager.capacity() - self.manager.pinned() < room;
                 let since = *sequence.held_up.get_or_insert_with(Instant::now);
                 if self.manager.available() < room && (pinned_out || since.elapsed() >= MOMENT) {

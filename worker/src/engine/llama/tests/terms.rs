@@ -143,6 +143,41 @@ async fn pins_give_way_to_a_hand_over_only_when_it_does_not_end() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn what_came_up_behind_a_bad_block_keeps_nobody_waiting() {
+    let folder = tempfile::tempdir().unwrap();
+    let ssd = disk(folder.path());
+    let long = Rng(5).tokens(16 * 18);
+    let writer = Rig::new(Shape { lower: vec![ssd.clone()], ..Shape::default() });
+    writer.cached(&long, Retention::default()).await;
+    let second = writer.kv(&long[..32])[writer.memory.device().block_bytes()..][..64].to_vec();
+    writer.settle().await;
+    spoil(folder.path(), &second);
+
+    let rig = Rig::new(Shape { g1: 20, lower: vec![ssd], ..Shape::default() });
+    let mut other = rig.engine.generate(request(&*rig.engine, &Rng(6).tokens(16), 200)).await.unwrap();
+    other.next().await.unwrap().unwrap();
+    let asking = tokio::spawn(collect(rig.engine.generate(request(&*rig.engine, &long, 1)).await.unwrap()));
+    rig.engine.load().wait_for(|load| load.waiting > 0).await.unwrap();
+    // Time for what is whole to come up while it waits.
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    drop(other);
+    let answer = tokio::time::timeout(Duration::from_mins(1), asking).await.expect("nothing runs, so it has its turn");
+    assert_eq!(answer.unwrap().unwrap().ids.len(), 1);
+}
+
+/// Changes one byte of what a log has in its files.
+fn spoil(folder: &std::path::Path, bytes: &[u8]) {
+    for file in std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()) {
+        let Ok(mut all) = std::fs::read(&file) else { continue };
+        if let Some(at) = all.windows(bytes.len()).position(|part| part == bytes) {
+            all[at] ^= 1;
+            return std::fs::write(file, all).unwrap();
+        }
+    }
+    panic!("it rests in no file");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn two_tenants_share_nothing_and_get_the_same_answer() {
     let folder = tempfile::tempdir().unwrap();
     let ssd = disk(folder.path());
