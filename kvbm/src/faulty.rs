@@ -120,6 +120,10 @@ impl Tier for Faulty {
         self.tier.discard(fingerprint, name);
     }
 
+    fn lapse(&self, fingerprint: Fingerprint, name: SequenceHash) -> usize {
+        self.tier.lapse(fingerprint, name)
+    }
+
     fn expire(&self, now: Date) -> usize {
         self.tier.expire(now)
     }

@@ -126,6 +126,10 @@ impl<F: Form> Tier for Formed<F> {
         self.tier.discard(fingerprint, name);
     }
 
+    fn lapse(&self, fingerprint: Fingerprint, name: SequenceHash) -> usize {
+        self.tier.lapse(fingerprint, name)
+    }
+
     fn expire(&self, now: Date) -> usize {
         self.tier.expire(now)
     }

@@ -389,6 +389,11 @@ impl Tier for ObjectTier {
         self.catalog.discard(fingerprint, name);
     }
 
+    fn lapse(&self, fingerprint: Fingerprint, name: SequenceHash) -> usize {
+        // As a sweep does: whichever copy it was that is over.
+        self.catalog.index.remove([(fingerprint, name)], |_| true)
+    }
+
     fn expire(&self, now: Date) -> usize {
         self.catalog.index.expire(now)
     }

@@ -38,6 +38,13 @@ pub trait Tier: Send + Sync + 'static {
     /// Drops a block that turned out not to be what it says.
     fn discard(&self, fingerprint: Fingerprint, name: SequenceHash);
 
+    /// Drops a block that was read and is over, unless a sweep was before that, and says how many that makes.
+    fn lapse(&self, fingerprint: Fingerprint, name: SequenceHash) -> usize {
+        let held = self.holds(fingerprint, &[name]);
+        self.discard(fingerprint, name);
+        held
+    }
+
     /// Forgets blocks that are over by `now`, and says how many. Cheap when there are none.
     fn expire(&self, now: Date) -> usize;
 

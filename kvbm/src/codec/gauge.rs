@@ -109,6 +109,10 @@ impl Tier for Measured {
         self.tier.discard(fingerprint, name);
     }
 
+    fn lapse(&self, fingerprint: Fingerprint, name: SequenceHash) -> usize {
+        self.tier.lapse(fingerprint, name)
+    }
+
     fn expire(&self, now: Date) -> usize {
         self.tier.expire(now)
     }

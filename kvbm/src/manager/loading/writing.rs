@@ -104,9 +104,7 @@ impl Loading<'_> {
 
     fn expire(&self, source: usize, index: usize) {
         let (tier, core, name) = (&self.job.sources[source].tier, &self.job.inner.core, self.job.names[index]);
-        // Unless a sweep found it meanwhile.
-        core.metrics.expired(tier.level(), tier.holds(core.device.fingerprint(), &[name]));
-        tier.discard(core.device.fingerprint(), name);
+        core.metrics.expired(tier.level(), tier.lapse(core.device.fingerprint(), name));
     }
 
     pub(super) fn quarantine(&self, source: usize, index: usize, why: Corrupt) {

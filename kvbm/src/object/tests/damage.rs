@@ -93,6 +93,24 @@ async fn of_a_block_that_lies_twice_the_older_copy_is_read_when_the_newer_is_not
 }
 
 #[tokio::test(start_paused = true)]
+async fn of_a_block_that_is_over_no_copy_is_spared() {
+    let (folder, blocks) = (tempfile::tempdir().unwrap(), chain(1, 10));
+    let (one, other) = (reopen(folder.path()).await.0, reopen(folder.path()).await.0);
+    let stored = tokio::join!(one.store(blocks.clone()), other.store(blocks.clone()));
+    assert!(stored.0.iter().chain(&stored.1).all(Result::is_ok));
+    let (reader, events) = reopen(folder.path()).await;
+    for block in &blocks {
+        let name = block.header.name;
+        // As one does that finds the newer copy unsound; and then another that finds that the older one is over.
+        reader.discard(fingerprint(), name);
+        assert_eq!(reader.holds(fingerprint(), &[name]), 1, "it lies twice");
+        assert_eq!([0; 2].map(|_| reader.lapse(fingerprint(), name)), [1, 0]);
+        assert_eq!(reader.holds(fingerprint(), &[name]), 0);
+    }
+    assert!(announced(&events, Level::G4).is_empty());
+}
+
+#[tokio::test(start_paused = true)]
 async fn truncated_swapped_and_misplaced_objects_yield_no_wrong_block() {
     let (folder, blocks) = image().await;
     let objects = files(folder.path(), "blocks");
