@@ -2,7 +2,8 @@
 //!
 //! What to do about an event is the [`View`]'s decision; here it is done. What was missed of a source is asked for beside
 //! everything else, a range of events first and then a snapshot, while what is known of it goes on serving. A large snapshot is
-//! taken into the index beside everything else, too: only the events of its own source wait for that.
+//! taken into the index beside everything else, too. The events of its own source wait for that in its view; but should the source
+//! leave or begin anew meanwhile, the task itself waits, and all others with it.
 
 pub(crate) mod view;
 
@@ -36,7 +37,8 @@ pub(crate) struct Feed {
     questions: u64,
     /// Keeps a fleet that starts at once from asking for all its snapshots at once.
     turns: Arc<Semaphore>,
-    /// Whoever has it takes a large snapshot into the index, one at a time: requests need the other cores.
+    /// Whoever has it takes a large snapshot into the index, one at a time: requests need the other cores. Whatever else empties
+    /// or fills what that source holds waits until it is laid, in the task.
     hand: Arc<Semaphore>,
 }
 
@@ -233,7 +235,9 @@ impl Feed {
         self.questions += 1;
         let (events, turns, hand) = (self.events.clone(), self.turns.clone(), self.hand.clone());
         let question = self.questions;
-        let pause = if attempt == 0 { Duration::ZERO } else { (RETRY.0 * (1 << attempt.min(10))).min(RETRY.1) };
+        // A range is little, and whoever is late with it has to ask for more.
+        let at_once = attempt == 0 || matches!(ask, Ask::Range(..));
+        let pause = if at_once { Duration::ZERO } else { (RETRY.0 * (1 << attempt.min(10))).min(RETRY.1) };
         self.repairs.push(Box::pin(async move {
             tokio::time::sleep(pause).await;
             // The semaphores are never closed.
@@ -258,7 +262,6 @@ impl Feed {
             }
             return;
         }
-        let before = view.number();
         let (outcome, attempt) = match answer {
             Answer::Range(epoch, after, kept) => {
                 let outcome = match &kept {
@@ -285,9 +288,9 @@ impl Feed {
                 ("failed", attempt + 1)
             }
         };
-        let moved = view.number() > before;
         self.core.metrics.repairs.with_label_values(&[outcome]).inc();
-        self.go_on(source, if moved { 0 } else { attempt });
+        // The next attempt of this row, unless nothing is missing: a snapshot that comes too late to be followed is not the end of it.
+        self.go_on(source, attempt);
     }
 
     /// Sets the index to what a snapshot tells of a source, and says so.

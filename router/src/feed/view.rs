@@ -87,6 +87,9 @@ pub(crate) enum Ask {
 
 /// A report may overtake the last events by this much.
 const GRACE: Duration = Duration::from_millis(500);
+/// Of several that announce a store, whoever began last is followed, and gone once the others' digests come for so long and none of
+/// its own: each sends one every ten seconds, and two may be lost.
+const OTHERS_GRACE: Duration = Duration::from_secs(25);
 
 impl Outcome {
     /// The label in metrics.
@@ -180,11 +183,6 @@ impl View {
         std::mem::take(&mut self.news)
     }
 
-    /// The last event that the index has seen.
-    pub(crate) fn number(&self) -> u64 {
-        self.number
-    }
-
     /// Whether it has seen all events up to this one of this life, and no more.
     pub(crate) fn stands_at(&self, epoch: Epoch, number: u64) -> bool {
         self.lacks.is_none() && self.life == Some(epoch) && self.number == number
@@ -204,7 +202,8 @@ impl View {
             return false;
         }
         let since = self.missing.filter(|(epoch, number, _)| comes(*epoch, *number)).map(|(_, _, since)| since);
-        let due = since.is_some_and(|since| now - since >= GRACE);
+        let grace = if self.least.is_none() && Some(epoch) < self.life { OTHERS_GRACE } else { GRACE };
+        let due = since.is_some_and(|since| now - since >= grace);
         self.missing = Some((epoch, number, since.unwrap_or(now))).filter(|_| !due);
         if due && self.life == Some(epoch) {
             self.heard = number;

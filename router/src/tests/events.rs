@@ -192,6 +192,28 @@ async fn events_that_nobody_announced_cost_some_questions_and_no_truth() {
     assert_eq!(([held(1), held(2)], asked()), ([30, 30], questions));
 }
 
+#[tokio::test(start_paused = true)]
+async fn whose_snapshots_come_too_late_to_be_followed_is_asked_less_and_less() {
+    let yard = Yard::over(Settings::default(), Link { lag: Duration::from_secs(1), ..Link::default() });
+    let worker = yard.worker(1, Phase::Both).await;
+    let blocks = names(&prompt(1, 1600));
+    tokio::time::sleep(Duration::from_secs(5)).await;
+    // Of each round, more than a log keeps, the last event arrives: before it could be told of, for it is sent ahead.
+    let round = 4_200;
+    for last in (3..).map(|rounds| rounds * round).take(60) {
+        let event = stored(Level::G1, &blocks[..1]);
+        (0..round).for_each(|_| yard.announce(&worker, event.clone(), false));
+        let body = EventBody::Block { number: last, event };
+        yard.bus.publish(Event { source: Source::Worker(WorkerId(1)), epoch: Epoch(1), body });
+        tokio::time::sleep(Duration::from_millis(900)).await;
+    }
+    let (taken, missed) = (yard.repairs("taken"), yard.repairs("not_kept"));
+    assert!((8..=12).contains(&taken) && missed > 6, "{taken} snapshots, and none could be followed {missed} times");
+    yard.announce(&worker, stored(Level::G1, &blocks), false);
+    tokio::time::sleep(Duration::from_secs(10)).await;
+    assert_eq!(yard.router.core.index.memberships(), blocks.len());
+}
+
 /// Keeps the only thread for long work busy until it is dropped.
 fn busy() -> mpsc::Sender<()> {
     let (sender, receiver) = mpsc::channel::<()>();

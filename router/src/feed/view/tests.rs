@@ -261,6 +261,26 @@ fn a_report_ahead_is_believed_after_a_grace() {
     assert_eq!(view.event(LIFE, 7, event(7)), Outcome::Held);
 }
 
+#[test]
+fn of_several_that_announce_a_store_the_last_is_gone_when_only_the_others_tell_for_long() {
+    let mut view = View::of_life(None);
+    assert_eq!(view.ask(0), Some(Ask::Snapshot));
+    assert!(snapshot(&mut view, LIFE, 9));
+    let (mut now, formers) = (Instant::now(), [Epoch(5), Epoch(6)]);
+    let mut round = |view: &mut View, lives: &[Epoch]| {
+        now += Duration::from_secs(10);
+        // Of a store, each says what it holds every ten seconds, whenever that is.
+        let told = |(at, life): (u32, &Epoch)| view.behind(*life, 9, now + Duration::from_millis(3_300) * at);
+        (0..).zip(lives).map(told).filter(|behind| *behind).count()
+    };
+    let all = [formers[0], formers[1], LIFE];
+    for lives in [&all[..], &all, &formers, &formers, &all, &formers] {
+        assert_eq!(round(&mut view, lives), 0, "it is there, or its digests were lost");
+    }
+    assert_eq!([0; 3].map(|_| round(&mut view, &formers)), [0, 0, 1]);
+    assert_eq!(view.ask(0), Some(Ask::Snapshot));
+}
+
 type Blocks = BTreeSet<(Level, SequenceHash)>;
 
 fn apply(blocks: &mut Blocks, event: &BlockEvent) {
@@ -296,7 +316,7 @@ enum Step {
     Answer(Option<bool>),
     /// What a snapshot told is in the index.
     Laid,
-    /// Two reports, long enough one after the other.
+    /// Reports, long enough one after the other, for whichever life is followed.
     Report,
     /// An event that nobody announced, with a number of this life or of one that nobody lives.
     Lie(bool, u64),
@@ -358,7 +378,7 @@ impl Stage {
 
     fn report(&mut self) {
         let now = Instant::now();
-        for at in [now, now + GRACE] {
+        for at in [now, now + GRACE, now + OTHERS_GRACE] {
             self.view.behind(self.log.epoch(), *self.log.latest().borrow(), at);
         }
         self.go_on();
@@ -425,7 +445,7 @@ proptest! {
             }
             prop_assert!(stage.asked.len() + usize::from(stage.laying.is_some()) <= 1, "one question at a time");
             if stage.laying.is_none() {
-                let told = stage.view.life().map_or_else(Blocks::new, |life| stage.told(life, stage.view.number()));
+                let told = stage.view.life().map_or_else(Blocks::new, |life| stage.told(life, stage.view.number));
                 prop_assert_eq!(&stage.believed, &told, "what is believed was told at some time");
             }
         }
