@@ -151,10 +151,9 @@ impl Shared {
         drop(held);
     }
 
-    /// Holds blocks that were loaded for the request, each from its level.
-    pub(super) fn keep_loaded(&self, blocks: CachedBlocks, levels: &[Level]) {
-        self.lock().from.extend(blocks.iter().zip(levels).map(|(block, level)| (block.name(), *level)));
-        self.keep(blocks);
+    /// Notes which level blocks come from, before anybody can find them.
+    pub(super) fn come_from(&self, blocks: impl Iterator<Item = (SequenceHash, Level)>) {
+        self.lock().from.extend(blocks);
     }
 
     /// Offers what was loaded to the tiers that may not have it, once. What G2 gave is in G2; everything else goes up there too,

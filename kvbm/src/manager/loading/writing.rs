@@ -59,14 +59,14 @@ impl Loading<'_> {
         written.sort_by_key(|written| match written {
             Written::Good { index, .. } | Written::Bad { index, .. } | Written::Over { index, .. } => *index,
         });
-        let (mut blocks, mut levels) = (Vec::new(), Vec::new());
+        let (mut blocks, mut from) = (Vec::new(), Vec::new());
         for written in written {
             match written {
                 Written::Good { source, index, block } => {
                     self.seen[source].delivered += 1;
                     self.places[index] = Place::There;
                     blocks.push(block);
-                    levels.push(self.level(source));
+                    from.push((self.job.names[index], self.level(source)));
                 }
                 Written::Bad { source, index, why } => {
                     self.quarantine(source, index, why);
@@ -79,12 +79,13 @@ impl Loading<'_> {
             }
         }
         if !blocks.is_empty() {
-            for level in &levels {
+            for (_, level) in &from {
                 self.job.inner.core.metrics.hit(*level, 1);
             }
+            self.job.shared.come_from(from.into_iter());
             // At once, for those who follow; and if this request is dropped, what it loaded stays cached.
             let cached = self.job.inner.core.pool.register(blocks);
-            self.job.shared.keep_loaded(cached, &levels);
+            self.job.shared.keep(cached);
             self.lead += self.places[self.lead..].iter().take_while(|place| **place == Place::There).count();
             self.news = Instant::now();
             self.bringing.step();
