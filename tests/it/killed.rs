@@ -10,7 +10,11 @@ use std::io::{BufRead, BufReader};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
+
+/// How long the program may take to start or to stop. Each takes a second; a machine that runs several test suites at once may
+/// need a minute.
+const START_LIMIT: Duration = Duration::from_mins(5);
 
 /// A running program. Dropping it kills it.
 pub(crate) struct Process {
@@ -23,8 +27,8 @@ pub(crate) struct Process {
 /// Who asks it.
 #[derive(Clone)]
 pub(crate) struct Client {
-    url: String,
-    admin: Option<String>,
+    pub(crate) url: String,
+    pub(crate) admin: Option<String>,
     http: reqwest::Client,
 }
 
@@ -35,9 +39,18 @@ impl Process {
         command.arg(data).args(arguments).envs(environment.iter().copied());
         let log = tempfile::tempfile().unwrap();
         let mut child = command.stdout(Stdio::piped()).stderr(log.try_clone().unwrap()).spawn().unwrap();
-        let mut banner = String::new();
-        BufReader::new(child.stdout.take().unwrap()).read_line(&mut banner).unwrap();
-        let banner: Value = serde_json::from_str(&banner).unwrap_or_else(|_| panic!("no banner:\n{}", last_of(&log)));
+        let mut stdout = BufReader::new(child.stdout.take().unwrap());
+        let read = tokio::task::spawn_blocking(move || {
+            let mut line = String::new();
+            stdout.read_line(&mut line).map(|_| line)
+        });
+        let Ok(line) = tokio::time::timeout(START_LIMIT, read).await else {
+            // Ends the thread that reads.
+            let _ = child.kill();
+            panic!("no banner within {START_LIMIT:?}:\n{}", last_of(&log));
+        };
+        let banner: Value = serde_json::from_str(&line.unwrap().unwrap())
+            .unwrap_or_else(|_| panic!("no banner:\n{}", last_of(&log)));
         let admin = banner["admin"].as_str().map(|address| format!("http://{address}"));
         let client = Client { url: format!("http://{}", banner["address"].as_str().unwrap()), admin, http: client() };
         let ready = async {
@@ -45,11 +58,11 @@ impl Process {
                 tokio::time::sleep(Duration::from_millis(20)).await;
             }
         };
-        let in_time = tokio::time::timeout(Duration::from_mins(5), ready).await;
+        let in_time = tokio::time::timeout(START_LIMIT, ready).await;
         let mut process = Self { child, log, client };
         if in_time.is_err() {
             process.kill();
-            panic!("not ready within five minutes:\n{}", last_of(&process.log));
+            panic!("not ready within {START_LIMIT:?}:\n{}", last_of(&process.log));
         }
         process
     }
@@ -61,7 +74,17 @@ impl Process {
     /// SIGTERM, and waits until everything is written and it has ended.
     pub(crate) fn stop(&mut self) {
         let asked = Command::new("kill").arg(self.id().to_string()).status().unwrap();
-        let ended = self.child.wait().unwrap();
+        let deadline = Instant::now() + START_LIMIT;
+        let ended = loop {
+            if let Some(ended) = self.child.try_wait().unwrap() {
+                break ended;
+            }
+            if Instant::now() > deadline {
+                self.kill();
+                panic!("did not stop within {START_LIMIT:?}:\n{}", last_of(&self.log));
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        };
         assert!(asked.success() && ended.success(), "{asked}, {ended}:\n{}", last_of(&self.log));
     }
 

@@ -2,21 +2,11 @@
 
 #![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
 
-use super::serve::{client, program};
+use super::killed::Process;
+use super::serve::client;
 use serde_json::{Value, json};
-use std::io::{BufRead, BufReader};
-use std::process::{Child, Command, Stdio};
+use std::process::Command;
 use std::time::Duration;
-
-/// A running program. Dropping it kills it.
-struct Process(Child);
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        self.0.kill().unwrap();
-        self.0.wait().unwrap();
-    }
-}
 
 async fn get(url: &str) -> Value {
     client().get(url).send().await.unwrap().json().await.unwrap()
@@ -27,15 +17,11 @@ async fn a_signal_a_file_and_a_request_each_have_it_read_again_and_a_stream_goes
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("blockyard.toml");
     std::fs::write(&file, "[router]\npolicy = 'kv'\n").unwrap();
-    let mut command = program(&["--model", "tiny", "--listen", "127.0.0.1:0", "--workers", "both:2", "--json"]);
-    command.arg("--data-dir").arg(folder.path().join("data")).arg("--config").arg(&file);
-    command.args(["--set", "admin.listen=127.0.0.1:0", "--set", "tiers.g3=off", "--set", "tiers.g1=32MiB"]);
-    let mut process = Process(command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap());
-    let mut banner = String::new();
-    BufReader::new(process.0.stdout.take().unwrap()).read_line(&mut banner).unwrap();
-    let banner: Value = serde_json::from_str(&banner).unwrap();
-    let url = format!("http://{}", banner["address"].as_str().unwrap());
-    let admin = format!("http://{}/admin", banner["admin"].as_str().unwrap());
+    let settings = ["--set", "admin.listen=127.0.0.1:0", "--set", "tiers.g3=off", "--set", "tiers.g1=32MiB"];
+    let arguments = [&["--workers", "both:2", "--config", file.to_str().unwrap()], &settings[..]].concat();
+    let process = Process::start(&folder.path().join("data"), &arguments, &[]).await;
+    let url = process.client.url.clone();
+    let admin = format!("{}/admin", process.client.admin.clone().unwrap());
     assert_eq!(get(&format!("{admin}/config")).await["reload"], Value::Null);
 
     let http = client();
@@ -58,7 +44,7 @@ async fn a_signal_a_file_and_a_request_each_have_it_read_again_and_a_stream_goes
     assert_eq!((&report["outcome"], &report["applied"]), (&json!("applied"), &json!(["router.policy"])));
     assert_eq!((&report["needs_restart"], policy), (&json!(["drain"]), json!("random")));
 
-    let killed = Command::new("kill").args(["-HUP", &process.0.id().to_string()]).status().unwrap();
+    let killed = Command::new("kill").args(["-HUP", &process.id().to_string()]).status().unwrap();
     assert!(killed.success());
     let (report, _) = last("SIGHUP").await;
     assert_eq!(report["outcome"], "unchanged", "the watch has seen it before");

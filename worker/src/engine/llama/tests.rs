@@ -87,6 +87,12 @@ impl Rig {
         Self { engine, manager, memory, host, log, registry }
     }
 
+    /// Makes the engine believe that computing is slow, a second for each prompt token: loading always pays, however busy the
+    /// machine is. The weight of the measurement outlasts all prompts of a test.
+    fn assume_slow_prefill(&self) {
+        self.engine.vitals.stepped(1 << 24, std::time::Duration::from_secs(1 << 24));
+    }
+
     /// Steps so far, of one kind.
     fn steps(&self, kind: &str) -> u64 {
         let families = self.registry.gather();
@@ -411,11 +417,17 @@ async fn preempted_sequences_answer_as_if_nothing_had_happened() {
 async fn what_a_preempted_sequence_lost_comes_up_while_it_waits() {
     let mut rng = Rng(13);
     let rig = Rig::new(Shape { g1: 60, g2: 400, ..Shape::default() });
+    rig.assume_slow_prefill();
+    let mut running = 0;
     let mut ask = async |tokens, answer| {
         let prompt = rng.tokens(tokens);
         let mut wanted = request(&*rig.engine, &prompt, answer);
         wanted.stop.ignore_eos = true;
-        (prompt, rig.engine.generate(wanted).await.unwrap())
+        let stream = rig.engine.generate(wanted).await.unwrap();
+        // One after the other: the last one that joins the batch is the one that is preempted.
+        running += 1;
+        rig.engine.load().wait_for(|load| load.running == running).await.unwrap();
+        (prompt, stream)
     };
     // 56 of 60 blocks at first. The first two need 22 more, which the youngest pays for.
     let (_, mut long) = ask(320, 600).await;
