@@ -49,8 +49,8 @@ impl Process {
             let _ = child.kill();
             panic!("no banner within {START_LIMIT:?}:\n{}", last_of(&log));
         };
-        let banner: Value = serde_json::from_str(&line.unwrap().unwrap())
-            .unwrap_or_else(|_| panic!("no banner:\n{}", last_of(&log)));
+        let banner: Value =
+            serde_json::from_str(&line.unwrap().unwrap()).unwrap_or_else(|_| panic!("no banner:\n{}", last_of(&log)));
         let admin = banner["admin"].as_str().map(|address| format!("http://{address}"));
         let client = Client { url: format!("http://{}", banner["address"].as_str().unwrap()), admin, http: client() };
         let ready = async {
