@@ -26,7 +26,7 @@ run: ## Build and serve the built-in model on 127.0.0.1:8000 (RUN="serve --model
 	cargo run --locked --release -- $(RUN)
 
 test: $(VENV)/.ready $(SERVERS)/node_modules/.ready ## Every test: Python client, documentation examples, Rust beside object stores. Installs what it needs
-	cargo build --locked
+	cargo test --locked --workspace --no-run
 	$(VENV)/bin/python -m pytest -q tests/python
 	cargo test --locked --workspace --doc --quiet
 	cargo test --locked --quiet $(BENCH)

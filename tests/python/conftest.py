@@ -1,6 +1,6 @@
 """A real `blockyard serve` on a free port, with the official client pointed at it.
 
-BLOCKYARD_BIN names the binary; without it, the debug build that `cargo build` leaves. When a test fails, the end of the
+BLOCKYARD_BIN names the binary; without it, the debug build that `cargo build` or a build of the tests leaves. When a test fails, the end of the
 server's log is shown with it.
 """
 
