@@ -10,9 +10,10 @@ mod load;
 mod print;
 mod values;
 
+pub use frontend::Span;
 pub use load::{Error, Flag, Sources};
 pub use print::{as_json, as_toml, changes, defaults};
-pub use values::{Budget, ByteSize, Invalid, Listen, Model, Span, Threads, Workers};
+pub use values::{Budget, ByteSize, Invalid, Listen, Model, Threads, Workers};
 
 use kvbm::crypt::KeySource;
 use kvbm::object::{Credentials, Endpoint, Location};
@@ -282,13 +283,16 @@ impl Config {
     }
 
     /// Numbers of which none is too few.
-    fn counts(&self) -> [(&'static str, usize); 4] {
+    fn counts(&self) -> [(&'static str, usize); 7] {
         let Self { engine, frontend, .. } = self;
         [
             ("engine.prefill_chunk", engine.prefill_chunk),
             ("engine.sequences_max", engine.sequences_max),
             ("engine.waiting_max", engine.waiting_max),
             ("frontend.body_bytes_max", frontend.body_bytes_max),
+            ("frontend.max_connections", frontend.max_connections),
+            ("frontend.max_header_bytes", frontend.max_header_bytes),
+            ("frontend.min_body_bytes_per_second", frontend.min_body_bytes_per_second),
         ]
     }
 }

@@ -1,5 +1,6 @@
 //! What the machine has to give: memory, disk, threads. Read at start.
 
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::num::NonZero;
 use std::path::Path;
 
@@ -28,6 +29,24 @@ pub fn free(folder: &Path) -> u64 {
         rustix::fs::statvfs(folder).ok()
     });
     disk.map_or(0, |disk| disk.f_bavail.saturating_mul(disk.f_frsize))
+}
+
+/// How many files this process may have open at the same time; `None` for as many as the system can.
+pub fn open_files() -> Option<u64> {
+    getrlimit(Resource::Nofile).current
+}
+
+/// Raises the limit of open files as far as the system allows. Shells set it to 1,024 for the sake of old programs, each
+/// connection is one.
+pub fn raise_open_files() {
+    let limit = getrlimit(Resource::Nofile);
+    if limit.current == limit.maximum {
+        return;
+    }
+    match setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }) {
+        Ok(()) => tracing::debug!(was = limit.current, is = limit.maximum, "limit of open files raised"),
+        Err(error) => tracing::warn!(%error, was = limit.current, "cannot raise the limit of open files"),
+    }
 }
 
 /// `MemAvailable` of Linux.
@@ -67,6 +86,12 @@ mod tests {
         let machine = Machine::survey();
         assert!(machine.threads >= 1 && free(Path::new("not/there/yet")) > 0);
         assert!(!cfg!(target_os = "linux") || machine.memory.is_some_and(|bytes| bytes > 1 << 20));
+    }
+
+    #[test]
+    fn the_limit_of_open_files_is_raised_to_the_hard_one() {
+        raise_open_files();
+        assert_eq!(open_files(), getrlimit(Resource::Nofile).maximum);
     }
 
     #[test]

@@ -28,6 +28,7 @@ use crate::banner::Banner;
 use crate::config::{Config, Listen};
 use crate::machine::{self, Machine};
 use anyhow::{Context, anyhow, bail};
+use frontend::{Server, Shutdown};
 use futures::future::join_all;
 use prometheus::Registry;
 use router::Router;
@@ -40,7 +41,6 @@ use stores::Stores;
 use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, timeout_at};
-use tokio_util::sync::{CancellationToken, DropGuard};
 use worker::engine::{Engine, Readiness};
 use worker::plane::RouterId;
 use worker::plane::local::{Bus, Roster};
@@ -52,13 +52,26 @@ use workers::{Member, Shared};
 pub struct Node {
     banner: Banner,
     registry: Registry,
-    stop: DropGuard,
+    closing: Closing,
+    server: Server,
     door: JoinHandle<io::Result<()>>,
     router: Arc<Router>,
     members: Vec<Member>,
     stores: Stores,
     rests: Arc<Rests>,
     drain: Duration,
+    shutdown_delay: Duration,
+    /// When blocks must be written, once the shutdown was announced.
+    deadline: Option<Instant>,
+}
+
+/// Closes the front door when dropped.
+struct Closing(Shutdown);
+
+impl Drop for Closing {
+    fn drop(&mut self) {
+        self.0.close(Duration::ZERO);
+    }
 }
 
 /// Of the time to drain, what requests get; blocks that are still being written get the rest.
@@ -86,12 +99,16 @@ impl Node {
             config.router.clone(),
             &registry,
         )?;
-        let stop = CancellationToken::new();
-        let app = frontend::router(Arc::clone(&router) as Arc<dyn Engine>, registry.clone(), config.frontend.clone())?;
-        let drain = config.drain.0;
-        let door = tokio::spawn(frontend::serve(listener, app, stop.clone(), drain.mul_f64(FOR_REQUESTS)));
+        let mut settings = config.frontend.clone();
+        settings.max_connections = max_connections(settings.max_connections, machine::open_files());
+        let server = Server::new(&settings, &registry)?;
+        let app = frontend::router(Arc::clone(&router) as Arc<dyn Engine>, registry.clone(), settings)?;
         // From here on an early end closes the door.
-        let stop = stop.drop_guard();
+        let closing = Closing(Shutdown::default());
+        let door = tokio::spawn({
+            let (server, shutdown) = (server.clone(), closing.0.clone());
+            async move { server.serve(listener, app, shutdown).await }
+        });
 
         let runtime = model::open(&config.model, &config.data_dir, threads, &machine).await?;
         let needs = Needs {
@@ -128,7 +145,22 @@ impl Node {
             pod: config.tiers.pod.clone(),
             shared: config.shared.clone(),
         };
-        Ok(Self { banner, registry, stop, door, router, members, stores, rests, drain })
+        let (drain, shutdown_delay) = (config.drain.0, config.frontend.shutdown_delay.0);
+        let deadline = None;
+        Ok(Self {
+            banner,
+            registry,
+            closing,
+            server,
+            door,
+            router,
+            members,
+            stores,
+            rests,
+            drain,
+            shutdown_delay,
+            deadline,
+        })
     }
 
     /// What there is to say about the node.
@@ -165,10 +197,24 @@ impl Node {
         }
     }
 
+    /// Serves HTTP with the limits of the front door.
+    pub fn server(&self) -> &Server {
+        &self.server
+    }
+
+    /// Refuses new requests and waits until load balancers have noticed: `frontend.shutdown_delay`, within the time to drain.
+    pub async fn announce_shutdown(&mut self) {
+        let now = Instant::now();
+        self.deadline = Some(now + self.drain);
+        self.closing.0.announce();
+        sleep(self.shutdown_delay.min(self.drain.mul_f64(FOR_REQUESTS))).await;
+    }
+
     /// Accepts nothing more, lets requests finish and blocks come to rest, each within its part of the time to drain.
     pub async fn shutdown(self) {
-        let deadline = Instant::now() + self.drain;
-        drop(self.stop);
+        let deadline = self.deadline.unwrap_or_else(|| Instant::now() + self.drain);
+        let for_blocks = self.drain.mul_f64(1.0 - FOR_REQUESTS);
+        self.closing.0.close(deadline.saturating_duration_since(Instant::now()).saturating_sub(for_blocks));
         // The door keeps its own deadline, and says so in the log.
         let _ = self.door.await;
         let (serving, managers): (Vec<_>, Vec<_>) = self.members.into_iter().map(Member::into_parts).unzip();
@@ -183,6 +229,16 @@ impl Node {
         self.router.stop().await;
         self.stores.close(deadline).await;
     }
+}
+
+/// How many connections there may be, where the process may have `files` open: half of them, since tiers and the shared store
+/// need theirs.
+fn max_connections(wanted: usize, files: Option<u64>) -> usize {
+    let fit = files.map_or(usize::MAX, |files| usize::try_from(files / 2).unwrap_or(usize::MAX).max(1));
+    if fit < wanted {
+        tracing::warn!(max_connections = fit, wanted, "the limit of open files leaves room for fewer connections");
+    }
+    fit.min(wanted)
 }
 
 /// Opens a port, or says what to do about it.

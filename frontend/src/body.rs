@@ -1,40 +1,35 @@
-//! A request's body: read within a limit of bytes and time, and refused in words when it is not what is read here.
+//! A request's body: read within a limit of bytes, and refused in words when it is not what is read here. Its pace, and what
+//! becomes of the rest of a body that is refused, is `upload`'s.
 
+use crate::Settings;
 use crate::error::Error;
+use crate::upload::is_too_slow;
 use axum::body::Body;
 use axum::http::HeaderMap;
 use axum::http::header::CONTENT_TYPE;
 use bytes::{Bytes, BytesMut};
 use futures::StreamExt;
-use std::time::Duration;
 
-/// A client that sends nothing for so long is gone, or means harm.
-const SILENCE_MAX: Duration = Duration::from_secs(30);
-/// A body over the limit is read on up to so many times the limit: most clients look for the answer only when they have sent
-/// everything, and would see a broken connection instead of it.
-const READ_ON: usize = 4;
-
-/// Reads a JSON body of at most `most` bytes.
-pub(crate) async fn read(headers: &HeaderMap, body: Body, most: usize) -> Result<Bytes, Error> {
+/// Reads a JSON body within the limits of `settings`.
+pub(crate) async fn read(headers: &HeaderMap, body: Body, settings: &Settings) -> Result<Bytes, Error> {
     content_type(headers)?;
+    let most = settings.body_bytes_max;
     let mut stream = body.into_data_stream();
     let mut collected = BytesMut::new();
-    let mut seen = 0usize;
-    loop {
-        let silent = |_| Error::TooSlow(SILENCE_MAX);
-        let Some(chunk) = tokio::time::timeout(SILENCE_MAX, stream.next()).await.map_err(silent)? else { break };
-        let chunk = chunk.map_err(|e| Error::Malformed(format!("The request body could not be read: {e}.")))?;
-        seen = seen.saturating_add(chunk.len());
-        if seen <= most {
-            collected.extend_from_slice(&chunk);
-        } else {
-            collected = BytesMut::new();
+    while let Some(chunk) = stream.next().await {
+        let chunk = chunk.map_err(|error| {
+            if is_too_slow(&error) {
+                Error::TooSlow { pause: settings.body_timeout.0, min_rate: settings.min_body_bytes_per_second }
+            } else {
+                Error::Malformed(format!("The request body could not be read: {error}."))
+            }
+        })?;
+        if collected.len() + chunk.len() > most {
+            return Err(Error::TooLarge(most));
         }
-        if seen > most.saturating_mul(READ_ON) {
-            break;
-        }
+        collected.extend_from_slice(&chunk);
     }
-    if seen > most { Err(Error::TooLarge(most)) } else { Ok(collected.freeze()) }
+    Ok(collected.freeze())
 }
 
 /// JSON under any name; under none; and under what `curl -d` says when it is told nothing.

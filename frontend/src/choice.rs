@@ -43,6 +43,16 @@ pub(crate) enum FinishReason {
     Length,
 }
 
+impl FinishReason {
+    /// OpenAI's word.
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::Stop => "stop",
+            Self::Length => "length",
+        }
+    }
+}
+
 /// A token's log-probability and its rivals'.
 #[derive(Clone, PartialEq, Debug)]
 pub(crate) struct TokenLogprobs {

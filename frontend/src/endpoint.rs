@@ -8,9 +8,9 @@ use crate::fields::Fields;
 use crate::generation::{Generation, Order};
 use crate::model::Model;
 use crate::observe::Ticket;
-use crate::serve::Cut;
+use crate::serve::Shutdown;
 use crate::sse::{self, Chunks};
-use crate::{Gate, name, urgency};
+use crate::{Gate, urgency};
 use async_openai::types::chat::CompletionUsage;
 use axum::extract::{Request, State};
 use axum::http::{HeaderMap, HeaderName, HeaderValue};
@@ -66,11 +66,12 @@ pub(crate) struct Choice {
 pub(crate) async fn answer<E: Endpoint>(State(gate): State<Arc<Gate>>, request: Request) -> Result<Response, Error> {
     let (parts, body) = request.into_parts();
     let ticket = parts.extensions.get::<Arc<Ticket>>().expect("the outermost layer gives a ticket").clone();
-    let cut = parts.extensions.get::<Cut>().cloned().unwrap_or_default();
+    let shutdown = parts.extensions.get::<Shutdown>().cloned().unwrap_or_default();
 
     let tenant = urgency::tenant(&parts.headers, gate.settings.tenant_header.as_ref())?;
+    ticket.of_tenant(&tenant);
     let deadline = urgency::deadline_of(&parts.headers)?;
-    let body = body::read(&parts.headers, body, gate.settings.body_bytes_max).await?;
+    let body = body::read(&parts.headers, body, &gate.settings).await?;
     let size = body.len();
     let raw = body.clone();
     let mut fields = gate.models.aside(size, move || Fields::parse(&raw)).await?;
@@ -78,7 +79,7 @@ pub(crate) async fn answer<E: Endpoint>(State(gate): State<Arc<Gate>>, request: 
     let model = gate.models.get(&*gate.engine, &id).await?;
 
     let created = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
-    let envelope = Envelope { id: format!("{}{}", E::ID, name::unique()), created, model: id };
+    let envelope = Envelope { id: format!("{}{}", E::ID, ticket.id), created, model: id };
     let asked = model.clone();
     let understood = gate.models.aside(size, move || E::understand(fields, &asked, envelope)).await?;
     let Understood { prompts, mut controls, endpoint } = understood;
@@ -93,13 +94,13 @@ pub(crate) async fn answer<E: Endpoint>(State(gate): State<Arc<Gate>>, request: 
         let generation = Generation::start(&gate.engine, order, ticket.clone()).await?;
         match delivery {
             Delivery::Whole => whole(generation, endpoint).await,
-            Delivery::Stream { .. } => streamed(generation, endpoint, explain, ticket, cut.clone()).await,
+            Delivery::Stream { .. } => streamed(generation, endpoint, explain, ticket, shutdown.clone()).await,
         }
     };
     tokio::select! {
         biased;
         response = respond => response.map_err(|error: Error| error.about(E::PROMPT)),
-        () = cut.clone().passed() => Err(Error::Unavailable("the server is shutting down".into())),
+        () = shutdown.cut() => Err(Error::ShuttingDown),
     }
 }
 
@@ -125,7 +126,7 @@ async fn streamed<E: Endpoint>(
     endpoint: E,
     explain: bool,
     ticket: Arc<Ticket>,
-    cut: Cut,
+    shutdown: Shutdown,
 ) -> Result<Response, Error> {
     let mut ready: Vec<Piece> = Vec::new();
     while explain && !ready.iter().any(|piece| piece.choice == 0) {
@@ -133,7 +134,7 @@ async fn streamed<E: Endpoint>(
         ready.push(piece?);
     }
     let explanation = ready.iter_mut().find_map(|piece| piece.explain.take());
-    Ok(explained(sse::response(generation, ready, endpoint, ticket, cut), explanation))
+    Ok(explained(sse::response(generation, ready, endpoint, ticket, shutdown), explanation))
 }
 
 fn wants_explanation(headers: &HeaderMap) -> bool {

@@ -4,11 +4,15 @@ use axum::http::header::RETRY_AFTER;
 use axum::http::{HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
 use serde::Serialize;
+use std::sync::Arc;
 use std::time::Duration;
 use worker::engine;
 
 /// OpenAI's word for a prompt that does not fit.
 pub(crate) const CONTEXT: &str = "context_length_exceeded";
+
+/// Of an error's message, what the log keeps: the sentence that names the field and the value.
+const LOGGED_CHARACTERS: usize = 300;
 
 /// Why a request got no answer.
 #[derive(Clone, PartialEq, Debug, thiserror::Error)]
@@ -22,9 +26,48 @@ pub(crate) enum Error {
     /// The body is larger than the limit in bytes.
     #[error("The request body is larger than the limit of {0} bytes.")]
     TooLarge(usize),
-    /// The body did not come in time.
-    #[error("The request body did not arrive: nothing came for {} s.", .0.as_secs())]
-    TooSlow(Duration),
+    /// The body did not arrive in time.
+    #[error("The request body arrives too slowly: beyond {} s the client must send at least {min_rate} bytes per second, \
+             and must not pause for longer than that.", .pause.as_secs_f64())]
+    TooSlow {
+        /// The longest pause.
+        pause: Duration,
+        /// Bytes per second.
+        min_rate: usize,
+    },
+    /// The request's line and headers did not arrive in time.
+    #[error("The request's headers did not arrive within {} s.", .0.as_secs_f64())]
+    HeaderTimeout(Duration),
+    /// The request's line and headers are not HTTP.
+    #[error("The request is not valid HTTP: its request line or its headers cannot be parsed.")]
+    BadHead,
+    /// The request's line and headers are larger than the limit in bytes.
+    #[error("The request's headers are larger than {0} bytes together, or more than 100.")]
+    HeadersTooLarge(usize),
+    /// The URL is longer than the limit in bytes.
+    #[error("The URL is longer than {0} bytes.")]
+    UrlTooLong(usize),
+    /// A percent-encoded part of the path is not text.
+    #[error("The path of the URL is not UTF-8 once it is decoded.")]
+    BadPath,
+    /// The request names a host that is not this server.
+    #[error("The host '{0}' is not allowed. If it is a name of this server, add it to frontend.allowed_hosts.")]
+    HostNotAllowed(String),
+    /// The request comes from a web page of another site.
+    #[error(
+        "Requests of web pages of other sites are not allowed ({0}). To allow an origin, add it to \
+             frontend.cors_origins."
+    )]
+    OriginNotAllowed(String),
+    /// A request of the admin API lacks the header that keeps web pages out.
+    #[error("Requests of the admin API need the header 'x-blockyard-admin: 1'.")]
+    NoAdminHeader,
+    /// Every connection has a request, and this one is there for health checks.
+    #[error("The server has too many connections. Try again in 1 s.")]
+    TooManyConnections,
+    /// The server ends.
+    #[error("The server is shutting down. Send the request to another one, or try again.")]
+    ShuttingDown,
     /// A field has a value that cannot be.
     #[error("{message}")]
     Invalid {
@@ -73,6 +116,21 @@ pub(crate) enum Error {
     Failed(String),
 }
 
+/// What the log says of an error. A response carries it to the request's line.
+#[derive(Clone, Debug)]
+pub(crate) struct Refused {
+    pub(crate) code: Option<&'static str>,
+    pub(crate) message: Arc<str>,
+}
+
+impl From<&Error> for Refused {
+    fn from(error: &Error) -> Self {
+        // A message repeats what the client sent, which may be long.
+        let message: String = error.to_string().chars().take(LOGGED_CHARACTERS).collect();
+        Self { code: error.body().error.code, message: message.into() }
+    }
+}
+
 /// The body of an error, as OpenAI writes it.
 #[derive(Serialize)]
 pub(crate) struct Body<'a> {
@@ -106,13 +164,28 @@ impl Error {
         self
     }
 
+    /// What the HTTP layer refused a request's head for.
+    pub(crate) fn of_head(status: StatusCode, max_header_bytes: usize) -> Self {
+        match status {
+            StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE => Self::HeadersTooLarge(max_header_bytes),
+            // hyper's own limit of a URL, far above this server's.
+            StatusCode::URI_TOO_LONG => Self::UrlTooLong(u16::MAX as usize - 1),
+            _ => Self::BadHead,
+        }
+    }
+
     /// **The** place where an error becomes a status.
     pub(crate) fn status(&self) -> StatusCode {
         match self {
             Self::Malformed(_) | Self::Invalid { .. } => StatusCode::BAD_REQUEST,
             Self::UnknownModel { .. } | Self::NoRoute { .. } => StatusCode::NOT_FOUND,
             Self::Method { .. } => StatusCode::METHOD_NOT_ALLOWED,
-            Self::TooSlow(_) => StatusCode::REQUEST_TIMEOUT,
+            Self::BadHead | Self::BadPath => StatusCode::BAD_REQUEST,
+            Self::HostNotAllowed(_) | Self::OriginNotAllowed(_) | Self::NoAdminHeader => StatusCode::FORBIDDEN,
+            Self::TooSlow { .. } | Self::HeaderTimeout(_) => StatusCode::REQUEST_TIMEOUT,
+            Self::UrlTooLong(_) => StatusCode::URI_TOO_LONG,
+            Self::HeadersTooLarge(_) => StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
+            Self::TooManyConnections | Self::ShuttingDown => StatusCode::SERVICE_UNAVAILABLE,
             Self::TooLarge(_) => StatusCode::PAYLOAD_TOO_LARGE,
             Self::ContentType(_) => StatusCode::UNSUPPORTED_MEDIA_TYPE,
             Self::Overloaded(_) => StatusCode::TOO_MANY_REQUESTS,
@@ -139,7 +212,15 @@ impl Error {
             Self::Late => Some("deadline_exceeded"),
             Self::Unavailable(_) => Some("service_unavailable"),
             Self::Failed(_) => Some("internal_error"),
-            Self::Malformed(_) | Self::ContentType(_) | Self::TooSlow(_) => None,
+            Self::HostNotAllowed(_) => Some("host_not_allowed"),
+            Self::OriginNotAllowed(_) => Some("origin_not_allowed"),
+            Self::NoAdminHeader => Some("admin_header_required"),
+            Self::UrlTooLong(_) => Some("url_too_long"),
+            Self::HeadersTooLarge(_) => Some("headers_too_large"),
+            Self::TooSlow { .. } | Self::HeaderTimeout(_) => Some("request_timeout"),
+            Self::TooManyConnections => Some("too_many_connections"),
+            Self::ShuttingDown => Some("shutting_down"),
+            Self::Malformed(_) | Self::ContentType(_) | Self::BadHead | Self::BadPath => None,
         };
         let r#type = match self.status() {
             StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
@@ -168,14 +249,17 @@ impl From<engine::Error> for Error {
 
 impl IntoResponse for Error {
     fn into_response(self) -> Response {
-        match &self {
-            Self::Failed(why) => tracing::error!(%why, "request failed"),
-            refused => tracing::debug!(why = %refused, "request refused"),
-        }
         let mut response = (self.status(), axum::Json(self.body())).into_response();
-        if let Self::Overloaded(wait) = &self {
-            response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(seconds(*wait)));
+        let wait = match &self {
+            Self::Overloaded(wait) => Some(*wait),
+            // A load balancer has other servers; here a place may be free soon.
+            Self::TooManyConnections | Self::ShuttingDown => Some(Duration::from_secs(1)),
+            _ => None,
+        };
+        if let Some(wait) = wait {
+            response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(seconds(wait)));
         }
+        response.extensions_mut().insert(Refused::from(&self));
         response
     }
 }

@@ -9,20 +9,22 @@
 //! Text becomes tokens and tokens become text here, and only here. Which worker computes them is not known here.
 //!
 //! ```no_run
-//! # use std::{io, sync::Arc, time::Duration};
-//! # use tokio_util::sync::CancellationToken;
+//! # use std::sync::Arc;
 //! # async fn run(engine: Arc<dyn worker::engine::Engine>) -> Result<(), Box<dyn std::error::Error>> {
 //! let metrics = prometheus::Registry::new();
-//! let router = frontend::router(engine, metrics, frontend::Settings::default())?;
+//! let settings = frontend::Settings::default();
+//! let server = frontend::Server::new(&settings, &metrics)?;
+//! let router = frontend::router(engine, metrics, settings)?;
 //! let listener = tokio::net::TcpListener::bind("127.0.0.1:8000").await?;
-//! let shutdown = CancellationToken::new(); // whoever cancels it has 25 s of patience
-//! frontend::serve(listener, router, shutdown, Duration::from_secs(25)).await?;
+//! let shutdown = frontend::Shutdown::default(); // `close` ends it, with a time for running requests to finish
+//! server.serve(listener, router, shutdown).await?;
 //! # Ok(())
 //! # }
 //! ```
 
 #![forbid(unsafe_code)]
 
+mod access;
 mod body;
 mod cache;
 mod chat;
@@ -34,27 +36,32 @@ mod endpoint;
 mod error;
 mod fields;
 mod generation;
+mod log_limit;
 mod metrics;
 mod model;
 mod name;
 mod observe;
 mod operations;
 mod serve;
+mod span;
 mod sse;
 mod stop;
 mod template;
 #[cfg(test)]
 #[path = "../tests/it/tiny.rs"]
 mod tiny;
+mod upload;
 mod urgency;
 mod vocabulary;
 
+pub use access::{Origin, guard_admin};
 pub use cache::{Domains, SecretError};
-pub use serve::serve;
+pub use serve::{Server, Shutdown};
+pub use span::{NotASpan, Span};
 pub use urgency::TenantHeader;
 
 use axum::Router;
-use axum::middleware::from_fn_with_state;
+use axum::middleware::{from_fn, from_fn_with_state};
 use axum::routing::{get, post};
 use prometheus::{Registry, TextEncoder};
 use serde::{Deserialize, Serialize};
@@ -74,11 +81,75 @@ pub struct Settings {
     /// A file with the secret that tenants' cache domains are derived from, at least 16 bytes. Default none: tenants share no
     /// blocks all the same, but who reads a store may try what somebody's blocks would be called.
     pub tenant_secret_file: Option<PathBuf>,
+    /// Connections that are open at the same time. Default 4096: more clients than a node of this program serves, at some
+    /// 20 KiB each. At most what the limit of open files leaves. Beyond it the longest idle connection makes room; when none
+    /// is idle, some more are taken in for health checks and metrics alone.
+    pub max_connections: usize,
+    /// How long the headers of a request may take to arrive. Default 10 s: they are one packet or a few.
+    pub header_timeout: Span,
+    /// The most bytes of a request's headers. Default 64 KiB, at least 8 KiB: proxies add a few KiB of cookies
+    /// and traces.
+    pub max_header_bytes: usize,
+    /// How long a connection may stay open without a request. Default 75 s: longer than the 60 s for which load balancers
+    /// keep theirs, so that they close first and no request meets a closed connection.
+    pub idle_timeout: Span,
+    /// How long a client may pause within a request's body. Default 30 s.
+    pub body_timeout: Span,
+    /// How fast a client must send a body that takes longer than `body_timeout`, on average. Default 1000: a slow mobile
+    /// line is ten times faster.
+    pub min_body_bytes_per_second: usize,
+    /// How long a client may not take bytes that are written to it. Default 30 s: the system buffers megabytes before.
+    pub write_timeout: Span,
+    /// After SIGTERM, how long the listener stays open while `/ready` and new requests get 503. Default 5 s: load balancers
+    /// look every few seconds. It is a part of `drain`.
+    pub shutdown_delay: Span,
+    /// Names of this server that requests may have in `Host`, besides its addresses and `localhost`; `*` for any. Default
+    /// none: on a loopback address no other is allowed, which keeps out web pages that rebind a name to it. On other addresses
+    /// any name is allowed unless some are named here.
+    pub allowed_hosts: Vec<String>,
+    /// Origins of web pages that may use the API from a browser, like `https://chat.example.com`; `*` for any. Default none:
+    /// requests of pages of other sites are refused.
+    pub cors_origins: Vec<Origin>,
 }
 
 impl Default for Settings {
     fn default() -> Self {
-        Self { body_bytes_max: 16 << 20, tenant_header: None, tenant_secret_file: None }
+        Self {
+            body_bytes_max: 16 << 20,
+            tenant_header: None,
+            tenant_secret_file: None,
+            max_connections: 4096,
+            header_timeout: Span::secs(10),
+            max_header_bytes: 64 << 10,
+            idle_timeout: Span::secs(75),
+            body_timeout: Span::secs(30),
+            min_body_bytes_per_second: 1000,
+            write_timeout: Span::secs(30),
+            shutdown_delay: Span::secs(5),
+            allowed_hosts: Vec::new(),
+            cors_origins: Vec::new(),
+        }
+    }
+}
+
+impl Settings {
+    /// Refuses limits under which nothing could be served, as `key: problem`.
+    pub fn check(&self) -> Result<(), String> {
+        let times = [
+            ("header_timeout", self.header_timeout),
+            ("idle_timeout", self.idle_timeout),
+            ("body_timeout", self.body_timeout),
+            ("write_timeout", self.write_timeout),
+        ];
+        match times.into_iter().find(|(_, time)| time.0.is_zero()) {
+            Some((key, _)) => Err(format!("frontend.{key}: expected more than 0s")),
+            None => Ok(()),
+        }
+    }
+
+    fn access(&self) -> access::Access {
+        let hosts = self.allowed_hosts.iter().map(|host| host.trim_end_matches('.').to_ascii_lowercase()).collect();
+        access::Access { hosts, origins: self.cors_origins.clone() }
     }
 }
 
@@ -90,6 +161,7 @@ pub(crate) struct Gate {
     pub(crate) models: model::Models,
     pub(crate) domains: cache::Domains,
     pub(crate) settings: Settings,
+    pub(crate) lines: Arc<observe::Lines>,
 }
 
 /// The front door cannot be opened.
@@ -108,7 +180,16 @@ pub enum OpenError {
 pub fn router(engine: Arc<dyn Engine>, registry: Registry, settings: Settings) -> Result<Router, OpenError> {
     let metrics = metrics::Metrics::new(&registry)?;
     let domains = cache::Domains::open(&settings)?;
-    let gate = Arc::new(Gate { engine, registry, metrics, models: model::Models::default(), domains, settings });
+    let access = Arc::new(settings.access());
+    let gate = Arc::new(Gate {
+        engine,
+        registry,
+        metrics,
+        models: model::Models::default(),
+        domains,
+        settings,
+        lines: Arc::default(),
+    });
     Ok(Router::new()
         .route("/v1/chat/completions", post(endpoint::answer::<chat::Chat>))
         .route("/v1/completions", post(endpoint::answer::<completions::Completion>))
@@ -120,6 +201,9 @@ pub fn router(engine: Arc<dyn Engine>, registry: Registry, settings: Settings) -
         .route("/metrics", get(operations::metrics))
         .fallback(operations::no_route)
         .method_not_allowed_fallback(operations::no_method)
+        .layer(from_fn(access::admit))
+        .layer(from_fn(move |request, next| access::check(access.clone(), request, next)))
+        .layer(from_fn_with_state(gate.clone(), upload::discard_rest))
         .layer(from_fn_with_state(gate.clone(), observe::observe))
         .with_state(gate))
 }

@@ -1,8 +1,12 @@
 //! What is seen of each request: its id, a span, its metrics and one line of log. The [`Ticket`] lives until the last byte of
 //! the response was written or given up, so that a stream counts as in flight for as long as it runs.
+//!
+//! The line has everything that is known of the request as fields of its own, so that log stores can filter by them without
+//! looking into spans.
 
 use crate::choice::Piece;
-use crate::error::Error;
+use crate::error::{Error, Refused};
+use crate::log_limit::LogLimit;
 use crate::metrics::Metrics;
 use crate::{Gate, name};
 use axum::extract::{MatchedPath, Request, State};
@@ -12,14 +16,18 @@ use axum::response::{IntoResponse, Response};
 use futures::FutureExt;
 use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::time::Duration;
 use tokio::time::Instant;
-use tracing::{Instrument, Span, field};
+use tracing::{Instrument, Span};
 
 /// Names the request, in both directions.
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 /// What nginx logs for a client that went away; nobody ever receives it.
 const CLIENT_CLOSED: u16 = 499;
+/// Lines of requests that failed, per second and kind: enough to find a client's request, too few to fill a disk under an
+/// attack.
+const FAILED_LINES: u32 = 20;
 
 /// One request, from its arrival to its last byte.
 pub(crate) struct Ticket {
@@ -34,13 +42,41 @@ pub(crate) struct Ticket {
     status: AtomicU16,
     /// The body is still being streamed.
     streaming: AtomicBool,
+    /// What the line of log says besides.
+    details: Mutex<Details>,
+    lines: Arc<Lines>,
+}
+
+/// How many lines requests may leave that were not served.
+pub(crate) struct Lines {
+    refused: LogLimit,
+    failed: LogLimit,
+}
+
+impl Default for Lines {
+    fn default() -> Self {
+        let limit = || LogLimit::new(FAILED_LINES, Duration::from_secs(1));
+        Self { refused: limit(), failed: limit() }
+    }
+}
+
+/// What becomes known of a request on its way.
+#[derive(Default)]
+struct Details {
+    tenant: Option<Arc<str>>,
+    prompt_tokens: Option<usize>,
+    cached_tokens: Option<u32>,
+    completion_tokens: u32,
+    /// Of its first choice.
+    finish_reason: Option<&'static str>,
+    ttft_ms: Option<u64>,
+    error: Option<Refused>,
 }
 
 impl Ticket {
     /// The model was found, and the prompt has this many tokens.
     pub(crate) fn accepted(&self, model: &Arc<str>, prompt_tokens: usize) {
-        self.span.record("model", &**model);
-        self.span.record("prompt_tokens", prompt_tokens);
+        self.details().prompt_tokens = Some(prompt_tokens);
         self.metrics.prompt_tokens.with_label_values(&[model]).inc_by(prompt_tokens as u64);
         // Set once: a request has one model.
         let _ = self.model.set(model.clone());
@@ -51,10 +87,79 @@ impl Ticket {
         self.streaming.store(true, Ordering::Relaxed);
     }
 
-    /// The stream has ended, well or with an error's status.
-    pub(crate) fn stream_ends(&self, status: StatusCode) {
+    /// The stream has ended well.
+    pub(crate) fn stream_ends(&self) {
+        self.ends(StatusCode::OK);
+    }
+
+    /// The stream has ended with an error.
+    pub(crate) fn stream_fails(&self, error: &Error) {
+        self.details().error = Some(error.into());
+        self.ends(error.status());
+    }
+
+    /// For whom the request is.
+    pub(crate) fn of_tenant(&self, tenant: &Arc<str>) {
+        self.details().tenant = Some(tenant.clone()).filter(|tenant| !tenant.is_empty());
+    }
+
+    fn ends(&self, status: StatusCode) {
         self.status.store(status.as_u16(), Ordering::Relaxed);
         self.streaming.store(false, Ordering::Relaxed);
+    }
+
+    fn details(&self) -> MutexGuard<'_, Details> {
+        self.details.lock().expect("no code panics while it holds this lock")
+    }
+
+    /// Writes the line of log.
+    fn log(&self, status: u16) {
+        let details = self.details();
+        let Details { tenant, prompt_tokens, cached_tokens, completion_tokens, finish_reason, ttft_ms, error } =
+            &*details;
+        let model = self.model.get();
+        macro_rules! line {
+            ($level:ident, $suppressed:expr, $message:literal) => {
+                tracing::$level!(
+                    parent: None,
+                    request_id = &*self.id,
+                    endpoint = self.endpoint,
+                    status,
+                    model = model.map(|model| &**model),
+                    tenant = tenant.as_deref(),
+                    prompt_tokens,
+                    cached_tokens,
+                    completion_tokens = model.map(|_| *completion_tokens),
+                    finish_reason,
+                    ttft_ms,
+                    duration_ms = self.arrived.elapsed().as_millis() as u64,
+                    code = error.as_ref().and_then(|error| error.code),
+                    error = error.as_ref().map(|error| &*error.message),
+                    suppressed = Some($suppressed).filter(|lines| *lines > 0),
+                    $message
+                )
+            };
+        }
+        match status {
+            // The server's own fault; the others above it say that it cannot serve now.
+            500 => {
+                if let Some(suppressed) = self.lines.failed.admit() {
+                    line!(error, suppressed, "request failed");
+                }
+            }
+            501.. => {
+                if let Some(suppressed) = self.lines.failed.admit() {
+                    line!(warn, suppressed, "request failed");
+                }
+            }
+            400.. => {
+                if let Some(suppressed) = self.lines.refused.admit() {
+                    line!(info, suppressed, "request refused");
+                }
+            }
+            _ if model.is_some() => line!(info, 0, "request done"),
+            _ => line!(debug, 0, "request done"),
+        }
     }
 }
 
@@ -64,16 +169,10 @@ impl Drop for Ticket {
         let status = Some(self.status.load(Ordering::Relaxed)).filter(|s| *s != 0 && !cut).unwrap_or(CLIENT_CLOSED);
         self.metrics.in_flight.dec();
         self.metrics.requests.with_label_values(&[self.endpoint.as_str(), &status.to_string()]).inc();
-        self.span.record("status", status);
-        let took = self.arrived.elapsed();
-        let took_ms = took.as_millis() as u64;
         if let Some(model) = self.model.get() {
-            self.metrics.duration.with_label_values(&[model]).observe(took.as_secs_f64());
-            tracing::info!(parent: &self.span, took_ms, "request done");
-        } else {
-            // A client's mistake, or an operator's tool that asks every second.
-            tracing::debug!(parent: &self.span, took_ms, "request done");
+            self.metrics.duration.with_label_values(&[model]).observe(self.arrived.elapsed().as_secs_f64());
         }
+        self.log(status);
     }
 }
 
@@ -94,14 +193,19 @@ impl Meter {
 
     /// A piece came.
     pub(crate) fn piece(&mut self, piece: &Piece) {
+        let Ticket { metrics, arrived, .. } = &*self.ticket;
+        let mut details = self.ticket.details();
+        details.completion_tokens += piece.generated;
+        if let Some(finish) = piece.finish.filter(|_| piece.choice == 0) {
+            details.finish_reason = Some(finish.name());
+        }
         if piece.generated == 0 {
             return;
         }
-        let Ticket { metrics, arrived, span, .. } = &*self.ticket;
         let now = Instant::now();
         if std::mem::take(&mut self.first) {
             let took = now - *arrived;
-            span.record("ttft_ms", took.as_millis() as u64);
+            details.ttft_ms = Some(took.as_millis() as u64);
             metrics.first_token.with_label_values(&[&*self.model]).observe(took.as_secs_f64());
         }
         if let Some(before) = self.latest[piece.choice].replace(now) {
@@ -115,7 +219,7 @@ impl Meter {
     /// So many prompt tokens of one prompt needed no computing, and so many of all prompts so far.
     pub(crate) fn cached(&self, tokens: u32, in_all: u32) {
         self.ticket.metrics.cached_tokens.with_label_values(&[&*self.model]).inc_by(tokens.into());
-        self.ticket.span.record("cached_tokens", in_all);
+        self.ticket.details().cached_tokens = Some(in_all);
     }
 }
 
@@ -123,12 +227,7 @@ impl Meter {
 pub(crate) async fn observe(State(gate): State<Arc<Gate>>, mut request: Request, next: Next) -> Response {
     let id = request_id(request.headers());
     let endpoint = request.extensions().get::<MatchedPath>().map_or("unmatched", MatchedPath::as_str).to_owned();
-    let span = tracing::info_span!(
-        "request",
-        %id, %endpoint,
-        model = field::Empty, prompt_tokens = field::Empty, cached_tokens = field::Empty,
-        status = field::Empty, ttft_ms = field::Empty,
-    );
+    let span = tracing::info_span!("request", %id, %endpoint);
     gate.metrics.in_flight.inc();
     let ticket = Arc::new(Ticket {
         id: id.clone(),
@@ -139,12 +238,17 @@ pub(crate) async fn observe(State(gate): State<Arc<Gate>>, mut request: Request,
         model: OnceLock::new(),
         status: AtomicU16::new(0),
         streaming: AtomicBool::new(false),
+        details: Mutex::default(),
+        lines: gate.lines.clone(),
     });
     request.extensions_mut().insert(ticket.clone());
     let answer = AssertUnwindSafe(next.run(request)).catch_unwind().instrument(span).await;
     let mut response = answer.unwrap_or_else(|_| panicked().into_response());
     if let Ok(id) = HeaderValue::from_str(&id) {
         response.headers_mut().insert(REQUEST_ID, id);
+    }
+    if let Some(error) = response.extensions_mut().remove::<Refused>() {
+        ticket.details().error = Some(error);
     }
     ticket.status.store(response.status().as_u16(), Ordering::Relaxed);
     response

@@ -1,10 +1,12 @@
 //! What operators and their tools ask: is it alive, is it ready, what does it serve, what does it measure.
 
 use crate::error::Error;
+use crate::serve::Shutdown;
 use crate::{Gate, metrics_text};
 use async_openai::types::models::{ListModelResponse, Model};
 use axum::Json;
-use axum::extract::{Path, State};
+use axum::extract::rejection::PathRejection;
+use axum::extract::{Extension, Path, State};
 use axum::http::header::CONTENT_TYPE;
 use axum::http::{Method, Uri};
 use axum::response::{IntoResponse, Response};
@@ -18,7 +20,10 @@ pub(crate) async fn live() -> Response {
 }
 
 /// `GET /ready` and `GET /health`: requests can be served now, or why not.
-pub(crate) async fn ready(State(gate): State<Arc<Gate>>) -> Response {
+pub(crate) async fn ready(State(gate): State<Arc<Gate>>, shutdown: Option<Extension<Shutdown>>) -> Response {
+    if shutdown.is_some_and(|Extension(shutdown)| shutdown.is_announced()) {
+        return Error::ShuttingDown.into_response();
+    }
     match gate.engine.readiness() {
         Readiness::Ready => Json(json!({ "status": "ok" })).into_response(),
         Readiness::NotReady(why) => Error::Unavailable(why).into_response(),
@@ -40,7 +45,11 @@ pub(crate) async fn models(State(gate): State<Arc<Gate>>) -> Json<ListModelRespo
 }
 
 /// `GET /v1/models/{id}`; an id may hold slashes.
-pub(crate) async fn model(State(gate): State<Arc<Gate>>, Path(id): Path<String>) -> Result<Json<Model>, Error> {
+pub(crate) async fn model(
+    State(gate): State<Arc<Gate>>,
+    id: Result<Path<String>, PathRejection>,
+) -> Result<Json<Model>, Error> {
+    let Path(id) = id.map_err(|_| Error::BadPath)?;
     let cards = gate.engine.models();
     match cards.iter().find(|card| card.id == id) {
         Some(card) => Ok(Json(shown(card))),

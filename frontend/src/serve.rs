@@ -1,53 +1,246 @@
-//! Accepting connections, and ending well: stop accepting, let streams finish, cut what is left at the deadline.
+//! Accepting connections, serving HTTP on them within limits, and ending well.
+//!
+//! ```text
+//!   accept ─ admission ─ connection task: hyper over `Stream`, with a watchdog over `Activity`
+//!
+//!   running ─ announce ─▶ refusing: /ready says no, new requests get 503, the listener is open
+//!           ─ close ────▶ draining: no listener, running requests finish; ended at the drain deadline
+//! ```
+//! Each connection has time limits for its request headers, for idling and for a client that does not read. Not here: the
+//! pace of a request's body (`upload`).
 
+mod activity;
+mod connection;
+mod connections;
+mod stream;
+
+pub(crate) use connection::Arrival;
+
+use crate::Settings;
+use crate::log_limit::LogLimit;
+use activity::Timeouts;
+use axum::Router;
 use axum::extract::Extension;
-use axum::serve::ListenerExt;
-use axum::{Router, serve as accept};
-use std::future::{Future, IntoFuture};
+use connections::{Admission, Connections};
+use prometheus::{IntCounterVec, IntGauge, Opts, Registry};
+use std::future::Future;
 use std::io;
-use std::pin::pin;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
-use tokio::net::TcpListener;
+use tokio::net::{TcpListener, TcpStream};
 use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
 
-/// After streams were cut, how long their last bytes may take to reach a slow client.
+/// After requests were ended at the drain deadline, how long their last bytes may take to reach a slow client.
 const LAST_BYTES: Duration = Duration::from_secs(2);
+/// Without file descriptors `accept` fails at once, again and again; connections end in the meantime.
+const ACCEPT_RETRY: Duration = Duration::from_millis(100);
+/// Failing `accept` calls repeat ten times a second.
+const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Told when the drain deadline has passed: requests that still run end with an error that says so.
+/// The way from serving to the end, for those who decide when. Cheap to clone.
 #[derive(Clone, Default)]
-pub(crate) struct Cut(CancellationToken);
+pub struct Shutdown {
+    announced: CancellationToken,
+    closed: CancellationToken,
+    cut: CancellationToken,
+    /// How long requests may go on once it is closed.
+    drain: Arc<OnceLock<Duration>>,
+}
 
-impl Cut {
-    /// Resolves when what still runs must end.
-    pub(crate) fn passed(self) -> impl Future<Output = ()> + Send + 'static {
-        self.0.cancelled_owned()
+impl Shutdown {
+    /// From here on new requests are refused and `/ready` says no. The listener stays open, so that a load balancer gets
+    /// answers until it has noticed.
+    pub fn announce(&self) {
+        self.announced.cancel();
+    }
+
+    /// Closes the listener. Requests that run may finish within `drain`; what runs longer gets an error and ends. The first
+    /// call counts.
+    pub fn close(&self, drain: Duration) {
+        let _ = self.drain.set(drain);
+        self.announced.cancel();
+        self.closed.cancel();
+    }
+
+    /// Whether new requests are refused.
+    pub(crate) fn is_announced(&self) -> bool {
+        self.announced.is_cancelled()
+    }
+
+    /// Resolves when the drain deadline has passed: what still runs must end.
+    pub(crate) fn cut(&self) -> impl Future<Output = ()> + Send + 'static {
+        self.cut.clone().cancelled_owned()
     }
 }
 
-/// Serves until `shutdown`, then accepts nothing more and lets requests finish for at most `drain`. What still runs then is
-/// told so and ended; the engine sees its streams dropped.
-pub async fn serve(
-    listener: TcpListener,
-    router: Router,
-    shutdown: CancellationToken,
-    drain: Duration,
-) -> io::Result<()> {
-    let cut = Cut::default();
-    let router = router.layer(Extension(cut.clone()));
-    // Small chunks must leave at once, not wait for the acknowledgement of the one before.
-    let listener = listener.tap_io(|connection| {
-        if let Err(error) = connection.set_nodelay(true) {
+/// Serves HTTP on listeners, with the limits of the front door. Cheap to clone.
+#[derive(Clone)]
+pub struct Server {
+    limits: Limits,
+    metrics: Metrics,
+}
+
+/// What a connection may take.
+#[derive(Clone, Copy)]
+struct Limits {
+    max_connections: usize,
+    max_header_bytes: usize,
+    timeouts: Timeouts,
+}
+
+/// What is measured of connections.
+#[derive(Clone)]
+struct Metrics {
+    open: IntGauge,
+    closed: IntCounterVec,
+    accept_errors: IntCounterVec,
+}
+
+impl Metrics {
+    fn new(registry: &Registry) -> Result<Self, prometheus::Error> {
+        let counters = |name: &str, help: &str, label| {
+            IntCounterVec::new(Opts::new(format!("blockyard_frontend_{name}"), help), &[label])
+        };
+        let metrics = Self {
+            open: IntGauge::new("blockyard_frontend_open_connections", "Connections that are open.")?,
+            closed: counters("connections_closed_total", "Connections that ended, by what ended them.", "reason")?,
+            accept_errors: counters("accept_errors_total", "Connections that could not be accepted.", "error")?,
+        };
+        registry.register(Box::new(metrics.open.clone()))?;
+        registry.register(Box::new(metrics.closed.clone()))?;
+        registry.register(Box::new(metrics.accept_errors.clone()))?;
+        Ok(metrics)
+    }
+}
+
+impl Server {
+    /// With the limits of `settings`. Registers the metrics of connections; fails when that was done before.
+    pub fn new(settings: &Settings, registry: &Registry) -> Result<Self, prometheus::Error> {
+        let limits = Limits {
+            max_connections: settings.max_connections,
+            max_header_bytes: settings.max_header_bytes,
+            timeouts: Timeouts {
+                header: settings.header_timeout.0,
+                idle: settings.idle_timeout.0,
+                write: settings.write_timeout.0,
+            },
+        };
+        Ok(Self { limits, metrics: Metrics::new(registry)? })
+    }
+
+    /// Serves until `shutdown` is closed, then accepts nothing more and lets requests finish. What still runs at the drain
+    /// deadline ends; the engine sees its streams dropped.
+    pub async fn serve(&self, listener: TcpListener, router: Router, shutdown: Shutdown) -> io::Result<()> {
+        let router = router.layer(Extension(shutdown.clone()));
+        let loopback_only = listener.local_addr()?.ip().is_loopback();
+        let connections = Arc::new(Connections::new(self.limits.max_connections));
+        let tasks = TaskTracker::new();
+        let logged = LogLimit::new(1, LOG_INTERVAL);
+        loop {
+            let accepted = tokio::select! {
+                biased;
+                () = shutdown.closed.cancelled() => break,
+                accepted = listener.accept() => accepted,
+            };
+            match accepted {
+                Ok((socket, _)) => {
+                    self.open(socket, &router, &connections, &tasks, &shutdown, loopback_only);
+                }
+                Err(error) => {
+                    self.metrics.accept_errors.with_label_values(&[reason(&error)]).inc();
+                    // The client is gone again: that says nothing about the next.
+                    if is_of_one_client(&error) {
+                        continue;
+                    }
+                    if let Some(suppressed) = logged.admit() {
+                        let open = connections.count();
+                        tracing::error!(%error, open_connections = open, suppressed, "cannot accept connections");
+                    }
+                    connections.evict_longest_without_request();
+                    tokio::select! {
+                        biased;
+                        () = shutdown.closed.cancelled() => break,
+                        () = tokio::time::sleep(ACCEPT_RETRY) => {}
+                    }
+                }
+            }
+        }
+        drop(listener);
+        tasks.close();
+        let drain = shutdown.drain.get().copied().unwrap_or_default();
+        if tokio::time::timeout(drain, tasks.wait()).await.is_ok() {
+            return Ok(());
+        }
+        tracing::warn!(drain_s = drain.as_secs_f64(), "requests still run at the drain deadline, ending them");
+        shutdown.cut.cancel();
+        // What does not take its last bytes in time is dropped with the runtime.
+        let _ = tokio::time::timeout(LAST_BYTES, tasks.wait()).await;
+        Ok(())
+    }
+
+    /// Starts to serve a connection, or drops it where there is no room even for a health check.
+    fn open(
+        &self,
+        socket: TcpStream,
+        router: &Router,
+        connections: &Arc<Connections>,
+        tasks: &TaskTracker,
+        shutdown: &Shutdown,
+        loopback_only: bool,
+    ) {
+        let (slot, reserved) = match connections.admit() {
+            Admission::Admitted(slot) => (slot, false),
+            Admission::Reserved(slot) => (slot, true),
+            Admission::Rejected => {
+                self.metrics.closed.with_label_values(&["rejected"]).inc();
+                return;
+            }
+        };
+        // Small chunks must leave at once, not wait for the acknowledgement of the one before.
+        if let Err(error) = socket.set_nodelay(true) {
             tracing::debug!(%error, "cannot set TCP_NODELAY");
         }
-    });
-    let serving = accept(listener, router).with_graceful_shutdown(shutdown.clone().cancelled_owned()).into_future();
-    let mut serving = pin!(serving);
-    tokio::select! {
-        biased;
-        ended = &mut serving => return ended,
-        () = async { shutdown.cancelled().await; tokio::time::sleep(drain).await } => {}
+        let arrival = Arrival { loopback_only, reserved, local: socket.local_addr().ok().map(|local| local.ip()) };
+        let (limits, metrics) = (self.limits, self.metrics.clone());
+        let (router, closed) = (router.clone(), shutdown.closed.clone());
+        tasks.spawn(async move {
+            let _open = Open::new(&metrics.open);
+            let reason = connection::run(socket, &slot, router, arrival, &limits, &closed).await;
+            metrics.closed.with_label_values(&[reason]).inc();
+        });
     }
-    tracing::warn!(drain_s = drain.as_secs_f64(), "requests still run at the drain deadline, ending them");
-    cut.0.cancel();
-    tokio::time::timeout(LAST_BYTES, serving).await.unwrap_or(Ok(()))
+}
+
+/// Counts an open connection until dropped.
+struct Open(IntGauge);
+
+impl Open {
+    fn new(gauge: &IntGauge) -> Self {
+        gauge.inc();
+        Self(gauge.clone())
+    }
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        self.0.dec();
+    }
+}
+
+/// Errors that `accept` passes on from a connection that ended before it was accepted.
+fn is_of_one_client(error: &io::Error) -> bool {
+    use io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset, Interrupted};
+    matches!(error.kind(), ConnectionAborted | ConnectionRefused | ConnectionReset | Interrupted)
+}
+
+/// A label for the errors that operators must tell apart.
+fn reason(error: &io::Error) -> &'static str {
+    /// `EMFILE` and `ENFILE`, the same numbers on every Unix.
+    const NO_DESCRIPTORS: [i32; 2] = [24, 23];
+    match error.raw_os_error() {
+        Some(code) if NO_DESCRIPTORS.contains(&code) => "file_descriptors",
+        _ if is_of_one_client(error) => "connection",
+        _ => "other",
+    }
 }

@@ -5,11 +5,11 @@ use crate::choice::Piece;
 use crate::error::Error;
 use crate::generation::Generation;
 use crate::observe::{Ticket, panicked};
-use crate::serve::Cut;
+use crate::serve::Shutdown;
 use async_openai::types::chat::CompletionUsage;
 use axum::body::Body;
+use axum::http::HeaderName;
 use axum::http::header::{CACHE_CONTROL, CONTENT_TYPE};
-use axum::http::{HeaderName, StatusCode};
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
 use futures::{FutureExt, StreamExt, stream};
@@ -54,7 +54,7 @@ struct Stream<C> {
     /// What was awaited before the head was sent.
     ready: std::vec::IntoIter<Piece>,
     ticket: Arc<Ticket>,
-    cut: Cut,
+    shutdown: Shutdown,
 }
 
 /// The response that streams a generation. `ready` are pieces that were taken from it already.
@@ -63,11 +63,11 @@ pub(crate) fn response(
     ready: Vec<Piece>,
     chunks: impl Chunks,
     ticket: Arc<Ticket>,
-    cut: Cut,
+    shutdown: Shutdown,
 ) -> Response {
     ticket.stream_begins();
     let span = ticket.span.clone();
-    let stream = Stream { generation, chunks, ready: ready.into_iter(), ticket, cut };
+    let stream = Stream { generation, chunks, ready: ready.into_iter(), ticket, shutdown };
     let step = move |stream: Option<Stream<_>>| {
         let step = async move {
             let mut stream = stream?;
@@ -104,7 +104,7 @@ impl<C: Chunks> Stream<C> {
                 tokio::select! {
                     biased;
                     next = self.generation.next() => next,
-                    () = self.cut.clone().passed() => Some(Err(Error::Unavailable("the server is shutting down".into()))),
+                    () = self.shutdown.cut() => Some(Err(Error::ShuttingDown)),
                     () = tokio::time::sleep(KEEP_ALIVE) => {
                         return Written { bytes: Bytes::from_static(b": keep-alive\n\n"), more: true };
                     }
@@ -119,7 +119,7 @@ impl<C: Chunks> Stream<C> {
             if over {
                 self.chunks.end(&self.generation, &mut events);
                 events.0.extend_from_slice(b"data: [DONE]\n\n");
-                self.ticket.stream_ends(StatusCode::OK);
+                self.ticket.stream_ends();
             }
             // An item may hold back all of its text.
             if !events.0.is_empty() {
@@ -129,10 +129,9 @@ impl<C: Chunks> Stream<C> {
     }
 
     fn fail(&mut self, error: &Error) -> Written {
-        tracing::warn!(%error, "stream failed");
         let mut events = Events::default();
         events.push(&error.body());
-        self.ticket.stream_ends(error.status());
+        self.ticket.stream_fails(error);
         Written { bytes: events.0.into(), more: false }
     }
 }

@@ -153,6 +153,7 @@ impl Config {
             }
         }
         config.router.check().map_err(|wrong| attribute(&merged, wrong))?;
+        config.frontend.check().map_err(|wrong| attribute(&merged, wrong))?;
         let origins = Origins::new(&config, &merged);
         Ok((config, origins))
     }

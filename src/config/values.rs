@@ -7,17 +7,12 @@ use std::fmt;
 use std::num::NonZero;
 use std::path::PathBuf;
 use std::str::FromStr;
-use std::time::Duration;
 use worker::engine::llama::Builtin;
 use worker::plane::Phase;
 
 /// A number of bytes: `"4GiB"`, `"512MB"`, `65536`.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
 pub struct ByteSize(pub u64);
-
-/// A length of time: `"250ms"`, `"30s"`, `"5m"`.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-pub struct Span(pub Duration);
 
 /// How much a tier may take.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -122,34 +117,6 @@ impl FromStr for ByteSize {
         let bytes = number.trim().parse::<f64>().map_err(|_| wrong())? * unit as f64;
         // A fraction of a byte is as odd as a negative size; above 2^63 nothing is a size.
         if unit == 1 || !(0.0..9e18).contains(&bytes) { Err(wrong()) } else { Ok(Self(bytes as u64)) }
-    }
-}
-
-impl Span {
-    const UNITS: [(&'static str, f64); 4] = [("ms", 1e-3), ("s", 1.0), ("m", 60.0), ("h", 3600.0)];
-}
-
-impl fmt::Display for Span {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.0.as_millis() {
-            ms if ms.is_multiple_of(1000) => write!(f, "{}s", ms / 1000),
-            ms => write!(f, "{ms}ms"),
-        }
-    }
-}
-
-impl FromStr for Span {
-    type Err = Invalid;
-
-    fn from_str(text: &str) -> Result<Self, Invalid> {
-        let wrong = || Invalid(r#"expected a length of time with its unit, like "250ms", "30s" or "5m""#.into());
-        let (number, seconds) = Self::UNITS
-            .iter()
-            .find_map(|(unit, seconds)| Some((text.trim().strip_suffix(unit)?, *seconds)))
-            .ok_or_else(wrong)?;
-        let span = number.trim().parse::<f64>().map_err(|_| wrong())? * seconds;
-        // A thousand days is for ever; beyond it clocks overflow.
-        if (0.0..86_400_000.0).contains(&span) { Ok(Self(Duration::from_secs_f64(span))) } else { Err(wrong()) }
     }
 }
 
@@ -328,7 +295,7 @@ macro_rules! as_text {
         }
     )+};
 }
-as_text!(ByteSize, Span, Budget, Listen, Model, Workers, Threads);
+as_text!(ByteSize, Budget, Listen, Model, Workers, Threads);
 
 struct Text;
 
@@ -392,18 +359,6 @@ mod tests {
             assert_eq!(reads::<Budget>(text), printed);
         }
         assert!(reads::<Budget>("none").contains("off"));
-    }
-
-    #[test]
-    fn spans_need_a_unit() {
-        for (text, printed) in
-            [("250ms", "250ms"), ("30s", "30s"), ("1.5 s", "1500ms"), ("2m", "120s"), ("1h", "3600s")]
-        {
-            assert_eq!(reads::<Span>(text), printed);
-        }
-        for text in ["30", "", "s", "-1s", "infs", "3 fortnights"] {
-            assert!(reads::<Span>(text).contains("250ms"), "{text}");
-        }
     }
 
     #[test]

@@ -36,7 +36,12 @@ impl Process {
     /// The program on `tiny`, with everything that it writes but what `arguments` say below `data`; ready.
     pub(crate) async fn start(data: &Path, arguments: &[&str], environment: &[(&str, &OsStr)]) -> Self {
         let mut command = program(&["--model", "tiny", "--listen", "127.0.0.1:0", "--json", "--data-dir"]);
-        command.arg(data).args(arguments).envs(environment.iter().copied());
+        // No load balancer has to notice that it stops.
+        command
+            .arg(data)
+            .args(["--set", "frontend.shutdown_delay=0s"])
+            .args(arguments)
+            .envs(environment.iter().copied());
         let log = tempfile::tempfile().unwrap();
         let mut child = command.stdout(Stdio::piped()).stderr(log.try_clone().unwrap()).spawn().unwrap();
         let mut stdout = BufReader::new(child.stdout.take().unwrap());
@@ -124,7 +129,7 @@ impl Client {
     /// Where something rests: what is believed of it, and what the tier says, as `GET /admin/index` has it.
     pub(crate) async fn places(&self) -> Vec<Value> {
         let url = format!("{}/admin/index", self.admin.as_ref().unwrap());
-        self.http.get(url).send().await.unwrap().json().await.unwrap()
+        self.http.get(url).header("x-blockyard-admin", "1").send().await.unwrap().json().await.unwrap()
     }
 
     /// The sum of a metric's series that have the label.

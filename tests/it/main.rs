@@ -2,6 +2,7 @@
 
 mod cache;
 mod configuration;
+mod connections;
 mod killed;
 mod layers;
 mod names;

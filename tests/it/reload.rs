@@ -9,7 +9,7 @@ use std::process::Command;
 use std::time::Duration;
 
 async fn get(url: &str) -> Value {
-    client().get(url).send().await.unwrap().json().await.unwrap()
+    client().get(url).header("x-blockyard-admin", "1").send().await.unwrap().json().await.unwrap()
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -50,7 +50,7 @@ async fn a_signal_a_file_and_a_request_each_have_it_read_again_and_a_stream_goes
     assert_eq!(report["outcome"], "unchanged", "the watch has seen it before");
 
     std::fs::write(&file, "[router]\npolicy = 'randm'\n").unwrap();
-    let answer = http.post(format!("{admin}/reload")).send().await.unwrap();
+    let answer = http.post(format!("{admin}/reload")).header("x-blockyard-admin", "1").send().await.unwrap();
     assert_eq!(answer.status(), 422);
     let report: Value = answer.json().await.unwrap();
     assert!(report["error"].as_str().unwrap().contains("router.policy = \"randm\""), "{report}");

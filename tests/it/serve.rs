@@ -12,7 +12,6 @@ use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
-use tokio_util::sync::CancellationToken;
 use worker::plane::RouterId;
 use worker::plane::local::{Bus, Roster};
 
@@ -144,11 +143,13 @@ async fn who_comes_before_the_model_is_loaded_is_told_to_come_again() {
     let (discovery, events) = (Arc::new(Roster::default()), Arc::new(Bus::default()));
     let registry = prometheus::Registry::new();
     let router = router::Router::new(RouterId(1), discovery, events, router::Settings::default(), &registry).unwrap();
+    let server = frontend::Server::new(&frontend::Settings::default(), &registry).unwrap();
     let app = frontend::router(router, registry, frontend::Settings::default()).unwrap();
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
-    let stop = CancellationToken::new();
-    let door = tokio::spawn(frontend::serve(listener, app, stop.clone(), Duration::ZERO));
+    let stop = frontend::Shutdown::default();
+    let stopped = stop.clone();
+    let door = tokio::spawn(async move { server.serve(listener, app, stopped).await });
     let http = client();
     for (path, status) in [("/live", 200), ("/ready", 503), ("/v1/models", 200)] {
         assert_eq!(http.get(format!("{url}{path}")).send().await.unwrap().status(), status, "{path}");
@@ -156,7 +157,7 @@ async fn who_comes_before_the_model_is_loaded_is_told_to_come_again() {
     let body = json!({"model": "tiny", "prompt": "hello"});
     let refused = http.post(format!("{url}/v1/completions")).json(&body).send().await.unwrap();
     assert_eq!(refused.status(), 503, "nobody can say yet that the model does not exist");
-    stop.cancel();
+    stop.close(Duration::ZERO);
     door.await.unwrap().unwrap();
 }
 
@@ -387,7 +388,8 @@ fn what_is_wrong_is_said_with_what_to_do() {
 fn the_program_announces_its_address_and_a_signal_ends_it_well() {
     use std::io::{BufRead, BufReader, Read};
     let data = tempfile::tempdir().unwrap();
-    let arguments = ["--model", "tiny", "--listen", "127.0.0.1:0", "--json", "--set", "tiers.g1=16MiB", "--data-dir"];
+    let arguments = ["--model", "tiny", "--listen", "127.0.0.1:0", "--json", "--set", "tiers.g1=16MiB"];
+    let arguments = [&arguments[..], &["--set", "frontend.shutdown_delay=0s", "--data-dir"]].concat();
     for signal in ["-INT", "-TERM"] {
         let mut command = program(&[&arguments[..], &[data.path().to_str().unwrap()]].concat());
         let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();

@@ -63,6 +63,8 @@ class Server:
             folder / "data",
             "--listen",
             f"127.0.0.1:{self.port}",
+            "--set",
+            "frontend.shutdown_delay=0s",  # no load balancer has to notice
             *arguments,
         ]
         with self.log.open("wb") as log:

@@ -2,10 +2,12 @@
 
 #![expect(clippy::unwrap_used, reason = "what a test expects stands in it")]
 
+mod access;
 mod cache;
 mod chat;
 mod completions;
 mod fake;
+mod logs;
 mod operations;
 mod refusals;
 mod serving;

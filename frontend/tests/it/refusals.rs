@@ -212,7 +212,7 @@ async fn a_body_that_does_not_come() {
     let router = Fake::saying(vec![last("", Finish::Stop)]).router();
     let never = Body::from_stream(futures::stream::pending::<Result<bytes::Bytes, std::io::Error>>());
     let answer = send(&router, Request::post("/v1/completions").body(never).unwrap()).await;
-    check("silent", &answer, 408, &Value::Null, &Value::Null);
+    check("silent", &answer, 408, &json!("request_timeout"), &Value::Null);
 }
 
 #[tokio::test]

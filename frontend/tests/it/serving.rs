@@ -1,40 +1,78 @@
-//! Over real connections: ending well.
+//! Over real connections: time limits, errors before a handler sees the request, and ending well.
 
 use crate::fake::{Fake, Step, first, last};
+use frontend::{Server, Settings, Shutdown, Span};
+use prometheus::{Registry, TextEncoder};
+use serde_json::Value;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;
-use tokio_util::sync::CancellationToken;
 use worker::engine::Finish;
 
 const BODY: &str = r#"{"model":"org/tiny","stream":true,"messages":[{"role":"user","content":"hello"}]}"#;
+/// So short that a test need not wait, where nothing of the test depends on being quicker.
+const SHORT: Span = Span(Duration::from_millis(100));
 
-async fn start(
-    engine: &Arc<Fake>,
-    drain: Duration,
-) -> (SocketAddr, CancellationToken, JoinHandle<std::io::Result<()>>) {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let (address, shutdown) = (listener.local_addr().unwrap(), CancellationToken::new());
-    let serving = frontend::serve(listener, engine.router(), shutdown.clone(), drain);
-    (address, shutdown, tokio::spawn(serving))
+/// A front door on a port of its own.
+struct Door {
+    address: SocketAddr,
+    shutdown: Shutdown,
+    serving: JoinHandle<std::io::Result<()>>,
+    registry: Registry,
+}
+
+impl Door {
+    async fn open(engine: &Arc<Fake>, settings: Settings) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let (address, shutdown, registry) = (listener.local_addr().unwrap(), Shutdown::default(), Registry::new());
+        let server = Server::new(&settings, &registry).unwrap();
+        let router = frontend::router(engine.clone(), registry.clone(), settings).unwrap();
+        let stopped = shutdown.clone();
+        let serving = tokio::spawn(async move { server.serve(listener, router, stopped).await });
+        Self { address, shutdown, serving, registry }
+    }
+
+    async fn connect(&self) -> TcpStream {
+        TcpStream::connect(self.address).await.unwrap()
+    }
+
+    /// The status and the error object of the response to some bytes.
+    async fn refusal(&self, request: &[u8]) -> (u16, Value) {
+        let mut connection = self.connect().await;
+        connection.write_all(request).await.unwrap();
+        refusal(connection).await
+    }
+
+    async fn is_alive(&self) -> bool {
+        let mut connection = self.connect().await;
+        connection.write_all(b"GET /live HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n").await.unwrap();
+        rest(connection).await.starts_with("HTTP/1.1 200")
+    }
+
+    fn metric(&self, series: &str) -> Option<String> {
+        let text = TextEncoder::new().encode_to_string(&self.registry.gather()).unwrap();
+        text.lines().find_map(|line| Some(line.strip_prefix(series)?.trim().to_owned()))
+    }
 }
 
 /// A connection with a request.
-async fn ask(address: SocketAddr, body: &str) -> TcpStream {
-    let mut connection = TcpStream::connect(address).await.unwrap();
-    let request =
-        format!("POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n{body}", body.len());
+async fn ask(door: &Door, body: &str) -> TcpStream {
+    let mut connection = door.connect().await;
+    let request = format!(
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {}\r\n\r\n{body}",
+        body.len()
+    );
     connection.write_all(request.as_bytes()).await.unwrap();
     connection
 }
 
 /// A connection whose stream has begun.
-async fn begin(address: SocketAddr) -> TcpStream {
-    let mut connection = ask(address, BODY).await;
+async fn begin(door: &Door) -> TcpStream {
+    let mut connection = ask(door, BODY).await;
     let mut seen = Vec::new();
     while !String::from_utf8_lossy(&seen).contains("delta") {
         assert_ne!(connection.read_buf(&mut seen).await.unwrap(), 0, "{}", String::from_utf8_lossy(&seen));
@@ -42,70 +80,267 @@ async fn begin(address: SocketAddr) -> TcpStream {
     connection
 }
 
+/// What comes until the server closes.
 async fn rest(mut connection: TcpStream) -> String {
     let mut rest = String::new();
     connection.read_to_string(&mut rest).await.unwrap();
     rest
 }
 
+/// The status and the error object of the response that ends a connection.
+async fn refusal(connection: TcpStream) -> (u16, Value) {
+    let response = rest(connection).await;
+    let (head, body) = response.split_once("\r\n\r\n").unwrap_or_else(|| panic!("no response: {response:?}"));
+    let body: Value = serde_json::from_str(body).unwrap_or_else(|error| panic!("{error}: {response}"));
+    assert!(head.to_lowercase().contains("content-type: application/json"), "{head}");
+    assert!(body["error"]["message"].is_string() && body["error"]["type"].is_string(), "{body}");
+    (head[9..12].parse().unwrap(), body["error"].clone())
+}
+
+async fn until(condition: impl Fn() -> bool) {
+    while !condition() {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
 #[tokio::test]
 async fn trap_15_shutting_down_lets_streams_finish_and_takes_no_more() {
     let gate = Arc::new(Semaphore::new(0));
     let engine = Fake::saying(vec![first("a"), Step::Wait(gate.clone()), last("b", Finish::Stop)]);
-    let (address, shutdown, serving) = start(&engine, Duration::from_mins(10)).await;
-    let connection = begin(address).await;
-    shutdown.cancel();
-    while TcpStream::connect(address).await.is_ok() {
+    let door = Door::open(&engine, Settings::default()).await;
+    let connection = begin(&door).await;
+    door.shutdown.close(Duration::from_mins(10));
+    while TcpStream::connect(door.address).await.is_ok() {
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
-    assert!(!serving.is_finished());
+    assert!(!door.serving.is_finished());
     gate.add_permits(1);
     assert!(rest(connection).await.contains("data: [DONE]"));
-    serving.await.unwrap().unwrap();
+    door.serving.await.unwrap().unwrap();
+}
+
+#[tokio::test]
+async fn an_announced_shutdown_refuses_new_requests_with_retry_after() {
+    let gate = Arc::new(Semaphore::new(0));
+    let engine = Fake::saying(vec![first("a"), Step::Wait(gate.clone()), last("b", Finish::Stop)]);
+    let door = Door::open(&engine, Settings::default()).await;
+    let running = begin(&door).await;
+    let mut kept = door.connect().await;
+    kept.write_all(b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n").await.unwrap();
+    let mut seen = Vec::new();
+    while !seen.ends_with(b"}") {
+        kept.read_buf(&mut seen).await.unwrap();
+    }
+    door.shutdown.announce();
+    for (connection, request) in [(kept, "POST /v1/completions"), (door.connect().await, "GET /ready")] {
+        let mut connection = connection;
+        let request = format!("{request} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2\r\n\r\n{{}}");
+        connection.write_all(request.as_bytes()).await.unwrap();
+        let response = rest(connection).await;
+        assert!(response.starts_with("HTTP/1.1 503") && response.contains("\"shutting_down\""), "{response}");
+        assert!(response.contains("retry-after: 1\r\n") && response.contains("connection: close\r\n"), "{response}");
+    }
+    assert!(door.is_alive().await, "the process is alive until it ends");
+    gate.add_permits(1);
+    assert!(rest(running).await.contains("data: [DONE]"), "what runs is finished");
 }
 
 #[tokio::test]
 async fn at_the_deadline_what_runs_is_told_and_ended() {
     let engine = Fake::saying(vec![first("a"), Step::Hang]);
-    let (address, shutdown, serving) = start(&engine, Duration::from_millis(20)).await;
-    let connection = begin(address).await;
-    shutdown.cancel();
+    let door = Door::open(&engine, Settings::default()).await;
+    let connection = begin(&door).await;
+    door.shutdown.close(Duration::from_millis(20));
     let rest = rest(connection).await;
     assert!(rest.contains("shutting down") && !rest.contains("[DONE]"), "{rest}");
-    serving.await.unwrap().unwrap();
+    door.serving.await.unwrap().unwrap();
     assert_eq!(engine.open(), 0);
 }
 
 #[tokio::test]
 async fn trap_5_a_closed_connection_stops_the_engine() {
     let engine = Fake::saying(vec![first("a"), Step::Hang]);
-    let (address, _shutdown, _serving) = start(&engine, Duration::ZERO).await;
-    let streaming = begin(address).await;
-    let waiting = ask(address, &BODY.replace("true", "false")).await;
-    while engine.open() < 2 {
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
+    let door = Door::open(&engine, Settings::default()).await;
+    let streaming = begin(&door).await;
+    let waiting = ask(&door, &BODY.replace("true", "false")).await;
+    until(|| engine.open() == 2).await;
     drop((streaming, waiting));
-    while engine.open() > 0 {
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
+    until(|| engine.open() == 0).await;
 }
 
 /// Most clients read only after they have sent everything.
 #[tokio::test]
-async fn an_oversized_body_gets_its_answer() {
-    let settings = frontend::Settings { body_bytes_max: 1 << 20, ..frontend::Settings::default() };
-    let router = frontend::router(Fake::saying(vec![]), prometheus::Registry::new(), settings).unwrap();
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let address = listener.local_addr().unwrap();
-    tokio::spawn(frontend::serve(listener, router, CancellationToken::new(), Duration::ZERO));
-    let mut connection = TcpStream::connect(address).await.unwrap();
+async fn a_body_that_no_handler_reads_gets_its_error() {
+    let settings = Settings { body_bytes_max: 1 << 20, ..Settings::default() };
+    let door = Door::open(&Fake::saying(vec![]), settings).await;
     let body = vec![b'x'; 3 << 20];
+    let cases = [
+        ("POST /v1/completions", "", 413),
+        ("POST /v1/nothing", "", 404),
+        ("PUT /v1/completions", "", 405),
+        ("POST /v1/completions", "content-type: text/xml\r\n", 415),
+        ("POST /v1/completions", "host: evil.example\r\n", 403),
+    ];
+    for (line, header, status) in cases {
+        let host = if header.starts_with("host") { "" } else { "host: localhost\r\n" };
+        let head = format!("{line} HTTP/1.1\r\n{host}{header}content-length: {}\r\n\r\n", body.len());
+        let mut connection = door.connect().await;
+        connection.write_all(head.as_bytes()).await.unwrap();
+        connection.write_all(&body).await.unwrap();
+        // The body was read to its end: the connection can be used again.
+        connection.write_all(b"GET /live HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n").await.unwrap();
+        let responses = rest(connection).await;
+        assert!(responses.starts_with(&format!("HTTP/1.1 {status}")), "{line}: {responses}");
+        assert!(responses.contains("\"error\":{") && responses.ends_with("{\"status\":\"ok\"}"), "{line}: {responses}");
+    }
+}
+
+/// More than is read on: the client still gets the response before the connection ends.
+#[tokio::test]
+async fn a_body_beyond_what_is_discarded_gets_its_error() {
+    let settings = Settings { body_bytes_max: 64 << 10, ..Settings::default() };
+    let door = Door::open(&Fake::saying(vec![]), settings).await;
+    let body = vec![b'x'; 8 << 20];
+    let head = format!("POST /v1/nothing HTTP/1.1\r\nhost: localhost\r\ncontent-length: {}\r\n\r\n", body.len());
+    let request = [head.as_bytes(), &body].concat();
+    assert_eq!(door.refusal(&request).await.0, 404);
+}
+
+#[tokio::test]
+async fn a_client_that_asks_before_it_sends_is_answered_at_once() {
+    let door = Door::open(&Fake::saying(vec![]), Settings::default()).await;
+    let request = b"POST /v1/nothing HTTP/1.1\r\nhost: localhost\r\nexpect: 100-continue\r\ncontent-length: 5\r\n\r\n";
+    assert_eq!(door.refusal(request).await.0, 404);
+}
+
+#[tokio::test]
+async fn http_errors_have_an_error_object() {
+    let door = Door::open(&Fake::saying(vec![]), Settings::default()).await;
+    let many: String = (0..200).map(|n| format!("x-{n}: y\r\n")).collect();
+    let cases: [(Vec<u8>, u16, Value); 8] = [
+        (format!("GET /live HTTP/1.1\r\nx: {}\r\n\r\n", "y".repeat(1 << 20)).into(), 431, "headers_too_large".into()),
+        (format!("GET /live HTTP/1.1\r\n{many}\r\n").into(), 431, "headers_too_large".into()),
+        (
+            format!("GET /{} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n", "y".repeat(10_000)).into(),
+            414,
+            "url_too_long".into(),
+        ),
+        (b"GET /live HTTP/1.1\r\nbad header\r\n\r\n".into(), 400, Value::Null),
+        (b"GET /a b HTTP/1.1\r\nhost: localhost\r\n\r\n".into(), 400, Value::Null),
+        (b"\x16\x03\x01\x02\0\x01\0\x01\xfc\x03\x03\r\n\r\n".into(), 400, Value::Null),
+        (b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: x\r\n\r\n".into(), 400, Value::Null),
+        (b"GET /v1/models/%ff HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".into(), 400, Value::Null),
+    ];
+    for (request, status, code) in cases {
+        let shown = String::from_utf8_lossy(&request[..request.len().min(60)]).into_owned();
+        let (was, error) = door.refusal(&request).await;
+        assert_eq!((was, &error["code"]), (status, &code), "{shown:?}: {error}");
+    }
+}
+
+#[tokio::test]
+async fn slow_headers_and_idle_connections_are_closed() {
+    let settings = Settings { header_timeout: SHORT, idle_timeout: SHORT, ..Settings::default() };
+    let door = Door::open(&Fake::saying(vec![]), settings).await;
+    let (status, error) = door.refusal(b"GET /live HTTP/1.1\r\nhost: ").await;
+    assert_eq!((status, error["code"].as_str()), (408, Some("request_timeout")));
+    assert_eq!(rest(door.connect().await).await, "", "a connection that sends nothing is closed without a response");
+    let mut kept = door.connect().await;
+    kept.write_all(b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n").await.unwrap();
+    let answered = rest(kept).await;
+    assert!(answered.starts_with("HTTP/1.1 200") && answered.ends_with("}"), "{answered}");
+    until(|| door.metric("blockyard_frontend_open_connections") == Some("0".into())).await;
+    let closed = |reason| door.metric(&format!("blockyard_frontend_connections_closed_total{{reason=\"{reason}\"}}"));
+    assert_eq!((closed("header_timeout"), closed("idle_timeout")), (Some("2".into()), Some("1".into())));
+}
+
+#[tokio::test]
+async fn a_slow_body_is_refused_and_others_are_served() {
+    let settings = Settings { body_timeout: Span(Duration::from_millis(300)), ..Settings::default() };
+    let door = Door::open(&Fake::saying(vec![]), settings).await;
+    let connection = door.connect().await;
+    let (reader, mut writer) = connection.into_split();
+    let dribbling = tokio::spawn(async move {
+        let head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000\r\n\r\n";
+        writer.write_all(head).await.unwrap();
+        // Never silent for as long as a pause may be. It ends when the server has closed.
+        while writer.write_all(b" ").await.is_ok() {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        writer
+    });
+    assert!(door.is_alive().await);
+    let mut reader = reader;
+    let mut response = Vec::new();
+    while !response.ends_with(b"}}") {
+        assert_ne!(reader.read_buf(&mut response).await.unwrap(), 0, "{}", String::from_utf8_lossy(&response));
+    }
+    let response = String::from_utf8(response).unwrap();
+    assert!(response.starts_with("HTTP/1.1 408") && response.contains("request_timeout"), "{response}");
+    dribbling.abort();
+}
+
+#[tokio::test]
+async fn a_client_that_does_not_read_is_cut() {
+    let settings = Settings { write_timeout: SHORT, ..Settings::default() };
+    let text = "x".repeat(64 << 10);
+    let engine = Fake::new(move |_| Ok(std::iter::repeat_n(first(&text), 10_000).collect()));
+    let door = Door::open(&engine, settings).await;
+    let socket = TcpSocket::new_v4().unwrap();
+    socket.set_recv_buffer_size(4096).unwrap();
+    let mut connection = socket.connect(door.address).await.unwrap();
     let head = format!(
-        "POST /v1/completions HTTP/1.1\r\nconnection: close\r\nhost: x\r\ncontent-length: {}\r\n\r\n",
-        body.len()
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {}\r\n\r\n{BODY}",
+        BODY.len()
     );
     connection.write_all(head.as_bytes()).await.unwrap();
-    connection.write_all(&body).await.unwrap();
-    assert!(rest(connection).await.starts_with("HTTP/1.1 413"));
+    until(|| engine.open() == 1).await;
+    until(|| engine.open() == 0).await;
+    let closed = "blockyard_frontend_connections_closed_total{reason=\"write_timeout\"}";
+    until(|| door.metric(closed) == Some("1".into())).await;
+}
+
+#[tokio::test]
+async fn health_checks_are_answered_when_every_connection_is_busy() {
+    let settings = Settings { max_connections: 4, ..Settings::default() };
+    let engine = Fake::saying(vec![first("a"), Step::Hang]);
+    let door = Door::open(&engine, settings).await;
+    let mut busy = Vec::new();
+    for _ in 0..4 {
+        busy.push(begin(&door).await);
+    }
+    assert!(door.is_alive().await);
+    let mut connection = ask(&door, BODY).await;
+    let mut response = String::new();
+    connection.read_to_string(&mut response).await.unwrap();
+    assert!(response.starts_with("HTTP/1.1 503") && response.contains("too_many_connections"), "{response}");
+    assert!(response.contains("retry-after: 1\r\n"), "{response}");
+}
+
+#[tokio::test]
+async fn idle_connections_make_room_for_new_ones() {
+    let settings = Settings { max_connections: 4, ..Settings::default() };
+    let door = Door::open(&Fake::saying(vec![last("a", Finish::Stop)]), settings).await;
+    let mut idle = Vec::new();
+    for _ in 0..40 {
+        idle.push(door.connect().await);
+    }
+    let mut served = ask(&door, &BODY.replace("true", "false")).await;
+    let mut seen = Vec::new();
+    while !seen.ends_with(b"}") {
+        assert_ne!(served.read_buf(&mut seen).await.unwrap(), 0);
+    }
+    assert!(seen.starts_with(b"HTTP/1.1 200"));
+    assert_eq!(rest(idle.remove(0)).await, "", "the longest idle connection was closed");
+}
+
+#[tokio::test]
+async fn http2_without_tls_is_served() {
+    let door = Door::open(&Fake::saying(vec![]), Settings::default()).await;
+    let mut connection = door.connect().await;
+    let no_settings = [0, 0, 0, 4, 0, 0, 0, 0, 0];
+    connection.write_all(&[&b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"[..], &no_settings].concat()).await.unwrap();
+    let mut frame = [0; 9];
+    connection.read_exact(&mut frame).await.unwrap();
+    assert_eq!(frame[3], 4, "a server opens with its settings: {frame:?}");
 }

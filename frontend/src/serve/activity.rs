@@ -1,0 +1,294 @@
+//! What one connection is doing, as its stream and its requests report it, and which time limit ends it next.
+
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
+use tokio::net::TcpStream;
+use tokio::sync::Notify;
+use tokio::time::{Instant, sleep_until};
+
+/// The first bytes of HTTP/2, enough to tell it from a request line of HTTP/1.
+const HTTP2_PREFACE: &[u8] = b"PRI ";
+
+/// The time limits of a connection.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Timeouts {
+    /// From a connection's start, or from the first byte of a later request, to the end of the request's headers.
+    pub(super) header: Duration,
+    /// Between two requests.
+    pub(super) idle: Duration,
+    /// Without a byte written while there are some to write.
+    pub(super) write: Duration,
+}
+
+/// Why the server ends a connection.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Expired {
+    /// The headers of a request did not arrive in time. `begun`: some of them did.
+    Header {
+        /// Whether any byte arrived.
+        begun: bool,
+    },
+    /// No further request arrived.
+    Idle,
+    /// The client does not read.
+    Write,
+    /// Its place is needed: it was the connection without a request for the longest time.
+    Evicted,
+}
+
+/// What one connection is doing.
+pub(super) struct Activity {
+    state: Mutex<State>,
+    /// Wakes the watchdog when a limit begins to count.
+    changed: Notify,
+}
+
+struct State {
+    /// Requests whose response is not handed over to the transport yet. Above 0 only the write limit counts.
+    requests: usize,
+    phase: Phase,
+    http2: bool,
+    /// Since when the transport takes nothing.
+    blocked: Option<Instant>,
+    evicted: bool,
+    /// The client may still be sending: the connection must be read on for a while before it is closed.
+    linger: bool,
+    /// The stream, once the HTTP layer has dropped it.
+    returned: Option<TcpStream>,
+}
+
+/// A connection without a request.
+#[derive(Clone, Copy)]
+enum Phase {
+    /// Waits for the rest of a request's headers; `begun` once a byte of them has arrived.
+    Header { since: Instant, begun: bool },
+    /// Waits for the next request.
+    Idle { since: Instant },
+}
+
+impl Activity {
+    /// Of a connection that was accepted now.
+    pub(super) fn new() -> Arc<Self> {
+        let state = State {
+            requests: 0,
+            phase: Phase::Header { since: Instant::now(), begun: false },
+            http2: false,
+            blocked: None,
+            evicted: false,
+            linger: false,
+            returned: None,
+        };
+        Arc::new(Self { state: Mutex::new(state), changed: Notify::new() })
+    }
+
+    /// Bytes arrived.
+    pub(super) fn received(&self, bytes: &[u8]) {
+        let mut state = self.state();
+        if state.requests > 0 || state.http2 {
+            return;
+        }
+        match state.phase {
+            Phase::Header { begun: false, .. } if bytes.starts_with(HTTP2_PREFACE) => {
+                state.http2 = true;
+                state.phase = Phase::Idle { since: Instant::now() };
+            }
+            Phase::Header { since, .. } => state.phase = Phase::Header { since, begun: true },
+            Phase::Idle { .. } => {
+                state.phase = Phase::Header { since: Instant::now(), begun: true };
+                self.changed.notify_one();
+            }
+        }
+    }
+
+    /// A request arrived. It counts until the guard is dropped.
+    pub(super) fn request(self: &Arc<Self>, http2: bool) -> RequestGuard {
+        let mut state = self.state();
+        state.requests += 1;
+        state.http2 |= http2;
+        RequestGuard(Arc::clone(self))
+    }
+
+    /// The transport takes nothing more for now.
+    pub(super) fn write_blocked(&self) {
+        let mut state = self.state();
+        if state.blocked.is_none() {
+            state.blocked = Some(Instant::now());
+            self.changed.notify_one();
+        }
+    }
+
+    /// The transport took bytes.
+    pub(super) fn write_progressed(&self) {
+        self.state().blocked = None;
+    }
+
+    /// The client may not have finished sending when this connection ends.
+    pub(super) fn linger(&self) {
+        self.state().linger = true;
+    }
+
+    /// Whether it must be read on before it is closed.
+    pub(super) fn lingers(&self) -> bool {
+        self.state().linger
+    }
+
+    /// The HTTP layer has dropped the stream.
+    pub(super) fn give_back(&self, stream: TcpStream) {
+        self.state().returned = Some(stream);
+    }
+
+    /// The stream, if the HTTP layer has dropped it.
+    pub(super) fn take_stream(&self) -> Option<TcpStream> {
+        self.state().returned.take()
+    }
+
+    /// Since when it has had no request, if it has none and is not evicted yet.
+    pub(super) fn without_request_since(&self) -> Option<Instant> {
+        let state = self.state();
+        let (Phase::Header { since, .. } | Phase::Idle { since }) = state.phase;
+        (state.requests == 0 && !state.evicted).then_some(since)
+    }
+
+    /// Ends it if it still has no request.
+    pub(super) fn evict(&self) -> bool {
+        let mut state = self.state();
+        state.evicted |= state.requests == 0;
+        if state.evicted {
+            self.changed.notify_one();
+        }
+        state.evicted
+    }
+
+    /// Resolves when a limit has passed.
+    pub(super) async fn expired(&self, timeouts: &Timeouts) -> Expired {
+        loop {
+            let next = self.next_limit(timeouts);
+            let passed = async {
+                match next {
+                    Some((at, _)) => sleep_until(at).await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                biased;
+                () = self.changed.notified() => {}
+                () = passed => {}
+            }
+            // The limit may have moved while this slept.
+            if let Some((at, expired)) = self.next_limit(timeouts)
+                && at <= Instant::now()
+            {
+                return expired;
+            }
+        }
+    }
+
+    /// Resolves when it was evicted.
+    pub(super) async fn evicted(&self) {
+        while !self.state().evicted {
+            self.changed.notified().await;
+        }
+    }
+
+    fn next_limit(&self, timeouts: &Timeouts) -> Option<(Instant, Expired)> {
+        let state = self.state();
+        if state.evicted && state.requests == 0 {
+            return Some((Instant::now(), Expired::Evicted));
+        }
+        let waiting = (state.requests == 0).then_some(match state.phase {
+            Phase::Header { since, begun } => (since + timeouts.header, Expired::Header { begun }),
+            Phase::Idle { since } => (since + timeouts.idle, Expired::Idle),
+        });
+        let blocked = state.blocked.map(|since| (since + timeouts.write, Expired::Write));
+        waiting.into_iter().chain(blocked).min_by_key(|(at, _)| *at)
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("no code panics while it holds this lock")
+    }
+}
+
+/// A request in progress. Dropping it ends the request.
+#[must_use]
+pub(super) struct RequestGuard(Arc<Activity>);
+
+impl Drop for RequestGuard {
+    fn drop(&mut self) {
+        let mut state = self.0.state();
+        state.requests -= 1;
+        if state.requests == 0 {
+            state.phase = Phase::Idle { since: Instant::now() };
+            self.0.changed.notify_one();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Activity, Expired, Timeouts};
+    use std::time::Duration;
+    use tokio::time::Instant;
+
+    const TIMEOUTS: Timeouts =
+        Timeouts { header: Duration::from_secs(10), idle: Duration::from_secs(75), write: Duration::from_secs(30) };
+
+    #[tokio::test(start_paused = true)]
+    async fn each_phase_has_its_own_timeout() {
+        let (start, activity) = (Instant::now(), Activity::new());
+        assert_eq!(activity.expired(&TIMEOUTS).await, Expired::Header { begun: false });
+        assert_eq!(start.elapsed().as_secs(), 10);
+        activity.received(b"GET / HT");
+        assert_eq!(activity.expired(&TIMEOUTS).await, Expired::Header { begun: true });
+
+        let request = activity.request(false);
+        let long = tokio::time::timeout(Duration::from_hours(1), activity.expired(&TIMEOUTS));
+        assert!(long.await.is_err(), "a request in progress has no limit here");
+        activity.write_blocked();
+        let start = Instant::now();
+        assert_eq!(activity.expired(&TIMEOUTS).await, Expired::Write);
+        assert_eq!(start.elapsed().as_secs(), 30);
+        activity.write_progressed();
+
+        drop(request);
+        let start = Instant::now();
+        assert_eq!(activity.expired(&TIMEOUTS).await, Expired::Idle);
+        assert_eq!(start.elapsed().as_secs(), 75);
+        activity.received(b"G");
+        let start = Instant::now();
+        assert_eq!(activity.expired(&TIMEOUTS).await, Expired::Header { begun: true });
+        assert_eq!(start.elapsed().as_secs(), 10);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_shorter_limit_that_begins_later_is_noticed() {
+        let activity = Activity::new();
+        drop(activity.request(false));
+        let start = Instant::now();
+        let begin = async {
+            tokio::time::sleep(Duration::from_secs(5)).await;
+            activity.received(b"P");
+        };
+        let (expired, ()) = tokio::join!(activity.expired(&TIMEOUTS), begin);
+        assert_eq!((expired, start.elapsed().as_secs()), (Expired::Header { begun: true }, 15));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn http2_frames_are_no_request_headers() {
+        let activity = Activity::new();
+        activity.received(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n");
+        activity.received(b"\0\0\0\x04\0\0\0\0\0");
+        let start = Instant::now();
+        assert_eq!(activity.expired(&TIMEOUTS).await, Expired::Idle);
+        assert_eq!(start.elapsed().as_secs(), 75);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn only_a_connection_without_a_request_is_evicted() {
+        let activity = Activity::new();
+        let request = activity.request(false);
+        assert!(!activity.evict() && activity.without_request_since().is_none());
+        drop(request);
+        assert!(activity.without_request_since().is_some() && activity.evict());
+        assert_eq!(activity.expired(&TIMEOUTS).await, Expired::Evicted);
+    }
+}

@@ -1,0 +1,136 @@
+//! The lines of log that requests leave, and the ids by which they are found.
+
+use crate::fake::{Fake, chat, first, last, post, send};
+use axum::body::Body;
+use axum::http::Request;
+use serde_json::{Value, json};
+use std::io::{self, Write};
+use std::sync::{Arc, Mutex};
+use tracing_subscriber::fmt::MakeWriter;
+use worker::engine::{Error, Finish};
+
+/// Collects the log of one thread.
+#[derive(Clone, Default)]
+struct Log(Arc<Mutex<Vec<u8>>>);
+
+impl Log {
+    /// Begins to collect, at `info` and as JSON.
+    fn collect(&self) -> tracing::subscriber::DefaultGuard {
+        let json = tracing_subscriber::fmt().json().flatten_event(true).with_current_span(false).with_span_list(false);
+        tracing::subscriber::set_default(json.with_writer(self.clone()).finish())
+    }
+
+    fn lines(&self) -> Vec<Value> {
+        let log = self.0.lock().unwrap();
+        log.split(|byte| *byte == b'\n')
+            .filter(|line| !line.is_empty())
+            .map(|l| serde_json::from_slice(l).unwrap())
+            .collect()
+    }
+}
+
+impl Write for Log {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.lock().unwrap().write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl<'a> MakeWriter<'a> for Log {
+    type Writer = Self;
+
+    fn make_writer(&'a self) -> Self {
+        self.clone()
+    }
+}
+
+#[tokio::test]
+async fn a_served_request_leaves_one_flat_line() {
+    let (log, engine) = (Log::default(), Fake::saying(vec![first("ab"), last("c", Finish::Length)]));
+    let settings: frontend::Settings = toml::from_str("tenant_header = 'x-tenant'").unwrap();
+    let router = frontend::router(engine, prometheus::Registry::new(), settings).unwrap();
+    for stream in [false, true] {
+        let _collecting = log.collect();
+        let mut request = chat(json!({ "stream": stream }));
+        request.headers_mut().insert("x-request-id", "mine-1".parse().unwrap());
+        request.headers_mut().insert("x-tenant", "ann".parse().unwrap());
+        assert_eq!(send(&router, request).await.status, 200);
+    }
+    let lines = log.lines();
+    assert_eq!(lines.len(), 2, "{lines:?}");
+    for line in lines {
+        let expected = [
+            ("request_id", json!("mine-1")),
+            ("endpoint", json!("/v1/chat/completions")),
+            ("status", json!(200)),
+            ("model", json!("org/tiny")),
+            ("tenant", json!("ann")),
+            ("cached_tokens", json!(48)),
+            ("completion_tokens", json!(3)),
+            ("finish_reason", json!("length")),
+        ];
+        for (field, value) in expected {
+            assert_eq!(line[field], value, "{field}: {line}");
+        }
+        assert!(["prompt_tokens", "ttft_ms", "duration_ms"].iter().all(|field| line[field].is_u64()), "{line}");
+        assert!(line.as_object().unwrap().values().all(|value| !value.is_object()), "{line}");
+    }
+}
+
+#[tokio::test]
+async fn each_refused_request_leaves_one_line_with_its_reason() {
+    let (log, router) = (Log::default(), Fake::new(|_| Err(Error::Failed("broken".into()))).router());
+    let requests = [
+        (chat(json!({ "temperature": 9 })), 400, "INFO", json!("decimal_above_max_value"), "temperature"),
+        (post("/v1/completions", &json!({ "model": "x" })), 404, "INFO", json!("model_not_found"), "`x`"),
+        (Request::get("/v1/nothing").body(Body::empty()).unwrap(), 404, "INFO", json!("unknown_url"), "/v1/nothing"),
+        (chat(json!({})), 500, "ERROR", json!("internal_error"), "broken"),
+        (chat(json!({ "stream": true })), 500, "ERROR", json!("internal_error"), "broken"),
+    ];
+    for (request, status, level, code, word) in requests {
+        let collecting = log.collect();
+        let answer = send(&router, request).await;
+        drop(collecting);
+        assert_eq!(answer.status, status);
+        let lines = std::mem::take(&mut *log.0.lock().unwrap());
+        let line: Value =
+            serde_json::from_slice(&lines).unwrap_or_else(|e| panic!("{e}: {}", String::from_utf8_lossy(&lines)));
+        assert_eq!((&line["level"], &line["status"], &line["code"]), (&json!(level), &json!(status), &code), "{line}");
+        assert_eq!(line["request_id"], answer.header("x-request-id"), "{line}");
+        assert!(line["error"].as_str().unwrap().contains(word), "{line}");
+    }
+}
+
+#[tokio::test]
+async fn lines_of_refused_requests_are_bounded() {
+    let (log, router) = (Log::default(), Fake::saying(vec![]).router());
+    let collecting = log.collect();
+    tokio::time::pause();
+    for _ in 0..1000 {
+        send(&router, Request::get("/v1/nothing").body(Body::empty()).unwrap()).await;
+    }
+    tokio::time::advance(std::time::Duration::from_secs(1)).await;
+    send(&router, Request::get("/v1/nothing").body(Body::empty()).unwrap()).await;
+    drop(collecting);
+    let lines = log.lines();
+    assert!((1..=60).contains(&lines.len()), "{} lines", lines.len());
+    assert!(lines.last().unwrap()["suppressed"].as_u64().unwrap() >= 900, "{:?}", lines.last());
+}
+
+#[tokio::test]
+async fn the_clients_request_id_is_in_the_id_of_the_answer() {
+    let router = Fake::saying(vec![last("a", Finish::Stop)]).router();
+    for (id, prefix) in [(Some("mine-1"), "chatcmpl-mine-1"), (None, "chatcmpl-"), (Some("not sane"), "chatcmpl-")] {
+        let mut request = chat(json!({}));
+        if let Some(id) = id {
+            request.headers_mut().insert("x-request-id", id.parse().unwrap());
+        }
+        let answer = send(&router, request).await;
+        let answered = answer.json()["id"].as_str().unwrap().to_owned();
+        assert_eq!(answered, format!("chatcmpl-{}", answer.header("x-request-id")));
+        assert!(answered.starts_with(prefix), "{answered}");
+    }
+}

@@ -1,0 +1,164 @@
+//! The real program under connections that nobody uses, without file descriptors, and at its end.
+
+#![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
+
+use super::serve::client;
+use rustix::process::{Pid, Resource, Rlimit, prlimit};
+use serde_json::{Value, json};
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read, Seek};
+use std::net::TcpStream;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::Duration;
+
+/// The running program. Dropping it kills it.
+struct Program {
+    child: Child,
+    address: String,
+    log: File,
+    _data: tempfile::TempDir,
+}
+
+impl Program {
+    /// On `tiny`, with at most so many open files.
+    fn start(files: u64, set: &[&str]) -> Self {
+        let (data, log) = (tempfile::tempdir().unwrap(), tempfile::tempfile().unwrap());
+        let mut command = Command::new("sh");
+        command.arg("-c").arg(format!("ulimit -n {files} && exec \"$0\" \"$@\"")).arg(env!("CARGO_BIN_EXE_blockyard"));
+        command.args(["serve", "--model", "tiny", "--listen", "127.0.0.1:0", "--json", "--workers", "both:1"]);
+        command.args(["--set", "tiers.g1=16MiB", "--set", "tiers.g2=off", "--set", "tiers.g3=off", "--data-dir"]);
+        command.arg(data.path()).args(set.iter().flat_map(|assignment| ["--set", assignment]));
+        command.env("BLOCKYARD_LOG__FORMAT", "json").stdout(Stdio::piped()).stderr(log.try_clone().unwrap());
+        let mut child = command.spawn().unwrap();
+        let mut banner = String::new();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut banner).unwrap();
+        let banner: Value = serde_json::from_str(&banner).unwrap();
+        let address = banner["address"].as_str().unwrap().to_owned();
+        Self { child, address, log, _data: data }
+    }
+
+    fn url(&self, path: &str) -> String {
+        format!("http://{}{path}", self.address)
+    }
+
+    async fn status(&self, path: &str) -> u16 {
+        client().get(self.url(path)).send().await.unwrap().status().as_u16()
+    }
+
+    async fn metric(&self, series: &str) -> f64 {
+        let text = client().get(self.url("/metrics")).send().await.unwrap().text().await.unwrap();
+        let line = text.lines().find_map(|line| line.strip_prefix(series));
+        line.map_or(0.0, |value| value.trim().parse().unwrap())
+    }
+
+    fn pid(&self) -> Pid {
+        Pid::from_child(&self.child)
+    }
+
+    fn signal(&self, name: &str) {
+        assert!(Command::new("kill").args([name, &self.child.id().to_string()]).status().unwrap().success());
+    }
+
+    fn ended(&mut self) -> ExitStatus {
+        self.child.wait().unwrap()
+    }
+
+    /// Lines of the log with a word.
+    fn logged(&mut self, word: &str) -> Vec<String> {
+        let mut log = String::new();
+        self.log.rewind().unwrap();
+        self.log.read_to_string(&mut log).unwrap();
+        log.lines().filter(|line| line.contains(word)).map(str::to_owned).collect()
+    }
+
+    fn resident_mib(&self) -> u64 {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id())).unwrap();
+        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+        line.split_whitespace().next().unwrap().parse::<u64>().unwrap() >> 10
+    }
+
+    fn open_files(&self) -> usize {
+        std::fs::read_dir(format!("/proc/{}/fd", self.child.id())).unwrap().count()
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        // It may have ended.
+        let _ = self.child.kill();
+        self.child.wait().unwrap();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_thousand_idle_sockets_leave_room_for_requests() {
+    blockyard::machine::raise_open_files();
+    let mut program = Program::start(256, &[]);
+    let (memory, files) = (program.resident_mib(), program.open_files());
+    let idle: Vec<TcpStream> = (0..1000).map(|_| TcpStream::connect(&program.address).unwrap()).collect();
+    for path in ["/live", "/ready", "/metrics"] {
+        assert_eq!(program.status(path).await, 200, "{path}");
+    }
+    let body = json!({"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 4});
+    let answer = client().post(program.url("/v1/completions")).json(&body).send().await.unwrap();
+    assert_eq!(answer.status(), 200);
+    let open = program.metric("blockyard_frontend_open_connections").await;
+    println!(
+        "{} sockets: {open} open, RSS {memory} to {} MiB, files {files} to {}",
+        idle.len(),
+        program.resident_mib(),
+        program.open_files()
+    );
+    assert!(open <= 130.0, "{open} connections are open of at most half of 256 files");
+    assert_eq!(program.logged("leaves room for fewer connections").len(), 1);
+    assert!(program.logged("cannot accept connections").is_empty());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn accept_errors_are_counted_and_logged_at_a_bounded_rate() {
+    let mut program = Program::start(512, &[]);
+    let set = |files| {
+        let limit = Rlimit { current: Some(files), maximum: Some(512) };
+        prlimit(Some(program.pid()), Resource::Nofile, limit).unwrap();
+    };
+    set(4);
+    let waiting = TcpStream::connect(&program.address).unwrap();
+    let began = std::time::Instant::now();
+    tokio::time::sleep(Duration::from_millis(1500)).await;
+    set(512);
+    let took = began.elapsed();
+    assert_eq!(program.status("/live").await, 200);
+    let errors = program.metric("blockyard_frontend_accept_errors_total{error=\"file_descriptors\"}").await;
+    let most = 2.0 + took.as_secs_f64() * 10.0;
+    assert!((1.0..most).contains(&errors), "{errors} errors in {took:?}: ten a second at most");
+    let lines = program.logged("cannot accept connections");
+    assert!(!lines.is_empty() && lines.len() as f64 <= 1.0 + took.as_secs_f64() / 10.0, "{lines:?}");
+    drop(waiting);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn after_sigterm_requests_are_refused_until_the_listener_closes() {
+    let mut program = Program::start(1024, &["frontend.shutdown_delay=10m", "drain=20m"]);
+    assert_eq!(program.status("/ready").await, 200);
+    program.signal("-TERM");
+    while program.status("/ready").await != 503 {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    assert_eq!(program.status("/live").await, 200);
+    let body = json!({"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 4});
+    let refused = client().post(program.url("/v1/completions")).json(&body).send().await.unwrap();
+    assert_eq!((refused.status().as_u16(), refused.headers()["retry-after"].to_str().unwrap()), (503, "1"));
+    let error: Value = refused.json().await.unwrap();
+    assert_eq!(error["error"]["code"], "shutting_down");
+    // Another signal ends it at once.
+    program.signal("-TERM");
+    assert!(program.ended().success());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_listener_closes_after_the_shutdown_delay() {
+    let mut program = Program::start(1024, &["frontend.shutdown_delay=100ms"]);
+    program.signal("-TERM");
+    assert!(program.ended().success());
+    assert!(TcpStream::connect(&program.address).is_err());
+}
