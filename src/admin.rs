@@ -1,6 +1,8 @@
 //! The admin API: what runs, what rests where, and reading the configuration again. It asks for no key, so it is off unless `admin.listen`
 //! says where, and never shares a port with the front door.
 
+mod workers;
+
 use crate::config::Listen;
 use crate::node::{Place, Rests, listen};
 use crate::reload::{Outcome, Reload};
@@ -8,6 +10,7 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use axum::routing::{get, post};
 use axum::{Json, Router};
+use frontend::{Server, Shutdown, guard_admin};
 use std::net::SocketAddr;
 use std::sync::{Arc, Weak};
 
@@ -17,6 +20,8 @@ pub async fn open(
     at: &Listen,
     reload: Arc<Reload>,
     rests: Weak<Rests>,
+    router: Weak<router::Router>,
+    (server, settings): (Server, &frontend::Settings),
 ) -> anyhow::Result<(SocketAddr, impl Future<Output = ()> + use<>)> {
     let listener = listen(at).await?;
     let address = listener.local_addr()?;
@@ -27,9 +32,11 @@ pub async fn open(
         .route("/admin/config", get(async |State(reload): State<Arc<Reload>>| Json(reload.as_json())))
         .route("/admin/reload", post(read_again))
         .with_state(reload)
-        .merge(Router::new().route("/admin/index", get(places)).with_state(rests));
+        .merge(Router::new().route("/admin/index", get(places)).with_state(rests))
+        .merge(workers::routes(router));
+    let app = guard_admin(app, settings);
     Ok((address, async move {
-        if let Err(error) = axum::serve(listener, app).await {
+        if let Err(error) = server.serve(listener, app, Shutdown::default()).await {
             tracing::error!(%error, "the admin API failed");
         }
     }))

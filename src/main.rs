@@ -7,6 +7,7 @@ use blockyard::cache;
 use blockyard::cli::{Cli, Command, Serve};
 use blockyard::config::{self, Config, Log, LogFormat, Origins, Sources};
 use blockyard::fit;
+use blockyard::machine;
 use blockyard::node::Node;
 use blockyard::reload::{Apply, Reload, Relog};
 use blockyard::replay;
@@ -56,6 +57,7 @@ fn run(serve: &Serve) -> anyhow::Result<()> {
         return Ok(());
     }
     let relog = start_log(&config.log)?;
+    machine::raise_open_files();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let outcome = runtime.block_on(live(sources, (config, origins), relog, serve.json));
     // What still runs on a thread of its own (a long step of the engine) must not hold up the end.
@@ -66,7 +68,7 @@ fn run(serve: &Serve) -> anyhow::Result<()> {
 async fn live(sources: Sources, loaded: (Config, Origins), relog: Relog, json: bool) -> anyhow::Result<()> {
     // From the first moment on: as process 1 of a container, nobody else would act on a signal.
     let mut signals = Signals::listen()?;
-    let admin = loaded.0.admin.listen.clone();
+    let (admin, settings) = (loaded.0.admin.listen.clone(), loaded.0.frontend.clone());
     let mut node = tokio::select! {
         biased;
         () = signals.end() => return Ok(()),
@@ -78,7 +80,11 @@ async fn live(sources: Sources, loaded: (Config, Origins), relog: Relog, json: b
     let mut banner = node.banner().as_json();
     beside.spawn(Arc::clone(&reload).watch());
     if let Some(at) = admin {
-        let (address, serving) = admin::open(&at, Arc::clone(&reload), Arc::downgrade(node.rests())).await?;
+        let (address, serving) = {
+            let serving = (node.server().clone(), &settings);
+            admin::open(&at, Arc::clone(&reload), Arc::downgrade(node.rests()), Arc::downgrade(node.router()), serving)
+                .await?
+        };
         beside.spawn(serving);
         banner["admin"] = address.to_string().into();
         tracing::info!(%address, "admin API");
@@ -88,20 +94,29 @@ async fn live(sources: Sources, loaded: (Config, Origins), relog: Relog, json: b
     } else {
         println!("{}", node.banner());
     }
-    loop {
+    let terminated = loop {
         tokio::select! {
             biased;
             asked = signals.next() => match asked {
-                Asked::End => break tracing::info!("stopping: requests may finish; another Ctrl-C ends at once"),
+                Asked::Interrupt => break false,
+                Asked::Terminate => break true,
                 Asked::ReadAgain => drop(reload.now("SIGHUP")),
             },
             error = node.failed() => return Err(error),
         }
-    }
+    };
+    tracing::info!("stopping: requests may finish; another Ctrl-C ends at once");
+    let shutdown = async {
+        // Ctrl-C is a person's at a terminal; SIGTERM is an orchestrator's, and load balancers send requests for a while.
+        if terminated {
+            node.announce_shutdown().await;
+        }
+        node.shutdown().await;
+    };
     tokio::select! {
         biased;
         () = signals.end() => tracing::warn!("ended at once; what was not written yet is lost, and will be recomputed"),
-        () = node.shutdown() => {}
+        () = shutdown => {}
     }
     Ok(())
 }
@@ -118,7 +133,9 @@ fn start_log(log: &Log) -> anyhow::Result<Relog> {
             relog(move |filter| handle.reload(filter))
         }
         LogFormat::Json => {
-            let builder = builder.json().with_filter_reloading();
+            // Flat, so that log stores filter by each field. What a request's lines say they say themselves.
+            let builder = builder.json().flatten_event(true).with_current_span(false).with_span_list(false);
+            let builder = builder.with_filter_reloading();
             let handle = builder.reload_handle();
             builder.init();
             relog(move |filter| handle.reload(filter))
@@ -159,21 +176,25 @@ impl Signals {
     async fn next(&mut self) -> Asked {
         tokio::select! {
             biased;
-            _ = self.interrupt.recv() => Asked::End,
-            _ = self.terminate.recv() => Asked::End,
+            _ = self.interrupt.recv() => Asked::Interrupt,
+            _ = self.terminate.recv() => Asked::Terminate,
             _ = self.hangup.recv() => Asked::ReadAgain,
         }
     }
 
     /// Resolves when the process is to end.
     async fn end(&mut self) {
-        while self.next().await != Asked::End {}
+        while self.next().await == Asked::ReadAgain {}
     }
 }
 
 /// What a signal asks for.
 #[derive(PartialEq, Eq)]
 enum Asked {
-    End,
+    /// End, for a person.
+    Interrupt,
+    /// End, for an orchestrator.
+    Terminate,
+    /// Read the configuration again.
     ReadAgain,
 }

@@ -162,16 +162,17 @@ async fn hung(core: &Core, member: &Member, model: &str, tried: &[WorkerId], exp
     let since = Instant::now();
     tokio::time::sleep(patience(expected)).await;
     loop {
-        let now = Instant::now();
+        let (now, roster) = (Instant::now(), core.fleet.roster());
         let better = |other: &&Arc<Member>| {
             // Of what was sent to it nothing waits.
             let free = || other.books.standing(now).prompts == 0;
             *other.instance.model.id == *model
                 && !tried.contains(&other.id())
+                && !roster.is_cordoned(other.id())
                 && (!other.avoided(now) || member.avoided(now))
                 && (other.heard_since(since) || free())
         };
-        if !member.heard_since(since) && core.fleet.roster().members().find(better).is_some() {
+        if !member.heard_since(since) && roster.members().find(better).is_some() {
             return member.note(Verdict::Hung);
         }
         tokio::time::sleep(LOOK_AGAIN).await;

@@ -6,7 +6,7 @@ use crate::health::{Health, Verdict};
 use crate::index::Slot;
 use crate::load::{Books, Moment, Standing};
 use crate::trust::Mode;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
@@ -217,7 +217,8 @@ impl Serving {
         desks
     }
 
-    fn take(&mut self, member: &Arc<Member>) {
+    /// Takes a member in. One that is `cordoned` is known, and gets no seat: no decision can choose it.
+    fn take(&mut self, member: &Arc<Member>, cordoned: bool) {
         let Instance { model: card, phase, .. } = &*member.instance;
         let same = |way: &Arc<ModelCard>| way.identity == card.identity && way.block_size == card.block_size;
         let way = self.ways.iter().position(same).unwrap_or_else(|| {
@@ -225,6 +226,9 @@ impl Serving {
             self.ways.len() - 1
         });
         self.context = self.context.max(card.context);
+        if cordoned {
+            return;
+        }
         let (id, slot, way) = (member.id(), member.slot, way as u32);
         self.helpers |= *phase == Phase::Prefill;
         let (member, books) = (member.clone(), member.books.clone());
@@ -237,6 +241,8 @@ impl Serving {
 pub(crate) struct Roster {
     members: BTreeMap<WorkerId, Arc<Member>>,
     models: BTreeMap<String, Serving>,
+    /// Workers that get no new requests, there or not: a worker that restarts stays cordoned.
+    cordoned: BTreeSet<WorkerId>,
 }
 
 impl Roster {
@@ -259,12 +265,17 @@ impl Roster {
         self.members.get(&id)
     }
 
-    fn of(members: BTreeMap<WorkerId, Arc<Member>>) -> Self {
+    /// Whether a worker gets no new requests.
+    pub(crate) fn is_cordoned(&self, id: WorkerId) -> bool {
+        self.cordoned.contains(&id)
+    }
+
+    fn of(members: BTreeMap<WorkerId, Arc<Member>>, cordoned: BTreeSet<WorkerId>) -> Self {
         let mut models = BTreeMap::<String, Serving>::new();
-        for member in members.values() {
-            models.entry(member.instance.model.id.clone()).or_default().take(member);
+        for (id, member) in &members {
+            models.entry(member.instance.model.id.clone()).or_default().take(member, cordoned.contains(id));
         }
-        Self { members, models }
+        Self { members, models, cordoned }
     }
 }
 
@@ -318,6 +329,17 @@ impl Fleet {
         {
             before.gone.cancel();
         }
-        *roster = Arc::new(Roster::of(members));
+        *roster = Arc::new(Roster::of(members, roster.cordoned.clone()));
+    }
+
+    /// Gives a worker that is there no new requests from now on, or gives it requests again. `false`: it is not there.
+    pub(crate) fn cordon(&self, id: WorkerId, cordoned: bool) -> bool {
+        let mut roster = self.roster.write().unwrap_or_else(PoisonError::into_inner);
+        let (members, mut all) = (roster.members.clone(), roster.cordoned.clone());
+        let there = members.contains_key(&id);
+        if if cordoned { there && all.insert(id) } else { all.remove(&id) } {
+            *roster = Arc::new(Roster::of(members, all));
+        }
+        there
     }
 }

@@ -36,6 +36,7 @@ mod audit;
 mod balance;
 mod believed;
 mod booking;
+mod cordon;
 mod core;
 mod cost;
 mod decide;
@@ -77,6 +78,7 @@ mod tests;
 
 pub use self::core::Error;
 pub use admission::settings::{Settings as Admission, Tenant};
+pub use cordon::{NoSuchWorker, WorkerStatus};
 pub use planner::{Mode as PlannerMode, Settings as PlannerSettings};
 pub use policy::{Composition, Filter, Pick, Policy, Score, Term};
 pub use record::Line as Recorded;

@@ -75,6 +75,9 @@ pub(crate) fn place(core: &Core, request: &Request, tried: &[WorkerId]) -> Resul
     if prompt >= context {
         return Err(Error::PromptTooLong { prompt, context });
     }
+    if serving.seats().is_empty() {
+        return Err(Error::Unavailable("every worker of the model is cordoned".to_owned()));
+    }
     // The long part, hashing and look-up, before the lock that decisions take turns on.
     let mut overlaps = Overlaps::of(&request.tokens, &request.domain, serving, &core.index);
     let mut scratch = core.deciding.lock().unwrap_or_else(PoisonError::into_inner);

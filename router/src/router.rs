@@ -87,10 +87,14 @@ impl Engine for Router {
         if let Some(why) = self.core.dead.get() {
             return Readiness::NotReady(format!("router failed: {why}"));
         }
-        if self.core.fleet.roster().members().any(|member| member.decodes()) {
-            Readiness::Ready
-        } else {
+        let roster = self.core.fleet.roster();
+        let mut decoding = roster.members().filter(|member| member.decodes()).peekable();
+        if decoding.peek().is_none() {
             Readiness::NotReady("no worker that decodes has joined".to_owned())
+        } else if decoding.all(|member| roster.is_cordoned(member.id())) {
+            Readiness::NotReady("every worker that decodes is cordoned".to_owned())
+        } else {
+            Readiness::Ready
         }
     }
 }

@@ -2,6 +2,7 @@
 
 mod apart;
 mod conversations;
+mod cordoned;
 mod events;
 mod failing;
 pub(crate) mod fake;

@@ -115,10 +115,10 @@ impl Desk {
         }
     }
 
-    /// Those who wait for a worker that has left, or is better left alone, are placed anew; in the second case not at once
+    /// Those who wait for a worker that has left, is cordoned, or is better left alone, are placed anew; in the second case not at once
     /// again: it may be the only one.
     fn move_on(&mut self, roster: &Roster, now: Instant, told: &mut Vec<(u64, Told)>) {
-        let gone = |id| roster.get(id).is_none();
+        let gone = |id| roster.get(id).is_none() || roster.is_cordoned(id);
         let avoided = |id| roster.get(id).is_some_and(|member| member.avoided(now));
         if self.room.awaited().any(|id| gone(id) || avoided(id)) {
             let at = |lane: &Lane, of: &dyn Fn(_) -> bool| of(lane.decode) || lane.prefill.is_some_and(of);
@@ -155,9 +155,9 @@ impl Desk {
     }
 }
 
-/// Who serves a model.
+/// Workers of a model that take new requests.
 fn of<'a>(roster: &'a Roster, model: &'a str) -> impl Iterator<Item = &'a Arc<Member>> {
-    roster.members().filter(move |member| *member.instance.model.id == *model)
+    roster.members().filter(move |member| *member.instance.model.id == *model && !roster.is_cordoned(member.id()))
 }
 
 /// How many workers of a model have nothing to do.

@@ -1,0 +1,82 @@
+//! Taking a worker out of service and back, in the words of Kubernetes: a cordoned worker gets no new requests, draining waits
+//! until it has none, and uncordoning gives it requests again.
+//!
+//! It holds for this router alone, until the process ends. Not here: ending the worker, which is its own process's business.
+
+use crate::router::Router;
+use serde::Serialize;
+use std::time::Duration;
+use tokio::time::{Instant, sleep};
+use worker::plane::{Phase, WorkerId};
+
+/// How often it is asked whether a worker is drained: a person waits for the answer.
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
+
+/// A worker, as an operator sees it.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize)]
+pub struct WorkerStatus {
+    /// Its name in logs and explanations, like `w1`.
+    pub worker: String,
+    /// The model that it serves.
+    pub model: String,
+    /// What it is there for.
+    pub phase: Phase,
+    /// Whether it gets no new requests.
+    pub cordoned: bool,
+    /// Requests on it: those that wait for their first token, and those that decode.
+    pub requests: u32,
+}
+
+/// No worker of that name is there.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("there is no worker {0}")]
+pub struct NoSuchWorker(pub WorkerId);
+
+impl Router {
+    /// Every worker that is there.
+    pub fn workers(&self) -> Vec<WorkerStatus> {
+        let (roster, now) = (self.core.fleet.roster(), Instant::now());
+        let status = |member: &std::sync::Arc<crate::fleet::Member>| {
+            let standing = member.books.standing(now);
+            WorkerStatus {
+                worker: member.id().to_string(),
+                model: member.instance.model.id.clone(),
+                phase: member.instance.phase,
+                cordoned: roster.is_cordoned(member.id()),
+                requests: standing.prompts.max(standing.sequences),
+            }
+        };
+        roster.members().map(status).collect()
+    }
+
+    /// Gives a worker no new requests from now on. Those that wait for it in the router are placed again.
+    pub fn cordon(&self, id: WorkerId) -> Result<(), NoSuchWorker> {
+        self.set_cordon(id, true)
+    }
+
+    /// Gives a worker requests again.
+    pub fn uncordon(&self, id: WorkerId) -> Result<(), NoSuchWorker> {
+        self.set_cordon(id, false)
+    }
+
+    /// Waits until a worker has no requests.
+    pub async fn drained(&self, id: WorkerId) -> Result<(), NoSuchWorker> {
+        loop {
+            let roster = self.core.fleet.roster();
+            let standing = roster.get(id).ok_or(NoSuchWorker(id))?.books.standing(Instant::now());
+            if standing.prompts == 0 && standing.sequences == 0 {
+                return Ok(());
+            }
+            sleep(POLL_INTERVAL).await;
+        }
+    }
+
+    fn set_cordon(&self, id: WorkerId, cordoned: bool) -> Result<(), NoSuchWorker> {
+        if !self.core.fleet.cordon(id, cordoned) {
+            return Err(NoSuchWorker(id));
+        }
+        tracing::info!(worker = %id, cordoned, "worker cordon changed");
+        self.core.admission.poke();
+        Ok(())
+    }
+}
