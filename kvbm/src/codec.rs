@@ -16,7 +16,8 @@
 //! | 0 to 3 | bytes after the last value |
 //!
 //! [`encoded`] decides block by block: raw when a sample says that nothing is gained, or when the device below is too
-//! fast for the codec. Look here in vain for anything that a block's neighbours would be needed for.
+//! fast for the codec. [`decoded`] encodes nothing, and reads all of it: whether blocks are encoded is a matter of writing.
+//! Not here: anything that needs a block's neighbours.
 
 mod gauge;
 mod planes;
@@ -61,10 +62,15 @@ const RATES: Rates = Rates { offload: 1e9, onboard: 2e9 };
 
 /// A tier whose blocks rest encoded where that pays.
 pub fn encoded(tier: Arc<dyn Tier>, mode: Mode) -> Arc<dyn Tier> {
-    with(tier, mode, LEAST_RATIO)
+    with(tier, Some(mode), LEAST_RATIO)
 }
 
-fn with(tier: Arc<dyn Tier>, mode: Mode, least_ratio: f64) -> Arc<dyn Tier> {
+/// A tier whose blocks are stored as they are, and decoded where another process, or this one before a restart, encoded them.
+pub fn decoded(tier: Arc<dyn Tier>) -> Arc<dyn Tier> {
+    with(tier, None, LEAST_RATIO)
+}
+
+fn with(tier: Arc<dyn Tier>, mode: Option<Mode>, least_ratio: f64) -> Arc<dyn Tier> {
     let device = Arc::new(Gauge::default());
     let form = Encoding {
         mode,
@@ -79,7 +85,8 @@ fn with(tier: Arc<dyn Tier>, mode: Mode, least_ratio: f64) -> Arc<dyn Tier> {
 }
 
 struct Encoding {
-    mode: Mode,
+    /// `None`: blocks are only decoded.
+    mode: Option<Mode>,
     least_ratio: f64,
     device: Arc<Gauge>,
     /// On one core.
@@ -93,8 +100,9 @@ struct Encoding {
 impl Encoding {
     /// What to encode the bytes with, if it pays.
     fn choose(&self, raw: &[u8]) -> Option<Codec> {
+        let mode = self.mode?;
         let (codec, ratio) = favourite(raw);
-        let pays = match (self.mode, self.device.rates()) {
+        let pays = match (mode, self.device.rates()) {
             (Mode::Faster, Some(device)) => {
                 let one = self.codec.rates().unwrap_or(RATES);
                 let hands = self.hands.count() as f64;
@@ -136,6 +144,9 @@ impl Encoding {
 
 impl Form for Encoding {
     fn give(self: Arc<Self>, block: Block) -> BoxFuture<'static, Result<Block, StoreError>> {
+        if self.mode.is_none() {
+            return future::ready(Ok(block)).boxed();
+        }
         async move {
             let form = self.clone();
             Ok(self.hands.run(move || form.encode(block)).await?)
@@ -144,6 +155,10 @@ impl Form for Encoding {
     }
 
     fn take(self: Arc<Self>, block: Block) -> BoxFuture<'static, Result<Taken, LoadError>> {
+        if block.header.key.is_some() {
+            // Sound, and for those who have its data key; the tier that decrypts is not below.
+            return future::ready(Ok(Taken::Miss)).boxed();
+        }
         if block.header.codec == Codec::Raw {
             return future::ready(Ok(Taken::Block(block))).boxed();
         }

@@ -6,7 +6,7 @@
 use super::stores::access;
 use crate::config::{Coding, Config, Encryption};
 use anyhow::Context;
-use kvbm::codec::{self, encoded};
+use kvbm::codec::{self, decoded, encoded};
 use kvbm::crypt::{Environment, KeySource, Keys, encrypted};
 use kvbm::object::Location;
 use kvbm::{Metrics, Tier};
@@ -40,7 +40,7 @@ impl Forms {
             None => tier,
         };
         match self.coding {
-            Coding::Off => tier,
+            Coding::Off => decoded(tier),
             Coding::Faster => encoded(tier, codec::Mode::Faster),
             Coding::Smaller => encoded(tier, codec::Mode::Smaller),
         }

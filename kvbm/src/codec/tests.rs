@@ -24,7 +24,7 @@ mod in_memory {
     contract::suite!(async || {
         let log = Arc::new(EventLog::new(Epoch(1)));
         // The suite's bytes are noise: without a least ratio they are encoded all the same.
-        Subject::keeping(with(Arc::new(Memory::new(log.clone(), None)), Mode::Smaller, 0.0), log, ())
+        Subject::keeping(with(Arc::new(Memory::new(log.clone(), None)), Some(Mode::Smaller), 0.0), log, ())
     });
 }
 
@@ -36,7 +36,7 @@ mod on_disk {
         let folder = tempfile::tempdir().unwrap();
         let settings = disk::Settings { capacity_bytes: 64 << 20, min_free_bytes: 0, ..Default::default() };
         let disk = DiskTier::open(folder.path(), settings, log.clone()).unwrap();
-        Subject::keeping(with(disk, Mode::Smaller, 0.0), log, folder)
+        Subject::keeping(with(disk, Some(Mode::Smaller), 0.0), log, folder)
     });
 }
 
@@ -73,6 +73,39 @@ async fn blocks_rest_smaller_where_that_pays_and_come_back_as_they_were() {
 }
 
 #[tokio::test]
+async fn a_tier_that_does_not_encode_decodes_what_others_encoded() {
+    let log = Arc::new(EventLog::new(Epoch(1)));
+    let memory = Arc::new(Memory::new(log, None));
+    let kv = block(synthetic::bf16(&synthetic::kv(7, SHAPE)));
+    let raw = chain(1, 1).remove(0);
+    contract::store(&*encoded(memory.clone(), Mode::Smaller), vec![kv.clone()]).await;
+    let tier = super::decoded(memory.clone());
+    contract::store(&*tier, vec![raw.clone()]).await;
+    let both = [kv, raw];
+    let loaded = contract::load(&*tier, fingerprint(), names(&both)).await;
+    assert!(loaded.iter().zip(&both).all(|(loaded, block)| loaded.as_ref().unwrap().payload() == block.payload));
+
+    let plain = block(synthetic::bf16(&synthetic::kv(8, SHAPE)));
+    let tier = super::decoded(Arc::new(Memory::new(Arc::new(EventLog::new(Epoch(1))), None)));
+    contract::store(&*tier, vec![plain.clone()]).await;
+    let found = tier.load(fingerprint(), vec![plain.header.name]).next().await.unwrap().1.unwrap().unwrap();
+    assert_eq!(found.header.codec, Codec::Raw, "it encodes nothing itself");
+}
+
+#[tokio::test]
+async fn an_encrypted_block_is_a_miss_without_keys_and_is_not_discarded() {
+    let memory = Arc::new(Memory::new(Arc::new(EventLog::new(Epoch(1))), None));
+    let mut kv = block(synthetic::bf16(&synthetic::kv(7, SHAPE)));
+    kv.header.key = Some(crate::KeyId::from_bytes([3; 8]));
+    kv.header = kv.header.describing(&kv.payload);
+    contract::store(&*memory, vec![kv.clone()]).await;
+    let tier = super::decoded(memory.clone());
+    let (_, answer) = tier.load(fingerprint(), vec![kv.header.name]).next().await.unwrap();
+    assert!(answer.unwrap().is_none());
+    assert_eq!(memory.holds(fingerprint(), &[kv.header.name]), 1);
+}
+
+#[tokio::test]
 async fn what_was_damaged_before_it_was_encoded_is_found_out_after_it_was_decoded() {
     let mut damaged = block(synthetic::bf16(&synthetic::kv(7, SHAPE)));
     let mut bytes = damaged.payload.to_vec();
@@ -91,7 +124,7 @@ fn a_fast_device_gets_raw_blocks_and_a_slow_one_encoded_ones() {
         [(Mode::Faster, fast, Codec::Raw), (Mode::Faster, slow, Codec::Bf16), (Mode::Smaller, fast, Codec::Bf16)]
     {
         let encoding = Encoding {
-            mode,
+            mode: Some(mode),
             least_ratio: LEAST_RATIO,
             device: Arc::default(),
             codec: Gauge::default(),
