@@ -95,6 +95,7 @@ mod form;
 mod host;
 mod index;
 pub mod lanes;
+mod log_limit;
 mod manager;
 pub mod memory;
 mod metrics;

@@ -19,6 +19,7 @@ pub use onboard::Onboarding;
 use crate::device::DeviceBlocks;
 use crate::event::{EventLog, Level};
 use crate::host::HostTier;
+use crate::log_limit::LogLimit;
 use crate::metrics::Metrics;
 use crate::peer::Peer;
 use crate::pool::{CachedBlock, CachedBlocks, FullBlock, Held, PartialBlock, Pool};
@@ -70,6 +71,9 @@ pub(crate) struct Core {
     pub(crate) metrics: Metrics,
     clock: Clock,
     poisoned: AtomicBool,
+    /// Blocks found unsound, and tiers found silent, may be many.
+    quarantines: LogLimit,
+    silences: LogLimit,
 }
 
 /// What recomputing costs, as measured by the engine, and what is at stake.
@@ -139,7 +143,9 @@ impl BlockManager {
         let pool = Pool::new(Level::G1, device.capacity(), log, metrics.memory(Level::G1), clock.clone());
         let first: Option<Arc<dyn Tier>> = host.clone().map(|host| Arc::new(host) as _);
         let tiers: Vec<_> = first.into_iter().chain(lower).collect();
-        let core = Arc::new(Core { device, pool, host, tiers, metrics, clock, poisoned: AtomicBool::new(false) });
+        let (quarantines, silences) = (LogLimit::default(), LogLimit::default());
+        let poisoned = AtomicBool::new(false);
+        let core = Arc::new(Core { device, pool, host, tiers, metrics, clock, poisoned, quarantines, silences });
         let source = |tier: &Arc<dyn Tier>| Source { tier: tier.clone(), gauge: Arc::default() };
         let sources = core.tiers.iter().map(source).collect();
         let own = usize::from(core.host.is_some());

@@ -231,7 +231,9 @@ impl Loading<'_> {
             let Source { tier, gauge } = &self.job.sources[source];
             let what = seen.seen(elapsed);
             if gauge.learn(what, now) {
-                tracing::warn!(tier = %tier.level(), ?elapsed, "tier did not answer in time; left alone for a while");
+                if let Some(others) = self.job.inner.core.silences.pass() {
+                    tracing::warn!(tier = %tier.level(), ?elapsed, others, "tier did not answer in time; left alone for a while");
+                }
             }
             if seen.delivered > 0 {
                 let (delivered, metrics) = (seen.delivered as u64, &self.job.inner.core.metrics);

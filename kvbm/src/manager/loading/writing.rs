@@ -110,7 +110,12 @@ impl Loading<'_> {
 
     pub(super) fn quarantine(&self, source: usize, index: usize, why: Corrupt) {
         let (tier, name) = (&self.job.sources[source].tier, self.job.names[index]);
-        tracing::warn!(tier = %tier.level(), block = %name, %why, "block quarantined");
+        let core = &self.job.inner.core;
+        if let Some(others) = core.quarantines.pass() {
+            tracing::warn!(tier = %tier.level(), block = %name, %why, others, "block quarantined");
+        } else {
+            tracing::debug!(tier = %tier.level(), block = %name, %why, "block quarantined");
+        }
         self.job.inner.core.metrics.quarantined(tier.level());
         tier.discard(self.job.inner.core.device.fingerprint(), name);
     }
