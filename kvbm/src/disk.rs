@@ -13,6 +13,7 @@
 //! costs its blocks and nothing else, and comes back by itself (`volume`). What one might look for here and will not find: eviction of single blocks, and any `fsync`.
 
 mod direct;
+mod file_io;
 mod listing;
 mod load;
 mod log;
@@ -48,13 +49,15 @@ use spread::Spread;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SendError, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
+use std::time::Instant;
 use tokio::runtime::Handle;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
-use tokio_util::task::AbortOnDropHandle;
-use volume::Volume;
+use tokio_util::task::{AbortOnDropHandle, TaskTracker};
+use volume::{NO_ANSWER, Volume};
 
 /// Reads at once of one path, over all loads: a SATA device is fast with two, an `NVMe` one with eight.
 const READERS: usize = 8;
@@ -67,6 +70,8 @@ pub struct DiskTier {
     claims: Claims,
     recovered: watch::Sender<bool>,
     runtime: Handle,
+    /// Everything that reads or writes the folders, off the async threads.
+    tasks: TaskTracker,
 }
 
 /// How one path does.
@@ -74,15 +79,16 @@ pub struct DiskTier {
 pub struct PathState {
     /// Its folder.
     pub folder: PathBuf,
-    /// It is used. When not, its blocks are misses, and it is tried again now and then.
-    pub up: bool,
+    /// Why it is not used, if it is not: its blocks are misses, and it is tried again now and then.
+    pub failure: Option<String>,
     /// How often it went down.
     pub failures: u64,
 }
 
 impl DiskTier {
     /// Takes possession of a folder, finds the blocks that a process before this one left there, and announces them.
-    /// Blocks for the time that this takes. Dropping the tier seals the log and gives the folder back.
+    /// Blocks for the time that this takes. [`DiskTier::close`] seals the log and gives the folder back; without it, that
+    /// happens when the last read or write of the tier ends.
     ///
     /// # Panics
     /// Outside a tokio runtime.
@@ -115,8 +121,20 @@ impl DiskTier {
     ) -> Result<Arc<Self>, OpenError> {
         let tier = Self::claim(paths, shares, events)?;
         let recovering = tier.clone();
-        drop(tier.runtime.spawn_blocking(move || recovering.recover()));
+        drop(tier.tasks.spawn_blocking_on(move || recovering.recover(), &tier.runtime));
         Ok(tier)
+    }
+
+    /// Ends the tier: it takes and finds no more blocks, what was accepted is written, the open segments are sealed, and the
+    /// folders are given back. Resolves when no thread touches a file of the tier any more, whoever still holds the tier.
+    pub async fn close(&self) {
+        let logs: Vec<_> = self.volumes.iter().filter_map(|volume| volume.close()).collect();
+        self.tasks.close();
+        self.tasks.wait().await;
+        let sealed = self.runtime.spawn_blocking(move || logs.iter().for_each(|log| log.close()));
+        if let Err(error) = sealed.await {
+            tracing::error!(%error, "the disk tier could not be sealed; the next start scans its last segments");
+        }
     }
 
     /// Resolves when all that rested in the folders at the start is known. What is known earlier is served earlier; what is
@@ -156,7 +174,7 @@ impl DiskTier {
     pub fn paths(&self) -> Vec<PathState> {
         let state = |volume: &Arc<Volume>| PathState {
             folder: volume.folder.clone(),
-            up: volume.log().is_some(),
+            failure: volume.log().is_none().then(|| volume.failure().unwrap_or_else(|| "closed".into())),
             failures: volume.failures(),
         };
         self.volumes.iter().map(state).collect()
@@ -180,13 +198,14 @@ impl DiskTier {
 
     fn claim_sharing(paths: &[(PathBuf, Settings)], shared: Shared) -> Result<Arc<Self>, OpenError> {
         assert!((1..=usize::from(u8::MAX)).contains(&paths.len()), "one to 255 paths");
+        let tasks = TaskTracker::new();
         let volume = |(number, (folder, settings)): (usize, &(PathBuf, Settings))| {
-            Volume::new(number as u8, folder, *settings, shared.clone())
+            Volume::new(number as u8, folder, *settings, shared.clone(), tasks.clone())
         };
         let volumes: Vec<Arc<Volume>> = paths.iter().enumerate().map(volume).collect();
         let mut down = Vec::new();
-        for volume in &volumes {
-            match volume.open() {
+        for (volume, opened) in volumes.iter().zip(open_all(&volumes)) {
+            match opened {
                 Ok(()) => {}
                 Err(error @ OpenError::Io { .. }) => down.push((volume, error)),
                 Err(error) => return Err(error),
@@ -197,11 +216,17 @@ impl DiskTier {
         }
         for (volume, error) in down {
             tracing::warn!(folder = %volume.folder.display(), %error, "a path of the disk tier is left out for now");
-            volume.fail();
+            // One that is still being opened comes back by itself.
+            match &error {
+                OpenError::Io { source, .. } if source.kind() == io::ErrorKind::TimedOut => {
+                    volume.count_failure(&error.to_string());
+                }
+                error => volume.fail(&error.to_string()),
+            }
         }
         let (recovered, _) = watch::channel(false);
         let (spread, claims, runtime) = (Mutex::default(), Claims::default(), Handle::current());
-        Ok(Arc::new(Self { volumes, shared, spread, claims, recovered, runtime }))
+        Ok(Arc::new(Self { volumes, shared, spread, claims, recovered, runtime, tasks }))
     }
 
     fn recover(&self) {
@@ -223,10 +248,8 @@ impl DiskTier {
             if let Some(log) = volume.log().filter(|log| log.queue.wants_writer()) {
                 let volume = volume.clone();
                 // The handle is not kept: a writer ends by itself, and one that panics answers for what waits.
-                drop(self.runtime.spawn_blocking(move || {
-                    log.drain();
-                    volume.check(&log);
-                }));
+                let writing = move || volume.work(&log, Log::drain).unwrap_or_default();
+                drop(self.tasks.spawn_blocking_on(writing, &self.runtime));
             }
         }
     }
@@ -257,7 +280,7 @@ impl DiskTier {
         let chosen = turn.and_then(|path| Some((path, logs[path].take()?)));
         let Some((path, log)) = chosen else { return Offered::Answered(Err(StoreError::Busy)) };
         match log.queue.offer(block.clone(), Some(claim)) {
-            Ok(answer) => Offered::Waits { path, answer },
+            Ok(answer) => Offered::Waits { path, failed: log.failed.clone(), answer },
             Err(error) => Offered::Answered(Err(error)),
         }
     }
@@ -266,8 +289,17 @@ impl DiskTier {
     async fn end(&self, block: &Block, offered: Offered) -> (Result<(), StoreError>, Option<usize>) {
         match offered {
             Offered::Answered(answer) => (answer, None),
-            Offered::Waits { path, answer } => {
-                let answer = answer.await.unwrap_or_else(|_| Err(io::Error::other("the writer died").into()));
+            Offered::Waits { path, failed, answer } => {
+                let answer = tokio::select! {
+                    biased;
+                    answer = answer => answer.ok(),
+                    // A device that does not answer may do so in an hour.
+                    () = failed.cancelled() => None,
+                };
+                let answer = answer.unwrap_or_else(|| {
+                    self.claims.revoke(block.header.fingerprint, block.header.name);
+                    Err(io::Error::other("the path failed").into())
+                });
                 let refused = answer.is_err().then_some(path);
                 (answer, refused)
             }
@@ -280,12 +312,40 @@ impl DiskTier {
     }
 }
 
+/// Opens each path on a thread of its own: one that does not answer holds up none of the others, nor the start.
+fn open_all(volumes: &[Arc<Volume>]) -> Vec<Result<(), OpenError>> {
+    let open = |volume: &Arc<Volume>| {
+        let (done, opened) = sync_channel(0);
+        let (volume, runtime) = (volume.clone(), Handle::current());
+        let opening = move || {
+            let _inside = runtime.enter();
+            if let Err(SendError(late)) = done.send(volume.open()) {
+                volume.opened_late(late);
+            }
+        };
+        thread::Builder::new().name("g3-open".into()).spawn(opening).map(|_| opened)
+    };
+    let opening: Vec<_> = volumes.iter().map(open).collect();
+    let deadline = Instant::now() + NO_ANSWER;
+    let wait = |(volume, opened): (&Arc<Volume>, io::Result<Receiver<Result<(), OpenError>>>)| {
+        let failed = |source| OpenError::Io { path: volume.folder.clone(), source };
+        let left = deadline.saturating_duration_since(Instant::now());
+        match opened.map_err(failed)?.recv_timeout(left) {
+            Ok(opened) => opened,
+            Err(RecvTimeoutError::Timeout) => Err(failed(io::ErrorKind::TimedOut.into())),
+            Err(RecvTimeoutError::Disconnected) => Err(failed(io::Error::other("opening it panicked"))),
+        }
+    };
+    volumes.iter().zip(opening).map(wait).collect()
+}
+
 /// What became of a block that was offered.
 enum Offered {
     Answered(Result<(), StoreError>),
     /// It waits for a writer.
     Waits {
         path: usize,
+        failed: CancellationToken,
         answer: oneshot::Receiver<Result<(), StoreError>>,
     },
     /// Somebody else brings it.
@@ -306,9 +366,8 @@ impl Tier for DiskTier {
         let (missing, parts) = load::plan(&self.shared.index, &logs, fingerprint, &names);
         let names: Arc<[SequenceHash]> = names.into();
         let paths = self.volumes.iter().zip(logs).zip(parts).filter_map(|((volume, log), parts)| {
-            let (volume, log, names, runtime) = (volume.clone(), log?, names.clone(), self.runtime.clone());
-            let read =
-                move |part: Part| read(volume.clone(), log.clone(), runtime.clone(), fingerprint, names.clone(), part);
+            let (volume, log, names) = (volume.clone(), log?, names.clone());
+            let read = move |part: Part| read(volume.clone(), log.clone(), fingerprint, names.clone(), part);
             Some(stream::iter(parts).map(read).buffer_unordered(READERS).flatten().boxed())
         });
         let misses = stream::iter(missing.into_iter().map(|index| (index, Ok(None))));
@@ -367,22 +426,29 @@ impl Tier for DiskTier {
 async fn read(
     volume: Arc<Volume>,
     log: Arc<Log>,
-    runtime: Handle,
     fingerprint: Fingerprint,
     names: Arc<[SequenceHash]>,
     part: Part,
 ) -> impl futures::Stream<Item = Loaded> {
     let indices: Vec<usize> = part.run.wanted.iter().map(|wanted| wanted.index).collect();
-    let pass = volume.readers.enter(part.group, part.run.end() - part.run.start()).await;
-    let reading = runtime.spawn_blocking(move || {
-        let loaded = log.load(fingerprint, &names, &part);
-        volume.check(&log);
-        drop(pass);
-        loaded
-    });
-    // Dropping the stream calls off what has not started.
-    let loaded = AbortOnDropHandle::new(reading).await.unwrap_or_else(|died| {
-        let error = io::Error::other(died);
+    let failed = log.failed.clone();
+    let reading = async {
+        let pass = volume.readers.enter(part.group, part.run.end() - part.run.start()).await;
+        let reading = volume.clone().spawn_blocking(move || {
+            let loaded = volume.work(&log, |log| log.load(fingerprint, &names, &part));
+            drop(pass);
+            loaded
+        });
+        // Dropping the stream calls off what has not started.
+        AbortOnDropHandle::new(reading).await.ok().flatten()
+    };
+    let loaded = tokio::select! {
+        biased;
+        loaded = reading => loaded,
+        () = failed.cancelled() => None,
+    };
+    let loaded = loaded.unwrap_or_else(|| {
+        let error = io::Error::other("the path failed");
         indices.into_iter().map(|index| (index, Err(LoadError::Io(again(&error))))).collect()
     });
     stream::iter(loaded)

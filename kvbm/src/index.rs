@@ -134,6 +134,19 @@ impl<P: Copy> Index<P> {
         removed
     }
 
+    /// Forgets every block whose place is like this. Looks at each.
+    pub(crate) fn remove_all(&self, is_like_this: impl Fn(&P) -> bool) {
+        let found: Vec<(Fingerprint, SequenceHash)> = {
+            let spaces = self.read();
+            let of = |(fingerprint, space): (&Fingerprint, &NameMap<P>)| {
+                let like_this = space.names().filter(|name| space.get(name).is_some_and(&is_like_this));
+                like_this.map(|name| (*fingerprint, name)).collect::<Vec<_>>()
+            };
+            spaces.iter().flat_map(of).collect()
+        };
+        self.remove(found, is_like_this);
+    }
+
     /// Forgets blocks that are over by `now`, and says how many.
     pub(crate) fn expire(&self, now: Date) -> usize {
         let over = self.terms().over(now);

@@ -11,7 +11,7 @@ use std::ops::{Deref, DerefMut};
 use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -156,7 +156,7 @@ impl Access {
 
     /// Finds out by trying.
     pub(super) fn probe(folder: &Path) -> io::Result<Self> {
-        let path = folder.join("probe");
+        let path = unused(folder)?;
         let direct = |grain: u64| {
             let file = Self::Direct { grain }.open(&path, OpenOptions::new().write(true).create(true))?;
             file.write_all_at(&Buffer::zeroed(grain as usize), grain)
@@ -198,6 +198,21 @@ impl Access {
     }
 }
 
+/// A path in the folder for a file of a moment: free, or of a process that died before it removed its own.
+fn unused(folder: &Path) -> io::Result<PathBuf> {
+    const NAMES: u32 = 16;
+    for number in 0..NAMES {
+        let path = folder.join(format!("probe.{number}"));
+        match fs::symlink_metadata(&path) {
+            Ok(found) if found.is_file() => return Ok(path),
+            Ok(_) => {}
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(path),
+            Err(error) => return Err(error),
+        }
+    }
+    Err(io::Error::other(format!("{NAMES} other things are named `probe.…` there")))
+}
+
 /// Fills `into` from `offset` on; less only at the end of the file. Returns the bytes read.
 pub(super) fn read(file: &File, offset: u64, into: &mut [u8]) -> io::Result<usize> {
     let mut total = 0;
@@ -210,6 +225,23 @@ pub(super) fn read(file: &File, offset: u64, into: &mut [u8]) -> io::Result<usiz
         }
     }
     Ok(total)
+}
+
+/// Where the next byte is that was written, from `at` on; the end of the file where there is none. What lies before it reads as
+/// zeros. An error where the filesystem does not say.
+pub(super) fn next_data(file: &File, at: u64) -> io::Result<u64> {
+    #[cfg(target_os = "linux")]
+    {
+        // SAFETY: plain call on a descriptor that `file` keeps open; nothing here reads at the file's own position.
+        let found = unsafe { libc::lseek(file.as_raw_fd(), at.cast_signed(), libc::SEEK_DATA) };
+        if let Ok(found) = u64::try_from(found) {
+            return Ok(found);
+        }
+        let error = io::Error::last_os_error();
+        if error.raw_os_error() == Some(libc::ENXIO) { Ok(file.metadata()?.len()) } else { Err(error) }
+    }
+    #[cfg(not(target_os = "linux"))]
+    Err(io::ErrorKind::Unsupported.into())
 }
 
 /// Takes the space of a whole file at once, so that a full disk is met here and not in the middle of a write.

@@ -112,13 +112,13 @@ impl Log {
         self.shared.rig.read(self.volume)?;
         let path = segment::path(&self.folder, number);
         let read = |access: Access| -> io::Result<Vec<Option<Bytes>>> {
-            let file = access.open(&path, OpenOptions::new().read(true))?;
+            let file = self.io.look(|| access.open(&path, OpenOptions::new().read(true)))?;
             // One buffer for all: the blocks of a run are wanted, used and let go together.
             // Whole blocks of the device, which reads no others.
             let start = run.start() / Access::BLOCK * Access::BLOCK;
             let bytes = (run.end().next_multiple_of(Access::BLOCK) - start) as usize;
             let mut buffer = self.shared.pool.take(bytes);
-            let read = direct::read(&file, start, &mut buffer[..bytes])?;
+            let read = self.io.look(|| direct::read(&file, start, &mut buffer[..bytes]))?;
             let buffer = Bytes::from_owner(buffer).slice(..read);
             let records = run.wanted.iter().map(|wanted| {
                 let start = (wanted.offset - start) as usize;

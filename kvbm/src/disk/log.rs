@@ -4,6 +4,7 @@
 //! `recover`. All of it blocks, and is called off the async threads.
 
 use super::direct::{Access, Pool};
+use super::file_io::FileIo;
 use super::listing::Listing;
 use super::owner::Owner;
 use super::queue::Queue;
@@ -21,6 +22,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
 
 /// Blocks that may wait for a writer, in bytes: about 50 ms of a fast device.
 const QUEUE: u64 = 64 << 20;
@@ -82,6 +84,7 @@ pub(super) struct Log {
     pub(super) volume: u8,
     pub(super) folder: PathBuf,
     pub(super) access: Access,
+    pub(super) io: Arc<FileIo>,
     pub(super) shared: Shared,
     pub(super) queue: Queue,
     pub(super) settings: Settings,
@@ -95,11 +98,16 @@ pub(super) struct Log {
     resting_until: Mutex<Option<Instant>>,
     /// Reads that failed, none having succeeded in between.
     strikes: AtomicU32,
-    /// The folder cannot be used.
-    lost: AtomicBool,
+    /// Writes fail; said once, until one succeeds.
+    failing: AtomicBool,
+    /// The folder cannot be used, and why.
+    failure: OnceLock<String>,
+    /// Cancelled with that: nobody waits for an answer of the device any more.
+    pub(super) failed: CancellationToken,
     /// Nothing of this log is to be in the index any more.
     withdrawn: AtomicBool,
-    owner: Owner,
+    /// `None` once the log is closed.
+    owner: Mutex<Option<Owner>>,
 }
 
 pub(super) struct State {
@@ -117,6 +125,8 @@ pub(super) struct Open {
     /// Where the next record goes, and how many there are.
     pub(super) end: u64,
     pub(super) records: usize,
+    /// Not to be written yet: it may have to be given up for want of space.
+    pub(super) reserved: bool,
 }
 
 impl Open {
@@ -151,12 +161,16 @@ impl Log {
         let access = shared.rig.access().unwrap_or(access);
         let last = segment::numbers(folder).map_err(failed)?.last().copied();
         shared.next.fetch_max(last.map_or(0, |last| last + 1), Ordering::Relaxed);
+        let io = FileIo::default();
+        #[cfg(test)]
+        let io = io.with_faults(shared.rig.faults(volume));
         let state = State { recovered: false, rolling: false, heads: BTreeMap::new(), segments: BTreeMap::new() };
         let division = shared.division.part(settings.capacity_bytes, shared.capacity);
         Ok(Self {
             volume,
             folder: folder.to_owned(),
             access,
+            io: Arc::new(io),
             shared,
             queue: Queue::new(QUEUE, division.clone()),
             settings: settings.in_blocks(division.bounds.len())?,
@@ -166,29 +180,44 @@ impl Log {
             changed: Condvar::new(),
             resting_until: Mutex::default(),
             strikes: AtomicU32::new(0),
-            lost: AtomicBool::new(false),
+            failing: AtomicBool::new(false),
+            failure: OnceLock::new(),
+            failed: CancellationToken::new(),
             withdrawn: AtomicBool::new(false),
-            owner,
+            owner: Mutex::new(Some(owner)),
         })
     }
 
     /// The folder cannot be used any more; said once.
     pub(super) fn lose(&self, error: &io::Error) {
-        if !self.lost.swap(true, Ordering::Relaxed) {
-            tracing::warn!(
+        if self.failure.set(error.to_string()).is_ok() {
+            self.failed.cancel();
+            tracing::error!(
                 folder = %self.folder.display(), %error,
                 "a path of the disk tier is down: its blocks are misses until it can be used again"
             );
         }
     }
 
-    pub(super) fn is_lost(&self) -> bool {
-        self.lost.load(Ordering::Relaxed)
+    /// Why the folder cannot be used, if it cannot.
+    pub(super) fn failure(&self) -> Option<&str> {
+        self.failure.get().map(String::as_str)
     }
 
     /// An error when another folder lies where the log's own was: nothing of that is to be touched.
     pub(super) fn stands(&self) -> io::Result<()> {
-        if self.owner.holds(&self.folder) { Ok(()) } else { Err(io::ErrorKind::NotFound.into()) }
+        let owner = self.owner.lock().unwrap_or_else(PoisonError::into_inner);
+        let ours = owner.as_ref().is_some_and(|owner| owner.holds(&self.folder));
+        if ours { Ok(()) } else { Err(io::ErrorKind::NotFound.into()) }
+    }
+
+    /// Writes what still waits, seals what is open, and gives the folder back. To be called when nobody else writes, and
+    /// nobody will.
+    pub(super) fn close(&self) {
+        self.drain();
+        let heads = std::mem::take(&mut self.lock().heads);
+        drop(heads);
+        self.owner.lock().unwrap_or_else(PoisonError::into_inner).take();
     }
 
     /// What a failed read or write says about the folder.
@@ -209,18 +238,13 @@ impl Log {
         self.strikes.store(0, Ordering::Relaxed);
     }
 
-    /// Takes everything out of the index, and refuses what still waits.
+    /// Takes everything out of the index, and refuses what still waits. Waits for no device.
     pub(super) fn withdraw(&self) {
         self.withdrawn.store(true, Ordering::SeqCst);
-        let segments: Vec<Arc<Segment>> = {
-            let mut state = self.lock();
-            self.finish_recovery(&mut state);
-            state.segments.values().cloned().collect()
-        };
-        for segment in segments {
-            let blocks: Vec<_> = segment.listing().iter().map(|(space, entry)| (space, entry.name)).collect();
-            self.shared.index.remove(blocks, |place| self.is_in(place, segment.number()));
-        }
+        self.io.call_off();
+        self.queue.clear();
+        self.finish_recovery();
+        self.shared.index.remove_all(|place| place.volume == self.volume);
     }
 
     /// Whether [`Log::withdraw`] was called.
@@ -228,8 +252,10 @@ impl Log {
         self.withdrawn.load(Ordering::SeqCst)
     }
 
+    /// The state. No operation of the device is waited for under this lock.
     pub(super) fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().expect("no writer died half-way")
+        // After a panic the log is lost, and what it has on disk is read back by another (`Volume::run`).
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits until nothing holds up the caller any more.
@@ -238,7 +264,7 @@ impl Log {
         state: MutexGuard<'a, State>,
         held_up: impl Fn(&State) -> bool,
     ) -> MutexGuard<'a, State> {
-        self.changed.wait_while(state, |state| held_up(state)).expect("no writer died half-way")
+        self.changed.wait_while(state, |state| held_up(state)).unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Tells those who wait that the state is another.
@@ -258,19 +284,30 @@ impl Log {
     }
 
     /// Lets the writers write.
-    pub(super) fn finish_recovery(&self, state: &mut State) {
-        state.recovered = true;
+    pub(super) fn finish_recovery(&self) {
+        self.lock().recovered = true;
         self.tell();
     }
 
     /// Whether the device is left alone after a failed write.
     pub(super) fn rests(&self) -> bool {
-        let until = self.resting_until.lock().expect("only assigned to");
+        let until = self.resting_until.lock().unwrap_or_else(PoisonError::into_inner);
         until.is_some_and(|until| Instant::now() < until)
     }
 
-    pub(super) fn rest(&self) {
-        *self.resting_until.lock().expect("only assigned to") = Some(Instant::now() + REST);
+    /// After a failed write the device is left alone for a while.
+    pub(super) fn rest(&self, error: &io::Error) {
+        *self.resting_until.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now() + REST);
+        if !self.failing.swap(true, Ordering::Relaxed) {
+            tracing::warn!(folder = %self.folder.display(), %error, "the disk tier cannot write; it tries again every second");
+        }
+    }
+
+    /// After a write that did not fail.
+    pub(super) fn write_succeeded(&self) {
+        if self.failing.load(Ordering::Relaxed) && self.failing.swap(false, Ordering::Relaxed) {
+            tracing::info!(folder = %self.folder.display(), "the disk tier writes again");
+        }
     }
 
     /// Bytes of all segments.

@@ -98,6 +98,11 @@ impl Queue {
         }
     }
 
+    /// Refuses everything that waits.
+    pub(super) fn clear(&self) {
+        self.lock().clear();
+    }
+
     #[cfg(test)]
     pub(super) fn is_idle(&self) -> bool {
         let state = self.lock();
@@ -127,6 +132,11 @@ impl Queue {
 }
 
 impl State {
+    fn clear(&mut self) {
+        self.jobs.clear();
+        self.bytes.fill(0);
+    }
+
     fn has_room(&self, group: u16, block: &Block, limit: u64) -> bool {
         let bytes = self.bytes[usize::from(group)];
         bytes == 0 || bytes + weight(block) <= limit
@@ -174,8 +184,7 @@ impl Drop for Writer<'_> {
             // A writer that panics takes what waits with it: everybody is answered, nobody waits for ever.
             let mut state = self.queue.lock();
             state.writers -= 1;
-            state.jobs.clear();
-            state.bytes.fill(0);
+            state.clear();
         }
     }
 }

@@ -24,6 +24,12 @@ use std::sync::atomic::Ordering;
 
 /// At most this part of a segment is carried over, so that reclaiming makes room.
 const CARRIED: u64 = 4;
+/// One in so many bytes of its capacity a log keeps when others have filled the disk: enough to be of use, and what others need
+/// more urgently they got from the rest.
+const KEPT: u64 = 4;
+/// By one in so many bytes of a segment it may be over that: segments are not all filled to their end, and one that goes is to
+/// be enough for one that comes.
+const SLACK: u64 = 8;
 /// One read and one write of what is carried over.
 const CARRY: u64 = 4 << 20;
 
@@ -58,9 +64,8 @@ impl Log {
         // Sealed here, unless somebody still writes to it.
         drop(full);
         self.begin(group, carry).map_err(|error| {
-            self.rest();
+            self.rest(&error);
             self.suspect(&error);
-            tracing::warn!(folder = %self.folder.display(), %error, "no new segment, disk tier takes no blocks for a while");
             match error.kind() {
                 io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => StoreError::Full,
                 _ => StoreError::Io(error),
@@ -70,40 +75,68 @@ impl Log {
 
     fn begin(&self, group: u16, carry: u64) -> io::Result<()> {
         self.stands()?;
+        let before = self.taken();
         let head = self.create(group)?;
         let number = head.segment().number();
-        let mut state = self.lock();
-        state.segments.retain(|_, segment| !segment.is_gone());
-        state.segments.insert(number, head.segment().clone());
-        state.heads.insert(group, Open { head, end: 0, records: 0 });
         // Asked before anything is chosen, which must then go.
-        let short = self.is_short()?;
-        let mut going = self.too_much(&mut state, group, carry);
+        let short = self.missing()? > 0;
+        let going = {
+            let mut state = self.lock();
+            state.segments.retain(|_, segment| !segment.is_gone());
+            state.segments.insert(number, head.segment().clone());
+            // While space is short, nobody writes to the head before it is known that it may stay.
+            state.heads.insert(group, Open { head: head.clone(), end: 0, records: 0, reserved: short });
+            self.too_much(&mut state, group, carry)
+        };
         if !short {
-            drop(state);
             self.tell();
-            for going in going {
-                self.give_up(&going);
-            }
+        }
+        for going in going {
+            self.give_up(&going);
+        }
+        if !short {
             return Ok(());
         }
-        // The lock is kept: nobody writes to the head before it is known that it may stay.
-        loop {
-            for going in going.drain(..) {
-                self.give_up(&going);
+        let made = self.make_room(before, carry);
+        let mut state = self.lock();
+        match (made, state.heads.get_mut(&group)) {
+            (Ok(()), Some(open)) => {
+                open.reserved = false;
+                drop(state);
+                self.tell();
+                Ok(())
             }
-            if !self.is_short()? {
+            (made, _) => {
+                // Even what was carried over must go.
+                state.heads.remove(&group);
+                drop(state);
+                self.forget(head.segment());
+                segment::give_back(&self.io, &self.folder);
+                made.and(Err(io::ErrorKind::NotConnected.into()))
+            }
+        }
+    }
+
+    /// Gives segments up while less is free than the filesystem is to keep. A log that others have crowded out of their space
+    /// keeps a part of its own ([`KEPT`]) and writes on in that; it only does not grow.
+    fn make_room(&self, before: u64, carry: u64) -> io::Result<()> {
+        let kept = before.min(self.capacity() / KEPT);
+        loop {
+            let over = self.taken().saturating_sub(kept + self.settings.segment_bytes / SLACK);
+            let wanted = self.missing()?.min(over);
+            if wanted == 0 {
                 return Ok(());
             }
-            let Some(next) = self.next_to_go(&mut state, carry) else { break };
-            going.push(next);
+            let next = {
+                let mut state = self.lock();
+                let sealed = state.segments.values().filter(|segment| segment.is_sealed() && !segment.is_going());
+                // What would not suffice stays.
+                let suffices = sealed.map(|segment| segment.bytes()).sum::<u64>() >= wanted;
+                suffices.then(|| self.next_to_go(&mut state, carry)).flatten()
+            };
+            let Some(going) = next else { return Err(io::ErrorKind::StorageFull.into()) };
+            self.give_up(&going);
         }
-        // Even what was carried over must go.
-        if let Some(Open { head, .. }) = state.heads.remove(&group) {
-            self.forget(head.segment());
-            segment::give_back(&self.folder);
-        }
-        Err(io::ErrorKind::StorageFull.into())
     }
 
     fn create(&self, group: u16) -> io::Result<Arc<Head>> {
@@ -111,11 +144,13 @@ impl Log {
             #[cfg(test)]
             self.shared.rig.write(self.volume)?;
             let number = self.shared.next.fetch_add(1, Ordering::Relaxed);
-            match Head::create(&self.folder, (number, group), self.settings.segment_bytes, self.access, &self.taken) {
+            let bytes = self.settings.segment_bytes;
+            match Head::create(&self.folder, (number, group), bytes, self.access, &self.io, &self.taken) {
                 Ok(head) => return Ok(Arc::new(head)),
                 Err(error) if matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded) => {
                     // No room even for one more: the oldest goes, and nothing of it stays.
-                    let Some(going) = self.next_to_go(&mut self.lock(), 0) else { return Err(error) };
+                    let next = self.next_to_go(&mut self.lock(), 0);
+                    let Some(going) = next else { return Err(error) };
                     self.give_up(&going);
                 }
                 Err(error) => return Err(error),
@@ -123,10 +158,21 @@ impl Log {
         }
     }
 
-    /// Whether less is free than the filesystem is to keep, a spare given back.
-    fn is_short(&self) -> io::Result<bool> {
-        let short = || -> io::Result<bool> { Ok(direct::free_bytes(&self.folder)? < self.settings.min_free_bytes) };
-        Ok(short()? && (!segment::give_back(&self.folder) || short()?))
+    /// Bytes by which less is free than the filesystem is to keep, a spare given back.
+    fn missing(&self) -> io::Result<u64> {
+        let free = || {
+            #[cfg(test)]
+            if let Some(free) = self.shared.rig.free(self.taken()) {
+                return Ok(free);
+            }
+            self.io.look(|| direct::free_bytes(&self.folder))
+        };
+        let missing = || -> io::Result<u64> { Ok(self.settings.min_free_bytes.saturating_sub(free()?)) };
+        match missing()? {
+            0 => Ok(0),
+            some if !segment::give_back(&self.io, &self.folder) => Ok(some),
+            _ => missing(),
+        }
     }
 
     /// What has to go so that a group has no more than it may have, and the next segment finds room.
@@ -229,7 +275,7 @@ impl Log {
         let (number, listing) = (segment.number(), std::mem::take(&mut *segment.listing()));
         let blocks = listing.iter().map(|(fingerprint, entry)| (fingerprint, entry.name));
         self.shared.index.remove(blocks, |place| self.is_in(place, number));
-        if let Err(error) = segment::retire(&self.folder, number) {
+        if let Err(error) = segment::retire(&self.io, &self.folder, number) {
             tracing::warn!(folder = %self.folder.display(), number, %error, "segment could not be removed");
         }
         segment.resize(0);
@@ -237,12 +283,13 @@ impl Log {
 
     fn carry(&self, going: &Going) -> io::Result<()> {
         let number = going.segment.number();
+        let (mut unreadable, mut last) = (0, None);
         for Move { run, head, at } in &going.stays {
             // One bad place costs what lies in it.
             let sound = match self.sound(going, run) {
                 Ok(sound) => sound,
                 Err(error) => {
-                    tracing::warn!(folder = %self.folder.display(), number, %error, "blocks could not be carried over");
+                    (unreadable, last) = (unreadable + run.wanted.len(), Some(error));
                     continue;
                 }
             };
@@ -258,6 +305,11 @@ impl Log {
                 let blocks = sound.iter().map(|block| (block.header.fingerprint, block.header.name));
                 self.shared.index.remove(blocks, |place| self.is_in(place, head.segment().number()));
             }
+        }
+        if let Some(error) = last {
+            tracing::warn!(
+                folder = %self.folder.display(), number, unreadable, %error, "blocks in use could not be read, and go with their segment"
+            );
         }
         if let Some(Spill { wants, to }) = self.shared.spill.get() {
             let wanted = |index: &&usize| wants(going.blocks[**index].0.fingerprint, going.blocks[**index].0.name);

@@ -9,12 +9,12 @@
 //! fast again in space that it has as in space that the filesystem and the device first have to find.
 
 use super::direct::{self, Access, Pool};
+use super::file_io::FileIo;
 use super::listing::Listing;
 use super::owner;
 use super::record::{Found, Record};
 use std::fs::{self, File, OpenOptions};
 use std::io;
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -112,23 +112,23 @@ fn spare(folder: &Path) -> PathBuf {
 }
 
 /// Removes a segment, all but its space.
-pub(super) fn retire(folder: &Path, number: u32) -> io::Result<()> {
+pub(super) fn retire(io: &FileIo, folder: &Path, number: u32) -> io::Result<()> {
     let (path, spare) = (path(folder, number), spare(folder));
     // One is enough: each new segment takes it before the next one goes.
-    if spare.exists() { fs::remove_file(path) } else { fs::rename(path, spare) }
+    if io.look(|| spare.try_exists())? { io.remove(&path) } else { io.rename(&path, &spare) }
 }
 
 /// Gives the space of a spare back. False: there is none.
-pub(super) fn give_back(folder: &Path) -> bool {
-    fs::remove_file(spare(folder)).is_ok()
+pub(super) fn give_back(io: &FileIo, folder: &Path) -> bool {
+    io.remove(&spare(folder)).is_ok()
 }
 
 /// The spare as an empty segment. It bears the name of one only once nothing of the old one is left in it.
-fn reuse(folder: &Path, path: &Path, bytes: u64, access: Access) -> io::Result<File> {
+fn reuse(io: &FileIo, folder: &Path, path: &Path, bytes: u64, access: Access) -> io::Result<File> {
     let spare = spare(folder);
-    let file = access.open(&spare, OpenOptions::new().write(true))?;
-    direct::clear(&file, bytes)?;
-    fs::rename(spare, path)?;
+    let file = io.look(|| access.open(&spare, OpenOptions::new().write(true)))?;
+    io.change(|| direct::clear(&file, bytes))?;
+    io.rename(&spare, path)?;
     Ok(file)
 }
 
@@ -148,6 +148,7 @@ pub(super) struct Head {
     file: File,
     path: PathBuf,
     access: Access,
+    io: Arc<FileIo>,
     segment: Arc<Segment>,
 }
 
@@ -158,23 +159,24 @@ impl Head {
         (number, group): (u32, u16),
         bytes: u64,
         access: Access,
+        io: &Arc<FileIo>,
         taken: &Arc<AtomicU64>,
     ) -> io::Result<Self> {
         let path = path(folder, number);
-        let file = if let Ok(file) = reuse(folder, &path, bytes, access) {
+        let file = if let Ok(file) = reuse(io, folder, &path, bytes, access) {
             file
         } else {
             // There is none, or the filesystem cannot clear it.
-            give_back(folder);
-            let file = access.open(&path, OpenOptions::new().write(true).create_new(true))?;
-            if let Err(error) = direct::reserve(&file, bytes) {
-                let _ = fs::remove_file(&path);
+            give_back(io, folder);
+            let file = io.change(|| access.open(&path, OpenOptions::new().write(true).create_new(true)))?;
+            if let Err(error) = io.change(|| direct::reserve(&file, bytes)) {
+                let _ = io.remove(&path);
                 return Err(error);
             }
             file
         };
         let segment = Segment::new((number, group), Listing::default(), bytes, false, taken);
-        Ok(Self { file, path, access, segment })
+        Ok(Self { file, path, access, io: io.clone(), segment })
     }
 
     pub(super) fn segment(&self) -> &Arc<Segment> {
@@ -213,7 +215,7 @@ impl Head {
             record.encode(&mut buffer[start..end]);
         }
         buffer[end..total].fill(0);
-        self.file.write_all_at(&buffer[..total], at)
+        self.io.write_all(&self.file, &buffer[..total], at)
     }
 
     fn span(&self, record: &Record<'_>) -> usize {
@@ -227,17 +229,17 @@ impl Drop for Head {
         if listing.len() == 0 {
             // Nothing could be written to it, or nothing of it was to stay.
             if owner::is_at(&self.file, &self.path) {
-                let _ = retire(self.path.parent().unwrap_or(Path::new("")), self.segment.number);
+                let _ = retire(&self.io, self.path.parent().unwrap_or(Path::new("")), self.segment.number);
             }
             self.segment.resize(0);
         } else {
-            match seal(&self.file, &mut listing) {
+            match seal(&self.io, &self.file, &mut listing) {
                 Ok(bytes) => self.segment.resize(bytes),
                 Err(error) => {
                     // Without a footer it is scanned when the log is opened again; what has no records goes back.
                     tracing::warn!(segment = %self.path.display(), %error, "segment not sealed");
                     let end = listing.end().next_multiple_of(Access::BLOCK);
-                    if self.file.set_len(end).is_ok() {
+                    if self.io.set_len(&self.file, end).is_ok() {
                         self.segment.resize(end);
                     }
                 }
@@ -248,12 +250,12 @@ impl Drop for Head {
 }
 
 /// Writes the footer, cuts what follows it, and returns the length of the file.
-pub(super) fn seal(file: &File, listing: &mut Listing) -> io::Result<u64> {
+pub(super) fn seal(io: &FileIo, file: &File, listing: &mut Listing) -> io::Result<u64> {
     listing.sort();
     let at = listing.end().next_multiple_of(Access::BLOCK);
     let footer = listing.encode(at);
-    file.write_all_at(&footer, at)?;
+    io.write_all(file, &footer, at)?;
     let length = at + footer.len() as u64;
-    file.set_len(length)?;
+    io.set_len(file, length)?;
     Ok(length)
 }

@@ -1,5 +1,6 @@
 //! What rests in a folder of the log, looked at from outside: nothing is changed, and no lock is taken from its owner.
 
+use super::file_io::FileIo;
 use super::listing::Entry;
 use super::recover::{Footer, footer, scan};
 use super::{owner, segment};
@@ -52,6 +53,7 @@ pub fn survey(folder: &Path, now: Date) -> io::Result<Option<Survey>> {
     let (holdings, names) = (vec![], vec![]);
     let mut found = Survey { folder: folder.into(), in_use, owner, segments: 0, open: 0, bytes: 0, holdings, names };
     let mut blocks: HashMap<(Fingerprint, SequenceHash), (DomainId, u32)> = HashMap::new();
+    let io = FileIo::default();
     for number in segment::numbers(folder)? {
         let file = match File::open(segment::path(folder, number)) {
             Ok(file) => file,
@@ -61,11 +63,11 @@ pub fn survey(folder: &Path, now: Date) -> io::Result<Option<Survey>> {
         };
         let length = file.metadata()?.len();
         (found.segments, found.bytes) = (found.segments + 1, found.bytes + length);
-        let listing = match footer(&file, length)? {
+        let listing = match footer(&io, &file, length)? {
             Footer::Sound(listing) => listing,
             Footer::Missing | Footer::Damaged => {
                 found.open += 1;
-                scan(&file, length)?.listing
+                scan(&io, &file, length)?.listing
             }
         };
         for (domain, fingerprint, entry) in listing.records() {

@@ -5,7 +5,9 @@ use crate::contract::{self, Subject, announced, chain, chain_of, fingerprint, lo
 use crate::{BlockEvent, Epoch, Verified};
 use std::collections::BTreeSet;
 use std::fs;
+use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::{Condvar, MutexGuard};
 use std::time::Duration;
 use tempfile::TempDir;
 
@@ -14,8 +16,10 @@ mod damage;
 mod paths;
 mod room;
 mod shares;
+mod stop;
 
-/// What tests do to the devices: by path, the error that its writes and its reads meet; and how files are accessed.
+/// What tests do to the devices: by path, the error that its writes and its reads meet, and what happens to operations on its
+/// files; how files are accessed, and how much space there is.
 #[derive(Clone, Default)]
 pub(super) struct Rig(Arc<Rigged>);
 
@@ -25,11 +29,28 @@ struct Rigged {
     data: [AtomicI32; 4],
     reads: [AtomicI32; 4],
     access: Mutex<Option<direct::Access>>,
+    faults: [Faults; 4],
+    /// Bytes that others leave to the log, if not what the filesystem says.
+    space: Mutex<Option<u64>>,
 }
 
 impl Rig {
     pub(super) fn access(&self) -> Option<direct::Access> {
         *self.0.access.lock().unwrap()
+    }
+
+    pub(super) fn faults(&self, volume: u8) -> Faults {
+        self.0.faults[usize::from(volume)].clone()
+    }
+
+    /// What is free when the log takes so much.
+    pub(super) fn free(&self, taken: u64) -> Option<u64> {
+        self.0.space.lock().unwrap().map(|space| space.saturating_sub(taken))
+    }
+
+    /// From now on others leave so many bytes to the log, those included that it has.
+    pub(super) fn leave_space(&self, bytes: u64) {
+        *self.0.space.lock().unwrap() = Some(bytes);
     }
 
     pub(super) fn write(&self, volume: u8) -> io::Result<()> {
@@ -60,6 +81,119 @@ impl Rig {
     }
 }
 
+/// What happens to the operations on the files of one path: the process ends after some of them, the device does not answer, or
+/// the code that asked panics.
+#[derive(Clone, Default)]
+pub(super) struct Faults(Arc<(Mutex<FaultsState>, Condvar)>);
+
+#[derive(Default)]
+struct FaultsState {
+    /// Operations that changed the folder since [`Faults::end_after`].
+    changes: usize,
+    end: Option<(usize, Part)>,
+    ended: bool,
+    held: bool,
+    /// Operations that wait because of that.
+    waiting: usize,
+    panics: usize,
+}
+
+/// How much of the last operation of a process is done.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Part {
+    Nothing,
+    /// Of a write; nothing of anything else.
+    Half,
+    All,
+}
+
+impl Faults {
+    /// The process ends after so many more operations that change its folder, with a part of the next one done: all that
+    /// follow fail.
+    pub(super) fn end_after(&self, changes: usize, part: Part) {
+        let mut state = self.state();
+        (state.changes, state.end, state.ended) = (0, Some((changes, part)), false);
+    }
+
+    /// Whether the process came that far, and so ended.
+    pub(super) fn has_ended(&self) -> bool {
+        self.state().ended
+    }
+
+    /// Holds up every operation until [`Faults::release`].
+    pub(super) fn hold(&self) {
+        self.state().held = true;
+    }
+
+    /// Blocks until an operation is held up.
+    pub(super) fn wait_for_a_held_operation(&self) {
+        drop(self.0.1.wait_while(self.state(), |state| state.waiting == 0).unwrap());
+    }
+
+    pub(super) fn release(&self) {
+        self.state().held = false;
+        self.0.1.notify_all();
+    }
+
+    /// The next operation panics.
+    pub(super) fn panic_once(&self) {
+        self.state().panics = 1;
+    }
+
+    pub(super) fn wait(&self) {
+        let mut state = self.state();
+        if state.panics > 0 {
+            state.panics -= 1;
+            drop(state);
+            panic!("injected");
+        }
+        state.waiting += 1;
+        self.0.1.notify_all();
+        state = self.0.1.wait_while(state, |state| state.held).unwrap();
+        state.waiting -= 1;
+    }
+
+    pub(super) fn change<T>(&self, work: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+        self.wait();
+        match self.next() {
+            None => work(),
+            Some(Part::All) => work().and(Err(Self::ended())),
+            Some(_) => Err(Self::ended()),
+        }
+    }
+
+    pub(super) fn write(&self, file: &fs::File, bytes: &[u8], at: u64) -> io::Result<()> {
+        self.wait();
+        let done = match self.next() {
+            None => return file.write_all_at(bytes, at),
+            Some(Part::Nothing) => 0,
+            Some(Part::Half) => bytes.len() / 2 / 512 * 512,
+            Some(Part::All) => bytes.len(),
+        };
+        file.write_all_at(&bytes[..done], at).and(Err(Self::ended()))
+    }
+
+    /// How much of the next operation is done, if not all of it and what follows.
+    fn next(&self) -> Option<Part> {
+        let mut state = self.state();
+        if state.ended {
+            return Some(Part::Nothing);
+        }
+        let (end, part) = state.end?;
+        state.changes += 1;
+        state.ended = state.changes > end;
+        state.ended.then_some(part)
+    }
+
+    fn ended() -> io::Error {
+        io::Error::other("the process has ended")
+    }
+
+    fn state(&self) -> MutexGuard<'_, FaultsState> {
+        self.0.0.lock().unwrap()
+    }
+}
+
 fn fault(code: &AtomicI32) -> io::Result<()> {
     match code.load(Ordering::Relaxed) {
         0 => Ok(()),
@@ -69,6 +203,13 @@ fn fault(code: &AtomicI32) -> io::Result<()> {
 
 /// A tier on one path whose files are accessed like this.
 fn open_accessing(folder: &Path, access: direct::Access) -> Arc<DiskTier> {
+    let rig = Rig::default();
+    *rig.0.access.lock().unwrap() = Some(access);
+    open_rigged(folder, settings(), rig)
+}
+
+/// A tier on one path to which something is done from its first moment on.
+fn open_rigged(folder: &Path, settings: Settings, rig: Rig) -> Arc<DiskTier> {
     let index = Arc::new(Index::new(Level::G3, Arc::new(EventLog::new(Epoch(1)))));
     let shared = Shared {
         index,
@@ -76,13 +217,12 @@ fn open_accessing(folder: &Path, access: direct::Access) -> Arc<DiskTier> {
         pool: Pool::default(),
         paths: 1,
         division: crate::shares::Division::default(),
-        capacity: settings().capacity_bytes,
+        capacity: settings.capacity_bytes,
         damaged: Arc::default(),
         spill: Arc::default(),
-        rig: Rig::default(),
+        rig,
     };
-    *shared.rig.0.access.lock().unwrap() = Some(access);
-    let tier = DiskTier::claim_sharing(&[(folder.to_owned(), settings())], shared).unwrap();
+    let tier = DiskTier::claim_sharing(&[(folder.to_owned(), settings)], shared).unwrap();
     tier.recover();
     tier
 }

@@ -68,11 +68,13 @@ impl Log {
             }
             if state.rolling {
                 // Until the group has a head again, which is before the roll is over, or the roll failed.
-                let (group, full) =
-                    (batch.group, state.heads.get(&batch.group).map(|open| open.head.segment().number()));
-                state = self.wait(state, |state| {
-                    state.rolling && state.heads.get(&group).map(|open| open.head.segment().number()) == full
-                });
+                let group = batch.group;
+                let head = |state: &State| {
+                    let open = state.heads.get(&group).filter(|open| !open.reserved);
+                    open.map(|open| open.head.segment().number())
+                };
+                let full = head(&state);
+                state = self.wait(state, |state| state.rolling && head(state) == full);
                 continue;
             }
             let rolling = self.begin_rolling(&mut state);
@@ -96,7 +98,8 @@ impl Log {
     fn take(&self, state: &State, writer: &mut Writer<'_>, limit: u64) -> Option<(Batch, u64)> {
         let (mut taken, mut more, mut waits) = (0, 0, 0);
         let batch = writer.take(|group, block| {
-            let open = state.heads.get(&group).map(|open| (open.end, open.records));
+            let open = state.heads.get(&group).filter(|open| !open.reserved);
+            let open = open.map(|open| (open.end, open.records));
             let closed = open.is_none() && limit != u64::MAX;
             let (end, records) = open.unwrap_or_default();
             let span = block.map_or(self.access.grain(), |block| Record::Block(block).span(self.access.grain()));
@@ -119,6 +122,7 @@ impl Log {
         self.shared.rig.write_data(self.volume)?;
         let records: Vec<Record<'_>> = batch.records().collect();
         let offsets = head.write(at, &records, &self.shared.pool)?;
+        self.write_succeeded();
         let blocks = records.iter().zip(offsets).filter_map(|(record, offset)| match record {
             Record::Block(block) => Some(self.resting(block, head.segment(), offset)),
             Record::Gone(..) => None,
@@ -135,9 +139,15 @@ impl Log {
 
     /// After a failed write: what the head has is kept, and the device left alone for a while.
     fn give_up_head(&self, head: &Arc<Head>, error: io::Error) -> StoreError {
-        tracing::warn!(folder = %self.folder.display(), %error, "write failed, disk tier takes no blocks for a while");
-        self.lock().heads.retain(|_, open| !Arc::ptr_eq(&open.head, head));
-        self.rest();
+        let given_up = {
+            let mut state = self.lock();
+            let group = head.segment().group();
+            let current = state.heads.get(&group).is_some_and(|open| Arc::ptr_eq(&open.head, head));
+            current.then(|| state.heads.remove(&group))
+        };
+        // Sealed here, unless somebody still writes to it.
+        drop(given_up);
+        self.rest(&error);
         self.suspect(&error);
         StoreError::Io(error)
     }

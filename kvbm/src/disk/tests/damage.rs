@@ -151,6 +151,9 @@ async fn files_that_are_no_segments_are_left_alone() {
     let (folder, blocks) = image().await;
     fs::write(folder.path().join("notes.txt"), "mine").unwrap();
     fs::write(folder.path().join("7.segment"), "not a segment").unwrap();
+    for name in ["probe", "probe.0", "spare", "0000000009.segment"] {
+        fs::create_dir(folder.path().join(name)).unwrap();
+    }
     assert_eq!(survivors(folder.path(), &blocks).await, blocks.len());
     assert_eq!(fs::read(folder.path().join("notes.txt")).unwrap(), b"mine");
 }

@@ -39,7 +39,7 @@ impl Paths {
     }
 
     fn up(&self) -> Vec<bool> {
-        self.tier.paths().iter().map(|path| path.up).collect()
+        self.tier.paths().iter().map(|path| path.failure.is_none()).collect()
     }
 
     /// Which path each block rests on.
@@ -152,6 +152,63 @@ async fn a_path_whose_reads_fail_goes_down_alone_and_comes_back_with_its_blocks(
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_path_whose_device_does_not_answer_goes_down_alone() {
+    let paths = Paths::new(2, large());
+    let (before, during) = (blocks(1, 160), blocks(2, 160));
+    store(&*paths.tier, before.clone()).await;
+    let hanging = paths.on(1, &before);
+    let faults = paths.tier.shared.rig.faults(1);
+    faults.hold();
+    let reading = {
+        let (tier, names) = (paths.tier.clone(), names(&hanging));
+        tokio::spawn(async move { tier.load(fingerprint(), names).collect::<Vec<_>>().await })
+    };
+    let storing = {
+        let (tier, blocks) = (paths.tier.clone(), during.clone());
+        tokio::spawn(async move { tier.store(blocks).await })
+    };
+    paths.until(|paths| paths.up() == [true, false]).await;
+    let answers = reading.await.unwrap();
+    assert!(answers.len() == hanging.len() && answers.iter().all(|(_, answer)| answer.is_err()), "nobody waits for it");
+    let stored = storing.await.unwrap();
+    assert!(stored.iter().all(Result::is_ok), "the other path takes what it did not: {stored:?}");
+    let failure = paths.tier.paths()[1].failure.clone().unwrap();
+    assert!(failure.contains("has not answered for 1"), "{failure}");
+    assert_eq!(paths.found(&before).await, before.len() - hanging.len());
+
+    faults.release();
+    paths.until(|paths| paths.up() == [true; 2] && paths.tier.usage().blocks == 320).await;
+    assert_eq!(paths.found(&[before, during].concat()).await, 320);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_panic_takes_its_path_down_and_the_path_comes_back() {
+    let panics: [fn(&Paths); 2] = [
+        |paths| paths.tier.shared.rig.faults(1).panic_once(),
+        |paths| {
+            let (volume, log) = (&paths.tier.volumes[1], paths.tier.logs().remove(1).unwrap());
+            let poisoned = volume.work(&log, |log| {
+                let _state = log.lock();
+                panic!("injected");
+            });
+            assert_eq!(poisoned, None);
+        },
+    ];
+    for panic in panics {
+        let paths = Paths::new(2, large());
+        let (before, during, after) = (blocks(1, 160), blocks(2, 160), blocks(3, 160));
+        store(&*paths.tier, before.clone()).await;
+        panic(&paths);
+        store(&*paths.tier, during.clone()).await;
+        assert_eq!(paths.tier.paths()[1].failures, 1);
+        paths.until(|paths| paths.up() == [true; 2] && paths.tier.usage().blocks == 320).await;
+        store(&*paths.tier, after.clone()).await;
+        assert!(!paths.on(1, &after).is_empty(), "it takes its share again");
+        assert_eq!(paths.found(&[before, during, after].concat()).await, 480);
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_folder_that_is_moved_away_is_noticed_and_found_again() {
     let paths = Paths::new(2, large());
     let prefix = blocks(1, 80);
@@ -175,7 +232,7 @@ async fn a_log_that_lies_where_ours_was_is_not_touched() {
     let paths = Paths::new(1, settings());
     store(&*paths.tier, chain(1, 40)).await;
     let log = paths.tier.logs().remove(0).unwrap();
-    let head = segment::Head::create(&log.folder, (1_000, 0), 64 << 10, log.access, &log.taken).unwrap();
+    let head = segment::Head::create(&log.folder, (1_000, 0), 64 << 10, log.access, &log.io, &log.taken).unwrap();
     fs::rename(paths.folder(0), paths.folders[0].path().join("aside")).unwrap();
     let others = Paths::over(paths.folders, settings());
     store(&*others.tier, chain(2, 40)).await;

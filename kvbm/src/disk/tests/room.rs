@@ -126,16 +126,51 @@ async fn a_failing_device_costs_new_blocks_only_and_the_tier_comes_back() {
 }
 
 #[tokio::test]
-async fn a_filesystem_that_others_fill_gets_its_room_back() {
+async fn a_log_gives_up_as_much_as_others_need() {
+    let folder = tempfile::tempdir().unwrap();
+    let settings = Settings { capacity_bytes: 2 << 20, min_free_bytes: 200_000, ..settings() };
+    let (tier, _) = open_with(folder.path(), settings);
+    store(&*tier, (0..20).flat_map(|seed| chain(seed, 20)).collect()).await;
+    let before = tier.usage().bytes;
+    assert!(before > 1 << 20, "{before}");
+    tier.shared.rig.leave_space(before + 50_000);
+    store(&*tier, chain(90, 40)).await;
+    let after = tier.usage().bytes;
+    assert!((before - 400_000..=before - 150_000).contains(&after), "200 KB are to be free: {before}, then {after}");
+}
+
+#[tokio::test]
+async fn a_log_whose_disk_others_fill_keeps_a_quarter_and_writes_on_in_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let settings = Settings { capacity_bytes: 2 << 20, min_free_bytes: 1 << 30, ..settings() };
+    let (tier, _) = open_with(folder.path(), settings);
+    tier.shared.rig.leave_space(4 << 30);
+    store(&*tier, (0..20).flat_map(|seed| chain(seed, 20)).collect()).await;
+    tier.shared.rig.leave_space(0);
+    for seed in 100..140 {
+        store(&*tier, chain(seed, 20)).await;
+        let bytes = tier.usage().bytes;
+        assert!(bytes >= settings.capacity_bytes / 4 - 2 * settings.segment_bytes, "{bytes} left");
+    }
+    let bytes = tier.usage().bytes;
+    assert!(bytes <= settings.capacity_bytes / 4 + settings.segment_bytes, "it shrank as far as it may: {bytes}");
+    assert_eq!(tier.holds(fingerprint(), &names(&chain(139, 20))), 20, "what came last rests");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_log_that_cannot_grow_gives_nothing_up_in_vain() {
     let folder = tempfile::tempdir().unwrap();
     let (tier, _) = open(folder.path());
-    store(&*tier, (0..5).flat_map(|seed| chain(seed, 20)).collect()).await;
+    store(&*tier, chain(1, 20)).await;
     drop(tier);
-    let (tier, events) = open_with(folder.path(), Settings { min_free_bytes: u64::MAX, ..settings() });
-    assert_eq!(tier.usage().blocks, 100);
+    let settings = Settings { segment_bytes: 1 << 20, min_free_bytes: 1 << 30, ..settings() };
+    let (tier, _) = open_with(folder.path(), settings);
+    tier.shared.rig.leave_space(0);
     assert!(matches!(tier.store(chain(9, 1)).await[..], [Err(StoreError::Full)]));
-    assert_eq!(tier.usage(), Usage { blocks: 0, bytes: 0, capacity: Some(settings().capacity_bytes) });
-    assert!(announced(&events, Level::G3).is_empty());
+    assert_eq!(tier.usage().blocks, 20, "all of it would not have been enough");
+    tier.shared.rig.leave_space(4 << 30);
+    tokio::time::advance(Duration::from_secs(2)).await;
+    store(&*tier, chain(9, 1)).await;
 }
 
 #[tokio::test]
