@@ -17,5 +17,6 @@ pub mod config;
 pub mod fit;
 pub mod machine;
 pub mod node;
+pub mod panics;
 pub mod reload;
 pub mod replay;

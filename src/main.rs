@@ -9,6 +9,7 @@ use blockyard::config::{self, Config, Log, LogFormat, Origins, Sources};
 use blockyard::fit;
 use blockyard::machine;
 use blockyard::node::Node;
+use blockyard::panics;
 use blockyard::reload::{Apply, Reload, Relog};
 use blockyard::replay;
 use clap::Parser;
@@ -57,6 +58,7 @@ fn run(serve: &Serve) -> anyhow::Result<()> {
         return Ok(());
     }
     let relog = start_log(&config.log)?;
+    panics::watch();
     machine::raise_open_files();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let outcome = runtime.block_on(live(sources, (config, origins), relog, serve.json));
@@ -94,21 +96,22 @@ async fn live(sources: Sources, loaded: (Config, Origins), relog: Relog, json: b
     } else {
         println!("{}", node.banner());
     }
-    let terminated = loop {
+    let outcome = loop {
         tokio::select! {
             biased;
             asked = signals.next() => match asked {
-                Asked::Interrupt => break false,
-                Asked::Terminate => break true,
+                Asked::Interrupt => break Ok(false),
+                Asked::Terminate => break Ok(true),
                 Asked::ReadAgain => drop(reload.now("SIGHUP")),
             },
-            error = node.failed() => return Err(error),
+            // What rests below is closed in order all the same.
+            error = node.failed() => break Err(error),
         }
     };
     tracing::info!("stopping: requests may finish; another Ctrl-C ends at once");
     let shutdown = async {
         // Ctrl-C is a person's at a terminal; SIGTERM is an orchestrator's, and load balancers send requests for a while.
-        if terminated {
+        if let Ok(true) = outcome {
             node.announce_shutdown().await;
         }
         node.shutdown().await;
@@ -118,7 +121,7 @@ async fn live(sources: Sources, loaded: (Config, Origins), relog: Relog, json: b
         () = signals.end() => tracing::warn!("ended at once; what was not written yet is lost, and will be recomputed"),
         () = shutdown => {}
     }
-    Ok(())
+    outcome.map(|_terminated| ())
 }
 
 /// Starts the log; what it answers with changes what is logged.

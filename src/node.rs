@@ -12,6 +12,7 @@
 pub mod sizes;
 
 pub(crate) mod forms;
+mod health;
 mod model;
 mod quotas;
 mod requests;
@@ -27,9 +28,11 @@ pub(crate) use stores::access;
 use crate::banner::Banner;
 use crate::config::{Config, Listen};
 use crate::machine::{self, Machine};
+use crate::panics;
 use anyhow::{Context, anyhow, bail};
 use frontend::{Server, Shutdown};
 use futures::future::join_all;
+use health::{Health, Watched};
 use prometheus::Registry;
 use router::Router;
 use sizes::{Needs, Sizes};
@@ -99,10 +102,13 @@ impl Node {
             config.router.clone(),
             &registry,
         )?;
+        panics::register(&registry)?;
+        let health = Arc::new(Health::default());
+        let engine = Watched { router: Arc::clone(&router), health: Arc::clone(&health) };
         let mut settings = config.frontend.clone();
         settings.max_connections = max_connections(settings.max_connections, machine::open_files());
         let server = Server::new(&settings, &registry)?;
-        let app = frontend::router(Arc::clone(&router) as Arc<dyn Engine>, registry.clone(), settings)?;
+        let app = frontend::router(Arc::new(engine), registry.clone(), settings)?;
         // From here on an early end closes the door.
         let closing = Closing(Shutdown::default());
         let door = tokio::spawn({
@@ -116,7 +122,7 @@ impl Node {
             context: (runtime.block_bytes() * runtime.card().context.div_ceil(runtime.card().block_size)) as u64,
             block: runtime.block_bytes() as u64,
         };
-        let disks = sizes::disks(&config.tiers, &config.data_dir, machine::free);
+        let disks = sizes::disks(&config.tiers, &config.data_dir, machine::space);
         let sizes = Sizes::settle(&config.tiers, config.workers.count(), needs, &machine, &disks)?;
         let domains = frontend::Domains::open(&config.frontend)?;
         let domain = config.frontend.tenant_header.is_some().then_some(|tenant: &str| domains.of(tenant));
@@ -125,6 +131,7 @@ impl Node {
         let forms = Forms::open(config, &blocks).await?;
         let stores = Stores::open(config, &disks, &shares, &planes, &forms, &registry).await?;
         stores.observe(&registry)?;
+        stores.watch(&health);
         let shared = Shared::new(Arc::clone(&runtime), sizes, planes, &stores, config.engine, blocks, &registry)?;
         let shared = shared.with_shares(shares);
         let mut members = Vec::new();
@@ -216,7 +223,9 @@ impl Node {
         let for_blocks = self.drain.mul_f64(1.0 - FOR_REQUESTS);
         self.closing.0.close(deadline.saturating_duration_since(Instant::now()).saturating_sub(for_blocks));
         // The door keeps its own deadline, and says so in the log.
-        let _ = self.door.await;
+        if !self.door.is_finished() {
+            let _ = self.door.await;
+        }
         let (serving, managers): (Vec<_>, Vec<_>) = self.members.into_iter().map(Member::into_parts).unzip();
         let finished = async {
             join_all(serving.into_iter().map(worker::serve::Worker::drain)).await;

@@ -19,13 +19,16 @@ pub(crate) async fn live() -> Response {
     Json(json!({ "status": "ok" })).into_response()
 }
 
-/// `GET /ready` and `GET /health`: requests can be served now, or why not.
+/// `GET /ready` and `GET /health`: requests can be served now, though something may not work; or why not.
 pub(crate) async fn ready(State(gate): State<Arc<Gate>>, shutdown: Option<Extension<Shutdown>>) -> Response {
     if shutdown.is_some_and(|Extension(shutdown)| shutdown.is_announced()) {
         return Error::ShuttingDown.into_response();
     }
     match gate.engine.readiness() {
-        Readiness::Ready => Json(json!({ "status": "ok" })).into_response(),
+        Readiness::Ready => match gate.engine.degraded() {
+            none if none.is_empty() => Json(json!({ "status": "ok" })).into_response(),
+            degraded => Json(json!({ "status": "ok", "degraded": degraded })).into_response(),
+        },
         Readiness::NotReady(why) => Error::Unavailable(why).into_response(),
     }
 }

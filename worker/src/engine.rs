@@ -44,6 +44,11 @@ pub trait Engine: Send + Sync + 'static {
 
     /// Whether requests can be served now.
     fn readiness(&self) -> Readiness;
+
+    /// What does not work although requests are served, in words for an operator: answers may be slower, none is wrong.
+    fn degraded(&self) -> Vec<String> {
+        Vec::new()
+    }
 }
 
 /// The stream of one request. Dropping it cancels the request.
