@@ -83,13 +83,17 @@ pub struct Tiers {
     pub g2: Budget,
     /// The SSD log of the process: each of its folders, unless it says otherwise.
     pub g3: Budget,
+    /// What the SSD log leaves free on each of its disks: below it the log shrinks, down to a quarter of what it may take.
+    /// Default `auto`: 1 GiB, and at most a twentieth of the disk. `off`: nothing.
+    pub g3_min_free: Budget,
     /// Where the SSD log is; one folder per device. Default none: in the data folder.
     pub g3_paths: Vec<DiskPath>,
     /// A folder between G3 and G4 that the processes of a pod share. Default none.
     pub pod: Option<Pod>,
     /// What tenants are promised of each worker's memory and of the tiers below it. Default none: they share all of it.
     pub quotas: Vec<TenantQuota>,
-    /// Whether blocks below G2 rest encoded. Default `off`: the native engine needs its processors for computing.
+    /// Whether blocks are encoded when they are written below G2; encoded blocks are read whatever it says. Default `off`: the
+    /// native engine needs its processors for computing.
     pub codec: Coding,
     /// Whether blocks below G2 rest encrypted. Default: they do not, since nobody has given a key.
     pub encryption: Option<Encryption>,

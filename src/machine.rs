@@ -21,14 +21,27 @@ impl Machine {
     }
 }
 
-/// Bytes free on the disk of a folder, which need not be there yet; none where the system does not say.
-pub fn free(folder: &Path) -> u64 {
+/// Bytes of the disk of a folder.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Space {
+    /// Free.
+    pub free: u64,
+    /// In all.
+    pub total: u64,
+}
+
+/// The space of the disk of a folder, which need not be there yet; none where the system does not say.
+pub fn space(folder: &Path) -> Space {
     let disk = folder.ancestors().find_map(|folder| {
         // The ancestor of a relative path is the working directory.
         let folder = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };
         rustix::fs::statvfs(folder).ok()
     });
-    disk.map_or(0, |disk| disk.f_bavail.saturating_mul(disk.f_frsize))
+    let space = |disk: rustix::fs::StatVfs| Space {
+        free: disk.f_bavail.saturating_mul(disk.f_frsize),
+        total: disk.f_blocks.saturating_mul(disk.f_frsize),
+    };
+    disk.map(space).unwrap_or_default()
 }
 
 /// How many files this process may have open at the same time; `None` for as many as the system can.

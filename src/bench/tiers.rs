@@ -97,9 +97,9 @@ pub(super) async fn measure(config: &Config, cases: &[Case], rounds: usize) -> a
     if config.tiers.g2 != crate::config::Budget::Off {
         places.push(("g2", "memory".to_owned(), Place::Memory));
     }
-    for disk in sizes::disks(&config.tiers, &config.data_dir, machine::free) {
+    for disk in sizes::disks(&config.tiers, &config.data_dir, machine::space) {
         let most = cases.iter().map(|case| case.bytes).max().unwrap_or_default() as u64;
-        let (free, wanted) = (machine::free(&disk.folder), 4 * most);
+        let (free, wanted) = (machine::space(&disk.folder).free, 4 * most);
         let [have, want] = [free, wanted].map(|bytes| ByteSize(bytes).about());
         let at = disk.folder.display().to_string();
         ensure!(free > wanted, "{at} has {have} free, and measuring takes {want}; say less: --bytes …");

@@ -2,7 +2,7 @@
 //! says what would.
 
 use crate::config::{Budget, ByteSize, DiskPath, Tiers};
-use crate::machine::Machine;
+use crate::machine::{Machine, Space};
 use std::path::{Path, PathBuf};
 
 /// Of the memory that the weights leave, what the G1 of all workers take together when nobody says. With G2 it is less than
@@ -21,6 +21,12 @@ const G3_FOLDER: &str = "g3";
 
 /// At most this share of what is free on its disk, in hundredths.
 const G3_SHARE: u64 = 20;
+
+/// What G3 leaves free on a disk when nobody says: enough for others to notice and act, ...
+const G3_MIN_FREE: u64 = 1 << 30;
+
+/// ... and on a small disk at most this share of it, in hundredths.
+const G3_MIN_FREE_SHARE: u64 = 5;
 
 /// How large the tiers are.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -84,19 +90,26 @@ pub struct Disk {
     pub folder: PathBuf,
     /// So much.
     pub bytes: u64,
+    /// Bytes that stay free on its disk.
+    pub min_free: u64,
 }
 
-/// The folders of the G3 log, by default one in the data folder; `free` says what is free on the disk of a folder.
-pub fn disks(tiers: &Tiers, data: &Path, free: impl Fn(&Path) -> u64) -> Vec<Disk> {
+/// The folders of the G3 log, by default one in the data folder; `space` says how much the disk of a folder has.
+pub fn disks(tiers: &Tiers, data: &Path, space: impl Fn(&Path) -> Space) -> Vec<Disk> {
     let default = [DiskPath { path: data.join(G3_FOLDER), capacity: Budget::Auto }];
     let paths = if tiers.g3_paths.is_empty() { &default[..] } else { &tiers.g3_paths };
     let disk = |DiskPath { path, capacity }: &DiskPath| {
         let bytes = match (tiers.g3, *capacity) {
             (Budget::Off, _) | (_, Budget::Off) => return None,
             (_, Budget::Bytes(size)) | (Budget::Bytes(size), Budget::Auto) => size.0,
-            (Budget::Auto, Budget::Auto) => G3_BYTES.min(free(path) / 100 * G3_SHARE),
+            (Budget::Auto, Budget::Auto) => G3_BYTES.min(space(path).free / 100 * G3_SHARE),
         };
-        Some(Disk { folder: path.clone(), bytes })
+        let min_free = match tiers.g3_min_free {
+            Budget::Auto => G3_MIN_FREE.min(space(path).total / 100 * G3_MIN_FREE_SHARE),
+            Budget::Off => 0,
+            Budget::Bytes(size) => size.0,
+        };
+        Some(Disk { folder: path.clone(), bytes, min_free })
     };
     paths.iter().filter_map(disk).collect()
 }
@@ -151,7 +164,7 @@ mod tests {
 
     #[test]
     fn automatic_tiers_share_what_the_weights_leave() {
-        let disks = disks(&Tiers::default(), "/data".as_ref(), |_| 100 << 30);
+        let disks = disks(&Tiers::default(), "/data".as_ref(), |_| Space { free: 100 << 30, total: 200 << 30 });
         let sizes = Sizes::settle(&Tiers::default(), 3, NEEDS, &MACHINE, &disks).unwrap();
         let each = (10_u64 << 30) / 100 * 15 / 3;
         assert_eq!(sizes, Sizes { g1: each, g2: Some(each), g3: Some(10 << 30) });
@@ -159,9 +172,12 @@ mod tests {
 
     #[test]
     fn each_folder_of_g3_has_its_own_size_or_the_common_one_or_a_share_of_its_disk() {
-        let free = |folder: &Path| if folder.starts_with("/small") { 10 << 30 } else { 100 << 30 };
+        let space = |folder: &Path| {
+            let free = if folder.starts_with("/small") { 10 << 30 } else { 100 << 30 };
+            Space { free, total: free }
+        };
         let found = |tiers: &Tiers| -> Vec<(String, u64)> {
-            let disks = disks(tiers, "/data".as_ref(), free);
+            let disks = disks(tiers, "/data".as_ref(), space);
             disks.iter().map(|disk| (disk.folder.display().to_string(), disk.bytes)).collect()
         };
         let path = |path: &str, capacity: &str| DiskPath { path: path.into(), capacity: bytes(capacity) };
@@ -172,6 +188,17 @@ mod tests {
         let common = Tiers { g3: bytes("1GiB"), ..each.clone() };
         assert_eq!(found(&common), [("/a".into(), 400 << 30), ("/small/b".into(), 1 << 30)]);
         assert_eq!(found(&Tiers { g3: Budget::Off, ..each }), []);
+    }
+
+    #[test]
+    fn g3_leaves_a_gibibyte_or_a_twentieth_of_a_small_disk_unless_told() {
+        let min_free = |tiers: &Tiers, total: u64| {
+            disks(tiers, "/data".as_ref(), |_| Space { free: total / 2, total })[0].min_free
+        };
+        assert_eq!(min_free(&Tiers::default(), 100 << 30), 1 << 30);
+        assert_eq!(min_free(&Tiers::default(), 1000), 50);
+        let set = |text| Tiers { g3_min_free: bytes(text), ..Tiers::default() };
+        assert_eq!((min_free(&set("7GiB"), 1000), min_free(&set("off"), 1000)), (7 << 30, 0));
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! The tiers that the workers of this process share: G3 on its own disks, a pod's folder, G4 in a store of all.
 
 use super::forms::Forms;
+use super::health::Health;
 use super::requests::Requests;
 use super::rests::Count;
 use super::sizes::Disk;
@@ -17,7 +18,7 @@ use std::path::Path;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 use tokio::sync::mpsc;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{Instant, timeout, timeout_at};
 use tokio_util::task::AbortOnDropHandle;
 use worker::plane::{Source, StoreId};
 use worker::serve::{Announcer, Planes};
@@ -49,6 +50,8 @@ struct Store {
 
 /// How long the start may wait for the list of what rests in a tier: nobody waits longer for a first answer.
 const CATCH_UP_MAX: Duration = Duration::from_secs(2);
+/// What closing G3 may take even when requests have taken all of the time to drain.
+const CLOSE_MIN: Duration = Duration::from_secs(1);
 
 impl Stores {
     /// Opens what the configuration asks for, finds what rests there, and announces it.
@@ -116,6 +119,11 @@ impl Stores {
         self.all.iter().map(|store| (store.id, store.tier.level(), Arc::clone(&store.count))).collect()
     }
 
+    /// Lets what does not work be seen.
+    pub(super) fn watch(&self, health: &Health) {
+        health.watch_disk(Weak::clone(&self.disk));
+    }
+
     /// Lets how full they are be seen in `registry`.
     pub(super) fn observe(&self, registry: &Registry) -> Result<(), prometheus::Error> {
         if !self.shared.is_empty() {
@@ -153,18 +161,16 @@ impl Stores {
         }))
     }
 
-    /// Waits, until `deadline`, for the last user to let go: only then is a log sealed and its folder free for another.
+    /// Closes G3: resolves when what it accepted is written, its segments are sealed and its folders are free for another
+    /// process, or at `deadline`.
     pub(super) async fn close(self, deadline: Instant) {
-        let tiers: Vec<Weak<dyn Tier>> = self.all.iter().map(|store| Arc::downgrade(&store.tier)).collect();
+        let disk = self.disk.upgrade();
         drop(self);
-        // At least a moment: those who drained until the deadline let go right after it.
-        let deadline = deadline.max(Instant::now() + Duration::from_secs(1));
-        while tiers.iter().any(|tier| tier.strong_count() > 0) {
-            if Instant::now() > deadline {
-                tracing::warn!("a tier is still in use; the next start will look through its last segment");
-                return;
-            }
-            sleep(Duration::from_millis(2)).await;
+        let Some(disk) = disk else { return };
+        // At least a moment: sealing a segment takes milliseconds, and saves the next start a scan.
+        let deadline = deadline.max(Instant::now() + CLOSE_MIN);
+        if timeout_at(deadline, disk.close()).await.is_err() {
+            tracing::warn!("G3 was still being written at the drain deadline; the next start scans its last segments");
         }
     }
 
@@ -248,7 +254,7 @@ impl Collector for Fullness {
         self.footers.inc_by(footers.saturating_sub(self.footers.get()));
         for path in disk.iter().flat_map(|disk| disk.paths()) {
             let folder = path.folder.display().to_string();
-            self.paths.up.with_label_values(&[&folder]).set(path.up.into());
+            self.paths.up.with_label_values(&[&folder]).set(path.failure.is_none().into());
             let failures = self.paths.failures.with_label_values(&[&folder]);
             failures.inc_by(path.failures.saturating_sub(failures.get()));
         }
@@ -260,8 +266,9 @@ impl Collector for Fullness {
 }
 
 async fn open_disk(disks: Vec<Disk>, shares: Shares, log: Arc<EventLog>) -> anyhow::Result<Arc<DiskTier>> {
-    let settings =
-        |Disk { folder, bytes }: Disk| (folder, disk::Settings { capacity_bytes: bytes, ..disk::Settings::default() });
+    let settings = |Disk { folder, bytes: capacity_bytes, min_free: min_free_bytes }: Disk| {
+        (folder, disk::Settings { capacity_bytes, min_free_bytes, ..disk::Settings::default() })
+    };
     let paths: Vec<_> = disks.into_iter().map(settings).collect();
     let opened = tokio::task::spawn_blocking(move || DiskTier::begin(&paths, &shares, log)).await;
     let tier = opened.context("opening the G3 log failed")?.map_err(|error| match &error {
