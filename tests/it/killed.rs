@@ -9,7 +9,7 @@ use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 /// How long the program may take to start or to stop. Each takes a second; a machine that runs several test suites at once may
@@ -93,6 +93,20 @@ impl Process {
         assert!(asked.success() && ended.success(), "{asked}, {ended}:\n{}", last_of(&self.log));
     }
 
+    /// Sends a signal by its name.
+    pub(crate) fn signal(&self, name: &str) {
+        // It may have ended.
+        let _ = Command::new("kill").args(["-s", name, &self.id().to_string()]).status().unwrap();
+    }
+
+    /// Waits until it has ended: how, and all that it logged.
+    pub(crate) fn ended(mut self) -> (ExitStatus, String) {
+        let status = self.child.wait().unwrap();
+        let mut log = vec![0; self.log.metadata().unwrap().len() as usize];
+        self.log.read_exact_at(&mut log, 0).unwrap();
+        (status, String::from_utf8_lossy(&log).into_owned())
+    }
+
     /// SIGKILL: no drain, no seal, no goodbye.
     pub(crate) fn kill(&mut self) {
         // It may have ended.
@@ -111,16 +125,21 @@ fn last_of(log: &File) -> String {
 }
 
 impl Client {
-    async fn get(&self, path: &str) -> (bool, String) {
+    pub(crate) async fn get(&self, path: &str) -> (bool, String) {
         let response = self.http.get(format!("{}{path}", self.url)).send().await.unwrap();
         (response.status().is_success(), response.text().await.unwrap())
     }
 
-    /// The first choice, and how many tokens of the prompt were cached. An error when the program dies meanwhile.
-    pub(crate) async fn complete(&self, prompt: &[u32]) -> reqwest::Result<(Value, u64)> {
+    /// What the program answers, which may be an error of its own. An error when it dies meanwhile.
+    pub(crate) async fn ask(&self, prompt: &[u32]) -> reqwest::Result<Value> {
         let body = json!({"model": "tiny", "prompt": prompt, "max_tokens": 24, "temperature": 0, "logprobs": 1});
         let response = self.http.post(format!("{}/v1/completions", self.url)).json(&body).send().await?;
-        let mut answer: Value = response.json().await?;
+        response.json().await
+    }
+
+    /// The first choice, and how many tokens of the prompt were cached. An error when the program dies meanwhile.
+    pub(crate) async fn complete(&self, prompt: &[u32]) -> reqwest::Result<(Value, u64)> {
+        let mut answer = self.ask(prompt).await?;
         let cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64();
         let cached = cached.unwrap_or_else(|| panic!("no answer: {answer}"));
         Ok((answer["choices"][0].take(), cached))

@@ -11,4 +11,5 @@ mod record;
 mod reload;
 mod serve;
 mod soak;
+mod stops;
 mod terms;

@@ -23,7 +23,7 @@ const CLIENTS: u64 = 4;
 /// How often the program is killed, each time under load.
 const KILLS: u64 = 3;
 /// No request takes so long, whatever happens below it; and nothing takes longer to happen that must, on any machine.
-const PATIENCE: Duration = Duration::from_mins(5);
+pub(crate) const PATIENCE: Duration = Duration::from_mins(5);
 /// So often each half of the last life answers at least, however slow the machine: only then is the program warm.
 const ANSWERS: f64 = 30.0;
 /// What a program may have more than once it was warm: what an allocator keeps, and connections that come and go.
@@ -40,11 +40,20 @@ const WEATHERS: [[u64; 5]; 6] = [
     [1_000, 0, 0, 0, 0],
 ];
 
+/// A number from the environment.
+pub(crate) fn number(name: &str, default: u64) -> u64 {
+    std::env::var(name).map_or(default, |n| n.parse().unwrap())
+}
+
 /// A small generator, so that a failing case is named by one number.
-struct Rng(u64);
+pub(crate) struct Rng(u64);
 
 impl Rng {
-    fn below(&mut self, limit: u64) -> u64 {
+    pub(crate) fn new(seed: u64) -> Self {
+        Self(seed)
+    }
+
+    pub(crate) fn below(&mut self, limit: u64) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -216,7 +225,6 @@ async fn size(process: &Process) -> (u64, usize) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn nobody_can_tell_that_devices_fail_and_processes_die() {
-    let number = |name: &str, default| std::env::var(name).map_or(default, |n| n.parse().unwrap());
     let (seconds, seed) = (number("BLOCKYARD_SOAK_SECONDS", 20), number("BLOCKYARD_SOAK_SEED", 1));
     let (mut rng, place, script) = (Rng(seed), Place::new(seed), script().await);
     println!("seed {seed}");
