@@ -2,6 +2,7 @@
 //! progress to standard error.
 
 use crate::config::{ByteSize, Config, Flag, Sources, Span};
+use crate::machine::Space;
 use crate::node::{forms, sizes, stores, upkeep};
 use anyhow::{Context, bail};
 use clap::{Args, Subcommand};
@@ -256,7 +257,7 @@ fn print(place: &Place, value: &Value, text: impl FnOnce() -> String) -> anyhow:
 
 /// The folders of G3 in which there is a log.
 fn logs(config: &Config) -> anyhow::Result<Vec<disk::Survey>> {
-    let (folders, now) = (sizes::disks(&config.tiers, &config.data_dir, |_| 0), Clock::system().now());
+    let (folders, now) = (sizes::disks(&config.tiers, &config.data_dir, |_| Space::default()), Clock::system().now());
     let look = |at: &sizes::Disk| {
         let folder = &at.folder;
         disk::survey(folder, now).with_context(|| format!("the log in {} cannot be read", folder.display())).transpose()
