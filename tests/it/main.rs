@@ -11,5 +11,5 @@ mod record;
 mod reload;
 mod serve;
 mod soak;
-mod stops;
+mod stop_soak;
 mod terms;

@@ -60,7 +60,7 @@ impl FileIo {
     pub(super) fn look<T>(&self, work: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
         let _running = self.begin();
         #[cfg(test)]
-        self.faults.wait();
+        self.faults.look();
         work()
     }
 

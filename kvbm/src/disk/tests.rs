@@ -93,6 +93,8 @@ struct FaultsState {
     end: Option<(usize, Part)>,
     ended: bool,
     held: bool,
+    /// Those that change the folder are.
+    changes_held: bool,
     /// Operations that wait because of that.
     waiting: usize,
     panics: usize,
@@ -125,13 +127,20 @@ impl Faults {
         self.state().held = true;
     }
 
+    /// Holds up every operation that changes the folder until [`Faults::release`].
+    pub(super) fn hold_changes(&self) {
+        self.state().changes_held = true;
+    }
+
     /// Blocks until an operation is held up.
     pub(super) fn wait_for_a_held_operation(&self) {
         drop(self.0.1.wait_while(self.state(), |state| state.waiting == 0).unwrap());
     }
 
     pub(super) fn release(&self) {
-        self.state().held = false;
+        let mut state = self.state();
+        (state.held, state.changes_held) = (false, false);
+        drop(state);
         self.0.1.notify_all();
     }
 
@@ -140,21 +149,29 @@ impl Faults {
         self.state().panics = 1;
     }
 
-    pub(super) fn wait(&self) {
+    /// Before an operation that changes nothing.
+    pub(super) fn look(&self) {
+        self.wait(|state| state.held);
+    }
+
+    fn wait(&self, is_held: impl Fn(&FaultsState) -> bool) {
         let mut state = self.state();
         if state.panics > 0 {
             state.panics -= 1;
             drop(state);
             panic!("injected");
         }
+        if !is_held(&state) {
+            return;
+        }
         state.waiting += 1;
         self.0.1.notify_all();
-        state = self.0.1.wait_while(state, |state| state.held).unwrap();
+        state = self.0.1.wait_while(state, |state| is_held(state)).unwrap();
         state.waiting -= 1;
     }
 
     pub(super) fn change<T>(&self, work: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
-        self.wait();
+        self.wait(|state| state.held || state.changes_held);
         match self.next() {
             None => work(),
             Some(Part::All) => work().and(Err(Self::ended())),
@@ -163,7 +180,7 @@ impl Faults {
     }
 
     pub(super) fn write(&self, file: &fs::File, bytes: &[u8], at: u64) -> io::Result<()> {
-        self.wait();
+        self.wait(|state| state.held || state.changes_held);
         let done = match self.next() {
             None => return file.write_all_at(bytes, at),
             Some(Part::Nothing) => 0,
@@ -210,6 +227,13 @@ fn open_accessing(folder: &Path, access: direct::Access) -> Arc<DiskTier> {
 
 /// A tier on one path to which something is done from its first moment on.
 fn open_rigged(folder: &Path, settings: Settings, rig: Rig) -> Arc<DiskTier> {
+    let tier = claim_rigged(folder, settings, rig);
+    tier.recover();
+    tier
+}
+
+/// The same before it is recovered.
+fn claim_rigged(folder: &Path, settings: Settings, rig: Rig) -> Arc<DiskTier> {
     let index = Arc::new(Index::new(Level::G3, Arc::new(EventLog::new(Epoch(1)))));
     let shared = Shared {
         index,
@@ -222,9 +246,7 @@ fn open_rigged(folder: &Path, settings: Settings, rig: Rig) -> Arc<DiskTier> {
         spill: Arc::default(),
         rig,
     };
-    let tier = DiskTier::claim_sharing(&[(folder.to_owned(), settings)], shared).unwrap();
-    tier.recover();
-    tier
+    DiskTier::claim_sharing(&[(folder.to_owned(), settings)], shared).unwrap()
 }
 
 /// Small enough that a test meets several segments.

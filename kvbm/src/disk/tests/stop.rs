@@ -156,3 +156,57 @@ async fn a_process_that_ends_at_any_operation_loses_nothing_that_it_announced() 
         assert!(changes > 30, "{changes}");
     }
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn sealed_segments_are_served_while_another_is_scanned() {
+    let folder = tempfile::tempdir().unwrap();
+    let (sealed, open) = (chain(1, 60), chain(2, 5));
+    let (tier, _) = open_with(folder.path(), settings());
+    store(&*tier, sealed.clone()).await;
+    tier.close().await;
+    drop(tier);
+    let (tier, _) = open_with(folder.path(), settings());
+    store(&*tier, open.clone()).await;
+    let image = crashed(folder.path());
+
+    let rig = Rig::default();
+    // So that the scan does not end.
+    rig.faults(0).hold_changes();
+    let tier = claim_rigged(image.path(), settings(), rig.clone());
+    let recovering = {
+        let tier = tier.clone();
+        tokio::task::spawn_blocking(move || tier.recover())
+    };
+    rig.faults(0).wait_for_a_held_operation();
+    assert!(all(&load(&*tier, fingerprint(), names(&sealed)).await), "what needs no scan is there");
+    rig.faults(0).release();
+    recovering.await.unwrap();
+    assert!(all(&load(&*tier, fingerprint(), names(&open)).await));
+}
+
+#[tokio::test]
+async fn discards_hold_across_sealed_and_scanned_segments() {
+    let folder = tempfile::tempdir().unwrap();
+    let (tier, _) = open_with(folder.path(), settings());
+    let blocks = chain(1, 60);
+    store(&*tier, blocks.clone()).await;
+    // The discard is in the last segment; the block is in the first, or in the last, or stored again after it.
+    for at in [0, 59, 1] {
+        tier.discard(fingerprint(), blocks[at].header.name);
+    }
+    idle(&tier).await;
+    store(&*tier, blocks[1..2].to_vec()).await;
+    let image = crashed(folder.path());
+    let footerless = tempfile::tempdir().unwrap();
+    for number in segment::numbers(image.path()).unwrap() {
+        let bytes = fs::read(segment::path(image.path(), number)).unwrap();
+        // Without its trailer every segment is scanned, in whatever order.
+        fs::write(segment::path(footerless.path(), number), &bytes[..bytes.len() - 512]).unwrap();
+    }
+    for folder in [image.path(), footerless.path()] {
+        let (tier, _) = open_with(folder, settings());
+        let found = load(&*tier, fingerprint(), names(&blocks)).await;
+        let missing: Vec<usize> = (0..60).filter(|at| found[*at].is_none()).collect();
+        assert_eq!(missing, [0, 59]);
+    }
+}
