@@ -169,7 +169,11 @@ impl Volume {
         let lived = {
             let mut up = self.up.write().unwrap_or_else(PoisonError::into_inner);
             match up.take_if(|(current, _)| Arc::ptr_eq(current, log)) {
-                Some((_, since)) => since.elapsed(),
+                Some((_, since)) => {
+                    // With the lock, so that it is known why the path is down as soon as it is.
+                    self.count_failure(reason);
+                    since.elapsed()
+                }
                 // Somebody else was faster.
                 None => return,
             }
@@ -178,12 +182,16 @@ impl Volume {
         if lived > SETTLED {
             self.row.store(0, Ordering::Relaxed);
         }
-        self.fail(reason);
+        self.come_back();
     }
 
     /// Counts a failure and lets a probe bring the path back.
     pub(super) fn fail(self: &Arc<Self>, reason: &str) {
         self.count_failure(reason);
+        self.come_back();
+    }
+
+    fn come_back(self: &Arc<Self>) {
         let row = self.row.fetch_add(1, Ordering::Relaxed);
         let coming_back = come_back(Arc::downgrade(self), pause(row));
         drop(self.runtime.spawn(self.closing.clone().run_until_cancelled_owned(coming_back)));

@@ -200,7 +200,7 @@ async fn a_panic_takes_its_path_down_and_the_path_comes_back() {
         store(&*paths.tier, before.clone()).await;
         panic(&paths);
         store(&*paths.tier, during.clone()).await;
-        assert_eq!(paths.tier.paths()[1].failures, 1);
+        paths.until(|paths| paths.tier.paths()[1].failures == 1).await;
         paths.until(|paths| paths.up() == [true; 2] && paths.tier.usage().blocks == 320).await;
         store(&*paths.tier, after.clone()).await;
         assert!(!paths.on(1, &after).is_empty(), "it takes its share again");
