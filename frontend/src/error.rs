@@ -108,6 +108,12 @@ pub(crate) enum Error {
     /// Its deadline cannot be met, or has passed.
     #[error("The deadline of the request cannot be met: its first token would come too late.")]
     Late,
+    /// The client went away while its request was understood. It never gets this.
+    #[error("The client closed the request.")]
+    Gone,
+    /// The client did not read its stream for so long.
+    #[error("The stream was ended: it was not read for {} s.", .0.as_secs())]
+    Unread(Duration),
     /// Nobody can serve it now.
     #[error("The service is unavailable: {0}")]
     Unavailable(String),
@@ -182,7 +188,7 @@ impl Error {
             Self::Method { .. } => StatusCode::METHOD_NOT_ALLOWED,
             Self::BadHead | Self::BadPath => StatusCode::BAD_REQUEST,
             Self::HostNotAllowed(_) | Self::OriginNotAllowed(_) | Self::NoAdminHeader => StatusCode::FORBIDDEN,
-            Self::TooSlow { .. } | Self::HeaderTimeout(_) => StatusCode::REQUEST_TIMEOUT,
+            Self::TooSlow { .. } | Self::HeaderTimeout(_) | Self::Unread(_) | Self::Gone => StatusCode::REQUEST_TIMEOUT,
             Self::UrlTooLong(_) => StatusCode::URI_TOO_LONG,
             Self::HeadersTooLarge(_) => StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
             Self::TooManyConnections | Self::ShuttingDown => StatusCode::SERVICE_UNAVAILABLE,
@@ -210,6 +216,7 @@ impl Error {
             Self::TooLarge(_) => Some("request_too_large"),
             Self::Overloaded(_) => Some("rate_limit_exceeded"),
             Self::Late => Some("deadline_exceeded"),
+            Self::Unread(_) => Some("stream_not_read"),
             Self::Unavailable(_) => Some("service_unavailable"),
             Self::Failed(_) => Some("internal_error"),
             Self::HostNotAllowed(_) => Some("host_not_allowed"),
@@ -220,7 +227,7 @@ impl Error {
             Self::TooSlow { .. } | Self::HeaderTimeout(_) => Some("request_timeout"),
             Self::TooManyConnections => Some("too_many_connections"),
             Self::ShuttingDown => Some("shutting_down"),
-            Self::Malformed(_) | Self::ContentType(_) | Self::BadHead | Self::BadPath => None,
+            Self::Malformed(_) | Self::ContentType(_) | Self::BadHead | Self::BadPath | Self::Gone => None,
         };
         let r#type = match self.status() {
             StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
@@ -241,6 +248,7 @@ impl From<engine::Error> for Error {
             }
             engine::Error::Overloaded { retry_after } => Self::Overloaded(retry_after),
             engine::Error::Late => Self::Late,
+            engine::Error::Unread(time) => Self::Unread(time),
             engine::Error::Unavailable(why) => Self::Unavailable(why),
             engine::Error::Failed(why) => Self::Failed(why),
         }

@@ -73,7 +73,11 @@ impl Verdict {
     /// Reads an error, as the contract of [`Engine`](worker::engine::Engine) has it.
     pub(crate) fn of(error: &Error) -> Self {
         match error {
-            Error::UnknownModel(_) | Error::PromptTooLong { .. } | Error::Invalid { .. } | Error::Late => Self::Neutral,
+            Error::UnknownModel(_)
+            | Error::PromptTooLong { .. }
+            | Error::Invalid { .. }
+            | Error::Late
+            | Error::Unread(_) => Self::Neutral,
             Error::Overloaded { retry_after } => Self::Busy(*retry_after),
             Error::Unavailable(_) | Error::Failed(_) => Self::Fault,
         }

@@ -28,10 +28,12 @@ pub use kvbm::{Domain, Priority, Retention};
 /// - The stream MUST end with exactly one [`Tokens`] whose `finish` is set, or with an error, or (for
 ///   [`Work::Prefill`]) with exactly one [`Output::Handoff`], after which it MUST stay open, keeping the blocks alive,
 ///   until it is dropped.
+/// - A stream that is not read MUST NOT hold up other requests: the engine stops generating for it, gives its place in the batch and
+///   its memory to them, and MAY end it with [`Error::Unread`] after half a minute.
 /// - Dropping the future or the stream cancels the request; the engine MUST have stopped computing for it within one step.
 /// - The same request with the same seed MUST give the same tokens, whatever else is running.
 /// - An error MUST say whose it is, for that decides whether the engine is asked again: the request's own
-///   ([`Error::UnknownModel`], [`Error::PromptTooLong`], [`Error::Invalid`], [`Error::Late`]) say nothing about the engine;
+///   ([`Error::UnknownModel`], [`Error::PromptTooLong`], [`Error::Invalid`], [`Error::Late`], [`Error::Unread`]) say nothing about the engine;
 ///   [`Error::Overloaded`] is back-pressure, which is obeyed and held against nobody; [`Error::Unavailable`] and
 ///   [`Error::Failed`] are faults. An engine that passes on what a server says MUST take its 429 and its 503 for
 ///   `Overloaded`, for as long as `Retry-After` says or else for a second; `Unavailable` is one that nobody reaches.
@@ -84,8 +86,6 @@ pub struct Request {
     pub terms: Terms,
     /// The client wants the router's decision explained in [`Tokens::explain`].
     pub explain: bool,
-    /// The client's body as it came, for engines that pass it through.
-    pub body: Option<Bytes>,
     /// Those that are let in with it, when it is one of several answers.
     pub party: Option<Arc<Party>>,
 }
@@ -142,7 +142,6 @@ impl Request {
             work: Work::Generate,
             terms: Terms::default(),
             explain: false,
-            body: None,
             party: None,
         }
     }
@@ -345,6 +344,9 @@ pub enum Error {
     /// The first token would come after the request's deadline.
     #[error("the deadline cannot be met")]
     Late,
+    /// The stream's output was not read for so long.
+    #[error("the output was not read for {} s", .0.as_secs())]
+    Unread(Duration),
     /// Nobody is there who could serve it. Whoever is there and cannot now is overloaded.
     #[error("unavailable: {0}")]
     Unavailable(String),

@@ -14,9 +14,12 @@ pub struct Metrics {
     cached: IntCounterVec,
     generated: IntCounterVec,
     preempted: IntCounterVec,
+    pauses: IntCounterVec,
+    unread: IntCounterVec,
     step: HistogramVec,
     running: IntGaugeVec,
     waiting: IntGaugeVec,
+    paused: IntGaugeVec,
 }
 
 impl Metrics {
@@ -51,9 +54,16 @@ impl Metrics {
             )?,
             generated: counter("generated_tokens_total", "Tokens generated", &["worker"])?,
             preempted: counter("preemptions_total", "Sequences that gave up their blocks to others", &["worker"])?,
+            pauses: counter(
+                "pauses_total",
+                "Sequences that left the batch because their output was not read",
+                &["worker"],
+            )?,
+            unread: counter("unread_total", "Requests that failed because their output was not read", &["worker"])?,
             step,
             running: gauge("requests_running", "Requests in the batch")?,
             waiting: gauge("requests_waiting", "Requests waiting to join the batch")?,
+            paused: gauge("requests_paused", "Requests out of the batch until their output is read")?,
         })
     }
 
@@ -65,10 +75,13 @@ impl Metrics {
             cached: Level::ALL.map(|level| self.cached.with_label_values(&[worker, level.name()])),
             generated: each(&self.generated),
             preempted: each(&self.preempted),
+            pauses: each(&self.pauses),
+            unread: each(&self.unread),
             prefill_step: self.step.with_label_values(&[worker, "prefill"]),
             decode_step: self.step.with_label_values(&[worker, "decode"]),
             running: self.running.with_label_values(&[worker]),
             waiting: self.waiting.with_label_values(&[worker]),
+            paused: self.paused.with_label_values(&[worker]),
         }
     }
 }
@@ -80,10 +93,13 @@ pub struct EngineMetrics {
     cached: [IntCounter; Level::ALL.len()],
     generated: IntCounter,
     preempted: IntCounter,
+    pauses: IntCounter,
+    unread: IntCounter,
     prefill_step: Histogram,
     decode_step: Histogram,
     running: IntGauge,
     waiting: IntGauge,
+    paused: IntGauge,
 }
 
 impl EngineMetrics {
@@ -105,12 +121,21 @@ impl EngineMetrics {
         self.preempted.inc();
     }
 
+    pub(crate) fn paused(&self) {
+        self.pauses.inc();
+    }
+
+    pub(crate) fn unread(&self) {
+        self.unread.inc();
+    }
+
     pub(crate) fn stepped(&self, prompt_rows: usize, took: Duration) {
         let step = if prompt_rows > 0 { &self.prefill_step } else { &self.decode_step };
         step.observe(took.as_secs_f64());
     }
 
-    pub(crate) fn set_sequences(&self, running: usize, waiting: usize) {
+    pub(crate) fn set_sequences(&self, running: usize, waiting: usize, paused: usize) {
+        self.paused.set(paused as i64);
         self.running.set(running as i64);
         self.waiting.set(waiting as i64);
     }

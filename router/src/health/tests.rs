@@ -100,6 +100,7 @@ async fn trap_1_what_a_client_did_wrong_neither_opens_nor_closes() {
         Error::UnknownModel("m".into()),
         Error::Invalid { field: "f", problem: "p".into() },
         Error::Late,
+        Error::Unread(Duration::from_secs(30)),
     ];
     let (mut well, mut ill) = (closed(), open(now));
     for _ in 0..100 {

@@ -319,7 +319,6 @@ pub(crate) fn prompt(family: u32, tokens: usize) -> Request {
         work: Work::Generate,
         terms: Terms::default(),
         explain: false,
-        body: None,
         party: None,
     }
 }

@@ -59,6 +59,7 @@ use std::hash::{BuildHasher, RandomState};
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 use vitals::Vitals;
@@ -74,11 +75,31 @@ pub struct Settings {
     pub sequences_max: usize,
     /// Requests accepted beyond those in the batch. Default 1024; more are told to try again later.
     pub waiting_max: usize,
+    /// What becomes of requests whose output is not read. Not in the configuration.
+    #[serde(skip)]
+    pub unread: Unread,
+}
+
+/// What becomes of a request whose output is not read, once what may be generated ahead of its reader is there.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Unread {
+    /// It keeps its place in the batch for so long, and then gives it up with its blocks until its output is read again.
+    pub place: Duration,
+    /// It fails after so long.
+    pub limit: Duration,
+}
+
+impl Default for Unread {
+    /// A quarter of a second, since the reader is 72 tokens behind by then. Half a minute: proxies close connections that stand still
+    /// after that.
+    fn default() -> Self {
+        Self { place: Duration::from_millis(250), limit: Duration::from_secs(30) }
+    }
 }
 
 impl Default for Settings {
     fn default() -> Self {
-        Self { prefill_chunk: 512, sequences_max: 64, waiting_max: 1024 }
+        Self { prefill_chunk: 512, sequences_max: 64, waiting_max: 1024, unread: Unread::default() }
     }
 }
 
@@ -132,6 +153,7 @@ impl LlamaEngine {
             inbox,
             waiting: VecDeque::new(),
             running: Vec::new(),
+            paused: VecDeque::new(),
             left: false,
         };
         tokio::spawn(async move {
@@ -187,6 +209,7 @@ impl LlamaEngine {
             coming: None,
             gave_way: false,
             held_up: None,
+            unread_since: None,
             counted: 0,
             computed: 0,
             sampler: Some(Sampler::new(&request.sampling, seed, &request.tokens)),

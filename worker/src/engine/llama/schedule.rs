@@ -3,7 +3,9 @@
 //! ```text
 //!  accepted ─ prepare (match) ─▶ waiting ─ admit ─▶ running ─ step ─▶ … ─▶ finished
 //!                                   ▲                 │
-//!                                   └──── preempt ────┘   (no free block: the youngest goes)
+//!                                   ▲└──── preempt ────┘   (no free block: the youngest goes)
+//!                           output  │                 │
+//!                           is read └──── paused ◀────┘   (its output is not read; fails after a while)
 //! ```
 //!
 //! Blocks from below come up all the while. In its place in the batch a sequence first waits for them, as long as that
@@ -17,8 +19,8 @@ use super::batch::{self, Candidate, Rows};
 use super::sequence::Sequence;
 use super::step::{self, Part};
 use super::vitals::Vitals;
-use super::{Runtime, Settings};
-use crate::engine::{Finish, Output, Work};
+use super::{Runtime, Settings, Unread};
+use crate::engine::{Error, Finish, Output, Work};
 use crate::metrics::EngineMetrics;
 use crate::peers::Ticket;
 use crate::plane::{Load, WorkerId};
@@ -48,6 +50,8 @@ pub(super) struct Scheduler {
     pub(super) inbox: mpsc::Receiver<Sequence>,
     pub(super) waiting: VecDeque<Sequence>,
     pub(super) running: Vec<Sequence>,
+    /// Those whose output is not read, the longest paused first. They have neither a place in the batch nor blocks.
+    pub(super) paused: VecDeque<Sequence>,
     /// Somebody has left the batch since those who wait were last asked.
     pub(super) left: bool,
 }
@@ -63,8 +67,8 @@ impl Scheduler {
             let before = self.running.len();
             self.running.retain(|sequence| !sequence.outbox.is_closed());
             self.left |= self.running.len() < before;
-            // Whoever did not read in time may read again.
-            self.running.iter_mut().for_each(|sequence| sequence.outbox.flush());
+            self.pause();
+            self.resume();
             self.admit();
             self.ask_again();
             self.catch_up();
@@ -72,7 +76,7 @@ impl Scheduler {
             if self.step().await {
                 continue;
             }
-            let idle = self.waiting.is_empty() && self.running.is_empty();
+            let idle = self.waiting.is_empty() && self.running.is_empty() && self.paused.is_empty();
             let next = if idle {
                 tokio::select! {
                     biased;
@@ -93,6 +97,45 @@ impl Scheduler {
                 Some(sequence) => self.waiting.push_back(sequence),
                 None => return,
             }
+        }
+    }
+
+    /// Takes sequences whose output is not read out of the batch: their places and blocks are for those that are read.
+    fn pause(&mut self) {
+        let now = Instant::now();
+        let place = self.settings.unread.place;
+        for mut sequence in self.running.extract_if(.., |sequence| sequence.unread(now) > place) {
+            tracing::debug!(request = %sequence.request.id, generated = sequence.generated(), "paused: its output is not read");
+            self.metrics.paused();
+            sequence.pause();
+            self.paused.push_back(sequence);
+            self.left = true;
+        }
+    }
+
+    /// Lets paused sequences wait for a place again once their output is read, and fails those that wait for it in vain.
+    fn resume(&mut self) {
+        let now = Instant::now();
+        let Unread { limit, .. } = self.settings.unread;
+        self.paused.retain(|sequence| !sequence.outbox.is_closed());
+        // As many may be paused as may wait; then those go that were paused first.
+        let mut over = self.paused.len().saturating_sub(self.settings.waiting_max);
+        let mut read = 0;
+        for mut sequence in std::mem::take(&mut self.paused) {
+            let unread = sequence.unread(now);
+            if unread.is_zero() {
+                // In the order in which they were paused, before those that never ran.
+                sequence.resume();
+                self.waiting.insert(read, sequence);
+                read += 1;
+            } else if unread >= limit || over > 0 {
+                tracing::debug!(request = %sequence.request.id, ?unread, "failed: its output was not read");
+                self.metrics.unread();
+                sequence.outbox.fail(Error::Unread(unread));
+            } else {
+                self.paused.push_back(sequence);
+            }
+            over = over.saturating_sub(1);
         }
     }
 
@@ -190,8 +233,8 @@ impl Scheduler {
 
     fn report(&self) {
         let blocks = self.running.iter().map(|sequence| sequence.blocks.len()).sum();
-        self.vitals.set_running(self.running.len(), blocks);
-        self.metrics.set_sequences(self.running.len(), self.waiting.len());
+        self.vitals.set_running(self.running.len(), self.paused.len(), blocks);
+        self.metrics.set_sequences(self.running.len(), self.waiting.len(), self.paused.len());
         let load = self.vitals.load(&self.manager, self.runtime.block_bytes(), self.settings.sequences_max);
         self.load.send_if_modified(|last| {
             let changed = *last != load;

@@ -27,6 +27,8 @@ pub(super) struct Sequence {
     pub(super) gave_way: bool,
     /// Since when nothing runs and there is no room for it all the same.
     pub(super) held_up: Option<Instant>,
+    /// Since when its output is not read, and nothing more is generated.
+    pub(super) unread_since: Option<Instant>,
     /// Leading tokens whose KV rests in `blocks`.
     pub(super) computed: usize,
     /// Tokens of a prompt resumed that were accounted for before they were let go of: found again, they are not counted again.
@@ -192,6 +194,28 @@ impl Sequence {
             self.report.cached.clear();
         }
         self.computed = 0;
+    }
+
+    /// For how long its output has not been read.
+    pub(super) fn unread(&mut self, now: Instant) -> Duration {
+        // What there is room for by now goes out first.
+        self.outbox.flush();
+        if !self.outbox.is_stalled() {
+            self.unread_since = None;
+        }
+        let since = self.outbox.is_stalled().then(|| *self.unread_since.get_or_insert(now));
+        since.map_or(Duration::ZERO, |since| now - since)
+    }
+
+    /// Gives up its blocks and stops counting as work that waits.
+    pub(super) fn pause(&mut self) {
+        self.release();
+        self.waiting.computed(usize::MAX);
+    }
+
+    /// Counts as work again.
+    pub(super) fn resume(&mut self) {
+        self.waiting.again(self.goal());
     }
 
     /// Device blocks that it holds, or more: those that came up meanwhile may count twice.

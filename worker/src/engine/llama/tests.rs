@@ -1,7 +1,7 @@
 //! The property that everything rests on: an answer, and the KV behind it, are the same bit for bit, wherever the prefix
 //! came from, however the prompt was cut, and whoever ran beside it.
 
-use super::{Builtin, LlamaEngine, Memory, ModelSource, Runtime, Settings};
+use super::{Builtin, LlamaEngine, Memory, ModelSource, Runtime, Settings, Unread};
 use crate::engine::contract::{self, collect, request};
 use crate::engine::{Engine, Finish, Output, PromptReport, Work};
 use crate::metrics;
@@ -18,6 +18,7 @@ use std::sync::{Arc, OnceLock};
 
 mod soak;
 mod terms;
+mod unread;
 
 /// Every request of the property runs on this: one copy of a small random model, as in a real process.
 fn runtime() -> Arc<Runtime> {
@@ -47,6 +48,13 @@ struct Shape {
     lower: Vec<Arc<dyn Tier>>,
     peers: Peers,
     clock: Clock,
+    engine: Settings,
+}
+
+/// An unread sequence keeps its place and its blocks: what is held is known, for as long as a test needs it.
+fn keeps_unread() -> Settings {
+    let never = std::time::Duration::from_hours(1);
+    Settings { unread: Unread { place: never, limit: never }, ..Settings::default() }
 }
 
 impl Default for Shape {
@@ -59,6 +67,7 @@ impl Default for Shape {
             lower: Vec::new(),
             peers: Peers::default(),
             clock: Clock::system(),
+            engine: Settings::default(),
         }
     }
 }
@@ -80,7 +89,7 @@ impl Rig {
             BlockManager::with_clock(device, host.clone(), shape.lower, Arc::clone(&log), kvbm_metrics, shape.clock);
         let worker = WorkerId(shape.worker);
         shape.peers.insert(worker, manager.peer());
-        let settings = Settings { prefill_chunk: shape.chunk, ..Settings::default() };
+        let settings = Settings { prefill_chunk: shape.chunk, ..shape.engine };
         let metrics = metrics::Metrics::new(&registry).unwrap().of("w");
         let engine =
             LlamaEngine::start(worker, runtime, memory.clone(), manager.clone(), shape.peers, metrics, settings);
@@ -349,7 +358,7 @@ async fn a_hand_over_changes_nothing() {
 async fn what_was_handed_over_and_had_to_give_way_is_counted_once() {
     let (mut rng, peers) = (Rng(19), Peers::default());
     let prefill = Rig::new(Shape { worker: 1, peers: peers.clone(), ..Shape::default() });
-    let decode = Rig::new(Shape { worker: 2, peers, g1: 60, ..Shape::default() });
+    let decode = Rig::new(Shape { worker: 2, peers, g1: 60, engine: keeps_unread(), ..Shape::default() });
     let prompt = rng.tokens(448);
     prefill.run(&prompt[..304], 1).await;
     let ask = async |rig: &Rig, work, prompt: &[u32], answer| {
@@ -416,7 +425,7 @@ async fn preempted_sequences_answer_as_if_nothing_had_happened() {
 #[tokio::test(flavor = "multi_thread")]
 async fn what_a_preempted_sequence_lost_comes_up_while_it_waits() {
     let mut rng = Rng(13);
-    let rig = Rig::new(Shape { g1: 60, g2: 400, ..Shape::default() });
+    let rig = Rig::new(Shape { g1: 60, g2: 400, engine: keeps_unread(), ..Shape::default() });
     rig.assume_slow_prefill();
     let mut running = 0;
     let mut ask = async |tokens, answer| {
@@ -469,7 +478,7 @@ async fn what_a_preempted_sequence_lost_comes_up_while_it_waits() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn who_is_first_does_not_wait_for_what_those_behind_found() {
-    let (mut rng, rig) = (Rng(17), Rig::new(Shape { g1: 60, ..Shape::default() }));
+    let (mut rng, rig) = (Rng(17), Rig::new(Shape { g1: 60, engine: keeps_unread(), ..Shape::default() }));
     let ask = async |prompt: &[u32], answer| {
         let mut wanted = request(&*rig.engine, prompt, answer);
         wanted.stop.ignore_eos = true;
@@ -507,7 +516,7 @@ async fn who_is_first_does_not_wait_for_what_those_behind_found() {
 #[tokio::test(flavor = "multi_thread")]
 async fn who_outgrows_the_memory_beside_others_ends_as_it_does_alone() {
     // Twelve blocks. The first request stops within six full ones, for nobody reads; the other builds on those, and takes all.
-    let shape = || Shape { g1: 12, ..Shape::default() };
+    let shape = || Shape { g1: 12, engine: keeps_unread(), ..Shape::default() };
     let ask = async |rig: &Rig, prompt: &[u32]| {
         let mut wanted = request(&*rig.engine, prompt, 600);
         wanted.stop.ignore_eos = true;

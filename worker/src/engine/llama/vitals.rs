@@ -13,6 +13,7 @@ pub(super) struct Vitals {
     waiting_tokens: AtomicU64,
     accepted: AtomicU32,
     running: AtomicU32,
+    paused: AtomicU32,
     active_blocks: AtomicU64,
     speed: Mutex<Speed>,
     /// Requests come and end outside of the scheduler's steps too.
@@ -25,6 +26,7 @@ impl Vitals {
             waiting_tokens: AtomicU64::new(0),
             accepted: AtomicU32::new(0),
             running: AtomicU32::new(0),
+            paused: AtomicU32::new(0),
             active_blocks: AtomicU64::new(0),
             speed: Mutex::default(),
             changed: Arc::default(),
@@ -49,8 +51,9 @@ impl Vitals {
         Arc::clone(&self.changed)
     }
 
-    pub(super) fn set_running(&self, sequences: usize, blocks: usize) {
+    pub(super) fn set_running(&self, sequences: usize, paused: usize, blocks: usize) {
         self.running.store(sequences as u32, Relaxed);
+        self.paused.store(paused as u32, Relaxed);
         self.active_blocks.store(blocks as u64, Relaxed);
     }
 
@@ -73,9 +76,11 @@ impl Vitals {
         Duration::from_secs_f64(seconds.clamp(1.0, 60.0))
     }
 
-    /// Requests accepted and not in the batch.
+    /// Requests accepted that wait for a place in the batch. Those that wait for their readers are not among them.
     pub(super) fn waiting(&self) -> usize {
-        self.accepted.load(Relaxed).saturating_sub(self.running.load(Relaxed)) as usize
+        let [accepted, running, paused] =
+            [&self.accepted, &self.running, &self.paused].map(|count| count.load(Relaxed));
+        accepted.saturating_sub(running + paused) as usize
     }
 
     pub(super) fn load(&self, manager: &BlockManager, block_bytes: usize, sequences_max: usize) -> Load {
@@ -83,7 +88,8 @@ impl Vitals {
         Load {
             number: 0,
             waiting_tokens: self.waiting_tokens.load(Relaxed),
-            running: self.running.load(Relaxed),
+            // A worker drains until none is left, so those that wait for their readers count as running.
+            running: self.running.load(Relaxed) + self.paused.load(Relaxed),
             waiting: self.waiting() as u32,
             sequences_max: sequences_max as u32,
             active_blocks: self.active_blocks.load(Relaxed),
