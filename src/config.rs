@@ -287,7 +287,7 @@ impl Config {
     }
 
     /// Numbers of which none is too few.
-    fn counts(&self) -> [(&'static str, usize); 7] {
+    fn counts(&self) -> [(&'static str, usize); 10] {
         let Self { engine, frontend, .. } = self;
         [
             ("engine.prefill_chunk", engine.prefill_chunk),
@@ -297,6 +297,9 @@ impl Config {
             ("frontend.max_connections", frontend.max_connections),
             ("frontend.max_header_bytes", frontend.max_header_bytes),
             ("frontend.min_body_bytes_per_second", frontend.min_body_bytes_per_second),
+            ("frontend.max_inflight_body_bytes", frontend.max_inflight_body_bytes),
+            ("frontend.max_choices_per_connection", frontend.max_choices_per_connection),
+            ("frontend.max_choices_per_tenant", frontend.max_choices_per_tenant),
         ]
     }
 }

@@ -21,6 +21,7 @@ use axum::Json;
 use axum::response::{IntoResponse, Response};
 use serde::Serialize;
 use std::sync::Arc;
+use tokio_util::sync::CancellationToken;
 
 /// Writes chat answers.
 pub(crate) struct Chat {
@@ -37,7 +38,12 @@ impl Endpoint for Chat {
     const ID: &'static str = "chatcmpl-";
     const PROMPT: &'static str = "messages";
 
-    fn understand(mut fields: Fields, model: &Arc<Model>, envelope: Envelope) -> Result<Understood<Self>, Error> {
+    fn understand(
+        mut fields: Fields,
+        model: &Arc<Model>,
+        envelope: Envelope,
+        gone: &CancellationToken,
+    ) -> Result<Understood<Self>, Error> {
         let vocabulary = model.card.vocabulary;
         let older = fields.integer("max_tokens", 1..=i64::from(u32::MAX))?;
         let max_tokens = fields.integer("max_completion_tokens", 1..=i64::from(u32::MAX))?.or(older);
@@ -47,7 +53,7 @@ impl Endpoint for Chat {
 
         let special = fields.flag("add_special_tokens")?.unwrap_or(false);
         let prompt = model.template()?.render(conversation(&mut fields)?)?;
-        let tokens: Arc<[u32]> = model.encode(&prompt, special)?.into();
+        let tokens: Arc<[u32]> = model.encode(Self::PROMPT, &prompt, special, gone)?.into();
         not_empty(Self::PROMPT, &tokens)?;
         fit(Self::PROMPT, tokens.len(), &controls, model.card.context)?;
         let endpoint = Self {
@@ -208,7 +214,7 @@ fn refuse_unsupported(fields: &mut Fields) -> Result<(), Error> {
         }
     }
     for name in ["audio", "functions", "function_call", "web_search_options"] {
-        if fields.value(name).is_some() {
+        if fields.raw(name).is_some() {
             let message = format!("Unsupported parameter: '{name}' is not supported with this model.");
             return Err(Error::invalid(name, "unsupported_parameter", message));
         }

@@ -19,6 +19,7 @@ use serde::Serialize;
 use serde_json::{Map, Value};
 use std::fmt::Write;
 use std::sync::Arc;
+use tokio_util::sync::CancellationToken;
 
 /// OpenAI's default here.
 const MAX_TOKENS: i64 = 16;
@@ -37,7 +38,12 @@ impl Endpoint for Completion {
     const ID: &'static str = "cmpl-";
     const PROMPT: &'static str = "prompt";
 
-    fn understand(mut fields: Fields, model: &Arc<Model>, envelope: Envelope) -> Result<Understood<Self>, Error> {
+    fn understand(
+        mut fields: Fields,
+        model: &Arc<Model>,
+        envelope: Envelope,
+        gone: &CancellationToken,
+    ) -> Result<Understood<Self>, Error> {
         let max_tokens = fields.integer("max_tokens", 1..=i64::from(u32::MAX))?.unwrap_or(MAX_TOKENS);
         let mut controls = Controls::take(&mut fields, model.card.vocabulary, Some(max_tokens))?;
         controls.sampling.logprobs = fields.integer("logprobs", 0..=TOP_LOGPROBS_MAX)?.map(|top| top as u8);
@@ -48,7 +54,7 @@ impl Endpoint for Completion {
         }
         refuse_unsupported(&mut fields, controls.n)?;
 
-        let prompts = prompts::take(&mut fields, model)?;
+        let prompts = prompts::take(&mut fields, model, gone)?;
         if prompts.len() * controls.n as usize > CHOICES_MAX as usize {
             let message = format!(
                 "Invalid 'n': {} prompts of {} choices are more than {CHOICES_MAX}.",

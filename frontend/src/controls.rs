@@ -138,14 +138,14 @@ fn stop_tokens(fields: &mut Fields, vocabulary: usize) -> Result<Vec<u32>, Error
 }
 
 /// An array of token ids, each of which exists.
-pub(crate) fn token_ids(path: &str, ids: &[Value], vocabulary: usize) -> Result<Vec<u32>, Error> {
+fn token_ids(path: &str, ids: &[Value], vocabulary: usize) -> Result<Vec<u32>, Error> {
     let last = i64::try_from(vocabulary).unwrap_or(i64::MAX) - 1;
     let id = |(i, id)| integer(&format!("{path}[{i}]"), id, 0..=last).map(|id| id as u32);
     ids.iter().enumerate().map(id).collect()
 }
 
 fn stop_strings(fields: &mut Fields) -> Result<Vec<String>, Error> {
-    let strings = match fields.value("stop") {
+    let strings = match fields.value("stop")? {
         None => Vec::new(),
         Some(Value::String(one)) => vec![one],
         Some(Value::Array(many)) => many

@@ -2,11 +2,12 @@
 
 use crate::body;
 use crate::choice::{FinishReason, Piece, TokenLogprobs};
+use crate::choices::OfConnection;
 use crate::controls::{Controls, Delivery};
 use crate::error::{CONTEXT, Error};
 use crate::fields::Fields;
 use crate::generation::{Generation, Order};
-use crate::model::Model;
+use crate::model::{Model, too_long};
 use crate::observe::Ticket;
 use crate::serve::Shutdown;
 use crate::sse::{self, Chunks};
@@ -18,6 +19,7 @@ use axum::response::Response;
 use std::fmt::Write;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
+use tokio_util::sync::CancellationToken;
 
 /// Asks for the router's decision, and carries it back.
 const EXPLAIN: HeaderName = HeaderName::from_static("x-blockyard-explain");
@@ -32,7 +34,14 @@ pub(crate) trait Endpoint: Chunks + Sized {
     const PROMPT: &'static str;
 
     /// Checks every field, and makes the prompts.
-    fn understand(fields: Fields, model: &Arc<Model>, envelope: Envelope) -> Result<Understood<Self>, Error>;
+    ///
+    /// Stops early when the client is gone.
+    fn understand(
+        fields: Fields,
+        model: &Arc<Model>,
+        envelope: Envelope,
+        gone: &CancellationToken,
+    ) -> Result<Understood<Self>, Error>;
 
     /// The answer in one piece.
     fn whole(self, choices: Vec<Choice>, usage: CompletionUsage) -> Response;
@@ -71,25 +80,31 @@ pub(crate) async fn answer<E: Endpoint>(State(gate): State<Arc<Gate>>, request: 
     let tenant = urgency::tenant(&parts.headers, gate.settings.tenant_header.as_ref())?;
     ticket.of_tenant(&tenant);
     let deadline = urgency::deadline_of(&parts.headers)?;
-    let body = body::read(&parts.headers, body, &gate.settings).await?;
-    let size = body.len();
-    let raw = body.clone();
-    let mut fields = gate.models.aside(size, move || Fields::parse(&raw)).await?;
+    let body = body::read(&parts.headers, body, &gate.settings, &gate.bodies).await?;
+    let body::Held { bytes, share } = body;
+    let turn = gate.lanes.turn(bytes.len(), share).await;
+    let mut fields = turn.run(move || Fields::parse(&bytes)).await?;
     let id = fields.text("model")?.ok_or_else(|| fields.missing("model"))?;
     let model = gate.models.get(&*gate.engine, &id).await?;
 
     let created = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
     let envelope = Envelope { id: format!("{}{}", E::ID, ticket.id), created, model: id };
     let asked = model.clone();
-    let understood = gate.models.aside(size, move || E::understand(fields, &asked, envelope)).await?;
-    let Understood { prompts, mut controls, endpoint } = understood;
+    // When the client goes away, this future is dropped, and the work learns of it.
+    let gone = CancellationToken::new();
+    let _when_dropped = gone.clone().drop_guard();
+    let Understood { prompts, mut controls, endpoint } =
+        turn.run(move || E::understand(fields, &asked, envelope, &gone)).await?;
+    drop(turn);
     // A header is the word of whoever runs the client; the fields may be a library's.
     controls.session = urgency::session_of(&parts.headers).or(controls.session);
 
     let (explain, delivery) = (wants_explanation(&parts.headers), controls.delivery);
     let deadline = deadline.into_iter().chain(controls.deadline).min().map(|within| ticket.arrived + within);
     let domain = gate.domains.of(&tenant);
-    let order = Order { model, prompts, controls, tenant, domain, deadline, explain, body };
+    let count = prompts.len() * controls.n as usize;
+    let running = gate.choices.start(count, parts.extensions.get::<OfConnection>(), &tenant)?;
+    let order = Order { model, prompts, controls, tenant, domain, deadline, explain, running };
     let respond = async {
         let generation = Generation::start(&gate.engine, order, ticket.clone()).await?;
         match delivery {
@@ -170,16 +185,14 @@ pub(crate) fn fit(param: &str, prompt: usize, controls: &Controls, context: usiz
     if prompt + wanted <= context {
         return Ok(());
     }
-    let limit = format!("This model's maximum context length is {context} tokens.");
-    let message = if prompt >= context {
-        format!("{limit} However, your {param} resulted in {prompt} tokens. Please reduce the length of the {param}.")
-    } else {
-        let asked = prompt + wanted;
-        format!(
-            "{limit} However, you requested {asked} tokens ({prompt} in the {param}, {wanted} in the completion). \
-             Please reduce the length of the {param} or completion."
-        )
-    };
+    if prompt >= context {
+        return Err(too_long(param, context, &prompt.to_string()));
+    }
+    let asked = prompt + wanted;
+    let message = format!(
+        "This model's maximum context length is {context} tokens. However, you requested {asked} tokens ({prompt} in the \
+         {param}, {wanted} in the completion). Please reduce the length of the {param} or completion."
+    );
     Err(Error::invalid(param, CONTEXT, message))
 }
 

@@ -2,12 +2,12 @@
 //! first output arrives: by then the prompt's blocks are cached, so the prompt is computed once. The first is let in with the others.
 
 use crate::choice::{Assembler, Piece, pieces};
+use crate::choices::Running;
 use crate::controls::Controls;
 use crate::error::Error;
 use crate::model::Model;
 use crate::observe::{Meter, Ticket};
 use async_openai::types::chat::{CompletionUsage, PromptTokensDetails};
-use bytes::Bytes;
 use futures::future::try_join_all;
 use futures::stream::{BoxStream, SelectAll};
 use futures::{StreamExt, TryFutureExt};
@@ -28,8 +28,8 @@ pub(crate) struct Order {
     pub(crate) deadline: Option<Instant>,
     /// The client wants the router's decision explained.
     pub(crate) explain: bool,
-    /// The client's body as it came; unknown fields are in it.
-    pub(crate) body: Bytes,
+    /// Counts its choices among those of its connection and its tenant.
+    pub(crate) running: Running,
 }
 
 /// The choices of a request, as one stream of pieces. Dropping it cancels them all.
@@ -42,6 +42,7 @@ pub(crate) struct Generation {
     ended: usize,
     usage: Usage,
     meter: Meter,
+    _running: Running,
 }
 
 /// What a request cost so far.
@@ -81,6 +82,7 @@ impl Generation {
             ended: 0,
             usage: Usage { prompt: prompt_tokens as u32, ..Usage::default() },
             meter: Meter::new(ticket, model, choices),
+            _running: order.running,
         })
     }
 
@@ -165,7 +167,6 @@ fn request(order: &Order, id: &str, model: &Arc<str>, choice: usize, choices: us
         work: Work::Generate,
         terms,
         explain: order.explain && choice == 0,
-        body: Some(order.body.clone()),
         domain: order.domain.clone(),
         party: None,
     }

@@ -29,9 +29,11 @@ mod body;
 mod cache;
 mod chat;
 mod choice;
+mod choices;
 mod completions;
 mod controls;
 mod detokenize;
+mod encode;
 mod endpoint;
 mod error;
 mod fields;
@@ -53,6 +55,7 @@ mod tiny;
 mod upload;
 mod urgency;
 mod vocabulary;
+mod work;
 
 pub use access::{Origin, guard_admin};
 pub use cache::{Domains, SecretError};
@@ -75,6 +78,15 @@ use worker::engine::Engine;
 pub struct Settings {
     /// The largest request body. Default 16 MiB: a million tokens of text four times over.
     pub body_bytes_max: usize,
+    /// Bytes of all request bodies that are read or worked on at the same time, beyond the first 64 KiB of each. Default 256 MiB: 16 of
+    /// the largest. More get 429. While a body is worked on, it takes up to four times its bytes, but few are at the same time.
+    pub max_inflight_body_bytes: usize,
+    /// Choices (prompts times `n`) that may run at the same time for one connection. Default 256: twice the largest request, and more than
+    /// the 200 streams that a proxy multiplexes over a connection. More get 429.
+    pub max_choices_per_connection: usize,
+    /// Choices that may run at the same time for one tenant; requests without a tenant are not limited by it. Default 1024: as many as
+    /// one engine lets wait. More get 429.
+    pub max_choices_per_tenant: usize,
     /// The header in which a trusted proxy says for whom a request is. Default none: everybody is one tenant. A client that can
     /// set it itself can be anybody, so name it only behind a proxy that replaces it.
     pub tenant_header: Option<TenantHeader>,
@@ -116,6 +128,9 @@ impl Default for Settings {
     fn default() -> Self {
         Self {
             body_bytes_max: 16 << 20,
+            max_inflight_body_bytes: 256 << 20,
+            max_choices_per_connection: 256,
+            max_choices_per_tenant: 1024,
             tenant_header: None,
             tenant_secret_file: None,
             max_connections: 4096,
@@ -159,6 +174,9 @@ pub(crate) struct Gate {
     pub(crate) registry: Registry,
     pub(crate) metrics: metrics::Metrics,
     pub(crate) models: model::Models,
+    pub(crate) lanes: work::Lanes,
+    pub(crate) bodies: body::Memory,
+    pub(crate) choices: choices::Choices,
     pub(crate) domains: cache::Domains,
     pub(crate) settings: Settings,
     pub(crate) lines: Arc<observe::Lines>,
@@ -186,9 +204,11 @@ pub fn router(engine: Arc<dyn Engine>, registry: Registry, settings: Settings) -
         registry,
         metrics,
         models: model::Models::default(),
+        lanes: work::Lanes::default(),
+        bodies: body::Memory::new(&settings),
+        choices: choices::Choices::new(&settings),
         domains,
         settings,
-        lines: Arc::default(),
     });
     Ok(Router::new()
         .route("/v1/chat/completions", post(endpoint::answer::<chat::Chat>))

@@ -1,22 +1,21 @@
 //! A model as the front door uses it: tokenizer, table of bytes and chat template, made from its card once and kept.
 
-use crate::error::Error;
+use crate::encode::{Encoder, Refused};
+use crate::error::{CONTEXT, Error};
 use crate::template::Template;
 use crate::vocabulary::Vocabulary;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use tokenizers::Tokenizer;
-use tokio::sync::{OnceCell, Semaphore};
+use tokio::sync::OnceCell;
+use tokio_util::sync::CancellationToken;
 use worker::engine::{Engine, ModelCard, Readiness};
-
-/// Below this much text, work is done on the spot: about a millisecond.
-const ASIDE_BYTES_MIN: usize = 8 << 10;
 
 /// Text to tokens and back.
 pub(crate) struct Model {
     pub(crate) card: Arc<ModelCard>,
     pub(crate) vocabulary: Arc<Vocabulary>,
-    tokenizer: Tokenizer,
+    encoder: Encoder,
     template: Option<Template>,
 }
 
@@ -28,7 +27,8 @@ impl Model {
         tokenizer.with_truncation(None).map_err(broken)?.with_padding(None);
         let template = card.chat_template.as_deref().map(|t| Template::new(t, &card.special_tokens)).transpose()?;
         let vocabulary = Arc::new(Vocabulary::new(&tokenizer)?);
-        Ok(Self { card, vocabulary, tokenizer, template })
+        let encoder = Encoder::new(tokenizer, &vocabulary)?;
+        Ok(Self { card, vocabulary, encoder, template })
     }
 
     /// The model's template.
@@ -39,31 +39,47 @@ impl Model {
         })
     }
 
-    /// Text to tokens. With `special`, the tokenizer adds what it opens every sequence with.
-    pub(crate) fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>, Error> {
-        let encoding = self.tokenizer.encode_fast(text, special).map_err(|e| Error::Failed(e.to_string()))?;
-        Ok(encoding.get_ids().to_vec())
+    /// The text of `param` as tokens, if they fit the context. With `special`, the tokenizer adds what it opens every sequence with.
+    pub(crate) fn encode(
+        &self,
+        param: &str,
+        text: &str,
+        special: bool,
+        gone: &CancellationToken,
+    ) -> Result<Vec<u32>, Error> {
+        let context = self.card.context;
+        self.encoder.encode(text, special, context, gone).map_err(|refused| match refused {
+            Refused::TooLong(tokens) => too_long(param, context, &format!("at least {tokens}")),
+            Refused::Word(bytes) => {
+                let message =
+                    format!("Invalid '{param}': it has more than {bytes} bytes on end that are not split into words.");
+                Error::invalid(param, "invalid_value", message)
+            }
+            Refused::Gone => Error::Gone,
+            Refused::Failed(why) => Error::Failed(why),
+        })
     }
 }
 
+/// A prompt of so many tokens does not fit, in OpenAI's words.
+pub(crate) fn too_long(param: &str, context: usize, tokens: &str) -> Error {
+    let message = format!(
+        "This model's maximum context length is {context} tokens. However, your {param} resulted in {tokens} tokens. Please \
+         reduce the length of the {param}."
+    );
+    Error::invalid(param, CONTEXT, message)
+}
+
 /// The models that were asked for, made from their cards.
+#[derive(Default)]
 pub(crate) struct Models {
     made: Mutex<HashMap<String, Entry>>,
-    /// How many long texts are worked on at once; more would only take the processor from the engine.
-    aside: Arc<Semaphore>,
 }
 
 #[derive(Clone)]
 struct Entry {
     card: Arc<ModelCard>,
     model: Arc<OnceCell<Arc<Model>>>,
-}
-
-impl Default for Models {
-    fn default() -> Self {
-        let threads = std::thread::available_parallelism().map_or(1, usize::from);
-        Self { made: Mutex::default(), aside: Arc::new(Semaphore::new(threads)) }
-    }
 }
 
 impl Models {
@@ -79,25 +95,12 @@ impl Models {
             return Err(Error::UnknownModel { model: id.into(), known });
         };
         let entry = self.entry(card, &cards);
-        let make = || self.aside(usize::MAX, move || Ok(Arc::new(Model::new(entry.card)?)));
-        entry.model.get_or_try_init(make).await.cloned()
-    }
-
-    /// Does `work` on `bytes` of text: off the async threads unless it is short.
-    pub(crate) async fn aside<T: Send + 'static>(
-        &self,
-        bytes: usize,
-        work: impl FnOnce() -> Result<T, Error> + Send + 'static,
-    ) -> Result<T, Error> {
-        if bytes < ASIDE_BYTES_MIN {
-            return work();
-        }
-        let permit = self.aside.clone().acquire_owned().await.map_err(|e| Error::Failed(e.to_string()))?;
-        let work = move || {
-            let _permit = permit;
-            work()
+        // It takes a second, once.
+        let make = || async {
+            let made = tokio::task::spawn_blocking(move || Model::new(entry.card)).await;
+            made.map_err(|e| Error::Failed(e.to_string()))?.map(Arc::new)
         };
-        tokio::task::spawn_blocking(work).await.map_err(|e| Error::Failed(e.to_string()))?
+        entry.model.get_or_try_init(make).await.cloned()
     }
 
     fn entry(&self, card: &Arc<ModelCard>, served: &[Arc<ModelCard>]) -> Entry {

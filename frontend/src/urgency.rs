@@ -87,7 +87,7 @@ pub(crate) fn take_session(fields: &mut Fields) -> Result<Option<Arc<str>>, Erro
 
 /// The priority: by name, or a number as vLLM has it, where less is sooner and 0 is what says nothing.
 pub(crate) fn take_priority(fields: &mut Fields) -> Result<Priority, Error> {
-    match fields.value("priority") {
+    match fields.value("priority")? {
         None => Ok(Priority::Normal),
         Some(Value::String(name)) => match name.as_str() {
             "low" => Ok(Priority::Low),
@@ -119,8 +119,9 @@ mod tests {
 
     #[test]
     fn a_session_is_the_cache_key_or_the_user() {
-        let of =
-            |body: &str| take_session(&mut Fields::parse(body.as_bytes()).unwrap()).map_err(|error| error.to_string());
+        let of = |body: &str| {
+            take_session(&mut Fields::parse(&body.to_owned().into()).unwrap()).map_err(|error| error.to_string())
+        };
         assert_eq!(of(r#"{"user":"ada","prompt_cache_key":"talk 7"}"#), Ok(Some("talk 7".into())));
         assert_eq!(of(r#"{"user":"ada","prompt_cache_key":""}"#), Ok(Some("ada".into())));
         assert_eq!(of("{}"), Ok(None));

@@ -3,6 +3,7 @@
 
 use crate::error::Error;
 use serde_json::Value;
+use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
 use tokenizers::Tokenizer;
 
@@ -59,6 +60,16 @@ impl Vocabulary {
             (Some(start), Some(end)) => &self.bytes[start..end],
             _ => &[],
         }
+    }
+
+    /// The bytes of every token.
+    pub(crate) fn tokens(&self) -> impl Iterator<Item = &[u8]> {
+        (0..self.ends.len() as u32).map(|token| self.bytes(token))
+    }
+
+    /// The text of every token, with U+FFFD for bytes that are part of a character.
+    pub(crate) fn texts(&self) -> impl Iterator<Item = Cow<'_, str>> {
+        self.tokens().map(String::from_utf8_lossy)
     }
 
     /// Whether the token steers rather than says something.

@@ -15,7 +15,11 @@ pub(super) fn take(fields: &mut Fields) -> Result<Vec<Value>, Error> {
     match messages.len() {
         0 => Err(empty("messages")),
         n if n > MESSAGES_MAX => Err(too_long("messages", MESSAGES_MAX, n)),
-        _ => messages.into_iter().enumerate().map(|(i, m)| message(Fields::of(format!("messages[{i}]"), m)?)).collect(),
+        _ => messages
+            .into_iter()
+            .enumerate()
+            .map(|(i, m)| message(fields.within(format!("messages[{i}]"), m)?))
+            .collect(),
     }
 }
 
@@ -32,8 +36,8 @@ fn message(mut fields: Fields) -> Result<Value, Error> {
     }
     let calls = tool_calls(&mut fields)?;
     let path = fields.path("content");
-    let content = match fields.value("content") {
-        Some(content) => text(&path, content)?,
+    let content = match fields.value("content")? {
+        Some(content) => text(&fields, &path, content)?,
         None if role == "assistant" => String::new(),
         None => return Err(fields.missing("content")),
     };
@@ -47,7 +51,7 @@ fn message(mut fields: Fields) -> Result<Value, Error> {
 }
 
 /// A string, or the text parts of an array, one per line.
-fn text(path: &str, content: Value) -> Result<String, Error> {
+fn text(fields: &Fields, path: &str, content: Value) -> Result<String, Error> {
     let parts = match content {
         Value::String(text) => return Ok(text),
         Value::Array(parts) => parts,
@@ -58,7 +62,7 @@ fn text(path: &str, content: Value) -> Result<String, Error> {
     }
     let lines = parts.into_iter().enumerate().map(|(i, part)| {
         let path = format!("{path}[{i}]");
-        let mut part = Fields::of(path.clone(), part)?;
+        let mut part = fields.within(path.clone(), part)?;
         let kind = part.text("type")?.ok_or_else(|| part.missing("type"))?;
         match kind.as_str() {
             "text" => part.text("text")?.ok_or_else(|| part.missing("text")),
@@ -75,11 +79,12 @@ fn text(path: &str, content: Value) -> Result<String, Error> {
 /// An assistant's calls, with their arguments as the object that templates expect; clients send it as a string.
 fn tool_calls(fields: &mut Fields) -> Result<Option<Vec<Value>>, Error> {
     let Some(mut calls) = fields.array("tool_calls")? else { return Ok(None) };
+    let path = fields.path("tool_calls");
     for call in &mut calls {
         let Some(arguments) = call.pointer_mut("/function/arguments") else { continue };
-        let object =
-            arguments.as_str().and_then(|text| serde_json::from_str::<Value>(text).ok()).filter(Value::is_object);
-        if let Some(object) = object {
+        if let Some(text) = arguments.as_str().filter(|text| text.trim_ascii_start().starts_with('{'))
+            && let Some(object) = fields.embedded(&path, text)?
+        {
             *arguments = object;
         }
     }

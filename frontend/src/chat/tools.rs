@@ -11,7 +11,7 @@ const TOOLS_MAX: usize = 128;
 /// Takes `tools` and `tool_choice`.
 pub(super) fn take(fields: &mut Fields) -> Result<Option<Value>, Error> {
     let tools = fields.array("tools")?.filter(|tools| !tools.is_empty());
-    let offered = match fields.value("tool_choice") {
+    let offered = match fields.value("tool_choice")? {
         None => true,
         Some(Value::String(choice)) if choice == "auto" => true,
         Some(Value::String(choice)) if choice == "none" => false,
@@ -26,13 +26,13 @@ pub(super) fn take(fields: &mut Fields) -> Result<Option<Value>, Error> {
         return Err(too_long("tools", TOOLS_MAX, tools.len()));
     }
     for (i, tool) in tools.iter().enumerate() {
-        check(format!("tools[{i}]"), tool.clone())?;
+        check(fields, format!("tools[{i}]"), tool.clone())?;
     }
     Ok(offered.then_some(tools.into()))
 }
 
-fn check(path: String, tool: Value) -> Result<(), Error> {
-    let mut tool = Fields::of(path, tool)?;
+fn check(fields: &Fields, path: String, tool: Value) -> Result<(), Error> {
+    let mut tool = fields.within(path, tool)?;
     let kind = tool.text("type")?.ok_or_else(|| tool.missing("type"))?;
     if kind != "function" {
         let message = format!("Unsupported value: '{}' '{kind}'. Supported here: 'function'.", tool.path("type"));

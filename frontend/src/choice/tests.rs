@@ -14,7 +14,7 @@ static VOCABULARY: LazyLock<Arc<Vocabulary>> = LazyLock::new(|| {
 });
 
 fn assembler(controls: &str) -> Assembler {
-    let mut fields = Fields::parse(controls.as_bytes()).unwrap();
+    let mut fields = Fields::parse(&controls.to_owned().into()).unwrap();
     Assembler::new(0, &VOCABULARY, &Controls::take(&mut fields, tiny::VOCABULARY, None).unwrap())
 }
 

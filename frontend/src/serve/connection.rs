@@ -4,6 +4,7 @@ use super::Limits;
 use super::activity::{Activity, Expired, RequestGuard};
 use super::connections::Slot;
 use super::stream::{self, Stream};
+use crate::choices::OfConnection;
 use crate::error::Error;
 use axum::Router;
 use axum::body::{Body, HttpBody};
@@ -56,7 +57,8 @@ pub(super) async fn run(
     closed: &CancellationToken,
 ) -> &'static str {
     let activity = &slot.activity;
-    let service = Requests { inner: TowerToHyperService::new(router), activity: Arc::clone(activity), arrival };
+    let (inner, choices) = (TowerToHyperService::new(router), OfConnection::default());
+    let service = Requests { inner, activity: Arc::clone(activity), arrival, choices };
     let mut builder = Builder::new(TokioExecutor::new());
     // The time limits of hyper do not tell an idle connection from a slow one, so `Activity` has its own.
     builder.http1().header_read_timeout(None);
@@ -143,6 +145,7 @@ struct Requests {
     inner: TowerToHyperService<Router>,
     activity: Arc<Activity>,
     arrival: Arrival,
+    choices: OfConnection,
 }
 
 impl Service<Request<Incoming>> for Requests {
@@ -154,6 +157,7 @@ impl Service<Request<Incoming>> for Requests {
         let guard = self.activity.request(request.version() == Version::HTTP_2);
         let mut request = request.map(Body::new);
         request.extensions_mut().insert(self.arrival);
+        request.extensions_mut().insert(self.choices.clone());
         let (response, activity) = (self.inner.call(request), Arc::clone(&self.activity));
         async move {
             let response = response.await?;

@@ -7,6 +7,7 @@ mod cache;
 mod chat;
 mod completions;
 mod fake;
+mod limits;
 mod logs;
 mod operations;
 mod refusals;

@@ -184,7 +184,7 @@ async fn bodies_that_are_no_request() {
     let broken = send(&router, raw("application/json", "{\"model\": \"x\",\n \"messages\": [}")).await;
     check("broken", &broken, 400, &Value::Null, &Value::Null);
     assert!(broken.json()["error"]["message"].as_str().unwrap().contains("line 2 column 15"));
-    for body in ["", "[]", "{\"model\": \"\\ud800\"}", "{\"a\": 1e999}"] {
+    for body in ["", "[]", "{\"model\": \"\\ud800\"}", "{\"model\": 1e999}"] {
         check(body, &send(&router, raw("application/json", body)).await, 400, &Value::Null, &Value::Null);
     }
     let xml = send(&router, raw("text/xml; charset=utf-8", "<a/>")).await;

@@ -1,0 +1,288 @@
+//! JSON that is checked and not parsed: a view of the body's own bytes. Parsing it counts each value against a budget.
+
+use super::kind;
+use crate::error::Error;
+use bytes::Bytes;
+use serde::de::{DeserializeSeed, Deserializer, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use serde_json::{Map, Value};
+use std::cell::Cell;
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Values of one body that are parsed: arrays, objects, and what is in them. A conversation of 2,048 messages with tool calls and
+/// 128 tools comes to about 70,000. The worst of them take 200 bytes each, 26 MiB in all. Token ids and texts of a prompt are not
+/// counted: they are read one by one.
+const VALUES_MAX: usize = 128 << 10;
+
+/// How many more values of a body may be parsed.
+#[derive(Clone)]
+pub(crate) struct Budget(Arc<AtomicUsize>);
+
+impl Default for Budget {
+    fn default() -> Self {
+        Self(Arc::new(AtomicUsize::new(VALUES_MAX)))
+    }
+}
+
+/// Why a text was not parsed.
+pub(crate) enum Refused {
+    /// The body has too many values.
+    TooMany,
+    /// It is no JSON after all: nested too deeply, a number out of range, or half of a surrogate pair.
+    Json(serde_json::Error),
+}
+
+impl Refused {
+    /// As an error of the field at `path`.
+    pub(crate) fn at(self, path: &str) -> Error {
+        match self {
+            Self::TooMany => {
+                let message = format!("Invalid '{path}': the values of the request are more than {VALUES_MAX}.");
+                Error::invalid(path, "too_many_values", message)
+            }
+            Self::Json(error) => {
+                Error::Malformed(format!("We could not parse the JSON body of your request: '{path}': {error}."))
+            }
+        }
+    }
+}
+
+/// A JSON text that is known to be well formed.
+#[derive(Clone, Debug)]
+pub(crate) struct Raw(Bytes);
+
+impl Raw {
+    /// Checks a text.
+    pub(crate) fn new(text: &Bytes) -> Result<Self, serde_json::Error> {
+        let IgnoredAny = serde_json::from_slice(text)?;
+        Ok(Self(text.slice_ref(text.trim_ascii())))
+    }
+
+    pub(crate) fn is_null(&self) -> bool {
+        self.0.starts_with(b"n")
+    }
+
+    pub(crate) fn is_object(&self) -> bool {
+        self.0.starts_with(b"{")
+    }
+
+    pub(crate) fn is_array(&self) -> bool {
+        self.0.starts_with(b"[")
+    }
+
+    pub(crate) fn is_string(&self) -> bool {
+        self.0.starts_with(b"\"")
+    }
+
+    pub(crate) fn is_number(&self) -> bool {
+        self.0.first().is_some_and(|byte| matches!(byte, b'-' | b'0'..=b'9'))
+    }
+
+    /// What it is, for a person.
+    pub(crate) fn kind(&self) -> &'static str {
+        match self.0.first() {
+            Some(b'[') => "an array",
+            Some(b'{') => "an object",
+            // What is left is small, but for a string.
+            Some(b'"') => "a string",
+            _ => serde_json::from_slice(&self.0).map_or("a number out of range", |value| kind(&value)),
+        }
+    }
+
+    /// A string's text.
+    pub(crate) fn text(&self, path: &str) -> Result<String, Error> {
+        serde_json::from_slice(&self.0).map_err(|error| Refused::Json(error).at(path))
+    }
+
+    /// A number as a value.
+    pub(crate) fn number(&self, path: &str) -> Result<Value, Error> {
+        serde_json::from_slice(&self.0).map_err(|error| Refused::Json(error).at(path))
+    }
+
+    /// A number of at most nine digits, which is what token ids are.
+    pub(crate) fn small(&self) -> Option<i64> {
+        let digits = self.0.len() <= 9 && self.0.iter().all(u8::is_ascii_digit);
+        digits.then(|| self.0.iter().fold(0, |number, digit| number * 10 + i64::from(digit - b'0')))
+    }
+
+    /// Parses it. Each value counts against the budget, which is spent also when the text is refused.
+    pub(crate) fn value(&self, budget: &Budget) -> Result<Value, Refused> {
+        parse(&self.0, budget)
+    }
+
+    /// The fields of an object, in order, at most `most` of them.
+    pub(super) fn fields(&self, most: usize) -> Result<Vec<(String, Raw)>, Error> {
+        let mut fields = Vec::new();
+        self.walk(&mut |name, raw| {
+            if fields.len() == most {
+                return Err(Error::Malformed(format!("The request body has more than {most} fields.")));
+            }
+            fields.push((name, raw));
+            Ok(())
+        })?;
+        Ok(fields)
+    }
+
+    /// Calls `take` with each element of an array, until it fails.
+    pub(crate) fn elements(&self, mut take: impl FnMut(Raw) -> Result<(), Error>) -> Result<(), Error> {
+        self.walk(&mut |_, raw| take(raw))
+    }
+
+    /// Calls `take` with each element of an array, or with each name and value of an object, until it fails.
+    fn walk(&self, take: &mut dyn FnMut(String, Raw) -> Result<(), Error>) -> Result<(), Error> {
+        let object = self.is_object();
+        let mut scan = Scan { text: &self.0, at: 1 };
+        while !matches!(scan.next(), b']' | b'}') {
+            let mut name = String::new();
+            if object {
+                name = self.part(scan.value()).text("")?;
+                scan.at += usize::from(scan.next() == b':');
+            }
+            take(name, self.part(scan.value()))?;
+            scan.at += usize::from(scan.next() == b',');
+        }
+        Ok(())
+    }
+
+    fn part(&self, range: Range<usize>) -> Self {
+        Self(self.0.slice(range))
+    }
+}
+
+/// Finds the parts of a text that is known to be well-formed JSON.
+struct Scan<'a> {
+    text: &'a [u8],
+    at: usize,
+}
+
+impl Scan<'_> {
+    /// The next byte that is no white space.
+    fn next(&mut self) -> u8 {
+        while self.text[self.at].is_ascii_whitespace() {
+            self.at += 1;
+        }
+        self.text[self.at]
+    }
+
+    /// Steps over a value.
+    fn value(&mut self) -> Range<usize> {
+        let mut depth = 0usize;
+        let first = self.next();
+        let start = self.at;
+        loop {
+            match self.text[self.at] {
+                b'"' => self.string(),
+                b'[' | b'{' => {
+                    depth += 1;
+                    self.at += 1;
+                }
+                b']' | b'}' => {
+                    depth -= 1;
+                    self.at += 1;
+                }
+                _ => self.at += 1,
+            }
+            let ended = match first {
+                b'"' => true,
+                b'[' | b'{' => depth == 0,
+                _ => self
+                    .text
+                    .get(self.at)
+                    .is_none_or(|byte| matches!(byte, b',' | b']' | b'}' | b' ' | b'\n' | b'\r' | b'\t')),
+            };
+            if ended {
+                return start..self.at;
+            }
+        }
+    }
+
+    fn string(&mut self) {
+        self.at += 1;
+        while self.text[self.at] != b'"' {
+            self.at += 1 + usize::from(self.text[self.at] == b'\\');
+        }
+        self.at += 1;
+    }
+}
+
+/// Parses a JSON text within a budget of values.
+pub(crate) fn parse(text: &[u8], budget: &Budget) -> Result<Value, Refused> {
+    let left = Cell::new(budget.0.load(Ordering::Relaxed));
+    let mut deserializer = serde_json::Deserializer::from_slice(text);
+    let value = Counted(&left).deserialize(&mut deserializer).and_then(|value| deserializer.end().map(|()| value));
+    budget.0.store(left.get(), Ordering::Relaxed);
+    value.map_err(|error| if left.get() == 0 { Refused::TooMany } else { Refused::Json(error) })
+}
+
+/// A value, while so many more may be parsed.
+#[derive(Clone, Copy)]
+struct Counted<'a>(&'a Cell<usize>);
+
+impl<'de> DeserializeSeed<'de> for Counted<'_> {
+    type Value = Value;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Value, D::Error> {
+        match self.0.get().checked_sub(1) {
+            Some(left) => {
+                self.0.set(left);
+                deserializer.deserialize_any(self)
+            }
+            None => Err(D::Error::custom("too many values")),
+        }
+    }
+}
+
+impl<'de> Visitor<'de> for Counted<'_> {
+    type Value = Value;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a JSON value")
+    }
+
+    fn visit_unit<E>(self) -> Result<Value, E> {
+        Ok(Value::Null)
+    }
+
+    fn visit_bool<E>(self, value: bool) -> Result<Value, E> {
+        Ok(value.into())
+    }
+
+    fn visit_i64<E>(self, value: i64) -> Result<Value, E> {
+        Ok(value.into())
+    }
+
+    fn visit_u64<E>(self, value: u64) -> Result<Value, E> {
+        Ok(value.into())
+    }
+
+    fn visit_f64<E>(self, value: f64) -> Result<Value, E> {
+        Ok(value.into())
+    }
+
+    fn visit_str<E>(self, value: &str) -> Result<Value, E> {
+        Ok(value.into())
+    }
+
+    fn visit_string<E>(self, value: String) -> Result<Value, E> {
+        Ok(value.into())
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut parts: A) -> Result<Value, A::Error> {
+        let mut values = Vec::new();
+        while let Some(value) = parts.next_element_seed(self)? {
+            values.push(value);
+        }
+        Ok(values.into())
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut parts: A) -> Result<Value, A::Error> {
+        let mut values = Map::new();
+        while let Some(name) = parts.next_key::<String>()? {
+            let value = parts.next_value_seed(self)?;
+            values.insert(name, value);
+        }
+        Ok(values.into())
+    }
+}
