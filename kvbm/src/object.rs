@@ -28,6 +28,7 @@ mod removal;
 mod standing;
 #[cfg(test)]
 mod tests;
+mod unreadable;
 mod upkeep;
 mod uses;
 
@@ -252,6 +253,11 @@ impl ObjectTier {
         self.catalog.skipped()
     }
 
+    /// Manifests that cannot be read although the store answers, and are tried again from time to time.
+    pub fn unreadable_manifests(&self) -> usize {
+        self.catalog.unreadable.len()
+    }
+
     /// What the requests to the store came to.
     pub fn counts(&self) -> Counts {
         self.client.counts()
@@ -315,7 +321,7 @@ struct Turns {
 }
 
 impl Turns {
-    async fn enter(&self, catalog: &Catalog, object: i32, run: &Run) -> (Pass, Option<OwnedSemaphorePermit>) {
+    async fn enter(&self, catalog: &Catalog, object: i64, run: &Run) -> (Pass, Option<OwnedSemaphorePermit>) {
         let domain = catalog.object(object).map(|object| object.domain);
         let group = domain.zip(self.division.get()).map_or(0, |(domain, division)| division.group(domain));
         let bytes = run.end() - run.start();
@@ -336,7 +342,7 @@ impl Tier for ObjectTier {
 
     fn load(&self, fingerprint: Fingerprint, names: Vec<SequenceHash>) -> BoxStream<'static, Loaded> {
         let mut missing = Vec::new();
-        let mut objects: BTreeMap<i32, Vec<Wanted>> = BTreeMap::new();
+        let mut objects: BTreeMap<i64, Vec<Wanted>> = BTreeMap::new();
         for (index, place) in self.catalog.index.find(fingerprint, &names, |_| ()).into_iter().enumerate() {
             let Some(place) = place else {
                 missing.push(index);
@@ -349,7 +355,7 @@ impl Tier for ObjectTier {
         let parts = objects
             .into_iter()
             .flat_map(|(object, wanted)| run::runs(wanted, GAP, range).into_iter().map(move |run| (object, run)));
-        let mut parts: Vec<(i32, Run)> = parts.collect();
+        let mut parts: Vec<(i64, Run)> = parts.collect();
         parts.sort_by_key(|(_, run)| run.wanted.iter().map(|wanted| wanted.index).min());
         let reader = Reader {
             client: self.client.clone(),
@@ -425,7 +431,7 @@ struct Reader {
 
 impl Reader {
     /// Reads a run of one object. What is gone is a miss; what is not a block is reported and forgotten.
-    async fn load(&self, number: i32, run: &Run) -> Vec<Loaded> {
+    async fn load(&self, number: i64, run: &Run) -> Vec<Loaded> {
         let Self { client, catalog, .. } = self;
         let indices = || run.wanted.iter().map(|wanted| wanted.index);
         let misses = || indices().map(|index| (index, Ok(None))).collect();

@@ -5,6 +5,7 @@
 
 use super::layout::{ObjectId, Writer};
 use super::manifest::{Entry, Section};
+use super::unreadable::Unreadable;
 use crate::index::{Index, Resting};
 use crate::names::NameHasher;
 use crate::{DomainId, EventLog, Fingerprint, Level, SequenceHash};
@@ -20,7 +21,7 @@ use tokio::time::Instant;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Place {
     /// Among those that this process knows.
-    pub(super) object: i32,
+    pub(super) object: i64,
     /// Of its header.
     pub(super) offset: u32,
     /// Payload bytes.
@@ -47,7 +48,7 @@ pub(super) struct Object {
 
 /// An object that is small, and the blocks that are read from it.
 pub(super) struct Small {
-    pub(super) number: i32,
+    pub(super) number: i64,
     pub(super) object: Object,
     pub(super) blocks: Vec<(SequenceHash, Place)>,
 }
@@ -62,7 +63,7 @@ struct Lying {
 
 impl Lying {
     /// One of several places, the one that is read from now on.
-    fn at(self, object: i32, now: u32) -> Place {
+    fn at(self, object: i64, now: u32) -> Place {
         Place { object, offset: self.offset, length: self.length, twice: true, since: now }
     }
 }
@@ -81,6 +82,8 @@ pub(super) struct Catalog {
     lost: AtomicU64,
     /// Manifests that were not what they were.
     unsound: AtomicU64,
+    /// Manifests that cannot be read although the store answers.
+    pub(super) unreadable: Unreadable,
     /// Bytes of objects that were forgotten because somebody is about to delete them.
     going: AtomicU64,
     /// Objects that were looked through for blocks of others.
@@ -92,9 +95,9 @@ pub(super) struct Catalog {
 /// still reads from one that was forgotten must not meet another.
 #[derive(Default)]
 struct Objects {
-    known: BTreeMap<i32, Object>,
-    next: i32,
-    first: i32,
+    known: BTreeMap<i64, Object>,
+    next: i64,
+    first: i64,
     /// Of all of them: a manifest may be read twice, when a round failed in between.
     paths: HashSet<Path>,
     blocks: usize,
@@ -108,7 +111,7 @@ impl Object {
 }
 
 impl Objects {
-    fn take(&mut self, number: i32) -> Option<Object> {
+    fn take(&mut self, number: i64) -> Option<Object> {
         let object = self.known.remove(&number)?;
         self.paths.remove(&object.path);
         self.blocks -= object.blocks.len();
@@ -127,6 +130,7 @@ impl Catalog {
             objects: Mutex::default(),
             lost: AtomicU64::new(0),
             unsound: AtomicU64::new(0),
+            unreadable: Unreadable::default(),
             going: AtomicU64::new(0),
             #[cfg(test)]
             walked: AtomicU64::new(0),
@@ -166,7 +170,7 @@ impl Catalog {
         true
     }
 
-    fn insert(&self, objects: &mut Objects, number: i32, path: Path, section: &Section) {
+    fn insert(&self, objects: &mut Objects, number: i64, path: Path, section: &Section) {
         let lying = |entry: &Entry| Lying { name: entry.name, offset: entry.offset, length: entry.length };
         let Section { domain, fingerprint, idle, .. } = *section;
         let (bytes, blocks) = (section.bytes(), section.entries.iter().map(lying).collect());
@@ -197,7 +201,7 @@ impl Catalog {
     }
 
     /// Forgets objects, whose numbers come in order; a block of theirs that lies in another one is read from there from now on.
-    fn remove(&self, objects: &mut Objects, numbers: &[i32]) -> Vec<Object> {
+    fn remove(&self, objects: &mut Objects, numbers: &[i64]) -> Vec<Object> {
         let (mut over, mut homeless) = (Vec::new(), Homeless::default());
         let mut removed = Vec::with_capacity(numbers.len());
         for (number, object) in numbers.iter().filter_map(|number| Some((*number, objects.take(*number)?))) {
@@ -233,7 +237,7 @@ impl Catalog {
 
     /// Forgets blocks in an object, where they turned out not to be what they were: from now on each is read from an older one, if
     /// it lies in one too.
-    pub(super) fn spoil(&self, fingerprint: Fingerprint, names: &[SequenceHash], number: i32) {
+    pub(super) fn spoil(&self, fingerprint: Fingerprint, names: &[SequenceHash], number: i64) {
         let (objects, there) = (self.lock(), |place: &Place| place.object == number);
         let twice =
             |name: &SequenceHash| self.index.get(fingerprint, *name).is_some_and(|place| there(&place) && place.twice);
@@ -247,7 +251,7 @@ impl Catalog {
     /// Has blocks read from the first of some objects that holds them too, in one pass; those that lie in none are left.
     fn rehome<'a>(
         &self,
-        objects: impl Iterator<Item = (&'a i32, &'a Object)>,
+        objects: impl Iterator<Item = (&'a i64, &'a Object)>,
         homeless: &mut Homeless,
         gone: impl Fn(&Place) -> bool,
     ) {
@@ -266,7 +270,7 @@ impl Catalog {
         }
     }
 
-    pub(super) fn object(&self, number: i32) -> Option<Object> {
+    pub(super) fn object(&self, number: i64) -> Option<Object> {
         self.lock().known.get(&number).cloned()
     }
 
@@ -310,7 +314,7 @@ impl Catalog {
     }
 
     /// Forgets an object that turned out to be gone, or to be another than it was.
-    pub(super) fn lose(&self, number: i32) {
+    pub(super) fn lose(&self, number: i64) {
         for object in self.remove(&mut self.lock(), &[number]) {
             self.lost.fetch_add(1, Ordering::Relaxed);
             tracing::warn!(object = %object.path, blocks = object.blocks.len(), "object lost");
@@ -321,7 +325,7 @@ impl Catalog {
     pub(super) fn forget(&self, condemned: impl Fn(ObjectId) -> bool) -> (u64, Option<Path>) {
         let mut objects = self.lock();
         let going = |object: &Object| ObjectId::at(&object.path).is_some_and(&condemned);
-        let numbers: Vec<i32> = objects.known.iter().filter(|(_, object)| going(object)).map(|(n, _)| *n).collect();
+        let numbers: Vec<i64> = objects.known.iter().filter(|(_, object)| going(object)).map(|(n, _)| *n).collect();
         let gone = self.remove(&mut objects, &numbers);
         let last = gone.iter().max_by_key(|object| ObjectId::at(&object.path)).map(|object| object.path.clone());
         (gone.into_iter().map(|object| object.bytes).sum(), last)
@@ -458,6 +462,23 @@ mod tests {
         catalog.lose(7);
         assert_eq!(known(&catalog), [vec![0, 1, 2, 3, 4, 5, 6, 7, 8], (10..20).collect()].concat());
         assert_eq!(catalog.walked.load(Ordering::Relaxed), 49);
+    }
+
+    #[test]
+    fn object_numbers_exceed_32_bits() {
+        let (catalog, at) = (catalog(20), section(0, &[]).fingerprint);
+        {
+            let mut objects = catalog.lock();
+            (objects.next, objects.first) = (i64::from(i32::MAX), i64::from(i32::MIN));
+        }
+        for object in 0..4 {
+            catalog.add(path, &section(object, &[object as u8]));
+            assert!(catalog.add_older(path, &section(object + 10, &[object as u8 + 10])));
+        }
+        assert_eq!(known(&catalog), [0, 1, 2, 3, 10, 11, 12, 13]);
+        let newest = catalog.index.get(at, SequenceHash::from_bytes([3; 16])).unwrap().object;
+        assert_eq!(newest, i64::from(i32::MAX) + 3);
+        assert!(catalog.object(newest).is_some());
     }
 
     #[test]

@@ -38,6 +38,8 @@ const PARTS: usize = 3;
 const DELETED: usize = 1000;
 /// Requests at once when each deletes one.
 const DELETING: usize = 16;
+/// For how long an answered read shows that the store serves.
+const FRESH: Duration = Duration::from_secs(1);
 /// Failures in a row after which the store is away: more than one request's attempts, so that one bad object is not it.
 const AWAY: u64 = 8;
 
@@ -46,6 +48,8 @@ pub(super) struct Client {
     limit: Duration,
     pace: Mutex<Pace>,
     failures: AtomicU64,
+    /// When the last read of a small object was answered.
+    last_read: Mutex<Option<Instant>>,
     counts: Counters,
 }
 
@@ -73,7 +77,8 @@ struct Counters {
 impl Client {
     pub(super) fn new(store: Arc<dyn ObjectStore>, limit: Duration, seed: u64) -> Self {
         let pace = Mutex::new(Pace::new(seed));
-        Self { store, limit, pace, failures: AtomicU64::new(0), counts: Counters::default() }
+        let (failures, last_read) = (AtomicU64::new(0), Mutex::default());
+        Self { store, limit, pace, failures, last_read, counts: Counters::default() }
     }
 
     pub(super) fn counts(&self) -> Counts {
@@ -96,7 +101,28 @@ impl Client {
 
     /// Reads a small object whole.
     pub(super) async fn get(&self, path: &Path) -> Result<Bytes, Error> {
-        self.repeated(READS, || self.within(async { self.store.get(path).await?.bytes().await })).await
+        self.get_repeated(READS, path).await
+    }
+
+    /// Whether the store answers reads, asked after that of one object failed: then the failure is that object's own.
+    /// `absent` is a name that no object has; it is asked for unless another read was answered within the last second.
+    pub(super) async fn check_reads(&self, absent: &Path) -> Result<(), Error> {
+        if self.last_read().is_some_and(|last| last.elapsed() < FRESH) {
+            return Ok(());
+        }
+        match self.get_repeated(1, absent).await {
+            Ok(_) | Err(Error::NotFound { .. }) => Ok(()),
+            Err(error) => Err(error),
+        }
+    }
+
+    async fn get_repeated(&self, attempts: u32, path: &Path) -> Result<Bytes, Error> {
+        let read =
+            self.repeated(attempts, || self.within(async { self.store.get(path).await?.bytes().await })).await;
+        if matches!(read, Ok(_) | Err(Error::NotFound { .. })) {
+            *self.last_read() = Some(Instant::now());
+        }
+        read
     }
 
     /// Looks at an object. Not repeated: it explains a failure, and the read was repeated already.
@@ -108,6 +134,13 @@ impl Client {
     /// What lies directly below a prefix. Not repeated: whoever lists comes again.
     pub(super) async fn list(&self, prefix: &Path) -> Result<ListResult, Error> {
         self.repeated(1, || self.within(self.store.list_with_delimiter(Some(prefix)))).await
+    }
+
+    /// What lies directly below a prefix and, if one is given, after an object there. Not repeated: the next list comes soon.
+    pub(super) async fn list_after(&self, prefix: &Path, after: Option<&Path>) -> Result<Vec<ObjectMeta>, Error> {
+        let Some(after) = after else { return Ok(self.list(prefix).await?.objects) };
+        let listed = || self.store.list_with_offset(Some(prefix), after).try_collect();
+        self.repeated(1, || self.within(listed())).await
     }
 
     /// Everything below a prefix, at any depth. However many there are, no part of the list may take longer than a request.
@@ -228,6 +261,11 @@ impl Client {
             let _ = self.within(upload.abort()).await;
         }
         sent
+    }
+
+    fn last_read(&self) -> MutexGuard<'_, Option<Instant>> {
+        // A plain value: nothing to find half done.
+        self.last_read.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     async fn within<T>(&self, request: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {

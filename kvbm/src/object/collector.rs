@@ -5,10 +5,11 @@
 //! behind, only work.
 
 use super::client::Client;
-use super::gc::{Manifest, Note, Plan, Policy, Removal, Stored, Survey, Why};
+use super::gc::{Contents, Manifest, Note, Plan, Policy, Removal, Stored, Survey, Why};
 use super::known::Known;
 use super::layout::{Layout, ObjectId, Writer};
 use super::manifest::Section;
+use super::unreadable::Unreadable;
 use super::{Access, Counts, Location, OpenError, PARALLEL, block, manifest, removal, uses};
 use crate::{Date, DomainId, Header, KeyId};
 use bytes::Bytes;
@@ -33,9 +34,13 @@ const READ: usize = 4;
 pub struct Collector {
     client: Arc<Client>,
     layout: Layout,
-    manifests: Known<Option<Arc<[Section]>>>,
+    manifests: Known<Contents>,
     removals: Known<Arc<[ObjectId]>>,
     notes: Known<Arc<[(ObjectId, Duration)]>>,
+    /// Manifests, lists and notes that the store did not hand out.
+    unreadable: Unreadable,
+    /// The name under which it asks for what is not there.
+    own: Writer,
 }
 
 /// What a pass found and did, or would do.
@@ -51,6 +56,8 @@ pub struct Report {
     pub deleted: Amount,
     /// Manifests that named nothing else, deleted.
     pub manifests: u64,
+    /// Manifests that could not be read although the store answers: what they name is unknown, and stays.
+    pub unreadable: u64,
 }
 
 /// Some objects.
@@ -75,8 +82,10 @@ pub struct Verification {
     pub unsound: u64,
     /// Objects that manifests name and that are gone.
     pub missing: u64,
-    /// Manifests that cannot be read.
+    /// Manifests that are not what they were.
     pub manifests_unsound: u64,
+    /// Manifests that could not be read although the store answers.
+    pub manifests_unreadable: u64,
     /// Objects with unsound blocks, and missing ones, that nobody is to ask for any more.
     pub removed: u64,
 }
@@ -95,7 +104,8 @@ impl Collector {
         let (client, layout) = (Arc::new(Client::new(store, timeout, seed)), Layout::new(prefix));
         let [manifests, removals, notes] = KNOWN;
         let (manifests, removals) = (Known::new(manifests), Known::new(removals));
-        Self { client, layout, manifests, removals, notes: Known::new(notes) }
+        let (notes, unreadable, own) = (Known::new(notes), Unreadable::default(), Writer::new());
+        Self { client, layout, manifests, removals, notes, unreadable, own }
     }
 
     /// Looks through what a URL names. A folder that is not there is an error: there would be nothing in it.
@@ -215,10 +225,13 @@ impl Collector {
     ) -> io::Result<Verification> {
         let live: Vec<_> = survey.live().collect();
         let total = live.len() as u64;
-        let unsound = survey.manifests.iter().filter(|manifest| manifest.sections.is_none()).count() as u64;
         let mut bad: Vec<ObjectId> = survey.missing().collect();
-        let missing = bad.len() as u64;
-        let mut seen = Verification { missing, manifests_unsound: unsound, ..Verification::default() };
+        let mut seen = Verification {
+            missing: bad.len() as u64,
+            manifests_unsound: survey.manifests_that(|contents| matches!(contents, Contents::Foreign)),
+            manifests_unreadable: survey.unreadable(),
+            ..Verification::default()
+        };
         let read = |live: super::gc::Live<'_>| {
             let path = live.stored.path.clone();
             async move {
@@ -281,15 +294,20 @@ impl Collector {
 
     /// Reads a manifest, unless it is known; none when another collector deleted it meanwhile, or when it is not named as one.
     async fn manifest(&self, meta: ObjectMeta) -> io::Result<Option<Manifest>> {
-        let Some(ObjectId { writer, .. }) = ObjectId::at(&meta.location) else { return Ok(None) };
-        let of = |sections| Manifest { modified: modified(&meta), path: meta.location.clone(), writer, sections };
-        if let Some(sections) = self.manifests.get(&meta) {
-            return Ok(Some(of(sections)));
+        let Some(ObjectId { writer, number }) = ObjectId::at(&meta.location) else { return Ok(None) };
+        let of = |contents| Manifest { modified: modified(&meta), path: meta.location.clone(), writer, number, contents };
+        if let Some(contents) = self.manifests.get(&meta) {
+            return Ok(Some(of(contents)));
         }
-        let Some(bytes) = self.read(&meta).await? else { return Ok(None) };
-        let sections: Option<Arc<[Section]>> = manifest::decode(writer, &bytes).map(Arc::from);
-        let manifest = of(sections.clone());
-        self.manifests.learn(meta, sections, bytes.len());
+        let bytes = match self.read(&meta).await? {
+            Read::Bytes(bytes) => bytes,
+            Read::Gone => return Ok(None),
+            Read::Unreadable => return Ok(Some(of(Contents::Unreadable))),
+        };
+        let sections = manifest::decode(writer, &bytes);
+        let contents = sections.map_or(Contents::Foreign, |sections| Contents::Sections(sections.into()));
+        let manifest = of(contents.clone());
+        self.manifests.learn(meta, contents, bytes.len());
         Ok(Some(manifest))
     }
 
@@ -308,7 +326,7 @@ impl Collector {
         Ok(Some(Note { modified: modified(&meta), path: meta.location, used }))
     }
 
-    /// Reads a list, unless it is known. One that is not sound says nothing.
+    /// Reads a list, unless it is known. One that is not sound says nothing, nor does one that cannot be read.
     async fn list_in<T>(
         &self,
         meta: &ObjectMeta,
@@ -318,19 +336,38 @@ impl Collector {
         if let Some(said) = known.get(meta) {
             return Ok(Some(said));
         }
-        let Some(bytes) = self.read(meta).await? else { return Ok(None) };
+        let Read::Bytes(bytes) = self.read(meta).await? else { return Ok(None) };
         let said: Arc<[T]> = decode(&bytes).unwrap_or_default().into();
         known.learn(meta.clone(), said.clone(), bytes.len());
         Ok(Some(said))
     }
 
-    async fn read(&self, meta: &ObjectMeta) -> io::Result<Option<Bytes>> {
-        match self.client.get(&meta.location).await {
-            Ok(bytes) => Ok(Some(bytes)),
-            Err(Error::NotFound { .. }) => Ok(None),
-            Err(error) => Err(error.into()),
+    /// Reads a small object. Fails when the store does not answer, and not when it answers and does not hand out this object.
+    async fn read(&self, meta: &ObjectMeta) -> io::Result<Read> {
+        let path = &meta.location;
+        if self.unreadable.is_waiting(path) {
+            return Ok(Read::Unreadable);
         }
+        let read = match self.client.get(path).await {
+            Ok(bytes) => Read::Bytes(bytes),
+            Err(Error::NotFound { .. }) => Read::Gone,
+            Err(error) => {
+                self.client.check_reads(&self.layout.absent(self.own)).await?;
+                self.unreadable.failed(path, &error);
+                return Ok(Read::Unreadable);
+            }
+        };
+        self.unreadable.resolved(path);
+        Ok(read)
     }
+}
+
+/// What reading a small object brought.
+enum Read {
+    Bytes(Bytes),
+    /// Another collector deleted it meanwhile.
+    Gone,
+    Unreadable,
 }
 
 /// What carrying out a plan comes to.
@@ -342,6 +379,7 @@ fn report(survey: &Survey, plan: &Plan) -> Report {
     }
     plan.objects.iter().for_each(|id| report.deleted.add(bytes(id)));
     report.manifests = plan.manifests.len() as u64;
+    report.unreadable = survey.unreadable();
     report
 }
 

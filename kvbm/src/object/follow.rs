@@ -2,12 +2,15 @@
 //!
 //! The work of a round is bounded, whatever lies in the store: one listing of writers, a bounded number of questions, and
 //! the manifests that are new; and every few rounds, what somebody is about to delete. A manifest that is not sound is
-//! skipped. Nothing is asked on the path of a request.
+//! skipped, and so is one that cannot be read although the store answers (`unreadable`): neither fails the round. Numbers may
+//! be missing where manifests were collected, so a writer without news is listed now and then, from its next number on.
+//! Nothing is asked on the path of a request.
 
 use super::catalog::{Catalog, paths};
 use super::client::Client;
 use super::layout::{Layout, ObjectId, Writer};
 use super::manifest::{self, Section};
+use super::unreadable::Unreadable;
 use super::{PARALLEL, Standing, removal};
 use futures::stream::{self, StreamExt};
 use object_store::path::Path;
@@ -23,7 +26,10 @@ const ROUND: Duration = Duration::from_secs(1);
 /// Writers asked in a round: the ones that wrote last, and as many of the others in turn.
 const ASKED: usize = 32;
 /// Manifests of one writer read in a round; the rest follows in the next.
-const READ: u64 = 256;
+const READ: usize = 256;
+/// How often a writer without news is listed, and how many such writers in a round: about as many lists as those of writers.
+const LIST_INTERVAL: Duration = Duration::from_mins(1);
+const LISTED: usize = 1;
 /// Rounds from one look at what is about to be deleted to the next: seconds, of the minutes that are left.
 const LOOK: u64 = 5;
 /// Whoever slept for so long may wait for a manifest that was deleted meanwhile. Less than what deletions wait for.
@@ -39,6 +45,7 @@ pub(super) struct Follower {
     /// What is about to be deleted, by who said so.
     removals: BTreeMap<Writer, Going>,
     rounds: u64,
+    unreadable_removals: Unreadable,
     /// The last round that went well.
     awake: Instant,
     standing: watch::Sender<Standing>,
@@ -60,13 +67,33 @@ struct Going {
 struct Seen {
     next: u64,
     last_news: Instant,
+    /// When its manifests were last listed.
+    listed: Option<Instant>,
+}
+
+impl Seen {
+    /// A writer of which nothing is known.
+    fn new() -> Self {
+        Self { next: 0, last_news: Instant::now(), listed: None }
+    }
+
+    fn read(&mut self, number: u64) {
+        (self.next, self.last_news) = (number + 1, Instant::now());
+    }
+
+    fn is_list_due(&self) -> bool {
+        self.listed.is_none_or(|listed| listed.elapsed() >= LIST_INTERVAL)
+    }
 }
 
 /// What asking for a manifest brought.
 enum Asked {
     Sound(Vec<Section>),
     Unsound,
-    NotYet,
+    /// It is not there.
+    Absent,
+    /// It cannot be read, although the store answers.
+    Unreadable,
 }
 
 impl Follower {
@@ -77,8 +104,20 @@ impl Follower {
         catalog: Arc<Catalog>,
         standing: watch::Sender<Standing>,
     ) -> Self {
-        let (known, removals, awake) = (BTreeMap::new(), BTreeMap::new(), Instant::now());
-        Self { client, layout, own, catalog, known, removals, rounds: 0, awake, standing, learned: false, turn: 0 }
+        Self {
+            client,
+            layout,
+            own,
+            catalog,
+            known: BTreeMap::new(),
+            removals: BTreeMap::new(),
+            rounds: 0,
+            unreadable_removals: Unreadable::default(),
+            awake: Instant::now(),
+            standing,
+            learned: false,
+            turn: 0,
+        }
     }
 
     /// Follows for ever.
@@ -118,21 +157,19 @@ impl Follower {
         // Before the manifests, which still name what goes. What cannot be read keeps nobody from the rest.
         let mut outcome = if look { self.look_at_removals().await } else { Ok(()) };
         let strangers = self.strangers().await?;
+        let slept = self.learned && self.awake.elapsed() > SLEPT;
         if self.learned {
-            let slept = self.awake.elapsed() > SLEPT;
-            let known: Vec<Writer> = self.known.keys().copied().filter(|_| slept).collect();
-            for writer in strangers.into_iter().chain(known) {
-                match self.read_listed(writer).await {
-                    Ok(seen) => drop(self.known.insert(writer, seen)),
-                    Err(error) => outcome = Err(error),
-                }
-            }
+            self.known.extend(strangers.iter().map(|writer| (*writer, Seen::new())));
         } else {
             self.read_past(strangers).await?;
         }
-        let asked = self.next_asked();
+        let asked = if slept { self.known.iter().map(|(writer, seen)| (*writer, *seen)).collect() } else { self.next_asked() };
+        let mut due: Vec<(Writer, Option<Instant>)> =
+            asked.iter().filter(|(_, seen)| seen.is_list_due()).map(|(writer, seen)| (*writer, seen.listed)).collect();
+        due.sort_unstable_by_key(|(_, listed)| *listed);
+        let lists = |writer: &Writer| slept || due.iter().take(LISTED).any(|(due, _)| due == writer);
         let news: Vec<_> = stream::iter(asked)
-            .map(|(writer, seen)| self.read_on(writer, seen))
+            .map(|(writer, seen)| self.read_on(writer, seen, lists(&writer)))
             .buffer_unordered(PARALLEL)
             .collect()
             .await;
@@ -140,6 +177,7 @@ impl Follower {
             self.known.insert(writer, seen);
             outcome = outcome.and(read);
         }
+        self.retry_unreadable().await?;
         outcome?;
         self.awake = Instant::now();
         Ok(())
@@ -151,16 +189,27 @@ impl Follower {
         let listed: HashSet<Writer> =
             listed.objects.iter().filter_map(|meta| meta.location.filename()?.parse().ok()).collect();
         self.removals.retain(|collector, _| listed.contains(collector));
+        let paths: HashSet<Path> = listed.iter().map(|collector| self.layout.removal(*collector)).collect();
+        self.unreadable_removals.retain(|path| paths.contains(path));
         for collector in listed {
             if self.removals.contains_key(&collector) {
                 continue;
             }
-            let bytes = match self.client.get(&self.layout.removal(collector)).await {
+            let path = self.layout.removal(collector);
+            if self.unreadable_removals.is_waiting(&path) {
+                continue;
+            }
+            let bytes = match self.client.get(&path).await {
                 Ok(bytes) => bytes,
                 // It is over with already.
                 Err(Error::NotFound { .. }) => continue,
-                Err(error) => return Err(error),
+                Err(error) => {
+                    self.client.check_reads(&self.layout.absent(self.own)).await?;
+                    self.unreadable_removals.failed(&path, &error);
+                    continue;
+                }
             };
+            self.unreadable_removals.resolved(&path);
             let condemned: HashSet<ObjectId> =
                 removal::decode(collector, &bytes).unwrap_or_default().into_iter().collect();
             let (bytes, last) = self.catalog.forget(|object| condemned.contains(&object));
@@ -188,11 +237,15 @@ impl Follower {
         Ok(writers.filter(|writer| *writer != self.own && !self.known.contains_key(writer)).collect())
     }
 
-    /// The numbers of a writer's manifests, in order.
-    async fn numbers(&self, writer: Writer) -> Result<Vec<u64>, Error> {
+    /// The numbers of a writer's manifests from one on, in order.
+    async fn numbers(&self, writer: Writer, from: u64) -> Result<Vec<u64>, Error> {
         let under = self.layout.manifests_of(writer);
-        let number = |meta: &ObjectMeta| meta.location.filename().and_then(|name| name.parse::<u64>().ok());
-        let mut numbers: Vec<u64> = self.client.list(&under).await?.objects.iter().filter_map(number).collect();
+        let after = from.checked_sub(1).map(|last| self.layout.manifest(writer, last));
+        let number = |meta: &ObjectMeta| {
+            ObjectId::at(&meta.location).filter(|id| id.writer == writer).map(|id| id.number)
+        };
+        let listed = self.client.list_after(&under, after.as_ref()).await?;
+        let mut numbers: Vec<u64> = listed.iter().filter_map(number).filter(|number| *number >= from).collect();
         numbers.sort_unstable();
         Ok(numbers)
     }
@@ -202,8 +255,9 @@ impl Follower {
         writers.sort_unstable();
         let mut room = true;
         for writer in writers.into_iter().rev() {
-            let mut numbers = self.numbers(writer).await?;
-            let next = numbers.last().map_or(0, |last| last + 1);
+            let mut numbers = self.numbers(writer, 0).await?;
+            let mut seen = Seen { listed: Some(Instant::now()), ..Seen::new() };
+            numbers.last().into_iter().for_each(|last| seen.read(*last));
             if !room {
                 numbers.clear();
             }
@@ -218,7 +272,7 @@ impl Follower {
                 }
             }
             drop(manifests);
-            self.known.insert(writer, Seen { next, last_news: Instant::now() });
+            self.known.insert(writer, seen);
         }
         Ok(())
     }
@@ -234,16 +288,56 @@ impl Follower {
         writers
     }
 
-    /// Reads the manifests of a writer that are there: some before them may be gone.
-    async fn read_listed(&self, writer: Writer) -> Result<Seen, Error> {
-        let from = self.known.get(&writer).map_or(0, |seen| seen.next);
-        let numbers = self.numbers(writer).await?.into_iter().filter(|number| *number >= from);
-        let mut next = from;
-        for number in numbers {
-            self.take(writer, &self.ask(writer, number).await?);
-            next = number + 1;
+    /// Reads a writer's manifests from the next number on. How far that went, and what stopped it.
+    async fn read_on(&self, writer: Writer, mut seen: Seen, list: bool) -> (Writer, Seen, Result<(), Error>) {
+        let read = self.advance(writer, &mut seen, list).await;
+        (writer, seen, read)
+    }
+
+    async fn advance(&self, writer: Writer, seen: &mut Seen, list: bool) -> Result<(), Error> {
+        let mut unreadable = false;
+        for _ in 0..READ {
+            let path = self.layout.manifest(writer, seen.next);
+            // It may not even be there: some stores deny what they would not find.
+            if self.catalog.unreadable.is_waiting(&path) {
+                break;
+            }
+            match self.ask(writer, seen.next).await? {
+                // Of an empty folder no number is known to count from.
+                Asked::Absent if seen.next == 0 => return self.read_listed(writer, seen).await,
+                Asked::Absent => break,
+                Asked::Unreadable => {
+                    unreadable = true;
+                    break;
+                }
+                asked => self.take(writer, &asked),
+            }
+            seen.read(seen.next);
         }
-        Ok(Seen { next, last_news: Instant::now() })
+        if unreadable || list { self.read_listed(writer, seen).await } else { Ok(()) }
+    }
+
+    /// Reads the manifests of a writer that are there, whatever numbers are missing between them.
+    async fn read_listed(&self, writer: Writer, seen: &mut Seen) -> Result<(), Error> {
+        let numbers = self.numbers(writer, seen.next).await?;
+        seen.listed = Some(Instant::now());
+        for number in numbers {
+            if !self.catalog.unreadable.is_waiting(&self.layout.manifest(writer, number)) {
+                self.take(writer, &self.ask(writer, number).await?);
+            }
+            seen.read(number);
+        }
+        Ok(())
+    }
+
+    /// Tries one of the manifests again that could not be read.
+    async fn retry_unreadable(&self) -> Result<(), Error> {
+        let Some(path) = self.catalog.unreadable.next_due() else { return Ok(()) };
+        match ObjectId::at(&path) {
+            Some(ObjectId { writer, number }) => self.take(writer, &self.ask(writer, number).await?),
+            None => self.catalog.unreadable.resolved(&path),
+        }
+        Ok(())
     }
 
     fn take(&self, writer: Writer, asked: &Asked) {
@@ -253,26 +347,22 @@ impl Follower {
         }
     }
 
-    /// Reads a writer's manifests from the next number on. How far that went, and what stopped it.
-    async fn read_on(&self, writer: Writer, mut seen: Seen) -> (Writer, Seen, Result<(), Error>) {
-        for number in seen.next..seen.next + READ {
-            match self.ask(writer, number).await {
-                Ok(Asked::NotYet) => break,
-                Ok(asked) => self.take(writer, &asked),
-                Err(error) => return (writer, seen, Err(error)),
-            }
-            seen = Seen { next: number + 1, last_news: Instant::now() };
-        }
-        (writer, seen, Ok(()))
-    }
-
     async fn ask(&self, writer: Writer, number: u64) -> Result<Asked, Error> {
         let path = self.layout.manifest(writer, number);
         let bytes = match self.client.get(&path).await {
             Ok(bytes) => bytes,
-            Err(Error::NotFound { .. }) => return Ok(Asked::NotYet),
-            Err(error) => return Err(error),
+            Err(Error::NotFound { .. }) => {
+                self.catalog.unreadable.resolved(&path);
+                return Ok(Asked::Absent);
+            }
+            Err(error) => {
+                // Fails the round unless it is this manifest alone.
+                self.client.check_reads(&self.layout.absent(self.own)).await?;
+                self.catalog.unreadable.failed(&path, &error);
+                return Ok(Asked::Unreadable);
+            }
         };
+        self.catalog.unreadable.resolved(&path);
         let sections = manifest::decode(writer, &bytes);
         if sections.is_none() {
             self.catalog.skip();

@@ -6,7 +6,8 @@
 //! ```
 //!
 //! An object is as old as its last use, and as young as the youngest that builds on it; of one age the last part of a chain
-//! goes first: so a prefix does not lose its head before its tail. What cannot be read as ours (another version's) goes by age alone, if at all.
+//! goes first: so a prefix does not lose its head before its tail. What cannot be read as ours (another version's) goes by age alone, if at all;
+//! what a manifest names that the store does not hand out is unknown, and stays. Of a writer's manifests the highest stays as long as another one does.
 
 mod age;
 
@@ -84,9 +85,20 @@ thread_local! {
 pub(super) struct Manifest {
     pub(super) path: Path,
     pub(super) writer: Writer,
+    /// Counted by its writer.
+    pub(super) number: u64,
     pub(super) modified: Date,
-    /// `None` when it cannot be read as ours.
-    pub(super) sections: Option<Arc<[Section]>>,
+    pub(super) contents: Contents,
+}
+
+/// What a manifest names.
+#[derive(Clone, Debug)]
+pub(super) enum Contents {
+    Sections(Arc<[Section]>),
+    /// It is damaged, or another version wrote it.
+    Foreign,
+    /// It could not be read although the store answers, so nothing is known of it.
+    Unreadable,
 }
 
 /// What a process noted of its uses.
@@ -180,6 +192,15 @@ impl Survey {
         named.filter(move |id| !self.objects.contains_key(id) && !condemned.contains(id))
     }
 
+    /// Manifests that could not be read although the store answers.
+    pub(super) fn unreadable(&self) -> u64 {
+        self.manifests_that(|contents| matches!(contents, Contents::Unreadable))
+    }
+
+    pub(super) fn manifests_that(&self, are: impl Fn(&Contents) -> bool) -> u64 {
+        self.manifests.iter().filter(|manifest| are(&manifest.contents)).count() as u64
+    }
+
     fn named(&self) -> impl Iterator<Item = Live<'_>> {
         let mut used: BTreeMap<ObjectId, Date> = BTreeMap::new();
         for note in &self.notes {
@@ -250,28 +271,44 @@ impl Survey {
             }
         }
         let named: BTreeSet<ObjectId> = self.named().map(|live| live.id).collect();
-        // What another version wrote may be named in a way that we cannot read.
-        let foreign: BTreeSet<Writer> = self
-            .manifests
-            .iter()
-            .filter(|manifest| manifest.sections.is_none())
-            .map(|manifest| manifest.writer)
-            .collect();
+        // What another version wrote may be named in a way that we cannot read, and so may what an unreadable manifest names.
+        let writers = |of: fn(&Contents) -> bool| -> BTreeSet<Writer> {
+            let manifests = self.manifests.iter().filter(|manifest| of(&manifest.contents));
+            manifests.map(|manifest| manifest.writer).collect()
+        };
+        let foreign = writers(|contents| matches!(contents, Contents::Foreign));
+        let unreadable = writers(|contents| matches!(contents, Contents::Unreadable));
         let too_old = |modified: Date| policy.age_max.is_some_and(|age| over(modified, age.max(ORPHAN)));
         let goes = |(id, stored): &(&ObjectId, &Stored)| match said.get(id) {
             Some(since) => over(*since, policy.grace),
             None if named.contains(id) => false,
+            None if unreadable.contains(&id.writer) => false,
             None if foreign.contains(&id.writer) => too_old(stored.modified),
             None => over(stored.modified, policy.grace.max(ORPHAN)),
         };
         let objects: Vec<ObjectId> = self.objects.iter().filter(goes).map(|(id, _)| *id).collect();
         let gone: BTreeSet<ObjectId> = objects.iter().copied().collect();
         let stays = |id: &ObjectId| self.objects.contains_key(id) && !gone.contains(id);
+        let dead = |manifest: &Manifest| match &manifest.contents {
+            Contents::Sections(_) => {
+                over(manifest.modified, policy.grace) && !manifest.named().any(|(id, _)| stays(&id))
+            }
+            Contents::Foreign => too_old(manifest.modified),
+            Contents::Unreadable => false,
+        };
+        // A process that starts later counts from the highest number that it finds: it stays as long as another does.
+        let staying: BTreeSet<Writer> =
+            self.manifests.iter().filter(|manifest| !dead(manifest)).map(|manifest| manifest.writer).collect();
+        let mut highest: BTreeMap<Writer, u64> = BTreeMap::new();
+        for manifest in &self.manifests {
+            let highest = highest.entry(manifest.writer).or_default();
+            *highest = manifest.number.max(*highest);
+        }
+        let needed = |manifest: &Manifest| {
+            staying.contains(&manifest.writer) && highest.get(&manifest.writer) == Some(&manifest.number)
+        };
         let (dead, alive): (Vec<&Manifest>, Vec<&Manifest>) =
-            self.manifests.iter().partition(|manifest| match &manifest.sections {
-                Some(_) => over(manifest.modified, policy.grace) && !manifest.named().any(|(id, _)| stays(&id)),
-                None => too_old(manifest.modified),
-            });
+            self.manifests.iter().partition(|manifest| dead(manifest) && !needed(manifest));
         let still_named: BTreeSet<ObjectId> =
             alive.iter().flat_map(|manifest| manifest.named()).map(|(id, _)| id).collect();
         let done = |removal: &&Removal| {
@@ -345,8 +382,11 @@ impl Survey {
 
 impl Manifest {
     fn named(&self) -> impl Iterator<Item = (ObjectId, &Section)> {
-        let sections = self.sections.iter().flat_map(|sections| sections.iter());
-        sections.map(|section| (ObjectId { writer: self.writer, number: section.object }, section))
+        let sections = match &self.contents {
+            Contents::Sections(sections) => &sections[..],
+            Contents::Foreign | Contents::Unreadable => &[],
+        };
+        sections.iter().map(|section| (ObjectId { writer: self.writer, number: section.object }, section))
     }
 }
 

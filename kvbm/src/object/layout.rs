@@ -109,6 +109,11 @@ impl Layout {
         self.manifests_of(writer).join(format!("{number:012}"))
     }
 
+    /// A name that no object has, of a process: what reading it shows is how the store answers.
+    pub(super) fn absent(&self, own: Writer) -> Path {
+        self.manifests_of(own).join("absent")
+    }
+
     /// What is about to be deleted stands below it.
     pub(super) fn removals(&self) -> Path {
         self.prefix.clone().join("removals")

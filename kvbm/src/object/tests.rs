@@ -17,6 +17,7 @@ mod server;
 mod servers;
 mod sweep;
 mod trouble;
+mod unreadable;
 mod upkeep;
 mod used;
 

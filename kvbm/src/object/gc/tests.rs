@@ -61,11 +61,24 @@ fn survey(objects: &[Object]) -> Survey {
             entries: vec![entry],
         };
         let path = Path::from(format!("manifest {number}"));
-        survey.manifests.push(Manifest { path, writer: writer(), modified, sections: Some([section].into()) });
+        survey.manifests.push(Manifest { path, writer: writer(), number, modified, contents: of([section]) });
         let path = Path::from(format!("object {number}"));
         survey.objects.insert(id(number), Stored { path, bytes: 100, modified });
     }
     survey
+}
+
+fn of(sections: [Section; 1]) -> Contents {
+    Contents::Sections(sections.into())
+}
+
+fn first(manifest: &Manifest) -> Section {
+    manifest.named().next().unwrap().1.clone()
+}
+
+/// A manifest of which no section is known.
+fn unread(contents: Contents) -> Manifest {
+    Manifest { path: Path::from("manifest"), writer: writer(), number: 99, modified: Date::from_unix(HOUR), contents }
 }
 
 fn hours(hours: u64) -> Duration {
@@ -129,10 +142,10 @@ fn what_was_read_lately_is_young_and_so_is_what_it_builds_on() {
 fn copies(objects: &[(u64, &[u64], Option<u64>)]) -> Survey {
     let mut survey = survey(&objects.iter().map(|(hour, ..)| at(*hour)).collect::<Vec<_>>());
     for (manifest, (_, blocks, until)) in survey.manifests.iter_mut().zip(objects) {
-        let mut section = manifest.sections.as_ref().unwrap()[0].clone();
+        let mut section = first(manifest);
         let expires = until.map(|hour| Date::from_unix(hour * HOUR));
         section.entries = blocks.iter().map(|n| Entry { name: name(*n), expires, ..section.entries[0] }).collect();
-        manifest.sections = Some([section].into());
+        manifest.contents = of([section]);
     }
     survey.objects.values_mut().for_each(|stored| stored.bytes = 1_000);
     survey
@@ -163,10 +176,10 @@ fn a_copy_that_is_new_or_pinned_takes_no_room_from_others() {
     assert_eq!(condemned(&objects(1_000), &policy), [], "two of the four are about to go");
     let pin = |survey: &mut Survey, objects: &[(usize, u64)]| {
         for &(object, seconds) in objects {
-            let mut section = survey.manifests[object].sections.as_ref().unwrap()[0].clone();
+            let mut section = first(&survey.manifests[object]);
             let until = NOW.after(Duration::from_secs(seconds));
             section.entries.iter_mut().for_each(|entry| entry.pinned = Some(until));
-            survey.manifests[object].sections = Some([section].into());
+            survey.manifests[object].contents = of([section]);
         }
     };
     let mut pinned = objects(900);
@@ -237,17 +250,40 @@ fn what_no_manifest_names_goes_after_an_hour_unless_another_version_may_name_it(
     let mut survey = survey(&[at(999), at(1_000)]);
     survey.manifests.clear();
     assert_eq!(survey.plan(&Policy::default(), NOW).objects, [id(0)], "the other one's manifest may be under way");
-    let manifest = |sections| Manifest {
-        path: Path::from("manifest"),
-        writer: writer(),
-        modified: Date::from_unix(HOUR),
-        sections,
-    };
-    survey.manifests.push(manifest(None));
+    survey.manifests.push(unread(Contents::Foreign));
     assert_eq!(survey.plan(&Policy::default(), NOW), Plan::default());
     let aged = Policy { age_max: Some(hours(1)), ..Policy::default() };
     let plan = survey.plan(&aged, NOW);
     assert_eq!((plan.objects, plan.manifests.len()), (vec![id(0)], 1));
+}
+
+#[test]
+fn what_an_unreadable_manifest_may_name_stays_at_any_age() {
+    let mut survey = survey(&[at(1), at(2)]);
+    survey.manifests[0].contents = Contents::Unreadable;
+    let aged = Policy { age_max: Some(hours(1)), ..Policy::default() };
+    assert_eq!(condemned(&survey, &aged), [(1, Why::Age)], "the other manifest is as good as before");
+    survey.manifests.pop();
+    assert_eq!(survey.plan(&aged, NOW), Plan::default());
+    // One whose object is unknown to it stays too; that of another writer does not.
+    let other = ObjectId { writer: Writer::from_bytes([8; 16]), number: 7 };
+    let modified = Date::from_unix(HOUR);
+    survey.objects.insert(other, Stored { path: Path::from("object 7"), bytes: 100, modified });
+    assert_eq!(survey.plan(&aged, NOW).objects, [other]);
+}
+
+#[test]
+fn the_highest_manifest_of_a_writer_stays_while_another_does() {
+    let of = |numbers: &[u64]| numbers.iter().map(|n| Path::from(format!("manifest {n}"))).collect::<Vec<_>>();
+    let mut survey = survey(&[at(1), at(2), at(3), at(4)]);
+    survey.objects.retain(|id, _| id.number == 1);
+    assert_eq!(survey.plan(&Policy::default(), NOW).manifests, of(&[0, 2]));
+    // Another writer's manifests are no reason to keep it.
+    survey.manifests[1].writer = Writer::from_bytes([8; 16]);
+    survey.objects = survey.objects.into_values().map(|it| (ObjectId { writer: survey.manifests[1].writer, number: 1 }, it)).collect();
+    assert_eq!(survey.plan(&Policy::default(), NOW).manifests, of(&[0, 2, 3]));
+    survey.objects.clear();
+    assert_eq!(survey.plan(&Policy::default(), NOW).manifests, of(&[0, 1, 2, 3]), "nothing of theirs stays");
 }
 
 fn objects() -> impl Strategy<Value = Vec<Object>> {
@@ -287,7 +323,7 @@ proptest! {
         prop_assert!(longest.values().all(|(all, left)| all == left), "{longest:?} without {gone:?}");
         // And none is left whose blocks all lie in better ones.
         let mut left = copies(&objects);
-        left.manifests.retain(|manifest| !gone.contains(&manifest.sections.as_ref().unwrap()[0].object));
+        left.manifests.retain(|manifest| !gone.contains(&first(manifest).object));
         prop_assert_eq!(condemned(&left, &Policy::default()), vec![]);
     }
 

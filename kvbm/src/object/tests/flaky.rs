@@ -21,6 +21,8 @@ use std::time::{Duration, UNIX_EPOCH};
 pub(super) enum Mood {
     Fails,
     Hangs,
+    /// Reads are denied, as of an object in cold storage or under a disabled key; it is listed and written as ever.
+    Denied,
     /// The write happens, but the answer is an error.
     FailsAfterwards,
     /// The next one fails; then all is well.
@@ -32,9 +34,10 @@ pub(super) enum Mood {
 #[derive(Debug, Default)]
 pub(super) struct Flaky {
     inner: InMemory,
-    mood: Mutex<Option<(&'static str, Mood)>>,
+    mood: Mutex<Option<(String, Mood)>>,
     requests: Arc<AtomicU64>,
     puts: AtomicU64,
+    reads: AtomicU64,
     given_up: Arc<AtomicU64>,
     clock: OnceLock<Clock>,
     dates: Dates,
@@ -93,8 +96,8 @@ impl MultipartUpload for Broken {
 }
 
 impl Flaky {
-    pub(super) fn set(&self, mood: Option<(&'static str, Mood)>) {
-        *self.mood.lock().unwrap() = mood;
+    pub(super) fn set(&self, mood: Option<(&str, Mood)>) {
+        *self.mood.lock().unwrap() = mood.map(|(word, mood)| (word.to_owned(), mood));
     }
 
     /// Dates what is written from now on by another clock than the machine's.
@@ -116,6 +119,11 @@ impl Flaky {
         self.requests.load(Ordering::Relaxed)
     }
 
+    /// Requests to read, of all of them.
+    pub(super) fn reads(&self) -> u64 {
+        self.reads.load(Ordering::Relaxed)
+    }
+
     async fn meet(&self, path: &str) -> Result<()> {
         self.requests.fetch_add(1, Ordering::Relaxed);
         let mood = self.mood(path);
@@ -130,7 +138,7 @@ impl Flaky {
     }
 
     fn mood(&self, path: &str) -> Option<Mood> {
-        self.mood.lock().unwrap().filter(|(word, _)| path.contains(word)).map(|(_, mood)| mood)
+        self.mood.lock().unwrap().as_ref().filter(|(word, _)| path.contains(word)).map(|(_, mood)| *mood)
     }
 }
 
@@ -183,7 +191,7 @@ impl ObjectStore for Flaky {
         Box::pin(async move {
             self.requests.fetch_add(1, Ordering::Relaxed);
             match self.mood(path.as_ref()) {
-                None => {
+                None | Some(Mood::Denied) => {
                     let inner = self.inner.put_multipart_opts(path, options).await?;
                     Ok(Box::new(Counted { inner, requests: self.requests.clone() }) as Box<dyn MultipartUpload>)
                 }
@@ -203,7 +211,12 @@ impl ObjectStore for Flaky {
         Self: 'out,
     {
         Box::pin(async move {
+            self.reads.fetch_add(1, Ordering::Relaxed);
             self.meet(path.as_ref()).await?;
+            if self.mood(path.as_ref()) == Some(Mood::Denied) {
+                let source = "InvalidObjectState: the object is archived".into();
+                return Err(Error::PermissionDenied { path: path.to_string(), source });
+            }
             let found = self.inner.get_opts(path, options).await?;
             Ok(GetResult { meta: dated(&self.dates, found.meta.clone()), ..found })
         })
