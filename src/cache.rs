@@ -10,6 +10,7 @@ use kvbm::crypt::Keys;
 use kvbm::object::gc::{Holding, Policy, Survey};
 use kvbm::object::{Amount, Collector, Location, Report, Verification};
 use kvbm::{Census, Clock, DomainId, Level, SequenceHash, disk};
+use serde::Serialize;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, HashSet};
 use std::io::{self, IsTerminal, Write};
@@ -27,6 +28,8 @@ pub struct Cache {
 #[derive(Subcommand, Debug)]
 enum What {
     /// List what rests there, by cache domain, engine and writer, and in the log of G3.
+    ///
+    /// With --shared only that store is listed, unless --data-dir or --config names a node's G3 as well.
     Ls {
         #[command(flatten)]
         place: Place,
@@ -54,11 +57,15 @@ enum What {
         #[arg(long)]
         dry_run: bool,
     },
-    /// Read every block and its checksum. Ends with status 1 when something is not sound.
+    /// Read every block and its checksum, in the shared store and in the log of G3. Ends with status 1 when something is not
+    /// sound.
+    ///
+    /// With --shared only that store is read, unless --data-dir or --config names a node's G3 as well. The log of G3 is read
+    /// while no process uses it, and nothing in it is changed: what is damaged is dropped when it is read.
     Verify {
         #[command(flatten)]
         place: Place,
-        /// Remove objects that hold an unsound block, after the grace, with their other blocks; and have nobody ask any more for
+        /// Of the shared store: remove objects that hold an unsound block, after the grace, with their other blocks; and have nobody ask any more for
         /// those that are gone
         #[arg(long)]
         remove: bool,
@@ -105,6 +112,13 @@ struct Place {
     json: bool,
 }
 
+impl Place {
+    /// Whether the log of G3 that the configuration names is meant too: not when one store is named and nothing of a node.
+    fn has_g3(&self) -> bool {
+        !self.pod && (self.shared.is_none() || self.data_dir.is_some() || self.config.is_some())
+    }
+}
+
 /// Does what was asked for.
 pub fn run(cache: &Cache) -> anyhow::Result<()> {
     tokio::runtime::Builder::new_multi_thread().enable_all().build()?.block_on(done(&cache.what))
@@ -114,7 +128,7 @@ async fn done(what: &What) -> anyhow::Result<()> {
     match what {
         What::Ls { place } => {
             let store = Store::open_or_local(place)?;
-            let logs = if place.pod { vec![] } else { logs(&store.config)? };
+            let logs = if place.has_g3() { logs(&store.config)? } else { vec![] };
             if store.collector.is_none() && logs.is_empty() {
                 bail!("nothing rests here: there is no log of G3, and no shared store; say which: --shared URL|DIR");
             }
@@ -146,16 +160,38 @@ async fn done(what: &What) -> anyhow::Result<()> {
             })
         }
         What::Verify { place, remove } => {
-            let store = Store::open(place)?;
-            let survey = store.survey().await?;
-            let keys = store.keys().await?;
+            let store = Store::open_or_local(place)?;
+            let logs = if place.has_g3() { verify_logs(&store.config).await? } else { vec![] };
+            if store.collector.is_none() && logs.is_empty() {
+                bail!("nothing rests here: there is no log of G3, and no shared store; say which: --shared URL|DIR");
+            }
+            let keys = keys(&store.config).await?;
             let opens = async |domain, key| match &keys {
                 Some(keys) => keys.opens(domain, key).await.map_err(io::Error::other),
                 None => Ok(false),
             };
-            let seen = store.collector.verify(&survey, *remove, opens, progress("objects")).await?;
-            print(place, &json!(seen), || verified(&seen))?;
-            if seen.unsound + seen.missing + seen.manifests_unsound > 0 {
+            let mut g3 = Vec::new();
+            for log in logs {
+                let mut unopened = 0;
+                for (&(domain, key), blocks) in &log.keys {
+                    unopened += if opens(domain, key).await? { 0 } else { *blocks };
+                }
+                g3.push(VerifiedLog { log, unopened });
+            }
+            let seen = match &store.collector {
+                Some(collector) => {
+                    let survey = collector.survey(progress("manifests")).await?;
+                    Some(collector.verify(&survey, *remove, opens, progress("objects")).await?)
+                }
+                None => None,
+            };
+            print(place, &json!(Verified { store: seen.as_ref(), g3: &g3 }), || {
+                g3.iter().map(verified_log).chain(seen.as_ref().map(verified)).collect()
+            })?;
+            let damaged = |seen: &Verification| {
+                seen.unsound + seen.missing + seen.manifests_unsound + seen.manifests_unreadable > 0
+            };
+            if seen.as_ref().is_some_and(damaged) || g3.iter().any(|seen| !seen.log.is_sound()) {
                 bail!("not everything is sound; what is not is recomputed when it is needed");
             }
             Ok(())
@@ -202,10 +238,6 @@ impl Store {
 
     async fn survey(&self) -> anyhow::Result<Arc<Survey>> {
         Ok(self.collector.survey(progress("manifests")).await?)
-    }
-
-    async fn keys(&self) -> anyhow::Result<Option<Arc<Keys>>> {
-        keys(&self.config).await
     }
 }
 
@@ -263,6 +295,38 @@ fn logs(config: &Config) -> anyhow::Result<Vec<disk::Survey>> {
         disk::survey(folder, now).with_context(|| format!("the log in {} cannot be read", folder.display())).transpose()
     };
     folders.iter().filter_map(look).collect()
+}
+
+/// What a verification says to programs: that of the store, if there is one, and beside it that of each log of G3.
+#[derive(Serialize)]
+struct Verified<'a> {
+    #[serde(flatten)]
+    store: Option<&'a Verification>,
+    g3: &'a [VerifiedLog],
+}
+
+/// What reading a log of G3 showed.
+#[derive(Serialize)]
+struct VerifiedLog {
+    #[serde(flatten)]
+    log: disk::Verification,
+    /// Sound blocks that cannot be opened here for lack of a key.
+    unopened: u64,
+}
+
+/// Reads the logs of G3, which no process may use meanwhile.
+async fn verify_logs(config: &Config) -> anyhow::Result<Vec<disk::Verification>> {
+    let folders = sizes::disks(&config.tiers, &config.data_dir, |_| 0);
+    let read = move |folder: PathBuf| match disk::verify(&folder, progress("segments")) {
+        Err(disk::OpenError::Owned { folder, pid }) => {
+            let owner = pid.map_or_else(|| "another process".into(), |pid| format!("process {pid}"));
+            bail!("the log in {} is in use by {owner}; it can be read whole once that has stopped", folder.display())
+        }
+        read => read.with_context(|| format!("the log in {} cannot be read", folder.display())).map(|seen| seen.into_iter()),
+    };
+    // Reading a disk is no work for an async thread.
+    let all = move || folders.into_iter().map(|disk| read(disk.folder)).collect::<anyhow::Result<Vec<_>>>();
+    Ok(tokio::task::spawn_blocking(all).await??.into_iter().flatten().collect())
 }
 
 /// Which blocks rest in each tier that was looked at: as [`crate::admin`] says it of what is believed to.
@@ -324,14 +388,32 @@ fn collected(report: &Report, dry_run: bool, grace: Duration) -> String {
         let (why, wait) = (why.as_str().unwrap_or_default(), Span(grace));
         text += &format!("{go} ({why}): {}; deleted by a run after {wait}\n", amount(some));
     }
-    text + &format!("{went}: {}, and {} manifests\n", amount(&report.deleted), report.manifests)
+    text += &format!("{went}: {}, and {} manifests\n", amount(&report.deleted), report.manifests);
+    if report.unreadable > 0 {
+        text += &format!("{} manifests cannot be read; what they name stays\n", report.unreadable);
+    }
+    text
+}
+
+fn verified_log(seen: &VerifiedLog) -> String {
+    let disk::Verification {
+        folder, segments, bytes, unsealed, sound, unsound, stretches, footers, unreadable, keys: _,
+    } = &seen.log;
+    let (folder, size, unopened) = (folder.display(), ByteSize(*bytes).about(), seen.unopened);
+    format!(
+        "G3 in {folder}: {segments} segments of {size} read, {unsealed} of them without a footer\n\
+         {sound} blocks sound, of which {unopened} cannot be opened here for lack of a key\n\
+         {unsound} blocks unsound, {stretches} damaged stretches, {footers} footers unsound, {unreadable} segments unreadable\n\n"
+    )
 }
 
 fn verified(seen: &Verification) -> String {
-    let Verification { objects, sound, unopened, unsound, missing, manifests_unsound, removed } = seen;
+    let Verification {
+        objects, sound, unopened, unsound, missing, manifests_unsound, manifests_unreadable, removed,
+    } = seen;
     format!(
         "{objects} objects read\n{sound} blocks sound, of which {unopened} cannot be opened here for lack of a key\n\
-         {unsound} blocks unsound, {missing} objects missing, {manifests_unsound} manifests unsound\n\
+         {unsound} blocks unsound, {missing} objects missing, {manifests_unsound} manifests unsound, {manifests_unreadable} unreadable\n\
          {removed} objects to be deleted by a later gc\n"
     )
 }

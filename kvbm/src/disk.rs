@@ -29,11 +29,13 @@ mod spread;
 mod survey;
 #[cfg(test)]
 mod tests;
+mod verify;
 mod volume;
 mod write;
 
 pub use settings::{OpenError, Settings};
 pub use survey::{Holding, Survey, survey};
+pub use verify::{Verification, verify};
 
 use crate::claim::Claims;
 use crate::index::Index;

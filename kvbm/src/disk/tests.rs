@@ -17,6 +17,7 @@ mod paths;
 mod room;
 mod shares;
 mod stop;
+mod verify;
 
 /// What tests do to the devices: by path, the error that its writes and its reads meet, and what happens to operations on its
 /// files; how files are accessed, and how much space there is.

@@ -1,0 +1,135 @@
+//! Reads every record of a log that no process uses, and compares each with its checksums. Changes no segment.
+//!
+//! A sealed segment is read record by record as its footer lists them; one without a sound footer is scanned, as recovery does.
+//! The folder is owned meanwhile, so that no process starts to write to it.
+
+use super::direct::Access;
+use super::listing::{Entry, Listing};
+use super::owner::{self, Owner};
+use super::recover::{Footer, footer, scan};
+use super::{OpenError, record, segment};
+use crate::{DomainId, Fingerprint, KeyId};
+use bytes::Bytes;
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+/// What reading a whole log showed.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize)]
+pub struct Verification {
+    /// Which folder.
+    pub folder: PathBuf,
+    /// Segments that were read.
+    pub segments: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// Segments without a footer: their process was killed while it wrote to them. That is no damage.
+    pub unsealed: u64,
+    /// Blocks that are what they were when they were stored.
+    pub sound: u64,
+    /// Blocks that a footer lists and that are not what they were.
+    pub unsound: u64,
+    /// Damaged stretches between the records of segments without a sound footer.
+    pub stretches: u64,
+    /// Footers that are not what they were.
+    pub footers: u64,
+    /// Segments that could not be read, or not to the end.
+    pub unreadable: u64,
+    /// How many of the sound blocks rest under each data key.
+    #[serde(skip)]
+    pub keys: BTreeMap<(DomainId, KeyId), u64>,
+}
+
+impl Verification {
+    /// Whether nothing is damaged.
+    pub fn is_sound(&self) -> bool {
+        self.unsound + self.stretches + self.footers + self.unreadable == 0
+    }
+}
+
+/// Reads all segments of the log in a folder; `None` when there is no log. `progress` gets the number of segments that were
+/// read and that of all. Blocks for the time that this takes.
+///
+/// # Errors
+/// [`OpenError::Owned`] while a process serves from the folder, [`OpenError::Io`] when the folder cannot be used.
+pub fn verify(folder: &Path, progress: impl Fn(u64, u64)) -> Result<Option<Verification>, OpenError> {
+    let failed = |source| OpenError::Io { path: folder.to_owned(), source };
+    if owner::look(folder).map_err(failed)?.is_none() {
+        return Ok(None);
+    }
+    let _owner = Owner::claim(folder)?;
+    let mut seen = Verification { folder: folder.to_owned(), ..Verification::default() };
+    let numbers = segment::numbers(folder).map_err(failed)?;
+    for &number in &numbers {
+        let path = segment::path(folder, number);
+        if let Err(error) = read(&path, &mut seen) {
+            seen.unreadable += 1;
+            tracing::warn!(segment = %path.display(), %error, "segment cannot be read");
+        }
+        seen.segments += 1;
+        progress(seen.segments, numbers.len() as u64);
+    }
+    Ok(Some(seen))
+}
+
+fn read(path: &Path, seen: &mut Verification) -> io::Result<()> {
+    let file = File::open(path)?;
+    let length = file.metadata()?.len();
+    seen.bytes += length;
+    let listing = match footer(&file, length)? {
+        Footer::Sound(listing) => listing,
+        other => {
+            // What the scan lists it has verified; reading it again costs little, and tells the keys.
+            let scanned = scan(&file, length)?;
+            if scanned.footer || matches!(other, Footer::Damaged) {
+                seen.footers += 1;
+                tracing::warn!(segment = %path.display(), "footer is damaged");
+            } else {
+                seen.unsealed += 1;
+            }
+            if scanned.stretches > 0 {
+                seen.stretches += scanned.stretches;
+                tracing::warn!(segment = %path.display(), stretches = scanned.stretches, "segment is damaged");
+            }
+            scanned.listing
+        }
+    };
+    records(&file, length, &listing, path, seen)
+}
+
+fn records(file: &File, length: u64, listing: &Listing, path: &Path, seen: &mut Verification) -> io::Result<()> {
+    let mut unsound = 0;
+    for (domain, fingerprint, entry) in listing.records().filter(|(.., entry)| !entry.gone) {
+        match block(file, length, fingerprint, entry)? {
+            Some(key) => {
+                seen.sound += 1;
+                key.into_iter().for_each(|key| *seen.keys.entry((domain, key)).or_default() += 1);
+            }
+            None => unsound += 1,
+        }
+    }
+    if unsound > 0 {
+        seen.unsound += unsound;
+        tracing::warn!(segment = %path.display(), unsound, "blocks are damaged");
+    }
+    Ok(())
+}
+
+/// Reads one block; `None` when it is not what it was. The answer is the key that it rests under, if it has one.
+fn block(file: &File, length: u64, fingerprint: Fingerprint, entry: &Entry) -> io::Result<Option<Option<KeyId>>> {
+    let at = u64::from(entry.offset) * Access::UNIT;
+    let span = record::span(u64::from(entry.length), Access::UNIT);
+    // Checked before memory is taken: the file bounds what a footer may claim.
+    let Some(span) = at.checked_add(span).filter(|end| *end <= length).and(usize::try_from(span).ok()) else {
+        return Ok(None);
+    };
+    let mut bytes = vec![0; span];
+    file.read_exact_at(&mut bytes, at)?;
+    let block = record::block(&Bytes::from(bytes)).ok();
+    let block = block.filter(|block| block.header.length == u64::from(entry.length));
+    let sound = block.filter(|block| block.check(entry.name, fingerprint).is_ok());
+    Ok(sound.map(|block| block.header.key))
+}
