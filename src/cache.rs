@@ -50,7 +50,7 @@ enum What {
         budget: Option<ByteSize>,
         /// How long from naming what goes to deleting it
         ///
-        /// [default: 10m, and 2m of a pod's folder]
+        /// [default: `shared_store.gc_grace`, and 2m of a pod's folder]
         #[arg(long, value_name = "TIME")]
         grace: Option<Span>,
         /// Say what would go, and change nothing
@@ -146,7 +146,10 @@ async fn done(what: &What) -> anyhow::Result<()> {
             let (store, now) = (Store::open(place)?, Clock::system().now());
             let mut policy = store.policy.clone();
             policy.age_max = age_max.map_or(policy.age_max, |span| Some(span.0));
-            policy.budget = budget.map_or(policy.budget, |size| Some(size.0));
+            if let Some(ByteSize(budget)) = *budget {
+                // Just that, and no more room than was asked for.
+                (policy.budget, policy.headroom) = (Some(budget), 0);
+            }
             policy.grace = grace.map_or(policy.grace, |span| span.0);
             let survey = store.survey().await?;
             let report = if *dry_run {
@@ -322,7 +325,9 @@ async fn verify_logs(config: &Config) -> anyhow::Result<Vec<disk::Verification>>
             let owner = pid.map_or_else(|| "another process".into(), |pid| format!("process {pid}"));
             bail!("the log in {} is in use by {owner}; it can be read whole once that has stopped", folder.display())
         }
-        read => read.with_context(|| format!("the log in {} cannot be read", folder.display())).map(|seen| seen.into_iter()),
+        read => {
+            read.with_context(|| format!("the log in {} cannot be read", folder.display())).map(|seen| seen.into_iter())
+        }
     };
     // Reading a disk is no work for an async thread.
     let all = move || folders.into_iter().map(|disk| read(disk.folder)).collect::<anyhow::Result<Vec<_>>>();
@@ -397,7 +402,16 @@ fn collected(report: &Report, dry_run: bool, grace: Duration) -> String {
 
 fn verified_log(seen: &VerifiedLog) -> String {
     let disk::Verification {
-        folder, segments, bytes, unsealed, sound, unsound, stretches, footers, unreadable, keys: _,
+        folder,
+        segments,
+        bytes,
+        unsealed,
+        sound,
+        unsound,
+        stretches,
+        footers,
+        unreadable,
+        keys: _,
     } = &seen.log;
     let (folder, size, unopened) = (folder.display(), ByteSize(*bytes).about(), seen.unopened);
     format!(
@@ -408,9 +422,8 @@ fn verified_log(seen: &VerifiedLog) -> String {
 }
 
 fn verified(seen: &Verification) -> String {
-    let Verification {
-        objects, sound, unopened, unsound, missing, manifests_unsound, manifests_unreadable, removed,
-    } = seen;
+    let Verification { objects, sound, unopened, unsound, missing, manifests_unsound, manifests_unreadable, removed } =
+        seen;
     format!(
         "{objects} objects read\n{sound} blocks sound, of which {unopened} cannot be opened here for lack of a key\n\
          {unsound} blocks unsound, {missing} objects missing, {manifests_unsound} manifests unsound, {manifests_unreadable} unreadable\n\

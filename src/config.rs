@@ -230,13 +230,17 @@ pub struct SharedStore {
     pub region: Option<String>,
     /// After which one request has failed. Default 10 s: 4 MiB in that time is slower than any recomputing.
     pub request_timeout: Span,
-    /// How much may rest there; `serve` removes what was used longest ago beyond it. Default: as much as there is.
+    /// How much may rest there, what is about to be deleted included: `serve` writes nothing beyond it, and removes what was used
+    /// longest ago so that an eighth of it stays free. Default: as much as there is.
     pub budget: Option<ByteSize>,
     /// What is older goes. Default: nothing is too old.
     pub age_max: Option<Span>,
     /// How often that is looked at, by about one of all the processes that have such a bound. Default 1 h: all manifests are
     /// read each time.
     pub collect_every: Span,
+    /// From naming what goes to deleting it. Default 10 min: running processes know of it after seconds, and one that was
+    /// suspended for minutes finds what it was about to read.
+    pub gc_grace: Span,
 }
 
 /// What is logged, on standard error.
@@ -313,6 +317,7 @@ impl Default for SharedStore {
             budget: None,
             age_max: None,
             collect_every: Span(Duration::from_hours(1)),
+            gc_grace: Span(kvbm::object::gc::Policy::default().grace),
         }
     }
 }

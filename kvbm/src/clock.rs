@@ -51,6 +51,11 @@ impl Date {
     pub const fn before(self, time: Duration) -> Self {
         Self::from_unix((self.0.get() as u64).saturating_sub(time.as_secs()))
     }
+
+    /// The time since an earlier date; zero since a later one.
+    pub(crate) const fn since(self, earlier: Self) -> Duration {
+        Duration::from_secs(self.0.get().saturating_sub(earlier.0.get()) as u64)
+    }
 }
 
 impl fmt::Debug for Date {

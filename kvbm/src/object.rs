@@ -22,6 +22,7 @@ mod known;
 mod layout;
 mod location;
 mod manifest;
+mod measure;
 mod pace;
 mod pack;
 mod removal;
@@ -49,6 +50,7 @@ use futures::future::{BoxFuture, FutureExt};
 use futures::stream::{self, BoxStream, StreamExt};
 use layout::{Layout, ObjectId, Writer};
 pub use location::{Access, Cloud, Credentials, Endpoint, Invalid, Location};
+use measure::Meter;
 use object_store::local::LocalFileSystem;
 use object_store::{Error, ObjectStore};
 use pack::{Job, Packer};
@@ -82,8 +84,6 @@ const READING: u64 = 512 << 20;
 const OBJECT_MOST: u64 = 128 << 20;
 /// Reading over so much that nobody asked for takes less than another request.
 const GAP: u64 = 512 << 10;
-/// A store with a bound may be over it by one in so many bytes: until collectors have looked, and what goes has gone.
-const OVER: u64 = 8;
 /// Blocks that wait for their object, or are under way, in bytes: of small blocks dozens of objects; of large ones an object that
 /// is written and one that fills.
 const QUEUE: usize = 256 << 20;
@@ -102,8 +102,9 @@ pub struct Settings {
     /// Blocks of the store that are known at most, about 100 bytes of memory each; beyond that the oldest objects are
     /// forgotten. Default 4 million.
     pub known_blocks: usize,
-    /// Bytes that may rest there, what is about to be deleted included: with an eighth more nothing is stored, until a
-    /// collector has deleted some. Default: as many as there is room for.
+    /// Bytes that may rest there, what is about to be deleted and what is being written included: nothing is stored beyond them
+    /// until a collector has deleted some. Of what is left each process takes no more at a time than its share among those that
+    /// wrote lately, since it learns after a second what the others wrote. Default: as many as there is room for.
     pub capacity: Option<u64>,
     /// After which one request has failed, and is made again. Default 10 s: 4 MiB in that time is slower than any
     /// recomputing.
@@ -158,8 +159,11 @@ pub struct ObjectTier {
     claims: Claims,
     room: Arc<Semaphore>,
     standing: watch::Receiver<Standing>,
+    /// Whether it is known how much lies there, where that matters.
+    measured: watch::Receiver<bool>,
+    layout: Layout,
     uses: Arc<Uses>,
-    _tasks: [AbortOnDropHandle<()>; 3],
+    _tasks: Vec<AbortOnDropHandle<()>>,
 }
 
 impl ObjectTier {
@@ -169,22 +173,50 @@ impl ObjectTier {
     /// Outside a tokio runtime.
     pub fn open(store: Arc<dyn ObjectStore>, prefix: &str, settings: Settings, events: Arc<EventLog>) -> Arc<Self> {
         let (layout, writer) = (Layout::new(prefix), Writer::new());
-        let catalog = Arc::new(Catalog::new(settings.level, settings.known_blocks, events));
+        let catalog =
+            Arc::new(Catalog::new(settings.level, settings.known_blocks, settings.capacity.is_some(), events));
         tracing::info!(tier = %settings.level, %store, under = %layout, %writer, "object tier open");
         let (stands, standing) = watch::channel(Standing::Learning);
         let client = Arc::new(Client::new(store, settings.request_timeout, writer.seed()));
         let follower = Follower::new(client.clone(), layout.clone(), writer, catalog.clone(), stands);
         let uses = Arc::new(Uses::new(settings.level, client.clone(), layout.clone(), writer));
-        let packer = Arc::new(Packer { client: client.clone(), layout, writer, catalog: catalog.clone(), settings });
+        let packer =
+            Packer { client: client.clone(), layout: layout.clone(), writer, catalog: catalog.clone(), settings };
+        let packer = Arc::new(packer);
+        let (measured, is_measured) = watch::channel(settings.capacity.is_none());
+        let meter = settings.capacity.map(|capacity| Meter {
+            client: client.clone(),
+            layout: layout.clone(),
+            catalog: catalog.clone(),
+            capacity,
+            standing: standing.clone(),
+            measured,
+        });
         // One block in the queue takes at least its header.
         let (jobs, waiting) = mpsc::channel(QUEUE / Header::LEN);
         let tasks = [tokio::spawn(follower.run()), tokio::spawn(packer.run(waiting)), tokio::spawn(uses.clone().run())];
-        let tasks = tasks.map(AbortOnDropHandle::new);
+        let tasks = tasks.into_iter().chain(meter.map(|meter| tokio::spawn(meter.run())));
+        let tasks = tasks.map(AbortOnDropHandle::new).collect();
         let room = Arc::new(Semaphore::new(QUEUE));
         let reading = Arc::new(Semaphore::new(READING as usize));
         let turns = Arc::new(Turns { gate: Gate::new(REQUESTS, &[]), reading, division: OnceLock::new() });
         let claims = Claims::default();
-        Arc::new(Self { settings, writer, client, catalog, turns, jobs, claims, room, standing, uses, _tasks: tasks })
+        let measured = is_measured;
+        Arc::new(Self {
+            settings,
+            writer,
+            client,
+            catalog,
+            turns,
+            jobs,
+            claims,
+            room,
+            standing,
+            measured,
+            layout,
+            uses,
+            _tasks: tasks,
+        })
     }
 
     /// Opens a folder, local or mounted, as a store. Makes the folder if it is not there.
@@ -224,6 +256,15 @@ impl ObjectTier {
     pub async fn caught_up(&self) {
         // The follower lives as long as the tier; if it died, waiting would not help.
         let _ = self.standing.clone().wait_for(|standing| *standing == Standing::Ready).await;
+        let _ = self.measured.clone().wait_for(|measured| *measured).await;
+    }
+
+    /// Collects in the same store, with the same client. The tier's own objects that no other process noted a use of are
+    /// deleted soon after they were named as going, without the grace; what others wrote is not.
+    pub fn collector(&self) -> Collector {
+        let near =
+            self.settings.capacity.map(|capacity| (Arc::downgrade(&self.catalog), capacity - gc::headroom(capacity)));
+        Collector::new(self.client.clone(), self.layout.clone(), self.writer, near)
     }
 
     /// How the store stands, as soon as it answered or failed to.
@@ -273,13 +314,12 @@ impl ObjectTier {
         if self.catalog.index.get(fingerprint, name).is_some() {
             return Ok(Offered::There);
         }
-        if self.settings.capacity.is_some_and(|most| self.catalog.taken() > most.saturating_add(most / OVER)) {
-            return Err(StoreError::Full);
-        }
         let bytes = Header::LEN as u64 + block.header.length;
         // A block larger than the queue takes all of it.
-        let bytes = u32::try_from(bytes).map_err(|_| StoreError::Full)?.min(QUEUE as u32);
-        let room = self.room.clone().try_acquire_many_owned(bytes).map_err(|_| StoreError::Busy)?;
+        let queued = u32::try_from(bytes).map_err(|_| StoreError::Full)?.min(QUEUE as u32);
+        let room = self.room.clone().try_acquire_many_owned(queued).map_err(|_| StoreError::Busy)?;
+        // With its own bytes under way, so that of several at once none is overlooked.
+        self.check_capacity(bytes - u64::from(queued))?;
         let (answer, waiting) = oneshot::channel();
         self.jobs.try_send(Job { block, idle: Duration::ZERO, answer, claim, room }).map_err(
             |refused| match refused {
@@ -288,6 +328,20 @@ impl ObjectTier {
             },
         )?;
         Ok(Offered::Waits(waiting))
+    }
+
+    /// Fails when so many bytes, beside those that wait or are under way, are more than this process may write now.
+    fn check_capacity(&self, bytes: u64) -> Result<(), StoreError> {
+        let Some(capacity) = self.settings.capacity else { return Ok(()) };
+        if !*self.measured.borrow() {
+            return Err(StoreError::Busy);
+        }
+        // What others do not know of yet: all processes together stay within what was left when they last heard of each other.
+        let recent = self.catalog.recently_written();
+        let unknown = recent + (QUEUE - self.room.available_permits()) as u64;
+        let free = (capacity + recent).saturating_sub(self.catalog.taken());
+        let share = free / (1 + self.catalog.active_writers() as u64);
+        if unknown + bytes > share { Err(StoreError::Full) } else { Ok(()) }
     }
 
     /// How an offer ends.

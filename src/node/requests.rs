@@ -14,6 +14,7 @@ pub(super) struct Requests {
     sent: IntCounterVec,
     lost: IntCounterVec,
     unsound: IntCounterVec,
+    unreadable: IntGaugeVec,
 }
 
 impl Requests {
@@ -32,25 +33,32 @@ impl Requests {
             "blockyard_store_manifests_unsound_total",
             "Manifests that were not what they were, or that another version wrote; what they name was recomputed.",
         );
+        let unreadable = Opts::new(
+            "blockyard_store_manifests_unreadable",
+            "Manifests that the shared store lists and does not hand out, such as those in cold storage. They are skipped, and \
+             tried again after pauses of up to an hour.",
+        );
         Ok(Self {
             tiers,
             up: IntGaugeVec::new(up, &["tier"])?,
             sent: IntCounterVec::new(requests, &["tier", "kind"])?,
             lost: IntCounterVec::new(lost, &["tier"])?,
             unsound: IntCounterVec::new(unsound, &["tier"])?,
+            unreadable: IntGaugeVec::new(unreadable, &["tier"])?,
         })
     }
 }
 
 impl Collector for Requests {
     fn desc(&self) -> Vec<&Desc> {
-        [self.up.desc(), self.sent.desc(), self.lost.desc(), self.unsound.desc()].concat()
+        [self.up.desc(), self.sent.desc(), self.lost.desc(), self.unsound.desc(), self.unreadable.desc()].concat()
     }
 
     fn collect(&self) -> Vec<MetricFamily> {
         for tier in self.tiers.iter().filter_map(Weak::upgrade) {
             let (counts, level) = (tier.counts(), tier.level().name());
             self.up.with_label_values(&[level]).set(tier.is_up().into());
+            self.unreadable.with_label_values(&[level]).set(tier.unreadable_manifests() as i64);
             let kinds = [
                 ("sent", counts.requests),
                 ("retried", counts.retries),
@@ -64,6 +72,7 @@ impl Collector for Requests {
                 counter.inc_by(count.saturating_sub(counter.get()));
             }
         }
-        [self.up.collect(), self.sent.collect(), self.lost.collect(), self.unsound.collect()].concat()
+        [self.up.collect(), self.sent.collect(), self.lost.collect(), self.unsound.collect(), self.unreadable.collect()]
+            .concat()
     }
 }

@@ -84,18 +84,19 @@ impl Stores {
                 object::Settings { level: Level::Pod, capacity, request_timeout: requests, ..Default::default() };
             let shared = Shared { key: "tiers.pod.path", at: Location::Folder(pod.path.clone()), settings };
             let (id, tier) = stores.share(&shared, shares, config, planes, forms).await?;
-            stores.keep(&collections, &tier, &shared.at, config, pod_upkeep(config, pod)?)?;
+            stores.keep(&collections, &tier, &shared.at, pod_upkeep(config, pod)?);
             let same = |location: &Location| shared_id(Level::Pod, location) == id;
             if config.shared.as_ref().is_some_and(same) {
                 bail!("tiers.pod.path and shared are the same folder; a pod's folder is a tier of its own");
             }
         }
         if let Some(location) = &config.shared {
-            let settings = object::Settings { request_timeout: requests, ..Default::default() };
+            let capacity = config.shared_store.budget.map(|budget| budget.0);
+            let settings = object::Settings { capacity, request_timeout: requests, ..Default::default() };
             let shared = Shared { key: "shared", at: location.clone(), settings };
             let (_, tier) = stores.share(&shared, shares, config, planes, forms).await?;
             if let Some(upkeep) = upkeep(config)? {
-                stores.keep(&collections, &tier, location, config, upkeep)?;
+                stores.keep(&collections, &tier, location, upkeep);
             }
         }
         if let (Some(disk), Some(next)) = (stores.disk.upgrade(), stores.shared.first().and_then(Weak::upgrade)) {
@@ -195,17 +196,9 @@ impl Stores {
     }
 
     /// Looks after a store: compacts what this process wrote, and collects in turn with others.
-    fn keep(
-        &mut self,
-        collections: &Collections,
-        tier: &Arc<ObjectTier>,
-        at: &Location,
-        config: &Config,
-        upkeep: Upkeep,
-    ) -> anyhow::Result<()> {
+    fn keep(&mut self, collections: &Collections, tier: &Arc<ObjectTier>, at: &Location, upkeep: Upkeep) {
         self.upkeep.push(collections.compact(tier, upkeep.every));
-        self.upkeep.push(collections.start(tier.level(), at, config, upkeep)?);
-        Ok(())
+        self.upkeep.push(collections.start(tier, at, upkeep));
     }
 
     fn add(&mut self, id: StoreId, tier: Arc<dyn Tier>, count: Count, log: Arc<EventLog>, planes: &Planes) {

@@ -2,9 +2,8 @@
 
 use super::quotas;
 use crate::config::{ByteSize, Config, Pod};
-use anyhow::Context;
-use kvbm::object::gc::Policy;
-use kvbm::object::{Amount, Collector, Compaction, Location, Outcome, Report, Upkeep};
+use kvbm::object::gc::{Policy, headroom};
+use kvbm::object::{Amount, Compaction, Location, Outcome, Report, Upkeep};
 use kvbm::{Clock, Level, ObjectTier, Tier};
 use prometheus::{IntCounterVec, Opts, Registry};
 use std::sync::Arc;
@@ -15,7 +14,8 @@ use tokio_util::task::AbortOnDropHandle;
 pub(crate) fn policy(config: &Config) -> anyhow::Result<Policy> {
     let (budget, age_max) = (config.shared_store.budget, config.shared_store.age_max);
     let (budget, age_max) = (budget.map(|size| size.0), age_max.map(|span| span.0));
-    Ok(Policy { budget, age_max, shares: quotas::stored(config, Level::G4)?, ..Policy::default() })
+    let (grace, shares) = (config.shared_store.gc_grace.0, quotas::stored(config, Level::G4)?);
+    Ok(Policy { budget, headroom: budget.map_or(0, headroom), age_max, shares, grace })
 }
 
 /// How the shared store is looked after; `None` when nobody set it a bound.
@@ -28,7 +28,8 @@ pub(super) fn upkeep(config: &Config) -> anyhow::Result<Option<Upkeep>> {
 /// What may stay in a pod's folder. What goes is deleted soon: nobody else has the room, and everybody is near.
 pub(crate) fn pod_policy(config: &Config, pod: &Pod) -> anyhow::Result<Policy> {
     let (budget, age_max) = (Some(pod.budget.0), pod.age_max.map(|span| span.0));
-    Ok(Policy { budget, age_max, shares: quotas::stored(config, Level::Pod)?, grace: POD_GRACE })
+    let shares = quotas::stored(config, Level::Pod)?;
+    Ok(Policy { budget, headroom: headroom(pod.budget.0), age_max, shares, grace: POD_GRACE })
 }
 
 /// More than a process may sleep through what is said of deletions.
@@ -76,19 +77,11 @@ impl Collections {
         })
     }
 
-    /// Looks after a store until the answer is dropped.
-    pub(super) fn start(
-        &self,
-        level: Level,
-        location: &Location,
-        config: &Config,
-        upkeep: Upkeep,
-    ) -> anyhow::Result<AbortOnDropHandle<()>> {
-        let collector = Collector::at(location, &super::access(config), config.shared_store.request_timeout.0)
-            .with_context(|| format!("{location} cannot be looked after"))?;
-        let (metrics, location) = (self.clone(), location.clone());
+    /// Looks after the store of a tier until the answer is dropped.
+    pub(super) fn start(&self, tier: &ObjectTier, location: &Location, upkeep: Upkeep) -> AbortOnDropHandle<()> {
+        let (metrics, level, location) = (self.clone(), tier.level(), location.clone());
         let told = move |outcome: &Outcome| metrics.told(level, &location, outcome);
-        Ok(AbortOnDropHandle::new(tokio::spawn(upkeep.run(collector, Clock::system(), told))))
+        AbortOnDropHandle::new(tokio::spawn(upkeep.run(tier.collector(), Clock::system(), told)))
     }
 
     /// Packs small objects into large ones about as often as somebody collects, until the answer or the tier is dropped.
@@ -119,7 +112,7 @@ impl Collections {
                 tracing::info!(
                     tier = %level, %store, objects = report.objects, size = size(report.bytes), condemned = goes.objects,
                     condemned_size = size(goes.bytes), deleted = report.deleted.objects,
-                    deleted_size = size(report.deleted.bytes), ?took, "looked through the store"
+                    deleted_size = size(report.deleted.bytes), unreadable = report.unreadable, ?took, "looked through the store"
                 );
             }
             Outcome::Passed => turn("passed"),

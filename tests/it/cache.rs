@@ -91,6 +91,52 @@ async fn the_log_of_g3_is_listed_beside_the_shared_store_or_alone() {
     assert!(alone.status.success() && text.contains("not in use: 1 segments") && !text.contains("WRITER"), "{text}");
 }
 
+#[tokio::test]
+async fn a_store_named_alone_is_listed_without_the_log_of_g3() {
+    let (home, shared) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    // Where `serve` keeps it when no flag says otherwise.
+    logged(&home.path().join(".cache/blockyard/g3")).await;
+    stored(shared.path()).await;
+    let run = |arguments: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_blockyard"));
+        let output = command.arg("cache").args(arguments).env_clear().env("HOME", home.path()).output().unwrap();
+        let said: Value = serde_json::from_slice(&output.stdout).unwrap();
+        said["g3"].as_array().unwrap().len()
+    };
+    let at = shared.path().to_str().unwrap();
+    for command in ["ls", "verify"] {
+        assert_eq!(run(&[command, "--json", "--shared", at]), 0, "{command}");
+        assert_eq!(run(&[command, "--json"]), 1, "{command}");
+    }
+}
+
+#[tokio::test]
+async fn the_log_of_g3_is_verified_unless_a_process_uses_it() {
+    let data = tempfile::tempdir().unwrap();
+    let (at, folder) = (data.path().to_str().unwrap(), data.path().join("g3"));
+    logged(&folder).await;
+    let verify = || cache(&["verify", "--json", "--data-dir", at]);
+    let said = |output: &Output| serde_json::from_slice::<Value>(&output.stdout).unwrap()["g3"][0].clone();
+    // A process that another test starts just now has the lock too, for a moment.
+    let sound = (0..100).map(|_| verify()).find(|output| output.status.success()).unwrap_or_else(verify);
+    let seen = said(&sound);
+    assert_eq!((&seen["sound"], &seen["unsound"], &seen["unopened"]), (&3.into(), &0.into(), &0.into()), "{seen}");
+    let segment = std::fs::read_dir(&folder).unwrap().map(|file| file.unwrap().path());
+    let segment = segment.into_iter().find(|path| path.extension().is_some_and(|it| it == "segment")).unwrap();
+    let mut bytes = std::fs::read(&segment).unwrap();
+    bytes[600] ^= 1;
+    std::fs::write(&segment, bytes).unwrap();
+    let damaged = (0..100).map(|_| verify()).find(|output| !output.stdout.is_empty()).unwrap_or_else(verify);
+    assert_eq!((damaged.status.code(), &said(&damaged)["unsound"]), (Some(1), &1.into()));
+    let events = Arc::new(EventLog::new(Epoch(1)));
+    let settings = kvbm::disk::Settings { min_free_bytes: 0, ..Default::default() };
+    let _owner = DiskTier::open(&folder, settings, events).unwrap();
+    let refused = verify();
+    let stderr = String::from_utf8(refused.stderr).unwrap();
+    let owner = format!("in use by process {}", std::process::id());
+    assert!(refused.status.code() == Some(1) && stderr.contains(&owner), "{stderr}");
+}
+
 #[test]
 fn what_cannot_be_done_is_said() {
     let folder = tempfile::tempdir().unwrap();

@@ -9,10 +9,11 @@ use super::unreadable::Unreadable;
 use crate::index::{Index, Resting};
 use crate::names::NameHasher;
 use crate::{DomainId, EventLog, Fingerprint, Level, SequenceHash};
+use object_store::ObjectMeta;
 use object_store::path::Path;
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::hash::BuildHasherDefault;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::time::Instant;
@@ -71,6 +72,12 @@ impl Lying {
 /// Seconds after which whoever has read a copy has found out what it is: a request and its repetitions take less.
 const FOUND_OUT: u32 = 30;
 
+/// By then the others have learned what was written: they ask every second, and reading takes less than another.
+const LEARNED: Duration = Duration::from_secs(3);
+
+/// Objects that are looked up under one lock: some tens of microseconds.
+const MEASURED: usize = 512;
+
 /// Blocks that lie in another object than the one that they were read from.
 type Homeless = HashSet<(Fingerprint, SequenceHash), BuildHasherDefault<NameHasher>>;
 
@@ -84,8 +91,13 @@ pub(super) struct Catalog {
     unsound: AtomicU64,
     /// Manifests that cannot be read although the store answers.
     pub(super) unreadable: Unreadable,
-    /// Bytes of objects that were forgotten because somebody is about to delete them.
-    going: AtomicU64,
+    /// Bytes of objects that lie in the store and are not known here: about to be deleted, forgotten, or of another version.
+    /// Only counted where the store has a capacity.
+    unknown_bytes: Option<AtomicU64>,
+    /// Other processes that wrote lately.
+    active_writers: AtomicUsize,
+    /// What this process wrote in the last seconds: others may not know of it yet.
+    recent: Mutex<VecDeque<(Instant, u64)>>,
     /// Objects that were looked through for blocks of others.
     #[cfg(test)]
     walked: AtomicU64,
@@ -121,7 +133,8 @@ impl Objects {
 }
 
 impl Catalog {
-    pub(super) fn new(level: Level, limit: usize, events: Arc<EventLog>) -> Self {
+    /// Keeps so many blocks in mind. `bounded`: the store has a capacity, so that bytes count that are not known.
+    pub(super) fn new(level: Level, limit: usize, bounded: bool, events: Arc<EventLog>) -> Self {
         let index = Index::new(level, events);
         Self {
             index,
@@ -131,7 +144,9 @@ impl Catalog {
             lost: AtomicU64::new(0),
             unsound: AtomicU64::new(0),
             unreadable: Unreadable::default(),
-            going: AtomicU64::new(0),
+            unknown_bytes: bounded.then(AtomicU64::default),
+            active_writers: AtomicUsize::new(0),
+            recent: Mutex::default(),
             #[cfg(test)]
             walked: AtomicU64::new(0),
         }
@@ -150,6 +165,7 @@ impl Catalog {
             let Some(oldest) = objects.known.first_key_value().map(|(number, _)| *number) else { return };
             // What is still read from the oldest lies nowhere else.
             if let Some(object) = objects.take(oldest) {
+                self.add_unknown(object.bytes);
                 self.index.remove(object.names(), |place| place.object == oldest);
             }
         }
@@ -321,19 +337,70 @@ impl Catalog {
         }
     }
 
-    /// Forgets objects that are about to be deleted. Says how many bytes they take until then, and which of them is deleted last.
-    pub(super) fn forget(&self, condemned: impl Fn(ObjectId) -> bool) -> (u64, Option<Path>) {
+    /// Forgets objects that are about to be deleted. Until then they take room.
+    pub(super) fn forget(&self, condemned: impl Fn(ObjectId) -> bool) {
         let mut objects = self.lock();
         let going = |object: &Object| ObjectId::at(&object.path).is_some_and(&condemned);
         let numbers: Vec<i64> = objects.known.iter().filter(|(_, object)| going(object)).map(|(n, _)| *n).collect();
         let gone = self.remove(&mut objects, &numbers);
-        let last = gone.iter().max_by_key(|object| ObjectId::at(&object.path)).map(|object| object.path.clone());
-        (gone.into_iter().map(|object| object.bytes).sum(), last)
+        self.add_unknown(gone.into_iter().map(|object| object.bytes).sum());
     }
 
-    /// So many bytes are about to be deleted, and still take room.
-    pub(super) fn going(&self, bytes: u64) {
-        self.going.store(bytes, Ordering::Relaxed);
+    fn add_unknown(&self, bytes: u64) {
+        if let Some(unknown) = &self.unknown_bytes {
+            unknown.fetch_add(bytes, Ordering::Relaxed);
+        }
+    }
+
+    /// Bytes of objects that are not known, as far as that is.
+    pub(super) fn unknown_bytes(&self) -> u64 {
+        self.unknown_bytes.as_ref().map_or(0, |unknown| unknown.load(Ordering::Relaxed))
+    }
+
+    /// Takes note of all objects that were listed: what is not known of them takes room all the same. What was forgotten since the
+    /// unknown bytes were `before` is added, whether it was listed or not.
+    pub(super) fn measured(&self, listed: &[ObjectMeta], before: u64) {
+        let Some(unknown) = &self.unknown_bytes else { return };
+        let mut bytes = 0;
+        // In parts: loads wait for this lock.
+        for part in listed.chunks(MEASURED) {
+            let objects = self.lock();
+            let rest = part.iter().filter(|meta| !objects.paths.contains(&meta.location));
+            bytes += rest.map(|meta| meta.size).sum::<u64>();
+        }
+        // Nothing else takes away from it, so that it is at least what it was before.
+        unknown.fetch_add(bytes, Ordering::Relaxed);
+        unknown.fetch_sub(before, Ordering::Relaxed);
+    }
+
+    /// Notes that this process wrote an object.
+    pub(super) fn wrote(&self, bytes: u64) {
+        if self.unknown_bytes.is_some() {
+            self.lock_recent().push_back((Instant::now(), bytes));
+        }
+    }
+
+    /// Bytes that this process wrote so lately that others may not know of them.
+    pub(super) fn recently_written(&self) -> u64 {
+        let mut recent = self.lock_recent();
+        while recent.front().is_some_and(|(at, _)| at.elapsed() > LEARNED) {
+            recent.pop_front();
+        }
+        recent.iter().map(|(_, bytes)| bytes).sum()
+    }
+
+    fn lock_recent(&self) -> MutexGuard<'_, VecDeque<(Instant, u64)>> {
+        // Pushes and pops: nothing to find half done.
+        self.recent.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// How many other processes wrote lately.
+    pub(super) fn active_writers(&self) -> usize {
+        self.active_writers.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn set_active_writers(&self, writers: usize) {
+        self.active_writers.store(writers, Ordering::Relaxed);
     }
 
     /// A manifest turned out not to be one.
@@ -351,9 +418,9 @@ impl Catalog {
         self.lost.load(Ordering::Relaxed)
     }
 
-    /// Bytes of all known objects, those that are about to be deleted included.
+    /// Bytes of all known objects and, where the store has a capacity, of the others that lie there.
     pub(super) fn taken(&self) -> u64 {
-        self.lock().bytes + self.going.load(Ordering::Relaxed)
+        self.lock().bytes + self.unknown_bytes()
     }
 
     fn lock(&self) -> MutexGuard<'_, Objects> {
@@ -387,7 +454,7 @@ mod tests {
     }
 
     fn catalog(limit: usize) -> Catalog {
-        Catalog::new(Level::G4, limit, Arc::new(EventLog::new(Epoch(1))))
+        Catalog::new(Level::G4, limit, true, Arc::new(EventLog::new(Epoch(1))))
     }
 
     fn known(catalog: &Catalog) -> Vec<u8> {

@@ -117,8 +117,7 @@ impl Client {
     }
 
     async fn get_repeated(&self, attempts: u32, path: &Path) -> Result<Bytes, Error> {
-        let read =
-            self.repeated(attempts, || self.within(async { self.store.get(path).await?.bytes().await })).await;
+        let read = self.repeated(attempts, || self.within(async { self.store.get(path).await?.bytes().await })).await;
         if matches!(read, Ok(_) | Err(Error::NotFound { .. })) {
             *self.last_read() = Some(Instant::now());
         }

@@ -4,11 +4,11 @@
 //! collectors may be at work; what one did, the next one finds done. A collector that ends in between leaves nothing wrong
 //! behind, only work.
 
+use super::catalog::Catalog;
 use super::client::Client;
 use super::gc::{Contents, Manifest, Note, Plan, Policy, Removal, Stored, Survey, Why};
 use super::known::Known;
 use super::layout::{Layout, ObjectId, Writer};
-use super::manifest::Section;
 use super::unreadable::Unreadable;
 use super::{Access, Counts, Location, OpenError, PARALLEL, block, manifest, removal, uses};
 use crate::{Date, DomainId, Header, KeyId};
@@ -20,7 +20,7 @@ use object_store::{Error, ObjectMeta, ObjectStore, PutPayload};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::io;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 /// Objects that one list of removals names: some megabytes.
@@ -39,8 +39,11 @@ pub struct Collector {
     notes: Known<Arc<[(ObjectId, Duration)]>>,
     /// Manifests, lists and notes that the store did not hand out.
     unreadable: Unreadable,
-    /// The name under which it asks for what is not there.
+    /// The process that collects, if it writes too, or a name that no other has.
     own: Writer,
+    is_writer: bool,
+    /// What a tier knows of the store, and above how many bytes there is little room left.
+    near: Option<(Weak<Catalog>, u64)>,
 }
 
 /// What a pass found and did, or would do.
@@ -58,6 +61,9 @@ pub struct Report {
     pub manifests: u64,
     /// Manifests that could not be read although the store answers: what they name is unknown, and stays.
     pub unreadable: u64,
+    /// After how long the next object that is named as going may be deleted.
+    #[serde(skip)]
+    pub next: Option<Duration>,
 }
 
 /// Some objects.
@@ -101,11 +107,22 @@ impl Collector {
     /// Looks through a prefix of a store.
     pub fn open(store: Arc<dyn ObjectStore>, prefix: &str, timeout: Duration) -> Self {
         let seed = u64::from(std::process::id());
-        let (client, layout) = (Arc::new(Client::new(store, timeout, seed)), Layout::new(prefix));
+        let client = Arc::new(Client::new(store, timeout, seed));
+        Self { is_writer: false, ..Self::new(client, Layout::new(prefix), Writer::new(), None) }
+    }
+
+    /// Collects for a process that writes too.
+    pub(super) fn new(client: Arc<Client>, layout: Layout, own: Writer, near: Option<(Weak<Catalog>, u64)>) -> Self {
         let [manifests, removals, notes] = KNOWN;
-        let (manifests, removals) = (Known::new(manifests), Known::new(removals));
-        let (notes, unreadable, own) = (Known::new(notes), Unreadable::default(), Writer::new());
-        Self { client, layout, manifests, removals, notes, unreadable, own }
+        let (manifests, removals, notes) = (Known::new(manifests), Known::new(removals), Known::new(notes));
+        let unreadable = Unreadable::default();
+        Self { client, layout, manifests, removals, notes, unreadable, own, is_writer: true, near }
+    }
+
+    /// Whether there is so little room left that somebody should collect soon.
+    pub(super) fn is_near_capacity(&self) -> bool {
+        let near = |(catalog, above): &(Weak<Catalog>, u64)| Some(catalog.upgrade()?.taken() > *above);
+        self.near.as_ref().and_then(near).unwrap_or(false)
     }
 
     /// Looks through what a URL names. A folder that is not there is an error: there would be nothing in it.
@@ -154,7 +171,8 @@ impl Collector {
             Some((id, Stored { modified: modified(&meta), bytes: meta.size, path: meta.location }))
         };
         let objects = listed.into_iter().filter_map(stored).collect();
-        Ok(Arc::new(Survey { manifests, objects, removals, notes }))
+        let own = self.is_writer.then_some(self.own);
+        Ok(Arc::new(Survey { manifests, objects, removals, notes, own }))
     }
 
     /// What lies under a prefix; what is known of the rest is forgotten.
@@ -295,7 +313,8 @@ impl Collector {
     /// Reads a manifest, unless it is known; none when another collector deleted it meanwhile, or when it is not named as one.
     async fn manifest(&self, meta: ObjectMeta) -> io::Result<Option<Manifest>> {
         let Some(ObjectId { writer, number }) = ObjectId::at(&meta.location) else { return Ok(None) };
-        let of = |contents| Manifest { modified: modified(&meta), path: meta.location.clone(), writer, number, contents };
+        let of =
+            |contents| Manifest { modified: modified(&meta), path: meta.location.clone(), writer, number, contents };
         if let Some(contents) = self.manifests.get(&meta) {
             return Ok(Some(of(contents)));
         }
@@ -323,7 +342,7 @@ impl Collector {
         let Some(used) = self.list_in(&meta, &self.notes, |bytes| uses::decode(name, bytes)).await? else {
             return Ok(None);
         };
-        Ok(Some(Note { modified: modified(&meta), path: meta.location, used }))
+        Ok(Some(Note { modified: modified(&meta), path: meta.location, reader: name, used }))
     }
 
     /// Reads a list, unless it is known. One that is not sound says nothing, nor does one that cannot be read.
@@ -379,7 +398,7 @@ fn report(survey: &Survey, plan: &Plan) -> Report {
     }
     plan.objects.iter().for_each(|id| report.deleted.add(bytes(id)));
     report.manifests = plan.manifests.len() as u64;
-    report.unreadable = survey.unreadable();
+    (report.unreadable, report.next) = (survey.unreadable(), plan.next);
     report
 }
 

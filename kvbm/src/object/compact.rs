@@ -51,7 +51,9 @@ impl ObjectTier {
             }
             for mut pack in packs {
                 self.catalog.still(&mut pack);
-                if pack.len() < ENOUGH {
+                // Until the old ones have gone, what is packed again lies there twice.
+                let bytes = pack.iter().map(|small| small.object.bytes).sum();
+                if pack.len() < ENOUGH || self.check_capacity(bytes).is_err() {
                     continue;
                 }
                 let noted = match &mut noted {

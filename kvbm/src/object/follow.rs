@@ -35,6 +35,9 @@ const LOOK: u64 = 5;
 /// Whoever slept for so long may wait for a manifest that was deleted meanwhile. Less than what deletions wait for.
 const SLEPT: Duration = Duration::from_mins(1);
 
+/// A process that wrote within this time is likely to write again.
+const ACTIVE: Duration = Duration::from_mins(1);
+
 /// Keeps a catalog up to date with the store.
 pub(super) struct Follower {
     client: Arc<Client>,
@@ -43,7 +46,7 @@ pub(super) struct Follower {
     catalog: Arc<Catalog>,
     known: BTreeMap<Writer, Seen>,
     /// What is about to be deleted, by who said so.
-    removals: BTreeMap<Writer, Going>,
+    removals: BTreeMap<Writer, HashSet<ObjectId>>,
     rounds: u64,
     unreadable_removals: Unreadable,
     /// The last round that went well.
@@ -52,14 +55,6 @@ pub(super) struct Follower {
     /// Whether what was there at the start is known.
     learned: bool,
     turn: usize,
-}
-
-/// Objects that somebody is about to delete, and the bytes of those that were known.
-struct Going {
-    objects: HashSet<ObjectId>,
-    bytes: u64,
-    /// The last of them to be deleted: once it is gone, nothing of them takes room. The list may stay for much longer.
-    last: Option<Path>,
 }
 
 /// How far a writer was read.
@@ -163,7 +158,8 @@ impl Follower {
         } else {
             self.read_past(strangers).await?;
         }
-        let asked = if slept { self.known.iter().map(|(writer, seen)| (*writer, *seen)).collect() } else { self.next_asked() };
+        let asked =
+            if slept { self.known.iter().map(|(writer, seen)| (*writer, *seen)).collect() } else { self.next_asked() };
         let mut due: Vec<(Writer, Option<Instant>)> =
             asked.iter().filter(|(_, seen)| seen.is_list_due()).map(|(writer, seen)| (*writer, seen.listed)).collect();
         due.sort_unstable_by_key(|(_, listed)| *listed);
@@ -177,6 +173,8 @@ impl Follower {
             self.known.insert(writer, seen);
             outcome = outcome.and(read);
         }
+        let active = self.known.values().filter(|seen| seen.last_news.elapsed() < ACTIVE).count();
+        self.catalog.set_active_writers(active);
         self.retry_unreadable().await?;
         outcome?;
         self.awake = Instant::now();
@@ -212,22 +210,15 @@ impl Follower {
             self.unreadable_removals.resolved(&path);
             let condemned: HashSet<ObjectId> =
                 removal::decode(collector, &bytes).unwrap_or_default().into_iter().collect();
-            let (bytes, last) = self.catalog.forget(|object| condemned.contains(&object));
-            self.removals.insert(collector, Going { objects: condemned, bytes, last });
+            self.catalog.forget(|object| condemned.contains(&object));
+            self.removals.insert(collector, condemned);
         }
-        for going in self.removals.values_mut() {
-            let Some(last) = &going.last else { continue };
-            if matches!(self.client.head(last).await, Err(Error::NotFound { .. })) {
-                (going.bytes, going.last) = (0, None);
-            }
-        }
-        self.catalog.going(self.removals.values().map(|going| going.bytes).sum());
         Ok(())
     }
 
     fn is_condemned(&self, writer: Writer, section: &Section) -> bool {
         let object = ObjectId { writer, number: section.object };
-        self.removals.values().any(|going| going.objects.contains(&object))
+        self.removals.values().any(|condemned| condemned.contains(&object))
     }
 
     /// Writers that were not there in the last round.
@@ -241,9 +232,8 @@ impl Follower {
     async fn numbers(&self, writer: Writer, from: u64) -> Result<Vec<u64>, Error> {
         let under = self.layout.manifests_of(writer);
         let after = from.checked_sub(1).map(|last| self.layout.manifest(writer, last));
-        let number = |meta: &ObjectMeta| {
-            ObjectId::at(&meta.location).filter(|id| id.writer == writer).map(|id| id.number)
-        };
+        let number =
+            |meta: &ObjectMeta| ObjectId::at(&meta.location).filter(|id| id.writer == writer).map(|id| id.number);
         let listed = self.client.list_after(&under, after.as_ref()).await?;
         let mut numbers: Vec<u64> = listed.iter().filter_map(number).filter(|number| *number >= from).collect();
         numbers.sort_unstable();
@@ -320,8 +310,9 @@ impl Follower {
     /// Reads the manifests of a writer that are there, whatever numbers are missing between them.
     async fn read_listed(&self, writer: Writer, seen: &mut Seen) -> Result<(), Error> {
         let numbers = self.numbers(writer, seen.next).await?;
-        seen.listed = Some(Instant::now());
-        for number in numbers {
+        // What is left of many is listed again in the next round.
+        seen.listed = (numbers.len() <= READ).then(Instant::now);
+        for number in numbers.into_iter().take(READ) {
             if !self.catalog.unreadable.is_waiting(&self.layout.manifest(writer, number)) {
                 self.take(writer, &self.ask(writer, number).await?);
             }

@@ -25,6 +25,10 @@ use std::time::Duration;
 /// read it has long recomputed.
 const ORPHAN: Duration = Duration::from_hours(1);
 
+/// By then whoever follows the store knows what goes: two looks at the lists of removals, and a load. An object that only its
+/// own writer used is deleted after that, whatever the grace.
+const NOTICE: Duration = Duration::from_secs(15);
+
 /// How long what a process noted of its uses is believed after it wrote no more: it ended, and others have used since what is
 /// still in use.
 const NOTED: Duration = Duration::from_hours(30 * 24);
@@ -35,19 +39,27 @@ pub struct Policy {
     /// Objects that were not used for so long go, written or read from; the age of what others build on is theirs. Default: none
     /// is too old.
     pub age_max: Option<Duration>,
-    /// Bytes that may rest, all domains together. Default: as many as there are.
+    /// Bytes that may rest, all domains together, and what is not known to belong to one. Default: as many as there are.
     pub budget: Option<u64>,
+    /// Bytes of the budget that are kept free for what is written next, as far as that takes nothing that is promised. Default 0.
+    pub headroom: u64,
     /// What single domains are promised of the budget, and how much of them may rest.
     pub shares: BTreeMap<DomainId, Quota>,
     /// From the word that an object goes to its end. Default 10 minutes: whoever follows the store knows after seconds,
-    /// and a load takes less than one.
+    /// and a load takes less than one. What a collecting process wrote itself, and no other noted a use of, waits 15 s at most.
     pub grace: Duration,
 }
 
 impl Default for Policy {
     fn default() -> Self {
-        Self { age_max: None, budget: None, shares: BTreeMap::new(), grace: Duration::from_mins(10) }
+        Self { age_max: None, budget: None, headroom: 0, shares: BTreeMap::new(), grace: Duration::from_mins(10) }
     }
+}
+
+/// How much of a budget is kept free in a store that is written to meanwhile: an eighth, for what comes until what was named as
+/// going has gone.
+pub const fn headroom(budget: u64) -> u64 {
+    budget / 8
 }
 
 /// Why an object goes.
@@ -73,6 +85,8 @@ pub struct Survey {
     pub(super) objects: BTreeMap<ObjectId, Stored>,
     pub(super) removals: Vec<Removal>,
     pub(super) notes: Vec<Note>,
+    /// The process that collects, if it writes to the store too.
+    pub(super) own: Option<Writer>,
 }
 
 #[cfg(test)]
@@ -105,6 +119,8 @@ pub(super) enum Contents {
 #[derive(Debug)]
 pub(super) struct Note {
     pub(super) path: Path,
+    /// Which process.
+    pub(super) reader: Writer,
     pub(super) modified: Date,
     /// And how long before it did so.
     pub(super) used: Arc<[(ObjectId, Duration)]>,
@@ -156,6 +172,8 @@ pub(super) struct Plan {
     pub(super) objects: Vec<ObjectId>,
     pub(super) removals: Vec<Path>,
     pub(super) notes: Vec<Path>,
+    /// After how long the next object that is named as going is to be deleted.
+    pub(super) next: Option<Duration>,
 }
 
 /// For which bound an object is looked at.
@@ -279,8 +297,18 @@ impl Survey {
         let foreign = writers(|contents| matches!(contents, Contents::Foreign));
         let unreadable = writers(|contents| matches!(contents, Contents::Unreadable));
         let too_old = |modified: Date| policy.age_max.is_some_and(|age| over(modified, age.max(ORPHAN)));
+        let used: BTreeSet<ObjectId> = self
+            .notes
+            .iter()
+            .filter(|note| Some(note.reader) != self.own)
+            .flat_map(|note| note.used.iter().map(|(object, _)| *object))
+            .collect();
+        let grace = |id: &ObjectId| match self.own {
+            Some(own) if id.writer == own && !used.contains(id) => policy.grace.min(NOTICE),
+            _ => policy.grace,
+        };
         let goes = |(id, stored): &(&ObjectId, &Stored)| match said.get(id) {
-            Some(since) => over(*since, policy.grace),
+            Some(since) => over(*since, grace(id)),
             None if named.contains(id) => false,
             None if unreadable.contains(&id.writer) => false,
             None if foreign.contains(&id.writer) => too_old(stored.modified),
@@ -317,8 +345,11 @@ impl Survey {
         };
         let noted = NOTED.max(policy.age_max.unwrap_or_default());
         let forgotten = self.notes.iter().filter(|note| over(note.modified, noted));
+        let said_before = said.iter().filter(|(id, _)| stays(id)).map(|(id, since)| since.after(grace(id)).since(now));
+        let next = said_before.chain(condemn.iter().map(|(id, _)| grace(id))).min();
         Plan {
             condemn,
+            next,
             manifests: dead.into_iter().map(|manifest| manifest.path.clone()).collect(),
             objects,
             removals: self.removals.iter().filter(done).map(|removal| removal.path.clone()).collect(),
@@ -356,7 +387,11 @@ impl Survey {
         for live in staying.filter(|live| !condemned.contains_key(&live.id)) {
             *rest.entry(live.section.domain).or_default() += live.stored.bytes;
         }
-        let mut all: u64 = rest.values().sum();
+        // What no manifest names that can be read takes room too, until it goes.
+        let named: BTreeSet<ObjectId> = self.named().map(|live| live.id).collect();
+        let going: BTreeSet<ObjectId> = self.removals.iter().flat_map(|list| list.objects.iter().copied()).collect();
+        let unnamed = self.objects.iter().filter(|(id, _)| !named.contains(id) && !going.contains(id));
+        let mut all: u64 = rest.values().sum::<u64>() + unnamed.map(|(_, stored)| stored.bytes).sum::<u64>();
         // First what a domain has beyond its own maximum; then the oldest of all, sparing what is promised; then, when more is
         // promised than there is room for, that too.
         for round in [Round::Maximum, Round::Sparing, Round::Budget] {
@@ -364,11 +399,11 @@ impl Survey {
                 let domain = live.section.domain;
                 let quota = policy.shares.get(&domain).copied().unwrap_or_default();
                 let (own, bytes) = (rest.entry(domain).or_default(), live.stored.bytes);
-                let over = policy.budget.is_some_and(|budget| all > budget);
+                let over = |headroom| policy.budget.is_some_and(|budget| all > budget.saturating_sub(headroom));
                 let goes = match round {
                     Round::Maximum => quota.maximum.is_some_and(|most| *own > most),
-                    Round::Sparing => over && *own >= quota.guaranteed.saturating_add(bytes),
-                    Round::Budget => over,
+                    Round::Sparing => over(policy.headroom) && *own >= quota.guaranteed.saturating_add(bytes),
+                    Round::Budget => over(0),
                 };
                 if goes && condemned.insert(live.id, Why::Budget).is_none() {
                     *own -= bytes;

@@ -170,6 +170,7 @@ impl Packer {
                 pause = (pause * 2).min(AGAIN.1);
             }
             for section in &sections {
+                self.catalog.wrote(section.bytes());
                 self.catalog.add(paths(&self.layout, self.writer), section);
             }
             tell(&mut answers, Ok(()));

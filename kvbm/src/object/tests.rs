@@ -9,6 +9,7 @@ use std::fs;
 use std::path::PathBuf;
 use tempfile::TempDir;
 
+mod budget;
 mod compact;
 mod damage;
 mod flaky;

@@ -121,6 +121,7 @@ fn what_was_read_lately_is_young_and_so_is_what_it_builds_on() {
     let mut survey = survey(&[at(100), Object { on: Some(0), ..at(200) }, at(300), at(400)]);
     let note = |hour: u64, used: &[(u64, u64)]| Note {
         path: Path::from(format!("note {hour}")),
+        reader: Writer::from_bytes([hour as u8; 16]),
         modified: Date::from_unix(hour * HOUR),
         used: used.iter().map(|(number, before)| (id(*number), hours(*before))).collect(),
     };
@@ -232,7 +233,8 @@ fn nothing_is_deleted_before_its_grace_and_the_word_of_it_goes_last() {
         objects: [id(0)].into(),
     };
     survey.removals.push(removal(9));
-    assert_eq!(survey.plan(&Policy::default(), NOW), Plan::default(), "in grace, and condemned once");
+    let waiting = Plan { next: Some(Duration::from_mins(1)), ..Plan::default() };
+    assert_eq!(survey.plan(&Policy::default(), NOW), waiting, "in grace, and condemned once");
     survey.removals.push(removal(10));
     let plan = survey.plan(&Policy::default(), NOW);
     assert_eq!((plan.objects, plan.manifests.len(), plan.removals.len()), (vec![id(0)], 1, 1));
@@ -258,6 +260,43 @@ fn what_no_manifest_names_goes_after_an_hour_unless_another_version_may_name_it(
 }
 
 #[test]
+fn own_objects_that_no_other_process_used_skip_the_grace() {
+    let mut survey = survey(&[at(1), at(2), at(3)]);
+    let said = NOW.before(NOTICE);
+    let objects = [id(0), id(1)].into();
+    survey.removals.push(Removal { path: Path::from("removal"), modified: said, objects });
+    let note = |reader, number| Note {
+        path: Path::from("note"),
+        reader,
+        modified: NOW,
+        used: [(id(number), Duration::ZERO)].into(),
+    };
+    survey.notes = vec![note(Writer::from_bytes([8; 16]), 1), note(writer(), 0)];
+    assert_eq!(survey.plan(&Policy::default(), NOW).objects, [], "another process collects");
+    survey.own = Some(writer());
+    let plan = survey.plan(&Policy::default(), NOW);
+    assert_eq!(plan.objects, [id(0)]);
+    assert_eq!(plan.next, Some(Policy::default().grace - NOTICE));
+    survey.own = Some(Writer::from_bytes([8; 16]));
+    assert_eq!(survey.plan(&Policy::default(), NOW).objects, []);
+}
+
+#[test]
+fn headroom_is_freed_but_not_at_the_cost_of_what_is_promised() {
+    let objects = [at(1), at(2), at(3), at(4)];
+    let quota = Quota { guaranteed: 400, maximum: None };
+    let with = |headroom, promised| Policy {
+        budget: Some(400),
+        headroom,
+        shares: if promised { [(domain(1), quota)].into() } else { BTreeMap::new() },
+        ..Policy::default()
+    };
+    assert_eq!(condemned(&survey(&objects), &with(0, false)), []);
+    assert_eq!(condemned(&survey(&objects), &with(150, false)), [(0, Why::Budget), (1, Why::Budget)]);
+    assert_eq!(condemned(&survey(&objects), &with(150, true)), []);
+}
+
+#[test]
 fn what_an_unreadable_manifest_may_name_stays_at_any_age() {
     let mut survey = survey(&[at(1), at(2)]);
     survey.manifests[0].contents = Contents::Unreadable;
@@ -280,7 +319,11 @@ fn the_highest_manifest_of_a_writer_stays_while_another_does() {
     assert_eq!(survey.plan(&Policy::default(), NOW).manifests, of(&[0, 2]));
     // Another writer's manifests are no reason to keep it.
     survey.manifests[1].writer = Writer::from_bytes([8; 16]);
-    survey.objects = survey.objects.into_values().map(|it| (ObjectId { writer: survey.manifests[1].writer, number: 1 }, it)).collect();
+    survey.objects = survey
+        .objects
+        .into_values()
+        .map(|it| (ObjectId { writer: survey.manifests[1].writer, number: 1 }, it))
+        .collect();
     assert_eq!(survey.plan(&Policy::default(), NOW).manifests, of(&[0, 2, 3]));
     survey.objects.clear();
     assert_eq!(survey.plan(&Policy::default(), NOW).manifests, of(&[0, 1, 2, 3]), "nothing of theirs stays");

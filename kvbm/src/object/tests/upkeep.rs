@@ -104,11 +104,15 @@ async fn a_clock_that_is_ahead_cuts_no_grace_short() {
     let mut said = Vec::new();
     for (turn, minutes) in (1..).zip([1, 1, 10]) {
         ahead.set(clock.now().after(EVERY * 10 * turn));
-        let Outcome::Collected { report, .. } = upkeep.turn(&collector, &ahead).await else { panic!("it is its turn") };
+        let Outcome::Collected { report, .. } = upkeep.turn(&collector, &ahead, EVERY).await else {
+            panic!("it is its turn")
+        };
         said.push((report.condemned.len(), report.deleted.objects));
         tokio::time::sleep(Duration::from_mins(minutes)).await;
     }
     ahead.set(clock.now().after(EVERY * 100));
-    let Outcome::Collected { report, .. } = upkeep.turn(&collector, &ahead).await else { panic!("it is its turn") };
+    let Outcome::Collected { report, .. } = upkeep.turn(&collector, &ahead, EVERY).await else {
+        panic!("it is its turn")
+    };
     assert_eq!((said, report.deleted.objects), (vec![(1, 0), (0, 0), (0, 0)], 1));
 }
