@@ -319,7 +319,7 @@ struct VerifiedLog {
 
 /// Reads the logs of G3, which no process may use meanwhile.
 async fn verify_logs(config: &Config) -> anyhow::Result<Vec<disk::Verification>> {
-    let folders = sizes::disks(&config.tiers, &config.data_dir, |_| 0);
+    let folders = sizes::disks(&config.tiers, &config.data_dir, |_| Space::default());
     let read = move |folder: PathBuf| match disk::verify(&folder, progress("segments")) {
         Err(disk::OpenError::Owned { folder, pid }) => {
             let owner = pid.map_or_else(|| "another process".into(), |pid| format!("process {pid}"));

@@ -4,6 +4,7 @@
 //! The folder is owned meanwhile, so that no process starts to write to it.
 
 use super::direct::Access;
+use super::file_io::FileIo;
 use super::listing::{Entry, Listing};
 use super::owner::{self, Owner};
 use super::recover::{Footer, footer, scan};
@@ -76,14 +77,14 @@ pub fn verify(folder: &Path, progress: impl Fn(u64, u64)) -> Result<Option<Verif
 }
 
 fn read(path: &Path, seen: &mut Verification) -> io::Result<()> {
-    let file = File::open(path)?;
+    let (io, file) = (FileIo::default(), File::open(path)?);
     let length = file.metadata()?.len();
     seen.bytes += length;
-    let listing = match footer(&file, length)? {
+    let listing = match footer(&io, &file, length)? {
         Footer::Sound(listing) => listing,
         other => {
             // What the scan lists it has verified; reading it again costs little, and tells the keys.
-            let scanned = scan(&file, length)?;
+            let scanned = scan(&io, &file, length)?;
             if scanned.footer || matches!(other, Footer::Damaged) {
                 seen.footers += 1;
                 tracing::warn!(segment = %path.display(), "footer is damaged");
