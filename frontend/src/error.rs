@@ -133,7 +133,7 @@ impl From<&Error> for Refused {
     fn from(error: &Error) -> Self {
         // A message repeats what the client sent, which may be long.
         let message: String = error.to_string().chars().take(LOGGED_CHARACTERS).collect();
-        Self { code: error.body().error.code, message: message.into() }
+        Self { code: error.body().code(), message: message.into() }
     }
 }
 
@@ -141,6 +141,13 @@ impl From<&Error> for Refused {
 #[derive(Serialize)]
 pub(crate) struct Body<'a> {
     error: Detail<'a>,
+}
+
+impl Body<'_> {
+    /// The word for programs.
+    pub(crate) fn code(&self) -> Option<&'static str> {
+        self.error.code
+    }
 }
 
 #[derive(Serialize)]

@@ -126,6 +126,9 @@ impl Generation {
 
     fn account(&mut self, piece: &Piece) {
         self.meter.piece(piece);
+        if let Some(worker) = piece.prompt.as_ref().and_then(|report| report.worker.as_ref()) {
+            self.meter.placed(worker);
+        }
         self.usage.generated += piece.generated;
         self.ended += usize::from(piece.finish.is_some());
         // The later choices find the whole prompt cached by the first: that is no saving of the client's.

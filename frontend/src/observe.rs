@@ -64,6 +64,8 @@ impl Default for Lines {
 #[derive(Default)]
 struct Details {
     tenant: Option<Arc<str>>,
+    /// Of its first choice.
+    worker: Option<Arc<str>>,
     prompt_tokens: Option<usize>,
     cached_tokens: Option<u32>,
     completion_tokens: u32,
@@ -115,7 +117,7 @@ impl Ticket {
     /// Writes the line of log.
     fn log(&self, status: u16) {
         let details = self.details();
-        let Details { tenant, prompt_tokens, cached_tokens, completion_tokens, finish_reason, ttft_ms, error } =
+        let Details { tenant, worker, prompt_tokens, cached_tokens, completion_tokens, finish_reason, ttft_ms, error } =
             &*details;
         let model = self.model.get();
         macro_rules! line {
@@ -127,6 +129,7 @@ impl Ticket {
                     status,
                     model = model.map(|model| &**model),
                     tenant = tenant.as_deref(),
+                    worker = worker.as_deref(),
                     prompt_tokens,
                     cached_tokens,
                     completion_tokens = model.map(|_| *completion_tokens),
@@ -214,6 +217,11 @@ impl Meter {
             (0..piece.generated).for_each(|_| gaps.observe(each));
         }
         metrics.generated_tokens.with_label_values(&[&*self.model]).inc_by(piece.generated.into());
+    }
+
+    /// This worker answers; with several choices, the one of the first.
+    pub(crate) fn placed(&self, worker: &Arc<str>) {
+        self.ticket.details().worker.get_or_insert_with(|| worker.clone());
     }
 
     /// So many prompt tokens of one prompt needed no computing, and so many of all prompts so far.

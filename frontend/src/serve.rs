@@ -74,11 +74,16 @@ impl Shutdown {
     }
 }
 
+/// Lines a second for requests whose head is refused: no more than those of requests that a router refuses.
+const REFUSED_LINES: u32 = 20;
+
 /// Serves HTTP on listeners, with the limits of the front door. Cheap to clone.
 #[derive(Clone)]
 pub struct Server {
     limits: Limits,
     metrics: Metrics,
+    /// Lines of requests that were refused before they reached a router.
+    refused: Arc<LogLimit>,
 }
 
 /// What a connection may take.
@@ -126,7 +131,8 @@ impl Server {
                 write: settings.write_timeout.0,
             },
         };
-        Ok(Self { limits, metrics: Metrics::new(registry)? })
+        let refused = Arc::new(LogLimit::new(REFUSED_LINES, Duration::from_secs(1)));
+        Ok(Self { limits, metrics: Metrics::new(registry)?, refused })
     }
 
     /// Serves until `shutdown` is closed, then accepts nothing more and lets requests finish. What still runs at the drain
@@ -202,11 +208,11 @@ impl Server {
             tracing::debug!(%error, "cannot set TCP_NODELAY");
         }
         let arrival = Arrival { loopback_only, reserved, local: socket.local_addr().ok().map(|local| local.ip()) };
-        let (limits, metrics) = (self.limits, self.metrics.clone());
+        let (limits, metrics, refused) = (self.limits, self.metrics.clone(), Arc::clone(&self.refused));
         let (router, closed) = (router.clone(), shutdown.closed.clone());
         tasks.spawn(async move {
             let _open = Open::new(&metrics.open);
-            let reason = connection::run(socket, &slot, router, arrival, &limits, &closed).await;
+            let reason = connection::run(socket, &slot, router, arrival, &limits, &closed, &refused).await;
             metrics.closed.with_label_values(&[reason]).inc();
         });
     }

@@ -235,7 +235,12 @@ fn stream(
     }
     let mut before = None;
     match &mut first {
-        Output::Tokens(tokens) => tokens.explain = explanation,
+        Output::Tokens(tokens) => {
+            tokens.explain = explanation;
+            if let Some(report) = &mut tokens.prompt {
+                report.worker = Some(decode.id().to_string().into());
+            }
+        }
         // An engine's own bytes have no place for it: it goes ahead, with no tokens.
         Output::Frame(..) | Output::Handoff(_) => {
             before = explanation.map(|explain| Tokens { explain: Some(explain), ..Tokens::default() });

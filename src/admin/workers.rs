@@ -111,3 +111,15 @@ fn status(router: &router::Router, id: WorkerId) -> Result<Json<WorkerStatus>, E
     let found = router.workers().into_iter().find(|status| status.worker == id.to_string());
     found.map(Json).ok_or_else(|| NoSuchWorker(id).into())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::named;
+    use worker::plane::WorkerId;
+
+    #[test]
+    fn a_worker_is_named_as_in_the_log_or_by_its_number() {
+        assert!(matches!((named("w2"), named("2")), (Ok(WorkerId(2)), Ok(WorkerId(2)))));
+        assert!(["", "w", "x2", "w-1"].iter().all(|name| named(name).is_err()));
+    }
+}

@@ -304,6 +304,9 @@ pub struct PromptReport {
     pub handed_over: u32,
     /// From the engine's acceptance to the first step that had the request in it.
     pub queued: Duration,
+    /// The worker that answers, where a router chose one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub worker: Option<Arc<str>>,
 }
 
 impl PromptReport {

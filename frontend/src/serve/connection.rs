@@ -6,6 +6,7 @@ use super::connections::Slot;
 use super::stream::{self, Stream};
 use crate::choices::OfConnection;
 use crate::error::Error;
+use crate::log_limit::LogLimit;
 use axum::Router;
 use axum::body::{Body, HttpBody};
 use axum::http::header::CONNECTION;
@@ -55,6 +56,7 @@ pub(super) async fn run(
     arrival: Arrival,
     limits: &Limits,
     closed: &CancellationToken,
+    refused: &Arc<LogLimit>,
 ) -> &'static str {
     let activity = &slot.activity;
     let (inner, choices) = (TowerToHyperService::new(router), OfConnection::default());
@@ -65,7 +67,7 @@ pub(super) async fn run(
     builder.http1().max_buf_size(limits.max_header_bytes.max(MIN_BUFFER));
     let header_list = u32::try_from(limits.max_header_bytes).unwrap_or(u32::MAX);
     builder.http2().timer(TokioTimer::new()).max_header_list_size(header_list).keep_alive_interval(PING_INTERVAL);
-    let io = TokioIo::new(Stream::new(socket, Arc::clone(activity), limits.max_header_bytes));
+    let io = TokioIo::new(Stream::new(socket, Arc::clone(activity), limits.max_header_bytes, Arc::clone(refused)));
 
     let expired = {
         let mut connection = pin!(builder.serve_connection(io, service));
@@ -89,7 +91,7 @@ pub(super) async fn run(
     };
     // The connection is dropped; its stream has given the socket back.
     if let Some(socket) = activity.take_stream() {
-        close(socket, expired, activity, limits, closed).await;
+        close(socket, expired, activity, limits, closed, refused).await;
     }
     match expired {
         None => "client",
@@ -107,13 +109,13 @@ async fn close(
     activity: &Activity,
     limits: &Limits,
     closed: &CancellationToken,
+    refused: &LogLimit,
 ) {
     match expired {
         Some(Expired::Header { begun: true }) => {
             let error = Error::HeaderTimeout(limits.timeouts.header);
-            tracing::info!(status = 408, %error, "request refused: its head did not arrive");
             // The first bytes ever written, or after a response that was read: there is room for them in the socket.
-            let _ = socket.try_write(&stream::response(&error));
+            let _ = socket.try_write(&stream::refuse(&error, refused));
             activity.linger();
         }
         Some(Expired::Write) => {

@@ -5,6 +5,7 @@
 
 use super::activity::Activity;
 use crate::error::Error;
+use crate::log_limit::LogLimit;
 use crate::name;
 use axum::http::StatusCode;
 use bytes::{Buf, Bytes};
@@ -26,11 +27,18 @@ pub(super) struct Stream {
     max_header_bytes: usize,
     /// What is left of the response that replaces one of hyper's own.
     replacement: Bytes,
+    /// Bounds the lines of requests that are refused.
+    refused: Arc<LogLimit>,
 }
 
 impl Stream {
-    pub(super) fn new(socket: TcpStream, activity: Arc<Activity>, max_header_bytes: usize) -> Self {
-        Self { socket: Some(socket), activity, max_header_bytes, replacement: Bytes::new() }
+    pub(super) fn new(
+        socket: TcpStream,
+        activity: Arc<Activity>,
+        max_header_bytes: usize,
+        refused: Arc<LogLimit>,
+    ) -> Self {
+        Self { socket: Some(socket), activity, max_header_bytes, replacement: Bytes::new(), refused }
     }
 
     fn socket(&mut self) -> Pin<&mut TcpStream> {
@@ -41,8 +49,7 @@ impl Stream {
     fn replaces(&mut self, bytes: &[u8]) -> bool {
         let Some(status) = bare_error(bytes) else { return false };
         let error = Error::of_head(status, self.max_header_bytes);
-        tracing::info!(status = error.status().as_u16(), error = %error, "request refused: its head cannot be read");
-        self.replacement = response(&error);
+        self.replacement = refuse(&error, &self.refused);
         self.activity.linger();
         true
     }
@@ -123,16 +130,25 @@ impl AsyncWrite for Stream {
     }
 }
 
-/// The whole response that says an error, for a connection that ends with it.
-pub(super) fn response(error: &Error) -> Bytes {
-    let status = error.status();
+/// The whole response that says an error, for a request whose head is refused, and its line in the log.
+pub(super) fn refuse(error: &Error, lines: &LogLimit) -> Bytes {
+    let (status, id) = (error.status(), name::unique());
+    if let Some(suppressed) = lines.admit() {
+        tracing::info!(
+            request_id = id,
+            status = status.as_u16(),
+            code = error.body().code(),
+            %error,
+            suppressed = Some(suppressed).filter(|lines| *lines > 0),
+            "request refused"
+        );
+    }
     let body = serde_json::to_string(&error.body()).expect("an error object has string keys");
     let head = format!(
-        "HTTP/1.1 {} {}\r\ncontent-type: application/json\r\ncontent-length: {}\r\nconnection: close\r\nx-request-id: {}\r\n\r\n",
+        "HTTP/1.1 {} {}\r\ncontent-type: application/json\r\ncontent-length: {}\r\nconnection: close\r\nx-request-id: {id}\r\n\r\n",
         status.as_u16(),
         status.canonical_reason().unwrap_or_default(),
         body.len(),
-        name::unique(),
     );
     (head + &body).into()
 }
@@ -145,6 +161,7 @@ fn bare_error(bytes: &[u8]) -> Option<StatusCode> {
     let head = std::str::from_utf8(bytes).ok()?.strip_prefix("HTTP/1.1 ")?;
     let status = head.get(..3)?.parse::<StatusCode>().ok()?;
     let of_head = matches!(status.as_u16(), 400 | 414 | 431);
-    let bare = of_head && head.ends_with("\r\n\r\n") && !head.contains("x-request-id:");
+    let empty = head.ends_with("\r\n\r\n") && head.contains("content-length: 0\r\n");
+    let bare = of_head && empty && !head.contains("x-request-id:");
     bare.then_some(status)
 }

@@ -156,7 +156,8 @@ pub(crate) fn say(text: &str) -> Step {
 /// A first item: 48 tokens of the prompt were in host memory, 17 were computed.
 pub(crate) fn first(text: &str) -> Step {
     let cached = serde_json::from_value(serde_json::json!([["g2", 48]])).unwrap();
-    let prompt = PromptReport { cached, computed: 17, ..PromptReport::default() };
+    let worker = Some("w1".into());
+    let prompt = PromptReport { cached, computed: 17, worker, ..PromptReport::default() };
     Step::Say(Tokens { ids: bytes(text), prompt: Some(prompt), ..Tokens::default() })
 }
 

@@ -68,6 +68,7 @@ async fn a_served_request_leaves_one_flat_line() {
             ("status", json!(200)),
             ("model", json!("org/tiny")),
             ("tenant", json!("ann")),
+            ("worker", json!("w1")),
             ("cached_tokens", json!(48)),
             ("completion_tokens", json!(3)),
             ("finish_reason", json!("length")),

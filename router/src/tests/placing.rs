@@ -192,3 +192,13 @@ async fn a_composed_policy_serves_and_filters() {
     yard.answer(hot).await.unwrap();
     assert_eq!((a.requests(), b.requests()), (2, 1), "somebody is decoding at the holder");
 }
+
+#[tokio::test(start_paused = true)]
+async fn an_answer_names_the_worker_that_gives_it() {
+    let yard = defaults();
+    let (_a, _b) = (yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await);
+    yard.router.cordon(worker::plane::WorkerId(1)).unwrap();
+    let mut stream = yard.ask(prompt(1, 100)).await.unwrap();
+    let Some(Ok(Output::Tokens(first))) = stream.next().await else { panic!("no tokens") };
+    assert_eq!(first.prompt.unwrap().worker.as_deref(), Some("w2"));
+}
