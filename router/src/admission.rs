@@ -6,12 +6,13 @@
 //!              ▼            a report, a first token, an end       │ its turn
 //!           the room ─────────────────────────────────────────────┘
 //!              ├─ a worker idles, or the one it waits for has left ─▶ placed again, same turn
-//!              └─ displaced, too late, waited too long ─▶ refused
+//!              └─ displaced, too late, waits or would wait for too long ─▶ refused
 //! ```
 //! Who waits is booked on the worker that it was placed on, so those who are placed after it see it, as they would see it in
 //! the worker's own queue. Whose turn it is is the [`Room`](room)'s decision, and who is told what is the [`Desk`]'s; here they
 //! are told, at the door (`door.rs`). On an idle fleet all of this is one look at the books.
 
+mod backlog;
 mod bid;
 mod desk;
 mod rate;
@@ -106,22 +107,25 @@ impl Admission {
     }
 
     /// A request that was told to be placed anew waits for where it was placed now.
-    pub(crate) fn again(&self, permit: &Permit, asked: Asked) -> oneshot::Receiver<Told> {
+    pub(crate) fn again(&self, limits: &Settings, permit: &Permit, asked: Asked) -> oneshot::Receiver<Told> {
         let mut inside = self.inside();
-        inside.desk.again(permit.number, asked, Instant::now());
+        inside.desk.again(limits, permit.number, asked);
         self.await_call();
         inside.call(permit.number)
     }
 
     /// Tells everybody what there is to tell.
     pub(crate) fn round(&self, fleet: &Fleet, limits: &Settings) {
-        let roster = fleet.roster();
+        let (roster, now) = (fleet.roster(), Instant::now());
         let mut inside = self.inside();
-        let told = inside.desk.round(Sight { limits, roster: &roster, now: Instant::now() });
+        let told = inside.desk.round(Sight { limits, roster: &roster, now });
         inside.tell(told);
         self.awaited.store(!inside.desk.room.is_empty(), Ordering::SeqCst);
         for (class, tokens) in CLASSES.iter().zip(inside.desk.room.by_class()) {
             self.metrics.waiting_tokens.with_label_values(&[class]).set(tokens as i64);
+        }
+        for (model, rate) in inside.desk.room.rates(now) {
+            self.metrics.drain_rate.with_label_values(&[model]).set(rate);
         }
     }
 
@@ -154,6 +158,10 @@ impl Admission {
         let (outcome, error) = match refusal {
             Refusal::Full(retry_after) => ("full", Error::Overloaded { retry_after }),
             Refusal::TenantFull(retry_after) => ("tenant_full", Error::Overloaded { retry_after }),
+            Refusal::PredictedTimeout(retry_after) => ("predicted_timeout", Error::Overloaded { retry_after }),
+            Refusal::PredictedTimeoutQueued(retry_after) => {
+                ("predicted_timeout_queued", Error::Overloaded { retry_after })
+            }
             Refusal::Displaced(retry_after) => ("displaced", Error::Overloaded { retry_after }),
             Refusal::InVain(retry_after) => ("in_vain", Error::Overloaded { retry_after }),
             Refusal::Late => ("late", Error::Late),

@@ -41,7 +41,7 @@ async fn wait(core: &Core, request: &Request) -> Result<(Placement, Permit), Err
                 // Its own booking must not stand in its way.
                 drop(placement);
                 placement = place(core, request, &[])?;
-                call = admission.again(&permit, asked(&bid, &placement));
+                call = admission.again(limits, &permit, asked(&bid, &placement));
             }
             Ok(Told::No(refusal)) => return Err(admission.refused(bid.priority, refusal)),
             Err(_) => return Err(Error::Unavailable("the router has stopped".to_owned())),

@@ -3,8 +3,8 @@
 use crate::policy::Policy;
 use crate::trust::Mode;
 use prometheus::{
-    Counter, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry,
-    core::Collector,
+    Counter, GaugeVec, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts,
+    Registry, core::Collector,
 };
 use worker::plane::WorkerId;
 
@@ -32,6 +32,7 @@ pub(crate) struct Metrics {
     pub(crate) desired: IntGaugeVec,
     pub(crate) flips: IntCounterVec,
     pub(crate) waiting_tokens: IntGaugeVec,
+    pub(crate) drain_rate: GaugeVec,
     pub(crate) admissions: IntCounterVec,
     pub(crate) wait_seconds: HistogramVec,
     pub(crate) probes: IntCounterVec,
@@ -61,6 +62,11 @@ impl Metrics {
         )
         // 1 ms to 65 s: nobody waits longer unless the configuration says so.
         .buckets(prometheus::exponential_buckets(1e-3, 2.0, 17)?);
+        let drain_rate = Opts::new(
+            "blockyard_router_drain_tokens_per_second",
+            "Tokens to be computed and generated of requests that leave the waiting room, per second, as last measured while \
+             requests waited, by model.",
+        );
         Ok(Self {
             requests: counters(
                 "blockyard_router_requests_total",
@@ -147,10 +153,12 @@ impl Metrics {
                 "Prompt tokens of requests that wait in the router, by priority.",
                 &["priority"],
             )?,
+            drain_rate: enter(registry, GaugeVec::new(drain_rate, &["model"]))?,
             admissions: counters(
                 "blockyard_router_admissions_total",
-                "Requests at the door, by priority and what became of them: straight, waited; refused: full, tenant_full, \
-                 displaced, in_vain, late; gone while they waited.",
+                "Requests at the door, by priority and what became of them: straight, waited; refused on arrival: full, \
+                 tenant_full, predicted_timeout; refused while they waited: displaced, predicted_timeout_queued, in_vain, \
+                 late; gone while they waited.",
                 &["priority", "outcome"],
             )?,
             wait_seconds: enter(registry, HistogramVec::new(wait_seconds, &["priority"]))?,

@@ -50,7 +50,7 @@ fn card() -> ModelCard {
 }
 
 #[tokio::test(start_paused = true)]
-async fn whoever_finds_the_room_full_is_told_when_it_will_have_drained_at_the_rate_at_which_it_does() {
+async fn retry_after_says_when_the_queue_has_room() {
     let (roster, bus, registry) = (Arc::new(Roster::default()), Arc::new(Bus::default()), prometheus::Registry::new());
     let settings = toml::from_str("[admission]\nwaiting_tokens_max = 6600").unwrap();
     let router = Router::new(RouterId(1), roster.clone(), bus.clone(), settings, &registry).unwrap();
@@ -65,9 +65,9 @@ async fn whoever_finds_the_room_full_is_told_when_it_will_have_drained_at_the_ra
         bus.publish(Event { source: Source::Worker(id), epoch, body: EventBody::Load(load) });
         settle()
     };
-    // Each begins otherwise, and all are 500 tokens.
-    let ask = |kind: u32| {
-        let body = serde_json::json!({ "model": "tiny", "prompt": vec![kind; 500], "max_tokens": 1 });
+    // Each begins otherwise.
+    let ask = |kind: u32, tokens: usize| {
+        let body = serde_json::json!({ "model": "tiny", "prompt": vec![kind; tokens], "max_tokens": 1 });
         let request = HttpRequest::post("/v1/completions").header("content-type", "application/json");
         tokio::spawn(door.clone().oneshot(request.body(Body::from(body.to_string())).unwrap()))
     };
@@ -75,21 +75,23 @@ async fn whoever_finds_the_room_full_is_told_when_it_will_have_drained_at_the_ra
     report(2000).await;
     let mut waiting = Vec::new();
     for kind in 0..13 {
-        waiting.push(ask(kind));
+        waiting.push(ask(kind, 500));
         settle().await;
     }
-    tokio::time::sleep(Duration::from_secs(1)).await;
-    // There is room for four, and as many come in their place: 2,000 tokens in two seconds.
-    report(0).await;
-    for kind in 13..17 {
-        waiting.push(ask(kind));
-        settle().await;
+    // There is room for four, twice, and as many come in their place: 2,000 tokens in two seconds.
+    for first in [13, 17] {
+        tokio::time::sleep(Duration::from_secs(2) - Duration::from_millis(5)).await;
+        report(0).await;
+        for kind in first..first + 4 {
+            waiting.push(ask(kind, 500));
+            settle().await;
+        }
     }
-    tokio::time::sleep(Duration::from_secs(1)).await;
     assert!(waiting.iter().all(|asked| !asked.is_finished()), "nobody was refused");
-    let refused = ask(17).await.unwrap().unwrap();
+    // 6,500 tokens wait, and 3,900 must go before there is room for as many as these.
+    let refused = ask(21, 4000).await.unwrap().unwrap();
     assert_eq!(
         (refused.status(), &refused.headers()["retry-after"]),
-        (StatusCode::TOO_MANY_REQUESTS, &"7".parse().unwrap())
+        (StatusCode::TOO_MANY_REQUESTS, &"4".parse().unwrap())
     );
 }

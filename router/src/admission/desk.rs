@@ -2,7 +2,8 @@
 //! nothing is sent. The live door and a replay keep the same one.
 //!
 //! Those who wait for a worker that has left are placed anew, and so are some for whom that may pay: while another worker
-//! idles, or takes requests soon enough for a deadline that cannot be met where they wait.
+//! idles, or takes requests soon enough for a deadline that cannot be met where they wait. Requests that will not be served
+//! within the wait limit, by the drain rate as it is measured by then, are refused at the same moments.
 
 use super::bid::{Asked, Lane};
 use super::room::{Entry, Refusal, Room};
@@ -15,7 +16,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// Who waits, and when it was last looked at who could go elsewhere.
+/// Who waits, and when it was last looked at who could go elsewhere, and who waits for nothing.
 #[derive(Default)]
 pub(crate) struct Desk {
     pub(super) room: Room,
@@ -65,17 +66,19 @@ impl Desk {
         match self.room.enter(limits, asked.clone(), state.ok(), now) {
             Entry::Straight(number) => Ok(Entrance { number, waits: None, displaced: Vec::new() }),
             Entry::Waits { number, displaced } => {
-                let after = self.room.come_back(limits, asked);
-                let told = |number| (number, Told::No(Refusal::Displaced(after)));
-                Ok(Entrance { number, waits: Some(waits), displaced: displaced.into_iter().map(told).collect() })
+                let told = |(number, asked): (_, Asked)| {
+                    (number, Told::No(Refusal::Displaced(self.room.retry_after(limits, &asked, now))))
+                };
+                let displaced = displaced.into_iter().map(told).collect();
+                Ok(Entrance { number, waits: Some(waits), displaced })
             }
             Entry::Refused(refusal) => Err(refusal),
         }
     }
 
     /// One that was told to be placed anew is back.
-    pub(crate) fn again(&mut self, number: u64, asked: Asked, now: Instant) {
-        self.room.put(number, asked, now);
+    pub(crate) fn again(&mut self, limits: &Settings, number: u64, asked: Asked) {
+        self.room.put(limits, number, asked);
     }
 
     /// Something changed, or time has passed: what those who wait are told, in this order.
@@ -87,8 +90,16 @@ impl Desk {
         }
         while let Some((number, asked)) = self.room.overdue(now) {
             let late = asked.latest.is_some_and(|latest| latest < asked.tired);
-            let why = if late { Refusal::Late } else { Refusal::InVain(self.room.come_back(limits, &asked)) };
+            let why = if late { Refusal::Late } else { Refusal::InVain(self.room.retry_after(limits, &asked, now)) };
             told.push((number, Told::No(why)));
+        }
+        let is_due = self.looked.is_none_or(|at| at + LOOK_EVERY <= now);
+        if is_due {
+            self.looked = Some(now);
+            for (number, asked) in self.room.hopeless(now).into_iter().rev() {
+                let after = self.room.retry_after(limits, &asked, now);
+                told.push((number, Told::No(Refusal::PredictedTimeoutQueued(after))));
+            }
         }
         self.move_on(roster, now, &mut told);
         let mut known = HashMap::new();
@@ -98,7 +109,9 @@ impl Desk {
             known.clear();
             told.push((number, Told::Go));
         }
-        self.stir(roster, now, &mut told);
+        if is_due {
+            self.stir(roster, now, &mut told);
+        }
         told
     }
 
@@ -132,10 +145,6 @@ impl Desk {
     /// While a worker has nothing to do, as many as it could soon take are placed anew: perhaps with it. And while workers take
     /// requests, as many of those who would be in time with one of them, and are too late where they wait.
     fn stir(&mut self, roster: &Roster, now: Instant, told: &mut Vec<(u64, Told)>) {
-        if self.looked.is_some_and(|at| now < at + LOOK_EVERY) {
-            return;
-        }
-        self.looked = Some(now);
         for model in self.room.models() {
             let stale = |asked: &Asked| asked.model == model && asked.placed + LOOK_EVERY <= now;
             self.recall(self.room.some(idle(roster, &model, now), stale), told);

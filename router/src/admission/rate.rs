@@ -1,52 +1,68 @@
-//! How fast the waiting room drains: measured only while somebody waits, because what passes an empty room says nothing of
-//! what the fleet can do. Pure: the time is passed in.
+//! The rate at which requests leave the admission queue of one model. It is measured only while requests wait, because what
+//! passes an empty queue says nothing of what the workers can do. Pure: the time is passed in.
+//!
+//! A window begins and ends with a request that leaves, so that workers which free their places in bursts are measured over
+//! whole bursts. The rate is the ratio of two decayed sums, tokens and seconds; the first window already gives it unbiased.
 
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// Prompt tokens per second.
+/// A rate in tokens per second, and what it is measured from.
 #[derive(Clone, Copy, Default, Debug)]
 pub(crate) struct Rate {
-    per_second: Option<f64>,
-    /// The window that is being measured: since when, and how much.
-    window: Option<(Instant, u64)>,
+    /// Decayed sums over the windows that are complete.
+    tokens: f64,
+    seconds: f64,
+    requests: f64,
+    /// Length of the last complete window, in seconds.
+    last: f64,
+    window: Option<Window>,
 }
 
-/// Long enough for some prompts of a slow worker.
-const WINDOW: Duration = Duration::from_secs(2);
-/// How much a new window counts: the last five or so decide.
-const NEWEST: f64 = 0.2;
+/// A window that is being measured.
+#[derive(Clone, Copy, Debug)]
+struct Window {
+    since: Instant,
+    tokens: f64,
+    requests: f64,
+}
+
+/// Shortest window. Several requests of a slow worker leave in it, and a burst that comes to an unmeasured fleet is judged
+/// after it.
+const WINDOW: Duration = Duration::from_secs(1);
+/// What the sums keep when a window is added: the last ten or so decide.
+const DECAY: f64 = 0.9;
 
 impl Rate {
-    /// Somebody begins to wait, or does again.
-    pub(crate) fn begin(&mut self, now: Instant) {
-        self.window.get_or_insert((now, 0));
-    }
-
-    /// So many tokens went.
-    pub(crate) fn granted(&mut self, tokens: u64) {
-        if let Some((_, sum)) = &mut self.window {
-            *sum += tokens;
+    /// A request of this cost leaves the queue.
+    pub(crate) fn left(&mut self, cost: u64, now: Instant) {
+        if let Some(window) = self.window.filter(|window| now - window.since >= WINDOW) {
+            self.last = (now - window.since).as_secs_f64();
+            self.tokens = self.tokens * DECAY + window.tokens;
+            self.seconds = self.seconds * DECAY + self.last;
+            self.requests = self.requests * DECAY + window.requests;
+            self.window = None;
         }
+        let window = self.window.get_or_insert(Window { since: now, tokens: 0.0, requests: 0.0 });
+        window.tokens += cost as f64;
+        window.requests += 1.0;
     }
 
-    /// Time passes.
-    pub(crate) fn pass(&mut self, now: Instant) {
-        let Some((since, tokens)) = self.window.filter(|(since, _)| now - *since >= WINDOW) else { return };
-        let newest = tokens as f64 / (now - since).as_secs_f64();
-        self.per_second = Some(self.per_second.map_or(newest, |value| value + NEWEST * (newest - value)));
-        self.window = Some((now, 0));
-    }
-
-    /// Nobody waits any more. What was measured stands.
-    pub(crate) fn end(&mut self) {
+    /// No request waits. What was measured stands.
+    pub(crate) fn pause(&mut self) {
         self.window = None;
     }
 
-    /// How long it takes for so many tokens to go, if that is known.
-    pub(crate) fn seconds(&self, tokens: u64) -> Option<f64> {
-        // Nothing at all moved: then nobody can say.
-        self.per_second.filter(|rate| *rate > 0.0).map(|rate| tokens as f64 / rate)
+    /// Tokens per second; `None` before anything was measured. It declines while an open window lasts longer than the last one
+    /// did: the workers have slowed down or stopped.
+    pub(crate) fn per_second(&self, now: Instant) -> Option<f64> {
+        let open = self.window.map_or(0.0, |window| (now - window.since).as_secs_f64());
+        (self.tokens > 0.0).then(|| self.tokens / (self.seconds + (open - self.last).max(0.0)))
+    }
+
+    /// The relative standard error of the rate, about: what is measured from `n` requests is known to `1 / sqrt(n)`.
+    pub(crate) fn error(&self) -> f64 {
+        self.requests.max(1.0).sqrt().recip()
     }
 }
 
@@ -54,24 +70,53 @@ impl Rate {
 mod tests {
     use super::*;
 
-    #[tokio::test(start_paused = true)]
-    async fn it_is_measured_only_while_somebody_waits_and_forgets_slowly() {
+    fn at(start: Instant, seconds: f64) -> Instant {
+        start + Duration::from_secs_f64(seconds)
+    }
+
+    #[test]
+    fn rate_is_known_after_the_first_window() {
         let (mut rate, start) = (Rate::default(), Instant::now());
-        let at = |seconds| start + Duration::from_secs(seconds);
-        assert_eq!(rate.seconds(100), None);
-        rate.begin(start);
-        rate.granted(1000);
-        rate.pass(at(1));
-        assert_eq!(rate.seconds(100), None, "the window is not over");
-        rate.pass(at(2));
-        assert_eq!(rate.seconds(100), Some(0.2));
-        rate.end();
-        rate.granted(1_000_000);
-        rate.pass(at(1000));
-        assert_eq!(rate.seconds(100), Some(0.2), "an empty room says nothing");
-        rate.begin(at(1000));
-        rate.begin(at(1001));
-        rate.pass(at(1002));
-        assert_eq!(rate.seconds(100), Some(0.25), "a fifth slower, though somebody began to wait again");
+        for tenth in 0..10 {
+            rate.left(100, at(start, f64::from(tenth) / 10.0));
+            assert_eq!(rate.per_second(at(start, 0.95)), None);
+        }
+        rate.left(100, at(start, 1.0));
+        assert_eq!(rate.per_second(at(start, 1.0)), Some(1000.0));
+    }
+
+    #[test]
+    fn bursts_are_measured_over_whole_bursts() {
+        let (mut rate, start) = (Rate::default(), Instant::now());
+        for burst in 0..5 {
+            for request in 0..64 {
+                rate.left(10, at(start, f64::from(burst) * 6.0 + f64::from(request) / 1000.0));
+            }
+            let rates = [0.1, 3.0, 5.9].map(|later| rate.per_second(at(start, f64::from(burst) * 6.0 + later)));
+            let known = (burst > 0).then_some(640.0 / 6.0);
+            assert!(rates.iter().all(|rate| rate.map(f64::round) == known.map(f64::round)), "{rates:?}");
+        }
+    }
+
+    #[test]
+    fn rate_declines_when_nothing_leaves_any_more() {
+        let (mut rate, start) = (Rate::default(), Instant::now());
+        for second in 0..=10 {
+            rate.left(100, at(start, f64::from(second)));
+        }
+        let of = |seconds| rate.per_second(at(start, seconds)).unwrap();
+        assert!((of(10.0) - 100.0).abs() < 1e-9 && (of(11.0) - 100.0).abs() < 1e-9);
+        assert!(of(60.0) < 15.0, "{}", of(60.0));
+    }
+
+    #[test]
+    fn rate_stands_while_the_queue_is_empty() {
+        let (mut rate, start) = (Rate::default(), Instant::now());
+        rate.left(100, start);
+        rate.left(100, at(start, 2.0));
+        rate.pause();
+        assert_eq!(rate.per_second(at(start, 1000.0)), Some(50.0));
+        rate.left(100, at(start, 1000.0));
+        assert_eq!(rate.per_second(at(start, 1000.5)), Some(50.0));
     }
 }

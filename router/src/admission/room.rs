@@ -2,42 +2,48 @@
 //!
 //! - **Bounds** are in prompt tokens: of the room, of a tenant that waits, of a tenant that runs.
 //! - **Classes**: a higher priority goes first; but while a class waits, a tenth of what those above it are granted is put
-//!   down to its account, and when that pays for its next request, that one goes before them. So nobody starves.
+//!   down to its account, and when that pays for its next request, that one goes before them. The account of a class never
+//!   exceeds what waits in it. A tenth of the room is guaranteed to each lower class, too (`displace.rs`): else requests of
+//!   that class could not wait for their turn.
 //! - **Tenants** share a class by weight: next is the one that got the fewest tokens for its weight since it began to wait.
 //!   Tokens that are cached cost nothing. What nobody waited for is not counted.
 //! - **Deadlines**: of one tenant's requests the one that must start first does, of those that would be in time behind the queue that
 //!   their worker has; others then in the order of their arrival.
 //! - Nobody waits behind a request that waits for another worker, or whose tenant has reached its limit.
 //!
-//! When the room is full, a newcomer takes the place of a request of a lower class, or of a tenant that has more than its
-//! share of the room, the latest first.
+//! A request that would wait for too long at the measured drain rate is refused on arrival, or as soon as that is known.
 
+mod displace;
+
+use super::backlog::Backlogs;
 use super::bid::{Asked, Lane, Turn};
-use super::rate::Rate;
 use super::settings::Settings;
 use crate::load::Amount;
+use displace::Places;
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
-use worker::engine::Priority;
 use worker::plane::WorkerId;
 
-/// What a lower class gets of what those above it are granted: enough to move, too little to be felt.
-const SHARE: f64 = 0.1;
+/// What a lower class gets of what those above it are granted, and of the room: enough to move, too little to be felt.
+pub(super) const SHARE: f64 = 0.1;
+/// The part of the wait limit that a newcomer's estimated wait may take. The rest is for the error of the estimate: in a
+/// lasting overload every request that is let in waits for about as long as is allowed here.
+const EXPECTED_WAIT_MAX: f64 = 0.9;
 /// Tenants who want nothing now, and have got more than others who wait: so many are kept in mind, until they are caught up with.
 const AHEAD: usize = 512;
-/// Fewer seconds no client should come back in, and for more nobody can promise anything.
-const RETRY: (f64, f64) = (1.0, 60.0);
+/// In less time no client should come back, and beyond this an estimate is worth nothing.
+const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_mins(1));
 
 /// What becomes of a request at the door.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) enum Entry {
     /// It runs.
     Straight(u64),
     /// It waits; for it, others had to go.
-    Waits { number: u64, displaced: Vec<u64> },
+    Waits { number: u64, displaced: Vec<(u64, Asked)> },
     /// It does neither.
     Refused(Refusal),
 }
@@ -45,8 +51,12 @@ pub(crate) enum Entry {
 /// Why a request is refused.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Refusal {
-    /// The room is full, or would not be empty in time.
+    /// The room is full.
     Full(Duration),
+    /// It would wait for too long, by the measured drain rate.
+    PredictedTimeout(Duration),
+    /// It waits, and by the drain rate as it is measured now it would do so for too long.
+    PredictedTimeoutQueued(Duration),
     /// Its tenant has as much in the room as it may.
     TenantFull(Duration),
     /// Somebody else gets its place.
@@ -65,8 +75,8 @@ pub(crate) struct Room {
     /// When they wait no longer, and who.
     ends: BTreeSet<(Instant, u64)>,
     running: HashMap<u64, (Arc<str>, u64)>,
-    /// Those who are being placed anew, and their class: its accounts stay open.
-    recalled: HashMap<u64, Priority>,
+    /// Those who are being placed anew: the accounts stay open for them.
+    recalled: HashSet<u64>,
     /// By priority, the least first.
     classes: [Class; 3],
     tenants: BTreeMap<Arc<str>, Tenant>,
@@ -76,14 +86,14 @@ pub(crate) struct Room {
     tokens: u64,
     /// What the tenant that went last had got for its weight; who begins to wait starts from here.
     clock: f64,
-    rate: Rate,
+    backlogs: Backlogs,
 }
 
 #[derive(Default)]
 struct Class {
-    tokens: u64,
     /// Tokens that it has to its account.
     credit: f64,
+    places: Places,
     flows: BTreeMap<Arc<str>, BTreeMap<Lane, BTreeSet<Turn>>>,
 }
 
@@ -93,6 +103,8 @@ struct Tenant {
     running: u64,
     /// Tokens got for its weight, since somebody waits.
     used: f64,
+    /// By priority: when there will be room beyond what its refused requests were told to come back for.
+    returning: [Option<Instant>; 3],
 }
 
 impl Room {
@@ -107,23 +119,22 @@ impl Room {
             self.run(self.last, asked.bid.tenant, asked.bid.tokens);
             return Entry::Straight(self.last);
         }
-        self.rate.pass(now);
-        let (ahead, of_tenant) = (self.ahead(limits, &asked), self.tenants.get(&asked.tenant).map_or(0, |t| t.waiting));
+        let of_tenant = self.tenants.get(&asked.tenant).map_or(0, |tenant| tenant.waiting);
         let most = limits.tenant(&asked.tenant).waiting_tokens_max;
         if of_tenant > 0 && most.is_some_and(|most| of_tenant + asked.tokens > most) {
-            return Entry::Refused(Refusal::TenantFull(self.retry_after(ahead)));
+            return Entry::Refused(Refusal::TenantFull(self.retry_after(limits, &asked, now)));
         }
-        if self.rate.seconds(ahead).is_some_and(|seconds| seconds > limits.wait_seconds_max) {
-            return Entry::Refused(Refusal::Full(self.retry_after(ahead)));
+        // Where nobody waits before it, it goes with the next turn, whatever others wait for.
+        let is_next = open.is_some() && asked.parts().all(|(worker, _)| !self.held.contains_key(&worker));
+        if !is_next && self.excess_wait(limits, &asked, now).is_some_and(|excess| excess > Duration::ZERO) {
+            return Entry::Refused(Refusal::PredictedTimeout(self.retry_after(limits, &asked, now)));
         }
         let Some(displaced) = self.displace(limits, &asked) else {
-            return Entry::Refused(Refusal::Full(self.retry_after(ahead)));
+            return Entry::Refused(Refusal::Full(self.retry_after(limits, &asked, now)));
         };
-        for number in &displaced {
-            self.take(*number);
-        }
+        let displaced = displaced.into_iter().filter_map(|number| Some((number, self.take(number)?))).collect();
         self.last += 1;
-        self.put(self.last, asked, now);
+        self.put(limits, self.last, asked);
         Entry::Waits { number: self.last, displaced }
     }
 
@@ -134,7 +145,6 @@ impl Room {
         now: Instant,
         mut open: impl FnMut(&Self, Lane) -> Option<Duration>,
     ) -> Option<u64> {
-        self.rate.pass(now);
         let firsts: [Option<u64>; 3] = std::array::from_fn(|class| self.first_of(class, limits, now, &mut open));
         let charge = |number: u64| self.waiting[&number].charge as f64;
         let paid = (0..2).find(|class| firsts[*class].is_some_and(|n| self.classes[*class].credit >= charge(n)));
@@ -144,16 +154,20 @@ impl Room {
         if paid.is_some() {
             self.classes[class].credit -= charge;
         }
-        for below in self.classes[..class].iter_mut().filter(|below| below.tokens > 0) {
-            below.credit += charge * SHARE;
+        for (below, Class { credit: account, .. }) in self.classes[..class].iter_mut().enumerate() {
+            let waiting = self.backlogs.cost(below) as f64;
+            // More than what waits it could not pay for; what was earned is kept though those who waited are displaced.
+            if waiting > 0.0 {
+                *account = (*account + charge * SHARE).min(waiting.max(*account));
+            }
         }
         let (weight, tenant) = (limits.tenant(&self.waiting[&number].tenant).weight, &self.waiting[&number].tenant);
         if let Some(tenant) = self.tenants.get_mut(tenant) {
             self.clock = self.clock.max(tenant.used);
             tenant.used += charge / weight;
         }
+        self.backlogs.granted(&self.waiting[&number], now);
         let asked = self.take(number)?;
-        self.rate.granted(asked.tokens);
         self.run(number, asked.bid.tenant, asked.bid.tokens);
         Some(number)
     }
@@ -180,7 +194,7 @@ impl Room {
                 self.tenants.remove(&name);
             }
         }
-        if self.recalled.remove(&number).is_some() {
+        if self.recalled.remove(&number) {
             self.close_accounts();
         }
         waited
@@ -188,8 +202,10 @@ impl Room {
 
     /// A request that waits is to be placed anew: until then it is nowhere. Whether it did wait.
     pub(crate) fn recall(&mut self, number: u64) -> bool {
-        let Some(asked) = self.waiting.get(&number) else { return false };
-        self.recalled.insert(number, asked.priority);
+        if !self.waiting.contains_key(&number) {
+            return false;
+        }
+        self.recalled.insert(number);
         self.take(number).is_some()
     }
 
@@ -216,7 +232,7 @@ impl Room {
 
     /// Prompt tokens that wait, by priority.
     pub(crate) fn by_class(&self) -> [u64; 3] {
-        [0, 1, 2].map(|class: usize| self.classes[class].tokens)
+        [0, 1, 2].map(|class: usize| self.classes[class].places.tokens())
     }
 
     /// What those who wait have booked on a worker.
@@ -224,24 +240,50 @@ impl Room {
         self.held.get(&worker).copied().unwrap_or_default()
     }
 
-    /// When somebody who was refused, or waited in vain, should come back.
-    pub(crate) fn come_back(&self, limits: &Settings, asked: &Asked) -> Duration {
-        self.retry_after(self.ahead(limits, asked))
+    /// Takes those out that would wait for too long at the measured drain rate.
+    pub(crate) fn hopeless(&mut self, now: Instant) -> Vec<(u64, Asked)> {
+        let hopeless = self.backlogs.hopeless(now);
+        hopeless.into_iter().filter_map(|number| Some((number, self.take(number)?))).collect()
     }
 
-    /// Prompt tokens that go before a newcomer, about: of the classes above, and of its own what its tenant has there and
-    /// the others' shares of that time.
-    fn ahead(&self, limits: &Settings, asked: &Asked) -> u64 {
-        let class = asked.priority as usize;
-        let above: u64 = self.classes[class + 1..].iter().map(|class| class.tokens).sum();
-        let own = self.tenants.get(&asked.tenant).map_or(0, |tenant| tenant.waiting);
-        let weights: f64 = self.classes[class].flows.keys().map(|name| limits.tenant(name).weight).sum();
-        let shared = own as f64 * (weights / limits.tenant(&asked.tenant).weight).max(1.0);
-        above + (shared as u64).min(self.classes[class].tokens)
+    /// Measured drain rates in tokens per second, by model.
+    pub(crate) fn rates(&self, now: Instant) -> impl Iterator<Item = (&str, f64)> {
+        self.backlogs.rates(now)
     }
 
-    fn retry_after(&self, ahead: u64) -> Duration {
-        Duration::from_secs_f64(self.rate.seconds(ahead).unwrap_or(RETRY.0).clamp(RETRY.0, RETRY.1))
+    /// By how much the estimated wait of a newcomer exceeds what is allowed; `None` when nothing is measured.
+    fn excess_wait(&self, limits: &Settings, asked: &Asked, now: Instant) -> Option<Duration> {
+        let wait = self.backlogs.wait(asked, limits.tenant(&asked.tenant).weight, now)?;
+        Some(wait.saturating_sub(Duration::from_secs_f64(limits.wait_seconds_max * EXPECTED_WAIT_MAX)))
+    }
+
+    /// When a request that is refused should come back: the estimated time until the room has a place for it, and it would be
+    /// served in time; behind those of its tenant that were refused before it, so that not all come back for the same place.
+    pub(crate) fn retry_after(&mut self, limits: &Settings, asked: &Asked, now: Instant) -> Duration {
+        let tenant = limits.tenant(&asked.tenant);
+        // Bounds are in prompt tokens, rates in costs.
+        let each = self.cost() as f64 / self.tokens.max(1) as f64;
+        let of_tenant = self.tenants.get(&asked.tenant).map_or(0, |tenant| tenant.waiting);
+        let short = |waiting: u64, most: u64| (waiting + asked.tokens).saturating_sub(most) as f64 * each;
+        let most = tenant.waiting_tokens_max.unwrap_or(u64::MAX);
+        let room = self.backlogs.drain(short(self.tokens, limits.waiting_tokens_max), now);
+        let own = self.backlogs.turn(asked, tenant.weight, short(of_tenant, most), now);
+        let wait = self.excess_wait(limits, asked, now);
+        let Some(until) = [room, own, wait].into_iter().flatten().max() else { return RETRY.0 };
+        let mut at = now + until.min(RETRY.1);
+        if let Some(takes) = self.backlogs.turn(asked, tenant.weight, asked.charge as f64, now)
+            && let Some(known) = self.tenants.get_mut(&asked.tenant)
+        {
+            let returning = &mut known.returning[asked.priority as usize];
+            at = returning.map_or(at, |taken| taken.max(at)).min(now + RETRY.1);
+            *returning = Some(at + takes);
+        }
+        (at - now).max(RETRY.0)
+    }
+
+    /// Cost of all that wait.
+    fn cost(&self) -> u64 {
+        (0..self.classes.len()).map(|class| self.backlogs.cost(class)).sum()
     }
 
     /// A request larger than what its tenant may run still runs, alone.
@@ -277,45 +319,6 @@ impl Room {
         best.map(|(_, number)| number)
     }
 
-    /// Who must go so that a newcomer fits; `None` when it cannot be.
-    fn displace(&self, limits: &Settings, asked: &Asked) -> Option<Vec<u64>> {
-        let mut short = (self.tokens + asked.tokens).saturating_sub(limits.waiting_tokens_max);
-        let mut going = Vec::new();
-        // An empty room takes any one.
-        if short == 0 || self.waiting.is_empty() {
-            return Some(going);
-        }
-        let latest = |class: usize| self.waiting.iter().rev().filter(move |(_, one)| one.priority as usize == class);
-        for (number, lower) in (0..asked.priority as usize).flat_map(latest) {
-            going.push(*number);
-            short = short.saturating_sub(lower.tokens);
-            if short == 0 {
-                return Some(going);
-            }
-        }
-        let share = |name: &str, tokens: u64| tokens as f64 / limits.tenant(name).weight;
-        let mut left: BTreeMap<&str, u64> = BTreeMap::new();
-        for (_, one) in latest(asked.priority as usize) {
-            *left.entry(&one.tenant).or_default() += one.tokens;
-        }
-        let mine = share(&asked.tenant, left.remove(&*asked.tenant).unwrap_or(0) + asked.tokens);
-        let mut there: Vec<(&u64, &Asked)> = latest(asked.priority as usize).collect();
-        while short > 0 {
-            let (greediest, _) = left.iter().max_by(|a, b| share(a.0, *a.1).total_cmp(&share(b.0, *b.1)))?;
-            let greediest = *greediest;
-            let at = there.iter().position(|(_, one)| *one.tenant == *greediest)?;
-            let (number, one) = there.remove(at);
-            let rest = left.get_mut(greediest)?;
-            *rest -= one.tokens;
-            if share(greediest, *rest) < mine {
-                return None;
-            }
-            going.push(*number);
-            short = short.saturating_sub(one.tokens);
-        }
-        Some(going)
-    }
-
     fn run(&mut self, number: u64, tenant: Arc<str>, tokens: u64) {
         self.tenant(&tenant).running += tokens;
         self.running.insert(number, (tenant, tokens));
@@ -337,11 +340,8 @@ impl Room {
     }
 
     /// A request waits from now on; or again, if it was recalled: it has kept its number, and so its turn.
-    pub(crate) fn put(&mut self, number: u64, asked: Asked, now: Instant) {
-        if self.waiting.is_empty() {
-            self.rate.begin(now);
-        }
-        let (clock, again) = (self.clock, self.recalled.remove(&number).is_some());
+    pub(crate) fn put(&mut self, limits: &Settings, number: u64, asked: Asked) {
+        let (clock, again) = (self.clock, self.recalled.remove(&number));
         let tenant = self.tenant(&asked.tenant);
         if tenant.waiting == 0 && !again {
             tenant.used = tenant.used.max(clock);
@@ -351,8 +351,10 @@ impl Room {
         for (worker, held) in asked.parts() {
             self.held.entry(worker).or_default().add(held);
         }
+        let weight = limits.tenant(&asked.tenant).weight;
+        self.backlogs.add(number, &asked, weight);
         let class = &mut self.classes[asked.priority as usize];
-        class.tokens += asked.tokens;
+        class.places.add(number, &asked, weight);
         class.flows.entry(asked.tenant.clone()).or_default().entry(asked.lane).or_default().insert(asked.turn(number));
         self.ends.insert((asked.end(), number));
         self.waiting.insert(number, asked);
@@ -370,15 +372,21 @@ impl Room {
                 }
             }
         }
+        self.backlogs.remove(number, &asked);
         let class = &mut self.classes[asked.priority as usize];
-        class.tokens -= asked.tokens;
-        if let Some(lanes) = class.flows.get_mut(&asked.tenant) {
-            if let Some(turns) = lanes.get_mut(&asked.lane) {
-                turns.remove(&asked.turn(number));
+        class.places.remove(number, &asked);
+        // Only what is empty now is looked for: with many tenants a look at all of them for each request would be felt.
+        if let Some(lanes) = class.flows.get_mut(&asked.tenant)
+            && let Some(turns) = lanes.get_mut(&asked.lane)
+        {
+            turns.remove(&asked.turn(number));
+            if turns.is_empty() {
+                lanes.remove(&asked.lane);
             }
-            lanes.retain(|_, turns| !turns.is_empty());
+            if lanes.is_empty() {
+                class.flows.remove(&asked.tenant);
+            }
         }
-        class.flows.retain(|_, lanes| !lanes.is_empty());
         if let Some(tenant) = self.tenants.get_mut(&asked.tenant) {
             tenant.waiting -= asked.tokens;
         }
@@ -386,17 +394,11 @@ impl Room {
         Some(asked)
     }
 
-    /// Closes the accounts of classes that nobody waits in; and all, when nobody waits.
+    /// Closes the accounts when nobody waits.
     fn close_accounts(&mut self) {
-        let Self { classes, recalled, .. } = self;
-        for (priority, class) in classes.iter_mut().enumerate().filter(|(_, class)| class.flows.is_empty()) {
-            if recalled.values().all(|recalled| *recalled as usize != priority) {
-                class.credit = 0.0;
-            }
-        }
-        if self.waiting.is_empty() && recalled.is_empty() {
+        if self.waiting.is_empty() && self.recalled.is_empty() {
             self.clock = 0.0;
-            self.rate.end();
+            self.classes.iter_mut().for_each(|class| class.credit = 0.0);
             self.tenants.retain(|_, tenant| {
                 tenant.used = 0.0;
                 tenant.running > 0

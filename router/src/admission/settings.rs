@@ -10,7 +10,8 @@ pub struct Settings {
     /// Prompt tokens that may wait, all requests together. Default 4,194,304: 16 MiB of token ids beside bodies of about
     /// four times that, and more than a small fleet computes in the time that anybody waits.
     pub waiting_tokens_max: u64,
-    /// Seconds that a request may wait. Default 60: then proxies give up on an answer that has not begun.
+    /// Seconds that a request may wait. One that would wait for longer at the measured rate is refused on arrival. Default 60: then
+    /// proxies give up on an answer that has not begun.
     pub wait_seconds_max: f64,
     /// By tenant: its share and its limits; `"*"` is for those not named.
     pub tenants: BTreeMap<String, Tenant>,

@@ -213,6 +213,38 @@ async fn nobody_waits_for_longer_than_is_configured() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn overload_is_refused_when_the_rate_is_known() {
+    let yard = yard(Limits { wait_seconds_max: 10.0, ..Limits::default() });
+    let worker = full(&yard, 1).await;
+    let answers = join_all((0..40).map(|family| ask(&yard, request(family, 500, Terms::default())))).await;
+    // One goes each second: ten of the forty can be served in time.
+    for _ in 0..4 {
+        yard.report(&worker, Load { waiting_tokens: 1500, running: 1, ..Load::default() });
+        settle().await;
+        yard.report(&worker, Load { waiting_tokens: 2000, running: 1, ..Load::default() });
+        tokio::time::sleep(Duration::from_secs(1)).await;
+    }
+    let refused = answers.iter().filter(|answer| answer.is_finished()).count() - worker.requests();
+    assert!(refused >= 20, "{refused} of 36 are refused after four seconds");
+    assert_eq!(outcome(&yard, "normal", "predicted_timeout_queued"), refused as u64);
+    let before = Instant::now();
+    let Err(Error::Overloaded { retry_after }) = yard.answer(request(40, 500, Terms::default())).await else {
+        panic!("it is let in");
+    };
+    assert_eq!((before.elapsed(), outcome(&yard, "normal", "predicted_timeout")), (Duration::ZERO, 1));
+    assert!(retry_after > Duration::from_secs(1), "{retry_after:?}");
+    let rate = yard.router.core.metrics.drain_rate.with_label_values(&[crate::tests::fake::MODEL]).get();
+    assert!((400.0..600.0).contains(&rate), "{rate} tokens per second");
+    for _ in 0..9 {
+        yard.report(&worker, Load { waiting_tokens: 1500, running: 1, ..Load::default() });
+        settle().await;
+        yard.report(&worker, Load { waiting_tokens: 2000, running: 1, ..Load::default() });
+        tokio::time::sleep(Duration::from_secs(1)).await;
+    }
+    assert!(worker.requests() >= 9 && waiting(&yard) == 0, "{} are served", worker.requests());
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_worker_that_joins_idle_takes_those_who_wait_for_others_and_one_that_leaves_gives_them_back() {
     let yard = yard(Limits::default());
     let a = full(&yard, 1).await;

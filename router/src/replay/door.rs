@@ -46,8 +46,8 @@ impl Door {
     }
 
     /// One that was to be placed anew is back.
-    pub(super) fn again(&mut self, request: u32, permit: u64, asked: Asked, now: Instant) {
-        self.desk.again(permit, asked, now);
+    pub(super) fn again(&mut self, request: u32, permit: u64, asked: Asked) {
+        self.desk.again(&self.limits, permit, asked);
         self.waiting.insert(permit, request);
     }
 

@@ -224,7 +224,7 @@ impl Routing {
                 match self.place(now, arrived, request, &requests[request as usize], steps) {
                     Some(bidden) => {
                         if let Some(door) = &mut self.door {
-                            door.again(request, permit, bidden, now);
+                            door.again(request, permit, bidden);
                         }
                     }
                     None => steps.push(Step::Refused),

@@ -4,6 +4,9 @@ use super::*;
 use proptest::prelude::*;
 use worker::engine::Priority;
 
+mod overload;
+mod shares;
+
 /// A lane that takes what comes, at once.
 const OPEN: Option<Duration> = Some(Duration::ZERO);
 
@@ -47,9 +50,27 @@ fn with(priority: Priority, mut asked: Asked) -> Asked {
     asked
 }
 
+/// What became of a newcomer, with the numbers of those that had to go for it.
+#[derive(PartialEq, Debug)]
+enum Came {
+    Straight(u64),
+    Waits(u64, Vec<u64>),
+    Refused(Refusal),
+}
+
+fn enter(room: &mut Room, limits: &Settings, asked: Asked, open: Option<Duration>, now: Instant) -> Came {
+    match room.enter(limits, asked, open, now) {
+        Entry::Straight(number) => Came::Straight(number),
+        Entry::Waits { number, displaced } => {
+            Came::Waits(number, displaced.into_iter().map(|(number, _)| number).collect())
+        }
+        Entry::Refused(refusal) => Came::Refused(refusal),
+    }
+}
+
 fn wait(room: &mut Room, limits: &Settings, asked: Asked) -> u64 {
-    match room.enter(limits, asked, None, Instant::now()) {
-        Entry::Waits { number, displaced } if displaced.is_empty() => number,
+    match enter(room, limits, asked, None, Instant::now()) {
+        Came::Waits(number, displaced) if displaced.is_empty() => number,
         other => panic!("{other:?}"),
     }
 }
@@ -62,9 +83,12 @@ fn order(room: &mut Room, limits: &Settings) -> Vec<u64> {
 #[test]
 fn an_open_lane_before_an_empty_room_lets_straight_through_and_a_closed_one_does_not() {
     let (mut room, limits, now) = (Room::default(), limits(100), Instant::now());
-    assert_eq!(room.enter(&limits, asked("a", 1000), OPEN, now), Entry::Straight(1));
+    assert_eq!(enter(&mut room, &limits, asked("a", 1000), OPEN, now), Came::Straight(1));
     let first = wait(&mut room, &limits, asked("a", 1000));
-    assert_eq!(room.enter(&limits, asked("b", 1), OPEN, now), Entry::Refused(Refusal::Full(Duration::from_secs(1))));
+    assert_eq!(
+        enter(&mut room, &limits, asked("b", 1), OPEN, now),
+        Came::Refused(Refusal::Full(Duration::from_secs(1)))
+    );
     assert_eq!(order(&mut room, &limits), [first], "an empty room takes any one");
     room.leave(1);
     room.leave(first);
@@ -79,8 +103,8 @@ fn nobody_passes_those_who_wait_for_the_same_worker_and_nobody_waits_behind_thos
     let only_2 = |_: &Room, lane: Lane| (lane.decode == WorkerId(2)).then_some(Duration::ZERO);
     assert_eq!(room.turn(&limits, Instant::now(), only_2), Some(small));
     assert_eq!(room.turn(&limits, Instant::now(), only_2), None);
-    let entry = room.enter(&limits, on(1, "a", 1), OPEN, Instant::now());
-    assert!(matches!(entry, Entry::Waits { .. }), "{entry:?}");
+    let entry = enter(&mut room, &limits, on(1, "a", 1), OPEN, Instant::now());
+    assert!(matches!(entry, Came::Waits(..)), "{entry:?}");
     assert_eq!(order(&mut room, &limits)[0], huge);
 }
 
@@ -102,7 +126,7 @@ fn the_earlier_start_goes_first_but_not_before_another_tenants_turn() {
     let other = wait(&mut room, &limits, asked("b", 10));
     assert_eq!(order(&mut room, &limits), [sooner, other, later, never]);
     let past = Asked { latest: Some(now), ..asked("a", 10) };
-    assert_eq!(room.enter(&limits, past, OPEN, now), Entry::Refused(Refusal::Late));
+    assert_eq!(enter(&mut room, &limits, past, OPEN, now), Came::Refused(Refusal::Late));
 }
 
 #[test]
@@ -110,8 +134,8 @@ fn who_would_be_too_late_behind_the_queue_waits_for_it_to_get_shorter_and_lets_o
     let (mut room, limits, now) = (Room::default(), limits(u64::MAX), Instant::now());
     let by = |seconds| Asked { latest: Some(now + Duration::from_secs(seconds)), ..asked("a", 10) };
     let queue = |seconds| Some(Duration::from_secs(seconds));
-    assert!(matches!(room.enter(&limits, by(5), queue(5), now), Entry::Straight(_)));
-    let Entry::Waits { number: sooner, .. } = room.enter(&limits, by(5), queue(6), now) else { panic!("too late") };
+    assert!(matches!(enter(&mut room, &limits, by(5), queue(5), now), Came::Straight(_)));
+    let Came::Waits(sooner, _) = enter(&mut room, &limits, by(5), queue(6), now) else { panic!("too late") };
     assert_eq!(room.turn(&limits, now, |_, _| queue(6)), None);
     let later = wait(&mut room, &limits, by(9));
     assert_eq!(room.turn(&limits, now, |_, _| queue(6)), Some(later));
@@ -151,8 +175,8 @@ fn tenants_share_by_weight_and_nobody_saves_up_while_nobody_waits() {
     let mut room = Room::default();
     // What went straight through costs nothing.
     for _ in 0..50 {
-        let entry = room.enter(&limits, asked("heavy", 1000), OPEN, Instant::now());
-        assert!(matches!(entry, Entry::Straight(_)));
+        let entry = enter(&mut room, &limits, asked("heavy", 1000), OPEN, Instant::now());
+        assert!(matches!(entry, Came::Straight(_)));
     }
     let mut of = HashMap::new();
     for _ in 0..400 {
@@ -207,11 +231,11 @@ fn a_tenants_limits_hold_and_hold_nobody_else() {
     let tenant = Tenant { running_tokens_max: Some(100), waiting_tokens_max: Some(50), ..Tenant::default() };
     let limits = Settings { tenants: [("a".to_owned(), tenant)].into(), ..limits(u64::MAX) };
     let (mut room, now) = (Room::default(), Instant::now());
-    assert_eq!(room.enter(&limits, asked("a", 500), OPEN, now), Entry::Straight(1), "one alone may be too large");
-    let waits = room.enter(&limits, asked("a", 40), OPEN, now);
-    assert_eq!(waits, Entry::Waits { number: 2, displaced: vec![] });
-    let refused = room.enter(&limits, asked("a", 20), OPEN, now);
-    assert_eq!(refused, Entry::Refused(Refusal::TenantFull(Duration::from_secs(1))));
+    assert_eq!(enter(&mut room, &limits, asked("a", 500), OPEN, now), Came::Straight(1), "one alone may be too large");
+    let waits = enter(&mut room, &limits, asked("a", 40), OPEN, now);
+    assert_eq!(waits, Came::Waits(2, vec![]));
+    let refused = enter(&mut room, &limits, asked("a", 20), OPEN, now);
+    assert_eq!(refused, Came::Refused(Refusal::TenantFull(Duration::from_secs(1))));
     let other = wait(&mut room, &limits, asked("b", 1000));
     assert_eq!(order(&mut room, &limits), [other]);
     room.leave(1);
@@ -224,41 +248,15 @@ fn a_full_room_makes_place_for_a_higher_class_and_for_whoever_has_less_than_its_
     let low = wait(&mut room, &limits, with(Priority::Low, asked("a", 40)));
     let normal: Vec<u64> = (0..3).map(|_| wait(&mut room, &limits, asked("a", 20))).collect();
     let high = with(Priority::High, asked("a", 60));
-    let entry = room.enter(&limits, high, None, now);
-    assert_eq!(entry, Entry::Waits { number: 5, displaced: vec![low, normal[2]] }, "the lowest first, then the latest");
-    let refused = room.enter(&limits, asked("a", 20), None, now);
-    assert!(matches!(refused, Entry::Refused(Refusal::Full(_))), "not for more of the same: {refused:?}");
-    let fair = room.enter(&limits, asked("b", 20), None, now);
-    assert_eq!(fair, Entry::Waits { number: 6, displaced: vec![normal[1]] });
-    let greedy = room.enter(&limits, asked("b", 20), None, now);
-    assert!(matches!(greedy, Entry::Refused(Refusal::Full(_))), "they have as much: {greedy:?}");
+    let entry = enter(&mut room, &limits, high, None, now);
+    assert_eq!(entry, Came::Waits(5, vec![normal[2], low]), "of each class the latest");
+    let refused = enter(&mut room, &limits, asked("a", 20), None, now);
+    assert!(matches!(refused, Came::Refused(Refusal::Full(_))), "not for more of the same: {refused:?}");
+    let fair = enter(&mut room, &limits, asked("b", 20), None, now);
+    assert_eq!(fair, Came::Waits(6, vec![normal[1]]));
+    let greedy = enter(&mut room, &limits, asked("b", 20), None, now);
+    assert!(matches!(greedy, Came::Refused(Refusal::Full(_))), "they have as much: {greedy:?}");
     assert_eq!(room.tokens, 100);
-}
-
-#[test]
-fn retry_after_is_what_goes_before_at_the_measured_rate_within_a_second_and_a_minute() {
-    let (mut room, start) = (Room::default(), Instant::now());
-    let at = |seconds| start + Duration::from_secs(seconds);
-    let mut limits = limits(5000);
-    limits.wait_seconds_max = 1e9;
-    for _ in 0..50 {
-        room.enter(&limits, asked("a", 100), None, start);
-    }
-    for _ in 0..2 {
-        room.turn(&limits, at(1), |_, _| OPEN);
-    }
-    for _ in 0..2 {
-        room.enter(&limits, asked("a", 100), None, at(2));
-    }
-    // 200 tokens in two seconds; 5,000 wait.
-    let refused = room.enter(&limits, asked("a", 100), None, at(2));
-    assert_eq!(refused, Entry::Refused(Refusal::Full(Duration::from_secs(50))));
-    limits.wait_seconds_max = 49.0;
-    limits.waiting_tokens_max = u64::MAX;
-    let refused = room.enter(&limits, asked("a", 100), None, at(2));
-    assert_eq!(refused, Entry::Refused(Refusal::Full(Duration::from_secs(50))), "it would wait in vain");
-    let other = room.enter(&limits, asked("b", 100), None, at(2));
-    assert!(matches!(other, Entry::Waits { .. }), "who has nothing there waits its turn only: {other:?}");
 }
 
 /// One step of a random history.
@@ -288,7 +286,7 @@ fn those_are_placed_anew_first_who_have_not_been_for_the_longest() {
     let high = wait(&mut room, &limits, with(Priority::High, Asked { placed: later, ..asked("a", 100) }));
     assert_eq!(room.some(2, |_| true), [high, first]);
     room.recall(first);
-    room.put(first, Asked { placed: later, ..asked("a", 100) }, later);
+    room.put(&limits, first, Asked { placed: later, ..asked("a", 100) });
     assert_eq!(room.some(2, |_| true), [high, second]);
 }
 
@@ -303,7 +301,7 @@ fn who_is_placed_anew_keeps_what_others_have_got_before_it() {
     assert!(modest.into_iter().all(|number| room.recall(number)) && room.is_empty());
     assert!(greedy.into_iter().all(|number| room.leave(number).is_none()));
     for number in modest {
-        room.put(number, asked("a", 480), now);
+        room.put(&limits, number, asked("a", 480));
     }
     let more = [(); 3].map(|()| wait(&mut room, &limits, asked("b", 100)));
     assert_eq!(order(&mut room, &limits), [modest, more].concat(), "a thousand tokens went to the other");
@@ -332,13 +330,13 @@ proptest! {
                 Step::Enter { tenant, priority, tokens, worker, open } => {
                     let priority = [Priority::Low, Priority::Normal, Priority::High][priority as usize];
                     let asked = with(priority, on(worker, &tenant.to_string(), tokens));
-                    match room.enter(&limits, asked, open.then_some(Duration::ZERO), now) {
-                        Entry::Straight(number) => assert!(inside.insert(number)),
-                        Entry::Waits { number, displaced } => {
+                    match enter(&mut room, &limits, asked, open.then_some(Duration::ZERO), now) {
+                        Came::Straight(number) => assert!(inside.insert(number)),
+                        Came::Waits(number, displaced) => {
                             assert!(inside.insert(number));
                             assert!(displaced.iter().all(|number| inside.remove(number)));
                         }
-                        Entry::Refused(_) => {}
+                        Came::Refused(_) => {}
                     }
                 }
                 Step::Turn { open } => {
@@ -366,7 +364,7 @@ proptest! {
                     if let Some(number) = nth(n).filter(|number| room.waiting.contains_key(number)) {
                         let asked = Asked { lane: Lane { decode: WorkerId(worker), prefill: None }, ..room.waiting[&number].clone() };
                         assert!(room.recall(number));
-                        room.put(number, asked, now);
+                        room.put(&limits, number, asked);
                     }
                 }
             }
@@ -429,7 +427,7 @@ proptest! {
             assert!(room.recall(low));
             let other = wait(&mut room, &limits, with(Priority::High, asked("b", above)));
             room.leave(other);
-            room.put(low, again, Instant::now());
+            room.put(&limits, low, again);
             let number = room.turn(&limits, Instant::now(), |_, _| OPEN).unwrap();
             if number == low {
                 break;

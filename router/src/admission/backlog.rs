@@ -1,0 +1,186 @@
+//! How long requests wait in the admission queue: estimated from what waits before them and the measured drain rate of their
+//! model. Pure: values in, values out, and the time is passed in.
+//!
+//! Costs are in tokens to be computed and generated, as fairness counts them. The estimate for a class is the smaller of two:
+//! everything before it leaves at the full rate, or its own class alone leaves at the rate that is guaranteed to it.
+
+use super::bid::Asked;
+use super::rate::Rate;
+use super::room::SHARE;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::time::Instant;
+
+/// What waits, by model.
+#[derive(Default)]
+pub(super) struct Backlogs {
+    models: BTreeMap<Arc<str>, Backlog>,
+}
+
+/// What waits for one model, and the rate at which it drains.
+#[derive(Default)]
+struct Backlog {
+    rate: Rate,
+    /// By priority, the least first.
+    classes: [Class; 3],
+}
+
+#[derive(Default)]
+struct Class {
+    cost: u64,
+    /// Sum of the weights of its tenants.
+    weights: f64,
+    tenants: BTreeMap<Arc<str>, Tenant>,
+}
+
+/// One tenant's requests of a class.
+struct Tenant {
+    /// As configured when its first request came.
+    weight: f64,
+    cost: u64,
+    /// The part of `cost` that has a deadline: it goes first.
+    urgent: u64,
+    /// All that wait.
+    requests: usize,
+    /// Those without a deadline, in the order of their arrival: number, cost, and when they have waited for too long.
+    patient: BTreeSet<(u64, u64, Instant)>,
+}
+
+/// However slow: estimates beyond are of no use to anybody.
+const SECONDS_MAX: f64 = 1e6;
+
+impl Backlogs {
+    /// A request waits from now on, of a tenant with this weight.
+    pub(super) fn add(&mut self, number: u64, asked: &Asked, weight: f64) {
+        let backlog = self.models.entry(asked.model.clone()).or_default();
+        let class = &mut backlog.classes[asked.priority as usize];
+        class.cost += asked.charge;
+        let tenant = class.tenants.entry(asked.tenant.clone()).or_insert_with(|| {
+            class.weights += weight;
+            Tenant { weight, cost: 0, urgent: 0, requests: 0, patient: BTreeSet::new() }
+        });
+        tenant.requests += 1;
+        tenant.cost += asked.charge;
+        if asked.latest.is_some() {
+            tenant.urgent += asked.charge;
+        } else {
+            tenant.patient.insert((number, asked.charge, asked.tired));
+        }
+    }
+
+    /// A request waits no longer, whatever became of it.
+    pub(super) fn remove(&mut self, number: u64, asked: &Asked) {
+        let Some(backlog) = self.models.get_mut(&asked.model) else { return };
+        let class = &mut backlog.classes[asked.priority as usize];
+        let Some(tenant) = class.tenants.get_mut(&asked.tenant) else { return };
+        class.cost -= asked.charge;
+        tenant.requests -= 1;
+        tenant.cost -= asked.charge;
+        if asked.latest.is_some() {
+            tenant.urgent -= asked.charge;
+        } else {
+            tenant.patient.remove(&(number, asked.charge, asked.tired));
+        }
+        if tenant.requests == 0 {
+            class.weights -= tenant.weight;
+            class.tenants.remove(&asked.tenant);
+        }
+        if class.tenants.is_empty() {
+            // No rounding error outlives its terms.
+            class.weights = 0.0;
+        }
+        if backlog.is_empty() {
+            backlog.rate.pause();
+        }
+    }
+
+    /// A request leaves the queue for its worker. Called before [`Self::remove`].
+    pub(super) fn granted(&mut self, asked: &Asked, now: Instant) {
+        if let Some(backlog) = self.models.get_mut(&asked.model) {
+            backlog.rate.left(asked.charge, now);
+        }
+    }
+
+    /// Cost of all requests of a class that wait, whatever their model.
+    pub(super) fn cost(&self, class: usize) -> u64 {
+        self.models.values().map(|backlog| backlog.classes[class].cost).sum()
+    }
+
+    /// How long a newcomer would wait, if that is known.
+    pub(super) fn wait(&self, asked: &Asked, weight: f64, now: Instant) -> Option<Duration> {
+        let backlog = self.models.get(&asked.model)?;
+        let tenant = backlog.classes[asked.priority as usize].tenants.get(&asked.tenant);
+        let before = tenant.map_or(0, |tenant| if asked.latest.is_some() { tenant.urgent } else { tenant.cost });
+        let rate = backlog.rate.per_second(now)?;
+        Some(backlog.seconds(asked.priority as usize, weight, before, asked.charge, rate))
+    }
+
+    /// How long it takes until tokens of this cost have left the queue, whatever their model.
+    pub(super) fn drain(&self, cost: f64, now: Instant) -> Option<Duration> {
+        let waiting = self.models.values().filter(|backlog| !backlog.is_empty());
+        let rate: f64 = waiting.filter_map(|backlog| backlog.rate.per_second(now)).sum();
+        (rate > 0.0).then(|| seconds(cost / rate))
+    }
+
+    /// How long it takes until tokens of this cost have left the queue that are of the request's tenant, which shares its class
+    /// with others.
+    pub(super) fn turn(&self, asked: &Asked, weight: f64, cost: f64, now: Instant) -> Option<Duration> {
+        let backlog = self.models.get(&asked.model)?;
+        let weights = backlog.classes[asked.priority as usize].weights;
+        Some(seconds(cost * (weights / weight).max(1.0) / backlog.rate.per_second(now)?))
+    }
+
+    /// Requests that will not go before they have waited for too long, even if the rate is as much better than measured as its
+    /// error allows: of each tenant the latest. A request with a deadline goes before those, and ends by itself.
+    pub(super) fn hopeless(&self, now: Instant) -> Vec<u64> {
+        let mut found = Vec::new();
+        for backlog in self.models.values() {
+            let Some(rate) = backlog.rate.per_second(now) else { continue };
+            let rate = rate * (1.0 + backlog.rate.error());
+            for (priority, class) in backlog.classes.iter().enumerate() {
+                for tenant in class.tenants.values() {
+                    let mut before = tenant.cost;
+                    for (number, cost, tired) in tenant.patient.iter().rev() {
+                        before -= cost;
+                        if now + backlog.seconds(priority, tenant.weight, before, *cost, rate) <= *tired {
+                            break;
+                        }
+                        found.push(*number);
+                    }
+                }
+            }
+        }
+        found
+    }
+
+    /// Measured rates in tokens per second, of models for which requests wait.
+    pub(super) fn rates(&self, now: Instant) -> impl Iterator<Item = (&str, f64)> {
+        let waiting = self.models.iter().filter(|(_, backlog)| !backlog.is_empty());
+        waiting.filter_map(move |(model, backlog)| Some((&**model, backlog.rate.per_second(now)?)))
+    }
+}
+
+impl Backlog {
+    fn is_empty(&self) -> bool {
+        self.classes.iter().all(|class| class.tenants.is_empty())
+    }
+
+    /// How long a request of this cost waits behind so much of its own tenant.
+    fn seconds(&self, class: usize, weight: f64, before: u64, cost: u64, rate: f64) -> Duration {
+        let above: u64 = self.classes[class + 1..].iter().map(|class| class.cost).sum();
+        let own = &self.classes[class];
+        // The other tenants of the class get their shares of that time.
+        let before = (before as f64 * (own.weights / weight).max(1.0)).min(own.cost as f64);
+        let below = self.classes[..class].iter().filter(|class| class.cost > 0).count();
+        // What the classes above it and it share: each class below gets its share of what those above it get.
+        let rate = rate / (1.0 + SHARE).powi(below as i32);
+        let all = (above as f64 + before) / rate;
+        let guaranteed = (before + cost as f64) / (rate * SHARE / (1.0 + SHARE));
+        seconds(if above > 0 { all.min(guaranteed) } else { all })
+    }
+}
+
+fn seconds(seconds: f64) -> Duration {
+    Duration::from_secs_f64(seconds.clamp(0.0, SECONDS_MAX))
+}

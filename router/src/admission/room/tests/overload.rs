@@ -1,0 +1,146 @@
+//! More comes than can be served: refusals by the measured drain rate, `Retry-After`, and the work of displacing.
+
+use super::*;
+
+fn at(start: Instant, seconds: f64) -> Instant {
+    start + Duration::from_secs_f64(seconds)
+}
+
+/// A room with 47 requests of 100 tokens, of a tenant `a`, that is known to drain 100 tokens per second.
+fn measured(start: Instant) -> Room {
+    let mut room = Room::default();
+    for _ in 0..50 {
+        wait(&mut room, &limits(u64::MAX), asked("a", 100));
+    }
+    for seconds in [0.0, 0.0, 2.0] {
+        room.turn(&limits(u64::MAX), at(start, seconds), |_, _| OPEN).unwrap();
+    }
+    room
+}
+
+#[test]
+fn retry_after_is_the_time_until_the_room_has_a_place() {
+    let start = Instant::now();
+    let (mut room, now) = (measured(start), at(start, 2.0));
+    let limits = Settings { wait_seconds_max: 1000.0, ..limits(5000) };
+    for _ in 0..3 {
+        assert!(matches!(enter(&mut room, &limits, asked("a", 100), None, now), Came::Waits(..)));
+    }
+    let mut refused = |tokens| match enter(&mut room, &limits, asked("a", tokens), None, now) {
+        Came::Refused(Refusal::Full(after)) => after.as_secs_f64(),
+        other => panic!("{other:?}"),
+    };
+    assert_eq!([refused(300), refused(100)], [3.0, 6.0], "the second comes for the place after the first");
+    assert_eq!(
+        (0..100).map(|_| refused(100)).fold(0.0, f64::max),
+        60.0,
+        "an estimate beyond a minute is worth nothing"
+    );
+}
+
+#[test]
+fn retry_after_an_unknown_rate_is_a_second() {
+    let (mut room, limits, now) = (Room::default(), limits(100), Instant::now());
+    wait(&mut room, &limits, asked("a", 100));
+    let refused = enter(&mut room, &limits, asked("a", 100), None, now);
+    assert_eq!(refused, Came::Refused(Refusal::Full(Duration::from_secs(1))));
+}
+
+#[test]
+fn predicted_timeout_is_refused_on_arrival() {
+    let start = Instant::now();
+    let (mut room, now) = (measured(start), at(start, 2.0));
+    let limits = Settings { wait_seconds_max: 50.0, ..limits(u64::MAX) };
+    // 4,700 tokens wait; the last newcomer that is let in has 4,500 before it, nine tenths of what drains in time.
+    let refused = enter(&mut room, &limits, asked("a", 100), None, now);
+    assert_eq!(refused, Came::Refused(Refusal::PredictedTimeout(Duration::from_secs(2))));
+    let high = with(Priority::High, asked("a", 100));
+    assert!(matches!(enter(&mut room, &limits, high, None, now), Came::Waits(..)), "nothing is before it");
+    let other = enter(&mut room, &limits, asked("b", 100), None, now);
+    assert!(matches!(other, Came::Waits(..)), "a tenant without requests waits only for its turn: {other:?}");
+    let elsewhere = enter(&mut room, &limits, on(2, "a", 100), OPEN, now);
+    assert!(matches!(elsewhere, Came::Waits(..)), "its worker takes it with the next turn: {elsewhere:?}");
+}
+
+#[test]
+fn low_class_waits_by_its_guaranteed_rate() {
+    let start = Instant::now();
+    let (mut room, now) = (measured(start), at(start, 2.0));
+    let limits = Settings { wait_seconds_max: 40.0, ..limits(u64::MAX) };
+    let low = |tokens| with(Priority::Low, asked("c", tokens));
+    // Behind 47 s of others, but a tenth of those are its own: 300 tokens in 33 s.
+    assert!(matches!(enter(&mut room, &limits, low(300), None, now), Came::Waits(..)));
+    let refused = enter(&mut room, &limits, low(100), None, now);
+    assert!(matches!(refused, Came::Refused(Refusal::PredictedTimeout(_))), "{refused:?}");
+}
+
+#[test]
+fn models_are_measured_apart() {
+    let start = Instant::now();
+    let (mut room, now) = (measured(start), at(start, 2.0));
+    let limits = Settings { wait_seconds_max: 20.0, ..limits(u64::MAX) };
+    let mut other = on(2, "a", 100);
+    other.bid.model = "other".into();
+    assert!(matches!(enter(&mut room, &limits, other, None, now), Came::Waits(..)), "of it nothing is known");
+    let refused = enter(&mut room, &limits, asked("a", 100), None, now);
+    assert!(matches!(refused, Came::Refused(Refusal::PredictedTimeout(_))), "{refused:?}");
+}
+
+/// A burst that comes before anything is measured: those that cannot be served are refused soon, not at the wait limit.
+#[test]
+fn burst_is_refused_once_the_rate_is_measured() {
+    let (mut room, start) = (Room::default(), Instant::now());
+    let limits = limits(u64::MAX);
+    let late = start + Duration::from_mins(1);
+    for _ in 0..1000 {
+        let mut one = asked("a", 100);
+        one.bid.tired = late;
+        wait(&mut room, &limits, one);
+    }
+    let (mut served, mut refused, mut timed_out) = (0, Vec::new(), 0);
+    for tick in 0..=240 {
+        let now = at(start, f64::from(tick) / 4.0);
+        while room.overdue(now).is_some() {
+            timed_out += 1;
+        }
+        refused.extend(room.hopeless(now).iter().map(|_| f64::from(tick) / 4.0));
+        // Ten per second.
+        for _ in 0..[3, 2, 3, 2][tick as usize % 4] {
+            served += u32::from(room.turn(&limits, now, |_, _| OPEN).is_some());
+        }
+    }
+    let soon = refused.iter().filter(|seconds| **seconds <= 5.0).count();
+    assert_eq!(served + timed_out + u32::try_from(refused.len()).unwrap(), 1000);
+    assert!(served >= 590 && soon >= 300 && timed_out <= 10, "{served} {soon} {timed_out}");
+}
+
+#[test]
+fn displaced_requests_are_found_without_a_search() {
+    let room_tokens = 10_000;
+    let (mut room, limits, now) = (Room::default(), limits(room_tokens), Instant::now());
+    let examined = |room: &Room| room.classes.iter().map(|class| class.places.examined.get()).sum::<usize>();
+    for nth in 0..room_tokens {
+        wait(&mut room, &limits, with(Priority::Low, asked(&(nth % 1000).to_string(), 1)));
+    }
+    let mut gone = 0;
+    for _ in 0..500 {
+        let high = with(Priority::High, asked("a", 16));
+        let Came::Waits(_, displaced) = enter(&mut room, &limits, high, None, now) else { panic!("it has its place") };
+        assert_eq!(displaced.len(), 16);
+        gone += 16;
+    }
+    assert!(examined(&room) <= gone + 500, "{} looks for {gone} of a lower class", examined(&room));
+
+    let mut room = Room::default();
+    for nth in 0..room_tokens {
+        wait(&mut room, &limits, asked(&(nth % 1000).to_string(), 1));
+    }
+    let mut gone = 0;
+    for nth in 0..1000 {
+        let fair = asked(&format!("new {nth}"), 4);
+        let Came::Waits(_, displaced) = enter(&mut room, &limits, fair, None, now) else { panic!("others have more") };
+        gone += displaced.len();
+    }
+    assert_eq!(gone, 4000);
+    assert!(examined(&room) <= 2 * gone, "{} looks for {gone} of other tenants", examined(&room));
+}

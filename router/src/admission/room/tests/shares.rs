@@ -1,0 +1,104 @@
+//! Long runs in virtual time: what each class gets of a fleet that is asked for more than it can do.
+
+use super::*;
+
+/// A worker that computes so many tokens per second, one request at a time.
+const SPEED: f64 = 1000.0;
+
+/// Splitmix64.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> f64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        ((z ^ (z >> 31)) >> 11) as f64 / (1u64 << 53) as f64
+    }
+}
+
+/// What comes: tokens per second by class, in requests of up to so many tokens, into a room of so many.
+#[derive(Clone, Debug)]
+struct Overload {
+    offered: [f64; 3],
+    size: u64,
+    room: u64,
+    tenants: u64,
+    seed: u64,
+}
+
+/// Tokens granted to each class, and the requests that waited in vain, over so many seconds.
+fn run(overload: &Overload, seconds: f64) -> ([u64; 3], usize) {
+    let limits = Settings { wait_seconds_max: 60.0, ..limits(overload.room) };
+    let (mut room, mut random, start) = (Room::default(), Random(overload.seed), Instant::now());
+    let at = |seconds| start + Duration::from_secs_f64(seconds);
+    let mut arrivals = [0.0_f64; 3];
+    let (mut served, mut timed_out, mut looked) = ([0; 3], 0, 0.0);
+    let (mut of, mut idle_at) = (HashMap::new(), 0.0);
+    let mean = overload.size.div_ceil(2) as f64;
+    loop {
+        let class = (0..3).min_by(|a, b| arrivals[*a].total_cmp(&arrivals[*b])).unwrap();
+        let now: f64 = arrivals[class];
+        if now > seconds {
+            return (served, timed_out);
+        }
+        while idle_at <= now {
+            timed_out += std::iter::from_fn(|| room.overdue(at(idle_at))).count();
+            if idle_at - looked >= 0.25 {
+                looked = idle_at;
+                room.hopeless(at(idle_at));
+            }
+            match room.turn(&limits, at(idle_at), |_, _| OPEN) {
+                Some(number) => {
+                    let (class, tokens): (usize, u64) = of[&number];
+                    served[class] += tokens;
+                    idle_at += tokens as f64 / SPEED;
+                    room.leave(number);
+                }
+                None => idle_at = now + 1e-6,
+            }
+        }
+        let priority = [Priority::Low, Priority::Normal, Priority::High][class];
+        let tokens = 1 + (random.next() * overload.size as f64) as u64;
+        let tenant = (random.next() * overload.tenants as f64) as u64;
+        let mut one = with(priority, asked(&tenant.to_string(), tokens));
+        one.bid.tired = at(now + limits.wait_seconds_max);
+        if let Entry::Waits { number, .. } = room.enter(&limits, one, None, at(now)) {
+            of.insert(number, (class, tokens));
+        }
+        arrivals[class] -= random.next().max(1e-9).ln() * mean / overload.offered[class];
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Every class is offered as much as the worker can do: the lower ones get a tenth of what those above them get.
+    #[test]
+    fn each_class_gets_its_share_of_a_full_room(
+        size in 20..1000u64,
+        places in 20..200u64,
+        tenants in 1..6u64,
+        seed: u64,
+    ) {
+        let overload = Overload { offered: [SPEED; 3], size, room: size * places, tenants, seed };
+        // About three thousand requests are served.
+        let seconds = 1500.0 * size as f64 / SPEED;
+        let ([low, normal, high], timed_out) = run(&overload, seconds);
+        let total = (low + normal + high) as f64;
+        prop_assert!(total >= 0.99 * seconds * SPEED, "the worker had nothing to do: {total}");
+        prop_assert!(low as f64 >= 0.095 * (normal + high) as f64, "{low} {normal} {high}");
+        prop_assert!(normal as f64 >= 0.095 * high as f64, "{low} {normal} {high}");
+        prop_assert!(high as f64 >= 0.8 * total, "{low} {normal} {high}");
+        prop_assert!(timed_out <= 10, "{timed_out} waited in vain");
+    }
+}
+
+/// The case that was reported: low and high, three times what can be done, and a room for forty requests.
+#[test]
+fn low_class_gets_a_tenth_at_three_times_capacity() {
+    let overload =
+        Overload { offered: [0.5 * SPEED, 1e-6, 2.5 * SPEED], size: 1500, room: 60_000, tenants: 1, seed: 7 };
+    let ([low, _, high], _) = run(&overload, 3000.0);
+    assert!(low as f64 >= 0.095 * high as f64, "{low} of low, {high} of high");
+}
