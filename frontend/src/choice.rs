@@ -79,6 +79,8 @@ pub(crate) struct Assembler {
     include_stop: bool,
     min_tokens: u32,
     generated: u32,
+    /// The text of one token: memory that is used again for the next.
+    text: String,
     /// How much text is decoded, held back or not.
     decoded: Position,
     /// How many bytes of it are certain.
@@ -98,6 +100,7 @@ impl Assembler {
             include_stop: controls.include_stop,
             min_tokens: controls.stop.min_tokens,
             generated: 0,
+            text: String::new(),
             decoded: Position::default(),
             certain: 0,
             pending: VecDeque::new(),
@@ -118,9 +121,9 @@ impl Assembler {
                 top: of.top.into_iter().map(|(rival, logprob)| (rival, logprob.max(UNLIKELY))).collect(),
                 at: self.decoded,
             }));
-            let mut decoded = String::new();
-            self.detokenizer.push(id, &mut decoded);
-            if self.take(&decoded, &mut piece.text) == Seen::Stop {
+            self.text.clear();
+            self.detokenizer.push(id, &mut self.text);
+            if self.take(&mut piece.text) == Seen::Stop {
                 piece.finish = Some(FinishReason::Stop);
                 self.release(&mut piece);
                 return piece;
@@ -139,13 +142,13 @@ impl Assembler {
         if let (Finish::StopToken(token), true) = (finish, self.include_stop) {
             rest.push_str(&String::from_utf8_lossy(self.vocabulary.bytes(token)));
         }
-        let mut tail = String::new();
-        self.detokenizer.finish(&mut tail);
+        self.text.clear();
+        self.detokenizer.finish(&mut self.text);
         piece.finish = Some(match finish {
             Finish::Stop | Finish::StopToken(_) => FinishReason::Stop,
             Finish::Length => FinishReason::Length,
         });
-        if self.take(&tail, &mut piece.text) == Seen::Stop {
+        if self.take(&mut piece.text) == Seen::Stop {
             piece.finish = Some(FinishReason::Stop);
             return self.release(piece);
         }
@@ -154,15 +157,16 @@ impl Assembler {
         piece.logprobs.extend(self.pending.drain(..));
     }
 
-    fn take(&mut self, decoded: &str, out: &mut String) -> Seen {
-        self.decoded.bytes += decoded.len();
-        self.decoded.chars += decoded.chars().count();
+    /// Takes the text of the last token.
+    fn take(&mut self, out: &mut String) -> Seen {
+        self.decoded.bytes += self.text.len();
+        self.decoded.chars += self.text.chars().count();
         if self.generated <= self.min_tokens {
             // A stop string may not end the text yet, so it is not looked for.
-            out.push_str(decoded);
+            out.push_str(&self.text);
             return Seen::Nothing;
         }
-        self.matcher.push(decoded, out)
+        self.matcher.push(&self.text, out)
     }
 
     /// Adds the log-probabilities of tokens whose text has begun to come out.

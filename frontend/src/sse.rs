@@ -16,8 +16,10 @@ use futures::{FutureExt, StreamExt, stream};
 use serde::Serialize;
 use std::convert::Infallible;
 use std::panic::AssertUnwindSafe;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
+use tokio::time::{Instant, Sleep, sleep};
 use tracing::Instrument;
 
 /// A long prefill sends nothing; proxies and clients give up on a silent connection after 30 to 60 s.
@@ -55,6 +57,10 @@ struct Stream<C> {
     ready: std::vec::IntoIter<Piece>,
     ticket: Arc<Ticket>,
     shutdown: Shutdown,
+    /// When something was written last, and a timer that fires no later than a comment is due. It is set anew when it fires,
+    /// not for each token.
+    written: Instant,
+    silence: Pin<Box<Sleep>>,
 }
 
 /// The response that streams a generation. `ready` are pieces that were taken from it already.
@@ -67,7 +73,15 @@ pub(crate) fn response(
 ) -> Response {
     ticket.stream_begins();
     let span = ticket.span.clone();
-    let stream = Stream { generation, chunks, ready: ready.into_iter(), ticket, shutdown };
+    let stream = Stream {
+        generation,
+        chunks,
+        ready: ready.into_iter(),
+        ticket,
+        shutdown,
+        written: Instant::now(),
+        silence: Box::pin(sleep(KEEP_ALIVE)),
+    };
     let step = move |stream: Option<Stream<_>>| {
         let step = async move {
             let mut stream = stream?;
@@ -105,7 +119,14 @@ impl<C: Chunks> Stream<C> {
                     biased;
                     next = self.generation.next() => next,
                     () = self.shutdown.cut() => Some(Err(Error::ShuttingDown)),
-                    () = tokio::time::sleep(KEEP_ALIVE) => {
+                    () = &mut self.silence => {
+                        let (now, due) = (Instant::now(), self.written + KEEP_ALIVE);
+                        if now < due {
+                            self.silence.as_mut().reset(due);
+                            continue;
+                        }
+                        self.written = now;
+                        self.silence.as_mut().reset(now + KEEP_ALIVE);
                         return Written { bytes: Bytes::from_static(b": keep-alive\n\n"), more: true };
                     }
                 }
@@ -123,6 +144,7 @@ impl<C: Chunks> Stream<C> {
             }
             // An item may hold back all of its text.
             if !events.0.is_empty() {
+                self.written = Instant::now();
                 return Written { bytes: events.0.into(), more: !over };
             }
         }

@@ -93,6 +93,24 @@ async fn silence_is_kept_alive_by_comments() {
     assert!(next(&mut body).await.contains(r#""content":"a""#));
 }
 
+#[tokio::test(start_paused = true)]
+async fn keep_alive_is_counted_from_the_last_write() {
+    let gate = Arc::new(Semaphore::new(0));
+    let wait = || Step::Wait(gate.clone());
+    let engine = Fake::saying(vec![first("a"), wait(), say("b"), wait(), last("c", Finish::Stop)]);
+    let response = engine.router().oneshot(chat(json!({ "stream": true }))).await.unwrap();
+    let mut body = response.into_body().into_data_stream();
+    while !next(&mut body).await.contains(r#""content":"a""#) {}
+    tokio::time::sleep(Duration::from_secs(8)).await;
+    gate.add_permits(1);
+    while !next(&mut body).await.contains(r#""content":"b""#) {}
+    let since = tokio::time::Instant::now();
+    for comments in 1..=2 {
+        assert_eq!(next(&mut body).await, ": keep-alive\n\n");
+        assert_eq!(since.elapsed(), Duration::from_secs(10 * comments));
+    }
+}
+
 #[tokio::test]
 async fn a_failure_on_the_way_is_an_event_and_the_end() {
     let failing = [Step::Fail(Error::Unavailable("worker gone".into())), Step::Panic];
