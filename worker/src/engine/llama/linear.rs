@@ -242,6 +242,20 @@ mod tests {
         }
     }
 
+    /// Blocks that were computed with one instruction set are used with another: both have the same bits.
+    #[test]
+    fn arithmetic_is_the_chain_whatever_the_instruction_set() {
+        let wave = |i: usize, step: usize| ((i * step) % 1009) as f32 / 1009.0 - 0.5;
+        let inputs = DEPTH + DEPTH / 2;
+        let mut want = Vec::new();
+        for (row, output) in (0..2).flat_map(|row| (0..PANEL).map(move |output| (row, output))) {
+            let weights: Vec<f32> = (0..inputs).map(|input| wave(input * PANEL + output, 389)).collect();
+            let x: Vec<f32> = (0..inputs).map(|input| wave(row * inputs + input, 577)).collect();
+            want.extend(chain(&weights, &x, is_fused()).to_le_bytes());
+        }
+        assert_eq!(arithmetic(), want);
+    }
+
     #[test]
     fn add_keeps_what_is_there() {
         let linear = Linear::new(Matrix { rows: 5, cols: 3, data: random(15, 4) });

@@ -61,15 +61,21 @@ pub(crate) struct Chunk<'a> {
 }
 
 /// Logits of the chunks that asked, in their order.
-pub(crate) struct Logits {
+pub(crate) struct Logits<'a> {
     vocabulary: usize,
-    data: Vec<f32>,
+    data: &'a mut [f32],
 }
 
-impl Logits {
+impl Logits<'_> {
     /// Of the `i`-th chunk that asked.
+    #[cfg(test)]
     pub(crate) fn row(&mut self, i: usize) -> &mut [f32] {
         &mut self.data[i * self.vocabulary..][..self.vocabulary]
+    }
+
+    /// Of each chunk that asked, for several threads.
+    pub(crate) fn rows(&mut self) -> rayon::slice::ChunksExactMut<'_, f32> {
+        self.data.par_chunks_exact_mut(self.vocabulary)
     }
 }
 
@@ -90,6 +96,8 @@ struct Scratch {
     gated: Vec<f32>,
     /// Cosines and sines of the position, `[head_dim]`.
     angles: Vec<f32>,
+    /// Logits, `[vocabulary]`, of the rows that asked.
+    logits: Vec<f32>,
 }
 
 /// Where a token stands in its sequence and in memory.
@@ -129,16 +137,22 @@ impl Model {
         Arena::new(&self.config, block_size, blocks, &self.identity)
     }
 
-    /// Computes the chunks, each of another sequence, and writes their KV. Blocks the calling thread.
-    pub(crate) fn forward(&self, chunks: &[Chunk<'_>], kv: &Arena) -> Logits {
+    /// Computes the chunks, each of another sequence, and writes their KV. What `then` makes of the logits it makes on the compute
+    /// threads. Blocks the calling thread.
+    pub(crate) fn forward<R: Send>(
+        &self,
+        chunks: &[Chunk<'_>],
+        kv: &Arena,
+        then: impl FnOnce(Logits<'_>) -> R + Send,
+    ) -> R {
         let scratch = || self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
         let mut taken = scratch().pop().unwrap_or_default();
-        let logits = self.pool.install(|| self.pass(chunks, kv, &mut taken));
+        let made = self.pool.install(|| then(self.pass(chunks, kv, &mut taken)));
         scratch().push(taken);
-        logits
+        made
     }
 
-    fn pass(&self, chunks: &[Chunk<'_>], kv: &Arena, scratch: &mut Scratch) -> Logits {
+    fn pass<'s>(&self, chunks: &[Chunk<'_>], kv: &Arena, scratch: &'s mut Scratch) -> Logits<'s> {
         let places: Vec<Place> = chunks.iter().flat_map(|chunk| chunk.places(kv.block_size())).collect();
         let all = spans(chunks);
         let asked: Vec<Span<'_>> =
@@ -169,12 +183,16 @@ impl Model {
     }
 
     /// Logits of the first `rows` rows of the stream.
-    fn logits(&self, rows: usize, scratch: &mut Scratch) -> Logits {
+    fn logits<'s>(&self, rows: usize, scratch: &'s mut Scratch) -> Logits<'s> {
         let vocabulary = self.config.vocabulary;
-        let mut data = vec![0.0; if rows == 0 { 0 } else { rows.max(2) * vocabulary }];
         self.normalize(rows, &self.norm, scratch);
-        self.head.as_ref().unwrap_or(&self.embed).apply(rows, &scratch.normed, &mut data);
-        Logits { vocabulary, data }
+        let Scratch { normed, logits, .. } = scratch;
+        if rows > 0 {
+            // Room for two, as products ask. Each value is written anew.
+            logits.resize(logits.len().max(rows.max(2) * vocabulary), 0.0);
+        }
+        self.head.as_ref().unwrap_or(&self.embed).apply(rows, normed, logits);
+        Logits { vocabulary, data: &mut logits[..rows * vocabulary] }
     }
 
     /// Norms the first `rows` rows of the stream.

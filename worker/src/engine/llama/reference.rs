@@ -47,8 +47,9 @@ fn difference(name: &str, amend: impl FnOnce(&mut Config)) -> f32 {
     for (position, expected) in reference.positions.iter().zip(reference.logits.chunks(card.vocabulary)) {
         let end = *position as usize + 1;
         let (tokens, table) = (&reference.tokens[start..end], &table[..end.div_ceil(card.block_size)]);
-        let mut logits = model.forward(&[Chunk { tokens, start, table, logits: true }], &arena);
-        worst = logits.row(0).iter().zip(expected).map(|(a, b)| (a - b).abs()).fold(worst, f32::max);
+        worst = model.forward(&[Chunk { tokens, start, table, logits: true }], &arena, |mut logits| {
+            logits.row(0).iter().zip(expected).map(|(a, b)| (a - b).abs()).fold(worst, f32::max)
+        });
         start = end;
     }
     worst / reference.logits.iter().fold(0.0, |largest: f32, logit| largest.max(logit.abs()))

@@ -5,6 +5,7 @@ use super::model::{Chunk, Model};
 use super::sampling::Sampler;
 use crate::engine::Logprobs;
 use kvbm::BlockId;
+use rayon::prelude::*;
 
 /// What one sequence brings to a step.
 pub(super) struct Part {
@@ -26,24 +27,60 @@ pub(super) struct Part {
 pub(super) type Done = Option<(Sampler, u32, Option<Logprobs>)>;
 
 /// Computes a step. Blocks for the time of it.
-pub(super) fn compute(model: &Model, arena: &Arena, parts: Vec<Part>) -> Vec<Done> {
+pub(super) fn compute(model: &Model, arena: &Arena, mut parts: Vec<Part>) -> Vec<Done> {
+    let asks: Vec<bool> = parts.iter().map(|part| part.sampler.is_some()).collect();
+    let choices: Vec<(Sampler, usize, Vec<u32>)> = parts
+        .iter_mut()
+        .filter_map(|part| Some((part.sampler.take()?, part.position, std::mem::take(&mut part.banned))))
+        .collect();
     let chunks: Vec<Chunk<'_>> = parts
         .iter()
-        .map(|part| Chunk {
-            tokens: &part.tokens,
-            start: part.start,
-            table: &part.table,
-            logits: part.sampler.is_some(),
-        })
+        .zip(&asks)
+        .map(|(part, asks)| Chunk { tokens: &part.tokens, start: part.start, table: &part.table, logits: *asks })
         .collect();
-    let mut logits = model.forward(&chunks, arena);
-    drop(chunks);
-    let mut row = 0;
-    let choose = |part: Part| {
-        let mut sampler = part.sampler?;
-        let (token, logprobs) = sampler.next(logits.row(row), part.position, &part.banned);
-        row += 1;
-        Some((sampler, token, logprobs))
-    };
-    parts.into_iter().map(choose).collect()
+    // Each row is sampled by itself, so the thread that does it changes nothing.
+    let chosen: Vec<(Sampler, u32, Option<Logprobs>)> = model.forward(&chunks, arena, |mut logits| {
+        let rows = choices.into_par_iter().zip(logits.rows());
+        rows.map(|((mut sampler, position, banned), row)| {
+            let (token, logprobs) = sampler.next(row, position, &banned);
+            (sampler, token, logprobs)
+        })
+        .collect()
+    });
+    let mut chosen = chosen.into_iter();
+    asks.into_iter().map(|asks| if asks { chosen.next() } else { None }).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::Sampling;
+    use crate::engine::llama::builtin::Builtin;
+    use crate::engine::llama::folder::Folder;
+
+    fn part(of: u32, seed: Option<u64>) -> Part {
+        let tokens = vec![of + 10; 20];
+        let sampling = Sampling { temperature: 1.0, top_p: 0.9, logprobs: Some(3), ..Sampling::default() };
+        let sampler = seed.map(|seed| Sampler::new(&sampling, seed, &tokens));
+        let table = vec![BlockId(2 * of), BlockId(2 * of + 1)];
+        Part { tokens, start: 0, table, sampler, position: 20, banned: vec![of] }
+    }
+
+    #[test]
+    fn sampled_tokens_do_not_depend_on_the_number_of_threads() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = Builtin::Tiny.ensure(folder.path(), &|_, _| ()).unwrap();
+        let run = |threads| {
+            let Folder { config, weights, .. } = Folder::open(&path, Some("tiny")).unwrap();
+            let model = Model::new(config, weights, threads);
+            let arena = model.arena(16, 64).unwrap();
+            // Every third only computes a part of its prompt.
+            let parts = (0..24).map(|of| part(of, (of % 3 != 0).then_some(u64::from(of)))).collect();
+            let done = compute(&model, &arena, parts);
+            done.into_iter().map(|done| done.map(|(_, token, logprobs)| (token, logprobs))).collect::<Vec<_>>()
+        };
+        let alone = run(1);
+        assert!(alone.iter().enumerate().all(|(of, done)| done.is_some() == (of % 3 != 0)));
+        assert_eq!(run(4), alone);
+    }
 }

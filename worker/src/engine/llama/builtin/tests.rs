@@ -130,10 +130,12 @@ fn greedy(model: &Model, prompt: &[u32], n: usize) -> Vec<u32> {
     let mut start = 0;
     while tokens.len() < prompt.len() + n {
         let chunk = Chunk { tokens: &tokens[start..], start, table: &table[..tokens.len().div_ceil(16)], logits: true };
-        let mut logits = model.forward(&[chunk], &arena);
-        let row = logits.row(0);
+        let next = model.forward(&[chunk], &arena, |mut logits| {
+            let row = logits.row(0);
+            (0..row.len()).max_by(|&a, &b| row[a].total_cmp(&row[b])).unwrap()
+        });
         start = tokens.len();
-        tokens.push((0..row.len()).max_by(|&a, &b| row[a].total_cmp(&row[b])).unwrap() as u32);
+        tokens.push(next as u32);
     }
     tokens.split_off(prompt.len())
 }

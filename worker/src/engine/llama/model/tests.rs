@@ -219,11 +219,13 @@ impl Machine {
                 logits: true,
             })
             .collect();
-        let mut logits = self.model.forward(&chunks, &self.arena);
+        let logits = self
+            .model
+            .forward(&chunks, &self.arena, |mut logits| (0..chunks.len()).map(|i| logits.row(i).to_vec()).collect());
         for (sequence, count) in work.iter_mut() {
             sequence.done += *count;
         }
-        (0..work.len()).map(|i| logits.row(i).to_vec()).collect()
+        logits
     }
 
     /// A sequence alone, in chunks; its last logits.
@@ -405,12 +407,48 @@ fn chunks_that_want_no_logits_get_none_and_still_write_their_blocks() {
     let (mut quiet, mut loud) = (a.sequence(tokens(40, &config, 1)), b.sequence(tokens(40, &config, 1)));
     let chunk = |range: Range<usize>, sequence: &'_ Sequence, logits| (range, sequence.table.clone(), logits);
     let (range, table, logits) = chunk(0..33, &quiet, false);
-    let none = a.model.forward(&[Chunk { tokens: &quiet.tokens[range], start: 0, table: &table, logits }], &a.arena);
-    assert!(none.data.is_empty());
+    let chunk = Chunk { tokens: &quiet.tokens[range], start: 0, table: &table, logits };
+    assert!(a.model.forward(&[chunk], &a.arena, |logits| logits.data.is_empty()));
     quiet.done = 33;
     b.step(&mut [(&mut loud, 33)]);
     assert!(a.bytes(&quiet) == b.bytes(&loud));
     assert_eq!(bits(&a.run(&mut quiet, 7)), bits(&b.run(&mut loud, 7)));
+}
+
+#[test]
+fn logits_reuse_one_buffer() {
+    let config = config(Family::Llama, 4, 2, 8);
+    let mut machine = Machine::new(&config, 2, 1, 16, 8);
+    let buffers = |machine: &Machine| {
+        let scratch = machine.model.scratch.lock().unwrap();
+        scratch.iter().map(|scratch| (scratch.logits.as_ptr(), scratch.logits.len())).collect::<Vec<_>>()
+    };
+    let mut sequence = machine.sequence(tokens(40, &config, 1));
+    machine.step(&mut [(&mut sequence, 20)]);
+    let first = buffers(&machine);
+    assert_eq!(first[0].1, 2 * config.vocabulary, "room for two rows");
+    machine.step(&mut [(&mut sequence, 20)]);
+    assert_eq!(buffers(&machine), first);
+}
+
+#[test]
+fn rows_of_logits_are_worked_on_by_several_threads() {
+    let config = config(Family::Llama, 4, 2, 8);
+    let mut machine = Machine::new(&config, 2, 2, 16, 8);
+    let (a, b) = (machine.sequence(tokens(16, &config, 1)), machine.sequence(tokens(16, &config, 2)));
+    let chunks = [&a, &b].map(|of| Chunk { tokens: &of.tokens, start: 0, table: &of.table, logits: true });
+    // Each of the two waits for the other; one after the other they never met.
+    let met = (Mutex::new(0), std::sync::Condvar::new());
+    let both: Vec<bool> = machine.model.forward(&chunks, &machine.arena, |mut logits| {
+        let meet = |_| {
+            *met.0.lock().unwrap() += 1;
+            met.1.notify_all();
+            let most = std::time::Duration::from_secs(60);
+            !met.1.wait_timeout_while(met.0.lock().unwrap(), most, |met| *met < 2).unwrap().1.timed_out()
+        };
+        logits.rows().map(meet).collect()
+    });
+    assert_eq!(both, [true, true]);
 }
 
 #[test]
