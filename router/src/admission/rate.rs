@@ -48,9 +48,11 @@ impl Rate {
         window.requests += 1.0;
     }
 
-    /// No request waits. What was measured stands.
+    /// No request waits. What was measured stands, but counts no more than one window: workers may come and go meanwhile.
     pub(crate) fn pause(&mut self) {
         self.window = None;
+        let keep = WINDOW.as_secs_f64() / self.seconds.max(WINDOW.as_secs_f64());
+        (self.tokens, self.seconds, self.requests) = (self.tokens * keep, self.seconds * keep, self.requests * keep);
     }
 
     /// Tokens per second; `None` before anything was measured. It declines while an open window lasts longer than the last one
@@ -118,5 +120,9 @@ mod tests {
         assert_eq!(rate.per_second(at(start, 1000.0)), Some(50.0));
         rate.left(100, at(start, 1000.0));
         assert_eq!(rate.per_second(at(start, 1000.5)), Some(50.0));
+        rate.left(900, at(start, 1000.5));
+        rate.left(100, at(start, 1001.0));
+        let rate = rate.per_second(at(start, 1001.0)).unwrap();
+        assert!(rate > 500.0, "{rate}: what was measured before the pause counts for no more than a window");
     }
 }

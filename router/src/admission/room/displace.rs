@@ -100,6 +100,7 @@ impl Places {
         let mut left: HashMap<&Arc<str>, (u64, _)> = HashMap::new();
         let mut untouched = self.by_share.iter().rev().filter(|(_, name)| *name != asked.tenant).peekable();
         while !going.is_enough() {
+            #[cfg(test)]
             self.examine();
             let next = untouched.peek().map(|(share, _)| *share);
             let name = match touched.peek() {
@@ -120,8 +121,8 @@ impl Places {
         }
     }
 
+    #[cfg(test)]
     fn examine(&self) {
-        #[cfg(test)]
         self.examined.set(self.examined.get() + 1);
     }
 }
@@ -145,6 +146,7 @@ impl<'a> Latest<'a> {
         while !going.is_enough()
             && let Some(&&(number, tokens)) = self.arrivals.peek()
         {
+            #[cfg(test)]
             self.places.examine();
             if !may(self.tokens, self.tokens - tokens, self.requests - 1) {
                 return;

@@ -180,6 +180,7 @@ impl Scheduler {
                 sequence.report.queued = sequence.accepted.elapsed();
             }
             self.running.push(sequence);
+            self.vitals.entered(!self.waiting.is_empty());
         }
     }
 
@@ -234,7 +235,8 @@ impl Scheduler {
     fn report(&self) {
         let blocks = self.running.iter().map(|sequence| sequence.blocks.len()).sum();
         self.vitals.set_running(self.running.len(), self.paused.len(), blocks);
-        self.metrics.set_sequences(self.running.len(), self.waiting.len(), self.paused.len());
+        // Those whose prompts are prepared wait as well.
+        self.metrics.set_sequences(self.running.len(), self.vitals.waiting(), self.paused.len());
         let load = self.vitals.load(&self.manager, self.runtime.block_bytes(), self.settings.sequences_max);
         self.load.send_if_modified(|last| {
             let changed = *last != load;

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::sync::Notify;
+use tokio::time::Instant;
 
 use crate::plane::{Load, OnboardSpeed};
 
@@ -68,10 +69,20 @@ impl Vitals {
         self.speed.lock().unwrap_or_else(PoisonError::into_inner).seconds_per_prompt_token()
     }
 
-    /// Time until a request that is accepted now likely gets its turn.
+    /// A request enters the batch, and others wait or not.
+    pub(super) fn entered(&self, others_wait: bool) {
+        let mut speed = self.speed.lock().unwrap_or_else(PoisonError::into_inner);
+        speed.entered(Instant::now(), others_wait);
+    }
+
+    /// Time until a request that is accepted now likely gets its turn: once the prompts before it are computed, and as many
+    /// sequences have left the batch as wait for a place in it.
     pub(super) fn drain_time(&self) -> Duration {
-        let waiting = self.waiting_tokens.load(Relaxed) as f64;
-        let seconds = self.seconds_per_prompt_token().map_or(1.0, |each| each * waiting);
+        let (tokens, requests) = (self.waiting_tokens.load(Relaxed) as f64, self.waiting() as f64);
+        let speed = self.speed.lock().unwrap_or_else(PoisonError::into_inner);
+        let prompts = speed.seconds_per_prompt_token().map(|each| each * tokens);
+        let places = speed.entry_interval.map(|each| each * requests);
+        let seconds = prompts.into_iter().chain(places).fold(1.0, f64::max);
         // Between a second, which no client should undercut, and a minute, beyond which nobody can promise.
         Duration::from_secs_f64(seconds.clamp(1.0, 60.0))
     }
@@ -146,6 +157,10 @@ struct Speed {
     prompt_tokens: f64,
     prompt_seconds: f64,
     decode_step: Option<f64>,
+    /// Seconds between requests that enter the batch, while others wait.
+    entry_interval: Option<f64>,
+    /// When the last one entered, if others waited then.
+    last_entry: Option<Instant>,
 }
 
 impl Speed {
@@ -163,6 +178,15 @@ impl Speed {
             self.prompt_tokens = self.prompt_tokens * keep + prompt_rows as f64;
             self.prompt_seconds = self.prompt_seconds * keep + seconds;
         }
+    }
+
+    fn entered(&mut self, now: Instant, others_wait: bool) {
+        if let Some(last) = self.last_entry {
+            let seconds = (now - last).as_secs_f64();
+            // A sixteenth: sequences leave in bursts.
+            self.entry_interval = Some(self.entry_interval.map_or(seconds, |old| old + (seconds - old) / 16.0));
+        }
+        self.last_entry = others_wait.then_some(now);
     }
 
     fn seconds_per_prompt_token(&self) -> Option<f64> {
@@ -185,6 +209,23 @@ mod tests {
         assert_eq!(vitals.waiting_tokens.load(Relaxed), 0);
         drop(waiting);
         assert_eq!((vitals.waiting_tokens.load(Relaxed), vitals.accepted.load(Relaxed)), (0, 0));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn drain_time_counts_places_in_the_batch() {
+        let vitals = Vitals::new();
+        let waiting: Vec<Waiting> = (0..20).map(|_| vitals.accept(1)).collect();
+        assert_eq!(vitals.drain_time(), Duration::from_secs(1), "nothing is measured yet");
+        for _ in 0..5 {
+            vitals.entered(true);
+            tokio::time::advance(Duration::from_secs(2)).await;
+        }
+        assert_eq!(vitals.drain_time(), Duration::from_secs(40), "twenty wait, and one goes every two seconds");
+        vitals.entered(false);
+        tokio::time::advance(Duration::from_hours(1)).await;
+        vitals.entered(true);
+        assert_eq!(vitals.drain_time(), Duration::from_secs(40), "without a queue nothing is measured");
+        drop(waiting);
     }
 
     #[test]

@@ -90,7 +90,8 @@ proptest! {
         prop_assert!(low as f64 >= 0.095 * (normal + high) as f64, "{low} {normal} {high}");
         prop_assert!(normal as f64 >= 0.095 * high as f64, "{low} {normal} {high}");
         prop_assert!(high as f64 >= 0.8 * total, "{low} {normal} {high}");
-        prop_assert!(timed_out <= 10, "{timed_out} waited in vain");
+        // One in a hundred of those that came.
+        prop_assert!(timed_out <= 90, "{timed_out} waited in vain");
     }
 }
 
