@@ -2,7 +2,8 @@
 //! model. Pure: values in, values out, and the time is passed in.
 //!
 //! Costs are in tokens to be computed and generated, as fairness counts them. The estimate for a class is the smaller of two:
-//! everything before it leaves at the full rate, or its own class alone leaves at the rate that is guaranteed to it.
+//! everything before it leaves at the rate that those leave who come meanwhile to the classes above (the wait in a queue with
+//! priorities, Cobham 1954), or its own class alone leaves at the rate that is guaranteed to it.
 
 use super::bid::Asked;
 use super::rate::Rate;
@@ -29,6 +30,7 @@ struct Backlog {
 #[derive(Default)]
 struct Class {
     cost: u64,
+    inflow: Inflow,
     /// Sum of the weights of its tenants.
     weights: f64,
     tenants: BTreeMap<Arc<str>, Tenant>,
@@ -47,15 +49,40 @@ struct Tenant {
     patient: BTreeSet<(u64, u64, Instant)>,
 }
 
+/// Cost per second that comes to a class, averaged over [`HORIZON`].
+#[derive(Default)]
+struct Inflow {
+    /// Decayed sum of costs, and the time of the last one.
+    sum: f64,
+    last: Option<Instant>,
+}
+
+/// Over how long an inflow is averaged: as long as most requests may wait, so that a burst is not taken for what is to come.
+const HORIZON: Duration = Duration::from_mins(1);
 /// However slow: estimates beyond are of no use to anybody.
 const SECONDS_MAX: f64 = 1e6;
 
+impl Inflow {
+    fn add(&mut self, cost: u64, now: Instant) {
+        self.sum = self.per_second(now) * HORIZON.as_secs_f64() + cost as f64;
+        self.last = Some(now);
+    }
+
+    fn per_second(&self, now: Instant) -> f64 {
+        let since = self.last.map_or(Duration::ZERO, |last| now.saturating_duration_since(last));
+        self.sum * (-since.div_duration_f64(HORIZON)).exp() / HORIZON.as_secs_f64()
+    }
+}
+
 impl Backlogs {
-    /// A request waits from now on, of a tenant with this weight.
-    pub(super) fn add(&mut self, number: u64, asked: &Asked, weight: f64) {
+    /// A request waits from now on, of a tenant with this weight; `again` if it did before.
+    pub(super) fn add(&mut self, number: u64, asked: &Asked, weight: f64, again: bool) {
         let backlog = self.models.entry(asked.model.clone()).or_default();
         let class = &mut backlog.classes[asked.priority as usize];
         class.cost += asked.charge;
+        if !again {
+            class.inflow.add(asked.charge, asked.placed);
+        }
         let tenant = class.tenants.entry(asked.tenant.clone()).or_insert_with(|| {
             class.weights += weight;
             Tenant { weight, cost: 0, urgent: 0, requests: 0, patient: BTreeSet::new() }
@@ -113,7 +140,7 @@ impl Backlogs {
         let tenant = backlog.classes[asked.priority as usize].tenants.get(&asked.tenant);
         let before = tenant.map_or(0, |tenant| if asked.latest.is_some() { tenant.urgent } else { tenant.cost });
         let rate = backlog.rate.per_second(now)?;
-        Some(backlog.seconds(asked.priority as usize, weight, before, asked.charge, rate))
+        Some(backlog.seconds(asked.priority as usize, weight, before, asked.charge, rate, now))
     }
 
     /// How long it takes until tokens of this cost have left the queue, whatever their model.
@@ -143,7 +170,7 @@ impl Backlogs {
                     let mut before = tenant.cost;
                     for (number, cost, tired) in tenant.patient.iter().rev() {
                         before -= cost;
-                        if now + backlog.seconds(priority, tenant.weight, before, *cost, rate) <= *tired {
+                        if now + backlog.seconds(priority, tenant.weight, before, *cost, rate, now) <= *tired {
                             break;
                         }
                         found.push(*number);
@@ -167,17 +194,19 @@ impl Backlog {
     }
 
     /// How long a request of this cost waits behind so much of its own tenant.
-    fn seconds(&self, class: usize, weight: f64, before: u64, cost: u64, rate: f64) -> Duration {
-        let above: u64 = self.classes[class + 1..].iter().map(|class| class.cost).sum();
+    fn seconds(&self, class: usize, weight: f64, before: u64, cost: u64, rate: f64, now: Instant) -> Duration {
         let own = &self.classes[class];
         // The other tenants of the class get their shares of that time.
         let before = (before as f64 * (own.weights / weight).max(1.0)).min(own.cost as f64);
+        // Each class below gets its share of what this one and those above it get.
         let below = self.classes[..class].iter().filter(|class| class.cost > 0).count();
-        // What the classes above it and it share: each class below gets its share of what those above it get.
         let rate = rate / (1.0 + SHARE).powi(below as i32);
-        let all = (above as f64 + before) / rate;
+        let above = &self.classes[class + 1..];
+        let waiting: u64 = above.iter().map(|class| class.cost).sum();
+        let free = rate - above.iter().map(|class| class.inflow.per_second(now)).sum::<f64>();
+        let all = if free > 0.0 { (waiting as f64 + before) / free } else { f64::INFINITY };
         let guaranteed = (before + cost as f64) / (rate * SHARE / (1.0 + SHARE));
-        seconds(if above > 0 { all.min(guaranteed) } else { all })
+        seconds(if above.is_empty() { all } else { all.min(guaranteed) })
     }
 }
 

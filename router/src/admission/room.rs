@@ -352,7 +352,7 @@ impl Room {
             self.held.entry(worker).or_default().add(held);
         }
         let weight = limits.tenant(&asked.tenant).weight;
-        self.backlogs.add(number, &asked, weight);
+        self.backlogs.add(number, &asked, weight, again);
         let class = &mut self.classes[asked.priority as usize];
         class.places.add(number, &asked, weight);
         class.flows.entry(asked.tenant.clone()).or_default().entry(asked.lane).or_default().insert(asked.turn(number));

@@ -129,6 +129,7 @@ impl Places {
 
 /// The requests of a class that are left, the latest first.
 struct Latest<'a> {
+    #[cfg(test)]
     places: &'a Places,
     tokens: u64,
     requests: usize,
@@ -138,7 +139,13 @@ struct Latest<'a> {
 impl<'a> Latest<'a> {
     fn of(places: &'a Places) -> Self {
         let arrivals = places.arrivals.iter().rev().peekable();
-        Self { places, tokens: places.tokens, requests: places.arrivals.len(), arrivals }
+        Self {
+            #[cfg(test)]
+            places,
+            tokens: places.tokens,
+            requests: places.arrivals.len(),
+            arrivals,
+        }
     }
 
     /// Takes one after another until the newcomer fits, while `may` of the tokens before and after, and the requests after.

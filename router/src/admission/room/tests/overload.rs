@@ -71,6 +71,20 @@ fn low_class_waits_by_its_guaranteed_rate() {
 }
 
 #[test]
+fn estimate_counts_what_comes_to_higher_classes() {
+    let (mut room, limits, start) = (Room::default(), limits(u64::MAX), Instant::now());
+    wait(&mut room, &limits, asked("a", 10_000));
+    for tenth in 0..1200 {
+        let now = at(start, f64::from(tenth) / 10.0);
+        wait(&mut room, &limits, with(Priority::High, Asked { placed: now, ..asked("b", 9) }));
+        room.turn(&limits, now, |_, _| OPEN).unwrap();
+    }
+    // Nothing of the higher class waits, but it takes nearly all of the 90 tokens per second.
+    let wait = room.backlogs.wait(&asked("a", 100), 1.0, at(start, 120.0)).unwrap();
+    assert!(wait > Duration::from_secs(500), "{wait:?} behind 10,000 tokens");
+}
+
+#[test]
 fn models_are_measured_apart() {
     let start = Instant::now();
     let (mut room, now) = (measured(start), at(start, 2.0));

