@@ -134,6 +134,7 @@ mod tests {
             tokenizer: "{}".into(),
             chat_template: None,
             special_tokens: vec![],
+            sampling: Default::default(),
             random_weights: true,
         };
         Banner {

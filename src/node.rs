@@ -117,6 +117,7 @@ impl Node {
         });
 
         let runtime = model::open(&config.model, &config.data_dir, threads, &machine).await?;
+        frontend::check_model(runtime.card());
         let needs = Needs {
             weights: runtime.weights_bytes(),
             context: (runtime.block_bytes() * runtime.card().context.div_ceil(runtime.card().block_size)) as u64,

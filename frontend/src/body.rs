@@ -6,7 +6,7 @@ use crate::error::Error;
 use crate::upload::is_too_slow;
 use axum::body::Body;
 use axum::http::HeaderMap;
-use axum::http::header::CONTENT_TYPE;
+use axum::http::header::{CONTENT_ENCODING, CONTENT_TYPE};
 use bytes::{Bytes, BytesMut};
 use futures::StreamExt;
 use std::sync::Arc;
@@ -62,6 +62,7 @@ pub(crate) struct Held {
 /// Reads a JSON body within the limits of `settings` into its share of `memory`.
 pub(crate) async fn read(headers: &HeaderMap, body: Body, settings: &Settings, memory: &Memory) -> Result<Held, Error> {
     content_type(headers)?;
+    content_encoding(headers)?;
     let mut share = Share { memory, held: None };
     let most = settings.body_bytes_max;
     let mut stream = body.into_data_stream();
@@ -81,6 +82,14 @@ pub(crate) async fn read(headers: &HeaderMap, body: Body, settings: &Settings, m
         collected.extend_from_slice(&chunk);
     }
     Ok(Held { bytes: collected.freeze(), share: share.held })
+}
+
+/// Bodies are read as they are: a compressed one could be a thousand times as large as its bytes.
+fn content_encoding(headers: &HeaderMap) -> Result<(), Error> {
+    let codings = headers.get_all(CONTENT_ENCODING).iter().map(|value| String::from_utf8_lossy(value.as_bytes()));
+    let compressed =
+        codings.map(|coding| coding.trim().to_ascii_lowercase()).find(|c| !matches!(&c[..], "" | "identity"));
+    compressed.map_or(Ok(()), |coding| Err(Error::ContentEncoding(coding)))
 }
 
 /// JSON under any name; under none; and under what `curl -d` says when it is told nothing.

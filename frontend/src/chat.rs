@@ -3,23 +3,26 @@
 mod messages;
 mod tools;
 
-use crate::choice::{FinishReason, Piece, TokenLogprobs};
-use crate::controls::{Controls, Delivery, TOP_LOGPROBS_MAX};
+use crate::choice::{FinishReason, Piece, StopReason, TokenLogprobs};
+use crate::controls::{Controls, StreamUsage, TOP_LOGPROBS_MAX};
 use crate::endpoint::{Choice, Endpoint, Envelope, Understood, fit, not_empty};
 use crate::error::Error;
 use crate::fields::Fields;
 use crate::generation::Generation;
+use crate::known::{self, Shape};
 use crate::model::Model;
+use crate::scores;
 use crate::sse::{Chunks, Events, UsageSlot};
 use crate::template::Conversation;
 use crate::vocabulary::Vocabulary;
 use async_openai::types::chat::{
     ChatChoice, ChatChoiceLogprobs, ChatCompletionResponseMessage, ChatCompletionTokenLogprob, CompletionUsage,
-    CreateChatCompletionResponse, FinishReason as Finish, Role, TopLogprobs,
+    FinishReason as Finish, Role, TopLogprobs,
 };
 use axum::Json;
 use axum::response::{IntoResponse, Response};
 use serde::Serialize;
+use serde_json::Value;
 use std::sync::Arc;
 use tokio_util::sync::CancellationToken;
 
@@ -28,14 +31,21 @@ pub(crate) struct Chat {
     envelope: Envelope,
     vocabulary: Arc<Vocabulary>,
     logprobs: bool,
-    /// Chunks have a usage.
-    usage: bool,
+    /// Of the prompt's tokens, how many alternatives each.
+    prompt_logprobs: Option<u8>,
+    /// The prompt, when the answer says something of it.
+    prompt: Option<Arc<[u32]>>,
+    /// The answer has tokens beside text.
+    token_ids: bool,
+    /// Which chunks have a usage.
+    usage: StreamUsage,
     /// The choices whose first chunk was written.
     begun: Vec<bool>,
 }
 
 impl Endpoint for Chat {
     const ID: &'static str = "chatcmpl-";
+    const PATH: &'static str = "/v1/chat/completions";
     const PROMPT: &'static str = "messages";
 
     fn understand(
@@ -47,48 +57,83 @@ impl Endpoint for Chat {
         let vocabulary = model.card.vocabulary;
         let older = fields.integer("max_tokens", 1..=i64::from(u32::MAX))?;
         let max_tokens = fields.integer("max_completion_tokens", 1..=i64::from(u32::MAX))?.or(older);
-        let mut controls = Controls::take(&mut fields, vocabulary, max_tokens)?;
+        let mut controls = Controls::take(&mut fields, vocabulary, model.sampling_defaults(), max_tokens)?;
         controls.sampling.logprobs = logprobs(&mut fields)?;
-        refuse_unsupported(&mut fields)?;
+        refuse_modalities(&mut fields)?;
 
         let special = fields.flag("add_special_tokens")?.unwrap_or(false);
-        let prompt = model.template()?.render(conversation(&mut fields)?)?;
-        let tokens: Arc<[u32]> = model.encode(Self::PROMPT, &prompt, special, gone)?.into();
+        let conversation = conversation(&mut fields)?;
+        let unknown = known::check(&mut fields, Shape::Chat)?;
+        let tokens: Arc<[u32]> = model.encode_chat(conversation, special, gone)?.into();
         not_empty(Self::PROMPT, &tokens)?;
         fit(Self::PROMPT, tokens.len(), &controls, model.card.context)?;
         let endpoint = Self {
             envelope,
             vocabulary: model.vocabulary.clone(),
             logprobs: controls.sampling.logprobs.is_some(),
-            usage: controls.delivery == Delivery::Stream { usage: true },
+            prompt_logprobs: controls.sampling.prompt_logprobs,
+            prompt: (controls.return_token_ids || controls.sampling.prompt_logprobs.is_some()).then(|| tokens.clone()),
+            token_ids: controls.return_token_ids,
+            usage: controls.delivery.usage(),
             begun: vec![false; controls.n as usize],
         };
-        Ok(Understood { prompts: vec![tokens], controls, endpoint })
+        Ok(Understood { prompts: vec![tokens], controls, unknown, endpoint })
     }
 
     fn whole(self, choices: Vec<Choice>, usage: CompletionUsage) -> Response {
-        let choice = |(index, choice): (usize, Choice)| ChatChoice {
-            index: index as u32,
-            message: ChatCompletionResponseMessage {
-                content: Some(choice.text),
-                role: Role::Assistant,
-                ..Default::default()
+        let prompt = self.prompt.as_deref().unwrap_or_default();
+        let scores = choices.first().map_or(&[][..], |first| &first.prompt_logprobs);
+        let prompt_logprobs = self.prompt_logprobs.map(|top| scores::by_id(&self.vocabulary, prompt, scores, top));
+        let choice = |(index, choice): (usize, Choice)| AnswerChoice {
+            choice: ChatChoice {
+                index: index as u32,
+                message: ChatCompletionResponseMessage {
+                    content: Some(choice.text),
+                    role: Role::Assistant,
+                    ..Default::default()
+                },
+                finish_reason: choice.finish.map(finish),
+                logprobs: self.logprobs.then(|| shown(&self.vocabulary, &choice.logprobs)),
             },
-            finish_reason: choice.finish.map(finish),
-            logprobs: self.logprobs.then(|| shown(&self.vocabulary, &choice.logprobs)),
+            stop_reason: choice.stop_reason,
+            token_ids: self.token_ids.then_some(choice.ids),
         };
-        let choices = choices.into_iter().enumerate().map(choice).collect();
-        Json(CreateChatCompletionResponse {
-            id: self.envelope.id,
-            object: "chat.completion".into(),
-            created: self.envelope.created as u32,
-            model: self.envelope.model,
-            choices,
-            usage: Some(usage),
-            ..Default::default()
+        Json(Answer {
+            id: &self.envelope.id,
+            object: "chat.completion",
+            created: self.envelope.created,
+            model: &self.envelope.model,
+            choices: choices.into_iter().enumerate().map(choice).collect(),
+            usage,
+            prompt_logprobs,
+            prompt_token_ids: self.token_ids.then_some(prompt),
         })
         .into_response()
     }
+}
+
+/// OpenAI's answer, and what vLLM adds to it.
+#[derive(Serialize)]
+struct Answer<'a> {
+    id: &'a str,
+    object: &'static str,
+    created: u64,
+    model: &'a str,
+    choices: Vec<AnswerChoice>,
+    usage: CompletionUsage,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_logprobs: Option<Value>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_token_ids: Option<&'a [u32]>,
+}
+
+#[derive(Serialize)]
+struct AnswerChoice {
+    #[serde(flatten)]
+    choice: ChatChoice,
+    stop_reason: Option<StopReason>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    token_ids: Option<Vec<u32>>,
 }
 
 /// A chunk, written without copying what it says.
@@ -101,6 +146,8 @@ struct Chunk<'a> {
     choices: &'a [ChunkChoice<'a>],
     #[serde(skip_serializing_if = "Option::is_none")]
     usage: Option<UsageSlot>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_token_ids: Option<&'a [u32]>,
 }
 
 #[derive(Serialize)]
@@ -109,6 +156,10 @@ struct ChunkChoice<'a> {
     delta: Delta<'a>,
     logprobs: Option<ChatChoiceLogprobs>,
     finish_reason: Option<Finish>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    stop_reason: Option<StopReason>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    token_ids: Option<&'a [u32]>,
 }
 
 #[derive(Serialize)]
@@ -122,31 +173,45 @@ struct Delta<'a> {
 impl Chat {
     fn chunk<'a>(&'a self, choices: &'a [ChunkChoice<'a>], usage: Option<UsageSlot>) -> Chunk<'a> {
         let Envelope { id, created, model } = &self.envelope;
-        Chunk { id, object: "chat.completion.chunk", created: *created, model, choices, usage }
+        let object = "chat.completion.chunk";
+        Chunk { id, object, created: *created, model, choices, usage, prompt_token_ids: None }
     }
 }
 
 impl Chunks for Chat {
-    fn piece(&mut self, piece: Piece, events: &mut Events) {
-        if piece.text.is_empty() && piece.logprobs.is_empty() && piece.finish.is_none() {
-            return;
-        }
-        // A choice's first delta names the role, and has a content, be it empty.
-        let first = !std::mem::replace(&mut self.begun[piece.choice], true);
-        let choice = ChunkChoice {
+    fn piece(&mut self, piece: Piece, usage: &CompletionUsage, events: &mut Events) {
+        let usage = || UsageSlot::of(self.usage, usage);
+        let empty = |role| ChunkChoice {
             index: piece.choice,
-            delta: Delta {
-                role: first.then_some(Role::Assistant),
-                content: (first || !piece.text.is_empty()).then_some(&piece.text),
-            },
-            logprobs: self.logprobs.then(|| shown(&self.vocabulary, &piece.logprobs)),
-            finish_reason: piece.finish.map(finish),
+            delta: Delta { role, content: role.map(|_| "") },
+            logprobs: None,
+            finish_reason: None,
+            stop_reason: None,
+            token_ids: None,
         };
-        events.push(&self.chunk(&[choice], self.usage.then_some(UsageSlot(None))));
+        // A choice's first delta names the role and says nothing.
+        if !self.begun[piece.choice] {
+            let prompt_token_ids = self.prompt.as_deref().filter(|_| self.token_ids && !self.begun.contains(&true));
+            let choices = [empty(Some(Role::Assistant))];
+            events.push(&Chunk { prompt_token_ids, ..self.chunk(&choices, usage()) });
+        }
+        let has_ids = self.token_ids && !piece.ids.is_empty();
+        if !piece.text.is_empty() || !piece.logprobs.is_empty() || piece.finish.is_some() || has_ids {
+            let choice = ChunkChoice {
+                delta: Delta { role: None, content: (!piece.text.is_empty()).then_some(&piece.text) },
+                logprobs: self.logprobs.then(|| shown(&self.vocabulary, &piece.logprobs)),
+                finish_reason: piece.finish.map(finish),
+                stop_reason: piece.stop_reason.clone(),
+                token_ids: self.token_ids.then_some(&piece.ids),
+                ..empty(None)
+            };
+            events.push(&self.chunk(&[choice], usage()));
+        }
+        self.begun[piece.choice] = true;
     }
 
     fn end(&mut self, generation: &Generation, events: &mut Events) {
-        if self.usage {
+        if self.usage != StreamUsage::Never {
             events.push(&self.chunk(&[], Some(UsageSlot(Some(generation.usage())))));
         }
     }
@@ -183,6 +248,12 @@ fn logprobs(fields: &mut Fields) -> Result<Option<u8>, Error> {
     Ok(wanted.then_some(top.unwrap_or(0) as u8))
 }
 
+/// The tokens of the conversation that a request to tokenize has.
+pub(crate) fn tokens(fields: &mut Fields, model: &Model, gone: &CancellationToken) -> Result<Vec<u32>, Error> {
+    let special = fields.flag("add_special_tokens")?.unwrap_or(false);
+    model.encode_chat(conversation(fields)?, special, gone)
+}
+
 fn conversation(fields: &mut Fields) -> Result<Conversation, Error> {
     let continue_last = fields.flag("continue_final_message")?.unwrap_or(false);
     let open_turn = fields.flag("add_generation_prompt")?.unwrap_or(!continue_last);
@@ -190,33 +261,25 @@ fn conversation(fields: &mut Fields) -> Result<Conversation, Error> {
         let message = "'continue_final_message' and 'add_generation_prompt' exclude each other.";
         return Err(Error::invalid("continue_final_message", "invalid_value", message));
     }
+    let mut variables = fields.object("chat_template_kwargs")?.map(Fields::rest).unwrap_or_default();
+    if let Some(effort) = fields.text("reasoning_effort")? {
+        variables.entry("reasoning_effort").or_insert(effort.into());
+    }
     Ok(Conversation {
         messages: messages::take(fields)?,
         tools: tools::take(fields)?,
         open_turn,
         continue_last,
-        variables: fields.object("chat_template_kwargs")?.map(Fields::rest).unwrap_or_default(),
+        variables,
     })
 }
 
-/// What would be wrong to ignore: the answer would not be what was asked for.
-fn refuse_unsupported(fields: &mut Fields) -> Result<(), Error> {
-    if let Some(mut format) = fields.object("response_format")?
-        && let Some(kind) = format.text("type")?.filter(|kind| kind != "text")
-    {
-        let message = format!("Unsupported value: 'response_format.type' '{kind}'. Supported here: 'text'.");
-        return Err(Error::unsupported("response_format", message));
-    }
+/// Text is the only modality.
+fn refuse_modalities(fields: &mut Fields) -> Result<(), Error> {
     for (i, modality) in fields.array("modalities")?.unwrap_or_default().iter().enumerate() {
         if modality != "text" {
             let message = format!("Unsupported value: 'modalities[{i}]' {modality}. Supported here: 'text'.");
             return Err(Error::unsupported(format!("modalities[{i}]"), message));
-        }
-    }
-    for name in ["audio", "functions", "function_call", "web_search_options"] {
-        if fields.raw(name).is_some() {
-            let message = format!("Unsupported parameter: '{name}' is not supported with this model.");
-            return Err(Error::invalid(name, "unsupported_parameter", message));
         }
     }
     Ok(())

@@ -8,9 +8,10 @@ use crate::stop::{Matcher, Seen};
 use crate::vocabulary::Vocabulary;
 use futures::StreamExt;
 use futures::stream::{self, BoxStream};
+use serde::Serialize;
 use std::collections::VecDeque;
 use std::sync::Arc;
-use worker::engine::{self, Finish, Output, OutputStream, PromptReport, Tokens};
+use worker::engine::{self, EndToken, Finish, Logprobs, Output, OutputStream, PromptReport, Tokens};
 
 /// Less likely than anything that is shown, in OpenAI's words; JSON has no infinity.
 const UNLIKELY: f32 = -9999.0;
@@ -22,12 +23,20 @@ pub(crate) struct Piece {
     pub(crate) choice: usize,
     /// Text that is certain now.
     pub(crate) text: String,
-    /// Tokens generated for this item, be their text in this piece, held back, or none.
+    /// Tokens generated for this item, be their text in this piece, held back, or none. The token that ended the choice counts.
     pub(crate) generated: u32,
+    /// These tokens, as far as the engine names them.
+    pub(crate) ids: Vec<u32>,
     /// Those that belong to text that is certain now, when asked for.
     pub(crate) logprobs: Vec<TokenLogprobs>,
     /// Set on a choice's last piece.
     pub(crate) finish: Option<FinishReason>,
+    /// What ended it, on a choice's last piece, when the request named it.
+    pub(crate) stop_reason: Option<StopReason>,
+    /// Of the token that ended the choice, when asked for. It has no text.
+    pub(crate) end_logprobs: Option<TokenLogprobs>,
+    /// Of the prompt's tokens from the second on, on a choice's first piece, when asked for.
+    pub(crate) prompt_logprobs: Vec<Logprobs>,
     /// What the prompt cost, on a choice's first piece.
     pub(crate) prompt: Option<PromptReport>,
     /// The router's decision, when asked for, on a choice's first piece.
@@ -51,6 +60,16 @@ impl FinishReason {
             Self::Length => "length",
         }
     }
+}
+
+/// What of the request's own ended a choice.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize)]
+#[serde(untagged)]
+pub(crate) enum StopReason {
+    /// A stop token.
+    Token(u32),
+    /// A stop string.
+    Text(String),
 }
 
 /// A token's log-probability and its rivals'.
@@ -109,35 +128,36 @@ impl Assembler {
 
     /// Takes one item. Whoever gets a piece with `finish` set pushes nothing more.
     pub(crate) fn push(&mut self, tokens: Tokens) -> Piece {
-        let Tokens { ids, logprobs, finish, prompt, explain } = tokens;
-        let mut piece = Piece { choice: self.choice, prompt, explain, ..Piece::default() };
+        let Tokens { ids, logprobs, finish, end, prompt_logprobs, prompt, explain } = tokens;
+        let mut piece = Piece { choice: self.choice, prompt, explain, prompt_logprobs, ..Piece::default() };
         let mut logprobs = logprobs.into_iter();
         for id in ids {
             piece.generated += 1;
+            piece.ids.push(id);
             self.generated += 1;
-            self.pending.extend(logprobs.next().map(|of| TokenLogprobs {
-                token: id,
-                logprob: of.chosen.max(UNLIKELY),
-                top: of.top.into_iter().map(|(rival, logprob)| (rival, logprob.max(UNLIKELY))).collect(),
-                at: self.decoded,
-            }));
+            self.pending.extend(logprobs.next().map(|of| TokenLogprobs::new(id, of, self.decoded)));
             self.text.clear();
             self.detokenizer.push(id, &mut self.text);
             if self.take(&mut piece.text) == Seen::Stop {
-                piece.finish = Some(FinishReason::Stop);
-                self.release(&mut piece);
+                self.stop_at_string(&mut piece);
                 return piece;
             }
         }
         match finish {
             None => self.release(&mut piece),
-            Some(finish) => self.end(finish, &mut piece),
+            Some(finish) => self.end(finish, end, &mut piece),
         }
         piece
     }
 
+    fn stop_at_string(&mut self, piece: &mut Piece) {
+        piece.finish = Some(FinishReason::Stop);
+        piece.stop_reason = self.matcher.found().map(|text| StopReason::Text(text.to_owned()));
+        self.release(piece);
+    }
+
     /// The engine ended the choice: nothing is held back any more.
-    fn end(&mut self, finish: Finish, piece: &mut Piece) {
+    fn end(&mut self, finish: Finish, end: Option<EndToken>, piece: &mut Piece) {
         let mut rest = String::new();
         if let (Finish::StopToken(token), true) = (finish, self.include_stop) {
             rest.push_str(&String::from_utf8_lossy(self.vocabulary.bytes(token)));
@@ -148,10 +168,18 @@ impl Assembler {
             Finish::Stop | Finish::StopToken(_) => FinishReason::Stop,
             Finish::Length => FinishReason::Length,
         });
-        if self.take(&mut piece.text) == Seen::Stop {
-            piece.finish = Some(FinishReason::Stop);
-            return self.release(piece);
+        if piece.finish == Some(FinishReason::Stop) {
+            piece.generated += 1;
+            self.generated += 1;
+            piece.ids.extend(end.as_ref().map(|end| end.id));
         }
+        if self.take(&mut piece.text) == Seen::Stop {
+            return self.stop_at_string(piece);
+        }
+        if let Finish::StopToken(token) = finish {
+            piece.stop_reason = Some(StopReason::Token(token));
+        }
+        piece.end_logprobs = end.and_then(|end| Some(TokenLogprobs::new(end.id, end.logprobs?, self.decoded)));
         self.matcher.finish(&mut piece.text);
         piece.text.push_str(&rest);
         piece.logprobs.extend(self.pending.drain(..));
@@ -175,6 +203,25 @@ impl Assembler {
         let ready = self.pending.iter().take_while(|of| of.at.bytes < self.certain).count();
         piece.logprobs.extend(self.pending.drain(..ready));
     }
+}
+
+impl TokenLogprobs {
+    /// Of a token whose text begins at `at`.
+    pub(crate) fn new(token: u32, of: Logprobs, at: Position) -> Self {
+        let top = of.top.into_iter().map(|(rival, logprob)| (rival, shown(logprob))).collect();
+        Self { token, logprob: shown(of.chosen), top, at }
+    }
+}
+
+/// The decimal that stands for a number in JSON: as a wider float it would be written with digits that the number in single
+/// precision does not have, and clients that compare the two would find them different.
+pub(crate) fn decimal(number: f32) -> f64 {
+    number.to_string().parse().unwrap_or(f64::from(number))
+}
+
+/// A log-probability as answers show it.
+pub(crate) fn shown(logprob: f32) -> f32 {
+    logprob.max(UNLIKELY)
 }
 
 /// The pieces of one choice, until it ends or fails. The engine's stream is dropped before the last piece is handed out.

@@ -2,11 +2,11 @@
 
 use crate::error::Error;
 use crate::fields::{Fields, integer, mistyped, number, too_long};
-use crate::{cache, urgency};
+use crate::{cache, known, urgency};
 use serde_json::Value;
 use std::sync::Arc;
 use std::time::Duration;
-use worker::engine::{Priority, Retention, Sampling, StopRule};
+use worker::engine::{Priority, Retention, Sampling, SamplingDefaults, StopRule};
 
 /// OpenAI's limit.
 pub(crate) const CHOICES_MAX: i64 = 128;
@@ -32,6 +32,10 @@ pub(crate) struct Controls {
     pub(crate) skip_special: bool,
     /// Choices per prompt.
     pub(crate) n: u32,
+    /// The answer has the tokens of prompt and output too.
+    pub(crate) return_token_ids: bool,
+    /// Only requests with the same salts share blocks.
+    pub(crate) cache_salts: Vec<String>,
     pub(crate) delivery: Delivery,
     /// Whose turn it is when not all can be served at once.
     pub(crate) priority: Priority,
@@ -48,24 +52,60 @@ pub(crate) struct Controls {
 pub(crate) enum Delivery {
     /// In one piece.
     Whole,
-    /// In pieces, the last of them with the usage when asked for.
+    /// In pieces.
     Stream {
-        /// Whether it was asked for.
-        usage: bool,
+        /// Which of them have a usage.
+        usage: StreamUsage,
     },
 }
 
+/// Which pieces of a stream have a usage.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum StreamUsage {
+    /// None.
+    Never,
+    /// One after the last.
+    Last,
+    /// All, of what was generated so far.
+    Each,
+}
+
+impl Delivery {
+    /// Which pieces have a usage.
+    pub(crate) fn usage(self) -> StreamUsage {
+        match self {
+            Self::Whole => StreamUsage::Never,
+            Self::Stream { usage } => usage,
+        }
+    }
+}
+
 impl Controls {
-    /// Takes the shared fields. `max_tokens` goes in from outside: the endpoints name and default it differently.
-    pub(crate) fn take(fields: &mut Fields, vocabulary: usize, max_tokens: Option<i64>) -> Result<Self, Error> {
+    /// Takes the shared fields, for a model with so many tokens and these defaults. `max_tokens` goes in from outside: the
+    /// endpoints name and default it differently.
+    pub(crate) fn take(
+        fields: &mut Fields,
+        vocabulary: usize,
+        defaults: SamplingDefaults,
+        max_tokens: Option<i64>,
+    ) -> Result<Self, Error> {
+        refuse_response_format(fields)?;
         let max_tokens = max_tokens.map(|most| most as u32);
         let min_tokens = fields.integer("min_tokens", 0..=u32::MAX.into())?.unwrap_or(0) as u32;
         if max_tokens.is_some_and(|most| min_tokens > most) {
             let message = format!("Invalid 'min_tokens': {min_tokens} is more than the maximum of tokens asked for.");
             return Err(Error::invalid("min_tokens", "integer_above_max_value", message));
         }
+        let delivery = delivery(fields)?;
+        let sampling = sampling(fields, vocabulary, defaults)?;
+        if sampling.prompt_logprobs.is_some() && delivery != Delivery::Whole {
+            let message = "Unsupported value: 'prompt_logprobs' is not available with 'stream'.";
+            return Err(Error::unsupported("prompt_logprobs", message));
+        }
+        let include_stop = fields.flag("include_stop_str_in_output")?.unwrap_or(false);
+        let salts = [fields.text("cache_salt")?, fields.text("extra_key")?];
         Ok(Self {
-            sampling: sampling(fields, vocabulary)?,
+            sampling,
             stop: StopRule {
                 max_tokens,
                 min_tokens,
@@ -73,10 +113,17 @@ impl Controls {
                 ignore_eos: fields.flag("ignore_eos")?.unwrap_or(false),
             },
             stop_strings: stop_strings(fields)?,
-            include_stop: fields.flag("include_stop_str_in_output")?.unwrap_or(false),
+            include_stop: include_stop | fields.flag("no_stop_trim")?.unwrap_or(false),
             skip_special: fields.flag("skip_special_tokens")?.unwrap_or(true),
             n: fields.integer("n", 1..=CHOICES_MAX)?.unwrap_or(1) as u32,
-            delivery: delivery(fields)?,
+            delivery,
+            return_token_ids: fields.flag("return_token_ids")?.unwrap_or(false),
+            // Each salt is named by its field, so that one cannot pass for the other.
+            cache_salts: ["cache_salt", "extra_key"]
+                .iter()
+                .zip(salts)
+                .filter_map(|(name, salt)| Some(format!("{name}={}", salt.filter(|salt| !salt.is_empty())?)))
+                .collect(),
             priority: urgency::take_priority(fields)?,
             session: urgency::take_session(fields)?,
             deadline: urgency::take_deadline(fields)?,
@@ -85,28 +132,41 @@ impl Controls {
     }
 }
 
-fn sampling(fields: &mut Fields, vocabulary: usize) -> Result<Sampling, Error> {
+/// Text is the only format.
+fn refuse_response_format(fields: &mut Fields) -> Result<(), Error> {
+    if let Some(mut format) = fields.object("response_format")?
+        && let Some(kind) = format.text("type")?.filter(|kind| kind != "text")
+    {
+        let message = format!("Unsupported value: 'response_format.type' '{kind}'. Supported here: 'text'.");
+        return Err(Error::unsupported("response_format", message));
+    }
+    Ok(())
+}
+
+fn sampling(fields: &mut Fields, vocabulary: usize, defaults: SamplingDefaults) -> Result<Sampling, Error> {
     let off = Sampling::default();
     // Below the smallest probability only the likeliest token is left: what 0 means.
-    let top_p = fields.number("top_p", 0.0..=1.0)?.unwrap_or(off.top_p).max(f32::MIN_POSITIVE);
+    let top_p = fields.number("top_p", 0.0..=1.0)?.or(defaults.top_p).unwrap_or(off.top_p).max(f32::MIN_POSITIVE);
     // Vendors write -1 or 0 for "off".
-    let top_k = fields.integer("top_k", -1..=u32::MAX.into())?.filter(|k| *k > 0).map(|k| k as u32);
-    let repetition_penalty = fields.number("repetition_penalty", 0.0..=100.0)?.unwrap_or(off.repetition_penalty);
+    let top_k = fields.integer("top_k", -1..=u32::MAX.into())?.or(defaults.top_k.map(i64::from));
+    let repetition_penalty = fields.number("repetition_penalty", 0.0..=100.0)?;
+    let repetition_penalty = repetition_penalty.or(defaults.repetition_penalty).unwrap_or(off.repetition_penalty);
     if repetition_penalty == 0.0 {
         let message = "Invalid 'repetition_penalty': expected a value > 0, but got 0 instead.";
         return Err(Error::invalid("repetition_penalty", "decimal_below_min_value", message));
     }
     Ok(Sampling {
-        temperature: fields.number("temperature", 0.0..=2.0)?.unwrap_or(off.temperature),
+        temperature: fields.number("temperature", 0.0..=2.0)?.or(defaults.temperature).unwrap_or(off.temperature),
         top_p,
-        top_k,
-        min_p: fields.number("min_p", 0.0..=1.0)?.unwrap_or(off.min_p),
+        top_k: top_k.filter(|k| *k > 0).map(|k| k as u32),
+        min_p: fields.number("min_p", 0.0..=1.0)?.or(defaults.min_p).unwrap_or(off.min_p),
         seed: fields.integer("seed", i64::MIN..=i64::MAX)?.map(i64::cast_unsigned),
         frequency_penalty: fields.number("frequency_penalty", -2.0..=2.0)?.unwrap_or(off.frequency_penalty),
         presence_penalty: fields.number("presence_penalty", -2.0..=2.0)?.unwrap_or(off.presence_penalty),
         repetition_penalty,
         logit_bias: logit_bias(fields, vocabulary)?,
         logprobs: None,
+        prompt_logprobs: fields.integer("prompt_logprobs", 0..=TOP_LOGPROBS_MAX)?.map(|top| top as u8),
     })
 }
 
@@ -171,11 +231,22 @@ fn stop_strings(fields: &mut Fields) -> Result<Vec<String>, Error> {
 fn delivery(fields: &mut Fields) -> Result<Delivery, Error> {
     let stream = fields.flag("stream")?.unwrap_or(false);
     let Some(mut options) = fields.object("stream_options")? else {
-        return Ok(if stream { Delivery::Stream { usage: false } } else { Delivery::Whole });
+        return Ok(if stream { Delivery::Stream { usage: StreamUsage::Never } } else { Delivery::Whole });
     };
     if !stream {
         let message = "The 'stream_options' parameter is only allowed when 'stream' is enabled.";
         return Err(Error::invalid("stream_options", "invalid_value", message));
     }
-    Ok(Delivery::Stream { usage: options.flag("include_usage")?.unwrap_or(false) })
+    let last = options.flag("include_usage")?.unwrap_or(false);
+    let each = options.flag("continuous_usage_stats")?.unwrap_or(false);
+    for name in options.left() {
+        known::refuse_slip(name, ["include_usage", "continuous_usage_stats"].into_iter())?;
+    }
+    // As vLLM has it, the second does nothing without the first.
+    let usage = match (last, each) {
+        (false, _) => StreamUsage::Never,
+        (true, false) => StreamUsage::Last,
+        (true, true) => StreamUsage::Each,
+    };
+    Ok(Delivery::Stream { usage })
 }

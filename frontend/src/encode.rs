@@ -69,6 +69,21 @@ impl Encoder {
         })
     }
 
+    /// Without the bound from bytes, for a tokenizer whose tokens cover other bytes than the vocabulary says.
+    pub(crate) fn unbounded(tokenizer: Tokenizer, vocabulary: &Vocabulary) -> Result<Self, Error> {
+        Ok(Self { bound: None, ..Self::new(tokenizer, vocabulary)? })
+    }
+
+    /// The tokenizer.
+    pub(crate) fn tokenizer(&self) -> &Tokenizer {
+        &self.tokenizer
+    }
+
+    /// Refuses a text that has more than `limit` tokens for certain.
+    pub(crate) fn check(&self, text: &str, limit: usize) -> Result<(), Refused> {
+        self.bound.as_ref().map_or(Ok(()), |bound| bound.check(text, limit))
+    }
+
     /// The tokens of a text, if they are at most `limit`. With `special`, with those that the tokenizer adds around every text.
     pub(crate) fn encode(
         &self,
@@ -77,9 +92,7 @@ impl Encoder {
         limit: usize,
         gone: &CancellationToken,
     ) -> Result<Vec<u32>, Refused> {
-        if let Some(bound) = &self.bound {
-            bound.check(text, limit)?;
-        }
+        self.check(text, limit)?;
         if self.cuts.is_empty() || text.len() <= self.piece {
             return Ok(ids(&self.tokenizer, text, special)?);
         }

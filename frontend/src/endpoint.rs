@@ -1,7 +1,7 @@
 //! The way of every request that generates, whatever its shape: read, understand, start, then answer whole or as a stream.
 
 use crate::body;
-use crate::choice::{FinishReason, Piece, TokenLogprobs};
+use crate::choice::{FinishReason, Piece, StopReason, TokenLogprobs};
 use crate::choices::OfConnection;
 use crate::controls::{Controls, Delivery};
 use crate::error::{CONTEXT, Error};
@@ -20,6 +20,7 @@ use std::fmt::Write;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 use tokio_util::sync::CancellationToken;
+use worker::engine::Logprobs;
 
 /// Asks for the router's decision, and carries it back.
 const EXPLAIN: HeaderName = HeaderName::from_static("x-blockyard-explain");
@@ -30,6 +31,8 @@ const EXPLAIN_BYTES_MAX: usize = 6 << 10;
 pub(crate) trait Endpoint: Chunks + Sized {
     /// What the ids of its answers begin with.
     const ID: &'static str;
+    /// Its route.
+    const PATH: &'static str;
     /// What its prompt is called.
     const PROMPT: &'static str;
 
@@ -51,6 +54,8 @@ pub(crate) trait Endpoint: Chunks + Sized {
 pub(crate) struct Understood<E> {
     pub(crate) prompts: Vec<Arc<[u32]>>,
     pub(crate) controls: Controls,
+    /// Fields that are not known.
+    pub(crate) unknown: u64,
     /// Writes the answer.
     pub(crate) endpoint: E,
 }
@@ -69,6 +74,10 @@ pub(crate) struct Choice {
     pub(crate) text: String,
     pub(crate) logprobs: Vec<TokenLogprobs>,
     pub(crate) finish: Option<FinishReason>,
+    pub(crate) stop_reason: Option<StopReason>,
+    pub(crate) end_logprobs: Option<TokenLogprobs>,
+    pub(crate) prompt_logprobs: Vec<Logprobs>,
+    pub(crate) ids: Vec<u32>,
 }
 
 /// Answers a request.
@@ -93,15 +102,16 @@ pub(crate) async fn answer<E: Endpoint>(State(gate): State<Arc<Gate>>, request: 
     // When the client goes away, this future is dropped, and the work learns of it.
     let gone = CancellationToken::new();
     let _when_dropped = gone.clone().drop_guard();
-    let Understood { prompts, mut controls, endpoint } =
+    let Understood { prompts, mut controls, unknown, endpoint } =
         turn.run(move || E::understand(fields, &asked, envelope, &gone)).await?;
     drop(turn);
+    gate.metrics.unknown_fields.with_label_values(&[E::PATH]).inc_by(unknown);
     // A header is the word of whoever runs the client; the fields may be a library's.
     controls.session = urgency::session_of(&parts.headers).or(controls.session);
 
     let (explain, delivery) = (wants_explanation(&parts.headers), controls.delivery);
     let deadline = deadline.into_iter().chain(controls.deadline).min().map(|within| ticket.arrived + within);
-    let domain = gate.domains.of(&tenant);
+    let domain = controls.cache_salts.iter().fold(gate.domains.of(&tenant), |domain, salt| domain.salted(salt));
     let count = prompts.len() * controls.n as usize;
     let running = gate.choices.start(count, parts.extensions.get::<OfConnection>(), &tenant)?;
     let order = Order { model, prompts, controls, tenant, domain, deadline, explain, running };
@@ -128,6 +138,10 @@ async fn whole<E: Endpoint>(mut generation: Generation, endpoint: E) -> Result<R
         choice.text.push_str(&piece.text);
         choice.logprobs.extend(piece.logprobs);
         choice.finish = piece.finish;
+        choice.stop_reason = piece.stop_reason;
+        choice.end_logprobs = piece.end_logprobs;
+        choice.prompt_logprobs.extend(piece.prompt_logprobs);
+        choice.ids.extend(piece.ids);
         explanation = explanation.or(piece.explain);
     }
     let usage = generation.usage();
@@ -181,7 +195,8 @@ fn header(json: &str) -> HeaderValue {
 
 /// Refuses what does not fit the model's context, in OpenAI's words.
 pub(crate) fn fit(param: &str, prompt: usize, controls: &Controls, context: usize) -> Result<(), Error> {
-    let wanted = controls.stop.max_tokens.unwrap_or(1) as usize;
+    // A prompt that fills the context alone has no place for the row after its last token.
+    let wanted = controls.stop.max_tokens.unwrap_or(1).max(1) as usize;
     if prompt + wanted <= context {
         return Ok(());
     }

@@ -23,6 +23,9 @@ pub(crate) enum Error {
     /// The body has a type that is not read here.
     #[error("Unsupported content type '{0}'. Send the request as 'application/json'.")]
     ContentType(String),
+    /// The body is compressed.
+    #[error("Unsupported content encoding '{0}'. Send the request without compression.")]
+    ContentEncoding(String),
     /// The body is larger than the limit in bytes.
     #[error("The request body is larger than the limit of {0} bytes.")]
     TooLarge(usize),
@@ -169,6 +172,14 @@ impl Error {
         Self::invalid(param, "unsupported_value", message)
     }
 
+    /// With another message, when a field is refused.
+    pub(crate) fn map_message(self, map: impl FnOnce(&str) -> String) -> Self {
+        match self {
+            Self::Invalid { param, code, message } => Self::Invalid { param, code, message: map(&message) },
+            other => other,
+        }
+    }
+
     /// An engine that finds a prompt too long does not know what the client calls it.
     pub(crate) fn about(mut self, prompt: &str) -> Self {
         if let Self::Invalid { param, code: CONTEXT, .. } = &mut self {
@@ -200,7 +211,7 @@ impl Error {
             Self::HeadersTooLarge(_) => StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
             Self::TooManyConnections | Self::ShuttingDown => StatusCode::SERVICE_UNAVAILABLE,
             Self::TooLarge(_) => StatusCode::PAYLOAD_TOO_LARGE,
-            Self::ContentType(_) => StatusCode::UNSUPPORTED_MEDIA_TYPE,
+            Self::ContentType(_) | Self::ContentEncoding(_) => StatusCode::UNSUPPORTED_MEDIA_TYPE,
             Self::Overloaded(_) => StatusCode::TOO_MANY_REQUESTS,
             Self::Unavailable(_) => StatusCode::SERVICE_UNAVAILABLE,
             Self::Late => StatusCode::GATEWAY_TIMEOUT,
@@ -234,7 +245,12 @@ impl Error {
             Self::TooSlow { .. } | Self::HeaderTimeout(_) => Some("request_timeout"),
             Self::TooManyConnections => Some("too_many_connections"),
             Self::ShuttingDown => Some("shutting_down"),
-            Self::Malformed(_) | Self::ContentType(_) | Self::BadHead | Self::BadPath | Self::Gone => None,
+            Self::Malformed(_)
+            | Self::ContentType(_)
+            | Self::ContentEncoding(_)
+            | Self::BadHead
+            | Self::BadPath
+            | Self::Gone => None,
         };
         let r#type = match self.status() {
             StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",

@@ -153,6 +153,8 @@ fn request(order: &Order, id: &str, model: &Arc<str>, choice: usize, choices: us
     let (prompt, nth) = (choice / *n as usize, choice % *n as usize);
     let mut sampling = sampling.clone();
     sampling.seed = sampling.seed.map(|seed| seed.wrapping_add(nth as u64));
+    // The first choice's are those of the others too, which find its blocks.
+    sampling.prompt_logprobs = sampling.prompt_logprobs.filter(|_| nth == 0);
     let terms = Terms {
         tenant: order.tenant.clone(),
         session: session.clone(),

@@ -38,20 +38,24 @@ mod endpoint;
 mod error;
 mod fields;
 mod generation;
+mod known;
 mod log_limit;
 mod metrics;
 mod model;
 mod name;
 mod observe;
 mod operations;
+mod scores;
 mod serve;
 mod span;
+mod special;
 mod sse;
 mod stop;
 mod template;
 #[cfg(test)]
 #[path = "../tests/it/tiny.rs"]
 mod tiny;
+mod tokenize;
 mod upload;
 mod urgency;
 mod vocabulary;
@@ -70,7 +74,7 @@ use prometheus::{Registry, TextEncoder};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use std::sync::Arc;
-use worker::engine::Engine;
+use worker::engine::{Engine, ModelCard};
 
 /// What can be chosen about the front door.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -122,6 +126,12 @@ pub struct Settings {
     /// Origins of web pages that may use the API from a browser, like `https://chat.example.com`; `*` for any. Default none:
     /// requests of pages of other sites are refused.
     pub cors_origins: Vec<Origin>,
+    /// Read the text of special tokens in messages, like `<|im_end|>`, as these tokens. Default false: such text is encoded as
+    /// text, because with it a message could end its turn and write the next one. Completions always read it as tokens.
+    pub parse_special_tokens: bool,
+    /// Where a request does not say how to sample, do as the model's `generation_config.json` says, as vLLM and SGLang do. Default
+    /// true. With false, OpenAI's defaults hold for every model.
+    pub use_generation_config: bool,
 }
 
 impl Default for Settings {
@@ -143,6 +153,8 @@ impl Default for Settings {
             shutdown_delay: Span::secs(5),
             allowed_hosts: Vec::new(),
             cors_origins: Vec::new(),
+            parse_special_tokens: false,
+            use_generation_config: true,
         }
     }
 }
@@ -199,14 +211,19 @@ pub fn router(engine: Arc<dyn Engine>, registry: Registry, settings: Settings) -
     let metrics = metrics::Metrics::new(&registry)?;
     let domains = cache::Domains::open(&settings)?;
     let access = Arc::new(settings.access());
+    let models = model::Models::new(model::Options {
+        parse_special_tokens: settings.parse_special_tokens,
+        ignore_generation_config: !settings.use_generation_config,
+    });
     let gate = Arc::new(Gate {
         engine,
         registry,
         metrics,
-        models: model::Models::default(),
+        models,
         lanes: work::Lanes::default(),
         bodies: body::Memory::new(&settings),
         choices: choices::Choices::new(&settings),
+        lines: Arc::default(),
         domains,
         settings,
     });
@@ -215,6 +232,10 @@ pub fn router(engine: Arc<dyn Engine>, registry: Registry, settings: Settings) -
         .route("/v1/completions", post(endpoint::answer::<completions::Completion>))
         .route("/v1/models", get(operations::models))
         .route("/v1/models/{*id}", get(operations::model))
+        .route("/tokenize", post(tokenize::tokenize))
+        .route("/detokenize", post(tokenize::detokenize))
+        .route("/version", get(operations::version))
+        .route("/ping", get(operations::ready).post(operations::ready))
         .route("/health", get(operations::ready))
         .route("/ready", get(operations::ready))
         .route("/live", get(operations::live))
@@ -226,6 +247,19 @@ pub fn router(engine: Arc<dyn Engine>, registry: Registry, settings: Settings) -
         .layer(from_fn_with_state(gate.clone(), upload::discard_rest))
         .layer(from_fn_with_state(gate.clone(), observe::observe))
         .with_state(gate))
+}
+
+/// Logs what about a model will make requests fail, so that it is seen at the start and not with the first request.
+pub fn check_model(card: &Arc<ModelCard>) {
+    let model = card.id.as_str();
+    match model::Model::new(Arc::clone(card), model::Options::default()) {
+        Ok(made) => {
+            if let Some(problem) = made.template_problem() {
+                tracing::warn!(model, problem, "chat requests will be refused, completions are served");
+            }
+        }
+        Err(error) => tracing::warn!(model, %error, "requests for this model will fail"),
+    }
 }
 
 fn metrics_text(registry: &Registry) -> Result<String, prometheus::Error> {

@@ -29,6 +29,8 @@ pub(crate) struct Metrics {
     pub(crate) cached_tokens: IntCounterVec,
     /// Tokens generated.
     pub(crate) generated_tokens: IntCounterVec,
+    /// Request fields that are not known.
+    pub(crate) unknown_fields: IntCounterVec,
 }
 
 impl Metrics {
@@ -43,12 +45,17 @@ impl Metrics {
             prompt_tokens: counters("prompt_tokens_total", "Prompt tokens, cached ones included.", &["model"])?,
             cached_tokens: counters("cached_tokens_total", "Prompt tokens that were not computed.", &["model"])?,
             generated_tokens: counters("generated_tokens_total", "Tokens generated.", &["model"])?,
+            unknown_fields: counters(
+                "unknown_fields_total",
+                "Request fields that are not known and were ignored.",
+                &["endpoint"],
+            )?,
         };
         registry.register(Box::new(metrics.clone()))?;
         Ok(metrics)
     }
 
-    fn all(&self) -> [&dyn Collector; 8] {
+    fn all(&self) -> [&dyn Collector; 9] {
         [
             &self.requests,
             &self.in_flight,
@@ -58,6 +65,7 @@ impl Metrics {
             &self.prompt_tokens,
             &self.cached_tokens,
             &self.generated_tokens,
+            &self.unknown_fields,
         ]
     }
 }

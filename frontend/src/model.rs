@@ -2,41 +2,91 @@
 
 use crate::encode::{Encoder, Refused};
 use crate::error::{CONTEXT, Error};
-use crate::template::Template;
+use crate::special::{Literals, SpecialText};
+use crate::template::{Conversation, Template};
 use crate::vocabulary::Vocabulary;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use tokenizers::Tokenizer;
 use tokio::sync::OnceCell;
 use tokio_util::sync::CancellationToken;
-use worker::engine::{Engine, ModelCard, Readiness};
+use worker::engine::{Engine, ModelCard, Readiness, SamplingDefaults};
 
 /// Text to tokens and back.
 pub(crate) struct Model {
     pub(crate) card: Arc<ModelCard>,
     pub(crate) vocabulary: Arc<Vocabulary>,
     encoder: Encoder,
-    template: Option<Template>,
+    special: SpecialText,
+    /// The chat template, or why there is none.
+    template: Result<Template, String>,
+    options: Options,
+}
+
+/// What settings say about every model.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Options {
+    /// Text of special tokens in messages becomes these tokens.
+    pub(crate) parse_special_tokens: bool,
+    /// Models' own sampling defaults do not hold.
+    pub(crate) ignore_generation_config: bool,
 }
 
 impl Model {
-    fn new(card: Arc<ModelCard>) -> Result<Self, Error> {
+    /// From a card. A chat template that does not compile concerns chats only.
+    pub(crate) fn new(card: Arc<ModelCard>, options: Options) -> Result<Self, Error> {
         let broken = |error: tokenizers::Error| Error::Failed(format!("{}: tokenizer.json: {error}", card.id));
         let mut tokenizer = Tokenizer::from_bytes(card.tokenizer.as_bytes()).map_err(broken)?;
         // What is too long is refused with its length, not cut.
         tokenizer.with_truncation(None).map_err(broken)?.with_padding(None);
-        let template = card.chat_template.as_deref().map(|t| Template::new(t, &card.special_tokens)).transpose()?;
+        let template = match &card.chat_template {
+            Some(source) => Template::new(source, &card.special_tokens),
+            None => Err("has no chat template".to_owned()),
+        };
         let vocabulary = Arc::new(Vocabulary::new(&tokenizer)?);
+        let special = SpecialText::new(&tokenizer, Arc::clone(&vocabulary))?;
         let encoder = Encoder::new(tokenizer, &vocabulary)?;
-        Ok(Self { card, vocabulary, encoder, template })
+        Ok(Self { card, vocabulary, encoder, special, template, options })
     }
 
-    /// The model's template.
-    pub(crate) fn template(&self) -> Result<&Template, Error> {
-        self.template.as_ref().ok_or_else(|| {
+    /// How tokens are sampled where a request does not say.
+    pub(crate) fn sampling_defaults(&self) -> SamplingDefaults {
+        if self.options.ignore_generation_config { SamplingDefaults::default() } else { self.card.sampling }
+    }
+
+    /// Tokens to text, special tokens included.
+    pub(crate) fn decode(&self, tokens: &[u32]) -> Result<String, Error> {
+        self.encoder.tokenizer().decode(tokens, false).map_err(|e| Error::Failed(e.to_string()))
+    }
+
+    /// What the tokenizer calls a token.
+    pub(crate) fn token_name(&self, token: u32) -> String {
+        self.encoder.tokenizer().id_to_token(token).unwrap_or_default()
+    }
+
+    /// Why the model cannot serve chats, if it cannot.
+    pub(crate) fn template_problem(&self) -> Option<&str> {
+        self.template.as_ref().err().map(String::as_str)
+    }
+
+    /// A conversation as tokens, if they fit the context. With `add_special`, the tokenizer adds what it opens every sequence with.
+    pub(crate) fn encode_chat(
+        &self,
+        mut conversation: Conversation,
+        add_special: bool,
+        gone: &CancellationToken,
+    ) -> Result<Vec<u32>, Error> {
+        let template = self.template.as_ref().map_err(|problem| {
             let id = &self.card.id;
-            Error::unsupported("model", format!("The model `{id}` has no chat template. Use /v1/completions."))
-        })
+            Error::unsupported("model", format!("The model `{id}` {problem}. Use /v1/completions."))
+        })?;
+        let mut literals = Literals::default();
+        if !self.options.parse_special_tokens {
+            conversation.values_mut().for_each(|value| self.special.take_out(value, &mut literals));
+        }
+        let prompt = template.render(conversation).map_err(|error| error.map_message(|said| literals.restore(said)))?;
+        let tokens = self.special.encode(&self.encoder, &prompt, &literals, add_special, self.card.context, gone);
+        tokens.map_err(|refused| self.refusal("messages", refused))
     }
 
     /// The text of `param` as tokens, if they fit the context. With `special`, the tokenizer adds what it opens every sequence with.
@@ -47,9 +97,13 @@ impl Model {
         special: bool,
         gone: &CancellationToken,
     ) -> Result<Vec<u32>, Error> {
-        let context = self.card.context;
-        self.encoder.encode(text, special, context, gone).map_err(|refused| match refused {
-            Refused::TooLong(tokens) => too_long(param, context, &format!("at least {tokens}")),
+        let tokens = self.encoder.encode(text, special, self.card.context, gone);
+        tokens.map_err(|refused| self.refusal(param, refused))
+    }
+
+    fn refusal(&self, param: &str, refused: Refused) -> Error {
+        match refused {
+            Refused::TooLong(tokens) => too_long(param, self.card.context, &format!("at least {tokens}")),
             Refused::Word(bytes) => {
                 let message =
                     format!("Invalid '{param}': it has more than {bytes} bytes on end that are not split into words.");
@@ -57,7 +111,7 @@ impl Model {
             }
             Refused::Gone => Error::Gone,
             Refused::Failed(why) => Error::Failed(why),
-        })
+        }
     }
 }
 
@@ -71,8 +125,8 @@ pub(crate) fn too_long(param: &str, context: usize, tokens: &str) -> Error {
 }
 
 /// The models that were asked for, made from their cards.
-#[derive(Default)]
 pub(crate) struct Models {
+    options: Options,
     made: Mutex<HashMap<String, Entry>>,
 }
 
@@ -83,6 +137,11 @@ struct Entry {
 }
 
 impl Models {
+    /// None yet.
+    pub(crate) fn new(options: Options) -> Self {
+        Self { options, made: Mutex::default() }
+    }
+
     /// The model of that id, as served now. Made by the first who asks, while others wait for it.
     pub(crate) async fn get(&self, engine: &dyn Engine, id: &str) -> Result<Arc<Model>, Error> {
         let cards = engine.models();
@@ -95,9 +154,10 @@ impl Models {
             return Err(Error::UnknownModel { model: id.into(), known });
         };
         let entry = self.entry(card, &cards);
+        let options = self.options;
         // It takes a second, once.
         let make = || async {
-            let made = tokio::task::spawn_blocking(move || Model::new(entry.card)).await;
+            let made = tokio::task::spawn_blocking(move || Model::new(entry.card, options)).await;
             made.map_err(|e| Error::Failed(e.to_string()))?.map(Arc::new)
         };
         entry.model.get_or_try_init(make).await.cloned()

@@ -3,13 +3,13 @@
 use crate::error::Error;
 use crate::serve::Shutdown;
 use crate::{Gate, metrics_text};
-use async_openai::types::models::{ListModelResponse, Model};
 use axum::Json;
 use axum::extract::rejection::PathRejection;
 use axum::extract::{Extension, Path, State};
 use axum::http::header::CONTENT_TYPE;
 use axum::http::{Method, Uri};
 use axum::response::{IntoResponse, Response};
+use serde::Serialize;
 use serde_json::json;
 use std::sync::Arc;
 use worker::engine::{ModelCard, Readiness};
@@ -41,10 +41,29 @@ pub(crate) async fn metrics(State(gate): State<Arc<Gate>>) -> Response {
     }
 }
 
+/// `GET /version`: which build answers.
+pub(crate) async fn version() -> Response {
+    Json(json!({ "version": env!("CARGO_PKG_VERSION") })).into_response()
+}
+
+/// A model in OpenAI's words, and what vLLM adds to them.
+#[derive(Serialize)]
+pub(crate) struct Model {
+    id: String,
+    object: &'static str,
+    created: u64,
+    owned_by: &'static str,
+    /// What it is a variant of: itself.
+    root: String,
+    parent: Option<String>,
+    /// Prompt and output tokens together.
+    max_model_len: usize,
+}
+
 /// `GET /v1/models`.
-pub(crate) async fn models(State(gate): State<Arc<Gate>>) -> Json<ListModelResponse> {
-    let data = gate.engine.models().iter().map(|card| shown(card)).collect();
-    Json(ListModelResponse { object: "list".into(), data })
+pub(crate) async fn models(State(gate): State<Arc<Gate>>) -> Response {
+    let data: Vec<Model> = gate.engine.models().iter().map(|card| shown(card)).collect();
+    Json(json!({ "object": "list", "data": data })).into_response()
 }
 
 /// `GET /v1/models/{id}`; an id may hold slashes.
@@ -73,9 +92,11 @@ pub(crate) async fn no_method(method: Method, uri: Uri) -> Error {
 fn shown(card: &ModelCard) -> Model {
     Model {
         id: card.id.clone(),
-        object: "model".into(),
-        created: card.created as u32,
-        owned_by: "blockyard".into(),
-        ..Model::default()
+        object: "model",
+        created: card.created,
+        owned_by: "blockyard",
+        root: card.id.clone(),
+        parent: None,
+        max_model_len: card.context,
     }
 }

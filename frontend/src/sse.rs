@@ -2,6 +2,7 @@
 //! an event when it is too late for a status.
 
 use crate::choice::Piece;
+use crate::controls::StreamUsage;
 use crate::error::Error;
 use crate::generation::Generation;
 use crate::observe::{Ticket, panicked};
@@ -42,10 +43,21 @@ impl Events {
 #[derive(Serialize)]
 pub(crate) struct UsageSlot(pub(crate) Option<CompletionUsage>);
 
+impl UsageSlot {
+    /// Of a chunk with choices.
+    pub(crate) fn of(which: StreamUsage, so_far: &CompletionUsage) -> Option<Self> {
+        match which {
+            StreamUsage::Never => None,
+            StreamUsage::Last => Some(Self(None)),
+            StreamUsage::Each => Some(Self(Some(so_far.clone()))),
+        }
+    }
+}
+
 /// Writes an endpoint's chunks.
 pub(crate) trait Chunks: Send + 'static {
-    /// The events of one piece.
-    fn piece(&mut self, piece: Piece, events: &mut Events);
+    /// The events of one piece, with the usage so far.
+    fn piece(&mut self, piece: Piece, usage: &CompletionUsage, events: &mut Events);
     /// The events after the last piece, before `[DONE]`.
     fn end(&mut self, generation: &Generation, events: &mut Events);
 }
@@ -132,7 +144,7 @@ impl<C: Chunks> Stream<C> {
                 }
             };
             match next {
-                Some(Ok(piece)) => self.chunks.piece(piece, &mut events),
+                Some(Ok(piece)) => self.chunks.piece(piece, &self.generation.usage(), &mut events),
                 Some(Err(error)) => return self.fail(&error),
                 None => return self.fail(&Error::Failed("a choice did not end".into())),
             }

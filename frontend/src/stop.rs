@@ -7,6 +7,8 @@ pub(crate) struct Matcher {
     strings: Vec<String>,
     include: bool,
     held: String,
+    /// Which string was found.
+    found: Option<usize>,
 }
 
 /// What a piece of text did.
@@ -21,7 +23,12 @@ pub(crate) enum Seen {
 impl Matcher {
     /// Stops at any of `strings`, which stays in the text with `include`.
     pub(crate) fn new(strings: Vec<String>, include: bool) -> Self {
-        Self { strings, include, held: String::new() }
+        Self { strings, include, held: String::new(), found: None }
+    }
+
+    /// The stop string that ended the text.
+    pub(crate) fn found(&self) -> Option<&str> {
+        Some(self.strings[self.found?].as_str())
     }
 
     /// Takes a piece of text, and appends to `out` what can no longer be part of a stop string.
@@ -31,8 +38,10 @@ impl Matcher {
             return Seen::Nothing;
         }
         self.held.push_str(text);
-        let first = self.strings.iter().filter_map(|stop| self.held.find(stop).map(|at| (at + stop.len(), at))).min();
-        if let Some((end, start)) = first {
+        let strings = self.strings.iter().enumerate();
+        let first = strings.filter_map(|(i, stop)| self.held.find(stop).map(|at| (at + stop.len(), at, i))).min();
+        if let Some((end, start, which)) = first {
+            self.found = Some(which);
             out.push_str(&self.held[..if self.include { end } else { start }]);
             self.held.clear();
             return Seen::Stop;

@@ -32,10 +32,18 @@ pub(crate) struct Conversation {
     pub(crate) variables: Map<String, serde_json::Value>,
 }
 
+impl Conversation {
+    /// Everything in it that a client wrote.
+    pub(crate) fn values_mut(&mut self) -> impl Iterator<Item = &mut serde_json::Value> {
+        self.messages.iter_mut().chain(&mut self.tools).chain(self.variables.values_mut())
+    }
+}
+
 impl Template {
-    /// Compiles a template. `special` are the tokens that it may name, like `bos_token`.
-    pub(crate) fn new(source: &str, special: &[(String, String)]) -> Result<Self, Error> {
-        let broken = |error: minijinja::Error| Error::Failed(format!("the model's chat template is broken: {error}"));
+    /// Compiles a template. `special` are the tokens that it may name, like `bos_token`. Fails in words that follow the
+    /// model's name.
+    pub(crate) fn new(source: &str, special: &[(String, String)]) -> Result<Self, String> {
+        let broken = |error: minijinja::Error| format!("has a chat template that does not compile: {error}");
         let mut environment = Environment::new();
         let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build().map_err(broken)?;
         environment.set_syntax(syntax);
@@ -73,12 +81,20 @@ impl Template {
         };
         let last = conversation.continue_last.then(|| last_content(&conversation.messages)).transpose()?;
         let mut variables: Map<String, serde_json::Value> = conversation.variables;
+        let has_tools = conversation.tools.is_some();
         variables.insert("messages".into(), conversation.messages.into());
         variables.insert("tools".into(), conversation.tools.unwrap_or_default());
         variables.entry("documents").or_insert(serde_json::Value::Null);
         variables.insert("add_generation_prompt".into(), conversation.open_turn.into());
         let template = self.0.get_template(NAME).map_err(refused)?;
         let mut prompt = template.render(Value::from(Serde(&variables))).map_err(refused)?;
+        if has_tools {
+            variables.insert("tools".into(), serde_json::Value::Null);
+            if template.render(Value::from(Serde(&variables))).is_ok_and(|without| without == prompt) {
+                let message = "Unsupported parameter: the model's chat template ignores 'tools', so the model would not see them.";
+                return Err(Error::invalid("tools", "unsupported_parameter", message));
+            }
+        }
         if let Some(last) = last {
             let end = prompt.rfind(&last).map(|at| at + last.len()).ok_or_else(|| {
                 let message = "The model's chat template changes the last message, so it cannot be continued.";

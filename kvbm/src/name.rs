@@ -57,7 +57,12 @@ impl fmt::Debug for SequenceHash {
 
 /// Who may share blocks with whom: a secret-keyed namespace. Two domains never share a name.
 #[derive(Clone, PartialEq, Eq, Hash)]
-pub struct Domain([u8; 32]);
+pub struct Domain {
+    /// Of the tenant.
+    key: [u8; 32],
+    /// Where its chains of names begin: the key, or the key and a salt.
+    root: [u8; 32],
+}
 
 impl Domain {
     /// The domain of a tenant, by name, among those of one deployment. All its processes must have the same secret to share
@@ -68,20 +73,34 @@ impl Domain {
         // The length first, so that no two pairs spell the same bytes.
         hasher.update(&(secret.len() as u64).to_le_bytes());
         hasher.update(secret).update(name.as_bytes());
-        Self(*hasher.finalize().as_bytes())
+        Self::of_key(*hasher.finalize().as_bytes())
+    }
+
+    fn of_key(key: [u8; 32]) -> Self {
+        Self { key, root: key }
+    }
+
+    /// The part of the domain in which blocks are shared among those only that name the same salt. It has the domain's id, and
+    /// with it the domain's data key, quota and removal.
+    #[must_use]
+    pub fn salted(&self, salt: &str) -> Self {
+        let mut hasher = blake3::Hasher::new_derive_key("blockyard 2026-11 salt of a cache domain");
+        // The root comes first and has a fixed length, so no two pairs spell the same bytes.
+        hasher.update(&self.root).update(salt.as_bytes());
+        Self { key: self.key, root: *hasher.finalize().as_bytes() }
     }
 
     /// The domain that everybody shares when no tenants are configured.
     pub fn shared() -> Self {
-        Self(blake3::derive_key("blockyard 2026-11 shared cache domain", b""))
+        Self::of_key(blake3::derive_key("blockyard 2026-11 shared cache domain", b""))
     }
 
     /// What may be known of it: a block at rest says by it whose it is, and so which data key it is encrypted under.
     pub fn id(&self) -> DomainId {
-        if *self == Self::shared() {
+        if self.key == Self::shared().key {
             return DomainId::SHARED;
         }
-        let digest = blake3::derive_key("blockyard 2026-11 cache domain id", &self.0);
+        let digest = blake3::derive_key("blockyard 2026-11 cache domain id", &self.key);
         DomainId(std::array::from_fn(|i| digest[i]))
     }
 }
@@ -95,7 +114,7 @@ impl Default for Domain {
 impl fmt::Debug for Domain {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         // The key is a secret; eight hex digits of its hash tell two domains apart in a log.
-        write!(f, "Domain({})", &blake3::hash(&self.0).to_hex()[..8])
+        write!(f, "Domain({})", &blake3::hash(&self.root).to_hex()[..8])
     }
 }
 
@@ -167,7 +186,7 @@ const KEYED_HASH: u8 = 1 << 4;
 impl ChainKey {
     /// The empty prefix of `model` (its identity: name and revision) with an optional adapter, in `domain`.
     pub fn root(domain: &Domain, model: &str, adapter: Option<&str>) -> Self {
-        let mut hasher = blake3::Hasher::new_keyed(&domain.0);
+        let mut hasher = blake3::Hasher::new_keyed(&domain.root);
         // Lengths first, so that no two (model, adapter) pairs spell the same bytes.
         hasher.update(&(model.len() as u64).to_le_bytes());
         hasher.update(model.as_bytes());
@@ -283,12 +302,20 @@ mod tests {
 
     #[test]
     fn a_domain_is_known_by_its_id_and_the_shared_one_by_zeros() {
-        let (one, other) = (Domain([7; 32]), Domain([8; 32]));
+        let (one, other) = (Domain::of_key([7; 32]), Domain::of_key([8; 32]));
         assert_eq!(one.id(), one.clone().id());
         assert_ne!(one.id(), other.id());
         assert_eq!(Domain::shared().id(), DomainId::default());
         assert_eq!(one.id().to_string().parse(), Ok(one.id()));
         assert_eq!("+123456789abcdef0123456789abcdef".parse::<DomainId>(), Err(()));
+    }
+
+    #[test]
+    fn a_salted_domain_keeps_the_id_of_its_tenant() {
+        let tenant = Domain::derived(b"s", "a");
+        assert_eq!(tenant.salted("x").id(), tenant.id());
+        assert_eq!(Domain::shared().salted("x").id(), DomainId::SHARED);
+        assert_eq!(tenant.salted("x"), tenant.salted("x"));
     }
 
     #[test]
@@ -303,8 +330,13 @@ mod tests {
     #[test]
     fn domain_model_and_adapter_each_change_every_name() {
         let tokens: Vec<u32> = (0..64).collect();
-        let other = Domain([7; 32]);
+        let other = Domain::of_key([7; 32]);
         let roots = [
+            ChainKey::root(&Domain::shared().salted("a"), "a", None),
+            ChainKey::root(&Domain::shared().salted(""), "a", None),
+            ChainKey::root(&Domain::shared().salted("b"), "a", None),
+            ChainKey::root(&Domain::shared().salted("a").salted("b"), "a", None),
+            ChainKey::root(&other.salted("a"), "a", None),
             ChainKey::root(&Domain::shared(), "a", None),
             ChainKey::root(&other, "a", None),
             ChainKey::root(&Domain::shared(), "b", None),

@@ -28,6 +28,8 @@ pub(crate) struct Ask<'a> {
     /// Answers that are to come.
     pub(crate) answers: u32,
     pub(crate) work: &'a Work,
+    /// Whether another worker may prefill: not when the prompt's log-probabilities are wanted, which stay where it is computed.
+    pub(crate) may_split: bool,
     /// Seconds that are left for the first token.
     pub(crate) within: Option<f64>,
 }
@@ -84,7 +86,8 @@ impl<'a> Ask<'a> {
     pub(crate) fn of(request: &'a Request, now: Instant) -> Self {
         let Request { tokens, stop, work, terms, .. } = request;
         let within = terms.deadline.map(|deadline| deadline.saturating_duration_since(now).as_secs_f64());
-        Self { tokens: tokens.len(), max_tokens: stop.max_tokens, answers: request.answers(), work, within }
+        let may_split = *work == Work::Generate && request.sampling.prompt_logprobs.is_none();
+        Self { tokens: tokens.len(), max_tokens: stop.max_tokens, answers: request.answers(), work, may_split, within }
     }
 
     fn prompt(&self, card: &ModelCard) -> Prompt {
@@ -113,7 +116,7 @@ pub(crate) fn decide<'a>(
     let scene = Scene { tuning, seats: serving.seats(), prompts, needs, waiting: survey.prompts_typical(), survey };
 
     helpers.clear();
-    if *ask.work == Work::Generate && tuning.disaggregation != Disaggregation::Never && serving.helps() {
+    if ask.may_split && tuning.disaggregation != Disaggregation::Never && serving.helps() {
         scene.weigh(|seat, fit| seat.phase == Phase::Prefill && fit == Fit::Well, None, helpers);
     }
     let prefill = select(&tuning.policy, helpers, turn).map(|(at, _)| scene.row(helpers[at].seat as usize, None));

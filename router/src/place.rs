@@ -79,7 +79,9 @@ pub(crate) fn place(core: &Core, request: &Request, tried: &[WorkerId]) -> Resul
         return Err(Error::Unavailable("every worker of the model is cordoned".to_owned()));
     }
     // The long part, hashing and look-up, before the lock that decisions take turns on.
-    let mut overlaps = Overlaps::of(&request.tokens, &request.domain, serving, &core.index);
+    // A request for the prompt's log-probabilities uses no cached block.
+    let cacheable = if request.sampling.prompt_logprobs.is_some() { &[] } else { &*request.tokens };
+    let mut overlaps = Overlaps::of(cacheable, &request.domain, serving, &core.index);
     let mut scratch = core.deciding.lock().unwrap_or_else(PoisonError::into_inner);
     overlaps.extend(&core.promises);
     let now = Instant::now();

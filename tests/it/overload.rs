@@ -45,6 +45,7 @@ fn card() -> ModelCard {
         tokenizer: tiny::tokenizer().into(),
         chat_template: None,
         special_tokens: vec![],
+        sampling: Default::default(),
         random_weights: true,
     }
 }

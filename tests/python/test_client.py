@@ -21,6 +21,12 @@ def fresh_text(words=400):
     return f"{uuid.uuid4()} " + "wagons roll to the yard and wait for their block " * (words // 10)
 
 
+def tokenize(server, **body):
+    status, answer = server.post("/tokenize", json.dumps(body).encode())
+    assert status == 200, answer
+    return json.loads(answer)["tokens"]
+
+
 class TestAnswers:
     def test_a_chat_has_one_choice_and_its_usage(self, client, model):
         answer = ask(client, model)
@@ -64,7 +70,7 @@ class TestAnswers:
         assert answer.choices[0].finish_reason == "stop"
 
     def test_logprobs_name_the_chosen_token_first_when_greedy(self, client, model):
-        answer = ask(client, model, logprobs=True, top_logprobs=3, max_tokens=5)
+        answer = ask(client, model, logprobs=True, top_logprobs=3, max_tokens=5, extra_body={"ignore_eos": True})
         entries = answer.choices[0].logprobs.content
         assert len(entries) == answer.usage.completion_tokens
         for entry in entries:
@@ -86,6 +92,8 @@ class TestStreams:
         assert all(chunk.object == "chat.completion.chunk" for chunk in chunks)
         assert len({chunk.id for chunk in chunks}) == 1
         assert chunks[0].choices[0].delta.role == "assistant"
+        assert chunks[0].choices[0].delta.content == ""
+        assert all(chunk.choices[0].delta.role is None for chunk in chunks[1:])
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.message.content
         assert [c.choices[0].finish_reason for c in chunks if c.choices[0].finish_reason] == [whole.finish_reason]
 
@@ -140,6 +148,70 @@ class TestStreams:
         while server.metric("blockyard_worker_requests_running") and time.monotonic() < deadline:
             time.sleep(0.05)
         assert server.metric("blockyard_worker_requests_running") == 0
+
+
+class TestExtensions:
+    def test_loglikelihood_as_evaluation_harnesses_compute_it(self, server, client, model):
+        """A context and its continuation as tokens, echoed with their log-probabilities and one token more."""
+        tokens, context = tokenize(server, prompt=fresh_text(40)), 10
+        whole = client.completions.create(
+            model=model, prompt=tokens, max_tokens=1, echo=True, logprobs=1, temperature=0, seed=1
+        )
+        [choice] = whole.choices
+        logprobs = choice.logprobs
+        assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.top_logprobs) == len(tokens) + 1
+        assert logprobs.token_logprobs[0] is None and logprobs.top_logprobs[0] is None
+        for value, top in zip(logprobs.token_logprobs[context:-1], logprobs.top_logprobs[context:-1]):
+            assert value <= max(top.values()) <= 0
+        # The last token is the likeliest: its number is found among the likeliest to the digit.
+        assert logprobs.token_logprobs[-1] == max(logprobs.top_logprobs[-1].values())
+        assert whole.usage.prompt_tokens_details.cached_tokens == 0
+        again = client.completions.create(model=model, prompt=tokens, max_tokens=0, echo=True, logprobs=1)
+        assert again.choices[0].logprobs.token_logprobs == logprobs.token_logprobs[:-1]
+        assert again.usage.completion_tokens == 0
+
+    def test_prompt_logprobs_and_token_ids(self, client, model):
+        answer = ask(client, model, max_tokens=3, extra_body={"prompt_logprobs": 2, "return_token_ids": True})
+        assert len(answer.prompt_logprobs) == len(answer.prompt_token_ids) == answer.usage.prompt_tokens
+        for token, scores in zip(answer.prompt_token_ids[1:], answer.prompt_logprobs[1:]):
+            assert scores[str(token)]["rank"] >= 1
+        assert len(answer.choices[0].token_ids) == answer.usage.completion_tokens
+
+    def test_two_salts_share_nothing(self, client, model):
+        text = fresh_text()
+
+        def cached(salt):
+            body = {"cache_salt": salt} if salt else {}
+            return ask(client, model, text, max_tokens=1, extra_body=body).usage.prompt_tokens_details.cached_tokens
+
+        assert cached("a") == 0
+        assert cached("a") > 0
+        assert cached("b") == 0
+        assert cached(None) == 0
+
+    def test_a_field_that_would_change_the_answer_is_refused_by_name(self, client, model):
+        for field, value in [("guided_json", {"type": "object"}), ("temprature", 1), ("max_new_tokens", 3)]:
+            with pytest.raises(openai.BadRequestError) as refused:
+                ask(client, model, extra_body={field: value})
+            assert refused.value.param == field
+
+    def test_a_message_cannot_forge_a_turn(self, server):
+        def tokens(*messages):
+            messages = [{"role": role, "content": content} for role, content in messages]
+            return tokenize(server, messages=messages)
+
+        turns = tokens(("user", "quartz"), ("assistant", "opal"))
+        status, body = server.post("/detokenize", json.dumps({"tokens": turns}).encode())
+        assert status == 200
+        text = json.loads(body)["prompt"]
+        between = text[text.index("quartz") + len("quartz") : text.index("opal")]
+        assert tokens(("user", f"quartz{between}opal")) != turns
+
+    def test_a_context_length_and_a_version(self, client, server):
+        [model] = client.models.list().data
+        assert model.max_model_len > 0 and model.root == model.id and model.parent is None
+        assert json.loads(server.get("/version")[1])["version"]
+        assert server.get("/ping")[0] == 200
 
 
 class TestPrefixes:

@@ -213,6 +213,9 @@ pub struct Sampling {
     pub logit_bias: Vec<(u32, f32)>,
     /// Report the chosen token's log-probability, and those of this many alternatives.
     pub logprobs: Option<u8>,
+    /// Report the log-probability of each token of the prompt after those before it, and those of this many alternatives.
+    /// They come from computing the prompt: cached blocks are not used for it, and [`PromptReport`] says so.
+    pub prompt_logprobs: Option<u8>,
 }
 
 impl Default for Sampling {
@@ -229,6 +232,7 @@ impl Default for Sampling {
             repetition_penalty: 1.0,
             logit_bias: Vec::new(),
             logprobs: None,
+            prompt_logprobs: None,
         }
     }
 }
@@ -236,7 +240,7 @@ impl Default for Sampling {
 /// When a request ends. Stop *strings* are the front door's, which sees text: it drops the stream.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct StopRule {
-    /// Generate at most this many; `None`: up to the context.
+    /// Generate at most this many; `None`: up to the context. With 0 only the prompt is computed.
     pub max_tokens: Option<u32>,
     /// Generate at least this many before an end-of-sequence or stop token may be chosen.
     pub min_tokens: u32,
@@ -266,6 +270,10 @@ pub struct Tokens {
     pub logprobs: Vec<Logprobs>,
     /// Set on the last item.
     pub finish: Option<Finish>,
+    /// Set beside `finish` when a token ended the request and the engine says which.
+    pub end: Option<EndToken>,
+    /// On the first item, of the prompt's tokens from the second on, when asked for; else empty.
+    pub prompt_logprobs: Vec<Logprobs>,
     /// Set on the first item: what the prompt cost.
     pub prompt: Option<PromptReport>,
     /// Set on the first item when asked for: why the request went where it went, as one line of JSON.
@@ -277,8 +285,19 @@ pub struct Tokens {
 pub struct Logprobs {
     /// Of the chosen token.
     pub chosen: f32,
+    /// One more than the number of likelier tokens.
+    pub rank: u32,
     /// The likeliest tokens, likeliest first.
     pub top: Vec<(u32, f32)>,
+}
+
+/// The token that ended a request.
+#[derive(Clone, PartialEq, Debug)]
+pub struct EndToken {
+    /// An end-of-sequence or stop token.
+    pub id: u32,
+    /// When asked for.
+    pub logprobs: Option<Logprobs>,
 }
 
 /// Why a stream ended.
@@ -381,8 +400,28 @@ pub struct ModelCard {
     pub chat_template: Option<String>,
     /// Special tokens that templates name: `bos_token`, `eos_token` and the like, with their text.
     pub special_tokens: Vec<(String, String)>,
+    /// What the model's makers recommend where a request does not say how to sample.
+    #[serde(default)]
+    pub sampling: SamplingDefaults,
     /// Weights made up, text meaningless: said to people who ask.
     pub random_weights: bool,
+}
+
+/// What the model's makers recommend where a request does not say how to sample: of `generation_config.json` what is in
+/// [`Sampling`] too. `None`: they say nothing.
+#[derive(Clone, Copy, PartialEq, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct SamplingDefaults {
+    /// As in [`Sampling`].
+    pub temperature: Option<f32>,
+    /// As in [`Sampling`].
+    pub top_p: Option<f32>,
+    /// As in [`Sampling`].
+    pub top_k: Option<u32>,
+    /// As in [`Sampling`].
+    pub min_p: Option<f32>,
+    /// As in [`Sampling`].
+    pub repetition_penalty: Option<f32>,
 }
 
 impl fmt::Debug for ModelCard {

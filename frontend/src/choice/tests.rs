@@ -6,7 +6,7 @@ use crate::vocabulary::Vocabulary;
 use proptest::prelude::*;
 use std::sync::{Arc, LazyLock};
 use tokenizers::Tokenizer;
-use worker::engine::{Finish, Logprobs, Tokens};
+use worker::engine::{Finish, Logprobs, SamplingDefaults, Tokens};
 
 static VOCABULARY: LazyLock<Arc<Vocabulary>> = LazyLock::new(|| {
     let tokenizer = Tokenizer::from_bytes(tiny::tokenizer()).unwrap();
@@ -15,11 +15,15 @@ static VOCABULARY: LazyLock<Arc<Vocabulary>> = LazyLock::new(|| {
 
 fn assembler(controls: &str) -> Assembler {
     let mut fields = Fields::parse(&controls.to_owned().into()).unwrap();
-    Assembler::new(0, &VOCABULARY, &Controls::take(&mut fields, tiny::VOCABULARY, None).unwrap())
+    Assembler::new(
+        0,
+        &VOCABULARY,
+        &Controls::take(&mut fields, tiny::VOCABULARY, SamplingDefaults::default(), None).unwrap(),
+    )
 }
 
 fn tokens(ids: &[u32], finish: Option<Finish>) -> Tokens {
-    let logprobs = ids.iter().map(|id| Logprobs { chosen: -(*id as f32), top: Vec::new() }).collect();
+    let logprobs = ids.iter().map(|id| Logprobs { chosen: -(*id as f32), rank: 1, top: Vec::new() }).collect();
     Tokens { ids: ids.to_vec(), logprobs, finish, ..Tokens::default() }
 }
 

@@ -3,7 +3,7 @@ use crate::error::Error;
 use serde_json::json;
 
 fn render(source: &str, conversation: Conversation) -> Result<String, Error> {
-    Template::new(source, &[("bos_token".into(), "<s>".into())])?.render(conversation)
+    Template::new(source, &[("bos_token".into(), "<s>".into())]).unwrap().render(conversation)
 }
 
 fn hello() -> Conversation {
@@ -46,8 +46,21 @@ fn what_a_template_objects_to_is_said_in_its_words() {
 }
 
 #[test]
-fn a_broken_template_is_the_servers_fault() {
-    assert_eq!(render("{% if %}", hello()).unwrap_err().status(), 500);
+fn a_broken_template_is_refused_with_its_line() {
+    let problem = Template::new("{{ a }}\n{% if %}", &[]).err().unwrap();
+    assert!(problem.starts_with("has a chat template that does not compile: "), "{problem}");
+    assert!(problem.contains("chat template:2"), "{problem}");
+}
+
+#[test]
+fn tools_that_the_template_ignores_are_refused() {
+    let tools = || Conversation { tools: Some(json!([{ "type": "function" }])), ..hello() };
+    let refused = render("{{ messages }}", tools()).unwrap_err();
+    assert_eq!(refused.status(), 400);
+    assert!(refused.to_string().contains("ignores 'tools'"), "{refused}");
+    assert!(render("{{ messages }}{{ tools | length }}", tools()).is_ok());
+    assert!(render("{% if tools %}t{% else %}{{ raise_exception('none') }}{% endif %}", tools()).is_ok());
+    assert!(render("{{ messages }}", hello()).is_ok());
 }
 
 #[test]

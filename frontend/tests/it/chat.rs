@@ -21,7 +21,7 @@ async fn an_answer_is_openais_with_its_usage() {
     assert_eq!((choice.message.role, choice.finish_reason), (Role::Assistant, Some(FinishReason::Stop)));
     let usage = parsed.usage.unwrap();
     let prompt = engine.only().tokens.len() as u32;
-    assert_eq!((usage.prompt_tokens, usage.completion_tokens, usage.total_tokens), (prompt, 5, prompt + 5));
+    assert_eq!((usage.prompt_tokens, usage.completion_tokens, usage.total_tokens), (prompt, 6, prompt + 6));
     assert_eq!(usage.prompt_tokens_details.unwrap().cached_tokens, Some(48));
 }
 
@@ -73,6 +73,7 @@ async fn every_parameter_arrives_and_the_body_as_it_came() {
         repetition_penalty: 1.5,
         logit_bias: vec![(5, -100.0)],
         logprobs: Some(3),
+        prompt_logprobs: None,
     };
     assert_eq!(seen.sampling, sampling);
     let stop = StopRule { max_tokens: Some(8), min_tokens: 2, stop_tokens: vec![65], ignore_eos: true };

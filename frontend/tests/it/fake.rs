@@ -58,7 +58,11 @@ impl Fake {
     }
 
     pub(crate) fn router(self: &Arc<Self>) -> Router {
-        frontend::router(self.clone(), prometheus::Registry::new(), frontend::Settings::default()).unwrap()
+        self.router_with(frontend::Settings::default())
+    }
+
+    pub(crate) fn router_with(self: &Arc<Self>, settings: frontend::Settings) -> Router {
+        frontend::router(self.clone(), prometheus::Registry::new(), settings).unwrap()
     }
 
     /// The only request so far.
@@ -139,6 +143,7 @@ pub(crate) fn card() -> ModelCard {
         tokenizer: tiny::tokenizer().into(),
         chat_template: Some(template.into()),
         special_tokens: vec![("bos_token".into(), "<|bos|>".into())],
+        sampling: Default::default(),
         random_weights: true,
     }
 }
@@ -168,7 +173,8 @@ pub(crate) fn last(text: &str, finish: Finish) -> Step {
 
 /// A last item with log-probabilities: each token -0.5, and one rival.
 pub(crate) fn last_with_logprobs(ids: &[u32], rival: u32) -> Step {
-    let logprobs = ids.iter().map(|id| Logprobs { chosen: -0.5, top: vec![(*id, -0.5), (rival, f32::NEG_INFINITY)] });
+    let logprobs =
+        ids.iter().map(|id| Logprobs { chosen: -0.5, rank: 1, top: vec![(*id, -0.5), (rival, f32::NEG_INFINITY)] });
     let logprobs = logprobs.collect();
     Step::Say(Tokens { ids: ids.to_vec(), logprobs, finish: Some(Finish::Length), ..Tokens::default() })
 }

@@ -6,6 +6,7 @@ mod access;
 mod cache;
 mod chat;
 mod completions;
+mod extensions;
 mod fake;
 mod limits;
 mod logs;

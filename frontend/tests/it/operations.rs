@@ -21,6 +21,11 @@ async fn models_are_listed_and_found_by_an_id_with_a_slash() {
     let model: Model = get(&router, "/v1/models/org/tiny").await.parsed();
     assert_eq!((model.id.as_str(), model.created), ("org/tiny", 1_700_000_000));
     assert_eq!(get(&router, "/v1/models/org%2Ftiny").await.status, 200);
+    let shown = get(&router, "/v1/models").await.json()["data"][0].clone();
+    assert_eq!(
+        (&shown["root"], &shown["parent"], &shown["max_model_len"]),
+        (&json!("org/tiny"), &json!(null), &json!(64))
+    );
     let missing = get(&router, "/v1/models/other").await;
     assert_eq!((missing.status.as_u16(), &missing.json()["error"]["code"]), (404, &json!("model_not_found")));
 }
@@ -29,14 +34,18 @@ async fn models_are_listed_and_found_by_an_id_with_a_slash() {
 async fn readiness_is_told_with_its_reason_and_liveness_is_not_touched() {
     let engine = Fake::saying(vec![]);
     let router = engine.router();
-    for path in ["/live", "/ready", "/health"] {
+    for path in ["/live", "/ready", "/health", "/ping"] {
         assert_eq!(get(&router, path).await.status, 200);
     }
+    assert_eq!(get(&router, "/version").await.json()["version"], env!("CARGO_PKG_VERSION"));
+    let ping = Request::post("/ping").body(Body::empty()).unwrap();
+    assert_eq!(send(&router, ping).await.status, 200);
     *engine.readiness.lock().unwrap() = Readiness::NotReady("no decode worker".into());
     let answer = get(&router, "/ready").await;
     assert_eq!(answer.status, 503);
     assert!(answer.json()["error"]["message"].as_str().unwrap().contains("no decode worker"));
     assert_eq!(get(&router, "/health").await.status, 503);
+    assert_eq!(get(&router, "/ping").await.status, 503);
     assert_eq!(get(&router, "/live").await.status, 200);
 }
 
@@ -66,9 +75,9 @@ async fn trap_17_metrics_count_requests_and_tokens_of_plain_http() {
         "in_flight 1",
         r#"prompt_tokens_total{model="org/tiny"} 12"#,
         r#"cached_tokens_total{model="org/tiny"} 96"#,
-        r#"generated_tokens_total{model="org/tiny"} 6"#,
+        r#"generated_tokens_total{model="org/tiny"} 8"#,
         r#"time_to_first_token_seconds_count{model="org/tiny"} 2"#,
-        r#"inter_token_seconds_count{model="org/tiny"} 4"#,
+        r#"inter_token_seconds_count{model="org/tiny"} 6"#,
         r#"request_seconds_count{model="org/tiny"} 2"#,
     ] {
         assert!(text.contains(&format!("blockyard_frontend_{line}\n")), "{line} is not in\n{text}");
@@ -96,6 +105,12 @@ async fn a_model_that_changes_is_made_anew() {
     *engine.card.lock().unwrap() = Arc::new(worker::engine::ModelCard { chat_template: None, ..card() });
     let without = send(&router, chat(json!({}))).await;
     assert_eq!((without.status.as_u16(), &without.json()["error"]["param"]), (400, &json!("model")));
+    *engine.card.lock().unwrap() =
+        Arc::new(worker::engine::ModelCard { chat_template: Some("{% if %}".into()), ..card() });
+    let broken = send(&router, chat(json!({}))).await;
+    let said = broken.json()["error"]["message"].as_str().unwrap().to_owned();
+    assert_eq!(broken.status, 400);
+    assert!(said.starts_with("The model `org/tiny` has a chat template that does not compile: "), "{said}");
     let lengths: Vec<_> = engine.seen.lock().unwrap().iter().map(|request| request.tokens.len()).collect();
     assert_eq!(lengths[1], "other".len() - 1, "`he` is one token");
 }

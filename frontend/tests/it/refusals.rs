@@ -87,6 +87,8 @@ async fn chat_requests_that_cannot_be() {
         (json!({ "max_completion_tokens": -3 }), "integer_below_min_value", "max_completion_tokens"),
         (json!({ "max_tokens": 99_999_999_999_999_999_999_u128 as f64 }), "integer_above_max_value", "max_tokens"),
         (json!({ "seed": 18_446_744_073_709_551_615_u64 }), "integer_above_max_value", "seed"),
+        // What JSON makes of the integer one below the smallest of 64 bits.
+        (json!({ "seed": -9_223_372_036_854_775_809.0 }), "integer_below_min_value", "seed"),
         (json!({ "max_tokens": 60 }), "context_length_exceeded", "messages"),
         (
             json!({ "messages": [{ "role": "user", "content": "a ".repeat(50) }] }),
@@ -122,7 +124,13 @@ async fn chat_requests_that_cannot_be() {
         ),
         (json!({ "response_format": { "type": "json_object" } }), "unsupported_value", "response_format"),
         (json!({ "modalities": ["text", "audio"] }), "unsupported_value", "modalities[1]"),
-        (json!({ "functions": [] }), "unsupported_parameter", "functions"),
+        (json!({ "functions": [{ "name": "f" }] }), "unsupported_parameter", "functions"),
+        (json!({ "echo": true }), "unsupported_parameter", "echo"),
+        (json!({ "guided_json": {"type": "object"} }), "unsupported_parameter", "guided_json"),
+        (json!({ "temprature": 0.5 }), "unknown_parameter", "temprature"),
+        (json!({ "stream": true, "prompt_logprobs": 1 }), "unsupported_value", "prompt_logprobs"),
+        (json!({ "stream": true, "stream_options": { "include_usge": true } }), "unknown_parameter", "include_usge"),
+        (json!({ "cache_salt": 5 }), "invalid_type", "cache_salt"),
         (json!({ "tools": [{ "type": "function" }] }), "missing_required_parameter", "tools[0].function"),
         (
             json!({ "tools": [{ "type": "function", "function": {} }] }),
@@ -164,7 +172,9 @@ async fn completion_requests_that_cannot_be() {
         (json!({ "prompt": vec![1; 60] }), "context_length_exceeded", "prompt"),
         (json!({ "logprobs": true }), "invalid_type", "logprobs"),
         (json!({ "logprobs": 21 }), "integer_above_max_value", "logprobs"),
-        (json!({ "echo": true, "logprobs": 1 }), "unsupported_value", "echo"),
+        (json!({ "max_tokens": -1 }), "integer_below_min_value", "max_tokens"),
+        (json!({ "response_format": { "type": "json_schema" } }), "unsupported_value", "response_format"),
+        (json!({ "tools": [{}] }), "unsupported_parameter", "tools"),
         (json!({ "best_of": 2 }), "unsupported_value", "best_of"),
         (json!({ "suffix": "." }), "unsupported_parameter", "suffix"),
     ];
@@ -189,6 +199,9 @@ async fn bodies_that_are_no_request() {
     }
     let xml = send(&router, raw("text/xml; charset=utf-8", "<a/>")).await;
     check("xml", &xml, 415, &Value::Null, &Value::Null);
+    let mut zipped = raw("application/json", "\u{1f}\u{8b}");
+    zipped.headers_mut().insert("content-encoding", "gzip".parse().unwrap());
+    check("gzip", &send(&router, zipped).await, 415, &Value::Null, &Value::Null);
     let deep: &'static str = Box::leak("[".repeat(100_000).into_boxed_str());
     check("deep", &send(&router, raw("application/json", deep)).await, 400, &Value::Null, &Value::Null);
     // What `curl -d` sends when it is told no type.

@@ -27,10 +27,16 @@ async fn each_item_of_the_engine_is_one_write() {
     let one = next(&mut body).await;
     let head = one.split_once(r#","choices""#).unwrap().0.to_owned();
     assert!(head.starts_with(r#"data: {"id":"chatcmpl-"#), "{head}");
+    let (role, said) = one.split_once("\n\n").unwrap();
     assert_eq!(
-        one.strip_prefix(&head).unwrap(),
+        role.strip_prefix(&head).unwrap(),
+        r#","choices":[{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}],"usage":null}"#,
+        "the first delta has the role and no text"
+    );
+    assert_eq!(
+        said.strip_prefix(&head).unwrap(),
         concat!(
-            r#","choices":[{"index":0,"delta":{"role":"assistant","content":"he"},"logprobs":null,"finish_reason":null}],"usage":null}"#,
+            r#","choices":[{"index":0,"delta":{"content":"he"},"logprobs":null,"finish_reason":null}],"usage":null}"#,
             "\n\n"
         )
     );
@@ -47,7 +53,7 @@ async fn each_item_of_the_engine_is_one_write() {
     assert_eq!(last.choices[0].delta.content.as_deref(), Some("lo"));
     let usage: CreateChatCompletionStreamResponse = serde_json::from_str(&rest[1]).unwrap();
     assert!(usage.choices.is_empty());
-    assert_eq!(usage.usage.unwrap().completion_tokens, 5);
+    assert_eq!(usage.usage.unwrap().completion_tokens, 6, "the token that ended it counts");
     assert_eq!(rest[2], "[DONE]");
     assert!(body.next().await.is_none());
 }
@@ -77,8 +83,9 @@ async fn a_character_is_never_cut() {
     };
     let engine = Fake::saying(vec![say(&halves[0]), say(&halves[1]), last("", Finish::Stop)]);
     let answer = send(&engine.router(), chat(json!({ "stream": true }))).await;
-    let first: Value = serde_json::from_str(&answer.events()[0]).unwrap();
-    assert_eq!(first["choices"][0]["delta"]["content"], "😀", "nothing is written until there is something to say");
+    let events = answer.events();
+    let content = |event: &str| serde_json::from_str::<Value>(event).unwrap()["choices"][0]["delta"]["content"].clone();
+    assert_eq!((content(&events[0]), content(&events[1])), (json!(""), json!("😀")), "not before it is complete");
 }
 
 #[tokio::test(start_paused = true)]
@@ -120,8 +127,8 @@ async fn a_failure_on_the_way_is_an_event_and_the_end() {
         let answer = send(&router, chat(json!({ "stream": true }))).await;
         assert_eq!(answer.status, 200);
         let events = answer.events();
-        assert_eq!(events.len(), 2, "no [DONE] after an error: {events:?}");
-        let error: Value = serde_json::from_str(&events[1]).unwrap();
+        assert_eq!(events.len(), 3, "no [DONE] after an error: {events:?}");
+        let error: Value = serde_json::from_str(&events[2]).unwrap();
         assert_eq!((&error["error"]["code"], &error["error"]["type"]), (&json!(code), &json!("server_error")));
         assert_eq!(engine.open(), 0);
     }

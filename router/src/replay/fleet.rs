@@ -113,6 +113,7 @@ impl Simulated {
             tokenizer: "".into(),
             chat_template: None,
             special_tokens: Vec::new(),
+            sampling: Default::default(),
             random_weights: true,
         })
     }
@@ -299,7 +300,14 @@ impl Routing {
         // A router does not know how long an answer will be.
         let deadline = self.deadline.map(|deadline| arrived + deadline);
         let within = deadline.map(|deadline| deadline.saturating_duration_since(now).as_secs_f64());
-        let ask = Ask { tokens: asked.input as usize, max_tokens: None, answers: 1, work: &Work::Generate, within };
+        let ask = Ask {
+            tokens: asked.input as usize,
+            max_tokens: None,
+            answers: 1,
+            work: &Work::Generate,
+            may_split: true,
+            within,
+        };
         let decision = decide(
             self.rules.of(&asked.model),
             ask,

@@ -148,3 +148,21 @@ async fn never_means_never() {
     yard.answer(prompt(1, 30_000)).await.unwrap();
     assert_eq!((p.requests(), d.works()), (0, vec![Work::Generate]));
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_prompt_to_be_scored_is_computed_where_it_decodes() {
+    let yard = Yard::new(Settings { disaggregation: Disaggregation::Always, ..Settings::default() });
+    let (p, d) = (yard.worker(1, Phase::Prefill).await, yard.worker(2, Phase::Decode).await);
+    let mut request = prompt(1, 3000);
+    request.sampling.prompt_logprobs = Some(0);
+    yard.answer(request).await.unwrap();
+    assert_eq!((p.works(), d.works()), (vec![], vec![Work::Generate]));
+    yard.answer(prompt(2, 3000)).await.unwrap();
+    assert_eq!(p.works(), [Work::Prefill], "another prompt is handed over");
+    yard.announce(&d, stored(Level::G1, &names(&prompt(3, 3000))), true);
+    settle().await;
+    let mut request = prompt(3, 3000);
+    assert!(yard.explain(request.clone()).await["cached_tokens"].as_u64() > Some(0));
+    request.sampling.prompt_logprobs = Some(0);
+    assert_eq!(yard.explain(request).await["cached_tokens"], 0, "no cached block serves it");
+}

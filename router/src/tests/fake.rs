@@ -303,6 +303,7 @@ pub(crate) fn card(id: &str) -> ModelCard {
         tokenizer: "".into(),
         chat_template: None,
         special_tokens: vec![],
+        sampling: Default::default(),
         random_weights: true,
     }
 }

@@ -27,6 +27,8 @@ pub(crate) async fn collect(mut stream: OutputStream) -> Result<Tokens, Error> {
         all.ids.extend(tokens.ids);
         all.logprobs.extend(tokens.logprobs);
         all.finish = tokens.finish;
+        all.end = tokens.end;
+        all.prompt_logprobs.extend(tokens.prompt_logprobs);
         all.prompt = all.prompt.or(tokens.prompt);
     }
     assert!(all.finish.is_some(), "a stream ends with a finish");

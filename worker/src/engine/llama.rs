@@ -212,12 +212,13 @@ impl LlamaEngine {
             unread_since: None,
             counted: 0,
             computed: 0,
+            scored: 0,
             sampler: Some(Sampler::new(&request.sampling, seed, &request.tokens)),
             outbox: Outbox::new(sender),
             report: PromptReport::default(),
             accepted: Instant::now(),
             waiting: self.vitals.accept(request.tokens.len()),
-            limit: request.stop.max_tokens.map_or(left, |most| left.min(most as usize)).max(1),
+            limit: request.stop.max_tokens.map_or(left, |most| left.min(most as usize)),
             request,
         };
         let (preparer, submit) = (Arc::clone(&self.preparer), self.submit.clone());

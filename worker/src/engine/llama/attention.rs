@@ -65,10 +65,9 @@ pub(super) struct Span<'a> {
 }
 
 impl Span<'_> {
-    /// Only the last token.
-    pub(super) fn last(self) -> Self {
-        let before = self.tokens - 1;
-        Self { row: self.row + before, tokens: 1, start: self.start + before, ..self }
+    /// Without the first `before` tokens.
+    pub(super) fn skip(self, before: usize) -> Self {
+        Self { row: self.row + before, tokens: self.tokens - before, start: self.start + before, ..self }
     }
 }
 

@@ -1,6 +1,6 @@
 //! A Hugging Face folder: everything that is needed to serve a model, read once and checked.
 //!
-//! Files used: `config.json`, `generation_config.json` (for more end tokens), `model.safetensors` or the shards that
+//! Files used: `config.json`, `generation_config.json` (more end tokens, how to sample), `model.safetensors` or the shards that
 //! `model.safetensors.index.json` names, `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja`. Every
 //! error names the file, and the field or tensor in it.
 
@@ -12,10 +12,11 @@ mod text;
 pub use error::FolderError;
 pub(crate) use fields::Fields;
 
-use crate::engine::ModelCard;
 use crate::engine::llama::config::{Config, token_ids};
 use crate::engine::llama::weights::{Checkpoint, Weights};
+use crate::engine::{ModelCard, SamplingDefaults};
 use serde_json::Value;
+use std::ops::RangeInclusive;
 use std::path::Path;
 use std::time::UNIX_EPOCH;
 use text::Text;
@@ -48,7 +49,8 @@ impl Folder {
         let config_json = parse(&config_path, &config_text)?;
         let mut config = Config::parse(&config_path, &config_json)?;
         let text = Text::open(path, config.vocabulary)?;
-        config.eos.extend(generation_eos(path, config.vocabulary)?);
+        let (eos, sampling) = generation(path, config.vocabulary)?;
+        config.eos.extend(eos);
         config.eos.extend(text.eos);
         config.eos.sort_unstable();
         config.eos.dedup();
@@ -73,19 +75,37 @@ impl Folder {
             tokenizer: text.tokenizer,
             chat_template: text.chat_template,
             special_tokens: text.special_tokens,
+            sampling,
             random_weights: Fields::of(&config_path, &config_json)?.optional("random_weights")?.unwrap_or(false),
         };
         Ok(Self { card, config, weights })
     }
 }
 
-/// The end tokens in `generation_config.json`, which chat models extend there.
-fn generation_eos(folder: &Path, vocabulary: usize) -> Result<Vec<u32>, FolderError> {
+/// Of `generation_config.json` the end tokens, which chat models extend there, and how its makers sample from the model.
+fn generation(folder: &Path, vocabulary: usize) -> Result<(Vec<u32>, SamplingDefaults), FolderError> {
     let path = folder.join("generation_config.json");
     if !path.exists() {
-        return Ok(Vec::new());
+        return Ok(Default::default());
     }
-    token_ids(&Fields::of(&path, &json(&path)?)?, "eos_token_id", vocabulary)
+    let file = json(&path)?;
+    let fields = Fields::of(&path, &file)?;
+    let number = |name: &str, range: RangeInclusive<f32>| match fields.optional::<f32>(name)? {
+        Some(value) if !range.contains(&value) => {
+            let (least, most) = range.into_inner();
+            Err(fields.wrong(name, format!("is {value}; it must be from {least} to {most}")))
+        }
+        value => Ok(value),
+    };
+    let sampling = SamplingDefaults {
+        temperature: number("temperature", 0.0..=2.0)?,
+        top_p: number("top_p", f32::MIN_POSITIVE..=1.0)?,
+        // Off is 0 or -1.
+        top_k: fields.optional::<i64>("top_k")?.and_then(|k| u32::try_from(k).ok()).filter(|k| *k > 0),
+        min_p: number("min_p", 0.0..=1.0)?,
+        repetition_penalty: number("repetition_penalty", f32::MIN_POSITIVE..=100.0)?,
+    };
+    Ok((token_ids(&fields, "eos_token_id", vocabulary)?, sampling))
 }
 
 fn name(path: &Path) -> String {

@@ -15,10 +15,14 @@ use super::rope::{self, Rotation};
 use super::weights::{self, Weights};
 use kvbm::BlockId;
 use rayon::prelude::*;
+use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 /// Rows that one thread takes at a time where work is row by row: less is not worth waking another.
 const ROWS: usize = 8;
+
+/// Rows whose logits are visited at once: enough for a product at full speed, and 20 MB for a vocabulary of 150,000.
+const VISITED: usize = 32;
 
 /// A model, ready to compute. Share it: it is one copy of the weights and one pool of threads.
 pub(crate) struct Model {
@@ -58,6 +62,14 @@ pub(crate) struct Chunk<'a> {
     pub(crate) table: &'a [BlockId],
     /// Whether the logits after the last token are wanted.
     pub(crate) logits: bool,
+}
+
+/// Tokens of a chunk after each of which the logits are wanted at once, while they are computed: too many to be kept.
+pub(crate) struct Visit<'a, T> {
+    /// Which tokens, for each chunk.
+    pub(crate) tokens: &'a [Range<usize>],
+    /// Called with the chunk, the token's place in it and the logits after it, on several threads.
+    pub(crate) each: &'a (dyn Fn(usize, usize, &[f32]) -> T + Sync),
 }
 
 /// Logits of the chunks that asked, in their order.
@@ -139,24 +151,53 @@ impl Model {
 
     /// Computes the chunks, each of another sequence, and writes their KV. What `then` makes of the logits it makes on the compute
     /// threads. Blocks the calling thread.
+    #[cfg(test)]
     pub(crate) fn forward<R: Send>(
         &self,
         chunks: &[Chunk<'_>],
         kv: &Arena,
         then: impl FnOnce(Logits<'_>) -> R + Send,
     ) -> R {
+        let visit = Visit { tokens: &vec![0..0; chunks.len()], each: &|_, _, _| {} };
+        self.forward_visiting(chunks, kv, &visit, then).0
+    }
+
+    /// Computes the chunks, each of another sequence, and writes their KV. What `then` makes of the logits of the chunks that
+    /// want them, and `visit` of those of the tokens that it names, is made on the compute threads. Blocks the calling thread.
+    pub(crate) fn forward_visiting<R: Send, T: Send>(
+        &self,
+        chunks: &[Chunk<'_>],
+        kv: &Arena,
+        visit: &Visit<'_, T>,
+        then: impl FnOnce(Logits<'_>) -> R + Send,
+    ) -> (R, Vec<Vec<T>>) {
         let scratch = || self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
         let mut taken = scratch().pop().unwrap_or_default();
-        let made = self.pool.install(|| then(self.pass(chunks, kv, &mut taken)));
+        let made = self.pool.install(|| {
+            let (logits, visited) = self.pass(chunks, kv, visit, &mut taken);
+            (then(logits), visited)
+        });
         scratch().push(taken);
         made
     }
 
-    fn pass<'s>(&self, chunks: &[Chunk<'_>], kv: &Arena, scratch: &'s mut Scratch) -> Logits<'s> {
+    fn pass<'s, T: Send>(
+        &self,
+        chunks: &[Chunk<'_>],
+        kv: &Arena,
+        visit: &Visit<'_, T>,
+        scratch: &'s mut Scratch,
+    ) -> (Logits<'s>, Vec<Vec<T>>) {
         let places: Vec<Place> = chunks.iter().flat_map(|chunk| chunk.places(kv.block_size())).collect();
         let all = spans(chunks);
-        let asked: Vec<Span<'_>> =
-            all.iter().zip(chunks).filter(|(_, chunk)| chunk.logits).map(|(span, _)| span.last()).collect();
+        // Of each chunk everything from the first row on whose logits are wanted.
+        let first = |(chunk, visited): (&Chunk<'_>, &Range<usize>)| match chunk.tokens.len() {
+            _ if !visited.is_empty() => visited.start,
+            tokens if chunk.logits => tokens - 1,
+            tokens => tokens,
+        };
+        let firsts: Vec<usize> = chunks.iter().zip(visit.tokens).map(first).collect();
+        let asked: Vec<Span<'_>> = all.iter().zip(&firsts).map(|(span, first)| span.skip(*first)).collect();
         scratch.fit(&self.config, places.len());
         self.begin(&places, scratch);
         for (l, layer) in self.layers.iter().enumerate() {
@@ -168,7 +209,56 @@ impl Model {
             }
             layer.attention_and_ffn(self, l, spans, kv, scratch);
         }
-        self.logits(asked.len(), scratch)
+        let rows = asked.iter().map(|span| span.tokens).sum();
+        self.normalize(rows, &self.norm, scratch);
+        // Where the rows of each chunk end among those that are left.
+        let mut end = 0;
+        let ends: Vec<usize> = asked
+            .iter()
+            .map(|span| {
+                end += span.tokens;
+                end
+            })
+            .collect();
+        let mut visited = Vec::with_capacity(chunks.len());
+        for (c, chunk) in chunks.iter().enumerate() {
+            // The row of the chunk's first token, had it been kept.
+            let row = |token: usize| ends[c] + token - chunk.tokens.len();
+            let tokens = visit.tokens[c].clone();
+            visited.push(self.visit(tokens, row, &|token, logits| (visit.each)(c, token, logits), scratch));
+        }
+        let wanted = ends.iter().zip(chunks).filter(|(_, chunk)| chunk.logits).map(|(end, _)| end - 1);
+        let hidden = self.config.hidden;
+        let mut rows = 0;
+        for row in wanted {
+            // Rows only move down, so none is overwritten before it has moved.
+            scratch.normed.copy_within(row * hidden..(row + 1) * hidden, rows * hidden);
+            rows += 1;
+        }
+        (self.logits(rows, scratch), visited)
+    }
+
+    /// Has `each` look at the logits after these tokens of a chunk, whose rows `row` gives.
+    fn visit<T: Send>(
+        &self,
+        tokens: Range<usize>,
+        row: impl Fn(usize) -> usize,
+        each: &(dyn Fn(usize, &[f32]) -> T + Sync),
+        scratch: &mut Scratch,
+    ) -> Vec<T> {
+        let (hidden, vocabulary) = (self.config.hidden, self.config.vocabulary);
+        let Scratch { normed, logits: data, .. } = scratch;
+        if !tokens.is_empty() {
+            data.resize(data.len().max(tokens.len().clamp(2, VISITED) * vocabulary), 0.0);
+        }
+        let mut seen = Vec::with_capacity(tokens.len());
+        for from in tokens.clone().step_by(VISITED) {
+            let count = VISITED.min(tokens.end - from);
+            self.output().apply(count, &normed[row(from) * hidden..], data);
+            let rows = data.par_chunks_exact(vocabulary).take(count).enumerate();
+            seen.par_extend(rows.map(|(i, logits)| each(from + i, logits)));
+        }
+        seen
     }
 
     /// Embeds the tokens and turns to their positions.
@@ -182,16 +272,20 @@ impl Model {
         });
     }
 
-    /// Logits of the first `rows` rows of the stream.
+    /// From the normed stream to logits.
+    fn output(&self) -> &Linear {
+        self.head.as_ref().unwrap_or(&self.embed)
+    }
+
+    /// Logits of the first `rows` rows of the normed stream.
     fn logits<'s>(&self, rows: usize, scratch: &'s mut Scratch) -> Logits<'s> {
         let vocabulary = self.config.vocabulary;
-        self.normalize(rows, &self.norm, scratch);
         let Scratch { normed, logits, .. } = scratch;
         if rows > 0 {
             // Room for two, as products ask. Each value is written anew.
             logits.resize(logits.len().max(rows.max(2) * vocabulary), 0.0);
         }
-        self.head.as_ref().unwrap_or(&self.embed).apply(rows, normed, logits);
+        self.output().apply(rows, normed, logits);
         Logits { vocabulary, data: &mut logits[..rows * vocabulary] }
     }
 
@@ -285,7 +379,7 @@ fn spans<'a>(chunks: &[Chunk<'a>]) -> Vec<Span<'a>> {
 }
 
 impl Scratch {
-    /// Makes room for `rows` rows, and for one more when there is only one, as products ask.
+    /// Makes room for `rows` rows, and for one more: products of a single row read a second one.
     fn fit(&mut self, config: &Config, rows: usize) {
         let Config { hidden, heads, kv_heads, head_dim, intermediate, .. } = *config;
         for (buffer, width) in [
@@ -298,15 +392,17 @@ impl Scratch {
             (&mut self.angles, head_dim),
         ] {
             // Never shrinks: chunks are of one size most of the time, and the largest is bounded by the scheduler.
-            buffer.resize(buffer.len().max(rows.max(2) * width), 0.0);
+            buffer.resize(buffer.len().max((rows + 1) * width), 0.0);
         }
     }
 
     /// Keeps only the stream of the spans' rows, in order.
     fn keep(&mut self, spans: &[Span<'_>], hidden: usize) {
         // Rows only move down, so none is overwritten before it has moved.
-        for (to, span) in spans.iter().enumerate() {
-            self.stream.copy_within(span.row * hidden..(span.row + 1) * hidden, to * hidden);
+        let mut to = 0;
+        for span in spans {
+            self.stream.copy_within(span.row * hidden..(span.row + span.tokens) * hidden, to * hidden);
+            to += span.tokens;
         }
     }
 }

@@ -203,7 +203,7 @@ fn uniform(seed: u64, position: usize) -> f64 {
 }
 
 /// Natural log-probabilities of the chosen token and of the `n` likeliest.
-fn logprobs(logits: &[f32], chosen: u32, n: u8) -> Logprobs {
+pub(super) fn logprobs(logits: &[f32], chosen: u32, n: u8) -> Logprobs {
     let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let mass = wide!(mass(logits, max)).ln();
     let of = |logit: f32| (f64::from(logit) - f64::from(max) - mass) as f32;
@@ -217,7 +217,8 @@ fn logprobs(logits: &[f32], chosen: u32, n: u8) -> Logprobs {
             top.truncate(n);
         }
     }
-    Logprobs { chosen: of(logits[chosen as usize]), top: top.iter().map(|c| (c.id, of(c.value))).collect() }
+    let rank = 1 + logits.iter().filter(|logit| **logit > logits[chosen as usize]).count() as u32;
+    Logprobs { chosen: of(logits[chosen as usize]), rank, top: top.iter().map(|c| (c.id, of(c.value))).collect() }
 }
 
 #[cfg(test)]

@@ -339,13 +339,14 @@ impl Scheduler {
     fn part(&mut self, rows: Rows) -> Part {
         let sequence = &mut self.running[rows.index];
         let end = sequence.computed + rows.count;
-        let last = end == sequence.tokens.len() && sequence.request.work != Work::Prefill;
+        let last = end == sequence.tokens.len() && sequence.request.work != Work::Prefill && sequence.limit > 0;
         Part {
             tokens: sequence.tokens[sequence.computed..end].to_vec(),
             start: sequence.computed,
             table: sequence.blocks.slots(),
             sampler: if last { sequence.sampler.take() } else { None },
             position: end,
+            scored: sequence.scored_in(sequence.computed..end),
             banned: if last { self.runtime.banned(&sequence.request.stop, end - sequence.prompt) } else { Vec::new() },
         }
     }
@@ -357,15 +358,21 @@ impl Scheduler {
         self.metrics.computed(rows.count.min(prompt_left));
         sequence.computed += rows.count;
         sequence.waiting.computed(rows.count);
+        sequence.add_scores(done.scored);
         sequence.share(&self.manager);
         sequence.settle();
-        let (sampler, token, logprobs) = done?;
-        sequence.sampler = Some(sampler);
+        let only_prompt = sequence.limit == 0 && sequence.pending() == 0 && sequence.request.work != Work::Prefill;
+        if done.next.is_none() && !only_prompt {
+            return None;
+        }
         if sequence.report_is_open() {
             sequence.close_report();
             self.metrics.prompt_cached(&sequence.report);
         }
+        let Some((sampler, token, logprobs)) = done.next else { return Some(Finish::Length) };
+        sequence.sampler = Some(sampler);
         if let Some(finish) = self.runtime.ends(&sequence.request.stop, token) {
+            sequence.outbox.end_with(token, logprobs);
             return Some(finish);
         }
         self.metrics.generated();

@@ -1,11 +1,13 @@
 //! One request inside the engine: its tokens, its blocks, and its way out.
 
 use super::sampling::Sampler;
+use super::step::Scored;
 use super::vitals::{Vitals, Waiting};
-use crate::engine::{Error, Finish, Logprobs, Output, PromptReport, Request, Tokens, Work};
+use crate::engine::{EndToken, Error, Finish, Logprobs, Output, PromptReport, Request, Tokens, Work};
 use kvbm::{BlockId, BlockManager, CachedBlocks, ChainKey, Custody, DomainId, Held, Level, Onboarding, PartialBlock};
 use kvbm::{Recompute, SequenceHash};
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
@@ -35,6 +37,8 @@ pub(super) struct Sequence {
     pub(super) counted: usize,
     /// Away while a step samples with it.
     pub(super) sampler: Option<Sampler>,
+    /// Tokens of the prompt whose logits gave the next token's score.
+    pub(super) scored: usize,
     pub(super) outbox: Outbox,
     pub(super) report: PromptReport,
     pub(super) accepted: Instant,
@@ -57,9 +61,37 @@ impl Sequence {
         }
     }
 
-    /// Full blocks of the known tokens that may come from a cache: the last token is always computed, for its logits.
+    /// Full blocks of the known tokens that may come from a cache: the last token is always computed, for its logits, and so
+    /// is every token of the prompt after which a score is still missing.
     pub(super) fn reusable(&self) -> usize {
-        (self.tokens.len() - 1) / self.lineage.block_size
+        let last = if self.unscored().is_empty() { self.tokens.len() - 1 } else { self.scored };
+        last / self.lineage.block_size
+    }
+
+    /// The tokens of the prompt with whose logits the next ones are still to be scored.
+    fn unscored(&self) -> Range<usize> {
+        let wanted = self.request.sampling.prompt_logprobs.is_some() && self.request.work != Work::Prefill;
+        if wanted { self.scored..self.prompt - 1 } else { 0..0 }
+    }
+
+    /// What is to be scored in a part of the tokens.
+    pub(super) fn scored_in(&self, part: Range<usize>) -> Scored {
+        let unscored = self.unscored();
+        let rows = unscored.start.max(part.start)..unscored.end.min(part.end);
+        if rows.is_empty() {
+            return Scored::default();
+        }
+        Scored {
+            tokens: self.tokens[rows.start + 1..=rows.end].to_vec(),
+            rows: rows.start - part.start..rows.end - part.start,
+            alternatives: self.request.sampling.prompt_logprobs.unwrap_or(0),
+        }
+    }
+
+    /// Takes in the scores of a part.
+    pub(super) fn add_scores(&mut self, scores: Vec<Logprobs>) {
+        self.scored += scores.len();
+        self.outbox.unsent.prompt_logprobs.extend(scores);
     }
 
     /// Names of the blocks that the sequence could use and does not hold yet.
@@ -350,6 +382,11 @@ impl Outbox {
         self.open(report);
         self.unsent.ids.push(token);
         self.unsent.logprobs.extend(logprobs);
+    }
+
+    /// Says which token ends the request.
+    pub(super) fn end_with(&mut self, id: u32, logprobs: Option<Logprobs>) {
+        self.unsent.end = Some(EndToken { id, logprobs });
     }
 
     fn open(&mut self, report: &PromptReport) {

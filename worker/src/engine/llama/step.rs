@@ -1,11 +1,12 @@
 //! One step of the engine: rows of several sequences through the model, and a token for each that has come to its end.
 
 use super::arena::Arena;
-use super::model::{Chunk, Model};
-use super::sampling::Sampler;
+use super::model::{Chunk, Logits, Model, Visit};
+use super::sampling::{self, Sampler};
 use crate::engine::Logprobs;
 use kvbm::BlockId;
 use rayon::prelude::*;
+use std::ops::Range;
 
 /// What one sequence brings to a step.
 pub(super) struct Part {
@@ -21,10 +22,27 @@ pub(super) struct Part {
     pub(super) position: usize,
     /// Tokens that must not be chosen yet.
     pub(super) banned: Vec<u32>,
+    /// Tokens of the prompt whose log-probabilities are wanted.
+    pub(super) scored: Scored,
 }
 
-/// What a step makes of one sequence: the sampler given back, and what it chose.
-pub(super) type Done = Option<(Sampler, u32, Option<Logprobs>)>;
+/// Tokens of a prompt whose log-probabilities are wanted.
+#[derive(Default)]
+pub(super) struct Scored {
+    /// Where they stand in the part, each right after the token with which it is judged: `rows[0]` judges `tokens[0]`.
+    pub(super) rows: Range<usize>,
+    pub(super) tokens: Vec<u32>,
+    /// How many alternatives are reported.
+    pub(super) alternatives: u8,
+}
+
+/// What a step makes of one sequence.
+pub(super) struct Done {
+    /// The sampler given back, and what it chose.
+    pub(super) next: Option<(Sampler, u32, Option<Logprobs>)>,
+    /// Of the prompt's tokens that were asked for.
+    pub(super) scored: Vec<Logprobs>,
+}
 
 /// Computes a step. Blocks for the time of it.
 pub(super) fn compute(model: &Model, arena: &Arena, mut parts: Vec<Part>) -> Vec<Done> {
@@ -39,16 +57,24 @@ pub(super) fn compute(model: &Model, arena: &Arena, mut parts: Vec<Part>) -> Vec
         .map(|(part, asks)| Chunk { tokens: &part.tokens, start: part.start, table: &part.table, logits: *asks })
         .collect();
     // Each row is sampled by itself, so the thread that does it changes nothing.
-    let chosen: Vec<(Sampler, u32, Option<Logprobs>)> = model.forward(&chunks, arena, |mut logits| {
+    let sample = |mut logits: Logits<'_>| -> Vec<(Sampler, u32, Option<Logprobs>)> {
         let rows = choices.into_par_iter().zip(logits.rows());
         rows.map(|((mut sampler, position, banned), row)| {
             let (token, logprobs) = sampler.next(row, position, &banned);
             (sampler, token, logprobs)
         })
         .collect()
-    });
+    };
+    let rows: Vec<Range<usize>> = parts.iter().map(|part| part.scored.rows.clone()).collect();
+    let score = |part: usize, row: usize, logits: &[f32]| {
+        let scored = &parts[part].scored;
+        sampling::logprobs(logits, scored.tokens[row - scored.rows.start], scored.alternatives)
+    };
+    let visit = Visit { tokens: &rows, each: &score };
+    let (chosen, scored) = model.forward_visiting(&chunks, arena, &visit, sample);
     let mut chosen = chosen.into_iter();
-    asks.into_iter().map(|asks| if asks { chosen.next() } else { None }).collect()
+    let next = |(asks, scored)| Done { next: if asks { chosen.next() } else { None }, scored };
+    asks.into_iter().zip(scored).map(next).collect()
 }
 
 #[cfg(test)]
@@ -63,7 +89,7 @@ mod tests {
         let sampling = Sampling { temperature: 1.0, top_p: 0.9, logprobs: Some(3), ..Sampling::default() };
         let sampler = seed.map(|seed| Sampler::new(&sampling, seed, &tokens));
         let table = vec![BlockId(2 * of), BlockId(2 * of + 1)];
-        Part { tokens, start: 0, table, sampler, position: 20, banned: vec![of] }
+        Part { tokens, start: 0, table, sampler, position: 20, banned: vec![of], scored: Scored::default() }
     }
 
     #[test]
@@ -77,7 +103,7 @@ mod tests {
             // Every third only computes a part of its prompt.
             let parts = (0..24).map(|of| part(of, (of % 3 != 0).then_some(u64::from(of)))).collect();
             let done = compute(&model, &arena, parts);
-            done.into_iter().map(|done| done.map(|(_, token, logprobs)| (token, logprobs))).collect::<Vec<_>>()
+            done.into_iter().map(|done| done.next.map(|(_, token, logprobs)| (token, logprobs))).collect::<Vec<_>>()
         };
         let alone = run(1);
         assert!(alone.iter().enumerate().all(|(of, done)| done.is_some() == (of % 3 != 0)));

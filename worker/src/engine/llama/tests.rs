@@ -16,6 +16,7 @@ use kvbm::{Faults, Faulty, disk, object};
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
+mod scores;
 mod soak;
 mod terms;
 mod unread;

@@ -83,6 +83,18 @@ pub(crate) fn token_ids(fields: &Fields<'_>, name: &str, vocabulary: usize) -> R
 }
 
 impl Family {
+    const ALL: [Self; 4] = [Self::Llama, Self::Mistral, Self::Qwen2, Self::Qwen3];
+
+    /// The name in `architectures` of config.json.
+    pub(crate) fn architecture(self) -> &'static str {
+        match self {
+            Family::Llama => "LlamaForCausalLM",
+            Family::Mistral => "MistralForCausalLM",
+            Family::Qwen2 => "Qwen2ForCausalLM",
+            Family::Qwen3 => "Qwen3ForCausalLM",
+        }
+    }
+
     /// How many key/value heads a configuration means that does not say.
     fn default_kv_heads(self, heads: usize) -> usize {
         match self {
@@ -95,19 +107,11 @@ impl Family {
 
 fn family(fields: &Fields<'_>) -> Result<Family, FolderError> {
     let architectures: Vec<String> = fields.required("architectures")?;
-    match architectures.iter().map(String::as_str).collect::<Vec<_>>()[..] {
-        ["LlamaForCausalLM"] => Ok(Family::Llama),
-        ["MistralForCausalLM"] => Ok(Family::Mistral),
-        ["Qwen2ForCausalLM"] => Ok(Family::Qwen2),
-        ["Qwen3ForCausalLM"] => Ok(Family::Qwen3),
-        _ => Err(fields.wrong(
-            "architectures",
-            format!(
-                "is {architectures:?}; supported are LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM and \
-                 Qwen3ForCausalLM"
-            ),
-        )),
-    }
+    let named = |family: &Family| matches!(&architectures[..], [name] if name == family.architecture());
+    Family::ALL.into_iter().find(named).ok_or_else(|| {
+        let supported = Family::ALL.map(Family::architecture).join(", ");
+        fields.wrong("architectures", format!("is {architectures:?}; supported are {supported}"))
+    })
 }
 
 fn refuse_what_is_not_computed(fields: &Fields<'_>) -> Result<(), FolderError> {

@@ -51,6 +51,16 @@ pub enum FolderError {
         /// The folder.
         path: PathBuf,
     },
+    /// There is no tokenizer in a form that is supported.
+    #[error(
+        "{path}: tokenizer.json is missing; it comes with most models, and transformers writes it from other forms: \
+         AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)",
+        path = .path.display()
+    )]
+    NoTokenizer {
+        /// The folder.
+        path: PathBuf,
+    },
     /// A file of weights is broken.
     #[error("{path}: {problem}", path = .path.display())]
     Weights {

@@ -105,6 +105,28 @@ fn end_tokens_come_from_all_files_that_name_them() {
 }
 
 #[test]
+fn sampling_defaults_come_from_the_generation_config() {
+    let folder = copy("llama");
+    let path = folder.path().join("generation_config.json");
+    let write = |text: &str| std::fs::write(&path, text).unwrap();
+    write(r#"{"do_sample": true, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.05}"#);
+    let card = Folder::open(folder.path(), None).unwrap().card;
+    let want = SamplingDefaults {
+        temperature: Some(0.6),
+        top_p: Some(0.9),
+        top_k: Some(20),
+        min_p: None,
+        repetition_penalty: Some(1.05),
+    };
+    assert_eq!(card.sampling, want);
+    write(r#"{"top_k": 0}"#);
+    assert_eq!(Folder::open(folder.path(), None).unwrap().card.sampling, SamplingDefaults::default());
+    write(r#"{"top_p": 1.5}"#);
+    let text = refusal(folder.path());
+    assert!(text.contains("generation_config.json: `top_p` is 1.5; it must be from"), "{text}");
+}
+
+#[test]
 fn the_chat_template_is_found_in_every_place() {
     let plain = open("llama").card;
     let template = plain.chat_template.unwrap();
@@ -172,7 +194,7 @@ fn files_that_are_missing_or_broken_are_named() {
         ("config.json", None, "config.json: No such file"),
         ("config.json", Some("{\"a\": 1,"), "config.json: the file is not valid JSON: EOF while parsing"),
         ("config.json", Some("[]"), "config.json: the file is not a JSON object"),
-        ("tokenizer.json", None, "tokenizer.json: No such file"),
+        ("tokenizer.json", None, ": tokenizer.json is missing; it comes with most models, and transformers writes it"),
         ("tokenizer.json", Some("{}"), "tokenizer.json: the file is not a tokenizer"),
         (
             "tokenizer_config.json",
@@ -215,6 +237,46 @@ fn weights_that_are_cut_short_or_do_not_match_are_named() {
     let text =
         refused_with("llama", &serde_json::json!({"vocab_size": 255, "eos_token_id": null, "bos_token_id": null}));
     assert!(text.contains("tokenizer.json: `model.vocab` has token"), "{text}");
+}
+
+#[test]
+fn a_tensor_that_the_architecture_does_not_use_is_refused() {
+    let text = refused_with("llama", &serde_json::json!({"num_hidden_layers": 1}));
+    let said = "tensor `model.layers.1.input_layernorm.weight` belongs to layer 1, but `num_hidden_layers`";
+    assert!(text.contains(said) && text.ends_with("in config.json is 1"), "{text}");
+    let text = refused_with("qwen2", &serde_json::json!({"architectures": ["LlamaForCausalLM"]}));
+    let said = "tensor `model.layers.0.self_attn.k_proj.bias` is not part of the architecture LlamaForCausalLM";
+    assert!(text.contains(said), "{text}");
+    let text = refused_with("qwen3", &serde_json::json!({"architectures": ["Qwen2ForCausalLM"]}));
+    assert!(text.contains("tensor `model.layers.0.self_attn.k_norm.weight` is not part of"), "{text}");
+}
+
+#[test]
+fn tensors_that_change_no_answer_do_not_stop_a_model() {
+    for extra in ["model.layers.0.self_attn.rotary_emb.inv_freq", "lm_head.weight", "v_head.summary.weight"] {
+        let folder = copy("llama");
+        add_tensor(folder.path(), extra);
+        Folder::open(folder.path(), None).unwrap_or_else(|error| panic!("{extra}: {error}"));
+    }
+    for extra in ["lm_head.bias", "model.norm.bias", "model.layers.0.mlp.experts.0.weight"] {
+        let folder = copy("llama");
+        add_tensor(folder.path(), extra);
+        let text = refusal(folder.path());
+        assert!(text.contains(&format!("tensor `{extra}` is not part of the architecture")), "{text}");
+    }
+}
+
+/// Adds a tensor of one value to the model's file.
+fn add_tensor(folder: &Path, name: &str) {
+    let path = folder.join("model.safetensors");
+    let bytes = std::fs::read(&path).unwrap();
+    let length = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let mut header: Value = serde_json::from_slice(&bytes[8..8 + length]).unwrap();
+    let end = bytes.len() - 8 - length;
+    header[name] = serde_json::json!({"dtype": "F32", "shape": [1], "data_offsets": [end, end + 4]});
+    let header = header.to_string();
+    let file = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &bytes[8 + length..], &[0; 4]].concat();
+    std::fs::write(&path, file).unwrap();
 }
 
 #[test]

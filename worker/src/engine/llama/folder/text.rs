@@ -49,6 +49,9 @@ impl Text {
     /// Reads the files in `folder`, of a model whose vocabulary has that size.
     pub(super) fn open(folder: &Path, vocabulary: usize) -> Result<Self, FolderError> {
         let path = folder.join("tokenizer.json");
+        if !path.exists() {
+            return Err(FolderError::NoTokenizer { path: folder.to_owned() });
+        }
         let text = read(&path)?;
         let tokenizer = Tokenizer::from_str(&text).map_err(|error| FolderError::Json {
             path: path.clone(),
@@ -75,6 +78,10 @@ impl Text {
                     special_tokens.push((name.to_owned(), text));
                 }
             }
+        } else {
+            let problem = "tokenizer_config.json is missing: the model's special tokens and its chat template, if it \
+                           is not in chat_template.jinja, are not known, and chats may be refused";
+            tracing::warn!(folder = %folder.display(), "{problem}");
         }
         let eos = special_tokens
             .iter()

@@ -13,7 +13,7 @@ use half::{bf16, f16};
 use rayon::prelude::*;
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
@@ -73,9 +73,12 @@ impl Checkpoint {
         Ok(Self { files, places })
     }
 
-    /// Whether every tensor that `config` calls for is there, in its shape and in a type that is supported.
+    /// Checks that the files hold every tensor that `config` calls for, in its shape and in a supported type, and no other
+    /// tensor of the architecture: a tensor that the forward pass does not read means that `config` describes another model.
     pub(crate) fn check(&self, config: &Config) -> Result<(), FolderError> {
-        for (name, shape) in tensors(config) {
+        let expected = tensors(config);
+        self.check_unused(config, &expected)?;
+        for (name, shape) in expected {
             let (shard, info) = self.find(&name)?;
             if info.shape != shape {
                 return Err(shard.wrong(&name, format!("has shape {:?}; config.json makes it {shape:?}", info.shape)));
@@ -83,6 +86,31 @@ impl Checkpoint {
             if !matches!(info.dtype, Dtype::F32 | Dtype::F16 | Dtype::BF16) {
                 return Err(shard.wrong(&name, format!("is of type {:?}; supported are F32, F16 and BF16", info.dtype)));
             }
+        }
+        Ok(())
+    }
+
+    /// Refuses tensors of layers, embedding, norm or head that are not among `expected`. Tensors outside of these (of a value
+    /// head, say) do not take part in the forward pass and are only reported.
+    fn check_unused(&self, config: &Config, expected: &[(String, Vec<usize>)]) -> Result<(), FolderError> {
+        let expected: HashSet<&str> = expected.iter().map(|(name, _)| name.as_str()).collect();
+        // Computed from config.json here.
+        let is_derived = |name: &str| name.ends_with(".rotary_emb.inv_freq");
+        // Often stored although the embedding takes its place.
+        let is_tied_head = |name: &str| config.tied && name == "lm_head.weight";
+        let mut unused: Vec<(String, &Shard)> = self
+            .files
+            .iter()
+            .flat_map(|shard| shard.metadata.tensors().into_keys().map(move |name| (name, shard)))
+            .filter(|(name, _)| !expected.contains(name.as_str()) && !is_derived(name) && !is_tied_head(name))
+            .collect();
+        unused.sort_unstable_by(|a, b| a.0.cmp(&b.0));
+        let takes_part = |name: &str| name.starts_with("model.") || name.starts_with("lm_head.");
+        if let Some((name, shard)) = unused.iter().find(|(name, _)| takes_part(name)) {
+            return Err(shard.wrong(name, unused_problem(config, name)));
+        }
+        if let Some((name, shard)) = unused.first() {
+            tracing::warn!(file = %shard.path.display(), tensor = name, tensors = unused.len(), "tensors are not used");
         }
         Ok(())
     }
@@ -166,6 +194,20 @@ impl Shard {
 
     fn wrong(&self, tensor: &str, problem: impl Into<String>) -> FolderError {
         FolderError::Tensor { path: self.path.clone(), tensor: tensor.to_owned(), problem: problem.into() }
+    }
+}
+
+/// What an unused tensor says about the folder.
+fn unused_problem(config: &Config, name: &str) -> String {
+    let layer = name.strip_prefix("model.layers.").and_then(|rest| rest.split('.').next()?.parse::<usize>().ok());
+    match layer {
+        Some(layer) if layer >= config.layers => {
+            format!("belongs to layer {layer}, but `num_hidden_layers` in config.json is {}", config.layers)
+        }
+        _ => format!(
+            "is not part of the architecture {} that config.json names; the answers would be wrong without it",
+            config.family.architecture()
+        ),
     }
 }
 
