@@ -170,7 +170,6 @@ impl Assembler {
         });
         if piece.finish == Some(FinishReason::Stop) {
             piece.generated += 1;
-            self.generated += 1;
             piece.ids.extend(end.as_ref().map(|end| end.id));
         }
         if self.take(&mut piece.text) == Seen::Stop {
