@@ -19,7 +19,7 @@ use kvbm::crypt::KeySource;
 use kvbm::object::{Credentials, Endpoint, Location};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 use worker::engine::llama::Builtin;
 
@@ -288,6 +288,15 @@ impl Config {
             admin: Admin::default(),
             log: Log::default(),
         }
+    }
+
+    /// Folders in which other processes store blocks too: the shared store and the folder of a pod.
+    pub fn shared_folders(&self) -> impl Iterator<Item = &Path> {
+        let store = match &self.shared {
+            Some(Location::Folder(folder)) => Some(folder.as_path()),
+            _ => None,
+        };
+        self.tiers.pod.iter().map(|pod| pod.path.as_path()).chain(store)
     }
 
     /// Numbers of which none is too few.

@@ -1,5 +1,7 @@
 //! What the machine has to give: memory, disk, threads. Read at start.
 
+use kvbm::permissions;
+use rustix::fs::Mode;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::num::NonZero;
 use std::path::Path;
@@ -60,6 +62,14 @@ pub fn raise_open_files() {
         Ok(()) => tracing::debug!(was = limit.current, is = limit.maximum, "limit of open files raised"),
         Err(error) => tracing::warn!(%error, was = limit.current, "cannot raise the limit of open files"),
     }
+}
+
+/// Has files and folders that this process creates be readable by their owner alone, whatever umask it was started with. Where one
+/// of `folders` is [shared with its group](permissions::is_group_shared), its group can read and write new files too; files outside
+/// of such folders are created with their own modes.
+pub fn limit_umask<'a>(mut folders: impl Iterator<Item = &'a Path>) {
+    let group = if folders.any(permissions::is_group_shared) { Mode::empty() } else { Mode::RWXG };
+    rustix::process::umask(group | Mode::RWXO);
 }
 
 /// `MemAvailable` of Linux.

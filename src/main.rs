@@ -57,6 +57,7 @@ fn run(serve: &Serve) -> anyhow::Result<()> {
         }
         return Ok(());
     }
+    machine::limit_umask(config.shared_folders());
     let relog = start_log(&config.log)?;
     panics::watch();
     machine::raise_open_files();

@@ -103,6 +103,7 @@ pub mod name;
 mod names;
 pub mod object;
 mod peer;
+pub mod permissions;
 mod plan;
 mod pool;
 mod retention;

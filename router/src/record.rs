@@ -9,11 +9,11 @@ use crate::decide::Row;
 use crate::metrics::Metrics;
 use crate::select::mix;
 use arc_swap::ArcSwapOption;
-use kvbm::{Level, SequenceHash};
+use kvbm::{Level, SequenceHash, permissions};
 use prometheus::IntCounterVec;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-use std::fs::{self, File, Metadata, OpenOptions};
+use std::fs::{self, File, Metadata};
 use std::io::{self, ErrorKind, Write};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -124,7 +124,8 @@ impl Recorder {
 impl Open {
     fn new(path: &Path, metrics: &Metrics) -> Result<Self, String> {
         let wrong = |error: io::Error| format!("router.record: {} cannot be written: {error}", path.display());
-        let file = OpenOptions::new().create(true).append(true).open(path).map_err(wrong)?;
+        let file = permissions::private().create(true).append(true).open(path).map_err(wrong)?;
+        permissions::narrow(&file, path).map_err(wrong)?;
         let id = FileId::of(&file.metadata().map_err(wrong)?);
         let (lines, incoming) = sync_channel(WAITING);
         let counts = metrics.recorded.clone();

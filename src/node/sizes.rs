@@ -17,7 +17,7 @@ const G2_SHARE: u64 = 15;
 const G3_BYTES: u64 = 10 << 30;
 
 /// The G3 log within the data folder.
-const G3_FOLDER: &str = "g3";
+pub(super) const G3_FOLDER: &str = "g3";
 
 /// At most this share of what is free on its disk, in hundredths.
 const G3_SHARE: u64 = 20;

@@ -42,6 +42,11 @@ impl Process {
             .args(["--set", "frontend.shutdown_delay=0s"])
             .args(arguments)
             .envs(environment.iter().copied());
+        Self::launch(command).await
+    }
+
+    /// A command that becomes the program; ready.
+    pub(crate) async fn launch(mut command: Command) -> Self {
         let log = tempfile::tempfile().unwrap();
         let mut child = command.stdout(Stdio::piped()).stderr(log.try_clone().unwrap()).spawn().unwrap();
         let mut stdout = BufReader::new(child.stdout.take().unwrap());

@@ -4,6 +4,7 @@
 //! measured; a filesystem that refuses direct access (tmpfs) is used through the page cache, with the same layout.
 
 use crate::memory::{LARGE, enlarge};
+use crate::permissions;
 use std::alloc::{self, Layout};
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -158,7 +159,7 @@ impl Access {
     pub(super) fn probe(folder: &Path) -> io::Result<Self> {
         let path = unused(folder)?;
         let direct = |grain: u64| {
-            let file = Self::Direct { grain }.open(&path, OpenOptions::new().write(true).create(true))?;
+            let file = Self::Direct { grain }.open(&path, permissions::private().write(true).create(true))?;
             file.write_all_at(&Buffer::zeroed(grain as usize), grain)
         };
         let refused = |error: &io::Error| matches!(error.raw_os_error(), Some(libc::EINVAL | libc::EOPNOTSUPP));

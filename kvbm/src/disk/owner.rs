@@ -1,7 +1,8 @@
 //! One owner per log: an advisory lock on a file that the kernel lets go when the process dies.
 
 use super::OpenError;
-use std::fs::{File, OpenOptions, TryLockError};
+use crate::permissions;
+use std::fs::{File, TryLockError};
 use std::io::{Read, Seek, Write};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -35,8 +36,9 @@ impl Owner {
     pub(super) fn claim(folder: &Path) -> Result<Self, OpenError> {
         let path = folder.join("owner");
         let failed = |source| OpenError::Io { path: path.clone(), source };
-        let mut options = OpenOptions::new();
+        let mut options = permissions::private();
         let mut file = options.read(true).write(true).create(true).truncate(false).open(&path).map_err(failed)?;
+        permissions::narrow(&file, &path).map_err(failed)?;
         let started = Instant::now();
         loop {
             match file.try_lock() {

@@ -13,6 +13,9 @@ use super::file_io::FileIo;
 use super::listing::Listing;
 use super::owner;
 use super::record::{Found, Record};
+use crate::crypt::MetadataKeys;
+use crate::permissions;
+use std::ffi::OsStr;
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::path::{Path, PathBuf};
@@ -127,6 +130,7 @@ pub(super) fn give_back(io: &FileIo, folder: &Path) -> bool {
 fn reuse(io: &FileIo, folder: &Path, path: &Path, bytes: u64, access: Access) -> io::Result<File> {
     let spare = spare(folder);
     let file = io.look(|| access.open(&spare, OpenOptions::new().write(true)))?;
+    permissions::narrow(&file, &spare)?;
     io.change(|| direct::clear(&file, bytes))?;
     io.rename(&spare, path)?;
     Ok(file)
@@ -143,12 +147,26 @@ pub(super) fn numbers(folder: &Path) -> io::Result<Vec<u32>> {
     Ok(numbers)
 }
 
+/// Narrows the segments, and the spare, that an earlier version left readable for other users.
+pub(super) fn narrow(folder: &Path, numbers: &[u32]) {
+    numbers.iter().for_each(|number| permissions::narrow_path(&path(folder, *number)));
+    permissions::narrow_path(&spare(folder));
+}
+
+/// Whether an entry of a folder belongs to the log.
+pub(super) fn is_ours(name: &OsStr) -> bool {
+    let name = name.to_str().unwrap_or_default();
+    matches!(name, "owner" | "probe" | "spare") || name.ends_with(".segment")
+}
+
 /// A segment that is being written. Dropping it, by whoever writes last, seals the segment.
 pub(super) struct Head {
     file: File,
     path: PathBuf,
     access: Access,
     io: Arc<FileIo>,
+    /// What the footer is sealed with, if it is.
+    keys: Option<Arc<MetadataKeys>>,
     segment: Arc<Segment>,
 }
 
@@ -160,6 +178,7 @@ impl Head {
         bytes: u64,
         access: Access,
         io: &Arc<FileIo>,
+        keys: Option<Arc<MetadataKeys>>,
         taken: &Arc<AtomicU64>,
     ) -> io::Result<Self> {
         let path = path(folder, number);
@@ -168,7 +187,7 @@ impl Head {
         } else {
             // There is none, or the filesystem cannot clear it.
             give_back(io, folder);
-            let file = io.change(|| access.open(&path, OpenOptions::new().write(true).create_new(true)))?;
+            let file = io.change(|| access.open(&path, permissions::private().write(true).create_new(true)))?;
             if let Err(error) = io.change(|| direct::reserve(&file, bytes)) {
                 let _ = io.remove(&path);
                 return Err(error);
@@ -176,7 +195,7 @@ impl Head {
             file
         };
         let segment = Segment::new((number, group), Listing::default(), bytes, false, taken);
-        Ok(Self { file, path, access, io: io.clone(), segment })
+        Ok(Self { file, path, access, io: io.clone(), keys, segment })
     }
 
     pub(super) fn segment(&self) -> &Arc<Segment> {
@@ -233,7 +252,7 @@ impl Drop for Head {
             }
             self.segment.resize(0);
         } else {
-            match seal(&self.io, &self.file, &mut listing) {
+            match seal(&self.io, &self.file, &mut listing, self.segment.number, self.keys.as_deref()) {
                 Ok(bytes) => self.segment.resize(bytes),
                 Err(error) => {
                     // Without a footer it is scanned when the log is opened again; what has no records goes back.
@@ -249,11 +268,17 @@ impl Drop for Head {
     }
 }
 
-/// Writes the footer, cuts what follows it, and returns the length of the file.
-pub(super) fn seal(io: &FileIo, file: &File, listing: &mut Listing) -> io::Result<u64> {
+/// Writes the footer of segment `number`, cuts what follows it, and returns the length of the file.
+pub(super) fn seal(
+    io: &FileIo,
+    file: &File,
+    listing: &mut Listing,
+    number: u32,
+    keys: Option<&MetadataKeys>,
+) -> io::Result<u64> {
     listing.sort();
     let at = listing.end().next_multiple_of(Access::BLOCK);
-    let footer = listing.encode(at);
+    let footer = listing.encode(at, number, keys);
     io.write_all(file, &footer, at)?;
     let length = at + footer.len() as u64;
     io.set_len(file, length)?;

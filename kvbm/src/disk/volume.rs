@@ -11,8 +11,9 @@
 //! half done is not used, but read back from the disk.
 
 use super::log::{Log, REST, Shared};
-use super::{OpenError, READERS, Settings};
+use super::{OpenError, READERS, Settings, segment};
 use crate::fair::Gate;
+use crate::permissions;
 use std::any::Any;
 use std::io;
 use std::os::unix::fs::MetadataExt;
@@ -131,7 +132,7 @@ impl Volume {
                 return Err(failed(io::Error::other("another filesystem than before")));
             }
         } else {
-            std::fs::create_dir_all(&self.folder).map_err(failed)?;
+            permissions::named_dir(&self.folder, segment::is_ours).map_err(failed)?;
         }
         let log = Log::open(self.number, &self.folder, self.settings, self.shared.clone())?;
         let _ = self.device.set(std::fs::metadata(&self.folder).map_err(failed)?.dev());

@@ -16,6 +16,9 @@ use std::hash::{BuildHasher, Hasher, RandomState};
 use std::str::FromStr;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+/// What lies directly under the prefix, but for `collected`.
+pub(super) const FOLDERS: [&str; 4] = ["manifests", "blocks", "removals", "uses"];
+
 /// One life of one process: nobody else ever writes under its name, so nothing that is written needs a lock.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub(super) struct Writer {

@@ -1,0 +1,166 @@
+//! Modes of the files and folders that hold KV, keys and traces: only their owner may read them, whatever the umask is.
+//!
+//! A folder that this program names is always narrowed. A folder that the configuration names is created with mode 0700; an
+//! existing one is narrowed only if everything in it belongs to this program, because others may need to pass through it.
+//!
+//! One folder may be shared by several users: a shared store or the folder of a pod. It is shared with its group if an
+//! operator has made it so, by the setgid bit and write permission for the group (`chmod 2770`).
+
+use std::ffi::OsStr;
+use std::fs::{self, DirBuilder, File, Metadata, OpenOptions, Permissions};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
+use std::path::Path;
+
+/// Permission bits of the group and of all others.
+const OTHERS: u32 = 0o077;
+/// Permission bits of all others, the group excepted.
+const WORLD: u32 = 0o007;
+const SETGID: u32 = 0o2000;
+const STICKY: u32 = 0o1000;
+const GROUP_WRITE: u32 = 0o020;
+
+/// Creates a folder, and those above it that are missing, with mode 0700. An existing folder keeps its mode.
+pub fn create_dir_all(folder: &Path) -> io::Result<()> {
+    DirBuilder::new().recursive(true).mode(0o700).create(folder)
+}
+
+/// Creates a folder that the configuration names. An existing one is narrowed to mode 0700 if this program alone uses it:
+/// `is_ours` holds for the name of every entry.
+pub fn named_dir(folder: &Path, is_ours: impl Fn(&OsStr) -> bool) -> io::Result<()> {
+    create_dir_all(folder)?;
+    let metadata = fs::metadata(folder)?;
+    if metadata.permissions().mode() & OTHERS == 0 || metadata.permissions().mode() & STICKY != 0 {
+        return Ok(());
+    }
+    for entry in fs::read_dir(folder)? {
+        if !is_ours(&entry?.file_name()) {
+            return Ok(());
+        }
+    }
+    narrow_path(folder);
+    Ok(())
+}
+
+/// Whether an operator shares a folder with its group: it has the setgid bit, and the group may write to it.
+pub fn is_group_shared(folder: &Path) -> bool {
+    let shares = |metadata: Metadata| metadata.permissions().mode() & (SETGID | GROUP_WRITE) == SETGID | GROUP_WRITE;
+    fs::metadata(folder).is_ok_and(shares)
+}
+
+/// Creates the folders below `root` that this program names, or narrows them: to mode 0700, or to 2770 if `root` is
+/// [shared with its group](is_group_shared).
+pub(crate) fn own_dirs_below(root: &Path, names: &[&str]) -> io::Result<()> {
+    let shared = is_group_shared(root);
+    for folder in names.iter().map(|name| root.join(name)) {
+        create_dir_all(&folder)?;
+        set(&folder, |mode| if shared { (mode | SETGID | 0o770) & !WORLD } else { mode & !OTHERS });
+    }
+    Ok(())
+}
+
+/// Options that create a file with mode 0600.
+pub fn private() -> OpenOptions {
+    let mut options = OpenOptions::new();
+    options.mode(0o600);
+    options
+}
+
+/// Takes away what the group and others may do with an open file. Only regular files: a pipe or a device has no content of
+/// ours. A file of another user stays as it is, with a warning.
+pub fn narrow(file: &File, path: &Path) -> io::Result<()> {
+    let metadata = file.metadata()?;
+    let mode = metadata.permissions().mode();
+    if metadata.is_file()
+        && mode & OTHERS != 0
+        && let Err(error) = file.set_permissions(Permissions::from_mode(mode & !OTHERS & 0o7777))
+    {
+        warn(path, mode, &error);
+    }
+    Ok(())
+}
+
+/// The same for a file or folder that is there; one that is not is none to narrow.
+pub(crate) fn narrow_path(path: &Path) {
+    set(path, |mode| mode & !OTHERS);
+}
+
+fn set(path: &Path, wanted: impl Fn(u32) -> u32) {
+    let Ok(metadata) = fs::symlink_metadata(path) else { return };
+    let mode = metadata.permissions().mode() & 0o7777;
+    // A link is somebody's decision about another place.
+    if metadata.is_symlink() || wanted(mode) == mode {
+        return;
+    }
+    if let Err(error) = fs::set_permissions(path, Permissions::from_mode(wanted(mode))) {
+        warn(path, mode, &error);
+    }
+}
+
+fn warn(path: &Path, mode: u32, error: &io::Error) {
+    tracing::warn!(path = %path.display(), mode = format!("{:04o}", mode & 0o7777), %error, "other users may read this");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn mode(path: &Path) -> u32 {
+        fs::metadata(path).unwrap().permissions().mode() & 0o7777
+    }
+
+    fn chmod(path: &Path, mode: u32) {
+        fs::set_permissions(path, Permissions::from_mode(mode)).unwrap();
+    }
+
+    #[test]
+    fn new_and_wider_folders_and_files_are_narrowed() {
+        let root = tempfile::tempdir().unwrap();
+        let [folder, file] = [root.path().join("a/b"), root.path().join("file")];
+        let own = || own_dirs_below(folder.parent().unwrap(), &["b"]).unwrap();
+        own();
+        assert_eq!([mode(&root.path().join("a")), mode(&folder)], [0o700; 2]);
+        chmod(&folder, 0o755);
+        own();
+        assert_eq!(mode(&folder), 0o700);
+        fs::write(&file, "").unwrap();
+        chmod(&file, 0o664);
+        narrow(&File::open(&file).unwrap(), &file).unwrap();
+        assert_eq!(mode(&file), 0o600);
+        fs::remove_file(&file).unwrap();
+        private().write(true).create(true).open(&file).unwrap();
+        assert_eq!(mode(&file), 0o600);
+    }
+
+    #[test]
+    fn a_configured_folder_with_foreign_entries_keeps_its_mode() {
+        let root = tempfile::tempdir().unwrap();
+        let folder = root.path().join("mount");
+        named_dir(&folder, |_| true).unwrap();
+        assert_eq!(mode(&folder), 0o700);
+        fs::write(folder.join("theirs"), "").unwrap();
+        chmod(&folder, 0o755);
+        named_dir(&folder, |name| name == "ours").unwrap();
+        assert_eq!(mode(&folder), 0o755);
+        fs::rename(folder.join("theirs"), folder.join("ours")).unwrap();
+        named_dir(&folder, |name| name == "ours").unwrap();
+        assert_eq!(mode(&folder), 0o700);
+        chmod(&folder, 0o1777);
+        named_dir(&folder, |_| true).unwrap();
+        assert_eq!(mode(&folder), 0o1777, "a folder like /tmp");
+    }
+
+    #[test]
+    fn a_setgid_folder_stays_shared_with_its_group_alone() {
+        let root = tempfile::tempdir().unwrap();
+        let below = root.path().join("blocks");
+        own_dirs_below(root.path(), &["blocks"]).unwrap();
+        assert_eq!(mode(&below), 0o700);
+        chmod(root.path(), 0o2775);
+        own_dirs_below(root.path(), &["blocks"]).unwrap();
+        assert_eq!(mode(&below), 0o2770);
+        chmod(root.path(), 0o775);
+        own_dirs_below(root.path(), &["blocks"]).unwrap();
+        assert_eq!(mode(&below) & 0o777, 0o700, "without the setgid bit nothing is shared");
+    }
+}
