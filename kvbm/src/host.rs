@@ -15,7 +15,7 @@ use crate::event::{EventLog, Level};
 use crate::metrics::Metrics;
 use crate::pool::{CachedBlock, CachedBlocks, Held, PartialBlock, Pool};
 use crate::tier::{Loaded, StoreError, Tier, Usage};
-use crate::{Census, Clock, Custody, Date, Fingerprint, Keep, SequenceHash, Shares};
+use crate::{Census, Clock, Custody, Date, DomainId, Fingerprint, Keep, SequenceHash, Shares};
 use arena::Arena;
 use bytes::Bytes;
 use futures::future::BoxFuture;
@@ -104,9 +104,12 @@ impl HostTier {
     /// Keeps copies of the device's blocks, whose bytes `read` writes straight into their slots and shows on the way, and
     /// names those that are here now. Blocks for the time of the copies. All slots are taken in one go, and what forms a
     /// chain is announced as one event; only when they are not to be had at once is there one after the other.
+    ///
+    /// `since`: how often a domain was [purged](Self::purges) when the blocks were looked up.
     pub(crate) fn fill(
         &self,
         blocks: &CachedBlocks,
+        since: u64,
         read: impl Fn(BlockId, &mut [u8], &mut dyn FnMut(&[u8])),
     ) -> Vec<SequenceHash> {
         let (parents, custody) = (blocks.parents(), blocks.custody());
@@ -125,12 +128,12 @@ impl HostTier {
                 copy(block, terms, &mut slot);
                 slot.complete(block.name(), terms.0, terms.1)
             });
-            self.pool.deposit(full.collect());
+            self.pool.deposit(full.collect(), since);
             return blocks.iter().map(Held::name).collect();
         }
         drop(held);
         let kept = each().filter(|(block, (parent, custody))| {
-            self.keep(block.name(), *parent, *custody, |slot| copy(block, (*parent, *custody), slot)).is_ok()
+            self.keep(block.name(), *parent, *custody, since, |slot| copy(block, (*parent, *custody), slot)).is_ok()
         });
         kept.map(|(block, _)| block.name()).collect()
     }
@@ -154,6 +157,16 @@ impl HostTier {
         }
     }
 
+    /// Denies all blocks of a domain, and says how many there were.
+    pub(crate) fn purge(&self, domain: DomainId) -> usize {
+        self.pool.purge(domain)
+    }
+
+    /// How often a domain was purged so far.
+    pub(crate) fn purges(&self) -> u64 {
+        self.pool.purges()
+    }
+
     /// Lets go what is over.
     pub(crate) fn sweep(&self) -> usize {
         self.pool.sweep()
@@ -169,7 +182,7 @@ impl HostTier {
         if header.fingerprint != self.fingerprint || payload.len() > self.arena.slot_bytes() {
             return Err(StoreError::Io(std::io::Error::other("a block of another engine")));
         }
-        self.keep(header.name, header.parent, header.custody(), |slot| {
+        self.keep(header.name, header.parent, header.custody(), u64::MAX, |slot| {
             self.arena.write(slot, |bytes| {
                 bytes[..payload.len()].copy_from_slice(payload);
                 *header
@@ -182,6 +195,7 @@ impl HostTier {
         name: SequenceHash,
         parent: Option<SequenceHash>,
         custody: Custody,
+        since: u64,
         fill: impl FnOnce(&mut PartialBlock),
     ) -> Result<(), StoreError> {
         if self.pool.holds(&[name]) == 1 {
@@ -198,7 +212,7 @@ impl HostTier {
             return Err(if self.pool.capacity() == 0 { StoreError::Full } else { StoreError::Busy });
         };
         fill(&mut slot);
-        self.pool.deposit(vec![slot.complete(name, parent, custody)]);
+        self.pool.deposit(vec![slot.complete(name, parent, custody)], since);
         Ok(())
     }
 

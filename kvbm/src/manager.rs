@@ -272,6 +272,16 @@ impl BlockManager {
         Arc::new(Peer::new(&self.0.core))
     }
 
+    /// What makes all blocks of a domain in G1 and G2 misses, and those that are being loaded or are on their way down. It holds
+    /// nothing of the manager. Requests that run keep the blocks that they hold, and what they compute afterwards counts as new.
+    ///
+    /// Managers that read from each other are to be purged twice, each time all of them: what one of them had read from
+    /// another before that one was purged goes the second time.
+    pub fn purger(&self) -> impl Fn(DomainId) -> usize + Send + Sync + 'static {
+        let core = Arc::downgrade(&self.0.core);
+        move |domain| core.upgrade().map_or(0, |core| core.purge(domain))
+    }
+
     /// Slots that [`BlockManager::allocate`] could hand out now.
     pub fn available(&self) -> usize {
         self.0.core.pool.available()
@@ -350,8 +360,8 @@ impl Inner {
         recompute: Recompute,
         wake: Arc<Notify>,
     ) -> Onboarding {
-        let inner = self.clone();
-        Onboarding::start(|shared| Job { inner, sources, names, recompute, shared }, wake)
+        let (inner, purges) = (self.clone(), self.core.pool.purges());
+        Onboarding::start(|shared| Job { inner, sources, names, recompute, shared, purges }, wake)
     }
 
     async fn onboard(
@@ -393,6 +403,11 @@ impl Inner {
 impl Core {
     fn is_poisoned(&self) -> bool {
         self.poisoned.load(Ordering::Relaxed)
+    }
+
+    fn purge(&self, domain: DomainId) -> usize {
+        // G2 is filled from G1.
+        self.pool.purge(domain) + self.host.as_ref().map_or(0, |host| host.purge(domain))
     }
 
     /// A task died. See the module's text.

@@ -24,7 +24,7 @@ use crate::announce::Stored;
 use crate::event::{EventLog, Level};
 use crate::metrics::MemoryMetrics;
 use crate::shares::Division;
-use crate::{Census, Clock, Custody, Keep, SequenceHash};
+use crate::{Census, Clock, Custody, DomainId, Keep, SequenceHash};
 pub use held::{CachedBlock, CachedBlocks, Held, WeakBlock};
 use slot::Slot;
 pub use slot::{FullBlock, PartialBlock};
@@ -106,18 +106,30 @@ impl Pool {
         Some(slots.into_iter().map(|id| PartialBlock(Slot { pool: Some(self.0.clone()), id })).collect())
     }
 
-    /// Gives blocks to everyone, in order, and holds them for nobody. Duplicates are freed.
-    pub(crate) fn deposit(&self, blocks: Vec<FullBlock>) {
-        drop(self.register(blocks));
+    /// Gives blocks to everyone, in order, and holds them for nobody. Duplicates are freed, and so are blocks of domains that were
+    /// purged after `since` [purges](Self::purges).
+    pub(crate) fn deposit(&self, blocks: Vec<FullBlock>, since: u64) {
+        drop(self.register_since(blocks, since));
     }
 
     /// Gives blocks to everyone, in order. Where a name is here already, that block is returned and the duplicate freed.
     pub(crate) fn register(&self, blocks: Vec<FullBlock>) -> CachedBlocks {
+        self.register_since(blocks, u64::MAX)
+    }
+
+    /// The same for blocks whose bytes were read after `since` [purges](Self::purges): those of domains that were purged later are
+    /// freed, and not returned.
+    pub(crate) fn register_since(&self, mut blocks: Vec<FullBlock>, since: u64) -> CachedBlocks {
         // Declared before the lock is taken, so done with after it: duplicates go free through it, and the log has its work.
         let mut duplicates = Vec::new();
         let mut stored = Stored::new(self.0.level, &self.0.log);
-        let mut cached: Vec<_> = blocks.iter().map(|block| Held { id: block.slot.id, name: block.name }).collect();
         let mut state = self.0.settled();
+        if since < state.purges {
+            duplicates
+                .extend(blocks.extract_if(.., |block| state.is_purged(block.custody.domain, since)).map(|b| b.slot));
+        }
+        let mut cached: Vec<_> = blocks.iter().map(|block| Held { id: block.slot.id, name: block.name }).collect();
+        let purged = duplicates.len();
         cached.iter().take(AHEAD).for_each(|block| state.residents.expect(&block.name));
         for (at, block) in blocks.into_iter().enumerate() {
             if let Some(next) = cached.get(at + AHEAD) {
@@ -136,11 +148,34 @@ impl Pool {
             state.residents.hold(cached[at].id);
         }
         stored.queue();
-        self.0.metrics.blocks.add((cached.len() - duplicates.len()) as i64);
+        self.0.metrics.blocks.add((cached.len() + purged - duplicates.len()) as i64);
         state.count_refused();
         state.shed();
         drop(state);
         CachedBlocks::new(&self.0, cached)
+    }
+
+    /// Denies all blocks of a domain, those that are held included, and says how many there were. What was read before and is
+    /// [registered](Self::register_since) later is freed.
+    pub(crate) fn purge(&self, domain: DomainId) -> usize {
+        let mut state = self.0.lock();
+        state.purges += 1;
+        let now = state.purges;
+        state.purged.insert(domain, now);
+        let gone: Vec<_> = state.keeping.of_domain(domain).into_iter().map(|slot| state.remove(slot)).collect();
+        let count = gone.len();
+        state.removed(gone);
+        count
+    }
+
+    /// How often a domain was purged so far: what whoever begins to read blocks notes, to say it when registering them.
+    pub(crate) fn purges(&self) -> u64 {
+        self.0.lock().purges
+    }
+
+    /// Whether a domain was purged after `since` purges.
+    pub(crate) fn is_purged(&self, domain: DomainId, since: u64) -> bool {
+        self.0.lock().is_purged(domain, since)
     }
 
     /// Denies a block from now on. Whoever holds it keeps it.

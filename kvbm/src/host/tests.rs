@@ -84,7 +84,7 @@ fn what_the_device_fills_in_place_is_sealed_and_a_chain_is_one_event() {
         bytes.fill(slot.0 as u8);
         bytes.chunks(1_500).for_each(seen);
     };
-    assert_eq!(host.fill(&blocks, fill), names);
+    assert_eq!(host.fill(&blocks, 0, fill), names);
     for (block, found) in blocks.iter().zip(host.get(&names)) {
         let found = found.unwrap().verify(block.name(), contract::fingerprint()).unwrap();
         assert!(found.payload() == [block.slot().0 as u8; 4_000]);

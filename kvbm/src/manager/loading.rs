@@ -67,6 +67,8 @@ pub(super) struct Job {
     pub(super) names: Vec<SequenceHash>,
     pub(super) recompute: Recompute,
     pub(super) shared: Arc<Shared>,
+    /// How often a domain of G1 was purged when the blocks were asked for: later ones count for what comes.
+    pub(super) purges: u64,
 }
 
 impl Job {

@@ -148,9 +148,11 @@ impl Core {
         let wanted = offers.len();
         let names: Vec<_> = offers.iter().map(|offer| offer.name).collect();
         let (mut kept, missing) = host.sort(&names);
+        // Before the blocks are looked up: what is purged meanwhile must not come back.
+        let since = host.purges();
         let (start, before) = (Instant::now(), kept.len());
         let held = self.pool.present(&missing);
-        kept.extend(host.fill(&held, |slot, into, seen| self.device.read_seen(slot, into, seen)));
+        kept.extend(host.fill(&held, since, |slot, into, seen| self.device.read_seen(slot, into, seen)));
         self.metrics.offload_dropped(Level::G2, wanted - kept.len());
         if kept.len() > before {
             let bytes = (kept.len() - before) * self.device.block_bytes();
@@ -168,6 +170,8 @@ impl Core {
         let (tier, fingerprint) = (self.tiers[tier].clone(), self.device.fingerprint());
         let mut names: Vec<_> = offers.iter().map(|offer| offer.name).collect();
         names.retain(|name| tier.holds(fingerprint, &[*name]) == 0);
+        // Before the blocks are read: what is purged meanwhile must not be stored any more.
+        let since = self.pool.purges();
         let (reading, wanted) = (self.clone(), names.len());
         let blocks: Vec<Block> = blocking(move || reading.in_memory(&names).into_iter().flatten().collect()).await;
         self.metrics.offload_dropped(tier.level(), wanted - blocks.len());
@@ -175,7 +179,8 @@ impl Core {
             return None;
         }
         let start = Instant::now();
-        let (stored, refused, error) = match time::timeout(STORE_LIMIT, store(&*tier, blocks.clone())).await {
+        let current = |block: &Block| !self.pool.is_purged(block.header.domain, since);
+        let (stored, refused, error) = match time::timeout(STORE_LIMIT, store(&*tier, blocks.clone(), current)).await {
             Ok(answer) => answer,
             Err(late) => (0, blocks.len(), Some(StoreError::Io(late.into()))),
         };
@@ -185,13 +190,18 @@ impl Core {
     }
 }
 
-/// Offers blocks until the tier is no longer busy. Bytes stored, blocks not stored, and why.
-async fn store(tier: &dyn Tier, mut blocks: Vec<Block>) -> (u64, usize, Option<StoreError>) {
+/// Offers blocks until the tier is no longer busy, as long as they are `current`. Bytes stored, blocks not stored, and why.
+async fn store(
+    tier: &dyn Tier,
+    mut blocks: Vec<Block>,
+    current: impl Fn(&Block) -> bool,
+) -> (u64, usize, Option<StoreError>) {
     let (mut bytes, mut refused, mut failure) = (0, 0, None);
     for attempt in 0..TRIES {
         if attempt > 0 {
             time::sleep(PAUSE * 2_u32.pow(attempt - 1)).await;
         }
+        refused += blocks.extract_if(.., |block| !current(block)).count();
         let answers = tier.store(blocks.clone()).await;
         let mut busy = Vec::new();
         for (block, answer) in blocks.into_iter().zip(answers) {

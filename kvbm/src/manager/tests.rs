@@ -13,6 +13,7 @@ use prometheus::Registry;
 mod never_slower;
 mod offload;
 mod onboard;
+mod purge;
 mod sharing;
 mod soak;
 mod terms;

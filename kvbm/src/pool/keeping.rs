@@ -4,7 +4,7 @@
 //! stays, what precedes it stays, and what can be allocated is still counted exactly. Pins are bounded, since a pool that
 //! is full of them serves nobody.
 
-use crate::{Custody, Date, Keep, memory};
+use crate::{Custody, Date, DomainId, Keep, memory};
 use std::collections::BTreeSet;
 
 /// The terms of a pool's blocks.
@@ -71,6 +71,15 @@ impl Keeping {
     /// The terms of the block in a slot.
     pub(super) fn of(&self, slot: u32) -> Custody {
         self.slots[slot as usize].custody
+    }
+
+    /// The slots in which blocks of a domain rest. Looks at each slot.
+    pub(super) fn of_domain(&self, domain: DomainId) -> Vec<u32> {
+        let rests = |slot: &u32| {
+            let kept = &self.slots[*slot as usize];
+            kept.resident && kept.custody.domain == domain
+        };
+        (0..self.slots.len() as u32).filter(rests).collect()
     }
 
     /// A block comes to rest.

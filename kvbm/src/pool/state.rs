@@ -6,7 +6,8 @@ use super::slot::Slot;
 use crate::event::{BlockEvent, EventLog};
 use crate::evict::{Removed, Residents};
 use crate::shares::Division;
-use crate::{Custody, Date, Keep, SequenceHash};
+use crate::{Custody, Date, DomainId, Keep, SequenceHash};
+use std::collections::HashMap;
 use std::hint::spin_loop;
 use std::ops::{Deref, DerefMut};
 use std::sync::{MutexGuard, PoisonError, TryLockError};
@@ -18,6 +19,9 @@ pub(super) struct State {
     pub(super) keeping: Keeping,
     /// Pins that there was no room for, since they were last counted.
     pub(super) pins_refused: u64,
+    /// How often a domain was purged, and which of these was the last of each domain.
+    pub(super) purges: u64,
+    pub(super) purged: HashMap<DomainId, u64>,
 }
 
 impl State {
@@ -29,7 +33,14 @@ impl State {
             division: Division::default(),
             keeping: Keeping::new(capacity),
             pins_refused: 0,
+            purges: 0,
+            purged: HashMap::new(),
         }
+    }
+
+    /// Whether a domain was purged after `since` purges.
+    pub(super) fn is_purged(&self, domain: DomainId, since: u64) -> bool {
+        since < self.purges && self.purged.get(&domain).is_some_and(|last| *last > since)
     }
 
     /// The block in the slot can be found from now on.

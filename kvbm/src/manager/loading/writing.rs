@@ -64,9 +64,8 @@ impl Loading<'_> {
             match written {
                 Written::Good { source, index, block } => {
                     self.seen[source].delivered += 1;
-                    self.places[index] = Place::There;
                     blocks.push(block);
-                    from.push((self.job.names[index], self.level(source)));
+                    from.push((index, self.level(source)));
                 }
                 Written::Bad { source, index, why } => {
                     self.quarantine(source, index, why);
@@ -82,9 +81,15 @@ impl Loading<'_> {
             for (_, level) in &from {
                 self.job.inner.core.metrics.hit(*level, 1);
             }
-            self.job.shared.come_from(from.into_iter());
+            self.job.shared.come_from(from.iter().map(|(index, level)| (self.job.names[*index], *level)));
             // At once, for those who follow; and if this request is dropped, what it loaded stays cached.
-            let cached = self.job.inner.core.pool.register(blocks);
+            let cached = self.job.inner.core.pool.register_since(blocks, self.job.purges);
+            let mut there = cached.iter().peekable();
+            for (index, _) in from {
+                // Of a domain that was purged meanwhile nothing is registered.
+                let registered = there.next_if(|held| held.name() == self.job.names[index]).is_some();
+                self.places[index] = if registered { Place::There } else { Place::Lost };
+            }
             self.job.shared.keep(cached);
             self.lead += self.places[self.lead..].iter().take_while(|place| **place == Place::There).count();
             self.news = Instant::now();

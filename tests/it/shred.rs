@@ -1,0 +1,75 @@
+//! `blockyard cache shred` beside a process that serves.
+
+#![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
+
+use super::killed::Process;
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+/// The domain of requests without a tenant.
+const SHARED: &str = "00000000000000000000000000000000";
+
+/// Token ids that are in every vocabulary, 39 full blocks of them, different for each `seed`.
+fn prompt(seed: u32) -> Vec<u32> {
+    (0..640).map(|n| 10 + (seed * 31 + n * 7) % 500).collect()
+}
+
+/// The wrapped keys of the domain that are not shredded.
+fn keys(data: &Path) -> usize {
+    let Ok(entries) = fs::read_dir(data.join("keys").join(SHARED)) else { return 0 };
+    entries.filter(|entry| !entry.as_ref().unwrap().file_name().to_str().unwrap().ends_with("shredded")).count()
+}
+
+/// Waits until something is done, and fails if it never is.
+async fn until(what: &str, mut done: impl AsyncFnMut() -> bool) {
+    let waiting = async {
+        while !done().await {
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_mins(2), waiting).await.unwrap_or_else(|_| panic!("{what}"));
+}
+
+#[tokio::test]
+async fn a_running_process_serves_nothing_from_before_a_shred() {
+    let data = tempfile::tempdir().unwrap();
+    let master = data.path().join("master");
+    fs::write(&master, "07".repeat(32)).unwrap();
+    let encryption = format!(r#"tiers.encryption={{keys={{file="{}"}}}}"#, master.display());
+    let sets = [&*encryption, "tiers.g1=32MiB", "tiers.g2=32MiB", "tiers.g3=64MiB", "workers=both:1"];
+    let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", set]).collect();
+    let mut process = Process::start(data.path(), &sets, &[]).await;
+    let (asked, never_again) = (prompt(1), prompt(2));
+    for before in [&asked, &never_again] {
+        assert_eq!(process.client.complete(before).await.unwrap().1, 0);
+        assert!(process.client.complete(before).await.unwrap().1 > 600, "from memory");
+    }
+    until("a key rests", async || keys(data.path()) == 1).await;
+
+    let mut shred = Command::new(env!("CARGO_BIN_EXE_blockyard"));
+    shred.args(["cache", "shred", "--domain", SHARED, "--data-dir"]).arg(data.path()).args(&sets);
+    let output = shred.env_clear().env("HOME", "/nonexistent").output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert_eq!(keys(data.path()), 0);
+    // A process that has learned of it finds nothing, and caches what it computes then.
+    let client = &process.client;
+    until("the first miss", async || client.complete(&asked).await.unwrap().1 == 0).await;
+    assert!(client.complete(&asked).await.unwrap().1 > 600);
+
+    // New blocks rest under a new key, once those from before are no longer on their way.
+    let (mut seed, folder) = (2, data.path());
+    let next = async || {
+        seed += 1;
+        client.complete(&prompt(seed)).await.unwrap();
+        keys(folder) == 1
+    };
+    until("a new key", next).await;
+    let new = prompt(1_000);
+    process.client.complete(&new).await.unwrap();
+    process.stop();
+    let process = Process::start(data.path(), &sets, &[]).await;
+    assert_eq!(process.client.complete(&never_again).await.unwrap().1, 0, "nothing from before");
+    assert!(process.client.complete(&new).await.unwrap().1 > 0, "what was stored under the new key");
+}
