@@ -2,7 +2,7 @@
 //! progress to standard error.
 
 use crate::config::{ByteSize, Config, Flag, Sources, Span};
-use crate::machine::Space;
+use crate::machine::{self, Space};
 use crate::node::{forms, sizes, stores, upkeep};
 use anyhow::{Context, bail};
 use clap::{Args, Subcommand};
@@ -70,7 +70,16 @@ enum What {
         #[arg(long)]
         remove: bool,
     },
-    /// Destroy the keys of a cache domain: its blocks are misses for good, wherever they rest.
+    /// Destroy the keys of a cache domain, so that nothing computed before is served any more.
+    ///
+    /// When the command has ended, no process can open a block of the domain that it does not have in memory. Processes that
+    /// run and reach the store of the keys look every 2 seconds: within 5 seconds each has dropped the domain from its memory
+    /// (G1, G2, and what is being loaded), and from then on finds nothing of it in any tier. One that cannot reach the
+    /// store follows within 5 seconds of reaching it again; until then it serves what it has. Requests that run at that
+    /// moment end with the blocks that they hold. New blocks rest under a new key after 10 more seconds.
+    ///
+    /// Works only with tiers.encryption, with the configuration that the processes have. Without it there is no key to
+    /// destroy, and the command is refused: stop the processes, and delete the folders of G3, of the pod, and the store.
     Shred {
         #[command(flatten)]
         place: Place,
@@ -202,7 +211,10 @@ async fn done(what: &What) -> anyhow::Result<()> {
         What::Shred { place, domain, remove } => {
             let store = Store::open_or_local(place)?;
             let Some(keys) = keys(&store.config).await? else {
-                bail!("nothing rests encrypted here, so there is no key to destroy; tiers.encryption is not set");
+                bail!(
+                    "nothing rests encrypted here, so there is no key to destroy; tiers.encryption is not set: stop the \
+                     processes, and delete what they stored"
+                );
             };
             let domain = match domain.parse::<DomainId>() {
                 Ok(id) => id,
@@ -219,7 +231,10 @@ async fn done(what: &What) -> anyhow::Result<()> {
             let said = json!({ "domain": domain.to_string(), "keys": count, "removed": removed });
             print(place, &said, || {
                 let objects = removed.objects;
-                format!("domain {domain}: {count} keys destroyed, {objects} objects to be deleted by a later gc\n")
+                format!(
+                    "domain {domain}: {count} keys destroyed, {objects} objects to be deleted by a later gc\n\
+                     processes that run drop it from memory within 5 seconds, if they reach the keys\n"
+                )
             })
         }
     }
@@ -250,6 +265,7 @@ impl Store<Option<Collector>> {
         let own = own.into_iter().filter_map(|(name, key, value)| Some(Flag::own(name, key, value.as_deref()?)));
         let sources = Sources::of_process(place.config.clone(), place.set.iter().cloned().chain(own).collect());
         let (config, _) = Config::load(&sources)?;
+        machine::limit_umask(config.shared_folders());
         let (location, policy) = match &config.tiers.pod {
             Some(pod) if place.pod => (Some(Location::Folder(pod.path.clone())), upkeep::pod_policy(&config, pod)?),
             None if place.pod => bail!("there is no folder of a pod: tiers.pod.path is not set"),

@@ -33,9 +33,11 @@ use anyhow::{Context, anyhow, bail};
 use frontend::{Server, Shutdown};
 use futures::future::join_all;
 use health::{Health, Watched};
+use kvbm::permissions;
 use prometheus::Registry;
 use router::Router;
 use sizes::{Needs, Sizes};
+use std::ffi::OsStr;
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -44,6 +46,7 @@ use stores::Stores;
 use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, timeout_at};
+use tokio_util::task::AbortOnDropHandle;
 use worker::engine::{Engine, Readiness};
 use worker::plane::RouterId;
 use worker::plane::local::{Bus, Roster};
@@ -66,6 +69,8 @@ pub struct Node {
     shutdown_delay: Duration,
     /// When blocks must be written, once the shutdown was announced.
     deadline: Option<Instant>,
+    /// Looks for shredded domains.
+    _shreds: Option<AbortOnDropHandle<()>>,
 }
 
 /// Closes the front door when dropped.
@@ -89,7 +94,7 @@ impl Node {
         // The port first: it is what goes wrong most, and nothing has been loaded yet.
         let listener = listen(&config.listen).await?;
         let address = listener.local_addr()?;
-        std::fs::create_dir_all(&config.data_dir)
+        permissions::named_dir(&config.data_dir, is_ours)
             .with_context(|| format!("cannot make the data folder {}", config.data_dir.display()))?;
         let machine = Machine::survey();
         let threads = config.threads.on(machine.threads);
@@ -130,7 +135,7 @@ impl Node {
         let shares = quotas::shares(&config.tiers.quotas, quotas::Room::of(config, &sizes), domain)?;
         let blocks = kvbm::Metrics::new(&registry)?;
         let forms = Forms::open(config, &blocks).await?;
-        let stores = Stores::open(config, &disks, &shares, &planes, &forms, &registry).await?;
+        let stores = Stores::open(config, &disks, &shares, &planes, &forms, needs.block, &registry).await?;
         stores.observe(&registry)?;
         stores.watch(&health);
         let shared = Shared::new(Arc::clone(&runtime), sizes, planes, &stores, config.engine, blocks, &registry)?;
@@ -141,6 +146,7 @@ impl Node {
         }
         seen(&router).await?;
         let workers = members.iter().map(Member::blocks).collect();
+        let shreds = forms.follow_shreds(members.iter().map(Member::blocks).map(|(_, blocks)| blocks));
         let rests = Arc::new(Rests { router: Arc::clone(&router), workers, stores: stores.counts() });
         let banner = Banner {
             model: Arc::clone(runtime.card()),
@@ -168,6 +174,7 @@ impl Node {
             drain,
             shutdown_delay,
             deadline,
+            _shreds: shreds,
         })
     }
 
@@ -249,6 +256,11 @@ fn max_connections(wanted: usize, files: Option<u64>) -> usize {
         tracing::warn!(max_connections = fit, wanted, "the limit of open files leaves room for fewer connections");
     }
     fit.min(wanted)
+}
+
+/// Whether an entry of the data folder belongs to the program.
+fn is_ours(name: &OsStr) -> bool {
+    [sizes::G3_FOLDER, forms::SHELF, "models"].iter().any(|ours| name == *ours)
 }
 
 /// Opens a port, or says what to do about it.

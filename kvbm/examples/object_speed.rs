@@ -37,7 +37,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
         region: None,
         credentials: Credentials::from_environment(keys),
     };
-    let tier = ObjectTier::at(&location, &access, Settings::default(), Arc::new(EventLog::new(Epoch(1))))?;
+    let tier = ObjectTier::at(&location, &access, Settings::default(), Arc::new(EventLog::new(Epoch(1))), None)?;
     let fingerprint = Fingerprint::from_bytes([1; 32]);
     let name = |n: usize| {
         let digest = blake3::hash(&n.to_le_bytes());

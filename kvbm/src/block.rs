@@ -115,6 +115,10 @@ impl Header {
     /// Bytes that a header takes at rest.
     pub const LEN: usize = 128;
 
+    /// Bytes of a payload at most: blocks of the largest models take some ten MiB. A header that claims more is refused, before
+    /// memory is taken for it; a tier that knows its engine's blocks is stricter.
+    pub const MAX_LENGTH: u64 = 1 << 30;
+
     /// The header at rest.
     pub fn encode(&self) -> [u8; Self::LEN] {
         let mut bytes = [0; Self::LEN];
@@ -140,6 +144,9 @@ impl Header {
             (1, key) => Some(KeyId::from_bytes(key)),
             _ => return Err(Corrupt::Header),
         };
+        if u64::from_le_bytes(word(72)) > Self::MAX_LENGTH {
+            return Err(Corrupt::Header);
+        }
         let parent = (bytes[81] == 1).then(|| SequenceHash::from_bytes(array(24)));
         if parent.is_none() && array(24) != [0; 16] {
             return Err(Corrupt::Header);
@@ -155,6 +162,12 @@ impl Header {
             keep: Keep { expires, pinned, store: bytes[92] == 0, priority },
             checksum: u64::from_le_bytes(word(SUMMED)),
         })
+    }
+
+    /// Bytes that a payload of `bytes` of an engine takes at most in whatever form it rests: encryption adds less than two pages, and
+    /// what encoding makes larger stays as it was.
+    pub const fn most_at_rest(bytes: u64) -> u64 {
+        bytes.saturating_add(8 << 10)
     }
 
     /// Describes an engine's fresh bytes.
@@ -185,6 +198,11 @@ impl Header {
     /// Whose block it is, and how long it is kept.
     pub fn custody(&self) -> Custody {
         Custody { domain: self.domain, keep: self.keep }
+    }
+
+    /// Whether these are the bytes that the header was made for.
+    pub(crate) fn describes(&self, payload: &[u8]) -> bool {
+        self.length == payload.len() as u64 && self.checksum == self.sum(payload)
     }
 
     /// The same block in other bytes.
@@ -366,6 +384,8 @@ pub enum Corrupt {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::tests::fuzz;
+    use proptest::prelude::*;
 
     fn block() -> Block {
         let name = SequenceHash::from_bytes([3; 16]);
@@ -377,6 +397,21 @@ mod tests {
         let date = |seconds| Some(Date::from_unix(seconds));
         let keep = Keep { expires: date(0xF0F1_F2F3), pinned: date(7), store: false, priority: Priority::High };
         Custody { domain: DomainId::from_bytes([6; 16]), keep }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+        #[test]
+        fn any_header_decodes_to_what_it_encodes_or_is_refused(
+            bytes in prop_oneof![fuzz::arbitrary(), fuzz::changed(block().header.encode().to_vec())],
+        ) {
+            let Some(bytes) = bytes.first_chunk() else { return Ok(()) };
+            if let Ok(header) = fuzz::bounded(bytes, 1, |_| Header::decode(bytes)) {
+                assert!(header.length <= Header::MAX_LENGTH);
+                assert_eq!(Header::decode(&header.encode()), Ok(header));
+            }
+        }
     }
 
     #[test]

@@ -21,6 +21,7 @@
 mod cipher;
 mod keys;
 mod master;
+mod metadata;
 mod shelf;
 mod source;
 #[cfg(test)]
@@ -37,6 +38,8 @@ use std::sync::Arc;
 
 pub use keys::Keys;
 pub use master::MasterId;
+pub use metadata::MetadataKeys;
+pub(crate) use metadata::{Authenticity, Context, SEAL, Seal};
 pub use source::{Environment, KeySource, SourceError};
 
 /// A tier whose blocks rest encrypted, each under a data key of its domain.
@@ -77,6 +80,12 @@ pub enum KeyError {
         /// Which.
         key: KeyId,
     },
+    /// The domain is not one of tenants: its keys authenticate metadata.
+    #[error("domain {0} is reserved for the keys of metadata")]
+    Reserved(DomainId),
+    /// The domain was shredded just now: what is stored may be from before.
+    #[error("domain {0} was shredded; it gets a new data key in a few seconds")]
+    Settling(DomainId),
     /// The operating system has no random bytes to give.
     #[error("no random bytes")]
     Random,

@@ -38,9 +38,10 @@ pub use survey::{Holding, Survey, survey};
 pub use verify::{Verification, verify};
 
 use crate::claim::Claims;
+use crate::crypt::MetadataKeys;
 use crate::index::Index;
 use crate::tier::{LoadError, Loaded, StoreError, Tier, Usage};
-use crate::{Block, Census, Date, EventLog, Fingerprint, Level, SequenceHash, Shares};
+use crate::{Block, Census, Date, EventLog, Fingerprint, Header, Level, SequenceHash, Shares};
 use direct::Pool;
 use futures::future::{BoxFuture, FutureExt};
 use futures::stream::{self, BoxStream, StreamExt};
@@ -50,7 +51,7 @@ use queue::again;
 use spread::Spread;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SendError, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
@@ -106,13 +107,13 @@ impl DiskTier {
     /// # Panics
     /// Outside a tokio runtime, without a path, or with more than 255.
     pub fn striped(paths: &[(PathBuf, Settings)], events: Arc<EventLog>) -> Result<Arc<Self>, OpenError> {
-        let tier = Self::claim(paths, &Shares::default(), events)?;
+        let tier = Self::claim(paths, &Shares::default(), events, None)?;
         tier.recover();
         Ok(tier)
     }
 
     /// The same, keeping to what domains are promised, and without waiting for what rests there to be found; see
-    /// [`DiskTier::recovered`]. Each domain that is promised or given anything has segments of its own on every path.
+    /// [`DiskTier::recovered`]. Footers are sealed with `keys`, if there are any. Each domain that is promised or given anything has segments of its own on every path.
     ///
     /// # Panics
     /// As above.
@@ -120,8 +121,9 @@ impl DiskTier {
         paths: &[(PathBuf, Settings)],
         shares: &Shares,
         events: Arc<EventLog>,
+        keys: Option<Arc<MetadataKeys>>,
     ) -> Result<Arc<Self>, OpenError> {
-        let tier = Self::claim(paths, shares, events)?;
+        let tier = Self::claim(paths, shares, events, keys)?;
         let recovering = tier.clone();
         drop(tier.tasks.spawn_blocking_on(move || recovering.recover(), &tier.runtime));
         Ok(tier)
@@ -172,6 +174,12 @@ impl DiskTier {
         let _ = self.shared.spill.set(Spill { wants: Box::new(wants), to });
     }
 
+    /// Reads no block of more than `bytes`, whatever the log says of it: of an engine whose blocks have less. To be called
+    /// before anybody loads.
+    pub fn limit_blocks(&self, bytes: u64) {
+        self.shared.max_block.store(bytes.min(Header::MAX_LENGTH), Ordering::Relaxed);
+    }
+
     /// How each path does.
     pub fn paths(&self) -> Vec<PathState> {
         let state = |volume: &Arc<Volume>| PathState {
@@ -182,7 +190,12 @@ impl DiskTier {
         self.volumes.iter().map(state).collect()
     }
 
-    fn claim(paths: &[(PathBuf, Settings)], shares: &Shares, events: Arc<EventLog>) -> Result<Arc<Self>, OpenError> {
+    fn claim(
+        paths: &[(PathBuf, Settings)],
+        shares: &Shares,
+        events: Arc<EventLog>,
+        keys: Option<Arc<MetadataKeys>>,
+    ) -> Result<Arc<Self>, OpenError> {
         let shared = Shared {
             index: Arc::new(Index::new(Level::G3, events)),
             next: Arc::default(),
@@ -191,6 +204,8 @@ impl DiskTier {
             division: shares.at(Level::G3, 1),
             capacity: paths.iter().map(|(_, settings)| settings.capacity_bytes).sum(),
             damaged: Arc::default(),
+            max_block: Arc::new(AtomicU64::new(Header::MAX_LENGTH)),
+            keys,
             spill: Arc::default(),
             #[cfg(test)]
             rig: tests::Rig::default(),
@@ -365,7 +380,7 @@ impl Tier for DiskTier {
 
     fn load(&self, fingerprint: Fingerprint, names: Vec<SequenceHash>) -> BoxStream<'static, Loaded> {
         let logs = self.logs();
-        let (missing, parts) = load::plan(&self.shared.index, &logs, fingerprint, &names);
+        let (missing, parts) = load::plan(&self.shared, &logs, fingerprint, &names);
         let names: Arc<[SequenceHash]> = names.into();
         let paths = self.volumes.iter().zip(logs).zip(parts).filter_map(|((volume, log), parts)| {
             let (volume, log, names) = (volume.clone(), log?, names.clone());

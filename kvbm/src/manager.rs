@@ -277,7 +277,7 @@ impl BlockManager {
     ///
     /// Managers that read from each other are to be purged twice, each time all of them: what one of them had read from
     /// another before that one was purged goes the second time.
-    pub fn purger(&self) -> impl Fn(DomainId) -> usize + Send + Sync + 'static {
+    pub fn purger(&self) -> impl Fn(DomainId) -> usize + Send + Sync + use<> {
         let core = Arc::downgrade(&self.0.core);
         move |domain| core.upgrade().map_or(0, |core| core.purge(domain))
     }

@@ -34,11 +34,12 @@ mod upkeep;
 mod uses;
 
 use crate::claim::Claims;
+use crate::crypt::MetadataKeys;
 use crate::fair::{Gate, Pass};
 use crate::run::{self, Run, Wanted};
 use crate::shares::Division;
 use crate::tier::{LoadError, Loaded, StoreError, Tier, Usage};
-use crate::{Block, Census, Corrupt, Date, EventLog, Fingerprint, Header, Level, SequenceHash, Shares};
+use crate::{Block, Census, Corrupt, Date, EventLog, Fingerprint, Header, Level, SequenceHash, Shares, permissions};
 use bytes::Bytes;
 use catalog::Catalog;
 use client::Client;
@@ -59,6 +60,7 @@ pub use standing::Standing;
 use std::collections::BTreeMap;
 use std::io;
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot, watch};
@@ -163,6 +165,8 @@ pub struct ObjectTier {
     measured: watch::Receiver<bool>,
     layout: Layout,
     uses: Arc<Uses>,
+    /// Payload bytes of a block that is loaded, at most.
+    max_block: AtomicU64,
     _tasks: Vec<AbortOnDropHandle<()>>,
 }
 
@@ -172,16 +176,30 @@ impl ObjectTier {
     /// # Panics
     /// Outside a tokio runtime.
     pub fn open(store: Arc<dyn ObjectStore>, prefix: &str, settings: Settings, events: Arc<EventLog>) -> Arc<Self> {
+        Self::sealed(store, prefix, settings, events, None)
+    }
+
+    /// The same with manifests that are sealed by `keys`: one without a sound seal is refused, and counted.
+    ///
+    /// # Panics
+    /// Outside a tokio runtime.
+    pub fn sealed(
+        store: Arc<dyn ObjectStore>,
+        prefix: &str,
+        settings: Settings,
+        events: Arc<EventLog>,
+        keys: Option<Arc<MetadataKeys>>,
+    ) -> Arc<Self> {
         let (layout, writer) = (Layout::new(prefix), Writer::new());
         let catalog =
             Arc::new(Catalog::new(settings.level, settings.known_blocks, settings.capacity.is_some(), events));
         tracing::info!(tier = %settings.level, %store, under = %layout, %writer, "object tier open");
         let (stands, standing) = watch::channel(Standing::Learning);
         let client = Arc::new(Client::new(store, settings.request_timeout, writer.seed()));
-        let follower = Follower::new(client.clone(), layout.clone(), writer, catalog.clone(), stands);
+        let follower = Follower::new(client.clone(), layout.clone(), writer, catalog.clone(), stands, keys.clone());
         let uses = Arc::new(Uses::new(settings.level, client.clone(), layout.clone(), writer));
         let packer =
-            Packer { client: client.clone(), layout: layout.clone(), writer, catalog: catalog.clone(), settings };
+            Packer { client: client.clone(), layout: layout.clone(), writer, catalog: catalog.clone(), settings, keys };
         let packer = Arc::new(packer);
         let (measured, is_measured) = watch::channel(settings.capacity.is_none());
         let meter = settings.capacity.map(|capacity| Meter {
@@ -200,7 +218,7 @@ impl ObjectTier {
         let room = Arc::new(Semaphore::new(QUEUE));
         let reading = Arc::new(Semaphore::new(READING as usize));
         let turns = Arc::new(Turns { gate: Gate::new(REQUESTS, &[]), reading, division: OnceLock::new() });
-        let claims = Claims::default();
+        let (claims, max_block) = (Claims::default(), AtomicU64::new(Header::MAX_LENGTH));
         let measured = is_measured;
         Arc::new(Self {
             settings,
@@ -215,31 +233,44 @@ impl ObjectTier {
             measured,
             layout,
             uses,
+            max_block,
             _tasks: tasks,
         })
     }
 
-    /// Opens a folder, local or mounted, as a store. Makes the folder if it is not there.
+    /// Opens a folder, local or mounted, as a store. Makes the folder if it is not there. What is in it can be read by its owner
+    /// alone, unless the folder is [shared with its group](permissions::is_group_shared).
     pub fn folder(folder: &Path, settings: Settings, events: Arc<EventLog>) -> io::Result<Arc<Self>> {
-        std::fs::create_dir_all(folder)?;
-        let store = LocalFileSystem::new_with_prefix(folder)?;
-        Ok(Self::open(Arc::new(store), "", settings, events))
+        Self::sealed_folder(folder, settings, events, None)
     }
 
-    /// Opens what a URL names.
+    fn sealed_folder(
+        folder: &Path,
+        settings: Settings,
+        events: Arc<EventLog>,
+        keys: Option<Arc<MetadataKeys>>,
+    ) -> io::Result<Arc<Self>> {
+        permissions::create_dir_all(folder)?;
+        permissions::own_dirs_below(folder, &layout::FOLDERS)?;
+        let store = LocalFileSystem::new_with_prefix(folder)?;
+        Ok(Self::sealed(Arc::new(store), "", settings, events, keys))
+    }
+
+    /// Opens what a URL names, with manifests that are sealed by `keys`, if there are any.
     pub fn at(
         location: &Location,
         access: &Access,
         settings: Settings,
         events: Arc<EventLog>,
+        keys: Option<Arc<MetadataKeys>>,
     ) -> Result<Arc<Self>, OpenError> {
         match location {
-            Location::Folder(folder) => Ok(Self::folder(folder, settings, events)?),
+            Location::Folder(folder) => Ok(Self::sealed_folder(folder, settings, events, keys)?),
             Location::Cloud { cloud, prefix, .. } => {
                 let wrong = |error: Error| OpenError::Client { why: error.to_string(), advice: cloud.advice() };
                 let client = location.client(access, settings.request_timeout).map_err(wrong)?;
                 let client = client.ok_or_else(|| io::Error::other("a folder has no client"))?;
-                Ok(Self::open(client, prefix.as_ref(), settings, events))
+                Ok(Self::sealed(client, prefix.as_ref(), settings, events, keys))
             }
         }
     }
@@ -250,6 +281,12 @@ impl ObjectTier {
         let division = shares.at(self.settings.level, 1);
         self.turns.gate.weigh(&division.weights);
         let _ = self.turns.division.set(division);
+    }
+
+    /// Reads no block of more than `bytes`, whatever the store says of it: of an engine whose blocks have less. To be called
+    /// before anybody loads.
+    pub fn limit_blocks(&self, bytes: u64) {
+        self.max_block.store(bytes.min(Header::MAX_LENGTH), Ordering::Relaxed);
     }
 
     /// Waits until what was in the store when the tier was opened is known.
@@ -395,13 +432,19 @@ impl Tier for ObjectTier {
     }
 
     fn load(&self, fingerprint: Fingerprint, names: Vec<SequenceHash>) -> BoxStream<'static, Loaded> {
-        let mut missing = Vec::new();
+        let (most, mut missing) = (self.max_block.load(Ordering::Relaxed), Vec::new());
         let mut objects: BTreeMap<i64, Vec<Wanted>> = BTreeMap::new();
         for (index, place) in self.catalog.index.find(fingerprint, &names, |_| ()).into_iter().enumerate() {
             let Some(place) = place else {
                 missing.push(index);
                 continue;
             };
+            if u64::from(place.length) > most {
+                // No block of the engine that asks.
+                self.catalog.spoil(fingerprint, &[names[index]], place.object);
+                missing.push(index);
+                continue;
+            }
             let (offset, length) = (u64::from(place.offset), Header::LEN as u64 + u64::from(place.length));
             objects.entry(place.object).or_default().push(Wanted { index, offset, length });
         }

@@ -1,3 +1,4 @@
-//! What holds across all tiers and forms at once.
+//! What holds across all tiers and forms at once, and what the tests of several modules share.
 
 mod damage;
+pub(crate) mod fuzz;

@@ -282,6 +282,7 @@ fn numbers(names: &[SequenceHash], block_size: u64, tokens: u64, draw: u64) -> V
 mod tests {
     use super::*;
     use kvbm::{ChainKey, Domain};
+    use std::fs::OpenOptions;
 
     /// The way to a disk on which so many bytes are left.
     struct Narrow<'a>(&'a File, usize);

@@ -118,7 +118,7 @@ pub(super) async fn measure(config: &Config, cases: &[Case], rounds: usize) -> a
             }
             Location::Cloud { cloud, url, prefix } => {
                 let below = Location::Cloud { cloud: *cloud, url: url.clone(), prefix: prefix.clone().join(name()) };
-                Place::Shared(ObjectTier::at(&below, &access(config), settings, log)?, None)
+                Place::Shared(ObjectTier::at(&below, &access(config), settings, log, None)?, None)
             }
         };
         places.push((tier, location.to_string(), place));

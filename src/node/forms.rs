@@ -7,21 +7,23 @@ use super::stores::access;
 use crate::config::{Coding, Config, Encryption};
 use anyhow::Context;
 use kvbm::codec::{self, decoded, encoded};
-use kvbm::crypt::{Environment, KeySource, Keys, encrypted};
+use kvbm::crypt::{Environment, KeySource, Keys, MetadataKeys, encrypted};
 use kvbm::object::Location;
-use kvbm::{Metrics, Tier};
+use kvbm::{BlockManager, Metrics, Tier};
 use std::path::Path;
 use std::sync::Arc;
+use tokio_util::task::AbortOnDropHandle;
 
 /// What every tier below G2 is dressed in.
 pub(crate) struct Forms {
     coding: Coding,
     keys: Option<Arc<Keys>>,
+    metadata: Option<Arc<MetadataKeys>>,
     metrics: Metrics,
 }
 
 /// The shelf of data keys, within the shared store or a folder.
-const SHELF: &str = "keys";
+pub(super) const SHELF: &str = "keys";
 
 impl Forms {
     /// Reads the master keys, if blocks are to be encrypted.
@@ -30,7 +32,28 @@ impl Forms {
             Some(encryption) => Some(keys(config, encryption).await.context("tiers.encryption")?),
             None => None,
         };
-        Ok(Self { coding: config.tiers.codec, keys, metrics: metrics.clone() })
+        let metadata = match &keys {
+            Some(keys) => Some(MetadataKeys::open(keys.clone()).await.context("tiers.encryption")?),
+            None => None,
+        };
+        Ok(Self { coding: config.tiers.codec, keys, metadata, metrics: metrics.clone() })
+    }
+
+    /// What footers and manifests are sealed with, if blocks are encrypted.
+    pub(crate) fn metadata(&self) -> Option<Arc<MetadataKeys>> {
+        self.metadata.clone()
+    }
+
+    /// Drops domains that are shredded from the memory of these managers, for as long as the handle lives.
+    pub(crate) fn follow_shreds(&self, managers: impl Iterator<Item = BlockManager>) -> Option<AbortOnDropHandle<()>> {
+        let keys = self.keys.as_ref()?;
+        let purgers: Vec<_> = managers.map(|manager| manager.purger()).collect();
+        keys.on_shred(move |domain| {
+            // They read from each other.
+            let rounds = [(); 2].map(|()| purgers.iter().map(|purge| purge(domain)).sum::<usize>());
+            tracing::info!(%domain, blocks = rounds.iter().sum::<usize>(), "dropped from memory");
+        });
+        Some(keys.watch())
     }
 
     /// The tier, with its blocks in these forms. What is to be encoded is encoded before it is encrypted.

@@ -9,8 +9,9 @@ use super::upkeep::{Collections, pod_upkeep, upkeep};
 use super::workers::now;
 use crate::config::{ByteSize, Config};
 use anyhow::{Context, anyhow, bail};
+use kvbm::crypt::MetadataKeys;
 use kvbm::object::{Access, Location, Standing, Upkeep};
-use kvbm::{Block, DiskTier, EventLog, Fingerprint, Level, ObjectTier, Shares, Tier, disk, object};
+use kvbm::{Block, DiskTier, EventLog, Fingerprint, Header, Level, ObjectTier, Shares, Tier, disk, object};
 use prometheus::core::{Collector, Desc};
 use prometheus::proto::MetricFamily;
 use prometheus::{IntCounter, IntCounterVec, IntGaugeVec, Opts, Registry};
@@ -54,20 +55,22 @@ const CATCH_UP_MAX: Duration = Duration::from_secs(2);
 const CLOSE_MIN: Duration = Duration::from_secs(1);
 
 impl Stores {
-    /// Opens what the configuration asks for, finds what rests there, and announces it.
+    /// Opens what the configuration asks for, finds what rests there, and announces it. `block`: bytes of the engine's blocks.
     pub(super) async fn open(
         config: &Config,
         disks: &[Disk],
         shares: &Shares,
         planes: &Planes,
         forms: &Forms,
+        block: u64,
         registry: &Registry,
     ) -> anyhow::Result<Self> {
         let collections = Collections::new(registry)?;
         let mut stores = Self::default();
         if !disks.is_empty() {
             let log = Arc::new(EventLog::new(now()));
-            let tier = open_disk(disks.to_vec(), shares.clone(), Arc::clone(&log)).await?;
+            let tier = open_disk(disks.to_vec(), shares.clone(), Arc::clone(&log), forms.metadata()).await?;
+            tier.limit_blocks(Header::most_at_rest(block));
             if timeout(CATCH_UP_MAX, tier.recovered()).await.is_err() {
                 tracing::info!("still looking for what rests in G3; what is not found yet is recomputed");
             }
@@ -84,6 +87,7 @@ impl Stores {
                 object::Settings { level: Level::Pod, capacity, request_timeout: requests, ..Default::default() };
             let shared = Shared { key: "tiers.pod.path", at: Location::Folder(pod.path.clone()), settings };
             let (id, tier) = stores.share(&shared, shares, config, planes, forms).await?;
+            tier.limit_blocks(Header::most_at_rest(block));
             stores.keep(&collections, &tier, &shared.at, pod_upkeep(config, pod)?);
             let same = |location: &Location| shared_id(Level::Pod, location) == id;
             if config.shared.as_ref().is_some_and(same) {
@@ -95,6 +99,7 @@ impl Stores {
             let settings = object::Settings { capacity, request_timeout: requests, ..Default::default() };
             let shared = Shared { key: "shared", at: location.clone(), settings };
             let (_, tier) = stores.share(&shared, shares, config, planes, forms).await?;
+            tier.limit_blocks(Header::most_at_rest(block));
             if let Some(upkeep) = upkeep(config)? {
                 stores.keep(&collections, &tier, location, upkeep);
             }
@@ -185,7 +190,7 @@ impl Stores {
         forms: &Forms,
     ) -> anyhow::Result<(StoreId, Arc<ObjectTier>)> {
         let log = Arc::new(EventLog::new(now()));
-        let tier = open_shared(shared, config, Arc::clone(&log)).await?;
+        let tier = open_shared(shared, config, Arc::clone(&log), forms).await?;
         tier.divide(shares);
         self.shared.push(Arc::downgrade(&tier));
         let id = shared_id(shared.settings.level, &shared.at);
@@ -258,12 +263,17 @@ impl Collector for Fullness {
     }
 }
 
-async fn open_disk(disks: Vec<Disk>, shares: Shares, log: Arc<EventLog>) -> anyhow::Result<Arc<DiskTier>> {
+async fn open_disk(
+    disks: Vec<Disk>,
+    shares: Shares,
+    log: Arc<EventLog>,
+    keys: Option<Arc<MetadataKeys>>,
+) -> anyhow::Result<Arc<DiskTier>> {
     let settings = |Disk { folder, bytes: capacity_bytes, min_free: min_free_bytes }: Disk| {
         (folder, disk::Settings { capacity_bytes, min_free_bytes, ..disk::Settings::default() })
     };
     let paths: Vec<_> = disks.into_iter().map(settings).collect();
-    let opened = tokio::task::spawn_blocking(move || DiskTier::begin(&paths, &shares, log)).await;
+    let opened = tokio::task::spawn_blocking(move || DiskTier::begin(&paths, &shares, log, keys)).await;
     let tier = opened.context("opening the G3 log failed")?.map_err(|error| match &error {
         disk::OpenError::Owned { .. } => {
             anyhow!("{error}, which serves from it; give this one its own --data-dir, or no G3: --set tiers.g3=off")
@@ -307,9 +317,14 @@ pub(crate) fn access(config: &Config) -> Access {
 
 /// A store that refuses us is a mistake in the configuration, and ends the start. One that is away is none: it is served
 /// without, and comes back by itself.
-async fn open_shared(shared: &Shared, config: &Config, log: Arc<EventLog>) -> anyhow::Result<Arc<ObjectTier>> {
+async fn open_shared(
+    shared: &Shared,
+    config: &Config,
+    log: Arc<EventLog>,
+    forms: &Forms,
+) -> anyhow::Result<Arc<ObjectTier>> {
     let Shared { key, at: location, settings } = shared;
-    let tier = ObjectTier::at(location, &access(config), *settings, log)
+    let tier = ObjectTier::at(location, &access(config), *settings, log, forms.metadata())
         .with_context(|| format!("{key} = {location} cannot be used"))?;
     match (timeout(CATCH_UP_MAX, tier.settled()).await, location) {
         (Ok(Standing::Refused(why)), Location::Cloud { cloud, .. }) => {

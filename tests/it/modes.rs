@@ -34,7 +34,8 @@ async fn serve(root: &Path, umask: &str) {
     let pod = format!(r#"tiers.pod={{path="{}", budget="64MiB"}}"#, root.join("pod").display());
     let keys = format!(r#"tiers.encryption={{keys={{file="{}"}}}}"#, root.join("master").display());
     let record = format!("router.record={}", root.join("record.jsonl").display());
-    let sets = [&*pod, &keys, &record, "tiers.g1=32MiB", "tiers.g2=32MiB", "tiers.g3=64MiB"];
+    let sets =
+        [&*pod, &keys, &record, "frontend.shutdown_delay=0s", "tiers.g1=32MiB", "tiers.g2=32MiB", "tiers.g3=64MiB"];
     let sets = sets.iter().flat_map(|set| ["--set", set]);
     let mut serve = program(&["--model", "tiny", "--listen", "127.0.0.1:0", "--json", "--data-dir"]);
     serve.arg(root.join("data")).args(sets);

@@ -6,22 +6,30 @@
 
 use super::cipher::DataKey;
 use super::master::Masters;
-use super::shelf::{Entry, PARALLEL, Shelf, State};
+use super::metadata;
+use super::shelf::{Entry, Notice, PARALLEL, Shelf, State};
 use super::source::{Environment, KeySource};
 use super::{KeyError, MasterId};
-use crate::{DomainId, KeyId};
+use crate::{DomainId, KeyId, permissions};
 use bytes::Bytes;
 use futures::{StreamExt, TryStreamExt, stream};
 use object_store::ObjectStore;
 use object_store::local::LocalFileSystem;
 use object_store::path::Path;
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::ffi::OsStr;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::time::Instant;
+use tokio_util::task::AbortOnDropHandle;
 
-/// How long a key may be used after another process shredded it.
+/// How often a running process looks for notices of shredded domains.
+const WATCH: Duration = Duration::from_secs(2);
+/// A domain that was shredded gets no new key for so long after this process has learned of it: until then blocks from before may
+/// still be on their way down, and must not come to rest under the new key.
+const SETTLE: Duration = Duration::from_secs(10);
+/// How long a key may be used after another process shredded it, where notices are not read.
 const REFRESH: Duration = Duration::from_secs(30);
 /// A source that lacks a key is asked again after so long.
 const REREAD: Duration = Duration::from_secs(10);
@@ -38,7 +46,11 @@ pub struct Keys {
     known: Mutex<Known>,
     /// Held over what must not be done twice at once: fetching a key, making one, shredding.
     slow: tokio::sync::Mutex<()>,
+    /// What makes a shredded domain's blocks in memory misses.
+    purgers: Mutex<Vec<Purger>>,
 }
+
+type Purger = Box<dyn Fn(DomainId) + Send + Sync>;
 
 struct Known {
     masters: Arc<Masters>,
@@ -49,6 +61,12 @@ struct Known {
     writing: HashMap<DomainId, Arc<DataKey>>,
     shredded: HashSet<(DomainId, KeyId)>,
     unknown: HashSet<(DomainId, KeyId)>,
+    /// Notices that were there at the start, or were followed.
+    notices: HashSet<Notice>,
+    /// When this process learned that a domain was shredded.
+    settling: HashMap<DomainId, Instant>,
+    /// What was shredded before the start is known.
+    opened: bool,
 }
 
 /// What became of a data key.
@@ -85,6 +103,9 @@ impl Keys {
             writing: HashMap::new(),
             shredded: HashSet::new(),
             unknown: HashSet::new(),
+            notices: HashSet::new(),
+            settling: HashMap::new(),
+            opened: false,
         };
         let keys = Arc::new(Self {
             shelf: Shelf::new(store, Path::from(prefix)),
@@ -92,15 +113,79 @@ impl Keys {
             environment,
             known: Mutex::new(known),
             slow: tokio::sync::Mutex::default(),
+            purgers: Mutex::default(),
         });
-        match keys.rewrap().await {
+        let opening = async {
+            keys.rewrap().await?;
+            let notices = keys.shelf.notices().await?;
+            let mut known = keys.known();
+            known.notices.extend(notices);
+            known.opened = true;
+            Ok(())
+        };
+        match opening.await {
             // A shelf that is away keeps nobody from starting: domains wait for it, and come by themselves.
             Err(error @ (KeyError::Store(_) | KeyError::Silent)) => {
                 tracing::warn!(%error, "the data keys cannot be reached now; what is encrypted counts as missing");
             }
-            done => drop(done?),
+            done => done?,
         }
         Ok(keys)
+    }
+
+    /// Has `purge` called for each domain of which this process learns that it was shredded, before the domain can get a new key. It
+    /// makes the domain's blocks in memory misses.
+    pub fn on_shred(&self, purge: impl Fn(DomainId) + Send + Sync + 'static) {
+        self.purgers.lock().unwrap_or_else(PoisonError::into_inner).push(Box::new(purge));
+    }
+
+    /// Looks for shredded domains every two seconds, until it is dropped.
+    #[must_use = "dropping it ends the watch"]
+    pub fn watch(self: &Arc<Self>) -> AbortOnDropHandle<()> {
+        let keys = self.clone();
+        AbortOnDropHandle::new(tokio::spawn(async move {
+            let mut failing = false;
+            loop {
+                tokio::time::sleep(WATCH).await;
+                let looked = keys.follow_notices().await;
+                match &looked {
+                    Err(error) if !failing => {
+                        tracing::warn!(%error, "notices of shredded domains cannot be read; keys in memory are used on");
+                    }
+                    Ok(()) if failing => tracing::info!("notices of shredded domains can be read again"),
+                    _ => {}
+                }
+                failing = looked.is_err();
+            }
+        }))
+    }
+
+    /// Drops what was shredded since the last time.
+    async fn follow_notices(&self) -> Result<(), KeyError> {
+        let notices = self.shelf.notices().await?;
+        let fresh: Vec<Notice> = {
+            let mut known = self.known();
+            known.opened = true;
+            known.notices.retain(|notice| notices.contains(notice));
+            notices.into_iter().filter(|notice| !known.notices.contains(notice)).collect()
+        };
+        for notice in fresh {
+            let _one = self.slow.lock().await;
+            // Its keys first: what is loaded from now on is a miss, and what was loaded before is purged.
+            let entries = self.shelf.list(Some(notice.domain)).await?;
+            if !self.learn(&entries, Some(notice.domain)).await?.contains(&notice.domain) {
+                self.purge(notice.domain);
+            }
+            self.known().notices.insert(notice);
+            tracing::info!(domain = %notice.domain, "the domain was shredded; its blocks in memory are dropped");
+        }
+        Ok(())
+    }
+
+    fn purge(&self, domain: DomainId) {
+        self.known().settling.insert(domain, Instant::now());
+        let purgers = self.purgers.lock().unwrap_or_else(PoisonError::into_inner);
+        purgers.iter().for_each(|purge| purge(domain));
     }
 
     /// Keys whose shelf is a folder, which is made if it is not there. Written through to the disk.
@@ -109,7 +194,11 @@ impl Keys {
         source: KeySource,
         environment: Environment,
     ) -> Result<Arc<Self>, KeyError> {
-        std::fs::create_dir_all(folder).map_err(|error| object_store::Error::Generic {
+        let made = match (folder.parent(), folder.file_name().and_then(OsStr::to_str)) {
+            (Some(root), Some(name)) => permissions::own_dirs_below(root, &[name]),
+            _ => permissions::create_dir_all(folder),
+        };
+        made.map_err(|error| object_store::Error::Generic {
             store: "folder",
             source: format!("{}: {error}", folder.display()).into(),
         })?;
@@ -117,9 +206,13 @@ impl Keys {
         Self::open(Arc::new(store), "", source, environment).await
     }
 
-    /// Makes all blocks of a domain misses, for good, wherever they rest: its data keys are destroyed. Other processes
-    /// follow within half a minute. A domain that goes on being used gets a new key. Says how many keys there were.
+    /// Makes all blocks of a domain misses, for good, wherever they rest: its data keys are destroyed. Other processes that
+    /// [watch](Self::watch) follow within seconds, and drop what they have of it in memory. A domain that goes on being used gets a new
+    /// key. Says how many keys there were.
     pub async fn shred(&self, domain: DomainId) -> Result<usize, KeyError> {
+        if domain == metadata::DOMAIN {
+            return Err(KeyError::Reserved(domain));
+        }
         let _one = self.slow.lock().await;
         let entries = self.shelf.list(Some(domain)).await?;
         let keys: HashSet<KeyId> =
@@ -128,7 +221,10 @@ impl Keys {
         let put = |&key: &KeyId| self.shelf.put(Entry { domain, key, state: State::Shredded }, Bytes::new());
         let putting: Vec<_> = keys.iter().map(put).collect();
         stream::iter(putting).buffer_unordered(PARALLEL).try_collect::<()>().await?;
-        self.learn(&self.shelf.list(Some(domain)).await?, Some(domain)).await?;
+        self.shelf.notify(domain).await?;
+        if !self.learn(&self.shelf.list(Some(domain)).await?, Some(domain)).await?.contains(&domain) {
+            self.purge(domain);
+        }
         tracing::info!(%domain, keys = keys.len(), "domain shredded");
         Ok(keys.len())
     }
@@ -209,6 +305,16 @@ impl Keys {
         Ok(true)
     }
 
+    /// The numbers of a domain's data keys that rest and are not shredded.
+    pub(super) async fn listed(&self, domain: DomainId) -> Result<HashSet<KeyId>, KeyError> {
+        let _one = self.slow.lock().await;
+        let entries = self.shelf.list(Some(domain)).await?;
+        self.learn(&entries, Some(domain)).await?;
+        let known = self.known();
+        let usable = entries.iter().filter(|entry| !known.shredded.contains(&(domain, entry.key)));
+        Ok(usable.map(|entry| entry.key).collect())
+    }
+
     /// The key that blocks of a domain were encrypted under.
     pub(super) async fn find(self: &Arc<Self>, domain: DomainId, key: KeyId) -> Result<Found, KeyError> {
         self.freshen();
@@ -241,6 +347,7 @@ impl Keys {
         if let Some(key) = ready() {
             return Ok(key);
         }
+        self.settled(domain)?;
         let _one = self.slow.lock().await;
         if let Some(key) = ready() {
             return Ok(key);
@@ -264,6 +371,8 @@ impl Keys {
         candidates.sort_unstable();
         candidates.dedup();
         candidates.retain(|key| !self.known().shredded.contains(&(domain, *key)));
+        // What was read just now may have said that the domain was shredded.
+        self.settled(domain)?;
         for key in candidates {
             match self.fetch(domain, key, &wrapping(&entries, key)).await {
                 Ok(Some(data)) => return Ok(self.write_with(domain, data)),
@@ -278,6 +387,13 @@ impl Keys {
         self.keep(domain, &data).await?;
         tracing::info!(%domain, key = %data.id(), "new data key");
         Ok(self.write_with(domain, data))
+    }
+
+    /// An error while blocks from before a domain was shredded may still be on their way.
+    fn settled(&self, domain: DomainId) -> Result<(), KeyError> {
+        let mut known = self.known();
+        known.settling.retain(|_, since| since.elapsed() < SETTLE);
+        if known.settling.contains_key(&domain) { Err(KeyError::Settling(domain)) } else { Ok(()) }
     }
 
     /// Asks the shelf, unless it failed just now.
@@ -321,14 +437,15 @@ impl Keys {
         self.shelf.put(Entry { domain, key: data.id(), state: State::Wrapped(masters.first()) }, wrapped).await
     }
 
-    /// Takes in what the shelf says of a domain, or of all: forgets what was shredded, and sweeps up what is left of it.
-    async fn learn(&self, entries: &[Entry], domain: Option<DomainId>) -> Result<(), KeyError> {
+    /// Takes in what the shelf says of a domain, or of all: forgets what was shredded, and sweeps up what is left of it. Domains of
+    /// which it is news that they were shredded are purged, and returned.
+    async fn learn(&self, entries: &[Entry], domain: Option<DomainId>) -> Result<HashSet<DomainId>, KeyError> {
         let of = |shredded: bool| {
             let these = entries.iter().filter(move |entry| (entry.state == State::Shredded) == shredded);
             these.map(|entry| (entry.domain, entry.key)).collect::<HashSet<_>>()
         };
         let (shredded, wrapped) = (of(true), of(false));
-        {
+        let fresh: HashSet<DomainId> = {
             let mut known = self.known();
             let gone = |of: DomainId, key: KeyId| {
                 let listed = domain.is_none_or(|domain| domain == of);
@@ -336,11 +453,16 @@ impl Keys {
             };
             known.unwrapped.retain(|&(of, key), _| !gone(of, key));
             known.writing.retain(|&of, data| !gone(of, data.id()));
+            let fresh = shredded.iter().filter(|key| known.opened && !known.shredded.contains(key));
+            let fresh = fresh.map(|(domain, _)| *domain).collect();
             known.shredded.extend(&shredded);
-        }
+            fresh
+        };
+        fresh.iter().for_each(|domain| self.purge(*domain));
         let left = entries.iter().filter(|entry| entry.state != State::Shredded);
         let left = left.filter(|entry| shredded.contains(&(entry.domain, entry.key)));
-        self.shelf.remove(left.copied().collect()).await
+        self.shelf.remove(left.copied().collect()).await?;
+        Ok(fresh)
     }
 
     /// Reads the source again, if it was not read just now.

@@ -113,6 +113,27 @@ impl Masters {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::tests::fuzz;
+    use proptest::prelude::*;
+
+    proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+        #[test]
+        fn a_changed_or_arbitrary_wrapped_key_is_refused(
+            bytes in {
+                let key = DataKey::new(KeyId::from_bytes([3; 8]), [4; 32]);
+                let valid = Masters::new([1; 32], []).wrap(DomainId::SHARED, &key).unwrap().to_vec();
+                prop_oneof![fuzz::arbitrary(), fuzz::changed(valid)]
+            },
+        ) {
+            let masters = Masters::new([1; 32], []);
+            let unwrap = |bytes: &[u8]| masters.unwrap(DomainId::SHARED, KeyId::from_bytes([3; 8]), masters.first(), bytes);
+            // A change may leave the key as it was.
+            let unwrapped = fuzz::bounded(&bytes, 1, unwrap);
+            assert!(unwrapped.is_err() || unwrapped.is_ok_and(|key| key.secret() == &[4; 32]));
+        }
+    }
 
     #[test]
     fn a_wrapped_key_comes_back_under_its_master_and_for_its_domain_only() {

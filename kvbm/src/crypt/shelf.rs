@@ -3,13 +3,15 @@
 //! ```text
 //!   PREFIX/DOMAIN/KEY.MASTER     the data key KEY of a domain, wrapped by the master key of that number
 //!   PREFIX/DOMAIN/KEY.shredded   the data key KEY is gone for good, whatever else is found of it
+//!   PREFIX/shreds/DOMAIN.NUMBER  a notice that a domain was shredded, for processes that run; of a few days at most
 //! ```
 //!
 //! Each writer makes objects of its own, so nothing rests on conditional writes: two that make a first key for the same
 //! domain at once make two keys, and both are good.
 
 use super::KeyError;
-use super::master::MasterId;
+use super::cipher::random;
+use super::master::{MasterId, WRAPPED};
 use super::source::unhex;
 use crate::{DomainId, KeyId};
 use bytes::Bytes;
@@ -21,6 +23,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 const SHREDDED: &str = "shredded";
+const NOTICES: &str = "shreds";
+/// Notices older than this are removed: a process that was asleep for longer has dropped its keys by other ways.
+const NOTICE_AGE: Duration = Duration::from_hours(7 * 24);
+/// Domains shredded within that time, at most; a listing with more is not read to its end.
+const MAX_NOTICES: usize = 1 << 16;
+/// Objects of the shelf at most. A listing with more is not one of a shelf.
+const MAX_ENTRIES: usize = 1 << 20;
 /// Requests at once while a domain is shredded or all keys are wrapped anew.
 pub(super) const PARALLEL: usize = 8;
 /// A request that takes longer has failed.
@@ -39,6 +48,13 @@ pub(super) struct Entry {
     pub(super) domain: DomainId,
     pub(super) key: KeyId,
     pub(super) state: State,
+}
+
+/// That a domain was shredded, once.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub(super) struct Notice {
+    pub(super) domain: DomainId,
+    number: [u8; 8],
 }
 
 /// See the module.
@@ -60,13 +76,45 @@ impl Shelf {
             None => self.prefix.clone(),
         };
         let entry = |meta: ObjectMeta| async move { Ok(entry(&meta.location)) };
-        within(self.store.list(Some(&prefix)).try_filter_map(entry).try_collect()).await
+        let listed = self.store.list(Some(&prefix)).try_filter_map(entry).take(MAX_ENTRIES);
+        within(listed.try_collect()).await
+    }
+
+    /// What was shredded in the last days.
+    pub(super) async fn notices(&self) -> Result<Vec<Notice>, KeyError> {
+        let prefix = self.prefix.clone().join(NOTICES);
+        let notice = |meta: ObjectMeta| async move { Ok(notice(&meta.location)) };
+        within(self.store.list(Some(&prefix)).try_filter_map(notice).take(MAX_NOTICES).try_collect()).await
+    }
+
+    /// Says that a domain was shredded, and removes what was said long ago.
+    pub(super) async fn notify(&self, domain: DomainId) -> Result<(), KeyError> {
+        let prefix = self.prefix.clone().join(NOTICES);
+        let number = u64::from_le_bytes(random()?);
+        let path = prefix.clone().join(format!("{domain}.{number:016x}"));
+        within(self.store.put(&path, Bytes::new().into())).await?;
+        let listed: Vec<ObjectMeta> = within(self.store.list(Some(&prefix)).take(MAX_NOTICES).try_collect()).await?;
+        // By the store's own clock: ours is the newest.
+        let now = listed.iter().map(|meta| meta.last_modified).max().unwrap_or_default();
+        let old = |meta: &&ObjectMeta| (now - meta.last_modified).to_std().is_ok_and(|age| age > NOTICE_AGE);
+        for meta in listed.iter().filter(old) {
+            match within(self.store.delete(&meta.location)).await {
+                Err(KeyError::Store(Error::NotFound { .. })) => {}
+                removed => removed?,
+            }
+        }
+        Ok(())
     }
 
     /// `None` when it is gone.
     pub(super) async fn get(&self, domain: DomainId, key: KeyId, master: MasterId) -> Result<Option<Bytes>, KeyError> {
         let path = self.path(Entry { domain, key, state: State::Wrapped(master) });
-        let got = within(async { self.store.get(&path).await?.bytes().await }).await;
+        let reading = async {
+            let found = self.store.get(&path).await?;
+            // What is too large to be a wrapped key is none, and is not read.
+            if found.meta.size > WRAPPED as u64 { Ok(Bytes::new()) } else { found.bytes().await }
+        };
+        let got = within(reading).await;
         match got {
             Err(KeyError::Store(Error::NotFound { .. })) => Ok(None),
             got => got.map(Some),
@@ -109,6 +157,12 @@ fn entry(path: &Path) -> Option<Entry> {
         master => State::Wrapped(MasterId::from_bytes(unhex(master)?)),
     };
     Some(Entry { domain: DomainId::from_bytes(unhex(parts.next()?)?), key: KeyId::from_bytes(unhex(key)?), state })
+}
+
+/// `None` for what is no notice.
+fn notice(path: &Path) -> Option<Notice> {
+    let (domain, number) = path.filename()?.split_once('.')?;
+    Some(Notice { domain: DomainId::from_bytes(unhex(domain)?), number: unhex(number)? })
 }
 
 /// Waits for an answer, in short turns: who was stopped meanwhile, or slept with the machine, has waited for one of them.

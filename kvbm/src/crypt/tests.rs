@@ -224,7 +224,8 @@ async fn a_shredded_domain_is_a_miss_for_good_in_every_process() {
         site.shelf.put(&path, bytes.into()).await.unwrap();
     }
     let later = site.process(&masters).await;
-    assert_eq!(site.shelved().await.iter().filter(|path| path.contains(&tenant(1).to_string())).count(), 1);
+    let left = site.shelved().await.into_iter().filter(|path| path.contains(&tenant(1).to_string()));
+    assert_eq!(left.filter(|path| !path.contains("/shreds/")).count(), 1);
 
     // The tenant comes back: with a new key, and without the old blocks.
     contract::store(&*later.tier, ours.clone()).await;
@@ -288,6 +289,65 @@ async fn the_master_key_rotates_while_blocks_are_read() {
     let alone = site.process(&Masters::of(&[2])).await;
     assert_eq!((alone.finds(&before).await, alone.finds(&after).await), (3, 3));
     assert_eq!(site.shredded(), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_watching_process_learns_of_a_shred_within_seconds() {
+    let site = Site::new();
+    let masters = Masters::of(&[1]);
+    let (here, there) = (site.process(&masters).await, site.process(&masters).await);
+    let purged: Arc<Mutex<Vec<DomainId>>> = Arc::default();
+    let (heard, _watch) = (purged.clone(), there.keys.watch());
+    there.keys.on_shred(move |domain| heard.lock().unwrap().push(domain));
+    let (ours, theirs) = (blocks_of(tenant(1), 1, 4), blocks_of(tenant(2), 2, 4));
+    contract::store(&*here.tier, [ours.clone(), theirs.clone()].concat()).await;
+    assert_eq!((there.finds(&ours).await, there.finds(&theirs).await), (4, 4));
+
+    here.keys.shred(tenant(1)).await.unwrap();
+    tokio::time::sleep(Duration::from_millis(2_100)).await;
+    assert_eq!(*purged.lock().unwrap(), [tenant(1)]);
+    assert_eq!((there.finds(&ours).await, there.finds(&theirs).await), (0, 4));
+    // A domain without a key on the shelf can have blocks in memory all the same.
+    here.keys.shred(tenant(3)).await.unwrap();
+    tokio::time::sleep(Duration::from_millis(2_100)).await;
+    assert_eq!(*purged.lock().unwrap(), [tenant(1), tenant(3)]);
+    tokio::time::sleep(Duration::from_mins(1)).await;
+    assert_eq!(purged.lock().unwrap().len(), 2, "each once");
+    here.keys.shred(tenant(1)).await.unwrap();
+    tokio::time::sleep(Duration::from_millis(2_100)).await;
+    assert_eq!(purged.lock().unwrap().len(), 3, "and again when it is shredded again");
+}
+
+#[tokio::test(start_paused = true)]
+async fn no_new_key_while_blocks_from_before_may_be_stored() {
+    let site = Site::new();
+    let masters = Masters::of(&[1]);
+    let (here, there) = (site.process(&masters).await, site.process(&masters).await);
+    let purged = Arc::new(std::sync::atomic::AtomicU32::new(0));
+    let heard = purged.clone();
+    there.keys.on_shred(move |_| _ = heard.fetch_add(1, std::sync::atomic::Ordering::Relaxed));
+    let (before, after) = (blocks_of(tenant(1), 1, 3), blocks_of(tenant(1), 2, 3));
+    contract::store(&*there.tier, before[..1].to_vec()).await;
+    here.keys.shred(tenant(1)).await.unwrap();
+    // It has not looked yet, and its key is still in memory: what it stores under that is lost.
+    there.keys.refresh().await.unwrap();
+    assert_eq!(purged.load(std::sync::atomic::Ordering::Relaxed), 1, "whichever way it learns");
+    for process in [&here, &there] {
+        let answers = process.tier.store(before.clone()).await;
+        assert!(answers[1..].iter().all(Result::is_err), "{answers:?}");
+    }
+    assert_eq!(there.finds(&before).await, 0);
+    tokio::time::advance(Duration::from_secs(10)).await;
+    contract::store(&*there.tier, after.clone()).await;
+    assert_eq!((here.finds(&after).await, there.finds(&after).await), (3, 3));
+}
+
+#[tokio::test]
+async fn the_keys_of_metadata_cannot_be_shredded() {
+    let site = Site::new();
+    let process = site.process(&Masters::of(&[1])).await;
+    drop(MetadataKeys::open(process.keys.clone()).await.unwrap());
+    assert!(matches!(process.keys.shred(metadata::DOMAIN).await, Err(KeyError::Reserved(_))));
 }
 
 #[tokio::test]

@@ -8,16 +8,29 @@
 //! |        | pinned until 4: as in the block's header |
 //! | 48 × m | owners, numbered from 0: fingerprint 32, cache domain 16 |
 //! | … | zeros, so that the footer ends at a multiple of 4,096 |
+//! | 40 | only in a sealed footer, whose magic is `BLKYFOO5`: number of the metadata key 8, tag 32 |
 //! | 32 | trailer: magic `BLKYFOO4`, footer's offset 8, n 4, m 4, CRC-64/NVME over the footer before it 8 |
 //!
 //! 52 bytes a block: a million of them are read back in one stretch of 52 MB.
+//!
+//! A footer is sealed where blocks are encrypted; there, one without a sound seal counts as damaged, and its segment is scanned.
+//! The tag covers the segment's number, the footer before the seal, and the trailer before the CRC.
+//!
+//! Of a trailer nothing is believed: a footer has exactly the length that its counts call for, ends with the file, and its records
+//! lie before it, one after the other. Memory is taken only for entries that are there.
 
 use super::direct::{Access, Buffer};
 use super::record::{self, Found};
+use crate::crypt::{Authenticity, Context, MetadataKeys, SEAL, Seal};
 use crate::{Date, DomainId, Fingerprint, Keep, SequenceHash};
 use crc_fast::{CrcAlgorithm, checksum};
 
 const MAGIC: [u8; 8] = *b"BLKYFOO4";
+const SEALED: [u8; 8] = *b"BLKYFOO5";
+/// Bytes of a footer at most: of a segment of 128 MiB with the smallest blocks it takes 26 MB.
+const MAX_BYTES: u64 = 64 << 20;
+/// Owners that a new record's is looked for among. More of them may be listed twice, which costs 48 bytes each.
+const RECENT: usize = 256;
 const ENTRY: usize = 52;
 const OWNER: usize = 48;
 const TRAILER: usize = 32;
@@ -73,7 +86,8 @@ impl Listing {
         let keep = if let Found::Block(header) = record { header.keep } else { Keep::default() };
         let Keep { expires, pinned, .. } = keep;
         // Mostly the last one's.
-        let known = self.owners.iter().rposition(|known| *known == owner);
+        let first = self.owners.len().saturating_sub(RECENT);
+        let known = self.owners[first..].iter().rposition(|known| *known == owner).map(|at| first + at);
         let owner = known.unwrap_or_else(|| {
             self.owners.push(owner);
             self.owners.len() - 1
@@ -119,13 +133,17 @@ impl Listing {
         self.entries.iter().map(end).max().unwrap_or(0)
     }
 
-    /// Bytes of the footer of a segment with `entries` records of so many owners.
+    /// Bytes of the footer of a segment with `entries` records of so many owners, sealed or not.
     pub(super) fn footer_span(entries: usize, owners: usize) -> u64 {
-        ((entries * ENTRY + owners * OWNER + TRAILER) as u64).next_multiple_of(Access::BLOCK)
+        Self::span(entries as u64, owners as u64)
     }
 
-    /// The footer that will stand at byte `at`.
-    pub(super) fn encode(&self, at: u64) -> Buffer {
+    fn span(entries: u64, owners: u64) -> u64 {
+        (entries * ENTRY as u64 + owners * OWNER as u64 + (SEAL + TRAILER) as u64).next_multiple_of(Access::BLOCK)
+    }
+
+    /// The footer of segment `number` that will stand at byte `at`, sealed if there is a key to do so.
+    pub(super) fn encode(&self, at: u64, number: u32, keys: Option<&MetadataKeys>) -> Buffer {
         let span = Self::footer_span(self.entries.len(), self.owners.len()) as usize;
         let mut footer = Buffer::zeroed(span);
         let (entries, rest) = footer.split_at_mut(self.entries.len() * ENTRY);
@@ -146,10 +164,17 @@ impl Listing {
             to[32..].copy_from_slice(domain.as_bytes());
         }
         let trailer = span - TRAILER;
-        footer[trailer..trailer + 8].copy_from_slice(&MAGIC);
+        footer[trailer..trailer + 8].copy_from_slice(if keys.is_some() { &SEALED } else { &MAGIC });
         footer[trailer + 8..trailer + 16].copy_from_slice(&at.to_le_bytes());
         footer[trailer + 16..trailer + 20].copy_from_slice(&(self.entries.len() as u32).to_le_bytes());
         footer[trailer + 20..trailer + 24].copy_from_slice(&(self.owners.len() as u32).to_le_bytes());
+        if let Some(keys) = keys {
+            match keys.seal(Context::Footer(number), covered(&footer)) {
+                Some(seal) => footer[trailer - SEAL..trailer].copy_from_slice(&seal.to_bytes()),
+                // No reader that wants a seal will take it, and no other is misled.
+                None => footer[trailer..trailer + 8].copy_from_slice(&MAGIC),
+            }
+        }
         let sum = checksum(CrcAlgorithm::Crc64Nvme, &footer[..span - 8]);
         footer[span - 8..].copy_from_slice(&sum.to_le_bytes());
         footer
@@ -160,24 +185,33 @@ impl Listing {
         self.entries.iter().take(Self::FIRST).any(|entry| bytes.starts_with(entry.name.as_bytes()))
     }
 
-    /// Where the footer of a file of `length` bytes begins, if `tail`, the last bytes of the file, ends in a trailer.
-    pub(super) fn locate(tail: &[u8], length: u64) -> Option<u64> {
+    /// What the trailer says, if `tail`, the last bytes of a file of `length` bytes, ends in one.
+    pub(super) fn locate(tail: &[u8], length: u64) -> Option<Trailer> {
         let trailer = tail.last_chunk::<TRAILER>()?;
-        let at = word(trailer, 8);
-        (trailer[..8] == MAGIC && at <= length.checked_sub(TRAILER as u64)?).then_some(at)
+        (trailer[..8] == MAGIC || trailer[..8] == SEALED).then_some(())?;
+        Some(Trailer { at: word(trailer, 8), entries: half(trailer, 16), owners: half(trailer, 20), length })
     }
 
-    /// Reads a footer; `None` when anything about it is not as it was written.
-    pub(super) fn decode(footer: &[u8]) -> Option<Self> {
+    /// Reads the footer of segment `number`; `None` when anything about it is not as it was written, or when there are `keys` and it
+    /// was not sealed by one of them.
+    pub(super) fn decode(footer: &[u8], number: u32, keys: Option<&MetadataKeys>) -> Option<Self> {
         let trailer = footer.last_chunk::<TRAILER>()?;
         let (body, sum) = footer.split_at(footer.len() - 8);
-        if trailer[..8] != MAGIC || checksum(CrcAlgorithm::Crc64Nvme, body).to_le_bytes() != sum {
+        if checksum(CrcAlgorithm::Crc64Nvme, body).to_le_bytes() != sum {
             return None;
         }
+        let sealed = trailer[..8] == SEALED;
+        if let Some(keys) = keys {
+            let (body, _) = footer.split_last_chunk::<TRAILER>()?;
+            let seal = Seal::from_bytes(body.last_chunk().filter(|_| sealed)?);
+            if keys.verify(Context::Footer(number), covered(footer), &seal) != Authenticity::Authentic {
+                return None;
+            }
+        }
+        let at = word(trailer, 8);
+        let length = at.checked_add(footer.len() as u64)?;
+        Self::locate(footer, length)?.start()?;
         let (entries, owners) = (half(trailer, 16) as usize, half(trailer, 20) as usize);
-        if entries * ENTRY + owners * OWNER + TRAILER > footer.len() {
-            return None;
-        }
         let (entries, rest) = footer.split_at(entries * ENTRY);
         let owner = |bytes: &[u8]| {
             (Fingerprint::from_bytes(std::array::from_fn(|i| bytes[i])), DomainId::from_bytes(array(bytes, 32)))
@@ -197,9 +231,49 @@ impl Listing {
                 owner,
             })
         };
-        let entries = entries.chunks_exact(ENTRY).map(entry).collect::<Option<_>>()?;
-        Some(Self { owners, entries })
+        // `collect` of an `Option` would not know how many there are.
+        let mut listed = Vec::with_capacity(entries.len() / ENTRY);
+        let mut end = 0;
+        for bytes in entries.chunks_exact(ENTRY) {
+            let entry = entry(bytes)?;
+            let start = u64::from(entry.offset) * Access::UNIT;
+            if start < end {
+                return None;
+            }
+            end = start + record::span(u64::from(entry.length), Access::UNIT);
+            listed.push(entry);
+        }
+        (end <= at).then_some(Self { owners, entries: listed })
     }
+}
+
+/// What the trailer of a footer says. Nothing of it is believed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Trailer {
+    at: u64,
+    entries: u32,
+    owners: u32,
+    /// Of the file.
+    length: u64,
+}
+
+impl Trailer {
+    /// Where the footer begins, if one of that many entries and owners can stand there, and its records before it.
+    pub(super) fn start(&self) -> Option<u64> {
+        let (entries, owners) = (u64::from(self.entries), u64::from(self.owners));
+        let bytes = Listing::span(entries, owners);
+        let older = (entries * ENTRY as u64 + owners * OWNER as u64 + TRAILER as u64).next_multiple_of(Access::BLOCK);
+        let found = self.length.checked_sub(self.at)?;
+        // Before footers could be sealed, some took a block less.
+        let fits = (found == bytes || found == older) && found <= MAX_BYTES;
+        (fits && owners <= entries && entries <= self.at / Access::UNIT).then_some(self.at)
+    }
+}
+
+/// What a seal covers of a footer, which has room for one: all before the seal, and of the trailer all but the CRC.
+fn covered(footer: &[u8]) -> [&[u8]; 2] {
+    let trailer = footer.len() - TRAILER;
+    [&footer[..trailer - SEAL], &footer[trailer..footer.len() - 8]]
 }
 
 fn word(bytes: &[u8], at: usize) -> u64 {
@@ -219,6 +293,13 @@ mod tests {
     use super::*;
     use crate::Header;
     use crate::contract::chain;
+    use crate::crypt::{Environment, KeySource, Keys};
+    use crate::tests::fuzz;
+    use proptest::prelude::*;
+    use std::sync::Arc;
+
+    /// Where the footer of [`listing`] stands.
+    const AT: u64 = 6 * 4096;
 
     fn name(n: u8) -> SequenceHash {
         SequenceHash::from_bytes([n; 16])
@@ -238,11 +319,91 @@ mod tests {
 
     #[test]
     fn a_footer_says_what_the_listing_said() {
-        let footer = listing().encode(8192);
+        let footer = listing().encode(AT, 1, None);
         assert_eq!(footer.len() as u64 % Access::BLOCK, 0);
-        let length = 8192 + footer.len() as u64;
-        assert_eq!(Listing::locate(&footer, length), Some(8192));
-        assert_eq!(Listing::decode(&footer), Some(listing()));
+        let length = AT + footer.len() as u64;
+        assert_eq!(Listing::locate(&footer, length).and_then(|trailer| trailer.start()), Some(AT));
+        assert_eq!(Listing::decode(&footer, 1, None), Some(listing()));
+    }
+
+    #[tokio::test]
+    async fn an_unsealed_forged_or_moved_footer_is_refused() {
+        let keys = async |master: &str| {
+            let master = master.repeat(32);
+            let environment: Environment = Arc::new(move |_| Some(master.clone()));
+            let store = Arc::new(object_store::memory::InMemory::new());
+            let keys = Keys::open(store, "", KeySource::Env("KEYS".into()), environment).await.unwrap();
+            MetadataKeys::open(keys).await.unwrap()
+        };
+        let (ours, theirs) = (keys("01").await, keys("02").await);
+        let sealed = listing().encode(AT, 7, Some(&ours));
+        assert_eq!(Listing::decode(&sealed, 7, Some(&ours)), Some(listing()));
+        assert_eq!(Listing::decode(&sealed, 7, None), Some(listing()), "without keys there is nothing to verify with");
+        assert_eq!(Listing::decode(&sealed, 8, Some(&ours)), None, "another segment's");
+        assert_eq!(Listing::decode(&sealed, 7, Some(&theirs)), None, "another key");
+        assert_eq!(Listing::decode(&listing().encode(AT, 7, None), 7, Some(&ours)), None, "no seal");
+        for at in (0..sealed.len() - 8).step_by(5) {
+            let mut bad = sealed.to_vec();
+            bad[at] ^= 1;
+            assert_eq!(Listing::decode(&fuzz::summed(bad), 7, Some(&ours)), None, "byte {at}");
+        }
+    }
+
+    #[test]
+    fn a_footer_that_does_not_fit_its_file_is_refused() {
+        let sound = listing().encode(AT, 1, None).to_vec();
+        let trailer = sound.len() - TRAILER;
+        let start = |change: &dyn Fn(&mut Vec<u8>), length: u64| {
+            let mut footer = sound.clone();
+            change(&mut footer);
+            Listing::locate(&footer, length).and_then(|trailer| trailer.start())
+        };
+        let length = AT + sound.len() as u64;
+        assert_eq!(start(&|_| {}, length), Some(AT));
+        // The counts of the issue, and a footer that would be the whole file.
+        assert_eq!(start(&|footer| footer[trailer + 16..trailer + 20].fill(0xFF), length), None);
+        assert_eq!(start(&|footer| footer[trailer + 20..trailer + 24].fill(0xFF), length), None);
+        assert_eq!(start(&|footer| footer[trailer + 8..trailer + 16].fill(0), 20 << 30), None);
+        assert_eq!(start(&|footer| footer[trailer + 8..trailer + 16].fill(0xFF), length), None);
+        // An entry beyond the footer, and one upon another.
+        for (at, offset) in [(0, AT), (ENTRY, 0)] {
+            let mut footer = sound.clone();
+            footer[at + 32..at + 36].copy_from_slice(&((offset / Access::UNIT) as u32).to_le_bytes());
+            assert_eq!(Listing::decode(&fuzz::summed(footer), 1, None), None);
+        }
+        let mut footer = sound.clone();
+        footer[36..40].fill(0xFF);
+        let footer = fuzz::summed(footer);
+        fuzz::in_corpus("footer-block-length-maximal", &footer);
+        assert_eq!(Listing::decode(&footer, 1, None), None);
+        let mut footer = sound.clone();
+        footer[trailer + 16..trailer + 20].fill(0xFF);
+        fuzz::in_corpus("footer-entry-count-maximal", &fuzz::summed(footer));
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+        #[test]
+        fn any_bytes_decode_within_bounds_or_are_refused(
+            bytes in prop_oneof![
+                1 => fuzz::arbitrary(),
+                4 => fuzz::changed(listing().encode(AT, 1, None).to_vec()).prop_map(fuzz::summed),
+            ],
+        ) {
+            let decoded = fuzz::bounded(&bytes, 4, |bytes| Listing::decode(bytes, 1, None));
+            if let Some(listing) = decoded {
+                assert!(listing.end() <= word(bytes.last_chunk::<TRAILER>().unwrap(), 8));
+            }
+        }
+    }
+
+    #[test]
+    fn corpus_inputs_decode_within_bounds() {
+        for (name, bytes) in fuzz::corpus() {
+            let decoded = fuzz::bounded(&bytes, 4, |bytes| Listing::decode(bytes, 1, None));
+            assert_eq!(decoded, None, "{name}");
+        }
     }
 
     #[test]
@@ -253,19 +414,19 @@ mod tests {
             let mut listing = Listing::default();
             order.for_each(|(record, at)| listing.push(record, at * 4096));
             listing.sort();
-            listing.encode(0).to_vec()
+            listing.encode(0, 1, None).to_vec()
         };
         assert_eq!(footer(&mut records.iter().rev()), footer(&mut records.iter()));
     }
 
     #[test]
     fn any_flipped_bit_and_any_cut_is_seen() {
-        let footer = listing().encode(0);
+        let footer = listing().encode(AT, 1, None);
         for bit in 0..footer.len() * 8 {
             let mut bad = footer.to_vec();
             bad[bit / 8] ^= 1 << (bit % 8);
-            assert_eq!(Listing::decode(&bad), None, "bit {bit}");
+            assert_eq!(Listing::decode(&bad, 1, None), None, "bit {bit}");
         }
-        assert!((0..footer.len()).all(|cut| Listing::decode(&footer[..cut]).is_none()));
+        assert!((0..footer.len()).all(|cut| Listing::decode(&footer[..cut], 1, None).is_none()));
     }
 }

@@ -1,10 +1,9 @@
 //! Reading: where the wanted blocks lie, and the bytes of neighbours in one call.
 
 use super::direct::{self, Access};
-use super::log::{Log, Place};
+use super::log::{Log, Place, Shared};
 use super::queue::again;
 use super::{record, segment};
-use crate::index::Index;
 use crate::run::{self, Run, Wanted};
 use crate::tier::{LoadError, Loaded};
 use crate::{Block, Corrupt, Fingerprint, SequenceHash};
@@ -13,6 +12,7 @@ use std::collections::BTreeMap;
 use std::fs::OpenOptions;
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 /// One read: enough to be as fast as the device, small enough that the first blocks arrive early. A buffer of it is a large
 /// page; where this was measured a megabyte took nearly as long.
@@ -30,23 +30,30 @@ pub(super) struct Part {
 
 /// Which of `names` are not here, and the reads that bring the others, for each of `logs`.
 pub(super) fn plan(
-    index: &Index<Place>,
+    shared: &Shared,
     logs: &[Option<Arc<Log>>],
     fingerprint: Fingerprint,
     names: &[SequenceHash],
 ) -> (Vec<usize>, Vec<Vec<Part>>) {
+    let (index, most) = (&shared.index, shared.max_block.load(Ordering::Relaxed));
     let mut missing = Vec::new();
     let mut segments: Vec<BTreeMap<(u32, u16), Vec<Wanted>>> = vec![BTreeMap::new(); logs.len()];
-    for (index, place) in index.find(fingerprint, names, |place| place.hot = true).into_iter().enumerate() {
+    for (nth, place) in index.find(fingerprint, names, |place| place.hot = true).into_iter().enumerate() {
         let log = place.and_then(|place| Some((place, logs[usize::from(place.volume)].as_ref()?)));
         let Some((place, log)) = log else {
-            missing.push(index);
+            missing.push(nth);
             continue;
         };
+        if u64::from(place.length) > most {
+            // No block of the engine that asks.
+            shared.index.remove([(fingerprint, names[nth])], |at| *at == place);
+            missing.push(nth);
+            continue;
+        }
         let length = record::span(u64::from(place.length), log.access.grain());
         let offset = u64::from(place.offset) * Access::UNIT;
         let segments = &mut segments[usize::from(place.volume)];
-        segments.entry((place.segment, place.group)).or_default().push(Wanted { index, offset, length });
+        segments.entry((place.segment, place.group)).or_default().push(Wanted { index: nth, offset, length });
     }
     let parts = |segments: BTreeMap<(u32, u16), Vec<Wanted>>| {
         let parts = segments.into_iter().flat_map(|((segment, group), wanted)| {
@@ -99,6 +106,9 @@ impl Log {
     fn moved(&self, fingerprint: Fingerprint, name: SequenceHash) -> Option<Block> {
         let find = || self.shared.index.get(fingerprint, name).filter(|place| place.volume == self.volume);
         let place = find()?;
+        if u64::from(place.length) > self.shared.max_block.load(Ordering::Relaxed) {
+            return None;
+        }
         let length = record::span(u64::from(place.length), self.access.grain());
         let wanted = vec![Wanted { index: 0, offset: u64::from(place.offset) * Access::UNIT, length }];
         let record = self.read(place.segment, &Run { wanted }).ok()?.pop()??;

@@ -11,6 +11,7 @@ use super::queue::Queue;
 use super::record;
 use super::segment::{self, Head, Segment};
 use super::{OpenError, Settings};
+use crate::crypt::MetadataKeys;
 use crate::index::{Index, Resting};
 use crate::shares::Division;
 use crate::{Block, Fingerprint, Header, SequenceHash};
@@ -59,6 +60,10 @@ pub(super) struct Shared {
     pub(super) division: Division,
     pub(super) capacity: u64,
     pub(super) damaged: Arc<Damage>,
+    /// Payload bytes of a block that is loaded, at most.
+    pub(super) max_block: Arc<AtomicU64>,
+    /// What footers are sealed with, if they are.
+    pub(super) keys: Option<Arc<MetadataKeys>>,
     /// Who takes what is in use and has no room here any more.
     pub(super) spill: Arc<OnceLock<Spill>>,
     #[cfg(test)]
@@ -159,7 +164,9 @@ impl Log {
         let access = Access::probe(folder).map_err(failed)?;
         #[cfg(test)]
         let access = shared.rig.access().unwrap_or(access);
-        let last = segment::numbers(folder).map_err(failed)?.last().copied();
+        let numbers = segment::numbers(folder).map_err(failed)?;
+        segment::narrow(folder, &numbers);
+        let last = numbers.last().copied();
         shared.next.fetch_max(last.map_or(0, |last| last + 1), Ordering::Relaxed);
         let io = FileIo::default();
         #[cfg(test)]

@@ -81,10 +81,20 @@ pub(super) enum Found {
     Gone(Fingerprint, SequenceHash),
 }
 
-/// What stands at the start of `bytes`, judged by its own checksum.
+/// A record of a block that claims more bytes is not looked at: two segments of the default size.
+const MAX: u64 = 256 << 20;
+
+/// How many bytes the record of a block claims to have, if `bytes` begin with the header of one.
+pub(super) fn claimed(bytes: &[u8]) -> Option<u64> {
+    let header = Header::decode(bytes.first_chunk()?).ok()?;
+    Some(BODY as u64 + header.length)
+}
+
+/// What stands at the start of `bytes`, judged by its own checksum. The record of a block that claims more bytes than `most` is
+/// not sound.
 ///
 /// `Err` says how many bytes are needed to judge; a record that ends with the file is not sound.
-pub(super) fn judge(bytes: &[u8]) -> Result<Option<Found>, usize> {
+pub(super) fn judge(bytes: &[u8], most: u64) -> Result<Option<Found>, usize> {
     if bytes.starts_with(&GONE) {
         let Some(record) = bytes.first_chunk::<GONE_LEN>() else { return Err(GONE_LEN) };
         let sound = checksum(CrcAlgorithm::Crc64Nvme, &record[..56]).to_le_bytes() == record[56..];
@@ -94,11 +104,49 @@ pub(super) fn judge(bytes: &[u8]) -> Result<Option<Found>, usize> {
     }
     let Some(head) = bytes.first_chunk::<{ Header::LEN }>() else { return Err(Header::LEN) };
     let Ok(header) = Header::decode(head) else { return Ok(None) };
-    let Some(end) = usize::try_from(header.length).ok().and_then(|length| length.checked_add(BODY)) else {
+    // Bounded by `Header::decode`, so that nothing overflows.
+    let end = BODY + header.length as usize;
+    if end as u64 > most.min(MAX) {
         return Ok(None);
-    };
+    }
     let Some(payload) = bytes.get(BODY..end) else { return Err(end) };
-    // The one copy of recovery; only the segment that was open at the crash is judged record by record.
-    let block = Block { header, payload: Bytes::copy_from_slice(payload) };
-    Ok(block.check(header.name, header.fingerprint).is_ok().then_some(Found::Block(header)))
+    Ok(header.describes(payload).then_some(Found::Block(header)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::contract::chain;
+    use crate::tests::fuzz;
+    use proptest::prelude::*;
+
+    fn record() -> Vec<u8> {
+        let block = chain(1, 1).remove(0);
+        let record = Record::Block(&block);
+        let mut bytes = vec![0; record.span(Access::UNIT) as usize];
+        record.encode(&mut bytes);
+        bytes
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+        #[test]
+        fn any_bytes_are_judged_without_memory_taken(
+            bytes in prop_oneof![fuzz::arbitrary(), fuzz::changed(record()), Just(record())],
+        ) {
+            let most = MAX as usize;
+            match fuzz::bounded(&bytes, 1, |bytes| judge(bytes, u64::MAX)) {
+                // As much as a record can have, and more than there is.
+                Err(needed) => assert!(needed <= most && needed > bytes.len()),
+                Ok(Some(Found::Block(header))) => assert!(BODY as u64 + header.length <= bytes.len() as u64),
+                Ok(_) => {}
+            }
+            // A record that is loaded shares the bytes that were read.
+            let read = Bytes::from(bytes);
+            if let Ok(block) = fuzz::bounded(&read, 1, |_| block(&read)) {
+                assert_eq!(block.header.length, block.payload.len() as u64);
+            }
+        }
+    }
 }

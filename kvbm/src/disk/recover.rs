@@ -6,6 +6,7 @@ use super::listing::{Entry, Listing};
 use super::log::{Log, Place};
 use super::record::{self, Found};
 use super::segment::{self, Segment, path, seal};
+use crate::crypt::MetadataKeys;
 use crate::index::Resting;
 use crate::names::NameHasher;
 use crate::{Fingerprint, SequenceHash};
@@ -22,6 +23,9 @@ use std::time::Instant;
 
 /// Bytes that are looked at together while a segment without a footer is scanned.
 const WINDOW: usize = 4 << 20;
+
+/// Bytes of records that turn out not to be sound, as a multiple of the file, before no more of them are looked at.
+const EFFORT: u64 = 2;
 
 /// Footers read at once: the device answers several quickly, and checking them takes a core each.
 const READERS: usize = 8;
@@ -195,7 +199,7 @@ impl Log {
         let path = path(&self.folder, number);
         let file = self.io.look(|| OpenOptions::new().read(true).open(&path))?;
         let length = self.io.look(|| file.metadata())?.len();
-        let listing = match footer(&self.io, &file, length)? {
+        let listing = match footer(&self.io, &file, length, number, self.shared.keys.as_deref())? {
             Footer::Sound(listing) => listing,
             Footer::Missing | Footer::Damaged => return Ok(None),
         };
@@ -207,8 +211,9 @@ impl Log {
         let path = path(&self.folder, number);
         let file = self.io.look(|| OpenOptions::new().read(true).write(true).open(&path))?;
         let length = self.io.look(|| file.metadata())?.len();
-        let footer = footer(&self.io, &file, length)?;
-        let Scanned { mut listing, stretches, footer: remains } = scan(&self.io, &file, length)?;
+        let keys = self.shared.keys.as_deref();
+        let footer = footer(&self.io, &file, length, number, keys)?;
+        let Scanned { mut listing, stretches, footer: remains } = scan(&self.io, &file, length, number, keys)?;
         if remains || matches!(footer, Footer::Damaged) {
             self.shared.damaged.footers.fetch_add(1, Ordering::Relaxed);
             tracing::warn!(segment = %path.display(), "damaged footer: the segment was scanned");
@@ -222,7 +227,7 @@ impl Log {
             self.io.remove(&path)?;
             return Ok(None);
         }
-        let length = seal(&self.io, &file, &mut listing).unwrap_or(length);
+        let length = seal(&self.io, &file, &mut listing, number, keys).unwrap_or(length);
         Ok(Some(self.known(number, listing, length)))
     }
 
@@ -244,14 +249,22 @@ pub(super) enum Footer {
     Damaged,
 }
 
-pub(super) fn footer(io: &FileIo, file: &File, length: u64) -> io::Result<Footer> {
+pub(super) fn footer(
+    io: &FileIo,
+    file: &File,
+    length: u64,
+    number: u32,
+    keys: Option<&MetadataKeys>,
+) -> io::Result<Footer> {
     let tail_at = length.saturating_sub(Access::UNIT);
     let mut tail = vec![0; (length - tail_at) as usize];
     io.read_exact(file, &mut tail, tail_at)?;
-    let Some(at) = Listing::locate(&tail, length) else { return Ok(Footer::Missing) };
+    let Some(trailer) = Listing::locate(&tail, length) else { return Ok(Footer::Missing) };
+    // Before memory is taken for it.
+    let Some(at) = trailer.start() else { return Ok(Footer::Damaged) };
     let mut footer = vec![0; (length - at) as usize];
     io.read_exact(file, &mut footer, at)?;
-    Ok(Listing::decode(&footer).map_or(Footer::Damaged, Footer::Sound))
+    Ok(Listing::decode(&footer, number, keys).map_or(Footer::Damaged, Footer::Sound))
 }
 
 /// What was found in a segment without a footer.
@@ -266,9 +279,17 @@ pub(super) struct Scanned {
 /// Finds every sound record, whatever lies between them: a hole of a write that never happened, which is zeros, or damage,
 /// whose stretches are counted. What follows the last sound record was being written when the process died, or is a footer
 /// whose trailer does not say so any more.
-pub(super) fn scan(io: &FileIo, file: &File, length: u64) -> io::Result<Scanned> {
+pub(super) fn scan(
+    io: &FileIo,
+    file: &File,
+    length: u64,
+    number: u32,
+    keys: Option<&MetadataKeys>,
+) -> io::Result<Scanned> {
     let mut listing = Listing::default();
     let (mut stretches, mut unsound, mut footer) = (0, false, None);
+    // Records that are not sound lie apart from each other, unless somebody forged them to be looked at for ever.
+    let mut effort = EFFORT * length;
     let mut window = Window { io, file, length, start: 0, bytes: Vec::new() };
     let mut at = 0;
     while at < length {
@@ -276,12 +297,15 @@ pub(super) fn scan(io: &FileIo, file: &File, length: u64) -> io::Result<Scanned>
         if at == length {
             break;
         }
-        let mut verdict = record::judge(window.bytes(at, 1)?);
+        let mut verdict = record::judge(window.bytes(at, 1)?, effort);
         if let Err(needed) = verdict {
             verdict = match length - at {
-                left if left >= needed as u64 => record::judge(window.bytes(at, needed)?),
+                left if left >= needed as u64 => record::judge(window.bytes(at, needed)?, effort),
                 _ => Ok(None),
             };
+        }
+        if let Ok(None) = verdict {
+            effort -= record::claimed(window.bytes(at, 1)?).filter(|claimed| *claimed <= effort).unwrap_or(0);
         }
         at += if let Ok(Some(found)) = verdict {
             listing.push(&found, at);
@@ -300,7 +324,7 @@ pub(super) fn scan(io: &FileIo, file: &File, length: u64) -> io::Result<Scanned>
         };
     }
     let footer = match footer {
-        Some(at) => !is_interrupted(&mut window, at, &listing)?,
+        Some(at) => !is_interrupted(&mut window, at, &listing.encode(at, number, keys))?,
         None => false,
     };
     Ok(Scanned { listing, stretches, footer })
@@ -308,8 +332,7 @@ pub(super) fn scan(io: &FileIo, file: &File, length: u64) -> io::Result<Scanned>
 
 /// Whether what lies at byte `at` is a footer as far as it goes, with zeros after it: the process died before all of it was
 /// written, or before the file was cut behind it.
-fn is_interrupted(window: &mut Window<'_>, at: u64, listing: &Listing) -> io::Result<bool> {
-    let right = listing.encode(at);
+fn is_interrupted(window: &mut Window<'_>, at: u64, right: &[u8]) -> io::Result<bool> {
     if window.length - at < right.len() as u64 {
         return Ok(false);
     }

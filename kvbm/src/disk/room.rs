@@ -144,8 +144,8 @@ impl Log {
             #[cfg(test)]
             self.shared.rig.write(self.volume)?;
             let number = self.shared.next.fetch_add(1, Ordering::Relaxed);
-            let bytes = self.settings.segment_bytes;
-            match Head::create(&self.folder, (number, group), bytes, self.access, &self.io, &self.taken) {
+            let (bytes, keys) = (self.settings.segment_bytes, self.shared.keys.clone());
+            match Head::create(&self.folder, (number, group), bytes, self.access, &self.io, keys, &self.taken) {
                 Ok(head) => return Ok(Arc::new(head)),
                 Err(error) if matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded) => {
                     // No room even for one more: the oldest goes, and nothing of it stays.

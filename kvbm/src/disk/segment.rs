@@ -156,7 +156,7 @@ pub(super) fn narrow(folder: &Path, numbers: &[u32]) {
 /// Whether an entry of a folder belongs to the log.
 pub(super) fn is_ours(name: &OsStr) -> bool {
     let name = name.to_str().unwrap_or_default();
-    matches!(name, "owner" | "probe" | "spare") || name.ends_with(".segment")
+    matches!(name, "owner" | "spare") || name.starts_with("probe.") || name.ends_with(".segment")
 }
 
 /// A segment that is being written. Dropping it, by whoever writes last, seals the segment.

@@ -63,11 +63,11 @@ pub fn survey(folder: &Path, now: Date) -> io::Result<Option<Survey>> {
         };
         let length = file.metadata()?.len();
         (found.segments, found.bytes) = (found.segments + 1, found.bytes + length);
-        let listing = match footer(&io, &file, length)? {
+        let listing = match footer(&io, &file, length, number, None)? {
             Footer::Sound(listing) => listing,
             Footer::Missing | Footer::Damaged => {
                 found.open += 1;
-                scan(&io, &file, length)?.listing
+                scan(&io, &file, length, number, None)?.listing
             }
         };
         for (domain, fingerprint, entry) in listing.records() {

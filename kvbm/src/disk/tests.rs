@@ -244,6 +244,8 @@ fn claim_rigged(folder: &Path, settings: Settings, rig: Rig) -> Arc<DiskTier> {
         division: crate::shares::Division::default(),
         capacity: settings.capacity_bytes,
         damaged: Arc::default(),
+        max_block: Arc::new(Header::MAX_LENGTH.into()),
+        keys: None,
         spill: Arc::default(),
         rig,
     };

@@ -66,7 +66,7 @@ pub fn verify(folder: &Path, progress: impl Fn(u64, u64)) -> Result<Option<Verif
     let numbers = segment::numbers(folder).map_err(failed)?;
     for &number in &numbers {
         let path = segment::path(folder, number);
-        if let Err(error) = read(&path, &mut seen) {
+        if let Err(error) = read(&path, number, &mut seen) {
             seen.unreadable += 1;
             tracing::warn!(segment = %path.display(), %error, "segment cannot be read");
         }
@@ -76,15 +76,15 @@ pub fn verify(folder: &Path, progress: impl Fn(u64, u64)) -> Result<Option<Verif
     Ok(Some(seen))
 }
 
-fn read(path: &Path, seen: &mut Verification) -> io::Result<()> {
+fn read(path: &Path, number: u32, seen: &mut Verification) -> io::Result<()> {
     let (io, file) = (FileIo::default(), File::open(path)?);
     let length = file.metadata()?.len();
     seen.bytes += length;
-    let listing = match footer(&io, &file, length)? {
+    let listing = match footer(&io, &file, length, number, None)? {
         Footer::Sound(listing) => listing,
         other => {
             // What the scan lists it has verified; reading it again costs little, and tells the keys.
-            let scanned = scan(&io, &file, length)?;
+            let scanned = scan(&io, &file, length, number, None)?;
             if scanned.footer || matches!(other, Footer::Damaged) {
                 seen.footers += 1;
                 tracing::warn!(segment = %path.display(), "footer is damaged");

@@ -14,13 +14,16 @@ use bytes::Bytes;
 use futures::future::{self, Either};
 use futures::stream::{self, StreamExt, TryStreamExt};
 use object_store::path::Path;
-use object_store::{Error, ListResult, MultipartUpload, ObjectMeta, ObjectStore, ObjectStoreExt, PutPayload};
+use object_store::{
+    Error, GetResultPayload, ListResult, MultipartUpload, ObjectMeta, ObjectStore, ObjectStoreExt, PutPayload,
+};
 use std::fmt;
 use std::ops::Range;
 use std::pin::pin;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
+use tokio::sync::Semaphore;
 use tokio::time::{Instant, sleep, timeout};
 
 /// Attempts in all: whoever reads has given up after more, whoever writes has time.
@@ -43,8 +46,12 @@ const FRESH: Duration = Duration::from_secs(1);
 /// Failures in a row after which the store is away: more than one request's attempts, so that one bad object is not it.
 const AWAY: u64 = 8;
 
+/// Bytes of manifests, lists and notes that are read at once.
+const METADATA: u64 = 128 << 20;
+
 pub(super) struct Client {
     store: Arc<dyn ObjectStore>,
+    metadata: Semaphore,
     limit: Duration,
     pace: Mutex<Pace>,
     failures: AtomicU64,
@@ -78,7 +85,8 @@ impl Client {
     pub(super) fn new(store: Arc<dyn ObjectStore>, limit: Duration, seed: u64) -> Self {
         let pace = Mutex::new(Pace::new(seed));
         let (failures, last_read) = (AtomicU64::new(0), Mutex::default());
-        Self { store, limit, pace, failures, last_read, counts: Counters::default() }
+        let metadata = Semaphore::new(METADATA as usize);
+        Self { store, metadata, limit, pace, failures, last_read, counts: Counters::default() }
     }
 
     pub(super) fn counts(&self) -> Counts {
@@ -99,9 +107,9 @@ impl Client {
         self.repeated(READS, || self.hedged(path, range.clone())).await
     }
 
-    /// Reads a small object whole.
-    pub(super) async fn get(&self, path: &Path) -> Result<Bytes, Error> {
-        self.get_repeated(READS, path).await
+    /// Reads a small object whole. One of more than `most` bytes is an error that [`is_too_large`], and no memory is taken for it.
+    pub(super) async fn get(&self, path: &Path, most: u64) -> Result<Bytes, Error> {
+        self.get_repeated(READS, path, most).await
     }
 
     /// Whether the store answers reads, asked after that of one object failed: then the failure is that object's own.
@@ -110,18 +118,50 @@ impl Client {
         if self.last_read().is_some_and(|last| last.elapsed() < FRESH) {
             return Ok(());
         }
-        match self.get_repeated(1, absent).await {
+        match self.get_repeated(1, absent, 0).await {
             Ok(_) | Err(Error::NotFound { .. }) => Ok(()),
+            Err(error) if is_too_large(&error) => Ok(()),
             Err(error) => Err(error),
         }
     }
 
-    async fn get_repeated(&self, attempts: u32, path: &Path) -> Result<Bytes, Error> {
-        let read = self.repeated(attempts, || self.within(async { self.store.get(path).await?.bytes().await })).await;
+    async fn get_repeated(&self, attempts: u32, path: &Path, most: u64) -> Result<Bytes, Error> {
+        let read = self.repeated(attempts, || self.within(self.get_bounded(path, most))).await;
         if matches!(read, Ok(_) | Err(Error::NotFound { .. })) {
             *self.last_read() = Some(Instant::now());
         }
         read
+    }
+
+    /// Reads the first bytes of an object, whatever follows them.
+    pub(super) async fn first(&self, path: &Path, bytes: u64) -> Result<Bytes, Error> {
+        if bytes == 0 {
+            return Ok(Bytes::new());
+        }
+        self.repeated(READS, || self.within(self.store.get_range(path, 0..bytes))).await
+    }
+
+    async fn get_bounded(&self, path: &Path, most: u64) -> Result<Bytes, Error> {
+        let found = self.store.get(path).await?;
+        let size = found.meta.size.max(found.range.end - found.range.start);
+        if size > most {
+            return Err(failed(TooLarge { bytes: size, most }));
+        }
+        // Several large ones take turns.
+        let room = u32::try_from(size.min(METADATA)).unwrap_or(u32::MAX);
+        let _room = self.metadata.acquire_many(room).await.map_err(failed)?;
+        if let GetResultPayload::File(..) = found.payload {
+            return found.bytes().await;
+        }
+        let (mut bytes, mut parts) = (Vec::with_capacity(size as usize), found.into_stream());
+        while let Some(part) = parts.try_next().await? {
+            // A server may send more than it announced.
+            if (bytes.len() + part.len()) as u64 > size {
+                return Err(failed(TooLarge { bytes: (bytes.len() + part.len()) as u64, most: size }));
+            }
+            bytes.extend_from_slice(&part);
+        }
+        Ok(bytes.into())
     }
 
     /// Looks at an object. Not repeated: it explains a failure, and the read was repeated already.
@@ -296,9 +336,22 @@ fn failed(source: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Error 
     Error::Generic { store: "store", source: source.into() }
 }
 
+/// An object has more bytes than what it should be can have.
+#[derive(Debug, thiserror::Error)]
+#[error("{bytes} bytes, where at most {most} are read")]
+struct TooLarge {
+    bytes: u64,
+    most: u64,
+}
+
+/// Whether an object was not read because of its size.
+pub(super) fn is_too_large(error: &Error) -> bool {
+    matches!(error, Error::Generic { source, .. } if source.is::<TooLarge>())
+}
+
 /// Whether the same request may fare better: what is not there, or not allowed, stays so.
 fn may_pass(error: &Error) -> bool {
-    matches!(error, Error::Generic { .. } | Error::JoinError { .. })
+    matches!(error, Error::Generic { .. } | Error::JoinError { .. }) && !is_too_large(error)
 }
 
 /// The payload cut into parts of one size, but for the last, without copying more than the seams.

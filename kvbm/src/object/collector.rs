@@ -5,7 +5,7 @@
 //! behind, only work.
 
 use super::catalog::Catalog;
-use super::client::Client;
+use super::client::{Client, is_too_large};
 use super::gc::{Contents, Manifest, Note, Plan, Policy, Removal, Stored, Survey, Why};
 use super::known::Known;
 use super::layout::{Layout, ObjectId, Writer};
@@ -23,10 +23,10 @@ use std::io;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-/// Objects that one list of removals names: some megabytes.
-const LISTED: usize = 100_000;
 /// What is kept of what was read, from one pass to the next: manifests of two million blocks; the others are small.
 const KNOWN: [usize; 3] = [128 << 20, 8 << 20, 8 << 20];
+/// Bytes of the date of a collection at most.
+const COLLECTED: u64 = 64;
 /// Objects read at once when all are read: the memory that they take is theirs.
 const READ: usize = 4;
 
@@ -209,9 +209,10 @@ impl Collector {
     /// future counts for nothing.
     pub async fn turn(&self, every: Duration, now: Date) -> io::Result<Option<Date>> {
         let path = self.layout.collected();
-        let last = match self.client.get(&path).await {
+        let last = match self.client.get(&path, COLLECTED).await {
             Ok(said) => std::str::from_utf8(&said).ok().and_then(|said| said.trim().parse().ok()).map(Date::from_unix),
             Err(Error::NotFound { .. }) => None,
+            Err(error) if is_too_large(&error) => None,
             Err(error) => return Err(error.into()),
         };
         if last.is_some_and(|last| last <= now && last.after(every) > now) {
@@ -251,9 +252,10 @@ impl Collector {
             ..Verification::default()
         };
         let read = |live: super::gc::Live<'_>| {
-            let path = live.stored.path.clone();
+            // What no manifest names is not read.
+            let (path, bytes) = (live.stored.path.clone(), live.stored.bytes.min(live.section.bytes()));
             async move {
-                match self.client.get(&path).await {
+                match self.client.first(&path, bytes).await {
                     Ok(bytes) => Ok(Some(bytes)),
                     Err(Error::NotFound { .. }) => Ok(None),
                     Err(error) => Err(error),
@@ -298,7 +300,7 @@ impl Collector {
     }
 
     async fn condemn(&self, objects: Vec<ObjectId>) -> io::Result<()> {
-        for objects in objects.chunks(LISTED) {
+        for objects in objects.chunks(removal::MOST) {
             let name = Writer::new();
             let bytes = Bytes::from(removal::encode(name, objects));
             self.client.put(&self.layout.removal(name), PutPayload::from(bytes)).await?;
@@ -318,7 +320,7 @@ impl Collector {
         if let Some(contents) = self.manifests.get(&meta) {
             return Ok(Some(of(contents)));
         }
-        let bytes = match self.read(&meta).await? {
+        let bytes = match self.read(&meta, manifest::MAX_BYTES).await? {
             Read::Bytes(bytes) => bytes,
             Read::Gone => return Ok(None),
             Read::Unreadable => return Ok(Some(of(Contents::Unreadable))),
@@ -333,13 +335,16 @@ impl Collector {
     async fn removal(&self, meta: ObjectMeta) -> io::Result<Option<Removal>> {
         let Some(name) = meta.location.filename().and_then(|name| name.parse().ok()) else { return Ok(None) };
         let decode = |bytes: &[u8]| removal::decode(name, bytes);
-        let Some(objects) = self.list_in(&meta, &self.removals, decode).await? else { return Ok(None) };
+        let Some(objects) = self.list_in(&meta, &self.removals, removal::MAX_BYTES, decode).await? else {
+            return Ok(None);
+        };
         Ok(Some(Removal { modified: modified(&meta), path: meta.location, objects }))
     }
 
     async fn note(&self, meta: ObjectMeta) -> io::Result<Option<Note>> {
         let Some(name) = meta.location.filename().and_then(|name| name.parse().ok()) else { return Ok(None) };
-        let Some(used) = self.list_in(&meta, &self.notes, |bytes| uses::decode(name, bytes)).await? else {
+        let Some(used) = self.list_in(&meta, &self.notes, uses::MAX_BYTES, |bytes| uses::decode(name, bytes)).await?
+        else {
             return Ok(None);
         };
         Ok(Some(Note { modified: modified(&meta), path: meta.location, reader: name, used }))
@@ -350,26 +355,29 @@ impl Collector {
         &self,
         meta: &ObjectMeta,
         known: &Known<Arc<[T]>>,
+        most: u64,
         decode: impl Fn(&[u8]) -> Option<Vec<T>>,
     ) -> io::Result<Option<Arc<[T]>>> {
         if let Some(said) = known.get(meta) {
             return Ok(Some(said));
         }
-        let Read::Bytes(bytes) = self.read(meta).await? else { return Ok(None) };
+        let Read::Bytes(bytes) = self.read(meta, most).await? else { return Ok(None) };
         let said: Arc<[T]> = decode(&bytes).unwrap_or_default().into();
         known.learn(meta.clone(), said.clone(), bytes.len());
         Ok(Some(said))
     }
 
-    /// Reads a small object. Fails when the store does not answer, and not when it answers and does not hand out this object.
-    async fn read(&self, meta: &ObjectMeta) -> io::Result<Read> {
+    /// Reads a small object. Fails when the store does not answer, and not when it answers and does not hand out this object. One
+    /// that is too large to be what it is named for is read as empty, which nothing sound is.
+    async fn read(&self, meta: &ObjectMeta, most: u64) -> io::Result<Read> {
         let path = &meta.location;
         if self.unreadable.is_waiting(path) {
             return Ok(Read::Unreadable);
         }
-        let read = match self.client.get(path).await {
+        let read = match self.client.get(path, most).await {
             Ok(bytes) => Read::Bytes(bytes),
             Err(Error::NotFound { .. }) => Read::Gone,
+            Err(error) if is_too_large(&error) => Read::Bytes(Bytes::new()),
             Err(error) => {
                 self.client.check_reads(&self.layout.absent(self.own)).await?;
                 self.unreadable.failed(path, &error);

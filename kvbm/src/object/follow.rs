@@ -7,11 +7,13 @@
 //! Nothing is asked on the path of a request.
 
 use super::catalog::{Catalog, paths};
-use super::client::Client;
+use super::client::{Client, is_too_large};
 use super::layout::{Layout, ObjectId, Writer};
 use super::manifest::{self, Section};
 use super::unreadable::Unreadable;
 use super::{PARALLEL, Standing, removal};
+use crate::crypt::{KeyError, MetadataKeys};
+use bytes::Bytes;
 use futures::stream::{self, StreamExt};
 use object_store::path::Path;
 use object_store::{Error, ObjectMeta};
@@ -52,6 +54,8 @@ pub(super) struct Follower {
     /// The last round that went well.
     awake: Instant,
     standing: watch::Sender<Standing>,
+    /// What manifests must be sealed with, if they must.
+    keys: Option<Arc<MetadataKeys>>,
     /// Whether what was there at the start is known.
     learned: bool,
     turn: usize,
@@ -98,6 +102,7 @@ impl Follower {
         own: Writer,
         catalog: Arc<Catalog>,
         standing: watch::Sender<Standing>,
+        keys: Option<Arc<MetadataKeys>>,
     ) -> Self {
         Self {
             client,
@@ -110,6 +115,7 @@ impl Follower {
             unreadable_removals: Unreadable::default(),
             awake: Instant::now(),
             standing,
+            keys,
             learned: false,
             turn: 0,
         }
@@ -197,8 +203,9 @@ impl Follower {
             if self.unreadable_removals.is_waiting(&path) {
                 continue;
             }
-            let bytes = match self.client.get(&path).await {
+            let bytes = match self.client.get(&path, removal::MAX_BYTES).await {
                 Ok(bytes) => bytes,
+                Err(error) if is_too_large(&error) => Bytes::new(),
                 // It is over with already.
                 Err(Error::NotFound { .. }) => continue,
                 Err(error) => {
@@ -340,12 +347,14 @@ impl Follower {
 
     async fn ask(&self, writer: Writer, number: u64) -> Result<Asked, Error> {
         let path = self.layout.manifest(writer, number);
-        let bytes = match self.client.get(&path).await {
+        let bytes = match self.client.get(&path, manifest::MAX_BYTES).await {
             Ok(bytes) => bytes,
             Err(Error::NotFound { .. }) => {
                 self.catalog.unreadable.resolved(&path);
                 return Ok(Asked::Absent);
             }
+            // What is no manifest is not sound either.
+            Err(error) if is_too_large(&error) => Bytes::new(),
             Err(error) => {
                 // Fails the round unless it is this manifest alone.
                 self.client.check_reads(&self.layout.absent(self.own)).await?;
@@ -353,12 +362,32 @@ impl Follower {
                 return Ok(Asked::Unreadable);
             }
         };
+        let believed = match &self.keys {
+            Some(keys) => manifest::authentic(writer, number, &bytes, keys).await,
+            None => Ok(true),
+        };
+        let believed = match believed {
+            Ok(believed) => believed,
+            // Nothing is known of its seal now.
+            Err(error) => {
+                self.catalog.unreadable.failed(&path, &unverified(error));
+                return Ok(Asked::Unreadable);
+            }
+        };
         self.catalog.unreadable.resolved(&path);
-        let sections = manifest::decode(writer, &bytes);
+        let sections = manifest::decode(writer, &bytes).filter(|_| believed);
         if sections.is_none() {
             self.catalog.skip();
             tracing::warn!(manifest = %path, "manifest is not sound");
         }
         Ok(sections.map_or(Asked::Unsound, Asked::Sound))
+    }
+}
+
+/// The error of the keys that a seal is verified with, as one of the store.
+fn unverified(error: KeyError) -> Error {
+    match error {
+        KeyError::Store(error) => error,
+        error => Error::Generic { store: "keys", source: Box::new(error) },
     }
 }

@@ -14,6 +14,7 @@ use super::client::Client;
 use super::layout::{Layout, Writer};
 use super::manifest::{self, Entry, Section};
 use crate::claim::Claim;
+use crate::crypt::MetadataKeys;
 use crate::{Block, DomainId, Fingerprint, Header, Keep, StoreError};
 use bytes::Bytes;
 use object_store::{PutPayload, path::Path};
@@ -55,6 +56,8 @@ pub(super) struct Packer {
     pub(super) writer: Writer,
     pub(super) catalog: Arc<Catalog>,
     pub(super) settings: Settings,
+    /// What manifests are sealed with, if they are.
+    pub(super) keys: Option<Arc<MetadataKeys>>,
 }
 
 /// Whose blocks an object has: one domain's, so that it can be deleted with the domain, and one engine's; those that are packed
@@ -156,10 +159,11 @@ impl Packer {
     async fn publish(self: Arc<Self>, mut written: mpsc::Receiver<Written>) {
         let mut number = 0;
         let mut waiting = Vec::new();
-        while written.recv_many(&mut waiting, SECTIONS).await > 0 {
+        while !waiting.is_empty() || written.recv_many(&mut waiting, SECTIONS).await > 0 {
             let (sections, mut answers): (Vec<Section>, Vec<_>) =
-                waiting.drain(..).map(|Written { section, answer }| (section, answer)).unzip();
-            let bytes = Bytes::from(manifest::encode(self.writer, &sections));
+                waiting.drain(..fitting(&waiting)).map(|Written { section, answer }| (section, answer)).unzip();
+            self.sealing(&mut answers).await;
+            let bytes = Bytes::from(manifest::encode(self.writer, number, &sections, self.keys.as_deref()));
             let path = self.layout.manifest(self.writer, number);
             let mut pause = AGAIN.0;
             while let Err(error) = self.put(&path, PutPayload::from(bytes.clone())).await {
@@ -178,9 +182,32 @@ impl Packer {
         }
     }
 
+    /// Waits for a key to seal manifests with, if they are to be sealed.
+    async fn sealing(&self, answers: &mut Vec<oneshot::Sender<Result<(), ()>>>) {
+        let mut pause = AGAIN.0;
+        while let Some(keys) = &self.keys
+            && let Err(error) = keys.ready().await
+        {
+            tracing::warn!(%error, ?pause, "no key to seal manifests with yet");
+            tell(answers, Err(()));
+            tokio::time::sleep(pause).await;
+            pause = (pause * 2).min(AGAIN.1);
+        }
+    }
+
     async fn put(&self, path: &Path, payload: PutPayload) -> io::Result<()> {
         Ok(self.client.put(path, payload).await?)
     }
+}
+
+/// How many of the objects that wait one manifest can name: at least one.
+fn fitting(waiting: &[Written]) -> usize {
+    let mut bytes = 0;
+    let fits = waiting.iter().take_while(|written| {
+        bytes += manifest::span(&written.section);
+        bytes < manifest::MAX_BYTES / 2
+    });
+    fits.count().max(1)
 }
 
 /// Whoever asked may have gone.

@@ -8,6 +8,10 @@ use crc_fast::{CrcAlgorithm, checksum};
 
 const MAGIC: [u8; 8] = *b"BLKYREM1";
 const ENTRY: usize = 24;
+/// Objects that one list names at most.
+pub(super) const MOST: usize = 100_000;
+/// Bytes of a list at most.
+pub(super) const MAX_BYTES: u64 = 32 + (MOST * ENTRY) as u64;
 
 pub(super) fn encode(name: Writer, objects: &[ObjectId]) -> Vec<u8> {
     let mut bytes = [&MAGIC[..], &name.to_bytes()].concat();
@@ -38,6 +42,20 @@ pub(super) fn decode(name: Writer, bytes: &[u8]) -> Option<Vec<ObjectId>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::tests::fuzz;
+    use proptest::prelude::*;
+
+    proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+        #[test]
+        fn any_bytes_decode_within_bounds_or_are_refused(
+            bytes in fuzz::inputs(encode(Writer::from_bytes([7; 16]), &[ObjectId { writer: Writer::from_bytes([8; 16]), number: 9 }; 5])),
+        ) {
+            let decoded = fuzz::bounded(&bytes, 4, |bytes| decode(Writer::from_bytes([7; 16]), bytes));
+            assert!(decoded.is_none_or(|objects| objects.len() * ENTRY <= bytes.len()));
+        }
+    }
 
     #[test]
     fn what_was_written_is_read_and_any_flipped_bit_cut_or_other_name_is_seen() {

@@ -14,6 +14,7 @@ mod compact;
 mod damage;
 mod flaky;
 mod outage;
+mod sealed;
 mod server;
 mod servers;
 mod sweep;

@@ -9,7 +9,7 @@
 //! CRC-64/NVME 8 over all before.
 
 use super::catalog::Object;
-use super::client::Client;
+use super::client::{Client, is_too_large};
 use super::layout::{Layout, ObjectId, Writer};
 use super::manifest::seconds;
 use crate::Level;
@@ -31,6 +31,8 @@ const NOTE: Duration = Duration::from_mins(10);
 const POD_NOTE: Duration = Duration::from_mins(1);
 /// Objects in a note, the last used ones: under 2 MB.
 const MOST: usize = 1 << 16;
+/// Bytes of a note at most.
+pub(super) const MAX_BYTES: u64 = 32 + (MOST * ENTRY) as u64;
 
 /// What one process used.
 pub(super) struct Uses {
@@ -80,8 +82,9 @@ impl Uses {
         let mut noted = HashMap::new();
         for meta in listed {
             let Some(reader) = meta.location.filename().and_then(|name| name.parse().ok()) else { continue };
-            let note = match self.client.get(&meta.location).await {
+            let note = match self.client.get(&meta.location, MAX_BYTES).await {
                 Err(Error::NotFound { .. }) => continue,
+                Err(error) if is_too_large(&error) => continue,
                 note => note?,
             };
             let since = (now - meta.last_modified).to_std().unwrap_or_default();
@@ -178,10 +181,24 @@ pub(super) fn decode(reader: Writer, bytes: &[u8]) -> Option<Vec<(ObjectId, Dura
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::tests::fuzz;
     use object_store::memory::InMemory;
+    use proptest::prelude::*;
 
     fn object(number: u64) -> ObjectId {
         ObjectId { writer: Writer::from_bytes([7; 16]), number }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+        #[test]
+        fn any_bytes_decode_within_bounds_or_are_refused(
+            bytes in fuzz::inputs(encode(Writer::from_bytes([7; 16]), &[(object(1), Duration::from_secs(9)); 5])),
+        ) {
+            let decoded = fuzz::bounded(&bytes, 4, |bytes| decode(Writer::from_bytes([7; 16]), bytes));
+            assert!(decoded.is_none_or(|used| used.len() * ENTRY <= bytes.len()));
+        }
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! Damage: whatever happens to the files, a block is the one that was stored, or it is not there.
 
 use super::*;
+use crate::crypt::{Environment, KeySource, Keys, MetadataKeys};
 use crate::{Block, SequenceHash};
 use std::collections::BTreeMap;
 
@@ -156,4 +157,72 @@ async fn files_that_are_no_segments_are_left_alone() {
     }
     assert_eq!(survivors(folder.path(), &blocks).await, blocks.len());
     assert_eq!(fs::read(folder.path().join("notes.txt")).unwrap(), b"mine");
+}
+
+/// The metadata keys of a process with this master key, and a shelf of its own.
+async fn keys(master: &str) -> Arc<MetadataKeys> {
+    let master = master.repeat(32);
+    let environment: Environment = Arc::new(move |_| Some(master.clone()));
+    let shelf = Arc::new(object_store::memory::InMemory::new());
+    let keys = Keys::open(shelf, "", KeySource::Env("KEYS".into()), environment).await.unwrap();
+    MetadataKeys::open(keys).await.unwrap()
+}
+
+#[tokio::test]
+async fn a_forged_footer_costs_a_scan_and_no_block() {
+    let (folder, blocks) = image().await;
+    survivors(folder.path(), &blocks).await;
+    // Block length, number of entries, number of owners; and where the footer begins: each with a sound checksum.
+    for (field, nth) in [("length", 36), ("entries", 16), ("owners", 20), ("start", 8)] {
+        let copy = crashed(folder.path());
+        for path in segments(copy.path()) {
+            let mut bytes = fs::read(&path).unwrap();
+            let trailer = bytes.len() - 32;
+            let start = u64::from_le_bytes(bytes[trailer + 8..trailer + 16].try_into().unwrap()) as usize;
+            match field {
+                "length" => bytes[start + nth..start + nth + 4].fill(0xFF),
+                "start" => bytes[trailer + nth..trailer + nth + 8].fill(0),
+                _ => bytes[trailer + nth..trailer + nth + 4].fill(0xFF),
+            }
+            let footer = crate::tests::fuzz::summed(bytes.split_off(start));
+            bytes.extend(footer);
+            fs::write(&path, &bytes).unwrap();
+        }
+        let segments = segments(copy.path()).len() as u64;
+        let (tier, _) = open(copy.path());
+        let found = load(&*tier, fingerprint(), names(&blocks)).await.iter().flatten().count();
+        assert_eq!((found, tier.damaged_footers()), (blocks.len(), segments), "{field}");
+    }
+}
+
+#[tokio::test]
+async fn with_keys_unsealed_and_forged_footers_are_scanned_and_sealed() {
+    let (folder, blocks) = image().await;
+    let ours = keys("01").await;
+    let opened = async |folder: &Path, keys: &Arc<MetadataKeys>| {
+        let (events, path) = (Arc::new(EventLog::new(Epoch(1))), [(folder.to_owned(), settings())]);
+        let tier = DiskTier::begin(&path, &crate::Shares::default(), events, Some(keys.clone())).unwrap();
+        tier.recovered().await;
+        let found = load(&*tier, fingerprint(), names(&blocks)).await.iter().flatten().count();
+        (found, tier.damaged_footers())
+    };
+    // Sealed segments of an earlier version, or from before blocks were encrypted.
+    survivors(folder.path(), &blocks).await;
+    let count = segments(folder.path()).len() as u64;
+    assert_eq!(opened(folder.path(), &ours).await, (blocks.len(), count));
+    assert_eq!(opened(folder.path(), &ours).await, (blocks.len(), 0), "sealed now");
+    assert_eq!(survivors(folder.path(), &blocks).await, blocks.len(), "without keys there is nothing to verify with");
+    // A footer that says that a block lies elsewhere, with a sound checksum.
+    for path in segments(folder.path()) {
+        let mut bytes = fs::read(&path).unwrap();
+        let trailer = bytes.len() - 32;
+        let start = u64::from_le_bytes(bytes[trailer + 8..trailer + 16].try_into().unwrap()) as usize;
+        bytes[start] ^= 1;
+        let footer = crate::tests::fuzz::summed(bytes.split_off(start));
+        bytes.extend(footer);
+        fs::write(&path, &bytes).unwrap();
+    }
+    let forged = crashed(folder.path());
+    assert_eq!(opened(forged.path(), &ours).await, (blocks.len(), count));
+    assert_eq!(opened(folder.path(), &keys("02").await).await.0, blocks.len(), "another key: scanned");
 }

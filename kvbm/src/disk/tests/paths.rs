@@ -232,7 +232,7 @@ async fn a_log_that_lies_where_ours_was_is_not_touched() {
     let paths = Paths::new(1, settings());
     store(&*paths.tier, chain(1, 40)).await;
     let log = paths.tier.logs().remove(0).unwrap();
-    let head = segment::Head::create(&log.folder, (1_000, 0), 64 << 10, log.access, &log.io, &log.taken).unwrap();
+    let head = segment::Head::create(&log.folder, (1_000, 0), 64 << 10, log.access, &log.io, None, &log.taken).unwrap();
     fs::rename(paths.folder(0), paths.folders[0].path().join("aside")).unwrap();
     let others = Paths::over(paths.folders, settings());
     store(&*others.tier, chain(2, 40)).await;
@@ -322,7 +322,7 @@ async fn what_rests_is_served_while_the_rest_is_still_looked_for() {
     let Paths { folders, tier, .. } = paths;
     drop(tier);
     let over: Vec<_> = folders.iter().map(|folder| (folder.path().join("kv"), settings())).collect();
-    let tier = DiskTier::begin(&over, &crate::Shares::default(), Arc::new(EventLog::new(Epoch(1)))).unwrap();
+    let tier = DiskTier::begin(&over, &crate::Shares::default(), Arc::new(EventLog::new(Epoch(1))), None).unwrap();
     // Stored at once, while recovery may still run.
     store(&*tier, chain(2, 20)).await;
     tier.recovered().await;

@@ -294,7 +294,7 @@ async fn a_block_that_moves_while_it_is_to_be_read_is_found() {
     let used = chain(100, 4);
     store(&*tier, used.clone()).await;
     let names = names(&used);
-    let (missing, mut parts) = load::plan(&tier.shared.index, &tier.logs(), fingerprint(), &names);
+    let (missing, mut parts) = load::plan(&tier.shared, &tier.logs(), fingerprint(), &names);
     assert!(missing.is_empty());
     let segment = || tier.shared.index.get(fingerprint(), names[0]).unwrap().segment;
     let first = segment();

@@ -22,7 +22,7 @@ async fn open_sharing(paths: &[&TempDir], shares: &Shares) -> (Arc<DiskTier>, Ar
     let settings = Settings { capacity_bytes: 2 << 20, ..settings() };
     let paths: Vec<_> = paths.iter().map(|folder| (folder.path().to_owned(), settings)).collect();
     let events = Arc::new(EventLog::new(Epoch(1)));
-    let tier = DiskTier::begin(&paths, shares, events.clone()).unwrap();
+    let tier = DiskTier::begin(&paths, shares, events.clone(), None).unwrap();
     tier.recovered().await;
     (tier, events)
 }

@@ -54,7 +54,7 @@ impl Place {
 
     fn open_with(&self, settings: Settings) -> (Arc<ObjectTier>, Arc<EventLog>) {
         let events = Arc::new(EventLog::new(Epoch(1)));
-        (ObjectTier::at(&self.location, &self.access, settings, events.clone()).unwrap(), events)
+        (ObjectTier::at(&self.location, &self.access, settings, events.clone(), None).unwrap(), events)
     }
 
     /// The store without the tier, and every object in it.
@@ -199,7 +199,7 @@ async fn a_large_object_goes_in_parts(place: Place) {
 async fn a_bucket_that_is_not_there_is_refused_in_words(place: Place) {
     let elsewhere: Location = place.location.to_string().replace(BUCKET, "nobodysbucket").parse().unwrap();
     let log = Arc::new(EventLog::new(Epoch(1)));
-    let tier = ObjectTier::at(&elsewhere, &place.access, Settings::default(), log).unwrap();
+    let tier = ObjectTier::at(&elsewhere, &place.access, Settings::default(), log, None).unwrap();
     let Standing::Refused(why) = tier.settled().await else { panic!("{:?}", tier.settled().await) };
     assert!(why.contains("no such bucket"), "{why}");
 }
@@ -210,7 +210,7 @@ async fn a_wrong_key_is_refused_in_words_without_the_key() {
     let keys = [("AWS_ACCESS_KEY_ID", KEYS.0), ("AWS_SECRET_ACCESS_KEY", "not-the-key-of-the-tests")];
     let access = Access { credentials: Credentials::from_environment(keys), ..place.access.clone() };
     let log = Arc::new(EventLog::new(Epoch(1)));
-    let tier = ObjectTier::at(&place.location, &access, Settings::default(), log).unwrap();
+    let tier = ObjectTier::at(&place.location, &access, Settings::default(), log, None).unwrap();
     let Standing::Refused(why) = tier.settled().await else { panic!("{:?}", tier.settled().await) };
     assert!(why.contains("denied") && why.contains("SignatureDoesNotMatch") && !why.contains("of-the-tests"), "{why}");
 }

@@ -116,7 +116,7 @@ async fn one_that_slept_through_a_deletion_finds_what_came_after_it() {
     let catalog = Arc::new(Catalog::new(Level::G4, 1_000, false, Arc::new(EventLog::new(Epoch(1)))));
     let client = Arc::new(Client::new(shared.clone(), Duration::from_secs(10), 1));
     let stands = watch::Sender::new(Standing::Learning);
-    let mut follower = Follower::new(client, Layout::new("kv"), Writer::new(), catalog.clone(), stands);
+    let mut follower = Follower::new(client, Layout::new("kv"), Writer::new(), catalog.clone(), stands, None);
     store(&*writer, chain(1, 5)).await;
     assert_eq!(follower.follow_once().await, Standing::Ready);
     store(&*writer, chain(2, 5)).await;
