@@ -90,7 +90,7 @@ pub(crate) async fn check(access: Arc<Access>, request: Request, next: Next) -> 
 /// A layer that refuses new requests while the server shuts down, and everything but health checks on connections in
 /// reserve.
 pub(crate) async fn admit(request: Request, next: Next) -> Response {
-    let operations = matches!(request.uri().path(), "/live" | "/ready" | "/health" | "/metrics");
+    let operations = matches!(request.uri().path(), "/live" | "/ready" | "/health" | "/ping" | "/metrics");
     let stopping = request.extensions().get::<Shutdown>().is_some_and(Shutdown::is_announced);
     let reserved = request.extensions().get::<Arrival>().is_some_and(|arrival| arrival.reserved);
     let http1 = request.version() < Version::HTTP_2;

@@ -9,6 +9,9 @@ use tokio::time::{Instant, sleep_until};
 /// The first bytes of HTTP/2, enough to tell it from a request line of HTTP/1.
 const HTTP2_PREFACE: &[u8] = b"PRI ";
 
+/// Frames of HTTP/2 that are no response, pings among them, are shorter.
+const HTTP2_CONTROL_BYTES: usize = 64;
+
 /// The time limits of a connection.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Timeouts {
@@ -46,6 +49,11 @@ pub(super) struct Activity {
 struct State {
     /// Requests whose response is not handed over to the transport yet. Above 0 only the write limit counts.
     requests: usize,
+    /// Of those, the ones that the server works on: their transport waits for more. The others wait for the client to read,
+    /// which over HTTP/2 the socket does not show.
+    working: usize,
+    /// When a response last gave something to its transport, or the transport to the client.
+    progressed: Instant,
     phase: Phase,
     http2: bool,
     /// Since when the transport takes nothing.
@@ -71,6 +79,8 @@ impl Activity {
     pub(super) fn new() -> Arc<Self> {
         let state = State {
             requests: 0,
+            working: 0,
+            progressed: Instant::now(),
             phase: Phase::Header { since: Instant::now(), begun: false },
             http2: false,
             blocked: None,
@@ -104,8 +114,9 @@ impl Activity {
     pub(super) fn request(self: &Arc<Self>, http2: bool) -> RequestGuard {
         let mut state = self.state();
         state.requests += 1;
+        state.working += 1;
         state.http2 |= http2;
-        RequestGuard(Arc::clone(self))
+        RequestGuard { activity: Arc::clone(self), working: true }
     }
 
     /// The transport takes nothing more for now.
@@ -117,9 +128,13 @@ impl Activity {
         }
     }
 
-    /// The transport took bytes.
-    pub(super) fn write_progressed(&self) {
-        self.state().blocked = None;
+    /// The transport took so many bytes.
+    pub(super) fn write_progressed(&self, bytes: usize) {
+        let mut state = self.state();
+        state.blocked = None;
+        if !state.http2 || bytes > HTTP2_CONTROL_BYTES {
+            state.progressed = Instant::now();
+        }
     }
 
     /// The client may not have finished sending when this connection ends.
@@ -162,22 +177,15 @@ impl Activity {
     /// Resolves when a limit has passed.
     pub(super) async fn expired(&self, timeouts: &Timeouts) -> Expired {
         loop {
-            let next = self.next_limit(timeouts);
-            let passed = async {
-                match next {
-                    Some((at, _)) => sleep_until(at).await,
-                    None => std::future::pending().await,
-                }
-            };
+            let (at, _) = self.next_limit(timeouts);
             tokio::select! {
                 biased;
                 () = self.changed.notified() => {}
-                () = passed => {}
+                () = sleep_until(at) => {}
             }
             // The limit may have moved while this slept.
-            if let Some((at, expired)) = self.next_limit(timeouts)
-                && at <= Instant::now()
-            {
+            let (at, expired) = self.next_limit(timeouts);
+            if at <= Instant::now() {
                 return expired;
             }
         }
@@ -190,17 +198,23 @@ impl Activity {
         }
     }
 
-    fn next_limit(&self, timeouts: &Timeouts) -> Option<(Instant, Expired)> {
+    fn next_limit(&self, timeouts: &Timeouts) -> (Instant, Expired) {
         let state = self.state();
         if state.evicted && state.requests == 0 {
-            return Some((Instant::now(), Expired::Evicted));
+            return (Instant::now(), Expired::Evicted);
         }
-        let waiting = (state.requests == 0).then_some(match state.phase {
+        let waiting = match state.phase {
+            // All of them wait for the client; or else it is looked again, so that no step of a response need wake anything.
+            _ if state.requests > 0 => {
+                let since = if state.working == 0 { state.progressed } else { Instant::now() };
+                (since + timeouts.write, Expired::Write)
+            }
             Phase::Header { since, begun } => (since + timeouts.header, Expired::Header { begun }),
-            Phase::Idle { since } => (since + timeouts.idle, Expired::Idle),
-        });
+            // The last response may still be on its way.
+            Phase::Idle { since } => (since.max(state.progressed) + timeouts.idle, Expired::Idle),
+        };
         let blocked = state.blocked.map(|since| (since + timeouts.write, Expired::Write));
-        waiting.into_iter().chain(blocked).min_by_key(|(at, _)| *at)
+        blocked.filter(|(at, _)| *at < waiting.0).unwrap_or(waiting)
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -210,15 +224,36 @@ impl Activity {
 
 /// A request in progress. Dropping it ends the request.
 #[must_use]
-pub(super) struct RequestGuard(Arc<Activity>);
+pub(super) struct RequestGuard {
+    activity: Arc<Activity>,
+    /// The server works on it.
+    working: bool,
+}
+
+impl RequestGuard {
+    /// The response gave something to its transport, which asks for more once the client takes it.
+    pub(super) fn handed_over(&mut self) {
+        let mut state = self.activity.state();
+        state.progressed = Instant::now();
+        state.working -= usize::from(std::mem::take(&mut self.working));
+    }
+
+    /// The transport asked for more, and there is nothing yet.
+    pub(super) fn works(&mut self) {
+        if !std::mem::replace(&mut self.working, true) {
+            self.activity.state().working += 1;
+        }
+    }
+}
 
 impl Drop for RequestGuard {
     fn drop(&mut self) {
-        let mut state = self.0.state();
+        let mut state = self.activity.state();
         state.requests -= 1;
+        state.working -= usize::from(self.working);
         if state.requests == 0 {
             state.phase = Phase::Idle { since: Instant::now() };
-            self.0.changed.notify_one();
+            self.activity.changed.notify_one();
         }
     }
 }
@@ -247,7 +282,7 @@ mod tests {
         let start = Instant::now();
         assert_eq!(activity.expired(&TIMEOUTS).await, Expired::Write);
         assert_eq!(start.elapsed().as_secs(), 30);
-        activity.write_progressed();
+        activity.write_progressed(0);
 
         drop(request);
         let start = Instant::now();
@@ -257,6 +292,35 @@ mod tests {
         let start = Instant::now();
         assert_eq!(activity.expired(&TIMEOUTS).await, Expired::Header { begun: true });
         assert_eq!(start.elapsed().as_secs(), 10);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn responses_that_all_wait_for_the_client_expire() {
+        let activity = Activity::new();
+        let (mut one, mut other) = (activity.request(true), activity.request(true));
+        one.handed_over();
+        let long = tokio::time::timeout(Duration::from_hours(1), activity.expired(&TIMEOUTS));
+        assert!(long.await.is_err(), "the server works on the other one");
+        other.handed_over();
+        let start = Instant::now();
+        assert_eq!((activity.expired(&TIMEOUTS).await, start.elapsed().as_secs()), (Expired::Write, 30));
+        one.works();
+        let long = tokio::time::timeout(Duration::from_hours(1), activity.expired(&TIMEOUTS));
+        assert!(long.await.is_err(), "the client has taken what there was");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_response_that_is_still_written_is_not_idle() {
+        for (http2, bytes, expected) in [(false, 1, 135), (true, 1000, 135), (true, 17, 75)] {
+            let (start, activity) = (Instant::now(), Activity::new());
+            drop(activity.request(http2));
+            let write = async {
+                tokio::time::sleep(Duration::from_secs(60)).await;
+                activity.write_progressed(bytes);
+            };
+            let (expired, ()) = tokio::join!(activity.expired(&TIMEOUTS), write);
+            assert_eq!((expired, start.elapsed().as_secs()), (Expired::Idle, expected), "{bytes} bytes");
+        }
     }
 
     #[tokio::test(start_paused = true)]

@@ -156,7 +156,7 @@ impl Service<Request<Incoming>> for Requests {
     type Future = BoxFuture<'static, Result<Response<Counted>, Infallible>>;
 
     fn call(&self, request: Request<Incoming>) -> Self::Future {
-        let guard = self.activity.request(request.version() == Version::HTTP_2);
+        let mut guard = self.activity.request(request.version() == Version::HTTP_2);
         let mut request = request.map(Body::new);
         request.extensions_mut().insert(self.arrival);
         request.extensions_mut().insert(self.choices.clone());
@@ -167,7 +167,8 @@ impl Service<Request<Incoming>> for Requests {
             if response.headers().get(CONNECTION).is_some_and(|value| value == "close") {
                 activity.linger();
             }
-            Ok(response.map(|body| Counted { body, _guard: guard }))
+            guard.handed_over();
+            Ok(response.map(|body| Counted { body, guard }))
         }
         .boxed()
     }
@@ -176,7 +177,7 @@ impl Service<Request<Incoming>> for Requests {
 /// A response's body, which is one of the connection's requests until it is handed over.
 struct Counted {
     body: Body,
-    _guard: RequestGuard,
+    guard: RequestGuard,
 }
 
 impl HttpBody for Counted {
@@ -184,7 +185,12 @@ impl HttpBody for Counted {
     type Error = axum::Error;
 
     fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
-        Pin::new(&mut self.body).poll_frame(cx)
+        let frame = Pin::new(&mut self.body).poll_frame(cx);
+        match &frame {
+            Poll::Ready(_) => self.guard.handed_over(),
+            Poll::Pending => self.guard.works(),
+        }
+        frame
     }
 
     fn is_end_stream(&self) -> bool {

@@ -63,11 +63,14 @@ impl Stream {
         Poll::Ready(Ok(()))
     }
 
-    fn reporting<T>(&mut self, write: impl FnOnce(Pin<&mut TcpStream>) -> Poll<T>) -> Poll<T> {
+    fn reporting(
+        &mut self,
+        write: impl FnOnce(Pin<&mut TcpStream>) -> Poll<io::Result<usize>>,
+    ) -> Poll<io::Result<usize>> {
         let outcome = write(self.socket());
         match &outcome {
             Poll::Pending => self.activity.write_blocked(),
-            Poll::Ready(_) => self.activity.write_progressed(),
+            Poll::Ready(wrote) => self.activity.write_progressed(*wrote.as_ref().unwrap_or(&0)),
         }
         outcome
     }

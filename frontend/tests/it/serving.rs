@@ -294,8 +294,7 @@ async fn a_client_that_does_not_read_is_cut() {
         BODY.len()
     );
     connection.write_all(head.as_bytes()).await.unwrap();
-    until(|| engine.open() == 1).await;
-    until(|| engine.open() == 0).await;
+    until(|| engine.seen.lock().unwrap().len() == 1 && engine.open() == 0).await;
     let closed = "blockyard_frontend_connections_closed_total{reason=\"write_timeout\"}";
     until(|| door.metric(closed) == Some("1".into())).await;
 }
@@ -343,4 +342,26 @@ async fn http2_without_tls_is_served() {
     let mut frame = [0; 9];
     connection.read_exact(&mut frame).await.unwrap();
     assert_eq!(frame[3], 4, "a server opens with its settings: {frame:?}");
+}
+
+/// Over HTTP/2 a client that gives a stream no window is not seen at the socket.
+#[tokio::test]
+async fn an_http2_client_that_does_not_read_is_cut() {
+    let settings = Settings { write_timeout: SHORT, ..Settings::default() };
+    let engine = Fake::saying(vec![first("a"), Step::Hang]);
+    let door = Door::open(&engine, settings).await;
+    let frame = |kind: u8, flags: u8, stream: u8, payload: &[u8]| {
+        [&[0, 0, payload.len() as u8, kind, flags, 0, 0, 0, stream][..], payload].concat()
+    };
+    // SETTINGS_INITIAL_WINDOW_SIZE is 0.
+    let settings = frame(4, 0, 0, &[0, 4, 0, 0, 0, 0]);
+    // HPACK: the static entries `:method POST` and `:scheme http`; then `:path` and `:authority` as literals.
+    let path = b"/v1/chat/completions";
+    let head = [&[0x83, 0x86, 0x04, path.len() as u8][..], path, &[0x01, 9], b"localhost"].concat();
+    let request = [frame(1, 4, 1, &head), frame(0, 1, 1, BODY.as_bytes())].concat();
+    let mut connection = door.connect().await;
+    connection.write_all(&[&b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"[..], &settings, &request].concat()).await.unwrap();
+    until(|| engine.seen.lock().unwrap().len() == 1 && engine.open() == 0).await;
+    let closed = "blockyard_frontend_connections_closed_total{reason=\"write_timeout\"}";
+    until(|| door.metric(closed) == Some("1".into())).await;
 }
