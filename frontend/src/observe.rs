@@ -144,6 +144,8 @@ impl Ticket {
             };
         }
         match status {
+            // A probe asks every few seconds, and an answer of no is not a failure.
+            503 if matches!(self.endpoint.as_str(), "/ready" | "/health" | "/ping") => line!(debug, 0, "not ready"),
             // The server's own fault; the others above it say that it cannot serve now.
             500 => {
                 if let Some(suppressed) = self.lines.failed.admit() {
