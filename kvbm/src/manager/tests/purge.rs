@@ -41,7 +41,7 @@ async fn a_purged_domain_is_gone_from_g1_and_g2_and_others_stay() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_was_being_loaded_when_its_domain_was_purged_is_not_served() {
+async fn a_load_under_way_when_its_domain_is_purged_is_not_served() {
     let slow = at(Level::G4, 100, 0);
     let block = |n: usize| {
         Block::seal(name(n), n.checked_sub(1).map(name), fingerprint(), content(name(n)).into()).in_custody(tenant(1))
@@ -66,7 +66,7 @@ async fn what_was_being_loaded_when_its_domain_was_purged_is_not_served() {
 }
 
 #[tokio::test]
-async fn a_copy_to_g2_that_was_under_way_does_not_bring_a_purged_domain_back() {
+async fn a_copy_under_way_to_g2_does_not_restore_a_purged_domain() {
     let site = Site::new(8, 8, vec![]);
     let host = site.host.clone().unwrap();
     let held = site.compute_for(0..2, tenant(1));
