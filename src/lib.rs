@@ -18,5 +18,6 @@ pub mod fit;
 pub mod machine;
 pub mod node;
 pub mod panics;
+mod process;
 pub mod reload;
 pub mod replay;

@@ -97,9 +97,15 @@ impl Generation {
             }
             Err(error) => {
                 self.running.clear();
+                self.fail();
                 Some(Err(error))
             }
         }
+    }
+
+    /// The choices that have not ended yet count as failed, not as cancelled.
+    pub(crate) fn fail(&mut self) {
+        self.meter.failed();
     }
 
     /// How many choices there are.

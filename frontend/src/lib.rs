@@ -36,6 +36,7 @@ mod detokenize;
 mod encode;
 mod endpoint;
 mod error;
+mod exposition;
 mod fields;
 mod generation;
 mod known;
@@ -70,7 +71,7 @@ pub use urgency::TenantHeader;
 use axum::Router;
 use axum::middleware::{from_fn, from_fn_with_state};
 use axum::routing::{get, post};
-use prometheus::{Registry, TextEncoder};
+use prometheus::Registry;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -260,8 +261,4 @@ pub fn check_model(card: &Arc<ModelCard>) {
         }
         Err(error) => tracing::warn!(model, %error, "requests for this model will fail"),
     }
-}
-
-fn metrics_text(registry: &Registry) -> Result<String, prometheus::Error> {
-    TextEncoder::new().encode_to_string(&registry.gather())
 }

@@ -10,12 +10,43 @@ use prometheus::{
 const SECONDS: [f64; 17] =
     [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0];
 
+/// Seconds between tokens: steps of a quarter to a half where people read along (5 to 100 ms), coarse beyond.
+const TOKEN_SECONDS: [f64; 21] = [
+    0.001, 0.0025, 0.005, 0.0075, 0.01, 0.0125, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.06, 0.075, 0.1, 0.15, 0.25,
+    0.5, 1.0, 2.5, 10.0,
+];
+
+/// Tokens of a prompt or an answer, from one to the longest contexts, by factors of two.
+const TOKENS: [f64; 21] = [
+    1.0,
+    2.0,
+    4.0,
+    8.0,
+    16.0,
+    32.0,
+    64.0,
+    128.0,
+    256.0,
+    512.0,
+    1024.0,
+    2048.0,
+    4096.0,
+    8192.0,
+    16_384.0,
+    32_768.0,
+    65_536.0,
+    131_072.0,
+    262_144.0,
+    524_288.0,
+    1_048_576.0,
+];
+
 /// The front door's metrics. Cheap to clone.
 #[derive(Clone)]
 pub(crate) struct Metrics {
     /// Requests by endpoint and status, counted when the last byte was written.
     pub(crate) requests: IntCounterVec,
-    /// Requests whose last byte was not written yet.
+    /// Requests whose last byte was not written yet, without scrapes and health checks.
     pub(crate) in_flight: IntGauge,
     /// From a request's arrival to its first token.
     pub(crate) first_token: HistogramVec,
@@ -31,6 +62,12 @@ pub(crate) struct Metrics {
     pub(crate) generated_tokens: IntCounterVec,
     /// Request fields that are not known.
     pub(crate) unknown_fields: IntCounterVec,
+    /// Choices that ended, by reason.
+    pub(crate) finished: IntCounterVec,
+    /// Prompt tokens of one request.
+    pub(crate) prompt_length: HistogramVec,
+    /// Tokens generated for one choice.
+    pub(crate) output_length: HistogramVec,
 }
 
 impl Metrics {
@@ -38,10 +75,13 @@ impl Metrics {
     pub(crate) fn new(registry: &Registry) -> Result<Self, prometheus::Error> {
         let metrics = Self {
             requests: counters("requests_total", "Requests, by route and HTTP status.", &["endpoint", "status"])?,
-            in_flight: IntGauge::new("blockyard_frontend_in_flight", "Requests being served.")?,
-            first_token: seconds("time_to_first_token_seconds", "From arrival to the first token.")?,
-            inter_token: seconds("inter_token_seconds", "Between tokens of one choice.")?,
-            duration: seconds("request_seconds", "From arrival to the last byte, requests that generate.")?,
+            in_flight: IntGauge::new(
+                "blockyard_frontend_in_flight",
+                "Requests being served; scrapes and health checks do not count.",
+            )?,
+            first_token: histogram("time_to_first_token_seconds", "From arrival to the first token.", &SECONDS)?,
+            inter_token: histogram("inter_token_seconds", "Between tokens of one choice.", &TOKEN_SECONDS)?,
+            duration: histogram("request_seconds", "From arrival to the last byte, requests that generate.", &SECONDS)?,
             prompt_tokens: counters("prompt_tokens_total", "Prompt tokens, cached ones included.", &["model"])?,
             cached_tokens: counters("cached_tokens_total", "Prompt tokens that were not computed.", &["model"])?,
             generated_tokens: counters("generated_tokens_total", "Tokens generated.", &["model"])?,
@@ -50,12 +90,24 @@ impl Metrics {
                 "Request fields that are not known and were ignored.",
                 &["endpoint"],
             )?,
+            finished: counters(
+                "choices_finished_total",
+                "Choices that ended, by reason: stop (the model, a stop token or a stop string), length (max_tokens or \
+                 the context), error, or cancelled (the client went away).",
+                &["model", "reason"],
+            )?,
+            prompt_length: histogram(
+                "request_prompt_tokens",
+                "Prompt tokens of one request, cached ones included.",
+                &TOKENS,
+            )?,
+            output_length: histogram("choice_generated_tokens", "Tokens generated for one choice.", &TOKENS)?,
         };
         registry.register(Box::new(metrics.clone()))?;
         Ok(metrics)
     }
 
-    fn all(&self) -> [&dyn Collector; 9] {
+    fn all(&self) -> [&dyn Collector; 12] {
         [
             &self.requests,
             &self.in_flight,
@@ -66,6 +118,9 @@ impl Metrics {
             &self.cached_tokens,
             &self.generated_tokens,
             &self.unknown_fields,
+            &self.finished,
+            &self.prompt_length,
+            &self.output_length,
         ]
     }
 }
@@ -84,9 +139,7 @@ fn counters(name: &str, help: &str, labels: &[&str]) -> Result<IntCounterVec, pr
     IntCounterVec::new(Opts::new(format!("blockyard_frontend_{name}"), help), labels)
 }
 
-fn seconds(name: &str, help: &str) -> Result<HistogramVec, prometheus::Error> {
-    HistogramVec::new(
-        HistogramOpts::new(format!("blockyard_frontend_{name}"), help).buckets(SECONDS.to_vec()),
-        &["model"],
-    )
+fn histogram(name: &str, help: &str, buckets: &[f64]) -> Result<HistogramVec, prometheus::Error> {
+    let options = HistogramOpts::new(format!("blockyard_frontend_{name}"), help).buckets(buckets.to_vec());
+    HistogramVec::new(options, &["model"])
 }

@@ -29,6 +29,9 @@ const CLIENT_CLOSED: u16 = 499;
 /// attack.
 const FAILED_LINES: u32 = 20;
 
+/// Routes of scrapes and health checks: an idle server shows no request in flight while it is being watched.
+const OPERATIONS: [&str; 6] = ["/metrics", "/live", "/ready", "/health", "/ping", "/version"];
+
 /// One request, from its arrival to its last byte.
 pub(crate) struct Ticket {
     /// The client's `x-request-id`, or one of ours.
@@ -36,6 +39,8 @@ pub(crate) struct Ticket {
     pub(crate) span: Span,
     pub(crate) arrived: Instant,
     endpoint: String,
+    /// Whether it counts as in flight.
+    is_counted: bool,
     metrics: Metrics,
     model: OnceLock<Arc<str>>,
     /// What was answered; 0 as long as nothing was.
@@ -80,6 +85,7 @@ impl Ticket {
     pub(crate) fn accepted(&self, model: &Arc<str>, prompt_tokens: usize) {
         self.details().prompt_tokens = Some(prompt_tokens);
         self.metrics.prompt_tokens.with_label_values(&[model]).inc_by(prompt_tokens as u64);
+        self.metrics.prompt_length.with_label_values(&[model]).observe(prompt_tokens as f64);
         // Set once: a request has one model.
         let _ = self.model.set(model.clone());
     }
@@ -172,7 +178,9 @@ impl Drop for Ticket {
     fn drop(&mut self) {
         let cut = self.streaming.load(Ordering::Relaxed);
         let status = Some(self.status.load(Ordering::Relaxed)).filter(|s| *s != 0 && !cut).unwrap_or(CLIENT_CLOSED);
-        self.metrics.in_flight.dec();
+        if self.is_counted {
+            self.metrics.in_flight.dec();
+        }
         self.metrics.requests.with_label_values(&[self.endpoint.as_str(), &status.to_string()]).inc();
         if let Some(model) = self.model.get() {
             self.metrics.duration.with_label_values(&[model]).observe(self.arrived.elapsed().as_secs_f64());
@@ -181,29 +189,56 @@ impl Drop for Ticket {
     }
 }
 
-/// Measures the pieces of one request.
+/// Measures the choices of one request. Dropped before a choice has ended, it counts that choice as cancelled, or as failed.
 pub(crate) struct Meter {
     ticket: Arc<Ticket>,
     model: Arc<str>,
-    /// When each choice's latest token came.
-    latest: Vec<Option<Instant>>,
+    choices: Vec<Progress>,
     first: bool,
+    failed: bool,
+}
+
+/// How far one choice is.
+#[derive(Clone, Default)]
+struct Progress {
+    /// When its latest token came.
+    latest: Option<Instant>,
+    generated: u32,
+    ended: bool,
 }
 
 impl Meter {
     /// For a request of so many choices.
     pub(crate) fn new(ticket: Arc<Ticket>, model: Arc<str>, choices: usize) -> Self {
-        Self { ticket, model, latest: vec![None; choices], first: true }
+        Self { ticket, model, choices: vec![Progress::default(); choices], first: true, failed: false }
+    }
+
+    /// No choice that has not ended yet will.
+    pub(crate) fn failed(&mut self) {
+        self.failed = true;
     }
 
     /// A piece came.
     pub(crate) fn piece(&mut self, piece: &Piece) {
+        self.tokens(piece);
+        let Some(finish) = piece.finish else { return };
+        self.choices[piece.choice].ended = true;
+        self.finished(finish.name(), self.choices[piece.choice].generated);
+        if piece.choice == 0 {
+            self.ticket.details().finish_reason = Some(finish.name());
+        }
+    }
+
+    fn finished(&self, reason: &str, generated: u32) {
+        let metrics = &self.ticket.metrics;
+        metrics.finished.with_label_values(&[&*self.model, reason]).inc();
+        metrics.output_length.with_label_values(&[&*self.model]).observe(f64::from(generated));
+    }
+
+    fn tokens(&mut self, piece: &Piece) {
         let Ticket { metrics, arrived, .. } = &*self.ticket;
         let mut details = self.ticket.details();
         details.completion_tokens += piece.generated;
-        if let Some(finish) = piece.finish.filter(|_| piece.choice == 0) {
-            details.finish_reason = Some(finish.name());
-        }
         if piece.generated == 0 {
             return;
         }
@@ -213,7 +248,8 @@ impl Meter {
             details.ttft_ms = Some(took.as_millis() as u64);
             metrics.first_token.with_label_values(&[&*self.model]).observe(took.as_secs_f64());
         }
-        if let Some(before) = self.latest[piece.choice].replace(now) {
+        self.choices[piece.choice].generated += piece.generated;
+        if let Some(before) = self.choices[piece.choice].latest.replace(now) {
             let each = (now - before).as_secs_f64() / f64::from(piece.generated);
             let gaps = metrics.inter_token.with_label_values(&[&*self.model]);
             (0..piece.generated).for_each(|_| gaps.observe(each));
@@ -233,17 +269,30 @@ impl Meter {
     }
 }
 
+impl Drop for Meter {
+    fn drop(&mut self) {
+        let reason = if self.failed { "error" } else { "cancelled" };
+        for choice in self.choices.iter().filter(|choice| !choice.ended) {
+            self.finished(reason, choice.generated);
+        }
+    }
+}
+
 /// The outermost layer: gives every request its ticket, every response its id, and turns a panic into an answer.
 pub(crate) async fn observe(State(gate): State<Arc<Gate>>, mut request: Request, next: Next) -> Response {
     let id = request_id(request.headers());
     let endpoint = request.extensions().get::<MatchedPath>().map_or("unmatched", MatchedPath::as_str).to_owned();
     let span = tracing::info_span!("request", %id, %endpoint);
-    gate.metrics.in_flight.inc();
+    let is_counted = !OPERATIONS.contains(&endpoint.as_str());
+    if is_counted {
+        gate.metrics.in_flight.inc();
+    }
     let ticket = Arc::new(Ticket {
         id: id.clone(),
         span: span.clone(),
         arrived: Instant::now(),
         endpoint,
+        is_counted,
         metrics: gate.metrics.clone(),
         model: OnceLock::new(),
         status: AtomicU16::new(0),

@@ -1,13 +1,14 @@
 //! What operators and their tools ask: is it alive, is it ready, what does it serve, what does it measure.
 
+use crate::Gate;
 use crate::error::Error;
+use crate::exposition::Format;
 use crate::serve::Shutdown;
-use crate::{Gate, metrics_text};
 use axum::Json;
 use axum::extract::rejection::PathRejection;
 use axum::extract::{Extension, Path, State};
 use axum::http::header::CONTENT_TYPE;
-use axum::http::{Method, Uri};
+use axum::http::{HeaderMap, Method, Uri};
 use axum::response::{IntoResponse, Response};
 use serde::Serialize;
 use serde_json::json;
@@ -33,10 +34,11 @@ pub(crate) async fn ready(State(gate): State<Arc<Gate>>, shutdown: Option<Extens
     }
 }
 
-/// `GET /metrics`: Prometheus's text format.
-pub(crate) async fn metrics(State(gate): State<Arc<Gate>>) -> Response {
-    match metrics_text(&gate.registry) {
-        Ok(text) => ([(CONTENT_TYPE, prometheus::TEXT_FORMAT)], text).into_response(),
+/// `GET /metrics`: the Prometheus text format, or OpenMetrics when `Accept` prefers it.
+pub(crate) async fn metrics(State(gate): State<Arc<Gate>>, headers: HeaderMap) -> Response {
+    let format = Format::negotiated(&headers);
+    match format.write(&gate.registry) {
+        Ok(text) => ([(CONTENT_TYPE, format.content_type())], text).into_response(),
         Err(error) => Error::Failed(error.to_string()).into_response(),
     }
 }

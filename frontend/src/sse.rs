@@ -163,6 +163,7 @@ impl<C: Chunks> Stream<C> {
     }
 
     fn fail(&mut self, error: &Error) -> Written {
+        self.generation.fail();
         let mut events = Events::default();
         events.push(&error.body());
         self.ticket.stream_fails(error);

@@ -23,7 +23,7 @@ use crate::log_limit::LogLimit;
 use crate::metrics::Metrics;
 use crate::peer::Peer;
 use crate::pool::{CachedBlock, CachedBlocks, FullBlock, Held, PartialBlock, Pool};
-use crate::tier::Tier;
+use crate::tier::{Tier, Usage};
 use crate::{Census, Clock, Custody, DomainId, Retention, SequenceHash, Shares};
 use coming::Coming;
 use loading::Job;
@@ -290,6 +290,17 @@ impl BlockManager {
     /// All slots of G1.
     pub fn capacity(&self) -> usize {
         self.0.core.pool.capacity()
+    }
+
+    /// How full G1 is, and G2 if there is one. In G1 the blocks that running requests fill count too.
+    pub fn usage(&self) -> Vec<(Level, Usage)> {
+        let Core { pool, device, host, .. } = &*self.0.core;
+        let block = device.block_bytes() as u64;
+        // A block that is being filled is not resident yet; a resident one may be in use.
+        let blocks = pool.occupied() as u64;
+        let capacity = Some(pool.capacity() as u64 * block);
+        let host = host.iter().map(|host| (Level::G2, host.usage()));
+        [(Level::G1, Usage { blocks, bytes: blocks * block, capacity })].into_iter().chain(host).collect()
     }
 
     /// Which blocks rest in G1, and in G2 if there is one. Looks at each: for whoever wants to know, now and then.

@@ -73,6 +73,11 @@ impl Pool {
         state.free.len() + state.residents.idle()
     }
 
+    /// Slots that hold a block, be it found by name or still being filled.
+    pub(crate) fn occupied(&self) -> usize {
+        self.0.capacity - self.0.settled().free.len()
+    }
+
     /// Blocks that can be found by name.
     pub(crate) fn resident(&self) -> usize {
         self.0.settled().residents.len()

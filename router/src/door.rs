@@ -3,6 +3,7 @@
 use crate::admission::{Asked, Bid, Lane, Permit, Told};
 use crate::core::Core;
 use crate::explain;
+use crate::metrics::Counted;
 use crate::place::{Placement, place};
 use std::sync::Arc;
 use std::time::Duration;
@@ -34,6 +35,7 @@ async fn wait(core: &Core, request: &Request) -> Result<(Placement, Permit), Err
     let mut placement = place(core, request, &[])?;
     let (permit, waits) = admission.enter(&core.fleet, limits, &asked(&bid, &placement))?;
     let Some((mut call, why)) = waits else { return Ok((placement, permit)) };
+    let _waiting = Counted::in_gauge(core.metrics.requests_waiting.with_label_values(&[&*request.model]));
     loop {
         match call.await {
             Ok(Told::Go) => break,
@@ -65,4 +67,35 @@ fn asked(bid: &Bid, Placement { decode, amount, prefill, takes, .. }: &Placement
     let lane = Lane { decode: decode.id(), prefill: prefill.as_ref().map(|detour| detour.member.id()) };
     let detour = prefill.as_ref().map(|detour| detour.amount).unwrap_or_default();
     bid.placed(lane, [*amount, detour], *takes, Instant::now())
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::settings::Settings;
+    use crate::tests::fake::{Yard, prompt, settle};
+    use std::sync::Arc;
+    use worker::plane::{Load, Phase};
+
+    #[tokio::test(start_paused = true)]
+    async fn waiting_requests_are_counted_by_model() {
+        let yard = Arc::new(Yard::new(Settings::default()));
+        let worker = yard.worker(1, Phase::Both).await;
+        yard.report(&worker, Load { waiting_tokens: 2000, running: 1, ..Load::default() });
+        settle().await;
+        let request = prompt(1, 100);
+        let waiting = yard.router.core.metrics.requests_waiting.with_label_values(&[&*request.model]);
+        let ask = |request| {
+            let yard = yard.clone();
+            tokio::spawn(async move { yard.answer(request).await })
+        };
+        let (first, second) = (ask(request), ask(prompt(2, 100)));
+        settle().await;
+        assert_eq!(waiting.get(), 2);
+        first.abort();
+        settle().await;
+        assert_eq!(waiting.get(), 1, "a client that goes away waits no more");
+        yard.report(&worker, Load::default());
+        second.await.unwrap().unwrap();
+        assert_eq!(waiting.get(), 0);
+    }
 }

@@ -31,6 +31,7 @@ pub(crate) struct Metrics {
     pub(crate) replicas: IntGauge,
     pub(crate) desired: IntGaugeVec,
     pub(crate) flips: IntCounterVec,
+    pub(crate) requests_waiting: IntGaugeVec,
     pub(crate) waiting_tokens: IntGaugeVec,
     pub(crate) drain_rate: GaugeVec,
     pub(crate) admissions: IntCounterVec,
@@ -148,6 +149,12 @@ impl Metrics {
                 "Workers that this router wished another phase, by that phase.",
                 &["phase"],
             )?,
+            requests_waiting: gauges(
+                "blockyard_router_requests_waiting",
+                "Requests that wait in the router until a worker takes them, by model; see \
+                 blockyard_worker_requests_waiting for those that wait in a worker.",
+                &["model"],
+            )?,
             waiting_tokens: gauges(
                 "blockyard_router_waiting_tokens",
                 "Prompt tokens of requests that wait in the router, by priority.",
@@ -190,6 +197,22 @@ impl Metrics {
         for mode in Mode::NAMES {
             let _ = self.index_mode.remove_label_values(&[&worker, mode]);
         }
+    }
+}
+
+/// Counts one request in a gauge until it is dropped.
+pub(crate) struct Counted(IntGauge);
+
+impl Counted {
+    pub(crate) fn in_gauge(gauge: IntGauge) -> Self {
+        gauge.inc();
+        Self(gauge)
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.dec();
     }
 }
 

@@ -161,7 +161,7 @@ impl Running {
             memory,
             manager.clone(),
             Peers::default(),
-            engines.of("1"),
+            engines.of("1", &runtime.card().id),
             Settings::default(),
         );
         Ok(Self { runtime, engine, manager, host, fingerprint })

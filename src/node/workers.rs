@@ -87,7 +87,7 @@ impl Shared {
             memory,
             manager.clone(),
             self.peers.clone(),
-            self.engines.of(&id.to_string()),
+            self.engines.of(&id.to_string(), &self.runtime.card().id),
             self.settings,
         );
         let instance =

@@ -6,6 +6,7 @@ mod connections;
 mod killed;
 mod layers;
 mod modes;
+mod metrics;
 mod names;
 mod overload;
 mod record;

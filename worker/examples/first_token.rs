@@ -87,7 +87,7 @@ impl Site {
         let capacity = (slots * block) as u64;
         let host = host.then(|| HostTier::new(capacity, block, device.fingerprint(), log.clone(), &blocks));
         let manager = BlockManager::new(device, host.clone(), lower, log, blocks);
-        let (peers, metrics) = (Peers::default(), engines.of("1"));
+        let (peers, metrics) = (Peers::default(), engines.of("1", "bench"));
         let runtime = runtime.clone();
         let started = (runtime.clone(), memory, manager.clone());
         let engine =

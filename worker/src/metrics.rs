@@ -20,7 +20,14 @@ pub struct Metrics {
     running: IntGaugeVec,
     waiting: IntGaugeVec,
     paused: IntGaugeVec,
+    queue: HistogramVec,
+    prefill: HistogramVec,
+    decode: HistogramVec,
 }
+
+/// Seconds of a request's phases: from a step of a small model to a queue of many minutes.
+const PHASE_SECONDS: [f64; 17] =
+    [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0];
 
 impl Metrics {
     /// Declares the metrics, once per registry.
@@ -31,9 +38,15 @@ impl Metrics {
             Ok::<_, prometheus::Error>(counter)
         };
         let gauge = |name: &str, help: &str| {
-            let gauge = IntGaugeVec::new(Opts::new(format!("blockyard_worker_{name}"), help), &["worker"])?;
+            let gauge = IntGaugeVec::new(Opts::new(format!("blockyard_worker_{name}"), help), &["worker", "model"])?;
             registry.register(Box::new(gauge.clone()))?;
             Ok::<_, prometheus::Error>(gauge)
+        };
+        let phase = |name: &str, help: &str| {
+            let options = HistogramOpts::new(format!("blockyard_worker_{name}"), help).buckets(PHASE_SECONDS.to_vec());
+            let histogram = HistogramVec::new(options, &["worker", "model"])?;
+            registry.register(Box::new(histogram.clone()))?;
+            Ok::<_, prometheus::Error>(histogram)
         };
         let step = HistogramVec::new(
             HistogramOpts::new(
@@ -64,11 +77,18 @@ impl Metrics {
             running: gauge("requests_running", "Requests in the batch")?,
             waiting: gauge("requests_waiting", "Requests waiting to join the batch")?,
             paused: gauge("requests_paused", "Requests out of the batch until their output is read")?,
+            queue: phase("queue_seconds", "Time from a request's arrival at the worker until it joins the batch")?,
+            prefill: phase(
+                "prefill_seconds",
+                "Time from joining the batch until the first token, or until the hand-over to a decode worker",
+            )?,
+            decode: phase("decode_seconds", "Time from the first token to the last")?,
         })
     }
 
-    /// The metrics of one worker.
-    pub fn of(&self, worker: &str) -> EngineMetrics {
+    /// The metrics of one worker, which serves one model.
+    pub fn of(&self, worker: &str, model: &str) -> EngineMetrics {
+        let labels = &[worker, model];
         let each = |counter: &IntCounterVec| counter.with_label_values(&[worker]);
         EngineMetrics {
             computed: each(&self.computed),
@@ -79,9 +99,12 @@ impl Metrics {
             unread: each(&self.unread),
             prefill_step: self.step.with_label_values(&[worker, "prefill"]),
             decode_step: self.step.with_label_values(&[worker, "decode"]),
-            running: self.running.with_label_values(&[worker]),
-            waiting: self.waiting.with_label_values(&[worker]),
-            paused: self.paused.with_label_values(&[worker]),
+            running: self.running.with_label_values(labels),
+            waiting: self.waiting.with_label_values(labels),
+            paused: self.paused.with_label_values(labels),
+            queue: self.queue.with_label_values(labels),
+            prefill: self.prefill.with_label_values(labels),
+            decode: self.decode.with_label_values(labels),
         }
     }
 }
@@ -100,6 +123,9 @@ pub struct EngineMetrics {
     running: IntGauge,
     waiting: IntGauge,
     paused: IntGauge,
+    queue: Histogram,
+    prefill: Histogram,
+    decode: Histogram,
 }
 
 impl EngineMetrics {
@@ -138,5 +164,20 @@ impl EngineMetrics {
         self.paused.set(paused as i64);
         self.running.set(running as i64);
         self.waiting.set(waiting as i64);
+    }
+
+    /// A request joined the batch, so long after its arrival.
+    pub(crate) fn joined(&self, waited: Duration) {
+        self.queue.observe(waited.as_secs_f64());
+    }
+
+    /// A prompt is computed: its first token is there, or its blocks can be handed over.
+    pub(crate) fn prefilled(&self, took: Duration) {
+        self.prefill.observe(took.as_secs_f64());
+    }
+
+    /// An answer is complete, so long after its first token.
+    pub(crate) fn decoded(&self, took: Duration) {
+        self.decode.observe(took.as_secs_f64());
     }
 }

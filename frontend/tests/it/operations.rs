@@ -1,13 +1,15 @@
 //! What operators and their tools see.
 
-use crate::fake::{Answer, Fake, card, chat, completion, first, last, say, send};
+use crate::fake::{Answer, Fake, Step, card, chat, completion, first, last, say, send};
 use async_openai::types::models::{ListModelResponse, Model};
 use axum::Router;
 use axum::body::Body;
 use axum::http::Request;
+use futures::StreamExt;
 use serde_json::json;
 use std::sync::Arc;
-use worker::engine::{Finish, Readiness};
+use tower::ServiceExt;
+use worker::engine::{Error, Finish, Readiness};
 
 async fn get(router: &Router, path: &str) -> Answer {
     send(router, Request::get(path).body(Body::empty()).unwrap()).await
@@ -72,17 +74,61 @@ async fn trap_17_metrics_count_requests_and_tokens_of_plain_http() {
         r#"requests_total{endpoint="/v1/completions",status="200"} 1"#,
         r#"requests_total{endpoint="/v1/completions",status="404"} 1"#,
         r#"requests_total{endpoint="unmatched",status="404"} 1"#,
-        "in_flight 1",
+        "in_flight 0",
         r#"prompt_tokens_total{model="org/tiny"} 12"#,
         r#"cached_tokens_total{model="org/tiny"} 96"#,
         r#"generated_tokens_total{model="org/tiny"} 8"#,
         r#"time_to_first_token_seconds_count{model="org/tiny"} 2"#,
         r#"inter_token_seconds_count{model="org/tiny"} 6"#,
         r#"request_seconds_count{model="org/tiny"} 2"#,
+        r#"choices_finished_total{model="org/tiny",reason="stop"} 2"#,
+        r#"request_prompt_tokens_sum{model="org/tiny"} 12"#,
+        r#"choice_generated_tokens_bucket{model="org/tiny",le="4"} 2"#,
+        r#"choice_generated_tokens_bucket{model="org/tiny",le="2"} 0"#,
     ] {
         assert!(text.contains(&format!("blockyard_frontend_{line}\n")), "{line} is not in\n{text}");
     }
     assert!(!text.contains("made-up"), "labels are bounded");
+}
+
+#[tokio::test]
+async fn metrics_come_as_open_metrics_when_asked_for() {
+    let router = Fake::saying(vec![last("", Finish::Stop)]).router();
+    send(&router, chat(json!({}))).await;
+    let accept = "application/openmetrics-text;version=1.0.0;q=0.6,text/plain;version=0.0.4;q=0.3";
+    let scrape = Request::get("/metrics").header("accept", accept).body(Body::empty()).unwrap();
+    let answer = send(&router, scrape).await;
+    assert_eq!(answer.header("content-type"), "application/openmetrics-text; version=1.0.0; charset=utf-8");
+    let text = String::from_utf8(answer.body).unwrap();
+    assert!(text.contains("# TYPE blockyard_frontend_requests counter\n"), "{text}");
+    assert!(text.contains("blockyard_frontend_requests_total{"), "{text}");
+    assert!(text.ends_with("\n# EOF\n"), "{text}");
+    assert_eq!(get(&router, "/metrics").await.header("content-type"), "text/plain; version=0.0.4");
+}
+
+#[tokio::test]
+async fn choices_that_fail_or_are_cancelled_are_counted_apart() {
+    let engine = Fake::new(|request| {
+        let end = if request.id.starts_with("fails") { Step::Fail(Error::Failed("lost".into())) } else { Step::Hang };
+        Ok(vec![first("ab"), end])
+    });
+    let router = engine.router();
+    let named = |id: &'static str| {
+        let mut request = chat(json!({ "stream": true, "n": 2 }));
+        request.headers_mut().insert("x-request-id", id.parse().unwrap());
+        request
+    };
+    send(&router, named("fails")).await;
+    let mut body = router.clone().oneshot(named("hangs")).await.unwrap().into_body().into_data_stream();
+    body.next().await.unwrap().unwrap();
+    drop(body);
+    let text = String::from_utf8(get(&router, "/metrics").await.body).unwrap();
+    for line in [
+        r#"choices_finished_total{model="org/tiny",reason="error"} 2"#,
+        r#"choices_finished_total{model="org/tiny",reason="cancelled"} 2"#,
+    ] {
+        assert!(text.contains(line), "{line} is not in\n{text}");
+    }
 }
 
 #[tokio::test]

@@ -38,8 +38,8 @@ mod vitals;
 mod tests;
 
 pub use builtin::{Builtin, BuiltinError};
-pub use folder::FolderError;
-pub use runtime::{ModelSource, OpenError, Runtime};
+pub use folder::{FolderError, name as folder_name};
+pub use runtime::{ModelSource, OpenError, Runtime, Shape};
 
 use crate::engine::{Engine, Error, ModelCard, Output, OutputStream, PromptReport, Readiness, Request};
 use crate::metrics::EngineMetrics;
@@ -217,6 +217,8 @@ impl LlamaEngine {
             outbox: Outbox::new(sender),
             report: PromptReport::default(),
             accepted: Instant::now(),
+            joined: None,
+            first_token: None,
             waiting: self.vitals.accept(request.tokens.len()),
             limit: request.stop.max_tokens.map_or(left, |most| left.min(most as usize)),
             request,

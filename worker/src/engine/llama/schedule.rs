@@ -179,6 +179,11 @@ impl Scheduler {
             if sequence.generated() == 0 {
                 sequence.report.queued = sequence.accepted.elapsed();
             }
+            if sequence.joined.is_none() {
+                // A preempted sequence joins again; its queue time is that of the first time.
+                sequence.joined = Some(Instant::now());
+                self.metrics.joined(sequence.accepted.elapsed());
+            }
             self.running.push(sequence);
             self.vitals.entered(!self.waiting.is_empty());
         }
@@ -278,6 +283,7 @@ impl Scheduler {
         self.left |= !finished.is_empty();
         for (index, finish) in finished.into_iter().rev() {
             let sequence = self.running.remove(index);
+            self.metrics.decoded(sequence.first_token.map(|at| at.elapsed()).unwrap_or_default());
             sequence.outbox.finish(finish, &sequence.report);
         }
         true
@@ -326,6 +332,7 @@ impl Scheduler {
             // Too long for the memory, even alone: this is as far as it goes.
             youngest.outbox.flush();
             let report = youngest.report.clone();
+            self.metrics.decoded(youngest.first_token.map(|at| at.elapsed()).unwrap_or_default());
             youngest.outbox.finish(Finish::Length, &report);
             self.left = true;
             return;
@@ -369,6 +376,10 @@ impl Scheduler {
             sequence.close_report();
             self.metrics.prompt_cached(&sequence.report);
         }
+        if sequence.first_token.is_none() {
+            sequence.first_token = Some(Instant::now());
+            self.metrics.prefilled(sequence.joined.map(|at| at.elapsed()).unwrap_or_default());
+        }
         let Some((sampler, token, logprobs)) = done.next else { return Some(Finish::Length) };
         sequence.sampler = Some(sampler);
         if let Some(finish) = self.runtime.ends(&sequence.request.stop, token) {
@@ -390,6 +401,7 @@ impl Scheduler {
     fn hand_over(&self, mut sequence: Sequence) {
         sequence.close_report();
         self.metrics.prompt_cached(&sequence.report);
+        self.metrics.prefilled(sequence.joined.map(|at| at.elapsed()).unwrap_or_default());
         let ticket = Ticket { peer: self.worker, cached: sequence.report.cached.clone() };
         sequence.outbox.hand_over(Output::Handoff(ticket.seal()));
         // Only the blocks are kept: the request waits for nothing here any more.

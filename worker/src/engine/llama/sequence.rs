@@ -42,6 +42,10 @@ pub(super) struct Sequence {
     pub(super) outbox: Outbox,
     pub(super) report: PromptReport,
     pub(super) accepted: Instant,
+    /// When it joined the batch for the first time.
+    pub(super) joined: Option<Instant>,
+    /// When its first token came.
+    pub(super) first_token: Option<Instant>,
     pub(super) waiting: Waiting,
     /// `max_tokens`, or what the context leaves.
     pub(super) limit: usize,

@@ -91,7 +91,7 @@ impl Rig {
         let worker = WorkerId(shape.worker);
         shape.peers.insert(worker, manager.peer());
         let settings = Settings { prefill_chunk: shape.chunk, ..shape.engine };
-        let metrics = metrics::Metrics::new(&registry).unwrap().of("w");
+        let metrics = metrics::Metrics::new(&registry).unwrap().of("w", "tiny");
         let engine =
             LlamaEngine::start(worker, runtime, memory.clone(), manager.clone(), shape.peers, metrics, settings);
         Self { engine, manager, memory, host, log, registry }

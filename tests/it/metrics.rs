@@ -1,0 +1,128 @@
+//! What `docs/metrics.md` says of the metrics is what a running process exposes.
+
+#![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
+
+use crate::serve::client;
+use blockyard::config::{Budget, ByteSize, Config, Listen, Pod, Sources};
+use blockyard::node::Node;
+use blockyard::reload::Reload;
+use kvbm::object::Location;
+use prometheus::proto::MetricType;
+use prometheus::{IntGauge, Registry};
+use serde_json::json;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+use std::sync::Arc;
+
+const PAGE: &str = include_str!("../../docs/metrics.md");
+
+/// A metric's type and labels.
+type Shape = (String, BTreeSet<String>);
+
+/// The rows of the page's tables: `| name | type | labels | unit | meaning |`.
+fn documented() -> BTreeMap<String, Shape> {
+    let row = |line: &str| {
+        let cells: Vec<String> =
+            line.strip_prefix("| `")?.split('|').map(|cell| cell.trim().replace('`', "")).collect();
+        let [name, kind, labels, unit, meaning]: [String; 5] = cells.get(..5)?.to_vec().try_into().ok()?;
+        assert!(!unit.is_empty() && !meaning.is_empty(), "{line}");
+        let labels = labels.split(',').map(|label: &str| label.trim().to_owned()).filter(|label| !label.is_empty());
+        Some((name, (kind, labels.collect())))
+    };
+    PAGE.lines().filter_map(row).collect()
+}
+
+/// What the registry exposes now.
+fn exposed(registry: &Registry) -> BTreeMap<String, Shape> {
+    let shape = |family: &prometheus::proto::MetricFamily| {
+        let kind = match family.get_field_type() {
+            MetricType::COUNTER => "counter",
+            MetricType::GAUGE => "gauge",
+            MetricType::HISTOGRAM => "histogram",
+            MetricType::SUMMARY | MetricType::UNTYPED => "other",
+        };
+        let labels = family.get_metric().iter().flat_map(|metric| metric.get_label());
+        (kind.to_owned(), labels.map(|label| label.name().to_owned()).collect())
+    };
+    registry.gather().iter().map(|family| (family.name().to_owned(), shape(family))).collect()
+}
+
+/// Everything that registers metrics, as the program does it.
+fn config(data: &Path, shared: &Path, pod: &Path) -> Config {
+    let budget = |mib: u64| Budget::Bytes(ByteSize(mib << 20));
+    let mut config = Config::with_cache(data);
+    config.model = "tiny".parse().unwrap();
+    config.listen = Listen { host: "127.0.0.1".into(), port: 0 };
+    (config.tiers.g1, config.tiers.g2, config.tiers.g3) = (budget(32), budget(32), budget(64));
+    config.shared = Some(Location::Folder(shared.into()));
+    config.tiers.pod = Some(Pod { path: pod.into(), budget: ByteSize(1 << 30), age_max: None });
+    config
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_metrics_page_agrees_with_a_running_process() {
+    let [data, shared, pod] = [(); 3].map(|()| tempfile::tempdir().unwrap());
+    let config = config(data.path(), shared.path(), pod.path());
+    let node = Node::start(&config).await.unwrap();
+    let environment = vec![("HOME".into(), "/home/ada".into())];
+    let loaded = Config::load(&Sources { environment, ..Sources::default() }).unwrap();
+    let relog = Box::new(|_: &str, _| Ok(()));
+    let _reload = Reload::new(Sources::default(), loaded, Arc::clone(node.router()), relog, node.registry()).unwrap();
+    let url = format!("http://{}", node.address());
+    let body = json!({"model": "tiny", "prompt": "hello ".repeat(300), "max_tokens": 4});
+    for _ in 0..2 {
+        let answer = client().post(format!("{url}/v1/completions")).json(&body).send().await.unwrap();
+        assert!(answer.status().is_success());
+    }
+    let (documented, exposed) = (documented(), exposed(node.registry()));
+    for (name, shape) in &exposed {
+        let row = documented.get(name).unwrap_or_else(|| panic!("{name} is not in docs/metrics.md: {shape:?}"));
+        assert_eq!(row, shape, "{name}: docs/metrics.md says the former, the process the latter");
+    }
+    for name in documented.keys().filter(|name| !exposed.contains_key(*name)) {
+        // It has no series yet; a metric of the same name must be refused if it is registered.
+        let again = node.registry().register(Box::new(IntGauge::new(name, "none").unwrap()));
+        assert!(matches!(again, Err(prometheus::Error::AlreadyReg)), "{name} is in docs/metrics.md only");
+    }
+    let labelled = |name: &str| exposed.get(name).is_some();
+    for name in [
+        "blockyard_build_info",
+        "blockyard_kv_cache_usage_ratio",
+        "blockyard_kv_cache_capacity_bytes",
+        "blockyard_worker_requests_running",
+        "blockyard_worker_queue_seconds",
+        "blockyard_frontend_choices_finished_total",
+    ] {
+        assert!(labelled(name), "{name} is there from the first request on");
+    }
+    node.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn cache_usage_is_shown_per_tier_and_worker() {
+    let [data, shared, pod] = [(); 3].map(|()| tempfile::tempdir().unwrap());
+    let config = Config { workers: "both:2".parse().unwrap(), ..config(data.path(), shared.path(), pod.path()) };
+    let node = Node::start(&config).await.unwrap();
+    let body = json!({"model": "tiny", "prompt": "hello ".repeat(300), "max_tokens": 4});
+    let url = format!("http://{}/v1/completions", node.address());
+    assert!(client().post(url).json(&body).send().await.unwrap().status().is_success());
+    let families = node.registry().gather();
+    let values = |name: &str| -> BTreeMap<String, f64> {
+        let family = families.iter().find(|family| family.name() == name).unwrap();
+        let labels = |m: &prometheus::proto::Metric| {
+            m.get_label().iter().map(|label| label.value().to_owned()).collect::<Vec<_>>().join(" ")
+        };
+        family.get_metric().iter().map(|metric| (labels(metric), metric.get_gauge().get_value())).collect()
+    };
+    let capacity = values("blockyard_kv_cache_capacity_bytes");
+    for place in ["g1 w1", "g1 w2", "g2 w1", "g2 w2"] {
+        assert!((0.9..=1.0).contains(&(capacity[place] / f64::from(32 << 20))), "{place}: {capacity:?}");
+    }
+    assert!(capacity.contains_key("g3 shared") && capacity.contains_key("pod shared"), "{capacity:?}");
+    assert!(!capacity.contains_key("g4 shared"), "the shared store has no budget");
+    let ratio = values("blockyard_kv_cache_usage_ratio");
+    assert!(ratio["g1 w1"] + ratio["g1 w2"] > 0.0, "{ratio:?}");
+    assert!(ratio.values().all(|ratio| (0.0..=1.0).contains(ratio)), "{ratio:?}");
+    assert!(values("blockyard_kv_cache_active_ratio").values().all(|ratio| (0.0..=1.0).contains(ratio)));
+    node.shutdown().await;
+}
