@@ -6,12 +6,17 @@
 //! Only the loader reads the environment; what a value means is decided where its type is. What is unknown or impossible is
 //! an error that names the key, the value, where it came from, and what would be right.
 
+mod check;
+mod error;
+mod file;
 mod load;
 mod print;
+mod suggest;
 mod values;
 
+pub use error::{Error, Errors};
 pub use frontend::Span;
-pub use load::{Error, Flag, Sources};
+pub use load::{Flag, Sources};
 pub use print::{as_json, as_toml, changes, defaults};
 pub use values::{Budget, ByteSize, Invalid, Listen, Model, Threads, Workers};
 
@@ -297,23 +302,6 @@ impl Config {
             _ => None,
         };
         self.tiers.pod.iter().map(|pod| pod.path.as_path()).chain(store)
-    }
-
-    /// Numbers of which none is too few.
-    fn counts(&self) -> [(&'static str, usize); 10] {
-        let Self { engine, frontend, .. } = self;
-        [
-            ("engine.prefill_chunk", engine.prefill_chunk),
-            ("engine.sequences_max", engine.sequences_max),
-            ("engine.waiting_max", engine.waiting_max),
-            ("frontend.body_bytes_max", frontend.body_bytes_max),
-            ("frontend.max_connections", frontend.max_connections),
-            ("frontend.max_header_bytes", frontend.max_header_bytes),
-            ("frontend.min_body_bytes_per_second", frontend.min_body_bytes_per_second),
-            ("frontend.max_inflight_body_bytes", frontend.max_inflight_body_bytes),
-            ("frontend.max_choices_per_connection", frontend.max_choices_per_connection),
-            ("frontend.max_choices_per_tenant", frontend.max_choices_per_tenant),
-        ]
     }
 }
 

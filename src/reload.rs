@@ -139,7 +139,7 @@ impl Reload {
 
     /// All or nothing. Answers with the keys that took effect, and those that did not.
     fn attempt(&self, state: &mut State) -> Result<(Vec<String>, Vec<String>), String> {
-        let (read, origins) = Config::load(&self.sources).map_err(|error| error.to_string())?;
+        let (read, origins) = Config::load_to_serve(&self.sources).map_err(|error| error.to_string())?;
         (self.relog)(&read.log.filter, Apply::Try)?;
         let differs = changes(&state.running, &read);
         let live = |key: &String| key.starts_with("router.") || key == "log.filter";

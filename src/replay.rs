@@ -343,7 +343,7 @@ fn choosers(args: &Replay, tuned: Option<&Settings>) -> anyhow::Result<Vec<Choos
 }
 
 /// The configuration, as `serve` would have it with this preset.
-fn load(args: &Replay, preset: Option<&str>) -> Result<(Config, Origins), config::Error> {
+fn load(args: &Replay, preset: Option<&str>) -> Result<(Config, Origins), config::Errors> {
     let preset = preset.map(|preset| Flag::own(&format!("--policy {preset}"), "router.preset", preset));
     Config::load(&Sources::of_process(args.config.clone(), args.set.iter().cloned().chain(preset).collect()))
 }

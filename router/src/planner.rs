@@ -13,9 +13,13 @@
 //! is better by a margin, has been for a while, and there is pressure at all: an idle fleet is left alone. Workers of phase
 //! `both` do what comes and are nobody's to move.
 
+use crate::problem::Problem;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use worker::plane::{Phase, WorkerId};
+
+/// From less than any step takes to a day.
+const TARGET_SECONDS: std::ops::RangeInclusive<f64> = 0.0001..=86_400.0;
 
 /// Whether workers change between prefill and decode as traffic shifts, and what they are to achieve.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
@@ -137,13 +141,9 @@ impl Default for Settings {
 
 impl Settings {
     /// What is wrong with the values, naming the key.
-    pub(crate) fn check(&self) -> Result<(), String> {
-        for (key, seconds) in [("ttft_s", self.ttft_s), ("itl_s", self.itl_s)] {
-            if !(seconds.is_finite() && seconds > 0.0) {
-                return Err(format!("router.planner.{key}: {seconds} is not a number of seconds above 0"));
-            }
-        }
-        Ok(())
+    pub(crate) fn check(&self) -> Vec<Problem> {
+        let keys = [("router.planner.ttft_s", self.ttft_s), ("router.planner.itl_s", self.itl_s)];
+        keys.into_iter().filter_map(|(key, seconds)| Problem::unless_within(key, seconds, TARGET_SECONDS)).collect()
     }
 }
 

@@ -6,6 +6,7 @@ use crate::cost::{Cost, Prompt};
 use crate::index::Held;
 use crate::load::Standing;
 use crate::pace::Pace;
+use crate::problem::Problem;
 use serde::de::value::MapAccessDeserializer;
 use serde::de::{self, Deserialize, Deserializer, MapAccess, Visitor};
 use serde::ser::{Serialize, Serializer};
@@ -139,21 +140,38 @@ impl Policy {
         }
     }
 
-    /// What is wrong with it, naming the key below `key`.
-    pub(crate) fn check(&self, key: &str) -> Result<(), String> {
-        let Self::Composed(Composition { filter, score, .. }) = self else { return Ok(()) };
+    /// All that is wrong with it, naming the keys below `key`.
+    pub(crate) fn check(&self, key: &str) -> Vec<Problem> {
+        let Self::Composed(Composition { filter, score, .. }) = self else { return Vec::new() };
+        let (filters, scores) = (format!("{key}.filter"), format!("{key}.score"));
+        let mut problems = Vec::new();
         if score.is_empty() {
-            return Err(format!("{key}.score: at least one term, like {{ term = \"queue\" }}"));
+            problems.push(Problem::new(&scores, "expected at least one term, like { term = \"queue\" }"));
         }
         if filter.len() > FILTERS_MAX {
-            return Err(format!("{key}.filter: {} are more than {FILTERS_MAX}", filter.len()));
+            problems.push(Problem::new(&filters, format!("expected at most {FILTERS_MAX}")));
         }
-        if let Some(Score { term, weight }) = score.iter().find(|score| !score.weight.is_finite()) {
-            return Err(format!("{key}.score: weight {weight} of {term:?} is not a number"));
+        if let Some(Score { term, .. }) = score.iter().find(|score| !WEIGHTS.contains(&score.weight)) {
+            let (least, most) = (WEIGHTS.start(), WEIGHTS.end());
+            problems.push(Problem::new(
+                &scores,
+                format!("the weight of {term:?} is not a number between {least} and {most}"),
+            ));
         }
-        Ok(())
+        let impossible = |filter: &Filter| match filter {
+            Filter::QueueBelow(seconds) => !(seconds.is_finite() && *seconds > 0.0),
+            Filter::SequencesBelow(sequences) => *sequences == 0,
+            Filter::Fits | Filter::Cached => false,
+        };
+        if filter.iter().any(impossible) {
+            problems.push(Problem::new(&filters, "`queue_below` and `sequences_below` expect a number above 0"));
+        }
+        problems
     }
 }
+
+/// Beyond these, every other term of a sum vanishes. A weight below 0 turns a term round.
+const WEIGHTS: std::ops::RangeInclusive<f64> = -1e6..=1e6;
 
 /// As many as the bits in which a worker's passes are noted.
 const FILTERS_MAX: usize = 32;
@@ -297,7 +315,7 @@ mod tests {
             assert!(error.contains(known), "`{known}` is not in: {error}");
         }
         let empty = read("policy = { score = [] }").unwrap();
-        assert!(empty.check("router.policy").unwrap_err().starts_with("router.policy.score"));
+        assert_eq!(empty.check("router.policy")[0].key, "router.policy.score");
     }
 
     #[test]

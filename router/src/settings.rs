@@ -4,6 +4,7 @@ use crate::admission::settings::Settings as Admission;
 use crate::index::Index;
 use crate::planner;
 use crate::policy::Policy;
+use crate::problem::Problem;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -97,6 +98,11 @@ pub(crate) struct Tuning {
     pub(crate) cache_bias: f64,
 }
 
+/// Weights beyond this make every other term of a sum of costs vanish.
+const WEIGHTS: std::ops::RangeInclusive<f64> = 0.0..=1e6;
+/// A pebibyte: more than any machine has.
+const INDEX_BYTES_MAX: u64 = 1 << 50;
+
 /// Settings that were checked, worked out for every model that they name.
 #[derive(Debug)]
 pub(crate) struct Rules {
@@ -150,30 +156,29 @@ impl Preset {
 }
 
 impl Settings {
-    /// What is wrong with the values, naming the key.
-    pub fn check(&self) -> Result<(), String> {
+    /// All that is wrong with the values.
+    pub fn check(&self) -> Vec<Problem> {
         let weights = |key: &str, weights: [(&str, Option<f64>); 2]| {
-            let wrong = |weight: f64| !weight.is_finite() || weight < 0.0;
-            match weights.iter().find_map(|(name, weight)| Some((name, weight.filter(|weight| wrong(*weight))?))) {
-                Some((name, weight)) => Err(format!("{key}.{name}: {weight} is not a number of at least 0")),
-                None => Ok(()),
-            }
+            let of = |(name, weight): (&str, Option<f64>)| {
+                Problem::unless_within(&format!("{key}.{name}"), weight?, WEIGHTS)
+            };
+            weights.into_iter().filter_map(of).collect::<Vec<_>>()
         };
         let Self { decode_weight, cache_bias, .. } = self;
-        weights("router", [("decode_weight", Some(*decode_weight)), ("cache_bias", Some(*cache_bias))])?;
-        if self.index_bytes < Index::BUDGET_LEAST as u64 {
-            return Err(format!("router.index_bytes: {} is less than {}", self.index_bytes, Index::BUDGET_LEAST));
-        }
-        self.planner.check()?;
-        self.admission.check()?;
-        self.policy.check("router.policy")?;
+        let mut problems =
+            weights("router", [("decode_weight", Some(*decode_weight)), ("cache_bias", Some(*cache_bias))]);
+        let index_bytes = Index::BUDGET_LEAST as u64..=INDEX_BYTES_MAX;
+        problems.extend(Problem::unless_within("router.index_bytes", self.index_bytes, index_bytes));
+        problems.extend(self.planner.check());
+        problems.extend(self.admission.check());
+        problems.extend(self.policy.check("router.policy"));
         for (model, overrides) in &self.models {
             let Overrides { decode_weight, cache_bias, policy, .. } = overrides;
             let key = format!("router.models.{model}");
-            weights(&key, [("decode_weight", *decode_weight), ("cache_bias", *cache_bias)])?;
-            policy.as_ref().map_or(Ok(()), |policy| policy.check(&format!("{key}.policy")))?;
+            problems.extend(weights(&key, [("decode_weight", *decode_weight), ("cache_bias", *cache_bias)]));
+            problems.extend(policy.iter().flat_map(|policy| policy.check(&format!("{key}.policy"))));
         }
-        Ok(())
+        problems
     }
 
     /// The same with one policy, whichever model is asked for.
@@ -193,7 +198,9 @@ impl Settings {
 impl Rules {
     /// Checks settings as a whole, and works them out.
     pub(crate) fn new(settings: Settings) -> Result<Self, String> {
-        settings.check()?;
+        if let Some(problem) = settings.check().first() {
+            return Err(problem.to_string());
+        }
         Ok(Self::of_sound(settings))
     }
 
@@ -235,12 +242,17 @@ mod tests {
         for (text, key) in [
             ("decode_weight = nan", "router.decode_weight"),
             ("cache_bias = -1", "router.cache_bias"),
+            ("cache_bias = 1e300", "router.cache_bias"),
             ("index_bytes = 1000", "router.index_bytes"),
             ("[models.small]\ndecode_weight = inf", "router.models.small.decode_weight"),
             ("[models.small]\npolicy = { score = [] }", "router.models.small.policy.score"),
+            ("policy = { score = [{ term = 'queue', weight = nan }] }", "router.policy.score"),
+            ("policy = { filter = [{ queue_below = -1 }], score = [{ term = 'queue' }] }", "router.policy.filter"),
+            ("[planner]\nttft_s = 1e300", "router.planner.ttft_s"),
+            ("[admission.tenants.a]\nrunning_tokens_max = 0", "router.admission.tenants.a.running_tokens_max"),
         ] {
-            let error = toml::from_str::<Settings>(text).unwrap().check().unwrap_err();
-            assert!(error.starts_with(key), "{error}");
+            let problems = toml::from_str::<Settings>(text).unwrap().check();
+            assert!(problems.len() == 1 && problems[0].key == key, "{text}: {problems:?}");
         }
     }
 

@@ -1,12 +1,13 @@
-//! The one loader: gathers the layers, merges them, and says what is wrong with whom.
+//! The one loader: gathers the layers, merges them, and reports all that is wrong, with its origin.
 
-use super::{Config, Encryption, Origins, Secret, defaults};
+use super::file::File;
+use super::{Config, Encryption, Error, Errors, Origins, Secret, suggest};
 use figment::error::Kind;
-use figment::value::{Dict, Map, Value};
+use figment::value::{Dict, Map, Num, Value};
 use figment::{Figment, Metadata, Profile, Provider};
 use kvbm::crypt::KeySource;
 use kvbm::object::Credentials;
-use router::Preset;
+use router::{Preset, Problem};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
@@ -30,55 +31,6 @@ pub struct Flag {
     name: String,
     key: String,
     value: Value,
-}
-
-/// The configuration cannot be used.
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    /// The file is not there or cannot be read.
-    #[error("configuration file {}: {error}", .path.display())]
-    File {
-        /// Which.
-        path: PathBuf,
-        /// Why.
-        error: std::io::Error,
-    },
-    /// The file is not TOML.
-    #[error("configuration file {}: {error}", .path.display())]
-    Syntax {
-        /// Which.
-        path: PathBuf,
-        /// Where and why.
-        error: Box<toml::de::Error>,
-    },
-    /// Nobody knows the key.
-    #[error("unknown key `{key}` ({origin}){}", suggest(.meant.as_deref()))]
-    UnknownKey {
-        /// As it was written.
-        key: String,
-        /// Who said it.
-        origin: String,
-        /// The known key that looks most like it.
-        meant: Option<String>,
-    },
-    /// The key is known, the value is not possible.
-    #[error("{key} = {value} ({origin}): {problem}")]
-    Value {
-        /// The key.
-        key: String,
-        /// The value as it was written.
-        value: String,
-        /// Who said it.
-        origin: String,
-        /// What would be right.
-        problem: String,
-    },
-    /// Values that do not go together, or are out of range; the text names the key.
-    #[error("{0}")]
-    Check(String),
-    /// There is no folder to keep models and blocks in.
-    #[error("neither HOME nor XDG_CACHE_HOME is set; say where models and blocks may be kept: --data-dir DIR")]
-    NoCache,
 }
 
 impl Sources {
@@ -122,11 +74,25 @@ impl FromStr for Flag {
 
 impl Config {
     /// Merges the sources into one configuration.
-    pub fn load(sources: &Sources) -> Result<(Self, Origins), Error> {
-        // Without a cache folder, somebody must name the data folder; an empty path marks that nobody did.
+    pub fn load(sources: &Sources) -> Result<(Self, Origins), Errors> {
+        Self::load_for(sources, Use::Tools)
+    }
+
+    /// The same, with all that `serve` asks for beyond: what is said of models and tenants must concern some that there are.
+    pub fn load_to_serve(sources: &Sources) -> Result<(Self, Origins), Errors> {
+        Self::load_for(sources, Use::Serve)
+    }
+
+    fn load_for(sources: &Sources, wanted: Use) -> Result<(Self, Origins), Errors> {
+        // Without a cache folder the data folder has to be named; an empty path marks that it was not.
         let cache = sources.cache();
         let defaults = Self::with_cache(cache.as_deref().unwrap_or(Path::new("")));
-        let mut layers: Vec<Layer> = sources.file.as_deref().map(Layer::file).transpose()?.into_iter().collect();
+        let (file, mut errors) = match sources.file.as_deref().map(File::read).transpose() {
+            Ok(file) => (file, Vec::new()),
+            // What the file says is unknown, and flags may complement it.
+            Err(errors) => return Err(Errors(errors)),
+        };
+        let mut layers: Vec<Layer> = file.iter().map(Layer::file).collect();
         for (name, value) in &sources.environment {
             if let Some(key) = name.strip_prefix(PREFIX).filter(|key| !injected(key)) {
                 let key = key.to_lowercase().replace("__", ".");
@@ -135,27 +101,110 @@ impl Config {
         }
         let flags = sources.flags.iter().map(|Flag { name, key, value }| Layer::one(name, key, value.clone()));
         layers.extend(flags);
-        let known = Layer::of("default", Value::serialize(&defaults).expect("the defaults are plain"));
-        let merged = layers.iter().fold(Figment::from(known).merge(Layer::preset(&layers)), Figment::merge);
-        let mut config: Self = merged.extract().map_err(|error| explain(&merged, &error))?;
+        let (mut config, merged) = extract(&defaults, layers, file, &mut errors)?;
         if cache.is_none() && config.data_dir == defaults.data_dir {
-            return Err(Error::NoCache);
+            errors.push(Error::NoCache);
         }
         let variables = sources.environment.iter().map(|(name, value)| (name.as_str(), value.as_str()));
         config.credentials = Credentials::from_environment(variables);
         if let Some(Encryption { keys: KeySource::Env(name) }) = &config.tiers.encryption {
             config.master_keys = sources.variable(name).map(|keys| Secret(keys.to_owned()));
         }
-        for (key, value) in config.counts() {
-            if value == 0 {
-                let (origin, problem) = (told(&merged, key).1, "expected at least 1".into());
-                return Err(Error::Value { key: key.into(), value: "0".into(), origin, problem });
-            }
+        let serving = if wanted == Use::Serve { config.problems_of_serving() } else { Vec::new() };
+        errors.extend(config.problems().into_iter().chain(serving).map(|wrong| attribute(&merged, wrong)));
+        if !errors.is_empty() {
+            return Err(Errors(errors));
         }
-        config.router.check().map_err(|wrong| attribute(&merged, wrong))?;
-        config.frontend.check().map_err(|wrong| attribute(&merged, wrong))?;
         let origins = Origins::new(&config, &merged);
         Ok((config, origins))
+    }
+}
+
+/// What a configuration is read for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Use {
+    /// Commands that look at a part of it.
+    Tools,
+    /// `serve`, and `serve --print-config`.
+    Serve,
+}
+
+/// All layers over the defaults, and the file that one of them came from.
+pub(super) struct Merged {
+    figment: Figment,
+    file: Option<File>,
+}
+
+impl Merged {
+    fn of(defaults: &Config, layers: &[Layer], file: Option<File>) -> Self {
+        let known = Layer::of("default", Value::serialize(defaults).expect("the defaults are plain"));
+        let figment = layers.iter().fold(Figment::from(known).merge(Layer::preset(layers)), Figment::merge);
+        Self { figment, file }
+    }
+
+    /// The value of a key, also of one within a list, and its origin, or that of what it would lie in. An origin in the file has
+    /// the line.
+    pub(super) fn told(&self, key: &str) -> (Option<Value>, String) {
+        let steps: Vec<&str> = key.split('.').collect();
+        let whole = self.figment.find_value(steps[0]).ok();
+        let value_at = |len: usize| reach(whole.as_ref()?, &steps[1..len]);
+        let origin_at = |len: usize| self.figment.get_metadata(value_at(len)?.tag()).map(|data| data.name.to_string());
+        let origin = (1..=steps.len()).rev().find_map(origin_at).unwrap_or_else(|| "?".into());
+        let file = self.file.as_ref().filter(|file| file.name() == origin);
+        (value_at(steps.len()).cloned(), file.map_or(origin, |file| file.origin(key)))
+    }
+}
+
+/// Reads the merged layers. What is wrong is noted, taken out, and the rest read again, until there is a configuration: so all
+/// errors are found, not the first only.
+fn extract(
+    defaults: &Config,
+    mut layers: Vec<Layer>,
+    mut file: Option<File>,
+    errors: &mut Vec<Error>,
+) -> Result<(Config, Merged), Errors> {
+    let mut removed: Vec<Vec<String>> = Vec::new();
+    loop {
+        let merged = Merged::of(defaults, &layers, file);
+        let error = match merged.figment.extract::<Config>() {
+            Ok(config) => return Ok((config, merged)),
+            Err(error) => error,
+        };
+        // What misses something that was taken out has been reported already.
+        if !removed.iter().any(|path| path.starts_with(&error.path)) {
+            errors.push(explain(&merged, &error));
+        }
+        let lens = (1..=error.path.len()).rev();
+        let taken = lens.map(|len| &error.path[..len]).find(|path| {
+            let taken = layers.iter_mut().map(|layer| take_out(&mut layer.values, path));
+            taken.fold(false, |any, taken| any | taken)
+        });
+        let Some(path) = taken else { return Err(Errors(std::mem::take(errors))) };
+        removed.push(path.to_vec());
+        file = merged.file;
+    }
+}
+
+/// Takes out what stands at the end of a path, if that is an entry of a table.
+fn take_out(entries: &mut Dict, path: &[String]) -> bool {
+    let (first, rest) = path.split_first().expect("a path has a step");
+    if rest.is_empty() {
+        return entries.remove(first).is_some();
+    }
+    match entries.get_mut(first) {
+        Some(value) => take_out_of(value, rest),
+        None => false,
+    }
+}
+
+fn take_out_of(value: &mut Value, path: &[String]) -> bool {
+    match value {
+        Value::Dict(_, entries) => take_out(entries, path),
+        Value::Array(_, list) => {
+            let element = path[0].parse::<usize>().ok().and_then(|at| list.get_mut(at));
+            element.is_some_and(|element| path.len() > 1 && take_out_of(element, &path[1..]))
+        }
+        _ => false,
     }
 }
 
@@ -170,12 +219,8 @@ impl Layer {
         Self { origin: origin.into(), values: values.into_dict().unwrap_or_default() }
     }
 
-    fn file(path: &Path) -> Result<Self, Error> {
-        let text = std::fs::read_to_string(path).map_err(|error| Error::File { path: path.into(), error })?;
-        let syntax = |error| Error::Syntax { path: path.into(), error: Box::new(error) };
-        let table: toml::Table = toml::from_str(&text).map_err(syntax)?;
-        let values = Value::serialize(table).expect("a table of TOML is plain");
-        Ok(Self::of(&path.display().to_string(), values))
+    fn file(file: &File) -> Self {
+        Self::of(&file.name(), Value::serialize(&file.table).expect("a table of TOML is plain"))
     }
 
     /// What the preset says that the strongest of the layers names. One that nobody knows is reported as a wrong value.
@@ -222,14 +267,14 @@ fn injected(key: &str) -> bool {
 }
 
 /// Turns what serde says into what helps.
-fn explain(merged: &Figment, error: &figment::Error) -> Error {
+fn explain(merged: &Merged, error: &figment::Error) -> Error {
     let path = error.path.join(".");
-    if let Kind::UnknownField(field, _) = &error.kind {
+    if let Kind::UnknownField(field, siblings) = &error.kind {
         let key = if path.is_empty() { field.clone() } else { path };
-        let meant = nearest(&key);
-        return Error::UnknownKey { origin: told(merged, &key).1, key, meant };
+        let meant = suggest::meant(&key, siblings);
+        return Error::UnknownKey { origin: merged.told(&key).1, key, meant };
     }
-    let (value, origin) = told(merged, &path);
+    let (value, origin) = merged.told(&path);
     let value = value.map_or_else(|| "?".into(), |value| shown(&value));
     let problem = match &error.kind {
         Kind::Message(problem) => problem.clone(),
@@ -237,30 +282,18 @@ fn explain(merged: &Figment, error: &figment::Error) -> Error {
             format!("expected {expected}")
         }
         Kind::UnknownVariant(_, known) => format!("expected one of {}", quoted(known)),
+        Kind::MissingField(field) => format!("`{field}` is required here"),
         other => other.to_string(),
     };
     Error::Value { origin, key: path, value, problem }
 }
 
-/// Says of a value that was checked, `key: problem`, what it is and who said it.
-fn attribute(merged: &Figment, wrong: String) -> Error {
-    let named = wrong.split_once(": ").map(|(key, problem)| (key, problem, told(merged, key)));
-    match named {
-        Some((key, problem, (Some(value), origin))) => {
-            Error::Value { key: key.into(), value: shown(&value), origin, problem: problem.into() }
-        }
-        _ => Error::Check(wrong),
+/// Says of a value that was checked what it is and where it came from.
+fn attribute(merged: &Merged, Problem { key, problem }: Problem) -> Error {
+    match merged.told(&key) {
+        (Some(value), origin) => Error::Value { value: shown(&value), origin, key, problem },
+        (None, _) => Error::Check(format!("{key}: {problem}")),
     }
-}
-
-/// The value of a key, also of one within a list, and who said it, or what it would lie in.
-pub(super) fn told(merged: &Figment, key: &str) -> (Option<Value>, String) {
-    let steps: Vec<&str> = key.split('.').collect();
-    let whole = merged.find_value(steps[0]).ok();
-    let value_at = |len: usize| reach(whole.as_ref()?, &steps[1..len]);
-    let origin_at = |len: usize| merged.get_metadata(value_at(len)?.tag()).map(|data| data.name.to_string());
-    let origin = (1..=steps.len()).rev().find_map(origin_at).unwrap_or_else(|| "?".into());
-    (value_at(steps.len()).cloned(), origin)
 }
 
 /// The value that some steps lead to. A name may have dots in it, as those of models do.
@@ -276,41 +309,15 @@ fn reach<'a>(value: &'a Value, steps: &[&str]) -> Option<&'a Value> {
 }
 
 fn shown(value: &Value) -> String {
+    // JSON has no words for these.
+    if let Value::Num(_, Num::F64(number)) = value
+        && !number.is_finite()
+    {
+        return number.to_string().to_lowercase();
+    }
     serde_json::to_string(value).unwrap_or_else(|_| "?".into())
 }
 
 fn quoted(words: &[&str]) -> String {
     words.iter().map(|word| format!("`{word}`")).collect::<Vec<_>>().join(", ")
-}
-
-fn suggest(meant: Option<&str>) -> String {
-    let see = "`blockyard serve --print-config` lists all keys";
-    meant.map_or_else(|| format!("; {see}"), |key| format!("; did you mean `{key}`? {see}"))
-}
-
-/// The known key that a typing error may have been meant for: one of the same last word, else the one a few letters away.
-fn nearest(key: &str) -> Option<String> {
-    let last = |key: &str| key.rsplit('.').next().map(str::to_owned);
-    let distance = |candidate: &String| {
-        let whole = edits(key, candidate);
-        if last(key) == last(candidate) { whole.min(1) } else { whole }
-    };
-    let (found, candidate) = defaults().into_iter().map(|(candidate, _)| (distance(&candidate), candidate)).min()?;
-    (found * 3 <= key.len().max(3)).then_some(candidate)
-}
-
-/// Levenshtein's distance.
-fn edits(from: &str, to: &str) -> usize {
-    let to: Vec<char> = to.chars().collect();
-    let mut row: Vec<usize> = (0..=to.len()).collect();
-    for (i, a) in from.chars().enumerate() {
-        let mut diagonal = row[0];
-        row[0] = i + 1;
-        for (j, b) in to.iter().enumerate() {
-            let replaced = diagonal + usize::from(a != *b);
-            diagonal = row[j + 1];
-            row[j + 1] = replaced.min(row[j] + 1).min(diagonal + 1);
-        }
-    }
-    row[to.len()]
 }

@@ -1,15 +1,14 @@
 //! The outcome, key by key, with where each value came from.
 
-use super::load::told;
+use super::load::Merged;
 use super::{Config, Origins};
-use figment::Figment;
 use serde_json::{Map, Value};
 use std::collections::{BTreeMap, BTreeSet};
 
 impl Origins {
     /// Of all that a configuration says, as those who said it were merged.
-    pub(super) fn new(config: &Config, merged: &Figment) -> Self {
-        let of = |key: &str| match told(merged, key) {
+    pub(super) fn new(config: &Config, merged: &Merged) -> Self {
+        let of = |key: &str| match merged.told(key) {
             (Some(_), origin) => Some(origin),
             (None, _) => None,
         };

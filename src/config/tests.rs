@@ -63,7 +63,7 @@ fn flags_beat_the_environment_which_beats_the_file_which_beats_the_defaults() {
     let origin = |key| origins.of(key);
     assert_eq!(origin("listen"), "--listen");
     assert_eq!(origin("tiers.g2"), "environment BLOCKYARD_TIERS__G2");
-    assert_eq!(origin("tiers.g3"), file.path().display().to_string());
+    assert_eq!(origin("tiers.g3"), format!("{}:5", file.path().display()));
     assert_eq!(origin("tiers.g1"), "default");
     assert_eq!(origin("router.policy"), "--set router.policy=round-robin");
 }
@@ -80,7 +80,7 @@ fn a_wrong_value_is_named_with_its_key_its_origin_and_what_would_be_right() {
         ("listen=localhost", &["listen", "127.0.0.1:8000"]),
         ("drain=30", &["drain = 30", "30s"]),
         ("tiers=4", &["tiers = 4"]),
-        ("engine.prefill_chunk=0", &["engine.prefill_chunk = 0", "at least 1"]),
+        ("engine.prefill_chunk=0", &["engine.prefill_chunk = 0", "between 1 and"]),
         ("threads=0", &["threads = 0", "auto"]),
         (
             "router.policy={score=[{term=queue},{term=speed}]}",
@@ -88,7 +88,7 @@ fn a_wrong_value_is_named_with_its_key_its_origin_and_what_would_be_right() {
         ),
         (
             "router.decode_weight=-1",
-            &["router.decode_weight = -1 (--set router.decode_weight=-1)", "a number of at least 0"],
+            &["router.decode_weight = -1 (--set router.decode_weight=-1)", "a number between 0 and 1000000"],
         ),
         ("router.planner.ttft_s=0", &["router.planner.ttft_s = 0 (--set router.planner.ttft_s=0)"]),
         ("router.models.small.cache_bias=-1", &["router.models.small.cache_bias = -1 (--set router.models"]),
@@ -227,7 +227,7 @@ fn a_preset_sets_what_nobody_else_does_and_is_named_as_the_origin() {
     let cache = router::Preset::Cache.settings();
     assert_eq!((config.router.decode_weight, config.router.cache_bias), (cache.decode_weight, 5.0));
     assert_eq!(origins.of("router.decode_weight"), "preset cache");
-    assert_eq!(origins.of("router.cache_bias"), file.path().display().to_string());
+    assert_eq!(origins.of("router.cache_bias"), format!("{}:3", file.path().display()));
     assert_eq!(origins.of("router.seed"), "default");
     // A flag's preset beats the file's, and the file's own keys beat every preset.
     let (config, origins) = load(&Sources { flags: vec![set("router.preset=latency")], ..sources.clone() }).unwrap();
@@ -269,10 +269,164 @@ fn a_model_whose_name_has_a_dot_is_shown_and_told_of_like_any_other() {
     };
     let right = said("0.5");
     let (config, origins) = load(&read(&right)).unwrap();
-    assert_eq!(origins.of("router.models.llama-3.1.cache_bias"), right.path().display().to_string());
+    assert_eq!(origins.of("router.models.llama-3.1.cache_bias"), format!("{}:2", right.path().display()));
     let printed = as_toml(&config, &origins);
     assert!(printed.contains("[router.models.\"llama-3.1\"]"), "{printed}");
     assert_eq!(load(&read(&file(&printed))).unwrap().0, config);
     let error = error_of(&read(&said("-1")));
     assert!(error.contains("router.models.llama-3.1.cache_bias = -1 ("), "{error}");
+}
+
+/// What `serve` says of a file.
+fn refused_to_serve(text: &str) -> String {
+    let file = file(text);
+    let sources = Sources { file: Some(file.path().into()), environment: environment(&[]), flags: vec![] };
+    let errors = Config::load_to_serve(&sources).err().expect("the configuration is wrong").to_string();
+    errors.replace(&file.path().display().to_string(), "FILE")
+}
+
+#[test]
+fn all_errors_come_at_once_each_with_its_line() {
+    let text = "\
+port = 9000
+model = 'tiny'
+
+[tier]
+g1 = '1GiB'
+
+[tiers]
+g2 = 'lots'
+quotas = [{ tenant = 'a', g1 = 'much' }, { tenant = 'b', g5 = '1GiB' }]
+
+[router]
+policy = 'robin'
+decode_weight = nan
+planer = { mode = 'off' }
+
+[router.admission.tenants.blue]
+wieght = 2
+running_tokens_max = 0
+
+[router.models.\"gpt-4.1\"]
+cache_bias = -1
+";
+    let errors = refused_to_serve(text);
+    let wanted = [
+        "unknown key `port` (FILE:1); did you mean `listen`?",
+        "unknown key `tier` (FILE:4); did you mean `tiers`?",
+        "tiers.g2 = \"lots\" (FILE:8): expected a size",
+        "tiers.quotas.0.g1 = \"much\" (FILE:9): expected a size",
+        "unknown key `tiers.quotas.1.g5` (FILE:9); did you mean `tiers.quotas.1.g",
+        "router.policy = \"robin\" (FILE:12): expected one of",
+        "router.decode_weight = nan (FILE:13): expected a number",
+        "unknown key `router.planer` (FILE:14); did you mean `router.planner`?",
+        "unknown key `router.admission.tenants.blue.wieght` (FILE:17); did you mean `router.admission.tenants.blue.weight`?",
+        "router.admission.tenants.blue.running_tokens_max = 0 (FILE:18): expected at least 1",
+        "router.models.gpt-4.1.cache_bias = -1 (FILE:21): expected a number",
+        "no such model is served; the one that is is called `tiny`",
+        "frontend.tenant_header",
+    ];
+    for wanted in wanted {
+        assert!(errors.contains(wanted), "`{wanted}` is not in:\n{errors}");
+    }
+    assert!(errors.starts_with("the configuration has 13 errors:\n"), "{errors}");
+}
+
+#[test]
+fn all_syntax_errors_of_a_file_are_named_with_their_lines() {
+    let errors = refused_to_serve("model = \n[tiers]\ng1 = '1GiB'\ng1 = '2GiB'\nlisten 8000\n");
+    for line in ["FILE, line 1", "FILE, line 4", "FILE, line 5"] {
+        assert!(errors.contains(line), "{line} is not in:\n{errors}");
+    }
+}
+
+#[test]
+fn a_value_in_a_list_that_misses_a_field_is_reported_once() {
+    let errors = refused_to_serve("[tiers]\npod = { path = '/mnt', age_max = '5 apples' }\n");
+    let lines: Vec<&str> = errors.lines().collect();
+    assert!(errors.contains("tiers.pod.age_max") && errors.contains("`budget` is required"), "{errors}");
+    assert_eq!(lines.len(), 3, "{errors}");
+}
+
+/// Numeric keys that may be zero, and why.
+const MAY_BE_ZERO: [&str; 7] = [
+    "drain",                               // ends at once
+    "router.decode_weight",                // looks at the first token only
+    "router.cache_bias",                   // the default
+    "router.seed",                         // any number is a seed
+    "router.admission.waiting_tokens_max", // nothing waits
+    "router.admission.wait_seconds_max",   // nothing waits
+    "listen",                              // port 0: the system chooses
+];
+
+#[test]
+fn every_numeric_key_refuses_what_is_no_number_for_it() {
+    let refuses = |key: &str, value: &str| {
+        let (table, name) = key.rsplit_once('.').map_or((String::new(), key), |(t, name)| (format!("[{t}]\n"), name));
+        let file = file(&format!("{table}{name} = {value}\n"));
+        let sources = Sources { file: Some(file.path().into()), environment: environment(&[]), flags: vec![] };
+        Config::load_to_serve(&sources).is_err()
+    };
+    let mut checked = 0;
+    for (key, default) in defaults() {
+        let Some(default) = default else { continue };
+        let text = default.trim_matches('"');
+        let unit = if text.parse::<f64>().is_ok() {
+            ""
+        } else if text.parse::<Span>().is_ok() {
+            "s"
+        } else if text.parse::<ByteSize>().is_ok() {
+            "GiB"
+        } else {
+            continue;
+        };
+        let quoted = |number: &str| if unit.is_empty() { number.to_owned() } else { format!("'{number}{unit}'") };
+        for number in ["-1", "nan", "inf", "-inf", "1e300"] {
+            assert!(refuses(&key, &quoted(number)), "{key} = {}", quoted(number));
+        }
+        let zero = if default.contains('.') && unit.is_empty() { "0.0" } else { "0" };
+        assert_eq!(refuses(&key, &quoted(zero)), !MAY_BE_ZERO.contains(&key.as_str()), "{key} = {}", quoted(zero));
+        checked += 1;
+    }
+    assert!(checked > 15, "only {checked} keys were found to be numeric");
+}
+
+#[test]
+fn optional_numbers_refuse_zero_and_absurd_values() {
+    for text in [
+        "[shared_store]\nbudget = '0'",
+        "[shared_store]\nage_max = '0s'",
+        "[tiers]\ng2 = -1",
+        "[tiers]\ng3 = 1e300",
+        "[tiers]\ng2 = nan",
+        "[tiers]\npod = { path = '/mnt', budget = '0' }",
+        "[tiers]\npod = { path = '/mnt', budget = '1GiB', age_max = '0s' }",
+        "[tiers]\nquotas = [{ tenant = 'a', weight = 0.0 }]",
+        "[tiers]\nquotas = [{ tenant = 'a', weight = 1e300 }]",
+        "[router]\npolicy = { score = [{ term = 'queue', weight = nan }] }",
+        "[router]\npolicy = { filter = [{ queue_below = inf }], score = [{ term = 'queue' }] }",
+        "[router.admission.tenants.\"*\"]\nrunning_tokens_max = 0",
+        "[router.admission.tenants.\"*\"]\nweight = nan",
+        "[router.models.small]\ncache_bias = 1e300",
+        "threads = 100000000",
+    ] {
+        let _ = refused_to_serve(text);
+    }
+}
+
+#[test]
+fn what_serve_refuses_of_models_tenants_and_ports_is_named() {
+    for (text, wanted) in [
+        ("[router.models.small2]\npreset = 'cache'", "router.models.small2"),
+        ("[router.admission.tenants.blue]\nweight = 2", "frontend.tenant_header"),
+        ("[tiers]\ng1 = 'off'", "tiers.g1"),
+        ("listen = 9000\n[admin]\nlisten = '127.0.0.1:9000'", "admin.listen"),
+        ("[log]\nfilter = 'a=b=c'", "log.filter"),
+    ] {
+        let errors = refused_to_serve(text);
+        assert!(errors.contains(wanted), "{text}: {errors}");
+    }
+    let served = file("model = 'models/llama-3.1'\n[router.models.\"llama-3.1\"]\npreset = 'cache'\n");
+    let sources = Sources { file: Some(served.path().into()), environment: environment(&[]), flags: vec![] };
+    assert!(Config::load_to_serve(&sources).is_ok(), "the folder's name is the model's");
 }

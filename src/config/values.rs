@@ -252,6 +252,9 @@ impl Workers {
 }
 
 impl Threads {
+    /// More than any machine runs at the same time; each takes a stack.
+    const MAX: usize = 4096;
+
     /// The number, on a machine that runs `here` at the same time.
     pub fn on(self, here: usize) -> usize {
         match self {
@@ -274,9 +277,10 @@ impl FromStr for Threads {
     type Err = Invalid;
 
     fn from_str(text: &str) -> Result<Self, Invalid> {
-        let count = || Some(Self::Count(text.trim().parse().ok()?));
+        let count =
+            || Some(Self::Count(text.trim().parse().ok().filter(|count: &NonZero<usize>| count.get() <= Self::MAX)?));
         let threads = if text.trim() == "auto" { Some(Self::Auto) } else { count() };
-        threads.ok_or_else(|| Invalid("expected a number of threads, or `auto`".into()))
+        threads.ok_or_else(|| Invalid(format!("expected a number of threads, at most {}, or `auto`", Self::MAX)))
     }
 }
 

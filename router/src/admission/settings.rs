@@ -1,5 +1,6 @@
 //! The `[router.admission]` section of the configuration.
 
+use crate::problem::Problem;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -52,18 +53,21 @@ impl Settings {
         self.tenants.get(name).or_else(|| self.tenants.get(EVERYBODY_ELSE)).unwrap_or(&UNNAMED)
     }
 
-    /// What is wrong with the values, naming the key.
-    pub(crate) fn check(&self) -> Result<(), String> {
+    /// All that is wrong with the values.
+    pub(crate) fn check(&self) -> Vec<Problem> {
         let Self { wait_seconds_max, tenants, .. } = self;
-        if !(0.0..=86_400.0).contains(wait_seconds_max) {
-            return Err(format!("router.admission.wait_seconds_max: {wait_seconds_max} is not between 0 and 86400"));
-        }
-        for (name, Tenant { weight, .. }) in tenants {
-            if !(0.001..=1000.0).contains(weight) {
-                return Err(format!("router.admission.tenants.{name}.weight: {weight} is not between 0.001 and 1000"));
+        let mut problems = Vec::new();
+        let wait = Problem::unless_within("router.admission.wait_seconds_max", *wait_seconds_max, 0.0..=86_400.0);
+        problems.extend(wait);
+        for (name, Tenant { weight, running_tokens_max, .. }) in tenants {
+            let key = |key: &str| format!("router.admission.tenants.{name}.{key}");
+            problems.extend(Problem::unless_within(&key("weight"), *weight, 0.001..=1000.0));
+            if *running_tokens_max == Some(0) {
+                let problem = "expected at least 1: with 0 none of its requests could ever run";
+                problems.push(Problem::new(key("running_tokens_max"), problem));
             }
         }
-        Ok(())
+        problems
     }
 }
 
@@ -75,7 +79,7 @@ mod tests {
     fn a_tenant_has_what_is_said_of_it_or_of_everybody_else() {
         let text = "[tenants.blue]\nweight = 3\nrunning_tokens_max = 100\n[tenants.\"*\"]\nweight = 0.5";
         let settings: Settings = toml::from_str(text).unwrap();
-        assert_eq!(settings.check(), Ok(()));
+        assert_eq!(settings.check(), []);
         let blue = Tenant { weight: 3.0, running_tokens_max: Some(100), waiting_tokens_max: None };
         assert_eq!((settings.tenant("blue"), settings.tenant("red").weight), (&blue, 0.5));
         assert_eq!(Settings::default().tenant("red"), &Tenant::default());
@@ -84,8 +88,8 @@ mod tests {
     #[test]
     fn an_impossible_value_is_an_error_that_names_it() {
         let wrong: Settings = toml::from_str("[tenants.blue]\nweight = 0").unwrap();
-        assert!(wrong.check().unwrap_err().contains("router.admission.tenants.blue.weight"));
+        assert_eq!(wrong.check()[0].key, "router.admission.tenants.blue.weight");
         let wrong: Settings = toml::from_str("wait_seconds_max = -1").unwrap();
-        assert!(wrong.check().unwrap_err().contains("router.admission.wait_seconds_max"));
+        assert_eq!(wrong.check()[0].key, "router.admission.wait_seconds_max");
     }
 }

@@ -1,0 +1,130 @@
+//! The key that was meant by one that does not exist: a known key with a similar name, or the word that is used here for
+//! what other servers call differently.
+
+use super::defaults;
+
+/// Last words of keys that other servers have, and what is meant here. A key in backquotes; other text is shown as it is.
+const SYNONYMS: [(&[&str], &str); 19] = [
+    (&["port", "host", "bind", "address", "addr", "bind_address", "server"], "`listen`"),
+    (&["api_key", "api_keys", "auth", "token"], "there are no API keys: put a proxy that authenticates in front"),
+    (&["model_path", "model_dir", "model_name", "models_dir", "checkpoint", "weights"], "`model`"),
+    (&["served_model_name"], "a model is served under the name of its folder"),
+    (&["max_model_len", "context_length", "max_context"], "the context is what the model's config.json says"),
+    (&["gpu", "device", "hbm", "gpu_memory", "gpu_memory_utilization", "kv_cache_memory"], "`tiers.g1`"),
+    (&["ram", "dram", "cpu", "memory", "swap_space", "host_memory"], "`tiers.g2`"),
+    (&["ssd", "disk", "nvme"], "`tiers.g3`"),
+    (&["ssd_paths", "disk_paths", "paths"], "`tiers.g3_paths`"),
+    (&["g4", "s3", "bucket", "shared_dir", "shared_path"], "`shared`"),
+    (&["cache_dir", "data", "data_folder", "data_path"], "`data_dir`"),
+    (&["log_level", "level", "loglevel"], "`log.filter`"),
+    (&["max_num_seqs", "max_batch_size", "max_running_requests"], "`engine.sequences_max`"),
+    (&["max_num_batched_tokens", "chunked_prefill_size"], "`engine.prefill_chunk`"),
+    (&["max_queue_size", "max_waiting"], "`engine.waiting_max`"),
+    (&["max_body_size", "body_limit", "client_max_body_size"], "`frontend.body_bytes_max`"),
+    (&["tenants", "tenant"], "`router.admission.tenants`"),
+    (&["shutdown_timeout", "grace_period", "drain_timeout"], "`drain`"),
+    (&["num_workers", "replicas", "data_parallel_size"], "`workers`"),
+];
+
+/// What to say about an unknown key. `siblings` are the keys that would be right where it stands.
+pub(super) fn meant(key: &str, siblings: &[&str]) -> Option<String> {
+    let (parent, last) = key.rsplit_once('.').map_or(("", key), |(parent, last)| (parent, last));
+    let within = |name: &str| if parent.is_empty() { name.to_owned() } else { format!("{parent}.{name}") };
+    let close = siblings.iter().map(|name| (distance(last, name), *name)).min();
+    if let Some((_, name)) = close.filter(|(found, name)| is_slip(*found, last, name)) {
+        return Some(format!("did you mean `{}`?", within(name)));
+    }
+    if parent == "admin" && ["port", "host", "address", "bind"].contains(&last) {
+        return Some("did you mean `admin.listen`?".into());
+    }
+    let word = last.replace('-', "_").to_lowercase();
+    if let Some((_, meant)) = SYNONYMS.iter().find(|(words, _)| words.contains(&word.as_str())) {
+        return Some(if meant.starts_with('`') { format!("did you mean {meant}?") } else { (*meant).into() });
+    }
+    nearest(key, last).map(|key| format!("did you mean `{key}`?"))
+}
+
+/// The known key, or section, that looks most like it: one of the same last word, else one a few letters away.
+fn nearest(key: &str, last: &str) -> Option<String> {
+    let leaves = defaults().into_iter().map(|(key, _)| key);
+    let mut known: Vec<String> =
+        leaves.flat_map(|key| sections(&key).chain([key.clone()]).collect::<Vec<_>>()).collect();
+    known.sort_unstable();
+    known.dedup();
+    let scored = known.into_iter().map(|candidate| {
+        let word = candidate.rsplit('.').next().unwrap_or_default();
+        let whole = distance(key, &candidate);
+        (if word == last { whole.min(1) } else { whole }, candidate)
+    });
+    let (found, candidate) = scored.min()?;
+    (found * 3 <= key.len().max(3)).then_some(candidate)
+}
+
+/// What a key lies in: `router.planner.mode` lies in `router.planner` and `router`.
+fn sections(key: &str) -> impl Iterator<Item = String> {
+    key.match_indices('.').map(|(at, _)| key[..at].to_owned())
+}
+
+/// Whether two names are close enough that one may be a slip of the other: a few letters, or a word left out.
+fn is_slip(distance: usize, from: &str, to: &str) -> bool {
+    let word_missing = from.len() >= 4 && (to.starts_with(from) || to.ends_with(from) || from.starts_with(to));
+    distance * 3 <= from.len().max(3) || word_missing
+}
+
+/// Levenshtein's distance, in letters.
+fn distance(from: &str, to: &str) -> usize {
+    let to: Vec<char> = to.chars().collect();
+    let mut row: Vec<usize> = (0..=to.len()).collect();
+    for (i, a) in from.chars().enumerate() {
+        let mut diagonal = row[0];
+        row[0] = i + 1;
+        for (j, b) in to.iter().enumerate() {
+            let replaced = diagonal + usize::from(a != *b);
+            diagonal = row[j + 1];
+            row[j + 1] = replaced.min(row[j] + 1).min(diagonal + 1);
+        }
+    }
+    row[to.len()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_unknown_key_suggests_a_similar_or_synonymous_one() {
+        let top = ["model", "listen", "workers", "tiers", "router", "log"];
+        let tenant = ["weight", "running_tokens_max", "waiting_tokens_max"];
+        let cases: [(&str, &[&str], Option<&str>); 14] = [
+            ("tier", &top, Some("did you mean `tiers`?")),
+            ("port", &top, Some("did you mean `listen`?")),
+            ("modl", &top, Some("did you mean `model`?")),
+            ("server", &top, Some("did you mean `listen`?")),
+            ("server.port", &[], Some("did you mean `listen`?")),
+            ("admin.port", &["listen"], Some("did you mean `admin.listen`?")),
+            ("policy", &top, Some("did you mean `router.policy`?")),
+            ("router.polcy", &["policy", "preset"], Some("did you mean `router.policy`?")),
+            ("router.planer", &["planner"], Some("did you mean `router.planner`?")),
+            (
+                "router.admission.tenants.blue.wieght",
+                &tenant,
+                Some("did you mean `router.admission.tenants.blue.weight`?"),
+            ),
+            (
+                "router.admission.tenants.blue.running_tokens",
+                &tenant,
+                Some("did you mean `router.admission.tenants.blue.running_tokens_max`?"),
+            ),
+            ("tiers.ssd", &["g1", "g2", "g3"], Some("did you mean `tiers.g3`?")),
+            (
+                "frontend.api_key",
+                &["body_bytes_max"],
+                Some("there are no API keys: put a proxy that authenticates in front"),
+            ),
+            ("colour", &top, None),
+        ];
+        for (key, siblings, wanted) in cases {
+            assert_eq!(meant(key, siblings).as_deref(), wanted, "{key}");
+        }
+    }
+}
