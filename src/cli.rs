@@ -5,6 +5,7 @@ use crate::cache::Cache;
 use crate::config::{Flag, Sources};
 use crate::fit::Fit;
 use crate::replay::Replay;
+use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Args, Parser, Subcommand};
 use std::path::PathBuf;
 
@@ -15,6 +16,70 @@ pub struct Cli {
     /// What to do.
     #[command(subcommand)]
     pub command: Command,
+}
+
+/// Flags of vLLM and SGLang, and what takes their place here.
+const FOREIGN: [(&str, &str); 26] = [
+    ("--host", "--listen ADDR:PORT takes address and port together"),
+    ("--port", "--listen ADDR:PORT takes address and port together, or --listen PORT for this machine only"),
+    ("--api-key", "there are no API keys: put a proxy that authenticates in front, and keep --listen on this machine"),
+    ("--served-model-name", "a model is served under the name of its folder: rename the folder, or link to it"),
+    ("--max-model-len", "the context is what the model's config.json says; memory for it is --set tiers.g1=SIZE"),
+    ("--context-length", "the context is what the model's config.json says; memory for it is --set tiers.g1=SIZE"),
+    ("--model-path", "--model DIR"),
+    ("--tokenizer", "the tokenizer is tokenizer.json in the model's folder"),
+    ("--tokenizer-path", "the tokenizer is tokenizer.json in the model's folder"),
+    ("--chat-template", "the template is chat_template.jinja or tokenizer_config.json in the model's folder"),
+    ("--trust-remote-code", "no code of a model is ever run; the flag is not needed"),
+    ("--dtype", "weights are computed as their folder has them; the flag is not needed"),
+    ("--quantization", "quantised weights are not supported"),
+    ("--gpu-memory-utilization", "--set tiers.g1=SIZE is the memory for KV blocks of each worker"),
+    ("--mem-fraction-static", "--set tiers.g1=SIZE is the memory for KV blocks of each worker"),
+    ("--swap-space", "--set tiers.g2=SIZE is the host memory for KV blocks of each worker"),
+    ("--max-num-seqs", "--set engine.sequences_max=N"),
+    ("--max-running-requests", "--set engine.sequences_max=N"),
+    ("--max-num-batched-tokens", "--set engine.prefill_chunk=N"),
+    ("--chunked-prefill-size", "--set engine.prefill_chunk=N"),
+    ("--enable-prefix-caching", "prefixes are always cached; the flag is not needed"),
+    ("--tensor-parallel-size", "--workers SPEC starts several workers; one model is not split among them"),
+    ("--data-parallel-size", "--workers both:N starts N workers"),
+    ("--kv-transfer-config", "--workers prefill:1,decode:2 disaggregates; --shared URL shares blocks between nodes"),
+    ("--uvicorn-log-level", "--log LEVEL"),
+    ("--log-level", "--log LEVEL"),
+];
+
+impl Cli {
+    /// Reads the command line, or ends the program with what is wrong with it.
+    pub fn of_process() -> Self {
+        let words: Vec<String> = std::env::args_os().map(|word| word.to_string_lossy().into_owned()).collect();
+        Self::try_parse().unwrap_or_else(|error| hinted(error, &words).exit())
+    }
+}
+
+/// The error, and for each flag of another server what takes its place.
+fn hinted(mut error: clap::Error, words: &[String]) -> clap::Error {
+    let serves = words.get(1).is_some_and(|word| word == "serve");
+    if !serves || error.kind() != ErrorKind::UnknownArgument {
+        return error;
+    }
+    let mut hints: Vec<String> = words.iter().filter_map(|word| hint(word)).collect();
+    if let Some(ContextValue::String(word)) = error.get(ContextKind::InvalidArg)
+        && !word.starts_with('-')
+    {
+        hints.push(format!("the model is named by a flag: --model {word}"));
+    }
+    if !hints.is_empty() {
+        hints.dedup();
+        let hints = hints.into_iter().map(Into::into).collect();
+        error.insert(ContextKind::Suggested, ContextValue::StyledStrs(hints));
+    }
+    error
+}
+
+fn hint(word: &str) -> Option<String> {
+    let flag = word.split('=').next().unwrap_or_default();
+    let (flag, place) = FOREIGN.iter().find(|(name, _)| *name == flag)?;
+    Some(format!("instead of {flag}: {place}"))
 }
 
 /// What to do.
@@ -116,6 +181,46 @@ mod tests {
     #[test]
     fn the_command_line_is_sound() {
         Cli::command().debug_assert();
+    }
+
+    fn refused(line: &str) -> String {
+        let words: Vec<String> = line.split(' ').map(Into::into).collect();
+        hinted(Cli::try_parse_from(&words).unwrap_err(), &words).to_string()
+    }
+
+    #[test]
+    fn flags_of_other_servers_are_answered_with_ours() {
+        for (line, hints) in [
+            ("serve --host 0.0.0.0 --port 80", &["--listen ADDR:PORT", "instead of --host", "instead of --port"][..]),
+            ("serve --api-key=secret", &["no API keys"]),
+            ("serve --model tiny --served-model-name gpt", &["name of its folder"]),
+            ("serve --max-model-len 4096", &["config.json", "tiers.g1"]),
+            ("serve meta-llama/Llama-3.2-1B", &["--model meta-llama/Llama-3.2-1B"]),
+            ("serve org/model --port 8000", &["--model org/model", "--listen"]),
+        ] {
+            let error = refused(&format!("blockyard {line}"));
+            assert!(hints.iter().all(|hint| error.contains(hint)), "{line}: {error}");
+        }
+        let unknown = refused("blockyard serve --colour red");
+        assert!(!unknown.contains("instead of"), "{unknown}");
+        assert!(!refused("blockyard replay --port 80 x").contains("instead of"), "hints are for serve");
+    }
+
+    #[test]
+    fn every_foreign_flag_is_unknown_here_and_every_hint_is_known() {
+        let mut serve = Cli::command().find_subcommand_mut("serve").unwrap().clone();
+        serve.build();
+        let flags: Vec<String> = serve.get_arguments().filter_map(|a| Some(format!("--{}", a.get_long()?))).collect();
+        let keys: Vec<String> = crate::config::defaults().into_iter().map(|(key, _)| key).collect();
+        for (flag, hint) in FOREIGN {
+            assert!(!flags.contains(&flag.to_owned()), "{flag} is a flag of ours");
+            for ours in hint.split(' ').filter(|word| word.starts_with("--")) {
+                assert!(flags.contains(&ours.to_owned()), "{ours} is no flag");
+            }
+            for key in hint.split("--set ").skip(1).filter_map(|rest| rest.split('=').next()) {
+                assert!(keys.contains(&key.to_owned()), "{key} is no key");
+            }
+        }
     }
 
     #[test]

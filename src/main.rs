@@ -8,11 +8,10 @@ use blockyard::cli::{Cli, Command, Serve};
 use blockyard::config::{self, Config, Log, LogFormat, Origins, Sources};
 use blockyard::fit;
 use blockyard::machine;
-use blockyard::node::Node;
+use blockyard::node::{Node, preflight};
 use blockyard::panics;
 use blockyard::reload::{Apply, Reload, Relog};
 use blockyard::replay;
-use clap::Parser;
 use std::io::IsTerminal;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -21,7 +20,7 @@ use tokio::task::JoinSet;
 use tracing_subscriber::EnvFilter;
 
 fn main() -> ExitCode {
-    let outcome = match Cli::parse().command {
+    let outcome = match Cli::of_process().command {
         Command::Serve(serve) => run(&serve),
         Command::Replay(replay) => replay::run(&replay),
         Command::Fit(fit) => fit::run(&fit),
@@ -48,8 +47,9 @@ fn said(error: &anyhow::Error) -> String {
 
 fn run(serve: &Serve) -> anyhow::Result<()> {
     let sources = serve.sources();
-    let (config, origins) = Config::load(&sources)?;
+    let (config, origins) = Config::load_to_serve(&sources)?;
     if serve.print_config {
+        preflight(&config)?;
         if serve.json {
             println!("{:#}", config::as_json(&config, &origins));
         } else {
