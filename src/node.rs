@@ -14,14 +14,17 @@ pub mod sizes;
 pub(crate) mod forms;
 mod health;
 mod model;
+mod preflight;
 mod quotas;
 mod requests;
 mod rests;
 pub(crate) mod stores;
 pub(crate) mod upkeep;
+mod usage;
 mod workers;
 
 pub(crate) use forms::Forms;
+pub use preflight::{Refused, preflight};
 pub use rests::{Place, Rests};
 pub(crate) use stores::access;
 
@@ -29,6 +32,7 @@ use crate::banner::Banner;
 use crate::config::{Config, Listen};
 use crate::machine::{self, Machine};
 use crate::panics;
+use crate::process;
 use anyhow::{Context, anyhow, bail};
 use frontend::{Server, Shutdown};
 use futures::future::join_all;
@@ -47,6 +51,7 @@ use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, timeout_at};
 use tokio_util::task::AbortOnDropHandle;
+use usage::CacheUsage;
 use worker::engine::{Engine, Readiness};
 use worker::plane::RouterId;
 use worker::plane::local::{Bus, Roster};
@@ -94,11 +99,16 @@ impl Node {
         // The port first: it is what goes wrong most, and nothing has been loaded yet.
         let listener = listen(&config.listen).await?;
         let address = listener.local_addr()?;
+        let checked = config.clone();
+        tokio::task::spawn_blocking(move || preflight(&checked))
+            .await
+            .context("checking the configuration failed")??;
         permissions::named_dir(&config.data_dir, is_ours)
             .with_context(|| format!("cannot make the data folder {}", config.data_dir.display()))?;
         let machine = Machine::survey();
         let threads = config.threads.on(machine.threads);
         let registry = Registry::new();
+        process::register(&registry)?;
         let planes = Planes { discovery: Arc::new(Roster::default()), events: Arc::new(Bus::default()) };
         let router = Router::new(
             identity(),
@@ -123,11 +133,7 @@ impl Node {
 
         let runtime = model::open(&config.model, &config.data_dir, threads, &machine).await?;
         frontend::check_model(runtime.card());
-        let needs = Needs {
-            weights: runtime.weights_bytes(),
-            context: (runtime.block_bytes() * runtime.card().context.div_ceil(runtime.card().block_size)) as u64,
-            block: runtime.block_bytes() as u64,
-        };
+        let needs = Needs::of(&runtime.shape());
         let disks = sizes::disks(&config.tiers, &config.data_dir, machine::space);
         let sizes = Sizes::settle(&config.tiers, config.workers.count(), needs, &machine, &disks)?;
         let domains = frontend::Domains::open(&config.frontend)?;
@@ -148,6 +154,7 @@ impl Node {
         let workers = members.iter().map(Member::blocks).collect();
         let shreds = forms.follow_shreds(members.iter().map(Member::blocks).map(|(_, blocks)| blocks));
         let rests = Arc::new(Rests { router: Arc::clone(&router), workers, stores: stores.counts() });
+        registry.register(Box::new(CacheUsage::of(Arc::downgrade(&rests), stores.weak())?))?;
         let banner = Banner {
             model: Arc::clone(runtime.card()),
             address,

@@ -70,15 +70,25 @@ impl Forms {
     }
 }
 
-/// The data keys of all domains.
-pub(crate) async fn keys(config: &Config, Encryption { keys }: &Encryption) -> anyhow::Result<Arc<Keys>> {
+/// Whether the master keys can be read, if blocks are to be encrypted.
+pub(super) fn check(config: &Config) -> anyhow::Result<()> {
+    let Some(Encryption { keys }) = &config.tiers.encryption else { return Ok(()) };
+    Ok(keys.check(&environment(config, keys))?)
+}
+
+/// What the configuration has read of the environment.
+fn environment(config: &Config, keys: &KeySource) -> Environment {
     let held = config.master_keys.clone();
     let wanted = match keys {
         KeySource::Env(name) => name.clone(),
         KeySource::File(_) | KeySource::Command(_) => String::new(),
     };
-    let environment: Environment =
-        Arc::new(move |name| held.as_ref().filter(|_| name == wanted).map(|secret| secret.0.clone()));
+    Arc::new(move |name| held.as_ref().filter(|_| name == wanted).map(|secret| secret.0.clone()))
+}
+
+/// The data keys of all domains.
+pub(crate) async fn keys(config: &Config, Encryption { keys }: &Encryption) -> anyhow::Result<Arc<Keys>> {
+    let environment = environment(config, keys);
     let in_folder = async |folder: &Path| Keys::in_folder(&folder.join(SHELF), keys.clone(), environment.clone()).await;
     let opened = match &config.shared {
         None => in_folder(config.tiers.pod.as_ref().map_or(&config.data_dir, |pod| &pod.path)).await,

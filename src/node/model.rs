@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
-use worker::engine::llama::{Builtin, ModelSource, Runtime};
+use worker::engine::llama::{Builtin, ModelSource, Runtime, Shape};
 
 /// Loads the model, once for all workers.
 pub(super) async fn open(
@@ -16,7 +16,25 @@ pub(super) async fn open(
     threads: usize,
     machine: &Machine,
 ) -> anyhow::Result<Arc<Runtime>> {
-    let source = match model {
+    let source = source(model, machine)?;
+    tracing::info!("loading {model}");
+    let (start, data_dir) = (Instant::now(), data_dir.to_owned());
+    let load = move || Runtime::open(&source, &data_dir, threads, &Making::default().told());
+    let loaded = tokio::task::spawn_blocking(load).await.context("loading the model failed")?;
+    let runtime = loaded.with_context(|| format!("cannot load the model {model}"))?;
+    let weights = ByteSize(runtime.shape().weights_bytes).about();
+    tracing::info!("loaded {model}: weights of {weights} in {:.1} s", start.elapsed().as_secs_f64());
+    Ok(runtime)
+}
+
+/// What the model asks of the machine, by what is said of it in its folder. Its weights are not loaded.
+pub(super) fn shape(model: &Model, machine: &Machine) -> anyhow::Result<Shape> {
+    let shape = Shape::of(&source(model, machine)?);
+    shape.with_context(|| format!("cannot load the model {model}"))
+}
+
+fn source(model: &Model, machine: &Machine) -> anyhow::Result<ModelSource> {
+    Ok(match model {
         Model::BuiltIn(model) => ModelSource::Builtin(*model),
         Model::Folder(path) => {
             if !path.is_dir() {
@@ -26,15 +44,7 @@ pub(super) async fn open(
             fits(path, machine)?;
             ModelSource::Folder(path.clone())
         }
-    };
-    tracing::info!("loading {model}");
-    let (start, data_dir) = (Instant::now(), data_dir.to_owned());
-    let load = move || Runtime::open(&source, &data_dir, threads, &Making::default().told());
-    let loaded = tokio::task::spawn_blocking(load).await.context("loading the model failed")?;
-    let runtime = loaded.with_context(|| format!("cannot load the model {model}"))?;
-    let weights = ByteSize(runtime.weights_bytes()).about();
-    tracing::info!("loaded {model}: weights of {weights} in {:.1} s", start.elapsed().as_secs_f64());
-    Ok(runtime)
+    })
 }
 
 /// Says how far the making of a built-in model is, a few times.

@@ -4,6 +4,7 @@
 use crate::config::{Budget, ByteSize, DiskPath, Tiers};
 use crate::machine::{Machine, Space};
 use std::path::{Path, PathBuf};
+use worker::engine::llama::Shape;
 
 /// Of the memory that the weights leave, what the G1 of all workers take together when nobody says. With G2 it is less than
 /// a third: others live on the machine too, and activations and requests need room.
@@ -48,6 +49,14 @@ pub struct Needs {
     pub context: u64,
     /// Bytes of one block.
     pub block: u64,
+}
+
+impl Needs {
+    /// Of a model of this shape.
+    pub fn of(shape: &Shape) -> Self {
+        let Shape { weights_bytes, block_bytes, context_bytes } = *shape;
+        Self { weights: weights_bytes, context: context_bytes, block: block_bytes as u64 }
+    }
 }
 
 /// The tiers cannot be as large as they must be.

@@ -86,11 +86,10 @@ impl Stores {
             let settings =
                 object::Settings { level: Level::Pod, capacity, request_timeout: requests, ..Default::default() };
             let shared = Shared { key: "tiers.pod.path", at: Location::Folder(pod.path.clone()), settings };
-            let (id, tier) = stores.share(&shared, shares, config, planes, forms).await?;
+            let tier = stores.share(&shared, shares, config, planes, forms).await?;
             tier.limit_blocks(Header::most_at_rest(block));
             stores.keep(&collections, &tier, &shared.at, pod_upkeep(config, pod)?);
-            let same = |location: &Location| shared_id(Level::Pod, location) == id;
-            if config.shared.as_ref().is_some_and(same) {
+            if config.shared.as_ref().is_some_and(|shared| same_place(&pod.path, shared)) {
                 bail!("tiers.pod.path and shared are the same folder; a pod's folder is a tier of its own");
             }
         }
@@ -98,7 +97,7 @@ impl Stores {
             let capacity = config.shared_store.budget.map(|budget| budget.0);
             let settings = object::Settings { capacity, request_timeout: requests, ..Default::default() };
             let shared = Shared { key: "shared", at: location.clone(), settings };
-            let (_, tier) = stores.share(&shared, shares, config, planes, forms).await?;
+            let tier = stores.share(&shared, shares, config, planes, forms).await?;
             tier.limit_blocks(Header::most_at_rest(block));
             if let Some(upkeep) = upkeep(config)? {
                 stores.keep(&collections, &tier, location, upkeep);
@@ -113,6 +112,11 @@ impl Stores {
     /// The tiers, fastest first.
     pub(super) fn tiers(&self) -> Vec<Arc<dyn Tier>> {
         self.all.iter().map(|store| Arc::clone(&store.tier)).collect()
+    }
+
+    /// The tiers, for whoever must not keep them open.
+    pub(super) fn weak(&self) -> Vec<Weak<dyn Tier>> {
+        self.all.iter().map(|store| Arc::downgrade(&store.tier)).collect()
     }
 
     /// Their names, in the same order.
@@ -138,7 +142,7 @@ impl Stores {
         let gauge =
             |name: &str, help: &str| IntGaugeVec::new(Opts::new(format!("blockyard_store_{name}"), help), &["tier"]);
         registry.register(Box::new(Fullness {
-            tiers: self.all.iter().map(|store| Arc::downgrade(&store.tier)).collect(),
+            tiers: self.weak(),
             disk: Weak::clone(&self.disk),
             blocks: gauge("blocks", "Blocks that rest in a tier that workers share.")?,
             bytes: gauge("bytes", "Bytes that they take.")?,
@@ -180,7 +184,7 @@ impl Stores {
         }
     }
 
-    /// Opens a store that others share, and says what it is called.
+    /// Opens a store that others share.
     async fn share(
         &mut self,
         shared: &Shared,
@@ -188,7 +192,7 @@ impl Stores {
         config: &Config,
         planes: &Planes,
         forms: &Forms,
-    ) -> anyhow::Result<(StoreId, Arc<ObjectTier>)> {
+    ) -> anyhow::Result<Arc<ObjectTier>> {
         let log = Arc::new(EventLog::new(now()));
         let tier = open_shared(shared, config, Arc::clone(&log), forms).await?;
         tier.divide(shares);
@@ -197,7 +201,7 @@ impl Stores {
         let counted = Arc::downgrade(&tier);
         let count = Arc::new(move || counted.upgrade().map(|tier| tier.census()));
         self.add(id, forms.dress(tier.clone()), count, log, planes);
-        Ok((id, tier))
+        Ok(tier)
     }
 
     /// Looks after a store: compacts what this process wrote, and collects in turn with others.
@@ -274,7 +278,19 @@ async fn open_disk(
     };
     let paths: Vec<_> = disks.into_iter().map(settings).collect();
     let opened = tokio::task::spawn_blocking(move || DiskTier::begin(&paths, &shares, log, keys)).await;
-    let tier = opened.context("opening the G3 log failed")?.map_err(|error| match &error {
+    opened.context("opening the G3 log failed")?.map_err(|error| refused(&error))
+}
+
+/// Whether logs of these sizes can be had, before any is opened.
+pub(super) fn check_disks(disks: &[Disk], shares: &Shares) -> anyhow::Result<()> {
+    disks.iter().try_for_each(|disk| {
+        let settings = disk::Settings { capacity_bytes: disk.bytes, ..disk::Settings::default() };
+        settings.check(shares).map_err(|error| refused(&error))
+    })
+}
+
+fn refused(error: &disk::OpenError) -> anyhow::Error {
+    match error {
         disk::OpenError::Owned { .. } => {
             anyhow!("{error}, which serves from it; give this one its own --data-dir, or no G3: --set tiers.g3=off")
         }
@@ -283,8 +299,7 @@ async fn open_disk(
             anyhow!("{asked} is too small for tiers.g3: the log takes at least {least} in each folder; or say `off`")
         }
         disk::OpenError::Io { .. } => anyhow!("the G3 log cannot be used: {error}"),
-    })?;
-    Ok(tier)
+    }
 }
 
 /// Blocks that wait for the next tier when G3 gives them up: as many as a segment has that are worth it, or few large ones.
@@ -335,6 +350,11 @@ async fn open_shared(
         (Ok(_), _) => tracing::warn!("starting without {location}; it is asked again every second"),
     }
     Ok(tier)
+}
+
+/// Whether a pod's folder is the shared store.
+pub(super) fn same_place(pod: &Path, shared: &Location) -> bool {
+    shared_id(Level::Pod, &Location::Folder(pod.into())) == shared_id(Level::Pod, shared)
 }
 
 /// The name of a store that others share.

@@ -42,6 +42,44 @@ fn presets_and_policies_on_the_page_about_routing_are_those_of_the_program() {
     assert!(known.iter().all(|policy| page.contains(&format!("`{}`", policy.name()))));
 }
 
+#[test]
+fn print_config_refuses_what_serve_refuses_and_loads_nothing() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (data, file) = (folder.path().join("data"), folder.path().join("file"));
+    std::fs::write(&file, "short").expect("a file");
+    let (data, file) = (data.to_str().expect("text"), file.to_str().expect("text"));
+    let quota = "tiers.quotas=[{tenant=\"a\", g1=\"1TiB\"}]";
+    let keys = format!("tiers.encryption={{keys={{file=\"{file}\"}}}}");
+    let secret = format!("frontend.tenant_secret_file={file}");
+    let cases: [(&[&str], &str); 11] = [
+        (&["--model", "no/such/folder"], "no/such/folder"),
+        (&["--model", folder.path().to_str().expect("text")], "config.json"),
+        (&["--set", "tiers.g1=900TiB"], "memory does not suffice"),
+        (&["--set", "tiers.g1=1"], "holds no block"),
+        (&["--set", "tiers.g3=100"], "too small for tiers.g3"),
+        (&["--set", "frontend.tenant_header=x-t", "--set", quota], "tiers.quotas"),
+        (&["--set", &keys], "tiers.encryption"),
+        (&["--set", "frontend.tenant_header=x-t", "--set", &secret], "16"),
+        (&["--set", "router.record=no/such/folder/run.jsonl"], "router.record"),
+        (&["--set", "router.models.other.preset=cache"], "`tiny`"),
+        (&["--listen", "203.0.113.7:80"], "listen"),
+    ];
+    for (arguments, wanted) in cases {
+        for print in [&["--print-config"][..], &[]] {
+            let own = ["--model", "tiny", "--listen", "127.0.0.1:0", "--data-dir", data];
+            let output = crate::serve::program(&[&own[..], arguments, print].concat()).output().expect("it runs");
+            let error = String::from_utf8_lossy(&output.stderr);
+            assert_eq!(output.status.code(), Some(1), "{arguments:?} {print:?}: {error}");
+            assert!(error.contains(wanted), "{arguments:?} {print:?}: {error}");
+            assert!(output.stdout.is_empty() && !std::path::Path::new(data).exists(), "nothing was printed or made");
+        }
+    }
+    let both = ["--data-dir", file, "--model", "no/such/folder", "--print-config"];
+    let error = crate::serve::program(&both).output().expect("it runs").stderr;
+    let error = String::from_utf8_lossy(&error);
+    assert!(error.contains("is not a folder") && error.contains("no/such/folder"), "both at once: {error}");
+}
+
 /// The key and the default of a row of a table.
 fn row(line: &str) -> Option<(String, String)> {
     let mut cells = line.strip_prefix("| `")?.split('|').map(|cell| cell.trim().replace('`', ""));

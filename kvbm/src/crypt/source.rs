@@ -72,6 +72,11 @@ const BYTES: u64 = 64 << 10;
 const COMMAND: Duration = Duration::from_secs(10);
 
 impl KeySource {
+    /// Whether there are keys. Blocks, and runs the program if keys come from one.
+    pub fn check(&self, environment: &Environment) -> Result<(), SourceError> {
+        self.read(environment).map(drop)
+    }
+
     /// Reads the keys. Blocks.
     pub(super) fn read(&self, environment: &Environment) -> Result<Masters, SourceError> {
         match self {

@@ -1,6 +1,7 @@
 //! How large a log may grow, and why one cannot be opened.
 
 use super::direct::Access;
+use crate::{Level, Shares};
 use serde::{Deserialize, Serialize};
 use std::io;
 use std::path::PathBuf;
@@ -32,6 +33,11 @@ impl Settings {
     const SEGMENTS_EACH: u64 = 8;
     /// Below this, footers would outweigh blocks.
     pub(super) const SEGMENT_BYTES_MIN: u64 = 64 << 10;
+
+    /// Whether a log of this capacity can be opened.
+    pub fn check(self, shares: &Shares) -> Result<(), OpenError> {
+        self.in_blocks(shares.at(Level::G3, 1).bounds.len()).map(drop)
+    }
 
     pub(super) fn in_blocks(self, groups: usize) -> Result<Self, OpenError> {
         let segments = if groups > 1 { Self::SEGMENTS_EACH * groups as u64 } else { Self::SEGMENTS_MIN };

@@ -115,7 +115,8 @@ impl Builtin {
         sync(folder).map_err(at(folder))
     }
 
-    fn config(self) -> Config {
+    /// Its shape.
+    pub(crate) fn config(self) -> Config {
         let (hidden, layers, heads, kv_heads, head_dim, intermediate, vocabulary) = match self {
             Self::Tiny => (128, 4, 4, 2, 32, 384, 4096),
             Self::Small => (288, 6, 6, 2, 48, 768, 32_000),

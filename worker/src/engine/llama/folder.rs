@@ -23,7 +23,10 @@ use text::Text;
 
 /// Tokens per KV block: small enough that little of a prompt's end is computed again, large enough that a block's bytes
 /// are worth a transfer.
-const BLOCK_SIZE: usize = 16;
+pub(crate) const BLOCK_SIZE: usize = 16;
+
+/// The file that describes the model's shape.
+const CONFIG: &str = "config.json";
 
 /// A model, loaded.
 pub(crate) struct Folder {
@@ -41,23 +44,8 @@ impl Folder {
     /// The card's identity hashes `config.json` and the weights that are used, as stored: the same values stored as
     /// another type are another model, and so is the same model with a field of its configuration changed.
     pub(crate) fn open(path: &Path, id: Option<&str>) -> Result<Self, FolderError> {
-        if !path.is_dir() {
-            return Err(FolderError::NotAFolder { path: path.to_owned() });
-        }
-        let config_path = path.join("config.json");
-        let config_text = read(&config_path)?;
-        let config_json = parse(&config_path, &config_text)?;
-        let mut config = Config::parse(&config_path, &config_json)?;
-        let text = Text::open(path, config.vocabulary)?;
-        let (eos, sampling) = generation(path, config.vocabulary)?;
-        config.eos.extend(eos);
-        config.eos.extend(text.eos);
-        config.eos.sort_unstable();
-        config.eos.dedup();
-
-        let checkpoint = Checkpoint::open(path)?;
-        checkpoint.check(&config)?;
-        memory::check(path, Weights::bytes(&config))?;
+        let Described { config_text, config_json, config, text, sampling, checkpoint } = Described::read(path)?;
+        let config_path = path.join(CONFIG);
         let weights = Weights::load(&checkpoint, &config)?;
 
         let identity = blake3::Hasher::new()
@@ -79,6 +67,41 @@ impl Folder {
             random_weights: Fields::of(&config_path, &config_json)?.optional("random_weights")?.unwrap_or(false),
         };
         Ok(Self { card, config, weights })
+    }
+}
+
+/// All of a folder but its weights, checked.
+pub(crate) struct Described {
+    config_text: String,
+    config_json: Value,
+    /// The model's shape.
+    pub(crate) config: Config,
+    text: Text,
+    sampling: SamplingDefaults,
+    checkpoint: Checkpoint,
+}
+
+impl Described {
+    /// Reads and checks everything that can be known before the weights are loaded.
+    pub(crate) fn read(path: &Path) -> Result<Self, FolderError> {
+        if !path.is_dir() {
+            return Err(FolderError::NotAFolder { path: path.to_owned() });
+        }
+        let config_path = path.join(CONFIG);
+        let config_text = read(&config_path)?;
+        let config_json = parse(&config_path, &config_text)?;
+        let mut config = Config::parse(&config_path, &config_json)?;
+        let text = Text::open(path, config.vocabulary)?;
+        let (eos, sampling) = generation(path, config.vocabulary)?;
+        config.eos.extend(eos);
+        config.eos.extend(&text.eos);
+        config.eos.sort_unstable();
+        config.eos.dedup();
+
+        let checkpoint = Checkpoint::open(path)?;
+        checkpoint.check(&config)?;
+        memory::check(path, Weights::bytes(&config))?;
+        Ok(Self { config_text, config_json, config, text, sampling, checkpoint })
     }
 }
 
@@ -108,7 +131,8 @@ fn generation(folder: &Path, vocabulary: usize) -> Result<(Vec<u32>, SamplingDef
     Ok((token_ids(&fields, "eos_token_id", vocabulary)?, sampling))
 }
 
-fn name(path: &Path) -> String {
+/// What a model is called that is loaded from a folder.
+pub fn name(path: &Path) -> String {
     let full = path.canonicalize().unwrap_or_else(|_| path.to_owned());
     full.file_name().map_or_else(|| "model".to_owned(), |name| name.to_string_lossy().into_owned())
 }

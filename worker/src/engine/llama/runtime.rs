@@ -3,7 +3,7 @@
 use super::Memory;
 use super::builtin::{Builtin, BuiltinError};
 use super::config::Config;
-use super::folder::{Folder, FolderError};
+use super::folder::{BLOCK_SIZE, Described, Folder, FolderError};
 use super::model::Model;
 use super::weights::Weights;
 use crate::engine::{Finish, ModelCard, StopRule};
@@ -30,6 +30,35 @@ pub enum OpenError {
     /// It could not be made.
     #[error(transparent)]
     Builtin(#[from] BuiltinError),
+}
+
+/// What a model asks of the machine.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Shape {
+    /// Bytes of memory that the weights take, however many engines compute with them.
+    pub weights_bytes: u64,
+    /// Bytes of one block.
+    pub block_bytes: usize,
+    /// Bytes of the blocks of one request that fills the context.
+    pub context_bytes: u64,
+}
+
+impl Shape {
+    /// Reads a model's shape, and checks its folder but for the weights, which are not loaded. A built-in model need not have
+    /// been made.
+    pub fn of(source: &ModelSource) -> Result<Self, OpenError> {
+        Ok(match source {
+            ModelSource::Builtin(name) => Self::new(&name.config(), BLOCK_SIZE),
+            ModelSource::Folder(path) => Self::new(&Described::read(path)?.config, BLOCK_SIZE),
+        })
+    }
+
+    fn new(config: &Config, block_size: usize) -> Self {
+        let Config { layers, kv_heads, head_dim, context, .. } = *config;
+        let block_bytes = layers * 2 * kv_heads * head_dim * size_of::<f32>() * block_size;
+        let context_bytes = (block_bytes * context.div_ceil(block_size)) as u64;
+        Self { weights_bytes: Weights::bytes(config), block_bytes, context_bytes }
+    }
 }
 
 /// A loaded model that any number of engines compute with, in fair turns.
@@ -71,15 +100,14 @@ impl Runtime {
         Ok(Memory(Arc::new(self.model.arena(self.card.block_size, blocks)?)))
     }
 
-    /// Bytes of one block.
-    pub fn block_bytes(&self) -> usize {
-        let Config { layers, kv_heads, head_dim, .. } = *self.model.config();
-        layers * 2 * kv_heads * head_dim * size_of::<f32>() * self.card.block_size
+    /// What the model asks of the machine.
+    pub fn shape(&self) -> Shape {
+        Shape::new(self.model.config(), self.card.block_size)
     }
 
-    /// Bytes of memory that the weights take, however many engines compute with them.
-    pub fn weights_bytes(&self) -> u64 {
-        Weights::bytes(self.model.config())
+    /// Bytes of one block.
+    pub fn block_bytes(&self) -> usize {
+        self.shape().block_bytes
     }
 
     /// The right to compute, until it is dropped.

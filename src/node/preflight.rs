@@ -1,0 +1,109 @@
+//! What `serve` would refuse, found before anything is loaded or written: so `--print-config` refuses the same.
+//!
+//! Not here: what depends on the moment, like a port that is taken, a data folder that another process serves from, or a store
+//! that denies access.
+
+use super::sizes::{self, Needs, Sizes};
+use super::stores::{access, same_place};
+use super::{forms, model, quotas};
+use crate::config::{Config, Listen};
+use crate::machine::{self, Machine};
+use anyhow::{Context, anyhow, bail};
+use kvbm::object::Location;
+use std::fmt;
+use std::net::TcpListener;
+use std::path::Path;
+use worker::engine::llama::Shape;
+
+/// All reasons why a node cannot start; at least one.
+#[derive(Debug)]
+pub struct Refused(Vec<anyhow::Error>);
+
+impl fmt::Display for Refused {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.0[..] {
+            [error] => write!(f, "{error:#}"),
+            errors => errors.iter().enumerate().try_for_each(|(n, error)| {
+                let line = if n == 0 { "" } else { "\n       " };
+                write!(f, "{line}{error:#}")
+            }),
+        }
+    }
+}
+
+impl std::error::Error for Refused {}
+
+/// Refuses a configuration that a node could not start with, with all reasons. Blocks while it reads files.
+pub fn preflight(config: &Config) -> Result<(), Refused> {
+    let machine = Machine::survey();
+    let mut problems = Vec::new();
+    let mut check = |outcome: anyhow::Result<()>| problems.extend(outcome.err());
+    check(address("listen", &config.listen));
+    if let Some(admin) = &config.admin.listen {
+        check(address("admin.listen", admin));
+    }
+    check(folder("data_dir", &config.data_dir));
+    for disk in &config.tiers.g3_paths {
+        check(folder("tiers.g3_paths", &disk.path));
+    }
+    if let Some(pod) = &config.tiers.pod {
+        check(folder("tiers.pod.path", &pod.path));
+    }
+    if let Some(Location::Folder(path)) = &config.shared {
+        check(folder("shared", path));
+    }
+    check(record(config));
+    check(shared(config));
+    check(forms::check(config).context("tiers.encryption"));
+    match model::shape(&config.model, &machine) {
+        Ok(shape) => check(sizes(config, shape, &machine)),
+        Err(error) => check(Err(error)),
+    }
+    if problems.is_empty() { Ok(()) } else { Err(Refused(problems)) }
+}
+
+/// The host must be one of this machine; whether the port is free is another matter.
+fn address(key: &str, at: &Listen) -> anyhow::Result<()> {
+    let bound = TcpListener::bind((at.host.as_str(), 0));
+    bound
+        .map(drop)
+        .with_context(|| format!("{key} = \"{at}\": cannot listen there; expected an address of this machine"))
+}
+
+/// A folder need not be there yet, but nothing else may stand in its place.
+fn folder(key: &str, path: &Path) -> anyhow::Result<()> {
+    let there = path.ancestors().find(|path| path.exists()).filter(|path| !path.is_dir());
+    match there {
+        Some(file) => bail!("{key} = \"{}\": {} is not a folder", path.display(), file.display()),
+        None => Ok(()),
+    }
+}
+
+fn record(config: &Config) -> anyhow::Result<()> {
+    let Some(path) = &config.router.record else { return Ok(()) };
+    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    if path.is_dir() || !parent.is_dir() {
+        bail!("router.record = \"{}\": expected a file in a folder that exists", path.display());
+    }
+    Ok(())
+}
+
+/// Whether a client of the shared store can be made, and whether it is another place than the pod's folder.
+fn shared(config: &Config) -> anyhow::Result<()> {
+    let Some(location) = &config.shared else { return Ok(()) };
+    if config.tiers.pod.as_ref().is_some_and(|pod| same_place(&pod.path, location)) {
+        bail!("tiers.pod.path and shared are the same folder; a pod's folder is a tier of its own");
+    }
+    let client = location.client(&access(config), config.shared_store.request_timeout.0);
+    client.map(drop).map_err(|error| anyhow!("shared = {location} cannot be used: {error}"))
+}
+
+/// Whether memory and disks suffice for the model and the tiers, and the tiers for what tenants are promised of them.
+fn sizes(config: &Config, shape: Shape, machine: &Machine) -> anyhow::Result<()> {
+    let disks = sizes::disks(&config.tiers, &config.data_dir, machine::space);
+    let sizes = Sizes::settle(&config.tiers, config.workers.count(), Needs::of(&shape), machine, &disks)?;
+    let domains = frontend::Domains::open(&config.frontend)?;
+    let domain = config.frontend.tenant_header.is_some().then_some(|tenant: &str| domains.of(tenant));
+    let shares = quotas::shares(&config.tiers.quotas, quotas::Room::of(config, &sizes), domain)?;
+    super::stores::check_disks(&disks, &shares)
+}
