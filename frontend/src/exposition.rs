@@ -191,7 +191,7 @@ mod tests {
         let requests = IntCounterVec::new(Opts::new("a_requests_total", "All \"requests\"."), &["path"]).unwrap();
         registry.register(Box::new(requests.clone())).unwrap();
         requests.with_label_values(&["a\"b\\c\nd"]).inc_by(3);
-        let gauge = IntGauge::new("b_bytes", "").unwrap();
+        let gauge = IntGauge::new("b_bytes", "Bytes.").unwrap();
         registry.register(Box::new(gauge.clone())).unwrap();
         gauge.set(7);
         let options = HistogramOpts::new("c_seconds", "Time.").buckets(vec![0.005, 1.0]);
@@ -202,6 +202,7 @@ mod tests {
 # HELP a_requests All \"requests\".
 a_requests_total{path="a\"b\\c\nd"} 3
 # TYPE b_bytes gauge
+# HELP b_bytes Bytes.
 b_bytes 7
 # TYPE c_seconds histogram
 # HELP c_seconds Time.

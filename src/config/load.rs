@@ -171,7 +171,11 @@ fn extract(
             Err(error) => error,
         };
         // What misses something that was taken out has been reported already.
-        if !removed.iter().any(|path| path.starts_with(&error.path)) {
+        let is_known = match &error.kind {
+            Kind::MissingField(field) => removed.contains(&[&error.path[..], &[field.to_string()]].concat()),
+            _ => removed.iter().any(|path| path.starts_with(&error.path)),
+        };
+        if !is_known {
             errors.push(explain(&merged, &error));
         }
         let lens = (1..=error.path.len()).rev();

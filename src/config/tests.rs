@@ -388,7 +388,7 @@ fn every_numeric_key_refuses_what_is_no_number_for_it() {
         assert_eq!(refuses(&key, &quoted(zero)), !MAY_BE_ZERO.contains(&key.as_str()), "{key} = {}", quoted(zero));
         checked += 1;
     }
-    assert!(checked > 15, "only {checked} keys were found to be numeric");
+    assert!(checked >= 15, "only {checked} keys were found to be numeric");
 }
 
 #[test]

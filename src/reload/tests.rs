@@ -99,12 +99,12 @@ async fn what_waits_for_a_restart_is_shown_with_who_said_what_runs() {
     assert_eq!(yard.reload.now("admin").needs_restart, ["drain", "threads"]);
     let told = |key: &str| yard.reload.as_json()["config"][key].clone();
     let is = |value: Value, origin: &str| serde_json::json!({ "value": value, "origin": origin });
-    assert_eq!(told("router.seed"), is(7.into(), &file));
-    assert_eq!(told("drain"), is("20s".into(), &file));
+    assert_eq!(told("router.seed"), is(7.into(), &format!("{file}:4")));
+    assert_eq!(told("drain"), is("20s".into(), &format!("{file}:1")));
     assert_eq!(told("threads"), is("auto".into(), "default"));
     yard.write("drain = '10s'\n");
     yard.reload.now("admin");
-    assert_eq!((told("router.seed"), told("drain")), (is(0.into(), "default"), is("20s".into(), &file)));
+    assert_eq!((told("router.seed"), told("drain")), (is(0.into(), "default"), is("20s".into(), &format!("{file}:1"))));
 }
 
 #[tokio::test]
