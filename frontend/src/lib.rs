@@ -161,20 +161,6 @@ impl Default for Settings {
 }
 
 impl Settings {
-    /// Refuses limits under which nothing could be served, as `key: problem`.
-    pub fn check(&self) -> Result<(), String> {
-        let times = [
-            ("header_timeout", self.header_timeout),
-            ("idle_timeout", self.idle_timeout),
-            ("body_timeout", self.body_timeout),
-            ("write_timeout", self.write_timeout),
-        ];
-        match times.into_iter().find(|(_, time)| time.0.is_zero()) {
-            Some((key, _)) => Err(format!("frontend.{key}: expected more than 0s")),
-            None => Ok(()),
-        }
-    }
-
     fn access(&self) -> access::Access {
         let hosts = self.allowed_hosts.iter().map(|host| host.trim_end_matches('.').to_ascii_lowercase()).collect();
         access::Access { hosts, origins: self.cors_origins.clone() }

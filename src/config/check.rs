@@ -13,6 +13,18 @@ use tracing_subscriber::EnvFilter;
 const ENGINE: RangeInclusive<usize> = 1..=1 << 20;
 /// A body is held in memory as a whole.
 const BODY_BYTES: RangeInclusive<usize> = 1..=1 << 30;
+/// All bodies that are worked on at the same time: a tebibyte is more than machines have.
+const INFLIGHT_BODY_BYTES: RangeInclusive<usize> = 1..=1 << 40;
+/// More connections, or choices at the same time, than one process can have.
+const MANY: RangeInclusive<usize> = 1..=1 << 24;
+/// Where less than the HTTP library's own least is said, that holds.
+const HEADER_BYTES: RangeInclusive<usize> = 1..=16 << 20;
+/// A gigabyte a second is more than a client sends.
+const BODY_RATE: RangeInclusive<usize> = 1..=1 << 30;
+/// What a connection may take its time for.
+const CONNECTION_TIME: RangeInclusive<Span> = Span(Duration::from_millis(1))..=Span(Duration::from_hours(24));
+/// From naming an object to deleting it.
+const GC_GRACE: RangeInclusive<Span> = Span(Duration::from_secs(1))..=Span(Duration::from_hours(24 * 365));
 /// Less is no request, and what takes longer than an hour has failed.
 const REQUEST_TIMEOUT: RangeInclusive<Span> = Span(Duration::from_millis(1))..=Span(Duration::from_hours(1));
 /// All manifests are read each time.
@@ -31,6 +43,21 @@ impl Config {
             Problem::unless_within("engine.sequences_max", engine.sequences_max, ENGINE),
             Problem::unless_within("engine.waiting_max", engine.waiting_max, ENGINE),
             Problem::unless_within("frontend.body_bytes_max", frontend.body_bytes_max, BODY_BYTES),
+            Problem::unless_within(
+                "frontend.max_inflight_body_bytes",
+                frontend.max_inflight_body_bytes,
+                INFLIGHT_BODY_BYTES,
+            ),
+            Problem::unless_within("frontend.max_choices_per_connection", frontend.max_choices_per_connection, MANY),
+            Problem::unless_within("frontend.max_choices_per_tenant", frontend.max_choices_per_tenant, MANY),
+            Problem::unless_within("frontend.max_connections", frontend.max_connections, MANY),
+            Problem::unless_within("frontend.max_header_bytes", frontend.max_header_bytes, HEADER_BYTES),
+            Problem::unless_within("frontend.min_body_bytes_per_second", frontend.min_body_bytes_per_second, BODY_RATE),
+            Problem::unless_within("frontend.header_timeout", frontend.header_timeout, CONNECTION_TIME),
+            Problem::unless_within("frontend.idle_timeout", frontend.idle_timeout, CONNECTION_TIME),
+            Problem::unless_within("frontend.body_timeout", frontend.body_timeout, CONNECTION_TIME),
+            Problem::unless_within("frontend.write_timeout", frontend.write_timeout, CONNECTION_TIME),
+            Problem::unless_within("shared_store.gc_grace", shared_store.gc_grace, GC_GRACE),
             Problem::unless_within("shared_store.request_timeout", shared_store.request_timeout, REQUEST_TIMEOUT),
             Problem::unless_within("shared_store.collect_every", shared_store.collect_every, COLLECT_EVERY),
             shared_store.age_max.and_then(|age| Problem::unless_within("shared_store.age_max", age, AGE_MAX)),
