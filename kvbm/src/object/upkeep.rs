@@ -29,6 +29,8 @@ pub struct Upkeep {
 const SOON: Duration = Duration::from_secs(15);
 /// The same where there is nothing to do again and again.
 const LATER: Duration = Duration::from_mins(4);
+/// After so many of the shortest intervals without a turn a process takes one, whatever the others do.
+const ALONE: u32 = 4;
 /// Such turns take at most one part in so many of the time.
 const EFFORT: u32 = 10;
 
@@ -76,6 +78,7 @@ impl Upkeep {
         // Doubles with every turn that finds nothing to do.
         let mut pause = step;
         let mut wait = Waiting { soonest: Instant::now(), look: Instant::now(), due: None };
+        let mut collected = Instant::now();
         loop {
             sleep(step.mul_f64(0.75 + chance.draw() / 2.0).min(regular.saturating_duration_since(Instant::now())))
                 .await;
@@ -83,7 +86,12 @@ impl Upkeep {
             if !is_regular && !(wait.is_over() && collector.is_near_capacity()) {
                 continue;
             }
-            let gap = if is_regular { self.every } else { step };
+            // Only this process deletes early what it wrote: however often others collect, it does now and then.
+            let gap = match (is_regular, collected.elapsed() > step * ALONE) {
+                (true, _) => self.every,
+                (false, false) => step,
+                (false, true) => Duration::ZERO,
+            };
             let outcome = self.turn(&collector, &clock, gap.mul_f64(0.75)).await;
             told(&outcome);
             let now = Instant::now();
@@ -95,6 +103,7 @@ impl Upkeep {
                     let idle = report.condemned.is_empty() && report.deleted.objects == 0;
                     pause = if idle { (pause * 2).min(LATER).min(self.every) } else { step };
                     let soonest = now + step.max(*took * EFFORT);
+                    collected = now;
                     wait = Waiting { soonest, look: now + pause, due: report.next.map(|next| now + next) };
                 }
                 Outcome::Passed => wait.soonest = now + step,
