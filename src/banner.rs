@@ -134,7 +134,7 @@ mod tests {
             tokenizer: "{}".into(),
             chat_template: None,
             special_tokens: vec![],
-            sampling: Default::default(),
+            sampling: worker::engine::SamplingDefaults::default(),
             random_weights: true,
         };
         Banner {

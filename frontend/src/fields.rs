@@ -174,11 +174,8 @@ pub(crate) fn number(path: &str, value: &Value, range: RangeInclusive<f64>) -> R
 /// A whole number within a range; `3.0` is one too.
 pub(crate) fn integer(path: &str, value: &Value, range: RangeInclusive<i64>) -> Result<i64, Error> {
     // Integers beyond 64 bits come as the decimal that is nearest, which may be the smallest of 64 bits.
-    let whole = |number: f64| match number.fract() == 0.0 {
-        true if number <= i64::MIN as f64 => Some(i128::MIN),
-        true => Some(number as i128),
-        false => None,
-    };
+    let within = |number: f64| if number <= i64::MIN as f64 { i128::MIN } else { number as i128 };
+    let whole = |number: f64| (number.fract() == 0.0).then(|| within(number));
     let number = match value {
         Value::Number(n) => n.as_i128().or_else(|| n.as_f64().and_then(whole)),
         _ => None,

@@ -152,7 +152,7 @@ async fn join(roster: &Roster, bus: &Bus, id: u64, log: &Arc<EventLog>) -> [work
         tokenizer: "{}".into(),
         chat_template: None,
         special_tokens: vec![],
-        sampling: Default::default(),
+        sampling: worker::engine::SamplingDefaults::default(),
         random_weights: true,
     });
     let offer = bus.offer(Source::Worker(WorkerId(id)), log.clone());

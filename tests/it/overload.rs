@@ -45,7 +45,7 @@ fn card() -> ModelCard {
         tokenizer: tiny::tokenizer().into(),
         chat_template: None,
         special_tokens: vec![],
-        sampling: Default::default(),
+        sampling: worker::engine::SamplingDefaults::default(),
         random_weights: true,
     }
 }

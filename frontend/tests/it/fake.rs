@@ -143,7 +143,7 @@ pub(crate) fn card() -> ModelCard {
         tokenizer: tiny::tokenizer().into(),
         chat_template: Some(template.into()),
         special_tokens: vec![("bos_token".into(), "<|bos|>".into())],
-        sampling: Default::default(),
+        sampling: worker::engine::SamplingDefaults::default(),
         random_weights: true,
     }
 }

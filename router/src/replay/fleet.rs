@@ -113,7 +113,7 @@ impl Simulated {
             tokenizer: "".into(),
             chat_template: None,
             special_tokens: Vec::new(),
-            sampling: Default::default(),
+            sampling: worker::engine::SamplingDefaults::default(),
             random_weights: true,
         })
     }

@@ -303,7 +303,7 @@ pub(crate) fn card(id: &str) -> ModelCard {
         tokenizer: "".into(),
         chat_template: None,
         special_tokens: vec![],
-        sampling: Default::default(),
+        sampling: worker::engine::SamplingDefaults::default(),
         random_weights: true,
     }
 }

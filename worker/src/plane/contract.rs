@@ -177,7 +177,7 @@ pub(crate) fn instance(id: u64, epoch: u64) -> Instance {
         tokenizer: "{}".into(),
         chat_template: None,
         special_tokens: vec![],
-        sampling: Default::default(),
+        sampling: crate::engine::SamplingDefaults::default(),
         random_weights: true,
     });
     Instance { id: WorkerId(id), epoch: Epoch(epoch), phase: Phase::Both, model, stores: vec![] }

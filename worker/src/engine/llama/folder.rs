@@ -109,7 +109,7 @@ impl Described {
 fn generation(folder: &Path, vocabulary: usize) -> Result<(Vec<u32>, SamplingDefaults), FolderError> {
     let path = folder.join("generation_config.json");
     if !path.exists() {
-        return Ok(Default::default());
+        return Ok((Vec::new(), SamplingDefaults::default()));
     }
     let file = json(&path)?;
     let fields = Fields::of(&path, &file)?;
