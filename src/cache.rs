@@ -133,6 +133,7 @@ pub fn run(cache: &Cache) -> anyhow::Result<()> {
     tokio::runtime::Builder::new_multi_thread().enable_all().build()?.block_on(done(&cache.what))
 }
 
+#[expect(clippy::too_many_lines, reason = "one arm for each command")]
 async fn done(what: &What) -> anyhow::Result<()> {
     match what {
         What::Ls { place } => {
@@ -342,7 +343,7 @@ async fn verify_logs(config: &Config) -> anyhow::Result<Vec<disk::Verification>>
             bail!("the log in {} is in use by {owner}; it can be read whole once that has stopped", folder.display())
         }
         read => {
-            read.with_context(|| format!("the log in {} cannot be read", folder.display())).map(|seen| seen.into_iter())
+            read.with_context(|| format!("the log in {} cannot be read", folder.display())).map(IntoIterator::into_iter)
         }
     };
     // Reading a disk is no work for an async thread.

@@ -103,7 +103,7 @@ mod tests {
         Choices::new(&Settings { max_choices_per_connection: 10, max_choices_per_tenant: 15, ..Settings::default() })
     }
 
-    fn overloaded(refused: Result<Running, Error>) -> bool {
+    fn overloaded(refused: &Result<Running, Error>) -> bool {
         matches!(refused, Err(Error::Overloaded(_)))
     }
 
@@ -112,7 +112,7 @@ mod tests {
         let (choices, one, other) = (choices(), OfConnection::default(), OfConnection::default());
         let nobody = "".into();
         let running = choices.start(6, Some(&one), &nobody).unwrap();
-        assert!(overloaded(choices.start(5, Some(&one), &nobody)));
+        assert!(overloaded(&choices.start(5, Some(&one), &nobody)));
         let _fits = choices.start(4, Some(&one), &nobody).unwrap();
         let _another = choices.start(10, Some(&other), &nobody).unwrap();
         drop(running);
@@ -125,7 +125,7 @@ mod tests {
         let (choices, one, other) = (choices(), OfConnection::default(), OfConnection::default());
         let (ann, bob) = ("ann".into(), "bob".into());
         let running = choices.start(10, Some(&one), &ann).unwrap();
-        assert!(overloaded(choices.start(6, Some(&other), &ann)));
+        assert!(overloaded(&choices.start(6, Some(&other), &ann)));
         assert_eq!(*other.0.lock().unwrap(), 0, "a refused request is not counted on its connection");
         let _bobs = choices.start(10, Some(&other), &bob).unwrap();
         drop(running);

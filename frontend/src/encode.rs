@@ -116,8 +116,11 @@ fn ids(tokenizer: &Tokenizer, text: &str, special: bool) -> Result<Vec<u32>, tok
     Ok(tokenizer.encode_fast(text, special)?.get_ids().to_vec())
 }
 
+/// Tokens before and after those of a text.
+type Added = (Vec<u32>, Vec<u32>);
+
 /// What the tokenizer adds before and after the tokens of a text.
-fn added(tokenizer: &Tokenizer) -> Result<Option<(Vec<u32>, Vec<u32>)>, tokenizers::Error> {
+fn added(tokenizer: &Tokenizer) -> Result<Option<Added>, tokenizers::Error> {
     let (bare, full) = (ids(tokenizer, "a", false)?, ids(tokenizer, "a", true)?);
     let at = full.windows(bare.len().max(1)).position(|tokens| tokens == bare);
     Ok(at.map(|at| (full[..at].to_vec(), full[at + bare.len()..].to_vec())))

@@ -201,19 +201,17 @@ impl Error {
     /// **The** place where an error becomes a status.
     pub(crate) fn status(&self) -> StatusCode {
         match self {
-            Self::Malformed(_) | Self::Invalid { .. } => StatusCode::BAD_REQUEST,
+            Self::Malformed(_) | Self::Invalid { .. } | Self::BadHead | Self::BadPath => StatusCode::BAD_REQUEST,
             Self::UnknownModel { .. } | Self::NoRoute { .. } => StatusCode::NOT_FOUND,
             Self::Method { .. } => StatusCode::METHOD_NOT_ALLOWED,
-            Self::BadHead | Self::BadPath => StatusCode::BAD_REQUEST,
             Self::HostNotAllowed(_) | Self::OriginNotAllowed(_) | Self::NoAdminHeader => StatusCode::FORBIDDEN,
             Self::TooSlow { .. } | Self::HeaderTimeout(_) | Self::Unread(_) | Self::Gone => StatusCode::REQUEST_TIMEOUT,
             Self::UrlTooLong(_) => StatusCode::URI_TOO_LONG,
             Self::HeadersTooLarge(_) => StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
-            Self::TooManyConnections | Self::ShuttingDown => StatusCode::SERVICE_UNAVAILABLE,
             Self::TooLarge(_) => StatusCode::PAYLOAD_TOO_LARGE,
             Self::ContentType(_) | Self::ContentEncoding(_) => StatusCode::UNSUPPORTED_MEDIA_TYPE,
             Self::Overloaded(_) => StatusCode::TOO_MANY_REQUESTS,
-            Self::Unavailable(_) => StatusCode::SERVICE_UNAVAILABLE,
+            Self::TooManyConnections | Self::ShuttingDown | Self::Unavailable(_) => StatusCode::SERVICE_UNAVAILABLE,
             Self::Late => StatusCode::GATEWAY_TIMEOUT,
             Self::Failed(_) => StatusCode::INTERNAL_SERVER_ERROR,
         }

@@ -212,7 +212,8 @@ impl Server {
         let (router, closed) = (router.clone(), shutdown.closed.clone());
         tasks.spawn(async move {
             let _open = Open::new(&metrics.open);
-            let reason = connection::run(socket, &slot, router, arrival, &limits, &closed, &refused).await;
+            let serving = connection::run(socket, &slot, router, arrival, &limits, &closed, &refused);
+            let reason = Box::pin(serving).await;
             metrics.closed.with_label_values(&[reason]).inc();
         });
     }

@@ -329,6 +329,9 @@ impl DiskTier {
     }
 }
 
+/// Delivers how opening a path ended.
+type Opening = Receiver<Result<(), OpenError>>;
+
 /// Opens each path on a thread of its own: one that does not answer holds up none of the others, nor the start.
 fn open_all(volumes: &[Arc<Volume>]) -> Vec<Result<(), OpenError>> {
     let open = |volume: &Arc<Volume>| {
@@ -344,7 +347,7 @@ fn open_all(volumes: &[Arc<Volume>]) -> Vec<Result<(), OpenError>> {
     };
     let opening: Vec<_> = volumes.iter().map(open).collect();
     let deadline = Instant::now() + NO_ANSWER;
-    let wait = |(volume, opened): (&Arc<Volume>, io::Result<Receiver<Result<(), OpenError>>>)| {
+    let wait = |(volume, opened): (&Arc<Volume>, io::Result<Opening>)| {
         let failed = |source| OpenError::Io { path: volume.folder.clone(), source };
         let left = deadline.saturating_duration_since(Instant::now());
         match opened.map_err(failed)?.recv_timeout(left) {

@@ -19,6 +19,7 @@ impl Problem {
     }
 
     /// A problem unless the value lies in the range. Not a number lies in none.
+    #[expect(clippy::needless_pass_by_value, reason = "the values are numbers and durations")]
     pub fn unless_within<T: PartialOrd + fmt::Display>(key: &str, value: T, range: RangeInclusive<T>) -> Option<Self> {
         let problem = || format!("expected a number between {} and {}", range.start(), range.end());
         (!range.contains(&value)).then(|| Self::new(key, problem()))

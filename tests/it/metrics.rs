@@ -41,7 +41,7 @@ fn exposed(registry: &Registry) -> BTreeMap<String, Shape> {
             MetricType::HISTOGRAM => "histogram",
             MetricType::SUMMARY | MetricType::UNTYPED => "other",
         };
-        let labels = family.get_metric().iter().flat_map(|metric| metric.get_label());
+        let labels = family.get_metric().iter().flat_map(prometheus::proto::Metric::get_label);
         (kind.to_owned(), labels.map(|label| label.name().to_owned()).collect())
     };
     registry.gather().iter().map(|family| (family.name().to_owned(), shape(family))).collect()
@@ -84,7 +84,7 @@ async fn the_metrics_page_agrees_with_a_running_process() {
         let again = node.registry().register(Box::new(IntGauge::new(name, "none").unwrap()));
         assert!(matches!(again, Err(prometheus::Error::AlreadyReg)), "{name} is in docs/metrics.md only");
     }
-    let labelled = |name: &str| exposed.get(name).is_some();
+    let labelled = |name: &str| exposed.contains_key(name);
     for name in [
         "blockyard_build_info",
         "blockyard_kv_cache_usage_ratio",

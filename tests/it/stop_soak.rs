@@ -83,7 +83,8 @@ async fn assert_healthy(client: &Client, durable: u64, case: &str) {
         ("blockyard_kvbm_blocks_quarantined_total", 0.0),
         ("blockyard_store_path_up", 1.0),
     ] {
-        assert_eq!(client.metric(metric, "").await, wanted, "{case}: {metric}");
+        let value = client.metric(metric, "").await;
+        assert!((value - wanted).abs() < 0.5, "{case}: {metric} is {value}, not {wanted}");
     }
     let (_, ready) = client.get("/ready").await;
     assert!(!ready.contains("degraded"), "{case}: {ready}");

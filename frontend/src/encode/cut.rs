@@ -84,7 +84,7 @@ fn places<'a>(text: &'a str, from: usize, cuts: &'a [Cut]) -> impl Iterator<Item
 /// The kinds of places where texts of this tokenizer may be cut.
 pub(super) fn learn(tokenizer: &Tokenizer, vocabulary: &Vocabulary) -> Result<Vec<Cut>, tokenizers::Error> {
     let mut learnt = Vec::new();
-    let edge = |c: Option<char>| c.is_none_or(|c| c.is_alphanumeric());
+    let edge = |c: Option<char>| c.is_none_or(char::is_alphanumeric);
     let added = tokenizer.get_added_tokens_decoder();
     // One that takes the spaces beside it, or looks at its neighbours, would find others at a cut.
     let looks = added.values().filter(|token| token.lstrip || token.rstrip || token.single_word);

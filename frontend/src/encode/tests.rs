@@ -20,6 +20,7 @@ const PATTERNS: [&str; 4] = [
 ];
 
 /// What a tokenizer does beside its model.
+#[expect(clippy::needless_pass_by_value, reason = "the callers write the values in place")]
 fn parts(normalizer: Value, splitter: Value, decoder: Value) -> Value {
     json!({ "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": normalizer,
         "pre_tokenizer": splitter, "post_processor": null, "decoder": decoder,

@@ -315,7 +315,7 @@ mod tests {
             let (start, activity) = (Instant::now(), Activity::new());
             drop(activity.request(http2));
             let write = async {
-                tokio::time::sleep(Duration::from_secs(60)).await;
+                tokio::time::sleep(Duration::from_mins(1)).await;
                 activity.write_progressed(bytes);
             };
             let (expired, ()) = tokio::join!(activity.expired(&TIMEOUTS), write);

@@ -91,7 +91,7 @@ pub(super) async fn run(
     };
     // The connection is dropped; its stream has given the socket back.
     if let Some(socket) = activity.take_stream() {
-        close(socket, expired, activity, limits, closed, refused).await;
+        Box::pin(close(socket, expired, activity, limits, closed, refused)).await;
     }
     match expired {
         None => "client",

@@ -14,7 +14,7 @@ fn rendered(open: &str, close: &str) -> [String; 4] {
         format!("{open}user:hello world{close}{open}assistant:"),
         format!("{open}system: be kind \n{close}\n{open}user: 中文, é and  two spaces {close}{open}"),
         format!("no token first{close} {open} {close}{close}"),
-        format!("{open}"),
+        open.to_string(),
     ]
 }
 

@@ -32,7 +32,7 @@ async fn serve(at: &str, settings: &str, admin: bool) -> SocketAddr {
 async fn ask(address: SocketAddr, line: &str, headers: &[&str]) -> String {
     let mut connection = TcpStream::connect(address).await.unwrap();
     let body = if line.starts_with("POST") { BODY } else { "" };
-    let headers: String = headers.iter().map(|header| format!("{header}\r\n")).collect();
+    let headers = headers.iter().map(|header| format!("{header}\r\n")).collect::<Vec<_>>().concat();
     let length = body.len();
     let request = format!("{line} HTTP/1.1\r\n{headers}content-length: {length}\r\nconnection: close\r\n\r\n{body}");
     connection.write_all(request.as_bytes()).await.unwrap();

@@ -47,6 +47,7 @@ async fn what_is_asked_of_the_cache_and_cannot_be() {
 }
 
 #[tokio::test]
+#[expect(clippy::too_many_lines, reason = "a list of cases")]
 async fn chat_requests_that_cannot_be() {
     let engine = Fake::saying(vec![last("", Finish::Stop)]);
     let router = engine.router();

@@ -216,7 +216,7 @@ async fn a_client_that_asks_before_it_sends_is_answered_at_once() {
 #[tokio::test]
 async fn http_errors_have_an_error_object() {
     let door = Door::open(&Fake::saying(vec![]), Settings::default()).await;
-    let many: String = (0..200).map(|n| format!("x-{n}: y\r\n")).collect();
+    let many = (0..200).map(|n| format!("x-{n}: y\r\n")).collect::<Vec<_>>().concat();
     let cases: [(Vec<u8>, u16, Value); 8] = [
         (format!("GET /live HTTP/1.1\r\nx: {}\r\n\r\n", "y".repeat(1 << 20)).into(), 431, "headers_too_large".into()),
         (format!("GET /live HTTP/1.1\r\n{many}\r\n").into(), 431, "headers_too_large".into()),
@@ -248,7 +248,7 @@ async fn slow_headers_and_idle_connections_are_closed() {
     let mut kept = door.connect().await;
     kept.write_all(b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n").await.unwrap();
     let answered = rest(kept).await;
-    assert!(answered.starts_with("HTTP/1.1 200") && answered.ends_with("}"), "{answered}");
+    assert!(answered.starts_with("HTTP/1.1 200") && answered.ends_with('}'), "{answered}");
     until(|| door.metric("blockyard_frontend_open_connections") == Some("0".into())).await;
     let closed = |reason| door.metric(&format!("blockyard_frontend_connections_closed_total{{reason=\"{reason}\"}}"));
     assert_eq!((closed("header_timeout"), closed("idle_timeout")), (Some("2".into()), Some("1".into())));

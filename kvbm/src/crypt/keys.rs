@@ -458,7 +458,9 @@ impl Keys {
             known.shredded.extend(&shredded);
             fresh
         };
-        fresh.iter().for_each(|domain| self.purge(*domain));
+        for domain in &fresh {
+            self.purge(*domain);
+        }
         let left = entries.iter().filter(|entry| entry.state != State::Shredded);
         let left = left.filter(|entry| shredded.contains(&(entry.domain, entry.key)));
         self.shelf.remove(left.copied().collect()).await?;

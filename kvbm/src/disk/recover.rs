@@ -121,7 +121,9 @@ impl Log {
                 });
             }
             drop(found);
-            read.into_iter().for_each(|(number, read)| take(number, read));
+            for (number, read) in read {
+                take(number, read);
+            }
         });
     }
 

@@ -149,7 +149,9 @@ pub(super) fn numbers(folder: &Path) -> io::Result<Vec<u32>> {
 
 /// Narrows the segments, and the spare, that an earlier version left readable for other users.
 pub(super) fn narrow(folder: &Path, numbers: &[u32]) {
-    numbers.iter().for_each(|number| permissions::narrow_path(&path(folder, *number)));
+    for number in numbers {
+        permissions::narrow_path(&path(folder, *number));
+    }
     permissions::narrow_path(&spare(folder));
 }
 

@@ -9,7 +9,7 @@ use super::listing::{Entry, Listing};
 use super::owner::{self, Owner};
 use super::recover::{Footer, footer, scan};
 use super::{OpenError, record, segment};
-use crate::{DomainId, Fingerprint, KeyId};
+use crate::{DomainId, Fingerprint, Header, KeyId};
 use bytes::Bytes;
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -105,9 +105,11 @@ fn records(file: &File, length: u64, listing: &Listing, path: &Path, seen: &mut 
     let mut unsound = 0;
     for (domain, fingerprint, entry) in listing.records().filter(|(.., entry)| !entry.gone) {
         match block(file, length, fingerprint, entry)? {
-            Some(key) => {
+            Some(header) => {
                 seen.sound += 1;
-                key.into_iter().for_each(|key| *seen.keys.entry((domain, key)).or_default() += 1);
+                if let Some(key) = header.key {
+                    *seen.keys.entry((domain, key)).or_default() += 1;
+                }
             }
             None => unsound += 1,
         }
@@ -119,8 +121,8 @@ fn records(file: &File, length: u64, listing: &Listing, path: &Path, seen: &mut 
     Ok(())
 }
 
-/// Reads one block; `None` when it is not what it was. The answer is the key that it rests under, if it has one.
-fn block(file: &File, length: u64, fingerprint: Fingerprint, entry: &Entry) -> io::Result<Option<Option<KeyId>>> {
+/// Reads one block. Returns its header; `None` when the block is damaged.
+fn block(file: &File, length: u64, fingerprint: Fingerprint, entry: &Entry) -> io::Result<Option<Header>> {
     let at = u64::from(entry.offset) * Access::UNIT;
     let span = record::span(u64::from(entry.length), Access::UNIT);
     // Checked before memory is taken: the file bounds what a footer may claim.
@@ -132,5 +134,5 @@ fn block(file: &File, length: u64, fingerprint: Fingerprint, entry: &Entry) -> i
     let block = record::block(&Bytes::from(bytes)).ok();
     let block = block.filter(|block| block.header.length == u64::from(entry.length));
     let sound = block.filter(|block| block.check(entry.name, fingerprint).is_ok());
-    Ok(sound.map(|block| block.header.key))
+    Ok(sound.map(|block| block.header))
 }

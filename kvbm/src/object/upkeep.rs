@@ -83,7 +83,7 @@ impl Upkeep {
             sleep(step.mul_f64(0.75 + chance.draw() / 2.0).min(regular.saturating_duration_since(Instant::now())))
                 .await;
             let is_regular = Instant::now() >= regular;
-            if !is_regular && !(wait.is_over() && collector.is_near_capacity()) {
+            if !(is_regular || wait.is_over() && collector.is_near_capacity()) {
                 continue;
             }
             // Only this process deletes early what it wrote: however often others collect, it does now and then.

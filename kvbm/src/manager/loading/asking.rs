@@ -230,10 +230,10 @@ impl Loading<'_> {
         for (source, seen) in self.seen.iter_mut().enumerate().filter(|(_, seen)| seen.asked + seen.delivered > 0) {
             let Source { tier, gauge } = &self.job.sources[source];
             let what = seen.seen(elapsed);
-            if gauge.learn(what, now) {
-                if let Some(others) = self.job.inner.core.silences.pass() {
-                    tracing::warn!(tier = %tier.level(), ?elapsed, others, "tier did not answer in time; left alone for a while");
-                }
+            if gauge.learn(what, now)
+                && let Some(others) = self.job.inner.core.silences.pass()
+            {
+                tracing::warn!(tier = %tier.level(), ?elapsed, others, "tier did not answer in time; left alone for a while");
             }
             if seen.delivered > 0 {
                 let (delivered, metrics) = (seen.delivered as u64, &self.job.inner.core.metrics);

@@ -276,7 +276,7 @@ fn own_objects_that_no_other_process_used_skip_the_grace() {
     survey.own = Some(writer());
     let plan = survey.plan(&Policy::default(), NOW);
     assert_eq!(plan.objects, [id(0)]);
-    assert_eq!(plan.next, Some(Policy::default().grace - NOTICE));
+    assert_eq!(plan.next, Policy::default().grace.checked_sub(NOTICE));
     survey.own = Some(Writer::from_bytes([8; 16]));
     assert_eq!(survey.plan(&Policy::default(), NOW).objects, []);
 }

@@ -443,7 +443,7 @@ fn rows_of_logits_are_worked_on_by_several_threads() {
         let meet = |_| {
             *met.0.lock().unwrap() += 1;
             met.1.notify_all();
-            let most = std::time::Duration::from_secs(60);
+            let most = std::time::Duration::from_mins(1);
             !met.1.wait_timeout_while(met.0.lock().unwrap(), most, |met| *met < 2).unwrap().1.timed_out()
         };
         logits.rows().map(meet).collect()
