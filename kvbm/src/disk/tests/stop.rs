@@ -2,15 +2,18 @@
 
 use super::*;
 use crate::{Block, Date};
+use std::sync::LazyLock;
 
 /// Segments of the default size: what follows the last record of an open one is far longer than what is read at once.
 fn full_size() -> Settings {
     Settings { capacity_bytes: 1 << 30, min_free_bytes: 0, ..Settings::default() }
 }
 
-/// Twelve megabytes in blocks of 600 KB.
+/// More than is looked at together while a segment is scanned. Made once: every case stores them.
+static BLOCKS: LazyLock<Vec<Block>> = LazyLock::new(|| chain_of(fingerprint(), 1, 8, 600_000));
+
 fn blocks() -> Vec<Block> {
-    chain_of(fingerprint(), 1, 20, 600_000)
+    BLOCKS.clone()
 }
 
 /// Opens the folder; every block must be there, and nothing counted as damage.
