@@ -42,7 +42,9 @@ impl Cut {
     /// Whether `at`, which comes between the other two, may begin a piece.
     fn fits(self, before: char, at: char, after: char) -> bool {
         match self {
-            Self::Space | Self::SpaceAway => !before.is_whitespace() && at == ' ' && is_letter(after),
+            Self::Space => !before.is_whitespace() && at == ' ' && is_letter(after),
+            // After a special token such tokenizers put another space.
+            Self::SpaceAway => is_letter(before) && at == ' ' && is_letter(after),
             Self::Line => is_letter(before) && matches!(at, '\n' | '\r'),
             Self::Mark => (is_letter(before) || before.is_ascii_digit()) && MARKS.contains(at),
             Self::Digit => is_letter(before) && at.is_ascii_digit() || before.is_ascii_digit() && is_letter(at),
@@ -92,8 +94,13 @@ pub(super) fn learn(tokenizer: &Tokenizer, vocabulary: &Vocabulary) -> Result<Ve
         return Ok(learnt);
     }
     let whole = ids(tokenizer, SAMPLE, false)?;
+    let ends_in_letter = |text: &str| text.starts_with(is_letter) || text.ends_with(is_letter);
+    let in_words = added.values().any(|token| ends_in_letter(&token.content));
     'next: for cut in Cut::ALL {
-        if cut == Cut::SpaceAway && learnt.contains(&Cut::Space) || vocabulary.texts().any(|token| spans(&token, cut)) {
+        if cut == Cut::SpaceAway && in_words
+            || cut == Cut::SpaceAway && learnt.contains(&Cut::Space)
+            || vocabulary.texts().any(|token| places(&token, 0, &[cut]).next().is_some())
+        {
             continue;
         }
         for (at, _) in places(SAMPLE, 0, &[cut]) {
@@ -106,12 +113,6 @@ pub(super) fn learn(tokenizer: &Tokenizer, vocabulary: &Vocabulary) -> Result<Ve
         learnt.push(cut);
     }
     Ok(learnt)
-}
-
-/// Whether a token could lie over such a place. Parts of characters are taken for any letter.
-fn spans(token: &str, cut: Cut) -> bool {
-    let token = token.replace(char::REPLACEMENT_CHARACTER, "\u{4E00}");
-    places(&token, 0, &[cut]).next().is_some()
 }
 
 /// The pieces of a text, each of at least `piece` bytes but the last.

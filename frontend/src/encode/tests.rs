@@ -201,8 +201,9 @@ fn each_family_is_cut_where_it_can_be() {
         ("gpt2", all.clone()),
         ("llama3", all.clone()),
         ("qwen2", all.clone()),
-        ("gpt4o", all.clone()),
-        ("threes", all),
+        ("gpt4o", all),
+        // How it groups digits depends on what is behind them.
+        ("threes", vec![Space, Line]),
         ("llama2", vec![SpaceAway]),
         // Its tokens span words.
         ("phrases", vec![]),
@@ -239,7 +240,7 @@ fn every_family_but_those_that_leave_text_out_has_a_bound() {
     for (name, encoder) in families() {
         let bound = encoder.bound.as_ref().unwrap_or_else(|| panic!("{name}"));
         let tokens = ids(&encoder.tokenizer, &long, false).unwrap().len();
-        assert!(bound.check(&long, tokens / 4).is_err(), "{name}: a quarter of the tokens is too few for certain");
+        assert!(bound.check(&long, tokens / 10).is_err(), "{name}: a tenth of the tokens is too few for certain");
     }
     let mut json: Value = serde_json::from_str(&tiny::tokenizer()).unwrap();
     json["added_tokens"][0]["rstrip"] = true.into();

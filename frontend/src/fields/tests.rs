@@ -80,7 +80,8 @@ proptest! {
     #[test]
     fn a_body_split_into_fields_has_the_parsed_values(body in any_json(), pretty: bool) {
         let text = if pretty { serde_json::to_string_pretty(&body) } else { serde_json::to_string(&body) }.unwrap();
-        let Value::Object(map) = body else {
+        // Parsed again: a decimal need not come back as it was.
+        let Value::Object(map) = serde_json::from_str(&text).unwrap() else {
             prop_assert!(matches!(fields(&text), Err(Error::Malformed(_))));
             return Ok(());
         };
