@@ -303,7 +303,7 @@ async fn nobody_can_tell_that_devices_fail_and_processes_die() {
     let store = place.at("blocks/store");
     let (data, ssd) = (place.at("data"), place.ssd());
     let elsewhere = ["--data-dir", data.to_str().unwrap(), "--set", &ssd];
-    cache::asked(&store, &[&["verify", "--remove"], &elsewhere[..]].concat());
+    cache::asked(&store, &["verify", "--remove"]);
     let found = names::found(&process.client, &store, &elsewhere, &format!("seed {seed}")).await;
     // It would be seen if a name were missing: of an object that is not about to be deleted, nor a copy.
     let seen = files(&store.join("blocks")).into_iter().any(|object| {
@@ -311,6 +311,6 @@ async fn nobody_can_tell_that_devices_fail_and_processes_die() {
         names::outside(&store, &elsewhere)["g4"] != found["g4"]
     });
     assert!(seen, "seed {seed}");
-    cache::asked(&store, &[&["verify", "--remove"], &elsewhere[..]].concat());
+    cache::asked(&store, &["verify", "--remove"]);
     names::found(&process.client, &store, &elsewhere, &format!("seed {seed}, one object less")).await;
 }
