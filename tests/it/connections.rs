@@ -111,7 +111,6 @@ async fn a_thousand_idle_sockets_leave_room_for_requests() {
     );
     assert!(open <= 130.0, "{open} connections are open of at most half of 256 files");
     assert_eq!(program.logged("leaves room for fewer connections").len(), 1);
-    assert!(program.logged("cannot accept connections").is_empty());
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -37,6 +37,7 @@ fn joined(pieces: impl IntoIterator<Item = Piece>) -> Piece {
         assert_eq!(all.finish, None, "nothing follows the end");
         all.text.push_str(&piece.text);
         all.generated += piece.generated;
+        all.ids.extend(piece.ids);
         all.logprobs.extend(piece.logprobs);
         all.finish = piece.finish;
         all

@@ -9,6 +9,9 @@ use crate::vocabulary::Vocabulary;
 use serde_json::Value;
 use tokenizers::Tokenizer;
 
+/// What some tokenizers write for a space.
+const WRITTEN_SPACE: char = '\u{2581}';
+
 pub(super) struct Bound {
     /// The most bytes of a token, by its first two.
     longest: Vec<u16>,
@@ -47,7 +50,8 @@ impl Bound {
 
     /// Refuses a text that has more than `limit` tokens for certain.
     pub(super) fn check(&self, text: &str, limit: usize) -> Result<(), Refused> {
-        if text.len() <= limit || self.ascii && !text.is_ascii() {
+        // Where a tokenizer writes U+2581 for a space, tokens with spaces cover that character too, which is longer.
+        if text.len() <= limit || self.ascii && !text.is_ascii() || text.contains(WRITTEN_SPACE) {
             return Ok(());
         }
         let (mut tokens, mut reached, mut next) = (0, 0, 0);

@@ -97,8 +97,7 @@ pub(super) fn learn(tokenizer: &Tokenizer, vocabulary: &Vocabulary) -> Result<Ve
     let ends_in_letter = |text: &str| text.starts_with(is_letter) || text.ends_with(is_letter);
     let in_words = added.values().any(|token| ends_in_letter(&token.content));
     'next: for cut in Cut::ALL {
-        if cut == Cut::SpaceAway && in_words
-            || cut == Cut::SpaceAway && learnt.contains(&Cut::Space)
+        if cut == Cut::SpaceAway && (in_words || learnt.contains(&Cut::Space))
             || vocabulary.texts().any(|token| places(&token, 0, &[cut]).next().is_some())
         {
             continue;
