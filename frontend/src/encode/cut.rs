@@ -30,8 +30,9 @@ pub(super) enum Cut {
     Digit,
 }
 
-/// Marks that end a word. Not the apostrophe: `'s` is a word's end to many tokenizers.
-const MARKS: &str = ",.;:!?()[]{}\"<>/=_-\u{3001}\u{3002}\u{FF0C}\u{FF1A}\u{FF1F}\u{FF01}";
+/// Marks that end a word. Not the apostrophe: `'s` is a word's end to many tokenizers. Nor what stands behind letters in special tokens
+/// like `<|im_start|>`, `[INST]` and `</s>`: a cut could part one.
+const MARKS: &str = ",.;:!?()\"\u{3001}\u{3002}\u{FF0C}\u{FF1A}\u{FF1F}\u{FF01}";
 
 /// Words, numbers and marks of many scripts, with runs of spaces and lines, code, and contractions.
 pub(super) const SAMPLE: &str = include_str!("sample.txt");
