@@ -40,6 +40,8 @@ fn joined(pieces: impl IntoIterator<Item = Piece>) -> Piece {
         all.ids.extend(piece.ids);
         all.logprobs.extend(piece.logprobs);
         all.finish = piece.finish;
+        all.stop_reason = piece.stop_reason;
+        all.end_logprobs = piece.end_logprobs;
         all
     })
 }
