@@ -6,7 +6,7 @@
 //! priorities, Cobham 1954), or its own class alone leaves at the rate that is guaranteed to it.
 
 use super::bid::Asked;
-use super::rate::Rate;
+use super::rate::{Rate, WINDOW};
 use super::room::SHARE;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -23,6 +23,13 @@ pub(super) struct Backlogs {
 #[derive(Default)]
 struct Backlog {
     rate: Rate,
+    /// Requests that the workers have, as last seen, and the cost of those that left this queue.
+    running: u64,
+    running_cost: u64,
+    /// Requests that wait; since when there are some, and how many have left since.
+    requests: u64,
+    since: Option<Instant>,
+    left: u64,
     /// By priority, the least first.
     classes: [Class; 3],
 }
@@ -80,6 +87,8 @@ impl Backlogs {
         let backlog = self.models.entry(asked.model.clone()).or_default();
         let class = &mut backlog.classes[asked.priority as usize];
         class.cost += asked.charge;
+        backlog.requests += 1;
+        backlog.since.get_or_insert(asked.placed);
         if !again {
             class.inflow.add(asked.charge, asked.placed);
         }
@@ -102,6 +111,7 @@ impl Backlogs {
         let class = &mut backlog.classes[asked.priority as usize];
         let Some(tenant) = class.tenants.get_mut(&asked.tenant) else { return };
         class.cost -= asked.charge;
+        backlog.requests -= 1;
         tenant.requests -= 1;
         tenant.cost -= asked.charge;
         if asked.latest.is_some() {
@@ -119,6 +129,7 @@ impl Backlogs {
         }
         if backlog.is_empty() {
             backlog.rate.pause();
+            (backlog.since, backlog.left) = (None, 0);
         }
     }
 
@@ -126,6 +137,26 @@ impl Backlogs {
     pub(super) fn granted(&mut self, asked: &Asked, now: Instant) {
         if let Some(backlog) = self.models.get_mut(&asked.model) {
             backlog.rate.left(asked.charge, now);
+            backlog.left += 1;
+        }
+    }
+
+    /// A request of this cost goes to a worker.
+    pub(super) fn started(&mut self, model: &Arc<str>, cost: u64) {
+        self.models.entry(model.clone()).or_default().running_cost += cost;
+    }
+
+    /// A request of this cost has ended.
+    pub(super) fn ended(&mut self, model: &str, cost: u64) {
+        if let Some(backlog) = self.models.get_mut(model) {
+            backlog.running_cost -= cost;
+        }
+    }
+
+    /// So many requests of a model are with its workers.
+    pub(super) fn running(&mut self, model: &str, requests: u64) {
+        if let Some(backlog) = self.models.get_mut(model) {
+            backlog.running = requests;
         }
     }
 
@@ -139,14 +170,14 @@ impl Backlogs {
         let backlog = self.models.get(&asked.model)?;
         let tenant = backlog.classes[asked.priority as usize].tenants.get(&asked.tenant);
         let before = tenant.map_or(0, |tenant| if asked.latest.is_some() { tenant.urgent } else { tenant.cost });
-        let rate = backlog.rate.per_second(now)?;
+        let rate = backlog.per_second(now)?;
         Some(backlog.seconds(asked.priority as usize, weight, before, asked.charge, rate, now))
     }
 
     /// How long it takes until tokens of this cost have left the queue, whatever their model.
     pub(super) fn drain(&self, cost: f64, now: Instant) -> Option<Duration> {
         let waiting = self.models.values().filter(|backlog| !backlog.is_empty());
-        let rate: f64 = waiting.filter_map(|backlog| backlog.rate.per_second(now)).sum();
+        let rate: f64 = waiting.filter_map(|backlog| backlog.per_second(now)).sum();
         (rate > 0.0).then(|| seconds(cost / rate))
     }
 
@@ -155,7 +186,7 @@ impl Backlogs {
     pub(super) fn turn(&self, asked: &Asked, weight: f64, cost: f64, now: Instant) -> Option<Duration> {
         let backlog = self.models.get(&asked.model)?;
         let weights = backlog.classes[asked.priority as usize].weights;
-        Some(seconds(cost * (weights / weight).max(1.0) / backlog.rate.per_second(now)?))
+        Some(seconds(cost * (weights / weight).max(1.0) / backlog.per_second(now)?))
     }
 
     /// Requests that will not go before they have waited for too long, even if the rate is as much better than measured as its
@@ -163,8 +194,9 @@ impl Backlogs {
     pub(super) fn hopeless(&self, now: Instant) -> Vec<u64> {
         let mut found = Vec::new();
         for backlog in self.models.values() {
-            let Some(rate) = backlog.rate.per_second(now) else { continue };
-            let rate = rate * (1.0 + backlog.rate.error());
+            let Some(rate) = backlog.per_second(now) else { continue };
+            // A bound is optimistic by itself.
+            let rate = if backlog.left > 0 { rate * (1.0 + backlog.rate.error()) } else { rate };
             for (priority, class) in backlog.classes.iter().enumerate() {
                 for tenant in class.tenants.values() {
                     let mut before = tenant.cost;
@@ -191,6 +223,20 @@ impl Backlogs {
 impl Backlog {
     fn is_empty(&self) -> bool {
         self.classes.iter().all(|class| class.tenants.is_empty())
+    }
+
+    /// The rate at which it drains. While nothing has left yet it is bounded: the requests that run have run for as long as others
+    /// wait, so no more of them than there are end in as much time again. That is what is known of workers that take a minute
+    /// for what they have.
+    fn per_second(&self, now: Instant) -> Option<f64> {
+        let measured = self.rate.per_second(now);
+        let waits = self.since.map(|since| now.saturating_duration_since(since)).filter(|waits| *waits >= WINDOW);
+        let Some(waits) = waits.filter(|_| self.left == 0 && self.requests > 0) else { return measured };
+        let each = self.classes.iter().map(|class| class.cost).sum::<u64>() as f64 / self.requests as f64;
+        // Requests that came to the workers by other ways are taken to cost what those cost that wait.
+        let running = (self.running.max(1) as f64 * each).max(self.running_cost as f64);
+        let bound = running / waits.as_secs_f64();
+        Some(measured.map_or(bound, |measured| measured.min(bound))).filter(|rate| *rate > 0.0)
     }
 
     /// How long a request of this cost waits behind so much of its own tenant.

@@ -96,6 +96,13 @@ impl Desk {
         let is_due = self.looked.is_none_or(|at| at + LOOK_EVERY <= now);
         if is_due {
             self.looked = Some(now);
+            for model in self.room.models() {
+                let sequences = |member: &Arc<Member>| {
+                    u64::from(member.books.standing(now).sequences).saturating_sub(held(&self.room, member).sequences)
+                };
+                let running = of(roster, &model).map(sequences).sum();
+                self.room.running(&model, running);
+            }
             for (number, asked) in self.room.hopeless(now).into_iter().rev() {
                 let after = self.room.retry_after(limits, &asked, now);
                 told.push((number, Told::No(Refusal::PredictedTimeoutQueued(after))));

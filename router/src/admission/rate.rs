@@ -29,7 +29,7 @@ struct Window {
 
 /// Shortest window. Several requests of a slow worker leave in it, and a burst that comes to an unmeasured fleet is judged
 /// after it.
-const WINDOW: Duration = Duration::from_secs(1);
+pub(super) const WINDOW: Duration = Duration::from_secs(1);
 /// What the sums keep when a window is added: the last ten or so decide.
 const DECAY: f64 = 0.9;
 

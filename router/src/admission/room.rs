@@ -74,7 +74,7 @@ pub(crate) struct Room {
     waiting: BTreeMap<u64, Asked>,
     /// When they wait no longer, and who.
     ends: BTreeSet<(Instant, u64)>,
-    running: HashMap<u64, (Arc<str>, u64)>,
+    running: HashMap<u64, Running>,
     /// Those who are being placed anew: the accounts stay open for them.
     recalled: HashSet<u64>,
     /// By priority, the least first.
@@ -87,6 +87,14 @@ pub(crate) struct Room {
     /// What the tenant that went last had got for its weight; who begins to wait starts from here.
     clock: f64,
     backlogs: Backlogs,
+}
+
+/// A request that is with its worker.
+struct Running {
+    tenant: Arc<str>,
+    model: Arc<str>,
+    tokens: u64,
+    charge: u64,
 }
 
 #[derive(Default)]
@@ -116,7 +124,7 @@ impl Room {
         let fits = |queue| asked.latest.is_none_or(|latest| now + queue <= latest);
         if self.waiting.is_empty() && open.is_some_and(fits) && self.may_run(limits, &asked.tenant, asked.tokens) {
             self.last += 1;
-            self.run(self.last, asked.bid.tenant, asked.bid.tokens);
+            self.run(self.last, &asked);
             return Entry::Straight(self.last);
         }
         let of_tenant = self.tenants.get(&asked.tenant).map_or(0, |tenant| tenant.waiting);
@@ -168,7 +176,7 @@ impl Room {
         }
         self.backlogs.granted(&self.waiting[&number], now);
         let asked = self.take(number)?;
-        self.run(number, asked.bid.tenant, asked.bid.tokens);
+        self.run(number, &asked);
         Some(number)
     }
 
@@ -186,12 +194,13 @@ impl Room {
     /// A request goes, wherever it is. What it was, if it waited.
     pub(crate) fn leave(&mut self, number: u64) -> Option<Asked> {
         let waited = self.take(number);
-        if let Some((name, tokens)) = self.running.remove(&number)
-            && let Some(tenant) = self.tenants.get_mut(&name)
-        {
-            tenant.running -= tokens;
-            if tenant.running == 0 && self.waiting.is_empty() && self.recalled.is_empty() {
-                self.tenants.remove(&name);
+        if let Some(Running { tenant: name, model, tokens, charge }) = self.running.remove(&number) {
+            self.backlogs.ended(&model, charge);
+            if let Some(tenant) = self.tenants.get_mut(&name) {
+                tenant.running -= tokens;
+                if tenant.running == 0 && self.waiting.is_empty() && self.recalled.is_empty() {
+                    self.tenants.remove(&name);
+                }
             }
         }
         if self.recalled.remove(&number) {
@@ -238,6 +247,11 @@ impl Room {
     /// What those who wait have booked on a worker.
     pub(crate) fn held(&self, worker: WorkerId) -> Amount {
         self.held.get(&worker).copied().unwrap_or_default()
+    }
+
+    /// So many requests of a model are with its workers: what a drain rate that is not measured yet cannot exceed.
+    pub(crate) fn running(&mut self, model: &str, requests: u64) {
+        self.backlogs.running(model, requests);
     }
 
     /// Takes those out that would wait for too long at the measured drain rate.
@@ -319,9 +333,11 @@ impl Room {
         best.map(|(_, number)| number)
     }
 
-    fn run(&mut self, number: u64, tenant: Arc<str>, tokens: u64) {
-        self.tenant(&tenant).running += tokens;
-        self.running.insert(number, (tenant, tokens));
+    fn run(&mut self, number: u64, asked: &Asked) {
+        self.tenant(&asked.tenant).running += asked.tokens;
+        self.backlogs.started(&asked.model, asked.charge);
+        let (tenant, model) = (asked.tenant.clone(), asked.model.clone());
+        self.running.insert(number, Running { tenant, model, tokens: asked.tokens, charge: asked.charge });
     }
 
     /// What is known of a tenant. Now and then those are forgotten who neither wait nor run: whoever has been caught up with

@@ -373,12 +373,12 @@ proptest! {
             assert_eq!(room.by_class().iter().sum::<u64>(), waiting);
             assert_eq!(room.held.values().map(|held| held.prefill_tokens).sum::<u64>(), waiting);
             assert_eq!(room.tenants.values().map(|tenant| tenant.waiting).sum::<u64>(), waiting);
-            let running: u64 = room.running.values().map(|(_, tokens)| tokens).sum();
+            let running: u64 = room.running.values().map(|running| running.tokens).sum();
             assert_eq!(room.tenants.values().map(|tenant| tenant.running).sum::<u64>(), running);
             assert!(waiting <= 1000);
             let of: Vec<&Asked> = room.waiting.values().filter(|asked| &*asked.tenant == "1").collect();
             assert!(of.iter().map(|asked| asked.tokens).sum::<u64>() <= 400 || of.len() == 1);
-            let runs: Vec<u64> = room.running.values().filter(|(name, _)| &**name == "1").map(|(_, t)| *t).collect();
+            let runs: Vec<u64> = room.running.values().filter(|of| &*of.tenant == "1").map(|of| of.tokens).collect();
             assert!(runs.iter().sum::<u64>() <= 300 || runs.len() == 1);
             let there: BTreeSet<u64> = room.waiting.keys().chain(room.running.keys()).copied().collect();
             assert_eq!(&there, &inside);

@@ -124,6 +124,29 @@ fn burst_is_refused_once_the_rate_is_measured() {
     assert!(served >= 590 && soon >= 300 && timed_out <= 10, "{served} {soon} {timed_out}");
 }
 
+/// Workers that take more than the wait limit for what they have: nothing can be measured before it is over.
+#[test]
+fn burst_is_refused_while_nothing_leaves_the_queue() {
+    let (mut room, start) = (Room::default(), Instant::now());
+    let limits = limits(u64::MAX);
+    for _ in 0..950 {
+        let mut one = Asked { placed: start, ..asked("a", 100) };
+        one.bid.tired = start + Duration::from_mins(1);
+        wait(&mut room, &limits, one);
+    }
+    let mut refused = 0;
+    for (second, least) in [(1, 0), (5, 300), (10, 650), (20, 800), (30, 880)] {
+        let now = at(start, f64::from(second));
+        room.running("m", 50);
+        refused += room.hopeless(now).len();
+        assert!(refused >= least && refused <= 949, "{refused} are refused after {second} s");
+    }
+    let newcomer = enter(&mut room, &limits, asked("a", 100), None, at(start, 30.0));
+    assert!(matches!(newcomer, Came::Waits(..)), "as many wait as may be served: {newcomer:?}");
+    let slow = room.retry_after(&limits, &asked("a", 100), at(start, 59.0));
+    assert!(slow > Duration::from_secs(1), "{slow:?}");
+}
+
 #[test]
 fn displaced_requests_are_found_without_a_search() {
     let room_tokens = 10_000;
