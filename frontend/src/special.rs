@@ -178,18 +178,17 @@ fn name(id: u32) -> String {
 fn rename(tokenizer: &Tokenizer, prompt: &str, literals: &Literals) -> String {
     let text = |text: &str| literals.restore(&text.replace(SPECIAL[0], "\u{FFFD}"));
     let split = tokenizer.get_added_vocabulary().extract_and_normalize(tokenizer.get_normalizer(), prompt);
+    let added = tokenizer.get_added_vocabulary().get_added_tokens_decoder();
     let mut renamed = String::with_capacity(prompt.len());
     let mut end = 0;
     for (_, range, tokens) in split.get_splits(OffsetReferential::Original, OffsetType::Byte) {
         let Some(id) = tokens.as_ref().and_then(|tokens| tokens.first()).map(|token| token.id) else { continue };
-        let Some(token) = tokenizer.get_added_vocabulary().simple_id_to_token(id) else { continue };
-        if !tokenizer.get_added_vocabulary().is_special_token(&token) {
-            continue;
-        }
+        let Some(token) = added.get(&id).filter(|token| token.special) else { continue };
         let found = &prompt[range.0..range.1];
         renamed.push_str(&text(&prompt[end..range.0]));
         // Space around the token may belong to it, and does so under its new name too.
-        renamed.push_str(&if found.contains(&token) { found.replacen(&token, &name(id), 1) } else { name(id) });
+        let content = token.content.as_str();
+        renamed.push_str(&if found.contains(content) { found.replacen(content, &name(id), 1) } else { name(id) });
         end = range.1;
     }
     renamed + &text(&prompt[end..])
