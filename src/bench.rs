@@ -10,6 +10,7 @@ mod raw;
 mod tiers;
 
 use crate::config::{ByteSize, Config, Flag, Sources};
+use crate::error_text::with_causes;
 use anyhow::anyhow;
 use clap::{Args, Subcommand};
 use expect::Expectation;
@@ -115,7 +116,7 @@ pub fn run(bench: &Bench) -> anyhow::Result<()> {
         if !io.codec
             && let Err(error) = tiers::clear(&config).await
         {
-            eprintln!("objects of this measurement may be left in the shared store: {error:#}");
+            eprintln!("objects of this measurement may be left in the shared store: {}", with_causes(&error));
         }
         told
     })?;
@@ -141,12 +142,16 @@ async fn measure(io: &Io, config: &Config) -> anyhow::Result<Told> {
         .flat_map(|block| io.parallel.iter().map(|parallel| (block.0 as usize, usize::from(*parallel))))
         .map(|(block, parallel)| Case { block, parallel, bytes: io.bytes.0 as usize })
         .collect();
+    // A model that cannot be read is an error before minutes of measuring.
+    let expected = match &io.model {
+        Some(_) => Some(Expectation::of(config, io.context as usize, io.prefill_tokens_per_second).await?),
+        None => None,
+    };
     let measured = tiers::measure(config, &cases, usize::from(io.rounds)).await?;
     let mut text = tiers::table(&measured);
     let mut json = json!({ "rounds": io.rounds, "bytes": io.bytes.0, "tiers": measured });
-    if io.model.is_some() {
-        let speed = io.prefill_tokens_per_second;
-        let expected = Expectation::of(config, io.context as usize, speed).await?.from(&measured);
+    if let Some(expected) = expected {
+        let expected = expected.from(&measured);
         text += &format!("\n{expected}");
         json["expected"] = serde_json::to_value(&expected)?;
     }

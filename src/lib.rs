@@ -14,6 +14,7 @@ pub mod bench;
 pub mod cache;
 pub mod cli;
 pub mod config;
+pub mod error_text;
 pub mod fit;
 pub mod machine;
 pub mod node;

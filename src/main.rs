@@ -6,6 +6,7 @@ use blockyard::bench;
 use blockyard::cache;
 use blockyard::cli::{Cli, Command, Serve};
 use blockyard::config::{self, Config, Log, LogFormat, Origins, Sources};
+use blockyard::error_text::with_causes;
 use blockyard::fit;
 use blockyard::machine;
 use blockyard::node::{Node, preflight};
@@ -30,19 +31,10 @@ fn main() -> ExitCode {
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {}", said(&error));
+            eprintln!("error: {}", with_causes(&error));
             ExitCode::FAILURE
         }
     }
-}
-
-/// An error with its causes, each once: some spell theirs out themselves.
-fn said(error: &anyhow::Error) -> String {
-    error.chain().map(ToString::to_string).fold(String::new(), |text, cause| match text.as_str() {
-        "" => cause,
-        text if text.contains(&cause) => text.into(),
-        text => format!("{text}: {cause}"),
-    })
 }
 
 fn run(serve: &Serve) -> anyhow::Result<()> {
@@ -149,7 +141,7 @@ fn start_log(log: &Log) -> anyhow::Result<Relog> {
 
 fn relog<E: std::fmt::Display>(change: impl Fn(EnvFilter) -> Result<(), E> + Send + Sync + 'static) -> Relog {
     Box::new(move |directives, apply| {
-        let filter = filter(directives).map_err(|error| said(&error))?;
+        let filter = filter(directives).map_err(|error| with_causes(&error))?;
         if apply == Apply::Try { Ok(()) } else { change(filter).map_err(|error| error.to_string()) }
     })
 }

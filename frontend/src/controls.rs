@@ -180,13 +180,18 @@ fn logit_bias(fields: &mut Fields, vocabulary: usize) -> Result<Vec<(u32, f32)>,
         .iter()
         .map(|(token, bias)| {
             let path = format!("logit_bias.{token}");
-            let id = token.parse().ok().filter(|id: &u32| (*id as usize) < vocabulary).ok_or_else(|| {
+            let id = token_id(token).filter(|id| (*id as usize) < vocabulary).ok_or_else(|| {
                 let message = format!("Invalid key in 'logit_bias': '{token}' is not a token id below {vocabulary}.");
                 Error::invalid("logit_bias", "invalid_value", message)
             })?;
             Ok((id, number(&path, bias, -100.0..=100.0)?))
         })
         .collect()
+}
+
+/// A key that is a token id in its one decimal form: two keys never mean the same token.
+fn token_id(key: &str) -> Option<u32> {
+    key.parse().ok().filter(|id: &u32| id.to_string() == key)
 }
 
 fn stop_tokens(fields: &mut Fields, vocabulary: usize) -> Result<Vec<u32>, Error> {

@@ -2,7 +2,7 @@
 
 use crate::panics;
 use futures::future::BoxFuture;
-use kvbm::DiskTier;
+use kvbm::{DiskTier, ObjectTier, Tier};
 use router::Router;
 use std::sync::{Arc, OnceLock, Weak};
 use worker::engine::{Engine, Error, ModelCard, OutputStream, Readiness, Request};
@@ -12,12 +12,18 @@ use worker::engine::{Engine, Error, ModelCard, OutputStream, Readiness, Request}
 pub(super) struct Health {
     /// Once it is open.
     disk: OnceLock<Weak<DiskTier>>,
+    /// The tiers that other processes share.
+    shared: OnceLock<Vec<Weak<ObjectTier>>>,
 }
 
 impl Health {
     pub(super) fn watch_disk(&self, disk: Weak<DiskTier>) {
         // There is one per node.
         let _ = self.disk.set(disk);
+    }
+
+    pub(super) fn watch_shared(&self, tiers: Vec<Weak<ObjectTier>>) {
+        let _ = self.shared.set(tiers);
     }
 
     fn degraded(&self) -> Vec<String> {
@@ -29,7 +35,11 @@ impl Health {
             let failure = path.failure?;
             Some(format!("tiers.g3: {} is down: {failure}", path.folder.display()))
         });
-        paths.chain(panics).collect()
+        let shared = self.shared.get().into_iter().flatten().filter_map(Weak::upgrade);
+        let shared = shared
+            .filter(|tier| !tier.is_up())
+            .map(|tier| format!("tiers.{}: the store does not answer", tier.level().name()));
+        paths.chain(shared).chain(panics).collect()
     }
 }
 

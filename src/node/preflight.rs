@@ -7,6 +7,7 @@ use super::sizes::{self, Needs, Sizes};
 use super::stores::{access, same_place};
 use super::{forms, model, quotas};
 use crate::config::{Config, Listen};
+use crate::error_text::with_causes;
 use crate::machine::{self, Machine};
 use anyhow::{Context, anyhow, bail};
 use kvbm::object::Location;
@@ -22,10 +23,10 @@ pub struct Refused(Vec<anyhow::Error>);
 impl fmt::Display for Refused {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.0[..] {
-            [error] => write!(f, "{error:#}"),
+            [error] => f.write_str(&with_causes(error)),
             errors => errors.iter().enumerate().try_for_each(|(n, error)| {
                 let line = if n == 0 { "" } else { "\n       " };
-                write!(f, "{line}{error:#}")
+                write!(f, "{line}{}", with_causes(error))
             }),
         }
     }

@@ -132,6 +132,7 @@ impl Stores {
     /// Lets what does not work be seen.
     pub(super) fn watch(&self, health: &Health) {
         health.watch_disk(Weak::clone(&self.disk));
+        health.watch_shared(self.shared.clone());
     }
 
     /// Lets how full they are be seen in `registry`.

@@ -6,8 +6,8 @@ use tokio::net::TcpStream;
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep_until};
 
-/// The first bytes of HTTP/2, enough to tell it from a request line of HTTP/1.
-const HTTP2_PREFACE: &[u8] = b"PRI ";
+/// The first bytes of a connection over HTTP/2. Until all of them are there, the limit for headers counts.
+const HTTP2_PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
 /// Frames of HTTP/2 that are no response, pings among them, are shorter.
 const HTTP2_CONTROL_BYTES: usize = 64;
@@ -56,6 +56,8 @@ struct State {
     progressed: Instant,
     phase: Phase,
     http2: bool,
+    /// Bytes of HTTP/2's preface that have arrived; `None` once there were others.
+    preface: Option<usize>,
     /// Since when the transport takes nothing.
     blocked: Option<Instant>,
     evicted: bool,
@@ -83,6 +85,7 @@ impl Activity {
             progressed: Instant::now(),
             phase: Phase::Header { since: Instant::now(), begun: false },
             http2: false,
+            preface: Some(0),
             blocked: None,
             evicted: false,
             linger: false,
@@ -97,11 +100,17 @@ impl Activity {
         if state.requests > 0 || state.http2 {
             return;
         }
+        state.preface = state.preface.and_then(|before| {
+            let (missing, arrived) = (&HTTP2_PREFACE[before..], bytes);
+            let length = missing.len().min(arrived.len());
+            (missing[..length] == arrived[..length]).then_some(before + length)
+        });
+        if state.preface == Some(HTTP2_PREFACE.len()) {
+            state.http2 = true;
+            state.phase = Phase::Idle { since: Instant::now() };
+            return;
+        }
         match state.phase {
-            Phase::Header { begun: false, .. } if bytes.starts_with(HTTP2_PREFACE) => {
-                state.http2 = true;
-                state.phase = Phase::Idle { since: Instant::now() };
-            }
             Phase::Header { since, .. } => state.phase = Phase::Header { since, begun: true },
             Phase::Idle { .. } => {
                 state.phase = Phase::Header { since: Instant::now(), begun: true };
@@ -344,6 +353,20 @@ mod tests {
         let start = Instant::now();
         assert_eq!(activity.expired(&TIMEOUTS).await, Expired::Idle);
         assert_eq!(start.elapsed().as_secs(), 75);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn part_of_the_http2_preface_is_an_unfinished_header() {
+        let activity = Activity::new();
+        activity.received(b"PRI * HT");
+        let start = Instant::now();
+        assert_eq!(activity.expired(&TIMEOUTS).await, Expired::Header { begun: true });
+        assert_eq!(start.elapsed().as_secs(), 10);
+        let activity = Activity::new();
+        for part in ["PRI * HTTP/2.0\r\n", "\r\nSM\r\n\r", "\n"] {
+            activity.received(part.as_bytes());
+        }
+        assert_eq!(activity.expired(&TIMEOUTS).await, Expired::Idle);
     }
 
     #[tokio::test(start_paused = true)]

@@ -214,8 +214,10 @@ impl Log {
     /// An error when another folder lies where the log's own was: nothing of that is to be touched.
     pub(super) fn stands(&self) -> io::Result<()> {
         let owner = self.owner.lock().unwrap_or_else(PoisonError::into_inner);
-        let ours = owner.as_ref().is_some_and(|owner| owner.holds(&self.folder));
-        if ours { Ok(()) } else { Err(io::ErrorKind::NotFound.into()) }
+        // A log that is closed has given its folder back.
+        let ours = owner.as_ref().is_none_or(|owner| self.io.look(|| Ok(owner.holds(&self.folder))).unwrap_or(false));
+        let why = "the folder was removed, moved away or mounted over";
+        if ours { Ok(()) } else { Err(io::Error::new(io::ErrorKind::NotFound, why)) }
     }
 
     /// Writes what still waits, seals what is open, and gives the folder back. To be called when nobody else writes, and

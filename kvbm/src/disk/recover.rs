@@ -5,7 +5,7 @@ use super::file_io::FileIo;
 use super::listing::{Entry, Listing};
 use super::log::{Log, Place};
 use super::record::{self, Found};
-use super::segment::{self, Segment, path, seal};
+use super::segment::{self, Segment, open_regular, path, seal};
 use crate::crypt::MetadataKeys;
 use crate::index::Resting;
 use crate::names::NameHasher;
@@ -199,7 +199,7 @@ impl Log {
     /// A segment with a sound footer; `None` when it has to be scanned.
     fn sealed(&self, number: u32) -> io::Result<Option<Arc<Segment>>> {
         let path = path(&self.folder, number);
-        let file = self.io.look(|| OpenOptions::new().read(true).open(&path))?;
+        let file = self.io.look(|| open_regular(&path, OpenOptions::new().read(true)))?;
         let length = self.io.look(|| file.metadata())?.len();
         let listing = match footer(&self.io, &file, length, number, self.shared.keys.as_deref())? {
             Footer::Sound(listing) => listing,
@@ -211,7 +211,7 @@ impl Log {
     /// What a scan finds in a segment, which has a footer from then on; `None` when nothing sound was in it, and it is removed.
     fn scanned(&self, number: u32) -> io::Result<Option<Arc<Segment>>> {
         let path = path(&self.folder, number);
-        let file = self.io.look(|| OpenOptions::new().read(true).write(true).open(&path))?;
+        let file = self.io.look(|| open_regular(&path, OpenOptions::new().read(true).write(true)))?;
         let length = self.io.look(|| file.metadata())?.len();
         let keys = self.shared.keys.as_deref();
         let footer = footer(&self.io, &file, length, number, keys)?;
@@ -226,6 +226,7 @@ impl Log {
         }
         tracing::info!(segment = %path.display(), records = listing.len(), "scanned a segment without a footer");
         if listing.len() == 0 {
+            tracing::info!(segment = %path.display(), bytes = length, "removes a segment without a sound record");
             self.io.remove(&path)?;
             return Ok(None);
         }

@@ -126,9 +126,21 @@ pub(super) fn give_back(io: &FileIo, folder: &Path) -> bool {
     io.remove(&spare(folder)).is_ok()
 }
 
+/// Opens a file. A pipe or a device in its place is an error: opening or reading it could block for ever.
+pub(super) fn open_regular(path: &Path, options: &OpenOptions) -> io::Result<File> {
+    if !fs::metadata(path)?.is_file() {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
+    }
+    options.open(path)
+}
+
 /// The spare as an empty segment. It bears the name of one only once nothing of the old one is left in it.
 fn reuse(io: &FileIo, folder: &Path, path: &Path, bytes: u64, access: Access) -> io::Result<File> {
     let spare = spare(folder);
+    let regular = io.look(|| spare.symlink_metadata())?.is_file();
+    if !regular {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
     let file = io.look(|| access.open(&spare, OpenOptions::new().write(true)))?;
     permissions::narrow(&file, &spare)?;
     io.change(|| direct::clear(&file, bytes))?;

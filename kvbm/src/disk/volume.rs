@@ -206,12 +206,24 @@ impl Volume {
     }
 }
 
-/// Takes the path down when the device does not answer.
+/// Takes the path down when the device does not answer, and when the folder was removed, moved away or mounted over: what is
+/// written to it then would be lost.
 async fn watch(volume: Weak<Volume>) {
+    let mut standing: Option<JoinHandle<()>> = None;
     loop {
         sleep(LOOK).await;
         let Some(volume) = volume.upgrade() else { return };
         let Some(log) = volume.log() else { continue };
+        if standing.as_ref().is_none_or(JoinHandle::is_finished) {
+            let (volume, log) = (volume.clone(), log.clone());
+            // Not one of the tasks that a close waits for.
+            standing = Some(volume.runtime.clone().spawn_blocking(move || {
+                if let Err(error) = log.stands() {
+                    log.lose(&error);
+                    volume.check(&log);
+                }
+            }));
+        }
         let Some(longest) = log.io.longest().filter(|longest| *longest >= NO_ANSWER) else { continue };
         let why = format!("the device has not answered for {} s", longest.as_secs());
         log.lose(&io::Error::new(io::ErrorKind::TimedOut, why));

@@ -7,6 +7,7 @@ use super::layout::{ObjectId, Writer};
 use super::manifest::{Entry, Section};
 use super::unreadable::Unreadable;
 use crate::index::{Index, Resting};
+use crate::log_limit::LogLimit;
 use crate::names::NameHasher;
 use crate::{DomainId, EventLog, Fingerprint, Level, SequenceHash};
 use object_store::ObjectMeta;
@@ -87,8 +88,10 @@ pub(super) struct Catalog {
     began: Instant,
     objects: Mutex<Objects>,
     lost: AtomicU64,
+    lost_lines: LogLimit,
     /// Manifests that were not what they were.
     unsound: AtomicU64,
+    pub(super) unsound_lines: LogLimit,
     /// Manifests that cannot be read although the store answers.
     pub(super) unreadable: Unreadable,
     /// Bytes of objects that lie in the store and are not known here: about to be deleted, forgotten, or of another version.
@@ -142,6 +145,8 @@ impl Catalog {
             began: Instant::now(),
             objects: Mutex::default(),
             lost: AtomicU64::new(0),
+            lost_lines: LogLimit::default(),
+            unsound_lines: LogLimit::default(),
             unsound: AtomicU64::new(0),
             unreadable: Unreadable::default(),
             unknown_bytes: bounded.then(AtomicU64::default),
@@ -333,7 +338,9 @@ impl Catalog {
     pub(super) fn lose(&self, number: i64) {
         for object in self.remove(&mut self.lock(), &[number]) {
             self.lost.fetch_add(1, Ordering::Relaxed);
-            tracing::warn!(object = %object.path, blocks = object.blocks.len(), "object lost");
+            if let Some(others) = self.lost_lines.pass() {
+                tracing::warn!(object = %object.path, blocks = object.blocks.len(), others, "object lost");
+            }
         }
     }
 

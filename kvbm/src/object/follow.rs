@@ -378,7 +378,9 @@ impl Follower {
         let sections = manifest::decode(writer, &bytes).filter(|_| believed);
         if sections.is_none() {
             self.catalog.skip();
-            tracing::warn!(manifest = %path, "manifest is not sound");
+            if let Some(others) = self.catalog.unsound_lines.pass() {
+                tracing::warn!(manifest = %path, others, "manifest is not sound");
+            }
         }
         Ok(sections.map_or(Asked::Unsound, Asked::Sound))
     }

@@ -209,6 +209,31 @@ async fn a_panic_takes_its_path_down_and_the_path_comes_back() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_removed_folder_takes_its_path_down_without_any_io() {
+    let paths = Paths::new(1, large());
+    store(&*paths.tier, blocks(1, 4)).await;
+    fs::remove_dir_all(paths.folder(0)).unwrap();
+    paths.until(|paths| !paths.up()[0]).await;
+    assert!(paths.tier.paths()[0].failure.as_ref().unwrap().contains("removed"), "the reason is named");
+    assert_eq!(paths.found(&blocks(1, 4)).await, 0, "its blocks are misses");
+}
+
+#[tokio::test]
+async fn a_pipe_in_place_of_a_segment_does_not_block_the_start() {
+    let folder = tempfile::tempdir().unwrap();
+    let kv = folder.path().join("kv");
+    fs::create_dir(&kv).unwrap();
+    for name in ["0000000031.segment", "spare"] {
+        let made = std::process::Command::new("mkfifo").arg(kv.join(name)).status().unwrap();
+        assert!(made.success());
+    }
+    let paths = Paths::over(vec![folder], large());
+    paths.tier.recovered().await;
+    store(&*paths.tier, blocks(1, 4)).await;
+    assert_eq!(paths.found(&blocks(1, 4)).await, 4);
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_folder_that_is_moved_away_is_noticed_and_found_again() {
     let paths = Paths::new(2, large());
     let prefix = blocks(1, 80);

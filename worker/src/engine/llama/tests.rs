@@ -344,6 +344,8 @@ async fn a_hand_over_changes_nothing() {
         let peers = Peers::default();
         let prefill = Rig::new(Shape { worker: 1, peers: peers.clone(), ..Shape::default() });
         let decode = Rig::new(Shape { worker: 2, peers, ..Shape::default() });
+        // However late the blocks come, computing them again takes longer.
+        decode.assume_slow_prefill();
         let mut leg = request(&*prefill.engine, &talk.second, 1);
         leg.work = Work::Prefill;
         let mut stream = prefill.engine.generate(leg).await.unwrap();
