@@ -87,7 +87,7 @@ impl Banner {
         let g2 = sizes.g2.map_or("G2 off".into(), |bytes| format!("G2 {}", size(bytes)));
         let g3 = sizes.g3.map_or("G3 off".into(), |bytes| format!("G3 {} in {}", size(bytes), folders(disks)));
         let g4 = shared.as_ref().map_or("G4 off (--shared URL)".into(), |store| format!("G4 in {store}"));
-        let pod = pod.as_ref().map(|pod| format!("pod {} in {}, ", size(pod.budget.0), pod.path.display()));
+        let pod = pod.as_ref().map(|pod| format!("G3.5 {} in {}, ", size(pod.budget.0), pod.path.display()));
         format!("{g1} and {g2} per worker, {g3}, {}{g4}", pod.unwrap_or_default())
     }
 }

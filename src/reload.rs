@@ -84,8 +84,8 @@ impl Reload {
         relog: Relog,
         registry: &Registry,
     ) -> Result<Arc<Self>, prometheus::Error> {
-        let help = "Readings of the configuration while running, by what came of them: applied, unchanged or rejected.";
-        let outcomes = IntCounterVec::new(Opts::new("blockyard_config_reload_total", help), &["outcome"])?;
+        let help = "Reloads of the configuration, by outcome: applied, unchanged or rejected.";
+        let outcomes = IntCounterVec::new(Opts::new("blockyard_config_reloads_total", help), &["outcome"])?;
         registry.register(Box::new(outcomes.clone()))?;
         let state = Mutex::new(State { running: config, origins, last: None });
         Ok(Arc::new(Self { sources, router, relog, outcomes, state }))

@@ -1,4 +1,4 @@
-//! Every metric of the front door. Labels are bounded: endpoints are routes, models are those that were found served.
+//! Every metric of the HTTP frontend. Labels are bounded: an endpoint is a route, and a model is one that is served.
 
 use prometheus::{
     HistogramOpts, HistogramVec, IntCounterVec, IntGauge, Opts, Registry,
@@ -10,7 +10,7 @@ use prometheus::{
 const SECONDS: [f64; 17] =
     [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0];
 
-/// Seconds between tokens: steps of a quarter to a half where people read along (5 to 100 ms), coarse beyond.
+/// Seconds between tokens: steps of a quarter to a half from 5 to 100 ms, coarse beyond.
 const TOKEN_SECONDS: [f64; 21] = [
     0.001, 0.0025, 0.005, 0.0075, 0.01, 0.0125, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.06, 0.075, 0.1, 0.15, 0.25,
     0.5, 1.0, 2.5, 10.0,
@@ -41,7 +41,7 @@ const TOKENS: [f64; 21] = [
     1_048_576.0,
 ];
 
-/// The front door's metrics. Cheap to clone.
+/// The metrics of the frontend. Clones share them.
 #[derive(Clone)]
 pub(crate) struct Metrics {
     /// Requests by endpoint and status, counted when the last byte was written.
@@ -56,7 +56,7 @@ pub(crate) struct Metrics {
     pub(crate) duration: HistogramVec,
     /// Prompt tokens, cached ones included.
     pub(crate) prompt_tokens: IntCounterVec,
-    /// Prompt tokens that nobody had to compute.
+    /// Prompt tokens that were not computed.
     pub(crate) cached_tokens: IntCounterVec,
     /// Tokens generated.
     pub(crate) generated_tokens: IntCounterVec,
@@ -76,12 +76,20 @@ impl Metrics {
         let metrics = Self {
             requests: counters("requests_total", "Requests, by route and HTTP status.", &["endpoint", "status"])?,
             in_flight: IntGauge::new(
-                "blockyard_frontend_in_flight",
-                "Requests being served; scrapes and health checks do not count.",
+                "blockyard_frontend_requests_in_flight",
+                "Requests whose last byte is not written yet. Scrapes and health checks do not count.",
             )?,
-            first_token: histogram("time_to_first_token_seconds", "From arrival to the first token.", &SECONDS)?,
-            inter_token: histogram("inter_token_seconds", "Between tokens of one choice.", &TOKEN_SECONDS)?,
-            duration: histogram("request_seconds", "From arrival to the last byte, requests that generate.", &SECONDS)?,
+            first_token: histogram("time_to_first_token_seconds", "Time from arrival to the first token.", &SECONDS)?,
+            inter_token: histogram(
+                "inter_token_latency_seconds",
+                "Time between tokens of one choice.",
+                &TOKEN_SECONDS,
+            )?,
+            duration: histogram(
+                "request_duration_seconds",
+                "Time from arrival to the last byte, of requests that generate.",
+                &SECONDS,
+            )?,
             prompt_tokens: counters("prompt_tokens_total", "Prompt tokens, cached ones included.", &["model"])?,
             cached_tokens: counters("cached_tokens_total", "Prompt tokens that were not computed.", &["model"])?,
             generated_tokens: counters("generated_tokens_total", "Tokens generated.", &["model"])?,

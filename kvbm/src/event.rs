@@ -27,7 +27,8 @@ pub enum Level {
     G2,
     /// Local SSD.
     G3,
-    /// A folder that several processes share, faster than what all share: a pod's flash.
+    /// A folder on flash that several processes share, faster than G4: tier G3.5.
+    #[serde(rename = "g3_5")]
     Pod,
     /// Shared object storage.
     G4,
@@ -45,7 +46,7 @@ impl Level {
             Self::G1 => "g1",
             Self::G2 => "g2",
             Self::G3 => "g3",
-            Self::Pod => "pod",
+            Self::Pod => "g3_5",
             Self::G4 => "g4",
             Self::Peer => "peer",
         }

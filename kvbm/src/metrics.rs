@@ -1,38 +1,36 @@
-//! What is counted: blocks, bytes and latency per tier and direction, what failed, what was dropped.
+//! The counters of the tiers: hits, misses, transfers per direction, and blocks that were lost, per tier.
 //!
-//! One value serves every manager of a process: gauges of memory move by differences, so the managers' blocks add up. What
-//! rests in tiers that managers share is told by whoever opened those. Labels are bounded: `tier` is a [`Level`],
-//! `direction` is one of two words.
+//! One value serves every block manager of a process, and the counts of the managers add up. Labels are bounded: `tier`
+//! is a [`Level`], `direction` is `offload` or `onboard`. Not here: how many blocks and bytes a tier holds; the process
+//! that opens the tiers reads that from [`Usage`](crate::Usage).
 
 use crate::Level;
-use prometheus::{HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry};
+use prometheus::{HistogramOpts, HistogramVec, IntCounter, IntCounterVec, Opts, Registry};
 use std::time::Duration;
 
-/// Every metric of this crate. Cloning shares them.
+/// Every metric of this crate. Clones share the counters.
 #[derive(Clone, Debug)]
 pub struct Metrics {
-    blocks: IntGaugeVec,
     transfer_bytes: IntCounterVec,
     transfer_seconds: HistogramVec,
-    quarantined: IntCounterVec,
+    corrupt: IntCounterVec,
     shredded: IntCounterVec,
     offload_dropped: IntCounterVec,
     deadline_misses: IntCounterVec,
     hits: IntCounterVec,
     misses: IntCounterVec,
     expired: IntCounterVec,
-    pins_refused: IntCounterVec,
+    rejected_pins: IntCounterVec,
 }
 
-/// What a tier of memory counts by itself.
+/// The counters that the pool of a tier in memory updates.
 #[derive(Clone, Debug)]
 pub(crate) struct MemoryMetrics {
-    pub(crate) blocks: IntGauge,
     pub(crate) expired: IntCounter,
-    pub(crate) pins_refused: IntCounter,
+    pub(crate) rejected_pins: IntCounter,
 }
 
-/// Which way blocks move.
+/// The direction in which blocks move.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Direction {
     /// Away from the device.
@@ -51,72 +49,69 @@ impl Direction {
 }
 
 impl Metrics {
-    /// From a copy in memory (tens of microseconds) to the longest that an onboarding waits (seconds), by factors of four.
+    /// Histogram buckets in seconds, by factors of four: from a copy in memory (tens of microseconds) to the longest
+    /// time that an onboarding waits (seconds).
     const SECONDS: [f64; 9] = [0.000_1, 0.000_4, 0.001_6, 0.006_4, 0.025_6, 0.102_4, 0.409_6, 1.638_4, 6.553_6];
 
-    /// Makes the metrics known to `registry`, once per process.
+    /// Registers the metrics. Call it once per registry.
     pub fn new(registry: &Registry) -> Result<Self, prometheus::Error> {
         let counter = |name: &str, help: &str, labels: &[&str]| -> Result<IntCounterVec, prometheus::Error> {
-            let counter = IntCounterVec::new(Opts::new(format!("blockyard_kvbm_{name}"), help), labels)?;
+            let counter = IntCounterVec::new(Opts::new(format!("blockyard_tier_{name}"), help), labels)?;
             registry.register(Box::new(counter.clone()))?;
             Ok(counter)
         };
-        let blocks = IntGaugeVec::new(
-            Opts::new(
-                "blockyard_kvbm_blocks",
-                "Blocks in the tier, one of memory (blockyard_store_blocks: those in tiers that workers share).",
-            ),
-            &["tier"],
-        )?;
-        registry.register(Box::new(blocks.clone()))?;
         let seconds = HistogramOpts::new(
-            "blockyard_kvbm_transfer_seconds",
-            "Time of one batch of blocks between the device's side and the tier, in seconds.",
+            "blockyard_tier_transfer_seconds",
+            "Duration of the transfer of one batch of blocks to or from the tier, in seconds.",
         );
         let transfer_seconds = HistogramVec::new(seconds.buckets(Self::SECONDS.to_vec()), &["tier", "direction"])?;
         registry.register(Box::new(transfer_seconds.clone()))?;
         Ok(Self {
-            blocks,
             transfer_seconds,
             transfer_bytes: counter(
                 "transfer_bytes_total",
-                "Bytes of blocks moved to (offload) or from (onboard) the tier.",
+                "Bytes of blocks that moved to the tier (offload) or from it (onboard).",
                 &["tier", "direction"],
             )?,
-            quarantined: counter(
-                "blocks_quarantined_total",
-                "Blocks that the tier returned and that were not what they said; they were discarded and recomputed.",
+            corrupt: counter(
+                "corrupt_blocks_total",
+                "Blocks that the tier returned and that failed verification. They were discarded and recomputed.",
                 &["tier"],
             )?,
             shredded: counter(
-                "blocks_shredded_total",
-                "Blocks that the tier returned and whose data key is gone: misses.",
+                "shredded_blocks_total",
+                "Blocks that the tier returned and whose data key has been deleted. They count as misses.",
                 &["tier"],
             )?,
             offload_dropped: counter(
                 "offload_dropped_blocks_total",
-                "Blocks not offloaded to the tier: its queue was full, it failed, or they were evicted before their turn.",
+                "Blocks that were not offloaded to the tier: its queue was full, it failed, or they were evicted \
+                 first.",
                 &["tier"],
             )?,
             deadline_misses: counter(
                 "onboard_deadline_misses_total",
-                "Onboardings cut short because recomputing had become faster than waiting for the tier.",
+                "Onboardings that stopped early because recomputing became faster than waiting for the tier.",
                 &["tier"],
             )?,
-            hits: counter("hit_blocks_total", "Blocks wanted and found in the tier.", &["tier"])?,
+            hits: counter(
+                "hit_blocks_total",
+                "Blocks that a request needed and that were found in the tier.",
+                &["tier"],
+            )?,
             misses: counter(
                 "miss_blocks_total",
-                "Blocks that the tier was asked for and did not have, or did not deliver in time.",
+                "Blocks that were requested from the tier and that it did not have, or did not deliver in time.",
                 &["tier"],
             )?,
             expired: counter(
-                "blocks_expired_total",
-                "Blocks of the tier that were found to be older than their request allowed: misses.",
+                "expired_blocks_total",
+                "Blocks that the tier removed because their retention period was over.",
                 &["tier"],
             )?,
-            pins_refused: counter(
-                "pins_refused_total",
-                "Blocks not pinned, or no longer, because pins had taken all of the tier that they may.",
+            rejected_pins: counter(
+                "rejected_pins_total",
+                "Blocks that were not pinned, or no longer, because the pinned share of the tier was used up.",
                 &["tier"],
             )?,
         })
@@ -125,9 +120,8 @@ impl Metrics {
     pub(crate) fn memory(&self, level: Level) -> MemoryMetrics {
         let labels = &[level.name()];
         MemoryMetrics {
-            blocks: self.blocks(level),
             expired: self.expired.with_label_values(labels),
-            pins_refused: self.pins_refused.with_label_values(labels),
+            rejected_pins: self.rejected_pins.with_label_values(labels),
         }
     }
 
@@ -136,18 +130,14 @@ impl Metrics {
         self.expired.with_label_values(&[level.name()]).inc_by(blocks as u64);
     }
 
-    pub(crate) fn blocks(&self, level: Level) -> IntGauge {
-        self.blocks.with_label_values(&[level.name()])
-    }
-
     pub(crate) fn moved(&self, level: Level, direction: Direction, bytes: u64, time: Duration) {
         let labels = &[level.name(), direction.name()];
         self.transfer_bytes.with_label_values(labels).inc_by(bytes);
         self.transfer_seconds.with_label_values(labels).observe(time.as_secs_f64());
     }
 
-    pub(crate) fn quarantined(&self, level: Level) {
-        self.quarantined.with_label_values(&[level.name()]).inc();
+    pub(crate) fn corrupt(&self, level: Level) {
+        self.corrupt.with_label_values(&[level.name()]).inc();
     }
 
     pub(crate) fn shredded(&self, level: Level) {

@@ -29,7 +29,7 @@ pub use held::{CachedBlock, CachedBlocks, Held, WeakBlock};
 use slot::Slot;
 pub use slot::{FullBlock, PartialBlock};
 use state::State;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 /// So many blocks before its turn what registering a block reads begins to come.
 const AHEAD: usize = 4;
@@ -134,7 +134,6 @@ impl Pool {
                 .extend(blocks.extract_if(.., |block| state.is_purged(block.custody.domain, since)).map(|b| b.slot));
         }
         let mut cached: Vec<_> = blocks.iter().map(|block| Held { id: block.slot.id, name: block.name }).collect();
-        let purged = duplicates.len();
         cached.iter().take(AHEAD).for_each(|block| state.residents.expect(&block.name));
         for (at, block) in blocks.into_iter().enumerate() {
             if let Some(next) = cached.get(at + AHEAD) {
@@ -153,7 +152,6 @@ impl Pool {
             state.residents.hold(cached[at].id);
         }
         stored.queue();
-        self.0.metrics.blocks.add((cached.len() + purged - duplicates.len()) as i64);
         state.count_refused();
         state.shed();
         drop(state);
@@ -221,7 +219,7 @@ impl Pool {
     pub(crate) fn unpin(&self) {
         let mut state = self.0.lock();
         let pinned = state.keeping.unpin_all();
-        self.0.metrics.pins_refused.inc_by(pinned.len() as u64);
+        self.0.metrics.rejected_pins.inc_by(pinned.len() as u64);
         for slot in pinned {
             state.residents.release(slot);
         }
@@ -237,13 +235,6 @@ impl Pool {
     #[cfg(test)]
     pub(crate) fn names(&self) -> Vec<SequenceHash> {
         self.0.lock().residents.names().collect()
-    }
-}
-
-impl Drop for Shared {
-    fn drop(&mut self) {
-        let left = self.state.get_mut().unwrap_or_else(PoisonError::into_inner).residents.len();
-        self.metrics.blocks.add(-(left.cast_signed() as i64));
     }
 }
 

@@ -108,7 +108,7 @@ async fn together(log: Arc<EventLog>) {
     leases.push(join(&roster, &bus, 1, &log).await);
     let announced = (blocks(&log) * 5 / 4) as f64;
     let taken = loop {
-        if gauge(&registry, "blockyard_router_index_memberships") >= announced {
+        if gauge(&registry, "blockyard_router_index_entries") >= announced {
             break before.elapsed();
         }
         assert!(before.elapsed() < Duration::from_secs(6), "it was never taken");
@@ -174,7 +174,7 @@ fn gauge(registry: &Registry, name: &str) -> f64 {
 
 fn events(registry: &Registry, outcome: &str) -> f64 {
     let families = registry.gather();
-    let family = families.iter().find(|family| family.name() == "blockyard_router_events_total");
+    let family = families.iter().find(|family| family.name() == "blockyard_router_index_events_total");
     let mut of = family.iter().flat_map(|family| family.get_metric());
     of.find(|m| m.get_label()[0].value() == outcome).map_or(0.0, |m| m.get_counter().get_value())
 }

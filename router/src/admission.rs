@@ -99,7 +99,7 @@ impl Admission {
         inside.tell(displaced);
         let permit = Permit { admission: self.clone(), number, class };
         match waits {
-            None => self.count(class, "straight"),
+            None => self.count(class, "immediate"),
             Some(_) => self.await_call(),
         }
         let waits = waits.map(|why| (inside.call(number), why));
@@ -149,22 +149,22 @@ impl Admission {
 
     /// A request goes that has waited.
     pub(crate) fn waited(&self, class: Priority, waited: Duration) {
-        self.count(class, "waited");
+        self.count(class, "queued");
         self.metrics.wait_seconds.with_label_values(&[CLASSES[class as usize]]).observe(waited.as_secs_f64());
     }
 
     /// A request is refused: what its client is told.
     pub(crate) fn refused(&self, class: Priority, refusal: Refusal) -> Error {
         let (outcome, error) = match refusal {
-            Refusal::Full(retry_after) => ("full", Error::Overloaded { retry_after }),
-            Refusal::TenantFull(retry_after) => ("tenant_full", Error::Overloaded { retry_after }),
+            Refusal::Full(retry_after) => ("queue_full", Error::Overloaded { retry_after }),
+            Refusal::TenantFull(retry_after) => ("tenant_limit", Error::Overloaded { retry_after }),
             Refusal::PredictedTimeout(retry_after) => ("predicted_timeout", Error::Overloaded { retry_after }),
             Refusal::PredictedTimeoutQueued(retry_after) => {
                 ("predicted_timeout_queued", Error::Overloaded { retry_after })
             }
-            Refusal::Displaced(retry_after) => ("displaced", Error::Overloaded { retry_after }),
-            Refusal::InVain(retry_after) => ("in_vain", Error::Overloaded { retry_after }),
-            Refusal::Late => ("late", Error::Late),
+            Refusal::Displaced(retry_after) => ("shed", Error::Overloaded { retry_after }),
+            Refusal::InVain(retry_after) => ("queue_timeout", Error::Overloaded { retry_after }),
+            Refusal::Late => ("deadline_exceeded", Error::Late),
         };
         self.count(class, outcome);
         error
@@ -212,7 +212,7 @@ impl Drop for Permit {
         let called = inside.calls.remove(&self.number).is_some();
         drop(inside);
         if waited && called {
-            self.admission.count(self.class, "gone");
+            self.admission.count(self.class, "cancelled");
         }
         self.admission.poke();
     }

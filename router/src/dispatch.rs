@@ -76,7 +76,7 @@ async fn seek(core: &Arc<Core>, request: Request) -> Result<OutputStream, Error>
                 if verdict == Verdict::Neutral {
                     return Err(error);
                 }
-                let reason = if matches!(verdict, Verdict::Busy(_)) { "busy" } else { "fault" };
+                let reason = if matches!(verdict, Verdict::Busy(_)) { "busy" } else { "error" };
                 core.metrics.retries.with_label_values(&[reason]).inc();
                 tracing::info!(request = %request.id, worker = ?tried.last(), %error, "trying another worker");
                 last = Some(more_telling(last, error));
@@ -120,14 +120,14 @@ async fn attempt(core: &Core, request: &Request, placement: &Placement, tried: &
             if free {
                 decode.books.resumed((since.elapsed().as_secs_f64() - detour.transfer).max(0.0));
             }
-            outcome.with_label_values(&["handed_over"]).inc();
+            outcome.with_label_values(&["remote_prefill"]).inc();
             Ok(started)
         }
         Err(error) => {
             tracing::info!(request = %request.id, worker = %detour.member.id(), %error, "prefill failed");
             detour.member.note(Verdict::of(&error));
             core.admission.poke();
-            outcome.with_label_values(&["fell_back"]).inc();
+            outcome.with_label_values(&["local_fallback"]).inc();
             booking.amend(*uncached);
             start(decode, booking, request, or_hung).await
         }

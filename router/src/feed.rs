@@ -265,9 +265,9 @@ impl Feed {
         let (outcome, attempt) = match answer {
             Answer::Range(epoch, after, kept) => {
                 let outcome = match &kept {
-                    Some(events) if events.is_empty() => "none",
-                    Some(_) => "ranged",
-                    None => "not_kept",
+                    Some(events) if events.is_empty() => "empty",
+                    Some(_) => "replayed",
+                    None => "log_truncated",
                 };
                 view.range(epoch, after, kept);
                 // Whoever does not keep it is asked for a snapshot at once.
@@ -278,8 +278,8 @@ impl Feed {
                 self.lay(snapshot.runs, Repaired { source, question, attempt, answer, turn, hand });
                 return;
             }
-            Answer::Laid(epoch, number) if view.laid(epoch, number) => ("taken", attempt + 1),
-            Answer::Snapshot(_) | Answer::Laid(..) => ("outdated", attempt + 1),
+            Answer::Laid(epoch, number) if view.laid(epoch, number) => ("snapshot_applied", attempt + 1),
+            Answer::Snapshot(_) | Answer::Laid(..) => ("snapshot_stale", attempt + 1),
             Answer::Failed(error) => {
                 if !matches!(error, PlaneError::Absent(_)) {
                     tracing::warn!(%source, %error, "nobody told what is missing; going on with what is known");

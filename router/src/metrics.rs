@@ -1,4 +1,4 @@
-//! Every metric of the router: name, unit, help.
+//! Every metric of the router: name, unit, help text, labels.
 
 use crate::policy::Policy;
 use crate::trust::Mode;
@@ -8,7 +8,7 @@ use prometheus::{
 };
 use worker::plane::WorkerId;
 
-/// What is seen of the router. Cheap to clone. Labels are bounded: a worker's go when it leaves.
+/// The metrics of the router. Clones share them. Labels are bounded: the series of a worker are removed when it leaves.
 #[derive(Clone)]
 pub(crate) struct Metrics {
     pub(crate) requests: IntCounterVec,
@@ -53,143 +53,150 @@ impl Metrics {
             |name: &str, help: &str, labels: &[&str]| enter(registry, IntGaugeVec::new(Opts::new(name, help), labels));
         let decision_seconds = HistogramOpts::new(
             "blockyard_router_decision_seconds",
-            "Time to decide where a request goes: naming its blocks, asking the index, weighing the workers.",
+            "Duration of one routing decision: block hashes, index lookup, cost of each worker.",
         )
-        // 5 µs to 10 ms: a decision is due in tens of microseconds.
+        // 5 µs to 10 ms: a decision takes tens of microseconds.
         .buckets(prometheus::exponential_buckets(5e-6, 2.0, 12)?);
         let wait_seconds = HistogramOpts::new(
-            "blockyard_router_wait_seconds",
-            "Time that requests waited in the router before they went to a worker, of those that did, by priority.",
+            "blockyard_router_admission_queue_wait_seconds",
+            "Time that requests waited in the admission queue, of those that waited and were sent to a worker, by \
+             priority.",
         )
-        // 1 ms to 65 s: nobody waits longer unless the configuration says so.
+        // 1 ms to 65 s: the default limit on the time in the queue is below that.
         .buckets(prometheus::exponential_buckets(1e-3, 2.0, 17)?);
         let drain_rate = Opts::new(
-            "blockyard_router_drain_tokens_per_second",
-            "Tokens to be computed and generated of requests that leave the waiting room, per second, as last measured while \
-             requests waited, by model.",
+            "blockyard_router_admission_drain_tokens_per_second",
+            "Rate at which requests leave the admission queue, in tokens per second to compute and to generate, by \
+             model, as last measured while requests waited.",
         );
         Ok(Self {
             requests: counters(
                 "blockyard_router_requests_total",
-                "Requests placed, by the worker that decodes and the policy that chose it.",
+                "Requests placed, by the worker that decodes them and the policy that chose it.",
                 &["worker", "policy"],
             )?,
             retries: counters(
                 "blockyard_router_retries_total",
-                "Requests that went on to another worker before their first output, by why the last one did not serve.",
+                "Retries on another worker before the first output, by reason: busy (the worker rejected the request), \
+                 error.",
                 &["reason"],
             )?,
             disaggregated: counters(
-                "blockyard_router_disaggregated_total",
-                "Requests whose prompt went to a prefill worker: handed_over, or fell_back to the worker that decodes.",
+                "blockyard_router_disaggregated_requests_total",
+                "Requests that were sent to a prefill worker first, by outcome: remote_prefill (it computed the \
+                 prompt), or local_fallback (the prefill failed and the decode worker computed the prompt).",
                 &["outcome"],
             )?,
             decision_seconds: enter(registry, Histogram::with_opts(decision_seconds))?,
             predicted_tokens: counter(
-                "blockyard_router_overlap_predicted_tokens_total",
+                "blockyard_router_prefix_predicted_tokens_total",
                 "Prompt tokens that the index expected to be cached where the request went.",
             )?,
             actual_tokens: counter(
-                "blockyard_router_overlap_actual_tokens_total",
+                "blockyard_router_prefix_actual_tokens_total",
                 "Prompt tokens that the engine found cached.",
             )?,
             false_tokens: counter(
-                "blockyard_router_overlap_false_tokens_total",
-                "Prompt tokens that were expected to be cached and were not.",
+                "blockyard_router_prefix_overpredicted_tokens_total",
+                "Prompt tokens that the index expected to be cached and that the engine did not find cached.",
             )?,
             missed_tokens: counter(
-                "blockyard_router_overlap_missed_tokens_total",
-                "Prompt tokens that were cached and not expected to be.",
+                "blockyard_router_prefix_underpredicted_tokens_total",
+                "Prompt tokens that the engine found cached and that the index did not expect to be.",
             )?,
             regret_seconds: enter(
                 registry,
                 Counter::new(
                     "blockyard_router_regret_seconds_total",
-                    "Time that computing what was expected to be cached took longer than the next best choice would have.",
+                    "Estimated time lost by wrong cache predictions, compared with the next best worker.",
                 ),
             )?,
             index_mode: gauges(
-                "blockyard_router_index_mode",
-                "1 for what a worker's cache is known by: exact, its events; approximate, what was sent there.",
-                &["worker", "mode"],
+                "blockyard_router_worker_index_source",
+                "1 for the source of the router's view of a worker's cache: events (the worker's KV events) or \
+                 estimated (from the requests that were sent to it), 0 for the other.",
+                &["worker", "source"],
             )?,
             queued_tokens: gauges(
-                "blockyard_router_queued_tokens",
-                "Prompt tokens that wait for prefill, as reported and booked.",
+                "blockyard_router_worker_queued_prefill_tokens",
+                "Prompt tokens queued for prefill on a worker: its last report plus reservations that are not yet in \
+                 it.",
                 &["worker"],
             )?,
-            workers: gauges("blockyard_router_workers", "Workers that are there, by phase.", &["phase"])?,
+            workers: gauges("blockyard_router_workers", "Registered workers, by role.", &["role"])?,
             events: counters(
-                "blockyard_router_events_total",
-                "Block events received, by what became of them: applied, held, duplicate, stale, gap, new_life.",
+                "blockyard_router_index_events_total",
+                "KV block events received, by outcome: applied, buffered (an earlier event is missing), duplicate, \
+                 stale (of an earlier epoch), gap (events were missed), new_epoch (the source restarted).",
                 &["outcome"],
             )?,
             repairs: counters(
-                "blockyard_router_repairs_total",
-                "Questions to sources, for missed events or to learn a new source, by the answer: ranged, none or not_kept (events); taken or outdated (a snapshot); failed.",
+                "blockyard_router_index_resyncs_total",
+                "Resync requests to sources of events, by outcome. Range of events: replayed, empty, log_truncated. \
+                 Snapshot: snapshot_applied, snapshot_stale. Either: failed.",
                 &["outcome"],
             )?,
             drifts: counter(
-                "blockyard_router_drifts_total",
-                "Times that what the index believed of a source was not what the source said it holds, though no event was missing.",
+                "blockyard_router_index_divergences_total",
+                "How often the digest of the index differed from the digest of a source although no event was missing.",
             )?,
             index_memberships: gauge(
-                "blockyard_router_index_memberships",
-                "Pairs of a block and a place where it rests, in the index.",
+                "blockyard_router_index_entries",
+                "Entries in the index, each a pair of a block and a location that holds it.",
             )?,
-            index_bytes: gauge("blockyard_router_index_bytes", "Bytes that the index takes for its blocks.")?,
-            replicas: gauge("blockyard_router_replicas", "Routers over the same workers, this one included.")?,
+            index_bytes: gauge("blockyard_router_index_bytes", "Memory that the entries of the index take.")?,
+            replicas: gauge("blockyard_router_replicas", "Router replicas that share the workers, this one included.")?,
             desired: gauges(
-                "blockyard_planner_desired_replicas",
-                "Workers of a phase that would keep the planner's targets: for whoever starts and stops workers.",
-                &["model", "phase"],
+                "blockyard_planner_desired_workers",
+                "Workers per role that the planner computes to meet its targets. An autoscaler can read it.",
+                &["model", "role"],
             )?,
             flips: counters(
-                "blockyard_planner_flips_total",
-                "Workers that this router wished another phase, by that phase.",
-                &["phase"],
+                "blockyard_planner_role_changes_total",
+                "Role changes that the planner of this router requested, by the new role.",
+                &["role"],
             )?,
             requests_waiting: gauges(
-                "blockyard_router_requests_waiting",
-                "Requests that wait in the router until a worker takes them, by model; see \
-                 blockyard_worker_requests_waiting for those that wait in a worker.",
+                "blockyard_router_admission_queue_requests",
+                "Requests in the admission queue of the router, by model. blockyard_worker_requests_waiting counts \
+                 those that wait in a worker.",
                 &["model"],
             )?,
             waiting_tokens: gauges(
-                "blockyard_router_waiting_tokens",
-                "Prompt tokens of requests that wait in the router, by priority.",
+                "blockyard_router_admission_queue_tokens",
+                "Prompt tokens of the requests in the admission queue, by priority.",
                 &["priority"],
             )?,
             drain_rate: enter(registry, GaugeVec::new(drain_rate, &["model"]))?,
             admissions: counters(
-                "blockyard_router_admissions_total",
-                "Requests at the door, by priority and what became of them: straight, waited; refused on arrival: full, \
-                 tenant_full, predicted_timeout; refused while they waited: displaced, predicted_timeout_queued, in_vain, \
-                 late; gone while they waited.",
+                "blockyard_router_admission_requests_total",
+                "Requests at admission, by priority and outcome. Admitted: immediate, queued. Rejected on arrival: \
+                 queue_full, tenant_limit, predicted_timeout. Rejected from the queue: shed, predicted_timeout_queued, \
+                 queue_timeout, deadline_exceeded. Left the queue: cancelled.",
                 &["priority", "outcome"],
             )?,
             wait_seconds: enter(registry, HistogramVec::new(wait_seconds, &["priority"]))?,
             probes: counters(
-                "blockyard_router_probes_total",
-                "Requests of one token to workers that were idle or left alone, by outcome: well or fault.",
+                "blockyard_router_health_checks_total",
+                "Health checks of workers, each a request of one token, by outcome: ok or failed.",
                 &["outcome"],
             )?,
             recorded: counters(
-                "blockyard_router_recorded_total",
-                "Requests that were to be recorded (router.record), by what came of it: written, or dropped.",
+                "blockyard_router_trace_records_total",
+                "Records for the trace file (router.trace_file), one per request, by outcome: written or dropped.",
                 &["outcome"],
             )?,
             index_forgotten: counter(
-                "blockyard_router_index_forgotten_pages_total",
-                "Pages of up to 64 blocks that the index forgot to stay within its budget.",
+                "blockyard_router_index_evicted_pages_total",
+                "Pages of up to 64 blocks that the index evicted to stay within router.index_memory.",
             )?,
         })
     }
 
-    /// Takes a worker out of the labels.
+    /// Removes the series of a worker.
     pub(crate) fn forget(&self, worker: WorkerId) {
         let worker = worker.to_string();
-        // A worker that never got a request has no series; that is not an error.
+        // A worker that never received a request has no series. That is not an error.
         for policy in Policy::NAMES {
             let _ = self.requests.remove_label_values(&[&worker, policy]);
         }
@@ -200,7 +207,7 @@ impl Metrics {
     }
 }
 
-/// Counts one request in a gauge until it is dropped.
+/// Counts one request in a gauge until this value is dropped.
 pub(crate) struct Counted(IntGauge);
 
 impl Counted {

@@ -63,7 +63,7 @@ async fn probe(core: Arc<Core>, member: Arc<Member>) {
     if ill {
         tracing::warn!(worker = %member.id(), ?verdict, "worker does not answer its probe");
     }
-    core.metrics.probes.with_label_values(&[if ill { "fault" } else { "well" }]).inc();
+    core.metrics.probes.with_label_values(&[if ill { "failed" } else { "ok" }]).inc();
     member.probed(verdict);
     core.admission.poke();
 }

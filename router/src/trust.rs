@@ -61,13 +61,13 @@ impl Mode {
     /// The label in metrics.
     pub(crate) const fn name(self) -> &'static str {
         match self {
-            Self::Exact => "exact",
-            Self::Approximate(_) => "approximate",
+            Self::Exact => "events",
+            Self::Approximate(_) => "estimated",
         }
     }
 
     /// The labels in metrics.
-    pub(crate) const NAMES: [&'static str; 2] = ["exact", "approximate"];
+    pub(crate) const NAMES: [&'static str; 2] = ["events", "estimated"];
 
     /// What an explanation says of it, unless all is well.
     pub(crate) const fn remark(self) -> Option<&'static str> {

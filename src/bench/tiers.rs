@@ -105,7 +105,7 @@ pub(super) async fn measure(config: &Config, cases: &[Case], rounds: usize) -> a
         ensure!(free > wanted, "{at} has {have} free, and measuring takes {want}; say less: --bytes …");
         places.push(("g3", at, Place::Disk(Folder::new(&disk.folder)?)));
     }
-    let pod = config.tiers.pod.as_ref().map(|pod| ("pod", Location::Folder(pod.path.clone())));
+    let pod = config.tiers.pod.as_ref().map(|pod| ("g3_5", Location::Folder(pod.path.clone())));
     let shared = config.shared.clone().map(|location| ("g4", location));
     for (tier, location) in pod.into_iter().chain(shared) {
         let settings =

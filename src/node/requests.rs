@@ -1,4 +1,4 @@
-//! What the shared stores were asked, what of it was asked again, and what they lost; read when somebody looks.
+//! The metrics of the tiers in object stores (G3.5 and G4), read when the metrics are scraped.
 
 use kvbm::ObjectTier;
 use kvbm::Tier;
@@ -7,7 +7,7 @@ use prometheus::proto::MetricFamily;
 use prometheus::{IntCounterVec, IntGaugeVec, Opts};
 use std::sync::Weak;
 
-/// The requests of the tiers that other processes share. They may go while the registry stays.
+/// Requests, lost objects and manifests of each such tier. The tiers may be dropped while the registry stays.
 pub(super) struct Requests {
     tiers: Vec<Weak<ObjectTier>>,
     up: IntGaugeVec,
@@ -20,23 +20,25 @@ pub(super) struct Requests {
 impl Requests {
     pub(super) fn of(tiers: Vec<Weak<ObjectTier>>) -> Result<Self, prometheus::Error> {
         let requests = Opts::new(
-            "blockyard_store_requests_total",
-            "Requests to the shared store: all that were sent; of these, those made again after a failure (retried), those \
-             made because a read took too long (hedged), and those of the latter that were answered first (hedge_won).",
+            "blockyard_tier_store_requests_total",
+            "Requests to the store of the tier, by kind: sent counts all of them; of these, retried counts repetitions \
+             after a failure, hedged counts second requests for a slow read, and hedge_won counts hedged requests that \
+             were answered first.",
         );
-        let up = Opts::new("blockyard_store_up", "1 while the shared store answers, 0 while it does not.");
+        let up = Opts::new("blockyard_tier_store_up", "1 while the store of the tier answers, 0 while it does not.");
         let lost = Opts::new(
-            "blockyard_store_objects_lost_total",
-            "Objects that turned out to be gone or cut; their blocks were recomputed.",
+            "blockyard_tier_lost_objects_total",
+            "Objects that were missing or truncated when they were read. Their blocks were recomputed.",
         );
         let unsound = Opts::new(
-            "blockyard_store_manifests_unsound_total",
-            "Manifests that were not what they were, or that another version wrote; what they name was recomputed.",
+            "blockyard_tier_corrupt_manifests_total",
+            "Manifests that failed verification or have another version's format. The blocks that they list were \
+             recomputed.",
         );
         let unreadable = Opts::new(
-            "blockyard_store_manifests_unreadable",
-            "Manifests that the shared store lists and does not hand out, such as those in cold storage. They are skipped, and \
-             tried again after pauses of up to an hour.",
+            "blockyard_tier_unreadable_manifests",
+            "Manifests that the store lists and that cannot be read, for example objects in cold storage. They are \
+             skipped, and read again after pauses of up to an hour.",
         );
         Ok(Self {
             tiers,

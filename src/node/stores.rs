@@ -14,7 +14,7 @@ use kvbm::object::{Access, Location, Standing, Upkeep};
 use kvbm::{Block, DiskTier, EventLog, Fingerprint, Header, Level, ObjectTier, Shares, Tier, disk, object};
 use prometheus::core::{Collector, Desc};
 use prometheus::proto::MetricFamily;
-use prometheus::{IntCounter, IntCounterVec, IntGaugeVec, Opts, Registry};
+use prometheus::{IntCounterVec, IntGaugeVec, Opts, Registry};
 use std::path::Path;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -135,41 +135,12 @@ impl Stores {
         health.watch_shared(self.shared.clone());
     }
 
-    /// Lets how full they are be seen in `registry`.
+    /// Registers the metrics of the shared tiers, except their usage (`usage.rs`).
     pub(super) fn observe(&self, registry: &Registry) -> Result<(), prometheus::Error> {
         if !self.shared.is_empty() {
             registry.register(Box::new(Requests::of(self.shared.clone())?))?;
         }
-        let gauge =
-            |name: &str, help: &str| IntGaugeVec::new(Opts::new(format!("blockyard_store_{name}"), help), &["tier"]);
-        registry.register(Box::new(Fullness {
-            tiers: self.weak(),
-            disk: Weak::clone(&self.disk),
-            blocks: gauge("blocks", "Blocks that rest in a tier that workers share.")?,
-            bytes: gauge("bytes", "Bytes that they take.")?,
-            capacity: gauge("capacity_bytes", "Bytes that the tier may take; absent when it has no budget.")?,
-            paths: Paths {
-                up: IntGaugeVec::new(
-                    Opts::new(
-                        "blockyard_store_path_up",
-                        "1 while a folder of the G3 tier is used, 0 while it cannot be.",
-                    ),
-                    &["path"],
-                )?,
-                failures: IntCounterVec::new(
-                    Opts::new("blockyard_store_path_failures_total", "How often a folder of the G3 tier went down."),
-                    &["path"],
-                )?,
-            },
-            damaged: IntCounter::new(
-                "blockyard_store_damaged_stretches_total",
-                "Stretches of the G3 log that were found to be unsound while it was looked through at the start.",
-            )?,
-            footers: IntCounter::new(
-                "blockyard_store_damaged_footers_total",
-                "Footers of segments of the G3 log that were not what they were; those segments were scanned.",
-            )?,
-        }))
+        registry.register(Box::new(DiskHealth::of(Weak::clone(&self.disk))?))
     }
 
     /// Closes G3: resolves when what it accepted is written, its segments are sealed and its folders are free for another
@@ -217,54 +188,56 @@ impl Stores {
     }
 }
 
-/// How full the shared tiers are, asked for when somebody looks. The tiers may go while the registry stays.
-struct Fullness {
-    tiers: Vec<Weak<dyn Tier>>,
+/// The metrics of the folders and the log of G3, read when the metrics are scraped. The tier may be dropped while the
+/// registry stays. Labels are bounded: a path is a folder that the configuration names.
+struct DiskHealth {
     disk: Weak<DiskTier>,
-    blocks: IntGaugeVec,
-    bytes: IntGaugeVec,
-    capacity: IntGaugeVec,
-    paths: Paths,
-    damaged: IntCounter,
-    footers: IntCounter,
+    paths_up: IntGaugeVec,
+    path_failures: IntCounterVec,
+    corrupt_ranges: IntCounterVec,
+    corrupt_footers: IntCounterVec,
 }
 
-/// How the folders of G3 do; there are as many labels as the configuration names.
-struct Paths {
-    up: IntGaugeVec,
-    failures: IntCounterVec,
+impl DiskHealth {
+    fn of(disk: Weak<DiskTier>) -> Result<Self, prometheus::Error> {
+        let opts = |name: &str, help: &str| Opts::new(format!("blockyard_tier_{name}"), help);
+        let paths_up = opts("path_up", "1 while a folder of the tier is in use, 0 after it failed.");
+        let path_failures = opts("path_failures_total", "How often a folder of the tier failed.");
+        let ranges = opts("corrupt_ranges_total", "Corrupt byte ranges of the log, found by the scan at the start.");
+        let footers = opts("corrupt_footers_total", "Corrupt segment footers of the log. Those segments were scanned.");
+        Ok(Self {
+            disk,
+            paths_up: IntGaugeVec::new(paths_up, &["tier", "path"])?,
+            path_failures: IntCounterVec::new(path_failures, &["tier", "path"])?,
+            corrupt_ranges: IntCounterVec::new(ranges, &["tier"])?,
+            corrupt_footers: IntCounterVec::new(footers, &["tier"])?,
+        })
+    }
 }
 
-impl Collector for Fullness {
+impl Collector for DiskHealth {
     fn desc(&self) -> Vec<&Desc> {
-        let gauges = [&self.blocks, &self.bytes, &self.capacity, &self.paths.up].into_iter().flat_map(Collector::desc);
-        gauges.chain(self.paths.failures.desc()).chain(self.damaged.desc()).chain(self.footers.desc()).collect()
+        let counters = [&self.path_failures, &self.corrupt_ranges, &self.corrupt_footers];
+        counters.into_iter().flat_map(Collector::desc).chain(self.paths_up.desc()).collect()
     }
 
     fn collect(&self) -> Vec<MetricFamily> {
-        for tier in self.tiers.iter().filter_map(Weak::upgrade) {
-            let (usage, label) = (tier.usage(), [tier.level().name()]);
-            self.blocks.with_label_values(&label).set(usage.blocks as i64);
-            self.bytes.with_label_values(&label).set(usage.bytes as i64);
-            if let Some(capacity) = usage.capacity {
-                self.capacity.with_label_values(&label).set(capacity as i64);
+        let level = Level::G3.name();
+        if let Some(disk) = self.disk.upgrade() {
+            let raise = |counter: &IntCounterVec, labels: &[&str], to: u64| {
+                let counter = counter.with_label_values(labels);
+                counter.inc_by(to.saturating_sub(counter.get()));
+            };
+            raise(&self.corrupt_ranges, &[level], disk.damaged());
+            raise(&self.corrupt_footers, &[level], disk.damaged_footers());
+            for path in disk.paths() {
+                let folder = path.folder.display().to_string();
+                self.paths_up.with_label_values(&[level, &folder]).set(path.failure.is_none().into());
+                raise(&self.path_failures, &[level, &folder], path.failures);
             }
         }
-        let disk = self.disk.upgrade();
-        let damaged = disk.as_ref().map_or(0, |disk| disk.damaged());
-        self.damaged.inc_by(damaged.saturating_sub(self.damaged.get()));
-        let footers = disk.as_ref().map_or(0, |disk| disk.damaged_footers());
-        self.footers.inc_by(footers.saturating_sub(self.footers.get()));
-        for path in disk.iter().flat_map(|disk| disk.paths()) {
-            let folder = path.folder.display().to_string();
-            self.paths.up.with_label_values(&[&folder]).set(path.failure.is_none().into());
-            let failures = self.paths.failures.with_label_values(&[&folder]);
-            failures.inc_by(path.failures.saturating_sub(failures.get()));
-        }
-        let gauges =
-            [&self.blocks, &self.bytes, &self.capacity, &self.paths.up].into_iter().flat_map(Collector::collect);
-        let counters = [self.paths.failures.collect(), self.damaged.collect(), self.footers.collect()];
-        gauges.chain(counters.into_iter().flatten()).collect()
+        let counters = [&self.path_failures, &self.corrupt_ranges, &self.corrupt_footers];
+        counters.into_iter().flat_map(Collector::collect).chain(self.paths_up.collect()).collect()
     }
 }
 

@@ -43,7 +43,7 @@ pub(super) fn pod_upkeep(config: &Config, pod: &Pod) -> anyhow::Result<Upkeep> {
     Ok(Upkeep { policy: pod_policy(config, pod)?, every: POD_EVERY })
 }
 
-/// What came of looking after stores, as metrics.
+/// The metrics of garbage collection and compaction.
 #[derive(Clone)]
 pub(super) struct Collections {
     turns: IntCounterVec,
@@ -55,23 +55,27 @@ pub(super) struct Collections {
 impl Collections {
     pub(super) fn new(registry: &Registry) -> Result<Self, prometheus::Error> {
         let counter = |name: &str, help: &str, labels: &[&str]| -> Result<IntCounterVec, prometheus::Error> {
-            let counter = IntCounterVec::new(Opts::new(format!("blockyard_store_{name}"), help), labels)?;
+            let counter = IntCounterVec::new(Opts::new(format!("blockyard_tier_{name}"), help), labels)?;
             registry.register(Box::new(counter.clone()))?;
             Ok(counter)
         };
-        let help = "Turns of this process at looking through a shared store: collected, passed (another process had just \
-                    done it) or failed.";
+        let help = "Garbage collection runs of this process over the store of a tier, by outcome: completed, skipped \
+                    (another process completed a run within the interval) or failed.";
         Ok(Self {
-            turns: counter("collections_total", help, &["tier", "outcome"])?,
+            turns: counter("gc_runs_total", help, &["tier", "outcome"])?,
             objects: counter(
-                "collected_objects_total",
-                "Objects of a shared store that this process named as going (condemned), and those that it deleted.",
-                &["tier", "what"],
+                "gc_objects_total",
+                "Objects that garbage collection by this process marked for deletion (marked), and deleted (deleted).",
+                &["tier", "state"],
             )?,
-            bytes: counter("collected_bytes_total", "Their bytes.", &["tier", "what"])?,
+            bytes: counter(
+                "gc_bytes_total",
+                "Bytes of the objects that garbage collection by this process marked and deleted.",
+                &["tier", "state"],
+            )?,
             compacted: counter(
                 "compacted_objects_total",
-                "Small objects, of this process or left by another, whose blocks it wrote again in large ones.",
+                "Small objects whose blocks this process rewrote into large objects.",
                 &["tier"],
             )?,
         })
@@ -102,11 +106,11 @@ impl Collections {
         let turn = |outcome| self.turns.with_label_values(&[level.name(), outcome]).inc();
         match outcome {
             Outcome::Collected { report, took } => {
-                turn("collected");
+                turn("completed");
                 let goes = condemned(report);
-                for (what, amount) in [("condemned", goes), ("deleted", report.deleted)] {
-                    self.objects.with_label_values(&[level.name(), what]).inc_by(amount.objects);
-                    self.bytes.with_label_values(&[level.name(), what]).inc_by(amount.bytes);
+                for (state, amount) in [("marked", goes), ("deleted", report.deleted)] {
+                    self.objects.with_label_values(&[level.name(), state]).inc_by(amount.objects);
+                    self.bytes.with_label_values(&[level.name(), state]).inc_by(amount.bytes);
                 }
                 let size = |bytes| ByteSize(bytes).about();
                 tracing::info!(
@@ -115,7 +119,7 @@ impl Collections {
                     deleted_size = size(report.deleted.bytes), unreadable = report.unreadable, ?took, "looked through the store"
                 );
             }
-            Outcome::Passed => turn("passed"),
+            Outcome::Passed => turn("skipped"),
             Outcome::Failed(error) => {
                 turn("failed");
                 tracing::warn!(tier = %level, %store, %error, "the store could not be looked through; tried again later");

@@ -1,4 +1,4 @@
-//! How full the KV cache is, per tier and worker, read when the metrics are scraped.
+//! Blocks, bytes and capacity of each tier, per worker, read when the metrics are scraped.
 
 use super::rests::Rests;
 use kvbm::{Tier, Usage};
@@ -7,13 +7,14 @@ use prometheus::proto::MetricFamily;
 use prometheus::{GaugeVec, IntGaugeVec, Opts};
 use std::sync::Weak;
 
-/// The label of tiers that no single worker owns.
+/// The value of the label `worker` for tiers that all workers of the process share.
 const SHARED: &str = "shared";
 
-/// Usage and capacity of every tier. The workers and tiers may be dropped while the registry stays.
+/// The usage of every tier. The workers and tiers may be dropped while the registry stays.
 pub(super) struct CacheUsage {
     rests: Weak<Rests>,
     shared: Vec<Weak<dyn Tier>>,
+    blocks: IntGaugeVec,
     used: IntGaugeVec,
     capacity: IntGaugeVec,
     ratio: GaugeVec,
@@ -22,18 +23,25 @@ pub(super) struct CacheUsage {
 
 impl CacheUsage {
     pub(super) fn of(rests: Weak<Rests>, shared: Vec<Weak<dyn Tier>>) -> Result<Self, prometheus::Error> {
-        let name = |name: &str, help: &str| Opts::new(format!("blockyard_kv_cache_{name}"), help);
+        let name = |name: &str, help: &str| Opts::new(format!("blockyard_tier_{name}"), help);
         let labels = &["worker", "tier"];
         Ok(Self {
             rests,
             shared,
-            used: IntGaugeVec::new(name("used_bytes", "Bytes that blocks take in the tier."), labels)?,
+            blocks: IntGaugeVec::new(
+                name("blocks", "Blocks in the tier. In G1, blocks that are being filled count."),
+                labels,
+            )?,
+            used: IntGaugeVec::new(name("used_bytes", "Bytes that the blocks in the tier take."), labels)?,
             capacity: IntGaugeVec::new(
-                name("capacity_bytes", "Bytes that the tier may take; absent without a budget."),
+                name("capacity_bytes", "Capacity of the tier in bytes. Absent if the configuration sets no limit."),
                 labels,
             )?,
             ratio: GaugeVec::new(
-                name("usage_ratio", "Used share of the tier, 0 to 1; cached blocks count, so a warm tier is near 1."),
+                name(
+                    "usage_ratio",
+                    "Used share of the capacity, 0 to 1. Cached blocks count, so a warm tier is near 1.",
+                ),
                 labels,
             )?,
             active: GaugeVec::new(
@@ -43,8 +51,9 @@ impl CacheUsage {
         })
     }
 
-    fn set(&self, worker: &str, tier: &str, Usage { bytes, capacity, .. }: Usage) {
+    fn set(&self, worker: &str, tier: &str, Usage { blocks, bytes, capacity }: Usage) {
         let labels = &[worker, tier];
+        self.blocks.with_label_values(labels).set(blocks as i64);
         self.used.with_label_values(labels).set(bytes as i64);
         if let Some(capacity) = capacity {
             self.capacity.with_label_values(labels).set(capacity as i64);
@@ -55,7 +64,8 @@ impl CacheUsage {
 
 impl Collector for CacheUsage {
     fn desc(&self) -> Vec<&Desc> {
-        [self.used.desc(), self.capacity.desc(), self.ratio.desc(), self.active.desc()].concat()
+        let gauges = [&self.blocks, &self.used, &self.capacity].into_iter().flat_map(Collector::desc);
+        gauges.chain(self.ratio.desc()).chain(self.active.desc()).collect()
     }
 
     fn collect(&self) -> Vec<MetricFamily> {
@@ -70,6 +80,7 @@ impl Collector for CacheUsage {
         for tier in self.shared.iter().filter_map(Weak::upgrade) {
             self.set(SHARED, tier.level().name(), tier.usage());
         }
-        [self.used.collect(), self.capacity.collect(), self.ratio.collect(), self.active.collect()].concat()
+        let gauges = [&self.blocks, &self.used, &self.capacity].into_iter().flat_map(Collector::collect);
+        gauges.chain(self.ratio.collect()).chain(self.active.collect()).collect()
     }
 }

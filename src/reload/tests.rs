@@ -48,7 +48,7 @@ impl Yard {
 
     fn count(&self, outcome: &str) -> u64 {
         let families = self.registry.gather();
-        let family = families.iter().find(|family| family.name() == "blockyard_config_reload_total");
+        let family = families.iter().find(|family| family.name() == "blockyard_config_reloads_total");
         let metrics = family.map_or(&[][..], |family| family.get_metric());
         let of = metrics.iter().find(|metric| metric.get_label()[0].value() == outcome);
         of.map_or(0, |metric| metric.get_counter().get_value() as u64)

@@ -184,7 +184,7 @@ async fn a_killed_process_comes_back_with_its_blocks_and_the_same_answers() {
         answers.push(answer);
     }
     let stored = async {
-        while first.client.metric("blockyard_store_blocks", "g3").await < 5.0 * 640.0 / 16.0 {
+        while first.client.metric("blockyard_tier_blocks", "g3").await < 5.0 * 640.0 / 16.0 {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     };
@@ -196,5 +196,5 @@ async fn a_killed_process_comes_back_with_its_blocks_and_the_same_answers() {
         assert_eq!(again, answer, "text and log-probabilities");
     }
     // Found, that is; what comes late on a busy machine is recomputed.
-    assert!(second.client.metric("blockyard_kvbm_hit_blocks_total", "g3").await > 0.0);
+    assert!(second.client.metric("blockyard_tier_hit_blocks_total", "g3").await > 0.0);
 }

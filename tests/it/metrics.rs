@@ -87,8 +87,8 @@ async fn the_metrics_page_agrees_with_a_running_process() {
     let labelled = |name: &str| exposed.contains_key(name);
     for name in [
         "blockyard_build_info",
-        "blockyard_kv_cache_usage_ratio",
-        "blockyard_kv_cache_capacity_bytes",
+        "blockyard_tier_usage_ratio",
+        "blockyard_tier_capacity_bytes",
         "blockyard_worker_requests_running",
         "blockyard_worker_queue_seconds",
         "blockyard_frontend_choices_finished_total",
@@ -114,15 +114,15 @@ async fn cache_usage_is_shown_per_tier_and_worker() {
         };
         family.get_metric().iter().map(|metric| (labels(metric), metric.get_gauge().get_value())).collect()
     };
-    let capacity = values("blockyard_kv_cache_capacity_bytes");
+    let capacity = values("blockyard_tier_capacity_bytes");
     for place in ["g1 w1", "g1 w2", "g2 w1", "g2 w2"] {
         assert!((0.9..=1.0).contains(&(capacity[place] / f64::from(32 << 20))), "{place}: {capacity:?}");
     }
-    assert!(capacity.contains_key("g3 shared") && capacity.contains_key("pod shared"), "{capacity:?}");
+    assert!(capacity.contains_key("g3 shared") && capacity.contains_key("g3_5 shared"), "{capacity:?}");
     assert!(!capacity.contains_key("g4 shared"), "the shared store has no budget");
-    let ratio = values("blockyard_kv_cache_usage_ratio");
+    let ratio = values("blockyard_tier_usage_ratio");
     assert!(ratio["g1 w1"] + ratio["g1 w2"] > 0.0, "{ratio:?}");
     assert!(ratio.values().all(|ratio| (0.0..=1.0).contains(ratio)), "{ratio:?}");
-    assert!(values("blockyard_kv_cache_active_ratio").values().all(|ratio| (0.0..=1.0).contains(ratio)));
+    assert!(values("blockyard_tier_active_ratio").values().all(|ratio| (0.0..=1.0).contains(ratio)));
     node.shutdown().await;
 }

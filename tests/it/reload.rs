@@ -59,5 +59,5 @@ async fn a_signal_a_file_and_a_request_each_have_it_read_again_and_a_stream_goes
     let rest = stream.text().await.unwrap();
     assert!(rest.contains(r#""finish_reason":"length""#) && rest.trim_end().ends_with("[DONE]"), "{rest}");
     let metrics = http.get(format!("{url}/metrics")).send().await.unwrap().text().await.unwrap();
-    assert!(metrics.contains(r#"blockyard_config_reload_total{outcome="rejected"}"#), "{metrics}");
+    assert!(metrics.contains(r#"blockyard_config_reloads_total{outcome="rejected"}"#), "{metrics}");
 }

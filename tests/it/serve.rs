@@ -91,7 +91,7 @@ impl Served {
     async fn knows(&self, tier: &str) {
         let label = format!(r#"tier="{tier}""#);
         let known = async {
-            while self.metric("blockyard_store_blocks", &[&label]).await < SOME_BLOCKS {
+            while self.metric("blockyard_tier_blocks", &[&label]).await < SOME_BLOCKS {
                 tokio::time::sleep(Duration::from_millis(50)).await;
             }
         };
@@ -190,9 +190,9 @@ async fn a_restarted_node_answers_from_its_ssd() {
     let second = Served::start(config(data.path())).await;
     let (again, _) = second.complete_some().await;
     assert_eq!(again, texts);
-    assert!(second.metric("blockyard_kvbm_hit_blocks_total", &[r#"tier="g3""#]).await > 0.0);
+    assert!(second.metric("blockyard_tier_hit_blocks_total", &[r#"tier="g3""#]).await > 0.0);
     assert!(
-        second.metric("blockyard_kvbm_transfer_bytes_total", &[r#"tier="g3""#, r#"direction="onboard""#]).await > 0.0
+        second.metric("blockyard_tier_transfer_bytes_total", &[r#"tier="g3""#, r#"direction="onboard""#]).await > 0.0
     );
     second.node.shutdown().await;
 }
@@ -215,7 +215,7 @@ async fn what_rests_encoded_and_encrypted_is_found_again_with_the_key_and_worth_
     for encryption in [&right, &right, &wrong, &None] {
         let served = Served::start(with(encryption)).await;
         answers.push(served.complete_some().await);
-        found.push(served.metric("blockyard_kvbm_hit_blocks_total", &[r#"tier="g3""#]).await);
+        found.push(served.metric("blockyard_tier_hit_blocks_total", &[r#"tier="g3""#]).await);
         served.node.shutdown().await;
     }
     let cached: Vec<u64> = answers.iter().map(|(_, cached)| *cached).collect();
@@ -236,7 +236,7 @@ async fn a_node_answers_from_what_another_put_into_the_shared_folder() {
     reader.knows("g4").await;
     let (again, _) = reader.complete_some().await;
     assert_eq!(again, texts);
-    assert!(reader.metric("blockyard_kvbm_hit_blocks_total", &[r#"tier="g4""#]).await > 0.0);
+    assert!(reader.metric("blockyard_tier_hit_blocks_total", &[r#"tier="g4""#]).await > 0.0);
     reader.node.shutdown().await;
 }
 
@@ -252,13 +252,13 @@ async fn a_node_answers_from_its_pods_folder_before_it_asks_the_store_of_all() {
     let (texts, _) = writer.complete_some().await;
     writer.node.shutdown().await;
     let reader = Served::start(sharing(two.path())).await;
-    for tier in ["pod", "g4"] {
+    for tier in ["g3_5", "g4"] {
         reader.knows(tier).await;
     }
     let (again, _) = reader.complete_some().await;
     assert_eq!(again, texts);
-    let hits = async |tier| reader.metric("blockyard_kvbm_hit_blocks_total", &[tier]).await;
-    assert!(hits(r#"tier="pod""#).await > 0.0 && hits(r#"tier="g4""#).await < 1.0);
+    let hits = async |tier| reader.metric("blockyard_tier_hit_blocks_total", &[tier]).await;
+    assert!(hits(r#"tier="g3_5""#).await > 0.0 && hits(r#"tier="g4""#).await < 1.0);
     reader.node.shutdown().await;
 }
 
@@ -278,7 +278,7 @@ async fn a_long_prompt_is_prefilled_elsewhere_and_answered_the_same() {
             let explained = response.headers()["x-blockyard-explain"].to_str().unwrap().to_owned();
             let answer: Value = response.json().await.unwrap();
             let from_peer = [r#"tier="peer""#, r#"direction="onboard""#];
-            if apart.metric("blockyard_kvbm_transfer_bytes_total", &from_peer).await > 0.0 {
+            if apart.metric("blockyard_tier_transfer_bytes_total", &from_peer).await > 0.0 {
                 return (body, serde_json::from_str::<Value>(&explained).unwrap(), answer);
             }
         }
@@ -326,12 +326,12 @@ async fn what_operators_watch_is_there() {
     let metrics = served.get("/metrics").await;
     for name in [
         "blockyard_frontend_",
-        "blockyard_router_overlap_predicted_tokens_total",
-        "blockyard_router_overlap_actual_tokens_total",
+        "blockyard_router_prefix_predicted_tokens_total",
+        "blockyard_router_prefix_actual_tokens_total",
         "blockyard_worker_prompt_tokens_computed_total",
         "blockyard_worker_step_seconds_bucket",
-        "blockyard_kvbm_blocks{tier=\"g1\"}",
-        "blockyard_store_bytes{tier=\"g3\"}",
+        "blockyard_tier_blocks{tier=\"g1\",worker=\"w1\"}",
+        "blockyard_tier_used_bytes{tier=\"g3\",worker=\"shared\"}",
     ] {
         assert!(metrics.contains(name), "{name} is not in:\n{metrics}");
     }

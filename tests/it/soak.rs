@@ -205,9 +205,9 @@ async fn answered(load: Vec<JoinHandle<()>>) {
 /// What a program did: answers, blocks that came from the SSD, and blocks that were not kept or not what they were.
 async fn done(client: &Client) -> [f64; 3] {
     let answers = client.metric("blockyard_frontend_requests_total", "/v1/completions").await;
-    let found = client.metric("blockyard_kvbm_hit_blocks_total", "g3").await;
-    let dropped = client.metric("blockyard_kvbm_offload_dropped_blocks_total", "").await;
-    [answers, found, dropped + client.metric("blockyard_kvbm_blocks_quarantined_total", "").await]
+    let found = client.metric("blockyard_tier_hit_blocks_total", "g3").await;
+    let dropped = client.metric("blockyard_tier_offload_dropped_blocks_total", "").await;
+    [answers, found, dropped + client.metric("blockyard_tier_corrupt_blocks_total", "").await]
 }
 
 /// Resident bytes and open files, the least of some looks: what is there for a moment is no growth.

@@ -65,7 +65,7 @@ fn blocks(survey: &Survey) -> u64 {
 }
 
 async fn in_g3(client: &Client) -> u64 {
-    client.metric("blockyard_store_blocks", "g3").await as u64
+    client.metric("blockyard_tier_blocks", "g3").await as u64
 }
 
 /// What must hold of a program that has started above what others left.
@@ -77,11 +77,11 @@ async fn assert_healthy(client: &Client, durable: u64, case: &str) {
     }
     for (metric, wanted) in [
         ("blockyard_panics_total", 0.0),
-        ("blockyard_store_damaged_stretches_total", 0.0),
-        ("blockyard_store_damaged_footers_total", 0.0),
-        ("blockyard_store_path_failures_total", 0.0),
-        ("blockyard_kvbm_blocks_quarantined_total", 0.0),
-        ("blockyard_store_path_up", 1.0),
+        ("blockyard_tier_corrupt_ranges_total", 0.0),
+        ("blockyard_tier_corrupt_footers_total", 0.0),
+        ("blockyard_tier_path_failures_total", 0.0),
+        ("blockyard_tier_corrupt_blocks_total", 0.0),
+        ("blockyard_tier_path_up", 1.0),
     ] {
         let value = client.metric(metric, "").await;
         assert!((value - wanted).abs() < 0.5, "{case}: {metric} is {value}, not {wanted}");

@@ -1,4 +1,4 @@
-//! What the engines of a process count.
+//! The metrics of the engines of a process.
 
 use crate::engine::PromptReport;
 use kvbm::Level;
@@ -25,7 +25,7 @@ pub struct Metrics {
     decode: HistogramVec,
 }
 
-/// Seconds of a request's phases: from a step of a small model to a queue of many minutes.
+/// Histogram buckets for the parts of a request, in seconds: from a step of a small model to a queue of minutes.
 const PHASE_SECONDS: [f64; 17] =
     [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0];
 
@@ -51,9 +51,9 @@ impl Metrics {
         let step = HistogramVec::new(
             HistogramOpts::new(
                 "blockyard_worker_step_seconds",
-                "Time of an engine step, waiting for its turn included",
+                "Duration of an engine step, the wait for the shared compute threads included",
             )
-            // From a single decode step of a tiny model to a full chunk of a large one.
+            // From one decode step of a tiny model to a full prefill chunk of a large one.
             .buckets(prometheus::exponential_buckets(0.001, 2.0, 14)?),
             &["worker", "kind"],
         )?;
@@ -66,13 +66,21 @@ impl Metrics {
                 &["worker", "tier"],
             )?,
             generated: counter("generated_tokens_total", "Tokens generated", &["worker"])?,
-            preempted: counter("preemptions_total", "Sequences that gave up their blocks to others", &["worker"])?,
+            preempted: counter(
+                "preemptions_total",
+                "Sequences that released their blocks to other sequences and are computed again",
+                &["worker"],
+            )?,
             pauses: counter(
-                "pauses_total",
+                "output_pauses_total",
                 "Sequences that left the batch because their output was not read",
                 &["worker"],
             )?,
-            unread: counter("unread_total", "Requests that failed because their output was not read", &["worker"])?,
+            unread: counter(
+                "output_timeouts_total",
+                "Requests that failed because their output was not read in time",
+                &["worker"],
+            )?,
             step,
             running: gauge("requests_running", "Requests in the batch")?,
             waiting: gauge("requests_waiting", "Requests waiting to join the batch")?,
@@ -80,7 +88,7 @@ impl Metrics {
             queue: phase("queue_seconds", "Time from a request's arrival at the worker until it joins the batch")?,
             prefill: phase(
                 "prefill_seconds",
-                "Time from joining the batch until the first token, or until the hand-over to a decode worker",
+                "Time from joining the batch until the first token, or until the transfer to a decode worker",
             )?,
             decode: phase("decode_seconds", "Time from the first token to the last")?,
         })

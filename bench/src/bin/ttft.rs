@@ -169,8 +169,8 @@ fn block_bytes(options: &Options, data: &Path, prompt: &[u32]) -> Result<u64> {
     let server = Bench::start(&Settings { binary: &options.binary, model: &options.model, data, config }, prompt)?;
     server.settle()?;
     let metrics = server.client().metrics()?;
-    let bytes = metrics.sum("blockyard_kvbm_transfer_bytes_total", &[("tier", "g2"), ("direction", "offload")]) as u64;
-    let blocks = metrics.sum("blockyard_kvbm_blocks", &[("tier", "g2")]) as u64;
+    let bytes = metrics.sum("blockyard_tier_transfer_bytes_total", &[("tier", "g2"), ("direction", "offload")]) as u64;
+    let blocks = metrics.sum("blockyard_tier_blocks", &[("tier", "g2")]) as u64;
     server.stop()?;
     bytes.checked_div(blocks).filter(|bytes| *bytes > 0).context("nothing was offloaded to G2")
 }
@@ -232,7 +232,7 @@ impl Bench {
     /// Waits until no tier is being written.
     fn settle(&self) -> Result<()> {
         let written = || -> Result<f64> {
-            Ok(self.client().metrics()?.sum("blockyard_kvbm_transfer_bytes_total", &[("direction", "offload")]))
+            Ok(self.client().metrics()?.sum("blockyard_tier_transfer_bytes_total", &[("direction", "offload")]))
         };
         let started = Instant::now();
         let mut last = written()?;

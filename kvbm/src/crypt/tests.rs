@@ -44,7 +44,8 @@ impl Site {
     }
 
     fn shredded(&self) -> u64 {
-        let family = self.registry.gather().into_iter().find(|family| family.name().ends_with("blocks_shredded_total"));
+        let family =
+            self.registry.gather().into_iter().find(|family| family.name().ends_with("tier_shredded_blocks_total"));
         family.map_or(0, |family| family.get_metric()[0].get_counter().get_value() as u64)
     }
 

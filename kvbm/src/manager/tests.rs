@@ -94,7 +94,7 @@ impl Site {
 
 fn counted(registry: &Registry, metric: &str, level: Level) -> u64 {
     let families = registry.gather();
-    let family = families.iter().find(|family| family.name() == format!("blockyard_kvbm_{metric}"));
+    let family = families.iter().find(|family| family.name() == format!("blockyard_tier_{metric}"));
     let of_level = |m: &&prometheus::proto::Metric| m.get_label().iter().any(|l| l.value() == level.name());
     let found = family.and_then(|family| family.get_metric().iter().find(of_level));
     found.map_or(0, |metric| metric.get_counter().get_value() as u64)

@@ -151,7 +151,7 @@ impl Shared {
 impl Locked<'_> {
     pub(super) fn count_refused(&mut self) {
         let refused = std::mem::take(&mut self.state.pins_refused);
-        self.shared.metrics.pins_refused.inc_by(refused);
+        self.shared.metrics.rejected_pins.inc_by(refused);
     }
 
     /// Frees what domains have above their maximum, whenever a domain may have got more, or let go of what it holds.
@@ -168,7 +168,6 @@ impl Locked<'_> {
     /// Announces that blocks are gone.
     pub(super) fn removed(&mut self, blocks: Vec<SequenceHash>) {
         if !blocks.is_empty() {
-            self.shared.metrics.blocks.add(-(blocks.len().cast_signed() as i64));
             self.told.any = true;
             self.told.log.queue(BlockEvent::Removed { level: self.shared.level, blocks });
         }

@@ -1,7 +1,6 @@
 use super::*;
 use crate::BlockEvent;
 use crate::event::Epoch;
-use prometheus::IntGauge;
 use proptest::prelude::*;
 use std::collections::HashSet;
 
@@ -12,10 +11,9 @@ fn name(n: u8) -> SequenceHash {
     SequenceHash::from_bytes([n; 16])
 }
 
-fn pool(capacity: usize) -> (Pool, Arc<EventLog>, IntGauge) {
+fn pool(capacity: usize) -> (Pool, Arc<EventLog>) {
     let log = Arc::new(EventLog::new(Epoch(1)));
-    let metrics = metrics();
-    (Pool::new(Level::G1, capacity, log.clone(), metrics.clone(), Clock::system()), log, metrics.blocks)
+    (Pool::new(Level::G1, capacity, log.clone(), metrics(), Clock::system()), log)
 }
 
 fn metrics() -> MemoryMetrics {
@@ -44,7 +42,7 @@ fn drop_returns_the_slot_in_every_phase() {
 
 #[test]
 fn free_slots_go_before_cached_blocks_and_leaves_before_parents() {
-    let (pool, log, _) = pool(4);
+    let (pool, log) = pool(4);
     drop([put(&pool, 1, None), put(&pool, 2, Some(1)), put(&pool, 3, Some(2))]);
     let first = pool.allocate(1).unwrap();
     assert_eq!(pool.resident(), 3, "a slot was free");
@@ -80,7 +78,7 @@ fn a_held_block_keeps_its_ancestors() {
 
 #[test]
 fn registering_a_name_twice_frees_the_duplicate() {
-    let (pool, log, _) = pool(2);
+    let (pool, log) = pool(2);
     let first = put(&pool, 1, None);
     let second = put(&pool, 1, None);
     assert_eq!(first.slot(), second.slot());
@@ -89,7 +87,7 @@ fn registering_a_name_twice_frees_the_duplicate() {
 
 #[test]
 fn a_chain_registered_together_is_one_event() {
-    let (pool, log, _) = pool(4);
+    let (pool, log) = pool(4);
     let slots = pool.allocate(4).unwrap();
     let names = [(2, Some(1)), (3, Some(2)), (4, Some(3)), (9, None)];
     let full = slots
@@ -119,22 +117,13 @@ fn a_weak_block_upgrades_while_it_is_resident() {
 
 #[test]
 fn a_discarded_block_is_denied_but_stays_with_its_holder() {
-    let (pool, log, gauge) = pool(1);
+    let (pool, log) = pool(1);
     let held = put(&pool, 1, None);
     pool.discard(name(1));
-    assert_eq!((pool.holds(&[name(1)]), pool.available(), gauge.get()), (0, 0, 0));
+    assert_eq!((pool.holds(&[name(1)]), pool.available(), pool.resident()), (0, 0, 0));
     assert!(log.snapshot().runs.is_empty());
     drop(held);
     assert_eq!(pool.available(), 1);
-}
-
-#[test]
-fn the_gauge_forgets_a_pool_that_is_gone() {
-    let (pool, _, gauge) = pool(2);
-    drop(put(&pool, 1, None));
-    assert_eq!(gauge.get(), 1);
-    drop(pool);
-    assert_eq!(gauge.get(), 0);
 }
 
 /// Blocks form a forest: the parent of `n` is `n / 3`, and 0 is a root.
@@ -187,7 +176,7 @@ proptest! {
     #[test]
     fn the_pool_agrees_with_the_naive_model(ops in prop::collection::vec(op(), 1..120)) {
         const CAPACITY: usize = 12;
-        let (pool, log, gauge) = pool(CAPACITY);
+        let (pool, log) = pool(CAPACITY);
         let mut model = Model::default();
         // A discarded block's guards are no longer guards of what bears the name later: they are kept apart.
         let (mut guards, mut orphaned): (Vec<(u8, CachedBlock)>, Vec<CachedBlock>) = (Vec::new(), Vec::new());
@@ -246,7 +235,7 @@ proptest! {
             prop_assert_eq!(&names, &want);
             let announced: HashSet<_> = log.snapshot().blocks().map(|(_, name)| name).collect();
             prop_assert_eq!(&names, &announced);
-            prop_assert_eq!(gauge.get(), want.len() as i64);
+            prop_assert_eq!(pool.resident(), want.len());
         }
         drop((guards, orphaned, partial));
         prop_assert_eq!(pool.available(), CAPACITY);

@@ -203,7 +203,7 @@ impl World {
                 served.push(n);
             }
         }
-        Fate { served, quarantined: Some(counter(&registry, "blocks_quarantined_total")) }
+        Fate { served, quarantined: Some(counter(&registry, "corrupt_blocks_total")) }
     }
 
     /// Hurts a copy, and holds what a new process makes of it against what it should.
@@ -269,7 +269,7 @@ fn metrics() -> Metrics {
 
 fn counter(registry: &Registry, name: &str) -> u64 {
     let families = registry.gather();
-    let family = families.iter().filter(|family| family.name() == format!("blockyard_kvbm_{name}"));
+    let family = families.iter().filter(|family| family.name() == format!("blockyard_tier_{name}"));
     family
         .flat_map(prometheus::proto::MetricFamily::get_metric)
         .map(|metric| metric.get_counter().get_value() as u64)

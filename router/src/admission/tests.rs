@@ -58,7 +58,7 @@ async fn nobody_waits_before_an_idle_fleet() {
     }
     // 100 ms of prefill and three outputs after 10 ms each.
     assert_eq!(before.elapsed().as_millis() / 5, 130);
-    assert_eq!((worker.requests(), outcome(&yard, "normal", "straight"), waiting(&yard)), (5, 5, 0));
+    assert_eq!((worker.requests(), outcome(&yard, "normal", "immediate"), waiting(&yard)), (5, 5, 0));
 }
 
 #[tokio::test(start_paused = true)]
@@ -71,7 +71,7 @@ async fn a_saturated_worker_is_not_piled_upon_and_whoever_waits_goes_when_it_rep
     settle().await;
     assert_eq!((worker.requests(), waiting(&yard)), (2, 0));
     assert!(join_all(answers).await.into_iter().all(|answer| answer.unwrap() == Ok(vec![1, 2])));
-    assert_eq!(outcome(&yard, "normal", "waited"), 2);
+    assert_eq!(outcome(&yard, "normal", "queued"), 2);
 }
 
 #[tokio::test(start_paused = true)]
@@ -101,7 +101,10 @@ async fn a_client_that_goes_frees_its_place_at_once() {
     let next = ask(&yard, request(3, 100, Terms::default())).await;
     yard.report(&worker, Load::default());
     next.await.unwrap().unwrap();
-    assert_eq!((worker.requests(), outcome(&yard, "normal", "gone"), outcome(&yard, "normal", "full")), (1, 1, 1));
+    assert_eq!(
+        (worker.requests(), outcome(&yard, "normal", "cancelled"), outcome(&yard, "normal", "queue_full")),
+        (1, 1, 1)
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -143,7 +146,7 @@ async fn an_urgent_request_overtakes_and_displaces() {
     settle().await;
     assert_eq!(worker.families(), [3, 2]);
     assert!(normal.await.unwrap().is_ok() && high.await.unwrap().is_ok());
-    assert_eq!(outcome(&yard, "low", "displaced"), 1);
+    assert_eq!(outcome(&yard, "low", "shed"), 1);
 }
 
 #[tokio::test(start_paused = true)]
@@ -209,7 +212,7 @@ async fn nobody_waits_for_longer_than_is_configured() {
         tokio::time::sleep(Duration::from_secs(1)).await;
     }
     assert!(matches!(answer.await.unwrap(), Err(Error::Overloaded { .. })));
-    assert_eq!((outcome(&yard, "normal", "in_vain"), waiting(&yard)), (1, 0));
+    assert_eq!((outcome(&yard, "normal", "queue_timeout"), waiting(&yard)), (1, 0));
 }
 
 #[tokio::test(start_paused = true)]
@@ -344,7 +347,7 @@ async fn several_answers_to_one_prompt_are_let_in_as_one() {
     assert_eq!((worker.families(), waiting(&yard)), (vec![1, 1, 2], 100), "the second still runs");
     drop(second);
     next.await.unwrap().unwrap();
-    assert_eq!(outcome(&yard, "normal", "straight"), 1);
+    assert_eq!(outcome(&yard, "normal", "immediate"), 1);
 }
 
 #[tokio::test(start_paused = true)]
@@ -355,5 +358,5 @@ async fn no_wake_up_is_lost_in_a_flood() {
     assert!(join_all(answers).await.iter().all(|answer| answer == &Ok(vec![1, 2])));
     assert_eq!(workers.iter().map(|worker| worker.requests()).sum::<usize>(), 200);
     assert_eq!((waiting(&yard), yard.standing(1), yard.standing(2)), (0, (0, 0, 0), (0, 0, 0)));
-    assert!(outcome(&yard, "normal", "waited") > 100, "the room was never used: the test shows nothing");
+    assert!(outcome(&yard, "normal", "queued") > 100, "the room was never used: the test shows nothing");
 }

@@ -96,11 +96,11 @@ impl Outcome {
     pub(crate) const fn name(&self) -> &'static str {
         match self {
             Self::Apply(_) => "applied",
-            Self::Held => "held",
+            Self::Held => "buffered",
             Self::Duplicate => "duplicate",
             Self::Stale => "stale",
             Self::Gap => "gap",
-            Self::NewLife => "new_life",
+            Self::NewLife => "new_epoch",
         }
     }
 }

@@ -24,7 +24,11 @@ async fn a_lost_event_is_asked_for_while_the_stale_view_serves_and_takes_no_snap
     assert_eq!(believed(&yard, &request).await, 10, "the answer is still on its way");
     tokio::time::sleep(Duration::from_secs(3)).await;
     assert_eq!(believed(&yard, &request).await, 30);
-    assert_eq!((yard.repairs("ranged"), yard.repairs("taken")), (1, 1), "the snapshot is of when it joined");
+    assert_eq!(
+        (yard.repairs("replayed"), yard.repairs("snapshot_applied")),
+        (1, 1),
+        "the snapshot is of when it joined"
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -40,10 +44,10 @@ async fn what_the_source_keeps_no_more_takes_a_snapshot_while_the_stale_view_ser
     }
     yard.announce(&worker, stored(Level::G1, &blocks[20..30]), true);
     tokio::time::sleep(Duration::from_secs(5)).await;
-    assert_eq!((yard.repairs("not_kept"), believed(&yard, &request).await), (1, 10));
+    assert_eq!((yard.repairs("log_truncated"), believed(&yard, &request).await), (1, 10));
     tokio::time::sleep(Duration::from_secs(3)).await;
     assert_eq!(believed(&yard, &request).await, 30);
-    assert_eq!((yard.repairs("ranged"), yard.repairs("taken")), (0, 2));
+    assert_eq!((yard.repairs("replayed"), yard.repairs("snapshot_applied")), (0, 2));
 }
 
 #[tokio::test(start_paused = true)]
@@ -75,7 +79,7 @@ async fn a_question_that_a_new_life_answers_does_no_harm() {
     publish(&new, &blocks[..40], false);
     publish(&new, &blocks[..50], false);
     tokio::time::sleep(Duration::from_secs(3)).await;
-    assert_eq!((yard.repairs("not_kept"), believed()), (1, 10));
+    assert_eq!((yard.repairs("log_truncated"), believed()), (1, 10));
     tokio::time::sleep(Duration::from_secs(3)).await;
     assert_eq!(believed(), 50);
 }
@@ -134,14 +138,14 @@ async fn of_several_that_announce_a_store_the_next_is_followed_when_one_dies() {
         announce(log, &blocks[..10]);
     }
     attest(&logs).await;
-    assert_eq!((held(), yard.repairs("taken")), (10, 2), "whoever began last is followed, and nobody asks");
+    assert_eq!((held(), yard.repairs("snapshot_applied")), (10, 2), "whoever began last is followed, and nobody asks");
     drop(second);
     announce(&logs[0], &blocks[10..30]);
     attest(&logs[..1]).await;
     assert_eq!(held(), 30);
     announce(&logs[0], &blocks[30..40]);
     settle().await;
-    assert_eq!((held(), yard.repairs("taken")), (40, 3));
+    assert_eq!((held(), yard.repairs("snapshot_applied")), (40, 3));
     drop(first);
 }
 
@@ -159,7 +163,11 @@ async fn where_no_answer_comes_in_time_events_are_as_good() {
     assert_eq!(yard.router.core.index.memberships(), 40);
     let failed = yard.repairs("failed");
     tokio::time::sleep(Duration::from_mins(2)).await;
-    assert_eq!((yard.repairs("failed"), yard.repairs("taken")), (failed + 1, 0), "nothing is missing, so nobody asks");
+    assert_eq!(
+        (yard.repairs("failed"), yard.repairs("snapshot_applied")),
+        (failed + 1, 0),
+        "nothing is missing, so nobody asks"
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -169,7 +177,10 @@ async fn events_that_nobody_announced_cost_some_questions_and_no_truth() {
     let (request, source) = (prompt(1, 1600), |id| Source::Worker(WorkerId(id)));
     let blocks = names(&request);
     let held = |id| yard.router.core.index.digest(source(id), Level::G1).unwrap().blocks;
-    let asked = || ["ranged", "none", "not_kept", "taken", "outdated", "failed"].map(|outcome| yard.repairs(outcome));
+    let asked = || {
+        ["replayed", "empty", "log_truncated", "snapshot_applied", "snapshot_stale", "failed"]
+            .map(|outcome| yard.repairs(outcome))
+    };
     for worker in [&a, &b] {
         yard.announce(worker, stored(Level::G1, &blocks[..10]), true);
     }
@@ -207,7 +218,7 @@ async fn whose_snapshots_come_too_late_to_be_followed_is_asked_less_and_less() {
         yard.bus.publish(Event { source: Source::Worker(WorkerId(1)), epoch: Epoch(1), body });
         tokio::time::sleep(Duration::from_millis(900)).await;
     }
-    let (taken, missed) = (yard.repairs("taken"), yard.repairs("not_kept"));
+    let (taken, missed) = (yard.repairs("snapshot_applied"), yard.repairs("log_truncated"));
     assert!((8..=12).contains(&taken) && missed > 6, "{taken} snapshots, and none could be followed {missed} times");
     yard.announce(&worker, stored(Level::G1, &blocks), false);
     tokio::time::sleep(Duration::from_secs(10)).await;
@@ -252,7 +263,7 @@ fn a_large_snapshot_is_made_and_taken_while_others_events_go_on() {
             let number = *log.latest().borrow();
             yard.bus.publish(Event { source: store, epoch: Epoch(1), body: EventBody::Block { number, event } });
             settle().await;
-            assert_eq!((held(store, Level::G4), yard.repairs("taken")), (0, 2), "it waits for its turn");
+            assert_eq!((held(store, Level::G4), yard.repairs("snapshot_applied")), (0, 2), "it waits for its turn");
             drop(busy);
         }
         until(|| held(store, Level::G4) == 10_000).await;
@@ -351,6 +362,6 @@ async fn a_link_that_loses_repeats_and_reorders_costs_no_truth_in_the_end() {
     }
     let announced: usize = workers.iter().map(|worker| worker.log.snapshot().blocks().count()).sum();
     assert_eq!(yard.router.core.index.memberships(), announced);
-    assert!(yard.repairs("ranged") > 10, "the link lost nothing: the test shows nothing");
-    assert_eq!(yard.repairs("taken"), 3, "each worker's, when it joined");
+    assert!(yard.repairs("replayed") > 10, "the link lost nothing: the test shows nothing");
+    assert_eq!(yard.repairs("snapshot_applied"), 3, "each worker's, when it joined");
 }

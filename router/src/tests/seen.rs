@@ -57,9 +57,9 @@ async fn predictions_are_held_against_what_the_engine_found() {
     settle().await;
     yard.answer(request).await.unwrap();
     // The fake finds nothing cached, whatever it announced.
-    assert_eq!(yard.metric("blockyard_router_overlap_predicted_tokens_total"), 160);
-    assert_eq!(yard.metric("blockyard_router_overlap_actual_tokens_total"), 0);
-    assert_eq!(yard.metric("blockyard_router_overlap_false_tokens_total"), 160);
+    assert_eq!(yard.metric("blockyard_router_prefix_predicted_tokens_total"), 160);
+    assert_eq!(yard.metric("blockyard_router_prefix_actual_tokens_total"), 0);
+    assert_eq!(yard.metric("blockyard_router_prefix_overpredicted_tokens_total"), 160);
 }
 
 #[tokio::test(start_paused = true)]
@@ -82,7 +82,7 @@ async fn a_lie_is_regretted(yard: Yard) {
     // It computes all 1,600 tokens, though the other has 800 of them.
     yard.answer(request.clone()).await.unwrap();
     assert_eq!((liar.requests(), other.requests()), (1, 0));
-    assert_eq!(yard.metric("blockyard_router_overlap_false_tokens_total"), 1584);
+    assert_eq!(yard.metric("blockyard_router_prefix_overpredicted_tokens_total"), 1584);
     assert!((regret() - 800.0 / SPEED).abs() < 1e-6, "{} s", regret());
 
     // Where nobody else has any of it, nothing would have been better.
@@ -90,7 +90,7 @@ async fn a_lie_is_regretted(yard: Yard) {
     yard.announce(&liar, stored(Level::G1, &names(&alone)[..50]), true);
     settle().await;
     yard.answer(alone).await.unwrap();
-    assert_eq!(yard.metric("blockyard_router_overlap_false_tokens_total"), 1584 + 800);
+    assert_eq!(yard.metric("blockyard_router_prefix_overpredicted_tokens_total"), 1584 + 800);
     assert!((regret() - 800.0 / SPEED).abs() < 1e-6, "{} s", regret());
 }
 
@@ -103,9 +103,9 @@ async fn what_was_found_and_not_predicted_is_missed_and_no_regret() {
     yard.announce(&worker, stored(Level::G1, &names(&request)[..10]), true);
     settle().await;
     yard.answer(request).await.unwrap();
-    assert_eq!(yard.metric("blockyard_router_overlap_actual_tokens_total"), 480);
-    assert_eq!(yard.metric("blockyard_router_overlap_missed_tokens_total"), 320);
-    assert_eq!(yard.metric("blockyard_router_overlap_false_tokens_total"), 0);
+    assert_eq!(yard.metric("blockyard_router_prefix_actual_tokens_total"), 480);
+    assert_eq!(yard.metric("blockyard_router_prefix_underpredicted_tokens_total"), 320);
+    assert_eq!(yard.metric("blockyard_router_prefix_overpredicted_tokens_total"), 0);
     assert!(yard.router.core.metrics.regret_seconds.get().abs() < 1e-9);
 }
 

@@ -22,14 +22,14 @@ fn remark(explanation: &Value, id: &str) -> Option<String> {
 /// The mode of a worker, as its metric says.
 fn mode(yard: &Yard, id: &str) -> String {
     let families = yard.registry.gather();
-    let family = families.iter().find(|family| family.name() == "blockyard_router_index_mode").unwrap();
+    let family = families.iter().find(|family| family.name() == "blockyard_router_worker_index_source").unwrap();
     let label = |metric: &prometheus::proto::Metric, name: &str| {
         let found = metric.get_label().iter().find(|label| label.name() == name);
         found.map(|label| label.value().to_owned()).unwrap()
     };
     let metrics = family.get_metric().iter();
     let mut of = metrics.filter(|metric| label(metric, "worker") == id && metric.get_gauge().get_value() > 0.0);
-    let mode = label(of.next().unwrap(), "mode");
+    let mode = label(of.next().unwrap(), "source");
     assert!(of.next().is_none(), "one at a time");
     mode
 }
@@ -54,7 +54,7 @@ async fn trap_8_a_worker_without_events_is_known_by_what_was_sent_to_it_and_that
         yard.answer(prompt(family, 1600)).await.unwrap();
     }
     tokio::time::sleep(A_WHILE).await;
-    assert_eq!([mode(&yard, "w1"), mode(&yard, "w2")], ["approximate"; 2]);
+    assert_eq!([mode(&yard, "w1"), mode(&yard, "w2")], ["estimated"; 2]);
     let homes = [a.families(), b.families()];
     for round in 0..3 {
         for family in 0..4 {
@@ -68,7 +68,7 @@ async fn trap_8_a_worker_without_events_is_known_by_what_was_sent_to_it_and_that
     for (worker, home) in [(&a, &homes[0]), (&b, &homes[1])] {
         assert!(worker.families().iter().all(|family| home.contains(family)), "each prompt returns to its blocks");
     }
-    assert_eq!(yard.metric("blockyard_router_overlap_false_tokens_total"), 0);
+    assert_eq!(yard.metric("blockyard_router_prefix_overpredicted_tokens_total"), 0);
 }
 
 #[tokio::test(start_paused = true)]
@@ -85,7 +85,7 @@ async fn what_was_sent_to_a_silent_worker_is_bounded_by_its_blocks_and_expires()
     assert_eq!(believed(&yard, &prompt(1, 1600)).await, 51, "the end of the older prompt went first");
     tokio::time::sleep(crate::sent::KEPT + A_WHILE).await;
     assert_eq!(yard.router.core.index.memberships(), 0);
-    assert_eq!(mode(&yard, "w1"), "approximate");
+    assert_eq!(mode(&yard, "w1"), "estimated");
 }
 
 #[tokio::test(start_paused = true)]
@@ -95,10 +95,10 @@ async fn a_worker_that_begins_to_announce_is_known_by_its_events_at_once() {
     worker.remember(&[]);
     yard.answer(prompt(1, 1600)).await.unwrap();
     tokio::time::sleep(A_WHILE).await;
-    assert_eq!(mode(&yard, "w1"), "approximate");
+    assert_eq!(mode(&yard, "w1"), "estimated");
     yard.announce(&worker, stored(Level::G1, &names(&prompt(1, 1600))[..10]), true);
     tokio::time::sleep(A_WHILE).await;
-    assert_eq!(mode(&yard, "w1"), "exact");
+    assert_eq!(mode(&yard, "w1"), "events");
     let explained = yard.explain(prompt(1, 1600)).await;
     assert_eq!((explained["cached_tokens"].as_u64(), remark(&explained, "w1")), (Some(160), None));
     assert_eq!(yard.router.core.index.memberships(), 10, "what was sent is forgotten");
@@ -126,7 +126,7 @@ async fn trap_8_events_of_another_block_size_are_noticed_and_routing_goes_by_wha
     let explained = yard.explain(prompt(0, 1600)).await;
     let why = "approximate: answers from blocks that it never announced; of another size?";
     assert_eq!(remark(&explained, "w1").as_deref(), Some(why));
-    assert_eq!((mode(&yard, "w1").as_str(), explained["cached_tokens"].as_u64()), ("approximate", Some(1584)));
+    assert_eq!((mode(&yard, "w1").as_str(), explained["cached_tokens"].as_u64()), ("estimated", Some(1584)));
 }
 
 #[tokio::test(start_paused = true)]
@@ -142,15 +142,15 @@ async fn an_index_that_lies_is_demoted_its_snapshot_taken_again_and_believed_whe
         yard.announce(&a, stored(Level::G1, &lie(family)), true);
     }
     settle().await;
-    let snapshots = yard.repairs("taken");
+    let snapshots = yard.repairs("snapshot_applied");
     for family in 0..8 {
         yard.answer(prompt(family, 1600)).await.unwrap();
     }
     assert_eq!((a.requests(), b.requests()), (8, 0), "it is believed");
-    assert!(yard.metric("blockyard_router_overlap_false_tokens_total") > 8 * 1500);
+    assert!(yard.metric("blockyard_router_prefix_overpredicted_tokens_total") > 8 * 1500);
     tokio::time::sleep(Duration::from_secs(2)).await;
-    assert_eq!([mode(&yard, "w1"), mode(&yard, "w2")], ["approximate", "exact"]);
-    assert_eq!(yard.repairs("taken"), snapshots + 1);
+    assert_eq!([mode(&yard, "w1"), mode(&yard, "w2")], ["estimated", "events"]);
+    assert_eq!(yard.repairs("snapshot_applied"), snapshots + 1);
     let explained = yard.explain(prompt(9, 1600)).await;
     assert_eq!(explained["cached_tokens"], 0, "its lies are not believed any more: {explained}");
     assert_eq!(remark(&explained, "w1").as_deref(), Some("approximate: does not find what it announced"));
@@ -167,12 +167,12 @@ async fn an_index_that_lies_is_demoted_its_snapshot_taken_again_and_believed_whe
         honest(&yard, &a, &hot).await;
     }
     tokio::time::sleep(Duration::from_secs(2)).await;
-    assert_eq!(mode(&yard, "w1"), "approximate", "not yet");
+    assert_eq!(mode(&yard, "w1"), "estimated", "not yet");
     for _ in 0..3 {
         honest(&yard, &a, &hot).await;
     }
     tokio::time::sleep(Duration::from_secs(2)).await;
-    assert_eq!((mode(&yard, "w1").as_str(), believed(&yard, &hot).await), ("exact", 99));
+    assert_eq!((mode(&yard, "w1").as_str(), believed(&yard, &hot).await), ("events", 99));
 }
 
 #[tokio::test(start_paused = true)]
@@ -184,7 +184,7 @@ async fn an_honest_fleet_is_never_demoted_however_many_come_at_once() {
         let same = futures::future::join_all((0..3).map(|_| honest_burst(&yard, &worker, round)));
         same.await;
         tokio::time::sleep(Duration::from_secs(1)).await;
-        assert_eq!(mode(&yard, "w1"), "exact", "round {round}");
+        assert_eq!(mode(&yard, "w1"), "events", "round {round}");
     }
 }
 
@@ -219,16 +219,16 @@ async fn drift_that_no_number_shows_is_found_by_the_digest_and_repaired() {
     for (nth, drift) in (0..).zip(drifts) {
         yard.attest(&worker);
         settle().await;
-        assert_eq!(yard.metric("blockyard_router_drifts_total"), nth, "nothing is wrong yet");
+        assert_eq!(yard.metric("blockyard_router_index_divergences_total"), nth, "nothing is wrong yet");
         for event in &drift {
             index.apply(source, event);
         }
         yard.report(&worker, Load::default());
         settle().await;
-        assert_eq!(yard.repairs("taken"), 1 + nth, "numbers show nothing");
+        assert_eq!(yard.repairs("snapshot_applied"), 1 + nth, "numbers show nothing");
         yard.attest(&worker);
         settle().await;
-        assert_eq!(yard.repairs("taken"), 2 + nth);
+        assert_eq!(yard.repairs("snapshot_applied"), 2 + nth);
         assert_eq!((believed(&yard, &prompt(1, 1600)).await, index.memberships()), (60, 100));
     }
 }

@@ -121,7 +121,7 @@ impl Loading<'_> {
         } else {
             tracing::debug!(tier = %tier.level(), block = %name, %why, "block quarantined");
         }
-        self.job.inner.core.metrics.quarantined(tier.level());
+        self.job.inner.core.metrics.corrupt(tier.level());
         tier.discard(self.job.inner.core.device.fingerprint(), name);
     }
 }

@@ -208,7 +208,7 @@ async fn a_lying_tier_is_found_out_and_the_next_one_asked() {
         let onboarded = site.manager.onboard(&names(8), ms(10)).await;
         assert_eq!(onboarded.from, [(Level::G4, 5)], "{faults:?}");
         site.assert_sound(&onboarded.blocks);
-        assert_eq!(site.counter("blocks_quarantined_total", Level::G3), 8);
+        assert_eq!(site.counter("corrupt_blocks_total", Level::G3), 8);
         drop(onboarded);
         assert_eq!(ssd.holds(fingerprint(), &names(8)[5..]), 0, "discarded, and nobody could repair it");
     }

@@ -89,7 +89,7 @@ async fn what_is_over_is_a_miss_in_every_tier() {
     tokio::time::sleep(Duration::from_secs(2)).await;
     assert!((0..3).all(|n| ssd.holds(fingerprint(), &[name(n)]) == 0), "the rest by the sweep");
     assert!(site.log.snapshot().runs.is_empty() && cold.log.snapshot().runs.is_empty());
-    let expired = |level| site.counter("blocks_expired_total", level) + cold.counter("blocks_expired_total", level);
+    let expired = |level| site.counter("expired_blocks_total", level) + cold.counter("expired_blocks_total", level);
     assert_eq!((expired(Level::G1), expired(Level::G2), expired(Level::G3)), (4, 3, 3));
 }
 

@@ -55,7 +55,7 @@ fn what_expired_is_a_miss_and_its_removal_is_announced() {
     timed.at(10);
     assert_eq!(timed.pool.holds(&[name(1)]), 0);
     assert_eq!(timed.announced(), HashSet::from([name(3)]), "what asked for no end stays");
-    assert_eq!((timed.metrics.blocks.get(), timed.metrics.expired.get()), (1, 2));
+    assert_eq!((timed.pool.resident(), timed.metrics.expired.get()), (1, 2));
     assert_eq!(timed.pool.available(), 3, "whoever holds it keeps it");
     drop(held);
     assert_eq!(timed.pool.available(), 4);
@@ -90,11 +90,11 @@ fn a_pinned_block_survives_a_scan_until_its_pin_ends() {
 fn pins_take_half_of_a_pool_and_those_beyond_are_counted() {
     let timed = Timed::new(6);
     (1..=5).for_each(|n| drop(timed.put(n, None, pin(10))));
-    assert_eq!((timed.pool.available(), timed.metrics.pins_refused.get()), (3, 2));
+    assert_eq!((timed.pool.available(), timed.metrics.rejected_pins.get()), (3, 2));
     drop(timed.pool.allocate(3).expect("the other half"));
     assert_eq!(timed.pool.names().len(), 3);
     timed.pool.unpin();
-    assert_eq!((timed.pool.available(), timed.metrics.pins_refused.get()), (6, 5));
+    assert_eq!((timed.pool.available(), timed.metrics.rejected_pins.get()), (6, 5));
     timed.at(20);
     timed.pool.sweep();
     assert_eq!(timed.pool.available(), 6, "a pin that was taken off does not end again");
@@ -224,7 +224,7 @@ proptest! {
                 prop_assert!(!block.custody().keep.is_over(timed.clock.now()), "{block:?}");
             }
             prop_assert_eq!(all.iter().copied().collect::<HashSet<_>>(), timed.announced());
-            prop_assert_eq!(timed.metrics.blocks.get() as usize, all.len());
+            prop_assert_eq!(timed.pool.resident(), all.len());
         }
         guards.clear();
         prop_assert!(timed.pool.available() >= CAPACITY / 2 || timed.pool.names().len() > CAPACITY / 2);

@@ -422,7 +422,7 @@ async fn preempted_sequences_answer_as_if_nothing_had_happened() {
     }
     // No two prompts are alike, so whoever found blocks in G2 was there before and came back.
     assert!(rig.count("blockyard_worker_preemptions_total", "w") > 0);
-    assert!(rig.count("blockyard_kvbm_hit_blocks_total", "g2") > 0, "what was lost came up again");
+    assert!(rig.count("blockyard_tier_hit_blocks_total", "g2") > 0, "what was lost came up again");
 }
 
 #[tokio::test(flavor = "multi_thread")]

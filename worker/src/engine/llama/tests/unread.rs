@@ -24,7 +24,7 @@ async fn comes<T>(what: impl Future<Output = T>) -> T {
 
 async fn paused(rig: &Rig, most: u64) {
     let mut load = rig.engine.load();
-    let counted = load.wait_for(|_| rig.count("blockyard_worker_pauses_total", "w") >= most);
+    let counted = load.wait_for(|_| rig.count("blockyard_worker_output_pauses_total", "w") >= most);
     drop(comes(counted).await.unwrap());
 }
 
@@ -63,8 +63,9 @@ async fn an_unread_stream_fails_at_the_limit() {
     let rig = Rig::new(Shape { engine: settings(Duration::ZERO), ..Shape::default() });
     let mut stream = ask(&rig, &Rng(44).tokens(20), 600).await;
     let mut load = rig.engine.load();
-    let gone =
-        load.wait_for(|load| rig.count("blockyard_worker_unread_total", "w") == 1 && load.running + load.waiting == 0);
+    let gone = load.wait_for(|load| {
+        rig.count("blockyard_worker_output_timeouts_total", "w") == 1 && load.running + load.waiting == 0
+    });
     drop(comes(gone).await.unwrap());
     assert_eq!(rig.manager.available(), rig.manager.capacity());
     let last = loop {
@@ -86,7 +87,7 @@ async fn no_more_streams_are_paused_than_may_wait() {
         streams.push(ask(&rig, &Rng(nth).tokens(20), 600).await);
         paused(&rig, nth).await;
     }
-    assert_eq!(rig.count("blockyard_worker_unread_total", "w"), 1);
+    assert_eq!(rig.count("blockyard_worker_output_timeouts_total", "w"), 1);
     let first = comes(collect(streams.remove(0))).await;
     assert!(matches!(first, Err(Error::Unread(_))), "{first:?}");
 }
