@@ -1,5 +1,5 @@
-//! The admin API: what runs, what rests where, and reading the configuration again. It asks for no key, so it is off unless `admin.listen`
-//! says where, and never shares a port with the front door.
+//! The admin API: workers, cache contents, configuration and its reload. It has no authentication, so it is off unless
+//! `admin.listen` is set, and never shares a port with the OpenAI-compatible API.
 
 mod workers;
 
@@ -26,7 +26,7 @@ pub async fn open(
     let listener = listen(at).await?;
     let address = listener.local_addr()?;
     if !address.ip().is_loopback() {
-        tracing::warn!(%address, "the admin API asks for no key, and other machines reach it");
+        tracing::warn!(%address, "the admin API has no authentication and is reachable from other machines");
     }
     let app = Router::new()
         .route("/admin/config", get(async |State(reload): State<Arc<Reload>>| Json(reload.as_json())))
@@ -37,7 +37,7 @@ pub async fn open(
     let app = guard_admin(app, settings);
     Ok((address, async move {
         if let Err(error) = server.serve(listener, app, Shutdown::default()).await {
-            tracing::error!(%error, "the admin API failed");
+            tracing::error!(%error, "admin API failed");
         }
     }))
 }

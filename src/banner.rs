@@ -42,7 +42,7 @@ impl Banner {
             "version": env!("CARGO_PKG_VERSION"),
             "model": model.id,
             "random_weights": model.random_weights,
-            "context": model.context,
+            "max_model_len": model.context,
             "address": address,
             "url": self.url(),
             "workers": self.phases,
@@ -51,7 +51,7 @@ impl Banner {
                 "g1": sizes.g1,
                 "g2": sizes.g2,
                 "g3": sizes.g3,
-                "pod": pod.as_ref().map(|pod| pod.budget.0),
+                "g3_5": pod.as_ref().map(|pod| pod.budget.0),
                 "g4": shared,
             },
             "g3_paths": disks,
@@ -100,7 +100,7 @@ impl fmt::Display for Banner {
         if self.model.random_weights {
             writeln!(
                 f,
-                "           its weights are made up and its text is meaningless; load a real one: --model DIR"
+                "           its weights are random and its text is meaningless; load a real model with --model DIR"
             )?;
         }
         writeln!(f, "  address  {}", self.url())?;

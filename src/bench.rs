@@ -116,7 +116,7 @@ pub fn run(bench: &Bench) -> anyhow::Result<()> {
         if !io.codec
             && let Err(error) = tiers::clear(&config).await
         {
-            eprintln!("objects of this measurement may be left in the shared store: {}", with_causes(&error));
+            eprintln!("cannot remove the objects of this measurement from the shared store: {}", with_causes(&error));
         }
         told
     })?;
@@ -149,7 +149,7 @@ async fn measure(io: &Io, config: &Config) -> anyhow::Result<Told> {
     };
     let measured = tiers::measure(config, &cases, usize::from(io.rounds)).await?;
     let mut text = tiers::table(&measured);
-    let mut json = json!({ "rounds": io.rounds, "bytes": io.bytes.0, "tiers": measured });
+    let mut json = json!({ "rounds": io.rounds, "round_bytes": io.bytes.0, "tiers": measured });
     if let Some(expected) = expected {
         let expected = expected.from(&measured);
         text += &format!("\n{expected}");

@@ -140,16 +140,16 @@ async fn done(what: &What) -> anyhow::Result<()> {
             let store = Store::open_or_local(place)?;
             let logs = if place.has_g3() { logs(&store.config)? } else { vec![] };
             if store.collector.is_none() && logs.is_empty() {
-                bail!("nothing rests here: there is no log of G3, and no shared store; say which: --shared URL|DIR");
+                bail!("found neither a G3 log nor a shared store; name one with: --shared URL|DIR");
             }
             let survey = match &store.collector {
                 Some(collector) => Some(collector.survey(progress("manifests")).await?),
                 None => None,
             };
             let level = if place.pod { Level::Pod } else { Level::G4 };
-            let rests = census(&logs, survey.as_deref().map(|survey| (level, survey)));
+            let digests = census(&logs, survey.as_deref().map(|survey| (level, survey)));
             let holdings = survey.map(|survey| survey.holdings());
-            let said = json!({ "g3": logs, "holdings": holdings.as_deref().unwrap_or_default(), "rests": rests });
+            let said = json!({ "g3": logs, "contents": holdings.as_deref().unwrap_or_default(), "digests": digests });
             print(place, &said, || logs.iter().map(logged).chain(holdings.as_deref().map(listed)).collect())
         }
         What::Gc { place, age_max, budget, grace, dry_run } => {
@@ -176,7 +176,7 @@ async fn done(what: &What) -> anyhow::Result<()> {
             let store = Store::open_or_local(place)?;
             let logs = if place.has_g3() { verify_logs(&store.config).await? } else { vec![] };
             if store.collector.is_none() && logs.is_empty() {
-                bail!("nothing rests here: there is no log of G3, and no shared store; say which: --shared URL|DIR");
+                bail!("found neither a G3 log nor a shared store; name one with: --shared URL|DIR");
             }
             let keys = keys(&store.config).await?;
             let opens = async |domain, key| match &keys {
@@ -185,11 +185,11 @@ async fn done(what: &What) -> anyhow::Result<()> {
             };
             let mut g3 = Vec::new();
             for log in logs {
-                let mut unopened = 0;
+                let mut undecryptable_blocks = 0;
                 for (&(domain, key), blocks) in &log.keys {
-                    unopened += if opens(domain, key).await? { 0 } else { *blocks };
+                    undecryptable_blocks += if opens(domain, key).await? { 0 } else { *blocks };
                 }
-                g3.push(VerifiedLog { log, unopened });
+                g3.push(VerifiedLog { log, undecryptable_blocks });
             }
             let seen = match &store.collector {
                 Some(collector) => {
@@ -202,10 +202,10 @@ async fn done(what: &What) -> anyhow::Result<()> {
                 g3.iter().map(verified_log).chain(seen.as_ref().map(verified)).collect()
             })?;
             let damaged = |seen: &Verification| {
-                seen.unsound + seen.missing + seen.manifests_unsound + seen.manifests_unreadable > 0
+                seen.corrupt_blocks + seen.missing_objects + seen.corrupt_manifests + seen.unreadable_manifests > 0
             };
             if seen.as_ref().is_some_and(damaged) || g3.iter().any(|seen| !seen.log.is_sound()) {
-                bail!("not everything is sound; what is not is recomputed when it is needed");
+                bail!("found corrupt, missing or unreadable data; the affected blocks are recomputed when needed");
             }
             Ok(())
         }
@@ -213,8 +213,8 @@ async fn done(what: &What) -> anyhow::Result<()> {
             let store = Store::open_or_local(place)?;
             let Some(keys) = keys(&store.config).await? else {
                 bail!(
-                    "nothing rests encrypted here, so there is no key to destroy; tiers.encryption is not set: stop the \
-                     processes, and delete what they stored"
+                    "tiers.encryption is not set, so there is no key to destroy; stop the processes and delete \
+                     what they stored"
                 );
             };
             let domain = match domain.parse::<DomainId>() {
@@ -229,12 +229,12 @@ async fn done(what: &What) -> anyhow::Result<()> {
                 }
                 _ => Amount::default(),
             };
-            let said = json!({ "domain": domain.to_string(), "keys": count, "removed": removed });
+            let said = json!({ "domain": domain.to_string(), "destroyed_keys": count, "marked": removed });
             print(place, &said, || {
                 let objects = removed.objects;
                 format!(
-                    "domain {domain}: {count} keys destroyed, {objects} objects to be deleted by a later gc\n\
-                     processes that run drop it from memory within 5 seconds, if they reach the keys\n"
+                    "domain {domain}: {count} keys destroyed, {objects} objects marked for deletion by a later gc\n\
+                     running processes that reach the key store drop it from memory within 5 seconds\n"
                 )
             })
         }
@@ -251,7 +251,7 @@ struct Store<C = Collector> {
 impl Store {
     fn open(place: &Place) -> anyhow::Result<Self> {
         let Store { config, policy, collector } = Store::open_or_local(place)?;
-        let collector = collector.context("there is no shared store to look after; say which: --shared URL|DIR")?;
+        let collector = collector.context("no shared store is configured; name one with: --shared URL|DIR")?;
         Ok(Self { config, policy, collector })
     }
 
@@ -269,7 +269,7 @@ impl Store<Option<Collector>> {
         machine::limit_umask(config.shared_folders());
         let (location, policy) = match &config.tiers.pod {
             Some(pod) if place.pod => (Some(Location::Folder(pod.path.clone())), upkeep::pod_policy(&config, pod)?),
-            None if place.pod => bail!("there is no folder of a pod: tiers.pod.path is not set"),
+            None if place.pod => bail!("tiers.pod.path is not set, so there is no G3.5 folder"),
             _ => (config.shared.clone(), upkeep::policy(&config)?),
         };
         let open = |location| {
@@ -288,7 +288,7 @@ async fn keys(config: &Config) -> anyhow::Result<Option<Arc<Keys>>> {
     }
 }
 
-/// Says, where somebody watches, how far it is.
+/// Prints the progress to standard error if it is a terminal.
 fn progress(of: &str) -> impl Fn(u64, u64) {
     let watched = io::stderr().is_terminal();
     move |done, total| {
@@ -298,7 +298,7 @@ fn progress(of: &str) -> impl Fn(u64, u64) {
     }
 }
 
-/// Whoever reads may have gone.
+/// Prints the result; a closed pipe is not an error.
 fn print(place: &Place, value: &Value, text: impl FnOnce() -> String) -> anyhow::Result<()> {
     let text = if place.json { format!("{value}\n") } else { text() };
     match io::stdout().write_all(text.as_bytes()) {
@@ -317,7 +317,7 @@ fn logs(config: &Config) -> anyhow::Result<Vec<disk::Survey>> {
     folders.iter().filter_map(look).collect()
 }
 
-/// What a verification says to programs: that of the store, if there is one, and beside it that of each log of G3.
+/// JSON of `cache verify`: the result of the shared store, if there is one, and of each G3 log.
 #[derive(Serialize)]
 struct Verified<'a> {
     #[serde(flatten)]
@@ -325,13 +325,13 @@ struct Verified<'a> {
     g3: &'a [VerifiedLog],
 }
 
-/// What reading a log of G3 showed.
+/// Result of reading a G3 log.
 #[derive(Serialize)]
 struct VerifiedLog {
     #[serde(flatten)]
     log: disk::Verification,
-    /// Sound blocks that cannot be opened here for lack of a key.
-    unopened: u64,
+    /// Valid blocks whose data key is not available here.
+    undecryptable_blocks: u64,
 }
 
 /// Reads the logs of G3, which no process may use meanwhile.
@@ -340,7 +340,10 @@ async fn verify_logs(config: &Config) -> anyhow::Result<Vec<disk::Verification>>
     let read = move |folder: PathBuf| match disk::verify(&folder, progress("segments")) {
         Err(disk::OpenError::Owned { folder, pid }) => {
             let owner = pid.map_or_else(|| "another process".into(), |pid| format!("process {pid}"));
-            bail!("the log in {} is in use by {owner}; it can be read whole once that has stopped", folder.display())
+            bail!(
+                "the log in {} is in use by {owner}; it can be verified after that process has stopped",
+                folder.display()
+            )
         }
         read => {
             read.with_context(|| format!("the log in {} cannot be read", folder.display())).map(IntoIterator::into_iter)
@@ -351,7 +354,7 @@ async fn verify_logs(config: &Config) -> anyhow::Result<Vec<disk::Verification>>
     Ok(tokio::task::spawn_blocking(all).await??.into_iter().flatten().collect())
 }
 
-/// Which blocks rest in each tier that was looked at: as [`crate::admin`] says it of what is believed to.
+/// Digest of the blocks in each tier, comparable with those of `/admin/index`.
 fn census(logs: &[disk::Survey], shared: Option<(Level, &Survey)>) -> BTreeMap<&'static str, Census> {
     let distinct = |names: &mut dyn Iterator<Item = SequenceHash>| names.collect::<HashSet<_>>().into_iter().collect();
     let g3 = (!logs.is_empty()).then(|| distinct(&mut logs.iter().flat_map(|log| log.names.iter().copied())));
@@ -360,16 +363,17 @@ fn census(logs: &[disk::Survey], shared: Option<(Level, &Survey)>) -> BTreeMap<&
 }
 
 fn logged(log: &disk::Survey) -> String {
-    let disk::Survey { folder, in_use, owner, segments, open, bytes, holdings, names: _ } = log;
-    let owner = match owner {
+    let disk::Survey { folder, in_use, owner_pid, segments, open_segments, bytes, contents, names: _ } = log;
+    let owner = match owner_pid {
         Some(pid) if *in_use => format!("in use by process {pid}"),
         _ if *in_use => "in use".into(),
         _ => "not in use".into(),
     };
     let size = ByteSize(*bytes).about();
-    let mut text = format!("G3 in {}, {owner}: {segments} segments of {size}, {open} of them open\n", folder.display());
+    let mut text =
+        format!("G3 in {}, {owner}: {segments} segments, {open_segments} of them open, {size}\n", folder.display());
     text += &format!("{:<32}  {:<16}  {:>10}  {:>10}\n", "DOMAIN", "ENGINE", "BLOCKS", "SIZE");
-    for disk::Holding { domain, fingerprint, blocks, bytes } in holdings {
+    for disk::Holding { domain, fingerprint, blocks, bytes } in contents {
         let size = ByteSize(*bytes).about();
         text += &format!("{domain:<32}  {fingerprint:<16}  {blocks:>10}  {size:>10}\n");
     }
@@ -389,8 +393,9 @@ fn listed(holdings: &[Holding]) -> String {
         seconds => format!("{} d", seconds / 86_400),
     };
     for holding in holdings {
-        let Holding { domain, fingerprint, writer, blocks, objects, bytes, oldest, newest, used } = holding;
-        let (size, [oldest, newest, used]) = (ByteSize(*bytes).about(), [*oldest, *newest, *used].map(age));
+        let Holding { domain, fingerprint, writer, blocks, objects, bytes, .. } = holding;
+        let ages = [holding.first_written_at, holding.last_written_at, holding.last_used_at].map(age);
+        let (size, [oldest, newest, used]) = (ByteSize(*bytes).about(), ages);
         text += &format!(
             "{domain:<32}  {fingerprint:<16}  {writer:<29}  {blocks:>10}  {objects:>8}  {size:>10}  {oldest:>8}  {newest:>8}  {used:>8}\n"
         );
@@ -403,16 +408,16 @@ fn listed(holdings: &[Holding]) -> String {
 fn collected(report: &Report, dry_run: bool, grace: Duration) -> String {
     let amount = |amount: &Amount| format!("{} objects, {}", amount.objects, ByteSize(amount.bytes).about());
     let all = amount(&Amount { objects: report.objects, bytes: report.bytes });
-    let (go, went) = if dry_run { ("would go", "would be deleted") } else { ("go", "deleted") };
+    let (go, went) = if dry_run { ("would be marked", "would be deleted") } else { ("marked", "deleted") };
     let mut text = format!("found: {all}\n");
     for (why, some) in &report.condemned {
         let why = json!(why);
         let (why, wait) = (why.as_str().unwrap_or_default(), Span(grace));
-        text += &format!("{go} ({why}): {}; deleted by a run after {wait}\n", amount(some));
+        text += &format!("{go} ({why}): {}; a run after {wait} deletes them\n", amount(some));
     }
     text += &format!("{went}: {}, and {} manifests\n", amount(&report.deleted), report.manifests);
     if report.unreadable > 0 {
-        text += &format!("{} manifests cannot be read; what they name stays\n", report.unreadable);
+        text += &format!("{} manifests cannot be read; their objects are kept\n", report.unreadable);
     }
     text
 }
@@ -422,28 +427,38 @@ fn verified_log(seen: &VerifiedLog) -> String {
         folder,
         segments,
         bytes,
-        unsealed,
-        sound,
-        unsound,
-        stretches,
-        footers,
-        unreadable,
+        unsealed_segments,
+        valid_blocks,
+        corrupt_blocks,
+        corrupt_ranges,
+        corrupt_footers,
+        unreadable_segments,
         keys: _,
     } = &seen.log;
-    let (folder, size, unopened) = (folder.display(), ByteSize(*bytes).about(), seen.unopened);
+    let (folder, size, undecryptable) = (folder.display(), ByteSize(*bytes).about(), seen.undecryptable_blocks);
     format!(
-        "G3 in {folder}: {segments} segments of {size} read, {unsealed} of them without a footer\n\
-         {sound} blocks sound, of which {unopened} cannot be opened here for lack of a key\n\
-         {unsound} blocks unsound, {stretches} damaged stretches, {footers} footers unsound, {unreadable} segments unreadable\n\n"
+        "G3 in {folder}: {segments} segments read, {unsealed_segments} of them without a footer, {size}\n\
+         {valid_blocks} valid blocks, {undecryptable} of them without an available key\n\
+         {corrupt_blocks} corrupt blocks, {corrupt_ranges} corrupt ranges, {corrupt_footers} corrupt footers, \
+         {unreadable_segments} unreadable segments\n\n"
     )
 }
 
 fn verified(seen: &Verification) -> String {
-    let Verification { objects, sound, unopened, unsound, missing, manifests_unsound, manifests_unreadable, removed } =
-        seen;
+    let Verification {
+        objects,
+        valid_blocks,
+        undecryptable_blocks,
+        corrupt_blocks,
+        missing_objects,
+        corrupt_manifests,
+        unreadable_manifests,
+        marked_objects,
+    } = seen;
     format!(
-        "{objects} objects read\n{sound} blocks sound, of which {unopened} cannot be opened here for lack of a key\n\
-         {unsound} blocks unsound, {missing} objects missing, {manifests_unsound} manifests unsound, {manifests_unreadable} unreadable\n\
-         {removed} objects to be deleted by a later gc\n"
+        "{objects} objects read\n{valid_blocks} valid blocks, {undecryptable_blocks} of them without an available key\n\
+         {corrupt_blocks} corrupt blocks, {missing_objects} missing objects, {corrupt_manifests} corrupt manifests, \
+         {unreadable_manifests} unreadable manifests\n\
+         {marked_objects} objects marked for deletion by a later gc\n"
     )
 }

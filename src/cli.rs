@@ -66,7 +66,7 @@ fn hinted(mut error: clap::Error, words: &[String]) -> clap::Error {
     if let Some(ContextValue::String(word)) = error.get(ContextKind::InvalidArg)
         && !word.starts_with('-')
     {
-        hints.push(format!("the model is named by a flag: --model {word}"));
+        hints.push(format!("set the model with a flag: --model {word}"));
     }
     if !hints.is_empty() {
         hints.dedup();

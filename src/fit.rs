@@ -36,9 +36,9 @@ struct Report<'a> {
     profile: &'a Profile,
     requests: usize,
     workers: usize,
-    apart: usize,
-    prompt_error: f64,
-    decode_error: f64,
+    disaggregated: usize,
+    prefill_median_relative_error: f64,
+    decode_median_relative_error: f64,
     from_base: &'a [&'static str],
 }
 
@@ -46,25 +46,40 @@ struct Report<'a> {
 pub fn run(args: &Fit) -> anyhow::Result<()> {
     let base = profile("--base", args.base.as_deref())?;
     let (lines, model) = read(args)?;
-    let Learned { mut profile, requests, workers, apart, prompt_error, decode_error, from_base } =
-        replay::fit(&lines, &base).with_context(|| args.record.display().to_string())?;
+    let Learned {
+        mut profile,
+        requests,
+        workers,
+        disaggregated,
+        prefill_median_relative_error,
+        decode_median_relative_error,
+        from_base,
+    } = replay::fit(&lines, &base).with_context(|| args.record.display().to_string())?;
     profile.name = model;
     profile.origin = format!(
-        "Fitted to {requests} requests on {workers} worker{}. Half of the prompts took within {:.0} % of what it says, and \
-         half of the answers within {:.0} %. From {}: {}.",
+        "Calibrated on {requests} requests of {workers} worker{}. Median relative error: prefill {:.0} %, decode \
+         {:.0} %. Taken from {}: {}.",
         if workers == 1 { "" } else { "s" },
-        prompt_error * 100.0,
-        decode_error * 100.0,
+        prefill_median_relative_error * 100.0,
+        decode_median_relative_error * 100.0,
         base.name,
         from_base.join(", ")
     );
     eprintln!("{}", profile.origin);
-    if apart > 0 {
-        eprintln!("{apart} of them were prefilled and decoded by different workers, and say nothing of either.");
+    if disaggregated > 0 {
+        eprintln!("{disaggregated} of them were prefilled and decoded by different workers and were not used.");
     }
     let text = if args.json {
         let profile = &profile;
-        let report = Report { profile, requests, workers, apart, prompt_error, decode_error, from_base: &from_base };
+        let report = Report {
+            profile,
+            requests,
+            workers,
+            disaggregated,
+            prefill_median_relative_error,
+            decode_median_relative_error,
+            from_base: &from_base,
+        };
         serde_json::to_string_pretty(&report)? + "\n"
     } else {
         toml::to_string(&profile)?
@@ -80,17 +95,19 @@ fn read(args: &Fit) -> anyhow::Result<(Vec<Recorded>, String)> {
         let line = line.with_context(|| name.to_string())?;
         if !line.trim().is_empty() {
             let parsed = serde_json::from_str(&line);
-            lines.push(parsed.with_context(|| format!("{name}, line {}: no record of a served request", at + 1))?);
+            lines.push(parsed.with_context(|| format!("{name}, line {}: not a record of a served request", at + 1))?);
         }
     }
     let Some(model) = args.model.clone().or_else(|| Some(lines.first()?.model.clone())) else {
-        bail!("{name}: no request in it");
+        bail!("{name}: contains no request");
     };
     let all = lines.len();
     lines.retain(|line| line.model == model);
     match args.model {
-        None if lines.len() < all => bail!("{name}: requests for several models; say which: --model {model}"),
-        Some(_) if lines.is_empty() => bail!("{name}: no request for {model} in it"),
+        None if lines.len() < all => {
+            bail!("{name}: contains requests for several models; choose one, such as --model {model}")
+        }
+        Some(_) if lines.is_empty() => bail!("{name}: contains no request for the model {model}"),
         _ => Ok((lines, model)),
     }
 }

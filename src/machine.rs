@@ -59,8 +59,8 @@ pub fn raise_open_files() {
         return;
     }
     match setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }) {
-        Ok(()) => tracing::debug!(was = limit.current, is = limit.maximum, "limit of open files raised"),
-        Err(error) => tracing::warn!(%error, was = limit.current, "cannot raise the limit of open files"),
+        Ok(()) => tracing::debug!(before = limit.current, now = limit.maximum, "raised the limit of open files"),
+        Err(error) => tracing::warn!(%error, limit = limit.current, "cannot raise the limit of open files"),
     }
 }
 

@@ -81,8 +81,8 @@ async fn live(sources: Sources, loaded: (Config, Origins), relog: Relog, json: b
                 .await?
         };
         beside.spawn(serving);
-        banner["admin"] = address.to_string().into();
-        tracing::info!(%address, "admin API");
+        banner["admin_address"] = address.to_string().into();
+        tracing::info!(%address, "admin API listening");
     }
     if json {
         println!("{banner}");
@@ -101,7 +101,7 @@ async fn live(sources: Sources, loaded: (Config, Origins), relog: Relog, json: b
             error = node.failed() => break Err(error),
         }
     };
-    tracing::info!("stopping: requests may finish; another Ctrl-C ends at once");
+    tracing::info!("shutting down: running requests may finish; press Ctrl-C again to stop at once");
     let shutdown = async {
         // Ctrl-C is a person's at a terminal; SIGTERM is an orchestrator's, and load balancers send requests for a while.
         if let Ok(true) = outcome {
@@ -111,7 +111,9 @@ async fn live(sources: Sources, loaded: (Config, Origins), relog: Relog, json: b
     };
     tokio::select! {
         biased;
-        () = signals.end() => tracing::warn!("ended at once; what was not written yet is lost, and will be recomputed"),
+        () = signals.end() => tracing::warn!(
+            "stopped at once; blocks that were not written yet are lost and will be recomputed"
+        ),
         () = shutdown => {}
     }
     outcome.map(|_terminated| ())

@@ -104,7 +104,7 @@ impl Node {
             .await
             .context("checking the configuration failed")??;
         permissions::named_dir(&config.data_dir, is_ours)
-            .with_context(|| format!("cannot make the data folder {}", config.data_dir.display()))?;
+            .with_context(|| format!("cannot create the data folder {}", config.data_dir.display()))?;
         let machine = Machine::survey();
         let threads = config.threads.on(machine.threads);
         let registry = Registry::new();
@@ -213,9 +213,9 @@ impl Node {
     /// Resolves when the node can serve no more, with the reason. A worker that dies leaves; the others go on.
     pub async fn failed(&mut self) -> anyhow::Error {
         match (&mut self.door).await {
-            Ok(Ok(())) => anyhow!("the front door closed"),
-            Ok(Err(error)) => anyhow::Error::from(error).context("the front door failed"),
-            Err(panic) => anyhow::Error::from(panic).context("the front door failed"),
+            Ok(Ok(())) => anyhow!("the HTTP server stopped"),
+            Ok(Err(error)) => anyhow::Error::from(error).context("the HTTP server failed"),
+            Err(panic) => anyhow::Error::from(panic).context("the HTTP server failed"),
         }
     }
 
@@ -247,7 +247,7 @@ impl Node {
             join_all(managers.iter().map(kvbm::BlockManager::flush)).await;
         };
         if timeout_at(deadline, finished).await.is_err() {
-            tracing::warn!("blocks were still being written at the drain deadline; they will be recomputed");
+            tracing::warn!("blocks were still being written after the shutdown timeout; they will be recomputed");
         }
         drop((managers, self.rests));
         self.router.stop().await;
@@ -260,7 +260,11 @@ impl Node {
 fn max_connections(wanted: usize, files: Option<u64>) -> usize {
     let fit = files.map_or(usize::MAX, |files| usize::try_from(files / 2).unwrap_or(usize::MAX).max(1));
     if fit < wanted {
-        tracing::warn!(max_connections = fit, wanted, "the limit of open files leaves room for fewer connections");
+        tracing::warn!(
+            max_connections = fit,
+            configured = wanted,
+            "the limit of open files allows fewer connections than configured"
+        );
     }
     fit.min(wanted)
 }
@@ -276,10 +280,10 @@ pub(crate) async fn listen(at: &Listen) -> anyhow::Result<TcpListener> {
         Ok(listener) => Ok(listener),
         Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
             let other = Listen { port: at.port.checked_add(1).unwrap_or(8000), ..at.clone() };
-            bail!("{at} is taken by another program; stop that one, or listen elsewhere: --listen {other}")
+            bail!("{at} is in use by another program; stop it, or listen elsewhere: --listen {other}")
         }
         Err(error) => {
-            Err(error).with_context(|| format!("cannot listen on {at}; say another address: --listen ADDR:PORT"))
+            Err(error).with_context(|| format!("cannot listen on {at}; choose another address: --listen ADDR:PORT"))
         }
     }
 }

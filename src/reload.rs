@@ -36,30 +36,30 @@ pub enum Apply {
 /// What came of it.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
-    /// In a word.
+    /// Result: `applied`, `unchanged` or `rejected`.
     pub outcome: Outcome,
-    /// What it was done for: `file`, `SIGHUP` or `admin`.
+    /// Trigger: `file`, `SIGHUP` or `admin`.
     pub trigger: &'static str,
-    /// When, in seconds since 1970.
-    pub at: u64,
+    /// When it was attempted, in seconds since 1970.
+    pub attempted_at: u64,
     /// Keys that took effect.
     pub applied: Vec<String>,
-    /// Keys that differ from what runs, and take effect with a restart.
+    /// Keys that differ from the running configuration and take effect after a restart.
     pub needs_restart: Vec<String>,
-    /// What is wrong, with key and value.
+    /// Error, with key and value.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
 }
 
-/// What came of it, in a word.
+/// Result of a reload.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Outcome {
-    /// Something took effect.
+    /// At least one key took effect.
     Applied,
-    /// Nothing that can take effect is different.
+    /// No key that can take effect differs.
     Unchanged,
-    /// Something is wrong, and nothing changed.
+    /// The configuration is invalid; nothing changed.
     Rejected,
 }
 
@@ -99,16 +99,16 @@ impl Reload {
             Ok((applied, rest)) => (Outcome::Applied, applied, rest, None),
             Err(error) => (Outcome::Rejected, vec![], vec![], Some(error)),
         };
-        let at = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+        let attempted_at = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
         if let Some(error) = &error {
-            tracing::error!(trigger, error, "configuration rejected; what ran goes on");
+            tracing::error!(trigger, error, "configuration rejected; the running configuration stays in effect");
         } else {
-            tracing::info!(trigger, applied = applied.join(" "), "configuration read again");
+            tracing::info!(trigger, applied = applied.join(" "), "configuration reloaded");
         }
         if !needs_restart.is_empty() {
-            tracing::warn!(keys = needs_restart.join(" "), "these keys take effect with a restart");
+            tracing::warn!(keys = needs_restart.join(" "), "these keys take effect after a restart");
         }
-        let report = Report { outcome, trigger, at, applied, needs_restart, error };
+        let report = Report { outcome, trigger, attempted_at, applied, needs_restart, error };
         self.outcomes.with_label_values(&[report.outcome.name()]).inc();
         state.last = Some(report.clone());
         report
@@ -148,7 +148,10 @@ impl Reload {
         if let Err(error) = (self.relog)(&read.log.filter, Apply::Do) {
             // Nothing of it is to hold; what ran until now was right.
             let back = self.router.retune(state.running.router.clone());
-            return Err(back.err().map_or_else(|| error.clone(), |back| format!("{error}; and going back: {back}")));
+            return Err(back.err().map_or_else(
+                || error.clone(),
+                |back| format!("{error}; restoring the previous configuration failed: {back}"),
+            ));
         }
         state.running.router = read.router;
         state.running.log.filter = read.log.filter;

@@ -114,9 +114,9 @@ const H100: &str = include_str!("../deploy/profiles/h100-8b.toml");
 struct Report<'a> {
     profile: &'a str,
     workers: usize,
-    /// How many of which phase, unless all do everything.
+    /// Number of workers of each role, unless all have the role `both`.
     #[serde(skip_serializing_if = "Option::is_none")]
-    phases: Option<String>,
+    roles: Option<String>,
     #[serde(skip)]
     fleet: String,
     replicas: usize,
@@ -124,18 +124,18 @@ struct Report<'a> {
     recorded_rps: f64,
     hit_rate_bound: f64,
     capacity_rps: Option<f64>,
-    lag_s: f64,
-    loss: f64,
-    loss_until: f64,
-    repair_s: f64,
-    flip: bool,
+    event_delay_s: f64,
+    event_loss: f64,
+    event_loss_until: f64,
+    resync_delay_s: f64,
+    rebalance: bool,
     /// The `[router]` that was asked for.
     #[serde(skip_serializing_if = "Option::is_none")]
     router: Option<&'a Settings>,
     slo_ttft_s: f64,
     slo_itl_s: f64,
     admission: &'static str,
-    seeds: u64,
+    runs: u64,
     policies: Vec<Figures>,
 }
 
@@ -153,12 +153,10 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
     let apart = args.workers.phases().any(|phase| phase != Phase::Both);
     let fleet = if apart { args.workers.to_string() } else { args.workers.count().to_string() };
     if args.flip && !apart {
-        bail!(
-            "--flip: workers that do everything have no side to change; say who prefills, like --workers prefill:4,decode:12"
-        );
+        bail!("--rebalance: needs workers of the roles prefill and decode, like --workers prefill:4,decode:12");
     }
     if apart && profile.peer.is_none() {
-        bail!("--workers {}: how fast blocks are handed over is missing in the profile: [peer]", args.workers);
+        bail!("--workers {}: the profile has no table [peer], the speed of KV transfers between workers", args.workers);
     }
     let options = Options {
         profile,
@@ -176,7 +174,7 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
     };
     let bound = trace.bound();
     eprintln!(
-        "{} requests, {:.2}/s as recorded; an endless cache would hit {:.1} %",
+        "{} requests, {:.2}/s as recorded; an unlimited cache would have a hit rate of {:.1} %",
         trace.len(),
         trace.rate(),
         bound * 100.0
@@ -197,7 +195,7 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
     for (load, rate) in rates {
         for chooser in &choosers {
             let since = Instant::now();
-            let figures = Figures { load, ..replay::replay(&trace, &options, chooser, rate, args.seeds)? };
+            let figures = Figures { load_factor: load, ..replay::replay(&trace, &options, chooser, rate, args.seeds)? };
             let (took, simulated) = (since.elapsed().as_secs_f64(), figures.makespan_s * args.seeds as f64);
             eprintln!("  {:<16} {rate:8.2}/s: {simulated:.0} s in {took:.2} s", chooser.name());
             policies.push(figures);
@@ -214,23 +212,23 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
     let report = Report {
         profile: &options.profile.name,
         workers: options.workers.len(),
-        phases: apart.then(|| fleet.clone()),
+        roles: apart.then(|| fleet.clone()),
         fleet,
         replicas: options.replicas,
         requests: trace.len(),
         recorded_rps: trace.rate(),
         hit_rate_bound: bound,
         capacity_rps: capacity,
-        lag_s: args.lag.as_secs_f64(),
-        loss: args.loss,
-        loss_until: args.loss_until,
-        repair_s: args.repair.as_secs_f64(),
-        flip: options.flip,
+        event_delay_s: args.lag.as_secs_f64(),
+        event_loss: args.loss,
+        event_loss_until: args.loss_until,
+        resync_delay_s: args.repair.as_secs_f64(),
+        rebalance: options.flip,
         router: configured.then_some(&options.settings),
         slo_ttft_s: slo.ttft.as_secs_f64(),
         slo_itl_s: slo.itl.as_secs_f64(),
         admission: args.admission.name(),
-        seeds: args.seeds,
+        runs: args.seeds,
         policies,
     };
     let text = if args.json { serde_json::to_string_pretty(&report)? + "\n" } else { table(&report) };
@@ -272,32 +270,36 @@ fn table(report: &Report<'_>) -> String {
     let capacity = report.capacity_rps.map_or(String::new(), |capacity| format!(", capacity {capacity:.2} requests/s"));
     let mut lines = vec![
         format!("{fleet} × {profile}, {requests} requests, hit rate at most {:.1} %{capacity}\n", bound * 100.0),
-        " load   req/s policy             hit   TTFT mean     p50     p90     p99   ITL p50   p90   p99  goodput   good  imbal"
+        " load   req/s policy             hit   TTFT mean     p50     p90     p99   ITL p50   p90   p99  goodput    SLO  imbal"
             .to_owned(),
     ];
-    if report.phases.is_some() {
-        lines[1] += "   apart";
+    if report.roles.is_some() {
+        lines[1] += "  remote";
     }
-    if report.policies.iter().any(|figures| figures.flips.is_some()) {
-        lines[1] += " flips";
+    if report.policies.iter().any(|figures| figures.role_changes.is_some()) {
+        lines[1] += " roles";
     }
     lines.extend(report.policies.iter().map(row));
-    let refused = report.policies.iter().map(|f| f.refused).max().filter(|refused| *refused > 0);
-    let why = if report.admission == "off" { "did not fit any worker" } else { "were refused at most, or did not fit" };
-    lines.extend(refused.map(|refused| format!("\n{refused} requests {why}; times are of the others.")));
+    let refused = report.policies.iter().map(|f| f.rejected).max().filter(|refused| *refused > 0);
+    let why = if report.admission == "off" {
+        "did not fit on any worker"
+    } else {
+        "at most were rejected, or did not fit on any worker"
+    };
+    lines.extend(refused.map(|refused| format!("\n{refused} requests {why}; times are those of the others.")));
     lines.join("\n") + "\n"
 }
 
 fn row(f: &Figures) -> String {
-    let load = f.load.map_or(String::new(), |load| format!("{load:.2}"));
+    let load = f.load_factor.map_or(String::new(), |load| format!("{load:.2}"));
     let ttft = format!("{:8.3} s {:7.3} {:7.3} {:7.3}", f.ttft_mean_s, f.ttft_p50_s, f.ttft_p90_s, f.ttft_p99_s);
     let itl = format!("{:6.1} ms {:5.1} {:5.1}", f.itl_p50_s * 1e3, f.itl_p90_s * 1e3, f.itl_p99_s * 1e3);
-    let good = format!("{:6.2}/s {:4.0} %", f.goodput_rps, f.good * 100.0);
+    let good = format!("{:6.2}/s {:4.0} %", f.goodput_rps, f.slo_attainment * 100.0);
     let hit = f.hit_rate * 100.0;
-    let share = |handed: u64| format!(" {:5.1} %", handed as f64 * 100.0 / f.finished.max(1) as f64);
+    let share = |handed: u64| format!(" {:5.1} %", handed as f64 * 100.0 / f.completed.max(1) as f64);
     let flips = |flips: u64| format!(" {flips:5}");
-    let apart = f.handed_over.map(share).unwrap_or_default() + &f.flips.map(flips).unwrap_or_default();
-    format!("{load:>5} {:7.2} {:<16} {hit:4.1} % {ttft} {itl} {good} {:6.2}{apart}", f.rate_rps, f.name, f.imbalance)
+    let apart = f.remote_prefills.map(share).unwrap_or_default() + &f.role_changes.map(flips).unwrap_or_default();
+    format!("{load:>5} {:7.2} {:<16} {hit:4.1} % {ttft} {itl} {good} {:6.2}{apart}", f.rate_rps, f.policy, f.imbalance)
 }
 
 /// The settings that a configuration comes to, and who was asked for; if nobody by name, whom the configuration names.
@@ -334,7 +336,7 @@ fn choosers(args: &Replay, tuned: Option<&Settings>) -> anyhow::Result<Vec<Choos
         }
         (None, _) if name == "composed" => {
             let is = tuned.map_or("kv", |settings| settings.policy.name());
-            bail!("--policy composed: router.policy is {is}, no table of filter, score and pick")
+            bail!("--policy composed: router.policy is {is}, not a table of filter, score and pick")
         }
         (None, _) => bail!("--policy {name}: expected one of {names}, composed"),
     };

@@ -234,10 +234,12 @@ pub(crate) fn pieces(stream: OutputStream, assembler: Assembler) -> BoxStream<'s
                 (Ok(piece), state)
             }
             Some(Ok(Output::Frame(..) | Output::Handoff(_))) => {
-                (Err(Error::Failed("the engine sent something else than tokens".into())), None)
+                (Err(Error::Failed("the engine sent an unexpected kind of output".into())), None)
             }
             Some(Err(error)) => (Err(error.into()), None),
-            None => (Err(engine::Error::Failed("its stream ended without an end".into()).into()), None),
+            None => {
+                (Err(engine::Error::Failed("the engine's stream ended without a finish reason".into()).into()), None)
+            }
         })
     };
     stream::unfold(Some((stream, assembler)), step).boxed()

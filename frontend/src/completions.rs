@@ -297,7 +297,7 @@ fn label(vocabulary: &Vocabulary, token: u32) -> String {
     std::str::from_utf8(bytes).map_or_else(
         |_| {
             bytes.iter().fold("bytes:".to_owned(), |mut label, byte| {
-                write!(label, "\\x{byte:02x}").expect("a string takes everything");
+                write!(label, "\\x{byte:02x}").expect("writing to a string does not fail");
                 label
             })
         },

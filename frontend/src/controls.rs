@@ -93,7 +93,8 @@ impl Controls {
         let max_tokens = max_tokens.map(|most| most as u32);
         let min_tokens = fields.integer("min_tokens", 0..=u32::MAX.into())?.unwrap_or(0) as u32;
         if max_tokens.is_some_and(|most| min_tokens > most) {
-            let message = format!("Invalid 'min_tokens': {min_tokens} is more than the maximum of tokens asked for.");
+            let message =
+                format!("Invalid 'min_tokens': {min_tokens} is more than the requested maximum number of tokens.");
             return Err(Error::invalid("min_tokens", "integer_above_max_value", message));
         }
         let delivery = delivery(fields)?;

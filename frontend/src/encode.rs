@@ -40,7 +40,7 @@ pub(crate) enum Refused {
     #[error("more than {0} bytes without a space between words, a line's end, or the like")]
     Word(usize),
     /// The client is gone.
-    #[error("the client is gone")]
+    #[error("the client disconnected")]
     Gone,
     /// The tokenizer failed.
     #[error("tokenizer.json: {0}")]

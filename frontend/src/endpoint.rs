@@ -83,7 +83,7 @@ pub(crate) struct Choice {
 /// Answers a request.
 pub(crate) async fn answer<E: Endpoint>(State(gate): State<Arc<Gate>>, request: Request) -> Result<Response, Error> {
     let (parts, body) = request.into_parts();
-    let ticket = parts.extensions.get::<Arc<Ticket>>().expect("the outermost layer gives a ticket").clone();
+    let ticket = parts.extensions.get::<Arc<Ticket>>().expect("the outermost layer inserts a ticket").clone();
     let shutdown = parts.extensions.get::<Shutdown>().cloned().unwrap_or_default();
 
     let tenant = urgency::tenant(&parts.headers, gate.settings.tenant_header.as_ref())?;
@@ -184,7 +184,7 @@ fn header(json: &str) -> HeaderValue {
         match c {
             ' '..='~' => ascii.push(c),
             c => c.encode_utf16(&mut [0; 2]).iter().for_each(|unit| {
-                write!(ascii, "\\u{unit:04x}").expect("a string takes everything");
+                write!(ascii, "\\u{unit:04x}").expect("writing to a string does not fail");
             }),
         }
     }

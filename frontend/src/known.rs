@@ -241,7 +241,7 @@ pub(crate) fn check(fields: &mut Fields, shape: Shape) -> Result<u64, Error> {
     if !unknown.is_empty() {
         let shown: Vec<String> =
             unknown.iter().take(NAMES_LOGGED).map(|name| name.chars().take(64).collect()).collect();
-        tracing::debug!(fields = ?shown, of = unknown.len(), "unknown request fields are ignored");
+        tracing::debug!(fields = ?shown, count = unknown.len(), "unknown request fields are ignored");
     }
     Ok(unknown.len() as u64)
 }

@@ -242,7 +242,7 @@ pub fn check_model(card: &Arc<ModelCard>) {
     match model::Model::new(Arc::clone(card), model::Options::default()) {
         Ok(made) => {
             if let Some(problem) = made.template_problem() {
-                tracing::warn!(model, problem, "chat requests will be refused, completions are served");
+                tracing::warn!(model, problem, "chat requests will be rejected; completion requests are served");
             }
         }
         Err(error) => tracing::warn!(model, %error, "requests for this model will fail"),

@@ -76,7 +76,7 @@ struct Details {
     completion_tokens: u32,
     /// Of its first choice.
     finish_reason: Option<&'static str>,
-    ttft_ms: Option<u64>,
+    ttft_s: Option<f64>,
     error: Option<Refused>,
 }
 
@@ -123,7 +123,7 @@ impl Ticket {
     /// Writes the line of log.
     fn log(&self, status: u16) {
         let details = self.details();
-        let Details { tenant, worker, prompt_tokens, cached_tokens, completion_tokens, finish_reason, ttft_ms, error } =
+        let Details { tenant, worker, prompt_tokens, cached_tokens, completion_tokens, finish_reason, ttft_s, error } =
             &*details;
         let model = self.model.get();
         macro_rules! line {
@@ -140,8 +140,8 @@ impl Ticket {
                     cached_tokens,
                     completion_tokens = model.map(|_| *completion_tokens),
                     finish_reason,
-                    ttft_ms,
-                    duration_ms = self.arrived.elapsed().as_millis() as u64,
+                    ttft_s,
+                    duration_s = self.arrived.elapsed().as_secs_f64(),
                     code = error.as_ref().and_then(|error| error.code),
                     error = error.as_ref().map(|error| &*error.message),
                     suppressed = Some($suppressed).filter(|lines| *lines > 0),
@@ -165,11 +165,11 @@ impl Ticket {
             }
             400.. => {
                 if let Some(suppressed) = self.lines.refused.admit() {
-                    line!(info, suppressed, "request refused");
+                    line!(info, suppressed, "request rejected");
                 }
             }
-            _ if model.is_some() => line!(info, 0, "request done"),
-            _ => line!(debug, 0, "request done"),
+            _ if model.is_some() => line!(info, 0, "request finished"),
+            _ => line!(debug, 0, "request finished"),
         }
     }
 }
@@ -245,7 +245,7 @@ impl Meter {
         let now = Instant::now();
         if std::mem::take(&mut self.first) {
             let took = now - *arrived;
-            details.ttft_ms = Some(took.as_millis() as u64);
+            details.ttft_s = Some(took.as_secs_f64());
             metrics.first_token.with_label_values(&[&*self.model]).observe(took.as_secs_f64());
         }
         self.choices[piece.choice].generated += piece.generated;
@@ -282,7 +282,7 @@ impl Drop for Meter {
 pub(crate) async fn observe(State(gate): State<Arc<Gate>>, mut request: Request, next: Next) -> Response {
     let id = request_id(request.headers());
     let endpoint = request.extensions().get::<MatchedPath>().map_or("unmatched", MatchedPath::as_str).to_owned();
-    let span = tracing::info_span!("request", %id, %endpoint);
+    let span = tracing::info_span!("request", request_id = %id, %endpoint);
     let is_counted = !OPERATIONS.contains(&endpoint.as_str());
     if is_counted {
         gate.metrics.in_flight.inc();
@@ -315,8 +315,8 @@ pub(crate) async fn observe(State(gate): State<Arc<Gate>>, mut request: Request,
 
 /// What a client is told of a bug of ours. The panic's own message went to the log.
 pub(crate) fn panicked() -> Error {
-    tracing::error!("a request panicked: this is a bug");
-    Error::Failed("an internal error, which was logged".into())
+    tracing::error!("a request handler panicked; this is a bug");
+    Error::Failed("internal error; the log has the details".into())
 }
 
 /// The client's id if it is fit for a log line and a header, else one of ours.

@@ -178,7 +178,10 @@ impl Server {
         if tokio::time::timeout(drain, tasks.wait()).await.is_ok() {
             return Ok(());
         }
-        tracing::warn!(drain_s = drain.as_secs_f64(), "requests still run at the drain deadline, ending them");
+        tracing::warn!(
+            shutdown_timeout_s = drain.as_secs_f64(),
+            "requests still run after the shutdown timeout and are aborted"
+        );
         shutdown.cut.cancel();
         // What does not take its last bytes in time is dropped with the runtime.
         let _ = tokio::time::timeout(LAST_BYTES, tasks.wait()).await;

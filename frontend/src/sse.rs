@@ -146,7 +146,7 @@ impl<C: Chunks> Stream<C> {
             match next {
                 Some(Ok(piece)) => self.chunks.piece(piece, &self.generation.usage(), &mut events),
                 Some(Err(error)) => return self.fail(&error),
-                None => return self.fail(&Error::Failed("a choice did not end".into())),
+                None => return self.fail(&Error::Failed("a choice ended without a finish reason".into())),
             }
             let over = self.ready.len() == 0 && self.generation.is_over();
             if over {

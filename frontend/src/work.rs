@@ -56,7 +56,7 @@ impl Lanes {
             let kib = u32::try_from(bytes.div_ceil(1024)).unwrap_or(u32::MAX);
             (&self.long, kib.clamp(self.share, LONG_KIB))
         };
-        let permit = Arc::clone(lane).acquire_many_owned(weight).await.expect("the lanes are never closed");
+        let permit = Arc::clone(lane).acquire_many_owned(weight).await.expect("the semaphores are never closed");
         Turn { aside: true, held: Arc::new((memory, Some(permit))) }
     }
 }

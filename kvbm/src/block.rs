@@ -359,7 +359,7 @@ pub enum Corrupt {
     #[error("not a block header")]
     Header,
     /// It is a sound block, but not the one asked for.
-    #[error("another block's name")]
+    #[error("hash of another block")]
     OtherBlock,
     /// It is another engine's.
     #[error("another engine's fingerprint")]
@@ -371,13 +371,13 @@ pub enum Corrupt {
     #[error("checksum does not match")]
     Checksum,
     /// It is encoded or encrypted, and nobody undid it; or it is in clear where everything is to be encrypted.
-    #[error("not in the form that blocks have here")]
+    #[error("encoding or encryption differs from this tier's")]
     Form,
     /// The encoded bytes do not decode, although their checksum holds.
-    #[error("does not decode")]
+    #[error("cannot be decoded")]
     Encoding,
     /// The checksum holds, but who wrote the bytes did not know the key.
-    #[error("forged: the authentication tag does not match")]
+    #[error("authentication tag does not match")]
     Forged,
 }
 

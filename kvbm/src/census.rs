@@ -1,5 +1,5 @@
-//! Which names rest somewhere, told so shortly that two views of it can be compared: what a tier has with what others
-//! believe of it, or with what is found there from outside.
+//! An order-independent digest of a set of block hashes. It compares views of a tier: the tier's own, the router's
+//! index, and what `blockyard cache ls` finds.
 
 use crate::{Digest, SequenceHash};
 use serde::ser::{Serialize, SerializeStruct, Serializer};
@@ -28,8 +28,8 @@ impl Serialize for Census {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let mut said = serializer.serialize_struct("Census", 2)?;
         said.serialize_field("blocks", &self.blocks)?;
-        // As text: a number of 64 bits is not one that every reader of JSON keeps.
-        said.serialize_field("names", &format!("{:016x}", self.sum))?;
+        // As text: many JSON readers do not keep all bits of a 64-bit number.
+        said.serialize_field("digest", &format!("{:016x}", self.sum))?;
         said.end()
     }
 }

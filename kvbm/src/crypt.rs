@@ -63,7 +63,9 @@ pub enum KeyError {
     #[error("key store: no answer")]
     Silent,
     /// The master key that wraps it is not among those that the source gives.
-    #[error("data key {key} of domain {domain} is wrapped by master key {master}, which the key source does not give")]
+    #[error(
+        "data key {key} of domain {domain} is wrapped by master key {master}, which the key source does not contain"
+    )]
     Locked {
         /// Whose key.
         domain: DomainId,
@@ -73,7 +75,7 @@ pub enum KeyError {
         master: MasterId,
     },
     /// The wrapped key was changed.
-    #[error("data key {key} of domain {domain} is damaged")]
+    #[error("data key {key} of domain {domain} is corrupt")]
     Damaged {
         /// Whose key.
         domain: DomainId,
@@ -87,7 +89,7 @@ pub enum KeyError {
     #[error("domain {0} was shredded; it gets a new data key in a few seconds")]
     Settling(DomainId),
     /// The operating system has no random bytes to give.
-    #[error("no random bytes")]
+    #[error("the system returned no random bytes")]
     Random,
 }
 

@@ -137,7 +137,7 @@ impl DiskTier {
         self.tasks.wait().await;
         let sealed = self.runtime.spawn_blocking(move || logs.iter().for_each(|log| log.close()));
         if let Err(error) = sealed.await {
-            tracing::error!(%error, "the disk tier could not be sealed; the next start scans its last segments");
+            tracing::error!(%error, "cannot seal the G3 log; the next start scans its last segments");
         }
     }
 
@@ -232,7 +232,7 @@ impl DiskTier {
             return Err(down.swap_remove(0).1);
         }
         for (volume, error) in down {
-            tracing::warn!(folder = %volume.folder.display(), %error, "a path of the disk tier is left out for now");
+            tracing::warn!(folder = %volume.folder.display(), %error, "cannot open a G3 path; G3 continues without it");
             // One that is still being opened comes back by itself.
             match &error {
                 OpenError::Io { source, .. } if source.kind() == io::ErrorKind::TimedOut => {
@@ -315,7 +315,7 @@ impl DiskTier {
                 };
                 let answer = answer.unwrap_or_else(|| {
                     self.claims.revoke(block.header.fingerprint, block.header.name);
-                    Err(io::Error::other("the path failed").into())
+                    Err(io::Error::other("the G3 path has failed").into())
                 });
                 let refused = answer.is_err().then_some(path);
                 (answer, refused)
@@ -353,7 +353,7 @@ fn open_all(volumes: &[Arc<Volume>]) -> Vec<Result<(), OpenError>> {
         match opened.map_err(failed)?.recv_timeout(left) {
             Ok(opened) => opened,
             Err(RecvTimeoutError::Timeout) => Err(failed(io::ErrorKind::TimedOut.into())),
-            Err(RecvTimeoutError::Disconnected) => Err(failed(io::Error::other("opening it panicked"))),
+            Err(RecvTimeoutError::Disconnected) => Err(failed(io::Error::other("opening the G3 path panicked"))),
         }
     };
     volumes.iter().zip(opening).map(wait).collect()
@@ -468,7 +468,7 @@ async fn read(
         () = failed.cancelled() => None,
     };
     let loaded = loaded.unwrap_or_else(|| {
-        let error = io::Error::other("the path failed");
+        let error = io::Error::other("the G3 path has failed");
         indices.into_iter().map(|index| (index, Err(LoadError::Io(again(&error))))).collect()
     });
     stream::iter(loaded)

@@ -157,7 +157,7 @@ impl Digest {
 
 /// The events asked for are no longer kept: take a [`Snapshot`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
-#[error("events up to {oldest_lost} are no longer kept")]
+#[error("events up to {oldest_lost} were truncated from the log")]
 pub struct Gap {
     /// The newest event that was dropped from the log.
     pub oldest_lost: u64,
@@ -325,7 +325,7 @@ impl EventLog {
             return self.snapshot();
         }
         let laid = tokio::task::spawn_blocking(move || self.snapshot());
-        laid.await.expect("laying blocks in runs does not panic")
+        laid.await.expect("grouping blocks into runs does not panic")
     }
 
     /// What a snapshot would hold, as one number, and the number of the last event in it.

@@ -124,7 +124,7 @@ impl Gate {
             state.waiting.push(group, cost.max(LEAST), lets);
             turn
         };
-        turn.await.expect("the gate lets everybody through in the end")
+        turn.await.expect("the gate grants every waiter")
     }
 
     fn leave(self: &Arc<Self>) {

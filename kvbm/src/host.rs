@@ -63,8 +63,8 @@ impl HostTier {
         let arena = Arc::new(Arena::new(pool.capacity(), block_bytes));
         if capacity_bytes >= Self::PIN_BYTES_MIN {
             match arena.pin() {
-                Ok(()) => tracing::info!(capacity_bytes, "host memory for blocks is pinned"),
-                Err(error) => tracing::info!(capacity_bytes, %error, "host memory for blocks is not pinned"),
+                Ok(()) => tracing::info!(capacity_bytes, "G2 memory is pinned"),
+                Err(error) => tracing::info!(capacity_bytes, %error, "cannot pin G2 memory"),
             }
         }
         Self { pool, arena, fingerprint }
@@ -180,7 +180,7 @@ impl HostTier {
     fn put(&self, block: &Block) -> Result<(), StoreError> {
         let Block { header, payload } = block;
         if header.fingerprint != self.fingerprint || payload.len() > self.arena.slot_bytes() {
-            return Err(StoreError::Io(std::io::Error::other("a block of another engine")));
+            return Err(StoreError::Io(std::io::Error::other("the block has another engine's fingerprint")));
         }
         self.keep(header.name, header.parent, header.custody(), u64::MAX, |slot| {
             self.arena.write(slot, |bytes| {

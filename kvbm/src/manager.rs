@@ -186,7 +186,7 @@ impl BlockManager {
     /// Gives a block to everyone and queues it for the tiers below. When its name is cached already, that block is
     /// returned and the duplicate freed.
     pub fn register(&self, block: FullBlock) -> CachedBlock {
-        self.register_all(vec![block]).into_iter().next().expect("one block in, one block out")
+        self.register_all(vec![block]).into_iter().next().expect("registering one block returns one block")
     }
 
     /// [`BlockManager::register`] of many blocks under one lock; a run of one chain is announced as one event.
@@ -424,7 +424,7 @@ impl Core {
     /// A task died. See the module's text.
     fn poison(&self, task: &str) {
         self.poisoned.store(true, Ordering::Relaxed);
-        tracing::error!(task, "a task that moves blocks panicked; tiers below the device are no longer used");
+        tracing::error!(task, "a transfer task panicked; tiers below G1 are disabled");
     }
 }
 

@@ -20,7 +20,7 @@ pub fn enlarge<T>(memory: *const [T]) {
         // SAFETY: advice, which leaves everything that memory holds as it is, whosever it is.
         let answer = unsafe { libc::madvise(at.cast_mut().cast(), bytes, libc::MADV_HUGEPAGE) };
         if answer != 0 {
-            tracing::debug!(error = %io::Error::last_os_error(), bytes, "no large pages");
+            tracing::debug!(error = %io::Error::last_os_error(), bytes, "huge pages are not available");
         }
     }
 }

@@ -193,7 +193,7 @@ impl ObjectTier {
         let (layout, writer) = (Layout::new(prefix), Writer::new());
         let catalog =
             Arc::new(Catalog::new(settings.level, settings.known_blocks, settings.capacity.is_some(), events));
-        tracing::info!(tier = %settings.level, %store, under = %layout, %writer, "object tier open");
+        tracing::info!(tier = %settings.level, %store, prefix = %layout, %writer, "object tier opened");
         let (stands, standing) = watch::channel(Standing::Learning);
         let client = Arc::new(Client::new(store, settings.request_timeout, writer.seed()));
         let follower = Follower::new(client.clone(), layout.clone(), writer, catalog.clone(), stands, keys.clone());
@@ -308,7 +308,10 @@ impl ObjectTier {
     pub async fn settled(&self) -> Standing {
         let mut standing = self.standing.clone();
         let settled = standing.wait_for(|standing| *standing != Standing::Learning).await;
-        settled.map_or_else(|_| Standing::Away("nobody follows the store any more".into()), |standing| standing.clone())
+        settled.map_or_else(
+            |_| Standing::Away("the task that polls the store has stopped".into()),
+            |standing| standing.clone(),
+        )
     }
 
     /// Whether the store answered the last time.
@@ -585,5 +588,5 @@ fn block(bytes: &Bytes, start: usize, length: usize) -> Result<Block, Corrupt> {
 }
 
 fn died() -> io::Error {
-    io::Error::other("the packer died")
+    io::Error::other("the packer task panicked")
 }

@@ -85,7 +85,8 @@ impl Tier for Peer {
     }
 
     fn store(&self, blocks: Vec<Block>) -> BoxFuture<'_, Vec<Result<(), StoreError>>> {
-        let refuse = || Err(StoreError::Io(io::Error::new(io::ErrorKind::ReadOnlyFilesystem, "a peer is read only")));
+        let refuse =
+            || Err(StoreError::Io(io::Error::new(io::ErrorKind::ReadOnlyFilesystem, "a peer tier is read-only")));
         Box::pin(async move { blocks.iter().map(|_| refuse()).collect() })
     }
 

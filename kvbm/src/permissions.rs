@@ -98,7 +98,10 @@ fn set(path: &Path, wanted: impl Fn(u32) -> u32) {
 }
 
 fn warn(path: &Path, mode: u32, error: &io::Error) {
-    tracing::warn!(path = %path.display(), mode = format!("{:04o}", mode & 0o7777), %error, "other users may read this");
+    tracing::warn!(
+        path = %path.display(), mode = format!("{:04o}", mode & 0o7777), %error,
+        "cannot restrict permissions; other users may read this file"
+    );
 }
 
 #[cfg(test)]

@@ -99,7 +99,7 @@ impl Pool {
         slots.extend(state.free.drain(spare..).rev());
         let mut gone = Vec::new();
         while slots.len() < n {
-            let (slot, name) = state.residents.evict().expect("every idle block can be given up, leaves first");
+            let (slot, name) = state.residents.evict().expect("every idle block can be evicted, leaves first");
             state.keeping.leave(slot);
             slots.push(slot);
             gone.push(name);

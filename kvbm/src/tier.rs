@@ -73,7 +73,7 @@ pub enum LoadError {
     #[error("read failed: {0}")]
     Io(#[from] io::Error),
     /// What was read is not the block.
-    #[error("unsound block: {0}")]
+    #[error("corrupt block: {0}")]
     Corrupt(#[from] crate::block::Corrupt),
 }
 

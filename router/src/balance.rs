@@ -111,7 +111,7 @@ pub(crate) async fn keep(core: Arc<Core>, events: Arc<dyn Events>, id: RouterId)
                 continue;
             }
             if let Some(flip) = known.flip(&need, &members, start, now) {
-                tracing::info!(%model, worker = %flip.worker, to = %flip.to, ?need, "wishing a worker another phase");
+                tracing::info!(%model, worker = %flip.worker, role = %flip.to, ?need, "requesting a role change");
                 core.metrics.flips.with_label_values(&[&flip.to.to_string()]).inc();
                 let body = EventBody::Phase { worker: flip.worker, phase: flip.to };
                 events.publish(Event { source: Source::Router(id), epoch: Epoch(0), body });

@@ -15,19 +15,19 @@ const POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// A worker, as an operator sees it.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub struct WorkerStatus {
-    /// Its name in logs and explanations, like `w1`.
+    /// Id of the worker in logs and explanations, like `w1`.
     pub worker: String,
     /// The model that it serves.
     pub model: String,
-    /// What it is there for.
-    pub phase: Phase,
+    /// What the worker does: prefill, decode or both.
+    pub role: Phase,
     /// Whether it gets no new requests.
     pub cordoned: bool,
-    /// Requests on it: those that wait for their first token, and those that decode.
+    /// Number of requests on the worker, before and after their first token.
     pub requests: u32,
 }
 
-/// No worker of that name is there.
+/// There is no worker with that id.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("there is no worker {0}")]
 pub struct NoSuchWorker(pub WorkerId);
@@ -41,7 +41,7 @@ impl Router {
             WorkerStatus {
                 worker: member.id().to_string(),
                 model: member.instance.model.id.clone(),
-                phase: member.instance.phase,
+                role: member.instance.phase,
                 cordoned: roster.is_cordoned(member.id()),
                 requests: standing.prompts.max(standing.sequences),
             }

@@ -78,7 +78,10 @@ async fn seek(core: &Arc<Core>, request: Request) -> Result<OutputStream, Error>
                 }
                 let reason = if matches!(verdict, Verdict::Busy(_)) { "busy" } else { "error" };
                 core.metrics.retries.with_label_values(&[reason]).inc();
-                tracing::info!(request = %request.id, worker = ?tried.last(), %error, "trying another worker");
+                tracing::info!(
+                    request_id = %request.id, worker = ?tried.last(), %error,
+                    "request failed; trying another worker"
+                );
                 last = Some(more_telling(last, error));
             }
         }
@@ -124,7 +127,10 @@ async fn attempt(core: &Core, request: &Request, placement: &Placement, tried: &
             Ok(started)
         }
         Err(error) => {
-            tracing::info!(request = %request.id, worker = %detour.member.id(), %error, "prefill failed");
+            tracing::info!(
+                request_id = %request.id, worker = %detour.member.id(), %error,
+                "remote prefill failed; the decode worker computes the prompt"
+            );
             detour.member.note(Verdict::of(&error));
             core.admission.poke();
             outcome.with_label_values(&["local_fallback"]).inc();
@@ -152,7 +158,7 @@ async fn prefill_leg(core: &Core, detour: &Detour, request: &Request) -> Result<
             detour.forecast.computed(&core.index, &detour.member, None);
             Ok((handoff, rest))
         }
-        Output::Tokens(_) | Output::Frame(..) => Err(Error::Failed("a prefill answered with output".to_owned())),
+        Output::Tokens(_) | Output::Frame(..) => Err(Error::Failed("a prefill returned output tokens".to_owned())),
     }
 }
 
@@ -202,7 +208,7 @@ async fn start(
         biased;
         started = output => started,
         () = gone => Err(Error::Unavailable(format!("worker {} left", member.id()))),
-        () = hung => Err(Error::Failed(format!("nothing came of worker {}", member.id()))),
+        () = hung => Err(Error::Failed(format!("worker {} sent no output in time", member.id()))),
     }
 }
 

@@ -1,4 +1,5 @@
-//! A decision as one line of JSON, short enough for a header: who was considered, what each would have cost, and why.
+//! A routing decision as one line of JSON, short enough for a header: the candidates, the cost of each, and the reason
+//! for the choice.
 
 use crate::cost::Cost;
 use crate::decide::{Decision, Row};
@@ -11,15 +12,16 @@ use std::sync::Arc;
 use std::time::Duration;
 use worker::plane::WorkerId;
 
-/// Workers shown: whoever asks wants to know the next best, and not the whole fleet …
+/// Largest number of candidates in the line: the next best workers matter, not the whole fleet …
 const SHOWN: usize = 8;
-/// … and fewer of those of whom there is much to tell: what a proxy takes of a server's headers is often 4 KiB, all together.
+/// … and fewer if their entries are long: many proxies accept 4 KiB of response headers in total.
 const BYTES_MAX: usize = 3_500;
 
-/// Spells out a decision. Times are seconds, terms of less than a microsecond are left out.
-pub(crate) fn line(policy: &Policy, decision: &Decision<'_>, tried: &[WorkerId]) -> Arc<str> {
+/// Formats a decision. Times are in seconds; terms of less than a microsecond are omitted. `excluded`: workers that
+/// were tried before.
+pub(crate) fn line(policy: &Policy, decision: &Decision<'_>, excluded: &[WorkerId]) -> Arc<str> {
     let Decision { candidates, chosen: row, why, prefill, .. } = decision;
-    // The chosen one first, then by cost: those at the end may fall off.
+    // The chosen worker first, then by cost: entries at the end may be omitted.
     let mut order: Vec<&Candidate> = candidates.iter().collect();
     order.sort_by(|a, b| {
         let not = |candidate: &Candidate| candidate.seat as usize != row.at;
@@ -32,11 +34,11 @@ pub(crate) fn line(policy: &Policy, decision: &Decision<'_>, tried: &[WorkerId])
         why: why.name(),
         prompt_tokens: row.prompt.tokens,
         cached_tokens: row.cached(),
-        tried: tried.iter().map(ToString::to_string).collect(),
+        excluded: excluded.iter().map(ToString::to_string).collect(),
         disaggregation: prefill.as_ref().zip(row.apart).map(|(prefill, apart)| Disaggregation {
             prefill: (row.split == Split::Apart).then(|| prefill.member().id().to_string()),
-            together_s: round(row.together.total()),
-            apart_s: round(apart.total()),
+            aggregated_s: round(row.together.total()),
+            disaggregated_s: round(apart.total()),
         }),
         prefill_worker: prefill.as_ref().map(|row| considered(row, policy)),
         candidates: order
@@ -47,7 +49,7 @@ pub(crate) fn line(policy: &Policy, decision: &Decision<'_>, tried: &[WorkerId])
         not_shown: candidates.len().saturating_sub(SHOWN),
     };
     loop {
-        // Strings and numbers in plain structs: there is nothing in them that JSON could not say.
+        // Strings and numbers in plain structs always serialize.
         let line = serde_json::to_string(&explanation).unwrap_or_default();
         if line.len() <= BYTES_MAX || explanation.candidates.len() < 2 {
             return line.into();
@@ -57,10 +59,10 @@ pub(crate) fn line(policy: &Policy, decision: &Decision<'_>, tried: &[WorkerId])
     }
 }
 
-/// Adds to an explanation how long the request waited before it went, and what there was too much of.
+/// Adds to an explanation how long the request was queued, and for which reason.
 pub(crate) fn waited(line: &str, waited: Duration, on: &str) -> Arc<str> {
     let open = line.strip_suffix('}').unwrap_or(line);
-    format!("{open},\"waited_s\":{},\"waited_on\":\"{on}\"}}", round(waited.as_secs_f64())).into()
+    format!("{open},\"queued_s\":{},\"queue_reason\":\"{on}\"}}", round(waited.as_secs_f64())).into()
 }
 
 #[derive(Serialize)]
@@ -70,11 +72,11 @@ struct Explanation {
     chosen: String,
     why: &'static str,
     prompt_tokens: u64,
-    /// Expected to be cached where the request decodes.
+    /// Prompt tokens that are expected to be cached on the worker that decodes.
     cached_tokens: u64,
-    /// Workers that did not serve it before.
+    /// Workers that failed this request before, and are not candidates any more.
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    tried: Vec<String>,
+    excluded: Vec<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     disaggregation: Option<Disaggregation>,
     /// The best prefill worker, used or not.
@@ -87,34 +89,36 @@ struct Explanation {
 
 #[derive(Serialize)]
 struct Disaggregation {
-    /// The worker that prefills; `null`: the one that decodes.
+    /// The worker that prefills; `null` if it is the worker that decodes.
     prefill: Option<String>,
-    together_s: f64,
-    apart_s: f64,
+    /// Cost with prefill and decode on one worker, in seconds.
+    aggregated_s: f64,
+    /// Cost with prefill and decode on two workers, in seconds.
+    disaggregated_s: f64,
 }
 
 #[derive(Serialize)]
 struct Considered {
     worker: String,
-    phase: String,
+    role: String,
     #[serde(flatten, skip_serializing_if = "Option::is_none")]
     composed: Option<Composed>,
     cost_s: f64,
-    /// The cost, term by term.
+    /// The cost by term, in seconds.
     terms_s: BTreeMap<&'static str, f64>,
-    /// Leading blocks within reach, by tier.
+    /// Number of leading prompt blocks that are cached, by tier.
     cached_blocks: BTreeMap<&'static str, u32>,
     uncached_tokens: u64,
-    /// Why what is known of its cache is a guess.
+    /// Why the view of the worker's cache is an estimate.
     #[serde(skip_serializing_if = "Option::is_none")]
     index: Option<&'static str>,
 }
 
-/// What a composition makes of a worker.
+/// How a composed policy scores a worker.
 #[derive(Serialize)]
 struct Composed {
     score: f64,
-    /// The score, term by term, each weighed.
+    /// The score by term, each multiplied by its weight.
     scores: BTreeMap<Term, f64>,
     /// The filters that the worker passes.
     passes: Vec<Filter>,
@@ -141,18 +145,18 @@ fn considered(row: &Row<'_>, policy: &Policy) -> Considered {
     let Cost { queue, room, prefill, onboard, backlog, handover, decode, stall, crowd } = cost;
     let terms = [
         ("queue", queue),
-        ("room", room),
+        ("memory_wait", room),
         ("prefill", prefill),
         ("onboard", onboard),
-        ("backlog", backlog),
-        ("handover", handover),
+        ("tier_queue", backlog),
+        ("kv_transfer", handover),
         ("decode", decode),
-        ("stall", stall),
-        ("crowd", crowd),
+        ("decode_stall", stall),
+        ("queue_externality", crowd),
     ];
     Considered {
         worker: row.member().id().to_string(),
-        phase: row.seat.phase.to_string(),
+        role: row.seat.phase.to_string(),
         composed: match policy {
             Policy::Composed(composition) => Some(Composed::of(composition, row)),
             _ => None,

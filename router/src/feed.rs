@@ -124,7 +124,7 @@ impl Feed {
 
     fn joined(&mut self, instance: Arc<Instance>, engine: Arc<dyn Engine>) {
         let source = Source::Worker(instance.id);
-        tracing::info!(worker = %instance.id, phase = %instance.phase, model = %instance.model.id, "worker joined");
+        tracing::info!(worker = %instance.id, role = %instance.phase, model = %instance.model.id, "worker joined");
         let slot = self.core.index.join(instance.id, &instance.stores);
         // The same life seen again keeps its books: its requests are still out there. That its events are known already says
         // nothing: they may have come before it joined, and before its former life left.
@@ -188,7 +188,7 @@ impl Feed {
         self.core.metrics.events.with_label_values(&[outcome.name()]).inc();
         match outcome {
             Outcome::Apply(event) => self.core.index.apply(source, &event),
-            Outcome::Gap => tracing::debug!(%source, number, "events were missed"),
+            Outcome::Gap => tracing::debug!(%source, sequence = number, "gap in KV events"),
             Outcome::NewLife => self.core.index.clear(source),
             Outcome::Held | Outcome::Duplicate | Outcome::Stale => return,
         }
@@ -203,7 +203,7 @@ impl Feed {
         if view.stands_at(epoch, number)
             && believed(&self.core.index, source).is_some_and(|believed| believed != digest)
         {
-            tracing::warn!(%source, number, "what is believed of it is not what it holds; taking a snapshot");
+            tracing::warn!(%source, sequence = number, "index diverges from the source; requesting a snapshot");
             self.core.metrics.drifts.inc();
             view.doubt();
         }
@@ -216,7 +216,7 @@ impl Feed {
         let Some(member) = roster.get(id).filter(|member| member.instance.epoch == epoch) else { return };
         let now = Instant::now();
         if self.views.get_mut(&source).is_some_and(|view| view.behind(epoch, load.number, now)) {
-            tracing::debug!(%source, number = load.number, "the last events were missed");
+            tracing::debug!(%source, sequence = load.number, "last KV events are missing");
             self.core.metrics.events.with_label_values(&[Outcome::Gap.name()]).inc();
             self.go_on(source, 0);
         }
@@ -282,7 +282,7 @@ impl Feed {
             Answer::Snapshot(_) | Answer::Laid(..) => ("snapshot_stale", attempt + 1),
             Answer::Failed(error) => {
                 if !matches!(error, PlaneError::Absent(_)) {
-                    tracing::warn!(%source, %error, "nobody told what is missing; going on with what is known");
+                    tracing::warn!(%source, %error, "resync failed; the index keeps its current entries");
                 }
                 view.unanswered();
                 ("failed", attempt + 1)
@@ -299,7 +299,7 @@ impl Feed {
         self.repairs.push(Box::pin(async move {
             let lay = move || core.index.replace(source, &runs);
             if repaired.hand.is_some() {
-                tokio::task::spawn_blocking(lay).await.expect("the index takes whatever it is told");
+                tokio::task::spawn_blocking(lay).await.expect("applying a snapshot to the index does not panic");
             } else {
                 lay();
             }
@@ -324,12 +324,15 @@ impl Feed {
         let (id, source) = (member.id(), Source::Worker(member.id()));
         let Core { index, fleet, .. } = &*self.core;
         if mode == Mode::Exact {
-            tracing::info!(worker = %id, "worker's events are believed again");
+            tracing::info!(worker = %id, "KV events of the worker are accurate again; the index uses them");
             fleet.join(Arc::new(member.known_by(mode, member.announced)));
             index.forget(Source::Worker(shadow(id)));
         } else {
             let (why, block_size) = (mode.remark().unwrap_or_default(), member.instance.model.block_size);
-            tracing::warn!(worker = %id, block_size, why, "worker's cache is known by what is sent to it from now on");
+            tracing::warn!(
+                worker = %id, block_size, reason = why,
+                "KV events of the worker are unusable; its cache is estimated"
+            );
             let slot = index.join(shadow(id), reach(mode, &member.instance.stores));
             member.ledger.cast(index, id);
             fleet.join(Arc::new(member.known_by(mode, slot)));

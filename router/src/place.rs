@@ -89,7 +89,7 @@ pub(crate) fn place(core: &Core, request: &Request, tried: &[WorkerId]) -> Resul
     let (rules, session) = (core.rules(), request.terms.session.as_deref().map(number));
     let (tuning, draw) = (rules.of(&request.model), mix(rules.settings.seed ^ core.lots ^ core.fleet.choices()));
     let decision = decide(tuning, Ask::of(request, now), survey, &mut scratch, Turn { draw, session })
-        .ok_or_else(|| Error::Unavailable("no worker is left to try".to_owned()))?;
+        .ok_or_else(|| Error::Unavailable("every worker of the model has been tried".to_owned()))?;
     let placement = book(core, &tuning.policy, request, &overlaps, &decision, tried);
     core.metrics.decision_seconds.observe(since.elapsed().as_secs_f64());
     Ok(placement)
@@ -107,7 +107,7 @@ fn book(
     let wanted = request.explain || tracing::enabled!(tracing::Level::DEBUG);
     let explanation = wanted.then(|| explain::line(policy, decision, tried));
     if let Some(line) = &explanation {
-        tracing::debug!(request = %request.id, decision = %line, "placed");
+        tracing::debug!(request_id = %request.id, decision = %line, "request placed");
     }
     let apart = decision.helper(row);
     let uncached = row.uncached();

@@ -61,7 +61,7 @@ async fn probe(core: Arc<Core>, member: Arc<Member>) {
     };
     let ill = matches!(verdict, Verdict::Fault | Verdict::Hung);
     if ill {
-        tracing::warn!(worker = %member.id(), ?verdict, "worker does not answer its probe");
+        tracing::warn!(worker = %member.id(), ?verdict, "health check of the worker failed");
     }
     core.metrics.probes.with_label_values(&[if ill { "failed" } else { "ok" }]).inc();
     member.probed(verdict);

@@ -1,9 +1,9 @@
-//! A record of the requests that were served: a line of JSON for each, which `blockyard replay` reads as a trace, and from which
-//! `blockyard fit` learns how fast the workers were.
+//! The trace file of served requests: one line of JSON for each. `blockyard replay` reads it as a trace, and
+//! `blockyard calibrate` derives a worker profile from it.
 //!
-//! A line has no token and no text. Blocks are numbers made of their names, so a line says which prompts begin alike and nothing
-//! else of them. Requests hand their lines to a thread that writes; when it does not keep up, lines are dropped and counted, and
-//! nobody waits.
+//! A line contains no token and no text. Blocks are numbers derived from their hashes, so lines show which prompts
+//! share a prefix and nothing else about them. Requests send their lines to a writer thread; when its queue is full,
+//! lines are dropped and counted, and requests do not wait.
 
 use crate::decide::Row;
 use crate::metrics::Metrics;
@@ -25,42 +25,43 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use tokio::time::Instant;
 use worker::engine::{PromptReport, Request};
 
-/// One request. The first four fields are those of a trace in Mooncake's format; times are in seconds since it arrived.
+/// One request. The first four fields are those of a trace in Mooncake's format; fields that end in `_s` are seconds
+/// since the request arrived.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Line {
-    /// When it arrived, in milliseconds since 1970.
+    /// Arrival, in milliseconds since 1970.
     pub timestamp: f64,
-    /// Prompt tokens.
+    /// Number of prompt tokens.
     pub input_length: u64,
-    /// Tokens that were generated.
+    /// Number of generated tokens.
     pub output_length: u64,
-    /// A number for each 512 tokens of the prompt and all before them; equal where prompts are.
+    /// One number for each 512 prompt tokens, which identifies them together with all tokens before them.
     pub hash_ids: Vec<u32>,
-    /// What was asked for.
+    /// Name of the requested model.
     pub model: String,
-    /// Who decoded.
+    /// Worker that decoded.
     pub worker: String,
-    /// Whether somebody else prefilled.
+    /// Whether another worker computed the prompt.
     #[serde(default)]
-    pub apart: bool,
-    /// When it went to its worker: until then it waited in the router, or was tried elsewhere.
-    pub sent_s: f64,
-    /// When its first token came.
+    pub disaggregated: bool,
+    /// When the router sent the request to its worker: until then it was queued or tried on other workers.
+    pub dispatched_s: f64,
+    /// When its first token arrived.
     pub first_token_s: f64,
-    /// When its last came.
+    /// When its last token arrived.
     pub last_token_s: f64,
-    /// Prompt tokens that were found, by where they were found.
+    /// Number of prompt tokens that were found in a cache, by tier.
     #[serde(default)]
-    pub cached: BTreeMap<Level, u64>,
-    /// Tokens for which the worker has device memory, when it says.
+    pub cached_tokens: BTreeMap<Level, u64>,
+    /// Number of tokens that fit into the worker's device memory, if the worker reports it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub kv_tokens: Option<u64>,
-    /// Bytes of the KV of one token, likewise.
+    pub kv_cache_tokens: Option<u64>,
+    /// Bytes of KV for one token, if the worker reports it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kv_bytes_per_token: Option<f64>,
-    /// Sequences that it takes at a time, likewise.
+    /// Largest number of sequences in the worker's batch, if the worker reports it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub sequences_max: Option<u64>,
+    pub max_num_seqs: Option<u64>,
 }
 
 /// Writes the record, when there is to be one.
@@ -123,7 +124,7 @@ impl Recorder {
 
 impl Open {
     fn new(path: &Path, metrics: &Metrics) -> Result<Self, String> {
-        let wrong = |error: io::Error| format!("router.record: {} cannot be written: {error}", path.display());
+        let wrong = |error: io::Error| format!("router.trace_file: {} cannot be written: {error}", path.display());
         let file = permissions::private().create(true).append(true).open(path).map_err(wrong)?;
         permissions::narrow(&file, path).map_err(wrong)?;
         let id = FileId::of(&file.metadata().map_err(wrong)?);
@@ -133,7 +134,7 @@ impl Open {
         let (name, ended) = (path.to_owned(), record.ended.clone());
         // It ends when nobody can send lines any more.
         let write = move || write(&name, &file, &incoming, &counts, &ended);
-        thread::Builder::new().name("record".into()).spawn(write).map_err(wrong)?;
+        thread::Builder::new().name("trace".into()).spawn(write).map_err(wrong)?;
         Ok(record)
     }
 
@@ -164,7 +165,10 @@ fn write(path: &Path, file: &File, lines: &Receiver<Line>, counts: &IntCounterVe
         match append(file, file, &line) {
             Ok(()) => counts.with_label_values(&["written"]).inc(),
             Err(error) => {
-                tracing::error!(path = %path.display(), %error, "the record of requests ends here");
+                tracing::error!(
+                    path = %path.display(), %error,
+                    "the trace file cannot be written; later requests are not recorded"
+                );
                 ended.store(true, Ordering::Relaxed);
                 counts.with_label_values(&["dropped"]).inc();
             }
@@ -194,19 +198,25 @@ impl Line {
             hash_ids: Vec::new(),
             model: String::new(),
             worker: String::new(),
-            apart: false,
-            sent_s: 0.0,
+            disaggregated: false,
+            dispatched_s: 0.0,
             first_token_s: 0.0,
             last_token_s: 0.0,
-            cached: BTreeMap::new(),
-            kv_tokens: None,
+            cached_tokens: BTreeMap::new(),
+            kv_cache_tokens: None,
             kv_bytes_per_token: None,
-            sequences_max: None,
+            max_num_seqs: None,
         }
     }
 
     /// What is known of a request when it is placed.
-    pub(crate) fn placed(request: &Request, row: &Row<'_>, names: &[SequenceHash], apart: bool, draw: u64) -> Self {
+    pub(crate) fn placed(
+        request: &Request,
+        row: &Row<'_>,
+        names: &[SequenceHash],
+        disaggregated: bool,
+        draw: u64,
+    ) -> Self {
         let (tokens, block_size) = (request.tokens.len() as u64, row.prompt.block_size);
         let (standing, member) = (&row.desk.standing, row.member());
         let known = |value: u64| (value > 0).then_some(value);
@@ -215,10 +225,10 @@ impl Line {
             hash_ids: numbers(names, block_size, tokens, draw),
             model: request.model.to_string(),
             worker: member.id().to_string(),
-            apart,
-            kv_tokens: known(u64::from(standing.total_blocks) * block_size),
+            disaggregated,
+            kv_cache_tokens: known(u64::from(standing.total_blocks) * block_size),
             kv_bytes_per_token: standing.speeds.block_bytes.get().map(|bytes| bytes / block_size as f64),
-            sequences_max: known(member.batch()),
+            max_num_seqs: known(member.batch()),
             ..Self::at(0.0)
         }
     }
@@ -227,7 +237,7 @@ impl Line {
 impl Life {
     /// It goes to a worker, for the first time or again.
     pub(crate) fn sent(&mut self) {
-        self.line.sent_s = self.arrived.elapsed().as_secs_f64();
+        self.line.dispatched_s = self.arrived.elapsed().as_secs_f64();
     }
 
     /// Its first output is there, from who it was placed on.
@@ -236,10 +246,10 @@ impl Life {
         let cached = report.into_iter().flat_map(|report| &report.cached);
         self.line = Line {
             timestamp: self.line.timestamp,
-            sent_s: self.line.sent_s,
+            dispatched_s: self.line.dispatched_s,
             first_token_s: now,
             last_token_s: now,
-            cached: cached.map(|(level, tokens)| (*level, u64::from(*tokens))).collect(),
+            cached_tokens: cached.map(|(level, tokens)| (*level, u64::from(*tokens))).collect(),
             ..placed
         };
     }

@@ -136,7 +136,7 @@ pub fn replay(
     let run = |seed| Simulation::new(trace, options, chooser, rate, seed).run();
     let all: Vec<Figures> =
         (0..seeds.max(1)).map(|seed| Ok(run(seed)?.figures(rate, options.slo))).collect::<Result<_, _>>()?;
-    Ok(Figures { name: chooser.name().to_owned(), ..Figures::over_seeds(&all) })
+    Ok(Figures { policy: chooser.name().to_owned(), ..Figures::over_seeds(&all) })
 }
 
 /// The highest rate, in requests per second, at which `least-loaded` keeps its p99 time to first token under

@@ -63,8 +63,8 @@ impl Router {
 /// Runs what the router cannot live without: however it ends by itself, the router is blind from then on, and says so.
 async fn vital(name: &'static str, core: Arc<Core>, cancel: CancellationToken, part: impl Future<Output = ()> + Send) {
     let Some(outcome) = cancel.run_until_cancelled(AssertUnwindSafe(part).catch_unwind()).await else { return };
-    let why = if outcome.is_ok() { "a plane ended" } else { "a part of it panicked" };
-    tracing::error!(part = name, why, "router is dead");
+    let why = if outcome.is_ok() { "a control plane stream ended" } else { "a task panicked" };
+    tracing::error!(component = name, reason = why, "router component failed; the router is no longer ready");
     // The first reason stands.
     let _ = core.dead.set(why);
     // Who waits at its door waits in vain.

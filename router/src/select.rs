@@ -26,21 +26,21 @@ pub(crate) struct Candidate {
 /// Why a candidate was chosen.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Why {
-    /// Nobody else was there.
+    /// It was the only candidate.
     Only,
-    /// The lowest cost by more than a tie.
+    /// It has the lowest cost, by more than a tie.
     Cheapest,
-    /// One of several of about the same cost, chosen longest ago.
+    /// It was least recently chosen among several of about the same cost.
     Tie,
-    /// Its turn.
+    /// Round robin.
     Turn,
-    /// The least load.
+    /// It has the least load.
     Idlest,
-    /// Drawn.
+    /// Random choice.
     Drawn,
-    /// Where its session always goes.
+    /// It is the first worker of the session.
     Session,
-    /// Where its session goes next, because the first has too much to do.
+    /// It is a later worker of the session, because the first is overloaded.
     Spill,
 }
 
@@ -57,13 +57,13 @@ impl Why {
     pub(crate) const fn name(self) -> &'static str {
         match self {
             Self::Only => "only",
-            Self::Cheapest => "cheapest",
+            Self::Cheapest => "lowest_cost",
             Self::Tie => "tie",
-            Self::Turn => "turn",
-            Self::Idlest => "idlest",
-            Self::Drawn => "drawn",
+            Self::Turn => "round_robin",
+            Self::Idlest => "least_loaded",
+            Self::Drawn => "random",
             Self::Session => "session",
-            Self::Spill => "spill",
+            Self::Spill => "overflow",
         }
     }
 }

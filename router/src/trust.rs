@@ -73,11 +73,11 @@ impl Mode {
     pub(crate) const fn remark(self) -> Option<&'static str> {
         match self {
             Self::Exact => None,
-            Self::Approximate(Reason::Silent) => Some("approximate: publishes no events"),
+            Self::Approximate(Reason::Silent) => Some("estimated: publishes no KV events"),
             Self::Approximate(Reason::Unannounced) => {
-                Some("approximate: answers from blocks that it never announced; of another size?")
+                Some("estimated: reports hits on blocks that its KV events do not contain; check its block size")
             }
-            Self::Approximate(Reason::Lies) => Some("approximate: does not find what it announced"),
+            Self::Approximate(Reason::Lies) => Some("estimated: reports no hits on blocks that its KV events contain"),
         }
     }
 }

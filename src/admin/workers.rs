@@ -52,7 +52,7 @@ impl From<NoSuchWorker> for Error {
 impl IntoResponse for Error {
     fn into_response(self) -> Response {
         let (status, message) = match self {
-            Self::Gone => (StatusCode::SERVICE_UNAVAILABLE, "the node has ended".to_owned()),
+            Self::Gone => (StatusCode::SERVICE_UNAVAILABLE, "the node is shutting down".to_owned()),
             Self::NoSuchWorker(id) => {
                 (StatusCode::NOT_FOUND, format!("there is no worker {id:?}; GET /admin/workers lists them"))
             }

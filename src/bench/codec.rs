@@ -34,7 +34,7 @@ pub(super) async fn measure(config: &Config, own: bool) -> anyhow::Result<Told> 
         };
         let running = Running::of(config, source).await?;
         let card = running.runtime.card();
-        let name = if card.random_weights { format!("{name}, whose weights are random") } else { name };
+        let name = if card.random_weights { format!("{name} with random weights") } else { name };
         let encoded = Tokenizer::from_bytes(&*card.tokenizer).and_then(|tokenizer| tokenizer.encode(TEXT, true));
         let tokens = encoded.map_err(|error| anyhow!("the model's tokenizer: {error}"))?;
         let ids = tokens.get_ids();
@@ -46,7 +46,7 @@ pub(super) async fn measure(config: &Config, own: bool) -> anyhow::Result<Told> 
             synthetic::bf16(&values)
         };
         samples.push((format!("{name}: rounded to bf16"), payloads.iter().map(rounded).collect()));
-        samples.push((format!("{name}: f32, as the native engine keeps it"), payloads));
+        samples.push((format!("{name}: f32, the format of the native engine"), payloads));
     }
     let mut text = String::new();
     let mut json = Vec::new();
@@ -56,11 +56,11 @@ pub(super) async fn measure(config: &Config, own: bool) -> anyhow::Result<Told> 
         text += &format!("{what}\n  {sample}\n");
         let Sample { codec, ratio, bound, encode, decode } = sample;
         json.push(json!({
-            "what": what, "codec": format!("{codec:?}"), "ratio": ratio, "bound": bound,
+            "sample": what, "codec": format!("{codec:?}"), "ratio": ratio, "entropy_bound_ratio": bound,
             "encode_bytes_per_second": encode, "decode_bytes_per_second": decode,
         }));
     }
-    Ok(Told { json: json!({ "codec": Value::from(json) }), text })
+    Ok(Told { json: json!({ "compression": Value::from(json) }), text })
 }
 
 /// What the codec makes of some payloads, one core.
@@ -77,7 +77,7 @@ impl std::fmt::Display for Sample {
         let Self { codec, ratio, bound, encode, decode } = self;
         let (share, encode, decode) = (100.0 * ratio / bound, encode / 1e9, decode / 1e9);
         if *codec == Codec::Raw {
-            return write!(f, "does not pay: rests as it is");
+            return write!(f, "compression is not worth its time; blocks stay uncompressed");
         }
         write!(
             f,

@@ -19,20 +19,25 @@ use worker::plane::WorkerId;
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct Expectation {
     model: String,
+    /// Tokens of the prefix.
+    #[serde(rename = "context_tokens")]
     context: usize,
     kv_bytes_per_token: u64,
-    /// `None`: nobody said, and it was not measured.
+    /// `None` if it was neither given nor measured.
     prefill_tokens_per_second: Option<f64>,
-    /// The prefill speed was measured here.
+    /// Whether the prefill speed was measured here.
     prefill_measured: bool,
-    /// Seconds, of each tier's fastest case.
+    /// Expected time to first token with the prefix in a tier, of each tier's fastest case.
+    #[serde(rename = "ttft")]
     from: Vec<From>,
 }
 
 #[derive(Clone, Debug, Serialize)]
 struct From {
     tier: &'static str,
+    #[serde(rename = "location")]
     place: String,
+    #[serde(rename = "ttft_s")]
     seconds: f64,
 }
 
@@ -77,14 +82,14 @@ impl fmt::Display for Expectation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { model, context, kv_bytes_per_token: each, .. } = self;
         let all = crate::config::ByteSize(each * *context as u64).about();
-        writeln!(f, "{model}: {context} tokens have {all} of KV, {each} bytes each; to the first token at least")?;
+        writeln!(f, "{model}: {context} tokens have {all} of KV, {each} bytes each; time to first token at least")?;
         match (self.recompute(), self.prefill_measured) {
             (Some(seconds), measured) => {
                 let speed = self.prefill_tokens_per_second.unwrap_or_default();
-                let said = if measured { "measured here" } else { "as you said" };
+                let said = if measured { "measured here" } else { "as given" };
                 writeln!(f, "  {:<12} {}  ({speed:.0} tokens/s, {said})", "recomputed", time(seconds))?;
             }
-            (None, _) => writeln!(f, "  recomputed   unknown: say --prefill-tokens-per-second")?,
+            (None, _) => writeln!(f, "  recomputed   unknown: set --prefill-tokens-per-second")?,
         }
         for From { tier, place, seconds } in &self.from {
             let times = self.recompute().map(|recompute| format!(", {:.1} times as fast", recompute / seconds));
@@ -110,15 +115,15 @@ fn of_config(config: &Value) -> anyhow::Result<u64> {
     // Models that also see keep the part that speaks by itself.
     let config = config.get("text_config").unwrap_or(config);
     let number = |key: &str| config.get(key).and_then(Value::as_u64);
-    let layers = number("num_hidden_layers").context("it has no num_hidden_layers")?;
+    let layers = number("num_hidden_layers").context("num_hidden_layers is missing")?;
     if number("kv_lora_rank").is_some() {
-        bail!("it compresses its KV (MLA), which this estimate does not know");
+        bail!("the model compresses its KV (MLA), which this estimate does not support");
     }
-    let heads = number("num_attention_heads").context("it has no num_attention_heads")?;
+    let heads = number("num_attention_heads").context("num_attention_heads is missing")?;
     let kv_heads = number("num_key_value_heads").unwrap_or(heads);
     let head_dim = number("head_dim")
         .or_else(|| number("hidden_size")?.checked_div(heads))
-        .context("it has neither head_dim nor hidden_size")?;
+        .context("head_dim and hidden_size are missing")?;
     let dtype = config.get("torch_dtype").or_else(|| config.get("dtype")).and_then(Value::as_str);
     let value = if dtype == Some("float32") { 4 } else { 2 };
     Ok(2 * layers * kv_heads * head_dim * value)

@@ -18,31 +18,48 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// What is measured: so many bytes, in blocks of a size, so many requests at once.
+/// One case of the measurement.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(super) struct Case {
+    /// Size of a block, in bytes.
+    #[serde(rename = "block_bytes")]
     pub(super) block: usize,
+    /// Number of concurrent requests.
+    #[serde(rename = "concurrency")]
     pub(super) parallel: usize,
+    /// Bytes that are written and read in each round.
+    #[serde(rename = "round_bytes")]
     pub(super) bytes: usize,
 }
 
-/// Figures of one tier in one case: medians, bytes per second; ratios are medians of the rounds' ratios.
+/// Results of one tier in one case: medians over the rounds; ratios are medians of the rounds' ratios.
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct Measured {
     pub(super) tier: &'static str,
-    /// Where it is.
+    /// Folder or URL of the tier; `memory` for G2.
+    #[serde(rename = "location")]
     pub(super) place: String,
     #[serde(flatten)]
     pub(super) case: Case,
+    /// Write bandwidth of the tier, in bytes per second.
+    #[serde(rename = "write_bytes_per_second")]
     pub(super) write: f64,
+    /// Read bandwidth of the tier, in bytes per second.
+    #[serde(rename = "read_bytes_per_second")]
     pub(super) read: f64,
+    /// Write bandwidth without the tier, in bytes per second.
+    #[serde(rename = "raw_write_bytes_per_second")]
     pub(super) raw_write: f64,
+    /// Read bandwidth without the tier, in bytes per second.
+    #[serde(rename = "raw_read_bytes_per_second")]
     pub(super) raw_read: f64,
     pub(super) write_ratio: f64,
     pub(super) read_ratio: f64,
-    /// Seconds until one block alone is there.
+    /// Time to read a single block, in seconds.
+    #[serde(rename = "latency_s")]
     pub(super) latency: f64,
-    /// What the raw figures are.
+    /// What the raw bandwidths measure.
+    #[serde(rename = "raw_baseline")]
     pub(super) raw: &'static str,
 }
 
@@ -60,7 +77,7 @@ impl Folder {
     fn new(within: &Path) -> anyhow::Result<Self> {
         let folder = within.join(name());
         let made = within.ancestors().take_while(|above| !above.exists()).count();
-        std::fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
+        std::fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
         Ok(Self(folder, made))
     }
 }
@@ -102,7 +119,7 @@ pub(super) async fn measure(config: &Config, cases: &[Case], rounds: usize) -> a
         let (free, wanted) = (machine::space(&disk.folder).free, 4 * most);
         let [have, want] = [free, wanted].map(|bytes| ByteSize(bytes).about());
         let at = disk.folder.display().to_string();
-        ensure!(free > wanted, "{at} has {have} free, and measuring takes {want}; say less: --bytes …");
+        ensure!(free > wanted, "{at} has {have} free, but the measurement needs {want}; reduce --bytes");
         places.push(("g3", at, Place::Disk(Folder::new(&disk.folder)?)));
     }
     let pod = config.tiers.pod.as_ref().map(|pod| ("g3_5", Location::Folder(pod.path.clone())));
@@ -135,7 +152,10 @@ pub(super) async fn measure(config: &Config, cases: &[Case], rounds: usize) -> a
             measured.push(figures.into_measured(tier, at.clone(), *case));
         }
     }
-    ensure!(!measured.is_empty(), "no tier below G1 is configured: say where G3 may be (--data-dir), or G4 (--shared)");
+    ensure!(
+        !measured.is_empty(),
+        "no tier below G1 is configured; set a folder for G3 (--data-dir) or a store for G4 (--shared)"
+    );
     Ok(measured)
 }
 
@@ -307,7 +327,7 @@ async fn store(tier: &dyn Tier, mut blocks: Vec<Block>) -> anyhow::Result<()> {
 /// Reads blocks and verifies them, as the manager does before it serves one.
 async fn load(tier: &dyn Tier, names: &[SequenceHash], together: usize) -> anyhow::Result<()> {
     let loading = tier.load(fingerprint(), names.to_vec()).map(|(index, answer)| {
-        let block = answer?.context("a block that was just written is not there")?;
+        let block = answer?.context("a block that was just written cannot be found")?;
         Ok::<_, anyhow::Error>((names[index], block))
     });
     let verify = |batch: Vec<(SequenceHash, Block)>| async move {

@@ -51,7 +51,10 @@ impl Forms {
         keys.on_shred(move |domain| {
             // They read from each other.
             let rounds = [(); 2].map(|()| purgers.iter().map(|purge| purge(domain)).sum::<usize>());
-            tracing::info!(%domain, blocks = rounds.iter().sum::<usize>(), "dropped from memory");
+            tracing::info!(
+                %domain, blocks = rounds.iter().sum::<usize>(),
+                "blocks of a shredded domain dropped from memory"
+            );
         });
         Some(keys.watch())
     }

@@ -28,8 +28,8 @@ impl Health {
 
     fn degraded(&self) -> Vec<String> {
         let panics = panics::counts().into_iter();
-        let panics =
-            panics.map(|(component, count)| format!("{component}: {count} panics since the start; the log has them"));
+        let panics = panics
+            .map(|(component, count)| format!("{component}: {count} panics since the start; the log has the details"));
         let disk = self.disk.get().and_then(Weak::upgrade);
         let paths = disk.iter().flat_map(|disk| disk.paths()).filter_map(|path| {
             let failure = path.failure?;

@@ -39,7 +39,10 @@ fn source(model: &Model, machine: &Machine) -> anyhow::Result<ModelSource> {
         Model::Folder(path) => {
             if !path.is_dir() {
                 let names = Builtin::ALL.map(Builtin::name).join(", ");
-                bail!("there is no folder {}; --model takes a Hugging Face folder, or one of {names}", path.display());
+                bail!(
+                    "the folder {} does not exist; --model expects a Hugging Face folder or one of {names}",
+                    path.display()
+                );
             }
             fits(path, machine)?;
             ModelSource::Folder(path.clone())
@@ -61,7 +64,10 @@ impl Making {
             let step = written * Self::STEPS / all.max(1);
             if self.said.fetch_max(step + 1, Ordering::Relaxed) <= step {
                 let percent = 100 * step / Self::STEPS;
-                tracing::info!("making the built-in model, once: {percent} % of {}", ByteSize(all).about());
+                tracing::info!(
+                    "creating the built-in model (first start only): {percent} % of {}",
+                    ByteSize(all).about()
+                );
             }
         }
     }
@@ -78,7 +84,7 @@ fn fits(folder: &Path, machine: &Machine) -> anyhow::Result<()> {
         .sum::<u64>();
     match machine.memory {
         Some(have) if weights > have => bail!(
-            "memory does not suffice: the weights in {} take {} on disk alone, and {} is available; serve a smaller model",
+            "not enough memory: the weights in {} take {} on disk, and {} is available; serve a smaller model",
             folder.display(),
             ByteSize(weights).about(),
             ByteSize(have).about()

@@ -10,14 +10,14 @@ use std::collections::{BTreeMap, HashSet};
 #[derive(Clone, PartialEq, Debug, thiserror::Error)]
 pub(super) enum Error {
     /// All requests are nobody's.
-    #[error("tiers.quotas: nobody says whose a request is; name the header that does: --set frontend.tenant_header=…")]
+    #[error("tiers.quotas: requests have no tenant; set the header that carries it: --set frontend.tenant_header=…")]
     NoTenants,
     /// Which of the two holds?
-    #[error("tiers.quotas: there are two of tenant `{0}`")]
+    #[error("tiers.quotas: tenant `{0}` appears twice")]
     Twice(String),
     /// The guarantee is void.
     #[error(
-        "tiers.quotas: tenant `{tenant}` has {promised} of {tier} guaranteed, and may have at most {most}",
+        "tiers.quotas: tenant `{tenant}` has {promised} of {tier} guaranteed, which is above its limit of {most}",
         promised = ByteSize(.quota.guaranteed).about(),
         most = ByteSize(.quota.maximum.unwrap_or(u64::MAX)).about()
     )]
@@ -31,8 +31,8 @@ pub(super) enum Error {
     },
     /// More is promised than there is.
     #[error(
-        "tiers.quotas: {promised} of {tier} are guaranteed, and {have} can be promised; promise less, or make it larger: \
-         --set {key}=…",
+        "tiers.quotas: {promised} of {tier} are guaranteed, but at most {have} can be; guarantee less, or enlarge the \
+         tier: --set {key}=…",
         promised = ByteSize(*.promised).about(),
         have = ByteSize(*.have).about()
     )]
@@ -173,9 +173,9 @@ mod tests {
     fn what_cannot_be_kept_is_refused_with_the_reason() {
         let cases = [
             (vec![quota("ann", 600, None), quota("bob", 500, None)], "1.1 KiB of g1 are guaranteed"),
-            (vec![quota("ann", 600, Some(500))], "`ann` has 600 B of g1 guaranteed, and may have at most 500 B"),
-            (vec![quota("ann", 0, None), quota("ann", 1, None)], "two of tenant `ann`"),
-            (vec![TenantQuota { g2: ByteSize(1), ..TenantQuota::of("ann") }], "0 B can be promised"),
+            (vec![quota("ann", 600, Some(500))], "`ann` has 600 B of g1 guaranteed, which is above its limit of 500 B"),
+            (vec![quota("ann", 0, None), quota("ann", 1, None)], "tenant `ann` appears twice"),
+            (vec![TenantQuota { g2: ByteSize(1), ..TenantQuota::of("ann") }], "at most 0 B can be"),
             (vec![TenantQuota { g3: ByteSize(3001), ..TenantQuota::of("ann") }], "--set tiers.g3="),
             (vec![TenantQuota { g4: ByteSize(501), ..TenantQuota::of("ann") }], "--set shared_store.budget="),
             (vec![TenantQuota { weight: 0.0, ..TenantQuota::of("ann") }], "a weight of 0"),

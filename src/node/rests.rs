@@ -1,6 +1,6 @@
-//! What rests in the tiers of this process, beside what its router believes of it.
+//! The blocks in the tiers of this process beside the blocks in the router's index.
 //!
-//! The two agree but for what is on its way; where they go on differing, requests are placed by what is not so.
+//! The two differ only by events in flight; if they keep differing, requests are placed by a wrong view.
 
 use kvbm::{BlockManager, Census, Level};
 use router::Router;
@@ -16,24 +16,24 @@ pub struct Rests {
     pub(super) stores: Vec<(StoreId, Level, Count)>,
 }
 
-/// Counts what rests in a store; `None` once it is closed.
+/// Counts the blocks in a store; `None` once it is closed.
 pub(super) type Count = Arc<dyn Fn() -> Option<Census> + Send + Sync>;
 
-/// A place where blocks rest.
+/// One tier of one source of blocks.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub struct Place {
-    /// Whose: a worker, or a store that several share.
+    /// `worker w1`, or `store` and its id for a tier that several workers share.
     pub source: String,
-    /// Which of its levels.
-    pub level: Level,
-    /// What the router believes; `None` when it had to forget some of it, to stay within its budget.
-    pub believed: Option<Census>,
-    /// What the tier says itself; `None` for one of another process.
-    pub rests: Option<Census>,
+    /// Tier of the source.
+    pub tier: Level,
+    /// Blocks in the router's index; `None` if the index evicted some of them to stay within its memory limit.
+    pub indexed: Option<Census>,
+    /// Blocks that the tier itself reports; `None` for a tier of another process.
+    pub actual: Option<Census>,
 }
 
 impl Rests {
-    /// Every place where something rests, or is believed to.
+    /// Every tier that has blocks, or has blocks in the router's index.
     pub fn places(&self) -> Vec<Place> {
         let mut places: BTreeMap<(Source, Level), (Option<Census>, Option<Census>)> = BTreeMap::new();
         let own = self.workers.iter().flat_map(|(id, manager)| {
@@ -44,18 +44,18 @@ impl Rests {
             places.insert((source, level), (Some(Census::default()), Some(census)));
         }
         for (source, level, digest) in self.router.believed() {
-            let believed = digest.whole.then_some(Census { blocks: digest.blocks, sum: digest.sum });
-            places.entry((source, level)).or_default().0 = believed;
+            let indexed = digest.whole.then_some(Census { blocks: digest.blocks, sum: digest.sum });
+            places.entry((source, level)).or_default().0 = indexed;
         }
-        let place = |((source, level), (believed, rests)): ((Source, Level), _)| Place {
+        let place = |((source, tier), (indexed, actual)): ((Source, Level), _)| Place {
             source: match source {
                 Source::Worker(id) => format!("worker {id}"),
                 Source::Store(id) => format!("store {id}"),
                 Source::Router(id) => format!("router {id}"),
             },
-            level,
-            believed,
-            rests,
+            tier,
+            indexed,
+            actual,
         };
         places.into_iter().map(place).collect()
     }

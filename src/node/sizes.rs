@@ -63,15 +63,16 @@ impl Needs {
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum Error {
     /// The engine computes in G1.
-    #[error("tiers.g1 cannot be off: the engine computes in it; say a size, or `auto`")]
+    #[error("tiers.g1 cannot be off, because the engine needs it; expected a size or `auto`")]
     NoG1,
     /// Not even one block.
-    #[error("tiers.g1 = {0} holds no block; one takes {block}", block = ByteSize(*.1).about())]
+    #[error("tiers.g1 = {0} is smaller than one block of {block}", block = ByteSize(*.1).about())]
     TooSmall(ByteSize, u64),
     /// The machine has too little memory.
     #[error(
-        "memory does not suffice: {workers} worker(s) need {needed} (weights {weights}, G1 {g1} and G2 {g2} each), and {have} \
-         is available; use fewer workers (--workers both:1), smaller tiers (--set tiers.g1=…), or a smaller model",
+        "not enough memory: {workers} worker(s) need {needed} (weights {weights}, G1 {g1} and G2 {g2} each), and \
+         {have} is available; use fewer workers (--workers both:1), smaller tiers (--set tiers.g1=…) or a smaller \
+         model",
         needed = ByteSize(*.needed).about(),
         weights = ByteSize(*.weights).about(),
         g1 = ByteSize(.sizes.g1).about(),

@@ -72,7 +72,7 @@ impl Stores {
             let tier = open_disk(disks.to_vec(), shares.clone(), Arc::clone(&log), forms.metadata()).await?;
             tier.limit_blocks(Header::most_at_rest(block));
             if timeout(CATCH_UP_MAX, tier.recovered()).await.is_err() {
-                tracing::info!("still looking for what rests in G3; what is not found yet is recomputed");
+                tracing::info!("G3 is still being scanned; blocks that are not found yet are recomputed");
             }
             stores.disk = Arc::downgrade(&tier);
             let folders: Vec<&Path> = disks.iter().map(|disk| disk.folder.as_path()).collect();
@@ -152,7 +152,9 @@ impl Stores {
         // At least a moment: sealing a segment takes milliseconds, and saves the next start a scan.
         let deadline = deadline.max(Instant::now() + CLOSE_MIN);
         if timeout_at(deadline, disk.close()).await.is_err() {
-            tracing::warn!("G3 was still being written at the drain deadline; the next start scans its last segments");
+            tracing::warn!(
+                "G3 was still being written after the shutdown timeout; the next start scans its last segments"
+            );
         }
     }
 
@@ -266,11 +268,13 @@ pub(super) fn check_disks(disks: &[Disk], shares: &Shares) -> anyhow::Result<()>
 fn refused(error: &disk::OpenError) -> anyhow::Error {
     match error {
         disk::OpenError::Owned { .. } => {
-            anyhow!("{error}, which serves from it; give this one its own --data-dir, or no G3: --set tiers.g3=off")
+            anyhow!("{error}; use another --data-dir, or turn G3 off: --set tiers.g3=off")
         }
         disk::OpenError::TooSmall { capacity_bytes, least } => {
             let (asked, least) = (ByteSize(*capacity_bytes).about(), ByteSize(*least).about());
-            anyhow!("{asked} is too small for tiers.g3: the log takes at least {least} in each folder; or say `off`")
+            anyhow!(
+                "{asked} is too small for tiers.g3: the log needs at least {least} in each folder; `off` turns it off"
+            )
         }
         disk::OpenError::Io { .. } => anyhow!("the G3 log cannot be used: {error}"),
     }
@@ -293,7 +297,10 @@ fn spill(disk: &DiskTier, next: &Arc<ObjectTier>, encrypted: bool) -> AbortOnDro
             blocks.retain(|block: &Block| !encrypted || block.header.key.is_some());
             let answers = next.store(std::mem::take(&mut blocks)).await;
             let stored = answers.iter().filter(|answer| answer.is_ok()).count();
-            tracing::debug!(tier = %next.level(), offered = answers.len(), stored, "blocks in use that G3 gave up");
+            tracing::debug!(
+                tier = %next.level(), offered = answers.len(), stored,
+                "G3 evicted blocks in use; offered them to the store"
+            );
         }
     }))
 }
@@ -320,8 +327,10 @@ async fn open_shared(
             bail!("{key} = {location}: {why}; {}", cloud.advice())
         }
         (Ok(Standing::Ready), _) => {}
-        (Err(_), _) => tracing::info!("still learning what rests in {location}; what is not known yet is recomputed"),
-        (Ok(_), _) => tracing::warn!("starting without {location}; it is asked again every second"),
+        (Err(_), _) => {
+            tracing::info!("still reading the manifests of {location}; blocks that are not listed yet are recomputed")
+        }
+        (Ok(_), _) => tracing::warn!("starting without {location}; retrying every second"),
     }
     Ok(tier)
 }

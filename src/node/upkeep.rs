@@ -1,7 +1,7 @@
 //! Keeping shared stores within the bounds that the configuration sets: what may stay, who looks, and what is told of it.
 
 use super::quotas;
-use crate::config::{ByteSize, Config, Pod};
+use crate::config::{Config, Pod};
 use kvbm::object::gc::{Policy, headroom};
 use kvbm::object::{Amount, Compaction, Location, Outcome, Report, Upkeep};
 use kvbm::{Clock, Level, ObjectTier, Tier};
@@ -95,9 +95,9 @@ impl Collections {
             Ok(Compaction { objects: 0, .. }) => {}
             Ok(Compaction { objects, blocks }) => {
                 compacted.with_label_values(&[level.name()]).inc_by(objects);
-                tracing::info!(tier = %level, objects, blocks, "packed small objects into large ones");
+                tracing::info!(tier = %level, objects, blocks, "small objects compacted");
             }
-            Err(error) => tracing::warn!(tier = %level, %error, "small objects stay as they are"),
+            Err(error) => tracing::warn!(tier = %level, %error, "cannot compact small objects"),
         };
         AbortOnDropHandle::new(tokio::spawn(Upkeep::compact(every, Arc::downgrade(tier), told)))
     }
@@ -112,17 +112,18 @@ impl Collections {
                     self.objects.with_label_values(&[level.name(), state]).inc_by(amount.objects);
                     self.bytes.with_label_values(&[level.name(), state]).inc_by(amount.bytes);
                 }
-                let size = |bytes| ByteSize(bytes).about();
                 tracing::info!(
-                    tier = %level, %store, objects = report.objects, size = size(report.bytes), condemned = goes.objects,
-                    condemned_size = size(goes.bytes), deleted = report.deleted.objects,
-                    deleted_size = size(report.deleted.bytes), unreadable = report.unreadable, ?took, "looked through the store"
+                    tier = %level, %store, objects = report.objects, bytes = report.bytes,
+                    marked_objects = goes.objects, marked_bytes = goes.bytes,
+                    deleted_objects = report.deleted.objects, deleted_bytes = report.deleted.bytes,
+                    unreadable_manifests = report.unreadable, duration_s = took.as_secs_f64(),
+                    "garbage collection finished"
                 );
             }
             Outcome::Passed => turn("skipped"),
             Outcome::Failed(error) => {
                 turn("failed");
-                tracing::warn!(tier = %level, %store, %error, "the store could not be looked through; tried again later");
+                tracing::warn!(tier = %level, %store, %error, "garbage collection failed; retrying later");
             }
         }
     }

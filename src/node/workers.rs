@@ -72,7 +72,7 @@ impl Shared {
         let block = self.runtime.block_bytes();
         let memory = self.runtime.memory((self.sizes.g1 / block as u64) as usize).with_context(|| {
             let g1 = ByteSize(self.sizes.g1).about();
-            format!("memory does not suffice: G1 of worker {id} cannot have {g1}; make it smaller: --set tiers.g1=…")
+            format!("not enough memory: cannot allocate {g1} for G1 of worker {id}; make it smaller: --set tiers.g1=…")
         })?;
         let device = memory.device();
         let fingerprint = device.fingerprint();

@@ -58,18 +58,18 @@ async fn what_rests_is_listed_collected_after_a_grace_and_verified() {
     let (at, blocks) = (folder.path(), folder.path().join("blocks"));
     stored(at).await;
     let (listed, status) = asked(at, &["ls"]);
-    let holding = &listed["holdings"][0];
+    let holding = &listed["contents"][0];
     assert_eq!((&holding["blocks"], &holding["objects"], status), (&3.into(), &3.into(), Some(0)));
-    assert_eq!(asked(at, &["gc", "--budget", "2500", "--dry-run"]).0["report"]["condemned"]["budget"]["objects"], 1);
+    assert_eq!(asked(at, &["gc", "--budget", "2500", "--dry-run"]).0["report"]["marked"]["capacity"]["objects"], 1);
     assert_eq!(asked(at, &["ls"]).0, listed, "a dry run changes nothing");
     asked(at, &["gc", "--budget", "2500"]);
-    assert_eq!((&asked(at, &["ls"]).0["holdings"][0]["blocks"], files(&blocks)), (&2.into(), 3), "named, not deleted");
+    assert_eq!((&asked(at, &["ls"]).0["contents"][0]["blocks"], files(&blocks)), (&2.into(), 3), "marked, not deleted");
     assert_eq!(asked(at, &["gc"]).0["report"]["deleted"]["objects"], 0);
     assert_eq!(asked(at, &["gc", "--grace", "0s"]).0["report"]["deleted"]["objects"], 1);
     assert_eq!(files(&blocks), 2);
     let (seen, status) = asked(at, &["verify"]);
     assert_eq!(
-        (&seen["sound"], &seen["unsound"], &seen["missing"], status),
+        (&seen["valid_blocks"], &seen["corrupt_blocks"], &seen["missing_objects"], status),
         (&2.into(), &0.into(), &0.into(), Some(0))
     );
 }
@@ -84,8 +84,8 @@ async fn the_log_of_g3_is_listed_beside_the_shared_store_or_alone() {
     // A process that another test starts just now has the lock too, for a moment.
     let (both, status) = (0..100).map(|_| ls()).find(|(both, _)| both["g3"][0]["in_use"] == false).unwrap_or_else(ls);
     let log = &both["g3"][0];
-    assert_eq!((&log["holdings"][0]["blocks"], &log["in_use"], status), (&3.into(), &false.into(), Some(0)));
-    assert_eq!(both["holdings"][0]["blocks"], 3);
+    assert_eq!((&log["contents"][0]["blocks"], &log["in_use"], status), (&3.into(), &false.into(), Some(0)));
+    assert_eq!(both["contents"][0]["blocks"], 3);
     let alone = cache(&["ls", "--data-dir", at]);
     let text = String::from_utf8(alone.stdout).unwrap();
     assert!(alone.status.success() && text.contains("not in use: 1 segments") && !text.contains("WRITER"), "{text}");
@@ -120,14 +120,18 @@ async fn the_log_of_g3_is_verified_unless_a_process_uses_it() {
     // A process that another test starts just now has the lock too, for a moment.
     let sound = (0..100).map(|_| verify()).find(|output| output.status.success()).unwrap_or_else(verify);
     let seen = said(&sound);
-    assert_eq!((&seen["sound"], &seen["unsound"], &seen["unopened"]), (&3.into(), &0.into(), &0.into()), "{seen}");
+    assert_eq!(
+        (&seen["valid_blocks"], &seen["corrupt_blocks"], &seen["undecryptable_blocks"]),
+        (&3.into(), &0.into(), &0.into()),
+        "{seen}"
+    );
     let segment = std::fs::read_dir(&folder).unwrap().map(|file| file.unwrap().path());
     let segment = segment.into_iter().find(|path| path.extension().is_some_and(|it| it == "segment")).unwrap();
     let mut bytes = std::fs::read(&segment).unwrap();
     bytes[600] ^= 1;
     std::fs::write(&segment, bytes).unwrap();
     let damaged = (0..100).map(|_| verify()).find(|output| !output.stdout.is_empty()).unwrap_or_else(verify);
-    assert_eq!((damaged.status.code(), &said(&damaged)["unsound"]), (Some(1), &1.into()));
+    assert_eq!((damaged.status.code(), &said(&damaged)["corrupt_blocks"]), (Some(1), &1.into()));
     let events = Arc::new(EventLog::new(Epoch(1)));
     let settings = kvbm::disk::Settings { min_free_bytes: 0, ..Default::default() };
     let _owner = DiskTier::open(&folder, settings, events).unwrap();
@@ -159,6 +163,6 @@ fn a_shredded_domain_has_no_key_left() {
     std::fs::write(&master, "07".repeat(32)).unwrap();
     let set = format!(r#"tiers.encryption={{keys={{file="{}"}}}}"#, master.display());
     let (said, status) = asked(folder.path(), &["shred", "--set", &set, "--domain", "acme", "--remove"]);
-    assert_eq!((&said["keys"], status), (&0.into(), Some(0)));
+    assert_eq!((&said["destroyed_keys"], status), (&0.into(), Some(0)));
     assert_eq!(said["domain"].as_str().unwrap(), kvbm::Domain::derived(b"", "acme").id().to_string());
 }

@@ -54,8 +54,8 @@ fn print_config_refuses_what_serve_refuses_and_loads_nothing() {
     let cases: [(&[&str], &str); 11] = [
         (&["--model", "no/such/folder"], "no/such/folder"),
         (&["--model", folder.path().to_str().expect("text")], "config.json"),
-        (&["--set", "tiers.g1=900TiB"], "memory does not suffice"),
-        (&["--set", "tiers.g1=1"], "holds no block"),
+        (&["--set", "tiers.g1=900TiB"], "not enough memory"),
+        (&["--set", "tiers.g1=1"], "smaller than one block"),
         (&["--set", "tiers.g3=100"], "too small for tiers.g3"),
         (&["--set", "frontend.tenant_header=x-t", "--set", quota], "tiers.quotas"),
         (&["--set", &keys], "tiers.encryption"),

@@ -110,7 +110,7 @@ async fn a_thousand_idle_sockets_leave_room_for_requests() {
         program.open_files()
     );
     assert!(open <= 130.0, "{open} connections are open of at most half of 256 files");
-    assert_eq!(program.logged("leaves room for fewer connections").len(), 1);
+    assert_eq!(program.logged("allows fewer connections than configured").len(), 1);
 }
 
 #[tokio::test(flavor = "multi_thread")]

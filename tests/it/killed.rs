@@ -61,7 +61,7 @@ impl Process {
         };
         let banner: Value =
             serde_json::from_str(&line.unwrap().unwrap()).unwrap_or_else(|_| panic!("no banner:\n{}", last_of(&log)));
-        let admin = banner["admin"].as_str().map(|address| format!("http://{address}"));
+        let admin = banner["admin_address"].as_str().map(|address| format!("http://{address}"));
         let client = Client { url: format!("http://{}", banner["address"].as_str().unwrap()), admin, http: client() };
         let ready = async {
             while !client.get("/ready").await.0 {

@@ -20,7 +20,7 @@ pub(crate) async fn filled(client: &Client, case: &str) {
 
 /// Waits until what is believed is what rests, in every tier, and something does in each.
 pub(crate) async fn settled(client: &Client, case: &str) {
-    agreed(client, case, |place| place["rests"].is_object() && place["believed"] == place["rests"]).await;
+    agreed(client, case, |place| place["actual"].is_object() && place["indexed"] == place["actual"]).await;
 }
 
 async fn agreed(client: &Client, case: &str, holds: impl Fn(&Value) -> bool) {
@@ -30,7 +30,7 @@ async fn agreed(client: &Client, case: &str, holds: impl Fn(&Value) -> bool) {
         let filled = |level: &str| {
             places
                 .iter()
-                .any(|place| place["level"] == level && place["rests"]["blocks"].as_u64().is_some_and(|n| n > 0))
+                .any(|place| place["tier"] == level && place["actual"]["blocks"].as_u64().is_some_and(|n| n > 0))
         };
         if places.iter().all(&holds) && LEVELS.into_iter().all(filled) {
             return;
@@ -42,7 +42,7 @@ async fn agreed(client: &Client, case: &str, holds: impl Fn(&Value) -> bool) {
 
 /// Which blocks `blockyard cache ls` finds, by level.
 pub(crate) fn outside(store: &Path, elsewhere: &[&str]) -> Value {
-    asked(store, &[&["ls"], elsewhere].concat()).0["rests"].take()
+    asked(store, &[&["ls"], elsewhere].concat()).0["digests"].take()
 }
 
 /// Waits until that is what is believed to rest in the tiers that others may look into.
@@ -51,8 +51,7 @@ pub(crate) async fn found(client: &Client, store: &Path, elsewhere: &[&str], cas
     loop {
         let (outside, places) = (outside(store, elsewhere), client.places().await);
         let found: Vec<_> = outside.as_object().unwrap().iter().collect();
-        let believed =
-            |level: &str| places.iter().find(|place| place["level"] == level).map(|place| &place["believed"]);
+        let believed = |level: &str| places.iter().find(|place| place["tier"] == level).map(|place| &place["indexed"]);
         if !found.is_empty() && found.iter().all(|(level, census)| believed(level) == Some(census)) {
             return outside;
         }
@@ -82,14 +81,14 @@ async fn what_two_workers_computed_rests_once_in_the_store_that_they_share() {
         .places()
         .await
         .iter()
-        .filter(|place| place["level"] == "g1")
-        .map(|place| place["rests"]["blocks"].as_u64().unwrap())
+        .filter(|place| place["tier"] == "g1")
+        .map(|place| place["actual"]["blocks"].as_u64().unwrap())
         .collect();
     assert_eq!((held.len(), held[0], held[0] >= 24), (2, held[1], true), "both workers computed all of it");
     // What is on its way is written.
     process.stop();
     let listed = asked(store.path(), &["ls"]).0;
     let stored: u64 =
-        listed["holdings"].as_array().unwrap().iter().map(|holding| holding["blocks"].as_u64().unwrap()).sum();
-    assert_eq!((stored, &listed["rests"]["g4"]["blocks"]), (held[0], &stored.into()));
+        listed["contents"].as_array().unwrap().iter().map(|holding| holding["blocks"].as_u64().unwrap()).sum();
+    assert_eq!((stored, &listed["digests"]["g4"]["blocks"]), (held[0], &stored.into()));
 }

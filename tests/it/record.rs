@@ -53,11 +53,11 @@ async fn what_a_process_served_can_be_replayed() {
     let replayed = blockyard(&["replay", "--workers", "2", "--rate", "1", "--policy", "kv", "--json"], &file);
     let report: Value = serde_json::from_slice(&replayed.stdout).unwrap();
     // Of 2 + 3 + 4 units the second finds one whole, and the third two.
-    assert_eq!((&report["requests"], &report["policies"][0]["finished"]), (&json!(3), &json!(3)));
+    assert_eq!((&report["requests"], &report["policies"][0]["completed"]), (&json!(3), &json!(3)));
     assert!((report["hit_rate_bound"].as_f64().unwrap() - 3.0 / 9.0).abs() < 1e-9, "{report:#}");
     let fitted = blockyard(&["fit"], &file);
     let error = String::from_utf8(fitted.stderr).unwrap();
-    assert!(!fitted.status.success() && error.contains("3 requests") && error.contains("too few"), "{error}");
+    assert!(!fitted.status.success() && error.contains("3 requests") && error.contains("at least 50"), "{error}");
 }
 
 #[test]
@@ -71,8 +71,9 @@ fn a_profile_that_was_fitted_is_one_that_replay_takes() {
         let ids: Vec<u64> = (0..input.div_ceil(512)).map(|unit| 10 * at + unit).collect();
         json!({
             "timestamp": 2000 * at, "input_length": input, "output_length": output, "hash_ids": ids, "model": "toy",
-            "worker": "w1", "sent_s": 0.0, "first_token_s": first, "last_token_s": first + 0.01 * (output - 1) as f64,
-            "kv_tokens": 100_000, "kv_bytes_per_token": 1000.0, "sequences_max": 8,
+            "worker": "w1", "dispatched_s": 0.0, "first_token_s": first,
+            "last_token_s": first + 0.01 * (output - 1) as f64,
+            "kv_cache_tokens": 100_000, "kv_bytes_per_token": 1000.0, "max_num_seqs": 8,
         })
         .to_string()
             + "\n"
@@ -83,7 +84,9 @@ fn a_profile_that_was_fitted_is_one_that_replay_takes() {
     assert!(fitted.status.success() && said.contains("100 requests"), "{said}");
     std::fs::write(&profile, &fitted.stdout).unwrap();
     let report: Value = serde_json::from_slice(&blockyard(&["fit", "--json"], &run).stdout).unwrap();
-    for (key, want) in [("step_s", 0.01), ("token_s", 0.000_1), ("sequences", 8.0), ("device_bytes", 1e8)] {
+    for (key, want) in
+        [("step_base_s", 0.01), ("prefill_token_s", 0.000_1), ("max_num_seqs", 8.0), ("kv_cache_bytes", 1e8)]
+    {
         let found = report["profile"][key].as_f64().unwrap();
         assert!((found / want - 1.0).abs() < 0.02, "{key}: {found}");
     }
@@ -94,9 +97,9 @@ fn a_profile_that_was_fitted_is_one_that_replay_takes() {
     // Prompts of 1,400 tokens on average.
     assert!((mean - 0.15).abs() < 0.02, "{mean}");
     let apart: Value = serde_json::from_slice(&replay("prefill:1,decode:1").stdout).unwrap();
-    let (figures, phases) = (&apart["policies"][0], &apart["phases"]);
-    assert!(phases == "prefill:1,decode:1" && figures["finished"] == 100, "{apart:#}");
-    assert!(figures["handed_over"].as_u64().is_some_and(|handed| handed > 50), "{apart:#}");
+    let (figures, phases) = (&apart["policies"][0], &apart["roles"]);
+    assert!(phases == "prefill:1,decode:1" && figures["completed"] == 100, "{apart:#}");
+    assert!(figures["remote_prefills"].as_u64().is_some_and(|handed| handed > 50), "{apart:#}");
     let text = std::fs::read_to_string(&profile).unwrap();
     std::fs::write(&profile, text.split("[peer]").next().unwrap()).unwrap();
     let error = String::from_utf8(replay("prefill:1,decode:1").stderr).unwrap();
@@ -147,7 +150,7 @@ fn a_configuration_is_replayed_as_the_router_would_take_it() {
         (report, said)
     };
     let names = |report: &Value| -> Vec<String> {
-        report["policies"].as_array().unwrap().iter().map(|f| f["name"].as_str().unwrap().to_owned()).collect()
+        report["policies"].as_array().unwrap().iter().map(|f| f["policy"].as_str().unwrap().to_owned()).collect()
     };
     let kv = |more: &[&str]| replay(&[&["--policy", "kv"], more].concat()).0;
     let (plain, set, filed) =
@@ -155,11 +158,11 @@ fn a_configuration_is_replayed_as_the_router_would_take_it() {
     assert_ne!(plain["policies"], set["policies"], "what is set counts");
     assert_eq!(set["policies"], filed["policies"]);
     assert_eq!((&set["router"]["decode_weight"], plain.get("router")), (&json!(40.0), None));
-    assert_eq!((&plain["repair_s"], &plain["flip"]), (&json!(0.05), &json!(false)));
+    assert_eq!((&plain["resync_delay_s"], &plain["rebalance"]), (&json!(0.05), &json!(false)));
     // Keys win over a preset, wherever it is named.
     let preset = replay(&["--policy", "latency", "--set", "router.decode_weight=40"]).0;
     let [mut of_preset, of_key] = [&preset, &set].map(|report| report["policies"][0].clone());
-    of_preset["name"] = json!("kv");
+    of_preset["policy"] = json!("kv");
     assert_eq!(of_preset, of_key);
     // Who is replayed: each once; whom the configuration names; else everybody.
     assert_eq!(names(&kv(&["--policy", "kv,random,kv"])), ["kv", "random"]);
@@ -171,7 +174,7 @@ fn a_configuration_is_replayed_as_the_router_would_take_it() {
     let flip = ["--workers", "prefill:2,decode:2", "--set", "router.planner.mode=flip"];
     let apart = blockyard(&[&["replay", "--rate", "40", "--policy", "kv", "--json"], &flip[..]].concat(), &run);
     let apart: Value = serde_json::from_slice(&apart.stdout).unwrap();
-    assert!(apart["flip"] == true && apart["policies"][0]["flips"].is_u64(), "{apart:#}");
+    assert!(apart["rebalance"] == true && apart["policies"][0]["role_changes"].is_u64(), "{apart:#}");
     // What is wrong is said as `serve` says it.
     for (wrong, said) in [
         ("router.decode_wait=1", "unknown key `router.decode_wait` (--set router.decode_wait=1); did you mean"),

@@ -379,7 +379,7 @@ fn what_is_wrong_is_said_with_what_to_do() {
     let error = refused(&[&here[..], &["no/such/folder"]].concat());
     assert!(error.contains("no/such/folder") && error.contains("tiny"), "{error}");
     let error = refused(&[&here[..], &["tiny", "--set", "tiers.g1=900TiB"]].concat());
-    assert!(error.contains("memory does not suffice") && error.contains("tiers.g1"), "{error}");
+    assert!(error.contains("not enough memory") && error.contains("tiers.g1"), "{error}");
     let error = refused(&["--set", "router.polcy=kv"]);
     assert!(error.contains("did you mean `router.policy`"), "{error}");
 }

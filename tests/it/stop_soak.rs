@@ -61,7 +61,7 @@ fn found(data: &Path) -> Survey {
 }
 
 fn blocks(survey: &Survey) -> u64 {
-    survey.holdings.iter().map(|holding| holding.blocks).sum()
+    survey.contents.iter().map(|holding| holding.blocks).sum()
 }
 
 async fn in_g3(client: &Client) -> u64 {
@@ -126,7 +126,7 @@ async fn a_start_after_any_clean_stop_finds_what_was_durable() {
         assert!(status.success(), "{case}: {status}\n{log}");
         assert!(!log.contains("panic") && !log.contains("ERROR"), "{case}:\n{log}");
         let left = found(data.path());
-        assert_eq!(left.open, 0, "{case}: a segment was not sealed\n{log}");
+        assert_eq!(left.open_segments, 0, "{case}: a segment was not sealed\n{log}");
         durable = blocks(&left);
         assert!(durable >= announced, "{case}: {announced} blocks were announced, and {durable} rest");
         stops += 1;

@@ -23,7 +23,7 @@ pub struct Ticket {
 impl Ticket {
     /// The ticket as the router carries it.
     pub fn seal(&self) -> Handoff {
-        Handoff(serde_json::to_vec(self).map(Bytes::from).expect("a ticket holds nothing that JSON cannot"))
+        Handoff(serde_json::to_vec(self).map(Bytes::from).expect("a ticket serializes to JSON"))
     }
 
     /// Reads a ticket; `None` when it is not one of ours.

@@ -346,9 +346,9 @@ pub const RANGE_MAX: usize = 512;
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum PlaneError {
     /// Nobody of that name is there.
-    #[error("{0} is not there")]
+    #[error("{0} is not registered")]
     Absent(String),
     /// The plane itself does not answer.
-    #[error("plane unavailable: {0}")]
+    #[error("control plane unavailable: {0}")]
     Unavailable(String),
 }

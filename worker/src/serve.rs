@@ -186,12 +186,12 @@ impl Presence {
         let instance = Instance { phase: to, ..self.instance.clone() };
         match self.discovery.register(instance.clone(), Arc::clone(&self.engine)).await {
             Ok(lease) => {
-                tracing::info!(worker = %instance.id, from = %self.instance.phase, %to, "worker changes its phase");
+                tracing::info!(worker = %instance.id, from = %self.instance.phase, %to, "worker changes its role");
                 self.lease = lease;
                 self.instance = instance;
             }
             // It is wished again while it holds.
-            Err(error) => tracing::warn!(worker = %instance.id, %to, %error, "worker keeps its phase"),
+            Err(error) => tracing::warn!(worker = %instance.id, %to, %error, "worker cannot change its role"),
         }
     }
 }
@@ -232,7 +232,7 @@ impl Reporter {
                 }
                 changed = self.load.changed() => {
                     if changed.is_err() {
-                        tracing::error!(source = %self.feed.source, "the engine is gone; the worker leaves");
+                        tracing::error!(source = %self.feed.source, "the engine stopped; the worker deregisters");
                         return;
                     }
                     due = due.min(sent + REPORT_GAP);

@@ -223,12 +223,14 @@ impl<'a> Replay<'a> {
         let (all, _) = self.run(&["--seeds", seeds])?;
         let capacity = number(&all["capacity_rps"])?;
         let policies = all["policies"].as_array().context("no policies")?;
-        let ours = || policies.iter().filter(|row| row["name"] == "kv");
+        let ours = || policies.iter().filter(|row| row["policy"] == "kv");
         let mut figures = vec![Figure::of("replay: capacity of 16 workers".into(), capacity, "req/s", Goal::Shown)];
         for own in ours() {
-            let load = number(&own["load"])?;
+            let load = number(&own["load_factor"])?;
             for (what, key) in [("mean", "ttft_mean_s"), ("p99", "ttft_p99_s")] {
-                let others = policies.iter().filter(|row| row["load"] == own["load"] && row["name"] != "kv");
+                let others = policies
+                    .iter()
+                    .filter(|row| row["load_factor"] == own["load_factor"] && row["policy"] != "kv");
                 let best = others.map(|row| number(&row[key])).try_fold(f64::INFINITY, |a, b| b.map(|b| a.min(b)))?;
                 let named = format!("replay, load {load}: kv's {what} first token ÷ the best other's");
                 figures.push(Figure::ratio(named, number(&own[key])? / best, Goal::AtMost(1.02)));
@@ -240,9 +242,9 @@ impl<'a> Replay<'a> {
         let hits = |report: &Value, key: &str| -> Result<Vec<f64>> {
             report["policies"].as_array().context("no policies")?.iter().map(|row| number(&row[key])).collect()
         };
-        let loads: Vec<f64> = ours().map(|row| number(&row["load"])).collect::<Result<_>>()?;
+        let loads: Vec<f64> = ours().map(|row| number(&row["load_factor"])).collect::<Result<_>>()?;
         let usual = ours().map(|row| number(&row["hit_rate"])).collect::<Result<Vec<f64>>>()?;
-        let usual_end = ours().map(|row| number(&row["hit_rate_end"])).collect::<Result<Vec<f64>>>()?;
+        let usual_end = ours().map(|row| number(&row["hit_rate_last_quarter"])).collect::<Result<Vec<f64>>>()?;
         let mut compare = |what: &str, values: Vec<f64>, goal: Goal, points: bool| {
             for (load, value) in loads.iter().zip(values) {
                 let named = format!("replay, load {load}: {what}");
@@ -265,7 +267,7 @@ impl<'a> Replay<'a> {
         compare("the same, when a repair takes 2 s", less(&usual, &slow), Goal::Below(2.0), true);
         let never = hits(&alone(&["--loss", "0.1", "--repair", "100000s"])?.0, "hit_rate")?;
         compare("the same, when nothing is repaired", less(&usual, &never), Goal::Shown, true);
-        let recovered = hits(&alone(&["--loss", "0.1", "--loss-until", "0.5"])?.0, "hit_rate_end")?;
+        let recovered = hits(&alone(&["--loss", "0.1", "--loss-until", "0.5"])?.0, "hit_rate_last_quarter")?;
         compare(
             "still lost in the last quarter, events lost in the first half",
             less(&usual_end, &recovered),

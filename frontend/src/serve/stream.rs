@@ -143,7 +143,7 @@ pub(super) fn refuse(error: &Error, lines: &LogLimit) -> Bytes {
             code = error.body().code(),
             %error,
             suppressed = Some(suppressed).filter(|lines| *lines > 0),
-            "request refused"
+            "request rejected"
         );
     }
     let body = serde_json::to_string(&error.body()).expect("an error object has string keys");

@@ -126,7 +126,7 @@ impl Keys {
         match opening.await {
             // A shelf that is away keeps nobody from starting: domains wait for it, and come by themselves.
             Err(error @ (KeyError::Store(_) | KeyError::Silent)) => {
-                tracing::warn!(%error, "the data keys cannot be reached now; what is encrypted counts as missing");
+                tracing::warn!(%error, "cannot read the data keys; encrypted blocks count as misses");
             }
             done => done?,
         }
@@ -150,9 +150,9 @@ impl Keys {
                 let looked = keys.follow_notices().await;
                 match &looked {
                     Err(error) if !failing => {
-                        tracing::warn!(%error, "notices of shredded domains cannot be read; keys in memory are used on");
+                        tracing::warn!(%error, "cannot read notices of shredded domains; cached keys stay in use");
                     }
-                    Ok(()) if failing => tracing::info!("notices of shredded domains can be read again"),
+                    Ok(()) if failing => tracing::info!("reading notices of shredded domains works again"),
                     _ => {}
                 }
                 failing = looked.is_err();
@@ -177,7 +177,7 @@ impl Keys {
                 self.purge(notice.domain);
             }
             self.known().notices.insert(notice);
-            tracing::info!(domain = %notice.domain, "the domain was shredded; its blocks in memory are dropped");
+            tracing::info!(domain = %notice.domain, "domain was shredded; its blocks in memory are dropped");
         }
         Ok(())
     }
@@ -276,7 +276,7 @@ impl Keys {
         if count > 0 {
             // Whoever shredded one of them meanwhile said so before: a second look removes what was brought back.
             self.learn(&self.shelf.list(None).await?, None).await?;
-            tracing::info!(keys = count, master = %first, "data keys wrapped by the first master key");
+            tracing::info!(keys = count, master = %first, "data keys rewrapped with the first master key");
         }
         Ok(count)
     }
@@ -294,7 +294,7 @@ impl Keys {
                 Ok(None) => return Ok(false),
                 // One key that cannot be unwrapped must not keep the others, and the service, from going on.
                 Err(error @ (KeyError::Locked { .. } | KeyError::Damaged { .. })) => {
-                    tracing::warn!(%error, "data key left as it is");
+                    tracing::warn!(%error, "cannot rewrap a data key");
                     return Ok(false);
                 }
                 Err(error) => return Err(error),
@@ -378,14 +378,14 @@ impl Keys {
                 Ok(Some(data)) => return Ok(self.write_with(domain, data)),
                 Ok(None) => {}
                 Err(error @ (KeyError::Locked { .. } | KeyError::Damaged { .. })) => {
-                    tracing::warn!(%error, "data key passed over");
+                    tracing::warn!(%error, "cannot use a data key; it is skipped");
                 }
                 Err(error) => return Err(error),
             }
         }
         let data = Arc::new(DataKey::random()?);
         self.keep(domain, &data).await?;
-        tracing::info!(%domain, key = %data.id(), "new data key");
+        tracing::info!(%domain, key = %data.id(), "data key created");
         Ok(self.write_with(domain, data))
     }
 
@@ -493,7 +493,10 @@ impl Keys {
         tokio::spawn(async move {
             let _one = keys.slow.lock().await;
             if let Err(error) = keys.look().await {
-                tracing::warn!(%error, "data keys in memory are used on; what others shredded is not noticed");
+                tracing::warn!(
+                    %error,
+                    "cannot read the key store; cached keys stay in use, and domains shredded elsewhere stay readable"
+                );
             }
         });
     }

@@ -99,7 +99,7 @@ impl MetadataKeys {
         let metadata = Arc::new(Self { keys, known: RwLock::default() });
         match metadata.fetch_all().await {
             Err(error @ (KeyError::Store(_) | KeyError::Silent)) => {
-                tracing::warn!(%error, "the metadata keys cannot be reached now; segments are scanned instead");
+                tracing::warn!(%error, "cannot read the metadata keys; segments are scanned instead");
             }
             done => done?,
         }
@@ -111,7 +111,7 @@ impl MetadataKeys {
         for key in self.keys.listed(DOMAIN).await? {
             match self.learn(key).await {
                 Err(error @ (KeyError::Locked { .. } | KeyError::Damaged { .. })) => {
-                    tracing::warn!(%error, "metadata under this key is not accepted");
+                    tracing::warn!(%error, "a metadata key is unusable; metadata encrypted with it is ignored");
                 }
                 done => drop(done?),
             }

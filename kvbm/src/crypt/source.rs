@@ -161,7 +161,7 @@ fn run(words: &[String]) -> io::Result<String> {
     if !status.success() {
         return Err(io::Error::other(format!("failed with {status}")));
     }
-    reading.join().map_err(|_| io::Error::other("its output could not be read"))?
+    reading.join().map_err(|_| io::Error::other("cannot read its output"))?
 }
 
 #[cfg(test)]

@@ -413,7 +413,7 @@ async fn a_wrapped_key_that_was_changed_is_named_and_replaced_for_new_blocks() {
     bad[60] ^= 1;
     site.shelf.put(&path, bad.into()).await.unwrap();
     let process = site.process(&masters).await;
-    assert!(process.refusal(block[0].header.name).await.to_string().contains("is damaged"));
+    assert!(process.refusal(block[0].header.name).await.to_string().contains("is corrupt"));
     let new = blocks_of(tenant(1), 2, 1);
     contract::store(&*process.tier, new.clone()).await;
     assert_eq!(process.finds(&new).await, 1);

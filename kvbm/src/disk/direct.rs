@@ -211,7 +211,7 @@ fn unused(folder: &Path) -> io::Result<PathBuf> {
             Err(error) => return Err(error),
         }
     }
-    Err(io::Error::other(format!("{NAMES} other things are named `probe.…` there")))
+    Err(io::Error::other(format!("{NAMES} files named `probe.…` already exist")))
 }
 
 /// Fills `into` from `offset` on; less only at the end of the file. Returns the bytes read.

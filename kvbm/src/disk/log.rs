@@ -201,7 +201,7 @@ impl Log {
             self.failed.cancel();
             tracing::error!(
                 folder = %self.folder.display(), %error,
-                "a path of the disk tier is down: its blocks are misses until it can be used again"
+                "G3 path is down; its blocks are misses until it is usable again"
             );
         }
     }
@@ -308,14 +308,14 @@ impl Log {
     pub(super) fn rest(&self, error: &io::Error) {
         *self.resting_until.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now() + REST);
         if !self.failing.swap(true, Ordering::Relaxed) {
-            tracing::warn!(folder = %self.folder.display(), %error, "the disk tier cannot write; it tries again every second");
+            tracing::warn!(folder = %self.folder.display(), %error, "cannot write to G3; retrying every second");
         }
     }
 
     /// After a write that did not fail.
     pub(super) fn write_succeeded(&self) {
         if self.failing.load(Ordering::Relaxed) && self.failing.swap(false, Ordering::Relaxed) {
-            tracing::info!(folder = %self.folder.display(), "the disk tier writes again");
+            tracing::info!(folder = %self.folder.display(), "writing to G3 works again");
         }
     }
 

@@ -56,7 +56,7 @@ impl Owner {
         let noted =
             file.set_len(0).and_then(|()| file.rewind()).and_then(|()| writeln!(file, "{}", std::process::id()));
         if let Err(error) = noted {
-            tracing::debug!(%error, "the owner's pid could not be noted");
+            tracing::debug!(%error, "cannot write the process id to the lock file");
         }
         Ok(Self { lock: file })
     }

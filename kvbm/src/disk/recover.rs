@@ -52,8 +52,8 @@ impl Log {
         self.finish_recovery();
         let blocks: usize = found?;
         tracing::info!(
-            folder = %self.folder.display(), access = ?self.access, blocks, bytes = self.taken(), took = ?started.elapsed(),
-            "disk tier open"
+            folder = %self.folder.display(), access = ?self.access, blocks, bytes = self.taken(),
+            duration_s = started.elapsed().as_secs_f64(), "G3 path opened"
         );
         Ok(())
     }
@@ -100,12 +100,15 @@ impl Log {
         let read_some = |found: &mpsc::Sender<(u32, T)>| {
             while let Some(&number) = numbers.get(next.fetch_add(1, Ordering::Relaxed)) {
                 // One segment that nobody foresaw costs no other.
-                let panicked = |_| Err(io::Error::other("reading it panicked"));
+                let panicked = |_| Err(io::Error::other("reading the segment panicked"));
                 match catch_unwind(AssertUnwindSafe(|| read(number))).unwrap_or_else(panicked) {
                     Ok(read) => drop(found.send((number, read))),
                     Err(_) if self.io.is_called_off() => return,
                     Err(error) => {
-                        tracing::warn!(folder = %self.folder.display(), number, %error, "segment unreadable");
+                        tracing::warn!(
+                            folder = %self.folder.display(), segment = number, %error,
+                            "cannot read a segment"
+                        );
                     }
                 }
             }
@@ -218,11 +221,14 @@ impl Log {
         let Scanned { mut listing, stretches, footer: remains } = scan(&self.io, &file, length, number, keys)?;
         if remains || matches!(footer, Footer::Damaged) {
             self.shared.damaged.footers.fetch_add(1, Ordering::Relaxed);
-            tracing::warn!(segment = %path.display(), "damaged footer: the segment was scanned");
+            tracing::warn!(segment = %path.display(), "segment footer is corrupt; the segment was scanned");
         }
         if stretches > 0 {
             self.shared.damaged.stretches.fetch_add(stretches, Ordering::Relaxed);
-            tracing::warn!(segment = %path.display(), stretches, "damaged: what is not sound is left out");
+            tracing::warn!(
+                segment = %path.display(), corrupt_ranges = stretches,
+                "segment is corrupt; its corrupt ranges are skipped"
+            );
         }
         tracing::info!(segment = %path.display(), records = listing.len(), "scanned a segment without a footer");
         if listing.len() == 0 {

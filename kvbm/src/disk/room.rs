@@ -266,7 +266,7 @@ impl Log {
         let goes = goes.map(|(_, (block, _))| (block.fingerprint, block.name));
         self.shared.index.remove(goes, |place| self.is_in(place, going.segment.number()));
         if let Err(error) = self.carry(going) {
-            tracing::warn!(folder = %self.folder.display(), %error, "hot blocks could not be carried over");
+            tracing::warn!(folder = %self.folder.display(), %error, "cannot copy hot blocks to a new segment");
         }
         self.forget(&going.segment);
     }
@@ -276,7 +276,7 @@ impl Log {
         let blocks = listing.iter().map(|(fingerprint, entry)| (fingerprint, entry.name));
         self.shared.index.remove(blocks, |place| self.is_in(place, number));
         if let Err(error) = segment::retire(&self.io, &self.folder, number) {
-            tracing::warn!(folder = %self.folder.display(), number, %error, "segment could not be removed");
+            tracing::warn!(folder = %self.folder.display(), segment = number, %error, "cannot delete a segment");
         }
         segment.resize(0);
     }
@@ -308,7 +308,8 @@ impl Log {
         }
         if let Some(error) = last {
             tracing::warn!(
-                folder = %self.folder.display(), number, unreadable, %error, "blocks in use could not be read, and go with their segment"
+                folder = %self.folder.display(), segment = number, blocks = unreadable, %error,
+                "cannot read blocks in use; they are deleted with their segment"
             );
         }
         if let Some(Spill { wants, to }) = self.shared.spill.get() {

@@ -59,7 +59,7 @@ impl Segment {
 
     /// Says whose it is, before anybody else knows of it.
     pub(super) fn give(self: &mut Arc<Self>, group: u16) {
-        Arc::get_mut(self).expect("nobody else knows of it").group = group;
+        Arc::get_mut(self).expect("there is no other reference to the segment").group = group;
     }
 
     /// Bytes that it takes.
@@ -270,7 +270,7 @@ impl Drop for Head {
                 Ok(bytes) => self.segment.resize(bytes),
                 Err(error) => {
                     // Without a footer it is scanned when the log is opened again; what has no records goes back.
-                    tracing::warn!(segment = %self.path.display(), %error, "segment not sealed");
+                    tracing::warn!(segment = %self.path.display(), %error, "cannot seal a segment");
                     let end = listing.end().next_multiple_of(Access::BLOCK);
                     if self.io.set_len(&self.file, end).is_ok() {
                         self.segment.resize(end);

@@ -63,7 +63,7 @@ pub enum OpenError {
         pid: Option<u32>,
     },
     /// The settings leave no room for a log.
-    #[error("a capacity of {capacity_bytes} bytes is too small for a disk tier, which takes at least {least}")]
+    #[error("a capacity of {capacity_bytes} bytes is too small for G3, which needs at least {least}")]
     TooSmall {
         /// What was asked for.
         capacity_bytes: u64,

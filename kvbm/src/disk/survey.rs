@@ -1,4 +1,4 @@
-//! What rests in a folder of the log, looked at from outside: nothing is changed, and no lock is taken from its owner.
+//! Lists the blocks in a log from outside: it changes nothing and does not take the owner's lock.
 
 use super::file_io::FileIo;
 use super::listing::Entry;
@@ -11,24 +11,24 @@ use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// What rests in a folder.
+/// The contents of a log.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub struct Survey {
-    /// Which folder.
+    /// Folder of the log.
     pub folder: PathBuf,
-    /// Somebody serves from it.
+    /// Whether a process has it open.
     pub in_use: bool,
-    /// Who does, or did last, if it said so.
-    pub owner: Option<u32>,
-    /// Files of the log.
+    /// Process id of the current or last owner, if known.
+    pub owner_pid: Option<u32>,
+    /// Number of segments.
     pub segments: u64,
-    /// Those of them that are being written, or were when their process died.
-    pub open: u64,
-    /// Bytes of all of them.
+    /// Number of segments without a footer: being written, or open when the process died.
+    pub open_segments: u64,
+    /// Bytes of all segments.
     pub bytes: u64,
     /// The blocks in them, by cache domain and engine.
-    pub holdings: Vec<Holding>,
-    /// Their names; one for each engine that has such a block.
+    pub contents: Vec<Holding>,
+    /// Hashes of the blocks, once for each engine that has such a block.
     #[serde(skip)]
     pub names: Vec<SequenceHash>,
 }
@@ -36,22 +36,30 @@ pub struct Survey {
 /// The blocks of one domain and one fingerprint.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub struct Holding {
-    /// Whose blocks.
+    /// Id of the cache domain.
     pub domain: String,
-    /// Of which engine.
+    /// Fingerprint of the engine.
     pub fingerprint: String,
-    /// How many can be asked for.
+    /// Number of blocks.
     pub blocks: u64,
-    /// Their bytes, without headers and padding.
+    /// Bytes of the blocks, without headers and padding.
     pub bytes: u64,
 }
 
 /// Looks at a folder; `None` when there is no log in it. What is expired by `now` does not count, and what is written
 /// meanwhile may or may not.
 pub fn survey(folder: &Path, now: Date) -> io::Result<Option<Survey>> {
-    let Some((in_use, owner)) = owner::look(folder)? else { return Ok(None) };
-    let (holdings, names) = (vec![], vec![]);
-    let mut found = Survey { folder: folder.into(), in_use, owner, segments: 0, open: 0, bytes: 0, holdings, names };
+    let Some((in_use, owner_pid)) = owner::look(folder)? else { return Ok(None) };
+    let mut found = Survey {
+        folder: folder.into(),
+        in_use,
+        owner_pid,
+        segments: 0,
+        open_segments: 0,
+        bytes: 0,
+        contents: vec![],
+        names: vec![],
+    };
     let mut blocks: HashMap<(Fingerprint, SequenceHash), (DomainId, u32)> = HashMap::new();
     let io = FileIo::default();
     for number in segment::numbers(folder)? {
@@ -66,7 +74,7 @@ pub fn survey(folder: &Path, now: Date) -> io::Result<Option<Survey>> {
         let listing = match footer(&io, &file, length, number, None)? {
             Footer::Sound(listing) => listing,
             Footer::Missing | Footer::Damaged => {
-                found.open += 1;
+                found.open_segments += 1;
                 scan(&io, &file, length, number, None)?.listing
             }
         };
@@ -90,6 +98,6 @@ pub fn survey(folder: &Path, now: Date) -> io::Result<Option<Survey>> {
         blocks,
         bytes,
     };
-    found.holdings = holdings.into_iter().map(holding).collect();
+    found.contents = holdings.into_iter().map(holding).collect();
     Ok(Some(found))
 }

@@ -18,28 +18,28 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-/// What reading a whole log showed.
+/// Result of reading a whole log.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize)]
 pub struct Verification {
-    /// Which folder.
+    /// Folder of the log.
     pub folder: PathBuf,
-    /// Segments that were read.
+    /// Number of segments that were read.
     pub segments: u64,
-    /// Their bytes.
+    /// Bytes of these segments.
     pub bytes: u64,
-    /// Segments without a footer: their process was killed while it wrote to them. That is no damage.
-    pub unsealed: u64,
-    /// Blocks that are what they were when they were stored.
-    pub sound: u64,
-    /// Blocks that a footer lists and that are not what they were.
-    pub unsound: u64,
-    /// Damaged stretches between the records of segments without a sound footer.
-    pub stretches: u64,
-    /// Footers that are not what they were.
-    pub footers: u64,
-    /// Segments that could not be read, or not to the end.
-    pub unreadable: u64,
-    /// How many of the sound blocks rest under each data key.
+    /// Segments without a footer, because their process was killed while it wrote to them; this is not corruption.
+    pub unsealed_segments: u64,
+    /// Blocks that match their checksums.
+    pub valid_blocks: u64,
+    /// Blocks that a footer lists and that do not match their checksums.
+    pub corrupt_blocks: u64,
+    /// Corrupt byte ranges between the records of segments without a valid footer.
+    pub corrupt_ranges: u64,
+    /// Footers that do not match their checksums.
+    pub corrupt_footers: u64,
+    /// Segments that could not be read, or not to their end.
+    pub unreadable_segments: u64,
+    /// Number of valid blocks by data key.
     #[serde(skip)]
     pub keys: BTreeMap<(DomainId, KeyId), u64>,
 }
@@ -47,7 +47,7 @@ pub struct Verification {
 impl Verification {
     /// Whether nothing is damaged.
     pub fn is_sound(&self) -> bool {
-        self.unsound + self.stretches + self.footers + self.unreadable == 0
+        self.corrupt_blocks + self.corrupt_ranges + self.corrupt_footers + self.unreadable_segments == 0
     }
 }
 
@@ -67,8 +67,8 @@ pub fn verify(folder: &Path, progress: impl Fn(u64, u64)) -> Result<Option<Verif
     for &number in &numbers {
         let path = segment::path(folder, number);
         if let Err(error) = read(&path, number, &mut seen) {
-            seen.unreadable += 1;
-            tracing::warn!(segment = %path.display(), %error, "segment cannot be read");
+            seen.unreadable_segments += 1;
+            tracing::warn!(segment = %path.display(), %error, "cannot read a segment");
         }
         seen.segments += 1;
         progress(seen.segments, numbers.len() as u64);
@@ -86,14 +86,14 @@ fn read(path: &Path, number: u32, seen: &mut Verification) -> io::Result<()> {
             // What the scan lists it has verified; reading it again costs little, and tells the keys.
             let scanned = scan(&io, &file, length, number, None)?;
             if scanned.footer || matches!(other, Footer::Damaged) {
-                seen.footers += 1;
-                tracing::warn!(segment = %path.display(), "footer is damaged");
+                seen.corrupt_footers += 1;
+                tracing::warn!(segment = %path.display(), "footer is corrupt");
             } else {
-                seen.unsealed += 1;
+                seen.unsealed_segments += 1;
             }
             if scanned.stretches > 0 {
-                seen.stretches += scanned.stretches;
-                tracing::warn!(segment = %path.display(), stretches = scanned.stretches, "segment is damaged");
+                seen.corrupt_ranges += scanned.stretches;
+                tracing::warn!(segment = %path.display(), corrupt_ranges = scanned.stretches, "segment is corrupt");
             }
             scanned.listing
         }
@@ -106,7 +106,7 @@ fn records(file: &File, length: u64, listing: &Listing, path: &Path, seen: &mut 
     for (domain, fingerprint, entry) in listing.records().filter(|(.., entry)| !entry.gone) {
         match block(file, length, fingerprint, entry)? {
             Some(header) => {
-                seen.sound += 1;
+                seen.valid_blocks += 1;
                 if let Some(key) = header.key {
                     *seen.keys.entry((domain, key)).or_default() += 1;
                 }
@@ -115,8 +115,8 @@ fn records(file: &File, length: u64, listing: &Listing, path: &Path, seen: &mut 
         }
     }
     if unsound > 0 {
-        seen.unsound += unsound;
-        tracing::warn!(segment = %path.display(), unsound, "blocks are damaged");
+        seen.corrupt_blocks += unsound;
+        tracing::warn!(segment = %path.display(), corrupt_blocks = unsound, "blocks are corrupt");
     }
     Ok(())
 }

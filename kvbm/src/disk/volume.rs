@@ -129,7 +129,7 @@ impl Volume {
             // Below a mount that is gone lies another folder, on another filesystem: nothing to write to.
             let found = std::fs::metadata(&self.folder).map_err(failed)?.dev();
             if found != *device {
-                return Err(failed(io::Error::other("another filesystem than before")));
+                return Err(failed(io::Error::other("another filesystem is mounted there")));
             }
         } else {
             permissions::named_dir(&self.folder, segment::is_ours).map_err(failed)?;
@@ -138,7 +138,7 @@ impl Volume {
         let _ = self.device.set(std::fs::metadata(&self.folder).map_err(failed)?.dev());
         let mut up = self.up.write().unwrap_or_else(PoisonError::into_inner);
         if self.closing.is_cancelled() {
-            return Err(failed(io::Error::other("the tier is closed")));
+            return Err(failed(io::Error::other("G3 is closed")));
         }
         *up = Some((Arc::new(log), Instant::now()));
         self.reason().take();
@@ -225,7 +225,7 @@ async fn watch(volume: Weak<Volume>) {
             }));
         }
         let Some(longest) = log.io.longest().filter(|longest| *longest >= NO_ANSWER) else { continue };
-        let why = format!("the device has not answered for {} s", longest.as_secs());
+        let why = format!("the device did not answer for {} s", longest.as_secs());
         log.lose(&io::Error::new(io::ErrorKind::TimedOut, why));
         let checking = volume.clone();
         drop(volume.spawn_blocking(move || checking.check(&log)));
@@ -251,10 +251,10 @@ async fn come_back(volume: Weak<Volume>, mut pause: Duration) {
             let opened = volume.open();
             match &opened {
                 Ok(()) => {
-                    tracing::info!(folder = %volume.folder.display(), "path of the disk tier is back");
+                    tracing::info!(folder = %volume.folder.display(), "G3 path is usable again");
                     volume.recover();
                 }
-                Err(error) => tracing::debug!(folder = %volume.folder.display(), %error, "path still down"),
+                Err(error) => tracing::debug!(folder = %volume.folder.display(), %error, "G3 path is still down"),
             }
             opened.is_ok()
         });

@@ -33,7 +33,7 @@ impl Residents {
             Parent::Root => {}
             Parent::Absent(name) => {
                 let followers =
-                    self.absent.get_mut(&name).expect("a resident child is counted under its parent's name");
+                    self.absent.get_mut(&name).expect("a resident child is counted under its parent's hash");
                 followers.resident -= 1;
                 if followers.resident == 0 {
                     self.absent.remove(&name);
@@ -88,7 +88,7 @@ impl Residents {
                 Parent::Root => return,
                 Parent::Absent(name) => {
                     let followers =
-                        self.absent.get_mut(&name).expect("a held child is counted under its parent's name");
+                        self.absent.get_mut(&name).expect("a held child is counted under its parent's hash");
                     return followers.held -= 1;
                 }
                 Parent::Here(at) => {

@@ -81,8 +81,10 @@ impl Lane {
                 let failed = core.store_in(tier, batch.offers).await;
                 // An outage is told twice, at its beginning and its end; the counter tells how much it cost.
                 match &failed {
-                    Some(error) if !failing => tracing::warn!(tier = %level, wanted, %error, "blocks were not stored"),
-                    None if failing => tracing::info!(tier = %level, "blocks are stored again"),
+                    Some(error) if !failing => {
+                        tracing::warn!(tier = %level, blocks = wanted, %error, "cannot store blocks")
+                    }
+                    None if failing => tracing::info!(tier = %level, "storing blocks works again"),
                     _ => {}
                 }
                 failing = failed.is_some();

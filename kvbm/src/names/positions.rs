@@ -175,7 +175,7 @@ impl Positions {
     fn spot_of(&self, name: &SequenceHash, position: u32) -> (usize, usize) {
         let mut line = self.home(tag(name));
         loop {
-            let (_, places) = self.line(line).expect("a name that has a position has a line");
+            let (_, places) = self.line(line).expect("a hash that has a position has a line");
             if let Some(way) = places.iter().position(|place| *place == position + 1) {
                 return (line, way);
             }

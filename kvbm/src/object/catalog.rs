@@ -338,8 +338,11 @@ impl Catalog {
     pub(super) fn lose(&self, number: i64) {
         for object in self.remove(&mut self.lock(), &[number]) {
             self.lost.fetch_add(1, Ordering::Relaxed);
-            if let Some(others) = self.lost_lines.pass() {
-                tracing::warn!(object = %object.path, blocks = object.blocks.len(), others, "object lost");
+            if let Some(suppressed) = self.lost_lines.pass() {
+                tracing::warn!(
+                    object = %object.path, blocks = object.blocks.len(), suppressed,
+                    "object is missing from the store; its blocks are dropped"
+                );
             }
         }
     }

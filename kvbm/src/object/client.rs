@@ -240,7 +240,10 @@ impl Client {
             let pause = if attempt < attempts { self.pace().pause(attempt) } else { None };
             let Some(pause) = pause else { return Err(error) };
             self.counts.retries.fetch_add(1, Ordering::Relaxed);
-            tracing::debug!(store = %self.store, %error, ?pause, "request is made again");
+            tracing::debug!(
+                store = %self.store, %error, retry_after_s = pause.as_secs_f64(),
+                "store request failed; retrying"
+            );
             sleep(pause).await;
         }
         unreachable!("the last attempt returned")
@@ -338,7 +341,7 @@ fn failed(source: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Error 
 
 /// An object has more bytes than what it should be can have.
 #[derive(Debug, thiserror::Error)]
-#[error("{bytes} bytes, where at most {most} are read")]
+#[error("object has {bytes} bytes, expected at most {most}")]
 struct TooLarge {
     bytes: u64,
     most: u64,

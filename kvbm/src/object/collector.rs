@@ -46,20 +46,23 @@ pub struct Collector {
     near: Option<(Weak<Catalog>, u64)>,
 }
 
-/// What a pass found and did, or would do.
+/// Result of a garbage collection run; of a dry run, what it would do.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize)]
 pub struct Report {
-    /// Objects that were there.
+    /// Number of objects in the store.
     pub objects: u64,
-    /// Their bytes.
+    /// Bytes of these objects.
     pub bytes: u64,
-    /// Objects that nobody is to ask for any more, by the reason; they are deleted after the grace.
+    /// Objects that the run marked for deletion, by reason; a run after the grace period deletes them.
+    #[serde(rename = "marked")]
     pub condemned: BTreeMap<Why, Amount>,
-    /// Objects whose grace is over, or that no manifest ever named: deleted.
+    /// Deleted objects: their grace period is over, or no manifest lists them.
     pub deleted: Amount,
-    /// Manifests that named nothing else, deleted.
+    /// Deleted manifests: all their objects were deleted.
+    #[serde(rename = "deleted_manifests")]
     pub manifests: u64,
-    /// Manifests that could not be read although the store answers: what they name is unknown, and stays.
+    /// Manifests that could not be read although the store answers: their objects are unknown and are kept.
+    #[serde(rename = "unreadable_manifests")]
     pub unreadable: u64,
     /// After how long the next object that is named as going may be deleted.
     #[serde(skip)]
@@ -75,25 +78,25 @@ pub struct Amount {
     pub bytes: u64,
 }
 
-/// What reading everything showed.
+/// Result of reading all objects.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize)]
 pub struct Verification {
     /// Objects that were read.
     pub objects: u64,
-    /// Blocks that are what they were when they came to rest.
-    pub sound: u64,
-    /// Sound ones that nobody here can open, for lack of a key.
-    pub unopened: u64,
-    /// Blocks that are not what they were.
-    pub unsound: u64,
-    /// Objects that manifests name and that are gone.
-    pub missing: u64,
-    /// Manifests that are not what they were.
-    pub manifests_unsound: u64,
+    /// Blocks that match their checksums.
+    pub valid_blocks: u64,
+    /// Valid blocks whose data key is not available here.
+    pub undecryptable_blocks: u64,
+    /// Blocks that do not match their checksums.
+    pub corrupt_blocks: u64,
+    /// Objects that a manifest lists and the store does not have.
+    pub missing_objects: u64,
+    /// Manifests that do not match their checksums.
+    pub corrupt_manifests: u64,
     /// Manifests that could not be read although the store answers.
-    pub manifests_unreadable: u64,
-    /// Objects with unsound blocks, and missing ones, that nobody is to ask for any more.
-    pub removed: u64,
+    pub unreadable_manifests: u64,
+    /// Objects with corrupt blocks, and missing objects, that were marked for deletion.
+    pub marked_objects: u64,
 }
 
 impl Amount {
@@ -246,9 +249,9 @@ impl Collector {
         let total = live.len() as u64;
         let mut bad: Vec<ObjectId> = survey.missing().collect();
         let mut seen = Verification {
-            missing: bad.len() as u64,
-            manifests_unsound: survey.manifests_that(|contents| matches!(contents, Contents::Foreign)),
-            manifests_unreadable: survey.unreadable(),
+            missing_objects: bad.len() as u64,
+            corrupt_manifests: survey.manifests_that(|contents| matches!(contents, Contents::Foreign)),
+            unreadable_manifests: survey.unreadable(),
             ..Verification::default()
         };
         let read = |live: super::gc::Live<'_>| {
@@ -267,33 +270,33 @@ impl Collector {
         for live in live {
             let Some(bytes) = reading.try_next().await? else { break };
             let Some(bytes) = bytes else {
-                seen.missing += 1;
+                seen.missing_objects += 1;
                 bad.push(live.id);
                 continue;
             };
-            let before = seen.unsound;
+            let before = seen.corrupt_blocks;
             for header in headers(&bytes, live.section) {
                 let Some(header) = header else {
-                    seen.unsound += 1;
+                    seen.corrupt_blocks += 1;
                     continue;
                 };
-                seen.sound += 1;
+                seen.valid_blocks += 1;
                 let Some(key) = header.key else { continue };
                 let opened = match known.get(&(header.domain, key)) {
                     Some(opened) => *opened,
                     None => opens(header.domain, key).await?,
                 };
                 known.insert((header.domain, key), opened);
-                seen.unopened += u64::from(!opened);
+                seen.undecryptable_blocks += u64::from(!opened);
             }
-            if seen.unsound > before {
+            if seen.corrupt_blocks > before {
                 bad.push(live.id);
             }
             seen.objects += 1;
             progress(seen.objects, total);
         }
         if remove {
-            seen.removed = bad.len() as u64;
+            seen.marked_objects = bad.len() as u64;
             self.condemn(bad).await?;
         }
         Ok(seen)

@@ -109,7 +109,7 @@ impl ObjectTier {
             }
             // It stays as it is, and keeps nobody from packing the others.
             Err(error) => {
-                tracing::warn!(object = %object.path, %error, "a small object cannot be read, and stays");
+                tracing::warn!(object = %object.path, %error, "cannot read a small object; it is not compacted");
                 return Ok(Vec::new());
             }
         };

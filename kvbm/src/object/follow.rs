@@ -132,10 +132,13 @@ impl Follower {
             // Once, not every second.
             match (&before, &now) {
                 (Standing::Away(_) | Standing::Refused(_), Standing::Ready) => {
-                    tracing::info!(store = %self.client, under = %self.layout, "store answers again");
+                    tracing::info!(store = %self.client, prefix = %self.layout, "the store is reachable again");
                 }
                 (Standing::Learning | Standing::Ready, Standing::Away(why) | Standing::Refused(why)) => {
-                    tracing::warn!(store = %self.client, under = %self.layout, why, "store does not serve; asked again every second");
+                    tracing::warn!(
+                        store = %self.client, prefix = %self.layout, reason = why,
+                        "the store is not usable; retrying every second"
+                    );
                 }
                 _ => {}
             }
@@ -378,8 +381,8 @@ impl Follower {
         let sections = manifest::decode(writer, &bytes).filter(|_| believed);
         if sections.is_none() {
             self.catalog.skip();
-            if let Some(others) = self.catalog.unsound_lines.pass() {
-                tracing::warn!(manifest = %path, others, "manifest is not sound");
+            if let Some(suppressed) = self.catalog.unsound_lines.pass() {
+                tracing::warn!(manifest = %path, suppressed, "manifest is corrupt");
             }
         }
         Ok(sections.map_or(Asked::Unsound, Asked::Sound))

@@ -62,19 +62,23 @@ pub const fn headroom(budget: u64) -> u64 {
     budget / 8
 }
 
-/// Why an object goes.
+/// Why an object is marked for deletion.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Serialize)]
-#[serde(rename_all = "kebab-case")]
+#[serde(rename_all = "snake_case")]
 pub enum Why {
-    /// None of its blocks may be served any more.
+    /// All its blocks are expired.
     Expired,
-    /// All its blocks lie elsewhere too.
+    /// Other objects contain all its blocks.
+    #[serde(rename = "duplicate")]
     Copied,
-    /// It was not used for longer than any may be.
+    /// It was not used for `max_age`.
+    #[serde(rename = "max_age")]
     Age,
-    /// There is no room for it.
+    /// The store is above its capacity.
+    #[serde(rename = "capacity")]
     Budget,
-    /// Somebody said so.
+    /// An operator requested it.
+    #[serde(rename = "requested")]
     Asked,
 }
 
@@ -140,27 +144,27 @@ pub(super) struct Removal {
     pub(super) objects: Arc<[ObjectId]>,
 }
 
-/// What one writer put there of one domain and fingerprint, and can be asked for.
+/// Blocks of one cache domain, one engine fingerprint and one writer that the store can serve.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub struct Holding {
-    /// Whose blocks.
+    /// Id of the cache domain.
     pub domain: String,
-    /// Of which engine.
+    /// Fingerprint of the engine.
     pub fingerprint: String,
-    /// Who wrote them.
+    /// Id of the process that wrote them.
     pub writer: String,
-    /// How many.
+    /// Number of blocks.
     pub blocks: u64,
-    /// In how many objects.
+    /// Number of objects that contain them.
     pub objects: u64,
-    /// That take so many bytes.
+    /// Bytes of these objects.
     pub bytes: u64,
     /// When the first of them was written, in seconds since 1970.
-    pub oldest: u64,
-    /// When the last of them was.
-    pub newest: u64,
-    /// When one of them was last used, as far as that was noted: written, or read from.
-    pub used: u64,
+    pub first_written_at: u64,
+    /// When the last of them was written, in seconds since 1970.
+    pub last_written_at: u64,
+    /// When one of them was last written or read, in seconds since 1970, as far as reads are logged.
+    pub last_used_at: u64,
 }
 
 /// What is to be done.
@@ -250,16 +254,16 @@ impl Survey {
                 blocks: 0,
                 objects: 0,
                 bytes: 0,
-                oldest: at,
-                newest: at,
-                used,
+                first_written_at: at,
+                last_written_at: at,
+                last_used_at: used,
             });
             holding.blocks += section.entries.len() as u64;
             holding.objects += 1;
             holding.bytes += stored.bytes;
-            holding.oldest = holding.oldest.min(at);
-            holding.newest = holding.newest.max(at);
-            holding.used = holding.used.max(used);
+            holding.first_written_at = holding.first_written_at.min(at);
+            holding.last_written_at = holding.last_written_at.max(at);
+            holding.last_used_at = holding.last_used_at.max(used);
         }
         holdings.into_values().collect()
     }

@@ -54,7 +54,7 @@ impl Meter {
                     }
                     Err(error) => {
                         failed = (failed + 1).min(PAUSE_FAILED);
-                        tracing::debug!(%error, "store not measured");
+                        tracing::debug!(%error, "cannot measure the store");
                     }
                 }
                 soonest = Instant::now() + start.elapsed() * PAUSE_FACTOR + Duration::from_secs((1 << failed) - 1);

@@ -143,7 +143,7 @@ impl Packer {
                 let (answer, published) = oneshot::channel();
                 // A publisher that is gone drops the question, and the answer says so.
                 let _ = publish.send(Written { section, answer }).await;
-                published.await.unwrap_or(Err(())).map_err(|()| io::Error::other("no manifest names the object"))
+                published.await.unwrap_or(Err(())).map_err(|()| io::Error::other("the object is in no manifest"))
             }
             Err(error) => Err(error),
         };
@@ -167,7 +167,10 @@ impl Packer {
             let path = self.layout.manifest(self.writer, number);
             let mut pause = AGAIN.0;
             while let Err(error) = self.put(&path, PutPayload::from(bytes.clone())).await {
-                tracing::warn!(manifest = %path, %error, ?pause, "manifest not written yet");
+                tracing::warn!(
+                    manifest = %path, %error, retry_after_s = pause.as_secs_f64(),
+                    "cannot write a manifest"
+                );
                 // Nobody waits for a store that is away; its blocks are known later.
                 tell(&mut answers, Err(()));
                 tokio::time::sleep(pause).await;
@@ -188,7 +191,7 @@ impl Packer {
         while let Some(keys) = &self.keys
             && let Err(error) = keys.ready().await
         {
-            tracing::warn!(%error, ?pause, "no key to seal manifests with yet");
+            tracing::warn!(%error, retry_after_s = pause.as_secs_f64(), "no key to encrypt manifests");
             tell(answers, Err(()));
             tokio::time::sleep(pause).await;
             pause = (pause * 2).min(AGAIN.1);

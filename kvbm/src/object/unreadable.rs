@@ -51,7 +51,7 @@ impl Unreadable {
             Entry::Vacant(_) if full => {}
             Entry::Vacant(first) => {
                 first.insert(Retry { due: Instant::now() + PAUSE.0, pause: PAUSE.0 });
-                tracing::warn!(object = %path, %error, "object cannot be read and is skipped; it is tried again later");
+                tracing::warn!(object = %path, %error, "cannot read an object; it is skipped and retried later");
             }
         }
     }
@@ -59,7 +59,7 @@ impl Unreadable {
     /// Notes that an object was read, or is gone.
     pub(super) fn resolved(&self, path: &Path) {
         if self.lock().remove(path).is_some() {
-            tracing::info!(object = %path, "object can be read again, or is gone");
+            tracing::info!(object = %path, "the object is readable again or deleted");
         }
     }
 

@@ -118,7 +118,7 @@ impl Uses {
             return;
         }
         if let Err(error) = self.write().await {
-            tracing::debug!(%error, "what was used is noted later");
+            tracing::debug!(%error, "cannot write the access log; retrying later");
         }
     }
 

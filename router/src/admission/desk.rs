@@ -61,7 +61,7 @@ impl Desk {
         let waits = match state {
             Err(full) => full.name(),
             Ok(_) if self.room.is_empty() => "tenant",
-            Ok(_) => "turn",
+            Ok(_) => "behind_others",
         };
         match self.room.enter(limits, asked.clone(), state.ok(), now) {
             Entry::Straight(number) => Ok(Entrance { number, waits: None, displaced: Vec::new() }),

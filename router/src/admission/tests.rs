@@ -83,8 +83,8 @@ async fn an_explanation_says_how_long_it_waited_and_for_what() {
     tokio::time::sleep(Duration::from_secs(2)).await;
     yard.report(&worker, Load::default());
     let explained = explained.await.unwrap();
-    assert!((1.9..2.1).contains(&explained["waited_s"].as_f64().unwrap()), "{explained}");
-    assert_eq!(explained["waited_on"], "queue");
+    assert!((1.9..2.1).contains(&explained["queued_s"].as_f64().unwrap()), "{explained}");
+    assert_eq!(explained["queue_reason"], "queue");
     assert_eq!(explained["chosen"], "w1");
 }
 

@@ -79,7 +79,7 @@ impl Turn {
             }
             pause(look);
         }
-        unreachable!("the numbers do not end")
+        unreachable!("the loop is infinite")
     }
 
     /// Takes it if it is nobody's.

@@ -119,7 +119,7 @@ impl Engine {
     pub(super) fn new(profile: &Profile) -> Self {
         Self {
             pool: Pool::new(profile.blocks()),
-            host: profile.host.map(|store| Lru::new(store.bytes / profile.block_bytes())),
+            host: profile.host.map(|store| Lru::new(store.capacity_bytes / profile.block_bytes())),
             waiting: VecDeque::new(),
             running: Vec::new(),
             kept: Vec::new(),
@@ -194,7 +194,7 @@ impl Engine {
         // Nobody takes room before there is a part of a step for him: until then it serves as cache.
         let mut budget = self.budget(now_ns, requests, profile);
         while budget > 0
-            && self.running.len() < profile.sequences
+            && self.running.len() < profile.max_num_seqs
             && let Some(next) = self.waiting.front()
         {
             let asked = &requests[next.request as usize];
@@ -248,7 +248,7 @@ impl Engine {
             Sequence { ready_ns, .. } if *ready_ns > now_ns => 0,
             Sequence { request, computed, .. } => requests[*request as usize].input - computed,
         });
-        profile.step_tokens.saturating_sub(wanted.sum())
+        profile.max_num_batched_tokens.saturating_sub(wanted.sum())
     }
 
     /// Shares a step out: a token to everyone who decodes, what is left to prompts in the order in which they came.
@@ -259,7 +259,7 @@ impl Engine {
             decoding += 1;
             context += sequence.computed + sequence.generated;
         }
-        let mut budget = profile.step_tokens - decoding;
+        let mut budget = profile.max_num_batched_tokens - decoding;
         let (mut prompts, mut last, mut prefill_s, mut ready_ns) = (0, 0, 0.0, u64::MAX);
         chunks.clear();
         for sequence in running.iter_mut() {
@@ -284,12 +284,13 @@ impl Engine {
         if prompts + last + decoding == 0 {
             return if ready_ns == u64::MAX { Turn::Rest } else { Turn::Wait(ready_ns) };
         }
-        let decode_s = decoding as f64 * profile.sequence_s + context as f64 * profile.context_s;
+        let decode_s = decoding as f64 * profile.decode_sequence_s + context as f64 * profile.decode_context_token_s;
         // Nothing else happens before the first of them has its last token, unless somebody comes.
         let left = |sequence: &Sequence| requests[sequence.request as usize].output.saturating_sub(sequence.generated);
         let alike = prompts + last == 0 && ready_ns == u64::MAX;
         let many = if alike { running.iter().map(left).min().unwrap_or(1).max(1) } else { 1 };
-        let (first_s, growth_s) = (profile.step_s + decode_s + prefill_s, decoding as f64 * profile.context_s);
+        let (first_s, growth_s) =
+            (profile.step_base_s + decode_s + prefill_s, decoding as f64 * profile.decode_context_token_s);
         self.steps = Steps { began_ns: now_ns, many, prompts, first_s, growth_s };
         Turn::Step(self.steps.end())
     }
@@ -374,7 +375,7 @@ impl Engine {
             waiting_tokens: self.waiting_tokens,
             running: self.running.len() as u32,
             waiting: self.waiting.len() as u32,
-            sequences_max: profile.sequences as u32,
+            sequences_max: profile.max_num_seqs as u32,
             active_blocks: self.pool.in_use(),
             total_blocks: profile.blocks(),
             prefill_tokens_per_second: self.prefill,

@@ -1,4 +1,4 @@
-//! What a replay amounts to.
+//! The results of a replay.
 
 use serde::Serialize;
 use std::time::Duration;
@@ -40,52 +40,52 @@ pub struct Slo {
     pub itl: Duration,
 }
 
-/// One policy at one load, averaged over seeds. Seconds, and requests per second.
+/// Results of one policy at one rate: means over all runs, counts are sums over all runs.
 #[derive(Clone, PartialEq, Debug, Default, Serialize)]
 pub struct Figures {
-    /// The policy.
-    pub name: String,
-    /// The rate, as a multiple of capacity; `None` when a rate was asked for.
-    pub load: Option<f64>,
-    /// Requests per second offered.
+    /// Name of the policy.
+    pub policy: String,
+    /// Offered rate divided by the capacity; `None` when the rate was given in requests per second.
+    pub load_factor: Option<f64>,
+    /// Offered rate, in requests per second.
     pub rate_rps: f64,
-    /// Requests that were served to their end, all seeds together.
-    pub finished: u64,
-    /// Requests too long for any worker, and those that the waiting room sent away, all seeds together.
-    pub refused: u64,
-    /// Mean time to first token.
+    /// Requests that were served to their last token, summed over all runs.
+    pub completed: u64,
+    /// Requests that were too long for every worker or that admission rejected, summed over all runs.
+    pub rejected: u64,
+    /// Mean time to first token, in seconds.
     pub ttft_mean_s: f64,
-    /// Half of the requests had theirs within.
+    /// Median time to first token, in seconds.
     pub ttft_p50_s: f64,
-    /// Nine in ten.
+    /// 90th percentile of the time to first token, in seconds.
     pub ttft_p90_s: f64,
-    /// 99 in a hundred.
+    /// 99th percentile of the time to first token, in seconds.
     pub ttft_p99_s: f64,
-    /// Time from token to token: half were within.
+    /// Median inter-token latency, in seconds.
     pub itl_p50_s: f64,
-    /// Nine in ten.
+    /// 90th percentile of the inter-token latency, in seconds.
     pub itl_p90_s: f64,
-    /// 99 in a hundred.
+    /// 99th percentile of the inter-token latency, in seconds.
     pub itl_p99_s: f64,
-    /// Share of prompt blocks that were not computed.
+    /// Share of prompt blocks that were found in a cache, from 0 to 1.
     pub hit_rate: f64,
-    /// The same of the last quarter of the requests.
-    pub hit_rate_end: f64,
-    /// Requests per second of arrivals that met the SLO.
+    /// `hit_rate` of the last quarter of the requests.
+    pub hit_rate_last_quarter: f64,
+    /// Requests per second that met the SLO.
     pub goodput_rps: f64,
-    /// Share of requests that met it.
-    pub good: f64,
-    /// The busiest worker's time in steps over the average worker's.
+    /// Share of requests that met the SLO, from 0 to 1.
+    pub slo_attainment: f64,
+    /// Time in steps of the busiest worker divided by that of the average worker.
     pub imbalance: f64,
-    /// From the first arrival to the last token.
+    /// Seconds of virtual time from the first arrival to the last token.
     pub makespan_s: f64,
-    /// Requests whose prompt was computed by one worker and handed over to another, all seeds together; `None` when all workers
-    /// do everything.
+    /// Requests that were prefilled on one worker and decoded on another, summed over all runs; `None` when every
+    /// worker has the role `both`.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub handed_over: Option<u64>,
-    /// Times that a worker changed between prefill and decode, all seeds together; `None` when nobody may.
+    pub remote_prefills: Option<u64>,
+    /// Role changes between prefill and decode, summed over all runs; `None` when the planner applies none.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub flips: Option<u64>,
+    pub role_changes: Option<u64>,
 }
 
 impl Outcome {
@@ -102,11 +102,11 @@ impl Outcome {
         let busy = self.busy_ns.iter().sum::<u64>() as f64 / self.busy_ns.len().max(1) as f64;
         let started = self.served.iter().map(|served| served.arrived_ns).min().unwrap_or(0);
         Figures {
-            name: String::new(),
-            load: None,
+            policy: String::new(),
+            load_factor: None,
             rate_rps: rate,
-            finished: done.len() as u64,
-            refused: (self.served.len() - done.len()) as u64,
+            completed: done.len() as u64,
+            rejected: (self.served.len() - done.len()) as u64,
             ttft_mean_s: ttft.iter().sum::<f64>() / count,
             ttft_p50_s: quantile(&ttft, 0.5),
             ttft_p90_s: quantile(&ttft, 0.9),
@@ -115,13 +115,13 @@ impl Outcome {
             itl_p90_s: self.gaps.quantile(0.9),
             itl_p99_s: self.gaps.quantile(0.99),
             hit_rate: sum(&done, |served| served.hits) / sum(&done, |served| served.blocks).max(1.0),
-            hit_rate_end: sum(last, |served| served.hits) / sum(last, |served| served.blocks).max(1.0),
+            hit_rate_last_quarter: sum(last, |served| served.hits) / sum(last, |served| served.blocks).max(1.0),
             goodput_rps: rate * good / self.served.len().max(1) as f64,
-            good: good / self.served.len().max(1) as f64,
+            slo_attainment: good / self.served.len().max(1) as f64,
             imbalance: if busy > 0.0 { busiest / busy } else { 1.0 },
             makespan_s: seconds(self.end_ns.saturating_sub(started)),
-            flips: self.flips,
-            handed_over: self.apart.then(|| done.iter().filter(|served| served.helper.is_some()).count() as u64),
+            role_changes: self.flips,
+            remote_prefills: self.apart.then(|| done.iter().filter(|served| served.helper.is_some()).count() as u64),
         }
     }
 }
@@ -131,11 +131,11 @@ impl Figures {
     pub(super) fn over_seeds(all: &[Self]) -> Self {
         let mean = |of: fn(&Self) -> f64| all.iter().map(of).sum::<f64>() / all.len().max(1) as f64;
         Self {
-            name: String::new(),
-            load: None,
+            policy: String::new(),
+            load_factor: None,
             rate_rps: mean(|f| f.rate_rps),
-            finished: all.iter().map(|f| f.finished).sum(),
-            refused: all.iter().map(|f| f.refused).sum(),
+            completed: all.iter().map(|f| f.completed).sum(),
+            rejected: all.iter().map(|f| f.rejected).sum(),
             ttft_mean_s: mean(|f| f.ttft_mean_s),
             ttft_p50_s: mean(|f| f.ttft_p50_s),
             ttft_p90_s: mean(|f| f.ttft_p90_s),
@@ -144,13 +144,13 @@ impl Figures {
             itl_p90_s: mean(|f| f.itl_p90_s),
             itl_p99_s: mean(|f| f.itl_p99_s),
             hit_rate: mean(|f| f.hit_rate),
-            hit_rate_end: mean(|f| f.hit_rate_end),
+            hit_rate_last_quarter: mean(|f| f.hit_rate_last_quarter),
             goodput_rps: mean(|f| f.goodput_rps),
-            good: mean(|f| f.good),
+            slo_attainment: mean(|f| f.slo_attainment),
             imbalance: mean(|f| f.imbalance),
             makespan_s: mean(|f| f.makespan_s),
-            handed_over: all.iter().map(|f| f.handed_over).sum(),
-            flips: all.iter().map(|f| f.flips).sum(),
+            remote_prefills: all.iter().map(|f| f.remote_prefills).sum(),
+            role_changes: all.iter().map(|f| f.role_changes).sum(),
         }
     }
 }

@@ -28,19 +28,19 @@ use std::collections::BTreeMap;
 /// What was learned.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Fit {
-    /// The profile: what could not be learned is the base's.
+    /// The profile; values that could not be determined are those of the base profile.
     pub profile: Profile,
     /// Requests in the record.
     pub requests: usize,
-    /// Of workers, so many.
+    /// Workers in the record.
     pub workers: usize,
-    /// Requests that were prefilled elsewhere than they decoded, and of which nothing was learned.
-    pub apart: usize,
-    /// By how much the profile misses the time in which a prompt is computed: half of the prompts are nearer, as a share of the time.
-    pub prompt_error: f64,
-    /// The same of the time in which an answer is decoded.
-    pub decode_error: f64,
-    /// Figures that are the base's, by their key.
+    /// Requests that were prefilled and decoded by different workers; they are not used.
+    pub disaggregated: usize,
+    /// Median relative error of the profile for the time in which a prompt is computed, from 0 up.
+    pub prefill_median_relative_error: f64,
+    /// Median relative error of the profile for the time in which an answer is decoded, from 0 up.
+    pub decode_median_relative_error: f64,
+    /// Keys of the profile that were taken from the base profile.
     pub from_base: Vec<&'static str>,
 }
 
@@ -48,16 +48,18 @@ pub struct Fit {
 #[derive(Clone, PartialEq, Debug, thiserror::Error)]
 pub enum FitError {
     /// Too few requests.
-    #[error("{found} requests that one worker served whole are too few to learn from, {REQUESTS_MIN} are needed")]
+    #[error(
+        "{found} requests were prefilled and decoded by the same worker; calibration needs at least {REQUESTS_MIN}"
+    )]
     TooFew {
         /// So many are there.
         found: usize,
     },
     /// The requests are too much alike to tell one figure from the other.
     #[error(
-        "`{figure}` came out as nothing: the {found} requests are too much alike. Most prompts have {} to {} tokens to compute, \
-        and most answers are decoded while {} to {} are; record {ENOUGH} or more: prompts of which some are ten times as \
-        long as others, half of them one after the other, and half several at a time",
+        "`{figure}` cannot be determined: the {found} requests are too similar. 80 % of the prompts have {} to {} \
+        tokens to compute, and 80 % of the answers are decoded in batches of {} to {} sequences. Record at least \
+        {ENOUGH} requests whose prompt lengths differ by a factor of ten, half of them sent one at a time and half concurrently",
         .prompts[0], .prompts[1], .together[0], .together[1]
     )]
     TooAlike {
@@ -101,7 +103,7 @@ enum Kind {
 /// Learns how fast workers are from what they served. `base`: where the rest is taken from, and how workers batch.
 pub fn fit(lines: &[Line], base: &Profile) -> Result<Fit, FitError> {
     let mut workers: BTreeMap<&str, Vec<&Line>> = BTreeMap::new();
-    for line in lines.iter().filter(|line| !line.apart && line.output_length > 0) {
+    for line in lines.iter().filter(|line| !line.disaggregated && line.output_length > 0) {
         workers.entry(&line.worker).or_default().push(line);
     }
     let whole = workers.values().map(Vec::len).sum();
@@ -109,7 +111,7 @@ pub fn fit(lines: &[Line], base: &Profile) -> Result<Fit, FitError> {
         return Err(FitError::TooFew { found: whole });
     }
     let mut profile = base.clone();
-    let mut from_base = vec!["step_tokens"];
+    let mut from_base = vec!["max_num_batched_tokens"];
     from_base.extend(base.peer.map(|_| "peer"));
     memory(lines, &mut profile, &mut from_base);
     let stretches: Vec<Stretch> = workers.values().flat_map(|lines| stretches(lines, &profile)).collect();
@@ -122,15 +124,22 @@ pub fn fit(lines: &[Line], base: &Profile) -> Result<Fit, FitError> {
         })
         .collect();
     let figures = squares::solve(&rows);
-    let [step_s, sequence_s, context_s, token_s, attention_s] = figures;
-    for (key, value) in [("step_s", step_s), ("token_s", token_s)] {
+    let [step_base_s, decode_sequence_s, decode_context_token_s, prefill_token_s, prefill_attention_pair_s] = figures;
+    for (key, value) in [("step_base_s", step_base_s), ("prefill_token_s", prefill_token_s)] {
         if value <= 0.0 {
             let prompts = spread(&stretches, Kind::Prompt, |sums| sums.0[Sums::TOKENS]);
             let together = spread(&stretches, Kind::Decode, |sums| sums.0[Sums::SEQUENCES] / sums.0[Sums::STEPS]);
             return Err(FitError::TooAlike { figure: key, found: whole, prompts, together });
         }
     }
-    profile = Profile { step_s, sequence_s, context_s, token_s, attention_s, ..profile };
+    profile = Profile {
+        step_base_s,
+        decode_sequence_s,
+        decode_context_token_s,
+        prefill_token_s,
+        prefill_attention_pair_s,
+        ..profile
+    };
     let tiers = [
         ("host", &[Level::G2, Level::G3][..], base.host, &mut profile.host),
         ("shared", &[Level::Pod, Level::G4][..], base.shared, &mut profile.shared),
@@ -150,9 +159,15 @@ pub fn fit(lines: &[Line], base: &Profile) -> Result<Fit, FitError> {
         misses.sort_unstable_by(f64::total_cmp);
         misses.get(misses.len() / 2).copied().unwrap_or(0.0)
     };
-    let (prompt_error, decode_error) = (error(Kind::Prompt), error(Kind::Decode));
-    let (requests, apart) = (lines.len(), lines.iter().filter(|line| line.apart).count());
-    Ok(Fit { profile, requests, workers: workers.len(), apart, prompt_error, decode_error, from_base })
+    Ok(Fit {
+        profile,
+        requests: lines.len(),
+        workers: workers.len(),
+        disaggregated: lines.iter().filter(|line| line.disaggregated).count(),
+        prefill_median_relative_error: error(Kind::Prompt),
+        decode_median_relative_error: error(Kind::Decode),
+        from_base,
+    })
 }
 
 /// Between what most stretches of a kind lie: a tenth is below, a tenth above.
@@ -170,17 +185,17 @@ fn memory(lines: &[Line], profile: &mut Profile, from_base: &mut Vec<&'static st
         Some(bytes) => profile.kv_bytes_per_token = (bytes.round() as u64).max(1),
         None => from_base.push("kv_bytes_per_token"),
     }
-    match last(|line| line.kv_tokens.map(|tokens| tokens as f64)) {
-        Some(tokens) => profile.device_bytes = tokens as u64 * profile.kv_bytes_per_token,
-        None => from_base.push("device_bytes"),
+    match last(|line| line.kv_cache_tokens.map(|tokens| tokens as f64)) {
+        Some(tokens) => profile.kv_cache_bytes = tokens as u64 * profile.kv_bytes_per_token,
+        None => from_base.push("kv_cache_bytes"),
     }
-    match last(|line| line.sequences_max.map(|most| most as f64)) {
+    match last(|line| line.max_num_seqs.map(|most| most as f64)) {
         Some(most) => {
-            profile.sequences = most as usize;
+            profile.max_num_seqs = most as usize;
             // A step has a token for each of them, and more.
-            profile.step_tokens = profile.step_tokens.max(most as u64 + 1);
+            profile.max_num_batched_tokens = profile.max_num_batched_tokens.max(most as u64 + 1);
         }
-        None => from_base.push("sequences"),
+        None => from_base.push("max_num_seqs"),
     }
 }
 
@@ -192,7 +207,7 @@ fn stretches(lines: &[&Line], profile: &Profile) -> Vec<Stretch> {
     for prompt in prompts.all() {
         let seconds = prompt.until - prompt.from;
         let mut sums = course.between(prompt.from, prompt.until, |sequences| {
-            let left = (profile.step_tokens as f64 - sequences).max(1.0);
+            let left = (profile.max_num_batched_tokens as f64 - sequences).max(1.0);
             let full = (prompt.tokens / left).ceil().max(1.0);
             // Who comes while others decode waits for the end of their step first, half of it on average.
             if prompt.waited || sequences < 0.5 { full } else { full + 0.5 }

@@ -69,8 +69,8 @@ fn by_name(figures: &[Figures]) -> Vec<(&str, Vec<(f64, f64)>)> {
     let mut order = BTreeMap::new();
     let mut lines: Vec<(&str, Vec<(f64, f64)>)> = Vec::new();
     for each in figures {
-        let at = *order.entry(each.name.as_str()).or_insert_with(|| {
-            lines.push((&each.name, Vec::new()));
+        let at = *order.entry(each.policy.as_str()).or_insert_with(|| {
+            lines.push((&each.policy, Vec::new()));
             lines.len() - 1
         });
         lines[at].1.push((each.rate_rps, each.goodput_rps));

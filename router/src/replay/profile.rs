@@ -4,60 +4,67 @@ use serde::{Deserialize, Serialize};
 
 /// A worker: one engine with its memory. All times in seconds, all speeds per second.
 ///
-/// A step takes `step + sequence · decoding + context · (tokens that decoding reads) + token · (prompt tokens computed) +
-/// attention · (prompt tokens computed × tokens before them)`.
+/// A step takes
+///
+/// ```text
+///   step_base_s
+///   + decode_sequence_s · (sequences that decode)
+///   + decode_context_token_s · (context tokens that decoding reads)
+///   + prefill_token_s · (prompt tokens computed)
+///   + prefill_attention_pair_s · (prompt tokens computed × tokens before them)
+/// ```
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Profile {
-    /// What it is called in output.
+    /// Name of the profile in output.
     pub name: String,
-    /// Where the figures come from.
+    /// Source of the values.
     pub origin: String,
-    /// Of every step: reading the weights, launching kernels.
-    pub step_s: f64,
-    /// Of every sequence that decodes in a step.
-    pub sequence_s: f64,
-    /// Of every token of context that decoding reads in a step.
-    pub context_s: f64,
-    /// Of every prompt token, attention apart.
-    pub token_s: f64,
-    /// Of every pair of a prompt token and a token before it.
-    pub attention_s: f64,
-    /// Tokens that a step computes at most.
-    pub step_tokens: u64,
-    /// Sequences in a batch at most.
-    pub sequences: usize,
-    /// Bytes of the KV of one token.
+    /// Constant time of a step, in seconds: reading the weights, launching kernels.
+    pub step_base_s: f64,
+    /// Time for each sequence that decodes in a step, in seconds.
+    pub decode_sequence_s: f64,
+    /// Time for each context token that decoding reads in a step, in seconds.
+    pub decode_context_token_s: f64,
+    /// Time for each prompt token that is computed, without attention, in seconds.
+    pub prefill_token_s: f64,
+    /// Time of attention for each pair of a computed prompt token and a token before it, in seconds.
+    pub prefill_attention_pair_s: f64,
+    /// Largest number of tokens that one step computes, prompt and output tokens together.
+    pub max_num_batched_tokens: u64,
+    /// Largest number of sequences in a batch.
+    pub max_num_seqs: usize,
+    /// Bytes of KV for one token.
     pub kv_bytes_per_token: u64,
     /// Bytes of device memory for KV.
-    pub device_bytes: u64,
-    /// Host memory, if blocks are offloaded to it.
+    pub kv_cache_bytes: u64,
+    /// Host memory of the worker (G2); without it nothing is offloaded there.
     pub host: Option<Store>,
-    /// A store that all workers share, if blocks are offloaded to one.
+    /// Store that all workers share (G4); without it nothing is offloaded there.
     pub shared: Option<Store>,
-    /// Between a worker that computes a prompt and one that decodes it, if workers hand over.
+    /// Link from a prefill worker to a decode worker; needed where roles differ.
     pub peer: Option<Link>,
 }
 
-/// Somewhere to keep blocks that fell out of device memory.
+/// A tier that keeps blocks evicted from device memory.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Store {
-    /// Bytes that it holds.
-    pub bytes: u64,
-    /// Bytes per second when a prefix is brought up.
+    /// Capacity, in bytes.
+    pub capacity_bytes: u64,
+    /// Bandwidth of onboarding, in bytes per second.
     pub bytes_per_second: f64,
-    /// Seconds until the first of them.
+    /// Latency until the first byte, in seconds.
     pub latency_s: f64,
 }
 
-/// How fast blocks come from somewhere.
+/// Speed of a transfer of blocks.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Link {
-    /// Bytes per second.
+    /// Bandwidth, in bytes per second.
     pub bytes_per_second: f64,
-    /// Seconds until the first of them.
+    /// Latency until the first byte, in seconds.
     pub latency_s: f64,
 }
 
@@ -68,31 +75,33 @@ impl Store {
 }
 
 impl Profile {
-    /// What is wrong with the figures, naming the key.
+    /// Checks the values; the error names the key.
     pub fn check(&self) -> Result<(), String> {
         let times = [
-            ("step_s", self.step_s),
-            ("sequence_s", self.sequence_s),
-            ("context_s", self.context_s),
-            ("token_s", self.token_s),
-            ("attention_s", self.attention_s),
+            ("step_base_s", self.step_base_s),
+            ("decode_sequence_s", self.decode_sequence_s),
+            ("decode_context_token_s", self.decode_context_token_s),
+            ("prefill_token_s", self.prefill_token_s),
+            ("prefill_attention_pair_s", self.prefill_attention_pair_s),
         ];
         if let Some((key, value)) = times.iter().find(|(_, value)| !value.is_finite() || *value < 0.0) {
-            return Err(format!("{key}: {value} is not a number of at least 0"));
+            return Err(format!("{key} = {value}: expected a number of at least 0"));
         }
-        if self.step_s <= 0.0 || self.token_s <= 0.0 {
-            return Err("step_s and token_s: more than 0, or time would stand still".to_owned());
+        if self.step_base_s <= 0.0 || self.prefill_token_s <= 0.0 {
+            return Err(
+                "step_base_s and prefill_token_s: expected more than 0, or virtual time would not advance".to_owned()
+            );
         }
-        if self.sequences == 0 || self.step_tokens <= self.sequences as u64 {
-            return Err("step_tokens: more than sequences, which is at least 1".to_owned());
+        if self.max_num_seqs == 0 || self.max_num_batched_tokens <= self.max_num_seqs as u64 {
+            return Err("max_num_batched_tokens: expected more than max_num_seqs, which is at least 1".to_owned());
         }
         if self.kv_bytes_per_token == 0 {
-            return Err("kv_bytes_per_token: at least 1".to_owned());
+            return Err("kv_bytes_per_token: expected at least 1".to_owned());
         }
         let [host, shared] = [self.host, self.shared].map(|store| store.map(|store| store.link()));
         for (key, link) in [("host", host), ("shared", shared), ("peer", self.peer)] {
             if link.is_some_and(|link| link.bytes_per_second <= 0.0 || link.latency_s < 0.0) {
-                return Err(format!("{key}: bytes_per_second more than 0, latency_s at least 0"));
+                return Err(format!("{key}: expected bytes_per_second above 0 and latency_s of at least 0"));
             }
         }
         Ok(())
@@ -104,13 +113,13 @@ impl Profile {
 
     /// Blocks of device memory.
     pub(super) fn blocks(&self) -> u64 {
-        self.device_bytes / self.block_bytes()
+        self.kv_cache_bytes / self.block_bytes()
     }
 
     /// Seconds for `chunk` prompt tokens that follow `before` others.
     pub(super) fn prefill_s(&self, chunk: u64, before: u64) -> f64 {
         let (chunk, before) = (chunk as f64, before as f64);
-        chunk * self.token_s + chunk * (before + chunk / 2.0) * self.attention_s
+        chunk * self.prefill_token_s + chunk * (before + chunk / 2.0) * self.prefill_attention_pair_s
     }
 
     /// Seconds until `blocks` have come over a link.

@@ -77,7 +77,7 @@ enum Event {
 /// Requests are left that nobody will ever serve.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 #[error(
-    "{requests} requests stand still after {seconds} s of virtual time: nobody comes any more, and no worker has anything to do"
+    "{requests} requests are stuck after {seconds} s of virtual time: no event is scheduled and every worker is idle"
 )]
 pub struct Standstill {
     requests: usize,
@@ -111,7 +111,7 @@ impl<'a> Simulation<'a> {
             talk: VecDeque::new(),
             workers: (0..count).map(worker).collect(),
             around: Around {
-                store: profile.shared.map(|store| Lru::new(store.bytes / profile.block_bytes())),
+                store: profile.shared.map(|store| Lru::new(store.capacity_bytes / profile.block_bytes())),
                 sends_ns: vec![0; count],
             },
             underway: (0..=count).map(|_| VecDeque::new()).collect(),

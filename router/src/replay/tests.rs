@@ -17,7 +17,7 @@ pub(super) fn fixture() -> Trace {
 pub(super) fn options(workers: usize) -> Options {
     let profile: Profile = toml::from_str(H100).unwrap();
     profile.check().unwrap();
-    let profile = Profile { device_bytes: 200 * profile.block_bytes(), ..profile };
+    let profile = Profile { kv_cache_bytes: 200 * profile.block_bytes(), ..profile };
     let slo = Slo { ttft: Duration::from_secs(2), itl: Duration::from_millis(100) };
     Options {
         profile,
@@ -35,9 +35,9 @@ pub(super) fn options(workers: usize) -> Options {
 }
 
 pub(super) fn with_stores(mut options: Options) -> Options {
-    let store = Store { bytes: 300 * options.profile.block_bytes(), bytes_per_second: 20e9, latency_s: 0.001 };
+    let store = Store { capacity_bytes: 300 * options.profile.block_bytes(), bytes_per_second: 20e9, latency_s: 0.001 };
     options.profile.host = Some(store);
-    options.profile.shared = Some(Store { bytes: 10 * store.bytes, bytes_per_second: 5e9, ..store });
+    options.profile.shared = Some(Store { capacity_bytes: 10 * store.capacity_bytes, bytes_per_second: 5e9, ..store });
     options
 }
 
@@ -53,15 +53,15 @@ fn by_hand() -> Options {
     let profile = Profile {
         name: "hand".into(),
         origin: "made up".into(),
-        step_s: 0.001,
-        sequence_s: 0.0,
-        context_s: 0.0,
-        token_s: 1.0 / 512.0,
-        attention_s: 0.0,
-        step_tokens: 100_000,
-        sequences: 8,
+        step_base_s: 0.001,
+        decode_sequence_s: 0.0,
+        decode_context_token_s: 0.0,
+        prefill_token_s: 1.0 / 512.0,
+        prefill_attention_pair_s: 0.0,
+        max_num_batched_tokens: 100_000,
+        max_num_seqs: 8,
         kv_bytes_per_token: 1,
-        device_bytes: 512 * 20,
+        kv_cache_bytes: 512 * 20,
         host: None,
         shared: None,
         peer: None,
@@ -86,7 +86,7 @@ fn every_request_ends_and_no_hit_comes_from_nowhere() {
     for options in [options(3), with_stores(options(3)), Options { loss: 0.2, ..with_stores(options(3)) }] {
         for chooser in Chooser::all() {
             let figures = replay(&trace, &options, &chooser, 20.0, 1);
-            assert_eq!((figures.finished, figures.refused), (trace.len() as u64, 0), "{}", chooser.name());
+            assert_eq!((figures.completed, figures.rejected), (trace.len() as u64, 0), "{}", chooser.name());
             assert!(figures.hit_rate <= trace.bound() + 1e-9, "{} hits {}", chooser.name(), figures.hit_rate);
             assert!(figures.imbalance >= 1.0 && figures.ttft_p50_s <= figures.ttft_p99_s);
         }
@@ -174,7 +174,7 @@ fn prompts_that_come_over_share_the_links_on_both_sides() {
 fn a_request_that_fits_nobody_is_left_out() {
     let text = line(0, 512 * 21, 1, &(0..21).collect::<Vec<u32>>()) + &line(1, 512, 1, &[0]);
     let figures = replay(&Trace::read(text.as_bytes()).unwrap(), &by_hand(), &KV, 1.0, 1);
-    assert_eq!((figures.finished, figures.refused), (1, 1));
+    assert_eq!((figures.completed, figures.rejected), (1, 1));
 }
 
 #[test]
@@ -272,7 +272,7 @@ fn capacity_is_where_least_loaded_waits_ten_times_as_long() {
 fn the_picture_has_a_line_per_policy_and_names_on_its_axes() {
     let figures: Vec<Figures> = [("kv", 1.0), ("a<b", 1.0), ("kv", 2.0)]
         .map(|(name, rate)| Figures {
-            name: name.into(),
+            policy: name.into(),
             rate_rps: rate,
             goodput_rps: rate / 2.0,
             ..Figures::default()
@@ -291,13 +291,13 @@ fn a_waiting_room_changes_nothing_while_nobody_waits_and_refuses_what_would_come
     let trace = fixture();
     let at = |admission, rate| replay(&trace, &Options { admission, ..options(4) }, &KV, rate, 1);
     assert_eq!(at(Admission::Room, 1.0), at(Admission::Off, 1.0));
-    assert_eq!(at(Admission::Deadline, 1.0).refused, 0);
+    assert_eq!(at(Admission::Deadline, 1.0).rejected, 0);
     // Far more than four workers can serve.
     let [off, room, deadline] = [Admission::Off, Admission::Room, Admission::Deadline].map(|how| at(how, 100.0));
-    assert_eq!(off.finished, trace.len() as u64);
-    assert_eq!(room.finished + room.refused, trace.len() as u64);
-    assert_eq!(deadline.finished + deadline.refused, trace.len() as u64);
-    assert!(deadline.refused > 0 && deadline.goodput_rps > off.goodput_rps, "{deadline:?} {off:?}");
+    assert_eq!(off.completed, trace.len() as u64);
+    assert_eq!(room.completed + room.rejected, trace.len() as u64);
+    assert_eq!(deadline.completed + deadline.rejected, trace.len() as u64);
+    assert!(deadline.rejected > 0 && deadline.goodput_rps > off.goodput_rps, "{deadline:?} {off:?}");
     // The deadline is two seconds; what decoding takes from prefill nobody knows beforehand.
     assert!(deadline.ttft_p99_s < 3.0 && off.ttft_p99_s > 6.0, "{} {}", deadline.ttft_p99_s, off.ttft_p99_s);
 }
@@ -308,7 +308,7 @@ fn several_routers_with_waiting_rooms_serve_or_refuse_everybody_and_always_alike
     let options = Options { admission: Admission::Deadline, replicas: 3, ..with_stores(options(4)) };
     let run = || replay(&trace, &options, &KV, 20.0, 1);
     assert_eq!(run(), run());
-    assert_eq!(run().finished + run().refused, trace.len() as u64);
+    assert_eq!(run().completed + run().rejected, trace.len() as u64);
 }
 
 #[test]
@@ -341,10 +341,10 @@ fn a_model_is_placed_by_its_own_settings_and_the_waiting_room_has_the_configured
     let alone = Settings { decode_weight: 50.0, ..Preset::Cache.settings() };
     assert_eq!(run(&small, &tuned), run(&big, &Options { settings: alone, ..options(4) }));
     let as_configured = Chooser::Settings("as configured", Box::new(tuned.settings.clone()));
-    assert_ne!(Figures { name: "kv".into(), ..replay(&small, &tuned, &as_configured, 20.0, 1) }, run(&small, &tuned));
+    assert_ne!(Figures { policy: "kv".into(), ..replay(&small, &tuned, &as_configured, 20.0, 1) }, run(&small, &tuned));
 
     let settings = toml::from_str("[admission]\nwait_seconds_max = 1").unwrap();
     let room = Options { admission: Admission::Room, ..options(4) };
-    let refused = |options: &Options| replay(&big, options, &KV, 100.0, 1).refused;
+    let refused = |options: &Options| replay(&big, options, &KV, 100.0, 1).rejected;
     assert!(refused(&Options { settings, ..room.clone() }) > refused(&room));
 }

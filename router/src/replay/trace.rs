@@ -47,7 +47,7 @@ pub enum TraceError {
         what: String,
     },
     /// There is nothing to replay.
-    #[error("trace: no request in it")]
+    #[error("trace: contains no request")]
     Empty,
 }
 
@@ -76,10 +76,10 @@ impl Trace {
             let blocks = input_length.div_ceil(BLOCK_TOKENS);
             if input_length == 0 || hash_ids.len() as u64 != blocks {
                 let have = hash_ids.len();
-                return Err(wrong(format!("{input_length} tokens are {blocks} blocks, and hash_ids has {have}")));
+                return Err(wrong(format!("input_length {input_length} needs {blocks} hash_ids, found {have}")));
             }
             if !timestamp.is_finite() || timestamp < 0.0 {
-                return Err(wrong(format!("timestamp {timestamp} is no time")));
+                return Err(wrong(format!("timestamp {timestamp} is not a number of milliseconds of at least 0")));
             }
             let (at_ms, output) = (timestamp as u64, output_length.max(1));
             requests.push(Asked { at_ms, input: input_length, output, blocks: hash_ids, session: 0, model });
@@ -191,7 +191,7 @@ mod tests {
         assert_eq!(Trace::read(LINE.as_bytes()).unwrap().len(), 1);
         let short = "{\"timestamp\":0,\"input_length\":600,\"output_length\":1,\"hash_ids\":[1]}";
         let error = Trace::read(short.as_bytes()).unwrap_err().to_string();
-        assert_eq!(error, "trace, line 1: 600 tokens are 2 blocks, and hash_ids has 1");
+        assert_eq!(error, "trace, line 1: input_length 600 needs 2 hash_ids, found 1");
         assert!(matches!(Trace::read("\n".as_bytes()), Err(TraceError::Empty)));
     }
 

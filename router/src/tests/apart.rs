@@ -23,7 +23,7 @@ async fn a_long_prompt_is_prefilled_apart_and_a_short_one_where_it_decodes() {
     assert_eq!((p.requests(), d.works().last()), (1, Some(&Work::Generate)));
     let long = yard.explain(prompt(3, 3000)).await;
     assert_eq!(long["disaggregation"]["prefill"], "w1");
-    assert!(long["disaggregation"]["apart_s"].as_f64() < long["disaggregation"]["together_s"].as_f64());
+    assert!(long["disaggregation"]["disaggregated_s"].as_f64() < long["disaggregation"]["aggregated_s"].as_f64());
 }
 
 #[tokio::test(start_paused = true)]

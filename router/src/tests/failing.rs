@@ -125,6 +125,6 @@ async fn a_plane_that_ends_kills_the_router_loudly() {
     let router =
         Router::new(RouterId(0), Arc::new(Ends), Arc::new(Bus::default()), Settings::default(), &registry).unwrap();
     settle().await;
-    assert!(matches!(router.readiness(), Readiness::NotReady(why) if why.contains("plane ended")));
+    assert!(matches!(router.readiness(), Readiness::NotReady(why) if why.contains("plane stream ended")));
     assert!(matches!(router.generate(prompt(1, 10)).await.err(), Some(Error::Unavailable(_))));
 }

@@ -71,8 +71,8 @@ async fn of_two_that_hold_a_prefix_on_disk_it_goes_where_fewer_wait_for_the_disk
         }
         settle().await;
         let decision = yard.explain(hot.clone()).await;
-        assert_eq!((&decision["chosen"], &decision["why"]), (&chosen.into(), &"cheapest".into()));
-        let backlog = |at: usize| decision["candidates"][at]["terms_s"]["backlog"].as_f64();
+        assert_eq!((&decision["chosen"], &decision["why"]), (&chosen.into(), &"lowest_cost".into()));
+        let backlog = |at: usize| decision["candidates"][at]["terms_s"]["tier_queue"].as_f64();
         assert_eq!([backlog(0), backlog(1)], [None, Some(0.4)], "40 blocks of a hundredth of a second");
     }
 }

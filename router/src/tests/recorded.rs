@@ -42,12 +42,14 @@ async fn what_was_served_is_a_trace_that_can_be_replayed() {
     tokens[1100] = 7;
     yard.answer(Request { tokens: tokens.into(), ..prompt(1, 1200) }).await.unwrap();
     let lines = lines(&path, 2).await;
-    let about = |line: &Recorded| (line.input_length, line.output_length, line.worker.clone(), line.apart);
+    let about = |line: &Recorded| (line.input_length, line.output_length, line.worker.clone(), line.disaggregated);
     assert_eq!(lines.iter().map(about).collect::<Vec<_>>(), vec![(1200, 2, WorkerId(2).to_string(), false); 2]);
-    assert_eq!(lines.iter().map(|line| line.cached.values().sum()).collect::<Vec<u64>>(), [0, 1088]);
+    assert_eq!(lines.iter().map(|line| line.cached_tokens.values().sum()).collect::<Vec<u64>>(), [0, 1088]);
     assert_eq!(lines[0].hash_ids[..2], lines[1].hash_ids[..2]);
     assert_ne!(lines[0].hash_ids[2], lines[1].hash_ids[2]);
-    assert!(lines.iter().all(|line| line.sent_s <= line.first_token_s && line.first_token_s <= line.last_token_s));
+    assert!(
+        lines.iter().all(|line| line.dispatched_s <= line.first_token_s && line.first_token_s <= line.last_token_s)
+    );
     assert_eq!(Trace::read(std::fs::read(&path).unwrap().as_slice()).unwrap().len(), 2);
 }
 
@@ -62,7 +64,7 @@ async fn recording_starts_and_stops_while_requests_are_served_and_a_path_that_ca
     yard.answer(prompt(2, 200)).await.unwrap();
     let nowhere = folder.path().join("no").join("run.jsonl");
     let error = yard.router.retune(recording(&nowhere)).unwrap_err().to_string();
-    assert!(error.starts_with("router.record: ") && error.contains("no/run.jsonl"), "{error}");
+    assert!(error.starts_with("router.trace_file: ") && error.contains("no/run.jsonl"), "{error}");
     yard.answer(prompt(3, 300)).await.unwrap();
     yard.router.retune(Settings::default()).unwrap();
     yard.answer(prompt(4, 400)).await.unwrap();

@@ -61,7 +61,7 @@ async fn trap_8_a_worker_without_events_is_known_by_what_was_sent_to_it_and_that
             let explained = yard.explain(prompt(family, 1600)).await;
             assert_eq!(explained["cached_tokens"], 1584, "round {round}: {explained}");
             for worker in ["w1", "w2"] {
-                assert_eq!(remark(&explained, worker).as_deref(), Some("approximate: publishes no events"));
+                assert_eq!(remark(&explained, worker).as_deref(), Some("estimated: publishes no KV events"));
             }
         }
     }
@@ -124,7 +124,7 @@ async fn trap_8_events_of_another_block_size_are_noticed_and_routing_goes_by_wha
         tokio::time::sleep(Duration::from_secs(1)).await;
     }
     let explained = yard.explain(prompt(0, 1600)).await;
-    let why = "approximate: answers from blocks that it never announced; of another size?";
+    let why = "estimated: reports hits on blocks that its KV events do not contain; check its block size";
     assert_eq!(remark(&explained, "w1").as_deref(), Some(why));
     assert_eq!((mode(&yard, "w1").as_str(), explained["cached_tokens"].as_u64()), ("estimated", Some(1584)));
 }
@@ -153,7 +153,10 @@ async fn an_index_that_lies_is_demoted_its_snapshot_taken_again_and_believed_whe
     assert_eq!(yard.repairs("snapshot_applied"), snapshots + 1);
     let explained = yard.explain(prompt(9, 1600)).await;
     assert_eq!(explained["cached_tokens"], 0, "its lies are not believed any more: {explained}");
-    assert_eq!(remark(&explained, "w1").as_deref(), Some("approximate: does not find what it announced"));
+    assert_eq!(
+        remark(&explained, "w1").as_deref(),
+        Some("estimated: reports no hits on blocks that its KV events contain")
+    );
 
     // It repents: what it has is what it announced.
     yard.announce(&a, BlockEvent::Cleared { level: Level::G1 }, true);

@@ -158,7 +158,7 @@ impl LlamaEngine {
         };
         tokio::spawn(async move {
             if AssertUnwindSafe(scheduler.run()).catch_unwind().await.is_err() {
-                tracing::error!(%worker, "engine died: its requests fail, and it serves no more");
+                tracing::error!(%worker, "engine failed; its requests fail and it accepts no more");
             }
         });
         let preparer = Arc::new(Preparer::new(manager.clone(), peers, Arc::clone(&vitals)));
@@ -263,7 +263,7 @@ fn guard_end(receiver: mpsc::Receiver<Result<Output, Error>>) -> OutputStream {
         let item = receiver
             .recv()
             .await
-            .unwrap_or_else(|| Err(Error::Failed("the engine stopped before the request was done".into())));
+            .unwrap_or_else(|| Err(Error::Failed("the engine stopped before the request finished".into())));
         let last = match &item {
             Ok(Output::Tokens(tokens)) => tokens.finish.is_some(),
             Ok(_) => false,

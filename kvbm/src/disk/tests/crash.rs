@@ -159,17 +159,17 @@ async fn a_log_is_looked_at_from_outside_while_it_is_written_and_after_its_proce
     idle(&tier).await;
     let image = crashed(folder.path());
     let held = |survey: &Survey| -> Vec<(String, u64)> {
-        survey.holdings.iter().map(|holding| (holding.domain.clone(), holding.blocks)).collect()
+        survey.contents.iter().map(|holding| (holding.domain.clone(), holding.blocks)).collect()
     };
     let wanted = [(DomainId::SHARED.to_string(), 40), (tenant.to_string(), 29)];
     let now = look(folder.path()).unwrap();
-    assert_eq!((held(&now), now.in_use, now.owner), (wanted.to_vec(), true, Some(std::process::id())));
-    assert!(now.open > 0 && now.segments > now.open, "{now:?}");
+    assert_eq!((held(&now), now.in_use, now.owner_pid), (wanted.to_vec(), true, Some(std::process::id())));
+    assert!(now.open_segments > 0 && now.segments > now.open_segments, "{now:?}");
     let died = look(image.path()).unwrap();
     assert_eq!((held(&died), died.in_use), (wanted.to_vec(), false));
     let (again, _) = open(image.path());
     assert_eq!(again.usage().blocks, 69, "looking changed nothing");
     drop(tier);
     let left = look(folder.path()).unwrap();
-    assert_eq!((held(&left), left.in_use, left.open), (wanted.to_vec(), false, 0));
+    assert_eq!((held(&left), left.in_use, left.open_segments), (wanted.to_vec(), false, 0));
 }

@@ -173,7 +173,7 @@ async fn a_path_whose_device_does_not_answer_goes_down_alone() {
     let stored = storing.await.unwrap();
     assert!(stored.iter().all(Result::is_ok), "the other path takes what it did not: {stored:?}");
     let failure = paths.tier.paths()[1].failure.clone().unwrap();
-    assert!(failure.contains("has not answered for 1"), "{failure}");
+    assert!(failure.contains("did not answer for 1"), "{failure}");
     assert_eq!(paths.found(&before).await, before.len() - hanging.len());
 
     faults.release();

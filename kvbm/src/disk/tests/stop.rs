@@ -24,7 +24,7 @@ async fn assert_intact(folder: &Path, blocks: &[Block]) {
 }
 
 fn unsealed(folder: &Path) -> u64 {
-    survey(folder, Date::from_unix(0)).unwrap().unwrap().open
+    survey(folder, Date::from_unix(0)).unwrap().unwrap().open_segments
 }
 
 #[tokio::test]

@@ -13,7 +13,7 @@ async fn sealed() -> TempDir {
     store(&*tier, chain(1, 12)).await;
     drop(tier);
     // Whichever thread lets go of the log last seals it.
-    while verified(folder.path()).unsealed > 0 {
+    while verified(folder.path()).unsealed_segments > 0 {
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
     folder
@@ -28,7 +28,7 @@ async fn verify_counts_every_block_of_a_sound_log() {
     let folder = sealed().await;
     let steps = Mutex::new(Vec::new());
     let seen = verify(folder.path(), |done, total| steps.lock().unwrap().push((done, total))).unwrap().unwrap();
-    assert_eq!((seen.sound, seen.segments, seen.unsealed), (12, 1, 0));
+    assert_eq!((seen.valid_blocks, seen.segments, seen.unsealed_segments), (12, 1, 0));
     assert!(seen.is_sound() && seen.bytes > 0);
     assert_eq!(steps.into_inner().unwrap(), [(1, 1)]);
     // It changes nothing.
@@ -42,8 +42,8 @@ async fn verify_reads_the_segment_of_a_killed_process() {
     store(&*tier, chain(1, 12)).await;
     let copy = crashed(folder.path());
     let seen = verified(copy.path());
-    assert!(seen.is_sound() && seen.unsealed > 0, "{seen:?}");
-    assert_eq!(seen.sound, 12);
+    assert!(seen.is_sound() && seen.unsealed_segments > 0, "{seen:?}");
+    assert_eq!(seen.valid_blocks, 12);
 }
 
 #[tokio::test]
@@ -57,15 +57,15 @@ async fn verify_finds_every_damaged_block_and_footer() {
         bad[at] ^= 1;
         fs::write(&path, &bad).unwrap();
         let seen = verified(folder.path());
-        assert!(seen.unsound + seen.footers + seen.stretches <= 2, "byte {at}: {seen:?}");
-        assert!(seen.unsound == 1 || seen.sound == 12, "byte {at}: {seen:?}");
-        unsound += seen.unsound;
-        footers += u64::from(seen.footers == 1 || seen.unsealed == 1);
+        assert!(seen.corrupt_blocks + seen.corrupt_footers + seen.corrupt_ranges <= 2, "byte {at}: {seen:?}");
+        assert!(seen.corrupt_blocks == 1 || seen.valid_blocks == 12, "byte {at}: {seen:?}");
+        unsound += seen.corrupt_blocks;
+        footers += u64::from(seen.corrupt_footers == 1 || seen.unsealed_segments == 1);
     }
     assert!(unsound > 10 && footers >= 32, "{unsound} blocks, {footers} footers");
     fs::write(&path, &whole[..whole.len() / 2]).unwrap();
     let seen = verified(folder.path());
-    assert!(seen.sound < 12 && seen.unsealed == 1, "{seen:?}");
+    assert!(seen.valid_blocks < 12 && seen.unsealed_segments == 1, "{seen:?}");
 }
 
 #[tokio::test]
@@ -77,5 +77,5 @@ async fn verify_refuses_a_log_in_use_and_finds_none_elsewhere() {
     let refused = verify(folder.path(), |_, _| ());
     assert!(matches!(refused, Err(OpenError::Owned { pid: Some(pid), .. }) if pid == std::process::id()));
     drop(tier);
-    assert_eq!(verified(folder.path()).sound, 2);
+    assert_eq!(verified(folder.path()).valid_blocks, 2);
 }

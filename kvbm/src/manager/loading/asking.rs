@@ -175,7 +175,7 @@ impl Loading<'_> {
                 self.heard(source);
                 match error {
                     Some(LoadError::Corrupt(why)) => self.quarantine(source, index, why),
-                    Some(error) => tracing::debug!(tier = %self.level(source), %error, "a block was not loaded"),
+                    Some(error) => tracing::debug!(tier = %self.level(source), %error, "cannot load a block"),
                     None => {}
                 }
                 self.try_next(source, index);
@@ -233,7 +233,10 @@ impl Loading<'_> {
             if gauge.learn(what, now)
                 && let Some(others) = self.job.inner.core.silences.pass()
             {
-                tracing::warn!(tier = %tier.level(), ?elapsed, others, "tier did not answer in time; left alone for a while");
+                tracing::warn!(
+                    tier = %tier.level(), duration_s = elapsed.as_secs_f64(), suppressed = others,
+                    "the tier did not answer in time; it is not used for a while"
+                );
             }
             if seen.delivered > 0 {
                 let (delivered, metrics) = (seen.delivered as u64, &self.job.inner.core.metrics);

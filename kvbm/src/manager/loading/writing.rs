@@ -117,9 +117,12 @@ impl Loading<'_> {
         let (tier, name) = (&self.job.sources[source].tier, self.job.names[index]);
         let core = &self.job.inner.core;
         if let Some(others) = core.quarantines.pass() {
-            tracing::warn!(tier = %tier.level(), block = %name, %why, others, "block quarantined");
+            tracing::warn!(
+                tier = %tier.level(), block = %name, reason = %why, suppressed = others,
+                "corrupt block deleted"
+            );
         } else {
-            tracing::debug!(tier = %tier.level(), block = %name, %why, "block quarantined");
+            tracing::debug!(tier = %tier.level(), block = %name, reason = %why, "corrupt block deleted");
         }
         self.job.inner.core.metrics.corrupt(tier.level());
         tier.discard(self.job.inner.core.device.fingerprint(), name);

@@ -128,7 +128,7 @@ impl Turns {
             && let Some((served, domain)) = self.order.pop_first()
         {
             self.now = served;
-            let line = self.lines.get_mut(&domain).expect("who waits has a line");
+            let line = self.lines.get_mut(&domain).expect("a waiting domain has a queue");
             let some = line.names.len().min(most - taken.len());
             taken.extend(line.names.drain(..some).map(|(_, name)| Offer { name, domain }));
             self.waiting -= some;

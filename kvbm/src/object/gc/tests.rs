@@ -131,7 +131,7 @@ fn what_was_read_lately_is_young_and_so_is_what_it_builds_on() {
     assert_eq!(condemned(&survey, &aged(49)), [(2, Why::Age), (3, Why::Age)]);
     let policy = |budget| Policy { budget: Some(budget), ..Policy::default() };
     assert_eq!(condemned(&survey, &policy(300)), [(3, Why::Budget)]);
-    assert_eq!(survey.holdings()[0].used, 990 * HOUR);
+    assert_eq!(survey.holdings()[0].last_used_at, 990 * HOUR);
     // The note of a process that ended long ago goes, and with it what it said.
     assert_eq!(survey.plan(&Policy::default(), NOW).notes, [Path::from("note 200")]);
     survey.notes.pop();

@@ -99,5 +99,5 @@ async fn oversized_metadata_is_skipped_and_takes_no_memory() {
     let now = crate::Clock::system().now();
     assert!(collector.turn(Duration::from_secs(9), now).await.unwrap().is_some());
     let seen = collector.verify(&survey, false, async |_, _| Ok(true), |_, _| {}).await.unwrap();
-    assert_eq!((seen.sound, seen.manifests_unsound), (10, 2));
+    assert_eq!((seen.valid_blocks, seen.corrupt_manifests), (10, 2));
 }

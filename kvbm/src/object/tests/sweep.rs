@@ -221,7 +221,7 @@ async fn verifying_reads_every_block_and_removes_what_is_unsound_when_told() {
         collector.verify(&survey, remove, async |_, _| Ok(false), |_, _| ()).await.unwrap()
     };
     let seen = verify(false).await;
-    assert_eq!((seen.sound, seen.unsound, seen.unopened, seen.removed), (19, 1, 0, 0));
-    assert_eq!(verify(true).await.removed, 1);
-    assert_eq!((verify(false).await.unsound, verify(false).await.missing), (0, 0));
+    assert_eq!((seen.valid_blocks, seen.corrupt_blocks, seen.undecryptable_blocks, seen.marked_objects), (19, 1, 0, 0));
+    assert_eq!(verify(true).await.marked_objects, 1);
+    assert_eq!((verify(false).await.corrupt_blocks, verify(false).await.missing_objects), (0, 0));
 }

@@ -71,12 +71,12 @@ impl Prompts {
         lines.sort_by(|one, other| span(one).0.total_cmp(&span(other).0));
         let mut all: Vec<Prompt> = Vec::new();
         for line in lines {
-            let (until, sent) = (span(line).0, line.timestamp / 1e3 + line.sent_s);
-            let found: u64 = line.cached.values().sum();
+            let (until, sent) = (span(line).0, line.timestamp / 1e3 + line.dispatched_s);
+            let found: u64 = line.cached_tokens.values().sum();
             let tokens = line.input_length.saturating_sub(found).max(1) as f64;
             let pairs = tokens * (found as f64 + tokens / 2.0);
             let below: Vec<(Level, u64)> = line
-                .cached
+                .cached_tokens
                 .iter()
                 .filter(|(level, tokens)| **level != Level::G1 && **tokens > 0)
                 .map(|(l, t)| (*l, *t))

@@ -36,10 +36,10 @@ fn record(profile: &Profile, workers: usize, rate: f64) -> Vec<Line> {
         let found = (served.hits * BLOCK_TOKENS).min(asked.input - 1);
         serde_json::from_value::<Line>(serde_json::json!({
             "timestamp": served.arrived_ns as f64 / 1e6, "input_length": asked.input, "output_length": asked.output,
-            "hash_ids": asked.blocks, "model": "toy", "worker": served.worker.to_string(), "sent_s": 0.0,
+            "hash_ids": asked.blocks, "model": "toy", "worker": served.worker.to_string(), "dispatched_s": 0.0,
             "first_token_s": since(served.first_ns), "last_token_s": since(served.ended_ns),
-            "cached": { "g1": found }, "kv_tokens": options.profile.blocks() * BLOCK_TOKENS,
-            "kv_bytes_per_token": options.profile.kv_bytes_per_token, "sequences_max": options.profile.sequences,
+            "cached_tokens": { "g1": found }, "kv_cache_tokens": options.profile.blocks() * BLOCK_TOKENS,
+            "kv_bytes_per_token": options.profile.kv_bytes_per_token, "max_num_seqs": options.profile.max_num_seqs,
         }))
         .unwrap()
     };
@@ -54,19 +54,29 @@ fn close(what: &str, found: f64, want: f64, share: f64) {
 fn a_simulated_run_gives_back_the_profile_that_made_it() {
     let made = h100();
     // Twice as slow as the base in one thing, half as slow in another.
-    let made = Profile { token_s: made.token_s * 2.0, context_s: made.context_s * 3.0, sequences: 100, ..made };
-    let made = Profile { device_bytes: made.device_bytes / 2, ..made };
+    let made = Profile {
+        prefill_token_s: made.prefill_token_s * 2.0,
+        decode_context_token_s: made.decode_context_token_s * 3.0,
+        max_num_seqs: 100,
+        ..made
+    };
+    let made = Profile { kv_cache_bytes: made.kv_cache_bytes / 2, ..made };
     for (workers, rate) in [(2, 1.0), (4, 3.0)] {
-        let Fit { profile, prompt_error, decode_error, from_base, .. } =
-            fit(&record(&made, workers, rate), &h100()).unwrap();
-        close("step_s", profile.step_s, made.step_s, 0.1);
-        close("token_s", profile.token_s, made.token_s, 0.1);
-        close("attention_s", profile.attention_s, made.attention_s, 0.25);
-        close("context_s", profile.context_s, made.context_s, 0.25);
-        assert!(prompt_error < 0.05 && decode_error < 0.1, "{prompt_error} {decode_error}");
-        assert_eq!((profile.sequences, profile.kv_bytes_per_token), (100, made.kv_bytes_per_token));
-        close("device_bytes", profile.device_bytes as f64, made.device_bytes as f64, 0.01);
-        assert_eq!(from_base, ["step_tokens", "peer"]);
+        let Fit {
+            profile,
+            prefill_median_relative_error: prefill,
+            decode_median_relative_error: decode,
+            from_base,
+            ..
+        } = fit(&record(&made, workers, rate), &h100()).unwrap();
+        close("step_base_s", profile.step_base_s, made.step_base_s, 0.1);
+        close("prefill_token_s", profile.prefill_token_s, made.prefill_token_s, 0.1);
+        close("prefill_attention_pair_s", profile.prefill_attention_pair_s, made.prefill_attention_pair_s, 0.25);
+        close("decode_context_token_s", profile.decode_context_token_s, made.decode_context_token_s, 0.25);
+        assert!(prefill < 0.05 && decode < 0.1, "{prefill} {decode}");
+        assert_eq!((profile.max_num_seqs, profile.kv_bytes_per_token), (100, made.kv_bytes_per_token));
+        close("kv_cache_bytes", profile.kv_cache_bytes as f64, made.kv_cache_bytes as f64, 0.01);
+        assert_eq!(from_base, ["max_num_batched_tokens", "peer"]);
         profile.check().unwrap();
     }
 }
@@ -83,28 +93,28 @@ fn a_tier_is_as_fast_as_what_came_up_from_it() {
         let decode = 0.01 * (10 + at % 30) as f64;
         serde_json::from_value::<Line>(serde_json::json!({
             "timestamp": 1000 * at, "input_length": input, "output_length": 11 + at % 30, "hash_ids": [], "model": "toy",
-            "worker": "w", "sent_s": 0.0, "first_token_s": prompt, "last_token_s": prompt + decode,
-            "cached": if found > 0 { serde_json::json!({ "g3": found }) } else { serde_json::json!({}) },
+            "worker": "w", "dispatched_s": 0.0, "first_token_s": prompt, "last_token_s": prompt + decode,
+            "cached_tokens": if found > 0 { serde_json::json!({ "g3": found }) } else { serde_json::json!({}) },
             "kv_bytes_per_token": 100_000,
         }))
         .unwrap()
     };
     let lines: Vec<Line> = (0..300).map(line).collect();
-    let host = Store { bytes: 1 << 40, bytes_per_second: 5e9, latency_s: 1.0 };
-    let base = Profile { host: Some(host), shared: Some(host), step_tokens: 1 << 20, ..h100() };
+    let host = Store { capacity_bytes: 1 << 40, bytes_per_second: 5e9, latency_s: 1.0 };
+    let base = Profile { host: Some(host), shared: Some(host), max_num_batched_tokens: 1 << 20, ..h100() };
     let Fit { profile, from_base, .. } = fit(&lines, &base).unwrap();
     let found = profile.host.unwrap();
     close("bytes_per_second", found.bytes_per_second, 1e9, 0.1);
     close("latency_s", found.latency_s, 0.02, 0.2);
-    assert_eq!((found.bytes, profile.shared), (host.bytes, Some(host)));
-    assert_eq!(from_base, ["step_tokens", "peer", "device_bytes", "sequences", "shared"]);
+    assert_eq!((found.capacity_bytes, profile.shared), (host.capacity_bytes, Some(host)));
+    assert_eq!(from_base, ["max_num_batched_tokens", "peer", "kv_cache_bytes", "max_num_seqs", "shared"]);
 }
 
 #[test]
 fn too_little_is_not_guessed_from() {
     let lines = record(&h100(), 2, 1.0);
     assert_eq!(fit(&lines[..20], &h100()), Err(FitError::TooFew { found: 20 }));
-    let apart: Vec<Line> = lines.iter().cloned().map(|line| Line { apart: true, ..line }).collect();
+    let apart: Vec<Line> = lines.iter().cloned().map(|line| Line { disaggregated: true, ..line }).collect();
     assert_eq!(fit(&apart, &h100()), Err(FitError::TooFew { found: 0 }));
 }
 
@@ -116,12 +126,12 @@ fn who_recorded_requests_that_are_alike_is_told_what_is_missing_and_that_is_enou
         let decode = 40.0 * (0.01 + 0.001 * together as f64);
         serde_json::from_value::<Line>(serde_json::json!({
             "timestamp": every * at, "input_length": input, "output_length": 41, "hash_ids": [], "model": "toy", "worker": "w",
-            "sent_s": 0.0, "first_token_s": prompt, "last_token_s": prompt + decode,
+            "dispatched_s": 0.0, "first_token_s": prompt, "last_token_s": prompt + decode,
         }))
         .unwrap()
     };
     let alike: Vec<Line> = (0..60).map(|at| line(at, 2_000, 1000, 1)).collect();
-    let base = Profile { step_tokens: 1 << 20, ..h100() };
+    let base = Profile { max_num_batched_tokens: 1 << 20, ..h100() };
     let error = fit(&alike, &base).unwrap_err().to_string();
     for said in ["the 60 requests", "1000 to 1000 tokens", "while 1 to 1 are", "record 100 or more", "ten times"] {
         assert!(error.contains(said), "{said}: {error}");
@@ -130,5 +140,5 @@ fn who_recorded_requests_that_are_alike_is_told_what_is_missing_and_that_is_enou
     let alone = (0..50).map(|at| line(at, 2_000, length(at), 1));
     let several = (50..75).flat_map(|at| (0..2).map(move |_| line(at, 2_000, length(at), 2)));
     let Fit { profile, .. } = fit(&alone.chain(several).collect::<Vec<_>>(), &base).unwrap();
-    assert!(profile.token_s > 0.0 && profile.step_s > 0.0, "{profile:?}");
+    assert!(profile.prefill_token_s > 0.0 && profile.step_base_s > 0.0, "{profile:?}");
 }

@@ -26,7 +26,7 @@ proptest! {
         options.workers = [a, b, c].concat();
         options.admission = [Admission::Off, Admission::Room, Admission::Deadline][door];
         options.profile.peer = Some(Link { bytes_per_second: speed, latency_s: 0.001 });
-        options.profile.device_bytes = memory * options.profile.block_bytes();
+        options.profile.kv_cache_bytes = memory * options.profile.block_bytes();
         let options = Options { replicas, flip, lag: Duration::from_millis(lag_ms), ..options };
         let mut simulation = Simulation::new(&trace, &options, &chooser, rate, seed);
         simulation.play().unwrap();
@@ -67,7 +67,7 @@ fn bursts(workers: Vec<Phase>) -> crate::replay::Figures {
     let text: String = readers.chain(long).map(line).collect();
     let trace = Trace::read(text.as_bytes()).unwrap();
     let mut options = options(1);
-    options.profile.device_bytes *= 10;
+    options.profile.kv_cache_bytes *= 10;
     let options = Options { workers, ..options };
     replay(&trace, &options, &Chooser::Settings("latency", Box::new(Preset::Latency.settings())), trace.rate(), 3)
 }
@@ -76,9 +76,9 @@ fn bursts(workers: Vec<Phase>) -> crate::replay::Figures {
 fn who_reads_does_not_feel_long_prompts_that_others_compute() {
     let together = bursts(vec![Phase::Both; 4]);
     let apart = bursts([vec![Phase::Prefill; 2], vec![Phase::Decode; 2]].concat());
-    assert_eq!((together.finished, apart.finished), (930, 930));
-    assert_eq!(together.handed_over, None);
-    assert!(apart.handed_over.is_some_and(|handed| handed >= 30), "the long ones at least: {apart:?}");
+    assert_eq!((together.completed, apart.completed), (930, 930));
+    assert_eq!(together.remote_prefills, None);
+    assert!(apart.remote_prefills.is_some_and(|handed| handed >= 30), "the long ones at least: {apart:?}");
     assert!(apart.itl_p99_s < together.itl_p99_s / 2.0, "{apart:?} {together:?}");
 }
 
@@ -99,9 +99,9 @@ fn workers_change_sides_when_what_is_asked_does() {
         replay(&trace, &options, &Chooser::Policy(Policy::Kv), trace.rate(), 1)
     };
     let (stay, change) = (of(false), of(true));
-    assert_eq!((stay.finished, change.finished, stay.flips), (600, 600, None));
-    assert!(change.flips.is_some_and(|flips| (1..=4).contains(&flips)), "{change:?}");
-    assert!(change.itl_p99_s < stay.itl_p99_s && change.handed_over > stay.handed_over, "{change:?} {stay:?}");
+    assert_eq!((stay.completed, change.completed, stay.role_changes), (600, 600, None));
+    assert!(change.role_changes.is_some_and(|flips| (1..=4).contains(&flips)), "{change:?}");
+    assert!(change.itl_p99_s < stay.itl_p99_s && change.remote_prefills > stay.remote_prefills, "{change:?} {stay:?}");
 }
 
 #[test]
@@ -142,14 +142,14 @@ fn requests_that_all_stand_still_end_a_replay_with_a_sentence() {
     simulation.workers[0].engine.accept(request, &trace.requests[request as usize], Part::Whole, None);
     simulation.workers[0].occupied = true;
     let stuck = simulation.run().err().unwrap().to_string();
-    assert!(stuck.contains("stand still"), "{stuck}");
+    assert!(stuck.contains("are stuck"), "{stuck}");
 }
 
 #[test]
 fn two_workers_whose_memory_is_full_of_each_others_prompts_do_not_wait_for_ever() {
     // 20 blocks of 512 tokens, of which each request takes twelve.
     let profile = Profile {
-        device_bytes: 20 * 512,
+        kv_cache_bytes: 20 * 512,
         kv_bytes_per_token: 1,
         host: None,
         shared: None,

@@ -64,14 +64,14 @@ impl Arena {
         let shape = Shape { layers: config.layers, kv_heads: config.kv_heads, head_dim: config.head_dim, block_size };
         let bytes = blocks
             .checked_mul(shape.block() * size_of::<f32>())
-            .ok_or_else(|| io::Error::new(io::ErrorKind::OutOfMemory, "more KV blocks than can be addressed"))?;
+            .ok_or_else(|| io::Error::new(io::ErrorKind::OutOfMemory, "the KV blocks exceed the address space"))?;
         // An empty mapping is an error of its own kind; an arena of no blocks is merely useless.
         let memory = MmapMut::map_anon(bytes.max(1))?;
         // Attention walks megabytes per layer: huge pages spare it most page-table walks. A kernel without them is no
         // reason to fail.
         #[cfg(target_os = "linux")]
         if let Err(error) = memory.advise(memmap2::Advice::HugePage) {
-            tracing::debug!(%error, "no huge pages for KV blocks");
+            tracing::debug!(%error, "huge pages are not available for KV blocks");
         }
         Ok(Self { memory: memory.into(), shape, blocks, fingerprint: fingerprint(config, shape, identity) })
     }

@@ -46,7 +46,10 @@ impl Preparer {
     /// Fetches what a prefill worker computed. What it had found cached counts as cached here too.
     async fn take_over(&self, sequence: &mut Sequence, ticket: &Ticket) {
         let Some(peer) = self.peers.find(ticket.peer) else {
-            tracing::warn!(peer = %ticket.peer, request = %sequence.request.id, "prefill worker is gone: recomputing");
+            tracing::warn!(
+                peer = %ticket.peer, request_id = %sequence.request.id,
+                "prefill worker is not reachable; recomputing the prompt"
+            );
             return;
         };
         let recompute = sequence.recompute(&self.vitals);

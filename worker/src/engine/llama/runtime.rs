@@ -112,7 +112,7 @@ impl Runtime {
 
     /// The right to compute, until it is dropped.
     pub(super) async fn turn(&self) -> SemaphorePermit<'_> {
-        self.turns.acquire().await.expect("the turns are never closed")
+        self.turns.acquire().await.expect("the semaphore is never closed")
     }
 
     /// Tokens that may not be chosen after `generated` tokens: those that would end the answer too early.

@@ -105,7 +105,10 @@ impl Scheduler {
         let now = Instant::now();
         let place = self.settings.unread.place;
         for mut sequence in self.running.extract_if(.., |sequence| sequence.unread(now) > place) {
-            tracing::debug!(request = %sequence.request.id, generated = sequence.generated(), "paused: its output is not read");
+            tracing::debug!(
+                request_id = %sequence.request.id, generated_tokens = sequence.generated(),
+                "request paused: the client does not read its output"
+            );
             self.metrics.paused();
             sequence.pause();
             self.paused.push_back(sequence);
@@ -129,7 +132,10 @@ impl Scheduler {
                 self.waiting.insert(read, sequence);
                 read += 1;
             } else if unread >= limit || over > 0 {
-                tracing::debug!(request = %sequence.request.id, ?unread, "failed: its output was not read");
+                tracing::debug!(
+                    request_id = %sequence.request.id, unread_s = unread.as_secs_f64(),
+                    "request failed: the client did not read its output"
+                );
                 self.metrics.unread();
                 sequence.outbox.fail(Error::Unread(unread));
             } else {
@@ -338,7 +344,10 @@ impl Scheduler {
             return;
         }
         self.metrics.preempted();
-        tracing::debug!(request = %youngest.request.id, tokens = youngest.computed, "preempted: no free block");
+        tracing::debug!(
+            request_id = %youngest.request.id, computed_tokens = youngest.computed,
+            "request preempted: no free KV block"
+        );
         youngest.release();
         self.waiting.push_front(youngest);
     }

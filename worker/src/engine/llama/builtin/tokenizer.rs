@@ -74,7 +74,7 @@ impl Vocabulary {
     /// them reads as words, and becomes the same tokens when it comes back as the next turn's prompt.
     pub(super) fn words(&self) -> Vec<usize> {
         let tokenizer =
-            Tokenizer::from_str(&self.tokenizer_json().to_string()).expect("the file we write is a tokenizer");
+            Tokenizer::from_str(&self.tokenizer_json().to_string()).expect("the generated tokenizer.json is valid");
         let is_word = |id: &usize| match self.tokens[*id].as_slice() {
             [b' ', letters @ ..] if letters.len() > 1 && letters.iter().all(u8::is_ascii_lowercase) => {
                 let text = std::str::from_utf8(&self.tokens[*id]).expect("letters are text");

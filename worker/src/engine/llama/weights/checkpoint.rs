@@ -110,7 +110,10 @@ impl Checkpoint {
             return Err(shard.wrong(name, unused_problem(config, name)));
         }
         if let Some((name, shard)) = unused.first() {
-            tracing::warn!(file = %shard.path.display(), tensor = name, tensors = unused.len(), "tensors are not used");
+            tracing::warn!(
+                file = %shard.path.display(), first_tensor = name, count = unused.len(),
+                "the checkpoint has tensors that are not used"
+            );
         }
         Ok(())
     }
@@ -176,13 +179,13 @@ impl Shard {
         let length = u64::from_le_bytes(length);
         if length > HEADER_MAX || length > size - 8 {
             let problem =
-                format!("has {size} bytes, but its header claims {length}; the file is cut short or not safetensors");
+                format!("has {size} bytes, but its header claims {length}; the file is truncated or not safetensors");
             return Err(Broken::Header(problem));
         }
         let mut header = vec![0; length as usize];
         file.read_exact_at(&mut header, 8)?;
         let metadata: Metadata = serde_json::from_slice(&header)
-            .map_err(|error| Broken::Header(format!("the safetensors header is broken: {error}")))?;
+            .map_err(|error| Broken::Header(format!("the safetensors header is invalid: {error}")))?;
         let (start, expected) = (8 + length, 8 + length + metadata.data_len() as u64);
         if size != expected {
             return Err(Broken::Header(format!(
