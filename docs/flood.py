@@ -1,4 +1,4 @@
-"""Floods a server with prompts of several tenants at once, and prints what became of them."""
+"""Sends prompts of several tenants at once, and prints how many were answered and refused."""
 
 import argparse
 import collections
