@@ -76,7 +76,7 @@ bench-ttft: ## Time to first token: cold, and with the prefix in each tier (ARGS
 bench-replay: ## Routing policies over a recorded trace, on simulated workers: TRACE=FILE (ARGS="--json" for JSON)
 	@test -n "$(TRACE)" || { echo "make: bench-replay wants a trace: make bench-replay TRACE=conversation_trace.jsonl (docs/replay.md says where to get one)"; exit 1; }
 	@test -r "$(TRACE)" || { echo "make: there is no trace to read at $(TRACE)"; exit 1; }
-	cargo run --locked --release --quiet -- replay "$(TRACE)" --seeds 5 $(ARGS)
+	cargo run --locked --release --quiet -- replay "$(TRACE)" --runs 5 $(ARGS)
 
 bench-index: ## The prefix index beside the published ones, a quarter of an hour: TRACE=FILE (ARGS="--workers 128 --repetitions 1" for less)
 	@test -n "$(TRACE)" || { echo "make: bench-index wants a trace: make bench-index TRACE=conversation_trace.jsonl (docs/replay.md says where to get one)"; exit 1; }

@@ -1,6 +1,6 @@
 //! What `serve` says once it answers: for people, or as one line of JSON.
 
-use crate::config::{ByteSize, Pod};
+use crate::config::{ByteSize, SharedFlash};
 use crate::node::sizes::Sizes;
 use kvbm::object::Location;
 use serde_json::{Value, json};
@@ -29,7 +29,7 @@ pub struct Banner {
     /// Where models are.
     pub data_dir: PathBuf,
     /// The folder between G3 and G4.
-    pub pod: Option<Pod>,
+    pub pod: Option<SharedFlash>,
     /// Where G4 is.
     pub shared: Option<Location>,
 }
@@ -51,7 +51,7 @@ impl Banner {
                 "g1": sizes.g1,
                 "g2": sizes.g2,
                 "g3": sizes.g3,
-                "g3_5": pod.as_ref().map(|pod| pod.budget.0),
+                "g3_5": pod.as_ref().map(|pod| pod.capacity.0),
                 "g4": shared,
             },
             "g3_paths": disks,
@@ -86,8 +86,8 @@ impl Banner {
         let g1 = format!("G1 {}", size(sizes.g1));
         let g2 = sizes.g2.map_or("G2 off".into(), |bytes| format!("G2 {}", size(bytes)));
         let g3 = sizes.g3.map_or("G3 off".into(), |bytes| format!("G3 {} in {}", size(bytes), folders(disks)));
-        let g4 = shared.as_ref().map_or("G4 off (--shared URL)".into(), |store| format!("G4 in {store}"));
-        let pod = pod.as_ref().map(|pod| format!("G3.5 {} in {}, ", size(pod.budget.0), pod.path.display()));
+        let g4 = shared.as_ref().map_or("G4 off (--g4 URL)".into(), |store| format!("G4 in {store}"));
+        let pod = pod.as_ref().map(|pod| format!("G3.5 {} in {}, ", size(pod.capacity.0), pod.path.display()));
         format!("{g1} and {g2} per worker, {g3}, {}{g4}", pod.unwrap_or_default())
     }
 }

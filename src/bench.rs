@@ -1,8 +1,10 @@
-//! `blockyard bench io`: what the configured tiers move on this machine beside the devices themselves, before any model is
-//! involved, and what that means for the time to first token. Figures go to standard output, progress to standard error.
+//! `blockyard bench io`: what the configured tiers move on this machine beside the devices themselves, before any model
+//! is involved, and what that means for the time to first token. Figures go to standard output, progress to standard
+//! error.
 //!
-//! Everything lies in folders and under prefixes of its own beside what is cached there, and is removed at the end, also
-//! after Ctrl-C. It looks at no block that rests there, so a node may be serving from the same tiers; it will feel it.
+//! Everything lies in folders and under prefixes of its own beside what is cached there, and is removed at the end,
+//! also after Ctrl-C. It looks at no block that rests there, so a node may be serving from the same tiers; it will feel
+//! it.
 
 mod codec;
 mod expect;
@@ -27,38 +29,40 @@ pub struct Bench {
 
 #[derive(Subcommand, Debug)]
 enum What {
-    /// Measure each configured tier beside its raw device, and say what time to first token to expect.
+    /// Measure each configured tier and its raw device, and estimate the time to first token.
     ///
-    /// It takes the configuration of `serve`, and reads and writes beside what is cached, in folders of its own that it removes.
+    /// It uses the configuration of `serve`. It reads and writes in its own folders beside the cached blocks, and
+    /// removes these folders at the end.
     Io(Box<Io>),
 }
 
 /// `blockyard bench io`.
 #[derive(Args, Debug)]
 struct Io {
-    /// Say what to expect of this model: a Hugging Face folder of which config.json is read, or a built-in model, which is run
+    /// Estimate for this model: a Hugging Face folder, of which config.json is read, or a built-in model, which is run
     #[arg(long, value_name = "DIR|NAME")]
     model: Option<String>,
 
-    /// Tokens of the prefix to load or to compute
+    /// Length of the prefix that is loaded or computed, in tokens
     #[arg(long, value_name = "N", default_value_t = 8192, requires = "model", value_parser = clap::value_parser!(u32).range(1..))]
     context: u32,
 
-    /// How fast the model prefills on your machine; built-in models are measured
+    /// Prefill speed of the model on your machine, in tokens per second; built-in models are measured
     #[arg(long, value_name = "N", requires = "model", value_parser = expect::positive)]
     prefill_tokens_per_second: Option<f64>,
 
-    /// Measure the lossless codec instead: on synthetic bf16 KV, and with --model on KV that the native engine computes
+    /// Measure lossless compression instead: of synthetic bf16 KV, and with --model of KV that the native engine
+    /// computes
     #[arg(long)]
-    codec: bool,
+    compression: bool,
 
-    /// Where the SSD tier is kept, as for `serve`
+    /// Folder of the SSD tier, as for `serve`
     #[arg(long, value_name = "DIR")]
     data_dir: Option<String>,
 
-    /// What several nodes share, as for `serve`
+    /// The object store of G4, as for `serve`
     #[arg(long, value_name = "URL|DIR")]
-    shared: Option<String>,
+    g4: Option<String>,
 
     /// A TOML file of configuration
     #[arg(long, value_name = "FILE")]
@@ -68,19 +72,19 @@ struct Io {
     #[arg(long, value_name = "KEY=VALUE")]
     set: Vec<Flag>,
 
-    /// Bytes of a block
+    /// Block sizes to measure
     #[arg(long, value_name = "SIZE,…", value_delimiter = ',', default_values = ["64KiB", "1MiB"], value_parser = block)]
     block: Vec<ByteSize>,
 
-    /// Requests at once
+    /// Numbers of concurrent requests to measure
     #[arg(long, value_name = "N,…", value_delimiter = ',', default_values_t = [1, 4], value_parser = clap::value_parser!(u16).range(1..=256))]
     parallel: Vec<u16>,
 
-    /// How much is written and read each time
+    /// Size that is written and read in each measurement
     #[arg(long, value_name = "SIZE", default_value = "256MiB", value_parser = amount)]
     bytes: ByteSize,
 
-    /// Times that each figure is measured; the median is shown
+    /// Repetitions of each measurement; the median is shown
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u8).range(1..=99))]
     rounds: u8,
 
@@ -94,7 +98,7 @@ impl Io {
         let own = [
             ("--model", "model", &self.model),
             ("--data-dir", "data_dir", &self.data_dir),
-            ("--shared", "shared", &self.shared),
+            ("--g4", "tiers.g4.url", &self.g4),
         ];
         let own = own.into_iter().filter_map(|(name, key, value)| Some(Flag::own(name, key, value.as_deref()?)));
         Sources::of_process(self.config.clone(), self.set.iter().cloned().chain(own).collect())
@@ -113,7 +117,7 @@ pub fn run(bench: &Bench) -> anyhow::Result<()> {
             _ = tokio::signal::ctrl_c() => Err(anyhow!("interrupted")),
             told = measure(io, &config) => told,
         };
-        if !io.codec
+        if !io.compression
             && let Err(error) = tiers::clear(&config).await
         {
             eprintln!("cannot remove the objects of this measurement from the shared store: {}", with_causes(&error));
@@ -135,7 +139,7 @@ struct Told {
 }
 
 async fn measure(io: &Io, config: &Config) -> anyhow::Result<Told> {
-    if io.codec {
+    if io.compression {
         return codec::measure(config, io.model.is_some()).await;
     }
     let cases: Vec<Case> = (io.block.iter())

@@ -1,7 +1,7 @@
-//! `blockyard cache`: looks after the shared store, beside whoever serves from it, and into the log of G3. What it found goes to standard output,
-//! progress to standard error.
+//! `blockyard cache`: looks after the shared store, beside whoever serves from it, and into the log of G3. What it
+//! found goes to standard output, progress to standard error.
 
-use crate::config::{ByteSize, Config, Flag, Sources, Span};
+use crate::config::{ByteSize, Config, Flag, HumanDuration, Sources};
 use crate::machine::{self, Space};
 use crate::node::{forms, sizes, stores, upkeep};
 use anyhow::{Context, bail};
@@ -27,66 +27,67 @@ pub struct Cache {
 
 #[derive(Subcommand, Debug)]
 enum What {
-    /// List what rests there, by cache domain, engine and writer, and in the log of G3.
+    /// List the blocks in G4 and in the log of G3, by cache domain, engine and writer.
     ///
-    /// With --shared only that store is listed, unless --data-dir or --config names a node's G3 as well.
+    /// With --g4 only that store is listed, unless --data-dir or --config also names the G3 of a node.
     Ls {
         #[command(flatten)]
         place: Place,
     },
-    /// Remove what is expired, too old, or more than there is room for.
+    /// Remove objects that are expired, older than --max-age, or beyond --capacity.
     ///
-    /// What is to go is named first, so that every process stops asking for it within seconds, and deleted by a later run,
-    /// once the grace is over. Any number of runs may be under way, also while others serve.
+    /// A run marks objects, so that every process stops reading them within seconds; a later run deletes them after the
+    /// grace time. Several runs may be active at the same time, also while other processes serve.
     Gc {
         #[command(flatten)]
         place: Place,
-        /// Objects that were not used for so long go, written or read from; one that others build on is as young as they are
-        /// [default: `shared_store.age_max`]
+        /// Remove objects that were not written or read for this time; an object on which others build counts as used
+        /// when they are [default: `tiers.g4.max_age`]
         #[arg(long, value_name = "TIME")]
-        age_max: Option<Span>,
-        /// How much may stay; what was used longest ago goes first [default: `shared_store.budget`]
+        max_age: Option<HumanDuration>,
+        /// Maximum size of what stays; the least recently used objects are removed first [default: `tiers.g4.capacity`]
         #[arg(long, value_name = "SIZE")]
-        budget: Option<ByteSize>,
-        /// How long from naming what goes to deleting it
+        capacity: Option<ByteSize>,
+        /// Time from marking an object to deleting it
         ///
-        /// [default: `shared_store.gc_grace`, and 2m of a pod's folder]
+        /// [default: `tiers.g4.gc_grace`, and 2m for shared flash]
         #[arg(long, value_name = "TIME")]
-        grace: Option<Span>,
-        /// Say what would go, and change nothing
+        grace: Option<HumanDuration>,
+        /// Report what would be removed, and change nothing
         #[arg(long)]
         dry_run: bool,
     },
-    /// Read every block and its checksum, in the shared store and in the log of G3. Ends with status 1 when something is not
-    /// sound.
+    /// Read every block of G4 and of the log of G3, and compare its checksum. The exit status is 1 when a block is
+    /// corrupt.
     ///
-    /// With --shared only that store is read, unless --data-dir or --config names a node's G3 as well. The log of G3 is read
-    /// while no process uses it, and nothing in it is changed: what is damaged is dropped when it is read.
+    /// With --g4 only that store is read, unless --data-dir or --config also names the G3 of a node. The log of G3 is
+    /// read only while no process uses it, and is not changed: corrupt blocks are dropped when they are loaded.
     Verify {
         #[command(flatten)]
         place: Place,
-        /// Of the shared store: remove objects that hold an unsound block, after the grace, with their other blocks; and have nobody ask any more for
-        /// those that are gone
+        /// In G4: remove objects that hold a corrupt block, with their other blocks, after the grace time; and remove
+        /// entries of objects that are missing
         #[arg(long)]
         remove: bool,
     },
-    /// Destroy the keys of a cache domain, so that nothing computed before is served any more.
+    /// Destroy the keys of a cache domain, so that its cached blocks cannot be used any more.
     ///
-    /// When the command has ended, no process can open a block of the domain that it does not have in memory. Processes that
-    /// run and reach the store of the keys look every 2 seconds: within 5 seconds each has dropped the domain from its memory
-    /// (G1, G2, and what is being loaded), and from then on finds nothing of it in any tier. One that cannot reach the
-    /// store follows within 5 seconds of reaching it again; until then it serves what it has. Requests that run at that
-    /// moment end with the blocks that they hold. New blocks rest under a new key after 10 more seconds.
+    /// After the command no process can decrypt a block of the domain that it does not have in memory. Running
+    /// processes that reach the key store check it every 2 seconds: within 5 seconds each has dropped the domain from
+    /// its memory (G1, G2, and blocks that are being loaded), and finds no block of it in any tier. A process that
+    /// cannot reach the key store follows within 5 seconds of reaching it again; until then it uses the blocks that it
+    /// has. Running requests finish with the blocks that they hold. After 10 more seconds new blocks are stored under a
+    /// new key.
     ///
-    /// Works only with tiers.encryption, with the configuration that the processes have. Without it there is no key to
-    /// destroy, and the command is refused: stop the processes, and delete the folders of G3, of the pod, and the store.
+    /// The command needs tiers.encryption, with the same configuration as the processes. Without it there is no key to
+    /// destroy and the command is refused: stop the processes, and delete the folders of G3 and G3.5 and the store.
     Shred {
         #[command(flatten)]
         place: Place,
-        /// A tenant's name, or the 32 hex digits that `ls` shows
+        /// A tenant's name, or the 32 hexadecimal digits that `ls` shows
         #[arg(long, value_name = "NAME|ID")]
         domain: String,
-        /// Remove what is left of its blocks as well, after the grace
+        /// Also remove the encrypted blocks, after the grace time
         #[arg(long)]
         remove: bool,
     },
@@ -96,15 +97,15 @@ enum What {
 #[derive(Args, Debug)]
 #[command(args_override_self = true)]
 struct Place {
-    /// The store, like `s3://bucket/prefix` or a folder
+    /// The object store of G4, like `s3://bucket/prefix`, or a folder
     #[arg(long, value_name = "URL|DIR")]
-    shared: Option<String>,
+    g4: Option<String>,
 
-    /// The folder that `tiers.pod.path` names, instead of the shared store
-    #[arg(long)]
-    pod: bool,
+    /// Use the folder of `tiers.g3_5.path` instead of G4
+    #[arg(long = "g3-5")]
+    g3_5: bool,
 
-    /// Where keys are kept when there is no shared store [default: blockyard in the user's cache folder]
+    /// Folder of the keys when there is no G4 [default: blockyard in the user's cache folder]
     #[arg(long, value_name = "DIR")]
     data_dir: Option<String>,
 
@@ -116,15 +117,16 @@ struct Place {
     #[arg(long, value_name = "KEY=VALUE")]
     set: Vec<Flag>,
 
-    /// Print for programs, as JSON
+    /// Print JSON
     #[arg(long)]
     json: bool,
 }
 
 impl Place {
-    /// Whether the log of G3 that the configuration names is meant too: not when one store is named and nothing of a node.
+    /// Whether the log of G3 that the configuration names is meant too: not when one store is named and nothing of a
+    /// node.
     fn has_g3(&self) -> bool {
-        !self.pod && (self.shared.is_none() || self.data_dir.is_some() || self.config.is_some())
+        !self.g3_5 && (self.g4.is_none() || self.data_dir.is_some() || self.config.is_some())
     }
 }
 
@@ -140,27 +142,27 @@ async fn done(what: &What) -> anyhow::Result<()> {
             let store = Store::open_or_local(place)?;
             let logs = if place.has_g3() { logs(&store.config)? } else { vec![] };
             if store.collector.is_none() && logs.is_empty() {
-                bail!("found neither a G3 log nor a shared store; name one with: --shared URL|DIR");
+                bail!("found neither a G3 log nor a shared store; name one with: --g4 URL|DIR");
             }
             let survey = match &store.collector {
                 Some(collector) => Some(collector.survey(progress("manifests")).await?),
                 None => None,
             };
-            let level = if place.pod { Level::Pod } else { Level::G4 };
+            let level = if place.g3_5 { Level::Pod } else { Level::G4 };
             let digests = census(&logs, survey.as_deref().map(|survey| (level, survey)));
             let holdings = survey.map(|survey| survey.holdings());
             let said = json!({ "g3": logs, "contents": holdings.as_deref().unwrap_or_default(), "digests": digests });
             print(place, &said, || logs.iter().map(logged).chain(holdings.as_deref().map(listed)).collect())
         }
-        What::Gc { place, age_max, budget, grace, dry_run } => {
+        What::Gc { place, max_age, capacity, grace, dry_run } => {
             let (store, now) = (Store::open(place)?, Clock::system().now());
             let mut policy = store.policy.clone();
-            policy.age_max = age_max.map_or(policy.age_max, |span| Some(span.0));
-            if let Some(ByteSize(budget)) = *budget {
-                // Just that, and no more room than was asked for.
-                (policy.budget, policy.headroom) = (Some(budget), 0);
+            policy.age_max = max_age.map_or(policy.age_max, |age| Some(age.0));
+            if let Some(ByteSize(bytes)) = *capacity {
+                // Exactly this size, without headroom.
+                (policy.budget, policy.headroom) = (Some(bytes), 0);
             }
-            policy.grace = grace.map_or(policy.grace, |span| span.0);
+            policy.grace = grace.map_or(policy.grace, |grace| grace.0);
             let survey = store.survey().await?;
             let report = if *dry_run {
                 store.collector.would(&survey, &policy, now)
@@ -176,7 +178,7 @@ async fn done(what: &What) -> anyhow::Result<()> {
             let store = Store::open_or_local(place)?;
             let logs = if place.has_g3() { verify_logs(&store.config).await? } else { vec![] };
             if store.collector.is_none() && logs.is_empty() {
-                bail!("found neither a G3 log nor a shared store; name one with: --shared URL|DIR");
+                bail!("found neither a G3 log nor a shared store; name one with: --g4 URL|DIR");
             }
             let keys = keys(&store.config).await?;
             let opens = async |domain, key| match &keys {
@@ -251,7 +253,7 @@ struct Store<C = Collector> {
 impl Store {
     fn open(place: &Place) -> anyhow::Result<Self> {
         let Store { config, policy, collector } = Store::open_or_local(place)?;
-        let collector = collector.context("no shared store is configured; name one with: --shared URL|DIR")?;
+        let collector = collector.context("no shared store is configured; name one with: --g4 URL|DIR")?;
         Ok(Self { config, policy, collector })
     }
 
@@ -262,18 +264,18 @@ impl Store {
 
 impl Store<Option<Collector>> {
     fn open_or_local(place: &Place) -> anyhow::Result<Self> {
-        let own = [("--shared", "shared", &place.shared), ("--data-dir", "data_dir", &place.data_dir)];
+        let own = [("--g4", "tiers.g4.url", &place.g4), ("--data-dir", "data_dir", &place.data_dir)];
         let own = own.into_iter().filter_map(|(name, key, value)| Some(Flag::own(name, key, value.as_deref()?)));
         let sources = Sources::of_process(place.config.clone(), place.set.iter().cloned().chain(own).collect());
         let (config, _) = Config::load(&sources)?;
         machine::limit_umask(config.shared_folders());
-        let (location, policy) = match &config.tiers.pod {
-            Some(pod) if place.pod => (Some(Location::Folder(pod.path.clone())), upkeep::pod_policy(&config, pod)?),
-            None if place.pod => bail!("tiers.pod.path is not set, so there is no G3.5 folder"),
-            _ => (config.shared.clone(), upkeep::policy(&config)?),
+        let (location, policy) = match &config.tiers.g3_5 {
+            Some(pod) if place.g3_5 => (Some(Location::Folder(pod.path.clone())), upkeep::pod_policy(&config, pod)?),
+            None if place.g3_5 => bail!("tiers.g3_5.path is not set, so there is no G3.5 folder"),
+            _ => (config.tiers.g4.url.clone(), upkeep::policy(&config)?),
         };
         let open = |location| {
-            Collector::at(location, &stores::access(&config), config.shared_store.request_timeout.0)
+            Collector::at(location, &stores::access(&config), config.tiers.g4.request_timeout.0)
                 .with_context(|| format!("{location} cannot be used"))
         };
         let collector = location.as_ref().map(open).transpose()?;
@@ -412,7 +414,7 @@ fn collected(report: &Report, dry_run: bool, grace: Duration) -> String {
     let mut text = format!("found: {all}\n");
     for (why, some) in &report.condemned {
         let why = json!(why);
-        let (why, wait) = (why.as_str().unwrap_or_default(), Span(grace));
+        let (why, wait) = (why.as_str().unwrap_or_default(), HumanDuration(grace));
         text += &format!("{go} ({why}): {}; a run after {wait} deletes them\n", amount(some));
     }
     text += &format!("{went}: {}, and {} manifests\n", amount(&report.deleted), report.manifests);

@@ -3,7 +3,7 @@
 use crate::bench::Bench;
 use crate::cache::Cache;
 use crate::config::{Flag, Sources};
-use crate::fit::Fit;
+use crate::fit::Calibrate;
 use crate::replay::Replay;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Args, Parser, Subcommand};
@@ -18,7 +18,7 @@ pub struct Cli {
     pub command: Command,
 }
 
-/// Flags of vLLM and SGLang, and what takes their place here.
+/// Flags of vLLM and SGLang, and what replaces them here.
 const FOREIGN: [(&str, &str); 26] = [
     ("--host", "--listen ADDR:PORT takes address and port together"),
     ("--port", "--listen ADDR:PORT takes address and port together, or --listen PORT for this machine only"),
@@ -36,14 +36,14 @@ const FOREIGN: [(&str, &str); 26] = [
     ("--gpu-memory-utilization", "--set tiers.g1=SIZE is the memory for KV blocks of each worker"),
     ("--mem-fraction-static", "--set tiers.g1=SIZE is the memory for KV blocks of each worker"),
     ("--swap-space", "--set tiers.g2=SIZE is the host memory for KV blocks of each worker"),
-    ("--max-num-seqs", "--set engine.sequences_max=N"),
-    ("--max-running-requests", "--set engine.sequences_max=N"),
-    ("--max-num-batched-tokens", "--set engine.prefill_chunk=N"),
-    ("--chunked-prefill-size", "--set engine.prefill_chunk=N"),
+    ("--max-num-seqs", "--set engine.max_num_seqs=N"),
+    ("--max-running-requests", "--set engine.max_num_seqs=N"),
+    ("--max-num-batched-tokens", "--set engine.max_prefill_chunk_tokens=N"),
+    ("--chunked-prefill-size", "--set engine.max_prefill_chunk_tokens=N"),
     ("--enable-prefix-caching", "prefixes are always cached; the flag is not needed"),
     ("--tensor-parallel-size", "--workers SPEC starts several workers; one model is not split among them"),
     ("--data-parallel-size", "--workers both:N starts N workers"),
-    ("--kv-transfer-config", "--workers prefill:1,decode:2 disaggregates; --shared URL shares blocks between nodes"),
+    ("--kv-transfer-config", "--workers prefill:1,decode:2 disaggregates; --g4 URL shares blocks between nodes"),
     ("--uvicorn-log-level", "--log LEVEL"),
     ("--log-level", "--log LEVEL"),
 ];
@@ -69,6 +69,8 @@ fn hinted(mut error: clap::Error, words: &[String]) -> clap::Error {
         hints.push(format!("set the model with a flag: --model {word}"));
     }
     if !hints.is_empty() {
+        // The similar flag that clap suggests is a wrong one beside a hint that names the right one.
+        error.remove(ContextKind::SuggestedArg);
         hints.dedup();
         let hints = hints.into_iter().map(Into::into).collect();
         error.insert(ContextKind::Suggested, ContextValue::StyledStrs(hints));
@@ -85,22 +87,22 @@ fn hint(word: &str) -> Option<String> {
 /// What to do.
 #[derive(Subcommand, Debug)]
 pub enum Command {
-    /// Run every role in one process: front door, router and workers, with nothing else installed.
+    /// Run frontend, router and workers in one process.
     ///
-    /// Without --model this serves `small`, a built-in model with made-up weights: it computes real attention, and its text
-    /// is meaningless. Stop it with Ctrl-C; it lets requests finish. A second Ctrl-C ends it at once.
+    /// Without --model it serves `small`, a built-in model with made-up weights: it computes real attention, and its
+    /// text is meaningless. Ctrl-C stops it after running requests have finished. A second Ctrl-C stops it at once.
     Serve(Serve),
 
-    /// Replay a recorded trace through the router with simulated workers, and compare policies.
+    /// Replay a trace through the router with simulated workers, and compare policies.
     Replay(Box<Replay>),
 
-    /// Learn from a record of served requests how fast the workers were, as a profile for `replay`.
-    Fit(Fit),
+    /// Estimate the speed of workers from a trace of served requests, as a profile for `replay`.
+    Calibrate(Calibrate),
 
-    /// Measure this machine.
+    /// Measure the tiers of this machine.
     Bench(Bench),
 
-    /// Look after the shared store, also while others serve from it.
+    /// Inspect and maintain stored blocks, also while other processes serve from them.
     Cache(Cache),
 }
 
@@ -110,7 +112,7 @@ pub enum Command {
     args_override_self = true,
     after_help = "Every key of the configuration can also be set in the environment: \
     BLOCKYARD_ROUTER__POLICY=round-robin is --set router.policy=round-robin.\n\
-    Precedence: defaults < --config FILE < environment < flags. --print-config shows all keys and who set them."
+    Precedence: defaults < --config FILE < environment < flags. --print-config shows all keys and their origins."
 )]
 pub struct Serve {
     /// A Hugging Face folder (config.json, *.safetensors, tokenizer.json), or a built-in model: tiny, small or bench
@@ -118,23 +120,24 @@ pub struct Serve {
     #[arg(long, value_name = "DIR|NAME")]
     model: Option<String>,
 
-    /// Where built-in models and the SSD tier are kept [default: blockyard in the user's cache folder]
+    /// Folder of built-in models and the SSD tier [default: blockyard in the user's cache folder]
     #[arg(long, value_name = "DIR")]
     data_dir: Option<String>,
 
-    /// What several nodes share, like `s3://bucket/prefix` or a folder: what one of them computed, the others load
+    /// Object store that several nodes share, like `s3://bucket/prefix`, or a folder: nodes load blocks that others
+    /// computed
     #[arg(long, value_name = "URL|DIR")]
-    shared: Option<String>,
+    g4: Option<String>,
 
-    /// Where to listen; port 0 lets the system choose [default: 127.0.0.1:8000]
+    /// Address and port; with port 0 the system chooses one [default: 127.0.0.1:8000]
     #[arg(long, value_name = "ADDR:PORT")]
     listen: Option<String>,
 
-    /// How many workers of which phase, or both:1 to prefill and decode in one [default: prefill:1,decode:2]
+    /// Number of workers of each role, or both:1 for one worker that prefills and decodes [default: prefill:1,decode:2]
     #[arg(long, value_name = "SPEC")]
     workers: Option<String>,
 
-    /// What to log, like `debug` or `info,kvbm=debug` [default: info]
+    /// Log filter, like `debug` or `info,kvbm=debug` [default: info]
     #[arg(long, value_name = "FILTER")]
     log: Option<String>,
 
@@ -146,11 +149,11 @@ pub struct Serve {
     #[arg(long, value_name = "KEY=VALUE")]
     set: Vec<Flag>,
 
-    /// Print the configuration and where each value came from, and end
+    /// Print the configuration with the origin of each value, and exit
     #[arg(long)]
     pub print_config: bool,
 
-    /// Print for programs: the banner, or the configuration, as JSON
+    /// Print the banner, or the configuration, as JSON
     #[arg(long)]
     pub json: bool,
 }
@@ -161,13 +164,13 @@ impl Serve {
         let own = [
             ("--model", "model", &self.model),
             ("--data-dir", "data_dir", &self.data_dir),
-            ("--shared", "shared", &self.shared),
+            ("--g4", "tiers.g4.url", &self.g4),
             ("--listen", "listen", &self.listen),
             ("--workers", "workers", &self.workers),
             ("--log", "log.filter", &self.log),
         ];
         let own = own.into_iter().filter_map(|(name, key, value)| Some(Flag::own(name, key, value.as_deref()?)));
-        // Flags of their own come last: who writes `--listen` means it.
+        // `--listen` and the like come last: they are stronger than `--set`.
         Sources::of_process(self.config.clone(), self.set.iter().cloned().chain(own).collect())
     }
 }
@@ -200,6 +203,7 @@ mod tests {
         ] {
             let error = refused(&format!("blockyard {line}"));
             assert!(hints.iter().all(|hint| error.contains(hint)), "{line}: {error}");
+            assert!(!error.contains("a similar argument exists"), "{line}: {error}");
         }
         let unknown = refused("blockyard serve --colour red");
         assert!(!unknown.contains("instead of"), "{unknown}");

@@ -3,8 +3,8 @@
 //! ```text
 //!   defaults  <  --config FILE  <  BLOCKYARD_SECTION__KEY  <  flags, --set section.key=value
 //! ```
-//! Only the loader reads the environment; what a value means is decided where its type is. What is unknown or impossible is
-//! an error that names the key, the value, where it came from, and what would be right.
+//! Only the loader reads the environment. Each value is parsed by its type. An unknown key or an impossible value is an error
+//! that names the key, the value, its origin, and what would be right.
 
 mod check;
 mod error;
@@ -15,10 +15,10 @@ mod suggest;
 mod values;
 
 pub use error::{Error, Errors};
-pub use frontend::Span;
 pub use load::{Flag, Sources};
 pub use print::{as_json, as_toml, changes, defaults};
-pub use values::{Budget, ByteSize, Invalid, Listen, Model, Threads, Workers};
+pub use units::{ByteSize, HumanDuration};
+pub use values::{Budget, Invalid, Listen, Model, Threads, Workers};
 
 use kvbm::crypt::KeySource;
 use kvbm::object::{Credentials, Endpoint, Location};
@@ -28,57 +28,54 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 use worker::engine::llama::Builtin;
 
-/// Everything that can be chosen.
+/// The whole configuration.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Config {
-    /// What is served: a Hugging Face folder, or `tiny`, `small`, `bench`. Default `small`: computes at once, on any machine,
-    /// without a download.
+    /// The model: a Hugging Face folder, or `tiny`, `small`, `bench`. Default `small`: it answers at once on any
+    /// machine, without a download.
     pub model: Model,
-    /// Where the front door listens. Default `127.0.0.1:8000`: nobody else's machine reaches a server that asks for no key.
+    /// Address and port of the API. Default `127.0.0.1:8000`: other machines cannot reach a server that asks for no
+    /// key.
     pub listen: Listen,
-    /// How many workers of which phase. Default `prefill:1,decode:2`.
+    /// How many workers of which role. Default `prefill:1,decode:2`.
     pub workers: Workers,
-    /// Threads that compute, all workers together. Default `auto`: as many as run at the same time here.
+    /// Compute threads of all workers together. Default `auto`: as many as the machine runs at the same time.
     pub threads: Threads,
-    /// Built-in models and the G3 log. Default `blockyard` in the user's cache folder.
+    /// Folder of the built-in models and the G3 log. Default `blockyard` in the user's cache folder.
     pub data_dir: PathBuf,
-    /// What several nodes share: G4, a bucket's URL or a folder. Default none.
-    pub shared: Option<Location>,
-    /// How long requests may go on after the signal to stop, and blocks may still be written. Default 25 s:
-    /// orchestrators kill after 30.
-    pub drain: Span,
-    /// How much each tier may take.
+    /// Time from the signal to stop until the process ends: requests finish and blocks are written. Default 25 s:
+    /// orchestrators kill a process after 30 s.
+    pub shutdown_timeout: HumanDuration,
+    /// The KV cache tiers.
     pub tiers: Tiers,
-    /// How the shared store is reached, where its URL does not say.
-    pub shared_store: SharedStore,
-    /// What the environment knows of clouds. It is no key: nobody writes it into a file, and it is never printed.
+    /// Cloud credentials from the environment. They are no key of the configuration and are never printed.
     #[serde(skip)]
     pub credentials: Credentials,
-    /// The master keys that the environment holds, when `tiers.encryption.keys.env` names where. Never printed.
+    /// The master keys from the environment, when `tiers.encryption.keys.env` names a variable. Never printed.
     #[serde(skip)]
     pub master_keys: Option<Secret>,
-    /// How the native engine batches.
+    /// Batching of the native engine.
     pub engine: worker::engine::llama::Settings,
-    /// How requests are placed.
+    /// Placement of requests on workers.
     pub router: router::Settings,
-    /// What the front door accepts.
+    /// Limits of the HTTP API.
     pub frontend: frontend::Settings,
-    /// Looking at a running process, and having it read its configuration again.
+    /// The admin API.
     pub admin: Admin,
-    /// What is logged.
+    /// The log.
     pub log: Log,
 }
 
-/// Looking at a running process, and having it read its configuration again.
+/// The admin API: it shows the state of a running process and reloads its configuration.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Admin {
-    /// Where that is answered. Default none: it asks for no key, so whoever wants it opens it, to whom they want.
+    /// Address and port of the admin API. Default none, because it asks for no key.
     pub listen: Option<Listen>,
 }
 
-/// How much each tier may take. G4 takes what its store gives.
+/// The KV cache tiers: how much each may take, and where it is.
 #[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Tiers {
@@ -86,94 +83,97 @@ pub struct Tiers {
     pub g1: Budget,
     /// Host memory of each worker.
     pub g2: Budget,
-    /// The SSD log of the process: each of its folders, unless it says otherwise.
+    /// The SSD log of the process: size in each of its folders that has no `capacity` of its own.
     pub g3: Budget,
-    /// What the SSD log leaves free on each of its disks: below it the log shrinks, down to a quarter of what it may take.
-    /// Default `auto`: 1 GiB, and at most a twentieth of the disk. `off`: nothing.
+    /// Free space that the SSD log leaves on each of its disks. With less free space it shrinks, down to a quarter of
+    /// its size. Default `auto`: 1 GiB, at most a twentieth of the disk. `off`: none.
     pub g3_min_free: Budget,
-    /// Where the SSD log is; one folder per device. Default none: in the data folder.
+    /// Folders of the SSD log, one per device. Default none: `g3` in the data folder.
     pub g3_paths: Vec<DiskPath>,
-    /// A folder between G3 and G4 that the processes of a pod share. Default none.
-    pub pod: Option<Pod>,
-    /// What tenants are promised of each worker's memory and of the tiers below it. Default none: they share all of it.
+    /// Shared flash: a folder between G3 and G4 that several processes share. Default none.
+    pub g3_5: Option<SharedFlash>,
+    /// Guaranteed and maximum share of each tenant in each tier. Default none: tenants share all of it.
     pub quotas: Vec<TenantQuota>,
-    /// Whether blocks are encoded when they are written below G2; encoded blocks are read whatever it says. Default `off`: the
-    /// native engine needs its processors for computing.
-    pub codec: Coding,
-    /// Whether blocks below G2 rest encrypted. Default: they do not, since nobody has given a key.
+    /// Lossless compression of blocks that are written below G2. Compressed blocks can always be read. Default `off`:
+    /// the native engine needs the processors for computing.
+    pub compression: Compression,
+    /// Encryption of blocks below G2. Default none: there is no default key.
     pub encryption: Option<Encryption>,
+    /// The object store that several nodes share.
+    pub g4: G4,
 }
 
-/// A folder between G3 and G4 that the processes of a pod share: its flash.
+/// Shared flash: a folder between G3 and G4 that several processes share.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Pod {
-    /// The folder, the same for all of them.
+pub struct SharedFlash {
+    /// The folder, the same for all processes.
     pub path: PathBuf,
-    /// How much may rest there; what was used longest ago goes beyond it. There is no default: it is shared with others.
-    pub budget: ByteSize,
-    /// What is older goes. Default: nothing is too old.
+    /// Maximum size. The least recently used blocks are removed first. There is no default, because others use the disk
+    /// too.
+    pub capacity: ByteSize,
+    /// Time after the last use after which a block is removed. Default: no limit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub age_max: Option<Span>,
+    pub max_age: Option<HumanDuration>,
 }
 
-/// What one tenant is promised of each worker's memory and of the tiers that all share, and what it may take at most.
+/// The guaranteed size and the limit of one tenant in each tier. G1 and G2: in each worker.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TenantQuota {
-    /// As it stands in the header that `frontend.tenant_header` names; empty for requests without it.
+    /// The tenant, as in the header that `frontend.tenant_header` names; empty for requests without it.
     pub tenant: String,
-    /// Of G1, not given up for others. Default none.
+    /// Size in G1 that is not given to other tenants. Default 0.
     #[serde(default)]
-    pub g1: ByteSize,
-    /// Of G1, at most. Default: all that there is.
+    pub g1_guaranteed: ByteSize,
+    /// Maximum size in G1. Default: no limit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub g1_max: Option<ByteSize>,
-    /// Of G2, not given up for others. Default none.
+    pub g1_limit: Option<ByteSize>,
+    /// Size in G2 that is not given to other tenants. Default 0.
     #[serde(default)]
-    pub g2: ByteSize,
-    /// Of G2, at most. Default: all that there is.
+    pub g2_guaranteed: ByteSize,
+    /// Maximum size in G2. Default: no limit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub g2_max: Option<ByteSize>,
-    /// Of G3, not given up for others. Default none.
+    pub g2_limit: Option<ByteSize>,
+    /// Size in G3 that is not given to other tenants. Default 0.
     #[serde(default)]
-    pub g3: ByteSize,
-    /// Of G3, at most, in whole segments. Default: all that there is.
+    pub g3_guaranteed: ByteSize,
+    /// Maximum size in G3, in whole segments. Default: no limit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub g3_max: Option<ByteSize>,
-    /// Of the pod's folder, not given up for others. Default none.
+    pub g3_limit: Option<ByteSize>,
+    /// Size in G3.5 that is not given to other tenants. Default 0.
     #[serde(default)]
-    pub pod: ByteSize,
-    /// Of the pod's folder, at most. Default: all that there is.
+    pub g3_5_guaranteed: ByteSize,
+    /// Maximum size in G3.5. Default: no limit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub pod_max: Option<ByteSize>,
-    /// Of the shared store's budget, not given up for others. Default none.
+    pub g3_5_limit: Option<ByteSize>,
+    /// Size of `tiers.g4.capacity` that is not given to other tenants. Default 0.
     #[serde(default)]
-    pub g4: ByteSize,
-    /// Of the shared store, at most. Default: all that there is.
+    pub g4_guaranteed: ByteSize,
+    /// Maximum size in G4. Default: no limit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub g4_max: Option<ByteSize>,
-    /// Its part of what the tiers below memory can move, beside others who move blocks at the same time. Default 1.
+    pub g4_limit: Option<ByteSize>,
+    /// Share of the bandwidth of the tiers below memory, relative to other tenants that move blocks at the same time.
+    /// Default 1.
     #[serde(default = "TenantQuota::one")]
     pub weight: f64,
 }
 
 impl TenantQuota {
-    /// A tenant that is promised nothing.
+    /// A tenant without guarantees and limits.
     pub fn of(tenant: impl Into<String>) -> Self {
-        let ((g1, g2, g3, pod, g4), none) = (Default::default(), None);
         Self {
             tenant: tenant.into(),
-            g1,
-            g1_max: none,
-            g2,
-            g2_max: none,
-            g3,
-            g3_max: none,
-            pod,
-            pod_max: none,
-            g4,
-            g4_max: none,
+            g1_guaranteed: ByteSize(0),
+            g1_limit: None,
+            g2_guaranteed: ByteSize(0),
+            g2_limit: None,
+            g3_guaranteed: ByteSize(0),
+            g3_limit: None,
+            g3_5_guaranteed: ByteSize(0),
+            g3_5_limit: None,
+            g4_guaranteed: ByteSize(0),
+            g4_limit: None,
             weight: Self::one(),
         }
     }
@@ -183,24 +183,25 @@ impl TenantQuota {
     }
 }
 
-/// Whether blocks rest encoded, which loses nothing of them.
+/// Lossless compression of blocks below G2.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Coding {
-    /// As the engine wrote them.
+pub enum Compression {
+    /// Blocks are stored as the engine wrote them.
     #[default]
     Off,
-    /// Where it makes onboarding faster, by what was measured of the device and of the codec.
-    Faster,
-    /// Where it makes them smaller.
-    Smaller,
+    /// Blocks are compressed where that makes onboarding faster, as measured on the device and the codec.
+    Auto,
+    /// Blocks are compressed wherever that makes them smaller.
+    Always,
 }
 
-/// Blocks rest encrypted, each cache domain's under a data key of its own.
+/// Blocks below G2 are encrypted, each cache domain's with its own data key.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Encryption {
-    /// Where the master keys are, which wrap the data keys: `{ file = "…" }`, `{ env = "NAME" }` or `{ command = ["…"] }`.
+    /// Source of the master keys, which wrap the data keys: `{ file = "…" }`, `{ env = "NAME" }` or `{ command = ["…"]
+    /// }`.
     pub keys: KeySource,
 }
 
@@ -220,60 +221,62 @@ impl std::fmt::Debug for Secret {
 pub struct DiskPath {
     /// The folder.
     pub path: PathBuf,
-    /// How much may rest there. Default `auto`: what `tiers.g3` says.
+    /// Size of the log in this folder. Default `auto`: as `tiers.g3`.
     #[serde(default)]
     pub capacity: Budget,
 }
 
-/// How the shared store is reached, where its URL does not say.
+/// G4: the object store, or the folder, that several nodes share.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
-pub struct SharedStore {
+pub struct G4 {
+    /// The store: `s3://bucket/prefix`, `az://…`, `gs://…`, or a folder. Default none: there is no G4.
+    pub url: Option<Location>,
     /// The server, when it is not the cloud's own. Default none.
     pub endpoint: Option<Endpoint>,
-    /// Where an S3 bucket is. Default: `AWS_REGION`, or what S3 itself takes, `us-east-1`.
+    /// Region of an S3 bucket. Default: `AWS_REGION`, or S3's own default, `us-east-1`.
     pub region: Option<String>,
-    /// After which one request has failed. Default 10 s: 4 MiB in that time is slower than any recomputing.
-    pub request_timeout: Span,
-    /// How much may rest there, what is about to be deleted included: `serve` writes nothing beyond it, and removes what was used
-    /// longest ago so that an eighth of it stays free. Default: as much as there is.
-    pub budget: Option<ByteSize>,
-    /// What is older goes. Default: nothing is too old.
-    pub age_max: Option<Span>,
-    /// How often that is looked at, by about one of all the processes that have such a bound. Default 1 h: all manifests are
-    /// read each time.
-    pub collect_every: Span,
-    /// From naming what goes to deleting it. Default 10 min: running processes know of it after seconds, and one that was
-    /// suspended for minutes finds what it was about to read.
-    pub gc_grace: Span,
+    /// Time after which one request fails. Default 10 s: computing is faster than loading 4 MiB in that time.
+    pub request_timeout: HumanDuration,
+    /// Maximum size, including objects that are marked for deletion. `serve` writes nothing beyond it, and removes the
+    /// least recently used objects to keep an eighth of it free. Default: no limit.
+    pub capacity: Option<ByteSize>,
+    /// Time after the last use after which an object is removed. Default: no limit.
+    pub max_age: Option<HumanDuration>,
+    /// Interval of garbage collection by one of all processes with such a limit. Default 1 h: each run reads all
+    /// manifests.
+    pub gc_interval: HumanDuration,
+    /// Time from marking an object to deleting it. Default 10 min: running processes know of the mark after seconds,
+    /// and a process that was suspended for minutes can still read the objects that it knows.
+    pub gc_grace: HumanDuration,
 }
 
-/// What is logged, on standard error.
+/// The log, on standard error.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Log {
-    /// Directives as `tracing` knows them. Default `info`.
+    /// Filter directives of `tracing`. Default `info`.
     pub filter: String,
-    /// For people or for machines. Default `text`.
+    /// Format of a line: `text` or `json`. Default `text`.
     pub format: LogFormat,
 }
 
-/// How a line of the log looks.
+/// Format of a line of the log.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum LogFormat {
-    /// For people.
+    /// Text for people.
     #[default]
     Text,
     /// One JSON object per line.
     Json,
 }
 
-/// Where each value of a configuration came from.
+/// The origin of each value of a configuration.
 pub struct Origins(BTreeMap<String, String>);
 
 impl Config {
-    /// What holds when nothing is said, with the data folder in `cache` (the user's cache folder).
+    /// The defaults, with the data folder in `cache` (the user's cache folder).
     pub fn with_cache(cache: &std::path::Path) -> Self {
         Self {
             model: Model::BuiltIn(Builtin::Small),
@@ -281,10 +284,8 @@ impl Config {
             workers: Workers::default(),
             threads: Threads::Auto,
             data_dir: cache.join("blockyard"),
-            shared: None,
-            drain: Span(Duration::from_secs(25)),
+            shutdown_timeout: HumanDuration::secs(25),
             tiers: Tiers::default(),
-            shared_store: SharedStore::default(),
             credentials: Credentials::default(),
             master_keys: None,
             engine: worker::engine::llama::Settings::default(),
@@ -295,26 +296,27 @@ impl Config {
         }
     }
 
-    /// Folders in which other processes store blocks too: the shared store and the folder of a pod.
+    /// Folders in which other processes store blocks too: G4, if it is a folder, and shared flash.
     pub fn shared_folders(&self) -> impl Iterator<Item = &Path> {
-        let store = match &self.shared {
+        let store = match &self.tiers.g4.url {
             Some(Location::Folder(folder)) => Some(folder.as_path()),
             _ => None,
         };
-        self.tiers.pod.iter().map(|pod| pod.path.as_path()).chain(store)
+        self.tiers.g3_5.iter().map(|flash| flash.path.as_path()).chain(store)
     }
 }
 
-impl Default for SharedStore {
+impl Default for G4 {
     fn default() -> Self {
         Self {
+            url: None,
             endpoint: None,
             region: None,
-            request_timeout: Span(Duration::from_secs(10)),
-            budget: None,
-            age_max: None,
-            collect_every: Span(Duration::from_hours(1)),
-            gc_grace: Span(kvbm::object::gc::Policy::default().grace),
+            request_timeout: HumanDuration::secs(10),
+            capacity: None,
+            max_age: None,
+            gc_interval: HumanDuration(Duration::from_hours(1)),
+            gc_grace: HumanDuration(kvbm::object::gc::Policy::default().grace),
         }
     }
 }

@@ -1,5 +1,5 @@
-//! `blockyard fit`: learns from a record of served requests how fast the workers were, and prints the profile. The profile goes to
-//! standard output, what is to be thought of it to standard error.
+//! `blockyard calibrate`: estimates the speed of workers from a trace of served requests. It prints the profile to
+//! standard output and the accuracy of the estimate to standard error.
 
 use crate::replay::{open, profile};
 use anyhow::{Context, bail};
@@ -9,23 +9,24 @@ use serde::Serialize;
 use std::io::{BufRead, Write, stdout};
 use std::path::PathBuf;
 
-/// `blockyard fit`.
+/// `blockyard calibrate`.
 #[derive(clap::Args, Debug)]
-#[command(after_help = "`blockyard serve --set router.record=run.jsonl` writes the record. Then:\n\n  \
-    blockyard fit run.jsonl > my-worker.toml\n  blockyard replay run.jsonl --profile my-worker.toml")]
-pub struct Fit {
-    /// A record of served requests, as `router.record` writes it; - reads standard input
-    record: PathBuf,
+#[command(after_help = "`blockyard serve --set router.trace_file=run.jsonl` writes the trace. Then:\n\n  \
+    blockyard calibrate run.jsonl > my-worker.toml\n  blockyard replay run.jsonl --profile my-worker.toml")]
+pub struct Calibrate {
+    /// A trace of served requests, as `router.trace_file` writes it; - reads standard input
+    trace: PathBuf,
 
-    /// Where the profile takes from what a record does not say: a TOML file like deploy/profiles/h100-8b.toml [default: that one]
+    /// Profile for the values that the trace does not contain: a TOML file like deploy/profiles/h100-8b.toml [default:
+    /// that one]
     #[arg(long, value_name = "FILE")]
     base: Option<PathBuf>,
 
-    /// Learn from the requests for this model only [default: the only one in the record]
+    /// Use only the requests for this model [default: the only one in the trace]
     #[arg(long, value_name = "NAME")]
     model: Option<String>,
 
-    /// Print for programs
+    /// Print JSON
     #[arg(long)]
     json: bool,
 }
@@ -43,7 +44,7 @@ struct Report<'a> {
 }
 
 /// Runs the command.
-pub fn run(args: &Fit) -> anyhow::Result<()> {
+pub fn run(args: &Calibrate) -> anyhow::Result<()> {
     let base = profile("--base", args.base.as_deref())?;
     let (lines, model) = read(args)?;
     let Learned {
@@ -54,7 +55,7 @@ pub fn run(args: &Fit) -> anyhow::Result<()> {
         prefill_median_relative_error,
         decode_median_relative_error,
         from_base,
-    } = replay::fit(&lines, &base).with_context(|| args.record.display().to_string())?;
+    } = replay::fit(&lines, &base).with_context(|| args.trace.display().to_string())?;
     profile.name = model;
     profile.origin = format!(
         "Calibrated on {requests} requests of {workers} worker{}. Median relative error: prefill {:.0} %, decode \
@@ -88,10 +89,10 @@ pub fn run(args: &Fit) -> anyhow::Result<()> {
 }
 
 /// The requests of one model, and its name.
-fn read(args: &Fit) -> anyhow::Result<(Vec<Recorded>, String)> {
-    let name = args.record.display();
+fn read(args: &Calibrate) -> anyhow::Result<(Vec<Recorded>, String)> {
+    let name = args.trace.display();
     let mut lines: Vec<Recorded> = Vec::new();
-    for (at, line) in open(&args.record)?.lines().enumerate() {
+    for (at, line) in open(&args.trace)?.lines().enumerate() {
         let line = line.with_context(|| name.to_string())?;
         if !line.trim().is_empty() {
             let parsed = serde_json::from_str(&line);

@@ -24,7 +24,7 @@ fn main() -> ExitCode {
     let outcome = match Cli::of_process().command {
         Command::Serve(serve) => run(&serve),
         Command::Replay(replay) => replay::run(&replay),
-        Command::Fit(fit) => fit::run(&fit),
+        Command::Calibrate(calibrate) => fit::run(&calibrate),
         Command::Bench(bench) => bench::run(&bench),
         Command::Cache(cache) => cache::run(&cache),
     };

@@ -163,10 +163,10 @@ impl Node {
             sizes,
             disks: disks.into_iter().map(|disk| disk.folder).collect(),
             data_dir: config.data_dir.clone(),
-            pod: config.tiers.pod.clone(),
-            shared: config.shared.clone(),
+            pod: config.tiers.g3_5.clone(),
+            shared: config.tiers.g4.url.clone(),
         };
-        let (drain, shutdown_delay) = (config.drain.0, config.frontend.shutdown_delay.0);
+        let (drain, shutdown_delay) = (config.shutdown_timeout.0, config.frontend.shutdown_delay.0);
         let deadline = None;
         Ok(Self {
             banner,

@@ -1,7 +1,7 @@
 //! `blockyard replay`: asks the router what would have been, and prints it. Figures go to standard output, progress to
 //! standard error.
 
-use crate::config::{self, Config, Flag, Invalid, Origins, Sources, Workers};
+use crate::config::{self, Config, Flag, HumanDuration, Invalid, Origins, Sources, Workers};
 use anyhow::{Context, bail};
 use router::replay::{self, Admission, Chooser, Figures, Options, Profile, Slo, Trace};
 use router::{PlannerMode, Policy, Settings};
@@ -9,98 +9,98 @@ use serde::Serialize;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write, stdin, stdout};
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 use worker::plane::Phase;
 
 /// `blockyard replay`.
 #[derive(clap::Args, Debug)]
 #[command(
-    after_help = "A load of 1 is the highest rate at which least-loaded keeps its p99 time to first token under ten \
-    times what it is on an idle fleet; it is found first, and printed. The same trace, options and seeds print the same \
-    figures, byte for byte."
+    after_help = "A load factor of 1 is the capacity: the highest rate at which least-loaded keeps its p99 time to first \
+    token under ten times that of an idle fleet. It is measured first, and printed. The same trace and options print the \
+    same results, byte for byte."
 )]
 pub struct Replay {
     /// A trace in Mooncake's format (a line of JSON per request: `timestamp`, `input_length`, `output_length`, `hash_ids`);
     /// - reads standard input
     trace: PathBuf,
 
-    /// Simulated workers: how many, or how many of which phase, like prefill:4,decode:12; those of `both`, and all of a plain
-    /// number, do everything
+    /// Simulated workers: a number of workers that prefill and decode, or the number of each role, like
+    /// prefill:4,decode:12
     #[arg(long, value_name = "N", default_value = "16", value_parser = workers)]
     workers: Workers,
 
-    /// Routers that share the requests, each telling the others what it books
+    /// Routers that share the requests and exchange their reservations
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     replicas: u32,
 
-    /// Policies, of: kv, round-robin, least-loaded, random, power-of-two, session, and of others as they describe themselves:
-    /// dynamo-cost, smg-cache-aware [default: all of these, or the `router.policy` that --config or --set names]; or presets:
-    /// balanced, cache, latency; or `composed`: the table that `router.policy` is
+    /// Policies: kv, round-robin, least-loaded, random, power-of-two, session, and those of other routers, from their
+    /// documentation: dynamo-cost, smg-cache-aware [default: all of these, or the `router.policy` that --config or
+    /// --set sets]; or presets: balanced, cache, latency; or `composed`: the table in `router.policy`
     #[arg(long, value_name = "NAME,…", value_delimiter = ',')]
     policy: Vec<String>,
 
-    /// A TOML file of configuration, of which [router] counts for our own policies
+    /// A TOML file of configuration; its [router] section applies to our own policies
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
 
-    /// Sets any key of the configuration, like `router.decode_weight=2`; may be repeated
+    /// Sets any key of the configuration, like `router.decode_interference_weight=2`; may be repeated
     #[arg(long, value_name = "KEY=VALUE")]
     set: Vec<Flag>,
 
-    /// Rates, as multiples of capacity
+    /// Request rates, as multiples of the capacity
     #[arg(long, value_name = "X,…", value_delimiter = ',', default_values_t = [0.6, 0.8, 1.0, 1.2], value_parser = positive)]
-    load: Vec<f64>,
+    load_factor: Vec<f64>,
 
-    /// Rates in requests per second, instead of loads
-    #[arg(long, value_name = "RPS,…", value_delimiter = ',', value_parser = positive, conflicts_with = "load")]
+    /// Request rates in requests per second, instead of load factors
+    #[arg(long, value_name = "RPS,…", value_delimiter = ',', value_parser = positive, conflicts_with = "load_factor")]
     rate: Vec<f64>,
 
-    /// Runs per policy and load, whose figures are averaged
+    /// Runs per policy and rate, each with its own seed; their results are averaged
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=1000))]
-    seeds: u64,
+    runs: u64,
 
-    /// How fast a worker is, and what it keeps: a TOML file like deploy/profiles/h100-8b.toml [default: that one]
+    /// Speed and cache sizes of a worker: a TOML file like deploy/profiles/h100-8b.toml [default: that one]
     #[arg(long, value_name = "FILE")]
     profile: Option<PathBuf>,
 
-    /// How late block events and reports reach the router
-    #[arg(long, value_name = "TIME", default_value = "5ms", value_parser = duration)]
-    lag: Duration,
+    /// Delay of block events and reports on their way to the router
+    #[arg(long, value_name = "TIME", default_value = "5ms")]
+    event_delay: HumanDuration,
 
-    /// The share of block events that get lost
+    /// Share of block events that are lost, from 0 up to, not including, 1
     #[arg(long, value_name = "SHARE", default_value_t = 0.0, value_parser = share)]
-    loss: f64,
+    event_loss: f64,
 
-    /// The share of the requests after which no event gets lost any more
+    /// Share of the requests, from 0 to 1, after which no event is lost any more
     #[arg(long, value_name = "SHARE", default_value_t = 1.0, value_parser = part)]
-    loss_until: f64,
+    event_loss_until: f64,
 
-    /// How long a snapshot takes that a router asks for because it has missed events
-    #[arg(long, value_name = "TIME", default_value = "50ms", value_parser = duration)]
-    repair: Duration,
+    /// Time that a snapshot takes which a router requests after missed events
+    #[arg(long, value_name = "TIME", default_value = "50ms")]
+    resync_delay: HumanDuration,
 
-    /// Whether requests pass the router's waiting room: `off`; `room`: they wait there while their worker has too much to do;
-    /// `deadline`: besides, one whose first token would come later than --slo-ttft is refused
+    /// Admission: `off`; `queue`: a request waits in the router's admission queue while its worker is overloaded;
+    /// `deadline`: also rejects a request whose first token would come later than --slo-ttft
     #[arg(long, value_name = "HOW", default_value = "off", value_parser = admission)]
     admission: Admission,
 
-    /// Has the planner move workers between prefill and decode, as it would live with router.planner.mode=flip
+    /// Let the planner change workers between prefill and decode, as router.planner.mode=apply does
     #[arg(long)]
-    flip: bool,
+    rebalance: bool,
 
-    /// Goodput counts answers whose first token comes within this time …
-    #[arg(long, value_name = "TIME", default_value = "2s", value_parser = duration)]
-    slo_ttft: Duration,
+    /// Goodput counts requests whose time to first token is at most this …
+    #[arg(long, value_name = "TIME", default_value = "2s")]
+    slo_ttft: HumanDuration,
 
-    /// … and whose other tokens follow each other within this time on average
-    #[arg(long, value_name = "TIME", default_value = "100ms", value_parser = duration)]
-    slo_itl: Duration,
+    /// … and whose mean time between tokens is at most this
+    #[arg(long, value_name = "TIME", default_value = "100ms")]
+    slo_itl: HumanDuration,
 
-    /// Draw goodput over load into this file
+    /// Draw goodput over request rate as SVG into this file
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
 
-    /// Print for programs
+    /// Print JSON
     #[arg(long)]
     json: bool,
 }
@@ -144,7 +144,7 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
     let configured = args.config.is_some() || !args.set.is_empty();
     let (settings, choosers) = if configured { tuned(args)? } else { (Settings::default(), choosers(args, None)?) };
     let trace = read(args)?;
-    let slo = Slo { ttft: args.slo_ttft, itl: args.slo_itl };
+    let slo = Slo { ttft: args.slo_ttft.0, itl: args.slo_itl.0 };
     let profile = profile("--profile", args.profile.as_deref())?;
     if let Some(path) = &args.svg {
         // Who waits for a picture hears now that there can be none. One that is there stays until then.
@@ -152,7 +152,7 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
     }
     let apart = args.workers.phases().any(|phase| phase != Phase::Both);
     let fleet = if apart { args.workers.to_string() } else { args.workers.count().to_string() };
-    if args.flip && !apart {
+    if args.rebalance && !apart {
         bail!("--rebalance: needs workers of the roles prefill and decode, like --workers prefill:4,decode:12");
     }
     if apart && profile.peer.is_none() {
@@ -162,14 +162,14 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
         profile,
         workers: args.workers.phases().collect(),
         replicas: args.replicas as usize,
-        lag: args.lag,
-        loss: args.loss,
-        loss_until: args.loss_until,
-        repair: args.repair,
+        lag: args.event_delay.0,
+        loss: args.event_loss,
+        loss_until: args.event_loss_until,
+        repair: args.resync_delay.0,
         slo,
         admission: args.admission,
         // As the running router would, where somebody can.
-        flip: args.flip || (apart && settings.planner.mode == PlannerMode::Flip),
+        flip: args.rebalance || (apart && settings.planner.mode == PlannerMode::Apply),
         settings,
     };
     let bound = trace.bound();
@@ -188,22 +188,22 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
         capacity = Some(found);
     }
     let rates: Vec<(Option<f64>, f64)> = match capacity {
-        Some(capacity) => args.load.iter().map(|load| (Some(*load), load * capacity)).collect(),
+        Some(capacity) => args.load_factor.iter().map(|load| (Some(*load), load * capacity)).collect(),
         None => args.rate.iter().map(|rate| (None, *rate)).collect(),
     };
     let mut policies = Vec::new();
     for (load, rate) in rates {
         for chooser in &choosers {
             let since = Instant::now();
-            let figures = Figures { load_factor: load, ..replay::replay(&trace, &options, chooser, rate, args.seeds)? };
-            let (took, simulated) = (since.elapsed().as_secs_f64(), figures.makespan_s * args.seeds as f64);
+            let figures = Figures { load_factor: load, ..replay::replay(&trace, &options, chooser, rate, args.runs)? };
+            let (took, simulated) = (since.elapsed().as_secs_f64(), figures.makespan_s * args.runs as f64);
             eprintln!("  {:<16} {rate:8.2}/s: {simulated:.0} s in {took:.2} s", chooser.name());
             policies.push(figures);
         }
     }
     if let Some(path) = &args.svg {
         let title = format!(
-            "{} × {}: first token within {:?}, then {:?} a token",
+            "{} × {}: first token within {}, then {} per token",
             fleet, options.profile.name, args.slo_ttft, args.slo_itl
         );
         std::fs::write(path, replay::goodput_svg(&policies, &title))
@@ -219,16 +219,16 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
         recorded_rps: trace.rate(),
         hit_rate_bound: bound,
         capacity_rps: capacity,
-        event_delay_s: args.lag.as_secs_f64(),
-        event_loss: args.loss,
-        event_loss_until: args.loss_until,
-        resync_delay_s: args.repair.as_secs_f64(),
+        event_delay_s: args.event_delay.as_secs_f64(),
+        event_loss: args.event_loss,
+        event_loss_until: args.event_loss_until,
+        resync_delay_s: args.resync_delay.as_secs_f64(),
         rebalance: options.flip,
         router: configured.then_some(&options.settings),
         slo_ttft_s: slo.ttft.as_secs_f64(),
         slo_itl_s: slo.itl.as_secs_f64(),
         admission: args.admission.name(),
-        runs: args.seeds,
+        runs: args.runs,
         policies,
     };
     let text = if args.json { serde_json::to_string_pretty(&report)? + "\n" } else { table(&report) };
@@ -357,8 +357,8 @@ fn workers(text: &str) -> Result<Workers, Invalid> {
 }
 
 fn admission(name: &str) -> Result<Admission, String> {
-    let all = [Admission::Off, Admission::Room, Admission::Deadline];
-    all.into_iter().find(|each| each.name() == name).ok_or_else(|| "expected off, room or deadline".into())
+    let all = [Admission::Off, Admission::Queue, Admission::Deadline];
+    all.into_iter().find(|each| each.name() == name).ok_or_else(|| "expected off, queue or deadline".into())
 }
 
 fn positive(text: &str) -> Result<f64, String> {
@@ -374,13 +374,6 @@ fn share(text: &str) -> Result<f64, String> {
 
 fn part(text: &str) -> Result<f64, String> {
     text.parse().ok().filter(|x| (0.0..=1.0).contains(x)).ok_or_else(|| "expected a number from 0 to 1".into())
-}
-
-fn duration(text: &str) -> Result<Duration, String> {
-    let units = [("us", 1e-6), ("ms", 1e-3), ("s", 1.0)];
-    let parsed = units.iter().find_map(|(unit, seconds)| Some(text.strip_suffix(unit)?.parse::<f64>().ok()? * seconds));
-    let parsed = parsed.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
-    parsed.ok_or_else(|| "expected a time like 2s or 100ms".into())
 }
 
 #[cfg(test)]
@@ -400,12 +393,5 @@ mod tests {
         for wrong in ["0", "prefill:2", "-1", "100001", "prefill"] {
             assert!(read(wrong).is_err(), "{wrong}");
         }
-    }
-
-    #[test]
-    fn times_are_read_with_their_unit() {
-        assert_eq!(duration("2s"), Ok(Duration::from_secs(2)));
-        assert_eq!(duration("1.5ms"), Ok(Duration::from_micros(1500)));
-        assert!(duration("2").is_err() && duration("-1s").is_err() && duration("ms").is_err());
     }
 }

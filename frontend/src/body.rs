@@ -31,7 +31,7 @@ struct Share<'a> {
 impl Memory {
     /// For so many bytes, or one body of the largest size.
     pub(crate) fn new(settings: &Settings) -> Self {
-        let bytes = settings.max_inflight_body_bytes.max(settings.body_bytes_max);
+        let bytes = settings.max_inflight_bodies.max(settings.max_body).as_usize();
         Self(Arc::new(Semaphore::new(bytes.min(Semaphore::MAX_PERMITS))))
     }
 }
@@ -64,13 +64,13 @@ pub(crate) async fn read(headers: &HeaderMap, body: Body, settings: &Settings, m
     content_type(headers)?;
     content_encoding(headers)?;
     let mut share = Share { memory, held: None };
-    let most = settings.body_bytes_max;
+    let most = settings.max_body.as_usize();
     let mut stream = body.into_data_stream();
     let mut collected = BytesMut::new();
     while let Some(chunk) = stream.next().await {
         let chunk = chunk.map_err(|error| {
             if is_too_slow(&error) {
-                Error::TooSlow { pause: settings.body_timeout.0, min_rate: settings.min_body_bytes_per_second }
+                Error::TooSlow { pause: settings.body_timeout.0, min_rate: settings.min_body_rate.as_usize() }
             } else {
                 Error::Malformed(format!("The request body could not be read: {error}."))
             }

@@ -189,9 +189,9 @@ impl Error {
     }
 
     /// What the HTTP layer refused a request's head for.
-    pub(crate) fn of_head(status: StatusCode, max_header_bytes: usize) -> Self {
+    pub(crate) fn of_head(status: StatusCode, max_headers: usize) -> Self {
         match status {
-            StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE => Self::HeadersTooLarge(max_header_bytes),
+            StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE => Self::HeadersTooLarge(max_headers),
             // hyper's own limit of a URL, far above this server's.
             StatusCode::URI_TOO_LONG => Self::UrlTooLong(u16::MAX as usize - 1),
             _ => Self::BadHead,

@@ -48,7 +48,6 @@ mod observe;
 mod operations;
 mod scores;
 mod serve;
-mod span;
 mod special;
 mod sse;
 mod stop;
@@ -65,7 +64,6 @@ mod work;
 pub use access::{Origin, guard_admin};
 pub use cache::{Domains, SecretError};
 pub use serve::{Server, Shutdown};
-pub use span::{NotASpan, Span};
 pub use urgency::TenantHeader;
 
 use axum::Router;
@@ -75,83 +73,88 @@ use prometheus::Registry;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use std::sync::Arc;
+use units::{ByteSize, HumanDuration};
 use worker::engine::{Engine, ModelCard};
 
-/// What can be chosen about the front door.
+/// Settings of the HTTP API: the `[frontend]` section of the configuration.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Settings {
-    /// The largest request body. Default 16 MiB: a million tokens of text four times over.
-    pub body_bytes_max: usize,
-    /// Bytes of all request bodies that are read or worked on at the same time, beyond the first 64 KiB of each. Default 256 MiB: 16 of
-    /// the largest. More get 429. While a body is worked on, it takes up to four times its bytes, but few are at the same time.
-    pub max_inflight_body_bytes: usize,
-    /// Choices (prompts times `n`) that may run at the same time for one connection. Default 256: twice the largest request, and more than
-    /// the 200 streams that a proxy multiplexes over a connection. More get 429.
+    /// Maximum size of a request body. Default 16 MiB: four times a million tokens of text.
+    pub max_body: ByteSize,
+    /// Maximum size of all request bodies that are read or processed at the same time, without the first 64 KiB of
+    /// each. Default 256 MiB: 16 of the largest. Further requests get 429. A body takes up to four times its size while
+    /// it is processed, but few are processed at the same time.
+    pub max_inflight_bodies: ByteSize,
+    /// Maximum number of choices (prompts times `n`) that run at the same time for one connection. Default 256: twice
+    /// the largest request, and more than the 200 streams that a proxy multiplexes over a connection. Further requests
+    /// get 429.
     pub max_choices_per_connection: usize,
-    /// Choices that may run at the same time for one tenant; requests without a tenant are not limited by it. Default 1024: as many as
-    /// one engine lets wait. More get 429.
+    /// Maximum number of choices that run at the same time for one tenant. It does not limit requests without a tenant.
+    /// Default 1024: the queue of one engine. Further requests get 429.
     pub max_choices_per_tenant: usize,
-    /// The header in which a trusted proxy says for whom a request is. Default none: everybody is one tenant. A client that can
-    /// set it itself can be anybody, so name it only behind a proxy that replaces it.
+    /// The header in which a trusted proxy names the tenant of a request. Default none: all requests are of one tenant.
+    /// A client that can set the header itself can claim any tenant, so set it only behind a proxy that replaces the
+    /// header.
     pub tenant_header: Option<TenantHeader>,
-    /// A file with the secret that tenants' cache domains are derived from, at least 16 bytes. Default none: tenants share no
-    /// blocks all the same, but who reads a store may try what somebody's blocks would be called.
+    /// A file with the secret from which cache domains of tenants are derived, at least 16 bytes. Default none: tenants
+    /// share no blocks either way, but a reader of the store can test whether a tenant has blocks of a known prompt.
     pub tenant_secret_file: Option<PathBuf>,
-    /// Connections that are open at the same time. Default 4096: more clients than a node of this program serves, at some
-    /// 20 KiB each. At most what the limit of open files leaves. Beyond it the longest idle connection makes room; when none
-    /// is idle, some more are taken in for health checks and metrics alone.
+    /// Maximum number of open connections. Default 4096: more clients than one node serves, at about 20 KiB each. At
+    /// most half of the limit of open files. At the maximum the connection that is idle for longest is closed; when
+    /// none is idle, a few more are accepted for health checks and metrics only.
     pub max_connections: usize,
-    /// How long the headers of a request may take to arrive. Default 10 s: they are one packet or a few.
-    pub header_timeout: Span,
-    /// The most bytes of a request's headers. Default 64 KiB, at least 8 KiB: proxies add a few KiB of cookies
-    /// and traces.
-    pub max_header_bytes: usize,
-    /// How long a connection may stay open without a request. Default 75 s: longer than the 60 s for which load balancers
-    /// keep theirs, so that they close first and no request meets a closed connection.
-    pub idle_timeout: Span,
-    /// How long a client may pause within a request's body. Default 30 s.
-    pub body_timeout: Span,
-    /// How fast a client must send a body that takes longer than `body_timeout`, on average. Default 1000: a slow mobile
-    /// line is ten times faster.
-    pub min_body_bytes_per_second: usize,
-    /// How long a client may not take bytes that are written to it. Default 30 s: the system buffers megabytes before.
-    pub write_timeout: Span,
-    /// After SIGTERM, how long the listener stays open while `/ready` and new requests get 503. Default 5 s: load balancers
-    /// look every few seconds. It is a part of `drain`.
-    pub shutdown_delay: Span,
-    /// Names of this server that requests may have in `Host`, besides its addresses and `localhost`; `*` for any. Default
-    /// none: on a loopback address no other is allowed, which keeps out web pages that rebind a name to it. On other addresses
-    /// any name is allowed unless some are named here.
+    /// Time within which the headers of a request must arrive. Default 10 s: they are one packet or a few.
+    pub header_timeout: HumanDuration,
+    /// Maximum size of a request's headers, at least 8 KiB. Default 64 KiB: proxies add a few KiB of cookies and
+    /// traces.
+    pub max_headers: ByteSize,
+    /// Time after which a connection without a request is closed. Default 75 s: longer than the 60 s for which load
+    /// balancers keep theirs, so that they close first and no request meets a closed connection.
+    pub idle_timeout: HumanDuration,
+    /// Time for which a client may pause within a request's body. Default 30 s.
+    pub body_timeout: HumanDuration,
+    /// Minimum average rate, as a size per second, of a body that takes longer than `body_timeout`. Default 1000 B per
+    /// second: a slow mobile line is ten times faster.
+    pub min_body_rate: ByteSize,
+    /// Time for which a client may stop reading its response. Default 30 s: the system buffers megabytes before that.
+    pub write_timeout: HumanDuration,
+    /// Time after SIGTERM for which the listener stays open while `/ready` and new requests get 503. Default 5 s: load
+    /// balancers check every few seconds. It is a part of `shutdown_timeout`.
+    pub shutdown_delay: HumanDuration,
+    /// Names of this server that requests may have in `Host`, besides its addresses and `localhost`; `*` for any.
+    /// Default none: on a loopback address no other is allowed, which keeps out web pages that rebind a name to it. On
+    /// other addresses any name is allowed unless some are named here.
     pub allowed_hosts: Vec<String>,
-    /// Origins of web pages that may use the API from a browser, like `https://chat.example.com`; `*` for any. Default none:
-    /// requests of pages of other sites are refused.
+    /// Origins of web pages that may use the API from a browser, like `https://chat.example.com`; `*` for any. Default
+    /// none: requests of pages of other sites are refused.
     pub cors_origins: Vec<Origin>,
-    /// Read the text of special tokens in messages, like `<|im_end|>`, as these tokens. Default false: such text is encoded as
-    /// text, because with it a message could end its turn and write the next one. Completions always read it as tokens.
+    /// Read the text of special tokens in messages, like `<|im_end|>`, as these tokens. Default false: such text is
+    /// encoded as text, because with it a message could end its turn and write the next one. Completions always read it
+    /// as tokens.
     pub parse_special_tokens: bool,
-    /// Where a request does not say how to sample, do as the model's `generation_config.json` says, as vLLM and SGLang do. Default
-    /// true. With false, OpenAI's defaults hold for every model.
+    /// Where a request does not say how to sample, do as the model's `generation_config.json` says, as vLLM and SGLang
+    /// do. Default true. With false, OpenAI's defaults hold for every model.
     pub use_generation_config: bool,
 }
 
 impl Default for Settings {
     fn default() -> Self {
         Self {
-            body_bytes_max: 16 << 20,
-            max_inflight_body_bytes: 256 << 20,
+            max_body: ByteSize(16 << 20),
+            max_inflight_bodies: ByteSize(256 << 20),
             max_choices_per_connection: 256,
             max_choices_per_tenant: 1024,
             tenant_header: None,
             tenant_secret_file: None,
             max_connections: 4096,
-            header_timeout: Span::secs(10),
-            max_header_bytes: 64 << 10,
-            idle_timeout: Span::secs(75),
-            body_timeout: Span::secs(30),
-            min_body_bytes_per_second: 1000,
-            write_timeout: Span::secs(30),
-            shutdown_delay: Span::secs(5),
+            header_timeout: HumanDuration::secs(10),
+            max_headers: ByteSize(64 << 10),
+            idle_timeout: HumanDuration::secs(75),
+            body_timeout: HumanDuration::secs(30),
+            min_body_rate: ByteSize(1000),
+            write_timeout: HumanDuration::secs(30),
+            shutdown_delay: HumanDuration::secs(5),
             allowed_hosts: Vec::new(),
             cors_origins: Vec::new(),
             parse_special_tokens: false,
@@ -192,8 +195,8 @@ pub enum OpenError {
     Secret(#[from] SecretError),
 }
 
-/// The routes, in front of `engine`. Registers the front door's metrics in `registry`, and serves all of it at `/metrics`;
-/// fails when it was done before on the same registry. Reads the secret that the settings name.
+/// The routes, in front of `engine`. Registers the front door's metrics in `registry`, and serves all of it at
+/// `/metrics`; fails when it was done before on the same registry. Reads the secret that the settings name.
 pub fn router(engine: Arc<dyn Engine>, registry: Registry, settings: Settings) -> Result<Router, OpenError> {
     let metrics = metrics::Metrics::new(&registry)?;
     let domains = cache::Domains::open(&settings)?;

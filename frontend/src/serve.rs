@@ -90,7 +90,7 @@ pub struct Server {
 #[derive(Clone, Copy)]
 struct Limits {
     max_connections: usize,
-    max_header_bytes: usize,
+    max_headers: usize,
     timeouts: Timeouts,
 }
 
@@ -124,7 +124,7 @@ impl Server {
     pub fn new(settings: &Settings, registry: &Registry) -> Result<Self, prometheus::Error> {
         let limits = Limits {
             max_connections: settings.max_connections,
-            max_header_bytes: settings.max_header_bytes,
+            max_headers: settings.max_headers.as_usize(),
             timeouts: Timeouts {
                 header: settings.header_timeout.0,
                 idle: settings.idle_timeout.0,

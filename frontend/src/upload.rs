@@ -57,7 +57,7 @@ pub(crate) async fn discard_rest(State(gate): State<Arc<Gate>>, request: Request
         return next.run(request).await;
     }
     let settings = &gate.settings;
-    let pace = Pace { pause: settings.body_timeout.0, min_rate: settings.min_body_bytes_per_second };
+    let pace = Pace { pause: settings.body_timeout.0, min_rate: settings.min_body_rate.as_usize() };
     let (parts, body) = request.into_parts();
     // Such a client waits for permission to send. Reading would give it.
     let asks_first = parts.headers.contains_key(EXPECT);
@@ -65,7 +65,7 @@ pub(crate) async fn discard_rest(State(gate): State<Arc<Gate>>, request: Request
     let rest = Rest::default();
     let upload = Upload { body: Some(Paced::new(body, pace)), rest: rest.clone() };
     let mut response = next.run(Request::from_parts(parts, Body::new(upload))).await;
-    let most = settings.body_bytes_max.saturating_mul(DISCARD_FACTOR);
+    let most = settings.max_body.as_usize().saturating_mul(DISCARD_FACTOR);
     let whole = match rest.replace(Left::Nothing) {
         Left::Nothing => true,
         Left::Failed => false,

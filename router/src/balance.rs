@@ -107,7 +107,7 @@ pub(crate) async fn keep(core: Arc<Core>, events: Arc<dyn Events>, id: RouterId)
             for (phase, workers) in [(Phase::Prefill, prefill), (Phase::Decode, decode)] {
                 core.metrics.desired.with_label_values(&[&*model, &phase.to_string()]).set(workers as i64);
             }
-            if settings.mode != Mode::Flip || !core.leading.load(Ordering::Relaxed) {
+            if settings.mode != Mode::Apply || !core.leading.load(Ordering::Relaxed) {
                 continue;
             }
             if let Some(flip) = known.flip(&need, &members, start, now) {
@@ -161,7 +161,7 @@ impl Watched {
         let (step, step_per_sequence) = self.steps.fit()?;
         let prefill = prefill.iter().sum::<f64>() / prefill.len() as f64;
         let capacity = Capacity { prefill, step, step_per_sequence, blocks };
-        let targets = Targets { ttft: settings.ttft_s, itl: settings.itl_s };
+        let targets = Targets { ttft: settings.ttft.as_secs_f64(), itl: settings.itl.as_secs_f64() };
         prefill.is_finite().then(|| Need::of(&demand, &capacity, &targets))
     }
 }

@@ -56,11 +56,11 @@ impl Core {
     pub(crate) fn new(id: RouterId, settings: Settings, registry: &prometheus::Registry) -> Result<Self, Error> {
         let rules = Rules::new(settings).map_err(Error::Settings)?;
         let (metrics, recorder) = (Metrics::new(registry)?, Recorder::default());
-        recorder.write_to(rules.settings.record.as_deref(), &metrics).map_err(Error::Settings)?;
+        recorder.write_to(rules.settings.trace_file.as_deref(), &metrics).map_err(Error::Settings)?;
         Ok(Self {
             lots: mix(id.0),
             fleet: Fleet::default(),
-            index: Index::with_budget(rules.settings.index_bytes as usize),
+            index: Index::with_budget(rules.settings.index_memory.as_usize()),
             rules: RwLock::new(Arc::new(rules)),
             promises: Arc::default(),
             admission: Admission::new(&metrics),
@@ -82,9 +82,9 @@ impl Core {
     /// Has other settings hold from now on. When they are wrong, nothing changes, and the error says what is.
     pub(crate) fn retune(&self, settings: Settings) -> Result<(), Error> {
         let rules = Arc::new(Rules::new(settings).map_err(Error::Settings)?);
-        let record = rules.settings.record.as_deref();
+        let record = rules.settings.trace_file.as_deref();
         self.recorder.write_to(record, &self.metrics).map_err(Error::Settings)?;
-        self.index.set_budget(rules.settings.index_bytes as usize);
+        self.index.set_budget(rules.settings.index_memory.as_usize());
         *self.rules.write().unwrap_or_else(PoisonError::into_inner) = rules;
         Ok(())
     }

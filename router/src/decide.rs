@@ -213,9 +213,9 @@ impl<'a> Scene<'a> {
     #[expect(clippy::inline_always, reason = "a thousand times per decision, and every figure stays in a register")]
     #[inline(always)]
     fn together(&self, seat: &Seat, need: &Need, desk: &Desk) -> Cost {
-        let (weight, pace) = (self.tuning.decode_weight, &desk.pace);
+        let (weight, pace) = (self.tuning.decode_interference_weight, &desk.pace);
         let mut together = Cost::together(need, pace, weight);
-        together.crowd = cost::crowd(together.prefill, pace.prompts, self.waiting + self.tuning.cache_bias);
+        together.crowd = cost::crowd(together.prefill, pace.prompts, self.waiting + self.tuning.prefix_affinity);
         together.stall = disaggregate::stall(together.prefill, seat.phase, pace.sequences, weight);
         together
     }
@@ -227,7 +227,7 @@ impl<'a> Scene<'a> {
         let mut row = Row { at, seat, held, desk: *desk, prompt, together, apart: None, split: Split::Together };
         // Only workers that name blocks alike can take over what the other computed.
         if let Some(prefill) = prefill.filter(|prefill| prefill.at != at && prefill.seat.way == seat.way) {
-            let apart = Cost::apart(&prefill.together, need, &desk.pace, self.tuning.decode_weight);
+            let apart = Cost::apart(&prefill.together, need, &desk.pace, self.tuning.decode_interference_weight);
             row.split = disaggregate::decide(self.tuning.disaggregation, row.missing(), &row.together, &apart);
             row.apart = Some(apart);
         }

@@ -78,7 +78,7 @@ mod tests {
     #[test]
     fn the_latency_preset_parts_with_shorter_prompts() {
         let split = |preset: Preset| {
-            let (prefill, weight) = (0.06, preset.settings().decode_weight);
+            let (prefill, weight) = (0.06, preset.settings().decode_interference_weight);
             let together = Cost { prefill, stall: stall(prefill, Phase::Both, 1, weight), ..Cost::default() };
             decide(Disaggregation::Auto, 1, &together, &Cost { prefill, handover: 0.05, ..Cost::default() })
         };

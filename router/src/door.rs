@@ -6,7 +6,6 @@ use crate::explain;
 use crate::metrics::Counted;
 use crate::place::{Placement, place};
 use std::sync::Arc;
-use std::time::Duration;
 use tokio::time::Instant;
 use worker::engine::{Error, Pass, Request};
 
@@ -27,7 +26,7 @@ async fn wait(core: &Core, request: &Request) -> Result<(Placement, Permit), Err
         tenant: request.terms.tenant.clone(),
         priority: request.terms.priority,
         deadline: request.terms.deadline,
-        tired: arrived + Duration::from_secs_f64(limits.wait_seconds_max),
+        tired: arrived + limits.max_queue_time.0,
         tokens: request.tokens.len() as u64,
         max_tokens: request.stop.max_tokens,
         answers: request.answers(),

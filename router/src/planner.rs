@@ -1,5 +1,5 @@
-//! Which workers prefill and which decode, and how many of each there ought to be. Pure: what was measured in, what ought to
-//! be out; the clock is passed in.
+//! Which workers prefill and which decode, and how many of each there ought to be. Pure: what was measured in, what
+//! ought to be out; the clock is passed in.
 //!
 //! ```text
 //!   load, speeds, targets ─▶ need (workers of each phase that meet the targets) ─▶ counts, for an outer autoscaler
@@ -16,34 +16,39 @@
 use crate::problem::Problem;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
+use std::ops::RangeInclusive;
+use std::time::Duration;
+use units::HumanDuration;
 use worker::plane::{Phase, WorkerId};
 
 /// From less than any step takes to a day.
-const TARGET_SECONDS: std::ops::RangeInclusive<f64> = 0.0001..=86_400.0;
+const TARGETS: RangeInclusive<HumanDuration> =
+    HumanDuration(Duration::from_micros(100))..=HumanDuration(Duration::from_hours(24));
 
-/// Whether workers change between prefill and decode as traffic shifts, and what they are to achieve.
+/// Whether workers change between prefill and decode as traffic shifts, and their latency targets.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Settings {
-    /// What becomes of the plan. Default `advise`: it is shown as metrics, and workers stay what they were started as.
+    /// Use of the plan. Default `recommend`: metrics show it, and workers keep their roles.
     pub mode: Mode,
-    /// Mean seconds to the first token that prefill workers are to keep. Default 1: a reader's patience.
-    pub ttft_s: f64,
-    /// Seconds between tokens that decode workers are to keep. Default 0.05: faster than anybody reads.
-    pub itl_s: f64,
+    /// Target of the mean time to first token, for the number of prefill workers. Default 1 s: readers notice longer
+    /// waits.
+    pub ttft: HumanDuration,
+    /// Target of the time between tokens, for the number of decode workers. Default 50 ms: faster than people read.
+    pub itl: HumanDuration,
 }
 
-/// What becomes of the plan.
+/// Use of the plan.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Mode {
-    /// Nothing is planned.
+    /// There is no plan.
     Off,
-    /// It is shown.
+    /// Metrics show the plan.
     #[default]
-    Advise,
-    /// Workers are told to change their phase.
-    Flip,
+    Recommend,
+    /// Workers change their role as planned.
+    Apply,
 }
 
 /// What users are promised, seconds.
@@ -135,15 +140,15 @@ const REST: f64 = 60.0;
 
 impl Default for Settings {
     fn default() -> Self {
-        Self { mode: Mode::Advise, ttft_s: 1.0, itl_s: 0.05 }
+        Self { mode: Mode::Recommend, ttft: HumanDuration::secs(1), itl: HumanDuration::millis(50) }
     }
 }
 
 impl Settings {
     /// What is wrong with the values, naming the key.
     pub(crate) fn check(&self) -> Vec<Problem> {
-        let keys = [("router.planner.ttft_s", self.ttft_s), ("router.planner.itl_s", self.itl_s)];
-        keys.into_iter().filter_map(|(key, seconds)| Problem::unless_within(key, seconds, TARGET_SECONDS)).collect()
+        let keys = [("router.planner.ttft", self.ttft), ("router.planner.itl", self.itl)];
+        keys.into_iter().filter_map(|(key, target)| Problem::unless_within(key, target, TARGETS)).collect()
     }
 }
 

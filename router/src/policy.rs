@@ -1,4 +1,5 @@
-//! Which worker gets a request: the policies by name, and those composed in the configuration of filters, scores and a pick.
+//! Which worker gets a request: the policies by name, and those composed in the configuration of filters, scores and a
+//! pick.
 //!
 //! What a filter or a score looks at is worked out when workers are weighed; how the pick falls is `select`'s business.
 
@@ -11,24 +12,25 @@ use serde::de::value::MapAccessDeserializer;
 use serde::de::{self, Deserialize, Deserializer, MapAccess, Visitor};
 use serde::ser::{Serialize, Serializer};
 use std::fmt;
+use units::HumanDuration;
 
-/// Which worker gets a request.
+/// Choice of the worker for a request.
 #[derive(Clone, PartialEq, Debug, Default)]
 pub enum Policy {
     /// The lowest estimated time to first token: queue, what is not cached, where the rest is to be had, decode load.
     #[default]
     Kv,
-    /// Each in turn.
+    /// One worker after the other.
     RoundRobin,
-    /// The shortest queue, cache or not.
+    /// The worker with the shortest queue; the cache does not count.
     LeastLoaded,
-    /// Any.
+    /// A worker chosen at random.
     Random,
-    /// The less loaded of two drawn at random.
+    /// The less loaded of two workers chosen at random.
     PowerOfTwo,
-    /// Always the same for the same session, unless that one has much more to do than the others; as `kv` without a session.
+    /// The same worker for the same session, unless it is overloaded; as `kv` for requests without a session.
     Session,
-    /// As composed.
+    /// A table of filters, scores and a pick.
     Composed(Composition),
 }
 
@@ -36,81 +38,81 @@ pub enum Policy {
 #[derive(Clone, PartialEq, Debug, serde::Serialize, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Composition {
-    /// Who is considered: each filter in turn, but for one that would leave nobody.
+    /// Filters of the candidates, applied in order. A filter that no candidate passes is skipped.
     #[serde(default)]
     pub filter: Vec<Filter>,
-    /// What counts against a worker, added up; the lowest sum is the best.
+    /// Terms of the score, added up. The lowest sum is the best.
     pub score: Vec<Score>,
-    /// Who of them it is.
+    /// Choice among the scored workers.
     #[serde(default)]
     pub pick: Pick,
 }
 
-/// Keeps some workers.
+/// A condition that a candidate must meet.
 #[derive(Clone, Copy, PartialEq, Debug, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Filter {
-    /// Those with free blocks for prompt and answer.
+    /// Workers with free blocks for prompt and answer.
     Fits,
-    /// Those that hold some of the prompt.
+    /// Workers that hold a part of the prompt.
     Cached,
-    /// Those whose queue takes less than so many seconds.
-    QueueBelow(f64),
-    /// Those with fewer sequences.
+    /// Workers whose queue takes less time.
+    QueueBelow(HumanDuration),
+    /// Workers with fewer sequences.
     SequencesBelow(u64),
 }
 
-/// A term, and how much it counts.
+/// A term and its weight.
 #[derive(Clone, Copy, PartialEq, Debug, serde::Serialize, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Score {
-    /// What.
+    /// The term.
     pub term: Term,
-    /// How much. Default 1.
+    /// Its weight. Default 1.
     #[serde(default = "one")]
     pub weight: f64,
 }
 
-/// What can count. Seconds, as in an explanation, but for the last two.
+/// A term of the score: seconds, as in the explain header, except the last two.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "kebab-case")]
+#[serde(rename_all = "snake_case")]
 pub enum Term {
-    /// What the cached part of the prompt saves; it counts in favour.
+    /// Compute time that the cached part of the prompt saves; it lowers the sum.
     Overlap,
-    /// Prompts that are computed before this one.
+    /// Computing earlier prompts.
     Queue,
-    /// Waiting for free blocks.
-    Room,
-    /// Computing what is not cached.
+    /// Waiting until enough blocks are free.
+    MemoryWait,
+    /// Computing the tokens that are not cached.
     Prefill,
-    /// Bringing cached blocks up.
+    /// Onboarding cached blocks from slower tiers.
     Onboard,
-    /// Waiting there for what others have asked for before.
-    Backlog,
-    /// Bringing blocks over from the worker that prefills.
-    Handover,
-    /// Sharing steps with others.
+    /// Waiting behind earlier requests to the same tiers.
+    TierQueue,
+    /// Transferring blocks from the prefill worker.
+    KvTransfer,
+    /// Sharing decode steps with other sequences.
     Decode,
-    /// What others lose while the prompt is computed.
-    Stall,
-    /// What those lose who come after.
-    Crowd,
-    /// Sequences that decode there.
+    /// Delay of decoding sequences while the prompt is computed.
+    DecodeStall,
+    /// Delay of later prompts on the same worker.
+    QueueExternality,
+    /// Number of sequences that decode on the worker.
     Sequences,
-    /// The share of blocks in use.
+    /// Share of the worker's blocks in use, 0 to 1.
     Memory,
 }
 
-/// Who is taken of those who were scored.
+/// Choice among the scored workers.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Pick {
-    /// The best; of several as good, the one chosen longest ago.
+    /// The lowest score; of equal ones, the least recently chosen worker.
     #[default]
     Best,
-    /// Drawn, the better the likelier: one that is as much worse than the best as the average is, with 1/e of its chance.
+    /// Random, weighted by exp(−(score − lowest) / (mean − lowest)).
     Weighted,
-    /// The better of two drawn at random.
+    /// The lower score of two workers chosen at random.
     PowerOfTwo,
 }
 
@@ -159,12 +161,15 @@ impl Policy {
             ));
         }
         let impossible = |filter: &Filter| match filter {
-            Filter::QueueBelow(seconds) => !(seconds.is_finite() && *seconds > 0.0),
+            Filter::QueueBelow(time) => time.0.is_zero(),
             Filter::SequencesBelow(sequences) => *sequences == 0,
             Filter::Fits | Filter::Cached => false,
         };
         if filter.iter().any(impossible) {
-            problems.push(Problem::new(&filters, "`queue_below` and `sequences_below` expect a number above 0"));
+            problems.push(Problem::new(
+                &filters,
+                "`queue_below` expects a duration above 0, like \"2s\", and `sequences_below` a number above 0",
+            ));
         }
         problems
     }
@@ -215,14 +220,14 @@ impl Features<'_> {
                 -(saved as f64) * pace.token
             }
             Term::Queue => cost.queue,
-            Term::Room => cost.room,
+            Term::MemoryWait => cost.room,
             Term::Prefill => cost.prefill,
             Term::Onboard => cost.onboard,
-            Term::Backlog => cost.backlog,
-            Term::Handover => cost.handover,
+            Term::TierQueue => cost.backlog,
+            Term::KvTransfer => cost.handover,
             Term::Decode => cost.decode,
-            Term::Stall => cost.stall,
-            Term::Crowd => cost.crowd,
+            Term::DecodeStall => cost.stall,
+            Term::QueueExternality => cost.crowd,
             Term::Sequences => standing.sequences.into(),
             Term::Memory => f64::from(standing.active_blocks) / f64::from(standing.total_blocks.max(1)),
         }
@@ -232,7 +237,7 @@ impl Features<'_> {
         match filter {
             Filter::Fits => self.cost.room <= 0.0,
             Filter::Cached => self.held.run() > 0,
-            Filter::QueueBelow(seconds) => self.cost.queue < *seconds,
+            Filter::QueueBelow(time) => self.cost.queue < time.as_secs_f64(),
             Filter::SequencesBelow(count) => u64::from(self.standing.sequences) < *count,
         }
     }
@@ -297,11 +302,14 @@ mod tests {
 
     #[test]
     fn a_composition_is_read_and_written_and_what_is_unknown_is_told_from_what_is_known() {
-        let text = "policy = { filter = ['fits', { queue_below = 0.5 }], \
+        let text = "policy = { filter = ['fits', { queue_below = '500ms' }], \
             score = [{ term = 'overlap', weight = 2.0 }, { term = 'queue' }], pick = 'weighted' }";
         let policy = read(text).unwrap();
         let Policy::Composed(Composition { filter, score, pick }) = &policy else { panic!("{policy:?}") };
-        assert_eq!((filter.as_slice(), *pick), (&[Filter::Fits, Filter::QueueBelow(0.5)][..], Pick::Weighted));
+        assert_eq!(
+            (filter.as_slice(), *pick),
+            (&[Filter::Fits, Filter::QueueBelow(HumanDuration::millis(500))][..], Pick::Weighted)
+        );
         assert_eq!(score[1], Score { term: Term::Queue, weight: 1.0 });
         assert_eq!(read(&toml::to_string(&File { policy: policy.clone() }).unwrap()).unwrap(), policy);
         for (wrong, known) in [
@@ -327,7 +335,7 @@ mod tests {
         let features =
             Features { cost, prompt, held: Held::of([4, 0, 0, 0, 0]), pace: &Pace::of(&standing), standing: &standing };
         let policy = read(
-            "policy = { filter = ['cached', { sequences_below = 3 }, { queue_below = 0.6 }], \
+            "policy = { filter = ['cached', { sequences_below = 3 }, { queue_below = '600ms' }], \
             score = [{ term = 'overlap', weight = 2.0 }, { term = 'queue' }, { term = 'memory', weight = 4 }] }",
         );
         let Ok(Policy::Composed(composition)) = policy else { panic!("{policy:?}") };

@@ -87,7 +87,7 @@ pub enum Admission {
     #[default]
     Off,
     /// They wait in the room while their worker has too much to do.
-    Room,
+    Queue,
     /// Besides, a first token that would come later than the SLO says is not worth computing.
     Deadline,
 }
@@ -97,7 +97,7 @@ impl Admission {
     pub const fn name(self) -> &'static str {
         match self {
             Self::Off => "off",
-            Self::Room => "room",
+            Self::Queue => "queue",
             Self::Deadline => "deadline",
         }
     }

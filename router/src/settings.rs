@@ -8,44 +8,48 @@ use crate::problem::Problem;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use units::ByteSize;
 
 /// How requests are placed.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Settings {
-    /// What the keys below it are when nobody sets them. Default `balanced`. The loader fills them in.
+    /// Defaults of `policy`, `disaggregation`, `decode_interference_weight` and `prefix_affinity`. Default `balanced`.
+    /// The loader fills them in.
     pub preset: Preset,
-    /// Which worker gets a request. Default `kv`: the lowest estimated time to first token.
+    /// Choice of the worker for a request. Default `kv`: the lowest estimated time to first token.
     pub policy: Policy,
-    /// Whether long prompts are prefilled on workers of their own. Default `auto`: when the estimated times say so.
+    /// Whether a long prompt is prefilled on a prefill worker. Default `auto`: when the estimated times are shorter.
     pub disaggregation: Disaggregation,
-    /// How much the slowing of other people's decode counts beside one's own first token; 0 looks at the first token only.
-    /// Default 1: a second is a second, whoever waits. Raise it where the time between tokens matters most.
-    pub decode_weight: f64,
-    /// How many prompts are thought to wait behind each, beyond those that do. Default 0: only those who are there count. The
-    /// more, the longer a request queues for a cached prefix rather than computing it again elsewhere.
-    pub cache_bias: f64,
-    /// Seeds what is random (`random`, `power-of-two`, and how ties fall). Default 0. Each replica of a router mixes its own
-    /// name in, so that they do not fall the same way.
+    /// Weight of the delay that a prompt causes to sequences that decode, relative to its own time to first token. 0
+    /// ignores the delay. Default 1: both count the same. A larger weight keeps the time between tokens shorter.
+    pub decode_interference_weight: f64,
+    /// Preference for workers that hold the prefix of a prompt: the number of prompts that are assumed to queue behind
+    /// each prompt, beyond those that do. With a larger value a request queues longer for a cached prefix instead of
+    /// computing it again on another worker. Default 0: only real queues count.
+    pub prefix_affinity: f64,
+    /// Seed of random choices (`random`, `power-of-two`, and ties). Default 0. Each router replica mixes its own id in,
+    /// so that replicas choose differently.
     pub seed: u64,
-    /// Bytes that the index of who holds which block may take. Default 4 GiB: a hundred million blocks and more. Beyond, it forgets
-    /// what nobody asked for lately.
-    pub index_bytes: u64,
-    /// A file to which a line is added for each request that was served, for `blockyard replay` and `blockyard fit`. Default none.
-    pub record: Option<PathBuf>,
-    /// Whether workers change between prefill and decode as traffic shifts.
+    /// Maximum memory of the prefix index, at least 1 MiB. Default 4 GiB: more than a hundred million blocks. At the
+    /// maximum the index evicts blocks that were not requested recently.
+    pub index_memory: ByteSize,
+    /// Trace file: the router appends a line for each served request, for `blockyard replay` and `blockyard calibrate`.
+    /// Default none.
+    pub trace_file: Option<PathBuf>,
+    /// Planning of roles: whether workers change between prefill and decode as traffic shifts.
     pub planner: planner::Settings,
-    /// Who waits when the workers have too much to do.
+    /// Queueing of requests when the workers are overloaded.
     pub admission: Admission,
-    /// What is otherwise for some models, by their id. Default nothing.
+    /// Overrides for single models, by model id. Default none.
     pub models: BTreeMap<String, Overrides>,
 }
 
-/// What is otherwise for one model. What is not set is as for all.
+/// Overrides for one model. A key that is not set is as for all models.
 #[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Overrides {
-    /// Starts from a preset instead of what holds for all.
+    /// A preset instead of the settings for all models.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub preset: Option<Preset>,
     /// As in [`Settings`].
@@ -56,23 +60,23 @@ pub struct Overrides {
     pub disaggregation: Option<Disaggregation>,
     /// As in [`Settings`].
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub decode_weight: Option<f64>,
+    pub decode_interference_weight: Option<f64>,
     /// As in [`Settings`].
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub cache_bias: Option<f64>,
+    pub prefix_affinity: Option<f64>,
 }
 
 /// A set of defaults.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Preset {
-    /// A second is a second, whoever waits.
+    /// The delay of other requests counts as much as a request's own.
     #[default]
     Balanced,
-    /// Compute as little as possible twice: queue longer where the prefix is. For fleets that are full.
+    /// Requests queue longer for a cached prefix, so that less is computed twice. For fleets under full load.
     Cache,
-    /// Keep the time between tokens short: stay away from workers that decode a lot, and prefill apart sooner. For people who
-    /// read along.
+    /// Short time between tokens: requests avoid workers that decode many sequences, and are disaggregated sooner. For
+    /// interactive use.
     Latency,
 }
 
@@ -94,14 +98,14 @@ pub enum Disaggregation {
 pub(crate) struct Tuning {
     pub(crate) policy: Policy,
     pub(crate) disaggregation: Disaggregation,
-    pub(crate) decode_weight: f64,
-    pub(crate) cache_bias: f64,
+    pub(crate) decode_interference_weight: f64,
+    pub(crate) prefix_affinity: f64,
 }
 
 /// Weights beyond this make every other term of a sum of costs vanish.
 const WEIGHTS: std::ops::RangeInclusive<f64> = 0.0..=1e6;
 /// A pebibyte: more than any machine has.
-const INDEX_BYTES_MAX: u64 = 1 << 50;
+const INDEX_MEMORY_MAX: ByteSize = ByteSize(1 << 50);
 
 /// Settings that were checked, worked out for every model that they name.
 #[derive(Debug)]
@@ -132,7 +136,7 @@ impl Preset {
 
     /// The settings that it stands for.
     pub fn settings(self) -> Settings {
-        let (decode_weight, cache_bias) = match self {
+        let (decode_interference_weight, prefix_affinity) = match self {
             Self::Balanced => (1.0, 0.0),
             // As if two more waited everywhere: a prefix is worth three times its own time in queue.
             Self::Cache => (1.0, 2.0),
@@ -143,11 +147,11 @@ impl Preset {
             preset: self,
             policy: Policy::Kv,
             disaggregation: Disaggregation::Auto,
-            decode_weight,
-            cache_bias,
+            decode_interference_weight,
+            prefix_affinity,
             seed: 0,
-            index_bytes: Index::BUDGET as u64,
-            record: None,
+            index_memory: ByteSize(Index::BUDGET as u64),
+            trace_file: None,
             planner: planner::Settings::default(),
             admission: Admission::default(),
             models: BTreeMap::new(),
@@ -164,18 +168,26 @@ impl Settings {
             };
             weights.into_iter().filter_map(of).collect::<Vec<_>>()
         };
-        let Self { decode_weight, cache_bias, .. } = self;
-        let mut problems =
-            weights("router", [("decode_weight", Some(*decode_weight)), ("cache_bias", Some(*cache_bias))]);
-        let index_bytes = Index::BUDGET_LEAST as u64..=INDEX_BYTES_MAX;
-        problems.extend(Problem::unless_within("router.index_bytes", self.index_bytes, index_bytes));
+        let Self { decode_interference_weight, prefix_affinity, .. } = self;
+        let mut problems = weights(
+            "router",
+            [
+                ("decode_interference_weight", Some(*decode_interference_weight)),
+                ("prefix_affinity", Some(*prefix_affinity)),
+            ],
+        );
+        let index_memory = ByteSize(Index::BUDGET_LEAST as u64)..=INDEX_MEMORY_MAX;
+        problems.extend(Problem::unless_within("router.index_memory", self.index_memory, index_memory));
         problems.extend(self.planner.check());
         problems.extend(self.admission.check());
         problems.extend(self.policy.check("router.policy"));
         for (model, overrides) in &self.models {
-            let Overrides { decode_weight, cache_bias, policy, .. } = overrides;
+            let Overrides { decode_interference_weight, prefix_affinity, policy, .. } = overrides;
             let key = format!("router.models.{model}");
-            problems.extend(weights(&key, [("decode_weight", *decode_weight), ("cache_bias", *cache_bias)]));
+            problems.extend(weights(
+                &key,
+                [("decode_interference_weight", *decode_interference_weight), ("prefix_affinity", *prefix_affinity)],
+            ));
             problems.extend(policy.iter().flat_map(|policy| policy.check(&format!("{key}.policy"))));
         }
         problems
@@ -190,8 +202,8 @@ impl Settings {
 
     /// What holds for every model that is not named.
     pub(crate) fn tuning(&self) -> Tuning {
-        let Self { policy, disaggregation, decode_weight, cache_bias, .. } = self.clone();
-        Tuning { policy, disaggregation, decode_weight, cache_bias }
+        let Self { policy, disaggregation, decode_interference_weight, prefix_affinity, .. } = self.clone();
+        Tuning { policy, disaggregation, decode_interference_weight, prefix_affinity }
     }
 }
 
@@ -224,8 +236,8 @@ impl Overrides {
         Tuning {
             policy: self.policy.clone().unwrap_or(base.policy),
             disaggregation: self.disaggregation.unwrap_or(base.disaggregation),
-            decode_weight: self.decode_weight.unwrap_or(base.decode_weight),
-            cache_bias: self.cache_bias.unwrap_or(base.cache_bias),
+            decode_interference_weight: self.decode_interference_weight.unwrap_or(base.decode_interference_weight),
+            prefix_affinity: self.prefix_affinity.unwrap_or(base.prefix_affinity),
         }
     }
 }
@@ -240,16 +252,16 @@ mod tests {
         let error = toml::from_str::<Settings>("polcy = 'kv'").unwrap_err().to_string();
         assert!(error.contains("polcy"), "{error}");
         for (text, key) in [
-            ("decode_weight = nan", "router.decode_weight"),
-            ("cache_bias = -1", "router.cache_bias"),
-            ("cache_bias = 1e300", "router.cache_bias"),
-            ("index_bytes = 1000", "router.index_bytes"),
-            ("[models.small]\ndecode_weight = inf", "router.models.small.decode_weight"),
+            ("decode_interference_weight = nan", "router.decode_interference_weight"),
+            ("prefix_affinity = -1", "router.prefix_affinity"),
+            ("prefix_affinity = 1e300", "router.prefix_affinity"),
+            ("index_memory = '1000B'", "router.index_memory"),
+            ("[models.small]\ndecode_interference_weight = inf", "router.models.small.decode_interference_weight"),
             ("[models.small]\npolicy = { score = [] }", "router.models.small.policy.score"),
             ("policy = { score = [{ term = 'queue', weight = nan }] }", "router.policy.score"),
-            ("policy = { filter = [{ queue_below = -1 }], score = [{ term = 'queue' }] }", "router.policy.filter"),
-            ("[planner]\nttft_s = 1e300", "router.planner.ttft_s"),
-            ("[admission.tenants.a]\nrunning_tokens_max = 0", "router.admission.tenants.a.running_tokens_max"),
+            ("policy = { filter = [{ queue_below = 0 }], score = [{ term = 'queue' }] }", "router.policy.filter"),
+            ("[planner]\nttft = '25h'", "router.planner.ttft"),
+            ("[admission.tenants.a]\nmax_inflight_tokens = 0", "router.admission.tenants.a.max_inflight_tokens"),
         ] {
             let problems = toml::from_str::<Settings>(text).unwrap().check();
             assert!(problems.len() == 1 && problems[0].key == key, "{text}: {problems:?}");
@@ -258,12 +270,11 @@ mod tests {
 
     #[test]
     fn a_model_of_its_own_starts_from_what_holds_for_all_or_from_a_preset() {
-        let text =
-            "decode_weight = 2\n[models.'a.b']\npolicy = 'session'\n[models.c]\npreset = 'cache'\ncache_bias = 9";
+        let text = "decode_interference_weight = 2\n[models.'a.b']\npolicy = 'session'\n[models.c]\npreset = 'cache'\nprefix_affinity = 9";
         let rules = Rules::new(toml::from_str(text).unwrap()).unwrap();
         let tuning = |model| {
-            let Tuning { policy, decode_weight, cache_bias, .. } = rules.of(model);
-            (policy.name(), *decode_weight, *cache_bias)
+            let Tuning { policy, decode_interference_weight, prefix_affinity, .. } = rules.of(model);
+            (policy.name(), *decode_interference_weight, *prefix_affinity)
         };
         assert_eq!(tuning("anything"), ("kv", 2.0, 0.0));
         assert_eq!(tuning("a.b"), ("session", 2.0, 0.0));

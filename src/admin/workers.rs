@@ -1,12 +1,12 @@
 //! `/admin/workers`: which workers there are, and taking them out of service and back.
 
+use crate::config::HumanDuration;
 use axum::extract::rejection::QueryRejection;
 use axum::extract::{Path, Query, State};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
-use frontend::Span;
 use router::{NoSuchWorker, WorkerStatus};
 use serde::Deserialize;
 use serde_json::json;
@@ -14,7 +14,7 @@ use std::sync::{Arc, Weak};
 use worker::plane::WorkerId;
 
 /// How long a drain waits for an answer unless it is said: as long as most clients wait.
-const DRAIN_TIMEOUT: Span = Span::secs(30);
+const DRAIN_TIMEOUT: HumanDuration = HumanDuration::secs(30);
 
 type Reached = State<Weak<router::Router>>;
 
@@ -30,7 +30,7 @@ pub(super) fn routes(router: Weak<router::Router>) -> Router {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Wait {
-    timeout: Option<Span>,
+    timeout: Option<HumanDuration>,
 }
 
 /// Why there is no answer.

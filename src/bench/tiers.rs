@@ -122,11 +122,10 @@ pub(super) async fn measure(config: &Config, cases: &[Case], rounds: usize) -> a
         ensure!(free > wanted, "{at} has {have} free, but the measurement needs {want}; reduce --bytes");
         places.push(("g3", at, Place::Disk(Folder::new(&disk.folder)?)));
     }
-    let pod = config.tiers.pod.as_ref().map(|pod| ("g3_5", Location::Folder(pod.path.clone())));
-    let shared = config.shared.clone().map(|location| ("g4", location));
+    let pod = config.tiers.g3_5.as_ref().map(|flash| ("g3_5", Location::Folder(flash.path.clone())));
+    let shared = config.tiers.g4.url.clone().map(|location| ("g4", location));
     for (tier, location) in pod.into_iter().chain(shared) {
-        let settings =
-            object::Settings { request_timeout: config.shared_store.request_timeout.0, ..Default::default() };
+        let settings = object::Settings { request_timeout: config.tiers.g4.request_timeout.0, ..Default::default() };
         let log = Arc::new(EventLog::new(Epoch(1)));
         let place = match &location {
             Location::Folder(folder) => {
@@ -152,17 +151,14 @@ pub(super) async fn measure(config: &Config, cases: &[Case], rounds: usize) -> a
             measured.push(figures.into_measured(tier, at.clone(), *case));
         }
     }
-    ensure!(
-        !measured.is_empty(),
-        "no tier below G1 is configured; set a folder for G3 (--data-dir) or a store for G4 (--shared)"
-    );
+    ensure!(!measured.is_empty(), "no tier below G1 is configured: set the folder of G3 (--data-dir), or G4 (--g4)");
     Ok(measured)
 }
 
 /// Removes what `measure` left in the shared store, however it ended.
 pub(super) async fn clear(config: &Config) -> anyhow::Result<()> {
-    let Some(location) = &config.shared else { return Ok(()) };
-    raw::clear(location, &access(config), config.shared_store.request_timeout.0, &name()).await
+    let Some(location) = &config.tiers.g4.url else { return Ok(()) };
+    raw::clear(location, &access(config), config.tiers.g4.request_timeout.0, &name()).await
 }
 
 struct Site<'a> {
@@ -247,8 +243,8 @@ impl Site<'_> {
                 blocking(Box::new(move || Ok((raw::files(&folder, bytes, parallel)?, "files")))).await
             }
             Place::Shared(_, None) => {
-                let location = self.config.shared.as_ref().context("a shared tier has a location")?;
-                let timeout = self.config.shared_store.request_timeout.0;
+                let location = self.config.tiers.g4.url.as_ref().context("a shared tier has a location")?;
+                let timeout = self.config.tiers.g4.request_timeout.0;
                 let rates = raw::objects(location, &access(self.config), timeout, &name(), (bytes, parallel)).await?;
                 Ok((rates, "raw client"))
             }
@@ -397,7 +393,7 @@ mod tests {
         let home = tempfile::tempdir().unwrap();
         let shared = home.path().join("shared");
         let mut config = Config::with_cache(&home.path().join("cache"));
-        config.shared = Some(Location::Folder(shared.clone()));
+        config.tiers.g4.url = Some(Location::Folder(shared.clone()));
         let cases = [1, 3].map(|parallel| Case { block: 64 << 10, parallel, bytes: 2 << 20 });
         let measured = measure(&config, &cases, 1).await.unwrap();
         let tiers: Vec<_> = measured.iter().map(|figures| (figures.tier, figures.case.parallel)).collect();

@@ -1,9 +1,10 @@
-//! Which values are possible, beyond what their types say: each number within its range, and values that need each other.
+//! Which values are possible, beyond what their types say: each number within its range, and values that need each
+//! other.
 //!
-//! A new numeric key gets its range here, or in the `check` of the crate that owns it; a test tries every one with zero,
-//! negative, infinite and absurd values.
+//! A new numeric key gets its range here, or in the `check` of the crate that owns it; a test tries every one with
+//! zero, negative, infinite and absurd values.
 
-use super::{Budget, ByteSize, Config, Model, Span};
+use super::{Budget, ByteSize, Config, HumanDuration, Model};
 use router::Problem;
 use std::ops::RangeInclusive;
 use std::time::Duration;
@@ -12,58 +13,60 @@ use tracing_subscriber::EnvFilter;
 /// A step of a million rows, or a batch of so many sequences, fits no machine.
 const ENGINE: RangeInclusive<usize> = 1..=1 << 20;
 /// A body is held in memory as a whole.
-const BODY_BYTES: RangeInclusive<usize> = 1..=1 << 30;
-/// All bodies that are worked on at the same time: a tebibyte is more than machines have.
-const INFLIGHT_BODY_BYTES: RangeInclusive<usize> = 1..=1 << 40;
+const BODY: RangeInclusive<ByteSize> = ByteSize(1)..=ByteSize(1 << 30);
+/// All bodies in memory at the same time: no machine has more than a tebibyte for them.
+const INFLIGHT_BODIES: RangeInclusive<ByteSize> = ByteSize(1)..=ByteSize(1 << 40);
 /// More connections, or choices at the same time, than one process can have.
 const MANY: RangeInclusive<usize> = 1..=1 << 24;
-/// Where less than the HTTP library's own least is said, that holds.
-const HEADER_BYTES: RangeInclusive<usize> = 1..=16 << 20;
-/// A gigabyte a second is more than a client sends.
-const BODY_RATE: RangeInclusive<usize> = 1..=1 << 30;
-/// What a connection may take its time for.
-const CONNECTION_TIME: RangeInclusive<Span> = Span(Duration::from_millis(1))..=Span(Duration::from_hours(24));
-/// From naming an object to deleting it.
-const GC_GRACE: RangeInclusive<Span> = Span(Duration::from_secs(1))..=Span(Duration::from_hours(24 * 365));
-/// Less is no request, and what takes longer than an hour has failed.
-const REQUEST_TIMEOUT: RangeInclusive<Span> = Span(Duration::from_millis(1))..=Span(Duration::from_hours(1));
-/// All manifests are read each time.
-const COLLECT_EVERY: RangeInclusive<Span> = Span(Duration::from_secs(1))..=Span(Duration::from_hours(24 * 365));
-/// What may stay for no time at all is not worth writing.
-const AGE_MAX: RangeInclusive<Span> = Span(Duration::from_secs(1))..=Span(Duration::from_hours(24 * 1000));
+/// A value below the minimum of the HTTP library is raised to that minimum.
+const HEADERS: RangeInclusive<ByteSize> = ByteSize(1)..=ByteSize(16 << 20);
+/// Bytes per second: no client sends more than a gibibyte.
+const BODY_RATE: RangeInclusive<ByteSize> = ByteSize(1)..=ByteSize(1 << 30);
+/// Timeouts of a connection.
+const CONNECTION_TIME: RangeInclusive<HumanDuration> =
+    HumanDuration(Duration::from_millis(1))..=HumanDuration(Duration::from_hours(24));
+/// Time from marking an object to deleting it.
+const GC_GRACE: RangeInclusive<HumanDuration> =
+    HumanDuration(Duration::from_secs(1))..=HumanDuration(Duration::from_hours(24 * 365));
+/// No request is faster; one that takes longer than an hour has failed.
+const REQUEST_TIMEOUT: RangeInclusive<HumanDuration> =
+    HumanDuration(Duration::from_millis(1))..=HumanDuration(Duration::from_hours(1));
+/// Each run reads all manifests.
+const GC_INTERVAL: RangeInclusive<HumanDuration> =
+    HumanDuration(Duration::from_secs(1))..=HumanDuration(Duration::from_hours(24 * 365));
+/// Blocks that are removed at once are not worth writing.
+const MAX_AGE: RangeInclusive<HumanDuration> =
+    HumanDuration(Duration::from_secs(1))..=HumanDuration(Duration::from_hours(24 * 1000));
 /// Weights of tenants beside each other.
 const QUOTA_WEIGHT: RangeInclusive<f64> = 0.001..=1000.0;
 
 impl Config {
     /// All values that are impossible, whatever the configuration is read for.
     pub(super) fn problems(&self) -> Vec<Problem> {
-        let Self { engine, frontend, tiers, shared_store, log, .. } = self;
+        let Self { engine, frontend, tiers, log, .. } = self;
+        let (flash, g4) = (tiers.g3_5.as_ref(), &tiers.g4);
         let mut problems: Vec<Problem> = [
-            Problem::unless_within("engine.prefill_chunk", engine.prefill_chunk, ENGINE),
-            Problem::unless_within("engine.sequences_max", engine.sequences_max, ENGINE),
-            Problem::unless_within("engine.waiting_max", engine.waiting_max, ENGINE),
-            Problem::unless_within("frontend.body_bytes_max", frontend.body_bytes_max, BODY_BYTES),
-            Problem::unless_within(
-                "frontend.max_inflight_body_bytes",
-                frontend.max_inflight_body_bytes,
-                INFLIGHT_BODY_BYTES,
-            ),
+            Problem::unless_within("engine.max_prefill_chunk_tokens", engine.max_prefill_chunk_tokens, ENGINE),
+            Problem::unless_within("engine.max_num_seqs", engine.max_num_seqs, ENGINE),
+            Problem::unless_within("engine.max_queued_requests", engine.max_queued_requests, ENGINE),
+            Problem::unless_within("frontend.max_body", frontend.max_body, BODY),
+            Problem::unless_within("frontend.max_inflight_bodies", frontend.max_inflight_bodies, INFLIGHT_BODIES),
             Problem::unless_within("frontend.max_choices_per_connection", frontend.max_choices_per_connection, MANY),
             Problem::unless_within("frontend.max_choices_per_tenant", frontend.max_choices_per_tenant, MANY),
             Problem::unless_within("frontend.max_connections", frontend.max_connections, MANY),
-            Problem::unless_within("frontend.max_header_bytes", frontend.max_header_bytes, HEADER_BYTES),
-            Problem::unless_within("frontend.min_body_bytes_per_second", frontend.min_body_bytes_per_second, BODY_RATE),
+            Problem::unless_within("frontend.max_headers", frontend.max_headers, HEADERS),
+            Problem::unless_within("frontend.min_body_rate", frontend.min_body_rate, BODY_RATE),
             Problem::unless_within("frontend.header_timeout", frontend.header_timeout, CONNECTION_TIME),
             Problem::unless_within("frontend.idle_timeout", frontend.idle_timeout, CONNECTION_TIME),
             Problem::unless_within("frontend.body_timeout", frontend.body_timeout, CONNECTION_TIME),
             Problem::unless_within("frontend.write_timeout", frontend.write_timeout, CONNECTION_TIME),
-            Problem::unless_within("shared_store.gc_grace", shared_store.gc_grace, GC_GRACE),
-            Problem::unless_within("shared_store.request_timeout", shared_store.request_timeout, REQUEST_TIMEOUT),
-            Problem::unless_within("shared_store.collect_every", shared_store.collect_every, COLLECT_EVERY),
-            shared_store.age_max.and_then(|age| Problem::unless_within("shared_store.age_max", age, AGE_MAX)),
-            unless_some("shared_store.budget", shared_store.budget),
-            tiers.pod.as_ref().and_then(|pod| unless_some("tiers.pod.budget", Some(pod.budget))),
-            tiers.pod.as_ref().and_then(|pod| Problem::unless_within("tiers.pod.age_max", pod.age_max?, AGE_MAX)),
+            Problem::unless_within("tiers.g4.gc_grace", g4.gc_grace, GC_GRACE),
+            Problem::unless_within("tiers.g4.request_timeout", g4.request_timeout, REQUEST_TIMEOUT),
+            Problem::unless_within("tiers.g4.gc_interval", g4.gc_interval, GC_INTERVAL),
+            g4.max_age.and_then(|age| Problem::unless_within("tiers.g4.max_age", age, MAX_AGE)),
+            unless_some("tiers.g4.capacity", g4.capacity),
+            flash.and_then(|flash| unless_some("tiers.g3_5.capacity", Some(flash.capacity))),
+            flash.and_then(|flash| Problem::unless_within("tiers.g3_5.max_age", flash.max_age?, MAX_AGE)),
             log_filter(&log.filter),
         ]
         .into_iter()
@@ -77,8 +80,8 @@ impl Config {
         problems
     }
 
-    /// All values that `serve` refuses beyond these: what concerns a model or a tenant that there is not, a port taken twice, a
-    /// tier that has to be there.
+    /// All values that `serve` refuses beyond these: what concerns a model or a tenant that there is not, a port taken
+    /// twice, a tier that has to be there.
     pub(super) fn problems_of_serving(&self) -> Vec<Problem> {
         let Self { router, frontend, tiers, listen, admin, .. } = self;
         let mut problems = Vec::new();

@@ -78,7 +78,8 @@ impl Config {
         Self::load_for(sources, Use::Tools)
     }
 
-    /// The same, with all that `serve` asks for beyond: what is said of models and tenants must concern some that there are.
+    /// The same, with all that `serve` asks for beyond: what is said of models and tenants must concern some that there
+    /// are.
     pub fn load_to_serve(sources: &Sources) -> Result<(Self, Origins), Errors> {
         Self::load_for(sources, Use::Serve)
     }
@@ -142,8 +143,8 @@ impl Merged {
         Self { figment, file }
     }
 
-    /// The value of a key, also of one within a list, and its origin, or that of what it would lie in. An origin in the file has
-    /// the line.
+    /// The value of a key, also of one within a list, and its origin, or that of what it would lie in. An origin in the
+    /// file has the line.
     pub(super) fn told(&self, key: &str) -> (Option<Value>, String) {
         let steps: Vec<&str> = key.split('.').collect();
         let whole = self.figment.find_value(steps[0]).ok();
@@ -155,8 +156,8 @@ impl Merged {
     }
 }
 
-/// Reads the merged layers. What is wrong is noted, taken out, and the rest read again, until there is a configuration: so all
-/// errors are found, not the first only.
+/// Reads the merged layers. What is wrong is noted, taken out, and the rest read again, until there is a configuration:
+/// so all errors are found, not the first only.
 fn extract(
     defaults: &Config,
     mut layers: Vec<Layer>,
@@ -220,7 +221,14 @@ struct Layer {
 
 impl Layer {
     fn of(origin: &str, values: Value) -> Self {
-        Self { origin: origin.into(), values: values.into_dict().unwrap_or_default() }
+        let mut values = values.into_dict().unwrap_or_default();
+        // `tiers.g4 = "s3://bucket"` is short for `tiers.g4.url = "s3://bucket"`.
+        if let Some(Value::Dict(_, tiers)) = values.get_mut("tiers")
+            && let Some(url @ Value::String(..)) = tiers.get_mut("g4")
+        {
+            *url = Value::from(Dict::from([("url".to_owned(), url.clone())]));
+        }
+        Self { origin: origin.into(), values }
     }
 
     fn file(file: &File) -> Self {
@@ -235,7 +243,7 @@ impl Layer {
         let values = Value::serialize(preset.settings()).expect("settings are plain");
         let mut values = values.into_dict().unwrap_or_default();
         values.retain(|key, _| {
-            !["preset", "seed", "index_bytes", "record", "models", "planner", "admission"].contains(&key.as_str())
+            !["preset", "seed", "index_memory", "trace_file", "models", "planner", "admission"].contains(&key.as_str())
         });
         Self::one(&format!("preset {}", preset.name()), "router", Value::from(values))
     }
@@ -260,8 +268,8 @@ fn read(value: &str) -> Value {
     value.parse().unwrap_or_else(|never| match never {})
 }
 
-/// Kubernetes sets `NAME_SERVICE_HOST`, `NAME_PORT` and the like in every pod beside a service called NAME; a service called
-/// `blockyard` must not keep the program from starting.
+/// Kubernetes sets `NAME_SERVICE_HOST`, `NAME_PORT` and the like in every pod beside a service called NAME; a service
+/// called `blockyard` must not keep the program from starting.
 fn injected(key: &str) -> bool {
     key.ends_with("SERVICE_HOST")
         || key.contains("SERVICE_PORT")

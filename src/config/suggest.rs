@@ -1,9 +1,10 @@
-//! The key that was meant by one that does not exist: a known key with a similar name, or the word that is used here for
-//! what other servers call differently.
+//! The key that was meant by one that does not exist: a known key with a similar name, or the word that is used here
+//! for what other servers call differently.
 
 use super::defaults;
 
-/// Last words of keys that other servers have, and what is meant here. A key in backquotes; other text is shown as it is.
+/// Last words of keys that other servers have, and what is meant here. A key in backquotes; other text is shown as it
+/// is.
 const SYNONYMS: [(&[&str], &str); 19] = [
     (&["port", "host", "bind", "address", "addr", "bind_address", "server"], "`listen`"),
     (&["api_key", "api_keys", "auth", "token"], "there are no API keys: put a proxy that authenticates in front"),
@@ -14,15 +15,15 @@ const SYNONYMS: [(&[&str], &str); 19] = [
     (&["ram", "dram", "cpu", "memory", "swap_space", "host_memory"], "`tiers.g2`"),
     (&["ssd", "disk", "nvme"], "`tiers.g3`"),
     (&["ssd_paths", "disk_paths", "paths"], "`tiers.g3_paths`"),
-    (&["g4", "s3", "bucket", "shared_dir", "shared_path"], "`shared`"),
+    (&["s3", "bucket", "object_store", "shared_storage"], "`tiers.g4`"),
     (&["cache_dir", "data", "data_folder", "data_path"], "`data_dir`"),
     (&["log_level", "level", "loglevel"], "`log.filter`"),
-    (&["max_num_seqs", "max_batch_size", "max_running_requests"], "`engine.sequences_max`"),
-    (&["max_num_batched_tokens", "chunked_prefill_size"], "`engine.prefill_chunk`"),
-    (&["max_queue_size", "max_waiting"], "`engine.waiting_max`"),
-    (&["max_body_size", "body_limit", "client_max_body_size"], "`frontend.body_bytes_max`"),
+    (&["max_batch_size", "max_running_requests"], "`engine.max_num_seqs`"),
+    (&["max_num_batched_tokens", "chunked_prefill_size"], "`engine.max_prefill_chunk_tokens`"),
+    (&["max_queue_size", "max_waiting"], "`engine.max_queued_requests`"),
+    (&["max_body_size", "body_limit", "client_max_body_size"], "`frontend.max_body`"),
     (&["tenants", "tenant"], "`router.admission.tenants`"),
-    (&["shutdown_timeout", "grace_period", "drain_timeout"], "`drain`"),
+    (&["grace_period", "drain_timeout"], "`shutdown_timeout`"),
     (&["num_workers", "replicas", "data_parallel_size"], "`workers`"),
 ];
 
@@ -94,7 +95,7 @@ mod tests {
     #[test]
     fn an_unknown_key_suggests_a_similar_or_synonymous_one() {
         let top = ["model", "listen", "workers", "tiers", "router", "log"];
-        let tenant = ["weight", "running_tokens_max", "waiting_tokens_max"];
+        let tenant = ["weight", "max_inflight_tokens", "max_queued_tokens"];
         let cases: [(&str, &[&str], Option<&str>); 14] = [
             ("tier", &top, Some("did you mean `tiers`?")),
             ("port", &top, Some("did you mean `listen`?")),
@@ -111,16 +112,12 @@ mod tests {
                 Some("did you mean `router.admission.tenants.blue.weight`?"),
             ),
             (
-                "router.admission.tenants.blue.running_tokens",
+                "router.admission.tenants.blue.inflight_tokens",
                 &tenant,
-                Some("did you mean `router.admission.tenants.blue.running_tokens_max`?"),
+                Some("did you mean `router.admission.tenants.blue.max_inflight_tokens`?"),
             ),
             ("tiers.ssd", &["g1", "g2", "g3"], Some("did you mean `tiers.g3`?")),
-            (
-                "frontend.api_key",
-                &["body_bytes_max"],
-                Some("there are no API keys: put a proxy that authenticates in front"),
-            ),
+            ("frontend.api_key", &["max_body"], Some("there are no API keys: put a proxy that authenticates in front")),
             ("colour", &top, None),
         ];
         for (key, siblings, wanted) in cases {

@@ -70,28 +70,33 @@ fn flags_beat_the_environment_which_beats_the_file_which_beats_the_defaults() {
 
 #[test]
 fn a_wrong_value_is_named_with_its_key_its_origin_and_what_would_be_right() {
-    let cases: [(&str, &[&str]); 15] = [
-        ("shared=s3://kv/a", &["shared = \"s3://kv/a\"", "3 to 63"]),
-        ("shared_store.endpoint=minio", &["shared_store.endpoint = \"minio\"", "https://"]),
+    let cases: [(&str, &[&str]); 17] = [
+        ("tiers.g4=s3://kv/a", &["tiers.g4.url = \"s3://kv/a\"", "3 to 63"]),
+        ("tiers.g4.endpoint=minio", &["tiers.g4.endpoint = \"minio\"", "https://"]),
         ("tiers.g2=4Gb of it", &["tiers.g2 = \"4Gb of it\"", "(--set tiers.g2=4Gb of it)", "4GiB", "off"]),
         ("router.policy=robin", &["router.policy = \"robin\"", "`round-robin`", "`kv`"]),
-        ("frontend.body_bytes_max=many", &["frontend.body_bytes_max = \"many\"", "expected"]),
-        ("workers=prefill:1", &["workers", "nobody would decode"]),
+        ("frontend.max_body=many", &["frontend.max_body = \"many\"", "expected a size with its unit"]),
+        ("workers=prefill:1", &["workers", "no worker would decode"]),
         ("listen=localhost", &["listen", "127.0.0.1:8000"]),
-        ("drain=30", &["drain = 30", "30s"]),
+        ("shutdown_timeout=30", &["shutdown_timeout = 30", "with its unit", "\"30s\""]),
+        ("router.index_memory=4294967296", &["router.index_memory = 4294967296", "\"4GiB\""]),
+        ("tiers.g2=65536", &["tiers.g2 = 65536", "\"64KiB\"", "auto"]),
         ("tiers=4", &["tiers = 4"]),
-        ("engine.prefill_chunk=0", &["engine.prefill_chunk = 0", "between 1 and"]),
+        ("engine.max_prefill_chunk_tokens=0", &["engine.max_prefill_chunk_tokens = 0", "between 1 and"]),
         ("threads=0", &["threads = 0", "auto"]),
         (
             "router.policy={score=[{term=queue},{term=speed}]}",
             &["router.policy.score.1.term = \"speed\" (--set router.policy={score", "`overlap`"],
         ),
         (
-            "router.decode_weight=-1",
-            &["router.decode_weight = -1 (--set router.decode_weight=-1)", "a number between 0 and 1000000"],
+            "router.decode_interference_weight=-1",
+            &[
+                "router.decode_interference_weight = -1 (--set router.decode_interference_weight=-1)",
+                "a number between 0 and 1000000",
+            ],
         ),
-        ("router.planner.ttft_s=0", &["router.planner.ttft_s = 0 (--set router.planner.ttft_s=0)"]),
-        ("router.models.small.cache_bias=-1", &["router.models.small.cache_bias = -1 (--set router.models"]),
+        ("router.planner.ttft=0", &["router.planner.ttft = 0 (--set router.planner.ttft=0)"]),
+        ("router.models.small.prefix_affinity=-1", &["router.models.small.prefix_affinity = -1 (--set router.models"]),
     ];
     for (assignment, parts) in cases {
         let error = error_of(&Sources { environment: environment(&[]), flags: vec![set(assignment)], file: None });
@@ -126,16 +131,21 @@ fn the_folders_of_the_disk_tier_are_said_in_a_file_the_environment_or_a_flag() {
 
 #[test]
 fn quotas_are_read_printed_and_read_again() {
-    let file =
-        file("[[tiers.quotas]]\ntenant = 'a.b \"c\"'\ng1 = '1GiB'\ng2_max = '2GiB'\n[[tiers.quotas]]\ntenant = 'd'\n");
+    let file = file(
+        "[[tiers.quotas]]\ntenant = 'a.b \"c\"'\ng1_guaranteed = '1GiB'\ng2_limit = '2GiB'\n[[tiers.quotas]]\ntenant = 'd'\n",
+    );
     let sources = Sources { file: Some(file.path().into()), environment: environment(&[]), flags: vec![] };
     let (config, origins) = load(&sources).unwrap();
-    let first = TenantQuota { g1: ByteSize(1 << 30), g2_max: Some(ByteSize(2 << 30)), ..TenantQuota::of("a.b \"c\"") };
+    let first = TenantQuota {
+        g1_guaranteed: ByteSize(1 << 30),
+        g2_limit: Some(ByteSize(2 << 30)),
+        ..TenantQuota::of("a.b \"c\"")
+    };
     assert_eq!(config.tiers.quotas, [first, TenantQuota::of("d")]);
     let printed = self::file(&as_toml(&config, &origins));
     let again = Sources { file: Some(printed.path().into()), environment: vec![], flags: vec![] };
     assert_eq!(load(&again).unwrap().0, config, "what is printed can be read");
-    let wrong = set(r#"tiers.quotas=[{tenant="a", g5="1GiB"}]"#);
+    let wrong = set(r#"tiers.quotas=[{tenant="a", g5_limit="1GiB"}]"#);
     let error = error_of(&Sources { environment: environment(&[]), flags: vec![wrong], file: None });
     assert!(error.contains("tiers.quotas") && error.contains("g5"), "{error}");
 }
@@ -178,8 +188,8 @@ fn credentials_are_taken_from_the_environment_and_never_shown() {
     let sources = Sources {
         environment: environment(&pairs),
         flags: vec![
-            Flag::own("--shared", "shared", "s3://bucket/kv"),
-            set("shared_store.endpoint=http://127.0.0.1:9000"),
+            Flag::own("--g4", "tiers.g4.url", "s3://bucket/kv"),
+            set("tiers.g4.endpoint=http://127.0.0.1:9000"),
         ],
         file: None,
     };
@@ -221,18 +231,24 @@ fn what_is_printed_is_a_file_that_gives_the_same_configuration() {
 
 #[test]
 fn a_preset_sets_what_nobody_else_does_and_is_named_as_the_origin() {
-    let file = file("[router]\npreset = 'cache'\ncache_bias = 5.0\n");
+    let file = file("[router]\npreset = 'cache'\nprefix_affinity = 5.0\n");
     let sources = Sources { file: Some(file.path().into()), environment: environment(&[]), flags: vec![] };
     let (config, origins) = load(&sources).unwrap();
     let cache = router::Preset::Cache.settings();
-    assert_eq!((config.router.decode_weight, config.router.cache_bias), (cache.decode_weight, 5.0));
-    assert_eq!(origins.of("router.decode_weight"), "preset cache");
-    assert_eq!(origins.of("router.cache_bias"), format!("{}:3", file.path().display()));
+    assert_eq!(
+        (config.router.decode_interference_weight, config.router.prefix_affinity),
+        (cache.decode_interference_weight, 5.0)
+    );
+    assert_eq!(origins.of("router.decode_interference_weight"), "preset cache");
+    assert_eq!(origins.of("router.prefix_affinity"), format!("{}:3", file.path().display()));
     assert_eq!(origins.of("router.seed"), "default");
     // A flag's preset beats the file's, and the file's own keys beat every preset.
     let (config, origins) = load(&Sources { flags: vec![set("router.preset=latency")], ..sources.clone() }).unwrap();
     let latency = router::Preset::Latency.settings();
-    assert_eq!((config.router.decode_weight, config.router.cache_bias), (latency.decode_weight, 5.0));
+    assert_eq!(
+        (config.router.decode_interference_weight, config.router.prefix_affinity),
+        (latency.decode_interference_weight, 5.0)
+    );
     assert_eq!(origins.of("router.policy"), "preset latency");
     let error = error_of(&Sources { flags: vec![set("router.preset=fast")], ..sources });
     assert!(error.contains("router.preset = \"fast\"") && error.contains("`balanced`"), "{error}");
@@ -241,7 +257,7 @@ fn a_preset_sets_what_nobody_else_does_and_is_named_as_the_origin() {
 #[test]
 fn a_composed_policy_is_set_printed_and_read_again() {
     let composed =
-        "router.policy={filter=[fits,{queue_below=0.5}],score=[{term=overlap,weight=2},{term=queue}],pick=weighted}";
+        "router.policy={filter=[fits,{queue_below=500ms}],score=[{term=overlap,weight=2},{term=queue}],pick=weighted}";
     let said = |assignment| Sources { environment: environment(&[]), flags: vec![set(assignment)], file: None };
     let (config, origins) = load(&said(composed)).unwrap();
     let file = file(&as_toml(&config, &origins));
@@ -261,7 +277,7 @@ fn a_composed_policy_is_set_printed_and_read_again() {
 
 #[test]
 fn a_model_whose_name_has_a_dot_is_shown_and_told_of_like_any_other() {
-    let said = |bias: &str| file(&format!("[router.models.\"llama-3.1\"]\ncache_bias = {bias}\n"));
+    let said = |bias: &str| file(&format!("[router.models.\"llama-3.1\"]\nprefix_affinity = {bias}\n"));
     let read = |from: &tempfile::NamedTempFile| Sources {
         environment: environment(&[]),
         flags: Vec::new(),
@@ -269,12 +285,12 @@ fn a_model_whose_name_has_a_dot_is_shown_and_told_of_like_any_other() {
     };
     let right = said("0.5");
     let (config, origins) = load(&read(&right)).unwrap();
-    assert_eq!(origins.of("router.models.llama-3.1.cache_bias"), format!("{}:2", right.path().display()));
+    assert_eq!(origins.of("router.models.llama-3.1.prefix_affinity"), format!("{}:2", right.path().display()));
     let printed = as_toml(&config, &origins);
     assert!(printed.contains("[router.models.\"llama-3.1\"]"), "{printed}");
     assert_eq!(load(&read(&file(&printed))).unwrap().0, config);
     let error = error_of(&read(&said("-1")));
-    assert!(error.contains("router.models.llama-3.1.cache_bias = -1 ("), "{error}");
+    assert!(error.contains("router.models.llama-3.1.prefix_affinity = -1 ("), "{error}");
 }
 
 /// What `serve` says of a file.
@@ -296,33 +312,33 @@ g1 = '1GiB'
 
 [tiers]
 g2 = 'lots'
-quotas = [{ tenant = 'a', g1 = 'much' }, { tenant = 'b', g5 = '1GiB' }]
+quotas = [{ tenant = 'a', g1_limit = 'much' }, { tenant = 'b', g5_limit = '1GiB' }]
 
 [router]
 policy = 'robin'
-decode_weight = nan
+decode_interference_weight = nan
 planer = { mode = 'off' }
 
 [router.admission.tenants.blue]
 wieght = 2
-running_tokens_max = 0
+max_inflight_tokens = 0
 
 [router.models.\"gpt-4.1\"]
-cache_bias = -1
+prefix_affinity = -1
 ";
     let errors = refused_to_serve(text);
     let wanted = [
         "unknown key `port` (FILE:1); did you mean `listen`?",
         "unknown key `tier` (FILE:4); did you mean `tiers`?",
         "tiers.g2 = \"lots\" (FILE:8): expected a size",
-        "tiers.quotas.0.g1 = \"much\" (FILE:9): expected a size",
-        "unknown key `tiers.quotas.1.g5` (FILE:9); did you mean `tiers.quotas.1.g",
+        "tiers.quotas.0.g1_limit = \"much\" (FILE:9): expected a size",
+        "unknown key `tiers.quotas.1.g5_limit` (FILE:9); did you mean `tiers.quotas.1.g",
         "router.policy = \"robin\" (FILE:12): expected one of",
-        "router.decode_weight = nan (FILE:13): expected a number",
+        "router.decode_interference_weight = nan (FILE:13): expected a number",
         "unknown key `router.planer` (FILE:14); did you mean `router.planner`?",
         "unknown key `router.admission.tenants.blue.wieght` (FILE:17); did you mean `router.admission.tenants.blue.weight`?",
-        "router.admission.tenants.blue.running_tokens_max = 0 (FILE:18): expected at least 1",
-        "router.models.gpt-4.1.cache_bias = -1 (FILE:21): expected a number",
+        "router.admission.tenants.blue.max_inflight_tokens = 0 (FILE:18): expected at least 1",
+        "router.models.gpt-4.1.prefix_affinity = -1 (FILE:21): expected a number",
         "no such model is served; the one that is is called `tiny`",
         "frontend.tenant_header",
     ];
@@ -342,22 +358,22 @@ fn all_syntax_errors_of_a_file_are_named_with_their_lines() {
 
 #[test]
 fn a_value_in_a_list_that_misses_a_field_is_reported_once() {
-    let errors = refused_to_serve("[tiers]\npod = { path = '/mnt', age_max = '5 apples' }\n");
+    let errors = refused_to_serve("[tiers]\ng3_5 = { path = '/mnt', max_age = '5 apples' }\n");
     let lines: Vec<&str> = errors.lines().collect();
-    assert!(errors.contains("tiers.pod.age_max") && errors.contains("`budget` is required"), "{errors}");
+    assert!(errors.contains("tiers.g3_5.max_age") && errors.contains("`capacity` is required"), "{errors}");
     assert_eq!(lines.len(), 3, "{errors}");
 }
 
 /// Numeric keys that may be zero, and why.
 const MAY_BE_ZERO: [&str; 8] = [
-    "frontend.shutdown_delay",             // closes at once
-    "drain",                               // ends at once
-    "router.decode_weight",                // looks at the first token only
-    "router.cache_bias",                   // the default
-    "router.seed",                         // any number is a seed
-    "router.admission.waiting_tokens_max", // nothing waits
-    "router.admission.wait_seconds_max",   // nothing waits
-    "listen",                              // port 0: the system chooses
+    "frontend.shutdown_delay",            // closes at once
+    "shutdown_timeout",                   // ends at once
+    "router.decode_interference_weight",  // looks at the first token only
+    "router.prefix_affinity",             // the default
+    "router.seed",                        // any number is a seed
+    "router.admission.max_queued_tokens", // nothing waits
+    "router.admission.max_queue_time",    // nothing waits
+    "listen",                             // port 0: the system chooses
 ];
 
 #[test]
@@ -374,7 +390,7 @@ fn every_numeric_key_refuses_what_is_no_number_for_it() {
         let text = default.trim_matches('"');
         let unit = if text.parse::<f64>().is_ok() {
             ""
-        } else if text.parse::<Span>().is_ok() {
+        } else if text.parse::<HumanDuration>().is_ok() {
             "s"
         } else if text.parse::<ByteSize>().is_ok() {
             "GiB"
@@ -395,20 +411,20 @@ fn every_numeric_key_refuses_what_is_no_number_for_it() {
 #[test]
 fn optional_numbers_refuse_zero_and_absurd_values() {
     for text in [
-        "[shared_store]\nbudget = '0'",
-        "[shared_store]\nage_max = '0s'",
+        "[tiers.g4]\ncapacity = '0'",
+        "[tiers.g4]\nmax_age = '0s'",
         "[tiers]\ng2 = -1",
         "[tiers]\ng3 = 1e300",
         "[tiers]\ng2 = nan",
-        "[tiers]\npod = { path = '/mnt', budget = '0' }",
-        "[tiers]\npod = { path = '/mnt', budget = '1GiB', age_max = '0s' }",
+        "[tiers]\ng3_5 = { path = '/mnt', capacity = '0' }",
+        "[tiers]\ng3_5 = { path = '/mnt', capacity = '1GiB', max_age = '0s' }",
         "[tiers]\nquotas = [{ tenant = 'a', weight = 0.0 }]",
         "[tiers]\nquotas = [{ tenant = 'a', weight = 1e300 }]",
         "[router]\npolicy = { score = [{ term = 'queue', weight = nan }] }",
-        "[router]\npolicy = { filter = [{ queue_below = inf }], score = [{ term = 'queue' }] }",
-        "[router.admission.tenants.\"*\"]\nrunning_tokens_max = 0",
+        "[router]\npolicy = { filter = [{ queue_below = '0s' }], score = [{ term = 'queue' }] }",
+        "[router.admission.tenants.\"*\"]\nmax_inflight_tokens = 0",
         "[router.admission.tenants.\"*\"]\nweight = nan",
-        "[router.models.small]\ncache_bias = 1e300",
+        "[router.models.small]\nprefix_affinity = 1e300",
         "threads = 100000000",
     ] {
         let _ = refused_to_serve(text);

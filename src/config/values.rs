@@ -1,5 +1,5 @@
-//! Values as people write them: sizes, spans of time, addresses, models, roles. Each is parsed once, here, into a type
-//! that cannot be wrong; each error says what would be right.
+//! Values that are written as text: sizes of tiers, addresses, models, workers. Each is parsed once, here, into a type
+//! that cannot be wrong; each error says what would be right. Not here: durations and sizes (crate `units`).
 
 use serde::de::{self, Deserialize, Deserializer, Visitor};
 use serde::ser::{Serialize, Serializer};
@@ -7,35 +7,32 @@ use std::fmt;
 use std::num::NonZero;
 use std::path::PathBuf;
 use std::str::FromStr;
+use units::ByteSize;
 use worker::engine::llama::Builtin;
 use worker::plane::Phase;
 
-/// A number of bytes: `"4GiB"`, `"512MB"`, `65536`.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
-pub struct ByteSize(pub u64);
-
-/// How much a tier may take.
+/// Size of a tier.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Budget {
-    /// A share of what the machine has.
+    /// A share of what the machine has available.
     #[default]
     Auto,
-    /// The tier is not there.
+    /// There is no such tier.
     Off,
-    /// This much.
+    /// A fixed size.
     Bytes(ByteSize),
 }
 
-/// Where to listen: `host:port`, or a port alone on this machine only.
+/// Address to listen on: `host:port`, or a port alone, which only this machine can reach.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Listen {
     /// A name or an address, without the brackets of IPv6.
     pub host: String,
-    /// 0 lets the system choose.
+    /// 0: the system chooses a free port.
     pub port: u16,
 }
 
-/// What is served.
+/// The served model.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Model {
     /// A built-in model, by name.
@@ -44,81 +41,23 @@ pub enum Model {
     Folder(PathBuf),
 }
 
-/// How many workers of which phase: `"prefill:1,decode:2"`.
+/// Number of workers of each role: `"prefill:1,decode:2"`.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Workers(Vec<(Phase, usize)>);
 
-/// How many threads compute.
+/// Number of compute threads.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Threads {
-    /// As many as run at the same time on this machine.
+    /// As many as this machine runs at the same time.
     Auto,
-    /// So many.
+    /// A fixed number.
     Count(NonZero<usize>),
 }
 
-/// What is wrong with a value, and what would be right.
+/// An invalid value; the message says what would be right.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct Invalid(String);
-
-impl ByteSize {
-    const UNITS: [(&'static str, u64); 12] = [
-        ("TiB", 1 << 40),
-        ("GiB", 1 << 30),
-        ("MiB", 1 << 20),
-        ("KiB", 1 << 10),
-        ("Ti", 1 << 40),
-        ("Gi", 1 << 30),
-        ("Mi", 1 << 20),
-        ("Ki", 1 << 10),
-        ("TB", 1_000_000_000_000),
-        ("GB", 1_000_000_000),
-        ("MB", 1_000_000),
-        ("KB", 1_000),
-    ];
-
-    /// For people to read, to a tenth: `1.2 GiB`.
-    pub fn about(self) -> String {
-        let unit = Self::UNITS[..4].iter().find(|(_, unit)| self.0 >= *unit);
-        unit.map_or_else(
-            || format!("{} B", self.0),
-            |(name, unit)| format!("{:.1} {name}", self.0 as f64 / *unit as f64),
-        )
-    }
-}
-
-impl fmt::Display for ByteSize {
-    /// Exact, so that what is printed can be read back.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match Self::UNITS[..4].iter().find(|(_, unit)| self.0 != 0 && self.0.is_multiple_of(*unit)) {
-            Some((name, unit)) => write!(f, "{}{name}", self.0 / unit),
-            None => write!(f, "{}", self.0),
-        }
-    }
-}
-
-impl FromStr for ByteSize {
-    type Err = Invalid;
-
-    fn from_str(text: &str) -> Result<Self, Invalid> {
-        let wrong = || Invalid(r#"expected a size, like "4GiB", "512MiB" or a number of bytes"#.into());
-        let text = text.trim();
-        let unit = |(name, unit): &(&str, u64)| {
-            let at = text.len().checked_sub(name.len())?;
-            let (number, tail) = text.split_at_checked(at)?;
-            tail.eq_ignore_ascii_case(name).then_some((number, *unit))
-        };
-        let (number, unit) =
-            Self::UNITS.iter().find_map(unit).unwrap_or((text.strip_suffix(['B', 'b']).unwrap_or(text), 1));
-        if let Ok(whole) = number.trim().parse::<u64>() {
-            return whole.checked_mul(unit).map(Self).ok_or_else(wrong);
-        }
-        let bytes = number.trim().parse::<f64>().map_err(|_| wrong())? * unit as f64;
-        // A fraction of a byte is as odd as a negative size; above 2^63 nothing is a size.
-        if unit == 1 || !(0.0..9e18).contains(&bytes) { Err(wrong()) } else { Ok(Self(bytes as u64)) }
-    }
-}
 
 impl fmt::Display for Budget {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -140,7 +79,11 @@ impl FromStr for Budget {
             size => match size.parse() {
                 Ok(ByteSize(0)) => Ok(Self::Off),
                 Ok(size) => Ok(Self::Bytes(size)),
-                Err(_) => Err(Invalid(r#"expected a size like "4GiB", "auto", or "off""#.into())),
+                Err(_) => {
+                    let bytes = size.parse().map(|bytes| format!("; write {bytes} bytes as \"{}\"", ByteSize(bytes)));
+                    let hint = bytes.unwrap_or_default();
+                    Err(Invalid(format!(r#"expected a size with its unit, like "4GiB", or "auto" or "off"{hint}"#)))
+                }
             },
         }
     }
@@ -191,22 +134,22 @@ impl FromStr for Model {
 }
 
 impl Workers {
-    /// More than this in one process is a typing error.
+    /// A larger number in one process is a typing error.
     const MAX: usize = 64;
 
-    /// The phase of each worker, prefill first.
+    /// The role of each worker, prefill first.
     pub fn phases(&self) -> impl Iterator<Item = Phase> {
         self.0.iter().flat_map(|(phase, count)| std::iter::repeat_n(*phase, *count))
     }
 
-    /// How many there are; at least one.
+    /// Number of workers; at least one.
     pub fn count(&self) -> usize {
         self.0.iter().map(|(_, count)| count).sum()
     }
 }
 
 impl Default for Workers {
-    /// One prefill worker and two decode workers: the least that shows both disaggregation and routing.
+    /// One prefill worker and two decode workers: the smallest fleet with both disaggregation and routing.
     fn default() -> Self {
         Self(vec![(Phase::Prefill, 1), (Phase::Decode, 2)])
     }
@@ -230,10 +173,12 @@ impl FromStr for Workers {
 }
 
 impl Workers {
-    /// Reads how many workers there are of which phase, of `most` at most.
+    /// Parses the number of workers of each role, at most `most` in all.
     pub(crate) fn of(text: &str, most: usize) -> Result<Self, Invalid> {
         let wrong = || {
-            Invalid(r#"expected phases with how many workers of each, like "prefill:1,decode:2" or "both:1""#.into())
+            Invalid(
+                r#"expected roles with the number of workers of each, like "prefill:1,decode:2" or "both:1""#.into(),
+            )
         };
         let mut counts = [(Phase::Prefill, 0_usize), (Phase::Decode, 0), (Phase::Both, 0)];
         for part in text.split(',') {
@@ -247,15 +192,17 @@ impl Workers {
             return Err(Invalid(format!("at most {most} workers fit into one process")));
         }
         let decodes = workers.phases().any(|phase| phase != Phase::Prefill);
-        decodes.then_some(workers).ok_or_else(|| Invalid("nobody would decode; add `decode:1`, or use `both:1`".into()))
+        decodes
+            .then_some(workers)
+            .ok_or_else(|| Invalid("no worker would decode; add `decode:1`, or use `both:1`".into()))
     }
 }
 
 impl Threads {
-    /// More than any machine runs at the same time; each takes a stack.
+    /// No machine runs more at the same time; each thread takes a stack.
     const MAX: usize = 4096;
 
-    /// The number, on a machine that runs `here` at the same time.
+    /// The number, on a machine that runs `here` threads at the same time.
     pub fn on(self, here: usize) -> usize {
         match self {
             Self::Auto => here,
@@ -299,7 +246,7 @@ macro_rules! as_text {
         }
     )+};
 }
-as_text!(ByteSize, Budget, Listen, Model, Workers, Threads);
+as_text!(Budget, Listen, Model, Workers, Threads);
 
 struct Text;
 
@@ -336,33 +283,12 @@ mod tests {
     }
 
     #[test]
-    fn sizes_are_read_as_people_write_them_and_printed_exactly() {
-        let cases = [
-            ("4GiB", "4GiB"),
-            ("4096 MiB", "4GiB"),
-            ("1.5gib", "1536MiB"),
-            ("2Gi", "2GiB"),
-            ("1GB", "1000000000"),
-            ("10KB", "10000"),
-            ("65536", "64KiB"),
-            ("100B", "100"),
-        ];
-        for (text, printed) in cases {
-            assert_eq!(reads::<ByteSize>(text), printed);
-            assert_eq!(reads::<ByteSize>(printed), printed, "what is printed can be read");
-        }
-        for text in ["", "GiB", "-1GiB", "4 apples", "1.5", "99999999999TiB", "NaNGiB", "ä"] {
-            assert!(reads::<ByteSize>(text).contains("4GiB"), "{text}: the error says what would be right");
-        }
-        assert_eq!(ByteSize(1_288_490_189).about(), "1.2 GiB");
-    }
-
-    #[test]
     fn budgets_can_be_left_to_the_machine_or_turned_off() {
         for (text, printed) in [("auto", "auto"), ("off", "off"), ("0", "off"), ("0GiB", "off"), ("1GiB", "1GiB")] {
             assert_eq!(reads::<Budget>(text), printed);
         }
         assert!(reads::<Budget>("none").contains("off"));
+        assert!(reads::<Budget>("65536").contains("\"64KiB\""), "a number without a unit");
     }
 
     #[test]
@@ -378,13 +304,13 @@ mod tests {
     }
 
     #[test]
-    fn workers_are_counted_by_phase_and_someone_must_decode() {
+    fn workers_are_counted_by_role_and_one_must_decode() {
         assert_eq!(reads::<Workers>("decode:2, prefill:1"), "prefill:1,decode:2");
         assert_eq!("both:3".parse::<Workers>().unwrap().phases().collect::<Vec<_>>(), [Phase::Both; 3]);
         assert_eq!(Workers::default().to_string(), "prefill:1,decode:2");
         for (text, hint) in [
-            ("prefill:2", "nobody would decode"),
-            ("both:0", "nobody would decode"),
+            ("prefill:2", "no worker would decode"),
+            ("both:0", "no worker would decode"),
             ("both:65", "at most 64"),
             ("prefil:1", "like"),
             ("3", "like"),

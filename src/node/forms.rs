@@ -4,7 +4,7 @@
 //! else in the data folder.
 
 use super::stores::access;
-use crate::config::{Coding, Config, Encryption};
+use crate::config::{Compression, Config, Encryption};
 use anyhow::Context;
 use kvbm::codec::{self, decoded, encoded};
 use kvbm::crypt::{Environment, KeySource, Keys, MetadataKeys, encrypted};
@@ -16,7 +16,7 @@ use tokio_util::task::AbortOnDropHandle;
 
 /// What every tier below G2 is dressed in.
 pub(crate) struct Forms {
-    coding: Coding,
+    coding: Compression,
     keys: Option<Arc<Keys>>,
     metadata: Option<Arc<MetadataKeys>>,
     metrics: Metrics,
@@ -36,7 +36,7 @@ impl Forms {
             Some(keys) => Some(MetadataKeys::open(keys.clone()).await.context("tiers.encryption")?),
             None => None,
         };
-        Ok(Self { coding: config.tiers.codec, keys, metadata, metrics: metrics.clone() })
+        Ok(Self { coding: config.tiers.compression, keys, metadata, metrics: metrics.clone() })
     }
 
     /// What footers and manifests are sealed with, if blocks are encrypted.
@@ -66,9 +66,9 @@ impl Forms {
             None => tier,
         };
         match self.coding {
-            Coding::Off => decoded(tier),
-            Coding::Faster => encoded(tier, codec::Mode::Faster),
-            Coding::Smaller => encoded(tier, codec::Mode::Smaller),
+            Compression::Off => decoded(tier),
+            Compression::Auto => encoded(tier, codec::Mode::Faster),
+            Compression::Always => encoded(tier, codec::Mode::Smaller),
         }
     }
 }
@@ -93,13 +93,12 @@ fn environment(config: &Config, keys: &KeySource) -> Environment {
 pub(crate) async fn keys(config: &Config, Encryption { keys }: &Encryption) -> anyhow::Result<Arc<Keys>> {
     let environment = environment(config, keys);
     let in_folder = async |folder: &Path| Keys::in_folder(&folder.join(SHELF), keys.clone(), environment.clone()).await;
-    let opened = match &config.shared {
-        None => in_folder(config.tiers.pod.as_ref().map_or(&config.data_dir, |pod| &pod.path)).await,
+    let opened = match &config.tiers.g4.url {
+        None => in_folder(config.tiers.g3_5.as_ref().map_or(&config.data_dir, |pod| &pod.path)).await,
         Some(Location::Folder(folder)) => in_folder(folder).await,
         Some(location @ Location::Cloud { prefix, .. }) => {
-            let client = location
-                .client(&access(config), config.shared_store.request_timeout.0)?
-                .context("a cloud has a client")?;
+            let client =
+                location.client(&access(config), config.tiers.g4.request_timeout.0)?.context("a cloud has a client")?;
             Keys::open(client, prefix.clone().join(SHELF).as_ref(), keys.clone(), environment).await
         }
     };

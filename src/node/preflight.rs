@@ -47,10 +47,10 @@ pub fn preflight(config: &Config) -> Result<(), Refused> {
     for disk in &config.tiers.g3_paths {
         check(folder("tiers.g3_paths", &disk.path));
     }
-    if let Some(pod) = &config.tiers.pod {
-        check(folder("tiers.pod.path", &pod.path));
+    if let Some(pod) = &config.tiers.g3_5 {
+        check(folder("tiers.g3_5.path", &pod.path));
     }
-    if let Some(Location::Folder(path)) = &config.shared {
+    if let Some(Location::Folder(path)) = &config.tiers.g4.url {
         check(folder("shared", path));
     }
     check(record(config));
@@ -81,21 +81,21 @@ fn folder(key: &str, path: &Path) -> anyhow::Result<()> {
 }
 
 fn record(config: &Config) -> anyhow::Result<()> {
-    let Some(path) = &config.router.record else { return Ok(()) };
+    let Some(path) = &config.router.trace_file else { return Ok(()) };
     let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     if path.is_dir() || !parent.is_dir() {
-        bail!("router.record = \"{}\": expected a file in a folder that exists", path.display());
+        bail!("router.trace_file = \"{}\": expected a file in a folder that exists", path.display());
     }
     Ok(())
 }
 
 /// Whether a client of the shared store can be made, and whether it is another place than the pod's folder.
 fn shared(config: &Config) -> anyhow::Result<()> {
-    let Some(location) = &config.shared else { return Ok(()) };
-    if config.tiers.pod.as_ref().is_some_and(|pod| same_place(&pod.path, location)) {
-        bail!("tiers.pod.path and shared are the same folder; a pod's folder is a tier of its own");
+    let Some(location) = &config.tiers.g4.url else { return Ok(()) };
+    if config.tiers.g3_5.as_ref().is_some_and(|pod| same_place(&pod.path, location)) {
+        bail!("tiers.g3_5.path and tiers.g4.url are the same folder; expected two different ones");
     }
-    let client = location.client(&access(config), config.shared_store.request_timeout.0);
+    let client = location.client(&access(config), config.tiers.g4.request_timeout.0);
     client.map(drop).map_err(|error| anyhow!("shared = {location} cannot be used: {error}"))
 }
 

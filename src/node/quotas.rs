@@ -68,8 +68,8 @@ impl Room {
             g2: sizes.g2.unwrap_or(0),
             // The rest is being written, or is just being given up.
             g3: sizes.g3.unwrap_or(0) / 4 * 3,
-            pod: config.tiers.pod.as_ref().map_or(0, |pod| pod.budget.0),
-            g4: config.shared_store.budget.map_or(0, |budget| budget.0),
+            pod: config.tiers.g3_5.as_ref().map_or(0, |pod| pod.capacity.0),
+            g4: config.tiers.g4.capacity.map_or(0, |budget| budget.0),
         }
     }
 }
@@ -94,8 +94,8 @@ pub(super) fn shares(
         (Level::G1, room.g1, "tiers.g1"),
         (Level::G2, room.g2, "tiers.g2"),
         (Level::G3, room.g3, "tiers.g3"),
-        (Level::Pod, room.pod, "tiers.pod.budget"),
-        (Level::G4, room.g4, "shared_store.budget"),
+        (Level::Pod, room.pod, "tiers.g3_5.capacity"),
+        (Level::G4, room.g4, "tiers.g4.capacity"),
     ];
     for (level, have, key) in rooms {
         let (tier, mut promised) = (level.name(), 0_u64);
@@ -134,11 +134,11 @@ pub(super) fn stored(config: &Config, level: Level) -> anyhow::Result<BTreeMap<D
 impl TenantQuota {
     fn at(&self, level: Level) -> Quota {
         let (guaranteed, most) = match level {
-            Level::G1 => (self.g1, self.g1_max),
-            Level::G2 => (self.g2, self.g2_max),
-            Level::G3 => (self.g3, self.g3_max),
-            Level::Pod => (self.pod, self.pod_max),
-            Level::G4 => (self.g4, self.g4_max),
+            Level::G1 => (self.g1_guaranteed, self.g1_limit),
+            Level::G2 => (self.g2_guaranteed, self.g2_limit),
+            Level::G3 => (self.g3_guaranteed, self.g3_limit),
+            Level::Pod => (self.g3_5_guaranteed, self.g3_5_limit),
+            Level::G4 => (self.g4_guaranteed, self.g4_limit),
             Level::Peer => (ByteSize(0), None),
         };
         Quota { guaranteed: guaranteed.0, maximum: most.map(|most| most.0) }
@@ -151,8 +151,8 @@ mod tests {
 
     const ROOM: Room = Room { g1: 1000, g2: 0, g3: 3000, pod: 0, g4: 500 };
 
-    fn quota(tenant: &str, g1: u64, g1_max: Option<u64>) -> TenantQuota {
-        TenantQuota { g1: ByteSize(g1), g1_max: g1_max.map(ByteSize), ..TenantQuota::of(tenant) }
+    fn quota(tenant: &str, g1: u64, g1_limit: Option<u64>) -> TenantQuota {
+        TenantQuota { g1_guaranteed: ByteSize(g1), g1_limit: g1_limit.map(ByteSize), ..TenantQuota::of(tenant) }
     }
 
     fn of(quotas: &[TenantQuota]) -> Result<Shares, Error> {
@@ -175,9 +175,9 @@ mod tests {
             (vec![quota("ann", 600, None), quota("bob", 500, None)], "1.1 KiB of g1 are guaranteed"),
             (vec![quota("ann", 600, Some(500))], "`ann` has 600 B of g1 guaranteed, which is above its limit of 500 B"),
             (vec![quota("ann", 0, None), quota("ann", 1, None)], "tenant `ann` appears twice"),
-            (vec![TenantQuota { g2: ByteSize(1), ..TenantQuota::of("ann") }], "at most 0 B can be"),
-            (vec![TenantQuota { g3: ByteSize(3001), ..TenantQuota::of("ann") }], "--set tiers.g3="),
-            (vec![TenantQuota { g4: ByteSize(501), ..TenantQuota::of("ann") }], "--set shared_store.budget="),
+            (vec![TenantQuota { g2_guaranteed: ByteSize(1), ..TenantQuota::of("ann") }], "at most 0 B can be"),
+            (vec![TenantQuota { g3_guaranteed: ByteSize(3001), ..TenantQuota::of("ann") }], "--set tiers.g3="),
+            (vec![TenantQuota { g4_guaranteed: ByteSize(501), ..TenantQuota::of("ann") }], "--set tiers.g4.capacity="),
             (vec![TenantQuota { weight: 0.0, ..TenantQuota::of("ann") }], "a weight of 0"),
         ];
         for (quotas, part) in cases {

@@ -80,23 +80,23 @@ impl Stores {
             let count = Arc::new(move || counted.upgrade().map(|tier| tier.census()));
             stores.add(name("g3", &folders), forms.dress(tier), count, log, planes);
         }
-        let requests = config.shared_store.request_timeout.0;
-        if let Some(pod) = &config.tiers.pod {
-            let capacity = Some(pod.budget.0);
+        let requests = config.tiers.g4.request_timeout.0;
+        if let Some(pod) = &config.tiers.g3_5 {
+            let capacity = Some(pod.capacity.0);
             let settings =
                 object::Settings { level: Level::Pod, capacity, request_timeout: requests, ..Default::default() };
-            let shared = Shared { key: "tiers.pod.path", at: Location::Folder(pod.path.clone()), settings };
+            let shared = Shared { key: "tiers.g3_5.path", at: Location::Folder(pod.path.clone()), settings };
             let tier = stores.share(&shared, shares, config, planes, forms).await?;
             tier.limit_blocks(Header::most_at_rest(block));
             stores.keep(&collections, &tier, &shared.at, pod_upkeep(config, pod)?);
-            if config.shared.as_ref().is_some_and(|shared| same_place(&pod.path, shared)) {
-                bail!("tiers.pod.path and shared are the same folder; a pod's folder is a tier of its own");
+            if config.tiers.g4.url.as_ref().is_some_and(|shared| same_place(&pod.path, shared)) {
+                bail!("tiers.g3_5.path and tiers.g4.url are the same folder; expected two different ones");
             }
         }
-        if let Some(location) = &config.shared {
-            let capacity = config.shared_store.budget.map(|budget| budget.0);
+        if let Some(location) = &config.tiers.g4.url {
+            let capacity = config.tiers.g4.capacity.map(|budget| budget.0);
             let settings = object::Settings { capacity, request_timeout: requests, ..Default::default() };
-            let shared = Shared { key: "shared", at: location.clone(), settings };
+            let shared = Shared { key: "tiers.g4.url", at: location.clone(), settings };
             let tier = stores.share(&shared, shares, config, planes, forms).await?;
             tier.limit_blocks(Header::most_at_rest(block));
             if let Some(upkeep) = upkeep(config)? {
@@ -307,7 +307,7 @@ fn spill(disk: &DiskTier, next: &Arc<ObjectTier>, encrypted: bool) -> AbortOnDro
 
 /// How the configuration says that a cloud is reached.
 pub(crate) fn access(config: &Config) -> Access {
-    let reach = &config.shared_store;
+    let reach = &config.tiers.g4;
     Access { endpoint: reach.endpoint.clone(), region: reach.region.clone(), credentials: config.credentials.clone() }
 }
 

@@ -1,7 +1,7 @@
 //! Keeping shared stores within the bounds that the configuration sets: what may stay, who looks, and what is told of it.
 
 use super::quotas;
-use crate::config::{Config, Pod};
+use crate::config::{ByteSize, Config, SharedFlash};
 use kvbm::object::gc::{Policy, headroom};
 use kvbm::object::{Amount, Compaction, Location, Outcome, Report, Upkeep};
 use kvbm::{Clock, Level, ObjectTier, Tier};
@@ -12,9 +12,9 @@ use tokio_util::task::AbortOnDropHandle;
 
 /// What may stay in the shared store: the same for `serve` and for whoever collects by hand.
 pub(crate) fn policy(config: &Config) -> anyhow::Result<Policy> {
-    let (budget, age_max) = (config.shared_store.budget, config.shared_store.age_max);
+    let (budget, age_max) = (config.tiers.g4.capacity, config.tiers.g4.max_age);
     let (budget, age_max) = (budget.map(|size| size.0), age_max.map(|span| span.0));
-    let (grace, shares) = (config.shared_store.gc_grace.0, quotas::stored(config, Level::G4)?);
+    let (grace, shares) = (config.tiers.g4.gc_grace.0, quotas::stored(config, Level::G4)?);
     Ok(Policy { budget, headroom: budget.map_or(0, headroom), age_max, shares, grace })
 }
 
@@ -22,14 +22,14 @@ pub(crate) fn policy(config: &Config) -> anyhow::Result<Policy> {
 pub(super) fn upkeep(config: &Config) -> anyhow::Result<Option<Upkeep>> {
     let policy = policy(config)?;
     let bounded = policy.budget.is_some() || policy.age_max.is_some() || !policy.shares.is_empty();
-    Ok(bounded.then_some(Upkeep { policy, every: config.shared_store.collect_every.0 }))
+    Ok(bounded.then_some(Upkeep { policy, every: config.tiers.g4.gc_interval.0 }))
 }
 
 /// What may stay in a pod's folder. What goes is deleted soon: nobody else has the room, and everybody is near.
-pub(crate) fn pod_policy(config: &Config, pod: &Pod) -> anyhow::Result<Policy> {
-    let (budget, age_max) = (Some(pod.budget.0), pod.age_max.map(|span| span.0));
+pub(crate) fn pod_policy(config: &Config, pod: &SharedFlash) -> anyhow::Result<Policy> {
+    let (budget, age_max) = (Some(pod.capacity.0), pod.max_age.map(|span| span.0));
     let shares = quotas::stored(config, Level::Pod)?;
-    Ok(Policy { budget, headroom: headroom(pod.budget.0), age_max, shares, grace: POD_GRACE })
+    Ok(Policy { budget, headroom: headroom(pod.capacity.0), age_max, shares, grace: POD_GRACE })
 }
 
 /// More than a process may sleep through what is said of deletions.
@@ -39,7 +39,7 @@ const POD_GRACE: Duration = Duration::from_mins(2);
 const POD_EVERY: Duration = Duration::from_mins(1);
 
 /// How a pod's folder is looked after.
-pub(super) fn pod_upkeep(config: &Config, pod: &Pod) -> anyhow::Result<Upkeep> {
+pub(super) fn pod_upkeep(config: &Config, pod: &SharedFlash) -> anyhow::Result<Upkeep> {
     Ok(Upkeep { policy: pod_policy(config, pod)?, every: POD_EVERY })
 }
 

@@ -58,11 +58,11 @@ impl Yard {
 #[tokio::test]
 async fn what_can_change_changes_and_the_rest_is_said_to_need_a_restart() {
     let yard = Yard::new("listen = '127.0.0.1:1'\n[router]\npolicy = 'kv'\n");
-    yard.write("listen = '127.0.0.1:2'\n[router]\npreset = 'cache'\n[log]\nfilter = 'debug'\n[router.models.small]\npolicy = 'random'\n[router.planner]\nmode = 'flip'\n");
+    yard.write("listen = '127.0.0.1:2'\n[router]\npreset = 'cache'\n[log]\nfilter = 'debug'\n[router.models.small]\npolicy = 'random'\n[router.planner]\nmode = 'apply'\n");
     let report = yard.reload.now("SIGHUP");
     assert_eq!(report.outcome, Outcome::Applied, "{report:?}");
     let applied =
-        ["log.filter", "router.cache_bias", "router.models.small.policy", "router.planner.mode", "router.preset"];
+        ["log.filter", "router.prefix_affinity", "router.models.small.policy", "router.planner.mode", "router.preset"];
     assert_eq!((report.applied, report.needs_restart), (applied.map(String::from).into(), vec!["listen".to_owned()]));
     assert_eq!((yard.runs("router.preset"), yard.runs("listen")), ("cache".into(), "127.0.0.1:1".into()));
     let again = yard.reload.now("admin");
@@ -75,7 +75,7 @@ async fn what_can_change_changes_and_the_rest_is_said_to_need_a_restart() {
 async fn one_wrong_value_rolls_everything_back_and_is_named() {
     let yard = Yard::new("[router]\npolicy = 'round-robin'\n");
     for (text, named) in [
-        ("[router]\npolicy = 'random'\ndecode_weight = -1.0\n", "router.decode_weight"),
+        ("[router]\npolicy = 'random'\ndecode_interference_weight = -1.0\n", "router.decode_interference_weight"),
         ("[router]\npolicy = 'randm'\n", "router.policy = \"randm\""),
         ("[router]\npolicy = 'random'\n[log]\nfilter = 'noise'\n", "log.filter = \"noise\""),
         ("[router]\npolicy = 'random'\nfast = true\n", "router.fast"),
@@ -93,18 +93,21 @@ async fn one_wrong_value_rolls_everything_back_and_is_named() {
 
 #[tokio::test]
 async fn what_waits_for_a_restart_is_shown_with_who_said_what_runs() {
-    let yard = Yard::new("drain = '20s'\n");
+    let yard = Yard::new("shutdown_timeout = '20s'\n");
     let file = yard.file.path().display().to_string();
-    yard.write("drain = '10s'\nthreads = 3\n[router]\nseed = 7\n");
-    assert_eq!(yard.reload.now("admin").needs_restart, ["drain", "threads"]);
+    yard.write("shutdown_timeout = '10s'\nthreads = 3\n[router]\nseed = 7\n");
+    assert_eq!(yard.reload.now("admin").needs_restart, ["shutdown_timeout", "threads"]);
     let told = |key: &str| yard.reload.as_json()["config"][key].clone();
     let is = |value: Value, origin: &str| serde_json::json!({ "value": value, "origin": origin });
     assert_eq!(told("router.seed"), is(7.into(), &format!("{file}:4")));
-    assert_eq!(told("drain"), is("20s".into(), &format!("{file}:1")));
+    assert_eq!(told("shutdown_timeout"), is("20s".into(), &format!("{file}:1")));
     assert_eq!(told("threads"), is("auto".into(), "default"));
-    yard.write("drain = '10s'\n");
+    yard.write("shutdown_timeout = '10s'\n");
     yard.reload.now("admin");
-    assert_eq!((told("router.seed"), told("drain")), (is(0.into(), "default"), is("20s".into(), &format!("{file}:1"))));
+    assert_eq!(
+        (told("router.seed"), told("shutdown_timeout")),
+        (is(0.into(), "default"), is("20s".into(), &format!("{file}:1")))
+    );
 }
 
 #[tokio::test]

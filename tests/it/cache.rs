@@ -19,7 +19,7 @@ fn cache(arguments: &[&str]) -> Output {
 pub(crate) fn asked(folder: &Path, arguments: &[&str]) -> (Value, Option<i32>) {
     let (what, rest) = arguments.split_first().unwrap();
     let shared = folder.to_str().unwrap();
-    let output = cache(&[&[*what, "--json", "--shared", shared][..], rest].concat());
+    let output = cache(&[&[*what, "--json", "--g4", shared][..], rest].concat());
     let stderr = String::from_utf8(output.stderr).unwrap();
     (serde_json::from_slice(&output.stdout).expect(&stderr), output.status.code())
 }
@@ -60,9 +60,9 @@ async fn what_rests_is_listed_collected_after_a_grace_and_verified() {
     let (listed, status) = asked(at, &["ls"]);
     let holding = &listed["contents"][0];
     assert_eq!((&holding["blocks"], &holding["objects"], status), (&3.into(), &3.into(), Some(0)));
-    assert_eq!(asked(at, &["gc", "--budget", "2500", "--dry-run"]).0["report"]["marked"]["capacity"]["objects"], 1);
+    assert_eq!(asked(at, &["gc", "--capacity", "2500B", "--dry-run"]).0["report"]["marked"]["capacity"]["objects"], 1);
     assert_eq!(asked(at, &["ls"]).0, listed, "a dry run changes nothing");
-    asked(at, &["gc", "--budget", "2500"]);
+    asked(at, &["gc", "--capacity", "2500B"]);
     assert_eq!((&asked(at, &["ls"]).0["contents"][0]["blocks"], files(&blocks)), (&2.into(), 3), "marked, not deleted");
     assert_eq!(asked(at, &["gc"]).0["report"]["deleted"]["objects"], 0);
     assert_eq!(asked(at, &["gc", "--grace", "0s"]).0["report"]["deleted"]["objects"], 1);
@@ -105,7 +105,7 @@ async fn a_store_named_alone_is_listed_without_the_log_of_g3() {
     };
     let at = shared.path().to_str().unwrap();
     for command in ["ls", "verify"] {
-        assert_eq!(run(&[command, "--json", "--shared", at]), 0, "{command}");
+        assert_eq!(run(&[command, "--json", "--g4", at]), 0, "{command}");
         assert_eq!(run(&[command, "--json"]), 1, "{command}");
     }
 }
@@ -146,9 +146,9 @@ fn what_cannot_be_done_is_said() {
     let folder = tempfile::tempdir().unwrap();
     let at = folder.path().to_str().unwrap();
     for (arguments, said) in [
-        (vec!["ls", "--data-dir", at], "--shared"),
+        (vec!["ls", "--data-dir", at], "--g4"),
         (vec!["shred", "--data-dir", at, "--domain", "acme"], "tiers.encryption is not set"),
-        (vec!["ls", "--shared", "/nonexistent/folder"], "cannot be used"),
+        (vec!["ls", "--g4", "/nonexistent/folder"], "cannot be used"),
     ] {
         let output = cache(&arguments);
         let stderr = String::from_utf8(output.stderr).unwrap();

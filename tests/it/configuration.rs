@@ -34,8 +34,8 @@ fn trap_14_the_help_names_the_defaults_that_hold() {
 fn presets_and_policies_on_the_page_about_routing_are_those_of_the_program() {
     let page = include_str!("../../docs/routing.md");
     for preset in router::Preset::ALL {
-        let router::Settings { decode_weight, cache_bias, .. } = preset.settings();
-        let row = format!("| `{}` | `{decode_weight:?}` | `{cache_bias:?}` |", preset.name());
+        let router::Settings { decode_interference_weight, prefix_affinity, .. } = preset.settings();
+        let row = format!("| `{}` | `{decode_interference_weight:?}` | `{prefix_affinity:?}` |", preset.name());
         assert!(page.contains(&row), "{row}");
     }
     let known = router::Policy::ALL;
@@ -48,19 +48,19 @@ fn print_config_refuses_what_serve_refuses_and_loads_nothing() {
     let (data, file) = (folder.path().join("data"), folder.path().join("file"));
     std::fs::write(&file, "short").expect("a file");
     let (data, file) = (data.to_str().expect("text"), file.to_str().expect("text"));
-    let quota = "tiers.quotas=[{tenant=\"a\", g1=\"1TiB\"}]";
+    let quota = "tiers.quotas=[{tenant=\"a\", g1_guaranteed=\"1TiB\"}]";
     let keys = format!("tiers.encryption={{keys={{file=\"{file}\"}}}}");
     let secret = format!("frontend.tenant_secret_file={file}");
     let cases: [(&[&str], &str); 11] = [
         (&["--model", "no/such/folder"], "no/such/folder"),
         (&["--model", folder.path().to_str().expect("text")], "config.json"),
         (&["--set", "tiers.g1=900TiB"], "not enough memory"),
-        (&["--set", "tiers.g1=1"], "smaller than one block"),
-        (&["--set", "tiers.g3=100"], "too small for tiers.g3"),
+        (&["--set", "tiers.g1=1B"], "smaller than one block"),
+        (&["--set", "tiers.g3=100B"], "too small for tiers.g3"),
         (&["--set", "frontend.tenant_header=x-t", "--set", quota], "tiers.quotas"),
         (&["--set", &keys], "tiers.encryption"),
         (&["--set", "frontend.tenant_header=x-t", "--set", &secret], "16"),
-        (&["--set", "router.record=no/such/folder/run.jsonl"], "router.record"),
+        (&["--set", "router.trace_file=no/such/folder/run.jsonl"], "router.trace_file"),
         (&["--set", "router.models.other.preset=cache"], "`tiny`"),
         (&["--listen", "203.0.113.7:80"], "listen"),
     ];

@@ -137,7 +137,7 @@ async fn accept_errors_are_counted_and_logged_at_a_bounded_rate() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn after_sigterm_requests_are_refused_until_the_listener_closes() {
-    let mut program = Program::start(1024, &["frontend.shutdown_delay=10m", "drain=20m"]);
+    let mut program = Program::start(1024, &["frontend.shutdown_delay=10m", "shutdown_timeout=20m"]);
     assert_eq!(program.status("/ready").await, 200);
     program.signal("-TERM");
     while program.status("/ready").await != 503 {

@@ -3,7 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
 
 use crate::serve::client;
-use blockyard::config::{Budget, ByteSize, Config, Listen, Pod, Sources};
+use blockyard::config::{Budget, ByteSize, Config, Listen, SharedFlash, Sources};
 use blockyard::node::Node;
 use blockyard::reload::Reload;
 use kvbm::object::Location;
@@ -54,8 +54,8 @@ fn config(data: &Path, shared: &Path, pod: &Path) -> Config {
     config.model = "tiny".parse().unwrap();
     config.listen = Listen { host: "127.0.0.1".into(), port: 0 };
     (config.tiers.g1, config.tiers.g2, config.tiers.g3) = (budget(32), budget(32), budget(64));
-    config.shared = Some(Location::Folder(shared.into()));
-    config.tiers.pod = Some(Pod { path: pod.into(), budget: ByteSize(1 << 30), age_max: None });
+    config.tiers.g4.url = Some(Location::Folder(shared.into()));
+    config.tiers.g3_5 = Some(SharedFlash { path: pod.into(), capacity: ByteSize(1 << 30), max_age: None });
     config
 }
 

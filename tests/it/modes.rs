@@ -31,9 +31,9 @@ fn open_to_others(folder: &Path) -> Vec<(PathBuf, u32)> {
 
 /// Serves one long prompt with an encrypted pod folder and a trace file, and stops.
 async fn serve(root: &Path, umask: &str) {
-    let pod = format!(r#"tiers.pod={{path="{}", budget="64MiB"}}"#, root.join("pod").display());
+    let pod = format!(r#"tiers.g3_5={{path="{}", capacity="64MiB"}}"#, root.join("pod").display());
     let keys = format!(r#"tiers.encryption={{keys={{file="{}"}}}}"#, root.join("master").display());
-    let record = format!("router.record={}", root.join("record.jsonl").display());
+    let record = format!("router.trace_file={}", root.join("record.jsonl").display());
     let sets =
         [&*pod, &keys, &record, "frontend.shutdown_delay=0s", "tiers.g1=32MiB", "tiers.g2=32MiB", "tiers.g3=64MiB"];
     let sets = sets.iter().flat_map(|set| ["--set", set]);

@@ -69,7 +69,7 @@ fn prompt() -> Vec<u32> {
 async fn what_two_workers_computed_rests_once_in_the_store_that_they_share() {
     let (data, store) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let at = store.path().to_str().unwrap();
-    let places = ["--shared", at, "--workers", "both:2", "--set", "admin.listen=127.0.0.1:0"];
+    let places = ["--g4", at, "--workers", "both:2", "--set", "admin.listen=127.0.0.1:0"];
     let sizes = ["--set", "tiers.g1=8MiB", "--set", "tiers.g2=8MiB", "--set", "tiers.g3=off"];
     let policy = ["--set", "router.policy=round-robin"];
     let mut process = Process::start(data.path(), &[&places[..], &sizes, &policy].concat(), &[]).await;

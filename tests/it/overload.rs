@@ -53,7 +53,7 @@ fn card() -> ModelCard {
 #[tokio::test(start_paused = true)]
 async fn retry_after_says_when_the_queue_has_room() {
     let (roster, bus, registry) = (Arc::new(Roster::default()), Arc::new(Bus::default()), prometheus::Registry::new());
-    let settings = toml::from_str("[admission]\nwaiting_tokens_max = 6600").unwrap();
+    let settings = toml::from_str("[admission]\nmax_queued_tokens = 6600").unwrap();
     let router = Router::new(RouterId(1), roster.clone(), bus.clone(), settings, &registry).unwrap();
     let door = frontend::router(router, registry, frontend::Settings::default()).unwrap();
     let (id, epoch, model) = (WorkerId(1), Epoch(1), Arc::new(card()));

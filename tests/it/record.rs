@@ -20,7 +20,7 @@ async fn what_a_process_served_can_be_replayed() {
     let file = folder.path().join("run.jsonl");
     let mut command = program(&["--model", "tiny", "--listen", "127.0.0.1:0", "--workers", "both:2", "--json"]);
     command.arg("--data-dir").arg(folder.path().join("data"));
-    command.arg("--set").arg(format!("router.record={}", file.display()));
+    command.arg("--set").arg(format!("router.trace_file={}", file.display()));
     command.args(["--set", "tiers.g3=off", "--set", "tiers.g1=32MiB"]);
     let mut process = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
     let mut banner = String::new();
@@ -55,7 +55,7 @@ async fn what_a_process_served_can_be_replayed() {
     // Of 2 + 3 + 4 units the second finds one whole, and the third two.
     assert_eq!((&report["requests"], &report["policies"][0]["completed"]), (&json!(3), &json!(3)));
     assert!((report["hit_rate_bound"].as_f64().unwrap() - 3.0 / 9.0).abs() < 1e-9, "{report:#}");
-    let fitted = blockyard(&["fit"], &file);
+    let fitted = blockyard(&["calibrate"], &file);
     let error = String::from_utf8(fitted.stderr).unwrap();
     assert!(!fitted.status.success() && error.contains("3 requests") && error.contains("at least 50"), "{error}");
 }
@@ -79,11 +79,11 @@ fn a_profile_that_was_fitted_is_one_that_replay_takes() {
             + "\n"
     };
     std::fs::write(&run, (0..100).map(line).collect::<String>()).unwrap();
-    let fitted = blockyard(&["fit"], &run);
+    let fitted = blockyard(&["calibrate"], &run);
     let said = String::from_utf8(fitted.stderr).unwrap();
     assert!(fitted.status.success() && said.contains("100 requests"), "{said}");
     std::fs::write(&profile, &fitted.stdout).unwrap();
-    let report: Value = serde_json::from_slice(&blockyard(&["fit", "--json"], &run).stdout).unwrap();
+    let report: Value = serde_json::from_slice(&blockyard(&["calibrate", "--json"], &run).stdout).unwrap();
     for (key, want) in
         [("step_base_s", 0.01), ("prefill_token_s", 0.000_1), ("max_num_seqs", 8.0), ("kv_cache_bytes", 1e8)]
     {
@@ -125,8 +125,9 @@ fn a_replay_that_cannot_end_well_does_not_begin() {
     let (done, said) = replay(&svg, &notes);
     assert!(!done && said.contains("trace, line 1: ") && said.contains("\"hash_ids\": [1, 2]"), "{said}");
     assert_eq!(said.matches("line 1").count(), 1, "{said}");
-    let flip =
-        |workers: &str| blockyard(&["replay", "--rate", "1", "--policy", "kv", "--flip", "--workers", workers], &run);
+    let flip = |workers: &str| {
+        blockyard(&["replay", "--rate", "1", "--policy", "kv", "--rebalance", "--workers", workers], &run)
+    };
     assert!(flip("prefill:1,decode:1").status.success() && !flip("2").status.success(), "nobody has a side to change");
     assert!(replay(&svg, &run).0 && std::fs::read_to_string(&svg).unwrap().contains(">session</text>"));
 }
@@ -142,7 +143,7 @@ fn a_configuration_is_replayed_as_the_router_would_take_it() {
             .to_string()
     };
     std::fs::write(&run, (0..200).map(line).collect::<Vec<_>>().join("\n")).unwrap();
-    std::fs::write(&file, "[router]\ndecode_weight = 40\n").unwrap();
+    std::fs::write(&file, "[router]\ndecode_interference_weight = 40\n").unwrap();
     let replay = |more: &[&str]| {
         let output = blockyard(&[&["replay", "--rate", "40", "--workers", "4", "--json"], more].concat(), &run);
         let said = String::from_utf8(output.stderr).unwrap();
@@ -154,13 +155,13 @@ fn a_configuration_is_replayed_as_the_router_would_take_it() {
     };
     let kv = |more: &[&str]| replay(&[&["--policy", "kv"], more].concat()).0;
     let (plain, set, filed) =
-        (kv(&[]), kv(&["--set", "router.decode_weight=40"]), kv(&["--config", file.to_str().unwrap()]));
+        (kv(&[]), kv(&["--set", "router.decode_interference_weight=40"]), kv(&["--config", file.to_str().unwrap()]));
     assert_ne!(plain["policies"], set["policies"], "what is set counts");
     assert_eq!(set["policies"], filed["policies"]);
-    assert_eq!((&set["router"]["decode_weight"], plain.get("router")), (&json!(40.0), None));
+    assert_eq!((&set["router"]["decode_interference_weight"], plain.get("router")), (&json!(40.0), None));
     assert_eq!((&plain["resync_delay_s"], &plain["rebalance"]), (&json!(0.05), &json!(false)));
     // Keys win over a preset, wherever it is named.
-    let preset = replay(&["--policy", "latency", "--set", "router.decode_weight=40"]).0;
+    let preset = replay(&["--policy", "latency", "--set", "router.decode_interference_weight=40"]).0;
     let [mut of_preset, of_key] = [&preset, &set].map(|report| report["policies"][0].clone());
     of_preset["policy"] = json!("kv");
     assert_eq!(of_preset, of_key);
@@ -170,8 +171,8 @@ fn a_configuration_is_replayed_as_the_router_would_take_it() {
     assert_eq!(names(&replay(&["--policy", "kv,composed", "--set", composed]).0), ["kv", "composed"]);
     assert_eq!(names(&replay(&["--set", composed]).0), ["composed"]);
     assert_eq!(names(&replay(&["--set", "router.policy=session"]).0), ["session"]);
-    assert_eq!(names(&replay(&["--set", "router.cache_bias=2"]).0).len(), 8);
-    let flip = ["--workers", "prefill:2,decode:2", "--set", "router.planner.mode=flip"];
+    assert_eq!(names(&replay(&["--set", "router.prefix_affinity=2"]).0).len(), 8);
+    let flip = ["--workers", "prefill:2,decode:2", "--set", "router.planner.mode=apply"];
     let apart = blockyard(&[&["replay", "--rate", "40", "--policy", "kv", "--json"], &flip[..]].concat(), &run);
     let apart: Value = serde_json::from_slice(&apart.stdout).unwrap();
     assert!(apart["rebalance"] == true && apart["policies"][0]["role_changes"].is_u64(), "{apart:#}");
@@ -179,7 +180,7 @@ fn a_configuration_is_replayed_as_the_router_would_take_it() {
     for (wrong, said) in [
         ("router.decode_wait=1", "unknown key `router.decode_wait` (--set router.decode_wait=1); did you mean"),
         ("router.policy=kvv", "router.policy = \"kvv\""),
-        ("router.cache_bias=-1", "router.cache_bias = -1"),
+        ("router.prefix_affinity=-1", "router.prefix_affinity = -1"),
     ] {
         let (_, error) = replay(&["--set", wrong]);
         assert!(error.contains(said), "{error}");

@@ -39,10 +39,10 @@ async fn a_signal_a_file_and_a_request_each_have_it_read_again_and_a_stream_goes
         }
         panic!("nothing was read for {trigger}");
     };
-    std::fs::write(&file, "drain = '9s'\n[router]\npolicy = 'random'\n").unwrap();
+    std::fs::write(&file, "shutdown_timeout = '9s'\n[router]\npolicy = 'random'\n").unwrap();
     let (report, policy) = last("file").await;
     assert_eq!((&report["outcome"], &report["applied"]), (&json!("applied"), &json!(["router.policy"])));
-    assert_eq!((&report["needs_restart"], policy), (&json!(["drain"]), json!("random")));
+    assert_eq!((&report["needs_restart"], policy), (&json!(["shutdown_timeout"]), json!("random")));
 
     let killed = Command::new("kill").args(["-HUP", &process.id().to_string()]).status().unwrap();
     assert!(killed.success());

@@ -2,7 +2,7 @@
 
 #![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
 
-use blockyard::config::{Budget, ByteSize, Coding, Config, Encryption, Listen, Pod, Span};
+use blockyard::config::{Budget, ByteSize, Compression, Config, Encryption, HumanDuration, Listen, SharedFlash};
 use blockyard::node::Node;
 use kvbm::crypt::KeySource;
 use kvbm::object::Location;
@@ -27,7 +27,7 @@ fn config(data: &Path) -> Config {
     let mut config = Config::with_cache(data);
     config.model = "tiny".parse().unwrap();
     config.listen = Listen { host: "127.0.0.1".into(), port: 0 };
-    config.drain = Span(Duration::from_secs(20));
+    config.shutdown_timeout = HumanDuration(Duration::from_secs(20));
     (config.tiers.g1, config.tiers.g2, config.tiers.g3) = (budget(32), budget(32), budget(64));
     config
 }
@@ -208,7 +208,7 @@ async fn what_rests_encoded_and_encrypted_is_found_again_with_the_key_and_worth_
     let (right, wrong) = (key("right", "a"), key("wrong", "b"));
     let with = |encryption: &Option<Encryption>| {
         let mut config = config(data.path());
-        (config.tiers.codec, config.tiers.encryption) = (Coding::Smaller, encryption.clone());
+        (config.tiers.compression, config.tiers.encryption) = (Compression::Always, encryption.clone());
         config
     };
     let (mut answers, mut found) = (Vec::new(), Vec::new());
@@ -227,7 +227,11 @@ async fn what_rests_encoded_and_encrypted_is_found_again_with_the_key_and_worth_
 #[tokio::test(flavor = "multi_thread")]
 async fn a_node_answers_from_what_another_put_into_the_shared_folder() {
     let (one, two, shared) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    let sharing = |data: &Path| Config { shared: Some(Location::Folder(shared.path().into())), ..aggregated(data) };
+    let sharing = |data: &Path| {
+        let mut config = aggregated(data);
+        config.tiers.g4.url = Some(Location::Folder(shared.path().into()));
+        config
+    };
     let writer = Served::start(sharing(one.path())).await;
     // The reader is there first: it must learn of blocks that come later.
     let reader = Served::start(sharing(two.path())).await;
@@ -244,8 +248,9 @@ async fn a_node_answers_from_what_another_put_into_the_shared_folder() {
 async fn a_node_answers_from_its_pods_folder_before_it_asks_the_store_of_all() {
     let [one, two, flash, shared] = [(); 4].map(|()| tempfile::tempdir().unwrap());
     let sharing = |data: &Path| {
-        let mut config = Config { shared: Some(Location::Folder(shared.path().into())), ..aggregated(data) };
-        config.tiers.pod = Some(Pod { path: flash.path().into(), budget: ByteSize(1 << 30), age_max: None });
+        let mut config = aggregated(data);
+        config.tiers.g4.url = Some(Location::Folder(shared.path().into()));
+        config.tiers.g3_5 = Some(SharedFlash { path: flash.path().into(), capacity: ByteSize(1 << 30), max_age: None });
         config
     };
     let writer = Served::start(sharing(one.path())).await;

@@ -94,7 +94,7 @@ impl Place {
         let shared = blocks.join("store");
         // Room for four of the prompts above, and for all below.
         let sizes = ["--set", "tiers.g1=4MiB", "--set", "tiers.g2=2MiB", "--workers", "both:2", "--set", &ssd];
-        let shared = ["--shared", shared.to_str().unwrap(), "--set", "admin.listen=127.0.0.1:0"];
+        let shared = ["--g4", shared.to_str().unwrap(), "--set", "admin.listen=127.0.0.1:0"];
         let arguments = [&sizes[..], &shared].concat();
         let (library, weather) = (self.at("faults.so"), self.at("weather"));
         let environment: [(&str, &OsStr); 3] = [

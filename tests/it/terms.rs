@@ -61,7 +61,7 @@ async fn tenants_share_no_blocks_and_get_the_same_answer() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_flood_displaces_what_nobody_was_promised_and_not_what_a_tenant_was() {
-    let ann = TenantQuota { g1: ByteSize(1 << 20), ..TenantQuota::of("ann") };
+    let ann = TenantQuota { g1_guaranteed: ByteSize(1 << 20), ..TenantQuota::of("ann") };
     let tiers = Tiers { g1: budget(2), g2: Budget::Off, g3: Budget::Off, quotas: vec![ann], ..Tiers::default() };
     let served = Served::start(tiers).await;
     for tenant in ["ann", "cid"] {

@@ -47,9 +47,9 @@ def test_blocks_survive_a_restart(tmp_path):
 
 def test_a_shared_folder_feeds_another_server(tmp_path):
     shared = tmp_path / "shared"
-    cold, text = lived(tmp_path / "one", "--shared", shared)
+    cold, text = lived(tmp_path / "one", "--g4", shared)
     assert cold == 0
-    assert relived((lived(tmp_path / f"other {n}", "--shared", shared) for n in range(LIVES)), text)
+    assert relived((lived(tmp_path / f"other {n}", "--g4", shared) for n in range(LIVES)), text)
 
 
 def test_without_either_nothing_is_remembered(tmp_path):

@@ -17,7 +17,7 @@ What the router must show, each figure beside its goal. All of it takes half an 
   --trace FILE      a trace in Mooncake's format (required; docs/replay.md says where to get one)
   --json            print JSON instead of a table
   --only NAME       index, decision or replay only; may be repeated
-  --seeds N         runs per policy and load of the replay (5)
+  --runs N          runs per policy and load of the replay (5)
   --repetitions N   times that the index and its peers take turns (3)";
 
 const PARTS: [&str; 3] = ["index", "decision", "replay"];
@@ -46,7 +46,7 @@ impl Options {
                 "--json" => options.json = true,
                 "--trace" => options.trace = value()?,
                 "--only" => options.only.push(value()?),
-                "--seeds" => options.seeds = value()?,
+                "--runs" => options.seeds = value()?,
                 "--repetitions" => options.repetitions = value()?,
                 "--help" | "-h" => {
                     println!("{USAGE}");
@@ -220,7 +220,7 @@ impl<'a> Replay<'a> {
 
     fn figures(&self) -> Result<Vec<Figure>> {
         let seeds = self.options.seeds.as_str();
-        let (all, _) = self.run(&["--seeds", seeds])?;
+        let (all, _) = self.run(&["--runs", seeds])?;
         let capacity = number(&all["capacity_rps"])?;
         let policies = all["policies"].as_array().context("no policies")?;
         let ours = || policies.iter().filter(|row| row["policy"] == "kv");
@@ -238,7 +238,7 @@ impl<'a> Replay<'a> {
         }
         let rates: Vec<String> = ours().map(|row| row["rate_rps"].to_string()).collect();
         let rates = rates.join(",");
-        let alone = |more: &[&str]| self.run(&[&["--policy", "kv", "--seeds", seeds, "--rate", &rates], more].concat());
+        let alone = |more: &[&str]| self.run(&[&["--policy", "kv", "--runs", seeds, "--rate", &rates], more].concat());
         let hits = |report: &Value, key: &str| -> Result<Vec<f64>> {
             report["policies"].as_array().context("no policies")?.iter().map(|row| number(&row[key])).collect()
         };
@@ -257,17 +257,17 @@ impl<'a> Replay<'a> {
         };
         let ratio = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a / b).collect::<Vec<f64>>();
         let less = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a - b).collect::<Vec<f64>>();
-        let lossless = hits(&alone(&["--lag", "0ms"])?.0, "hit_rate")?;
+        let lossless = hits(&alone(&["--event-delay", "0ms"])?.0, "hit_rate")?;
         compare("hit rate ÷ that of an index without lag", ratio(&usual, &lossless), Goal::AtLeast(0.98), false);
         let eight = hits(&alone(&["--replicas", "8"])?.0, "hit_rate")?;
         compare("hit rate of 8 routers ÷ that of one", ratio(&eight, &usual), Goal::AtLeast(0.95), false);
-        let lossy = hits(&alone(&["--loss", "0.1"])?.0, "hit_rate")?;
+        let lossy = hits(&alone(&["--event-loss", "0.1"])?.0, "hit_rate")?;
         compare("hit rate lost with a tenth of all events", less(&usual, &lossy), Goal::Below(2.0), true);
-        let slow = hits(&alone(&["--loss", "0.1", "--repair", "2s"])?.0, "hit_rate")?;
+        let slow = hits(&alone(&["--event-loss", "0.1", "--resync-delay", "2s"])?.0, "hit_rate")?;
         compare("the same, when a repair takes 2 s", less(&usual, &slow), Goal::Below(2.0), true);
-        let never = hits(&alone(&["--loss", "0.1", "--repair", "100000s"])?.0, "hit_rate")?;
+        let never = hits(&alone(&["--event-loss", "0.1", "--resync-delay", "100000s"])?.0, "hit_rate")?;
         compare("the same, when nothing is repaired", less(&usual, &never), Goal::Shown, true);
-        let recovered = hits(&alone(&["--loss", "0.1", "--loss-until", "0.5"])?.0, "hit_rate_last_quarter")?;
+        let recovered = hits(&alone(&["--event-loss", "0.1", "--event-loss-until", "0.5"])?.0, "hit_rate_last_quarter")?;
         compare(
             "still lost in the last quarter, events lost in the first half",
             less(&usual_end, &recovered),

@@ -64,10 +64,10 @@ pub(super) async fn run(
     let mut builder = Builder::new(TokioExecutor::new());
     // The time limits of hyper do not tell an idle connection from a slow one, so `Activity` has its own.
     builder.http1().header_read_timeout(None);
-    builder.http1().max_buf_size(limits.max_header_bytes.max(MIN_BUFFER));
-    let header_list = u32::try_from(limits.max_header_bytes).unwrap_or(u32::MAX);
+    builder.http1().max_buf_size(limits.max_headers.max(MIN_BUFFER));
+    let header_list = u32::try_from(limits.max_headers).unwrap_or(u32::MAX);
     builder.http2().timer(TokioTimer::new()).max_header_list_size(header_list).keep_alive_interval(PING_INTERVAL);
-    let io = TokioIo::new(Stream::new(socket, Arc::clone(activity), limits.max_header_bytes, Arc::clone(refused)));
+    let io = TokioIo::new(Stream::new(socket, Arc::clone(activity), limits.max_headers, Arc::clone(refused)));
 
     let expired = {
         let mut connection = pin!(builder.serve_connection(io, service));

@@ -24,7 +24,7 @@ pub(super) struct Stream {
     /// There until dropped.
     socket: Option<TcpStream>,
     activity: Arc<Activity>,
-    max_header_bytes: usize,
+    max_headers: usize,
     /// What is left of the response that replaces one of hyper's own.
     replacement: Bytes,
     /// Bounds the lines of requests that are refused.
@@ -32,13 +32,8 @@ pub(super) struct Stream {
 }
 
 impl Stream {
-    pub(super) fn new(
-        socket: TcpStream,
-        activity: Arc<Activity>,
-        max_header_bytes: usize,
-        refused: Arc<LogLimit>,
-    ) -> Self {
-        Self { socket: Some(socket), activity, max_header_bytes, replacement: Bytes::new(), refused }
+    pub(super) fn new(socket: TcpStream, activity: Arc<Activity>, max_headers: usize, refused: Arc<LogLimit>) -> Self {
+        Self { socket: Some(socket), activity, max_headers, replacement: Bytes::new(), refused }
     }
 
     fn socket(&mut self) -> Pin<&mut TcpStream> {
@@ -48,7 +43,7 @@ impl Stream {
     /// Whether `bytes` are hyper's own error response, which is then replaced.
     fn replaces(&mut self, bytes: &[u8]) -> bool {
         let Some(status) = bare_error(bytes) else { return false };
-        let error = Error::of_head(status, self.max_header_bytes);
+        let error = Error::of_head(status, self.max_headers);
         self.replacement = refuse(&error, &self.refused);
         self.activity.linger();
         true

@@ -62,7 +62,8 @@ async fn a_prompt_of_14_mib_is_refused_from_its_first_bytes() {
 #[tokio::test]
 async fn bodies_beyond_the_memory_for_bodies_get_429() {
     let size = 1 << 20;
-    let settings = Settings { body_bytes_max: size, max_inflight_body_bytes: size, ..Settings::default() };
+    let settings =
+        Settings { max_body: units::ByteSize(size), max_inflight_bodies: units::ByteSize(size), ..Settings::default() };
     let router = router(&engine(), settings);
     let (mut sender, receiver) = mpsc::channel::<Bytes>(1);
     let slow = Body::from_stream(receiver.map(Ok::<_, Infallible>));

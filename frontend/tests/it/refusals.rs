@@ -213,7 +213,7 @@ async fn bodies_that_are_no_request() {
 #[tokio::test]
 async fn a_body_over_the_limit() {
     let engine = Fake::saying(vec![last("", Finish::Stop)]);
-    let settings = frontend::Settings { body_bytes_max: 100, ..frontend::Settings::default() };
+    let settings = frontend::Settings { max_body: units::ByteSize(100), ..frontend::Settings::default() };
     let router = frontend::router(engine, prometheus::Registry::new(), settings).unwrap();
     let fitting = chat(json!({ "a": "x".repeat(10) }));
     assert_eq!(send(&router, fitting).await.status, 200);

@@ -1,7 +1,7 @@
 //! Over real connections: time limits, errors before a handler sees the request, and ending well.
 
 use crate::fake::{Fake, Step, first, last};
-use frontend::{Server, Settings, Shutdown, Span};
+use frontend::{Server, Settings, Shutdown};
 use prometheus::{Registry, TextEncoder};
 use serde_json::Value;
 use std::net::SocketAddr;
@@ -11,11 +11,12 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;
+use units::{ByteSize, HumanDuration};
 use worker::engine::Finish;
 
 const BODY: &str = r#"{"model":"org/tiny","stream":true,"messages":[{"role":"user","content":"hello"}]}"#;
 /// So short that a test need not wait, where nothing of the test depends on being quicker.
-const SHORT: Span = Span(Duration::from_millis(100));
+const SHORT: HumanDuration = HumanDuration(Duration::from_millis(100));
 
 /// A front door on a port of its own.
 struct Door {
@@ -173,7 +174,7 @@ async fn trap_5_a_closed_connection_stops_the_engine() {
 /// Most clients read only after they have sent everything.
 #[tokio::test]
 async fn a_body_that_no_handler_reads_gets_its_error() {
-    let settings = Settings { body_bytes_max: 1 << 20, ..Settings::default() };
+    let settings = Settings { max_body: ByteSize(1 << 20), ..Settings::default() };
     let door = Door::open(&Fake::saying(vec![]), settings).await;
     let body = vec![b'x'; 3 << 20];
     let cases = [
@@ -200,7 +201,7 @@ async fn a_body_that_no_handler_reads_gets_its_error() {
 /// More than is read on: the client still gets the response before the connection ends.
 #[tokio::test]
 async fn a_body_beyond_what_is_discarded_gets_its_error() {
-    let settings = Settings { body_bytes_max: 64 << 10, ..Settings::default() };
+    let settings = Settings { max_body: ByteSize(64 << 10), ..Settings::default() };
     let door = Door::open(&Fake::saying(vec![]), settings).await;
     let body = vec![b'x'; 8 << 20];
     let head = format!("POST /v1/nothing HTTP/1.1\r\nhost: localhost\r\ncontent-length: {}\r\n\r\n", body.len());
@@ -258,7 +259,7 @@ async fn slow_headers_and_idle_connections_are_closed() {
 
 #[tokio::test]
 async fn a_slow_body_is_refused_and_others_are_served() {
-    let settings = Settings { body_timeout: Span(Duration::from_millis(300)), ..Settings::default() };
+    let settings = Settings { body_timeout: HumanDuration(Duration::from_millis(300)), ..Settings::default() };
     let door = Door::open(&Fake::saying(vec![]), settings).await;
     let connection = door.connect().await;
     let (reader, mut writer) = connection.into_split();

@@ -127,7 +127,7 @@ impl Cloud {
             Self::S3 => {
                 "the bucket must exist in that region, and AWS_ACCESS_KEY_ID with AWS_SECRET_ACCESS_KEY in the \
                  environment, or the machine's role, must allow s3:ListBucket, s3:GetObject, s3:PutObject and \
-                 s3:DeleteObject; shared_store.endpoint names a server other than Amazon's"
+                 s3:DeleteObject; tiers.g4.endpoint names a server other than Amazon's"
             }
             Self::Azure => {
                 "the container must exist, and AZURE_STORAGE_ACCOUNT_NAME with AZURE_STORAGE_ACCOUNT_KEY (or a SAS token, \
@@ -186,7 +186,7 @@ impl FromStr for Location {
             Ok((ObjectStoreScheme::MicrosoftAzure, prefix)) => (Cloud::Azure, prefix),
             Ok((ObjectStoreScheme::GoogleCloudStorage, prefix)) => (Cloud::Google, prefix),
             Ok((ObjectStoreScheme::Http, _)) => {
-                return wrong("a server of one's own is named by shared_store.endpoint, and its bucket here; ");
+                return wrong("a server of one's own is named by tiers.g4.endpoint, and its bucket here; ");
             }
             _ => return wrong(""),
         };
@@ -308,8 +308,8 @@ mod tests {
             ("ftp://host/a", "s3://bucket/prefix"),
             ("file://host/a", "three slashes"),
             ("s3://kv/a", "3 to 63"),
-            ("http://127.0.0.1:9000/bucket", "shared_store.endpoint"),
-            ("https://minio.internal/bucket", "shared_store.endpoint"),
+            ("http://127.0.0.1:9000/bucket", "tiers.g4.endpoint"),
+            ("https://minio.internal/bucket", "tiers.g4.endpoint"),
             ("s3://key:secret@bucket/a", "environment"),
             ("s3://key@bucket/a", "environment"),
             ("az://container/a?sig=secret", "environment"),

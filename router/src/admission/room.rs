@@ -128,7 +128,7 @@ impl Room {
             return Entry::Straight(self.last);
         }
         let of_tenant = self.tenants.get(&asked.tenant).map_or(0, |tenant| tenant.waiting);
-        let most = limits.tenant(&asked.tenant).waiting_tokens_max;
+        let most = limits.tenant(&asked.tenant).max_queued_tokens;
         if of_tenant > 0 && most.is_some_and(|most| of_tenant + asked.tokens > most) {
             return Entry::Refused(Refusal::TenantFull(self.retry_after(limits, &asked, now)));
         }
@@ -268,7 +268,7 @@ impl Room {
     /// By how much the estimated wait of a newcomer exceeds what is allowed; `None` when nothing is measured.
     fn excess_wait(&self, limits: &Settings, asked: &Asked, now: Instant) -> Option<Duration> {
         let wait = self.backlogs.wait(asked, limits.tenant(&asked.tenant).weight, now)?;
-        Some(wait.saturating_sub(Duration::from_secs_f64(limits.wait_seconds_max * EXPECTED_WAIT_MAX)))
+        Some(wait.saturating_sub(Duration::from_secs_f64(limits.max_queue_time.as_secs_f64() * EXPECTED_WAIT_MAX)))
     }
 
     /// When a request that is refused should come back: the estimated time until the room has a place for it, and it would be
@@ -279,8 +279,8 @@ impl Room {
         let each = self.cost() as f64 / self.tokens.max(1) as f64;
         let of_tenant = self.tenants.get(&asked.tenant).map_or(0, |tenant| tenant.waiting);
         let short = |waiting: u64, most: u64| (waiting + asked.tokens).saturating_sub(most) as f64 * each;
-        let most = tenant.waiting_tokens_max.unwrap_or(u64::MAX);
-        let room = self.backlogs.drain(short(self.tokens, limits.waiting_tokens_max), now);
+        let most = tenant.max_queued_tokens.unwrap_or(u64::MAX);
+        let room = self.backlogs.drain(short(self.tokens, limits.max_queued_tokens), now);
         let own = self.backlogs.turn(asked, tenant.weight, short(of_tenant, most), now);
         let wait = self.excess_wait(limits, asked, now);
         let Some(until) = [room, own, wait].into_iter().flatten().max() else { return RETRY.0 };
@@ -303,7 +303,7 @@ impl Room {
     /// A request larger than what its tenant may run still runs, alone.
     fn may_run(&self, limits: &Settings, tenant: &str, tokens: u64) -> bool {
         let running = self.tenants.get(tenant).map_or(0, |tenant| tenant.running);
-        running == 0 || limits.tenant(tenant).running_tokens_max.is_none_or(|most| running + tokens <= most)
+        running == 0 || limits.tenant(tenant).max_inflight_tokens.is_none_or(|most| running + tokens <= most)
     }
 
     fn first_of(

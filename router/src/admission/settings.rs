@@ -3,18 +3,21 @@
 use crate::problem::Problem;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
+use std::ops::RangeInclusive;
+use std::time::Duration;
+use units::HumanDuration;
 
-/// Who waits, for how long, and who shares with whom.
+/// Limits of the admission queue, and shares of tenants.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Settings {
-    /// Prompt tokens that may wait, all requests together. Default 4,194,304: 16 MiB of token ids beside bodies of about
-    /// four times that, and more than a small fleet computes in the time that anybody waits.
-    pub waiting_tokens_max: u64,
-    /// Seconds that a request may wait. One that would wait for longer at the measured rate is refused on arrival. Default 60: then
-    /// proxies give up on an answer that has not begun.
-    pub wait_seconds_max: f64,
-    /// By tenant: its share and its limits; `"*"` is for those not named.
+    /// Maximum number of prompt tokens in the queue, of all requests together. Default 4,194,304: 16 MiB of token ids
+    /// beside bodies of about four times that, and more than a small fleet computes in `max_queue_time`.
+    pub max_queued_tokens: u64,
+    /// Maximum time of a request in the queue. A request whose estimated time at the measured rate is longer is
+    /// rejected on arrival. Default 60 s: after that time proxies time out.
+    pub max_queue_time: HumanDuration,
+    /// Share and limits of each tenant; `"*"` is for all other tenants.
     pub tenants: BTreeMap<String, Tenant>,
 }
 
@@ -22,22 +25,25 @@ pub struct Settings {
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Tenant {
-    /// Its share beside others who wait. Default 1.
+    /// Share of the service, relative to other tenants with queued requests. Default 1.
     pub weight: f64,
-    /// Prompt tokens of its requests that run, until the last byte. Default none.
-    pub running_tokens_max: Option<u64>,
-    /// Prompt tokens of its requests that wait. Default none but the room's own.
-    pub waiting_tokens_max: Option<u64>,
+    /// Maximum number of prompt tokens of its running requests, until their last byte is sent. Default: no limit.
+    pub max_inflight_tokens: Option<u64>,
+    /// Maximum number of prompt tokens of its queued requests. Default: no limit but the queue's.
+    pub max_queued_tokens: Option<u64>,
 }
 
-/// A tenant of whom nothing is said.
-const UNNAMED: Tenant = Tenant { weight: 1.0, running_tokens_max: None, waiting_tokens_max: None };
-/// Stands for tenants that are not named.
+/// At most a day.
+const QUEUE_TIME: RangeInclusive<HumanDuration> =
+    HumanDuration(Duration::ZERO)..=HumanDuration(Duration::from_hours(24));
+/// A tenant that is not in the configuration.
+const UNNAMED: Tenant = Tenant { weight: 1.0, max_inflight_tokens: None, max_queued_tokens: None };
+/// Stands for all other tenants.
 const EVERYBODY_ELSE: &str = "*";
 
 impl Default for Settings {
     fn default() -> Self {
-        Self { waiting_tokens_max: 4 << 20, wait_seconds_max: 60.0, tenants: BTreeMap::new() }
+        Self { max_queued_tokens: 4 << 20, max_queue_time: HumanDuration::secs(60), tenants: BTreeMap::new() }
     }
 }
 
@@ -55,16 +61,15 @@ impl Settings {
 
     /// All that is wrong with the values.
     pub(crate) fn check(&self) -> Vec<Problem> {
-        let Self { wait_seconds_max, tenants, .. } = self;
+        let Self { max_queue_time, tenants, .. } = self;
         let mut problems = Vec::new();
-        let wait = Problem::unless_within("router.admission.wait_seconds_max", *wait_seconds_max, 0.0..=86_400.0);
-        problems.extend(wait);
-        for (name, Tenant { weight, running_tokens_max, .. }) in tenants {
+        problems.extend(Problem::unless_within("router.admission.max_queue_time", *max_queue_time, QUEUE_TIME));
+        for (name, Tenant { weight, max_inflight_tokens, .. }) in tenants {
             let key = |key: &str| format!("router.admission.tenants.{name}.{key}");
             problems.extend(Problem::unless_within(&key("weight"), *weight, 0.001..=1000.0));
-            if *running_tokens_max == Some(0) {
+            if *max_inflight_tokens == Some(0) {
                 let problem = "expected at least 1: with 0 none of its requests could ever run";
-                problems.push(Problem::new(key("running_tokens_max"), problem));
+                problems.push(Problem::new(key("max_inflight_tokens"), problem));
             }
         }
         problems
@@ -77,10 +82,10 @@ mod tests {
 
     #[test]
     fn a_tenant_has_what_is_said_of_it_or_of_everybody_else() {
-        let text = "[tenants.blue]\nweight = 3\nrunning_tokens_max = 100\n[tenants.\"*\"]\nweight = 0.5";
+        let text = "[tenants.blue]\nweight = 3\nmax_inflight_tokens = 100\n[tenants.\"*\"]\nweight = 0.5";
         let settings: Settings = toml::from_str(text).unwrap();
         assert_eq!(settings.check(), []);
-        let blue = Tenant { weight: 3.0, running_tokens_max: Some(100), waiting_tokens_max: None };
+        let blue = Tenant { weight: 3.0, max_inflight_tokens: Some(100), max_queued_tokens: None };
         assert_eq!((settings.tenant("blue"), settings.tenant("red").weight), (&blue, 0.5));
         assert_eq!(Settings::default().tenant("red"), &Tenant::default());
     }
@@ -89,7 +94,7 @@ mod tests {
     fn an_impossible_value_is_an_error_that_names_it() {
         let wrong: Settings = toml::from_str("[tenants.blue]\nweight = 0").unwrap();
         assert_eq!(wrong.check()[0].key, "router.admission.tenants.blue.weight");
-        let wrong: Settings = toml::from_str("wait_seconds_max = -1").unwrap();
-        assert_eq!(wrong.check()[0].key, "router.admission.wait_seconds_max");
+        let wrong: Settings = toml::from_str("max_queue_time = '25h'").unwrap();
+        assert_eq!(wrong.check()[0].key, "router.admission.max_queue_time");
     }
 }

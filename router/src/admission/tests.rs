@@ -7,6 +7,7 @@ use crate::tests::fake::{Behaviour, Fake, Yard, prompt, settle};
 use futures::StreamExt;
 use futures::future::join_all;
 use tokio::task::JoinHandle;
+use units::HumanDuration;
 use worker::engine::{Party, Request, StopRule, Terms};
 use worker::plane::{Load, Phase, WorkerId};
 
@@ -90,7 +91,7 @@ async fn an_explanation_says_how_long_it_waited_and_for_what() {
 
 #[tokio::test(start_paused = true)]
 async fn a_client_that_goes_frees_its_place_at_once() {
-    let yard = yard(Limits { waiting_tokens_max: 150, ..Limits::default() });
+    let yard = yard(Limits { max_queued_tokens: 150, ..Limits::default() });
     let worker = full(&yard, 1).await;
     let gone = ask(&yard, request(1, 100, Terms::default())).await;
     let refused = yard.answer(request(2, 100, Terms::default())).await;
@@ -135,7 +136,7 @@ async fn two_tenants_share_what_a_saturated_worker_can_do() {
 
 #[tokio::test(start_paused = true)]
 async fn an_urgent_request_overtakes_and_displaces() {
-    let yard = yard(Limits { waiting_tokens_max: 250, ..Limits::default() });
+    let yard = yard(Limits { max_queued_tokens: 250, ..Limits::default() });
     let worker = full(&yard, 1).await;
     let of = |priority| Terms { priority, ..Terms::default() };
     let low = ask(&yard, request(1, 100, of(Priority::Low))).await;
@@ -204,7 +205,7 @@ async fn who_is_in_time_comes_before_who_is_cheaper() {
 
 #[tokio::test(start_paused = true)]
 async fn nobody_waits_for_longer_than_is_configured() {
-    let yard = yard(Limits { wait_seconds_max: 7.0, ..Limits::default() });
+    let yard = yard(Limits { max_queue_time: HumanDuration::secs(7), ..Limits::default() });
     let worker = full(&yard, 1).await;
     let answer = ask(&yard, request(1, 100, Terms::default())).await;
     for _ in 0..8 {
@@ -217,7 +218,7 @@ async fn nobody_waits_for_longer_than_is_configured() {
 
 #[tokio::test(start_paused = true)]
 async fn overload_is_refused_when_the_rate_is_known() {
-    let yard = yard(Limits { wait_seconds_max: 10.0, ..Limits::default() });
+    let yard = yard(Limits { max_queue_time: HumanDuration::secs(10), ..Limits::default() });
     let worker = full(&yard, 1).await;
     let answers = join_all((0..40).map(|family| ask(&yard, request(family, 500, Terms::default())))).await;
     // One goes each second: ten of the forty can be served in time.
@@ -271,7 +272,7 @@ async fn a_worker_that_joins_idle_takes_those_who_wait_for_others_and_one_that_l
 
 #[tokio::test(start_paused = true)]
 async fn trap_4_a_tenants_permit_lives_until_the_last_byte() {
-    let tenant = Tenant { running_tokens_max: Some(100), ..Tenant::default() };
+    let tenant = Tenant { max_inflight_tokens: Some(100), ..Tenant::default() };
     let yard = yard(Limits { tenants: [("a".to_owned(), tenant)].into(), ..Limits::default() });
     let worker = yard.worker(1, Phase::Both).await;
     let mut first = yard.ask(request(1, 100, of("a"))).await.unwrap();
@@ -324,7 +325,7 @@ async fn several_answers_have_places_wherever_the_first_is_tried_and_give_them_u
 
 #[tokio::test(start_paused = true)]
 async fn several_answers_to_one_prompt_are_let_in_as_one() {
-    let tenant = Tenant { running_tokens_max: Some(150), ..Tenant::default() };
+    let tenant = Tenant { max_inflight_tokens: Some(150), ..Tenant::default() };
     let yard = yard(Limits { tenants: [("a".to_owned(), tenant)].into(), ..Limits::default() });
     let worker = yard.worker(1, Phase::Both).await;
     let party = Party::new(3);

@@ -139,7 +139,7 @@ proptest! {
 
 #[test]
 fn a_target_of_nothing_is_an_error_that_names_the_key() {
-    let problems = Settings { itl_s: 0.0, ..Settings::default() }.check();
-    assert_eq!(problems[0].key, "router.planner.itl_s");
+    let problems = Settings { itl: HumanDuration::default(), ..Settings::default() }.check();
+    assert_eq!(problems[0].key, "router.planner.itl");
     assert_eq!(Settings::default().check(), []);
 }

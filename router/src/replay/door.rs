@@ -31,7 +31,7 @@ impl Door {
 
     /// For how long a request may wait.
     pub(super) fn patience(&self) -> Duration {
-        Duration::from_secs_f64(self.limits.wait_seconds_max)
+        self.limits.max_queue_time.0
     }
 
     /// A request comes. One that waits is told nothing.

@@ -146,7 +146,7 @@ impl Routing {
             Chooser::SmgCacheAware => (together, Some(Peer::smg(workers))),
         };
         let card = Simulated::card(MODEL, BLOCK_TOKENS as usize);
-        let (index, fleet) = (Index::with_budget(settings.index_bytes as usize), Fleet::default());
+        let (index, fleet) = (Index::with_budget(settings.index_memory.as_usize()), Fleet::default());
         let ids = (0..workers as u64).map(WorkerId);
         let slots = index.join_all(ids.clone(), &[STORE]);
         let member = |((id, slot), phase): ((WorkerId, Slot), &Phase)| {

@@ -290,10 +290,10 @@ fn the_picture_has_a_line_per_policy_and_names_on_its_axes() {
 fn a_waiting_room_changes_nothing_while_nobody_waits_and_refuses_what_would_come_too_late() {
     let trace = fixture();
     let at = |admission, rate| replay(&trace, &Options { admission, ..options(4) }, &KV, rate, 1);
-    assert_eq!(at(Admission::Room, 1.0), at(Admission::Off, 1.0));
+    assert_eq!(at(Admission::Queue, 1.0), at(Admission::Off, 1.0));
     assert_eq!(at(Admission::Deadline, 1.0).rejected, 0);
     // Far more than four workers can serve.
-    let [off, room, deadline] = [Admission::Off, Admission::Room, Admission::Deadline].map(|how| at(how, 100.0));
+    let [off, room, deadline] = [Admission::Off, Admission::Queue, Admission::Deadline].map(|how| at(how, 100.0));
     assert_eq!(off.completed, trace.len() as u64);
     assert_eq!(room.completed + room.rejected, trace.len() as u64);
     assert_eq!(deadline.completed + deadline.rejected, trace.len() as u64);
@@ -314,7 +314,7 @@ fn several_routers_with_waiting_rooms_serve_or_refuse_everybody_and_always_alike
 #[test]
 fn what_is_configured_counts_for_every_policy_of_ours_and_for_no_peers_rule() {
     let (trace, default) = (fixture(), options(4));
-    let text = "decode_weight = 50\ncache_bias = 20";
+    let text = "decode_interference_weight = 50\nprefix_affinity = 20";
     let settings = toml::from_str(text).unwrap();
     let tuned = Options { settings, ..default.clone() };
     for chooser in Chooser::all() {
@@ -334,17 +334,17 @@ fn a_model_is_placed_by_its_own_settings_and_the_waiting_room_has_the_configured
         Trace::read(text.as_bytes()).unwrap()
     };
     let (small, big) = (of("small"), of("big"));
-    let text = "[models.small]\npreset = 'cache'\ndecode_weight = 50\npolicy = 'random'";
+    let text = "[models.small]\npreset = 'cache'\ndecode_interference_weight = 50\npolicy = 'random'";
     let tuned = Options { settings: toml::from_str(text).unwrap(), ..options(4) };
     let run = |trace: &Trace, options: &Options| replay(trace, options, &KV, 20.0, 1);
     assert_eq!(run(&big, &tuned), run(&fixture(), &options(4)));
-    let alone = Settings { decode_weight: 50.0, ..Preset::Cache.settings() };
+    let alone = Settings { decode_interference_weight: 50.0, ..Preset::Cache.settings() };
     assert_eq!(run(&small, &tuned), run(&big, &Options { settings: alone, ..options(4) }));
     let as_configured = Chooser::Settings("as configured", Box::new(tuned.settings.clone()));
     assert_ne!(Figures { policy: "kv".into(), ..replay(&small, &tuned, &as_configured, 20.0, 1) }, run(&small, &tuned));
 
-    let settings = toml::from_str("[admission]\nwait_seconds_max = 1").unwrap();
-    let room = Options { admission: Admission::Room, ..options(4) };
+    let settings = toml::from_str("[admission]\nmax_queue_time = '1s'").unwrap();
+    let room = Options { admission: Admission::Queue, ..options(4) };
     let refused = |options: &Options| replay(&big, options, &KV, 100.0, 1).rejected;
     assert!(refused(&Options { settings, ..room.clone() }) > refused(&room));
 }

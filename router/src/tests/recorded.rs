@@ -25,7 +25,7 @@ async fn lines(path: &Path, count: usize) -> Vec<Recorded> {
 }
 
 fn recording(path: &Path) -> Settings {
-    Settings { record: Some(path.to_owned()), ..Settings::default() }
+    Settings { trace_file: Some(path.to_owned()), ..Settings::default() }
 }
 
 #[tokio::test(start_paused = true)]

@@ -202,17 +202,17 @@ async fn wish(modes: [PlannerMode; 2], report: impl Fn(Phase) -> Load) -> (Optio
 
 #[tokio::test(start_paused = true)]
 async fn the_planner_wishes_an_idle_decode_worker_to_prefill_when_prompts_need_it() {
-    use PlannerMode::{Advise, Flip, Off};
+    use PlannerMode::{Apply, Off, Recommend};
     let busy = |phase| match phase {
         Phase::Prefill => Load { waiting_tokens: 5_000, waiting: 5, ..Load::default() },
         _ => Load { running: 1, decode_step_seconds: Some(0.01), ..Load::default() },
     };
-    for modes in [[Flip, Off], [Advise, Flip]] {
+    for modes in [[Apply, Off], [Recommend, Apply]] {
         let (wish, advised) = wish(modes, busy).await;
         let (worker, phase) = wish.expect("a wish");
         assert!((1..=4).contains(&worker.0) && phase == Phase::Prefill && advised >= 2, "{modes:?}: {advised}");
     }
-    let (advice, advised) = wish([Off, Advise], busy).await;
+    let (advice, advised) = wish([Off, Recommend], busy).await;
     assert!(advice.is_none() && advised >= 2, "advice is not a wish, and was given: {advised}");
-    assert_eq!(wish([Advise, Off], busy).await, (None, 0), "what was advised is taken back");
+    assert_eq!(wish([Recommend, Off], busy).await, (None, 0), "what was advised is taken back");
 }

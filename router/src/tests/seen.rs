@@ -6,6 +6,7 @@ use crate::policy::{Composition, Filter, Pick, Policy, Score, Term};
 use crate::settings::Settings;
 use futures::StreamExt;
 use kvbm::Level;
+use units::HumanDuration;
 use worker::engine::{Engine, Error, Output, Request};
 use worker::plane::Phase;
 
@@ -33,7 +34,7 @@ async fn an_explanation_is_one_bounded_line_of_json_and_only_on_request() {
 
 #[tokio::test(start_paused = true)]
 async fn an_explanation_of_many_filters_leaves_candidates_out_rather_than_outgrow_a_header() {
-    let filter = (0..32).map(|nth| Filter::QueueBelow(1.0 + f64::from(nth) / 7.0)).collect();
+    let filter = (0..32).map(|nth| Filter::QueueBelow(HumanDuration::millis(1000 + nth * 143))).collect();
     let score = vec![Score { term: Term::Queue, weight: 1.0 }, Score { term: Term::Prefill, weight: 1.0 }];
     let policy = Policy::Composed(Composition { filter, score, pick: Pick::Best });
     let yard = Yard::new(Settings { policy, ..Settings::default() });

@@ -1,5 +1,5 @@
-//! The native engine: Llama-family models from a Hugging Face folder, computed on the CPU with real attention over paged
-//! KV blocks.
+//! The native engine: Llama-family models from a Hugging Face folder, computed on the CPU with real attention over
+//! paged KV blocks.
 //!
 //! ```text
 //!  Request ─▶ prepare ─▶ schedule ─▶ step ─▶ model.forward over the Arena (G1)
@@ -68,13 +68,13 @@ use vitals::Vitals;
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Settings {
-    /// Prompt tokens computed in one step. Default 512: larger chunks prefill little faster, and a decoding request waits
-    /// for the whole chunk.
-    pub prefill_chunk: usize,
+    /// Prompt tokens computed in one step. Default 512: larger chunks prefill little faster, and a decoding request
+    /// waits for the whole chunk.
+    pub max_prefill_chunk_tokens: usize,
     /// Sequences in one batch. Default 64: more rows per step cost latency and gain little on a CPU.
-    pub sequences_max: usize,
+    pub max_num_seqs: usize,
     /// Requests accepted beyond those in the batch. Default 1024; more are told to try again later.
-    pub waiting_max: usize,
+    pub max_queued_requests: usize,
     /// What becomes of requests whose output is not read. Not in the configuration.
     #[serde(skip)]
     pub unread: Unread,
@@ -83,15 +83,16 @@ pub struct Settings {
 /// What becomes of a request whose output is not read, once what may be generated ahead of its reader is there.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Unread {
-    /// It keeps its place in the batch for so long, and then gives it up with its blocks until its output is read again.
+    /// It keeps its place in the batch for so long, and then gives it up with its blocks until its output is read
+    /// again.
     pub place: Duration,
     /// It fails after so long.
     pub limit: Duration,
 }
 
 impl Default for Unread {
-    /// A quarter of a second, since the reader is 72 tokens behind by then. Half a minute: proxies close connections that stand still
-    /// after that.
+    /// A quarter of a second, since the reader is 72 tokens behind by then. Half a minute: proxies close connections
+    /// that stand still after that.
     fn default() -> Self {
         Self { place: Duration::from_millis(250), limit: Duration::from_secs(30) }
     }
@@ -99,7 +100,7 @@ impl Default for Unread {
 
 impl Default for Settings {
     fn default() -> Self {
-        Self { prefill_chunk: 512, sequences_max: 64, waiting_max: 1024, unread: Unread::default() }
+        Self { max_prefill_chunk_tokens: 512, max_num_seqs: 64, max_queued_requests: 1024, unread: Unread::default() }
     }
 }
 
@@ -139,8 +140,8 @@ impl LlamaEngine {
     ) -> Arc<Self> {
         let vitals = Vitals::new();
         // Every accepted request has its place: `generate` refuses before the channel can be full.
-        let (submit, inbox) = mpsc::channel(settings.waiting_max + settings.sequences_max);
-        let (report, load) = watch::channel(vitals.load(&manager, runtime.block_bytes(), settings.sequences_max));
+        let (submit, inbox) = mpsc::channel(settings.max_queued_requests + settings.max_num_seqs);
+        let (report, load) = watch::channel(vitals.load(&manager, runtime.block_bytes(), settings.max_num_seqs));
         let scheduler = Scheduler {
             load: report,
             worker,
@@ -188,7 +189,7 @@ impl LlamaEngine {
         if request.tokens.len() >= context {
             return Err(Error::PromptTooLong { prompt: request.tokens.len(), context });
         }
-        if self.vitals.waiting() >= self.settings.waiting_max {
+        if self.vitals.waiting() >= self.settings.max_queued_requests {
             return Err(Error::Overloaded { retry_after: self.vitals.drain_time() });
         }
         Ok(())

@@ -203,14 +203,14 @@ impl Going {
 impl Room {
     /// The requests that must go so that a newcomer fits; `None` when it cannot be.
     pub(super) fn displace(&self, limits: &Settings, asked: &Asked) -> Option<Vec<u64>> {
-        let short = (self.tokens + asked.tokens).saturating_sub(limits.waiting_tokens_max);
+        let short = (self.tokens + asked.tokens).saturating_sub(limits.max_queued_tokens);
         // An empty room takes any one.
         if short == 0 || self.waiting.is_empty() {
             return Some(Vec::new());
         }
         let mut going = Going { short, freed: 0, requests: Vec::new() };
         let class = asked.priority as usize;
-        let keep = |class| guaranteed(limits.waiting_tokens_max, class);
+        let keep = |class| guaranteed(limits.max_queued_tokens, class);
         let mut latest = self.classes.each_ref().map(|class| Latest::of(&class.places));
         for (lower, latest) in latest.iter_mut().enumerate().take(class) {
             latest.take(&mut going, |_, after, _| after >= keep(lower));

@@ -11,7 +11,7 @@ mod shares;
 const OPEN: Option<Duration> = Some(Duration::ZERO);
 
 fn limits(tokens: u64) -> Settings {
-    Settings { waiting_tokens_max: tokens, ..Settings::default() }
+    Settings { max_queued_tokens: tokens, ..Settings::default() }
 }
 
 fn weighing(weights: &[(&str, f64)]) -> Settings {
@@ -228,7 +228,7 @@ fn what_is_cached_costs_no_turn() {
 
 #[test]
 fn a_tenants_limits_hold_and_hold_nobody_else() {
-    let tenant = Tenant { running_tokens_max: Some(100), waiting_tokens_max: Some(50), ..Tenant::default() };
+    let tenant = Tenant { max_inflight_tokens: Some(100), max_queued_tokens: Some(50), ..Tenant::default() };
     let limits = Settings { tenants: [("a".to_owned(), tenant)].into(), ..limits(u64::MAX) };
     let (mut room, now) = (Room::default(), Instant::now());
     assert_eq!(enter(&mut room, &limits, asked("a", 500), OPEN, now), Came::Straight(1), "one alone may be too large");
@@ -320,7 +320,7 @@ proptest! {
     /// Whatever happens: sums are the sums of what is there, bounds hold, and nobody is lost or in two places.
     #[test]
     fn tokens_are_conserved_and_bounds_hold(steps in prop::collection::vec(step(), 1..200)) {
-        let tenant = Tenant { weight: 2.0, running_tokens_max: Some(300), waiting_tokens_max: Some(400) };
+        let tenant = Tenant { weight: 2.0, max_inflight_tokens: Some(300), max_queued_tokens: Some(400) };
         let limits = Settings { tenants: [("1".to_owned(), tenant)].into(), ..limits(1000) };
         let (mut room, now) = (Room::default(), Instant::now());
         let mut inside: BTreeSet<u64> = BTreeSet::new();

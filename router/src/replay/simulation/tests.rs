@@ -24,7 +24,7 @@ proptest! {
         let [a, b, c] = [(Phase::Prefill, prefill), (Phase::Decode, decode), (Phase::Both, both)]
             .map(|(phase, count)| vec![phase; count]);
         options.workers = [a, b, c].concat();
-        options.admission = [Admission::Off, Admission::Room, Admission::Deadline][door];
+        options.admission = [Admission::Off, Admission::Queue, Admission::Deadline][door];
         options.profile.peer = Some(Link { bytes_per_second: speed, latency_s: 0.001 });
         options.profile.kv_cache_bytes = memory * options.profile.block_bytes();
         let options = Options { replicas, flip, lag: Duration::from_millis(lag_ms), ..options };

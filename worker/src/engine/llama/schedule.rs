@@ -122,7 +122,7 @@ impl Scheduler {
         let Unread { limit, .. } = self.settings.unread;
         self.paused.retain(|sequence| !sequence.outbox.is_closed());
         // As many may be paused as may wait; then those go that were paused first.
-        let mut over = self.paused.len().saturating_sub(self.settings.waiting_max);
+        let mut over = self.paused.len().saturating_sub(self.settings.max_queued_requests);
         let mut read = 0;
         for mut sequence in std::mem::take(&mut self.paused) {
             let unread = sequence.unread(now);
@@ -147,7 +147,7 @@ impl Scheduler {
 
     /// Lets waiting sequences into the batch, first come, first served, while their blocks fit.
     fn admit(&mut self) {
-        while self.running.len() < self.settings.sequences_max
+        while self.running.len() < self.settings.max_num_seqs
             && let Some(mut sequence) = self.waiting.pop_front()
         {
             self.reuse(&mut sequence);
@@ -248,7 +248,7 @@ impl Scheduler {
         self.vitals.set_running(self.running.len(), self.paused.len(), blocks);
         // Those whose prompts are prepared wait as well.
         self.metrics.set_sequences(self.running.len(), self.vitals.waiting(), self.paused.len());
-        let load = self.vitals.load(&self.manager, self.runtime.block_bytes(), self.settings.sequences_max);
+        let load = self.vitals.load(&self.manager, self.runtime.block_bytes(), self.settings.max_num_seqs);
         self.load.send_if_modified(|last| {
             let changed = *last != load;
             *last = load;
@@ -259,7 +259,7 @@ impl Scheduler {
     /// Computes one step. `false` when there was nothing to compute.
     async fn step(&mut self) -> bool {
         // Prompts are computed in whole blocks.
-        let budget = self.settings.prefill_chunk.max(self.block_size());
+        let budget = self.settings.max_prefill_chunk_tokens.max(self.block_size());
         let chosen = batch::choose(&self.candidates(), budget, self.block_size());
         let rows = self.secure_blocks(chosen);
         if rows.is_empty() {

@@ -90,7 +90,7 @@ impl Rig {
             BlockManager::with_clock(device, host.clone(), shape.lower, Arc::clone(&log), kvbm_metrics, shape.clock);
         let worker = WorkerId(shape.worker);
         shape.peers.insert(worker, manager.peer());
-        let settings = Settings { prefill_chunk: shape.chunk, ..shape.engine };
+        let settings = Settings { max_prefill_chunk_tokens: shape.chunk, ..shape.engine };
         let metrics = metrics::Metrics::new(&registry).unwrap().of("w", "tiny");
         let engine =
             LlamaEngine::start(worker, runtime, memory.clone(), manager.clone(), shape.peers, metrics, settings);

@@ -1,6 +1,7 @@
 //! More comes than can be served: refusals by the measured drain rate, `Retry-After`, and the work of displacing.
 
 use super::*;
+use units::HumanDuration;
 
 fn at(start: Instant, seconds: f64) -> Instant {
     start + Duration::from_secs_f64(seconds)
@@ -22,7 +23,7 @@ fn measured(start: Instant) -> Room {
 fn retry_after_is_the_time_until_the_room_has_a_place() {
     let start = Instant::now();
     let (mut room, now) = (measured(start), at(start, 2.0));
-    let limits = Settings { wait_seconds_max: 1000.0, ..limits(5000) };
+    let limits = Settings { max_queue_time: HumanDuration::secs(1000), ..limits(5000) };
     for _ in 0..3 {
         assert!(matches!(enter(&mut room, &limits, asked("a", 100), None, now), Came::Waits(..)));
     }
@@ -46,7 +47,7 @@ fn retry_after_an_unknown_rate_is_a_second() {
 fn predicted_timeout_is_refused_on_arrival() {
     let start = Instant::now();
     let (mut room, now) = (measured(start), at(start, 2.0));
-    let limits = Settings { wait_seconds_max: 50.0, ..limits(u64::MAX) };
+    let limits = Settings { max_queue_time: HumanDuration::secs(50), ..limits(u64::MAX) };
     // 4,700 tokens wait; the last newcomer that is let in has 4,500 before it, nine tenths of what drains in time.
     let refused = enter(&mut room, &limits, asked("a", 100), None, now);
     assert_eq!(refused, Came::Refused(Refusal::PredictedTimeout(Duration::from_secs(2))));
@@ -62,7 +63,7 @@ fn predicted_timeout_is_refused_on_arrival() {
 fn low_class_waits_by_its_guaranteed_rate() {
     let start = Instant::now();
     let (mut room, now) = (measured(start), at(start, 2.0));
-    let limits = Settings { wait_seconds_max: 40.0, ..limits(u64::MAX) };
+    let limits = Settings { max_queue_time: HumanDuration::secs(40), ..limits(u64::MAX) };
     let low = |tokens| with(Priority::Low, asked("c", tokens));
     // Behind 47 s of others, but a tenth of those are its own: 300 tokens in 33 s.
     assert!(matches!(enter(&mut room, &limits, low(300), None, now), Came::Waits(..)));
@@ -88,7 +89,7 @@ fn estimate_counts_what_comes_to_higher_classes() {
 fn models_are_measured_apart() {
     let start = Instant::now();
     let (mut room, now) = (measured(start), at(start, 2.0));
-    let limits = Settings { wait_seconds_max: 20.0, ..limits(u64::MAX) };
+    let limits = Settings { max_queue_time: HumanDuration::secs(20), ..limits(u64::MAX) };
     let mut other = on(2, "a", 100);
     other.bid.model = "other".into();
     assert!(matches!(enter(&mut room, &limits, other, None, now), Came::Waits(..)), "of it nothing is known");

@@ -1,6 +1,7 @@
 //! Long runs in virtual time: what each class gets of a fleet that is asked for more than it can do.
 
 use super::*;
+use units::HumanDuration;
 
 /// A worker that computes so many tokens per second, one request at a time.
 const SPEED: f64 = 1000.0;
@@ -29,7 +30,7 @@ struct Overload {
 
 /// Tokens granted to each class, and the requests that waited in vain, over so many seconds.
 fn run(overload: &Overload, seconds: f64) -> ([u64; 3], usize) {
-    let limits = Settings { wait_seconds_max: 60.0, ..limits(overload.room) };
+    let limits = Settings { max_queue_time: HumanDuration::secs(60), ..limits(overload.room) };
     let (mut room, mut random, start) = (Room::default(), Random(overload.seed), Instant::now());
     let at = |seconds| start + Duration::from_secs_f64(seconds);
     let mut arrivals = [0.0_f64; 3];
@@ -62,7 +63,7 @@ fn run(overload: &Overload, seconds: f64) -> ([u64; 3], usize) {
         let tokens = 1 + (random.next() * overload.size as f64) as u64;
         let tenant = (random.next() * overload.tenants as f64) as u64;
         let mut one = with(priority, asked(&tenant.to_string(), tokens));
-        (one.placed, one.bid.tired) = (at(now), at(now + limits.wait_seconds_max));
+        (one.placed, one.bid.tired) = (at(now), at(now + limits.max_queue_time.as_secs_f64()));
         if let Entry::Waits { number, .. } = room.enter(&limits, one, None, at(now)) {
             of.insert(number, (class, tokens));
         }

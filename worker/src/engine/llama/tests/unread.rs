@@ -33,7 +33,7 @@ async fn a_batch_full_of_unread_streams_serves_another_request() {
     let rig = Rig::new(Shape { engine: settings(LONG), ..Shape::default() });
     let mut rng = Rng(41);
     let mut unread = Vec::new();
-    for _ in 0..Settings::default().sequences_max {
+    for _ in 0..Settings::default().max_num_seqs {
         unread.push(ask(&rig, &rng.tokens(20), 600).await);
     }
     paused(&rig, unread.len() as u64).await;
@@ -45,7 +45,7 @@ async fn a_batch_full_of_unread_streams_serves_another_request() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_paused_stream_goes_on_when_it_is_read_again() {
-    let engine = Settings { sequences_max: 1, ..settings(LONG) };
+    let engine = Settings { max_num_seqs: 1, ..settings(LONG) };
     let rig = Rig::new(Shape { engine, ..Shape::default() });
     let prompt = Rng(42).tokens(100);
     let slow = ask(&rig, &prompt, 300).await;
@@ -80,7 +80,7 @@ async fn an_unread_stream_fails_at_the_limit() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn no_more_streams_are_paused_than_may_wait() {
-    let engine = Settings { waiting_max: 2, ..settings(LONG) };
+    let engine = Settings { max_queued_requests: 2, ..settings(LONG) };
     let rig = Rig::new(Shape { engine, ..Shape::default() });
     let mut streams = Vec::new();
     for nth in 1..=3 {
