@@ -1,7 +1,7 @@
 //! Keeping shared stores within the bounds that the configuration sets: what may stay, who looks, and what is told of it.
 
 use super::quotas;
-use crate::config::{ByteSize, Config, SharedFlash};
+use crate::config::{Config, SharedFlash};
 use kvbm::object::gc::{Policy, headroom};
 use kvbm::object::{Amount, Compaction, Location, Outcome, Report, Upkeep};
 use kvbm::{Clock, Level, ObjectTier, Tier};

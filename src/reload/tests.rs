@@ -62,7 +62,7 @@ async fn what_can_change_changes_and_the_rest_is_said_to_need_a_restart() {
     let report = yard.reload.now("SIGHUP");
     assert_eq!(report.outcome, Outcome::Applied, "{report:?}");
     let applied =
-        ["log.filter", "router.prefix_affinity", "router.models.small.policy", "router.planner.mode", "router.preset"];
+        ["log.filter", "router.models.small.policy", "router.planner.mode", "router.prefix_affinity", "router.preset"];
     assert_eq!((report.applied, report.needs_restart), (applied.map(String::from).into(), vec!["listen".to_owned()]));
     assert_eq!((yard.runs("router.preset"), yard.runs("listen")), ("cache".into(), "127.0.0.1:1".into()));
     let again = yard.reload.now("admin");
