@@ -178,7 +178,10 @@ fn a_configuration_is_replayed_as_the_router_would_take_it() {
     assert!(apart["rebalance"] == true && apart["policies"][0]["role_changes"].is_u64(), "{apart:#}");
     // What is wrong is said as `serve` says it.
     for (wrong, said) in [
-        ("router.decode_wait=1", "unknown key `router.decode_wait` (--set router.decode_wait=1); did you mean"),
+        (
+            "router.prefix_afinity=1",
+            "unknown key `router.prefix_afinity` (--set router.prefix_afinity=1); did you mean",
+        ),
         ("router.policy=kvv", "router.policy = \"kvv\""),
         ("router.prefix_affinity=-1", "router.prefix_affinity = -1"),
     ] {
