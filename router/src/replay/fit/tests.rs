@@ -133,7 +133,9 @@ fn who_recorded_requests_that_are_alike_is_told_what_is_missing_and_that_is_enou
     let alike: Vec<Line> = (0..60).map(|at| line(at, 2_000, 1000, 1)).collect();
     let base = Profile { max_num_batched_tokens: 1 << 20, ..h100() };
     let error = fit(&alike, &base).unwrap_err().to_string();
-    for said in ["the 60 requests", "1000 to 1000 tokens", "batches of 1 to 1", "at least 100 requests", "factor of ten"] {
+    for said in
+        ["the 60 requests", "1000 to 1000 tokens", "batches of 1 to 1", "at least 100 requests", "factor of ten"]
+    {
         assert!(error.contains(said), "{said}: {error}");
     }
     let length = |at: u64| 200 * (1 + at % 10);
