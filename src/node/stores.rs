@@ -328,7 +328,7 @@ async fn open_shared(
         }
         (Ok(Standing::Ready), _) => {}
         (Err(_), _) => {
-            tracing::info!("still reading the manifests of {location}; blocks that are not listed yet are recomputed")
+            tracing::info!("still reading the manifests of {location}; blocks that are not listed yet are recomputed");
         }
         (Ok(_), _) => tracing::warn!("starting without {location}; retrying every second"),
     }

@@ -82,7 +82,7 @@ impl Lane {
                 // An outage is told twice, at its beginning and its end; the counter tells how much it cost.
                 match &failed {
                     Some(error) if !failing => {
-                        tracing::warn!(tier = %level, blocks = wanted, %error, "cannot store blocks")
+                        tracing::warn!(tier = %level, blocks = wanted, %error, "cannot store blocks");
                     }
                     None if failing => tracing::info!(tier = %level, "storing blocks works again"),
                     _ => {}

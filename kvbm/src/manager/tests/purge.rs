@@ -41,10 +41,12 @@ async fn a_purged_domain_is_gone_from_g1_and_g2_and_others_stay() {
     assert_eq!(purge(tenant(9).domain), 0);
 }
 
+type Hook = Box<dyn FnOnce() + Send>;
+
 /// Runs something once, while blocks are being loaded: after they were asked for and before the first one is delivered.
 struct Interrupted {
     tier: Arc<Memory>,
-    hook: Arc<Mutex<Option<Box<dyn FnOnce() + Send>>>>,
+    hook: Arc<Mutex<Option<Hook>>>,
 }
 
 impl Tier for Interrupted {
