@@ -228,9 +228,8 @@ impl<'a> Replay<'a> {
         for own in ours() {
             let load = number(&own["load_factor"])?;
             for (what, key) in [("mean", "ttft_mean_s"), ("p99", "ttft_p99_s")] {
-                let others = policies
-                    .iter()
-                    .filter(|row| row["load_factor"] == own["load_factor"] && row["policy"] != "kv");
+                let others =
+                    policies.iter().filter(|row| row["load_factor"] == own["load_factor"] && row["policy"] != "kv");
                 let best = others.map(|row| number(&row[key])).try_fold(f64::INFINITY, |a, b| b.map(|b| a.min(b)))?;
                 let named = format!("replay, load {load}: kv's {what} first token ÷ the best other's");
                 figures.push(Figure::ratio(named, number(&own[key])? / best, Goal::AtMost(1.02)));
@@ -267,7 +266,8 @@ impl<'a> Replay<'a> {
         compare("the same, when a repair takes 2 s", less(&usual, &slow), Goal::Below(2.0), true);
         let never = hits(&alone(&["--event-loss", "0.1", "--resync-delay", "100000s"])?.0, "hit_rate")?;
         compare("the same, when nothing is repaired", less(&usual, &never), Goal::Shown, true);
-        let recovered = hits(&alone(&["--event-loss", "0.1", "--event-loss-until", "0.5"])?.0, "hit_rate_last_quarter")?;
+        let recovered =
+            hits(&alone(&["--event-loss", "0.1", "--event-loss-until", "0.5"])?.0, "hit_rate_last_quarter")?;
         compare(
             "still lost in the last quarter, events lost in the first half",
             less(&usual_end, &recovered),
