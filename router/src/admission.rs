@@ -9,26 +9,26 @@
 //!              └─ displaced, too late, waits or would wait for too long ─▶ refused
 //! ```
 //! Who waits is booked on the worker that it was placed on, so those who are placed after it see it, as they would see it in
-//! the worker's own queue. Whose turn it is is the [`Room`](room)'s decision, and who is told what is the [`Desk`]'s; here they
-//! are told, at the door (`door.rs`). On an idle fleet all of this is one look at the books.
+//! the worker's own queue. Whose turn it is is the [`Room`](queue)'s decision, and who is told what is the [`Desk`]'s; here they
+//! are told, at the door (`dispatch/admit.rs`). On an idle fleet all of this is one look at the books.
 
 mod backlog;
-mod bid;
-mod desk;
-mod rate;
-mod room;
+mod controller;
+mod drain_rate;
+mod queue;
 mod saturation;
-pub(crate) mod settings;
+mod settings;
+mod ticket;
 
-pub(crate) use bid::{Asked, Bid, Lane};
-pub(crate) use desk::{Desk, Entrance, Sight, Told};
+pub(crate) use controller::{Desk, Entrance, Sight, Told};
 pub(crate) use saturation::Part;
+pub use settings::{Settings, Tenant};
+pub(crate) use ticket::{Asked, Bid, Lane};
 
 use crate::fleet::Fleet;
 use crate::metrics::Metrics;
-use desk::LOOK_EVERY;
-use room::Refusal;
-use settings::Settings;
+use controller::LOOK_EVERY;
+use queue::Refusal;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

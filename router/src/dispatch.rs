@@ -7,15 +7,23 @@
 //! ```
 //! Everything that a request holds (bookings, legs) lives in the future or the stream that the client holds, so dropping
 //! either at any point cancels both legs and frees what was booked.
+//!
+//! Owns the path of a request: admission at the door, placement with its prediction of cache hits, sending, retries. Not
+//! here: whose turn it is, which worker is best, and the background tasks.
+
+pub(crate) mod admit;
+mod place;
+mod prediction;
+
+pub(crate) use place::place;
 
 use crate::booking::Booking;
-use crate::core::Core;
-use crate::door::admit;
-use crate::fleet::Member;
-use crate::health::Verdict;
-use crate::place::{Detour, Placement, patience, place};
-use crate::record::Life;
+use crate::fleet::{Member, Verdict};
+use crate::state::Core;
+use crate::trace::Life;
+use admit::admit;
 use futures::{StreamExt, future, stream};
+use place::{Detour, Placement, patience};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::{Instant, timeout, timeout_at};

@@ -1,7 +1,7 @@
 //! Who holds which block, per worker and tier: exact, fed by events, asked by every decision.
 //!
 //! ```text
-//!   name ──▶ locator: tables, a shard each ──▶ place ──▶ page: 64 names in the order of their chains,
+//!   name ──▶ sharded_table: tables, a shard each ──▶ place ──▶ page: 64 names in the order of their chains,
 //!                                                              a word of bits per holder, one set of holders
 //!                                                              where many are alike,
 //!                                                              and where the chain goes on: most likely the page beside it
@@ -21,50 +21,53 @@ mod arena;
 mod bits;
 mod body;
 mod budget;
-mod change;
 mod crowd;
+mod held;
 mod holders;
-mod locator;
+mod insert;
+mod key;
+mod lookup;
 mod overlap;
 mod owner;
 mod page;
 mod partition;
+mod position;
+mod run;
 mod seat;
-mod settle;
+mod sharded_table;
 mod stretch;
 mod sync;
 mod table;
+mod update;
 mod version;
-mod walk;
 
 #[cfg(test)]
-mod interleaved;
+mod batch_tests;
+#[cfg(test)]
+mod loom;
 #[cfg(test)]
 mod tests;
-#[cfg(test)]
-mod together;
 
-pub use overlap::{Held, Overlap};
+pub use held::Held;
+pub use overlap::Overlap;
 pub use owner::Digest;
+pub(crate) use seat::LEVELS;
 pub use seat::Slot;
 
 use arc_swap::ArcSwap;
 use arena::{Arena, Change};
 use body::{Body, Roll, Shelves};
-use change::Run;
 use kvbm::{BlockEvent, Level, SequenceHash};
-use locator::Locator;
+use lookup::Walk;
 use owner::Owner;
+use run::Run;
 use seat::Seat;
+use sharded_table::Locator;
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use table::Table;
-use walk::Walk;
 use worker::plane::{Source, StoreId, WorkerId};
-
-/// The levels that are indexed: a peer's memory is indexed as that peer's own.
-pub(crate) const LEVELS: [Level; 5] = [Level::G1, Level::G2, Level::G3, Level::Pod, Level::G4];
 
 /// Who holds what.
 pub struct Index {

@@ -11,9 +11,12 @@
 //!   [prefill leg ── Handoff ──▶] decode leg ── Output … ──▶ the client; until the first of them, another try elsewhere
 //! ```
 //!
-//! The [`Router`] is an [`Engine`](worker::engine::Engine) over the engines that discovery shows it. `cost`, `disaggregate`
-//! and `select` are pure. It reads no block and knows no protocol: names of blocks come in as events, and requests go out
-//! as they came.
+//! The rooms, from top to bottom: `replay`; `router`; `control` (background tasks) and `dispatch` (the path of a request);
+//! `state`, the state that they share; `admission`, `policy`, `booking`, `fleet`, `load` and `index`. A room is a file, its
+//! face, beside a folder that only the face opens; which room may use which is a table in `tests/it/layers.rs`.
+//!
+//! The [`Router`] is an [`Engine`](worker::engine::Engine) over the engines that discovery shows it. `policy` is pure. It
+//! reads no block and knows no protocol: names of blocks come in as events, and requests go out as they came.
 //!
 //! ```
 //! # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), router::Error> {
@@ -32,57 +35,32 @@
 #![forbid(unsafe_code)]
 
 mod admission;
-mod audit;
-mod balance;
-mod believed;
 mod booking;
-mod cordon;
-mod core;
-mod cost;
-mod decide;
-mod desks;
-mod disaggregate;
+mod control;
 mod dispatch;
-mod door;
-mod explain;
-mod feed;
 mod fleet;
-mod forecast;
-mod health;
-mod herald;
+mod hash;
 pub mod index;
 mod load;
-#[doc(hidden)]
-pub mod measure;
 mod metrics;
-mod numbers;
-mod pace;
-mod place;
-mod planner;
 mod policy;
-mod probe;
 mod problem;
-mod promise;
-mod record;
 pub mod replay;
-mod replica;
 mod router;
-mod select;
-mod sent;
 mod settings;
-mod survey;
-mod traffic;
-mod trust;
+mod state;
+mod trace;
 
 #[cfg(test)]
 mod tests;
 
-pub use self::core::Error;
-pub use admission::settings::{Settings as Admission, Tenant};
-pub use cordon::{NoSuchWorker, WorkerStatus};
-pub use planner::{Mode as PlannerMode, Settings as PlannerSettings};
-pub use policy::{Composition, Filter, Pick, Policy, Score, Term};
+pub use admission::{Settings as Admission, Tenant};
+pub use policy::planner::{Mode as PlannerMode, Settings as PlannerSettings};
+pub use policy::{Composition, Disaggregation, Filter, Pick, Policy, Score, Term};
 pub use problem::Problem;
-pub use record::Line as Recorded;
-pub use router::Router;
-pub use settings::{Disaggregation, Overrides, Preset, Settings};
+#[doc(hidden)]
+pub use replay::bench_support as measure;
+pub use router::{NoSuchWorker, Router, WorkerStatus};
+pub use settings::{Overrides, Preset, Settings};
+pub use state::Error;
+pub use trace::Line as Recorded;

@@ -1,7 +1,7 @@
 //! Every metric of the router: name, unit, help text, labels.
 
+use crate::fleet::Mode;
 use crate::policy::Policy;
-use crate::trust::Mode;
 use prometheus::{
     Counter, GaugeVec, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts,
     Registry, core::Collector,

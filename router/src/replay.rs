@@ -8,17 +8,19 @@
 //! The router's part is the live one's own code; only workers and time are made up. The same trace, options and seed give
 //! the same figures to the last bit. Look here in vain for retries: a replayed worker does not fail.
 
+mod admission;
 mod advisor;
-mod door;
+mod baselines;
+#[doc(hidden)]
+pub mod bench_support;
 mod engine;
-mod figures;
 mod fit;
 mod fleet;
-mod peers;
-mod picture;
 mod plane;
+mod plot;
 mod pool;
 mod profile;
+mod results;
 mod simulation;
 mod store;
 mod trace;
@@ -26,11 +28,10 @@ mod trace;
 #[cfg(test)]
 mod tests;
 
-pub use figures::{Figures, Slo};
 pub use fit::{Fit, FitError, fit};
-pub(crate) use fleet::Simulated;
-pub use picture::goodput_svg;
+pub use plot::goodput_svg;
 pub use profile::{Link, Profile, Store};
+pub use results::{Figures, Slo};
 pub use simulation::Standstill;
 pub use trace::{BLOCK_TOKENS, Trace, TraceError};
 

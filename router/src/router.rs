@@ -1,18 +1,28 @@
 //! The router itself: composition of its parts, and the `Engine` that others see.
+//!
+//! Owns the background tasks, and what an operator may do: cordon a worker, and read what the index holds of each source.
+//! A task that ends leaves the router not ready. Not here: any decision, and the state that the parts share.
 
-use crate::core::{Core, Error};
-use crate::feed::Feed;
+mod cordon;
+
+pub use cordon::{NoSuchWorker, WorkerStatus};
+
+use crate::control::{Feed, prober, rebalance, replicas};
+use crate::dispatch::{self, admit};
+use crate::index::{Digest, LEVELS};
 use crate::settings::Settings;
-use crate::{balance, dispatch, door, probe, replica};
+use crate::state::{Core, Error};
 use futures::FutureExt;
 use futures::future::BoxFuture;
+use kvbm::Level;
+use std::collections::BTreeSet;
 use std::fmt;
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tokio_util::task::TaskTracker;
 use worker::engine::{self, Engine, ModelCard, OutputStream, Readiness, Request};
-use worker::plane::{Discovery, Events, RouterId};
+use worker::plane::{Discovery, Events, RouterId, Source};
 
 /// Many engines behaving as one.
 pub struct Router {
@@ -37,12 +47,12 @@ impl Router {
         let (cancel, tasks) = (CancellationToken::new(), TaskTracker::new());
         let feed = Feed::new(core.clone(), events.clone()).run(discovery);
         tasks.spawn(vital("feed", core.clone(), cancel.clone(), feed));
-        let others = replica::attend(core.clone(), events.clone(), id);
+        let others = replicas::attend(core.clone(), events.clone(), id);
         tasks.spawn(vital("talk with other routers", core.clone(), cancel.clone(), others));
-        let planning = balance::keep(core.clone(), events, id);
+        let planning = rebalance::keep(core.clone(), events, id);
         tasks.spawn(vital("planner", core.clone(), cancel.clone(), planning));
-        tasks.spawn(vital("door", core.clone(), cancel.clone(), door::keep(core.clone())));
-        tasks.spawn(vital("prober", core.clone(), cancel.clone(), probe::run(core.clone())));
+        tasks.spawn(vital("door", core.clone(), cancel.clone(), admit::keep(core.clone())));
+        tasks.spawn(vital("prober", core.clone(), cancel.clone(), prober::run(core.clone())));
         tasks.close();
         Ok(Arc::new(Self { core, tasks, life: cancel.drop_guard() }))
     }
@@ -57,6 +67,18 @@ impl Router {
         self.life.token().cancel();
         self.tasks.wait().await;
         self.core.admission.close();
+    }
+
+    /// Each worker, and each store that one of them reaches, with what it is believed to hold at each level where that is
+    /// anything.
+    pub fn believed(&self) -> Vec<(Source, Level, Digest)> {
+        let roster = self.core.fleet.roster();
+        let workers = roster.members().map(|member| Source::Worker(member.id()));
+        let stores: BTreeSet<_> = roster.members().flat_map(|member| member.instance.stores.iter().copied()).collect();
+        let sources = workers.chain(stores.into_iter().map(Source::Store));
+        let each = |source| LEVELS.into_iter().map(move |level| (source, level));
+        let seen = |(source, level)| Some((source, level, self.core.index.digest(source, level)?));
+        sources.flat_map(each).filter_map(seen).filter(|(.., digest)| digest.blocks > 0).collect()
     }
 }
 

@@ -1,9 +1,8 @@
 //! The `[router]` section of the configuration.
 
-use crate::admission::settings::Settings as Admission;
+use crate::admission::Settings as Admission;
 use crate::index::Index;
-use crate::planner;
-use crate::policy::Policy;
+use crate::policy::{Disaggregation, Policy, Tuning, planner};
 use crate::problem::Problem;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -78,28 +77,6 @@ pub enum Preset {
     /// Short time between tokens: requests avoid workers that decode many sequences, and are disaggregated sooner. For
     /// interactive use.
     Latency,
-}
-
-/// Whether a prompt may be prefilled on another worker than the one that decodes.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Disaggregation {
-    /// When the prefill would hold up decode for longer than the hand-over takes, and a prefill worker is not too busy.
-    #[default]
-    Auto,
-    /// Whenever a prefill worker is there and a full block is not cached: for measurements.
-    Always,
-    /// Never: a prompt is prefilled where it is decoded.
-    Never,
-}
-
-/// What one model's requests are placed by, nothing left open.
-#[derive(Clone, PartialEq, Debug)]
-pub(crate) struct Tuning {
-    pub(crate) policy: Policy,
-    pub(crate) disaggregation: Disaggregation,
-    pub(crate) decode_interference_weight: f64,
-    pub(crate) prefix_affinity: f64,
 }
 
 /// Weights beyond this make every other term of a sum of costs vanish.

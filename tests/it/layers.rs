@@ -17,6 +17,54 @@ const EDGES: [(&str, &[&str]); 6] = [
     ("blockyard", &["frontend", "router", "worker", "kvbm", "units"]),
 ];
 
+/// Rooms of a crate: each a file beside a folder of its name, or a file alone.
+type Rooms = &'static [(&'static str, &'static [&'static str])];
+
+/// Rooms of each crate, from top to bottom, and which others each may use: only some below it, so there is no circle.
+const ROOMS: [(&str, Rooms); 1] = [(
+    "router",
+    &[
+        (
+            "replay",
+            &[
+                "control",
+                "dispatch",
+                "state",
+                "settings",
+                "trace",
+                "admission",
+                "policy",
+                "booking",
+                "fleet",
+                "load",
+                "index",
+                "hash",
+            ],
+        ),
+        ("router", &["control", "dispatch", "state", "settings", "fleet", "index"]),
+        ("control", &["state", "policy", "booking", "fleet", "load", "index"]),
+        (
+            "dispatch",
+            &["state", "trace", "admission", "metrics", "policy", "booking", "fleet", "load", "index", "hash"],
+        ),
+        (
+            "state",
+            &["settings", "trace", "admission", "metrics", "policy", "booking", "fleet", "load", "index", "hash"],
+        ),
+        ("settings", &["admission", "policy", "index", "problem"]),
+        ("trace", &["metrics", "policy", "hash"]),
+        ("admission", &["metrics", "policy", "fleet", "load", "problem"]),
+        ("metrics", &["policy", "fleet"]),
+        ("policy", &["booking", "fleet", "load", "index", "problem", "hash"]),
+        ("booking", &["fleet", "load", "index", "hash"]),
+        ("fleet", &["load", "index"]),
+        ("load", &[]),
+        ("index", &[]),
+        ("problem", &[]),
+        ("hash", &[]),
+    ],
+)];
+
 /// Files that may read the environment, and why.
 const READS_THE_ENVIRONMENT: [(&str, &str); 1] = [("src/config", "the one loader of the configuration")];
 
@@ -87,31 +135,48 @@ fn the_lower_crates_speak_no_openai() {
 }
 
 #[test]
-fn no_part_of_the_router_imports_itself_in_a_circle() {
-    let mut imports = BTreeMap::<String, BTreeSet<String>>::new();
-    for (file, text) in sources(&["router/src"]).into_iter().filter(|(file, _)| !is_test(file)) {
-        let name =
-            |path: &str| path.split(|c: char| !(c.is_alphanumeric() || c == '_')).next().unwrap_or("").to_owned();
-        let part = name(&file["router/src/".len()..]);
-        let lines = text.lines().take(lines_apart_from_tests(&text)).map(code);
-        // One path, or several in braces: `use crate::{door, place};`
-        let named = lines.flat_map(|line| paths_after(line, "crate").collect::<Vec<_>>());
-        let named = named.flat_map(|rest| rest.trim_start_matches('{').split(',').map(|path| name(path.trim())));
-        imports.entry(part.clone()).or_default().extend(named.filter(|other| *other != part));
-    }
-    imports.remove("lib");
-    // Whoever imports nobody who is left is in no circle.
-    loop {
-        let left: BTreeSet<String> = imports.keys().cloned().collect();
-        for others in imports.values_mut() {
-            others.retain(|other| left.contains(other));
+fn rooms_use_only_those_below_that_the_table_allows() {
+    let mut wrong = Vec::new();
+    for (of, rooms) in ROOMS {
+        for (at, (room, allowed)) in rooms.iter().enumerate() {
+            let below = |other: &str| rooms[at + 1..].iter().any(|(room, _)| *room == other);
+            wrong.extend(
+                allowed
+                    .iter()
+                    .filter(|other| !below(other))
+                    .map(|other| format!("ROOMS of {of}: {room} may use {other}, which is not below it")),
+            );
         }
-        imports.retain(|_, others| !others.is_empty());
-        if imports.len() == left.len() {
-            break;
+        let mut used = BTreeSet::new();
+        let mut seen = BTreeSet::new();
+        for (file, text) in sources(&[&format!("{of}/src")]).into_iter().filter(|(file, _)| !is_test(file)) {
+            let room = first_word(&file[of.len() + "/src/".len()..]);
+            if room == "lib" {
+                continue;
+            }
+            let Some((room, allowed)) = rooms.iter().find(|(name, _)| *name == room) else {
+                wrong.push(format!("{file}: {room} is not in ROOMS of {of}"));
+                continue;
+            };
+            seen.insert(*room);
+            for other in rooms_named(&text).into_iter().filter(|other| other != room) {
+                if !allowed.contains(&other.as_str()) {
+                    wrong.push(format!("{file}: {room} may not use crate::{other}"));
+                }
+                used.insert((*room, other));
+            }
+        }
+        for (room, allowed) in rooms {
+            wrong.extend((!seen.contains(room)).then(|| format!("ROOMS of {of}: there is no {room}")));
+            let unused = allowed.iter().filter(|other| !used.contains(&(*room, (**other).to_owned())));
+            wrong.extend(unused.map(|other| format!("ROOMS of {of}: {room} no longer uses {other}")));
         }
     }
-    assert!(imports.is_empty(), "circles of imports lie among these parts of the router:\n{imports:#?}");
+    assert!(
+        wrong.is_empty(),
+        "a room uses rooms below it by their own names (not through lib.rs), and only those in ROOMS:\n{}",
+        wrong.join("\n")
+    );
 }
 
 #[test]
@@ -160,6 +225,38 @@ fn lines_where(folders: &[&str], wanted: impl Fn(&str, &str) -> bool) -> Vec<Str
         );
     }
     found
+}
+
+/// What follows `crate::` in a file, tests and comments apart: `a` and `b` of `use crate::{a::Item, b};`
+fn rooms_named(text: &str) -> BTreeSet<String> {
+    let code: Vec<_> = text.lines().take(lines_apart_from_tests(text)).map(code).collect();
+    let code = code.join("\n");
+    let mut named = BTreeSet::new();
+    for rest in paths_after(&code, "crate") {
+        let Some(list) = rest.strip_prefix('{') else {
+            named.insert(first_word(rest).to_owned());
+            continue;
+        };
+        let (mut depth, mut expected) = (0, true);
+        for (at, c) in list.char_indices() {
+            match c {
+                '{' => depth += 1,
+                '}' if depth == 0 => break,
+                '}' => depth -= 1,
+                ',' => expected |= depth == 0,
+                c if expected && !c.is_whitespace() => {
+                    named.insert(first_word(&list[at..]).to_owned());
+                    expected = false;
+                }
+                _ => {}
+            }
+        }
+    }
+    named
+}
+
+fn first_word(text: &str) -> &str {
+    text.split(|c: char| !(c.is_alphanumeric() || c == '_')).next().unwrap_or_default()
 }
 
 /// Every Rust file under the folders, by its path from the root, in order.

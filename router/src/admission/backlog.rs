@@ -5,13 +5,15 @@
 //! everything before it leaves at the rate that those leave who come meanwhile to the classes above (the wait in a queue with
 //! priorities, Cobham 1954), or its own class alone leaves at the rate that is guaranteed to it.
 
-use super::bid::Asked;
-use super::rate::{Rate, WINDOW};
-use super::room::SHARE;
+use super::drain_rate::{Rate, WINDOW};
+use super::ticket::Asked;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
+
+/// What a lower class gets of what those above it are granted, and of the room: enough to move, too little to be felt.
+pub(super) const SHARE: f64 = 0.1;
 
 /// What waits, by model.
 #[derive(Default)]

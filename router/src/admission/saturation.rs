@@ -3,8 +3,7 @@
 //! What is on a worker's own queue can be neither overtaken nor moved; what waits in the router can. So a worker gets just
 //! as much as it needs never to run dry.
 
-use crate::load::{Amount, Standing};
-use crate::pace;
+use crate::load::{Amount, Standing, prefill_speed};
 use std::time::Duration;
 use worker::plane::Phase;
 
@@ -71,7 +70,7 @@ pub(crate) fn full(phase: Phase, standing: &Standing, batch: u64, held: Amount, 
 /// How long the prompts take that a worker has before it.
 pub(crate) fn queue(standing: &Standing, held: Amount) -> Duration {
     let tokens = u64::from(standing.waiting_tokens).saturating_sub(held.prefill_tokens);
-    Duration::from_secs_f64((tokens as f64 / pace::prefill_speed(&standing.speeds)).clamp(0.0, 1e6))
+    Duration::from_secs_f64((tokens as f64 / prefill_speed(&standing.speeds)).clamp(0.0, 1e6))
 }
 
 #[cfg(test)]

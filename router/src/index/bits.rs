@@ -1,6 +1,4 @@
-//! A set of small numbers, one bit each, as long as its largest member needs.
-
-use super::page::each;
+//! Bits of a word, and a set of small numbers, one bit each, as long as its largest member needs.
 
 /// The set.
 #[derive(Clone, PartialEq, Eq, Default)]
@@ -50,4 +48,18 @@ impl FromIterator<u32> for Bits {
         members.into_iter().for_each(|bit| bits.set(bit));
         bits
     }
+}
+
+/// The first `len` bits of a word.
+pub(super) fn ones(len: u32) -> u64 {
+    if len >= u64::BITS { u64::MAX } else { (1 << len) - 1 }
+}
+
+/// The bits of a word that are set, the lowest first.
+pub(super) fn each(mut bits: u64) -> impl Iterator<Item = u32> {
+    std::iter::from_fn(move || {
+        let at = (bits != 0).then(|| bits.trailing_zeros())?;
+        bits &= bits - 1;
+        Some(at)
+    })
 }

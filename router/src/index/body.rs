@@ -4,10 +4,11 @@
 //! somebody joined or left. A reader of an old one may miss what came since; it never reads what is gone, for what it finds
 //! under a name is checked to have that name.
 
-use super::Owner;
 use super::bits::Bits;
-use super::locator::{Key, SHARDS};
+use super::key::{Key, SHARDS};
+use super::owner::Owner;
 use super::page::{Head, LINE, Names, Page, Warmth};
+use super::position::Place;
 use super::seat::Slot;
 use super::sync::fetch;
 use super::table::Table;
@@ -34,10 +35,6 @@ pub(super) struct Roll {
     pub(super) reach: Vec<Bits>,
 }
 
-/// A block's place: its page, and where in it.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct Place(pub(super) u32);
-
 /// Pages that came from the system together: their heads side by side, and their names.
 #[derive(Clone)]
 pub(super) struct Chunk {
@@ -59,23 +56,6 @@ pub(super) const CHUNK: usize = 256;
 
 /// Bytes of a page.
 pub(super) const PAGE_BYTES: usize = size_of::<Head>() + size_of::<Names>();
-
-impl Place {
-    /// No block lies in the first page.
-    pub(super) const NOWHERE: Self = Self(0);
-
-    pub(super) fn new(page: u32, at: u32) -> Self {
-        Self(page << 6 | at)
-    }
-
-    pub(super) fn page(self) -> u32 {
-        self.0 >> 6
-    }
-
-    pub(super) fn at(self) -> u32 {
-        self.0 & 63
-    }
-}
 
 impl Chunk {
     pub(super) fn new() -> Self {

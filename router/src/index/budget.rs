@@ -6,11 +6,11 @@
 
 use super::Index;
 use super::body::PAGE_BYTES;
-use super::change::{Gone, digest};
 use super::holders::Holders;
-use super::locator::ENTRY_BYTES;
 use super::owner::{Ledger, Owner, fit};
 use super::page::{Page, Warmth};
+use super::sharded_table::ENTRY_BYTES;
+use super::update::{Gone, digest};
 use std::sync::atomic::Ordering;
 
 /// Pages forgotten between two looks at the tables.

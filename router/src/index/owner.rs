@@ -1,9 +1,8 @@
 //! A source, and what it holds.
 
-use super::LEVELS;
-use super::body::Place;
 use super::crowd::Lately;
-use super::seat::{Seat, Slot};
+use super::position::Place;
+use super::seat::{LEVELS, Seat, Slot};
 use std::collections::HashSet;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::ops::Range;

@@ -8,10 +8,11 @@
 //! A place is used once in a page's life, so a name that a reader found does not turn into another under it. A page is read
 //! without waiting, see [`Version`]; it is changed by whose turn it is, see [`Turn`].
 
-use super::body::Place;
-use super::change::Run;
+use super::bits::ones;
 use super::crowd::{Crowd, Lately};
 use super::holders::Holders;
+use super::position::Place;
+use super::run::Run;
 use super::seat::{Seat, Slot};
 use super::sync::{AtomicU8, AtomicU32, AtomicU64, Ordering, fetch};
 use super::version::{Taken, Turn, Version};
@@ -89,20 +90,6 @@ pub(super) struct Seen {
     pub(super) several: Option<Guard<Option<Arc<Crowd>>>>,
     /// Where the prompt probably goes on.
     pub(super) next: Option<Place>,
-}
-
-/// Its first `len` bits.
-pub(super) fn ones(len: u32) -> u64 {
-    if len >= u64::BITS { u64::MAX } else { (1 << len) - 1 }
-}
-
-/// The places whose bits are set, the first first.
-pub(super) fn each(mut bits: u64) -> impl Iterator<Item = u32> {
-    std::iter::from_fn(move || {
-        let at = (bits != 0).then(|| bits.trailing_zeros())?;
-        bits &= bits - 1;
-        Some(at)
-    })
 }
 
 impl Head {

@@ -8,12 +8,11 @@
 //! faster levels perhaps, and the difference is noted. Where its class ends and it does not, it goes on alone. Of a page one
 //! counts the classes, the workers that hold some of it by themselves, and those that go on alone; nobody else is touched.
 
-use super::LEVELS;
-use super::bits::Bits;
+use super::bits::{Bits, each, ones};
 use super::crowd::Group;
-use super::overlap::{Answer, Held};
-use super::page::{Seen, each, ones};
-use super::seat::Seat;
+use super::held::{Answer, Held};
+use super::page::Seen;
+use super::seat::{LEVELS, Seat};
 use std::slice::from_ref;
 
 /// Those who have every block so far.

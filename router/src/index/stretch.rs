@@ -1,7 +1,8 @@
 //! Names that go together, and lie in one page: what an engine gives up is a part of a chain, most of the time.
 
-use super::body::Place;
-use super::page::{PLACES, Page, ones};
+use super::bits::ones;
+use super::page::{PLACES, Page};
+use super::position::Place;
 
 /// A run of names in one page.
 pub(super) struct Stretch {

@@ -1,9 +1,9 @@
 //! The planner in a replay: the live one's own, asked as often, on virtual time.
 
-use crate::balance::{EVERY, Watched};
+use crate::control::rebalance::{EVERY, Watched};
 use crate::fleet::Member;
-use crate::planner::{Flip, Settings};
-use crate::traffic::Totals;
+use crate::load::Totals;
+use crate::policy::planner::{Flip, Settings};
 use std::sync::Arc;
 use tokio::time::Instant;
 

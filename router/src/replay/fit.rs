@@ -13,17 +13,17 @@
 //! less than 0. Which prompts a step computed nobody wrote down: one after the other, as they came, is taken for granted.
 //! Pure: lines in, a profile out.
 
-mod course;
-mod squares;
+mod nnls;
+mod timeline;
 
 #[cfg(test)]
 mod tests;
 
 use super::profile::{Profile, Store};
-use crate::record::Line;
-use course::{Course, Prompts, Sums};
+use crate::trace::Line;
 use kvbm::Level;
 use std::collections::BTreeMap;
+use timeline::{Course, Prompts, Sums};
 
 /// What was learned.
 #[derive(Clone, PartialEq, Debug)]
@@ -116,14 +116,14 @@ pub fn fit(lines: &[Line], base: &Profile) -> Result<Fit, FitError> {
     memory(lines, &mut profile, &mut from_base);
     let stretches: Vec<Stretch> = workers.values().flat_map(|lines| stretches(lines, &profile)).collect();
     let learning = || stretches.iter().filter(|stretch| !matches!(stretch.kind, Kind::Onboarded(..)));
-    let rows: Vec<squares::Row<{ Sums::LEN }>> = learning()
-        .map(|stretch| squares::Row {
+    let rows: Vec<nnls::Row<{ Sums::LEN }>> = learning()
+        .map(|stretch| nnls::Row {
             factors: stretch.sums.0,
             value: stretch.seconds,
             weight: (stretch.seconds + JITTER_S).recip(),
         })
         .collect();
-    let figures = squares::solve(&rows);
+    let figures = nnls::solve(&rows);
     let [step_base_s, decode_sequence_s, decode_context_token_s, prefill_token_s, prefill_attention_pair_s] = figures;
     for (key, value) in [("step_base_s", step_base_s), ("prefill_token_s", prefill_token_s)] {
         if value <= 0.0 {
@@ -222,7 +222,7 @@ fn stretches(lines: &[&Line], profile: &Profile) -> Vec<Stretch> {
         stretches.extend(kind.map(|kind| Stretch { seconds, sums, kind }));
     }
     for line in lines.iter().filter(|line| line.output_length > 1) {
-        let (first, last) = course::span(line);
+        let (first, last) = timeline::span(line);
         let sums = course.between(first, last, |_| (line.output_length - 1) as f64);
         stretches.push(Stretch { seconds: last - first, sums, kind: Kind::Decode });
     }
@@ -232,15 +232,15 @@ fn stretches(lines: &[&Line], profile: &Profile) -> Vec<Stretch> {
 /// How long it took to bring prompts up from some tiers, beyond what computing the rest of them takes.
 fn store(stretches: &[Stretch], levels: &[Level], kv_bytes: f64, figures: &[f64], before: Store) -> Option<Store> {
     let row = |stretch: &Stretch| match stretch.kind {
-        Kind::Onboarded(level, tokens) if levels.contains(&level) => Some(squares::Row {
+        Kind::Onboarded(level, tokens) if levels.contains(&level) => Some(nnls::Row {
             factors: [1.0, tokens as f64 * kv_bytes],
             value: (stretch.seconds - stretch.sums.seconds(figures)).max(0.0),
             weight: (stretch.seconds + JITTER_S).recip(),
         }),
         _ => None,
     };
-    let rows: Vec<squares::Row<2>> = stretches.iter().filter_map(row).collect();
-    let [latency_s, byte_s] = squares::solve(&rows);
+    let rows: Vec<nnls::Row<2>> = stretches.iter().filter_map(row).collect();
+    let [latency_s, byte_s] = nnls::solve(&rows);
     let known = rows.len() >= ONBOARDED_MIN && byte_s > 0.0;
     known.then(|| Store { latency_s, bytes_per_second: byte_s.recip(), ..before })
 }

@@ -1,23 +1,22 @@
 //! The router in a replay: the live one's index, views, books, costs and choice, on virtual time.
 
+use super::admission::{Door, Word};
 use super::advisor::Advisor;
-use super::door::{Door, Word};
-use super::peers::Peer;
+use super::baselines::Peer;
 use super::plane::Message;
 use super::trace::{self, Asked, BLOCK_TOKENS};
 use super::{Admission, Chooser, Options};
 use crate::admission::{Asked as Bidden, Bid, Lane, Part, Told};
-use crate::decide::{Ask, Row, Scratch, decide};
-use crate::feed::view::{Outcome, View};
+use crate::booking::{Promise, Promises};
+use crate::control::replicas::Others;
+use crate::control::{Outcome, View};
 use crate::fleet::{Fleet, Member};
+use crate::hash::mix;
 use crate::index::{Index, Slot};
 use crate::load::Amount;
-use crate::planner::Flip;
-use crate::promise::{Promise, Promises};
-use crate::replica::Others;
-use crate::select::{Turn, mix};
-use crate::settings::{Disaggregation, Rules, Settings};
-use crate::survey::{Overlaps, Survey};
+use crate::policy::planner::Flip;
+use crate::policy::{Ask, Disaggregation, Overlaps, Row, Scratch, Survey, Turn, decide};
+use crate::settings::{Rules, Settings};
 use futures::future::BoxFuture;
 use kvbm::{Epoch, Level, Run, SequenceHash};
 use std::sync::Arc;

@@ -3,8 +3,7 @@
 use super::Profile;
 use super::engine::{Change, Engine};
 use super::trace::{self, Asked, unit};
-use crate::numbers::Numbered;
-use crate::select::mix;
+use crate::hash::{Numbered, mix};
 use kvbm::{BlockEvent, Level};
 use worker::plane::Load;
 

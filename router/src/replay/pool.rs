@@ -1,6 +1,6 @@
 //! The device memory of a simulated worker: blocks that requests use, and blocks kept for the next, leaves given up first.
 
-use crate::numbers::Numbered;
+use crate::hash::Numbered;
 use std::collections::BTreeSet;
 
 /// Blocks by their number in the trace.

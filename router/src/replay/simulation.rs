@@ -1,16 +1,16 @@
 //! The events of a replay: a heap ordered by time, and among equals by the order in which they were scheduled.
 
 use super::engine::{Around, Effects, Engine, Turn};
-use super::figures::{Histogram, Outcome, Served};
 use super::fleet::{Routing, Step};
 use super::plane::{Message, Plane};
+use super::results::{Histogram, Outcome, Served};
 use super::store::Lru;
 use super::trace::Asked;
 use super::{Admission, Chooser, Options, Profile, Trace};
 use crate::admission::Part;
-use crate::balance::EVERY;
-use crate::planner::Flip;
-use crate::select::mix;
+use crate::control::rebalance::EVERY;
+use crate::hash::mix;
+use crate::policy::planner::Flip;
 use kvbm::Level;
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};

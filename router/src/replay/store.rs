@@ -1,6 +1,6 @@
 //! Where blocks rest that fell out of device memory: the least recently used goes.
 
-use crate::numbers::Numbered;
+use crate::hash::Numbered;
 use std::collections::BTreeSet;
 
 #[derive(Default, Debug)]

@@ -153,7 +153,7 @@ fn prompts_that_come_over_share_the_links_on_both_sides() {
     // The second and the third are computed together while the first is handed over.
     let text = line(0, 1024, 1, &[0, 1]) + &line(1, 1024, 1, &[2, 3]) + &line(2, 1024, 1, &[4, 5]);
     let trace = Trace::read(text.as_bytes()).unwrap();
-    let always = Settings { disaggregation: crate::settings::Disaggregation::Always, ..Settings::default() };
+    let always = Settings { disaggregation: crate::policy::Disaggregation::Always, ..Settings::default() };
     let ready = |decodes: usize| {
         let workers = [vec![Phase::Prefill], vec![Phase::Decode; decodes]].concat();
         let mut options = Options { workers, ..by_hand() };

@@ -2,8 +2,8 @@
 //! (`timestamp`), `input_length` and `output_length` in tokens, and `hash_ids`, one number per block of 512 tokens that
 //! names the block together with everything before it.
 
-use crate::record::UNIT_TOKENS;
-use crate::select::mix;
+use crate::hash::mix;
+use crate::trace::UNIT_TOKENS;
 use kvbm::SequenceHash;
 use serde::Deserialize;
 use std::collections::{HashMap, HashSet};

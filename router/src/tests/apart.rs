@@ -2,7 +2,8 @@
 
 use super::fake::{Behaviour, Yard, names, prompt, settle, stored};
 use super::{defaults, failed};
-use crate::settings::{Disaggregation, Settings};
+use crate::policy::Disaggregation;
+use crate::settings::Settings;
 use futures::StreamExt;
 use kvbm::Level;
 use std::time::Duration;

@@ -1,8 +1,8 @@
 //! Conversations over engines that really keep their blocks: what routing by cache saves, in computed prompt tokens.
 
 use super::fake::{BLOCK, Yard, card, names, prompt, settle};
+use crate::hash::mix;
 use crate::policy::Policy;
-use crate::select::mix;
 use crate::settings::Settings;
 use futures::future::{BoxFuture, join_all};
 use futures::{StreamExt, stream};

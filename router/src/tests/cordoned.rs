@@ -2,7 +2,7 @@
 
 use super::defaults;
 use super::fake::{MODEL, prompt, settle};
-use crate::cordon::NoSuchWorker;
+use crate::router::NoSuchWorker;
 use crate::settings::Settings;
 use futures::StreamExt;
 use std::time::Duration;

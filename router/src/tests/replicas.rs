@@ -1,8 +1,8 @@
 //! Several routers over the same workers.
 
 use super::fake::{BLOCK, Fake, MODEL, SPEED, Yard, prompt, settle};
+use crate::control::replicas::{GONE, HEARTBEAT};
 use crate::load::Amount;
-use crate::replica::{GONE, HEARTBEAT};
 use crate::{PlannerMode, PlannerSettings, Router, Settings};
 use std::sync::Arc;
 use std::time::Duration;

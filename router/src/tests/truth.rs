@@ -83,7 +83,7 @@ async fn what_was_sent_to_a_silent_worker_is_bounded_by_its_blocks_and_expires()
     assert_eq!(believed(&yard, &prompt(2, 1600)).await, 0);
     assert_eq!(yard.router.core.index.memberships(), 150);
     assert_eq!(believed(&yard, &prompt(1, 1600)).await, 51, "the end of the older prompt went first");
-    tokio::time::sleep(crate::sent::KEPT + A_WHILE).await;
+    tokio::time::sleep(crate::fleet::KEPT + A_WHILE).await;
     assert_eq!(yard.router.core.index.memberships(), 0);
     assert_eq!(mode(&yard, "w1"), "estimated");
 }

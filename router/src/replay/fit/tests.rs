@@ -31,7 +31,7 @@ fn record(profile: &Profile, workers: usize, rate: f64) -> Vec<Line> {
         settings: crate::settings::Settings::default(),
     };
     let outcome = Simulation::new(&trace, &options, &Chooser::Policy(Policy::Kv), rate, 0).run().unwrap();
-    let line = |(asked, served): (&crate::replay::trace::Asked, &crate::replay::figures::Served)| {
+    let line = |(asked, served): (&crate::replay::trace::Asked, &crate::replay::results::Served)| {
         let since = |ns: u64| (ns - served.arrived_ns) as f64 / 1e9;
         let found = (served.hits * BLOCK_TOKENS).min(asked.input - 1);
         serde_json::from_value::<Line>(serde_json::json!({
