@@ -1,4 +1,9 @@
-//! A block at rest: a header that describes it, and opaque bytes.
+//! What a block is: its hash, its header, its bytes, its retention, and the tier in which it rests.
+//!
+//! This room is the vocabulary of the crate. It imports no other room, and everything in it is a plain value.
+//! Not here: where a block lies (`tier`, `pool`), and what happened to it (`event`).
+//!
+//! A block at rest is a header that describes it, and opaque bytes.
 //!
 //! The phases of a resting block are types: a [`Block`] is what a tier hands back, believed by nobody; only
 //! [`Block::verify`] makes a [`Verified`] of it, and only what was verified is found in device memory. A block may
@@ -26,7 +31,16 @@
 //! | 104 | 16 | cache domain, zeros for the one that everybody shares |
 //! | 120 | 8 | CRC-64/NVME over bytes 0 to 120 and the payload |
 
-use crate::{Custody, Date, DomainId, Fingerprint, Keep, Priority, SequenceHash};
+mod date;
+mod hash;
+mod level;
+mod retention;
+
+pub use date::{Clock, Date};
+pub use hash::{ChainKey, Domain, DomainId, Fingerprint, SequenceHash};
+pub use level::Level;
+pub use retention::{Custody, Keep, Priority, Retention};
+
 use bytes::Bytes;
 use crc_fast::{CrcAlgorithm, Digest, checksum, checksum_combine};
 use std::fmt;

@@ -10,45 +10,44 @@
 //! *At rest* means: survives the death of the process. A power cut may cost blocks, never correctness, because whoever
 //! serves a block verifies it. A write that fails costs its blocks; the tier goes on reading, and writes again after a
 //! second. Of several paths each has its own log, budget and lock; one index tells what rests on all of them. A path that fails
-//! costs its blocks and nothing else, and comes back by itself (`volume`). What one might look for here and will not find: eviction of single blocks, and any `fsync`.
+//! costs its blocks and nothing else, and comes back by itself (`path`). What one might look for here and will not find: eviction of single blocks, and any `fsync`.
 
 mod direct;
 mod file_io;
-mod listing;
+mod footer;
+mod inspect;
 mod load;
+mod lock;
 mod log;
-mod owner;
+mod path;
 mod queue;
 mod reclaim;
 mod record;
 mod recover;
-mod room;
 mod segment;
 mod settings;
-mod spread;
-mod survey;
+mod space;
+mod striping;
 #[cfg(test)]
 mod tests;
 mod verify;
-mod volume;
 mod write;
 
+pub use inspect::{Holding, Survey, survey};
 pub use settings::{OpenError, Settings};
-pub use survey::{Holding, Survey, survey};
 pub use verify::{Verification, verify};
 
-use crate::claim::Claims;
-use crate::crypt::MetadataKeys;
-use crate::index::Index;
-use crate::tier::{LoadError, Loaded, StoreError, Tier, Usage};
-use crate::{Block, Census, Date, EventLog, Fingerprint, Header, Level, SequenceHash, Shares};
+use crate::block::{Block, Date, Fingerprint, Header, Level, SequenceHash};
+use crate::event::{Census, EventLog};
+use crate::tier::{Claims, Index, LoadError, Loaded, Shares, StoreError, Tier, Usage};
+use crate::transform::crypt::MetadataKeys;
 use direct::Pool;
 use futures::future::{BoxFuture, FutureExt};
 use futures::stream::{self, BoxStream, StreamExt};
 use load::Part;
 use log::{Log, Shared, Spill};
+use path::{NO_ANSWER, Volume};
 use queue::again;
-use spread::Spread;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -56,11 +55,11 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, SendError, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Instant;
+use striping::Spread;
 use tokio::runtime::Handle;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
-use volume::{NO_ANSWER, Volume};
 
 /// Reads at once of one path, over all loads: a SATA device is fast with two, an `NVMe` one with eight.
 const READERS: usize = 8;

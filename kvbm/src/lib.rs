@@ -76,56 +76,33 @@
 //!
 //! This crate knows no worker, no model and no request: tokens go in as numbers, bytes stay opaque.
 
-mod announce;
 pub mod block;
-mod census;
-mod claim;
-mod clock;
-pub mod codec;
-#[cfg(test)]
-mod contract;
-pub mod crypt;
-pub mod device;
 pub mod disk;
 pub mod event;
-mod evict;
-mod fair;
-pub mod faulty;
-mod form;
-mod host;
-mod index;
-pub mod lanes;
 mod log_limit;
 mod manager;
-pub mod memory;
 mod metrics;
-pub mod name;
-mod names;
 pub mod object;
-mod peer;
 pub mod permissions;
-mod plan;
 mod pool;
-mod retention;
-mod run;
-pub mod shares;
+mod table;
 #[cfg(test)]
 mod tests;
 pub mod tier;
+mod transform;
 
+// For other crates. Inside this one, imports come from the room that owns a thing.
 pub use block::{Block, Codec, Corrupt, Header, KeyId, Verified};
-pub use census::Census;
-pub use clock::{Clock, Date};
-pub use device::{BlockId, DeviceBlocks};
+pub use block::{
+    ChainKey, Clock, Custody, Date, Domain, DomainId, Fingerprint, Keep, Level, Priority, Retention, SequenceHash,
+};
 pub use disk::DiskTier;
-pub use event::{BlockEvent, Digest, Epoch, EventLog, Gap, Level, Numbered, Run, Snapshot};
-pub use faulty::{Faults, Faulty};
-pub use host::HostTier;
+pub use event::{BlockEvent, Census, Digest, Epoch, EventLog, Gap, Numbered, Run, Snapshot};
 pub use manager::{BlockManager, Onboarded, Onboarding, Recompute, Speed};
 pub use metrics::Metrics;
-pub use name::{ChainKey, Domain, DomainId, Fingerprint, SequenceHash};
 pub use object::ObjectTier;
-pub use pool::{CachedBlock, CachedBlocks, FullBlock, Held, PartialBlock, WeakBlock};
-pub use retention::{Custody, Keep, Priority, Retention};
-pub use shares::{Quota, Shares};
-pub use tier::{LoadError, Loaded, StoreError, Tier, Usage};
+pub use pool::device;
+pub use pool::{BlockId, CachedBlock, CachedBlocks, DeviceBlocks, FullBlock, Held, HostTier, PartialBlock, WeakBlock};
+pub use table::{hugepages as memory, swar as lanes};
+pub use tier::{Faults, Faulty, LoadError, Loaded, Quota, Shares, StoreError, Tier, Usage};
+pub use transform::{codec, crypt};

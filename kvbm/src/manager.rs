@@ -1,34 +1,35 @@
 //! The [`BlockManager`]: one engine's blocks, from device memory down through the tiers and up again.
 //!
-//! It puts together what others own: [`crate::pool`] (which slot holds what), `offload` (blocks on their way down),
-//! `onboard` (on their way up), [`crate::plan`] (which are worth it).
+//! This room owns the movement of blocks between tiers: `offload` (blocks on their way down), `onboard` (on their way up),
+//! [`plan`] (which loads are worth it), `throughput` (how fast each tier is) and `peer` (the memory of another manager).
+//! It promises that a hit is never slower than a miss. Not here: which slot holds what ([`crate::pool`]), and how a tier
+//! stores ([`crate::tier`]).
 //!
 //! **When a background task panics**, the manager is poisoned: it says so at level error, and from then on answers as if
 //! there were no tiers below G1. Serving goes on, slower; nothing that the task may have left half done is used.
 
-mod coming;
-mod loading;
+mod expiry;
+mod inflight;
+mod locate;
 mod offload;
 mod onboard;
-mod source;
-mod speed;
-mod sweep;
+mod peer;
+mod plan;
+mod throughput;
 
 pub use onboard::Onboarding;
 
-use crate::device::DeviceBlocks;
-use crate::event::{EventLog, Level};
-use crate::host::HostTier;
+use crate::block::{Clock, Custody, DomainId, Level, Retention, SequenceHash};
+use crate::event::{Census, EventLog};
 use crate::log_limit::LogLimit;
 use crate::metrics::Metrics;
-use crate::peer::Peer;
-use crate::pool::{CachedBlock, CachedBlocks, FullBlock, Held, PartialBlock, Pool};
-use crate::tier::{Tier, Usage};
-use crate::{Census, Clock, Custody, DomainId, Retention, SequenceHash, Shares};
-use coming::Coming;
-use loading::Job;
+use crate::pool::{CachedBlock, CachedBlocks, DeviceBlocks, FullBlock, Held, HostTier, PartialBlock, Pool};
+use crate::tier::{Shares, Tier, Usage};
+use inflight::Coming;
+use locate::{Source, extent, locate};
 use offload::{Lane, Offer, Offers};
-use source::{Source, extent, locate};
+use onboard::load::Job;
+use peer::Peer;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -59,7 +60,7 @@ struct Inner {
 /// One in so many blocks of G1 may belong to requests that do not run yet: they must not push out those that do.
 const AHEAD: usize = 4;
 
-type Stranger = (Weak<dyn Tier>, Arc<speed::Gauge>);
+type Stranger = (Weak<dyn Tier>, Arc<throughput::Gauge>);
 
 /// What the manager shares with its tasks and its peers.
 pub(crate) struct Core {
@@ -155,7 +156,7 @@ impl BlockManager {
         let lanes = to_host.into_iter().chain(below).collect();
         let ahead_max = (core.pool.capacity() / AHEAD).min(Semaphore::MAX_PERMITS);
         let (coming, strangers, ahead) = (Coming::default(), Mutex::default(), Semaphore::new(ahead_max));
-        let sweeper = sweep::spawn(&core);
+        let sweeper = expiry::spawn(&core);
         Self(Arc::new(Inner { core, lanes, sources, coming, _sweeper: sweeper, ahead, ahead_max, strangers }))
     }
 
@@ -316,7 +317,7 @@ impl BlockManager {
         let strangers = self.0.strangers.lock().unwrap_or_else(PoisonError::into_inner);
         let strangers = strangers.iter().map(|(tier, gauge)| (tier.upgrade().map(|tier| tier.level()), gauge));
         let own = self.0.sources.iter().map(|source| (Some(source.tier.level()), &source.gauge));
-        let speed = |(level, gauge): (Option<Level>, &Arc<speed::Gauge>)| {
+        let speed = |(level, gauge): (Option<Level>, &Arc<throughput::Gauge>)| {
             let (latency, per_block) = gauge.last()?;
             // One block at a time was all we saw: it took the latency.
             let per_block = if per_block > 0.0 { per_block } else { latency };
@@ -396,7 +397,7 @@ impl Inner {
         Onboarded { blocks, from }
     }
 
-    fn gauge(&self, tier: &Arc<dyn Tier>) -> Arc<speed::Gauge> {
+    fn gauge(&self, tier: &Arc<dyn Tier>) -> Arc<throughput::Gauge> {
         if let Some(source) = self.sources.iter().find(|source| Arc::ptr_eq(&source.tier, tier)) {
             return source.gauge.clone();
         }

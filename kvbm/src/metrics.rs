@@ -2,9 +2,9 @@
 //!
 //! One value serves every block manager of a process, and the counts of the managers add up. Labels are bounded: `tier`
 //! is a [`Level`], `direction` is `offload` or `onboard`. Not here: how many blocks and bytes a tier holds; the process
-//! that opens the tiers reads that from [`Usage`](crate::Usage).
+//! that opens the tiers reads that from [`Usage`](crate::tier::Usage).
 
-use crate::Level;
+use crate::block::Level;
 use prometheus::{HistogramOpts, HistogramVec, IntCounter, IntCounterVec, Opts, Registry};
 use std::time::Duration;
 

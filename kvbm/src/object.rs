@@ -9,54 +9,45 @@
 //! *At rest* means: the store acknowledged the object and the manifest that names it. Nothing rests on conditional writes
 //! or locks: each process writes under a name of its own, and nothing that was written changes. An object that is gone,
 //! or is another than it was, costs its blocks: a miss, counted, and forgotten. Deleting is a collector's, now and then
-//! (`upkeep`) or by hand. A discard is of the copy that was read, and holds for the life of the process; after that the block is
+//! (`gc`) or by hand. A discard is of the copy that was read, and holds for the life of the process; after that the block is
 //! verified, and discarded, again.
 
+mod access_log;
 mod catalog;
 mod client;
-mod collector;
-mod compact;
-mod follow;
+mod follower;
+mod format;
 pub mod gc;
-mod known;
-mod layout;
-mod location;
-mod manifest;
 mod measure;
-mod pace;
-mod pack;
-mod removal;
-mod standing;
 #[cfg(test)]
 mod tests;
-mod unreadable;
-mod upkeep;
-mod uses;
+mod writer;
 
-use crate::claim::Claims;
-use crate::crypt::MetadataKeys;
-use crate::fair::{Gate, Pass};
-use crate::run::{self, Run, Wanted};
-use crate::shares::Division;
-use crate::tier::{LoadError, Loaded, StoreError, Tier, Usage};
-use crate::{Block, Census, Corrupt, Date, EventLog, Fingerprint, Header, Level, SequenceHash, Shares, permissions};
+pub use client::Counts;
+pub use client::health::Standing;
+pub use client::url::{Access, Cloud, Credentials, Endpoint, Invalid, Location};
+pub use gc::collector::{Amount, Collector, Report, Verification};
+pub use gc::compact::Compaction;
+pub use gc::schedule::{Outcome, Upkeep};
+
+use crate::block::{Block, Corrupt, Date, Fingerprint, Header, Level, SequenceHash};
+use crate::event::{Census, EventLog};
+use crate::permissions;
+use crate::tier::coalesce::{self, Run, Wanted};
+use crate::tier::{Claims, Division, Gate, LoadError, Loaded, Pass, Shares, StoreError, Tier, Usage};
+use crate::transform::crypt::MetadataKeys;
+use access_log::Uses;
 use bytes::Bytes;
 use catalog::Catalog;
 use client::Client;
-pub use client::Counts;
-pub use collector::{Amount, Collector, Report, Verification};
-pub use compact::Compaction;
-use follow::Follower;
+use follower::Follower;
+use format::layout::{FOLDERS, Layout, ObjectId, Writer};
 use futures::future::{BoxFuture, FutureExt};
 use futures::stream::{self, BoxStream, StreamExt};
-use layout::{Layout, ObjectId, Writer};
-pub use location::{Access, Cloud, Credentials, Endpoint, Invalid, Location};
 use measure::Meter;
 use object_store::local::LocalFileSystem;
 use object_store::{Error, ObjectStore};
-use pack::{Job, Packer};
 use serde::{Deserialize, Serialize};
-pub use standing::Standing;
 use std::collections::BTreeMap;
 use std::io;
 use std::path::Path;
@@ -66,8 +57,7 @@ use std::time::Duration;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
-pub use upkeep::{Outcome, Upkeep};
-use uses::Uses;
+use writer::{Job, Packer};
 
 /// Requests of one load, or of one round of learning, at once: stores reach their bandwidth through parallel requests.
 const PARALLEL: usize = 16;
@@ -251,7 +241,7 @@ impl ObjectTier {
         keys: Option<Arc<MetadataKeys>>,
     ) -> io::Result<Arc<Self>> {
         permissions::create_dir_all(folder)?;
-        permissions::own_dirs_below(folder, &layout::FOLDERS)?;
+        permissions::own_dirs_below(folder, &FOLDERS)?;
         let store = LocalFileSystem::new_with_prefix(folder)?;
         Ok(Self::sealed(Arc::new(store), "", settings, events, keys))
     }
@@ -402,7 +392,7 @@ enum Offered {
     /// It rests already.
     There,
     /// It waits for its object.
-    Waits(oneshot::Receiver<pack::Answer>),
+    Waits(oneshot::Receiver<writer::Answer>),
     /// Somebody else stores it.
     Coming(Fingerprint, SequenceHash, CancellationToken),
 }
@@ -454,7 +444,7 @@ impl Tier for ObjectTier {
         let range = range(objects.values().flatten().map(|wanted| wanted.length));
         let parts = objects
             .into_iter()
-            .flat_map(|(object, wanted)| run::runs(wanted, GAP, range).into_iter().map(move |run| (object, run)));
+            .flat_map(|(object, wanted)| coalesce::runs(wanted, GAP, range).into_iter().map(move |run| (object, run)));
         let mut parts: Vec<(i64, Run)> = parts.collect();
         parts.sort_by_key(|(_, run)| run.wanted.iter().map(|wanted| wanted.index).min());
         let reader = Reader {

@@ -1,4 +1,10 @@
-//! The slots of one tier of memory (the device's, the host's), and the phases of the blocks in them.
+//! The tiers in memory: G1, the device's memory, and G2, the host's.
+//!
+//! This room owns the slots of such a tier and the phases of the blocks in them ([`Pool`]), the choice of what to evict
+//! (`evict`), the seam to the engine's memory ([`device`]) and the host tier ([`HostTier`]).
+//! Not here: when blocks move between tiers. That is `manager`.
+//!
+//! The phases:
 //!
 //! ```text
 //!   allocate ──▶ PartialBlock ──complete──▶ FullBlock ──register──▶ CachedBlock ──downgrade──▶ WeakBlock
@@ -8,26 +14,31 @@
 //! ```
 //!
 //! A transition consumes the phase before it, and dropping is the only release. `allocate` hands out free slots first,
-//! then those of cached blocks that nobody holds, leaves before parents ([`crate::evict`]). What comes and goes by name is
+//! then those of cached blocks that nobody holds, leaves before parents ([`evict`]). What comes and goes by name is
 //! announced under the pool's lock, so that events have the order of what happened. What expired goes, and pins end, as
-//! soon as anybody looks ([`keeping`]).
+//! soon as anybody looks ([`pins`]).
 //!
 //! Look here in vain for bytes: a pool decides who may touch a slot, and never does so itself.
 
-mod find;
-mod held;
-mod keeping;
+pub mod device;
+mod evict;
+mod handles;
+mod host;
+mod lookup;
+mod pins;
 mod slot;
 mod state;
 
-use crate::announce::Stored;
-use crate::event::{EventLog, Level};
-use crate::metrics::MemoryMetrics;
-use crate::shares::Division;
-use crate::{Census, Clock, Custody, DomainId, Keep, SequenceHash};
-pub use held::{CachedBlock, CachedBlocks, Held, WeakBlock};
-use slot::Slot;
+pub use device::{BlockId, DeviceBlocks};
+pub use handles::{CachedBlock, CachedBlocks, Held, WeakBlock};
+pub use host::HostTier;
 pub use slot::{FullBlock, PartialBlock};
+
+use crate::block::{Clock, Custody, DomainId, Keep, Level, SequenceHash};
+use crate::event::{Census, EventLog, Stored};
+use crate::metrics::MemoryMetrics;
+use crate::tier::Division;
+use slot::Slot;
 use state::State;
 use std::sync::{Arc, Mutex};
 

@@ -1,7 +1,27 @@
 //! The seam below G1: a place where blocks rest.
+//!
+//! This room owns the trait [`Tier`] with its contract and the suite that checks it (`conformance`), and the parts that
+//! several tiers are made of: the index of what rests, quotas and fair queueing between cache domains, claims of blocks
+//! that are being written, and reads of neighbouring blocks in one request. [`Faulty`] injects faults into any tier.
+//! Not here: a tier itself. Those are `pool`, `disk` and `object`.
 
-use crate::block::Block;
-use crate::{Date, Fingerprint, Level, SequenceHash};
+pub(crate) mod coalesce;
+#[cfg(test)]
+pub(crate) mod conformance;
+mod drr;
+mod fault_injection;
+mod index;
+mod quota;
+mod write_claims;
+
+pub(crate) use drr::{Fair, Gate, Pass};
+pub use fault_injection::{Faults, Faulty};
+pub(crate) use index::{Index, Resting};
+pub(crate) use quota::{Bounds, Division, payer};
+pub use quota::{Quota, Shares};
+pub(crate) use write_claims::{Claim, Claims};
+
+use crate::block::{Block, Date, Fingerprint, Level, SequenceHash};
 use futures::future::BoxFuture;
 use futures::stream::BoxStream;
 use std::io;

@@ -279,7 +279,8 @@ fn sources(folders: &[&str]) -> Vec<(String, String)> {
 }
 
 fn is_test(file: &str) -> bool {
-    file.ends_with("/tests.rs") || file.contains("/tests/") || file.ends_with("contract.rs")
+    let suite = file.ends_with("contract.rs") || file.ends_with("conformance.rs");
+    file.ends_with("/tests.rs") || file.contains("/tests/") || suite
 }
 
 /// Lines before the unit tests that close a file.

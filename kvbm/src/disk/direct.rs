@@ -3,8 +3,8 @@
 //! The only file of the disk tier with `unsafe`. Buffered writes were six times slower than direct ones where this was
 //! measured; a filesystem that refuses direct access (tmpfs) is used through the page cache, with the same layout.
 
-use crate::memory::{LARGE, enlarge};
 use crate::permissions;
+use crate::table::hugepages::{LARGE, enlarge};
 use std::alloc::{self, Layout};
 use std::fs::{self, File, OpenOptions};
 use std::io;

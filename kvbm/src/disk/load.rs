@@ -4,9 +4,9 @@ use super::direct::{self, Access};
 use super::log::{Log, Place, Shared};
 use super::queue::again;
 use super::{record, segment};
-use crate::run::{self, Run, Wanted};
+use crate::block::{Block, Corrupt, Fingerprint, SequenceHash};
+use crate::tier::coalesce::{self, Run, Wanted};
 use crate::tier::{LoadError, Loaded};
-use crate::{Block, Corrupt, Fingerprint, SequenceHash};
 use bytes::Bytes;
 use std::collections::BTreeMap;
 use std::fs::OpenOptions;
@@ -57,7 +57,7 @@ pub(super) fn plan(
     }
     let parts = |segments: BTreeMap<(u32, u16), Vec<Wanted>>| {
         let parts = segments.into_iter().flat_map(|((segment, group), wanted)| {
-            run::runs(wanted, GAP, READ - Access::BLOCK).into_iter().map(move |run| Part { segment, group, run })
+            coalesce::runs(wanted, GAP, READ - Access::BLOCK).into_iter().map(move |run| Part { segment, group, run })
         });
         // Blocks of a request are wanted in its order; those of the segment with the first one come first.
         let mut parts: Vec<Part> = parts.collect();

@@ -1,20 +1,18 @@
 //! The log: segments in order, a head of each group that is written, an index of what rests where.
 //!
-//! This is what the log has and whether it can be used; what is done with it stands beside: `write`, `room`, `load`,
+//! This is what the log has and whether it can be used; what is done with it stands beside: `write`, `space`, `load`,
 //! `recover`. All of it blocks, and is called off the async threads.
 
 use super::direct::{Access, Pool};
 use super::file_io::FileIo;
-use super::listing::Listing;
-use super::owner::Owner;
+use super::footer::Listing;
+use super::lock::Owner;
 use super::queue::Queue;
-use super::record;
 use super::segment::{self, Head, Segment};
-use super::{OpenError, Settings};
-use crate::crypt::MetadataKeys;
-use crate::index::{Index, Resting};
-use crate::shares::Division;
-use crate::{Block, Fingerprint, Header, SequenceHash};
+use super::{OpenError, Settings, record};
+use crate::block::{Block, Fingerprint, Header, SequenceHash};
+use crate::tier::{Division, Index, Resting};
+use crate::transform::crypt::MetadataKeys;
 use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};

@@ -1,10 +1,8 @@
 //! What waits to be written, and how many are writing.
 
 use super::record::Record;
-use crate::claim::Claim;
-use crate::fair::Fair;
-use crate::shares::Division;
-use crate::{Block, Fingerprint, Header, SequenceHash, StoreError};
+use crate::block::{Block, Fingerprint, Header, SequenceHash};
+use crate::tier::{Claim, Division, Fair, StoreError};
 use std::io;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use tokio::sync::oneshot;
@@ -204,7 +202,7 @@ fn weight(block: &Block) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::contract::chain;
+    use crate::tier::conformance::chain;
 
     #[test]
     fn a_full_queue_is_busy_and_an_empty_one_takes_any_block() {
@@ -222,9 +220,9 @@ mod tests {
 
     #[test]
     fn a_batch_is_of_one_domain_and_a_flood_leaves_room_and_turns_to_others() {
-        let domain = |n: u8| crate::DomainId::from_bytes([n; 16]);
-        let shares = crate::Shares::default().weigh(domain(1), 2.0).weigh(domain(2), 2.0);
-        let queue = Queue::new(3 * 12_000, shares.at(crate::Level::G3, 1));
+        let domain = |n: u8| crate::block::DomainId::from_bytes([n; 16]);
+        let shares = crate::tier::Shares::default().weigh(domain(1), 2.0).weigh(domain(2), 2.0);
+        let queue = Queue::new(3 * 12_000, shares.at(crate::block::Level::G3, 1));
         let offer = |n: u8, count: usize| {
             let blocks = chain(u64::from(n), count).into_iter().map(|block| block.in_domain(domain(n)));
             blocks.filter_map(|block| queue.offer(block, None).ok()).count()
@@ -251,7 +249,7 @@ mod tests {
         assert_eq!(first.take(|_, _| true).unwrap().jobs.len(), 3);
         assert!(first.take(|_, _| true).is_none());
         drop(first);
-        queue.discard(0, crate::contract::fingerprint(), SequenceHash::from_bytes([0; 16]));
+        queue.discard(0, crate::tier::conformance::fingerprint(), SequenceHash::from_bytes([0; 16]));
         assert!(queue.writer().is_some());
     }
 

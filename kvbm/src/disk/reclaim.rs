@@ -4,7 +4,7 @@
 //! that were read, blocks that a later segment builds upon. And whatever precedes those in the segment, because a block
 //! without its parents can be used by nobody.
 
-use crate::{Fingerprint, SequenceHash};
+use crate::block::{Fingerprint, SequenceHash};
 use std::collections::{BTreeSet, HashSet};
 
 /// A block that still rests in the segment, in the order of the log.

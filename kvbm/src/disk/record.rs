@@ -13,7 +13,7 @@
 //! Zeros fill the rest up to the grain, and what is written together up to a block of the device. There is no segment header: every record describes itself.
 
 use super::direct::Access;
-use crate::{Block, Corrupt, Fingerprint, Header, SequenceHash};
+use crate::block::{Block, Corrupt, Fingerprint, Header, SequenceHash};
 use bytes::Bytes;
 use crc_fast::{CrcAlgorithm, checksum};
 
@@ -116,8 +116,8 @@ pub(super) fn judge(bytes: &[u8], most: u64) -> Result<Option<Found>, usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::contract::chain;
     use crate::tests::fuzz;
+    use crate::tier::conformance::chain;
     use proptest::prelude::*;
 
     fn record() -> Vec<u8> {

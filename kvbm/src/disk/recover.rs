@@ -2,14 +2,14 @@
 
 use super::direct::{self, Access};
 use super::file_io::FileIo;
-use super::listing::{Entry, Listing};
+use super::footer::{Entry, Listing};
 use super::log::{Log, Place};
 use super::record::{self, Found};
 use super::segment::{self, Segment, open_regular, path, seal};
-use crate::crypt::MetadataKeys;
-use crate::index::Resting;
-use crate::names::NameHasher;
-use crate::{Fingerprint, SequenceHash};
+use crate::block::{Fingerprint, SequenceHash};
+use crate::table::NameHasher;
+use crate::tier::Resting;
+use crate::transform::crypt::MetadataKeys;
 use std::collections::{BTreeMap, HashMap};
 use std::fs::{File, OpenOptions};
 use std::hash::BuildHasherDefault;

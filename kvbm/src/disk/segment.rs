@@ -10,11 +10,11 @@
 
 use super::direct::{self, Access, Pool};
 use super::file_io::FileIo;
-use super::listing::Listing;
-use super::owner;
+use super::footer::Listing;
+use super::lock;
 use super::record::{Found, Record};
-use crate::crypt::MetadataKeys;
 use crate::permissions;
+use crate::transform::crypt::MetadataKeys;
 use std::ffi::OsStr;
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -261,7 +261,7 @@ impl Drop for Head {
         let mut listing = self.segment.listing();
         if listing.len() == 0 {
             // Nothing could be written to it, or nothing of it was to stay.
-            if owner::is_at(&self.file, &self.path) {
+            if lock::is_at(&self.file, &self.path) {
                 let _ = retire(&self.io, self.path.parent().unwrap_or(Path::new("")), self.segment.number);
             }
             self.segment.resize(0);

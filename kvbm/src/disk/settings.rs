@@ -1,7 +1,8 @@
 //! How large a log may grow, and why one cannot be opened.
 
 use super::direct::Access;
-use crate::{Level, Shares};
+use crate::block::Level;
+use crate::tier::Shares;
 use serde::{Deserialize, Serialize};
 use std::io;
 use std::path::PathBuf;

@@ -1,8 +1,9 @@
 //! The disk tier: the contract, restarts and crashes, damage, room.
 
 use super::*;
-use crate::contract::{self, Subject, announced, chain, chain_of, fingerprint, load, names, store};
-use crate::{BlockEvent, Epoch, Verified};
+use crate::block::Verified;
+use crate::event::{BlockEvent, Epoch};
+use crate::tier::conformance::{self, Subject, announced, chain, chain_of, fingerprint, load, names, store};
 use std::collections::BTreeSet;
 use std::fs;
 use std::os::unix::fs::FileExt;
@@ -14,8 +15,8 @@ use tempfile::TempDir;
 mod crash;
 mod damage;
 mod paths;
-mod room;
 mod shares;
+mod space;
 mod stop;
 mod verify;
 
@@ -241,7 +242,7 @@ fn claim_rigged(folder: &Path, settings: Settings, rig: Rig) -> Arc<DiskTier> {
         next: Arc::default(),
         pool: Pool::default(),
         paths: 1,
-        division: crate::shares::Division::default(),
+        division: crate::tier::Division::default(),
         capacity: settings.capacity_bytes,
         damaged: Arc::default(),
         max_block: Arc::new(Header::MAX_LENGTH.into()),
@@ -294,12 +295,12 @@ fn subject(settings: Settings) -> Subject {
     Subject::keeping(tier, events, folder)
 }
 
-contract::suite!(async || subject(settings()));
+conformance::suite!(async || subject(settings()));
 
 #[tokio::test]
 async fn the_budget_holds() {
     let capacity_bytes = 400_000;
-    contract::older_blocks_make_room_and_the_budget_holds(subject(Settings { capacity_bytes, ..settings() })).await;
+    conformance::older_blocks_make_room_and_the_budget_holds(subject(Settings { capacity_bytes, ..settings() })).await;
 }
 
 #[tokio::test]
@@ -366,8 +367,8 @@ async fn payloads_that_lie_well_in_memory_and_others_are_what_they_were() {
     let shapes = [(0, mib), (512, mib + 4_096), (1_024, mib + 512), (16, mib), (0, mib + 1), (8_192, 512), (0, 73_728)];
     let lies = |n: usize| shapes.map(|(at, length)| memory.slice(page + at + n * 512..page + at + n * 512 + length));
     let payloads = (0..3).flat_map(lies);
-    let seal = |(block, payload): (crate::Block, bytes::Bytes)| {
-        crate::Block::seal(block.header.name, block.header.parent, fingerprint(), payload)
+    let seal = |(block, payload): (crate::block::Block, bytes::Bytes)| {
+        crate::block::Block::seal(block.header.name, block.header.parent, fingerprint(), payload)
     };
     let blocks: Vec<_> = chain(1, 3 * shapes.len()).into_iter().zip(payloads).map(seal).collect();
     store(&*tier, blocks.clone()).await;

@@ -5,11 +5,11 @@
 
 use super::direct::Access;
 use super::file_io::FileIo;
-use super::listing::{Entry, Listing};
-use super::owner::{self, Owner};
+use super::footer::{Entry, Listing};
+use super::lock::{self, Owner};
 use super::recover::{Footer, footer, scan};
 use super::{OpenError, record, segment};
-use crate::{DomainId, Fingerprint, Header, KeyId};
+use crate::block::{DomainId, Fingerprint, Header, KeyId};
 use bytes::Bytes;
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -58,7 +58,7 @@ impl Verification {
 /// [`OpenError::Owned`] while a process serves from the folder, [`OpenError::Io`] when the folder cannot be used.
 pub fn verify(folder: &Path, progress: impl Fn(u64, u64)) -> Result<Option<Verification>, OpenError> {
     let failed = |source| OpenError::Io { path: folder.to_owned(), source };
-    if owner::look(folder).map_err(failed)?.is_none() {
+    if lock::look(folder).map_err(failed)?.is_none() {
         return Ok(None);
     }
     let _owner = Owner::claim(folder)?;

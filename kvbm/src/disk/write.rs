@@ -2,14 +2,14 @@
 //!
 //! A writer takes from the queue and takes a place at the head in one step, so the order of offsets is the order of the
 //! queue; then it fills and writes beside the others. Blocks are listed and indexed, and so announced, when their bytes
-//! are written. Whoever finds no room rolls (`room`); meanwhile the others wait only until there is a head again.
+//! are written. Whoever finds no room rolls (`space`); meanwhile the others wait only until there is a head again.
 
 use super::direct::Access;
 use super::log::{Log, State};
 use super::queue::{Batch, Writer, again};
 use super::record::Record;
 use super::segment::Head;
-use crate::StoreError;
+use crate::tier::StoreError;
 use std::io;
 use std::sync::Arc;
 

@@ -1,8 +1,8 @@
 //! All that an owner has announced, told as the fewest events would tell it: in runs of one chain.
 
-use super::{Announced, Epoch, Level, bit};
-use crate::SequenceHash;
-use crate::names::ByName;
+use super::{Announced, Epoch, bit};
+use crate::block::{Level, SequenceHash};
+use crate::table::ByName;
 use serde::{Deserialize, Serialize};
 
 /// All that an owner has announced, as of a number.

@@ -7,23 +7,23 @@
 //!
 //! A lane queues names, not blocks: what waits pins nothing, and an allocation never waits for a slow disk. A block that
 //! was given up before its turn is dropped and counted, like one for which there was no room. It is held only while its
-//! batch is copied or stored. Cache domains take turns, and each pays for its own flood ([`turns`]).
+//! batch is copied or stored. Cache domains take turns, and each pays for its own flood ([`fair_queue`]).
 //!
 //! A lane that panics poisons the manager ([`Core::poison`]).
 
-mod linger;
+mod batching;
+mod fair_queue;
 mod queue;
-mod turns;
 
 use super::Core;
-use crate::block::Block;
-use crate::host::HostTier;
+use crate::block::{Block, Level};
 use crate::metrics::Direction;
-use crate::names::NameSet;
-use crate::tier::{StoreError, Tier};
-use crate::{Level, Shares};
+use crate::pool::HostTier;
+use crate::table::NameSet;
+use crate::tier::{Shares, StoreError, Tier};
+use batching::Linger;
+pub(super) use fair_queue::Offer;
 use futures::FutureExt;
-use linger::Linger;
 use queue::Queue;
 use std::convert::Infallible;
 use std::panic::{AssertUnwindSafe, resume_unwind};
@@ -31,7 +31,6 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::{self, Instant};
 use tokio_util::task::AbortOnDropHandle;
-pub(super) use turns::Offer;
 
 /// The way to one tier. Dropping it stops the work.
 pub(super) struct Lane {

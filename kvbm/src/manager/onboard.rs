@@ -1,15 +1,17 @@
 //! Blocks on their way up, for one request: ahead of its turn, while it waits, and while it computes.
 //!
-//! **Invariant: nothing is waited for without [`crate::plan::Patience`].** Dropping an [`Onboarding`] stops its reads; slots
+//! **Invariant: nothing is waited for without [`super::plan::Patience`].** Dropping an [`Onboarding`] stops its reads; slots
 //! of blocks that were not registered go back by themselves.
 
+pub(super) mod load;
+
 use super::Inner;
-use super::loading::{Job, Loading, Turn};
-use super::source::{extent, locate};
-use crate::names::ByName;
+use super::locate::{extent, locate};
+use crate::block::{Level, SequenceHash};
 use crate::pool::{CachedBlocks, Held};
-use crate::{Level, SequenceHash};
+use crate::table::ByName;
 use futures::FutureExt;
+use load::{Job, Loading, Turn};
 use std::panic::AssertUnwindSafe;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::sync::{Notify, SemaphorePermit};

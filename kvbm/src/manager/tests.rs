@@ -1,11 +1,13 @@
 //! The manager among tiers of every temper, in virtual time where time matters.
 
+use super::plan::Patience;
 use super::*;
-use crate::contract::Memory;
-use crate::device::contract::InMemory;
-use crate::plan::Patience;
-use crate::tier::{Loaded, StoreError, Usage};
-use crate::{Block, BlockId, Date, Epoch, Faults, Faulty, Fingerprint};
+use crate::block::{Block, Date, Fingerprint};
+use crate::event::Epoch;
+use crate::pool::BlockId;
+use crate::pool::device::conformance::InMemory;
+use crate::tier::conformance::Memory;
+use crate::tier::{Faults, Faulty, Loaded, StoreError, Usage};
 use futures::future::BoxFuture;
 use futures::stream::{BoxStream, StreamExt};
 use prometheus::Registry;

@@ -3,13 +3,14 @@
 //! Bounded: beyond a number of blocks the oldest objects are forgotten, which costs hits, never correctness. A block may lie
 //! in several objects; it is read from the newest that is known, and from the next when that one goes.
 
-use super::layout::{ObjectId, Writer};
-use super::manifest::{Entry, Section};
-use super::unreadable::Unreadable;
-use crate::index::{Index, Resting};
+use super::client::unreadable::Unreadable;
+use super::format::layout::{ObjectId, Writer};
+use super::format::manifest::{Entry, Section};
+use crate::block::{DomainId, Fingerprint, Level, SequenceHash};
+use crate::event::EventLog;
 use crate::log_limit::LogLimit;
-use crate::names::NameHasher;
-use crate::{DomainId, EventLog, Fingerprint, Level, SequenceHash};
+use crate::table::NameHasher;
+use crate::tier::{Index, Resting};
 use object_store::ObjectMeta;
 use object_store::path::Path;
 use std::collections::{BTreeMap, HashSet, VecDeque};
@@ -440,14 +441,15 @@ impl Catalog {
 }
 
 /// Names the objects of a writer's sections.
-pub(super) fn paths(layout: &super::layout::Layout, writer: Writer) -> impl Fn(&Section) -> Path {
+pub(super) fn paths(layout: &super::format::layout::Layout, writer: Writer) -> impl Fn(&Section) -> Path {
     move |section| layout.blocks(section.domain, section.fingerprint, writer, section.object)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Epoch, Header};
+    use crate::block::Header;
+    use crate::event::Epoch;
 
     fn section(object: u64, names: &[u8]) -> Section {
         let entry = |&n: &u8| Entry {

@@ -9,7 +9,11 @@
 //! A store that failed many times in a row is *away*: reads and writes of blocks fail at once, so that nobody waits for
 //! it, until the follower, which goes on asking every second, got an answer.
 
-use super::pace::Pace;
+pub(super) mod health;
+pub(super) mod retry;
+pub(super) mod unreadable;
+pub(super) mod url;
+
 use bytes::Bytes;
 use futures::future::{self, Either};
 use futures::stream::{self, StreamExt, TryStreamExt};
@@ -17,6 +21,7 @@ use object_store::path::Path;
 use object_store::{
     Error, GetResultPayload, ListResult, MultipartUpload, ObjectMeta, ObjectStore, ObjectStoreExt, PutPayload,
 };
+use retry::Pace;
 use std::fmt;
 use std::ops::Range;
 use std::pin::pin;

@@ -10,10 +10,15 @@
 //! what a manifest names that the store does not hand out is unknown, and stays. Of a writer's manifests the highest stays as long as another one does.
 
 mod age;
+mod cache;
+pub(super) mod collector;
+pub(super) mod compact;
+pub(super) mod schedule;
 
-use super::layout::{ObjectId, Writer};
-use super::manifest::{Entry, Section};
-use crate::{Date, DomainId, Fingerprint, Quota, SequenceHash};
+use super::format::layout::{ObjectId, Writer};
+use super::format::manifest::{Entry, Section};
+use crate::block::{Date, DomainId, Fingerprint, SequenceHash};
+use crate::tier::Quota;
 use object_store::path::Path;
 use serde::Serialize;
 use std::cmp::Reverse;

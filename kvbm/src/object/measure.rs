@@ -7,7 +7,7 @@
 use super::Standing;
 use super::catalog::Catalog;
 use super::client::Client;
-use super::layout::Layout;
+use super::format::layout::Layout;
 use object_store::Error;
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,8 +1,9 @@
 //! The object tier: the contract on two stores, what others find, what is lost, what a failing store costs.
 
 use super::*;
-use crate::contract::{self, Subject, announced, chain, chain_of, fingerprint, load, names, store};
-use crate::{DomainId, Epoch, Verified};
+use crate::block::{DomainId, Verified};
+use crate::event::Epoch;
+use crate::tier::conformance::{self, Subject, announced, chain, chain_of, fingerprint, load, names, store};
 use object_store::memory::InMemory;
 use object_store::throttle::{ThrottleConfig, ThrottledStore};
 use std::fs;
@@ -60,7 +61,7 @@ pub(super) fn files(folder: &Path, under: &str) -> Vec<PathBuf> {
 
 mod in_memory {
     use super::*;
-    contract::suite!(async || {
+    conformance::suite!(async || {
         let (tier, events) = open_on(Arc::new(InMemory::new()));
         Subject::keeping(tier, events, ())
     });
@@ -68,7 +69,7 @@ mod in_memory {
 
 mod in_a_folder {
     use super::*;
-    contract::suite!(async || {
+    conformance::suite!(async || {
         let folder = tempfile::tempdir().unwrap();
         let (tier, events) = open_in(folder.path(), Settings::default());
         Subject::keeping(tier, events, folder)
@@ -189,7 +190,7 @@ async fn one_domains_flood_of_loads_delays_another_by_its_turn_only() {
     let small = Settings { object_bytes: 10_000, object_blocks: 1, ..Settings::default() };
     let tier = ObjectTier::open(Arc::new(throttled), "kv", small, Arc::new(EventLog::new(Epoch(1))));
     let [flood, quiet] = [7, 8].map(|n| DomainId::from_bytes([n; 16]));
-    tier.divide(&crate::Shares::default().weigh(flood, 2.0).weigh(quiet, 1.5));
+    tier.divide(&crate::tier::Shares::default().weigh(flood, 2.0).weigh(quiet, 1.5));
     let of = |domain, seed, count| -> Vec<Block> {
         chain(seed, count).into_iter().map(|block| block.in_domain(domain)).collect()
     };
@@ -247,8 +248,8 @@ async fn prefixes_of_one_store_are_apart() {
 async fn others_learn_from_the_manifest_how_long_a_block_is_kept() {
     let folder = tempfile::tempdir().unwrap();
     let (writer, _) = reopen(folder.path()).await;
-    let keep = crate::Keep { expires: Some(Date::from_unix(1_000)), ..crate::Keep::default() };
-    let custody = crate::Custody { keep, ..crate::Custody::default() };
+    let keep = crate::block::Keep { expires: Some(Date::from_unix(1_000)), ..crate::block::Keep::default() };
+    let custody = crate::block::Custody { keep, ..crate::block::Custody::default() };
     let blocks: Vec<Block> = chain(1, 4).into_iter().map(|block| block.in_custody(custody)).collect();
     store(&*writer, [blocks.clone(), chain(2, 4)].concat()).await;
     let (reader, events) = reopen(folder.path()).await;

@@ -1,8 +1,8 @@
 //! Slots that have one owner, before everyone may read what is in them.
 
 use super::Shared;
-use crate::device::BlockId;
-use crate::{Custody, SequenceHash};
+use super::device::BlockId;
+use crate::block::{Custody, SequenceHash};
 use std::fmt;
 use std::sync::Arc;
 

@@ -1,12 +1,12 @@
 //! What a pool knows, and the lock that it is under.
 
 use super::Shared;
-use super::keeping::{Due, Keeping, Pin};
+use super::evict::{Removed, Residents};
+use super::pins::{Due, Keeping, Pin};
 use super::slot::Slot;
+use crate::block::{Custody, Date, DomainId, Keep, SequenceHash};
 use crate::event::{BlockEvent, EventLog};
-use crate::evict::{Removed, Residents};
-use crate::shares::Division;
-use crate::{Custody, Date, DomainId, Keep, SequenceHash};
+use crate::tier::Division;
 use std::collections::HashMap;
 use std::hint::spin_loop;
 use std::ops::{Deref, DerefMut};

@@ -1,6 +1,5 @@
 use super::*;
-use crate::BlockEvent;
-use crate::event::Epoch;
+use crate::event::{BlockEvent, Epoch};
 use proptest::prelude::*;
 use std::collections::HashSet;
 
@@ -17,7 +16,7 @@ fn pool(capacity: usize) -> (Pool, Arc<EventLog>) {
 }
 
 fn metrics() -> MemoryMetrics {
-    crate::Metrics::new(&prometheus::Registry::new()).unwrap().memory(Level::G1)
+    crate::metrics::Metrics::new(&prometheus::Registry::new()).unwrap().memory(Level::G1)
 }
 
 fn put(pool: &Pool, n: u8, parent: Option<u8>) -> CachedBlock {

@@ -1,12 +1,19 @@
 //! Damage to what rests, through the manager: each region of each file, in each form. Whatever happens, a block is the one
 //! that was stored, or it is computed again; and what is served as damaged is counted.
 
-use crate::codec::{Mode, encoded, synthetic};
-use crate::contract::{chain, fingerprint, names, store};
-use crate::crypt::{KeySource, Keys, encrypted};
-use crate::device::contract::InMemory;
-use crate::{Block, BlockManager, Codec, DiskTier, Epoch, EventLog, Level, Metrics, ObjectTier, Recompute, Tier};
-use crate::{DeviceBlocks, Header, disk, object};
+use crate::block::{Block, Codec, Header, Level};
+use crate::disk::DiskTier;
+use crate::event::{Epoch, EventLog};
+use crate::manager::{BlockManager, Recompute};
+use crate::metrics::Metrics;
+use crate::object::ObjectTier;
+use crate::pool::DeviceBlocks;
+use crate::pool::device::conformance::InMemory;
+use crate::tier::Tier;
+use crate::tier::conformance::{chain, fingerprint, names, store};
+use crate::transform::codec::{Mode, encoded, synthetic};
+use crate::transform::crypt::{KeySource, Keys, encrypted};
+use crate::{disk, object};
 use bytes::Bytes;
 use futures::StreamExt;
 use object_store::memory::InMemory as Shelf;

@@ -1,8 +1,7 @@
 //! Restarts and crashes: what was announced is there again, and nothing else is believed.
 
 use super::*;
-use crate::{Block, SequenceHash};
-use crate::{Date, DomainId};
+use crate::block::{Block, Date, DomainId, SequenceHash};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 

@@ -1,8 +1,8 @@
 //! Damage: whatever happens to the files, a block is the one that was stored, or it is not there.
 
 use super::*;
-use crate::crypt::{Environment, KeySource, Keys, MetadataKeys};
-use crate::{Block, SequenceHash};
+use crate::block::{Block, SequenceHash};
+use crate::transform::crypt::{Environment, KeySource, Keys, MetadataKeys};
 use std::collections::BTreeMap;
 
 /// A folder with sealed segments, one that was open when the process was killed, and what was stored in them.
@@ -201,7 +201,7 @@ async fn with_keys_unsealed_and_forged_footers_are_scanned_and_sealed() {
     let ours = keys("01").await;
     let opened = async |folder: &Path, keys: &Arc<MetadataKeys>| {
         let (events, path) = (Arc::new(EventLog::new(Epoch(1))), [(folder.to_owned(), settings())]);
-        let tier = DiskTier::begin(&path, &crate::Shares::default(), events, Some(keys.clone())).unwrap();
+        let tier = DiskTier::begin(&path, &crate::tier::Shares::default(), events, Some(keys.clone())).unwrap();
         tier.recovered().await;
         let found = load(&*tier, fingerprint(), names(&blocks)).await.iter().flatten().count();
         (found, tier.damaged_footers())

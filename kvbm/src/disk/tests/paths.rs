@@ -1,7 +1,7 @@
 //! Several paths: one view, parts of a prefix on each, and one that fails costs its own blocks only.
 
 use super::*;
-use crate::{Block, SequenceHash};
+use crate::block::{Block, SequenceHash};
 
 /// Blocks of so many bytes that a store of a few megabytes reaches every path.
 const BLOCK: usize = 60_000;
@@ -75,7 +75,7 @@ fn blocks(seed: u64, count: usize) -> Vec<Block> {
     chain_of(fingerprint(), seed, count, BLOCK)
 }
 
-contract::suite!(async || {
+conformance::suite!(async || {
     let Paths { folders, tier, events } = Paths::new(3, settings());
     Subject::keeping(tier, events, folders)
 });
@@ -83,7 +83,7 @@ contract::suite!(async || {
 mod with_one_path_that_takes_nothing {
     use super::*;
 
-    contract::suite!(async || {
+    conformance::suite!(async || {
         let Paths { folders, tier, events } = Paths::new(2, settings());
         tier.shared.rig.fail_writes(1, libc::ENOSPC);
         Subject::keeping(tier, events, folders)
@@ -94,7 +94,7 @@ mod with_one_path_that_takes_nothing {
 async fn the_budget_of_each_path_holds() {
     let capacity_bytes = 300_000;
     let Paths { folders, tier, events } = Paths::new(2, Settings { capacity_bytes, ..settings() });
-    contract::older_blocks_make_room_and_the_budget_holds(Subject::keeping(tier, events, folders)).await;
+    conformance::older_blocks_make_room_and_the_budget_holds(Subject::keeping(tier, events, folders)).await;
 }
 
 #[tokio::test]
@@ -347,7 +347,8 @@ async fn what_rests_is_served_while_the_rest_is_still_looked_for() {
     let Paths { folders, tier, .. } = paths;
     drop(tier);
     let over: Vec<_> = folders.iter().map(|folder| (folder.path().join("kv"), settings())).collect();
-    let tier = DiskTier::begin(&over, &crate::Shares::default(), Arc::new(EventLog::new(Epoch(1))), None).unwrap();
+    let tier =
+        DiskTier::begin(&over, &crate::tier::Shares::default(), Arc::new(EventLog::new(Epoch(1))), None).unwrap();
     // Stored at once, while recovery may still run.
     store(&*tier, chain(2, 20)).await;
     tier.recovered().await;

@@ -1,7 +1,8 @@
 //! What domains are promised of the log: floods, limits, restarts.
 
 use super::*;
-use crate::{Block, DomainId, Quota};
+use crate::block::{Block, DomainId};
+use crate::tier::Quota;
 
 const KIB: u64 = 1 << 10;
 

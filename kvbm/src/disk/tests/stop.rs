@@ -1,7 +1,7 @@
 //! Stops and the starts after them, with segments of the default size.
 
 use super::*;
-use crate::{Block, Date};
+use crate::block::{Block, Date};
 use std::sync::LazyLock;
 
 /// Segments of the default size: what follows the last record of an open one is far longer than what is read at once.

@@ -1,8 +1,8 @@
 //! What waits for one tier, between those who offer and the lane that takes.
 
-use super::linger::Linger;
-use super::turns::{Offer, Turns};
-use crate::Shares;
+use super::batching::Linger;
+use super::fair_queue::{Offer, Turns};
+use crate::tier::Shares;
 use std::convert::Infallible;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::sync::{Notify, mpsc};

@@ -1,7 +1,7 @@
 //! Virtual time from an engine's turn to its first token: from whatever tier, never later than a miss.
 
 use super::*;
-use crate::plan::Patience;
+use crate::manager::plan::Patience;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
 

@@ -1,7 +1,7 @@
 //! Blocks on their way down.
 
 use super::*;
-use crate::shares::Quota;
+use crate::tier::Quota;
 
 #[tokio::test]
 async fn registered_blocks_rest_in_every_tier_after_a_flush() {
@@ -18,7 +18,7 @@ async fn registered_blocks_rest_in_every_tier_after_a_flush() {
 #[tokio::test(start_paused = true)]
 async fn a_trickle_costs_a_shared_store_few_requests_and_what_comes_alone_goes_at_once() {
     let folder = tempfile::tempdir().unwrap();
-    let store = crate::ObjectTier::folder(folder.path(), crate::object::Settings::default(), log()).unwrap();
+    let store = crate::object::ObjectTier::folder(folder.path(), crate::object::Settings::default(), log()).unwrap();
     store.caught_up().await;
     let site = Site::new(2_000, 2_000, vec![store.clone()]);
     drop(site.compute(0..1));

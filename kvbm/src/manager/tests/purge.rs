@@ -1,7 +1,7 @@
 //! Domains that are purged from memory, whatever is under way.
 
 use super::*;
-use crate::{Custody, DomainId};
+use crate::block::{Custody, DomainId};
 use std::sync::Mutex;
 
 fn tenant(n: u8) -> Custody {

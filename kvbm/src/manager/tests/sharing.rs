@@ -1,7 +1,8 @@
 //! Blocks that other managers made: handed over, shared, left by a process before this one.
 
 use super::*;
-use crate::{DiskTier, ObjectTier, disk, object};
+use crate::disk::{self, DiskTier};
+use crate::object::{self, ObjectTier};
 
 #[tokio::test]
 async fn a_peer_hands_over_what_it_has_in_memory_and_takes_nothing() {

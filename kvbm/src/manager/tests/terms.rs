@@ -1,8 +1,8 @@
 //! What a request asked for goes with its blocks, down and up.
 
 use super::*;
-use crate::contract::load;
-use crate::{Keep, Priority};
+use crate::block::{Keep, Priority};
+use crate::tier::conformance::load;
 
 fn custody() -> Custody {
     let date = |seconds| Some(Date::from_unix(seconds));

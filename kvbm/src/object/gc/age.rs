@@ -1,9 +1,9 @@
 //! How old objects are, by their last use, and which ones are of no use beside others. Pure.
 
 use super::{Live, is_pinned};
-use crate::object::layout::ObjectId;
-use crate::object::manifest::{Entry, Section};
-use crate::{Date, Fingerprint, SequenceHash};
+use crate::block::{Date, Fingerprint, SequenceHash};
+use crate::object::format::layout::ObjectId;
+use crate::object::format::manifest::{Entry, Section};
 use std::collections::{BTreeSet, BinaryHeap, HashMap};
 use std::time::Duration;
 

@@ -105,7 +105,8 @@ async fn budget_soak() {
     };
     let settings = Settings { capacity: Some(budget), ..Settings::default() };
     let tiers = [0, 1].map(|_| open_in(folder.path(), settings).0);
-    let collecting = tiers.iter().map(|tier| upkeep.clone().run(tier.collector(), crate::Clock::system(), |_| ()));
+    let collecting =
+        tiers.iter().map(|tier| upkeep.clone().run(tier.collector(), crate::block::Clock::system(), |_| ()));
     let _collecting: Vec<_> = collecting.map(|run| AbortOnDropHandle::new(tokio::spawn(run))).collect();
     let start = std::time::Instant::now();
     let (mut came, mut refused, mut seed, mut most, mut shown) = (0_u64, 0_u64, 0, 0, 0);

@@ -1,7 +1,7 @@
 //! Small objects become large ones, nobody misses a block meanwhile, and all of it takes few requests.
 
 use super::*;
-use crate::Clock;
+use crate::block::Clock;
 use crate::object::gc::{Policy, Why};
 
 /// After so long what another one left is anybody's.
@@ -18,7 +18,7 @@ async fn trickle(tier: &ObjectTier, batches: u64, blocks: usize) -> Vec<Block> {
     all
 }
 
-async fn pass(collector: &Collector, minutes: u64) -> collector::Report {
+async fn pass(collector: &Collector, minutes: u64) -> Report {
     let survey = collector.survey(|_, _| ()).await.unwrap();
     let now = Clock::system().now().after(Duration::from_mins(minutes));
     collector.collect(&survey, &Policy::default(), now).await.unwrap()
@@ -72,7 +72,7 @@ async fn a_trickle_is_compacted_and_collected_with_a_tenth_of_a_request_per_bloc
             .unwrap()
             .iter()
             .map(|event| match &event.event {
-                crate::BlockEvent::Stored { blocks, .. } => blocks.len(),
+                crate::event::BlockEvent::Stored { blocks, .. } => blocks.len(),
                 other => panic!("{other:?}: nothing ever went"),
             })
             .sum();

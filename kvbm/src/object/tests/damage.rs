@@ -1,7 +1,7 @@
 //! Damage in the store: a block is the one that was stored, or it is not there.
 
 use super::*;
-use crate::Block;
+use crate::block::Block;
 
 /// A folder with several objects and manifests, and what was stored in them.
 async fn image() -> (TempDir, Vec<Block>) {

@@ -1,6 +1,6 @@
 //! A store in memory that counts its requests, fails or hangs when told, and may have a clock of its own.
 
-use crate::Clock;
+use crate::block::Clock;
 use futures::future;
 use futures::stream::BoxStream;
 use futures::{StreamExt, TryStreamExt};
@@ -171,7 +171,7 @@ impl ObjectStore for Flaky {
             self.puts.fetch_add(1, Ordering::Relaxed);
             let put = self.inner.put_opts(path, payload, options).await?;
             if let Some(clock) = self.clock.get() {
-                let date = Duration::from_secs(u64::from(crate::Date::encode(Some(clock.now()))));
+                let date = Duration::from_secs(u64::from(crate::block::Date::encode(Some(clock.now()))));
                 self.dates.lock().unwrap().insert(path.clone(), date);
             }
             if self.mood(path.as_ref()) == Some(Mood::FailsAfterwards) { Err(down()) } else { Ok(put) }

@@ -1,7 +1,7 @@
 //! Manifests that are sealed, forged, moved, or of absurd size.
 
 use super::*;
-use crate::crypt::{Environment, KeySource, Keys, MetadataKeys};
+use crate::transform::crypt::{Environment, KeySource, Keys, MetadataKeys};
 use object_store::ObjectStoreExt;
 
 /// The metadata keys of a process with these master keys, on a shelf that all share.
@@ -96,7 +96,7 @@ async fn oversized_metadata_is_skipped_and_takes_no_memory() {
     let store = Arc::new(LocalFileSystem::new_with_prefix(folder.path()).unwrap());
     let collector = Collector::open(store, "", Duration::from_secs(10));
     let survey = collector.survey(|_, _| {}).await.unwrap();
-    let now = crate::Clock::system().now();
+    let now = crate::block::Clock::system().now();
     assert!(collector.turn(Duration::from_secs(9), now).await.unwrap().is_some());
     let seen = collector.verify(&survey, false, async |_, _| Ok(true), |_, _| {}).await.unwrap();
     assert_eq!((seen.valid_blocks, seen.corrupt_manifests), (10, 2));

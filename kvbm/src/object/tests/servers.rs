@@ -76,7 +76,7 @@ macro_rules! on {
                 ($make).into()
             }
 
-            contract::suite!(async || {
+            conformance::suite!(async || {
                 place().map(|place| {
                     let (tier, events) = place.open();
                     Subject::keeping(tier, events, place)

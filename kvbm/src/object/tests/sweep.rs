@@ -1,9 +1,9 @@
 //! Collecting while others read and write: bytes are right or missing, and whoever runs on learns what went.
 
 use super::*;
-use crate::Clock;
-use crate::object::collector::Report;
+use crate::block::Clock;
 use crate::object::gc::Policy;
+use crate::object::gc::collector::Report;
 
 /// Longer than any grace here.
 const LATER: Duration = Duration::from_hours(2);
@@ -81,9 +81,11 @@ async fn a_writer_whose_first_manifests_are_gone_is_still_followed() {
     let (writer, _) = open_on(shared.clone());
     let (follower, _) = open_on(shared.clone());
     follower.caught_up().await;
-    let pinned = crate::Keep { pinned: Some(Clock::system().now().after(LATER * 9)), ..crate::Keep::default() };
-    let kept =
-        chain(7, 5).into_iter().map(|block| block.in_custody(crate::Custody { keep: pinned, ..Default::default() }));
+    let pinned =
+        crate::block::Keep { pinned: Some(Clock::system().now().after(LATER * 9)), ..crate::block::Keep::default() };
+    let kept = chain(7, 5)
+        .into_iter()
+        .map(|block| block.in_custody(crate::block::Custody { keep: pinned, ..Default::default() }));
     let kept: Vec<Block> = kept.collect();
     store(&*writer, chain(1, 5)).await;
     store(&*writer, kept.clone()).await;

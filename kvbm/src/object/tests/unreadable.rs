@@ -2,7 +2,7 @@
 
 use super::flaky::{Flaky, Mood};
 use super::*;
-use crate::Clock;
+use crate::block::Clock;
 use crate::object::gc::Policy;
 use object_store::ObjectStoreExt;
 
@@ -168,8 +168,9 @@ async fn a_writer_is_learned_from_although_its_highest_manifest_went() {
 async fn a_new_node_learns_from_a_writer_whose_latest_objects_were_collected() {
     let shared: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
     let (writer, _) = open_on(shared.clone());
-    let keep = crate::Keep { pinned: Some(Clock::system().now().after(LATER * 9)), ..crate::Keep::default() };
-    let custody = crate::Custody { keep, ..crate::Custody::default() };
+    let keep =
+        crate::block::Keep { pinned: Some(Clock::system().now().after(LATER * 9)), ..crate::block::Keep::default() };
+    let custody = crate::block::Custody { keep, ..crate::block::Custody::default() };
     store(&*writer, chain(0, 5).into_iter().map(|block| block.in_custody(custody)).collect()).await;
     store(&*writer, chain(1, 5)).await;
     store(&*writer, chain(2, 5)).await;

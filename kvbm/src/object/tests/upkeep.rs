@@ -1,7 +1,7 @@
 //! Several processes that look after one store: it stays within its bounds, and about one looks through it each time.
 
 use super::*;
-use crate::Clock;
+use crate::block::Clock;
 use crate::object::gc::Policy;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -13,7 +13,7 @@ pub(super) fn ticking() -> (Clock, AbortOnDropHandle<()>) {
 }
 
 /// The same, from another time on than the machine's.
-pub(super) fn ticking_from(start: crate::Date) -> (Clock, AbortOnDropHandle<()>) {
+pub(super) fn ticking_from(start: crate::block::Date) -> (Clock, AbortOnDropHandle<()>) {
     let clock = Clock::standing(start);
     let hand = clock.clone();
     let ticking = tokio::spawn(async move {

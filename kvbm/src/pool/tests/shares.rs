@@ -1,8 +1,8 @@
 //! Domains side by side in one pool.
 
 use super::*;
-use crate::DomainId;
-use crate::shares::{Quota, Shares};
+use crate::block::DomainId;
+use crate::tier::{Quota, Shares};
 
 const ONE: DomainId = DomainId::from_bytes([1; 16]);
 const OTHER: DomainId = DomainId::from_bytes([2; 16]);

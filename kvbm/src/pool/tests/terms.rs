@@ -1,7 +1,7 @@
 //! Expiry, pins and priority in one pool.
 
 use super::*;
-use crate::{Date, Priority, Retention};
+use crate::block::{Date, Priority, Retention};
 use std::time::Duration;
 
 const START: u64 = 1_000;

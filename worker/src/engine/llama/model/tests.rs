@@ -454,7 +454,7 @@ fn rows_of_logits_are_worked_on_by_several_threads() {
 #[test]
 fn the_arena_keeps_the_device_contract() {
     let arena = Arena::new(&config(Family::Llama, 4, 2, 8), 16, 9, &[1; 32]).unwrap();
-    kvbm::device::contract::check(&arena);
+    kvbm::device::conformance::check(&arena);
 }
 
 #[test]

@@ -1,0 +1,149 @@
+//! What every [`DeviceBlocks`] must keep, as a suite that an implementation's tests run.
+
+use super::{BlockId, DeviceBlocks, copy_seen};
+use crate::block::Fingerprint;
+use std::sync::{Arc, Mutex};
+
+/// Panics, naming the rule, when `device` breaks the contract. Overwrites every slot.
+pub fn check(device: &dyn DeviceBlocks) {
+    let facts = || (device.capacity(), device.block_bytes(), device.fingerprint());
+    let before = facts();
+    let (capacity, size, _) = before;
+    assert!(capacity > 0 && size > 0, "a device has slots, and slots have bytes");
+
+    // A different pattern in every slot, written in a mixed order: overlap and misplacement both show.
+    let pattern =
+        |slot: usize| -> Vec<u8> { (0..size).map(|i| (slot * 31 + i * 7 + (i >> 8) * 13 + 1) as u8).collect() };
+    let mixed = (0..capacity).filter(|slot| slot % 2 == 1).chain((0..capacity).filter(|slot| slot % 2 == 0));
+    for slot in mixed {
+        device.write(BlockId(slot as u32), &pattern(slot));
+    }
+    let mut bytes = vec![0; size];
+    for slot in 0..capacity {
+        device.read(BlockId(slot as u32), &mut bytes);
+        assert!(bytes == pattern(slot), "slot {slot} returns what was last written to it, and no other slot's bytes");
+    }
+
+    // Whoever looks on sees what is copied, from the first byte to the last.
+    let (mut shown, first) = (Vec::new(), BlockId(0));
+    device.write_seen(first, &pattern(1), &mut |piece| shown.extend_from_slice(piece));
+    assert!(shown == pattern(1), "what is written is shown, once and in order");
+    shown.clear();
+    device.read_seen(first, &mut bytes, &mut |piece| shown.extend_from_slice(piece));
+    assert!(bytes == pattern(1) && shown == bytes, "what is read is shown, once and in order");
+
+    // One byte at either end belongs to the slot.
+    let middle = BlockId((capacity / 2) as u32);
+    for at in [0, size - 1] {
+        let mut changed = pattern(middle.0 as usize);
+        changed[at] ^= 0xff;
+        device.write(middle, &changed);
+        device.read(middle, &mut bytes);
+        assert!(bytes == changed, "byte {at} of a slot is kept");
+    }
+
+    // Different slots at the same time, from different threads.
+    std::thread::scope(|scope| {
+        for worker in 0..2 {
+            scope.spawn(move || {
+                let mut bytes = vec![0; size];
+                for slot in (worker..capacity).step_by(2) {
+                    device.write(BlockId(slot as u32), &pattern(slot + 1));
+                    device.read(BlockId(slot as u32), &mut bytes);
+                    assert!(bytes == pattern(slot + 1), "slots are independent between threads");
+                }
+            });
+        }
+    });
+    assert!(facts() == before, "capacity, block_bytes and fingerprint never change");
+}
+
+/// Plain memory as a device: the smallest implementation, for tests of what stands above the seam.
+pub struct InMemory {
+    slots: Vec<Mutex<Vec<u8>>>,
+    block_bytes: usize,
+    fingerprint: Fingerprint,
+}
+
+impl InMemory {
+    /// Zeroed slots.
+    pub fn new(capacity: usize, block_bytes: usize, fingerprint: Fingerprint) -> Arc<Self> {
+        let slots = (0..capacity).map(|_| Mutex::new(vec![0; block_bytes])).collect();
+        Arc::new(Self { slots, block_bytes, fingerprint })
+    }
+
+    fn slot(&self, slot: BlockId) -> &Mutex<Vec<u8>> {
+        &self.slots[slot.0 as usize]
+    }
+}
+
+impl DeviceBlocks for InMemory {
+    fn capacity(&self) -> usize {
+        self.slots.len()
+    }
+
+    fn block_bytes(&self) -> usize {
+        self.block_bytes
+    }
+
+    fn fingerprint(&self) -> Fingerprint {
+        self.fingerprint
+    }
+
+    fn read(&self, slot: BlockId, into: &mut [u8]) {
+        into.copy_from_slice(&self.slot(slot).lock().expect("no user of a slot panicked"));
+    }
+
+    fn write(&self, slot: BlockId, from: &[u8]) {
+        // `try_lock`: whoever breaks the rule that a slot is written by its only user is told so.
+        self.slot(slot).try_lock().expect("nobody else uses a slot that is written").copy_from_slice(from);
+    }
+
+    fn read_seen(&self, slot: BlockId, into: &mut [u8], seen: &mut dyn FnMut(&[u8])) {
+        copy_seen(&self.slot(slot).lock().expect("no user of a slot panicked"), into, seen);
+    }
+
+    fn write_seen(&self, slot: BlockId, from: &[u8], seen: &mut dyn FnMut(&[u8])) {
+        let mut into = self.slot(slot).try_lock().expect("nobody else uses a slot that is written");
+        copy_seen(from, &mut into, seen);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn plain_memory_keeps_the_contract() {
+        check(&*InMemory::new(9, 300, Fingerprint::from_bytes([1; 32])));
+    }
+
+    /// Two slots share a byte.
+    struct Overlapping(Mutex<Vec<u8>>);
+
+    impl DeviceBlocks for Overlapping {
+        fn capacity(&self) -> usize {
+            2
+        }
+        fn block_bytes(&self) -> usize {
+            10
+        }
+        fn fingerprint(&self) -> Fingerprint {
+            Fingerprint::from_bytes([1; 32])
+        }
+        fn read(&self, slot: BlockId, into: &mut [u8]) {
+            let at = slot.0 as usize * 9;
+            into.copy_from_slice(&self.0.lock().unwrap()[at..at + 10]);
+        }
+        fn write(&self, slot: BlockId, from: &[u8]) {
+            let at = slot.0 as usize * 9;
+            self.0.lock().unwrap()[at..at + 10].copy_from_slice(from);
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "no other slot's bytes")]
+    fn slots_that_overlap_are_found_out() {
+        check(&Overlapping(Mutex::new(vec![0; 19])));
+    }
+}

@@ -1,0 +1,120 @@
+//! The host tier's memory: one allocation cut into slots, and a header beside each.
+//!
+//! All `unsafe` of the tier is here. It rests on the phases: a `PartialBlock` is the only owner of its slot, so `&mut` of
+//! it is exclusive access to the bytes; a `CachedBlock` is held while its bytes are read, and a held slot is not handed
+//! out again.
+
+use crate::block::{Header, Keep};
+use crate::pool::{CachedBlock, PartialBlock};
+use crate::table::hugepages;
+use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::io;
+use std::ptr::NonNull;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Slots of one pool. It must only be used with blocks of that pool.
+pub(super) struct Arena {
+    /// What was allocated; slots begin at the first multiple of [`Arena::ALIGN`] in it.
+    memory: NonNull<u8>,
+    layout: Layout,
+    slots: usize,
+    slot_bytes: usize,
+    /// Never contended: a header is written before its block can be found and only copied afterwards.
+    headers: Box<[Mutex<Option<Header>>]>,
+}
+
+// SAFETY: the arena owns its memory; access to parts of it follows the phases of blocks, see `write` and `Reading`.
+unsafe impl Send for Arena {}
+// SAFETY: as above; nothing is reachable through a shared reference without a block that proves the right to it.
+unsafe impl Sync for Arena {}
+
+impl Arena {
+    /// Pages: what `O_DIRECT` and device drivers want of memory they read.
+    const ALIGN: usize = 4096;
+
+    pub(super) fn new(slots: usize, slot_bytes: usize) -> Self {
+        let size = slots.checked_mul(slot_bytes).and_then(|bytes| bytes.checked_add(Self::ALIGN));
+        let size = size.expect("the arena fits the address space");
+        // Aligned here and not by the allocator: the standard one zeroes by hand what is aligned to more than 16 bytes,
+        // and so would touch gigabytes at once that the system hands out zeroed, page by page, as they are used.
+        let layout = Layout::from_size_align(size, 1).expect("the arena fits the address space");
+        // SAFETY: the layout is not empty.
+        let memory = unsafe { alloc_zeroed(layout) };
+        let Some(memory) = NonNull::new(memory) else { handle_alloc_error(layout) };
+        let headers = (0..slots).map(|_| Mutex::new(None)).collect();
+        let arena = Self { memory, layout, slots, slot_bytes, headers };
+        hugepages::enlarge(arena.whole());
+        arena
+    }
+
+    /// Keeps the memory from being swapped out, if that is allowed.
+    pub(super) fn pin(&self) -> io::Result<()> {
+        hugepages::pin(self.whole())
+    }
+
+    fn whole(&self) -> *const [u8] {
+        std::ptr::slice_from_raw_parts(self.memory.as_ptr(), self.layout.size())
+    }
+
+    pub(super) fn slot_bytes(&self) -> usize {
+        self.slot_bytes
+    }
+
+    /// Fills a slot; `fill` says what it wrote.
+    pub(super) fn write(&self, slot: &mut PartialBlock, fill: impl FnOnce(&mut [u8]) -> Header) {
+        let id = slot.slot().0 as usize;
+        let at = self.at(id);
+        // SAFETY: in bounds (`at` checks), initialised (zeroed at birth), and exclusive: a `PartialBlock` is the only
+        // owner of its slot, we have it by `&mut`, and no `Reading` of the slot is left once it was handed out again.
+        let bytes = unsafe { std::slice::from_raw_parts_mut(at, self.slot_bytes) };
+        *self.headers[id].lock().unwrap_or_else(PoisonError::into_inner) = Some(fill(bytes));
+    }
+
+    pub(super) fn header(&self, block: &CachedBlock) -> Header {
+        let header = *self.headers[block.slot().0 as usize].lock().unwrap_or_else(PoisonError::into_inner);
+        header.expect("a block is registered after its header was written")
+    }
+
+    /// The block is kept otherwise from now on.
+    pub(super) fn keep(&self, block: &CachedBlock, keep: Keep) {
+        let mut header = self.headers[block.slot().0 as usize].lock().unwrap_or_else(PoisonError::into_inner);
+        *header = header.map(|header| header.kept(keep));
+    }
+
+    fn at(&self, id: usize) -> *mut u8 {
+        assert!(id < self.slots, "slot {id} of {}", self.slots);
+        let skip = self.memory.as_ptr().align_offset(Self::ALIGN);
+        // SAFETY: `skip` is less than `ALIGN`, and the allocation is `slots * slot_bytes + ALIGN` long.
+        unsafe { self.memory.as_ptr().add(skip + id * self.slot_bytes) }
+    }
+}
+
+impl Drop for Arena {
+    fn drop(&mut self) {
+        hugepages::release(self.whole());
+        // SAFETY: allocated with this layout, and nobody reads any more: every `Reading` holds the arena.
+        unsafe { dealloc(self.memory.as_ptr(), self.layout) }
+    }
+}
+
+/// The bytes of a block, held in place.
+pub(super) struct Reading {
+    arena: Arc<Arena>,
+    held: CachedBlock,
+    length: usize,
+}
+
+impl Reading {
+    pub(super) fn new(arena: Arc<Arena>, held: CachedBlock, length: u64) -> Self {
+        let length = (length as usize).min(arena.slot_bytes);
+        Self { arena, held, length }
+    }
+}
+
+impl AsRef<[u8]> for Reading {
+    fn as_ref(&self) -> &[u8] {
+        let at = self.arena.at(self.held.slot().0 as usize);
+        // SAFETY: in bounds, initialised, and nobody writes: the slot is held, so it is in no `PartialBlock`.
+        unsafe { std::slice::from_raw_parts(at, self.length) }
+    }
+}

@@ -1,0 +1,93 @@
+use super::*;
+use crate::event::Epoch;
+use crate::tier::conformance::{self, Subject, chain_of, load, names};
+
+fn host(slots: u64, bytes: usize) -> (HostTier, Arc<EventLog>) {
+    let log = Arc::new(EventLog::new(Epoch(1)));
+    let metrics = Metrics::new(&prometheus::Registry::new()).unwrap();
+    (HostTier::new(slots * bytes as u64, bytes, conformance::fingerprint(), log.clone(), &metrics), log)
+}
+
+fn subject(slots: u64) -> Subject {
+    let (host, log) = host(slots, 4_000);
+    Subject::new(host, log)
+}
+
+// All but `fingerprints_live_apart`: this tier is one engine's, see below.
+conformance::suite!(@tests async || subject(300);
+    stored_blocks_come_back_as_they_were
+    every_index_is_answered_once_and_a_missing_block_is_none
+    holds_counts_from_the_first_name
+    storing_again_is_ok_and_is_announced_once
+    a_discarded_block_is_denied_until_it_is_stored_again
+    events_say_what_holds_says
+    empty_requests_are_answered
+    a_dropped_load_leaves_the_tier_as_it_was
+    many_at_once_are_all_answered
+    a_store_that_nobody_waits_for_harms_nobody
+);
+
+#[tokio::test]
+async fn the_budget_holds() {
+    conformance::older_blocks_make_room_and_the_budget_holds(subject(60)).await;
+}
+
+#[tokio::test]
+async fn another_engines_blocks_are_refused_and_denied() {
+    let (host, _) = host(8, 4_000);
+    let other = Fingerprint::from_bytes([7; 32]);
+    let theirs = chain_of(other, 1, 2, 2_000);
+    assert!(host.store(theirs.clone()).await.iter().all(Result::is_err));
+    conformance::store(&host, conformance::chain(1, 2)).await;
+    assert_eq!(host.holds(other, &names(&theirs)), 0);
+    assert!(load(&host, other, names(&theirs)).await.iter().all(Option::is_none));
+}
+
+#[tokio::test]
+async fn bytes_that_are_read_stay_while_everything_else_is_replaced() {
+    let (host, _) = host(4, 4_000);
+    let first = conformance::chain(1, 1);
+    conformance::store(&host, first.clone()).await;
+    let reading = host.get(&names(&first))[0].take().unwrap();
+    for seed in 2..9 {
+        conformance::store(&host, conformance::chain(seed, 3)).await;
+    }
+    host.discard(conformance::fingerprint(), first[0].header.name);
+    conformance::store(&host, conformance::chain(10, 3)).await;
+    assert!(reading.verify(first[0].header.name, conformance::fingerprint()).is_ok());
+    conformance::store(&host, conformance::chain(11, 4)).await;
+}
+
+#[tokio::test]
+async fn when_all_is_being_read_the_tier_is_busy_and_one_without_room_is_full() {
+    let (host, _) = host(1, 4_000);
+    let blocks = conformance::chain(1, 2);
+    conformance::store(&host, blocks[..1].to_vec()).await;
+    let reading = host.get(&names(&blocks[..1]));
+    assert!(matches!(host.store(blocks[1..].to_vec()).await[0], Err(StoreError::Busy)));
+    drop(reading);
+    assert!(host.store(blocks[1..].to_vec()).await[0].is_ok());
+    let (none, _) = self::host(0, 4_000);
+    assert!(matches!(none.store(blocks).await[0], Err(StoreError::Full)));
+}
+
+#[test]
+fn what_the_device_fills_in_place_is_sealed_and_a_chain_is_one_event() {
+    let (host, log) = host(3, 4_000);
+    let metrics = Metrics::new(&prometheus::Registry::new()).unwrap().memory(Level::G1);
+    let device = Pool::new(Level::G1, 2, Arc::new(EventLog::new(Epoch(1))), metrics, Clock::system());
+    let names = [5, 6].map(|n| SequenceHash::from_bytes([n; 16]));
+    let slots = device.allocate(2).unwrap().into_iter().zip([(names[0], None), (names[1], Some(names[0]))]);
+    let full = slots.map(|(slot, (name, parent))| slot.complete(name, parent, Custody::default()));
+    let blocks = device.register(full.collect());
+    let fill = |slot: BlockId, bytes: &mut [u8], seen: &mut dyn FnMut(&[u8])| {
+        bytes.fill(slot.0 as u8);
+        bytes.chunks(1_500).for_each(seen);
+    };
+    assert_eq!(host.fill(&blocks, 0, fill), names);
+    for (block, found) in blocks.iter().zip(host.get(&names)) {
+        let found = found.unwrap().verify(block.name(), conformance::fingerprint()).unwrap();
+        assert!(found.payload() == [block.slot().0 as u8; 4_000]);
+    }
+    assert_eq!(log.snapshot().number, 1);
+}

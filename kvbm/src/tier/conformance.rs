@@ -1,0 +1,375 @@
+//! The contract of [`Tier`] as a suite: one function per MUST, run against every implementation.
+//!
+//! A test module says `conformance::suite!(async || Subject::new(tier, log))` with a closure that makes a fresh, empty tier.
+
+use super::{StoreError, Tier};
+use crate::block::{Block, Custody, Date, DomainId, Fingerprint, Keep, Level, Priority, SequenceHash, Verified};
+use crate::event::{BlockEvent, EventLog};
+use bytes::Bytes;
+use futures::StreamExt;
+use std::any::Any;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+mod memory;
+pub(crate) use memory::Memory;
+
+/// A fresh tier under test, and the log that it announces to.
+pub(crate) struct Subject {
+    tier: Arc<dyn Tier>,
+    log: Arc<EventLog>,
+    _kept: Box<dyn Any + Send>,
+}
+
+impl Subject {
+    pub(crate) fn new(tier: impl Tier, log: Arc<EventLog>) -> Self {
+        Self::keeping(Arc::new(tier), log, ())
+    }
+
+    /// A subject with something that must live as long: a folder, a server.
+    pub(crate) fn keeping(tier: Arc<dyn Tier>, log: Arc<EventLog>, kept: impl Any + Send) -> Self {
+        Self { tier, log, _kept: Box::new(kept) }
+    }
+}
+
+/// Tests of every MUST, for the tier that the closure makes.
+macro_rules! suite {
+    ($make:expr) => {
+        mod contract_of_tier {
+            use super::*;
+
+            $crate::tier::conformance::suite!(@tests $make;
+                stored_blocks_come_back_as_they_were
+                every_index_is_answered_once_and_a_missing_block_is_none
+                holds_counts_from_the_first_name
+                fingerprints_live_apart
+                whose_a_block_is_and_how_long_it_is_kept_comes_back_with_it
+                what_is_over_is_forgotten_and_announced
+                storing_again_is_ok_and_is_announced_once
+                a_discarded_block_is_denied_until_it_is_stored_again
+                events_say_what_holds_says
+                empty_requests_are_answered
+                a_dropped_load_leaves_the_tier_as_it_was
+                many_at_once_are_all_answered
+                a_store_that_nobody_waits_for_harms_nobody
+            );
+        }
+    };
+    (@tests $make:expr; $($fact:ident)+) => {
+        $(
+            #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn $fact() {
+                let make = $make;
+                // A subject that cannot be had here said so itself.
+                let subject: Option<$crate::tier::conformance::Subject> = make().await.into();
+                if let Some(subject) = subject {
+                    $crate::tier::conformance::$fact(subject).await;
+                }
+            }
+        )+
+    };
+}
+pub(crate) use suite;
+
+/// Whose blocks [`chain`] makes.
+pub(crate) fn fingerprint() -> Fingerprint {
+    Fingerprint::from_bytes([0xF1; 32])
+}
+
+/// A chain of sealed blocks, a function of the seed. Payloads differ in length and are no multiples of anything.
+pub(crate) fn chain(seed: u64, count: usize) -> Vec<Block> {
+    chain_of(fingerprint(), seed, count, 3_000)
+}
+
+/// The same with a fingerprint and a payload length of at most a tenth above `bytes`.
+pub(crate) fn chain_of(fingerprint: Fingerprint, seed: u64, count: usize, bytes: usize) -> Vec<Block> {
+    let mut parent = None;
+    let make = |n: usize| {
+        let mut random = blake3::Hasher::new();
+        random.update(&seed.to_le_bytes()).update(&(n as u64).to_le_bytes());
+        let mut name = [0; 16];
+        name.copy_from_slice(&random.finalize().as_bytes()[..16]);
+        let name = SequenceHash::from_bytes(name);
+        let mut payload = vec![0; bytes + (n * 37 + seed as usize) % (bytes / 10)];
+        random.update(fingerprint.as_bytes()).finalize_xof().fill(&mut payload);
+        let block = Block::seal(name, parent, fingerprint, Bytes::from(payload));
+        parent = Some(name);
+        block
+    };
+    (0..count).map(make).collect()
+}
+
+pub(crate) fn names(blocks: &[Block]) -> Vec<SequenceHash> {
+    blocks.iter().map(|block| block.header.name).collect()
+}
+
+/// Loads and verifies; panics when an index is answered twice or not at all. `None`: a miss, or not believed.
+pub(crate) async fn load(tier: &dyn Tier, fingerprint: Fingerprint, names: Vec<SequenceHash>) -> Vec<Option<Verified>> {
+    let mut answers: BTreeMap<usize, Option<Verified>> = BTreeMap::new();
+    let mut loading = tier.load(fingerprint, names.clone());
+    while let Some((index, answer)) = within(loading.next()).await {
+        let block = answer.ok().flatten().and_then(|block| block.verify(names[index], fingerprint).ok());
+        assert!(answers.insert(index, block).is_none(), "index {index} answered twice");
+    }
+    assert_eq!(answers.len(), names.len(), "every index is answered");
+    answers.into_values().collect()
+}
+
+/// Stores; a tier that is busy is offered the rest again.
+pub(crate) async fn store(tier: &dyn Tier, blocks: Vec<Block>) {
+    for some in blocks.chunks(32) {
+        let mut left = some.to_vec();
+        while !left.is_empty() {
+            let answers = within(tier.store(left.clone())).await;
+            assert_eq!(answers.len(), left.len(), "an answer for each");
+            let mut answers = answers.into_iter();
+            left.retain(|_| match answers.next() {
+                Some(Ok(())) => false,
+                Some(Err(StoreError::Busy)) => true,
+                other => panic!("store answered {other:?}"),
+            });
+            tokio::task::yield_now().await;
+        }
+    }
+}
+
+/// What the events add up to.
+pub(crate) fn announced(log: &EventLog, level: Level) -> Vec<SequenceHash> {
+    let mut rests: Vec<SequenceHash> = Vec::new();
+    for numbered in log.after(0, usize::MAX).expect("the log still has all") {
+        match numbered.event {
+            BlockEvent::Stored { level: at, blocks, .. } if at == level => {
+                for block in blocks {
+                    assert!(!rests.contains(&block), "{block} announced twice");
+                    rests.push(block);
+                }
+            }
+            BlockEvent::Removed { level: at, blocks } if at == level => {
+                for block in blocks {
+                    let known = rests.iter().position(|r| *r == block).expect("removed what was announced");
+                    rests.remove(known);
+                }
+            }
+            other => panic!("{other:?} is not of {level}"),
+        }
+    }
+    rests.sort_unstable();
+    rests
+}
+
+async fn within<T>(answer: impl Future<Output = T>) -> T {
+    tokio::time::timeout(Duration::from_mins(1), answer).await.expect("a tier answers")
+}
+
+fn same(loaded: Option<&Verified>, stored: &Block) -> bool {
+    loaded.is_some_and(|block| *block.header() == stored.header && block.payload() == &stored.payload[..])
+}
+
+// One function per MUST.
+
+pub(crate) async fn stored_blocks_come_back_as_they_were(subject: Subject) {
+    let blocks = chain(1, 40);
+    store(&*subject.tier, blocks.clone()).await;
+    let loaded = load(&*subject.tier, fingerprint(), names(&blocks)).await;
+    assert!(loaded.iter().zip(&blocks).all(|(loaded, block)| same(loaded.as_ref(), block)));
+    assert_eq!(subject.tier.usage().blocks, 40);
+}
+
+pub(crate) async fn every_index_is_answered_once_and_a_missing_block_is_none(subject: Subject) {
+    let (here, never) = (chain(1, 6), chain(2, 6));
+    store(&*subject.tier, here.clone()).await;
+    let asked: Vec<Block> = here.iter().zip(&never).flat_map(|(a, b)| [b.clone(), a.clone(), a.clone()]).collect();
+    let mut loading = subject.tier.load(fingerprint(), names(&asked));
+    let mut answered = vec![0; asked.len()];
+    while let Some((index, answer)) = within(loading.next()).await {
+        answered[index] += 1;
+        let block = answer.expect("a miss is not an error");
+        assert_eq!(block.is_some(), index % 3 != 0, "index {index}");
+    }
+    assert_eq!(answered, vec![1; asked.len()]);
+}
+
+pub(crate) async fn holds_counts_from_the_first_name(subject: Subject) {
+    let blocks = chain(1, 5);
+    let all = names(&blocks);
+    assert_eq!(subject.tier.holds(fingerprint(), &all), 0);
+    let without_third: Vec<Block> = blocks.iter().filter(|b| b.header.name != all[2]).cloned().collect();
+    store(&*subject.tier, without_third).await;
+    assert_eq!(subject.tier.holds(fingerprint(), &all), 2);
+    assert_eq!(subject.tier.holds(fingerprint(), &all[3..]), 2);
+    assert_eq!(subject.tier.holds(fingerprint(), &[]), 0);
+}
+
+pub(crate) async fn fingerprints_live_apart(subject: Subject) {
+    let other = Fingerprint::from_bytes([0x0F; 32]);
+    let (ours, theirs) = (chain(1, 4), chain_of(other, 1, 4, 2_000));
+    assert_eq!(names(&ours), names(&theirs), "the same content, other bytes");
+    store(&*subject.tier, ours.clone()).await;
+    assert_eq!(subject.tier.holds(other, &names(&ours)), 0);
+    assert!(load(&*subject.tier, other, names(&ours)).await.iter().all(Option::is_none));
+    store(&*subject.tier, theirs.clone()).await;
+    for blocks in [&ours, &theirs] {
+        let loaded = load(&*subject.tier, blocks[0].header.fingerprint, names(blocks)).await;
+        assert!(loaded.iter().zip(blocks).all(|(loaded, block)| same(loaded.as_ref(), block)));
+    }
+    subject.tier.discard(other, names(&ours)[0]);
+    assert_eq!(subject.tier.holds(fingerprint(), &names(&ours)), 4);
+}
+
+pub(crate) async fn whose_a_block_is_and_how_long_it_is_kept_comes_back_with_it(subject: Subject) {
+    let terms = |(n, block): (usize, Block)| {
+        let domain = DomainId::from_bytes([n as u8 / 2; 16]);
+        let date = |odd: usize| (n % 3 == odd).then(|| Date::from_unix(4_000_000_000 + n as u64));
+        let keep = Keep { expires: date(1), pinned: date(2), store: true, priority: Priority::High };
+        block.in_custody(Custody { domain, keep })
+    };
+    let blocks: Vec<Block> = chain(1, 9).into_iter().enumerate().map(terms).collect();
+    store(&*subject.tier, blocks.clone()).await;
+    let loaded = load(&*subject.tier, fingerprint(), names(&blocks)).await;
+    assert!(loaded.iter().zip(&blocks).all(|(loaded, block)| same(loaded.as_ref(), block)));
+}
+
+pub(crate) async fn what_is_over_is_forgotten_and_announced(subject: Subject) {
+    let tier = &*subject.tier;
+    let until = |seed: u64, expires: Option<Date>| -> Vec<Block> {
+        let keep = Keep { expires, ..Keep::default() };
+        let custody = Custody { keep, ..Custody::default() };
+        chain(seed, 5).into_iter().map(|block| block.in_custody(custody)).collect()
+    };
+    // By any clock that a tier may have of its own: the first ones are over, the others are not.
+    let (past, far) = (Date::from_unix(1_000_000), Date::from_unix(u64::MAX));
+    let (over, others) = (until(1, Some(past)), [until(2, Some(far)), until(3, None)].concat());
+    store(tier, [&over[..], &others].concat()).await;
+    tier.expire(past);
+    assert_eq!(tier.holds(fingerprint(), &names(&over)), 0);
+    assert!(load(tier, fingerprint(), names(&over)).await.iter().all(Option::is_none));
+    assert!(load(tier, fingerprint(), names(&others)).await.iter().all(Option::is_some));
+    let mut rests = names(&others);
+    rests.sort_unstable();
+    assert_eq!(announced(&subject.log, tier.level()), rests);
+    assert_eq!(tier.usage().blocks, 10);
+    assert_eq!(tier.expire(past), 0, "they are gone already");
+    store(tier, until(1, Some(far))).await;
+    tier.expire(past);
+    assert_eq!(tier.holds(fingerprint(), &names(&over)), 5, "computed again, to be kept for longer");
+}
+
+pub(crate) async fn storing_again_is_ok_and_is_announced_once(subject: Subject) {
+    let blocks = chain(1, 4);
+    store(&*subject.tier, blocks.clone()).await;
+    store(&*subject.tier, blocks.clone()).await;
+    let twice = [blocks.clone(), blocks.clone()].concat();
+    store(&*subject.tier, twice).await;
+    assert_eq!(subject.tier.usage().blocks, 4);
+    assert_eq!(announced(&subject.log, subject.tier.level()).len(), 4);
+}
+
+pub(crate) async fn a_discarded_block_is_denied_until_it_is_stored_again(subject: Subject) {
+    let blocks = chain(1, 3);
+    let all = names(&blocks);
+    store(&*subject.tier, blocks.clone()).await;
+    subject.tier.discard(fingerprint(), all[1]);
+    subject.tier.discard(fingerprint(), all[1]);
+    subject.tier.discard(fingerprint(), names(&chain(9, 1))[0]);
+    assert_eq!(subject.tier.holds(fingerprint(), &all), 1);
+    let loaded = load(&*subject.tier, fingerprint(), all.clone()).await;
+    assert_eq!(loaded.iter().map(Option::is_some).collect::<Vec<_>>(), [true, false, true]);
+    assert!(!announced(&subject.log, subject.tier.level()).contains(&all[1]));
+    store(&*subject.tier, blocks.clone()).await;
+    assert_eq!(subject.tier.holds(fingerprint(), &all), 3);
+    assert!(load(&*subject.tier, fingerprint(), all).await.iter().all(Option::is_some));
+}
+
+pub(crate) async fn events_say_what_holds_says(subject: Subject) {
+    let level = subject.tier.level();
+    let blocks: Vec<Block> = (0..20).flat_map(|seed| chain(seed, 10)).collect();
+    for (n, some) in blocks.chunks(25).enumerate() {
+        store(&*subject.tier, some.to_vec()).await;
+        subject.tier.discard(fingerprint(), some[n].header.name);
+    }
+    let held = |name: &SequenceHash| subject.tier.holds(fingerprint(), &[*name]) == 1;
+    let mut rests: Vec<SequenceHash> = names(&blocks).into_iter().filter(held).collect();
+    rests.sort_unstable();
+    assert_eq!(announced(&subject.log, level), rests);
+    assert_eq!(subject.tier.usage().blocks, rests.len() as u64);
+    let loaded = load(&*subject.tier, fingerprint(), rests).await;
+    assert!(loaded.iter().all(Option::is_some), "at rest, all that is announced can be loaded");
+}
+
+pub(crate) async fn empty_requests_are_answered(subject: Subject) {
+    assert!(within(subject.tier.store(Vec::new())).await.is_empty());
+    assert!(load(&*subject.tier, fingerprint(), Vec::new()).await.is_empty());
+    let empty = Block::seal(SequenceHash::from_bytes([1; 16]), None, fingerprint(), Bytes::new());
+    store(&*subject.tier, vec![empty.clone()]).await;
+    let loaded = load(&*subject.tier, fingerprint(), names(std::slice::from_ref(&empty))).await;
+    assert!(same(loaded[0].as_ref(), &empty), "a block of no bytes is a block");
+}
+
+pub(crate) async fn a_dropped_load_leaves_the_tier_as_it_was(subject: Subject) {
+    let blocks = chain(1, 60);
+    store(&*subject.tier, blocks.clone()).await;
+    drop(subject.tier.load(fingerprint(), names(&blocks)));
+    let mut loading = subject.tier.load(fingerprint(), names(&blocks));
+    assert!(within(loading.next()).await.is_some());
+    drop(loading);
+    assert_eq!(subject.tier.holds(fingerprint(), &names(&blocks)), 60);
+    assert!(load(&*subject.tier, fingerprint(), names(&blocks)).await.iter().all(Option::is_some));
+}
+
+pub(crate) async fn many_at_once_are_all_answered(subject: Subject) {
+    let tasks = (0..8).map(|seed| {
+        let tier = subject.tier.clone();
+        tokio::spawn(async move {
+            let blocks = chain(seed, 30);
+            for some in blocks.chunks(7) {
+                store(&*tier, some.to_vec()).await;
+                let loaded = load(&*tier, fingerprint(), names(some)).await;
+                assert!(loaded.iter().zip(some).all(|(loaded, block)| same(loaded.as_ref(), block)));
+            }
+        })
+    });
+    for task in tasks.collect::<Vec<_>>() {
+        task.await.expect("no task panics");
+    }
+    assert_eq!(subject.tier.usage().blocks, 240);
+}
+
+pub(crate) async fn a_store_that_nobody_waits_for_harms_nobody(subject: Subject) {
+    let (dropped, kept) = (chain(1, 10), chain(2, 10));
+    {
+        let storing = subject.tier.store(dropped.clone());
+        tokio::pin!(storing);
+        let _ = futures::poll!(&mut storing);
+    }
+    store(&*subject.tier, kept.clone()).await;
+    assert!(load(&*subject.tier, fingerprint(), names(&kept)).await.iter().all(Option::is_some));
+    for (loaded, block) in load(&*subject.tier, fingerprint(), names(&dropped)).await.iter().zip(&dropped) {
+        assert!(loaded.is_none() || same(loaded.as_ref(), block), "stored whole or not at all");
+    }
+}
+
+/// For tiers with a budget, made by the caller: more blocks than fit.
+pub(crate) async fn older_blocks_make_room_and_the_budget_holds(subject: Subject) {
+    let tier = &*subject.tier;
+    let capacity = tier.usage().capacity.expect("a tier with a budget");
+    let blocks: Vec<Block> = (0..20).flat_map(|seed| chain(seed, 20)).collect();
+    let offered: u64 = blocks.iter().map(|block| block.header.length).sum();
+    assert!(offered > 2 * capacity, "the test offers more than fits");
+    for some in blocks.chunks(20) {
+        store(tier, some.to_vec()).await;
+        assert!(tier.usage().bytes <= capacity);
+    }
+    let last = &blocks[blocks.len() - 5..];
+    assert!(load(tier, fingerprint(), names(last)).await.iter().all(Option::is_some), "the newest are there");
+    // What goes may still be on its way out when the store is answered.
+    for _ in 0..2_000 {
+        let rests = announced(&subject.log, tier.level());
+        let held = load(tier, fingerprint(), rests.clone()).await.iter().all(Option::is_some);
+        if held && rests.len() as u64 == tier.usage().blocks {
+            return;
+        }
+        tokio::time::sleep(std::time::Duration::from_millis(1)).await;
+    }
+    panic!("what is announced is not what is held");
+}

@@ -1,0 +1,109 @@
+//! The simplest tier that keeps the contract: a map. Other tests put it where a real tier would stand.
+
+use crate::block::{Block, Date, Fingerprint, Header, Level, SequenceHash};
+use crate::event::{BlockEvent, EventLog};
+use crate::tier::{Loaded, StoreError, Tier, Usage};
+use futures::future::{self, BoxFuture, FutureExt};
+use futures::stream::{self, BoxStream, StreamExt};
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex};
+
+/// Blocks in host memory, oldest first.
+pub(crate) struct Memory {
+    log: Arc<EventLog>,
+    capacity: Option<u64>,
+    blocks: Mutex<VecDeque<Block>>,
+}
+
+impl Memory {
+    pub(crate) fn new(log: Arc<EventLog>, capacity: Option<u64>) -> Self {
+        Self { log, capacity, blocks: Mutex::default() }
+    }
+
+    fn find(&self, fingerprint: Fingerprint, name: SequenceHash) -> Option<Block> {
+        let is = |block: &&Block| block.header.name == name && block.header.fingerprint == fingerprint;
+        self.blocks.lock().unwrap().iter().find(is).cloned()
+    }
+
+    /// Announces what a change of the blocks made of the names.
+    fn change(&self, change: impl FnOnce(&mut VecDeque<Block>)) {
+        let mut blocks = self.blocks.lock().unwrap();
+        let names = |blocks: &VecDeque<Block>| -> Vec<_> { blocks.iter().map(|b| b.header.name).collect() };
+        let before = names(&blocks);
+        change(&mut blocks);
+        let after = names(&blocks);
+        for block in blocks.iter().filter(|block| !before.contains(&block.header.name)) {
+            let (parent, blocks) = (block.header.parent, vec![block.header.name]);
+            self.log.announce(BlockEvent::Stored { level: Level::G2, parent, blocks });
+        }
+        let gone = before.into_iter().filter(|name| !after.contains(name)).collect();
+        self.log.announce(BlockEvent::Removed { level: Level::G2, blocks: gone });
+    }
+}
+
+fn bytes(blocks: &VecDeque<Block>) -> u64 {
+    blocks.iter().map(|block| block.header.length + Header::LEN as u64).sum()
+}
+
+impl Tier for Memory {
+    fn level(&self) -> Level {
+        Level::G2
+    }
+
+    fn holds(&self, fingerprint: Fingerprint, names: &[SequenceHash]) -> usize {
+        names.iter().take_while(|name| self.find(fingerprint, **name).is_some()).count()
+    }
+
+    fn load(&self, fingerprint: Fingerprint, names: Vec<SequenceHash>) -> BoxStream<'static, Loaded> {
+        let found: Vec<Loaded> = names.into_iter().map(|name| Ok(self.find(fingerprint, name))).enumerate().collect();
+        stream::iter(found).boxed()
+    }
+
+    fn store(&self, blocks: Vec<Block>) -> BoxFuture<'_, Vec<Result<(), StoreError>>> {
+        let store = |block: Block| {
+            if self.find(block.header.fingerprint, block.header.name).is_none() {
+                self.change(|blocks| {
+                    blocks.push_back(block);
+                    while self.capacity.is_some_and(|capacity| bytes(blocks) > capacity) {
+                        blocks.pop_front();
+                    }
+                });
+            }
+            Ok(())
+        };
+        future::ready(blocks.into_iter().map(store).collect()).boxed()
+    }
+
+    fn discard(&self, fingerprint: Fingerprint, name: SequenceHash) {
+        self.change(|blocks| blocks.retain(|b| b.header.name != name || b.header.fingerprint != fingerprint));
+    }
+
+    fn expire(&self, now: Date) -> usize {
+        let before = self.usage().blocks;
+        self.change(|blocks| blocks.retain(|block| !block.header.keep.is_over(now)));
+        (before - self.usage().blocks) as usize
+    }
+
+    fn usage(&self) -> Usage {
+        let blocks = self.blocks.lock().unwrap();
+        Usage { blocks: blocks.len() as u64, bytes: bytes(&blocks), capacity: self.capacity }
+    }
+}
+
+mod tests {
+    use super::*;
+    use crate::event::Epoch;
+    use crate::tier::conformance::{self, Subject};
+
+    fn subject(capacity: Option<u64>) -> Subject {
+        let log = Arc::new(EventLog::new(Epoch(1)));
+        Subject::new(Memory::new(log.clone(), capacity), log)
+    }
+
+    conformance::suite!(async || subject(None));
+
+    #[tokio::test]
+    async fn the_budget_holds() {
+        conformance::older_blocks_make_room_and_the_budget_holds(subject(Some(300_000))).await;
+    }
+}

@@ -1,0 +1,201 @@
+use super::synthetic::Shape;
+use super::*;
+use crate::block::SequenceHash;
+use crate::disk::{self, DiskTier};
+use crate::event::{Epoch, EventLog};
+use crate::tests::fuzz;
+use crate::tier::conformance::{self, Memory, Subject, chain, fingerprint, names};
+use futures::StreamExt;
+use proptest::prelude::*;
+
+const SHAPE: Shape = Shape { layers: 4, tokens: 16, channels: 1024 };
+
+fn block(raw: impl Into<Bytes>) -> Block {
+    let parent = Some(SequenceHash::from_bytes([1; 16]));
+    Block::seal(SequenceHash::from_bytes([2; 16]), parent, fingerprint(), raw.into())
+}
+
+/// Everything a block may be when it arrives: sound, or found out.
+fn decoded(block: &Block) -> Result<Block, Corrupt> {
+    block.check(block.header.name, block.header.fingerprint)?;
+    Coder::default().decode(block)
+}
+
+mod in_memory {
+    use super::*;
+
+    conformance::suite!(async || {
+        let log = Arc::new(EventLog::new(Epoch(1)));
+        // The suite's bytes are noise: without a least ratio they are encoded all the same.
+        Subject::keeping(with(Arc::new(Memory::new(log.clone(), None)), Some(Mode::Smaller), 0.0), log, ())
+    });
+}
+
+mod on_disk {
+    use super::*;
+
+    conformance::suite!(async || {
+        let log = Arc::new(EventLog::new(Epoch(1)));
+        let folder = tempfile::tempdir().unwrap();
+        let settings = disk::Settings { capacity_bytes: 64 << 20, min_free_bytes: 0, ..Default::default() };
+        let disk = DiskTier::open(folder.path(), settings, log.clone()).unwrap();
+        Subject::keeping(with(disk, Some(Mode::Smaller), 0.0), log, folder)
+    });
+}
+
+#[test]
+fn synthetic_kv_shrinks_by_nearly_all_that_its_entropy_allows() {
+    let values = synthetic::kv(7, SHAPE);
+    for (codec, raw, least) in
+        [(Codec::Bf16, synthetic::bf16(&values), 1.4), (Codec::F32, synthetic::f32(&values), 1.15)]
+    {
+        let block = block(raw);
+        let encoded = Coder::default().encode(&block, codec);
+        let ratio = block.payload.len() as f64 / encoded.payload.len() as f64;
+        let bound = bound(codec, &block.payload);
+        assert!(ratio >= least && ratio >= 0.97 * bound, "{codec:?}: {ratio:.3} of {bound:.3}");
+        assert_eq!(decoded(&encoded).unwrap().payload, block.payload);
+    }
+}
+
+#[tokio::test]
+async fn blocks_rest_smaller_where_that_pays_and_come_back_as_they_were() {
+    let log = Arc::new(EventLog::new(Epoch(1)));
+    let memory = Arc::new(Memory::new(log, None));
+    let tier = encoded(memory.clone(), Mode::Smaller);
+    let kv = block(synthetic::bf16(&synthetic::kv(7, SHAPE)));
+    let noise = chain(1, 1).remove(0);
+    let both = [kv.clone(), noise.clone()];
+    conformance::store(&*tier, both.to_vec()).await;
+    let rests: Vec<Block> =
+        memory.load(fingerprint(), names(&both)).map(|(_, block)| block.unwrap().unwrap()).collect().await;
+    assert_eq!((rests[0].header.codec, rests[1].header.codec), (Codec::Bf16, Codec::Raw));
+    assert!(rests[0].clone().verify(kv.header.name, fingerprint()).is_err(), "only raw bytes are believed");
+    let loaded = conformance::load(&*tier, fingerprint(), names(&both)).await;
+    assert!(loaded.iter().zip(&both).all(|(loaded, block)| loaded.as_ref().unwrap().payload() == block.payload));
+}
+
+#[tokio::test]
+async fn a_tier_that_does_not_encode_decodes_what_others_encoded() {
+    let log = Arc::new(EventLog::new(Epoch(1)));
+    let memory = Arc::new(Memory::new(log, None));
+    let kv = block(synthetic::bf16(&synthetic::kv(7, SHAPE)));
+    let raw = chain(1, 1).remove(0);
+    conformance::store(&*encoded(memory.clone(), Mode::Smaller), vec![kv.clone()]).await;
+    let tier = super::decoded(memory.clone());
+    conformance::store(&*tier, vec![raw.clone()]).await;
+    let both = [kv, raw];
+    let loaded = conformance::load(&*tier, fingerprint(), names(&both)).await;
+    assert!(loaded.iter().zip(&both).all(|(loaded, block)| loaded.as_ref().unwrap().payload() == block.payload));
+
+    let plain = block(synthetic::bf16(&synthetic::kv(8, SHAPE)));
+    let tier = super::decoded(Arc::new(Memory::new(Arc::new(EventLog::new(Epoch(1))), None)));
+    conformance::store(&*tier, vec![plain.clone()]).await;
+    let found = tier.load(fingerprint(), vec![plain.header.name]).next().await.unwrap().1.unwrap().unwrap();
+    assert_eq!(found.header.codec, Codec::Raw, "it encodes nothing itself");
+}
+
+#[tokio::test]
+async fn an_encrypted_block_is_a_miss_without_keys_and_is_not_discarded() {
+    let memory = Arc::new(Memory::new(Arc::new(EventLog::new(Epoch(1))), None));
+    let mut kv = block(synthetic::bf16(&synthetic::kv(7, SHAPE)));
+    kv.header.key = Some(crate::block::KeyId::from_bytes([3; 8]));
+    kv.header = kv.header.describing(&kv.payload);
+    conformance::store(&*memory, vec![kv.clone()]).await;
+    let tier = super::decoded(memory.clone());
+    let (_, answer) = tier.load(fingerprint(), vec![kv.header.name]).next().await.unwrap();
+    assert!(answer.unwrap().is_none());
+    assert_eq!(memory.holds(fingerprint(), &[kv.header.name]), 1);
+}
+
+#[tokio::test]
+async fn what_was_damaged_before_it_was_encoded_is_found_out_after_it_was_decoded() {
+    let mut damaged = block(synthetic::bf16(&synthetic::kv(7, SHAPE)));
+    let mut bytes = damaged.payload.to_vec();
+    bytes[1000] ^= 4;
+    damaged.payload = bytes.into();
+    let encoded = Coder::default().encode(&damaged, Codec::Bf16);
+    let decoded = decoded(&encoded).unwrap();
+    assert_eq!(decoded.verify(damaged.header.name, fingerprint()).unwrap_err(), Corrupt::Checksum);
+}
+
+#[test]
+fn a_fast_device_gets_raw_blocks_and_a_slow_one_encoded_ones() {
+    let kv = block(synthetic::bf16(&synthetic::kv(7, SHAPE)));
+    let (fast, slow) = (Rates { offload: 20e9, onboard: 50e9 }, Rates { offload: 0.1e9, onboard: 0.1e9 });
+    for (mode, device, want) in
+        [(Mode::Faster, fast, Codec::Raw), (Mode::Faster, slow, Codec::Bf16), (Mode::Smaller, fast, Codec::Bf16)]
+    {
+        let encoding = Encoding {
+            mode: Some(mode),
+            least_ratio: LEAST_RATIO,
+            device: Arc::default(),
+            codec: Gauge::default(),
+            hands: Hands::new(),
+            coders: Mutex::default(),
+            buffers: Arc::default(),
+        };
+        let second = std::time::Duration::from_secs(1);
+        encoding.device.offload.learn(device.offload as u64, second);
+        encoding.device.onboard.learn(device.onboard as u64, second);
+        assert_eq!(encoding.encode(kv.clone()).header.codec, want, "{mode:?} {device:?}");
+    }
+}
+
+#[test]
+fn any_damage_of_an_encoded_block_is_an_error_or_found_out() {
+    let raw = synthetic::bf16(&synthetic::kv(3, Shape { layers: 1, tokens: 4, channels: 300 }));
+    let block = block(raw);
+    let encoded = Coder::default().encode(&block, Codec::Bf16);
+    let mut coder = Coder::default();
+    let outcome = |coder: &mut Coder, bad: Block| {
+        assert!(bad.check(bad.header.name, bad.header.fingerprint).is_err());
+        // And if nobody had looked: the inner checksum sees it, unless the bytes are the same after all.
+        if let Ok(found) = coder.decode(&bad) {
+            let same = found.payload == block.payload;
+            assert!(same || found.verify(block.header.name, fingerprint()).is_err());
+        }
+    };
+    for at in 0..encoded.payload.len() {
+        let mut bytes = encoded.payload.to_vec();
+        bytes[at] ^= 1 << (at % 8);
+        outcome(&mut coder, Block { payload: bytes.into(), ..encoded.clone() });
+        if at % 16 == 0 {
+            outcome(&mut coder, Block { payload: encoded.payload.slice(..at), ..encoded.clone() });
+        }
+    }
+}
+
+proptest! {
+    #[test]
+    fn any_bytes_survive(raw in proptest::collection::vec(any::<u8>(), 0..3000), times in 1usize..90) {
+        let block = block(raw.repeat(times));
+        let mut coder = Coder::default();
+        for codec in [Codec::Raw, Codec::Bf16, Codec::F32] {
+            let encoded = coder.encode(&block, codec);
+            let back = decoded(&encoded).unwrap();
+            prop_assert_eq!(back.header, block.header);
+            prop_assert_eq!(&back.payload, &block.payload);
+        }
+    }
+
+    #[test]
+    fn any_bytes_are_safe_to_decode(
+        length in prop_oneof![0u64..5000, any::<u64>()],
+        payload in proptest::collection::vec(any::<u8>(), 0..3000),
+        four in any::<bool>(),
+    ) {
+        let payload = [&length.to_le_bytes()[..], &payload].concat();
+        let codec = if four { Codec::F32 } else { Codec::Bf16 };
+        let header = Header { codec, ..block(Bytes::new()).header }.describing(&payload);
+        let allowed = payload.len() * 2;
+        // A coder has memory of its own, before it has seen anything.
+        let mut coder = Coder::default();
+        let encoded = Block { header, payload: payload.into() };
+        let decoded = fuzz::bounded(&encoded.payload.clone(), 3, |_| coder.decode(&encoded));
+        if let Ok(found) = decoded {
+            prop_assert!(found.payload.len() <= allowed);
+            prop_assert!(found.verify(header.name, fingerprint()).is_err());
+        }
+    }
+}

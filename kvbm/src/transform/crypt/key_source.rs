@@ -1,0 +1,213 @@
+//! Where master keys come from. What is read here is never printed: errors say where something is wrong, not what it is.
+
+use super::master_key::Masters;
+use serde::{Deserialize, Serialize};
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Where master keys are read. Each is 64 hex digits; several stand apart by white space or commas. The first one wraps
+/// data keys, the others still unwrap: so a new key is put first, and the old one removed once nothing is wrapped by it.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum KeySource {
+    /// A file, read again when a key is met that it may have meanwhile.
+    File(PathBuf),
+    /// An environment variable.
+    Env(String),
+    /// What a program writes to its standard output: a client of a vault. Run again when a key is met that it may give
+    /// meanwhile.
+    Command(Vec<String>),
+}
+
+/// How the environment is read: only the loader of the configuration may.
+pub type Environment = Arc<dyn Fn(&str) -> Option<String> + Send + Sync>;
+
+/// No master key.
+#[derive(Debug, thiserror::Error)]
+pub enum SourceError {
+    /// The file cannot be read.
+    #[error("master key file {path:?}: {source}")]
+    File {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// The variable is not set.
+    #[error("master key: environment variable {0} is not set")]
+    Env(String),
+    /// The program did not deliver.
+    #[error("master key command {program:?}: {source}")]
+    Command {
+        /// Which.
+        program: String,
+        /// Why.
+        source: io::Error,
+    },
+    /// There is nothing in it.
+    #[error("{place} holds no master key: expected 64 hex digits (make one with `openssl rand -hex 32`)")]
+    Empty {
+        /// In what.
+        place: String,
+    },
+    /// There is something else in it.
+    #[error("{place}: entry {entry} is not a master key: expected 64 hex digits, found {found}")]
+    Malformed {
+        /// In what.
+        place: String,
+        /// Which, from 1.
+        entry: usize,
+        /// What about it is wrong.
+        found: String,
+    },
+}
+
+/// Room for a thousand keys; a larger file is not one of keys.
+const BYTES: u64 = 64 << 10;
+/// A vault that takes longer is down.
+const COMMAND: Duration = Duration::from_secs(10);
+
+impl KeySource {
+    /// Whether there are keys. Blocks, and runs the program if keys come from one.
+    pub fn check(&self, environment: &Environment) -> Result<(), SourceError> {
+        self.read(environment).map(drop)
+    }
+
+    /// Reads the keys. Blocks.
+    pub(super) fn read(&self, environment: &Environment) -> Result<Masters, SourceError> {
+        match self {
+            Self::File(path) => {
+                let failed = |source| SourceError::File { path: path.clone(), source };
+                let text = File::open(path).and_then(bounded).map_err(failed)?;
+                parse(&text, format!("master key file {}", path.display()))
+            }
+            Self::Env(name) => {
+                let text = environment(name).ok_or_else(|| SourceError::Env(name.clone()))?;
+                parse(&text, format!("environment variable {name}"))
+            }
+            Self::Command(words) => {
+                let program = words.first().cloned().unwrap_or_default();
+                let failed = |source| SourceError::Command { program: program.clone(), source };
+                parse(&run(words).map_err(failed)?, format!("output of master key command {program}"))
+            }
+        }
+    }
+}
+
+fn parse(text: &str, place: String) -> Result<Masters, SourceError> {
+    let mut keys = Vec::new();
+    let entries = text.split(|c: char| c.is_whitespace() || c == ',').filter(|entry| !entry.is_empty());
+    for (n, entry) in entries.enumerate() {
+        let Some(key) = unhex(entry) else {
+            let digits = entry.chars().all(|c| c.is_ascii_hexdigit());
+            let found = format!("{} {}", entry.chars().count(), if digits { "hex digits" } else { "other characters" });
+            return Err(SourceError::Malformed { place, entry: n + 1, found });
+        };
+        keys.push(key);
+    }
+    let mut keys = keys.into_iter();
+    let first = keys.next().ok_or(SourceError::Empty { place })?;
+    Ok(Masters::new(first, keys))
+}
+
+/// Bytes from exactly so many hex digits.
+pub(super) fn unhex<const N: usize>(digits: &str) -> Option<[u8; N]> {
+    let digits = digits.as_bytes();
+    let value = |at: usize| char::from(digits[at]).to_digit(16).map(|digit| digit as u8);
+    let mut bytes = [0; N];
+    if digits.len() != 2 * N {
+        return None;
+    }
+    for (n, byte) in bytes.iter_mut().enumerate() {
+        *byte = value(2 * n)? << 4 | value(2 * n + 1)?;
+    }
+    Some(bytes)
+}
+
+fn bounded(from: impl Read) -> io::Result<String> {
+    let mut text = String::new();
+    match from.take(BYTES + 1).read_to_string(&mut text)? as u64 {
+        0..=BYTES => Ok(text),
+        _ => Err(io::Error::other(format!("more than {BYTES} bytes"))),
+    }
+}
+
+fn run(words: &[String]) -> io::Result<String> {
+    let (program, arguments) = words.split_first().ok_or_else(|| io::Error::other("no program given"))?;
+    let mut child = Command::new(program)
+        .args(arguments)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()?;
+    let output = child.stdout.take().expect("piped");
+    let reading = std::thread::spawn(move || bounded(output));
+    let began = Instant::now();
+    let status = loop {
+        match child.try_wait()? {
+            Some(status) => break status,
+            None if began.elapsed() < COMMAND => std::thread::sleep(Duration::from_millis(10)),
+            None => {
+                child.kill()?;
+                child.wait()?;
+                return Err(io::Error::new(io::ErrorKind::TimedOut, format!("no answer within {COMMAND:?}")));
+            }
+        }
+    };
+    if !status.success() {
+        return Err(io::Error::other(format!("failed with {status}")));
+    }
+    reading.join().map_err(|_| io::Error::other("cannot read its output"))?
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ONE: &str = "0101010101010101010101010101010101010101010101010101010101010101";
+    const TWO: &str = "0202020202020202020202020202020202020202020202020202020202020202";
+
+    fn none() -> Environment {
+        Arc::new(|_| None)
+    }
+
+    fn error(source: &KeySource, environment: &Environment) -> String {
+        source.read(environment).err().expect("no key").to_string()
+    }
+
+    #[test]
+    fn every_source_gives_its_keys_in_order() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("keys");
+        std::fs::write(&path, format!("{TWO}\n{ONE}\n")).unwrap();
+        let environment: Environment = Arc::new(|name| (name == "KEYS").then(|| format!("{TWO},{ONE}")));
+        let echo = ["echo", TWO, ONE].map(String::from).to_vec();
+        for source in [KeySource::File(path), KeySource::Env("KEYS".into()), KeySource::Command(echo)] {
+            let masters = source.read(&environment).unwrap();
+            assert_eq!(masters.first(), Masters::new([2; 32], []).first(), "{source:?}");
+            assert!(masters.has(Masters::new([1; 32], []).first()));
+        }
+    }
+
+    #[test]
+    fn errors_name_the_place_and_never_the_secret() {
+        let said = error(&KeySource::File("/nowhere/keys".into()), &none());
+        assert!(said.contains("/nowhere/keys"), "{said}");
+        let said = error(&KeySource::Env("KEYS".into()), &none());
+        assert!(said.contains("KEYS is not set"), "{said}");
+        let with = |text: String| -> Environment { Arc::new(move |_| Some(text.clone())) };
+        let said = error(&KeySource::Env("KEYS".into()), &with("  ".into()));
+        assert!(said.contains("holds no master key"), "{said}");
+        let said = error(&KeySource::Env("KEYS".into()), &with(format!("{ONE} {}", &TWO[2..])));
+        assert!(said.contains("entry 2") && said.contains("62 hex digits") && !said.contains(&TWO[2..10]), "{said}");
+        let said = error(&KeySource::Env("KEYS".into()), &with("hunter2".into()));
+        assert!(said.contains("7 other characters") && !said.contains("hunter2"), "{said}");
+        let said = error(&KeySource::Command(vec!["false".into()]), &none());
+        assert!(said.contains("false") && said.contains("exit status: 1"), "{said}");
+        assert!(error(&KeySource::Command(vec![]), &none()).contains("no program given"));
+    }
+}

@@ -1,0 +1,180 @@
+//! Authentication of metadata: the footers of segments (G3) and the manifests of a shared store.
+//!
+//! ```text
+//!   master key ── wraps ─▶ data key of the reserved domain ── derives ─▶ metadata key ── BLAKE3, keyed ─▶ tag
+//! ```
+//!
+//! The data key is wrapped, rotated and shared like those of cache domains ([`super::Keys`]), so metadata stays valid when the
+//! master key is replaced. A tag covers the kind of the metadata, where it belongs, and every byte of it: a footer of one
+//! segment or a manifest of one writer and number is refused anywhere else.
+
+use super::KeyError;
+use super::cipher::DataKey;
+use super::keyring::{Found, Keys};
+use crate::block::{DomainId, KeyId};
+use std::collections::HashMap;
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+/// The domain of the data keys for metadata. Ids of tenants are hashes, so that none meets it.
+pub(super) const DOMAIN: DomainId = DomainId::from_bytes(*b"\xFF\xFFblkyd-metadata");
+
+/// Bytes of a [`Seal`] at rest.
+pub(crate) const SEAL: usize = 40;
+
+/// What metadata is, and where it belongs.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Context {
+    /// The footer of the segment with this number.
+    Footer(u32),
+    /// The manifest of a writer, by its number.
+    Manifest([u8; 16], u64),
+}
+
+impl Context {
+    /// Of fixed length, so that no two contexts and contents run into each other.
+    fn bytes(self) -> [u8; 32] {
+        let mut bytes = [0; 32];
+        match self {
+            Self::Footer(segment) => {
+                bytes[..8].copy_from_slice(b"footer  ");
+                bytes[8..12].copy_from_slice(&segment.to_le_bytes());
+            }
+            Self::Manifest(writer, number) => {
+                bytes[..8].copy_from_slice(b"manifest");
+                bytes[8..24].copy_from_slice(&writer);
+                bytes[24..].copy_from_slice(&number.to_le_bytes());
+            }
+        }
+        bytes
+    }
+}
+
+/// A key's number and the tag of some metadata under it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Seal {
+    pub(crate) key: KeyId,
+    tag: [u8; 32],
+}
+
+impl Seal {
+    pub(crate) fn to_bytes(self) -> [u8; SEAL] {
+        let mut bytes = [0; SEAL];
+        bytes[..8].copy_from_slice(self.key.as_bytes());
+        bytes[8..].copy_from_slice(&self.tag);
+        bytes
+    }
+
+    pub(crate) fn from_bytes(bytes: &[u8; SEAL]) -> Self {
+        let key = KeyId::from_bytes(std::array::from_fn(|i| bytes[i]));
+        Self { key, tag: std::array::from_fn(|i| bytes[8 + i]) }
+    }
+}
+
+/// Whether metadata is what a holder of the key wrote.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Authenticity {
+    Authentic,
+    /// The tag does not match.
+    Forged,
+    /// The key is not in memory.
+    UnknownKey,
+}
+
+/// The keys that metadata is authenticated with. Seals and verifies without waiting; keys are fetched ahead.
+pub struct MetadataKeys {
+    keys: Arc<Keys>,
+    known: RwLock<Known>,
+}
+
+#[derive(Default)]
+struct Known {
+    sealing: Option<KeyId>,
+    secrets: HashMap<KeyId, [u8; 32]>,
+}
+
+impl MetadataKeys {
+    /// Fetches the metadata keys, and makes the first one. While the place of the wrapped keys cannot be reached there are
+    /// none: nothing is sealed, and nothing that is sealed is accepted.
+    pub async fn open(keys: Arc<Keys>) -> Result<Arc<Self>, KeyError> {
+        let metadata = Arc::new(Self { keys, known: RwLock::default() });
+        match metadata.fetch_all().await {
+            Err(error @ (KeyError::Store(_) | KeyError::Silent)) => {
+                tracing::warn!(%error, "cannot read the metadata keys; segments are scanned instead");
+            }
+            done => done?,
+        }
+        Ok(metadata)
+    }
+
+    async fn fetch_all(&self) -> Result<(), KeyError> {
+        self.ready().await?;
+        for key in self.keys.listed(DOMAIN).await? {
+            match self.learn(key).await {
+                Err(error @ (KeyError::Locked { .. } | KeyError::Damaged { .. })) => {
+                    tracing::warn!(%error, "a metadata key is unusable; metadata encrypted with it is ignored");
+                }
+                done => drop(done?),
+            }
+        }
+        Ok(())
+    }
+
+    /// Resolves when there is a key to seal with.
+    pub(crate) async fn ready(&self) -> Result<(), KeyError> {
+        if self.read().sealing.is_none() {
+            let key = self.keys.writing(DOMAIN).await?;
+            let mut known = self.write();
+            known.secrets.insert(key.id(), secret(&key));
+            known.sealing = Some(key.id());
+        }
+        Ok(())
+    }
+
+    /// Fetches a key that is not in memory. False: there is none of that number.
+    pub(crate) async fn learn(&self, key: KeyId) -> Result<bool, KeyError> {
+        if self.read().secrets.contains_key(&key) {
+            return Ok(true);
+        }
+        let Found::Key(found) = self.keys.find(DOMAIN, key).await? else { return Ok(false) };
+        self.write().secrets.insert(key, secret(&found));
+        Ok(true)
+    }
+
+    /// Seals metadata. `None`: there is no key yet.
+    pub(crate) fn seal(&self, context: Context, bytes: [&[u8]; 2]) -> Option<Seal> {
+        let known = self.read();
+        let key = known.sealing?;
+        Some(Seal { key, tag: *tag(known.secrets.get(&key)?, context, bytes).as_bytes() })
+    }
+
+    /// Verifies metadata, in constant time.
+    pub(crate) fn verify(&self, context: Context, bytes: [&[u8]; 2], seal: &Seal) -> Authenticity {
+        let known = self.read();
+        match known.secrets.get(&seal.key) {
+            None => Authenticity::UnknownKey,
+            // `blake3::Hash` compares in constant time.
+            Some(secret) if tag(secret, context, bytes) == seal.tag => Authenticity::Authentic,
+            Some(_) => Authenticity::Forged,
+        }
+    }
+
+    fn read(&self) -> RwLockReadGuard<'_, Known> {
+        // Each change under this lock is one insertion.
+        self.known.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn write(&self) -> RwLockWriteGuard<'_, Known> {
+        self.known.write().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn secret(key: &DataKey) -> [u8; 32] {
+    blake3::derive_key("blockyard 2026-11 metadata authentication", key.secret())
+}
+
+/// The tag of two parts, one after the other.
+fn tag(secret: &[u8; 32], context: Context, bytes: [&[u8]; 2]) -> blake3::Hash {
+    let mut hasher = blake3::Hasher::new_keyed(secret);
+    hasher.update(&context.bytes()).update(bytes[0]).update(bytes[1]);
+    hasher.finalize()
+}
