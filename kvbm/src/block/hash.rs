@@ -164,7 +164,7 @@ impl fmt::Debug for DomainId {
 /// The chain value after some prefix: the key under which the next block is named.
 ///
 /// ```
-/// use kvbm::name::{ChainKey, Domain};
+/// use kvbm::{ChainKey, Domain};
 /// let root = ChainKey::root(&Domain::shared(), "tiny", None);
 /// let tokens: Vec<u32> = (0..40).collect();
 /// let names = root.names(&tokens, 16);
