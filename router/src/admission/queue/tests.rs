@@ -69,7 +69,11 @@ fn enter(room: &mut Room, limits: &Settings, asked: Asked, open: Option<Duration
 }
 
 fn wait(room: &mut Room, limits: &Settings, asked: Asked) -> u64 {
-    match enter(room, limits, asked, None, Instant::now()) {
+    wait_at(room, limits, asked, Instant::now())
+}
+
+fn wait_at(room: &mut Room, limits: &Settings, asked: Asked, now: Instant) -> u64 {
+    match enter(room, limits, asked, None, now) {
         Came::Waits(number, displaced) if displaced.is_empty() => number,
         other => panic!("{other:?}"),
     }

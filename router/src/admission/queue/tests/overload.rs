@@ -106,7 +106,7 @@ fn burst_is_refused_once_the_rate_is_measured() {
     for _ in 0..1000 {
         let mut one = asked("a", 100);
         one.bid.tired = late;
-        wait(&mut room, &limits, one);
+        wait_at(&mut room, &limits, one, start);
     }
     let (mut served, mut refused, mut timed_out) = (0, Vec::new(), 0);
     for tick in 0..=240 {
@@ -133,7 +133,7 @@ fn burst_is_refused_while_nothing_leaves_the_queue() {
     for _ in 0..950 {
         let mut one = Asked { placed: start, ..asked("a", 100) };
         one.bid.tired = start + Duration::from_mins(1);
-        wait(&mut room, &limits, one);
+        wait_at(&mut room, &limits, one, start);
     }
     let mut refused = 0;
     for (second, least) in [(1, 0), (5, 300), (10, 650), (20, 800), (30, 880)] {
@@ -154,7 +154,7 @@ fn displaced_requests_are_found_without_a_search() {
     let (mut room, limits, now) = (Room::default(), limits(room_tokens), Instant::now());
     let examined = |room: &Room| room.classes.iter().map(|class| class.places.examined.get()).sum::<usize>();
     for nth in 0..room_tokens {
-        wait(&mut room, &limits, with(Priority::Low, asked(&(nth % 1000).to_string(), 1)));
+        wait_at(&mut room, &limits, with(Priority::Low, asked(&(nth % 1000).to_string(), 1)), now);
     }
     let mut gone = 0;
     for _ in 0..500 {
@@ -167,7 +167,7 @@ fn displaced_requests_are_found_without_a_search() {
 
     let mut room = Room::default();
     for nth in 0..room_tokens {
-        wait(&mut room, &limits, asked(&(nth % 1000).to_string(), 1));
+        wait_at(&mut room, &limits, asked(&(nth % 1000).to_string(), 1), now);
     }
     let mut gone = 0;
     for nth in 0..1000 {
