@@ -1,5 +1,5 @@
 //! All choices of one request, running together. Of the choices of one prompt the first starts alone, and the others when its
-//! first output arrives: by then the prompt's blocks are cached, so the prompt is computed once. The first is let in with the others.
+//! first output arrives: by then the prompt's blocks are cached, so the prompt is computed once. A router admits them together.
 
 use crate::choice::{Assembler, Piece, pieces};
 use crate::choices::Running;
@@ -13,7 +13,7 @@ use futures::stream::{BoxStream, SelectAll};
 use futures::{StreamExt, TryFutureExt};
 use std::sync::Arc;
 use tokio::time::Instant;
-use worker::engine::{Domain, Engine, Party, Request, Terms, Work};
+use worker::engine::{Domain, Engine, Request, RequestGroup, Terms, Work};
 
 /// A request that was understood: prompts as tokens, and what to do with each.
 pub(crate) struct Order {
@@ -62,9 +62,9 @@ impl Generation {
         let model: Arc<str> = order.model.card.id.as_str().into();
         ticket.accepted(&model, prompt_tokens);
 
-        let parties: Vec<_> = order.prompts.iter().map(|_| (n > 1).then(|| Party::new(n as u32))).collect();
+        let groups: Vec<_> = order.prompts.iter().map(|_| (n > 1).then(|| RequestGroup::new(n as u32))).collect();
         let request = |choice: usize| Request {
-            party: parties[choice / n].clone(),
+            group: groups[choice / n].map(|group| group.choice((choice % n) as u32)),
             ..request(&order, &ticket.id, &model, choice, choices)
         };
         let assembler = |choice| Assembler::new(choice, &order.model.vocabulary, &order.controls);
@@ -179,6 +179,6 @@ fn request(order: &Order, id: &str, model: &Arc<str>, choice: usize, choices: us
         terms,
         explain: order.explain && choice == 0,
         domain: order.domain.clone(),
-        party: None,
+        group: None,
     }
 }

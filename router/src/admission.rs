@@ -31,11 +31,11 @@ use controller::LOOK_EVERY;
 use queue::Refusal;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 use tokio::sync::{Notify, oneshot};
 use tokio::time::{Instant, timeout_at};
-use worker::engine::{Error, Priority};
+use worker::engine::{Error, GroupId, Priority};
 
 /// The door and the room behind it.
 pub(crate) struct Admission {
@@ -52,6 +52,8 @@ struct Inside {
     desk: Desk,
     /// By number, those who wait to be told something.
     calls: HashMap<u64, oneshot::Sender<Told>>,
+    /// Permits of groups, for the choices that come after the first. The permit removes its entry when it is dropped.
+    groups: HashMap<GroupId, Weak<Permit>>,
     /// Nobody is told anything any more.
     closed: bool,
 }
@@ -62,6 +64,7 @@ pub(crate) struct Permit {
     admission: Arc<Admission>,
     number: u64,
     class: Priority,
+    group: Option<GroupId>,
 }
 
 /// What classes are called, from the least.
@@ -97,13 +100,33 @@ impl Admission {
         let entrance = inside.desk.enter(Sight { limits, roster: &roster, now: Instant::now() }, asked);
         let Entrance { number, waits, displaced } = entrance.map_err(|refusal| self.refused(class, refusal))?;
         inside.tell(displaced);
-        let permit = Permit { admission: self.clone(), number, class };
+        let permit = Permit { admission: self.clone(), number, class, group: None };
         match waits {
             None => self.count(class, "immediate"),
             Some(_) => self.await_call(),
         }
         let waits = waits.map(|why| (inside.call(number), why));
         Ok((permit, waits))
+    }
+
+    /// Keeps the permit of a group's first choice where [`Self::join`] finds it, for as long as it is held.
+    pub(crate) fn share(&self, group: GroupId, mut permit: Permit) -> Arc<Permit> {
+        permit.group = Some(group);
+        let permit = Arc::new(permit);
+        self.inside().groups.insert(group, Arc::downgrade(&permit));
+        permit
+    }
+
+    /// Admits a later choice of a group at once: with the permit of the first choice, or with one of its own when the
+    /// first choice has ended.
+    pub(crate) fn join(self: &Arc<Self>, group: GroupId, asked: &Asked) -> Arc<Permit> {
+        let mut inside = self.inside();
+        if let Some(permit) = inside.groups.get(&group).and_then(Weak::upgrade) {
+            return permit;
+        }
+        let number = inside.desk.admit_now(asked);
+        drop(inside);
+        self.share(group, Permit { admission: self.clone(), number, class: asked.priority, group: None })
     }
 
     /// A request that was told to be placed anew waits for where it was placed now.
@@ -210,6 +233,11 @@ impl Drop for Permit {
         let mut inside = self.admission.inside();
         let waited = inside.desk.leave(self.number);
         let called = inside.calls.remove(&self.number).is_some();
+        if let Some(group) = self.group
+            && inside.groups.get(&group).is_some_and(|permit| std::ptr::eq(permit.as_ptr(), self))
+        {
+            inside.groups.remove(&group);
+        }
         drop(inside);
         if waited && called {
             self.admission.count(self.class, "cancelled");

@@ -17,6 +17,7 @@ mod prediction;
 
 pub(crate) use place::place;
 
+use crate::admission::Permit;
 use crate::booking::Booking;
 use crate::fleet::{Member, Verdict};
 use crate::state::Core;
@@ -27,7 +28,7 @@ use place::{Detour, Placement, patience};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::{Instant, timeout, timeout_at};
-use worker::engine::{Error, Handoff, Output, OutputStream, Pass, Request, Tokens, Work};
+use worker::engine::{Error, Handoff, Output, OutputStream, Request, Tokens, Work};
 use worker::plane::WorkerId;
 
 /// Workers tried for one request before its client hears of it: two may die at once, a third time is the request's fault.
@@ -53,7 +54,7 @@ pub(crate) async fn serve(core: &Arc<Core>, request: Request) -> Result<OutputSt
 
 async fn seek(core: &Arc<Core>, request: Request) -> Result<OutputStream, Error> {
     let mut life = core.recorder.begin(Instant::now());
-    let (first, pass) = admit(core, &request).await?;
+    let (first, permit) = admit(core, &request).await?;
     let mut next = Some(first);
     let mut tried = Vec::new();
     let mut last = None;
@@ -70,11 +71,7 @@ async fn seek(core: &Arc<Core>, request: Request) -> Result<OutputStream, Error>
         }
         match attempt(core, &request, &placement, &tried).await {
             Ok(started) => {
-                // The other answers come now, and not before: until then it is tried with places for all.
-                if let Some(party) = &request.party {
-                    party.let_in(pass.clone());
-                }
-                return Ok(stream(core, placement, pass, started, life));
+                return Ok(stream(core, placement, permit, started, life));
             }
             Err(error) => {
                 let verdict = Verdict::of(&error);
@@ -224,7 +221,7 @@ async fn start(
 fn stream(
     core: &Core,
     placement: Placement,
-    pass: Pass,
+    permit: Arc<Permit>,
     Started { mut first, rest }: Started,
     life: Option<Life>,
 ) -> OutputStream {
@@ -265,7 +262,7 @@ fn stream(
         Ok(Output::Frame(..) | Output::Handoff(_)) => false,
         Err(_) => true,
     };
-    let mut held = Some((booking, pass));
+    let mut held = Some((booking, permit));
     let items = stream::iter(before.map(|tokens| Ok(Output::Tokens(tokens))));
     let items = items.chain(stream::once(future::ready(Ok(first)))).chain(rest);
     items

@@ -11,9 +11,9 @@ use futures::future::BoxFuture;
 use futures::stream::BoxStream;
 use kvbm::Level;
 use serde::{Deserialize, Serialize};
-use std::any::Any;
 use std::fmt;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use tokio::time::Instant;
 
@@ -86,47 +86,58 @@ pub struct Request {
     pub terms: Terms,
     /// The client wants the router's decision explained in [`Tokens::explain`].
     pub explain: bool,
-    /// Those that are let in with it, when it is one of several answers.
-    pub party: Option<Arc<Party>>,
+    /// The group of choices that this request belongs to, when its client wants more than one for the prompt.
+    pub group: Option<RequestGroup>,
 }
 
-/// The answers that somebody wants to one prompt: their requests come one after the other, and are let in as one, with the first.
-#[derive(Debug)]
-pub struct Party {
-    answers: u32,
-    pass: OnceLock<Pass>,
+/// Identifies a group of choices; unique in this process.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct GroupId(u64);
+
+/// One choice in a group: the requests for the choices of one prompt (`n` of the `OpenAI` API).
+///
+/// Choice 0 is sent first, and the others once it has its first output, so that they find the prompt's blocks cached. A
+/// router reserves capacity for all of them with choice 0, and admits the others with it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct RequestGroup {
+    id: GroupId,
+    choices: u32,
+    index: u32,
 }
 
-/// A place in the room of those who run. It ends when the last that holds it does.
-pub type Pass = Arc<dyn Any + Send + Sync>;
-
-impl Party {
-    /// So many answers.
-    pub fn new(answers: u32) -> Arc<Self> {
-        Arc::new(Self { answers, pass: OnceLock::new() })
+impl RequestGroup {
+    /// Choice 0 of a new group of this many choices.
+    pub fn new(choices: u32) -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        Self { id: GroupId(NEXT.fetch_add(1, Ordering::Relaxed)), choices, index: 0 }
     }
 
-    /// How many answers are wanted.
-    pub fn answers(&self) -> u32 {
-        self.answers
+    /// Another choice of the same group.
+    #[must_use]
+    pub fn choice(self, index: u32) -> Self {
+        Self { index, ..self }
     }
 
-    /// The first is let in, and so are all.
-    pub fn let_in(&self, pass: Pass) {
-        // Who was let in once stays in.
-        let _ = self.pass.set(pass);
+    /// The group.
+    pub fn id(self) -> GroupId {
+        self.id
     }
 
-    /// What the first was let in with.
-    pub fn pass(&self) -> Option<Pass> {
-        self.pass.get().cloned()
+    /// Number of choices in the group.
+    pub fn choices(self) -> u32 {
+        self.choices
+    }
+
+    /// Position of this choice in the group, from 0.
+    pub fn index(self) -> u32 {
+        self.index
     }
 }
 
 impl Request {
-    /// Answers that are let in with this one, itself included.
-    pub fn answers(&self) -> u32 {
-        self.party.as_ref().filter(|party| party.pass.get().is_none()).map_or(1, |party| party.answers)
+    /// Number of choices to reserve capacity for with this request, itself included.
+    pub fn choices(&self) -> u32 {
+        self.group.filter(|group| group.index == 0).map_or(1, |group| group.choices)
     }
 
     /// Asks for so many tokens after a prompt, the likeliest each, whether or not the model would end before: for tests and
@@ -142,7 +153,7 @@ impl Request {
             work: Work::Generate,
             terms: Terms::default(),
             explain: false,
-            party: None,
+            group: None,
         }
     }
 }

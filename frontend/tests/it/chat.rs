@@ -110,8 +110,9 @@ async fn the_other_choices_start_when_the_first_has_output() {
     let parsed: CreateChatCompletionResponse = asking.await.parsed();
     let seeds: Vec<_> = engine.seen.lock().unwrap().iter().map(|request| request.sampling.seed).collect();
     assert_eq!(seeds, [Some(41), Some(42), Some(43)]);
-    let parties: Vec<_> = engine.seen.lock().unwrap().iter().map(|request| request.party.clone().unwrap()).collect();
-    assert!(parties.iter().all(|party| party.answers() == 3 && Arc::ptr_eq(party, &parties[0])), "let in as one");
+    let groups: Vec<_> = engine.seen.lock().unwrap().iter().map(|request| request.group.unwrap()).collect();
+    assert_eq!(groups[0].choices(), 3);
+    assert_eq!(groups, [0, 1, 2].map(|index| groups[0].choice(index)), "one group");
     let texts: Vec<_> = parsed.choices.iter().map(|c| (c.index, c.message.content.as_deref())).collect();
     assert_eq!(texts, [(0, Some("ab")), (1, Some("ab")), (2, Some("ab"))]);
     let usage = parsed.usage.unwrap();

@@ -76,6 +76,11 @@ impl Desk {
         }
     }
 
+    /// Admits a request without queueing it: another choice of a prompt that was admitted before.
+    pub(super) fn admit_now(&mut self, asked: &Asked) -> u64 {
+        self.room.admit_now(asked)
+    }
+
     /// One that was told to be placed anew is back.
     pub(crate) fn again(&mut self, limits: &Settings, number: u64, asked: Asked) {
         self.room.put(limits, number, asked);

@@ -121,9 +121,7 @@ impl Room {
         }
         let fits = |queue| asked.latest.is_none_or(|latest| now + queue <= latest);
         if self.waiting.is_empty() && open.is_some_and(fits) && self.may_run(limits, &asked.tenant, asked.tokens) {
-            self.last += 1;
-            self.run(self.last, &asked);
-            return Entry::Straight(self.last);
+            return Entry::Straight(self.admit_now(&asked));
         }
         let of_tenant = self.tenants.get(&asked.tenant).map_or(0, |tenant| tenant.waiting);
         let most = limits.tenant(&asked.tenant).max_queued_tokens;
@@ -142,6 +140,13 @@ impl Room {
         self.last += 1;
         self.put(limits, self.last, asked);
         Entry::Waits { number: self.last, displaced }
+    }
+
+    /// Admits a request without queueing it.
+    pub(super) fn admit_now(&mut self, asked: &Asked) -> u64 {
+        self.last += 1;
+        self.run(self.last, asked);
+        self.last
     }
 
     /// Whose turn it is, of those whose lane is open; behind the queue that it has, a deadline must still be met. It runs from here on.

@@ -8,7 +8,7 @@ use futures::StreamExt;
 use futures::future::join_all;
 use tokio::task::JoinHandle;
 use units::HumanDuration;
-use worker::engine::{Party, Request, StopRule, Terms};
+use worker::engine::{Request, RequestGroup, StopRule, Terms};
 use worker::plane::{Load, Phase, WorkerId};
 
 fn yard(limits: Limits) -> Arc<Yard> {
@@ -311,8 +311,9 @@ async fn several_answers_have_places_wherever_the_first_is_tried_and_give_them_u
     let (bad, good) = (yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await);
     bad.become_(Behaviour::Refuse(Error::Failed("broken".to_owned())));
     for family in [1, 2] {
-        let (party, stop) = (Party::new(3), StopRule { max_tokens: Some(160), ..StopRule::default() });
-        let (asking, request) = (yard.clone(), Request { party: Some(party), stop, ..prompt(family, 100) });
+        let stop = StopRule { max_tokens: Some(160), ..StopRule::default() };
+        let request = Request { group: Some(RequestGroup::new(3)), stop, ..prompt(family, 100) };
+        let asking = yard.clone();
         let first = tokio::spawn(async move { asking.ask(request).await.unwrap() });
         settle().await;
         assert_eq!((yard.standing(1), yard.standing(2)), ((0, 0, 0), (100, 3, 37)));
@@ -328,9 +329,9 @@ async fn several_answers_to_one_prompt_are_let_in_as_one() {
     let tenant = Tenant { max_inflight_tokens: Some(150), ..Tenant::default() };
     let yard = yard(Limits { tenants: [("a".to_owned(), tenant)].into(), ..Limits::default() });
     let worker = yard.worker(1, Phase::Both).await;
-    let party = Party::new(3);
-    let answer = || Request { party: Some(party.clone()), ..request(1, 100, of("a")) };
-    let (asking, lead) = (yard.clone(), answer());
+    let group = RequestGroup::new(3);
+    let choice = |index| Request { group: Some(group.choice(index)), ..request(1, 100, of("a")) };
+    let (asking, lead) = (yard.clone(), choice(0));
     let first = tokio::spawn(async move { asking.ask(lead).await.unwrap() });
     settle().await;
     assert_eq!(yard.standing(1).1, 3, "all of them are expected");
@@ -339,16 +340,37 @@ async fn several_answers_to_one_prompt_are_let_in_as_one() {
     yard.report(&worker, Load { waiting_tokens: 5000, running: 1, ..Load::default() });
     settle().await;
     let other = ask(&yard, request(2, 100, of("b"))).await;
-    let second = yard.ask(answer()).await.unwrap();
+    let second = yard.ask(choice(1)).await.unwrap();
     assert_eq!((worker.families(), waiting(&yard)), (vec![1, 1], 100), "who belongs to them waits for nobody");
     let next = ask(&yard, request(3, 100, of("a"))).await;
     yard.report(&worker, Load::default());
-    drop((first, party));
+    drop(first);
     other.await.unwrap().unwrap();
     assert_eq!((worker.families(), waiting(&yard)), (vec![1, 1, 2], 100), "the second still runs");
     drop(second);
     next.await.unwrap().unwrap();
     assert_eq!(outcome(&yard, "normal", "immediate"), 1);
+    assert!(yard.router.core.admission.inside().groups.is_empty(), "a permit removes its entry");
+}
+
+#[tokio::test(start_paused = true)]
+async fn choices_do_not_queue_though_the_first_has_ended() {
+    let tenant = Tenant { max_inflight_tokens: Some(100), ..Tenant::default() };
+    let yard = yard(Limits { tenants: [("a".to_owned(), tenant)].into(), ..Limits::default() });
+    let worker = yard.worker(1, Phase::Both).await;
+    let group = RequestGroup::new(3);
+    let choice = |index| Request { group: Some(group.choice(index)), ..request(1, 100, of("a")) };
+    yard.answer(choice(0)).await.unwrap();
+    yard.report(&worker, Load { waiting_tokens: 5000, running: 1, ..Load::default() });
+    settle().await;
+    let choices = [yard.ask(choice(1)).await.unwrap(), yard.ask(choice(2)).await.unwrap()];
+    assert_eq!((worker.requests(), waiting(&yard)), (3, 0));
+    yard.report(&worker, Load::default());
+    let next = ask(&yard, request(2, 100, of("a"))).await;
+    assert_eq!(waiting(&yard), 100, "they count as running");
+    drop(choices);
+    next.await.unwrap().unwrap();
+    assert!(yard.router.core.admission.inside().groups.is_empty());
 }
 
 #[tokio::test(start_paused = true)]

@@ -7,32 +7,44 @@ use crate::policy::explain;
 use crate::state::Core;
 use std::sync::Arc;
 use tokio::time::Instant;
-use worker::engine::{Error, Pass, Request};
+use worker::engine::{Error, Request};
 
-/// Places a request, and lets it wait until its worker takes it; unless it was let in with another.
-pub(crate) async fn admit(core: &Core, request: &Request) -> Result<(Placement, Pass), Error> {
-    if let Some(pass) = request.party.as_ref().and_then(|party| party.pass()) {
-        return Ok((place(core, request, &[])?, pass));
+/// Places a request and admits it, or queues it until its worker has capacity. The later choices of a group were admitted
+/// with its first and do not queue.
+pub(crate) async fn admit(core: &Core, request: &Request) -> Result<(Placement, Arc<Permit>), Error> {
+    let arrived = Instant::now();
+    let bid = bid(request, arrived + core.rules().settings.admission.max_queue_time.0);
+    if let Some(group) = request.group.filter(|group| group.index() > 0) {
+        let placement = place(core, request, &[])?;
+        let permit = core.admission.join(group.id(), &asked(&bid, &placement));
+        return Ok((placement, permit));
     }
-    let (placement, permit) = wait(core, request).await?;
-    Ok((placement, Arc::new(permit)))
+    let (placement, permit) = wait(core, request, &bid, arrived).await?;
+    let permit = match request.group {
+        Some(group) => core.admission.share(group.id(), permit),
+        None => Arc::new(permit),
+    };
+    Ok((placement, permit))
 }
 
-async fn wait(core: &Core, request: &Request) -> Result<(Placement, Permit), Error> {
-    let (admission, rules, arrived) = (&core.admission, core.rules(), Instant::now());
-    let limits = &rules.settings.admission;
-    let bid = Bid {
+fn bid(request: &Request, tired: Instant) -> Bid {
+    Bid {
         model: request.model.clone(),
         tenant: request.terms.tenant.clone(),
         priority: request.terms.priority,
         deadline: request.terms.deadline,
-        tired: arrived + limits.max_queue_time.0,
+        tired,
         tokens: request.tokens.len() as u64,
         max_tokens: request.stop.max_tokens,
-        answers: request.answers(),
-    };
+        answers: request.choices(),
+    }
+}
+
+async fn wait(core: &Core, request: &Request, bid: &Bid, arrived: Instant) -> Result<(Placement, Permit), Error> {
+    let (admission, rules) = (&core.admission, core.rules());
+    let limits = &rules.settings.admission;
     let mut placement = place(core, request, &[])?;
-    let (permit, waits) = admission.enter(&core.fleet, limits, &asked(&bid, &placement))?;
+    let (permit, waits) = admission.enter(&core.fleet, limits, &asked(bid, &placement))?;
     let Some((mut call, why)) = waits else { return Ok((placement, permit)) };
     let _waiting = Counted::in_gauge(core.metrics.requests_waiting.with_label_values(&[&*request.model]));
     loop {
@@ -42,7 +54,7 @@ async fn wait(core: &Core, request: &Request) -> Result<(Placement, Permit), Err
                 // Its own booking must not stand in its way.
                 drop(placement);
                 placement = place(core, request, &[])?;
-                call = admission.again(limits, &permit, asked(&bid, &placement));
+                call = admission.again(limits, &permit, asked(bid, &placement));
             }
             Ok(Told::No(refusal)) => return Err(admission.refused(bid.priority, refusal)),
             Err(_) => return Err(Error::Unavailable("the router has stopped".to_owned())),

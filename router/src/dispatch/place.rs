@@ -109,9 +109,9 @@ fn book(
     let uncached = row.uncached();
     let totals = core.traffic.of(&request.model);
     totals.prompt(uncached);
-    let (member, others) = (row.member(), 1..request.answers());
+    let (member, others) = (row.member(), 1..request.choices());
     let another =
-        Amount { sequences: 1, blocks: row.prompt.output_blocks() / u64::from(request.answers()), ..Amount::default() };
+        Amount { sequences: 1, blocks: row.prompt.output_blocks() / u64::from(request.choices()), ..Amount::default() };
     let whole = row.amount();
     let amount = Amount {
         sequences: u64::from(request.work != Work::Prefill),

@@ -87,7 +87,7 @@ impl<'a> Ask<'a> {
         let Request { tokens, stop, work, terms, .. } = request;
         let within = terms.deadline.map(|deadline| deadline.saturating_duration_since(now).as_secs_f64());
         let may_split = *work == Work::Generate && request.sampling.prompt_logprobs.is_none();
-        Self { tokens: tokens.len(), max_tokens: stop.max_tokens, answers: request.answers(), work, may_split, within }
+        Self { tokens: tokens.len(), max_tokens: stop.max_tokens, answers: request.choices(), work, may_split, within }
     }
 
     fn prompt(&self, card: &ModelCard) -> Prompt {

@@ -320,7 +320,7 @@ pub(crate) fn prompt(family: u32, tokens: usize) -> Request {
         work: Work::Generate,
         terms: Terms::default(),
         explain: false,
-        party: None,
+        group: None,
     }
 }
 

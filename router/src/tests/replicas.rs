@@ -7,7 +7,7 @@ use crate::{PlannerMode, PlannerSettings, Router, Settings};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::task::JoinHandle;
-use worker::engine::{Engine, Party, Request};
+use worker::engine::{Engine, Request, RequestGroup};
 use worker::plane::local::Link;
 use worker::plane::{EventBody, Events, Load, Phase, RouterId, Topic, WorkerId};
 
@@ -92,7 +92,7 @@ async fn what_another_router_sends_counts_until_its_first_token_and_its_end() {
 #[tokio::test(start_paused = true)]
 async fn answers_that_are_to_come_with_the_first_do_not_wait_in_another_router() {
     let (yard, routers, _fakes) = yard(1, 2).await;
-    let (router, request) = (routers[1].clone(), Request { party: Some(Party::new(3)), ..prompt(1, PROMPT) });
+    let (router, request) = (routers[1].clone(), Request { group: Some(RequestGroup::new(3)), ..prompt(1, PROMPT) });
     let sent = tokio::spawn(async move { router.generate(request).await.map(drop) });
     settle().await;
     settle().await;
