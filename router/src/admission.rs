@@ -1,16 +1,24 @@
-//! Admission: a request whose worker has too much to do waits here, where it can still be overtaken, moved and refused.
+//! Admission: a request whose worker is saturated waits in the router, where it can still be overtaken, rerouted and
+//! rejected.
 //!
 //! ```text
-//!   place ─▶ does its worker take it? ── yes, and nobody waits ──▶ go
-//!              │ no                                               ▲
-//!              ▼            a report, a first token, an end       │ its turn
-//!           the room ─────────────────────────────────────────────┘
-//!              ├─ a worker idles, or the one it waits for has left ─▶ placed again, same turn
-//!              └─ displaced, too late, waits or would wait for too long ─▶ refused
+//!   place ─▶ does its worker have capacity? ── yes, and the queue is empty ──▶ admitted
+//!              │ no                                                       ▲
+//!              ▼            a load report, a first token, an end          │ its turn
+//!           the queue ────────────────────────────────────────────────────┘
+//!              ├─ another worker is idle, or its own has left ─▶ placed again, same position
+//!              └─ shed, past its deadline, or waits for too long ─▶ rejected
 //! ```
-//! Who waits is booked on the worker that it was placed on, so those who are placed after it see it, as they would see it in
-//! the worker's own queue. Whose turn it is is the [`Room`](queue)'s decision, and who is told what is the [`Desk`]'s; here they
-//! are told, at the door (`dispatch/admit.rs`). On an idle fleet all of this is one look at the books.
+//!
+//! A request is placed and reserved **before** it is admitted. Whether it has to wait depends on the worker that it
+//! would go to, so the worker is chosen first. And its reservation counts on that worker while it waits, so that
+//! requests placed after it see the same load as if it waited in the worker's own queue: without the reservation they
+//! would all choose the worker that looks idle. A worker's saturation leaves out the reservations of requests that
+//! were not sent yet; otherwise queued requests would keep each other waiting.
+//!
+//! The [`FairQueue`](queue) decides the order, the [`AdmissionController`] what becomes of each request; both are
+//! pure. This module adds the lock, the wake-ups and the metrics. Not here: placement, and the future in which a
+//! request waits (`dispatch/admit.rs`).
 
 mod backlog;
 mod controller;
@@ -20,15 +28,15 @@ mod saturation;
 mod settings;
 mod ticket;
 
-pub(crate) use controller::{Desk, Entrance, Sight, Told};
-pub(crate) use saturation::Part;
+pub(crate) use controller::{Accepted, AdmissionController, Context, Resolution};
+pub(crate) use saturation::Stage;
 pub use settings::{Settings, Tenant};
-pub(crate) use ticket::{Asked, Bid, Lane};
+pub(crate) use ticket::{QueuedRequest, Route, Ticket};
 
 use crate::fleet::Fleet;
 use crate::metrics::Metrics;
-use controller::LOOK_EVERY;
-use queue::Refusal;
+use controller::POLL_INTERVAL;
+use queue::Rejection;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -37,28 +45,28 @@ use tokio::sync::{Notify, oneshot};
 use tokio::time::{Instant, timeout_at};
 use worker::engine::{Error, GroupId, Priority};
 
-/// The door and the room behind it.
+/// Admission of requests for all models of this router.
 pub(crate) struct Admission {
-    inside: Mutex<Inside>,
-    /// Something changed that somebody may wait for.
-    poke: Notify,
-    /// Whether somebody waits.
-    awaited: AtomicBool,
+    inner: Mutex<Inner>,
+    /// Wakes the task that calls [`Self::dispatch_ready`].
+    changed: Notify,
+    /// Whether requests are queued.
+    has_queued: AtomicBool,
     metrics: Metrics,
 }
 
 #[derive(Default)]
-struct Inside {
-    desk: Desk,
-    /// By number, those who wait to be told something.
-    calls: HashMap<u64, oneshot::Sender<Told>>,
+struct Inner {
+    controller: AdmissionController,
+    /// Senders of the resolutions of queued requests, by their number.
+    waiters: HashMap<u64, oneshot::Sender<Resolution>>,
     /// Permits of groups, for the choices that come after the first. The permit removes its entry when it is dropped.
     groups: HashMap<GroupId, Weak<Permit>>,
-    /// Nobody is told anything any more.
+    /// The router has stopped: no further resolutions are sent.
     closed: bool,
 }
 
-/// A request's place in the router, from the door until its last byte. Dropping it gives the place up.
+/// The right of a request to run, or its position in the queue, until its last byte. Dropping it releases either.
 #[must_use = "dropping a permit gives the place up"]
 pub(crate) struct Permit {
     admission: Arc<Admission>,
@@ -67,162 +75,169 @@ pub(crate) struct Permit {
     group: Option<GroupId>,
 }
 
-/// What classes are called, from the least.
-const CLASSES: [&str; 3] = ["low", "normal", "high"];
+/// Values of the metric label `priority`, the lowest first.
+const PRIORITY_LABELS: [&str; 3] = ["low", "normal", "high"];
 
 impl Admission {
     pub(crate) fn new(metrics: &Metrics) -> Arc<Self> {
         Arc::new(Self {
-            inside: Mutex::default(),
-            poke: Notify::new(),
-            awaited: AtomicBool::new(false),
+            inner: Mutex::default(),
+            changed: Notify::new(),
+            has_queued: AtomicBool::new(false),
             metrics: metrics.clone(),
         })
     }
 
-    /// Something changed: a worker may take more than before.
-    pub(crate) fn poke(&self) {
-        if self.awaited.load(Ordering::SeqCst) {
-            self.poke.notify_one();
+    /// Reports a change after which a worker may have more capacity than before.
+    pub(crate) fn notify(&self) {
+        if self.has_queued.load(Ordering::SeqCst) {
+            self.changed.notify_one();
         }
     }
 
-    /// A request at the door: it goes, or waits to be told something, or is refused. And what it waits for.
+    /// Admits a request, queues it, or rejects it. A queued request also gets the receiver of its resolution and the
+    /// reason why it waits.
     #[expect(clippy::type_complexity, reason = "used once, at the door")]
-    pub(crate) fn enter(
+    pub(crate) fn admit_or_queue(
         self: &Arc<Self>,
         fleet: &Fleet,
         limits: &Settings,
-        asked: &Asked,
-    ) -> Result<(Permit, Option<(oneshot::Receiver<Told>, &'static str)>), Error> {
-        let (roster, class) = (fleet.roster(), asked.priority);
-        let mut inside = self.inside();
-        let entrance = inside.desk.enter(Sight { limits, roster: &roster, now: Instant::now() }, asked);
-        let Entrance { number, waits, displaced } = entrance.map_err(|refusal| self.refused(class, refusal))?;
-        inside.tell(displaced);
+        request: &QueuedRequest,
+    ) -> Result<(Permit, Option<(oneshot::Receiver<Resolution>, &'static str)>), Error> {
+        let (roster, class) = (fleet.roster(), request.priority);
+        let mut inner = self.inner();
+        let accepted =
+            inner.controller.admit_or_queue(Context { limits, roster: &roster, now: Instant::now() }, request);
+        let Accepted { number, queue_reason, shed } = accepted.map_err(|rejection| self.rejected(class, rejection))?;
+        inner.resolve(shed);
         let permit = Permit { admission: self.clone(), number, class, group: None };
-        match waits {
+        match queue_reason {
             None => self.count(class, "immediate"),
-            Some(_) => self.await_call(),
+            Some(_) => self.wake_dispatcher(),
         }
-        let waits = waits.map(|why| (inside.call(number), why));
-        Ok((permit, waits))
+        let queue_reason = queue_reason.map(|why| (inner.waiter(number), why));
+        Ok((permit, queue_reason))
     }
 
     /// Keeps the permit of a group's first choice where [`Self::join`] finds it, for as long as it is held.
     pub(crate) fn share(&self, group: GroupId, mut permit: Permit) -> Arc<Permit> {
         permit.group = Some(group);
         let permit = Arc::new(permit);
-        self.inside().groups.insert(group, Arc::downgrade(&permit));
+        self.inner().groups.insert(group, Arc::downgrade(&permit));
         permit
     }
 
     /// Admits a later choice of a group at once: with the permit of the first choice, or with one of its own when the
     /// first choice has ended.
-    pub(crate) fn join(self: &Arc<Self>, group: GroupId, asked: &Asked) -> Arc<Permit> {
-        let mut inside = self.inside();
-        if let Some(permit) = inside.groups.get(&group).and_then(Weak::upgrade) {
+    pub(crate) fn join(self: &Arc<Self>, group: GroupId, request: &QueuedRequest) -> Arc<Permit> {
+        let mut inner = self.inner();
+        if let Some(permit) = inner.groups.get(&group).and_then(Weak::upgrade) {
             return permit;
         }
-        let number = inside.desk.admit_now(asked);
-        drop(inside);
-        self.share(group, Permit { admission: self.clone(), number, class: asked.priority, group: None })
+        let number = inner.controller.admit_now(request);
+        drop(inner);
+        self.share(group, Permit { admission: self.clone(), number, class: request.priority, group: None })
     }
 
-    /// A request that was told to be placed anew waits for where it was placed now.
-    pub(crate) fn again(&self, limits: &Settings, permit: &Permit, asked: Asked) -> oneshot::Receiver<Told> {
-        let mut inside = self.inside();
-        inside.desk.again(limits, permit.number, asked);
-        self.await_call();
-        inside.call(permit.number)
+    /// Queues a request again that got [`Resolution::Reroute`], with its new placement.
+    pub(crate) fn requeue(
+        &self,
+        limits: &Settings,
+        permit: &Permit,
+        request: QueuedRequest,
+    ) -> oneshot::Receiver<Resolution> {
+        let mut inner = self.inner();
+        inner.controller.requeue(limits, permit.number, request);
+        self.wake_dispatcher();
+        inner.waiter(permit.number)
     }
 
-    /// Tells everybody what there is to tell.
-    pub(crate) fn round(&self, fleet: &Fleet, limits: &Settings) {
+    /// Sends the resolutions that are due, and updates the metrics of the queue.
+    pub(crate) fn dispatch_ready(&self, fleet: &Fleet, limits: &Settings) {
         let (roster, now) = (fleet.roster(), Instant::now());
-        let mut inside = self.inside();
-        let told = inside.desk.round(Sight { limits, roster: &roster, now });
-        inside.tell(told);
-        self.awaited.store(!inside.desk.room.is_empty(), Ordering::SeqCst);
-        for (class, tokens) in CLASSES.iter().zip(inside.desk.room.by_class()) {
+        let mut inner = self.inner();
+        let resolved = inner.controller.dispatch_ready(Context { limits, roster: &roster, now });
+        inner.resolve(resolved);
+        self.has_queued.store(!inner.controller.queue.is_empty(), Ordering::SeqCst);
+        for (class, tokens) in PRIORITY_LABELS.iter().zip(inner.controller.queue.queued_tokens()) {
             self.metrics.waiting_tokens.with_label_values(&[class]).set(tokens as i64);
         }
-        for (model, rate) in inside.desk.room.rates(now) {
+        for (model, rate) in inner.controller.queue.rates(now) {
             self.metrics.drain_rate.with_label_values(&[model]).set(rate);
         }
     }
 
-    /// Waits until there may be something to tell.
-    pub(crate) async fn poked(&self) {
-        if self.awaited.load(Ordering::SeqCst) {
-            // A poke that came too early is made up for here.
-            let (look, due) = (Instant::now() + LOOK_EVERY, self.inside().desk.room.due());
-            let _ = timeout_at(due.map_or(look, |due| due.min(look)), self.poke.notified()).await;
+    /// Waits until there may be resolutions to send.
+    pub(crate) async fn notified(&self) {
+        if self.has_queued.load(Ordering::SeqCst) {
+            // A notification before this call is lost when no request was queued; the poll makes up for it.
+            let (poll, due) = (Instant::now() + POLL_INTERVAL, self.inner().controller.queue.next_expiry());
+            let _ = timeout_at(due.map_or(poll, |due| due.min(poll)), self.changed.notified()).await;
         } else {
-            self.poke.notified().await;
+            self.changed.notified().await;
         }
     }
 
-    /// Nobody will be told anything any more: who waits is not left waiting for it.
+    /// Closes the queue: all waiters end with an error, and so do later requests that would wait.
     pub(crate) fn close(&self) {
-        let mut inside = self.inside();
-        inside.closed = true;
-        inside.calls.clear();
+        let mut inner = self.inner();
+        inner.closed = true;
+        inner.waiters.clear();
     }
 
-    /// A request goes that has waited.
+    /// Counts a queued request that was admitted, and the time that it waited.
     pub(crate) fn waited(&self, class: Priority, waited: Duration) {
         self.count(class, "queued");
-        self.metrics.wait_seconds.with_label_values(&[CLASSES[class as usize]]).observe(waited.as_secs_f64());
+        self.metrics.wait_seconds.with_label_values(&[PRIORITY_LABELS[class as usize]]).observe(waited.as_secs_f64());
     }
 
-    /// A request is refused: what its client is told.
-    pub(crate) fn refused(&self, class: Priority, refusal: Refusal) -> Error {
-        let (outcome, error) = match refusal {
-            Refusal::Full(retry_after) => ("queue_full", Error::Overloaded { retry_after }),
-            Refusal::TenantFull(retry_after) => ("tenant_limit", Error::Overloaded { retry_after }),
-            Refusal::PredictedTimeout(retry_after) => ("predicted_timeout", Error::Overloaded { retry_after }),
-            Refusal::PredictedTimeoutQueued(retry_after) => {
+    /// Counts a rejection. Returns the error for the client.
+    pub(crate) fn rejected(&self, class: Priority, rejection: Rejection) -> Error {
+        let (outcome, error) = match rejection {
+            Rejection::QueueFull(retry_after) => ("queue_full", Error::Overloaded { retry_after }),
+            Rejection::TenantLimit(retry_after) => ("tenant_limit", Error::Overloaded { retry_after }),
+            Rejection::PredictedTimeout(retry_after) => ("predicted_timeout", Error::Overloaded { retry_after }),
+            Rejection::PredictedTimeoutQueued(retry_after) => {
                 ("predicted_timeout_queued", Error::Overloaded { retry_after })
             }
-            Refusal::Displaced(retry_after) => ("shed", Error::Overloaded { retry_after }),
-            Refusal::InVain(retry_after) => ("queue_timeout", Error::Overloaded { retry_after }),
-            Refusal::Late => ("deadline_exceeded", Error::Late),
+            Rejection::Shed(retry_after) => ("shed", Error::Overloaded { retry_after }),
+            Rejection::QueueTimeout(retry_after) => ("queue_timeout", Error::Overloaded { retry_after }),
+            Rejection::DeadlineExceeded => ("deadline_exceeded", Error::Late),
         };
         self.count(class, outcome);
         error
     }
 
     fn count(&self, class: Priority, outcome: &str) {
-        self.metrics.admissions.with_label_values(&[CLASSES[class as usize], outcome]).inc();
+        self.metrics.admissions.with_label_values(&[PRIORITY_LABELS[class as usize], outcome]).inc();
     }
 
-    /// Somebody waits from now on, and may be the first to go, or to be late.
-    fn await_call(&self) {
-        self.awaited.store(true, Ordering::SeqCst);
-        self.poke.notify_one();
+    /// Has the queue looked at now: the new request may be the first to go, or to expire.
+    fn wake_dispatcher(&self) {
+        self.has_queued.store(true, Ordering::SeqCst);
+        self.changed.notify_one();
     }
 
-    fn inside(&self) -> MutexGuard<'_, Inside> {
-        // Nothing that runs under this lock panics half-way.
-        self.inside.lock().unwrap_or_else(PoisonError::into_inner)
+    fn inner(&self) -> MutexGuard<'_, Inner> {
+        // No code under this lock panics.
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Inside {
-    fn call(&mut self, number: u64) -> oneshot::Receiver<Told> {
-        let (sender, call) = oneshot::channel();
+impl Inner {
+    fn waiter(&mut self, number: u64) -> oneshot::Receiver<Resolution> {
+        let (sender, waiter) = oneshot::channel();
         if !self.closed {
-            self.calls.insert(number, sender);
+            self.waiters.insert(number, sender);
         }
-        call
+        waiter
     }
 
-    fn tell(&mut self, told: Vec<(u64, Told)>) {
-        for (number, told) in told {
-            if let Some(waits) = self.calls.remove(&number) {
-                // Who went away meanwhile gives its place up by its permit.
-                let _ = waits.send(told);
+    fn resolve(&mut self, resolved: Vec<(u64, Resolution)>) {
+        for (number, resolved) in resolved {
+            if let Some(queue_reason) = self.waiters.remove(&number) {
+                // A request whose client has left is removed by its permit.
+                let _ = queue_reason.send(resolved);
             }
         }
     }
@@ -230,19 +245,19 @@ impl Inside {
 
 impl Drop for Permit {
     fn drop(&mut self) {
-        let mut inside = self.admission.inside();
-        let waited = inside.desk.leave(self.number);
-        let called = inside.calls.remove(&self.number).is_some();
+        let mut inner = self.admission.inner();
+        let waited = inner.controller.leave(self.number);
+        let was_queued = inner.waiters.remove(&self.number).is_some();
         if let Some(group) = self.group
-            && inside.groups.get(&group).is_some_and(|permit| std::ptr::eq(permit.as_ptr(), self))
+            && inner.groups.get(&group).is_some_and(|permit| std::ptr::eq(permit.as_ptr(), self))
         {
-            inside.groups.remove(&group);
+            inner.groups.remove(&group);
         }
-        drop(inside);
-        if waited && called {
+        drop(inner);
+        if waited && was_queued {
             self.admission.count(self.class, "cancelled");
         }
-        self.admission.poke();
+        self.admission.notify();
     }
 }
 

@@ -77,7 +77,7 @@ async fn seek(core: &Arc<Core>, request: Request) -> Result<OutputStream, Error>
                 let verdict = Verdict::of(&error);
                 placement.decode.note(verdict);
                 drop(placement);
-                core.admission.poke();
+                core.admission.notify();
                 if verdict == Verdict::Neutral {
                     return Err(error);
                 }
@@ -137,7 +137,7 @@ async fn attempt(core: &Core, request: &Request, placement: &Placement, tried: &
                 "remote prefill failed; the decode worker computes the prompt"
             );
             detour.member.note(Verdict::of(&error));
-            core.admission.poke();
+            core.admission.notify();
             outcome.with_label_values(&["local_fallback"]).inc();
             booking.amend(*uncached);
             start(decode, booking, request, or_hung).await
@@ -156,7 +156,7 @@ async fn prefill_leg(core: &Core, detour: &Detour, request: &Request) -> Result<
     })??;
     // It is computed; what remains on the worker is blocks, not work.
     detour.booking.started();
-    core.admission.poke();
+    core.admission.notify();
     match first {
         Output::Handoff(handoff) => {
             detour.member.well();
@@ -229,7 +229,7 @@ fn stream(
     // Who has its place here comes now.
     drop((prefill, others));
     booking.started();
-    core.admission.poke();
+    core.admission.notify();
     decode.well();
     let report = match &first {
         Output::Tokens(tokens) => tokens.prompt.as_ref(),

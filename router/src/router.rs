@@ -51,7 +51,7 @@ impl Router {
         tasks.spawn(vital("talk with other routers", core.clone(), cancel.clone(), others));
         let planning = rebalance::keep(core.clone(), events, id);
         tasks.spawn(vital("planner", core.clone(), cancel.clone(), planning));
-        tasks.spawn(vital("door", core.clone(), cancel.clone(), admit::keep(core.clone())));
+        tasks.spawn(vital("door", core.clone(), cancel.clone(), admit::run(core.clone())));
         tasks.spawn(vital("prober", core.clone(), cancel.clone(), prober::run(core.clone())));
         tasks.close();
         Ok(Arc::new(Self { core, tasks, life: cancel.drop_guard() }))

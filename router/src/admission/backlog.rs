@@ -1,38 +1,40 @@
-//! How long requests wait in the admission queue: estimated from what waits before them and the measured drain rate of their
-//! model. Pure: values in, values out, and the time is passed in.
+//! Estimates how long a request waits in the admission queue: from the cost of the requests before it and the measured
+//! drain rate of its model. Pure: values in, values out, and the time is passed in.
 //!
-//! Costs are in tokens to be computed and generated, as fairness counts them. The estimate for a class is the smaller of two:
-//! everything before it leaves at the rate that those leave who come meanwhile to the classes above (the wait in a queue with
-//! priorities, Cobham 1954), or its own class alone leaves at the rate that is guaranteed to it.
+//! Costs are tokens to compute and to generate, as in fair shares. The estimate for a class is the smaller of two: the
+//! wait in a queue with priorities (Cobham 1954), in which all requests before it leave at the drain rate less the
+//! inflow to higher classes; or the wait in its own class alone, at the rate that is guaranteed to the class.
 
-use super::drain_rate::{Rate, WINDOW};
-use super::ticket::Asked;
+use super::drain_rate::{DrainRate, WINDOW};
+use super::ticket::QueuedRequest;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// What a lower class gets of what those above it are granted, and of the room: enough to move, too little to be felt.
-pub(super) const SHARE: f64 = 0.1;
+/// Share of a lower class, of what the classes above it get and of the queue's space: enough to make progress, too
+/// little to be felt.
+pub(super) const LOWER_CLASS_SHARE: f64 = 0.1;
 
-/// What waits, by model.
+/// Backlogs by model.
 #[derive(Default)]
 pub(super) struct Backlogs {
     models: BTreeMap<Arc<str>, Backlog>,
 }
 
-/// What waits for one model, and the rate at which it drains.
+/// The queued requests of one model, and the rate at which they leave.
 #[derive(Default)]
 struct Backlog {
-    rate: Rate,
-    /// Requests that the workers have, as last seen, and the cost of those that left this queue.
+    rate: DrainRate,
+    /// Number of requests that the workers have, as of the last poll, and total cost of those that came through this
+    /// queue.
     running: u64,
     running_cost: u64,
-    /// Requests that wait; since when there are some, and how many have left since.
+    /// Number of queued requests; since when the queue is not empty, and how many requests have left it since.
     requests: u64,
     since: Option<Instant>,
-    left: u64,
-    /// By priority, the least first.
+    departed: u64,
+    /// By priority, the lowest first.
     classes: [Class; 3],
 }
 
@@ -47,28 +49,29 @@ struct Class {
 
 /// One tenant's requests of a class.
 struct Tenant {
-    /// As configured when its first request came.
+    /// Weight as configured when its first request came.
     weight: f64,
     cost: u64,
-    /// The part of `cost` that has a deadline: it goes first.
-    urgent: u64,
-    /// All that wait.
+    /// Part of `cost` of requests with a deadline, which go first.
+    deadline_cost: u64,
+    /// Number of queued requests.
     requests: usize,
-    /// Those without a deadline, in the order of their arrival: number, cost, and when they have waited for too long.
-    patient: BTreeSet<(u64, u64, Instant)>,
+    /// Requests without a deadline in order of arrival: number, cost, and latest time in the queue.
+    without_deadline: BTreeSet<(u64, u64, Instant)>,
 }
 
-/// Cost per second that comes to a class, averaged over [`HORIZON`].
+/// Cost per second of requests that come to a class: an exponential average over [`HORIZON`].
 #[derive(Default)]
 struct Inflow {
-    /// Decayed sum of costs, and the time of the last one.
+    /// Decayed sum of costs, and the time of the last request.
     sum: f64,
     last: Option<Instant>,
 }
 
-/// Over how long an inflow is averaged: as long as most requests may wait, so that a burst is not taken for what is to come.
+/// Time constant of an inflow: as long as most requests may wait, so that a short burst does not count as lasting
+/// load.
 const HORIZON: Duration = Duration::from_mins(1);
-/// However slow: estimates beyond are of no use to anybody.
+/// Upper limit of estimates, in seconds.
 const SECONDS_MAX: f64 = 1e6;
 
 impl Inflow {
@@ -84,127 +87,135 @@ impl Inflow {
 }
 
 impl Backlogs {
-    /// A request waits from now on, of a tenant with this weight; `again` if it did before.
-    pub(super) fn add(&mut self, number: u64, asked: &Asked, weight: f64, again: bool) {
-        let backlog = self.models.entry(asked.model.clone()).or_default();
-        let class = &mut backlog.classes[asked.priority as usize];
-        class.cost += asked.charge;
+    /// Adds a queued request, of a tenant with this weight. A rerouted request does not count as inflow again.
+    pub(super) fn add(&mut self, number: u64, request: &QueuedRequest, weight: f64, rerouted: bool) {
+        let backlog = self.models.entry(request.model.clone()).or_default();
+        let class = &mut backlog.classes[request.priority as usize];
+        class.cost += request.cost_tokens;
         backlog.requests += 1;
-        backlog.since.get_or_insert(asked.placed);
-        if !again {
-            class.inflow.add(asked.charge, asked.placed);
+        backlog.since.get_or_insert(request.placed);
+        if !rerouted {
+            class.inflow.add(request.cost_tokens, request.placed);
         }
-        let tenant = class.tenants.entry(asked.tenant.clone()).or_insert_with(|| {
+        let tenant = class.tenants.entry(request.tenant.clone()).or_insert_with(|| {
             class.weights += weight;
-            Tenant { weight, cost: 0, urgent: 0, requests: 0, patient: BTreeSet::new() }
+            Tenant { weight, cost: 0, deadline_cost: 0, requests: 0, without_deadline: BTreeSet::new() }
         });
         tenant.requests += 1;
-        tenant.cost += asked.charge;
-        if asked.latest.is_some() {
-            tenant.urgent += asked.charge;
+        tenant.cost += request.cost_tokens;
+        if request.start_by.is_some() {
+            tenant.deadline_cost += request.cost_tokens;
         } else {
-            tenant.patient.insert((number, asked.charge, asked.tired));
+            tenant.without_deadline.insert((number, request.cost_tokens, request.queue_deadline));
         }
     }
 
-    /// A request waits no longer, whatever became of it.
-    pub(super) fn remove(&mut self, number: u64, asked: &Asked) {
-        let Some(backlog) = self.models.get_mut(&asked.model) else { return };
-        let class = &mut backlog.classes[asked.priority as usize];
-        let Some(tenant) = class.tenants.get_mut(&asked.tenant) else { return };
-        class.cost -= asked.charge;
+    /// Removes a queued request, for whatever reason.
+    pub(super) fn remove(&mut self, number: u64, request: &QueuedRequest) {
+        let Some(backlog) = self.models.get_mut(&request.model) else { return };
+        let class = &mut backlog.classes[request.priority as usize];
+        let Some(tenant) = class.tenants.get_mut(&request.tenant) else { return };
+        class.cost -= request.cost_tokens;
         backlog.requests -= 1;
         tenant.requests -= 1;
-        tenant.cost -= asked.charge;
-        if asked.latest.is_some() {
-            tenant.urgent -= asked.charge;
+        tenant.cost -= request.cost_tokens;
+        if request.start_by.is_some() {
+            tenant.deadline_cost -= request.cost_tokens;
         } else {
-            tenant.patient.remove(&(number, asked.charge, asked.tired));
+            tenant.without_deadline.remove(&(number, request.cost_tokens, request.queue_deadline));
         }
         if tenant.requests == 0 {
             class.weights -= tenant.weight;
-            class.tenants.remove(&asked.tenant);
+            class.tenants.remove(&request.tenant);
         }
         if class.tenants.is_empty() {
-            // No rounding error outlives its terms.
+            // Rounding errors do not outlive the terms of the sum.
             class.weights = 0.0;
         }
         if backlog.is_empty() {
             backlog.rate.pause();
-            (backlog.since, backlog.left) = (None, 0);
+            (backlog.since, backlog.departed) = (None, 0);
         }
     }
 
-    /// A request leaves the queue for its worker. Called before [`Self::remove`].
-    pub(super) fn granted(&mut self, asked: &Asked, now: Instant) {
-        if let Some(backlog) = self.models.get_mut(&asked.model) {
-            backlog.rate.left(asked.charge, now);
-            backlog.left += 1;
+    /// Records that a request leaves the queue for its worker. Called before [`Self::remove`].
+    pub(super) fn departed(&mut self, request: &QueuedRequest, now: Instant) {
+        if let Some(backlog) = self.models.get_mut(&request.model) {
+            backlog.rate.record(request.cost_tokens, now);
+            backlog.departed += 1;
         }
     }
 
-    /// A request of this cost goes to a worker.
+    /// Adds the cost of a request that starts to run.
     pub(super) fn started(&mut self, model: &Arc<str>, cost: u64) {
         self.models.entry(model.clone()).or_default().running_cost += cost;
     }
 
-    /// A request of this cost has ended.
+    /// Subtracts the cost of a request that has ended.
     pub(super) fn ended(&mut self, model: &str, cost: u64) {
         if let Some(backlog) = self.models.get_mut(model) {
             backlog.running_cost -= cost;
         }
     }
 
-    /// So many requests of a model are with its workers.
-    pub(super) fn running(&mut self, model: &str, requests: u64) {
+    /// Sets the number of requests that the workers of a model have.
+    pub(super) fn set_running(&mut self, model: &str, requests: u64) {
         if let Some(backlog) = self.models.get_mut(model) {
             backlog.running = requests;
         }
     }
 
-    /// Cost of all requests of a class that wait, whatever their model.
+    /// Cost of all queued requests of a class, of all models.
     pub(super) fn cost(&self, class: usize) -> u64 {
         self.models.values().map(|backlog| backlog.classes[class].cost).sum()
     }
 
-    /// How long a newcomer would wait, if that is known.
-    pub(super) fn wait(&self, asked: &Asked, weight: f64, now: Instant) -> Option<Duration> {
-        let backlog = self.models.get(&asked.model)?;
-        let tenant = backlog.classes[asked.priority as usize].tenants.get(&asked.tenant);
-        let before = tenant.map_or(0, |tenant| if asked.latest.is_some() { tenant.urgent } else { tenant.cost });
+    /// Estimated wait of a new request; `None` when no rate is known.
+    pub(super) fn wait(&self, request: &QueuedRequest, weight: f64, now: Instant) -> Option<Duration> {
+        let backlog = self.models.get(&request.model)?;
+        let tenant = backlog.classes[request.priority as usize].tenants.get(&request.tenant);
+        let before =
+            tenant.map_or(0, |tenant| if request.start_by.is_some() { tenant.deadline_cost } else { tenant.cost });
         let rate = backlog.per_second(now)?;
-        Some(backlog.seconds(asked.priority as usize, weight, before, asked.charge, rate, now))
+        Some(backlog.seconds(request.priority as usize, weight, before, request.cost_tokens, rate, now))
     }
 
-    /// How long it takes until tokens of this cost have left the queue, whatever their model.
+    /// Estimated time until requests of this cost have left the queue, of all models.
     pub(super) fn drain(&self, cost: f64, now: Instant) -> Option<Duration> {
         let waiting = self.models.values().filter(|backlog| !backlog.is_empty());
         let rate: f64 = waiting.filter_map(|backlog| backlog.per_second(now)).sum();
         (rate > 0.0).then(|| seconds(cost / rate))
     }
 
-    /// How long it takes until tokens of this cost have left the queue that are of the request's tenant, which shares its class
-    /// with others.
-    pub(super) fn turn(&self, asked: &Asked, weight: f64, cost: f64, now: Instant) -> Option<Duration> {
-        let backlog = self.models.get(&asked.model)?;
-        let weights = backlog.classes[asked.priority as usize].weights;
+    /// Estimated time until requests of this cost have left the queue, of the tenant of `request`, which shares its
+    /// class with others.
+    pub(super) fn drain_tenant(
+        &self,
+        request: &QueuedRequest,
+        weight: f64,
+        cost: f64,
+        now: Instant,
+    ) -> Option<Duration> {
+        let backlog = self.models.get(&request.model)?;
+        let weights = backlog.classes[request.priority as usize].weights;
         Some(seconds(cost * (weights / weight).max(1.0) / backlog.per_second(now)?))
     }
 
-    /// Requests that will not go before they have waited for too long, even if the rate is as much better than measured as its
-    /// error allows: of each tenant the latest. A request with a deadline goes before those, and ends by itself.
-    pub(super) fn hopeless(&self, now: Instant) -> Vec<u64> {
+    /// Requests that will exceed their time in the queue even if the rate is better than measured by its standard
+    /// error, the latest of each tenant first. Requests with a deadline are left out: they go before these, and expire
+    /// by themselves.
+    pub(super) fn predicted_timeouts(&self, now: Instant) -> Vec<u64> {
         let mut found = Vec::new();
         for backlog in self.models.values() {
             let Some(rate) = backlog.per_second(now) else { continue };
-            // A bound is optimistic by itself.
-            let rate = if backlog.left > 0 { rate * (1.0 + backlog.rate.error()) } else { rate };
+            // The bound is already optimistic.
+            let rate = if backlog.departed > 0 { rate * (1.0 + backlog.rate.error()) } else { rate };
             for (priority, class) in backlog.classes.iter().enumerate() {
                 for tenant in class.tenants.values() {
                     let mut before = tenant.cost;
-                    for (number, cost, tired) in tenant.patient.iter().rev() {
+                    for (number, cost, queue_deadline) in tenant.without_deadline.iter().rev() {
                         before -= cost;
-                        if now + backlog.seconds(priority, tenant.weight, before, *cost, rate, now) <= *tired {
+                        if now + backlog.seconds(priority, tenant.weight, before, *cost, rate, now) <= *queue_deadline {
                             break;
                         }
                         found.push(*number);
@@ -215,7 +226,7 @@ impl Backlogs {
         found
     }
 
-    /// Measured rates in tokens per second, of models for which requests wait.
+    /// Measured rates in tokens per second, of models with queued requests.
     pub(super) fn rates(&self, now: Instant) -> impl Iterator<Item = (&str, f64)> {
         let waiting = self.models.iter().filter(|(_, backlog)| !backlog.is_empty());
         waiting.filter_map(move |(model, backlog)| Some((&**model, backlog.rate.per_second(now)?)))
@@ -227,33 +238,33 @@ impl Backlog {
         self.classes.iter().all(|class| class.tenants.is_empty())
     }
 
-    /// The rate at which it drains. While nothing has left yet it is bounded: the requests that run have run for as long as others
-    /// wait, so no more of them than there are end in as much time again. That is what is known of workers that take a minute
-    /// for what they have.
+    /// Rate at which the requests leave. Until the first request has left there is only a bound: the running requests
+    /// have run at least as long as the oldest queued one waits, so in as much time again at most all of them end. For
+    /// workers that need a minute per request this is all that is known.
     fn per_second(&self, now: Instant) -> Option<f64> {
         let measured = self.rate.per_second(now);
         let waits = self.since.map(|since| now.saturating_duration_since(since)).filter(|waits| *waits >= WINDOW);
-        let Some(waits) = waits.filter(|_| self.left == 0 && self.requests > 0) else { return measured };
+        let Some(waits) = waits.filter(|_| self.departed == 0 && self.requests > 0) else { return measured };
         let each = self.classes.iter().map(|class| class.cost).sum::<u64>() as f64 / self.requests as f64;
-        // Requests that came to the workers by other ways are taken to cost what those cost that wait.
+        // Requests that did not come through the queue are assumed to cost as much as the queued ones.
         let running = (self.running.max(1) as f64 * each).max(self.running_cost as f64);
         let bound = running / waits.as_secs_f64();
         Some(measured.map_or(bound, |measured| measured.min(bound))).filter(|rate| *rate > 0.0)
     }
 
-    /// How long a request of this cost waits behind so much of its own tenant.
+    /// Estimated wait of a request of this cost behind `before` of its own tenant.
     fn seconds(&self, class: usize, weight: f64, before: u64, cost: u64, rate: f64, now: Instant) -> Duration {
         let own = &self.classes[class];
-        // The other tenants of the class get their shares of that time.
+        // Meanwhile the other tenants of the class get their shares.
         let before = (before as f64 * (own.weights / weight).max(1.0)).min(own.cost as f64);
-        // Each class below gets its share of what this one and those above it get.
+        // Each lower class gets its share of what this class and those above it get.
         let below = self.classes[..class].iter().filter(|class| class.cost > 0).count();
-        let rate = rate / (1.0 + SHARE).powi(below as i32);
+        let rate = rate / (1.0 + LOWER_CLASS_SHARE).powi(below as i32);
         let above = &self.classes[class + 1..];
         let waiting: u64 = above.iter().map(|class| class.cost).sum();
         let free = rate - above.iter().map(|class| class.inflow.per_second(now)).sum::<f64>();
         let all = if free > 0.0 { (waiting as f64 + before) / free } else { f64::INFINITY };
-        let guaranteed = (before + cost as f64) / (rate * SHARE / (1.0 + SHARE));
+        let guaranteed = (before + cost as f64) / (rate * LOWER_CLASS_SHARE / (1.0 + LOWER_CLASS_SHARE));
         seconds(if above.is_empty() { all } else { all.min(guaranteed) })
     }
 }

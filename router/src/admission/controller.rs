@@ -1,14 +1,14 @@
-//! The desk before the waiting room: what each request is told, and when. Pure: who is there and the time are passed in, and
-//! nothing is sent. The live door and a replay keep the same one.
+//! Decides what becomes of each request at admission. Pure: workers and time are passed in, and nothing is sent. The
+//! router and `blockyard replay` use the same code.
 //!
-//! Those who wait for a worker that has left are placed anew, and so are some for whom that may pay: while another worker
-//! idles, or takes requests soon enough for a deadline that cannot be met where they wait. Requests that will not be served
-//! within the wait limit, by the drain rate as it is measured by then, are refused at the same moments.
+//! A queued request is rerouted when its worker has left, and when that may pay: another worker is idle, or another
+//! worker would meet a deadline that its own would miss. A request that will exceed the limit on the time in the
+//! queue, by the drain rate measured so far, is rejected at the same moments.
 
-use super::queue::{Entry, Refusal, Room};
-use super::saturation::{Full, Part, full, queue};
+use super::queue::{Enqueued, FairQueue, Rejection};
+use super::saturation::{Saturation, Stage, queue_time, saturation};
 use super::settings::Settings;
-use super::ticket::{Asked, Lane};
+use super::ticket::{QueuedRequest, Route};
 use crate::fleet::{Member, Roster};
 use crate::load::Amount;
 use std::collections::HashMap;
@@ -16,208 +16,230 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// Who waits, and when it was last looked at who could go elsewhere, and who waits for nothing.
+/// The queue, and the time of the last poll for reroutes and predicted timeouts.
 #[derive(Default)]
-pub(crate) struct Desk {
-    pub(super) room: Room,
-    looked: Option<Instant>,
+pub(crate) struct AdmissionController {
+    pub(super) queue: FairQueue,
+    polled: Option<Instant>,
 }
 
-/// What is to be seen from the desk.
+/// What decisions are based on.
 #[derive(Clone, Copy)]
-pub(crate) struct Sight<'a> {
+pub(crate) struct Context<'a> {
     pub(crate) limits: &'a Settings,
     pub(crate) roster: &'a Roster,
     pub(crate) now: Instant,
 }
 
-/// A request was let in.
-pub(crate) struct Entrance {
-    /// What it is called from now on.
+/// A request that was not rejected.
+pub(crate) struct Accepted {
+    /// Identifies the request in the queue and while it runs.
     pub(crate) number: u64,
-    /// What it waits for; it goes at once without.
-    pub(crate) waits: Option<&'static str>,
-    /// Those who had to go for it.
-    pub(crate) displaced: Vec<(u64, Told)>,
+    /// Why it waits; `None`: it was admitted at once.
+    pub(crate) queue_reason: Option<&'static str>,
+    /// Queued requests that were rejected in its favour.
+    pub(crate) shed: Vec<(u64, Resolution)>,
 }
 
-/// What a request that waits is told.
+/// What becomes of a queued request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Told {
-    Go,
-    /// Be placed anew.
-    Again,
-    No(Refusal),
+pub(crate) enum Resolution {
+    Admit,
+    /// Place it again, and queue it with [`AdmissionController::requeue`].
+    Reroute,
+    Reject(Rejection),
 }
 
-/// Time opens doors, too: a worker falls silent, a breaker closes. Nobody is told of that, and it is not urgent.
-pub(crate) const LOOK_EVERY: Duration = Duration::from_millis(250);
+/// Interval of polls. Some changes come with time and without a notification: a worker stops reporting, a circuit
+/// breaker closes. They are not urgent.
+pub(crate) const POLL_INTERVAL: Duration = Duration::from_millis(250);
 
-impl Desk {
-    /// A request comes.
-    pub(crate) fn enter(&mut self, sight: Sight<'_>, asked: &Asked) -> Result<Entrance, Refusal> {
-        let Sight { limits, roster, now } = sight;
-        let state = look(roster, &self.room, asked.lane, Some(asked.held), now);
-        let waits = match state {
-            Err(full) => full.name(),
-            Ok(_) if self.room.is_empty() => "tenant",
+impl AdmissionController {
+    /// Admits a new request, queues it, or rejects it.
+    pub(crate) fn admit_or_queue(
+        &mut self,
+        context: Context<'_>,
+        request: &QueuedRequest,
+    ) -> Result<Accepted, Rejection> {
+        let Context { limits, roster, now } = context;
+        let state = route_state(roster, &self.queue, request.route, Some(request.reserved), now);
+        let queue_reason = match state {
+            Err(saturation) => saturation.name(),
+            Ok(_) if self.queue.is_empty() => "tenant",
             Ok(_) => "behind_others",
         };
-        match self.room.enter(limits, asked.clone(), state.ok(), now) {
-            Entry::Straight(number) => Ok(Entrance { number, waits: None, displaced: Vec::new() }),
-            Entry::Waits { number, displaced } => {
-                let told = |(number, asked): (_, Asked)| {
-                    (number, Told::No(Refusal::Displaced(self.room.retry_after(limits, &asked, now))))
+        match self.queue.admit_or_queue(limits, request.clone(), state.ok(), now) {
+            Enqueued::Immediate(number) => Ok(Accepted { number, queue_reason: None, shed: Vec::new() }),
+            Enqueued::Queued { number, shed } => {
+                let rejected = |(number, request): (_, QueuedRequest)| {
+                    (number, Resolution::Reject(Rejection::Shed(self.queue.retry_after(limits, &request, now))))
                 };
-                let displaced = displaced.into_iter().map(told).collect();
-                Ok(Entrance { number, waits: Some(waits), displaced })
+                let shed = shed.into_iter().map(rejected).collect();
+                Ok(Accepted { number, queue_reason: Some(queue_reason), shed })
             }
-            Entry::Refused(refusal) => Err(refusal),
+            Enqueued::Rejected(rejection) => Err(rejection),
         }
     }
 
     /// Admits a request without queueing it: another choice of a prompt that was admitted before.
-    pub(super) fn admit_now(&mut self, asked: &Asked) -> u64 {
-        self.room.admit_now(asked)
+    pub(super) fn admit_now(&mut self, request: &QueuedRequest) -> u64 {
+        self.queue.admit_now(request)
     }
 
-    /// One that was told to be placed anew is back.
-    pub(crate) fn again(&mut self, limits: &Settings, number: u64, asked: Asked) {
-        self.room.put(limits, number, asked);
+    /// Queues a rerouted request again. It keeps its number, and so its position.
+    pub(crate) fn requeue(&mut self, limits: &Settings, number: u64, request: QueuedRequest) {
+        self.queue.insert(limits, number, request);
     }
 
-    /// Something changed, or time has passed: what those who wait are told, in this order.
-    pub(crate) fn round(&mut self, sight: Sight<'_>) -> Vec<(u64, Told)> {
-        let Sight { limits, roster, now } = sight;
-        let mut told: Vec<(u64, Told)> = Vec::new();
-        if self.room.is_empty() {
-            return told;
+    /// Resolutions of queued requests, in the order in which they are to take effect. Called after each change and at
+    /// least every [`POLL_INTERVAL`].
+    pub(crate) fn dispatch_ready(&mut self, context: Context<'_>) -> Vec<(u64, Resolution)> {
+        let Context { limits, roster, now } = context;
+        let mut resolved: Vec<(u64, Resolution)> = Vec::new();
+        if self.queue.is_empty() {
+            return resolved;
         }
-        while let Some((number, asked)) = self.room.overdue(now) {
-            let late = asked.latest.is_some_and(|latest| latest < asked.tired);
-            let why = if late { Refusal::Late } else { Refusal::InVain(self.room.retry_after(limits, &asked, now)) };
-            told.push((number, Told::No(why)));
+        while let Some((number, request)) = self.queue.pop_expired(now) {
+            let late = request.start_by.is_some_and(|start_by| start_by < request.queue_deadline);
+            let why = if late {
+                Rejection::DeadlineExceeded
+            } else {
+                Rejection::QueueTimeout(self.queue.retry_after(limits, &request, now))
+            };
+            resolved.push((number, Resolution::Reject(why)));
         }
-        let is_due = self.looked.is_none_or(|at| at + LOOK_EVERY <= now);
+        let is_due = self.polled.is_none_or(|at| at + POLL_INTERVAL <= now);
         if is_due {
-            self.looked = Some(now);
-            for model in self.room.models() {
+            self.polled = Some(now);
+            for model in self.queue.models() {
                 let sequences = |member: &Arc<Member>| {
-                    u64::from(member.books.standing(now).sequences).saturating_sub(held(&self.room, member).sequences)
+                    u64::from(member.books.standing(now).sequences)
+                        .saturating_sub(not_sent(&self.queue, member).sequences)
                 };
-                let running = of(roster, &model).map(sequences).sum();
-                self.room.running(&model, running);
+                let running = schedulable_workers(roster, &model).map(sequences).sum();
+                self.queue.set_running(&model, running);
             }
-            for (number, asked) in self.room.hopeless(now).into_iter().rev() {
-                let after = self.room.retry_after(limits, &asked, now);
-                told.push((number, Told::No(Refusal::PredictedTimeoutQueued(after))));
+            for (number, request) in self.queue.pop_predicted_timeouts(now).into_iter().rev() {
+                let after = self.queue.retry_after(limits, &request, now);
+                resolved.push((number, Resolution::Reject(Rejection::PredictedTimeoutQueued(after))));
             }
         }
-        self.move_on(roster, now, &mut told);
+        self.reroute_from_unavailable(roster, now, &mut resolved);
         let mut known = HashMap::new();
-        while let Some(number) = self.room.turn(limits, now, |room, lane| {
-            *known.entry(lane).or_insert_with(|| look(roster, room, lane, None, now).ok())
+        while let Some(number) = self.queue.admit_next(limits, now, |queue, route| {
+            *known.entry(route).or_insert_with(|| route_state(roster, queue, route, None, now).ok())
         }) {
             known.clear();
-            told.push((number, Told::Go));
+            resolved.push((number, Resolution::Admit));
         }
         if is_due {
-            self.stir(roster, now, &mut told);
+            self.reroute_to_idle(roster, now, &mut resolved);
         }
-        told
+        resolved
     }
 
-    /// A request goes, wherever it is. Whether it waited.
+    /// Removes a request that has ended, in whatever state. Returns whether it was queued.
     pub(crate) fn leave(&mut self, number: u64) -> bool {
-        self.room.leave(number).is_some()
+        self.queue.leave(number).is_some()
     }
 
-    /// Has some of those who wait placed anew.
-    fn recall(&mut self, these: Vec<u64>, told: &mut Vec<(u64, Told)>) {
+    /// Has these queued requests placed again.
+    fn reroute(&mut self, these: Vec<u64>, resolved: &mut Vec<(u64, Resolution)>) {
         for number in these {
-            self.room.recall(number);
-            told.push((number, Told::Again));
+            self.queue.begin_reroute(number);
+            resolved.push((number, Resolution::Reroute));
         }
     }
 
-    /// Those who wait for a worker that has left, is cordoned, or is better left alone, are placed anew; in the second case not at once
-    /// again: it may be the only one.
-    fn move_on(&mut self, roster: &Roster, now: Instant, told: &mut Vec<(u64, Told)>) {
+    /// Reroutes requests whose worker has left, is cordoned or is ejected. Those of an ejected worker are rerouted at
+    /// most once per [`POLL_INTERVAL`]: it may be the only worker.
+    fn reroute_from_unavailable(&mut self, roster: &Roster, now: Instant, resolved: &mut Vec<(u64, Resolution)>) {
         let gone = |id| roster.get(id).is_none() || roster.is_cordoned(id);
         let avoided = |id| roster.get(id).is_some_and(|member| member.avoided(now));
-        if self.room.awaited().any(|id| gone(id) || avoided(id)) {
-            let at = |lane: &Lane, of: &dyn Fn(_) -> bool| of(lane.decode) || lane.prefill.is_some_and(of);
-            let misplaced = |asked: &Asked| {
-                at(&asked.lane, &gone) || (asked.placed + LOOK_EVERY <= now && at(&asked.lane, &avoided))
+        if self.queue.awaited_workers().any(|id| gone(id) || avoided(id)) {
+            let at = |route: &Route, of: &dyn Fn(_) -> bool| of(route.decode) || route.prefill.is_some_and(of);
+            let misplaced = |request: &QueuedRequest| {
+                at(&request.route, &gone) || (request.placed + POLL_INTERVAL <= now && at(&request.route, &avoided))
             };
-            self.recall(self.room.some(usize::MAX, misplaced), told);
+            self.reroute(self.queue.select(usize::MAX, misplaced), resolved);
         }
     }
 
-    /// While a worker has nothing to do, as many as it could soon take are placed anew: perhaps with it. And while workers take
-    /// requests, as many of those who would be in time with one of them, and are too late where they wait.
-    fn stir(&mut self, roster: &Roster, now: Instant, told: &mut Vec<(u64, Told)>) {
-        for model in self.room.models() {
-            let stale = |asked: &Asked| asked.model == model && asked.placed + LOOK_EVERY <= now;
-            self.recall(self.room.some(idle(roster, &model, now), stale), told);
-            let room = &self.room;
-            let queue = |member: &Arc<Member>| {
-                let lane = Lane { decode: member.id(), prefill: None };
-                look(roster, room, lane, None, now).ok().filter(|_| member.decodes() && !member.avoided(now))
+    /// Reroutes as many requests as there are idle workers, which may then get them; and, while other workers have
+    /// capacity, as many requests as there are such workers that would miss their deadline where they are and meet it
+    /// on one of these.
+    fn reroute_to_idle(&mut self, roster: &Roster, now: Instant, resolved: &mut Vec<(u64, Resolution)>) {
+        for model in self.queue.models() {
+            let stale = |request: &QueuedRequest| request.model == model && request.placed + POLL_INTERVAL <= now;
+            self.reroute(self.queue.select(idle_workers(roster, &model, now), stale), resolved);
+            let queue = &self.queue;
+            let route_time = |member: &Arc<Member>| {
+                let route = Route { decode: member.id(), prefill: None };
+                route_state(roster, queue, route, None, now).ok().filter(|_| member.decodes() && !member.avoided(now))
             };
-            let open: Vec<Duration> = of(roster, &model).filter_map(queue).collect();
+            let open: Vec<Duration> = schedulable_workers(roster, &model).filter_map(route_time).collect();
             let Some(quickest) = open.iter().min() else { continue };
-            let late = |asked: &Asked| {
-                let by = |latest| now + *quickest <= latest && latest < now + wait(roster, room, asked.lane, now);
-                stale(asked) && asked.latest.is_some_and(by)
+            let late = |request: &QueuedRequest| {
+                let by = |start_by| {
+                    now + *quickest <= start_by && start_by < now + route_queue_time(roster, queue, request.route, now)
+                };
+                stale(request) && request.start_by.is_some_and(by)
             };
-            self.recall(room.some(open.len(), late), told);
+            self.reroute(queue.select(open.len(), late), resolved);
         }
     }
 }
 
-/// Workers of a model that take new requests.
-fn of<'a>(roster: &'a Roster, model: &'a str) -> impl Iterator<Item = &'a Arc<Member>> {
+/// Workers of a model that are not cordoned.
+fn schedulable_workers<'a>(roster: &'a Roster, model: &'a str) -> impl Iterator<Item = &'a Arc<Member>> {
     roster.members().filter(move |member| *member.instance.model.id == *model && !roster.is_cordoned(member.id()))
 }
 
-/// How many workers of a model have nothing to do.
-fn idle(roster: &Roster, model: &str, now: Instant) -> usize {
-    let idle = |member: &&Arc<Member>| {
+/// Number of idle workers of a model.
+fn idle_workers(roster: &Roster, model: &str, now: Instant) -> usize {
+    let is_idle = |member: &&Arc<Member>| {
         let standing = member.books.standing(now);
         standing.waiting_tokens == 0 && standing.sequences == 0 && !member.avoided(now)
     };
-    of(roster, model).filter(idle).count()
+    schedulable_workers(roster, model).filter(is_idle).count()
 }
 
-/// What keeps a lane closed; or how long the queue of an open one takes. `own`: what a request that does not wait yet has booked there itself.
-fn look(roster: &Roster, room: &Room, lane: Lane, own: Option<[Amount; 2]>, now: Instant) -> Result<Duration, Full> {
+/// The queue time on a route with capacity, or why the route has none. `own`: reservations of the request itself when
+/// it is not in the queue.
+fn route_state(
+    roster: &Roster,
+    queue: &FairQueue,
+    route: Route,
+    own: Option<[Amount; 2]>,
+    now: Instant,
+) -> Result<Duration, Saturation> {
     let own = own.unwrap_or_default();
-    let at = |id, own: Amount, part| {
-        // Of whom nothing is heard there is no reason to wait for.
+    let at = |id, own: Amount, stage| {
+        // There is no reason to wait for a worker without load reports.
         let Some(member) = roster.get(id).filter(|member| !member.books.silent(now)) else { return Ok(Duration::ZERO) };
-        let held = held(room, member).plus(own);
+        let not_sent = not_sent(queue, member).plus(own);
         let standing = member.books.standing(now);
-        // What nobody has measured is no reason to refuse anybody.
-        let queue = if member.measured() { queue(&standing, held) } else { Duration::ZERO };
-        full(member.instance.phase, &standing, member.batch(), held, part).map_or(Ok(queue), Err)
+        // An estimate that is not based on measurements does not close a route.
+        let queue_time = if member.measured() { queue_time(&standing, not_sent) } else { Duration::ZERO };
+        saturation(member.instance.phase, &standing, member.batch(), not_sent, stage).map_or(Ok(queue_time), Err)
     };
-    match lane.prefill {
-        None => at(lane.decode, own[0], Part::Whole),
+    match route.prefill {
+        None => at(route.decode, own[0], Stage::Whole),
         Some(prefill) => {
-            at(lane.decode, own[0], Part::Decode)?;
-            at(prefill, own[1], Part::Prefill)
+            at(route.decode, own[0], Stage::Decode)?;
+            at(prefill, own[1], Stage::Prefill)
         }
     }
 }
 
-/// How long the prompts take that are before those who wait for a lane.
-fn wait(roster: &Roster, room: &Room, lane: Lane, now: Instant) -> Duration {
-    let member = roster.get(lane.prefill.unwrap_or(lane.decode));
-    member.map_or(Duration::ZERO, |member| queue(&member.books.standing(now), held(room, member)))
+/// Queue time of a route, whether or not it has capacity.
+fn route_queue_time(roster: &Roster, queue: &FairQueue, route: Route, now: Instant) -> Duration {
+    let member = roster.get(route.prefill.unwrap_or(route.decode));
+    member.map_or(Duration::ZERO, |member| queue_time(&member.books.standing(now), not_sent(queue, member)))
 }
 
-/// What waits, here or in another router, is not there yet: two rooms must not keep each other waiting.
-fn held(room: &Room, member: &Member) -> Amount {
-    room.held(member.id()).plus(member.books.elsewhere())
+/// Reservations of requests that wait in this router or in another: the worker does not have them yet, and they must
+/// not keep each other waiting.
+fn not_sent(queue: &FairQueue, member: &Member) -> Amount {
+    queue.reserved(member.id()).plus(member.books.elsewhere())
 }

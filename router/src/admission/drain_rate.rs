@@ -1,21 +1,23 @@
-//! The rate at which requests leave the admission queue of one model. It is measured only while requests wait, because what
-//! passes an empty queue says nothing of what the workers can do. Pure: the time is passed in.
+//! The rate at which requests leave the admission queue of one model. It is measured only while requests wait: the
+//! rate of requests that pass an empty queue says nothing about the capacity of the workers. Pure: the time is passed
+//! in.
 //!
-//! A window begins and ends with a request that leaves, so that workers which free their places in bursts are measured over
-//! whole bursts. The rate is the ratio of two decayed sums, tokens and seconds; the first window already gives it unbiased.
+//! A window begins and ends with a request that leaves, so that workers which free capacity in bursts are measured
+//! over whole bursts. The rate is the ratio of two exponentially decayed sums, tokens and seconds; it is unbiased from
+//! the first window on.
 
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// A rate in tokens per second, and what it is measured from.
+/// A rate in tokens per second, and the sums that it is measured from.
 #[derive(Clone, Copy, Default, Debug)]
-pub(crate) struct Rate {
+pub(crate) struct DrainRate {
     /// Decayed sums over the windows that are complete.
     tokens: f64,
     seconds: f64,
     requests: f64,
     /// Length of the last complete window, in seconds.
-    last: f64,
+    last_seconds: f64,
     window: Option<Window>,
 }
 
@@ -27,19 +29,19 @@ struct Window {
     requests: f64,
 }
 
-/// Shortest window. Several requests of a slow worker leave in it, and a burst that comes to an unmeasured fleet is judged
-/// after it.
+/// Shortest window. Several requests of a slow worker leave in it, and a burst at an unmeasured fleet is judged after
+/// it.
 pub(super) const WINDOW: Duration = Duration::from_secs(1);
-/// What the sums keep when a window is added: the last ten or so decide.
+/// Factor on the sums when a window is added: about the last ten windows count.
 const DECAY: f64 = 0.9;
 
-impl Rate {
+impl DrainRate {
     /// A request of this cost leaves the queue.
-    pub(crate) fn left(&mut self, cost: u64, now: Instant) {
+    pub(crate) fn record(&mut self, cost: u64, now: Instant) {
         if let Some(window) = self.window.filter(|window| now - window.since >= WINDOW) {
-            self.last = (now - window.since).as_secs_f64();
+            self.last_seconds = (now - window.since).as_secs_f64();
             self.tokens = self.tokens * DECAY + window.tokens;
-            self.seconds = self.seconds * DECAY + self.last;
+            self.seconds = self.seconds * DECAY + self.last_seconds;
             self.requests = self.requests * DECAY + window.requests;
             self.window = None;
         }
@@ -48,21 +50,22 @@ impl Rate {
         window.requests += 1.0;
     }
 
-    /// No request waits. What was measured stands, but counts no more than one window: workers may come and go meanwhile.
+    /// The queue is empty: ends the window and keeps the estimate, at the weight of one window, because workers may
+    /// join and leave meanwhile.
     pub(crate) fn pause(&mut self) {
         self.window = None;
         let keep = WINDOW.as_secs_f64() / self.seconds.max(WINDOW.as_secs_f64());
         (self.tokens, self.seconds, self.requests) = (self.tokens * keep, self.seconds * keep, self.requests * keep);
     }
 
-    /// Tokens per second; `None` before anything was measured. It declines while an open window lasts longer than the last one
-    /// did: the workers have slowed down or stopped.
+    /// Tokens per second; `None` before the first measurement. It declines while an open window lasts longer than the
+    /// last one did: the workers have slowed down or stopped.
     pub(crate) fn per_second(&self, now: Instant) -> Option<f64> {
         let open = self.window.map_or(0.0, |window| (now - window.since).as_secs_f64());
-        (self.tokens > 0.0).then(|| self.tokens / (self.seconds + (open - self.last).max(0.0)))
+        (self.tokens > 0.0).then(|| self.tokens / (self.seconds + (open - self.last_seconds).max(0.0)))
     }
 
-    /// The relative standard error of the rate, about: what is measured from `n` requests is known to `1 / sqrt(n)`.
+    /// Approximate relative standard error of the rate: `1 / sqrt(n)` for `n` requests.
     pub(crate) fn error(&self) -> f64 {
         self.requests.max(1.0).sqrt().recip()
     }
@@ -78,21 +81,21 @@ mod tests {
 
     #[test]
     fn rate_is_known_after_the_first_window() {
-        let (mut rate, start) = (Rate::default(), Instant::now());
+        let (mut rate, start) = (DrainRate::default(), Instant::now());
         for tenth in 0..10 {
-            rate.left(100, at(start, f64::from(tenth) / 10.0));
+            rate.record(100, at(start, f64::from(tenth) / 10.0));
             assert_eq!(rate.per_second(at(start, 0.95)), None);
         }
-        rate.left(100, at(start, 1.0));
+        rate.record(100, at(start, 1.0));
         assert_eq!(rate.per_second(at(start, 1.0)), Some(1000.0));
     }
 
     #[test]
     fn bursts_are_measured_over_whole_bursts() {
-        let (mut rate, start) = (Rate::default(), Instant::now());
+        let (mut rate, start) = (DrainRate::default(), Instant::now());
         for burst in 0..5 {
             for request in 0..64 {
-                rate.left(10, at(start, f64::from(burst) * 6.0 + f64::from(request) / 1000.0));
+                rate.record(10, at(start, f64::from(burst) * 6.0 + f64::from(request) / 1000.0));
             }
             let rates = [0.1, 3.0, 5.9].map(|later| rate.per_second(at(start, f64::from(burst) * 6.0 + later)));
             let known = (burst > 0).then_some(640.0 / 6.0);
@@ -102,9 +105,9 @@ mod tests {
 
     #[test]
     fn rate_declines_when_nothing_leaves_any_more() {
-        let (mut rate, start) = (Rate::default(), Instant::now());
+        let (mut rate, start) = (DrainRate::default(), Instant::now());
         for second in 0..=10 {
-            rate.left(100, at(start, f64::from(second)));
+            rate.record(100, at(start, f64::from(second)));
         }
         let of = |seconds| rate.per_second(at(start, seconds)).unwrap();
         assert!((of(10.0) - 100.0).abs() < 1e-9 && (of(11.0) - 100.0).abs() < 1e-9);
@@ -113,15 +116,15 @@ mod tests {
 
     #[test]
     fn rate_stands_while_the_queue_is_empty() {
-        let (mut rate, start) = (Rate::default(), Instant::now());
-        rate.left(100, start);
-        rate.left(100, at(start, 2.0));
+        let (mut rate, start) = (DrainRate::default(), Instant::now());
+        rate.record(100, start);
+        rate.record(100, at(start, 2.0));
         rate.pause();
         assert_eq!(rate.per_second(at(start, 1000.0)), Some(50.0));
-        rate.left(100, at(start, 1000.0));
+        rate.record(100, at(start, 1000.0));
         assert_eq!(rate.per_second(at(start, 1000.5)), Some(50.0));
-        rate.left(900, at(start, 1000.5));
-        rate.left(100, at(start, 1001.0));
+        rate.record(900, at(start, 1000.5));
+        rate.record(100, at(start, 1001.0));
         let rate = rate.per_second(at(start, 1001.0)).unwrap();
         assert!(rate > 500.0, "{rate}: what was measured before the pause counts for no more than a window");
     }

@@ -1,44 +1,47 @@
-//! Whether a worker has so much to do that a request had better wait in the router: pure.
+//! Whether a worker has so much work that a new request had better wait in the router. Pure.
 //!
-//! What is on a worker's own queue can be neither overtaken nor moved; what waits in the router can. So a worker gets just
-//! as much as it needs never to run dry.
+//! A request in a worker's own queue can be neither overtaken nor rerouted, a request in the router can. So a worker
+//! gets just enough work never to run out of it.
 
 use crate::load::{Amount, Standing, prefill_speed};
 use std::time::Duration;
 use worker::plane::Phase;
 
-/// What there is too much of.
+/// What a worker has too much of.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Full {
-    /// Prompts to be computed first.
+pub(crate) enum Saturation {
+    /// Prompt tokens to compute.
     Queue,
-    /// Sequences for its batch.
+    /// Sequences, compared with its batch.
     Batch,
-    /// Blocks for its memory.
+    /// Blocks, compared with its memory.
     Memory,
 }
 
-/// A worker's part in a request.
+/// What a worker does for a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Part {
-    /// All of it.
+pub(crate) enum Stage {
+    /// Prefill and decode.
     Whole,
-    /// Computing the prompt for another.
+    /// Prefill for another worker.
     Prefill,
-    /// Decoding from blocks that another computed.
+    /// Decode from blocks that a prefill worker computed.
     Decode,
 }
 
-/// Seconds of prefill that a worker may have before it. A hundred times what passes between reports, so that it does not run
-/// dry however wrong the estimate; and no more than an urgent request can bear to wait, which cannot overtake them.
-const AHEAD: f64 = 2.0;
-/// A prefill worker does nothing else, so its queue is better known, and all who need one share it.
-const AHEAD_OF_PREFILL: f64 = 1.0;
-/// Sequences beyond a worker's batch, as a share of it, and at least: they take the places of those that end before a report
-/// of it can come.
-const SPARE: (u64, u64) = (8, 4);
+/// Seconds of prefill in a worker's queue beyond which it gets no more. A hundred times the interval of load reports,
+/// so that it does not run out of work however wrong the estimate; and no more than an urgent request can bear,
+/// because it cannot overtake them.
+const MAX_QUEUED_PREFILL_SECONDS: f64 = 2.0;
+/// The same for a prefill worker. Its queue is estimated better because it does nothing else, and all requests that
+/// need one share it.
+const MAX_QUEUED_SECONDS_PREFILL_WORKER: f64 = 1.0;
+/// Sequences beyond a worker's batch: an eighth of the batch and at least four. They replace sequences that end before
+/// a load report can say so.
+const SPARE_SEQUENCES_DIVISOR: u64 = 8;
+const SPARE_SEQUENCES_MIN: u64 = 4;
 
-impl Full {
+impl Saturation {
     pub(crate) const fn name(self) -> &'static str {
         match self {
             Self::Queue => "queue",
@@ -48,28 +51,35 @@ impl Full {
     }
 }
 
-/// What a worker has too much of for a new request, if anything. `batch`: sequences that it takes at a time, 0 when unknown;
-/// `held`: booked on it and not sent.
-pub(crate) fn full(phase: Phase, standing: &Standing, batch: u64, held: Amount, part: Part) -> Option<Full> {
-    let sequences = u64::from(standing.sequences).saturating_sub(held.sequences);
-    let blocks = u64::from(standing.active_blocks).saturating_sub(held.blocks);
-    let ahead = if phase == Phase::Prefill { AHEAD_OF_PREFILL } else { AHEAD };
-    if part != Part::Decode && queue(standing, held).as_secs_f64() >= ahead {
-        return Some(Full::Queue);
+/// What a worker has too much of for another request, if anything. `batch`: maximum number of sequences in its batch,
+/// 0 when unknown; `not_sent`: reservations on it of requests that were not sent.
+pub(crate) fn saturation(
+    phase: Phase,
+    standing: &Standing,
+    batch: u64,
+    not_sent: Amount,
+    stage: Stage,
+) -> Option<Saturation> {
+    let sequences = u64::from(standing.sequences).saturating_sub(not_sent.sequences);
+    let blocks = u64::from(standing.active_blocks).saturating_sub(not_sent.blocks);
+    let max_seconds =
+        if phase == Phase::Prefill { MAX_QUEUED_SECONDS_PREFILL_WORKER } else { MAX_QUEUED_PREFILL_SECONDS };
+    if stage != Stage::Decode && queue_time(standing, not_sent).as_secs_f64() >= max_seconds {
+        return Some(Saturation::Queue);
     }
-    // Whoever has nothing to do takes what there is.
-    if part == Part::Prefill || sequences == 0 {
+    // An idle worker takes any request.
+    if stage == Stage::Prefill || sequences == 0 {
         return None;
     }
-    if batch > 0 && sequences >= batch + (batch / SPARE.0).max(SPARE.1) {
-        return Some(Full::Batch);
+    if batch > 0 && sequences >= batch + (batch / SPARE_SEQUENCES_DIVISOR).max(SPARE_SEQUENCES_MIN) {
+        return Some(Saturation::Batch);
     }
-    (standing.total_blocks > 0 && blocks >= u64::from(standing.total_blocks)).then_some(Full::Memory)
+    (standing.total_blocks > 0 && blocks >= u64::from(standing.total_blocks)).then_some(Saturation::Memory)
 }
 
-/// How long the prompts take that a worker has before it.
-pub(crate) fn queue(standing: &Standing, held: Amount) -> Duration {
-    let tokens = u64::from(standing.waiting_tokens).saturating_sub(held.prefill_tokens);
+/// Time that a worker needs for the prompts in its queue.
+pub(crate) fn queue_time(standing: &Standing, not_sent: Amount) -> Duration {
+    let tokens = u64::from(standing.waiting_tokens).saturating_sub(not_sent.prefill_tokens);
     Duration::from_secs_f64((tokens as f64 / prefill_speed(&standing.speeds)).clamp(0.0, 1e6))
 }
 
@@ -85,24 +95,28 @@ mod tests {
 
     #[test]
     fn a_worker_is_full_by_its_queue_its_batch_or_its_memory() {
-        let is = |standing: Standing, part| full(Phase::Both, &standing, 16, Amount::default(), part);
-        assert_eq!(is(standing(1999, 1, 0), Part::Whole), None);
-        assert_eq!(is(standing(2000, 1, 0), Part::Whole), Some(Full::Queue));
-        assert_eq!(is(standing(2000, 1, 0), Part::Decode), None, "its prompt is computed elsewhere");
-        assert_eq!(is(standing(0, 19, 0), Part::Whole), None, "some in spare");
-        assert_eq!(is(standing(0, 20, 0), Part::Decode), Some(Full::Batch));
-        assert_eq!(is(standing(0, 1, 100), Part::Whole), Some(Full::Memory));
-        assert_eq!(is(standing(0, 0, 100), Part::Whole), None, "nobody is there who could make room");
-        let unknown = full(Phase::Both, &standing(0, 999, 0), 0, Amount::default(), Part::Whole);
+        let is = |standing: Standing, stage| saturation(Phase::Both, &standing, 16, Amount::default(), stage);
+        assert_eq!(is(standing(1999, 1, 0), Stage::Whole), None);
+        assert_eq!(is(standing(2000, 1, 0), Stage::Whole), Some(Saturation::Queue));
+        assert_eq!(is(standing(2000, 1, 0), Stage::Decode), None, "its prompt is computed elsewhere");
+        assert_eq!(is(standing(0, 19, 0), Stage::Whole), None, "some in spare");
+        assert_eq!(is(standing(0, 20, 0), Stage::Decode), Some(Saturation::Batch));
+        assert_eq!(is(standing(0, 1, 100), Stage::Whole), Some(Saturation::Memory));
+        assert_eq!(is(standing(0, 0, 100), Stage::Whole), None, "nobody is there who could make queue");
+        let unknown = saturation(Phase::Both, &standing(0, 999, 0), 0, Amount::default(), Stage::Whole);
         assert_eq!(unknown, None);
-        let prefill = |tokens| full(Phase::Prefill, &standing(tokens, 0, 0), 0, Amount::default(), Part::Prefill);
-        assert_eq!((prefill(999), prefill(1000)), (None, Some(Full::Queue)));
+        let prefill =
+            |tokens| saturation(Phase::Prefill, &standing(tokens, 0, 0), 0, Amount::default(), Stage::Prefill);
+        assert_eq!((prefill(999), prefill(1000)), (None, Some(Saturation::Queue)));
     }
 
     #[test]
     fn what_waits_in_the_router_does_not_keep_itself_waiting() {
-        let held = Amount { prefill_tokens: 5000, sequences: 30, blocks: 90, prompts: 1 };
-        assert_eq!(full(Phase::Both, &standing(5500, 31, 100), 16, held, Part::Whole), None);
-        assert_eq!(full(Phase::Both, &standing(7000, 31, 100), 16, held, Part::Whole), Some(Full::Queue));
+        let not_sent = Amount { prefill_tokens: 5000, sequences: 30, blocks: 90, prompts: 1 };
+        assert_eq!(saturation(Phase::Both, &standing(5500, 31, 100), 16, not_sent, Stage::Whole), None);
+        assert_eq!(
+            saturation(Phase::Both, &standing(7000, 31, 100), 16, not_sent, Stage::Whole),
+            Some(Saturation::Queue)
+        );
     }
 }

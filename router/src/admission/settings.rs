@@ -33,12 +33,12 @@ pub struct Tenant {
     pub max_queued_tokens: Option<u64>,
 }
 
-/// At most a day.
+/// Allowed values of `max_queue_time`.
 const QUEUE_TIME: RangeInclusive<HumanDuration> =
     HumanDuration(Duration::ZERO)..=HumanDuration(Duration::from_hours(24));
-/// A tenant that is not in the configuration.
+/// Limits of a tenant that is not in the configuration.
 const UNNAMED: Tenant = Tenant { weight: 1.0, max_inflight_tokens: None, max_queued_tokens: None };
-/// Stands for all other tenants.
+/// Key of the limits of all other tenants.
 const EVERYBODY_ELSE: &str = "*";
 
 impl Default for Settings {
@@ -54,12 +54,12 @@ impl Default for Tenant {
 }
 
 impl Settings {
-    /// What holds for a tenant.
+    /// Share and limits of a tenant.
     pub(crate) fn tenant(&self, name: &str) -> &Tenant {
         self.tenants.get(name).or_else(|| self.tenants.get(EVERYBODY_ELSE)).unwrap_or(&UNNAMED)
     }
 
-    /// All that is wrong with the values.
+    /// Problems with the values.
     pub(crate) fn check(&self) -> Vec<Problem> {
         let Self { max_queue_time, tenants, .. } = self;
         let mut problems = Vec::new();

@@ -42,7 +42,7 @@ async fn full(yard: &Yard, id: u64) -> Arc<Fake> {
 }
 
 fn waiting(yard: &Yard) -> u64 {
-    yard.router.core.admission.inside().desk.room.by_class().iter().sum()
+    yard.router.core.admission.inner().controller.queue.queued_tokens().iter().sum()
 }
 
 fn outcome(yard: &Yard, class: &str, outcome: &str) -> u64 {
@@ -119,7 +119,7 @@ async fn two_tenants_share_what_a_saturated_worker_can_do() {
     for family in 40..80 {
         ask(&yard, request(family, 1000, of("heavy"))).await;
     }
-    // Room for one request at a time.
+    // FairQueue for one request at a time.
     for _ in 0..20 {
         yard.report(&worker, Load { waiting_tokens: 1500, running: 1, ..Load::default() });
         settle().await;
@@ -128,9 +128,9 @@ async fn two_tenants_share_what_a_saturated_worker_can_do() {
         yard.report(&worker, Load { waiting_tokens: 4000, running: 1, ..Load::default() });
         settle().await;
     }
-    let asked = worker.families();
-    let heavy = asked.iter().filter(|family| **family >= 40).count();
-    assert_eq!(asked.len(), 20);
+    let served = worker.families();
+    let heavy = served.iter().filter(|family| **family >= 40).count();
+    assert_eq!(served.len(), 20);
     assert!((14..=16).contains(&heavy), "{heavy} of 20 at three to one");
 }
 
@@ -350,7 +350,7 @@ async fn several_answers_to_one_prompt_are_let_in_as_one() {
     drop(second);
     next.await.unwrap().unwrap();
     assert_eq!(outcome(&yard, "normal", "immediate"), 1);
-    assert!(yard.router.core.admission.inside().groups.is_empty(), "a permit removes its entry");
+    assert!(yard.router.core.admission.inner().groups.is_empty(), "a permit removes its entry");
 }
 
 #[tokio::test(start_paused = true)]
@@ -370,7 +370,7 @@ async fn choices_do_not_queue_though_the_first_has_ended() {
     assert_eq!(waiting(&yard), 100, "they count as running");
     drop(choices);
     next.await.unwrap().unwrap();
-    assert!(yard.router.core.admission.inside().groups.is_empty());
+    assert!(yard.router.core.admission.inner().groups.is_empty());
 }
 
 #[tokio::test(start_paused = true)]

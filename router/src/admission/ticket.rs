@@ -1,4 +1,4 @@
-//! What a request brings to the door, and what it takes of the workers on which it was placed.
+//! A request at admission: what it asks for, and where it was placed.
 
 use crate::load::Amount;
 use crate::policy::OUTPUT_TOKENS;
@@ -9,91 +9,100 @@ use tokio::time::Instant;
 use worker::engine::Priority;
 use worker::plane::WorkerId;
 
-/// The workers that a request waits for.
+/// The workers that a request was placed on.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-pub(crate) struct Lane {
+pub(crate) struct Route {
     pub(crate) decode: WorkerId,
-    /// When its prompt is computed elsewhere.
+    /// The prefill worker, if another than `decode` computes the prompt.
     pub(crate) prefill: Option<WorkerId>,
 }
 
-/// What a request brings to the door, wherever it is placed.
+/// A request at admission: what it asks for, and where it was placed.
 #[derive(Clone, Debug)]
-pub(crate) struct Bid {
+pub(crate) struct Ticket {
     pub(crate) model: Arc<str>,
     pub(crate) tenant: Arc<str>,
     pub(crate) priority: Priority,
-    /// When its first token is too late.
+    /// Latest time of the first token.
     pub(crate) deadline: Option<Instant>,
-    /// When it has waited for long enough.
-    pub(crate) tired: Instant,
-    /// Of the prompt: what bounds count.
+    /// Latest time in the queue.
+    pub(crate) queue_deadline: Instant,
+    /// Number of prompt tokens. The limits of the queue and of tenants count these.
     pub(crate) tokens: u64,
-    /// Output tokens of an answer at most, if it says.
+    /// Maximum number of output tokens per choice, if the request sets one.
     pub(crate) max_tokens: Option<u32>,
-    /// Answers that are to come.
-    pub(crate) answers: u32,
+    /// Number of choices that are admitted together.
+    pub(crate) choices: u32,
 }
 
-/// A request at the door, with what it brings.
+/// A request that was placed.
 #[derive(Clone, Debug)]
-pub(crate) struct Asked {
-    pub(crate) bid: Bid,
-    /// When it must start to meet its deadline.
-    pub(crate) latest: Option<Instant>,
-    /// Tokens to be computed and generated: what fairness counts.
-    pub(crate) charge: u64,
-    pub(crate) lane: Lane,
-    /// Booked on the lane's `decode` and `prefill`.
-    pub(crate) held: [Amount; 2],
-    /// When it was placed.
+pub(crate) struct QueuedRequest {
+    pub(crate) ticket: Ticket,
+    /// Latest time to be sent that still meets its deadline.
+    pub(crate) start_by: Option<Instant>,
+    /// Tokens to compute and to generate. Fair shares count these.
+    pub(crate) cost_tokens: u64,
+    pub(crate) route: Route,
+    /// Reserved on `route.decode` and on `route.prefill`.
+    pub(crate) reserved: [Amount; 2],
+    /// When it was placed, last time.
     pub(crate) placed: Instant,
 }
 
-/// Those without a deadline come last, then counts who came first.
-pub(super) type Turn = (bool, Option<Instant>, u64);
+/// Order among the requests of one tenant and class: requests with a deadline first, the earliest `start_by` first;
+/// then by arrival.
+pub(super) type OrderKey = (bool, Option<Instant>, u64);
 
-/// However wrong an estimate.
-const TAKES_MAX: f64 = 1e6;
+/// Upper limit of an estimate, however wrong it is.
+const MIN_SERVICE_SECONDS_MAX: f64 = 1e6;
 
-impl Bid {
-    /// It was placed on this lane, with so much booked there, where its first token takes so many seconds that no queue can spare.
-    pub(crate) fn placed(&self, lane: Lane, held: [Amount; 2], takes: f64, now: Instant) -> Asked {
-        let takes = Duration::from_secs_f64(takes.clamp(0.0, TAKES_MAX));
+impl Ticket {
+    /// The request as placed on a route, with these reservations. `min_service_seconds`: estimated time to the first
+    /// token without any queueing.
+    pub(crate) fn placed(
+        &self,
+        route: Route,
+        reserved: [Amount; 2],
+        min_service_seconds: f64,
+        now: Instant,
+    ) -> QueuedRequest {
+        let min_service_seconds = Duration::from_secs_f64(min_service_seconds.clamp(0.0, MIN_SERVICE_SECONDS_MAX));
         let output = self.max_tokens.map_or(OUTPUT_TOKENS, |most| OUTPUT_TOKENS.min(most.into()));
-        Asked {
-            bid: self.clone(),
-            latest: self.deadline.map(|deadline| deadline.checked_sub(takes).unwrap_or(deadline)),
-            charge: held.iter().map(|held| held.prefill_tokens).sum::<u64>() + output * u64::from(self.answers),
-            lane,
-            held,
+        QueuedRequest {
+            ticket: self.clone(),
+            start_by: self.deadline.map(|deadline| deadline.checked_sub(min_service_seconds).unwrap_or(deadline)),
+            cost_tokens: reserved.iter().map(|amount| amount.prefill_tokens).sum::<u64>()
+                + output * u64::from(self.choices),
+            route,
+            reserved,
             placed: now,
         }
     }
 }
 
-impl Deref for Asked {
-    type Target = Bid;
+impl Deref for QueuedRequest {
+    type Target = Ticket;
 
-    fn deref(&self) -> &Bid {
-        &self.bid
+    fn deref(&self) -> &Ticket {
+        &self.ticket
     }
 }
 
-impl Asked {
-    /// When it waits no longer.
-    pub(super) fn end(&self) -> Instant {
-        self.latest.map_or(self.tired, |latest| latest.min(self.tired))
+impl QueuedRequest {
+    /// When it is rejected if it still waits.
+    pub(super) fn expires_at(&self) -> Instant {
+        self.start_by.map_or(self.queue_deadline, |start_by| start_by.min(self.queue_deadline))
     }
 
-    /// Whose turn it is.
-    pub(super) fn turn(&self, number: u64) -> Turn {
-        (self.latest.is_none(), self.latest, number)
+    /// Its position among the requests of its tenant and class.
+    pub(super) fn order_key(&self, number: u64) -> OrderKey {
+        (self.start_by.is_none(), self.start_by, number)
     }
 
-    /// What is booked where.
+    /// Its reservations by worker.
     pub(super) fn parts(&self) -> impl Iterator<Item = (WorkerId, Amount)> + use<> {
-        let [decode, prefill] = self.held;
-        [(self.lane.decode, decode)].into_iter().chain(self.lane.prefill.map(|worker| (worker, prefill)))
+        let [decode, prefill] = self.reserved;
+        [(self.route.decode, decode)].into_iter().chain(self.route.prefill.map(|worker| (worker, prefill)))
     }
 }

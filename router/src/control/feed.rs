@@ -146,7 +146,7 @@ impl Feed {
             self.core.index.join(shadow(instance.id), reach(before.mode, &instance.stores));
         }
         self.core.fleet.join(Arc::new(Member::new(instance, engine, slot, before.as_deref())));
-        self.core.admission.poke();
+        self.core.admission.notify();
         self.gauges();
     }
 
@@ -157,7 +157,7 @@ impl Feed {
         }
         tracing::info!(worker = %id, "worker left");
         self.core.fleet.leave(id);
-        self.core.admission.poke();
+        self.core.admission.notify();
         self.views.remove(&Source::Worker(id));
         self.core.index.forget(Source::Worker(shadow(id)));
         for store in self.core.index.leave(id) {
@@ -220,7 +220,7 @@ impl Feed {
         }
         member.reported(&load);
         member.books.report(load, now);
-        self.core.admission.poke();
+        self.core.admission.notify();
     }
 
     /// Applies what a view has ready, and asks for what it lacks.

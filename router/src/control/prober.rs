@@ -64,7 +64,7 @@ async fn probe(core: Arc<Core>, member: Arc<Member>) {
     }
     core.metrics.probes.with_label_values(&[if ill { "failed" } else { "ok" }]).inc();
     member.probed(verdict);
-    core.admission.poke();
+    core.admission.notify();
 }
 
 fn request(member: &Member) -> Request {

@@ -1,7 +1,7 @@
 //! The door: a request is placed, and goes in or waits for its worker; and whoever waits is told what becomes of it.
 
 use super::place::{Placement, place};
-use crate::admission::{Asked, Bid, Lane, Permit, Told};
+use crate::admission::{Permit, QueuedRequest, Resolution, Route, Ticket};
 use crate::metrics::Counted;
 use crate::policy::explain;
 use crate::state::Core;
@@ -13,13 +13,13 @@ use worker::engine::{Error, Request};
 /// with its first and do not queue.
 pub(crate) async fn admit(core: &Core, request: &Request) -> Result<(Placement, Arc<Permit>), Error> {
     let arrived = Instant::now();
-    let bid = bid(request, arrived + core.rules().settings.admission.max_queue_time.0);
+    let ticket = ticket(request, arrived + core.rules().settings.admission.max_queue_time.0);
     if let Some(group) = request.group.filter(|group| group.index() > 0) {
         let placement = place(core, request, &[])?;
-        let permit = core.admission.join(group.id(), &asked(&bid, &placement));
+        let permit = core.admission.join(group.id(), &queued_request(&ticket, &placement));
         return Ok((placement, permit));
     }
-    let (placement, permit) = wait(core, request, &bid, arrived).await?;
+    let (placement, permit) = admit_or_queue(core, request, &ticket, arrived).await?;
     let permit = match request.group {
         Some(group) => core.admission.share(group.id(), permit),
         None => Arc::new(permit),
@@ -27,57 +27,62 @@ pub(crate) async fn admit(core: &Core, request: &Request) -> Result<(Placement, 
     Ok((placement, permit))
 }
 
-fn bid(request: &Request, tired: Instant) -> Bid {
-    Bid {
+fn ticket(request: &Request, queue_deadline: Instant) -> Ticket {
+    Ticket {
         model: request.model.clone(),
         tenant: request.terms.tenant.clone(),
         priority: request.terms.priority,
         deadline: request.terms.deadline,
-        tired,
+        queue_deadline,
         tokens: request.tokens.len() as u64,
         max_tokens: request.stop.max_tokens,
-        answers: request.choices(),
+        choices: request.choices(),
     }
 }
 
-async fn wait(core: &Core, request: &Request, bid: &Bid, arrived: Instant) -> Result<(Placement, Permit), Error> {
+async fn admit_or_queue(
+    core: &Core,
+    request: &Request,
+    ticket: &Ticket,
+    arrived: Instant,
+) -> Result<(Placement, Permit), Error> {
     let (admission, rules) = (&core.admission, core.rules());
     let limits = &rules.settings.admission;
     let mut placement = place(core, request, &[])?;
-    let (permit, waits) = admission.enter(&core.fleet, limits, &asked(bid, &placement))?;
-    let Some((mut call, why)) = waits else { return Ok((placement, permit)) };
+    let (permit, queued) = admission.admit_or_queue(&core.fleet, limits, &queued_request(ticket, &placement))?;
+    let Some((mut resolution, why)) = queued else { return Ok((placement, permit)) };
     let _waiting = Counted::in_gauge(core.metrics.requests_waiting.with_label_values(&[&*request.model]));
     loop {
-        match call.await {
-            Ok(Told::Go) => break,
-            Ok(Told::Again) => {
+        match resolution.await {
+            Ok(Resolution::Admit) => break,
+            Ok(Resolution::Reroute) => {
                 // Its own booking must not stand in its way.
                 drop(placement);
                 placement = place(core, request, &[])?;
-                call = admission.again(limits, &permit, asked(bid, &placement));
+                resolution = admission.requeue(limits, &permit, queued_request(ticket, &placement));
             }
-            Ok(Told::No(refusal)) => return Err(admission.refused(bid.priority, refusal)),
+            Ok(Resolution::Reject(rejection)) => return Err(admission.rejected(ticket.priority, rejection)),
             Err(_) => return Err(Error::Unavailable("the router has stopped".to_owned())),
         }
     }
     let waited = arrived.elapsed();
-    admission.waited(bid.priority, waited);
+    admission.waited(ticket.priority, waited);
     placement.explanation = placement.explanation.map(|line| explain::waited(&line, waited, why));
     Ok((placement, permit))
 }
 
 /// Tells those who wait, for as long as the router lives.
-pub(crate) async fn keep(core: Arc<Core>) {
+pub(crate) async fn run(core: Arc<Core>) {
     loop {
-        core.admission.poked().await;
-        core.admission.round(&core.fleet, &core.rules().settings.admission);
+        core.admission.notified().await;
+        core.admission.dispatch_ready(&core.fleet, &core.rules().settings.admission);
     }
 }
 
-fn asked(bid: &Bid, Placement { decode, amount, prefill, takes, .. }: &Placement) -> Asked {
-    let lane = Lane { decode: decode.id(), prefill: prefill.as_ref().map(|detour| detour.member.id()) };
+fn queued_request(ticket: &Ticket, Placement { decode, amount, prefill, takes, .. }: &Placement) -> QueuedRequest {
+    let route = Route { decode: decode.id(), prefill: prefill.as_ref().map(|detour| detour.member.id()) };
     let detour = prefill.as_ref().map(|detour| detour.amount).unwrap_or_default();
-    bid.placed(lane, [*amount, detour], *takes, Instant::now())
+    ticket.placed(route, [*amount, detour], *takes, Instant::now())
 }
 
 #[cfg(test)]

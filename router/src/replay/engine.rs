@@ -11,7 +11,7 @@ use super::pool::Pool;
 use super::profile::{Link, Profile};
 use super::store::Lru;
 use super::trace::{Asked, BLOCK_TOKENS};
-use crate::admission::Part;
+use crate::admission::Stage;
 use kvbm::Level;
 use std::collections::VecDeque;
 use worker::plane::{Load, OnboardSpeed};
@@ -62,7 +62,7 @@ struct Steps {
 
 struct Sequence {
     request: u32,
-    part: Part,
+    part: Stage,
     /// Who computed its prompt, if another did.
     from: Option<usize>,
     /// Prompt tokens computed, or found.
@@ -140,9 +140,9 @@ impl Engine {
     }
 
     /// A part of a request comes. `from`: who computed its prompt, if another did.
-    pub(super) fn accept(&mut self, request: u32, asked: &Asked, part: Part, from: Option<usize>) {
+    pub(super) fn accept(&mut self, request: u32, asked: &Asked, part: Stage, from: Option<usize>) {
         // What was computed elsewhere is on its way.
-        let computed = if part == Part::Decode { asked.input - 1 } else { 0 };
+        let computed = if part == Stage::Decode { asked.input - 1 } else { 0 };
         self.waiting_tokens += asked.input - computed;
         self.waiting.push_back(Sequence {
             request,
@@ -167,7 +167,7 @@ impl Engine {
 
     /// Two who decode, and keep what the other waits for, would wait for ever: the prompt that was kept for the longest goes.
     fn give_up(&mut self, requests: &[Asked]) -> Option<u32> {
-        let decodes = self.waiting.iter().any(|sequence| sequence.part != Part::Prefill);
+        let decodes = self.waiting.iter().any(|sequence| sequence.part != Stage::Prefill);
         let request = self.kept.first().filter(|_| decodes && self.running.is_empty())?.request;
         self.release(request, &requests[request as usize]);
         Some(request)
@@ -176,7 +176,7 @@ impl Engine {
     /// A prompt will not come over. Whether it is computed here: it is, unless its blocks are on their way.
     pub(super) fn lost(&mut self, request: u32, asked: &Asked) -> bool {
         let Some(sequence) = self.waiting.iter_mut().find(|sequence| sequence.request == request) else { return false };
-        (sequence.part, sequence.from) = (Part::Whole, None);
+        (sequence.part, sequence.from) = (Stage::Whole, None);
         self.waiting_tokens += asked.input - 1;
         sequence.computed = 0;
         true
@@ -233,7 +233,7 @@ impl Engine {
                 _ => {}
             }
             // Of a prompt that came over, its prefill worker has said what was found.
-            if part != Part::Decode {
+            if part != Stage::Decode {
                 effects.admitted.push((sequence.request, (matched + coming) as u64));
             }
             self.running.push(sequence);
@@ -275,7 +275,7 @@ impl Engine {
                 prefill_s += profile.prefill_s(chunk, sequence.computed);
                 budget -= chunk;
                 match (sequence.part, chunk) {
-                    (Part::Decode, 1) => last += 1,
+                    (Stage::Decode, 1) => last += 1,
                     _ => prompts += chunk,
                 }
             }
@@ -337,7 +337,7 @@ impl Engine {
             if sequence.computed < asked.input {
                 continue;
             }
-            if sequence.part == Part::Prefill {
+            if sequence.part == Stage::Prefill {
                 effects.handed.push(sequence.request);
             } else {
                 sequence.generated = 1;
@@ -345,7 +345,7 @@ impl Engine {
             }
         }
         for sequence in running.extract_if(.., |sequence| sequence.is_over(&requests[sequence.request as usize])) {
-            if sequence.part == Part::Prefill {
+            if sequence.part == Stage::Prefill {
                 kept.push(sequence);
             } else {
                 pool.leave(&requests[sequence.request as usize].blocks[..sequence.held], sequence.private);
@@ -463,12 +463,12 @@ impl Steps {
 impl Sequence {
     /// Blocks that its part of a request needs, output included.
     fn blocks(&self, asked: &Asked) -> u64 {
-        if self.part == Part::Prefill { asked.blocks.len() as u64 } else { blocks_of(asked) }
+        if self.part == Stage::Prefill { asked.blocks.len() as u64 } else { blocks_of(asked) }
     }
 
     /// Whether nothing is left to do here.
     fn is_over(&self, asked: &Asked) -> bool {
-        if self.part == Part::Prefill { self.computed == asked.input } else { self.generated >= asked.output }
+        if self.part == Stage::Prefill { self.computed == asked.input } else { self.generated >= asked.output }
     }
 
     /// Its next block is computed, or has come up.

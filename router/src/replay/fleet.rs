@@ -6,7 +6,7 @@ use super::baselines::Peer;
 use super::plane::Message;
 use super::trace::{self, Asked, BLOCK_TOKENS};
 use super::{Admission, Chooser, Options};
-use crate::admission::{Asked as Bidden, Bid, Lane, Part, Told};
+use crate::admission::{QueuedRequest, Resolution, Route, Stage, Ticket};
 use crate::booking::{Promise, Promises};
 use crate::control::replicas::Others;
 use crate::control::{Outcome, View};
@@ -76,7 +76,7 @@ struct Booking {
 /// What becomes of a request.
 pub(super) enum Step {
     /// A part of it goes to a worker.
-    Go { request: u32, worker: usize, part: Part },
+    Go { request: u32, worker: usize, part: Stage },
     /// It is refused.
     Refused,
     /// Other routers are told of it.
@@ -208,17 +208,17 @@ impl Routing {
     fn heed(&mut self, now: Instant, word: Word, steps: &mut Vec<Step>, requests: &[Asked]) {
         let Word { request, permit, told } = word;
         match told {
-            Told::Go => {
+            Resolution::Admit => {
                 if let Some(placed) = &mut self.placed[request as usize] {
                     placed.permit = Some(permit);
                 }
                 self.go(now, request, steps);
             }
-            Told::No(_) => {
+            Resolution::Reject(_) => {
                 self.withdraw(now, request, steps);
                 steps.push(Step::Refused);
             }
-            Told::Again => {
+            Resolution::Reroute => {
                 // Its own booking must not stand in its way.
                 let arrived = self.withdraw(now, request, steps).unwrap_or(now);
                 match self.place(now, arrived, request, &requests[request as usize], steps) {
@@ -237,15 +237,15 @@ impl Routing {
     fn go(&mut self, now: Instant, request: u32, steps: &mut Vec<Step>) {
         let Some(Placed { decode, prefill, .. }) = &self.placed[request as usize] else { return };
         match prefill {
-            None => self.send(now, request, decode, Part::Whole, steps),
+            None => self.send(now, request, decode, Stage::Whole, steps),
             Some(prefill) => {
                 steps.push(Step::Say(Booked::Going(decode.name)));
-                self.send(now, request, prefill, Part::Prefill, steps);
+                self.send(now, request, prefill, Stage::Prefill, steps);
             }
         }
     }
 
-    fn send(&self, now: Instant, request: u32, booking: &Booking, part: Part, steps: &mut Vec<Step>) {
+    fn send(&self, now: Instant, request: u32, booking: &Booking, part: Stage, steps: &mut Vec<Step>) {
         let Booking { worker, number, name, .. } = *booking;
         self.members[worker].books.sent(number, now);
         steps.extend([Step::Say(Booked::Sent(name)), Step::Go { request, worker, part }]);
@@ -262,7 +262,7 @@ impl Routing {
         };
         self.members[prefill.worker].books.started(prefill.number);
         let mut steps = vec![Step::Say(Booked::Started(prefill.name))];
-        self.send(now, request, decode, Part::Decode, &mut steps);
+        self.send(now, request, decode, Stage::Decode, &mut steps);
         steps
     }
 
@@ -288,7 +288,7 @@ impl Routing {
         request: u32,
         asked: &Asked,
         steps: &mut Vec<Step>,
-    ) -> Option<Bidden> {
+    ) -> Option<QueuedRequest> {
         let names: Vec<SequenceHash> = asked.blocks.iter().map(|block| trace::name(*block)).collect();
         let mut overlaps = Overlaps::only(BLOCK_TOKENS as usize, names, &self.index);
         overlaps.extend(&self.promises);
@@ -337,19 +337,19 @@ impl Routing {
         // What is handed over comes late: an event will tell of it.
         let decode = book(&row, name, row.amount(), if helper.is_some() { &[] } else { names });
         let prefill = helper.map(|helper| book(helper, name | DETOUR, helper.detour(), names));
-        let bid = Bid {
+        let ticket = Ticket {
             model: MODEL.into(),
             tenant: "".into(),
             priority: Priority::Normal,
             deadline,
-            tired: arrived + self.door.as_ref().map(Door::patience).unwrap_or_default(),
+            queue_deadline: arrived + self.door.as_ref().map(Door::patience).unwrap_or_default(),
             tokens: asked.input,
             max_tokens: None,
-            answers: 1,
+            choices: 1,
         };
-        let lane = Lane { decode: row.member().id(), prefill: helper.map(|helper| helper.member().id()) };
+        let route = Route { decode: row.member().id(), prefill: helper.map(|helper| helper.member().id()) };
         let held = [row.amount(), helper.map(Row::detour).unwrap_or_default()];
-        let bidden = bid.placed(lane, held, decision.takes(&row), now);
+        let bidden = ticket.placed(route, held, decision.takes(&row), now);
         let transfer = row.desk.pace.transfer(Level::Peer, row.missing());
         self.placed[request as usize] = Some(Placed { decode, prefill, transfer, handed: None, arrived, permit: None });
         Some(bidden)

@@ -7,7 +7,7 @@ use super::results::{Histogram, Outcome, Served};
 use super::store::Lru;
 use super::trace::Asked;
 use super::{Admission, Chooser, Options, Profile, Trace};
-use crate::admission::Part;
+use crate::admission::Stage;
 use crate::control::rebalance::EVERY;
 use crate::hash::mix;
 use crate::policy::planner::Flip;
@@ -211,10 +211,10 @@ impl<'a> Simulation<'a> {
                 Step::Go { request, worker, part } => {
                     self.say(now, router, std::mem::take(&mut booked));
                     let (served, asked) = (&mut self.served[request as usize], &self.requests[request as usize]);
-                    let from = served.helper.filter(|_| part == Part::Decode);
+                    let from = served.helper.filter(|_| part == Stage::Decode);
                     match part {
-                        Part::Prefill => served.helper = Some(worker),
-                        Part::Whole | Part::Decode => served.worker = worker,
+                        Stage::Prefill => served.helper = Some(worker),
+                        Stage::Whole | Stage::Decode => served.worker = worker,
                     }
                     self.workers[worker].engine.accept(request, asked, part, from);
                     self.interrupt(now, worker);

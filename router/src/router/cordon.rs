@@ -76,7 +76,7 @@ impl Router {
             return Err(NoSuchWorker(id));
         }
         tracing::info!(worker = %id, cordoned, "worker cordon changed");
-        self.core.admission.poke();
+        self.core.admission.notify();
         Ok(())
     }
 }

@@ -1,5 +1,5 @@
 use super::super::settings::Tenant;
-use super::super::ticket::Bid;
+use super::super::ticket::Ticket;
 use super::*;
 use proptest::prelude::*;
 use worker::engine::Priority;
@@ -19,152 +19,154 @@ fn weighing(weights: &[(&str, f64)]) -> Settings {
     Settings { tenants: weights.iter().map(tenant).collect(), ..limits(u64::MAX) }
 }
 
-fn asked(tenant: &str, tokens: u64) -> Asked {
+fn request(tenant: &str, tokens: u64) -> QueuedRequest {
     on(1, tenant, tokens)
 }
 
-fn on(worker: u64, tenant: &str, tokens: u64) -> Asked {
+fn on(worker: u64, tenant: &str, tokens: u64) -> QueuedRequest {
     let now = Instant::now();
-    let bid = Bid {
+    let ticket = Ticket {
         model: "m".into(),
         tenant: tenant.into(),
         priority: Priority::Normal,
         deadline: None,
-        tired: now + Duration::from_hours(1),
+        queue_deadline: now + Duration::from_hours(1),
         tokens,
         max_tokens: None,
-        answers: 1,
+        choices: 1,
     };
-    Asked {
-        bid,
-        latest: None,
-        charge: tokens,
-        lane: Lane { decode: WorkerId(worker), prefill: None },
-        held: [Amount { prefill_tokens: tokens, sequences: 1, blocks: tokens / 16, prompts: 1 }, Amount::default()],
+    QueuedRequest {
+        ticket,
+        start_by: None,
+        cost_tokens: tokens,
+        route: Route { decode: WorkerId(worker), prefill: None },
+        reserved: [Amount { prefill_tokens: tokens, sequences: 1, blocks: tokens / 16, prompts: 1 }, Amount::default()],
         placed: now,
     }
 }
 
-fn with(priority: Priority, mut asked: Asked) -> Asked {
-    asked.bid.priority = priority;
-    asked
+fn with(priority: Priority, mut request: QueuedRequest) -> QueuedRequest {
+    request.ticket.priority = priority;
+    request
 }
 
 /// What became of a newcomer, with the numbers of those that had to go for it.
 #[derive(PartialEq, Debug)]
-enum Came {
-    Straight(u64),
-    Waits(u64, Vec<u64>),
-    Refused(Refusal),
+enum Outcome {
+    Immediate(u64),
+    Queued(u64, Vec<u64>),
+    Rejected(Rejection),
 }
 
-fn enter(room: &mut Room, limits: &Settings, asked: Asked, open: Option<Duration>, now: Instant) -> Came {
-    match room.enter(limits, asked, open, now) {
-        Entry::Straight(number) => Came::Straight(number),
-        Entry::Waits { number, displaced } => {
-            Came::Waits(number, displaced.into_iter().map(|(number, _)| number).collect())
+fn enter(
+    queue: &mut FairQueue,
+    limits: &Settings,
+    request: QueuedRequest,
+    open: Option<Duration>,
+    now: Instant,
+) -> Outcome {
+    match queue.admit_or_queue(limits, request, open, now) {
+        Enqueued::Immediate(number) => Outcome::Immediate(number),
+        Enqueued::Queued { number, shed } => {
+            Outcome::Queued(number, shed.into_iter().map(|(number, _)| number).collect())
         }
-        Entry::Refused(refusal) => Came::Refused(refusal),
+        Enqueued::Rejected(rejection) => Outcome::Rejected(rejection),
     }
 }
 
-fn wait(room: &mut Room, limits: &Settings, asked: Asked) -> u64 {
-    wait_at(room, limits, asked, Instant::now())
-}
-
-fn wait_at(room: &mut Room, limits: &Settings, asked: Asked, now: Instant) -> u64 {
-    match enter(room, limits, asked, None, now) {
-        Came::Waits(number, displaced) if displaced.is_empty() => number,
+fn wait(queue: &mut FairQueue, limits: &Settings, request: QueuedRequest) -> u64 {
+    match enter(queue, limits, request, None, Instant::now()) {
+        Outcome::Queued(number, shed) if shed.is_empty() => number,
         other => panic!("{other:?}"),
     }
 }
 
 /// Who goes, until nobody can.
-fn order(room: &mut Room, limits: &Settings) -> Vec<u64> {
-    std::iter::from_fn(|| room.turn(limits, Instant::now(), |_, _| OPEN)).collect()
+fn order(queue: &mut FairQueue, limits: &Settings) -> Vec<u64> {
+    std::iter::from_fn(|| queue.admit_next(limits, Instant::now(), |_, _| OPEN)).collect()
 }
 
 #[test]
 fn an_open_lane_before_an_empty_room_lets_straight_through_and_a_closed_one_does_not() {
-    let (mut room, limits, now) = (Room::default(), limits(100), Instant::now());
-    assert_eq!(enter(&mut room, &limits, asked("a", 1000), OPEN, now), Came::Straight(1));
-    let first = wait(&mut room, &limits, asked("a", 1000));
+    let (mut queue, limits, now) = (FairQueue::default(), limits(100), Instant::now());
+    assert_eq!(enter(&mut queue, &limits, request("a", 1000), OPEN, now), Outcome::Immediate(1));
+    let first = wait(&mut queue, &limits, request("a", 1000));
     assert_eq!(
-        enter(&mut room, &limits, asked("b", 1), OPEN, now),
-        Came::Refused(Refusal::Full(Duration::from_secs(1)))
+        enter(&mut queue, &limits, request("b", 1), OPEN, now),
+        Outcome::Rejected(Rejection::QueueFull(Duration::from_secs(1)))
     );
-    assert_eq!(order(&mut room, &limits), [first], "an empty room takes any one");
-    room.leave(1);
-    room.leave(first);
-    assert!(room.tenants.is_empty() && room.running.is_empty(), "nothing is left of who has gone");
+    assert_eq!(order(&mut queue, &limits), [first], "an empty queue takes any one");
+    queue.leave(1);
+    queue.leave(first);
+    assert!(queue.tenants.is_empty() && queue.running.is_empty(), "nothing is left of who has gone");
 }
 
 #[test]
 fn nobody_passes_those_who_wait_for_the_same_worker_and_nobody_waits_behind_those_who_wait_for_another() {
-    let (mut room, limits) = (Room::default(), limits(u64::MAX));
-    let huge = wait(&mut room, &limits, on(1, "a", 1_000_000));
-    let small = wait(&mut room, &limits, on(2, "a", 10));
-    let only_2 = |_: &Room, lane: Lane| (lane.decode == WorkerId(2)).then_some(Duration::ZERO);
-    assert_eq!(room.turn(&limits, Instant::now(), only_2), Some(small));
-    assert_eq!(room.turn(&limits, Instant::now(), only_2), None);
-    let entry = enter(&mut room, &limits, on(1, "a", 1), OPEN, Instant::now());
-    assert!(matches!(entry, Came::Waits(..)), "{entry:?}");
-    assert_eq!(order(&mut room, &limits)[0], huge);
+    let (mut queue, limits) = (FairQueue::default(), limits(u64::MAX));
+    let huge = wait(&mut queue, &limits, on(1, "a", 1_000_000));
+    let small = wait(&mut queue, &limits, on(2, "a", 10));
+    let only_2 = |_: &FairQueue, route: Route| (route.decode == WorkerId(2)).then_some(Duration::ZERO);
+    assert_eq!(queue.admit_next(&limits, Instant::now(), only_2), Some(small));
+    assert_eq!(queue.admit_next(&limits, Instant::now(), only_2), None);
+    let entry = enter(&mut queue, &limits, on(1, "a", 1), OPEN, Instant::now());
+    assert!(matches!(entry, Outcome::Queued(..)), "{entry:?}");
+    assert_eq!(order(&mut queue, &limits)[0], huge);
 }
 
 #[test]
 fn a_small_request_does_not_wait_behind_the_huge_ones_of_another_tenant() {
-    let (mut room, limits) = (Room::default(), limits(u64::MAX));
-    let huge: Vec<u64> = (0..10).map(|_| wait(&mut room, &limits, asked("a", 100_000))).collect();
-    let small = wait(&mut room, &limits, asked("b", 10));
-    assert_eq!(order(&mut room, &limits)[..2], [huge[0], small]);
+    let (mut queue, limits) = (FairQueue::default(), limits(u64::MAX));
+    let huge: Vec<u64> = (0..10).map(|_| wait(&mut queue, &limits, request("a", 100_000))).collect();
+    let small = wait(&mut queue, &limits, request("b", 10));
+    assert_eq!(order(&mut queue, &limits)[..2], [huge[0], small]);
 }
 
 #[test]
 fn the_earlier_start_goes_first_but_not_before_another_tenants_turn() {
-    let (mut room, limits, now) = (Room::default(), limits(u64::MAX), Instant::now());
+    let (mut queue, limits, now) = (FairQueue::default(), limits(u64::MAX), Instant::now());
     let by = |seconds| Some(now + Duration::from_secs(seconds));
-    let never = wait(&mut room, &limits, asked("a", 10));
-    let later = wait(&mut room, &limits, Asked { latest: by(9), ..asked("a", 10) });
-    let sooner = wait(&mut room, &limits, Asked { latest: by(5), ..asked("a", 10) });
-    let other = wait(&mut room, &limits, asked("b", 10));
-    assert_eq!(order(&mut room, &limits), [sooner, other, later, never]);
-    let past = Asked { latest: Some(now), ..asked("a", 10) };
-    assert_eq!(enter(&mut room, &limits, past, OPEN, now), Came::Refused(Refusal::Late));
+    let never = wait(&mut queue, &limits, request("a", 10));
+    let later = wait(&mut queue, &limits, QueuedRequest { start_by: by(9), ..request("a", 10) });
+    let sooner = wait(&mut queue, &limits, QueuedRequest { start_by: by(5), ..request("a", 10) });
+    let other = wait(&mut queue, &limits, request("b", 10));
+    assert_eq!(order(&mut queue, &limits), [sooner, other, later, never]);
+    let past = QueuedRequest { start_by: Some(now), ..request("a", 10) };
+    assert_eq!(enter(&mut queue, &limits, past, OPEN, now), Outcome::Rejected(Rejection::DeadlineExceeded));
 }
 
 #[test]
 fn who_would_be_too_late_behind_the_queue_waits_for_it_to_get_shorter_and_lets_others_go() {
-    let (mut room, limits, now) = (Room::default(), limits(u64::MAX), Instant::now());
-    let by = |seconds| Asked { latest: Some(now + Duration::from_secs(seconds)), ..asked("a", 10) };
-    let queue = |seconds| Some(Duration::from_secs(seconds));
-    assert!(matches!(enter(&mut room, &limits, by(5), queue(5), now), Came::Straight(_)));
-    let Came::Waits(sooner, _) = enter(&mut room, &limits, by(5), queue(6), now) else { panic!("too late") };
-    assert_eq!(room.turn(&limits, now, |_, _| queue(6)), None);
-    let later = wait(&mut room, &limits, by(9));
-    assert_eq!(room.turn(&limits, now, |_, _| queue(6)), Some(later));
-    assert_eq!(room.turn(&limits, now, |_, _| queue(5)), Some(sooner));
+    let (mut queue, limits, now) = (FairQueue::default(), limits(u64::MAX), Instant::now());
+    let by = |seconds| QueuedRequest { start_by: Some(now + Duration::from_secs(seconds)), ..request("a", 10) };
+    let open_after = |seconds| Some(Duration::from_secs(seconds));
+    assert!(matches!(enter(&mut queue, &limits, by(5), open_after(5), now), Outcome::Immediate(_)));
+    let Outcome::Queued(sooner, _) = enter(&mut queue, &limits, by(5), open_after(6), now) else { panic!("too late") };
+    assert_eq!(queue.admit_next(&limits, now, |_, _| open_after(6)), None);
+    let later = wait(&mut queue, &limits, by(9));
+    assert_eq!(queue.admit_next(&limits, now, |_, _| open_after(6)), Some(later));
+    assert_eq!(queue.admit_next(&limits, now, |_, _| open_after(5)), Some(sooner));
 }
 
 #[test]
 fn what_is_charged_is_what_is_computed_and_all_answers() {
-    let bid = Bid { max_tokens: Some(20), answers: 3, ..asked("a", 1000).bid };
+    let ticket = Ticket { max_tokens: Some(20), choices: 3, ..request("a", 1000).ticket };
     let part = |prefill_tokens| Amount { prefill_tokens, ..Amount::default() };
-    let lane = Lane { decode: WorkerId(1), prefill: Some(WorkerId(2)) };
-    assert_eq!(bid.placed(lane, [part(0), part(300)], 0.0, Instant::now()).charge, 300 + 3 * 20);
+    let route = Route { decode: WorkerId(1), prefill: Some(WorkerId(2)) };
+    assert_eq!(ticket.placed(route, [part(0), part(300)], 0.0, Instant::now()).cost_tokens, 300 + 3 * 20);
 }
 
 #[test]
 fn a_higher_class_goes_first_and_the_lower_ones_get_their_tenth() {
-    let (mut room, limits) = (Room::default(), limits(u64::MAX));
-    let one = |priority| with(priority, asked("a", 10));
+    let (mut queue, limits) = (FairQueue::default(), limits(u64::MAX));
+    let one = |priority| with(priority, request("a", 10));
     let mut class = HashMap::new();
     for priority in [Priority::Low, Priority::Normal, Priority::High] {
         for _ in 0..200 {
-            class.insert(wait(&mut room, &limits, one(priority)), priority);
+            class.insert(wait(&mut queue, &limits, one(priority)), priority);
         }
     }
-    let order: Vec<Priority> = order(&mut room, &limits).iter().map(|number| class[number]).collect();
+    let order: Vec<Priority> = order(&mut queue, &limits).iter().map(|number| class[number]).collect();
     let count = |part: &[Priority], of| part.iter().filter(|priority| **priority == of).count();
     assert_eq!(count(&order[..10], Priority::High), 10, "first and foremost");
     let first = &order[..220];
@@ -176,57 +178,57 @@ fn a_higher_class_goes_first_and_the_lower_ones_get_their_tenth() {
 #[test]
 fn tenants_share_by_weight_and_nobody_saves_up_while_nobody_waits() {
     let limits = weighing(&[("heavy", 3.0)]);
-    let mut room = Room::default();
+    let mut queue = FairQueue::default();
     // What went straight through costs nothing.
     for _ in 0..50 {
-        let entry = enter(&mut room, &limits, asked("heavy", 1000), OPEN, Instant::now());
-        assert!(matches!(entry, Came::Straight(_)));
+        let entry = enter(&mut queue, &limits, request("heavy", 1000), OPEN, Instant::now());
+        assert!(matches!(entry, Outcome::Immediate(_)));
     }
     let mut of = HashMap::new();
     for _ in 0..400 {
-        of.insert(wait(&mut room, &limits, asked("heavy", 100)), "heavy");
-        of.insert(wait(&mut room, &limits, asked("light", 100)), "light");
+        of.insert(wait(&mut queue, &limits, request("heavy", 100)), "heavy");
+        of.insert(wait(&mut queue, &limits, request("light", 100)), "light");
     }
-    let first: Vec<u64> = (0..400).filter_map(|_| room.turn(&limits, Instant::now(), |_, _| OPEN)).collect();
+    let first: Vec<u64> = (0..400).filter_map(|_| queue.admit_next(&limits, Instant::now(), |_, _| OPEN)).collect();
     let heavy = first.iter().filter(|number| of[number] == "heavy").count();
     assert!((296..=304).contains(&heavy), "{heavy} of 400");
     // Somebody who comes late starts from now, and has no arrears to catch up on.
     for _ in 0..100 {
-        of.insert(wait(&mut room, &limits, asked("late", 100)), "late");
+        of.insert(wait(&mut queue, &limits, request("late", 100)), "late");
     }
-    let next: Vec<u64> = (0..50).filter_map(|_| room.turn(&limits, Instant::now(), |_, _| OPEN)).collect();
+    let next: Vec<u64> = (0..50).filter_map(|_| queue.admit_next(&limits, Instant::now(), |_, _| OPEN)).collect();
     let late = next.iter().filter(|number| of[number] == "late").count();
     assert!((8..=14).contains(&late), "{late} of 50 at a weight of 1 in 5");
 }
 
 #[test]
 fn tenants_who_want_nothing_any_more_are_forgotten_though_the_room_is_never_empty() {
-    let (mut room, limits, now) = (Room::default(), limits(u64::MAX), Instant::now());
-    let only_2 = |_: &Room, lane: Lane| (lane.decode == WorkerId(2)).then_some(Duration::ZERO);
-    wait(&mut room, &limits, asked("patient", 100));
-    let greedy = wait(&mut room, &limits, on(2, "greedy", 1_000_000));
-    assert_eq!(room.turn(&limits, now, only_2), Some(greedy));
-    room.leave(greedy);
+    let (mut queue, limits, now) = (FairQueue::default(), limits(u64::MAX), Instant::now());
+    let only_2 = |_: &FairQueue, route: Route| (route.decode == WorkerId(2)).then_some(Duration::ZERO);
+    wait(&mut queue, &limits, request("patient", 100));
+    let greedy = wait(&mut queue, &limits, on(2, "greedy", 1_000_000));
+    assert_eq!(queue.admit_next(&limits, now, only_2), Some(greedy));
+    queue.leave(greedy);
     let mut most = 0;
     for nth in 0..20_000 {
-        let number = wait(&mut room, &limits, on(2, &nth.to_string(), 100 + nth % 7));
-        assert_eq!(room.turn(&limits, now, only_2), Some(number));
-        room.leave(number);
-        most = most.max(room.tenants.len());
+        let number = wait(&mut queue, &limits, on(2, &nth.to_string(), 100 + nth % 7));
+        assert_eq!(queue.admit_next(&limits, now, only_2), Some(number));
+        queue.leave(number);
+        most = most.max(queue.tenants.len());
     }
-    assert!(most <= 2 * AHEAD + 2 && room.tenants.contains_key("patient"), "{most} names");
-    assert!(room.tenants["greedy"].used >= 1e6, "who is far ahead is kept in mind");
+    assert!(most <= 2 * IDLE_TENANTS_MAX + 2 && queue.tenants.contains_key("patient"), "{most} names");
+    assert!(queue.tenants["greedy"].served >= 1e6, "who is far ahead is kept in mind");
 }
 
 #[test]
 fn what_is_cached_costs_no_turn() {
-    let (mut room, limits) = (Room::default(), limits(u64::MAX));
+    let (mut queue, limits) = (FairQueue::default(), limits(u64::MAX));
     let mut of = HashMap::new();
     for _ in 0..100 {
-        of.insert(wait(&mut room, &limits, Asked { charge: 100, ..asked("hits", 1000) }), "hits");
-        of.insert(wait(&mut room, &limits, asked("misses", 1000)), "misses");
+        of.insert(wait(&mut queue, &limits, QueuedRequest { cost_tokens: 100, ..request("hits", 1000) }), "hits");
+        of.insert(wait(&mut queue, &limits, request("misses", 1000)), "misses");
     }
-    let first: Vec<u64> = (0..44).filter_map(|_| room.turn(&limits, Instant::now(), |_, _| OPEN)).collect();
+    let first: Vec<u64> = (0..44).filter_map(|_| queue.admit_next(&limits, Instant::now(), |_, _| OPEN)).collect();
     assert_eq!(first.iter().filter(|number| of[number] == "hits").count(), 40, "ten times as many for the same work");
 }
 
@@ -234,33 +236,37 @@ fn what_is_cached_costs_no_turn() {
 fn a_tenants_limits_hold_and_hold_nobody_else() {
     let tenant = Tenant { max_inflight_tokens: Some(100), max_queued_tokens: Some(50), ..Tenant::default() };
     let limits = Settings { tenants: [("a".to_owned(), tenant)].into(), ..limits(u64::MAX) };
-    let (mut room, now) = (Room::default(), Instant::now());
-    assert_eq!(enter(&mut room, &limits, asked("a", 500), OPEN, now), Came::Straight(1), "one alone may be too large");
-    let waits = enter(&mut room, &limits, asked("a", 40), OPEN, now);
-    assert_eq!(waits, Came::Waits(2, vec![]));
-    let refused = enter(&mut room, &limits, asked("a", 20), OPEN, now);
-    assert_eq!(refused, Came::Refused(Refusal::TenantFull(Duration::from_secs(1))));
-    let other = wait(&mut room, &limits, asked("b", 1000));
-    assert_eq!(order(&mut room, &limits), [other]);
-    room.leave(1);
-    assert_eq!(order(&mut room, &limits), [2]);
+    let (mut queue, now) = (FairQueue::default(), Instant::now());
+    assert_eq!(
+        enter(&mut queue, &limits, request("a", 500), OPEN, now),
+        Outcome::Immediate(1),
+        "one alone may be too large"
+    );
+    let waits = enter(&mut queue, &limits, request("a", 40), OPEN, now);
+    assert_eq!(waits, Outcome::Queued(2, vec![]));
+    let refused = enter(&mut queue, &limits, request("a", 20), OPEN, now);
+    assert_eq!(refused, Outcome::Rejected(Rejection::TenantLimit(Duration::from_secs(1))));
+    let other = wait(&mut queue, &limits, request("b", 1000));
+    assert_eq!(order(&mut queue, &limits), [other]);
+    queue.leave(1);
+    assert_eq!(order(&mut queue, &limits), [2]);
 }
 
 #[test]
 fn a_full_room_makes_place_for_a_higher_class_and_for_whoever_has_less_than_its_share() {
-    let (mut room, limits, now) = (Room::default(), limits(100), Instant::now());
-    let low = wait(&mut room, &limits, with(Priority::Low, asked("a", 40)));
-    let normal: Vec<u64> = (0..3).map(|_| wait(&mut room, &limits, asked("a", 20))).collect();
-    let high = with(Priority::High, asked("a", 60));
-    let entry = enter(&mut room, &limits, high, None, now);
-    assert_eq!(entry, Came::Waits(5, vec![normal[2], low]), "of each class the latest");
-    let refused = enter(&mut room, &limits, asked("a", 20), None, now);
-    assert!(matches!(refused, Came::Refused(Refusal::Full(_))), "not for more of the same: {refused:?}");
-    let fair = enter(&mut room, &limits, asked("b", 20), None, now);
-    assert_eq!(fair, Came::Waits(6, vec![normal[1]]));
-    let greedy = enter(&mut room, &limits, asked("b", 20), None, now);
-    assert!(matches!(greedy, Came::Refused(Refusal::Full(_))), "they have as much: {greedy:?}");
-    assert_eq!(room.tokens, 100);
+    let (mut queue, limits, now) = (FairQueue::default(), limits(100), Instant::now());
+    let low = wait(&mut queue, &limits, with(Priority::Low, request("a", 40)));
+    let normal: Vec<u64> = (0..3).map(|_| wait(&mut queue, &limits, request("a", 20))).collect();
+    let high = with(Priority::High, request("a", 60));
+    let entry = enter(&mut queue, &limits, high, None, now);
+    assert_eq!(entry, Outcome::Queued(5, vec![normal[2], low]), "of each class the start_by");
+    let refused = enter(&mut queue, &limits, request("a", 20), None, now);
+    assert!(matches!(refused, Outcome::Rejected(Rejection::QueueFull(_))), "not for more of the same: {refused:?}");
+    let fair = enter(&mut queue, &limits, request("b", 20), None, now);
+    assert_eq!(fair, Outcome::Queued(6, vec![normal[1]]));
+    let greedy = enter(&mut queue, &limits, request("b", 20), None, now);
+    assert!(matches!(greedy, Outcome::Rejected(Rejection::QueueFull(_))), "they have as much: {greedy:?}");
+    assert_eq!(queue.tokens, 100);
 }
 
 /// One step of a random history.
@@ -285,39 +291,39 @@ fn step() -> impl Strategy<Value = Step> {
 
 #[test]
 fn those_are_placed_anew_first_who_have_not_been_for_the_longest() {
-    let (mut room, limits, later) = (Room::default(), limits(u64::MAX), Instant::now() + Duration::from_secs(1));
-    let [first, second] = [(); 2].map(|()| wait(&mut room, &limits, asked("a", 100)));
-    let high = wait(&mut room, &limits, with(Priority::High, Asked { placed: later, ..asked("a", 100) }));
-    assert_eq!(room.some(2, |_| true), [high, first]);
-    room.recall(first);
-    room.put(&limits, first, Asked { placed: later, ..asked("a", 100) });
-    assert_eq!(room.some(2, |_| true), [high, second]);
+    let (mut queue, limits, later) = (FairQueue::default(), limits(u64::MAX), Instant::now() + Duration::from_secs(1));
+    let [first, second] = [(); 2].map(|()| wait(&mut queue, &limits, request("a", 100)));
+    let high = wait(&mut queue, &limits, with(Priority::High, QueuedRequest { placed: later, ..request("a", 100) }));
+    assert_eq!(queue.select(2, |_| true), [high, first]);
+    queue.begin_reroute(first);
+    queue.insert(&limits, first, QueuedRequest { placed: later, ..request("a", 100) });
+    assert_eq!(queue.select(2, |_| true), [high, second]);
 }
 
 #[test]
 fn who_is_placed_anew_keeps_what_others_have_got_before_it() {
-    let (mut room, limits, now) = (Room::default(), limits(u64::MAX), Instant::now());
-    let modest = [(); 3].map(|()| wait(&mut room, &limits, on(2, "a", 480)));
-    let greedy = [(); 10].map(|()| wait(&mut room, &limits, asked("b", 100)));
-    let open = |_: &Room, lane: Lane| (lane.decode == WorkerId(1)).then_some(Duration::ZERO);
-    let gone: Vec<u64> = std::iter::from_fn(|| room.turn(&limits, now, open)).collect();
+    let (mut queue, limits, now) = (FairQueue::default(), limits(u64::MAX), Instant::now());
+    let modest = [(); 3].map(|()| wait(&mut queue, &limits, on(2, "a", 480)));
+    let greedy = [(); 10].map(|()| wait(&mut queue, &limits, request("b", 100)));
+    let open = |_: &FairQueue, route: Route| (route.decode == WorkerId(1)).then_some(Duration::ZERO);
+    let gone: Vec<u64> = std::iter::from_fn(|| queue.admit_next(&limits, now, open)).collect();
     assert_eq!(gone, greedy);
-    assert!(modest.into_iter().all(|number| room.recall(number)) && room.is_empty());
-    assert!(greedy.into_iter().all(|number| room.leave(number).is_none()));
+    assert!(modest.into_iter().all(|number| queue.begin_reroute(number)) && queue.is_empty());
+    assert!(greedy.into_iter().all(|number| queue.leave(number).is_none()));
     for number in modest {
-        room.put(&limits, number, asked("a", 480));
+        queue.insert(&limits, number, request("a", 480));
     }
-    let more = [(); 3].map(|()| wait(&mut room, &limits, asked("b", 100)));
-    assert_eq!(order(&mut room, &limits), [modest, more].concat(), "a thousand tokens went to the other");
+    let more = [(); 3].map(|()| wait(&mut queue, &limits, request("b", 100)));
+    assert_eq!(order(&mut queue, &limits), [modest, more].concat(), "a thousand tokens went to the other");
 }
 
 #[test]
 fn who_leaves_while_it_is_placed_anew_is_forgotten() {
-    let (mut room, limits) = (Room::default(), limits(u64::MAX));
-    let gone = wait(&mut room, &limits, asked("a", 100));
-    assert!(room.recall(gone));
-    assert_eq!((room.tenants.len(), room.leave(gone).is_none()), (1, true));
-    assert!(room.recalled.is_empty() && room.tenants.is_empty());
+    let (mut queue, limits) = (FairQueue::default(), limits(u64::MAX));
+    let gone = wait(&mut queue, &limits, request("a", 100));
+    assert!(queue.begin_reroute(gone));
+    assert_eq!((queue.tenants.len(), queue.leave(gone).is_none()), (1, true));
+    assert!(queue.rerouting.is_empty() && queue.tenants.is_empty());
 }
 
 proptest! {
@@ -326,71 +332,71 @@ proptest! {
     fn tokens_are_conserved_and_bounds_hold(steps in prop::collection::vec(step(), 1..200)) {
         let tenant = Tenant { weight: 2.0, max_inflight_tokens: Some(300), max_queued_tokens: Some(400) };
         let limits = Settings { tenants: [("1".to_owned(), tenant)].into(), ..limits(1000) };
-        let (mut room, now) = (Room::default(), Instant::now());
+        let (mut queue, now) = (FairQueue::default(), Instant::now());
         let mut inside: BTreeSet<u64> = BTreeSet::new();
         for step in steps {
             let nth = |nth: usize| inside.iter().nth(nth % inside.len().max(1)).copied();
             match step {
                 Step::Enter { tenant, priority, tokens, worker, open } => {
                     let priority = [Priority::Low, Priority::Normal, Priority::High][priority as usize];
-                    let asked = with(priority, on(worker, &tenant.to_string(), tokens));
-                    match enter(&mut room, &limits, asked, open.then_some(Duration::ZERO), now) {
-                        Came::Straight(number) => assert!(inside.insert(number)),
-                        Came::Waits(number, displaced) => {
+                    let request = with(priority, on(worker, &tenant.to_string(), tokens));
+                    match enter(&mut queue, &limits, request, open.then_some(Duration::ZERO), now) {
+                        Outcome::Immediate(number) => assert!(inside.insert(number)),
+                        Outcome::Queued(number, shed) => {
                             assert!(inside.insert(number));
-                            assert!(displaced.iter().all(|number| inside.remove(number)));
+                            assert!(shed.iter().all(|number| inside.remove(number)));
                         }
-                        Came::Refused(_) => {}
+                        Outcome::Rejected(_) => {}
                     }
                 }
                 Step::Turn { open } => {
-                    let turn = room.turn(&limits, now, |_, lane| (lane.decode == WorkerId(open)).then_some(Duration::ZERO));
+                    let turn = queue.admit_next(&limits, now, |_, route| (route.decode == WorkerId(open)).then_some(Duration::ZERO));
                     if let Some(number) = turn {
-                        assert!(inside.contains(&number) && room.running.contains_key(&number));
+                        assert!(inside.contains(&number) && queue.running.contains_key(&number));
                     } else {
                         // Nobody was passed over who could go.
-                        let could = |asked: &Asked| {
-                            asked.lane.decode == WorkerId(open) && room.may_run(&limits, &asked.tenant, asked.tokens)
+                        let could = |request: &QueuedRequest| {
+                            request.route.decode == WorkerId(open) && queue.may_run(&limits, &request.tenant, request.tokens)
                         };
                         // Of one tenant the first in turn holds the others.
-                        let firsts = room.classes.iter().flat_map(|class| class.flows.values());
+                        let firsts = queue.classes.iter().flat_map(|class| class.flows.values());
                         let firsts = firsts.flat_map(BTreeMap::values).filter_map(|turns| turns.first());
-                        assert!(!firsts.map(|(.., number)| &room.waiting[number]).any(could));
+                        assert!(!firsts.map(|(.., number)| &queue.waiting[number]).any(could));
                     }
                 }
                 Step::Leave { nth: n } => {
                     if let Some(number) = nth(n) {
-                        room.leave(number);
+                        queue.leave(number);
                         inside.remove(&number);
                     }
                 }
                 Step::Again { nth: n, worker } => {
-                    if let Some(number) = nth(n).filter(|number| room.waiting.contains_key(number)) {
-                        let asked = Asked { lane: Lane { decode: WorkerId(worker), prefill: None }, ..room.waiting[&number].clone() };
-                        assert!(room.recall(number));
-                        room.put(&limits, number, asked);
+                    if let Some(number) = nth(n).filter(|number| queue.waiting.contains_key(number)) {
+                        let request = QueuedRequest { route: Route { decode: WorkerId(worker), prefill: None }, ..queue.waiting[&number].clone() };
+                        assert!(queue.begin_reroute(number));
+                        queue.insert(&limits, number, request);
                     }
                 }
             }
-            let waiting: u64 = room.waiting.values().map(|asked| asked.tokens).sum();
-            assert_eq!(room.tokens, waiting);
-            assert_eq!(room.by_class().iter().sum::<u64>(), waiting);
-            assert_eq!(room.held.values().map(|held| held.prefill_tokens).sum::<u64>(), waiting);
-            assert_eq!(room.tenants.values().map(|tenant| tenant.waiting).sum::<u64>(), waiting);
-            let running: u64 = room.running.values().map(|running| running.tokens).sum();
-            assert_eq!(room.tenants.values().map(|tenant| tenant.running).sum::<u64>(), running);
+            let waiting: u64 = queue.waiting.values().map(|request| request.tokens).sum();
+            assert_eq!(queue.tokens, waiting);
+            assert_eq!(queue.queued_tokens().iter().sum::<u64>(), waiting);
+            assert_eq!(queue.reserved.values().map(|amount| amount.prefill_tokens).sum::<u64>(), waiting);
+            assert_eq!(queue.tenants.values().map(|tenant| tenant.waiting).sum::<u64>(), waiting);
+            let running: u64 = queue.running.values().map(|running| running.tokens).sum();
+            assert_eq!(queue.tenants.values().map(|tenant| tenant.running).sum::<u64>(), running);
             assert!(waiting <= 1000);
-            let of: Vec<&Asked> = room.waiting.values().filter(|asked| &*asked.tenant == "1").collect();
-            assert!(of.iter().map(|asked| asked.tokens).sum::<u64>() <= 400 || of.len() == 1);
-            let runs: Vec<u64> = room.running.values().filter(|of| &*of.tenant == "1").map(|of| of.tokens).collect();
+            let of: Vec<&QueuedRequest> = queue.waiting.values().filter(|request| &*request.tenant == "1").collect();
+            assert!(of.iter().map(|request| request.tokens).sum::<u64>() <= 400 || of.len() == 1);
+            let runs: Vec<u64> = queue.running.values().filter(|of| &*of.tenant == "1").map(|of| of.tokens).collect();
             assert!(runs.iter().sum::<u64>() <= 300 || runs.len() == 1);
-            let there: BTreeSet<u64> = room.waiting.keys().chain(room.running.keys()).copied().collect();
+            let there: BTreeSet<u64> = queue.waiting.keys().chain(queue.running.keys()).copied().collect();
             assert_eq!(&there, &inside);
         }
         for number in inside {
-            room.leave(number);
+            queue.leave(number);
         }
-        assert!(room.is_empty() && room.tenants.is_empty() && room.held.is_empty());
+        assert!(queue.is_empty() && queue.tenants.is_empty() && queue.reserved.is_empty());
     }
 
     /// While two tenants wait, what they got for their weights differs by no more than their largest requests.
@@ -399,15 +405,15 @@ proptest! {
         sizes in prop::collection::vec((1..500u64, 1..500u64), 50..100),
         weight in 0.25..4.0f64,
     ) {
-        let (limits, mut room) = (weighing(&[("a", weight)]), Room::default());
+        let (limits, mut queue) = (weighing(&[("a", weight)]), FairQueue::default());
         let mut of = HashMap::new();
         for (a, b) in &sizes {
-            of.insert(wait(&mut room, &limits, asked("a", *a)), ("a", *a));
-            of.insert(wait(&mut room, &limits, asked("b", *b)), ("b", *b));
+            of.insert(wait(&mut queue, &limits, request("a", *a)), ("a", *a));
+            of.insert(wait(&mut queue, &limits, request("b", *b)), ("b", *b));
         }
         let (mut got, mut left) = ([0.0, 0.0], [sizes.len(); 2]);
         while left.iter().all(|left| *left > 0) {
-            let (tenant, tokens) = of[&room.turn(&limits, Instant::now(), |_, _| OPEN).unwrap()];
+            let (tenant, tokens) = of[&queue.admit_next(&limits, Instant::now(), |_, _| OPEN).unwrap()];
             let at = usize::from(tenant == "b");
             got[at] += tokens as f64 / limits.tenant(tenant).weight;
             left[at] -= 1;
@@ -419,20 +425,20 @@ proptest! {
     /// Somebody of the lowest class goes before ten times its tokens, and one request more, have gone above it.
     #[test]
     fn nobody_starves(size in 1..500u64, above in 1..500u64) {
-        let (limits, mut room) = (limits(u64::MAX), Room::default());
-        let low = wait(&mut room, &limits, with(Priority::Low, asked("a", size)));
+        let (limits, mut queue) = (limits(u64::MAX), FairQueue::default());
+        let low = wait(&mut queue, &limits, with(Priority::Low, request("a", size)));
         let mut gone = 0;
         loop {
             // There is always more above.
-            wait(&mut room, &limits, with(Priority::High, asked("b", above)));
-            wait(&mut room, &limits, with(Priority::Normal, asked("c", above)));
+            wait(&mut queue, &limits, with(Priority::High, request("b", above)));
+            wait(&mut queue, &limits, with(Priority::Normal, request("c", above)));
             // And it is placed anew again and again, while others come and go.
-            let again = room.waiting[&low].clone();
-            assert!(room.recall(low));
-            let other = wait(&mut room, &limits, with(Priority::High, asked("b", above)));
-            room.leave(other);
-            room.put(&limits, low, again);
-            let number = room.turn(&limits, Instant::now(), |_, _| OPEN).unwrap();
+            let again = queue.waiting[&low].clone();
+            assert!(queue.begin_reroute(low));
+            let other = wait(&mut queue, &limits, with(Priority::High, request("b", above)));
+            queue.leave(other);
+            queue.insert(&limits, low, again);
+            let number = queue.admit_next(&limits, Instant::now(), |_, _| OPEN).unwrap();
             if number == low {
                 break;
             }

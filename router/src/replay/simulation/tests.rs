@@ -139,7 +139,7 @@ fn requests_that_all_stand_still_end_a_replay_with_a_sentence() {
     let mut simulation = Simulation::new(&trace, &options, &Chooser::Policy(Policy::Kv), 9.0, 0);
     // It comes, and nobody has it begin.
     let (_, request) = simulation.arrivals.pop().unwrap();
-    simulation.workers[0].engine.accept(request, &trace.requests[request as usize], Part::Whole, None);
+    simulation.workers[0].engine.accept(request, &trace.requests[request as usize], Stage::Whole, None);
     simulation.workers[0].occupied = true;
     let stuck = simulation.run().err().unwrap().to_string();
     assert!(stuck.contains("are stuck"), "{stuck}");
@@ -174,7 +174,7 @@ fn two_workers_whose_memory_is_full_of_each_others_prompts_do_not_wait_for_ever(
     };
     let mut now = 0;
     for (request, worker) in (0..).zip(&mut workers) {
-        worker.accept(request, &requests[request as usize], Part::Prefill, None);
+        worker.accept(request, &requests[request as usize], Stage::Prefill, None);
         let mut handed = Vec::new();
         while handed.is_empty() {
             let (end, effects) = step(worker, now);
@@ -184,8 +184,8 @@ fn two_workers_whose_memory_is_full_of_each_others_prompts_do_not_wait_for_ever(
     }
     // Each goes on where the other is kept.
     let [a, b] = &mut workers;
-    a.accept(1, &requests[1], Part::Decode, Some(1));
-    b.accept(0, &requests[0], Part::Decode, Some(0));
+    a.accept(1, &requests[1], Stage::Decode, Some(1));
+    b.accept(0, &requests[0], Stage::Decode, Some(0));
     let (_, effects) = step(a, now);
     assert_eq!((effects.lost, effects.handed.len()), (vec![0], 0), "its prompt makes room");
     b.lost(0, &requests[0]);

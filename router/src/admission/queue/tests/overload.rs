@@ -8,27 +8,27 @@ fn at(start: Instant, seconds: f64) -> Instant {
 }
 
 /// A room with 47 requests of 100 tokens, of a tenant `a`, that is known to drain 100 tokens per second.
-fn measured(start: Instant) -> Room {
-    let mut room = Room::default();
+fn measured(start: Instant) -> FairQueue {
+    let mut queue = FairQueue::default();
     for _ in 0..50 {
-        wait(&mut room, &limits(u64::MAX), asked("a", 100));
+        wait(&mut queue, &limits(u64::MAX), request("a", 100));
     }
     for seconds in [0.0, 0.0, 2.0] {
-        room.turn(&limits(u64::MAX), at(start, seconds), |_, _| OPEN).unwrap();
+        queue.admit_next(&limits(u64::MAX), at(start, seconds), |_, _| OPEN).unwrap();
     }
-    room
+    queue
 }
 
 #[test]
 fn retry_after_is_the_time_until_the_room_has_a_place() {
     let start = Instant::now();
-    let (mut room, now) = (measured(start), at(start, 2.0));
+    let (mut queue, now) = (measured(start), at(start, 2.0));
     let limits = Settings { max_queue_time: HumanDuration::secs(1000), ..limits(5000) };
     for _ in 0..3 {
-        assert!(matches!(enter(&mut room, &limits, asked("a", 100), None, now), Came::Waits(..)));
+        assert!(matches!(enter(&mut queue, &limits, request("a", 100), None, now), Outcome::Queued(..)));
     }
-    let mut refused = |tokens| match enter(&mut room, &limits, asked("a", tokens), None, now) {
-        Came::Refused(Refusal::Full(after)) => after.as_secs(),
+    let mut refused = |tokens| match enter(&mut queue, &limits, request("a", tokens), None, now) {
+        Outcome::Rejected(Rejection::QueueFull(after)) => after.as_secs(),
         other => panic!("{other:?}"),
     };
     assert_eq!([refused(300), refused(100)], [3, 6], "the second comes for the place after the first");
@@ -37,87 +37,87 @@ fn retry_after_is_the_time_until_the_room_has_a_place() {
 
 #[test]
 fn retry_after_an_unknown_rate_is_a_second() {
-    let (mut room, limits, now) = (Room::default(), limits(100), Instant::now());
-    wait(&mut room, &limits, asked("a", 100));
-    let refused = enter(&mut room, &limits, asked("a", 100), None, now);
-    assert_eq!(refused, Came::Refused(Refusal::Full(Duration::from_secs(1))));
+    let (mut queue, limits, now) = (FairQueue::default(), limits(100), Instant::now());
+    wait(&mut queue, &limits, request("a", 100));
+    let refused = enter(&mut queue, &limits, request("a", 100), None, now);
+    assert_eq!(refused, Outcome::Rejected(Rejection::QueueFull(Duration::from_secs(1))));
 }
 
 #[test]
 fn predicted_timeout_is_refused_on_arrival() {
     let start = Instant::now();
-    let (mut room, now) = (measured(start), at(start, 2.0));
+    let (mut queue, now) = (measured(start), at(start, 2.0));
     let limits = Settings { max_queue_time: HumanDuration::secs(50), ..limits(u64::MAX) };
     // 4,700 tokens wait; the last newcomer that is let in has 4,500 before it, nine tenths of what drains in time.
-    let refused = enter(&mut room, &limits, asked("a", 100), None, now);
-    assert_eq!(refused, Came::Refused(Refusal::PredictedTimeout(Duration::from_secs(2))));
-    let high = with(Priority::High, asked("a", 100));
-    assert!(matches!(enter(&mut room, &limits, high, None, now), Came::Waits(..)), "nothing is before it");
-    let other = enter(&mut room, &limits, asked("b", 100), None, now);
-    assert!(matches!(other, Came::Waits(..)), "a tenant without requests waits only for its turn: {other:?}");
-    let elsewhere = enter(&mut room, &limits, on(2, "a", 100), OPEN, now);
-    assert!(matches!(elsewhere, Came::Waits(..)), "its worker takes it with the next turn: {elsewhere:?}");
+    let refused = enter(&mut queue, &limits, request("a", 100), None, now);
+    assert_eq!(refused, Outcome::Rejected(Rejection::PredictedTimeout(Duration::from_secs(2))));
+    let high = with(Priority::High, request("a", 100));
+    assert!(matches!(enter(&mut queue, &limits, high, None, now), Outcome::Queued(..)), "nothing is before it");
+    let other = enter(&mut queue, &limits, request("b", 100), None, now);
+    assert!(matches!(other, Outcome::Queued(..)), "a tenant without requests waits only for its turn: {other:?}");
+    let elsewhere = enter(&mut queue, &limits, on(2, "a", 100), OPEN, now);
+    assert!(matches!(elsewhere, Outcome::Queued(..)), "its worker takes it with the next turn: {elsewhere:?}");
 }
 
 #[test]
 fn low_class_waits_by_its_guaranteed_rate() {
     let start = Instant::now();
-    let (mut room, now) = (measured(start), at(start, 2.0));
+    let (mut queue, now) = (measured(start), at(start, 2.0));
     let limits = Settings { max_queue_time: HumanDuration::secs(40), ..limits(u64::MAX) };
-    let low = |tokens| with(Priority::Low, asked("c", tokens));
+    let low = |tokens| with(Priority::Low, request("c", tokens));
     // Behind 47 s of others, but a tenth of those are its own: 300 tokens in 33 s.
-    assert!(matches!(enter(&mut room, &limits, low(300), None, now), Came::Waits(..)));
-    let refused = enter(&mut room, &limits, low(100), None, now);
-    assert!(matches!(refused, Came::Refused(Refusal::PredictedTimeout(_))), "{refused:?}");
+    assert!(matches!(enter(&mut queue, &limits, low(300), None, now), Outcome::Queued(..)));
+    let refused = enter(&mut queue, &limits, low(100), None, now);
+    assert!(matches!(refused, Outcome::Rejected(Rejection::PredictedTimeout(_))), "{refused:?}");
 }
 
 #[test]
 fn estimate_counts_what_comes_to_higher_classes() {
-    let (mut room, limits, start) = (Room::default(), limits(u64::MAX), Instant::now());
-    wait(&mut room, &limits, asked("a", 10_000));
+    let (mut queue, limits, start) = (FairQueue::default(), limits(u64::MAX), Instant::now());
+    wait(&mut queue, &limits, request("a", 10_000));
     for tenth in 0..1200 {
         let now = at(start, f64::from(tenth) / 10.0);
-        wait(&mut room, &limits, with(Priority::High, Asked { placed: now, ..asked("b", 9) }));
-        room.turn(&limits, now, |_, _| OPEN).unwrap();
+        wait(&mut queue, &limits, with(Priority::High, QueuedRequest { placed: now, ..request("b", 9) }));
+        queue.admit_next(&limits, now, |_, _| OPEN).unwrap();
     }
     // Nothing of the higher class waits, but it takes nearly all of the 90 tokens per second.
-    let wait = room.backlogs.wait(&asked("a", 100), 1.0, at(start, 120.0)).unwrap();
+    let wait = queue.backlogs.wait(&request("a", 100), 1.0, at(start, 120.0)).unwrap();
     assert!(wait > Duration::from_secs(500), "{wait:?} behind 10,000 tokens");
 }
 
 #[test]
 fn models_are_measured_apart() {
     let start = Instant::now();
-    let (mut room, now) = (measured(start), at(start, 2.0));
+    let (mut queue, now) = (measured(start), at(start, 2.0));
     let limits = Settings { max_queue_time: HumanDuration::secs(20), ..limits(u64::MAX) };
     let mut other = on(2, "a", 100);
-    other.bid.model = "other".into();
-    assert!(matches!(enter(&mut room, &limits, other, None, now), Came::Waits(..)), "of it nothing is known");
-    let refused = enter(&mut room, &limits, asked("a", 100), None, now);
-    assert!(matches!(refused, Came::Refused(Refusal::PredictedTimeout(_))), "{refused:?}");
+    other.ticket.model = "other".into();
+    assert!(matches!(enter(&mut queue, &limits, other, None, now), Outcome::Queued(..)), "of it nothing is known");
+    let refused = enter(&mut queue, &limits, request("a", 100), None, now);
+    assert!(matches!(refused, Outcome::Rejected(Rejection::PredictedTimeout(_))), "{refused:?}");
 }
 
 /// A burst that comes before anything is measured: those that cannot be served are refused soon, not at the wait limit.
 #[test]
 fn burst_is_refused_once_the_rate_is_measured() {
-    let (mut room, start) = (Room::default(), Instant::now());
+    let (mut queue, start) = (FairQueue::default(), Instant::now());
     let limits = limits(u64::MAX);
     let late = start + Duration::from_mins(1);
     for _ in 0..1000 {
-        let mut one = asked("a", 100);
-        one.bid.tired = late;
-        wait_at(&mut room, &limits, one, start);
+        let mut one = request("a", 100);
+        one.ticket.queue_deadline = late;
+        wait(&mut queue, &limits, one);
     }
     let (mut served, mut refused, mut timed_out) = (0, Vec::new(), 0);
     for tick in 0..=240 {
         let now = at(start, f64::from(tick) / 4.0);
-        while room.overdue(now).is_some() {
+        while queue.pop_expired(now).is_some() {
             timed_out += 1;
         }
-        refused.extend(room.hopeless(now).iter().map(|_| f64::from(tick) / 4.0));
+        refused.extend(queue.pop_predicted_timeouts(now).iter().map(|_| f64::from(tick) / 4.0));
         // Ten per second.
         for _ in 0..[3, 2, 3, 2][tick as usize % 4] {
-            served += u32::from(room.turn(&limits, now, |_, _| OPEN).is_some());
+            served += u32::from(queue.admit_next(&limits, now, |_, _| OPEN).is_some());
         }
     }
     let soon = refused.iter().filter(|seconds| **seconds <= 5.0).count();
@@ -128,53 +128,53 @@ fn burst_is_refused_once_the_rate_is_measured() {
 /// Workers that take more than the wait limit for what they have: nothing can be measured before it is over.
 #[test]
 fn burst_is_refused_while_nothing_leaves_the_queue() {
-    let (mut room, start) = (Room::default(), Instant::now());
+    let (mut queue, start) = (FairQueue::default(), Instant::now());
     let limits = limits(u64::MAX);
     for _ in 0..950 {
-        let mut one = Asked { placed: start, ..asked("a", 100) };
-        one.bid.tired = start + Duration::from_mins(1);
-        wait_at(&mut room, &limits, one, start);
+        let mut one = QueuedRequest { placed: start, ..request("a", 100) };
+        one.ticket.queue_deadline = start + Duration::from_mins(1);
+        wait(&mut queue, &limits, one);
     }
     let mut refused = 0;
     for (second, least) in [(1, 0), (5, 300), (10, 650), (20, 800), (30, 880)] {
         let now = at(start, f64::from(second));
-        room.running("m", 50);
-        refused += room.hopeless(now).len();
+        queue.set_running("m", 50);
+        refused += queue.pop_predicted_timeouts(now).len();
         assert!(refused >= least && refused <= 949, "{refused} are refused after {second} s");
     }
-    let newcomer = enter(&mut room, &limits, asked("a", 100), None, at(start, 30.0));
-    assert!(matches!(newcomer, Came::Waits(..)), "as many wait as may be served: {newcomer:?}");
-    let slow = room.retry_after(&limits, &asked("a", 100), at(start, 59.0));
+    let newcomer = enter(&mut queue, &limits, request("a", 100), None, at(start, 30.0));
+    assert!(matches!(newcomer, Outcome::Queued(..)), "as many wait as may be served: {newcomer:?}");
+    let slow = queue.retry_after(&limits, &request("a", 100), at(start, 59.0));
     assert!(slow > Duration::from_secs(1), "{slow:?}");
 }
 
 #[test]
 fn displaced_requests_are_found_without_a_search() {
     let room_tokens = 10_000;
-    let (mut room, limits, now) = (Room::default(), limits(room_tokens), Instant::now());
-    let examined = |room: &Room| room.classes.iter().map(|class| class.places.examined.get()).sum::<usize>();
+    let (mut queue, limits, now) = (FairQueue::default(), limits(room_tokens), Instant::now());
+    let examined = |queue: &FairQueue| queue.classes.iter().map(|class| class.occupancy.examined.get()).sum::<usize>();
     for nth in 0..room_tokens {
-        wait_at(&mut room, &limits, with(Priority::Low, asked(&(nth % 1000).to_string(), 1)), now);
+        wait(&mut queue, &limits, with(Priority::Low, request(&(nth % 1000).to_string(), 1)));
     }
     let mut gone = 0;
     for _ in 0..500 {
-        let high = with(Priority::High, asked("a", 16));
-        let Came::Waits(_, displaced) = enter(&mut room, &limits, high, None, now) else { panic!("it has its place") };
-        assert_eq!(displaced.len(), 16);
+        let high = with(Priority::High, request("a", 16));
+        let Outcome::Queued(_, shed) = enter(&mut queue, &limits, high, None, now) else { panic!("it has its place") };
+        assert_eq!(shed.len(), 16);
         gone += 16;
     }
-    assert!(examined(&room) <= gone + 500, "{} looks for {gone} of a lower class", examined(&room));
+    assert!(examined(&queue) <= gone + 500, "{} looks for {gone} of a lower class", examined(&queue));
 
-    let mut room = Room::default();
+    let mut queue = FairQueue::default();
     for nth in 0..room_tokens {
-        wait_at(&mut room, &limits, asked(&(nth % 1000).to_string(), 1), now);
+        wait(&mut queue, &limits, request(&(nth % 1000).to_string(), 1));
     }
     let mut gone = 0;
     for nth in 0..1000 {
-        let fair = asked(&format!("new {nth}"), 4);
-        let Came::Waits(_, displaced) = enter(&mut room, &limits, fair, None, now) else { panic!("others have more") };
-        gone += displaced.len();
+        let fair = request(&format!("new {nth}"), 4);
+        let Outcome::Queued(_, shed) = enter(&mut queue, &limits, fair, None, now) else { panic!("others have more") };
+        gone += shed.len();
     }
     assert_eq!(gone, 4000);
-    assert!(examined(&room) <= 2 * gone, "{} looks for {gone} of other tenants", examined(&room));
+    assert!(examined(&queue) <= 2 * gone, "{} looks for {gone} of other tenants", examined(&queue));
 }

@@ -23,15 +23,15 @@ impl Random {
 struct Overload {
     offered: [f64; 3],
     size: u64,
-    room: u64,
+    queue: u64,
     tenants: u64,
     seed: u64,
 }
 
 /// Tokens granted to each class, and the requests that waited in vain, over so many seconds.
 fn run(overload: &Overload, seconds: f64) -> ([u64; 3], usize) {
-    let limits = Settings { max_queue_time: HumanDuration::secs(60), ..limits(overload.room) };
-    let (mut room, mut random, start) = (Room::default(), Random(overload.seed), Instant::now());
+    let limits = Settings { max_queue_time: HumanDuration::secs(60), ..limits(overload.queue) };
+    let (mut queue, mut random, start) = (FairQueue::default(), Random(overload.seed), Instant::now());
     let at = |seconds| start + Duration::from_secs_f64(seconds);
     let mut arrivals = [0.0_f64; 3];
     let (mut served, mut timed_out, mut looked) = ([0; 3], 0, 0.0);
@@ -44,17 +44,17 @@ fn run(overload: &Overload, seconds: f64) -> ([u64; 3], usize) {
             return (served, timed_out);
         }
         while idle_at <= now {
-            timed_out += std::iter::from_fn(|| room.overdue(at(idle_at))).count();
+            timed_out += std::iter::from_fn(|| queue.pop_expired(at(idle_at))).count();
             if idle_at - looked >= 0.25 {
                 looked = idle_at;
-                room.hopeless(at(idle_at));
+                queue.pop_predicted_timeouts(at(idle_at));
             }
-            match room.turn(&limits, at(idle_at), |_, _| OPEN) {
+            match queue.admit_next(&limits, at(idle_at), |_, _| OPEN) {
                 Some(number) => {
                     let (class, tokens): (usize, u64) = of[&number];
                     served[class] += tokens;
                     idle_at += tokens as f64 / SPEED;
-                    room.leave(number);
+                    queue.leave(number);
                 }
                 None => idle_at = now + 1e-6,
             }
@@ -62,9 +62,9 @@ fn run(overload: &Overload, seconds: f64) -> ([u64; 3], usize) {
         let priority = [Priority::Low, Priority::Normal, Priority::High][class];
         let tokens = 1 + (random.next() * overload.size as f64) as u64;
         let tenant = (random.next() * overload.tenants as f64) as u64;
-        let mut one = with(priority, asked(&tenant.to_string(), tokens));
-        (one.placed, one.bid.tired) = (at(now), at(now + limits.max_queue_time.as_secs_f64()));
-        if let Entry::Waits { number, .. } = room.enter(&limits, one, None, at(now)) {
+        let mut one = with(priority, request(&tenant.to_string(), tokens));
+        (one.placed, one.ticket.queue_deadline) = (at(now), at(now + limits.max_queue_time.as_secs_f64()));
+        if let Enqueued::Queued { number, .. } = queue.admit_or_queue(&limits, one, None, at(now)) {
             of.insert(number, (class, tokens));
         }
         arrivals[class] -= random.next().max(1e-9).ln() * mean / overload.offered[class];
@@ -82,7 +82,7 @@ proptest! {
         tenants in 1..6u64,
         seed: u64,
     ) {
-        let overload = Overload { offered: [SPEED; 3], size, room: size * places, tenants, seed };
+        let overload = Overload { offered: [SPEED; 3], size, queue: size * places, tenants, seed };
         // About three thousand requests are served.
         let seconds = 1500.0 * size as f64 / SPEED;
         let ([low, normal, high], timed_out) = run(&overload, seconds);
@@ -100,7 +100,7 @@ proptest! {
 #[test]
 fn low_class_gets_a_tenth_at_three_times_capacity() {
     let overload =
-        Overload { offered: [0.5 * SPEED, 1e-6, 2.5 * SPEED], size: 1500, room: 60_000, tenants: 1, seed: 7 };
+        Overload { offered: [0.5 * SPEED, 1e-6, 2.5 * SPEED], size: 1500, queue: 60_000, tenants: 1, seed: 7 };
     let ([low, _, high], _) = run(&overload, 3000.0);
     assert!(low as f64 >= 0.095 * high as f64, "{low} of low, {high} of high");
 }
