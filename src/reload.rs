@@ -144,10 +144,10 @@ impl Reload {
         let differs = changes(&state.running, &read);
         let live = |key: &String| key.starts_with("router.") || key == "log.filter";
         let (applied, rest): (_, Vec<String>) = differs.into_iter().partition(live);
-        self.router.retune(read.router.clone()).map_err(|error| error.to_string())?;
+        self.router.update_settings(read.router.clone()).map_err(|error| error.to_string())?;
         if let Err(error) = (self.relog)(&read.log.filter, Apply::Do) {
             // Nothing of it is to hold; what ran until now was right.
-            let back = self.router.retune(state.running.router.clone());
+            let back = self.router.update_settings(state.running.router.clone());
             return Err(back.err().map_or_else(
                 || error.clone(),
                 |back| format!("{error}; restoring the previous configuration failed: {back}"),

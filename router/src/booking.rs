@@ -1,14 +1,14 @@
-//! A place taken on a worker, from the decision until the last output.
+//! Capacity of a worker that is reserved for a request, from the decision until the last output.
 //!
-//! Owns the reservation, which is a guard: dropping it gives back what it booked. With it go the prefix that the request
-//! will leave in the worker's cache, for decisions made meanwhile, and the notices that tell other routers.
+//! Owns the reservation, a guard: dropping it releases the capacity. With it go the prefix that the request will leave
+//! in the worker's cache, for decisions made meanwhile, and the messages that tell other routers about it.
 //!
-//! Not here: the books themselves, and whoever sends the notices out.
+//! Not here: the load of a worker, and the sending of messages.
 
 mod inflight;
 mod outbox;
 mod reservation;
 
-pub(crate) use inflight::{Promise, Promises};
-pub(crate) use outbox::Herald;
+pub(crate) use inflight::{InflightPrefix, InflightPrefixes};
+pub(crate) use outbox::ReplicaOutbox;
 pub(crate) use reservation::Booking;

@@ -1,22 +1,24 @@
 //! Many engines behaving as one.
 //!
 //! ```text
-//!            Request                                          who is there, what changed
-//!               │                                                        │
-//!               ▼                                                        ▼
-//!   dispatch ▶ place ◀── index: who holds the prefix ◀───────────────── feed
-//!      │        │ └───── books: who is busy, as reported and booked ◀────┘
+//!            Request                                            discovery, load reports, KV events
+//!               │                                                             │
+//!               ▼                                                             ▼
+//!   dispatch ▶ place ◀── index: workers and stores with the prefix ◀──────── feed
+//!      │        │ └───── load: last report plus reservations not yet in it ◀──┘
 //!      │        └ cost (seconds, term by term) ▶ disaggregate ▶ select ▶ Booking
 //!      ▼
-//!   [prefill leg ── Handoff ──▶] decode leg ── Output … ──▶ the client; until the first of them, another try elsewhere
+//!    admit or queue
+//!      ▼
+//!   [prefill leg ── Handoff ──▶] decode leg ── Output … ──▶ the client; before the first output, retry elsewhere
 //! ```
 //!
-//! The rooms, from top to bottom: `replay`; `router`; `control` (background tasks) and `dispatch` (the path of a request);
-//! `state`, the state that they share; `admission`, `policy`, `booking`, `fleet`, `load` and `index`. A room is a file, its
+//! The rooms, from top to bottom: `replay`; `router`; `control` (background tasks) and `dispatch` (the path of a
+//! request); `state`, which they share; `admission`, `policy`, `booking`, `fleet`, `load` and `index`. A room is a file, its
 //! face, beside a folder that only the face opens; which room may use which is a table in `tests/it/layers.rs`.
 //!
 //! The [`Router`] is an [`Engine`](worker::engine::Engine) over the engines that discovery shows it. `policy` is pure. It
-//! reads no block and knows no protocol: names of blocks come in as events, and requests go out as they came.
+//! reads no block and knows no protocol: block hashes arrive in events, and requests are passed on unchanged.
 //!
 //! ```
 //! # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), router::Error> {
@@ -28,7 +30,7 @@
 //!
 //! let (discovery, events) = (Arc::new(Roster::default()), Arc::new(Bus::default()));
 //! let router = Router::new(RouterId(1), discovery, events, Settings::default(), &prometheus::Registry::new())?;
-//! assert!(matches!(router.readiness(), Readiness::NotReady(_)), "nobody has joined yet");
+//! assert!(matches!(router.readiness(), Readiness::NotReady(_)), "no worker has joined yet");
 //! # Ok(()) }
 //! ```
 

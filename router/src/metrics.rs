@@ -13,44 +13,45 @@ use worker::plane::WorkerId;
 pub(crate) struct Metrics {
     pub(crate) requests: IntCounterVec,
     pub(crate) retries: IntCounterVec,
-    pub(crate) disaggregated: IntCounterVec,
+    pub(crate) disaggregated_requests: IntCounterVec,
     pub(crate) decision_seconds: Histogram,
     pub(crate) predicted_tokens: IntCounter,
     pub(crate) actual_tokens: IntCounter,
-    pub(crate) false_tokens: IntCounter,
-    pub(crate) missed_tokens: IntCounter,
+    pub(crate) overpredicted_tokens: IntCounter,
+    pub(crate) underpredicted_tokens: IntCounter,
     pub(crate) regret_seconds: Counter,
-    pub(crate) index_mode: IntGaugeVec,
-    pub(crate) queued_tokens: IntGaugeVec,
+    pub(crate) index_source: IntGaugeVec,
+    pub(crate) queued_prefill_tokens: IntGaugeVec,
     pub(crate) workers: IntGaugeVec,
     pub(crate) events: IntCounterVec,
-    pub(crate) repairs: IntCounterVec,
-    pub(crate) drifts: IntCounter,
-    pub(crate) index_memberships: IntGauge,
+    pub(crate) resyncs: IntCounterVec,
+    pub(crate) divergences: IntCounter,
+    pub(crate) index_entries: IntGauge,
     pub(crate) index_bytes: IntGauge,
     pub(crate) replicas: IntGauge,
-    pub(crate) desired: IntGaugeVec,
-    pub(crate) flips: IntCounterVec,
-    pub(crate) requests_waiting: IntGaugeVec,
-    pub(crate) waiting_tokens: IntGaugeVec,
+    pub(crate) desired_workers: IntGaugeVec,
+    pub(crate) role_changes: IntCounterVec,
+    pub(crate) admission_queue_requests: IntGaugeVec,
+    pub(crate) admission_queue_tokens: IntGaugeVec,
     pub(crate) drain_rate: GaugeVec,
     pub(crate) admissions: IntCounterVec,
-    pub(crate) wait_seconds: HistogramVec,
-    pub(crate) probes: IntCounterVec,
-    pub(crate) recorded: IntCounterVec,
-    pub(crate) index_forgotten: IntCounter,
+    pub(crate) admission_wait_seconds: HistogramVec,
+    pub(crate) health_checks: IntCounterVec,
+    pub(crate) trace_records: IntCounterVec,
+    pub(crate) index_evicted_pages: IntCounter,
 }
 
 impl Metrics {
     #[expect(clippy::too_many_lines, reason = "one metric after the other")]
     pub(crate) fn new(registry: &Registry) -> Result<Self, prometheus::Error> {
-        let counter = |name, help| enter(registry, IntCounter::new(name, help));
+        let counter = |name, help| register(registry, IntCounter::new(name, help));
         let counters = |name: &str, help: &str, labels: &[&str]| {
-            enter(registry, IntCounterVec::new(Opts::new(name, help), labels))
+            register(registry, IntCounterVec::new(Opts::new(name, help), labels))
         };
-        let gauge = |name, help| enter(registry, IntGauge::new(name, help));
-        let gauges =
-            |name: &str, help: &str, labels: &[&str]| enter(registry, IntGaugeVec::new(Opts::new(name, help), labels));
+        let gauge = |name, help| register(registry, IntGauge::new(name, help));
+        let gauges = |name: &str, help: &str, labels: &[&str]| {
+            register(registry, IntGaugeVec::new(Opts::new(name, help), labels))
+        };
         let decision_seconds = HistogramOpts::new(
             "blockyard_router_decision_seconds",
             "Duration of one routing decision: block hashes, index lookup, cost of each worker.",
@@ -81,13 +82,13 @@ impl Metrics {
                  error.",
                 &["reason"],
             )?,
-            disaggregated: counters(
+            disaggregated_requests: counters(
                 "blockyard_router_disaggregated_requests_total",
                 "Requests that were sent to a prefill worker first, by outcome: remote_prefill (it computed the \
                  prompt), or local_fallback (the prefill failed and the decode worker computed the prompt).",
                 &["outcome"],
             )?,
-            decision_seconds: enter(registry, Histogram::with_opts(decision_seconds))?,
+            decision_seconds: register(registry, Histogram::with_opts(decision_seconds))?,
             predicted_tokens: counter(
                 "blockyard_router_prefix_predicted_tokens_total",
                 "Prompt tokens that the index expected to be cached where the request went.",
@@ -96,28 +97,28 @@ impl Metrics {
                 "blockyard_router_prefix_actual_tokens_total",
                 "Prompt tokens that the engine found cached.",
             )?,
-            false_tokens: counter(
+            overpredicted_tokens: counter(
                 "blockyard_router_prefix_overpredicted_tokens_total",
                 "Prompt tokens that the index expected to be cached and that the engine did not find cached.",
             )?,
-            missed_tokens: counter(
+            underpredicted_tokens: counter(
                 "blockyard_router_prefix_underpredicted_tokens_total",
                 "Prompt tokens that the engine found cached and that the index did not expect to be.",
             )?,
-            regret_seconds: enter(
+            regret_seconds: register(
                 registry,
                 Counter::new(
                     "blockyard_router_regret_seconds_total",
                     "Estimated time lost by wrong cache predictions, compared with the next best worker.",
                 ),
             )?,
-            index_mode: gauges(
+            index_source: gauges(
                 "blockyard_router_worker_index_source",
                 "1 for the source of the router's view of a worker's cache: events (the worker's KV events) or \
                  estimated (from the requests that were sent to it), 0 for the other.",
                 &["worker", "source"],
             )?,
-            queued_tokens: gauges(
+            queued_prefill_tokens: gauges(
                 "blockyard_router_worker_queued_prefill_tokens",
                 "Prompt tokens queued for prefill on a worker: its last report plus reservations that are not yet in \
                  it.",
@@ -130,44 +131,44 @@ impl Metrics {
                  stale (of an earlier epoch), gap (events were missed), new_epoch (the source restarted).",
                 &["outcome"],
             )?,
-            repairs: counters(
+            resyncs: counters(
                 "blockyard_router_index_resyncs_total",
                 "Resync requests to sources of events, by outcome. Range of events: replayed, empty, log_truncated. \
                  Snapshot: snapshot_applied, snapshot_stale. Either: failed.",
                 &["outcome"],
             )?,
-            drifts: counter(
+            divergences: counter(
                 "blockyard_router_index_divergences_total",
                 "How often the digest of the index differed from the digest of a source although no event was missing.",
             )?,
-            index_memberships: gauge(
+            index_entries: gauge(
                 "blockyard_router_index_entries",
                 "Entries in the index, each a pair of a block and a location that holds it.",
             )?,
             index_bytes: gauge("blockyard_router_index_bytes", "Memory that the entries of the index take.")?,
             replicas: gauge("blockyard_router_replicas", "Router replicas that share the workers, this one included.")?,
-            desired: gauges(
+            desired_workers: gauges(
                 "blockyard_planner_desired_workers",
                 "Workers per role that the planner computes to meet its targets. An autoscaler can read it.",
                 &["model", "role"],
             )?,
-            flips: counters(
+            role_changes: counters(
                 "blockyard_planner_role_changes_total",
                 "Role changes that the planner of this router requested, by the new role.",
                 &["role"],
             )?,
-            requests_waiting: gauges(
+            admission_queue_requests: gauges(
                 "blockyard_router_admission_queue_requests",
                 "Requests in the admission queue of the router, by model. blockyard_worker_requests_waiting counts \
                  those that wait in a worker.",
                 &["model"],
             )?,
-            waiting_tokens: gauges(
+            admission_queue_tokens: gauges(
                 "blockyard_router_admission_queue_tokens",
                 "Prompt tokens of the requests in the admission queue, by priority.",
                 &["priority"],
             )?,
-            drain_rate: enter(registry, GaugeVec::new(drain_rate, &["model"]))?,
+            drain_rate: register(registry, GaugeVec::new(drain_rate, &["model"]))?,
             admissions: counters(
                 "blockyard_router_admission_requests_total",
                 "Requests at admission, by priority and outcome. Admitted: immediate, queued. Rejected on arrival: \
@@ -175,18 +176,18 @@ impl Metrics {
                  queue_timeout, deadline_exceeded. Left the queue: cancelled.",
                 &["priority", "outcome"],
             )?,
-            wait_seconds: enter(registry, HistogramVec::new(wait_seconds, &["priority"]))?,
-            probes: counters(
+            admission_wait_seconds: register(registry, HistogramVec::new(wait_seconds, &["priority"]))?,
+            health_checks: counters(
                 "blockyard_router_health_checks_total",
                 "Health checks of workers, each a request of one token, by outcome: ok or failed.",
                 &["outcome"],
             )?,
-            recorded: counters(
+            trace_records: counters(
                 "blockyard_router_trace_records_total",
                 "Records for the trace file (router.trace_file), one per request, by outcome: written or dropped.",
                 &["outcome"],
             )?,
-            index_forgotten: counter(
+            index_evicted_pages: counter(
                 "blockyard_router_index_evicted_pages_total",
                 "Pages of up to 64 blocks that the index evicted to stay within router.index_memory.",
             )?,
@@ -194,36 +195,36 @@ impl Metrics {
     }
 
     /// Removes the series of a worker.
-    pub(crate) fn forget(&self, worker: WorkerId) {
+    pub(crate) fn remove_worker(&self, worker: WorkerId) {
         let worker = worker.to_string();
         // A worker that never received a request has no series. That is not an error.
         for policy in Policy::NAMES {
             let _ = self.requests.remove_label_values(&[&worker, policy]);
         }
-        let _ = self.queued_tokens.remove_label_values(&[&worker]);
+        let _ = self.queued_prefill_tokens.remove_label_values(&[&worker]);
         for mode in Mode::NAMES {
-            let _ = self.index_mode.remove_label_values(&[&worker, mode]);
+            let _ = self.index_source.remove_label_values(&[&worker, mode]);
         }
     }
 }
 
 /// Counts one request in a gauge until this value is dropped.
-pub(crate) struct Counted(IntGauge);
+pub(crate) struct GaugeGuard(IntGauge);
 
-impl Counted {
-    pub(crate) fn in_gauge(gauge: IntGauge) -> Self {
+impl GaugeGuard {
+    pub(crate) fn new(gauge: IntGauge) -> Self {
         gauge.inc();
         Self(gauge)
     }
 }
 
-impl Drop for Counted {
+impl Drop for GaugeGuard {
     fn drop(&mut self) {
         self.0.dec();
     }
 }
 
-fn enter<C: Collector + Clone + 'static>(
+fn register<C: Collector + Clone + 'static>(
     registry: &Registry,
     metric: Result<C, prometheus::Error>,
 ) -> Result<C, prometheus::Error> {

@@ -1,7 +1,7 @@
-//! The router itself: composition of its parts, and the `Engine` that others see.
+//! The router: composition of its parts, and the `Engine` that other crates see.
 //!
-//! Owns the background tasks, and what an operator may do: cordon a worker, and read what the index holds of each source.
-//! A task that ends leaves the router not ready. Not here: any decision, and the state that the parts share.
+//! Owns the background tasks and the operations of an administrator: cordon a worker, read digests of the index. When
+//! a task ends, the router is not ready any more. Not here: decisions, and the state that the parts share.
 
 mod cordon;
 
@@ -28,14 +28,14 @@ use worker::plane::{Discovery, Events, RouterId, Source};
 pub struct Router {
     pub(crate) core: Arc<Core>,
     tasks: TaskTracker,
-    /// Ends the tasks when the router is dropped.
+    /// Cancels the tasks when the router is dropped.
     life: DropGuard,
 }
 
 impl Router {
-    /// A router over whoever `discovery` shows, kept up to date by `events`. `id` must be its own: routers over the same
-    /// workers tell each other what they book. Must be made inside a tokio runtime, on which it spawns its tasks; they end
-    /// when the router is dropped.
+    /// A router over the workers that `discovery` shows, kept up to date by `events`. `id` must be unique: routers
+    /// over the same workers send each other their reservations. Must be called inside a tokio runtime, on which it
+    /// spawns its tasks; they end when the router is dropped.
     pub fn new(
         id: RouterId,
         discovery: Arc<dyn Discovery>,
@@ -46,32 +46,31 @@ impl Router {
         let core = Arc::new(Core::new(id, settings, registry)?);
         let (cancel, tasks) = (CancellationToken::new(), TaskTracker::new());
         let feed = Feed::new(core.clone(), events.clone()).run(discovery);
-        tasks.spawn(vital("feed", core.clone(), cancel.clone(), feed));
+        tasks.spawn(supervise("feed", core.clone(), cancel.clone(), feed));
         let others = replicas::attend(core.clone(), events.clone(), id);
-        tasks.spawn(vital("talk with other routers", core.clone(), cancel.clone(), others));
+        tasks.spawn(supervise("talk with other routers", core.clone(), cancel.clone(), others));
         let planning = rebalance::keep(core.clone(), events, id);
-        tasks.spawn(vital("planner", core.clone(), cancel.clone(), planning));
-        tasks.spawn(vital("door", core.clone(), cancel.clone(), admit::run(core.clone())));
-        tasks.spawn(vital("prober", core.clone(), cancel.clone(), prober::run(core.clone())));
+        tasks.spawn(supervise("planner", core.clone(), cancel.clone(), planning));
+        tasks.spawn(supervise("door", core.clone(), cancel.clone(), admit::run(core.clone())));
+        tasks.spawn(supervise("prober", core.clone(), cancel.clone(), prober::run(core.clone())));
         tasks.close();
         Ok(Arc::new(Self { core, tasks, life: cancel.drop_guard() }))
     }
 
-    /// Places requests, and plans, by other settings from now on. When they are wrong, nothing changes, and the error says what is.
-    pub fn retune(&self, settings: Settings) -> Result<(), Error> {
-        self.core.retune(settings)
+    /// Replaces the settings. Invalid settings change nothing and are an error.
+    pub fn update_settings(&self, settings: Settings) -> Result<(), Error> {
+        self.core.update_settings(settings)
     }
 
-    /// Ends the router's tasks and waits for them. Streams that were started go on; who waits to be let in is turned away.
+    /// Ends the router's tasks and waits for them. Streams that were started go on; queued requests are rejected.
     pub async fn stop(&self) {
         self.life.token().cancel();
         self.tasks.wait().await;
         self.core.admission.close();
     }
 
-    /// Each worker, and each store that one of them reaches, with what it is believed to hold at each level where that is
-    /// anything.
-    pub fn believed(&self) -> Vec<(Source, Level, Digest)> {
+    /// Digests of the index for each worker, and each store that a worker reaches, at each level with blocks.
+    pub fn index_digests(&self) -> Vec<(Source, Level, Digest)> {
         let roster = self.core.fleet.roster();
         let workers = roster.members().map(|member| Source::Worker(member.id()));
         let stores: BTreeSet<_> = roster.members().flat_map(|member| member.instance.stores.iter().copied()).collect();
@@ -82,21 +81,26 @@ impl Router {
     }
 }
 
-/// Runs what the router cannot live without: however it ends by itself, the router is blind from then on, and says so.
-async fn vital(name: &'static str, core: Arc<Core>, cancel: CancellationToken, part: impl Future<Output = ()> + Send) {
+/// Runs a task without which the router cannot work. If it ends by itself, the router is not ready any more.
+async fn supervise(
+    name: &'static str,
+    core: Arc<Core>,
+    cancel: CancellationToken,
+    part: impl Future<Output = ()> + Send,
+) {
     let Some(outcome) = cancel.run_until_cancelled(AssertUnwindSafe(part).catch_unwind()).await else { return };
-    let why = if outcome.is_ok() { "a control plane stream ended" } else { "a task panicked" };
-    tracing::error!(component = name, reason = why, "router component failed; the router is no longer ready");
-    // The first reason stands.
-    let _ = core.dead.set(why);
-    // Who waits at its door waits in vain.
+    let reason = if outcome.is_ok() { "a control plane stream ended" } else { "a task panicked" };
+    tracing::error!(component = name, reason = reason, "router component failed; the router is no longer ready");
+    // The first failure is kept.
+    let _ = core.failure.set(reason);
+    // Queued requests would wait in vain.
     core.admission.close();
 }
 
 impl Engine for Router {
     fn generate(&self, request: Request) -> BoxFuture<'_, Result<OutputStream, engine::Error>> {
-        if let Some(why) = self.core.dead.get() {
-            return Box::pin(std::future::ready(Err(engine::Error::Unavailable(format!("router failed: {why}")))));
+        if let Some(reason) = self.core.failure.get() {
+            return Box::pin(std::future::ready(Err(engine::Error::Unavailable(format!("router failed: {reason}")))));
         }
         Box::pin(dispatch::serve(&self.core, request))
     }
@@ -106,8 +110,8 @@ impl Engine for Router {
     }
 
     fn readiness(&self) -> Readiness {
-        if let Some(why) = self.core.dead.get() {
-            return Readiness::NotReady(format!("router failed: {why}"));
+        if let Some(reason) = self.core.failure.get() {
+            return Readiness::NotReady(format!("router failed: {reason}"));
         }
         let roster = self.core.fleet.roster();
         let mut decoding = roster.members().filter(|member| member.decodes()).peekable();
@@ -126,7 +130,7 @@ impl fmt::Debug for Router {
         let workers = self.core.fleet.roster().members().count();
         f.debug_struct("Router")
             .field("workers", &workers)
-            .field("settings", &self.core.rules().settings)
+            .field("settings", &self.core.settings().settings)
             .finish_non_exhaustive()
     }
 }

@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use units::ByteSize;
 
-/// How requests are placed.
+/// Settings of the router.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Settings {
@@ -79,16 +79,16 @@ pub enum Preset {
     Latency,
 }
 
-/// Weights beyond this make every other term of a sum of costs vanish.
+/// Larger weights would make every other term of a sum of costs vanish.
 const WEIGHTS: std::ops::RangeInclusive<f64> = 0.0..=1e6;
-/// A pebibyte: more than any machine has.
+/// Upper limit of `index_memory`: more than any machine has.
 const INDEX_MEMORY_MAX: ByteSize = ByteSize(1 << 50);
 
-/// Settings that were checked, worked out for every model that they name.
+/// Checked settings, with those of each model resolved.
 #[derive(Debug)]
-pub(crate) struct Rules {
+pub(crate) struct ResolvedSettings {
     pub(crate) settings: Settings,
-    everyone: Tuning,
+    default_tuning: Tuning,
     models: BTreeMap<String, Tuning>,
 }
 
@@ -111,13 +111,13 @@ impl Preset {
         }
     }
 
-    /// The settings that it stands for.
+    /// The settings of a preset.
     pub fn settings(self) -> Settings {
         let (decode_interference_weight, prefix_affinity) = match self {
             Self::Balanced => (1.0, 0.0),
-            // As if two more waited everywhere: a prefix is worth three times its own time in queue.
+            // As if two more prompts queued everywhere: a prefix is worth three times its own prefill time.
             Self::Cache => (1.0, 2.0),
-            // A step that one more sequence slows is paid by all of its batch, at every token.
+            // One more sequence slows each step of its whole batch.
             Self::Latency => (4.0, 0.0),
         };
         Settings {
@@ -137,7 +137,7 @@ impl Preset {
 }
 
 impl Settings {
-    /// All that is wrong with the values.
+    /// Problems with the values.
     pub fn check(&self) -> Vec<Problem> {
         let weights = |key: &str, weights: [(&str, Option<f64>); 2]| {
             let of = |(name, weight): (&str, Option<f64>)| {
@@ -170,46 +170,46 @@ impl Settings {
         problems
     }
 
-    /// The same with one policy, whichever model is asked for.
+    /// The same settings with one policy for all models.
     #[must_use]
     pub fn choosing(mut self, policy: &Policy) -> Self {
         self.models.values_mut().for_each(|model| model.policy = Some(policy.clone()));
         Self { policy: policy.clone(), ..self }
     }
 
-    /// What holds for every model that is not named.
+    /// Tuning of models that are not named.
     pub(crate) fn tuning(&self) -> Tuning {
         let Self { policy, disaggregation, decode_interference_weight, prefix_affinity, .. } = self.clone();
         Tuning { policy, disaggregation, decode_interference_weight, prefix_affinity }
     }
 }
 
-impl Rules {
-    /// Checks settings as a whole, and works them out.
+impl ResolvedSettings {
+    /// Checks settings and resolves them.
     pub(crate) fn new(settings: Settings) -> Result<Self, String> {
         if let Some(problem) = settings.check().first() {
             return Err(problem.to_string());
         }
-        Ok(Self::of_sound(settings))
+        Ok(Self::from_valid(settings))
     }
 
-    /// Works out settings that were checked before.
-    pub(crate) fn of_sound(settings: Settings) -> Self {
-        let everyone = settings.tuning();
-        let of = |(model, overrides): (&String, &Overrides)| (model.clone(), overrides.over(&everyone));
+    /// Resolves settings that were checked before.
+    pub(crate) fn from_valid(settings: Settings) -> Self {
+        let default_tuning = settings.tuning();
+        let of = |(model, overrides): (&String, &Overrides)| (model.clone(), overrides.over(&default_tuning));
         let models = settings.models.iter().map(of).collect();
-        Self { settings, everyone, models }
+        Self { settings, default_tuning, models }
     }
 
-    /// What holds for a model.
+    /// Tuning of a model.
     pub(crate) fn of(&self, model: &str) -> &Tuning {
-        self.models.get(model).unwrap_or(&self.everyone)
+        self.models.get(model).unwrap_or(&self.default_tuning)
     }
 }
 
 impl Overrides {
-    fn over(&self, everyone: &Tuning) -> Tuning {
-        let base = self.preset.map_or_else(|| everyone.clone(), |preset| preset.settings().tuning());
+    fn over(&self, default_tuning: &Tuning) -> Tuning {
+        let base = self.preset.map_or_else(|| default_tuning.clone(), |preset| preset.settings().tuning());
         Tuning {
             policy: self.policy.clone().unwrap_or(base.policy),
             disaggregation: self.disaggregation.unwrap_or(base.disaggregation),
@@ -248,9 +248,9 @@ mod tests {
     #[test]
     fn a_model_of_its_own_starts_from_what_holds_for_all_or_from_a_preset() {
         let text = "decode_interference_weight = 2\n[models.'a.b']\npolicy = 'session'\n[models.c]\npreset = 'cache'\nprefix_affinity = 9";
-        let rules = Rules::new(toml::from_str(text).unwrap()).unwrap();
+        let resolved = ResolvedSettings::new(toml::from_str(text).unwrap()).unwrap();
         let tuning = |model| {
-            let Tuning { policy, decode_interference_weight, prefix_affinity, .. } = rules.of(model);
+            let Tuning { policy, decode_interference_weight, prefix_affinity, .. } = resolved.of(model);
             (policy.name(), *decode_interference_weight, *prefix_affinity)
         };
         assert_eq!(tuning("anything"), ("kv", 2.0, 0.0));

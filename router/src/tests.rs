@@ -1,4 +1,4 @@
-//! The whole router over the local planes and fake engines, on a paused clock.
+//! The whole router over local planes and fake engines, on a paused clock.
 
 mod apart;
 mod conversations;
@@ -25,7 +25,7 @@ fn failed() -> Error {
     Error::Failed("on purpose".to_owned())
 }
 
-/// What the router believes to be cached of a prompt.
+/// Prompt tokens that the router expects to be cached.
 async fn believed(yard: &Yard, request: &Request) -> u64 {
     yard.explain(request.clone()).await["cached_tokens"].as_u64().unwrap() / BLOCK as u64
 }

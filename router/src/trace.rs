@@ -64,86 +64,87 @@ pub struct Line {
     pub max_num_seqs: Option<u64>,
 }
 
-/// Writes the record, when there is to be one.
+/// Writes the trace file, if one is configured.
 #[derive(Default)]
-pub(crate) struct Recorder(ArcSwapOption<Open>);
+pub(crate) struct Recorder(ArcSwapOption<TraceFile>);
 
-/// A record that is being written.
-struct Open {
+/// An open trace file and its writer thread.
+struct TraceFile {
     path: PathBuf,
     file: FileId,
     lines: SyncSender<Line>,
     counts: IntCounterVec,
-    /// Nothing more is written in it.
-    ended: Arc<AtomicBool>,
+    /// A line could not be written, so no further lines are.
+    failed: Arc<AtomicBool>,
 }
 
-/// A file, whatever it is called: its device and number.
+/// Identifies a file independently of its path: device and inode.
 #[derive(PartialEq, Eq)]
 struct FileId(u64, u64);
 
-/// A request that is to be recorded, once it has ended.
-pub(crate) struct Life {
-    record: Arc<Open>,
+/// A request whose line is written once it has ended.
+pub(crate) struct RequestTrace {
+    trace_file: Arc<TraceFile>,
     arrived: Instant,
     line: Line,
 }
 
-/// Tokens that a number stands for, as in Mooncake's traces.
+/// Prompt tokens per hash id, as in Mooncake's traces.
 pub(crate) const UNIT_TOKENS: u64 = 512;
-/// Lines that wait to be written: some megabytes at most.
-const WAITING: usize = 4096;
-/// What nobody looks after must end somewhere: about four million requests.
-const BYTES_MAX: u64 = 1 << 30;
+/// Maximum number of queued lines: some megabytes at most.
+const QUEUED_LINES_MAX: usize = 4096;
+/// Maximum size of the file, so that a forgotten trace does not fill the disk: about four million requests.
+const FILE_BYTES_MAX: u64 = 1 << 30;
 
 impl Recorder {
-    /// Records into this file from now on, behind what is in it; or nowhere. A record that has ended begins anew once there is
-    /// room, and so does one whose file was moved away; any other goes on, because requests that are being served keep it open.
+    /// Appends to this file from now on, or to none. A file that has failed, or that was moved away, is opened again;
+    /// any other stays open, because requests in flight hold it.
     pub(crate) fn write_to(&self, path: Option<&Path>, metrics: &Metrics) -> Result<(), String> {
-        if path.is_some_and(|path| self.0.load().as_ref().is_some_and(|record| record.goes_to(path))) {
+        if path.is_some_and(|path| self.0.load().as_ref().is_some_and(|trace_file| trace_file.writes_to(path))) {
             return Ok(());
         }
-        self.0.store(path.map(|path| Open::new(path, metrics)).transpose()?.map(Arc::new));
+        self.0.store(path.map(|path| TraceFile::new(path, metrics)).transpose()?.map(Arc::new));
         Ok(())
     }
 
-    /// Whether there is a record.
+    /// Whether lines are written.
     pub(crate) fn is_on(&self) -> bool {
-        self.0.load().as_ref().is_some_and(|record| record.is_on())
+        self.0.load().as_ref().is_some_and(|trace_file| trace_file.is_on())
     }
 
-    /// A request that arrived at a time, if there is a record.
-    pub(crate) fn begin(&self, arrived: Instant) -> Option<Life> {
-        let record = self.0.load_full().filter(|record| record.is_on())?;
+    /// Starts the trace of a request, if lines are written.
+    pub(crate) fn begin(&self, arrived: Instant) -> Option<RequestTrace> {
+        let trace_file = self.0.load_full().filter(|trace_file| trace_file.is_on())?;
         let ago = arrived.elapsed();
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let timestamp = now.saturating_sub(ago).as_micros() as f64 / 1e3;
-        Some(Life { record, arrived, line: Line::at(timestamp) })
+        Some(RequestTrace { trace_file, arrived, line: Line::at(timestamp) })
     }
 }
 
-impl Open {
+impl TraceFile {
     fn new(path: &Path, metrics: &Metrics) -> Result<Self, String> {
         let wrong = |error: io::Error| format!("router.trace_file: {} cannot be written: {error}", path.display());
         let file = permissions::private().create(true).append(true).open(path).map_err(wrong)?;
         permissions::narrow(&file, path).map_err(wrong)?;
         let id = FileId::of(&file.metadata().map_err(wrong)?);
-        let (lines, incoming) = sync_channel(WAITING);
-        let counts = metrics.recorded.clone();
-        let record = Self { path: path.to_owned(), file: id, lines, counts: counts.clone(), ended: Arc::default() };
-        let (name, ended) = (path.to_owned(), record.ended.clone());
-        // It ends when nobody can send lines any more.
-        let write = move || write(&name, &file, &incoming, &counts, &ended);
+        let (lines, incoming) = sync_channel(QUEUED_LINES_MAX);
+        let counts = metrics.trace_records.clone();
+        let trace_file =
+            Self { path: path.to_owned(), file: id, lines, counts: counts.clone(), failed: Arc::default() };
+        let (name, failed) = (path.to_owned(), trace_file.failed.clone());
+        // The thread ends when all senders are dropped.
+        let write = move || write(&name, &file, &incoming, &counts, &failed);
         thread::Builder::new().name("trace".into()).spawn(write).map_err(wrong)?;
-        Ok(record)
+        Ok(trace_file)
     }
 
     fn is_on(&self) -> bool {
-        !self.ended.load(Ordering::Relaxed)
+        !self.failed.load(Ordering::Relaxed)
     }
 
-    /// Whether what is written here is what is found there.
-    fn goes_to(&self, path: &Path) -> bool {
+    /// Whether this file is the one at the path.
+    fn writes_to(&self, path: &Path) -> bool {
         self.is_on() && self.path == path && fs::metadata(path).is_ok_and(|data| FileId::of(&data) == self.file)
     }
 }
@@ -154,11 +155,11 @@ impl FileId {
     }
 }
 
-/// Writes lines for as long as anybody may send some. What comes after the first that cannot be written is dropped: with a gap
-/// in it, it would be no trace of anything.
-fn write(path: &Path, file: &File, lines: &Receiver<Line>, counts: &IntCounterVec, ended: &AtomicBool) {
+/// Writes lines until all senders are dropped. After the first line that cannot be written the rest is dropped: a
+/// trace with a gap is useless.
+fn write(path: &Path, file: &File, lines: &Receiver<Line>, counts: &IntCounterVec, failed: &AtomicBool) {
     while let Ok(line) = lines.recv() {
-        if ended.load(Ordering::Relaxed) {
+        if failed.load(Ordering::Relaxed) {
             counts.with_label_values(&["dropped"]).inc();
             continue;
         }
@@ -169,22 +170,23 @@ fn write(path: &Path, file: &File, lines: &Receiver<Line>, counts: &IntCounterVe
                     path = %path.display(), %error,
                     "the trace file cannot be written; later requests are not recorded"
                 );
-                ended.store(true, Ordering::Relaxed);
+                failed.store(true, Ordering::Relaxed);
                 counts.with_label_values(&["dropped"]).inc();
             }
         }
     }
 }
 
-/// One line, at once: whoever reads along sees no half of one, and none is left to whoever goes on. `way`: through which it is written.
-fn append(file: &File, mut way: impl Write, line: &Line) -> io::Result<()> {
+/// Appends one line with a single write, so that a reader does not see half of it. A line that was written in part is
+/// removed. `writer`: a handle of `file`.
+fn append(file: &File, mut writer: impl Write, line: &Line) -> io::Result<()> {
     let before = file.metadata()?.len();
-    if before >= BYTES_MAX {
+    if before >= FILE_BYTES_MAX {
         return Err(ErrorKind::FileTooLarge.into());
     }
     let mut text = serde_json::to_string(line)?;
     text.push('\n');
-    way.write_all(text.as_bytes()).inspect_err(|_| {
+    writer.write_all(text.as_bytes()).inspect_err(|_| {
         let _ = file.set_len(before);
     })
 }
@@ -209,20 +211,20 @@ impl Line {
         }
     }
 
-    /// What is known of a request when it is placed.
+    /// The fields that are known when a request is placed.
     pub(crate) fn placed(
         request: &Request,
         row: &Row<'_>,
         names: &[SequenceHash],
         disaggregated: bool,
-        draw: u64,
+        random: u64,
     ) -> Self {
         let (tokens, block_size) = (request.tokens.len() as u64, row.prompt.block_size);
         let (standing, member) = (&row.desk.standing, row.member());
         let known = |value: u64| (value > 0).then_some(value);
         Self {
             input_length: tokens,
-            hash_ids: numbers(names, block_size, tokens, draw),
+            hash_ids: hash_ids(names, block_size, tokens, random),
             model: request.model.to_string(),
             worker: member.id().to_string(),
             disaggregated,
@@ -234,13 +236,13 @@ impl Line {
     }
 }
 
-impl Life {
-    /// It goes to a worker, for the first time or again.
-    pub(crate) fn sent(&mut self) {
+impl RequestTrace {
+    /// Records that the request is sent to a worker, for the first time or again.
+    pub(crate) fn dispatched(&mut self) {
         self.line.dispatched_s = self.arrived.elapsed().as_secs_f64();
     }
 
-    /// Its first output is there, from who it was placed on.
+    /// Records the first output, from the worker of `placed`.
     pub(crate) fn started(&mut self, placed: Line, report: Option<&PromptReport>) {
         let now = self.arrived.elapsed().as_secs_f64();
         let cached = report.into_iter().flat_map(|report| &report.cached);
@@ -254,7 +256,7 @@ impl Life {
         };
     }
 
-    /// More tokens came.
+    /// Records more output tokens.
     pub(crate) fn output(&mut self, tokens: usize) {
         if tokens > 0 {
             self.line.output_length += tokens as u64;
@@ -263,25 +265,25 @@ impl Life {
     }
 }
 
-impl Drop for Life {
+impl Drop for RequestTrace {
     fn drop(&mut self) {
-        // What never had an output is no measure of anything.
+        // A request without output measures nothing.
         if self.line.output_length == 0 {
             return;
         }
         let line = std::mem::replace(&mut self.line, Line::at(0.0));
-        if self.record.lines.try_send(line).is_err() {
-            self.record.counts.with_label_values(&["dropped"]).inc();
+        if self.trace_file.lines.try_send(line).is_err() {
+            self.trace_file.counts.with_label_values(&["dropped"]).inc();
         }
     }
 }
 
-/// A number for each [`UNIT_TOKENS`] of a prompt of so many tokens, the last of which may be fewer. `draw` is for what has no name:
-/// a beginning shorter than a block is like no other.
-fn numbers(names: &[SequenceHash], block_size: u64, tokens: u64, draw: u64) -> Vec<u32> {
+/// One hash id for each [`UNIT_TOKENS`] of a prompt of `tokens` tokens; the last unit may be shorter. `random` stands
+/// for a prompt shorter than a block, which has no hash.
+fn hash_ids(names: &[SequenceHash], block_size: u64, tokens: u64, random: u64) -> Vec<u32> {
     let number = |unit: u64| {
         let full = ((unit + 1) * UNIT_TOKENS / block_size.max(1)).min(names.len() as u64);
-        let last = full.checked_sub(1).map_or(draw, |last| names[last as usize].short());
+        let last = full.checked_sub(1).map_or(random, |last| names[last as usize].short());
         // Two units may end with the same block.
         mix(last ^ unit) as u32
     };
@@ -294,7 +296,7 @@ mod tests {
     use kvbm::{ChainKey, Domain};
     use std::fs::OpenOptions;
 
-    /// The way to a disk on which so many bytes are left.
+    /// A writer to a disk with this many bytes left.
     struct Narrow<'a>(&'a File, usize);
 
     impl Write for Narrow<'_> {
@@ -321,7 +323,7 @@ mod tests {
             assert_eq!(error.kind(), ErrorKind::StorageFull);
             assert_eq!(fs::read_to_string(&path).unwrap(), sound, "{left} bytes of it fitted");
         }
-        // Whoever goes on begins a line.
+        // The next line starts at the beginning of a line.
         append(&file, &file, &Line::at(3.0)).unwrap();
         let lines = fs::read_to_string(&path).unwrap();
         let stamps: Vec<f64> =
@@ -332,20 +334,20 @@ mod tests {
     #[test]
     fn prompts_have_numbers_in_common_as_far_as_they_are_alike() {
         let key = ChainKey::root(&Domain::shared(), "toy", None);
-        let numbers = |prompt: &[u32], draw| {
+        let hash_ids = |prompt: &[u32], random| {
             let names = key.names(&prompt[..(prompt.len() - 1) / 16 * 16], 16);
-            numbers(&names, 16, prompt.len() as u64, draw)
+            hash_ids(&names, 16, prompt.len() as u64, random)
         };
         let one: Vec<u32> = (0..1300).collect();
         let mut other = one.clone();
         other[1100] = 7;
-        let (one, other) = (numbers(&one, 1), numbers(&other, 2));
+        let (one, other) = (hash_ids(&one, 1), hash_ids(&other, 2));
         assert_eq!(one.len(), 3);
         assert_eq!(one[..2], other[..2]);
         assert_ne!(one[2], other[2]);
-        assert_ne!(numbers(&[1, 2, 3], 1), numbers(&[1, 2, 3], 2), "too short to have anything in common");
+        assert_ne!(hash_ids(&[1, 2, 3], 1), hash_ids(&[1, 2, 3], 2), "too short to have anything in common");
         let whole: Vec<u32> = (0..1024).collect();
-        let whole = numbers(&whole, 1);
+        let whole = hash_ids(&whole, 1);
         assert!(whole.len() == 2 && whole[0] != whole[1]);
     }
 }

@@ -43,7 +43,7 @@ impl Rests {
         for (source, level, census) in own.chain(shared) {
             places.insert((source, level), (Some(Census::default()), Some(census)));
         }
-        for (source, level, digest) in self.router.believed() {
+        for (source, level, digest) in self.router.index_digests() {
             let indexed = digest.whole.then_some(Census { blocks: digest.blocks, sum: digest.sum });
             places.entry((source, level)).or_default().0 = indexed;
         }

@@ -1,14 +1,16 @@
 //! The whole door, before fakes that compute a thousand prompt tokens a second, on a paused clock.
 
 use super::settings::{Settings as Limits, Tenant};
-use super::*;
 use crate::settings::Settings;
 use crate::tests::fake::{Behaviour, Fake, Yard, prompt, settle};
 use futures::StreamExt;
 use futures::future::join_all;
+use std::sync::Arc;
+use std::time::Duration;
 use tokio::task::JoinHandle;
+use tokio::time::Instant;
 use units::HumanDuration;
-use worker::engine::{Request, RequestGroup, StopRule, Terms};
+use worker::engine::{Error, Priority, Request, RequestGroup, StopRule, Terms};
 use worker::plane::{Load, Phase, WorkerId};
 
 fn yard(limits: Limits) -> Arc<Yard> {

@@ -1,8 +1,9 @@
-//! Blocks that requests under way will leave behind, before any event tells of them.
+//! Prefixes of requests in flight, before any event announces their blocks.
 //!
-//! While a prompt waits in a worker's queue its blocks are nobody's; but who comes with the same prefix finds them there, if
-//! he queues behind it. So each request promises its blocks for as long as it is booked. A name commits to everything before
-//! it, so a promise names only some blocks, its anchors: whoever promises an anchor promises all that lead to it.
+//! Blocks of queued prompts are not in the index yet, but a request with the same prefix that is queued behind them
+//! will hit them, so they count as present. Each reservation adds the prefix of its prompt for as long as it lives. A
+//! block hash commits to everything before it, so only some blocks are recorded, the anchors: a worker that holds an
+//! anchor holds all blocks that lead to it.
 
 use crate::hash::Numbered;
 use crate::index::{Overlap, Slot};
@@ -10,87 +11,94 @@ use kvbm::SequenceHash;
 use std::collections::hash_map::Entry;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// What is promised, by whom, and how often.
+/// Anchors in flight, and the workers on which they are.
 #[derive(Default)]
-pub(crate) struct Promises(Mutex<Numbered<u64, Makers>>);
+pub(crate) struct InflightPrefixes(Mutex<Numbered<u64, Holders>>);
 
-impl Promise {
-    /// Short names of some blocks: the promise is of them and of all that lead to them.
+impl InflightPrefix {
+    /// Short hashes of some blocks, which stand for all blocks that lead to them.
     pub(crate) fn anchors(&self) -> &[u64] {
         &self.anchors
     }
 }
 
-/// Who promises an anchor. Nearly always one worker, which takes no list.
+/// The workers with an anchor in flight, and how often. Nearly always one, which needs no list.
 #[derive(Default)]
-struct Makers {
+struct Holders {
     first: Option<(Slot, u32)>,
     others: Vec<(Slot, u32)>,
 }
 
-/// One request's promise; dropping it takes it back.
+/// The prefix of one request; dropping it removes it.
 #[must_use = "dropping a promise takes it back"]
-pub(crate) struct Promise {
-    promises: Arc<Promises>,
+pub(crate) struct InflightPrefix {
+    prefixes: Arc<InflightPrefixes>,
     slot: Slot,
     anchors: Box<[u64]>,
 }
 
-/// Tokens between anchors: what a follower may overlook of a promise. Less than what a step of a large model computes, and
-/// an eighth of the work that every block would be.
+/// Tokens between anchors, and so the part of a prefix that a later request may miss. Less than a step of a large
+/// model computes, and an eighth of the work that every block would be.
 const ANCHOR_TOKENS: usize = 128;
 
-impl Promises {
-    /// Promises the leading blocks of a prompt on a worker, but for the first `held`, which it has already.
-    pub(crate) fn make(self: &Arc<Self>, slot: Slot, names: &[SequenceHash], block_size: usize, held: u32) -> Promise {
+impl InflightPrefixes {
+    /// Adds the leading blocks of a prompt on a worker, except the first `held`, which it has already.
+    pub(crate) fn add(
+        self: &Arc<Self>,
+        slot: Slot,
+        hashes: &[SequenceHash],
+        block_size: usize,
+        held: u32,
+    ) -> InflightPrefix {
         let anchors: Box<[u64]> =
-            anchors(names, block_size).filter(|(last, _)| *last >= held).map(|(_, name)| name).collect();
-        self.at(slot, anchors)
+            anchors(hashes, block_size).filter(|(last, _)| *last >= held).map(|(_, name)| name).collect();
+        self.add_anchors(slot, anchors)
     }
 
-    /// Promises what leads to each of the anchors, as [`Promise::anchors`] of another router says.
-    pub(crate) fn at(self: &Arc<Self>, slot: Slot, anchors: Box<[u64]>) -> Promise {
-        let mut promised = self.lock();
+    /// Adds the blocks that lead to each anchor, as [`InflightPrefix::anchors`] of another router lists them.
+    pub(crate) fn add_anchors(self: &Arc<Self>, slot: Slot, anchors: Box<[u64]>) -> InflightPrefix {
+        let mut holders_by_anchor = self.lock();
         for anchor in &anchors {
-            promised.entry(*anchor).or_default().add(slot);
+            holders_by_anchor.entry(*anchor).or_default().add(slot);
         }
-        drop(promised);
-        Promise { promises: self.clone(), slot, anchors }
+        drop(holders_by_anchor);
+        InflightPrefix { prefixes: self.clone(), slot, anchors }
     }
 
-    /// Whether a worker has promised any of a prompt.
-    pub(crate) fn made(&self, slot: Slot, names: &[SequenceHash], block_size: usize) -> bool {
-        let promised = self.lock();
-        let by = |makers: &Makers| makers.all().any(|(by, _)| *by == slot);
-        !promised.is_empty() && anchors(names, block_size).any(|(_, anchor)| promised.get(&anchor).is_some_and(by))
+    /// Whether a worker has any part of a prompt in flight.
+    pub(crate) fn contains(&self, slot: Slot, hashes: &[SequenceHash], block_size: usize) -> bool {
+        let holders_by_anchor = self.lock();
+        let by = |holders: &Holders| holders.all().any(|(holder, _)| *holder == slot);
+        !holders_by_anchor.is_empty()
+            && anchors(hashes, block_size).any(|(_, anchor)| holders_by_anchor.get(&anchor).is_some_and(by))
     }
 
-    /// Adds to what workers hold of a prompt what is promised beyond it.
-    pub(crate) fn extend(&self, overlap: &mut Overlap, names: &[SequenceHash], block_size: usize) {
-        let promised = self.lock();
-        if promised.is_empty() {
+    /// Extends the overlap of each worker by its prefixes in flight.
+    pub(crate) fn extend(&self, overlap: &mut Overlap, hashes: &[SequenceHash], block_size: usize) {
+        let holders_by_anchor = self.lock();
+        if holders_by_anchor.is_empty() {
             return;
         }
-        // The last that a worker promises says all.
-        for (last, anchor) in anchors(names, block_size).rev() {
-            let makers = promised.get(&anchor).into_iter().flat_map(Makers::all);
-            makers.for_each(|(slot, _)| overlap.lengthen(*slot, last + 1));
+        // The last anchor of a worker covers all before it.
+        for (last, anchor) in anchors(hashes, block_size).rev() {
+            let holders = holders_by_anchor.get(&anchor).into_iter().flat_map(Holders::all);
+            holders.for_each(|(slot, _)| overlap.lengthen(*slot, last + 1));
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Numbered<u64, Makers>> {
-        // Nothing that runs under this lock panics half-way.
+    fn lock(&self) -> MutexGuard<'_, Numbered<u64, Holders>> {
+        // No code under this lock panics.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Makers {
+impl Holders {
     fn all(&self) -> impl Iterator<Item = &(Slot, u32)> {
         self.first.iter().chain(&self.others)
     }
 
     fn add(&mut self, slot: Slot) {
-        if let Some((_, times)) = self.first.iter_mut().chain(&mut self.others).find(|(by, _)| *by == slot) {
+        if let Some((_, times)) = self.first.iter_mut().chain(&mut self.others).find(|(holder, _)| *holder == slot) {
             *times += 1;
             return;
         }
@@ -100,9 +108,9 @@ impl Makers {
         }
     }
 
-    /// Takes one promise back. Whether others are left.
-    fn take(&mut self, slot: Slot) -> bool {
-        if let Some((_, times)) = self.first.iter_mut().chain(&mut self.others).find(|(by, _)| *by == slot) {
+    /// Removes one prefix of a worker. Returns whether others are left.
+    fn remove(&mut self, slot: Slot) -> bool {
+        if let Some((_, times)) = self.first.iter_mut().chain(&mut self.others).find(|(holder, _)| *holder == slot) {
             *times -= 1;
         }
         self.others.retain(|(_, times)| *times > 0);
@@ -113,22 +121,22 @@ impl Makers {
     }
 }
 
-/// Positions and names of a prompt's anchors, in order: every so many blocks, and the last.
-fn anchors(names: &[SequenceHash], block_size: usize) -> impl DoubleEndedIterator<Item = (u32, u64)> {
+/// Positions and short hashes of a prompt's anchors, in order: one every few blocks, and the last block.
+fn anchors(hashes: &[SequenceHash], block_size: usize) -> impl DoubleEndedIterator<Item = (u32, u64)> {
     let stride = (ANCHOR_TOKENS / block_size.max(1)).max(1);
-    let end = names.len();
+    let end = hashes.len();
     let positions = (1..=end.div_ceil(stride)).map(move |nth| (nth * stride).min(end));
-    positions.map(|upto| (upto as u32 - 1, names[upto - 1].short()))
+    positions.map(|upto| (upto as u32 - 1, hashes[upto - 1].short()))
 }
 
-impl Drop for Promise {
+impl Drop for InflightPrefix {
     fn drop(&mut self) {
-        let mut promised = self.promises.lock();
+        let mut holders_by_anchor = self.prefixes.lock();
         for anchor in &self.anchors {
-            if let Entry::Occupied(mut makers) = promised.entry(*anchor)
-                && !makers.get_mut().take(self.slot)
+            if let Entry::Occupied(mut holders) = holders_by_anchor.entry(*anchor)
+                && !holders.get_mut().remove(self.slot)
             {
-                makers.remove();
+                holders.remove();
             }
         }
     }
@@ -143,34 +151,34 @@ mod tests {
 
     #[test]
     fn a_promise_lengthens_what_is_held_until_the_last_of_its_makers_has_gone() {
-        let names: Vec<SequenceHash> = (0..5).map(|byte| SequenceHash::from_bytes([byte; 16])).collect();
-        let (index, promises) = (Index::new(), Arc::new(Promises::default()));
+        let hashes: Vec<SequenceHash> = (0..5).map(|byte| SequenceHash::from_bytes([byte; 16])).collect();
+        let (index, prefixes) = (Index::new(), Arc::new(InflightPrefixes::default()));
         let [holds, idle] = [1, 2].map(|id| index.join(WorkerId(id), &[]));
-        let stored = BlockEvent::Stored { level: Level::G2, parent: None, blocks: names[..2].to_vec() };
+        let stored = BlockEvent::Stored { level: Level::G2, parent: None, blocks: hashes[..2].to_vec() };
         index.apply(Source::Worker(WorkerId(1)), &stored);
         let both = || {
-            let mut overlap = index.overlap(&names);
-            promises.extend(&mut overlap, &names, ANCHOR_TOKENS);
+            let mut overlap = index.overlap(&hashes);
+            prefixes.extend(&mut overlap, &hashes, ANCHOR_TOKENS);
             [overlap.at(holds), overlap.at(idle)]
         };
         assert_eq!(both(), [Held::of([0, 2, 0, 0, 0]), Held::default()]);
-        let make = |blocks: usize| promises.make(holds, &names[..blocks], ANCHOR_TOKENS, 2);
-        let (first, second) = (make(4), make(3));
+        let add = |blocks: usize| prefixes.add(holds, &hashes[..blocks], ANCHOR_TOKENS, 2);
+        let (first, second) = (add(4), add(3));
         assert_eq!(both(), [Held::of([2, 2, 0, 0, 0]), Held::default()], "nobody else has it");
         drop(first);
         assert_eq!(both(), [Held::of([1, 2, 0, 0, 0]), Held::default()]);
         drop(second);
-        assert!(promises.lock().is_empty(), "and nothing is left of it");
+        assert!(prefixes.lock().is_empty(), "and nothing is left of it");
     }
     #[test]
     fn a_promise_of_small_blocks_is_found_at_its_anchors() {
-        let names: Vec<SequenceHash> = (0..20).map(|byte| SequenceHash::from_bytes([byte; 16])).collect();
-        let (index, promises) = (Index::new(), Arc::new(Promises::default()));
+        let hashes: Vec<SequenceHash> = (0..20).map(|byte| SequenceHash::from_bytes([byte; 16])).collect();
+        let (index, prefixes) = (Index::new(), Arc::new(InflightPrefixes::default()));
         let [a, b] = [1, 2].map(|id| index.join(WorkerId(id), &[]));
-        let _kept = [promises.make(a, &names[..18], 16, 0), promises.make(b, &names[..9], 16, 0)];
+        let _kept = [prefixes.add(a, &hashes[..18], 16, 0), prefixes.add(b, &hashes[..9], 16, 0)];
         let seen = |blocks: usize| {
-            let mut overlap = index.overlap(&names[..blocks]);
-            promises.extend(&mut overlap, &names[..blocks], 16);
+            let mut overlap = index.overlap(&hashes[..blocks]);
+            prefixes.extend(&mut overlap, &hashes[..blocks], 16);
             [overlap.at(a).run(), overlap.at(b).run()]
         };
         assert_eq!(seen(18), [18, 8], "the same prompt is found whole");

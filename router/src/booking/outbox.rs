@@ -1,110 +1,116 @@
-//! What this router tells the others of its bookings, until it is said.
+//! Changes of this router's reservations that the other routers have not been sent yet.
 
-use super::inflight::Promise;
+use super::inflight::InflightPrefix;
 use crate::load::Amount;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::sync::Notify;
 use worker::plane::{Booked, WorkerId};
 
-/// What is to be said to the other routers.
-pub(crate) struct Herald {
-    outbox: Mutex<Outbox>,
-    news: Notify,
+/// The unsent changes.
+pub(crate) struct ReplicaOutbox {
+    pending: Mutex<Pending>,
+    changed: Notify,
 }
 
 #[derive(Default)]
-struct Outbox {
+struct Pending {
     last: u64,
     changes: Vec<Booked>,
-    listened_to: bool,
+    has_peers: bool,
 }
 
-/// One booking, as the others are to see it; dropping it tells them that it has ended.
-pub(crate) struct Notice {
-    herald: Arc<Herald>,
+/// One reservation as other routers see it; dropping it tells them that it has ended.
+pub(crate) struct ReplicatedReservation {
+    outbox: Arc<ReplicaOutbox>,
     number: u64,
 }
 
-/// Changes kept for the next message. When so many have gathered, the plane is behind, and the workers' reports must do.
+/// Changes kept for the next message. When there are more, the event plane is behind, and the workers' load reports
+/// have to do.
 const CHANGES_MAX: usize = 4096;
 
-impl Herald {
+impl ReplicaOutbox {
     pub(crate) fn new() -> Arc<Self> {
-        Arc::new(Self { outbox: Mutex::default(), news: Notify::new() })
+        Arc::new(Self { pending: Mutex::default(), changed: Notify::new() })
     }
 
-    /// Tells of a booking.
-    pub(crate) fn placed(self: &Arc<Self>, worker: WorkerId, amount: Amount, promise: &Promise) -> Notice {
-        let mut outbox = self.lock();
-        outbox.last += 1;
-        let number = outbox.last;
+    /// Adds a new reservation.
+    pub(crate) fn placed(
+        self: &Arc<Self>,
+        worker: WorkerId,
+        amount: Amount,
+        prefix: &InflightPrefix,
+    ) -> ReplicatedReservation {
+        let mut pending = self.lock();
+        pending.last += 1;
+        let number = pending.last;
         let Amount { prefill_tokens, blocks, sequences, .. } = amount;
-        // The anchors are copied only when somebody listens.
-        if outbox.listened_to {
-            let (decodes, anchors) = (sequences > 0, promise.anchors().to_vec());
-            outbox.say(Booked::Placed { number, worker, prefill_tokens, blocks, decodes, anchors });
-            self.news.notify_one();
+        // The anchors are copied only if there are peers.
+        if pending.has_peers {
+            let (decodes, anchors) = (sequences > 0, prefix.anchors().to_vec());
+            pending.send(Booked::Placed { number, worker, prefill_tokens, blocks, decodes, anchors });
+            self.changed.notify_one();
         }
-        Notice { herald: self.clone(), number }
+        ReplicatedReservation { outbox: self.clone(), number }
     }
 
-    /// Waits for something to say.
-    pub(crate) async fn news(&self) {
-        self.news.notified().await;
+    /// Waits for unsent changes.
+    pub(crate) async fn changed(&self) {
+        self.changed.notified().await;
     }
 
-    /// All that there is to say.
+    /// Takes all unsent changes.
     pub(crate) fn take(&self) -> Vec<Booked> {
         std::mem::take(&mut self.lock().changes)
     }
 
-    /// Whether anybody is there to hear it.
-    pub(crate) fn listened_to(&self, yes: bool) {
-        self.lock().listened_to = yes;
+    /// Sets whether there are other routers. Without peers no changes are kept.
+    pub(crate) fn set_has_peers(&self, has_peers: bool) {
+        self.lock().has_peers = has_peers;
     }
 
-    fn say(&self, change: Booked) {
-        let mut outbox = self.lock();
-        if outbox.listened_to {
-            outbox.say(change);
-            self.news.notify_one();
+    fn send(&self, change: Booked) {
+        let mut pending = self.lock();
+        if pending.has_peers {
+            pending.send(change);
+            self.changed.notify_one();
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Outbox> {
-        // Nothing that runs under this lock panics half-way.
-        self.outbox.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Pending> {
+        // No code under this lock panics.
+        self.pending.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Outbox {
-    fn say(&mut self, change: Booked) {
+impl Pending {
+    fn send(&mut self, change: Booked) {
         if self.changes.len() < CHANGES_MAX {
             self.changes.push(change);
         }
     }
 }
 
-impl Notice {
-    pub(crate) fn going(&self) {
-        self.herald.say(Booked::Going(self.number));
+impl ReplicatedReservation {
+    pub(crate) fn dequeued(&self) {
+        self.outbox.send(Booked::Going(self.number));
     }
 
     pub(crate) fn sent(&self) {
-        self.herald.say(Booked::Sent(self.number));
+        self.outbox.send(Booked::Sent(self.number));
     }
 
-    pub(crate) fn amended(&self, prefill_tokens: u64) {
-        self.herald.say(Booked::Amended { number: self.number, prefill_tokens });
+    pub(crate) fn revised(&self, prefill_tokens: u64) {
+        self.outbox.send(Booked::Amended { number: self.number, prefill_tokens });
     }
 
     pub(crate) fn started(&self) {
-        self.herald.say(Booked::Started(self.number));
+        self.outbox.send(Booked::Started(self.number));
     }
 }
 
-impl Drop for Notice {
+impl Drop for ReplicatedReservation {
     fn drop(&mut self) {
-        self.herald.say(Booked::Released(self.number));
+        self.outbox.send(Booked::Released(self.number));
     }
 }

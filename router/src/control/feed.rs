@@ -165,7 +165,7 @@ impl Feed {
             self.core.index.forget(Source::Store(store));
             self.views.remove(&Source::Store(store));
         }
-        self.core.metrics.forget(id);
+        self.core.metrics.remove_worker(id);
         self.gauges();
     }
 
@@ -202,7 +202,7 @@ impl Feed {
             && believed(&self.core.index, source).is_some_and(|believed| believed != digest)
         {
             tracing::warn!(%source, sequence = number, "index diverges from the source; requesting a snapshot");
-            self.core.metrics.drifts.inc();
+            self.core.metrics.divergences.inc();
             view.doubt();
         }
         self.go_on(source, 0);
@@ -286,7 +286,7 @@ impl Feed {
                 ("failed", attempt + 1)
             }
         };
-        self.core.metrics.repairs.with_label_values(&[outcome]).inc();
+        self.core.metrics.resyncs.with_label_values(&[outcome]).inc();
         // The next attempt of this row, unless nothing is missing: a snapshot that comes too late to be followed is not the end of it.
         self.go_on(source, attempt);
     }
@@ -346,19 +346,19 @@ impl Feed {
 
     fn gauges(&self) {
         let Core { index, fleet, metrics, .. } = &*self.core;
-        metrics.index_memberships.set(index.memberships() as i64);
+        metrics.index_entries.set(index.memberships() as i64);
         metrics.index_bytes.set(index.bytes() as i64);
-        metrics.index_forgotten.inc_by(index.forgotten().saturating_sub(metrics.index_forgotten.get()));
+        metrics.index_evicted_pages.inc_by(index.forgotten().saturating_sub(metrics.index_evicted_pages.get()));
         let (roster, now) = (fleet.roster(), Instant::now());
         metrics.workers.reset();
         for member in roster.members() {
             for mode in Mode::NAMES {
                 let is = i64::from(mode == member.mode.name());
-                metrics.index_mode.with_label_values(&[&*member.id().to_string(), mode]).set(is);
+                metrics.index_source.with_label_values(&[&*member.id().to_string(), mode]).set(is);
             }
             metrics.workers.with_label_values(&[&member.instance.phase.to_string()]).inc();
             let queued = member.books.standing(now).waiting_tokens;
-            metrics.queued_tokens.with_label_values(&[&member.id().to_string()]).set(queued as i64);
+            metrics.queued_prefill_tokens.with_label_values(&[&member.id().to_string()]).set(queued as i64);
         }
     }
 }

@@ -62,7 +62,7 @@ async fn probe(core: Arc<Core>, member: Arc<Member>) {
     if ill {
         tracing::warn!(worker = %member.id(), ?verdict, "health check of the worker failed");
     }
-    core.metrics.probes.with_label_values(&[if ill { "failed" } else { "ok" }]).inc();
+    core.metrics.health_checks.with_label_values(&[if ill { "failed" } else { "ok" }]).inc();
     member.probed(verdict);
     core.admission.notify();
 }

@@ -90,7 +90,7 @@ pub(crate) async fn keep(core: Arc<Core>, events: Arc<dyn Events>, id: RouterId)
     loop {
         let now = looks.tick().await;
         let seconds = (now - std::mem::replace(&mut before, now)).as_secs_f64();
-        let settings = core.rules().settings.planner.clone();
+        let settings = core.settings().settings.planner.clone();
         let roster = core.fleet.roster();
         for (model, totals) in core.traffic.all() {
             let known = watched.entry(model.clone()).or_default();
@@ -100,19 +100,19 @@ pub(crate) async fn keep(core: Arc<Core>, events: Arc<dyn Events>, id: RouterId)
             let Some(need) = known.look(totals, seconds, routers, &members, &settings, now) else { continue };
             if settings.mode == Mode::Off {
                 // What was advised before is advice no more.
-                core.metrics.desired.reset();
+                core.metrics.desired_workers.reset();
                 continue;
             }
             let (prefill, decode) = need.whole();
             for (phase, workers) in [(Phase::Prefill, prefill), (Phase::Decode, decode)] {
-                core.metrics.desired.with_label_values(&[&*model, &phase.to_string()]).set(workers as i64);
+                core.metrics.desired_workers.with_label_values(&[&*model, &phase.to_string()]).set(workers as i64);
             }
-            if settings.mode != Mode::Apply || !core.leading.load(Ordering::Relaxed) {
+            if settings.mode != Mode::Apply || !core.is_leader.load(Ordering::Relaxed) {
                 continue;
             }
             if let Some(flip) = known.flip(&need, &members, start, now) {
                 tracing::info!(%model, worker = %flip.worker, role = %flip.to, ?need, "requesting a role change");
-                core.metrics.flips.with_label_values(&[&flip.to.to_string()]).inc();
+                core.metrics.role_changes.with_label_values(&[&flip.to.to_string()]).inc();
                 let body = EventBody::Phase { worker: flip.worker, phase: flip.to };
                 events.publish(Event { source: Source::Router(id), epoch: Epoch(0), body });
             }

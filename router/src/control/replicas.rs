@@ -7,7 +7,7 @@
 //! not asked for. A router that is not heard of for some seconds has ended, and its bookings with it; a booking whose end
 //! was lost is forgotten after a while. Who is alone says no more than that he is there.
 
-use crate::booking::{Promise, Promises};
+use crate::booking::{InflightPrefix, InflightPrefixes};
 use crate::fleet::Fleet;
 use crate::load::{Amount, Books};
 use crate::state::Core;
@@ -34,7 +34,7 @@ struct Entry {
     number: u64,
     since: Instant,
     /// Until its first token: from then on an event tells.
-    promise: Option<Promise>,
+    promise: Option<InflightPrefix>,
 }
 
 /// A router says at least this often that it is there.
@@ -50,7 +50,7 @@ impl Others {
         from: RouterId,
         changes: Vec<Booked>,
         fleet: &Fleet,
-        promises: &Arc<Promises>,
+        promises: &Arc<InflightPrefixes>,
         now: Instant,
     ) {
         let other = self.0.entry(from).or_insert_with(|| Other { heard: now, open: BTreeMap::new() });
@@ -63,7 +63,7 @@ impl Others {
                     let Some(member) = roster.get(worker) else { continue };
                     let prompts = u64::from(prefill_tokens > 0);
                     let amount = Amount { prefill_tokens, blocks, prompts, sequences: u64::from(decodes) };
-                    let promise = Some(promises.at(member.slot, anchors.into()));
+                    let promise = Some(promises.add_anchors(member.slot, anchors.into()));
                     let books = member.books.clone();
                     let ours = books.book_elsewhere(amount, now);
                     let entry = Entry { books, number: ours, since: now, promise };
@@ -141,17 +141,17 @@ pub(crate) async fn attend(core: Arc<Core>, events: Arc<dyn Events>, id: RouterI
                 let Some(Event { source, body, .. }) = event else { return };
                 let (Source::Router(from), EventBody::Bookings(changes)) = (source, body) else { continue };
                 if from != id {
-                    others.hear(from, changes, &core.fleet, &core.promises, Instant::now());
-                    core.herald.listened_to(true);
+                    others.hear(from, changes, &core.fleet, &core.inflight, Instant::now());
+                    core.outbox.set_has_peers(true);
                 }
             }
-            () = core.herald.news() => say(core.herald.take()),
+            () = core.outbox.changed() => say(core.outbox.take()),
             _ = beat.tick() => {
                 others.forget(Instant::now());
-                core.herald.listened_to(others.count() > 0);
+                core.outbox.set_has_peers(others.count() > 0);
                 core.metrics.replicas.set(others.count() as i64 + 1);
-                core.leading.store(others.first().is_none_or(|first| id < first), Ordering::Relaxed);
-                say(core.herald.take());
+                core.is_leader.store(others.first().is_none_or(|first| id < first), Ordering::Relaxed);
+                say(core.outbox.take());
             }
         }
     }

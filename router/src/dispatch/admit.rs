@@ -1,8 +1,8 @@
-//! The door: a request is placed, and goes in or waits for its worker; and whoever waits is told what becomes of it.
+//! Admits a placed request or queues it. A queued request gets one of: admit, reroute, reject.
 
 use super::place::{Placement, place};
 use crate::admission::{Permit, QueuedRequest, Resolution, Route, Ticket};
-use crate::metrics::Counted;
+use crate::metrics::GaugeGuard;
 use crate::policy::explain;
 use crate::state::Core;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use worker::engine::{Error, Request};
 /// with its first and do not queue.
 pub(crate) async fn admit(core: &Core, request: &Request) -> Result<(Placement, Arc<Permit>), Error> {
     let arrived = Instant::now();
-    let ticket = ticket(request, arrived + core.rules().settings.admission.max_queue_time.0);
+    let ticket = ticket(request, arrived + core.settings().settings.admission.max_queue_time.0);
     if let Some(group) = request.group.filter(|group| group.index() > 0) {
         let placement = place(core, request, &[])?;
         let permit = core.admission.join(group.id(), &queued_request(&ticket, &placement));
@@ -46,17 +46,17 @@ async fn admit_or_queue(
     ticket: &Ticket,
     arrived: Instant,
 ) -> Result<(Placement, Permit), Error> {
-    let (admission, rules) = (&core.admission, core.rules());
-    let limits = &rules.settings.admission;
+    let (admission, resolved) = (&core.admission, core.settings());
+    let limits = &resolved.settings.admission;
     let mut placement = place(core, request, &[])?;
     let (permit, queued) = admission.admit_or_queue(&core.fleet, limits, &queued_request(ticket, &placement))?;
     let Some((mut resolution, why)) = queued else { return Ok((placement, permit)) };
-    let _waiting = Counted::in_gauge(core.metrics.requests_waiting.with_label_values(&[&*request.model]));
+    let _waiting = GaugeGuard::new(core.metrics.admission_queue_requests.with_label_values(&[&*request.model]));
     loop {
         match resolution.await {
             Ok(Resolution::Admit) => break,
             Ok(Resolution::Reroute) => {
-                // Its own booking must not stand in its way.
+                // Its own reservation must not count against the new placement.
                 drop(placement);
                 placement = place(core, request, &[])?;
                 resolution = admission.requeue(limits, &permit, queued_request(ticket, &placement));
@@ -71,18 +71,21 @@ async fn admit_or_queue(
     Ok((placement, permit))
 }
 
-/// Tells those who wait, for as long as the router lives.
+/// Resolves queued requests, for as long as the router lives.
 pub(crate) async fn run(core: Arc<Core>) {
     loop {
         core.admission.notified().await;
-        core.admission.dispatch_ready(&core.fleet, &core.rules().settings.admission);
+        core.admission.dispatch_ready(&core.fleet, &core.settings().settings.admission);
     }
 }
 
-fn queued_request(ticket: &Ticket, Placement { decode, amount, prefill, takes, .. }: &Placement) -> QueuedRequest {
-    let route = Route { decode: decode.id(), prefill: prefill.as_ref().map(|detour| detour.member.id()) };
-    let detour = prefill.as_ref().map(|detour| detour.amount).unwrap_or_default();
-    ticket.placed(route, [*amount, detour], *takes, Instant::now())
+fn queued_request(
+    ticket: &Ticket,
+    Placement { decode, amount, prefill, min_service_seconds, .. }: &Placement,
+) -> QueuedRequest {
+    let route = Route { decode: decode.id(), prefill: prefill.as_ref().map(|remote| remote.member.id()) };
+    let remote = prefill.as_ref().map(|remote| remote.amount).unwrap_or_default();
+    ticket.placed(route, [*amount, remote], *min_service_seconds, Instant::now())
 }
 
 #[cfg(test)]
@@ -99,7 +102,7 @@ mod tests {
         yard.report(&worker, Load { waiting_tokens: 2000, running: 1, ..Load::default() });
         settle().await;
         let request = prompt(1, 100);
-        let waiting = yard.router.core.metrics.requests_waiting.with_label_values(&[&*request.model]);
+        let waiting = yard.router.core.metrics.admission_queue_requests.with_label_values(&[&*request.model]);
         let ask = |request| {
             let yard = yard.clone();
             tokio::spawn(async move { yard.answer(request).await })

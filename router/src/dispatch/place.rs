@@ -1,6 +1,6 @@
-//! Placing a request: asks the index and the books, lets policy choose, and books what was chosen.
+//! Places a request: looks up its prefix in the index, has policy choose workers, and reserves their capacity.
 
-use super::prediction::Forecast;
+use super::prediction::HitPrediction;
 use crate::booking::Booking;
 use crate::fleet::Member;
 use crate::hash::{mix, number};
@@ -15,54 +15,55 @@ use tokio::time::Instant;
 use worker::engine::{Error, Request, Work};
 use worker::plane::WorkerId;
 
-/// Where a request goes, with what it takes booked.
+/// Where a request goes, with its reservations.
 pub(crate) struct Placement {
-    /// Who decodes.
+    /// The worker that decodes.
     pub(crate) decode: Arc<Member>,
     pub(crate) booking: Booking,
-    /// Places of other answers that come with it, until they do.
-    pub(crate) others: Vec<Booking>,
-    /// Where its output is counted.
+    /// Reservations for the other choices of its group, until their requests come.
+    pub(crate) sibling_bookings: Vec<Booking>,
+    /// Counts its output tokens, for the planner.
     pub(crate) totals: Arc<Totals>,
-    /// What is booked there.
+    /// Reserved on `decode`, for all choices of the group.
     pub(crate) amount: Amount,
-    /// Seconds to the first token, as estimated; and those of them that no queue can spare.
+    /// Estimated seconds to the first token, and the part of them that is not queueing.
     pub(crate) first_token: f64,
-    pub(crate) takes: f64,
-    /// Who prefills, when that is somebody else.
-    pub(crate) prefill: Option<Detour>,
-    /// Prompt tokens that `decode` would have to compute itself.
+    pub(crate) min_service_seconds: f64,
+    /// The prefill worker, if another than `decode` computes the prompt.
+    pub(crate) prefill: Option<RemotePrefill>,
+    /// Prompt tokens that `decode` would compute itself.
     pub(crate) uncached: u64,
-    /// What `decode` should find cached.
-    pub(crate) forecast: Forecast,
-    /// Why, as one line of JSON, when somebody wants to know.
+    /// Predicted cache hits on `decode`.
+    pub(crate) prediction: HitPrediction,
+    /// The decision as one line of JSON, if the client or the log wants it.
     pub(crate) explanation: Option<Arc<str>>,
-    /// What a record says of it, when there is one.
+    /// The line for the trace file, if there is one.
     pub(crate) line: Option<Line>,
 }
 
-/// Prefill on another worker.
-pub(crate) struct Detour {
+/// Prefill on another worker than the one that decodes.
+pub(crate) struct RemotePrefill {
     pub(crate) member: Arc<Member>,
     pub(crate) booking: Booking,
-    /// What is booked there.
+    /// Reserved on `member`.
     pub(crate) amount: Amount,
-    /// When to give it up.
-    pub(crate) patience: Duration,
-    /// Seconds that the transfer should take.
-    pub(crate) transfer: f64,
-    pub(crate) forecast: Forecast,
+    /// Time after which the prefill counts as failed.
+    pub(crate) stall_timeout: Duration,
+    /// Estimated seconds to transfer the blocks.
+    pub(crate) transfer_seconds: f64,
+    pub(crate) prediction: HitPrediction,
 }
 
-/// However wrong an estimate.
-const SECONDS_MAX: f64 = 600.0;
+/// Upper limit of a stall timeout, however wrong the estimate.
+const STALL_SECONDS_MAX: f64 = 600.0;
 
-/// How long a worker may take for what should take so many seconds, before it counts as hung: ten times as long, and ten seconds.
-pub(crate) fn patience(seconds: f64) -> Duration {
-    Duration::from_secs_f64((seconds * 10.0 + 10.0).clamp(10.0, SECONDS_MAX))
+/// Time without output after which a worker that should take `seconds` counts as stalled: ten times as long plus ten
+/// seconds.
+pub(crate) fn stall_timeout(seconds: f64) -> Duration {
+    Duration::from_secs_f64((seconds * 10.0 + 10.0).clamp(10.0, STALL_SECONDS_MAX))
 }
 
-/// Decides and books. `tried`: workers that this request was on already.
+/// Chooses workers and reserves their capacity. `tried`: workers that this request was sent to before.
 pub(crate) fn place(core: &Core, request: &Request, tried: &[WorkerId]) -> Result<Placement, Error> {
     let since = std::time::Instant::now();
     let roster = core.fleet.roster();
@@ -74,16 +75,17 @@ pub(crate) fn place(core: &Core, request: &Request, tried: &[WorkerId]) -> Resul
     if serving.seats().is_empty() {
         return Err(Error::Unavailable("every worker of the model is cordoned".to_owned()));
     }
-    // The long part, hashing and look-up, before the lock that decisions take turns on.
-    // A request for the prompt's log-probabilities uses no cached block.
+    // Hashing and the index lookup take the most time, so they come before the lock that serializes decisions. A
+    // request for the prompt's log-probabilities uses no cached block.
     let cacheable = if request.sampling.prompt_logprobs.is_some() { &[] } else { &*request.tokens };
     let mut overlaps = Overlaps::of(cacheable, &request.domain, serving, &core.index);
-    let mut scratch = core.deciding.lock().unwrap_or_else(PoisonError::into_inner);
-    overlaps.extend(&core.promises);
+    let mut scratch = core.scratch.lock().unwrap_or_else(PoisonError::into_inner);
+    overlaps.extend(&core.inflight);
     let now = Instant::now();
     let survey = Survey::new(serving, &overlaps, prompt, tried, now);
-    let (rules, session) = (core.rules(), request.terms.session.as_deref().map(number));
-    let (tuning, draw) = (rules.of(&request.model), mix(rules.settings.seed ^ core.lots ^ core.fleet.choices()));
+    let (resolved, session) = (core.settings(), request.terms.session.as_deref().map(number));
+    let (tuning, draw) =
+        (resolved.of(&request.model), mix(resolved.settings.seed ^ core.rng_seed ^ core.fleet.choices()));
     let decision = decide(tuning, Ask::of(request, now), survey, &mut scratch, Turn { draw, session })
         .ok_or_else(|| Error::Unavailable("every worker of the model has been tried".to_owned()))?;
     let placement = book(core, &tuning.policy, request, &overlaps, &decision, tried);
@@ -105,28 +107,29 @@ fn book(
     if let Some(line) = &explanation {
         tracing::debug!(request_id = %request.id, decision = %line, "request placed");
     }
-    let apart = decision.helper(row);
+    let prefill_row = decision.helper(row);
     let uncached = row.uncached();
     let totals = core.traffic.of(&request.model);
     totals.prompt(uncached);
-    let (member, others) = (row.member(), 1..request.choices());
-    let another =
+    let (member, siblings) = (row.member(), 1..request.choices());
+    let sibling =
         Amount { sequences: 1, blocks: row.prompt.output_blocks() / u64::from(request.choices()), ..Amount::default() };
     let whole = row.amount();
     let amount = Amount {
         sequences: u64::from(request.work != Work::Prefill),
-        blocks: whole.blocks - another.blocks * others.len() as u64,
+        blocks: whole.blocks - sibling.blocks * siblings.len() as u64,
         ..whole
     };
-    let forecast = |row: &Row<'_>| Forecast::of(&core.promises, decision, row, overlaps);
-    let (here, there) = (forecast(row), apart.map(forecast));
-    let promise = |row: &Row<'_>| {
+    let prediction = |row: &Row<'_>| HitPrediction::of(&core.inflight, decision, row, overlaps);
+    let (decode_prediction, prefill_prediction) = (prediction(row), prefill_row.map(prediction));
+    let inflight_prefix = |row: &Row<'_>| {
         let names = overlaps.names(row.seat.way);
-        core.promises.make(row.seat.slot, names, row.prompt.block_size as usize, row.held.run())
+        core.inflight.add(row.seat.slot, names, row.prompt.block_size as usize, row.held.run())
     };
-    // What is handed over comes late: an event will tell of it, and nobody should queue behind it before.
-    let ours = if apart.is_some() { core.promises.make(row.seat.slot, &[], 1, 0) } else { promise(row) };
-    let place_of = |_| Booking::new(member, another, core.promises.make(row.seat.slot, &[], 1, 0), &core.herald);
+    // Blocks that are handed over arrive late: an event will announce them, and no request should queue behind this
+    // one for them.
+    let prefix = if prefill_row.is_some() { core.inflight.add(row.seat.slot, &[], 1, 0) } else { inflight_prefix(row) };
+    let sibling_booking = |_| Booking::new(member, sibling, core.inflight.add(row.seat.slot, &[], 1, 0), &core.outbox);
     let line = core.recorder.is_on().then(|| {
         let draw = mix(core.fleet.choices());
         Line::placed(request, row, overlaps.names(row.seat.way), apart.is_some(), draw)
@@ -135,27 +138,27 @@ fn book(
     core.metrics.requests.with_label_values(&[&member.id().to_string(), policy.name()]).inc();
     Placement {
         decode: member.clone(),
-        booking: Booking::new(member, amount, ours, &core.herald),
+        booking: Booking::new(member, amount, prefix, &core.outbox),
         totals,
-        amount: others.clone().fold(amount, |all, _| all.plus(another)),
-        others: others.map(place_of).collect(),
+        amount: siblings.clone().fold(amount, |all, _| all.plus(sibling)),
+        sibling_bookings: siblings.map(sibling_booking).collect(),
         first_token: row.cost().first_token(),
-        takes: decision.takes(row),
-        prefill: apart.zip(there).map(|(prefill, forecast)| {
-            let helper = prefill.member();
-            core.fleet.choose(helper);
+        min_service_seconds: decision.takes(row),
+        prefill: prefill_row.zip(prefill_prediction).map(|(prefill, prediction)| {
+            let prefill_worker = prefill.member();
+            core.fleet.choose(prefill_worker);
             let amount = prefill.detour();
-            Detour {
-                member: helper.clone(),
-                booking: Booking::new(helper, amount, promise(prefill), &core.herald),
+            RemotePrefill {
+                member: prefill_worker.clone(),
+                booking: Booking::new(prefill_worker, amount, inflight_prefix(prefill), &core.outbox),
                 amount,
-                patience: patience(prefill.together.first_token()),
-                transfer: row.desk.pace.transfer(Level::Peer, row.missing()),
-                forecast,
+                stall_timeout: stall_timeout(prefill.together.first_token()),
+                transfer_seconds: row.desk.pace.transfer(Level::Peer, row.missing()),
+                prediction,
             }
         }),
         uncached,
-        forecast: here,
+        prediction: decode_prediction,
         explanation,
         line,
     }

@@ -2,7 +2,7 @@
 //!
 //! One look, before anybody is weighed: what changes in the books after it is for the next decision.
 
-use crate::booking::Promises;
+use crate::booking::InflightPrefixes;
 use crate::fleet::{Seat, Serving};
 use crate::index::{Held, Index, Overlap};
 use crate::load::{Desk, Desks};
@@ -139,7 +139,7 @@ impl Overlaps {
     }
 
     /// Adds what requests under way have promised.
-    pub(crate) fn extend(&mut self, promises: &Promises) {
+    pub(crate) fn extend(&mut self, promises: &InflightPrefixes) {
         self.0.iter_mut().for_each(|way| promises.extend(&mut way.overlap, &way.names, way.block_size));
     }
 

@@ -7,7 +7,7 @@ use super::plane::Message;
 use super::trace::{self, Asked, BLOCK_TOKENS};
 use super::{Admission, Chooser, Options};
 use crate::admission::{QueuedRequest, Resolution, Route, Stage, Ticket};
-use crate::booking::{Promise, Promises};
+use crate::booking::{InflightPrefix, InflightPrefixes};
 use crate::control::replicas::Others;
 use crate::control::{Outcome, View};
 use crate::fleet::{Fleet, Member};
@@ -16,7 +16,7 @@ use crate::index::{Index, Slot};
 use crate::load::Amount;
 use crate::policy::planner::Flip;
 use crate::policy::{Ask, Disaggregation, Overlaps, Row, Scratch, Survey, Turn, decide};
-use crate::settings::{Rules, Settings};
+use crate::settings::{ResolvedSettings, Settings};
 use futures::future::BoxFuture;
 use kvbm::{Epoch, Level, Run, SequenceHash};
 use std::sync::Arc;
@@ -27,11 +27,11 @@ use worker::plane::{Booked, Instance, Phase, RouterId, Source, StoreId, WorkerId
 
 /// The router, and what it believes.
 pub(super) struct Routing {
-    rules: Rules,
+    rules: ResolvedSettings,
     seed: u64,
     peer: Option<Peer>,
     index: Index,
-    promises: Arc<Promises>,
+    inflight: Arc<InflightPrefixes>,
     fleet: Fleet,
     members: Vec<Arc<Member>>,
     scratch: Scratch,
@@ -70,7 +70,7 @@ struct Booking {
     number: u64,
     /// What other routers know it by.
     name: u64,
-    _promise: Promise,
+    _promise: InflightPrefix,
 }
 
 /// What becomes of a request.
@@ -165,7 +165,7 @@ impl Routing {
             seed,
             peer,
             index,
-            promises: Arc::default(),
+            inflight: Arc::default(),
             fleet,
             members,
             scratch: Scratch::default(),
@@ -176,7 +176,7 @@ impl Routing {
             door: (options.admission != Admission::Off).then(|| Door::new(settings.admission.clone())),
             deadline: (options.admission == Admission::Deadline).then_some(options.slo.ttft),
             advisor: Advisor::new(settings.planner.clone()),
-            rules: Rules::of_sound(settings),
+            rules: ResolvedSettings::from_valid(settings),
         }
     }
 
@@ -291,7 +291,7 @@ impl Routing {
     ) -> Option<QueuedRequest> {
         let names: Vec<SequenceHash> = asked.blocks.iter().map(|block| trace::name(*block)).collect();
         let mut overlaps = Overlaps::only(BLOCK_TOKENS as usize, names, &self.index);
-        overlaps.extend(&self.promises);
+        overlaps.extend(&self.inflight);
         let roster = self.fleet.roster();
         let serving = roster.serving(MODEL)?;
         let survey = Survey::new(serving, &overlaps, asked.input as usize, &[], now);
@@ -326,7 +326,7 @@ impl Routing {
             let member = row.member();
             self.fleet.choose(member);
             let number = member.books.book(amount, now);
-            let promise = self.promises.make(member.slot, promised, BLOCK_TOKENS as usize, row.held.run());
+            let promise = self.inflight.add(member.slot, promised, BLOCK_TOKENS as usize, row.held.run());
             let Amount { prefill_tokens, blocks, sequences, .. } = amount;
             let (worker, decodes, anchors) = (member.id(), sequences > 0, promise.anchors().to_vec());
             let placed = Booked::Placed { number: name, worker, prefill_tokens, blocks, decodes, anchors };
@@ -403,7 +403,7 @@ impl Routing {
     /// Another router tells what it booked.
     pub(super) fn hear(&mut self, now_ns: u64, from: usize, booked: Vec<Booked>) {
         let now = self.at(now_ns);
-        self.others.hear(RouterId(from as u64), booked, &self.fleet, &self.promises, now);
+        self.others.hear(RouterId(from as u64), booked, &self.fleet, &self.inflight, now);
     }
 
     /// A second has passed: who is silent has gone.

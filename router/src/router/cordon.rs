@@ -1,7 +1,8 @@
-//! Taking a worker out of service and back, in the words of Kubernetes: a cordoned worker gets no new requests, draining waits
-//! until it has none, and uncordoning gives it requests again.
+//! Cordon and drain of workers, as in Kubernetes: a cordoned worker gets no new requests, draining waits until it has
+//! none, and uncordoning gives it requests again.
 //!
-//! It holds for this router alone, until the process ends. Not here: ending the worker, which is its own process's business.
+//! A cordon holds in this router alone, until the process ends. Not here: the end of the worker, which is up to its
+//! own process.
 
 use crate::router::Router;
 use serde::Serialize;
@@ -9,17 +10,17 @@ use std::time::Duration;
 use tokio::time::{Instant, sleep};
 use worker::plane::{Phase, WorkerId};
 
-/// How often it is asked whether a worker is drained: a person waits for the answer.
+/// Interval at which a drain checks the worker: an operator waits for it.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// A worker, as an operator sees it.
+/// State of a worker for an operator.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub struct WorkerStatus {
     /// Id of the worker in logs and explanations, like `w1`.
     pub worker: String,
-    /// The model that it serves.
+    /// Id of the model that it serves.
     pub model: String,
-    /// What the worker does: prefill, decode or both.
+    /// Role: prefill, decode or both.
     pub role: Phase,
     /// Whether it gets no new requests.
     pub cordoned: bool,
@@ -33,7 +34,7 @@ pub struct WorkerStatus {
 pub struct NoSuchWorker(pub WorkerId);
 
 impl Router {
-    /// Every worker that is there.
+    /// All registered workers.
     pub fn workers(&self) -> Vec<WorkerStatus> {
         let (roster, now) = (self.core.fleet.roster(), Instant::now());
         let status = |member: &std::sync::Arc<crate::fleet::Member>| {
@@ -49,7 +50,7 @@ impl Router {
         roster.members().map(status).collect()
     }
 
-    /// Gives a worker no new requests from now on. Those that wait for it in the router are placed again.
+    /// Gives a worker no new requests from now on. Requests that are queued for it are placed again.
     pub fn cordon(&self, id: WorkerId) -> Result<(), NoSuchWorker> {
         self.set_cordon(id, true)
     }

@@ -275,7 +275,7 @@ impl Yard {
 
     /// Questions to sources that were answered so.
     pub(crate) fn repairs(&self, outcome: &str) -> u64 {
-        self.router.core.metrics.repairs.with_label_values(&[outcome]).get()
+        self.router.core.metrics.resyncs.with_label_values(&[outcome]).get()
     }
 
     /// What is booked and reported on a worker: tokens to prefill, sequences, blocks.

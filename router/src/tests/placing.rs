@@ -146,10 +146,16 @@ async fn new_settings_hold_from_the_next_decision_on_and_streams_go_on() {
     let yard = defaults();
     let _workers = [yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await];
     let mut stream = yard.ask(prompt(1, 100)).await.unwrap();
-    yard.router.retune(Settings { policy: Policy::RoundRobin, ..Settings::default() }).unwrap();
+    yard.router.update_settings(Settings { policy: Policy::RoundRobin, ..Settings::default() }).unwrap();
     assert_eq!(yard.explain(prompt(2, 100)).await["policy"], "round-robin");
     let wrong = Settings { decode_interference_weight: -1.0, policy: Policy::Random, ..Settings::default() };
-    assert!(yard.router.retune(wrong).unwrap_err().to_string().contains("router.decode_interference_weight: expected"));
+    assert!(
+        yard.router
+            .update_settings(wrong)
+            .unwrap_err()
+            .to_string()
+            .contains("router.decode_interference_weight: expected")
+    );
     assert_eq!(yard.explain(prompt(3, 100)).await["policy"], "round-robin", "what is wrong changes nothing");
     let mut ids = Vec::new();
     while let Some(item) = stream.next().await {

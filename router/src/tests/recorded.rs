@@ -60,15 +60,15 @@ async fn recording_starts_and_stops_while_requests_are_served_and_a_path_that_ca
     let yard = defaults();
     yard.worker(1, Phase::Both).await;
     yard.answer(prompt(1, 100)).await.unwrap();
-    yard.router.retune(recording(&path)).unwrap();
+    yard.router.update_settings(recording(&path)).unwrap();
     yard.answer(prompt(2, 200)).await.unwrap();
     let nowhere = folder.path().join("no").join("run.jsonl");
-    let error = yard.router.retune(recording(&nowhere)).unwrap_err().to_string();
+    let error = yard.router.update_settings(recording(&nowhere)).unwrap_err().to_string();
     assert!(error.starts_with("router.trace_file: ") && error.contains("no/run.jsonl"), "{error}");
     yard.answer(prompt(3, 300)).await.unwrap();
-    yard.router.retune(Settings::default()).unwrap();
+    yard.router.update_settings(Settings::default()).unwrap();
     yard.answer(prompt(4, 400)).await.unwrap();
-    yard.router.retune(recording(&path)).unwrap();
+    yard.router.update_settings(recording(&path)).unwrap();
     yard.answer(prompt(5, 500)).await.unwrap();
     // What the first writer still had may come after what the second has.
     let lengths: BTreeSet<u64> = lines(&path, 3).await.iter().map(|line| line.input_length).collect();
@@ -85,7 +85,7 @@ async fn a_record_goes_on_under_its_name_when_it_was_moved_away_and_in_its_place
     yard.answer(prompt(1, 100)).await.unwrap();
     assert_eq!(lines(&path, 1).await.iter().map(length).collect::<Vec<_>>(), [100]);
     std::fs::rename(&path, &moved).unwrap();
-    yard.router.retune(recording(&path)).unwrap();
+    yard.router.update_settings(recording(&path)).unwrap();
     yard.answer(prompt(2, 200)).await.unwrap();
     assert_eq!(lines(&path, 1).await.iter().map(length).collect::<Vec<_>>(), [200]);
     assert_eq!(lines(&moved, 1).await.len(), 1);
@@ -94,7 +94,7 @@ async fn a_record_goes_on_under_its_name_when_it_was_moved_away_and_in_its_place
     yard.answer(prompt(3, 300)).await.unwrap();
     assert_eq!(counted(&yard, 3).await, [2, 1]);
     file.set_len(0).unwrap();
-    yard.router.retune(recording(&path)).unwrap();
+    yard.router.update_settings(recording(&path)).unwrap();
     yard.answer(prompt(4, 400)).await.unwrap();
     assert_eq!(lines(&path, 1).await.iter().map(length).collect::<Vec<_>>(), [400]);
 }
@@ -102,7 +102,8 @@ async fn a_record_goes_on_under_its_name_when_it_was_moved_away_and_in_its_place
 /// Lines written, and dropped, once there are so many of both.
 async fn counted(yard: &Yard, count: u64) -> [u64; 2] {
     for _ in 0..1000 {
-        let counts = ["written", "dropped"].map(|of| yard.router.core.metrics.recorded.with_label_values(&[of]).get());
+        let counts =
+            ["written", "dropped"].map(|of| yard.router.core.metrics.trace_records.with_label_values(&[of]).get());
         if counts.iter().sum::<u64>() >= count {
             return counts;
         }
@@ -127,7 +128,7 @@ async fn a_record_ends_at_its_bound_and_goes_on_under_the_same_name_once_there_i
     yard.answer(prompt(3, 300)).await.unwrap();
     assert!(!yard.router.core.recorder.is_on());
     std::fs::rename(&path, folder.path().join("full.jsonl")).unwrap();
-    yard.router.retune(recording(&path)).unwrap();
+    yard.router.update_settings(recording(&path)).unwrap();
     yard.answer(prompt(4, 400)).await.unwrap();
     let lengths: Vec<u64> = lines(&path, 1).await.iter().map(|line| line.input_length).collect();
     assert_eq!((lengths, counted(&yard, 3).await), (vec![400], [2, 1]), "what is not recorded is not counted either");
@@ -142,7 +143,7 @@ async fn a_record_stays_one_though_settings_change_while_requests_are_served() {
     let yard = Yard::new(recording(&path));
     yard.worker(1, Phase::Both).await;
     let served = yard.ask(prompt(1, 100)).await.unwrap();
-    yard.router.retune(recording(&path)).unwrap();
+    yard.router.update_settings(recording(&path)).unwrap();
     yard.answer(prompt(2, 200)).await.unwrap();
     assert_eq!(counted(&yard, 1).await, [1, 0]);
     let length = || std::fs::metadata(&path).unwrap().len();

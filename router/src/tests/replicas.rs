@@ -157,7 +157,7 @@ async fn a_router_that_falls_silent_takes_its_bookings_with_it() {
 async fn a_router_that_is_alone_says_only_that_it_is_there() {
     let (_yard, routers, _fakes) = yard(1, 1).await;
     send(&routers[0], 1).await;
-    assert_eq!(routers[0].core.herald.take(), []);
+    assert_eq!(routers[0].core.outbox.take(), []);
 }
 
 /// What the first wish on the plane is, within a minute of one mode and a minute of the next, under a load that `report`
@@ -186,7 +186,7 @@ async fn wish(modes: [PlannerMode; 2], report: impl Fn(Phase) -> Load) -> (Optio
     };
     let turn = async {
         tokio::time::sleep(Duration::from_mins(1)).await;
-        yard.router.retune(settings(modes[1])).unwrap();
+        yard.router.update_settings(settings(modes[1])).unwrap();
         tokio::time::sleep(Duration::from_mins(1)).await;
     };
     let wish = tokio::select! {
@@ -197,7 +197,7 @@ async fn wish(modes: [PlannerMode; 2], report: impl Fn(Phase) -> Load) -> (Optio
         },
         () = turn => None,
     };
-    (wish, yard.router.core.metrics.desired.with_label_values(&[MODEL, "prefill"]).get())
+    (wish, yard.router.core.metrics.desired_workers.with_label_values(&[MODEL, "prefill"]).get())
 }
 
 #[tokio::test(start_paused = true)]

@@ -1,0 +1,280 @@
+//! Serves a request: admission, sending over one leg or two, retries, and the stream of its output.
+
+use super::admit::admit;
+use super::place::{Placement, RemotePrefill, stall_timeout};
+use crate::admission::Permit;
+use crate::booking::Booking;
+use crate::fleet::{Fleet, Member, Verdict};
+use crate::state::Core;
+use crate::trace::RequestTrace;
+use futures::{StreamExt, future, stream};
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::time::{Instant, timeout, timeout_at};
+use worker::engine::{Error, Handoff, Output, OutputStream, Request, Tokens, Work};
+use worker::plane::WorkerId;
+
+/// Workers tried for one request before its client gets an error. Two workers may fail at once; a third failure is
+/// probably the request's own fault.
+const MAX_ATTEMPTS: usize = 3;
+/// Time that a worker which has left discovery gets for the first output of a request: it may still be finishing its
+/// requests.
+const LEAVE_GRACE: Duration = Duration::from_secs(2);
+/// Interval at which a worker that is overdue is checked.
+const STALL_POLL_INTERVAL: Duration = Duration::from_secs(1);
+
+/// The first output of a request, and the rest of its stream.
+struct FirstOutput {
+    first: Output,
+    rest: OutputStream,
+}
+
+/// Serves a request. Past its deadline the first output is worthless, so the request is cancelled.
+pub(crate) async fn serve(core: &Arc<Core>, request: Request) -> Result<OutputStream, Error> {
+    match request.terms.deadline {
+        Some(deadline) => timeout_at(deadline, try_workers(core, request)).await.unwrap_or(Err(Error::Late)),
+        None => try_workers(core, request).await,
+    }
+}
+
+async fn try_workers(core: &Arc<Core>, request: Request) -> Result<OutputStream, Error> {
+    let mut trace = core.recorder.begin(Instant::now());
+    let (first, permit) = admit(core, &request).await?;
+    let mut next = Some(first);
+    let mut tried = Vec::new();
+    let mut last = None;
+    while tried.len() < MAX_ATTEMPTS {
+        // An admitted request does not queue again.
+        let placement = match next.take().map_or_else(|| place(core, &request, &tried), Ok) {
+            Ok(placement) => placement,
+            // The last worker's error says more than that there is no other worker.
+            Err(error) => return Err(last.unwrap_or(error)),
+        };
+        tried.push(placement.decode.id());
+        if let Some(trace) = &mut trace {
+            trace.dispatched();
+        }
+        match attempt(core, &request, &placement, &tried).await {
+            Ok(first) => return Ok(stream(core, placement, permit, first, trace)),
+            Err(error) => {
+                let verdict = Verdict::of(&error);
+                placement.decode.note(verdict);
+                drop(placement);
+                core.admission.notify();
+                if verdict == Verdict::Neutral {
+                    return Err(error);
+                }
+                let reason = if matches!(verdict, Verdict::Busy(_)) { "busy" } else { "error" };
+                core.metrics.retries.with_label_values(&[reason]).inc();
+                tracing::info!(
+                    request_id = %request.id, worker = ?tried.last(), %error,
+                    "request failed; trying another worker"
+                );
+                last = Some(preferred_error(last, error));
+            }
+        }
+    }
+    Err(last.unwrap_or_else(|| Error::Unavailable("no worker served the request".to_owned())))
+}
+
+/// Which of two errors to return: back-pressure tells the client what to do, so a later fault does not replace it.
+fn preferred_error(last: Option<Error>, error: Error) -> Error {
+    match (last, error) {
+        (Some(Error::Overloaded { retry_after: a }), Error::Overloaded { retry_after: b }) => {
+            Error::Overloaded { retry_after: a.min(b) }
+        }
+        (Some(busy @ Error::Overloaded { .. }), _) => busy,
+        (_, error) => error,
+    }
+}
+
+/// Gets the first output: from the decode worker alone, or after a remote prefill.
+async fn attempt(
+    core: &Core,
+    request: &Request,
+    placement: &Placement,
+    tried: &[WorkerId],
+) -> Result<FirstOutput, Error> {
+    let Placement { decode, booking, sibling_bookings, prefill, uncached, first_token, .. } = placement;
+    sibling_bookings.iter().for_each(Booking::dequeued);
+    let or_stalled = stalled(&core.fleet, decode, &request.model, tried, *first_token);
+    let mut request = request.clone();
+    let Some(remote) = prefill else {
+        return start(decode, booking, request, or_stalled).await;
+    };
+    booking.dequeued();
+    let outcome = core.metrics.disaggregated_requests.clone();
+    match prefill_leg(core, remote, &request).await {
+        Ok((handoff, blocks)) => {
+            request.work = Work::Resume(handoff);
+            let since = Instant::now();
+            // Time in the decode worker's own queue does not belong to the hand-over, so it is measured on idle
+            // workers only.
+            let was_free = decode.is_free(since);
+            let started = start(decode, booking, request, or_stalled).await?;
+            // The decode worker has the blocks: the prefill worker may release them.
+            drop(blocks);
+            if was_free {
+                decode.books.resumed((since.elapsed().as_secs_f64() - remote.transfer_seconds).max(0.0));
+            }
+            outcome.with_label_values(&["remote_prefill"]).inc();
+            Ok(started)
+        }
+        Err(error) => {
+            tracing::info!(
+                request_id = %request.id, worker = %remote.member.id(), %error,
+                "remote prefill failed; the decode worker computes the prompt"
+            );
+            remote.member.note(Verdict::of(&error));
+            core.admission.notify();
+            outcome.with_label_values(&["local_fallback"]).inc();
+            booking.revise(*uncached);
+            start(decode, booking, request, or_stalled).await
+        }
+    }
+}
+
+/// Has the prefill worker compute the prompt's blocks. It keeps them until the returned stream is dropped.
+async fn prefill_leg(core: &Core, remote: &RemotePrefill, request: &Request) -> Result<(Handoff, OutputStream), Error> {
+    let request = Request { work: Work::Prefill, explain: false, ..request.clone() };
+    let never = future::pending();
+    let started = timeout(remote.stall_timeout, start(&remote.member, &remote.booking, request, never)).await;
+    let FirstOutput { first, rest } = started.map_err(|_| {
+        remote.member.note(Verdict::Hung);
+        Error::Failed(format!("no hand-over within {:?}", remote.stall_timeout))
+    })??;
+    // The prompt is computed: what remains on the worker is blocks, not work.
+    remote.booking.started();
+    core.admission.notify();
+    match first {
+        Output::Handoff(handoff) => {
+            remote.member.well();
+            remote.prediction.computed(&core.index, &remote.member, None);
+            Ok((handoff, rest))
+        }
+        Output::Tokens(_) | Output::Frame(..) => Err(Error::Failed("a prefill returned output tokens".to_owned())),
+    }
+}
+
+/// Resolves when a worker has sent no output of any request for much longer than expected, while another worker could
+/// serve this request. When all workers are slow none is better, and the request stays where it is.
+async fn stalled(fleet: &Fleet, member: &Member, model: &str, tried: &[WorkerId], expected: f64) {
+    let since = Instant::now();
+    tokio::time::sleep(stall_timeout(expected)).await;
+    loop {
+        let (now, roster) = (Instant::now(), fleet.roster());
+        let is_better = |other: &&Arc<Member>| {
+            // None of the prompts that were sent to it waits.
+            let free = || other.books.standing(now).prompts == 0;
+            *other.instance.model.id == *model
+                && !tried.contains(&other.id())
+                && !roster.is_cordoned(other.id())
+                && (!other.avoided(now) || member.avoided(now))
+                && (other.heard_since(since) || free())
+        };
+        if !member.heard_since(since) && roster.members().find(is_better).is_some() {
+            return member.note(Verdict::Hung);
+        }
+        tokio::time::sleep(STALL_POLL_INTERVAL).await;
+    }
+}
+
+/// Sends a request to a worker and waits for the first output, or until the worker has left or `stalled` resolves.
+async fn start(
+    member: &Member,
+    booking: &Booking,
+    request: Request,
+    stalled: impl Future<Output = ()>,
+) -> Result<FirstOutput, Error> {
+    let output = async {
+        booking.sent();
+        let mut rest = member.engine.generate(request).await?;
+        match rest.next().await {
+            Some(first) => Ok(FirstOutput { first: first?, rest }),
+            None => Err(Error::Failed("the stream ended before the first output".to_owned())),
+        }
+    };
+    let left = async {
+        member.gone.cancelled().await;
+        tokio::time::sleep(LEAVE_GRACE).await;
+    };
+    tokio::select! {
+        biased;
+        started = output => started,
+        () = left => Err(Error::Unavailable(format!("worker {} left", member.id()))),
+        () = stalled => Err(Error::Failed(format!("worker {} sent no output in time", member.id()))),
+    }
+}
+
+/// The client's stream: the first output with the explanation, then the rest. It holds the reservation and the permit.
+fn stream(
+    core: &Core,
+    placement: Placement,
+    permit: Arc<Permit>,
+    FirstOutput { mut first, rest }: FirstOutput,
+    trace: Option<RequestTrace>,
+) -> OutputStream {
+    let Placement { decode, booking, sibling_bookings, totals, explanation, prediction, prefill, line, .. } = placement;
+    // The requests for which these were reserved come now, and reserve for themselves.
+    drop((prefill, sibling_bookings));
+    booking.started();
+    core.admission.notify();
+    decode.well();
+    let report = match &first {
+        Output::Tokens(tokens) => tokens.prompt.as_ref(),
+        Output::Frame(..) | Output::Handoff(_) => None,
+    };
+    let mut trace = trace.zip(line).map(|(mut trace, line)| {
+        trace.started(line, report);
+        trace
+    });
+    let found = report.map(|report| u64::from(report.cached_tokens()));
+    prediction.computed(&core.index, &decode, found);
+    if let Some(found) = found {
+        prediction.compare(&core.metrics, &decode, found);
+    }
+    let mut before = None;
+    match &mut first {
+        Output::Tokens(tokens) => {
+            tokens.explain = explanation;
+            if let Some(report) = &mut tokens.prompt {
+                report.worker = Some(decode.id().to_string().into());
+            }
+        }
+        // Raw frames have no field for the explanation: an item without tokens carries it ahead of them.
+        Output::Frame(..) | Output::Handoff(_) => {
+            before = explanation.map(|explain| Tokens { explain: Some(explain), ..Tokens::default() });
+        }
+    }
+    let ends = |item: &Result<Output, Error>| match item {
+        Ok(Output::Tokens(tokens)) => tokens.finish.is_some(),
+        Ok(Output::Frame(..) | Output::Handoff(_)) => false,
+        Err(_) => true,
+    };
+    let mut held = Some((booking, permit));
+    let items = stream::iter(before.map(|tokens| Ok(Output::Tokens(tokens))));
+    let items = items.chain(stream::once(future::ready(Ok(first)))).chain(rest);
+    items
+        .inspect(move |item| {
+            match item {
+                Ok(output) => {
+                    decode.hear();
+                    let tokens = match output {
+                        Output::Tokens(tokens) => tokens.ids.len(),
+                        Output::Frame(_, ids) => ids.as_ref().map_or(0, Vec::len),
+                        Output::Handoff(_) => 0,
+                    };
+                    totals.output(tokens);
+                    if let Some(trace) = &mut trace {
+                        trace.output(tokens);
+                    }
+                }
+                Err(error) => decode.note(Verdict::of(error)),
+            }
+            // Released at the last item, although a client may hold the stream for longer.
+            if ends(item) {
+                drop((held.take(), trace.take()));
+            }
+        })
+        .boxed()
+}
