@@ -1,16 +1,16 @@
 //! Deterministic hashing: the same in every process and on every run.
 //!
-//! Hash of a number (`SplitMix64`), hash of a text, and maps by number for keys that nobody outside can choose so that they
-//! collide: names of blocks, which are hashes of their own, and blocks of a trace. Not here: the hashes that name blocks,
-//! which are kvbm's.
+//! Hash of a number (`SplitMix64`), hash of a text, and maps with numbers as keys. The maps are for keys that no
+//! client can choose so that they collide: block hashes, and blocks of a trace. Not here: the hashes of blocks, which
+//! `kvbm` computes.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
-/// A map whose keys are a number each.
+/// A map with numbers as keys.
 pub(crate) type Numbered<K, V> = HashMap<K, V, BuildHasherDefault<NumberHasher>>;
 
-/// Scrambles a number, which takes a quarter of what the standard hasher does. The same in every process.
+/// Hasher of numbers, four times as fast as the standard one. The same in every process.
 #[derive(Default)]
 pub(crate) struct NumberHasher(u64);
 
@@ -34,7 +34,7 @@ impl Hasher for NumberHasher {
     }
 }
 
-/// A number for a text, the same in every process.
+/// Hash of a text, the same in every process.
 pub(crate) fn number(text: &str) -> u64 {
     text.as_bytes().chunks(8).fold(text.len() as u64, |number, bytes| {
         let mut word = [0; 8];
@@ -43,7 +43,7 @@ pub(crate) fn number(text: &str) -> u64 {
     })
 }
 
-/// Scrambles a number: the finaliser of `SplitMix64` (Steele, Lea and Flood, 2014).
+/// Hash of a number: the finalizer of `SplitMix64` (Steele, Lea and Flood, 2014).
 pub(crate) fn mix(mut z: u64) -> u64 {
     z = z.wrapping_add(0x9e37_79b9_7f4a_7c15);
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

@@ -1,24 +1,24 @@
-//! A value of the configuration that is not possible.
+//! Invalid values of the configuration.
 
 use std::fmt;
 use std::ops::RangeInclusive;
 
-/// A value of the configuration that is not possible.
+/// Invalid values of the configuration.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Problem {
-    /// The key, with the sections that it lies in.
+    /// The key with its sections, as `router.policy`.
     pub key: String,
-    /// What would be right.
+    /// What is wrong, or what is expected.
     pub problem: String,
 }
 
 impl Problem {
-    /// What would be right for a key.
+    /// A problem with the value of a key.
     pub fn new(key: impl Into<String>, problem: impl Into<String>) -> Self {
         Self { key: key.into(), problem: problem.into() }
     }
 
-    /// A problem unless the value lies in the range. Not a number lies in none.
+    /// A problem unless the value lies in the range, which NaN never does.
     #[expect(clippy::needless_pass_by_value, reason = "the values are numbers and durations")]
     pub fn unless_within<T: PartialOrd + fmt::Display>(key: &str, value: T, range: RangeInclusive<T>) -> Option<Self> {
         let problem = || format!("expected a number between {} and {}", range.start(), range.end());

@@ -47,11 +47,11 @@ impl Router {
         let (cancel, tasks) = (CancellationToken::new(), TaskTracker::new());
         let feed = Feed::new(core.clone(), events.clone()).run(discovery);
         tasks.spawn(supervise("feed", core.clone(), cancel.clone(), feed));
-        let others = replicas::attend(core.clone(), events.clone(), id);
-        tasks.spawn(supervise("talk with other routers", core.clone(), cancel.clone(), others));
+        let replication = replicas::attend(core.clone(), events.clone(), id);
+        tasks.spawn(supervise("replication", core.clone(), cancel.clone(), replication));
         let planning = rebalance::keep(core.clone(), events, id);
         tasks.spawn(supervise("planner", core.clone(), cancel.clone(), planning));
-        tasks.spawn(supervise("door", core.clone(), cancel.clone(), admit::run(core.clone())));
+        tasks.spawn(supervise("admission", core.clone(), cancel.clone(), admit::run(core.clone())));
         tasks.spawn(supervise("prober", core.clone(), cancel.clone(), prober::run(core.clone())));
         tasks.close();
         Ok(Arc::new(Self { core, tasks, life: cancel.drop_guard() }))

@@ -224,7 +224,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_unknown_key_or_an_impossible_value_is_an_error_that_names_it() {
+    fn unknown_key_or_invalid_value_is_an_error_that_names_it() {
         assert_eq!(toml::from_str::<Settings>("").unwrap(), Settings::default());
         let error = toml::from_str::<Settings>("polcy = 'kv'").unwrap_err().to_string();
         assert!(error.contains("polcy"), "{error}");
@@ -246,8 +246,9 @@ mod tests {
     }
 
     #[test]
-    fn a_model_of_its_own_starts_from_what_holds_for_all_or_from_a_preset() {
-        let text = "decode_interference_weight = 2\n[models.'a.b']\npolicy = 'session'\n[models.c]\npreset = 'cache'\nprefix_affinity = 9";
+    fn model_overrides_start_from_all_models_or_a_preset() {
+        let text = "decode_interference_weight = 2\n[models.'a.b']\npolicy = 'session'\n[models.c]\npreset = 'cache'\n\
+                    prefix_affinity = 9";
         let resolved = ResolvedSettings::new(toml::from_str(text).unwrap()).unwrap();
         let tuning = |model| {
             let Tuning { policy, decode_interference_weight, prefix_affinity, .. } = resolved.of(model);

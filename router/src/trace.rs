@@ -297,9 +297,9 @@ mod tests {
     use std::fs::OpenOptions;
 
     /// A writer to a disk with this many bytes left.
-    struct Narrow<'a>(&'a File, usize);
+    struct FullDisk<'a>(&'a File, usize);
 
-    impl Write for Narrow<'_> {
+    impl Write for FullDisk<'_> {
         fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
             let fits = bytes.len().min(self.1);
             self.1 -= fits;
@@ -312,16 +312,16 @@ mod tests {
     }
 
     #[test]
-    fn of_a_line_that_a_disk_has_no_room_for_nothing_is_left() {
+    fn line_that_does_not_fit_on_the_disk_is_removed() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("record");
         let file = OpenOptions::new().create(true).append(true).open(&path).unwrap();
         append(&file, &file, &Line::at(1.0)).unwrap();
         let sound = fs::read_to_string(&path).unwrap();
         for left in [0, 1, sound.len() - 1] {
-            let error = append(&file, Narrow(&file, left), &Line::at(2.0)).unwrap_err();
+            let error = append(&file, FullDisk(&file, left), &Line::at(2.0)).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::StorageFull);
-            assert_eq!(fs::read_to_string(&path).unwrap(), sound, "{left} bytes of it fitted");
+            assert_eq!(fs::read_to_string(&path).unwrap(), sound, "{left} bytes of the line fit");
         }
         // The next line starts at the beginning of a line.
         append(&file, &file, &Line::at(3.0)).unwrap();
@@ -332,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn prompts_have_numbers_in_common_as_far_as_they_are_alike() {
+    fn prompts_share_hash_ids_as_far_as_they_are_equal() {
         let key = ChainKey::root(&Domain::shared(), "toy", None);
         let hash_ids = |prompt: &[u32], random| {
             let names = key.names(&prompt[..(prompt.len() - 1) / 16 * 16], 16);
@@ -345,7 +345,7 @@ mod tests {
         assert_eq!(one.len(), 3);
         assert_eq!(one[..2], other[..2]);
         assert_ne!(one[2], other[2]);
-        assert_ne!(hash_ids(&[1, 2, 3], 1), hash_ids(&[1, 2, 3], 2), "too short to have anything in common");
+        assert_ne!(hash_ids(&[1, 2, 3], 1), hash_ids(&[1, 2, 3], 2), "prompts shorter than a block share nothing");
         let whole: Vec<u32> = (0..1024).collect();
         let whole = hash_ids(&whole, 1);
         assert!(whole.len() == 2 && whole[0] != whole[1]);

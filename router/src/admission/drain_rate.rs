@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn rate_declines_when_nothing_leaves_any_more() {
+    fn rate_declines_when_no_request_leaves() {
         let (mut rate, start) = (DrainRate::default(), Instant::now());
         for second in 0..=10 {
             rate.record(100, at(start, f64::from(second)));
@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn rate_stands_while_the_queue_is_empty() {
+    fn rate_is_kept_while_the_queue_is_empty() {
         let (mut rate, start) = (DrainRate::default(), Instant::now());
         rate.record(100, start);
         rate.record(100, at(start, 2.0));
@@ -126,6 +126,6 @@ mod tests {
         rate.record(900, at(start, 1000.5));
         rate.record(100, at(start, 1001.0));
         let rate = rate.per_second(at(start, 1001.0)).unwrap();
-        assert!(rate > 500.0, "{rate}: what was measured before the pause counts for no more than a window");
+        assert!(rate > 500.0, "{rate}: earlier measurements count as one window");
     }
 }

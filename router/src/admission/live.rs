@@ -66,7 +66,7 @@ impl Admission {
 
     /// Admits a request, queues it, or rejects it. A queued request also gets the receiver of its resolution and the
     /// reason why it waits.
-    #[expect(clippy::type_complexity, reason = "used once, at the door")]
+    #[expect(clippy::type_complexity, reason = "used once, by dispatch")]
     pub(crate) fn admit_or_queue(
         self: &Arc<Self>,
         fleet: &Fleet,

@@ -88,35 +88,31 @@ mod tests {
     use super::*;
     use crate::load::{Figure, Speeds};
 
-    fn standing(waiting_tokens: u32, sequences: u32, active_blocks: u32) -> Standing {
+    fn stats(waiting_tokens: u32, sequences: u32, active_blocks: u32) -> Standing {
         let speeds = Speeds { prefill: Figure::of(1000.0), ..Speeds::default() };
         Standing { waiting_tokens, sequences, active_blocks, total_blocks: 100, speeds, ..Standing::default() }
     }
 
     #[test]
-    fn a_worker_is_full_by_its_queue_its_batch_or_its_memory() {
+    fn worker_is_saturated_by_queue_batch_or_memory() {
         let is = |standing: Standing, stage| saturation(Phase::Both, &standing, 16, Amount::default(), stage);
-        assert_eq!(is(standing(1999, 1, 0), Stage::Whole), None);
-        assert_eq!(is(standing(2000, 1, 0), Stage::Whole), Some(Saturation::Queue));
-        assert_eq!(is(standing(2000, 1, 0), Stage::Decode), None, "its prompt is computed elsewhere");
-        assert_eq!(is(standing(0, 19, 0), Stage::Whole), None, "some in spare");
-        assert_eq!(is(standing(0, 20, 0), Stage::Decode), Some(Saturation::Batch));
-        assert_eq!(is(standing(0, 1, 100), Stage::Whole), Some(Saturation::Memory));
-        assert_eq!(is(standing(0, 0, 100), Stage::Whole), None, "nobody is there who could make queue");
-        let unknown = saturation(Phase::Both, &standing(0, 999, 0), 0, Amount::default(), Stage::Whole);
+        assert_eq!(is(stats(1999, 1, 0), Stage::Whole), None);
+        assert_eq!(is(stats(2000, 1, 0), Stage::Whole), Some(Saturation::Queue));
+        assert_eq!(is(stats(2000, 1, 0), Stage::Decode), None, "its prompt is computed on another worker");
+        assert_eq!(is(stats(0, 19, 0), Stage::Whole), None, "a few beyond the batch");
+        assert_eq!(is(stats(0, 20, 0), Stage::Decode), Some(Saturation::Batch));
+        assert_eq!(is(stats(0, 1, 100), Stage::Whole), Some(Saturation::Memory));
+        assert_eq!(is(stats(0, 0, 100), Stage::Whole), None, "an idle worker takes any request");
+        let unknown = saturation(Phase::Both, &stats(0, 999, 0), 0, Amount::default(), Stage::Whole);
         assert_eq!(unknown, None);
-        let prefill =
-            |tokens| saturation(Phase::Prefill, &standing(tokens, 0, 0), 0, Amount::default(), Stage::Prefill);
+        let prefill = |tokens| saturation(Phase::Prefill, &stats(tokens, 0, 0), 0, Amount::default(), Stage::Prefill);
         assert_eq!((prefill(999), prefill(1000)), (None, Some(Saturation::Queue)));
     }
 
     #[test]
-    fn what_waits_in_the_router_does_not_keep_itself_waiting() {
+    fn queued_requests_do_not_saturate_their_worker() {
         let not_sent = Amount { prefill_tokens: 5000, sequences: 30, blocks: 90, prompts: 1 };
-        assert_eq!(saturation(Phase::Both, &standing(5500, 31, 100), 16, not_sent, Stage::Whole), None);
-        assert_eq!(
-            saturation(Phase::Both, &standing(7000, 31, 100), 16, not_sent, Stage::Whole),
-            Some(Saturation::Queue)
-        );
+        assert_eq!(saturation(Phase::Both, &stats(5500, 31, 100), 16, not_sent, Stage::Whole), None);
+        assert_eq!(saturation(Phase::Both, &stats(7000, 31, 100), 16, not_sent, Stage::Whole), Some(Saturation::Queue));
     }
 }

@@ -37,9 +37,9 @@ pub struct Tenant {
 const QUEUE_TIME: RangeInclusive<HumanDuration> =
     HumanDuration(Duration::ZERO)..=HumanDuration(Duration::from_hours(24));
 /// Limits of a tenant that is not in the configuration.
-const UNNAMED: Tenant = Tenant { weight: 1.0, max_inflight_tokens: None, max_queued_tokens: None };
+const DEFAULT_TENANT: Tenant = Tenant { weight: 1.0, max_inflight_tokens: None, max_queued_tokens: None };
 /// Key of the limits of all other tenants.
-const EVERYBODY_ELSE: &str = "*";
+const OTHER_TENANTS: &str = "*";
 
 impl Default for Settings {
     fn default() -> Self {
@@ -49,14 +49,14 @@ impl Default for Settings {
 
 impl Default for Tenant {
     fn default() -> Self {
-        UNNAMED
+        DEFAULT_TENANT
     }
 }
 
 impl Settings {
     /// Share and limits of a tenant.
     pub(crate) fn tenant(&self, name: &str) -> &Tenant {
-        self.tenants.get(name).or_else(|| self.tenants.get(EVERYBODY_ELSE)).unwrap_or(&UNNAMED)
+        self.tenants.get(name).or_else(|| self.tenants.get(OTHER_TENANTS)).unwrap_or(&DEFAULT_TENANT)
     }
 
     /// Problems with the values.
@@ -81,7 +81,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_tenant_has_what_is_said_of_it_or_of_everybody_else() {
+    fn tenant_gets_its_own_settings_or_those_of_all_others() {
         let text = "[tenants.blue]\nweight = 3\nmax_inflight_tokens = 100\n[tenants.\"*\"]\nweight = 0.5";
         let settings: Settings = toml::from_str(text).unwrap();
         assert_eq!(settings.check(), []);
@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn an_impossible_value_is_an_error_that_names_it() {
+    fn invalid_value_is_an_error_that_names_its_key() {
         let wrong: Settings = toml::from_str("[tenants.blue]\nweight = 0").unwrap();
         assert_eq!(wrong.check()[0].key, "router.admission.tenants.blue.weight");
         let wrong: Settings = toml::from_str("max_queue_time = '25h'").unwrap();

@@ -1,4 +1,4 @@
-//! The whole door, before fakes that compute a thousand prompt tokens a second, on a paused clock.
+//! Admission with a whole router over fake workers that compute a thousand prompt tokens per second, on a paused clock.
 
 use super::settings::{Settings as Limits, Tenant};
 use crate::settings::Settings;
@@ -27,7 +27,7 @@ fn of(tenant: &str) -> Terms {
 
 type Answer = JoinHandle<Result<Vec<u32>, Error>>;
 
-/// Asks in a task of its own, and lets it come to where it waits.
+/// Sends a request in a task of its own, and lets it run until it waits.
 async fn ask(yard: &Arc<Yard>, request: Request) -> Answer {
     let yard = yard.clone();
     let answer = tokio::spawn(async move { yard.answer(request).await });
@@ -35,7 +35,7 @@ async fn ask(yard: &Arc<Yard>, request: Request) -> Answer {
     answer
 }
 
-/// A worker whose queue is full, until it reports another.
+/// A worker that is saturated until it reports another load.
 async fn full(yard: &Yard, id: u64) -> Arc<Fake> {
     let worker = yard.worker(id, Phase::Both).await;
     yard.report(&worker, Load { waiting_tokens: 2000, running: 1, ..Load::default() });
@@ -52,7 +52,7 @@ fn outcome(yard: &Yard, class: &str, outcome: &str) -> u64 {
 }
 
 #[tokio::test(start_paused = true)]
-async fn nobody_waits_before_an_idle_fleet() {
+async fn idle_fleet_admits_at_once() {
     let yard = yard(Limits::default());
     let worker = yard.worker(1, Phase::Both).await;
     let before = Instant::now();
@@ -65,7 +65,7 @@ async fn nobody_waits_before_an_idle_fleet() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_saturated_worker_is_not_piled_upon_and_whoever_waits_goes_when_it_reports_room() {
+async fn queued_requests_go_when_the_worker_reports_capacity() {
     let yard = yard(Limits::default());
     let worker = full(&yard, 1).await;
     let answers = [ask(&yard, request(1, 100, of("a"))).await, ask(&yard, request(2, 100, of("a"))).await];
@@ -78,7 +78,7 @@ async fn a_saturated_worker_is_not_piled_upon_and_whoever_waits_goes_when_it_rep
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_explanation_says_how_long_it_waited_and_for_what() {
+async fn explanation_has_queue_time_and_reason() {
     let yard = yard(Limits::default());
     let worker = full(&yard, 1).await;
     let asking = yard.clone();
@@ -92,15 +92,15 @@ async fn an_explanation_says_how_long_it_waited_and_for_what() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_client_that_goes_frees_its_place_at_once() {
+async fn cancelled_request_frees_its_queue_space_at_once() {
     let yard = yard(Limits { max_queued_tokens: 150, ..Limits::default() });
     let worker = full(&yard, 1).await;
-    let gone = ask(&yard, request(1, 100, Terms::default())).await;
-    let refused = yard.answer(request(2, 100, Terms::default())).await;
-    assert_eq!(refused, Err(Error::Overloaded { retry_after: Duration::from_secs(1) }));
-    gone.abort();
+    let cancelled = ask(&yard, request(1, 100, Terms::default())).await;
+    let rejected = yard.answer(request(2, 100, Terms::default())).await;
+    assert_eq!(rejected, Err(Error::Overloaded { retry_after: Duration::from_secs(1) }));
+    cancelled.abort();
     settle().await;
-    assert_eq!((waiting(&yard), yard.standing(1).0), (0, 2000), "nor is anything booked for it");
+    assert_eq!((waiting(&yard), yard.standing(1).0), (0, 2000), "its reservation is released too");
     let next = ask(&yard, request(3, 100, Terms::default())).await;
     yard.report(&worker, Load::default());
     next.await.unwrap().unwrap();
@@ -111,7 +111,7 @@ async fn a_client_that_goes_frees_its_place_at_once() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn two_tenants_share_what_a_saturated_worker_can_do() {
+async fn tenants_share_a_saturated_worker_by_weight() {
     let weights = [("heavy".to_owned(), Tenant { weight: 3.0, ..Tenant::default() })];
     let yard = yard(Limits { tenants: weights.into(), ..Limits::default() });
     let worker = full(&yard, 1).await;
@@ -121,7 +121,7 @@ async fn two_tenants_share_what_a_saturated_worker_can_do() {
     for family in 40..80 {
         ask(&yard, request(family, 1000, of("heavy"))).await;
     }
-    // FairQueue for one request at a time.
+    // Capacity for one request at a time.
     for _ in 0..20 {
         yard.report(&worker, Load { waiting_tokens: 1500, running: 1, ..Load::default() });
         settle().await;
@@ -137,14 +137,14 @@ async fn two_tenants_share_what_a_saturated_worker_can_do() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_urgent_request_overtakes_and_displaces() {
+async fn urgent_request_overtakes_and_sheds() {
     let yard = yard(Limits { max_queued_tokens: 250, ..Limits::default() });
     let worker = full(&yard, 1).await;
     let of = |priority| Terms { priority, ..Terms::default() };
     let low = ask(&yard, request(1, 100, of(Priority::Low))).await;
     let normal = ask(&yard, request(2, 100, of(Priority::Normal))).await;
     let high = ask(&yard, request(3, 100, of(Priority::High))).await;
-    assert!(matches!(low.await.unwrap(), Err(Error::Overloaded { .. })), "the room is full");
+    assert!(matches!(low.await.unwrap(), Err(Error::Overloaded { .. })), "the queue is full");
     yard.report(&worker, Load::default());
     settle().await;
     assert_eq!(worker.families(), [3, 2]);
@@ -153,28 +153,28 @@ async fn an_urgent_request_overtakes_and_displaces() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_deadline_that_cannot_be_met_is_refused_at_once_or_as_soon_as_that_is_sure() {
+async fn deadline_that_cannot_be_met_is_rejected_once_known() {
     let yard = yard(Limits::default());
     let worker = yard.worker(1, Phase::Both).await;
     let within = |ms| Terms { deadline: Some(Instant::now() + Duration::from_millis(ms)), ..Terms::default() };
     let before = Instant::now();
     assert_eq!(yard.answer(request(1, 3000, within(2000))).await, Err(Error::Late));
-    assert_eq!((before.elapsed(), worker.requests()), (Duration::ZERO, 0), "it takes three seconds");
+    assert_eq!((before.elapsed(), worker.requests()), (Duration::ZERO, 0), "its prefill takes three seconds");
     assert_eq!(yard.answer(request(2, 1000, within(2000))).await, Ok(vec![1, 2]));
     yard.report(&worker, Load { waiting_tokens: 5000, running: 1, ..Load::default() });
     settle().await;
     let before = Instant::now();
     assert_eq!(yard.answer(request(3, 1000, within(5000))).await, Err(Error::Late));
-    assert_eq!(before.elapsed().as_millis(), 4000, "a second before the deadline it would have had to start");
+    assert_eq!(before.elapsed().as_millis(), 4000, "its prefill takes the last second");
     yard.report(&worker, Load::default());
     worker.become_(Behaviour::Hang);
     let before = Instant::now();
     assert_eq!(yard.answer(request(4, 100, within(5000))).await, Err(Error::Late));
-    assert_eq!((before.elapsed().as_millis(), worker.open()), (5000, 0), "and what is late is not computed further");
+    assert_eq!((before.elapsed().as_millis(), worker.open()), (5000, 0), "the worker stops computing");
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_would_be_too_late_where_it_waits_goes_where_it_is_not() {
+async fn late_request_is_rerouted_to_a_worker_in_time() {
     let yard = yard(Limits::default());
     let workers = [full(&yard, 1).await, full(&yard, 2).await];
     let has = |at: usize, waiting_tokens| {
@@ -184,7 +184,7 @@ async fn who_would_be_too_late_where_it_waits_goes_where_it_is_not() {
     settle().await;
     let terms = Terms { deadline: Some(Instant::now() + Duration::from_secs(5)), ..Terms::default() };
     let answer = ask(&yard, request(1, 1000, terms)).await;
-    assert_eq!((yard.standing(1).0, yard.standing(2).0), (3000, 9000), "the first one seemed better");
+    assert_eq!((yard.standing(1).0, yard.standing(2).0), (3000, 9000), "it was placed on the first worker");
     has(0, 9000);
     has(1, 1500);
     assert_eq!(answer.await.unwrap(), Ok(vec![1, 2]));
@@ -192,10 +192,10 @@ async fn who_would_be_too_late_where_it_waits_goes_where_it_is_not() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_is_in_time_comes_before_who_is_cheaper() {
+async fn worker_in_time_is_preferred_to_a_cheaper_one() {
     let yard = yard(Limits::default());
     let workers = [yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await];
-    // One computes a prompt at once beside many others, the other has nobody there and a prompt before it.
+    // Worker 1 decodes many sequences and has no queue, worker 2 decodes none and has a queue.
     yard.report(&workers[0], Load { running: 200, decode_step_seconds: Some(0.2), ..Load::default() });
     yard.report(&workers[1], Load { waiting_tokens: 800, ..Load::default() });
     settle().await;
@@ -206,7 +206,7 @@ async fn who_is_in_time_comes_before_who_is_cheaper() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn nobody_waits_for_longer_than_is_configured() {
+async fn request_is_rejected_after_max_queue_time() {
     let yard = yard(Limits { max_queue_time: HumanDuration::secs(7), ..Limits::default() });
     let worker = full(&yard, 1).await;
     let answer = ask(&yard, request(1, 100, Terms::default())).await;
@@ -219,23 +219,23 @@ async fn nobody_waits_for_longer_than_is_configured() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn overload_is_refused_when_the_rate_is_known() {
+async fn overload_is_rejected_once_the_rate_is_known() {
     let yard = yard(Limits { max_queue_time: HumanDuration::secs(10), ..Limits::default() });
     let worker = full(&yard, 1).await;
     let answers = join_all((0..40).map(|family| ask(&yard, request(family, 500, Terms::default())))).await;
-    // One goes each second: ten of the forty can be served in time.
+    // One leaves per second: ten of the forty can be served in time.
     for _ in 0..4 {
         yard.report(&worker, Load { waiting_tokens: 1500, running: 1, ..Load::default() });
         settle().await;
         yard.report(&worker, Load { waiting_tokens: 2000, running: 1, ..Load::default() });
         tokio::time::sleep(Duration::from_secs(1)).await;
     }
-    let refused = answers.iter().filter(|answer| answer.is_finished()).count() - worker.requests();
-    assert!(refused >= 20, "{refused} of 36 are refused after four seconds");
-    assert_eq!(outcome(&yard, "normal", "predicted_timeout_queued"), refused as u64);
+    let rejected = answers.iter().filter(|answer| answer.is_finished()).count() - worker.requests();
+    assert!(rejected >= 20, "{rejected} of 36 are rejected after four seconds");
+    assert_eq!(outcome(&yard, "normal", "predicted_timeout_queued"), rejected as u64);
     let before = Instant::now();
     let Err(Error::Overloaded { retry_after }) = yard.answer(request(40, 500, Terms::default())).await else {
-        panic!("it is let in");
+        panic!("it is admitted");
     };
     assert_eq!((before.elapsed(), outcome(&yard, "normal", "predicted_timeout")), (Duration::ZERO, 1));
     assert!(retry_after > Duration::from_secs(1), "{retry_after:?}");
@@ -251,7 +251,7 @@ async fn overload_is_refused_when_the_rate_is_known() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_worker_that_joins_idle_takes_those_who_wait_for_others_and_one_that_leaves_gives_them_back() {
+async fn queued_requests_move_to_idle_and_from_leaving_workers() {
     let yard = yard(Limits::default());
     let a = full(&yard, 1).await;
     let answers: Vec<Answer> = join_all((0..3).map(|family| ask(&yard, request(family, 100, Terms::default())))).await;
@@ -273,18 +273,18 @@ async fn a_worker_that_joins_idle_takes_those_who_wait_for_others_and_one_that_l
 }
 
 #[tokio::test(start_paused = true)]
-async fn trap_4_a_tenants_permit_lives_until_the_last_byte() {
+async fn permit_is_held_until_the_last_byte() {
     let tenant = Tenant { max_inflight_tokens: Some(100), ..Tenant::default() };
     let yard = yard(Limits { tenants: [("a".to_owned(), tenant)].into(), ..Limits::default() });
     let worker = yard.worker(1, Phase::Both).await;
     let mut first = yard.ask(request(1, 100, of("a"))).await.unwrap();
     let second = ask(&yard, request(2, 100, of("a"))).await;
-    assert!(first.next().await.unwrap().is_ok(), "the head and the first token have gone out");
+    assert!(first.next().await.unwrap().is_ok(), "the first output has arrived");
     tokio::time::sleep(Duration::from_mins(1) - Duration::from_secs(1)).await;
-    assert_eq!((worker.requests(), waiting(&yard)), (1, 100), "and the client has not read the rest");
+    assert_eq!((worker.requests(), waiting(&yard)), (1, 100), "the client has not read the rest");
     while first.next().await.is_some() {}
     settle().await;
-    assert_eq!(worker.requests(), 2, "at the last item, though the stream is still held");
+    assert_eq!(worker.requests(), 2, "released at the last item, though the stream is still held");
     second.await.unwrap().unwrap();
     drop(first);
 
@@ -296,19 +296,19 @@ async fn trap_4_a_tenants_permit_lives_until_the_last_byte() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_waits_when_the_router_stops_is_turned_away_and_so_is_who_would_wait_then() {
+async fn stop_rejects_queued_and_later_requests() {
     let yard = yard(Limits::default());
     let _worker = full(&yard, 1).await;
-    let waits = ask(&yard, request(1, 100, Terms::default())).await;
+    let queued = ask(&yard, request(1, 100, Terms::default())).await;
     yard.router.stop().await;
-    for answer in [waits, ask(&yard, request(2, 100, Terms::default())).await] {
-        let answer = tokio::time::timeout(Duration::from_hours(1), answer).await.expect("it waits for ever");
+    for answer in [queued, ask(&yard, request(2, 100, Terms::default())).await] {
+        let answer = tokio::time::timeout(Duration::from_hours(1), answer).await.expect("it still waits");
         assert_eq!(answer.unwrap(), Err(Error::Unavailable("the router has stopped".to_owned())));
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn several_answers_have_places_wherever_the_first_is_tried_and_give_them_up_when_they_come() {
+async fn group_reserves_for_all_choices_until_the_first_output() {
     let yard = yard(Limits::default());
     let (bad, good) = (yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await);
     bad.become_(Behaviour::Refuse(Error::Failed("broken".to_owned())));
@@ -320,14 +320,14 @@ async fn several_answers_have_places_wherever_the_first_is_tried_and_give_them_u
         settle().await;
         assert_eq!((yard.standing(1), yard.standing(2)), ((0, 0, 0), (100, 3, 37)));
         let first = first.await.unwrap();
-        assert_eq!(yard.standing(2), (0, 1, 17), "the others bring ten blocks each");
+        assert_eq!(yard.standing(2), (0, 1, 17), "the others need ten blocks each");
         drop(first);
     }
-    assert!(bad.requests() > 0 && good.requests() == 2, "none was tried with the other first");
+    assert!(bad.requests() > 0 && good.requests() == 2, "no request was tried on the other worker first");
 }
 
 #[tokio::test(start_paused = true)]
-async fn several_answers_to_one_prompt_are_let_in_as_one() {
+async fn choices_of_a_group_are_admitted_together() {
     let tenant = Tenant { max_inflight_tokens: Some(150), ..Tenant::default() };
     let yard = yard(Limits { tenants: [("a".to_owned(), tenant)].into(), ..Limits::default() });
     let worker = yard.worker(1, Phase::Both).await;
@@ -336,14 +336,14 @@ async fn several_answers_to_one_prompt_are_let_in_as_one() {
     let (asking, lead) = (yard.clone(), choice(0));
     let first = tokio::spawn(async move { asking.ask(lead).await.unwrap() });
     settle().await;
-    assert_eq!(yard.standing(1).1, 3, "all of them are expected");
+    assert_eq!(yard.standing(1).1, 3, "reserved for all choices");
     let first = first.await.unwrap();
-    assert_eq!(yard.standing(1).1, 1, "the others come now, and are booked by themselves");
+    assert_eq!(yard.standing(1).1, 1, "the others come now and reserve for themselves");
     yard.report(&worker, Load { waiting_tokens: 5000, running: 1, ..Load::default() });
     settle().await;
     let other = ask(&yard, request(2, 100, of("b"))).await;
     let second = yard.ask(choice(1)).await.unwrap();
-    assert_eq!((worker.families(), waiting(&yard)), (vec![1, 1], 100), "who belongs to them waits for nobody");
+    assert_eq!((worker.families(), waiting(&yard)), (vec![1, 1], 100), "a later choice does not queue");
     let next = ask(&yard, request(3, 100, of("a"))).await;
     yard.report(&worker, Load::default());
     drop(first);
@@ -356,7 +356,7 @@ async fn several_answers_to_one_prompt_are_let_in_as_one() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn choices_do_not_queue_though_the_first_has_ended() {
+async fn later_choices_do_not_queue_after_the_first_has_ended() {
     let tenant = Tenant { max_inflight_tokens: Some(100), ..Tenant::default() };
     let yard = yard(Limits { tenants: [("a".to_owned(), tenant)].into(), ..Limits::default() });
     let worker = yard.worker(1, Phase::Both).await;
@@ -376,12 +376,12 @@ async fn choices_do_not_queue_though_the_first_has_ended() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn no_wake_up_is_lost_in_a_flood() {
+async fn no_wake_up_is_lost_under_many_requests() {
     let yard = yard(Limits::default());
     let workers = [yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await];
     let answers = (0..200).map(|family| yard.answer(request(family, 300, of(&(family % 7).to_string()))));
     assert!(join_all(answers).await.iter().all(|answer| answer == &Ok(vec![1, 2])));
     assert_eq!(workers.iter().map(|worker| worker.requests()).sum::<usize>(), 200);
     assert_eq!((waiting(&yard), yard.standing(1), yard.standing(2)), (0, (0, 0, 0), (0, 0, 0)));
-    assert!(outcome(&yard, "normal", "queued") > 100, "the room was never used: the test shows nothing");
+    assert!(outcome(&yard, "normal", "queued") > 100, "the queue was never used: the test shows nothing");
 }

@@ -150,7 +150,7 @@ mod tests {
     use worker::plane::{Source, WorkerId};
 
     #[test]
-    fn a_promise_lengthens_what_is_held_until_the_last_of_its_makers_has_gone() {
+    fn prefix_extends_the_overlap_until_its_last_request_ends() {
         let hashes: Vec<SequenceHash> = (0..5).map(|byte| SequenceHash::from_bytes([byte; 16])).collect();
         let (index, prefixes) = (Index::new(), Arc::new(InflightPrefixes::default()));
         let [holds, idle] = [1, 2].map(|id| index.join(WorkerId(id), &[]));
@@ -164,14 +164,15 @@ mod tests {
         assert_eq!(both(), [Held::of([0, 2, 0, 0, 0]), Held::default()]);
         let add = |blocks: usize| prefixes.add(holds, &hashes[..blocks], ANCHOR_TOKENS, 2);
         let (first, second) = (add(4), add(3));
-        assert_eq!(both(), [Held::of([2, 2, 0, 0, 0]), Held::default()], "nobody else has it");
+        assert_eq!(both(), [Held::of([2, 2, 0, 0, 0]), Held::default()], "no other worker has it");
         drop(first);
         assert_eq!(both(), [Held::of([1, 2, 0, 0, 0]), Held::default()]);
         drop(second);
-        assert!(prefixes.lock().is_empty(), "and nothing is left of it");
+        assert!(prefixes.lock().is_empty(), "no anchor is left");
     }
+
     #[test]
-    fn a_promise_of_small_blocks_is_found_at_its_anchors() {
+    fn prefix_of_small_blocks_is_found_at_its_anchors() {
         let hashes: Vec<SequenceHash> = (0..20).map(|byte| SequenceHash::from_bytes([byte; 16])).collect();
         let (index, prefixes) = (Index::new(), Arc::new(InflightPrefixes::default()));
         let [a, b] = [1, 2].map(|id| index.join(WorkerId(id), &[]));
@@ -181,8 +182,8 @@ mod tests {
             prefixes.extend(&mut overlap, &hashes[..blocks], 16);
             [overlap.at(a).run(), overlap.at(b).run()]
         };
-        assert_eq!(seen(18), [18, 8], "the same prompt is found whole");
+        assert_eq!(seen(18), [18, 8], "the same prompt is found completely");
         assert_eq!(seen(20), [16, 8], "a longer one to the last anchor that both have");
-        assert_eq!(seen(7), [0, 0], "what ends before the first anchor is not found");
+        assert_eq!(seen(7), [0, 0], "a prompt shorter than the first anchor is not found");
     }
 }

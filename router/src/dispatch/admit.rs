@@ -107,12 +107,13 @@ mod tests {
             let yard = yard.clone();
             tokio::spawn(async move { yard.answer(request).await })
         };
-        let (first, second) = (ask(request), ask(prompt(2, 100)));
+        let first = ask(request);
+        let second = ask(prompt(2, 100));
         settle().await;
         assert_eq!(waiting.get(), 2);
         first.abort();
         settle().await;
-        assert_eq!(waiting.get(), 1, "a client that goes away waits no more");
+        assert_eq!(waiting.get(), 1, "a cancelled request does not wait");
         yard.report(&worker, Load::default());
         second.await.unwrap().unwrap();
         assert_eq!(waiting.get(), 0);

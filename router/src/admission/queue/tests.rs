@@ -7,7 +7,7 @@ use worker::engine::Priority;
 mod overload;
 mod shares;
 
-/// A lane that takes what comes, at once.
+/// A route with capacity and without a queue.
 const OPEN: Option<Duration> = Some(Duration::ZERO);
 
 fn limits(tokens: u64) -> Settings {
@@ -50,7 +50,7 @@ fn with(priority: Priority, mut request: QueuedRequest) -> QueuedRequest {
     request
 }
 
-/// What became of a newcomer, with the numbers of those that had to go for it.
+/// What became of a new request, with the numbers of the requests that were shed for it.
 #[derive(PartialEq, Debug)]
 enum Outcome {
     Immediate(u64),
@@ -81,13 +81,13 @@ fn wait(queue: &mut FairQueue, limits: &Settings, request: QueuedRequest) -> u64
     }
 }
 
-/// Who goes, until nobody can.
+/// Numbers of the admitted requests in order, until none can be admitted.
 fn order(queue: &mut FairQueue, limits: &Settings) -> Vec<u64> {
     std::iter::from_fn(|| queue.admit_next(limits, Instant::now(), |_, _| OPEN)).collect()
 }
 
 #[test]
-fn an_open_lane_before_an_empty_room_lets_straight_through_and_a_closed_one_does_not() {
+fn empty_queue_and_open_route_admit_at_once() {
     let (mut queue, limits, now) = (FairQueue::default(), limits(100), Instant::now());
     assert_eq!(enter(&mut queue, &limits, request("a", 1000), OPEN, now), Outcome::Immediate(1));
     let first = wait(&mut queue, &limits, request("a", 1000));
@@ -95,14 +95,14 @@ fn an_open_lane_before_an_empty_room_lets_straight_through_and_a_closed_one_does
         enter(&mut queue, &limits, request("b", 1), OPEN, now),
         Outcome::Rejected(Rejection::QueueFull(Duration::from_secs(1)))
     );
-    assert_eq!(order(&mut queue, &limits), [first], "an empty queue takes any one");
+    assert_eq!(order(&mut queue, &limits), [first], "an empty queue takes any request");
     queue.leave(1);
     queue.leave(first);
-    assert!(queue.tenants.is_empty() && queue.running.is_empty(), "nothing is left of who has gone");
+    assert!(queue.tenants.is_empty() && queue.running.is_empty(), "ended requests leave nothing behind");
 }
 
 #[test]
-fn nobody_passes_those_who_wait_for_the_same_worker_and_nobody_waits_behind_those_who_wait_for_another() {
+fn requests_wait_behind_those_of_the_same_worker_only() {
     let (mut queue, limits) = (FairQueue::default(), limits(u64::MAX));
     let huge = wait(&mut queue, &limits, on(1, "a", 1_000_000));
     let small = wait(&mut queue, &limits, on(2, "a", 10));
@@ -115,7 +115,7 @@ fn nobody_passes_those_who_wait_for_the_same_worker_and_nobody_waits_behind_thos
 }
 
 #[test]
-fn a_small_request_does_not_wait_behind_the_huge_ones_of_another_tenant() {
+fn small_request_does_not_wait_behind_huge_ones_of_others() {
     let (mut queue, limits) = (FairQueue::default(), limits(u64::MAX));
     let huge: Vec<u64> = (0..10).map(|_| wait(&mut queue, &limits, request("a", 100_000))).collect();
     let small = wait(&mut queue, &limits, request("b", 10));
@@ -123,7 +123,7 @@ fn a_small_request_does_not_wait_behind_the_huge_ones_of_another_tenant() {
 }
 
 #[test]
-fn the_earlier_start_goes_first_but_not_before_another_tenants_turn() {
+fn earlier_deadline_goes_first_within_its_tenant() {
     let (mut queue, limits, now) = (FairQueue::default(), limits(u64::MAX), Instant::now());
     let by = |seconds| Some(now + Duration::from_secs(seconds));
     let never = wait(&mut queue, &limits, request("a", 10));
@@ -136,7 +136,7 @@ fn the_earlier_start_goes_first_but_not_before_another_tenants_turn() {
 }
 
 #[test]
-fn who_would_be_too_late_behind_the_queue_waits_for_it_to_get_shorter_and_lets_others_go() {
+fn request_waits_until_the_route_can_meet_its_deadline() {
     let (mut queue, limits, now) = (FairQueue::default(), limits(u64::MAX), Instant::now());
     let by = |seconds| QueuedRequest { start_by: Some(now + Duration::from_secs(seconds)), ..request("a", 10) };
     let open_after = |seconds| Some(Duration::from_secs(seconds));
@@ -149,15 +149,15 @@ fn who_would_be_too_late_behind_the_queue_waits_for_it_to_get_shorter_and_lets_o
 }
 
 #[test]
-fn what_is_charged_is_what_is_computed_and_all_answers() {
+fn cost_is_computed_tokens_and_output_of_all_choices() {
     let ticket = Ticket { max_tokens: Some(20), choices: 3, ..request("a", 1000).ticket };
-    let part = |prefill_tokens| Amount { prefill_tokens, ..Amount::default() };
+    let amount = |prefill_tokens| Amount { prefill_tokens, ..Amount::default() };
     let route = Route { decode: WorkerId(1), prefill: Some(WorkerId(2)) };
-    assert_eq!(ticket.placed(route, [part(0), part(300)], 0.0, Instant::now()).cost_tokens, 300 + 3 * 20);
+    assert_eq!(ticket.placed(route, [amount(0), amount(300)], 0.0, Instant::now()).cost_tokens, 300 + 3 * 20);
 }
 
 #[test]
-fn a_higher_class_goes_first_and_the_lower_ones_get_their_tenth() {
+fn higher_class_goes_first_and_lower_ones_get_a_tenth() {
     let (mut queue, limits) = (FairQueue::default(), limits(u64::MAX));
     let one = |priority| with(priority, request("a", 10));
     let mut class = HashMap::new();
@@ -168,7 +168,7 @@ fn a_higher_class_goes_first_and_the_lower_ones_get_their_tenth() {
     }
     let order: Vec<Priority> = order(&mut queue, &limits).iter().map(|number| class[number]).collect();
     let count = |part: &[Priority], of| part.iter().filter(|priority| **priority == of).count();
-    assert_eq!(count(&order[..10], Priority::High), 10, "first and foremost");
+    assert_eq!(count(&order[..10], Priority::High), 10, "the highest class goes first");
     let first = &order[..220];
     let [low, normal, high] = [Priority::Low, Priority::Normal, Priority::High].map(|of| count(first, of));
     assert!((15..=25).contains(&low) && (15..=25).contains(&normal), "{low} {normal} {high}");
@@ -176,10 +176,10 @@ fn a_higher_class_goes_first_and_the_lower_ones_get_their_tenth() {
 }
 
 #[test]
-fn tenants_share_by_weight_and_nobody_saves_up_while_nobody_waits() {
+fn tenants_share_by_weight_without_credit_for_idle_time() {
     let limits = weighing(&[("heavy", 3.0)]);
     let mut queue = FairQueue::default();
-    // What went straight through costs nothing.
+    // Requests that did not queue cost nothing.
     for _ in 0..50 {
         let entry = enter(&mut queue, &limits, request("heavy", 1000), OPEN, Instant::now());
         assert!(matches!(entry, Outcome::Immediate(_)));
@@ -192,7 +192,7 @@ fn tenants_share_by_weight_and_nobody_saves_up_while_nobody_waits() {
     let first: Vec<u64> = (0..400).filter_map(|_| queue.admit_next(&limits, Instant::now(), |_, _| OPEN)).collect();
     let heavy = first.iter().filter(|number| of[number] == "heavy").count();
     assert!((296..=304).contains(&heavy), "{heavy} of 400");
-    // Somebody who comes late starts from now, and has no arrears to catch up on.
+    // A tenant that comes later starts at the virtual time.
     for _ in 0..100 {
         of.insert(wait(&mut queue, &limits, request("late", 100)), "late");
     }
@@ -202,7 +202,7 @@ fn tenants_share_by_weight_and_nobody_saves_up_while_nobody_waits() {
 }
 
 #[test]
-fn tenants_who_want_nothing_any_more_are_forgotten_though_the_room_is_never_empty() {
+fn idle_tenants_are_removed_while_others_queue() {
     let (mut queue, limits, now) = (FairQueue::default(), limits(u64::MAX), Instant::now());
     let only_2 = |_: &FairQueue, route: Route| (route.decode == WorkerId(2)).then_some(Duration::ZERO);
     wait(&mut queue, &limits, request("patient", 100));
@@ -217,11 +217,11 @@ fn tenants_who_want_nothing_any_more_are_forgotten_though_the_room_is_never_empt
         most = most.max(queue.tenants.len());
     }
     assert!(most <= 2 * IDLE_TENANTS_MAX + 2 && queue.tenants.contains_key("patient"), "{most} names");
-    assert!(queue.tenants["greedy"].served >= 1e6, "who is far ahead is kept in mind");
+    assert!(queue.tenants["greedy"].served >= 1e6, "a tenant far ahead is remembered");
 }
 
 #[test]
-fn what_is_cached_costs_no_turn() {
+fn cached_tokens_cost_nothing() {
     let (mut queue, limits) = (FairQueue::default(), limits(u64::MAX));
     let mut of = HashMap::new();
     for _ in 0..100 {
@@ -233,7 +233,7 @@ fn what_is_cached_costs_no_turn() {
 }
 
 #[test]
-fn a_tenants_limits_hold_and_hold_nobody_else() {
+fn limits_of_a_tenant_do_not_delay_others() {
     let tenant = Tenant { max_inflight_tokens: Some(100), max_queued_tokens: Some(50), ..Tenant::default() };
     let limits = Settings { tenants: [("a".to_owned(), tenant)].into(), ..limits(u64::MAX) };
     let (mut queue, now) = (FairQueue::default(), Instant::now());
@@ -244,8 +244,8 @@ fn a_tenants_limits_hold_and_hold_nobody_else() {
     );
     let waits = enter(&mut queue, &limits, request("a", 40), OPEN, now);
     assert_eq!(waits, Outcome::Queued(2, vec![]));
-    let refused = enter(&mut queue, &limits, request("a", 20), OPEN, now);
-    assert_eq!(refused, Outcome::Rejected(Rejection::TenantLimit(Duration::from_secs(1))));
+    let rejected = enter(&mut queue, &limits, request("a", 20), OPEN, now);
+    assert_eq!(rejected, Outcome::Rejected(Rejection::TenantLimit(Duration::from_secs(1))));
     let other = wait(&mut queue, &limits, request("b", 1000));
     assert_eq!(order(&mut queue, &limits), [other]);
     queue.leave(1);
@@ -253,19 +253,22 @@ fn a_tenants_limits_hold_and_hold_nobody_else() {
 }
 
 #[test]
-fn a_full_room_makes_place_for_a_higher_class_and_for_whoever_has_less_than_its_share() {
+fn full_queue_sheds_lower_classes_and_larger_shares() {
     let (mut queue, limits, now) = (FairQueue::default(), limits(100), Instant::now());
     let low = wait(&mut queue, &limits, with(Priority::Low, request("a", 40)));
     let normal: Vec<u64> = (0..3).map(|_| wait(&mut queue, &limits, request("a", 20))).collect();
     let high = with(Priority::High, request("a", 60));
     let entry = enter(&mut queue, &limits, high, None, now);
-    assert_eq!(entry, Outcome::Queued(5, vec![normal[2], low]), "of each class the start_by");
-    let refused = enter(&mut queue, &limits, request("a", 20), None, now);
-    assert!(matches!(refused, Outcome::Rejected(Rejection::QueueFull(_))), "not for more of the same: {refused:?}");
+    assert_eq!(entry, Outcome::Queued(5, vec![normal[2], low]), "the latest of each class");
+    let rejected = enter(&mut queue, &limits, request("a", 20), None, now);
+    assert!(
+        matches!(rejected, Outcome::Rejected(Rejection::QueueFull(_))),
+        "not for the same class and tenant: {rejected:?}"
+    );
     let fair = enter(&mut queue, &limits, request("b", 20), None, now);
     assert_eq!(fair, Outcome::Queued(6, vec![normal[1]]));
     let greedy = enter(&mut queue, &limits, request("b", 20), None, now);
-    assert!(matches!(greedy, Outcome::Rejected(Rejection::QueueFull(_))), "they have as much: {greedy:?}");
+    assert!(matches!(greedy, Outcome::Rejected(Rejection::QueueFull(_))), "the other tenant has as much: {greedy:?}");
     assert_eq!(queue.tokens, 100);
 }
 
@@ -273,9 +276,9 @@ fn a_full_room_makes_place_for_a_higher_class_and_for_whoever_has_less_than_its_
 #[derive(Clone, Debug)]
 enum Step {
     Enter { tenant: u8, priority: u8, tokens: u64, worker: u64, open: bool },
-    Turn { open: u64 },
+    AdmitNext { open: u64 },
     Leave { nth: usize },
-    Again { nth: usize, worker: u64 },
+    Reroute { nth: usize, worker: u64 },
 }
 
 fn step() -> impl Strategy<Value = Step> {
@@ -283,14 +286,14 @@ fn step() -> impl Strategy<Value = Step> {
         4 => (0..3u8, 0..3u8, 1..200u64, 0..3u64, any::<bool>()).prop_map(|(tenant, priority, tokens, worker, open)| {
             Step::Enter { tenant, priority, tokens, worker, open }
         }),
-        3 => (0..3u64).prop_map(|open| Step::Turn { open }),
+        3 => (0..3u64).prop_map(|open| Step::AdmitNext { open }),
         2 => any::<usize>().prop_map(|nth| Step::Leave { nth }),
-        1 => (any::<usize>(), 0..3u64).prop_map(|(nth, worker)| Step::Again { nth, worker }),
+        1 => (any::<usize>(), 0..3u64).prop_map(|(nth, worker)| Step::Reroute { nth, worker }),
     ]
 }
 
 #[test]
-fn those_are_placed_anew_first_who_have_not_been_for_the_longest() {
+fn reroute_starts_with_the_oldest_placement() {
     let (mut queue, limits, later) = (FairQueue::default(), limits(u64::MAX), Instant::now() + Duration::from_secs(1));
     let [first, second] = [(); 2].map(|()| wait(&mut queue, &limits, request("a", 100)));
     let high = wait(&mut queue, &limits, with(Priority::High, QueuedRequest { placed: later, ..request("a", 100) }));
@@ -301,7 +304,7 @@ fn those_are_placed_anew_first_who_have_not_been_for_the_longest() {
 }
 
 #[test]
-fn who_is_placed_anew_keeps_what_others_have_got_before_it() {
+fn reroute_keeps_the_service_counts_of_tenants() {
     let (mut queue, limits, now) = (FairQueue::default(), limits(u64::MAX), Instant::now());
     let modest = [(); 3].map(|()| wait(&mut queue, &limits, on(2, "a", 480)));
     let greedy = [(); 10].map(|()| wait(&mut queue, &limits, request("b", 100)));
@@ -314,11 +317,11 @@ fn who_is_placed_anew_keeps_what_others_have_got_before_it() {
         queue.insert(&limits, number, request("a", 480));
     }
     let more = [(); 3].map(|()| wait(&mut queue, &limits, request("b", 100)));
-    assert_eq!(order(&mut queue, &limits), [modest, more].concat(), "a thousand tokens went to the other");
+    assert_eq!(order(&mut queue, &limits), [modest, more].concat(), "the other tenant got a thousand tokens");
 }
 
 #[test]
-fn who_leaves_while_it_is_placed_anew_is_forgotten() {
+fn request_that_leaves_during_a_reroute_is_removed() {
     let (mut queue, limits) = (FairQueue::default(), limits(u64::MAX));
     let gone = wait(&mut queue, &limits, request("a", 100));
     assert!(queue.begin_reroute(gone));
@@ -327,7 +330,7 @@ fn who_leaves_while_it_is_placed_anew_is_forgotten() {
 }
 
 proptest! {
-    /// Whatever happens: sums are the sums of what is there, bounds hold, and nobody is lost or in two places.
+    /// Sums match the queued and running requests, limits hold, and each request is in one place.
     #[test]
     fn tokens_are_conserved_and_bounds_hold(steps in prop::collection::vec(step(), 1..200)) {
         let tenant = Tenant { weight: 2.0, max_inflight_tokens: Some(300), max_queued_tokens: Some(400) };
@@ -349,16 +352,16 @@ proptest! {
                         Outcome::Rejected(_) => {}
                     }
                 }
-                Step::Turn { open } => {
-                    let turn = queue.admit_next(&limits, now, |_, route| (route.decode == WorkerId(open)).then_some(Duration::ZERO));
-                    if let Some(number) = turn {
+                Step::AdmitNext { open } => {
+                    let admitted = queue.admit_next(&limits, now, |_, route| (route.decode == WorkerId(open)).then_some(Duration::ZERO));
+                    if let Some(number) = admitted {
                         assert!(inside.contains(&number) && queue.running.contains_key(&number));
                     } else {
-                        // Nobody was passed over who could go.
+                        // No request that could be admitted was passed over.
                         let could = |request: &QueuedRequest| {
                             request.route.decode == WorkerId(open) && queue.may_run(&limits, &request.tenant, request.tokens)
                         };
-                        // Of one tenant the first in turn holds the others.
+                        // The first of a tenant holds back its others.
                         let firsts = queue.classes.iter().flat_map(|class| class.flows.values());
                         let firsts = firsts.flat_map(BTreeMap::values).filter_map(|turns| turns.first());
                         assert!(!firsts.map(|(.., number)| &queue.waiting[number]).any(could));
@@ -370,7 +373,7 @@ proptest! {
                         inside.remove(&number);
                     }
                 }
-                Step::Again { nth: n, worker } => {
+                Step::Reroute { nth: n, worker } => {
                     if let Some(number) = nth(n).filter(|number| queue.waiting.contains_key(number)) {
                         let request = QueuedRequest { route: Route { decode: WorkerId(worker), prefill: None }, ..queue.waiting[&number].clone() };
                         assert!(queue.begin_reroute(number));
@@ -399,7 +402,7 @@ proptest! {
         assert!(queue.is_empty() && queue.tenants.is_empty() && queue.reserved.is_empty());
     }
 
-    /// While two tenants wait, what they got for their weights differs by no more than their largest requests.
+    /// While two tenants queue, their service per weight differs by no more than their largest requests.
     #[test]
     fn shares_differ_by_at_most_a_request(
         sizes in prop::collection::vec((1..500u64, 1..500u64), 50..100),
@@ -422,17 +425,17 @@ proptest! {
         }
     }
 
-    /// Somebody of the lowest class goes before ten times its tokens, and one request more, have gone above it.
+    /// A request of the lowest class goes before ten times its tokens, and one more request, of higher classes.
     #[test]
-    fn nobody_starves(size in 1..500u64, above in 1..500u64) {
+    fn lowest_class_does_not_starve(size in 1..500u64, above in 1..500u64) {
         let (limits, mut queue) = (limits(u64::MAX), FairQueue::default());
         let low = wait(&mut queue, &limits, with(Priority::Low, request("a", size)));
         let mut gone = 0;
         loop {
-            // There is always more above.
+            // Higher classes always have requests.
             wait(&mut queue, &limits, with(Priority::High, request("b", above)));
             wait(&mut queue, &limits, with(Priority::Normal, request("c", above)));
-            // And it is placed anew again and again, while others come and go.
+            // It is rerouted again and again, while other requests come and leave.
             let again = queue.waiting[&low].clone();
             assert!(queue.begin_reroute(low));
             let other = wait(&mut queue, &limits, with(Priority::High, request("b", above)));

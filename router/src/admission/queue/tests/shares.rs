@@ -1,12 +1,12 @@
-//! Long runs in virtual time: what each class gets of a fleet that is asked for more than it can do.
+//! Long runs in virtual time: the share of each class of an overloaded fleet.
 
 use super::*;
 use units::HumanDuration;
 
-/// A worker that computes so many tokens per second, one request at a time.
+/// Tokens per second of the worker, which computes one request at a time.
 const SPEED: f64 = 1000.0;
 
-/// Splitmix64.
+/// `SplitMix64`.
 struct Random(u64);
 
 impl Random {
@@ -18,7 +18,7 @@ impl Random {
     }
 }
 
-/// What comes: tokens per second by class, in requests of up to so many tokens, into a room of so many.
+/// Load: tokens per second by class, in requests of up to `size` tokens, and the limit of the queue.
 #[derive(Clone, Debug)]
 struct Overload {
     offered: [f64; 3],
@@ -28,13 +28,13 @@ struct Overload {
     seed: u64,
 }
 
-/// Tokens granted to each class, and the requests that waited in vain, over so many seconds.
+/// Tokens served of each class, and the number of requests that timed out, over this many seconds.
 fn run(overload: &Overload, seconds: f64) -> ([u64; 3], usize) {
     let limits = Settings { max_queue_time: HumanDuration::secs(60), ..limits(overload.queue) };
     let (mut queue, mut random, start) = (FairQueue::default(), Random(overload.seed), Instant::now());
     let at = |seconds| start + Duration::from_secs_f64(seconds);
     let mut arrivals = [0.0_f64; 3];
-    let (mut served, mut timed_out, mut looked) = ([0; 3], 0, 0.0);
+    let (mut served, mut timed_out, mut last_poll) = ([0; 3], 0, 0.0);
     let (mut of, mut idle_at) = (HashMap::new(), 0.0);
     let mean = overload.size.div_ceil(2) as f64;
     loop {
@@ -45,8 +45,8 @@ fn run(overload: &Overload, seconds: f64) -> ([u64; 3], usize) {
         }
         while idle_at <= now {
             timed_out += std::iter::from_fn(|| queue.pop_expired(at(idle_at))).count();
-            if idle_at - looked >= 0.25 {
-                looked = idle_at;
+            if idle_at - last_poll >= 0.25 {
+                last_poll = idle_at;
                 queue.pop_predicted_timeouts(at(idle_at));
             }
             match queue.admit_next(&limits, at(idle_at), |_, _| OPEN) {
@@ -74,9 +74,9 @@ fn run(overload: &Overload, seconds: f64) -> ([u64; 3], usize) {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Every class is offered as much as the worker can do: the lower ones get a tenth of what those above them get.
+    /// Every class is offered as much as the worker can do: each lower one gets a tenth of what those above it get.
     #[test]
-    fn each_class_gets_its_share_of_a_full_room(
+    fn each_class_gets_its_share_of_a_full_queue(
         size in 20..1000u64,
         places in 20..200u64,
         tenants in 1..6u64,
@@ -87,16 +87,16 @@ proptest! {
         let seconds = 1500.0 * size as f64 / SPEED;
         let ([low, normal, high], timed_out) = run(&overload, seconds);
         let total = (low + normal + high) as f64;
-        prop_assert!(total >= 0.99 * seconds * SPEED, "the worker had nothing to do: {total}");
+        prop_assert!(total >= 0.99 * seconds * SPEED, "the worker was idle: {total}");
         prop_assert!(low as f64 >= 0.095 * (normal + high) as f64, "{low} {normal} {high}");
         prop_assert!(normal as f64 >= 0.095 * high as f64, "{low} {normal} {high}");
         prop_assert!(high as f64 >= 0.8 * total, "{low} {normal} {high}");
-        // Of about nine thousand that came, most of them when the room filled and nothing was known of the classes above.
-        prop_assert!(timed_out <= 450, "{timed_out} waited in vain");
+        // Of about nine thousand, most of them when the queue filled and the inflow of higher classes was unknown.
+        prop_assert!(timed_out <= 450, "{timed_out} timed out");
     }
 }
 
-/// The case that was reported: low and high, three times what can be done, and a room for forty requests.
+/// A reported case: low and high priority, three times the capacity, and a queue for forty requests.
 #[test]
 fn low_class_gets_a_tenth_at_three_times_capacity() {
     let overload =
