@@ -3,7 +3,7 @@
 use std::fmt;
 use std::ops::RangeInclusive;
 
-/// Invalid values of the configuration.
+/// An invalid value of the configuration.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Problem {
     /// The key with its sections, as `router.policy`.
