@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
 /// A map with numbers as keys.
-pub(crate) type Numbered<K, V> = HashMap<K, V, BuildHasherDefault<NumberHasher>>;
+pub(crate) type NumberMap<K, V> = HashMap<K, V, BuildHasherDefault<NumberHasher>>;
 
 /// Hasher of numbers, four times as fast as the standard one. The same in every process.
 #[derive(Default)]
@@ -26,7 +26,7 @@ impl Hasher for NumberHasher {
     }
 
     fn write_u64(&mut self, number: u64) {
-        self.0 = mix(self.0 ^ number);
+        self.0 = splitmix64(self.0 ^ number);
     }
 
     fn finish(&self) -> u64 {
@@ -35,16 +35,16 @@ impl Hasher for NumberHasher {
 }
 
 /// Hash of a text, the same in every process.
-pub(crate) fn number(text: &str) -> u64 {
+pub(crate) fn hash_str(text: &str) -> u64 {
     text.as_bytes().chunks(8).fold(text.len() as u64, |number, bytes| {
         let mut word = [0; 8];
         word[..bytes.len()].copy_from_slice(bytes);
-        mix(number ^ u64::from_le_bytes(word))
+        splitmix64(number ^ u64::from_le_bytes(word))
     })
 }
 
 /// Hash of a number: the finalizer of `SplitMix64` (Steele, Lea and Flood, 2014).
-pub(crate) fn mix(mut z: u64) -> u64 {
+pub(crate) fn splitmix64(mut z: u64) -> u64 {
     z = z.wrapping_add(0x9e37_79b9_7f4a_7c15);
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);

@@ -6,7 +6,7 @@
 use crate::admission::Admission;
 use crate::booking::{InflightPrefixes, ReplicaOutbox};
 use crate::fleet::Fleet;
-use crate::hash::mix;
+use crate::hash::splitmix64;
 use crate::index::Index;
 use crate::load::Traffic;
 use crate::metrics::Metrics;
@@ -57,7 +57,7 @@ impl Core {
         let (metrics, recorder) = (Metrics::new(registry)?, Recorder::default());
         recorder.write_to(resolved.settings.trace_file.as_deref(), &metrics).map_err(Error::Settings)?;
         Ok(Self {
-            rng_seed: mix(id.0),
+            rng_seed: splitmix64(id.0),
             fleet: Fleet::default(),
             index: Index::with_budget(resolved.settings.index_memory.as_usize()),
             resolved: RwLock::new(Arc::new(resolved)),

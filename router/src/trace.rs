@@ -5,7 +5,7 @@
 //! share a prefix and nothing else about them. Requests send their lines to a writer thread; when its queue is full,
 //! lines are dropped and counted, and requests do not wait.
 
-use crate::hash::mix;
+use crate::hash::splitmix64;
 use crate::metrics::Metrics;
 use crate::policy::Row;
 use arc_swap::ArcSwapOption;
@@ -285,7 +285,7 @@ fn hash_ids(names: &[SequenceHash], block_size: u64, tokens: u64, random: u64) -
         let full = ((unit + 1) * UNIT_TOKENS / block_size.max(1)).min(names.len() as u64);
         let last = full.checked_sub(1).map_or(random, |last| names[last as usize].short());
         // Two units may end with the same block.
-        mix(last ^ unit) as u32
+        splitmix64(last ^ unit) as u32
     };
     (0..tokens.div_ceil(UNIT_TOKENS)).map(number).collect()
 }

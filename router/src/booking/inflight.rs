@@ -5,7 +5,7 @@
 //! block hash commits to everything before it, so only some blocks are recorded, the anchors: a worker that holds an
 //! anchor holds all blocks that lead to it.
 
-use crate::hash::Numbered;
+use crate::hash::NumberMap;
 use crate::index::{Overlap, Slot};
 use kvbm::SequenceHash;
 use std::collections::hash_map::Entry;
@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Anchors in flight, and the workers on which they are.
 #[derive(Default)]
-pub(crate) struct InflightPrefixes(Mutex<Numbered<u64, Holders>>);
+pub(crate) struct InflightPrefixes(Mutex<NumberMap<u64, Holders>>);
 
 impl InflightPrefix {
     /// Short hashes of some blocks, which stand for all blocks that lead to them.
@@ -86,7 +86,7 @@ impl InflightPrefixes {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Numbered<u64, Holders>> {
+    fn lock(&self) -> MutexGuard<'_, NumberMap<u64, Holders>> {
         // No code under this lock panics.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }

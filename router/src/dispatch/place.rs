@@ -3,7 +3,7 @@
 use super::prediction::HitPrediction;
 use crate::booking::Booking;
 use crate::fleet::Member;
-use crate::hash::{mix, number};
+use crate::hash::{hash_str, splitmix64};
 use crate::load::{Amount, Totals};
 use crate::policy::{Ask, Decision, Overlaps, Policy, Row, Survey, Turn, decide, explain};
 use crate::state::Core;
@@ -85,7 +85,7 @@ pub(crate) fn place(core: &Core, request: &Request, tried: &[WorkerId]) -> Resul
     let survey = Survey::new(serving, &overlaps, prompt, tried, now);
     let (resolved, session) = (core.settings(), request.terms.session.as_deref().map(number));
     let (tuning, draw) =
-        (resolved.of(&request.model), mix(resolved.settings.seed ^ core.rng_seed ^ core.fleet.choices()));
+        (resolved.of(&request.model), splitmix64(resolved.settings.seed ^ core.rng_seed ^ core.fleet.choices()));
     let decision = decide(tuning, Ask::of(request, now), survey, &mut scratch, Turn { draw, session })
         .ok_or_else(|| Error::Unavailable("every worker of the model has been tried".to_owned()))?;
     let placement = book(core, &tuning.policy, request, &overlaps, &decision, tried);
@@ -131,7 +131,7 @@ fn book(
     let prefix = if prefill_row.is_some() { core.inflight.add(row.seat.slot, &[], 1, 0) } else { inflight_prefix(row) };
     let sibling_booking = |_| Booking::new(member, sibling, core.inflight.add(row.seat.slot, &[], 1, 0), &core.outbox);
     let line = core.recorder.is_on().then(|| {
-        let draw = mix(core.fleet.choices());
+        let draw = splitmix64(core.fleet.choices());
         Line::placed(request, row, overlaps.names(row.seat.way), apart.is_some(), draw)
     });
     core.fleet.choose(member);

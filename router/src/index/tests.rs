@@ -314,7 +314,7 @@ fn trap_7_prefix_state_stays_bounded() {
         held.extend(&names);
         tell(&index, id, &events);
         // Blocks are given up in an order that is nobody's, so that nearly every page is left with a few.
-        held.sort_unstable_by_key(|name| crate::hash::mix(name.short() ^ u64::from(round)));
+        held.sort_unstable_by_key(|name| crate::hash::splitmix64(name.short() ^ u64::from(round)));
         let gone: Vec<SequenceHash> = held.drain(..held.len().saturating_sub(3000)).collect();
         index.apply(Source::Worker(id), &removed(Level::G1, &gone));
         if round > 200 {
@@ -445,7 +445,7 @@ fn readers_and_writers_side_by_side_agree_with_the_model_in_the_end() {
             move || {
                 let mut held = BTreeSet::new();
                 for step in 0..400 {
-                    let dice = crate::hash::mix(id << 32 | step);
+                    let dice = crate::hash::splitmix64(id << 32 | step);
                     let (names, events) = &chains[dice as usize % chains.len()];
                     let part = (dice >> 8) as usize % 4;
                     if dice >> 20 & 1 == 0 {
@@ -507,7 +507,7 @@ fn a_membership_takes_less_than_forty_bytes_and_gives_them_back() {
 fn a_table_keeps_its_entries_while_it_grows_and_shrinks() {
     use super::table::Table;
     // The places are names here: few, and then so many that groups overflow.
-    let tag = |place: u32| crate::hash::mix(u64::from(place));
+    let tag = |place: u32| crate::hash::splitmix64(u64::from(place));
     let entered = |table: &Table, places: std::ops::Range<u32>| {
         places.for_each(|place| assert!(table.enter(tag(place), place, |here| here == place)));
     };

@@ -123,7 +123,7 @@ impl Default for Desk {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::hash::mix;
+    use crate::hash::splitmix64;
     use crate::load::books::Amount;
     use crate::load::stats::MEANS_STAND;
     use std::collections::HashSet;
@@ -143,7 +143,7 @@ mod tests {
         let (fleet, mut kept) = ((0..8).map(|_| Books::default()).collect::<Vec<_>>(), Desks::default());
         let (start, mut open, mut avoided) = (Instant::now(), Vec::new(), HashSet::new());
         for round in 0..1_000 {
-            let draw = mix(round);
+            let draw = splitmix64(round);
             // So slowly that reports grow old, and means are worked out anew each time.
             let now = start + 2 * MEANS_STAND * round as u32;
             let books = &fleet[(draw % 8) as usize];

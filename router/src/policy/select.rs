@@ -4,7 +4,7 @@
 //! shared first block does not pin a fleet's traffic to its holder, and new workers get their share at once.
 
 use super::composition::{Composition, Pick, Policy};
-use crate::hash::mix;
+use crate::hash::splitmix64;
 use std::cmp::Ordering;
 
 /// A worker, as far as the choice goes.
@@ -132,7 +132,7 @@ fn of_two(
 ) -> (usize, Why) {
     let n = among.clone().count();
     let first = pick(draw, n);
-    let second = (first + 1 + pick(mix(draw), n.saturating_sub(1).max(1))) % n.max(1);
+    let second = (first + 1 + pick(splitmix64(draw), n.saturating_sub(1).max(1))) % n.max(1);
     let two = among.enumerate().filter(move |(nth, _)| *nth == first || *nth == second).map(|(_, at)| at);
     least(candidates, two, draw, of, clear)
 }
@@ -160,7 +160,7 @@ fn weighted(candidates: &[Candidate], among: impl Iterator<Item = usize> + Clone
 fn home(candidates: &[Candidate], session: u64) -> (usize, Why) {
     let mean = candidates.iter().map(|candidate| candidate.load).sum::<f64>() / candidates.len() as f64;
     let bound = mean * BOUND + BOUND_SECONDS;
-    let weight = |at: &usize| mix(session ^ mix(candidates[*at].worker));
+    let weight = |at: &usize| splitmix64(session ^ splitmix64(candidates[*at].worker));
     let first = (0..candidates.len()).max_by_key(weight).unwrap_or(0);
     // The least loaded is never above the mean.
     let within = (0..candidates.len()).filter(|at| candidates[*at].load <= bound).max_by_key(weight).unwrap_or(first);
@@ -178,7 +178,7 @@ fn needed(candidates: &[Candidate], filters: usize) -> u32 {
 fn longest_ago(candidates: &[Candidate], among: impl Iterator<Item = usize>, draw: u64) -> usize {
     // Those never chosen come in an order that the draw decides, so that routers which start together part ways.
     let chosen = |at: usize| candidates[at].chosen;
-    let turn = |at: usize| mix(draw ^ at as u64);
+    let turn = |at: usize| splitmix64(draw ^ at as u64);
     among
         .reduce(|a, b| match chosen(a).cmp(&chosen(b)).then_with(|| turn(b).cmp(&turn(a))) {
             Ordering::Greater => b,
@@ -200,7 +200,7 @@ fn pick(draw: u64, n: usize) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::hash::number;
+    use crate::hash::hash_str;
 
     fn at(cost: f64, load: f64) -> Candidate {
         Candidate { seat: 0, passes: 0, worker: 0, cost, load, chosen: 0 }
@@ -214,7 +214,7 @@ mod tests {
     fn spread(policy: &Policy, mut candidates: Vec<Candidate>, n: u64) -> Vec<u64> {
         let mut counts = vec![0; candidates.len()];
         for nth in 1..=n {
-            let (chosen, _) = select(policy, &candidates, turn(mix(nth))).unwrap();
+            let (chosen, _) = select(policy, &candidates, turn(splitmix64(nth))).unwrap();
             candidates[chosen].chosen = nth;
             counts[chosen] += 1;
         }
@@ -269,7 +269,7 @@ mod tests {
         let fleet = |n: u64| (0..n).map(|worker| Candidate { worker, ..at(1.0, 0.1) }).collect::<Vec<_>>();
         let homes = |candidates: &[Candidate]| -> Vec<u64> {
             let home = |session: u64| {
-                let session = number(&format!("session {session}"));
+                let session = hash_str(&format!("session {session}"));
                 let (at, why) =
                     select(&Policy::Session, candidates, Turn { draw: session, session: Some(session) }).unwrap();
                 assert_eq!(why, Why::Session);
@@ -284,7 +284,7 @@ mod tests {
         assert!((0..10).all(|worker| (60..150).contains(&ten.iter().filter(|home| **home == worker).count())));
 
         let mut busy = fleet(10);
-        let session = Some(number("session 0"));
+        let session = Some(hash_str("session 0"));
         let home = busy.iter().position(|candidate| candidate.worker == ten[0]).unwrap();
         busy[home].load = 0.3;
         let choice =

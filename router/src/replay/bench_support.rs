@@ -4,7 +4,7 @@
 use super::fleet::Simulated;
 use crate::dispatch::place;
 use crate::fleet::Member;
-use crate::hash::mix;
+use crate::hash::splitmix64;
 use crate::settings::Settings;
 use crate::state::Core;
 use kvbm::{BlockEvent, ChainKey, Epoch, Level};
@@ -55,8 +55,8 @@ impl Decisions {
                 stored(source, Level::G1, names.len() * 7 / 8);
             } else if id % 8 == 0 {
                 let parts = names.len() * 3 / 4;
-                stored(source, Level::G1, (mix(id) as usize) % parts);
-                stored(source, Level::G2, (mix(id + 1) as usize) % parts);
+                stored(source, Level::G1, (splitmix64(id) as usize) % parts);
+                stored(source, Level::G2, (splitmix64(id + 1) as usize) % parts);
             }
         }
         stored(Source::Store(STORE), Level::G3, names.len() * 3 / 4);
@@ -69,7 +69,7 @@ impl Decisions {
     pub fn report(&self) {
         let now = Instant::now();
         for member in &self.members {
-            let draw = if member.id().0 == 0 { 0 } else { mix(member.id().0) };
+            let draw = if member.id().0 == 0 { 0 } else { splitmix64(member.id().0) };
             let onboard = [Level::G2, Level::G3].map(|level| OnboardSpeed {
                 level,
                 latency_seconds: 0.001,

@@ -11,7 +11,7 @@ use crate::booking::{InflightPrefix, InflightPrefixes};
 use crate::control::replicas::Others;
 use crate::control::{Outcome, View};
 use crate::fleet::{Fleet, Member};
-use crate::hash::mix;
+use crate::hash::splitmix64;
 use crate::index::{Index, Slot};
 use crate::load::Amount;
 use crate::policy::planner::Flip;
@@ -295,7 +295,7 @@ impl Routing {
         let roster = self.fleet.roster();
         let serving = roster.serving(MODEL)?;
         let survey = Survey::new(serving, &overlaps, asked.input as usize, &[], now);
-        let draw = mix(self.seed ^ self.fleet.choices());
+        let draw = splitmix64(self.seed ^ self.fleet.choices());
         // A router does not know how long an answer will be.
         let deadline = self.deadline.map(|deadline| arrived + deadline);
         let within = deadline.map(|deadline| deadline.saturating_duration_since(now).as_secs_f64());

@@ -3,7 +3,7 @@
 use super::Profile;
 use super::engine::{Change, Engine};
 use super::trace::{self, Asked, unit};
-use crate::hash::{Numbered, mix};
+use crate::hash::{NumberMap, splitmix64};
 use kvbm::{BlockEvent, Level};
 use worker::plane::Load;
 
@@ -12,7 +12,7 @@ pub(super) struct Plane {
     /// By source: the last number; workers, and at the end the shared store.
     numbers: Vec<u64>,
     /// By block, the one before it: an event tells of a run of one chain.
-    parents: Numbered<u32, u32>,
+    parents: NumberMap<u32, u32>,
     loss: f64,
     /// From then on nothing is lost.
     sound_from_ns: u64,
@@ -56,7 +56,7 @@ impl Plane {
             };
             let source = if level == Level::G3 { self.numbers.len() - 1 } else { worker };
             self.numbers[source] += 1;
-            self.draws = mix(self.draws);
+            self.draws = splitmix64(self.draws);
             if now >= self.sound_from_ns || unit(self.draws) >= self.loss {
                 messages.push((source, Message::Blocks(self.numbers[source], event)));
             }

@@ -1,6 +1,6 @@
 //! The device memory of a simulated worker: blocks that requests use, and blocks kept for the next, leaves given up first.
 
-use crate::hash::Numbered;
+use crate::hash::NumberMap;
 use std::collections::BTreeSet;
 
 /// Blocks by their number in the trace.
@@ -9,7 +9,7 @@ pub(super) struct Pool {
     capacity: u64,
     /// Blocks that belong to one request: not computed yet, or its output.
     private: u64,
-    cached: Numbered<u32, Cached>,
+    cached: NumberMap<u32, Cached>,
     /// Cached blocks that nobody uses.
     unused: u64,
     /// Of those, the ones without a cached successor, by last use.

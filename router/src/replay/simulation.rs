@@ -9,7 +9,7 @@ use super::trace::Asked;
 use super::{Admission, Chooser, Options, Profile, Trace};
 use crate::admission::Stage;
 use crate::control::rebalance::EVERY;
-use crate::hash::mix;
+use crate::hash::splitmix64;
 use crate::policy::planner::Flip;
 use kvbm::Level;
 use std::cmp::Reverse;
@@ -387,7 +387,7 @@ impl<'a> Simulation<'a> {
 
     /// Whose request it is.
     fn router(&self, request: u32) -> usize {
-        (mix(self.seed ^ u64::from(request)) % self.routers.len() as u64) as usize
+        (splitmix64(self.seed ^ u64::from(request)) % self.routers.len() as u64) as usize
     }
 
     /// A router tells the others.

@@ -1,12 +1,12 @@
 //! Where blocks rest that fell out of device memory: the least recently used goes.
 
-use crate::hash::Numbered;
+use crate::hash::NumberMap;
 use std::collections::BTreeSet;
 
 #[derive(Default, Debug)]
 pub(super) struct Lru {
     capacity: usize,
-    used: Numbered<u32, u64>,
+    used: NumberMap<u32, u64>,
     order: BTreeSet<(u64, u32)>,
     clock: u64,
 }

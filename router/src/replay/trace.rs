@@ -2,7 +2,7 @@
 //! (`timestamp`), `input_length` and `output_length` in tokens, and `hash_ids`, one number per block of 512 tokens that
 //! names the block together with everything before it.
 
-use crate::hash::mix;
+use crate::hash::splitmix64;
 use crate::trace::UNIT_TOKENS;
 use kvbm::SequenceHash;
 use serde::Deserialize;
@@ -131,7 +131,7 @@ impl Trace {
             if let Some(next) = self.requests.get(at + 1).filter(|next| next.at_ms > asked.at_ms) {
                 step_ms = next.at_ms - asked.at_ms;
             }
-            let within = unit(mix(seed ^ mix(at as u64))) * step_ms as f64;
+            let within = unit(splitmix64(seed ^ splitmix64(at as u64))) * step_ms as f64;
             times.push((((asked.at_ms as f64 + within) * scale) as u64, at as u32));
         }
         times.sort_unstable();
@@ -173,7 +173,7 @@ pub(super) fn unit(bits: u64) -> f64 {
 
 /// The name of a block in the index.
 pub(super) fn name(block: u32) -> SequenceHash {
-    let (low, high) = (mix(u64::from(block)), mix(!u64::from(block)));
+    let (low, high) = (splitmix64(u64::from(block)), splitmix64(!u64::from(block)));
     SequenceHash::from_bytes(((u128::from(high) << 64) | u128::from(low)).to_le_bytes())
 }
 

@@ -1,7 +1,7 @@
 //! Conversations over engines that really keep their blocks: what routing by cache saves, in computed prompt tokens.
 
 use super::fake::{BLOCK, Yard, card, names, prompt, settle};
-use crate::hash::mix;
+use crate::hash::splitmix64;
 use crate::policy::Policy;
 use crate::settings::Settings;
 use futures::future::{BoxFuture, join_all};
@@ -192,7 +192,7 @@ async fn conversations(policy: Policy, phases: &[Phase], seed: u64) -> f64 {
             started[conversation as usize].notified().await;
             let mut tokens: Vec<u32> = (0..SYSTEM).collect();
             for turn in 0..TURNS {
-                let think = mix(seed ^ u64::from(conversation * TURNS + turn)) % 200;
+                let think = splitmix64(seed ^ u64::from(conversation * TURNS + turn)) % 200;
                 tokio::time::sleep(Duration::from_millis(think)).await;
                 tokens.extend((0..TURN).map(|at| 1_000_000 * (conversation + 1) + turn * 1000 + at));
                 let mut request = prompt(0, 0);
