@@ -75,7 +75,11 @@ fn enter(
 }
 
 fn wait(queue: &mut FairQueue, limits: &Settings, request: QueuedRequest) -> u64 {
-    match enter(queue, limits, request, None, Instant::now()) {
+    wait_at(queue, limits, request, Instant::now())
+}
+
+fn wait_at(queue: &mut FairQueue, limits: &Settings, request: QueuedRequest, now: Instant) -> u64 {
+    match enter(queue, limits, request, None, now) {
         Outcome::Queued(number, shed) if shed.is_empty() => number,
         other => panic!("{other:?}"),
     }

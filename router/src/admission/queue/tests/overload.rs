@@ -109,7 +109,7 @@ fn burst_is_rejected_once_the_rate_is_measured() {
     for _ in 0..1000 {
         let mut one = request("a", 100);
         one.ticket.queue_deadline = late;
-        wait(&mut queue, &limits, one);
+        wait_at(&mut queue, &limits, one, start);
     }
     let (mut served, mut rejected, mut timed_out) = (0, Vec::new(), 0);
     for tick in 0..=240 {
@@ -136,7 +136,7 @@ fn burst_is_rejected_while_no_request_leaves_the_queue() {
     for _ in 0..950 {
         let mut one = QueuedRequest { placed: start, ..request("a", 100) };
         one.ticket.queue_deadline = start + Duration::from_mins(1);
-        wait(&mut queue, &limits, one);
+        wait_at(&mut queue, &limits, one, start);
     }
     let mut rejected = 0;
     for (second, least) in [(1, 0), (5, 300), (10, 650), (20, 800), (30, 880)] {
@@ -157,7 +157,7 @@ fn victims_are_found_without_a_search() {
     let (mut queue, limits, now) = (FairQueue::default(), limits(queue_tokens), Instant::now());
     let examined = |queue: &FairQueue| queue.classes.iter().map(|class| class.occupancy.examined.get()).sum::<usize>();
     for nth in 0..queue_tokens {
-        wait(&mut queue, &limits, with(Priority::Low, request(&(nth % 1000).to_string(), 1)));
+        wait_at(&mut queue, &limits, with(Priority::Low, request(&(nth % 1000).to_string(), 1)), now);
     }
     let mut removed = 0;
     for _ in 0..500 {
@@ -170,7 +170,7 @@ fn victims_are_found_without_a_search() {
 
     let mut queue = FairQueue::default();
     for nth in 0..queue_tokens {
-        wait(&mut queue, &limits, request(&(nth % 1000).to_string(), 1));
+        wait_at(&mut queue, &limits, request(&(nth % 1000).to_string(), 1), now);
     }
     let mut removed = 0;
     for nth in 0..1000 {
