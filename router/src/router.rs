@@ -29,7 +29,7 @@ pub struct Router {
     pub(crate) core: Arc<Core>,
     tasks: TaskTracker,
     /// Cancels the tasks when the router is dropped.
-    life: DropGuard,
+    cancel: DropGuard,
 }
 
 impl Router {
@@ -54,7 +54,7 @@ impl Router {
         tasks.spawn(supervise("admission", core.clone(), cancel.clone(), admit::run(core.clone())));
         tasks.spawn(supervise("prober", core.clone(), cancel.clone(), prober::run(core.clone())));
         tasks.close();
-        Ok(Arc::new(Self { core, tasks, life: cancel.drop_guard() }))
+        Ok(Arc::new(Self { core, tasks, cancel: cancel.drop_guard() }))
     }
 
     /// Replaces the settings. Invalid settings change nothing and are an error.
@@ -64,7 +64,7 @@ impl Router {
 
     /// Ends the router's tasks and waits for them. Streams that were started go on; queued requests are rejected.
     pub async fn stop(&self) {
-        self.life.token().cancel();
+        self.cancel.token().cancel();
         self.tasks.wait().await;
         self.core.admission.close();
     }
@@ -90,7 +90,7 @@ async fn supervise(
 ) {
     let Some(outcome) = cancel.run_until_cancelled(AssertUnwindSafe(part).catch_unwind()).await else { return };
     let reason = if outcome.is_ok() { "a control plane stream ended" } else { "a task panicked" };
-    tracing::error!(component = name, reason = reason, "router component failed; the router is no longer ready");
+    tracing::error!(component = name, reason, "router component failed; the router is no longer ready");
     // The first failure is kept.
     let _ = core.failure.set(reason);
     // Queued requests would wait in vain.

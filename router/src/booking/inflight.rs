@@ -30,7 +30,7 @@ struct Holders {
 }
 
 /// The prefix of one request; dropping it removes it.
-#[must_use = "dropping a promise takes it back"]
+#[must_use = "dropping a prefix removes it"]
 pub(crate) struct InflightPrefix {
     prefixes: Arc<InflightPrefixes>,
     slot: Slot,

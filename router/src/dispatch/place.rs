@@ -83,7 +83,7 @@ pub(crate) fn place(core: &Core, request: &Request, tried: &[WorkerId]) -> Resul
     overlaps.extend(&core.inflight);
     let now = Instant::now();
     let survey = Survey::new(serving, &overlaps, prompt, tried, now);
-    let (resolved, session) = (core.settings(), request.terms.session.as_deref().map(number));
+    let (resolved, session) = (core.settings(), request.terms.session.as_deref().map(hash_str));
     let (tuning, draw) =
         (resolved.of(&request.model), splitmix64(resolved.settings.seed ^ core.rng_seed ^ core.fleet.choices()));
     let decision = decide(tuning, Ask::of(request, now), survey, &mut scratch, Turn { draw, session })
@@ -131,8 +131,8 @@ fn book(
     let prefix = if prefill_row.is_some() { core.inflight.add(row.seat.slot, &[], 1, 0) } else { inflight_prefix(row) };
     let sibling_booking = |_| Booking::new(member, sibling, core.inflight.add(row.seat.slot, &[], 1, 0), &core.outbox);
     let line = core.recorder.is_on().then(|| {
-        let draw = splitmix64(core.fleet.choices());
-        Line::placed(request, row, overlaps.names(row.seat.way), apart.is_some(), draw)
+        let random = splitmix64(core.fleet.choices());
+        Line::placed(request, row, overlaps.names(row.seat.way), prefill_row.is_some(), random)
     });
     core.fleet.choose(member);
     core.metrics.requests.with_label_values(&[&member.id().to_string(), policy.name()]).inc();

@@ -1,7 +1,7 @@
 //! Serves a request: admission, sending over one leg or two, retries, and the stream of its output.
 
 use super::admit::admit;
-use super::place::{Placement, RemotePrefill, stall_timeout};
+use super::place::{Placement, RemotePrefill, place, stall_timeout};
 use crate::admission::Permit;
 use crate::booking::Booking;
 use crate::fleet::{Fleet, Member, Verdict};
