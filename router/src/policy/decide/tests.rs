@@ -14,8 +14,8 @@ async fn reports_that_come_while_it_is_made_are_for_the_next_decision() {
         yard.worker(id, Phase::Both).await;
     }
     let (core, request) = (&yard.router.core, prompt(1, 1600));
-    let (roster, rules) = (core.fleet.roster(), core.rules());
-    let (serving, tuning) = (roster.serving(MODEL).unwrap(), rules.of(MODEL));
+    let (roster, resolved) = (core.fleet.roster(), core.settings());
+    let (serving, tuning) = (roster.serving(MODEL).unwrap(), resolved.of(MODEL));
     let overlaps = Overlaps::of(&request.tokens, &request.domain, serving, &core.index);
     let survey = || Survey::new(serving, &overlaps, request.tokens.len(), &[], Instant::now());
     let mut scratch = Scratch::default();
