@@ -4,7 +4,7 @@
 mod workers;
 
 use crate::config::Listen;
-use crate::node::{Place, Rests, listen};
+use crate::node::{TierAudit, CacheAudit, listen};
 use crate::reload::{Outcome, Reload};
 use axum::extract::State;
 use axum::http::StatusCode;
@@ -19,7 +19,7 @@ use std::sync::{Arc, Weak};
 pub async fn open(
     at: &Listen,
     reload: Arc<Reload>,
-    rests: Weak<Rests>,
+    audit: Weak<CacheAudit>,
     router: Weak<router::Router>,
     (server, settings): (Server, &frontend::Settings),
 ) -> anyhow::Result<(SocketAddr, impl Future<Output = ()> + use<>)> {
@@ -32,7 +32,7 @@ pub async fn open(
         .route("/admin/config", get(async |State(reload): State<Arc<Reload>>| Json(reload.as_json())))
         .route("/admin/reload", post(read_again))
         .with_state(reload)
-        .merge(Router::new().route("/admin/index", get(places)).with_state(rests))
+        .merge(Router::new().route("/admin/index", get(tiers)).with_state(audit))
         .merge(workers::routes(router));
     let app = guard_admin(app, settings);
     Ok((address, async move {
@@ -42,11 +42,11 @@ pub async fn open(
     }))
 }
 
-async fn places(State(rests): State<Weak<Rests>>) -> Result<Json<Vec<Place>>, StatusCode> {
-    let rests = rests.upgrade().ok_or(StatusCode::SERVICE_UNAVAILABLE)?;
+async fn tiers(State(audit): State<Weak<CacheAudit>>) -> Result<Json<Vec<TierAudit>>, StatusCode> {
+    let audit = audit.upgrade().ok_or(StatusCode::SERVICE_UNAVAILABLE)?;
     // Looking at millions of blocks is no work for an async thread.
-    let places = tokio::task::spawn_blocking(move || rests.places()).await;
-    Ok(Json(places.map_err(|_| StatusCode::INTERNAL_SERVER_ERROR)?))
+    let tiers = tokio::task::spawn_blocking(move || audit.tiers()).await;
+    Ok(Json(tiers.map_err(|_| StatusCode::INTERNAL_SERVER_ERROR)?))
 }
 
 async fn read_again(State(reload): State<Arc<Reload>>) -> (StatusCode, Json<crate::reload::Report>) {

@@ -1,24 +1,17 @@
-//! The program: command line, the one configuration, and the composition of roles.
+//! The program: command line, the one configuration, and the composition of frontend, router, workers and tiers.
 //!
 //! ```text
-//!   cli ─▶ config ─▶ node ─┬─ frontend ─▶ router ─▶ workers ─▶ kvbm
-//!                          └─ banner
+//!   commands ─▶ config ─▶ node ─┬─ frontend ─▶ router ─▶ workers ─▶ kvbm
+//!                               └─ banner
 //! ```
-//! Everything that serves is an [`Engine`](worker::engine::Engine); this crate only decides which, and where.
+//! Everything that serves is an [`Engine`](worker::engine::Engine). This crate decides which engines run, and connects
+//! them.
 
 #![forbid(unsafe_code)]
 
 pub mod admin;
-pub mod banner;
-pub mod bench;
-pub mod cache;
-pub mod cli;
+pub mod commands;
 pub mod config;
-pub mod error_text;
-pub mod fit;
-pub mod machine;
 pub mod node;
-pub mod panics;
-mod process;
+pub mod process;
 pub mod reload;
-pub mod replay;

@@ -2,17 +2,17 @@
 
 use anyhow::Context;
 use blockyard::admin;
-use blockyard::bench;
-use blockyard::cache;
-use blockyard::cli::{Cli, Command, Serve};
+use blockyard::commands::bench;
+use blockyard::commands::cache;
+use blockyard::commands::cli::{Cli, Command, Serve};
 use blockyard::config::{self, Config, Log, LogFormat, Origins, Sources};
-use blockyard::error_text::with_causes;
-use blockyard::fit;
-use blockyard::machine;
+use blockyard::process::with_causes;
+use blockyard::commands::calibrate;
+use blockyard::process::machine;
 use blockyard::node::{Node, preflight};
-use blockyard::panics;
+use blockyard::process::panics;
 use blockyard::reload::{Apply, Reload, Relog};
-use blockyard::replay;
+use blockyard::commands::replay;
 use std::io::IsTerminal;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -77,7 +77,7 @@ async fn live(sources: Sources, loaded: (Config, Origins), relog: Relog, json: b
     if let Some(at) = admin {
         let (address, serving) = {
             let serving = (node.server().clone(), &settings);
-            admin::open(&at, Arc::clone(&reload), Arc::downgrade(node.rests()), Arc::downgrade(node.router()), serving)
+            admin::open(&at, Arc::clone(&reload), Arc::downgrade(node.audit()), Arc::downgrade(node.router()), serving)
                 .await?
         };
         beside.spawn(serving);
@@ -97,7 +97,7 @@ async fn live(sources: Sources, loaded: (Config, Origins), relog: Relog, json: b
                 Asked::Terminate => break Ok(true),
                 Asked::ReadAgain => drop(reload.now("SIGHUP")),
             },
-            // What rests below is closed in order all the same.
+            // What audit below is closed in order all the same.
             error = node.failed() => break Err(error),
         }
     };

@@ -11,27 +11,27 @@
 
 pub mod sizes;
 
-pub(crate) mod forms;
+pub(crate) mod transforms;
 mod health;
 mod model;
 mod preflight;
 mod quotas;
-mod requests;
-mod rests;
+mod store_metrics;
+mod cache_audit;
 pub(crate) mod stores;
-pub(crate) mod upkeep;
+pub(crate) mod gc;
 mod usage;
 mod workers;
 
-pub(crate) use forms::Forms;
+pub(crate) use transforms::Transforms;
 pub use preflight::{Refused, preflight};
-pub use rests::{Place, Rests};
+pub use cache_audit::{CacheAudit, TierAudit};
 pub(crate) use stores::access;
 
-use crate::banner::Banner;
+use crate::node::banner::Banner;
 use crate::config::{Config, Listen};
-use crate::machine::{self, Machine};
-use crate::panics;
+use crate::process::machine::{self, Machine};
+use crate::process::panics;
 use crate::process;
 use anyhow::{Context, anyhow, bail};
 use frontend::{Server, Shutdown};
@@ -69,7 +69,7 @@ pub struct Node {
     router: Arc<Router>,
     members: Vec<Member>,
     stores: Stores,
-    rests: Arc<Rests>,
+    audit: Arc<CacheAudit>,
     drain: Duration,
     shutdown_delay: Duration,
     /// When blocks must be written, once the shutdown was announced.
@@ -140,8 +140,8 @@ impl Node {
         let domain = config.frontend.tenant_header.is_some().then_some(|tenant: &str| domains.of(tenant));
         let shares = quotas::shares(&config.tiers.quotas, quotas::Room::of(config, &sizes), domain)?;
         let blocks = kvbm::Metrics::new(&registry)?;
-        let forms = Forms::open(config, &blocks).await?;
-        let stores = Stores::open(config, &disks, &shares, &planes, &forms, needs.block, &registry).await?;
+        let transforms = Transforms::open(config, &blocks).await?;
+        let stores = Stores::open(config, &disks, &shares, &planes, &transforms, needs.block, &registry).await?;
         stores.observe(&registry)?;
         stores.watch(&health);
         let shared = Shared::new(Arc::clone(&runtime), sizes, planes, &stores, config.engine, blocks, &registry)?;
@@ -152,9 +152,9 @@ impl Node {
         }
         seen(&router).await?;
         let workers = members.iter().map(Member::blocks).collect();
-        let shreds = forms.follow_shreds(members.iter().map(Member::blocks).map(|(_, blocks)| blocks));
-        let rests = Arc::new(Rests { router: Arc::clone(&router), workers, stores: stores.counts() });
-        registry.register(Box::new(CacheUsage::of(Arc::downgrade(&rests), stores.weak())?))?;
+        let shreds = transforms.follow_shreds(members.iter().map(Member::blocks).map(|(_, blocks)| blocks));
+        let audit = Arc::new(CacheAudit { router: Arc::clone(&router), workers, stores: stores.counts() });
+        registry.register(Box::new(CacheUsage::of(Arc::downgrade(&audit), stores.weak())?))?;
         let banner = Banner {
             model: Arc::clone(runtime.card()),
             address,
@@ -177,7 +177,7 @@ impl Node {
             router,
             members,
             stores,
-            rests,
+            audit,
             drain,
             shutdown_delay,
             deadline,
@@ -195,9 +195,9 @@ impl Node {
         &self.router
     }
 
-    /// What rests where, and what is believed to.
-    pub fn rests(&self) -> &Arc<Rests> {
-        &self.rests
+    /// What audit where, and what is believed to.
+    pub fn audit(&self) -> &Arc<CacheAudit> {
+        &self.audit
     }
 
     /// What is measured.
@@ -249,7 +249,7 @@ impl Node {
         if timeout_at(deadline, finished).await.is_err() {
             tracing::warn!("blocks were still being written after the shutdown timeout; they will be recomputed");
         }
-        drop((managers, self.rests));
+        drop((managers, self.audit));
         self.router.stop().await;
         self.stores.close(deadline).await;
     }
@@ -271,7 +271,7 @@ fn max_connections(wanted: usize, files: Option<u64>) -> usize {
 
 /// Whether an entry of the data folder belongs to the program.
 fn is_ours(name: &OsStr) -> bool {
-    [sizes::G3_FOLDER, forms::SHELF, "models"].iter().any(|ours| name == *ours)
+    [sizes::G3_FOLDER, transforms::SHELF, "models"].iter().any(|ours| name == *ours)
 }
 
 /// Opens a port, or says what to do about it.

@@ -1,6 +1,6 @@
 //! The front door's view of a node: the router, and what does not work although requests are served.
 
-use crate::panics;
+use crate::process::panics;
 use futures::future::BoxFuture;
 use kvbm::{DiskTier, ObjectTier, Tier};
 use router::Router;

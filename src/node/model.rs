@@ -1,7 +1,7 @@
 //! Opening the model: off the async threads, with progress in the log, and not when it cannot fit.
 
 use crate::config::{ByteSize, Model};
-use crate::machine::Machine;
+use crate::process::machine::Machine;
 use anyhow::{Context, bail};
 use std::path::Path;
 use std::sync::Arc;

@@ -5,10 +5,10 @@
 
 use super::sizes::{self, Needs, Sizes};
 use super::stores::{access, same_place};
-use super::{forms, model, quotas};
+use super::{transforms, model, quotas};
 use crate::config::{Config, Listen};
-use crate::error_text::with_causes;
-use crate::machine::{self, Machine};
+use crate::process::with_causes;
+use crate::process::machine::{self, Machine};
 use anyhow::{Context, anyhow, bail};
 use kvbm::object::Location;
 use std::fmt;
@@ -55,7 +55,7 @@ pub fn preflight(config: &Config) -> Result<(), Refused> {
     }
     check(record(config));
     check(shared(config));
-    check(forms::check(config).context("tiers.encryption"));
+    check(transforms::check(config).context("tiers.encryption"));
     match model::shape(&config.model, &machine) {
         Ok(shape) => check(sizes(config, shape, &machine)),
         Err(error) => check(Err(error)),

@@ -2,7 +2,7 @@
 //! says what would.
 
 use crate::config::{Budget, ByteSize, DiskPath, Tiers};
-use crate::machine::{Machine, Space};
+use crate::process::machine::{Machine, Space};
 use std::path::{Path, PathBuf};
 use worker::engine::llama::Shape;
 

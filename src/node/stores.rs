@@ -1,11 +1,11 @@
 //! The tiers that the workers of this process share: G3 on its own disks, a pod's folder, G4 in a store of all.
 
-use super::forms::Forms;
+use super::transforms::Transforms;
 use super::health::Health;
-use super::requests::Requests;
-use super::rests::Count;
+use super::store_metrics::StoreMetrics;
+use super::cache_audit::Count;
 use super::sizes::Disk;
-use super::upkeep::{Collections, pod_upkeep, upkeep};
+use super::gc::{GcMetrics, pod_upkeep, upkeep};
 use super::workers::now;
 use crate::config::{ByteSize, Config};
 use anyhow::{Context, anyhow, bail};
@@ -61,15 +61,15 @@ impl Stores {
         disks: &[Disk],
         shares: &Shares,
         planes: &Planes,
-        forms: &Forms,
+        transforms: &Transforms,
         block: u64,
         registry: &Registry,
     ) -> anyhow::Result<Self> {
-        let collections = Collections::new(registry)?;
+        let collections = GcMetrics::new(registry)?;
         let mut stores = Self::default();
         if !disks.is_empty() {
             let log = Arc::new(EventLog::new(now()));
-            let tier = open_disk(disks.to_vec(), shares.clone(), Arc::clone(&log), forms.metadata()).await?;
+            let tier = open_disk(disks.to_vec(), shares.clone(), Arc::clone(&log), transforms.metadata()).await?;
             tier.limit_blocks(Header::most_at_rest(block));
             if timeout(CATCH_UP_MAX, tier.recovered()).await.is_err() {
                 tracing::info!("G3 is still being scanned; blocks that are not found yet are recomputed");
@@ -78,7 +78,7 @@ impl Stores {
             let folders: Vec<&Path> = disks.iter().map(|disk| disk.folder.as_path()).collect();
             let counted = Arc::downgrade(&tier);
             let count = Arc::new(move || counted.upgrade().map(|tier| tier.census()));
-            stores.add(name("g3", &folders), forms.dress(tier), count, log, planes);
+            stores.add(name("g3", &folders), transforms.wrap(tier), count, log, planes);
         }
         let requests = config.tiers.g4.request_timeout.0;
         if let Some(pod) = &config.tiers.g3_5 {
@@ -86,7 +86,7 @@ impl Stores {
             let settings =
                 object::Settings { level: Level::Pod, capacity, request_timeout: requests, ..Default::default() };
             let shared = Shared { key: "tiers.g3_5.path", at: Location::Folder(pod.path.clone()), settings };
-            let tier = stores.share(&shared, shares, config, planes, forms).await?;
+            let tier = stores.share(&shared, shares, config, planes, transforms).await?;
             tier.limit_blocks(Header::most_at_rest(block));
             stores.keep(&collections, &tier, &shared.at, pod_upkeep(config, pod)?);
             if config.tiers.g4.url.as_ref().is_some_and(|shared| same_place(&pod.path, shared)) {
@@ -97,7 +97,7 @@ impl Stores {
             let capacity = config.tiers.g4.capacity.map(|budget| budget.0);
             let settings = object::Settings { capacity, request_timeout: requests, ..Default::default() };
             let shared = Shared { key: "tiers.g4.url", at: location.clone(), settings };
-            let tier = stores.share(&shared, shares, config, planes, forms).await?;
+            let tier = stores.share(&shared, shares, config, planes, transforms).await?;
             tier.limit_blocks(Header::most_at_rest(block));
             if let Some(upkeep) = upkeep(config)? {
                 stores.keep(&collections, &tier, location, upkeep);
@@ -138,7 +138,7 @@ impl Stores {
     /// Registers the metrics of the shared tiers, except their usage (`usage.rs`).
     pub(super) fn observe(&self, registry: &Registry) -> Result<(), prometheus::Error> {
         if !self.shared.is_empty() {
-            registry.register(Box::new(Requests::of(self.shared.clone())?))?;
+            registry.register(Box::new(StoreMetrics::of(self.shared.clone())?))?;
         }
         registry.register(Box::new(DiskHealth::of(Weak::clone(&self.disk))?))
     }
@@ -165,21 +165,21 @@ impl Stores {
         shares: &Shares,
         config: &Config,
         planes: &Planes,
-        forms: &Forms,
+        transforms: &Transforms,
     ) -> anyhow::Result<Arc<ObjectTier>> {
         let log = Arc::new(EventLog::new(now()));
-        let tier = open_shared(shared, config, Arc::clone(&log), forms).await?;
+        let tier = open_shared(shared, config, Arc::clone(&log), transforms).await?;
         tier.divide(shares);
         self.shared.push(Arc::downgrade(&tier));
         let id = shared_id(shared.settings.level, &shared.at);
         let counted = Arc::downgrade(&tier);
         let count = Arc::new(move || counted.upgrade().map(|tier| tier.census()));
-        self.add(id, forms.dress(tier.clone()), count, log, planes);
+        self.add(id, transforms.wrap(tier.clone()), count, log, planes);
         Ok(tier)
     }
 
     /// Looks after a store: compacts what this process wrote, and collects in turn with others.
-    fn keep(&mut self, collections: &Collections, tier: &Arc<ObjectTier>, at: &Location, upkeep: Upkeep) {
+    fn keep(&mut self, collections: &GcMetrics, tier: &Arc<ObjectTier>, at: &Location, upkeep: Upkeep) {
         self.upkeep.push(collections.compact(tier, upkeep.every));
         self.upkeep.push(collections.start(tier, at, upkeep));
     }
@@ -317,10 +317,10 @@ async fn open_shared(
     shared: &Shared,
     config: &Config,
     log: Arc<EventLog>,
-    forms: &Forms,
+    transforms: &Transforms,
 ) -> anyhow::Result<Arc<ObjectTier>> {
     let Shared { key, at: location, settings } = shared;
-    let tier = ObjectTier::at(location, &access(config), *settings, log, forms.metadata())
+    let tier = ObjectTier::at(location, &access(config), *settings, log, transforms.metadata())
         .with_context(|| format!("{key} = {location} cannot be used"))?;
     match (timeout(CATCH_UP_MAX, tier.settled()).await, location) {
         (Ok(Standing::Refused(why)), Location::Cloud { cloud, .. }) => {

@@ -1,6 +1,6 @@
 //! Blocks, bytes and capacity of each tier, per worker, read when the metrics are scraped.
 
-use super::rests::Rests;
+use super::cache_audit::CacheAudit;
 use kvbm::{Tier, Usage};
 use prometheus::core::{Collector, Desc};
 use prometheus::proto::MetricFamily;
@@ -12,7 +12,7 @@ const SHARED: &str = "shared";
 
 /// The usage of every tier. The workers and tiers may be dropped while the registry stays.
 pub(super) struct CacheUsage {
-    rests: Weak<Rests>,
+    audit: Weak<CacheAudit>,
     shared: Vec<Weak<dyn Tier>>,
     blocks: IntGaugeVec,
     used: IntGaugeVec,
@@ -22,11 +22,11 @@ pub(super) struct CacheUsage {
 }
 
 impl CacheUsage {
-    pub(super) fn of(rests: Weak<Rests>, shared: Vec<Weak<dyn Tier>>) -> Result<Self, prometheus::Error> {
+    pub(super) fn of(audit: Weak<CacheAudit>, shared: Vec<Weak<dyn Tier>>) -> Result<Self, prometheus::Error> {
         let name = |name: &str, help: &str| Opts::new(format!("blockyard_tier_{name}"), help);
         let labels = &["worker", "tier"];
         Ok(Self {
-            rests,
+            audit,
             shared,
             blocks: IntGaugeVec::new(
                 name("blocks", "Blocks in the tier. In G1, blocks that are being filled count."),
@@ -69,7 +69,7 @@ impl Collector for CacheUsage {
     }
 
     fn collect(&self) -> Vec<MetricFamily> {
-        for (id, manager) in self.rests.upgrade().iter().flat_map(|rests| &rests.workers) {
+        for (id, manager) in self.audit.upgrade().iter().flat_map(|audit| &audit.workers) {
             let worker = id.to_string();
             for (level, usage) in manager.usage() {
                 self.set(&worker, level.name(), usage);

@@ -22,7 +22,7 @@ fn trap_14_every_key_is_documented_with_its_default_and_nothing_else_is() {
 #[test]
 fn trap_14_the_help_names_the_defaults_that_hold() {
     use clap::CommandFactory;
-    let mut command = blockyard::cli::Cli::command();
+    let mut command = blockyard::commands::cli::Cli::command();
     let help = command.find_subcommand_mut("serve").expect("there is a serve").render_long_help().to_string();
     let Config { model, listen, workers, log, .. } = Config::with_cache("".as_ref());
     for default in [model.to_string(), listen.to_string(), workers.to_string(), log.filter] {

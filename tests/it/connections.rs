@@ -92,7 +92,7 @@ impl Drop for Program {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_thousand_idle_sockets_leave_room_for_requests() {
-    blockyard::machine::raise_open_files();
+    blockyard::process::machine::raise_open_files();
     let mut program = Program::start(256, &[]);
     let (memory, files) = (program.resident_mib(), program.open_files());
     let idle: Vec<TcpStream> = (0..1000).map(|_| TcpStream::connect(&program.address).unwrap()).collect();

@@ -1,7 +1,7 @@
 //! `blockyard calibrate`: estimates the speed of workers from a trace of served requests. It prints the profile to
 //! standard output and the accuracy of the estimate to standard error.
 
-use crate::replay::{open, profile};
+use crate::commands::replay::{open, profile};
 use anyhow::{Context, bail};
 use router::Recorded;
 use router::replay::{self, Fit as Learned, Profile};

@@ -2,8 +2,8 @@
 //! found goes to standard output, progress to standard error.
 
 use crate::config::{ByteSize, Config, Flag, HumanDuration, Sources};
-use crate::machine::{self, Space};
-use crate::node::{forms, sizes, stores, upkeep};
+use crate::process::machine::{self, Space};
+use crate::node::{transforms, gc, sizes, stores};
 use anyhow::{Context, bail};
 use clap::{Args, Subcommand};
 use kvbm::crypt::Keys;
@@ -270,9 +270,9 @@ impl Store<Option<Collector>> {
         let (config, _) = Config::load(&sources)?;
         machine::limit_umask(config.shared_folders());
         let (location, policy) = match &config.tiers.g3_5 {
-            Some(pod) if place.g3_5 => (Some(Location::Folder(pod.path.clone())), upkeep::pod_policy(&config, pod)?),
+            Some(pod) if place.g3_5 => (Some(Location::Folder(pod.path.clone())), gc::pod_policy(&config, pod)?),
             None if place.g3_5 => bail!("tiers.g3_5.path is not set, so there is no G3.5 folder"),
-            _ => (config.tiers.g4.url.clone(), upkeep::policy(&config)?),
+            _ => (config.tiers.g4.url.clone(), gc::policy(&config)?),
         };
         let open = |location| {
             Collector::at(location, &stores::access(&config), config.tiers.g4.request_timeout.0)
@@ -285,7 +285,7 @@ impl Store<Option<Collector>> {
 
 async fn keys(config: &Config) -> anyhow::Result<Option<Arc<Keys>>> {
     match &config.tiers.encryption {
-        Some(encryption) => Ok(Some(forms::keys(config, encryption).await.context("tiers.encryption")?)),
+        Some(encryption) => Ok(Some(transforms::keys(config, encryption).await.context("tiers.encryption")?)),
         None => Ok(None),
     }
 }

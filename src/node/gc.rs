@@ -45,14 +45,14 @@ pub(super) fn pod_upkeep(config: &Config, pod: &SharedFlash) -> anyhow::Result<U
 
 /// The metrics of garbage collection and compaction.
 #[derive(Clone)]
-pub(super) struct Collections {
+pub(super) struct GcMetrics {
     turns: IntCounterVec,
     objects: IntCounterVec,
     bytes: IntCounterVec,
     compacted: IntCounterVec,
 }
 
-impl Collections {
+impl GcMetrics {
     pub(super) fn new(registry: &Registry) -> Result<Self, prometheus::Error> {
         let counter = |name: &str, help: &str, labels: &[&str]| -> Result<IntCounterVec, prometheus::Error> {
             let counter = IntCounterVec::new(Opts::new(format!("blockyard_tier_{name}"), help), labels)?;

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use worker::plane::{Source, StoreId, WorkerId};
 
 /// Who can be asked.
-pub struct Rests {
+pub struct CacheAudit {
     pub(super) router: Arc<Router>,
     pub(super) workers: Vec<(WorkerId, BlockManager)>,
     pub(super) stores: Vec<(StoreId, Level, Count)>,
@@ -21,7 +21,7 @@ pub(super) type Count = Arc<dyn Fn() -> Option<Census> + Send + Sync>;
 
 /// One tier of one source of blocks.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
-pub struct Place {
+pub struct TierAudit {
     /// `worker w1`, or `store` and its id for a tier that several workers share.
     pub source: String,
     /// Tier of the source.
@@ -32,22 +32,22 @@ pub struct Place {
     pub actual: Option<Census>,
 }
 
-impl Rests {
+impl CacheAudit {
     /// Every tier that has blocks, or has blocks in the router's index.
-    pub fn places(&self) -> Vec<Place> {
-        let mut places: BTreeMap<(Source, Level), (Option<Census>, Option<Census>)> = BTreeMap::new();
+    pub fn tiers(&self) -> Vec<TierAudit> {
+        let mut tiers: BTreeMap<(Source, Level), (Option<Census>, Option<Census>)> = BTreeMap::new();
         let own = self.workers.iter().flat_map(|(id, manager)| {
             manager.census().into_iter().map(|(level, census)| (Source::Worker(*id), level, census))
         });
         let shared = self.stores.iter().filter_map(|(id, level, count)| Some((Source::Store(*id), *level, count()?)));
         for (source, level, census) in own.chain(shared) {
-            places.insert((source, level), (Some(Census::default()), Some(census)));
+            tiers.insert((source, level), (Some(Census::default()), Some(census)));
         }
         for (source, level, digest) in self.router.index_digests() {
             let indexed = digest.whole.then_some(Census { blocks: digest.blocks, sum: digest.sum });
-            places.entry((source, level)).or_default().0 = indexed;
+            tiers.entry((source, level)).or_default().0 = indexed;
         }
-        let place = |((source, tier), (indexed, actual)): ((Source, Level), _)| Place {
+        let place = |((source, tier), (indexed, actual)): ((Source, Level), _)| TierAudit {
             source: match source {
                 Source::Worker(id) => format!("worker {id}"),
                 Source::Store(id) => format!("store {id}"),
@@ -57,6 +57,6 @@ impl Rests {
             indexed,
             actual,
         };
-        places.into_iter().map(place).collect()
+        tiers.into_iter().map(place).collect()
     }
 }

@@ -15,7 +15,7 @@ use std::sync::Arc;
 use tokio_util::task::AbortOnDropHandle;
 
 /// What every tier below G2 is dressed in.
-pub(crate) struct Forms {
+pub(crate) struct Transforms {
     coding: Compression,
     keys: Option<Arc<Keys>>,
     metadata: Option<Arc<MetadataKeys>>,
@@ -25,7 +25,7 @@ pub(crate) struct Forms {
 /// The shelf of data keys, within the shared store or a folder.
 pub(super) const SHELF: &str = "keys";
 
-impl Forms {
+impl Transforms {
     /// Reads the master keys, if blocks are to be encrypted.
     pub(crate) async fn open(config: &Config, metrics: &Metrics) -> anyhow::Result<Self> {
         let keys = match &config.tiers.encryption {
@@ -59,8 +59,8 @@ impl Forms {
         Some(keys.watch())
     }
 
-    /// The tier, with its blocks in these forms. What is to be encoded is encoded before it is encrypted.
-    pub(crate) fn dress(&self, tier: Arc<dyn Tier>) -> Arc<dyn Tier> {
+    /// The tier, with its blocks in these transforms. What is to be encoded is encoded before it is encrypted.
+    pub(crate) fn wrap(&self, tier: Arc<dyn Tier>) -> Arc<dyn Tier> {
         let tier = match &self.keys {
             Some(keys) => encrypted(tier, keys.clone(), self.metrics.clone()),
             None => tier,

@@ -12,7 +12,7 @@ mod raw;
 mod tiers;
 
 use crate::config::{ByteSize, Config, Flag, Sources};
-use crate::error_text::with_causes;
+use crate::process::with_causes;
 use anyhow::anyhow;
 use clap::{Args, Subcommand};
 use expect::Expectation;

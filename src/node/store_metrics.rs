@@ -7,8 +7,8 @@ use prometheus::proto::MetricFamily;
 use prometheus::{IntCounterVec, IntGaugeVec, Opts};
 use std::sync::Weak;
 
-/// Requests, lost objects and manifests of each such tier. The tiers may be dropped while the registry stays.
-pub(super) struct Requests {
+/// StoreMetrics, lost objects and manifests of each such tier. The tiers may be dropped while the registry stays.
+pub(super) struct StoreMetrics {
     tiers: Vec<Weak<ObjectTier>>,
     up: IntGaugeVec,
     sent: IntCounterVec,
@@ -17,11 +17,11 @@ pub(super) struct Requests {
     unreadable: IntGaugeVec,
 }
 
-impl Requests {
+impl StoreMetrics {
     pub(super) fn of(tiers: Vec<Weak<ObjectTier>>) -> Result<Self, prometheus::Error> {
         let requests = Opts::new(
             "blockyard_tier_store_requests_total",
-            "Requests to the store of the tier, by kind: sent counts all of them; of these, retried counts repetitions \
+            "StoreMetrics to the store of the tier, by kind: sent counts all of them; of these, retried counts repetitions \
              after a failure, hedged counts second requests for a slow read, and hedge_won counts hedged requests that \
              were answered first.",
         );
@@ -51,7 +51,7 @@ impl Requests {
     }
 }
 
-impl Collector for Requests {
+impl Collector for StoreMetrics {
     fn desc(&self) -> Vec<&Desc> {
         [self.up.desc(), self.sent.desc(), self.lost.desc(), self.unsound.desc(), self.unreadable.desc()].concat()
     }

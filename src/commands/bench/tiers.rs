@@ -2,8 +2,8 @@
 
 use super::raw::{self, Rates};
 use crate::config::{ByteSize, Config};
-use crate::machine;
-use crate::node::{Forms, access, sizes};
+use crate::process::machine;
+use crate::node::{Transforms, access, sizes};
 use anyhow::{Context, ensure};
 use bytes::Bytes;
 use futures::stream::{self, StreamExt, TryStreamExt};
@@ -109,7 +109,7 @@ enum Place {
 pub(super) async fn measure(config: &Config, cases: &[Case], rounds: usize) -> anyhow::Result<Vec<Measured>> {
     let registry = prometheus::Registry::new();
     let metrics = Metrics::new(&registry)?;
-    let forms = Forms::open(config, &metrics).await?;
+    let transforms = Transforms::open(config, &metrics).await?;
     let mut places = Vec::new();
     if config.tiers.g2 != crate::config::Budget::Off {
         places.push(("g2", "memory".to_owned(), Place::Memory));
@@ -146,7 +146,7 @@ pub(super) async fn measure(config: &Config, cases: &[Case], rounds: usize) -> a
         for case in cases {
             let (block, parallel) = (ByteSize(case.block as u64).about(), case.parallel);
             eprintln!("{tier} {at}: blocks of {block}, {parallel} at once");
-            let site = Site { config, forms: &forms, metrics: &metrics, place, payload: &payload, case: *case };
+            let site = Site { config, transforms: &transforms, metrics: &metrics, place, payload: &payload, case: *case };
             let figures = site.rounds(rounds).await.with_context(|| format!("{tier} {at}"))?;
             measured.push(figures.into_measured(tier, at.clone(), *case));
         }
@@ -163,7 +163,7 @@ pub(super) async fn clear(config: &Config) -> anyhow::Result<()> {
 
 struct Site<'a> {
     config: &'a Config,
-    forms: &'a Forms,
+    transforms: &'a Transforms,
     metrics: &'a Metrics,
     place: &'a Place,
     payload: &'a Bytes,
@@ -199,9 +199,9 @@ impl Site<'_> {
                     let settings =
                         disk::Settings { capacity_bytes: 4 * bytes as u64, min_free_bytes: 0, ..Default::default() };
                     let log = Arc::new(EventLog::new(Epoch(1)));
-                    self.forms.dress(DiskTier::open(&folder.0.join("tier"), settings, log)?)
+                    self.transforms.wrap(DiskTier::open(&folder.0.join("tier"), settings, log)?)
                 }
-                (Place::Shared(tier, _), _) => self.forms.dress(tier.clone()),
+                (Place::Shared(tier, _), _) => self.transforms.wrap(tier.clone()),
                 (Place::Memory, None) => unreachable!("memory was made above"),
             };
             let (ours, latency) = self.ours(&*tier, round).await?;

@@ -1,10 +1,10 @@
 //! The command line. About ten flags; whatever else can be chosen is a key of the configuration, reached with `--set`.
 
-use crate::bench::Bench;
-use crate::cache::Cache;
+use crate::commands::bench::Bench;
+use crate::commands::cache::Cache;
 use crate::config::{Flag, Sources};
-use crate::fit::Calibrate;
-use crate::replay::Replay;
+use crate::commands::calibrate::Calibrate;
+use crate::commands::replay::Replay;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Args, Parser, Subcommand};
 use std::path::PathBuf;

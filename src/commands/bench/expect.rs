@@ -148,7 +148,7 @@ impl Running {
     pub(super) async fn of(config: &Config, source: ModelSource) -> anyhow::Result<Self> {
         eprintln!("loading {}", config.model);
         let (data_dir, threads) =
-            (config.data_dir.clone(), config.threads.on(crate::machine::Machine::survey().threads));
+            (config.data_dir.clone(), config.threads.on(crate::process::machine::Machine::survey().threads));
         let open = move || Runtime::open(&source, &data_dir, threads, &|_, _| {});
         let runtime = tokio::task::spawn_blocking(open).await.context("loading the model failed")??;
         let registry = prometheus::Registry::new();
