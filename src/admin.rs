@@ -4,7 +4,7 @@
 mod workers;
 
 use crate::config::Listen;
-use crate::node::{TierAudit, CacheAudit, listen};
+use crate::node::{CacheAudit, TierAudit, listen};
 use crate::reload::{Outcome, Reload};
 use axum::extract::State;
 use axum::http::StatusCode;
@@ -14,8 +14,8 @@ use frontend::{Server, Shutdown, guard_admin};
 use std::net::SocketAddr;
 use std::sync::{Arc, Weak};
 
-/// Opens the admin API. Answers with where it listens, and with what serves it for as long as it is polled. It keeps no node
-/// alive.
+/// Opens the admin API. Returns its address and a future that serves it while polled. It holds the node by weak
+/// references only.
 pub async fn open(
     at: &Listen,
     reload: Arc<Reload>,
@@ -30,7 +30,7 @@ pub async fn open(
     }
     let app = Router::new()
         .route("/admin/config", get(async |State(reload): State<Arc<Reload>>| Json(reload.as_json())))
-        .route("/admin/reload", post(read_again))
+        .route("/admin/reload", post(reload_now))
         .with_state(reload)
         .merge(Router::new().route("/admin/index", get(tiers)).with_state(audit))
         .merge(workers::routes(router));
@@ -44,12 +44,12 @@ pub async fn open(
 
 async fn tiers(State(audit): State<Weak<CacheAudit>>) -> Result<Json<Vec<TierAudit>>, StatusCode> {
     let audit = audit.upgrade().ok_or(StatusCode::SERVICE_UNAVAILABLE)?;
-    // Looking at millions of blocks is no work for an async thread.
+    // Digests of millions of blocks take too long for an async thread.
     let tiers = tokio::task::spawn_blocking(move || audit.tiers()).await;
     Ok(Json(tiers.map_err(|_| StatusCode::INTERNAL_SERVER_ERROR)?))
 }
 
-async fn read_again(State(reload): State<Arc<Reload>>) -> (StatusCode, Json<crate::reload::Report>) {
+async fn reload_now(State(reload): State<Arc<Reload>>) -> (StatusCode, Json<crate::reload::Report>) {
     let report = reload.now("admin");
     let status = match report.outcome {
         Outcome::Applied | Outcome::Unchanged => StatusCode::OK,

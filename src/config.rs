@@ -1,10 +1,10 @@
-//! The configuration: one tree, of which each crate owns its part, and one loader.
+//! The configuration: one tree, in which each crate owns its section, and one loader.
 //!
 //! ```text
 //!   defaults  <  --config FILE  <  BLOCKYARD_SECTION__KEY  <  flags, --set section.key=value
 //! ```
-//! Only the loader reads the environment. Each value is parsed by its type. An unknown key or an impossible value is an error
-//! that names the key, the value, its origin, and what would be right.
+//! Only the loader reads the environment. Each value is parsed by its type. An unknown key or an impossible value is an
+//! error that names the key, the value, its origin, and what would be right.
 
 mod check;
 mod error;

@@ -1,18 +1,13 @@
-//! The program: log, configuration, build, wait, drain.
+//! The program: loads the configuration, starts the log and the node, waits for a signal, shuts down.
 
 use anyhow::Context;
 use blockyard::admin;
-use blockyard::commands::bench;
-use blockyard::commands::cache;
 use blockyard::commands::cli::{Cli, Command, Serve};
+use blockyard::commands::{bench, cache, calibrate, replay};
 use blockyard::config::{self, Config, Log, LogFormat, Origins, Sources};
-use blockyard::process::with_causes;
-use blockyard::commands::calibrate;
-use blockyard::process::machine;
 use blockyard::node::{Node, preflight};
-use blockyard::process::panics;
-use blockyard::reload::{Apply, Reload, Relog};
-use blockyard::commands::replay;
+use blockyard::process::{machine, panics, with_causes};
+use blockyard::reload::{Apply, Reload, SetLogFilter};
 use std::io::IsTerminal;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -24,7 +19,7 @@ fn main() -> ExitCode {
     let outcome = match Cli::of_process().command {
         Command::Serve(serve) => run(&serve),
         Command::Replay(replay) => replay::run(&replay),
-        Command::Calibrate(calibrate) => fit::run(&calibrate),
+        Command::Calibrate(calibrate) => calibrate::run(&calibrate),
         Command::Bench(bench) => bench::run(&bench),
         Command::Cache(cache) => cache::run(&cache),
     };
@@ -50,18 +45,23 @@ fn run(serve: &Serve) -> anyhow::Result<()> {
         return Ok(());
     }
     machine::limit_umask(config.shared_folders());
-    let relog = start_log(&config.log)?;
-    panics::watch();
+    let set_log_filter = start_log(&config.log)?;
+    panics::install_hook();
     machine::raise_open_files();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    let outcome = runtime.block_on(live(sources, (config, origins), relog, serve.json));
-    // What still runs on a thread of its own (a long step of the engine) must not hold up the end.
+    let outcome = runtime.block_on(run_node(sources, (config, origins), set_log_filter, serve.json));
+    // Threads that still run (a long step of the engine) must not delay the end.
     runtime.shutdown_background();
     outcome
 }
 
-async fn live(sources: Sources, loaded: (Config, Origins), relog: Relog, json: bool) -> anyhow::Result<()> {
-    // From the first moment on: as process 1 of a container, nobody else would act on a signal.
+async fn run_node(
+    sources: Sources,
+    loaded: (Config, Origins),
+    set_log_filter: SetLogFilter,
+    json: bool,
+) -> anyhow::Result<()> {
+    // Before anything else: process 1 of a container has no default action for signals.
     let mut signals = Signals::listen()?;
     let (admin, settings) = (loaded.0.admin.listen.clone(), loaded.0.frontend.clone());
     let mut node = tokio::select! {
@@ -69,18 +69,18 @@ async fn live(sources: Sources, loaded: (Config, Origins), relog: Relog, json: b
         () = signals.end() => return Ok(()),
         node = Node::start(&loaded.0) => node?,
     };
-    let reload = Reload::new(sources, loaded, Arc::clone(node.router()), relog, node.registry())?;
-    // Ended with this function.
-    let mut beside = JoinSet::new();
+    let reload = Reload::new(sources, loaded, Arc::clone(node.router()), set_log_filter, node.registry())?;
+    // Aborted when this function returns.
+    let mut background = JoinSet::new();
     let mut banner = node.banner().as_json();
-    beside.spawn(Arc::clone(&reload).watch());
+    background.spawn(Arc::clone(&reload).watch());
     if let Some(at) = admin {
         let (address, serving) = {
             let serving = (node.server().clone(), &settings);
             admin::open(&at, Arc::clone(&reload), Arc::downgrade(node.audit()), Arc::downgrade(node.router()), serving)
                 .await?
         };
-        beside.spawn(serving);
+        background.spawn(serving);
         banner["admin_address"] = address.to_string().into();
         tracing::info!(%address, "admin API listening");
     }
@@ -92,10 +92,10 @@ async fn live(sources: Sources, loaded: (Config, Origins), relog: Relog, json: b
     let outcome = loop {
         tokio::select! {
             biased;
-            asked = signals.next() => match asked {
-                Asked::Interrupt => break Ok(false),
-                Asked::Terminate => break Ok(true),
-                Asked::ReadAgain => drop(reload.now("SIGHUP")),
+            request = signals.next() => match request {
+                SignalRequest::Interrupt => break Ok(false),
+                SignalRequest::Terminate => break Ok(true),
+                SignalRequest::Reload => drop(reload.now("SIGHUP")),
             },
             // What audit below is closed in order all the same.
             error = node.failed() => break Err(error),
@@ -103,7 +103,8 @@ async fn live(sources: Sources, loaded: (Config, Origins), relog: Relog, json: b
     };
     tracing::info!("shutting down: running requests may finish; press Ctrl-C again to stop at once");
     let shutdown = async {
-        // Ctrl-C is a person's at a terminal; SIGTERM is an orchestrator's, and load balancers send requests for a while.
+        // SIGTERM comes from an orchestrator, whose load balancers send requests for some more seconds. SIGINT comes
+        // from a person at a terminal.
         if let Ok(true) = outcome {
             node.announce_shutdown().await;
         }
@@ -119,8 +120,8 @@ async fn live(sources: Sources, loaded: (Config, Origins), relog: Relog, json: b
     outcome.map(|_terminated| ())
 }
 
-/// Starts the log; what it answers with changes what is logged.
-fn start_log(log: &Log) -> anyhow::Result<Relog> {
+/// Starts the log. Returns the function that changes its filter.
+fn start_log(log: &Log) -> anyhow::Result<SetLogFilter> {
     let builder = tracing_subscriber::fmt().with_env_filter(filter(&log.filter)?).with_writer(std::io::stderr);
     Ok(match log.format {
         LogFormat::Text => {
@@ -128,37 +129,39 @@ fn start_log(log: &Log) -> anyhow::Result<Relog> {
             let builder = builder.with_ansi(ansi).with_target(false).with_filter_reloading();
             let handle = builder.reload_handle();
             builder.init();
-            relog(move |filter| handle.reload(filter))
+            filter_setter(move |filter| handle.reload(filter))
         }
         LogFormat::Json => {
-            // Flat, so that log stores filter by each field. What a request's lines say they say themselves.
+            // Flat, so that log stores can filter by each field. Spans are left out: each line carries its own fields.
             let builder = builder.json().flatten_event(true).with_current_span(false).with_span_list(false);
             let builder = builder.with_filter_reloading();
             let handle = builder.reload_handle();
             builder.init();
-            relog(move |filter| handle.reload(filter))
+            filter_setter(move |filter| handle.reload(filter))
         }
     })
 }
 
-fn relog<E: std::fmt::Display>(change: impl Fn(EnvFilter) -> Result<(), E> + Send + Sync + 'static) -> Relog {
+fn filter_setter<E: std::fmt::Display>(
+    change: impl Fn(EnvFilter) -> Result<(), E> + Send + Sync + 'static,
+) -> SetLogFilter {
     Box::new(move |directives, apply| {
         let filter = filter(directives).map_err(|error| with_causes(&error))?;
-        if apply == Apply::Try { Ok(()) } else { change(filter).map_err(|error| error.to_string()) }
+        if apply == Apply::Check { Ok(()) } else { change(filter).map_err(|error| error.to_string()) }
     })
 }
 
 fn filter(directives: &str) -> anyhow::Result<EnvFilter> {
-    // The certificates' library repeats with every request what the log says once, of the store that it is about.
+    // The certificate library repeats an error with every request; the tier logs it once.
     EnvFilter::try_new(format!("rustls_platform_verifier=off,{directives}"))
         .with_context(|| format!("log.filter = {directives:?}: expected directives like `info` or `info,kvbm=debug`"))
 }
 
-/// Ctrl-C, and what orchestrators send.
+/// The signals that the process handles.
 struct Signals {
     interrupt: Signal,
     terminate: Signal,
-    /// Read the configuration again.
+    /// SIGHUP: reload the configuration.
     hangup: Signal,
 }
 
@@ -171,28 +174,28 @@ impl Signals {
         })
     }
 
-    async fn next(&mut self) -> Asked {
+    async fn next(&mut self) -> SignalRequest {
         tokio::select! {
             biased;
-            _ = self.interrupt.recv() => Asked::Interrupt,
-            _ = self.terminate.recv() => Asked::Terminate,
-            _ = self.hangup.recv() => Asked::ReadAgain,
+            _ = self.interrupt.recv() => SignalRequest::Interrupt,
+            _ = self.terminate.recv() => SignalRequest::Terminate,
+            _ = self.hangup.recv() => SignalRequest::Reload,
         }
     }
 
-    /// Resolves when the process is to end.
+    /// Resolves when the process is to stop.
     async fn end(&mut self) {
-        while self.next().await == Asked::ReadAgain {}
+        while self.next().await == SignalRequest::Reload {}
     }
 }
 
-/// What a signal asks for.
+/// What a signal requests.
 #[derive(PartialEq, Eq)]
-enum Asked {
-    /// End, for a person.
+enum SignalRequest {
+    /// SIGINT: stop.
     Interrupt,
-    /// End, for an orchestrator.
+    /// SIGTERM: stop after announcing the shutdown.
     Terminate,
-    /// Read the configuration again.
-    ReadAgain,
+    /// SIGHUP: reload the configuration.
+    Reload,
 }

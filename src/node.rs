@@ -1,39 +1,39 @@
-//! One process: which roles it has, and how they are put together.
+//! One process: the components that it runs, and how they are connected.
 //!
 //! ```text
-//!   front door ─▶ router ─▶ worker … worker      each an Engine
-//!                   ▲          │  one Runtime: weights, compute threads
-//!                   │          ▼
-//!                planes ◀── G1 ⇄ G2 per worker ⇄ G3 of the process ⇄ a pod's folder ⇄ G4 of all
+//!   frontend ─▶ router ─▶ worker … worker      each an Engine
+//!                 ▲          │  one Runtime: weights, compute threads
+//!                 │          ▼
+//!              planes ◀── G1 ⇄ G2 per worker ⇄ G3 of the process ⇄ G3.5 of a host ⇄ G4 of all nodes
 //! ```
-//! The door opens before anything is loaded: probes get answers from the first second on, and whoever asks for a completion
-//! too early is told to come again.
+//! The HTTP server starts before the model is loaded: health checks are answered from the first second on, and
+//! completions get 503 with `Retry-After` until the node is ready.
 
 pub mod sizes;
 
-pub(crate) mod transforms;
+pub mod banner;
+mod cache_audit;
+pub(crate) mod gc;
 mod health;
 mod model;
 mod preflight;
 mod quotas;
 mod store_metrics;
-mod cache_audit;
 pub(crate) mod stores;
-pub(crate) mod gc;
+pub(crate) mod transforms;
 mod usage;
 mod workers;
 
-pub(crate) use transforms::Transforms;
-pub use preflight::{Refused, preflight};
 pub use cache_audit::{CacheAudit, TierAudit};
+pub use preflight::{Refused, preflight};
 pub(crate) use stores::access;
+pub(crate) use transforms::Transforms;
 
-use crate::node::banner::Banner;
 use crate::config::{Config, Listen};
 use crate::process::machine::{self, Machine};
-use crate::process::panics;
-use crate::process;
+use crate::process::{metrics, panics};
 use anyhow::{Context, anyhow, bail};
+use banner::Banner;
 use frontend::{Server, Shutdown};
 use futures::future::join_all;
 use health::{Health, Watched};
@@ -56,47 +56,47 @@ use worker::engine::{Engine, Readiness};
 use worker::plane::RouterId;
 use worker::plane::local::{Bus, Roster};
 use worker::serve::Planes;
-use workers::{Member, Shared};
+use workers::{RunningWorker, Shared};
 
-/// Every role in one process. Dropping it ends it at once; [`Node::shutdown`] ends it well.
-#[must_use = "dropping a node ends it"]
+/// All components in one process. Dropping it stops them at once; [`Node::shutdown`] stops them in order.
+#[must_use = "dropping a node stops it"]
 pub struct Node {
     banner: Banner,
     registry: Registry,
-    closing: Closing,
+    close_on_drop: CloseOnDrop,
     server: Server,
-    door: JoinHandle<io::Result<()>>,
+    server_task: JoinHandle<io::Result<()>>,
     router: Arc<Router>,
-    members: Vec<Member>,
+    workers: Vec<RunningWorker>,
     stores: Stores,
     audit: Arc<CacheAudit>,
-    drain: Duration,
+    shutdown_timeout: Duration,
     shutdown_delay: Duration,
-    /// When blocks must be written, once the shutdown was announced.
+    /// End of the shutdown timeout, once the shutdown was announced.
     deadline: Option<Instant>,
-    /// Looks for shredded domains.
-    _shreds: Option<AbortOnDropHandle<()>>,
+    /// Drops the blocks of shredded domains.
+    _shred_watch: Option<AbortOnDropHandle<()>>,
 }
 
-/// Closes the front door when dropped.
-struct Closing(Shutdown);
+/// Closes the HTTP server when dropped.
+struct CloseOnDrop(Shutdown);
 
-impl Drop for Closing {
+impl Drop for CloseOnDrop {
     fn drop(&mut self) {
         self.0.close(Duration::ZERO);
     }
 }
 
-/// Of the time to drain, what requests get; blocks that are still being written get the rest.
-const FOR_REQUESTS: f64 = 0.8;
+/// Share of the shutdown timeout that running requests get. The remainder is for writing blocks.
+const REQUEST_SHARE: f64 = 0.8;
 
-/// How long the router may take to see the workers, which are in the same process.
-const JOIN_MAX: Duration = Duration::from_secs(10);
+/// Limit of the time until the router has discovered the workers of the same process.
+const DISCOVERY_TIMEOUT: Duration = Duration::from_secs(10);
 
 impl Node {
-    /// Starts every role, and resolves when requests are served.
+    /// Starts all components, and resolves when requests are served.
     pub async fn start(config: &Config) -> anyhow::Result<Self> {
-        // The port first: it is what goes wrong most, and nothing has been loaded yet.
+        // The port first: it fails most often, and nothing has been loaded yet.
         let listener = listen(&config.listen).await?;
         let address = listener.local_addr()?;
         let checked = config.clone();
@@ -105,13 +105,13 @@ impl Node {
             .context("checking the configuration failed")??;
         permissions::named_dir(&config.data_dir, is_ours)
             .with_context(|| format!("cannot create the data folder {}", config.data_dir.display()))?;
-        let machine = Machine::survey();
+        let machine = Machine::detect();
         let threads = config.threads.on(machine.threads);
         let registry = Registry::new();
-        process::register(&registry)?;
+        metrics::register(&registry)?;
         let planes = Planes { discovery: Arc::new(Roster::default()), events: Arc::new(Bus::default()) };
         let router = Router::new(
-            identity(),
+            router_id(),
             Arc::clone(&planes.discovery),
             Arc::clone(&planes.events),
             config.router.clone(),
@@ -124,10 +124,10 @@ impl Node {
         settings.max_connections = max_connections(settings.max_connections, machine::open_files());
         let server = Server::new(&settings, &registry)?;
         let app = frontend::router(Arc::new(engine), registry.clone(), settings)?;
-        // From here on an early end closes the door.
-        let closing = Closing(Shutdown::default());
-        let door = tokio::spawn({
-            let (server, shutdown) = (server.clone(), closing.0.clone());
+        // From here on an early return closes the HTTP server.
+        let close_on_drop = CloseOnDrop(Shutdown::default());
+        let server_task = tokio::spawn({
+            let (server, shutdown) = (server.clone(), close_on_drop.0.clone());
             async move { server.serve(listener, app, shutdown).await }
         });
 
@@ -135,10 +135,10 @@ impl Node {
         frontend::check_model(runtime.card());
         let needs = Needs::of(&runtime.shape());
         let disks = sizes::disks(&config.tiers, &config.data_dir, machine::space);
-        let sizes = Sizes::settle(&config.tiers, config.workers.count(), needs, &machine, &disks)?;
+        let sizes = Sizes::compute(&config.tiers, config.workers.count(), needs, &machine, &disks)?;
         let domains = frontend::Domains::open(&config.frontend)?;
         let domain = config.frontend.tenant_header.is_some().then_some(|tenant: &str| domains.of(tenant));
-        let shares = quotas::shares(&config.tiers.quotas, quotas::Room::of(config, &sizes), domain)?;
+        let shares = quotas::shares(&config.tiers.quotas, quotas::Capacities::of(config, &sizes), domain)?;
         let blocks = kvbm::Metrics::new(&registry)?;
         let transforms = Transforms::open(config, &blocks).await?;
         let stores = Stores::open(config, &disks, &shares, &planes, &transforms, needs.block, &registry).await?;
@@ -146,102 +146,103 @@ impl Node {
         stores.watch(&health);
         let shared = Shared::new(Arc::clone(&runtime), sizes, planes, &stores, config.engine, blocks, &registry)?;
         let shared = shared.with_shares(shares);
-        let mut members = Vec::new();
-        for (number, phase) in config.workers.phases().enumerate() {
-            members.push(shared.start(number as u64 + 1, phase).await?);
+        let mut workers = Vec::new();
+        for (number, role) in config.workers.roles().enumerate() {
+            workers.push(shared.start(number as u64 + 1, role).await?);
         }
-        seen(&router).await?;
-        let workers = members.iter().map(Member::blocks).collect();
-        let shreds = transforms.follow_shreds(members.iter().map(Member::blocks).map(|(_, blocks)| blocks));
-        let audit = Arc::new(CacheAudit { router: Arc::clone(&router), workers, stores: stores.counts() });
+        until_discovered(&router).await?;
+        let managers: Vec<_> = workers.iter().map(RunningWorker::blocks).collect();
+        let shred_watch = transforms.follow_shreds(managers.iter().map(|(_, manager)| manager.clone()));
+        let audit = Arc::new(CacheAudit { router: Arc::clone(&router), workers: managers, stores: stores.digests() });
         registry.register(Box::new(CacheUsage::of(Arc::downgrade(&audit), stores.weak())?))?;
         let banner = Banner {
             model: Arc::clone(runtime.card()),
             address,
-            phases: config.workers.phases().collect(),
+            roles: config.workers.roles().collect(),
             threads,
             sizes,
             disks: disks.into_iter().map(|disk| disk.folder).collect(),
             data_dir: config.data_dir.clone(),
-            pod: config.tiers.g3_5.clone(),
-            shared: config.tiers.g4.url.clone(),
+            g3_5: config.tiers.g3_5.clone(),
+            g4: config.tiers.g4.url.clone(),
         };
-        let (drain, shutdown_delay) = (config.shutdown_timeout.0, config.frontend.shutdown_delay.0);
-        let deadline = None;
         Ok(Self {
             banner,
             registry,
-            closing,
+            close_on_drop,
             server,
-            door,
+            server_task,
             router,
-            members,
+            workers,
             stores,
             audit,
-            drain,
-            shutdown_delay,
-            deadline,
-            _shreds: shreds,
+            shutdown_timeout: config.shutdown_timeout.0,
+            shutdown_delay: config.frontend.shutdown_delay.0,
+            deadline: None,
+            _shred_watch: shred_watch,
         })
     }
 
-    /// What there is to say about the node.
+    /// The banner that `serve` prints.
     pub fn banner(&self) -> &Banner {
         &self.banner
     }
 
-    /// Who places requests.
+    /// The router of the node.
     pub fn router(&self) -> &Arc<Router> {
         &self.router
     }
 
-    /// What audit where, and what is believed to.
+    /// The audit of stored against indexed blocks.
     pub fn audit(&self) -> &Arc<CacheAudit> {
         &self.audit
     }
 
-    /// What is measured.
+    /// The metrics of the node.
     pub fn registry(&self) -> &Registry {
         &self.registry
     }
 
-    /// Where the front door listens.
+    /// The address of the OpenAI-compatible API.
     pub fn address(&self) -> SocketAddr {
         self.banner.address
     }
 
-    /// Resolves when the node can serve no more, with the reason. A worker that dies leaves; the others go on.
+    /// Resolves when the HTTP server has failed, with the reason. A worker that fails is deregistered; the others
+    /// continue.
     pub async fn failed(&mut self) -> anyhow::Error {
-        match (&mut self.door).await {
+        match (&mut self.server_task).await {
             Ok(Ok(())) => anyhow!("the HTTP server stopped"),
             Ok(Err(error)) => anyhow::Error::from(error).context("the HTTP server failed"),
             Err(panic) => anyhow::Error::from(panic).context("the HTTP server failed"),
         }
     }
 
-    /// Serves HTTP with the limits of the front door.
+    /// The HTTP server, with the limits of the frontend.
     pub fn server(&self) -> &Server {
         &self.server
     }
 
-    /// Refuses new requests and waits until load balancers have noticed: `frontend.shutdown_delay`, within the time to drain.
+    /// Refuses new requests, and waits `frontend.shutdown_delay` (within the shutdown timeout) so that load balancers
+    /// notice.
     pub async fn announce_shutdown(&mut self) {
         let now = Instant::now();
-        self.deadline = Some(now + self.drain);
-        self.closing.0.announce();
-        sleep(self.shutdown_delay.min(self.drain.mul_f64(FOR_REQUESTS))).await;
+        self.deadline = Some(now + self.shutdown_timeout);
+        self.close_on_drop.0.announce();
+        sleep(self.shutdown_delay.min(self.shutdown_timeout.mul_f64(REQUEST_SHARE))).await;
     }
 
-    /// Accepts nothing more, lets requests finish and blocks come to rest, each within its part of the time to drain.
+    /// Accepts no more connections, waits for running requests, and writes blocks, each within its share of the
+    /// shutdown timeout.
     pub async fn shutdown(self) {
-        let deadline = self.deadline.unwrap_or_else(|| Instant::now() + self.drain);
-        let for_blocks = self.drain.mul_f64(1.0 - FOR_REQUESTS);
-        self.closing.0.close(deadline.saturating_duration_since(Instant::now()).saturating_sub(for_blocks));
-        // The door keeps its own deadline, and says so in the log.
-        if !self.door.is_finished() {
-            let _ = self.door.await;
+        let deadline = self.deadline.unwrap_or_else(|| Instant::now() + self.shutdown_timeout);
+        let for_blocks = self.shutdown_timeout.mul_f64(1.0 - REQUEST_SHARE);
+        self.close_on_drop.0.close(deadline.saturating_duration_since(Instant::now()).saturating_sub(for_blocks));
+        // The server has its own deadline, and logs when it is exceeded.
+        if !self.server_task.is_finished() {
+            let _ = self.server_task.await;
         }
-        let (serving, managers): (Vec<_>, Vec<_>) = self.members.into_iter().map(Member::into_parts).unzip();
+        let (serving, managers): (Vec<_>, Vec<_>) = self.workers.into_iter().map(RunningWorker::into_parts).unzip();
         let finished = async {
             join_all(serving.into_iter().map(worker::serve::Worker::drain)).await;
             join_all(managers.iter().map(kvbm::BlockManager::flush)).await;
@@ -255,8 +256,7 @@ impl Node {
     }
 }
 
-/// How many connections there may be, where the process may have `files` open: half of them, since tiers and the shared store
-/// need theirs.
+/// The limit of connections: at most half of the limit of open `files`, since tiers and object stores need files too.
 fn max_connections(wanted: usize, files: Option<u64>) -> usize {
     let fit = files.map_or(usize::MAX, |files| usize::try_from(files / 2).unwrap_or(usize::MAX).max(1));
     if fit < wanted {
@@ -269,12 +269,12 @@ fn max_connections(wanted: usize, files: Option<u64>) -> usize {
     fit.min(wanted)
 }
 
-/// Whether an entry of the data folder belongs to the program.
+/// Whether an entry of the data folder is one that the program creates.
 fn is_ours(name: &OsStr) -> bool {
-    [sizes::G3_FOLDER, transforms::SHELF, "models"].iter().any(|ours| name == *ours)
+    [sizes::G3_FOLDER, transforms::KEY_STORE, "models"].iter().any(|ours| name == *ours)
 }
 
-/// Opens a port, or says what to do about it.
+/// Opens a port. The error says what to change.
 pub(crate) async fn listen(at: &Listen) -> anyhow::Result<TcpListener> {
     match TcpListener::bind((at.host.as_str(), at.port)).await {
         Ok(listener) => Ok(listener),
@@ -288,19 +288,19 @@ pub(crate) async fn listen(at: &Listen) -> anyhow::Result<TcpListener> {
     }
 }
 
-/// A name for this life of this process's router that no other router has.
-fn identity() -> RouterId {
+/// An id of the router of this process, different after each start.
+fn router_id() -> RouterId {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     RouterId(since.as_nanos() as u64 ^ u64::from(std::process::id()) << 48)
 }
 
-/// Waits until the router has seen a worker that decodes.
-async fn seen(router: &Router) -> anyhow::Result<()> {
-    let late = Instant::now() + JOIN_MAX;
+/// Waits until the router has discovered a worker that decodes.
+async fn until_discovered(router: &Router) -> anyhow::Result<()> {
+    let deadline = Instant::now() + DISCOVERY_TIMEOUT;
     loop {
         match router.readiness() {
             Readiness::Ready => return Ok(()),
-            Readiness::NotReady(why) if Instant::now() > late => bail!("the router is not ready: {why}"),
+            Readiness::NotReady(why) if Instant::now() > deadline => bail!("the router is not ready: {why}"),
             Readiness::NotReady(_) => sleep(Duration::from_millis(2)).await,
         }
     }

@@ -1,5 +1,5 @@
-//! The process on its machine: available memory and threads, limits of the operating system, panics, process metrics, and
-//! the text of errors.
+//! The process on its machine: available memory and threads, limits of the operating system, panics, process metrics,
+//! and the text of errors.
 
 mod error_text;
 pub mod machine;

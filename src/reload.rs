@@ -1,8 +1,8 @@
-//! Reading the configuration again while requests are served: when its file changes, on SIGHUP, or when asked.
+//! Reloads the configuration while requests are served: when its file changes, on SIGHUP, or through the admin API.
 //!
-//! What is read is checked as a whole before any of it takes effect, and what is wrong changes nothing. How requests are
-//! placed (`[router]`) and what is logged (`log.filter`) take effect at once; whatever else differs is named, and waits for
-//! a restart. Streams that run are not touched.
+//! The whole configuration is checked before any part takes effect; an invalid one changes nothing. `[router]` and
+//! `log.filter` take effect at once. Other changed keys are reported, and take effect after a restart. Running streams
+//! are not affected.
 
 use crate::config::{Config, Origins, Sources, as_json, changes};
 use prometheus::{IntCounterVec, Opts, Registry};
@@ -12,28 +12,28 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// Reads the configuration again.
+/// The running configuration and the means to reload it.
 pub struct Reload {
     sources: Sources,
     router: Arc<Router>,
-    relog: Relog,
+    set_log_filter: SetLogFilter,
     outcomes: IntCounterVec,
     state: Mutex<State>,
 }
 
-/// Checks what is to be logged, and, when told to, does it.
-pub type Relog = Box<dyn Fn(&str, Apply) -> Result<(), String> + Send + Sync>;
+/// Checks a log filter, or checks and sets it.
+pub type SetLogFilter = Box<dyn Fn(&str, Apply) -> Result<(), String> + Send + Sync>;
 
-/// Whether a change is only tried.
+/// Whether a change is only checked.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Apply {
-    /// Say what would be wrong.
-    Try,
-    /// Do it.
-    Do,
+    /// Check only.
+    Check,
+    /// Check and apply.
+    Apply,
 }
 
-/// What came of it.
+/// The result of a reload.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
     /// Result: `applied`, `unchanged` or `rejected`.
@@ -69,29 +69,29 @@ struct State {
     last: Option<Report>,
 }
 
-/// What tells that a file may have changed: when it was written, and how long it is.
-type Stamp = Option<(SystemTime, u64)>;
+/// Modification time and length of a file, to detect changes.
+type FileStamp = Option<(SystemTime, u64)>;
 
-/// One question to the file system a second is nothing, and nobody waits longer than he takes to look up.
-const LOOK_EVERY: Duration = Duration::from_secs(1);
+/// Interval at which the file is checked: cheap, and short enough for an operator who waits for the change.
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 impl Reload {
-    /// For a process that runs `config`, which was read from `sources`.
+    /// Reload for a process that runs `config`, which was loaded from `sources`.
     pub fn new(
         sources: Sources,
         (config, origins): (Config, Origins),
         router: Arc<Router>,
-        relog: Relog,
+        set_log_filter: SetLogFilter,
         registry: &Registry,
     ) -> Result<Arc<Self>, prometheus::Error> {
         let help = "Reloads of the configuration, by outcome: applied, unchanged or rejected.";
         let outcomes = IntCounterVec::new(Opts::new("blockyard_config_reloads_total", help), &["outcome"])?;
         registry.register(Box::new(outcomes.clone()))?;
         let state = Mutex::new(State { running: config, origins, last: None });
-        Ok(Arc::new(Self { sources, router, relog, outcomes, state }))
+        Ok(Arc::new(Self { sources, router, set_log_filter, outcomes, state }))
     }
 
-    /// Reads the configuration again, now.
+    /// Reloads the configuration now.
     pub fn now(&self, trigger: &'static str) -> Report {
         let mut state = self.lock();
         let (outcome, applied, needs_restart, error) = match self.attempt(&mut state) {
@@ -114,39 +114,39 @@ impl Reload {
         report
     }
 
-    /// Follows the file, if there is one, for as long as it is polled.
+    /// Reloads the configuration whenever its file changes. Returns at once if there is no file.
     pub async fn watch(self: Arc<Self>) {
         let Some(path) = self.sources.file.clone() else { return };
-        let mut read = stamp(&path);
-        let mut seen = read;
+        let mut loaded = file_stamp(&path);
+        let mut previous = loaded;
         loop {
-            tokio::time::sleep(LOOK_EVERY).await;
-            let now = stamp(&path);
-            // Once it has kept still for a while: what somebody is writing is not read half-way.
-            if now == seen && now != read {
-                read = now;
+            tokio::time::sleep(POLL_INTERVAL).await;
+            let now = file_stamp(&path);
+            // Unchanged for one interval: a file that is still being written is not read.
+            if now == previous && now != loaded {
+                loaded = now;
                 self.now("file");
             }
-            seen = now;
+            previous = now;
         }
     }
 
-    /// What runs, key by key with its origin, and what came of the last reading.
+    /// The running configuration, each key with its origin, and the result of the last reload.
     pub fn as_json(&self) -> serde_json::Value {
         let state = self.lock();
         serde_json::json!({ "config": as_json(&state.running, &state.origins), "reload": state.last })
     }
 
-    /// All or nothing. Answers with the keys that took effect, and those that did not.
+    /// Applies all changes or none. Returns the keys that took effect, and those that need a restart.
     fn attempt(&self, state: &mut State) -> Result<(Vec<String>, Vec<String>), String> {
         let (read, origins) = Config::load_to_serve(&self.sources).map_err(|error| error.to_string())?;
-        (self.relog)(&read.log.filter, Apply::Try)?;
+        (self.set_log_filter)(&read.log.filter, Apply::Check)?;
         let differs = changes(&state.running, &read);
         let live = |key: &String| key.starts_with("router.") || key == "log.filter";
         let (applied, rest): (_, Vec<String>) = differs.into_iter().partition(live);
         self.router.update_settings(read.router.clone()).map_err(|error| error.to_string())?;
-        if let Err(error) = (self.relog)(&read.log.filter, Apply::Do) {
-            // Nothing of it is to hold; what ran until now was right.
+        if let Err(error) = (self.set_log_filter)(&read.log.filter, Apply::Apply) {
+            // Roll back: the router must not run with a configuration that was rejected.
             let back = self.router.update_settings(state.running.router.clone());
             return Err(back.err().map_or_else(
                 || error.clone(),
@@ -155,13 +155,13 @@ impl Reload {
         }
         state.running.router = read.router;
         state.running.log.filter = read.log.filter;
-        // What waits for a restart still runs as somebody else said.
+        // Keys that need a restart keep the origin of the running value.
         state.origins = origins.but(&state.origins, &rest);
         Ok((applied, rest))
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        // It is changed only once everything has gone well.
+        // The state is assigned only after everything has succeeded, so it is valid even after a panic.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -176,7 +176,7 @@ impl Outcome {
     }
 }
 
-fn stamp(path: &Path) -> Stamp {
+fn file_stamp(path: &Path) -> FileStamp {
     let file = std::fs::metadata(path).ok()?;
     Some((file.modified().ok()?, file.len()))
 }

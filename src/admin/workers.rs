@@ -1,4 +1,4 @@
-//! `/admin/workers`: which workers there are, and taking them out of service and back.
+//! `/admin/workers`: lists the workers; cordons, drains and uncordons one.
 
 use crate::config::HumanDuration;
 use axum::extract::rejection::QueryRejection;
@@ -13,10 +13,10 @@ use serde_json::json;
 use std::sync::{Arc, Weak};
 use worker::plane::WorkerId;
 
-/// How long a drain waits for an answer unless it is said: as long as most clients wait.
+/// Default time that a drain request waits before it answers 202: shorter than the timeout of most clients.
 const DRAIN_TIMEOUT: HumanDuration = HumanDuration::secs(30);
 
-type Reached = State<Weak<router::Router>>;
+type RouterState = State<Weak<router::Router>>;
 
 pub(super) fn routes(router: Weak<router::Router>) -> Router {
     Router::new()
@@ -33,13 +33,13 @@ struct Wait {
     timeout: Option<HumanDuration>,
 }
 
-/// Why there is no answer.
+/// Why a request fails.
 enum Error {
-    /// The node has ended.
-    Gone,
-    /// No worker has this name.
+    /// The node is shutting down.
+    ShuttingDown,
+    /// No worker has this id.
     NoSuchWorker(String),
-    /// The query cannot be read.
+    /// The query string is invalid.
     Query(QueryRejection),
 }
 
@@ -52,7 +52,7 @@ impl From<NoSuchWorker> for Error {
 impl IntoResponse for Error {
     fn into_response(self) -> Response {
         let (status, message) = match self {
-            Self::Gone => (StatusCode::SERVICE_UNAVAILABLE, "the node is shutting down".to_owned()),
+            Self::ShuttingDown => (StatusCode::SERVICE_UNAVAILABLE, "the node is shutting down".to_owned()),
             Self::NoSuchWorker(id) => {
                 (StatusCode::NOT_FOUND, format!("there is no worker {id:?}; GET /admin/workers lists them"))
             }
@@ -64,30 +64,30 @@ impl IntoResponse for Error {
     }
 }
 
-async fn list(router: Reached) -> Result<Json<Vec<WorkerStatus>>, Error> {
-    Ok(Json(reach(&router)?.workers()))
+async fn list(router: RouterState) -> Result<Json<Vec<WorkerStatus>>, Error> {
+    Ok(Json(upgrade(&router)?.workers()))
 }
 
-async fn cordon(router: Reached, Path(id): Path<String>) -> Result<Json<WorkerStatus>, Error> {
-    let (router, id) = (reach(&router)?, named(&id)?);
+async fn cordon(router: RouterState, Path(id): Path<String>) -> Result<Json<WorkerStatus>, Error> {
+    let (router, id) = (upgrade(&router)?, parse_id(&id)?);
     router.cordon(id)?;
     status(&router, id)
 }
 
-async fn uncordon(router: Reached, Path(id): Path<String>) -> Result<Json<WorkerStatus>, Error> {
-    let (router, id) = (reach(&router)?, named(&id)?);
+async fn uncordon(router: RouterState, Path(id): Path<String>) -> Result<Json<WorkerStatus>, Error> {
+    let (router, id) = (upgrade(&router)?, parse_id(&id)?);
     router.uncordon(id)?;
     status(&router, id)
 }
 
-/// Cordons, and answers 200 once the worker has no requests, or 202 when it still has some after the timeout.
+/// Cordons the worker. Answers 200 once it has no requests, or 202 if it still has some after the timeout.
 async fn drain(
-    router: Reached,
+    router: RouterState,
     Path(id): Path<String>,
     wait: Result<Query<Wait>, QueryRejection>,
 ) -> Result<(StatusCode, Json<WorkerStatus>), Error> {
     let Query(wait) = wait.map_err(Error::Query)?;
-    let (router, id) = (reach(&router)?, named(&id)?);
+    let (router, id) = (upgrade(&router)?, parse_id(&id)?);
     router.cordon(id)?;
     let timeout = wait.timeout.unwrap_or(DRAIN_TIMEOUT).0;
     let drained = match tokio::time::timeout(timeout, router.drained(id)).await {
@@ -97,12 +97,12 @@ async fn drain(
     Ok((drained, status(&router, id)?))
 }
 
-fn reach(State(router): &Reached) -> Result<Arc<router::Router>, Error> {
-    router.upgrade().ok_or(Error::Gone)
+fn upgrade(State(router): &RouterState) -> Result<Arc<router::Router>, Error> {
+    router.upgrade().ok_or(Error::ShuttingDown)
 }
 
-/// `w1` or `1`.
-fn named(id: &str) -> Result<WorkerId, Error> {
+/// Parses `w1` or `1`.
+fn parse_id(id: &str) -> Result<WorkerId, Error> {
     let number = id.strip_prefix('w').unwrap_or(id).parse();
     number.map(WorkerId).map_err(|_| Error::NoSuchWorker(id.to_owned()))
 }
@@ -114,12 +114,12 @@ fn status(router: &router::Router, id: WorkerId) -> Result<Json<WorkerStatus>, E
 
 #[cfg(test)]
 mod tests {
-    use super::named;
+    use super::parse_id;
     use worker::plane::WorkerId;
 
     #[test]
-    fn a_worker_is_named_as_in_the_log_or_by_its_number() {
-        assert!(matches!((named("w2"), named("2")), (Ok(WorkerId(2)), Ok(WorkerId(2)))));
-        assert!(["", "w", "x2", "w-1"].iter().all(|name| named(name).is_err()));
+    fn a_worker_id_is_w2_or_2() {
+        assert!(matches!((parse_id("w2"), parse_id("2")), (Ok(WorkerId(2)), Ok(WorkerId(2)))));
+        assert!(["", "w", "x2", "w-1"].iter().all(|name| parse_id(name).is_err()));
     }
 }

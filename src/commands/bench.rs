@@ -1,10 +1,8 @@
-//! `blockyard bench io`: what the configured tiers move on this machine beside the devices themselves, before any model
-//! is involved, and what that means for the time to first token. Figures go to standard output, progress to standard
-//! error.
+//! `blockyard bench io`: measures the bandwidth of the configured tiers beside their raw devices, and estimates the
+//! time to first token from it. It prints results to standard output and progress to standard error.
 //!
-//! Everything lies in folders and under prefixes of its own beside what is cached there, and is removed at the end,
-//! also after Ctrl-C. It looks at no block that rests there, so a node may be serving from the same tiers; it will feel
-//! it.
+//! The benchmark writes only to folders and prefixes of its own, and removes them at the end, also after Ctrl-C. It
+//! reads no cached block, so a node may serve from the same tiers meanwhile, more slowly.
 
 mod codec;
 mod expect;
@@ -24,11 +22,11 @@ use tiers::Case;
 #[derive(Args, Debug)]
 pub struct Bench {
     #[command(subcommand)]
-    what: What,
+    command: Command,
 }
 
 #[derive(Subcommand, Debug)]
-enum What {
+enum Command {
     /// Measure each configured tier and its raw device, and estimate the time to first token.
     ///
     /// It uses the configuration of `serve`. It reads and writes in its own folders beside the cached blocks, and
@@ -95,50 +93,50 @@ struct Io {
 
 impl Io {
     fn sources(&self) -> Sources {
-        let own = [
+        let flags = [
             ("--model", "model", &self.model),
             ("--data-dir", "data_dir", &self.data_dir),
             ("--g4", "tiers.g4.url", &self.g4),
         ];
-        let own = own.into_iter().filter_map(|(name, key, value)| Some(Flag::own(name, key, value.as_deref()?)));
-        Sources::of_process(self.config.clone(), self.set.iter().cloned().chain(own).collect())
+        let flags = flags.into_iter().filter_map(|(name, key, value)| Some(Flag::own(name, key, value.as_deref()?)));
+        Sources::of_process(self.config.clone(), self.set.iter().cloned().chain(flags).collect())
     }
 }
 
 /// Measures and prints.
 pub fn run(bench: &Bench) -> anyhow::Result<()> {
-    let What::Io(io) = &bench.what;
+    let Command::Io(io) = &bench.command;
     let (config, _) = Config::load(&io.sources())?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    let told = runtime.block_on(async {
-        let told = tokio::select! {
+    let report = runtime.block_on(async {
+        let report = tokio::select! {
             biased;
             // Dropping the other future removes its folders.
             _ = tokio::signal::ctrl_c() => Err(anyhow!("interrupted")),
-            told = measure(io, &config) => told,
+            report = measure(io, &config) => report,
         };
         if !io.compression
             && let Err(error) = tiers::clear(&config).await
         {
             eprintln!("cannot remove the objects of this measurement from the shared store: {}", with_causes(&error));
         }
-        told
+        report
     })?;
     if io.json {
-        println!("{:#}", told.json);
+        println!("{:#}", report.json);
     } else {
-        print!("{}", told.text);
+        print!("{}", report.text);
     }
     Ok(())
 }
 
-/// One outcome, for programs and for people.
-struct Told {
+/// The result, as JSON and as text.
+struct Report {
     json: Value,
     text: String,
 }
 
-async fn measure(io: &Io, config: &Config) -> anyhow::Result<Told> {
+async fn measure(io: &Io, config: &Config) -> anyhow::Result<Report> {
     if io.compression {
         return codec::measure(config, io.model.is_some()).await;
     }
@@ -146,7 +144,7 @@ async fn measure(io: &Io, config: &Config) -> anyhow::Result<Told> {
         .flat_map(|block| io.parallel.iter().map(|parallel| (block.0 as usize, usize::from(*parallel))))
         .map(|(block, parallel)| Case { block, parallel, bytes: io.bytes.0 as usize })
         .collect();
-    // A model that cannot be read is an error before minutes of measuring.
+    // Read the model first, so that an unreadable one fails before minutes of measuring.
     let expected = match &io.model {
         Some(_) => Some(Expectation::of(config, io.context as usize, io.prefill_tokens_per_second).await?),
         None => None,
@@ -159,15 +157,16 @@ async fn measure(io: &Io, config: &Config) -> anyhow::Result<Told> {
         text += &format!("\n{expected}");
         json["expected"] = serde_json::to_value(&expected)?;
     }
-    Ok(Told { json, text })
+    Ok(Report { json, text })
 }
 
-/// The least block that has any use, and the largest that all tiers take.
+/// Parses a block size, within the sizes that all tiers accept.
 fn block(text: &str) -> Result<ByteSize, String> {
     within(text, 4 << 10, 16 << 20)
 }
 
-/// Less is all latency; more fits into few machines' memory.
+/// Parses the size of a measurement. With less than 16 MiB latency dominates; more than 16 GiB exceeds the memory of
+/// most machines.
 fn amount(text: &str) -> Result<ByteSize, String> {
     within(text, 16 << 20, 16 << 30)
 }

@@ -1,9 +1,9 @@
-//! `blockyard cache`: looks after the shared store, beside whoever serves from it, and into the log of G3. What it
-//! found goes to standard output, progress to standard error.
+//! `blockyard cache`: lists, verifies and collects stored blocks, also while other processes serve from the store. It
+//! prints results to standard output and progress to standard error.
 
 use crate::config::{ByteSize, Config, Flag, HumanDuration, Sources};
+use crate::node::{gc, sizes, stores, transforms};
 use crate::process::machine::{self, Space};
-use crate::node::{transforms, gc, sizes, stores};
 use anyhow::{Context, bail};
 use clap::{Args, Subcommand};
 use kvbm::crypt::Keys;
@@ -22,17 +22,17 @@ use std::time::Duration;
 #[derive(Args, Debug)]
 pub struct Cache {
     #[command(subcommand)]
-    what: What,
+    command: Command,
 }
 
 #[derive(Subcommand, Debug)]
-enum What {
+enum Command {
     /// List the blocks in G4 and in the log of G3, by cache domain, engine and writer.
     ///
     /// With --g4 only that store is listed, unless --data-dir or --config also names the G3 of a node.
     Ls {
         #[command(flatten)]
-        place: Place,
+        target: Target,
     },
     /// Remove objects that are expired, older than --max-age, or beyond --capacity.
     ///
@@ -40,7 +40,7 @@ enum What {
     /// grace time. Several runs may be active at the same time, also while other processes serve.
     Gc {
         #[command(flatten)]
-        place: Place,
+        target: Target,
         /// Remove objects that were not written or read for this time; an object on which others build counts as used
         /// when they are [default: `tiers.g4.max_age`]
         #[arg(long, value_name = "TIME")]
@@ -64,7 +64,7 @@ enum What {
     /// read only while no process uses it, and is not changed: corrupt blocks are dropped when they are loaded.
     Verify {
         #[command(flatten)]
-        place: Place,
+        target: Target,
         /// In G4: remove objects that hold a corrupt block, with their other blocks, after the grace time; and remove
         /// entries of objects that are missing
         #[arg(long)]
@@ -83,7 +83,7 @@ enum What {
     /// destroy and the command is refused: stop the processes, and delete the folders of G3 and G3.5 and the store.
     Shred {
         #[command(flatten)]
-        place: Place,
+        target: Target,
         /// A tenant's name, or the 32 hexadecimal digits that `ls` shows
         #[arg(long, value_name = "NAME|ID")]
         domain: String,
@@ -93,10 +93,10 @@ enum What {
     },
 }
 
-/// Where, with the configuration of `serve`.
+/// The stores, named with the configuration of `serve`.
 #[derive(Args, Debug)]
 #[command(args_override_self = true)]
-struct Place {
+struct Target {
     /// The object store of G4, like `s3://bucket/prefix`, or a folder
     #[arg(long, value_name = "URL|DIR")]
     g4: Option<String>,
@@ -122,25 +122,24 @@ struct Place {
     json: bool,
 }
 
-impl Place {
-    /// Whether the log of G3 that the configuration names is meant too: not when one store is named and nothing of a
-    /// node.
+impl Target {
+    /// Whether the command also covers the log of G3: not if --g4 is the only target given.
     fn has_g3(&self) -> bool {
         !self.g3_5 && (self.g4.is_none() || self.data_dir.is_some() || self.config.is_some())
     }
 }
 
-/// Does what was asked for.
+/// Runs the command.
 pub fn run(cache: &Cache) -> anyhow::Result<()> {
-    tokio::runtime::Builder::new_multi_thread().enable_all().build()?.block_on(done(&cache.what))
+    tokio::runtime::Builder::new_multi_thread().enable_all().build()?.block_on(execute(&cache.command))
 }
 
 #[expect(clippy::too_many_lines, reason = "one arm for each command")]
-async fn done(what: &What) -> anyhow::Result<()> {
-    match what {
-        What::Ls { place } => {
-            let store = Store::open_or_local(place)?;
-            let logs = if place.has_g3() { logs(&store.config)? } else { vec![] };
+async fn execute(command: &Command) -> anyhow::Result<()> {
+    match command {
+        Command::Ls { target } => {
+            let store = Store::open_or_local(target)?;
+            let logs = if target.has_g3() { logs(&store.config)? } else { vec![] };
             if store.collector.is_none() && logs.is_empty() {
                 bail!("found neither a G3 log nor a shared store; name one with: --g4 URL|DIR");
             }
@@ -148,14 +147,14 @@ async fn done(what: &What) -> anyhow::Result<()> {
                 Some(collector) => Some(collector.survey(progress("manifests")).await?),
                 None => None,
             };
-            let level = if place.g3_5 { Level::Pod } else { Level::G4 };
-            let digests = census(&logs, survey.as_deref().map(|survey| (level, survey)));
+            let level = if target.g3_5 { Level::Pod } else { Level::G4 };
+            let digests = digests(&logs, survey.as_deref().map(|survey| (level, survey)));
             let holdings = survey.map(|survey| survey.holdings());
-            let said = json!({ "g3": logs, "contents": holdings.as_deref().unwrap_or_default(), "digests": digests });
-            print(place, &said, || logs.iter().map(logged).chain(holdings.as_deref().map(listed)).collect())
+            let value = json!({ "g3": logs, "contents": holdings.as_deref().unwrap_or_default(), "digests": digests });
+            print(target, &value, || logs.iter().map(log_text).chain(holdings.as_deref().map(holdings_text)).collect())
         }
-        What::Gc { place, max_age, capacity, grace, dry_run } => {
-            let (store, now) = (Store::open(place)?, Clock::system().now());
+        Command::Gc { target, max_age, capacity, grace, dry_run } => {
+            let (store, now) = (Store::open(target)?, Clock::system().now());
             let mut policy = store.policy.clone();
             policy.age_max = max_age.map_or(policy.age_max, |age| Some(age.0));
             if let Some(ByteSize(bytes)) = *capacity {
@@ -170,18 +169,16 @@ async fn done(what: &What) -> anyhow::Result<()> {
                 let now = store.collector.turn(Duration::ZERO, now).await?.unwrap_or(now);
                 store.collector.collect(&survey, &policy, now).await?
             };
-            print(place, &json!({ "dry_run": dry_run, "report": report }), || {
-                collected(&report, *dry_run, policy.grace)
-            })
+            print(target, &json!({ "dry_run": dry_run, "report": report }), || gc_text(&report, *dry_run, policy.grace))
         }
-        What::Verify { place, remove } => {
-            let store = Store::open_or_local(place)?;
-            let logs = if place.has_g3() { verify_logs(&store.config).await? } else { vec![] };
+        Command::Verify { target, remove } => {
+            let store = Store::open_or_local(target)?;
+            let logs = if target.has_g3() { verify_logs(&store.config).await? } else { vec![] };
             if store.collector.is_none() && logs.is_empty() {
                 bail!("found neither a G3 log nor a shared store; name one with: --g4 URL|DIR");
             }
             let keys = keys(&store.config).await?;
-            let opens = async |domain, key| match &keys {
+            let can_decrypt = async |domain, key| match &keys {
                 Some(keys) => keys.opens(domain, key).await.map_err(io::Error::other),
                 None => Ok(false),
             };
@@ -189,30 +186,30 @@ async fn done(what: &What) -> anyhow::Result<()> {
             for log in logs {
                 let mut undecryptable_blocks = 0;
                 for (&(domain, key), blocks) in &log.keys {
-                    undecryptable_blocks += if opens(domain, key).await? { 0 } else { *blocks };
+                    undecryptable_blocks += if can_decrypt(domain, key).await? { 0 } else { *blocks };
                 }
                 g3.push(VerifiedLog { log, undecryptable_blocks });
             }
-            let seen = match &store.collector {
+            let verification = match &store.collector {
                 Some(collector) => {
                     let survey = collector.survey(progress("manifests")).await?;
-                    Some(collector.verify(&survey, *remove, opens, progress("objects")).await?)
+                    Some(collector.verify(&survey, *remove, can_decrypt, progress("objects")).await?)
                 }
                 None => None,
             };
-            print(place, &json!(Verified { store: seen.as_ref(), g3: &g3 }), || {
-                g3.iter().map(verified_log).chain(seen.as_ref().map(verified)).collect()
+            print(target, &json!(Verified { store: verification.as_ref(), g3: &g3 }), || {
+                g3.iter().map(verified_log_text).chain(verification.as_ref().map(verified_text)).collect()
             })?;
             let damaged = |seen: &Verification| {
                 seen.corrupt_blocks + seen.missing_objects + seen.corrupt_manifests + seen.unreadable_manifests > 0
             };
-            if seen.as_ref().is_some_and(damaged) || g3.iter().any(|seen| !seen.log.is_sound()) {
+            if verification.as_ref().is_some_and(damaged) || g3.iter().any(|verified| !verified.log.is_sound()) {
                 bail!("found corrupt, missing or unreadable data; the affected blocks are recomputed when needed");
             }
             Ok(())
         }
-        What::Shred { place, domain, remove } => {
-            let store = Store::open_or_local(place)?;
+        Command::Shred { target, domain, remove } => {
+            let store = Store::open_or_local(target)?;
             let Some(keys) = keys(&store.config).await? else {
                 bail!(
                     "tiers.encryption is not set, so there is no key to destroy; stop the processes and delete \
@@ -231,8 +228,8 @@ async fn done(what: &What) -> anyhow::Result<()> {
                 }
                 _ => Amount::default(),
             };
-            let said = json!({ "domain": domain.to_string(), "destroyed_keys": count, "marked": removed });
-            print(place, &said, || {
+            let value = json!({ "domain": domain.to_string(), "destroyed_keys": count, "marked": removed });
+            print(target, &value, || {
                 let objects = removed.objects;
                 format!(
                     "domain {domain}: {count} keys destroyed, {objects} objects marked for deletion by a later gc\n\
@@ -251,8 +248,8 @@ struct Store<C = Collector> {
 }
 
 impl Store {
-    fn open(place: &Place) -> anyhow::Result<Self> {
-        let Store { config, policy, collector } = Store::open_or_local(place)?;
+    fn open(target: &Target) -> anyhow::Result<Self> {
+        let Store { config, policy, collector } = Store::open_or_local(target)?;
         let collector = collector.context("no shared store is configured; name one with: --g4 URL|DIR")?;
         Ok(Self { config, policy, collector })
     }
@@ -263,15 +260,17 @@ impl Store {
 }
 
 impl Store<Option<Collector>> {
-    fn open_or_local(place: &Place) -> anyhow::Result<Self> {
-        let own = [("--g4", "tiers.g4.url", &place.g4), ("--data-dir", "data_dir", &place.data_dir)];
+    fn open_or_local(target: &Target) -> anyhow::Result<Self> {
+        let own = [("--g4", "tiers.g4.url", &target.g4), ("--data-dir", "data_dir", &target.data_dir)];
         let own = own.into_iter().filter_map(|(name, key, value)| Some(Flag::own(name, key, value.as_deref()?)));
-        let sources = Sources::of_process(place.config.clone(), place.set.iter().cloned().chain(own).collect());
+        let sources = Sources::of_process(target.config.clone(), target.set.iter().cloned().chain(own).collect());
         let (config, _) = Config::load(&sources)?;
         machine::limit_umask(config.shared_folders());
         let (location, policy) = match &config.tiers.g3_5 {
-            Some(pod) if place.g3_5 => (Some(Location::Folder(pod.path.clone())), gc::pod_policy(&config, pod)?),
-            None if place.g3_5 => bail!("tiers.g3_5.path is not set, so there is no G3.5 folder"),
+            Some(flash) if target.g3_5 => {
+                (Some(Location::Folder(flash.path.clone())), gc::g3_5_policy(&config, flash)?)
+            }
+            None if target.g3_5 => bail!("tiers.g3_5.path is not set, so there is no G3.5 folder"),
             _ => (config.tiers.g4.url.clone(), gc::policy(&config)?),
         };
         let open = |location| {
@@ -292,31 +291,31 @@ async fn keys(config: &Config) -> anyhow::Result<Option<Arc<Keys>>> {
 
 /// Prints the progress to standard error if it is a terminal.
 fn progress(of: &str) -> impl Fn(u64, u64) {
-    let watched = io::stderr().is_terminal();
+    let is_terminal = io::stderr().is_terminal();
     move |done, total| {
-        if watched && (done.is_multiple_of(64) || done == total) {
+        if is_terminal && (done.is_multiple_of(64) || done == total) {
             eprint!("\r{done} of {total} {of} read{}", if done == total { "\n" } else { "" });
         }
     }
 }
 
 /// Prints the result; a closed pipe is not an error.
-fn print(place: &Place, value: &Value, text: impl FnOnce() -> String) -> anyhow::Result<()> {
-    let text = if place.json { format!("{value}\n") } else { text() };
+fn print(target: &Target, value: &Value, text: impl FnOnce() -> String) -> anyhow::Result<()> {
+    let text = if target.json { format!("{value}\n") } else { text() };
     match io::stdout().write_all(text.as_bytes()) {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error.into()),
         _ => Ok(()),
     }
 }
 
-/// The folders of G3 in which there is a log.
+/// Inspects each folder of G3 that contains a log.
 fn logs(config: &Config) -> anyhow::Result<Vec<disk::Survey>> {
     let (folders, now) = (sizes::disks(&config.tiers, &config.data_dir, |_| Space::default()), Clock::system().now());
-    let look = |at: &sizes::Disk| {
-        let folder = &at.folder;
+    let inspect = |disk: &sizes::Disk| {
+        let folder = &disk.folder;
         disk::survey(folder, now).with_context(|| format!("the log in {} cannot be read", folder.display())).transpose()
     };
-    folders.iter().filter_map(look).collect()
+    folders.iter().filter_map(inspect).collect()
 }
 
 /// JSON of `cache verify`: the result of the shared store, if there is one, and of each G3 log.
@@ -336,7 +335,7 @@ struct VerifiedLog {
     undecryptable_blocks: u64,
 }
 
-/// Reads the logs of G3, which no process may use meanwhile.
+/// Reads the logs of G3. A log that a process uses is refused.
 async fn verify_logs(config: &Config) -> anyhow::Result<Vec<disk::Verification>> {
     let folders = sizes::disks(&config.tiers, &config.data_dir, |_| Space::default());
     let read = move |folder: PathBuf| match disk::verify(&folder, progress("segments")) {
@@ -351,20 +350,20 @@ async fn verify_logs(config: &Config) -> anyhow::Result<Vec<disk::Verification>>
             read.with_context(|| format!("the log in {} cannot be read", folder.display())).map(IntoIterator::into_iter)
         }
     };
-    // Reading a disk is no work for an async thread.
+    // Reading a disk would block an async thread.
     let all = move || folders.into_iter().map(|disk| read(disk.folder)).collect::<anyhow::Result<Vec<_>>>();
     Ok(tokio::task::spawn_blocking(all).await??.into_iter().flatten().collect())
 }
 
 /// Digest of the blocks in each tier, comparable with those of `/admin/index`.
-fn census(logs: &[disk::Survey], shared: Option<(Level, &Survey)>) -> BTreeMap<&'static str, Census> {
+fn digests(logs: &[disk::Survey], shared: Option<(Level, &Survey)>) -> BTreeMap<&'static str, Census> {
     let distinct = |names: &mut dyn Iterator<Item = SequenceHash>| names.collect::<HashSet<_>>().into_iter().collect();
     let g3 = (!logs.is_empty()).then(|| distinct(&mut logs.iter().flat_map(|log| log.names.iter().copied())));
     let shared = shared.map(|(level, survey)| (level.name(), distinct(&mut survey.names(Clock::system().now()))));
     g3.map(|census| (Level::G3.name(), census)).into_iter().chain(shared).collect()
 }
 
-fn logged(log: &disk::Survey) -> String {
+fn log_text(log: &disk::Survey) -> String {
     let disk::Survey { folder, in_use, owner_pid, segments, open_segments, bytes, contents, names: _ } = log;
     let owner = match owner_pid {
         Some(pid) if *in_use => format!("in use by process {pid}"),
@@ -382,7 +381,7 @@ fn logged(log: &disk::Survey) -> String {
     text + "\n"
 }
 
-fn listed(holdings: &[Holding]) -> String {
+fn holdings_text(holdings: &[Holding]) -> String {
     let mut text = format!(
         "{:<32}  {:<16}  {:<29}  {:>10}  {:>8}  {:>10}  {:>8}  {:>8}  {:>8}\n",
         "DOMAIN", "ENGINE", "WRITER", "BLOCKS", "OBJECTS", "SIZE", "OLDEST", "NEWEST", "USED"
@@ -407,24 +406,24 @@ fn listed(holdings: &[Holding]) -> String {
     text + &format!("{blocks} blocks in {objects} objects, {}\n", ByteSize(sum(|holding| holding.bytes)).about())
 }
 
-fn collected(report: &Report, dry_run: bool, grace: Duration) -> String {
+fn gc_text(report: &Report, dry_run: bool, grace: Duration) -> String {
     let amount = |amount: &Amount| format!("{} objects, {}", amount.objects, ByteSize(amount.bytes).about());
     let all = amount(&Amount { objects: report.objects, bytes: report.bytes });
-    let (go, went) = if dry_run { ("would be marked", "would be deleted") } else { ("marked", "deleted") };
+    let (marked, deleted) = if dry_run { ("would be marked", "would be deleted") } else { ("marked", "deleted") };
     let mut text = format!("found: {all}\n");
     for (why, some) in &report.condemned {
         let why = json!(why);
-        let (why, wait) = (why.as_str().unwrap_or_default(), HumanDuration(grace));
-        text += &format!("{go} ({why}): {}; a run after {wait} deletes them\n", amount(some));
+        let (why, grace) = (why.as_str().unwrap_or_default(), HumanDuration(grace));
+        text += &format!("{marked} ({why}): {}; a run after {grace} deletes them\n", amount(some));
     }
-    text += &format!("{went}: {}, and {} manifests\n", amount(&report.deleted), report.manifests);
+    text += &format!("{deleted}: {}, and {} manifests\n", amount(&report.deleted), report.manifests);
     if report.unreadable > 0 {
         text += &format!("{} manifests cannot be read; their objects are kept\n", report.unreadable);
     }
     text
 }
 
-fn verified_log(seen: &VerifiedLog) -> String {
+fn verified_log_text(seen: &VerifiedLog) -> String {
     let disk::Verification {
         folder,
         segments,
@@ -446,7 +445,7 @@ fn verified_log(seen: &VerifiedLog) -> String {
     )
 }
 
-fn verified(seen: &Verification) -> String {
+fn verified_text(seen: &Verification) -> String {
     let Verification {
         objects,
         valid_blocks,

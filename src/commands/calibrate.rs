@@ -4,7 +4,7 @@
 use crate::commands::replay::{open, profile};
 use anyhow::{Context, bail};
 use router::Recorded;
-use router::replay::{self, Fit as Learned, Profile};
+use router::replay::{self, Fit, Profile};
 use serde::Serialize;
 use std::io::{BufRead, Write, stdout};
 use std::path::PathBuf;
@@ -47,7 +47,7 @@ struct Report<'a> {
 pub fn run(args: &Calibrate) -> anyhow::Result<()> {
     let base = profile("--base", args.base.as_deref())?;
     let (lines, model) = read(args)?;
-    let Learned {
+    let Fit {
         mut profile,
         requests,
         workers,

@@ -1,10 +1,10 @@
-//! The command line. About ten flags; whatever else can be chosen is a key of the configuration, reached with `--set`.
+//! The command line. `serve` has about ten flags; every other setting is a key of the configuration, set with `--set`.
 
 use crate::commands::bench::Bench;
 use crate::commands::cache::Cache;
-use crate::config::{Flag, Sources};
 use crate::commands::calibrate::Calibrate;
 use crate::commands::replay::Replay;
+use crate::config::{Flag, Sources};
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Args, Parser, Subcommand};
 use std::path::PathBuf;
@@ -13,12 +13,12 @@ use std::path::PathBuf;
 #[derive(Parser, Debug)]
 #[command(name = "blockyard", version, propagate_version = true, disable_help_subcommand = true)]
 pub struct Cli {
-    /// What to do.
+    /// The command to run.
     #[command(subcommand)]
     pub command: Command,
 }
 
-/// Flags of vLLM and SGLang, and what replaces them here.
+/// Flags of vLLM and SGLang, each with its replacement here.
 const FOREIGN: [(&str, &str); 26] = [
     ("--host", "--listen ADDR:PORT takes address and port together"),
     ("--port", "--listen ADDR:PORT takes address and port together, or --listen PORT for this machine only"),
@@ -49,17 +49,17 @@ const FOREIGN: [(&str, &str); 26] = [
 ];
 
 impl Cli {
-    /// Reads the command line, or ends the program with what is wrong with it.
+    /// Parses the command line of the process. Exits with an error message if it is invalid.
     pub fn of_process() -> Self {
         let words: Vec<String> = std::env::args_os().map(|word| word.to_string_lossy().into_owned()).collect();
-        Self::try_parse().unwrap_or_else(|error| hinted(error, &words).exit())
+        Self::try_parse().unwrap_or_else(|error| with_hints(error, &words).exit())
     }
 }
 
-/// The error, and for each flag of another server what takes its place.
-fn hinted(mut error: clap::Error, words: &[String]) -> clap::Error {
-    let serves = words.get(1).is_some_and(|word| word == "serve");
-    if !serves || error.kind() != ErrorKind::UnknownArgument {
+/// The error, with a hint for each flag of another server.
+fn with_hints(mut error: clap::Error, words: &[String]) -> clap::Error {
+    let is_serve = words.get(1).is_some_and(|word| word == "serve");
+    if !is_serve || error.kind() != ErrorKind::UnknownArgument {
         return error;
     }
     let mut hints: Vec<String> = words.iter().filter_map(|word| hint(word)).collect();
@@ -80,11 +80,11 @@ fn hinted(mut error: clap::Error, words: &[String]) -> clap::Error {
 
 fn hint(word: &str) -> Option<String> {
     let flag = word.split('=').next().unwrap_or_default();
-    let (flag, place) = FOREIGN.iter().find(|(name, _)| *name == flag)?;
-    Some(format!("instead of {flag}: {place}"))
+    let (flag, replacement) = FOREIGN.iter().find(|(name, _)| *name == flag)?;
+    Some(format!("instead of {flag}: {replacement}"))
 }
 
-/// What to do.
+/// The commands.
 #[derive(Subcommand, Debug)]
 pub enum Command {
     /// Run frontend, router and workers in one process.
@@ -159,9 +159,9 @@ pub struct Serve {
 }
 
 impl Serve {
-    /// Where the configuration comes from.
+    /// The sources of the configuration.
     pub fn sources(&self) -> Sources {
-        let own = [
+        let flags = [
             ("--model", "model", &self.model),
             ("--data-dir", "data_dir", &self.data_dir),
             ("--g4", "tiers.g4.url", &self.g4),
@@ -169,9 +169,9 @@ impl Serve {
             ("--workers", "workers", &self.workers),
             ("--log", "log.filter", &self.log),
         ];
-        let own = own.into_iter().filter_map(|(name, key, value)| Some(Flag::own(name, key, value.as_deref()?)));
-        // `--listen` and the like come last: they are stronger than `--set`.
-        Sources::of_process(self.config.clone(), self.set.iter().cloned().chain(own).collect())
+        let flags = flags.into_iter().filter_map(|(name, key, value)| Some(Flag::own(name, key, value.as_deref()?)));
+        // Flags such as `--listen` come last, so that they override `--set`.
+        Sources::of_process(self.config.clone(), self.set.iter().cloned().chain(flags).collect())
     }
 }
 
@@ -182,17 +182,17 @@ mod tests {
     use clap::CommandFactory;
 
     #[test]
-    fn the_command_line_is_sound() {
+    fn the_command_line_is_consistent() {
         Cli::command().debug_assert();
     }
 
     fn refused(line: &str) -> String {
         let words: Vec<String> = line.split(' ').map(Into::into).collect();
-        hinted(Cli::try_parse_from(&words).unwrap_err(), &words).to_string()
+        with_hints(Cli::try_parse_from(&words).unwrap_err(), &words).to_string()
     }
 
     #[test]
-    fn flags_of_other_servers_are_answered_with_ours() {
+    fn flags_of_other_servers_get_a_hint() {
         for (line, hints) in [
             ("serve --host 0.0.0.0 --port 80", &["--listen ADDR:PORT", "instead of --host", "instead of --port"][..]),
             ("serve --api-key=secret", &["no API keys"]),
@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn every_foreign_flag_is_unknown_here_and_every_hint_is_known() {
+    fn foreign_flags_are_unknown_and_hints_name_known_keys() {
         let mut serve = Cli::command().find_subcommand_mut("serve").unwrap().clone();
         serve.build();
         let flags: Vec<String> = serve.get_arguments().filter_map(|a| Some(format!("--{}", a.get_long()?))).collect();
@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_of_two_equal_flags_wins_and_every_set_counts() {
+    fn the_last_of_two_flags_wins_and_each_set_applies() {
         let line = "blockyard serve --listen 1 --listen 2 --set log.filter=warn --set router.seed=3";
         let Command::Serve(serve) = Cli::try_parse_from(line.split(' ')).unwrap().command else { panic!("not serve") };
         let flags = Sources { environment: vec![("HOME".into(), "/".into())], ..serve.sources() };

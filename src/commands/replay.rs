@@ -1,5 +1,5 @@
-//! `blockyard replay`: asks the router what would have been, and prints it. Figures go to standard output, progress to
-//! standard error.
+//! `blockyard replay`: replays a trace through the router with simulated workers. It prints the results to standard
+//! output and the progress to standard error.
 
 use crate::config::{self, Config, Flag, HumanDuration, Invalid, Origins, Sources, Workers};
 use anyhow::{Context, bail};
@@ -20,7 +20,8 @@ use worker::plane::Phase;
     same results, byte for byte."
 )]
 pub struct Replay {
-    /// A trace in Mooncake's format (a line of JSON per request: `timestamp`, `input_length`, `output_length`, `hash_ids`);
+    /// A trace in Mooncake's format (a line of JSON per request: `timestamp`, `input_length`, `output_length`,
+    /// `hash_ids`);
     /// - reads standard input
     trace: PathBuf,
 
@@ -105,9 +106,9 @@ pub struct Replay {
     json: bool,
 }
 
-/// More than anybody has, and less than a machine can hold.
+/// Limit of simulated workers: above any real fleet, and few enough for the memory of one machine.
 const WORKERS_MAX: usize = 100_000;
-const H100: &str = include_str!("../deploy/profiles/h100-8b.toml");
+const H100: &str = include_str!("../../deploy/profiles/h100-8b.toml");
 
 /// What `--json` prints.
 #[derive(Serialize)]
@@ -129,7 +130,7 @@ struct Report<'a> {
     event_loss_until: f64,
     resync_delay_s: f64,
     rebalance: bool,
-    /// The `[router]` that was asked for.
+    /// The `[router]` section of the given configuration.
     #[serde(skip_serializing_if = "Option::is_none")]
     router: Option<&'a Settings>,
     slo_ttft_s: f64,
@@ -142,25 +143,26 @@ struct Report<'a> {
 /// Runs the command.
 pub fn run(args: &Replay) -> anyhow::Result<()> {
     let configured = args.config.is_some() || !args.set.is_empty();
-    let (settings, choosers) = if configured { tuned(args)? } else { (Settings::default(), choosers(args, None)?) };
+    let (settings, compared) =
+        if configured { configured_policies(args)? } else { (Settings::default(), policies_to_compare(args, None)?) };
     let trace = read(args)?;
     let slo = Slo { ttft: args.slo_ttft.0, itl: args.slo_itl.0 };
     let profile = profile("--profile", args.profile.as_deref())?;
     if let Some(path) = &args.svg {
-        // Who waits for a picture hears now that there can be none. One that is there stays until then.
+        // Check before the replay that the file can be written. An existing file is kept until the new one is written.
         File::options().append(true).create(true).open(path).with_context(|| format!("--svg {}", path.display()))?;
     }
-    let apart = args.workers.phases().any(|phase| phase != Phase::Both);
-    let fleet = if apart { args.workers.to_string() } else { args.workers.count().to_string() };
-    if args.rebalance && !apart {
+    let disaggregated = args.workers.roles().any(|role| role != Phase::Both);
+    let fleet = if disaggregated { args.workers.to_string() } else { args.workers.count().to_string() };
+    if args.rebalance && !disaggregated {
         bail!("--rebalance: needs workers of the roles prefill and decode, like --workers prefill:4,decode:12");
     }
-    if apart && profile.peer.is_none() {
+    if disaggregated && profile.peer.is_none() {
         bail!("--workers {}: the profile has no table [peer], the speed of KV transfers between workers", args.workers);
     }
     let options = Options {
         profile,
-        workers: args.workers.phases().collect(),
+        workers: args.workers.roles().collect(),
         replicas: args.replicas as usize,
         lag: args.event_delay.0,
         loss: args.event_loss,
@@ -168,8 +170,8 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
         repair: args.resync_delay.0,
         slo,
         admission: args.admission,
-        // As the running router would, where somebody can.
-        flip: args.rebalance || (apart && settings.planner.mode == PlannerMode::Apply),
+        // As the router of `serve` does, if there are workers of both roles.
+        flip: args.rebalance || (disaggregated && settings.planner.mode == PlannerMode::Apply),
         settings,
     };
     let bound = trace.bound();
@@ -193,11 +195,11 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
     };
     let mut policies = Vec::new();
     for (load, rate) in rates {
-        for chooser in &choosers {
-            let since = Instant::now();
-            let figures = Figures { load_factor: load, ..replay::replay(&trace, &options, chooser, rate, args.runs)? };
-            let (took, simulated) = (since.elapsed().as_secs_f64(), figures.makespan_s * args.runs as f64);
-            eprintln!("  {:<16} {rate:8.2}/s: {simulated:.0} s in {took:.2} s", chooser.name());
+        for policy in &compared {
+            let started = Instant::now();
+            let figures = Figures { load_factor: load, ..replay::replay(&trace, &options, policy, rate, args.runs)? };
+            let (took, simulated) = (started.elapsed().as_secs_f64(), figures.makespan_s * args.runs as f64);
+            eprintln!("  {:<16} {rate:8.2}/s: {simulated:.0} s in {took:.2} s", policy.name());
             policies.push(figures);
         }
     }
@@ -212,7 +214,7 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
     let report = Report {
         profile: &options.profile.name,
         workers: options.workers.len(),
-        roles: apart.then(|| fleet.clone()),
+        roles: disaggregated.then(|| fleet.clone()),
         fleet,
         replicas: options.replicas,
         requests: trace.len(),
@@ -280,13 +282,13 @@ fn table(report: &Report<'_>) -> String {
         lines[1] += " roles";
     }
     lines.extend(report.policies.iter().map(row));
-    let refused = report.policies.iter().map(|f| f.rejected).max().filter(|refused| *refused > 0);
+    let rejected = report.policies.iter().map(|f| f.rejected).max().filter(|rejected| *rejected > 0);
     let why = if report.admission == "off" {
         "did not fit on any worker"
     } else {
         "at most were rejected, or did not fit on any worker"
     };
-    lines.extend(refused.map(|refused| format!("\n{refused} requests {why}; times are those of the others.")));
+    lines.extend(rejected.map(|rejected| format!("\n{rejected} requests {why}; times are those of the others.")));
     lines.join("\n") + "\n"
 }
 
@@ -296,37 +298,43 @@ fn row(f: &Figures) -> String {
     let itl = format!("{:6.1} ms {:5.1} {:5.1}", f.itl_p50_s * 1e3, f.itl_p90_s * 1e3, f.itl_p99_s * 1e3);
     let good = format!("{:6.2}/s {:4.0} %", f.goodput_rps, f.slo_attainment * 100.0);
     let hit = f.hit_rate * 100.0;
-    let share = |handed: u64| format!(" {:5.1} %", handed as f64 * 100.0 / f.completed.max(1) as f64);
-    let flips = |flips: u64| format!(" {flips:5}");
-    let apart = f.remote_prefills.map(share).unwrap_or_default() + &f.role_changes.map(flips).unwrap_or_default();
-    format!("{load:>5} {:7.2} {:<16} {hit:4.1} % {ttft} {itl} {good} {:6.2}{apart}", f.rate_rps, f.policy, f.imbalance)
+    let share = |remote: u64| format!(" {:5.1} %", remote as f64 * 100.0 / f.completed.max(1) as f64);
+    let changes = |changes: u64| format!(" {changes:5}");
+    let disaggregated =
+        f.remote_prefills.map(share).unwrap_or_default() + &f.role_changes.map(changes).unwrap_or_default();
+    format!(
+        "{load:>5} {:7.2} {:<16} {hit:4.1} % {ttft} {itl} {good} {:6.2}{disaggregated}",
+        f.rate_rps, f.policy, f.imbalance
+    )
 }
 
-/// The settings that a configuration comes to, and who was asked for; if nobody by name, whom the configuration names.
-fn tuned(args: &Replay) -> anyhow::Result<(Settings, Vec<Chooser>)> {
+/// The router settings of the given configuration, and the policies to compare: those of `--policy`, else the one that
+/// the configuration sets, else all.
+fn configured_policies(args: &Replay) -> anyhow::Result<(Settings, Vec<Chooser>)> {
     let (config, origins) = load(args, None)?;
     let settings = config.router;
     let named = |origin: &str| origin != "default" && !origin.starts_with("preset ");
     let chosen = matches!(settings.policy, Policy::Composed(_)) || named(origins.of("router.policy"));
-    let choosers = if args.policy.is_empty() && chosen {
+    let compared = if args.policy.is_empty() && chosen {
         vec![Chooser::Settings(settings.policy.name(), Box::new(settings.clone()))]
     } else {
-        choosers(args, Some(&settings))?
+        policies_to_compare(args, Some(&settings))?
     };
-    Ok((settings, choosers))
+    Ok((settings, compared))
 }
 
-/// Who was asked for, each once; if nobody by name, everybody. `tuned`: what a configuration comes to.
-fn choosers(args: &Replay, tuned: Option<&Settings>) -> anyhow::Result<Vec<Chooser>> {
+/// The policies of `--policy`, without repetitions; all policies if the flag is absent. `configured` holds the settings
+/// of the given configuration.
+fn policies_to_compare(args: &Replay, configured: Option<&Settings>) -> anyhow::Result<Vec<Chooser>> {
     let mut known = Chooser::all();
     if args.policy.is_empty() {
         return Ok(known);
     }
     known.extend(Chooser::presets());
     let names = known.iter().map(Chooser::name).collect::<Vec<_>>().join(", ");
-    let of = |name: &String| match (known.iter().find(|each| each.name() == name), tuned) {
+    let of = |name: &String| match (known.iter().find(|each| each.name() == name), configured) {
         (Some(Chooser::Settings(preset, _)), Some(_)) => {
-            // Keys that are set win over a preset, as always; who chooses is said here.
+            // Keys that are set override the preset. The policy is always `kv`, since presets tune it.
             let settings = load(args, Some(preset))?.0.router.choosing(&Policy::Kv);
             Ok(Chooser::Settings(preset, Box::new(settings)))
         }
@@ -335,7 +343,7 @@ fn choosers(args: &Replay, tuned: Option<&Settings>) -> anyhow::Result<Vec<Choos
             Ok(Chooser::Policy(composed.clone()))
         }
         (None, _) if name == "composed" => {
-            let is = tuned.map_or("kv", |settings| settings.policy.name());
+            let is = configured.map_or("kv", |settings| settings.policy.name());
             bail!("--policy composed: router.policy is {is}, not a table of filter, score and pick")
         }
         (None, _) => bail!("--policy {name}: expected one of {names}, composed"),
@@ -344,13 +352,13 @@ fn choosers(args: &Replay, tuned: Option<&Settings>) -> anyhow::Result<Vec<Choos
     args.policy.iter().enumerate().filter(first).map(|(_, name)| of(name)).collect()
 }
 
-/// The configuration, as `serve` would have it with this preset.
+/// The configuration that `serve` would have with this preset.
 fn load(args: &Replay, preset: Option<&str>) -> Result<(Config, Origins), config::Errors> {
     let preset = preset.map(|preset| Flag::own(&format!("--policy {preset}"), "router.preset", preset));
     Config::load(&Sources::of_process(args.config.clone(), args.set.iter().cloned().chain(preset).collect()))
 }
 
-/// So many that do everything, or so many of each phase.
+/// Parses a number of workers with the role `both`, or a number of workers of each role.
 fn workers(text: &str) -> Result<Workers, Invalid> {
     let all = text.parse::<usize>().map(|count| format!("both:{count}"));
     Workers::of(all.as_deref().unwrap_or(text), WORKERS_MAX)
@@ -386,7 +394,7 @@ mod tests {
     }
 
     #[test]
-    fn workers_are_a_number_or_numbers_by_phase() {
+    fn workers_are_a_number_or_numbers_by_role() {
         let read = |text| workers(text).map(|workers| workers.to_string()).map_err(|wrong| wrong.to_string());
         assert_eq!(read("16"), Ok("both:16".into()));
         assert_eq!(read("decode:12,prefill:4"), Ok("prefill:4,decode:12".into()));

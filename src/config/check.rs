@@ -1,5 +1,4 @@
-//! Which values are possible, beyond what their types say: each number within its range, and values that need each
-//! other.
+//! Checks beyond the types of the values: the range of each number, and values that depend on each other.
 //!
 //! A new numeric key gets its range here, or in the `check` of the crate that owns it; a test tries every one with
 //! zero, negative, infinite and absurd values.
@@ -10,7 +9,7 @@ use std::ops::RangeInclusive;
 use std::time::Duration;
 use tracing_subscriber::EnvFilter;
 
-/// A step of a million rows, or a batch of so many sequences, fits no machine.
+/// No machine can run a step of more than a million rows, or a batch of more than a million sequences.
 const ENGINE: RangeInclusive<usize> = 1..=1 << 20;
 /// A body is held in memory as a whole.
 const BODY: RangeInclusive<ByteSize> = ByteSize(1)..=ByteSize(1 << 30);
@@ -41,7 +40,7 @@ const MAX_AGE: RangeInclusive<HumanDuration> =
 const QUOTA_WEIGHT: RangeInclusive<f64> = 0.001..=1000.0;
 
 impl Config {
-    /// All values that are impossible, whatever the configuration is read for.
+    /// All invalid values, for every command.
     pub(super) fn problems(&self) -> Vec<Problem> {
         let Self { engine, frontend, tiers, log, .. } = self;
         let (flash, g4) = (tiers.g3_5.as_ref(), &tiers.g4);
@@ -80,8 +79,7 @@ impl Config {
         problems
     }
 
-    /// All values that `serve` refuses beyond these: what concerns a model or a tenant that there is not, a port taken
-    /// twice, a tier that has to be there.
+    /// Additional checks of `serve`: sections for unknown models or tenants, one port used twice, and G1 switched off.
     pub(super) fn problems_of_serving(&self) -> Vec<Problem> {
         let Self { router, frontend, tiers, listen, admin, .. } = self;
         let mut problems = Vec::new();
@@ -91,8 +89,8 @@ impl Config {
             problems.push(Problem::new(key, format!("no such model is served; the one that is is called `{served}`")));
         }
         if frontend.tenant_header.is_none() {
-            let unnamed = |tenant: &&String| tenant.as_str() != "*";
-            for tenant in router.admission.tenants.keys().filter(unnamed) {
+            let is_specific = |tenant: &&String| tenant.as_str() != "*";
+            for tenant in router.admission.tenants.keys().filter(is_specific) {
                 let key = format!("router.admission.tenants.{tenant}");
                 let problem = "requests have no tenants unless frontend.tenant_header names the header that says which";
                 problems.push(Problem::new(key, problem));
@@ -109,7 +107,7 @@ impl Config {
 }
 
 impl Model {
-    /// What clients call it: a built-in model's name, or that of its folder.
+    /// The model id in the API: the name of a built-in model, or of the folder.
     fn id(&self) -> String {
         match self {
             Self::BuiltIn(model) => model.name().into(),

@@ -1,59 +1,59 @@
-//! What is wrong with a configuration, all of it at once, with key, value, origin and what would be right.
+//! Errors of a configuration. All of them are reported at once, each with key, value, origin and what is expected.
 
 use std::fmt;
 use std::path::PathBuf;
 
-/// The configuration cannot be used; at least one reason.
+/// All errors of a configuration; at least one.
 #[derive(Debug)]
 pub struct Errors(pub Vec<Error>);
 
-/// One thing that is wrong.
+/// One error.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The file is not there or cannot be read.
+    /// The file is missing or cannot be read.
     #[error("configuration file {}: {error}", .path.display())]
     File {
-        /// Which file.
+        /// The file.
         path: PathBuf,
-        /// What the system says.
+        /// The error of the operating system.
         error: std::io::Error,
     },
     /// The file is not TOML.
     #[error("configuration file {}, line {line}: {error}", .path.display())]
     Syntax {
-        /// Which file.
+        /// The file.
         path: PathBuf,
         /// The line, from 1.
         line: usize,
-        /// What the parser says.
+        /// The message of the parser.
         error: String,
     },
-    /// There is no such key.
+    /// The key does not exist.
     #[error("unknown key `{key}` ({origin}){}", .meant.as_ref().map(|meant| format!("; {meant}")).unwrap_or_default())]
     UnknownKey {
-        /// As it was written.
+        /// The key as it was written.
         key: String,
-        /// Where it was written.
+        /// The source of the value.
         origin: String,
-        /// The key that was probably meant, or how the wish is met here.
+        /// The key that was probably meant, or what to do instead.
         meant: Option<String>,
     },
-    /// The key is known, the value is not possible.
+    /// The value is invalid.
     #[error("{key} = {value} ({origin}): {problem}")]
     Value {
         /// The key.
         key: String,
         /// The value as it was written.
         value: String,
-        /// Where it was written.
+        /// The source of the value.
         origin: String,
-        /// What would be right.
+        /// What is expected.
         problem: String,
     },
-    /// Values that do not go together; the text names the keys.
+    /// Values that contradict each other; the text names the keys.
     #[error("{0}")]
     Check(String),
-    /// There is no folder to keep models and blocks in.
+    /// No folder for models and blocks is known.
     #[error("neither HOME nor XDG_CACHE_HOME is set; say where models and blocks may be kept: --data-dir DIR")]
     NoCache,
 }

@@ -1,4 +1,4 @@
-//! A configuration file: its values, and on which line each key stands.
+//! A configuration file: its values, and the line of each key.
 
 use super::Error;
 use std::fmt::Write;
@@ -6,16 +6,16 @@ use std::path::{Path, PathBuf};
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
-/// A file that was read.
+/// A parsed file.
 pub(super) struct File {
     path: PathBuf,
     text: String,
-    /// Its values.
+    /// The values of the file.
     pub(super) table: toml::Table,
 }
 
 impl File {
-    /// Reads a file. All its syntax errors are found, not the first only.
+    /// Reads a file. Reports all syntax errors, not only the first.
     pub(super) fn read(path: &Path) -> Result<Self, Vec<Error>> {
         let text = std::fs::read_to_string(path).map_err(|error| vec![Error::File { path: path.into(), error }])?;
         let syntax = |error: &toml::de::Error| Error::Syntax {
@@ -27,17 +27,18 @@ impl File {
         if !errors.is_empty() {
             return Err(errors.iter().map(syntax).collect());
         }
-        // What the parser takes and its values do not: a date that does not exist, or a number too large.
+        // The recovering parser accepts values that cannot be converted: an invalid date, or a number that is too
+        // large.
         let table = toml::from_str(&text).map_err(|error| vec![syntax(&error)])?;
         Ok(Self { path: path.into(), text, table })
     }
 
-    /// How the file is called as the origin of values.
+    /// The path of the file, as shown for the origin of values.
     pub(super) fn name(&self) -> String {
         self.path.display().to_string()
     }
 
-    /// The file and the line on which a key stands, or the nearest thing that it lies in.
+    /// The file and the line of a key, or of the nearest enclosing table.
     pub(super) fn origin(&self, key: &str) -> String {
         let mut origin = self.name();
         if let Ok(table) = DeTable::parse(&self.text) {
@@ -50,7 +51,7 @@ impl File {
     }
 }
 
-/// Where the key that these steps lead to begins, or the deepest one on the way. A key may have dots in it.
+/// Byte offset of the key at a path, or of the deepest existing key on the path. A key may contain dots.
 fn in_table(table: &DeTable<'_>, steps: &[&str]) -> Option<usize> {
     (1..=steps.len()).find_map(|len| {
         let name = steps[..len].join(".");

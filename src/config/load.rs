@@ -1,4 +1,4 @@
-//! The one loader: gathers the layers, merges them, and reports all that is wrong, with its origin.
+//! The loader: collects the layers, merges them, and reports all errors with their origins.
 
 use super::file::File;
 use super::{Config, Encryption, Error, Errors, Origins, Secret, suggest};
@@ -11,17 +11,17 @@ use router::{Preset, Problem};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-/// Every environment variable of ours begins with this; two underscores stand for a dot.
+/// Prefix of environment variables of the configuration. Two underscores in a name stand for a dot.
 const PREFIX: &str = "BLOCKYARD_";
 
-/// Where values may come from, weakest first.
+/// The sources of values, weakest first.
 #[derive(Clone, Debug, Default)]
 pub struct Sources {
     /// `--config`.
     pub file: Option<PathBuf>,
     /// The process's environment, as `(name, value)`.
     pub environment: Vec<(String, String)>,
-    /// The command line, later ones win.
+    /// Flags of the command line; later flags override earlier ones.
     pub flags: Vec<Flag>,
 }
 
@@ -34,7 +34,7 @@ pub struct Flag {
 }
 
 impl Sources {
-    /// The environment of this process, a file and flags. The only place in the program that reads the environment.
+    /// The environment of this process, a file and flags. Only this function reads the environment.
     pub fn of_process(file: Option<PathBuf>, flags: Vec<Flag>) -> Self {
         let text = |(name, value): (std::ffi::OsString, std::ffi::OsString)| {
             Some((name.into_string().ok()?, value.into_string().ok()?))
@@ -46,21 +46,21 @@ impl Sources {
         self.environment.iter().find(|(is, value)| is == name && !value.is_empty()).map(|(_, value)| value.as_str())
     }
 
-    /// `$XDG_CACHE_HOME`, or `~/.cache`; relative folders in the former are to be ignored, says its specification.
+    /// `$XDG_CACHE_HOME`, or `~/.cache`. The XDG specification says to ignore a relative path.
     fn cache(&self) -> Option<PathBuf> {
-        let given = self.variable("XDG_CACHE_HOME").map(PathBuf::from).filter(|path| path.is_absolute());
-        given.or_else(|| Some(Path::new(self.variable("HOME")?).join(".cache")))
+        let configured = self.variable("XDG_CACHE_HOME").map(PathBuf::from).filter(|path| path.is_absolute());
+        configured.or_else(|| Some(Path::new(self.variable("HOME")?).join(".cache")))
     }
 }
 
 impl Flag {
-    /// A flag with a key of its own: `--model DIR`. Its value is text, whatever it looks like.
+    /// A flag for one key: `--model DIR`. Its value is always text.
     pub fn own(name: &str, key: &str, value: &str) -> Self {
         Self { name: name.into(), key: key.into(), value: value.into() }
     }
 }
 
-/// What `--set` takes: `key=value`.
+/// The argument of `--set`: `key=value`.
 impl FromStr for Flag {
     type Err = &'static str;
 
@@ -68,36 +68,35 @@ impl FromStr for Flag {
         let parts = assignment.split_once('=').map(|(key, value)| (key.trim(), value.trim()));
         let (key, value) =
             parts.filter(|(key, _)| !key.is_empty()).ok_or("expected KEY=VALUE, like router.policy=round-robin")?;
-        Ok(Self { name: format!("--set {assignment}"), key: key.into(), value: read(value) })
+        Ok(Self { name: format!("--set {assignment}"), key: key.into(), value: parse_value(value) })
     }
 }
 
 impl Config {
     /// Merges the sources into one configuration.
     pub fn load(sources: &Sources) -> Result<(Self, Origins), Errors> {
-        Self::load_for(sources, Use::Tools)
+        Self::load_for(sources, Purpose::Tools)
     }
 
-    /// The same, with all that `serve` asks for beyond: what is said of models and tenants must concern some that there
-    /// are.
+    /// The same, with the additional checks of `serve`: sections for models and tenants must refer to existing ones.
     pub fn load_to_serve(sources: &Sources) -> Result<(Self, Origins), Errors> {
-        Self::load_for(sources, Use::Serve)
+        Self::load_for(sources, Purpose::Serve)
     }
 
-    fn load_for(sources: &Sources, wanted: Use) -> Result<(Self, Origins), Errors> {
-        // Without a cache folder the data folder has to be named; an empty path marks that it was not.
+    fn load_for(sources: &Sources, purpose: Purpose) -> Result<(Self, Origins), Errors> {
+        // Without a cache folder `data_dir` must be set. The empty default path shows that it was not set.
         let cache = sources.cache();
         let defaults = Self::with_cache(cache.as_deref().unwrap_or(Path::new("")));
         let (file, mut errors) = match sources.file.as_deref().map(File::read).transpose() {
             Ok(file) => (file, Vec::new()),
-            // What the file says is unknown, and flags may complement it.
+            // The content of the file is unknown, so other errors could be consequences of this one.
             Err(errors) => return Err(Errors(errors)),
         };
         let mut layers: Vec<Layer> = file.iter().map(Layer::file).collect();
         for (name, value) in &sources.environment {
-            if let Some(key) = name.strip_prefix(PREFIX).filter(|key| !injected(key)) {
+            if let Some(key) = name.strip_prefix(PREFIX).filter(|key| !is_kubernetes_variable(key)) {
                 let key = key.to_lowercase().replace("__", ".");
-                layers.push(Layer::one(&format!("environment {name}"), &key, read(value)));
+                layers.push(Layer::one(&format!("environment {name}"), &key, parse_value(value)));
             }
         }
         let flags = sources.flags.iter().map(|Flag { name, key, value }| Layer::one(name, key, value.clone()));
@@ -111,8 +110,8 @@ impl Config {
         if let Some(Encryption { keys: KeySource::Env(name) }) = &config.tiers.encryption {
             config.master_keys = sources.variable(name).map(|keys| Secret(keys.to_owned()));
         }
-        let serving = if wanted == Use::Serve { config.problems_of_serving() } else { Vec::new() };
-        errors.extend(config.problems().into_iter().chain(serving).map(|wrong| attribute(&merged, wrong)));
+        let serving = if purpose == Purpose::Serve { config.problems_of_serving() } else { Vec::new() };
+        errors.extend(config.problems().into_iter().chain(serving).map(|wrong| with_origin(&merged, wrong)));
         if !errors.is_empty() {
             return Err(Errors(errors));
         }
@@ -121,16 +120,16 @@ impl Config {
     }
 }
 
-/// What a configuration is read for.
+/// What a configuration is loaded for.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Use {
-    /// Commands that look at a part of it.
+enum Purpose {
+    /// Commands that use a part of the configuration.
     Tools,
     /// `serve`, and `serve --print-config`.
     Serve,
 }
 
-/// All layers over the defaults, and the file that one of them came from.
+/// All layers merged over the defaults, and the configuration file.
 pub(super) struct Merged {
     figment: Figment,
     file: Option<File>,
@@ -143,12 +142,12 @@ impl Merged {
         Self { figment, file }
     }
 
-    /// The value of a key, also of one within a list, and its origin, or that of what it would lie in. An origin in the
-    /// file has the line.
-    pub(super) fn told(&self, key: &str) -> (Option<Value>, String) {
+    /// The value of a key, also within a list, and its origin: that of the value, or of the nearest enclosing table. An
+    /// origin in the file includes the line.
+    pub(super) fn lookup(&self, key: &str) -> (Option<Value>, String) {
         let steps: Vec<&str> = key.split('.').collect();
         let whole = self.figment.find_value(steps[0]).ok();
-        let value_at = |len: usize| reach(whole.as_ref()?, &steps[1..len]);
+        let value_at = |len: usize| value_at_path(whole.as_ref()?, &steps[1..len]);
         let origin_at = |len: usize| self.figment.get_metadata(value_at(len)?.tag()).map(|data| data.name.to_string());
         let origin = (1..=steps.len()).rev().find_map(origin_at).unwrap_or_else(|| "?".into());
         let file = self.file.as_ref().filter(|file| file.name() == origin);
@@ -156,8 +155,8 @@ impl Merged {
     }
 }
 
-/// Reads the merged layers. What is wrong is noted, taken out, and the rest read again, until there is a configuration:
-/// so all errors are found, not the first only.
+/// Deserializes the merged layers. Each invalid value is recorded and removed, and the remainder is deserialized again,
+/// so that all errors are found, not only the first.
 fn extract(
     defaults: &Config,
     mut layers: Vec<Layer>,
@@ -171,7 +170,7 @@ fn extract(
             Ok(config) => return Ok((config, merged)),
             Err(error) => error,
         };
-        // What misses something that was taken out has been reported already.
+        // A field that is missing because its value was removed has been reported already.
         let is_known = match &error.kind {
             Kind::MissingField(field) => removed.contains(&[&error.path[..], &[field.to_string()]].concat()),
             _ => removed.iter().any(|path| path.starts_with(&error.path)),
@@ -180,40 +179,40 @@ fn extract(
             errors.push(explain(&merged, &error));
         }
         let lens = (1..=error.path.len()).rev();
-        let taken = lens.map(|len| &error.path[..len]).find(|path| {
-            let taken = layers.iter_mut().map(|layer| take_out(&mut layer.values, path));
-            taken.fold(false, |any, taken| any | taken)
+        let removed_path = lens.map(|len| &error.path[..len]).find(|path| {
+            let hits = layers.iter_mut().map(|layer| remove_at(&mut layer.values, path));
+            hits.fold(false, |any, hit| any | hit)
         });
-        let Some(path) = taken else { return Err(Errors(std::mem::take(errors))) };
+        let Some(path) = removed_path else { return Err(Errors(std::mem::take(errors))) };
         removed.push(path.to_vec());
         file = merged.file;
     }
 }
 
-/// Takes out what stands at the end of a path, if that is an entry of a table.
-fn take_out(entries: &mut Dict, path: &[String]) -> bool {
+/// Removes the entry at the end of a path, if it is an entry of a table. Returns whether it was there.
+fn remove_at(entries: &mut Dict, path: &[String]) -> bool {
     let (first, rest) = path.split_first().expect("a path has a step");
     if rest.is_empty() {
         return entries.remove(first).is_some();
     }
     match entries.get_mut(first) {
-        Some(value) => take_out_of(value, rest),
+        Some(value) => remove_in_value(value, rest),
         None => false,
     }
 }
 
-fn take_out_of(value: &mut Value, path: &[String]) -> bool {
+fn remove_in_value(value: &mut Value, path: &[String]) -> bool {
     match value {
-        Value::Dict(_, entries) => take_out(entries, path),
+        Value::Dict(_, entries) => remove_at(entries, path),
         Value::Array(_, list) => {
             let element = path[0].parse::<usize>().ok().and_then(|at| list.get_mut(at));
-            element.is_some_and(|element| path.len() > 1 && take_out_of(element, &path[1..]))
+            element.is_some_and(|element| path.len() > 1 && remove_in_value(element, &path[1..]))
         }
         _ => false,
     }
 }
 
-/// Values from one place.
+/// Values from one source.
 struct Layer {
     origin: String,
     values: Dict,
@@ -235,10 +234,11 @@ impl Layer {
         Self::of(&file.name(), Value::serialize(&file.table).expect("a table of TOML is plain"))
     }
 
-    /// What the preset says that the strongest of the layers names. One that nobody knows is reported as a wrong value.
+    /// The values of the preset that the strongest layer names. An unknown preset is reported as an invalid value
+    /// elsewhere.
     fn preset(layers: &[Self]) -> Self {
-        let named = |layer: &Self| Some(layer.values.get("router")?.as_dict()?.get("preset")?.as_str()?.to_owned());
-        let name = layers.iter().rev().find_map(named);
+        let preset_of = |layer: &Self| Some(layer.values.get("router")?.as_dict()?.get("preset")?.as_str()?.to_owned());
+        let name = layers.iter().rev().find_map(preset_of);
         let preset = Preset::ALL.into_iter().find(|preset| Some(preset.name()) == name.as_deref()).unwrap_or_default();
         let values = Value::serialize(preset.settings()).expect("settings are plain");
         let mut values = values.into_dict().unwrap_or_default();
@@ -263,14 +263,14 @@ impl Provider for Layer {
     }
 }
 
-/// Reads booleans, numbers, lists and quoted text as such, and everything else as text.
-fn read(value: &str) -> Value {
+/// Parses booleans, numbers, lists and quoted text; everything else is text.
+fn parse_value(value: &str) -> Value {
     value.parse().unwrap_or_else(|never| match never {})
 }
 
-/// Kubernetes sets `NAME_SERVICE_HOST`, `NAME_PORT` and the like in every pod beside a service called NAME; a service
-/// called `blockyard` must not keep the program from starting.
-fn injected(key: &str) -> bool {
+/// Whether Kubernetes set the variable: for a service called `blockyard` it sets `BLOCKYARD_SERVICE_HOST`,
+/// `BLOCKYARD_PORT` and others in every pod. They are ignored.
+fn is_kubernetes_variable(key: &str) -> bool {
     key.ends_with("SERVICE_HOST")
         || key.contains("SERVICE_PORT")
         || key == "PORT"
@@ -278,16 +278,16 @@ fn injected(key: &str) -> bool {
         || key.ends_with("_PORT")
 }
 
-/// Turns what serde says into what helps.
+/// Turns an error of serde into one that names key, value, origin and what is expected.
 fn explain(merged: &Merged, error: &figment::Error) -> Error {
     let path = error.path.join(".");
     if let Kind::UnknownField(field, siblings) = &error.kind {
         let key = if path.is_empty() { field.clone() } else { path };
-        let meant = suggest::meant(&key, siblings);
-        return Error::UnknownKey { origin: merged.told(&key).1, key, meant };
+        let meant = suggest::suggestion(&key, siblings);
+        return Error::UnknownKey { origin: merged.lookup(&key).1, key, meant };
     }
-    let (value, origin) = merged.told(&path);
-    let value = value.map_or_else(|| "?".into(), |value| shown(&value));
+    let (value, origin) = merged.lookup(&path);
+    let value = value.map_or_else(|| "?".into(), |value| value_text(&value));
     let problem = match &error.kind {
         Kind::Message(problem) => problem.clone(),
         Kind::InvalidType(_, expected) | Kind::InvalidValue(_, expected) | Kind::InvalidLength(_, expected) => {
@@ -300,28 +300,28 @@ fn explain(merged: &Merged, error: &figment::Error) -> Error {
     Error::Value { origin, key: path, value, problem }
 }
 
-/// Says of a value that was checked what it is and where it came from.
-fn attribute(merged: &Merged, Problem { key, problem }: Problem) -> Error {
-    match merged.told(&key) {
-        (Some(value), origin) => Error::Value { value: shown(&value), origin, key, problem },
+/// Adds value and origin to a problem found by a check.
+fn with_origin(merged: &Merged, Problem { key, problem }: Problem) -> Error {
+    match merged.lookup(&key) {
+        (Some(value), origin) => Error::Value { value: value_text(&value), origin, key, problem },
         (None, _) => Error::Check(format!("{key}: {problem}")),
     }
 }
 
-/// The value that some steps lead to. A name may have dots in it, as those of models do.
-fn reach<'a>(value: &'a Value, steps: &[&str]) -> Option<&'a Value> {
+/// The value at a path. A name may contain dots, for example the name of a model.
+fn value_at_path<'a>(value: &'a Value, steps: &[&str]) -> Option<&'a Value> {
     match value {
         _ if steps.is_empty() => Some(value),
-        Value::Array(_, list) => reach(list.get(steps[0].parse::<usize>().ok()?)?, &steps[1..]),
+        Value::Array(_, list) => value_at_path(list.get(steps[0].parse::<usize>().ok()?)?, &steps[1..]),
         Value::Dict(_, entries) => {
-            (1..=steps.len()).find_map(|len| reach(entries.get(&steps[..len].join("."))?, &steps[len..]))
+            (1..=steps.len()).find_map(|len| value_at_path(entries.get(&steps[..len].join("."))?, &steps[len..]))
         }
         _ => None,
     }
 }
 
-fn shown(value: &Value) -> String {
-    // JSON has no words for these.
+fn value_text(value: &Value) -> String {
+    // JSON cannot represent infinity and NaN.
     if let Value::Num(_, Num::F64(number)) = value
         && !number.is_finite()
     {

@@ -1,4 +1,4 @@
-//! The outcome, key by key, with where each value came from.
+//! The effective configuration, each key with its value and origin.
 
 use super::load::Merged;
 use super::{Config, Origins};
@@ -6,21 +6,21 @@ use serde_json::{Map, Value};
 use std::collections::{BTreeMap, BTreeSet};
 
 impl Origins {
-    /// Of all that a configuration says, as those who said it were merged.
+    /// The origins of all values of a configuration.
     pub(super) fn new(config: &Config, merged: &Merged) -> Self {
-        let of = |key: &str| match merged.told(key) {
+        let of = |key: &str| match merged.lookup(key) {
             (Some(_), origin) => Some(origin),
             (None, _) => None,
         };
         Self(leaves(config).into_iter().filter_map(|leaf| of(&leaf.key()).map(|origin| (leaf.key(), origin))).collect())
     }
 
-    /// Who set a key: `default`, a file, `environment NAME`, or a flag.
+    /// The source that set a key: `default`, a file, `environment NAME`, or a flag.
     pub fn of(&self, key: &str) -> &str {
         self.0.get(key).map_or("default", String::as_str)
     }
 
-    /// These, but for some keys those that were told before.
+    /// These origins, except that `keys` keep their origins of `before`.
     pub(crate) fn but<'a>(mut self, before: &Self, keys: impl IntoIterator<Item = &'a String>) -> Self {
         for key in keys {
             self.0.remove(key);
@@ -47,7 +47,7 @@ pub fn as_toml(config: &Config, origins: &Origins) -> String {
             value => (format!("{name} = {}", toml_value(value)), origins.of(&leaf.key()).into()),
         });
     }
-    // One column for all comments, unless a long value would push it out of sight.
+    // One column for all comments. Lines longer than 48 characters do not move it.
     let column = lines.iter().map(|(text, _)| text.chars().count()).filter(|width| *width <= 48).max().unwrap_or(0);
     let line = |(text, comment): &(String, String)| match comment.as_str() {
         "" => format!("{text}\n"),
@@ -65,7 +65,7 @@ pub fn as_json(config: &Config, origins: &Origins) -> Value {
     Value::Object(leaves(config).into_iter().map(entry).collect())
 }
 
-/// All keys with their default as TOML; `None` where the default is nothing.
+/// All keys with their defaults as TOML; `None` for keys that are unset by default.
 pub fn defaults() -> Vec<(String, Option<String>)> {
     let entry = |leaf: Leaf| (leaf.key(), (!leaf.value.is_null()).then(|| toml_value(&leaf.value)));
     leaves(&Config::with_cache("".as_ref())).into_iter().map(entry).collect()
@@ -81,7 +81,7 @@ pub fn changes(from: &Config, to: &Config) -> Vec<String> {
 
 /// A key that holds a value.
 struct Leaf {
-    /// What it lies in, the outermost first.
+    /// The enclosing sections, outermost first.
     sections: Vec<String>,
     name: String,
     value: Value,
@@ -93,7 +93,7 @@ impl Leaf {
     }
 }
 
-/// Every key that holds a value, those outside of sections first, as TOML wants it.
+/// Every key that holds a value. Keys outside of sections come first, as TOML requires.
 fn leaves(config: &Config) -> Vec<Leaf> {
     fn walk(sections: &[String], values: Map<String, Value>, found: &mut Vec<Leaf>) {
         let (inner, plain): (Vec<_>, Vec<_>) = values.into_iter().partition(|(_, value)| value.is_object());
@@ -111,7 +111,7 @@ fn leaves(config: &Config) -> Vec<Leaf> {
     found
 }
 
-/// A name as a key, quoted where it has to be, as that of a model with a dot in it.
+/// A name as a TOML key, quoted where necessary, for example the name of a model with a dot.
 fn toml_key(name: &str) -> String {
     let bare = |letter: char| letter.is_ascii_alphanumeric() || matches!(letter, '-' | '_');
     if !name.is_empty() && name.chars().all(bare) { name.into() } else { toml_value(&Value::from(name)) }

@@ -1,10 +1,8 @@
-//! The key that was meant by one that does not exist: a known key with a similar name, or the word that is used here
-//! for what other servers call differently.
+//! Suggestions for unknown keys: a known key with a similar name, or the key that replaces one of another server.
 
 use super::defaults;
 
-/// Last words of keys that other servers have, and what is meant here. A key in backquotes; other text is shown as it
-/// is.
+/// Keys of other servers (their last word), and the replacement here: a key in backquotes, or a sentence.
 const SYNONYMS: [(&[&str], &str); 19] = [
     (&["port", "host", "bind", "address", "addr", "bind_address", "server"], "`listen`"),
     (&["api_key", "api_keys", "auth", "token"], "there are no API keys: put a proxy that authenticates in front"),
@@ -27,12 +25,12 @@ const SYNONYMS: [(&[&str], &str); 19] = [
     (&["num_workers", "replicas", "data_parallel_size"], "`workers`"),
 ];
 
-/// What to say about an unknown key. `siblings` are the keys that would be right where it stands.
-pub(super) fn meant(key: &str, siblings: &[&str]) -> Option<String> {
+/// A suggestion for an unknown key. `siblings` are the known keys of the same section.
+pub(super) fn suggestion(key: &str, siblings: &[&str]) -> Option<String> {
     let (parent, last) = key.rsplit_once('.').map_or(("", key), |(parent, last)| (parent, last));
     let within = |name: &str| if parent.is_empty() { name.to_owned() } else { format!("{parent}.{name}") };
     let close = siblings.iter().map(|name| (distance(last, name), *name)).min();
-    if let Some((_, name)) = close.filter(|(found, name)| is_slip(*found, last, name)) {
+    if let Some((_, name)) = close.filter(|(found, name)| is_misspelling(*found, last, name)) {
         return Some(format!("did you mean `{}`?", within(name)));
     }
     if parent == "admin" && ["port", "host", "address", "bind"].contains(&last) {
@@ -45,7 +43,7 @@ pub(super) fn meant(key: &str, siblings: &[&str]) -> Option<String> {
     nearest(key, last).map(|key| format!("did you mean `{key}`?"))
 }
 
-/// The known key, or section, that looks most like it: one of the same last word, else one a few letters away.
+/// The most similar known key or section: one with the same last word, else one within a few letters.
 fn nearest(key: &str, last: &str) -> Option<String> {
     let leaves = defaults().into_iter().map(|(key, _)| key);
     let mut known: Vec<String> =
@@ -61,18 +59,18 @@ fn nearest(key: &str, last: &str) -> Option<String> {
     (found * 3 <= key.len().max(3)).then_some(candidate)
 }
 
-/// What a key lies in: `router.planner.mode` lies in `router.planner` and `router`.
+/// The sections that contain a key: `router.planner.mode` lies in `router.planner` and `router`.
 fn sections(key: &str) -> impl Iterator<Item = String> {
     key.match_indices('.').map(|(at, _)| key[..at].to_owned())
 }
 
-/// Whether two names are close enough that one may be a slip of the other: a few letters, or a word left out.
-fn is_slip(distance: usize, from: &str, to: &str) -> bool {
+/// Whether one name may be a misspelling of the other: a few letters differ, or a word is missing.
+fn is_misspelling(distance: usize, from: &str, to: &str) -> bool {
     let word_missing = from.len() >= 4 && (to.starts_with(from) || to.ends_with(from) || from.starts_with(to));
     distance * 3 <= from.len().max(3) || word_missing
 }
 
-/// Levenshtein's distance, in letters.
+/// Levenshtein distance, in characters.
 fn distance(from: &str, to: &str) -> usize {
     let to: Vec<char> = to.chars().collect();
     let mut row: Vec<usize> = (0..=to.len()).collect();
@@ -121,7 +119,7 @@ mod tests {
             ("colour", &top, None),
         ];
         for (key, siblings, wanted) in cases {
-            assert_eq!(meant(key, siblings).as_deref(), wanted, "{key}");
+            assert_eq!(suggestion(key, siblings).as_deref(), wanted, "{key}");
         }
     }
 }

@@ -25,14 +25,14 @@ fn error_of(sources: &Sources) -> String {
 }
 
 #[test]
-fn nothing_said_gives_the_defaults() {
+fn no_source_gives_the_defaults() {
     let (config, origins) = load(&Sources { environment: environment(&[]), ..Sources::default() }).unwrap();
     assert_eq!(config, Config::with_cache("/home/ada/.cache".as_ref()));
     assert_eq!(origins.of("listen"), "default");
 }
 
 #[test]
-fn trap_18_nothing_is_open_to_other_machines_unless_somebody_says_so() {
+fn only_this_machine_can_connect_by_default() {
     let listens = |flags: Vec<Flag>| {
         let (config, _) = load(&Sources { environment: environment(&[]), flags, ..Sources::default() }).unwrap();
         (config.listen, config.admin.listen)
@@ -48,7 +48,7 @@ fn trap_18_nothing_is_open_to_other_machines_unless_somebody_says_so() {
 }
 
 #[test]
-fn flags_beat_the_environment_which_beats_the_file_which_beats_the_defaults() {
+fn precedence_is_defaults_file_environment_flags() {
     let file = file("listen = '0.0.0.0:1'\nworkers = 'both:1'\n[tiers]\ng2 = '1GiB'\ng3 = 'off'\n");
     let sources = Sources {
         file: Some(file.path().into()),
@@ -69,7 +69,7 @@ fn flags_beat_the_environment_which_beats_the_file_which_beats_the_defaults() {
 }
 
 #[test]
-fn a_wrong_value_is_named_with_its_key_its_origin_and_what_would_be_right() {
+fn an_invalid_value_is_named_with_key_origin_and_hint() {
     let cases: [(&str, &[&str]); 17] = [
         ("tiers.g4=s3://kv/a", &["tiers.g4.url = \"s3://kv/a\"", "3 to 63"]),
         ("tiers.g4.endpoint=minio", &["tiers.g4.endpoint = \"minio\"", "https://"]),
@@ -107,7 +107,7 @@ fn a_wrong_value_is_named_with_its_key_its_origin_and_what_would_be_right() {
 }
 
 #[test]
-fn the_folders_of_the_disk_tier_are_said_in_a_file_the_environment_or_a_flag() {
+fn g3_paths_are_set_by_file_environment_or_flag() {
     let one = |path: &str, capacity| DiskPath { path: path.into(), capacity };
     let wanted = vec![one("/mnt/a", Budget::Bytes(ByteSize(400 << 30))), one("/mnt/b", Budget::Auto)];
     let value = r#"[{path="/mnt/a", capacity="400GiB"}, {path="/mnt/b"}]"#;
@@ -151,7 +151,7 @@ fn quotas_are_read_printed_and_read_again() {
 }
 
 #[test]
-fn an_unknown_key_is_named_with_its_origin_and_the_key_that_was_meant() {
+fn an_unknown_key_is_named_with_origin_and_suggestion() {
     let from_env = Sources { environment: environment(&[("BLOCKYARD_ROUTER__POLCY", "kv")]), ..Sources::default() };
     let error = error_of(&from_env);
     assert!(error.contains("`router.polcy` (environment BLOCKYARD_ROUTER__POLCY)"), "{error}");
@@ -173,7 +173,7 @@ fn a_file_that_is_missing_or_broken_is_named() {
 }
 
 #[test]
-fn what_kubernetes_puts_beside_a_service_called_blockyard_is_not_ours() {
+fn variables_set_by_kubernetes_are_ignored() {
     let names = ["SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT", "PORT_8000_TCP", "PORT_8000_TCP_ADDR"];
     let pairs: Vec<_> = names.iter().map(|name| format!("BLOCKYARD_{name}")).collect();
     let pairs: Vec<_> = pairs.iter().map(|name| (name.as_str(), "tcp://10.0.0.1:8000")).collect();
@@ -181,7 +181,7 @@ fn what_kubernetes_puts_beside_a_service_called_blockyard_is_not_ours() {
 }
 
 #[test]
-fn credentials_are_taken_from_the_environment_and_never_shown() {
+fn credentials_come_from_the_environment_and_stay_hidden() {
     let secret = "wJalrXUtnFEMI";
     let pairs =
         [("AWS_ACCESS_KEY_ID", "AKIA"), ("AWS_SECRET_ACCESS_KEY", secret), ("AZURE_STORAGE_ACCOUNT_KEY", secret)];
@@ -201,7 +201,7 @@ fn credentials_are_taken_from_the_environment_and_never_shown() {
 }
 
 #[test]
-fn without_a_home_somebody_must_say_where_data_goes() {
+fn without_home_a_data_dir_is_required() {
     let error = error_of(&Sources::default());
     assert!(error.contains("--data-dir"), "{error}");
     let said = Sources { flags: vec![Flag::own("--data-dir", "data_dir", "123")], ..Sources::default() };
@@ -211,7 +211,7 @@ fn without_a_home_somebody_must_say_where_data_goes() {
 }
 
 #[test]
-fn what_is_printed_is_a_file_that_gives_the_same_configuration() {
+fn printed_configuration_loads_to_the_same_values() {
     let sources = Sources {
         environment: environment(&[]),
         flags: vec![set("tiers.g1=3MiB"), set("router.seed=7"), Flag::own("--model", "model", "folder of \"mine\"")],
@@ -230,7 +230,7 @@ fn what_is_printed_is_a_file_that_gives_the_same_configuration() {
 }
 
 #[test]
-fn a_preset_sets_what_nobody_else_does_and_is_named_as_the_origin() {
+fn a_preset_sets_unset_keys_and_is_their_origin() {
     let file = file("[router]\npreset = 'cache'\nprefix_affinity = 5.0\n");
     let sources = Sources { file: Some(file.path().into()), environment: environment(&[]), flags: vec![] };
     let (config, origins) = load(&sources).unwrap();
@@ -242,7 +242,7 @@ fn a_preset_sets_what_nobody_else_does_and_is_named_as_the_origin() {
     assert_eq!(origins.of("router.decode_interference_weight"), "preset cache");
     assert_eq!(origins.of("router.prefix_affinity"), format!("{}:3", file.path().display()));
     assert_eq!(origins.of("router.seed"), "default");
-    // A flag's preset beats the file's, and the file's own keys beat every preset.
+    // The preset of a flag overrides that of the file; keys of the file override every preset.
     let (config, origins) = load(&Sources { flags: vec![set("router.preset=latency")], ..sources.clone() }).unwrap();
     let latency = router::Preset::Latency.settings();
     assert_eq!(
@@ -276,7 +276,7 @@ fn a_composed_policy_is_set_printed_and_read_again() {
 }
 
 #[test]
-fn a_model_whose_name_has_a_dot_is_shown_and_told_of_like_any_other() {
+fn a_model_name_may_contain_a_dot() {
     let said = |bias: &str| file(&format!("[router.models.\"llama-3.1\"]\nprefix_affinity = {bias}\n"));
     let read = |from: &tempfile::NamedTempFile| Sources {
         environment: environment(&[]),
@@ -293,7 +293,7 @@ fn a_model_whose_name_has_a_dot_is_shown_and_told_of_like_any_other() {
     assert!(error.contains("router.models.llama-3.1.prefix_affinity = -1 ("), "{error}");
 }
 
-/// What `serve` says of a file.
+/// The error of `serve` for a configuration file.
 fn refused_to_serve(text: &str) -> String {
     let file = file(text);
     let sources = Sources { file: Some(file.path().into()), environment: environment(&[]), flags: vec![] };
@@ -302,7 +302,7 @@ fn refused_to_serve(text: &str) -> String {
 }
 
 #[test]
-fn all_errors_come_at_once_each_with_its_line() {
+fn all_errors_are_reported_with_their_lines() {
     let text = "\
 port = 9000
 model = 'tiny'
@@ -349,7 +349,7 @@ prefix_affinity = -1
 }
 
 #[test]
-fn all_syntax_errors_of_a_file_are_named_with_their_lines() {
+fn all_syntax_errors_are_reported_with_their_lines() {
     let errors = refused_to_serve("model = \n[tiers]\ng1 = '1GiB'\ng1 = '2GiB'\nlisten 8000\n");
     for line in ["FILE, line 1", "FILE, line 4", "FILE, line 5"] {
         assert!(errors.contains(line), "{line} is not in:\n{errors}");
@@ -357,7 +357,7 @@ fn all_syntax_errors_of_a_file_are_named_with_their_lines() {
 }
 
 #[test]
-fn a_value_in_a_list_that_misses_a_field_is_reported_once() {
+fn a_list_entry_without_a_field_is_reported_once() {
     let errors = refused_to_serve("[tiers]\ng3_5 = { path = '/mnt', max_age = '5 apples' }\n");
     let lines: Vec<&str> = errors.lines().collect();
     assert!(errors.contains("tiers.g3_5.max_age") && errors.contains("`capacity` is required"), "{errors}");
@@ -377,7 +377,7 @@ const MAY_BE_ZERO: [&str; 8] = [
 ];
 
 #[test]
-fn every_numeric_key_refuses_what_is_no_number_for_it() {
+fn numeric_keys_refuse_values_out_of_range() {
     let refuses = |key: &str, value: &str| {
         let (table, name) = key.rsplit_once('.').map_or((String::new(), key), |(t, name)| (format!("[{t}]\n"), name));
         let file = file(&format!("{table}{name} = {value}\n"));
@@ -432,7 +432,7 @@ fn optional_numbers_refuse_zero_and_absurd_values() {
 }
 
 #[test]
-fn what_serve_refuses_of_models_tenants_and_ports_is_named() {
+fn serve_refuses_unknown_models_tenants_and_equal_ports() {
     for (text, wanted) in [
         ("[router.models.small2]\npreset = 'cache'", "router.models.small2"),
         ("[router.admission.tenants.blue]\nweight = 2", "frontend.tenant_header"),

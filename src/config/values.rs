@@ -1,5 +1,5 @@
-//! Values that are written as text: sizes of tiers, addresses, models, workers. Each is parsed once, here, into a type
-//! that cannot be wrong; each error says what would be right. Not here: durations and sizes (crate `units`).
+//! Types of values that are written as text: sizes of tiers, addresses, models, workers, threads. Each error says what
+//! is expected. Not here: durations and sizes (crate `units`).
 
 use serde::de::{self, Deserialize, Deserializer, Visitor};
 use serde::ser::{Serialize, Serializer};
@@ -54,7 +54,7 @@ pub enum Threads {
     Count(NonZero<usize>),
 }
 
-/// An invalid value; the message says what would be right.
+/// An invalid value; the message says what is expected.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct Invalid(String);
@@ -134,12 +134,12 @@ impl FromStr for Model {
 }
 
 impl Workers {
-    /// A larger number in one process is a typing error.
+    /// Limit of workers in one process. A larger number is most likely a mistake.
     const MAX: usize = 64;
 
     /// The role of each worker, prefill first.
-    pub fn phases(&self) -> impl Iterator<Item = Phase> {
-        self.0.iter().flat_map(|(phase, count)| std::iter::repeat_n(*phase, *count))
+    pub fn roles(&self) -> impl Iterator<Item = Phase> {
+        self.0.iter().flat_map(|(role, count)| std::iter::repeat_n(*role, *count))
     }
 
     /// Number of workers; at least one.
@@ -157,9 +157,9 @@ impl Default for Workers {
 
 impl fmt::Display for Workers {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.iter().enumerate().try_for_each(|(n, (phase, count))| {
+        self.0.iter().enumerate().try_for_each(|(n, (role, count))| {
             let comma = if n == 0 { "" } else { "," };
-            write!(f, "{comma}{phase}:{count}")
+            write!(f, "{comma}{role}:{count}")
         })
     }
 }
@@ -183,15 +183,15 @@ impl Workers {
         let mut counts = [(Phase::Prefill, 0_usize), (Phase::Decode, 0), (Phase::Both, 0)];
         for part in text.split(',') {
             let (name, count) = part.trim().split_once(':').ok_or_else(wrong)?;
-            let entry = counts.iter_mut().find(|(phase, _)| phase.to_string() == name.trim()).ok_or_else(wrong)?;
+            let entry = counts.iter_mut().find(|(role, _)| role.to_string() == name.trim()).ok_or_else(wrong)?;
             let count: usize = count.trim().parse().map_err(|_| wrong())?;
             entry.1 = entry.1.saturating_add(count);
         }
         let workers = Self(counts.into_iter().filter(|(_, count)| *count > 0).collect());
-        if workers.phases().nth(most).is_some() {
+        if workers.roles().nth(most).is_some() {
             return Err(Invalid(format!("at most {most} workers fit into one process")));
         }
-        let decodes = workers.phases().any(|phase| phase != Phase::Prefill);
+        let decodes = workers.roles().any(|role| role != Phase::Prefill);
         decodes
             .then_some(workers)
             .ok_or_else(|| Invalid("no worker would decode; add `decode:1`, or use `both:1`".into()))
@@ -199,10 +199,10 @@ impl Workers {
 }
 
 impl Threads {
-    /// No machine runs more at the same time; each thread takes a stack.
+    /// Limit of compute threads: above any machine, since each thread has a stack.
     const MAX: usize = 4096;
 
-    /// The number, on a machine that runs `here` threads at the same time.
+    /// The number of threads on a machine with `here` hardware threads.
     pub fn on(self, here: usize) -> usize {
         match self {
             Self::Auto => here,
@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn budgets_can_be_left_to_the_machine_or_turned_off() {
+    fn a_budget_is_automatic_off_or_a_size() {
         for (text, printed) in [("auto", "auto"), ("off", "off"), ("0", "off"), ("0GiB", "off"), ("1GiB", "1GiB")] {
             assert_eq!(reads::<Budget>(text), printed);
         }
@@ -292,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_needs_a_port_and_a_port_alone_stays_on_this_machine() {
+    fn a_port_alone_listens_on_loopback() {
         for (text, printed) in
             [("0.0.0.0:80", "0.0.0.0:80"), ("9000", "127.0.0.1:9000"), ("[::1]:1", "[::1]:1"), ("box:0", "box:0")]
         {
@@ -306,7 +306,7 @@ mod tests {
     #[test]
     fn workers_are_counted_by_role_and_one_must_decode() {
         assert_eq!(reads::<Workers>("decode:2, prefill:1"), "prefill:1,decode:2");
-        assert_eq!("both:3".parse::<Workers>().unwrap().phases().collect::<Vec<_>>(), [Phase::Both; 3]);
+        assert_eq!("both:3".parse::<Workers>().unwrap().roles().collect::<Vec<_>>(), [Phase::Both; 3]);
         assert_eq!(Workers::default().to_string(), "prefill:1,decode:2");
         for (text, hint) in [
             ("prefill:2", "no worker would decode"),

@@ -1,4 +1,4 @@
-//! What `serve` says once it answers: for people, or as one line of JSON.
+//! The text that `serve` prints when it is ready: for people, or as one line of JSON.
 
 use crate::config::{ByteSize, SharedFlash};
 use crate::node::sizes::Sizes;
@@ -11,33 +11,33 @@ use std::sync::Arc;
 use worker::engine::ModelCard;
 use worker::plane::Phase;
 
-/// What there is to say about a node.
+/// The facts about a node that the banner shows.
 #[derive(Clone, Debug)]
 pub struct Banner {
-    /// What is served.
+    /// The served model.
     pub model: Arc<ModelCard>,
-    /// Where it listens.
+    /// Address of the OpenAI-compatible API.
     pub address: SocketAddr,
-    /// The phase of each worker.
-    pub phases: Vec<Phase>,
-    /// Threads that compute.
+    /// The role of each worker.
+    pub roles: Vec<Phase>,
+    /// Number of compute threads of all workers together.
     pub threads: usize,
-    /// How large the tiers are.
+    /// Sizes of the tiers, in bytes.
     pub sizes: Sizes,
-    /// Where G3 is.
+    /// Folders of the G3 log.
     pub disks: Vec<PathBuf>,
-    /// Where models are.
+    /// Folder of built-in models and of G3.
     pub data_dir: PathBuf,
-    /// The folder between G3 and G4.
-    pub pod: Option<SharedFlash>,
-    /// Where G4 is.
-    pub shared: Option<Location>,
+    /// G3.5, if it is configured.
+    pub g3_5: Option<SharedFlash>,
+    /// The store of G4, if it is configured.
+    pub g4: Option<Location>,
 }
 
 impl Banner {
     /// As one JSON object.
     pub fn as_json(&self) -> Value {
-        let Self { model, address, sizes, disks, data_dir, pod, shared, threads, .. } = self;
+        let Self { model, address, sizes, disks, data_dir, g3_5, g4, threads, .. } = self;
         json!({
             "version": env!("CARGO_PKG_VERSION"),
             "model": model.id,
@@ -45,21 +45,21 @@ impl Banner {
             "max_model_len": model.context,
             "address": address,
             "url": self.url(),
-            "workers": self.phases,
+            "workers": self.roles,
             "threads": threads,
             "tiers": {
                 "g1": sizes.g1,
                 "g2": sizes.g2,
                 "g3": sizes.g3,
-                "g3_5": pod.as_ref().map(|pod| pod.capacity.0),
-                "g4": shared,
+                "g3_5": g3_5.as_ref().map(|flash| flash.capacity.0),
+                "g4": g4,
             },
             "g3_paths": disks,
             "data_dir": data_dir,
         })
     }
 
-    /// Where a client on this machine finds it: one cannot connect to "all addresses".
+    /// The URL for clients on this machine. An unspecified address such as 0.0.0.0 is no address to connect to.
     fn url(&self) -> String {
         match self.address {
             at if at.ip().is_unspecified() => format!("http://localhost:{}", at.port()),
@@ -68,12 +68,12 @@ impl Banner {
     }
 
     fn workers(&self) -> String {
-        let named =
+        let names =
             [(Phase::Prefill, "prefill"), (Phase::Decode, "decode"), (Phase::Both, "prefill and decode in one")];
-        let count = |wanted| self.phases.iter().filter(|phase| **phase == wanted).count();
-        let parts: Vec<_> = named
+        let count = |wanted| self.roles.iter().filter(|role| **role == wanted).count();
+        let parts: Vec<_> = names
             .into_iter()
-            .map(|(phase, name)| (count(phase), name))
+            .map(|(role, name)| (count(role), name))
             .filter(|(count, _)| *count > 0)
             .map(|(count, name)| format!("{count} {name}"))
             .collect();
@@ -82,13 +82,14 @@ impl Banner {
 
     fn tiers(&self) -> String {
         let size = |bytes| ByteSize(bytes).about();
-        let Self { sizes, disks, pod, shared, .. } = self;
+        let Self { sizes, disks, g3_5, g4, .. } = self;
         let g1 = format!("G1 {}", size(sizes.g1));
         let g2 = sizes.g2.map_or("G2 off".into(), |bytes| format!("G2 {}", size(bytes)));
         let g3 = sizes.g3.map_or("G3 off".into(), |bytes| format!("G3 {} in {}", size(bytes), folders(disks)));
-        let g4 = shared.as_ref().map_or("G4 off (--g4 URL)".into(), |store| format!("G4 in {store}"));
-        let pod = pod.as_ref().map(|pod| format!("G3.5 {} in {}, ", size(pod.capacity.0), pod.path.display()));
-        format!("{g1} and {g2} per worker, {g3}, {}{g4}", pod.unwrap_or_default())
+        let g4 = g4.as_ref().map_or("G4 off (--g4 URL)".into(), |store| format!("G4 in {store}"));
+        let g3_5 = g3_5.as_ref();
+        let g3_5 = g3_5.map(|flash| format!("G3.5 {} in {}, ", size(flash.capacity.0), flash.path.display()));
+        format!("{g1} and {g2} per worker, {g3}, {}{g4}", g3_5.unwrap_or_default())
     }
 }
 
@@ -107,7 +108,7 @@ impl fmt::Display for Banner {
         writeln!(f, "  workers  {}", self.workers())?;
         writeln!(f, "  tiers    {}", self.tiers())?;
         writeln!(f, "\ntry it:")?;
-        // JSON that is valid inside the shell's single quotes, whatever the model is called.
+        // A name with a single quote must not end the quoted argument of the shell.
         let body = json!({"model": id, "messages": [{"role": "user", "content": "hello"}], "stream": true});
         let body = body.to_string().replace('\'', r"'\''");
         writeln!(f, "  curl {}/v1/chat/completions -H 'content-type: application/json' -d '{body}'", self.url())
@@ -140,18 +141,18 @@ mod tests {
         Banner {
             model: Arc::new(model),
             address: address.parse().unwrap(),
-            phases: vec![Phase::Prefill, Phase::Decode, Phase::Decode],
+            roles: vec![Phase::Prefill, Phase::Decode, Phase::Decode],
             threads: 2,
             sizes: Sizes { g1: 1 << 30, g2: None, g3: Some(10 << 30) },
             disks: vec!["/data/g3".into()],
             data_dir: "/data".into(),
-            pod: None,
-            shared: None,
+            g3_5: None,
+            g4: None,
         }
     }
 
     #[test]
-    fn the_banner_says_what_runs_and_how_to_try_it() {
+    fn the_text_names_the_parts_and_a_command_to_try() {
         let text = banner("0.0.0.0:9000").to_string();
         for part in [
             "--model DIR",
@@ -166,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn programs_read_the_same_from_json() {
+    fn the_json_has_the_same_facts() {
         let json = banner("127.0.0.1:8000").as_json();
         assert_eq!(json["url"], "http://127.0.0.1:8000");
         assert_eq!(json["workers"], json!(["prefill", "decode", "decode"]));

@@ -9,17 +9,17 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use worker::plane::{Source, StoreId, WorkerId};
 
-/// Who can be asked.
+/// The router and the tiers of this process.
 pub struct CacheAudit {
     pub(super) router: Arc<Router>,
     pub(super) workers: Vec<(WorkerId, BlockManager)>,
-    pub(super) stores: Vec<(StoreId, Level, Count)>,
+    pub(super) stores: Vec<(StoreId, Level, DigestOf)>,
 }
 
-/// Counts the blocks in a store; `None` once it is closed.
-pub(super) type Count = Arc<dyn Fn() -> Option<Census> + Send + Sync>;
+/// Computes the digest of the blocks in a store; `None` once the store is closed.
+pub(super) type DigestOf = Arc<dyn Fn() -> Option<Census> + Send + Sync>;
 
-/// One tier of one source of blocks.
+/// The digests of one tier of one source of blocks.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub struct TierAudit {
     /// `worker w1`, or `store` and its id for a tier that several workers share.
@@ -39,7 +39,7 @@ impl CacheAudit {
         let own = self.workers.iter().flat_map(|(id, manager)| {
             manager.census().into_iter().map(|(level, census)| (Source::Worker(*id), level, census))
         });
-        let shared = self.stores.iter().filter_map(|(id, level, count)| Some((Source::Store(*id), *level, count()?)));
+        let shared = self.stores.iter().filter_map(|(id, level, digest)| Some((Source::Store(*id), *level, digest()?)));
         for (source, level, census) in own.chain(shared) {
             tiers.insert((source, level), (Some(Census::default()), Some(census)));
         }

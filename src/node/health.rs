@@ -1,4 +1,5 @@
-//! The front door's view of a node: the router, and what does not work although requests are served.
+//! The engine that the frontend sees: the router, plus the failed components that `/ready` lists while requests are
+//! served.
 
 use crate::process::panics;
 use futures::future::BoxFuture;
@@ -7,18 +8,18 @@ use router::Router;
 use std::sync::{Arc, OnceLock, Weak};
 use worker::engine::{Engine, Error, ModelCard, OutputStream, Readiness, Request};
 
-/// What does not work although requests are served.
+/// Components that can fail while requests are still served.
 #[derive(Default)]
 pub(super) struct Health {
-    /// Once it is open.
+    /// Set once G3 is open.
     disk: OnceLock<Weak<DiskTier>>,
-    /// The tiers that other processes share.
+    /// G3.5 and G4, set once they are open.
     shared: OnceLock<Vec<Weak<ObjectTier>>>,
 }
 
 impl Health {
     pub(super) fn watch_disk(&self, disk: Weak<DiskTier>) {
-        // There is one per node.
+        // Set once: a node has one G3.
         let _ = self.disk.set(disk);
     }
 
@@ -43,7 +44,7 @@ impl Health {
     }
 }
 
-/// The router, with what is known of the node below it.
+/// The router, with the health of the node.
 pub(super) struct Watched {
     pub(super) router: Arc<Router>,
     pub(super) health: Arc<Health>,

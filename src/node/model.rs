@@ -1,4 +1,5 @@
-//! Opening the model: off the async threads, with progress in the log, and not when it cannot fit.
+//! Opens the model on a blocking thread, with progress in the log. A model that cannot fit is refused before it is
+//! read.
 
 use crate::config::{ByteSize, Model};
 use crate::process::machine::Machine;
@@ -19,7 +20,7 @@ pub(super) async fn open(
     let source = source(model, machine)?;
     tracing::info!("loading {model}");
     let (start, data_dir) = (Instant::now(), data_dir.to_owned());
-    let load = move || Runtime::open(&source, &data_dir, threads, &Making::default().told());
+    let load = move || Runtime::open(&source, &data_dir, threads, &CreationProgress::default().report());
     let loaded = tokio::task::spawn_blocking(load).await.context("loading the model failed")?;
     let runtime = loaded.with_context(|| format!("cannot load the model {model}"))?;
     let weights = ByteSize(runtime.shape().weights_bytes).about();
@@ -27,7 +28,7 @@ pub(super) async fn open(
     Ok(runtime)
 }
 
-/// What the model asks of the machine, by what is said of it in its folder. Its weights are not loaded.
+/// The sizes of the model, from the files in its folder. The weights are not loaded.
 pub(super) fn shape(model: &Model, machine: &Machine) -> anyhow::Result<Shape> {
     let shape = Shape::of(&source(model, machine)?);
     shape.with_context(|| format!("cannot load the model {model}"))
@@ -44,25 +45,26 @@ fn source(model: &Model, machine: &Machine) -> anyhow::Result<ModelSource> {
                     path.display()
                 );
             }
-            fits(path, machine)?;
+            check_memory(path, machine)?;
             ModelSource::Folder(path.clone())
         }
     })
 }
 
-/// Says how far the making of a built-in model is, a few times.
+/// Logs the progress of creating a built-in model, in quarters.
 #[derive(Default)]
-struct Making {
-    said: AtomicU64,
+struct CreationProgress {
+    /// Quarters that were logged.
+    logged: AtomicU64,
 }
 
-impl Making {
+impl CreationProgress {
     const STEPS: u64 = 4;
 
-    fn told(&self) -> impl Fn(u64, u64) + Sync {
+    fn report(&self) -> impl Fn(u64, u64) + Sync {
         |written, all| {
             let step = written * Self::STEPS / all.max(1);
-            if self.said.fetch_max(step + 1, Ordering::Relaxed) <= step {
+            if self.logged.fetch_max(step + 1, Ordering::Relaxed) <= step {
                 let percent = 100 * step / Self::STEPS;
                 tracing::info!(
                     "creating the built-in model (first start only): {percent} % of {}",
@@ -73,13 +75,13 @@ impl Making {
     }
 }
 
-/// Weights take at least their size on disk; that much must be there before hours are spent on reading them.
-fn fits(folder: &Path, machine: &Machine) -> anyhow::Result<()> {
+/// Refuses weights whose size on disk exceeds the available memory, before they are read.
+fn check_memory(folder: &Path, machine: &Machine) -> anyhow::Result<()> {
     let files = std::fs::read_dir(folder).with_context(|| format!("cannot read {}", folder.display()))?;
     let weights = files
         .filter_map(Result::ok)
         .filter(|file| file.path().extension().is_some_and(|extension| extension == "safetensors"))
-        // Links into a cache of downloads are followed.
+        // `metadata` follows links: download caches of Hugging Face link to their files.
         .filter_map(|file| Some(std::fs::metadata(file.path()).ok()?.len()))
         .sum::<u64>();
     match machine.memory {

@@ -1,14 +1,14 @@
-//! What `serve` would refuse, found before anything is loaded or written: so `--print-config` refuses the same.
+//! Checks of the configuration before anything is loaded or written. `--print-config` makes the same checks.
 //!
-//! Not here: what depends on the moment, like a port that is taken, a data folder that another process serves from, or a store
-//! that denies access.
+//! Not here: what depends on the moment, like a port that is taken, a data folder that another process serves from, or
+//! a store that denies access.
 
 use super::sizes::{self, Needs, Sizes};
 use super::stores::{access, same_place};
-use super::{transforms, model, quotas};
+use super::{model, quotas, transforms};
 use crate::config::{Config, Listen};
-use crate::process::with_causes;
 use crate::process::machine::{self, Machine};
+use crate::process::with_causes;
 use anyhow::{Context, anyhow, bail};
 use kvbm::object::Location;
 use std::fmt;
@@ -36,7 +36,7 @@ impl std::error::Error for Refused {}
 
 /// Refuses a configuration that a node could not start with, with all reasons. Blocks while it reads files.
 pub fn preflight(config: &Config) -> Result<(), Refused> {
-    let machine = Machine::survey();
+    let machine = Machine::detect();
     let mut problems = Vec::new();
     let mut check = |outcome: anyhow::Result<()>| problems.extend(outcome.err());
     check(address("listen", &config.listen));
@@ -47,14 +47,14 @@ pub fn preflight(config: &Config) -> Result<(), Refused> {
     for disk in &config.tiers.g3_paths {
         check(folder("tiers.g3_paths", &disk.path));
     }
-    if let Some(pod) = &config.tiers.g3_5 {
-        check(folder("tiers.g3_5.path", &pod.path));
+    if let Some(flash) = &config.tiers.g3_5 {
+        check(folder("tiers.g3_5.path", &flash.path));
     }
     if let Some(Location::Folder(path)) = &config.tiers.g4.url {
         check(folder("shared", path));
     }
-    check(record(config));
-    check(shared(config));
+    check(trace_file(config));
+    check(shared_store(config));
     check(transforms::check(config).context("tiers.encryption"));
     match model::shape(&config.model, &machine) {
         Ok(shape) => check(sizes(config, shape, &machine)),
@@ -63,7 +63,7 @@ pub fn preflight(config: &Config) -> Result<(), Refused> {
     if problems.is_empty() { Ok(()) } else { Err(Refused(problems)) }
 }
 
-/// The host must be one of this machine; whether the port is free is another matter.
+/// The host must be an address of this machine. Whether the port is free is checked at the start.
 fn address(key: &str, at: &Listen) -> anyhow::Result<()> {
     let bound = TcpListener::bind((at.host.as_str(), 0));
     bound
@@ -71,7 +71,7 @@ fn address(key: &str, at: &Listen) -> anyhow::Result<()> {
         .with_context(|| format!("{key} = \"{at}\": cannot listen there; expected an address of this machine"))
 }
 
-/// A folder need not be there yet, but nothing else may stand in its place.
+/// A folder may be missing, but the path must not be a file, nor lie below one.
 fn folder(key: &str, path: &Path) -> anyhow::Result<()> {
     let there = path.ancestors().find(|path| path.exists()).filter(|path| !path.is_dir());
     match there {
@@ -80,7 +80,7 @@ fn folder(key: &str, path: &Path) -> anyhow::Result<()> {
     }
 }
 
-fn record(config: &Config) -> anyhow::Result<()> {
+fn trace_file(config: &Config) -> anyhow::Result<()> {
     let Some(path) = &config.router.trace_file else { return Ok(()) };
     let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     if path.is_dir() || !parent.is_dir() {
@@ -89,22 +89,22 @@ fn record(config: &Config) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Whether a client of the shared store can be made, and whether it is another place than the pod's folder.
-fn shared(config: &Config) -> anyhow::Result<()> {
+/// Checks that a client of the shared store can be created, and that G3.5 and G4 are different folders.
+fn shared_store(config: &Config) -> anyhow::Result<()> {
     let Some(location) = &config.tiers.g4.url else { return Ok(()) };
-    if config.tiers.g3_5.as_ref().is_some_and(|pod| same_place(&pod.path, location)) {
+    if config.tiers.g3_5.as_ref().is_some_and(|flash| same_place(&flash.path, location)) {
         bail!("tiers.g3_5.path and tiers.g4.url are the same folder; expected two different ones");
     }
     let client = location.client(&access(config), config.tiers.g4.request_timeout.0);
     client.map(drop).map_err(|error| anyhow!("shared = {location} cannot be used: {error}"))
 }
 
-/// Whether memory and disks suffice for the model and the tiers, and the tiers for what tenants are promised of them.
+/// Checks that memory and disks suffice for the model and the tiers, and the tiers for the guaranteed sizes of tenants.
 fn sizes(config: &Config, shape: Shape, machine: &Machine) -> anyhow::Result<()> {
     let disks = sizes::disks(&config.tiers, &config.data_dir, machine::space);
-    let sizes = Sizes::settle(&config.tiers, config.workers.count(), Needs::of(&shape), machine, &disks)?;
+    let sizes = Sizes::compute(&config.tiers, config.workers.count(), Needs::of(&shape), machine, &disks)?;
     let domains = frontend::Domains::open(&config.frontend)?;
     let domain = config.frontend.tenant_header.is_some().then_some(|tenant: &str| domains.of(tenant));
-    let shares = quotas::shares(&config.tiers.quotas, quotas::Room::of(config, &sizes), domain)?;
+    let shares = quotas::shares(&config.tiers.quotas, quotas::Capacities::of(config, &sizes), domain)?;
     super::stores::check_disks(&disks, &shares)
 }

@@ -1,84 +1,84 @@
-//! What tenants are promised of each worker's memory and of the tiers that all share: names and sizes in, cache domains and
-//! bytes out. Pure, and what cannot be kept is an error before anything is loaded.
+//! Quotas of tenants: from tenant names and sizes in the configuration to cache domains and bytes per tier. Quotas that
+//! do not fit their tier are refused before anything is loaded.
 
 use super::sizes::Sizes;
 use crate::config::{ByteSize, Config, TenantQuota};
 use kvbm::{Domain, DomainId, Level, Quota, Shares};
 use std::collections::{BTreeMap, HashSet};
 
-/// A promise that cannot be kept.
+/// A quota that cannot be guaranteed.
 #[derive(Clone, PartialEq, Debug, thiserror::Error)]
 pub(super) enum Error {
-    /// All requests are nobody's.
+    /// No header carries the tenant.
     #[error("tiers.quotas: requests have no tenant; set the header that carries it: --set frontend.tenant_header=…")]
     NoTenants,
-    /// Which of the two holds?
+    /// Two quotas for one tenant.
     #[error("tiers.quotas: tenant `{0}` appears twice")]
     Twice(String),
-    /// The guarantee is void.
+    /// The limit is below the guaranteed size.
     #[error(
-        "tiers.quotas: tenant `{tenant}` has {promised} of {tier} guaranteed, which is above its limit of {most}",
-        promised = ByteSize(.quota.guaranteed).about(),
+        "tiers.quotas: tenant `{tenant}` has {guaranteed} of {tier} guaranteed, which is above its limit of {most}",
+        guaranteed = ByteSize(.quota.guaranteed).about(),
         most = ByteSize(.quota.maximum.unwrap_or(u64::MAX)).about()
     )]
     LessThanGuaranteed {
-        /// Whose.
+        /// The tenant.
         tenant: String,
-        /// Where.
+        /// The tier.
         tier: &'static str,
-        /// So much.
+        /// Its quota in the tier.
         quota: Quota,
     },
-    /// More is promised than there is.
+    /// The guaranteed sizes exceed the tier.
     #[error(
-        "tiers.quotas: {promised} of {tier} are guaranteed, but at most {have} can be; guarantee less, or enlarge the \
+        "tiers.quotas: {guaranteed} of {tier} are guaranteed, but at most {have} can be; guarantee less, or enlarge the \
          tier: --set {key}=…",
-        promised = ByteSize(*.promised).about(),
+        guaranteed = ByteSize(*.guaranteed).about(),
         have = ByteSize(*.have).about()
     )]
     TooMuch {
-        /// Of which.
+        /// The tier.
         tier: &'static str,
-        /// What says how large it is.
+        /// The key of the configuration that sets its size.
         key: &'static str,
-        /// To all together.
-        promised: u64,
-        /// What there is.
+        /// Sum of the guaranteed sizes of all tenants, in bytes.
+        guaranteed: u64,
+        /// Size that can be guaranteed, in bytes.
         have: u64,
     },
-    /// It would get nothing, or everything.
+    /// The weight is not a number above 0.
     #[error("tiers.quotas: tenant `{0}` has a weight of {1}; expected a number above 0, like 2 or 0.5")]
     Weight(String, f64),
 }
 
-/// What can be promised of each tier.
+/// Bytes of each tier that quotas can guarantee.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub(super) struct Room {
+pub(super) struct Capacities {
     g1: u64,
     g2: u64,
     g3: u64,
-    pod: u64,
+    g3_5: u64,
     g4: u64,
 }
 
-impl Room {
+impl Capacities {
     pub(super) fn of(config: &Config, sizes: &Sizes) -> Self {
         Self {
             g1: sizes.g1,
             g2: sizes.g2.unwrap_or(0),
-            // The rest is being written, or is just being given up.
+            // A quarter of the log may consist of segments that are being written or reclaimed.
             g3: sizes.g3.unwrap_or(0) / 4 * 3,
-            pod: config.tiers.g3_5.as_ref().map_or(0, |pod| pod.capacity.0),
-            g4: config.tiers.g4.capacity.map_or(0, |budget| budget.0),
+            g3_5: config.tiers.g3_5.as_ref().map_or(0, |flash| flash.capacity.0),
+            g4: config.tiers.g4.capacity.map_or(0, |capacity| capacity.0),
         }
     }
 }
 
-/// What `quotas` mean for tiers of these sizes. `domain` says whose cache a tenant's prompts belong to; `None` when
-/// requests are not told apart.
+/// The shares of cache domains in tiers of these capacities. `domain` maps a tenant to its cache domain; `None` if
+/// requests have no tenant.
 pub(super) fn shares(
     quotas: &[TenantQuota],
-    room: Room,
+    capacities: Capacities,
     domain: Option<impl Fn(&str) -> Domain>,
 ) -> Result<Shares, Error> {
     if quotas.is_empty() {
@@ -90,25 +90,25 @@ pub(super) fn shares(
         return Err(Error::Twice(twice.tenant.clone()));
     }
     let mut shares = Shares::default();
-    let rooms = [
-        (Level::G1, room.g1, "tiers.g1"),
-        (Level::G2, room.g2, "tiers.g2"),
-        (Level::G3, room.g3, "tiers.g3"),
-        (Level::Pod, room.pod, "tiers.g3_5.capacity"),
-        (Level::G4, room.g4, "tiers.g4.capacity"),
+    let tiers = [
+        (Level::G1, capacities.g1, "tiers.g1"),
+        (Level::G2, capacities.g2, "tiers.g2"),
+        (Level::G3, capacities.g3, "tiers.g3"),
+        (Level::Pod, capacities.g3_5, "tiers.g3_5.capacity"),
+        (Level::G4, capacities.g4, "tiers.g4.capacity"),
     ];
-    for (level, have, key) in rooms {
-        let (tier, mut promised) = (level.name(), 0_u64);
+    for (level, have, key) in tiers {
+        let (tier, mut guaranteed) = (level.name(), 0_u64);
         for quotas in quotas {
             let (tenant, quota) = (&quotas.tenant, quotas.at(level));
             if quota.maximum.is_some_and(|most| most < quota.guaranteed) {
                 return Err(Error::LessThanGuaranteed { tenant: tenant.clone(), tier, quota });
             }
-            promised = promised.saturating_add(quota.guaranteed);
+            guaranteed = guaranteed.saturating_add(quota.guaranteed);
             shares = shares.promise(domain(tenant).id(), level, quota);
         }
-        if promised > have {
-            return Err(Error::TooMuch { tier, key, promised, have });
+        if guaranteed > have {
+            return Err(Error::TooMuch { tier, key, guaranteed, have });
         }
     }
     for TenantQuota { tenant, weight, .. } in quotas {
@@ -120,7 +120,7 @@ pub(super) fn shares(
     Ok(shares)
 }
 
-/// What is promised of a tier that a collector looks after.
+/// The quotas of cache domains in a tier that garbage collection bounds.
 pub(super) fn stored(config: &Config, level: Level) -> anyhow::Result<BTreeMap<DomainId, Quota>> {
     let domains = frontend::Domains::open(&config.frontend)?;
     let quotas = config.tiers.quotas.iter().map(|quota| (domains.of(&quota.tenant).id(), quota.at(level)));
@@ -149,18 +149,18 @@ impl TenantQuota {
 mod tests {
     use super::*;
 
-    const ROOM: Room = Room { g1: 1000, g2: 0, g3: 3000, pod: 0, g4: 500 };
+    const CAPACITIES: Capacities = Capacities { g1: 1000, g2: 0, g3: 3000, g3_5: 0, g4: 500 };
 
     fn quota(tenant: &str, g1: u64, g1_limit: Option<u64>) -> TenantQuota {
         TenantQuota { g1_guaranteed: ByteSize(g1), g1_limit: g1_limit.map(ByteSize), ..TenantQuota::of(tenant) }
     }
 
     fn of(quotas: &[TenantQuota]) -> Result<Shares, Error> {
-        shares(quotas, ROOM, Some(|tenant: &str| Domain::derived(b"secret", tenant)))
+        shares(quotas, CAPACITIES, Some(|tenant: &str| Domain::derived(b"secret", tenant)))
     }
 
     #[test]
-    fn each_tenant_is_promised_what_its_quota_says_in_its_own_domain() {
+    fn each_tenant_gets_its_quota_in_its_own_domain() {
         let ann = Domain::derived(b"secret", "ann").id();
         let levels = [Level::G2, Level::G3, Level::Pod, Level::G4];
         let wanted = Shares::default().promise(ann, Level::G1, Quota { guaranteed: 600, maximum: Some(700) });
@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_kept_is_refused_with_the_reason() {
+    fn impossible_quotas_are_refused_with_the_reason() {
         let cases = [
             (vec![quota("ann", 600, None), quota("bob", 500, None)], "1.1 KiB of g1 are guaranteed"),
             (vec![quota("ann", 600, Some(500))], "`ann` has 600 B of g1 guaranteed, which is above its limit of 500 B"),
@@ -184,7 +184,7 @@ mod tests {
             let error = of(&quotas).unwrap_err().to_string();
             assert!(error.contains(part), "`{part}` is not in: {error}");
         }
-        let nobody = shares(&[quota("ann", 1, None)], ROOM, None::<fn(&str) -> Domain>);
-        assert_eq!(nobody, Err(Error::NoTenants));
+        let no_tenants = shares(&[quota("ann", 1, None)], CAPACITIES, None::<fn(&str) -> Domain>);
+        assert_eq!(no_tenants, Err(Error::NoTenants));
     }
 }

@@ -1,46 +1,46 @@
-//! How large the tiers are: what was asked for, or a share of what the machine has. Pure; what does not fit is an error that
-//! says what would.
+//! Sizes of the tiers: as configured, or a share of the memory and disks of the machine. Sizes that do not fit are an
+//! error that names the sizes and what to change.
 
 use crate::config::{Budget, ByteSize, DiskPath, Tiers};
 use crate::process::machine::{Machine, Space};
 use std::path::{Path, PathBuf};
 use worker::engine::llama::Shape;
 
-/// Of the memory that the weights leave, what the G1 of all workers take together when nobody says. With G2 it is less than
-/// a third: others live on the machine too, and activations and requests need room.
+/// Automatic size of G1, all workers together: percent of the memory that is free after loading the weights. G1 and G2
+/// together take less than a third: activations, requests and other programs need memory too.
 const G1_SHARE: u64 = 15;
 
-/// The same for G2, in hundredths.
+/// Automatic size of G2, in the same way.
 const G2_SHARE: u64 = 15;
 
-/// The G3 log of one folder when nobody says: ten minutes of writing at the pace of a small machine's prefill, and a size that people do
-/// not mind finding in their cache folder.
+/// Automatic size of the G3 log in one folder, in bytes: about ten minutes of writing at the prefill speed of a small
+/// machine, and acceptable in a user's cache folder.
 const G3_BYTES: u64 = 10 << 30;
 
-/// The G3 log within the data folder.
+/// Name of the folder of the G3 log in the data folder.
 pub(super) const G3_FOLDER: &str = "g3";
 
-/// At most this share of what is free on its disk, in hundredths.
+/// Limit of the automatic size: percent of the free space on the disk.
 const G3_SHARE: u64 = 20;
 
-/// What G3 leaves free on a disk when nobody says: enough for others to notice and act, ...
+/// Automatic free space that G3 leaves on a disk, in bytes: enough for operators to notice and act.
 const G3_MIN_FREE: u64 = 1 << 30;
 
-/// ... and on a small disk at most this share of it, in hundredths.
+/// Limit of the automatic free space: percent of the size of the disk.
 const G3_MIN_FREE_SHARE: u64 = 5;
 
-/// How large the tiers are.
+/// Sizes of the memory tiers and of G3, in bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Sizes {
-    /// Of each worker.
+    /// G1 of each worker.
     pub g1: u64,
-    /// Of each worker.
+    /// G2 of each worker; `None` if G2 is off.
     pub g2: Option<u64>,
-    /// Of the process, all folders together.
+    /// G3 of the process, all folders together; `None` if G3 is off.
     pub g3: Option<u64>,
 }
 
-/// What the model asks for.
+/// Memory that the model needs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Needs {
     /// Bytes of the weights, once per process.
@@ -52,20 +52,20 @@ pub struct Needs {
 }
 
 impl Needs {
-    /// Of a model of this shape.
+    /// The needs of a model with this shape.
     pub fn of(shape: &Shape) -> Self {
         let Shape { weights_bytes, block_bytes, context_bytes } = *shape;
         Self { weights: weights_bytes, context: context_bytes, block: block_bytes as u64 }
     }
 }
 
-/// The tiers cannot be as large as they must be.
+/// The configured sizes are impossible.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum Error {
-    /// The engine computes in G1.
+    /// G1 is off, but the engine computes in it.
     #[error("tiers.g1 cannot be off, because the engine needs it; expected a size or `auto`")]
     NoG1,
-    /// Not even one block.
+    /// G1 is smaller than one block (bytes).
     #[error("tiers.g1 = {0} is smaller than one block of {block}", block = ByteSize(*.1).about())]
     TooSmall(ByteSize, u64),
     /// The machine has too little memory.
@@ -80,31 +80,31 @@ pub enum Error {
         have = ByteSize(*.have).about()
     )]
     Memory {
-        /// How many there were to be.
+        /// Number of workers.
         workers: u64,
-        /// Bytes in all.
+        /// Bytes for weights, G1 and G2 of all workers.
         needed: u64,
-        /// Bytes of it for the weights.
+        /// Bytes of the weights.
         weights: u64,
-        /// The tiers that were asked for.
+        /// The configured or automatic sizes.
         sizes: Sizes,
-        /// Bytes that there are.
+        /// Available bytes of memory.
         have: u64,
     },
 }
 
-/// A folder of the G3 log, and how much it may take.
+/// One folder of the G3 log.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Disk {
-    /// Which.
+    /// The folder.
     pub folder: PathBuf,
-    /// So much.
+    /// Capacity of the log in the folder, in bytes.
     pub bytes: u64,
-    /// Bytes that stay free on its disk.
+    /// Bytes that the log leaves free on its disk.
     pub min_free: u64,
 }
 
-/// The folders of the G3 log, by default one in the data folder; `space` says how much the disk of a folder has.
+/// The folders of the G3 log, by default one in the data folder. `space` returns the space on the disk of a folder.
 pub fn disks(tiers: &Tiers, data: &Path, space: impl Fn(&Path) -> Space) -> Vec<Disk> {
     let default = [DiskPath { path: data.join(G3_FOLDER), capacity: Budget::Auto }];
     let paths = if tiers.g3_paths.is_empty() { &default[..] } else { &tiers.g3_paths };
@@ -125,8 +125,8 @@ pub fn disks(tiers: &Tiers, data: &Path, space: impl Fn(&Path) -> Space) -> Vec<
 }
 
 impl Sizes {
-    /// Settles the sizes for `workers` workers; G3 has its [`disks`].
-    pub fn settle(
+    /// Computes the sizes for `workers` workers; the size of G3 is the sum of its [`disks`].
+    pub fn compute(
         tiers: &Tiers,
         workers: usize,
         needs: Needs,
@@ -134,15 +134,15 @@ impl Sizes {
         disks: &[Disk],
     ) -> Result<Self, Error> {
         let workers = workers as u64;
-        // Where the system does not say, a quarter of what small machines have today is a careful guess.
+        // If the system does not report its memory, assume 4 GiB: a quarter of a small machine.
         let have = machine.memory.unwrap_or(4 << 30);
         let free = have.saturating_sub(needs.weights);
-        let share = |hundredths: u64| free / 100 * hundredths / workers;
+        let share = |percent: u64| free / 100 * percent / workers;
         let g1 = match tiers.g1 {
             Budget::Off => return Err(Error::NoG1),
             Budget::Bytes(size) if size.0 < needs.block => return Err(Error::TooSmall(size, needs.block)),
             Budget::Bytes(size) => size.0,
-            // Less than one context would refuse requests that the model can serve.
+            // At least one full context: with less, requests that the model can serve would be refused.
             Budget::Auto => share(G1_SHARE).max(needs.context),
         };
         let g2 = match tiers.g2 {
@@ -175,13 +175,13 @@ mod tests {
     #[test]
     fn automatic_tiers_share_what_the_weights_leave() {
         let disks = disks(&Tiers::default(), "/data".as_ref(), |_| Space { free: 100 << 30, total: 200 << 30 });
-        let sizes = Sizes::settle(&Tiers::default(), 3, NEEDS, &MACHINE, &disks).unwrap();
+        let sizes = Sizes::compute(&Tiers::default(), 3, NEEDS, &MACHINE, &disks).unwrap();
         let each = (10_u64 << 30) / 100 * 15 / 3;
         assert_eq!(sizes, Sizes { g1: each, g2: Some(each), g3: Some(10 << 30) });
     }
 
     #[test]
-    fn each_folder_of_g3_has_its_own_size_or_the_common_one_or_a_share_of_its_disk() {
+    fn a_g3_folder_has_its_own_or_the_common_or_an_automatic_size() {
         let space = |folder: &Path| {
             let free = if folder.starts_with("/small") { 10 << 30 } else { 100 << 30 };
             Space { free, total: free }
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn g3_leaves_a_gibibyte_or_a_twentieth_of_a_small_disk_unless_told() {
+    fn g3_leaves_a_gibibyte_or_a_twentieth_of_a_small_disk() {
         let min_free = |tiers: &Tiers, total: u64| {
             disks(tiers, "/data".as_ref(), |_| Space { free: total / 2, total })[0].min_free
         };
@@ -214,26 +214,26 @@ mod tests {
     #[test]
     fn automatic_g1_holds_at_least_one_context() {
         let needs = Needs { context: 3 << 30, ..NEEDS };
-        assert_eq!(Sizes::settle(&Tiers::default(), 2, needs, &MACHINE, &[]).unwrap().g1, 3 << 30);
+        assert_eq!(Sizes::compute(&Tiers::default(), 2, needs, &MACHINE, &[]).unwrap().g1, 3 << 30);
     }
 
     #[test]
-    fn what_is_said_holds_and_off_is_off() {
+    fn configured_sizes_are_used_and_off_is_off() {
         let tiers = Tiers { g1: bytes("1GiB"), g2: bytes("off"), g3: bytes("0"), ..Tiers::default() };
-        let sizes = Sizes::settle(&tiers, 3, NEEDS, &MACHINE, &[]).unwrap();
+        let sizes = Sizes::compute(&tiers, 3, NEEDS, &MACHINE, &[]).unwrap();
         assert_eq!(sizes, Sizes { g1: 1 << 30, g2: None, g3: None });
     }
 
     #[test]
-    fn what_does_not_fit_is_said_with_its_parts_and_a_way_out() {
+    fn an_error_names_the_parts_and_what_to_change() {
         let tiers = Tiers { g1: bytes("4GiB"), ..Tiers::default() };
-        let error = Sizes::settle(&tiers, 3, NEEDS, &MACHINE, &[]).unwrap_err().to_string();
+        let error = Sizes::compute(&tiers, 3, NEEDS, &MACHINE, &[]).unwrap_err().to_string();
         for part in ["weights 2.0 GiB", "G1 4.0 GiB", "12.0 GiB is available", "--workers both:1"] {
             assert!(error.contains(part), "`{part}` is not in: {error}");
         }
         let tiny = Tiers { g1: bytes("1KiB"), ..Tiers::default() };
-        assert_eq!(Sizes::settle(&tiny, 1, NEEDS, &MACHINE, &[]), Err(Error::TooSmall(ByteSize(1024), NEEDS.block)));
+        assert_eq!(Sizes::compute(&tiny, 1, NEEDS, &MACHINE, &[]), Err(Error::TooSmall(ByteSize(1024), NEEDS.block)));
         let none = Tiers { g1: Budget::Off, ..Tiers::default() };
-        assert_eq!(Sizes::settle(&none, 1, NEEDS, &MACHINE, &[]), Err(Error::NoG1));
+        assert_eq!(Sizes::compute(&none, 1, NEEDS, &MACHINE, &[]), Err(Error::NoG1));
     }
 }

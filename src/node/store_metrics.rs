@@ -7,13 +7,13 @@ use prometheus::proto::MetricFamily;
 use prometheus::{IntCounterVec, IntGaugeVec, Opts};
 use std::sync::Weak;
 
-/// StoreMetrics, lost objects and manifests of each such tier. The tiers may be dropped while the registry stays.
+/// Requests, lost objects and manifests of each object-store tier. The tiers may be dropped while the registry stays.
 pub(super) struct StoreMetrics {
     tiers: Vec<Weak<ObjectTier>>,
     up: IntGaugeVec,
     sent: IntCounterVec,
     lost: IntCounterVec,
-    unsound: IntCounterVec,
+    corrupt_manifests: IntCounterVec,
     unreadable: IntGaugeVec,
 }
 
@@ -21,7 +21,7 @@ impl StoreMetrics {
     pub(super) fn of(tiers: Vec<Weak<ObjectTier>>) -> Result<Self, prometheus::Error> {
         let requests = Opts::new(
             "blockyard_tier_store_requests_total",
-            "StoreMetrics to the store of the tier, by kind: sent counts all of them; of these, retried counts repetitions \
+            "Requests to the store of the tier, by kind: sent counts all of them; of these, retried counts repetitions \
              after a failure, hedged counts second requests for a slow read, and hedge_won counts hedged requests that \
              were answered first.",
         );
@@ -30,7 +30,7 @@ impl StoreMetrics {
             "blockyard_tier_lost_objects_total",
             "Objects that were missing or truncated when they were read. Their blocks were recomputed.",
         );
-        let unsound = Opts::new(
+        let corrupt_manifests = Opts::new(
             "blockyard_tier_corrupt_manifests_total",
             "Manifests that failed verification or have another version's format. The blocks that they list were \
              recomputed.",
@@ -45,7 +45,7 @@ impl StoreMetrics {
             up: IntGaugeVec::new(up, &["tier"])?,
             sent: IntCounterVec::new(requests, &["tier", "kind"])?,
             lost: IntCounterVec::new(lost, &["tier"])?,
-            unsound: IntCounterVec::new(unsound, &["tier"])?,
+            corrupt_manifests: IntCounterVec::new(corrupt_manifests, &["tier"])?,
             unreadable: IntGaugeVec::new(unreadable, &["tier"])?,
         })
     }
@@ -53,7 +53,8 @@ impl StoreMetrics {
 
 impl Collector for StoreMetrics {
     fn desc(&self) -> Vec<&Desc> {
-        [self.up.desc(), self.sent.desc(), self.lost.desc(), self.unsound.desc(), self.unreadable.desc()].concat()
+        [self.up.desc(), self.sent.desc(), self.lost.desc(), self.corrupt_manifests.desc(), self.unreadable.desc()]
+            .concat()
     }
 
     fn collect(&self) -> Vec<MetricFamily> {
@@ -69,12 +70,18 @@ impl Collector for StoreMetrics {
             ];
             let kinds = kinds.map(|(kind, count)| (self.sent.with_label_values(&[level, kind]), count));
             let lost = (self.lost.with_label_values(&[level]), tier.lost_objects());
-            let unsound = (self.unsound.with_label_values(&[level]), tier.unsound_manifests());
-            for (counter, count) in kinds.into_iter().chain([lost, unsound]) {
+            let corrupt = (self.corrupt_manifests.with_label_values(&[level]), tier.unsound_manifests());
+            for (counter, count) in kinds.into_iter().chain([lost, corrupt]) {
                 counter.inc_by(count.saturating_sub(counter.get()));
             }
         }
-        [self.up.collect(), self.sent.collect(), self.lost.collect(), self.unsound.collect(), self.unreadable.collect()]
-            .concat()
+        [
+            self.up.collect(),
+            self.sent.collect(),
+            self.lost.collect(),
+            self.corrupt_manifests.collect(),
+            self.unreadable.collect(),
+        ]
+        .concat()
     }
 }

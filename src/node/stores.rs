@@ -1,12 +1,12 @@
-//! The tiers that the workers of this process share: G3 on its own disks, a pod's folder, G4 in a store of all.
+//! The tiers that the workers of this process share: G3 on local disks, G3.5 in a shared folder, G4 in an object store.
 
-use super::transforms::Transforms;
+use super::cache_audit::DigestOf;
+use super::gc::{GcMetrics, g3_5_upkeep, upkeep};
 use super::health::Health;
-use super::store_metrics::StoreMetrics;
-use super::cache_audit::Count;
 use super::sizes::Disk;
-use super::gc::{GcMetrics, pod_upkeep, upkeep};
-use super::workers::now;
+use super::store_metrics::StoreMetrics;
+use super::transforms::Transforms;
+use super::workers::epoch_now;
 use crate::config::{ByteSize, Config};
 use anyhow::{Context, anyhow, bail};
 use kvbm::crypt::MetadataKeys;
@@ -24,19 +24,19 @@ use tokio_util::task::AbortOnDropHandle;
 use worker::plane::{Source, StoreId};
 use worker::serve::{Announcer, Planes};
 
-/// The shared tiers, fastest first, each announced under its own name.
+/// The shared tiers, fastest first. The events of each are published under its own store id.
 #[derive(Default)]
 pub(super) struct Stores {
     all: Vec<Store>,
     disk: Weak<DiskTier>,
     shared: Vec<Weak<ObjectTier>>,
-    /// Dropped with the stores.
-    upkeep: Vec<AbortOnDropHandle<()>>,
+    /// Garbage collection, compaction and spilling; stopped when the stores are dropped.
+    tasks: Vec<AbortOnDropHandle<()>>,
 }
 
-/// A store that other processes share.
+/// The settings of a store that other processes share.
 struct Shared {
-    /// Who asked for it.
+    /// The key of the configuration that names the store.
     key: &'static str,
     at: Location,
     settings: object::Settings,
@@ -45,51 +45,53 @@ struct Shared {
 struct Store {
     id: StoreId,
     tier: Arc<dyn Tier>,
-    count: Count,
-    _announcer: Announcer,
+    digest: DigestOf,
+    _publisher: Announcer,
 }
 
-/// How long the start may wait for the list of what rests in a tier: nobody waits longer for a first answer.
+/// Limit of the time that the start waits for a tier to list its blocks. Blocks that are listed later are recomputed
+/// until then.
 const CATCH_UP_MAX: Duration = Duration::from_secs(2);
-/// What closing G3 may take even when requests have taken all of the time to drain.
+/// Minimum time for closing G3, if requests have used up the shutdown timeout.
 const CLOSE_MIN: Duration = Duration::from_secs(1);
 
 impl Stores {
-    /// Opens what the configuration asks for, finds what rests there, and announces it. `block`: bytes of the engine's blocks.
+    /// Opens the configured tiers, lists their blocks, and publishes them as events. `block_bytes` is the size of one
+    /// block of the engine.
     pub(super) async fn open(
         config: &Config,
         disks: &[Disk],
         shares: &Shares,
         planes: &Planes,
         transforms: &Transforms,
-        block: u64,
+        block_bytes: u64,
         registry: &Registry,
     ) -> anyhow::Result<Self> {
-        let collections = GcMetrics::new(registry)?;
+        let gc_metrics = GcMetrics::new(registry)?;
         let mut stores = Self::default();
         if !disks.is_empty() {
-            let log = Arc::new(EventLog::new(now()));
+            let log = Arc::new(EventLog::new(epoch_now()));
             let tier = open_disk(disks.to_vec(), shares.clone(), Arc::clone(&log), transforms.metadata()).await?;
-            tier.limit_blocks(Header::most_at_rest(block));
+            tier.limit_blocks(Header::most_at_rest(block_bytes));
             if timeout(CATCH_UP_MAX, tier.recovered()).await.is_err() {
                 tracing::info!("G3 is still being scanned; blocks that are not found yet are recomputed");
             }
             stores.disk = Arc::downgrade(&tier);
             let folders: Vec<&Path> = disks.iter().map(|disk| disk.folder.as_path()).collect();
-            let counted = Arc::downgrade(&tier);
-            let count = Arc::new(move || counted.upgrade().map(|tier| tier.census()));
-            stores.add(name("g3", &folders), transforms.wrap(tier), count, log, planes);
+            let weak = Arc::downgrade(&tier);
+            let digest = Arc::new(move || weak.upgrade().map(|tier| tier.census()));
+            stores.add(folder_id("g3", &folders), transforms.wrap(tier), digest, log, planes);
         }
         let requests = config.tiers.g4.request_timeout.0;
-        if let Some(pod) = &config.tiers.g3_5 {
-            let capacity = Some(pod.capacity.0);
+        if let Some(flash) = &config.tiers.g3_5 {
+            let capacity = Some(flash.capacity.0);
             let settings =
                 object::Settings { level: Level::Pod, capacity, request_timeout: requests, ..Default::default() };
-            let shared = Shared { key: "tiers.g3_5.path", at: Location::Folder(pod.path.clone()), settings };
+            let shared = Shared { key: "tiers.g3_5.path", at: Location::Folder(flash.path.clone()), settings };
             let tier = stores.share(&shared, shares, config, planes, transforms).await?;
-            tier.limit_blocks(Header::most_at_rest(block));
-            stores.keep(&collections, &tier, &shared.at, pod_upkeep(config, pod)?);
-            if config.tiers.g4.url.as_ref().is_some_and(|shared| same_place(&pod.path, shared)) {
+            tier.limit_blocks(Header::most_at_rest(block_bytes));
+            stores.start_gc(&gc_metrics, &tier, &shared.at, g3_5_upkeep(config, flash)?);
+            if config.tiers.g4.url.as_ref().is_some_and(|shared| same_place(&flash.path, shared)) {
                 bail!("tiers.g3_5.path and tiers.g4.url are the same folder; expected two different ones");
             }
         }
@@ -98,13 +100,13 @@ impl Stores {
             let settings = object::Settings { capacity, request_timeout: requests, ..Default::default() };
             let shared = Shared { key: "tiers.g4.url", at: location.clone(), settings };
             let tier = stores.share(&shared, shares, config, planes, transforms).await?;
-            tier.limit_blocks(Header::most_at_rest(block));
+            tier.limit_blocks(Header::most_at_rest(block_bytes));
             if let Some(upkeep) = upkeep(config)? {
-                stores.keep(&collections, &tier, location, upkeep);
+                stores.start_gc(&gc_metrics, &tier, location, upkeep);
             }
         }
         if let (Some(disk), Some(next)) = (stores.disk.upgrade(), stores.shared.first().and_then(Weak::upgrade)) {
-            stores.upkeep.push(spill(&disk, &next, config.tiers.encryption.is_some()));
+            stores.tasks.push(spill(&disk, &next, config.tiers.encryption.is_some()));
         }
         Ok(stores)
     }
@@ -114,22 +116,22 @@ impl Stores {
         self.all.iter().map(|store| Arc::clone(&store.tier)).collect()
     }
 
-    /// The tiers, for whoever must not keep them open.
+    /// Weak references to the tiers, fastest first.
     pub(super) fn weak(&self) -> Vec<Weak<dyn Tier>> {
         self.all.iter().map(|store| Arc::downgrade(&store.tier)).collect()
     }
 
-    /// Their names, in the same order.
+    /// The store ids, in the same order.
     pub(super) fn ids(&self) -> Vec<StoreId> {
         self.all.iter().map(|store| store.id).collect()
     }
 
-    /// How to count what rests in each.
-    pub(super) fn counts(&self) -> Vec<(StoreId, Level, Count)> {
-        self.all.iter().map(|store| (store.id, store.tier.level(), Arc::clone(&store.count))).collect()
+    /// The functions that compute the digest of each tier.
+    pub(super) fn digests(&self) -> Vec<(StoreId, Level, DigestOf)> {
+        self.all.iter().map(|store| (store.id, store.tier.level(), Arc::clone(&store.digest))).collect()
     }
 
-    /// Lets what does not work be seen.
+    /// Reports failed tiers to `health`.
     pub(super) fn watch(&self, health: &Health) {
         health.watch_disk(Weak::clone(&self.disk));
         health.watch_shared(self.shared.clone());
@@ -143,8 +145,8 @@ impl Stores {
         registry.register(Box::new(DiskHealth::of(Weak::clone(&self.disk))?))
     }
 
-    /// Closes G3: resolves when what it accepted is written, its segments are sealed and its folders are free for another
-    /// process, or at `deadline`.
+    /// Closes G3: resolves when what it accepted is written, its segments are sealed and its folders are free for
+    /// another process, or at `deadline`.
     pub(super) async fn close(self, deadline: Instant) {
         let disk = self.disk.upgrade();
         drop(self);
@@ -158,7 +160,7 @@ impl Stores {
         }
     }
 
-    /// Opens a store that others share.
+    /// Opens a store that other processes share, and publishes its blocks.
     async fn share(
         &mut self,
         shared: &Shared,
@@ -167,26 +169,26 @@ impl Stores {
         planes: &Planes,
         transforms: &Transforms,
     ) -> anyhow::Result<Arc<ObjectTier>> {
-        let log = Arc::new(EventLog::new(now()));
+        let log = Arc::new(EventLog::new(epoch_now()));
         let tier = open_shared(shared, config, Arc::clone(&log), transforms).await?;
         tier.divide(shares);
         self.shared.push(Arc::downgrade(&tier));
         let id = shared_id(shared.settings.level, &shared.at);
-        let counted = Arc::downgrade(&tier);
-        let count = Arc::new(move || counted.upgrade().map(|tier| tier.census()));
-        self.add(id, transforms.wrap(tier.clone()), count, log, planes);
+        let weak = Arc::downgrade(&tier);
+        let digest = Arc::new(move || weak.upgrade().map(|tier| tier.census()));
+        self.add(id, transforms.wrap(tier.clone()), digest, log, planes);
         Ok(tier)
     }
 
-    /// Looks after a store: compacts what this process wrote, and collects in turn with others.
-    fn keep(&mut self, collections: &GcMetrics, tier: &Arc<ObjectTier>, at: &Location, upkeep: Upkeep) {
-        self.upkeep.push(collections.compact(tier, upkeep.every));
-        self.upkeep.push(collections.start(tier, at, upkeep));
+    /// Starts compaction and garbage collection of a store.
+    fn start_gc(&mut self, gc_metrics: &GcMetrics, tier: &Arc<ObjectTier>, at: &Location, upkeep: Upkeep) {
+        self.tasks.push(gc_metrics.compact(tier, upkeep.every));
+        self.tasks.push(gc_metrics.start(tier, at, upkeep));
     }
 
-    fn add(&mut self, id: StoreId, tier: Arc<dyn Tier>, count: Count, log: Arc<EventLog>, planes: &Planes) {
-        let announcer = Announcer::start(Arc::clone(&planes.events), Source::Store(id), log);
-        self.all.push(Store { id, tier, count, _announcer: announcer });
+    fn add(&mut self, id: StoreId, tier: Arc<dyn Tier>, digest: DigestOf, log: Arc<EventLog>, planes: &Planes) {
+        let publisher = Announcer::start(Arc::clone(&planes.events), Source::Store(id), log);
+        self.all.push(Store { id, tier, digest, _publisher: publisher });
     }
 }
 
@@ -257,7 +259,7 @@ async fn open_disk(
     opened.context("opening the G3 log failed")?.map_err(|error| refused(&error))
 }
 
-/// Whether logs of these sizes can be had, before any is opened.
+/// Checks the sizes of the G3 logs before any of them is opened.
 pub(super) fn check_disks(disks: &[Disk], shares: &Shares) -> anyhow::Result<()> {
     disks.iter().try_for_each(|disk| {
         let settings = disk::Settings { capacity_bytes: disk.bytes, ..disk::Settings::default() };
@@ -280,11 +282,11 @@ fn refused(error: &disk::OpenError) -> anyhow::Error {
     }
 }
 
-/// Blocks that wait for the next tier when G3 gives them up: as many as a segment has that are worth it, or few large ones.
+/// Capacity of the channel of spilled blocks: about as many blocks of one segment as are worth spilling.
 const SPILLED: usize = 64;
 
-/// Offers to a store what G3 has in use and no room for, in the form in which it rests; where blocks are to be encrypted, only
-/// what is.
+/// Spills to `next` the recently used blocks that G3 evicts for lack of space, as they are stored. If encryption is
+/// configured, blocks that were stored without encryption are not spilled.
 fn spill(disk: &DiskTier, next: &Arc<ObjectTier>, encrypted: bool) -> AbortOnDropHandle<()> {
     let (to, mut spilled) = mpsc::channel(SPILLED);
     let next = Arc::downgrade(next);
@@ -305,14 +307,14 @@ fn spill(disk: &DiskTier, next: &Arc<ObjectTier>, encrypted: bool) -> AbortOnDro
     }))
 }
 
-/// How the configuration says that a cloud is reached.
+/// Endpoint, region and credentials of the object store.
 pub(crate) fn access(config: &Config) -> Access {
     let reach = &config.tiers.g4;
     Access { endpoint: reach.endpoint.clone(), region: reach.region.clone(), credentials: config.credentials.clone() }
 }
 
-/// A store that refuses us is a mistake in the configuration, and ends the start. One that is away is none: it is served
-/// without, and comes back by itself.
+/// Opens a shared store. A store that denies access is an error of the configuration and ends the start. Without a
+/// store that does not answer, the node starts and retries in the background.
 async fn open_shared(
     shared: &Shared,
     config: &Config,
@@ -335,27 +337,27 @@ async fn open_shared(
     Ok(tier)
 }
 
-/// Whether a pod's folder is the shared store.
-pub(super) fn same_place(pod: &Path, shared: &Location) -> bool {
-    shared_id(Level::Pod, &Location::Folder(pod.into())) == shared_id(Level::Pod, shared)
+/// Whether the folder of G3.5 is the store of G4.
+pub(super) fn same_place(flash: &Path, shared: &Location) -> bool {
+    shared_id(Level::Pod, &Location::Folder(flash.into())) == shared_id(Level::Pod, shared)
 }
 
-/// The name of a store that others share.
+/// The id of a store that other processes share.
 fn shared_id(level: Level, location: &Location) -> StoreId {
     match location {
-        Location::Folder(folder) => name(level.name(), &[folder]),
+        Location::Folder(folder) => folder_id(level.name(), &[folder]),
         Location::Cloud { .. } => store_id(level.name(), [("url", location.to_string().as_bytes())]),
     }
 }
 
-/// The name of a store, the same in every process that reaches the same folders.
-fn name(kind: &str, folders: &[&Path]) -> StoreId {
+/// The id of a store in local folders, the same in every process that opens the same folders.
+fn folder_id(kind: &str, folders: &[&Path]) -> StoreId {
     let folders: Vec<_> = folders.iter().map(|at| at.canonicalize().unwrap_or_else(|_| (*at).into())).collect();
     store_id(kind, folders.iter().map(|folder| ("folder", folder.as_os_str().as_encoded_bytes())))
 }
 
-fn store_id<'a>(kind: &'a str, places: impl IntoIterator<Item = (&'a str, &'a [u8])>) -> StoreId {
-    let name = Fingerprint::of([("store", kind.as_bytes())].into_iter().chain(places));
+fn store_id<'a>(kind: &'a str, locations: impl IntoIterator<Item = (&'a str, &'a [u8])>) -> StoreId {
+    let name = Fingerprint::of([("store", kind.as_bytes())].into_iter().chain(locations));
     let [a, b, c, d, e, f, g, h, ..] = *name.as_bytes();
     StoreId(u64::from_le_bytes([a, b, c, d, e, f, g, h]))
 }

@@ -1,7 +1,7 @@
-//! The form in which blocks rest below G2: as they are, encoded, encrypted, or both.
+//! The transforms of blocks below G2: none, compression, encryption, or both.
 //!
-//! The shelf of data keys stands where all who share blocks reach it: beside G4 where there is one, else in the pod's folder,
-//! else in the data folder.
+//! The key store must be reachable for every process that shares the blocks. It is beside G4 if G4 is configured, else
+//! in the folder of G3.5, else in the data folder.
 
 use super::stores::access;
 use crate::config::{Compression, Config, Encryption};
@@ -14,19 +14,19 @@ use std::path::Path;
 use std::sync::Arc;
 use tokio_util::task::AbortOnDropHandle;
 
-/// What every tier below G2 is dressed in.
+/// The transforms that every tier below G2 is wrapped in.
 pub(crate) struct Transforms {
-    coding: Compression,
+    compression: Compression,
     keys: Option<Arc<Keys>>,
     metadata: Option<Arc<MetadataKeys>>,
     metrics: Metrics,
 }
 
-/// The shelf of data keys, within the shared store or a folder.
-pub(super) const SHELF: &str = "keys";
+/// Folder or prefix of the key store, within the shared store or a folder.
+pub(super) const KEY_STORE: &str = "keys";
 
 impl Transforms {
-    /// Reads the master keys, if blocks are to be encrypted.
+    /// Reads the master keys, if encryption is configured.
     pub(crate) async fn open(config: &Config, metrics: &Metrics) -> anyhow::Result<Self> {
         let keys = match &config.tiers.encryption {
             Some(encryption) => Some(keys(config, encryption).await.context("tiers.encryption")?),
@@ -36,20 +36,20 @@ impl Transforms {
             Some(keys) => Some(MetadataKeys::open(keys.clone()).await.context("tiers.encryption")?),
             None => None,
         };
-        Ok(Self { coding: config.tiers.compression, keys, metadata, metrics: metrics.clone() })
+        Ok(Self { compression: config.tiers.compression, keys, metadata, metrics: metrics.clone() })
     }
 
-    /// What footers and manifests are sealed with, if blocks are encrypted.
+    /// The keys that authenticate footers and manifests, if encryption is configured.
     pub(crate) fn metadata(&self) -> Option<Arc<MetadataKeys>> {
         self.metadata.clone()
     }
 
-    /// Drops domains that are shredded from the memory of these managers, for as long as the handle lives.
+    /// Drops the blocks of shredded domains from the memory of `managers`, until the handle is dropped.
     pub(crate) fn follow_shreds(&self, managers: impl Iterator<Item = BlockManager>) -> Option<AbortOnDropHandle<()>> {
         let keys = self.keys.as_ref()?;
         let purgers: Vec<_> = managers.map(|manager| manager.purger()).collect();
         keys.on_shred(move |domain| {
-            // They read from each other.
+            // Two rounds: managers load blocks from each other, so a purged block may come back once.
             let rounds = [(); 2].map(|()| purgers.iter().map(|purge| purge(domain)).sum::<usize>());
             tracing::info!(
                 %domain, blocks = rounds.iter().sum::<usize>(),
@@ -59,13 +59,13 @@ impl Transforms {
         Some(keys.watch())
     }
 
-    /// The tier, with its blocks in these transforms. What is to be encoded is encoded before it is encrypted.
+    /// The tier, with its blocks transformed: compressed first, then encrypted.
     pub(crate) fn wrap(&self, tier: Arc<dyn Tier>) -> Arc<dyn Tier> {
         let tier = match &self.keys {
             Some(keys) => encrypted(tier, keys.clone(), self.metrics.clone()),
             None => tier,
         };
-        match self.coding {
+        match self.compression {
             Compression::Off => decoded(tier),
             Compression::Auto => encoded(tier, codec::Mode::Faster),
             Compression::Always => encoded(tier, codec::Mode::Smaller),
@@ -73,13 +73,13 @@ impl Transforms {
     }
 }
 
-/// Whether the master keys can be read, if blocks are to be encrypted.
+/// Checks that the master keys can be read, if encryption is configured.
 pub(super) fn check(config: &Config) -> anyhow::Result<()> {
     let Some(Encryption { keys }) = &config.tiers.encryption else { return Ok(()) };
     Ok(keys.check(&environment(config, keys))?)
 }
 
-/// What the configuration has read of the environment.
+/// The environment variable with the master keys, as the configuration loader read it.
 fn environment(config: &Config, keys: &KeySource) -> Environment {
     let held = config.master_keys.clone();
     let wanted = match keys {
@@ -92,14 +92,15 @@ fn environment(config: &Config, keys: &KeySource) -> Environment {
 /// The data keys of all domains.
 pub(crate) async fn keys(config: &Config, Encryption { keys }: &Encryption) -> anyhow::Result<Arc<Keys>> {
     let environment = environment(config, keys);
-    let in_folder = async |folder: &Path| Keys::in_folder(&folder.join(SHELF), keys.clone(), environment.clone()).await;
+    let in_folder =
+        async |folder: &Path| Keys::in_folder(&folder.join(KEY_STORE), keys.clone(), environment.clone()).await;
     let opened = match &config.tiers.g4.url {
-        None => in_folder(config.tiers.g3_5.as_ref().map_or(&config.data_dir, |pod| &pod.path)).await,
+        None => in_folder(config.tiers.g3_5.as_ref().map_or(&config.data_dir, |flash| &flash.path)).await,
         Some(Location::Folder(folder)) => in_folder(folder).await,
         Some(location @ Location::Cloud { prefix, .. }) => {
             let client =
                 location.client(&access(config), config.tiers.g4.request_timeout.0)?.context("a cloud has a client")?;
-            Keys::open(client, prefix.clone().join(SHELF).as_ref(), keys.clone(), environment).await
+            Keys::open(client, prefix.clone().join(KEY_STORE).as_ref(), keys.clone(), environment).await
         }
     };
     Ok(opened?)

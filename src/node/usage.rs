@@ -10,7 +10,7 @@ use std::sync::Weak;
 /// The value of the label `worker` for tiers that all workers of the process share.
 const SHARED: &str = "shared";
 
-/// The usage of every tier. The workers and tiers may be dropped while the registry stays.
+/// The usage of every tier. Workers and tiers may be dropped while the registry stays.
 pub(super) struct CacheUsage {
     audit: Weak<CacheAudit>,
     shared: Vec<Weak<dyn Tier>>,

@@ -1,4 +1,4 @@
-//! One worker: its memory, its block manager, its engine, its place on the planes.
+//! Starts one worker: its memory, its block manager, its engine, and its registration on the planes.
 
 use super::sizes::Sizes;
 use super::stores::Stores;
@@ -14,7 +14,7 @@ use worker::peers::Peers;
 use worker::plane::{Instance, Phase, StoreId, WorkerId};
 use worker::serve::{Planes, Worker};
 
-/// What the workers of a process have in common.
+/// What all workers of the process share.
 pub(super) struct Shared {
     runtime: Arc<Runtime>,
     sizes: Sizes,
@@ -28,8 +28,8 @@ pub(super) struct Shared {
     engines: worker::metrics::Metrics,
 }
 
-/// A worker that serves, and its blocks.
-pub(super) struct Member {
+/// A running worker, with its block manager.
+pub(super) struct RunningWorker {
     id: WorkerId,
     serving: Worker,
     manager: BlockManager,
@@ -59,15 +59,15 @@ impl Shared {
         })
     }
 
-    /// Keeps to what tenants are promised of each worker's memory.
+    /// Applies the quotas of tenants to the memory of each worker.
     pub(super) fn with_shares(self, shares: Shares) -> Self {
         Self { shares, ..self }
     }
 
-    /// Starts a worker and makes it visible.
-    pub(super) async fn start(&self, number: u64, phase: Phase) -> anyhow::Result<Member> {
+    /// Starts a worker and registers it.
+    pub(super) async fn start(&self, number: u64, phase: Phase) -> anyhow::Result<RunningWorker> {
         let id = WorkerId(number);
-        let epoch = now();
+        let epoch = epoch_now();
         let log = Arc::new(EventLog::new(epoch));
         let block = self.runtime.block_bytes();
         let memory = self.runtime.memory((self.sizes.g1 / block as u64) as usize).with_context(|| {
@@ -96,12 +96,12 @@ impl Shared {
         let serving = Worker::start(&self.planes, instance, engine as Arc<dyn Engine>, log, load)
             .await
             .with_context(|| format!("worker {id} cannot be registered"))?;
-        Ok(Member { id, serving, manager })
+        Ok(RunningWorker { id, serving, manager })
     }
 }
 
-impl Member {
-    /// Its blocks, under its name.
+impl RunningWorker {
+    /// The worker and its block manager.
     pub(super) fn blocks(&self) -> (WorkerId, BlockManager) {
         (self.id, self.manager.clone())
     }
@@ -111,7 +111,7 @@ impl Member {
     }
 }
 
-/// A life is named by when it began: a restart has a later name.
-pub(super) fn now() -> Epoch {
+/// The epoch of a writer of events: the start time in milliseconds, so a restart has a later epoch.
+pub(super) fn epoch_now() -> Epoch {
     Epoch(SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64))
 }

@@ -1,4 +1,4 @@
-//! What the machine has to give: memory, disk, threads. Read at start.
+//! Resources of the machine, read at the start: memory, disk space, threads, and the limit of open files.
 
 use kvbm::permissions;
 use rustix::fs::Mode;
@@ -6,33 +6,34 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::num::NonZero;
 use std::path::Path;
 
-/// What the machine had to give when it was asked.
+/// Resources at the time of the call.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Machine {
-    /// Bytes of memory that can be taken without pushing anybody out; `None` where the system does not say.
+    /// Bytes of memory available without swapping, within the limits of the control groups; `None` if the system does
+    /// not report it.
     pub memory: Option<u64>,
-    /// Threads that run at the same time.
+    /// Hardware threads that the process may use.
     pub threads: usize,
 }
 
 impl Machine {
-    /// Asks the system.
-    pub fn survey() -> Self {
+    /// Reads the resources from the system.
+    pub fn detect() -> Self {
         let memory = [available(), container()].into_iter().flatten().min();
         Self { memory, threads: std::thread::available_parallelism().map_or(1, NonZero::get) }
     }
 }
 
-/// Bytes of the disk of a folder.
+/// Space on a disk, in bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Space {
-    /// Free.
+    /// Available to this process.
     pub free: u64,
-    /// In all.
+    /// Size of the disk.
     pub total: u64,
 }
 
-/// The space of the disk of a folder, which need not be there yet; none where the system does not say.
+/// The space on the disk of a folder. The folder may be missing. Zero if the system does not report it.
 pub fn space(folder: &Path) -> Space {
     let disk = folder.ancestors().find_map(|folder| {
         // The ancestor of a relative path is the working directory.
@@ -46,13 +47,12 @@ pub fn space(folder: &Path) -> Space {
     disk.map(space).unwrap_or_default()
 }
 
-/// How many files this process may have open at the same time; `None` for as many as the system can.
+/// The limit of open files of this process; `None` if there is no limit.
 pub fn open_files() -> Option<u64> {
     getrlimit(Resource::Nofile).current
 }
 
-/// Raises the limit of open files as far as the system allows. Shells set it to 1,024 for the sake of old programs, each
-/// connection is one.
+/// Raises the soft limit of open files to the hard limit. Shells commonly set 1,024, and each connection takes one.
 pub fn raise_open_files() {
     let limit = getrlimit(Resource::Nofile);
     if limit.current == limit.maximum {
@@ -64,9 +64,9 @@ pub fn raise_open_files() {
     }
 }
 
-/// Has files and folders that this process creates be readable by their owner alone, whatever umask it was started with. Where one
-/// of `folders` is [shared with its group](permissions::is_group_shared), its group can read and write new files too; files outside
-/// of such folders are created with their own modes.
+/// Sets the umask so that only the owner can read files that this process creates. If one of `folders` is [shared with
+/// its group](permissions::is_group_shared), the umask allows the group too; files outside of such folders are created
+/// with explicit modes.
 pub fn limit_umask<'a>(mut folders: impl Iterator<Item = &'a Path>) {
     let group = if folders.any(permissions::is_group_shared) { Mode::empty() } else { Mode::RWXG };
     rustix::process::umask(group | Mode::RWXO);
@@ -77,8 +77,8 @@ fn available() -> Option<u64> {
     field(&std::fs::read_to_string("/proc/meminfo").ok()?, "MemAvailable:").map(|kib| kib * 1024)
 }
 
-/// What the control groups of this process leave of their limits (version 2): in a container the machine's own figure says
-/// nothing.
+/// The least memory that the control groups (version 2) of this process have left. In a container `/proc/meminfo` shows
+/// the host.
 fn container() -> Option<u64> {
     let groups = std::fs::read_to_string("/proc/self/cgroup").ok()?;
     let own = groups.lines().find_map(|line| line.strip_prefix("0::/"))?;
@@ -86,7 +86,7 @@ fn container() -> Option<u64> {
     root.join(own).ancestors().take_while(|group| group.starts_with(root)).filter_map(left).min()
 }
 
-/// What one group has left. Files in memory that nobody reads now can be dropped, so they do not count as used.
+/// Memory that one group has left. Inactive page cache can be dropped, so it does not count as used.
 fn left(group: &Path) -> Option<u64> {
     let read = |name| std::fs::read_to_string(group.join(name)).ok();
     let limit: u64 = read("memory.max")?.trim().parse().ok()?;
@@ -105,8 +105,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_survey_finds_memory_disk_and_threads() {
-        let machine = Machine::survey();
+    fn memory_disk_and_threads_are_detected() {
+        let machine = Machine::detect();
         assert!(machine.threads >= 1 && space(Path::new("not/there/yet")).free > 0);
         assert!(!cfg!(target_os = "linux") || machine.memory.is_some_and(|bytes| bytes > 1 << 20));
     }
@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn a_group_has_left_what_its_limit_allows_beyond_what_cannot_be_dropped() {
+    fn inactive_page_cache_does_not_count_as_used() {
         let group = tempfile::tempdir().unwrap();
         let write = |name, text| std::fs::write(group.path().join(name), text).unwrap();
         write("memory.current", "700\n");

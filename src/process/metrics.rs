@@ -1,6 +1,6 @@
-//! Metrics of the process itself: what it is, and what it takes of the machine.
+//! Metrics of the process: version, CPU time, memory, open files, threads.
 //!
-//! On Linux `/proc` is read at each scrape; elsewhere only `blockyard_build_info` is there.
+//! On Linux `/proc` is read at each scrape. On other systems only `blockyard_build_info` exists.
 
 use prometheus::core::{Collector, Desc};
 use prometheus::proto::MetricFamily;
@@ -8,10 +8,10 @@ use prometheus::{Counter, Gauge, IntGaugeVec, Opts, Registry};
 use std::fs;
 use std::path::Path;
 
-/// Clock ticks per second in `/proc`: a constant of Linux's interface on every architecture that we build for.
+/// Clock ticks per second in `/proc`: 100 on every architecture that we build for.
 const TICKS: f64 = 100.0;
 
-/// Registers `blockyard_build_info`, and on Linux the `process_*` metrics that Prometheus client libraries have.
+/// Registers `blockyard_build_info`, and on Linux the `process_*` metrics of Prometheus client libraries.
 pub(crate) fn register(registry: &Registry) -> Result<(), prometheus::Error> {
     let build = Opts::new("blockyard_build_info", "1, with what runs as labels: the version, and how it was compiled.");
     let build = IntGaugeVec::new(build, &["version", "profile"])?;
@@ -35,12 +35,12 @@ struct Process {
     threads: Gauge,
 }
 
-/// What `/proc` says of a process.
+/// Fields of `/proc/PID/stat`.
 #[derive(Clone, Copy, PartialEq, Debug)]
 struct Stat {
     cpu_seconds: f64,
     threads: f64,
-    /// Since the machine was started.
+    /// Start time in seconds since boot.
     started_seconds: f64,
     virtual_bytes: f64,
 }
@@ -81,7 +81,7 @@ impl Process {
             self.max_fds.set(limit);
         }
         if let Ok(open) = fs::read_dir("/proc/self/fd") {
-            // One of them is the folder that is being read.
+            // One descriptor is the folder that is being read.
             self.open_fds.set(open.count().saturating_sub(1) as f64);
         }
     }
@@ -99,11 +99,11 @@ impl Collector for Process {
 }
 
 impl Stat {
-    /// Reads `/proc/PID/stat`. The program's name comes second, in brackets, and may have anything in it.
+    /// Parses `/proc/PID/stat`. The second field is the program name in parentheses, which may contain any character.
     fn parse(text: &str) -> Option<Self> {
         let (_, fields) = text.rsplit_once(')')?;
         let fields: Vec<&str> = fields.split_whitespace().collect();
-        // proc(5) counts from 1, and two fields came before.
+        // proc(5) numbers the fields from 1, and two fields precede.
         let number = |nth: usize| fields.get(nth - 3)?.parse::<f64>().ok();
         Some(Self {
             cpu_seconds: (number(14)? + number(15)?) / TICKS,
@@ -124,7 +124,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_stat_line_is_read_whatever_the_program_is_called() {
+    fn a_stat_line_is_parsed_with_any_program_name() {
         let line = "42 (a) b c) S 1 2 3 4 5 6 7 8 9 10 250 150 0 0 20 0 17 0 12345 4096000 99 18446744073709551615";
         let wanted = Stat { cpu_seconds: 4.0, threads: 17.0, started_seconds: 123.45, virtual_bytes: 4_096_000.0 };
         assert_eq!(Stat::parse(line), Some(wanted));
@@ -134,7 +134,7 @@ mod tests {
 
     #[test]
     #[cfg(target_os = "linux")]
-    fn the_process_metrics_say_what_this_process_takes() {
+    fn process_metrics_have_plausible_values() {
         let registry = Registry::new();
         register(&registry).unwrap();
         let value = |name: &str| {

@@ -1,6 +1,6 @@
-//! Panics, on whichever thread: logged with their place, counted, and from then on a reason for `/ready` to say more.
+//! Logs and counts every panic of the process, on any thread. `/ready` lists the counts.
 //!
-//! What becomes of the component is its owner's to decide (ARCHITECTURE.md, invariant 11); here none goes unseen.
+//! Not here: stopping the component that panicked. Its owner does that (ARCHITECTURE.md, invariant 11).
 
 use prometheus::{IntCounterVec, Opts, Registry};
 use std::backtrace::{Backtrace, BacktraceStatus};
@@ -8,7 +8,7 @@ use std::panic::{self, PanicHookInfo};
 use std::sync::LazyLock;
 use std::thread;
 
-/// Where a panic may come from: our crates, and what they use.
+/// Values of the label `component`: our crates, and one value for all dependencies.
 const COMPONENTS: [&str; 6] = ["blockyard", "frontend", "router", "worker", "kvbm", "dependency"];
 
 static PANICS: LazyLock<IntCounterVec> = LazyLock::new(|| {
@@ -21,30 +21,30 @@ static PANICS: LazyLock<IntCounterVec> = LazyLock::new(|| {
     panics
 });
 
-/// Has panics of this process counted and logged from now on. To be called once.
-pub fn watch() {
+/// Installs the panic hook. To be called once.
+pub fn install_hook() {
     let before = panic::take_hook();
     panic::set_hook(Box::new(move |panic| {
-        note(panic);
-        // Before there is a log, standard error has to do.
+        record(panic);
+        // Without a log, the previous hook prints to standard error.
         if !tracing::dispatcher::has_been_set() {
             before(panic);
         }
     }));
 }
 
-/// Makes the counter known to `registry`.
+/// Registers the counter.
 pub fn register(registry: &Registry) -> Result<(), prometheus::Error> {
     registry.register(Box::new(PANICS.clone()))
 }
 
-/// How often each component panicked that did.
+/// Number of panics of each component that panicked.
 pub fn counts() -> Vec<(&'static str, u64)> {
     let count = |component: &&'static str| (*component, PANICS.with_label_values(&[*component]).get());
     COMPONENTS.iter().map(count).filter(|(_, panics)| *panics > 0).collect()
 }
 
-fn note(panic: &PanicHookInfo<'_>) {
+fn record(panic: &PanicHookInfo<'_>) {
     let at = panic.location().map(ToString::to_string).unwrap_or_default();
     let component = panic.location().map_or("dependency", |at| component(at.file()));
     PANICS.with_label_values(&[component]).inc();
@@ -59,7 +59,7 @@ fn note(panic: &PanicHookInfo<'_>) {
     }
 }
 
-/// Which of the components a source file belongs to.
+/// The component that a source file belongs to.
 fn component(file: &str) -> &'static str {
     let parts: Vec<&str> = file.split('/').collect();
     let source = parts.iter().rposition(|part| *part == "src");
@@ -80,7 +80,7 @@ mod tests {
         let cases = [
             ("src/node/stores.rs", "blockyard"),
             ("kvbm/src/disk/recover.rs", "kvbm"),
-            ("/home/me/blockyard/router/src/feed.rs", "router"),
+            ("/home/me/blockyard/router/src/control/feed.rs", "router"),
             ("/home/me/.cargo/registry/src/index.crates.io-1/tokio-1.47.0/src/time/sleep.rs", "dependency"),
             ("/rustc/0123/library/core/src/option.rs", "dependency"),
         ];
@@ -91,7 +91,7 @@ mod tests {
 
     #[test]
     fn a_panic_on_any_thread_is_counted() {
-        watch();
+        install_hook();
         let count =
             || counts().iter().find(|(component, _)| *component == "blockyard").map_or(0, |(_, panics)| *panics);
         let before = count();
@@ -101,6 +101,6 @@ mod tests {
         let registry = Registry::new();
         register(&registry).unwrap();
         let series = registry.gather().iter().map(|family| family.get_metric().len()).sum::<usize>();
-        assert_eq!(series, COMPONENTS.len(), "those that did not panic are there, too");
+        assert_eq!(series, COMPONENTS.len(), "components without a panic have a series, too");
     }
 }

@@ -1,6 +1,6 @@
-//! What the lossless codec makes of KV on one core: of synthetic KV, and of a model's own.
+//! Compression ratio and speed of the lossless codec on one core, for synthetic KV and for KV of a model.
 
-use super::Told;
+use super::Report;
 use super::expect::Running;
 use super::tiers::median;
 use crate::config::{Config, Model};
@@ -14,20 +14,21 @@ use std::time::Instant;
 use tokenizers::Tokenizer;
 use worker::engine::llama::ModelSource;
 
-/// Of 2 MiB, as bf16.
+/// 2 MiB of bf16 values.
 const SHAPE: Shape = Shape { layers: 32, tokens: 16, channels: 1024 };
-/// Bytes of KV that are looked at, at most, and tokens that are computed for them.
+/// Limit of the KV bytes that are measured.
 const BYTES: usize = 8 << 20;
+/// Limit of the prompt tokens that are computed for them.
 const TOKENS: usize = 512;
 const ROUNDS: usize = 9;
-/// What a model reads: prose about this program, from this program.
-const TEXT: &str = include_str!("../../README.md");
+/// The prompt: English prose that is part of the repository.
+const TEXT: &str = include_str!("../../../README.md");
 
 /// Measures the codec on one core.
-pub(super) async fn measure(config: &Config, own: bool) -> anyhow::Result<Told> {
+pub(super) async fn measure(config: &Config, with_model: bool) -> anyhow::Result<Report> {
     let values = synthetic::kv(1, SHAPE);
     let mut samples = vec![("synthetic KV, bf16".to_owned(), vec![synthetic::bf16(&values)])];
-    if own {
+    if with_model {
         let (source, name) = match &config.model {
             Model::BuiltIn(model) => (ModelSource::Builtin(*model), config.model.to_string()),
             Model::Folder(folder) => (ModelSource::Folder(folder.clone()), config.model.to_string()),
@@ -60,15 +61,19 @@ pub(super) async fn measure(config: &Config, own: bool) -> anyhow::Result<Told> 
             "encode_bytes_per_second": encode, "decode_bytes_per_second": decode,
         }));
     }
-    Ok(Told { json: json!({ "compression": Value::from(json) }), text })
+    Ok(Report { json: json!({ "compression": Value::from(json) }), text })
 }
 
-/// What the codec makes of some payloads, one core.
+/// Results of one sample on one core.
 struct Sample {
     codec: Codec,
+    /// Raw bytes per encoded byte.
     ratio: f64,
+    /// The ratio that the entropy of the bytes allows.
     bound: f64,
+    /// Raw bytes per second.
     encode: f64,
+    /// Raw bytes per second.
     decode: f64,
 }
 
@@ -98,17 +103,17 @@ fn sample(payloads: &[Vec<u8>]) -> Sample {
     let bytes: usize = payloads.iter().map(Vec::len).sum();
     let mut coder = Coder::default();
     let encoded: Vec<Block> = blocks.iter().map(|block| coder.encode(block, codec)).collect();
-    let small: usize = encoded.iter().map(|block| block.payload.len()).sum();
+    let encoded_bytes: usize = encoded.iter().map(|block| block.payload.len()).sum();
     let timed = |mut work: Box<dyn FnMut() + '_>| {
         let times = (0..ROUNDS).map(|_| {
-            let began = Instant::now();
+            let started = Instant::now();
             work();
-            began.elapsed().as_secs_f64()
+            started.elapsed().as_secs_f64()
         });
         bytes as f64 / median(times.collect())
     };
     let mut decoder = Coder::default();
     let encode = timed(Box::new(|| blocks.iter().for_each(|block| drop(coder.encode(block, codec)))));
     let decode = timed(Box::new(|| encoded.iter().for_each(|block| drop(decoder.decode(block)))));
-    Sample { codec, ratio: bytes as f64 / small as f64, bound: bound(codec, &all), encode, decode }
+    Sample { codec, ratio: bytes as f64 / encoded_bytes as f64, bound: bound(codec, &all), encode, decode }
 }

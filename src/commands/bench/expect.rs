@@ -1,4 +1,4 @@
-//! What time to first token to expect of a model, from what the tiers do here: loading its KV, or computing it.
+//! Estimates the time to first token of a model: from the bandwidth of each tier, and by recomputing.
 
 use super::tiers::Measured;
 use crate::config::{Config, Model};
@@ -15,7 +15,7 @@ use worker::engine::{Domain, Request, time_to_first};
 use worker::peers::Peers;
 use worker::plane::WorkerId;
 
-/// What a model needs, and how fast it computes.
+/// The estimate for one model.
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct Expectation {
     model: String,
@@ -41,11 +41,11 @@ struct From {
     seconds: f64,
 }
 
-/// Prompt tokens that a built-in model's prefill is measured with, at most.
+/// Limit of the prompt tokens for measuring the prefill of a built-in model.
 const PROMPT: usize = 2048;
 
 impl Expectation {
-    /// Reads what a folder says of its model, or runs a built-in one.
+    /// Reads the sizes of a model from its folder, or runs a built-in model.
     pub(super) async fn of(config: &Config, context: usize, prefill: Option<f64>) -> anyhow::Result<Self> {
         let (kv_bytes_per_token, measured) = match &config.model {
             Model::Folder(folder) => (kv_bytes_per_token(folder)?, None),
@@ -60,7 +60,7 @@ impl Expectation {
         Ok(Self { model, context, kv_bytes_per_token, prefill_tokens_per_second, prefill_measured, from: vec![] })
     }
 
-    /// With what was measured of the tiers.
+    /// Adds the estimate of each measured tier.
     pub(super) fn from(mut self, measured: &[Measured]) -> Self {
         let bytes = (self.kv_bytes_per_token * self.context as u64) as f64;
         for figures in measured {
@@ -86,8 +86,8 @@ impl fmt::Display for Expectation {
         match (self.recompute(), self.prefill_measured) {
             (Some(seconds), measured) => {
                 let speed = self.prefill_tokens_per_second.unwrap_or_default();
-                let said = if measured { "measured here" } else { "as given" };
-                writeln!(f, "  {:<12} {}  ({speed:.0} tokens/s, {said})", "recomputed", time(seconds))?;
+                let source = if measured { "measured here" } else { "as given" };
+                writeln!(f, "  {:<12} {}  ({speed:.0} tokens/s, {source})", "recomputed", time(seconds))?;
             }
             (None, _) => writeln!(f, "  recomputed   unknown: set --prefill-tokens-per-second")?,
         }
@@ -112,7 +112,7 @@ fn kv_bytes_per_token(folder: &Path) -> anyhow::Result<u64> {
 }
 
 fn of_config(config: &Value) -> anyhow::Result<u64> {
-    // Models that also see keep the part that speaks by itself.
+    // Multimodal models nest the configuration of their language model.
     let config = config.get("text_config").unwrap_or(config);
     let number = |key: &str| config.get(key).and_then(Value::as_u64);
     let layers = number("num_hidden_layers").context("num_hidden_layers is missing")?;
@@ -129,7 +129,7 @@ fn of_config(config: &Value) -> anyhow::Result<u64> {
     Ok(2 * layers * kv_heads * head_dim * value)
 }
 
-/// A native engine with a model, alone.
+/// A native engine with one model, without router and shared tiers.
 pub(super) struct Running {
     pub(super) runtime: Arc<Runtime>,
     engine: Arc<LlamaEngine>,
@@ -139,7 +139,7 @@ pub(super) struct Running {
 }
 
 impl Running {
-    /// Loads a model that comes with the program.
+    /// Loads a built-in model.
     pub(super) async fn start(config: &Config, model: Builtin) -> anyhow::Result<Self> {
         Self::of(config, ModelSource::Builtin(model)).await
     }
@@ -148,7 +148,7 @@ impl Running {
     pub(super) async fn of(config: &Config, source: ModelSource) -> anyhow::Result<Self> {
         eprintln!("loading {}", config.model);
         let (data_dir, threads) =
-            (config.data_dir.clone(), config.threads.on(crate::process::machine::Machine::survey().threads));
+            (config.data_dir.clone(), config.threads.on(crate::process::machine::Machine::detect().threads));
         let open = move || Runtime::open(&source, &data_dir, threads, &|_, _| {});
         let runtime = tokio::task::spawn_blocking(open).await.context("loading the model failed")??;
         let registry = prometheus::Registry::new();
@@ -172,13 +172,13 @@ impl Running {
         Ok(Self { runtime, engine, manager, host, fingerprint })
     }
 
-    /// Computes a prompt, and says how long that took.
+    /// Computes a prompt. Returns the time in seconds.
     async fn compute(&self, tokens: &[u32]) -> anyhow::Result<f64> {
         let request = Request::greedy("bench", &self.runtime.card().id, tokens, 1);
         Ok(time_to_first(&*self.engine, request).await?.as_secs_f64())
     }
 
-    /// Prompt tokens per second, the median of three prompts that share nothing.
+    /// Prompt tokens per second: the median of three prompts without a common prefix.
     async fn prefill(&self, tokens: usize) -> anyhow::Result<f64> {
         eprintln!("measuring prefill with {tokens} tokens");
         let mut speeds = Vec::new();
@@ -192,7 +192,7 @@ impl Running {
         Ok(super::tiers::median(speeds))
     }
 
-    /// The KV of a prompt's full blocks, as it left the engine.
+    /// The full KV blocks of a prompt, as the engine wrote them.
     pub(super) async fn kv(&self, tokens: &[u32]) -> anyhow::Result<Vec<kvbm::Block>> {
         self.compute(tokens).await?;
         self.manager.flush().await;
@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn the_fastest_case_of_a_tier_is_what_to_expect_of_it() {
+    fn the_fastest_case_of_a_tier_is_the_estimate() {
         let figures = |read: f64, latency: f64| Measured {
             tier: "g3",
             place: "/a".into(),

@@ -1,9 +1,9 @@
-//! Each configured tier, written and read as the block manager does, in turns with its raw device.
+//! Measures each configured tier, written and read as the block manager does, alternating with its raw device.
 
 use super::raw::{self, Rates};
 use crate::config::{ByteSize, Config};
-use crate::process::machine;
 use crate::node::{Transforms, access, sizes};
+use crate::process::machine;
 use anyhow::{Context, ensure};
 use bytes::Bytes;
 use futures::stream::{self, StreamExt, TryStreamExt};
@@ -63,46 +63,46 @@ pub(super) struct Measured {
     pub(super) raw: &'static str,
 }
 
-/// Bytes that one offer carries, and one request asks for.
-const OFFER: usize = 16 << 20;
-/// Bytes that are verified together.
+/// Bytes of one store request and of one load request.
+const REQUEST: usize = 16 << 20;
+/// Bytes that are verified in one task.
 const VERIFY: usize = 4 << 20;
 /// Single blocks that are read for the latency.
 const SINGLES: usize = 9;
 
-/// A folder of ours, gone with this, and how many folders above it were made for it.
-struct Folder(PathBuf, usize);
+/// A folder of the benchmark, removed on drop, and the number of parent folders that were created for it.
+struct TempFolder(PathBuf, usize);
 
-impl Folder {
+impl TempFolder {
     fn new(within: &Path) -> anyhow::Result<Self> {
-        let folder = within.join(name());
+        let folder = within.join(run_name());
         let made = within.ancestors().take_while(|above| !above.exists()).count();
         std::fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
         Ok(Self(folder, made))
     }
 }
 
-impl Drop for Folder {
+impl Drop for TempFolder {
     fn drop(&mut self) {
-        // What cannot be removed now is named as ours.
+        // A folder that cannot be removed is recognizable by its name.
         let _ = std::fs::remove_dir_all(&self.0);
         for above in self.0.ancestors().skip(1).take(self.1) {
-            // Somebody else may use it by now: then it is not empty.
+            // Fails if another process uses the folder by now: it is not empty then.
             let _ = std::fs::remove_dir(above);
         }
     }
 }
 
-/// What all of ours is called, in folders and stores.
-fn name() -> String {
+/// The name of the folders and prefixes of this run.
+fn run_name() -> String {
     format!("bench-io-{}", std::process::id())
 }
 
-/// Where blocks go, and what that is compared with.
-enum Place {
+/// A tier to measure.
+enum Target {
     Memory,
-    Disk(Folder),
-    Shared(Arc<ObjectTier>, Option<Folder>),
+    Disk(TempFolder),
+    Shared(Arc<ObjectTier>, Option<TempFolder>),
 }
 
 /// Measures every tier that is configured, in every case.
@@ -110,9 +110,9 @@ pub(super) async fn measure(config: &Config, cases: &[Case], rounds: usize) -> a
     let registry = prometheus::Registry::new();
     let metrics = Metrics::new(&registry)?;
     let transforms = Transforms::open(config, &metrics).await?;
-    let mut places = Vec::new();
+    let mut targets = Vec::new();
     if config.tiers.g2 != crate::config::Budget::Off {
-        places.push(("g2", "memory".to_owned(), Place::Memory));
+        targets.push(("g2", "memory".to_owned(), Target::Memory));
     }
     for disk in sizes::disks(&config.tiers, &config.data_dir, machine::space) {
         let most = cases.iter().map(|case| case.bytes).max().unwrap_or_default() as u64;
@@ -120,34 +120,42 @@ pub(super) async fn measure(config: &Config, cases: &[Case], rounds: usize) -> a
         let [have, want] = [free, wanted].map(|bytes| ByteSize(bytes).about());
         let at = disk.folder.display().to_string();
         ensure!(free > wanted, "{at} has {have} free, but the measurement needs {want}; reduce --bytes");
-        places.push(("g3", at, Place::Disk(Folder::new(&disk.folder)?)));
+        targets.push(("g3", at, Target::Disk(TempFolder::new(&disk.folder)?)));
     }
-    let pod = config.tiers.g3_5.as_ref().map(|flash| ("g3_5", Location::Folder(flash.path.clone())));
-    let shared = config.tiers.g4.url.clone().map(|location| ("g4", location));
-    for (tier, location) in pod.into_iter().chain(shared) {
+    let g3_5 = config.tiers.g3_5.as_ref().map(|flash| ("g3_5", Location::Folder(flash.path.clone())));
+    let g4 = config.tiers.g4.url.clone().map(|location| ("g4", location));
+    for (tier, location) in g3_5.into_iter().chain(g4) {
         let settings = object::Settings { request_timeout: config.tiers.g4.request_timeout.0, ..Default::default() };
         let log = Arc::new(EventLog::new(Epoch(1)));
-        let place = match &location {
+        let target = match &location {
             Location::Folder(folder) => {
-                let folder = Folder::new(folder)?;
-                Place::Shared(ObjectTier::folder(&folder.0, settings, log)?, Some(folder))
+                let folder = TempFolder::new(folder)?;
+                Target::Shared(ObjectTier::folder(&folder.0, settings, log)?, Some(folder))
             }
             Location::Cloud { cloud, url, prefix } => {
-                let below = Location::Cloud { cloud: *cloud, url: url.clone(), prefix: prefix.clone().join(name()) };
-                Place::Shared(ObjectTier::at(&below, &access(config), settings, log, None)?, None)
+                let below =
+                    Location::Cloud { cloud: *cloud, url: url.clone(), prefix: prefix.clone().join(run_name()) };
+                Target::Shared(ObjectTier::at(&below, &access(config), settings, log, None)?, None)
             }
         };
-        places.push((tier, location.to_string(), place));
+        targets.push((tier, location.to_string(), target));
     }
     let values = synthetic::kv(1, Shape { layers: 32, tokens: 32, channels: 1024 });
     let payload = Bytes::from(synthetic::bf16(&values).repeat(4));
     let mut measured = Vec::new();
-    for (tier, at, place) in &places {
+    for (tier, at, target) in &targets {
         for case in cases {
             let (block, parallel) = (ByteSize(case.block as u64).about(), case.parallel);
             eprintln!("{tier} {at}: blocks of {block}, {parallel} at once");
-            let site = Site { config, transforms: &transforms, metrics: &metrics, place, payload: &payload, case: *case };
-            let figures = site.rounds(rounds).await.with_context(|| format!("{tier} {at}"))?;
+            let measurement = Measurement {
+                config,
+                transforms: &transforms,
+                metrics: &metrics,
+                target,
+                payload: &payload,
+                case: *case,
+            };
+            let figures = measurement.rounds(rounds).await.with_context(|| format!("{tier} {at}"))?;
             measured.push(figures.into_measured(tier, at.clone(), *case));
         }
     }
@@ -155,62 +163,62 @@ pub(super) async fn measure(config: &Config, cases: &[Case], rounds: usize) -> a
     Ok(measured)
 }
 
-/// Removes what `measure` left in the shared store, however it ended.
+/// Removes the objects of `measure` from the shared store, also after an error.
 pub(super) async fn clear(config: &Config) -> anyhow::Result<()> {
     let Some(location) = &config.tiers.g4.url else { return Ok(()) };
-    raw::clear(location, &access(config), config.tiers.g4.request_timeout.0, &name()).await
+    raw::clear(location, &access(config), config.tiers.g4.request_timeout.0, &run_name()).await
 }
 
-struct Site<'a> {
+struct Measurement<'a> {
     config: &'a Config,
     transforms: &'a Transforms,
     metrics: &'a Metrics,
-    place: &'a Place,
+    target: &'a Target,
     payload: &'a Bytes,
     case: Case,
 }
 
 #[derive(Default)]
-struct Figures {
+struct Samples {
     ours: Vec<Rates>,
     raw: Vec<Rates>,
     latency: Vec<f64>,
     what: &'static str,
 }
 
-impl Site<'_> {
-    async fn rounds(&self, rounds: usize) -> anyhow::Result<Figures> {
+impl Measurement<'_> {
+    async fn rounds(&self, rounds: usize) -> anyhow::Result<Samples> {
         let Case { bytes, block, .. } = self.case;
-        let mut figures = Figures::default();
-        let memory = match self.place {
-            Place::Memory => {
+        let mut figures = Samples::default();
+        let memory = match self.target {
+            Target::Memory => {
                 let log = Arc::new(EventLog::new(Epoch(1)));
                 Some(HostTier::new(bytes as u64, block, fingerprint(), log, self.metrics))
             }
             _ => None,
         };
-        // In memory the first round touches what the system has yet to hand out.
+        // In memory, the first round includes page faults and is not counted.
         let warm_up = usize::from(memory.is_some());
         for round in 0..rounds + warm_up {
             let (raw, what) = self.raw().await?;
-            let tier: Arc<dyn Tier> = match (self.place, &memory) {
-                (Place::Memory, Some(host)) => Arc::new(host.clone()),
-                (Place::Disk(folder), _) => {
+            let tier: Arc<dyn Tier> = match (self.target, &memory) {
+                (Target::Memory, Some(host)) => Arc::new(host.clone()),
+                (Target::Disk(folder), _) => {
                     let settings =
                         disk::Settings { capacity_bytes: 4 * bytes as u64, min_free_bytes: 0, ..Default::default() };
                     let log = Arc::new(EventLog::new(Epoch(1)));
                     self.transforms.wrap(DiskTier::open(&folder.0.join("tier"), settings, log)?)
                 }
-                (Place::Shared(tier, _), _) => self.transforms.wrap(tier.clone()),
-                (Place::Memory, None) => unreachable!("memory was made above"),
+                (Target::Shared(tier, _), _) => self.transforms.wrap(tier.clone()),
+                (Target::Memory, None) => unreachable!("memory was made above"),
             };
             let (ours, latency) = self.ours(&*tier, round).await?;
             if let Some(host) = &memory {
-                // The same slots again: what has been touched before is as fast as it will be.
+                // Free the slots, so that the next round writes to the same memory.
                 (0..bytes / block).for_each(|n| host.discard(fingerprint(), self.name(round, n)));
             }
             drop(tier);
-            if let Place::Disk(folder) = self.place {
+            if let Target::Disk(folder) = self.target {
                 std::fs::remove_dir_all(folder.0.join("tier"))?;
             }
             if round >= warm_up {
@@ -228,59 +236,59 @@ impl Site<'_> {
         let blocking = |work: Box<dyn FnOnce() -> std::io::Result<(Rates, &'static str)> + Send>| async {
             Ok(tokio::task::spawn_blocking(work).await.context("measuring failed")??)
         };
-        match self.place {
-            Place::Memory => blocking(Box::new(move || Ok((raw::copies(bytes, parallel)?, "memcpy")))).await,
-            Place::Disk(folder) => {
+        match self.target {
+            Target::Memory => blocking(Box::new(move || Ok((raw::copies(bytes, parallel)?, "memcpy")))).await,
+            Target::Disk(folder) => {
                 let file = folder.0.join("raw");
                 blocking(Box::new(move || {
-                    let (rates, past) = raw::direct(&file, bytes, parallel)?;
-                    Ok((rates, if past { "O_DIRECT" } else { "page cache" }))
+                    let (rates, is_direct) = raw::direct(&file, bytes, parallel)?;
+                    Ok((rates, if is_direct { "O_DIRECT" } else { "page cache" }))
                 }))
                 .await
             }
-            Place::Shared(_, Some(folder)) => {
+            Target::Shared(_, Some(folder)) => {
                 let folder = folder.0.clone();
                 blocking(Box::new(move || Ok((raw::files(&folder, bytes, parallel)?, "files")))).await
             }
-            Place::Shared(_, None) => {
+            Target::Shared(_, None) => {
                 let location = self.config.tiers.g4.url.as_ref().context("a shared tier has a location")?;
                 let timeout = self.config.tiers.g4.request_timeout.0;
-                let rates = raw::objects(location, &access(self.config), timeout, &name(), (bytes, parallel)).await?;
+                let rates = raw::objects(location, &access(self.config), timeout, &run_name(), (bytes, parallel)).await?;
                 Ok((rates, "raw client"))
             }
         }
     }
 
-    /// Writes and reads the blocks of a round; then some alone.
+    /// Writes and reads the blocks of one round, then reads single blocks for the latency.
     async fn ours(&self, tier: &dyn Tier, round: usize) -> anyhow::Result<(Rates, Vec<f64>)> {
         let Case { bytes, block, parallel } = self.case;
-        let offer = OFFER.div_ceil(block);
+        let batch = REQUEST.div_ceil(block);
         let blocks: Vec<Block> = (0..bytes / block).map(|n| self.block(round, n)).collect();
         let names: Vec<SequenceHash> = blocks.iter().map(|block| block.header.name).collect();
         let moved = (blocks.len() * block) as f64;
-        let began = Instant::now();
-        stream::iter(blocks.chunks(offer).map(|some| store(tier, some.to_vec())))
+        let started = Instant::now();
+        stream::iter(blocks.chunks(batch).map(|some| store(tier, some.to_vec())))
             .buffer_unordered(parallel)
             .try_collect::<()>()
             .await?;
-        let write = moved / began.elapsed().as_secs_f64();
+        let write = moved / started.elapsed().as_secs_f64();
         drop(blocks);
-        let began = Instant::now();
-        stream::iter(names.chunks(offer).map(|some| load(tier, some, VERIFY.div_ceil(block))))
+        let started = Instant::now();
+        stream::iter(names.chunks(batch).map(|some| load(tier, some, VERIFY.div_ceil(block))))
             .buffer_unordered(parallel)
             .try_collect::<()>()
             .await?;
-        let read = moved / began.elapsed().as_secs_f64();
+        let read = moved / started.elapsed().as_secs_f64();
         let mut latency = Vec::new();
         for name in names.iter().step_by((names.len() / SINGLES).max(1)).take(SINGLES) {
-            let began = Instant::now();
+            let started = Instant::now();
             load(tier, &[*name], 1).await?;
-            latency.push(began.elapsed().as_secs_f64());
+            latency.push(started.elapsed().as_secs_f64());
         }
         Ok(([write, read], latency))
     }
 
-    /// Another name in each round and case: what rests already is not written again.
+    /// A block hash that differs in each round and case, since stored blocks are not written again.
     fn name(&self, round: usize, n: usize) -> SequenceHash {
         let Case { block, parallel, .. } = self.case;
         let mut bytes = [0; 16];
@@ -300,7 +308,7 @@ fn fingerprint() -> Fingerprint {
     Fingerprint::of([("what", &b"bench io"[..])])
 }
 
-/// Offers blocks until they rest.
+/// Stores blocks, and retries those that are rejected as busy.
 async fn store(tier: &dyn Tier, mut blocks: Vec<Block>) -> anyhow::Result<()> {
     while !blocks.is_empty() {
         let answers = tier.store(blocks.clone()).await;
@@ -320,21 +328,21 @@ async fn store(tier: &dyn Tier, mut blocks: Vec<Block>) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Reads blocks and verifies them, as the manager does before it serves one.
-async fn load(tier: &dyn Tier, names: &[SequenceHash], together: usize) -> anyhow::Result<()> {
+/// Reads and verifies blocks, as the manager does.
+async fn load(tier: &dyn Tier, names: &[SequenceHash], batch: usize) -> anyhow::Result<()> {
     let loading = tier.load(fingerprint(), names.to_vec()).map(|(index, answer)| {
         let block = answer?.context("a block that was just written cannot be found")?;
         Ok::<_, anyhow::Error>((names[index], block))
     });
-    let verify = |batch: Vec<(SequenceHash, Block)>| async move {
+    let verify = |loaded: Vec<(SequenceHash, Block)>| async move {
         let verifying =
-            move || batch.into_iter().try_for_each(|(name, block)| block.verify(name, fingerprint()).map(drop));
+            move || loaded.into_iter().try_for_each(|(name, block)| block.verify(name, fingerprint()).map(drop));
         Ok(tokio::task::spawn_blocking(verifying).await??)
     };
-    loading.try_chunks(together).map_err(|error| error.1).try_for_each_concurrent(2, verify).await
+    loading.try_chunks(batch).map_err(|error| error.1).try_for_each_concurrent(2, verify).await
 }
 
-impl Figures {
+impl Samples {
     fn into_measured(self, tier: &'static str, place: String, case: Case) -> Measured {
         let of = |rates: &[Rates], way: usize| median(rates.iter().map(|rates| rates[way]).collect());
         let ratio =
@@ -361,7 +369,7 @@ pub(super) fn median(mut values: Vec<f64>) -> f64 {
     values.get(values.len().saturating_sub(1) / 2).copied().unwrap_or_default()
 }
 
-/// For people.
+/// The results as a table.
 pub(super) fn table(measured: &[Measured]) -> String {
     let mut text = String::new();
     let mut place = None;
@@ -389,7 +397,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(flavor = "multi_thread")]
-    async fn each_tier_is_measured_and_nothing_is_left() {
+    async fn each_tier_is_measured_and_no_file_is_left() {
         let home = tempfile::tempdir().unwrap();
         let shared = home.path().join("shared");
         let mut config = Config::with_cache(&home.path().join("cache"));
@@ -401,7 +409,7 @@ mod tests {
         for Measured { write, read, raw_write, raw_read, latency, .. } in &measured {
             assert!([write, read, raw_write, raw_read, latency].iter().all(|figure| **figure > 0.0), "{measured:?}");
         }
-        assert_eq!(std::fs::read_dir(home.path()).unwrap().count(), 0, "also the folders that were made for it");
+        assert_eq!(std::fs::read_dir(home.path()).unwrap().count(), 0, "created parent folders are removed, too");
         assert_eq!(table(&measured).lines().count(), 3 * 2 + 6);
     }
 }
