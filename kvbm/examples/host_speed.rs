@@ -8,7 +8,7 @@
 //! everything: finding, sealing (a CRC over every byte), verifying, registering. The copy beside it is one thread's, from
 //! and to memory of the same size; the three are measured in turn, and the median of each is shown.
 
-use kvbm::device::copy_seen;
+use kvbm::device::copy_observed;
 use kvbm::{
     BlockId, BlockManager, Custody, DeviceBlocks, Epoch, EventLog, Fingerprint, HostTier, Metrics, Recompute,
     SequenceHash, Tier,
@@ -61,18 +61,18 @@ impl DeviceBlocks for Device {
         Fingerprint::of([])
     }
     fn read(&self, slot: BlockId, into: &mut [u8]) {
-        self.read_seen(slot, into, &mut |_| {});
+        self.read_observed(slot, into, &mut |_| {});
     }
     fn write(&self, slot: BlockId, from: &[u8]) {
-        self.write_seen(slot, from, &mut |_| {});
+        self.write_observed(slot, from, &mut |_| {});
     }
-    fn read_seen(&self, slot: BlockId, into: &mut [u8], seen: &mut dyn FnMut(&[u8])) {
+    fn read_observed(&self, slot: BlockId, into: &mut [u8], observe: &mut dyn FnMut(&[u8])) {
         let slot = self.slots[slot.0 as usize].read().expect("no copy panics");
-        copy_seen(&slot.memory[slot.start..][..self.block], into, seen);
+        copy_observed(&slot.memory[slot.start..][..self.block], into, observe);
     }
-    fn write_seen(&self, slot: BlockId, from: &[u8], seen: &mut dyn FnMut(&[u8])) {
+    fn write_observed(&self, slot: BlockId, from: &[u8], observe: &mut dyn FnMut(&[u8])) {
         let slot = &mut *self.slots[slot.0 as usize].write().expect("no copy panics");
-        copy_seen(from, &mut slot.memory[slot.start..][..self.block], seen);
+        copy_observed(from, &mut slot.memory[slot.start..][..self.block], observe);
     }
 }
 
@@ -118,7 +118,7 @@ async fn measure(block: usize) -> [f64; 3] {
         // G1 forgets them; G2 has them.
         drop(manager.allocate(count).expect("nothing is held"));
         let start = Instant::now();
-        let onboarded = manager.onboard(&names, Recompute { seconds_per_block: Some(1.0), by: None }).await;
+        let onboarded = manager.onboard(&names, Recompute { seconds_per_block: Some(1.0), deadline: None }).await;
         let up = start.elapsed();
         assert_eq!(onboarded.blocks.len(), count, "all of it is in G2, and computing would take longer");
         drop(onboarded);

@@ -6,7 +6,7 @@
 //!
 //! The device is a fake without bytes. Chains of 1,000 blocks are cached side by side, so that the blocks of one lie far
 //! apart, and matched in random order, each time through memory that was last touched a thousand chains ago: nothing of it
-//! is in a cache that is smaller than all of it. What is timed is `BlockManager::matched`, from names to held blocks.
+//! is in a cache that is smaller than all of it. What is timed is `BlockManager::lookup`, from names to held blocks.
 
 use kvbm::{BlockId, BlockManager, Custody, DeviceBlocks, Epoch, EventLog, Fingerprint, Metrics, SequenceHash};
 use std::sync::Arc;
@@ -97,7 +97,7 @@ fn measure(manager: &BlockManager, chains: &[Vec<SequenceHash>], random: &mut Ra
         // A prompt's names were just computed.
         let names = std::hint::black_box(chain.clone());
         let start = Instant::now();
-        let held = manager.matched(&names);
+        let held = manager.lookup(&names);
         let elapsed = start.elapsed();
         if held.len() < CHAIN {
             // What the other thread registered took its room.

@@ -49,7 +49,7 @@
 //!
 //! // A prompt of 40 tokens has two full blocks of 16.
 //! let names = ChainKey::root(&Domain::shared(), "model", None).names(&(0..40).collect::<Vec<_>>(), 16);
-//! assert!(manager.matched(&names).is_empty(), "a miss");
+//! assert!(manager.lookup(&names).is_empty(), "a miss");
 //!
 //! // Compute them, and give them to everyone.
 //! let slots = manager.allocate(2).expect("room for two");
@@ -62,8 +62,8 @@
 //!
 //! // Other work takes the whole device; later the blocks come back from G2, if that is faster than computing.
 //! drop(manager.allocate(4));
-//! assert_eq!(manager.below(&names), 2);
-//! let recompute = Recompute { seconds_per_block: Some(0.1), by: None };
+//! assert_eq!(manager.count_in_tiers(&names), 2);
+//! let recompute = Recompute { seconds_per_block: Some(0.1), deadline: None };
 //! let onboarded = manager.onboard(&names, recompute).await;
 //! assert_eq!(onboarded.from, [(Level::G2, 2)]);
 //!
@@ -102,7 +102,9 @@ pub use manager::{BlockManager, Onboarded, Onboarding, Recompute, Speed};
 pub use metrics::Metrics;
 pub use object::ObjectTier;
 pub use pool::device;
-pub use pool::{BlockId, CachedBlock, CachedBlocks, DeviceBlocks, FullBlock, Held, HostTier, PartialBlock, WeakBlock};
+pub use pool::{
+    BlockId, BlockRef, CachedBlock, CachedBlocks, DeviceBlocks, FullBlock, HostTier, PartialBlock, WeakBlock,
+};
 pub use table::{hugepages as memory, swar as lanes};
 pub use tier::{Faults, Faulty, LoadError, Loaded, Quota, Shares, StoreError, Tier, Usage};
 pub use transform::{codec, crypt};

@@ -1,8 +1,8 @@
 //! The memory tiers: G1, the device's memory, and G2, the host's.
 //!
 //! This room owns the slots of such a tier and the states of the blocks in them (`block_pool`, `slot`, `handles`), the
-//! choice of eviction victims (`evict`), expiry and pins (`retention`), the seam to the engine's memory ([`device`]) and
-//! the host tier ([`HostTier`]). Not here: when blocks move between tiers ([`crate::manager`]).
+//! choice of eviction victims (`evict`), expiry and pins (`retention`), the seam to the engine's memory ([`device`])
+//! and the host tier ([`HostTier`]). Not here: when blocks move between tiers ([`crate::manager`]).
 //!
 //! ```text
 //!   allocate ──▶ PartialBlock ──complete──▶ FullBlock ──register──▶ CachedBlock ──downgrade──▶ WeakBlock
@@ -11,9 +11,10 @@
 //!                  free                      free              stays cached, evictable        CachedBlock
 //! ```
 //!
-//! A transition consumes the value of the state before it, and dropping is the only release. `allocate` takes free slots
-//! first, then the slots of cached blocks that no guard holds, leaves before parents. Events are queued under the pool's
-//! lock, so their order is the order of the changes. Blocks expire, and pins end, at the next call that looks at the pool.
+//! A transition consumes the value of the state before it, and dropping is the only release. `allocate` takes free
+//! slots first, then the slots of cached blocks that no guard holds, leaves before parents. Events are queued under the
+//! pool's lock, so their order is the order of the changes. Blocks expire, and pins end, at the next call that looks at
+//! the pool.
 //!
 //! A pool decides which owner may access a slot. It does not touch the bytes itself.
 

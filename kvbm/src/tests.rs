@@ -1,4 +1,4 @@
-//! What holds across all tiers and forms at once, and what the tests of several modules share.
+//! Tests across tiers and transforms, and what the tests of several rooms share.
 
 mod damage;
 pub(crate) mod fuzz;

@@ -1,117 +1,88 @@
-//! The [`BlockManager`]: one engine's blocks, from device memory down through the tiers and up again.
-//!
-//! This room owns the movement of blocks between tiers: `offload` (blocks on their way down), `onboard` (on their way up),
-//! [`plan`] (which loads are worth it), `throughput` (how fast each tier is) and `peer` (the memory of another manager).
-//! It promises that a hit is never slower than a miss. Not here: which slot holds what ([`crate::pool`]), and how a tier
-//! stores ([`crate::tier`]).
-//!
-//! **When a background task panics**, the manager is poisoned: it says so at level error, and from then on answers as if
-//! there were no tiers below G1. Serving goes on, slower; nothing that the task may have left half done is used.
+//! The facade of the room: [`BlockManager`].
 
-mod expiry;
-mod inflight;
-mod locate;
-mod offload;
-mod onboard;
-mod peer;
-mod plan;
-mod throughput;
-
-pub use onboard::Onboarding;
-
+use super::expiry;
+use super::inflight::InflightLoads;
+use super::locate::{Source, locate, located_len};
+use super::offload::{OffloadQueue, OffloadRequest, OffloadWorker};
+use super::onboard::Onboarding;
+use super::onboard::load::LoadJob;
+use super::peer::Peer;
+use super::shared::Core;
+use super::throughput::TierThroughput;
 use crate::block::{Clock, Custody, DomainId, Level, Retention, SequenceHash};
 use crate::event::{Census, EventLog};
 use crate::log_limit::LogLimit;
 use crate::metrics::Metrics;
-use crate::pool::{CachedBlock, CachedBlocks, DeviceBlocks, FullBlock, Held, HostTier, PartialBlock, Pool};
+use crate::pool::{BlockPool, BlockRef, CachedBlock, CachedBlocks, DeviceBlocks, FullBlock, HostTier, PartialBlock};
 use crate::tier::{Shares, Tier, Usage};
-use inflight::Coming;
-use locate::{Source, extent, locate};
-use offload::{Lane, Offer, Offers};
-use onboard::load::Job;
-use peer::Peer;
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 use tokio::sync::{Notify, Semaphore};
 use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
 
-/// One engine's blocks: G1 in the engine's own memory, and the tiers below it. Clones share it; when the last one is
-/// dropped, what is on its way down is dropped too ([`BlockManager::flush`] waits for it).
+/// One engine's blocks: G1 in the engine's own memory, and the tiers below it. Clones share the state. When the last
+/// clone is dropped, queued offloads are dropped too ([`BlockManager::flush`] waits for them).
 #[derive(Clone)]
-pub struct BlockManager(Arc<Inner>);
+pub struct BlockManager(pub(super) Arc<Inner>);
 
-struct Inner {
-    core: Arc<Core>,
+pub(super) struct Inner {
+    pub(super) core: Arc<Core>,
     /// One per tier, in the order of `core.tiers`.
-    lanes: Vec<Lane>,
+    offload_workers: Vec<OffloadWorker>,
     sources: Vec<Source>,
-    coming: Coming,
-    _sweeper: AbortOnDropHandle<()>,
-    /// Blocks of G1 that may be loaded into before their engine's turn, and how many there are of them.
-    ahead: Semaphore,
-    ahead_max: usize,
-    /// Tiers that are not ours but were loaded from, while they live.
-    strangers: Mutex<Vec<Stranger>>,
+    pub(super) inflight: InflightLoads,
+    _expiry: AbortOnDropHandle<()>,
+    /// Permits for blocks of G1 that may be loaded before their engine is ready, and the number of all permits.
+    pub(super) prefetch_blocks: Semaphore,
+    pub(super) max_prefetch_blocks: usize,
+    /// Measurements of tiers that do not belong to this manager but were loaded from, while they live.
+    external_tiers: Mutex<Vec<ExternalTier>>,
 }
 
-/// One in so many blocks of G1 may belong to requests that do not run yet: they must not push out those that do.
-const AHEAD: usize = 4;
+/// One in this many blocks of G1 may be loaded for requests that do not run yet; more could evict blocks of running
+/// ones.
+const PREFETCH_DIVISOR: usize = 4;
 
-type Stranger = (Weak<dyn Tier>, Arc<throughput::Gauge>);
+type ExternalTier = (Weak<dyn Tier>, Arc<TierThroughput>);
 
-/// What the manager shares with its tasks and its peers.
-pub(crate) struct Core {
-    pub(crate) device: Arc<dyn DeviceBlocks>,
-    pub(crate) pool: Pool,
-    pub(crate) host: Option<HostTier>,
-    /// Fastest first, G2 included.
-    pub(crate) tiers: Vec<Arc<dyn Tier>>,
-    pub(crate) metrics: Metrics,
-    clock: Clock,
-    poisoned: AtomicBool,
-    /// Blocks found unsound, and tiers found silent, may be many.
-    quarantines: LogLimit,
-    silences: LogLimit,
-}
-
-/// What recomputing costs, as measured by the engine, and what is at stake.
+/// The cost of computing blocks, as measured by the engine, and the request's deadline.
 #[derive(Clone, Copy, PartialEq, Debug, Default)]
 pub struct Recompute {
     /// Seconds to compute one block; `None` while nothing was measured.
     pub seconds_per_block: Option<f64>,
-    /// When the last of the blocks must be there, loaded or computed, if they are to be of use.
-    pub by: Option<Instant>,
+    /// When the last block must be in G1, loaded or computed, for the request to meet its deadline.
+    pub deadline: Option<Instant>,
 }
 
-/// The blocks that an onboarding brought.
+/// The result of an onboarding.
 #[derive(Debug, Default)]
 #[must_use = "dropping it lets the blocks be evicted"]
 pub struct Onboarded {
-    /// The leading names asked for, in order, held.
+    /// The leading blocks of the request that are in G1, held.
     pub blocks: CachedBlocks,
-    /// How many of them came from where, in order.
+    /// Number of consecutive blocks per tier that they came from, in order.
     pub from: Vec<(Level, usize)>,
 }
 
-/// What was measured of a tier, onboarding.
+/// The measured onboarding speed of a tier.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Speed {
-    /// Which tier.
+    /// The tier.
     pub level: Level,
-    /// Until the first block is there.
+    /// Time until the first block.
     pub latency: Duration,
-    /// Of blocks, once they flow, verification and writing included.
+    /// Throughput after the first block, verification and writing included.
     pub bytes_per_second: f64,
-    /// Blocks that loads wait for now: whoever asks comes after them.
+    /// Number of blocks that loads wait for now; a new load is served after them.
     pub queued: u64,
 }
 
 impl BlockManager {
-    /// A manager of `device`'s slots, with an optional G2 and the tiers below it, fastest first. G1's events go to `log`
-    /// (G2's to the log that it was made with, usually the same). Must be called inside a tokio runtime.
+    /// A manager of `device`'s slots, with an optional G2 and the tiers below it, fastest first. G1's events go to
+    /// `log` (G2's to the log that it was made with, usually the same). Must be called inside a tokio runtime.
     ///
     /// # Panics
     /// When `host` was made for another engine's blocks.
@@ -125,7 +96,7 @@ impl BlockManager {
         Self::with_clock(device, host, lower, log, metrics, Clock::system())
     }
 
-    /// [`BlockManager::new`] with another clock than the machine's.
+    /// [`BlockManager::new`] with another clock than the system's.
     ///
     /// # Panics
     /// When `host` was made for another engine's blocks.
@@ -141,51 +112,65 @@ impl BlockManager {
             let same = host.fingerprint() == device.fingerprint() && host.block_bytes() == device.block_bytes();
             assert!(same, "the host tier is for blocks of this device");
         }
-        let pool = Pool::new(Level::G1, device.capacity(), log, metrics.memory(Level::G1), clock.clone());
+        let pool = BlockPool::new(Level::G1, device.capacity(), log, metrics.memory(Level::G1), clock.clone());
         let first: Option<Arc<dyn Tier>> = host.clone().map(|host| Arc::new(host) as _);
         let tiers: Vec<_> = first.into_iter().chain(lower).collect();
-        let (quarantines, silences) = (LogLimit::default(), LogLimit::default());
-        let poisoned = AtomicBool::new(false);
-        let core = Arc::new(Core { device, pool, host, tiers, metrics, clock, poisoned, quarantines, silences });
-        let source = |tier: &Arc<dyn Tier>| Source { tier: tier.clone(), gauge: Arc::default() };
+        let core = Arc::new(Core {
+            device,
+            pool,
+            host,
+            tiers,
+            metrics,
+            clock,
+            poisoned: AtomicBool::new(false),
+            corrupt_log: LogLimit::default(),
+            unresponsive_log: LogLimit::default(),
+        });
+        let source = |tier: &Arc<dyn Tier>| Source { tier: tier.clone(), throughput: Arc::default() };
         let sources = core.tiers.iter().map(source).collect();
-        let own = usize::from(core.host.is_some());
-        let below: Vec<Lane> = (own..core.tiers.len()).map(|tier| Lane::to_tier(core.clone(), tier)).collect();
-        let offers = || below.iter().map(|lane| lane.offers().clone()).collect();
-        let to_host = core.host.is_some().then(|| Lane::to_host(core.clone(), offers()));
-        let lanes = to_host.into_iter().chain(below).collect();
-        let ahead_max = (core.pool.capacity() / AHEAD).min(Semaphore::MAX_PERMITS);
-        let (coming, strangers, ahead) = (Coming::default(), Mutex::default(), Semaphore::new(ahead_max));
-        let sweeper = expiry::spawn(&core);
-        Self(Arc::new(Inner { core, lanes, sources, coming, _sweeper: sweeper, ahead, ahead_max, strangers }))
+        let first_below = usize::from(core.host.is_some());
+        let to_tier = |tier| OffloadWorker::to_tier(core.clone(), tier);
+        let below: Vec<OffloadWorker> = (first_below..core.tiers.len()).map(to_tier).collect();
+        let queues = || below.iter().map(|worker| worker.queue().clone()).collect();
+        let to_host = core.host.is_some().then(|| OffloadWorker::to_host(core.clone(), queues()));
+        let offload_workers = to_host.into_iter().chain(below).collect();
+        let max_prefetch_blocks = (core.pool.capacity() / PREFETCH_DIVISOR).min(Semaphore::MAX_PERMITS);
+        Self(Arc::new(Inner {
+            _expiry: expiry::spawn(&core),
+            core,
+            offload_workers,
+            sources,
+            inflight: InflightLoads::default(),
+            prefetch_blocks: Semaphore::new(max_prefetch_blocks),
+            max_prefetch_blocks,
+            external_tiers: Mutex::default(),
+        }))
     }
 
-    /// Keeps to what domains are promised of G1, and to their weights on the way down. To be called before there are any
-    /// blocks. G2 is told by itself ([`HostTier::with_shares`]).
+    /// Sets the quotas of domains in G1, and their weights in the offload queues. For G2 see [`HostTier::with_shares`].
     ///
     /// # Panics
-    /// When there are.
+    /// When there are blocks already.
     #[must_use]
     pub fn with_shares(self, shares: &Shares) -> Self {
         let core = &self.0.core;
-        core.pool.divide(shares.at(Level::G1, core.device.block_bytes() as u64));
-        self.0.lanes.iter().for_each(|lane| lane.offers().weigh(shares));
+        core.pool.set_quotas(shares.at(Level::G1, core.device.block_bytes() as u64));
+        self.0.offload_workers.iter().for_each(|worker| worker.queue().set_weights(shares));
         self
     }
 
-    /// `n` empty slots, or none at all. Gives up cached blocks that nobody holds, leaves before parents, the least
-    /// recently used first.
+    /// `n` empty slots, or `None`. Evicts cached blocks that are not held, leaves before parents.
     pub fn allocate(&self, n: usize) -> Option<Vec<PartialBlock>> {
         self.0.core.pool.allocate(n)
     }
 
-    /// What a block of `domain` that is full now carries of what its request asked for.
+    /// The attributes of a block of `domain` that is completed now by a request with this retention.
     pub fn custody(&self, domain: DomainId, retention: &Retention) -> Custody {
         Custody { domain, keep: retention.from(self.0.core.clock.now()) }
     }
 
-    /// Gives a block to everyone and queues it for the tiers below. When its name is cached already, that block is
-    /// returned and the duplicate freed.
+    /// Makes a block findable by hash and queues it for the tiers below. For a hash that is cached already, returns
+    /// that block and frees the duplicate.
     pub fn register(&self, block: FullBlock) -> CachedBlock {
         self.register_all(vec![block]).into_iter().next().expect("registering one block returns one block")
     }
@@ -197,103 +182,110 @@ impl BlockManager {
         cached
     }
 
-    /// The leading `names` that are in G1, held.
-    pub fn matched(&self, names: &[SequenceHash]) -> CachedBlocks {
-        let held = self.0.core.pool.matched(names);
+    /// Holds the leading `hashes` that are in G1, and counts hits and misses.
+    pub fn lookup(&self, hashes: &[SequenceHash]) -> CachedBlocks {
+        let held = self.0.core.pool.lookup(hashes);
         self.0.core.metrics.hit(Level::G1, held.len());
-        self.0.core.metrics.missed(Level::G1, names.len() - held.len());
+        self.0.core.metrics.missed(Level::G1, hashes.len() - held.len());
         held
     }
 
-    /// Keeps blocks that are in memory for longer, if `retention` asks for more than they have: for a request that found
-    /// what another computed. Of two requests the more generous decides.
-    pub fn renew(&self, names: &[SequenceHash], retention: &Retention) {
+    /// Extends the retention of blocks in G1 and G2 where `retention` asks for more than they have: for a request that
+    /// found blocks of another request.
+    pub fn extend_retention(&self, hashes: &[SequenceHash], retention: &Retention) {
         let core = &self.0.core;
         let keep = retention.from(core.clock.now());
-        let changed = core.pool.renew(names.iter().copied(), keep);
+        let changed = core.pool.extend_retention(hashes.iter().copied(), keep);
         if changed.is_empty() {
             return;
         }
         if let Some(host) = &core.host {
-            host.renew(&changed.iter().map(|(name, _)| *name).collect::<Vec<_>>(), keep);
+            host.extend_retention(&changed.iter().map(|(hash, _)| *hash).collect::<Vec<_>>(), keep);
         }
-        let fresh = changed.iter().filter(|(_, before)| keep.store && !before.keep.store);
-        let offer = |&(name, Custody { domain, .. }): &(SequenceHash, Custody)| Offer { name, domain };
-        self.0.offer(&fresh.map(offer).collect::<Vec<_>>());
+        let newly_stored = changed.iter().filter(|(_, before)| keep.store && !before.keep.store);
+        let request = |&(hash, Custody { domain, .. }): &(SequenceHash, Custody)| OffloadRequest { hash, domain };
+        self.0.enqueue(&newly_stored.map(request).collect::<Vec<_>>());
     }
 
-    /// Blocks of G1 that pins keep, those that they build on not counted.
+    /// Number of pinned blocks in G1, without their ancestors.
     pub fn pinned(&self) -> usize {
         self.0.core.pool.pinned()
     }
 
-    /// Lets G1 give up pinned blocks too: for who could not run at all otherwise.
+    /// Ends all pins in G1, so that a request can run that would find no memory otherwise.
     pub fn unpin(&self) {
         self.0.core.pool.unpin();
     }
 
-    /// The same for a request that was looked up before and asks again: no miss is counted.
-    pub fn found(&self, names: &[SequenceHash]) -> CachedBlocks {
-        let held = self.0.core.pool.matched(names);
+    /// [`BlockManager::lookup`] for a request that was looked up before: counts no misses.
+    pub fn lookup_again(&self, hashes: &[SequenceHash]) -> CachedBlocks {
+        let held = self.0.core.pool.lookup(hashes);
         self.0.core.metrics.hit(Level::G1, held.len());
         held
     }
 
-    /// The first of `names` that is in G1, whatever is missing before it.
-    pub fn next(&self, names: &[SequenceHash]) -> Option<usize> {
-        self.0.core.pool.next(names)
+    /// The index of the first of `hashes` that is in G1.
+    pub fn next_cached(&self, hashes: &[SequenceHash]) -> Option<usize> {
+        self.0.core.pool.next_resident(hashes)
     }
 
-    /// How many leading `names` some tier below G1 holds and could be asked for now. Does not wait.
-    pub fn below(&self, names: &[SequenceHash]) -> usize {
-        extent(&locate(&self.0.core, self.0.sources(), names, Instant::now()))
+    /// Number of leading `hashes` that available tiers below G1 hold. Does not wait.
+    pub fn count_in_tiers(&self, hashes: &[SequenceHash]) -> usize {
+        located_len(&locate(&self.0.core, self.0.sources(), hashes, Instant::now()))
     }
 
-    /// Begins to bring `names`, which follow what the caller holds, into G1: verified, from all tiers at once. `wake` is
-    /// notified when waiting for them ends. `None`: no tier has the first of them.
-    pub fn begin(&self, names: &[SequenceHash], recompute: Recompute, wake: Arc<Notify>) -> Option<Onboarding> {
-        let is_below = names.first().is_some_and(|first| self.below(&[*first]) > 0);
-        is_below.then(|| self.0.begin(self.0.sources().to_vec(), names.to_vec(), recompute, wake))
+    /// Begins to load `hashes`, which follow the blocks that the caller holds, into G1 from all tiers at once. `wake`
+    /// is notified when the engine should not wait any more. `None`: no tier holds the first of them.
+    pub fn start_onboarding(
+        &self,
+        hashes: &[SequenceHash],
+        recompute: Recompute,
+        wake: Arc<Notify>,
+    ) -> Option<Onboarding> {
+        let is_below = hashes.first().is_some_and(|first| self.count_in_tiers(&[*first]) > 0);
+        is_below.then(|| self.0.start_onboarding(self.0.sources().to_vec(), hashes.to_vec(), recompute, wake))
     }
 
-    /// Brings leading `names`, which follow what the caller holds, into G1, for no longer than computing them would take
-    /// (plus a tenth of a second when a tier turns out not to answer).
-    pub async fn onboard(&self, names: &[SequenceHash], recompute: Recompute) -> Onboarded {
-        self.0.onboard(self.0.sources().to_vec(), names, recompute).await
+    /// Loads leading `hashes`, which follow the blocks that the caller holds, into G1, for no longer than computing
+    /// them would take (plus [`WaitBudget::BASE`](super::plan::WaitBudget::BASE) when a tier turns out not to answer).
+    pub async fn onboard(&self, hashes: &[SequenceHash], recompute: Recompute) -> Onboarded {
+        self.0.onboard(self.0.sources().to_vec(), hashes, recompute).await
     }
 
-    /// The same from one tier, which need not be one of ours: a peer, at hand-over.
-    pub async fn onboard_from(&self, tier: &Arc<dyn Tier>, names: &[SequenceHash], recompute: Recompute) -> Onboarded {
-        let source = Source { tier: tier.clone(), gauge: self.0.gauge(tier) };
-        self.0.onboard(vec![source], names, recompute).await
+    /// [`BlockManager::onboard`] from one tier, which may be another manager's: a peer, at hand-over.
+    pub async fn onboard_from(&self, tier: &Arc<dyn Tier>, hashes: &[SequenceHash], recompute: Recompute) -> Onboarded {
+        let source = Source { tier: tier.clone(), throughput: self.0.throughput(tier) };
+        self.0.onboard(vec![source], hashes, recompute).await
     }
 
-    /// This manager's G1 and G2 as a tier that others may read, for as long as a handle to the manager lives.
+    /// This manager's G1 and G2 as a tier that others may read. It is empty once the last handle to the manager is
+    /// dropped.
     pub fn peer(&self) -> Arc<dyn Tier> {
         Arc::new(Peer::new(&self.0.core))
     }
 
-    /// What makes all blocks of a domain in G1 and G2 misses, and those that are being loaded or are on their way down. It holds
-    /// nothing of the manager. Requests that run keep the blocks that they hold, and what they compute afterwards counts as new.
+    /// A function that removes all blocks of a domain from G1 and G2, including those that are being loaded or
+    /// offloaded, and returns their number. It does not keep the manager alive. Running requests keep the blocks that
+    /// they hold; blocks that they compute later are new.
     ///
-    /// Managers that read from each other are to be purged twice, each time all of them: what one of them had read from
-    /// another before that one was purged goes the second time.
+    /// Managers that read from each other are to be purged twice, each time all of them: the second purge removes
+    /// blocks that one manager had read from another before the other one was purged.
     pub fn purger(&self) -> impl Fn(DomainId) -> usize + Send + Sync + use<> {
         let core = Arc::downgrade(&self.0.core);
         move |domain| core.upgrade().map_or(0, |core| core.purge(domain))
     }
 
-    /// Slots that [`BlockManager::allocate`] could hand out now.
+    /// Number of slots that [`BlockManager::allocate`] could return now.
     pub fn available(&self) -> usize {
         self.0.core.pool.available()
     }
 
-    /// All slots of G1.
+    /// Number of slots in G1.
     pub fn capacity(&self) -> usize {
         self.0.core.pool.capacity()
     }
 
-    /// How full G1 is, and G2 if there is one. In G1 the blocks that running requests fill count too.
+    /// How full G1 is, and G2 if there is one. In G1 this includes blocks that running requests fill.
     pub fn usage(&self) -> Vec<(Level, Usage)> {
         let Core { pool, device, host, .. } = &*self.0.core;
         let block = device.block_bytes() as u64;
@@ -304,128 +296,117 @@ impl BlockManager {
         [(Level::G1, Usage { blocks, bytes: blocks * block, capacity })].into_iter().chain(host).collect()
     }
 
-    /// Which blocks rest in G1, and in G2 if there is one. Looks at each: for whoever wants to know, now and then.
+    /// The set of blocks in G1, and in G2 if there is one. Reads each slot: for rare diagnostics.
     pub fn census(&self) -> Vec<(Level, Census)> {
         let Core { pool, host, .. } = &*self.0.core;
         let host = host.iter().map(|host| (Level::G2, host.census()));
         [(Level::G1, pool.census())].into_iter().chain(host).collect()
     }
 
-    /// What was measured of each level so far, fastest level first; levels that were never loaded from are missing.
+    /// The measured speed of each tier, fastest level first, without tiers that were never loaded from.
     pub fn speeds(&self) -> Vec<Speed> {
         let bytes = self.0.core.device.block_bytes() as f64;
-        let strangers = self.0.strangers.lock().unwrap_or_else(PoisonError::into_inner);
-        let strangers = strangers.iter().map(|(tier, gauge)| (tier.upgrade().map(|tier| tier.level()), gauge));
-        let own = self.0.sources.iter().map(|source| (Some(source.tier.level()), &source.gauge));
-        let speed = |(level, gauge): (Option<Level>, &Arc<throughput::Gauge>)| {
-            let (latency, per_block) = gauge.last()?;
-            // One block at a time was all we saw: it took the latency.
+        let external_tiers = self.0.external_tiers.lock().unwrap_or_else(PoisonError::into_inner);
+        let external = external_tiers.iter().map(|(tier, throughput)| {
+            let level = tier.upgrade().map(|tier| tier.level());
+            (level, throughput)
+        });
+        let own = self.0.sources.iter().map(|source| (Some(source.tier.level()), &source.throughput));
+        let speed = |(level, throughput): (Option<Level>, &Arc<TierThroughput>)| {
+            let (latency, per_block) = throughput.latest()?;
+            // So far each load had one block, which took the latency.
             let per_block = if per_block > 0.0 { per_block } else { latency };
-            let (latency, queued) = (Duration::from_secs_f64(latency), gauge.queued());
+            let (latency, queued) = (Duration::from_secs_f64(latency), throughput.queued());
             let speed = |level| Speed { level, latency, bytes_per_second: bytes / per_block, queued };
             level.filter(|_| per_block > 0.0).map(speed)
         };
-        let mut speeds: Vec<Speed> = own.chain(strangers).filter_map(speed).collect();
+        let mut speeds: Vec<Speed> = own.chain(external).filter_map(speed).collect();
         speeds.sort_by_key(|speed| speed.level);
         speeds.dedup_by_key(|speed| speed.level);
         speeds
     }
 
-    /// Resolves when every block accepted for offloading rests in every tier, or failed to.
+    /// Resolves when every block queued for offloading is stored in every tier, or has failed.
     pub async fn flush(&self) {
-        let (host, below) = self.0.lanes.split_at(usize::from(self.0.core.host.is_some()));
-        // What G2's lane is done with was offered to those below it.
+        let (host, below) = self.0.offload_workers.split_at(usize::from(self.0.core.host.is_some()));
+        // G2's worker queues its blocks for the workers below it.
         for stage in [host, below] {
-            futures::future::join_all(stage.iter().map(|lane| lane.offers().flush())).await;
+            futures::future::join_all(stage.iter().map(|worker| worker.queue().flush())).await;
         }
     }
 }
 
 impl Inner {
-    /// None when poisoned.
+    /// Empty when the manager is poisoned.
     fn sources(&self) -> &[Source] {
         if self.core.is_poisoned() { &[] } else { &self.sources }
     }
 
-    /// What is not to be stored stays where it is. `which`: of the blocks, by position.
-    fn offload(&self, blocks: &CachedBlocks, which: impl Fn(usize) -> bool) {
+    /// Queues blocks that may be stored. `which`: selects blocks by position.
+    pub(super) fn offload(&self, blocks: &CachedBlocks, which: impl Fn(usize) -> bool) {
         let custody = blocks.custody();
         let wanted = |at: &usize| which(*at) && custody[*at].keep.store;
         let stored = blocks.iter().enumerate().filter(|(at, _)| wanted(at));
-        let offer = |(at, held): (usize, &Held)| Offer { name: held.name(), domain: custody[at].domain };
-        self.offer(&stored.map(offer).collect::<Vec<_>>());
+        let request =
+            |(at, block): (usize, &BlockRef)| OffloadRequest { hash: block.hash(), domain: custody[at].domain };
+        self.enqueue(&stored.map(request).collect::<Vec<_>>());
     }
 
-    /// Into G2 first, whose lane offers them on; without a G2 to every tier.
-    fn offer(&self, offers: &[Offer]) {
+    /// Queues for G2, whose worker queues for the tiers below; without a G2 for every tier.
+    fn enqueue(&self, requests: &[OffloadRequest]) {
         if self.core.is_poisoned() {
             return;
         }
-        let first = if self.core.host.is_some() { 1 } else { self.lanes.len() };
-        self.lanes.iter().take(first).map(Lane::offers).for_each(|lane: &Offers| lane.offer(&self.core, offers));
+        let first = if self.core.host.is_some() { 1 } else { self.offload_workers.len() };
+        let queues = self.offload_workers.iter().take(first).map(OffloadWorker::queue);
+        queues.for_each(|queue: &OffloadQueue| queue.push(&self.core, requests));
     }
 
-    fn begin(
+    fn start_onboarding(
         self: &Arc<Self>,
         sources: Vec<Source>,
-        names: Vec<SequenceHash>,
+        hashes: Vec<SequenceHash>,
         recompute: Recompute,
         wake: Arc<Notify>,
     ) -> Onboarding {
-        let (inner, purges) = (self.clone(), self.core.pool.purges());
-        Onboarding::start(|shared| Job { inner, sources, names, recompute, shared, purges }, wake)
+        let inner = self.clone();
+        let purges = self.core.pool.purges();
+        Onboarding::start(|shared| LoadJob { inner, sources, hashes, recompute, shared, purges }, wake)
     }
 
     async fn onboard(
         self: &Arc<Self>,
         sources: Vec<Source>,
-        names: &[SequenceHash],
+        hashes: &[SequenceHash],
         recompute: Recompute,
     ) -> Onboarded {
         let wake = Arc::new(Notify::new());
-        let onboarding = self.begin(sources, names.to_vec(), recompute, wake.clone());
-        onboarding.turn();
-        while onboarding.is_worth_waiting() {
+        let onboarding = self.start_onboarding(sources, hashes.to_vec(), recompute, wake.clone());
+        onboarding.start_waiting();
+        while onboarding.should_wait() {
             wake.notified().await;
         }
-        let blocks = self.core.pool.matched(names);
+        let blocks = self.core.pool.lookup(hashes);
         let mut from = Vec::new();
         for block in &blocks {
-            count(&mut from, onboarding.from(&block.name()).unwrap_or(Level::G1), 1);
+            count(&mut from, onboarding.loaded_from(&block.hash()).unwrap_or(Level::G1), 1);
         }
-        onboarding.end().await;
+        onboarding.stop().await;
         Onboarded { blocks, from }
     }
 
-    fn gauge(&self, tier: &Arc<dyn Tier>) -> Arc<throughput::Gauge> {
+    fn throughput(&self, tier: &Arc<dyn Tier>) -> Arc<TierThroughput> {
         if let Some(source) = self.sources.iter().find(|source| Arc::ptr_eq(&source.tier, tier)) {
-            return source.gauge.clone();
+            return source.throughput.clone();
         }
-        let mut strangers = self.strangers.lock().unwrap_or_else(PoisonError::into_inner);
-        strangers.retain(|(known, _)| known.strong_count() > 0);
-        if let Some((_, gauge)) = strangers.iter().find(|(known, _)| known.ptr_eq(&Arc::downgrade(tier))) {
-            return gauge.clone();
+        let mut external_tiers = self.external_tiers.lock().unwrap_or_else(PoisonError::into_inner);
+        external_tiers.retain(|(known, _)| known.strong_count() > 0);
+        if let Some((_, throughput)) = external_tiers.iter().find(|(known, _)| known.ptr_eq(&Arc::downgrade(tier))) {
+            return throughput.clone();
         }
-        let gauge = Arc::default();
-        strangers.push((Arc::downgrade(tier), Arc::clone(&gauge)));
-        gauge
-    }
-}
-
-impl Core {
-    fn is_poisoned(&self) -> bool {
-        self.poisoned.load(Ordering::Relaxed)
-    }
-
-    fn purge(&self, domain: DomainId) -> usize {
-        // G2 is filled from G1.
-        self.pool.purge(domain) + self.host.as_ref().map_or(0, |host| host.purge(domain))
-    }
-
-    /// A task died. See the module's text.
-    fn poison(&self, task: &str) {
-        self.poisoned.store(true, Ordering::Relaxed);
-        tracing::error!(task, "a transfer task panicked; tiers below G1 are disabled");
+        let throughput = Arc::default();
+        external_tiers.push((Arc::downgrade(tier), Arc::clone(&throughput)));
+        throughput
     }
 }
 
@@ -445,6 +426,3 @@ impl fmt::Debug for BlockManager {
             .finish()
     }
 }
-
-#[cfg(test)]
-mod tests;

@@ -1,38 +1,38 @@
-//! Blocks that are over go, although nobody asks for them: so events say what is there, and memory is free for others.
+//! Removes expired blocks periodically, so that events reflect expiry and memory is freed.
 //!
-//! Nothing rests on it. What is served is looked at when it is served.
+//! Correctness does not depend on it: expiry is checked when a block is served.
 
-use super::Core;
+use super::shared::Core;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::{MissedTickBehavior, interval};
 use tokio_util::task::AbortOnDropHandle;
 
-/// Dates are whole seconds. A round in which nothing is over costs a look at one entry per tier.
-const ROUND: Duration = Duration::from_secs(1);
+/// Dates have a resolution of a second. A round without expired blocks reads one entry per tier.
+const INTERVAL: Duration = Duration::from_secs(1);
 
-/// Sweeps while the manager lives.
+/// A task that expires blocks until the manager is dropped.
 pub(super) fn spawn(core: &Arc<Core>) -> AbortOnDropHandle<()> {
     let core = Arc::downgrade(core);
     AbortOnDropHandle::new(tokio::spawn(async move {
-        let mut rounds = interval(ROUND);
-        rounds.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut ticks = interval(INTERVAL);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
-            rounds.tick().await;
+            ticks.tick().await;
             let Some(core) = core.upgrade() else { return };
-            core.sweep();
+            core.expire();
         }
     }))
 }
 
 impl Core {
-    pub(super) fn sweep(&self) {
-        self.pool.sweep();
+    pub(super) fn expire(&self) {
+        self.pool.expire();
         if let Some(host) = &self.host {
-            host.sweep();
+            host.expire_now();
         }
         let now = self.clock.now();
-        // Memory has counted for itself.
+        // The memory tiers count their expired blocks themselves.
         for tier in self.tiers.iter().skip(usize::from(self.host.is_some())) {
             self.metrics.expired(tier.level(), tier.expire(now));
         }

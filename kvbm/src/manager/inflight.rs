@@ -1,45 +1,46 @@
-//! Which blocks are on their way into G1, so that requests that want the same prefix at once load it once.
+//! Single flight: the blocks that loads are bringing into G1, so that concurrent requests load a prefix once.
 //!
-//! Whoever brings blocks says so and tells of every step; others follow, each with its own patience, and take over when
-//! the first one gives up. Two copies of one prefix would not only be read twice: they would push others out of G1.
+//! The request that loads blocks holds a [`LoadClaim`] and reports each step; other requests follow it, each with its
+//! own wait budget, and take over when the claim is dropped. Two copies of a prefix would be read twice, and would
+//! evict other blocks from G1.
 
 use crate::block::SequenceHash;
 use crate::table::{ByName, NameSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use tokio::sync::watch;
 
-/// The blocks on their way into one G1.
+/// The claimed blocks of one G1, each with the progress of the load that claimed it.
 #[derive(Default)]
-pub(super) struct Coming(Mutex<ByName<watch::Receiver<()>>>);
+pub(super) struct InflightLoads(Mutex<ByName<watch::Receiver<()>>>);
 
-/// The right to bring some blocks. Dropping it says that they come no more, or are there.
-pub(super) struct Bringing<'a> {
-    coming: &'a Coming,
-    ours: NameSet,
-    steps: watch::Sender<()>,
+/// The exclusive right to load some blocks. Dropping it tells followers that the load has ended.
+pub(super) struct LoadClaim<'a> {
+    loads: &'a InflightLoads,
+    claimed: NameSet,
+    progress: watch::Sender<()>,
 }
 
-impl Coming {
-    /// Begins to bring `names`, unless somebody brings the first of them already: then that one's steps, seen from now on.
-    pub(super) fn bring(&self, names: &[SequenceHash]) -> Result<Bringing<'_>, watch::Receiver<()>> {
-        let coming = self.lock();
-        if let Some(other) = names.first().and_then(|first| coming.get(first)) {
-            let mut steps = other.clone();
-            steps.mark_unchanged();
-            return Err(steps);
+impl InflightLoads {
+    /// Claims `hashes`, unless another load has claimed the first of them: then returns that load's later progress.
+    pub(super) fn claim(&self, hashes: &[SequenceHash]) -> Result<LoadClaim<'_>, watch::Receiver<()>> {
+        let loads = self.lock();
+        if let Some(other) = hashes.first().and_then(|first| loads.get(first)) {
+            let mut progress = other.clone();
+            progress.mark_unchanged();
+            return Err(progress);
         }
-        Ok(self.claim(coming, names))
+        Ok(self.claim_free(loads, hashes))
     }
 
-    /// Begins to bring those of `names` that nobody brings.
-    pub(super) fn bring_rest(&self, names: &[SequenceHash]) -> Bringing<'_> {
-        self.claim(self.lock(), names)
+    /// Claims those of `hashes` that no other load has claimed.
+    pub(super) fn claim_rest(&self, hashes: &[SequenceHash]) -> LoadClaim<'_> {
+        self.claim_free(self.lock(), hashes)
     }
 
-    fn claim(&self, coming: MutexGuard<'_, ByName<watch::Receiver<()>>>, names: &[SequenceHash]) -> Bringing<'_> {
-        let mut bringing = Bringing { coming: self, ours: NameSet::default(), steps: watch::Sender::new(()) };
-        bringing.add(coming, names);
-        bringing
+    fn claim_free(&self, loads: MutexGuard<'_, ByName<watch::Receiver<()>>>, hashes: &[SequenceHash]) -> LoadClaim<'_> {
+        let mut claim = LoadClaim { loads: self, claimed: NameSet::default(), progress: watch::Sender::new(()) };
+        claim.add(loads, hashes);
+        claim
     }
 
     fn lock(&self) -> MutexGuard<'_, ByName<watch::Receiver<()>>> {
@@ -47,42 +48,42 @@ impl Coming {
     }
 }
 
-impl Bringing<'_> {
-    /// Begins to bring those of `names` that nobody brings, too.
-    pub(super) fn bring_more(&mut self, names: &[SequenceHash]) {
-        self.add(self.coming.lock(), names);
+impl LoadClaim<'_> {
+    /// Also claims those of `hashes` that no other load has claimed.
+    pub(super) fn extend(&mut self, hashes: &[SequenceHash]) {
+        self.add(self.loads.lock(), hashes);
     }
 
-    fn add(&mut self, mut coming: MutexGuard<'_, ByName<watch::Receiver<()>>>, names: &[SequenceHash]) {
-        for name in names {
-            coming.entry(*name).or_insert_with(|| {
-                self.ours.insert(*name);
-                self.steps.subscribe()
+    fn add(&mut self, mut loads: MutexGuard<'_, ByName<watch::Receiver<()>>>, hashes: &[SequenceHash]) {
+        for hash in hashes {
+            loads.entry(*hash).or_insert_with(|| {
+                self.claimed.insert(*hash);
+                self.progress.subscribe()
             });
         }
     }
 
-    /// Leaves them to whoever else wants them.
-    pub(super) fn leave(&mut self) {
-        *self = Self { coming: self.coming, ours: NameSet::default(), steps: watch::Sender::new(()) };
+    /// Gives the claimed blocks up, so that another load may claim them.
+    pub(super) fn release(&mut self) {
+        *self = Self { loads: self.loads, claimed: NameSet::default(), progress: watch::Sender::new(()) };
     }
 
-    /// Some more of them are in G1.
-    pub(super) fn step(&self) {
-        self.steps.send_replace(());
+    /// Tells followers that more of the blocks are in G1.
+    pub(super) fn notify_progress(&self) {
+        self.progress.send_replace(());
     }
 
-    /// Whether this one brings the block, and nobody else.
-    pub(super) fn brings(&self, name: &SequenceHash) -> bool {
-        self.ours.contains(name)
+    /// Whether this claim includes the block.
+    pub(super) fn includes(&self, hash: &SequenceHash) -> bool {
+        self.claimed.contains(hash)
     }
 }
 
-impl Drop for Bringing<'_> {
+impl Drop for LoadClaim<'_> {
     fn drop(&mut self) {
-        let mut coming = self.coming.lock();
-        for name in &self.ours {
-            coming.remove(name);
+        let mut loads = self.loads.lock();
+        for hash in &self.claimed {
+            loads.remove(hash);
         }
     }
 }
@@ -91,38 +92,37 @@ impl Drop for Bringing<'_> {
 mod tests {
     use super::*;
 
-    fn names(n: u8) -> Vec<SequenceHash> {
+    fn hashes(n: u8) -> Vec<SequenceHash> {
         (0..n).map(|n| SequenceHash::from_bytes([n; 16])).collect()
     }
 
     #[tokio::test]
-    async fn a_second_one_follows_until_the_first_is_done() {
-        let coming = Coming::default();
-        let Ok(first) = coming.bring(&names(3)) else { panic!("nobody else brings them") };
-        first.step();
-        let Err(mut steps) = coming.bring(&names(5)) else { panic!("the first one does") };
-        assert!(!steps.has_changed().unwrap(), "only what comes from now on");
-        first.step();
-        assert!(steps.changed().await.is_ok());
+    async fn a_second_load_follows_until_the_first_ends() {
+        let loads = InflightLoads::default();
+        let Ok(first) = loads.claim(&hashes(3)) else { panic!("no other load claimed them") };
+        first.notify_progress();
+        let Err(mut progress) = loads.claim(&hashes(5)) else { panic!("the first load claimed them") };
+        assert!(!progress.has_changed().unwrap(), "only later progress");
+        first.notify_progress();
+        assert!(progress.changed().await.is_ok());
         drop(first);
-        assert!(steps.changed().await.is_err());
-        assert!(coming.bring(&names(5)).is_ok());
-        assert!(coming.lock().is_empty());
+        assert!(progress.changed().await.is_err());
+        assert!(loads.claim(&hashes(5)).is_ok());
+        assert!(loads.lock().is_empty());
     }
 
     #[test]
-    fn who_brings_the_middle_keeps_it() {
-        let coming = Coming::default();
-        let Ok(middle) = coming.bring(&names(3)[1..]) else { panic!("nobody else brings them") };
-        let whole = coming.bring(&names(4));
-        assert!(whole.is_ok(), "the first block is not on its way");
+    fn a_claim_of_the_middle_stays_exclusive() {
+        let loads = InflightLoads::default();
+        let Ok(middle) = loads.claim(&hashes(3)[1..]) else { panic!("no other load claimed them") };
+        let whole = loads.claim(&hashes(4));
+        assert!(whole.is_ok(), "the first block is not claimed");
         drop(whole);
-        assert!(coming.bring(&names(3)[1..]).is_err(), "still the first one's");
-        let rest = coming.bring_rest(&names(4)[1..]);
-        assert_eq!([1, 2, 3].map(|at| rest.brings(&names(4)[at])), [false, false, true]);
+        assert!(loads.claim(&hashes(3)[1..]).is_err(), "still claimed by the first load");
+        let mut rest = loads.claim_rest(&hashes(4)[1..]);
+        assert_eq!([1, 2, 3].map(|at| rest.includes(&hashes(4)[at])), [false, false, true]);
         drop(middle);
-        let mut rest = rest;
-        rest.bring_more(&names(4));
-        assert!(names(4).iter().all(|name| rest.brings(name)), "what was the first one's is free");
+        rest.extend(&hashes(4));
+        assert!(hashes(4).iter().all(|hash| rest.includes(hash)), "the first claim is released");
     }
 }

@@ -1,38 +1,39 @@
-//! Tiers to load from: what is known of each, and which of them holds what.
+//! Sources of a load: tiers with their measured speed, and which of them holds which blocks.
 
-use super::Core;
-use super::plan::{Known, Stretch};
-use super::throughput::Gauge;
+use super::plan::{TierRun, TierSpeed};
+use super::shared::Core;
+use super::throughput::TierThroughput;
 use crate::block::SequenceHash;
 use crate::tier::Tier;
 use std::ops::Range;
 use std::sync::Arc;
 use tokio::time::Instant;
 
-/// A tier to load from, and what is known of its speed.
+/// A tier to load from, and its measurements.
 #[derive(Clone)]
 pub(super) struct Source {
     pub(super) tier: Arc<dyn Tier>,
-    pub(super) gauge: Arc<Gauge>,
+    pub(super) throughput: Arc<TierThroughput>,
 }
 
-/// Which names come from where: consecutive ranges that begin at 0.
+/// Sources (by index) of consecutive ranges of blocks, from 0 on.
 pub(super) type Located = Vec<(usize, Range<usize>)>;
 
-/// The leading `names` that sources hold, each at the first source in order (the fastest) that does.
-pub(super) fn locate(core: &Core, sources: &[Source], names: &[SequenceHash], now: Instant) -> Located {
+/// The leading `hashes` that sources hold, each at the first (fastest) source that holds it.
+pub(super) fn locate(core: &Core, sources: &[Source], hashes: &[SequenceHash], now: Instant) -> Located {
     let fingerprint = core.device.fingerprint();
-    let awake: Vec<usize> = (0..sources.len()).filter(|source| sources[*source].gauge.is_awake(now)).collect();
-    let holds = |source: usize, names: &[SequenceHash]| sources[source].tier.holds(fingerprint, names);
+    let available: Vec<usize> =
+        (0..sources.len()).filter(|source| sources[*source].throughput.is_available(now)).collect();
+    let holds = |source: usize, hashes: &[SequenceHash]| sources[source].tier.holds(fingerprint, hashes);
     let mut located: Located = Vec::new();
     let mut at = 0;
-    while at < names.len() {
-        let found = awake.iter().enumerate().map(|(rank, source)| (rank, *source, holds(*source, &names[at..])));
+    while at < hashes.len() {
+        let found = available.iter().enumerate().map(|(rank, source)| (rank, *source, holds(*source, &hashes[at..])));
         let Some((rank, source, count)) = found.into_iter().find(|(.., count)| *count > 0) else { break };
-        // A slower tier's run ends where a faster one has the next block.
-        let faster = &awake[..rank];
+        // A slower tier's run ends where a faster one holds the next block.
+        let faster = &available[..rank];
         let end =
-            (at + 1..at + count).find(|next| faster.iter().any(|source| holds(*source, &names[*next..=*next]) > 0));
+            (at + 1..at + count).find(|next| faster.iter().any(|source| holds(*source, &hashes[*next..=*next]) > 0));
         let end = end.unwrap_or(at + count);
         located.push((source, at..end));
         at = end;
@@ -40,14 +41,14 @@ pub(super) fn locate(core: &Core, sources: &[Source], names: &[SequenceHash], no
     located
 }
 
-/// How many leading names were located.
-pub(super) fn extent(located: &Located) -> usize {
+/// Number of leading hashes that were located.
+pub(super) fn located_len(located: &Located) -> usize {
     located.last().map_or(0, |(_, range)| range.end)
 }
 
-/// The same for the plan. `known`: of a source.
-pub(super) fn stretches(located: &Located, known: impl Fn(usize) -> Known) -> Vec<Stretch> {
-    let stretch =
-        |(source, range): &(usize, Range<usize>)| Stretch { tier: *source, blocks: range.len(), known: known(*source) };
-    located.iter().map(stretch).collect()
+/// The located ranges as input of the plan. `speed`: of a source.
+pub(super) fn tier_runs(located: &Located, speed: impl Fn(usize) -> TierSpeed) -> Vec<TierRun> {
+    let run =
+        |(source, range): &(usize, Range<usize>)| TierRun { tier: *source, blocks: range.len(), speed: speed(*source) };
+    located.iter().map(run).collect()
 }

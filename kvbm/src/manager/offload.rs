@@ -1,28 +1,28 @@
-//! Blocks on their way down: one [`Lane`] per tier, bounded, in batches, away from the async threads.
+//! Offloading: one [`OffloadWorker`] per tier, with a bounded queue, in batches, away from the async threads.
 //!
 //! ```text
-//!   register ──▶ lane to G2 ──▶ copied from the device, sealed ──┬──▶ lane to G3 ──▶ stored, from G2's memory
-//!                                                                └──▶ lane to G4 ──▶ stored, from G2's memory
+//!   register ──▶ worker of G2: copies from the device, seals ──┬──▶ worker of G3: stores, from G2's memory
+//!                                                              └──▶ worker of G4: stores, from G2's memory
 //! ```
 //!
-//! A lane queues names, not blocks: what waits pins nothing, and an allocation never waits for a slow disk. A block that
-//! was given up before its turn is dropped and counted, like one for which there was no room. It is held only while its
-//! batch is copied or stored. Cache domains take turns, and each pays for its own flood ([`fair_queue`]).
+//! A queue contains hashes, not blocks: it pins no memory, and an allocation never waits for a slow disk. A block that
+//! is evicted before its batch is dropped and counted, like one for which the queue had no room. It is held only while
+//! its batch is copied or stored. Cache domains share a queue fairly ([`fair_queue`]).
 //!
-//! A lane that panics poisons the manager ([`Core::poison`]).
+//! A worker that panics poisons the manager ([`Core::poison`]).
 
 mod batching;
 mod fair_queue;
 mod queue;
 
-use super::Core;
+use super::shared::Core;
 use crate::block::{Block, Level};
 use crate::metrics::Direction;
 use crate::pool::HostTier;
 use crate::table::NameSet;
 use crate::tier::{Shares, StoreError, Tier};
-use batching::Linger;
-pub(super) use fair_queue::Offer;
+use batching::Batcher;
+pub(super) use fair_queue::OffloadRequest;
 use futures::FutureExt;
 use queue::Queue;
 use std::convert::Infallible;
@@ -32,53 +32,53 @@ use std::time::Duration;
 use tokio::time::{self, Instant};
 use tokio_util::task::AbortOnDropHandle;
 
-/// The way to one tier. Dropping it stops the work.
-pub(super) struct Lane {
-    offers: Offers,
+/// The task that offloads to one tier, and its queue. Dropping it stops the task.
+pub(super) struct OffloadWorker {
+    queue: OffloadQueue,
     _task: AbortOnDropHandle<()>,
 }
 
-/// Where blocks are offered for one tier.
+/// A handle to the offload queue of one tier.
 #[derive(Clone)]
-pub(super) struct Offers {
+pub(super) struct OffloadQueue {
     level: Level,
     queue: Arc<Queue>,
 }
 
-/// A store that takes longer has failed: the lane goes on without its blocks.
-const STORE_LIMIT: Duration = Duration::from_mins(1);
+/// A store that takes longer has failed: the worker goes on without its blocks.
+const STORE_TIMEOUT: Duration = Duration::from_mins(1);
 
-/// A busy tier is offered the same blocks this often, with doubling pauses: six seconds in all.
-const TRIES: u32 = 7;
-const PAUSE: Duration = Duration::from_millis(100);
+/// Number of attempts to store in a busy tier, and the first pause between them; pauses double, to six seconds in all.
+const STORE_ATTEMPTS: u32 = 7;
+const FIRST_PAUSE: Duration = Duration::from_millis(100);
 
-impl Lane {
-    /// The lane to G2, whose blocks go on to the lanes below it.
-    pub(super) fn to_host(core: Arc<Core>, below: Vec<Offers>) -> Self {
+impl OffloadWorker {
+    /// The worker of G2, which queues its blocks for the workers `below`.
+    pub(super) fn to_host(core: Arc<Core>, below: Vec<OffloadQueue>) -> Self {
         Self::spawn(&core.clone(), Level::G2, async move |queue| {
-            let size = Linger::No.batch_blocks(&core);
+            let size = Batcher::Immediate.batch_blocks(&core);
             loop {
-                let batch = queue.next(size, &mut Linger::No).await;
+                let batch = queue.next(size, &mut Batcher::Immediate).await;
                 let copying = core.clone();
-                let kept = blocking(move || copying.copy_to_host(batch.offers)).await;
+                let stored = blocking(move || copying.copy_to_host(batch.requests)).await;
                 for below in &below {
-                    below.offer(&core, &kept);
+                    below.push(&core, &stored);
                 }
             }
         })
     }
 
-    /// The lane to a tier below, `core.tiers[tier]`.
+    /// The worker of a tier below, `core.tiers[tier]`.
     pub(super) fn to_tier(core: Arc<Core>, tier: usize) -> Self {
         let level = core.tiers[tier].level();
         Self::spawn(&core.clone(), level, async move |queue| {
-            let (mut failing, mut linger) = (false, Linger::at(level));
-            let size = linger.batch_blocks(&core);
+            let (mut failing, mut batcher) = (false, Batcher::at(level));
+            let size = batcher.batch_blocks(&core);
             loop {
-                let batch = queue.next(size, &mut linger).await;
-                let wanted = batch.offers.len();
-                let failed = core.store_in(tier, batch.offers).await;
-                // An outage is told twice, at its beginning and its end; the counter tells how much it cost.
+                let batch = queue.next(size, &mut batcher).await;
+                let wanted = batch.requests.len();
+                let failed = core.store_in(tier, batch.requests).await;
+                // Logged at the beginning and at the end of an outage; the counter shows the number of lost blocks.
                 match &failed {
                     Some(error) if !failing => {
                         tracing::warn!(tier = %level, blocks = wanted, %error, "cannot store blocks");
@@ -91,46 +91,46 @@ impl Lane {
         })
     }
 
-    pub(super) fn offers(&self) -> &Offers {
-        &self.offers
+    pub(super) fn queue(&self) -> &OffloadQueue {
+        &self.queue
     }
 
     fn spawn<F>(core: &Arc<Core>, level: Level, work: impl FnOnce(Arc<Queue>) -> F) -> Self
     where
         F: Future<Output = Infallible> + Send + 'static,
     {
-        // As many as can be read from memory: a longer queue would hold names of blocks that are gone.
+        // As many as fit into memory: a longer queue would contain hashes of evicted blocks.
         let host = core.host.as_ref().map_or(0, HostTier::capacity);
         let queue = Arc::new(Queue::new(core.pool.capacity().max(host).max(1)));
-        let (work, core, closes) = (work(queue.clone()), core.clone(), queue.closed_on_drop());
+        let (work, core, close_on_drop) = (work(queue.clone()), core.clone(), queue.close_on_drop());
         let task = tokio::spawn(async move {
             if AssertUnwindSafe(work).catch_unwind().await.is_err() {
                 core.poison(level.name());
             }
-            drop(closes);
+            drop(close_on_drop);
         });
-        Self { offers: Offers { level, queue }, _task: AbortOnDropHandle::new(task) }
+        Self { queue: OffloadQueue { level, queue }, _task: AbortOnDropHandle::new(task) }
     }
 }
 
-impl Offers {
-    /// Queues the blocks, and counts those that are forgotten for want of room.
-    pub(super) fn offer(&self, core: &Core, offers: &[Offer]) {
-        core.metrics.offload_dropped(self.level, self.queue.push(offers));
+impl OffloadQueue {
+    /// Queues blocks, and counts those that are dropped because the queue is full.
+    pub(super) fn push(&self, core: &Core, requests: &[OffloadRequest]) {
+        core.metrics.offload_dropped(self.level, self.queue.push(requests));
     }
 
-    /// Weighs domains by what they are promised, from now on.
-    pub(super) fn weigh(&self, shares: &Shares) {
-        self.queue.weigh(shares);
+    /// Sets the weights of domains that queue from now on.
+    pub(super) fn set_weights(&self, shares: &Shares) {
+        self.queue.set_weights(shares);
     }
 
-    /// Resolves when everything queued so far is done or forgotten, or the lane is gone.
+    /// Resolves when everything queued so far is stored or dropped, or when the worker has ended.
     pub(super) async fn flush(&self) {
         self.queue.flush().await;
     }
 }
 
-/// Runs on a blocking thread; a panic there is a panic here.
+/// Runs `work` on a blocking thread, and passes a panic on.
 async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
     match tokio::task::spawn_blocking(work).await {
         Ok(done) => done,
@@ -143,66 +143,70 @@ async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) 
 }
 
 impl Core {
-    /// Copies blocks from the device into G2 and seals them. Answers with those that are there now.
-    fn copy_to_host(&self, mut offers: Vec<Offer>) -> Vec<Offer> {
-        let Some(host) = &self.host else { return offers };
-        let wanted = offers.len();
-        let names: Vec<_> = offers.iter().map(|offer| offer.name).collect();
-        let (mut kept, missing) = host.sort(&names);
-        // Before the blocks are looked up: what is purged meanwhile must not come back.
+    /// Copies blocks from the device into G2 and seals them. Returns the requests whose blocks are in G2 now.
+    fn copy_to_host(&self, mut requests: Vec<OffloadRequest>) -> Vec<OffloadRequest> {
+        let Some(host) = &self.host else { return requests };
+        let wanted = requests.len();
+        let hashes: Vec<_> = requests.iter().map(|offer| offer.hash).collect();
+        let (mut stored, missing) = host.partition(&hashes);
+        // Before the blocks are looked up: a block purged meanwhile must not be inserted again.
         let since = host.purges();
-        let (start, before) = (Instant::now(), kept.len());
-        let held = self.pool.present(&missing);
-        kept.extend(host.fill(&held, since, |slot, into, seen| self.device.read_seen(slot, into, seen)));
-        self.metrics.offload_dropped(Level::G2, wanted - kept.len());
-        if kept.len() > before {
-            let bytes = (kept.len() - before) * self.device.block_bytes();
+        let (start, before) = (Instant::now(), stored.len());
+        let held = self.pool.get_present(&missing);
+        stored.extend(
+            host.copy_from_device(&held, since, |slot, into, seen| self.device.read_observed(slot, into, seen)),
+        );
+        self.metrics.offload_dropped(Level::G2, wanted - stored.len());
+        if stored.len() > before {
+            let bytes = (stored.len() - before) * self.device.block_bytes();
             self.metrics.moved(Level::G2, Direction::Offload, bytes as u64, start.elapsed());
         }
-        if kept.len() < wanted {
-            let kept: NameSet = kept.into_iter().collect();
-            offers.retain(|offer| kept.contains(&offer.name));
+        if stored.len() < wanted {
+            let stored: NameSet = stored.into_iter().collect();
+            requests.retain(|offer| stored.contains(&offer.hash));
         }
-        offers
+        requests
     }
 
-    /// Stores blocks that the tier does not hold, from memory. The last error, if there was one.
-    async fn store_in(self: &Arc<Self>, tier: usize, offers: Vec<Offer>) -> Option<StoreError> {
+    /// Stores blocks that the tier does not hold, from memory. Returns the last error.
+    async fn store_in(self: &Arc<Self>, tier: usize, requests: Vec<OffloadRequest>) -> Option<StoreError> {
         let (tier, fingerprint) = (self.tiers[tier].clone(), self.device.fingerprint());
-        let mut names: Vec<_> = offers.iter().map(|offer| offer.name).collect();
-        names.retain(|name| tier.holds(fingerprint, &[*name]) == 0);
-        // Before the blocks are read: what is purged meanwhile must not be stored any more.
+        let mut hashes: Vec<_> = requests.iter().map(|offer| offer.hash).collect();
+        hashes.retain(|hash| tier.holds(fingerprint, &[*hash]) == 0);
+        // Before the blocks are read: a block purged meanwhile must not be stored.
         let since = self.pool.purges();
-        let (reading, wanted) = (self.clone(), names.len());
-        let blocks: Vec<Block> = blocking(move || reading.in_memory(&names).into_iter().flatten().collect()).await;
+        let (reading, wanted) = (self.clone(), hashes.len());
+        let blocks: Vec<Block> = blocking(move || reading.in_memory(&hashes).into_iter().flatten().collect()).await;
         self.metrics.offload_dropped(tier.level(), wanted - blocks.len());
         if blocks.is_empty() {
             return None;
         }
         let start = Instant::now();
         let current = |block: &Block| !self.pool.is_purged(block.header.domain, since);
-        let (stored, refused, error) = match time::timeout(STORE_LIMIT, store(&*tier, blocks.clone(), current)).await {
+        let (stored, rejected, error) = match time::timeout(STORE_TIMEOUT, store(&*tier, blocks.clone(), current)).await
+        {
             Ok(answer) => answer,
-            Err(late) => (0, blocks.len(), Some(StoreError::Io(late.into()))),
+            Err(elapsed) => (0, blocks.len(), Some(StoreError::Io(elapsed.into()))),
         };
-        self.metrics.offload_dropped(tier.level(), refused);
+        self.metrics.offload_dropped(tier.level(), rejected);
         self.metrics.moved(tier.level(), Direction::Offload, stored, start.elapsed());
         error
     }
 }
 
-/// Offers blocks until the tier is no longer busy, as long as they are `current`. Bytes stored, blocks not stored, and why.
+/// Stores blocks, again while the tier is busy, as long as they are `current`. Returns the number of bytes stored, the
+/// number of blocks not stored, and the last error.
 async fn store(
     tier: &dyn Tier,
     mut blocks: Vec<Block>,
     current: impl Fn(&Block) -> bool,
 ) -> (u64, usize, Option<StoreError>) {
-    let (mut bytes, mut refused, mut failure) = (0, 0, None);
-    for attempt in 0..TRIES {
+    let (mut bytes, mut rejected, mut failure) = (0, 0, None);
+    for attempt in 0..STORE_ATTEMPTS {
         if attempt > 0 {
-            time::sleep(PAUSE * 2_u32.pow(attempt - 1)).await;
+            time::sleep(FIRST_PAUSE * 2_u32.pow(attempt - 1)).await;
         }
-        refused += blocks.extract_if(.., |block| !current(block)).count();
+        rejected += blocks.extract_if(.., |block| !current(block)).count();
         let answers = tier.store(blocks.clone()).await;
         let mut busy = Vec::new();
         for (block, answer) in blocks.into_iter().zip(answers) {
@@ -210,15 +214,15 @@ async fn store(
                 Ok(()) => bytes += block.header.length,
                 Err(StoreError::Busy) => busy.push(block),
                 Err(error) => {
-                    refused += 1;
+                    rejected += 1;
                     failure = Some(error);
                 }
             }
         }
         blocks = busy;
         if blocks.is_empty() {
-            return (bytes, refused, failure);
+            return (bytes, rejected, failure);
         }
     }
-    (bytes, refused + blocks.len(), Some(failure.unwrap_or(StoreError::Busy)))
+    (bytes, rejected + blocks.len(), Some(failure.unwrap_or(StoreError::Busy)))
 }

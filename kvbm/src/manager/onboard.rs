@@ -1,28 +1,32 @@
-//! Blocks on their way up, for one request: ahead of its turn, while it waits, and while it computes.
+//! Onboarding: the load of one request's blocks into G1, before the engine is ready for them, while it waits, and while
+//! it computes ([`phase`]).
 //!
-//! **Invariant: nothing is waited for without [`super::plan::Patience`].** Dropping an [`Onboarding`] stops its reads; slots
-//! of blocks that were not registered go back by themselves.
+//! **Invariant: the engine waits only within a [`WaitBudget`](super::plan::WaitBudget).** Dropping an [`Onboarding`]
+//! stops its reads; slots of blocks that were not registered are freed.
 
 pub(super) mod load;
+mod phase;
 
-use super::Inner;
-use super::locate::{extent, locate};
+use super::block_manager::Inner;
+use super::locate::{locate, located_len};
 use crate::block::{Level, SequenceHash};
-use crate::pool::{CachedBlocks, Held};
+use crate::pool::{BlockRef, CachedBlocks};
 use crate::table::ByName;
 use futures::FutureExt;
-use load::{Job, Loading, Turn};
+use load::{LoadJob, Loading};
+use phase::{Phase, Wait, WaitStart};
 use std::panic::AssertUnwindSafe;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::sync::{Notify, SemaphorePermit};
 use tokio::time::{Instant, sleep_until};
 use tokio_util::task::AbortOnDropHandle;
 
-/// The blocks of one request on their way into G1. What has arrived is found there by name, by everyone, and held by this.
+/// A load of one request's blocks into G1. Blocks that have arrived can be found by hash by all requests, and are held
+/// by this handle.
 ///
-/// It begins at once, within bounds that all requests share, and takes its time. At [`Onboarding::turn`] the engine could
-/// begin to compute: from then on it waits for the leading blocks only as long as that pays, and computes while blocks
-/// further back still arrive. Dropping it stops what is still under way.
+/// The load begins at once, within a share of G1 that all requests have in common. The engine calls
+/// [`Onboarding::start_waiting`] when it could begin to compute: from then on it waits for the leading blocks only as
+/// long as that pays, and computes while later blocks still arrive. Dropping the handle stops the load.
 #[must_use = "dropping it stops the loading"]
 pub struct Onboarding {
     inner: Arc<Inner>,
@@ -30,83 +34,88 @@ pub struct Onboarding {
     task: AbortOnDropHandle<()>,
 }
 
-/// What the request and its task tell each other.
+/// The state that a request and its load task share.
 pub(super) struct Shared {
     state: Mutex<State>,
-    turned: Notify,
-    /// Told when there is something new for the engine.
+    /// Notified when the engine starts to wait.
+    started: Notify,
+    /// The engine's; notified when it should stop to wait.
     wake: Arc<Notify>,
 }
 
-#[derive(Default)]
 struct State {
-    turn: Option<Instant>,
-    /// The engine should not wait.
-    go: bool,
-    claimed: usize,
-    held: CachedBlocks,
-    from: ByName<Level>,
-    /// What was loaded was offered to the tiers that may not have it.
-    offered: bool,
-    /// Nobody wants the blocks any more.
-    over: bool,
+    phase: Phase,
+    /// Number of leading blocks that the engine has computed, or is about to.
+    computed: usize,
+    /// `None` once the handle was dropped: then blocks that arrive are not held.
+    held: Option<CachedBlocks>,
+    loaded_from: ByName<Level>,
+    /// The loaded blocks were queued for the tiers that may lack them.
+    offloaded: bool,
 }
 
 impl Onboarding {
-    pub(super) fn start(job: impl FnOnce(Arc<Shared>) -> Job, wake: Arc<Notify>) -> Self {
-        let shared = Arc::new(Shared { state: Mutex::default(), turned: Notify::new(), wake });
+    pub(super) fn start(job: impl FnOnce(Arc<Shared>) -> LoadJob, wake: Arc<Notify>) -> Self {
+        let state = State {
+            phase: Phase::default(),
+            computed: 0,
+            held: Some(CachedBlocks::default()),
+            loaded_from: ByName::default(),
+            offloaded: false,
+        };
+        let shared = Arc::new(Shared { state: Mutex::new(state), started: Notify::new(), wake });
         let job = job(shared.clone());
         let inner = job.inner.clone();
         let task = tokio::spawn(async move {
-            let ended = Ended(&job);
-            if AssertUnwindSafe(bring(&job)).catch_unwind().await.is_err() {
+            let proceed = ProceedOnDrop(&job);
+            if AssertUnwindSafe(load(&job)).catch_unwind().await.is_err() {
                 job.inner.core.poison("onboarding");
             }
-            drop(ended);
+            drop(proceed);
         });
         Self { inner, shared, task: AbortOnDropHandle::new(task) }
     }
 
-    /// The engine has a place for the request now.
-    pub fn turn(&self) {
-        self.shared.lock().turn.get_or_insert_with(Instant::now);
-        self.shared.turned.notify_one();
+    /// The engine could compute these blocks now, and waits while [`Onboarding::should_wait`].
+    pub fn start_waiting(&self) {
+        self.shared.lock().phase.start_waiting(Instant::now());
+        self.shared.started.notify_one();
     }
 
-    /// Whether the engine had better wait for blocks than compute.
-    pub fn is_worth_waiting(&self) -> bool {
-        !self.shared.lock().go
+    /// Whether waiting for blocks is expected to be faster than computing them.
+    pub fn should_wait(&self) -> bool {
+        self.shared.phase() != Phase::Computing
     }
 
-    /// The engine has computed, or is about to, so many of the blocks, counted from the first that was asked for.
-    pub fn claim(&self, blocks: usize) {
+    /// The engine has computed, or is about to compute, `blocks` of the requested blocks, counted from the first.
+    pub fn advance(&self, blocks: usize) {
         let mut state = self.shared.lock();
-        state.claimed = state.claimed.max(blocks);
+        state.computed = state.computed.max(blocks);
     }
 
-    /// Stops what is still under way.
-    pub(super) async fn end(mut self) {
+    /// Stops the load, and waits until its task has ended.
+    pub(super) async fn stop(mut self) {
         self.task.abort();
-        // An error says that it was stopped.
+        // The error of an aborted task.
         let _ = (&mut self.task).await;
     }
 
-    /// Blocks that it holds.
-    pub fn held(&self) -> usize {
-        self.shared.lock().held.len()
+    /// Number of blocks that this handle holds.
+    pub fn held_blocks(&self) -> usize {
+        self.shared.lock().held.as_ref().map_or(0, CachedBlocks::len)
     }
 
-    /// Which tier a block was loaded from; `None` when it was not loaded for this request.
-    pub fn from(&self, name: &SequenceHash) -> Option<Level> {
-        self.shared.lock().from.get(name).copied()
+    /// The tier from which a block was loaded; `None` when it was not loaded for this request.
+    pub fn loaded_from(&self, hash: &SequenceHash) -> Option<Level> {
+        self.shared.lock().loaded_from.get(hash).copied()
     }
 }
 
 impl Drop for Onboarding {
-    /// Its task hears of it later: what came goes at once, for somebody may want the room.
+    /// Releases the loaded blocks at once, for requests that need the slots: the task is only aborted later.
     fn drop(&mut self) {
         self.shared.offload(&self.inner);
-        self.shared.let_go();
+        self.shared.release();
     }
 }
 
@@ -115,126 +124,135 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Resolves at the engine's turn: since when it is.
-    pub(super) async fn turned(&self) -> Instant {
+    pub(super) fn phase(&self) -> Phase {
+        self.lock().phase
+    }
+
+    /// Resolves when the engine waits, with the time since when it does.
+    pub(super) async fn started(&self) -> Instant {
         loop {
-            let turn = self.lock().turn;
-            match turn {
-                Some(turn) => return turn,
-                None => self.turned.notified().await,
+            let since = self.lock().phase.waiting_since();
+            match since {
+                Some(since) => return since,
+                None => self.started.notified().await,
             }
         }
     }
 
-    pub(super) fn claimed(&self) -> usize {
-        self.lock().claimed
+    /// The engine is to wait for the head of a plan.
+    pub(super) fn wait_for(&self, wait: Wait) {
+        self.lock().phase.wait_for(wait);
     }
 
     /// The engine should wait no longer.
-    pub(super) fn go(&self) {
-        if !std::mem::replace(&mut self.lock().go, true) {
+    pub(super) fn proceed(&self) {
+        if self.lock().phase.proceed() {
             self.wake.notify_one();
         }
     }
 
-    /// Holds blocks for the request, while it wants them.
-    pub(super) fn keep(&self, blocks: CachedBlocks) {
+    pub(super) fn computed(&self) -> usize {
+        self.lock().computed
+    }
+
+    /// Holds blocks until the handle is dropped.
+    pub(super) fn hold(&self, blocks: CachedBlocks) {
         let mut state = self.lock();
-        if !state.over {
-            state.held.extend(blocks);
+        if let Some(held) = &mut state.held {
+            held.extend(blocks);
         }
     }
 
-    fn let_go(&self) {
-        let mut state = self.lock();
-        state.over = true;
-        let held = std::mem::take(&mut state.held);
-        drop(state);
+    fn release(&self) {
+        let held = self.lock().held.take();
         drop(held);
     }
 
-    /// Notes which level blocks come from, before anybody can find them.
-    pub(super) fn come_from(&self, blocks: impl Iterator<Item = (SequenceHash, Level)>) {
-        self.lock().from.extend(blocks);
+    /// Notes the tiers from which blocks were loaded, before the blocks can be found.
+    pub(super) fn record_levels(&self, blocks: impl Iterator<Item = (SequenceHash, Level)>) {
+        self.lock().loaded_from.extend(blocks);
     }
 
-    /// Offers what was loaded to the tiers that may not have it, once. What G2 gave is in G2; everything else goes up there too,
-    /// and down to where it is not yet.
+    /// Queues the loaded blocks for the tiers that may lack them, once. Blocks from G2 are in G2; all others go to G2
+    /// and from there to the tiers below.
     pub(super) fn offload(&self, inner: &Inner) {
         let mut state = self.lock();
-        if std::mem::replace(&mut state.offered, true) {
+        if std::mem::replace(&mut state.offloaded, true) {
             return;
         }
-        let names: Vec<_> = state.held.iter().map(Held::name).collect();
-        inner.offload(&state.held, |at| state.from.get(&names[at]).is_some_and(|level| *level != Level::G2));
+        let Some(held) = &state.held else { return };
+        let hashes: Vec<_> = held.iter().map(BlockRef::hash).collect();
+        inner.offload(held, |at| state.loaded_from.get(&hashes[at]).is_some_and(|level| *level != Level::G2));
     }
 }
 
-/// However the task ends, nobody waits for it.
-struct Ended<'a>(&'a Job);
+/// Lets the engine proceed when the task ends in any way.
+struct ProceedOnDrop<'a>(&'a LoadJob);
 
-impl Drop for Ended<'_> {
+impl Drop for ProceedOnDrop<'_> {
     fn drop(&mut self) {
-        self.0.shared.go();
+        self.0.shared.proceed();
     }
 }
 
-async fn bring(job: &Job) {
-    let Job { inner, names, shared, .. } = job;
-    let (mut lead, mut turn) = (0, None);
-    let room = room(job).await;
+/// Claims and loads the job's blocks, or follows another load of the same blocks until it can.
+async fn load(job: &LoadJob) {
+    let LoadJob { inner, hashes, shared, .. } = job;
+    let (mut ready, mut start) = (0, None);
+    let prefetch = prefetch_permit(job).await;
     loop {
-        let held = inner.core.pool.matched(&names[lead..]);
-        lead += held.len();
-        shared.keep(held);
-        if turn.is_none() {
-            turn = shared.turned().now_or_never().map(|since| Turn { since, had: lead });
+        let held = inner.core.pool.lookup(&hashes[ready..]);
+        ready += held.len();
+        shared.hold(held);
+        if start.is_none() {
+            start = shared.started().now_or_never().map(|at| WaitStart { at, ready });
         }
-        let (located, plan) = if let Some(turn) = turn {
+        let (located, plan) = if let Some(start) = start {
             let now = Instant::now();
-            let (located, plan) = job.plan(lead, 0, now, |source| job.sources[source].gauge.known(now));
-            (located, Some((turn, plan)))
+            let (located, plan) = job.plan(ready, 0, now, |source| job.sources[source].throughput.speed(now));
+            (located, Some((start, plan)))
         } else {
-            // What there is no room for would be read for nothing, by each who wants it.
-            let most = room.as_ref().map_or(0, SemaphorePermit::num_permits).min(inner.core.pool.available());
-            let ahead = names.len().min(lead + most);
-            (locate(&inner.core, &job.sources, &names[lead..ahead], Instant::now()), None)
+            // Blocks without a free slot would be read in vain, by each request that wants them.
+            let limit = prefetch.as_ref().map_or(0, SemaphorePermit::num_permits).min(inner.core.pool.available());
+            let end = hashes.len().min(ready + limit);
+            (locate(&inner.core, &job.sources, &hashes[ready..end], Instant::now()), None)
         };
-        let names = &names[lead..lead + extent(&located)];
-        let bringing = match plan {
-            None if names.is_empty() => {
-                shared.turned().await;
+        let wanted = &hashes[ready..ready + located_len(&located)];
+        let claim = match plan {
+            None if wanted.is_empty() => {
+                shared.started().await;
                 continue;
             }
             Some((_, plan)) if plan.head + plan.tail == 0 => return,
-            // What somebody else brings of the end is met in G1.
-            Some((_, plan)) if plan.head == 0 => Ok(inner.coming.bring_rest(names)),
-            _ => inner.coming.bring(names),
+            // Tail blocks that another load claimed are found in G1 when the engine gets there.
+            Some((_, plan)) if plan.head == 0 => Ok(inner.inflight.claim_rest(wanted)),
+            _ => inner.inflight.claim(wanted),
         };
-        let mut steps = match bringing {
-            Ok(bringing) => {
-                let mut loading = Loading::new(job, bringing, lead, &located, plan);
+        let mut progress = match claim {
+            Ok(claim) => {
+                let mut loading = Loading::new(job, claim, ready, &located, plan);
                 return loading.run().await;
             }
-            Err(steps) => steps,
+            Err(progress) => progress,
         };
-        // Somebody else brings them: wait like that one, and take over when it gives up.
-        let limit = plan.map(|(turn, plan)| turn.limit(plan.patience, lead, Instant::now()));
+        // Another load brings them: wait as long as for an own load, and take over when the other one ends.
+        let limit = plan.map(|(start, plan)| start.limit(plan.budget, ready, Instant::now()));
         tokio::select! {
             biased;
             () = sleep_until(limit.unwrap_or_else(Instant::now)), if limit.is_some() => return,
-            _ = shared.turned(), if turn.is_none() => {}
-            _ = steps.changed() => {}
+            _ = shared.started(), if start.is_none() => {}
+            _ = progress.changed() => {}
         }
     }
 }
 
-/// A share of G1 to load into before the engine's turn, given back when this load ends. `None`: the turn came first.
-async fn room(job: &Job) -> Option<SemaphorePermit<'_>> {
-    let blocks = job.names.len().min(job.inner.ahead_max) as u32;
+/// A share of G1 to load into before the engine is ready, returned when this load ends. `None`: the engine was ready
+/// first.
+async fn prefetch_permit(job: &LoadJob) -> Option<SemaphorePermit<'_>> {
+    let blocks = job.hashes.len().min(job.inner.max_prefetch_blocks) as u32;
     tokio::select! {
         biased;
-        _ = job.shared.turned() => None,
-        room = job.inner.ahead.acquire_many(blocks) => room.ok(),
+        _ = job.shared.started() => None,
+        permit = job.inner.prefetch_blocks.acquire_many(blocks) => permit.ok(),
     }
 }

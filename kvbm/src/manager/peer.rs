@@ -1,11 +1,12 @@
-//! Another manager's memory, in the same process, as a tier to read from: how prefilled blocks reach the decode worker.
+//! Another manager's memory, in the same process, as a tier to read from: the way of prefilled blocks to the decode
+//! worker.
 //!
-//! A block is held while it is copied and sealed on reading, so it is verified like any other tier's. The owner's life
-//! is its own: once the last handle to the manager is gone, a peer has nothing.
+//! A block is held while it is copied, and sealed on reading, so it is verified like any other tier's. A peer does not
+//! keep the manager alive; once its last handle is dropped, the peer is empty.
 //!
-//! Look here in vain for writing: nobody stores into somebody else's memory.
+//! Not here: storing. A peer is read-only.
 
-use super::Core;
+use super::shared::Core;
 use crate::block::{Block, Date, Fingerprint, Header, Level, SequenceHash};
 use crate::pool::CachedBlock;
 use crate::tier::{Loaded, StoreError, Tier, Usage};
@@ -16,33 +17,34 @@ use std::io;
 use std::sync::{Arc, Weak};
 
 /// A manager's G1 and G2, seen from outside.
-pub(crate) struct Peer(Weak<Core>);
+pub(super) struct Peer(Weak<Core>);
 
 impl Peer {
-    /// Blocks copied per hop to a blocking thread: large enough to hide the hop, small enough to begin early.
+    /// Bytes copied per task on a blocking thread: enough to hide the cost of the thread switch, few enough to begin
+    /// early.
     const BATCH_BYTES: usize = 4 << 20;
 
-    pub(crate) fn new(core: &Arc<Core>) -> Self {
+    pub(super) fn new(core: &Arc<Core>) -> Self {
         Self(Arc::downgrade(core))
     }
 }
 
 impl Core {
-    /// Copies a block out of device memory and describes it. Blocks for the time of the copy.
-    pub(crate) fn read(&self, held: &CachedBlock) -> Block {
+    /// Copies a block out of device memory and seals it. Blocks for the time of the copy.
+    pub(super) fn read(&self, held: &CachedBlock) -> Block {
         let mut bytes = vec![0; self.device.block_bytes()];
         let (length, fingerprint, custody) = (bytes.len(), self.device.fingerprint(), held.custody());
-        let header = Header::seal_along(held.name(), held.parent(), fingerprint, custody, length, |seen| {
-            self.device.read_seen(held.slot(), &mut bytes, seen);
+        let header = Header::seal_along(held.hash(), held.parent(), fingerprint, custody, length, |seen| {
+            self.device.read_observed(held.slot(), &mut bytes, seen);
         });
         Block { header, payload: Bytes::from(bytes) }
     }
 
     /// Blocks from this process's memory, G2's copies first: they cost no copy and no read of the device.
-    pub(crate) fn in_memory(&self, names: &[SequenceHash]) -> Vec<Option<Block>> {
-        let mut found = self.host.as_ref().map_or_else(|| vec![None; names.len()], |host| host.get(names));
-        let missing: Vec<usize> = (0..names.len()).filter(|index| found[*index].is_none()).collect();
-        let held = self.pool.found(&missing.iter().map(|index| names[*index]).collect::<Vec<_>>());
+    pub(super) fn in_memory(&self, hashes: &[SequenceHash]) -> Vec<Option<Block>> {
+        let mut found = self.host.as_ref().map_or_else(|| vec![None; hashes.len()], |host| host.get(hashes));
+        let missing: Vec<usize> = (0..hashes.len()).filter(|index| found[*index].is_none()).collect();
+        let held = self.pool.get_each(&missing.iter().map(|index| hashes[*index]).collect::<Vec<_>>());
         for (index, held) in missing.into_iter().zip(held) {
             found[index] = held.map(|held| self.read(&held));
         }
@@ -55,24 +57,24 @@ impl Tier for Peer {
         Level::Peer
     }
 
-    fn holds(&self, fingerprint: Fingerprint, names: &[SequenceHash]) -> usize {
+    fn holds(&self, fingerprint: Fingerprint, hashes: &[SequenceHash]) -> usize {
         let Some(core) = self.0.upgrade().filter(|core| core.device.fingerprint() == fingerprint) else { return 0 };
-        let here = |name: &&SequenceHash| {
-            let name = std::slice::from_ref(*name);
-            core.pool.holds(name) == 1 || core.host.as_ref().is_some_and(|host| host.holds(fingerprint, name) == 1)
+        let here = |hash: &&SequenceHash| {
+            let hash = std::slice::from_ref(*hash);
+            core.pool.holds(hash) == 1 || core.host.as_ref().is_some_and(|host| host.holds(fingerprint, hash) == 1)
         };
-        names.iter().take_while(here).count()
+        hashes.iter().take_while(here).count()
     }
 
-    fn load(&self, fingerprint: Fingerprint, names: Vec<SequenceHash>) -> BoxStream<'static, Loaded> {
+    fn load(&self, fingerprint: Fingerprint, hashes: Vec<SequenceHash>) -> BoxStream<'static, Loaded> {
         let core = self.0.clone();
         let size = self.0.upgrade().map_or(1, |core| (Self::BATCH_BYTES / core.device.block_bytes().max(1)).max(1));
         let batches: Vec<(usize, Vec<SequenceHash>)> =
-            names.chunks(size).enumerate().map(|(batch, names)| (batch * size, names.to_vec())).collect();
-        let read = move |(first, names): (usize, Vec<SequenceHash>)| {
+            hashes.chunks(size).enumerate().map(|(batch, hashes)| (batch * size, hashes.to_vec())).collect();
+        let read = move |(first, hashes): (usize, Vec<SequenceHash>)| {
             let core = core.upgrade().filter(|core| core.device.fingerprint() == fingerprint);
             tokio::task::spawn_blocking(move || -> Vec<Loaded> {
-                let found = core.map_or_else(|| vec![None; names.len()], |core| core.in_memory(&names));
+                let found = core.map_or_else(|| vec![None; hashes.len()], |core| core.in_memory(&hashes));
                 found.into_iter().enumerate().map(|(at, block)| (first + at, Ok(block))).collect()
             })
         };
@@ -83,20 +85,20 @@ impl Tier for Peer {
     }
 
     fn store(&self, blocks: Vec<Block>) -> BoxFuture<'_, Vec<Result<(), StoreError>>> {
-        let refuse =
+        let reject =
             || Err(StoreError::Io(io::Error::new(io::ErrorKind::ReadOnlyFilesystem, "a peer tier is read-only")));
-        Box::pin(async move { blocks.iter().map(|_| refuse()).collect() })
+        Box::pin(async move { blocks.iter().map(|_| reject()).collect() })
     }
 
-    fn discard(&self, _: Fingerprint, name: SequenceHash) {
-        // The copy in flight was unsound, or the owner's G2 is: G1 is what the owner itself computes with.
+    fn discard(&self, _: Fingerprint, hash: SequenceHash) {
+        // Either the copy or G2's block is corrupt; G1's block is not discarded, since the owner computes with it.
         if let Some(host) = self.0.upgrade().and_then(|core| core.host.clone()) {
-            host.discard(host.fingerprint(), name);
+            host.discard(host.fingerprint(), hash);
         }
     }
 
     fn expire(&self, _: Date) -> usize {
-        // The owner does.
+        // The owner expires its blocks.
         0
     }
 

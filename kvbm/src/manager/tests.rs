@@ -1,16 +1,22 @@
-//! The manager among tiers of every temper, in virtual time where time matters.
+//! The manager with tiers of all kinds, in virtual time where time matters.
 
-use super::plan::Patience;
-use super::*;
-use crate::block::{Block, Date, Fingerprint};
-use crate::event::Epoch;
-use crate::pool::BlockId;
+use super::plan::WaitBudget;
+use super::{BlockManager, Onboarding, Recompute};
+use crate::block::{Block, Clock, Custody, Date, DomainId, Fingerprint, Level, Retention, SequenceHash};
+use crate::event::{Epoch, EventLog};
+use crate::metrics::Metrics;
 use crate::pool::device::conformance::InMemory;
+use crate::pool::{BlockId, CachedBlocks, DeviceBlocks, HostTier};
 use crate::tier::conformance::Memory;
-use crate::tier::{Faults, Faulty, Loaded, StoreError, Usage};
+use crate::tier::{Faults, Faulty, Loaded, Shares, StoreError, Tier, Usage};
 use futures::future::BoxFuture;
 use futures::stream::{BoxStream, StreamExt};
 use prometheus::Registry;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+use tokio::sync::Notify;
+use tokio::time::Instant;
 
 mod never_slower;
 mod offload;
@@ -26,23 +32,23 @@ fn fingerprint() -> Fingerprint {
     Fingerprint::from_bytes([0xF1; 32])
 }
 
-fn name(n: usize) -> SequenceHash {
+fn hash(n: usize) -> SequenceHash {
     let mut bytes = [0; 16];
     bytes[..8].copy_from_slice(&(n as u64 + 1).to_le_bytes());
     SequenceHash::from_bytes(bytes)
 }
 
-fn names(n: usize) -> Vec<SequenceHash> {
-    (0..n).map(name).collect()
+fn hashes(n: usize) -> Vec<SequenceHash> {
+    (0..n).map(hash).collect()
 }
 
-/// What the engine computes for a block: a function of its name.
-fn content(name: SequenceHash) -> Vec<u8> {
-    (0..SIZE).map(|i| name.as_bytes()[0].wrapping_mul(31) ^ (i * 7) as u8).collect()
+/// The content of a block: a function of its hash.
+fn content(hash: SequenceHash) -> Vec<u8> {
+    (0..SIZE).map(|i| hash.as_bytes()[0].wrapping_mul(31) ^ (i * 7) as u8).collect()
 }
 
-/// A manager and what stands around it.
-struct Site {
+/// A manager, its device and host tier, and its outputs.
+struct Harness {
     device: Arc<InMemory>,
     manager: BlockManager,
     host: Option<HostTier>,
@@ -50,7 +56,7 @@ struct Site {
     registry: Registry,
 }
 
-impl Site {
+impl Harness {
     fn new(slots: usize, host: usize, lower: Vec<Arc<dyn Tier>>) -> Self {
         Self::timed(slots, host, lower, &Clock::system())
     }
@@ -67,7 +73,7 @@ impl Site {
         Self { device, manager, host, log, registry }
     }
 
-    /// Computes the chain of `range` and caches it.
+    /// Computes the chain of `range` and registers it.
     fn compute(&self, range: std::ops::Range<usize>) -> CachedBlocks {
         self.compute_for(range, Custody::default())
     }
@@ -75,8 +81,8 @@ impl Site {
     fn compute_for(&self, range: std::ops::Range<usize>, custody: Custody) -> CachedBlocks {
         let slots = self.manager.allocate(range.len()).unwrap();
         let full = slots.into_iter().zip(range).map(|(slot, n)| {
-            self.device.write(slot.slot(), &content(name(n)));
-            slot.complete(name(n), n.checked_sub(1).map(name), custody)
+            self.device.write(slot.slot(), &content(hash(n)));
+            slot.complete(hash(n), n.checked_sub(1).map(hash), custody)
         });
         self.manager.register_all(full.collect())
     }
@@ -85,7 +91,7 @@ impl Site {
         let mut bytes = vec![0; SIZE];
         for block in blocks {
             self.device.read(block.slot(), &mut bytes);
-            assert!(bytes == content(block.name()), "{block:?} holds other bytes");
+            assert!(bytes == content(block.hash()), "{block:?} holds other bytes");
         }
     }
 
@@ -106,17 +112,17 @@ fn log() -> Arc<EventLog> {
     Arc::new(EventLog::new(Epoch(1)))
 }
 
-/// A tier in some other place of the order, late by a fixed time and then by so much per block.
-struct At {
+/// A tier at some level, with a fixed latency and a time per block.
+struct PlacedTier {
     level: Level,
     tier: Arc<dyn Tier>,
     latency: Duration,
     per_block: Duration,
 }
 
-fn at(level: Level, latency_ms: u64, per_block_ms: u64) -> Arc<At> {
+fn placed(level: Level, latency_ms: u64, per_block_ms: u64) -> Arc<PlacedTier> {
     let tier = Arc::new(Memory::new(log(), None));
-    Arc::new(At {
+    Arc::new(PlacedTier {
         level,
         tier,
         latency: Duration::from_millis(latency_ms),
@@ -124,33 +130,33 @@ fn at(level: Level, latency_ms: u64, per_block_ms: u64) -> Arc<At> {
     })
 }
 
-impl At {
-    async fn keeps(&self, range: std::ops::Range<usize>) {
-        let block = |n: usize| Block::seal(name(n), n.checked_sub(1).map(name), fingerprint(), content(name(n)).into());
+impl PlacedTier {
+    async fn fill(&self, range: std::ops::Range<usize>) {
+        let block = |n: usize| Block::seal(hash(n), n.checked_sub(1).map(hash), fingerprint(), content(hash(n)).into());
         self.tier.store(range.map(block).collect()).await;
     }
 }
 
-impl Tier for At {
+impl Tier for PlacedTier {
     fn level(&self) -> Level {
         self.level
     }
-    fn holds(&self, fingerprint: Fingerprint, names: &[SequenceHash]) -> usize {
-        self.tier.holds(fingerprint, names)
+    fn holds(&self, fingerprint: Fingerprint, hashes: &[SequenceHash]) -> usize {
+        self.tier.holds(fingerprint, hashes)
     }
-    fn load(&self, fingerprint: Fingerprint, names: Vec<SequenceHash>) -> BoxStream<'static, Loaded> {
+    fn load(&self, fingerprint: Fingerprint, hashes: Vec<SequenceHash>) -> BoxStream<'static, Loaded> {
         let (latency, per_block) = (self.latency, self.per_block);
         let late = move |(n, loaded)| async move {
             tokio::time::sleep(if n == 0 { latency } else { per_block }).await;
             loaded
         };
-        self.tier.load(fingerprint, names).enumerate().then(late).boxed()
+        self.tier.load(fingerprint, hashes).enumerate().then(late).boxed()
     }
     fn store(&self, blocks: Vec<Block>) -> BoxFuture<'_, Vec<Result<(), StoreError>>> {
         self.tier.store(blocks)
     }
-    fn discard(&self, fingerprint: Fingerprint, name: SequenceHash) {
-        self.tier.discard(fingerprint, name);
+    fn discard(&self, fingerprint: Fingerprint, hash: SequenceHash) {
+        self.tier.discard(fingerprint, hash);
     }
     fn expire(&self, now: Date) -> usize {
         self.tier.expire(now)
@@ -161,7 +167,7 @@ impl Tier for At {
 }
 
 const fn ms(seconds_per_block_ms: u64) -> Recompute {
-    Recompute { seconds_per_block: Some(seconds_per_block_ms as f64 / 1e3), by: None }
+    Recompute { seconds_per_block: Some(seconds_per_block_ms as f64 / 1e3), deadline: None }
 }
 
-const UNKNOWN: Recompute = Recompute { seconds_per_block: None, by: None };
+const UNKNOWN: Recompute = Recompute { seconds_per_block: None, deadline: None };

@@ -1,114 +1,114 @@
-//! How fast a tier is, as seen while onboarding, how much others want of it, and whether it is to be asked at all.
+//! The measured speed of a tier, the number of blocks that loads wait for, and whether the tier answers at all.
 
-use super::plan::{Known, Measured, Patience};
+use super::plan::{MeasuredSpeed, TierSpeed, WaitBudget};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// What is known of one tier. The time is passed in.
+/// Measurements of one tier. The time is passed in.
 #[derive(Default)]
-pub(super) struct Gauge {
+pub(super) struct TierThroughput {
     state: Mutex<State>,
-    /// Blocks that loads wait for now.
+    /// Number of blocks that loads wait for now.
     queued: AtomicU64,
-    /// Blocks that it answered for, to whomever. Relaxed, like the other: figures, which order nothing.
+    /// Number of blocks answered for all loads. Relaxed, like `queued`: these numbers order no other memory.
     answered: AtomicU64,
 }
 
 #[derive(Clone, Copy, Default)]
 struct State {
-    /// Seconds to the first block, smoothed; and when that was last seen.
+    /// Seconds to the first block, smoothed; and when it was last measured.
     latency: Option<(f64, Instant)>,
-    /// Blocks after the first and the seconds they took, both fading alike, so that large loads count for more.
+    /// Blocks after the first and the seconds they took. Both decay alike, so that large loads count for more.
     blocks: f64,
     seconds: f64,
-    strikes: u32,
-    asleep_until: Option<Instant>,
+    failures: u32,
+    unavailable_until: Option<Instant>,
 }
 
-/// What one load showed of its tier.
+/// What one load has measured of its tier.
 #[derive(Clone, Copy, PartialEq, Debug)]
-pub(super) struct Seen {
-    /// Until the first answer; `None`: there was none.
+pub(super) struct LoadSample {
+    /// Time until the first answer; `None`: there was none.
     pub(super) first: Option<Duration>,
-    /// Blocks that the time is for, those for others included: they took their share of it.
+    /// Number of blocks answered in `elapsed`, those for other loads included.
     pub(super) blocks: u64,
-    /// Until its last answer, or until we stopped listening.
+    /// Time until the last answer, or until the load stopped to listen.
     pub(super) elapsed: Duration,
-    /// Blocks that others waited for when it was asked: the first answer came after them.
+    /// Number of blocks that other loads waited for at the first request; they were answered first.
     pub(super) queued: u64,
 }
 
-impl Gauge {
-    /// The weight of a new latency, and what remains of old throughput. A change is believed after three loads or so.
-    const NEW: f64 = 0.3;
-    /// A measurement fades over this time: a tier that was slow for once deserves another try.
-    const STALE: Duration = Duration::from_secs(30);
-    /// After a first silence the tier is left alone for this long, then twice as long, ...
+impl TierThroughput {
+    /// The weight of a new latency, and the decay of old throughput. A change is adopted after about three loads.
+    const SMOOTHING: f64 = 0.3;
+    /// A measurement decays to none over this time, so that a tier that was slow once is tried again.
+    const MAX_AGE: Duration = Duration::from_secs(30);
+    /// How long a tier is not used after a first timeout; doubled after each further one, ...
     const BACKOFF: Duration = Duration::from_secs(1);
-    /// ... up to 64 times as long. Nobody waits for the answer to a try, but each is a read that may never end.
-    const STRIKES_MAX: u32 = 6;
+    /// ... this many times. A retry costs a request no time, but its read may never end.
+    const MAX_DOUBLINGS: u32 = 6;
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether to ask the tier.
-    pub(super) fn is_awake(&self, now: Instant) -> bool {
-        self.lock().asleep_until.is_none_or(|until| until <= now)
+    /// Whether the tier may be asked.
+    pub(super) fn is_available(&self, now: Instant) -> bool {
+        self.lock().unavailable_until.is_none_or(|until| until <= now)
     }
 
-    /// So many blocks were asked for.
-    pub(super) fn asked(&self, blocks: usize) {
+    /// Counts requested blocks.
+    pub(super) fn requested(&self, blocks: usize) {
         self.queued.fetch_add(blocks as u64, Relaxed);
     }
 
-    /// It answered for one of them. How many it answered for until now.
-    pub(super) fn answer(&self) -> u64 {
+    /// Counts an answered block. Returns the number of all answers so far.
+    pub(super) fn answered(&self) -> u64 {
         self.queued.fetch_sub(1, Relaxed);
         self.answered.fetch_add(1, Relaxed) + 1
     }
 
-    /// Nobody waits for so many of them any more.
-    pub(super) fn recalled(&self, blocks: usize) {
+    /// Counts blocks that a load does not wait for any more.
+    pub(super) fn cancelled(&self, blocks: usize) {
         self.queued.fetch_sub(blocks as u64, Relaxed);
     }
 
-    /// Blocks that loads wait for now.
+    /// Number of blocks that loads wait for now.
     pub(super) fn queued(&self) -> u64 {
         self.queued.load(Relaxed)
     }
 
-    /// For the plan: what was seen, fading to nothing known.
-    pub(super) fn known(&self, now: Instant) -> Known {
-        self.lock().known(self.queued(), now)
+    /// The speed for a plan: measurements decay with age.
+    pub(super) fn speed(&self, now: Instant) -> TierSpeed {
+        self.lock().speed(self.queued(), now)
     }
 
-    /// The same for a load under way: with what it has seen itself so far, and without the blocks that it waits for, which
-    /// nobody has to wait behind.
-    pub(super) fn known_amid(&self, seen: Seen, own: usize, now: Instant) -> Known {
-        self.lock().after(seen, now).known(self.queued().saturating_sub(own as u64), now)
+    /// [`TierThroughput::speed`] for a load in progress: with its own `sample` so far, and without the `own` blocks
+    /// that it waits for.
+    pub(super) fn speed_during_load(&self, sample: LoadSample, own: usize, now: Instant) -> TierSpeed {
+        self.lock().after(sample, now).speed(self.queued().saturating_sub(own as u64), now)
     }
 
-    /// For people and routers, however old: seconds of latency, and per block.
-    pub(super) fn last(&self) -> Option<(f64, f64)> {
+    /// Seconds of latency, and per block, however old: for metrics and load reports.
+    pub(super) fn latest(&self) -> Option<(f64, f64)> {
         let state = self.lock();
         state.latency.map(|(latency, _)| (latency, state.seconds_per_block()))
     }
 
-    /// Learns from a load. True when the tier is to be left alone for a while.
-    pub(super) fn learn(&self, seen: Seen, now: Instant) -> bool {
+    /// Adds the measurements of a load. True: the load timed out, and the tier is not used for a while.
+    pub(super) fn record(&self, sample: LoadSample, now: Instant) -> bool {
         let mut state = self.lock();
-        *state = state.after(seen, now);
-        seen.is_silence()
+        *state = state.after(sample, now);
+        sample.is_timeout()
     }
 }
 
-impl Seen {
-    /// Nothing came, and the tier had its chance.
-    fn is_silence(&self) -> bool {
-        self.first.is_none() && self.elapsed >= Patience::GRACE
+impl LoadSample {
+    /// No answer, although the load waited for long enough.
+    fn is_timeout(&self) -> bool {
+        self.first.is_none() && self.elapsed >= WaitBudget::BASE
     }
 }
 
@@ -117,39 +117,39 @@ impl State {
         if self.blocks > 0.0 { self.seconds / self.blocks } else { 0.0 }
     }
 
-    fn known(&self, queued: u64, now: Instant) -> Known {
-        if self.strikes > 0 {
-            return Known::Silent;
+    fn speed(&self, queued: u64, now: Instant) -> TierSpeed {
+        if self.failures > 0 {
+            return TierSpeed::Unresponsive;
         }
-        let Some((latency, at)) = self.latency else { return Known::Nothing };
-        let left = 1.0 - now.saturating_duration_since(at).as_secs_f64() / Gauge::STALE.as_secs_f64();
+        let Some((latency, at)) = self.latency else { return TierSpeed::Unmeasured };
+        let left = 1.0 - now.saturating_duration_since(at).as_secs_f64() / TierThroughput::MAX_AGE.as_secs_f64();
         if left <= 0.0 {
-            return Known::Nothing;
+            return TierSpeed::Unmeasured;
         }
         let (latency, seconds_per_block) = (latency * left, self.seconds_per_block() * left);
-        Known::Speed(Measured { latency, seconds_per_block, queued: queued as usize })
+        TierSpeed::Measured(MeasuredSpeed { latency, seconds_per_block, queued: queued as usize })
     }
 
-    /// What is known once a load has shown `seen`.
-    fn after(mut self, seen: Seen, now: Instant) -> Self {
-        let Some(first) = seen.first else {
-            // Otherwise something else ended the load before the tier had its chance. Of many that wait for it at once, one
-            // finds out for all.
-            let asleep = self.asleep_until.is_some_and(|until| until > now);
-            if seen.is_silence() && !asleep {
-                self.asleep_until = Some(now + Gauge::BACKOFF * 2_u32.pow(self.strikes));
-                self.strikes = (self.strikes + 1).min(Gauge::STRIKES_MAX);
+    /// The state after `sample`.
+    fn after(mut self, sample: LoadSample, now: Instant) -> Self {
+        let Some(first) = sample.first else {
+            // A shorter load may have been ended by something else. Of many loads that time out at once, one counts.
+            let unavailable = self.unavailable_until.is_some_and(|until| until > now);
+            if sample.is_timeout() && !unavailable {
+                self.unavailable_until = Some(now + TierThroughput::BACKOFF * 2_u32.pow(self.failures));
+                self.failures = (self.failures + 1).min(TierThroughput::MAX_DOUBLINGS);
             }
             return self;
         };
-        self.strikes = 0;
-        self.asleep_until = None;
-        let fresh = (first.as_secs_f64() - seen.queued as f64 * self.seconds_per_block()).max(0.0);
+        self.failures = 0;
+        self.unavailable_until = None;
+        let fresh = (first.as_secs_f64() - sample.queued as f64 * self.seconds_per_block()).max(0.0);
         let old = self.latency.map_or(fresh, |(latency, _)| latency);
-        self.latency = Some((old + Gauge::NEW * (fresh - old), now));
-        if seen.blocks > 1 {
-            self.blocks = self.blocks * (1.0 - Gauge::NEW) + (seen.blocks - 1) as f64;
-            self.seconds = self.seconds * (1.0 - Gauge::NEW) + seen.elapsed.saturating_sub(first).as_secs_f64();
+        self.latency = Some((old + TierThroughput::SMOOTHING * (fresh - old), now));
+        if sample.blocks > 1 {
+            self.blocks = self.blocks * (1.0 - TierThroughput::SMOOTHING) + (sample.blocks - 1) as f64;
+            self.seconds =
+                self.seconds * (1.0 - TierThroughput::SMOOTHING) + sample.elapsed.saturating_sub(first).as_secs_f64();
         }
         self
     }
@@ -163,64 +163,64 @@ mod tests {
         Duration::from_millis(ms)
     }
 
-    fn seen(first: Option<u64>, blocks: u64, elapsed: Duration) -> Seen {
-        Seen { first: first.map(ms), blocks, elapsed, queued: 0 }
+    fn sample(first: Option<u64>, blocks: u64, elapsed: Duration) -> LoadSample {
+        LoadSample { first: first.map(ms), blocks, elapsed, queued: 0 }
     }
 
     #[test]
-    fn a_silent_tier_sleeps_longer_each_time_until_it_speaks() {
-        let (gauge, mut now) = (Gauge::default(), Instant::now());
-        let silent = seen(None, 0, Patience::GRACE);
+    fn backoff_doubles_until_the_tier_answers() {
+        let (throughput, mut now) = (TierThroughput::default(), Instant::now());
+        let silent = sample(None, 0, WaitBudget::BASE);
         for seconds in [1, 2, 4, 8, 16, 32, 64, 64] {
-            assert!(gauge.is_awake(now));
-            assert!(gauge.learn(silent, now));
-            assert!(!gauge.is_awake(now + Duration::from_secs(seconds) - ms(1)));
+            assert!(throughput.is_available(now));
+            assert!(throughput.record(silent, now));
+            assert!(!throughput.is_available(now + Duration::from_secs(seconds) - ms(1)));
             now += Duration::from_secs(seconds);
-            assert_eq!(gauge.known(now), Known::Silent, "asked again, and not waited for");
+            assert_eq!(throughput.speed(now), TierSpeed::Unresponsive, "requested again, and not waited for");
         }
-        gauge.learn(seen(Some(1), 1, ms(1)), now);
-        assert!(matches!(gauge.known(now), Known::Speed(_)));
-        gauge.learn(silent, now);
-        assert!(gauge.is_awake(now + Duration::from_secs(1)), "it begins anew");
+        throughput.record(sample(Some(1), 1, ms(1)), now);
+        assert!(matches!(throughput.speed(now), TierSpeed::Measured(_)));
+        throughput.record(silent, now);
+        assert!(throughput.is_available(now + Duration::from_secs(1)), "it begins anew");
     }
 
     #[test]
-    fn many_who_find_out_at_once_are_one_strike() {
-        let (gauge, now) = (Gauge::default(), Instant::now());
+    fn concurrent_timeouts_count_once() {
+        let (throughput, now) = (TierThroughput::default(), Instant::now());
         for _ in 0..10 {
-            gauge.learn(seen(None, 0, Patience::GRACE), now);
+            throughput.record(sample(None, 0, WaitBudget::BASE), now);
         }
-        assert!(gauge.is_awake(now + Gauge::BACKOFF));
+        assert!(throughput.is_available(now + TierThroughput::BACKOFF));
     }
 
     #[test]
-    fn a_wait_that_something_else_ended_is_no_strike() {
-        let (gauge, now) = (Gauge::default(), Instant::now());
-        assert!(!gauge.learn(seen(None, 0, ms(10)), now));
-        assert!(gauge.is_awake(now));
-        assert_eq!(gauge.known(now), Known::Nothing);
+    fn a_short_wait_is_no_timeout() {
+        let (throughput, now) = (TierThroughput::default(), Instant::now());
+        assert!(!throughput.record(sample(None, 0, ms(10)), now));
+        assert!(throughput.is_available(now));
+        assert_eq!(throughput.speed(now), TierSpeed::Unmeasured);
     }
 
     #[test]
-    fn large_loads_decide_the_throughput_and_age_forgets_it() {
-        let (gauge, now) = (Gauge::default(), Instant::now());
-        gauge.learn(seen(Some(5), 1_001, ms(1_005)), now);
-        gauge.learn(seen(Some(5), 2, ms(50)), now);
-        let Known::Speed(measured) = gauge.known(now) else { panic!("it was seen") };
+    fn large_loads_dominate_and_old_measurements_decay() {
+        let (throughput, now) = (TierThroughput::default(), Instant::now());
+        throughput.record(sample(Some(5), 1_001, ms(1_005)), now);
+        throughput.record(sample(Some(5), 2, ms(50)), now);
+        let TierSpeed::Measured(measured) = throughput.speed(now) else { panic!("it was measured") };
         assert!((measured.seconds_per_block - 0.001).abs() < 0.0001, "{measured:?}");
-        assert_eq!(gauge.known(now + Gauge::STALE), Known::Nothing);
+        assert_eq!(throughput.speed(now + TierThroughput::MAX_AGE), TierSpeed::Unmeasured);
     }
 
     #[test]
-    fn what_others_want_is_queue_and_neither_latency_nor_slowness() {
-        let (gauge, now) = (Gauge::default(), Instant::now());
-        gauge.learn(seen(Some(5), 101, ms(105)), now);
-        // Asked behind 50 blocks of somebody else; its own 100 came mixed with another 100.
-        gauge.learn(Seen { first: Some(ms(55)), blocks: 201, elapsed: ms(255), queued: 50 }, now);
-        gauge.asked(30);
-        gauge.answer();
-        gauge.recalled(9);
-        let Known::Speed(measured) = gauge.known(now) else { panic!("it was seen") };
+    fn other_loads_count_as_queue_and_not_as_latency() {
+        let (throughput, now) = (TierThroughput::default(), Instant::now());
+        throughput.record(sample(Some(5), 101, ms(105)), now);
+        // Requested behind 50 blocks of another load; its own 100 came mixed with another 100.
+        throughput.record(LoadSample { first: Some(ms(55)), blocks: 201, elapsed: ms(255), queued: 50 }, now);
+        throughput.requested(30);
+        throughput.answered();
+        throughput.cancelled(9);
+        let TierSpeed::Measured(measured) = throughput.speed(now) else { panic!("it was measured") };
         assert!((measured.latency - 0.005).abs() < 1e-6, "{measured:?}");
         assert!((measured.seconds_per_block - 0.001).abs() < 1e-6, "{measured:?}");
         assert_eq!(measured.queued, 20);

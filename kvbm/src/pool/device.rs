@@ -1,6 +1,6 @@
 //! The seam to G1: the memory that the engine owns.
 //!
-//! kvbm decides *which* slot holds *which* block; only the engine knows what the bytes inside a slot mean.
+//! kvbm decides *which* slot holds *which* block; only the engine knows the meaning of the bytes in a slot.
 
 #[cfg(any(test, feature = "contract"))]
 pub mod conformance;
@@ -16,18 +16,19 @@ pub struct BlockId(pub u32);
 /// # Contract
 /// - `capacity`, `block_bytes` and `fingerprint` MUST NOT change during the life of the value.
 /// - `read` after `write` of the same slot MUST return the same bytes; slots MUST NOT overlap.
-/// - `read_seen` and `write_seen` MUST show `seen` every byte that they copy, once and in order, in pieces of any size.
+/// - `read_observed` and `write_observed` MUST pass every byte that they copy to `observe`, once and in order, in
+///   pieces of any size.
 /// - `read` and `write` MAY block for the time of the copy; they are called off the async threads.
-/// - The caller MUST NOT write a slot that anybody else reads or writes at the same time. kvbm keeps this by ownership: a
-///   slot is written only through a `PartialBlock`, and read by others only once it is cached.
+/// - The caller MUST NOT write a slot that another thread reads or writes at the same time. kvbm keeps this by
+///   ownership: a slot is written only through a `PartialBlock`, and read by others only once it is cached.
 pub trait DeviceBlocks: Send + Sync + 'static {
-    /// How many slots there are.
+    /// Number of slots.
     fn capacity(&self) -> usize;
 
     /// Bytes in one slot.
     fn block_bytes(&self) -> usize;
 
-    /// Whose bytes these are.
+    /// The fingerprint of the engine that computes these bytes.
     fn fingerprint(&self) -> Fingerprint;
 
     /// Copies a slot out. `into` is exactly `block_bytes` long.
@@ -36,31 +37,31 @@ pub trait DeviceBlocks: Send + Sync + 'static {
     /// Copies a slot in. `from` is exactly `block_bytes` long.
     fn write(&self, slot: BlockId, from: &[u8]);
 
-    /// [`read`](Self::read), while `seen` looks at the bytes: best at each piece when it is in the processor's cache anyway.
-    /// [`copy_seen`] does so where slots are plain memory.
-    fn read_seen(&self, slot: BlockId, into: &mut [u8], seen: &mut dyn FnMut(&[u8])) {
+    /// [`read`](Self::read) that passes the bytes to `observe`, best piece by piece while they are in the processor's
+    /// cache. [`copy_observed`] does so where slots are plain memory.
+    fn read_observed(&self, slot: BlockId, into: &mut [u8], observe: &mut dyn FnMut(&[u8])) {
         self.read(slot, into);
-        seen(into);
+        observe(into);
     }
 
-    /// [`write`](Self::write), while `seen` looks at the bytes, likewise.
-    fn write_seen(&self, slot: BlockId, from: &[u8], seen: &mut dyn FnMut(&[u8])) {
+    /// [`write`](Self::write) that passes the bytes to `observe`, likewise.
+    fn write_observed(&self, slot: BlockId, from: &[u8], observe: &mut dyn FnMut(&[u8])) {
         self.write(slot, from);
-        seen(from);
+        observe(from);
     }
 }
 
-/// Copies between pieces of memory of one length, while `seen` looks at the bytes. With a checksum for `seen`, that takes no
-/// longer than the copy alone: what reads ahead is the sum, and the copy finds its bytes in the first-level cache.
+/// Copies between slices of one length and passes the bytes to `observe`. With a checksum as the observer this takes no
+/// longer than the copy alone: the checksum reads ahead, and the copy finds its bytes in the first-level cache.
 ///
 /// # Panics
 /// When the lengths differ.
-pub fn copy_seen(from: &[u8], into: &mut [u8], seen: &mut dyn FnMut(&[u8])) {
-    /// Much less, and the sum is slow; twice as much, and the system's `memcpy` takes a way that is.
+pub fn copy_observed(from: &[u8], into: &mut [u8], observe: &mut dyn FnMut(&[u8])) {
+    /// Much smaller pieces make the checksum slow; twice the size makes `memcpy` choose a slower path.
     const PIECE: usize = 4 << 10;
     assert_eq!(from.len(), into.len(), "one block on both sides");
     for (from, into) in from.chunks(PIECE).zip(into.chunks_mut(PIECE)) {
-        seen(from);
+        observe(from);
         into.copy_from_slice(from);
     }
 }

@@ -1,16 +1,17 @@
-//! Which blocks are here, who follows whom, and which one to give up next.
+//! Which blocks a pool holds, their parent relations, and which block to evict next.
 //!
-//! Pure: no clock, no lock, no bytes. A pool (device or host) keeps one [`Residents`] under its lock and carries out what
-//! it answers.
+//! Pure: no clock, no lock, no bytes. A pool (device or host) keeps one [`EvictionIndex`] under its lock and carries
+//! out its decisions.
 //!
-//! **Invariant: leaves before parents.** A block with a resident child is never given up, so eviction never leaves a hole
-//! in a chain. **Invariant: a held block holds its parent.** So every block that is not held can be given up, in some
-//! order, and [`Residents::idle`] is exactly what an allocation can count on.
+//! **Invariant: leaves before parents.** A block with a resident child is never evicted, so eviction leaves no hole in
+//! a chain. **Invariant: a held block holds its parent.** So every block that is not held can be evicted, in some
+//! order, and [`EvictionIndex::evictable`] is exactly the number of slots that an allocation can get by eviction.
 //!
-//! **Who goes first**: of the domain that has to pay ([`payer`]) and its leaves of the least priority, the one that
-//! was used least often, and of those the one that was let go longest ago. Counts fade ([`frequency_sketch`]). So what is read once, however much of it, passes through without displacing what is used
-//! again and again. A new block always gets in, and for as long as it is among the *young* (an eighth of the slots) it goes
-//! after all others: there is time for it to be used again.
+//! **Victim order**: the group of domains chosen by [`payer`], then lowest priority, then lowest aged frequency, then
+//! least recently released. Frequencies come from a decaying count-min sketch ([`frequency_sketch`], as in W-TinyLFU),
+//! so a scan does not displace blocks that are used repeatedly. As in SLRU, a new block is admitted in any case and
+//! starts in *probation* (an eighth of the slots), where it is evicted after all blocks of the main segment: this
+//! leaves time for a second use.
 
 mod frequency_sketch;
 mod node;
@@ -20,182 +21,191 @@ mod rank;
 use crate::block::{Priority, SequenceHash};
 use crate::table::{Ahead, ByName, Positions, hugepages};
 use crate::tier::{Bounds, payer};
-use frequency_sketch::Frequency;
-use node::{Followers, Leaf, Node};
+use frequency_sketch::FrequencySketch;
+use node::{Children, Leaf, Node};
 use parents::Parent;
-use rank::Turn;
+use rank::EvictionRank;
 use std::collections::BTreeSet;
 
 /// The blocks of one pool, by slot.
-pub(crate) struct Residents {
-    names: Positions,
+pub(super) struct EvictionIndex {
+    slots: Positions,
     nodes: Vec<Node>,
-    /// Followers of blocks that are not here: a child may arrive before its parent, and a parent may be discarded.
-    absent: ByName<Followers>,
-    /// At least one: domains that are counted apart.
+    /// Children of blocks that are not resident: a child may be inserted before its parent, and a parent may be
+    /// discarded.
+    absent: ByName<Children>,
+    /// Groups of domains that are counted apart; at least one.
     groups: Vec<Group>,
-    frequency: Frequency,
-    /// Blocks that are young, and how many may be.
-    young: usize,
-    young_most: usize,
-    idle: usize,
-    clock: u64,
+    frequency: FrequencySketch,
+    /// Number of blocks in probation, and its limit.
+    probation: usize,
+    max_probation: usize,
+    evictable: usize,
+    /// Counts insertions and releases: the time of an [`EvictionRank`].
+    ticks: u64,
 }
 
-/// The blocks of a domain, or of all that nobody named.
+/// The blocks of one domain, or of all domains without a quota of their own.
 #[derive(Default)]
 struct Group {
     bounds: Bounds,
     resident: usize,
-    /// What may go now, and when it is its turn: resident, not held, no resident child.
+    /// Blocks that may be evicted now, in order: resident, not held, without a resident child.
     leaves: BTreeSet<Leaf>,
 }
 
-/// What [`Residents::remove`] did.
-pub(crate) enum Removed {
+/// The result of [`EvictionIndex::remove`].
+pub(super) enum Removed {
     /// There was no such block.
     Absent,
-    /// The slot is the caller's.
+    /// The slot belongs to the caller now.
     Vacated(u32),
-    /// Somebody still holds the block; the last [`Residents::release`] says that the slot is free.
+    /// A guard still holds the block; the last [`EvictionIndex::release`] reports that the slot is free.
     StillHeld,
 }
 
 impl Group {
-    fn oldest_young(&self) -> Option<&Leaf> {
-        let first = |priority| self.leaves.range((priority, Turn::YOUNG, 0)..=(priority, Turn::LAST, u32::MAX)).next();
-        Priority::ALL.into_iter().filter_map(first).min_by_key(|(_, turn, _)| *turn)
+    fn oldest_probationary(&self) -> Option<&Leaf> {
+        let first = |priority| {
+            self.leaves.range((priority, EvictionRank::PROBATION, 0)..=(priority, EvictionRank::LAST, u32::MAX)).next()
+        };
+        Priority::ALL.into_iter().filter_map(first).min_by_key(|(_, rank, _)| *rank)
     }
 }
 
-impl Residents {
-    /// For slots up to `capacity`.
-    pub(crate) fn new(capacity: usize) -> Self {
+impl EvictionIndex {
+    /// An empty index for `capacity` slots.
+    pub(super) fn new(capacity: usize) -> Self {
         let mut nodes = Vec::with_capacity(capacity);
         hugepages::enlarge(nodes.spare_capacity_mut());
         Self {
-            names: Positions::with_capacity(capacity),
+            slots: Positions::with_capacity(capacity),
             nodes,
             absent: ByName::default(),
             groups: vec![Group::default()],
-            frequency: Frequency::new(capacity),
-            young: 0,
-            young_most: capacity.div_ceil(8),
-            idle: 0,
-            clock: 0,
+            frequency: FrequencySketch::new(capacity),
+            probation: 0,
+            max_probation: capacity.div_ceil(8),
+            evictable: 0,
+            ticks: 0,
         }
     }
 
-    /// Counts the blocks of several groups apart, from now on: before there are any.
-    pub(crate) fn divide(&mut self, bounds: &[Bounds]) {
-        assert_eq!(self.len(), 0, "blocks are here already, of nobody knows whom");
+    /// Counts the blocks of one group per element of `bounds`.
+    ///
+    /// # Panics
+    /// When the index is not empty.
+    pub(super) fn set_bounds(&mut self, bounds: &[Bounds]) {
+        assert_eq!(self.len(), 0, "bounds are set before there are blocks");
         self.groups = bounds.iter().map(|bounds| Group { bounds: *bounds, ..Group::default() }).collect();
     }
 
-    /// Blocks that can be found by name.
-    pub(crate) fn len(&self) -> usize {
-        self.names.len()
+    /// Number of blocks that can be found by hash.
+    pub(super) fn len(&self) -> usize {
+        self.slots.len()
     }
 
-    /// Blocks that nobody holds. All of them can be given up, one [`Residents::evict`] after the other.
-    pub(crate) fn idle(&self) -> usize {
-        self.idle
+    /// Number of blocks that are not held. Each of them can be evicted by repeated calls of [`EvictionIndex::evict`].
+    pub(super) fn evictable(&self) -> usize {
+        self.evictable
     }
 
-    /// Where a block is.
-    pub(crate) fn find(&self, name: SequenceHash) -> Option<u32> {
-        self.names.find(&name, |at| self.nodes[at as usize].name == name)
+    /// The slot of a block.
+    pub(super) fn find(&self, hash: SequenceHash) -> Option<u32> {
+        self.slots.find(&hash, |at| self.nodes[at as usize].hash == hash)
     }
 
-    /// Where one of many names is that are looked up one after the other, from the first. Between two looks others may change what
-    /// is here: what was seen ahead is looked at again, for a block that was given up leaves its name behind.
-    pub(crate) fn find_of(&self, ahead: &mut Ahead, names: &[SequenceHash], at: usize) -> Option<u32> {
-        let is = |node: &Node, name: &SequenceHash| node.resident && node.name == *name;
-        self.names.find_of(ahead, names, at, |at| self.nodes.get(at as usize), is)
+    /// The slot of `hashes[at]`, in a sequence of lookups in ascending order that prefetches later hashes. The index
+    /// may change between two lookups; a prefetched slot is therefore checked again, since an evicted block's hash
+    /// stays in its node.
+    pub(super) fn find_ahead(&self, prefetcher: &mut Ahead, hashes: &[SequenceHash], at: usize) -> Option<u32> {
+        let is = |node: &Node, hash: &SequenceHash| node.resident && node.hash == *hash;
+        self.slots.find_of(prefetcher, hashes, at, |at| self.nodes.get(at as usize), is)
     }
 
-    /// Where each of `names` is.
-    pub(crate) fn find_each(&self, names: &[SequenceHash]) -> impl Iterator<Item = Option<u32>> {
-        let mut ahead = Ahead::default();
-        (0..names.len()).map(move |at| self.find_of(&mut ahead, names, at))
+    /// The slot of each of `hashes`.
+    pub(super) fn find_each(&self, hashes: &[SequenceHash]) -> impl Iterator<Item = Option<u32>> {
+        let mut prefetcher = Ahead::default();
+        (0..hashes.len()).map(move |at| self.find_ahead(&mut prefetcher, hashes, at))
     }
 
-    /// Begins to bring what [`Residents::insert`] of a name reads.
-    pub(crate) fn expect(&self, name: &SequenceHash) {
-        self.names.fetch(name);
-        self.frequency.fetch(name);
+    /// Prefetches the memory that [`EvictionIndex::insert`] of this hash reads.
+    pub(super) fn prefetch_insert(&self, hash: &SequenceHash) {
+        self.slots.fetch(hash);
+        self.frequency.prefetch(hash);
     }
 
-    /// Begins to bring what is known of a block in a slot.
-    pub(crate) fn fetch(&self, slot: u32) {
+    /// Prefetches the node of a slot.
+    pub(super) fn prefetch_node(&self, slot: u32) {
         if let Some(node) = self.nodes.get(slot as usize) {
             hugepages::fetch(node);
         }
     }
 
-    /// What a block in a slot is, and what precedes it.
-    pub(crate) fn block(&self, slot: u32) -> (SequenceHash, Option<SequenceHash>) {
+    /// Hash and parent of the block in a slot.
+    pub(super) fn block(&self, slot: u32) -> (SequenceHash, Option<SequenceHash>) {
         let node = &self.nodes[slot as usize];
-        (node.name, node.parent)
+        (node.hash, node.parent)
     }
 
-    /// Every block that can be found by name.
-    pub(crate) fn names(&self) -> impl Iterator<Item = SequenceHash> {
-        self.nodes.iter().filter(|node| node.resident).map(|node| node.name)
+    /// Every block that can be found by hash.
+    pub(super) fn hashes(&self) -> impl Iterator<Item = SequenceHash> {
+        self.nodes.iter().filter(|node| node.resident).map(|node| node.hash)
     }
 
-    /// A block comes to rest in an empty slot, not held. Its name must not be here yet. That it comes is a use.
-    pub(crate) fn insert(
+    /// Inserts a block into an empty slot, not held. Its hash must not be resident yet. The insertion counts as a use.
+    pub(super) fn insert(
         &mut self,
         slot: u32,
-        (name, parent): (SequenceHash, Option<SequenceHash>),
+        (hash, parent): (SequenceHash, Option<SequenceHash>),
         priority: Priority,
         group: u16,
     ) {
         if self.nodes.len() <= slot as usize {
             self.nodes.resize(slot as usize + 1, Node::EMPTY);
         }
-        self.clock += 1;
-        let followers = self.absent.remove(&name).unwrap_or_default();
-        // A block that claims to follow itself would never be a leaf.
-        let parent = parent.filter(|parent| *parent != name);
-        let uses = self.frequency.used(self.frequency.recall(&name));
-        let turn = Turn::new(true, self.frequency.height(uses), self.clock);
-        let node = Node { name, parent, followers, turn, uses, priority, group, resident: true, ..Node::EMPTY };
-        let (leaf, held) = (followers.resident == 0, node.held());
+        self.ticks += 1;
+        let children = self.absent.remove(&hash).unwrap_or_default();
+        // A block that names itself as its parent would never be a leaf.
+        let parent = parent.filter(|parent| *parent != hash);
+        let uses = self.frequency.count_use(self.frequency.estimate(&hash));
+        let rank = EvictionRank::new(true, self.frequency.aged_frequency(uses), self.ticks);
+        let node = Node { hash, parent, children, rank, uses, priority, group, resident: true, ..Node::EMPTY };
+        let (leaf, held) = (children.resident == 0, node.held());
         self.nodes[slot as usize] = node;
-        self.names.insert(&name, slot);
-        self.idle += 1;
-        self.young += 1;
+        self.slots.insert(&hash, slot);
+        self.evictable += 1;
+        self.probation += 1;
         self.groups[usize::from(group)].resident += 1;
         if leaf {
-            self.groups[usize::from(group)].leaves.insert((priority, turn, slot));
+            self.groups[usize::from(group)].leaves.insert((priority, rank, slot));
         }
-        self.follow(slot);
+        self.attach_to_parent(slot);
         if held {
-            // By children that were here before it.
+            // By children that were inserted before it.
             self.became_held(slot);
         }
-        while self.young > self.young_most && self.grow_up().is_some() {}
+        while self.probation > self.max_probation && self.promote_oldest().is_some() {}
     }
 
-    /// The young leaf that was let go longest ago is young no more, nor is what it follows.
-    fn grow_up(&mut self) -> Option<()> {
-        let oldest = self.groups.iter().filter_map(Group::oldest_young).min_by_key(|(_, turn, _)| *turn).copied()?;
+    /// Moves the least recently released leaf in probation, and its ancestors in probation, to the main segment.
+    fn promote_oldest(&mut self) -> Option<()> {
+        let oldest =
+            self.groups.iter().filter_map(Group::oldest_probationary).min_by_key(|(_, rank, _)| *rank).copied()?;
         let (.., leaf) = oldest;
         self.group(leaf).leaves.remove(&oldest);
         let mut slot = leaf;
-        while self.nodes[slot as usize].turn.is_young() {
+        while self.nodes[slot as usize].rank.is_probationary() {
             let node = &mut self.nodes[slot as usize];
-            node.turn = Turn::new(false, node.turn.height(), node.turn.time());
-            self.young -= 1;
-            match self.parent_of(slot) {
+            node.rank = EvictionRank::new(false, node.rank.aged_frequency(), node.rank.time());
+            self.probation -= 1;
+            match self.locate_parent(slot) {
                 Parent::Here(at) => slot = at,
                 Parent::Root | Parent::Absent(_) => break,
             }
         }
-        let grown = self.nodes[leaf as usize].leaf(leaf);
-        self.group(leaf).leaves.insert(grown);
+        let promoted = self.nodes[leaf as usize].leaf(leaf);
+        self.group(leaf).leaves.insert(promoted);
         Some(())
     }
 
@@ -203,8 +213,8 @@ impl Residents {
         &mut self.groups[usize::from(self.nodes[slot as usize].group)]
     }
 
-    /// One more guard.
-    pub(crate) fn hold(&mut self, slot: u32) {
+    /// Adds a guard.
+    pub(super) fn hold(&mut self, slot: u32) {
         let node = &mut self.nodes[slot as usize];
         let before = node.held();
         node.holds += 1;
@@ -213,108 +223,111 @@ impl Residents {
         }
     }
 
-    /// One more guard of a block, which is used once more. As a rule it follows the block in the slot `after`, which the
-    /// caller holds: then that is all that is looked at.
-    pub(crate) fn take(&mut self, slot: u32, after: Option<(u32, SequenceHash)>) {
+    /// Adds a guard and counts a use. Fast path: the parent is in the slot given by `after`, and the caller holds it;
+    /// then no other node is read.
+    pub(super) fn acquire(&mut self, slot: u32, after: Option<(u32, SequenceHash)>) {
         let node = &mut self.nodes[slot as usize];
         if node.held() {
             node.holds += 1;
-        } else if let Some((at, name)) = after
+        } else if let Some((at, hash)) = after
             && node.parent_at == at
-            && node.parent == Some(name)
-            && node.followers.resident > 0
+            && node.parent == Some(hash)
+            && node.children.resident > 0
         {
             node.holds += 1;
-            self.idle -= 1;
-            self.nodes[at as usize].followers.held += 1;
+            self.evictable -= 1;
+            self.nodes[at as usize].children.held += 1;
         } else {
             self.hold(slot);
         }
-        self.used(slot);
+        self.record_use(slot);
     }
 
-    /// A held block is used once more.
-    pub(crate) fn used(&mut self, slot: u32) {
+    /// Counts a use of a held block.
+    pub(super) fn record_use(&mut self, slot: u32) {
         let node = &mut self.nodes[slot as usize];
-        debug_assert!(node.held(), "its place among the leaves would be wrong");
-        node.uses = self.frequency.used(self.frequency.faded(node.uses, node.turn.height()));
-        node.turn = Turn::new(node.turn.is_young(), self.frequency.height(node.uses), node.turn.time());
+        debug_assert!(node.held(), "the order of leaves would be wrong");
+        node.uses = self.frequency.count_use(self.frequency.decayed(node.uses, node.rank.aged_frequency()));
+        node.rank =
+            EvictionRank::new(node.rank.is_probationary(), self.frequency.aged_frequency(node.uses), node.rank.time());
     }
 
-    /// One guard less. True: the block was removed meanwhile, nobody needs the slot any more, and it is the caller's.
-    pub(crate) fn release(&mut self, slot: u32) -> bool {
+    /// Drops a guard. True: the block was removed before, this was its last guard, and the slot belongs to the caller
+    /// now.
+    pub(super) fn release(&mut self, slot: u32) -> bool {
         let node = &mut self.nodes[slot as usize];
         node.holds -= 1;
         if !node.resident {
             return node.holds == 0;
         }
         if !node.held() {
-            self.became_idle(slot);
+            self.became_evictable(slot);
         }
         false
     }
 
-    /// Gives a block another priority.
-    pub(crate) fn prefer(&mut self, slot: u32, priority: Priority) {
+    /// Changes the priority of a block.
+    pub(super) fn set_priority(&mut self, slot: u32, priority: Priority) {
         let node = &mut self.nodes[slot as usize];
-        let waits = self.groups[usize::from(node.group)].leaves.remove(&node.leaf(slot));
+        let was_leaf = self.groups[usize::from(node.group)].leaves.remove(&node.leaf(slot));
         node.priority = priority;
-        if waits {
+        if was_leaf {
             self.groups[usize::from(node.group)].leaves.insert(node.leaf(slot));
         }
     }
 
-    /// Gives up the leaf whose turn it is. Its slot is the caller's.
-    pub(crate) fn evict(&mut self) -> Option<(u32, SequenceHash)> {
-        let stand = |group: &Group| (group.bounds, group.resident, !group.leaves.is_empty());
-        let group = payer(self.groups.iter().map(stand))?;
+    /// Evicts the next victim. Its slot belongs to the caller now.
+    pub(super) fn evict(&mut self) -> Option<(u32, SequenceHash)> {
+        let usage = |group: &Group| (group.bounds, group.resident, !group.leaves.is_empty());
+        let group = payer(self.groups.iter().map(usage))?;
         self.evict_of(group)
     }
 
-    /// Gives up a leaf of a group that has more than it may.
-    pub(crate) fn evict_surplus(&mut self) -> Option<(u32, SequenceHash)> {
-        let exceeds = |group: &Group| group.resident > group.bounds.maximum && !group.leaves.is_empty();
-        let group = self.groups.iter().position(exceeds)?;
+    /// Evicts a leaf of a group that is above its maximum.
+    pub(super) fn evict_over_limit(&mut self) -> Option<(u32, SequenceHash)> {
+        let over_limit = |group: &Group| group.resident > group.bounds.maximum && !group.leaves.is_empty();
+        let group = self.groups.iter().position(over_limit)?;
         self.evict_of(group)
     }
 
     fn evict_of(&mut self, group: usize) -> Option<(u32, SequenceHash)> {
         let &(.., slot) = self.groups[group].leaves.first()?;
-        let Node { name, uses, turn, parent_at, .. } = self.nodes[slot as usize];
-        self.expect(&name);
-        // As a rule the next to go.
-        self.fetch(parent_at);
-        self.frequency.remember(&name, self.frequency.faded(uses, turn.height()));
+        let Node { hash, uses, rank, parent_at, .. } = self.nodes[slot as usize];
+        self.prefetch_insert(&hash);
+        // Usually the next victim.
+        self.prefetch_node(parent_at);
+        self.frequency.record(&hash, self.frequency.decayed(uses, rank.aged_frequency()));
         self.detach(slot);
-        Some((slot, name))
+        Some((slot, hash))
     }
 
-    /// Takes a block out of the pool, whatever follows it.
-    pub(crate) fn remove(&mut self, name: SequenceHash) -> Removed {
-        let Some(slot) = self.find(name) else { return Removed::Absent };
+    /// Removes a block from the pool, whether or not it has children.
+    pub(super) fn remove(&mut self, hash: SequenceHash) -> Removed {
+        let Some(slot) = self.find(hash) else { return Removed::Absent };
         self.detach(slot);
         if self.nodes[slot as usize].holds == 0 { Removed::Vacated(slot) } else { Removed::StillHeld }
     }
 
-    /// Out of the index; guards may remain.
+    /// Removes a block from the index; guards may remain.
     fn detach(&mut self, slot: u32) {
         if self.nodes[slot as usize].held() {
-            // As if all let go, so that the parent's count is right; those that remain find the node not resident.
-            self.became_idle(slot);
+            // As if all guards were dropped, so that the parent's count stays right; remaining guards find the node not
+            // resident.
+            self.became_evictable(slot);
         }
         let node = &mut self.nodes[slot as usize];
         let group = &mut self.groups[usize::from(node.group)];
         group.leaves.remove(&node.leaf(slot));
         group.resident -= 1;
-        let (name, followers) = (node.name, std::mem::take(&mut node.followers));
+        let (hash, children) = (node.hash, std::mem::take(&mut node.children));
         node.resident = false;
-        self.young -= usize::from(node.turn.is_young());
-        self.idle -= 1;
-        self.names.remove(&name, slot);
-        if followers.resident > 0 {
-            self.absent.insert(name, followers);
+        self.probation -= usize::from(node.rank.is_probationary());
+        self.evictable -= 1;
+        self.slots.remove(&hash, slot);
+        if children.resident > 0 {
+            self.absent.insert(hash, children);
         }
-        self.unfollow(slot);
+        self.detach_from_parent(slot);
     }
 }
 

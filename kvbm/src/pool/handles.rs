@@ -1,84 +1,85 @@
-//! Guards of blocks that everyone may read: of one, of a run, of none.
+//! Guards of cached blocks, for one block and for a list of blocks.
 //!
-//! A run has one guard for all its blocks, so that holding a thousand costs no allocation and no shared counter for each.
+//! A list has one guard for all its blocks: holding a thousand blocks costs no allocation and no shared counter for
+//! each.
 
+use super::block_pool::{BlockPool, Shared};
 use super::device::BlockId;
-use super::{Pool, Shared};
 use crate::block::{Custody, SequenceHash};
 use crate::table::BATCH;
 use std::fmt;
 use std::sync::{Arc, Weak};
 
-/// A block that everyone may read, found by its name, and not given up while anybody holds it. A clone holds it too.
+/// A block that can be found by hash, and that is not evicted while a guard holds it. A clone is another guard.
 #[must_use = "dropping it lets the block be evicted"]
 pub struct CachedBlock {
     pool: Arc<Shared>,
-    block: Held,
+    block: BlockRef,
 }
 
-/// Blocks that everyone may read, in the order in which they were asked for, all held by one guard.
+/// Cached blocks in the order of the request, all held by one guard.
 #[derive(Default)]
 #[must_use = "dropping it lets the blocks be evicted"]
 pub struct CachedBlocks {
-    /// `None` while there are no blocks.
+    /// `None` while the list is empty.
     pool: Option<Arc<Shared>>,
-    blocks: Vec<Held>,
+    blocks: Vec<BlockRef>,
 }
 
-/// One of the blocks that a guard holds.
+/// A block in a [`CachedBlocks`] guard: its slot and its hash.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Held {
+pub struct BlockRef {
     pub(super) id: u32,
-    pub(super) name: SequenceHash,
+    pub(super) hash: SequenceHash,
 }
 
-impl Held {
-    /// Where the bytes are.
+impl BlockRef {
+    /// The slot with the block's bytes.
     pub fn slot(&self) -> BlockId {
         BlockId(self.id)
     }
 
-    /// What they are.
-    pub fn name(&self) -> SequenceHash {
-        self.name
+    /// The block's hash.
+    pub fn hash(&self) -> SequenceHash {
+        self.hash
     }
 }
 
 impl CachedBlock {
-    /// The caller has held the block.
-    pub(super) fn new(pool: Arc<Shared>, block: Held) -> Self {
+    /// Takes over a hold that the caller has added.
+    pub(super) fn new(pool: Arc<Shared>, block: BlockRef) -> Self {
         Self { pool, block }
     }
 
-    /// Where the bytes are.
+    /// The slot with the block's bytes.
     pub fn slot(&self) -> BlockId {
         self.block.slot()
     }
 
-    /// What they are.
-    pub fn name(&self) -> SequenceHash {
-        self.block.name
+    /// The block's hash.
+    pub fn hash(&self) -> SequenceHash {
+        self.block.hash
     }
 
-    /// What precedes them; `None` at the root.
+    /// The hash of the block before it; `None` at the root.
     pub fn parent(&self) -> Option<SequenceHash> {
-        self.pool.lock().residents.block(self.block.id).1
+        self.pool.lock().index.block(self.block.id).1
     }
 
-    /// Whose it is, and how long it is kept.
+    /// The block's cache domain and retention.
     pub fn custody(&self) -> Custody {
-        self.pool.lock().keeping.of(self.block.id)
+        self.pool.lock().retention.of(self.block.id)
     }
 
-    /// Lets go of the block, but remembers it.
+    /// Releases the block and returns a weak handle.
     pub fn downgrade(&self) -> WeakBlock {
-        WeakBlock { pool: Arc::downgrade(&self.pool), name: self.block.name }
+        WeakBlock { pool: Arc::downgrade(&self.pool), hash: self.block.hash }
     }
 }
 
 impl Clone for CachedBlock {
     fn clone(&self) -> Self {
-        self.pool.lock().residents.hold(self.block.id);
+        self.pool.lock().index.hold(self.block.id);
         Self { pool: self.pool.clone(), block: self.block }
     }
 }
@@ -90,41 +91,41 @@ impl Drop for CachedBlock {
 }
 
 impl CachedBlocks {
-    /// The caller has held the blocks.
-    pub(super) fn new(pool: &Arc<Shared>, blocks: Vec<Held>) -> Self {
+    /// Takes over the holds that the caller has added.
+    pub(super) fn new(pool: &Arc<Shared>, blocks: Vec<BlockRef>) -> Self {
         Self { pool: (!blocks.is_empty()).then(|| pool.clone()), blocks }
     }
 
-    /// How many.
+    /// Number of blocks.
     pub fn len(&self) -> usize {
         self.blocks.len()
     }
 
-    /// Whether there are none.
+    /// Whether there are no blocks.
     pub fn is_empty(&self) -> bool {
         self.blocks.is_empty()
     }
 
     /// The blocks in order.
-    pub fn iter(&self) -> std::slice::Iter<'_, Held> {
+    pub fn iter(&self) -> std::slice::Iter<'_, BlockRef> {
         self.blocks.iter()
     }
 
-    /// Whose each of them is, and how long it is kept.
+    /// Cache domain and retention of each block.
     pub fn custody(&self) -> Vec<Custody> {
         let Some(pool) = &self.pool else { return Vec::new() };
         let state = pool.lock();
-        self.blocks.iter().map(|block| state.keeping.of(block.id)).collect()
+        self.blocks.iter().map(|block| state.retention.of(block.id)).collect()
     }
 
-    /// What precedes each of them; `None` at the root.
-    pub(crate) fn parents(&self) -> Vec<Option<SequenceHash>> {
+    /// The hash before each block; `None` at the root.
+    pub(super) fn parents(&self) -> Vec<Option<SequenceHash>> {
         let Some(pool) = &self.pool else { return Vec::new() };
         let state = pool.lock();
-        self.blocks.iter().map(|block| state.residents.block(block.id).1).collect()
+        self.blocks.iter().map(|block| state.index.block(block.id).1).collect()
     }
 
-    /// Holds the blocks of `more` too, which are of the same memory, after its own.
+    /// Appends the blocks of `more`, which must be of the same pool.
     pub fn extend(&mut self, mut more: Self) {
         let pool = more.pool.take();
         debug_assert!(self.pool.iter().zip(&pool).all(|(own, other)| Arc::ptr_eq(own, other)), "blocks of two pools");
@@ -142,15 +143,15 @@ impl Drop for CachedBlocks {
 }
 
 impl<'a> IntoIterator for &'a CachedBlocks {
-    type Item = &'a Held;
-    type IntoIter = std::slice::Iter<'a, Held>;
+    type Item = &'a BlockRef;
+    type IntoIter = std::slice::Iter<'a, BlockRef>;
 
     fn into_iter(self) -> Self::IntoIter {
         self.iter()
     }
 }
 
-/// Each block with a guard of its own.
+/// Yields each block with a guard of its own.
 impl IntoIterator for CachedBlocks {
     type Item = CachedBlock;
     type IntoIter = std::vec::IntoIter<CachedBlock>;
@@ -164,51 +165,50 @@ impl IntoIterator for CachedBlocks {
     }
 }
 
-/// So many blocks before its turn what is known of a block begins to come.
-const AHEAD: usize = 8;
+/// How many blocks ahead a release prefetches nodes.
+const PREFETCH_DISTANCE: usize = 8;
 
 impl Shared {
-    /// One guard less of each block. From the last to the first: a block lets go of its parent before that is let go of,
-    /// so that each costs the same, and the deepest is the oldest of them.
-    fn release(&self, blocks: &[Held]) {
-        for some in blocks.rchunks(BATCH) {
+    /// Drops one hold of each block, from the last to the first: a child releases its parent before the parent is
+    /// released, so each step costs the same, and the deepest block becomes the least recently released.
+    fn release(&self, blocks: &[BlockRef]) {
+        for batch in blocks.rchunks(BATCH) {
             let mut state = self.lock();
-            for (at, block) in some.iter().enumerate().rev() {
-                if let Some(next) = at.checked_sub(AHEAD) {
-                    state.residents.fetch(some[next].id);
+            for (at, block) in batch.iter().enumerate().rev() {
+                if let Some(next) = at.checked_sub(PREFETCH_DISTANCE) {
+                    state.index.prefetch_node(batch[next].id);
                 }
-                if state.residents.release(block.id) {
+                if state.index.release(block.id) {
                     state.free.push(block.id);
                 }
             }
-            state.shed();
+            state.evict_over_limits();
         }
     }
 }
 
-/// A block that may be given up at any time.
+/// A handle that does not keep its block from being evicted.
 #[derive(Clone)]
 pub struct WeakBlock {
     pool: Weak<Shared>,
-    name: SequenceHash,
+    hash: SequenceHash,
 }
 
 impl WeakBlock {
-    /// What it was.
-    pub fn name(&self) -> SequenceHash {
-        self.name
+    /// The block's hash.
+    pub fn hash(&self) -> SequenceHash {
+        self.hash
     }
 
-    /// Holds the block again, while it is still resident. It may meanwhile have been given up and come back elsewhere:
-    /// ask the result for its slot.
+    /// Holds the block again if it is still resident. It may be in another slot than before.
     pub fn upgrade(&self) -> Option<CachedBlock> {
-        Pool(self.pool.upgrade()?).found(&[self.name]).pop()?
+        BlockPool(self.pool.upgrade()?).get_each(&[self.hash]).pop()?
     }
 }
 
 impl fmt::Debug for CachedBlock {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "CachedBlock({} in {} slot {})", self.block.name, self.pool.level, self.block.id)
+        write!(f, "CachedBlock({} in {} slot {})", self.block.hash, self.pool.level, self.block.id)
     }
 }
 
@@ -220,6 +220,6 @@ impl fmt::Debug for CachedBlocks {
 
 impl fmt::Debug for WeakBlock {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "WeakBlock({})", self.name)
+        write!(f, "WeakBlock({})", self.hash)
     }
 }

@@ -1,16 +1,16 @@
-//! G2: blocks in host memory, one copy each, in one arena of fixed size.
+//! G2: blocks in host memory, in one arena of fixed size.
 //!
-//! A slot is filled straight from the device or from another tier's bytes, and read without a copy: the [`Bytes`] that
-//! [`HostTier`] hands out are the slot itself, which is not reused while they live. Which slot holds what, and what goes
-//! when all are taken, is the same [`Pool`] as the device's.
+//! A slot is filled directly from the device or from another tier's bytes, and read without a copy: the [`Bytes`] that
+//! [`HostTier`] returns are the slot itself, which is not reused while they live. Slots and eviction are those of
+//! [`BlockPool`], as for the device.
 //!
-//! Host memory is believed no more than a disk: a block carries the header it was sealed with, and whoever onboards it
-//! verifies it.
+//! Host memory is not trusted more than a disk: a block carries the header with which it was sealed, and the reader
+//! that onboards it verifies it.
 
 mod arena;
 
 use super::device::BlockId;
-use super::{CachedBlock, CachedBlocks, Held, PartialBlock, Pool};
+use super::{BlockPool, BlockRef, CachedBlock, CachedBlocks, PartialBlock};
 use crate::block::{Block, Clock, Custody, Date, DomainId, Fingerprint, Header, Keep, Level, SequenceHash};
 use crate::event::{Census, EventLog};
 use crate::metrics::Metrics;
@@ -25,19 +25,19 @@ use std::sync::Arc;
 /// Host memory as a tier. Clones share it.
 #[derive(Clone)]
 pub struct HostTier {
-    pool: Pool,
+    pool: BlockPool,
     arena: Arc<Arena>,
     fingerprint: Fingerprint,
 }
 
 impl HostTier {
-    /// Less is not worth a word in the log, nor a part of what a process may pin.
-    const PIN_BYTES_MIN: u64 = 64 << 20;
+    /// A smaller arena is not worth a log line, nor a part of the process's limit of locked memory.
+    const MIN_MLOCK_BYTES: u64 = 64 << 20;
 
-    /// As many blocks of `block_bytes` as fit into `capacity_bytes`, all of one engine's `fingerprint`.
+    /// Room for `capacity_bytes / block_bytes` blocks, all with the engine's `fingerprint`.
     ///
-    /// The memory is reserved at once and touched only as blocks arrive. What comes and goes is announced in `log` at
-    /// [`Level::G2`].
+    /// The address space is reserved at once; pages are touched only as blocks arrive. Changes are announced in `log`
+    /// at [`Level::G2`].
     pub fn new(
         capacity_bytes: u64,
         block_bytes: usize,
@@ -48,7 +48,7 @@ impl HostTier {
         Self::with_clock(capacity_bytes, block_bytes, fingerprint, log, metrics, Clock::system())
     }
 
-    /// [`HostTier::new`] with another clock than the machine's.
+    /// [`HostTier::new`] with another clock than the system's.
     pub fn with_clock(
         capacity_bytes: u64,
         block_bytes: usize,
@@ -58,10 +58,10 @@ impl HostTier {
         clock: Clock,
     ) -> Self {
         let slots = capacity_bytes.checked_div(block_bytes as u64).unwrap_or(0) as usize;
-        let pool = Pool::new(Level::G2, slots, log, metrics.memory(Level::G2), clock);
+        let pool = BlockPool::new(Level::G2, slots, log, metrics.memory(Level::G2), clock);
         let arena = Arc::new(Arena::new(pool.capacity(), block_bytes));
-        if capacity_bytes >= Self::PIN_BYTES_MIN {
-            match arena.pin() {
+        if capacity_bytes >= Self::MIN_MLOCK_BYTES {
+            match arena.mlock() {
                 Ok(()) => tracing::info!(capacity_bytes, "G2 memory is pinned"),
                 Err(error) => tracing::info!(capacity_bytes, %error, "cannot pin G2 memory"),
             }
@@ -69,13 +69,13 @@ impl HostTier {
         Self { pool, arena, fingerprint }
     }
 
-    /// Keeps to what domains are promised of G2. To be called before there are any blocks.
+    /// Sets the quotas of domains in G2.
     ///
     /// # Panics
-    /// When there are.
+    /// When there are blocks already.
     #[must_use]
     pub fn with_shares(self, shares: &Shares) -> Self {
-        self.pool.divide(shares.at(Level::G2, self.arena.slot_bytes() as u64));
+        self.pool.set_quotas(shares.at(Level::G2, self.arena.slot_bytes() as u64));
         self
     }
 
@@ -95,17 +95,18 @@ impl HostTier {
         self.pool.capacity()
     }
 
-    /// Which of `names` are here, and which are not.
-    pub(crate) fn sort(&self, names: &[SequenceHash]) -> (Vec<SequenceHash>, Vec<SequenceHash>) {
-        self.pool.sort(names)
+    /// Splits `hashes` into resident and missing ones.
+    pub(crate) fn partition(&self, hashes: &[SequenceHash]) -> (Vec<SequenceHash>, Vec<SequenceHash>) {
+        self.pool.partition(hashes)
     }
 
-    /// Keeps copies of the device's blocks, whose bytes `read` writes straight into their slots and shows on the way, and
-    /// names those that are here now. Blocks for the time of the copies. All slots are taken in one go, and what forms a
-    /// chain is announced as one event; only when they are not to be had at once is there one after the other.
+    /// Copies device blocks into slots and returns the hashes that are resident afterwards. `read` writes the bytes of
+    /// a device block into a slot and passes them to an observer on the way. Blocks for the time of the copies. All
+    /// slots are allocated at once, and a chain is announced as one event; if that allocation fails, blocks are copied
+    /// one by one.
     ///
-    /// `since`: how often a domain was [purged](Self::purges) when the blocks were looked up.
-    pub(crate) fn fill(
+    /// `since`: the number of [purges](Self::purges) when the blocks were looked up.
+    pub(crate) fn copy_from_device(
         &self,
         blocks: &CachedBlocks,
         since: u64,
@@ -113,75 +114,75 @@ impl HostTier {
     ) -> Vec<SequenceHash> {
         let (parents, custody) = (blocks.parents(), blocks.custody());
         let each = || blocks.iter().zip(parents.iter().copied().zip(custody.iter().copied()));
-        let copy = |block: &Held, (parent, custody), slot: &mut PartialBlock| {
+        let copy = |block: &BlockRef, (parent, custody), slot: &mut PartialBlock| {
             self.arena.write(slot, |bytes| {
-                Header::seal_along(block.name(), parent, self.fingerprint, custody, bytes.len(), |seen| {
-                    read(block.slot(), bytes, seen);
+                Header::seal_along(block.hash(), parent, self.fingerprint, custody, bytes.len(), |observe| {
+                    read(block.slot(), bytes, observe);
                 })
             });
         };
-        // What they follow must not make room for them.
-        let held = self.pool.present(&parents.iter().copied().flatten().collect::<Vec<_>>());
+        // Hold the parents, so that the allocation does not evict them.
+        let held = self.pool.get_present(&parents.iter().copied().flatten().collect::<Vec<_>>());
         if let Some(slots) = self.pool.allocate(blocks.len()) {
-            let full = each().zip(slots).map(|((block, terms), mut slot)| {
-                copy(block, terms, &mut slot);
-                slot.complete(block.name(), terms.0, terms.1)
+            let full = each().zip(slots).map(|((block, attributes), mut slot)| {
+                copy(block, attributes, &mut slot);
+                slot.complete(block.hash(), attributes.0, attributes.1)
             });
-            self.pool.deposit(full.collect(), since);
-            return blocks.iter().map(Held::name).collect();
+            self.pool.insert_loaded(full.collect(), since);
+            return blocks.iter().map(BlockRef::hash).collect();
         }
         drop(held);
         let kept = each().filter(|(block, (parent, custody))| {
-            self.keep(block.name(), *parent, *custody, since, |slot| copy(block, (*parent, *custody), slot)).is_ok()
+            self.insert_copy(block.hash(), *parent, *custody, since, |slot| copy(block, (*parent, *custody), slot))
+                .is_ok()
         });
-        kept.map(|(block, _)| block.name()).collect()
+        kept.map(|(block, _)| block.hash()).collect()
     }
 
-    /// Blocks without a copy of their bytes, kept in place while they are held. Not counted as a use: see
-    /// [`Tier::load`].
-    pub(crate) fn get(&self, names: &[SequenceHash]) -> Vec<Option<Block>> {
-        self.blocks(self.pool.found(names))
+    /// Blocks without a copy of their bytes: each holds its slot. Not counted as a use; see [`Tier::load`].
+    pub(crate) fn get(&self, hashes: &[SequenceHash]) -> Vec<Option<Block>> {
+        self.blocks(self.pool.get_each(hashes))
     }
 
     fn blocks(&self, held: Vec<Option<CachedBlock>>) -> Vec<Option<Block>> {
         held.into_iter().map(|held| held.map(|held| self.block(held))).collect()
     }
 
-    /// Keeps blocks that are here for longer, if `keep` asks for more than they have.
-    pub(crate) fn renew(&self, names: &[SequenceHash], keep: Keep) {
+    /// Extends the retention of resident blocks where `keep` asks for more than they have.
+    pub(crate) fn extend_retention(&self, hashes: &[SequenceHash], keep: Keep) {
         let changed: Vec<SequenceHash> =
-            self.pool.renew(names.iter().copied(), keep).into_iter().map(|(n, _)| n).collect();
-        for held in self.pool.found(&changed).into_iter().flatten() {
-            self.arena.keep(&held, held.custody().keep);
+            self.pool.extend_retention(hashes.iter().copied(), keep).into_iter().map(|(n, _)| n).collect();
+        for held in self.pool.get_each(&changed).into_iter().flatten() {
+            self.arena.set_retention(&held, held.custody().keep);
         }
     }
 
-    /// Denies all blocks of a domain, and says how many there were.
+    /// Removes all blocks of a domain, and returns their number.
     pub(crate) fn purge(&self, domain: DomainId) -> usize {
         self.pool.purge(domain)
     }
 
-    /// How often a domain was purged so far.
+    /// Number of purges so far.
     pub(crate) fn purges(&self) -> u64 {
         self.pool.purges()
     }
 
-    /// Lets go what is over.
-    pub(crate) fn sweep(&self) -> usize {
-        self.pool.sweep()
+    /// Removes blocks that are expired by the pool's own clock, and returns their number.
+    pub(crate) fn expire_now(&self) -> usize {
+        self.pool.expire()
     }
 
     #[cfg(test)]
-    pub(crate) fn names(&self) -> Vec<SequenceHash> {
-        self.pool.names()
+    pub(crate) fn hashes(&self) -> Vec<SequenceHash> {
+        self.pool.hashes()
     }
 
-    fn put(&self, block: &Block) -> Result<(), StoreError> {
+    fn store_block(&self, block: &Block) -> Result<(), StoreError> {
         let Block { header, payload } = block;
         if header.fingerprint != self.fingerprint || payload.len() > self.arena.slot_bytes() {
             return Err(StoreError::Io(std::io::Error::other("the block has another engine's fingerprint")));
         }
-        self.keep(header.name, header.parent, header.custody(), u64::MAX, |slot| {
+        self.insert_copy(header.name, header.parent, header.custody(), u64::MAX, |slot| {
             self.arena.write(slot, |bytes| {
                 bytes[..payload.len()].copy_from_slice(payload);
                 *header
@@ -189,29 +190,29 @@ impl HostTier {
         })
     }
 
-    fn keep(
+    fn insert_copy(
         &self,
-        name: SequenceHash,
+        hash: SequenceHash,
         parent: Option<SequenceHash>,
         custody: Custody,
         since: u64,
         fill: impl FnOnce(&mut PartialBlock),
     ) -> Result<(), StoreError> {
-        if self.pool.holds(&[name]) == 1 {
+        if self.pool.holds(&[hash]) == 1 {
             return Ok(());
         }
-        // A block must not displace the one that it follows, unless there is no other.
-        let held = parent.map(|parent| self.pool.found(&[parent]));
+        // A block must not displace its parent, unless no other slot can be evicted.
+        let held = parent.map(|parent| self.pool.get_each(&[parent]));
         let slots = self.pool.allocate(1).or_else(|| {
             drop(held);
             self.pool.allocate(1)
         });
         let Some(mut slot) = slots.and_then(|mut slots| slots.pop()) else {
-            // Every block is being read: soon some will not be.
+            // All slots are being read; some will be free soon.
             return Err(if self.pool.capacity() == 0 { StoreError::Full } else { StoreError::Busy });
         };
         fill(&mut slot);
-        self.pool.deposit(vec![slot.complete(name, parent, custody)], since);
+        self.pool.insert_loaded(vec![slot.complete(hash, parent, custody)], since);
         Ok(())
     }
 
@@ -226,31 +227,31 @@ impl Tier for HostTier {
         Level::G2
     }
 
-    fn holds(&self, fingerprint: Fingerprint, names: &[SequenceHash]) -> usize {
-        if fingerprint == self.fingerprint { self.pool.holds(names) } else { 0 }
+    fn holds(&self, fingerprint: Fingerprint, hashes: &[SequenceHash]) -> usize {
+        if fingerprint == self.fingerprint { self.pool.holds(hashes) } else { 0 }
     }
 
-    fn load(&self, fingerprint: Fingerprint, names: Vec<SequenceHash>) -> BoxStream<'static, Loaded> {
-        let ours = fingerprint == self.fingerprint;
-        let found = if ours { self.blocks(self.pool.used(&names)) } else { vec![None; names.len()] };
+    fn load(&self, fingerprint: Fingerprint, hashes: Vec<SequenceHash>) -> BoxStream<'static, Loaded> {
+        let is_own = fingerprint == self.fingerprint;
+        let found = if is_own { self.blocks(self.pool.get_and_use(&hashes)) } else { vec![None; hashes.len()] };
         stream::iter(found.into_iter().map(Ok).enumerate()).boxed()
     }
 
     fn store(&self, blocks: Vec<Block>) -> BoxFuture<'_, Vec<Result<(), StoreError>>> {
         let host = self.clone();
-        let copy = move || blocks.iter().map(|block| host.put(block)).collect();
+        let copy = move || blocks.iter().map(|block| host.store_block(block)).collect();
         Box::pin(async { tokio::task::spawn_blocking(copy).await.expect("copying in memory does not panic") })
     }
 
-    fn discard(&self, fingerprint: Fingerprint, name: SequenceHash) {
+    fn discard(&self, fingerprint: Fingerprint, hash: SequenceHash) {
         if fingerprint == self.fingerprint {
-            self.pool.discard(name);
+            self.pool.discard(hash);
         }
     }
 
     fn expire(&self, _: Date) -> usize {
-        // By its own clock, as with everything that it is asked.
-        self.sweep()
+        // The pool has a clock of its own.
+        self.expire_now()
     }
 
     fn usage(&self) -> Usage {

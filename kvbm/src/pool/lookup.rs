@@ -1,97 +1,98 @@
-//! Blocks found by name: held, used, or merely seen.
+//! Lookups of blocks by hash: with or without a hold, with or without counting a use.
 
-use super::Pool;
-use super::handles::{CachedBlock, CachedBlocks, Held};
+use super::BlockPool;
+use super::handles::{BlockRef, CachedBlock, CachedBlocks};
 use crate::block::SequenceHash;
 use crate::table::{Ahead, BATCH};
 
-impl Pool {
-    /// The leading `names` that are here, held, and used once more.
-    pub(crate) fn matched(&self, names: &[SequenceHash]) -> CachedBlocks {
-        let mut held = Vec::with_capacity(names.len());
-        let mut ahead = Ahead::default();
-        // In batches, so that nobody waits for the lock for long; what is held already keeps what precedes it.
-        'all: for start in (0..names.len()).step_by(BATCH) {
-            let mut state = self.0.settled();
-            let residents = &mut state.residents;
-            // What was the block before may have been discarded between two batches.
+impl BlockPool {
+    /// Holds the resident prefix of `hashes`, and counts a use of each block.
+    pub(crate) fn lookup(&self, hashes: &[SequenceHash]) -> CachedBlocks {
+        let mut held = Vec::with_capacity(hashes.len());
+        let mut prefetcher = Ahead::default();
+        // In batches, so that the lock is not held for long; blocks that are held already keep their ancestors.
+        'all: for start in (0..hashes.len()).step_by(BATCH) {
+            let mut state = self.0.lock_and_expire();
+            let index = &mut state.index;
+            // The block before may have been discarded between two batches.
             let mut before = None;
-            for at in start..names.len().min(start + BATCH) {
-                let Some(id) = residents.find_of(&mut ahead, names, at) else { break 'all };
-                residents.take(id, before);
-                before = Some((id, names[at]));
-                held.push(Held { id, name: names[at] });
+            for at in start..hashes.len().min(start + BATCH) {
+                let Some(id) = index.find_ahead(&mut prefetcher, hashes, at) else { break 'all };
+                index.acquire(id, before);
+                before = Some((id, hashes[at]));
+                held.push(BlockRef { id, hash: hashes[at] });
             }
         }
         CachedBlocks::new(&self.0, held)
     }
 
-    /// Each of `names`, held if it is here, and used once more.
-    pub(crate) fn used(&self, names: &[SequenceHash]) -> Vec<Option<CachedBlock>> {
-        let held = self.found(names);
+    /// Holds each of `hashes` that is resident, and counts a use.
+    pub(crate) fn get_and_use(&self, hashes: &[SequenceHash]) -> Vec<Option<CachedBlock>> {
+        let held = self.get_each(hashes);
         let mut state = self.0.lock();
-        held.iter().flatten().for_each(|block| state.residents.used(block.slot().0));
+        held.iter().flatten().for_each(|block| state.index.record_use(block.slot().0));
         drop(state);
         held
     }
 
-    /// Each of `names`, held if it is here, which is no use: blocks are copied without being asked for. One call for a chain,
-    /// from its root on, costs far less than one per block: a hold walks up to the first ancestor that is held.
-    pub(crate) fn found(&self, names: &[SequenceHash]) -> Vec<Option<CachedBlock>> {
-        let mut held: Vec<Option<Held>> = Vec::with_capacity(names.len());
-        for batch in names.chunks(BATCH) {
-            let mut state = self.0.settled();
-            let before = held.len();
-            let found = state.residents.find_each(batch).zip(batch);
-            held.extend(found.map(|(id, name)| Some(Held { id: id?, name: *name })));
-            held[before..].iter().flatten().for_each(|block| state.residents.hold(block.id));
+    /// Holds each of `hashes` that is resident, without counting a use: for copies that no request asked for. For a
+    /// chain, one call from the root on costs far less than one call per block: a hold walks up to the first held
+    /// ancestor.
+    pub(crate) fn get_each(&self, hashes: &[SequenceHash]) -> Vec<Option<CachedBlock>> {
+        let mut held: Vec<Option<BlockRef>> = Vec::with_capacity(hashes.len());
+        for batch in hashes.chunks(BATCH) {
+            let mut state = self.0.lock_and_expire();
+            let first_new = held.len();
+            let found = state.index.find_each(batch).zip(batch);
+            held.extend(found.map(|(id, hash)| Some(BlockRef { id: id?, hash: *hash })));
+            held[first_new..].iter().flatten().for_each(|block| state.index.hold(block.id));
         }
         held.into_iter().map(|held| held.map(|block| CachedBlock::new(self.0.clone(), block))).collect()
     }
 
-    /// Those of `names` that are here, in order, held by one guard, which is no use either.
-    pub(crate) fn present(&self, names: &[SequenceHash]) -> CachedBlocks {
-        let mut held = Vec::with_capacity(names.len());
-        for batch in names.chunks(BATCH) {
-            let mut state = self.0.settled();
-            let before = held.len();
-            let found = state.residents.find_each(batch).zip(batch);
-            held.extend(found.filter_map(|(id, name)| Some(Held { id: id?, name: *name })));
-            held[before..].iter().for_each(|block| state.residents.hold(block.id));
+    /// Holds those of `hashes` that are resident with one guard, in order, without counting a use.
+    pub(crate) fn get_present(&self, hashes: &[SequenceHash]) -> CachedBlocks {
+        let mut held = Vec::with_capacity(hashes.len());
+        for batch in hashes.chunks(BATCH) {
+            let mut state = self.0.lock_and_expire();
+            let first_new = held.len();
+            let found = state.index.find_each(batch).zip(batch);
+            held.extend(found.filter_map(|(id, hash)| Some(BlockRef { id: id?, hash: *hash })));
+            held[first_new..].iter().for_each(|block| state.index.hold(block.id));
         }
         CachedBlocks::new(&self.0, held)
     }
 
-    /// Which of `names` are here, and which are not.
-    pub(crate) fn sort(&self, names: &[SequenceHash]) -> (Vec<SequenceHash>, Vec<SequenceHash>) {
-        let [mut here, mut missing] = [Vec::with_capacity(names.len()), Vec::new()];
-        for batch in names.chunks(BATCH) {
-            for (found, name) in self.0.settled().residents.find_each(batch).zip(batch) {
-                if found.is_some() { here.push(*name) } else { missing.push(*name) }
+    /// Splits `hashes` into resident and missing ones.
+    pub(crate) fn partition(&self, hashes: &[SequenceHash]) -> (Vec<SequenceHash>, Vec<SequenceHash>) {
+        let [mut resident, mut missing] = [Vec::with_capacity(hashes.len()), Vec::new()];
+        for batch in hashes.chunks(BATCH) {
+            for (found, hash) in self.0.lock_and_expire().index.find_each(batch).zip(batch) {
+                if found.is_some() { resident.push(*hash) } else { missing.push(*hash) }
             }
         }
-        (here, missing)
+        (resident, missing)
     }
 
-    /// How many leading `names` are here.
-    pub(crate) fn holds(&self, names: &[SequenceHash]) -> usize {
-        let mut here = 0;
-        for batch in names.chunks(BATCH) {
-            let found = self.0.settled().residents.find_each(batch).take_while(Option::is_some).count();
-            here += found;
+    /// Length of the resident prefix of `hashes`.
+    pub(crate) fn holds(&self, hashes: &[SequenceHash]) -> usize {
+        let mut resident = 0;
+        for batch in hashes.chunks(BATCH) {
+            let found = self.0.lock_and_expire().index.find_each(batch).take_while(Option::is_some).count();
+            resident += found;
             if found < batch.len() {
                 break;
             }
         }
-        here
+        resident
     }
 
-    /// The first of `names` that is here.
-    pub(crate) fn next(&self, names: &[SequenceHash]) -> Option<usize> {
-        let within = |(batch, names): (usize, &[SequenceHash])| {
-            let found = self.0.lock().residents.find_each(names).position(|found| found.is_some());
+    /// The index of the first of `hashes` that is resident.
+    pub(crate) fn next_resident(&self, hashes: &[SequenceHash]) -> Option<usize> {
+        let within = |(batch, hashes): (usize, &[SequenceHash])| {
+            let found = self.0.lock().index.find_each(hashes).position(|found| found.is_some());
             found.map(|at| batch * BATCH + at)
         };
-        names.chunks(BATCH).enumerate().find_map(within)
+        hashes.chunks(BATCH).enumerate().find_map(within)
     }
 }

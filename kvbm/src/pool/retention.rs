@@ -1,53 +1,53 @@
-//! What was asked for the blocks of one pool, by slot, and what of it falls due when.
+//! Retention of the blocks of one pool, by slot: expiry and pins, and when the next of them is due.
 //!
-//! Pure: the pool says what time it is, and carries out what falls due. A pinned block is held, by the pool itself: so it
-//! stays, what precedes it stays, and what can be allocated is still counted exactly. Pins are bounded, since a pool that
-//! is full of them serves nobody.
+//! Pure: the pool passes the time in and carries out what is due. The pool itself holds a pinned block, so it and its
+//! ancestors stay, and the count of evictable blocks stays exact. The number of pins is bounded, since a pool full of
+//! pinned blocks cannot serve requests.
 
 use crate::block::{Custody, Date, DomainId, Keep};
 use crate::table::hugepages;
 use std::collections::BTreeSet;
 
-/// The terms of a pool's blocks.
-pub(super) struct Keeping {
-    slots: Vec<Kept>,
-    /// When something changes for a slot: once each, at the earliest.
+/// Retention of a pool's blocks.
+pub(super) struct RetentionTable {
+    slots: Vec<SlotRetention>,
+    /// The next change of each slot, by date.
     due: BTreeSet<(Date, u32)>,
-    /// Blocks for which anything was asked.
-    special: usize,
+    /// Number of blocks with other than default retention.
+    non_default: usize,
     pins: usize,
-    pins_max: usize,
+    max_pins: usize,
 }
 
 #[derive(Clone, Copy, Default)]
-struct Kept {
+struct SlotRetention {
     custody: Custody,
     resident: bool,
     pinned: bool,
 }
 
-/// What became of a wish to pin.
+/// The result of a request to pin a block.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Pin {
-    /// There was none, or it was granted before.
+pub(super) enum PinOutcome {
+    /// No pin was requested, or the block is pinned already.
     Unchanged,
-    /// The block is to be held.
+    /// The caller is to hold the block.
     Granted,
-    /// There are too many.
-    Refused,
+    /// The limit of pins is reached.
+    Rejected,
 }
 
-/// What fell due.
+/// A change that is due.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Due {
-    /// The block is to be held no more.
+    /// The caller is to release the block.
     Unpinned(u32),
-    /// The block is to go.
+    /// The caller is to remove the block.
     Expired(u32),
 }
 
-impl Kept {
-    fn is_special(&self) -> bool {
+impl SlotRetention {
+    fn is_non_default(&self) -> bool {
         self.resident && self.custody.keep != Keep::default()
     }
 
@@ -58,78 +58,78 @@ impl Kept {
     }
 }
 
-impl Keeping {
-    /// Pins may take half of a pool: what is left is as much as the others are sure to need.
-    const PINNED_SHARE: usize = 2;
+impl RetentionTable {
+    /// Pins may take half of a pool; running requests need the rest.
+    const PIN_DIVISOR: usize = 2;
 
     pub(super) fn new(capacity: usize) -> Self {
         let mut slots = Vec::with_capacity(capacity);
         hugepages::enlarge(slots.spare_capacity_mut());
-        slots.resize(capacity, Kept::default());
-        Self { slots, due: BTreeSet::new(), special: 0, pins: 0, pins_max: capacity / Self::PINNED_SHARE }
+        slots.resize(capacity, SlotRetention::default());
+        Self { slots, due: BTreeSet::new(), non_default: 0, pins: 0, max_pins: capacity / Self::PIN_DIVISOR }
     }
 
-    /// The terms of the block in a slot.
+    /// Attributes of the block in a slot.
     pub(super) fn of(&self, slot: u32) -> Custody {
         self.slots[slot as usize].custody
     }
 
-    /// The slots in which blocks of a domain rest. Looks at each slot.
+    /// The slots with blocks of a domain. Scans all slots.
     pub(super) fn of_domain(&self, domain: DomainId) -> Vec<u32> {
-        let rests = |slot: &u32| {
-            let kept = &self.slots[*slot as usize];
-            kept.resident && kept.custody.domain == domain
+        let of_domain = |slot: &u32| {
+            let entry = &self.slots[*slot as usize];
+            entry.resident && entry.custody.domain == domain
         };
-        (0..self.slots.len() as u32).filter(rests).collect()
+        (0..self.slots.len() as u32).filter(of_domain).collect()
     }
 
-    /// A block comes to rest.
-    pub(super) fn enter(&mut self, slot: u32, custody: Custody) -> Pin {
-        let kept = Kept { custody, resident: true, pinned: false };
-        self.special += usize::from(kept.is_special());
-        self.slots[slot as usize] = kept;
-        self.change(slot, custody.keep)
+    /// Adds a block.
+    pub(super) fn insert(&mut self, slot: u32, custody: Custody) -> PinOutcome {
+        let entry = SlotRetention { custody, resident: true, pinned: false };
+        self.non_default += usize::from(entry.is_non_default());
+        self.slots[slot as usize] = entry;
+        self.update(slot, custody.keep)
     }
 
-    /// A block that rests gets other terms.
-    pub(super) fn change(&mut self, slot: u32, keep: Keep) -> Pin {
-        let kept = &mut self.slots[slot as usize];
-        let before = kept.due();
-        self.special -= usize::from(kept.is_special());
-        kept.custody.keep = keep;
-        self.special += usize::from(kept.is_special());
+    /// Changes the retention of a resident block.
+    pub(super) fn update(&mut self, slot: u32, keep: Keep) -> PinOutcome {
+        let entry = &mut self.slots[slot as usize];
+        let before = entry.due();
+        self.non_default -= usize::from(entry.is_non_default());
+        entry.custody.keep = keep;
+        self.non_default += usize::from(entry.is_non_default());
         let pin = match keep.pinned {
-            Some(_) if kept.pinned => Pin::Unchanged,
-            Some(_) if self.pins < self.pins_max => Pin::Granted,
-            Some(_) => Pin::Refused,
-            None => Pin::Unchanged,
+            Some(_) if entry.pinned => PinOutcome::Unchanged,
+            Some(_) if self.pins < self.max_pins => PinOutcome::Granted,
+            Some(_) => PinOutcome::Rejected,
+            None => PinOutcome::Unchanged,
         };
-        if pin == Pin::Granted {
-            kept.pinned = true;
+        if pin == PinOutcome::Granted {
+            entry.pinned = true;
             self.pins += 1;
         }
         self.reschedule(slot, before);
         pin
     }
 
-    /// A block goes. Whether it was pinned, and so is to be released.
-    pub(super) fn leave(&mut self, slot: u32) -> bool {
-        let kept = &mut self.slots[slot as usize];
-        let (before, pinned) = (kept.due(), kept.pinned);
-        self.special -= usize::from(kept.is_special());
-        kept.resident = false;
-        kept.pinned = false;
+    /// Removes a block. True: it was pinned, and the caller is to release it.
+    pub(super) fn remove(&mut self, slot: u32) -> bool {
+        let entry = &mut self.slots[slot as usize];
+        let (before, pinned) = (entry.due(), entry.pinned);
+        self.non_default -= usize::from(entry.is_non_default());
+        entry.resident = false;
+        entry.pinned = false;
         self.pins -= usize::from(pinned);
         self.reschedule(slot, before);
         pinned
     }
 
-    /// Blocks that are pinned.
+    /// Number of pinned blocks.
     pub(super) fn pins(&self) -> usize {
         self.pins
     }
 
-    /// Takes the pins off: those blocks are to be released.
+    /// Ends all pins. The caller is to release the returned slots.
     pub(super) fn unpin_all(&mut self) -> Vec<u32> {
         let pinned: Vec<u32> = (0..self.slots.len() as u32).filter(|slot| self.slots[*slot as usize].pinned).collect();
         for slot in &pinned {
@@ -138,17 +138,17 @@ impl Keeping {
         pinned
     }
 
-    /// Whether nothing was asked for any block.
-    pub(super) fn is_plain(&self) -> bool {
-        self.special == 0
+    /// Whether all blocks have the default retention.
+    pub(super) fn is_default(&self) -> bool {
+        self.non_default == 0
     }
 
-    /// Whether anything will ever fall due.
-    pub(super) fn awaits(&self) -> bool {
+    /// Whether any expiry or end of a pin is scheduled.
+    pub(super) fn has_deadlines(&self) -> bool {
         !self.due.is_empty()
     }
 
-    /// The next thing that fell due up to now. A block that expires is to [leave](Self::leave) before the next is asked for.
+    /// The next change that is due by `now`. The caller [removes](Self::remove) an expired block before the next call.
     pub(super) fn next_due(&mut self, now: Date) -> Option<Due> {
         let &(_, slot) = self.due.first().filter(|(date, _)| *date <= now)?;
         if self.of(slot).keep.is_over(now) {
@@ -159,16 +159,16 @@ impl Keeping {
     }
 
     fn unpin(&mut self, slot: u32) {
-        let kept = &mut self.slots[slot as usize];
-        let before = kept.due();
-        kept.pinned = false;
+        let entry = &mut self.slots[slot as usize];
+        let before = entry.due();
+        entry.pinned = false;
         self.pins -= 1;
         self.reschedule(slot, before);
     }
 
     fn reschedule(&mut self, slot: u32, before: Option<Date>) {
-        let kept = &self.slots[slot as usize];
-        let after = kept.due().filter(|_| kept.resident);
+        let entry = &self.slots[slot as usize];
+        let after = entry.due().filter(|_| entry.resident);
         if let Some(date) = before {
             self.due.remove(&(date, slot));
         }

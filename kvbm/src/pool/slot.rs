@@ -1,14 +1,14 @@
-//! Slots that have one owner, before everyone may read what is in them.
+//! Slots with one owner, before their content can be found by hash.
 
-use super::Shared;
+use super::block_pool::Shared;
 use super::device::BlockId;
 use crate::block::{Custody, SequenceHash};
 use std::fmt;
 use std::sync::Arc;
 
-/// A slot that has one owner and no name.
+/// A slot with one owner. Dropping it frees the slot.
 pub(super) struct Slot {
-    /// `None` once the slot is the index's.
+    /// `None` once the index owns the slot.
     pub(super) pool: Option<Arc<Shared>>,
     pub(super) id: u32,
 }
@@ -18,7 +18,7 @@ impl Slot {
         self.pool.as_ref().is_some_and(|own| Arc::ptr_eq(own, pool))
     }
 
-    /// The slot becomes the index's, which gives it back when it evicts or discards the block.
+    /// Hands the slot over to the index, which frees it when the block is evicted or removed.
     pub(super) fn keep(mut self) -> u32 {
         self.pool = None;
         self.id
@@ -33,43 +33,43 @@ impl Drop for Slot {
     }
 }
 
-/// A slot that is being filled. Dropping it returns the slot.
+/// A slot that is being filled. Dropping it frees the slot.
 #[must_use = "dropping it returns the slot"]
 pub struct PartialBlock(pub(super) Slot);
 
 impl PartialBlock {
-    /// Where the bytes go.
+    /// The slot to write to.
     pub fn slot(&self) -> BlockId {
         BlockId(self.0.id)
     }
 
-    /// The slot is full, and its content has a name.
-    pub fn complete(self, name: SequenceHash, parent: Option<SequenceHash>, custody: Custody) -> FullBlock {
-        FullBlock { slot: self.0, name, parent, custody }
+    /// Declares the slot full, and gives its content a hash.
+    pub fn complete(self, hash: SequenceHash, parent: Option<SequenceHash>, custody: Custody) -> FullBlock {
+        FullBlock { slot: self.0, hash, parent, custody }
     }
 }
 
-/// A full block that only its owner can use. Dropping it returns the slot.
+/// A full block that only its owner can use. Dropping it frees the slot.
 #[must_use = "dropping it returns the slot"]
 pub struct FullBlock {
     pub(super) slot: Slot,
-    pub(super) name: SequenceHash,
+    pub(super) hash: SequenceHash,
     pub(super) parent: Option<SequenceHash>,
     pub(super) custody: Custody,
 }
 
 impl FullBlock {
-    /// Where the bytes are.
+    /// The slot with the block's bytes.
     pub fn slot(&self) -> BlockId {
         BlockId(self.slot.id)
     }
 
-    /// What they are.
-    pub fn name(&self) -> SequenceHash {
-        self.name
+    /// The block's hash.
+    pub fn hash(&self) -> SequenceHash {
+        self.hash
     }
 
-    /// What precedes them; `None` at the root.
+    /// The hash of the block before it; `None` at the root.
     pub fn parent(&self) -> Option<SequenceHash> {
         self.parent
     }
@@ -83,6 +83,6 @@ impl fmt::Debug for PartialBlock {
 
 impl fmt::Debug for FullBlock {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "FullBlock({} in slot {})", self.name, self.slot.id)
+        write!(f, "FullBlock({} in slot {})", self.hash, self.slot.id)
     }
 }

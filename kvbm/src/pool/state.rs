@@ -1,8 +1,8 @@
-//! What a pool knows, and the lock that it is under.
+//! The state of a pool, and its lock.
 
-use super::Shared;
-use super::evict::{Removed, Residents};
-use super::pins::{Due, Keeping, Pin};
+use super::block_pool::Shared;
+use super::evict::{EvictionIndex, Removed};
+use super::retention::{Due, PinOutcome, RetentionTable};
 use super::slot::Slot;
 use crate::block::{Custody, Date, DomainId, Keep, SequenceHash};
 use crate::event::{BlockEvent, EventLog};
@@ -14,12 +14,12 @@ use std::sync::{MutexGuard, PoisonError, TryLockError};
 
 pub(super) struct State {
     pub(super) free: Vec<u32>,
-    pub(super) residents: Residents,
+    pub(super) index: EvictionIndex,
     pub(super) division: Division,
-    pub(super) keeping: Keeping,
-    /// Pins that there was no room for, since they were last counted.
-    pub(super) pins_refused: u64,
-    /// How often a domain was purged, and which of these was the last of each domain.
+    pub(super) retention: RetentionTable,
+    /// Rejected pins that are not in the metric yet.
+    pub(super) rejected_pins: u64,
+    /// Number of purges, and for each purged domain the number of its last purge.
     pub(super) purges: u64,
     pub(super) purged: HashMap<DomainId, u64>,
 }
@@ -27,12 +27,12 @@ pub(super) struct State {
 impl State {
     pub(super) fn new(capacity: usize) -> Self {
         Self {
-            // Popped from the end: slot 0 goes first, so that lazily touched memory is touched from the front.
+            // Popped from the end: slot 0 is used first, so memory is touched from the front.
             free: (0..capacity as u32).rev().collect(),
-            residents: Residents::new(capacity),
+            index: EvictionIndex::new(capacity),
             division: Division::default(),
-            keeping: Keeping::new(capacity),
-            pins_refused: 0,
+            retention: RetentionTable::new(capacity),
+            rejected_pins: 0,
             purges: 0,
             purged: HashMap::new(),
         }
@@ -43,133 +43,134 @@ impl State {
         since < self.purges && self.purged.get(&domain).is_some_and(|last| *last > since)
     }
 
-    /// The block in the slot can be found from now on.
-    pub(super) fn enter(&mut self, slot: Slot, name: SequenceHash, parent: Option<SequenceHash>, custody: Custody) {
+    /// Makes the block in the slot findable by hash.
+    pub(super) fn insert(&mut self, slot: Slot, hash: SequenceHash, parent: Option<SequenceHash>, custody: Custody) {
         let id = slot.keep();
-        self.residents.insert(id, (name, parent), custody.keep.priority, self.division.group(custody.domain));
-        let pin = self.keeping.enter(id, custody);
+        self.index.insert(id, (hash, parent), custody.keep.priority, self.division.group(custody.domain));
+        let pin = self.retention.insert(id, custody);
         self.pin(id, pin);
     }
 
-    /// Keeps a block for longer. How it was kept before, if that changed.
-    pub(super) fn renew(&mut self, slot: u32, keep: Keep) -> Option<Custody> {
-        let before = self.keeping.of(slot);
-        let both = before.keep.and(keep);
-        if both == before.keep {
+    /// Extends the retention of a block. Returns its former attributes if they changed.
+    pub(super) fn extend_retention(&mut self, slot: u32, keep: Keep) -> Option<Custody> {
+        let before = self.retention.of(slot);
+        let merged = before.keep.and(keep);
+        if merged == before.keep {
             return None;
         }
-        let pin = self.keeping.change(slot, both);
+        let pin = self.retention.update(slot, merged);
         self.pin(slot, pin);
-        self.residents.prefer(slot, both.priority);
+        self.index.set_priority(slot, merged.priority);
         Some(before)
     }
 
-    fn pin(&mut self, slot: u32, pin: Pin) {
+    fn pin(&mut self, slot: u32, pin: PinOutcome) {
         match pin {
-            Pin::Unchanged => {}
-            Pin::Granted => self.residents.hold(slot),
-            Pin::Refused => self.pins_refused += 1,
+            PinOutcome::Unchanged => {}
+            PinOutcome::Granted => self.index.hold(slot),
+            PinOutcome::Rejected => self.rejected_pins += 1,
         }
     }
 
-    /// The block in the slot can be found no more.
+    /// Removes the block in the slot from the index.
     pub(super) fn remove(&mut self, slot: u32) -> SequenceHash {
-        if self.keeping.leave(slot) {
-            self.residents.release(slot);
+        if self.retention.remove(slot) {
+            self.index.release(slot);
         }
-        let (name, _) = self.residents.block(slot);
-        match self.residents.remove(name) {
+        let (hash, _) = self.index.block(slot);
+        match self.index.remove(hash) {
             Removed::Vacated(slot) => self.free.push(slot),
             Removed::Absent | Removed::StillHeld => {}
         }
-        name
+        hash
     }
 
-    /// Does what has fallen due, and names what is gone.
-    fn settle(&mut self, now: Date) -> Vec<SequenceHash> {
-        let mut gone = Vec::new();
-        while let Some(due) = self.keeping.next_due(now) {
+    /// Carries out all changes that are due, and returns the removed blocks.
+    fn expire_due(&mut self, now: Date) -> Vec<SequenceHash> {
+        let mut removed = Vec::new();
+        while let Some(due) = self.retention.next_due(now) {
             match due {
-                Due::Unpinned(slot) => _ = self.residents.release(slot),
-                Due::Expired(slot) => gone.push(self.remove(slot)),
+                Due::Unpinned(slot) => _ = self.index.release(slot),
+                Due::Expired(slot) => removed.push(self.remove(slot)),
             }
         }
-        gone
+        removed
     }
 }
 
-/// The state, alone. What is announced meanwhile gets its place among events at once, and the log has its work with it when
-/// the lock is free again.
+/// The locked state. Events that are queued under the lock are delivered after the lock is released.
 pub(super) struct Locked<'a> {
     shared: &'a Shared,
-    // Dropped before what follows.
+    // Field order: the lock is released before `events` is dropped.
     state: MutexGuard<'a, State>,
-    told: Told<'a>,
+    events: QueuedEvents<'a>,
 }
 
-/// Events that are the log's to take in, if there are any.
-struct Told<'a> {
+/// Whether the log has queued events to deliver.
+struct QueuedEvents<'a> {
     log: &'a EventLog,
     any: bool,
 }
 
 impl Shared {
-    /// How often a lock that is taken is tried again before whoever wants it sleeps, and the pauses in between: a turn under
-    /// it takes some microseconds, being woken tens. Each look takes the line that it stands in from who works there.
-    const LOOKS: usize = 64;
-    const PAUSES: usize = 16;
+    /// Attempts to take the lock before the thread sleeps, and spin hints between two attempts. The lock is held for
+    /// microseconds, a wake-up takes tens of them. Each attempt moves the lock's cache line away from the holder, hence
+    /// the pauses.
+    const SPINS: usize = 64;
+    const SPIN_HINTS: usize = 16;
 
     pub(super) fn lock(&self) -> Locked<'_> {
-        Locked { shared: self, state: self.guard(), told: Told { log: &self.log, any: false } }
+        Locked { shared: self, state: self.guard(), events: QueuedEvents { log: &self.log, any: false } }
     }
 
     fn guard(&self) -> MutexGuard<'_, State> {
-        // A panic under this lock is a broken invariant, already loud where it happened; drops must not panic again.
-        for _ in 0..Self::LOOKS {
+        // A panic under this lock is a broken invariant that was reported where it happened; a `drop` must not panic
+        // again.
+        for _ in 0..Self::SPINS {
             match self.state.try_lock() {
                 Ok(state) => return state,
                 Err(TryLockError::Poisoned(poisoned)) => return poisoned.into_inner(),
-                Err(TryLockError::WouldBlock) => (0..Self::PAUSES).for_each(|_| spin_loop()),
+                Err(TryLockError::WouldBlock) => (0..Self::SPIN_HINTS).for_each(|_| spin_loop()),
             }
         }
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The state as it is now: nothing in it has expired.
-    pub(super) fn settled(&self) -> Locked<'_> {
+    /// Locks the state, and removes expired blocks and ends due pins first.
+    pub(super) fn lock_and_expire(&self) -> Locked<'_> {
         let mut state = self.lock();
-        // Most pools never hold anything that ends, and need not ask for the time.
-        if state.keeping.awaits() {
-            let gone = state.settle(self.clock.now());
-            self.metrics.expired.inc_by(gone.len() as u64);
-            state.removed(gone);
+        // Most pools have no block with a deadline, and need not read the clock.
+        if state.retention.has_deadlines() {
+            let removed = state.expire_due(self.clock.now());
+            self.metrics.expired.inc_by(removed.len() as u64);
+            state.announce_removed(removed);
         }
         state
     }
 }
 
 impl Locked<'_> {
-    pub(super) fn count_refused(&mut self) {
-        let refused = std::mem::take(&mut self.state.pins_refused);
-        self.shared.metrics.rejected_pins.inc_by(refused);
+    pub(super) fn count_rejected_pins(&mut self) {
+        let rejected = std::mem::take(&mut self.state.rejected_pins);
+        self.shared.metrics.rejected_pins.inc_by(rejected);
     }
 
-    /// Frees what domains have above their maximum, whenever a domain may have got more, or let go of what it holds.
-    pub(super) fn shed(&mut self) {
-        let mut gone = Vec::new();
-        while let Some((slot, name)) = self.state.residents.evict_surplus() {
-            self.state.keeping.leave(slot);
+    /// Frees blocks of domains above their maximum. Called when a domain may have got blocks, or released some.
+    pub(super) fn evict_over_limits(&mut self) {
+        let mut removed = Vec::new();
+        while let Some((slot, hash)) = self.state.index.evict_over_limit() {
+            self.state.retention.remove(slot);
             self.state.free.push(slot);
-            gone.push(name);
+            removed.push(hash);
         }
-        self.removed(gone);
+        self.announce_removed(removed);
     }
 
-    /// Announces that blocks are gone.
-    pub(super) fn removed(&mut self, blocks: Vec<SequenceHash>) {
+    /// Announces that blocks were removed.
+    pub(super) fn announce_removed(&mut self, blocks: Vec<SequenceHash>) {
         if !blocks.is_empty() {
-            self.told.any = true;
-            self.told.log.queue(BlockEvent::Removed { level: self.shared.level, blocks });
+            self.events.any = true;
+            self.events.log.queue(BlockEvent::Removed { level: self.shared.level, blocks });
         }
     }
 }
@@ -188,7 +189,7 @@ impl DerefMut for Locked<'_> {
     }
 }
 
-impl Drop for Told<'_> {
+impl Drop for QueuedEvents<'_> {
     fn drop(&mut self) {
         if self.any {
             self.log.settle();

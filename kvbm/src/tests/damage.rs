@@ -1,5 +1,5 @@
-//! Damage to what rests, through the manager: each region of each file, in each form. Whatever happens, a block is the one
-//! that was stored, or it is computed again; and what is served as damaged is counted.
+//! Damage to stored bytes, seen through the manager: each region of each file, with each transform. A damaged block is
+//! either served with the bytes that were stored, or a miss; blocks found corrupt are counted.
 
 use crate::block::{Block, Codec, Header, Level};
 use crate::disk::DiskTier;
@@ -24,15 +24,15 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use tempfile::TempDir;
 
-/// Two batches of three blocks: the first, and what came after it.
+/// Two batches of three blocks.
 const BATCH: usize = 3;
 const BLOCKS: usize = 2 * BATCH;
-/// The block that is hurt, which has neighbours on both sides.
-const VICTIM: usize = 1;
+/// The block that is damaged; it has neighbours on both sides.
+const DAMAGED: usize = 1;
 const SHAPE: synthetic::Shape = synthetic::Shape { layers: 1, tokens: 16, channels: 64 };
 const SIZE: usize = 16 * 64 * 2 * 2;
 
-/// The fields of a block's header, as `block.rs` lists them.
+/// The fields of a block's header, as in `block.rs`.
 const HEADER: [(&str, Range<usize>); 15] = [
     ("magic", 0..8),
     ("name", 8..24),
@@ -52,7 +52,7 @@ const HEADER: [(&str, Range<usize>); 15] = [
 ];
 const CHECKSUM: Range<usize> = 120..128;
 
-/// Those of an entry in a footer and in a manifest, which differ in their middle.
+/// The fields of an entry in a footer and in a manifest, which differ in the middle.
 const FOOTER_ENTRY: [(&str, Range<usize>); 8] = [
     ("name", 0..16),
     ("parent", 16..32),
@@ -75,14 +75,14 @@ const MANIFEST_ENTRY: [(&str, Range<usize>); 8] = [
 ];
 const ENTRY: usize = 52;
 
-/// From the end of a footer: where a field begins, and where it ends.
+/// The fields of a footer's trailer: start and end, counted from the end of the file.
 const FOOTER_TRAILER: [(&str, usize, usize); 5] =
     [("magic", 32, 24), ("offset", 24, 16), ("entries", 16, 12), ("owners", 12, 8), ("checksum", 8, 0)];
 
-/// Where a payload begins on a disk.
+/// The offset of a payload in a record on disk.
 const SECTOR: usize = 512;
 
-/// From the start of a manifest with one section.
+/// The fields of a manifest with one section, from the start of the file.
 const MANIFEST_HEAD: [(&str, Range<usize>); 7] = [
     ("magic", 0..8),
     ("writer", 8..24),
@@ -103,26 +103,26 @@ enum Form {
 
 const FORMS: [Form; 4] = [Form::Plain, Form::Encoded, Form::Encrypted, Form::Both];
 
-/// What becomes of the blocks.
+/// What a read of all blocks found.
 #[derive(Clone, Debug)]
-struct Fate {
-    /// Served, with the bytes that were stored.
+struct Outcome {
+    /// Blocks that were served with the bytes that were stored.
     served: Vec<usize>,
-    /// Found to be unsound and counted. As what is wanted: `None` for some of them, the others being misses.
+    /// Number of blocks counted as corrupt. As an expectation, `None` means at least one, with misses for the others.
     quarantined: Option<u64>,
 }
 
-impl Fate {
-    fn unharmed() -> Self {
+impl Outcome {
+    fn undamaged() -> Self {
         Self::without(&[], 0)
     }
 
-    fn without(gone: &[usize], quarantined: u64) -> Self {
-        Self { served: (0..BLOCKS).filter(|n| !gone.contains(n)).collect(), quarantined: Some(quarantined) }
+    fn without(lost: &[usize], quarantined: u64) -> Self {
+        Self { served: (0..BLOCKS).filter(|n| !lost.contains(n)).collect(), quarantined: Some(quarantined) }
     }
 
-    fn quarantined(gone: &[usize]) -> Self {
-        Self::without(gone, gone.len() as u64)
+    fn quarantined(lost: &[usize]) -> Self {
+        Self::without(lost, lost.len() as u64)
     }
 
     fn is(&self, found: &Self) -> bool {
@@ -134,19 +134,19 @@ impl Fate {
     }
 }
 
-/// Some blocks, how they rest, and what they rest in.
-struct World {
+/// Blocks, their transform, and the folders in which they are stored.
+struct Harness {
     level: Level,
     form: Form,
     keys: Arc<Keys>,
     blocks: Vec<Block>,
-    /// As the process left it: orderly, killed, and killed after the first batch.
+    /// The folder after an orderly end of the process, after a crash, and after a crash with the first batch alone.
     whole: TempDir,
     killed: TempDir,
     early: TempDir,
 }
 
-impl World {
+impl Harness {
     async fn new(level: Level, form: Form) -> Self {
         let source = KeySource::Env("KEYS".into());
         let environment = Arc::new(|name: &str| (name == "KEYS").then(|| "01".repeat(32)));
@@ -159,15 +159,15 @@ impl World {
         let whole = tempfile::tempdir().unwrap();
         let [early, killed] = {
             let tier = Self::open(level, whole.path()).await;
-            let dressed = dress(form, tier.clone(), &keys, &metrics());
-            store(&*dressed, blocks[..BATCH].to_vec()).await;
+            let wrapped = wrap(form, tier.clone(), &keys, &metrics());
+            store(&*wrapped, blocks[..BATCH].to_vec()).await;
             let early = copy(whole.path());
-            store(&*dressed, blocks[BATCH..].to_vec()).await;
+            store(&*wrapped, blocks[BATCH..].to_vec()).await;
             let codec = if matches!(form, Form::Plain | Form::Encrypted) { Codec::Raw } else { Codec::Bf16 };
             let encrypted = matches!(form, Form::Encrypted | Form::Both);
-            let rests = tier.load(fingerprint(), names(&blocks)).next().await.unwrap().1.unwrap().unwrap().header;
+            let stored = tier.load(fingerprint(), names(&blocks)).next().await.unwrap().1.unwrap().unwrap().header;
             assert_eq!(
-                (rests.codec, rests.key.is_some()),
+                (stored.codec, stored.key.is_some()),
                 (codec, encrypted),
                 "blocks rest in the form that is tested"
             );
@@ -186,47 +186,48 @@ impl World {
         tier
     }
 
-    /// Has a new process, with an empty memory, ask for each block: what comes is what was stored.
-    async fn read(&self, folder: &Path, case: &str) -> Fate {
+    /// Opens the folder with an empty memory and requests each block; asserts that served bytes are those that were
+    /// stored.
+    async fn read(&self, folder: &Path, case: &str) -> Outcome {
         self.ask(Self::open(self.level, folder).await, case).await
     }
 
-    async fn ask(&self, tier: Arc<dyn Tier>, case: &str) -> Fate {
+    async fn ask(&self, tier: Arc<dyn Tier>, case: &str) -> Outcome {
         let registry = Registry::new();
         let metrics = Metrics::new(&registry).unwrap();
         let device = InMemory::new(2 * BLOCKS, SIZE, fingerprint());
-        let tier = dress(self.form, tier, &self.keys, &metrics);
+        let tier = wrap(self.form, tier, &self.keys, &metrics);
         let log = Arc::new(EventLog::new(Epoch(1)));
         let manager = BlockManager::new(device.clone(), None, vec![tier], log, metrics);
         let mut served = Vec::new();
         for (n, block) in self.blocks.iter().enumerate() {
-            // Computing would take for ever: it is waited for as long as anything can come.
-            let recompute = Recompute { seconds_per_block: Some(1e6), by: None };
+            // Computing takes long, so the manager waits for as long as answers may arrive.
+            let recompute = Recompute { seconds_per_block: Some(1e6), deadline: None };
             let onboarded = manager.onboard(&[block.header.name], recompute).await;
             for held in &onboarded.blocks {
                 let mut bytes = vec![0; SIZE];
                 device.read(held.slot(), &mut bytes);
-                assert!(held.name() == block.header.name && bytes == block.payload, "{case}: wrong bytes served");
+                assert!(held.hash() == block.header.name && bytes == block.payload, "{case}: wrong bytes served");
                 served.push(n);
             }
         }
-        Fate { served, quarantined: Some(counter(&registry, "corrupt_blocks_total")) }
+        Outcome { served, quarantined: Some(counter(&registry, "corrupt_blocks_total")) }
     }
 
-    /// Hurts a copy, and holds what a new process makes of it against what it should.
-    async fn hurt(&self, image: &TempDir, case: &str, hurt: impl FnOnce(&Path), want: &Fate) {
+    /// Damages a copy, and compares the outcome of a read with the expected one.
+    async fn damage(&self, image: &TempDir, case: &str, damage: impl FnOnce(&Path), want: &Outcome) {
         let folder = copy(image.path());
-        hurt(folder.path());
+        damage(folder.path());
         let case = format!("{:?}, {:?}: {case}", self.level, self.form);
         let found = self.read(folder.path(), &case).await;
         assert!(want.is(&found), "{case}: {found:?}, wanted {want:?}");
     }
 
     /// Flips the first bit and the last one of a region, one at a time.
-    async fn flip(&self, image: &TempDir, file: &Path, region: &str, range: Range<usize>, want: &Fate) {
+    async fn flip(&self, image: &TempDir, file: &Path, region: &str, range: Range<usize>, want: &Outcome) {
         for (at, bit) in [(range.start, 1), (range.end - 1, 0x80)] {
             let case = format!("{region}, byte {at}");
-            self.hurt(image, &case, |folder| change(&folder.join(file), |bytes| bytes[at] ^= bit), want).await;
+            self.damage(image, &case, |folder| change(&folder.join(file), |bytes| bytes[at] ^= bit), want).await;
         }
     }
 
@@ -234,7 +235,7 @@ impl World {
         files(self.whole.path(), under)
     }
 
-    /// The file in which a block rests, and its place there: header and payload.
+    /// The file that contains a block, and the range of its header and payload there.
     fn place(&self, block: usize) -> (PathBuf, Range<usize>) {
         let header = self.blocks[block].header;
         for file in self.files(if self.level == Level::G3 { "" } else { "blocks" }) {
@@ -246,7 +247,7 @@ impl World {
                 return (file, at..body + header.length as usize);
             }
         }
-        panic!("block {block} rests nowhere");
+        panic!("block {block} is in no file");
     }
 }
 
@@ -255,12 +256,12 @@ fn disk(folder: &Path, log: Arc<EventLog>) -> Arc<DiskTier> {
     DiskTier::open(folder, settings, log).unwrap()
 }
 
-/// How much damage a new process finds while it looks for what rests on disk.
+/// The number of damaged records that opening the folder finds.
 fn found_damaged(folder: &Path) -> u64 {
     disk(folder, Arc::new(EventLog::new(Epoch(1)))).damaged()
 }
 
-fn dress(form: Form, tier: Arc<dyn Tier>, keys: &Arc<Keys>, metrics: &Metrics) -> Arc<dyn Tier> {
+fn wrap(form: Form, tier: Arc<dyn Tier>, keys: &Arc<Keys>, metrics: &Metrics) -> Arc<dyn Tier> {
     let secret = |tier| encrypted(tier, keys.clone(), metrics.clone());
     match form {
         Form::Plain => tier,
@@ -283,7 +284,7 @@ fn counter(registry: &Registry, name: &str) -> u64 {
         .sum()
 }
 
-/// Every file below a folder, by its path from there, in order.
+/// Every file below a folder, by relative path, in order.
 fn files(folder: &Path, under: &str) -> Vec<PathBuf> {
     let mut found = Vec::new();
     let mut folders = vec![folder.join(under)];
@@ -313,28 +314,28 @@ fn change(file: &Path, change: impl FnOnce(&mut Vec<u8>)) {
     fs::write(file, bytes).unwrap();
 }
 
-/// Exchanges two stretches of the same length.
+/// Exchanges two ranges of the same length.
 fn exchange(bytes: &mut [u8], one: &Range<usize>, other: &Range<usize>) {
     let first = bytes[one.clone()].to_vec();
     bytes.copy_within(other.clone(), one.start);
     bytes[other.clone()].copy_from_slice(&first);
 }
 
-async fn worlds(level: Level) -> Vec<World> {
-    let mut worlds = Vec::new();
+async fn harnesses(level: Level) -> Vec<Harness> {
+    let mut harnesses = Vec::new();
     for form in FORMS {
-        worlds.push(World::new(level, form).await);
+        harnesses.push(Harness::new(level, form).await);
     }
-    // From here on no deadline depends on how busy the machine is.
+    // From here on no deadline depends on the load of the machine.
     tokio::time::pause();
-    for world in &worlds {
-        // Which also seals what the first process may have left open.
-        assert!(Fate::unharmed().is(&world.read(world.whole.path(), "whole").await));
+    for harness in &harnesses {
+        // The read also seals segments that the first process left open.
+        assert!(Outcome::undamaged().is(&harness.read(harness.whole.path(), "whole").await));
     }
-    worlds
+    harnesses
 }
 
-/// The regions of a block at rest: the header's fields, and the payload's start, middle and end.
+/// The regions of a stored block: the header's fields, and the payload's start, middle and end.
 fn regions(level: Level, record: &Range<usize>) -> Vec<(String, Range<usize>)> {
     let start = record.start;
     let body = start + if level == Level::G3 { SECTOR } else { Header::LEN };
@@ -351,130 +352,130 @@ fn regions(level: Level, record: &Range<usize>) -> Vec<(String, Range<usize>)> {
     regions
 }
 
-async fn blocks_at(level: Level) {
-    for world in worlds(level).await {
-        let (file, record) = world.place(VICTIM);
+async fn damage_block_regions_at(level: Level) {
+    for harness in harnesses(level).await {
+        let (file, record) = harness.place(DAMAGED);
         if level == Level::G3 {
-            assert_eq!(found_damaged(copy(world.killed.path()).path()), 0, "killed, and sound");
+            assert_eq!(found_damaged(copy(harness.killed.path()).path()), 0, "killed, and sound");
         }
         for (region, range) in regions(level, &record) {
-            world.flip(&world.whole, &file, &region, range.clone(), &Fate::quarantined(&[VICTIM])).await;
+            harness.flip(&harness.whole, &file, &region, range.clone(), &Outcome::quarantined(&[DAMAGED])).await;
             if level == Level::G3 {
-                // Without a footer the segment is scanned: what is not sound is counted there.
-                let folder = copy(world.killed.path());
+                // Without a footer the segment is scanned, and damaged records are counted there.
+                let folder = copy(harness.killed.path());
                 change(&folder.path().join(&file), |bytes| bytes[range.start] ^= 4);
                 assert_eq!(found_damaged(folder.path()), 1, "{region}");
                 let region = format!("open segment, {region}");
-                world.flip(&world.killed, &file, &region, range, &Fate::without(&[VICTIM], 0)).await;
+                harness.flip(&harness.killed, &file, &region, range, &Outcome::without(&[DAMAGED], 0)).await;
             }
         }
     }
 }
 
 #[tokio::test]
-async fn each_region_of_a_block_on_disk_in_each_form() {
-    blocks_at(Level::G3).await;
+async fn damage_to_each_region_of_a_block_on_disk() {
+    damage_block_regions_at(Level::G3).await;
 }
 
 #[tokio::test]
-async fn each_region_of_a_block_in_an_object_in_each_form() {
-    blocks_at(Level::G4).await;
+async fn damage_to_each_region_of_a_block_in_an_object() {
+    damage_block_regions_at(Level::G4).await;
 }
 
-/// A footer only says what can be found without it: a damaged one costs a scan.
+/// A footer repeats what a scan finds: a damaged one costs a scan.
 #[tokio::test]
-async fn each_region_of_a_footer_costs_nothing() {
-    for world in worlds(Level::G3).await {
-        let (file, _) = world.place(VICTIM);
-        let bytes = fs::read(world.whole.path().join(&file)).unwrap();
+async fn damage_to_a_footer_loses_no_block() {
+    for harness in harnesses(Level::G3).await {
+        let (file, _) = harness.place(DAMAGED);
+        let bytes = fs::read(harness.whole.path().join(&file)).unwrap();
         let (end, word) = (bytes.len(), |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap()));
         let footer = word(end - 24) as usize;
-        let entry = footer + VICTIM * ENTRY;
+        let entry = footer + DAMAGED * ENTRY;
         let entries = FOOTER_ENTRY.map(|(name, range)| (name, entry + range.start..entry + range.end));
         let owner = footer + BLOCKS * ENTRY;
         let owner = [("fingerprint", owner..owner + 32), ("domain", owner + 32..owner + 48)];
         let trailer = FOOTER_TRAILER.map(|(name, from, to)| (name, end - from..end - to));
         for (region, range) in entries.into_iter().chain(owner).chain(trailer) {
-            world.flip(&world.whole, &file, &format!("footer, {region}"), range, &Fate::unharmed()).await;
+            harness.flip(&harness.whole, &file, &format!("footer, {region}"), range, &Outcome::undamaged()).await;
         }
     }
 }
 
-/// A manifest is believed whole or not at all, and what it names is not known without it.
+/// A manifest with damage is ignored as a whole, and its blocks cannot be found without it.
 #[tokio::test]
-async fn each_region_of_a_manifest_costs_what_it_names() {
-    for world in worlds(Level::G4).await {
-        let file = world.files("manifests").remove(0);
-        let end = fs::metadata(world.whole.path().join(&file)).unwrap().len() as usize;
-        let entry = 88 + VICTIM * ENTRY;
+async fn damage_to_a_manifest_loses_its_blocks() {
+    for harness in harnesses(Level::G4).await {
+        let file = harness.files("manifests").remove(0);
+        let end = fs::metadata(harness.whole.path().join(&file)).unwrap().len() as usize;
+        let entry = 88 + DAMAGED * ENTRY;
         let entries = MANIFEST_ENTRY.map(|(name, range)| (name, entry + range.start..entry + range.end));
         for (region, range) in MANIFEST_HEAD.into_iter().chain(entries).chain([("checksum", end - 8..end)]) {
-            let want = Fate::without(&[0, 1, 2], 0);
-            world.flip(&world.whole, &file, &format!("manifest, {region}"), range, &want).await;
+            let want = Outcome::without(&[0, 1, 2], 0);
+            harness.flip(&harness.whole, &file, &format!("manifest, {region}"), range, &want).await;
         }
     }
 }
 
-async fn places_and_ends_at(level: Level) {
-    for world in worlds(level).await {
-        let ((file, one), (_, other)) = (world.place(0), world.place(1));
+async fn swaps_and_truncations_at(level: Level) {
+    for harness in harnesses(level).await {
+        let ((file, one), (_, other)) = (harness.place(0), harness.place(1));
         if one.len() == other.len() {
             let swap = |folder: &Path| change(&folder.join(&file), |bytes| exchange(bytes, &one, &other));
-            world.hurt(&world.whole, "two blocks swapped", swap, &Fate::quarantined(&[0, 1])).await;
+            harness.damage(&harness.whole, "two blocks swapped", swap, &Outcome::quarantined(&[0, 1])).await;
         }
         for (cut, kept) in [(one.end, 1), (other.start + 64, 1), (other.end - 1, 1), (other.end, 2)] {
-            let gone: Vec<usize> = (kept..if level == Level::G3 { BLOCKS } else { BATCH }).collect();
+            let lost: Vec<usize> = (kept..if level == Level::G3 { BLOCKS } else { BATCH }).collect();
             let truncate = |folder: &Path| change(&folder.join(&file), |bytes| bytes.truncate(cut));
-            world.hurt(&world.whole, &format!("cut at {cut}"), truncate, &Fate::without(&gone, 0)).await;
+            harness.damage(&harness.whole, &format!("cut at {cut}"), truncate, &Outcome::without(&lost, 0)).await;
         }
     }
 }
 
 #[tokio::test]
-async fn blocks_on_disk_that_change_places_and_segments_that_end_early() {
-    places_and_ends_at(Level::G3).await;
+async fn swapped_blocks_and_truncated_segments() {
+    swaps_and_truncations_at(Level::G3).await;
 }
 
 #[tokio::test]
-async fn blocks_in_objects_that_change_places_and_objects_that_end_early() {
-    places_and_ends_at(Level::G4).await;
+async fn swapped_blocks_and_truncated_objects() {
+    swaps_and_truncations_at(Level::G4).await;
 }
 
 #[tokio::test]
 async fn an_older_segment_in_place_of_a_newer_one() {
-    for world in worlds(Level::G3).await {
-        let (file, _) = world.place(VICTIM);
-        let replay = |folder: &Path| fs::copy(world.early.path().join(&file), folder.join(&file)).map(drop).unwrap();
-        world.hurt(&world.whole, "older segment", replay, &Fate::without(&[3, 4, 5], 0)).await;
-        // While the process runs, and believes that the newer blocks are there.
-        let folder = copy(world.whole.path());
-        let tier = World::open(Level::G3, folder.path()).await;
+    for harness in harnesses(Level::G3).await {
+        let (file, _) = harness.place(DAMAGED);
+        let replay = |folder: &Path| fs::copy(harness.early.path().join(&file), folder.join(&file)).map(drop).unwrap();
+        harness.damage(&harness.whole, "older segment", replay, &Outcome::without(&[3, 4, 5], 0)).await;
+        // In a running process, whose index contains the newer blocks.
+        let folder = copy(harness.whole.path());
+        let tier = Harness::open(Level::G3, folder.path()).await;
         replay(folder.path());
-        let case = format!("{:?}: older segment under a running process", world.form);
-        let found = world.ask(tier, &case).await;
-        assert!(Fate::quarantined(&[3, 4, 5]).is(&found), "{case}: {found:?}");
+        let case = format!("{:?}: older segment under a running process", harness.form);
+        let found = harness.ask(tier, &case).await;
+        assert!(Outcome::quarantined(&[3, 4, 5]).is(&found), "{case}: {found:?}");
     }
 }
 
 #[tokio::test]
 async fn an_older_object_or_manifest_in_place_of_a_newer_one() {
-    for world in worlds(Level::G4).await {
-        // Encoded blocks differ in length: some lie beyond the end of what is there now.
-        let counted = |blocks| (world.form != Form::Encoded).then_some(blocks);
-        let unsound = Fate { quarantined: counted(3), ..Fate::quarantined(&[3, 4, 5]) };
-        for (under, want) in [("manifests", Fate::without(&[3, 4, 5], 0)), ("blocks", unsound)] {
-            let files = world.files(under);
+    for harness in harnesses(Level::G4).await {
+        // Encoded blocks differ in length: some would lie beyond the end of the replaced file.
+        let counted = |blocks| (harness.form != Form::Encoded).then_some(blocks);
+        let unsound = Outcome { quarantined: counted(3), ..Outcome::quarantined(&[3, 4, 5]) };
+        for (under, want) in [("manifests", Outcome::without(&[3, 4, 5], 0)), ("blocks", unsound)] {
+            let files = harness.files(under);
             let (older, newer) = (&files[0], &files[1]);
             let replay = |folder: &Path| fs::copy(folder.join(older), folder.join(newer)).map(drop).unwrap();
-            world.hurt(&world.whole, &format!("older one of {under}"), replay, &want).await;
+            harness.damage(&harness.whole, &format!("older one of {under}"), replay, &want).await;
         }
-        let objects = world.files("blocks");
+        let objects = harness.files("blocks");
         let swap = |folder: &Path| {
             fs::rename(folder.join(&objects[0]), folder.join("aside")).unwrap();
             fs::rename(folder.join(&objects[1]), folder.join(&objects[0])).unwrap();
             fs::rename(folder.join("aside"), folder.join(&objects[1])).unwrap();
         };
-        let nothing = Fate { served: Vec::new(), quarantined: counted(BLOCKS as u64) };
-        world.hurt(&world.whole, "two objects swapped", swap, &nothing).await;
+        let nothing = Outcome { served: Vec::new(), quarantined: counted(BLOCKS as u64) };
+        harness.damage(&harness.whole, "two objects swapped", swap, &nothing).await;
     }
 }

@@ -1,7 +1,7 @@
-//! Inputs for parsers of what rests on disks and in stores, and the memory that a parser may take for them.
+//! Inputs for fuzz tests of parsers of stored bytes, and a limit on the memory that a parser may allocate for them.
 //!
-//! Each parser keeps its fuzz tests beside it. They run with the other tests, on arbitrary bytes, on changed valid ones, and on
-//! the corpus. `PROPTEST_CASES=1000000` runs them for longer.
+//! The fuzz tests are beside their parsers. They run with the other tests, on arbitrary bytes, on changed valid ones,
+//! and on the corpus. `PROPTEST_CASES=1000000` runs them for longer.
 
 use crc_fast::{CrcAlgorithm, checksum};
 use proptest::collection::vec;
@@ -22,7 +22,7 @@ thread_local! {
 }
 
 fn count(bytes: usize) {
-    // A thread that is ending allocates too.
+    // A thread that is ending may allocate, too.
     let _ = ALLOCATED.try_with(|allocated| allocated.set(allocated.get() + bytes as u64));
 }
 
@@ -52,14 +52,14 @@ unsafe impl GlobalAlloc for Counting {
     }
 }
 
-/// Bytes that this thread allocates while it does some work, whether it gives them back or not.
+/// Runs `work`, and returns the number of bytes that this thread allocates meanwhile, freed ones included.
 pub(crate) fn allocated<T>(work: impl FnOnce() -> T) -> (T, u64) {
     let before = ALLOCATED.get();
     let done = work();
     (done, ALLOCATED.get() - before)
 }
 
-/// Parses `bytes`, and fails if that takes more memory than `factor` times their length and some kilobytes.
+/// Parses `bytes`. Panics if that allocates more than `factor` times their length plus 16 KiB.
 pub(crate) fn bounded<T>(bytes: &[u8], factor: u64, parse: impl FnOnce(&[u8]) -> T) -> T {
     let (parsed, allocated) = allocated(|| parse(bytes));
     let most = factor * bytes.len() as u64 + (16 << 10);
@@ -67,12 +67,12 @@ pub(crate) fn bounded<T>(bytes: &[u8], factor: u64, parse: impl FnOnce(&[u8]) ->
     parsed
 }
 
-/// Any bytes, some kilobytes at most.
+/// Up to 4 KiB of arbitrary bytes.
 pub(crate) fn arbitrary() -> impl Strategy<Value = Vec<u8>> {
     vec(any::<u8>(), 0..4096)
 }
 
-/// Arbitrary bytes; changed valid ones; and both with a sound checksum, so that they reach further.
+/// Arbitrary bytes, changed valid ones, and both with a valid checksum, so that they reach further into the parser.
 pub(crate) fn inputs(valid: Vec<u8>) -> impl Strategy<Value = Vec<u8>> {
     let magic = valid[..8].to_vec();
     let headed = arbitrary().prop_map(move |rest| [magic.clone(), rest].concat());
@@ -84,7 +84,7 @@ pub(crate) fn inputs(valid: Vec<u8>) -> impl Strategy<Value = Vec<u8>> {
     ]
 }
 
-/// The same bytes, the last eight of them the checksum over the others.
+/// Replaces the last eight bytes by the checksum of the others.
 pub(crate) fn summed(mut bytes: Vec<u8>) -> Vec<u8> {
     if let Some(body) = bytes.len().checked_sub(8) {
         let sum = checksum(CrcAlgorithm::Crc64Nvme, &bytes[..body]);
@@ -93,7 +93,7 @@ pub(crate) fn summed(mut bytes: Vec<u8>) -> Vec<u8> {
     bytes
 }
 
-/// What is done to valid bytes.
+/// A change to valid bytes.
 #[derive(Clone, Debug)]
 enum Change {
     Flip(prop::sample::Index, u8),
@@ -117,7 +117,7 @@ fn change() -> impl Strategy<Value = Change> {
     ]
 }
 
-/// Valid bytes with some changes; lengths and counts among them become extreme often.
+/// Valid bytes with some changes; lengths and counts are often set to extremes.
 pub(crate) fn changed(valid: Vec<u8>) -> impl Strategy<Value = Vec<u8>> {
     vec(change(), 1..6).prop_map(move |changes| {
         let mut bytes = valid.clone();
@@ -139,7 +139,7 @@ fn apply(bytes: &mut Vec<u8>, change: &Change) {
     };
     match change {
         Change::Flip(at, bit) => bytes[at.index(length)] ^= 1 << bit,
-        // Fields lie at multiples of four.
+        // Fields are aligned to four bytes.
         Change::Half(at, value) => put(at.index(length) & !3, &value.to_le_bytes()),
         Change::Word(at, value) => put(at.index(length) & !3, &value.to_le_bytes()),
         Change::Cut(at) => bytes.truncate(at.index(length)),
@@ -152,7 +152,7 @@ fn apply(bytes: &mut Vec<u8>, change: &Change) {
     }
 }
 
-/// The corpus: inputs that once did harm, and others that reach far into a parser.
+/// The corpus: inputs that once broke a parser, and others that reach far into one.
 pub(crate) fn corpus() -> Vec<(String, Vec<u8>)> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/tests/corpus");
     let mut inputs: Vec<_> = fs::read_dir(folder)
@@ -166,7 +166,7 @@ pub(crate) fn corpus() -> Vec<(String, Vec<u8>)> {
     inputs
 }
 
-/// Adds an input to the corpus when `BLOCKYARD_WRITE_CORPUS` is set, and fails when it is not there.
+/// Fails when an input is not in the corpus. Adds it when `BLOCKYARD_WRITE_CORPUS` is set.
 pub(crate) fn in_corpus(name: &str, bytes: &[u8]) {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("src/tests/corpus/{name}.bin"));
     if std::env::var_os("BLOCKYARD_WRITE_CORPUS").is_some() {

@@ -5,6 +5,9 @@
 //! others, however many of theirs wait already. After Shreedhar and Varghese, 1995.
 //!
 //! [`Fair`] is pure. [`Gate`] lets so many through at a time, in that order.
+//!
+//! Not `manager::offload`'s fair queue: that one serves domains that are not known in advance in batches, is bounded, and
+//! drops from the longest queue, whereas DRR serves fixed groups in quanta and saves up credit for a large request.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

@@ -1,157 +1,163 @@
-//! Whose blocks go down next, and whose are forgotten when too many wait. Pure.
+//! The order of offloads among cache domains, and which requests are dropped when the queue is full. Pure.
 //!
-//! Each cache domain has a line of its own. **Turns**: the domain that has had least, for its weight, goes first; one that
-//! comes begins where the others stand, and one that comes back no earlier than where it stood. **Room**: when there is none left, the domain with most names for
-//! its weight loses its own, the latest first. So a flood costs whoever sends it, and nobody else a block.
+//! **Order**: start-time fair queueing (Goyal, Vin, Cheng, 1996). Each domain has a queue; the domain with the smallest
+//! virtual time (blocks virtual_time, divided by its weight) is virtual_time next. A domain that becomes active begins
+//! at the queue's virtual time, or at its own if that is later. **Drops**: longest queue first. When the queue is full,
+//! the domain with the limit requests for its weight loses its latest ones. So a flood costs its own domain blocks, and
+//! no other.
+//!
+//! Not `tier::drr`: domains here are not known in advance, the queue is bounded with drops from the longest flow, and a
+//! batch takes as many blocks of one domain as fit, whereas DRR serves a fixed set of groups in quanta of bytes and
+//! makes a request wait until its group has saved up credit for it.
 
 use crate::block::{DomainId, SequenceHash};
 use crate::tier::Shares;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-/// A block that waits, by name, and whose it is.
+/// A block to offload, and its cache domain.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(in crate::manager) struct Offer {
-    pub(in crate::manager) name: SequenceHash,
+pub(in crate::manager) struct OffloadRequest {
+    pub(in crate::manager) hash: SequenceHash,
     pub(in crate::manager) domain: DomainId,
 }
 
-/// Names that wait, by domain.
-pub(super) struct Turns {
-    room: usize,
+/// Offload requests by domain.
+pub(super) struct FairQueue {
+    capacity: usize,
     shares: Shares,
-    lines: BTreeMap<DomainId, Line>,
-    /// Who is next: what each domain that waits has had, for its weight.
-    order: BTreeSet<(Served, DomainId)>,
-    /// What those had had whose lines are empty, where that is more than `now`: who comes with a little each time has had its
-    /// turns, too.
-    had: BTreeMap<DomainId, Served>,
-    /// What who went last had had.
-    now: Served,
+    domains: BTreeMap<DomainId, DomainQueue>,
+    /// The next domain: virtual times of all domains with requests.
+    order: BTreeSet<(VirtualTime, DomainId)>,
+    /// Virtual times of domains with empty queues, where they are later than `now`: a domain with few requests at a
+    /// time is charged for those virtual_time before.
+    inactive: BTreeMap<DomainId, VirtualTime>,
+    /// The virtual time: that of the domain virtual_time last, when it was chosen.
+    now: VirtualTime,
     waiting: usize,
-    /// Of the next name, counted up.
+    /// The number of the next request, ascending.
     number: u64,
 }
 
-/// Names that a domain has had its turn for, over its weight.
-type Served = u64;
+/// Number of requests virtual_time, divided by the weight.
+type VirtualTime = u64;
 
-struct Line {
+struct DomainQueue {
     weight: u32,
-    served: Served,
-    names: VecDeque<(u64, SequenceHash)>,
+    virtual_time: VirtualTime,
+    hashes: VecDeque<(u64, SequenceHash)>,
 }
 
-impl Line {
-    fn cost(&self, names: usize) -> Served {
-        /// So that whole numbers do for heavy domains.
-        const FINE: u64 = 1 << 20;
-        names as u64 * FINE / u64::from(self.weight.max(1))
+impl DomainQueue {
+    fn cost(&self, hashes: usize) -> VirtualTime {
+        /// Fixed-point factor, so that integers suffice for large weights.
+        const SCALE: u64 = 1 << 20;
+        hashes as u64 * SCALE / u64::from(self.weight.max(1))
     }
 
     fn load(&self) -> u64 {
-        self.cost(self.names.len())
+        self.cost(self.hashes.len())
     }
 }
 
-impl Turns {
-    pub(super) fn new(room: usize) -> Self {
-        let (lines, order, had) = (BTreeMap::new(), BTreeSet::new(), BTreeMap::new());
-        Self { room, shares: Shares::default(), lines, order, had, now: 0, waiting: 0, number: 0 }
+impl FairQueue {
+    pub(super) fn new(capacity: usize) -> Self {
+        let (domains, order, inactive) = (BTreeMap::new(), BTreeSet::new(), BTreeMap::new());
+        Self { capacity, shares: Shares::default(), domains, order, inactive, now: 0, waiting: 0, number: 0 }
     }
 
-    /// Weighs those who come from now on.
-    pub(super) fn weigh(&mut self, shares: &Shares) {
+    /// Sets the weights of domains that become active from now on.
+    pub(super) fn set_weights(&mut self, shares: &Shares) {
         self.shares = shares.clone();
     }
 
-    /// How many names wait.
+    /// Number of queued requests.
     pub(super) fn len(&self) -> usize {
         self.waiting
     }
 
-    /// The number that the next name gets; those that wait have lower ones.
-    pub(super) fn number(&self) -> u64 {
+    /// The number that the next request gets; queued ones have lower numbers.
+    pub(super) fn next_number(&self) -> u64 {
         self.number
     }
 
-    /// The number of the name that has waited longest.
+    /// The number of the oldest queued request.
     pub(super) fn oldest(&self) -> Option<u64> {
-        self.lines.values().filter_map(|line| line.names.front()).map(|(number, _)| *number).min()
+        self.domains.values().filter_map(|domain_queue| domain_queue.hashes.front()).map(|(number, _)| *number).min()
     }
 
-    /// Lets names wait, and says how many were forgotten for it: of these, or of others.
-    pub(super) fn push(&mut self, offers: &[Offer]) -> usize {
-        for same in offers.chunk_by(|one, next| one.domain == next.domain) {
+    /// Queues requests, and returns how many were dropped: of these or of earlier ones.
+    pub(super) fn push(&mut self, requests: &[OffloadRequest]) -> usize {
+        for same in requests.chunk_by(|one, next| one.domain == next.domain) {
             let domain = same[0].domain;
-            let line = self.lines.entry(domain).or_insert_with(|| {
-                let served = self.had.remove(&domain).unwrap_or_default().max(self.now);
-                self.order.insert((served, domain));
-                Line { weight: self.shares.weight(domain), served, names: VecDeque::new() }
+            let domain_queue = self.domains.entry(domain).or_insert_with(|| {
+                let virtual_time = self.inactive.remove(&domain).unwrap_or_default().max(self.now);
+                self.order.insert((virtual_time, domain));
+                DomainQueue { weight: self.shares.weight(domain), virtual_time, hashes: VecDeque::new() }
             });
-            line.names.extend((self.number..).zip(same).map(|(number, offer)| (number, offer.name)));
+            domain_queue.hashes.extend((self.number..).zip(same).map(|(number, request)| (number, request.hash)));
             self.number += same.len() as u64;
             self.waiting += same.len();
         }
-        let forgotten = self.waiting.saturating_sub(self.room);
-        while self.waiting > self.room {
-            self.forget(self.waiting - self.room);
+        let dropped = self.waiting.saturating_sub(self.capacity);
+        while self.waiting > self.capacity {
+            self.drop_latest(self.waiting - self.capacity);
         }
-        forgotten
+        dropped
     }
 
-    /// Forgets up to so many names of the domain with most of them, until another one has as many.
-    fn forget(&mut self, most: usize) {
-        let mut loads: [Option<(u64, DomainId)>; 2] = [None; 2];
-        for (domain, line) in &self.lines {
-            let load = Some((line.load(), *domain));
-            if load > loads[0] {
-                loads = [load, loads[0]];
+    /// Drops up to `limit` requests of the domain with the longest queue, until another one is as long.
+    fn drop_latest(&mut self, limit: usize) {
+        let mut longest: [Option<(u64, DomainId)>; 2] = [None; 2];
+        for (domain, domain_queue) in &self.domains {
+            let load = Some((domain_queue.load(), *domain));
+            if load > longest[0] {
+                longest = [load, longest[0]];
             } else {
-                loads[1] = loads[1].max(load);
+                longest[1] = longest[1].max(load);
             }
         }
-        let [Some((load, domain)), next] = loads else { return };
-        let line = self.lines.get_mut(&domain).expect("it was just seen");
+        let [Some((load, domain)), next] = longest else { return };
+        let domain_queue = self.domains.get_mut(&domain).expect("it was just seen");
         let above = load - next.map_or(0, |(load, _)| load);
-        let some = (above / line.cost(1).max(1)).clamp(1, most as u64) as usize;
-        let left = line.names.len().saturating_sub(some);
-        self.waiting -= line.names.len() - left;
-        line.names.truncate(left);
+        let count = (above / domain_queue.cost(1).max(1)).clamp(1, limit as u64) as usize;
+        let left = domain_queue.hashes.len().saturating_sub(count);
+        self.waiting -= domain_queue.hashes.len() - left;
+        domain_queue.hashes.truncate(left);
         if left == 0 {
-            self.leave(domain);
+            self.remove(domain);
         }
     }
 
-    /// Takes up to so many names, of the domains in turn.
-    pub(super) fn take(&mut self, most: usize) -> Vec<Offer> {
-        let mut taken = Vec::with_capacity(most.min(self.waiting));
-        while taken.len() < most
-            && let Some((served, domain)) = self.order.pop_first()
+    /// Takes up to `limit` requests in fair order.
+    pub(super) fn take(&mut self, limit: usize) -> Vec<OffloadRequest> {
+        let mut taken = Vec::with_capacity(limit.min(self.waiting));
+        while taken.len() < limit
+            && let Some((virtual_time, domain)) = self.order.pop_first()
         {
-            self.now = served;
-            let line = self.lines.get_mut(&domain).expect("a waiting domain has a queue");
-            let some = line.names.len().min(most - taken.len());
-            taken.extend(line.names.drain(..some).map(|(_, name)| Offer { name, domain }));
-            self.waiting -= some;
-            line.served += line.cost(some);
-            if line.names.is_empty() {
-                self.had.insert(domain, line.served);
-                self.lines.remove(&domain);
+            self.now = virtual_time;
+            let domain_queue = self.domains.get_mut(&domain).expect("a waiting domain has a queue");
+            let count = domain_queue.hashes.len().min(limit - taken.len());
+            taken.extend(domain_queue.hashes.drain(..count).map(|(_, hash)| OffloadRequest { hash, domain }));
+            self.waiting -= count;
+            domain_queue.virtual_time += domain_queue.cost(count);
+            if domain_queue.hashes.is_empty() {
+                self.inactive.insert(domain, domain_queue.virtual_time);
+                self.domains.remove(&domain);
             } else {
-                self.order.insert((line.served, domain));
+                self.order.insert((domain_queue.virtual_time, domain));
             }
         }
         if self.waiting == 0 {
-            self.had.clear();
+            self.inactive.clear();
         } else {
-            self.had.retain(|_, served| *served > self.now);
+            self.inactive.retain(|_, virtual_time| *virtual_time > self.now);
         }
         taken
     }
 
-    fn leave(&mut self, domain: DomainId) {
-        if let Some(line) = self.lines.remove(&domain) {
-            self.order.remove(&(line.served, domain));
+    fn remove(&mut self, domain: DomainId) {
+        if let Some(domain_queue) = self.domains.remove(&domain) {
+            self.order.remove(&(domain_queue.virtual_time, domain));
         }
     }
 }
@@ -160,88 +166,93 @@ impl Turns {
 mod tests {
     use super::*;
 
-    const ROOM: usize = 100;
+    const CAPACITY: usize = 100;
 
     fn domain(n: u8) -> DomainId {
         DomainId::from_bytes([n; 16])
     }
 
-    fn offers(of: u8, from: u64, count: u64) -> Vec<Offer> {
-        let name = |n: u64| {
+    fn requests(of: u8, from: u64, count: u64) -> Vec<OffloadRequest> {
+        let hash = |n: u64| {
             let mut bytes = [of; 16];
             bytes[8..].copy_from_slice(&n.to_le_bytes());
             SequenceHash::from_bytes(bytes)
         };
-        (from..from + count).map(|n| Offer { name: name(n), domain: domain(of) }).collect()
+        (from..from + count).map(|n| OffloadRequest { hash: hash(n), domain: domain(of) }).collect()
     }
 
-    fn of(offers: &[Offer], whose: u8) -> usize {
-        offers.iter().filter(|offer| offer.domain == domain(whose)).count()
-    }
-
-    #[test]
-    fn a_flood_forgets_its_own_and_keeps_what_came_first() {
-        let mut turns = Turns::new(ROOM);
-        assert_eq!(turns.push(&offers(1, 0, 100)), 0);
-        assert_eq!(turns.push(&offers(2, 0, 30)), 30);
-        assert_eq!(turns.push(&offers(1, 100, 1_000)), 1_000);
-        assert_eq!(turns.len(), ROOM);
-        let all = turns.take(ROOM);
-        assert_eq!((of(&all, 1), of(&all, 2)), (70, 30));
-        let first: Vec<Offer> = all.into_iter().filter(|offer| offer.domain == domain(1)).collect();
-        assert_eq!(first, offers(1, 0, 70));
-        assert!(turns.lines.is_empty() && turns.order.is_empty() && turns.len() == 0);
+    fn count_of(requests: &[OffloadRequest], n: u8) -> usize {
+        requests.iter().filter(|request| request.domain == domain(n)).count()
     }
 
     #[test]
-    fn room_is_shared_by_weight_among_those_who_want_more_than_their_part() {
-        let mut turns = Turns::new(ROOM);
-        turns.weigh(&Shares::default().weigh(domain(3), 2.0));
-        let forgotten: usize =
-            (0..50).map(|n| (1..=3).map(|of| turns.push(&offers(of, n * 9, 9))).sum::<usize>()).sum();
-        assert_eq!(forgotten, 50 * 27 - ROOM);
-        let all = turns.take(ROOM);
-        assert!(of(&all, 1).abs_diff(25) <= 1 && of(&all, 2).abs_diff(25) <= 1, "{} {}", of(&all, 1), of(&all, 2));
+    fn a_flood_drops_its_own_latest_requests() {
+        let mut queue = FairQueue::new(CAPACITY);
+        assert_eq!(queue.push(&requests(1, 0, 100)), 0);
+        assert_eq!(queue.push(&requests(2, 0, 30)), 30);
+        assert_eq!(queue.push(&requests(1, 100, 1_000)), 1_000);
+        assert_eq!(queue.len(), CAPACITY);
+        let all = queue.take(CAPACITY);
+        assert_eq!((count_of(&all, 1), count_of(&all, 2)), (70, 30));
+        let first: Vec<OffloadRequest> = all.into_iter().filter(|request| request.domain == domain(1)).collect();
+        assert_eq!(first, requests(1, 0, 70));
+        assert!(queue.domains.is_empty() && queue.order.is_empty() && queue.len() == 0);
     }
 
     #[test]
-    fn who_comes_waits_for_one_batch_of_another_and_weights_say_how_often() {
-        let mut turns = Turns::new(10_000);
-        turns.weigh(&Shares::default().weigh(domain(3), 2.0));
-        turns.push(&offers(1, 0, 3_000));
-        assert_eq!(of(&turns.take(10), 1), 10);
-        turns.push(&offers(2, 0, 4));
-        turns.push(&offers(3, 0, 3_000));
-        let next = [turns.take(10), turns.take(10)].concat();
-        assert_eq!(of(&next, 2), 4, "a flood is no reason to wait");
-        let many: Vec<Offer> = (0..90).flat_map(|_| turns.take(10)).collect();
-        assert!(of(&many, 3).abs_diff(600) <= 20, "two parts of three: {}", of(&many, 3));
+    fn a_full_queue_is_shared_by_weight() {
+        let mut queue = FairQueue::new(CAPACITY);
+        queue.set_weights(&Shares::default().weigh(domain(3), 2.0));
+        let dropped: usize =
+            (0..50).map(|n| (1..=3).map(|of| queue.push(&requests(of, n * 9, 9))).sum::<usize>()).sum();
+        assert_eq!(dropped, 50 * 27 - CAPACITY);
+        let all = queue.take(CAPACITY);
+        assert!(
+            count_of(&all, 1).abs_diff(25) <= 1 && count_of(&all, 2).abs_diff(25) <= 1,
+            "{} {}",
+            count_of(&all, 1),
+            count_of(&all, 2)
+        );
+    }
+
+    #[test]
+    fn a_new_domain_waits_for_one_batch() {
+        let mut queue = FairQueue::new(10_000);
+        queue.set_weights(&Shares::default().weigh(domain(3), 2.0));
+        queue.push(&requests(1, 0, 3_000));
+        assert_eq!(count_of(&queue.take(10), 1), 10);
+        queue.push(&requests(2, 0, 4));
+        queue.push(&requests(3, 0, 3_000));
+        let next = [queue.take(10), queue.take(10)].concat();
+        assert_eq!(count_of(&next, 2), 4, "a new domain does not wait for the flood");
+        let many: Vec<OffloadRequest> = (0..90).flat_map(|_| queue.take(10)).collect();
+        assert!(count_of(&many, 3).abs_diff(600) <= 20, "two thirds: {}", count_of(&many, 3));
         assert_eq!(many.len(), 900);
     }
 
     #[test]
-    fn the_oldest_of_all_lines_is_known() {
-        let mut turns = Turns::new(ROOM);
-        assert_eq!((turns.oldest(), turns.number()), (None, 0));
-        turns.push(&[offers(1, 0, 2), offers(2, 0, 2), offers(1, 2, 1)].concat());
-        assert_eq!((turns.oldest(), turns.number()), (Some(0), 5));
-        turns.take(3);
-        assert_eq!(turns.oldest(), Some(2));
+    fn the_oldest_request_of_all_domains_is_known() {
+        let mut queue = FairQueue::new(CAPACITY);
+        assert_eq!((queue.oldest(), queue.next_number()), (None, 0));
+        queue.push(&[requests(1, 0, 2), requests(2, 0, 2), requests(1, 2, 1)].concat());
+        assert_eq!((queue.oldest(), queue.next_number()), (Some(0), 5));
+        queue.take(3);
+        assert_eq!(queue.oldest(), Some(2));
     }
 
     #[test]
-    fn who_comes_with_a_little_each_time_does_not_keep_the_others_from_their_turns() {
-        let mut turns = Turns::new(10_000);
-        turns.push(&offers(9, 0, 5_000));
+    fn small_repeated_requests_do_not_starve_a_flood() {
+        let mut queue = FairQueue::new(10_000);
+        queue.push(&requests(9, 0, 5_000));
         let mut got = 0;
         for round in 0..100 {
-            // Whatever is taken, as much comes again.
+            // As many requests are queued as were taken.
             for of in 1..=4 {
-                turns.push(&offers(of, 10 * round, 10));
+                queue.push(&requests(of, 10 * round, 10));
             }
-            got += self::of(&turns.take(40), 9);
+            got += self::count_of(&queue.take(40), 9);
         }
-        assert!((700..=900).contains(&got), "{got} of 4,000 went to the fifth of five who want alike");
-        assert!(turns.had.len() <= 5);
+        assert!((700..=900).contains(&got), "{got} of 4,000 for the fifth of five equal domains");
+        assert!(queue.inactive.len() <= 5);
     }
 }

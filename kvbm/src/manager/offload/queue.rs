@@ -1,64 +1,64 @@
-//! What waits for one tier, between those who offer and the lane that takes.
+//! The queue between the callers that offload to one tier and its worker.
 
-use super::batching::Linger;
-use super::fair_queue::{Offer, Turns};
+use super::batching::Batcher;
+use super::fair_queue::{FairQueue, OffloadRequest};
 use crate::tier::Shares;
 use std::convert::Infallible;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::sync::{Notify, mpsc};
 use tokio::time::{Instant, timeout_at};
 
-/// Names that wait, and who waits for them.
+/// Queued requests, and flushes that wait for them.
 pub(super) struct Queue {
     state: Mutex<State>,
-    /// Told when there is more to take. The lane alone waits for it.
-    news: Notify,
+    /// Notified when there is more to take. Only the worker waits for it.
+    changed: Notify,
 }
 
 struct State {
-    turns: Turns,
-    /// Those who wait until all names below a number are done, in order.
-    marks: Vec<(u64, Mark)>,
-    /// Nobody takes anything any more.
+    fair: FairQueue,
+    /// Flushes that wait until all requests below a number are done, in order.
+    flushes: Vec<(u64, FlushMark)>,
+    /// The worker has ended.
     closed: bool,
 }
 
-/// Dropped when what it marks is done.
-type Mark = mpsc::Sender<Infallible>;
+/// Dropped when the requests that a flush waits for are done.
+type FlushMark = mpsc::Sender<Infallible>;
 
-/// What a lane takes at once.
+/// The requests that a worker handles together.
 pub(super) struct Batch {
-    pub(super) offers: Vec<Offer>,
-    _marks: Vec<Mark>,
+    pub(super) requests: Vec<OffloadRequest>,
+    _flushes: Vec<FlushMark>,
 }
 
-/// Closes a queue when it is dropped.
-pub(super) struct Closes(Arc<Queue>);
+/// CloseOnDrop a queue when it is dropped.
+pub(super) struct CloseOnDrop(Arc<Queue>);
 
 impl Queue {
-    /// Room for so many names.
-    pub(super) fn new(room: usize) -> Self {
-        let state = State { turns: Turns::new(room), marks: Vec::new(), closed: false };
-        Self { state: Mutex::new(state), news: Notify::new() }
+    /// A queue of at most `capacity` requests.
+    pub(super) fn new(capacity: usize) -> Self {
+        let state = State { fair: FairQueue::new(capacity), flushes: Vec::new(), closed: false };
+        Self { state: Mutex::new(state), changed: Notify::new() }
     }
 
-    /// Lets names wait, and says how many were forgotten for it.
-    pub(super) fn push(&self, offers: &[Offer]) -> usize {
+    /// Queues requests, and returns how many were dropped.
+    pub(super) fn push(&self, requests: &[OffloadRequest]) -> usize {
         let mut state = self.lock();
         if state.closed {
-            return offers.len();
+            return requests.len();
         }
-        let forgotten = state.turns.push(offers);
+        let dropped = state.fair.push(requests);
         drop(state);
-        self.news.notify_one();
-        forgotten
+        self.changed.notify_one();
+        dropped
     }
 
-    pub(super) fn weigh(&self, shares: &Shares) {
-        self.lock().turns.weigh(shares);
+    pub(super) fn set_weights(&self, shares: &Shares) {
+        self.lock().fair.set_weights(shares);
     }
 
-    /// Resolves when everything that waits now is done or forgotten, or the queue is closed.
+    /// Resolves when everything queued now is stored or dropped, or the queue is closed.
     pub(super) async fn flush(&self) {
         let (mark, mut done) = mpsc::channel(1);
         {
@@ -66,39 +66,39 @@ impl Queue {
             if state.closed {
                 return;
             }
-            let number = state.turns.number();
-            state.marks.push((number, mark));
+            let number = state.fair.next_number();
+            state.flushes.push((number, mark));
         }
-        self.news.notify_one();
+        self.changed.notify_one();
         done.recv().await;
     }
 
-    /// Waits for names, then for more of them.
-    pub(super) async fn next(&self, size: usize, linger: &mut Linger) -> Batch {
+    /// Waits for requests, then for the batch to fill.
+    pub(super) async fn next(&self, size: usize, batcher: &mut Batcher) -> Batch {
         while self.lock().is_idle() {
-            self.news.notified().await;
+            self.changed.notified().await;
         }
         let first = Instant::now();
-        linger.begin(first);
+        batcher.begin(first);
         loop {
-            let (waiting, marked) = self.lock().stand();
-            let until = linger.until(first, waiting);
-            // Somebody who waits for a mark does not want to linger.
-            if waiting >= size || marked || until == first {
+            let (waiting, is_flushing) = self.lock().status();
+            let until = batcher.until(first, waiting);
+            // A flush does not wait for a batch to fill.
+            if waiting >= size || is_flushing || until == first {
                 break;
             }
-            if timeout_at(until, self.news.notified()).await.is_err() {
+            if timeout_at(until, self.changed.notified()).await.is_err() {
                 break;
             }
         }
         let batch = self.lock().take(size);
-        linger.end(Instant::now(), batch.offers.len());
+        batcher.end(Instant::now(), batch.requests.len());
         batch
     }
 
-    /// What a lane holds for as long as it takes.
-    pub(super) fn closed_on_drop(self: &Arc<Self>) -> Closes {
-        Closes(self.clone())
+    /// The guard that a worker holds while it runs.
+    pub(super) fn close_on_drop(self: &Arc<Self>) -> CloseOnDrop {
+        CloseOnDrop(self.clone())
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -108,30 +108,30 @@ impl Queue {
 
 impl State {
     fn is_idle(&self) -> bool {
-        self.stand() == (0, false)
+        self.status() == (0, false)
     }
 
-    /// How many names wait, and whether anybody waits for them.
-    fn stand(&self) -> (usize, bool) {
-        (self.turns.len(), !self.marks.is_empty())
+    /// Number of queued requests, and whether a flush waits.
+    fn status(&self) -> (usize, bool) {
+        (self.fair.len(), !self.flushes.is_empty())
     }
 
     fn take(&mut self, size: usize) -> Batch {
-        let offers = self.turns.take(size);
-        let mut marks = Vec::new();
-        if !self.marks.is_empty() {
-            let oldest = self.turns.oldest().unwrap_or(u64::MAX);
-            let done = self.marks.partition_point(|(number, _)| *number <= oldest);
-            marks.extend(self.marks.drain(..done).map(|(_, mark)| mark));
+        let requests = self.fair.take(size);
+        let mut flushes = Vec::new();
+        if !self.flushes.is_empty() {
+            let oldest = self.fair.oldest().unwrap_or(u64::MAX);
+            let done = self.flushes.partition_point(|(number, _)| *number <= oldest);
+            flushes.extend(self.flushes.drain(..done).map(|(_, mark)| mark));
         }
-        Batch { offers, _marks: marks }
+        Batch { requests, _flushes: flushes }
     }
 }
 
-impl Drop for Closes {
+impl Drop for CloseOnDrop {
     fn drop(&mut self) {
         let mut state = self.0.lock();
         state.closed = true;
-        state.marks.clear();
+        state.flushes.clear();
     }
 }

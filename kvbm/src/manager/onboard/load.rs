@@ -1,195 +1,167 @@
-//! One load under way: streams of all tiers at once, verified and written on blocking threads, given to everyone at once.
+//! One load in progress: concurrent streams of all tiers; blocks are verified and written on blocking threads, and
+//! registered at once. The phases are those of [`super::phase`].
 //!
-//! ```text
-//!   Ahead ──the engine's turn──▶ Waiting ──the head is there, or patience ends──▶ Computing
-//!   the head is loaded,          the head is loaded,                              what is left is loaded from the end,
-//!   for as long as it takes      for as long as it pays                           until the engine meets it
-//! ```
+//! While the engine waits, the plan is made again every [`WaitBudget::BASE`] with what the tiers have shown meanwhile:
+//! the rest of a tier that was not measured before, or that has become slow, may better be loaded from the end.
 //!
-//! While the engine waits, the plan is made anew every [`Patience::GRACE`] with what the tiers have shown meanwhile: of one
-//! that nobody had measured, or that has become slow, the rest may better come from the end.
-//!
-//! What one tier fails to deliver is asked of the next. Dropping a load stops its reads, and still learns from them: a tier
-//! that hangs is found out even by clients who do not wait for it.
+//! A block that one tier fails to deliver is requested from the next. Dropping a load stops its reads, and still
+//! records the measurements: a tier that hangs is detected even by clients that do not wait for it.
 
 mod requests;
 mod writes;
 
 use super::Shared;
+use super::phase::{Phase, Wait, WaitStart};
 use crate::block::{Block, Level, SequenceHash};
-use crate::manager::inflight::Bringing;
-use crate::manager::locate::{Located, Source, extent, locate, stretches};
-use crate::manager::plan::{Known, Patience, Plan};
-use crate::manager::{Inner, Recompute};
+use crate::manager::block_manager::{Inner, Recompute};
+use crate::manager::inflight::LoadClaim;
+use crate::manager::locate::{Located, Source, locate, located_len, tier_runs};
+use crate::manager::plan::{Plan, TierSpeed, WaitBudget, plan};
 use futures::stream::{BoxStream, FuturesUnordered, SelectAll, StreamExt};
-use requests::{Answer, Watch};
+use requests::{Answer, SourceStats};
 use std::collections::VecDeque;
 use std::panic::resume_unwind;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep_until};
-use writes::{WRITE_BYTES, WRITES, Written};
+use writes::{MAX_CONCURRENT_WRITES, WRITE_BYTES, WriteResult};
 
-/// A wait without an end.
+/// A timer that does not fire.
 const FOREVER: Duration = Duration::from_hours(24 * 365);
 
-/// One load under way.
-pub(in crate::manager) struct Loading<'a> {
-    job: &'a Job,
-    phase: Phase,
-    start: Instant,
+/// One load in progress.
+pub(super) struct Loading<'a> {
+    job: &'a LoadJob,
+    begun: Instant,
     streams: SelectAll<BoxStream<'static, Answer>>,
-    writes: FuturesUnordered<JoinHandle<Vec<Written>>>,
-    /// Blocks in them.
+    writes: FuturesUnordered<JoinHandle<Vec<WriteResult>>>,
+    /// Number of blocks in `writes`.
     writing: usize,
-    /// Loaded, waiting for a hop.
-    queue: Vec<Item>,
-    places: Vec<Place>,
-    /// Leading blocks that are there.
-    lead: usize,
-    /// When the last block came.
-    news: Instant,
-    /// Per source, in order: what it is yet to be asked for.
-    todo: Vec<VecDeque<usize>>,
-    /// Per source: the same, because another failed.
-    wanted: Vec<Vec<usize>>,
-    seen: Vec<Watch>,
-    bringing: Bringing<'a>,
+    /// Blocks that were delivered and are not being written yet.
+    delivered: Vec<Delivered>,
+    /// The status of each of the job's blocks.
+    statuses: Vec<BlockStatus>,
+    /// Number of leading blocks that are in G1.
+    ready_prefix: usize,
+    /// When the last block was registered.
+    last_arrival: Instant,
+    /// Per source: the blocks to request from it, in order.
+    unrequested: Vec<VecDeque<usize>>,
+    /// Per source: the blocks to request from it because another source failed.
+    retries: Vec<Vec<usize>>,
+    /// Per source: what it has answered so far.
+    stats: Vec<SourceStats>,
+    claim: LoadClaim<'a>,
 }
 
-/// What is to be brought, for whom.
-pub(in crate::manager) struct Job {
+/// The blocks to load, and the request that they are for.
+pub(in crate::manager) struct LoadJob {
     pub(in crate::manager) inner: Arc<Inner>,
     pub(in crate::manager) sources: Vec<Source>,
-    pub(in crate::manager) names: Vec<SequenceHash>,
+    pub(in crate::manager) hashes: Vec<SequenceHash>,
     pub(in crate::manager) recompute: Recompute,
     pub(in crate::manager) shared: Arc<Shared>,
-    /// How often a domain of G1 was purged when the blocks were asked for: later ones count for what comes.
+    /// The number of purges of G1 when the job was made: blocks of domains that are purged later are not registered.
     pub(in crate::manager) purges: u64,
 }
 
-impl Job {
-    /// Where the names from `lead` on are, and what to do about it, given what is `known` of the sources and the
-    /// room. That of the `coming` blocks among them is taken, by themselves.
-    pub(in crate::manager) fn plan(
+impl LoadJob {
+    /// Locates the blocks from `ready` on and plans their load, given the `speed` of each source and the free slots.
+    /// `owned`: how many of these blocks have a slot already.
+    pub(super) fn plan(
         &self,
-        lead: usize,
-        coming: usize,
+        ready: usize,
+        owned: usize,
         now: Instant,
-        known: impl Fn(usize) -> Known,
+        speed: impl Fn(usize) -> TierSpeed,
     ) -> (Located, Plan) {
-        let located = locate(&self.inner.core, &self.sources, &self.names[lead..], now);
-        let Recompute { seconds_per_block: cost, by } = self.recompute;
-        // What no tier holds is computed in any case, after what some do.
-        let beyond = (self.names.len() - lead - extent(&located)) as f64 * cost.unwrap_or(0.0);
-        let left = by.map(|by| seconds_until(by, now) - beyond);
-        let mut plan = crate::manager::plan::plan(&stretches(&located, known), cost, left);
-        let room = self.inner.core.pool.available() + coming;
-        plan.head = plan.head.min(room);
-        plan.tail = plan.tail.min(room - plan.head);
+        let located = locate(&self.inner.core, &self.sources, &self.hashes[ready..], now);
+        let Recompute { seconds_per_block: cost, deadline } = self.recompute;
+        // Blocks that no tier holds are computed in any case, after those that a tier holds.
+        let beyond = (self.hashes.len() - ready - located_len(&located)) as f64 * cost.unwrap_or(0.0);
+        let time_left = deadline.map(|deadline| seconds_until(deadline, now) - beyond);
+        let mut plan = plan(&tier_runs(&located, speed), cost, time_left);
+        let slots = self.inner.core.pool.available() + owned;
+        plan.head = plan.head.min(slots);
+        plan.tail = plan.tail.min(slots - plan.head);
         (located, plan)
     }
 }
 
-/// Negative when it has passed.
+/// Negative when `then` has passed.
 fn seconds_until(then: Instant, now: Instant) -> f64 {
     then.saturating_duration_since(now).as_secs_f64() - now.saturating_duration_since(then).as_secs_f64()
 }
 
-/// When the engine could begin to compute, and how many blocks were there then.
-#[derive(Clone, Copy)]
-pub(in crate::manager) struct Turn {
-    pub(in crate::manager) since: Instant,
-    pub(in crate::manager) had: usize,
-}
-
-impl Turn {
-    /// Until when to wait for more than the first `lead` blocks, the last of which came at `news`.
-    pub(in crate::manager) fn limit(&self, patience: Patience, lead: usize, news: Instant) -> Instant {
-        self.since + patience.limit(lead - self.had, news.saturating_duration_since(self.since))
-    }
-}
-
-enum Phase {
-    /// The engine is busy with others.
-    Ahead,
-    /// The engine waits for the blocks before `goal`.
-    /// At `review` the plan is made anew.
-    Waiting { turn: Turn, goal: usize, patience: Patience, review: Instant },
-    /// The engine computes.
-    Computing,
-}
-
-/// What is known of one block.
+/// The status of one block in a load.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Place {
-    /// Nobody was asked.
-    Unasked,
-    /// That source is to deliver it.
-    Asked(usize),
-    There,
-    /// Nobody has it.
-    Lost,
+enum BlockStatus {
+    /// Not requested from any source.
+    Unrequested,
+    /// Requested from this source.
+    Requested(usize),
+    /// In G1.
+    Ready,
+    /// No source delivers it.
+    Unavailable,
 }
 
-struct Item {
+/// A block that a source delivered, not verified yet.
+struct Delivered {
     source: usize,
     index: usize,
     block: Block,
 }
 
 impl<'a> Loading<'a> {
-    /// Begins to bring what was located from `lead` on: all of it, or with a `plan`, what that says.
-    pub(in crate::manager) fn new(
-        job: &'a Job,
-        bringing: Bringing<'a>,
-        lead: usize,
+    /// Begins to load the located blocks from `ready` on: all of them, or those of `plan`.
+    pub(super) fn new(
+        job: &'a LoadJob,
+        claim: LoadClaim<'a>,
+        ready: usize,
         located: &Located,
-        plan: Option<(Turn, Plan)>,
+        plan: Option<(WaitStart, Plan)>,
     ) -> Self {
-        let (start, sources) = (Instant::now(), job.sources.len());
-        let mut places = vec![Place::Unasked; job.names.len()];
-        places[..lead].fill(Place::There);
+        let begun = Instant::now();
+        let sources = job.sources.len();
+        let mut statuses = vec![BlockStatus::Unrequested; job.hashes.len()];
+        statuses[..ready].fill(BlockStatus::Ready);
         let mut loading = Self {
             job,
-            phase: Phase::Ahead,
-            start,
+            begun,
             streams: SelectAll::new(),
             writes: FuturesUnordered::new(),
             writing: 0,
-            queue: Vec::new(),
-            places,
-            lead,
-            news: start,
-            todo: vec![VecDeque::new(); sources],
-            wanted: vec![Vec::new(); sources],
-            seen: vec![Watch::default(); sources],
-            bringing,
+            delivered: Vec::new(),
+            statuses,
+            ready_prefix: ready,
+            last_arrival: begun,
+            unrequested: vec![VecDeque::new(); sources],
+            retries: vec![Vec::new(); sources],
+            stats: vec![SourceStats::default(); sources],
+            claim,
         };
-        loading.intend(lead, located);
-        if let Some((turn, plan)) = plan {
-            loading.keep_to(turn, plan, lead + extent(located));
+        loading.enqueue(ready, located);
+        if let Some((start, plan)) = plan {
+            loading.follow_plan(start, plan, ready + located_len(located));
         }
         loading
     }
 
-    /// Brings blocks until there is nothing left to bring.
-    pub(in crate::manager) async fn run(&mut self) {
+    /// Loads blocks until none is left to load.
+    pub(super) async fn run(&mut self) {
         let batch = (WRITE_BYTES / self.job.inner.core.device.block_bytes().max(1)).max(1);
-        let limit = sleep_until(self.start + FOREVER);
+        let limit = sleep_until(self.begun + FOREVER);
         tokio::pin!(limit);
         loop {
-            self.settle_phase();
-            self.ask();
-            if !self.queue.is_empty() && self.writes.len() < WRITES {
+            self.proceed_if_ready();
+            self.request();
+            if !self.delivered.is_empty() && self.writes.len() < MAX_CONCURRENT_WRITES {
                 self.write();
             }
             if self.is_done() {
                 return;
-            }
-            if matches!(self.phase, Phase::Computing) {
-                self.job.shared.go();
             }
             let until = self.limit();
             if limit.deadline() != until {
@@ -197,101 +169,107 @@ impl<'a> Loading<'a> {
             }
             tokio::select! {
                 biased;
-                // First, so that sources which always have something ready do not outrun it.
-                () = &mut limit => self.time_is_up(),
-                since = self.job.shared.turned(), if matches!(self.phase, Phase::Ahead) => {
-                    // The engine is ready for these blocks: from now on every moment counts.
-                    self.plan_anew(Turn { since, had: self.lead });
+                // First, so that sources that always have an answer do not delay it.
+                () = &mut limit => self.on_limit(),
+                at = self.job.shared.started(), if self.phase().is_unplanned() => {
+                    // From now on the engine waits: plan for the shortest time to its first token.
+                    self.replan(WaitStart { at, ready: self.ready_prefix });
                 }
                 Some(written) = self.writes.next() => match written {
-                    Ok(written) => self.place(written),
+                    Ok(written) => self.register(written),
                     Err(error) => match error.try_into_panic() {
                         Ok(panic) => resume_unwind(panic),
                         // The runtime is shutting down.
                         Err(_) => return,
                     },
                 },
-                Some(answer) = self.streams.next(), if self.queue.len() < batch => self.take(answer),
+                Some(answer) = self.streams.next(), if self.delivered.len() < batch => self.receive(answer),
             }
         }
     }
 
-    /// Puts what was located, counted from `lead`, on the sources' lists.
-    fn intend(&mut self, lead: usize, located: &Located) {
-        let unasked = |index: &usize| self.places[*index] == Place::Unasked;
+    fn phase(&self) -> Phase {
+        self.job.shared.phase()
+    }
+
+    /// Puts located blocks, counted from `ready`, on the lists of their sources.
+    fn enqueue(&mut self, ready: usize, located: &Located) {
+        let unrequested = |index: &usize| self.statuses[*index] == BlockStatus::Unrequested;
         for (source, range) in located {
-            self.todo[*source].extend((range.start + lead..range.end + lead).filter(unasked));
+            self.unrequested[*source].extend((range.start + ready..range.end + ready).filter(unrequested));
         }
     }
 
-    /// Keeps to what is best from here on.
-    fn plan_anew(&mut self, turn: Turn) {
+    /// Plans again from here on.
+    fn replan(&mut self, start: WaitStart) {
         let now = Instant::now();
-        // Those that are there are held, those that are being written have a slot: neither is room that is missing.
-        let there = self.places[self.lead..].iter().filter(|place| **place == Place::There).count();
-        let coming = there + self.writing;
-        let (located, plan) = self.job.plan(self.lead, coming, now, |source| self.known(source, now));
-        let end = self.lead + extent(&located);
-        self.todo.iter_mut().for_each(VecDeque::clear);
-        let (goal, tail) = (self.lead + plan.head, end - plan.tail);
-        if self.places[goal..tail].iter().any(|place| matches!(place, Place::Asked(_))) {
-            // More is on its way than is worth loading, in an order that was right while there was time.
-            self.recall();
-            self.todo.iter_mut().for_each(VecDeque::clear);
+        // Blocks in G1 are held, blocks that are being written have a slot: neither needs a free one.
+        let ready = self.statuses[self.ready_prefix..].iter().filter(|status| **status == BlockStatus::Ready).count();
+        let owned = ready + self.writing;
+        let (located, plan) = self.job.plan(self.ready_prefix, owned, now, |source| self.speed(source, now));
+        let end = self.ready_prefix + located_len(&located);
+        self.unrequested.iter_mut().for_each(VecDeque::clear);
+        let (goal, tail) = (self.ready_prefix + plan.head, end - plan.tail);
+        if self.statuses[goal..tail].iter().any(|status| matches!(status, BlockStatus::Requested(_))) {
+            // More was requested than is worth loading, in an order for an engine that does not wait.
+            self.cancel();
+            self.unrequested.iter_mut().for_each(VecDeque::clear);
         }
-        self.intend(self.lead, &located);
-        // Ahead of its turn a request may bring no more than its share.
-        self.bringing.bring_more(&self.job.names[self.lead..end]);
-        self.keep_to(turn, plan, end);
+        self.enqueue(self.ready_prefix, &located);
+        // Before the engine waits, a request claims no more than its share of G1.
+        self.claim.extend(&self.job.hashes[self.ready_prefix..end]);
+        self.follow_plan(start, plan, end);
     }
 
-    fn keep_to(&mut self, turn: Turn, plan: Plan, end: usize) {
-        let goal = self.lead + plan.head;
+    fn follow_plan(&mut self, start: WaitStart, plan: Plan, end: usize) {
+        let goal = self.ready_prefix + plan.head;
         let tail = end - plan.tail;
-        self.todo.iter_mut().for_each(|todo| todo.retain(|index| *index < goal || *index >= tail));
-        let review = Instant::now() + Patience::GRACE;
-        self.phase = Phase::Waiting { turn, goal, patience: plan.patience, review };
+        self.unrequested.iter_mut().for_each(|list| list.retain(|index| *index < goal || *index >= tail));
+        let review = Instant::now() + WaitBudget::BASE;
+        self.job.shared.wait_for(Wait { start, goal, budget: plan.budget, review });
     }
 
-    /// From waiting to computing, when there is nothing to wait for.
-    fn settle_phase(&mut self) {
-        if let Phase::Waiting { goal, .. } = self.phase
-            && (self.lead >= goal || self.places[self.lead] == Place::Lost)
+    /// Ends the wait when the head is in G1, or when its next block cannot be loaded.
+    fn proceed_if_ready(&mut self) {
+        if let Phase::Waiting(Wait { goal, .. }) = self.phase()
+            && (self.ready_prefix >= goal || self.statuses[self.ready_prefix] == BlockStatus::Unavailable)
         {
-            self.phase = Phase::Computing;
+            self.job.shared.proceed();
         }
     }
 
-    /// The phase's limit has come: of the plan, or of patience.
-    fn time_is_up(&mut self) {
-        let Phase::Waiting { turn, patience, .. } = self.phase else { return };
-        if Instant::now() < turn.limit(patience, self.lead, self.news) {
-            return self.plan_anew(turn);
+    /// The plan is to be reviewed, or the wait budget is used up.
+    fn on_limit(&mut self) {
+        let Phase::Waiting(Wait { start, budget, .. }) = self.phase() else { return };
+        if Instant::now() < start.limit(budget, self.ready_prefix, self.last_arrival) {
+            return self.replan(start);
         }
-        // Named after those that still owe something.
-        for source in (0..self.seen.len()).filter(|source| self.seen[*source].owes()) {
+        // Counted for each source that has not answered everything.
+        for source in (0..self.stats.len()).filter(|source| self.stats[*source].has_outstanding()) {
             self.job.inner.core.metrics.deadline_missed(self.level(source));
         }
-        if self.seen.iter().any(|seen| seen.answered > 0) {
-            // Slow: from now on the last come first. One that has said nothing yet may as well go on saying nothing.
-            self.recall();
+        if self.stats.iter().any(|stats| stats.answered > 0) {
+            // Slow: from now on load from the end. A source that has not answered at all is left to its requests.
+            self.cancel();
         }
-        self.phase = Phase::Computing;
+        self.job.shared.proceed();
     }
 
-    /// Until when the phase lasts if nothing happens.
+    /// When the phase ends without further answers.
     fn limit(&self) -> Instant {
-        match self.phase {
-            Phase::Waiting { turn, patience, review, .. } => turn.limit(patience, self.lead, self.news).min(review),
-            Phase::Ahead | Phase::Computing => self.start + FOREVER,
+        match self.phase() {
+            Phase::Waiting(Wait { start, budget, review, .. }) => {
+                start.limit(budget, self.ready_prefix, self.last_arrival).min(review)
+            }
+            Phase::Ahead | Phase::Started(_) | Phase::Computing => self.begun + FOREVER,
         }
     }
 
-    /// Nothing is on its way and nothing is to be asked for; before the engine's turn that may change.
+    /// Whether no block is under way or to be requested. Before the engine waits, the latter may change.
     fn is_done(&self) -> bool {
-        let met = self.job.shared.claimed() >= self.places.len();
-        let idle = self.streams.is_empty() && self.queue.is_empty() && self.writes.is_empty();
-        !matches!(self.phase, Phase::Ahead) && (met || idle)
+        let met = self.job.shared.computed() >= self.statuses.len();
+        let idle = self.streams.is_empty() && self.delivered.is_empty() && self.writes.is_empty();
+        !self.phase().is_unplanned() && (met || idle)
     }
 
     fn level(&self, source: usize) -> Level {
@@ -300,9 +278,9 @@ impl<'a> Loading<'a> {
 }
 
 impl Drop for Loading<'_> {
-    /// Learns, counts, and sends what came down to where it is missing.
+    /// Records measurements and counts, and offloads loaded blocks to tiers that lack them.
     fn drop(&mut self) {
-        self.learn();
+        self.record();
         self.job.shared.offload(&self.job.inner);
     }
 }

@@ -1,38 +1,38 @@
-//! Everything at once, seeded.
+//! Random operations from several tasks, seeded.
 
 use super::*;
 use std::collections::HashSet;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn after_anything_the_log_says_what_the_memory_holds() {
+async fn events_match_memory_after_random_operations() {
     for seed in 0..8_u64 {
-        let inner = at(Level::G3, 0, 0);
+        let inner = placed(Level::G3, 0, 0);
         let faults = Faults { error: 0.1, lost: 0.1, corrupt: 0.1, busy: 0.1, ..Faults::default() };
-        let site = Arc::new(Site::new(24, 12, vec![Arc::new(Faulty::new(inner, seed, faults))]));
+        let harness = Arc::new(Harness::new(24, 12, vec![Arc::new(Faulty::new(inner, seed, faults))]));
         let tasks = (0..3_u64).map(|task| {
-            let site = site.clone();
+            let harness = harness.clone();
             tokio::spawn(async move {
                 for step in 0..40_u64 {
-                    let dice = blake3::hash(&[seed, task, step].map(u64::to_le_bytes).concat());
-                    let dice = dice.as_bytes();
-                    let (length, held) = (usize::from(dice[0]) % 12 + 1, site.manager.matched(&names(12)));
-                    let onboarded = site.manager.onboard(&names(length), ms(1)).await;
-                    site.assert_sound(&onboarded.blocks);
+                    let random = blake3::hash(&[seed, task, step].map(u64::to_le_bytes).concat());
+                    let random = random.as_bytes();
+                    let (length, held) = (usize::from(random[0]) % 12 + 1, harness.manager.lookup(&hashes(12)));
+                    let onboarded = harness.manager.onboard(&hashes(length), ms(1)).await;
+                    harness.assert_sound(&onboarded.blocks);
                     let have = onboarded.blocks.len();
-                    // Not enough room is fine: others hold it.
-                    if have < length && site.manager.available() >= length {
-                        let slots = site.manager.allocate(length - have).into_iter().flatten();
+                    // The allocation may fail: other tasks hold blocks.
+                    if have < length && harness.manager.available() >= length {
+                        let slots = harness.manager.allocate(length - have).into_iter().flatten();
                         let full = slots.zip(have..length).map(|(slot, n)| {
-                            site.device.write(slot.slot(), &content(name(n)));
-                            slot.complete(name(n), n.checked_sub(1).map(name), Custody::default())
+                            harness.device.write(slot.slot(), &content(hash(n)));
+                            slot.complete(hash(n), n.checked_sub(1).map(hash), Custody::default())
                         });
-                        drop(site.manager.register_all(full.collect()));
+                        drop(harness.manager.register_all(full.collect()));
                     }
-                    if dice[1] < 60 {
-                        site.host.as_ref().unwrap().discard(fingerprint(), name(usize::from(dice[2]) % 12));
+                    if random[1] < 60 {
+                        harness.host.as_ref().unwrap().discard(fingerprint(), hash(usize::from(random[2]) % 12));
                     }
-                    if dice[3] < 40 {
-                        drop(site.manager.allocate(usize::from(dice[4]) % 12));
+                    if random[3] < 40 {
+                        drop(harness.manager.allocate(usize::from(random[4]) % 12));
                     }
                     drop((held, onboarded));
                 }
@@ -41,11 +41,11 @@ async fn after_anything_the_log_says_what_the_memory_holds() {
         for task in tasks.collect::<Vec<_>>() {
             task.await.unwrap();
         }
-        site.manager.flush().await;
-        let announced: HashSet<(Level, SequenceHash)> = site.log.snapshot().blocks().collect();
-        let held = |level| move |name| (level, name);
-        let g1 = site.manager.0.core.pool.names().into_iter().map(held(Level::G1));
-        let g2 = site.host.as_ref().unwrap().names().into_iter().map(held(Level::G2));
+        harness.manager.flush().await;
+        let announced: HashSet<(Level, SequenceHash)> = harness.log.snapshot().blocks().collect();
+        let held = |level| move |hash| (level, hash);
+        let g1 = harness.manager.0.core.pool.hashes().into_iter().map(held(Level::G1));
+        let g2 = harness.host.as_ref().unwrap().hashes().into_iter().map(held(Level::G2));
         assert_eq!(announced, g1.chain(g2).collect(), "seed {seed}");
     }
 }

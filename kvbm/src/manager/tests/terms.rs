@@ -1,4 +1,4 @@
-//! What a request asked for goes with its blocks, down and up.
+//! Blocks keep their domain and retention when they are offloaded and onboarded.
 
 use super::*;
 use crate::block::{Keep, Priority};
@@ -10,46 +10,46 @@ fn custody() -> Custody {
     Custody { domain: DomainId::from_bytes([5; 16]), keep }
 }
 
-async fn resting(tier: &dyn Tier) -> Vec<Option<Custody>> {
-    let blocks = load(tier, fingerprint(), names(3)).await;
+async fn stored_attributes(tier: &dyn Tier) -> Vec<Option<Custody>> {
+    let blocks = load(tier, fingerprint(), hashes(3)).await;
     blocks.iter().map(|block| block.as_ref().map(|block| block.header().custody())).collect()
 }
 
 #[tokio::test(start_paused = true)]
-async fn domain_and_terms_go_with_a_block_down_and_up_and_down_again() {
-    let (first, second) = (at(Level::G3, 0, 0), at(Level::G3, 0, 0));
+async fn attributes_survive_offload_and_onboarding() {
+    let (first, second) = (placed(Level::G3, 0, 0), placed(Level::G3, 0, 0));
     let all = vec![Some(custody()); 3];
-    let writer = Site::new(4, 4, vec![first.clone()]);
+    let writer = Harness::new(4, 4, vec![first.clone()]);
     drop(writer.compute_for(0..3, custody()));
     writer.manager.flush().await;
-    assert_eq!(resting(writer.host.as_ref().unwrap()).await, all);
-    assert_eq!(resting(&*first).await, all);
-    assert_eq!(resting(&*writer.manager.peer()).await, all);
+    assert_eq!(stored_attributes(writer.host.as_ref().unwrap()).await, all);
+    assert_eq!(stored_attributes(&*first).await, all);
+    assert_eq!(stored_attributes(&*writer.manager.peer()).await, all);
 
-    // Up from the first tier, and down to another, through a device without a G2.
-    let reader = Site::new(4, 0, vec![first, second.clone()]);
-    let onboarded = reader.manager.onboard(&names(3), UNKNOWN).await.blocks;
+    // Onboarded from the first tier, and offloaded to another, through a device without a G2.
+    let reader = Harness::new(4, 0, vec![first, second.clone()]);
+    let onboarded = reader.manager.onboard(&hashes(3), UNKNOWN).await.blocks;
     assert_eq!(onboarded.custody(), vec![custody(); 3]);
     reader.manager.flush().await;
-    assert_eq!(resting(&*second).await, all);
-    assert_eq!(resting(&*reader.manager.peer()).await, all);
+    assert_eq!(stored_attributes(&*second).await, all);
+    assert_eq!(stored_attributes(&*reader.manager.peer()).await, all);
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_not_to_be_stored_is_handed_over_and_rests_nowhere() {
+async fn a_block_not_to_be_stored_is_only_handed_over() {
     let secret = Custody { keep: Keep { store: false, ..Keep::default() }, ..custody() };
-    let (ours, theirs) = (at(Level::G3, 0, 0), at(Level::G3, 0, 0));
-    let prefill = Site::new(4, 4, vec![ours.clone()]);
-    let decode = Site::new(4, 4, vec![theirs.clone()]);
+    let (ours, theirs) = (placed(Level::G3, 0, 0), placed(Level::G3, 0, 0));
+    let prefill = Harness::new(4, 4, vec![ours.clone()]);
+    let decode = Harness::new(4, 4, vec![theirs.clone()]);
     drop(prefill.compute_for(0..3, secret));
-    let onboarded = decode.manager.onboard_from(&prefill.manager.peer(), &names(3), UNKNOWN).await;
+    let onboarded = decode.manager.onboard_from(&prefill.manager.peer(), &hashes(3), UNKNOWN).await;
     assert_eq!(onboarded.blocks.len(), 3);
-    for site in [&prefill, &decode] {
-        site.manager.flush().await;
-        assert_eq!(site.host.as_ref().unwrap().names(), []);
-        assert_eq!(site.manager.matched(&names(3)).len(), 3, "the device has it");
+    for harness in [&prefill, &decode] {
+        harness.manager.flush().await;
+        assert_eq!(harness.host.as_ref().unwrap().hashes(), []);
+        assert_eq!(harness.manager.lookup(&hashes(3)).len(), 3, "they are in the device");
     }
-    assert!(resting(&*ours).await.iter().chain(&resting(&*theirs).await).all(Option::is_none));
+    assert!(stored_attributes(&*ours).await.iter().chain(&stored_attributes(&*theirs).await).all(Option::is_none));
 }
 
 const START: u64 = 1_000;
@@ -62,78 +62,78 @@ fn ttl(seconds: u64) -> Retention {
     Retention { ttl: Some(Duration::from_secs(seconds)), ..Retention::default() }
 }
 
-impl Site {
-    fn compute_asking(&self, range: std::ops::Range<usize>, asked: Retention) -> CachedBlocks {
+impl Harness {
+    fn compute_with_retention(&self, range: std::ops::Range<usize>, asked: Retention) -> CachedBlocks {
         self.compute_for(range, self.manager.custody(DomainId::SHARED, &asked))
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_over_is_a_miss_in_every_tier() {
-    let (clock, ssd) = (clock(), at(Level::G3, 0, 0));
-    let site = Site::timed(4, 4, vec![ssd.clone()], &clock);
-    drop(site.compute_asking(0..3, ttl(10)));
-    site.manager.flush().await;
-    let cold = Site::timed(4, 0, vec![ssd.clone()], &clock);
-    let peer = site.manager.peer();
+async fn an_expired_block_is_a_miss_in_every_tier() {
+    let (clock, ssd) = (clock(), placed(Level::G3, 0, 0));
+    let harness = Harness::timed(4, 4, vec![ssd.clone()], &clock);
+    drop(harness.compute_with_retention(0..3, ttl(10)));
+    harness.manager.flush().await;
+    let cold = Harness::timed(4, 0, vec![ssd.clone()], &clock);
+    let peer = harness.manager.peer();
     clock.set(Date::from_unix(START + 9));
-    assert_eq!(cold.manager.onboard(&names(1), UNKNOWN).await.blocks.len(), 1);
+    assert_eq!(cold.manager.onboard(&hashes(1), UNKNOWN).await.blocks.len(), 1);
     clock.set(Date::from_unix(START + 10));
-    // Before any sweep: what is served is looked at when it is served.
-    assert_eq!(site.manager.matched(&names(3)).len() + cold.manager.matched(&names(1)).len(), 0);
-    assert_eq!(site.host.as_ref().unwrap().holds(fingerprint(), &names(3)), 0);
-    assert_eq!(cold.manager.onboard_from(&peer, &names(3), UNKNOWN).await.blocks.len(), 0);
-    assert_eq!(ssd.holds(fingerprint(), &names(3)), 3, "a tier without a clock");
-    assert_eq!(cold.manager.onboard(&names(3), UNKNOWN).await.blocks.len(), 0);
-    assert!(ssd.holds(fingerprint(), &names(3)) < 3, "discarded as it was met");
+    // Before any expiry task ran: expiry is checked when a block is served.
+    assert_eq!(harness.manager.lookup(&hashes(3)).len() + cold.manager.lookup(&hashes(1)).len(), 0);
+    assert_eq!(harness.host.as_ref().unwrap().holds(fingerprint(), &hashes(3)), 0);
+    assert_eq!(cold.manager.onboard_from(&peer, &hashes(3), UNKNOWN).await.blocks.len(), 0);
+    assert_eq!(ssd.holds(fingerprint(), &hashes(3)), 3, "a tier without a clock");
+    assert_eq!(cold.manager.onboard(&hashes(3), UNKNOWN).await.blocks.len(), 0);
+    assert!(ssd.holds(fingerprint(), &hashes(3)) < 3, "discarded when it was read");
     tokio::time::sleep(Duration::from_secs(2)).await;
-    assert!((0..3).all(|n| ssd.holds(fingerprint(), &[name(n)]) == 0), "the rest by the sweep");
-    assert!(site.log.snapshot().runs.is_empty() && cold.log.snapshot().runs.is_empty());
-    let expired = |level| site.counter("expired_blocks_total", level) + cold.counter("expired_blocks_total", level);
+    assert!((0..3).all(|n| ssd.holds(fingerprint(), &[hash(n)]) == 0), "the rest by the expiry task");
+    assert!(harness.log.snapshot().runs.is_empty() && cold.log.snapshot().runs.is_empty());
+    let expired = |level| harness.counter("expired_blocks_total", level) + cold.counter("expired_blocks_total", level);
     assert_eq!((expired(Level::G1), expired(Level::G2), expired(Level::G3)), (4, 3, 3));
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_sweep_announces_what_nobody_asks_for() {
+async fn expiry_is_announced_without_a_request() {
     let clock = clock();
-    let site = Site::timed(4, 4, vec![], &clock);
-    drop(site.compute_asking(0..3, ttl(10)));
-    site.manager.flush().await;
-    assert_eq!(site.log.snapshot().blocks().count(), 6);
+    let harness = Harness::timed(4, 4, vec![], &clock);
+    drop(harness.compute_with_retention(0..3, ttl(10)));
+    harness.manager.flush().await;
+    assert_eq!(harness.log.snapshot().blocks().count(), 6);
     clock.set(Date::from_unix(START + 10));
     tokio::time::sleep(Duration::from_secs(2)).await;
-    assert!(site.log.snapshot().runs.is_empty());
+    assert!(harness.log.snapshot().runs.is_empty());
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_asks_for_more_extends_what_is_in_memory() {
-    let (clock, ssd) = (clock(), at(Level::G3, 0, 0));
-    let site = Site::timed(4, 4, vec![ssd.clone()], &clock);
-    drop(site.compute_asking(0..2, ttl(10)));
-    drop(site.compute_asking(2..3, Retention { store: false, ..ttl(10) }));
-    site.manager.flush().await;
-    assert_eq!(ssd.holds(fingerprint(), &names(3)), 2);
-    site.manager.renew(&names(3), &ttl(60));
-    site.manager.flush().await;
-    assert_eq!(ssd.holds(fingerprint(), &names(3)), 3, "somebody lets it be stored");
+async fn extending_retention_applies_to_g1_and_g2() {
+    let (clock, ssd) = (clock(), placed(Level::G3, 0, 0));
+    let harness = Harness::timed(4, 4, vec![ssd.clone()], &clock);
+    drop(harness.compute_with_retention(0..2, ttl(10)));
+    drop(harness.compute_with_retention(2..3, Retention { store: false, ..ttl(10) }));
+    harness.manager.flush().await;
+    assert_eq!(ssd.holds(fingerprint(), &hashes(3)), 2);
+    harness.manager.extend_retention(&hashes(3), &ttl(60));
+    harness.manager.flush().await;
+    assert_eq!(ssd.holds(fingerprint(), &hashes(3)), 3, "one of the requests permits to store it");
     clock.set(Date::from_unix(START + 59));
-    drop(site.manager.allocate(4));
-    let again = site.manager.onboard(&names(3), UNKNOWN).await;
+    drop(harness.manager.allocate(4));
+    let again = harness.manager.onboard(&hashes(3), UNKNOWN).await;
     assert_eq!(again.from, [(Level::G2, 3)], "extended in G2, and sound");
-    site.assert_sound(&again.blocks);
+    harness.assert_sound(&again.blocks);
     drop(again);
     clock.set(Date::from_unix(START + 60));
-    assert_eq!(site.manager.matched(&names(1)).len() + site.manager.below(&names(0)), 0);
+    assert_eq!(harness.manager.lookup(&hashes(1)).len() + harness.manager.count_in_tiers(&hashes(0)), 0);
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_block_that_was_made_longer_lived_is_still_verified() {
+async fn a_block_with_extended_retention_verifies() {
     let clock = clock();
-    let site = Site::timed(1, 2, vec![], &clock);
-    site.device.write(BlockId(0), &content(name(0)));
-    drop(site.compute_asking(0..1, ttl(10)));
-    site.manager.flush().await;
-    site.manager.renew(&names(1), &Retention::default());
-    let loaded = load(site.host.as_ref().unwrap(), fingerprint(), names(1)).await;
+    let harness = Harness::timed(1, 2, vec![], &clock);
+    harness.device.write(BlockId(0), &content(hash(0)));
+    drop(harness.compute_with_retention(0..1, ttl(10)));
+    harness.manager.flush().await;
+    harness.manager.extend_retention(&hashes(1), &Retention::default());
+    let loaded = load(harness.host.as_ref().unwrap(), fingerprint(), hashes(1)).await;
     assert_eq!(loaded[0].as_ref().unwrap().header().keep, Keep::default());
 }

@@ -1,17 +1,20 @@
-//! What every [`DeviceBlocks`] must keep, as a suite that an implementation's tests run.
+//! The conformance suite of [`DeviceBlocks`], for the tests of implementations.
 
-use super::{BlockId, DeviceBlocks, copy_seen};
+use super::{BlockId, DeviceBlocks, copy_observed};
 use crate::block::Fingerprint;
 use std::sync::{Arc, Mutex};
 
-/// Panics, naming the rule, when `device` breaks the contract. Overwrites every slot.
+/// Overwrites every slot.
+///
+/// # Panics
+/// When `device` breaks the contract; the message names the rule.
 pub fn check(device: &dyn DeviceBlocks) {
     let facts = || (device.capacity(), device.block_bytes(), device.fingerprint());
     let before = facts();
     let (capacity, size, _) = before;
     assert!(capacity > 0 && size > 0, "a device has slots, and slots have bytes");
 
-    // A different pattern in every slot, written in a mixed order: overlap and misplacement both show.
+    // A different pattern in every slot, written in a mixed order: shows overlaps and misplaced slots.
     let pattern =
         |slot: usize| -> Vec<u8> { (0..size).map(|i| (slot * 31 + i * 7 + (i >> 8) * 13 + 1) as u8).collect() };
     let mixed = (0..capacity).filter(|slot| slot % 2 == 1).chain((0..capacity).filter(|slot| slot % 2 == 0));
@@ -24,15 +27,15 @@ pub fn check(device: &dyn DeviceBlocks) {
         assert!(bytes == pattern(slot), "slot {slot} returns what was last written to it, and no other slot's bytes");
     }
 
-    // Whoever looks on sees what is copied, from the first byte to the last.
-    let (mut shown, first) = (Vec::new(), BlockId(0));
-    device.write_seen(first, &pattern(1), &mut |piece| shown.extend_from_slice(piece));
-    assert!(shown == pattern(1), "what is written is shown, once and in order");
-    shown.clear();
-    device.read_seen(first, &mut bytes, &mut |piece| shown.extend_from_slice(piece));
-    assert!(bytes == pattern(1) && shown == bytes, "what is read is shown, once and in order");
+    // The observer sees the copied bytes, from the first to the last.
+    let (mut observed, first) = (Vec::new(), BlockId(0));
+    device.write_observed(first, &pattern(1), &mut |piece| observed.extend_from_slice(piece));
+    assert!(observed == pattern(1), "what is written is observed, once and in order");
+    observed.clear();
+    device.read_observed(first, &mut bytes, &mut |piece| observed.extend_from_slice(piece));
+    assert!(bytes == pattern(1) && observed == bytes, "what is read is observed, once and in order");
 
-    // One byte at either end belongs to the slot.
+    // The first and the last byte belong to the slot.
     let middle = BlockId((capacity / 2) as u32);
     for at in [0, size - 1] {
         let mut changed = pattern(middle.0 as usize);
@@ -58,7 +61,7 @@ pub fn check(device: &dyn DeviceBlocks) {
     assert!(facts() == before, "capacity, block_bytes and fingerprint never change");
 }
 
-/// Plain memory as a device: the smallest implementation, for tests of what stands above the seam.
+/// Plain memory as a device: the smallest implementation, for tests above the seam.
 pub struct InMemory {
     slots: Vec<Mutex<Vec<u8>>>,
     block_bytes: usize,
@@ -95,17 +98,17 @@ impl DeviceBlocks for InMemory {
     }
 
     fn write(&self, slot: BlockId, from: &[u8]) {
-        // `try_lock`: whoever breaks the rule that a slot is written by its only user is told so.
-        self.slot(slot).try_lock().expect("nobody else uses a slot that is written").copy_from_slice(from);
+        // `try_lock`: a second user of a slot that is being written breaks the rule, and panics here.
+        self.slot(slot).try_lock().expect("a slot that is written has no other user").copy_from_slice(from);
     }
 
-    fn read_seen(&self, slot: BlockId, into: &mut [u8], seen: &mut dyn FnMut(&[u8])) {
-        copy_seen(&self.slot(slot).lock().expect("no user of a slot panicked"), into, seen);
+    fn read_observed(&self, slot: BlockId, into: &mut [u8], observe: &mut dyn FnMut(&[u8])) {
+        copy_observed(&self.slot(slot).lock().expect("no user of a slot panicked"), into, observe);
     }
 
-    fn write_seen(&self, slot: BlockId, from: &[u8], seen: &mut dyn FnMut(&[u8])) {
-        let mut into = self.slot(slot).try_lock().expect("nobody else uses a slot that is written");
-        copy_seen(from, &mut into, seen);
+    fn write_observed(&self, slot: BlockId, from: &[u8], observe: &mut dyn FnMut(&[u8])) {
+        let mut into = self.slot(slot).try_lock().expect("a slot that is written has no other user");
+        copy_observed(from, &mut into, observe);
     }
 }
 

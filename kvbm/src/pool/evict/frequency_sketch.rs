@@ -1,129 +1,132 @@
-//! How often blocks are used, those that are here and those that left.
+//! Use counts of blocks, resident and evicted: a count-min sketch with aging, after TinyLFU (Einziger, Friedman, Manes,
+//! 2017).
 //!
-//! A block that is here counts its own uses, so that a hit touches nothing but the block. What is remembered of a block
-//! that leaves is a few bits in a sketch, four 4-bit counters of which the least is believed: it may claim more uses than
-//! there were, never fewer. Counts fade: they halve with every *epoch*, which lasts for a number of uses, not of seconds.
+//! A resident block counts its own uses, so a hit writes no memory but the block's node. The uses of an evicted block
+//! go into the sketch: four 4-bit counters per hash, of which the smallest is the estimate. It may be too high, never
+//! too low. Counts are halved with every *aging period*, which lasts for a number of uses, not of seconds.
 //!
-//! **Nobody is kept out.** Frequency says who leaves, never who comes in.
+//! The sketch decides which block is evicted. It is not an admission filter: every new block is admitted.
 
 use crate::block::SequenceHash;
 use crate::table::hugepages;
 
-/// Uses, as far as they are told apart: 0 to 15.
+/// A saturating use count, 0 to 15.
 pub(super) type Uses = u8;
 
-/// The clock of fading, and the memory of what left.
-pub(super) struct Frequency {
-    /// Sixteen counters a word; a power of two.
+/// The aging clock, and the counts of evicted blocks.
+pub(super) struct FrequencySketch {
+    /// Sixteen counters per word; the length is a power of two.
     counters: Vec<u64>,
-    epoch: u32,
-    /// In this epoch.
+    /// Number of periods that have ended.
+    periods: u32,
+    /// Uses in the current period.
     uses: u64,
     period: u64,
 }
 
-impl Frequency {
-    const MOST: Uses = 15;
-    /// An epoch sees every block of a full pool ten times. Shorter, and a scan as long as an epoch makes what was hot look
-    /// as cold as itself; longer, and what was hot once stays for too long.
-    const PERIOD: u64 = 10;
-    /// Counters in a word.
-    const WORD: usize = 16;
-    /// Every other bit of four, once a counter.
-    const LOW_BITS: u64 = 0x7777_7777_7777_7777;
+impl FrequencySketch {
+    const MAX_USES: Uses = 15;
+    /// Uses in a period, per slot of the pool. A shorter period lets a scan of its length make hot blocks look cold; a
+    /// longer one keeps blocks that are no longer used for too long.
+    const USES_PER_SLOT: u64 = 10;
+    const COUNTERS_PER_WORD: usize = 16;
+    /// Clears the bit that a shift moves in from the next counter.
+    const HALVING_MASK: u64 = 0x7777_7777_7777_7777;
 
-    /// For a pool of so many blocks. A word for each, as many counters as an epoch fills to a quarter.
+    /// For a pool of `capacity` blocks: one word per block, of which a period fills about a quarter of the counters.
     pub(super) fn new(capacity: usize) -> Self {
         let counters = vec![0; capacity.next_power_of_two()];
         hugepages::enlarge(counters.as_slice());
-        Self { counters, epoch: 0, uses: 0, period: (capacity as u64 * Self::PERIOD).max(1) }
+        Self { counters, periods: 0, uses: 0, period: (capacity as u64 * Self::USES_PER_SLOT).max(1) }
     }
 
-    /// Where the order of leaving begins for a block: the more often it was used and the less of that faded, the higher.
+    /// The part of the eviction order that comes from use: period plus log2 of the uses.
     ///
-    /// Halving a count is one less in its logarithm. So instead of making those that rest less, epoch after epoch, what is
-    /// used later starts higher, and what was computed once stays true.
-    pub(super) fn height(&self, uses: Uses) -> u32 {
-        self.epoch.saturating_add(uses.max(1).ilog2())
+    /// Halving a count subtracts one from its logarithm. So instead of lowering the value of all resident blocks in
+    /// every period, later uses get a higher value, and a value once computed stays valid.
+    pub(super) fn aged_frequency(&self, uses: Uses) -> u32 {
+        self.periods.saturating_add(uses.max(1).ilog2())
     }
 
-    /// What is left of `uses` that gave this height.
-    pub(super) fn faded(&self, uses: Uses, height: u32) -> Uses {
-        let since = height.saturating_sub(uses.max(1).ilog2());
-        uses.checked_shr(self.epoch.saturating_sub(since)).unwrap_or(0)
+    /// The uses that are left of `uses`, which had this `aged_frequency`.
+    pub(super) fn decayed(&self, uses: Uses, aged_frequency: u32) -> Uses {
+        let since = aged_frequency.saturating_sub(uses.max(1).ilog2());
+        uses.checked_shr(self.periods.saturating_sub(since)).unwrap_or(0)
     }
 
-    /// One more use of a block that had so many, or of one that was not here.
-    pub(super) fn used(&mut self, before: Uses) -> Uses {
+    /// Counts a use of a block that had `before` uses.
+    pub(super) fn count_use(&mut self, before: Uses) -> Uses {
         self.uses += 1;
         if self.uses >= self.period {
             self.uses = 0;
-            self.epoch = self.epoch.saturating_add(1);
-            self.counters.iter_mut().for_each(|word| *word = (*word >> 1) & Self::LOW_BITS);
+            self.periods = self.periods.saturating_add(1);
+            self.counters.iter_mut().for_each(|word| *word = (*word >> 1) & Self::HALVING_MASK);
         }
-        (before + 1).min(Self::MOST)
+        (before + 1).min(Self::MAX_USES)
     }
 
-    /// What is known of a block that is not here.
-    pub(super) fn recall(&self, name: &SequenceHash) -> Uses {
-        let count = |at: usize| (self.counters[at / Self::WORD] >> shift(at)) as Uses & Self::MOST;
-        self.places(name).map(count).into_iter().min().unwrap_or(0)
+    /// The estimated uses of a block that is not resident.
+    pub(super) fn estimate(&self, hash: &SequenceHash) -> Uses {
+        let count = |at: usize| (self.counters[at / Self::COUNTERS_PER_WORD] >> shift(at)) as Uses & Self::MAX_USES;
+        self.counter_positions(hash).map(count).into_iter().min().unwrap_or(0)
     }
 
-    /// A block leaves.
-    pub(super) fn remember(&mut self, name: &SequenceHash, uses: Uses) {
-        for at in self.places(name) {
-            let word = &mut self.counters[at / Self::WORD];
-            if (*word >> shift(at)) as Uses & Self::MOST < uses {
-                *word = *word & !(u64::from(Self::MOST) << shift(at)) | u64::from(uses) << shift(at);
+    /// Stores the uses of a block that is evicted.
+    pub(super) fn record(&mut self, hash: &SequenceHash, uses: Uses) {
+        for at in self.counter_positions(hash) {
+            let word = &mut self.counters[at / Self::COUNTERS_PER_WORD];
+            if (*word >> shift(at)) as Uses & Self::MAX_USES < uses {
+                *word = *word & !(u64::from(Self::MAX_USES) << shift(at)) | u64::from(uses) << shift(at);
             }
         }
     }
 
-    /// Begins to bring what is known of a name.
-    pub(super) fn fetch(&self, name: &SequenceHash) {
-        self.places(name).into_iter().for_each(|at| hugepages::fetch(&self.counters[at / Self::WORD]));
+    /// Prefetches the counters of a hash.
+    pub(super) fn prefetch(&self, hash: &SequenceHash) {
+        self.counter_positions(hash)
+            .into_iter()
+            .for_each(|at| hugepages::fetch(&self.counters[at / Self::COUNTERS_PER_WORD]));
     }
 
-    /// A name is a keyed hash, so its own bits are as good as four seeded hashes of it.
-    fn places(&self, name: &SequenceHash) -> [usize; 4] {
-        let (first, step) = name.halves();
-        let mask = self.counters.len() * Self::WORD - 1;
+    /// A block hash is a keyed hash; its own bits are as good as four seeded hashes of it.
+    fn counter_positions(&self, hash: &SequenceHash) -> [usize; 4] {
+        let (first, step) = hash.halves();
+        let mask = self.counters.len() * Self::COUNTERS_PER_WORD - 1;
         std::array::from_fn(|n| first.wrapping_add(step.wrapping_mul(n as u64)) as usize & mask)
     }
 }
 
 fn shift(at: usize) -> usize {
-    at % Frequency::WORD * 4
+    at % FrequencySketch::COUNTERS_PER_WORD * 4
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn name(n: u64) -> SequenceHash {
+    fn hash(n: u64) -> SequenceHash {
         let mut bytes = [0; 16];
         bytes[..8].copy_from_slice(&n.to_le_bytes());
         SequenceHash::from_bytes(*blake3::hash(&bytes).as_bytes().first_chunk().unwrap())
     }
 
     #[test]
-    fn what_left_is_remembered_with_no_fewer_uses_than_it_had() {
-        let mut frequency = Frequency::new(100);
-        (0..200).for_each(|n| frequency.remember(&name(n), (n % 15) as Uses + 1));
-        assert!((0..200).all(|n| frequency.recall(&name(n)) > (n % 15) as Uses));
-        let mistaken = (1_000..2_000).filter(|n| frequency.recall(&name(*n)) > 0).count();
-        assert!(mistaken < 100, "{mistaken} of 1,000 strangers are taken for somebody");
+    fn estimates_are_never_below_the_true_uses() {
+        let mut sketch = FrequencySketch::new(100);
+        (0..200).for_each(|n| sketch.record(&hash(n), (n % 15) as Uses + 1));
+        assert!((0..200).all(|n| sketch.estimate(&hash(n)) > (n % 15) as Uses));
+        let mistaken = (1_000..2_000).filter(|n| sketch.estimate(&hash(*n)) > 0).count();
+        assert!(mistaken < 100, "{mistaken} of 1,000 unknown hashes have an estimate");
     }
 
     #[test]
-    fn an_epoch_halves_what_is_remembered_and_what_rests() {
-        let mut frequency = Frequency::new(8);
-        frequency.remember(&name(1), 13);
-        let height = frequency.height(13);
-        (0..80).for_each(|_| _ = frequency.used(0));
-        assert_eq!((frequency.recall(&name(1)), frequency.faded(13, height)), (6, 6));
-        assert_eq!(frequency.height(6), height, "who has as many uses now stands as high");
-        assert_eq!(frequency.used(15), 15);
+    fn a_period_halves_stored_and_resident_counts() {
+        let mut sketch = FrequencySketch::new(8);
+        sketch.record(&hash(1), 13);
+        let aged_frequency = sketch.aged_frequency(13);
+        (0..80).for_each(|_| _ = sketch.count_use(0));
+        assert_eq!((sketch.estimate(&hash(1)), sketch.decayed(13, aged_frequency)), (6, 6));
+        assert_eq!(sketch.aged_frequency(6), aged_frequency, "as many uses now give the same value");
+        assert_eq!(sketch.count_use(15), 15);
     }
 }

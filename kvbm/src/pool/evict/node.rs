@@ -1,26 +1,26 @@
-//! All that is known of the block in a slot.
+//! The state of one slot in the eviction index.
 
 use super::frequency_sketch::Uses;
-use super::rank::Turn;
+use super::rank::EvictionRank;
 use crate::block::{Priority, SequenceHash};
 
-/// A leaf among others: the first goes first. Ends in its slot.
-pub(super) type Leaf = (Priority, Turn, u32);
+/// A leaf in eviction order: the smallest is the next victim.
+pub(super) type Leaf = (Priority, EvictionRank, u32);
 
-/// All that is known of a slot, in one line of the cache.
+/// The state of a slot, in one cache line.
 #[derive(Clone)]
 #[repr(align(64))]
 pub(super) struct Node {
-    pub(super) name: SequenceHash,
+    pub(super) hash: SequenceHash,
     pub(super) parent: Option<SequenceHash>,
     pub(super) resident: bool,
-    /// Where the parent was last seen; true only if that node still bears its name.
+    /// The slot in which the parent was last seen; valid only if that node still has the parent's hash.
     pub(super) parent_at: u32,
-    /// Guards that outsiders have.
+    /// Number of guards outside the index.
     pub(super) holds: u32,
-    pub(super) followers: Followers,
-    pub(super) turn: Turn,
-    /// As of the turn's height.
+    pub(super) children: Children,
+    pub(super) rank: EvictionRank,
+    /// As of the rank's `aged_frequency`.
     pub(super) uses: Uses,
     pub(super) priority: Priority,
     pub(super) group: u16,
@@ -29,30 +29,30 @@ pub(super) struct Node {
 const _: () = assert!(size_of::<Node>() == 64);
 
 #[derive(Clone, Copy, Default)]
-pub(super) struct Followers {
+pub(super) struct Children {
     pub(super) resident: u32,
     pub(super) held: u32,
 }
 
 impl Node {
     pub(super) const EMPTY: Self = Self {
-        name: SequenceHash::from_bytes([0; 16]),
+        hash: SequenceHash::from_bytes([0; 16]),
         parent: None,
         resident: false,
         parent_at: 0,
         holds: 0,
-        followers: Followers { resident: 0, held: 0 },
-        turn: Turn::NEVER,
+        children: Children { resident: 0, held: 0 },
+        rank: EvictionRank::NEVER,
         uses: 0,
         priority: Priority::Normal,
         group: 0,
     };
 
     pub(super) fn leaf(&self, slot: u32) -> Leaf {
-        (self.priority, self.turn, slot)
+        (self.priority, self.rank, slot)
     }
 
     pub(super) fn held(&self) -> bool {
-        self.holds > 0 || self.followers.held > 0
+        self.holds > 0 || self.children.held > 0
     }
 }

@@ -1,8 +1,8 @@
-//! The host tier's memory: one allocation cut into slots, and a header beside each.
+//! The host tier's memory: one allocation cut into slots, and one header per slot.
 //!
-//! All `unsafe` of the tier is here. It rests on the phases: a `PartialBlock` is the only owner of its slot, so `&mut` of
-//! it is exclusive access to the bytes; a `CachedBlock` is held while its bytes are read, and a held slot is not handed
-//! out again.
+//! All `unsafe` code of the tier is here. It relies on the states of blocks: a `PartialBlock` is the only owner of its
+//! slot, so `&mut` of it is exclusive access to the bytes; a `CachedBlock` is held while its bytes are read, and a held
+//! slot is not allocated again.
 
 use crate::block::{Header, Keep};
 use crate::pool::{CachedBlock, PartialBlock};
@@ -14,29 +14,30 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 /// Slots of one pool. It must only be used with blocks of that pool.
 pub(super) struct Arena {
-    /// What was allocated; slots begin at the first multiple of [`Arena::ALIGN`] in it.
+    /// The allocation; slots begin at the first multiple of [`Arena::ALIGN`] in it.
     memory: NonNull<u8>,
     layout: Layout,
     slots: usize,
     slot_bytes: usize,
-    /// Never contended: a header is written before its block can be found and only copied afterwards.
+    /// Not contended: a header is written before its block can be found, and only copied afterwards.
     headers: Box<[Mutex<Option<Header>>]>,
 }
 
-// SAFETY: the arena owns its memory; access to parts of it follows the phases of blocks, see `write` and `Reading`.
+// SAFETY: the arena owns its memory; access to parts of it follows the states of blocks, see `write` and `Reading`.
 unsafe impl Send for Arena {}
-// SAFETY: as above; nothing is reachable through a shared reference without a block that proves the right to it.
+// SAFETY: as above; a shared reference gives no access without a block that proves the right to it.
 unsafe impl Sync for Arena {}
 
 impl Arena {
-    /// Pages: what `O_DIRECT` and device drivers want of memory they read.
+    /// The page size: what `O_DIRECT` and device drivers require of memory that they read.
     const ALIGN: usize = 4096;
 
     pub(super) fn new(slots: usize, slot_bytes: usize) -> Self {
         let size = slots.checked_mul(slot_bytes).and_then(|bytes| bytes.checked_add(Self::ALIGN));
         let size = size.expect("the arena fits the address space");
-        // Aligned here and not by the allocator: the standard one zeroes by hand what is aligned to more than 16 bytes,
-        // and so would touch gigabytes at once that the system hands out zeroed, page by page, as they are used.
+        // Aligned here and not by the allocator: for more than 16 bytes the standard allocator zeroes memory itself,
+        // which would touch all pages at once. Without an alignment the system returns zeroed pages that are touched on
+        // use.
         let layout = Layout::from_size_align(size, 1).expect("the arena fits the address space");
         // SAFETY: the layout is not empty.
         let memory = unsafe { alloc_zeroed(layout) };
@@ -47,8 +48,8 @@ impl Arena {
         arena
     }
 
-    /// Keeps the memory from being swapped out, if that is allowed.
-    pub(super) fn pin(&self) -> io::Result<()> {
+    /// Locks the pages into memory, if the system permits it.
+    pub(super) fn mlock(&self) -> io::Result<()> {
         hugepages::pin(self.whole())
     }
 
@@ -60,12 +61,13 @@ impl Arena {
         self.slot_bytes
     }
 
-    /// Fills a slot; `fill` says what it wrote.
+    /// Fills a slot; `fill` returns the header of what it wrote.
     pub(super) fn write(&self, slot: &mut PartialBlock, fill: impl FnOnce(&mut [u8]) -> Header) {
         let id = slot.slot().0 as usize;
         let at = self.at(id);
-        // SAFETY: in bounds (`at` checks), initialised (zeroed at birth), and exclusive: a `PartialBlock` is the only
-        // owner of its slot, we have it by `&mut`, and no `Reading` of the slot is left once it was handed out again.
+        // SAFETY: in bounds (`at` checks), initialised (zeroed by the allocation), and exclusive: a `PartialBlock` is
+        // the only owner of its slot, the caller has it by `&mut`, and no `Reading` of a slot is left when it is
+        // allocated again.
         let bytes = unsafe { std::slice::from_raw_parts_mut(at, self.slot_bytes) };
         *self.headers[id].lock().unwrap_or_else(PoisonError::into_inner) = Some(fill(bytes));
     }
@@ -75,8 +77,8 @@ impl Arena {
         header.expect("a block is registered after its header was written")
     }
 
-    /// The block is kept otherwise from now on.
-    pub(super) fn keep(&self, block: &CachedBlock, keep: Keep) {
+    /// Replaces the retention in the block's header.
+    pub(super) fn set_retention(&self, block: &CachedBlock, keep: Keep) {
         let mut header = self.headers[block.slot().0 as usize].lock().unwrap_or_else(PoisonError::into_inner);
         *header = header.map(|header| header.kept(keep));
     }
@@ -92,12 +94,12 @@ impl Arena {
 impl Drop for Arena {
     fn drop(&mut self) {
         hugepages::release(self.whole());
-        // SAFETY: allocated with this layout, and nobody reads any more: every `Reading` holds the arena.
+        // SAFETY: allocated with this layout, and no reader is left: every `Reading` holds the arena.
         unsafe { dealloc(self.memory.as_ptr(), self.layout) }
     }
 }
 
-/// The bytes of a block, held in place.
+/// The bytes of a block, in place. Holds the block.
 pub(super) struct Reading {
     arena: Arc<Arena>,
     held: CachedBlock,
@@ -114,7 +116,7 @@ impl Reading {
 impl AsRef<[u8]> for Reading {
     fn as_ref(&self) -> &[u8] {
         let at = self.arena.at(self.held.slot().0 as usize);
-        // SAFETY: in bounds, initialised, and nobody writes: the slot is held, so it is in no `PartialBlock`.
+        // SAFETY: in bounds, initialised, and not written: the slot is held, so no `PartialBlock` owns it.
         unsafe { std::slice::from_raw_parts(at, self.length) }
     }
 }

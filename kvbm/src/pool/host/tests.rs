@@ -13,7 +13,7 @@ fn subject(slots: u64) -> Subject {
     Subject::new(host, log)
 }
 
-// All but `fingerprints_live_apart`: this tier is one engine's, see below.
+// All tests but `fingerprints_live_apart`: this tier belongs to one engine, see below.
 conformance::suite!(@tests async || subject(300);
     stored_blocks_come_back_as_they_were
     every_index_is_answered_once_and_a_missing_block_is_none
@@ -28,12 +28,12 @@ conformance::suite!(@tests async || subject(300);
 );
 
 #[tokio::test]
-async fn the_budget_holds() {
+async fn capacity_is_not_exceeded() {
     conformance::older_blocks_make_room_and_the_budget_holds(subject(60)).await;
 }
 
 #[tokio::test]
-async fn another_engines_blocks_are_refused_and_denied() {
+async fn blocks_of_another_engine_are_rejected() {
     let (host, _) = host(8, 4_000);
     let other = Fingerprint::from_bytes([7; 32]);
     let theirs = chain_of(other, 1, 2, 2_000);
@@ -44,7 +44,7 @@ async fn another_engines_blocks_are_refused_and_denied() {
 }
 
 #[tokio::test]
-async fn bytes_that_are_read_stay_while_everything_else_is_replaced() {
+async fn bytes_stay_while_they_are_read() {
     let (host, _) = host(4, 4_000);
     let first = conformance::chain(1, 1);
     conformance::store(&host, first.clone()).await;
@@ -59,7 +59,7 @@ async fn bytes_that_are_read_stay_while_everything_else_is_replaced() {
 }
 
 #[tokio::test]
-async fn when_all_is_being_read_the_tier_is_busy_and_one_without_room_is_full() {
+async fn a_tier_being_read_is_busy_and_one_without_slots_full() {
     let (host, _) = host(1, 4_000);
     let blocks = conformance::chain(1, 2);
     conformance::store(&host, blocks[..1].to_vec()).await;
@@ -72,21 +72,21 @@ async fn when_all_is_being_read_the_tier_is_busy_and_one_without_room_is_full() 
 }
 
 #[test]
-fn what_the_device_fills_in_place_is_sealed_and_a_chain_is_one_event() {
+fn a_copied_chain_is_sealed_and_is_one_event() {
     let (host, log) = host(3, 4_000);
     let metrics = Metrics::new(&prometheus::Registry::new()).unwrap().memory(Level::G1);
-    let device = Pool::new(Level::G1, 2, Arc::new(EventLog::new(Epoch(1))), metrics, Clock::system());
+    let device = BlockPool::new(Level::G1, 2, Arc::new(EventLog::new(Epoch(1))), metrics, Clock::system());
     let names = [5, 6].map(|n| SequenceHash::from_bytes([n; 16]));
     let slots = device.allocate(2).unwrap().into_iter().zip([(names[0], None), (names[1], Some(names[0]))]);
     let full = slots.map(|(slot, (name, parent))| slot.complete(name, parent, Custody::default()));
     let blocks = device.register(full.collect());
-    let fill = |slot: BlockId, bytes: &mut [u8], seen: &mut dyn FnMut(&[u8])| {
+    let fill = |slot: BlockId, bytes: &mut [u8], observe: &mut dyn FnMut(&[u8])| {
         bytes.fill(slot.0 as u8);
-        bytes.chunks(1_500).for_each(seen);
+        bytes.chunks(1_500).for_each(observe);
     };
-    assert_eq!(host.fill(&blocks, 0, fill), names);
+    assert_eq!(host.copy_from_device(&blocks, 0, fill), names);
     for (block, found) in blocks.iter().zip(host.get(&names)) {
-        let found = found.unwrap().verify(block.name(), conformance::fingerprint()).unwrap();
+        let found = found.unwrap().verify(block.hash(), conformance::fingerprint()).unwrap();
         assert!(found.payload() == [block.slot().0 as u8; 4_000]);
     }
     assert_eq!(log.snapshot().number, 1);

@@ -1,4 +1,4 @@
-//! Domains side by side in one pool.
+//! Quotas of several domains in one pool.
 
 use super::*;
 use crate::block::DomainId;
@@ -7,9 +7,9 @@ use crate::tier::{Quota, Shares};
 const ONE: DomainId = DomainId::from_bytes([1; 16]);
 const OTHER: DomainId = DomainId::from_bytes([2; 16]);
 
-fn divided(capacity: usize, shares: &Shares) -> Pool {
+fn divided(capacity: usize, shares: &Shares) -> BlockPool {
     let (pool, ..) = pool(capacity);
-    pool.divide(shares.at(Level::G1, 1));
+    pool.set_quotas(shares.at(Level::G1, 1));
     pool
 }
 
@@ -17,8 +17,8 @@ fn numbered(n: u16) -> SequenceHash {
     SequenceHash::from_bytes(*blake3::hash(&n.to_le_bytes()).as_bytes().first_chunk().unwrap())
 }
 
-/// Blocks of a domain that nobody follows, registered one after the other.
-fn fill(pool: &Pool, domain: DomainId, blocks: std::ops::Range<u16>) -> Vec<CachedBlocks> {
+/// Registers root blocks of a domain, one after the other.
+fn fill(pool: &BlockPool, domain: DomainId, blocks: std::ops::Range<u16>) -> Vec<CachedBlocks> {
     let custody = Custody { domain, ..Custody::default() };
     let one = |n| {
         let slot = pool.allocate(1).expect("nothing is held").pop().unwrap();
@@ -27,44 +27,53 @@ fn fill(pool: &Pool, domain: DomainId, blocks: std::ops::Range<u16>) -> Vec<Cach
     blocks.map(one).collect()
 }
 
-fn here(pool: &Pool, blocks: std::ops::Range<u16>) -> usize {
+fn count_resident(pool: &BlockPool, blocks: std::ops::Range<u16>) -> usize {
     blocks.filter(|n| pool.holds(&[numbered(*n)]) == 1).count()
 }
 
 #[test]
-fn a_flood_leaves_what_another_domain_is_guaranteed() {
+fn a_flood_leaves_another_domains_guarantee() {
     let quota = Quota { guaranteed: 40, maximum: None };
     let pool = divided(100, &Shares::default().promise(ONE, Level::G1, quota));
     drop(fill(&pool, ONE, 0..40));
     for n in 1_000..2_000 {
         drop(fill(&pool, OTHER, n..n + 1));
-        // What is used again and again has no more right to another's place.
-        drop(pool.matched(&[numbered(1_000)]));
+        // Frequent use gives no claim to another domain's guarantee.
+        drop(pool.lookup(&[numbered(1_000)]));
     }
-    assert_eq!((here(&pool, 0..40), here(&pool, 1_000..2_000)), (40, 60));
-    // Beyond its guarantee it takes part like all others: the one with most over gives.
+    assert_eq!((count_resident(&pool, 0..40), count_resident(&pool, 1_000..2_000)), (40, 60));
+    // Beyond its guarantee a domain competes like all others: the one furthest above its guarantee loses blocks.
     drop(fill(&pool, ONE, 100..110));
-    assert_eq!((here(&pool, 0..40), here(&pool, 100..110), here(&pool, 1_000..2_000)), (40, 10, 50));
+    assert_eq!(
+        (count_resident(&pool, 0..40), count_resident(&pool, 100..110), count_resident(&pool, 1_000..2_000)),
+        (40, 10, 50)
+    );
 }
 
 #[test]
-fn a_maximum_binds_while_there_is_room_and_leaves_what_is_held() {
+fn a_maximum_applies_with_free_slots_and_spares_held_blocks() {
     let quota = Quota { guaranteed: 0, maximum: Some(30) };
     let pool = divided(100, &Shares::default().promise(ONE, Level::G1, quota));
     drop(fill(&pool, OTHER, 1_000..1_020));
     let held = fill(&pool, ONE, 0..35);
-    assert_eq!(here(&pool, 0..35), 35, "what runs is not robbed");
+    assert_eq!(count_resident(&pool, 0..35), 35, "held blocks are not evicted");
     drop(held);
-    assert_eq!((here(&pool, 0..35), here(&pool, 1_000..1_020)), (30, 20));
+    assert_eq!((count_resident(&pool, 0..35), count_resident(&pool, 1_000..1_020)), (30, 20));
     drop(fill(&pool, ONE, 100..150));
-    assert_eq!((here(&pool, 0..35) + here(&pool, 100..150), here(&pool, 1_000..1_020)), (30, 20));
+    assert_eq!(
+        (count_resident(&pool, 0..35) + count_resident(&pool, 100..150), count_resident(&pool, 1_000..1_020)),
+        (30, 20)
+    );
     assert_eq!(pool.available(), 100);
 }
 
 #[test]
-fn running_work_finds_room_where_only_guarantees_are_left() {
+fn allocation_may_evict_guaranteed_blocks() {
     let quota = Quota { guaranteed: 8, maximum: None };
     let pool = divided(10, &Shares::default().promise(ONE, Level::G1, quota));
     drop(fill(&pool, ONE, 0..8));
-    assert!(pool.allocate(5).is_some_and(|slots| slots.len() == 5), "what is only cached yields, or it would hang");
+    assert!(
+        pool.allocate(5).is_some_and(|slots| slots.len() == 5),
+        "blocks that are only cached are evicted, or the request would hang"
+    );
 }

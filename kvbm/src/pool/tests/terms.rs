@@ -6,9 +6,9 @@ use std::time::Duration;
 
 const START: u64 = 1_000;
 
-/// A pool whose clock is the test's.
+/// A pool with a clock that the test sets.
 struct Timed {
-    pool: Pool,
+    pool: BlockPool,
     log: Arc<EventLog>,
     metrics: MemoryMetrics,
     clock: Clock,
@@ -18,14 +18,14 @@ impl Timed {
     fn new(capacity: usize) -> Self {
         let (log, metrics) = (Arc::new(EventLog::new(Epoch(1))), metrics());
         let clock = Clock::standing(Date::from_unix(START));
-        let pool = Pool::new(Level::G1, capacity, log.clone(), metrics.clone(), clock.clone());
+        let pool = BlockPool::new(Level::G1, capacity, log.clone(), metrics.clone(), clock.clone());
         Self { pool, log, metrics, clock }
     }
 
     fn put(&self, n: u8, parent: Option<u8>, asked: Retention) -> CachedBlock {
         let slot = self.pool.allocate(1).unwrap().pop().unwrap();
         let custody = Custody { keep: asked.from(self.clock.now()), ..Custody::default() };
-        self.pool.register(vec![slot.complete(name(n), parent.map(name), custody)]).into_iter().next().unwrap()
+        self.pool.register(vec![slot.complete(hash(n), parent.map(hash), custody)]).into_iter().next().unwrap()
     }
 
     fn at(&self, seconds: u64) {
@@ -33,7 +33,7 @@ impl Timed {
     }
 
     fn announced(&self) -> HashSet<SequenceHash> {
-        self.log.snapshot().blocks().map(|(_, name)| name).collect()
+        self.log.snapshot().blocks().map(|(_, hash)| hash).collect()
     }
 }
 
@@ -46,29 +46,29 @@ fn pin(seconds: u64) -> Retention {
 }
 
 #[test]
-fn what_expired_is_a_miss_and_its_removal_is_announced() {
+fn an_expired_block_is_a_miss_and_announced_as_removed() {
     let timed = Timed::new(4);
     let held = timed.put(1, None, ttl(10));
     drop([timed.put(2, Some(1), ttl(10)), timed.put(3, Some(2), Retention::default())]);
     timed.at(9);
-    assert_eq!(timed.pool.matched(&[name(1), name(2), name(3)]).len(), 3);
+    assert_eq!(timed.pool.lookup(&[hash(1), hash(2), hash(3)]).len(), 3);
     timed.at(10);
-    assert_eq!(timed.pool.holds(&[name(1)]), 0);
-    assert_eq!(timed.announced(), HashSet::from([name(3)]), "what asked for no end stays");
+    assert_eq!(timed.pool.holds(&[hash(1)]), 0);
+    assert_eq!(timed.announced(), HashSet::from([hash(3)]), "blocks without an expiry stay");
     assert_eq!((timed.pool.resident(), timed.metrics.expired.get()), (1, 2));
-    assert_eq!(timed.pool.available(), 3, "whoever holds it keeps it");
+    assert_eq!(timed.pool.available(), 3, "the guard keeps its slot");
     drop(held);
     assert_eq!(timed.pool.available(), 4);
     drop(timed.put(1, None, ttl(5)));
-    assert_eq!(timed.pool.holds(&[name(1)]), 1, "computed again, it is another one");
+    assert_eq!(timed.pool.holds(&[hash(1)]), 1, "a block computed again has a new expiry");
 }
 
 #[test]
-fn a_sweep_finds_what_nobody_looks_for() {
+fn expire_removes_blocks_without_a_lookup() {
     let timed = Timed::new(2);
     drop(timed.put(1, None, ttl(10)));
     timed.at(11);
-    timed.pool.sweep();
+    timed.pool.expire();
     assert!(timed.announced().is_empty());
 }
 
@@ -78,33 +78,33 @@ fn a_pinned_block_survives_a_scan_until_its_pin_ends() {
     drop([timed.put(1, None, Retention::default()), timed.put(2, Some(1), pin(10))]);
     let scan = |from: u8| (from..from + 20).for_each(|n| drop(timed.put(n, None, Retention::default())));
     scan(100);
-    assert_eq!(timed.pool.holds(&[name(1), name(2)]), 2, "with what precedes it");
+    assert_eq!(timed.pool.holds(&[hash(1), hash(2)]), 2, "with its ancestor");
     assert_eq!(timed.pool.available(), 2);
     timed.at(10);
     assert_eq!(timed.pool.available(), 4);
     scan(200);
-    assert_eq!(timed.pool.holds(&[name(1)]), 0);
+    assert_eq!(timed.pool.holds(&[hash(1)]), 0);
 }
 
 #[test]
-fn pins_take_half_of_a_pool_and_those_beyond_are_counted() {
+fn pins_take_at_most_half_of_a_pool() {
     let timed = Timed::new(6);
     (1..=5).for_each(|n| drop(timed.put(n, None, pin(10))));
     assert_eq!((timed.pool.available(), timed.metrics.rejected_pins.get()), (3, 2));
     drop(timed.pool.allocate(3).expect("the other half"));
-    assert_eq!(timed.pool.names().len(), 3);
+    assert_eq!(timed.pool.hashes().len(), 3);
     timed.pool.unpin();
     assert_eq!((timed.pool.available(), timed.metrics.rejected_pins.get()), (6, 5));
     timed.at(20);
-    timed.pool.sweep();
-    assert_eq!(timed.pool.available(), 6, "a pin that was taken off does not end again");
+    timed.pool.expire();
+    assert_eq!(timed.pool.available(), 6, "a removed pin is not removed again");
 }
 
 #[test]
 fn a_pinned_block_can_be_discarded_and_can_expire() {
     let timed = Timed::new(4);
     drop([timed.put(1, None, pin(10)), timed.put(2, None, Retention { pin: ttl(99).ttl, ..ttl(10) })]);
-    timed.pool.discard(name(1));
+    timed.pool.discard(hash(1));
     timed.at(10);
     assert_eq!((timed.pool.available(), timed.pool.resident()), (4, 0));
     (1..=4).for_each(|n| drop(timed.put(n, None, pin(10))));
@@ -112,52 +112,49 @@ fn a_pinned_block_can_be_discarded_and_can_expire() {
 }
 
 #[test]
-fn renewing_extends_and_never_shortens() {
+fn extending_retention_never_shortens_it() {
     let timed = Timed::new(4);
     drop([timed.put(1, None, ttl(10)), timed.put(2, Some(1), Retention { store: false, ..ttl(50) })]);
-    let changed = timed.pool.renew([name(1), name(2), name(9)], ttl(30).from(timed.clock.now()));
+    let changed = timed.pool.extend_retention([hash(1), hash(2), hash(9)], ttl(30).from(timed.clock.now()));
     assert_eq!(
-        changed.iter().map(|(name, before)| (*name, before.keep.store)).collect::<Vec<_>>(),
-        [(name(1), true), (name(2), false)]
+        changed.iter().map(|(hash, before)| (*hash, before.keep.store)).collect::<Vec<_>>(),
+        [(hash(1), true), (hash(2), false)]
     );
     timed.at(29);
-    assert_eq!(
-        timed.pool.matched(&[name(1), name(2)]).custody().iter().filter(|custody| custody.keep.store).count(),
-        2
-    );
+    assert_eq!(timed.pool.lookup(&[hash(1), hash(2)]).custody().iter().filter(|custody| custody.keep.store).count(), 2);
     timed.at(30);
-    assert_eq!((timed.pool.holds(&[name(1)]), timed.pool.holds(&[name(2)])), (0, 1));
-    // Computing it again asks for it again.
+    assert_eq!((timed.pool.holds(&[hash(1)]), timed.pool.holds(&[hash(2)])), (0, 1));
+    // Computing the block again requests its retention again.
     drop(timed.put(2, None, Retention::default()));
     timed.at(1_000);
-    assert_eq!(timed.pool.holds(&[name(2)]), 1);
+    assert_eq!(timed.pool.holds(&[hash(2)]), 1);
 }
 
 #[test]
-fn low_priority_goes_before_normal_before_high_and_leaves_before_parents() {
+fn eviction_follows_priority_and_spares_parents() {
     let timed = Timed::new(5);
     let urgent = |priority| Retention { priority, ..Retention::default() };
     drop([timed.put(1, None, urgent(Priority::High)), timed.put(2, Some(1), urgent(Priority::Low))]);
     drop([timed.put(3, None, urgent(Priority::Low)), timed.put(4, Some(3), urgent(Priority::High))]);
     drop(timed.put(5, None, Retention::default()));
-    let mut left: HashSet<_> = timed.pool.names().into_iter().collect();
+    let mut left: HashSet<_> = timed.pool.hashes().into_iter().collect();
     let mut order = Vec::new();
     let mut taken = Vec::new();
     while !left.is_empty() {
         taken.extend(timed.pool.allocate(1).unwrap());
-        let now: HashSet<_> = timed.pool.names().into_iter().collect();
+        let now: HashSet<_> = timed.pool.hashes().into_iter().collect();
         order.extend(left.difference(&now).copied());
         left = now;
     }
-    assert_eq!(order, [2, 5, 1, 4, 3].map(name));
+    assert_eq!(order, [2, 5, 1, 4, 3].map(hash));
 }
 
 #[test]
-fn a_clock_that_is_set_back_or_far_ahead_does_no_harm() {
+fn clock_jumps_do_no_harm() {
     let timed = Timed::new(4);
     drop([timed.put(1, None, ttl(10)), timed.put(2, None, pin(10))]);
     timed.clock.set(Date::from_unix(0));
-    assert_eq!(timed.pool.holds(&[name(1)]), 1);
+    assert_eq!(timed.pool.holds(&[hash(1)]), 1);
     drop(timed.put(3, None, Retention { ttl: Some(Duration::MAX), pin: Some(Duration::MAX), ..Retention::default() }));
     timed.clock.set(Date::from_unix(u64::MAX));
     assert_eq!((timed.pool.resident(), timed.pool.available()), (1, 4));
@@ -190,10 +187,10 @@ fn op() -> impl Strategy<Value = Op> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Whatever happens: events say what is there, nothing is served that is over, no slot is lost, and pins stay within
-    /// their half.
+    /// In any order of operations: events match the resident blocks, no expired block is served, no slot is lost, and
+    /// pins take at most half of the slots.
     #[test]
-    fn terms_hold_in_any_order_of_events(ops in prop::collection::vec(op(), 1..100)) {
+    fn retention_holds_in_any_order_of_operations(ops in prop::collection::vec(op(), 1..100)) {
         const CAPACITY: usize = 10;
         let timed = Timed::new(CAPACITY);
         let mut guards: Vec<CachedBlock> = Vec::new();
@@ -205,29 +202,33 @@ proptest! {
                         continue;
                     }
                     let seconds = |s: Option<u8>| s.map(|s| Duration::from_secs(s.into()));
-                    guards.push(timed.put(n, parent(n), Retention { ttl: seconds(ttl), pin: seconds(pin), ..Retention::default() }));
+                    let asked = Retention { ttl: seconds(ttl), pin: seconds(pin), ..Retention::default() };
+                    guards.push(timed.put(n, parent(n), asked));
                 }
-                Op::Match(n) => guards.extend(timed.pool.matched(&[name(n)])),
+                Op::Match(n) => guards.extend(timed.pool.lookup(&[hash(n)])),
                 Op::Release(i) if !guards.is_empty() => drop(guards.swap_remove(i % guards.len())),
                 Op::Release(_) => {}
-                Op::Renew(n, seconds) => _ = timed.pool.renew([name(n)], pin(seconds.into()).from(timed.clock.now())),
+                Op::Renew(n, seconds) => {
+                    let keep = pin(seconds.into()).from(timed.clock.now());
+                    _ = timed.pool.extend_retention([hash(n)], keep);
+                }
                 Op::Scan(n) => drop(timed.pool.allocate(n)),
                 Op::Pass(seconds) => {
                     now += u64::from(seconds);
                     timed.at(now);
                 }
-                Op::Discard(n) => timed.pool.discard(name(n)),
+                Op::Discard(n) => timed.pool.discard(hash(n)),
             }
-            timed.pool.sweep();
-            let all: Vec<SequenceHash> = timed.pool.names();
-            for block in timed.pool.found(&all).into_iter().flatten() {
+            timed.pool.expire();
+            let all: Vec<SequenceHash> = timed.pool.hashes();
+            for block in timed.pool.get_each(&all).into_iter().flatten() {
                 prop_assert!(!block.custody().keep.is_over(timed.clock.now()), "{block:?}");
             }
             prop_assert_eq!(all.iter().copied().collect::<HashSet<_>>(), timed.announced());
             prop_assert_eq!(timed.pool.resident(), all.len());
         }
         guards.clear();
-        prop_assert!(timed.pool.available() >= CAPACITY / 2 || timed.pool.names().len() > CAPACITY / 2);
+        prop_assert!(timed.pool.available() >= CAPACITY / 2 || timed.pool.hashes().len() > CAPACITY / 2);
         timed.at(now + 100);
         prop_assert_eq!(timed.pool.available(), CAPACITY);
         prop_assert!(timed.pool.allocate(CAPACITY).is_some());

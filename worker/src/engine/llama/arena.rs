@@ -8,7 +8,7 @@
 use super::config::Config;
 use super::rope::Rotation;
 use super::{attention, linear};
-use kvbm::device::copy_seen;
+use kvbm::device::copy_observed;
 use kvbm::{BlockId, DeviceBlocks, Fingerprint};
 use memmap2::{MmapMut, MmapRaw};
 use std::io;
@@ -145,14 +145,18 @@ impl DeviceBlocks for Arena {
         unsafe { self.bytes_of(slot).copy_from_nonoverlapping(from.as_ptr(), self.block_bytes()) };
     }
 
-    fn read_seen(&self, slot: BlockId, into: &mut [u8], seen: &mut dyn FnMut(&[u8])) {
+    fn read_observed(&self, slot: BlockId, into: &mut [u8], observe: &mut dyn FnMut(&[u8])) {
         // SAFETY: the slot's bytes, initialised, and by the contract nobody writes the slot now.
-        copy_seen(unsafe { std::slice::from_raw_parts(self.bytes_of(slot), self.block_bytes()) }, into, seen);
+        copy_observed(unsafe { std::slice::from_raw_parts(self.bytes_of(slot), self.block_bytes()) }, into, observe);
     }
 
-    fn write_seen(&self, slot: BlockId, from: &[u8], seen: &mut dyn FnMut(&[u8])) {
+    fn write_observed(&self, slot: BlockId, from: &[u8], observe: &mut dyn FnMut(&[u8])) {
         // SAFETY: the slot's bytes, initialised, and by the contract the caller owns the slot.
-        copy_seen(from, unsafe { std::slice::from_raw_parts_mut(self.bytes_of(slot), self.block_bytes()) }, seen);
+        copy_observed(
+            from,
+            unsafe { std::slice::from_raw_parts_mut(self.bytes_of(slot), self.block_bytes()) },
+            observe,
+        );
     }
 }
 

@@ -33,7 +33,7 @@ impl Preparer {
     }
 
     async fn fetch(&self, sequence: &mut Sequence) {
-        let tokens = sequence.adopt(self.manager.matched(sequence.wanted()), &self.manager);
+        let tokens = sequence.adopt(self.manager.lookup(sequence.wanted()), &self.manager);
         sequence.report_cached(Level::G1, tokens);
         if let Work::Resume(handoff) = &sequence.request.work
             && let Some(ticket) = Ticket::open(handoff)

@@ -4,7 +4,9 @@ use super::sampling::Sampler;
 use super::step::Scored;
 use super::vitals::{Vitals, Waiting};
 use crate::engine::{EndToken, Error, Finish, Logprobs, Output, PromptReport, Request, Tokens, Work};
-use kvbm::{BlockId, BlockManager, CachedBlocks, ChainKey, Custody, DomainId, Held, Level, Onboarding, PartialBlock};
+use kvbm::{
+    BlockId, BlockManager, BlockRef, CachedBlocks, ChainKey, Custody, DomainId, Level, Onboarding, PartialBlock,
+};
 use kvbm::{Recompute, SequenceHash};
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -121,7 +123,7 @@ impl Sequence {
     pub(super) fn adopt(&mut self, found: CachedBlocks, manager: &BlockManager) -> usize {
         let tokens = found.len() * self.lineage.block_size;
         let held = self.blocks.cached.len();
-        manager.renew(&self.lineage.names[held..held + found.len()], &self.request.terms.retention);
+        manager.extend_retention(&self.lineage.names[held..held + found.len()], &self.request.terms.retention);
         self.blocks.adopt(found);
         self.computed += tokens;
         self.waiting.computed(tokens);
@@ -131,7 +133,7 @@ impl Sequence {
     /// Has those of the blocks that it still wants come up which rest below.
     pub(super) fn fetch(&mut self, manager: &BlockManager, vitals: &Vitals) {
         self.gave_way = false;
-        let onboarding = manager.begin(self.wanted(), self.recompute(vitals), vitals.changes());
+        let onboarding = manager.start_onboarding(self.wanted(), self.recompute(vitals), vitals.changes());
         self.coming = onboarding.map(|onboarding| Coming { onboarding, first: self.blocks.len() });
     }
 
@@ -141,24 +143,24 @@ impl Sequence {
         // Less than another block is computed after them. Once the first token is out, nothing is late any more.
         let last = seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok()).unwrap_or_default();
         let deadline = self.request.terms.deadline.filter(|_| self.report_is_open());
-        Recompute { seconds_per_block: seconds, by: deadline.map(|by| by.checked_sub(last).unwrap_or(by)) }
+        Recompute { seconds_per_block: seconds, deadline: deadline.map(|by| by.checked_sub(last).unwrap_or(by)) }
     }
 
     /// The sequence has a place in the batch: from now on it waits for blocks only as long as that pays.
     pub(super) fn take_turn(&mut self) {
         if let Some(coming) = &self.coming {
-            coming.onboarding.turn();
+            coming.onboarding.start_waiting();
         }
     }
 
     /// Whether waiting for blocks is better than computing them.
     pub(super) fn awaits_blocks(&self) -> bool {
-        self.coming.as_ref().is_some_and(|coming| coming.onboarding.is_worth_waiting())
+        self.coming.as_ref().is_some_and(|coming| coming.onboarding.should_wait())
     }
 
     /// Takes over what is in G1 of the blocks that it still wants, and says in its report where they were found.
     pub(super) fn reuse(&mut self, manager: &BlockManager) {
-        let found = manager.found(self.wanted());
+        let found = manager.lookup_again(self.wanted());
         let levels: Vec<Level> = found.iter().map(|block| self.level_of(block)).collect();
         let known = self.counted.saturating_sub(self.computed) / self.lineage.block_size;
         for run in levels[known.min(levels.len())..].chunk_by(|a, b| a == b) {
@@ -175,8 +177,8 @@ impl Sequence {
         }
     }
 
-    fn level_of(&self, block: &Held) -> Level {
-        self.coming.as_ref().and_then(|coming| coming.onboarding.from(&block.name())).unwrap_or(Level::G1)
+    fn level_of(&self, block: &BlockRef) -> Level {
+        self.coming.as_ref().and_then(|coming| coming.onboarding.loaded_from(&block.hash())).unwrap_or(Level::G1)
     }
 
     /// How many rows may be computed before the next block that came up meanwhile.
@@ -186,7 +188,7 @@ impl Sequence {
         }
         // The next block was not there a moment ago, or is half computed: it is computed in any case.
         let size = self.lineage.block_size;
-        let next = self.wanted().get(1..).and_then(|wanted| manager.next(wanted));
+        let next = self.wanted().get(1..).and_then(|wanted| manager.next_cached(wanted));
         next.map_or(usize::MAX, |blocks| (1 + blocks) * size - self.computed % size)
     }
 
@@ -194,7 +196,7 @@ impl Sequence {
     pub(super) fn claim(&self, rows: usize) {
         if let Some(coming) = &self.coming {
             let blocks = (self.computed + rows).div_ceil(self.lineage.block_size);
-            coming.onboarding.claim(blocks.saturating_sub(coming.first));
+            coming.onboarding.advance(blocks.saturating_sub(coming.first));
         }
     }
 
@@ -256,7 +258,7 @@ impl Sequence {
 
     /// Device blocks that it holds, or more: those that came up meanwhile may count twice.
     pub(super) fn holds(&self) -> usize {
-        self.blocks.len() + self.coming.as_ref().map_or(0, |coming| coming.onboarding.held())
+        self.blocks.len() + self.coming.as_ref().map_or(0, |coming| coming.onboarding.held_blocks())
     }
 
     /// Lets go of what it holds while it merely waits, what is still to come first. `false` when that is nothing.
@@ -333,7 +335,7 @@ impl BlockTable {
     /// The slots in order of position.
     pub(super) fn slots(&self) -> Vec<BlockId> {
         let filling = self.filling.iter().map(PartialBlock::slot);
-        self.cached.iter().map(Held::slot).chain(filling).collect()
+        self.cached.iter().map(BlockRef::slot).chain(filling).collect()
     }
 
     /// Shares the blocks that `computed` tokens filled.

@@ -138,7 +138,7 @@ impl Rig {
     fn kv(&self, tokens: &[u32]) -> Vec<u8> {
         let card = Arc::clone(runtime().card());
         let names = ChainKey::root(&Domain::shared(), &card.identity, None).names(tokens, card.block_size);
-        let blocks = self.manager.matched(&names);
+        let blocks = self.manager.lookup(&names);
         assert_eq!(blocks.len(), names.len(), "what was just computed is cached");
         let device = self.memory.device();
         let mut bytes = vec![0; device.block_bytes() * blocks.len()];

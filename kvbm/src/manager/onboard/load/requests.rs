@@ -1,10 +1,11 @@
-//! What tiers are asked for, and what is heard of them.
+//! Requests to tiers, and their answers.
 
-use super::{Item, Loading, Phase, Place};
+use super::{BlockStatus, Delivered, Loading};
 use crate::block::Block;
 use crate::manager::locate::Source;
-use crate::manager::plan::Known;
-use crate::manager::throughput::Seen;
+use crate::manager::onboard::phase::{Phase, Wait};
+use crate::manager::plan::TierSpeed;
+use crate::manager::throughput::LoadSample;
 use crate::metrics::Direction;
 use crate::tier::LoadError;
 use futures::future;
@@ -12,239 +13,249 @@ use futures::stream::{self, StreamExt};
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// From the end, blocks are asked for in pieces of what a tier delivers in this time, so that the meeting point is met
-/// closely, or in its latency, so that two pieces at a time keep it busy.
+/// Tail blocks are requested in pieces of what a tier delivers in this time, or in its latency if that is longer: small
+/// enough to meet the engine closely, and with two pieces at a time the tier is kept busy.
 const PIECE: Duration = Duration::from_millis(50);
-const PIECES: usize = 2;
+const CONCURRENT_PIECES: usize = 2;
 
-/// A piece of a tier that was not measured, and the largest.
-const PIECE_UNKNOWN: usize = 8;
-const PIECE_MAX: usize = 512;
+/// Blocks in a piece of a tier that was not measured, and in the largest piece.
+const UNMEASURED_PIECE_BLOCKS: usize = 8;
+const MAX_PIECE_BLOCKS: usize = 512;
 
-/// What one source did.
+/// What one source has done in a load since the last [`Loading::record`].
 #[derive(Clone, Default)]
-pub(super) struct Watch {
-    asked: usize,
+pub(super) struct SourceStats {
+    /// Requested and answered blocks.
+    requested: usize,
     pub(super) answered: usize,
-    pub(super) delivered: usize,
-    /// Calls that have not ended.
-    pending: usize,
-    /// When it was first asked, and behind how many blocks for others.
+    /// Blocks that were verified and written.
+    pub(super) registered: usize,
+    /// Calls of `Tier::load` that have not ended.
+    open_calls: usize,
+    /// When the source got the first request, counted from the start of the load, and how many blocks of other loads it
+    /// had to answer before.
     since: Duration,
     queued: u64,
-    /// Its first answer and its last: when, and which one of all that it gave to anybody.
+    /// The first and the last answer: the time since `since`, and the source's count of all its answers.
     first: Option<(Duration, u64)>,
     last: Option<(Duration, u64)>,
 }
 
-impl Watch {
-    /// The source was asked for something, and neither said what became of it nor ended.
-    pub(super) fn owes(&self) -> bool {
-        self.pending > 0 && self.answered < self.asked
+impl SourceStats {
+    /// Whether a call is open and blocks are not answered.
+    pub(super) fn has_outstanding(&self) -> bool {
+        self.open_calls > 0 && self.answered < self.requested
     }
 
-    fn heard(&mut self, now: Duration, count: u64) {
+    fn answer(&mut self, now: Duration, count: u64) {
         self.answered += 1;
         let at = (now.saturating_sub(self.since), count);
         self.first.get_or_insert(at);
         self.last = Some(at);
     }
 
-    fn seen(&self, now: Duration) -> Seen {
+    fn sample(&self, now: Duration) -> LoadSample {
         let (first, last) = (self.first.unwrap_or_default(), self.last.unwrap_or_default());
         let blocks = 1 + last.1.saturating_sub(first.1);
-        // A source that still owes blocks takes at least until now for the next one.
+        // A source with outstanding blocks takes at least until now for the next one.
         let (blocks, elapsed) =
-            if self.owes() { (blocks + 1, now.saturating_sub(self.since)) } else { (blocks, last.0) };
-        Seen { first: self.first.map(|(at, _)| at), blocks, elapsed, queued: self.queued }
+            if self.has_outstanding() { (blocks + 1, now.saturating_sub(self.since)) } else { (blocks, last.0) };
+        LoadSample { first: self.first.map(|(at, _)| at), blocks, elapsed, queued: self.queued }
     }
 }
 
-/// What a source's stream yields.
+/// An item of a source's stream.
 pub(super) enum Answer {
-    Item(Item),
-    /// Nothing, or an error.
+    Delivered(Delivered),
+    /// The block is not there, or the error.
     Failed {
         source: usize,
         index: usize,
         error: Option<LoadError>,
     },
-    /// The source answered for everything that one call asked of it.
-    Done(usize),
+    /// The source answered all blocks of one call.
+    EndOfCall(usize),
 }
 
 impl Loading<'_> {
-    pub(super) fn ask(&mut self) {
+    /// Requests retries, then the head, then pieces of the tail.
+    pub(super) fn request(&mut self) {
+        let goal = match self.job.shared.phase() {
+            Phase::Ahead | Phase::Started(_) => self.statuses.len(),
+            Phase::Waiting(Wait { goal, .. }) => goal,
+            Phase::Computing => 0,
+        };
         for source in 0..self.job.sources.len() {
-            let retried = std::mem::take(&mut self.wanted[source]);
-            self.ask_for(source, retried);
-            let goal = match self.phase {
-                Phase::Ahead => self.places.len(),
-                Phase::Waiting { goal, .. } => goal,
-                Phase::Computing => 0,
-            };
-            let head = self.todo[source].partition_point(|index| *index < goal);
-            let head = self.todo[source].drain(..head).collect();
-            self.ask_for(source, head);
-            while self.seen[source].pending < PIECES && !self.todo[source].is_empty() {
-                let piece = self.piece(source);
-                self.ask_for(source, piece);
+            let retries = std::mem::take(&mut self.retries[source]);
+            self.request_from(source, retries);
+            let head = self.unrequested[source].partition_point(|index| *index < goal);
+            let head = self.unrequested[source].drain(..head).collect();
+            self.request_from(source, head);
+            while self.stats[source].open_calls < CONCURRENT_PIECES && !self.unrequested[source].is_empty() {
+                let piece = self.next_piece(source);
+                self.request_from(source, piece);
             }
         }
     }
 
-    fn ask_for(&mut self, source: usize, indices: Vec<usize>) {
+    fn request_from(&mut self, source: usize, indices: Vec<usize>) {
         if indices.is_empty() {
             return;
         }
-        let (now, gauge) = (self.start.elapsed(), &self.job.sources[source].gauge);
-        let seen = &mut self.seen[source];
-        if seen.asked == 0 {
-            (seen.since, seen.queued) = (now, gauge.queued());
+        let now = self.begun.elapsed();
+        let throughput = &self.job.sources[source].throughput;
+        let stats = &mut self.stats[source];
+        if stats.requested == 0 {
+            stats.since = now;
+            stats.queued = throughput.queued();
         }
-        gauge.asked(indices.len());
-        seen.asked += indices.len();
-        seen.pending += 1;
+        throughput.requested(indices.len());
+        stats.requested += indices.len();
+        stats.open_calls += 1;
         for index in &indices {
-            self.places[*index] = Place::Asked(source);
+            self.statuses[*index] = BlockStatus::Requested(source);
         }
-        let names = indices.iter().map(|index| self.job.names[*index]).collect();
+        let hashes = indices.iter().map(|index| self.job.hashes[*index]).collect();
         let answer = move |(at, found): (usize, Result<Option<Block>, LoadError>)| {
-            // An index that was not asked for breaks the contract; what it should have been stays unanswered.
+            // An index that was not requested breaks the tier's contract; the block stays unanswered.
             let index = *indices.get(at)?;
             Some(match found {
-                Ok(Some(block)) => Answer::Item(Item { source, index, block }),
+                Ok(Some(block)) => Answer::Delivered(Delivered { source, index, block }),
                 Ok(None) => Answer::Failed { source, index, error: None },
                 Err(error) => Answer::Failed { source, index, error: Some(error) },
             })
         };
         let answer = move |loaded| future::ready(answer(loaded));
         let fingerprint = self.job.inner.core.device.fingerprint();
-        let stream = self.job.sources[source].tier.load(fingerprint, names).filter_map(answer);
-        self.streams.push(stream.chain(stream::iter([Answer::Done(source)])).boxed());
+        let stream = self.job.sources[source].tier.load(fingerprint, hashes).filter_map(answer);
+        self.streams.push(stream.chain(stream::iter([Answer::EndOfCall(source)])).boxed());
     }
 
-    /// What is known of a source, with what it has shown here.
-    pub(super) fn known(&self, source: usize, now: Instant) -> Known {
-        let (gauge, seen) = (&self.job.sources[source].gauge, &self.seen[source]);
-        if seen.asked == 0 {
-            return gauge.known(now);
+    /// The speed of a source, including what it has shown in this load.
+    pub(super) fn speed(&self, source: usize, now: Instant) -> TierSpeed {
+        let throughput = &self.job.sources[source].throughput;
+        let stats = &self.stats[source];
+        if stats.requested == 0 {
+            return throughput.speed(now);
         }
-        gauge.known_amid(seen.seen(self.start.elapsed()), seen.asked - seen.answered, now)
+        throughput.speed_during_load(stats.sample(self.begun.elapsed()), stats.requested - stats.answered, now)
     }
 
-    /// The last blocks that a source is to be asked for, the last first.
-    fn piece(&mut self, source: usize) -> Vec<usize> {
-        let size = match self.known(source, Instant::now()) {
-            Known::Speed(measured) => {
+    /// The next tail blocks to request from a source, the last first.
+    fn next_piece(&mut self, source: usize) -> Vec<usize> {
+        let size = match self.speed(source, Instant::now()) {
+            TierSpeed::Measured(measured) => {
                 let seconds = measured.latency.max(PIECE.as_secs_f64());
-                (seconds / measured.seconds_per_block).ceil().clamp(1.0, PIECE_MAX as f64) as usize
+                (seconds / measured.seconds_per_block).ceil().clamp(1.0, MAX_PIECE_BLOCKS as f64) as usize
             }
-            Known::Nothing | Known::Silent => PIECE_UNKNOWN,
+            TierSpeed::Unmeasured | TierSpeed::Unresponsive => UNMEASURED_PIECE_BLOCKS,
         };
-        let claimed = self.job.shared.claimed();
+        let computed = self.job.shared.computed();
         let mut piece = Vec::with_capacity(size);
         while piece.len() < size
-            && let Some(index) = self.todo[source].pop_back()
+            && let Some(index) = self.unrequested[source].pop_back()
         {
-            if index < claimed {
-                // The engine has met us, and so it has for all before.
-                self.todo[source].clear();
-            } else if self.bringing.brings(&self.job.names[index]) && !self.is_here(index) {
+            if index < computed {
+                // The engine has computed this block, and so all blocks before it.
+                self.unrequested[source].clear();
+            } else if self.claim.includes(&self.job.hashes[index]) && !self.hold_if_resident(index) {
                 piece.push(index);
             }
         }
         piece
     }
 
-    /// The block came to G1 in another way: then it is held.
-    fn is_here(&mut self, index: usize) -> bool {
-        let found = self.job.inner.core.pool.matched(&self.job.names[index..=index]);
-        let here = !found.is_empty();
-        self.job.shared.keep(found);
-        here
+    /// Holds the block if it came to G1 in another way.
+    fn hold_if_resident(&mut self, index: usize) -> bool {
+        let found = self.job.inner.core.pool.lookup(&self.job.hashes[index..=index]);
+        let is_resident = !found.is_empty();
+        self.job.shared.hold(found);
+        is_resident
     }
 
-    pub(super) fn take(&mut self, answer: Answer) {
+    pub(super) fn receive(&mut self, answer: Answer) {
         match answer {
-            Answer::Item(item) => {
-                self.heard(item.source);
-                self.queue.push(item);
+            Answer::Delivered(delivered) => {
+                self.count_answer(delivered.source);
+                self.delivered.push(delivered);
             }
             Answer::Failed { source, index, error } => {
-                self.heard(source);
+                self.count_answer(source);
                 match error {
-                    Some(LoadError::Corrupt(why)) => self.quarantine(source, index, why),
+                    Some(LoadError::Corrupt(why)) => self.discard_corrupt(source, index, why),
                     Some(error) => tracing::debug!(tier = %self.level(source), %error, "cannot load a block"),
                     None => {}
                 }
                 self.try_next(source, index);
             }
-            Answer::Done(source) => self.seen[source].pending -= 1,
+            Answer::EndOfCall(source) => self.stats[source].open_calls -= 1,
         }
     }
 
-    fn heard(&mut self, source: usize) {
-        let seen = &mut self.seen[source];
-        if seen.answered < seen.asked {
-            seen.heard(self.start.elapsed(), self.job.sources[source].gauge.answer());
+    fn count_answer(&mut self, source: usize) {
+        let stats = &mut self.stats[source];
+        if stats.answered < stats.requested {
+            stats.answer(self.begun.elapsed(), self.job.sources[source].throughput.answered());
         }
     }
 
-    /// Finds the next source for a block that one did not deliver, or gives it up: then it is computed.
+    /// Requests a block that a source did not deliver from the next source that holds it. Without one, it is computed.
     pub(super) fn try_next(&mut self, source: usize, index: usize) {
         self.job.inner.core.metrics.missed(self.level(source), 1);
-        let (now, name) = (Instant::now(), &self.job.names[index..=index]);
+        let now = Instant::now();
+        let hash = &self.job.hashes[index..=index];
         let fingerprint = self.job.inner.core.device.fingerprint();
         let holds = |next: &usize| {
             let next = &self.job.sources[*next];
-            next.gauge.is_awake(now) && next.tier.holds(fingerprint, name) == 1
+            next.throughput.is_available(now) && next.tier.holds(fingerprint, hash) == 1
         };
         match (source + 1..self.job.sources.len()).find(holds) {
-            Some(next) => self.wanted[next].push(index),
-            None => self.places[index] = Place::Lost,
+            Some(next) => self.retries[next].push(index),
+            None => self.statuses[index] = BlockStatus::Unavailable,
         }
     }
 
-    /// Takes back what was asked for and did not come.
-    pub(super) fn recall(&mut self) {
+    /// Drops all open requests. Their blocks can be requested again.
+    pub(super) fn cancel(&mut self) {
         self.streams.clear();
-        self.learn();
-        let queued: Vec<usize> = self.queue.iter().map(|item| item.index).collect();
-        for (index, place) in self.places.iter_mut().enumerate() {
-            if let Place::Asked(source) = *place
-                && !queued.contains(&index)
+        self.record();
+        let delivered: Vec<usize> = self.delivered.iter().map(|delivered| delivered.index).collect();
+        for (index, status) in self.statuses.iter_mut().enumerate() {
+            if let BlockStatus::Requested(source) = *status
+                && !delivered.contains(&index)
             {
-                *place = Place::Unasked;
-                self.todo[source].push_back(index);
+                *status = BlockStatus::Unrequested;
+                self.unrequested[source].push_back(index);
             }
         }
-        self.todo.iter_mut().for_each(|todo| todo.make_contiguous().sort_unstable());
+        self.unrequested.iter_mut().for_each(|list| list.make_contiguous().sort_unstable());
     }
 
-    /// Tells the gauges what was seen since the last time, and forgets it. What was asked for before may yet be delivered: it was
-    /// being written.
-    pub(super) fn learn(&mut self) {
-        let (now, elapsed) = (Instant::now(), self.start.elapsed());
-        let bytes = self.job.inner.core.device.block_bytes() as u64;
-        for (source, seen) in self.seen.iter_mut().enumerate().filter(|(_, seen)| seen.asked + seen.delivered > 0) {
-            let Source { tier, gauge } = &self.job.sources[source];
-            let what = seen.seen(elapsed);
-            if gauge.learn(what, now)
-                && let Some(others) = self.job.inner.core.silences.pass()
+    /// Records the measurements since the last call, and resets them. Blocks that were requested before may still be
+    /// registered: they were being written.
+    pub(super) fn record(&mut self) {
+        let (now, elapsed) = (Instant::now(), self.begun.elapsed());
+        let core = &self.job.inner.core;
+        let bytes = core.device.block_bytes() as u64;
+        for (source, stats) in
+            self.stats.iter_mut().enumerate().filter(|(_, stats)| stats.requested + stats.registered > 0)
+        {
+            let Source { tier, throughput } = &self.job.sources[source];
+            let sample = stats.sample(elapsed);
+            if throughput.record(sample, now)
+                && let Some(others) = core.unresponsive_log.pass()
             {
                 tracing::warn!(
                     tier = %tier.level(), duration_s = elapsed.as_secs_f64(), suppressed = others,
                     "the tier did not answer in time; it is not used for a while"
                 );
             }
-            if seen.delivered > 0 {
-                let (delivered, metrics) = (seen.delivered as u64, &self.job.inner.core.metrics);
-                metrics.moved(tier.level(), Direction::Onboard, delivered * bytes, what.elapsed);
+            if stats.registered > 0 {
+                core.metrics.moved(tier.level(), Direction::Onboard, stats.registered as u64 * bytes, sample.elapsed);
             }
-            gauge.recalled(seen.asked - seen.answered);
-            self.job.inner.core.metrics.missed(tier.level(), seen.asked - seen.answered);
-            *seen = Watch::default();
+            throughput.cancelled(stats.requested - stats.answered);
+            core.metrics.missed(tier.level(), stats.requested - stats.answered);
+            *stats = SourceStats::default();
         }
     }
 }

@@ -1,149 +1,158 @@
-//! What tiers delivered: verified, written into the device and given to everyone, or sent away.
+//! Delivered blocks: verified, written into the device and registered, or discarded.
 
-use super::{Item, Loading, Place};
+use super::{BlockStatus, Delivered, Loading};
 use crate::block::{Corrupt, Header, SequenceHash};
-use crate::manager::Core;
+use crate::manager::shared::Core;
 use crate::pool::{FullBlock, PartialBlock};
 use std::collections::VecDeque;
 use tokio::time::Instant;
 
-/// Bytes verified and written per hop to a blocking thread: enough to hide the hop, few enough to begin early.
+/// Bytes verified and written per task on a blocking thread: enough to hide the cost of the thread switch, few enough
+/// to begin early.
 pub(super) const WRITE_BYTES: usize = 4 << 20;
 
-/// Hops at the same time: one core's memcpy does not fill the memory's bandwidth, two nearly do.
-pub(super) const WRITES: usize = 2;
+/// Write tasks at the same time: one core's memcpy does not use the memory's bandwidth, two nearly do.
+pub(super) const MAX_CONCURRENT_WRITES: usize = 2;
 
-/// What became of an item.
-pub(super) enum Written {
-    Good {
+/// The result of writing one delivered block.
+pub(super) enum WriteResult {
+    Written {
         source: usize,
         index: usize,
         block: FullBlock,
     },
-    Bad {
+    Corrupt {
         source: usize,
         index: usize,
         why: Corrupt,
     },
-    /// Sound, and older than its request allowed.
-    Over {
+    /// Sound, but past its expiry.
+    Expired {
         source: usize,
         index: usize,
     },
 }
 
 impl Loading<'_> {
-    /// Verifies and writes what is queued and still wanted, on a blocking thread.
+    /// Verifies and writes delivered blocks that the engine has not computed meanwhile, on a blocking thread.
     pub(super) fn write(&mut self) {
-        let claimed = self.job.shared.claimed();
-        let mut items = std::mem::take(&mut self.queue);
-        for late in items.extract_if(.., |item| item.index < claimed) {
+        let computed = self.job.shared.computed();
+        let mut blocks = std::mem::take(&mut self.delivered);
+        for late in blocks.extract_if(.., |delivered| delivered.index < computed) {
             self.job.inner.core.metrics.missed(self.level(late.source), 1);
         }
         let core = self.job.inner.core.clone();
-        let Some(slots) = core.pool.allocate(items.len()) else {
-            return self.give_up(&items);
+        let Some(slots) = core.pool.allocate(blocks.len()) else {
+            return self.give_up(&blocks);
         };
-        self.writing += items.len();
-        let names: Vec<_> = items.iter().map(|item| self.job.names[item.index]).collect();
+        self.writing += blocks.len();
+        let hashes: Vec<_> = blocks.iter().map(|delivered| self.job.hashes[delivered.index]).collect();
         self.writes.push(tokio::task::spawn_blocking(move || {
-            let items = items.into_iter().zip(names).zip(slots);
-            items.map(|((item, name), slot)| core.write(item, name, slot)).collect()
+            let blocks = blocks.into_iter().zip(hashes).zip(slots);
+            blocks.map(|((delivered, hash), slot)| core.write(delivered, hash, slot)).collect()
         }));
     }
 
-    pub(super) fn place(&mut self, mut written: Vec<Written>) {
-        self.writing -= written.len();
-        // In order, so that a run is announced as one.
-        written.sort_by_key(|written| match written {
-            Written::Good { index, .. } | Written::Bad { index, .. } | Written::Over { index, .. } => *index,
+    /// Registers written blocks, and handles those that failed.
+    pub(super) fn register(&mut self, mut results: Vec<WriteResult>) {
+        self.writing -= results.len();
+        // In order, so that a run of one chain is announced as one event.
+        results.sort_by_key(|result| match result {
+            WriteResult::Written { index, .. }
+            | WriteResult::Corrupt { index, .. }
+            | WriteResult::Expired { index, .. } => *index,
         });
-        let (mut blocks, mut from) = (Vec::new(), Vec::new());
-        for written in written {
-            match written {
-                Written::Good { source, index, block } => {
-                    self.seen[source].delivered += 1;
+        let (mut blocks, mut levels) = (Vec::new(), Vec::new());
+        for result in results {
+            match result {
+                WriteResult::Written { source, index, block } => {
+                    self.stats[source].registered += 1;
                     blocks.push(block);
-                    from.push((index, self.level(source)));
+                    levels.push((index, self.level(source)));
                 }
-                Written::Bad { source, index, why } => {
-                    self.quarantine(source, index, why);
+                WriteResult::Corrupt { source, index, why } => {
+                    self.discard_corrupt(source, index, why);
                     self.try_next(source, index);
                 }
-                Written::Over { source, index } => {
-                    self.expire(source, index);
+                WriteResult::Expired { source, index } => {
+                    self.discard_expired(source, index);
                     self.try_next(source, index);
                 }
             }
         }
-        if !blocks.is_empty() {
-            for (_, level) in &from {
-                self.job.inner.core.metrics.hit(*level, 1);
-            }
-            self.job.shared.come_from(from.iter().map(|(index, level)| (self.job.names[*index], *level)));
-            // At once, for those who follow; and if this request is dropped, what it loaded stays cached.
-            let cached = self.job.inner.core.pool.register_since(blocks, self.job.purges);
-            let mut there = cached.iter().peekable();
-            for (index, _) in from {
-                // Of a domain that was purged meanwhile nothing is registered.
-                let registered = there.next_if(|held| held.name() == self.job.names[index]).is_some();
-                self.places[index] = if registered { Place::There } else { Place::Lost };
-            }
-            self.job.shared.keep(cached);
-            self.lead += self.places[self.lead..].iter().take_while(|place| **place == Place::There).count();
-            self.news = Instant::now();
-            self.bringing.step();
+        if blocks.is_empty() {
+            return;
         }
-    }
-
-    /// There is no room: what is there so far must do.
-    fn give_up(&mut self, items: &[Item]) {
-        self.recall();
-        self.todo.iter_mut().for_each(VecDeque::clear);
-        for item in items {
-            self.places[item.index] = Place::Lost;
+        for (_, level) in &levels {
+            self.job.inner.core.metrics.hit(*level, 1);
         }
-        self.places.iter_mut().filter(|place| **place == Place::Unasked).for_each(|place| *place = Place::Lost);
-        self.bringing.leave();
+        self.job.shared.record_levels(levels.iter().map(|(index, level)| (self.job.hashes[*index], *level)));
+        // At once, for followers; and blocks of a request that is dropped stay cached.
+        let cached = self.job.inner.core.pool.register_since(blocks, self.job.purges);
+        let mut registered = cached.iter().peekable();
+        for (index, _) in levels {
+            // Blocks of a domain that was purged meanwhile are not registered.
+            let is_registered = registered.next_if(|block| block.hash() == self.job.hashes[index]).is_some();
+            self.statuses[index] = if is_registered { BlockStatus::Ready } else { BlockStatus::Unavailable };
+        }
+        self.job.shared.hold(cached);
+        let later = &self.statuses[self.ready_prefix..];
+        self.ready_prefix += later.iter().take_while(|status| **status == BlockStatus::Ready).count();
+        self.last_arrival = Instant::now();
+        self.claim.notify_progress();
     }
 
-    fn expire(&self, source: usize, index: usize) {
-        let (tier, core, name) = (&self.job.sources[source].tier, &self.job.inner.core, self.job.names[index]);
-        core.metrics.expired(tier.level(), tier.lapse(core.device.fingerprint(), name));
+    /// Ends the load because there are no free slots: the engine goes on with the blocks that are in G1.
+    fn give_up(&mut self, blocks: &[Delivered]) {
+        self.cancel();
+        self.unrequested.iter_mut().for_each(VecDeque::clear);
+        for delivered in blocks {
+            self.statuses[delivered.index] = BlockStatus::Unavailable;
+        }
+        let unrequested = self.statuses.iter_mut().filter(|status| **status == BlockStatus::Unrequested);
+        unrequested.for_each(|status| *status = BlockStatus::Unavailable);
+        self.claim.release();
     }
 
-    pub(super) fn quarantine(&self, source: usize, index: usize, why: Corrupt) {
-        let (tier, name) = (&self.job.sources[source].tier, self.job.names[index]);
-        let core = &self.job.inner.core;
-        if let Some(others) = core.quarantines.pass() {
+    fn discard_expired(&self, source: usize, index: usize) {
+        let (tier, core, hash) = (&self.job.sources[source].tier, &self.job.inner.core, self.job.hashes[index]);
+        core.metrics.expired(tier.level(), tier.lapse(core.device.fingerprint(), hash));
+    }
+
+    pub(super) fn discard_corrupt(&self, source: usize, index: usize, why: Corrupt) {
+        let (tier, core, hash) = (&self.job.sources[source].tier, &self.job.inner.core, self.job.hashes[index]);
+        if let Some(others) = core.corrupt_log.pass() {
             tracing::warn!(
-                tier = %tier.level(), block = %name, reason = %why, suppressed = others,
+                tier = %tier.level(), block = %hash, reason = %why, suppressed = others,
                 "corrupt block deleted"
             );
         } else {
-            tracing::debug!(tier = %tier.level(), block = %name, reason = %why, "corrupt block deleted");
+            tracing::debug!(tier = %tier.level(), block = %hash, reason = %why, "corrupt block deleted");
         }
-        self.job.inner.core.metrics.corrupt(tier.level());
-        tier.discard(self.job.inner.core.device.fingerprint(), name);
+        core.metrics.corrupt(tier.level());
+        tier.discard(core.device.fingerprint(), hash);
     }
 }
 
 impl Core {
-    /// Writes a block into the device if it is what was asked for. Runs on a blocking thread.
-    fn write(&self, item: Item, name: SequenceHash, slot: PartialBlock) -> Written {
-        let Item { source, index, block } = item;
+    /// Writes a block into the device if it is the requested one. Runs on a blocking thread.
+    fn write(&self, delivered: Delivered, hash: SequenceHash, slot: PartialBlock) -> WriteResult {
+        let Delivered { source, index, block } = delivered;
         if block.payload.len() != self.device.block_bytes() {
-            return Written::Bad { source, index, why: Corrupt::Length };
+            return WriteResult::Corrupt { source, index, why: Corrupt::Length };
         }
-        // One pass over the bytes: they are in the device before they are believed, in a slot that nobody else knows of.
-        let copy = |bytes: &[u8], seen: &mut dyn FnMut(&[u8])| self.device.write_seen(slot.slot(), bytes, seen);
-        match block.verify_along(name, self.device.fingerprint(), copy) {
-            Ok(block) if block.header().keep.is_over(self.clock.now()) => Written::Over { source, index },
+        // One pass over the bytes: they are written before they are verified, into a slot that cannot be found yet.
+        let copy = |bytes: &[u8], observe: &mut dyn FnMut(&[u8])| {
+            self.device.write_observed(slot.slot(), bytes, observe);
+        };
+        match block.verify_along(hash, self.device.fingerprint(), copy) {
+            Ok(block) if block.header().keep.is_over(self.clock.now()) => WriteResult::Expired { source, index },
             Ok(block) => {
                 let Header { parent, .. } = *block.header();
-                Written::Good { source, index, block: slot.complete(name, parent, block.header().custody()) }
+                let block = slot.complete(hash, parent, block.header().custody());
+                WriteResult::Written { source, index, block }
             }
-            Err(why) => Written::Bad { source, index, why },
+            Err(why) => WriteResult::Corrupt { source, index, why },
         }
     }
 }

@@ -1,0 +1,42 @@
+//! The state that a manager shares with its background tasks and its peers.
+
+use crate::block::{Clock, DomainId};
+use crate::log_limit::LogLimit;
+use crate::metrics::Metrics;
+use crate::pool::{BlockPool, DeviceBlocks, HostTier};
+use crate::tier::Tier;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// The tiers of one engine.
+pub(super) struct Core {
+    pub(super) device: Arc<dyn DeviceBlocks>,
+    pub(super) pool: BlockPool,
+    pub(super) host: Option<HostTier>,
+    /// Fastest first, G2 included.
+    pub(super) tiers: Vec<Arc<dyn Tier>>,
+    pub(super) metrics: Metrics,
+    pub(super) clock: Clock,
+    pub(super) poisoned: AtomicBool,
+    /// Limits log lines about corrupt blocks.
+    pub(super) corrupt_log: LogLimit,
+    /// Limits log lines about tiers that do not answer.
+    pub(super) unresponsive_log: LogLimit,
+}
+
+impl Core {
+    pub(super) fn is_poisoned(&self) -> bool {
+        self.poisoned.load(Ordering::Relaxed)
+    }
+
+    /// A task panicked; see the head of the room.
+    pub(super) fn poison(&self, task: &str) {
+        self.poisoned.store(true, Ordering::Relaxed);
+        tracing::error!(task, "a transfer task panicked; tiers below G1 are disabled");
+    }
+
+    pub(super) fn purge(&self, domain: DomainId) -> usize {
+        // G1 first: G2 is filled from it.
+        self.pool.purge(domain) + self.host.as_ref().map_or(0, |host| host.purge(domain))
+    }
+}
