@@ -341,7 +341,8 @@ mod tests {
         let one: Vec<u32> = (0..1300).collect();
         let mut other = one.clone();
         other[1100] = 7;
-        let (one, other) = (hash_ids(&one, 1), hash_ids(&other, 2));
+        let one = hash_ids(&one, 1);
+        let other = hash_ids(&other, 2);
         assert_eq!(one.len(), 3);
         assert_eq!(one[..2], other[..2]);
         assert_ne!(one[2], other[2]);

@@ -81,7 +81,8 @@ mod tests {
 
     #[test]
     fn rate_is_known_after_the_first_window() {
-        let (mut rate, start) = (DrainRate::default(), Instant::now());
+        let mut rate = DrainRate::default();
+        let start = Instant::now();
         for tenth in 0..10 {
             rate.record(100, at(start, f64::from(tenth) / 10.0));
             assert_eq!(rate.per_second(at(start, 0.95)), None);
@@ -92,7 +93,8 @@ mod tests {
 
     #[test]
     fn bursts_are_measured_over_whole_bursts() {
-        let (mut rate, start) = (DrainRate::default(), Instant::now());
+        let mut rate = DrainRate::default();
+        let start = Instant::now();
         for burst in 0..5 {
             for request in 0..64 {
                 rate.record(10, at(start, f64::from(burst) * 6.0 + f64::from(request) / 1000.0));
@@ -105,7 +107,8 @@ mod tests {
 
     #[test]
     fn rate_declines_when_no_request_leaves() {
-        let (mut rate, start) = (DrainRate::default(), Instant::now());
+        let mut rate = DrainRate::default();
+        let start = Instant::now();
         for second in 0..=10 {
             rate.record(100, at(start, f64::from(second)));
         }
@@ -116,7 +119,8 @@ mod tests {
 
     #[test]
     fn rate_is_kept_while_the_queue_is_empty() {
-        let (mut rate, start) = (DrainRate::default(), Instant::now());
+        let mut rate = DrainRate::default();
+        let start = Instant::now();
         rate.record(100, start);
         rate.record(100, at(start, 2.0));
         rate.pause();

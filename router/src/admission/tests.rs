@@ -310,7 +310,8 @@ async fn stop_rejects_queued_and_later_requests() {
 #[tokio::test(start_paused = true)]
 async fn group_reserves_for_all_choices_until_the_first_output() {
     let yard = yard(Limits::default());
-    let (bad, good) = (yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await);
+    let bad = yard.worker(1, Phase::Both).await;
+    let good = yard.worker(2, Phase::Both).await;
     bad.become_(Behaviour::Refuse(Error::Failed("broken".to_owned())));
     for family in [1, 2] {
         let stop = StopRule { max_tokens: Some(160), ..StopRule::default() };
@@ -333,7 +334,8 @@ async fn choices_of_a_group_are_admitted_together() {
     let worker = yard.worker(1, Phase::Both).await;
     let group = RequestGroup::new(3);
     let choice = |index| Request { group: Some(group.choice(index)), ..request(1, 100, of("a")) };
-    let (asking, lead) = (yard.clone(), choice(0));
+    let asking = yard.clone();
+    let lead = choice(0);
     let first = tokio::spawn(async move { asking.ask(lead).await.unwrap() });
     settle().await;
     assert_eq!(yard.standing(1).1, 3, "reserved for all choices");

@@ -152,7 +152,8 @@ mod tests {
     #[test]
     fn prefix_extends_the_overlap_until_its_last_request_ends() {
         let hashes: Vec<SequenceHash> = (0..5).map(|byte| SequenceHash::from_bytes([byte; 16])).collect();
-        let (index, prefixes) = (Index::new(), Arc::new(InflightPrefixes::default()));
+        let index = Index::new();
+        let prefixes = Arc::new(InflightPrefixes::default());
         let [holds, idle] = [1, 2].map(|id| index.join(WorkerId(id), &[]));
         let stored = BlockEvent::Stored { level: Level::G2, parent: None, blocks: hashes[..2].to_vec() };
         index.apply(Source::Worker(WorkerId(1)), &stored);
@@ -163,7 +164,8 @@ mod tests {
         };
         assert_eq!(both(), [Held::of([0, 2, 0, 0, 0]), Held::default()]);
         let add = |blocks: usize| prefixes.add(holds, &hashes[..blocks], ANCHOR_TOKENS, 2);
-        let (first, second) = (add(4), add(3));
+        let first = add(4);
+        let second = add(3);
         assert_eq!(both(), [Held::of([2, 2, 0, 0, 0]), Held::default()], "no other worker has it");
         drop(first);
         assert_eq!(both(), [Held::of([1, 2, 0, 0, 0]), Held::default()]);
@@ -174,7 +176,8 @@ mod tests {
     #[test]
     fn prefix_of_small_blocks_is_found_at_its_anchors() {
         let hashes: Vec<SequenceHash> = (0..20).map(|byte| SequenceHash::from_bytes([byte; 16])).collect();
-        let (index, prefixes) = (Index::new(), Arc::new(InflightPrefixes::default()));
+        let index = Index::new();
+        let prefixes = Arc::new(InflightPrefixes::default());
         let [a, b] = [1, 2].map(|id| index.join(WorkerId(id), &[]));
         let _kept = [prefixes.add(a, &hashes[..18], 16, 0), prefixes.add(b, &hashes[..9], 16, 0)];
         let seen = |blocks: usize| {

@@ -92,7 +92,9 @@ fn order(queue: &mut FairQueue, limits: &Settings) -> Vec<u64> {
 
 #[test]
 fn empty_queue_and_open_route_admit_at_once() {
-    let (mut queue, limits, now) = (FairQueue::default(), limits(100), Instant::now());
+    let mut queue = FairQueue::default();
+    let limits = limits(100);
+    let now = Instant::now();
     assert_eq!(enter(&mut queue, &limits, request("a", 1000), OPEN, now), Outcome::Immediate(1));
     let first = wait(&mut queue, &limits, request("a", 1000));
     assert_eq!(
@@ -107,7 +109,8 @@ fn empty_queue_and_open_route_admit_at_once() {
 
 #[test]
 fn requests_wait_behind_those_of_the_same_worker_only() {
-    let (mut queue, limits) = (FairQueue::default(), limits(u64::MAX));
+    let mut queue = FairQueue::default();
+    let limits = limits(u64::MAX);
     let huge = wait(&mut queue, &limits, on(1, "a", 1_000_000));
     let small = wait(&mut queue, &limits, on(2, "a", 10));
     let only_2 = |_: &FairQueue, route: Route| (route.decode == WorkerId(2)).then_some(Duration::ZERO);
@@ -120,7 +123,8 @@ fn requests_wait_behind_those_of_the_same_worker_only() {
 
 #[test]
 fn small_request_does_not_wait_behind_huge_ones_of_others() {
-    let (mut queue, limits) = (FairQueue::default(), limits(u64::MAX));
+    let mut queue = FairQueue::default();
+    let limits = limits(u64::MAX);
     let huge: Vec<u64> = (0..10).map(|_| wait(&mut queue, &limits, request("a", 100_000))).collect();
     let small = wait(&mut queue, &limits, request("b", 10));
     assert_eq!(order(&mut queue, &limits)[..2], [huge[0], small]);
@@ -128,7 +132,9 @@ fn small_request_does_not_wait_behind_huge_ones_of_others() {
 
 #[test]
 fn earlier_deadline_goes_first_within_its_tenant() {
-    let (mut queue, limits, now) = (FairQueue::default(), limits(u64::MAX), Instant::now());
+    let mut queue = FairQueue::default();
+    let limits = limits(u64::MAX);
+    let now = Instant::now();
     let by = |seconds| Some(now + Duration::from_secs(seconds));
     let never = wait(&mut queue, &limits, request("a", 10));
     let later = wait(&mut queue, &limits, QueuedRequest { start_by: by(9), ..request("a", 10) });
@@ -141,7 +147,9 @@ fn earlier_deadline_goes_first_within_its_tenant() {
 
 #[test]
 fn request_waits_until_the_route_can_meet_its_deadline() {
-    let (mut queue, limits, now) = (FairQueue::default(), limits(u64::MAX), Instant::now());
+    let mut queue = FairQueue::default();
+    let limits = limits(u64::MAX);
+    let now = Instant::now();
     let by = |seconds| QueuedRequest { start_by: Some(now + Duration::from_secs(seconds)), ..request("a", 10) };
     let open_after = |seconds| Some(Duration::from_secs(seconds));
     assert!(matches!(enter(&mut queue, &limits, by(5), open_after(5), now), Outcome::Immediate(_)));
@@ -162,7 +170,8 @@ fn cost_is_computed_tokens_and_output_of_all_choices() {
 
 #[test]
 fn higher_class_goes_first_and_lower_ones_get_a_tenth() {
-    let (mut queue, limits) = (FairQueue::default(), limits(u64::MAX));
+    let mut queue = FairQueue::default();
+    let limits = limits(u64::MAX);
     let one = |priority| with(priority, request("a", 10));
     let mut class = HashMap::new();
     for priority in [Priority::Low, Priority::Normal, Priority::High] {
@@ -207,7 +216,9 @@ fn tenants_share_by_weight_without_credit_for_idle_time() {
 
 #[test]
 fn idle_tenants_are_removed_while_others_queue() {
-    let (mut queue, limits, now) = (FairQueue::default(), limits(u64::MAX), Instant::now());
+    let mut queue = FairQueue::default();
+    let limits = limits(u64::MAX);
+    let now = Instant::now();
     let only_2 = |_: &FairQueue, route: Route| (route.decode == WorkerId(2)).then_some(Duration::ZERO);
     wait(&mut queue, &limits, request("patient", 100));
     let greedy = wait(&mut queue, &limits, on(2, "greedy", 1_000_000));
@@ -226,7 +237,8 @@ fn idle_tenants_are_removed_while_others_queue() {
 
 #[test]
 fn cached_tokens_cost_nothing() {
-    let (mut queue, limits) = (FairQueue::default(), limits(u64::MAX));
+    let mut queue = FairQueue::default();
+    let limits = limits(u64::MAX);
     let mut of = HashMap::new();
     for _ in 0..100 {
         of.insert(wait(&mut queue, &limits, QueuedRequest { cost_tokens: 100, ..request("hits", 1000) }), "hits");
@@ -240,7 +252,8 @@ fn cached_tokens_cost_nothing() {
 fn limits_of_a_tenant_do_not_delay_others() {
     let tenant = Tenant { max_inflight_tokens: Some(100), max_queued_tokens: Some(50), ..Tenant::default() };
     let limits = Settings { tenants: [("a".to_owned(), tenant)].into(), ..limits(u64::MAX) };
-    let (mut queue, now) = (FairQueue::default(), Instant::now());
+    let mut queue = FairQueue::default();
+    let now = Instant::now();
     assert_eq!(
         enter(&mut queue, &limits, request("a", 500), OPEN, now),
         Outcome::Immediate(1),
@@ -258,7 +271,9 @@ fn limits_of_a_tenant_do_not_delay_others() {
 
 #[test]
 fn full_queue_sheds_lower_classes_and_larger_shares() {
-    let (mut queue, limits, now) = (FairQueue::default(), limits(100), Instant::now());
+    let mut queue = FairQueue::default();
+    let limits = limits(100);
+    let now = Instant::now();
     let low = wait(&mut queue, &limits, with(Priority::Low, request("a", 40)));
     let normal: Vec<u64> = (0..3).map(|_| wait(&mut queue, &limits, request("a", 20))).collect();
     let high = with(Priority::High, request("a", 60));
@@ -298,7 +313,9 @@ fn step() -> impl Strategy<Value = Step> {
 
 #[test]
 fn reroute_starts_with_the_oldest_placement() {
-    let (mut queue, limits, later) = (FairQueue::default(), limits(u64::MAX), Instant::now() + Duration::from_secs(1));
+    let mut queue = FairQueue::default();
+    let limits = limits(u64::MAX);
+    let later = Instant::now() + Duration::from_secs(1);
     let [first, second] = [(); 2].map(|()| wait(&mut queue, &limits, request("a", 100)));
     let high = wait(&mut queue, &limits, with(Priority::High, QueuedRequest { placed: later, ..request("a", 100) }));
     assert_eq!(queue.select(2, |_| true), [high, first]);
@@ -309,7 +326,9 @@ fn reroute_starts_with_the_oldest_placement() {
 
 #[test]
 fn reroute_keeps_the_service_counts_of_tenants() {
-    let (mut queue, limits, now) = (FairQueue::default(), limits(u64::MAX), Instant::now());
+    let mut queue = FairQueue::default();
+    let limits = limits(u64::MAX);
+    let now = Instant::now();
     let modest = [(); 3].map(|()| wait(&mut queue, &limits, on(2, "a", 480)));
     let greedy = [(); 10].map(|()| wait(&mut queue, &limits, request("b", 100)));
     let open = |_: &FairQueue, route: Route| (route.decode == WorkerId(1)).then_some(Duration::ZERO);
@@ -326,7 +345,8 @@ fn reroute_keeps_the_service_counts_of_tenants() {
 
 #[test]
 fn request_that_leaves_during_a_reroute_is_removed() {
-    let (mut queue, limits) = (FairQueue::default(), limits(u64::MAX));
+    let mut queue = FairQueue::default();
+    let limits = limits(u64::MAX);
     let gone = wait(&mut queue, &limits, request("a", 100));
     assert!(queue.begin_reroute(gone));
     assert_eq!((queue.tenants.len(), queue.leave(gone).is_none()), (1, true));
@@ -339,7 +359,8 @@ proptest! {
     fn tokens_are_conserved_and_bounds_hold(steps in prop::collection::vec(step(), 1..200)) {
         let tenant = Tenant { weight: 2.0, max_inflight_tokens: Some(300), max_queued_tokens: Some(400) };
         let limits = Settings { tenants: [("1".to_owned(), tenant)].into(), ..limits(1000) };
-        let (mut queue, now) = (FairQueue::default(), Instant::now());
+        let mut queue = FairQueue::default();
+        let now = Instant::now();
         let mut inside: BTreeSet<u64> = BTreeSet::new();
         for step in steps {
             let nth = |nth: usize| inside.iter().nth(nth % inside.len().max(1)).copied();
@@ -412,13 +433,15 @@ proptest! {
         sizes in prop::collection::vec((1..500u64, 1..500u64), 50..100),
         weight in 0.25..4.0f64,
     ) {
-        let (limits, mut queue) = (weighing(&[("a", weight)]), FairQueue::default());
+        let limits = weighing(&[("a", weight)]);
+        let mut queue = FairQueue::default();
         let mut of = HashMap::new();
         for (a, b) in &sizes {
             of.insert(wait(&mut queue, &limits, request("a", *a)), ("a", *a));
             of.insert(wait(&mut queue, &limits, request("b", *b)), ("b", *b));
         }
-        let (mut got, mut left) = ([0.0, 0.0], [sizes.len(); 2]);
+        let mut got = [0.0, 0.0];
+        let mut left = [sizes.len(); 2];
         while left.iter().all(|left| *left > 0) {
             let (tenant, tokens) = of[&queue.admit_next(&limits, Instant::now(), |_, _| OPEN).unwrap()];
             let at = usize::from(tenant == "b");
@@ -432,7 +455,8 @@ proptest! {
     /// A request of the lowest class goes before ten times its tokens, and one more request, of higher classes.
     #[test]
     fn lowest_class_does_not_starve(size in 1..500u64, above in 1..500u64) {
-        let (limits, mut queue) = (limits(u64::MAX), FairQueue::default());
+        let limits = limits(u64::MAX);
+        let mut queue = FairQueue::default();
         let low = wait(&mut queue, &limits, with(Priority::Low, request("a", size)));
         let mut gone = 0;
         loop {

@@ -22,7 +22,8 @@ fn measured(start: Instant) -> FairQueue {
 #[test]
 fn retry_after_is_the_time_until_the_queue_has_space() {
     let start = Instant::now();
-    let (mut queue, now) = (measured(start), at(start, 2.0));
+    let mut queue = measured(start);
+    let now = at(start, 2.0);
     let limits = Settings { max_queue_time: HumanDuration::secs(1000), ..limits(5000) };
     for _ in 0..3 {
         assert!(matches!(enter(&mut queue, &limits, request("a", 100), None, now), Outcome::Queued(..)));
@@ -37,7 +38,9 @@ fn retry_after_is_the_time_until_the_queue_has_space() {
 
 #[test]
 fn retry_after_an_unknown_rate_is_a_second() {
-    let (mut queue, limits, now) = (FairQueue::default(), limits(100), Instant::now());
+    let mut queue = FairQueue::default();
+    let limits = limits(100);
+    let now = Instant::now();
     wait(&mut queue, &limits, request("a", 100));
     let rejected = enter(&mut queue, &limits, request("a", 100), None, now);
     assert_eq!(rejected, Outcome::Rejected(Rejection::QueueFull(Duration::from_secs(1))));
@@ -46,7 +49,8 @@ fn retry_after_an_unknown_rate_is_a_second() {
 #[test]
 fn predicted_timeout_is_rejected_on_arrival() {
     let start = Instant::now();
-    let (mut queue, now) = (measured(start), at(start, 2.0));
+    let mut queue = measured(start);
+    let now = at(start, 2.0);
     let limits = Settings { max_queue_time: HumanDuration::secs(50), ..limits(u64::MAX) };
     // 4,700 tokens wait; the last request that is accepted has 4,500 before it, nine tenths of what drains in time.
     let rejected = enter(&mut queue, &limits, request("a", 100), None, now);
@@ -62,7 +66,8 @@ fn predicted_timeout_is_rejected_on_arrival() {
 #[test]
 fn low_class_waits_by_its_guaranteed_rate() {
     let start = Instant::now();
-    let (mut queue, now) = (measured(start), at(start, 2.0));
+    let mut queue = measured(start);
+    let now = at(start, 2.0);
     let limits = Settings { max_queue_time: HumanDuration::secs(40), ..limits(u64::MAX) };
     let low = |tokens| with(Priority::Low, request("c", tokens));
     // Behind 47 s of other requests, but a tenth of the rate is its own: 300 tokens in 33 s.
@@ -73,7 +78,9 @@ fn low_class_waits_by_its_guaranteed_rate() {
 
 #[test]
 fn estimate_counts_inflow_of_higher_classes() {
-    let (mut queue, limits, start) = (FairQueue::default(), limits(u64::MAX), Instant::now());
+    let mut queue = FairQueue::default();
+    let limits = limits(u64::MAX);
+    let start = Instant::now();
     wait(&mut queue, &limits, request("a", 10_000));
     for tenth in 0..1200 {
         let now = at(start, f64::from(tenth) / 10.0);
@@ -88,7 +95,8 @@ fn estimate_counts_inflow_of_higher_classes() {
 #[test]
 fn drain_rate_is_measured_per_model() {
     let start = Instant::now();
-    let (mut queue, now) = (measured(start), at(start, 2.0));
+    let mut queue = measured(start);
+    let now = at(start, 2.0);
     let limits = Settings { max_queue_time: HumanDuration::secs(20), ..limits(u64::MAX) };
     let mut other = on(2, "a", 100);
     other.ticket.model = "other".into();
@@ -103,7 +111,8 @@ fn drain_rate_is_measured_per_model() {
 /// A burst before the first measurement: requests that cannot be served are rejected soon, not at the time limit.
 #[test]
 fn burst_is_rejected_once_the_rate_is_measured() {
-    let (mut queue, start) = (FairQueue::default(), Instant::now());
+    let mut queue = FairQueue::default();
+    let start = Instant::now();
     let limits = limits(u64::MAX);
     let late = start + Duration::from_mins(1);
     for _ in 0..1000 {
@@ -111,7 +120,9 @@ fn burst_is_rejected_once_the_rate_is_measured() {
         one.ticket.queue_deadline = late;
         wait_at(&mut queue, &limits, one, start);
     }
-    let (mut served, mut rejected, mut timed_out) = (0, Vec::new(), 0);
+    let mut served = 0;
+    let mut rejected = Vec::new();
+    let mut timed_out = 0;
     for tick in 0..=240 {
         let now = at(start, f64::from(tick) / 4.0);
         while queue.pop_expired(now).is_some() {
@@ -131,7 +142,8 @@ fn burst_is_rejected_once_the_rate_is_measured() {
 /// Workers that need longer than the time limit for their requests: no rate can be measured before it has passed.
 #[test]
 fn burst_is_rejected_while_no_request_leaves_the_queue() {
-    let (mut queue, start) = (FairQueue::default(), Instant::now());
+    let mut queue = FairQueue::default();
+    let start = Instant::now();
     let limits = limits(u64::MAX);
     for _ in 0..950 {
         let mut one = QueuedRequest { placed: start, ..request("a", 100) };
@@ -154,7 +166,9 @@ fn burst_is_rejected_while_no_request_leaves_the_queue() {
 #[test]
 fn victims_are_found_without_a_search() {
     let queue_tokens = 10_000;
-    let (mut queue, limits, now) = (FairQueue::default(), limits(queue_tokens), Instant::now());
+    let mut queue = FairQueue::default();
+    let limits = limits(queue_tokens);
+    let now = Instant::now();
     let examined = |queue: &FairQueue| queue.classes.iter().map(|class| class.occupancy.examined.get()).sum::<usize>();
     for nth in 0..queue_tokens {
         wait_at(&mut queue, &limits, with(Priority::Low, request(&(nth % 1000).to_string(), 1)), now);

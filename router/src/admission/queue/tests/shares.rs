@@ -31,11 +31,16 @@ struct Overload {
 /// Tokens served of each class, and the number of requests that timed out, over this many seconds.
 fn run(overload: &Overload, seconds: f64) -> ([u64; 3], usize) {
     let limits = Settings { max_queue_time: HumanDuration::secs(60), ..limits(overload.queue) };
-    let (mut queue, mut random, start) = (FairQueue::default(), Random(overload.seed), Instant::now());
+    let mut queue = FairQueue::default();
+    let mut random = Random(overload.seed);
+    let start = Instant::now();
     let at = |seconds| start + Duration::from_secs_f64(seconds);
     let mut arrivals = [0.0_f64; 3];
-    let (mut served, mut timed_out, mut last_poll) = ([0; 3], 0, 0.0);
-    let (mut of, mut idle_at) = (HashMap::new(), 0.0);
+    let mut served = [0; 3];
+    let mut timed_out = 0;
+    let mut last_poll = 0.0;
+    let mut of = HashMap::new();
+    let mut idle_at = 0.0;
     let mean = overload.size.div_ceil(2) as f64;
     loop {
         let class = (0..3).min_by(|a, b| arrivals[*a].total_cmp(&arrivals[*b])).unwrap();
