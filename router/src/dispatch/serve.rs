@@ -30,14 +30,14 @@ struct FirstOutput {
 }
 
 /// Serves a request. Past its deadline the first output is worthless, so the request is cancelled.
-pub(crate) async fn serve(core: &Arc<Core>, request: Request) -> Result<OutputStream, Error> {
+pub(crate) async fn serve(core: &Core, request: Request) -> Result<OutputStream, Error> {
     match request.terms.deadline {
         Some(deadline) => timeout_at(deadline, try_workers(core, request)).await.unwrap_or(Err(Error::Late)),
         None => try_workers(core, request).await,
     }
 }
 
-async fn try_workers(core: &Arc<Core>, request: Request) -> Result<OutputStream, Error> {
+async fn try_workers(core: &Core, request: Request) -> Result<OutputStream, Error> {
     let mut trace = core.recorder.begin(Instant::now());
     let (first, permit) = admit(core, &request).await?;
     let mut next = Some(first);
