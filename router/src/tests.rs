@@ -25,7 +25,7 @@ fn failed() -> Error {
     Error::Failed("on purpose".to_owned())
 }
 
-/// Prompt tokens that the router expects to be cached.
+/// Prompt blocks that the router expects to be cached.
 async fn believed(yard: &Yard, request: &Request) -> u64 {
     yard.explain(request.clone()).await["cached_tokens"].as_u64().unwrap() / BLOCK as u64
 }

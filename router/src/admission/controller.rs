@@ -95,9 +95,9 @@ impl AdmissionController {
     /// least every [`POLL_INTERVAL`].
     pub(crate) fn dispatch_ready(&mut self, context: Context<'_>) -> Vec<(u64, Resolution)> {
         let Context { limits, roster, now } = context;
-        let mut resolved: Vec<(u64, Resolution)> = Vec::new();
+        let mut resolutions: Vec<(u64, Resolution)> = Vec::new();
         if self.queue.is_empty() {
-            return resolved;
+            return resolutions;
         }
         while let Some((number, request)) = self.queue.pop_expired(now) {
             let late = request.start_by.is_some_and(|start_by| start_by < request.queue_deadline);
@@ -106,7 +106,7 @@ impl AdmissionController {
             } else {
                 Rejection::QueueTimeout(self.queue.retry_after(limits, &request, now))
             };
-            resolved.push((number, Resolution::Reject(why)));
+            resolutions.push((number, Resolution::Reject(why)));
         }
         let is_due = self.polled.is_none_or(|at| at + POLL_INTERVAL <= now);
         if is_due {
@@ -121,21 +121,21 @@ impl AdmissionController {
             }
             for (number, request) in self.queue.pop_predicted_timeouts(now).into_iter().rev() {
                 let after = self.queue.retry_after(limits, &request, now);
-                resolved.push((number, Resolution::Reject(Rejection::PredictedTimeoutQueued(after))));
+                resolutions.push((number, Resolution::Reject(Rejection::PredictedTimeoutQueued(after))));
             }
         }
-        self.reroute_from_unavailable(roster, now, &mut resolved);
+        self.reroute_from_unavailable(roster, now, &mut resolutions);
         let mut known = HashMap::new();
         while let Some(number) = self.queue.admit_next(limits, now, |queue, route| {
             *known.entry(route).or_insert_with(|| route_state(roster, queue, route, None, now).ok())
         }) {
             known.clear();
-            resolved.push((number, Resolution::Admit));
+            resolutions.push((number, Resolution::Admit));
         }
         if is_due {
-            self.reroute_to_idle(roster, now, &mut resolved);
+            self.reroute_to_idle(roster, now, &mut resolutions);
         }
-        resolved
+        resolutions
     }
 
     /// Removes a request that has ended, in whatever state. Returns whether it was queued.
@@ -144,16 +144,16 @@ impl AdmissionController {
     }
 
     /// Has these queued requests placed again.
-    fn reroute(&mut self, these: Vec<u64>, resolved: &mut Vec<(u64, Resolution)>) {
+    fn reroute(&mut self, these: Vec<u64>, resolutions: &mut Vec<(u64, Resolution)>) {
         for number in these {
             self.queue.begin_reroute(number);
-            resolved.push((number, Resolution::Reroute));
+            resolutions.push((number, Resolution::Reroute));
         }
     }
 
     /// Reroutes requests whose worker has left, is cordoned or is ejected. Those of an ejected worker are rerouted at
     /// most once per [`POLL_INTERVAL`]: it may be the only worker.
-    fn reroute_from_unavailable(&mut self, roster: &Roster, now: Instant, resolved: &mut Vec<(u64, Resolution)>) {
+    fn reroute_from_unavailable(&mut self, roster: &Roster, now: Instant, resolutions: &mut Vec<(u64, Resolution)>) {
         let gone = |id| roster.get(id).is_none() || roster.is_cordoned(id);
         let avoided = |id| roster.get(id).is_some_and(|member| member.avoided(now));
         if self.queue.awaited_workers().any(|id| gone(id) || avoided(id)) {
@@ -161,17 +161,17 @@ impl AdmissionController {
             let misplaced = |request: &QueuedRequest| {
                 at(&request.route, &gone) || (request.placed + POLL_INTERVAL <= now && at(&request.route, &avoided))
             };
-            self.reroute(self.queue.select(usize::MAX, misplaced), resolved);
+            self.reroute(self.queue.select(usize::MAX, misplaced), resolutions);
         }
     }
 
     /// Reroutes as many requests as there are idle workers, which may then get them; and, while other workers have
     /// capacity, as many requests as there are such workers that would miss their deadline where they are and meet it
     /// on one of these.
-    fn reroute_to_idle(&mut self, roster: &Roster, now: Instant, resolved: &mut Vec<(u64, Resolution)>) {
+    fn reroute_to_idle(&mut self, roster: &Roster, now: Instant, resolutions: &mut Vec<(u64, Resolution)>) {
         for model in self.queue.models() {
             let stale = |request: &QueuedRequest| request.model == model && request.placed + POLL_INTERVAL <= now;
-            self.reroute(self.queue.select(idle_workers(roster, &model, now), stale), resolved);
+            self.reroute(self.queue.select(idle_workers(roster, &model, now), stale), resolutions);
             let queue = &self.queue;
             let route_time = |member: &Arc<Member>| {
                 let route = Route { decode: member.id(), prefill: None };
@@ -185,7 +185,7 @@ impl AdmissionController {
                 };
                 stale(request) && request.start_by.is_some_and(by)
             };
-            self.reroute(queue.select(open.len(), late), resolved);
+            self.reroute(queue.select(open.len(), late), resolutions);
         }
     }
 }

@@ -84,8 +84,8 @@ impl Admission {
             None => self.count(class, "immediate"),
             Some(_) => self.wake_dispatcher(),
         }
-        let queue_reason = queue_reason.map(|why| (inner.waiter(number), why));
-        Ok((permit, queue_reason))
+        let queued = queue_reason.map(|reason| (inner.add_waiter(number), reason));
+        Ok((permit, queued))
     }
 
     /// Keeps the permit of a group's first choice where [`Self::join`] finds it, for as long as it is held.
@@ -118,15 +118,15 @@ impl Admission {
         let mut inner = self.inner();
         inner.controller.requeue(limits, permit.number, request);
         self.wake_dispatcher();
-        inner.waiter(permit.number)
+        inner.add_waiter(permit.number)
     }
 
     /// Sends the resolutions that are due, and updates the metrics of the queue.
     pub(crate) fn dispatch_ready(&self, fleet: &Fleet, limits: &Settings) {
         let (roster, now) = (fleet.roster(), Instant::now());
         let mut inner = self.inner();
-        let resolved = inner.controller.dispatch_ready(Context { limits, roster: &roster, now });
-        inner.resolve(resolved);
+        let resolutions = inner.controller.dispatch_ready(Context { limits, roster: &roster, now });
+        inner.resolve(resolutions);
         self.has_queued.store(!inner.controller.queue.is_empty(), Ordering::SeqCst);
         for (class, tokens) in PRIORITY_LABELS.iter().zip(inner.controller.queue.queued_tokens()) {
             self.metrics.admission_queue_tokens.with_label_values(&[class]).set(tokens as i64);
@@ -197,19 +197,19 @@ impl Admission {
 }
 
 impl Inner {
-    fn waiter(&mut self, number: u64) -> oneshot::Receiver<Resolution> {
-        let (sender, waiter) = oneshot::channel();
+    fn add_waiter(&mut self, number: u64) -> oneshot::Receiver<Resolution> {
+        let (sender, receiver) = oneshot::channel();
         if !self.closed {
             self.waiters.insert(number, sender);
         }
-        waiter
+        receiver
     }
 
-    fn resolve(&mut self, resolved: Vec<(u64, Resolution)>) {
-        for (number, resolved) in resolved {
-            if let Some(queue_reason) = self.waiters.remove(&number) {
+    fn resolve(&mut self, resolutions: Vec<(u64, Resolution)>) {
+        for (number, resolution) in resolutions {
+            if let Some(sender) = self.waiters.remove(&number) {
                 // A request whose client has left is removed by its permit.
-                let _ = queue_reason.send(resolved);
+                let _ = sender.send(resolution);
             }
         }
     }
@@ -218,15 +218,15 @@ impl Inner {
 impl Drop for Permit {
     fn drop(&mut self) {
         let mut inner = self.admission.inner();
-        let waited = inner.controller.leave(self.number);
-        let was_queued = inner.waiters.remove(&self.number).is_some();
+        let was_queued = inner.controller.leave(self.number);
+        let was_unresolved = inner.waiters.remove(&self.number).is_some();
         if let Some(group) = self.group
             && inner.groups.get(&group).is_some_and(|permit| std::ptr::eq(permit.as_ptr(), self))
         {
             inner.groups.remove(&group);
         }
         drop(inner);
-        if waited && was_queued {
+        if was_queued && was_unresolved {
             self.admission.count(self.class, "cancelled");
         }
         self.admission.notify();
