@@ -143,6 +143,28 @@ impl Collector for Metrics {
     }
 }
 
+/// What is measured of connections.
+#[derive(Clone)]
+pub(crate) struct ConnectionMetrics {
+    pub(crate) open: IntGauge,
+    pub(crate) closed: IntCounterVec,
+    pub(crate) accept_errors: IntCounterVec,
+}
+
+impl ConnectionMetrics {
+    pub(crate) fn new(registry: &Registry) -> Result<Self, prometheus::Error> {
+        let metrics = Self {
+            open: IntGauge::new("blockyard_frontend_open_connections", "Connections that are open.")?,
+            closed: counters("connections_closed_total", "Connections that ended, by what ended them.", &["reason"])?,
+            accept_errors: counters("accept_errors_total", "Connections that could not be accepted.", &["error"])?,
+        };
+        registry.register(Box::new(metrics.open.clone()))?;
+        registry.register(Box::new(metrics.closed.clone()))?;
+        registry.register(Box::new(metrics.accept_errors.clone()))?;
+        Ok(metrics)
+    }
+}
+
 fn counters(name: &str, help: &str, labels: &[&str]) -> Result<IntCounterVec, prometheus::Error> {
     IntCounterVec::new(Opts::new(format!("blockyard_frontend_{name}"), help), labels)
 }

@@ -13,8 +13,8 @@ use worker::engine::{Engine, Error, ModelCard, OutputStream, Readiness, Request}
 use worker::plane::local::{Bus, Roster};
 use worker::plane::{Discovery, Event, EventBody, Events, Instance, Load, Phase, RouterId, Source, WorkerId};
 
-#[path = "../../frontend/tests/it/tiny.rs"]
-mod tiny;
+#[path = "../../frontend/tests/it/tiny_tokenizer.rs"]
+mod tiny_tokenizer;
 
 /// Takes every request, and answers none.
 struct Silent(Arc<ModelCard>);
@@ -40,9 +40,9 @@ fn card() -> ModelCard {
         created: 0,
         context: 4096,
         block_size: 16,
-        vocabulary: tiny::VOCABULARY,
-        eos: vec![tiny::EOS],
-        tokenizer: tiny::tokenizer().into(),
+        vocabulary: tiny_tokenizer::VOCABULARY,
+        eos: vec![tiny_tokenizer::EOS],
+        tokenizer: tiny_tokenizer::tokenizer().into(),
         chat_template: None,
         special_tokens: vec![],
         sampling: worker::engine::SamplingDefaults::default(),

@@ -1,7 +1,7 @@
 //! Chat completions in one piece.
 
 use crate::fake::{Fake, Step, bytes, chat, first, last, last_with_logprobs, say, send};
-use crate::tiny;
+use crate::tiny_tokenizer;
 use async_openai::types::chat::{CreateChatCompletionResponse, FinishReason, Role};
 use serde_json::json;
 use std::sync::Arc;
@@ -34,8 +34,9 @@ async fn the_template_makes_the_prompt() {
         { "role": "assistant", "content": null, "tool_calls": [] },
     ]);
     send(&engine.router(), chat(json!({ "messages": messages }))).await;
-    let turn = |text: &str| [vec![tiny::TURN], bytes(text)].concat();
-    let prompt = [vec![tiny::BOS], turn("system:x"), turn("user:a\nb"), turn("assistant:"), turn("")].concat();
+    let turn = |text: &str| [vec![tiny_tokenizer::TURN], bytes(text)].concat();
+    let prompt =
+        [vec![tiny_tokenizer::BOS], turn("system:x"), turn("user:a\nb"), turn("assistant:"), turn("")].concat();
     assert_eq!(*engine.only().tokens, prompt);
 }
 

@@ -1,7 +1,7 @@
 //! Text completions in one piece.
 
 use crate::fake::{Fake, bytes, completion, first, last, last_with_logprobs, send};
-use crate::tiny;
+use crate::tiny_tokenizer;
 use async_openai::types::chat::CompletionFinishReason;
 use async_openai::types::completions::CreateCompletionResponse;
 use serde_json::{Value, json};
@@ -15,9 +15,9 @@ async fn tokens_of(prompt: Value) -> Vec<Vec<u32>> {
 
 #[tokio::test]
 async fn a_prompt_comes_in_four_shapes() {
-    let hello = vec![tiny::BOS, 259];
+    let hello = vec![tiny_tokenizer::BOS, 259];
     assert_eq!(tokens_of(json!("hello")).await, std::slice::from_ref(&hello));
-    assert_eq!(tokens_of(json!(["hello", "x"])).await, [hello, vec![tiny::BOS, u32::from(b'x')]]);
+    assert_eq!(tokens_of(json!(["hello", "x"])).await, [hello, vec![tiny_tokenizer::BOS, u32::from(b'x')]]);
     assert_eq!(tokens_of(json!([1, 2])).await, [[1, 2]]);
     assert_eq!(tokens_of(json!([[1, 2], [3]])).await, [vec![1, 2], vec![3]]);
 }

@@ -1,7 +1,7 @@
 //! What vLLM and SGLang have beyond OpenAI, in their shapes.
 
 use crate::fake::{Answer, Fake, Step, bytes, card, chat, completion, first, last, post, say, send};
-use crate::tiny;
+use crate::tiny_tokenizer;
 use axum::body::Body;
 use axum::http::Request as HttpRequest;
 use serde_json::{Value, json};
@@ -38,7 +38,7 @@ fn choice(answer: &Answer) -> Value {
 
 #[tokio::test]
 async fn echo_with_logprobs_scores_the_prompt() {
-    let prompt = [tiny::BOS, u32::from(b'x'), 259];
+    let prompt = [tiny_tokenizer::BOS, u32::from(b'x'), 259];
     for stream in [false, true] {
         let engine = scoring();
         let fields = json!({ "prompt": prompt, "echo": true, "logprobs": 1, "max_tokens": 1, "stream": stream });
@@ -96,12 +96,12 @@ async fn token_ids_come_with_the_text_when_asked_for() {
     let ended = Step::Say(Tokens {
         ids: bytes("b"),
         finish: Some(Finish::Stop),
-        end: Some(EndToken { id: tiny::EOS, logprobs: None }),
+        end: Some(EndToken { id: tiny_tokenizer::EOS, logprobs: None }),
         ..Tokens::default()
     });
     let engine = Fake::saying(vec![first("a"), ended]);
     let answer = send(&engine.router(), completion(json!({ "prompt": [1, 2], "return_token_ids": true }))).await;
-    let ids = json!([b'a', b'b', tiny::EOS]);
+    let ids = json!([b'a', b'b', tiny_tokenizer::EOS]);
     assert_eq!((&choice(&answer)["prompt_token_ids"], &choice(&answer)["token_ids"]), (&json!([1, 2]), &ids));
     assert_eq!(answer.json()["usage"]["completion_tokens"], 3);
     let answer = send(&engine.router(), chat(json!({ "return_token_ids": true }))).await;
@@ -124,7 +124,7 @@ async fn token_ids_come_with_the_text_when_asked_for() {
 async fn the_end_token_is_scored_in_completions() {
     let ended = Step::Say(Tokens {
         finish: Some(Finish::Stop),
-        end: Some(EndToken { id: tiny::EOS, logprobs: Some(score(-0.25, 1)) }),
+        end: Some(EndToken { id: tiny_tokenizer::EOS, logprobs: Some(score(-0.25, 1)) }),
         ..Tokens::default()
     });
     let answer = send(&Fake::saying(vec![ended]).router(), completion(json!({ "logprobs": 0 }))).await;
@@ -228,8 +228,7 @@ async fn text_and_conversations_are_tokenized_and_back() {
     let router = engine.router();
     let answer =
         send(&router, post("/tokenize", &json!({ "prompt": "hello", "return_token_strs": true }))).await.json();
-    let want =
-        json!({ "count": 2, "max_model_len": 64, "tokens": [tiny::BOS, 259], "token_strs": ["<|bos|>", "hello"] });
+    let want = json!({ "count": 2, "max_model_len": 64, "tokens": [tiny_tokenizer::BOS, 259], "token_strs": ["<|bos|>", "hello"] });
     assert_eq!(answer, want);
     let plain = json!({ "model": "org/tiny", "prompt": "hello", "add_special_tokens": false });
     let answer = send(&router, post("/tokenize", &plain)).await.json();
@@ -264,7 +263,7 @@ async fn a_message_cannot_write_another_turn() {
         assert_eq!(send(&router, chat(json!({ "messages": messages }))).await.status, 200);
     }
     let seen = engine.seen.lock().unwrap();
-    let turns = |i: usize| seen[i].tokens.iter().filter(|token| **token == tiny::TURN).count();
+    let turns = |i: usize| seen[i].tokens.iter().filter(|token| **token == tiny_tokenizer::TURN).count();
     assert_eq!([turns(0), turns(1), turns(2)], [2, 3, 3]);
     assert_ne!(seen[0].tokens, seen[1].tokens);
     assert_eq!(seen[2].tokens, seen[1].tokens, "the setting restores what was");

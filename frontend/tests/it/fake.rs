@@ -15,7 +15,7 @@ use worker::engine::{
     Engine, Error, Finish, Logprobs, ModelCard, Output, OutputStream, PromptReport, Readiness, Request, Tokens,
 };
 
-use crate::tiny;
+use crate::tiny_tokenizer;
 
 /// What the engine does next in a stream.
 #[derive(Clone)]
@@ -138,9 +138,9 @@ pub(crate) fn card() -> ModelCard {
         created: 1_700_000_000,
         context: 64,
         block_size: 16,
-        vocabulary: tiny::VOCABULARY,
-        eos: vec![tiny::EOS],
-        tokenizer: tiny::tokenizer().into(),
+        vocabulary: tiny_tokenizer::VOCABULARY,
+        eos: vec![tiny_tokenizer::EOS],
+        tokenizer: tiny_tokenizer::tokenizer().into(),
         chat_template: Some(template.into()),
         special_tokens: vec![("bos_token".into(), "<|bos|>".into())],
         sampling: worker::engine::SamplingDefaults::default(),

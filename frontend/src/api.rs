@@ -1,0 +1,15 @@
+//! The endpoints: OpenAI's, vLLM's `/tokenize` and `/detokenize`, and those for operators.
+//!
+//! `generate` is the path of every request that generates; `chat` and `completions` parse their fields and write their
+//! responses; `sse` streams them.
+
+mod chat;
+mod completions;
+mod generate;
+mod operations;
+mod prompt_logprobs;
+mod routes;
+mod sse;
+mod tokenize;
+
+pub use routes::{OpenError, guard_admin, router};

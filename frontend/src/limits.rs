@@ -1,0 +1,9 @@
+//! Limits on what requests may use at the same time: choices per client, CPU time for text, and log lines.
+
+mod choices;
+mod log_limit;
+mod work;
+
+pub(crate) use choices::{Choices, OfConnection, Running};
+pub(crate) use log_limit::LogLimit;
+pub(crate) use work::{Lanes, Turn};

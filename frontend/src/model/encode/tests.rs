@@ -1,0 +1,298 @@
+use super::*;
+use crate::tiny_tokenizer;
+use proptest::prelude::*;
+use serde_json::{Value, json};
+use std::sync::LazyLock;
+use tokenizers::models::TrainerWrapper;
+use tokenizers::models::bpe::BpeTrainer;
+use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+
+/// The patterns by which models in use split their texts.
+const PATTERNS: [&str; 4] = [
+    // GPT-2.
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    // Llama 3 and Qwen 2.
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    // GPT-4o and its kin.
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    // Numbers in groups of three from their end.
+    r"\d{1,3}(?=(?:\d{3})*\b)| ?\p{L}+|\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+];
+
+/// What a tokenizer does beside its model.
+#[expect(clippy::needless_pass_by_value, reason = "the callers write the values in place")]
+fn parts(normalizer: Value, splitter: Value, decoder: Value) -> Value {
+    json!({ "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": normalizer,
+        "pre_tokenizer": splitter, "post_processor": null, "decoder": decoder,
+        "model": { "type": "BPE", "vocab": {}, "merges": [] } })
+}
+
+/// A tokenizer of those parts with a vocabulary trained on the sample text, which was split by `words`.
+fn trained(mut parts: Value, words: Option<Value>, alphabet: impl IntoIterator<Item = char>) -> Tokenizer {
+    let splitter = parts["pre_tokenizer"].clone();
+    if let Some(words) = words {
+        parts["pre_tokenizer"] = words;
+    }
+    let mut tokenizer = Tokenizer::from_bytes(parts.to_string()).unwrap();
+    let trainer = BpeTrainer::builder()
+        .vocab_size(1500)
+        .min_frequency(1)
+        .initial_alphabet(alphabet.into_iter().collect())
+        .show_progress(false)
+        .build();
+    tokenizer.train(&mut TrainerWrapper::BpeTrainer(trainer), cut::SAMPLE.lines()).unwrap();
+    let mut json: Value = serde_json::from_str(&tokenizer.to_string(false).unwrap()).unwrap();
+    json["pre_tokenizer"] = splitter;
+    let vocabulary = json["model"]["vocab"].as_object_mut().unwrap();
+    let mut next = vocabulary.len();
+    if parts["decoder"]["type"] == "Sequence" {
+        for byte in 0..=255 {
+            vocabulary.insert(format!("<0x{byte:02X}>"), next.into());
+            next += 1;
+        }
+        json["model"]["byte_fallback"] = true.into();
+    }
+    let special = |id: usize, text: &str| {
+        json!({ "id": id, "content": text, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false,
+            "special": true })
+    };
+    json["added_tokens"] = json!([special(next, "<|im_start|>"), special(next + 1, "<|im_end|>")]);
+    Tokenizer::from_bytes(json.to_string()).unwrap()
+}
+
+/// GPT-2's spelling of bytes, split by a pattern before it, or by GPT-2's own.
+fn byte_level(pattern: Option<&str>, normalizer: Value) -> Tokenizer {
+    let bytes = |regex: bool| json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": regex });
+    let splitter = match pattern {
+        None => bytes(true),
+        Some(pattern) => {
+            let split =
+                json!({ "type": "Split", "pattern": { "Regex": pattern }, "behavior": "Isolated", "invert": false });
+            json!({ "type": "Sequence", "pretokenizers": [split, bytes(false)] })
+        }
+    };
+    trained(parts(normalizer, splitter, bytes(false)), None, ByteLevel::alphabet())
+}
+
+/// Sentence pieces with byte fallback, as Llama 2 has them: a space before every text, and no splitter.
+fn pieces(words: Option<Value>) -> Tokenizer {
+    let prepend = json!({ "type": "Prepend", "prepend": "\u{2581}" });
+    let spaces = json!({ "type": "Replace", "pattern": { "String": " " }, "content": "\u{2581}" });
+    let back = json!({ "type": "Replace", "pattern": { "String": "\u{2581}" }, "content": " " });
+    let decoder = json!({ "type": "Sequence", "decoders": [back, { "type": "ByteFallback" }, { "type": "Fuse" }] });
+    trained(parts(json!({ "type": "Sequence", "normalizers": [prepend, spaces] }), Value::Null, decoder), words, [])
+}
+
+fn metaspace(scheme: &str) -> Value {
+    json!({ "type": "Metaspace", "replacement": "\u{2581}", "prepend_scheme": scheme, "split": true })
+}
+
+/// Sentence pieces with a splitter, as newer exports have them.
+fn split_pieces(scheme: &str) -> Tokenizer {
+    let decoder = json!({ "type": "Sequence", "decoders": [{ "type": "ByteFallback" }, metaspace(scheme)] });
+    trained(parts(Value::Null, metaspace(scheme), decoder), None, [])
+}
+
+fn encoder(tokenizer: Tokenizer) -> Encoder {
+    let vocabulary = Vocabulary::new(&tokenizer).unwrap();
+    Encoder { piece: 16, ..Encoder::new(tokenizer, &vocabulary).unwrap() }
+}
+
+/// Tokenizers as models in use have them, each with pieces of 16 bytes.
+fn families() -> &'static [(&'static str, Encoder)] {
+    static FAMILIES: LazyLock<Vec<(&str, Encoder)>> = LazyLock::new(|| {
+        let [gpt2, llama3, gpt4o, threes] = PATTERNS;
+        vec![
+            ("tiny", encoder(Tokenizer::from_bytes(tiny_tokenizer::tokenizer()).unwrap())),
+            ("byte level", encoder(byte_level(None, Value::Null))),
+            ("gpt2", encoder(byte_level(Some(gpt2), Value::Null))),
+            ("llama3", encoder(byte_level(Some(llama3), Value::Null))),
+            ("qwen2", encoder(byte_level(Some(llama3), json!({ "type": "NFC" })))),
+            ("gpt4o", encoder(byte_level(Some(gpt4o), Value::Null))),
+            ("threes", encoder(byte_level(Some(threes), Value::Null))),
+            ("llama2", encoder(pieces(Some(metaspace("always"))))),
+            ("phrases", encoder(pieces(None))),
+            ("metaspace", encoder(split_pieces("always"))),
+            ("metaspace first", encoder(split_pieces("first"))),
+        ]
+    });
+    &FAMILIES
+}
+
+/// Fragments whose boundaries tokenizers see differently.
+fn any_text() -> impl Strategy<Value = String> {
+    let fragments = [
+        " ",
+        "  ",
+        "   ",
+        "\n",
+        "\n\n",
+        "\r\n",
+        "\t",
+        "a",
+        "I",
+        "word",
+        "Word",
+        "HTTP",
+        "camelCase",
+        "snake_case",
+        "'s",
+        "'",
+        "'ll",
+        "\u{2019}s",
+        "1",
+        "12",
+        "123",
+        "4567",
+        "3.14",
+        "1,000",
+        ",",
+        ".",
+        "...",
+        "!?",
+        "(",
+        ")",
+        "{\"a\":",
+        "//",
+        "/",
+        "-",
+        "_",
+        "=",
+        "\u{4E2D}\u{6587}",
+        "\u{3002}",
+        "\u{FF0C}",
+        "\u{3072}\u{3089}",
+        "\u{D55C}",
+        "\u{431}\u{44B}",
+        "\u{3B1}\u{3B2}",
+        "\u{E9}",
+        "e\u{301}",
+        "\u{939}\u{93F}",
+        "\u{E44}\u{E17}",
+        "\u{1F600}",
+        "\u{200D}",
+        "\u{A0}",
+        "\u{2581}",
+        "<|im_start|>",
+        "<|im_end|>",
+        "<0x41>",
+        "It's the text of",
+        " of the",
+        "\u{5E9}\u{5DC}",
+        "\u{644}\u{627}",
+        "\u{FFFD}",
+        "Z\u{17C}",
+    ];
+    prop::collection::vec(prop::sample::select(fragments.to_vec()), 0..60).prop_map(|parts| parts.concat())
+}
+
+fn never() -> CancellationToken {
+    CancellationToken::new()
+}
+
+#[test]
+fn each_family_is_cut_where_it_can_be() {
+    use Cut::{Digit, Line, Mark, Space, SpaceAway};
+    let found: Vec<(&str, Vec<Cut>)> = families().iter().map(|(name, encoder)| (*name, encoder.cuts.clone())).collect();
+    let all = vec![Space, Line, Mark, Digit];
+    let want = vec![
+        ("tiny", all.clone()),
+        ("byte level", all.clone()),
+        ("gpt2", all.clone()),
+        ("llama3", all.clone()),
+        ("qwen2", all.clone()),
+        ("gpt4o", all),
+        // How it groups digits depends on what is behind them.
+        ("threes", vec![Space, Line, Mark]),
+        ("llama2", vec![SpaceAway]),
+        // Its tokens span words.
+        ("phrases", vec![]),
+        ("metaspace", vec![Space]),
+        ("metaspace first", vec![Space]),
+    ];
+    assert_eq!(found, want);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(400))]
+
+    #[test]
+    fn pieces_have_the_tokens_of_the_whole_text(text in any_text()) {
+        for (name, encoder) in families() {
+            let whole = ids(&encoder.tokenizer, &text, false).unwrap();
+            prop_assert_eq!(encoder.encode(&text, false, usize::MAX, &never()), Ok(whole), "{}", name);
+        }
+    }
+
+    #[test]
+    fn a_text_never_has_fewer_tokens_than_its_bound(text in any_text()) {
+        for (name, encoder) in families() {
+            let Some(bound) = &encoder.bound else { continue };
+            let tokens = ids(&encoder.tokenizer, &text, false).unwrap().len();
+            prop_assert_eq!(bound.check(&text, tokens), Ok(()), "{}", name);
+        }
+    }
+}
+
+#[test]
+fn every_family_but_those_that_leave_text_out_has_a_bound() {
+    let long = "the text of a long prompt, again and again; ".repeat(2000);
+    for (name, encoder) in families() {
+        let bound = encoder.bound.as_ref().unwrap_or_else(|| panic!("{name}"));
+        let tokens = ids(&encoder.tokenizer, &long, false).unwrap().len();
+        assert!(bound.check(&long, tokens / 100).is_err(), "{name}: a hundredth of the tokens is too few for certain");
+    }
+    let mut json: Value = serde_json::from_str(&tiny_tokenizer::tokenizer()).unwrap();
+    json["added_tokens"][0]["rstrip"] = true.into();
+    assert!(
+        encoder(Tokenizer::from_bytes(json.to_string()).unwrap()).bound.is_none(),
+        "its token takes any number of spaces"
+    );
+    json["added_tokens"][0]["rstrip"] = false.into();
+    json["normalizer"] = json!({ "type": "Strip", "strip_left": true, "strip_right": true });
+    assert!(encoder(Tokenizer::from_bytes(json.to_string()).unwrap()).bound.is_none(), "it strips spaces");
+}
+
+#[test]
+fn what_the_tokenizer_adds_stands_around_all_pieces() {
+    let encoder = encoder(Tokenizer::from_bytes(tiny_tokenizer::tokenizer()).unwrap());
+    let text = "hello world, hello world, hello world";
+    let tokens = encoder.encode(text, true, 100, &never()).unwrap();
+    assert_eq!(tokens, ids(&encoder.tokenizer, text, true).unwrap());
+    assert_eq!(tokens[0], tiny_tokenizer::BOS);
+}
+
+#[test]
+fn a_text_is_tokenised_no_further_than_the_limit() {
+    let text = "hello world ".repeat(1 << 20);
+    for (name, encoder) in families() {
+        let bounded = Encoder { piece: 1024, ..copy(encoder) };
+        let refused = encoder.encode(&text, false, 1000, &never());
+        assert_eq!(refused, Err(Refused::TooLong(1001)), "{name}: from its bytes");
+        if !bounded.cuts.is_empty() {
+            let Err(Refused::TooLong(tokens)) = bounded.encode(&text, false, 1000, &never()) else { panic!("{name}") };
+            assert!((1001..=2100).contains(&tokens), "{name}: {tokens} tokens of pieces");
+        }
+    }
+}
+
+fn copy(encoder: &Encoder) -> Encoder {
+    let Encoder { tokenizer, cuts, added, .. } = encoder;
+    Encoder { tokenizer: tokenizer.clone(), cuts: cuts.clone(), added: added.clone(), bound: None, piece: 16 }
+}
+
+#[test]
+fn tokenising_stops_when_the_client_is_gone() {
+    let (_, encoder) = &families()[0];
+    let gone = CancellationToken::new();
+    gone.cancel();
+    assert_eq!(encoder.encode(&"hello world ".repeat(10), false, usize::MAX, &gone), Err(Refused::Gone));
+}
+
+#[test]
+fn a_text_that_cannot_be_cut_is_refused_when_it_is_long() {
+    let (_, encoder) = &families()[3];
+    let line = |len| encoder.encode(&" ".repeat(len), false, usize::MAX, &never());
+    assert_eq!(line((1 << 20) + 1), Err(Refused::Word(1 << 20)));
+    assert!(line(1 << 16).is_ok());
+}

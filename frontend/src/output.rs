@@ -1,0 +1,12 @@
+//! From the engine's tokens to the text of choices: generation, detokenization, stop strings, log-probabilities, metrics.
+
+mod choice;
+mod detokenize;
+mod generation;
+mod logprobs;
+mod meter;
+mod stop;
+
+pub(crate) use choice::{FinishReason, Piece, StopReason};
+pub(crate) use generation::{Generation, Order};
+pub(crate) use logprobs::{TokenLogprobs, decimal, shown};

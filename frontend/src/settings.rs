@@ -1,0 +1,135 @@
+//! Settings of the HTTP API, as the configuration file names them, and the types of their values.
+
+use axum::http::HeaderName;
+use axum::http::uri::Authority;
+use serde::de::{Deserializer, Error as _};
+use serde::{Deserialize, Serialize, Serializer};
+use std::path::PathBuf;
+use units::{ByteSize, HumanDuration};
+
+/// Settings of the HTTP API: the `[frontend]` section of the configuration.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Settings {
+    /// Maximum size of a request body. Default 16 MiB: four times a million tokens of text.
+    pub max_body: ByteSize,
+    /// Maximum size of all request bodies that are read or processed at the same time, without the first 64 KiB of
+    /// each. Default 256 MiB: 16 of the largest. Further requests get 429. A body takes up to four times its size while
+    /// it is processed, but few are processed at the same time.
+    pub max_inflight_bodies: ByteSize,
+    /// Maximum number of choices (prompts times `n`) that run at the same time for one connection. Default 256: twice
+    /// the largest request, and more than the 200 streams that a proxy multiplexes over a connection. Further requests
+    /// get 429.
+    pub max_choices_per_connection: usize,
+    /// Maximum number of choices that run at the same time for one tenant. It does not limit requests without a tenant.
+    /// Default 1024: the queue of one engine. Further requests get 429.
+    pub max_choices_per_tenant: usize,
+    /// The header in which a trusted proxy names the tenant of a request. Default none: all requests are of one tenant.
+    /// A client that can set the header itself can claim any tenant, so set it only behind a proxy that replaces the
+    /// header.
+    pub tenant_header: Option<TenantHeader>,
+    /// A file with the secret from which cache domains of tenants are derived, at least 16 bytes. Default none: tenants
+    /// share no blocks either way, but a reader of the store can test whether a tenant has blocks of a known prompt.
+    pub tenant_secret_file: Option<PathBuf>,
+    /// Maximum number of open connections. Default 4096: more clients than one node serves, at about 20 KiB each. At
+    /// most half of the limit of open files. At the maximum the connection that is idle for longest is closed; when
+    /// none is idle, a few more are accepted for health checks and metrics only.
+    pub max_connections: usize,
+    /// Time within which the headers of a request must arrive. Default 10 s: they are one packet or a few.
+    pub header_timeout: HumanDuration,
+    /// Maximum size of a request's headers, at least 8 KiB. Default 64 KiB: proxies add a few KiB of cookies and
+    /// traces.
+    pub max_headers: ByteSize,
+    /// Time after which a connection without a request is closed. Default 75 s: longer than the 60 s for which load
+    /// balancers keep theirs, so that they close first and no request meets a closed connection.
+    pub idle_timeout: HumanDuration,
+    /// Time for which a client may pause within a request's body. Default 30 s.
+    pub body_timeout: HumanDuration,
+    /// Minimum average rate, as a size per second, of a body that takes longer than `body_timeout`. Default 1000 B per
+    /// second: a slow mobile line is ten times faster.
+    pub min_body_rate: ByteSize,
+    /// Time for which a client may stop reading its response. Default 30 s: the system buffers megabytes before that.
+    pub write_timeout: HumanDuration,
+    /// Time after SIGTERM for which the listener stays open while `/ready` and new requests get 503. Default 5 s: load
+    /// balancers check every few seconds. It is a part of `shutdown_timeout`.
+    pub shutdown_delay: HumanDuration,
+    /// Names of this server that requests may have in `Host`, besides its addresses and `localhost`; `*` for any.
+    /// Default none: on a loopback address no other is allowed, which keeps out web pages that rebind a name to it. On
+    /// other addresses any name is allowed unless some are named here.
+    pub allowed_hosts: Vec<String>,
+    /// Origins of web pages that may use the API from a browser, like `https://chat.example.com`; `*` for any. Default
+    /// none: requests of pages of other sites are refused.
+    pub cors_origins: Vec<Origin>,
+    /// Read the text of special tokens in messages, like `<|im_end|>`, as these tokens. Default false: such text is
+    /// encoded as text, because with it a message could end its turn and write the next one. Completions always read it
+    /// as tokens.
+    pub parse_special_tokens: bool,
+    /// Where a request does not say how to sample, do as the model's `generation_config.json` says, as vLLM and SGLang
+    /// do. Default true. With false, OpenAI's defaults hold for every model.
+    pub use_generation_config: bool,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            max_body: ByteSize(16 << 20),
+            max_inflight_bodies: ByteSize(256 << 20),
+            max_choices_per_connection: 256,
+            max_choices_per_tenant: 1024,
+            tenant_header: None,
+            tenant_secret_file: None,
+            max_connections: 4096,
+            header_timeout: HumanDuration::secs(10),
+            max_headers: ByteSize(64 << 10),
+            idle_timeout: HumanDuration::secs(75),
+            body_timeout: HumanDuration::secs(30),
+            min_body_rate: ByteSize(1000),
+            write_timeout: HumanDuration::secs(30),
+            shutdown_delay: HumanDuration::secs(5),
+            allowed_hosts: Vec::new(),
+            cors_origins: Vec::new(),
+            parse_special_tokens: false,
+            use_generation_config: true,
+        }
+    }
+}
+
+/// The header in which a trusted proxy says for whom it asks.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct TenantHeader(pub(crate) HeaderName);
+
+impl TryFrom<String> for TenantHeader {
+    type Error = String;
+
+    fn try_from(name: String) -> Result<Self, String> {
+        let wrong = |_| format!("expected the name of a header, like \"x-tenant\", but got {name:?}");
+        HeaderName::try_from(name.as_str()).map(Self).map_err(wrong)
+    }
+}
+
+impl From<TenantHeader> for String {
+    fn from(TenantHeader(name): TenantHeader) -> Self {
+        name.as_str().to_owned()
+    }
+}
+
+/// An origin as browsers send it: `https://chat.example.com`, or `*` for any.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Origin(pub(crate) String);
+
+impl Serialize for Origin {
+    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        to.serialize_str(&self.0)
+    }
+}
+
+impl<'de> Deserialize<'de> for Origin {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        let text = String::deserialize(from)?;
+        let authority = text.strip_prefix("https://").or_else(|| text.strip_prefix("http://"));
+        let sound = text == "*" || authority.is_some_and(|rest| rest.parse::<Authority>().is_ok());
+        let problem = "expected an origin like \"https://chat.example.com\", without a path, or \"*\"";
+        if sound { Ok(Self(text.to_ascii_lowercase())) } else { Err(D::Error::custom(problem)) }
+    }
+}
