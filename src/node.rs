@@ -136,7 +136,7 @@ impl Node {
         let needs = Needs::of(&runtime.shape());
         let disks = sizes::disks(&config.tiers, &config.data_dir, machine::space);
         let sizes = Sizes::compute(&config.tiers, config.workers.count(), needs, &machine, &disks)?;
-        let domains = frontend::Domains::open(&config.frontend)?;
+        let domains = frontend::CacheDomains::open(&config.frontend)?;
         let domain = config.frontend.tenant_header.is_some().then_some(|tenant: &str| domains.of(tenant));
         let shares = quotas::shares(&config.tiers.quotas, quotas::Capacities::of(config, &sizes), domain)?;
         let blocks = kvbm::Metrics::new(&registry)?;

@@ -1,7 +1,7 @@
-//! The endpoints: OpenAI's, vLLM's `/tokenize` and `/detokenize`, and those for operators.
+//! The endpoints of the HTTP API: OpenAI's, vLLM's `/tokenize` and `/detokenize`, and those for operators.
 //!
-//! `generate` is the path of every request that generates; `chat` and `completions` parse their fields and write their
-//! responses; `sse` streams them.
+//! `generate` is the path of every request that generates. `chat` and `completions` parse their own fields and encode
+//! their responses; `sse` streams them. `routes` composes endpoints and middleware.
 
 mod chat;
 mod completions;

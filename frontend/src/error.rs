@@ -1,4 +1,4 @@
-//! What can go wrong with a request, and the one place where that becomes an HTTP status and OpenAI's error object.
+//! Errors of requests, and the only place that maps them to HTTP statuses and OpenAI's error object.
 
 use axum::http::header::RETRY_AFTER;
 use axum::http::{HeaderValue, StatusCode};
@@ -8,19 +8,19 @@ use std::sync::Arc;
 use std::time::Duration;
 use worker::engine;
 
-/// OpenAI's word for a prompt that does not fit.
+/// OpenAI's error code for a prompt that exceeds the context.
 pub(crate) const CONTEXT: &str = "context_length_exceeded";
 
-/// Of an error's message, what the log keeps: the sentence that names the field and the value.
-const LOGGED_CHARACTERS: usize = 300;
+/// Maximum characters of an error message in the log: enough for the field and the value.
+const MAX_LOGGED_CHARS: usize = 300;
 
-/// Why a request got no answer.
+/// Why a request failed.
 #[derive(Clone, PartialEq, Debug, thiserror::Error)]
 pub(crate) enum Error {
     /// The body is not JSON.
     #[error("{0}")]
     Malformed(String),
-    /// The body has a type that is not read here.
+    /// The content type of the body is not supported.
     #[error("Unsupported content type '{0}'. Send the request as 'application/json'.")]
     ContentType(String),
     /// The body is compressed.
@@ -30,12 +30,12 @@ pub(crate) enum Error {
     #[error("The request body is larger than the limit of {0} bytes.")]
     TooLarge(usize),
     /// The body did not arrive in time.
-    #[error("The request body arrives too slowly: beyond {} s the client must send at least {min_rate} bytes per second, \
-             and must not pause for longer than that.", .pause.as_secs_f64())]
+    #[error("The request body arrives too slowly: beyond {} s the client must send at least {min_rate} bytes per \
+             second, and must not pause for longer than that.", .pause.as_secs_f64())]
     TooSlow {
-        /// The longest pause.
+        /// The maximum pause.
         pause: Duration,
-        /// Bytes per second.
+        /// The minimum rate in bytes per second.
         min_rate: usize,
     },
     /// The request's line and headers did not arrive in time.
@@ -43,14 +43,14 @@ pub(crate) enum Error {
     HeaderTimeout(Duration),
     /// The request's line and headers are not HTTP.
     #[error("The request is not valid HTTP: its request line or its headers cannot be parsed.")]
-    BadHead,
+    InvalidHead,
     /// The request's line and headers are larger than the limit in bytes.
     #[error("The request's headers are larger than {0} bytes together, or more than 100.")]
     HeadersTooLarge(usize),
     /// The URL is longer than the limit in bytes.
     #[error("The URL is longer than {0} bytes.")]
     UrlTooLong(usize),
-    /// A percent-encoded part of the path is not text.
+    /// A percent-encoded part of the path is not UTF-8.
     #[error("The path of the URL is not UTF-8 once it is decoded.")]
     BadPath,
     /// The request names a host that is not this server.
@@ -65,31 +65,31 @@ pub(crate) enum Error {
     /// A request of the admin API lacks the header that keeps web pages out.
     #[error("Requests of the admin API need the header 'x-blockyard-admin: 1'.")]
     NoAdminHeader,
-    /// Every connection has a request, and this one is there for health checks.
+    /// The connection limit is reached, and the connection is reserved for health checks.
     #[error("The server has too many connections. Try again in 1 s.")]
     TooManyConnections,
-    /// The server ends.
+    /// The server is shutting down.
     #[error("The server is shutting down. Send the request to another one, or try again.")]
     ShuttingDown,
-    /// A field has a value that cannot be.
+    /// A field has an invalid value.
     #[error("{message}")]
     Invalid {
         /// The field's path, like `messages[1].content`.
         param: String,
-        /// OpenAI's word for what is wrong.
+        /// OpenAI's error code.
         code: &'static str,
-        /// For a person.
+        /// The message for the user.
         message: String,
     },
-    /// Nobody here serves this model; these are served.
-    #[error("The model `{model}` does not exist.{}", served(.known))]
+    /// The model is not served here.
+    #[error("The model `{model}` does not exist.{}", served_models(.known))]
     UnknownModel {
-        /// What was asked for.
+        /// The requested model.
         model: String,
-        /// What is there.
+        /// The served models.
         known: Vec<String>,
     },
-    /// No such page.
+    /// The route does not exist.
     #[error("Unknown request URL: {method} {path}. The endpoints are listed in docs/api.md.")]
     NoRoute {
         /// The request's method.
@@ -97,45 +97,45 @@ pub(crate) enum Error {
         /// The request's path.
         path: String,
     },
-    /// The page is there, for another method.
+    /// The route exists for another method.
     #[error("Not allowed to {method} on {path}.")]
-    Method {
+    MethodNotAllowed {
         /// The request's method.
         method: String,
         /// The request's path.
         path: String,
     },
-    /// Too much is waiting.
+    /// Too many requests are queued.
     #[error("The server is overloaded. Try again in {} s.", seconds(*.0))]
     Overloaded(Duration),
-    /// Its deadline cannot be met, or has passed.
+    /// The deadline cannot be met, or has passed.
     #[error("The deadline of the request cannot be met: its first token would come too late.")]
-    Late,
-    /// The client went away while its request was understood. It never gets this.
+    DeadlineExceeded,
+    /// The client disconnected while its request was parsed. It never receives this error.
     #[error("The client closed the request.")]
-    Gone,
-    /// The client did not read its stream for so long.
+    ClientClosed,
+    /// The client did not read its stream for this time.
     #[error("The stream was ended: it was not read for {} s.", .0.as_secs())]
-    Unread(Duration),
-    /// Nobody can serve it now.
+    StreamNotRead(Duration),
+    /// No worker can serve the request now.
     #[error("The service is unavailable: {0}")]
     Unavailable(String),
-    /// The engine, or this program, failed.
+    /// The engine or this program failed.
     #[error("The server failed on this request: {0}")]
     Failed(String),
 }
 
-/// What the log says of an error. A response carries it to the request's line.
+/// Fields of the log line for an error. An error response has this among its extensions.
 #[derive(Clone, Debug)]
-pub(crate) struct Refused {
+pub(crate) struct LoggedError {
     pub(crate) code: Option<&'static str>,
     pub(crate) message: Arc<str>,
 }
 
-impl From<&Error> for Refused {
+impl From<&Error> for LoggedError {
     fn from(error: &Error) -> Self {
-        // A message repeats what the client sent, which may be long.
-        let message: String = error.to_string().chars().take(LOGGED_CHARACTERS).collect();
+        // The message contains text of the client, which may be long.
+        let message: String = error.to_string().chars().take(MAX_LOGGED_CHARS).collect();
         Self { code: error.body().code(), message: message.into() }
     }
 }
@@ -147,7 +147,7 @@ pub(crate) struct Body<'a> {
 }
 
 impl Body<'_> {
-    /// The word for programs.
+    /// OpenAI's error code.
     pub(crate) fn code(&self) -> Option<&'static str> {
         self.error.code
     }
@@ -162,17 +162,17 @@ struct Detail<'a> {
 }
 
 impl Error {
-    /// A field's value that cannot be.
+    /// The error of an invalid value of a field.
     pub(crate) fn invalid(param: impl Into<String>, code: &'static str, message: impl Into<String>) -> Self {
         Self::Invalid { param: param.into(), code, message: message.into() }
     }
 
-    /// A field, or a value of it, that is not supported here.
+    /// The error of a field, or a value, that is not supported.
     pub(crate) fn unsupported(param: impl Into<String>, message: impl Into<String>) -> Self {
         Self::invalid(param, "unsupported_value", message)
     }
 
-    /// With another message, when a field is refused.
+    /// Replaces the message of `Invalid`; other errors stay as they are.
     pub(crate) fn map_message(self, map: impl FnOnce(&str) -> String) -> Self {
         match self {
             Self::Invalid { param, code, message } => Self::Invalid { param, code, message: map(&message) },
@@ -180,39 +180,41 @@ impl Error {
         }
     }
 
-    /// An engine that finds a prompt too long does not know what the client calls it.
-    pub(crate) fn about(mut self, prompt: &str) -> Self {
+    /// Names the field of the prompt in an error of the engine, which does not know it.
+    pub(crate) fn with_prompt_field(mut self, prompt: &str) -> Self {
         if let Self::Invalid { param, code: CONTEXT, .. } = &mut self {
             prompt.clone_into(param);
         }
         self
     }
 
-    /// What the HTTP layer refused a request's head for.
-    pub(crate) fn of_head(status: StatusCode, max_headers: usize) -> Self {
+    /// The error for which hyper rejected a request's head.
+    pub(crate) fn from_head_status(status: StatusCode, max_headers: usize) -> Self {
         match status {
             StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE => Self::HeadersTooLarge(max_headers),
-            // hyper's own limit of a URL, far above this server's.
+            // hyper's own limit, far above the limit of this server.
             StatusCode::URI_TOO_LONG => Self::UrlTooLong(u16::MAX as usize - 1),
-            _ => Self::BadHead,
+            _ => Self::InvalidHead,
         }
     }
 
-    /// **The** place where an error becomes a status.
+    /// The HTTP status of the error. No other code maps errors to statuses.
     pub(crate) fn status(&self) -> StatusCode {
         match self {
-            Self::Malformed(_) | Self::Invalid { .. } | Self::BadHead | Self::BadPath => StatusCode::BAD_REQUEST,
+            Self::Malformed(_) | Self::Invalid { .. } | Self::InvalidHead | Self::BadPath => StatusCode::BAD_REQUEST,
             Self::UnknownModel { .. } | Self::NoRoute { .. } => StatusCode::NOT_FOUND,
-            Self::Method { .. } => StatusCode::METHOD_NOT_ALLOWED,
+            Self::MethodNotAllowed { .. } => StatusCode::METHOD_NOT_ALLOWED,
             Self::HostNotAllowed(_) | Self::OriginNotAllowed(_) | Self::NoAdminHeader => StatusCode::FORBIDDEN,
-            Self::TooSlow { .. } | Self::HeaderTimeout(_) | Self::Unread(_) | Self::Gone => StatusCode::REQUEST_TIMEOUT,
+            Self::TooSlow { .. } | Self::HeaderTimeout(_) | Self::StreamNotRead(_) | Self::ClientClosed => {
+                StatusCode::REQUEST_TIMEOUT
+            }
             Self::UrlTooLong(_) => StatusCode::URI_TOO_LONG,
             Self::HeadersTooLarge(_) => StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
             Self::TooLarge(_) => StatusCode::PAYLOAD_TOO_LARGE,
             Self::ContentType(_) | Self::ContentEncoding(_) => StatusCode::UNSUPPORTED_MEDIA_TYPE,
             Self::Overloaded(_) => StatusCode::TOO_MANY_REQUESTS,
             Self::TooManyConnections | Self::ShuttingDown | Self::Unavailable(_) => StatusCode::SERVICE_UNAVAILABLE,
-            Self::Late => StatusCode::GATEWAY_TIMEOUT,
+            Self::DeadlineExceeded => StatusCode::GATEWAY_TIMEOUT,
             Self::Failed(_) => StatusCode::INTERNAL_SERVER_ERROR,
         }
     }
@@ -228,11 +230,11 @@ impl Error {
             Self::Invalid { code, .. } => Some(*code),
             Self::UnknownModel { .. } => Some("model_not_found"),
             Self::NoRoute { .. } => Some("unknown_url"),
-            Self::Method { .. } => Some("method_not_supported"),
+            Self::MethodNotAllowed { .. } => Some("method_not_supported"),
             Self::TooLarge(_) => Some("request_too_large"),
             Self::Overloaded(_) => Some("rate_limit_exceeded"),
-            Self::Late => Some("deadline_exceeded"),
-            Self::Unread(_) => Some("stream_not_read"),
+            Self::DeadlineExceeded => Some("deadline_exceeded"),
+            Self::StreamNotRead(_) => Some("stream_not_read"),
             Self::Unavailable(_) => Some("service_unavailable"),
             Self::Failed(_) => Some("internal_error"),
             Self::HostNotAllowed(_) => Some("host_not_allowed"),
@@ -246,9 +248,9 @@ impl Error {
             Self::Malformed(_)
             | Self::ContentType(_)
             | Self::ContentEncoding(_)
-            | Self::BadHead
+            | Self::InvalidHead
             | Self::BadPath
-            | Self::Gone => None,
+            | Self::ClientClosed => None,
         };
         let r#type = match self.status() {
             StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
@@ -268,8 +270,8 @@ impl From<engine::Error> for Error {
                 Self::invalid(field, "invalid_value", format!("Invalid '{field}': {problem}."))
             }
             engine::Error::Overloaded { retry_after } => Self::Overloaded(retry_after),
-            engine::Error::Late => Self::Late,
-            engine::Error::Unread(time) => Self::Unread(time),
+            engine::Error::Late => Self::DeadlineExceeded,
+            engine::Error::Unread(time) => Self::StreamNotRead(time),
             engine::Error::Unavailable(why) => Self::Unavailable(why),
             engine::Error::Failed(why) => Self::Failed(why),
         }
@@ -281,24 +283,24 @@ impl IntoResponse for Error {
         let mut response = (self.status(), axum::Json(self.body())).into_response();
         let wait = match &self {
             Self::Overloaded(wait) => Some(*wait),
-            // A load balancer has other servers; here a place may be free soon.
+            // A load balancer has other servers, and a connection may become free soon.
             Self::TooManyConnections | Self::ShuttingDown => Some(Duration::from_secs(1)),
             _ => None,
         };
         if let Some(wait) = wait {
             response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(seconds(wait)));
         }
-        response.extensions_mut().insert(Refused::from(&self));
+        response.extensions_mut().insert(LoggedError::from(&self));
         response
     }
 }
 
-/// Whole seconds, at least one: a client that may retry at once would not wait at all.
+/// Whole seconds, rounded up, at least one: with 0 a client would retry immediately.
 fn seconds(wait: Duration) -> u64 {
     wait.as_millis().div_ceil(1000).max(1) as u64
 }
 
-fn served(known: &[String]) -> String {
+fn served_models(known: &[String]) -> String {
     match known {
         [] => String::new(),
         known => format!(" Served here: {}.", known.join(", ")),

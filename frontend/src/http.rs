@@ -9,7 +9,6 @@ mod request_id;
 mod server;
 pub(crate) mod upload;
 
-pub(crate) use body::Memory as BodyMemory;
-pub(crate) use request_context::{Ticket, panicked};
-pub(crate) use server::Arrival;
+pub(crate) use body::BodyMemory;
+pub(crate) use request_context::{RequestContext, panicked};
 pub use server::{Server, Shutdown};

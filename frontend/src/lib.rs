@@ -1,12 +1,20 @@
-//! The front door: speaks OpenAI's HTTP to clients and holds one [`Engine`], never knowing which.
+//! The HTTP frontend: OpenAI's API before one [`Engine`](worker::engine::Engine).
 //!
 //! ```text
+//!   api       routes, endpoints, SSE
+//!    ├─ output   tokens to text: detokenization, stop strings, log-probabilities, metrics of choices
+//!    ├─ params   request fields to parameters
+//!    ├─ model    chat template, text to tokens
+//!    ├─ http     connections, access checks, bodies, request ids and log lines
+//!    └─ limits   concurrent choices, concurrent CPU work, log lines
+//!
 //!   POST /v1/chat/completions ─ template ─┐
-//!                                         ├─ tokenise ─ Engine ─ detokenise ─ stop strings ─ JSON or SSE
+//!                                         ├─ tokenize ─ Engine ─ detokenize ─ stop strings ─ JSON or SSE
 //!   POST /v1/completions ─────────────────┘
 //! ```
 //!
-//! Text becomes tokens and tokens become text here, and only here. Which worker computes them is not known here.
+//! Only this crate converts between text and tokens. It does not know which worker computes a request. The same engine
+//! seam is implemented by one worker and by the router.
 //!
 //! ```no_run
 //! # use std::sync::Arc;
@@ -41,5 +49,5 @@ mod tiny_tokenizer;
 pub use api::{OpenError, guard_admin, router};
 pub use http::{Server, Shutdown};
 pub use model::check_model;
-pub use params::{Domains, SecretError};
+pub use params::{CacheDomains, SecretError};
 pub use settings::{Origin, Settings, TenantHeader};

@@ -4,6 +4,6 @@ mod choices;
 mod log_limit;
 mod work;
 
-pub(crate) use choices::{Choices, OfConnection, Running};
+pub(crate) use choices::{ChoiceLimits, ConnectionChoices, RunningChoices};
 pub(crate) use log_limit::LogLimit;
-pub(crate) use work::{Lanes, Turn};
+pub(crate) use work::WorkQueues;

@@ -1,4 +1,4 @@
-//! Every metric of the HTTP frontend. Labels are bounded: an endpoint is a route, and a model is one that is served.
+//! Every metric of the HTTP frontend. Labels are bounded: `endpoint` is a route, and `model` is a served model.
 
 use prometheus::{
     HistogramOpts, HistogramVec, IntCounterVec, IntGauge, Opts, Registry,
@@ -6,17 +6,17 @@ use prometheus::{
     proto,
 };
 
-/// Seconds, from a token of a small model to a prompt that fills a large one.
+/// Buckets in seconds, from one token of a small model to a prompt that fills the context of a large one.
 const SECONDS: [f64; 17] =
     [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0];
 
-/// Seconds between tokens: steps of a quarter to a half from 5 to 100 ms, coarse beyond.
+/// Buckets in seconds between tokens: steps of a quarter to a half from 5 to 100 ms, coarse beyond.
 const TOKEN_SECONDS: [f64; 21] = [
     0.001, 0.0025, 0.005, 0.0075, 0.01, 0.0125, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.06, 0.075, 0.1, 0.15, 0.25,
     0.5, 1.0, 2.5, 10.0,
 ];
 
-/// Tokens of a prompt or an answer, from one to the longest contexts, by factors of two.
+/// Buckets in tokens of a prompt or a choice, from one to the longest contexts, by factors of two.
 const TOKENS: [f64; 21] = [
     1.0,
     2.0,
@@ -41,18 +41,18 @@ const TOKENS: [f64; 21] = [
     1_048_576.0,
 ];
 
-/// The metrics of the frontend. Clones share them.
+/// Metrics of requests. Clones share them.
 #[derive(Clone)]
 pub(crate) struct Metrics {
-    /// Requests by endpoint and status, counted when the last byte was written.
+    /// Requests by endpoint and status, counted when the last byte is written.
     pub(crate) requests: IntCounterVec,
-    /// Requests whose last byte was not written yet, without scrapes and health checks.
+    /// Requests whose last byte is not written yet, without scrapes and health checks.
     pub(crate) in_flight: IntGauge,
-    /// From a request's arrival to its first token.
+    /// Time from a request's arrival to its first token.
     pub(crate) first_token: HistogramVec,
-    /// Between tokens of one choice.
+    /// Time between tokens of one choice.
     pub(crate) inter_token: HistogramVec,
-    /// From a request's arrival to its last byte.
+    /// Time from a request's arrival to its last byte.
     pub(crate) duration: HistogramVec,
     /// Prompt tokens, cached ones included.
     pub(crate) prompt_tokens: IntCounterVec,
@@ -60,7 +60,7 @@ pub(crate) struct Metrics {
     pub(crate) cached_tokens: IntCounterVec,
     /// Tokens generated.
     pub(crate) generated_tokens: IntCounterVec,
-    /// Request fields that are not known.
+    /// Unknown request fields.
     pub(crate) unknown_fields: IntCounterVec,
     /// Choices that ended, by reason.
     pub(crate) finished: IntCounterVec,
@@ -71,7 +71,7 @@ pub(crate) struct Metrics {
 }
 
 impl Metrics {
-    /// Registers all of them.
+    /// Registers all metrics.
     pub(crate) fn new(registry: &Registry) -> Result<Self, prometheus::Error> {
         let metrics = Self {
             requests: counters("requests_total", "Requests, by route and HTTP status.", &["endpoint", "status"])?,
@@ -143,7 +143,7 @@ impl Collector for Metrics {
     }
 }
 
-/// What is measured of connections.
+/// Metrics of connections. Clones share them.
 #[derive(Clone)]
 pub(crate) struct ConnectionMetrics {
     pub(crate) open: IntGauge,

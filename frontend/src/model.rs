@@ -1,4 +1,4 @@
-//! Models as the frontend uses them: chat template, text to tokens, and the bytes of each token.
+//! Models as the frontend serves them: chat template, text to tokens, and the bytes of each token.
 //!
 //! Not here: tokens to text (`output`), and the computation, which is the engine's.
 
@@ -9,8 +9,8 @@ mod special;
 mod template;
 mod vocabulary;
 
-pub(crate) use cache::Models;
+pub(crate) use cache::ModelCache;
 pub use served::check_model;
-pub(crate) use served::{Model, Options, too_long};
+pub(crate) use served::{ModelOptions, ServedModel, prompt_too_long};
 pub(crate) use template::Conversation;
 pub(crate) use vocabulary::Vocabulary;

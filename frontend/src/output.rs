@@ -1,4 +1,5 @@
-//! From the engine's tokens to the text of choices: generation, detokenization, stop strings, log-probabilities, metrics.
+//! From the engine's tokens to the text of choices: generation, detokenization, stop strings, log-probabilities,
+//! metrics.
 
 mod choice;
 mod detokenize;
@@ -7,6 +8,6 @@ mod logprobs;
 mod meter;
 mod stop;
 
-pub(crate) use choice::{FinishReason, Piece, StopReason};
-pub(crate) use generation::{Generation, Order};
-pub(crate) use logprobs::{TokenLogprobs, decimal, shown};
+pub(crate) use choice::{ChoiceDelta, FinishReason, StopReason};
+pub(crate) use generation::{Generation, GenerationRequest};
+pub(crate) use logprobs::{TokenLogprobs, decimal, finite};

@@ -1,6 +1,6 @@
-//! Request parameters: JSON fields read one by one, checked, and turned into the types of the engine.
+//! Request parameters: reads JSON fields, checks them, and converts them to the types of the engine.
 //!
-//! Not here: the prompt (`api::chat::messages`, `api::completions::prompts`).
+//! Not here: prompts and messages (`api`).
 
 mod cache;
 mod fields;
@@ -9,7 +9,7 @@ pub(crate) mod known_fields;
 mod sampling;
 pub(crate) mod scheduling;
 
-pub use cache::{Domains, SecretError};
+pub use cache::{CacheDomains, SecretError};
 pub(crate) use fields::{Fields, Raw, empty, integer, mistyped, mistyped_as, too_long};
-pub(crate) use generation::{CHOICES_MAX, Controls, Delivery, StreamUsage, TOP_LOGPROBS_MAX};
-pub(crate) use known_fields::Shape;
+pub(crate) use generation::{CHOICES_MAX, Delivery, GenerationParams, StreamUsage, TOP_LOGPROBS_MAX};
+pub(crate) use known_fields::EndpointKind;

@@ -64,8 +64,8 @@ pub struct Settings {
     /// encoded as text, because with it a message could end its turn and write the next one. Completions always read it
     /// as tokens.
     pub parse_special_tokens: bool,
-    /// Where a request does not say how to sample, do as the model's `generation_config.json` says, as vLLM and SGLang
-    /// do. Default true. With false, OpenAI's defaults hold for every model.
+    /// Use the sampling defaults of the model's `generation_config.json` for absent fields, as vLLM and SGLang do.
+    /// Default true. With false, OpenAI's defaults apply to every model.
     pub use_generation_config: bool,
 }
 
@@ -94,7 +94,7 @@ impl Default for Settings {
     }
 }
 
-/// The header in which a trusted proxy says for whom it asks.
+/// The header in which a trusted proxy names the tenant of a request.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct TenantHeader(pub(crate) HeaderName);

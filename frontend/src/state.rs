@@ -1,24 +1,25 @@
 //! The state that all endpoints share.
 
 use crate::http::BodyMemory;
-use crate::limits::{Choices, Lanes};
+use crate::limits::{ChoiceLimits, WorkQueues};
 use crate::metrics::Metrics;
-use crate::model::Models;
-use crate::params::Domains;
+use crate::model::ModelCache;
+use crate::params::CacheDomains;
 use crate::settings::Settings;
 use prometheus::Registry;
 use std::sync::Arc;
 use worker::engine::Engine;
 
 /// The state that all endpoints share.
-pub(crate) struct Gate {
+pub(crate) struct AppState {
     pub(crate) engine: Arc<dyn Engine>,
+    /// All metrics of the process, which `/metrics` serves.
     pub(crate) registry: Registry,
     pub(crate) metrics: Metrics,
-    pub(crate) models: Models,
-    pub(crate) lanes: Lanes,
-    pub(crate) bodies: BodyMemory,
-    pub(crate) choices: Choices,
-    pub(crate) domains: Domains,
+    pub(crate) models: ModelCache,
+    pub(crate) work: WorkQueues,
+    pub(crate) body_memory: BodyMemory,
+    pub(crate) choices: ChoiceLimits,
+    pub(crate) domains: CacheDomains,
     pub(crate) settings: Settings,
 }

@@ -218,7 +218,7 @@ async fn execute(command: &Command) -> anyhow::Result<()> {
             };
             let domain = match domain.parse::<DomainId>() {
                 Ok(id) => id,
-                Err(()) => frontend::Domains::open(&store.config.frontend)?.of(domain).id(),
+                Err(()) => frontend::CacheDomains::open(&store.config.frontend)?.of(domain).id(),
             };
             let count = keys.shred(domain).await?;
             let removed = match (&store.collector, remove) {

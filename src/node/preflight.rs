@@ -103,7 +103,7 @@ fn shared_store(config: &Config) -> anyhow::Result<()> {
 fn sizes(config: &Config, shape: Shape, machine: &Machine) -> anyhow::Result<()> {
     let disks = sizes::disks(&config.tiers, &config.data_dir, machine::space);
     let sizes = Sizes::compute(&config.tiers, config.workers.count(), Needs::of(&shape), machine, &disks)?;
-    let domains = frontend::Domains::open(&config.frontend)?;
+    let domains = frontend::CacheDomains::open(&config.frontend)?;
     let domain = config.frontend.tenant_header.is_some().then_some(|tenant: &str| domains.of(tenant));
     let shares = quotas::shares(&config.tiers.quotas, quotas::Capacities::of(config, &sizes), domain)?;
     super::stores::check_disks(&disks, &shares)

@@ -122,7 +122,7 @@ pub(super) fn shares(
 
 /// The quotas of cache domains in a tier that garbage collection bounds.
 pub(super) fn stored(config: &Config, level: Level) -> anyhow::Result<BTreeMap<DomainId, Quota>> {
-    let domains = frontend::Domains::open(&config.frontend)?;
+    let domains = frontend::CacheDomains::open(&config.frontend)?;
     let quotas = config.tiers.quotas.iter().map(|quota| (domains.of(&quota.tenant).id(), quota.at(level)));
     let quotas: BTreeMap<_, _> = quotas.filter(|(_, quota)| *quota != Quota::default()).collect();
     if !quotas.is_empty() && config.frontend.tenant_header.is_none() {

@@ -21,49 +21,66 @@ const EDGES: [(&str, &[&str]); 6] = [
 type Rooms = &'static [(&'static str, &'static [&'static str])];
 
 /// Rooms of each crate, from top to bottom, and which others each may use: only some below it, so there is no circle.
-const ROOMS: [(&str, Rooms); 1] = [(
-    "router",
-    &[
-        (
-            "replay",
-            &[
-                "control",
+const ROOMS: [(&str, Rooms); 2] = [
+    (
+        "router",
+        &[
+            (
+                "replay",
+                &[
+                    "control",
+                    "dispatch",
+                    "state",
+                    "settings",
+                    "trace",
+                    "admission",
+                    "policy",
+                    "booking",
+                    "fleet",
+                    "load",
+                    "index",
+                    "hash",
+                ],
+            ),
+            ("router", &["control", "dispatch", "state", "settings", "fleet", "index"]),
+            ("control", &["state", "policy", "booking", "fleet", "load", "index"]),
+            (
                 "dispatch",
+                &["state", "trace", "admission", "metrics", "policy", "booking", "fleet", "load", "index", "hash"],
+            ),
+            (
                 "state",
-                "settings",
-                "trace",
-                "admission",
-                "policy",
-                "booking",
-                "fleet",
-                "load",
-                "index",
-                "hash",
-            ],
-        ),
-        ("router", &["control", "dispatch", "state", "settings", "fleet", "index"]),
-        ("control", &["state", "policy", "booking", "fleet", "load", "index"]),
-        (
-            "dispatch",
-            &["state", "trace", "admission", "metrics", "policy", "booking", "fleet", "load", "index", "hash"],
-        ),
-        (
-            "state",
-            &["settings", "trace", "admission", "metrics", "policy", "booking", "fleet", "load", "index", "hash"],
-        ),
-        ("settings", &["admission", "policy", "index", "problem"]),
-        ("trace", &["metrics", "policy", "hash"]),
-        ("admission", &["metrics", "policy", "fleet", "load", "problem"]),
-        ("metrics", &["policy", "fleet"]),
-        ("policy", &["booking", "fleet", "load", "index", "problem", "hash"]),
-        ("booking", &["fleet", "load", "index", "hash"]),
-        ("fleet", &["load", "index"]),
-        ("load", &[]),
-        ("index", &[]),
-        ("problem", &[]),
-        ("hash", &[]),
-    ],
-)];
+                &["settings", "trace", "admission", "metrics", "policy", "booking", "fleet", "load", "index", "hash"],
+            ),
+            ("settings", &["admission", "policy", "index", "problem"]),
+            ("trace", &["metrics", "policy", "hash"]),
+            ("admission", &["metrics", "policy", "fleet", "load", "problem"]),
+            ("metrics", &["policy", "fleet"]),
+            ("policy", &["booking", "fleet", "load", "index", "problem", "hash"]),
+            ("booking", &["fleet", "load", "index", "hash"]),
+            ("fleet", &["load", "index"]),
+            ("load", &[]),
+            ("index", &[]),
+            ("problem", &[]),
+            ("hash", &[]),
+        ],
+    ),
+    (
+        "frontend",
+        &[
+            ("api", &["state", "output", "params", "model", "http", "limits", "settings", "metrics", "error"]),
+            ("state", &["params", "model", "http", "limits", "settings", "metrics"]),
+            ("output", &["params", "model", "http", "limits", "error"]),
+            ("params", &["settings", "error"]),
+            ("model", &["error"]),
+            ("http", &["limits", "settings", "metrics", "error"]),
+            ("limits", &["settings", "error"]),
+            ("settings", &[]),
+            ("metrics", &[]),
+            ("error", &[]),
+        ],
+    ),
+];
 
 /// Files that may read the environment, and why.
 const READS_THE_ENVIRONMENT: [(&str, &str); 1] = [("src/config", "the one loader of the configuration")];

@@ -1,15 +1,16 @@
-//! `POST /v1/chat/completions`: messages in, through the model's template; a message out, whole or in deltas.
+//! `POST /v1/chat/completions`: renders messages by the model's template and responds with a message or a stream of
+//! deltas.
 
 mod messages;
 mod tools;
 
-use super::generate::{Choice, Endpoint, Envelope, Understood, fit, not_empty};
+use super::generate::{CompletedChoice, Endpoint, Envelope, Parsed, check_fits_context, check_not_empty};
 use super::prompt_logprobs;
-use super::sse::{Chunks, Events, UsageSlot};
+use super::sse::{ChunkWriter, Events, UsageSlot};
 use crate::error::Error;
-use crate::model::{Conversation, Model, Vocabulary};
-use crate::output::{FinishReason, Generation, Piece, StopReason, TokenLogprobs};
-use crate::params::{Controls, Fields, Shape, StreamUsage, TOP_LOGPROBS_MAX, known_fields};
+use crate::model::{Conversation, ServedModel, Vocabulary};
+use crate::output::{ChoiceDelta, FinishReason, Generation, StopReason, TokenLogprobs};
+use crate::params::{EndpointKind, Fields, GenerationParams, StreamUsage, TOP_LOGPROBS_MAX, known_fields};
 use async_openai::types::chat::{
     ChatChoice, ChatChoiceLogprobs, ChatCompletionResponseMessage, ChatCompletionTokenLogprob, CompletionUsage,
     FinishReason as Finish, Role, TopLogprobs,
@@ -21,20 +22,20 @@ use serde_json::Value;
 use std::sync::Arc;
 use tokio_util::sync::CancellationToken;
 
-/// Writes chat answers.
+/// Writes chat responses.
 pub(crate) struct Chat {
     envelope: Envelope,
     vocabulary: Arc<Vocabulary>,
     logprobs: bool,
-    /// Of the prompt's tokens, how many alternatives each.
+    /// Alternatives per prompt token in `prompt_logprobs`; `None`: not requested.
     prompt_logprobs: Option<u8>,
-    /// The prompt, when the answer says something of it.
+    /// The prompt's tokens, if the response shows them or their log-probabilities.
     prompt: Option<Arc<[u32]>>,
-    /// The answer has tokens beside text.
+    /// The response has token ids beside text.
     token_ids: bool,
-    /// Which chunks have a usage.
+    /// Which chunks have a `usage`.
     usage: StreamUsage,
-    /// The choices whose first chunk was written.
+    /// Per choice, whether its first chunk was written.
     begun: Vec<bool>,
 }
 
@@ -43,43 +44,44 @@ impl Endpoint for Chat {
     const PATH: &'static str = "/v1/chat/completions";
     const PROMPT: &'static str = "messages";
 
-    fn understand(
+    fn parse(
         mut fields: Fields,
-        model: &Arc<Model>,
+        model: &Arc<ServedModel>,
         envelope: Envelope,
-        gone: &CancellationToken,
-    ) -> Result<Understood<Self>, Error> {
+        cancelled: &CancellationToken,
+    ) -> Result<Parsed<Self>, Error> {
         let vocabulary = model.card.vocabulary;
-        let older = fields.integer("max_tokens", 1..=i64::from(u32::MAX))?;
-        let max_tokens = fields.integer("max_completion_tokens", 1..=i64::from(u32::MAX))?.or(older);
-        let mut controls = Controls::take(&mut fields, vocabulary, model.sampling_defaults(), max_tokens)?;
-        controls.sampling.logprobs = logprobs(&mut fields)?;
-        refuse_modalities(&mut fields)?;
+        let max_tokens = fields.integer("max_tokens", 1..=i64::from(u32::MAX))?;
+        let max_tokens = fields.integer("max_completion_tokens", 1..=i64::from(u32::MAX))?.or(max_tokens);
+        let mut params = GenerationParams::take(&mut fields, vocabulary, model.sampling_defaults(), max_tokens)?;
+        params.sampling.logprobs = logprobs(&mut fields)?;
+        reject_modalities(&mut fields)?;
 
-        let special = fields.flag("add_special_tokens")?.unwrap_or(false);
+        let special = fields.boolean("add_special_tokens")?.unwrap_or(false);
         let conversation = conversation(&mut fields)?;
-        let unknown = known::check(&mut fields, Shape::Chat)?;
-        let tokens: Arc<[u32]> = model.encode_chat(conversation, special, gone)?.into();
-        not_empty(Self::PROMPT, &tokens)?;
-        fit(Self::PROMPT, tokens.len(), &controls, model.card.context)?;
+        let unknown = known_fields::check(&mut fields, EndpointKind::Chat)?;
+        let tokens: Arc<[u32]> = model.encode_chat(conversation, special, cancelled)?.into();
+        check_not_empty(Self::PROMPT, &tokens)?;
+        check_fits_context(Self::PROMPT, tokens.len(), &params, model.card.context)?;
         let endpoint = Self {
             envelope,
             vocabulary: model.vocabulary.clone(),
-            logprobs: controls.sampling.logprobs.is_some(),
-            prompt_logprobs: controls.sampling.prompt_logprobs,
-            prompt: (controls.return_token_ids || controls.sampling.prompt_logprobs.is_some()).then(|| tokens.clone()),
-            token_ids: controls.return_token_ids,
-            usage: controls.delivery.usage(),
-            begun: vec![false; controls.n as usize],
+            logprobs: params.sampling.logprobs.is_some(),
+            prompt_logprobs: params.sampling.prompt_logprobs,
+            prompt: (params.return_token_ids || params.sampling.prompt_logprobs.is_some()).then(|| tokens.clone()),
+            token_ids: params.return_token_ids,
+            usage: params.delivery.usage(),
+            begun: vec![false; params.n as usize],
         };
-        Ok(Understood { prompts: vec![tokens], controls, unknown, endpoint })
+        Ok(Parsed { prompts: vec![tokens], params, unknown, endpoint })
     }
 
-    fn whole(self, choices: Vec<Choice>, usage: CompletionUsage) -> Response {
+    fn full_response(self, choices: Vec<CompletedChoice>, usage: CompletionUsage) -> Response {
         let prompt = self.prompt.as_deref().unwrap_or_default();
         let scores = choices.first().map_or(&[][..], |first| &first.prompt_logprobs);
-        let prompt_logprobs = self.prompt_logprobs.map(|top| scores::by_id(&self.vocabulary, prompt, scores, top));
-        let choice = |(index, choice): (usize, Choice)| AnswerChoice {
+        let prompt_logprobs =
+            self.prompt_logprobs.map(|top| prompt_logprobs::by_id(&self.vocabulary, prompt, scores, top));
+        let choice = |(index, choice): (usize, CompletedChoice)| AnswerChoice {
             choice: ChatChoice {
                 index: index as u32,
                 message: ChatCompletionResponseMessage {
@@ -87,8 +89,8 @@ impl Endpoint for Chat {
                     role: Role::Assistant,
                     ..Default::default()
                 },
-                finish_reason: choice.finish.map(finish),
-                logprobs: self.logprobs.then(|| shown(&self.vocabulary, &choice.logprobs)),
+                finish_reason: choice.finish.map(finish_reason),
+                logprobs: self.logprobs.then(|| chat_logprobs(&self.vocabulary, &choice.logprobs)),
             },
             stop_reason: choice.stop_reason,
             token_ids: self.token_ids.then_some(choice.ids),
@@ -107,7 +109,7 @@ impl Endpoint for Chat {
     }
 }
 
-/// OpenAI's answer, and what vLLM adds to it.
+/// OpenAI's response, with vLLM's additional fields.
 #[derive(Serialize)]
 struct Answer<'a> {
     id: &'a str,
@@ -131,7 +133,7 @@ struct AnswerChoice {
     token_ids: Option<Vec<u32>>,
 }
 
-/// A chunk, written without copying what it says.
+/// A chunk of a stream. It borrows its content.
 #[derive(Serialize)]
 struct Chunk<'a> {
     id: &'a str,
@@ -173,36 +175,36 @@ impl Chat {
     }
 }
 
-impl Chunks for Chat {
-    fn piece(&mut self, piece: Piece, usage: &CompletionUsage, events: &mut Events) {
+impl ChunkWriter for Chat {
+    fn delta(&mut self, delta: ChoiceDelta, usage: &CompletionUsage, events: &mut Events) {
         let usage = || UsageSlot::of(self.usage, usage);
         let empty = |role| ChunkChoice {
-            index: piece.choice,
+            index: delta.choice,
             delta: Delta { role, content: role.map(|_| "") },
             logprobs: None,
             finish_reason: None,
             stop_reason: None,
             token_ids: None,
         };
-        // A choice's first delta names the role and says nothing.
-        if !self.begun[piece.choice] {
+        // A choice's first chunk has the role and no text.
+        if !self.begun[delta.choice] {
             let prompt_token_ids = self.prompt.as_deref().filter(|_| self.token_ids && !self.begun.contains(&true));
             let choices = [empty(Some(Role::Assistant))];
             events.push(&Chunk { prompt_token_ids, ..self.chunk(&choices, usage()) });
         }
-        let has_ids = self.token_ids && !piece.ids.is_empty();
-        if !piece.text.is_empty() || !piece.logprobs.is_empty() || piece.finish.is_some() || has_ids {
+        let has_ids = self.token_ids && !delta.ids.is_empty();
+        if !delta.text.is_empty() || !delta.logprobs.is_empty() || delta.finish.is_some() || has_ids {
             let choice = ChunkChoice {
-                delta: Delta { role: None, content: (!piece.text.is_empty()).then_some(&piece.text) },
-                logprobs: self.logprobs.then(|| shown(&self.vocabulary, &piece.logprobs)),
-                finish_reason: piece.finish.map(finish),
-                stop_reason: piece.stop_reason.clone(),
-                token_ids: self.token_ids.then_some(&piece.ids),
+                delta: Delta { role: None, content: (!delta.text.is_empty()).then_some(&delta.text) },
+                logprobs: self.logprobs.then(|| chat_logprobs(&self.vocabulary, &delta.logprobs)),
+                finish_reason: delta.finish.map(finish_reason),
+                stop_reason: delta.stop_reason.clone(),
+                token_ids: self.token_ids.then_some(&delta.ids),
                 ..empty(None)
             };
             events.push(&self.chunk(&[choice], usage()));
         }
-        self.begun[piece.choice] = true;
+        self.begun[delta.choice] = true;
     }
 
     fn end(&mut self, generation: &Generation, events: &mut Events) {
@@ -212,29 +214,29 @@ impl Chunks for Chat {
     }
 }
 
-fn finish(reason: FinishReason) -> Finish {
+fn finish_reason(reason: FinishReason) -> Finish {
     match reason {
         FinishReason::Stop => Finish::Stop,
         FinishReason::Length => Finish::Length,
     }
 }
 
-fn shown(vocabulary: &Vocabulary, logprobs: &[TokenLogprobs]) -> ChatChoiceLogprobs {
+fn chat_logprobs(vocabulary: &Vocabulary, logprobs: &[TokenLogprobs]) -> ChatChoiceLogprobs {
     let text = |token| String::from_utf8_lossy(vocabulary.bytes(token)).into_owned();
     let bytes = |token| Some(vocabulary.bytes(token).to_vec());
-    let rival =
+    let alternative =
         |(token, logprob): &(u32, f32)| TopLogprobs { token: text(*token), logprob: *logprob, bytes: bytes(*token) };
     let content = logprobs.iter().map(|of| ChatCompletionTokenLogprob {
         token: text(of.token),
         logprob: of.logprob,
         bytes: bytes(of.token),
-        top_logprobs: of.top.iter().map(rival).collect(),
+        top_logprobs: of.top.iter().map(alternative).collect(),
     });
     ChatChoiceLogprobs { content: Some(content.collect()), refusal: None }
 }
 
 fn logprobs(fields: &mut Fields) -> Result<Option<u8>, Error> {
-    let wanted = fields.flag("logprobs")?.unwrap_or(false);
+    let wanted = fields.boolean("logprobs")?.unwrap_or(false);
     let top = fields.integer("top_logprobs", 0..=TOP_LOGPROBS_MAX)?;
     if top.is_some_and(|top| top > 0) && !wanted {
         let message = "Invalid 'top_logprobs': 'logprobs' must be true when it is used.";
@@ -243,34 +245,38 @@ fn logprobs(fields: &mut Fields) -> Result<Option<u8>, Error> {
     Ok(wanted.then_some(top.unwrap_or(0) as u8))
 }
 
-/// The tokens of the conversation that a request to tokenize has.
-pub(crate) fn tokens(fields: &mut Fields, model: &Model, gone: &CancellationToken) -> Result<Vec<u32>, Error> {
-    let special = fields.flag("add_special_tokens")?.unwrap_or(false);
-    model.encode_chat(conversation(fields)?, special, gone)
+/// The tokens of the conversation in a request to `/tokenize`.
+pub(crate) fn tokens(
+    fields: &mut Fields,
+    model: &ServedModel,
+    cancelled: &CancellationToken,
+) -> Result<Vec<u32>, Error> {
+    let special = fields.boolean("add_special_tokens")?.unwrap_or(false);
+    model.encode_chat(conversation(fields)?, special, cancelled)
 }
 
 fn conversation(fields: &mut Fields) -> Result<Conversation, Error> {
-    let continue_last = fields.flag("continue_final_message")?.unwrap_or(false);
-    let open_turn = fields.flag("add_generation_prompt")?.unwrap_or(!continue_last);
-    if continue_last && open_turn {
+    let continue_final_message = fields.boolean("continue_final_message")?.unwrap_or(false);
+    let add_generation_prompt = fields.boolean("add_generation_prompt")?.unwrap_or(!continue_final_message);
+    if continue_final_message && add_generation_prompt {
         let message = "'continue_final_message' and 'add_generation_prompt' exclude each other.";
         return Err(Error::invalid("continue_final_message", "invalid_value", message));
     }
-    let mut variables = fields.object("chat_template_kwargs")?.map(Fields::rest).unwrap_or_default();
+    let mut variables = fields.object("chat_template_kwargs")?.map(Fields::into_remaining).unwrap_or_default();
     if let Some(effort) = fields.text("reasoning_effort")? {
         variables.entry("reasoning_effort").or_insert(effort.into());
     }
     Ok(Conversation {
         messages: messages::take(fields)?,
         tools: tools::take(fields)?,
-        open_turn,
-        continue_last,
+        add_generation_prompt,
+        continue_final_message,
         variables,
     })
 }
 
-/// Text is the only modality.
-fn refuse_modalities(fields: &mut Fields) -> Result<(), Error> {
+/// Rejects modalities other than text.
+fn reject_modalities(fields: &mut Fields) -> Result<(), Error> {
     for (i, modality) in fields.array("modalities")?.unwrap_or_default().iter().enumerate() {
         if modality != "text" {
             let message = format!("Unsupported value: 'modalities[{i}]' {modality}. Supported here: 'text'.");

@@ -1,14 +1,14 @@
-//! `POST /v1/completions`: text or tokens in, what follows them out.
+//! `POST /v1/completions`: continues prompts of text or tokens.
 
 mod prompts;
 
-use super::generate::{Choice, Endpoint, Envelope, Understood, fit, not_empty};
+use super::generate::{CompletedChoice, Endpoint, Envelope, Parsed, check_fits_context, check_not_empty};
 use super::prompt_logprobs;
-use super::sse::{Chunks, Events, UsageSlot};
+use super::sse::{ChunkWriter, Events, UsageSlot};
 use crate::error::Error;
-use crate::model::{Model, Vocabulary};
-use crate::output::{FinishReason, Generation, Piece, StopReason, TokenLogprobs, decimal, shown};
-use crate::params::{CHOICES_MAX, Controls, Fields, Shape, StreamUsage, TOP_LOGPROBS_MAX, known_fields};
+use crate::model::{ServedModel, Vocabulary};
+use crate::output::{ChoiceDelta, FinishReason, Generation, StopReason, TokenLogprobs, decimal, finite};
+use crate::params::{CHOICES_MAX, EndpointKind, Fields, GenerationParams, StreamUsage, TOP_LOGPROBS_MAX, known_fields};
 use async_openai::types::chat::{Choice as TextChoice, CompletionFinishReason, CompletionUsage, Logprobs};
 use axum::Json;
 use axum::response::{IntoResponse, Response};
@@ -19,19 +19,20 @@ use std::sync::Arc;
 use tokio_util::sync::CancellationToken;
 use worker::engine::Logprobs as Scores;
 
-/// OpenAI's default here.
-const MAX_TOKENS: i64 = 16;
+/// OpenAI's default of `max_tokens` for completions.
+const DEFAULT_MAX_TOKENS: i64 = 16;
+
 /// Writes completions.
 pub(crate) struct Completion {
     envelope: Envelope,
     vocabulary: Arc<Vocabulary>,
-    /// How many alternatives to each token.
+    /// Alternatives per output token; `None`: no log-probabilities.
     logprobs: Option<u8>,
-    /// The same of the prompt's tokens, when a field of its own asks for them.
+    /// Alternatives per prompt token in `prompt_logprobs`; `None`: not requested.
     prompt_logprobs: Option<u8>,
-    /// The answer has tokens beside text.
+    /// The response has token ids beside text.
     token_ids: bool,
-    /// Which chunks have a usage.
+    /// Which chunks have a `usage`.
     usage: StreamUsage,
     /// Choices per prompt.
     n: usize,
@@ -40,12 +41,12 @@ pub(crate) struct Completion {
     begun: Vec<bool>,
 }
 
-/// A prompt, as far as answers say something of it.
+/// What responses repeat of a prompt.
 struct Prompt {
     tokens: Arc<[u32]>,
-    /// Its text, with `echo`.
+    /// Its text, if `echo` is set.
     echo: Option<String>,
-    /// Log-probabilities of its tokens from the second on. They come with its first choice.
+    /// Log-probabilities of its tokens from the second on. They arrive with the first choice of the prompt.
     scores: Vec<Scores>,
 }
 
@@ -54,36 +55,34 @@ impl Endpoint for Completion {
     const PATH: &'static str = "/v1/completions";
     const PROMPT: &'static str = "prompt";
 
-    fn understand(
+    fn parse(
         mut fields: Fields,
-        model: &Arc<Model>,
+        model: &Arc<ServedModel>,
         envelope: Envelope,
-        gone: &CancellationToken,
-    ) -> Result<Understood<Self>, Error> {
-        let max_tokens = fields.integer("max_tokens", 0..=i64::from(u32::MAX))?.unwrap_or(MAX_TOKENS);
-        let (vocabulary, defaults) = (model.card.vocabulary, model.sampling_defaults());
-        let mut controls = Controls::take(&mut fields, vocabulary, defaults, Some(max_tokens))?;
-        controls.sampling.logprobs = fields.integer("logprobs", 0..=TOP_LOGPROBS_MAX)?.map(|top| top as u8);
-        let echo = fields.flag("echo")?.unwrap_or(false);
-        let prompt_logprobs = controls.sampling.prompt_logprobs;
+        cancelled: &CancellationToken,
+    ) -> Result<Parsed<Self>, Error> {
+        let max_tokens = fields.integer("max_tokens", 0..=i64::from(u32::MAX))?.unwrap_or(DEFAULT_MAX_TOKENS);
+        let vocabulary = model.card.vocabulary;
+        let defaults = model.sampling_defaults();
+        let mut params = GenerationParams::take(&mut fields, vocabulary, defaults, Some(max_tokens))?;
+        params.sampling.logprobs = fields.integer("logprobs", 0..=TOP_LOGPROBS_MAX)?.map(|top| top as u8);
+        let echo = fields.boolean("echo")?.unwrap_or(false);
+        let prompt_logprobs = params.sampling.prompt_logprobs;
         if echo {
-            controls.sampling.prompt_logprobs = prompt_logprobs.max(controls.sampling.logprobs);
+            params.sampling.prompt_logprobs = prompt_logprobs.max(params.sampling.logprobs);
         }
-        refuse_best_of(&mut fields, controls.n)?;
+        reject_best_of(&mut fields, params.n)?;
 
-        let prompts = prompts::take(&mut fields, model, gone)?;
-        let unknown = known::check(&mut fields, Shape::Completions)?;
-        if prompts.len() * controls.n as usize > CHOICES_MAX as usize {
-            let message = format!(
-                "Invalid 'n': {} prompts of {} choices are more than {CHOICES_MAX}.",
-                prompts.len(),
-                controls.n
-            );
+        let prompts = prompts::take(&mut fields, model, cancelled)?;
+        let unknown = known_fields::check(&mut fields, EndpointKind::Completions)?;
+        if prompts.len() * params.n as usize > CHOICES_MAX as usize {
+            let message =
+                format!("Invalid 'n': {} prompts of {} choices are more than {CHOICES_MAX}.", prompts.len(), params.n);
             return Err(Error::invalid("n", "integer_above_max_value", message));
         }
         for prompt in &prompts {
-            not_empty(Self::PROMPT, prompt)?;
-            fit(Self::PROMPT, prompt.len(), &controls, model.card.context)?;
+            check_not_empty(Self::PROMPT, prompt)?;
+            check_fits_context(Self::PROMPT, prompt.len(), &params, model.card.context)?;
         }
         let prompt = |tokens: &Arc<[u32]>| Prompt {
             tokens: tokens.clone(),
@@ -93,31 +92,31 @@ impl Endpoint for Completion {
         let endpoint = Self {
             envelope,
             vocabulary: model.vocabulary.clone(),
-            logprobs: controls.sampling.logprobs,
+            logprobs: params.sampling.logprobs,
             prompt_logprobs,
-            token_ids: controls.return_token_ids,
-            usage: controls.delivery.usage(),
-            n: controls.n as usize,
+            token_ids: params.return_token_ids,
+            usage: params.delivery.usage(),
+            n: params.n as usize,
             prompts: prompts.iter().map(prompt).collect(),
-            begun: vec![false; prompts.len() * controls.n as usize],
+            begun: vec![false; prompts.len() * params.n as usize],
         };
-        Ok(Understood { prompts, controls, unknown, endpoint })
+        Ok(Parsed { prompts, params, unknown, endpoint })
     }
 
-    fn whole(mut self, mut choices: Vec<Choice>, usage: CompletionUsage) -> Response {
+    fn full_response(mut self, mut choices: Vec<CompletedChoice>, usage: CompletionUsage) -> Response {
         for (prompt, first) in self.prompts.iter_mut().zip(choices.iter_mut().step_by(self.n)) {
             prompt.scores = std::mem::take(&mut first.prompt_logprobs);
         }
-        let choice = |(index, choice): (usize, Choice)| {
+        let choice = |(index, choice): (usize, CompletedChoice)| {
             let prompt = &self.prompts[index / self.n];
             let logprobs = self.logprobs(index, true, choice.logprobs.into_iter().chain(choice.end_logprobs));
-            let by_id = |top| scores::by_id(&self.vocabulary, &prompt.tokens, &prompt.scores, top);
+            let by_id = |top| prompt_logprobs::by_id(&self.vocabulary, &prompt.tokens, &prompt.scores, top);
             AnswerChoice {
                 choice: TextChoice {
                     index: index as u32,
                     text: prompt.echo.clone().unwrap_or_default() + &choice.text,
                     logprobs,
-                    finish_reason: choice.finish.map(finish),
+                    finish_reason: choice.finish.map(finish_reason),
                 },
                 stop_reason: choice.stop_reason,
                 prompt_logprobs: self.prompt_logprobs.map(by_id),
@@ -137,7 +136,7 @@ impl Endpoint for Completion {
     }
 }
 
-/// OpenAI's answer.
+/// OpenAI's response.
 #[derive(Serialize)]
 struct Answer<'a> {
     id: &'a str,
@@ -148,7 +147,7 @@ struct Answer<'a> {
     usage: CompletionUsage,
 }
 
-/// OpenAI's choice, and what vLLM adds to it.
+/// OpenAI's choice, with vLLM's additional fields.
 #[derive(Serialize)]
 struct AnswerChoice<'a> {
     #[serde(flatten)]
@@ -164,7 +163,7 @@ struct AnswerChoice<'a> {
 
 const OBJECT: &str = "text_completion";
 
-/// A chunk, written without copying what it says.
+/// A chunk of a stream. It borrows its content.
 #[derive(Serialize)]
 struct Chunk<'a> {
     id: &'a str,
@@ -191,20 +190,20 @@ struct ChunkChoice<'a> {
 }
 
 impl Completion {
-    /// Log-probabilities of a choice's tokens, when asked for; of those of an echoed prompt before the first.
+    /// Log-probabilities of a choice's tokens if requested, preceded by those of an echoed prompt if `first`.
     fn logprobs(&self, choice: usize, first: bool, of: impl Iterator<Item = TokenLogprobs>) -> Option<Logprobs> {
         let top = self.logprobs?;
         let prompt = &self.prompts[choice / self.n];
         let mut all = match &prompt.echo {
-            Some(_) if first => of_prompt(&self.vocabulary, &prompt.tokens, &prompt.scores, top),
+            Some(_) if first => prompt_logprobs(&self.vocabulary, &prompt.tokens, &prompt.scores, top),
             _ => Logprobs { tokens: vec![], token_logprobs: vec![], top_logprobs: vec![], text_offset: vec![] },
         };
         let before = prompt.echo.as_ref().map_or(0, |echo| echo.chars().count());
         for of in of {
             all.tokens.push(label(&self.vocabulary, of.token));
             all.token_logprobs.push(Some(of.logprob));
-            all.top_logprobs.push(rivals(&self.vocabulary, of.token, of.logprob, &of.top));
-            all.text_offset.push((before + of.at.chars) as u32);
+            all.top_logprobs.push(top_logprobs(&self.vocabulary, of.token, of.logprob, &of.top));
+            all.text_offset.push((before + of.position.chars) as u32);
         }
         Some(all)
     }
@@ -215,28 +214,28 @@ impl Completion {
     }
 }
 
-impl Chunks for Completion {
-    fn piece(&mut self, piece: Piece, usage: &CompletionUsage, events: &mut Events) {
-        let first = !std::mem::replace(&mut self.begun[piece.choice], true);
-        let prompt = &mut self.prompts[piece.choice / self.n];
-        if !piece.prompt_logprobs.is_empty() {
-            prompt.scores = piece.prompt_logprobs;
+impl ChunkWriter for Completion {
+    fn delta(&mut self, delta: ChoiceDelta, usage: &CompletionUsage, events: &mut Events) {
+        let first = !std::mem::replace(&mut self.begun[delta.choice], true);
+        let prompt = &mut self.prompts[delta.choice / self.n];
+        if !delta.prompt_logprobs.is_empty() {
+            prompt.scores = delta.prompt_logprobs;
         }
         let echo = prompt.echo.clone().filter(|_| first).unwrap_or_default();
-        let has_ids = self.token_ids && (first || !piece.ids.is_empty());
-        if echo.is_empty() && piece.text.is_empty() && piece.logprobs.is_empty() && piece.finish.is_none() && !has_ids {
+        let has_ids = self.token_ids && (first || !delta.ids.is_empty());
+        if echo.is_empty() && delta.text.is_empty() && delta.logprobs.is_empty() && delta.finish.is_none() && !has_ids {
             return;
         }
-        let text = echo + &piece.text;
-        let prompt = &self.prompts[piece.choice / self.n];
+        let text = echo + &delta.text;
+        let prompt = &self.prompts[delta.choice / self.n];
         let choice = ChunkChoice {
-            index: piece.choice,
+            index: delta.choice,
             text: &text,
-            logprobs: self.logprobs(piece.choice, first, piece.logprobs.into_iter().chain(piece.end_logprobs)),
-            finish_reason: piece.finish.map(finish),
-            stop_reason: piece.stop_reason,
+            logprobs: self.logprobs(delta.choice, first, delta.logprobs.into_iter().chain(delta.end_logprobs)),
+            finish_reason: delta.finish.map(finish_reason),
+            stop_reason: delta.stop_reason,
             prompt_token_ids: (self.token_ids && first).then_some(&*prompt.tokens),
-            token_ids: self.token_ids.then_some(piece.ids),
+            token_ids: self.token_ids.then_some(delta.ids),
         };
         events.push(&self.chunk(&[choice], UsageSlot::of(self.usage, usage)));
     }
@@ -248,15 +247,15 @@ impl Chunks for Completion {
     }
 }
 
-fn finish(reason: FinishReason) -> CompletionFinishReason {
+fn finish_reason(reason: FinishReason) -> CompletionFinishReason {
     match reason {
         FinishReason::Stop => CompletionFinishReason::Stop,
         FinishReason::Length => CompletionFinishReason::Length,
     }
 }
 
-/// Log-probabilities of a prompt's tokens. Its first has none.
-fn of_prompt(vocabulary: &Vocabulary, tokens: &[u32], scores: &[Scores], top: u8) -> Logprobs {
+/// Log-probabilities of a prompt's tokens. The first token has none.
+fn prompt_logprobs(vocabulary: &Vocabulary, tokens: &[u32], scores: &[Scores], top: u8) -> Logprobs {
     let mut all = Logprobs {
         tokens: tokens.iter().map(|token| label(vocabulary, *token)).collect(),
         token_logprobs: vec![None],
@@ -264,30 +263,31 @@ fn of_prompt(vocabulary: &Vocabulary, tokens: &[u32], scores: &[Scores], top: u8
         text_offset: Vec::with_capacity(tokens.len()),
     };
     for (token, score) in tokens[1..].iter().zip(scores) {
-        let logprob = shown(score.chosen);
-        let likeliest: Vec<_> = score.top.iter().take(top.into()).map(|(rival, of)| (*rival, shown(*of))).collect();
+        let logprob = finite(score.chosen);
+        let most_likely: Vec<_> =
+            score.top.iter().take(top.into()).map(|(token, logprob)| (*token, finite(*logprob))).collect();
         all.token_logprobs.push(Some(logprob));
-        all.top_logprobs.push(rivals(vocabulary, *token, logprob, &likeliest));
+        all.top_logprobs.push(top_logprobs(vocabulary, *token, logprob, &most_likely));
     }
     let mut chars = 0;
     for token in tokens {
         all.text_offset.push(chars);
-        // Characters begin where a byte does not continue one.
+        // Each byte that is not a UTF-8 continuation byte begins a character.
         let bytes = vocabulary.bytes(*token).iter().filter(|byte| (**byte & 0xC0) != 0x80).count();
         chars += if vocabulary.is_special(*token) { 0 } else { bytes as u32 };
     }
     all
 }
 
-/// The likeliest tokens at a place by their text, with the one that is there.
-fn rivals(vocabulary: &Vocabulary, token: u32, logprob: f32, top: &[(u32, f32)]) -> Value {
+/// The most likely tokens at a position, by their text, and the token that is there.
+fn top_logprobs(vocabulary: &Vocabulary, token: u32, logprob: f32, top: &[(u32, f32)]) -> Value {
     let all = top.iter().copied().chain([(token, logprob)]);
     let by_name: Map<String, Value> =
         all.map(|(token, logprob)| (label(vocabulary, token), decimal(logprob).into())).collect();
     by_name.into()
 }
 
-/// A token's text; of a token that is a part of a character its bytes, as OpenAI writes them, so that labels differ.
+/// A token's text. For a token that is a part of a character: its bytes, as OpenAI writes them, so that labels differ.
 fn label(vocabulary: &Vocabulary, token: u32) -> String {
     let bytes = vocabulary.bytes(token);
     std::str::from_utf8(bytes).map_or_else(
@@ -301,15 +301,15 @@ fn label(vocabulary: &Vocabulary, token: u32) -> String {
     )
 }
 
-/// The text of a prompt, special tokens left out.
+/// The text of a prompt, without special tokens.
 fn text(vocabulary: &Vocabulary, tokens: &[u32]) -> String {
-    let said = tokens.iter().filter(|token| !vocabulary.is_special(**token));
-    let bytes: Vec<u8> = said.flat_map(|token| vocabulary.bytes(*token)).copied().collect();
+    let visible = tokens.iter().filter(|token| !vocabulary.is_special(**token));
+    let bytes: Vec<u8> = visible.flat_map(|token| vocabulary.bytes(*token)).copied().collect();
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-/// The best of several is not chosen here.
-fn refuse_best_of(fields: &mut Fields, n: u32) -> Result<(), Error> {
+/// Rejects a `best_of` other than `n`: choices are not ranked.
+fn reject_best_of(fields: &mut Fields, n: u32) -> Result<(), Error> {
     if let Some(best_of) = fields.integer("best_of", 1..=CHOICES_MAX)?
         && best_of != i64::from(n)
     {

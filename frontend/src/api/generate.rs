@@ -1,13 +1,14 @@
-//! The way of every request that generates, whatever its shape: read, understand, start, then answer whole or as a stream.
+//! The path of every request that generates: read the body, parse it, start the generation, then respond in full or as
+//! a stream.
 
-use super::sse::{self, Chunks};
+use super::sse::{self, ChunkWriter};
 use crate::error::{CONTEXT, Error};
-use crate::http::{Shutdown, Ticket, body};
-use crate::limits::OfConnection;
-use crate::model::{Model, too_long};
-use crate::output::{FinishReason, Generation, Order, Piece, StopReason, TokenLogprobs};
-use crate::params::{Controls, Delivery, Fields, scheduling};
-use crate::state::Gate;
+use crate::http::{RequestContext, Shutdown, body};
+use crate::limits::ConnectionChoices;
+use crate::model::{ServedModel, prompt_too_long};
+use crate::output::{ChoiceDelta, FinishReason, Generation, GenerationRequest, StopReason, TokenLogprobs};
+use crate::params::{Delivery, Fields, GenerationParams, scheduling};
+use crate::state::AppState;
 use async_openai::types::chat::CompletionUsage;
 use axum::extract::{Request, State};
 use axum::http::{HeaderMap, HeaderName, HeaderValue};
@@ -18,45 +19,45 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use tokio_util::sync::CancellationToken;
 use worker::engine::Logprobs;
 
-/// Asks for the router's decision, and carries it back.
+/// In a request: asks for the router's decision. In the response: the decision as JSON.
 const EXPLAIN: HeaderName = HeaderName::from_static("x-blockyard-explain");
-/// Clients and proxies refuse heads of more than 8 to 16 KiB.
-const EXPLAIN_BYTES_MAX: usize = 6 << 10;
+/// Maximum size of the explanation in bytes: clients and proxies reject response heads of more than 8 to 16 KiB.
+const MAX_EXPLAIN_BYTES: usize = 6 << 10;
 
-/// A shape of request and answer.
-pub(crate) trait Endpoint: Chunks + Sized {
-    /// What the ids of its answers begin with.
+/// An endpoint that generates: the format of its requests and responses.
+pub(crate) trait Endpoint: ChunkWriter + Sized {
+    /// Prefix of the ids of its responses.
     const ID: &'static str;
-    /// Its route.
+    /// The route, also the `endpoint` label of metrics.
     const PATH: &'static str;
-    /// What its prompt is called.
+    /// The field that holds the prompt, as errors name it.
     const PROMPT: &'static str;
 
-    /// Checks every field, and makes the prompts.
+    /// Checks every field and tokenizes the prompts.
     ///
-    /// Stops early when the client is gone.
-    fn understand(
+    /// Returns `Error::ClientClosed` when `cancelled` is set while it tokenizes.
+    fn parse(
         fields: Fields,
-        model: &Arc<Model>,
+        model: &Arc<ServedModel>,
         envelope: Envelope,
-        gone: &CancellationToken,
-    ) -> Result<Understood<Self>, Error>;
+        cancelled: &CancellationToken,
+    ) -> Result<Parsed<Self>, Error>;
 
-    /// The answer in one piece.
-    fn whole(self, choices: Vec<Choice>, usage: CompletionUsage) -> Response;
+    /// The response of a request that does not stream.
+    fn full_response(self, choices: Vec<CompletedChoice>, usage: CompletionUsage) -> Response;
 }
 
-/// What a request turned out to ask for.
-pub(crate) struct Understood<E> {
+/// A parsed request.
+pub(crate) struct Parsed<E> {
     pub(crate) prompts: Vec<Arc<[u32]>>,
-    pub(crate) controls: Controls,
-    /// Fields that are not known.
+    pub(crate) params: GenerationParams,
+    /// Number of unknown top-level fields, which were ignored.
     pub(crate) unknown: u64,
-    /// Writes the answer.
+    /// Writes the response.
     pub(crate) endpoint: E,
 }
 
-/// What every part of an answer repeats.
+/// Fields that every response and every chunk repeats.
 #[derive(Clone, Debug)]
 pub(crate) struct Envelope {
     pub(crate) id: String,
@@ -64,9 +65,9 @@ pub(crate) struct Envelope {
     pub(crate) model: String,
 }
 
-/// A choice that has ended.
+/// A choice with all of its output, for a response that does not stream.
 #[derive(Default)]
-pub(crate) struct Choice {
+pub(crate) struct CompletedChoice {
     pub(crate) text: String,
     pub(crate) logprobs: Vec<TokenLogprobs>,
     pub(crate) finish: Option<FinishReason>,
@@ -76,90 +77,97 @@ pub(crate) struct Choice {
     pub(crate) ids: Vec<u32>,
 }
 
-/// Answers a request.
-pub(crate) async fn answer<E: Endpoint>(State(gate): State<Arc<Gate>>, request: Request) -> Result<Response, Error> {
+/// The handler of an endpoint that generates.
+pub(crate) async fn answer<E: Endpoint>(
+    State(state): State<Arc<AppState>>,
+    request: Request,
+) -> Result<Response, Error> {
     let (parts, body) = request.into_parts();
-    let ticket = parts.extensions.get::<Arc<Ticket>>().expect("the outermost layer inserts a ticket").clone();
+    let context =
+        parts.extensions.get::<Arc<RequestContext>>().expect("the outermost layer inserts a request context").clone();
     let shutdown = parts.extensions.get::<Shutdown>().cloned().unwrap_or_default();
 
-    let tenant = urgency::tenant(&parts.headers, gate.settings.tenant_header.as_ref())?;
-    ticket.of_tenant(&tenant);
-    let deadline = urgency::deadline_of(&parts.headers)?;
-    let body = body::read(&parts.headers, body, &gate.settings, &gate.bodies).await?;
-    let body::Held { bytes, share } = body;
-    let turn = gate.lanes.turn(bytes.len(), share).await;
-    let mut fields = turn.run(move || Fields::parse(&bytes)).await?;
+    let tenant = scheduling::tenant(&parts.headers, state.settings.tenant_header.as_ref())?;
+    context.set_tenant(&tenant);
+    let deadline = scheduling::header_deadline(&parts.headers)?;
+    let body = body::read(&parts.headers, body, &state.settings, &state.body_memory).await?;
+    let body::BufferedBody { bytes, memory } = body;
+    let permit = state.work.acquire(bytes.len(), memory).await;
+    let mut fields = permit.run(move || Fields::parse(&bytes)).await?;
     let id = fields.text("model")?.ok_or_else(|| fields.missing("model"))?;
-    let model = gate.models.get(&*gate.engine, &id).await?;
+    let model = state.models.get(&*state.engine, &id).await?;
 
     let created = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
-    let envelope = Envelope { id: format!("{}{}", E::ID, ticket.id), created, model: id };
-    let asked = model.clone();
-    // When the client goes away, this future is dropped, and the work learns of it.
-    let gone = CancellationToken::new();
-    let _when_dropped = gone.clone().drop_guard();
-    let Understood { prompts, mut controls, unknown, endpoint } =
-        turn.run(move || E::understand(fields, &asked, envelope, &gone)).await?;
-    drop(turn);
-    gate.metrics.unknown_fields.with_label_values(&[E::PATH]).inc_by(unknown);
-    // A header is the word of whoever runs the client; the fields may be a library's.
-    controls.session = urgency::session_of(&parts.headers).or(controls.session);
+    let envelope = Envelope { id: format!("{}{}", E::ID, context.id), created, model: id };
+    let model_to_parse = model.clone();
+    // When the client disconnects, this future is dropped, which cancels the parsing.
+    let cancelled = CancellationToken::new();
+    let _cancel_on_drop = cancelled.clone().drop_guard();
+    let Parsed { prompts, mut params, unknown, endpoint } =
+        permit.run(move || E::parse(fields, &model_to_parse, envelope, &cancelled)).await?;
+    drop(permit);
+    state.metrics.unknown_fields.with_label_values(&[E::PATH]).inc_by(unknown);
+    // The header wins: proxies and operators set it, while a client library may fill the fields.
+    params.session = scheduling::header_session(&parts.headers).or(params.session);
 
-    let (explain, delivery) = (wants_explanation(&parts.headers), controls.delivery);
-    let deadline = deadline.into_iter().chain(controls.deadline).min().map(|within| ticket.arrived + within);
-    let domain = controls.cache_salts.iter().fold(gate.domains.of(&tenant), |domain, salt| domain.salted(salt));
-    let count = prompts.len() * controls.n as usize;
-    let running = gate.choices.start(count, parts.extensions.get::<OfConnection>(), &tenant)?;
-    let order = Order { model, prompts, controls, tenant, domain, deadline, explain, running };
+    let explain = wants_explanation(&parts.headers);
+    let delivery = params.delivery;
+    let deadline = deadline.into_iter().chain(params.deadline).min().map(|within| context.arrived + within);
+    let domain = params.cache_salts.iter().fold(state.domains.of(&tenant), |domain, salt| domain.salted(salt));
+    let count = prompts.len() * params.n as usize;
+    let running = state.choices.start(count, parts.extensions.get::<ConnectionChoices>(), &tenant)?;
+    let request = GenerationRequest { model, prompts, params, tenant, domain, deadline, explain, running };
     let respond = async {
-        let generation = Generation::start(&gate.engine, order, ticket.clone()).await?;
+        let generation = Generation::start(&state.engine, request, context.clone()).await?;
         match delivery {
-            Delivery::Whole => whole(generation, endpoint).await,
-            Delivery::Stream { .. } => streamed(generation, endpoint, explain, ticket, shutdown.clone()).await,
+            Delivery::Full => full_response(generation, endpoint).await,
+            Delivery::Stream { .. } => {
+                streamed_response(generation, endpoint, explain, context, shutdown.clone()).await
+            }
         }
     };
     tokio::select! {
         biased;
-        response = respond => response.map_err(|error: Error| error.about(E::PROMPT)),
-        () = shutdown.cut() => Err(Error::ShuttingDown),
+        response = respond => response.map_err(|error: Error| error.with_prompt_field(E::PROMPT)),
+        () = shutdown.forced() => Err(Error::ShuttingDown),
     }
 }
 
-async fn whole<E: Endpoint>(mut generation: Generation, endpoint: E) -> Result<Response, Error> {
-    let mut choices: Vec<Choice> = (0..generation.choices()).map(|_| Choice::default()).collect();
+async fn full_response<E: Endpoint>(mut generation: Generation, endpoint: E) -> Result<Response, Error> {
+    let mut choices: Vec<CompletedChoice> = (0..generation.choices()).map(|_| CompletedChoice::default()).collect();
     let mut explanation = None;
-    while let Some(piece) = generation.next().await {
-        let piece = piece?;
-        let choice = &mut choices[piece.choice];
-        choice.text.push_str(&piece.text);
-        choice.logprobs.extend(piece.logprobs);
-        choice.finish = piece.finish;
-        choice.stop_reason = piece.stop_reason;
-        choice.end_logprobs = piece.end_logprobs;
-        choice.prompt_logprobs.extend(piece.prompt_logprobs);
-        choice.ids.extend(piece.ids);
-        explanation = explanation.or(piece.explain);
+    while let Some(delta) = generation.next().await {
+        let delta = delta?;
+        let choice = &mut choices[delta.choice];
+        choice.text.push_str(&delta.text);
+        choice.logprobs.extend(delta.logprobs);
+        choice.finish = delta.finish;
+        choice.stop_reason = delta.stop_reason;
+        choice.end_logprobs = delta.end_logprobs;
+        choice.prompt_logprobs.extend(delta.prompt_logprobs);
+        choice.ids.extend(delta.ids);
+        explanation = explanation.or(delta.explain);
     }
     let usage = generation.usage();
-    Ok(explained(endpoint.whole(choices, usage), explanation))
+    Ok(explained(endpoint.full_response(choices, usage), explanation))
 }
 
-/// The head of a stream goes out when the engine has accepted the request, or, if it shall carry the router's decision, with
-/// the first output.
-async fn streamed<E: Endpoint>(
+/// Sends the head of a stream when the engine has accepted the request, or with the first output when the head carries
+/// the router's decision.
+async fn streamed_response<E: Endpoint>(
     mut generation: Generation,
     endpoint: E,
     explain: bool,
-    ticket: Arc<Ticket>,
+    context: Arc<RequestContext>,
     shutdown: Shutdown,
 ) -> Result<Response, Error> {
-    let mut ready: Vec<Piece> = Vec::new();
-    while explain && !ready.iter().any(|piece| piece.choice == 0) {
-        let Some(piece) = generation.next().await else { break };
-        ready.push(piece?);
+    let mut ready: Vec<ChoiceDelta> = Vec::new();
+    while explain && !ready.iter().any(|delta| delta.choice == 0) {
+        let Some(delta) = generation.next().await else { break };
+        ready.push(delta?);
     }
-    let explanation = ready.iter_mut().find_map(|piece| piece.explain.take());
-    Ok(explained(sse::response(generation, ready, endpoint, ticket, shutdown), explanation))
+    let explanation = ready.iter_mut().find_map(|delta| delta.explain.take());
+    Ok(explained(sse::response(generation, ready, endpoint, context, shutdown), explanation))
 }
 
 fn wants_explanation(headers: &HeaderMap) -> bool {
@@ -173,7 +181,8 @@ fn explained(mut response: Response, explanation: Option<Arc<str>>) -> Response 
     response
 }
 
-/// JSON as a header: what is not ASCII is escaped, and what is too long for a head is left out and said to be.
+/// JSON as a header value: other characters than ASCII are escaped; a JSON text over the maximum is replaced by its
+/// size.
 fn header(json: &str) -> HeaderValue {
     let mut ascii = String::with_capacity(json.len());
     for c in json.chars() {
@@ -184,31 +193,36 @@ fn header(json: &str) -> HeaderValue {
             }),
         }
     }
-    let too_long = ascii.len() > EXPLAIN_BYTES_MAX;
+    let too_long = ascii.len() > MAX_EXPLAIN_BYTES;
     let value = if too_long { format!("{{\"omitted_bytes\":{}}}", ascii.len()) } else { ascii };
     HeaderValue::try_from(value).expect("printable ASCII is a header value")
 }
 
-/// Refuses what does not fit the model's context, in OpenAI's words.
-pub(crate) fn fit(param: &str, prompt: usize, controls: &Controls, context: usize) -> Result<(), Error> {
-    // A prompt that fills the context alone has no place for the row after its last token.
-    let wanted = controls.stop.max_tokens.unwrap_or(1).max(1) as usize;
+/// Rejects a prompt and `max_tokens` that together exceed the model's context of `context` tokens, in OpenAI's words.
+pub(crate) fn check_fits_context(
+    param: &str,
+    prompt: usize,
+    params: &GenerationParams,
+    context: usize,
+) -> Result<(), Error> {
+    // A prompt that fills the context leaves no position for an output token, even with `max_tokens` 0.
+    let wanted = params.stop.max_tokens.unwrap_or(1).max(1) as usize;
     if prompt + wanted <= context {
         return Ok(());
     }
     if prompt >= context {
-        return Err(too_long(param, context, &prompt.to_string()));
+        return Err(prompt_too_long(param, context, &prompt.to_string()));
     }
-    let asked = prompt + wanted;
+    let requested = prompt + wanted;
     let message = format!(
-        "This model's maximum context length is {context} tokens. However, you requested {asked} tokens ({prompt} in the \
-         {param}, {wanted} in the completion). Please reduce the length of the {param} or completion."
+        "This model's maximum context length is {context} tokens. However, you requested {requested} tokens ({prompt} \
+         in the {param}, {wanted} in the completion). Please reduce the length of the {param} or completion."
     );
     Err(Error::invalid(param, CONTEXT, message))
 }
 
-/// Refuses an empty prompt: there is nothing to go on from.
-pub(crate) fn not_empty(param: &str, prompt: &[u32]) -> Result<(), Error> {
+/// Rejects an empty prompt: the model needs at least one token to continue.
+pub(crate) fn check_not_empty(param: &str, prompt: &[u32]) -> Result<(), Error> {
     if prompt.is_empty() {
         return Err(Error::invalid(param, "invalid_value", format!("Invalid '{param}': it has no tokens.")));
     }

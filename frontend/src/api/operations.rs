@@ -1,10 +1,10 @@
-//! What operators and their tools ask: is it alive, is it ready, what does it serve, what does it measure.
+//! Endpoints for operators: liveness, readiness, version, models, metrics.
 
 mod exposition;
 
 use crate::error::Error;
 use crate::http::Shutdown;
-use crate::state::Gate;
+use crate::state::AppState;
 use axum::Json;
 use axum::extract::rejection::PathRejection;
 use axum::extract::{Extension, Path, State};
@@ -17,18 +17,19 @@ use serde_json::json;
 use std::sync::Arc;
 use worker::engine::{ModelCard, Readiness};
 
-/// `GET /live`: the process answers.
+/// `GET /live`: the process responds.
 pub(crate) async fn live() -> Response {
     Json(json!({ "status": "ok" })).into_response()
 }
 
-/// `GET /ready` and `GET /health`: requests can be served now, though something may not work; or why not.
-pub(crate) async fn ready(State(gate): State<Arc<Gate>>, shutdown: Option<Extension<Shutdown>>) -> Response {
+/// `GET /ready`, `/health`, `/ping`: 200 if requests can be served, with a list of degraded parts; 503 with the reason
+/// otherwise.
+pub(crate) async fn ready(State(state): State<Arc<AppState>>, shutdown: Option<Extension<Shutdown>>) -> Response {
     if shutdown.is_some_and(|Extension(shutdown)| shutdown.is_announced()) {
         return Error::ShuttingDown.into_response();
     }
-    match gate.engine.readiness() {
-        Readiness::Ready => match gate.engine.degraded() {
+    match state.engine.readiness() {
+        Readiness::Ready => match state.engine.degraded() {
             none if none.is_empty() => Json(json!({ "status": "ok" })).into_response(),
             degraded => Json(json!({ "status": "ok", "degraded": degraded })).into_response(),
         },
@@ -37,64 +38,64 @@ pub(crate) async fn ready(State(gate): State<Arc<Gate>>, shutdown: Option<Extens
 }
 
 /// `GET /metrics`: the Prometheus text format, or OpenMetrics when `Accept` prefers it.
-pub(crate) async fn metrics(State(gate): State<Arc<Gate>>, headers: HeaderMap) -> Response {
+pub(crate) async fn metrics(State(state): State<Arc<AppState>>, headers: HeaderMap) -> Response {
     let format = Format::negotiated(&headers);
-    match format.write(&gate.registry) {
+    match format.write(&state.registry) {
         Ok(text) => ([(CONTENT_TYPE, format.content_type())], text).into_response(),
         Err(error) => Error::Failed(error.to_string()).into_response(),
     }
 }
 
-/// `GET /version`: which build answers.
+/// `GET /version`: the version of this build.
 pub(crate) async fn version() -> Response {
     Json(json!({ "version": env!("CARGO_PKG_VERSION") })).into_response()
 }
 
-/// A model in OpenAI's words, and what vLLM adds to them.
+/// OpenAI's model object, with vLLM's additional fields.
 #[derive(Serialize)]
-pub(crate) struct Model {
+pub(crate) struct ModelObject {
     id: String,
     object: &'static str,
     created: u64,
     owned_by: &'static str,
-    /// What it is a variant of: itself.
+    /// The base model: always itself.
     root: String,
     parent: Option<String>,
-    /// Prompt and output tokens together.
+    /// Maximum number of prompt and output tokens together.
     max_model_len: usize,
 }
 
 /// `GET /v1/models`.
-pub(crate) async fn models(State(gate): State<Arc<Gate>>) -> Response {
-    let data: Vec<Model> = gate.engine.models().iter().map(|card| shown(card)).collect();
+pub(crate) async fn models(State(state): State<Arc<AppState>>) -> Response {
+    let data: Vec<ModelObject> = state.engine.models().iter().map(|card| model_object(card)).collect();
     Json(json!({ "object": "list", "data": data })).into_response()
 }
 
 /// `GET /v1/models/{id}`; an id may hold slashes.
 pub(crate) async fn model(
-    State(gate): State<Arc<Gate>>,
+    State(state): State<Arc<AppState>>,
     id: Result<Path<String>, PathRejection>,
-) -> Result<Json<Model>, Error> {
+) -> Result<Json<ModelObject>, Error> {
     let Path(id) = id.map_err(|_| Error::BadPath)?;
-    let cards = gate.engine.models();
+    let cards = state.engine.models();
     match cards.iter().find(|card| card.id == id) {
-        Some(card) => Ok(Json(shown(card))),
+        Some(card) => Ok(Json(model_object(card))),
         None => Err(Error::UnknownModel { model: id, known: cards.iter().map(|card| card.id.clone()).collect() }),
     }
 }
 
-/// No such route.
+/// The error of an unknown route.
 pub(crate) async fn no_route(method: Method, uri: Uri) -> Error {
     Error::NoRoute { method: method.to_string(), path: uri.path().into() }
 }
 
-/// The route is there, for another method.
+/// The error of a known route with another method.
 pub(crate) async fn no_method(method: Method, uri: Uri) -> Error {
-    Error::Method { method: method.to_string(), path: uri.path().into() }
+    Error::MethodNotAllowed { method: method.to_string(), path: uri.path().into() }
 }
 
-fn shown(card: &ModelCard) -> Model {
-    Model {
+fn model_object(card: &ModelCard) -> ModelObject {
+    ModelObject {
         id: card.id.clone(),
         object: "model",
         created: card.created,

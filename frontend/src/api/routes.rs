@@ -5,15 +5,15 @@ use super::completions::Completion;
 use super::{generate, operations, tokenize};
 use crate::error::Error;
 use crate::http::BodyMemory;
-use crate::http::access::{self, Access};
+use crate::http::access::{self, AccessRules};
 use crate::http::request_context::{self, Observer};
 use crate::http::upload::{self, UploadLimits};
-use crate::limits::{Choices, Lanes};
+use crate::limits::{ChoiceLimits, WorkQueues};
 use crate::metrics::Metrics;
-use crate::model::{Models, Options};
-use crate::params::{Domains, SecretError};
+use crate::model::{ModelCache, ModelOptions};
+use crate::params::{CacheDomains, SecretError};
 use crate::settings::Settings;
-use crate::state::Gate;
+use crate::state::AppState;
 use axum::Router;
 use axum::extract::Request;
 use axum::http::HeaderName;
@@ -24,40 +24,42 @@ use prometheus::Registry;
 use std::sync::Arc;
 use worker::engine::Engine;
 
-/// Every request of the admin API has it, with any value.
+/// Every request of the admin API must have this header, with any value.
 const ADMIN: HeaderName = HeaderName::from_static("x-blockyard-admin");
 
-/// The front door cannot be opened.
+/// Why the routes cannot be built.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
-    /// Its metrics are in the registry already.
+    /// The registry has the frontend's metrics already.
     #[error(transparent)]
     Metrics(#[from] prometheus::Error),
-    /// Its secret cannot be used.
+    /// The secret file of cache domains cannot be used.
     #[error(transparent)]
     Secret(#[from] SecretError),
 }
 
-/// The routes, in front of `engine`. Registers the front door's metrics in `registry`, and serves all of it at
-/// `/metrics`; fails when it was done before on the same registry. Reads the secret that the settings name.
+/// The routes of the HTTP API before `engine`.
+///
+/// Registers the frontend's metrics in `registry` and serves all of the registry at `/metrics`; fails if they are
+/// registered already. Reads the secret file that the settings name.
 pub fn router(engine: Arc<dyn Engine>, registry: Registry, settings: Settings) -> Result<Router, OpenError> {
     let metrics = Metrics::new(&registry)?;
-    let domains = Domains::open(&settings)?;
-    let access = Arc::new(Access::new(&settings));
+    let domains = CacheDomains::open(&settings)?;
+    let access = Arc::new(AccessRules::new(&settings));
     let uploads = UploadLimits::new(&settings);
     let observer = Observer::new(metrics.clone());
-    let models = Models::new(Options {
+    let models = ModelCache::new(ModelOptions {
         parse_special_tokens: settings.parse_special_tokens,
         ignore_generation_config: !settings.use_generation_config,
     });
-    let gate = Arc::new(Gate {
+    let state = Arc::new(AppState {
         engine,
         registry,
         metrics,
         models,
-        lanes: Lanes::default(),
-        bodies: BodyMemory::new(&settings),
-        choices: Choices::new(&settings),
+        work: WorkQueues::default(),
+        body_memory: BodyMemory::new(&settings),
+        choices: ChoiceLimits::new(&settings),
         domains,
         settings,
     });
@@ -80,13 +82,15 @@ pub fn router(engine: Arc<dyn Engine>, registry: Registry, settings: Settings) -
         .layer(from_fn(move |request, next| access::check(access.clone(), request, next)))
         .layer(from_fn_with_state(uploads, upload::discard_rest))
         .layer(from_fn_with_state(observer, request_context::observe))
-        .with_state(gate))
+        .with_state(state))
 }
 
-/// The admin API behind the same checks, and behind a header that a web page cannot send to another site without a
-/// preflight, which is refused. `settings` says which hosts are the server's own.
+/// Adds the access checks to the admin API, and requires the header `x-blockyard-admin`.
+///
+/// A web page cannot send that header to another site without a preflight request, which is rejected. `settings` names
+/// the hosts of this server.
 pub fn guard_admin(router: Router, settings: &Settings) -> Router {
-    let access = Arc::new(Access { origins: Vec::new(), ..Access::new(settings) });
+    let access = Arc::new(AccessRules { origins: Vec::new(), ..AccessRules::new(settings) });
     let header = async |request: Request, next: Next| {
         if request.headers().contains_key(ADMIN) {
             next.run(request).await

@@ -1,9 +1,9 @@
-//! Server-sent events: one write per item of the engine, comments while nothing comes, `[DONE]` at the end, and an error as
-//! an event when it is too late for a status.
+//! Server-sent events: one write per item of the engine's stream, keep-alive comments while there is no output, and
+//! `[DONE]` at the end. An error after the response's head is an event.
 
 use crate::error::Error;
-use crate::http::{Shutdown, Ticket, panicked};
-use crate::output::{Generation, Piece};
+use crate::http::{RequestContext, Shutdown, panicked};
+use crate::output::{ChoiceDelta, Generation};
 use crate::params::StreamUsage;
 use async_openai::types::chat::CompletionUsage;
 use axum::body::Body;
@@ -21,15 +21,15 @@ use std::time::Duration;
 use tokio::time::{Instant, Sleep, sleep};
 use tracing::Instrument;
 
-/// A long prefill sends nothing; proxies and clients give up on a silent connection after 30 to 60 s.
+/// Time without output after which a comment is sent: proxies and clients close a silent connection after 30 to 60 s.
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
 
-/// Events, collected for one write.
+/// Events of one write, encoded.
 #[derive(Default)]
 pub(crate) struct Events(Vec<u8>);
 
 impl Events {
-    /// Adds one.
+    /// Appends an event.
     pub(crate) fn push(&mut self, event: &impl Serialize) {
         self.0.extend_from_slice(b"data: ");
         serde_json::to_writer(&mut self.0, event).expect("an event has string keys and goes to memory");
@@ -37,12 +37,12 @@ impl Events {
     }
 }
 
-/// A chunk's `usage`: absent unless asked for, and then `null` until the last chunk.
+/// A chunk's `usage`: absent unless requested; then `null` until the last chunk, or the usage so far.
 #[derive(Serialize)]
 pub(crate) struct UsageSlot(pub(crate) Option<CompletionUsage>);
 
 impl UsageSlot {
-    /// Of a chunk with choices.
+    /// The `usage` of a chunk with choices; `None`: the field is absent.
     pub(crate) fn of(which: StreamUsage, so_far: &CompletionUsage) -> Option<Self> {
         match which {
             StreamUsage::Never => None,
@@ -52,58 +52,58 @@ impl UsageSlot {
     }
 }
 
-/// Writes an endpoint's chunks.
-pub(crate) trait Chunks: Send + 'static {
-    /// The events of one piece, with the usage so far.
-    fn piece(&mut self, piece: Piece, usage: &CompletionUsage, events: &mut Events);
-    /// The events after the last piece, before `[DONE]`.
+/// Encodes the output of an endpoint as chunks.
+pub(crate) trait ChunkWriter: Send + 'static {
+    /// Appends the events of one delta. `usage` is the usage so far.
+    fn delta(&mut self, delta: ChoiceDelta, usage: &CompletionUsage, events: &mut Events);
+    /// Appends the events between the last delta and `[DONE]`.
     fn end(&mut self, generation: &Generation, events: &mut Events);
 }
 
-struct Stream<C> {
+struct EventStream<C> {
     generation: Generation,
     chunks: C,
-    /// What was awaited before the head was sent.
-    ready: std::vec::IntoIter<Piece>,
-    ticket: Arc<Ticket>,
+    /// Deltas that arrived before the head was sent.
+    ready: std::vec::IntoIter<ChoiceDelta>,
+    context: Arc<RequestContext>,
     shutdown: Shutdown,
-    /// When something was written last, and a timer that fires no later than a comment is due. It is set anew when it fires,
-    /// not for each token.
-    written: Instant,
-    silence: Pin<Box<Sleep>>,
+    /// Time of the last write.
+    last_write: Instant,
+    /// Fires no later than the next comment is due. It is reset when it fires, not on each write.
+    keep_alive: Pin<Box<Sleep>>,
 }
 
-/// The response that streams a generation. `ready` are pieces that were taken from it already.
+/// The response that streams a generation. `ready` are deltas that were already taken from it.
 pub(crate) fn response(
     generation: Generation,
-    ready: Vec<Piece>,
-    chunks: impl Chunks,
-    ticket: Arc<Ticket>,
+    ready: Vec<ChoiceDelta>,
+    chunks: impl ChunkWriter,
+    context: Arc<RequestContext>,
     shutdown: Shutdown,
 ) -> Response {
-    ticket.stream_begins();
-    let span = ticket.span.clone();
-    let stream = Stream {
+    context.stream_started();
+    let span = context.span.clone();
+    let stream = EventStream {
         generation,
         chunks,
         ready: ready.into_iter(),
-        ticket,
+        context,
         shutdown,
-        written: Instant::now(),
-        silence: Box::pin(sleep(KEEP_ALIVE)),
+        last_write: Instant::now(),
+        keep_alive: Box::pin(sleep(KEEP_ALIVE)),
     };
-    let step = move |stream: Option<Stream<_>>| {
+    let step = move |stream: Option<EventStream<_>>| {
         let step = async move {
             let mut stream = stream?;
-            // A panic must end this stream with words, not the connection without.
+            // A panic ends the stream with an error event instead of closing the connection.
             let written = AssertUnwindSafe(stream.write()).catch_unwind().await;
-            let Written { bytes, more } = written.unwrap_or_else(|_| stream.fail(&panicked()));
+            let Write { bytes, more } = written.unwrap_or_else(|_| stream.fail(&panicked()));
             Some((Ok::<_, Infallible>(bytes), more.then_some(stream)))
         };
         step.instrument(span.clone())
     };
     let body = Body::from_stream(stream::unfold(Some(stream), step).boxed());
-    // The last header tells nginx not to collect the stream.
+    // The last header tells nginx not to buffer the stream.
     let headers = [
         (CONTENT_TYPE, "text/event-stream; charset=utf-8"),
         (CACHE_CONTROL, "no-cache"),
@@ -112,59 +112,61 @@ pub(crate) fn response(
     (headers, body).into_response()
 }
 
-struct Written {
+/// The next bytes of the body.
+struct Write {
     bytes: Bytes,
     more: bool,
 }
 
-impl<C: Chunks> Stream<C> {
-    /// Waits for something to write.
-    async fn write(&mut self) -> Written {
+impl<C: ChunkWriter> EventStream<C> {
+    /// Waits for output and encodes it.
+    async fn write(&mut self) -> Write {
         let mut events = Events::default();
         loop {
-            let next = if let Some(piece) = self.ready.next() {
-                Some(Ok(piece))
+            let next = if let Some(delta) = self.ready.next() {
+                Some(Ok(delta))
             } else {
                 tokio::select! {
                     biased;
                     next = self.generation.next() => next,
-                    () = self.shutdown.cut() => Some(Err(Error::ShuttingDown)),
-                    () = &mut self.silence => {
-                        let (now, due) = (Instant::now(), self.written + KEEP_ALIVE);
+                    () = self.shutdown.forced() => Some(Err(Error::ShuttingDown)),
+                    () = &mut self.keep_alive => {
+                        let now = Instant::now();
+                        let due = self.last_write + KEEP_ALIVE;
                         if now < due {
-                            self.silence.as_mut().reset(due);
+                            self.keep_alive.as_mut().reset(due);
                             continue;
                         }
-                        self.written = now;
-                        self.silence.as_mut().reset(now + KEEP_ALIVE);
-                        return Written { bytes: Bytes::from_static(b": keep-alive\n\n"), more: true };
+                        self.last_write = now;
+                        self.keep_alive.as_mut().reset(now + KEEP_ALIVE);
+                        return Write { bytes: Bytes::from_static(b": keep-alive\n\n"), more: true };
                     }
                 }
             };
             match next {
-                Some(Ok(piece)) => self.chunks.piece(piece, &self.generation.usage(), &mut events),
+                Some(Ok(delta)) => self.chunks.delta(delta, &self.generation.usage(), &mut events),
                 Some(Err(error)) => return self.fail(&error),
                 None => return self.fail(&Error::Failed("a choice ended without a finish reason".into())),
             }
-            let over = self.ready.len() == 0 && self.generation.is_over();
+            let over = self.ready.len() == 0 && self.generation.is_finished();
             if over {
                 self.chunks.end(&self.generation, &mut events);
                 events.0.extend_from_slice(b"data: [DONE]\n\n");
-                self.ticket.stream_ends();
+                self.context.stream_finished();
             }
-            // An item may hold back all of its text.
+            // A delta may have no text yet, and then no event.
             if !events.0.is_empty() {
-                self.written = Instant::now();
-                return Written { bytes: events.0.into(), more: !over };
+                self.last_write = Instant::now();
+                return Write { bytes: events.0.into(), more: !over };
             }
         }
     }
 
-    fn fail(&mut self, error: &Error) -> Written {
+    fn fail(&mut self, error: &Error) -> Write {
         self.generation.fail();
         let mut events = Events::default();
         events.push(&error.body());
-        self.ticket.stream_fails(error);
-        Written { bytes: events.0.into(), more: false }
+        self.context.stream_failed(error);
+        Write { bytes: events.0.into(), more: false }
     }
 }

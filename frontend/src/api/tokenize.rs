@@ -1,44 +1,44 @@
-//! `POST /tokenize` and `POST /detokenize`, in vLLM's shapes: what a text, or a conversation, is in a model's tokens.
+//! `POST /tokenize` and `POST /detokenize`, as in vLLM: text or a conversation to tokens, and tokens to text.
 
 use super::chat::{self, Chat};
 use super::generate::Endpoint;
 use crate::error::Error;
 use crate::http::body;
-use crate::model::Model;
+use crate::model::ServedModel;
 use crate::params::{Fields, integer};
-use crate::state::Gate;
+use crate::state::AppState;
 use axum::Json;
 use axum::extract::{Request, State};
 use serde::Serialize;
 use std::sync::Arc;
 use tokio_util::sync::CancellationToken;
 
-/// What a text is in tokens.
+/// The response of `/tokenize`.
 #[derive(Serialize)]
 pub(crate) struct Tokenized {
     count: usize,
     max_model_len: usize,
     tokens: Vec<u32>,
-    /// What the tokenizer calls them, when asked for.
+    /// The tokens' strings in the tokenizer, if requested.
     token_strs: Option<Vec<String>>,
 }
 
-/// What tokens are as text.
+/// The response of `/detokenize`.
 #[derive(Serialize)]
 pub(crate) struct Detokenized {
     prompt: String,
 }
 
-/// Answers `POST /tokenize`.
-pub(crate) async fn tokenize(State(gate): State<Arc<Gate>>, request: Request) -> Result<Json<Tokenized>, Error> {
-    with_model(&gate, request, |mut fields, model, gone| {
-        let with_names = fields.flag("return_token_strs")?.unwrap_or(false);
+/// `POST /tokenize`.
+pub(crate) async fn tokenize(State(state): State<Arc<AppState>>, request: Request) -> Result<Json<Tokenized>, Error> {
+    with_model(&state, request, |mut fields, model, cancelled| {
+        let with_names = fields.boolean("return_token_strs")?.unwrap_or(false);
         let tokens = match fields.text("prompt")? {
             Some(prompt) => {
-                let special = fields.flag("add_special_tokens")?.unwrap_or(true);
-                model.encode("prompt", &prompt, special, gone)?
+                let special = fields.boolean("add_special_tokens")?.unwrap_or(true);
+                model.encode("prompt", &prompt, special, cancelled)?
             }
-            None if fields.left().any(|name| name == Chat::PROMPT) => chat::tokens(&mut fields, model, gone)?,
+            None if fields.remaining().any(|name| name == Chat::PROMPT) => chat::tokens(&mut fields, model, cancelled)?,
             None => return Err(fields.missing("prompt")),
         };
         let names = |tokens: &Vec<u32>| tokens.iter().map(|token| model.token_name(*token)).collect();
@@ -48,9 +48,12 @@ pub(crate) async fn tokenize(State(gate): State<Arc<Gate>>, request: Request) ->
     .await
 }
 
-/// Answers `POST /detokenize`.
-pub(crate) async fn detokenize(State(gate): State<Arc<Gate>>, request: Request) -> Result<Json<Detokenized>, Error> {
-    with_model(&gate, request, |mut fields, model, _| {
+/// `POST /detokenize`.
+pub(crate) async fn detokenize(
+    State(state): State<Arc<AppState>>,
+    request: Request,
+) -> Result<Json<Detokenized>, Error> {
+    with_model(&state, request, |mut fields, model, _| {
         let ids = fields.array("tokens")?.ok_or_else(|| fields.missing("tokens"))?;
         let last = i64::try_from(model.card.vocabulary).unwrap_or(i64::MAX) - 1;
         let id = |(i, id)| integer(&format!("tokens[{i}]"), id, 0..=last).map(|id| id as u32);
@@ -60,25 +63,26 @@ pub(crate) async fn detokenize(State(gate): State<Arc<Gate>>, request: Request) 
     .await
 }
 
-/// Reads a request's fields and does `work` with the model that it names. A server of one model need not be told which.
+/// Reads a request's fields and runs `work` with the model that it names. `model` may be absent if one model is served.
 async fn with_model<T: Send + 'static>(
-    gate: &Gate,
+    state: &AppState,
     request: Request,
-    work: impl FnOnce(Fields, &Model, &CancellationToken) -> Result<T, Error> + Send + 'static,
+    work: impl FnOnce(Fields, &ServedModel, &CancellationToken) -> Result<T, Error> + Send + 'static,
 ) -> Result<Json<T>, Error> {
     let (parts, body) = request.into_parts();
-    let body::Held { bytes, share } = body::read(&parts.headers, body, &gate.settings, &gate.bodies).await?;
-    let turn = gate.lanes.turn(bytes.len(), share).await;
-    let mut fields = turn.run(move || Fields::parse(&bytes)).await?;
-    let served = gate.engine.models();
+    let body::BufferedBody { bytes, memory } =
+        body::read(&parts.headers, body, &state.settings, &state.body_memory).await?;
+    let permit = state.work.acquire(bytes.len(), memory).await;
+    let mut fields = permit.run(move || Fields::parse(&bytes)).await?;
+    let served = state.engine.models();
     let id = match (fields.text("model")?, &served[..]) {
         (Some(id), _) => id,
         (None, [only]) => only.id.clone(),
         (None, _) => return Err(fields.missing("model")),
     };
-    let model = gate.models.get(&*gate.engine, &id).await?;
-    // When the client goes away, this future is dropped, and the work learns of it.
-    let gone = CancellationToken::new();
-    let _when_dropped = gone.clone().drop_guard();
-    turn.run(move || work(fields, &model, &gone)).await.map(Json)
+    let model = state.models.get(&*state.engine, &id).await?;
+    // When the client disconnects, this future is dropped, which cancels the work.
+    let cancelled = CancellationToken::new();
+    let _cancel_on_drop = cancelled.clone().drop_guard();
+    permit.run(move || work(fields, &model, &cancelled)).await.map(Json)
 }

@@ -1,11 +1,11 @@
-//! Which requests are answered at all: the server's state, its connections in reserve, and what web pages may ask.
+//! Access checks of every request: shutdown, reserved connections, and requests of web pages.
 //!
-//! A page in somebody's browser can send requests to any port of that machine, and by DNS rebinding read the answers under
-//! its own name. Three checks keep it out: the `Host` must be one of this server's, the `Origin` must be the server's own or
-//! one that `cors_origins` names, and what the browser marks as cross-site is refused. Clients that are no browsers send
-//! neither `Origin` nor `Sec-Fetch-Site`.
+//! A web page in a browser can send requests to any port of the same machine, and read the responses by DNS rebinding.
+//! Three checks prevent this: `Host` must name this server; `Origin` must be this server's or one of `cors_origins`;
+//! and a request that the browser marks as cross-site is rejected. Clients other than browsers send neither `Origin`
+//! nor `Sec-Fetch-Site`.
 
-use super::server::{Arrival, Shutdown};
+use super::server::{ConnectionInfo, Shutdown};
 use crate::error::Error;
 use crate::settings::{Origin, Settings};
 use axum::extract::Request;
@@ -21,37 +21,37 @@ use axum::response::{IntoResponse, Response};
 use std::net::IpAddr;
 use std::sync::Arc;
 
-/// Longer URLs than any endpoint has, with room for proxies' query strings; what most servers take.
+/// Maximum URL length in bytes, as in most servers: far longer than any route, for query strings that proxies add.
 const MAX_URL_BYTES: usize = 8 << 10;
-/// Browsers keep the answer to a preflight for so many seconds, which Chromium caps at 7200.
+/// Seconds for which browsers cache the response to a preflight. Chromium caps it at 7200.
 const PREFLIGHT_SECONDS: &str = "7200";
 
 const SEC_FETCH_SITE: HeaderName = HeaderName::from_static("sec-fetch-site");
 const REQUEST_PRIVATE_NETWORK: HeaderName = HeaderName::from_static("access-control-request-private-network");
 const ALLOW_PRIVATE_NETWORK: HeaderName = HeaderName::from_static("access-control-allow-private-network");
-/// What scripts may read of a response beyond what the Fetch standard lets them.
+/// Response headers that scripts may read beyond those of the Fetch standard.
 const EXPOSED: &str = "x-request-id, retry-after, x-blockyard-explain";
 
-/// What is let in.
+/// The hosts and origins whose requests are served.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Access {
-    /// Names of this server besides those that are always its own, in lower case.
+pub(crate) struct AccessRules {
+    /// Names of this server besides its addresses and `localhost`, in lower case.
     pub(crate) hosts: Vec<String>,
-    /// Origins of other sites whose pages may use it.
+    /// Origins of other sites whose pages may use this server.
     pub(crate) origins: Vec<Origin>,
 }
 
-/// A layer that lets in what `access` does, and answers preflights.
-pub(crate) async fn check(access: Arc<Access>, request: Request, next: Next) -> Response {
+/// Middleware: rejects requests that `access` does not allow, and responds to preflight requests.
+pub(crate) async fn check(access: Arc<AccessRules>, request: Request, next: Next) -> Response {
     let origin = request.headers().get(ORIGIN).cloned();
-    let crossing = origin.filter(|origin| access.allows(origin.as_bytes()));
-    let mut response = match access.refuse(&request, crossing.is_some()) {
+    let allowed_origin = origin.filter(|origin| access.allows(origin.as_bytes()));
+    let mut response = match access.check(&request, allowed_origin.is_some()) {
         Err(error) => error.into_response(),
-        Ok(()) if crossing.is_some() && is_preflight(&request) => preflight(request.headers()),
+        Ok(()) if allowed_origin.is_some() && is_preflight(&request) => preflight(request.headers()),
         Ok(()) => next.run(request).await,
     };
     let headers = response.headers_mut();
-    if let Some(origin) = crossing {
+    if let Some(origin) = allowed_origin {
         headers.insert(ACCESS_CONTROL_ALLOW_ORIGIN, origin);
         headers.insert(ACCESS_CONTROL_EXPOSE_HEADERS, HeaderValue::from_static(EXPOSED));
     }
@@ -61,14 +61,14 @@ pub(crate) async fn check(access: Arc<Access>, request: Request, next: Next) -> 
     response
 }
 
-/// A layer that refuses new requests while the server shuts down, and everything but health checks on connections in
-/// reserve.
+/// Middleware: rejects new requests during shutdown, and everything but health checks and metrics on reserved
+/// connections.
 pub(crate) async fn admit(request: Request, next: Next) -> Response {
-    let operations = matches!(request.uri().path(), "/live" | "/ready" | "/health" | "/ping" | "/metrics");
+    let is_health_check = matches!(request.uri().path(), "/live" | "/ready" | "/health" | "/ping" | "/metrics");
     let stopping = request.extensions().get::<Shutdown>().is_some_and(Shutdown::is_announced);
-    let reserved = request.extensions().get::<Arrival>().is_some_and(|arrival| arrival.reserved);
+    let reserved = request.extensions().get::<ConnectionInfo>().is_some_and(|connection| connection.reserved);
     let http1 = request.version() < Version::HTTP_2;
-    let refused = match (operations, stopping, reserved) {
+    let rejection = match (is_health_check, stopping, reserved) {
         _ if request.uri().path_and_query().is_some_and(|path| path.as_str().len() > MAX_URL_BYTES) => {
             Some(Error::UrlTooLong(MAX_URL_BYTES))
         }
@@ -76,18 +76,18 @@ pub(crate) async fn admit(request: Request, next: Next) -> Response {
         (false, _, true) => Some(Error::TooManyConnections),
         _ => None,
     };
-    let mut response = match refused {
+    let mut response = match rejection {
         Some(error) => error.into_response(),
         None => next.run(request).await,
     };
-    // The next request must find another server, or another connection.
+    // The next request must go to another server, or use another connection.
     if http1 && (stopping || reserved) {
         response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
     }
     response
 }
 
-impl Access {
+impl AccessRules {
     pub(crate) fn new(settings: &Settings) -> Self {
         let hosts = settings.allowed_hosts.iter().map(|host| host.trim_end_matches('.').to_ascii_lowercase()).collect();
         Self { hosts, origins: settings.cors_origins.clone() }
@@ -98,18 +98,18 @@ impl Access {
         self.origins.iter().any(|Origin(known)| known == "*" || known.as_bytes().eq_ignore_ascii_case(origin))
     }
 
-    fn refuse(&self, request: &Request, crossing: bool) -> Result<(), Error> {
+    fn check(&self, request: &Request, origin_allowed: bool) -> Result<(), Error> {
         let host = host(request.uri(), request.headers())?;
-        if let (Some(arrival), Some(host)) = (request.extensions().get::<Arrival>(), &host)
-            && !self.is_own(host.host(), arrival)
+        if let (Some(connection), Some(host)) = (request.extensions().get::<ConnectionInfo>(), &host)
+            && !self.is_own(host.host(), connection)
         {
             return Err(Error::HostNotAllowed(host.host().into()));
         }
-        if crossing {
+        if origin_allowed {
             return Ok(());
         }
         if let Some(origin) = request.headers().get(ORIGIN)
-            && !is_same(origin.as_bytes(), host.as_ref())
+            && !is_same_host(origin.as_bytes(), host.as_ref())
         {
             return Err(Error::OriginNotAllowed(String::from_utf8_lossy(origin.as_bytes()).into()));
         }
@@ -120,20 +120,20 @@ impl Access {
     }
 
     /// Whether a host is a name of this server.
-    fn is_own(&self, host: &str, arrival: &Arrival) -> bool {
+    fn is_own(&self, host: &str, connection: &ConnectionInfo) -> bool {
         let host = host.trim_end_matches('.').to_ascii_lowercase();
         let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(&host);
         let address = bare.parse::<IpAddr>().ok();
         let listed = self.hosts.iter().any(|known| known == "*" || *known == host || known == bare);
         let loopback =
             address.map_or(bare == "localhost" || bare.ends_with(".localhost"), |address| address.is_loopback());
-        // Probes name the address that they connect to.
-        let this = address.is_some() && address == arrival.local.map(|local| local.to_canonical());
-        listed || loopback || this || (!arrival.loopback_only && self.hosts.is_empty())
+        // Health checks name the address that they connect to.
+        let this = address.is_some() && address == connection.local.map(|local| local.to_canonical());
+        listed || loopback || this || (!connection.loopback_only && self.hosts.is_empty())
     }
 }
 
-/// The host that a request names. HTTP/1.0 names none, nor does a request within this process.
+/// The host that a request names; `None` for HTTP/1.0 and for requests within this process.
 fn host(uri: &Uri, headers: &HeaderMap) -> Result<Option<Authority>, Error> {
     let mut named = headers.get_all(HOST).iter();
     let header = named.next();
@@ -149,8 +149,9 @@ fn host(uri: &Uri, headers: &HeaderMap) -> Result<Option<Authority>, Error> {
     }
 }
 
-/// Whether an origin is that of the host itself. Which scheme a proxy in front speaks is not known here.
-fn is_same(origin: &[u8], host: Option<&Authority>) -> bool {
+/// Whether an origin's host and port are those of the request's `Host`. The scheme is not compared, because a proxy may
+/// terminate TLS.
+fn is_same_host(origin: &[u8], host: Option<&Authority>) -> bool {
     let (Ok(origin), Some(host)) = (std::str::from_utf8(origin), host) else { return false };
     let Ok(origin) = origin.parse::<Uri>() else { return false };
     let default = match origin.scheme_str() {
@@ -166,17 +167,17 @@ fn is_preflight(request: &Request) -> bool {
     request.method() == Method::OPTIONS && request.headers().contains_key(ACCESS_CONTROL_REQUEST_METHOD)
 }
 
-fn preflight(asked: &HeaderMap) -> Response {
+fn preflight(requested: &HeaderMap) -> Response {
     let mut response = StatusCode::NO_CONTENT.into_response();
     let headers = response.headers_mut();
     headers.insert(ACCESS_CONTROL_ALLOW_METHODS, HeaderValue::from_static("GET, POST, OPTIONS"));
     headers.insert(ACCESS_CONTROL_MAX_AGE, HeaderValue::from_static(PREFLIGHT_SECONDS));
-    // SDKs send headers of their own, more with each version.
-    if let Some(wanted) = asked.get(ACCESS_CONTROL_REQUEST_HEADERS) {
-        headers.insert(ACCESS_CONTROL_ALLOW_HEADERS, wanted.clone());
+    // Allows all headers: SDKs add headers of their own in each version.
+    if let Some(names) = requested.get(ACCESS_CONTROL_REQUEST_HEADERS) {
+        headers.insert(ACCESS_CONTROL_ALLOW_HEADERS, names.clone());
         headers.append(VARY, HeaderValue::from_static("access-control-request-headers"));
     }
-    if asked.get(REQUEST_PRIVATE_NETWORK).is_some_and(|asked| asked == "true") {
+    if requested.get(REQUEST_PRIVATE_NETWORK).is_some_and(|value| value == "true") {
         headers.insert(ALLOW_PRIVATE_NETWORK, HeaderValue::from_static("true"));
     }
     response

@@ -1,5 +1,6 @@
-//! A request's body: read within a limit of bytes, and refused in words when it is not what is read here. Its pace, and what
-//! becomes of the rest of a body that is refused, is `upload`'s.
+//! Reads a request's JSON body within a size limit and a share of the memory for all bodies.
+//!
+//! Not here: the minimum upload rate, and the rest of a body that is rejected (`upload`).
 
 use super::upload::is_too_slow;
 use crate::error::Error;
@@ -13,34 +14,35 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-/// A body's first bytes are not charged to [`Memory`]: small requests are never refused for want of it. What they take is bounded by
-/// the number of connections.
-const FREE: usize = 64 << 10;
-/// Bodies are worked on within a second, when there is no queue.
+/// First bytes of a body that are not charged to [`BodyMemory`], so that small requests are never rejected for lack of
+/// it. The number of connections bounds their memory.
+const FREE_BYTES: usize = 64 << 10;
+/// `Retry-After` without memory: most bodies are processed within a second.
 const RETRY_AFTER: Duration = Duration::from_secs(1);
 
-/// The memory for the bodies of all requests that are read or worked on.
-pub(crate) struct Memory(Arc<Semaphore>);
+/// Memory for the bodies of all requests that are being read or processed, in bytes.
+pub(crate) struct BodyMemory(Arc<Semaphore>);
 
-/// A share of it that grows with a body.
-struct Share<'a> {
-    memory: &'a Memory,
+/// A share of the memory, which grows with a body.
+struct MemoryShare<'a> {
+    memory: &'a BodyMemory,
     held: Option<OwnedSemaphorePermit>,
 }
 
-impl Memory {
-    /// For so many bytes, or one body of the largest size.
+impl BodyMemory {
+    /// Memory of `max_inflight_bodies`, at least one body of the maximum size.
     pub(crate) fn new(settings: &Settings) -> Self {
         let bytes = settings.max_inflight_bodies.max(settings.max_body).as_usize();
         Self(Arc::new(Semaphore::new(bytes.min(Semaphore::MAX_PERMITS))))
     }
 }
 
-impl Share<'_> {
-    /// Makes room for a body of so many bytes, or refuses it: a body that waited for room would hold what it has, and so would others.
+impl MemoryShare<'_> {
+    /// Grows the share to a body of `bytes`, or rejects the body. It does not wait: bodies that wait for more memory
+    /// while they hold some could block one another.
     fn grow(&mut self, bytes: usize) -> Result<(), Error> {
         let held = self.held.as_ref().map_or(0, OwnedSemaphorePermit::num_permits);
-        let more = bytes.saturating_sub(FREE).saturating_sub(held);
+        let more = bytes.saturating_sub(FREE_BYTES).saturating_sub(held);
         let more = u32::try_from(more).unwrap_or(u32::MAX);
         let Ok(permit) = Arc::clone(&self.memory.0).try_acquire_many_owned(more) else {
             return Err(Error::Overloaded(RETRY_AFTER));
@@ -53,17 +55,22 @@ impl Share<'_> {
     }
 }
 
-/// A body and its share of the memory.
-pub(crate) struct Held {
+/// A complete body and its share of the memory.
+pub(crate) struct BufferedBody {
     pub(crate) bytes: Bytes,
-    pub(crate) share: Option<OwnedSemaphorePermit>,
+    pub(crate) memory: Option<OwnedSemaphorePermit>,
 }
 
-/// Reads a JSON body within the limits of `settings` into its share of `memory`.
-pub(crate) async fn read(headers: &HeaderMap, body: Body, settings: &Settings, memory: &Memory) -> Result<Held, Error> {
-    content_type(headers)?;
-    content_encoding(headers)?;
-    let mut share = Share { memory, held: None };
+/// Reads a JSON body within the limits of `settings`, charged to `memory`.
+pub(crate) async fn read(
+    headers: &HeaderMap,
+    body: Body,
+    settings: &Settings,
+    memory: &BodyMemory,
+) -> Result<BufferedBody, Error> {
+    check_content_type(headers)?;
+    check_content_encoding(headers)?;
+    let mut share = MemoryShare { memory, held: None };
     let most = settings.max_body.as_usize();
     let mut stream = body.into_data_stream();
     let mut collected = BytesMut::new();
@@ -81,19 +88,19 @@ pub(crate) async fn read(headers: &HeaderMap, body: Body, settings: &Settings, m
         share.grow(collected.len() + chunk.len())?;
         collected.extend_from_slice(&chunk);
     }
-    Ok(Held { bytes: collected.freeze(), share: share.held })
+    Ok(BufferedBody { bytes: collected.freeze(), memory: share.held })
 }
 
-/// Bodies are read as they are: a compressed one could be a thousand times as large as its bytes.
-fn content_encoding(headers: &HeaderMap) -> Result<(), Error> {
+/// Rejects compressed bodies: a compressed body can expand a thousandfold.
+fn check_content_encoding(headers: &HeaderMap) -> Result<(), Error> {
     let codings = headers.get_all(CONTENT_ENCODING).iter().map(|value| String::from_utf8_lossy(value.as_bytes()));
     let compressed =
         codings.map(|coding| coding.trim().to_ascii_lowercase()).find(|c| !matches!(&c[..], "" | "identity"));
     compressed.map_or(Ok(()), |coding| Err(Error::ContentEncoding(coding)))
 }
 
-/// JSON under any name; under none; and under what `curl -d` says when it is told nothing.
-fn content_type(headers: &HeaderMap) -> Result<(), Error> {
+/// Accepts JSON types, no type, and the type that `curl -d` sends by default.
+fn check_content_type(headers: &HeaderMap) -> Result<(), Error> {
     let Some(value) = headers.get(CONTENT_TYPE) else { return Ok(()) };
     let text = String::from_utf8_lossy(value.as_bytes());
     let essence = text.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();

@@ -1,11 +1,11 @@
-//! What is seen of each request: its id, a span, its metrics and one line of log. The [`Ticket`] lives until the last byte of
-//! the response was written or given up, so that a stream counts as in flight for as long as it runs.
+//! Observability of each request: its id, a span, its metrics and one log line.
 //!
-//! The line has everything that is known of the request as fields of its own, so that log stores can filter by them without
-//! looking into spans.
+//! The [`RequestContext`] lives until the last byte of the response is written or discarded, so a stream counts as in
+//! flight while it runs. The log line has all facts about the request as fields of its own, so that log stores can
+//! filter by them without spans.
 
 use super::request_id;
-use crate::error::{Error, Refused};
+use crate::error::{Error, LoggedError};
 use crate::limits::LogLimit;
 use crate::metrics::Metrics;
 use axum::extract::{MatchedPath, Request, State};
@@ -20,20 +20,20 @@ use std::time::Duration;
 use tokio::time::Instant;
 use tracing::{Instrument, Span};
 
-/// Names the request, in both directions.
+/// The request's id, in requests and responses.
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
-/// What nginx logs for a client that went away; nobody ever receives it.
+/// The status that nginx logs for a client that disconnected. It is never sent.
 const CLIENT_CLOSED: u16 = 499;
-/// Lines of requests that failed, per second and kind: enough to find a client's request, too few to fill a disk under an
-/// attack.
-const FAILED_LINES: u32 = 20;
+/// Maximum log lines per second of rejected requests, and of failed requests: enough to find a client's request, too
+/// few to fill a disk under an attack.
+const MAX_LINES_PER_SECOND: u32 = 20;
 
-/// Routes of scrapes and health checks: an idle server shows no request in flight while it is being watched.
-const OPERATIONS: [&str; 6] = ["/metrics", "/live", "/ready", "/health", "/ping", "/version"];
+/// Routes of scrapes and health checks, which do not count as in flight: an idle server shows none.
+const NOT_IN_FLIGHT: [&str; 6] = ["/metrics", "/live", "/ready", "/health", "/ping", "/version"];
 
-/// One request, from its arrival to its last byte.
-pub(crate) struct Ticket {
-    /// The client's `x-request-id`, or one of ours.
+/// One request, from its arrival to the last byte of its response.
+pub(crate) struct RequestContext {
+    /// The client's `x-request-id`, or a generated id.
     pub(crate) id: Arc<str>,
     pub(crate) span: Span,
     pub(crate) arrived: Instant,
@@ -42,101 +42,100 @@ pub(crate) struct Ticket {
     is_counted: bool,
     pub(crate) metrics: Metrics,
     model: OnceLock<Arc<str>>,
-    /// What was answered; 0 as long as nothing was.
+    /// The response's status; 0 before there is one.
     status: AtomicU16,
-    /// The body is still being streamed.
+    /// The response is a stream that has not ended.
     streaming: AtomicBool,
-    /// What the line of log says besides.
-    details: Mutex<Details>,
-    lines: Arc<Lines>,
+    /// Fields of the log line that become known during the request.
+    log_fields: Mutex<LogFields>,
+    log_limits: Arc<LogLimits>,
 }
 
-/// The middleware's state.
+/// State of the middleware [`observe`].
 #[derive(Clone)]
 pub(crate) struct Observer {
     metrics: Metrics,
-    lines: Arc<Lines>,
+    log_limits: Arc<LogLimits>,
 }
 
 impl Observer {
     pub(crate) fn new(metrics: Metrics) -> Self {
-        Self { metrics, lines: Arc::default() }
+        Self { metrics, log_limits: Arc::default() }
     }
 }
 
-/// How many lines requests may leave that were not served.
-struct Lines {
-    refused: LogLimit,
+/// Rate limits of log lines of requests that were not served.
+struct LogLimits {
+    rejected: LogLimit,
     failed: LogLimit,
 }
 
-impl Default for Lines {
+impl Default for LogLimits {
     fn default() -> Self {
-        let limit = || LogLimit::new(FAILED_LINES, Duration::from_secs(1));
-        Self { refused: limit(), failed: limit() }
+        let limit = || LogLimit::new(MAX_LINES_PER_SECOND, Duration::from_secs(1));
+        Self { rejected: limit(), failed: limit() }
     }
 }
 
-/// What becomes known of a request on its way.
+/// Fields of the log line that become known during the request.
 #[derive(Default)]
-pub(crate) struct Details {
+pub(crate) struct LogFields {
     pub(crate) tenant: Option<Arc<str>>,
-    /// Of its first choice.
+    /// The worker of the first choice.
     pub(crate) worker: Option<Arc<str>>,
     pub(crate) prompt_tokens: Option<usize>,
     pub(crate) cached_tokens: Option<u32>,
     pub(crate) completion_tokens: u32,
-    /// Of its first choice.
+    /// The finish reason of the first choice.
     pub(crate) finish_reason: Option<&'static str>,
+    /// Time to the first token in seconds.
     pub(crate) ttft_s: Option<f64>,
-    pub(crate) error: Option<Refused>,
+    pub(crate) error: Option<LoggedError>,
 }
 
-impl Ticket {
-    /// The model was found, and the prompt has this many tokens.
+impl RequestContext {
+    /// Records the model and the number of prompt tokens of a parsed request.
     pub(crate) fn accepted(&self, model: &Arc<str>, prompt_tokens: usize) {
-        self.details().prompt_tokens = Some(prompt_tokens);
+        self.log_fields().prompt_tokens = Some(prompt_tokens);
         self.metrics.prompt_tokens.with_label_values(&[model]).inc_by(prompt_tokens as u64);
         self.metrics.prompt_length.with_label_values(&[model]).observe(prompt_tokens as f64);
         // Set once: a request has one model.
         let _ = self.model.set(model.clone());
     }
 
-    /// A stream has begun: the status that was answered holds only if it ends well.
-    pub(crate) fn stream_begins(&self) {
+    /// Records the start of a stream. The status is final only when the stream has finished.
+    pub(crate) fn stream_started(&self) {
         self.streaming.store(true, Ordering::Relaxed);
     }
 
-    /// The stream has ended well.
-    pub(crate) fn stream_ends(&self) {
-        self.ends(StatusCode::OK);
+    /// Records that the stream ended without an error.
+    pub(crate) fn stream_finished(&self) {
+        self.set_final_status(StatusCode::OK);
     }
 
-    /// The stream has ended with an error.
-    pub(crate) fn stream_fails(&self, error: &Error) {
-        self.details().error = Some(error.into());
-        self.ends(error.status());
+    /// Records that the stream ended with an error.
+    pub(crate) fn stream_failed(&self, error: &Error) {
+        self.log_fields().error = Some(error.into());
+        self.set_final_status(error.status());
     }
 
-    /// For whom the request is.
-    pub(crate) fn of_tenant(&self, tenant: &Arc<str>) {
-        self.details().tenant = Some(tenant.clone()).filter(|tenant| !tenant.is_empty());
+    /// Records the tenant. An empty name means that there is none.
+    pub(crate) fn set_tenant(&self, tenant: &Arc<str>) {
+        self.log_fields().tenant = Some(tenant.clone()).filter(|tenant| !tenant.is_empty());
     }
 
-    fn ends(&self, status: StatusCode) {
+    fn set_final_status(&self, status: StatusCode) {
         self.status.store(status.as_u16(), Ordering::Relaxed);
         self.streaming.store(false, Ordering::Relaxed);
     }
 
-    pub(crate) fn details(&self) -> MutexGuard<'_, Details> {
-        self.details.lock().expect("no code panics while it holds this lock")
+    pub(crate) fn log_fields(&self) -> MutexGuard<'_, LogFields> {
+        self.log_fields.lock().expect("no code panics while it holds this lock")
     }
 
-    /// Writes the line of log.
+    /// Writes the log line.
     fn log(&self, status: u16) {
-        let details = self.details();
-        let Details { tenant, worker, prompt_tokens, cached_tokens, completion_tokens, finish_reason, ttft_s, error } =
-            &*details;
+        let fields = self.log_fields();
         let model = self.model.get();
         macro_rules! line {
             ($level:ident, $suppressed:expr, $message:literal) => {
@@ -146,37 +145,37 @@ impl Ticket {
                     endpoint = self.endpoint,
                     status,
                     model = model.map(|model| &**model),
-                    tenant = tenant.as_deref(),
-                    worker = worker.as_deref(),
-                    prompt_tokens,
-                    cached_tokens,
-                    completion_tokens = model.map(|_| *completion_tokens),
-                    finish_reason,
-                    ttft_s,
+                    tenant = fields.tenant.as_deref(),
+                    worker = fields.worker.as_deref(),
+                    prompt_tokens = fields.prompt_tokens,
+                    cached_tokens = fields.cached_tokens,
+                    completion_tokens = model.map(|_| fields.completion_tokens),
+                    finish_reason = fields.finish_reason,
+                    ttft_s = fields.ttft_s,
                     duration_s = self.arrived.elapsed().as_secs_f64(),
-                    code = error.as_ref().and_then(|error| error.code),
-                    error = error.as_ref().map(|error| &*error.message),
+                    code = fields.error.as_ref().and_then(|error| error.code),
+                    error = fields.error.as_ref().map(|error| &*error.message),
                     suppressed = Some($suppressed).filter(|lines| *lines > 0),
                     $message
                 )
             };
         }
         match status {
-            // A probe asks every few seconds, and an answer of no is not a failure.
+            // Health checks repeat every few seconds, and "not ready" is not a failure.
             503 if matches!(self.endpoint.as_str(), "/ready" | "/health" | "/ping") => line!(debug, 0, "not ready"),
-            // The server's own fault; the others above it say that it cannot serve now.
+            // A defect of the server; higher statuses mean that it cannot serve now.
             500 => {
-                if let Some(suppressed) = self.lines.failed.admit() {
+                if let Some(suppressed) = self.log_limits.failed.admit() {
                     line!(error, suppressed, "request failed");
                 }
             }
             501.. => {
-                if let Some(suppressed) = self.lines.failed.admit() {
+                if let Some(suppressed) = self.log_limits.failed.admit() {
                     line!(warn, suppressed, "request failed");
                 }
             }
             400.. => {
-                if let Some(suppressed) = self.lines.refused.admit() {
+                if let Some(suppressed) = self.log_limits.rejected.admit() {
                     line!(info, suppressed, "request rejected");
                 }
             }
@@ -186,10 +185,11 @@ impl Ticket {
     }
 }
 
-impl Drop for Ticket {
+impl Drop for RequestContext {
     fn drop(&mut self) {
-        let cut = self.streaming.load(Ordering::Relaxed);
-        let status = Some(self.status.load(Ordering::Relaxed)).filter(|s| *s != 0 && !cut).unwrap_or(CLIENT_CLOSED);
+        let interrupted = self.streaming.load(Ordering::Relaxed);
+        let status =
+            Some(self.status.load(Ordering::Relaxed)).filter(|s| *s != 0 && !interrupted).unwrap_or(CLIENT_CLOSED);
         if self.is_counted {
             self.metrics.in_flight.dec();
         }
@@ -201,16 +201,17 @@ impl Drop for Ticket {
     }
 }
 
-/// The outermost layer: gives every request its ticket, every response its id, and turns a panic into an answer.
+/// The outermost middleware: adds a context to every request and its id to every response, and turns a panic into an
+/// error response.
 pub(crate) async fn observe(State(observer): State<Observer>, mut request: Request, next: Next) -> Response {
     let id = request_id(request.headers());
     let endpoint = request.extensions().get::<MatchedPath>().map_or("unmatched", MatchedPath::as_str).to_owned();
     let span = tracing::info_span!("request", request_id = %id, %endpoint);
-    let is_counted = !OPERATIONS.contains(&endpoint.as_str());
+    let is_counted = !NOT_IN_FLIGHT.contains(&endpoint.as_str());
     if is_counted {
         observer.metrics.in_flight.inc();
     }
-    let ticket = Arc::new(Ticket {
+    let context = Arc::new(RequestContext {
         id: id.clone(),
         span: span.clone(),
         arrived: Instant::now(),
@@ -220,33 +221,33 @@ pub(crate) async fn observe(State(observer): State<Observer>, mut request: Reque
         model: OnceLock::new(),
         status: AtomicU16::new(0),
         streaming: AtomicBool::new(false),
-        details: Mutex::default(),
-        lines: observer.lines.clone(),
+        log_fields: Mutex::default(),
+        log_limits: observer.log_limits.clone(),
     });
-    request.extensions_mut().insert(ticket.clone());
-    let answer = AssertUnwindSafe(next.run(request)).catch_unwind().instrument(span).await;
-    let mut response = answer.unwrap_or_else(|_| panicked().into_response());
+    request.extensions_mut().insert(context.clone());
+    let outcome = AssertUnwindSafe(next.run(request)).catch_unwind().instrument(span).await;
+    let mut response = outcome.unwrap_or_else(|_| panicked().into_response());
     if let Ok(id) = HeaderValue::from_str(&id) {
         response.headers_mut().insert(REQUEST_ID, id);
     }
-    if let Some(error) = response.extensions_mut().remove::<Refused>() {
-        ticket.details().error = Some(error);
+    if let Some(error) = response.extensions_mut().remove::<LoggedError>() {
+        context.log_fields().error = Some(error);
     }
-    ticket.status.store(response.status().as_u16(), Ordering::Relaxed);
+    context.status.store(response.status().as_u16(), Ordering::Relaxed);
     response
 }
 
-/// What a client is told of a bug of ours. The panic's own message went to the log.
+/// The error response for a panic. The panic's own message is in the log.
 pub(crate) fn panicked() -> Error {
     tracing::error!("a request handler panicked; this is a bug");
     Error::Failed("internal error; the log has the details".into())
 }
 
-/// The client's id if it is fit for a log line and a header, else one of ours.
+/// The client's id if it is valid in a log line and a header, else a generated one.
 fn request_id(headers: &HeaderMap) -> Arc<str> {
-    let sane = |id: &&str| {
+    let is_valid = |id: &&str| {
         (1..=128).contains(&id.len()) && id.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_.:/+=".contains(&b))
     };
-    let theirs = headers.get(REQUEST_ID).and_then(|id| id.to_str().ok()).filter(sane);
-    theirs.map_or_else(|| name::unique().into(), Arc::from)
+    let from_client = headers.get(REQUEST_ID).and_then(|id| id.to_str().ok()).filter(is_valid);
+    from_client.map_or_else(|| request_id::generate().into(), Arc::from)
 }

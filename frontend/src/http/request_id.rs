@@ -1,12 +1,12 @@
-//! Names for requests and answers that are not to be guessed or repeated in a process's life.
+//! Request ids: unique within the process and not predictable.
 
 use std::hash::{BuildHasher, RandomState};
 use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// 32 hexadecimal digits. Keyed by what the standard library draws for its hash maps, once per process; so far the only
-/// randomness in this crate, and nothing is computed from it.
-pub(crate) fn unique() -> String {
+/// A new id of 32 hexadecimal digits: a counter hashed with the random keys of the standard library's hash maps, which
+/// are drawn once per process.
+pub(crate) fn generate() -> String {
     static KEYS: LazyLock<[RandomState; 2]> = LazyLock::new(|| [RandomState::new(), RandomState::new()]);
     static COUNT: AtomicU64 = AtomicU64::new(0);
     let count = COUNT.fetch_add(1, Ordering::Relaxed);
@@ -15,11 +15,11 @@ pub(crate) fn unique() -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::unique;
+    use super::generate;
 
     #[test]
-    fn names_are_32_digits_and_differ() {
-        let (one, two) = (unique(), unique());
+    fn ids_are_32_digits_and_differ() {
+        let (one, two) = (generate(), generate());
         assert!(one.len() == 32 && one.bytes().all(|b| b.is_ascii_hexdigit()));
         assert_ne!(one, two);
     }

@@ -1,20 +1,20 @@
-//! Accepting connections, serving HTTP on them within limits, and ending well.
+//! Accepts connections, serves HTTP on them within limits, and shuts down in stages.
 //!
 //! ```text
 //!   accept ─ admission ─ connection task: hyper over `Stream`, with a watchdog over `Activity`
 //!
-//!   running ─ announce ─▶ refusing: /ready says no, new requests get 503, the listener is open
-//!           ─ close ────▶ draining: no listener, running requests finish; ended at the drain deadline
+//!   running ─ announce ─▶ refusing: /ready and new requests get 503, the listener is open
+//!           ─ close ────▶ draining: no listener, running requests finish; aborted at the drain deadline
 //! ```
-//! Each connection has time limits for its request headers, for idling and for a client that does not read. Not here: the
-//! pace of a request's body (`upload`).
+//! Each connection has time limits for its request headers, for idling and for a client that does not read. Not here:
+//! the minimum rate of a request's body (`upload`).
 
 mod activity;
 mod connection;
 mod connections;
 mod stream;
 
-pub(crate) use connection::Arrival;
+pub(crate) use connection::ConnectionInfo;
 
 use crate::limits::LogLimit;
 use crate::metrics::ConnectionMetrics;
@@ -32,62 +32,62 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-/// After requests were ended at the drain deadline, how long their last bytes may take to reach a slow client.
+/// Time for the last bytes of aborted requests to reach slow clients after the drain deadline.
 const LAST_BYTES: Duration = Duration::from_secs(2);
-/// Without file descriptors `accept` fails at once, again and again; connections end in the meantime.
+/// Pause after a failed `accept`: without file descriptors it fails immediately until connections end.
 const ACCEPT_RETRY: Duration = Duration::from_millis(100);
-/// Failing `accept` calls repeat ten times a second.
+/// Interval of log lines of failed `accept` calls, which repeat ten times per second.
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
-/// The way from serving to the end, for those who decide when. Cheap to clone.
+/// The stages of a shutdown: announced, closed, forced. The owner triggers the first two. Cheap to clone.
 #[derive(Clone, Default)]
 pub struct Shutdown {
     announced: CancellationToken,
     closed: CancellationToken,
-    cut: CancellationToken,
-    /// How long requests may go on once it is closed.
+    forced: CancellationToken,
+    /// Time for running requests after the listener is closed.
     drain: Arc<OnceLock<Duration>>,
 }
 
 impl Shutdown {
-    /// From here on new requests are refused and `/ready` says no. The listener stays open, so that a load balancer gets
-    /// answers until it has noticed.
+    /// Rejects new requests from now on, and makes `/ready` respond 503. The listener stays open, so that load
+    /// balancers get responses until they have noticed.
     pub fn announce(&self) {
         self.announced.cancel();
     }
 
-    /// Closes the listener. Requests that run may finish within `drain`; what runs longer gets an error and ends. The first
-    /// call counts.
+    /// Closes the listener. Running requests may finish within `drain`; then they are aborted with an error. Only the
+    /// first call has an effect.
     pub fn close(&self, drain: Duration) {
         let _ = self.drain.set(drain);
         self.announced.cancel();
         self.closed.cancel();
     }
 
-    /// Whether new requests are refused.
+    /// Whether new requests are rejected.
     pub(crate) fn is_announced(&self) -> bool {
         self.announced.is_cancelled()
     }
 
-    /// Resolves when the drain deadline has passed: what still runs must end.
-    pub(crate) fn cut(&self) -> impl Future<Output = ()> + Send + 'static {
-        self.cut.clone().cancelled_owned()
+    /// Resolves when the drain deadline has passed and running requests must end.
+    pub(crate) fn forced(&self) -> impl Future<Output = ()> + Send + 'static {
+        self.forced.clone().cancelled_owned()
     }
 }
 
-/// Lines a second for requests whose head is refused: no more than those of requests that a router refuses.
-const REFUSED_LINES: u32 = 20;
+/// Log lines per second of requests whose head is rejected: as many as of requests that a router rejects.
+const REJECTED_LINES_PER_SECOND: u32 = 20;
 
-/// Serves HTTP on listeners, with the limits of the front door. Cheap to clone.
+/// Serves HTTP on listeners within the limits of [`Settings`]. Cheap to clone.
 #[derive(Clone)]
 pub struct Server {
     limits: Limits,
     metrics: ConnectionMetrics,
-    /// Lines of requests that were refused before they reached a router.
-    refused: Arc<LogLimit>,
+    /// Rate limit of log lines of requests that were rejected before they reached a router.
+    rejected_lines: Arc<LogLimit>,
 }
 
-/// What a connection may take.
+/// Limits of connections.
 #[derive(Clone, Copy)]
 struct Limits {
     max_connections: usize,
@@ -96,7 +96,8 @@ struct Limits {
 }
 
 impl Server {
-    /// With the limits of `settings`. Registers the metrics of connections; fails when that was done before.
+    /// A server with the limits of `settings`. Registers the metrics of connections; fails if they are registered
+    /// already.
     pub fn new(settings: &Settings, registry: &Registry) -> Result<Self, prometheus::Error> {
         let limits = Limits {
             max_connections: settings.max_connections,
@@ -107,12 +108,12 @@ impl Server {
                 write: settings.write_timeout.0,
             },
         };
-        let refused = Arc::new(LogLimit::new(REFUSED_LINES, Duration::from_secs(1)));
-        Ok(Self { limits, metrics: ConnectionMetrics::new(registry)?, refused })
+        let rejected_lines = Arc::new(LogLimit::new(REJECTED_LINES_PER_SECOND, Duration::from_secs(1)));
+        Ok(Self { limits, metrics: ConnectionMetrics::new(registry)?, rejected_lines })
     }
 
-    /// Serves until `shutdown` is closed, then accepts nothing more and lets requests finish. What still runs at the drain
-    /// deadline ends; the engine sees its streams dropped.
+    /// Serves until `shutdown` is closed, then accepts no more connections and lets requests finish. Requests that
+    /// still run at the drain deadline are aborted, which drops their engine streams.
     pub async fn serve(&self, listener: TcpListener, router: Router, shutdown: Shutdown) -> io::Result<()> {
         let router = router.layer(Extension(shutdown.clone()));
         let loopback_only = listener.local_addr()?.ip().is_loopback();
@@ -131,7 +132,7 @@ impl Server {
                 }
                 Err(error) => {
                     self.metrics.accept_errors.with_label_values(&[reason(&error)]).inc();
-                    // The client is gone again: that says nothing about the next.
+                    // The client disconnected before `accept`; the next one is not affected.
                     if is_of_one_client(&error) {
                         continue;
                     }
@@ -158,13 +159,13 @@ impl Server {
             shutdown_timeout_s = drain.as_secs_f64(),
             "requests still run after the shutdown timeout and are aborted"
         );
-        shutdown.cut.cancel();
-        // What does not take its last bytes in time is dropped with the runtime.
+        shutdown.forced.cancel();
+        // Connections that are still open after this are dropped with the runtime.
         let _ = tokio::time::timeout(LAST_BYTES, tasks.wait()).await;
         Ok(())
     }
 
-    /// Starts to serve a connection, or drops it where there is no room even for a health check.
+    /// Starts to serve a connection, or drops it if even the reserved connections are taken.
     fn open(
         &self,
         socket: TcpStream,
@@ -182,16 +183,19 @@ impl Server {
                 return;
             }
         };
-        // Small chunks must leave at once, not wait for the acknowledgement of the one before.
+        // Small chunks must be sent immediately, not wait for an acknowledgement (Nagle's algorithm).
         if let Err(error) = socket.set_nodelay(true) {
             tracing::debug!(%error, "cannot set TCP_NODELAY");
         }
-        let arrival = Arrival { loopback_only, reserved, local: socket.local_addr().ok().map(|local| local.ip()) };
-        let (limits, metrics, refused) = (self.limits, self.metrics.clone(), Arc::clone(&self.refused));
-        let (router, closed) = (router.clone(), shutdown.closed.clone());
+        let info = ConnectionInfo { loopback_only, reserved, local: socket.local_addr().ok().map(|local| local.ip()) };
+        let limits = self.limits;
+        let metrics = self.metrics.clone();
+        let rejected_lines = Arc::clone(&self.rejected_lines);
+        let router = router.clone();
+        let closed = shutdown.closed.clone();
         tasks.spawn(async move {
             let _open = Open::new(&metrics.open);
-            let serving = connection::run(socket, &slot, router, arrival, &limits, &closed, &refused);
+            let serving = connection::run(socket, &slot, router, info, &limits, &closed, &rejected_lines);
             let reason = Box::pin(serving).await;
             metrics.closed.with_label_values(&[reason]).inc();
         });
@@ -214,13 +218,13 @@ impl Drop for Open {
     }
 }
 
-/// Errors that `accept` passes on from a connection that ended before it was accepted.
+/// Errors of a connection that ended before it was accepted, which `accept` returns.
 fn is_of_one_client(error: &io::Error) -> bool {
     use io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset, Interrupted};
     matches!(error.kind(), ConnectionAborted | ConnectionRefused | ConnectionReset | Interrupted)
 }
 
-/// A label for the errors that operators must tell apart.
+/// The `error` label of a failed `accept`.
 fn reason(error: &io::Error) -> &'static str {
     /// `EMFILE` and `ENFILE`, the same numbers on every Unix.
     const NO_DESCRIPTORS: [i32; 2] = [24, 23];

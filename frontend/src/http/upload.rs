@@ -1,8 +1,9 @@
-//! A request's body on its way in: bounded in time, and read to its end even if the handler answers before.
+//! Middleware for request bodies: enforces a minimum upload rate, and discards the rest of a body that a handler does
+//! not read.
 //!
-//! Many clients look at the response only when they have sent the whole request. When a connection is closed before, they
-//! report a broken pipe instead of the error. So what a handler leaves of a body is read and discarded before its response
-//! goes out, within a limit of bytes and time. Not here: the limit of bytes that a handler accepts (`body`).
+//! Many clients read the response only after they have sent the whole request. If the connection closes before, they
+//! report a broken pipe instead of the error. So the rest of a body is read and discarded before its response is sent,
+//! within limits of bytes and time. Not here: the maximum size that a handler accepts (`body`).
 
 use crate::settings::Settings;
 use axum::body::{Body, HttpBody};
@@ -20,32 +21,32 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 use tokio::time::{Instant, Sleep, sleep_until, timeout};
 
-/// A body that no handler reads is read on up to so many times the largest body that is accepted.
+/// Maximum size of a body that is discarded, in multiples of `max_body`.
 const DISCARD_FACTOR: usize = 4;
-/// And for at most so long: a client that needs longer gets its response without, and then sees its connection close.
+/// Maximum time to discard a body. A slower client gets its response, and then its connection is closed.
 const DISCARD_TIME: Duration = Duration::from_secs(10);
 
-/// How slowly a client may send a body.
+/// The minimum rate of uploads.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Pace {
-    /// The longest time without a byte, and the time that every body has whatever its size.
+pub(crate) struct UploadRate {
+    /// Maximum time without a byte, and the time that every body has regardless of its size.
     pub(crate) pause: Duration,
-    /// Bytes that a client must send per second beyond that time.
+    /// Bytes per second that a client must send beyond that time.
     pub(crate) min_rate: usize,
 }
 
-/// The middleware's state: limits of every body.
+/// State of the middleware [`discard_rest`]: limits of every body.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct UploadLimits {
-    pace: Pace,
-    /// Bytes of a body that are read and discarded after its handler has answered.
+    rate: UploadRate,
+    /// Bytes of a body that are read and discarded after its handler has responded.
     discarded_bytes: usize,
 }
 
 impl UploadLimits {
     pub(crate) fn new(settings: &Settings) -> Self {
         Self {
-            pace: Pace { pause: settings.body_timeout.0, min_rate: settings.min_body_rate.as_usize() },
+            rate: UploadRate { pause: settings.body_timeout.0, min_rate: settings.min_body_rate.as_usize() },
             discarded_bytes: settings.max_body.as_usize().saturating_mul(DISCARD_FACTOR),
         }
     }
@@ -56,7 +57,7 @@ impl UploadLimits {
 #[error("the request body arrives too slowly")]
 pub(crate) struct TooSlow;
 
-/// Whether a body ended because of its pace.
+/// Whether a body failed because it was below the minimum rate.
 pub(crate) fn is_too_slow(error: &axum::Error) -> bool {
     let mut cause: Option<&dyn Error> = Some(error);
     while let Some(error) = cause {
@@ -68,22 +69,24 @@ pub(crate) fn is_too_slow(error: &axum::Error) -> bool {
     false
 }
 
-/// A layer around everything that may answer before it has read the body.
+/// Middleware around handlers that may respond before they have read the body.
 pub(crate) async fn discard_rest(State(limits): State<UploadLimits>, request: Request, next: Next) -> Response {
     if request.body().is_end_stream() {
         return next.run(request).await;
     }
     let (parts, body) = request.into_parts();
-    // Such a client waits for permission to send. Reading would give it.
-    let asks_first = parts.headers.contains_key(EXPECT);
+    // With `Expect: 100-continue` the client waits for permission to send; a read would give it.
+    let expects_continue = parts.headers.contains_key(EXPECT);
     let http1 = parts.version < Version::HTTP_2;
-    let rest = Rest::default();
-    let upload = Upload { body: Some(Paced::new(body, limits.pace)), rest: rest.clone() };
+    let rest = SharedRemainder::default();
+    let upload = HandlerBody { body: Some(TimedBody::new(body, limits.rate)), rest: rest.clone() };
     let mut response = next.run(Request::from_parts(parts, Body::new(upload))).await;
-    let whole = match rest.replace(Left::Nothing) {
-        Left::Nothing => true,
-        Left::Failed => false,
-        Left::Body(body) => !(asks_first && body.received == 0) && body.discard(limits.discarded_bytes).await,
+    let whole = match rest.replace(Remainder::Nothing) {
+        Remainder::Nothing => true,
+        Remainder::Failed => false,
+        Remainder::Body(body) => {
+            !(expects_continue && body.received == 0) && body.discard(limits.discarded_bytes).await
+        }
     };
     if !whole && http1 {
         response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
@@ -91,33 +94,33 @@ pub(crate) async fn discard_rest(State(limits): State<UploadLimits>, request: Re
     response
 }
 
-/// What a handler left of a body.
+/// The rest of a body after its handler, which [`HandlerBody`] puts here when it is dropped.
 #[derive(Clone, Default)]
-struct Rest(Arc<Mutex<Left>>);
+struct SharedRemainder(Arc<Mutex<Remainder>>);
 
 #[derive(Default)]
-enum Left {
+enum Remainder {
     #[default]
     Nothing,
-    /// It cannot be read on.
+    /// The body failed and cannot be read any further.
     Failed,
-    Body(Paced),
+    Body(TimedBody),
 }
 
-impl Rest {
-    fn replace(&self, left: Left) -> Left {
-        std::mem::replace(&mut *self.0.lock().expect("no code panics while it holds this lock"), left)
+impl SharedRemainder {
+    fn replace(&self, remainder: Remainder) -> Remainder {
+        std::mem::replace(&mut *self.0.lock().expect("no code panics while it holds this lock"), remainder)
     }
 }
 
 /// The body that a handler sees.
-struct Upload {
-    /// There until it has ended or failed.
-    body: Option<Paced>,
-    rest: Rest,
+struct HandlerBody {
+    /// `None` once the body has ended or failed.
+    body: Option<TimedBody>,
+    rest: SharedRemainder,
 }
 
-impl HttpBody for Upload {
+impl HttpBody for HandlerBody {
     type Data = Bytes;
     type Error = axum::BoxError;
 
@@ -131,7 +134,7 @@ impl HttpBody for Upload {
             self.body = None;
         }
         if matches!(frame, Some(Err(_))) {
-            self.rest.replace(Left::Failed);
+            self.rest.replace(Remainder::Failed);
         }
         Poll::Ready(frame)
     }
@@ -145,28 +148,28 @@ impl HttpBody for Upload {
     }
 }
 
-impl Drop for Upload {
+impl Drop for HandlerBody {
     fn drop(&mut self) {
         if let Some(body) = self.body.take().filter(|body| !body.inner.is_end_stream()) {
-            self.rest.replace(Left::Body(body));
+            self.rest.replace(Remainder::Body(body));
         }
     }
 }
 
-/// A body that must keep a pace. Only the time counts in which the server waits for the client.
-struct Paced {
+/// A body with a minimum rate. Only the time counts during which the server waits for the client.
+struct TimedBody {
     inner: Body,
-    pace: Pace,
+    rate: UploadRate,
     received: usize,
     waited: Duration,
-    /// Since when the server waits for the next frame.
+    /// Since when the server has waited for the next frame.
     since: Option<Instant>,
     timer: Option<Pin<Box<Sleep>>>,
 }
 
-impl Paced {
-    fn new(inner: Body, pace: Pace) -> Self {
-        Self { inner, pace, received: 0, waited: Duration::ZERO, since: None, timer: None }
+impl TimedBody {
+    fn new(inner: Body, rate: UploadRate) -> Self {
+        Self { inner, rate, received: 0, waited: Duration::ZERO, since: None, timer: None }
     }
 
     fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, axum::BoxError>>> {
@@ -179,18 +182,18 @@ impl Paced {
             return Poll::Ready(frame.map(|frame| frame.map_err(Into::into)));
         }
         let since = *self.since.get_or_insert_with(Instant::now);
-        let earned = Duration::from_secs_f64(self.received as f64 / self.pace.min_rate as f64);
-        let left = (self.pace.pause + earned).saturating_sub(self.waited);
-        let until = since + left.min(self.pace.pause);
+        let earned = Duration::from_secs_f64(self.received as f64 / self.rate.min_rate as f64);
+        let left = (self.rate.pause + earned).saturating_sub(self.waited);
+        let until = since + left.min(self.rate.pause);
         let timer = self.timer.get_or_insert_with(|| Box::pin(sleep_until(until)));
         timer.as_mut().reset(until);
         timer.as_mut().poll(cx).map(|()| Some(Err(TooSlow.into())))
     }
 
-    /// Reads to the end, within the limits. Answers whether the end was reached.
-    async fn discard(mut self, most: usize) -> bool {
+    /// Reads and discards up to `max` bytes in all. Returns whether the end was reached.
+    async fn discard(mut self, max: usize) -> bool {
         let read = async {
-            while self.received <= most {
+            while self.received <= max {
                 match std::future::poll_fn(|cx| self.poll_frame(cx)).await {
                     Some(Ok(_)) => {}
                     Some(Err(_)) => return false,
@@ -205,7 +208,7 @@ impl Paced {
 
 #[cfg(test)]
 mod tests {
-    use super::{Pace, Paced, TooSlow};
+    use super::{TimedBody, TooSlow, UploadRate};
     use axum::body::Body;
     use bytes::Bytes;
     use futures::{StreamExt, stream};
@@ -214,15 +217,15 @@ mod tests {
     use tokio::time::{Instant, sleep};
 
     /// A body of `pieces` pieces of `size` bytes, each `pause` after the one before.
-    fn body(pieces: usize, size: usize, pause: Duration) -> Paced {
+    fn body(pieces: usize, size: usize, pause: Duration) -> TimedBody {
         let pieces = stream::iter(0..pieces).then(move |_| async move {
             sleep(pause).await;
             Ok::<_, Infallible>(Bytes::from(vec![b' '; size]))
         });
-        Paced::new(Body::from_stream(pieces), Pace { pause: Duration::from_secs(30), min_rate: 1000 })
+        TimedBody::new(Body::from_stream(pieces), UploadRate { pause: Duration::from_secs(30), min_rate: 1000 })
     }
 
-    async fn read(mut body: Paced) -> Result<usize, TooSlow> {
+    async fn read(mut body: TimedBody) -> Result<usize, TooSlow> {
         while let Some(frame) = std::future::poll_fn(|cx| body.poll_frame(cx)).await {
             frame.map_err(|error| *error.downcast::<TooSlow>().unwrap())?;
         }
@@ -245,13 +248,14 @@ mod tests {
     async fn a_pause_is_bounded_however_much_arrived_before() {
         let start = Instant::now();
         let pieces = stream::iter([Ok::<_, Infallible>(Bytes::from(vec![0; 1 << 20]))]).chain(stream::pending());
-        let body = Paced::new(Body::from_stream(pieces), Pace { pause: Duration::from_secs(30), min_rate: 1000 });
+        let body =
+            TimedBody::new(Body::from_stream(pieces), UploadRate { pause: Duration::from_secs(30), min_rate: 1000 });
         assert_eq!(read(body).await, Err(TooSlow));
         assert_eq!(start.elapsed().as_secs(), 30);
     }
 
     #[tokio::test(start_paused = true)]
-    async fn time_in_which_the_server_does_not_read_does_not_count() {
+    async fn time_without_server_reads_does_not_count() {
         let mut body = body(20, 1, Duration::from_secs(1));
         for _ in 0..20 {
             sleep(Duration::from_mins(1)).await;

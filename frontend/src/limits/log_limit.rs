@@ -1,10 +1,10 @@
-//! Keeps repeated log lines to a bounded rate.
+//! A rate limit of log lines.
 
 use std::sync::Mutex;
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// Lets some lines of each interval through and counts the others.
+/// Admits a number of lines per interval and counts the suppressed ones.
 pub(crate) struct LogLimit {
     lines: u32,
     interval: Duration,
@@ -18,12 +18,12 @@ struct Window {
 }
 
 impl LogLimit {
-    /// At most `lines` in each `interval`.
+    /// A limit of `lines` per `interval`.
     pub(crate) const fn new(lines: u32, interval: Duration) -> Self {
         Self { lines, interval, window: Mutex::new(Window { began: None, used: 0, suppressed: 0 }) }
     }
 
-    /// Whether a line may be written now, and if so, how many were suppressed since the one before.
+    /// `Some` if a line may be written now, with the number of lines suppressed since the previous one.
     pub(crate) fn admit(&self) -> Option<u64> {
         let mut window = self.window.lock().expect("no code panics while it holds this lock");
         if window.began.is_none_or(|began| began.elapsed() >= self.interval) {

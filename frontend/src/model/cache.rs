@@ -1,35 +1,35 @@
-//! The models that were asked for, each loaded from its card once and kept.
+//! The cache of served models. Each is loaded from its card once, by the first request for it.
 
-use super::served::{Model, Options};
+use super::served::{ModelOptions, ServedModel};
 use crate::error::Error;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use tokio::sync::OnceCell;
 use worker::engine::{Engine, ModelCard, Readiness};
 
-/// The models that were asked for, made from their cards.
-pub(crate) struct Models {
-    options: Options,
-    made: Mutex<HashMap<String, Entry>>,
+/// The models that were requested so far.
+pub(crate) struct ModelCache {
+    options: ModelOptions,
+    models: Mutex<HashMap<String, Entry>>,
 }
 
 #[derive(Clone)]
 struct Entry {
     card: Arc<ModelCard>,
-    model: Arc<OnceCell<Arc<Model>>>,
+    model: Arc<OnceCell<Arc<ServedModel>>>,
 }
 
-impl Models {
-    /// None yet.
-    pub(crate) fn new(options: Options) -> Self {
-        Self { options, made: Mutex::default() }
+impl ModelCache {
+    /// An empty cache.
+    pub(crate) fn new(options: ModelOptions) -> Self {
+        Self { options, models: Mutex::default() }
     }
 
-    /// The model of that id, as served now. Made by the first who asks, while others wait for it.
-    pub(crate) async fn get(&self, engine: &dyn Engine, id: &str) -> Result<Arc<Model>, Error> {
+    /// The model with this id, as served now. The first request loads it while concurrent ones wait (single flight).
+    pub(crate) async fn get(&self, engine: &dyn Engine, id: &str) -> Result<Arc<ServedModel>, Error> {
         let cards = engine.models();
         let Some(card) = cards.iter().find(|card| card.id == id) else {
-            // While a model loads, and while its workers are away, nobody can say that it does not exist.
+            // While models load, or without workers, it is not known whether the model exists.
             if let (true, Readiness::NotReady(why)) = (cards.is_empty(), engine.readiness()) {
                 return Err(Error::Unavailable(why));
             }
@@ -38,25 +38,25 @@ impl Models {
         };
         let entry = self.entry(card, &cards);
         let options = self.options;
-        // It takes a second, once.
-        let make = || async {
-            let made = tokio::task::spawn_blocking(move || Model::new(entry.card, options)).await;
-            made.map_err(|e| Error::Failed(e.to_string()))?.map(Arc::new)
+        // Loading takes about a second.
+        let load = || async {
+            let loaded = tokio::task::spawn_blocking(move || ServedModel::new(entry.card, options)).await;
+            loaded.map_err(|e| Error::Failed(e.to_string()))?.map(Arc::new)
         };
-        entry.model.get_or_try_init(make).await.cloned()
+        entry.model.get_or_try_init(load).await.cloned()
     }
 
     fn entry(&self, card: &Arc<ModelCard>, served: &[Arc<ModelCard>]) -> Entry {
-        let mut made = self.made.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(entry) = made.get(&card.id)
+        let mut models = self.models.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(entry) = models.get(&card.id)
             && (Arc::ptr_eq(&entry.card, card) || entry.card == *card)
         {
             return entry.clone();
         }
-        // Something changed: keep no more than is served.
-        made.retain(|id, _| served.iter().any(|card| card.id == *id));
+        // The card is new or has changed: drop models that are no longer served.
+        models.retain(|id, _| served.iter().any(|card| card.id == *id));
         let entry = Entry { card: card.clone(), model: Arc::default() };
-        made.insert(card.id.clone(), entry.clone());
+        models.insert(card.id.clone(), entry.clone());
         entry
     }
 }

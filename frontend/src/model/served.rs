@@ -1,6 +1,6 @@
-//! A model as the front door uses it: tokenizer, table of bytes and chat template, made from its card once and kept.
+//! A model as the frontend serves it: tokenizer, byte table and chat template, made from its model card.
 
-use super::encode::{Encoder, Refused};
+use super::encode::{EncodeError, Encoder};
 use super::special::{Literals, SpecialText};
 use super::template::{Conversation, Template};
 use super::vocabulary::Vocabulary;
@@ -10,32 +10,32 @@ use tokenizers::Tokenizer;
 use tokio_util::sync::CancellationToken;
 use worker::engine::{ModelCard, SamplingDefaults};
 
-/// Text to tokens and back.
-pub(crate) struct Model {
+/// Converts conversations and text to tokens of one model.
+pub(crate) struct ServedModel {
     pub(crate) card: Arc<ModelCard>,
     pub(crate) vocabulary: Arc<Vocabulary>,
     encoder: Encoder,
     special: SpecialText,
-    /// The chat template, or why there is none.
+    /// The chat template, or why it cannot be used: words that follow "the model".
     template: Result<Template, String>,
-    options: Options,
+    options: ModelOptions,
 }
 
-/// What settings say about every model.
+/// Settings that apply to every model.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Options {
-    /// Text of special tokens in messages becomes these tokens.
+pub(crate) struct ModelOptions {
+    /// Text of special tokens in messages is encoded as these tokens.
     pub(crate) parse_special_tokens: bool,
-    /// Models' own sampling defaults do not hold.
+    /// The sampling defaults of models are not used.
     pub(crate) ignore_generation_config: bool,
 }
 
-impl Model {
-    /// From a card. A chat template that does not compile concerns chats only.
-    pub(crate) fn new(card: Arc<ModelCard>, options: Options) -> Result<Self, Error> {
+impl ServedModel {
+    /// Loads a model from its card. A chat template that does not compile affects chat requests only.
+    pub(crate) fn new(card: Arc<ModelCard>, options: ModelOptions) -> Result<Self, Error> {
         let broken = |error: tokenizers::Error| Error::Failed(format!("{}: tokenizer.json: {error}", card.id));
         let mut tokenizer = Tokenizer::from_bytes(card.tokenizer.as_bytes()).map_err(broken)?;
-        // What is too long is refused with its length, not cut.
+        // Prompts that are too long are rejected with their length, not truncated.
         tokenizer.with_truncation(None).map_err(broken)?.with_padding(None);
         let template = match &card.chat_template {
             Some(source) => Template::new(source, &card.special_tokens),
@@ -47,7 +47,7 @@ impl Model {
         Ok(Self { card, vocabulary, encoder, special, template, options })
     }
 
-    /// How tokens are sampled where a request does not say.
+    /// Sampling parameters for fields that a request does not set.
     pub(crate) fn sampling_defaults(&self) -> SamplingDefaults {
         if self.options.ignore_generation_config { SamplingDefaults::default() } else { self.card.sampling }
     }
@@ -57,22 +57,23 @@ impl Model {
         self.encoder.tokenizer().decode(tokens, false).map_err(|e| Error::Failed(e.to_string()))
     }
 
-    /// What the tokenizer calls a token.
+    /// A token's string in the tokenizer.
     pub(crate) fn token_name(&self, token: u32) -> String {
         self.encoder.tokenizer().id_to_token(token).unwrap_or_default()
     }
 
-    /// Why the model cannot serve chats, if it cannot.
+    /// Why the model cannot serve chat requests; `None` if it can.
     pub(crate) fn template_problem(&self) -> Option<&str> {
         self.template.as_ref().err().map(String::as_str)
     }
 
-    /// A conversation as tokens, if they fit the context. With `add_special`, the tokenizer adds what it opens every sequence with.
+    /// Encodes a conversation, if it fits the context. With `add_special`, the tokenizer adds its tokens around the
+    /// text.
     pub(crate) fn encode_chat(
         &self,
         mut conversation: Conversation,
         add_special: bool,
-        gone: &CancellationToken,
+        cancelled: &CancellationToken,
     ) -> Result<Vec<u32>, Error> {
         let template = self.template.as_ref().map_err(|problem| {
             let id = &self.card.id;
@@ -80,54 +81,56 @@ impl Model {
         })?;
         let mut literals = Literals::default();
         if !self.options.parse_special_tokens {
-            conversation.values_mut().for_each(|value| self.special.take_out(value, &mut literals));
+            conversation.values_mut().for_each(|value| self.special.extract_literals(value, &mut literals));
         }
-        let prompt = template.render(conversation).map_err(|error| error.map_message(|said| literals.restore(said)))?;
-        let tokens = self.special.encode(&self.encoder, &prompt, &literals, add_special, self.card.context, gone);
-        tokens.map_err(|refused| self.refusal("messages", refused))
+        let prompt =
+            template.render(conversation).map_err(|error| error.map_message(|message| literals.restore(message)))?;
+        let tokens = self.special.encode(&self.encoder, &prompt, &literals, add_special, self.card.context, cancelled);
+        tokens.map_err(|error| self.map_error("messages", error))
     }
 
-    /// The text of `param` as tokens, if they fit the context. With `special`, the tokenizer adds what it opens every sequence with.
+    /// Encodes the text of `param`, if it fits the context. With `special`, the tokenizer adds its tokens around the
+    /// text.
     pub(crate) fn encode(
         &self,
         param: &str,
         text: &str,
         special: bool,
-        gone: &CancellationToken,
+        cancelled: &CancellationToken,
     ) -> Result<Vec<u32>, Error> {
-        let tokens = self.encoder.encode(text, special, self.card.context, gone);
-        tokens.map_err(|refused| self.refusal(param, refused))
+        let tokens = self.encoder.encode(text, special, self.card.context, cancelled);
+        tokens.map_err(|error| self.map_error(param, error))
     }
 
-    fn refusal(&self, param: &str, refused: Refused) -> Error {
-        match refused {
-            Refused::TooLong(tokens) => too_long(param, self.card.context, &format!("at least {tokens}")),
-            Refused::Word(bytes) => {
+    fn map_error(&self, param: &str, error: EncodeError) -> Error {
+        match error {
+            EncodeError::TooLong(tokens) => prompt_too_long(param, self.card.context, &format!("at least {tokens}")),
+            EncodeError::Unsplittable(bytes) => {
                 let message =
                     format!("Invalid '{param}': it has more than {bytes} bytes on end that are not split into words.");
                 Error::invalid(param, "invalid_value", message)
             }
-            Refused::Gone => Error::Gone,
-            Refused::Failed(why) => Error::Failed(why),
+            EncodeError::Cancelled => Error::ClientClosed,
+            EncodeError::Failed(why) => Error::Failed(why),
         }
     }
 }
 
-/// A prompt of so many tokens does not fit, in OpenAI's words.
-pub(crate) fn too_long(param: &str, context: usize, tokens: &str) -> Error {
+/// The error of a prompt whose `tokens` exceed the context, in OpenAI's words.
+pub(crate) fn prompt_too_long(param: &str, context: usize, tokens: &str) -> Error {
     let message = format!(
-        "This model's maximum context length is {context} tokens. However, your {param} resulted in {tokens} tokens. Please \
-         reduce the length of the {param}."
+        "This model's maximum context length is {context} tokens. However, your {param} resulted in {tokens} tokens. \
+         Please reduce the length of the {param}."
     );
     Error::invalid(param, CONTEXT, message)
 }
 
-/// Logs what about a model will make requests fail, so that it is seen at the start and not with the first request.
+/// Logs a warning if requests for a model will fail, at the start instead of with the first request.
 pub fn check_model(card: &Arc<ModelCard>) {
     let model = card.id.as_str();
-    match Model::new(Arc::clone(card), Options::default()) {
-        Ok(made) => {
-            if let Some(problem) = made.template_problem() {
+    match ServedModel::new(Arc::clone(card), ModelOptions::default()) {
+        Ok(served) => {
+            if let Some(problem) = served.template_problem() {
                 tracing::warn!(model, problem, "chat requests will be rejected; completion requests are served");
             }
         }

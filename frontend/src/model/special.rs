@@ -1,11 +1,12 @@
-//! Keeps text that a client sends from becoming special tokens. Text of a special token in a conversation is replaced by a
-//! placeholder before the chat template renders it, so the special tokens of the rendered prompt are the template's own; the
-//! placeholders become text again when the prompt is encoded. A conversation without such text is encoded as ever, token for
-//! token.
+//! Prevents text of a client from becoming special tokens.
 //!
-//! Not here: `/v1/completions`, where the prompt is the client's own in full.
+//! Text of a special token in a conversation is replaced by a placeholder before the chat template renders it, so all
+//! special tokens of the rendered prompt are the template's own. The placeholders become text again when the prompt is
+//! encoded. A conversation without such text has the same tokens as without this module.
+//!
+//! Not here: `/v1/completions`, where the client writes the whole prompt.
 
-use super::encode::{Encoder, Refused};
+use super::encode::{EncodeError, Encoder};
 use super::vocabulary::Vocabulary;
 use crate::error::Error;
 use aho_corasick::{AhoCorasick, MatchKind};
@@ -15,10 +16,11 @@ use std::sync::{Arc, OnceLock};
 use tokenizers::{AddedToken, OffsetReferential, OffsetType, Tokenizer};
 use tokio_util::sync::CancellationToken;
 
-/// Enclose the number of a literal. Noncharacters: no text has a use for them, and a client that sends them gets no more than
-/// the text of a literal.
+/// Enclose the number of a literal. They are noncharacters, which ordinary text does not contain. A client that sends
+/// them gets only the text of a literal.
 const LITERAL: [char; 2] = ['\u{FDD2}', '\u{FDD3}'];
-/// Enclose the id of a special token. A client that sends the first of them, beside text of a special token, gets U+FFFD.
+/// Enclose the id of a special token. If a client sends the first one beside text of a special token, it becomes
+/// U+FFFD.
 const SPECIAL: [char; 2] = ['\u{FDD0}', '\u{FDD1}'];
 
 /// Finds the text of a tokenizer's special tokens.
@@ -32,15 +34,15 @@ pub(crate) struct SpecialText {
 #[derive(Debug, Default)]
 pub(crate) struct Literals(Vec<String>);
 
-/// The tokenizer with its special tokens under names that no text has: the old names are text to it.
+/// The tokenizer with its special tokens renamed to names that no text has, so that it encodes the old names as text.
 struct Renamed {
     encoder: Encoder,
-    /// The true id of each renamed token.
+    /// The original id of each renamed token.
     ids: HashMap<u32, u32>,
 }
 
 impl SpecialText {
-    /// Of a tokenizer's special tokens.
+    /// A finder for a tokenizer's special tokens.
     pub(crate) fn new(tokenizer: &Tokenizer, vocabulary: Arc<Vocabulary>) -> Result<Self, Error> {
         let texts: Vec<String> = special_tokens(tokenizer).map(|(_, token)| token.content).collect();
         let finder = AhoCorasick::builder().match_kind(MatchKind::LeftmostLongest).build(&texts);
@@ -50,14 +52,14 @@ impl SpecialText {
     }
 
     /// Replaces text of special tokens in all strings of a value, object keys included.
-    pub(crate) fn take_out(&self, value: &mut Value, literals: &mut Literals) {
+    pub(crate) fn extract_literals(&self, value: &mut Value, literals: &mut Literals) {
         match value {
             Value::String(text) => {
                 if let Some(replaced) = self.replace(text, literals) {
                     *text = replaced;
                 }
             }
-            Value::Array(items) => items.iter_mut().for_each(|item| self.take_out(item, literals)),
+            Value::Array(items) => items.iter_mut().for_each(|item| self.extract_literals(item, literals)),
             Value::Object(fields) => {
                 let is_forged = |name: &String| self.finder.as_ref().is_some_and(|finder| finder.is_match(name));
                 if fields.keys().any(is_forged) {
@@ -65,13 +67,13 @@ impl SpecialText {
                     *fields =
                         renamed.map(|(name, value)| (self.replace(&name, literals).unwrap_or(name), value)).collect();
                 }
-                fields.values_mut().for_each(|value| self.take_out(value, literals));
+                fields.values_mut().for_each(|value| self.extract_literals(value, literals));
             }
             Value::Null | Value::Bool(_) | Value::Number(_) => {}
         }
     }
 
-    /// `None` when there is nothing to replace.
+    /// The text with placeholders; `None` if it has no text of special tokens.
     fn replace(&self, text: &str, literals: &mut Literals) -> Option<String> {
         let finder = self.finder.as_ref()?;
         let mut replaced = String::new();
@@ -84,8 +86,8 @@ impl SpecialText {
         (end > 0).then(|| replaced + &text[end..])
     }
 
-    /// The tokens of a rendered prompt, with `literals` as text, if they are at most `limit`. With `add_special`, the tokenizer
-    /// adds what it opens every sequence with.
+    /// The tokens of a rendered prompt, with `literals` as text, if they are at most `limit`. With `add_special`, the
+    /// tokenizer adds its tokens around the text.
     pub(crate) fn encode(
         &self,
         encoder: &Encoder,
@@ -93,21 +95,21 @@ impl SpecialText {
         literals: &Literals,
         add_special: bool,
         limit: usize,
-        gone: &CancellationToken,
-    ) -> Result<Vec<u32>, Refused> {
+        cancelled: &CancellationToken,
+    ) -> Result<Vec<u32>, EncodeError> {
         if literals.0.is_empty() {
-            return encoder.encode(prompt, add_special, limit, gone);
+            return encoder.encode(prompt, add_special, limit, cancelled);
         }
-        // Fewer tokens than this text has with its special tokens the prompt cannot have.
+        // The prompt has at least as many tokens as its text with special tokens.
         encoder.check(&literals.restore(prompt), limit)?;
         let renamed = self.renamed(encoder.tokenizer())?;
         let text = rename(encoder.tokenizer(), prompt, literals);
-        let tokens = renamed.encoder.encode(&text, add_special, limit, gone)?;
+        let tokens = renamed.encoder.encode(&text, add_special, limit, cancelled)?;
         Ok(tokens.into_iter().map(|id| renamed.ids.get(&id).copied().unwrap_or(id)).collect())
     }
 
-    /// Made when first needed: it is a second copy of the vocabulary.
-    fn renamed(&self, tokenizer: &Tokenizer) -> Result<&Renamed, Refused> {
+    /// Made on first use, because it is a second copy of the vocabulary.
+    fn renamed(&self, tokenizer: &Tokenizer) -> Result<&Renamed, EncodeError> {
         if let Some(renamed) = self.renamed.get() {
             return Ok(renamed);
         }
@@ -125,7 +127,7 @@ impl Literals {
         format!("{}{number}{}", LITERAL[0], LITERAL[1])
     }
 
-    /// A text with its literals in place again.
+    /// A text with its placeholders replaced by their literals.
     pub(crate) fn restore(&self, text: &str) -> String {
         let mut restored = String::with_capacity(text.len());
         let mut rest = text;
@@ -147,17 +149,18 @@ impl Literals {
 }
 
 impl Renamed {
-    fn new(tokenizer: &Tokenizer, vocabulary: &Vocabulary) -> Result<Self, Refused> {
+    fn new(tokenizer: &Tokenizer, vocabulary: &Vocabulary) -> Result<Self, EncodeError> {
         let mut renamed = tokenizer.clone();
         renamed.set_encode_special_tokens(true);
         let mut ids = HashMap::new();
         for (id, token) in special_tokens(tokenizer) {
             let name = name(id);
-            // Not special, because those are text now.
+            // Not marked special, because this tokenizer encodes special tokens as text.
             renamed.add_tokens([AddedToken { content: name.clone(), special: false, ..token }])?;
             ids.extend(renamed.token_to_id(&name).map(|new| (new, id)));
         }
-        let encoder = Encoder::unbounded(renamed, vocabulary).map_err(|error| Refused::Failed(error.to_string()))?;
+        let encoder =
+            Encoder::unbounded(renamed, vocabulary).map_err(|error| EncodeError::Failed(error.to_string()))?;
         Ok(Self { encoder, ids })
     }
 }
@@ -169,12 +172,12 @@ fn special_tokens(tokenizer: &Tokenizer) -> impl Iterator<Item = (u32, AddedToke
     special.into_iter()
 }
 
-/// What a special token is called by the renamed tokenizer.
+/// The name of a special token in the renamed tokenizer.
 fn name(id: u32) -> String {
     format!("{}{id}{}", SPECIAL[0], SPECIAL[1])
 }
 
-/// The prompt for the renamed tokenizer: the special tokens that are in it under their new names, literals as text.
+/// The prompt for the renamed tokenizer: special tokens by their new names, literals as text.
 fn rename(tokenizer: &Tokenizer, prompt: &str, literals: &Literals) -> String {
     let text = |text: &str| literals.restore(&text.replace(SPECIAL[0], "\u{FFFD}"));
     let split = tokenizer.get_added_vocabulary().extract_and_normalize(tokenizer.get_normalizer(), prompt);
@@ -186,7 +189,7 @@ fn rename(tokenizer: &Tokenizer, prompt: &str, literals: &Literals) -> String {
         let Some(token) = added.get(&id).filter(|token| token.special) else { continue };
         let found = &prompt[range.0..range.1];
         renamed.push_str(&text(&prompt[end..range.0]));
-        // Space around the token may belong to it, and does so under its new name too.
+        // Space around the token may belong to it, and belongs to its new name too.
         let content = token.content.as_str();
         renamed.push_str(&if found.contains(content) { found.replacen(content, &name(id), 1) } else { name(id) });
         end = range.1;

@@ -1,6 +1,7 @@
-//! Chat templates: the Jinja that a model's folder brings, made once per model, with what Hugging Face's renderer gives to
-//! templates (`raise_exception`, `strftime_now`, `tojson`, Python's methods). Templates are trusted as far as the model is:
-//! they compute, but reach nothing outside.
+//! Chat templates: the Jinja template of a model's folder, compiled once, with the functions of Hugging Face's renderer
+//! (`raise_exception`, `strftime_now`, `tojson`, Python's methods).
+//!
+//! A template is trusted like the model: it can compute, but it has no access to files or the network.
 
 mod python_json;
 mod strftime;
@@ -17,31 +18,31 @@ const NAME: &str = "chat template";
 /// A compiled chat template.
 pub(crate) struct Template(Environment<'static>);
 
-/// What a conversation is rendered with.
+/// The variables with which a template renders a conversation.
 #[derive(Default)]
 pub(crate) struct Conversation {
     /// Messages, each with a `role` and its content as a string.
     pub(crate) messages: Vec<serde_json::Value>,
     /// Tools as the client sent them.
     pub(crate) tools: Option<serde_json::Value>,
-    /// End with what opens the assistant's turn.
-    pub(crate) open_turn: bool,
-    /// End inside the last message, which the model continues.
-    pub(crate) continue_last: bool,
-    /// More variables, of the client's choice.
+    /// End the prompt with the start of the assistant's turn.
+    pub(crate) add_generation_prompt: bool,
+    /// End the prompt inside the last message, which the model continues.
+    pub(crate) continue_final_message: bool,
+    /// Further variables of the client.
     pub(crate) variables: Map<String, serde_json::Value>,
 }
 
 impl Conversation {
-    /// Everything in it that a client wrote.
+    /// All values that a client wrote.
     pub(crate) fn values_mut(&mut self) -> impl Iterator<Item = &mut serde_json::Value> {
         self.messages.iter_mut().chain(&mut self.tools).chain(self.variables.values_mut())
     }
 }
 
 impl Template {
-    /// Compiles a template. `special` are the tokens that it may name, like `bos_token`. Fails in words that follow the
-    /// model's name.
+    /// Compiles a template. `special` are names and texts of tokens, like `bos_token`. The error is a phrase that
+    /// follows the model's name.
     pub(crate) fn new(source: &str, special: &[(String, String)]) -> Result<Self, String> {
         let broken = |error: minijinja::Error| format!("has a chat template that does not compile: {error}");
         let mut environment = Environment::new();
@@ -54,7 +55,7 @@ impl Template {
         for (name, text) in special {
             environment.add_global(name.clone(), text.clone());
         }
-        // Marks for training that render to nothing.
+        // Marks for training, which render to nothing.
         let source = ["{% generation %}", "{% endgeneration %}", "{%- generation %}", "{%- endgeneration %}"]
             .into_iter()
             .chain(["{% generation -%}", "{% endgeneration -%}", "{%- generation -%}", "{%- endgeneration -%}"])
@@ -66,9 +67,10 @@ impl Template {
         Ok(Self(environment))
     }
 
-    /// The prompt of a conversation. What the template itself objects to is the client's mistake, in the template's words.
+    /// Renders the prompt of a conversation. An error that the template raises is the client's, in the template's
+    /// words.
     pub(crate) fn render(&self, conversation: Conversation) -> Result<String, Error> {
-        let refused = |error: minijinja::Error| {
+        let render_error = |error: minijinja::Error| {
             let message = match (error.kind(), error.detail()) {
                 (ErrorKind::InvalidOperation, Some(detail)) => detail.to_owned(),
                 _ => error.to_string(),
@@ -79,19 +81,20 @@ impl Template {
                 format!("The chat template refused the conversation: {message}"),
             )
         };
-        let last = conversation.continue_last.then(|| last_content(&conversation.messages)).transpose()?;
+        let last = conversation.continue_final_message.then(|| last_content(&conversation.messages)).transpose()?;
         let mut variables: Map<String, serde_json::Value> = conversation.variables;
         let has_tools = conversation.tools.is_some();
         variables.insert("messages".into(), conversation.messages.into());
         variables.insert("tools".into(), conversation.tools.unwrap_or_default());
         variables.entry("documents").or_insert(serde_json::Value::Null);
-        variables.insert("add_generation_prompt".into(), conversation.open_turn.into());
-        let template = self.0.get_template(NAME).map_err(refused)?;
-        let mut prompt = template.render(Value::from(Serde(&variables))).map_err(refused)?;
+        variables.insert("add_generation_prompt".into(), conversation.add_generation_prompt.into());
+        let template = self.0.get_template(NAME).map_err(render_error)?;
+        let mut prompt = template.render(Value::from(Serde(&variables))).map_err(render_error)?;
         if has_tools {
             variables.insert("tools".into(), serde_json::Value::Null);
             if template.render(Value::from(Serde(&variables))).is_ok_and(|without| without == prompt) {
-                let message = "Unsupported parameter: the model's chat template ignores 'tools', so the model would not see them.";
+                let message = "Unsupported parameter: the model's chat template ignores 'tools', so the model would \
+                               not see them.";
                 return Err(Error::invalid("tools", "unsupported_parameter", message));
             }
         }
@@ -106,7 +109,7 @@ impl Template {
     }
 }
 
-/// The last message's text without the space around it, which templates trim.
+/// The last message's text, trimmed, because templates trim it.
 fn last_content(messages: &[serde_json::Value]) -> Result<String, Error> {
     let text = messages.last().and_then(|message| message["content"].as_str()).unwrap_or_default().trim();
     if text.is_empty() {

@@ -1,5 +1,7 @@
-//! The bytes that each token stands for, so that decoding is a table look-up. Knows the two families of decoders that
-//! language models use: byte-level BPE, and sentence pieces with byte fallback. Others are refused by name.
+//! The bytes of each token, so that decoding is a table look-up.
+//!
+//! Supports the two families of decoders of language models: byte-level BPE, and SentencePiece with byte fallback.
+//! Other decoders are rejected by name.
 
 use crate::error::Error;
 use serde_json::Value;
@@ -7,33 +9,33 @@ use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
 use tokenizers::Tokenizer;
 
-/// What SentencePiece writes for a space.
+/// SentencePiece's character for a space.
 const META_SPACE: char = '\u{2581}';
 
-/// Token id → bytes.
+/// The byte table, by token id.
 pub(crate) struct Vocabulary {
-    /// All tokens' bytes, one after the other.
+    /// The bytes of all tokens, concatenated.
     bytes: Vec<u8>,
-    /// Where each token's bytes end.
+    /// Per token, the end of its bytes in `bytes`.
     ends: Vec<u32>,
     special: HashSet<u32>,
 }
 
-/// How a token's name spells its bytes.
-enum Spelling {
+/// How a token's string encodes its bytes.
+enum TokenEncoding {
     ByteLevel(HashMap<char, u8>),
-    /// Pieces: this character is a space, and `<0x0A>` is a byte when there is byte fallback.
-    Pieces {
+    /// SentencePiece: this character is a space; with byte fallback, `<0x0A>` is a byte.
+    SentencePiece {
         space: char,
         fallback: bool,
     },
 }
 
 impl Vocabulary {
-    /// The table of a tokenizer.
+    /// The byte table of a tokenizer.
     pub(crate) fn new(tokenizer: &Tokenizer) -> Result<Self, Error> {
         let decoder = serde_json::to_value(tokenizer.get_decoder()).map_err(|e| Error::Failed(e.to_string()))?;
-        let spelling = Spelling::of(&decoder)?;
+        let encoding = TokenEncoding::of(&decoder)?;
         let added = tokenizer.get_added_tokens_decoder();
         let mut names: Vec<(String, u32)> = tokenizer.get_vocab(true).into_iter().collect();
         names.sort_unstable_by_key(|(_, id)| *id);
@@ -45,13 +47,13 @@ impl Vocabulary {
         };
         for (name, id) in names {
             table.ends.resize(id as usize, table.bytes.len() as u32);
-            spelling.spell(&name, &mut table.bytes);
+            encoding.decode(&name, &mut table.bytes);
             table.ends.push(table.bytes.len() as u32);
         }
         Ok(table)
     }
 
-    /// A token's bytes; none for an id that does not exist.
+    /// A token's bytes; empty for an unknown id.
     pub(crate) fn bytes(&self, token: u32) -> &[u8] {
         let end = |i: usize| self.ends.get(i).map(|end| *end as usize);
         let token = token as usize;
@@ -72,13 +74,13 @@ impl Vocabulary {
         self.tokens().map(String::from_utf8_lossy)
     }
 
-    /// Whether the token steers rather than says something.
+    /// Whether the token is a special one, which is not text.
     pub(crate) fn is_special(&self, token: u32) -> bool {
         self.special.contains(&token)
     }
 }
 
-impl Spelling {
+impl TokenEncoding {
     fn of(decoder: &Value) -> Result<Self, Error> {
         let one = std::slice::from_ref(decoder);
         let steps = decoder["decoders"].as_array().map_or(one, Vec::as_slice);
@@ -92,7 +94,8 @@ impl Spelling {
                     pieces = step["pattern"]["String"].as_str().and_then(|c| c.chars().next());
                 }
                 Some("ByteFallback") => fallback = true,
-                // Joining is what a table does; stripping concerns a text's first token, and a prompt came before.
+                // The table joins bytes anyway. Stripping concerns the first token of a text, and output follows a
+                // prompt.
                 Some("Fuse" | "Strip") => {}
                 other => {
                     let name = other.unwrap_or("none");
@@ -100,16 +103,16 @@ impl Spelling {
                 }
             }
         }
-        Ok(Self::Pieces { space: pieces.unwrap_or(META_SPACE), fallback })
+        Ok(Self::SentencePiece { space: pieces.unwrap_or(META_SPACE), fallback })
     }
 
-    fn spell(&self, name: &str, out: &mut Vec<u8>) {
+    fn decode(&self, name: &str, out: &mut Vec<u8>) {
         match self {
             Self::ByteLevel(byte) => {
                 let start = out.len();
                 for c in name.chars() {
                     let Some(byte) = byte.get(&c) else {
-                        // Not spelled in bytes: an added token, which is its own text.
+                        // Not byte-level: an added token, whose string is its text.
                         out.truncate(start);
                         out.extend_from_slice(name.as_bytes());
                         return;
@@ -117,7 +120,7 @@ impl Spelling {
                     out.push(*byte);
                 }
             }
-            Self::Pieces { space, fallback } => {
+            Self::SentencePiece { space, fallback } => {
                 let hex = name.strip_prefix("<0x").and_then(|rest| rest.strip_suffix('>')).filter(|hex| hex.len() == 2);
                 match hex.and_then(|hex| u8::from_str_radix(hex, 16).ok()).filter(|_| *fallback) {
                     Some(byte) => out.push(byte),
@@ -128,7 +131,8 @@ impl Spelling {
     }
 }
 
-/// GPT-2's spelling of bytes: printable Latin-1 stands for itself, the other bytes for the characters from U+0100 on.
+/// GPT-2's encoding of bytes: printable Latin-1 characters stand for themselves, the others for characters from U+0100
+/// on.
 fn byte_of_char() -> HashMap<char, u8> {
     let printable = |b: u8| matches!(b, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF);
     let itself = (0..=u8::MAX).filter(|b| printable(*b)).map(|b| (char::from(b), b));

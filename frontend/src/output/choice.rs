@@ -1,12 +1,12 @@
-//! One choice: an engine's stream of tokens becomes pieces of text, with stop strings cut and log-probabilities beside the
-//! text that they belong to.
+//! One choice: converts an engine's stream of tokens to deltas of text. It removes stop strings and releases
+//! log-probabilities together with the text of their tokens.
 
 use super::detokenize::Detokenizer;
-use super::logprobs::{Position, TokenLogprobs};
-use super::stop::{Matcher, Seen};
+use super::logprobs::{TextPosition, TokenLogprobs};
+use super::stop::{Matcher, StopState};
 use crate::error::Error;
 use crate::model::Vocabulary;
-use crate::params::Controls;
+use crate::params::GenerationParams;
 use futures::StreamExt;
 use futures::stream::{self, BoxStream};
 use serde::Serialize;
@@ -14,44 +14,44 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use worker::engine::{self, EndToken, Finish, Logprobs, Output, OutputStream, PromptReport, Tokens};
 
-/// What one item of an engine's stream became.
+/// Output of one choice from one item of the engine's stream.
 #[derive(Clone, PartialEq, Debug, Default)]
-pub(crate) struct Piece {
-    /// Which choice.
+pub(crate) struct ChoiceDelta {
+    /// The index of the choice.
     pub(crate) choice: usize,
-    /// Text that is certain now.
+    /// Text that is final.
     pub(crate) text: String,
-    /// Tokens generated for this item, be their text in this piece, held back, or none. The token that ended the choice counts.
+    /// Tokens generated in this item, including the token that ended the choice. Their text may come in a later delta.
     pub(crate) generated: u32,
-    /// These tokens, as far as the engine names them.
+    /// The ids of these tokens, without an end token that the engine does not report.
     pub(crate) ids: Vec<u32>,
-    /// Those that belong to text that is certain now, when asked for.
+    /// Log-probabilities of tokens whose text is final, if requested.
     pub(crate) logprobs: Vec<TokenLogprobs>,
-    /// Set on a choice's last piece.
+    /// Set on the choice's last delta.
     pub(crate) finish: Option<FinishReason>,
-    /// What ended it, on a choice's last piece, when the request named it.
+    /// On the last delta: the stop string or stop token of the request that ended the choice.
     pub(crate) stop_reason: Option<StopReason>,
-    /// Of the token that ended the choice, when asked for. It has no text.
+    /// Log-probabilities of the token that ended the choice, if requested. The token has no text.
     pub(crate) end_logprobs: Option<TokenLogprobs>,
-    /// Of the prompt's tokens from the second on, on a choice's first piece, when asked for.
+    /// On the first delta: log-probabilities of the prompt's tokens from the second on, if requested.
     pub(crate) prompt_logprobs: Vec<Logprobs>,
-    /// What the prompt cost, on a choice's first piece.
+    /// On the first delta: cached and computed tokens of the prompt.
     pub(crate) prompt: Option<PromptReport>,
-    /// The router's decision, when asked for, on a choice's first piece.
+    /// On the first delta: the router's decision, if requested.
     pub(crate) explain: Option<Arc<str>>,
 }
 
-/// Why a choice ended, in OpenAI's words.
+/// OpenAI's finish reasons.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum FinishReason {
-    /// The model, a stop token or a stop string ended it.
+    /// An end token, a stop token or a stop string.
     Stop,
     /// `max_tokens`, or the end of the context.
     Length,
 }
 
 impl FinishReason {
-    /// OpenAI's word.
+    /// OpenAI's name.
     pub(crate) const fn name(self) -> &'static str {
         match self {
             Self::Stop => "stop",
@@ -60,7 +60,7 @@ impl FinishReason {
     }
 }
 
-/// What of the request's own ended a choice.
+/// The stop string or stop token of the request that ended a choice.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 #[serde(untagged)]
 pub(crate) enum StopReason {
@@ -70,8 +70,8 @@ pub(crate) enum StopReason {
     Text(String),
 }
 
-/// Turns tokens into pieces.
-pub(crate) struct Assembler {
+/// Converts tokens to deltas.
+pub(crate) struct ChoiceAssembler {
     choice: usize,
     vocabulary: Arc<Vocabulary>,
     detokenizer: Detokenizer,
@@ -79,121 +79,124 @@ pub(crate) struct Assembler {
     include_stop: bool,
     min_tokens: u32,
     generated: u32,
-    /// The text of one token: memory that is used again for the next.
+    /// The text of one token; a buffer that is reused.
     text: String,
-    /// How much text is decoded, held back or not.
-    decoded: Position,
-    /// How many bytes of it are certain.
-    certain: usize,
-    /// Of tokens whose text is not certain yet.
+    /// Length of the decoded text, including text that is withheld.
+    decoded: TextPosition,
+    /// Length of the released text in bytes.
+    released: usize,
+    /// Log-probabilities of tokens whose text is not released yet.
     pending: VecDeque<TokenLogprobs>,
 }
 
-impl Assembler {
-    /// For one choice of a request.
-    pub(crate) fn new(choice: usize, vocabulary: &Arc<Vocabulary>, controls: &Controls) -> Self {
+impl ChoiceAssembler {
+    /// An assembler for one choice of a request.
+    pub(crate) fn new(choice: usize, vocabulary: &Arc<Vocabulary>, params: &GenerationParams) -> Self {
         Self {
             choice,
             vocabulary: vocabulary.clone(),
-            detokenizer: Detokenizer::new(vocabulary.clone(), controls.skip_special),
-            matcher: Matcher::new(controls.stop_strings.clone(), controls.include_stop),
-            include_stop: controls.include_stop,
-            min_tokens: controls.stop.min_tokens,
+            detokenizer: Detokenizer::new(vocabulary.clone(), params.skip_special),
+            matcher: Matcher::new(params.stop_strings.clone(), params.include_stop),
+            include_stop: params.include_stop,
+            min_tokens: params.stop.min_tokens,
             generated: 0,
             text: String::new(),
-            decoded: Position::default(),
-            certain: 0,
+            decoded: TextPosition::default(),
+            released: 0,
             pending: VecDeque::new(),
         }
     }
 
-    /// Takes one item. Whoever gets a piece with `finish` set pushes nothing more.
-    pub(crate) fn push(&mut self, tokens: Tokens) -> Piece {
+    /// Converts one item. After a delta with `finish` the caller must not push again.
+    pub(crate) fn push(&mut self, tokens: Tokens) -> ChoiceDelta {
         let Tokens { ids, logprobs, finish, end, prompt_logprobs, prompt, explain } = tokens;
-        let mut piece = Piece { choice: self.choice, prompt, explain, prompt_logprobs, ..Piece::default() };
+        let mut delta = ChoiceDelta { choice: self.choice, prompt, explain, prompt_logprobs, ..ChoiceDelta::default() };
         let mut logprobs = logprobs.into_iter();
         for id in ids {
-            piece.generated += 1;
-            piece.ids.push(id);
+            delta.generated += 1;
+            delta.ids.push(id);
             self.generated += 1;
-            self.pending.extend(logprobs.next().map(|of| TokenLogprobs::new(id, of, self.decoded)));
+            self.pending.extend(logprobs.next().map(|scores| TokenLogprobs::new(id, scores, self.decoded)));
             self.text.clear();
             self.detokenizer.push(id, &mut self.text);
-            if self.take(&mut piece.text) == Seen::Stop {
-                self.stop_at_string(&mut piece);
-                return piece;
+            if self.push_text(&mut delta.text) == StopState::Stop {
+                self.stop_at_string(&mut delta);
+                return delta;
             }
         }
         match finish {
-            None => self.release(&mut piece),
-            Some(finish) => self.end(finish, end, &mut piece),
+            None => self.release(&mut delta),
+            Some(finish) => self.end(finish, end, &mut delta),
         }
-        piece
+        delta
     }
 
-    fn stop_at_string(&mut self, piece: &mut Piece) {
-        piece.finish = Some(FinishReason::Stop);
-        piece.stop_reason = self.matcher.found().map(|text| StopReason::Text(text.to_owned()));
-        self.release(piece);
+    fn stop_at_string(&mut self, delta: &mut ChoiceDelta) {
+        delta.finish = Some(FinishReason::Stop);
+        delta.stop_reason = self.matcher.found().map(|text| StopReason::Text(text.to_owned()));
+        self.release(delta);
     }
 
-    /// The engine ended the choice: nothing is held back any more.
-    fn end(&mut self, finish: Finish, end: Option<EndToken>, piece: &mut Piece) {
+    /// Releases all withheld text when the engine has ended the choice.
+    fn end(&mut self, finish: Finish, end: Option<EndToken>, delta: &mut ChoiceDelta) {
         let mut rest = String::new();
         if let (Finish::StopToken(token), true) = (finish, self.include_stop) {
             rest.push_str(&String::from_utf8_lossy(self.vocabulary.bytes(token)));
         }
         self.text.clear();
         self.detokenizer.finish(&mut self.text);
-        piece.finish = Some(match finish {
+        delta.finish = Some(match finish {
             Finish::Stop | Finish::StopToken(_) => FinishReason::Stop,
             Finish::Length => FinishReason::Length,
         });
-        if piece.finish == Some(FinishReason::Stop) {
-            piece.generated += 1;
-            piece.ids.extend(end.as_ref().map(|end| end.id));
+        if delta.finish == Some(FinishReason::Stop) {
+            delta.generated += 1;
+            delta.ids.extend(end.as_ref().map(|end| end.id));
         }
-        if self.take(&mut piece.text) == Seen::Stop {
-            return self.stop_at_string(piece);
+        if self.push_text(&mut delta.text) == StopState::Stop {
+            return self.stop_at_string(delta);
         }
         if let Finish::StopToken(token) = finish {
-            piece.stop_reason = Some(StopReason::Token(token));
+            delta.stop_reason = Some(StopReason::Token(token));
         }
-        piece.end_logprobs = end.and_then(|end| Some(TokenLogprobs::new(end.id, end.logprobs?, self.decoded)));
-        self.matcher.finish(&mut piece.text);
-        piece.text.push_str(&rest);
-        piece.logprobs.extend(self.pending.drain(..));
+        delta.end_logprobs = end.and_then(|end| Some(TokenLogprobs::new(end.id, end.logprobs?, self.decoded)));
+        self.matcher.finish(&mut delta.text);
+        delta.text.push_str(&rest);
+        delta.logprobs.extend(self.pending.drain(..));
     }
 
-    /// Takes the text of the last token.
-    fn take(&mut self, out: &mut String) -> Seen {
+    /// Passes the text of the last token to the stop matcher.
+    fn push_text(&mut self, out: &mut String) -> StopState {
         self.decoded.bytes += self.text.len();
         self.decoded.chars += self.text.chars().count();
         if self.generated <= self.min_tokens {
-            // A stop string may not end the text yet, so it is not looked for.
+            // Stop strings do not apply to the first `min_tokens` tokens.
             out.push_str(&self.text);
-            return Seen::Nothing;
+            return StopState::Continue;
         }
         self.matcher.push(&self.text, out)
     }
 
-    /// Adds the log-probabilities of tokens whose text has begun to come out.
-    fn release(&mut self, piece: &mut Piece) {
-        self.certain += piece.text.len();
-        let ready = self.pending.iter().take_while(|of| of.at.bytes < self.certain).count();
-        piece.logprobs.extend(self.pending.drain(..ready));
+    /// Adds the log-probabilities of tokens whose text is at least partly released.
+    fn release(&mut self, delta: &mut ChoiceDelta) {
+        self.released += delta.text.len();
+        let ready = self.pending.iter().take_while(|token| token.position.bytes < self.released).count();
+        delta.logprobs.extend(self.pending.drain(..ready));
     }
 }
 
-/// The pieces of one choice, until it ends or fails. The engine's stream is dropped before the last piece is handed out.
-pub(crate) fn pieces(stream: OutputStream, assembler: Assembler) -> BoxStream<'static, Result<Piece, Error>> {
-    let step = |state: Option<(OutputStream, Assembler)>| async move {
+/// The deltas of one choice, until it ends or fails. The engine's stream is dropped before the last delta is returned.
+pub(crate) fn deltas(
+    stream: OutputStream,
+    assembler: ChoiceAssembler,
+) -> BoxStream<'static, Result<ChoiceDelta, Error>> {
+    let step = |state: Option<(OutputStream, ChoiceAssembler)>| async move {
         let (mut stream, mut assembler) = state?;
         Some(match stream.next().await {
             Some(Ok(Output::Tokens(tokens))) => {
-                let piece = assembler.push(tokens);
-                let state = piece.finish.is_none().then_some((stream, assembler));
-                (Ok(piece), state)
+                let delta = assembler.push(tokens);
+                let state = delta.finish.is_none().then_some((stream, assembler));
+                (Ok(delta), state)
             }
             Some(Ok(Output::Frame(..) | Output::Handoff(_))) => {
                 (Err(Error::Failed("the engine sent an unexpected kind of output".into())), None)

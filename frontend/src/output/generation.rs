@@ -1,13 +1,15 @@
-//! All choices of one request, running together. Of the choices of one prompt the first starts alone, and the others when its
-//! first output arrives: by then the prompt's blocks are cached, so the prompt is computed once. A router admits them together.
+//! The choices of one request, as one stream of deltas.
+//!
+//! Of the choices of one prompt, only the first starts immediately. The others start when its first output arrives: by
+//! then the prompt's blocks are cached, so the prompt is computed once. A router admits them together.
 
-use super::choice::{Assembler, Piece, pieces};
+use super::choice::{ChoiceAssembler, ChoiceDelta, deltas};
 use super::meter::Meter;
 use crate::error::Error;
-use crate::http::Ticket;
-use crate::limits::Running;
-use crate::model::Model;
-use crate::params::Controls;
+use crate::http::RequestContext;
+use crate::limits::RunningChoices;
+use crate::model::ServedModel;
+use crate::params::GenerationParams;
 use async_openai::types::chat::{CompletionUsage, PromptTokensDetails};
 use futures::future::try_join_all;
 use futures::stream::{BoxStream, SelectAll};
@@ -16,37 +18,37 @@ use std::sync::Arc;
 use tokio::time::Instant;
 use worker::engine::{Domain, Engine, Request, RequestGroup, Terms, Work};
 
-/// A request that was understood: prompts as tokens, and what to do with each.
-pub(crate) struct Order {
-    pub(crate) model: Arc<Model>,
+/// A parsed request: prompts as tokens, and parameters.
+pub(crate) struct GenerationRequest {
+    pub(crate) model: Arc<ServedModel>,
     pub(crate) prompts: Vec<Arc<[u32]>>,
-    pub(crate) controls: Controls,
-    /// For whom it is; empty: nobody in particular.
+    pub(crate) params: GenerationParams,
+    /// The tenant; empty if there is none.
     pub(crate) tenant: Arc<str>,
-    /// Whose cache the prompts belong to.
+    /// The cache domain of the prompts.
     pub(crate) domain: Domain,
-    /// When the first token is of no more use.
+    /// The latest time for the first token.
     pub(crate) deadline: Option<Instant>,
-    /// The client wants the router's decision explained.
+    /// The response carries the router's decision.
     pub(crate) explain: bool,
-    /// Counts its choices among those of its connection and its tenant.
-    pub(crate) running: Running,
+    /// Counts its choices against the limits of its connection and its tenant.
+    pub(crate) running: RunningChoices,
 }
 
-/// The choices of a request, as one stream of pieces. Dropping it cancels them all.
+/// The choices of a request, as one stream of deltas. Dropping it cancels all of them.
 pub(crate) struct Generation {
-    running: SelectAll<BoxStream<'static, Result<Piece, Error>>>,
-    /// Per prompt, the choices that wait for the first one's output.
-    waiting: Vec<Vec<BoxStream<'static, Result<Piece, Error>>>>,
+    running: SelectAll<BoxStream<'static, Result<ChoiceDelta, Error>>>,
+    /// Per prompt, the choices that start at the first output of its first choice.
+    deferred: Vec<Vec<BoxStream<'static, Result<ChoiceDelta, Error>>>>,
     /// Choices per prompt.
     n: usize,
     ended: usize,
     usage: Usage,
     meter: Meter,
-    _running: Running,
+    _running: RunningChoices,
 }
 
-/// What a request cost so far.
+/// Token counts so far.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 struct Usage {
     prompt: u32,
@@ -55,46 +57,50 @@ struct Usage {
 }
 
 impl Generation {
-    /// Starts the first choice of each prompt. Fails if the engine refuses any of them.
-    pub(crate) async fn start(engine: &Arc<dyn Engine>, order: Order, ticket: Arc<Ticket>) -> Result<Self, Error> {
-        let n = order.controls.n as usize;
-        let choices = order.prompts.len() * n;
-        let prompt_tokens: usize = order.prompts.iter().map(|tokens| tokens.len()).sum();
-        let model: Arc<str> = order.model.card.id.as_str().into();
-        ticket.accepted(&model, prompt_tokens);
+    /// Starts the first choice of each prompt. Fails if the engine rejects any of them.
+    pub(crate) async fn start(
+        engine: &Arc<dyn Engine>,
+        request: GenerationRequest,
+        context: Arc<RequestContext>,
+    ) -> Result<Self, Error> {
+        let n = request.params.n as usize;
+        let choices = request.prompts.len() * n;
+        let prompt_tokens: usize = request.prompts.iter().map(|tokens| tokens.len()).sum();
+        let model: Arc<str> = request.model.card.id.as_str().into();
+        context.accepted(&model, prompt_tokens);
 
-        let groups: Vec<_> = order.prompts.iter().map(|_| (n > 1).then(|| RequestGroup::new(n as u32))).collect();
-        let request = |choice: usize| Request {
+        let groups: Vec<_> = request.prompts.iter().map(|_| (n > 1).then(|| RequestGroup::new(n as u32))).collect();
+        let engine_request = |choice: usize| Request {
             group: groups[choice / n].map(|group| group.choice((choice % n) as u32)),
-            ..request(&order, &ticket.id, &model, choice, choices)
+            ..engine_request(&request, &context.id, &model, choice, choices)
         };
-        let assembler = |choice| Assembler::new(choice, &order.model.vocabulary, &order.controls);
-        let firsts = (0..choices).step_by(n).map(|choice| engine.generate(request(choice)));
+        let assembler = |choice| ChoiceAssembler::new(choice, &request.model.vocabulary, &request.params);
+        let firsts = (0..choices).step_by(n).map(|choice| engine.generate(engine_request(choice)));
         let opened = try_join_all(firsts).await?;
-        let running = opened.into_iter().zip((0..choices).step_by(n)).map(|(s, choice)| pieces(s, assembler(choice)));
-        let waiting = (0..choices).step_by(n).map(|first| {
+        let running = opened.into_iter().zip((0..choices).step_by(n)).map(|(s, choice)| deltas(s, assembler(choice)));
+        let deferred = (0..choices).step_by(n).map(|first| {
             let rest = (first + 1)..(first + n);
-            rest.map(|choice| later(engine.clone(), request(choice), assembler(choice))).collect()
+            rest.map(|choice| deferred_choice(engine.clone(), engine_request(choice), assembler(choice))).collect()
         });
         Ok(Self {
             running: running.collect(),
-            waiting: waiting.collect(),
+            deferred: deferred.collect(),
             n,
             ended: 0,
             usage: Usage { prompt: prompt_tokens as u32, ..Usage::default() },
-            meter: Meter::new(ticket, model, choices),
-            _running: order.running,
+            meter: Meter::new(context, model, choices),
+            _running: request.running,
         })
     }
 
-    /// The next piece of any choice; `None` when all have ended. After an error there is nothing more.
-    pub(crate) async fn next(&mut self) -> Option<Result<Piece, Error>> {
+    /// The next delta of any choice; `None` when all have ended. An error is the last item.
+    pub(crate) async fn next(&mut self) -> Option<Result<ChoiceDelta, Error>> {
         match self.running.next().await? {
-            Ok(piece) => {
-                self.account(&piece);
-                let others = &mut self.waiting[piece.choice / self.n];
+            Ok(delta) => {
+                self.account(&delta);
+                let others = &mut self.deferred[delta.choice / self.n];
                 self.running.extend(others.drain(..));
-                Some(Ok(piece))
+                Some(Ok(delta))
             }
             Err(error) => {
                 self.running.clear();
@@ -104,22 +110,22 @@ impl Generation {
         }
     }
 
-    /// The choices that have not ended yet count as failed, not as cancelled.
+    /// Counts the choices that have not ended as failed instead of cancelled.
     pub(crate) fn fail(&mut self) {
-        self.meter.failed();
+        self.meter.mark_failed();
     }
 
-    /// How many choices there are.
+    /// The number of choices.
     pub(crate) fn choices(&self) -> usize {
-        self.waiting.len() * self.n
+        self.deferred.len() * self.n
     }
 
-    /// Whether every choice has ended, so that `next` would say so.
-    pub(crate) fn is_over(&self) -> bool {
+    /// Whether every choice has ended.
+    pub(crate) fn is_finished(&self) -> bool {
         self.ended == self.choices()
     }
 
-    /// What it cost so far: a prompt counts once, however many choices it has.
+    /// The usage so far. A prompt counts once, regardless of its number of choices.
     pub(crate) fn usage(&self) -> CompletionUsage {
         let Usage { prompt, cached, generated } = self.usage;
         CompletionUsage {
@@ -131,55 +137,60 @@ impl Generation {
         }
     }
 
-    fn account(&mut self, piece: &Piece) {
-        self.meter.piece(piece);
-        if let Some(worker) = piece.prompt.as_ref().and_then(|report| report.worker.as_ref()) {
-            self.meter.placed(worker);
+    fn account(&mut self, delta: &ChoiceDelta) {
+        self.meter.record(delta);
+        if let Some(worker) = delta.prompt.as_ref().and_then(|report| report.worker.as_ref()) {
+            self.meter.record_worker(worker);
         }
-        self.usage.generated += piece.generated;
-        self.ended += usize::from(piece.finish.is_some());
-        // The later choices find the whole prompt cached by the first: that is no saving of the client's.
-        if let Some(report) = piece.prompt.as_ref().filter(|_| piece.choice.is_multiple_of(self.n)) {
+        self.usage.generated += delta.generated;
+        self.ended += usize::from(delta.finish.is_some());
+        // The other choices find the whole prompt cached by the first one, which does not count as cached.
+        if let Some(report) = delta.prompt.as_ref().filter(|_| delta.choice.is_multiple_of(self.n)) {
             self.usage.cached += report.cached_tokens();
-            self.meter.cached(report.cached_tokens(), self.usage.cached);
+            self.meter.record_cached(report.cached_tokens(), self.usage.cached);
         }
     }
 }
 
 /// A choice that starts when it is first polled.
-fn later(engine: Arc<dyn Engine>, request: Request, assembler: Assembler) -> BoxStream<'static, Result<Piece, Error>> {
+fn deferred_choice(
+    engine: Arc<dyn Engine>,
+    request: Request,
+    assembler: ChoiceAssembler,
+) -> BoxStream<'static, Result<ChoiceDelta, Error>> {
     async move { engine.generate(request).await }
-        .map_ok(|stream| pieces(stream, assembler))
+        .map_ok(|stream| deltas(stream, assembler))
         .map_err(Error::from)
         .try_flatten_stream()
         .boxed()
 }
 
-fn request(order: &Order, id: &str, model: &Arc<str>, choice: usize, choices: usize) -> Request {
-    let Controls { sampling, stop, n, priority, session, retention, .. } = &order.controls;
-    let (prompt, nth) = (choice / *n as usize, choice % *n as usize);
+fn engine_request(request: &GenerationRequest, id: &str, model: &Arc<str>, choice: usize, choices: usize) -> Request {
+    let GenerationParams { sampling, stop, n, priority, session, retention, .. } = &request.params;
+    let prompt = choice / *n as usize;
+    let nth = choice % *n as usize;
     let mut sampling = sampling.clone();
     sampling.seed = sampling.seed.map(|seed| seed.wrapping_add(nth as u64));
-    // The first choice's are those of the others too, which find its blocks.
+    // The choices of a prompt share its log-probabilities; only the first one computes the prompt.
     sampling.prompt_logprobs = sampling.prompt_logprobs.filter(|_| nth == 0);
     let terms = Terms {
-        tenant: order.tenant.clone(),
+        tenant: request.tenant.clone(),
         session: session.clone(),
         priority: *priority,
-        // The later choices start when the first one's token is there.
-        deadline: order.deadline.filter(|_| nth == 0),
+        // The other choices start after the first token, so the deadline does not apply to them.
+        deadline: request.deadline.filter(|_| nth == 0),
         retention: *retention,
     };
     Request {
         id: if choices == 1 { id.into() } else { format!("{id}/{choice}").into() },
         model: model.clone(),
-        tokens: order.prompts[prompt].clone(),
+        tokens: request.prompts[prompt].clone(),
         sampling,
         stop: stop.clone(),
         work: Work::Generate,
         terms,
-        explain: order.explain && choice == 0,
-        domain: order.domain.clone(),
+        explain: request.explain && choice == 0,
+        domain: request.domain.clone(),
         group: None,
     }
 }

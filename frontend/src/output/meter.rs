@@ -1,87 +1,89 @@
-//! Measures the choices of one request: metrics, and fields of the request's log line.
+//! Measures the choices of one request: metrics and fields of the log line.
 
-use super::choice::Piece;
-use crate::http::Ticket;
+use super::choice::ChoiceDelta;
+use crate::http::RequestContext;
 use std::sync::Arc;
 use tokio::time::Instant;
 
-/// Measures the choices of one request. Dropped before a choice has ended, it counts that choice as cancelled, or as failed.
+/// Measures the choices of one request. When it is dropped, each choice that has not ended counts as cancelled, or as
+/// failed after [`mark_failed`](Self::mark_failed).
 pub(crate) struct Meter {
-    ticket: Arc<Ticket>,
+    context: Arc<RequestContext>,
     model: Arc<str>,
     choices: Vec<Progress>,
+    /// The first token of the request has not arrived yet.
     first: bool,
     failed: bool,
 }
 
-/// How far one choice is.
+/// Progress of one choice.
 #[derive(Clone, Default)]
 struct Progress {
-    /// When its latest token came.
+    /// Arrival of its latest token.
     latest: Option<Instant>,
     generated: u32,
     ended: bool,
 }
 
 impl Meter {
-    /// For a request of so many choices.
-    pub(crate) fn new(ticket: Arc<Ticket>, model: Arc<str>, choices: usize) -> Self {
-        Self { ticket, model, choices: vec![Progress::default(); choices], first: true, failed: false }
+    /// A meter for a request with this number of choices.
+    pub(crate) fn new(context: Arc<RequestContext>, model: Arc<str>, choices: usize) -> Self {
+        Self { context, model, choices: vec![Progress::default(); choices], first: true, failed: false }
     }
 
-    /// No choice that has not ended yet will.
-    pub(crate) fn failed(&mut self) {
+    /// Marks the choices that have not ended as failed.
+    pub(crate) fn mark_failed(&mut self) {
         self.failed = true;
     }
 
-    /// A piece came.
-    pub(crate) fn piece(&mut self, piece: &Piece) {
-        self.tokens(piece);
-        let Some(finish) = piece.finish else { return };
-        self.choices[piece.choice].ended = true;
-        self.finished(finish.name(), self.choices[piece.choice].generated);
-        if piece.choice == 0 {
-            self.ticket.details().finish_reason = Some(finish.name());
+    /// Records a delta.
+    pub(crate) fn record(&mut self, delta: &ChoiceDelta) {
+        self.record_tokens(delta);
+        let Some(finish) = delta.finish else { return };
+        self.choices[delta.choice].ended = true;
+        self.count_finished(finish.name(), self.choices[delta.choice].generated);
+        if delta.choice == 0 {
+            self.context.log_fields().finish_reason = Some(finish.name());
         }
     }
 
-    fn finished(&self, reason: &str, generated: u32) {
-        let metrics = &self.ticket.metrics;
+    fn count_finished(&self, reason: &str, generated: u32) {
+        let metrics = &self.context.metrics;
         metrics.finished.with_label_values(&[&*self.model, reason]).inc();
         metrics.output_length.with_label_values(&[&*self.model]).observe(f64::from(generated));
     }
 
-    fn tokens(&mut self, piece: &Piece) {
-        let Ticket { metrics, arrived, .. } = &*self.ticket;
-        let mut details = self.ticket.details();
-        details.completion_tokens += piece.generated;
-        if piece.generated == 0 {
+    fn record_tokens(&mut self, delta: &ChoiceDelta) {
+        let RequestContext { metrics, arrived, .. } = &*self.context;
+        let mut log_fields = self.context.log_fields();
+        log_fields.completion_tokens += delta.generated;
+        if delta.generated == 0 {
             return;
         }
         let now = Instant::now();
         if std::mem::take(&mut self.first) {
             let took = now - *arrived;
-            details.ttft_s = Some(took.as_secs_f64());
+            log_fields.ttft_s = Some(took.as_secs_f64());
             metrics.first_token.with_label_values(&[&*self.model]).observe(took.as_secs_f64());
         }
-        self.choices[piece.choice].generated += piece.generated;
-        if let Some(before) = self.choices[piece.choice].latest.replace(now) {
-            let each = (now - before).as_secs_f64() / f64::from(piece.generated);
+        self.choices[delta.choice].generated += delta.generated;
+        if let Some(before) = self.choices[delta.choice].latest.replace(now) {
+            let each = (now - before).as_secs_f64() / f64::from(delta.generated);
             let gaps = metrics.inter_token.with_label_values(&[&*self.model]);
-            (0..piece.generated).for_each(|_| gaps.observe(each));
+            (0..delta.generated).for_each(|_| gaps.observe(each));
         }
-        metrics.generated_tokens.with_label_values(&[&*self.model]).inc_by(piece.generated.into());
+        metrics.generated_tokens.with_label_values(&[&*self.model]).inc_by(delta.generated.into());
     }
 
-    /// This worker answers; with several choices, the one of the first.
-    pub(crate) fn placed(&self, worker: &Arc<str>) {
-        self.ticket.details().worker.get_or_insert_with(|| worker.clone());
+    /// Records the worker of the first choice that reports one.
+    pub(crate) fn record_worker(&self, worker: &Arc<str>) {
+        self.context.log_fields().worker.get_or_insert_with(|| worker.clone());
     }
 
-    /// So many prompt tokens of one prompt needed no computing, and so many of all prompts so far.
-    pub(crate) fn cached(&self, tokens: u32, in_all: u32) {
-        self.ticket.metrics.cached_tokens.with_label_values(&[&*self.model]).inc_by(tokens.into());
-        self.ticket.details().cached_tokens = Some(in_all);
+    /// Records the cached tokens of one prompt, and of all prompts of the request so far.
+    pub(crate) fn record_cached(&self, tokens: u32, total: u32) {
+        self.context.metrics.cached_tokens.with_label_values(&[&*self.model]).inc_by(tokens.into());
+        self.context.log_fields().cached_tokens = Some(total);
     }
 }
 
@@ -89,7 +91,7 @@ impl Drop for Meter {
     fn drop(&mut self) {
         let reason = if self.failed { "error" } else { "cancelled" };
         for choice in self.choices.iter().filter(|choice| !choice.ended) {
-            self.finished(reason, choice.generated);
+            self.count_finished(reason, choice.generated);
         }
     }
 }

@@ -1,4 +1,4 @@
-//! What a request says of the cache: how long its blocks are kept, and, by its tenant, whose they are.
+//! Cache parameters: the retention of a request's blocks (field `cache`) and the cache domains of tenants.
 
 use super::fields::Fields;
 use crate::error::Error;
@@ -9,25 +9,25 @@ use std::time::Duration;
 use std::{fs, io};
 use worker::engine::{Domain, Priority, Retention};
 
-/// A year: longer than any model is served.
+/// Range of `ttl` in seconds, up to a year.
 const TTL_SECONDS: RangeInclusive<i64> = 1..=31_536_000;
-/// A day: a pin takes room from others. Who wants it longer asks again.
+/// Range of `pin` in seconds, up to a day: pinned blocks take space from other requests. A request can renew the pin.
 const PIN_SECONDS: RangeInclusive<i64> = 1..=86_400;
-/// Shorter ones can be guessed.
-const SECRET_BYTES_MIN: usize = 16;
+/// Minimum length of the secret. Shorter ones can be guessed.
+const MIN_SECRET_BYTES: usize = 16;
 
-/// Takes the field `cache`. What is not known in it is refused: a misspelt limit would be none.
+/// Takes the field `cache`. Unknown fields in it are rejected: a misspelled limit would have no effect.
 pub(crate) fn take_retention(fields: &mut Fields) -> Result<Retention, Error> {
-    let off = Retention::default();
-    let Some(mut cache) = fields.object("cache")? else { return Ok(off) };
+    let default = Retention::default();
+    let Some(mut cache) = fields.object("cache")? else { return Ok(default) };
     let seconds = |seconds: i64| Duration::from_secs(seconds.unsigned_abs());
     let retention = Retention {
         ttl: cache.integer("ttl", TTL_SECONDS)?.map(seconds),
         pin: cache.integer("pin", PIN_SECONDS)?.map(seconds),
-        store: cache.flag("store")?.unwrap_or(off.store),
+        store: cache.boolean("store")?.unwrap_or(default.store),
         priority: priority(&mut cache)?,
     };
-    match cache.unknown() {
+    match cache.first_remaining_path() {
         Some(path) => {
             let message = format!("Unknown parameter: '{path}'.");
             Err(Error::invalid(path, "unknown_parameter", message))
@@ -49,47 +49,47 @@ fn priority(cache: &mut Fields) -> Result<Priority, Error> {
     }
 }
 
-/// The cache domains of tenants.
-pub struct Domains {
+/// Derives the cache domains of tenants from their names and a secret.
+pub struct CacheDomains {
     secret: Vec<u8>,
 }
 
-/// The secret of the cache domains cannot be used.
+/// Why the secret of the cache domains cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum SecretError {
-    /// It cannot be read.
+    /// The file cannot be read.
     #[error("frontend.tenant_secret_file = {path:?}: {source}")]
     Io {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
-    /// It can be guessed.
-    #[error("frontend.tenant_secret_file = {path:?} holds {bytes} bytes; a secret has at least {SECRET_BYTES_MIN}")]
+    /// The secret is too short.
+    #[error("frontend.tenant_secret_file = {path:?} holds {bytes} bytes; a secret has at least {MIN_SECRET_BYTES}")]
     TooShort {
         /// The file.
         path: PathBuf,
-        /// What is in it, white space at the end left out.
+        /// Size of the secret in bytes, without trailing white space.
         bytes: usize,
     },
 }
 
-impl Domains {
-    /// Reads the secret, if there is one.
+impl CacheDomains {
+    /// Reads the secret file, if the settings name one.
     pub fn open(settings: &Settings) -> Result<Self, SecretError> {
         let Some(path) = settings.tenant_secret_file.clone() else { return Ok(Self { secret: Vec::new() }) };
         match fs::read(&path) {
             Ok(text) => {
                 let secret = text.trim_ascii_end().to_vec();
                 let bytes = secret.len();
-                if bytes < SECRET_BYTES_MIN { Err(SecretError::TooShort { path, bytes }) } else { Ok(Self { secret }) }
+                if bytes < MIN_SECRET_BYTES { Err(SecretError::TooShort { path, bytes }) } else { Ok(Self { secret }) }
             }
             Err(source) => Err(SecretError::Io { path, source }),
         }
     }
 
-    /// Whose cache a tenant's prompts belong to. Those of nobody in particular share one.
+    /// The cache domain of a tenant. All requests without a tenant share one.
     pub fn of(&self, tenant: &str) -> Domain {
         if tenant.is_empty() { Domain::shared() } else { Domain::derived(&self.secret, tenant) }
     }

@@ -1,8 +1,8 @@
-//! A JSON object read field by field, so that a wrong field is refused by its path and in OpenAI's words.
+//! Reads a JSON object field by field. Errors name the field's path, in OpenAI's words.
 //!
-//! A body is split into its top-level fields without parsing their values. A value is parsed when its field is taken, and all
-//! parsed values of a body together are limited in number: a JSON value in memory takes up to a hundred times its text. Fields
-//! that are not taken are never parsed.
+//! A body is split into its top-level fields without parsing their values. A value is parsed when its field is taken,
+//! and the number of parsed values per body is limited: a JSON value in memory takes up to a hundred times its text.
+//! Fields that are not taken are never parsed.
 
 mod raw;
 
@@ -10,18 +10,18 @@ pub(crate) use raw::Raw;
 
 use crate::error::Error;
 use bytes::Bytes;
-use raw::{Budget, Refused};
+use raw::{Budget, ParseError};
 use serde_json::{Map, Value};
 use std::ops::RangeInclusive;
 
-/// Top-level fields of a body. All of OpenAI, vLLM and SGLang together have about 150.
-const FIELDS_MAX: usize = 1024;
+/// Maximum number of top-level fields of a body. OpenAI, vLLM and SGLang together have about 150.
+const MAX_FIELDS: usize = 1024;
 
-/// The fields of an object that are not taken yet, and the object's place in the request.
+/// The fields of an object that are not taken yet, and the object's path in the request.
 pub(crate) struct Fields {
     path: String,
     map: Map<String, Value>,
-    /// Of a request's body: its fields, not parsed.
+    /// The fields of a request's body, unparsed. Empty for objects within it.
     unparsed: Vec<(String, Raw)>,
     budget: Budget,
 }
@@ -42,11 +42,11 @@ impl Fields {
                 whole.kind()
             )));
         }
-        let unparsed = whole.fields(FIELDS_MAX)?;
+        let unparsed = whole.fields(MAX_FIELDS)?;
         Ok(Self { path: String::new(), map: Map::new(), unparsed, budget: Budget::default() })
     }
 
-    /// The fields of the object `value` at `path`, which was taken from these.
+    /// The fields of the object `value` at `path`, which was taken from these fields.
     pub(crate) fn within(&self, path: String, value: Value) -> Result<Self, Error> {
         match value {
             Value::Object(map) => Ok(Self { path, map, unparsed: Vec::new(), budget: self.budget.clone() }),
@@ -54,13 +54,13 @@ impl Fields {
         }
     }
 
-    /// A field's path.
+    /// The path of a field of this object.
     pub(crate) fn path(&self, name: &str) -> String {
         if self.path.is_empty() { name.into() } else { format!("{}.{name}", self.path) }
     }
 
-    /// A field of the body as its text. `null` is the same as absent, as it is with OpenAI. Of a name that occurs several times the
-    /// last value counts, as in a parsed object.
+    /// Takes a field of the body as JSON text. `null` is the same as absent, as in OpenAI's API. If a name occurs
+    /// several times, the last value counts, as in a parsed object.
     pub(crate) fn raw(&mut self, name: &str) -> Option<Raw> {
         let at = self.unparsed.iter().rposition(|(field, _)| field == name)?;
         let (_, raw) = self.unparsed.remove(at);
@@ -68,7 +68,7 @@ impl Fields {
         Some(raw).filter(|raw| !raw.is_null())
     }
 
-    /// A field's value. `null` is the same as absent, as it is with OpenAI.
+    /// Takes a field's value. `null` is the same as absent, as in OpenAI's API.
     pub(crate) fn value(&mut self, name: &str) -> Result<Option<Value>, Error> {
         match self.raw(name) {
             Some(raw) => self.parsed(name, &raw).map(Some),
@@ -81,43 +81,43 @@ impl Fields {
         raw.value(&self.budget).map_err(|error| error.at(&self.path(name)))
     }
 
-    /// JSON that a client sent as a string; `None` when the string is something else.
+    /// Parses JSON that a client sent as a string; `None` if the string is not JSON.
     pub(crate) fn embedded(&self, path: &str, text: &str) -> Result<Option<Value>, Error> {
         match raw::parse(text.as_bytes(), &self.budget) {
             Ok(value) => Ok(Some(value)),
-            Err(Refused::Json(_)) => Ok(None),
-            Err(refused) => Err(refused.at(path)),
+            Err(ParseError::Json(_)) => Ok(None),
+            Err(error) => Err(error.at(path)),
         }
     }
 
-    /// Puts a field (back).
-    pub(crate) fn put(&mut self, name: &str, value: Value) {
+    /// Sets a field.
+    pub(crate) fn insert(&mut self, name: &str, value: Value) {
         self.map.insert(name.into(), value);
     }
 
-    /// All that is left of an object within the body.
-    pub(crate) fn rest(self) -> Map<String, Value> {
+    /// The fields that were not taken, of an object within the body.
+    pub(crate) fn into_remaining(self) -> Map<String, Value> {
         self.map
     }
 
     /// The names of the fields that were not taken.
-    pub(crate) fn left(&self) -> impl Iterator<Item = &str> {
+    pub(crate) fn remaining(&self) -> impl Iterator<Item = &str> {
         self.map.keys().map(String::as_str).chain(self.unparsed.iter().map(|(name, _)| name.as_str()))
     }
 
-    /// The path of a field that was not taken.
-    pub(crate) fn unknown(&self) -> Option<String> {
-        self.left().next().map(|name| self.path(name))
+    /// The path of the first field that was not taken.
+    pub(crate) fn first_remaining_path(&self) -> Option<String> {
+        self.remaining().next().map(|name| self.path(name))
     }
 
-    /// That a field is not there.
+    /// The error of a missing field.
     pub(crate) fn missing(&self, name: &str) -> Error {
         let path = self.path(name);
         let message = format!("Missing required parameter: '{path}'.");
         Error::invalid(path, "missing_required_parameter", message)
     }
 
-    /// A string.
+    /// Takes a string.
     pub(crate) fn text(&mut self, name: &str) -> Result<Option<String>, Error> {
         match self.value(name)? {
             None => Ok(None),
@@ -126,8 +126,8 @@ impl Fields {
         }
     }
 
-    /// A boolean.
-    pub(crate) fn flag(&mut self, name: &str) -> Result<Option<bool>, Error> {
+    /// Takes a boolean.
+    pub(crate) fn boolean(&mut self, name: &str) -> Result<Option<bool>, Error> {
         match self.value(name)? {
             None => Ok(None),
             Some(Value::Bool(flag)) => Ok(Some(flag)),
@@ -135,12 +135,12 @@ impl Fields {
         }
     }
 
-    /// An object.
+    /// Takes an object.
     pub(crate) fn object(&mut self, name: &str) -> Result<Option<Fields>, Error> {
         self.value(name)?.map(|value| self.within(self.path(name), value)).transpose()
     }
 
-    /// An array.
+    /// Takes an array.
     pub(crate) fn array(&mut self, name: &str) -> Result<Option<Vec<Value>>, Error> {
         match self.value(name)? {
             None => Ok(None),
@@ -149,13 +149,13 @@ impl Fields {
         }
     }
 
-    /// A number within a range.
+    /// Takes a number within a range.
     pub(crate) fn number(&mut self, name: &str, range: RangeInclusive<f64>) -> Result<Option<f32>, Error> {
         let path = self.path(name);
         self.value(name)?.map(|value| number(&path, &value, range)).transpose()
     }
 
-    /// A whole number within a range.
+    /// Takes a whole number within a range.
     pub(crate) fn integer(&mut self, name: &str, range: RangeInclusive<i64>) -> Result<Option<i64>, Error> {
         let path = self.path(name);
         self.value(name)?.map(|value| integer(&path, &value, range)).transpose()
@@ -173,7 +173,7 @@ pub(crate) fn number(path: &str, value: &Value, range: RangeInclusive<f64>) -> R
 
 /// A whole number within a range; `3.0` is one too.
 pub(crate) fn integer(path: &str, value: &Value, range: RangeInclusive<i64>) -> Result<i64, Error> {
-    // Integers beyond 64 bits come as the decimal that is nearest, which may be the smallest of 64 bits.
+    // serde_json parses integers beyond 64 bits as the nearest `f64`, which may be `i64::MIN`.
     let within = |number: f64| if number <= i64::MIN as f64 { i128::MIN } else { number as i128 };
     let whole = |number: f64| (number.fract() == 0.0).then(|| within(number));
     let number = match value {
@@ -187,27 +187,27 @@ pub(crate) fn integer(path: &str, value: &Value, range: RangeInclusive<i64>) -> 
     }
 }
 
-/// A value of the wrong type.
-pub(crate) fn mistyped(path: &str, wanted: &str, got: &Value) -> Error {
-    mistyped_as(path, wanted, kind(got))
+/// The error of a value of the wrong type.
+pub(crate) fn mistyped(path: &str, expected: &str, got: &Value) -> Error {
+    mistyped_as(path, expected, kind(got))
 }
 
-/// A value of the wrong type, which is `got`.
-pub(crate) fn mistyped_as(path: &str, wanted: &str, got: &str) -> Error {
-    let message = format!("Invalid type for '{path}': expected {wanted}, but got {got} instead.");
+/// The error of a value of the wrong type, where `got` names its type.
+pub(crate) fn mistyped_as(path: &str, expected: &str, got: &str) -> Error {
+    let message = format!("Invalid type for '{path}': expected {expected}, but got {got} instead.");
     Error::invalid(path, "invalid_type", message)
 }
 
-/// An array without elements.
+/// The error of an array without elements.
 pub(crate) fn empty(path: &str) -> Error {
     let message = format!("Invalid '{path}': empty array. Expected an array with minimum length 1.");
     Error::invalid(path, "empty_array", message)
 }
 
-/// An array with too many elements.
-pub(crate) fn too_long(path: &str, most: usize, got: usize) -> Error {
+/// The error of an array with too many elements.
+pub(crate) fn too_long(path: &str, max: usize, got: usize) -> Error {
     let message =
-        format!("Invalid '{path}': array too long. Expected an array with maximum length {most}, but got {got}.");
+        format!("Invalid '{path}': array too long. Expected an array with maximum length {max}, but got {got}.");
     Error::invalid(path, "array_above_max_length", message)
 }
 
@@ -215,21 +215,21 @@ fn out_of_range(
     path: &str,
     noun: &str,
     below: bool,
-    least: &dyn std::fmt::Display,
-    most: &dyn std::fmt::Display,
+    min: &dyn std::fmt::Display,
+    max: &dyn std::fmt::Display,
     got: &Value,
 ) -> Error {
     let (code, side, expected) = match (noun, below) {
-        ("integer", true) => ("integer_below_min_value", "below minimum", format!(">= {least}")),
-        ("integer", false) => ("integer_above_max_value", "above maximum", format!("<= {most}")),
-        (_, true) => ("decimal_below_min_value", "below minimum", format!(">= {least}")),
-        (_, false) => ("decimal_above_max_value", "above maximum", format!("<= {most}")),
+        ("integer", true) => ("integer_below_min_value", "below minimum", format!(">= {min}")),
+        ("integer", false) => ("integer_above_max_value", "above maximum", format!("<= {max}")),
+        (_, true) => ("decimal_below_min_value", "below minimum", format!(">= {min}")),
+        (_, false) => ("decimal_above_max_value", "above maximum", format!("<= {max}")),
     };
     let message = format!("Invalid '{path}': {noun} {side} value. Expected a value {expected}, but got {got} instead.");
     Error::invalid(path, code, message)
 }
 
-/// What a value is, for a person.
+/// A value's type, for error messages.
 fn kind(value: &Value) -> &'static str {
     match value {
         Value::Null => "null",

@@ -1,15 +1,15 @@
-//! How to sample: temperature, cut-offs, penalties, biases.
+//! Sampling parameters: temperature, truncation, penalties, biases.
 
-use super::fields::{Fields, integer, number, too_long};
-use super::generation::{BIASES_MAX, TOP_LOGPROBS_MAX};
+use super::fields::{Fields, number, too_long};
+use super::generation::{MAX_TOKEN_IDS, TOP_LOGPROBS_MAX};
 use crate::error::Error;
 use worker::engine::{Sampling, SamplingDefaults};
 
 pub(super) fn take(fields: &mut Fields, vocabulary: usize, defaults: SamplingDefaults) -> Result<Sampling, Error> {
     let off = Sampling::default();
-    // Below the smallest probability only the likeliest token is left: what 0 means.
+    // 0 means greedy sampling; with the smallest positive value only the most likely token is left.
     let top_p = fields.number("top_p", 0.0..=1.0)?.or(defaults.top_p).unwrap_or(off.top_p).max(f32::MIN_POSITIVE);
-    // Vendors write -1 or 0 for "off".
+    // vLLM and SGLang use -1 or 0 for "off".
     let top_k = fields.integer("top_k", -1..=u32::MAX.into())?.or(defaults.top_k.map(i64::from));
     let repetition_penalty = fields.number("repetition_penalty", 0.0..=100.0)?;
     let repetition_penalty = repetition_penalty.or(defaults.repetition_penalty).unwrap_or(off.repetition_penalty);
@@ -34,9 +34,9 @@ pub(super) fn take(fields: &mut Fields, vocabulary: usize, defaults: SamplingDef
 
 fn logit_bias(fields: &mut Fields, vocabulary: usize) -> Result<Vec<(u32, f32)>, Error> {
     let Some(biases) = fields.object("logit_bias")? else { return Ok(Vec::new()) };
-    let biases = biases.rest();
-    if biases.len() > BIASES_MAX {
-        return Err(too_long("logit_bias", BIASES_MAX, biases.len()));
+    let biases = biases.into_remaining();
+    if biases.len() > MAX_TOKEN_IDS {
+        return Err(too_long("logit_bias", MAX_TOKEN_IDS, biases.len()));
     }
     biases
         .iter()
@@ -51,7 +51,7 @@ fn logit_bias(fields: &mut Fields, vocabulary: usize) -> Result<Vec<(u32, f32)>,
         .collect()
 }
 
-/// A key that is a token id in its one decimal form: two keys never mean the same token.
+/// A key that is a token id in canonical decimal form, so that two keys never mean the same token.
 fn token_id(key: &str) -> Option<u32> {
     key.parse().ok().filter(|id: &u32| id.to_string() == key)
 }

@@ -1,7 +1,7 @@
-//! Who asks, and how urgently: what a request says of itself beside others, in its headers and its fields.
+//! Scheduling parameters in headers and fields: tenant, priority, deadline, session.
 //!
-//! A tenant is what a proxy in front says it is, and only if the configuration names the header. Whose cache a prompt
-//! belongs to, and how long blocks are kept, is decided in [`cache`](crate::cache).
+//! The tenant comes from the header of a trusted proxy, only if the settings name that header. Not here: cache domains
+//! and retention of blocks ([`cache`](super::cache)).
 
 use super::fields::{Fields, integer, mistyped};
 use crate::error::Error;
@@ -13,59 +13,61 @@ use std::sync::Arc;
 use std::time::Duration;
 use worker::engine::Priority;
 
-/// Names a conversation, for those who route by it.
+/// The session, for routers with session affinity.
 const SESSION: HeaderName = HeaderName::from_static("x-session-id");
-/// Milliseconds until the first token is of no more use.
+/// Milliseconds within which the first token must be generated.
 const DEADLINE: HeaderName = HeaderName::from_static("x-blockyard-deadline-ms");
-/// A day: who waits longer does not wait.
+/// Range of deadlines in milliseconds, up to a day.
 const DEADLINE_MS: RangeInclusive<i64> = 1..=86_400_000;
-/// A name and a number behind it; longer ones are no names.
-const TENANT_BYTES_MAX: usize = 64;
+/// Maximum length of a tenant name.
+const MAX_TENANT_BYTES: usize = 64;
 
-/// For whom a request is; empty: nobody in particular.
-pub(crate) fn tenant(headers: &HeaderMap, named_by: Option<&TenantHeader>) -> Result<Arc<str>, Error> {
-    let Some(TenantHeader(name)) = named_by else { return Ok("".into()) };
+/// The request's tenant; empty if there is none.
+pub(crate) fn tenant(headers: &HeaderMap, tenant_header: Option<&TenantHeader>) -> Result<Arc<str>, Error> {
+    let Some(TenantHeader(name)) = tenant_header else { return Ok("".into()) };
     let mut values = headers.get_all(name).iter();
     let Some(value) = values.next() else { return Ok("".into()) };
-    let sane = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.:/+=@".contains(&byte);
+    let is_valid = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.:/+=@".contains(&byte);
     match value.to_str() {
-        // A second one was sent by somebody else than the proxy.
-        Ok(tenant) if values.next().is_none() && tenant.len() <= TENANT_BYTES_MAX && tenant.bytes().all(sane) => {
+        // A second value does not come from the proxy.
+        Ok(tenant) if values.next().is_none() && tenant.len() <= MAX_TENANT_BYTES && tenant.bytes().all(is_valid) => {
             Ok(tenant.into())
         }
         _ => {
             let message = format!(
-                "Invalid header '{name}': expected one name of at most {TENANT_BYTES_MAX} letters, digits or '-_.:/+=@'."
+                "Invalid header '{name}': expected one name of at most {MAX_TENANT_BYTES} letters, digits or \
+                 '-_.:/+=@'."
             );
             Err(Error::invalid(name.as_str(), "invalid_value", message))
         }
     }
 }
 
-/// The deadline in the headers.
-pub(crate) fn deadline_of(headers: &HeaderMap) -> Result<Option<Duration>, Error> {
+/// The deadline in the headers, from the arrival of the request.
+pub(crate) fn header_deadline(headers: &HeaderMap) -> Result<Option<Duration>, Error> {
     let Some(value) = headers.get(DEADLINE) else { return Ok(None) };
-    let said = value.to_str().ok().and_then(|text| serde_json::from_str(text.trim()).ok());
-    integer(DEADLINE.as_str(), &said.unwrap_or(Value::Bool(false)), DEADLINE_MS).map(|ms| Some(millis(ms)))
+    let value = value.to_str().ok().and_then(|text| serde_json::from_str(text.trim()).ok());
+    integer(DEADLINE.as_str(), &value.unwrap_or(Value::Bool(false)), DEADLINE_MS).map(|ms| Some(millis(ms)))
 }
 
-/// The deadline among the fields.
+/// Takes the field `deadline_ms`.
 pub(crate) fn take_deadline(fields: &mut Fields) -> Result<Option<Duration>, Error> {
     Ok(fields.integer("deadline_ms", DEADLINE_MS)?.map(millis))
 }
 
-/// What the headers say that a request belongs together with.
-pub(crate) fn session_of(headers: &HeaderMap) -> Option<Arc<str>> {
+/// The session in the headers.
+pub(crate) fn header_session(headers: &HeaderMap) -> Option<Arc<str>> {
     headers.get(SESSION).and_then(|value| value.to_str().ok()).filter(|session| !session.is_empty()).map(Arc::from)
 }
 
-/// What the fields say: OpenAI's `prompt_cache_key`, or the `user` that it replaces.
+/// Takes the session: OpenAI's `prompt_cache_key`, or `user`, which it replaces.
 pub(crate) fn take_session(fields: &mut Fields) -> Result<Option<Arc<str>>, Error> {
-    let (key, user) = (fields.text("prompt_cache_key")?, fields.text("user")?);
+    let key = fields.text("prompt_cache_key")?;
+    let user = fields.text("user")?;
     Ok([key, user].into_iter().flatten().find(|session| !session.is_empty()).map(Arc::from))
 }
 
-/// The priority: by name, or a number as vLLM has it, where less is sooner and 0 is what says nothing.
+/// Takes the priority: a name, or a number as in vLLM, where a lower number is served earlier and 0 is the default.
 pub(crate) fn take_priority(fields: &mut Fields) -> Result<Priority, Error> {
     match fields.value("priority")? {
         None => Ok(Priority::Normal),
@@ -75,7 +77,8 @@ pub(crate) fn take_priority(fields: &mut Fields) -> Result<Priority, Error> {
             "high" => Ok(Priority::High),
             _ => {
                 let message = format!(
-                    "Invalid value: '{name}'. Supported values of 'priority' are: 'low', 'normal', 'high', and integers."
+                    "Invalid value: '{name}'. Supported values of 'priority' are: 'low', 'normal', 'high', and \
+                     integers."
                 );
                 Err(Error::invalid("priority", "invalid_value", message))
             }
@@ -107,6 +110,6 @@ mod tests {
         assert_eq!(of("{}"), Ok(None));
         assert!(of(r#"{"user":7}"#).is_err());
         let headers = HeaderMap::from_iter([(SESSION, "talk 8".parse().unwrap())]);
-        assert_eq!(session_of(&headers), Some("talk 8".into()));
+        assert_eq!(header_session(&headers), Some("talk 8".into()));
     }
 }

@@ -1,6 +1,6 @@
-//! Which web pages may use the server: `Host`, `Origin`, `Sec-Fetch-Site` and CORS, over real connections.
+//! Access of web pages: `Host`, `Origin`, `Sec-Fetch-Site` and CORS, over real connections.
 
-use crate::fake::{Fake, last};
+use crate::fake::{FakeEngine, last};
 use axum::Router;
 use axum::routing::get;
 use frontend::{Server, Settings, Shutdown};
@@ -22,7 +22,7 @@ async fn serve(at: &str, settings: &str, admin: bool) -> SocketAddr {
     let router = if admin {
         frontend::guard_admin(Router::new().route("/admin/config", get(async || "{}")), &settings)
     } else {
-        frontend::router(Fake::saying(vec![last("a", Finish::Stop)]), registry, settings).unwrap()
+        frontend::router(FakeEngine::with_steps(vec![last("a", Finish::Stop)]), registry, settings).unwrap()
     };
     tokio::spawn(async move { server.serve(listener, router, Shutdown::default()).await });
     address
@@ -63,7 +63,7 @@ async fn a_loopback_server_answers_to_loopback_hosts_only() {
 }
 
 #[tokio::test]
-async fn a_server_on_another_address_answers_to_any_host_or_those_named() {
+async fn a_public_server_accepts_any_host_or_the_allowed_ones() {
     let any = serve("0.0.0.0:0", "", false).await;
     let any = SocketAddr::from(([127, 0, 0, 1], any.port()));
     assert_eq!(status(any, "GET /live", &["host: api.example.com"]).await, 200);
@@ -77,7 +77,8 @@ async fn a_server_on_another_address_answers_to_any_host_or_those_named() {
 #[tokio::test]
 async fn requests_of_pages_of_other_sites_are_refused() {
     let address = serve("127.0.0.1:0", "", false).await;
-    let (host, own) = (format!("host: {address}"), format!("origin: http://{address}"));
+    let host = format!("host: {address}");
+    let own = format!("origin: http://{address}");
     let cases: [(&[&str], u16); 7] = [
         (&[], 200),
         (&[&own], 200),

@@ -1,6 +1,6 @@
-//! What a request says of the cache, as the engine is told.
+//! Cache parameters of requests, as the engine receives them.
 
-use crate::fake::{Fake, chat, completion, last, send};
+use crate::fake::{FakeEngine, chat, completion, last, send};
 use axum::http::HeaderValue;
 use serde_json::json;
 use std::collections::HashSet;
@@ -23,7 +23,7 @@ async fn retention_is_asked_for_in_one_field_of_both_endpoints() {
     ];
     for (fields, retention) in table {
         for request in [chat(fields.clone()), completion(fields.clone())] {
-            let engine = Fake::saying(vec![last("", Finish::Stop)]);
+            let engine = FakeEngine::with_steps(vec![last("", Finish::Stop)]);
             assert_eq!(send(&engine.router(), request).await.status, 200);
             let terms = engine.only().terms;
             assert_eq!((terms.retention, terms.priority), (retention, Priority::Normal), "{fields}");
@@ -33,7 +33,7 @@ async fn retention_is_asked_for_in_one_field_of_both_endpoints() {
 
 /// The domains that the engine sees for requests of these tenants.
 async fn domains(settings: serde_json::Value, tenants: &[&'static str]) -> Vec<Domain> {
-    let engine = Fake::saying(vec![last("", Finish::Stop)]);
+    let engine = FakeEngine::with_steps(vec![last("", Finish::Stop)]);
     let settings: frontend::Settings = serde_json::from_value(settings).unwrap();
     let router = frontend::router(engine.clone(), prometheus::Registry::new(), settings).unwrap();
     for tenant in tenants {
@@ -46,19 +46,20 @@ async fn domains(settings: serde_json::Value, tenants: &[&'static str]) -> Vec<D
 }
 
 #[tokio::test]
-async fn each_tenant_has_a_domain_of_its_own_that_follows_from_name_and_secret() {
+async fn a_tenants_domain_is_derived_from_name_and_secret() {
     let folder = tempfile::tempdir().unwrap();
     let secret = |name: &str, text: &str| {
         let path = folder.path().join(name);
         std::fs::write(&path, text).unwrap();
         json!({ "tenant_header": "x-tenant", "tenant_secret_file": path })
     };
-    let (one, same) = (secret("one", "0123456789abcdef\n"), secret("same", "0123456789abcdef"));
+    let one = secret("one", "0123456789abcdef\n");
+    let same = secret("same", "0123456789abcdef");
     let other = secret("other", "fedcba9876543210");
     let tenants = ["ann", "bob", ""];
     let seen = domains(one, &tenants).await;
     assert_eq!(seen.iter().collect::<HashSet<_>>().len(), 3);
-    assert_eq!(seen[2], Domain::shared(), "nobody in particular");
+    assert_eq!(seen[2], Domain::shared(), "no tenant");
     assert_eq!(domains(same, &tenants).await, seen, "whichever process asks");
     let without = domains(json!({ "tenant_header": "x-tenant" }), &tenants).await;
     for another in [domains(other, &tenants).await, without] {
@@ -68,13 +69,13 @@ async fn each_tenant_has_a_domain_of_its_own_that_follows_from_name_and_secret()
 }
 
 #[tokio::test]
-async fn a_secret_that_is_missing_or_can_be_guessed_keeps_the_door_shut() {
+async fn a_missing_or_short_secret_is_an_error() {
     let folder = tempfile::tempdir().unwrap();
     let short = folder.path().join("short");
     std::fs::write(&short, "sesame\n").unwrap();
     for (path, says) in [(short, "holds 6 bytes"), (folder.path().join("none"), "none")] {
         let settings = frontend::Settings { tenant_secret_file: Some(path), ..frontend::Settings::default() };
-        let engine = Fake::saying(Vec::new());
+        let engine = FakeEngine::with_steps(Vec::new());
         let refused = frontend::router(engine, prometheus::Registry::new(), settings).unwrap_err().to_string();
         assert!(refused.contains(says) && !refused.contains("sesame"), "{refused}");
     }

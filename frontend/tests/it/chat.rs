@@ -1,6 +1,6 @@
-//! Chat completions in one piece.
+//! Chat completions without streaming.
 
-use crate::fake::{Fake, Step, bytes, chat, first, last, last_with_logprobs, say, send};
+use crate::fake::{FakeEngine, Step, bytes, chat, first, last, last_with_logprobs, say, send};
 use crate::tiny_tokenizer;
 use async_openai::types::chat::{CreateChatCompletionResponse, FinishReason, Role};
 use serde_json::json;
@@ -9,8 +9,8 @@ use tokio::sync::Semaphore;
 use worker::engine::{Finish, Sampling, StopRule};
 
 #[tokio::test]
-async fn an_answer_is_openais_with_its_usage() {
-    let engine = Fake::saying(vec![first("he"), say("l"), last("lo", Finish::Stop)]);
+async fn a_response_has_openais_format_and_usage() {
+    let engine = FakeEngine::with_steps(vec![first("he"), say("l"), last("lo", Finish::Stop)]);
     let answer = send(&engine.router(), chat(json!({}))).await;
     assert_eq!(answer.status, 200);
     let parsed: CreateChatCompletionResponse = answer.parsed();
@@ -27,7 +27,7 @@ async fn an_answer_is_openais_with_its_usage() {
 
 #[tokio::test]
 async fn the_template_makes_the_prompt() {
-    let engine = Fake::saying(vec![last("", Finish::Stop)]);
+    let engine = FakeEngine::with_steps(vec![last("", Finish::Stop)]);
     let messages = json!([
         { "role": "developer", "content": "x" },
         { "role": "user", "content": [{ "type": "text", "text": "a" }, { "type": "text", "text": "b" }] },
@@ -43,7 +43,7 @@ async fn the_template_makes_the_prompt() {
 #[tokio::test]
 async fn tools_reach_the_template_unless_they_must_not_be_used() {
     let tools = json!([{ "type": "function", "function": { "name": "f" } }]);
-    let engine = Fake::saying(vec![last("", Finish::Stop)]);
+    let engine = FakeEngine::with_steps(vec![last("", Finish::Stop)]);
     let router = engine.router();
     send(&router, chat(json!({}))).await;
     send(&router, chat(json!({ "tools": tools, "tool_choice": "none" }))).await;
@@ -54,12 +54,15 @@ async fn tools_reach_the_template_unless_they_must_not_be_used() {
 }
 
 #[tokio::test]
-async fn every_parameter_arrives_and_the_body_as_it_came() {
-    let engine = Fake::saying(vec![last("", Finish::Stop)]);
+async fn every_parameter_reaches_the_engine() {
+    let engine = FakeEngine::with_steps(vec![last("", Finish::Stop)]);
     let fields = json!({
-        "temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.125, "seed": -1, "frequency_penalty": 1, "presence_penalty": -2,
-        "repetition_penalty": 1.5, "logit_bias": { "5": -100 }, "logprobs": true, "top_logprobs": 3, "max_tokens": 9,
-        "max_completion_tokens": 8, "min_tokens": 2, "stop_token_ids": [65], "ignore_eos": true, "vendor_field": { "ignored": 1 },
+        "temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.125, "seed": -1, "frequency_penalty": 1,
+        "presence_penalty": -2, "repetition_penalty": 1.5, "logit_bias": { "5": -100 }, "logprobs": true,
+        "top_logprobs": 3,
+        "max_tokens": 9,
+        "max_completion_tokens": 8, "min_tokens": 2, "stop_token_ids": [65], "ignore_eos": true,
+        "vendor_field": { "ignored": 1 },
     });
     send(&engine.router(), chat(fields)).await;
     let seen = engine.only();
@@ -82,8 +85,8 @@ async fn every_parameter_arrives_and_the_body_as_it_came() {
 }
 
 #[tokio::test]
-async fn what_is_not_said_is_openais_default() {
-    let engine = Fake::saying(vec![last("", Finish::Stop)]);
+async fn absent_fields_have_openais_defaults() {
+    let engine = FakeEngine::with_steps(vec![last("", Finish::Stop)]);
     send(&engine.router(), chat(json!({ "temperature": null, "stop": null, "top_k": -1 }))).await;
     let seen = engine.only();
     assert_eq!((seen.sampling, seen.stop), (Sampling::default(), StopRule::default()));
@@ -92,9 +95,9 @@ async fn what_is_not_said_is_openais_default() {
 
 #[tokio::test]
 async fn the_other_choices_start_when_the_first_has_output() {
-    let gate = Arc::new(Semaphore::new(0));
-    let steps = vec![Step::Wait(gate.clone()), first("a"), last("b", Finish::Length)];
-    let engine = Fake::saying(steps);
+    let permits = Arc::new(Semaphore::new(0));
+    let steps = vec![Step::Wait(permits.clone()), first("a"), last("b", Finish::Length)];
+    let engine = FakeEngine::with_steps(steps);
     let router = engine.router();
     let asking = send(&router, chat(json!({ "n": 3, "seed": 41 })));
     let mut asking = Box::pin(asking);
@@ -107,7 +110,7 @@ async fn the_other_choices_start_when_the_first_has_output() {
         tokio::task::yield_now().await;
     }
     assert_eq!(engine.seen.lock().unwrap().len(), 1, "the prompt is computed once, by the first");
-    gate.add_permits(3);
+    permits.add_permits(3);
     let parsed: CreateChatCompletionResponse = asking.await.parsed();
     let seeds: Vec<_> = engine.seen.lock().unwrap().iter().map(|request| request.sampling.seed).collect();
     assert_eq!(seeds, [Some(41), Some(42), Some(43)]);
@@ -122,8 +125,8 @@ async fn the_other_choices_start_when_the_first_has_output() {
 }
 
 #[tokio::test]
-async fn a_stop_string_ends_the_answer_and_drops_the_engines_stream() {
-    let engine = Fake::saying(vec![first("one E"), say("ND two"), Step::Hang]);
+async fn a_stop_string_ends_the_response_and_the_engine_stream() {
+    let engine = FakeEngine::with_steps(vec![first("one E"), say("ND two"), Step::Hang]);
     let parsed: CreateChatCompletionResponse =
         send(&engine.router(), chat(json!({ "stop": ["END", "x"] }))).await.parsed();
     assert_eq!(parsed.choices[0].message.content.as_deref(), Some("one "));
@@ -133,21 +136,21 @@ async fn a_stop_string_ends_the_answer_and_drops_the_engines_stream() {
 
 #[tokio::test]
 async fn logprobs_have_openais_shape() {
-    let engine = Fake::saying(vec![last_with_logprobs(&[u32::from(b'a'), 0xC3, 0xA9], 256)]);
+    let engine = FakeEngine::with_steps(vec![last_with_logprobs(&[u32::from(b'a'), 0xC3, 0xA9], 256)]);
     let fields = json!({ "logprobs": true, "top_logprobs": 2 });
     let parsed: CreateChatCompletionResponse = send(&engine.router(), chat(fields)).await.parsed();
     let content = parsed.choices[0].logprobs.as_ref().unwrap().content.as_ref().unwrap();
     assert_eq!(parsed.choices[0].message.content.as_deref(), Some("aé"));
     assert_eq!(content.len(), 3);
     assert_eq!((content[0].token.as_str(), content[0].logprob), ("a", -0.5));
-    assert_eq!(content[1].bytes, Some(vec![0xC3]), "half a character is told by its bytes");
+    assert_eq!(content[1].bytes, Some(vec![0xC3]), "half a character has its bytes");
     let rival = &content[0].top_logprobs[1];
     assert_eq!((rival.token.as_str(), rival.logprob), ("he", -9999.0));
 }
 
 #[tokio::test]
 async fn the_routers_decision_comes_back_in_a_header() {
-    let engine = Fake::new(|request| {
+    let engine = FakeEngine::new(|request| {
         let explain = request.explain.then(|| r#"{"worker":"w1","why":"é"}"#.into());
         let mut tokens = vec![first("a"), last("", Finish::Stop)];
         if let Step::Say(first) = &mut tokens[0] {

@@ -1,6 +1,6 @@
-//! Text completions in one piece.
+//! Text completions without streaming.
 
-use crate::fake::{Fake, bytes, completion, first, last, last_with_logprobs, send};
+use crate::fake::{FakeEngine, bytes, completion, first, last, last_with_logprobs, send};
 use crate::tiny_tokenizer;
 use async_openai::types::chat::CompletionFinishReason;
 use async_openai::types::completions::CreateCompletionResponse;
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use worker::engine::Finish;
 
 async fn tokens_of(prompt: Value) -> Vec<Vec<u32>> {
-    let engine = Fake::saying(vec![last("", Finish::Stop)]);
+    let engine = FakeEngine::with_steps(vec![last("", Finish::Stop)]);
     assert_eq!(send(&engine.router(), completion(json!({ "prompt": prompt }))).await.status, 200);
     engine.seen.lock().unwrap().iter().map(|request| request.tokens.to_vec()).collect()
 }
@@ -23,8 +23,9 @@ async fn a_prompt_comes_in_four_shapes() {
 }
 
 #[tokio::test]
-async fn an_answer_is_openais_with_its_usage() {
-    let engine = Fake::new(|request| Ok(vec![first(""), last(&format!("{}", request.tokens[0]), Finish::Length)]));
+async fn a_response_has_openais_format_and_usage() {
+    let engine =
+        FakeEngine::new(|request| Ok(vec![first(""), last(&format!("{}", request.tokens[0]), Finish::Length)]));
     let answer = send(&engine.router(), completion(json!({ "prompt": [[1, 2], [3]], "n": 2 }))).await;
     let parsed: CreateCompletionResponse = answer.parsed();
     assert!(parsed.id.starts_with("cmpl-"));
@@ -37,8 +38,8 @@ async fn an_answer_is_openais_with_its_usage() {
 }
 
 #[tokio::test]
-async fn sixteen_tokens_unless_said_otherwise() {
-    let engine = Fake::saying(vec![last("", Finish::Length)]);
+async fn max_tokens_of_completions_defaults_to_16() {
+    let engine = FakeEngine::with_steps(vec![last("", Finish::Length)]);
     send(&engine.router(), completion(json!({}))).await;
     assert_eq!(engine.only().stop.max_tokens, Some(16));
 }
@@ -46,7 +47,7 @@ async fn sixteen_tokens_unless_said_otherwise() {
 #[tokio::test]
 async fn echo_repeats_the_prompt_without_special_tokens() {
     for stream in [false, true] {
-        let engine = Fake::saying(vec![first(" wo"), last("rld", Finish::Length)]);
+        let engine = FakeEngine::with_steps(vec![first(" wo"), last("rld", Finish::Length)]);
         let answer = send(&engine.router(), completion(json!({ "echo": true, "stream": stream }))).await;
         let text = if stream {
             let chunks = answer.events();
@@ -65,7 +66,7 @@ async fn echo_repeats_the_prompt_without_special_tokens() {
 
 #[tokio::test]
 async fn logprobs_have_openais_shape() {
-    let engine = Fake::saying(vec![last_with_logprobs(&[bytes("a")[0], 0xC3, 0xA9, bytes("b")[0]], 256)]);
+    let engine = FakeEngine::with_steps(vec![last_with_logprobs(&[bytes("a")[0], 0xC3, 0xA9, bytes("b")[0]], 256)]);
     let parsed: CreateCompletionResponse = send(&engine.router(), completion(json!({ "logprobs": 2 }))).await.parsed();
     let logprobs = parsed.choices[0].logprobs.as_ref().unwrap();
     assert_eq!(logprobs.tokens, ["a", "bytes:\\xc3", "bytes:\\xa9", "b"]);

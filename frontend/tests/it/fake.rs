@@ -1,4 +1,4 @@
-//! A scripted engine, and a client for the router before it.
+//! A scripted engine, and a client for the routes before it.
 
 use axum::Router;
 use axum::body::{Body, to_bytes};
@@ -17,7 +17,7 @@ use worker::engine::{
 
 use crate::tiny_tokenizer;
 
-/// What the engine does next in a stream.
+/// One step of a scripted stream.
 #[derive(Clone)]
 pub(crate) enum Step {
     Say(Tokens),
@@ -31,17 +31,17 @@ pub(crate) enum Step {
 type Script = dyn Fn(&Request) -> Result<Vec<Step>, Error> + Send + Sync;
 
 /// An engine that follows a script.
-pub(crate) struct Fake {
+pub(crate) struct FakeEngine {
     script: Box<Script>,
     pub(crate) readiness: Mutex<Readiness>,
     pub(crate) card: Mutex<Arc<ModelCard>>,
-    /// Requests, in the order in which they came.
+    /// Requests in order of arrival.
     pub(crate) seen: Mutex<Vec<Request>>,
-    /// How many streams are open.
+    /// The number of open streams.
     pub(crate) open: Arc<AtomicUsize>,
 }
 
-impl Fake {
+impl FakeEngine {
     pub(crate) fn new(script: impl Fn(&Request) -> Result<Vec<Step>, Error> + Send + Sync + 'static) -> Arc<Self> {
         Arc::new(Self {
             script: Box::new(script),
@@ -52,8 +52,8 @@ impl Fake {
         })
     }
 
-    /// The same steps for every request.
-    pub(crate) fn saying(steps: Vec<Step>) -> Arc<Self> {
+    /// An engine with the same steps for every request.
+    pub(crate) fn with_steps(steps: Vec<Step>) -> Arc<Self> {
         Self::new(move |_| Ok(steps.clone()))
     }
 
@@ -65,7 +65,7 @@ impl Fake {
         frontend::router(self.clone(), prometheus::Registry::new(), settings).unwrap()
     }
 
-    /// The only request so far.
+    /// The only request that arrived.
     pub(crate) fn only(&self) -> Request {
         let seen = self.seen.lock().unwrap();
         assert_eq!(seen.len(), 1);
@@ -77,7 +77,7 @@ impl Fake {
     }
 }
 
-impl Engine for Fake {
+impl Engine for FakeEngine {
     fn generate(&self, request: Request) -> BoxFuture<'_, Result<OutputStream, Error>> {
         let steps = (self.script)(&request);
         self.seen.lock().unwrap().push(request);
@@ -89,8 +89,8 @@ impl Engine for Fake {
                     match step {
                         Step::Say(tokens) => Some(Ok(Output::Tokens(tokens))),
                         Step::Fail(error) => Some(Err(error)),
-                        Step::Wait(gate) => {
-                            gate.acquire().await.unwrap().forget();
+                        Step::Wait(permits) => {
+                            permits.acquire().await.unwrap().forget();
                             None
                         }
                         Step::Hang => std::future::pending().await,
@@ -153,7 +153,7 @@ pub(crate) fn bytes(text: &str) -> Vec<u32> {
     text.bytes().map(u32::from).collect()
 }
 
-/// An item that says a text.
+/// An item with this text.
 pub(crate) fn say(text: &str) -> Step {
     Step::Say(Tokens { ids: bytes(text), ..Tokens::default() })
 }
@@ -179,14 +179,14 @@ pub(crate) fn last_with_logprobs(ids: &[u32], rival: u32) -> Step {
     Step::Say(Tokens { ids: ids.to_vec(), logprobs, finish: Some(Finish::Length), ..Tokens::default() })
 }
 
-/// What came back.
-pub(crate) struct Answer {
+/// A complete response.
+pub(crate) struct TestResponse {
     pub(crate) status: StatusCode,
     pub(crate) headers: HeaderMap,
     pub(crate) body: Vec<u8>,
 }
 
-impl Answer {
+impl TestResponse {
     pub(crate) fn json(&self) -> Value {
         self.parsed()
     }
@@ -211,16 +211,17 @@ pub(crate) fn events(text: &str) -> Vec<String> {
     text.split_terminator("\n\n").map(|event| event.strip_prefix("data: ").unwrap_or(event).to_owned()).collect()
 }
 
-/// Sends a JSON body.
+/// A request with a JSON body.
 pub(crate) fn post(path: &str, body: &Value) -> HttpRequest<Body> {
     HttpRequest::post(path).header("content-type", "application/json").body(Body::from(body.to_string())).unwrap()
 }
 
-/// Sends a request and waits for all of the answer.
-pub(crate) async fn send(router: &Router, request: HttpRequest<Body>) -> Answer {
+/// Sends a request and waits for the whole response.
+pub(crate) async fn send(router: &Router, request: HttpRequest<Body>) -> TestResponse {
     let response = router.clone().oneshot(request).await.unwrap();
-    let (status, headers) = (response.status(), response.headers().clone());
-    Answer { status, headers, body: to_bytes(response.into_body(), usize::MAX).await.unwrap().to_vec() }
+    let status = response.status();
+    let headers = response.headers().clone();
+    TestResponse { status, headers, body: to_bytes(response.into_body(), usize::MAX).await.unwrap().to_vec() }
 }
 
 /// A chat request with these fields besides a message.

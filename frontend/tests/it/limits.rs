@@ -1,6 +1,6 @@
-//! What one client's bodies, prompts and choices may take from others.
+//! Limits on bodies, prompts and choices of one client.
 
-use crate::fake::{Answer, Fake, Step, chat, completion, first, last, post, send};
+use crate::fake::{FakeEngine, Step, TestResponse, chat, completion, first, last, post, send};
 use axum::Router;
 use axum::body::Body;
 use axum::http::Request;
@@ -14,15 +14,15 @@ use std::sync::Arc;
 use tokio::sync::Semaphore;
 use worker::engine::Finish;
 
-fn engine() -> Arc<Fake> {
-    Fake::saying(vec![last("a", Finish::Stop)])
+fn engine() -> Arc<FakeEngine> {
+    FakeEngine::with_steps(vec![last("a", Finish::Stop)])
 }
 
-fn router(engine: &Arc<Fake>, settings: Settings) -> Router {
+fn router(engine: &Arc<FakeEngine>, settings: Settings) -> Router {
     frontend::router(engine.clone(), prometheus::Registry::new(), settings).unwrap()
 }
 
-fn code(answer: &Answer) -> (u16, String) {
+fn code(answer: &TestResponse) -> (u16, String) {
     (answer.status.as_u16(), answer.json()["error"]["code"].as_str().unwrap_or_default().to_owned())
 }
 
@@ -33,7 +33,7 @@ async fn an_unknown_field_with_millions_of_values_is_not_parsed() {
     let request = |body: String| Request::post("/v1/completions").body(Body::from(body)).unwrap();
     let router = engine().router();
     assert_eq!(send(&router, request(body.clone())).await.status, 200);
-    // In a field that is read it is refused after 131,072 values.
+    // In a field that is read, it is rejected after 131,072 values.
     let read = send(&router, request(body.replace("\"x\"", "\"stop\""))).await;
     assert_eq!(code(&read), (400, "too_many_values".into()));
 }
@@ -53,7 +53,7 @@ async fn a_prompt_of_14_mib_is_refused_from_its_first_bytes() {
         let answer = send(&router, request).await;
         assert_eq!(code(&answer), (400, "context_length_exceeded".into()));
         let message = answer.json()["error"]["message"].as_str().unwrap().to_owned();
-        // Not a word of the millions of tokens that it has: nobody counted them.
+        // The message has the lower bound: not all tokens were counted.
         assert!(message.contains("resulted in at least 65 tokens"), "{message}");
     }
     assert!(engine.seen.lock().unwrap().is_empty());
@@ -90,8 +90,8 @@ async fn bodies_beyond_the_memory_for_bodies_get_429() {
 
 #[tokio::test]
 async fn choices_beyond_a_tenants_limit_get_429() {
-    let gate = Arc::new(Semaphore::new(0));
-    let engine = Fake::saying(vec![Step::Wait(gate.clone()), first("a"), last("b", Finish::Length)]);
+    let permits = Arc::new(Semaphore::new(0));
+    let engine = FakeEngine::with_steps(vec![Step::Wait(permits.clone()), first("a"), last("b", Finish::Length)]);
     let tenant_header = Some("x-tenant".to_owned().try_into().unwrap());
     let router = router(&engine, Settings { tenant_header, max_choices_per_tenant: 4, ..Settings::default() });
     let ask = |tenant: &'static str, n: u32| {
@@ -108,7 +108,7 @@ async fn choices_beyond_a_tenants_limit_get_429() {
     assert_eq!(code(&refused), (429, "rate_limit_exceeded".into()));
     assert_eq!(refused.header("retry-after"), "1");
     assert_eq!(code(&send(&router, ask("ann", 5)).await), (400, "integer_above_max_value".into()));
-    gate.add_permits(100);
+    permits.add_permits(100);
     assert_eq!(send(&router, ask("bob", 4)).await.status, 200);
     assert_eq!(running.await.status, 200);
     assert_eq!(send(&router, ask("ann", 4)).await.status, 200, "what has ended does not count");

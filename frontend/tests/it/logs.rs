@@ -1,6 +1,6 @@
-//! The lines of log that requests leave, and the ids by which they are found.
+//! Log lines of requests, and request ids.
 
-use crate::fake::{Fake, chat, first, last, post, send};
+use crate::fake::{FakeEngine, chat, first, last, post, send};
 use axum::body::Body;
 use axum::http::Request;
 use serde_json::{Value, json};
@@ -49,7 +49,8 @@ impl<'a> MakeWriter<'a> for Log {
 
 #[tokio::test]
 async fn a_served_request_leaves_one_flat_line() {
-    let (log, engine) = (Log::default(), Fake::saying(vec![first("ab"), last("c", Finish::Length)]));
+    let log = Log::default();
+    let engine = FakeEngine::with_steps(vec![first("ab"), last("c", Finish::Length)]);
     let settings: frontend::Settings = toml::from_str("tenant_header = 'x-tenant'").unwrap();
     let router = frontend::router(engine, prometheus::Registry::new(), settings).unwrap();
     for stream in [false, true] {
@@ -83,7 +84,8 @@ async fn a_served_request_leaves_one_flat_line() {
 
 #[tokio::test]
 async fn each_refused_request_leaves_one_line_with_its_reason() {
-    let (log, router) = (Log::default(), Fake::new(|_| Err(Error::Failed("broken".into()))).router());
+    let log = Log::default();
+    let router = FakeEngine::new(|_| Err(Error::Failed("broken".into()))).router();
     let requests = [
         (chat(json!({ "temperature": 9 })), 400, "INFO", json!("decimal_above_max_value"), "temperature"),
         (post("/v1/completions", &json!({ "model": "x" })), 404, "INFO", json!("model_not_found"), "`x`"),
@@ -107,7 +109,8 @@ async fn each_refused_request_leaves_one_line_with_its_reason() {
 
 #[tokio::test]
 async fn lines_of_refused_requests_are_bounded() {
-    let (log, router) = (Log::default(), Fake::saying(vec![]).router());
+    let log = Log::default();
+    let router = FakeEngine::with_steps(vec![]).router();
     let collecting = log.collect();
     tokio::time::pause();
     for _ in 0..1000 {
@@ -123,7 +126,7 @@ async fn lines_of_refused_requests_are_bounded() {
 
 #[tokio::test]
 async fn the_clients_request_id_is_in_the_id_of_the_answer() {
-    let router = Fake::saying(vec![last("a", Finish::Stop)]).router();
+    let router = FakeEngine::with_steps(vec![last("a", Finish::Stop)]).router();
     for (id, prefix) in [(Some("mine-1"), "chatcmpl-mine-1"), (None, "chatcmpl-"), (Some("not sane"), "chatcmpl-")] {
         let mut request = chat(json!({}));
         if let Some(id) = id {

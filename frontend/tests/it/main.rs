@@ -1,6 +1,6 @@
-//! The front door over HTTP, in process, before an engine that says what a test tells it to.
+//! The frontend over HTTP, in process, before a scripted engine.
 
-#![expect(clippy::unwrap_used, reason = "what a test expects stands in it")]
+#![expect(clippy::unwrap_used, reason = "a test may panic")]
 
 mod access;
 mod cache;

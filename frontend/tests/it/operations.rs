@@ -1,6 +1,6 @@
-//! What operators and their tools see.
+//! Endpoints for operators.
 
-use crate::fake::{Answer, Fake, Step, card, chat, completion, first, last, say, send};
+use crate::fake::{FakeEngine, Step, TestResponse, card, chat, completion, first, last, say, send};
 use async_openai::types::models::{ListModelResponse, Model};
 use axum::Router;
 use axum::body::Body;
@@ -11,13 +11,13 @@ use std::sync::Arc;
 use tower::ServiceExt;
 use worker::engine::{Error, Finish, Readiness};
 
-async fn get(router: &Router, path: &str) -> Answer {
+async fn get(router: &Router, path: &str) -> TestResponse {
     send(router, Request::get(path).body(Body::empty()).unwrap()).await
 }
 
 #[tokio::test]
 async fn models_are_listed_and_found_by_an_id_with_a_slash() {
-    let router = Fake::saying(vec![]).router();
+    let router = FakeEngine::with_steps(vec![]).router();
     let list: ListModelResponse = get(&router, "/v1/models").await.parsed();
     assert_eq!((list.object.as_str(), list.data.len()), ("list", 1));
     let model: Model = get(&router, "/v1/models/org/tiny").await.parsed();
@@ -33,8 +33,8 @@ async fn models_are_listed_and_found_by_an_id_with_a_slash() {
 }
 
 #[tokio::test]
-async fn readiness_is_told_with_its_reason_and_liveness_is_not_touched() {
-    let engine = Fake::saying(vec![]);
+async fn readiness_has_a_reason_and_liveness_is_independent() {
+    let engine = FakeEngine::with_steps(vec![]);
     let router = engine.router();
     for path in ["/live", "/ready", "/health", "/ping"] {
         assert_eq!(get(&router, path).await.status, 200);
@@ -52,8 +52,8 @@ async fn readiness_is_told_with_its_reason_and_liveness_is_not_touched() {
 }
 
 #[tokio::test]
-async fn what_is_not_there_is_said_in_json() {
-    let router = Fake::saying(vec![]).router();
+async fn unknown_routes_and_methods_are_json_errors() {
+    let router = FakeEngine::with_steps(vec![]).router();
     let missing = get(&router, "/v1/nothing").await;
     assert_eq!((missing.status.as_u16(), &missing.json()["error"]["code"]), (404, &json!("unknown_url")));
     let method = get(&router, "/v1/chat/completions").await;
@@ -62,8 +62,8 @@ async fn what_is_not_there_is_said_in_json() {
 }
 
 #[tokio::test]
-async fn trap_17_metrics_count_requests_and_tokens_of_plain_http() {
-    let router = Fake::saying(vec![first("a"), say("bc"), last("", Finish::Stop)]).router();
+async fn metrics_count_requests_and_tokens() {
+    let router = FakeEngine::with_steps(vec![first("a"), say("bc"), last("", Finish::Stop)]).router();
     send(&router, chat(json!({ "messages": [{ "role": "user", "content": "x" }] }))).await;
     send(&router, completion(json!({ "stream": true, "prompt": [1, 2, 3] }))).await;
     send(&router, completion(json!({ "model": "made-up" }))).await;
@@ -93,7 +93,7 @@ async fn trap_17_metrics_count_requests_and_tokens_of_plain_http() {
 
 #[tokio::test]
 async fn metrics_come_as_open_metrics_when_asked_for() {
-    let router = Fake::saying(vec![last("", Finish::Stop)]).router();
+    let router = FakeEngine::with_steps(vec![last("", Finish::Stop)]).router();
     send(&router, chat(json!({}))).await;
     let accept = "application/openmetrics-text;version=1.0.0;q=0.6,text/plain;version=0.0.4;q=0.3";
     let scrape = Request::get("/metrics").header("accept", accept).body(Body::empty()).unwrap();
@@ -108,7 +108,7 @@ async fn metrics_come_as_open_metrics_when_asked_for() {
 
 #[tokio::test]
 async fn choices_that_fail_or_are_cancelled_are_counted_apart() {
-    let engine = Fake::new(|request| {
+    let engine = FakeEngine::new(|request| {
         let end = if request.id.starts_with("fails") { Step::Fail(Error::Failed("lost".into())) } else { Step::Hang };
         Ok(vec![first("ab"), end])
     });
@@ -132,8 +132,8 @@ async fn choices_that_fail_or_are_cancelled_are_counted_apart() {
 }
 
 #[tokio::test]
-async fn a_sane_request_id_is_kept() {
-    let router = Fake::saying(vec![]).router();
+async fn a_valid_request_id_is_kept() {
+    let router = FakeEngine::with_steps(vec![]).router();
     let ask = |id: &'static str| Request::get("/live").header("x-request-id", id).body(Body::empty()).unwrap();
     assert_eq!(send(&router, ask("trace-1.a:b")).await.header("x-request-id"), "trace-1.a:b");
     assert_ne!(send(&router, ask("no spaces")).await.header("x-request-id"), "no spaces");
@@ -141,8 +141,8 @@ async fn a_sane_request_id_is_kept() {
 }
 
 #[tokio::test]
-async fn a_model_that_changes_is_made_anew() {
-    let engine = Fake::saying(vec![last("", Finish::Stop)]);
+async fn a_changed_model_card_is_reloaded() {
+    let engine = FakeEngine::with_steps(vec![last("", Finish::Stop)]);
     let router = engine.router();
     send(&router, chat(json!({}))).await;
     *engine.card.lock().unwrap() =

@@ -1,6 +1,6 @@
-//! What is refused, with which status, and naming what.
+//! Rejected requests: status, code and parameter.
 
-use crate::fake::{Answer, Fake, Step, chat, completion, last, post, send};
+use crate::fake::{FakeEngine, Step, TestResponse, chat, completion, last, post, send};
 use async_openai::error::ApiError;
 use axum::body::Body;
 use axum::http::Request;
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use std::time::Duration;
 use worker::engine::{Error, Finish};
 
-fn check(what: &str, answer: &Answer, status: u16, code: &Value, param: &Value) {
+fn check(what: &str, answer: &TestResponse, status: u16, code: &Value, param: &Value) {
     let body = answer.json();
     let error = &body["error"];
     let kind = match status {
@@ -27,8 +27,8 @@ fn check(what: &str, answer: &Answer, status: u16, code: &Value, param: &Value) 
 }
 
 #[tokio::test]
-async fn what_is_asked_of_the_cache_and_cannot_be() {
-    let engine = Fake::saying(vec![last("", Finish::Stop)]);
+async fn invalid_cache_fields_are_rejected() {
+    let engine = FakeEngine::with_steps(vec![last("", Finish::Stop)]);
     let table = [
         (json!({ "cache": true }), "invalid_type", "cache"),
         (json!({ "cache": { "ttl": 0 } }), "integer_below_min_value", "cache.ttl"),
@@ -48,8 +48,8 @@ async fn what_is_asked_of_the_cache_and_cannot_be() {
 
 #[tokio::test]
 #[expect(clippy::too_many_lines, reason = "a list of cases")]
-async fn chat_requests_that_cannot_be() {
-    let engine = Fake::saying(vec![last("", Finish::Stop)]);
+async fn invalid_chat_requests_are_rejected() {
+    let engine = FakeEngine::with_steps(vec![last("", Finish::Stop)]);
     let router = engine.router();
     let message = |message: Value| json!({ "messages": [{ "role": "user", "content": "a" }, message] });
     let table = [
@@ -155,8 +155,8 @@ async fn chat_requests_that_cannot_be() {
 }
 
 #[tokio::test]
-async fn completion_requests_that_cannot_be() {
-    let engine = Fake::saying(vec![last("", Finish::Stop)]);
+async fn invalid_completion_requests_are_rejected() {
+    let engine = FakeEngine::with_steps(vec![last("", Finish::Stop)]);
     let router = engine.router();
     let table = [
         (json!({ "prompt": null }), "missing_required_parameter", "prompt"),
@@ -187,8 +187,8 @@ async fn completion_requests_that_cannot_be() {
 }
 
 #[tokio::test]
-async fn bodies_that_are_no_request() {
-    let router = Fake::saying(vec![last("", Finish::Stop)]).router();
+async fn bodies_that_are_not_requests_are_rejected() {
+    let router = FakeEngine::with_steps(vec![last("", Finish::Stop)]).router();
     let raw = |kind: &str, body: &'static str| {
         Request::post("/v1/chat/completions").header("content-type", kind).body(Body::from(body)).unwrap()
     };
@@ -205,14 +205,14 @@ async fn bodies_that_are_no_request() {
     check("gzip", &send(&router, zipped).await, 415, &Value::Null, &Value::Null);
     let deep: &'static str = Box::leak("[".repeat(100_000).into_boxed_str());
     check("deep", &send(&router, raw("application/json", deep)).await, 400, &Value::Null, &Value::Null);
-    // What `curl -d` sends when it is told no type.
+    // The default content type of `curl -d`.
     let good = r#"{"model":"org/tiny","messages":[{"role":"user","content":"hello"}]}"#;
     assert_eq!(send(&router, raw("application/x-www-form-urlencoded", good)).await.status, 200);
 }
 
 #[tokio::test]
-async fn a_body_over_the_limit() {
-    let engine = Fake::saying(vec![last("", Finish::Stop)]);
+async fn a_body_above_the_limit_is_rejected() {
+    let engine = FakeEngine::with_steps(vec![last("", Finish::Stop)]);
     let settings = frontend::Settings { max_body: units::ByteSize(100), ..frontend::Settings::default() };
     let router = frontend::router(engine, prometheus::Registry::new(), settings).unwrap();
     let fitting = chat(json!({ "a": "x".repeat(10) }));
@@ -222,8 +222,8 @@ async fn a_body_over_the_limit() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_body_that_does_not_come() {
-    let router = Fake::saying(vec![last("", Finish::Stop)]).router();
+async fn a_body_that_does_not_arrive_times_out() {
+    let router = FakeEngine::with_steps(vec![last("", Finish::Stop)]).router();
     let never = Body::from_stream(futures::stream::pending::<Result<bytes::Bytes, std::io::Error>>());
     let answer = send(&router, Request::post("/v1/completions").body(never).unwrap()).await;
     check("silent", &answer, 408, &json!("request_timeout"), &Value::Null);
@@ -231,7 +231,7 @@ async fn a_body_that_does_not_come() {
 
 #[tokio::test]
 async fn an_unknown_model_is_named_with_those_that_are_known() {
-    let router = Fake::saying(vec![last("", Finish::Stop)]).router();
+    let router = FakeEngine::with_steps(vec![last("", Finish::Stop)]).router();
     let body = json!({ "model": "gpt-4", "messages": [{ "role": "user", "content": "a" }] });
     let answer = send(&router, post("/v1/chat/completions", &body)).await;
     check("model", &answer, 404, &json!("model_not_found"), &json!("model"));
@@ -253,33 +253,33 @@ async fn an_engines_refusal_has_its_status() {
     for (error, status, code, param) in table {
         for stream in [false, true] {
             let refused = error.clone();
-            let engine = Fake::new(move |_| Err(refused.clone()));
+            let engine = FakeEngine::new(move |_| Err(refused.clone()));
             let answer = send(&engine.router(), chat(json!({ "stream": stream }))).await;
             check(&error.to_string(), &answer, status, &json!(code), &param);
         }
-        // The same later, when the answer comes in one piece.
-        let engine = Fake::saying(vec![Step::Fail(error.clone())]);
+        // The same as a later item of the stream, in a full response.
+        let engine = FakeEngine::with_steps(vec![Step::Fail(error.clone())]);
         check(&error.to_string(), &send(&engine.router(), chat(json!({}))).await, status, &json!(code), &param);
     }
 }
 
 #[tokio::test]
-async fn a_prompt_that_the_engine_finds_too_long_is_called_what_the_client_calls_it() {
-    let engine = Fake::new(|_| Err(Error::PromptTooLong { prompt: 9, context: 8 }));
+async fn the_engines_prompt_error_names_the_clients_field() {
+    let engine = FakeEngine::new(|_| Err(Error::PromptTooLong { prompt: 9, context: 8 }));
     let answer = send(&engine.router(), completion(json!({}))).await;
     check("prompt", &answer, 400, &json!("context_length_exceeded"), &json!("prompt"));
 }
 
 #[tokio::test]
-async fn a_panic_is_an_answer() {
-    let engine = Fake::saying(vec![Step::Panic]);
+async fn a_panic_is_an_error_response() {
+    let engine = FakeEngine::with_steps(vec![Step::Panic]);
     let answer = send(&engine.router(), chat(json!({}))).await;
     check("panic", &answer, 500, &json!("internal_error"), &Value::Null);
     assert!(!String::from_utf8(answer.body).unwrap().contains("scripted"), "what panicked is for the log");
 }
 
 #[tokio::test]
-async fn an_engine_that_ends_without_an_end_has_failed() {
-    let answer = send(&Fake::saying(vec![]).router(), chat(json!({}))).await;
+async fn a_stream_without_a_finish_reason_is_an_error() {
+    let answer = send(&FakeEngine::with_steps(vec![]).router(), chat(json!({}))).await;
     check("no end", &answer, 500, &json!("internal_error"), &Value::Null);
 }

@@ -1,6 +1,6 @@
-//! Who asks, and how urgently, as the engine is told.
+//! Scheduling parameters of requests, as the engine receives them.
 
-use crate::fake::{Fake, chat, last, send};
+use crate::fake::{FakeEngine, chat, last, send};
 use axum::Router;
 use axum::body::Body;
 use axum::http::{HeaderValue, Request};
@@ -10,8 +10,8 @@ use std::time::Duration;
 use tokio::time::Instant;
 use worker::engine::{Finish, Priority};
 
-fn behind_a_proxy() -> (Arc<Fake>, Router) {
-    let engine = Fake::saying(vec![last("", Finish::Stop)]);
+fn behind_a_proxy() -> (Arc<FakeEngine>, Router) {
+    let engine = FakeEngine::with_steps(vec![last("", Finish::Stop)]);
     let settings: frontend::Settings = serde_json::from_value(json!({ "tenant_header": "X-Tenant" })).unwrap();
     let router = frontend::router(engine.clone(), prometheus::Registry::new(), settings).unwrap();
     (engine, router)
@@ -38,14 +38,14 @@ async fn a_priority_has_a_name_or_a_number_as_vllm_counts() {
         (json!({ "priority": 7 }), Priority::Low),
     ];
     for (fields, priority) in table {
-        let engine = Fake::saying(vec![last("", Finish::Stop)]);
+        let engine = FakeEngine::with_steps(vec![last("", Finish::Stop)]);
         assert_eq!(send(&engine.router(), chat(fields.clone())).await.status, 200);
         assert_eq!(engine.only().terms.priority, priority, "{fields}");
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_earlier_of_two_deadlines_holds_from_the_arrival_on_and_for_the_first_choice() {
+async fn the_earlier_deadline_applies_from_arrival() {
     type Headers = &'static [(&'static str, &'static str)];
     let table: [(Headers, Value, Option<u64>); 4] = [
         (&[], json!({}), None),
@@ -54,32 +54,34 @@ async fn the_earlier_of_two_deadlines_holds_from_the_arrival_on_and_for_the_firs
         (&[("x-blockyard-deadline-ms", "700")], json!({ "deadline_ms": 1500 }), Some(700)),
     ];
     for (headers, fields, within) in table {
-        let engine = Fake::saying(vec![last("", Finish::Stop)]);
+        let engine = FakeEngine::with_steps(vec![last("", Finish::Stop)]);
         let now = Instant::now();
         assert_eq!(send(&engine.router(), with(headers, fields)).await.status, 200);
         assert_eq!(engine.only().terms.deadline, within.map(|ms| now + Duration::from_millis(ms)));
     }
-    let engine = Fake::saying(vec![crate::fake::first("a"), last("", Finish::Stop)]);
+    let engine = FakeEngine::with_steps(vec![crate::fake::first("a"), last("", Finish::Stop)]);
     send(&engine.router(), chat(json!({ "n": 2, "deadline_ms": 1500 }))).await;
-    let deadlines: Vec<bool> = engine.seen.lock().unwrap().iter().map(|asked| asked.terms.deadline.is_some()).collect();
+    let deadlines: Vec<bool> =
+        engine.seen.lock().unwrap().iter().map(|request| request.terms.deadline.is_some()).collect();
     assert_eq!(deadlines, [true, false], "the client has its first token when the second choice starts");
 }
 
 #[tokio::test]
-async fn a_tenant_is_who_the_proxy_says_and_nobody_when_no_header_is_configured() {
+async fn the_tenant_comes_from_the_configured_header() {
     let (engine, router) = behind_a_proxy();
     assert_eq!(send(&router, with(&[("x-tenant", "blue/7")], json!({}))).await.status, 200);
     assert_eq!(send(&router, chat(json!({}))).await.status, 200);
-    let tenants: Vec<Arc<str>> = engine.seen.lock().unwrap().iter().map(|asked| asked.terms.tenant.clone()).collect();
+    let tenants: Vec<Arc<str>> =
+        engine.seen.lock().unwrap().iter().map(|request| request.terms.tenant.clone()).collect();
     assert_eq!(tenants, ["blue/7".into(), Arc::<str>::from("")]);
 
-    let engine = Fake::saying(vec![last("", Finish::Stop)]);
+    let engine = FakeEngine::with_steps(vec![last("", Finish::Stop)]);
     send(&engine.router(), with(&[("x-tenant", "blue")], json!({}))).await;
-    assert_eq!(&*engine.only().terms.tenant, "", "a client may call itself what it likes");
+    assert_eq!(&*engine.only().terms.tenant, "", "without the setting the header is ignored");
 }
 
 #[tokio::test]
-async fn headers_that_cannot_be_are_refused_by_name() {
+async fn invalid_headers_are_rejected_by_name() {
     let (engine, router) = behind_a_proxy();
     let long = "x".repeat(65);
     let table: [(&[(&str, &str)], &str); 6] = [

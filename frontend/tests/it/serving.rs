@@ -1,6 +1,6 @@
-//! Over real connections: time limits, errors before a handler sees the request, and ending well.
+//! The server over real connections: time limits, errors before a handler sees the request, and shutdown.
 
-use crate::fake::{Fake, Step, first, last};
+use crate::fake::{FakeEngine, Step, first, last};
 use frontend::{Server, Settings, Shutdown};
 use prometheus::{Registry, TextEncoder};
 use serde_json::Value;
@@ -15,25 +15,27 @@ use units::{ByteSize, HumanDuration};
 use worker::engine::Finish;
 
 const BODY: &str = r#"{"model":"org/tiny","stream":true,"messages":[{"role":"user","content":"hello"}]}"#;
-/// So short that a test need not wait, where nothing of the test depends on being quicker.
+/// A timeout that expires during the test. No test depends on being faster.
 const SHORT: HumanDuration = HumanDuration(Duration::from_millis(100));
 
-/// A front door on a port of its own.
-struct Door {
+/// A server on a port of its own.
+struct TestServer {
     address: SocketAddr,
     shutdown: Shutdown,
     serving: JoinHandle<std::io::Result<()>>,
     registry: Registry,
 }
 
-impl Door {
-    async fn open(engine: &Arc<Fake>, settings: Settings) -> Self {
+impl TestServer {
+    async fn start(engine: &Arc<FakeEngine>, settings: Settings) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let (address, shutdown, registry) = (listener.local_addr().unwrap(), Shutdown::default(), Registry::new());
-        let server = Server::new(&settings, &registry).unwrap();
+        let address = listener.local_addr().unwrap();
+        let shutdown = Shutdown::default();
+        let registry = Registry::new();
+        let http = Server::new(&settings, &registry).unwrap();
         let router = frontend::router(engine.clone(), registry.clone(), settings).unwrap();
         let stopped = shutdown.clone();
-        let serving = tokio::spawn(async move { server.serve(listener, router, stopped).await });
+        let serving = tokio::spawn(async move { http.serve(listener, router, stopped).await });
         Self { address, shutdown, serving, registry }
     }
 
@@ -42,16 +44,16 @@ impl Door {
     }
 
     /// The status and the error object of the response to some bytes.
-    async fn refusal(&self, request: &[u8]) -> (u16, Value) {
+    async fn read_error(&self, request: &[u8]) -> (u16, Value) {
         let mut connection = self.connect().await;
         connection.write_all(request).await.unwrap();
-        refusal(connection).await
+        read_error(connection).await
     }
 
     async fn is_alive(&self) -> bool {
         let mut connection = self.connect().await;
         connection.write_all(b"GET /live HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n").await.unwrap();
-        rest(connection).await.starts_with("HTTP/1.1 200")
+        read_to_end(connection).await.starts_with("HTTP/1.1 200")
     }
 
     fn metric(&self, series: &str) -> Option<String> {
@@ -61,8 +63,8 @@ impl Door {
 }
 
 /// A connection with a request.
-async fn ask(door: &Door, body: &str) -> TcpStream {
-    let mut connection = door.connect().await;
+async fn send_request(server: &TestServer, body: &str) -> TcpStream {
+    let mut connection = server.connect().await;
     let request = format!(
         "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {}\r\n\r\n{body}",
         body.len()
@@ -72,8 +74,8 @@ async fn ask(door: &Door, body: &str) -> TcpStream {
 }
 
 /// A connection whose stream has begun.
-async fn begin(door: &Door) -> TcpStream {
-    let mut connection = ask(door, BODY).await;
+async fn start_stream(server: &TestServer) -> TcpStream {
+    let mut connection = send_request(server, BODY).await;
     let mut seen = Vec::new();
     while !String::from_utf8_lossy(&seen).contains("delta") {
         assert_ne!(connection.read_buf(&mut seen).await.unwrap(), 0, "{}", String::from_utf8_lossy(&seen));
@@ -81,16 +83,16 @@ async fn begin(door: &Door) -> TcpStream {
     connection
 }
 
-/// What comes until the server closes.
-async fn rest(mut connection: TcpStream) -> String {
+/// Reads until the server closes the connection.
+async fn read_to_end(mut connection: TcpStream) -> String {
     let mut rest = String::new();
     connection.read_to_string(&mut rest).await.unwrap();
     rest
 }
 
 /// The status and the error object of the response that ends a connection.
-async fn refusal(connection: TcpStream) -> (u16, Value) {
-    let response = rest(connection).await;
+async fn read_error(connection: TcpStream) -> (u16, Value) {
+    let response = read_to_end(connection).await;
     let (head, body) = response.split_once("\r\n\r\n").unwrap_or_else(|| panic!("no response: {response:?}"));
     let body: Value = serde_json::from_str(body).unwrap_or_else(|error| panic!("{error}: {response}"));
     assert!(head.to_lowercase().contains("content-type: application/json"), "{head}");
@@ -105,77 +107,77 @@ async fn until(condition: impl Fn() -> bool) {
 }
 
 #[tokio::test]
-async fn trap_15_shutting_down_lets_streams_finish_and_takes_no_more() {
-    let gate = Arc::new(Semaphore::new(0));
-    let engine = Fake::saying(vec![first("a"), Step::Wait(gate.clone()), last("b", Finish::Stop)]);
-    let door = Door::open(&engine, Settings::default()).await;
-    let connection = begin(&door).await;
-    door.shutdown.close(Duration::from_mins(10));
-    while TcpStream::connect(door.address).await.is_ok() {
+async fn shutdown_lets_streams_finish_and_accepts_no_more() {
+    let permits = Arc::new(Semaphore::new(0));
+    let engine = FakeEngine::with_steps(vec![first("a"), Step::Wait(permits.clone()), last("b", Finish::Stop)]);
+    let server = TestServer::start(&engine, Settings::default()).await;
+    let connection = start_stream(&server).await;
+    server.shutdown.close(Duration::from_mins(10));
+    while TcpStream::connect(server.address).await.is_ok() {
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
-    assert!(!door.serving.is_finished());
-    gate.add_permits(1);
-    assert!(rest(connection).await.contains("data: [DONE]"));
-    door.serving.await.unwrap().unwrap();
+    assert!(!server.serving.is_finished());
+    permits.add_permits(1);
+    assert!(read_to_end(connection).await.contains("data: [DONE]"));
+    server.serving.await.unwrap().unwrap();
 }
 
 #[tokio::test]
 async fn an_announced_shutdown_refuses_new_requests_with_retry_after() {
-    let gate = Arc::new(Semaphore::new(0));
-    let engine = Fake::saying(vec![first("a"), Step::Wait(gate.clone()), last("b", Finish::Stop)]);
-    let door = Door::open(&engine, Settings::default()).await;
-    let running = begin(&door).await;
-    let mut kept = door.connect().await;
+    let permits = Arc::new(Semaphore::new(0));
+    let engine = FakeEngine::with_steps(vec![first("a"), Step::Wait(permits.clone()), last("b", Finish::Stop)]);
+    let server = TestServer::start(&engine, Settings::default()).await;
+    let running = start_stream(&server).await;
+    let mut kept = server.connect().await;
     kept.write_all(b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n").await.unwrap();
     let mut seen = Vec::new();
     while !seen.ends_with(b"}") {
         kept.read_buf(&mut seen).await.unwrap();
     }
-    door.shutdown.announce();
-    for (connection, request) in [(kept, "POST /v1/completions"), (door.connect().await, "GET /ready")] {
+    server.shutdown.announce();
+    for (connection, request) in [(kept, "POST /v1/completions"), (server.connect().await, "GET /ready")] {
         let mut connection = connection;
         let request = format!("{request} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2\r\n\r\n{{}}");
         connection.write_all(request.as_bytes()).await.unwrap();
-        let response = rest(connection).await;
+        let response = read_to_end(connection).await;
         assert!(response.starts_with("HTTP/1.1 503") && response.contains("\"shutting_down\""), "{response}");
         assert!(response.contains("retry-after: 1\r\n") && response.contains("connection: close\r\n"), "{response}");
     }
-    assert!(door.is_alive().await, "the process is alive until it ends");
-    // What runs is finished, and then its connection closes.
-    door.shutdown.close(Duration::from_mins(10));
-    gate.add_permits(1);
-    assert!(rest(running).await.contains("data: [DONE]"));
+    assert!(server.is_alive().await, "the process is alive until it ends");
+    // The running request finishes, and then its connection closes.
+    server.shutdown.close(Duration::from_mins(10));
+    permits.add_permits(1);
+    assert!(read_to_end(running).await.contains("data: [DONE]"));
 }
 
 #[tokio::test]
-async fn at_the_deadline_what_runs_is_told_and_ended() {
-    let engine = Fake::saying(vec![first("a"), Step::Hang]);
-    let door = Door::open(&engine, Settings::default()).await;
-    let connection = begin(&door).await;
-    door.shutdown.close(Duration::from_millis(20));
-    let rest = rest(connection).await;
+async fn running_requests_get_an_error_at_the_drain_deadline() {
+    let engine = FakeEngine::with_steps(vec![first("a"), Step::Hang]);
+    let server = TestServer::start(&engine, Settings::default()).await;
+    let connection = start_stream(&server).await;
+    server.shutdown.close(Duration::from_millis(20));
+    let rest = read_to_end(connection).await;
     assert!(rest.contains("shutting down") && !rest.contains("[DONE]"), "{rest}");
-    door.serving.await.unwrap().unwrap();
+    server.serving.await.unwrap().unwrap();
     assert_eq!(engine.open(), 0);
 }
 
 #[tokio::test]
-async fn trap_5_a_closed_connection_stops_the_engine() {
-    let engine = Fake::saying(vec![first("a"), Step::Hang]);
-    let door = Door::open(&engine, Settings::default()).await;
-    let streaming = begin(&door).await;
-    let waiting = ask(&door, &BODY.replace("true", "false")).await;
+async fn a_closed_connection_stops_the_engine() {
+    let engine = FakeEngine::with_steps(vec![first("a"), Step::Hang]);
+    let server = TestServer::start(&engine, Settings::default()).await;
+    let streaming = start_stream(&server).await;
+    let waiting = send_request(&server, &BODY.replace("true", "false")).await;
     until(|| engine.open() == 2).await;
     drop((streaming, waiting));
     until(|| engine.open() == 0).await;
 }
 
-/// Most clients read only after they have sent everything.
+/// Most clients read the response only after they have sent the whole request.
 #[tokio::test]
 async fn a_body_that_no_handler_reads_gets_its_error() {
     let settings = Settings { max_body: ByteSize(1 << 20), ..Settings::default() };
-    let door = Door::open(&Fake::saying(vec![]), settings).await;
+    let server = TestServer::start(&FakeEngine::with_steps(vec![]), settings).await;
     let body = vec![b'x'; 3 << 20];
     let cases = [
         ("POST /v1/completions", "", 413),
@@ -187,38 +189,38 @@ async fn a_body_that_no_handler_reads_gets_its_error() {
     for (line, header, status) in cases {
         let host = if header.starts_with("host") { "" } else { "host: localhost\r\n" };
         let head = format!("{line} HTTP/1.1\r\n{host}{header}content-length: {}\r\n\r\n", body.len());
-        let mut connection = door.connect().await;
+        let mut connection = server.connect().await;
         connection.write_all(head.as_bytes()).await.unwrap();
         connection.write_all(&body).await.unwrap();
         // The body was read to its end: the connection can be used again.
         connection.write_all(b"GET /live HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n").await.unwrap();
-        let responses = rest(connection).await;
+        let responses = read_to_end(connection).await;
         assert!(responses.starts_with(&format!("HTTP/1.1 {status}")), "{line}: {responses}");
         assert!(responses.contains("\"error\":{") && responses.ends_with("{\"status\":\"ok\"}"), "{line}: {responses}");
     }
 }
 
-/// More than is read on: the client still gets the response before the connection ends.
+/// A body above the discard limit: the client still receives the response before the connection closes.
 #[tokio::test]
 async fn a_body_beyond_what_is_discarded_gets_its_error() {
     let settings = Settings { max_body: ByteSize(64 << 10), ..Settings::default() };
-    let door = Door::open(&Fake::saying(vec![]), settings).await;
+    let server = TestServer::start(&FakeEngine::with_steps(vec![]), settings).await;
     let body = vec![b'x'; 8 << 20];
     let head = format!("POST /v1/nothing HTTP/1.1\r\nhost: localhost\r\ncontent-length: {}\r\n\r\n", body.len());
     let request = [head.as_bytes(), &body].concat();
-    assert_eq!(door.refusal(&request).await.0, 404);
+    assert_eq!(server.read_error(&request).await.0, 404);
 }
 
 #[tokio::test]
 async fn a_client_that_asks_before_it_sends_is_answered_at_once() {
-    let door = Door::open(&Fake::saying(vec![]), Settings::default()).await;
+    let server = TestServer::start(&FakeEngine::with_steps(vec![]), Settings::default()).await;
     let request = b"POST /v1/nothing HTTP/1.1\r\nhost: localhost\r\nexpect: 100-continue\r\ncontent-length: 5\r\n\r\n";
-    assert_eq!(door.refusal(request).await.0, 404);
+    assert_eq!(server.read_error(request).await.0, 404);
 }
 
 #[tokio::test]
 async fn http_errors_have_an_error_object() {
-    let door = Door::open(&Fake::saying(vec![]), Settings::default()).await;
+    let server = TestServer::start(&FakeEngine::with_steps(vec![]), Settings::default()).await;
     let many = (0..200).map(|n| format!("x-{n}: y\r\n")).collect::<Vec<_>>().concat();
     let cases: [(Vec<u8>, u16, Value); 8] = [
         (format!("GET /live HTTP/1.1\r\nx: {}\r\n\r\n", "y".repeat(1 << 20)).into(), 431, "headers_too_large".into()),
@@ -236,7 +238,7 @@ async fn http_errors_have_an_error_object() {
     ];
     for (request, status, code) in cases {
         let shown = String::from_utf8_lossy(&request[..request.len().min(60)]).into_owned();
-        let (was, error) = door.refusal(&request).await;
+        let (was, error) = server.read_error(&request).await;
         assert_eq!((was, &error["code"]), (status, &code), "{shown:?}: {error}");
     }
 }
@@ -244,35 +246,39 @@ async fn http_errors_have_an_error_object() {
 #[tokio::test]
 async fn slow_headers_and_idle_connections_are_closed() {
     let settings = Settings { header_timeout: SHORT, idle_timeout: SHORT, ..Settings::default() };
-    let door = Door::open(&Fake::saying(vec![]), settings).await;
-    let (status, error) = door.refusal(b"GET /live HTTP/1.1\r\nhost: ").await;
+    let server = TestServer::start(&FakeEngine::with_steps(vec![]), settings).await;
+    let (status, error) = server.read_error(b"GET /live HTTP/1.1\r\nhost: ").await;
     assert_eq!((status, error["code"].as_str()), (408, Some("request_timeout")));
-    assert_eq!(rest(door.connect().await).await, "", "a connection that sends nothing is closed without a response");
-    let mut kept = door.connect().await;
+    assert_eq!(
+        read_to_end(server.connect().await).await,
+        "",
+        "a connection that sends nothing is closed without a response"
+    );
+    let mut kept = server.connect().await;
     kept.write_all(b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n").await.unwrap();
-    let answered = rest(kept).await;
+    let answered = read_to_end(kept).await;
     assert!(answered.starts_with("HTTP/1.1 200") && answered.ends_with('}'), "{answered}");
-    until(|| door.metric("blockyard_frontend_open_connections") == Some("0".into())).await;
-    let closed = |reason| door.metric(&format!("blockyard_frontend_connections_closed_total{{reason=\"{reason}\"}}"));
+    until(|| server.metric("blockyard_frontend_open_connections") == Some("0".into())).await;
+    let closed = |reason| server.metric(&format!("blockyard_frontend_connections_closed_total{{reason=\"{reason}\"}}"));
     assert_eq!((closed("header_timeout"), closed("idle_timeout")), (Some("2".into()), Some("1".into())));
 }
 
 #[tokio::test]
 async fn a_slow_body_is_refused_and_others_are_served() {
     let settings = Settings { body_timeout: HumanDuration(Duration::from_millis(300)), ..Settings::default() };
-    let door = Door::open(&Fake::saying(vec![]), settings).await;
-    let connection = door.connect().await;
+    let server = TestServer::start(&FakeEngine::with_steps(vec![]), settings).await;
+    let connection = server.connect().await;
     let (reader, mut writer) = connection.into_split();
-    let dribbling = tokio::spawn(async move {
+    let slow_upload = tokio::spawn(async move {
         let head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000\r\n\r\n";
         writer.write_all(head).await.unwrap();
-        // Never silent for as long as a pause may be. It ends when the server has closed.
+        // Pauses are shorter than the maximum. The loop ends when the server closes the connection.
         while writer.write_all(b" ").await.is_ok() {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
         writer
     });
-    assert!(door.is_alive().await);
+    assert!(server.is_alive().await);
     let mut reader = reader;
     let mut response = Vec::new();
     while !response.ends_with(b"}}") {
@@ -280,18 +286,18 @@ async fn a_slow_body_is_refused_and_others_are_served() {
     }
     let response = String::from_utf8(response).unwrap();
     assert!(response.starts_with("HTTP/1.1 408") && response.contains("request_timeout"), "{response}");
-    dribbling.abort();
+    slow_upload.abort();
 }
 
 #[tokio::test]
-async fn a_client_that_does_not_read_is_cut() {
+async fn a_client_that_does_not_read_is_disconnected() {
     let settings = Settings { write_timeout: SHORT, ..Settings::default() };
     let text = "x".repeat(64 << 10);
-    let engine = Fake::new(move |_| Ok(std::iter::repeat_n(first(&text), 10_000).collect()));
-    let door = Door::open(&engine, settings).await;
+    let engine = FakeEngine::new(move |_| Ok(std::iter::repeat_n(first(&text), 10_000).collect()));
+    let server = TestServer::start(&engine, settings).await;
     let socket = TcpSocket::new_v4().unwrap();
     socket.set_recv_buffer_size(4096).unwrap();
-    let mut connection = socket.connect(door.address).await.unwrap();
+    let mut connection = socket.connect(server.address).await.unwrap();
     let head = format!(
         "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {}\r\n\r\n{BODY}",
         BODY.len()
@@ -299,20 +305,20 @@ async fn a_client_that_does_not_read_is_cut() {
     connection.write_all(head.as_bytes()).await.unwrap();
     until(|| engine.seen.lock().unwrap().len() == 1 && engine.open() == 0).await;
     let closed = "blockyard_frontend_connections_closed_total{reason=\"write_timeout\"}";
-    until(|| door.metric(closed) == Some("1".into())).await;
+    until(|| server.metric(closed) == Some("1".into())).await;
 }
 
 #[tokio::test]
 async fn health_checks_are_answered_when_every_connection_is_busy() {
     let settings = Settings { max_connections: 4, ..Settings::default() };
-    let engine = Fake::saying(vec![first("a"), Step::Hang]);
-    let door = Door::open(&engine, settings).await;
+    let engine = FakeEngine::with_steps(vec![first("a"), Step::Hang]);
+    let server = TestServer::start(&engine, settings).await;
     let mut busy = Vec::new();
     for _ in 0..4 {
-        busy.push(begin(&door).await);
+        busy.push(start_stream(&server).await);
     }
-    assert!(door.is_alive().await);
-    let mut connection = ask(&door, BODY).await;
+    assert!(server.is_alive().await);
+    let mut connection = send_request(&server, BODY).await;
     let mut response = String::new();
     connection.read_to_string(&mut response).await.unwrap();
     assert!(response.starts_with("HTTP/1.1 503") && response.contains("too_many_connections"), "{response}");
@@ -322,24 +328,24 @@ async fn health_checks_are_answered_when_every_connection_is_busy() {
 #[tokio::test]
 async fn idle_connections_make_room_for_new_ones() {
     let settings = Settings { max_connections: 4, ..Settings::default() };
-    let door = Door::open(&Fake::saying(vec![last("a", Finish::Stop)]), settings).await;
+    let server = TestServer::start(&FakeEngine::with_steps(vec![last("a", Finish::Stop)]), settings).await;
     let mut idle = Vec::new();
     for _ in 0..40 {
-        idle.push(door.connect().await);
+        idle.push(server.connect().await);
     }
-    let mut served = ask(&door, &BODY.replace("true", "false")).await;
+    let mut served = send_request(&server, &BODY.replace("true", "false")).await;
     let mut seen = Vec::new();
     while !seen.ends_with(b"}") {
         assert_ne!(served.read_buf(&mut seen).await.unwrap(), 0);
     }
     assert!(seen.starts_with(b"HTTP/1.1 200"));
-    assert_eq!(rest(idle.remove(0)).await, "", "the longest idle connection was closed");
+    assert_eq!(read_to_end(idle.remove(0)).await, "", "the longest idle connection was closed");
 }
 
 #[tokio::test]
 async fn http2_without_tls_is_served() {
-    let door = Door::open(&Fake::saying(vec![]), Settings::default()).await;
-    let mut connection = door.connect().await;
+    let server = TestServer::start(&FakeEngine::with_steps(vec![]), Settings::default()).await;
+    let mut connection = server.connect().await;
     let no_settings = [0, 0, 0, 4, 0, 0, 0, 0, 0];
     connection.write_all(&[&b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"[..], &no_settings].concat()).await.unwrap();
     let mut frame = [0; 9];
@@ -347,12 +353,12 @@ async fn http2_without_tls_is_served() {
     assert_eq!(frame[3], 4, "a server opens with its settings: {frame:?}");
 }
 
-/// Over HTTP/2 a client that gives a stream no window is not seen at the socket.
+/// Over HTTP/2, the socket does not show that a client gives a stream no window.
 #[tokio::test]
 async fn an_http2_client_that_does_not_read_is_cut() {
     let settings = Settings { write_timeout: SHORT, ..Settings::default() };
-    let engine = Fake::saying(vec![first("a"), Step::Hang]);
-    let door = Door::open(&engine, settings).await;
+    let engine = FakeEngine::with_steps(vec![first("a"), Step::Hang]);
+    let server = TestServer::start(&engine, settings).await;
     let frame = |kind: u8, flags: u8, stream: u8, payload: &[u8]| {
         [&[0, 0, payload.len() as u8, kind, flags, 0, 0, 0, stream][..], payload].concat()
     };
@@ -362,9 +368,9 @@ async fn an_http2_client_that_does_not_read_is_cut() {
     let path = b"/v1/chat/completions";
     let head = [&[0x83, 0x86, 0x04, path.len() as u8][..], path, &[0x01, 9], b"localhost"].concat();
     let request = [frame(1, 4, 1, &head), frame(0, 1, 1, BODY.as_bytes())].concat();
-    let mut connection = door.connect().await;
+    let mut connection = server.connect().await;
     connection.write_all(&[&b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"[..], &settings, &request].concat()).await.unwrap();
     until(|| engine.seen.lock().unwrap().len() == 1 && engine.open() == 0).await;
     let closed = "blockyard_frontend_connections_closed_total{reason=\"write_timeout\"}";
-    until(|| door.metric(closed) == Some("1".into())).await;
+    until(|| server.metric(closed) == Some("1".into())).await;
 }

@@ -1,6 +1,6 @@
-//! Streams, as the bytes on the wire.
+//! Streams, byte by byte.
 
-use crate::fake::{Fake, Step, chat, completion, events, first, last, say, send};
+use crate::fake::{FakeEngine, Step, chat, completion, events, first, last, say, send};
 use async_openai::types::chat::CreateChatCompletionStreamResponse;
 use async_openai::types::completions::CreateCompletionResponse;
 use axum::body::BodyDataStream;
@@ -19,7 +19,7 @@ async fn next(body: &mut BodyDataStream) -> String {
 
 #[tokio::test]
 async fn each_item_of_the_engine_is_one_write() {
-    let engine = Fake::saying(vec![first("he"), say("l"), last("lo", Finish::Stop)]);
+    let engine = FakeEngine::with_steps(vec![first("he"), say("l"), last("lo", Finish::Stop)]);
     let fields = json!({ "stream": true, "stream_options": { "include_usage": true } });
     let response = engine.router().oneshot(chat(fields)).await.unwrap();
     assert_eq!(response.headers()["content-type"], "text/event-stream; charset=utf-8");
@@ -30,7 +30,10 @@ async fn each_item_of_the_engine_is_one_write() {
     let (role, said) = one.split_once("\n\n").unwrap();
     assert_eq!(
         role.strip_prefix(&head).unwrap(),
-        r#","choices":[{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}],"usage":null}"#,
+        concat!(
+            r#","choices":[{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"#,
+            r#""finish_reason":null}],"usage":null}"#
+        ),
         "the first delta has the role and no text"
     );
     assert_eq!(
@@ -60,7 +63,7 @@ async fn each_item_of_the_engine_is_one_write() {
 
 #[tokio::test]
 async fn a_completion_streams_chunks_that_openais_types_read() {
-    let engine = Fake::saying(vec![first("he"), say("l"), last("lo", Finish::Length)]);
+    let engine = FakeEngine::with_steps(vec![first("he"), say("l"), last("lo", Finish::Length)]);
     let answer = send(&engine.router(), completion(json!({ "stream": true, "n": 2 }))).await;
     let events = answer.events();
     let (done, chunks) = events.split_last().unwrap();
@@ -75,13 +78,13 @@ async fn a_completion_streams_chunks_that_openais_types_read() {
 }
 
 #[tokio::test]
-async fn a_character_is_never_cut() {
+async fn a_character_is_never_split() {
     let halves = ["😀".as_bytes()[..2].to_vec(), "😀".as_bytes()[2..].to_vec()];
     let say = |bytes: &[u8]| {
         let ids = bytes.iter().copied().map(u32::from).collect();
         Step::Say(worker::engine::Tokens { ids, ..Default::default() })
     };
-    let engine = Fake::saying(vec![say(&halves[0]), say(&halves[1]), last("", Finish::Stop)]);
+    let engine = FakeEngine::with_steps(vec![say(&halves[0]), say(&halves[1]), last("", Finish::Stop)]);
     let answer = send(&engine.router(), chat(json!({ "stream": true }))).await;
     let events = answer.events();
     let content = |event: &str| serde_json::from_str::<Value>(event).unwrap()["choices"][0]["delta"]["content"].clone();
@@ -89,27 +92,27 @@ async fn a_character_is_never_cut() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn silence_is_kept_alive_by_comments() {
-    let gate = Arc::new(Semaphore::new(0));
-    let engine = Fake::saying(vec![Step::Wait(gate.clone()), last("a", Finish::Stop)]);
+async fn keep_alive_comments_are_sent_during_silence() {
+    let permits = Arc::new(Semaphore::new(0));
+    let engine = FakeEngine::with_steps(vec![Step::Wait(permits.clone()), last("a", Finish::Stop)]);
     let response = engine.router().oneshot(chat(json!({ "stream": true }))).await.unwrap();
     let mut body = response.into_body().into_data_stream();
     assert_eq!(next(&mut body).await, ": keep-alive\n\n");
     assert_eq!(next(&mut body).await, ": keep-alive\n\n");
-    gate.add_permits(1);
+    permits.add_permits(1);
     assert!(next(&mut body).await.contains(r#""content":"a""#));
 }
 
 #[tokio::test(start_paused = true)]
 async fn keep_alive_is_counted_from_the_last_write() {
-    let gate = Arc::new(Semaphore::new(0));
-    let wait = || Step::Wait(gate.clone());
-    let engine = Fake::saying(vec![first("a"), wait(), say("b"), wait(), last("c", Finish::Stop)]);
+    let permits = Arc::new(Semaphore::new(0));
+    let wait = || Step::Wait(permits.clone());
+    let engine = FakeEngine::with_steps(vec![first("a"), wait(), say("b"), wait(), last("c", Finish::Stop)]);
     let response = engine.router().oneshot(chat(json!({ "stream": true }))).await.unwrap();
     let mut body = response.into_body().into_data_stream();
     while !next(&mut body).await.contains(r#""content":"a""#) {}
     tokio::time::sleep(Duration::from_secs(8)).await;
-    gate.add_permits(1);
+    permits.add_permits(1);
     while !next(&mut body).await.contains(r#""content":"b""#) {}
     let since = tokio::time::Instant::now();
     for comments in 1..=2 {
@@ -119,10 +122,10 @@ async fn keep_alive_is_counted_from_the_last_write() {
 }
 
 #[tokio::test]
-async fn a_failure_on_the_way_is_an_event_and_the_end() {
+async fn a_failure_in_a_stream_is_its_last_event() {
     let failing = [Step::Fail(Error::Unavailable("worker gone".into())), Step::Panic];
     for (step, code) in failing.into_iter().zip(["service_unavailable", "internal_error"]) {
-        let engine = Fake::saying(vec![first("a"), step, Step::Hang]);
+        let engine = FakeEngine::with_steps(vec![first("a"), step, Step::Hang]);
         let router = engine.router();
         let answer = send(&router, chat(json!({ "stream": true }))).await;
         assert_eq!(answer.status, 200);
@@ -135,8 +138,8 @@ async fn a_failure_on_the_way_is_an_event_and_the_end() {
 }
 
 #[tokio::test]
-async fn a_client_that_leaves_takes_its_engine_streams_along() {
-    let engine = Fake::saying(vec![first("a"), Step::Hang]);
+async fn a_disconnect_drops_the_engine_streams() {
+    let engine = FakeEngine::with_steps(vec![first("a"), Step::Hang]);
     let router = engine.router();
     let response = router.clone().oneshot(chat(json!({ "stream": true, "n": 2 }))).await.unwrap();
     let mut body = response.into_body().into_data_stream();
@@ -146,7 +149,7 @@ async fn a_client_that_leaves_takes_its_engine_streams_along() {
     drop(body);
     assert_eq!(engine.open(), 0);
 
-    // And one that leaves while it waits for an answer in one piece.
+    // The same while a client waits for a full response.
     let mut asking = Box::pin(send(&router, chat(json!({}))));
     while engine.open() == 0 {
         assert!((&mut asking).now_or_never().is_none());
@@ -161,8 +164,9 @@ async fn a_client_that_leaves_takes_its_engine_streams_along() {
 }
 
 #[tokio::test]
-async fn with_an_explanation_a_failure_before_the_first_output_has_its_status() {
-    let engine = Fake::saying(vec![Step::Fail(Error::Overloaded { retry_after: Duration::from_millis(1500) })]);
+async fn an_early_failure_with_an_explanation_has_its_status() {
+    let engine =
+        FakeEngine::with_steps(vec![Step::Fail(Error::Overloaded { retry_after: Duration::from_millis(1500) })]);
     let mut request = chat(json!({ "stream": true }));
     request.headers_mut().insert("x-blockyard-explain", "1".parse().unwrap());
     let answer = send(&engine.router(), request).await;

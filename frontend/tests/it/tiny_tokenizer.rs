@@ -1,19 +1,18 @@
-//! A byte-level BPE tokenizer small enough to know by heart: token ids below 256 are bytes, then come a few merges, then
-//! three special tokens.
+//! A minimal byte-level BPE tokenizer: token ids below 256 are bytes, followed by six merges and three special tokens.
 
 use serde_json::{Map, Value, json};
 
-/// What is merged, in order: token 256 is `he`, 257 `ll`, and so on. The last is the first two bytes of U+4E2D.
+/// The merges in order: token 256 is `he`, 257 `ll`, and so on. The last one is the first two bytes of U+4E2D.
 const MERGES: [(&[u8], &[u8]); 6] =
     [(b"h", b"e"), (b"l", b"l"), (b"he", b"ll"), (b"hell", b"o"), (b" ", b"w"), (b"\xE4", b"\xB8")];
 
-/// Opens a sequence.
+/// Begins a sequence.
 pub(crate) const BOS: u32 = 262;
-/// Ends one.
+/// Ends a sequence.
 pub(crate) const EOS: u32 = 263;
 /// Separates turns.
 pub(crate) const TURN: u32 = 264;
-/// How many tokens there are.
+/// The number of tokens.
 pub(crate) const VOCABULARY: usize = 265;
 
 /// The text of `tokenizer.json`.
@@ -24,7 +23,10 @@ pub(crate) fn tokenizer() -> String {
         vocabulary.insert(spelled(&[*left, *right].concat()), (256 + i).into());
     }
     let merges: Vec<_> = MERGES.iter().map(|(left, right)| json!([spelled(left), spelled(right)])).collect();
-    let special = |id: u32, text: &str| json!({ "id": id, "content": text, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": true });
+    let special = |id: u32, text: &str| {
+        json!({ "id": id, "content": text, "single_word": false, "lstrip": false,
+        "rstrip": false, "normalized": false, "special": true })
+    };
     let byte_level = json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true });
     json!({
         "version": "1.0", "truncation": null, "padding": null, "normalizer": null,
@@ -32,7 +34,9 @@ pub(crate) fn tokenizer() -> String {
         "pre_tokenizer": byte_level, "decoder": byte_level,
         "post_processor": {
             "type": "TemplateProcessing",
-            "single": [{ "SpecialToken": { "id": "<|bos|>", "type_id": 0 } }, { "Sequence": { "id": "A", "type_id": 0 } }],
+            "single": [
+                { "SpecialToken": { "id": "<|bos|>", "type_id": 0 } }, { "Sequence": { "id": "A", "type_id": 0 } },
+            ],
             "pair": [{ "Sequence": { "id": "A", "type_id": 0 } }, { "Sequence": { "id": "B", "type_id": 1 } }],
             "special_tokens": { "<|bos|>": { "id": "<|bos|>", "ids": [BOS], "tokens": ["<|bos|>"] } },
         },
@@ -43,7 +47,7 @@ pub(crate) fn tokenizer() -> String {
     .to_string()
 }
 
-/// GPT-2's spelling of a byte.
+/// GPT-2's encoding of a byte.
 fn char_of(byte: u8) -> char {
     let printable = |b: u8| matches!(b, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF);
     if printable(byte) {

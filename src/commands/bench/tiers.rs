@@ -253,7 +253,8 @@ impl Measurement<'_> {
             Target::Shared(_, None) => {
                 let location = self.config.tiers.g4.url.as_ref().context("a shared tier has a location")?;
                 let timeout = self.config.tiers.g4.request_timeout.0;
-                let rates = raw::objects(location, &access(self.config), timeout, &run_name(), (bytes, parallel)).await?;
+                let rates =
+                    raw::objects(location, &access(self.config), timeout, &run_name(), (bytes, parallel)).await?;
                 Ok((rates, "raw client"))
             }
         }

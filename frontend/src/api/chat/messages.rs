@@ -1,20 +1,21 @@
-//! The messages of a conversation: checked, and brought into the form that chat templates know. Fields that are not OpenAI's
-//! stay where they are; templates may know them.
+//! The messages of a conversation: checked, and converted to the form that chat templates expect.
+//!
+//! Fields beyond OpenAI's are kept, because templates may use them.
 
 use crate::error::Error;
 use crate::params::{Fields, empty, mistyped, too_long};
 use serde_json::Value;
 
 const ROLES: [&str; 6] = ["system", "developer", "user", "assistant", "tool", "function"];
-/// OpenAI's limit.
-const MESSAGES_MAX: usize = 2048;
+/// Maximum number of messages: OpenAI's limit.
+const MAX_MESSAGES: usize = 2048;
 
 /// Takes `messages`.
 pub(super) fn take(fields: &mut Fields) -> Result<Vec<Value>, Error> {
     let messages = fields.array("messages")?.ok_or_else(|| fields.missing("messages"))?;
     match messages.len() {
         0 => Err(empty("messages")),
-        n if n > MESSAGES_MAX => Err(too_long("messages", MESSAGES_MAX, n)),
+        n if n > MAX_MESSAGES => Err(too_long("messages", MAX_MESSAGES, n)),
         _ => messages
             .into_iter()
             .enumerate()
@@ -41,16 +42,16 @@ fn message(mut fields: Fields) -> Result<Value, Error> {
         None if role == "assistant" => String::new(),
         None => return Err(fields.missing("content")),
     };
-    fields.put("content", content.into());
+    fields.insert("content", content.into());
     if let Some(calls) = calls {
-        fields.put("tool_calls", calls.into());
+        fields.insert("tool_calls", calls.into());
     }
-    // OpenAI renamed the role; the templates of open models know the older name.
-    fields.put("role", if role == "developer" { "system".into() } else { role.into() });
-    Ok(fields.rest().into())
+    // OpenAI renamed `system` to `developer`; the templates of open models know the older name.
+    fields.insert("role", if role == "developer" { "system".into() } else { role.into() });
+    Ok(fields.into_remaining().into())
 }
 
-/// A string, or the text parts of an array, one per line.
+/// The content as one string: a string as it is; text parts of an array joined by newlines.
 fn text(fields: &Fields, path: &str, content: Value) -> Result<String, Error> {
     let parts = match content {
         Value::String(text) => return Ok(text),
@@ -76,7 +77,7 @@ fn text(fields: &Fields, path: &str, content: Value) -> Result<String, Error> {
     Ok(lines.collect::<Result<Vec<_>, _>>()?.join("\n"))
 }
 
-/// An assistant's calls, with their arguments as the object that templates expect; clients send it as a string.
+/// An assistant's tool calls. Their arguments, which clients send as a string, become the object that templates expect.
 fn tool_calls(fields: &mut Fields) -> Result<Option<Vec<Value>>, Error> {
     let Some(mut calls) = fields.array("tool_calls")? else { return Ok(None) };
     let path = fields.path("tool_calls");

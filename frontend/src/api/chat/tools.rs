@@ -1,12 +1,12 @@
-//! Tools: checked and handed to the template. Whether the model calls one is read from its text by the client; forcing a call
-//! would need constrained decoding, and is refused by name.
+//! Tools: checked and passed to the template. The client finds tool calls in the model's text. Forcing a call would
+//! need constrained decoding, so such a `tool_choice` is rejected.
 
 use crate::error::Error;
 use crate::params::{Fields, mistyped, too_long};
 use serde_json::Value;
 
-/// OpenAI's limit.
-const TOOLS_MAX: usize = 128;
+/// Maximum number of tools: OpenAI's limit.
+const MAX_TOOLS: usize = 128;
 
 /// Takes `tools` and `tool_choice`.
 pub(super) fn take(fields: &mut Fields) -> Result<Option<Value>, Error> {
@@ -22,8 +22,8 @@ pub(super) fn take(fields: &mut Fields) -> Result<Option<Value>, Error> {
         Some(other) => return Err(mistyped("tool_choice", "a string or an object", &other)),
     };
     let Some(tools) = tools else { return Ok(None) };
-    if tools.len() > TOOLS_MAX {
-        return Err(too_long("tools", TOOLS_MAX, tools.len()));
+    if tools.len() > MAX_TOOLS {
+        return Err(too_long("tools", MAX_TOOLS, tools.len()));
     }
     for (i, tool) in tools.iter().enumerate() {
         check(fields, format!("tools[{i}]"), tool.clone())?;

@@ -1,19 +1,24 @@
-//! The prompts of a completion: a string, strings, tokens, or arrays of tokens. Read one by one from the body's text: a million token
-//! ids as JSON values would take a hundred megabytes.
+//! The prompts of a completion: a string, strings, tokens, or arrays of tokens.
+//!
+//! Prompts are read one by one from the body's text: a million token ids as JSON values would take a hundred megabytes.
 
 use crate::error::Error;
-use crate::model::Model;
+use crate::model::ServedModel;
 use crate::params::{CHOICES_MAX, Fields, Raw, empty, integer, mistyped_as, too_long};
 use std::sync::Arc;
 use tokio_util::sync::CancellationToken;
 
 const EXPECTED: &str = "a string, an array of strings, an array of tokens or an array of such arrays";
 
-/// Takes `prompt`, as tokens.
-pub(super) fn take(fields: &mut Fields, model: &Model, gone: &CancellationToken) -> Result<Vec<Arc<[u32]>>, Error> {
-    let special = fields.flag("add_special_tokens")?.unwrap_or(true);
+/// Takes `prompt` and returns each prompt as tokens.
+pub(super) fn take(
+    fields: &mut Fields,
+    model: &ServedModel,
+    cancelled: &CancellationToken,
+) -> Result<Vec<Arc<[u32]>>, Error> {
+    let special = fields.boolean("add_special_tokens")?.unwrap_or(true);
     let Some(prompt) = fields.raw("prompt") else { return Err(fields.missing("prompt")) };
-    let reader = Reader { model, special, gone };
+    let reader = Reader { model, special, cancelled };
     if prompt.is_string() {
         return Ok(vec![reader.text("prompt", &prompt)?]);
     }
@@ -52,17 +57,17 @@ pub(super) fn take(fields: &mut Fields, model: &Model, gone: &CancellationToken)
 
 /// Reads one prompt.
 struct Reader<'a> {
-    model: &'a Model,
+    model: &'a ServedModel,
     special: bool,
-    gone: &'a CancellationToken,
+    cancelled: &'a CancellationToken,
 }
 
 impl Reader<'_> {
     fn text(&self, path: &str, prompt: &Raw) -> Result<Arc<[u32]>, Error> {
-        self.model.encode("prompt", &prompt.text(path)?, self.special, self.gone).map(Arc::from)
+        self.model.encode("prompt", &prompt.text(path)?, self.special, self.cancelled).map(Arc::from)
     }
 
-    /// An array of token ids, each of which exists.
+    /// An array of token ids of the vocabulary.
     fn tokens(&self, path: &str, prompt: &Raw) -> Result<Arc<[u32]>, Error> {
         let last = i64::try_from(self.model.card.vocabulary).unwrap_or(i64::MAX) - 1;
         let mut ids = Vec::new();

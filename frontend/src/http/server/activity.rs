@@ -1,4 +1,4 @@
-//! What one connection is doing, as its stream and its requests report it, and which time limit ends it next.
+//! The state of one connection, as its stream and its requests report it, and the time limit that applies to it.
 
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
@@ -6,78 +6,79 @@ use tokio::net::TcpStream;
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep_until};
 
-/// The first bytes of a connection over HTTP/2. Until all of them are there, the limit for headers counts.
+/// The first bytes of an HTTP/2 connection (RFC 9113, 3.4). The header limit applies until all of them have arrived.
 const HTTP2_PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
-/// Frames of HTTP/2 that are no response, pings among them, are shorter.
+/// Maximum bytes of a write that has no response data: pings and other HTTP/2 control frames.
 const HTTP2_CONTROL_BYTES: usize = 64;
 
 /// The time limits of a connection.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Timeouts {
-    /// From a connection's start, or from the first byte of a later request, to the end of the request's headers.
+    /// Maximum time from a connection's start, or from the first byte of a later request, to the end of the request's
+    /// headers.
     pub(super) header: Duration,
-    /// Between two requests.
+    /// Maximum time between two requests.
     pub(super) idle: Duration,
-    /// Without a byte written while there are some to write.
+    /// Maximum time without a written byte while there are bytes to write.
     pub(super) write: Duration,
 }
 
 /// Why the server ends a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Expired {
-    /// The headers of a request did not arrive in time. `begun`: some of them did.
+    /// The headers of a request did not arrive in time.
     Header {
-        /// Whether any byte arrived.
+        /// Some bytes of them arrived.
         begun: bool,
     },
     /// No further request arrived.
     Idle,
-    /// The client does not read.
+    /// The client did not read.
     Write,
-    /// Its place is needed: it was the connection without a request for the longest time.
+    /// A new connection needed its slot, and it had been without a request for the longest time.
     Evicted,
 }
 
-/// What one connection is doing.
+/// The state of one connection.
 pub(super) struct Activity {
     state: Mutex<State>,
-    /// Wakes the watchdog when a limit begins to count.
+    /// Wakes [`expired`](Activity::expired) when an earlier limit begins to apply.
     changed: Notify,
 }
 
 struct State {
-    /// Requests whose response is not handed over to the transport yet. Above 0 only the write limit counts.
+    /// Requests whose response is not completely passed to the transport. Above 0, only the write limit applies.
     requests: usize,
-    /// Of those, the ones that the server works on: their transport waits for more. The others wait for the client to read,
-    /// which over HTTP/2 the socket does not show.
+    /// Those of `requests` whose next output the server is computing. The others wait for the client to read, which
+    /// over HTTP/2 the socket does not show.
     working: usize,
-    /// When a response last gave something to its transport, or the transport to the client.
+    /// When a response last passed data to its transport, or the transport to the client.
     progressed: Instant,
     phase: Phase,
     http2: bool,
-    /// Bytes of HTTP/2's preface that have arrived; `None` once there were others.
+    /// Bytes of the HTTP/2 preface that have arrived; `None` after other bytes.
     preface: Option<usize>,
-    /// Since when the transport takes nothing.
+    /// Since when the transport has accepted no bytes.
     blocked: Option<Instant>,
     evicted: bool,
-    /// The client may still be sending: the connection must be read on for a while before it is closed.
+    /// The client may still be sending: the close is a lingering one, which reads for a while first.
     linger: bool,
-    /// The stream, once the HTTP layer has dropped it.
+    /// The socket, after the HTTP layer has dropped its stream.
     returned: Option<TcpStream>,
 }
 
 /// A connection without a request.
 #[derive(Clone, Copy)]
 enum Phase {
-    /// Waits for the rest of a request's headers; `begun` once a byte of them has arrived.
+    /// Waits for the rest of a request's headers; `begun` after the first byte.
     Header { since: Instant, begun: bool },
     /// Waits for the next request.
     Idle { since: Instant },
 }
 
 impl Activity {
-    /// Of a connection that was accepted now.
+    /// The activity of a connection that was accepted now.
     pub(super) fn new() -> Arc<Self> {
         let state = State {
             requests: 0,
@@ -94,14 +95,15 @@ impl Activity {
         Arc::new(Self { state: Mutex::new(state), changed: Notify::new() })
     }
 
-    /// Bytes arrived.
+    /// Reports received bytes.
     pub(super) fn received(&self, bytes: &[u8]) {
         let mut state = self.state();
         if state.requests > 0 || state.http2 {
             return;
         }
         state.preface = state.preface.and_then(|before| {
-            let (missing, arrived) = (&HTTP2_PREFACE[before..], bytes);
+            let missing = &HTTP2_PREFACE[before..];
+            let arrived = bytes;
             let length = missing.len().min(arrived.len());
             (missing[..length] == arrived[..length]).then_some(before + length)
         });
@@ -119,7 +121,7 @@ impl Activity {
         }
     }
 
-    /// A request arrived. It counts until the guard is dropped.
+    /// Reports a request, which counts until the guard is dropped.
     pub(super) fn request(self: &Arc<Self>, http2: bool) -> RequestGuard {
         let mut state = self.state();
         state.requests += 1;
@@ -128,7 +130,7 @@ impl Activity {
         RequestGuard { activity: Arc::clone(self), working: true }
     }
 
-    /// The transport takes nothing more for now.
+    /// Reports that the transport accepts no bytes for now.
     pub(super) fn write_blocked(&self) {
         let mut state = self.state();
         if state.blocked.is_none() {
@@ -137,7 +139,7 @@ impl Activity {
         }
     }
 
-    /// The transport took so many bytes.
+    /// Reports that the transport accepted `bytes`.
     pub(super) fn write_progressed(&self, bytes: usize) {
         let mut state = self.state();
         state.blocked = None;
@@ -146,34 +148,34 @@ impl Activity {
         }
     }
 
-    /// The client may not have finished sending when this connection ends.
+    /// Requests a lingering close: the client may not have finished sending.
     pub(super) fn linger(&self) {
         self.state().linger = true;
     }
 
-    /// Whether it must be read on before it is closed.
+    /// Whether the connection needs a lingering close.
     pub(super) fn lingers(&self) -> bool {
         self.state().linger
     }
 
-    /// The HTTP layer has dropped the stream.
-    pub(super) fn give_back(&self, stream: TcpStream) {
+    /// Stores the socket when the HTTP layer drops its stream.
+    pub(super) fn return_stream(&self, stream: TcpStream) {
         self.state().returned = Some(stream);
     }
 
-    /// The stream, if the HTTP layer has dropped it.
+    /// Takes the socket, if the HTTP layer has dropped its stream.
     pub(super) fn take_stream(&self) -> Option<TcpStream> {
         self.state().returned.take()
     }
 
-    /// Since when it has had no request, if it has none and is not evicted yet.
+    /// Since when the connection has had no request; `None` if it has one or is evicted.
     pub(super) fn without_request_since(&self) -> Option<Instant> {
         let state = self.state();
         let (Phase::Header { since, .. } | Phase::Idle { since }) = state.phase;
         (state.requests == 0 && !state.evicted).then_some(since)
     }
 
-    /// Ends it if it still has no request.
+    /// Ends the connection if it has no request. Returns whether it ends.
     pub(super) fn evict(&self) -> bool {
         let mut state = self.state();
         state.evicted |= state.requests == 0;
@@ -183,7 +185,7 @@ impl Activity {
         state.evicted
     }
 
-    /// Resolves when a limit has passed.
+    /// Resolves when a time limit has passed.
     pub(super) async fn expired(&self, timeouts: &Timeouts) -> Expired {
         loop {
             let (at, _) = self.next_limit(timeouts);
@@ -192,7 +194,7 @@ impl Activity {
                 () = self.changed.notified() => {}
                 () = sleep_until(at) => {}
             }
-            // The limit may have moved while this slept.
+            // The limit may have changed in the meantime.
             let (at, expired) = self.next_limit(timeouts);
             if at <= Instant::now() {
                 return expired;
@@ -200,7 +202,7 @@ impl Activity {
         }
     }
 
-    /// Resolves when it was evicted.
+    /// Resolves when the connection is evicted.
     pub(super) async fn evicted(&self) {
         while !self.state().evicted {
             self.changed.notified().await;
@@ -213,13 +215,13 @@ impl Activity {
             return (Instant::now(), Expired::Evicted);
         }
         let waiting = match state.phase {
-            // All of them wait for the client; or else it is looked again, so that no step of a response need wake anything.
+            // While the server computes, this polls once per limit, so that responses need not wake the waiter.
             _ if state.requests > 0 => {
                 let since = if state.working == 0 { state.progressed } else { Instant::now() };
                 (since + timeouts.write, Expired::Write)
             }
             Phase::Header { since, begun } => (since + timeouts.header, Expired::Header { begun }),
-            // The last response may still be on its way.
+            // The last response may still be in transit to the client.
             Phase::Idle { since } => (since.max(state.progressed) + timeouts.idle, Expired::Idle),
         };
         let blocked = state.blocked.map(|since| (since + timeouts.write, Expired::Write));
@@ -235,20 +237,20 @@ impl Activity {
 #[must_use]
 pub(super) struct RequestGuard {
     activity: Arc<Activity>,
-    /// The server works on it.
+    /// The server is computing its next output.
     working: bool,
 }
 
 impl RequestGuard {
-    /// The response gave something to its transport, which asks for more once the client takes it.
+    /// Reports that the response passed data to its transport, which polls again when the client has read it.
     pub(super) fn handed_over(&mut self) {
         let mut state = self.activity.state();
         state.progressed = Instant::now();
         state.working -= usize::from(std::mem::take(&mut self.working));
     }
 
-    /// The transport asked for more, and there is nothing yet.
-    pub(super) fn works(&mut self) {
+    /// Reports that the transport polled for data and there is none yet.
+    pub(super) fn working(&mut self) {
         if !std::mem::replace(&mut self.working, true) {
             self.activity.state().working += 1;
         }
@@ -278,7 +280,8 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn each_phase_has_its_own_timeout() {
-        let (start, activity) = (Instant::now(), Activity::new());
+        let start = Instant::now();
+        let activity = Activity::new();
         assert_eq!(activity.expired(&TIMEOUTS).await, Expired::Header { begun: false });
         assert_eq!(start.elapsed().as_secs(), 10);
         activity.received(b"GET / HT");
@@ -306,14 +309,15 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn responses_that_all_wait_for_the_client_expire() {
         let activity = Activity::new();
-        let (mut one, mut other) = (activity.request(true), activity.request(true));
+        let mut one = activity.request(true);
+        let mut other = activity.request(true);
         one.handed_over();
         let long = tokio::time::timeout(Duration::from_hours(1), activity.expired(&TIMEOUTS));
         assert!(long.await.is_err(), "the server works on the other one");
         other.handed_over();
         let start = Instant::now();
         assert_eq!((activity.expired(&TIMEOUTS).await, start.elapsed().as_secs()), (Expired::Write, 30));
-        one.works();
+        one.working();
         let long = tokio::time::timeout(Duration::from_hours(1), activity.expired(&TIMEOUTS));
         assert!(long.await.is_err(), "the client has taken what there was");
     }
@@ -321,7 +325,8 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_response_that_is_still_written_is_not_idle() {
         for (http2, bytes, expected) in [(false, 1, 135), (true, 1000, 135), (true, 17, 75)] {
-            let (start, activity) = (Instant::now(), Activity::new());
+            let start = Instant::now();
+            let activity = Activity::new();
             drop(activity.request(http2));
             let write = async {
                 tokio::time::sleep(Duration::from_mins(1)).await;

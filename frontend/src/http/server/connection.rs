@@ -5,7 +5,7 @@ use super::activity::{Activity, Expired, RequestGuard};
 use super::connections::Slot;
 use super::stream::{self, Stream};
 use crate::error::Error;
-use crate::limits::{LogLimit, OfConnection};
+use crate::limits::{ConnectionChoices, LogLimit};
 use axum::Router;
 use axum::body::{Body, HttpBody};
 use axum::http::header::CONNECTION;
@@ -28,45 +28,46 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio_util::sync::CancellationToken;
 
-/// hyper's least buffer for a connection. A request's head must fit into the buffer.
+/// hyper's minimum buffer for a connection in bytes. A request's head must fit into the buffer.
 const MIN_BUFFER: usize = 8 << 10;
-/// HTTP/2 connections of proxies stay open; a peer that is gone is noticed by a ping that gets no answer.
+/// Interval of HTTP/2 pings, which detect that a peer has disappeared.
 const PING_INTERVAL: Duration = Duration::from_secs(30);
-/// After its response a client that still sends is read on for so long, else the kernel would discard the response together
-/// with the unread bytes.
+/// Maximum time of a lingering close. If a socket with unread bytes were closed at once, the kernel would discard the
+/// response that was just written.
 const LINGER: Duration = Duration::from_secs(2);
 
-/// Where and how a connection came in. Every request of it carries this.
+/// How a connection was accepted. Each of its requests has this among its extensions.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Arrival {
-    /// Its listener is bound to a loopback address.
+pub(crate) struct ConnectionInfo {
+    /// The listener is bound to a loopback address.
     pub(crate) loopback_only: bool,
-    /// It is over the limit of connections, and there for health checks and metrics alone.
+    /// The connection is above the limit and serves only health checks and metrics.
     pub(crate) reserved: bool,
-    /// The address on which it was accepted.
+    /// The local address of the connection.
     pub(crate) local: Option<IpAddr>,
 }
 
-/// Serves a connection to its end. Answers with what ended it, as a label.
+/// Serves a connection until it ends. Returns the `reason` label of its end.
 pub(super) async fn run(
     socket: TcpStream,
     slot: &Slot,
     router: Router,
-    arrival: Arrival,
+    info: ConnectionInfo,
     limits: &Limits,
     closed: &CancellationToken,
-    refused: &Arc<LogLimit>,
+    rejected_lines: &Arc<LogLimit>,
 ) -> &'static str {
     let activity = &slot.activity;
-    let (inner, choices) = (TowerToHyperService::new(router), OfConnection::default());
-    let service = Requests { inner, activity: Arc::clone(activity), arrival, choices };
+    let inner = TowerToHyperService::new(router);
+    let choices = ConnectionChoices::default();
+    let service = ConnectionService { inner, activity: Arc::clone(activity), info, choices };
     let mut builder = Builder::new(TokioExecutor::new());
-    // The time limits of hyper do not tell an idle connection from a slow one, so `Activity` has its own.
+    // hyper's time limit does not distinguish idle connections from slow ones, so `Activity` has its own limits.
     builder.http1().header_read_timeout(None);
     builder.http1().max_buf_size(limits.max_headers.max(MIN_BUFFER));
     let header_list = u32::try_from(limits.max_headers).unwrap_or(u32::MAX);
     builder.http2().timer(TokioTimer::new()).max_header_list_size(header_list).keep_alive_interval(PING_INTERVAL);
-    let io = TokioIo::new(Stream::new(socket, Arc::clone(activity), limits.max_headers, Arc::clone(refused)));
+    let io = TokioIo::new(Stream::new(socket, Arc::clone(activity), limits.max_headers, Arc::clone(rejected_lines)));
 
     let expired = {
         let mut connection = pin!(builder.serve_connection(io, service));
@@ -88,9 +89,9 @@ pub(super) async fn run(
             }
         }
     };
-    // The connection is dropped; its stream has given the socket back.
+    // The HTTP connection is dropped here, and its stream has returned the socket.
     if let Some(socket) = activity.take_stream() {
-        Box::pin(close(socket, expired, activity, limits, closed, refused)).await;
+        Box::pin(close(socket, expired, activity, limits, closed, rejected_lines)).await;
     }
     match expired {
         None => "client",
@@ -101,24 +102,24 @@ pub(super) async fn run(
     }
 }
 
-/// Closes a socket so that a client that still sends gets what was written.
+/// Closes a socket. A client that is still sending receives the response first.
 async fn close(
     mut socket: TcpStream,
     expired: Option<Expired>,
     activity: &Activity,
     limits: &Limits,
     closed: &CancellationToken,
-    refused: &LogLimit,
+    rejected_lines: &LogLimit,
 ) {
     match expired {
         Some(Expired::Header { begun: true }) => {
             let error = Error::HeaderTimeout(limits.timeouts.header);
-            // The first bytes ever written, or after a response that was read: there is room for them in the socket.
-            let _ = socket.try_write(&stream::refuse(&error, refused));
+            // These are the first bytes, or they follow a response that was read, so the socket's buffer has room.
+            let _ = socket.try_write(&stream::error_response(&error, rejected_lines));
             activity.linger();
         }
         Some(Expired::Write) => {
-            // What the client does not take must not stay in the kernel.
+            // Discards the bytes that the client does not read, so that they do not stay in the kernel.
             if let Err(error) = socket.set_zero_linger() {
                 tracing::debug!(%error, "cannot reset a connection");
             }
@@ -141,45 +142,46 @@ async fn close(
     }
 }
 
-/// Counts the requests of a connection, and says to each where it came in.
-struct Requests {
+/// Counts the requests of a connection, and adds its extensions to each.
+struct ConnectionService {
     inner: TowerToHyperService<Router>,
     activity: Arc<Activity>,
-    arrival: Arrival,
-    choices: OfConnection,
+    info: ConnectionInfo,
+    choices: ConnectionChoices,
 }
 
-impl Service<Request<Incoming>> for Requests {
-    type Response = Response<Counted>;
+impl Service<Request<Incoming>> for ConnectionService {
+    type Response = Response<TrackedBody>;
     type Error = Infallible;
-    type Future = BoxFuture<'static, Result<Response<Counted>, Infallible>>;
+    type Future = BoxFuture<'static, Result<Response<TrackedBody>, Infallible>>;
 
     fn call(&self, request: Request<Incoming>) -> Self::Future {
         let mut guard = self.activity.request(request.version() == Version::HTTP_2);
         let mut request = request.map(Body::new);
-        request.extensions_mut().insert(self.arrival);
+        request.extensions_mut().insert(self.info);
         request.extensions_mut().insert(self.choices.clone());
-        let (response, activity) = (self.inner.call(request), Arc::clone(&self.activity));
+        let response = self.inner.call(request);
+        let activity = Arc::clone(&self.activity);
         async move {
             let response = response.await?;
-            // A response that ends the connection may come before the end of its request.
+            // A response that closes the connection may be sent before the whole request has arrived.
             if response.headers().get(CONNECTION).is_some_and(|value| value == "close") {
                 activity.linger();
             }
             guard.handed_over();
-            Ok(response.map(|body| Counted { body, guard }))
+            Ok(response.map(|body| TrackedBody { body, guard }))
         }
         .boxed()
     }
 }
 
-/// A response's body, which is one of the connection's requests until it is handed over.
-struct Counted {
+/// A response's body, which counts as a request of the connection until it is passed to the transport.
+struct TrackedBody {
     body: Body,
     guard: RequestGuard,
 }
 
-impl HttpBody for Counted {
+impl HttpBody for TrackedBody {
     type Data = Bytes;
     type Error = axum::Error;
 
@@ -187,7 +189,7 @@ impl HttpBody for Counted {
         let frame = Pin::new(&mut self.body).poll_frame(cx);
         match &frame {
             Poll::Ready(_) => self.guard.handed_over(),
-            Poll::Pending => self.guard.works(),
+            Poll::Pending => self.guard.working(),
         }
         frame
     }

@@ -1,14 +1,14 @@
-//! The connections of one listener: how many there are, and which one ends when there is no room for another.
+//! Admission of connections to one listener.
 //!
-//! At the limit the connection that has been without a request for the longest time makes room. When all have requests,
-//! some more connections are accepted for health checks and metrics alone.
+//! At the limit, the connection that has been without a request for the longest time is closed. If all have requests, a
+//! few reserved connections are accepted for health checks and metrics only.
 
 use super::activity::Activity;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// Connections beyond the limit, for health checks and metrics. Each takes one short request, so a few are enough for several
-/// probes and scrapers at the same time.
+/// Reserved connections beyond the limit, for health checks and metrics. Each has one short request, so a few are
+/// enough for several load balancers and scrapers at the same time.
 const RESERVED: usize = 16;
 
 /// The connections of one listener.
@@ -23,17 +23,17 @@ struct Open {
     connections: HashMap<u64, Arc<Activity>>,
 }
 
-/// What becomes of a connection that was accepted.
+/// The decision about an accepted connection.
 pub(super) enum Admission {
     /// It is served.
     Admitted(Slot),
-    /// It is served for health checks and metrics alone.
+    /// It is served, but only health checks and metrics.
     Reserved(Slot),
     /// It is closed.
     Rejected,
 }
 
-/// The place of an open connection. Dropping it frees the place.
+/// The slot of an open connection, which is released on drop.
 #[must_use]
 pub(super) struct Slot {
     id: u64,
@@ -46,7 +46,7 @@ impl Connections {
         Self { max, open: Mutex::default() }
     }
 
-    /// Takes a connection in, if need be in the place of one without a request.
+    /// Admits a connection. At the limit, it evicts one without a request.
     pub(super) fn admit(self: &Arc<Self>) -> Admission {
         let count = self.count();
         if count < self.max || self.evict_longest_without_request() {
@@ -58,13 +58,13 @@ impl Connections {
         }
     }
 
-    /// How many are open.
+    /// The number of open connections.
     pub(super) fn count(&self) -> usize {
         self.open().connections.len()
     }
 
-    /// Ends the connection that has been without a request for the longest time, if there is one. It looks at all: that costs
-    /// microseconds, and only at the limit.
+    /// Ends the connection that has been without a request for the longest time, if there is one. It scans all
+    /// connections, which takes microseconds and happens only at the limit.
     pub(super) fn evict_longest_without_request(&self) -> bool {
         let open = self.open();
         let waiting =

@@ -1,7 +1,8 @@
-//! The bytes of a connection: reports what moves to [`Activity`], and gives the HTTP layer's own error responses a body.
+//! The byte stream of a connection: reports reads and writes to [`Activity`], and adds a body to hyper's own error
+//! responses.
 //!
-//! hyper answers a request head that it cannot parse with a bare status line. No service is called for it, so the only
-//! place to put OpenAI's error object into that response is here. Not here: HTTP/2, whose errors are frames.
+//! hyper responds to a request head that it cannot parse with a bare status line and calls no service, so OpenAI's
+//! error object can be added only here. Not here: HTTP/2, whose errors are frames.
 
 use super::activity::Activity;
 use crate::error::Error;
@@ -16,35 +17,40 @@ use std::task::{Context, Poll, ready};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 
-/// hyper's own responses are a status line and up to three short headers.
+/// Maximum bytes of hyper's own error responses: a status line and up to three short headers.
 const BARE_HEAD_BYTES: usize = 256;
 
-/// A client's connection. Dropping it gives the socket back to its [`Activity`], so that it can be closed with care.
+/// A client's connection. On drop it returns the socket to its [`Activity`], for a lingering close.
 pub(super) struct Stream {
-    /// There until dropped.
+    /// `None` only during drop.
     socket: Option<TcpStream>,
     activity: Arc<Activity>,
     max_headers: usize,
-    /// What is left of the response that replaces one of hyper's own.
+    /// Unwritten bytes of the response that replaces one of hyper's own.
     replacement: Bytes,
-    /// Bounds the lines of requests that are refused.
-    refused: Arc<LogLimit>,
+    /// Rate limit of log lines of rejected requests.
+    rejected_lines: Arc<LogLimit>,
 }
 
 impl Stream {
-    pub(super) fn new(socket: TcpStream, activity: Arc<Activity>, max_headers: usize, refused: Arc<LogLimit>) -> Self {
-        Self { socket: Some(socket), activity, max_headers, replacement: Bytes::new(), refused }
+    pub(super) fn new(
+        socket: TcpStream,
+        activity: Arc<Activity>,
+        max_headers: usize,
+        rejected_lines: Arc<LogLimit>,
+    ) -> Self {
+        Self { socket: Some(socket), activity, max_headers, replacement: Bytes::new(), rejected_lines }
     }
 
     fn socket(&mut self) -> Pin<&mut TcpStream> {
-        Pin::new(self.socket.as_mut().expect("the socket is there until the stream is dropped"))
+        Pin::new(self.socket.as_mut().expect("the socket is taken only on drop"))
     }
 
-    /// Whether `bytes` are hyper's own error response, which is then replaced.
+    /// Whether `bytes` are hyper's own error response. If so, the replacement is prepared.
     fn replaces(&mut self, bytes: &[u8]) -> bool {
         let Some(status) = bare_error(bytes) else { return false };
-        let error = Error::of_head(status, self.max_headers);
-        self.replacement = refuse(&error, &self.refused);
+        let error = Error::from_head_status(status, self.max_headers);
+        self.replacement = error_response(&error, &self.rejected_lines);
         self.activity.linger();
         true
     }
@@ -74,7 +80,7 @@ impl Stream {
 impl Drop for Stream {
     fn drop(&mut self) {
         if let Some(socket) = self.socket.take() {
-            self.activity.give_back(socket);
+            self.activity.return_stream(socket);
         }
     }
 }
@@ -128,9 +134,10 @@ impl AsyncWrite for Stream {
     }
 }
 
-/// The whole response that says an error, for a request whose head is refused, and its line in the log.
-pub(super) fn refuse(error: &Error, lines: &LogLimit) -> Bytes {
-    let (status, id) = (error.status(), name::unique());
+/// A complete error response for a request whose head is rejected. Writes its log line.
+pub(super) fn error_response(error: &Error, lines: &LogLimit) -> Bytes {
+    let status = error.status();
+    let id = request_id::generate();
     if let Some(suppressed) = lines.admit() {
         tracing::info!(
             request_id = id,
@@ -143,7 +150,8 @@ pub(super) fn refuse(error: &Error, lines: &LogLimit) -> Bytes {
     }
     let body = serde_json::to_string(&error.body()).expect("an error object has string keys");
     let head = format!(
-        "HTTP/1.1 {} {}\r\ncontent-type: application/json\r\ncontent-length: {}\r\nconnection: close\r\nx-request-id: {id}\r\n\r\n",
+        "HTTP/1.1 {} {}\r\ncontent-type: application/json\r\ncontent-length: {}\r\nconnection: close\r\n\
+         x-request-id: {id}\r\n\r\n",
         status.as_u16(),
         status.canonical_reason().unwrap_or_default(),
         body.len(),
@@ -151,7 +159,7 @@ pub(super) fn refuse(error: &Error, lines: &LogLimit) -> Bytes {
     (head + &body).into()
 }
 
-/// The status of a response that hyper wrote by itself: a head without a body and without the request id that all of ours have.
+/// The status, if `bytes` are a response by hyper itself: a head without a body and without `x-request-id`.
 fn bare_error(bytes: &[u8]) -> Option<StatusCode> {
     if bytes.len() > BARE_HEAD_BYTES || !bytes.starts_with(b"HTTP/1.1 4") {
         return None;

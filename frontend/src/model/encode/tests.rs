@@ -7,19 +7,28 @@ use tokenizers::models::TrainerWrapper;
 use tokenizers::models::bpe::BpeTrainer;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 
-/// The patterns by which models in use split their texts.
+/// Split patterns of widely used models.
 const PATTERNS: [&str; 4] = [
     // GPT-2.
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     // Llama 3 and Qwen 2.
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    // GPT-4o and its kin.
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    concat!(
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}",
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+    // GPT-4o.
+    concat!(
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
     // Numbers in groups of three from their end.
     r"\d{1,3}(?=(?:\d{3})*\b)| ?\p{L}+|\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
 ];
 
-/// What a tokenizer does beside its model.
+/// A `tokenizer.json` with these parts and an empty vocabulary.
 #[expect(clippy::needless_pass_by_value, reason = "the callers write the values in place")]
 fn parts(normalizer: Value, splitter: Value, decoder: Value) -> Value {
     json!({ "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": normalizer,
@@ -40,7 +49,7 @@ fn trained(mut parts: Value, words: Option<Value>, alphabet: impl IntoIterator<I
         .initial_alphabet(alphabet.into_iter().collect())
         .show_progress(false)
         .build();
-    tokenizer.train(&mut TrainerWrapper::BpeTrainer(trainer), cut::SAMPLE.lines()).unwrap();
+    tokenizer.train(&mut TrainerWrapper::BpeTrainer(trainer), split::SAMPLE.lines()).unwrap();
     let mut json: Value = serde_json::from_str(&tokenizer.to_string(false).unwrap()).unwrap();
     json["pre_tokenizer"] = splitter;
     let vocabulary = json["model"]["vocab"].as_object_mut().unwrap();
@@ -62,7 +71,11 @@ fn trained(mut parts: Value, words: Option<Value>, alphabet: impl IntoIterator<I
 
 /// GPT-2's spelling of bytes, split by a pattern before it, or by GPT-2's own.
 fn byte_level(pattern: Option<&str>, normalizer: Value) -> Tokenizer {
-    let bytes = |regex: bool| json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": regex });
+    let bytes = |regex: bool| {
+        json!({
+            "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": regex
+        })
+    };
     let splitter = match pattern {
         None => bytes(true),
         Some(pattern) => {
@@ -191,10 +204,11 @@ fn never() -> CancellationToken {
 }
 
 #[test]
-fn each_family_is_cut_where_it_can_be() {
-    use Cut::{Digit, Line, Mark, Space, SpaceAway};
-    let found: Vec<(&str, Vec<Cut>)> = families().iter().map(|(name, encoder)| (*name, encoder.cuts.clone())).collect();
-    let all = vec![Space, Line, Mark, Digit];
+fn each_family_has_its_split_points() {
+    use SplitKind::{Digit, DroppedSpace, Line, Punctuation, Space};
+    let found: Vec<(&str, Vec<SplitKind>)> =
+        families().iter().map(|(name, encoder)| (*name, encoder.splits.clone())).collect();
+    let all = vec![Space, Line, Punctuation, Digit];
     let want = vec![
         ("tiny", all.clone()),
         ("byte level", all.clone()),
@@ -203,8 +217,8 @@ fn each_family_is_cut_where_it_can_be() {
         ("qwen2", all.clone()),
         ("gpt4o", all),
         // How it groups digits depends on what is behind them.
-        ("threes", vec![Space, Line, Mark]),
-        ("llama2", vec![SpaceAway]),
+        ("threes", vec![Space, Line, Punctuation]),
+        ("llama2", vec![DroppedSpace]),
         // Its tokens span words.
         ("phrases", vec![]),
         ("metaspace", vec![Space]),
@@ -235,7 +249,7 @@ proptest! {
 }
 
 #[test]
-fn every_family_but_those_that_leave_text_out_has_a_bound() {
+fn tokenizers_that_keep_all_text_have_a_bound() {
     let long = "the text of a long prompt, again and again; ".repeat(2000);
     for (name, encoder) in families() {
         let bound = encoder.bound.as_ref().unwrap_or_else(|| panic!("{name}"));
@@ -254,7 +268,7 @@ fn every_family_but_those_that_leave_text_out_has_a_bound() {
 }
 
 #[test]
-fn what_the_tokenizer_adds_stands_around_all_pieces() {
+fn added_tokens_surround_all_pieces() {
     let encoder = encoder(Tokenizer::from_bytes(tiny_tokenizer::tokenizer()).unwrap());
     let text = "hello world, hello world, hello world";
     let tokens = encoder.encode(text, true, 100, &never()).unwrap();
@@ -263,36 +277,38 @@ fn what_the_tokenizer_adds_stands_around_all_pieces() {
 }
 
 #[test]
-fn a_text_is_tokenised_no_further_than_the_limit() {
+fn a_text_is_tokenized_up_to_the_limit() {
     let text = "hello world ".repeat(1 << 20);
     for (name, encoder) in families() {
         let bounded = Encoder { piece: 1024, ..copy(encoder) };
         let refused = encoder.encode(&text, false, 1000, &never());
-        assert_eq!(refused, Err(Refused::TooLong(1001)), "{name}: from its bytes");
-        if !bounded.cuts.is_empty() {
-            let Err(Refused::TooLong(tokens)) = bounded.encode(&text, false, 1000, &never()) else { panic!("{name}") };
+        assert_eq!(refused, Err(EncodeError::TooLong(1001)), "{name}: from its bytes");
+        if !bounded.splits.is_empty() {
+            let Err(EncodeError::TooLong(tokens)) = bounded.encode(&text, false, 1000, &never()) else {
+                panic!("{name}")
+            };
             assert!((1001..=2100).contains(&tokens), "{name}: {tokens} tokens of pieces");
         }
     }
 }
 
 fn copy(encoder: &Encoder) -> Encoder {
-    let Encoder { tokenizer, cuts, added, .. } = encoder;
-    Encoder { tokenizer: tokenizer.clone(), cuts: cuts.clone(), added: added.clone(), bound: None, piece: 16 }
+    let Encoder { tokenizer, splits, added, .. } = encoder;
+    Encoder { tokenizer: tokenizer.clone(), splits: splits.clone(), added: added.clone(), bound: None, piece: 16 }
 }
 
 #[test]
-fn tokenising_stops_when_the_client_is_gone() {
+fn tokenization_stops_when_cancelled() {
     let (_, encoder) = &families()[0];
-    let gone = CancellationToken::new();
-    gone.cancel();
-    assert_eq!(encoder.encode(&"hello world ".repeat(10), false, usize::MAX, &gone), Err(Refused::Gone));
+    let cancelled = CancellationToken::new();
+    cancelled.cancel();
+    assert_eq!(encoder.encode(&"hello world ".repeat(10), false, usize::MAX, &cancelled), Err(EncodeError::Cancelled));
 }
 
 #[test]
-fn a_text_that_cannot_be_cut_is_refused_when_it_is_long() {
+fn a_long_text_without_split_points_is_rejected() {
     let (_, encoder) = &families()[3];
     let line = |len| encoder.encode(&" ".repeat(len), false, usize::MAX, &never());
-    assert_eq!(line((1 << 20) + 1), Err(Refused::Word(1 << 20)));
+    assert_eq!(line((1 << 20) + 1), Err(EncodeError::Unsplittable(1 << 20)));
     assert!(line(1 << 16).is_ok());
 }

@@ -1,4 +1,4 @@
-//! JSON as Python writes it. Models were trained on prompts with `json.dumps`, so the spaces matter.
+//! JSON as Python's `json.dumps` writes it. Models are trained on such prompts, so the spaces matter.
 
 use minijinja::value::{Kwargs, Value};
 use minijinja::{Error, ErrorKind};
@@ -6,18 +6,18 @@ use serde::Serialize;
 use serde_json::ser::{Formatter, PrettyFormatter};
 use std::io::{self, Write};
 
-/// The filter: `json.dumps(value, ensure_ascii=False, indent=indent)`.
+/// The filter `tojson`: `json.dumps(value, ensure_ascii=False, indent=indent)`.
 #[expect(clippy::needless_pass_by_value, reason = "minijinja hands arguments over")]
 pub(super) fn tojson(value: &Value, options: Kwargs) -> Result<String, Error> {
     let indent: Option<usize> = options.get("indent")?;
-    // Hugging Face's renderer escapes nothing unless told to, and no template tells it to.
+    // Accepted and ignored: Hugging Face's default is not to escape, and templates do not change it.
     let _: Option<bool> = options.get("ensure_ascii")?;
     options.assert_all_used()?;
     let mut out = Vec::new();
     let written = match indent {
-        // Nobody indents further, and a template must not make a page out of a brace.
+        // Bounds the size of the output.
         Some(spaces) => dump(value, &mut out, PrettyFormatter::with_indent(" ".repeat(spaces.min(16)).as_bytes())),
-        None => dump(value, &mut out, Spaced),
+        None => dump(value, &mut out, PythonJson),
     };
     written.map_err(|e| Error::new(ErrorKind::BadSerialization, e.to_string()))?;
     String::from_utf8(out).map_err(|e| Error::new(ErrorKind::BadSerialization, e.to_string()))
@@ -28,9 +28,9 @@ fn dump(value: &Value, out: &mut Vec<u8>, formatter: impl Formatter) -> serde_js
 }
 
 /// One line, with a space after each comma and colon.
-struct Spaced;
+struct PythonJson;
 
-impl Formatter for Spaced {
+impl Formatter for PythonJson {
     fn begin_array_value<W: ?Sized + Write>(&mut self, writer: &mut W, first: bool) -> io::Result<()> {
         if first { Ok(()) } else { writer.write_all(b", ") }
     }

@@ -1,5 +1,5 @@
-//! C's `strftime`, as far as chat templates go: they tell the model the date. Always UTC, so that replicas in different
-//! places make the same prompt.
+//! A subset of C's `strftime` for chat templates, which put the date into prompts. Always UTC, so that replicas in
+//! different time zones render the same prompt.
 
 use std::fmt::Write;
 
@@ -19,10 +19,13 @@ const MONTHS: [&str; 12] = [
     "December",
 ];
 
-/// The time `seconds` after 1970 began. A conversion that is not known stays as it is.
+/// Formats a Unix time in seconds. An unknown conversion is copied.
 pub(super) fn utc(seconds: u64, format: &str) -> String {
-    let (days, second) = (seconds / 86_400, seconds % 86_400);
-    let (hour, minute, second) = (second / 3600, second / 60 % 60, second % 60);
+    let days = seconds / 86_400;
+    let second = seconds % 86_400;
+    let hour = second / 3600;
+    let minute = second / 60 % 60;
+    let second = second % 60;
     let (year, month, day, of_year) = civil(days);
     let week_day = DAYS[((days + 4) % 7) as usize];
     let month_name = MONTHS[month as usize - 1];

@@ -9,7 +9,7 @@ fn render(source: &str, conversation: Conversation) -> Result<String, Error> {
 fn hello() -> Conversation {
     Conversation {
         messages: vec![json!({ "role": "user", "content": " hello " })],
-        open_turn: true,
+        add_generation_prompt: true,
         ..Conversation::default()
     }
 }
@@ -24,7 +24,7 @@ fn a_usual_template_renders_as_jinja_does() {
 }
 
 #[test]
-fn json_is_written_as_python_writes_it_and_in_the_clients_order() {
+fn json_has_pythons_format_and_the_clients_order() {
     let tools = json!([{ "type": "function", "function": { "name": "f", "b": [1, 2.5, true, null], "a": "<é&'>" } }]);
     let conversation = Conversation { tools: Some(tools), ..hello() };
     assert_eq!(
@@ -39,7 +39,7 @@ fn json_is_written_as_python_writes_it_and_in_the_clients_order() {
 }
 
 #[test]
-fn what_a_template_objects_to_is_said_in_its_words() {
+fn an_exception_of_the_template_is_the_error_message() {
     let refused = render("{{ raise_exception('roles must alternate') }}", hello()).unwrap_err();
     assert!(refused.to_string().ends_with("roles must alternate"), "{refused}");
     assert_eq!(refused.status(), 400);
@@ -64,7 +64,7 @@ fn tools_that_the_template_ignores_are_refused() {
 }
 
 #[test]
-fn without_tools_there_are_none() {
+fn absent_tools_and_documents_are_none() {
     assert_eq!(render("{{ tools is none }} {{ documents is none }}", hello()).unwrap(), "True True");
 }
 
@@ -75,7 +75,7 @@ fn the_last_message_can_be_continued() {
             json!({ "role": "user", "content": "so" }),
             json!({ "role": "assistant", "content": "so far " }),
         ],
-        continue_last: true,
+        continue_final_message: true,
         ..Conversation::default()
     };
     let source = "{% for m in messages %}[{{ m.content | trim }}]{% endfor %}";

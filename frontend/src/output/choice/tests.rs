@@ -1,6 +1,6 @@
-use super::{Assembler, FinishReason, Piece};
+use super::{ChoiceAssembler, ChoiceDelta, FinishReason};
 use crate::model::Vocabulary;
-use crate::params::{Controls, Fields};
+use crate::params::{Fields, GenerationParams};
 use crate::tiny_tokenizer;
 use proptest::prelude::*;
 use std::sync::{Arc, LazyLock};
@@ -12,12 +12,12 @@ static VOCABULARY: LazyLock<Arc<Vocabulary>> = LazyLock::new(|| {
     Arc::new(Vocabulary::new(&tokenizer).unwrap())
 });
 
-fn assembler(controls: &str) -> Assembler {
+fn assembler(controls: &str) -> ChoiceAssembler {
     let mut fields = Fields::parse(&controls.to_owned().into()).unwrap();
-    Assembler::new(
+    ChoiceAssembler::new(
         0,
         &VOCABULARY,
-        &Controls::take(&mut fields, tiny_tokenizer::VOCABULARY, SamplingDefaults::default(), None).unwrap(),
+        &GenerationParams::take(&mut fields, tiny_tokenizer::VOCABULARY, SamplingDefaults::default(), None).unwrap(),
     )
 }
 
@@ -31,8 +31,8 @@ fn bytes(text: &str) -> Vec<u32> {
 }
 
 /// All pieces as one.
-fn joined(pieces: impl IntoIterator<Item = Piece>) -> Piece {
-    pieces.into_iter().fold(Piece::default(), |mut all, piece| {
+fn joined(pieces: impl IntoIterator<Item = ChoiceDelta>) -> ChoiceDelta {
+    pieces.into_iter().fold(ChoiceDelta::default(), |mut all, piece| {
         assert_eq!(all.finish, None, "nothing follows the end");
         all.text.push_str(&piece.text);
         all.generated += piece.generated;
@@ -85,7 +85,7 @@ fn a_stop_string_ends_text_and_logprobs_where_it_begins() {
 }
 
 #[test]
-fn what_was_held_back_comes_out_at_the_end() {
+fn withheld_text_is_released_at_the_end() {
     let mut assembler = assembler(r#"{"stop": "END"}"#);
     assert_eq!(assembler.push(tokens(&bytes("abEN"), None)).text, "ab");
     let last = assembler.push(tokens(&[], Some(Finish::Length)));
@@ -103,6 +103,6 @@ fn the_stop_token_is_shown_when_asked_for() {
 fn logprobs_say_where_their_token_begins() {
     let piece = assembler("{}").push(tokens(&[u32::from(b'a'), 261, 0xAD, u32::from(b'b')], Some(Finish::Stop)));
     assert_eq!(piece.text, "a中b");
-    let places: Vec<_> = piece.logprobs.iter().map(|of| of.at.chars).collect();
-    assert_eq!(places, [0, 1, 1, 2]);
+    let positions: Vec<_> = piece.logprobs.iter().map(|of| of.position.chars).collect();
+    assert_eq!(positions, [0, 1, 1, 2]);
 }

@@ -5,14 +5,14 @@ use proptest::prelude::*;
 use std::sync::{Arc, LazyLock};
 use tokenizers::Tokenizer;
 
-static TINY: LazyLock<(Tokenizer, Arc<Vocabulary>)> = LazyLock::new(|| {
+static TOKENIZER: LazyLock<(Tokenizer, Arc<Vocabulary>)> = LazyLock::new(|| {
     let tokenizer = Tokenizer::from_bytes(tiny_tokenizer::tokenizer()).unwrap();
     let vocabulary = Arc::new(Vocabulary::new(&tokenizer).unwrap());
     (tokenizer, vocabulary)
 });
 
 fn one_by_one(tokens: &[u32], skip_special: bool) -> Vec<String> {
-    let mut detokenizer = Detokenizer::new(TINY.1.clone(), skip_special);
+    let mut detokenizer = Detokenizer::new(TOKENIZER.1.clone(), skip_special);
     let mut pieces: Vec<String> = Vec::new();
     for token in tokens {
         let mut piece = String::new();
@@ -26,28 +26,31 @@ fn one_by_one(tokens: &[u32], skip_special: bool) -> Vec<String> {
 }
 
 proptest! {
-    /// Bytes of all kinds in any order: characters cut anywhere, continuations without a beginning, surrogates.
+    /// Bytes in any order: split characters, continuation bytes without a start, surrogates.
     #[test]
     fn one_by_one_is_as_the_tokenizer_decodes_all(
         tokens in prop::collection::vec(
-            prop_oneof![0..tiny_tokenizer::VOCABULARY as u32, prop::sample::select(vec![0xE4, 0xB8, 0xAD, 0xF0, 0x9F, 0x98, 0x80, 0xED, 0xA0, 261])],
+            prop_oneof![
+                0..tiny_tokenizer::VOCABULARY as u32,
+                prop::sample::select(vec![0xE4, 0xB8, 0xAD, 0xF0, 0x9F, 0x98, 0x80, 0xED, 0xA0, 261]),
+            ],
             0..24,
         ),
         skip_special: bool,
     ) {
-        let whole = TINY.0.decode(&tokens, skip_special).unwrap();
+        let whole = TOKENIZER.0.decode(&tokens, skip_special).unwrap();
         prop_assert_eq!(one_by_one(&tokens, skip_special).concat(), whole);
     }
 
     #[test]
     fn text_survives_the_way_there_and_back(text in "\\PC{0,40}") {
-        let tokens = TINY.0.encode_fast(text.as_str(), false).unwrap();
+        let tokens = TOKENIZER.0.encode_fast(text.as_str(), false).unwrap();
         prop_assert_eq!(one_by_one(tokens.get_ids(), true).concat(), text);
     }
 }
 
 #[test]
-fn a_character_comes_out_when_it_is_complete() {
+fn a_character_is_released_when_it_is_complete() {
     // U+4E2D as a merged pair and a byte; then half of it, at the end.
     assert_eq!(one_by_one(&[261, 0xAD, 261], true), ["", "中", "", "\u{FFFD}"]);
 }

@@ -1,7 +1,7 @@
-use super::{Matcher, Seen};
+use super::{Matcher, StopState};
 use proptest::prelude::*;
 
-/// The whole text at once, by trying every end.
+/// The expected result, from the whole text.
 fn naive(text: &str, stops: &[String], include: bool) -> (String, bool) {
     for end in 0..=text.len() {
         let hits = stops.iter().filter(|stop| text.as_bytes()[..end].ends_with(stop.as_bytes()));
@@ -16,7 +16,7 @@ fn in_pieces(pieces: &[String], stops: &[String], include: bool) -> (String, boo
     let mut matcher = Matcher::new(stops.to_vec(), include);
     let mut out = String::new();
     for piece in pieces {
-        if matcher.push(piece, &mut out) == Seen::Stop {
+        if matcher.push(piece, &mut out) == StopState::Stop {
             return (out, true);
         }
     }
@@ -25,7 +25,7 @@ fn in_pieces(pieces: &[String], stops: &[String], include: bool) -> (String, boo
 }
 
 proptest! {
-    /// Three letters, so that stop strings overlap, contain and begin one another all the time.
+    /// Few letters, so that stop strings overlap and contain one another often.
     #[test]
     fn in_pieces_is_as_whole(
         pieces in prop::collection::vec("[abé]{0,4}", 0..12),
@@ -37,11 +37,11 @@ proptest! {
 }
 
 #[test]
-fn what_may_begin_a_stop_string_is_held_back_and_nothing_else() {
+fn only_a_possible_stop_string_is_withheld() {
     let mut matcher = Matcher::new(vec!["###".into()], false);
     let mut out = String::new();
-    assert_eq!(matcher.push("one #", &mut out), Seen::Nothing);
+    assert_eq!(matcher.push("one #", &mut out), StopState::Continue);
     assert_eq!(out, "one ");
-    assert_eq!(matcher.push("#two", &mut out), Seen::Nothing);
+    assert_eq!(matcher.push("#two", &mut out), StopState::Continue);
     assert_eq!(out, "one ##two");
 }

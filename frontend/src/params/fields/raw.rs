@@ -1,4 +1,5 @@
-//! JSON that is checked and not parsed: a view of the body's own bytes. Parsing it counts each value against a budget.
+//! JSON text that is validated but not parsed: a view of the body's own bytes. Parsing counts each value against a
+//! budget.
 
 use super::kind;
 use crate::error::Error;
@@ -11,35 +12,36 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Values of one body that are parsed: arrays, objects, and what is in them. A conversation of 2,048 messages with tool calls and
-/// 128 tools comes to about 70,000. The worst of them take 200 bytes each, 26 MiB in all. Token ids and texts of a prompt are not
-/// counted: they are read one by one.
-const VALUES_MAX: usize = 128 << 10;
+/// Maximum number of parsed values of one body: arrays, objects and their contents. A conversation of 2,048 messages
+/// with tool calls and 128 tools has about 70,000. A value takes up to 200 bytes, so all take up to 26 MiB. Token ids
+/// and texts of a prompt are not counted, because they are read one by one.
+const MAX_VALUES: usize = 128 << 10;
 
-/// How many more values of a body may be parsed.
+/// The number of values of a body that may still be parsed.
 #[derive(Clone)]
 pub(crate) struct Budget(Arc<AtomicUsize>);
 
 impl Default for Budget {
     fn default() -> Self {
-        Self(Arc::new(AtomicUsize::new(VALUES_MAX)))
+        Self(Arc::new(AtomicUsize::new(MAX_VALUES)))
     }
 }
 
-/// Why a text was not parsed.
-pub(crate) enum Refused {
+/// Why JSON text was not parsed.
+pub(crate) enum ParseError {
     /// The body has too many values.
     TooMany,
-    /// It is no JSON after all: nested too deeply, a number out of range, or half of a surrogate pair.
+    /// The text is well formed but cannot be parsed: nested too deeply, a number out of range, or half of a surrogate
+    /// pair.
     Json(serde_json::Error),
 }
 
-impl Refused {
-    /// As an error of the field at `path`.
+impl ParseError {
+    /// The error of the field at `path`.
     pub(crate) fn at(self, path: &str) -> Error {
         match self {
             Self::TooMany => {
-                let message = format!("Invalid '{path}': the values of the request are more than {VALUES_MAX}.");
+                let message = format!("Invalid '{path}': the values of the request are more than {MAX_VALUES}.");
                 Error::invalid(path, "too_many_values", message)
             }
             Self::Json(error) => {
@@ -49,12 +51,12 @@ impl Refused {
     }
 }
 
-/// A JSON text that is known to be well formed.
+/// Well-formed JSON text.
 #[derive(Clone, Debug)]
 pub(crate) struct Raw(Bytes);
 
 impl Raw {
-    /// Checks a text.
+    /// Validates a text.
     pub(crate) fn new(text: &Bytes) -> Result<Self, serde_json::Error> {
         let IgnoredAny = serde_json::from_slice(text)?;
         Ok(Self(text.slice_ref(text.trim_ascii())))
@@ -80,44 +82,44 @@ impl Raw {
         self.0.first().is_some_and(|byte| matches!(byte, b'-' | b'0'..=b'9'))
     }
 
-    /// What it is, for a person.
+    /// The type of the value, for error messages.
     pub(crate) fn kind(&self) -> &'static str {
         match self.0.first() {
             Some(b'[') => "an array",
             Some(b'{') => "an object",
-            // What is left is small, but for a string.
+            // Any other value is small.
             Some(b'"') => "a string",
             _ => serde_json::from_slice(&self.0).map_or("a number out of range", |value| kind(&value)),
         }
     }
 
-    /// A string's text.
+    /// Parses a string.
     pub(crate) fn text(&self, path: &str) -> Result<String, Error> {
-        serde_json::from_slice(&self.0).map_err(|error| Refused::Json(error).at(path))
+        serde_json::from_slice(&self.0).map_err(|error| ParseError::Json(error).at(path))
     }
 
-    /// A number as a value.
+    /// Parses a number.
     pub(crate) fn number(&self, path: &str) -> Result<Value, Error> {
-        serde_json::from_slice(&self.0).map_err(|error| Refused::Json(error).at(path))
+        serde_json::from_slice(&self.0).map_err(|error| ParseError::Json(error).at(path))
     }
 
-    /// A number of at most nine digits, which is what token ids are.
+    /// A number of at most nine digits, such as a token id.
     pub(crate) fn small(&self) -> Option<i64> {
         let digits = self.0.len() <= 9 && self.0.iter().all(u8::is_ascii_digit);
         digits.then(|| self.0.iter().fold(0, |number, digit| number * 10 + i64::from(digit - b'0')))
     }
 
-    /// Parses it. Each value counts against the budget, which is spent also when the text is refused.
-    pub(crate) fn value(&self, budget: &Budget) -> Result<Value, Refused> {
+    /// Parses the text. Each value counts against the budget, also if the text is rejected.
+    pub(crate) fn value(&self, budget: &Budget) -> Result<Value, ParseError> {
         parse(&self.0, budget)
     }
 
-    /// The fields of an object, in order, at most `most` of them.
-    pub(super) fn fields(&self, most: usize) -> Result<Vec<(String, Raw)>, Error> {
+    /// The fields of an object, in order, at most `max` of them.
+    pub(super) fn fields(&self, max: usize) -> Result<Vec<(String, Raw)>, Error> {
         let mut fields = Vec::new();
         self.walk(&mut |name, raw| {
-            if fields.len() == most {
-                return Err(Error::Malformed(format!("The request body has more than {most} fields.")));
+            if fields.len() == max {
+                return Err(Error::Malformed(format!("The request body has more than {max} fields.")));
             }
             fields.push((name, raw));
             Ok(())
@@ -151,14 +153,14 @@ impl Raw {
     }
 }
 
-/// Finds the parts of a text that is known to be well-formed JSON.
+/// Finds the parts of well-formed JSON text.
 struct Scan<'a> {
     text: &'a [u8],
     at: usize,
 }
 
 impl Scan<'_> {
-    /// The next byte that is no white space.
+    /// The next byte other than white space.
     fn next(&mut self) -> u8 {
         while self.text[self.at].is_ascii_whitespace() {
             self.at += 1;
@@ -208,19 +210,20 @@ impl Scan<'_> {
 }
 
 /// Parses a JSON text within a budget of values.
-pub(crate) fn parse(text: &[u8], budget: &Budget) -> Result<Value, Refused> {
+pub(crate) fn parse(text: &[u8], budget: &Budget) -> Result<Value, ParseError> {
     let left = Cell::new(budget.0.load(Ordering::Relaxed));
     let mut deserializer = serde_json::Deserializer::from_slice(text);
-    let value = Counted(&left).deserialize(&mut deserializer).and_then(|value| deserializer.end().map(|()| value));
+    let value =
+        BudgetedValue(&left).deserialize(&mut deserializer).and_then(|value| deserializer.end().map(|()| value));
     budget.0.store(left.get(), Ordering::Relaxed);
-    value.map_err(|error| if left.get() == 0 { Refused::TooMany } else { Refused::Json(error) })
+    value.map_err(|error| if left.get() == 0 { ParseError::TooMany } else { ParseError::Json(error) })
 }
 
-/// A value, while so many more may be parsed.
+/// Parses a value while the budget lasts.
 #[derive(Clone, Copy)]
-struct Counted<'a>(&'a Cell<usize>);
+struct BudgetedValue<'a>(&'a Cell<usize>);
 
-impl<'de> DeserializeSeed<'de> for Counted<'_> {
+impl<'de> DeserializeSeed<'de> for BudgetedValue<'_> {
     type Value = Value;
 
     fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Value, D::Error> {
@@ -234,7 +237,7 @@ impl<'de> DeserializeSeed<'de> for Counted<'_> {
     }
 }
 
-impl<'de> Visitor<'de> for Counted<'_> {
+impl<'de> Visitor<'de> for BudgetedValue<'_> {
     type Value = Value;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

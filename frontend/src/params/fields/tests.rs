@@ -23,7 +23,7 @@ fn a_field_that_is_not_taken_is_not_parsed() {
     );
     let mut fields = fields(&body).unwrap();
     assert_eq!(fields.text("model").unwrap().as_deref(), Some("m"));
-    assert_eq!(fields.left().collect::<Vec<_>>(), ["x", "y"]);
+    assert_eq!(fields.remaining().collect::<Vec<_>>(), ["x", "y"]);
     assert!(matches!(fields.value("y"), Err(Error::Malformed(_))), "nested too deeply");
     assert_eq!(code(fields.array("x")), "too_many_values");
 }
@@ -50,12 +50,12 @@ fn the_last_of_fields_with_one_name_counts() {
     assert_eq!(fields.integer("n", 0..=9).unwrap(), Some(2));
     assert_eq!(fields.integer("n", 0..=9).unwrap(), None);
     assert_eq!(fields.integer("m", 0..=9).unwrap(), None);
-    assert_eq!(fields.unknown(), None);
+    assert_eq!(fields.first_remaining_path(), None);
 }
 
 #[test]
 fn a_body_with_too_many_fields_is_refused() {
-    let many = (0..=FIELDS_MAX).map(|i| format!("\"f{i}\":0,")).collect::<Vec<_>>().concat();
+    let many = (0..=MAX_FIELDS).map(|i| format!("\"f{i}\":0,")).collect::<Vec<_>>().concat();
     assert!(matches!(fields(&format!("{{{many}\"model\":\"m\"}}")), Err(Error::Malformed(_))));
 }
 
@@ -98,7 +98,7 @@ proptest! {
                 prop_assert_eq!(split.value(&name).unwrap().unwrap_or_default(), value);
             }
         }
-        prop_assert_eq!(split.unknown(), None);
+        prop_assert_eq!(split.first_remaining_path(), None);
     }
 }
 

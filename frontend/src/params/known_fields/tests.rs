@@ -1,12 +1,12 @@
-use super::{Effect, FIELDS, Field, Shape, check, is_slip};
+use super::{EndpointKind, FIELDS, Field, Support, check, is_misspelling};
 use crate::params::fields::Fields;
 use std::collections::HashSet;
 
-fn cell(effect: Effect) -> &'static str {
-    match effect {
-        Effect::Done => "done",
-        Effect::Refused => "refused",
-        Effect::Nothing => "no effect",
+fn cell(support: Support) -> &'static str {
+    match support {
+        Support::Supported => "done",
+        Support::Rejected => "refused",
+        Support::Ignored => "no effect",
     }
 }
 
@@ -19,8 +19,8 @@ fn row(field: &Field) -> String {
 }
 
 #[test]
-fn the_documented_table_is_the_one_in_the_code() {
-    let page = include_str!("../../../docs/api.md");
+fn the_documented_table_matches_the_code() {
+    let page = include_str!("../../../../docs/api.md");
     let (_, table) =
         page.split_once("| field | from | chat | completions | notes |\n| --- | --- | --- | --- | --- |\n").unwrap();
     let documented: Vec<&str> = table.lines().take_while(|line| line.starts_with("| ")).collect();
@@ -29,13 +29,13 @@ fn the_documented_table_is_the_one_in_the_code() {
 }
 
 #[test]
-fn a_name_is_in_the_table_once_and_no_slip_of_another_that_is_done() {
+fn each_name_is_in_the_table_once() {
     let names: HashSet<&str> = FIELDS.iter().map(|field| field.name).collect();
     assert_eq!(names.len(), FIELDS.len());
 }
 
 #[test]
-fn slips_of_one_character_are_found_and_no_more() {
+fn misspellings_by_one_character_are_found() {
     for (name, known) in [
         ("temprature", "temperature"),
         ("max_token", "max_tokens"),
@@ -46,38 +46,38 @@ fn slips_of_one_character_are_found_and_no_more() {
         ("Stream", "stream"),
         ("top_a", "top_p"),
     ] {
-        assert!(is_slip(name, known), "{name} for {known}");
+        assert!(is_misspelling(name, known), "{name} for {known}");
     }
     for (name, known) in [("stopped", "stop"), ("m", "n"), ("tmprature", "temperature"), ("", "stop"), ("pots", "stop")]
     {
-        assert!(!is_slip(name, known), "{name} for {known}");
+        assert!(!is_misspelling(name, known), "{name} for {known}");
     }
 }
 
-fn checked(body: &str, shape: Shape) -> Result<u64, String> {
-    check(&mut Fields::parse(&body.to_owned().into()).unwrap(), shape).map_err(|error| error.to_string())
+fn checked(body: &str, endpoint: EndpointKind) -> Result<u64, String> {
+    check(&mut Fields::parse(&body.to_owned().into()).unwrap(), endpoint).map_err(|error| error.to_string())
 }
 
 #[test]
-fn fields_that_change_the_answer_are_refused_unless_they_ask_for_nothing() {
-    for shape in [Shape::Chat, Shape::Completions] {
-        let refused = FIELDS.iter().filter(|field| field.effect(shape) == Effect::Refused);
+fn unsupported_fields_are_rejected_unless_neutral() {
+    for endpoint in [EndpointKind::Chat, EndpointKind::Completions] {
+        let refused = FIELDS.iter().filter(|field| field.support(endpoint) == Support::Rejected);
         for Field { name, neutral, .. } in refused {
-            let said = checked(&format!(r#"{{"{name}": 4711}}"#), shape).unwrap_err();
+            let said = checked(&format!(r#"{{"{name}": 4711}}"#), endpoint).unwrap_err();
             assert!(said.starts_with(&format!("Unsupported parameter: '{name}' is not supported here.")), "{said}");
             for nothing in ["null", "false", "[]", "{}", "\"\"", neutral] {
-                assert_eq!(checked(&format!(r#"{{"{name}": {nothing}}}"#), shape), Ok(0), "{name}: {nothing}");
+                assert_eq!(checked(&format!(r#"{{"{name}": {nothing}}}"#), endpoint), Ok(0), "{name}: {nothing}");
             }
         }
     }
-    assert!(checked(r#"{"length_penalty": 1.0}"#, Shape::Chat).is_ok(), "a number is its value");
+    assert!(checked(r#"{"length_penalty": 1.0}"#, EndpointKind::Chat).is_ok(), "a number is its value");
 }
 
 #[test]
 fn unknown_fields_pass_and_are_counted() {
-    assert_eq!(checked(r#"{"vendor": {"a": 1}, "x": 2, "service_tier": "flex"}"#, Shape::Chat), Ok(2));
-    let said = checked(r#"{"temprature": 1}"#, Shape::Chat).unwrap_err();
+    assert_eq!(checked(r#"{"vendor": {"a": 1}, "x": 2, "service_tier": "flex"}"#, EndpointKind::Chat), Ok(2));
+    let said = checked(r#"{"temprature": 1}"#, EndpointKind::Chat).unwrap_err();
     assert_eq!(said, "Unknown parameter: 'temprature'. Did you mean 'temperature'?");
-    assert!(checked(r#"{"guided_jsno": {}}"#, Shape::Completions).is_err(), "of a refused one too");
-    assert_eq!(checked(r#"{"metadat": 1}"#, Shape::Chat), Ok(1), "of one without effect it changes nothing");
+    assert!(checked(r#"{"guided_jsno": {}}"#, EndpointKind::Completions).is_err(), "of a refused one too");
+    assert_eq!(checked(r#"{"metadat": 1}"#, EndpointKind::Chat), Ok(1), "of one without effect it changes nothing");
 }

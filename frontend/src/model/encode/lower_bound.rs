@@ -1,32 +1,33 @@
-//! How few tokens a text can have, from its bytes alone.
+//! A lower bound of the number of tokens of a text, from its bytes alone.
 //!
-//! Each token covers some bytes of the text, and at a place at most as many as the longest token of the vocabulary that begins with
-//! the two bytes there. How many such steps reach the end of the text is a lower bound of its tokens, whatever the tokenizer chooses;
-//! for text in words it is about half of them.
+//! A token at a position covers at most as many bytes as the longest token of the vocabulary that begins with the two
+//! bytes there. The number of such steps to the end of the text is a lower bound of its tokens, for any tokenization.
+//! For text in words it is about half of the tokens.
 
-use super::Refused;
+use super::EncodeError;
 use crate::model::vocabulary::Vocabulary;
 use serde_json::Value;
 use tokenizers::Tokenizer;
 
-/// What some tokenizers write for a space.
+/// The character that some tokenizers use for a space.
 const WRITTEN_SPACE: char = '\u{2581}';
 
-pub(super) struct Bound {
-    /// The most bytes of a token, by its first two.
+/// The longest tokens of a vocabulary.
+pub(super) struct TokenLowerBound {
+    /// Maximum bytes of a token, by its first two bytes.
     longest: Vec<u16>,
-    /// The tokenizer changes other text than ASCII before it looks for tokens.
+    /// The normalizer changes other characters than ASCII, so the bound holds for ASCII texts only.
     ascii: bool,
 }
 
-impl Bound {
-    /// `None` for a tokenizer whose tokens may cover other bytes than those they spell.
+impl TokenLowerBound {
+    /// `None` for a tokenizer whose tokens may cover other bytes than their own.
     pub(super) fn new(tokenizer: &Tokenizer, vocabulary: &Vocabulary) -> Option<Self> {
         let normalizer = serde_json::to_value(tokenizer.get_normalizer()).ok()?;
         let splitter = serde_json::to_value(tokenizer.get_pre_tokenizer()).ok()?;
         let strips = |token: &tokenizers::AddedToken| token.lstrip || token.rstrip;
         let whole = leaf_steps(&splitter).all(keeps_all) && !tokenizer.get_added_tokens_decoder().values().any(strips);
-        // What has no token of its own becomes one token with what follows, unless each byte has one.
+        // Without a token for each byte, a run of unknown bytes of any length may become one token.
         let mut bytes = [false; 256];
         vocabulary.tokens().filter(|token| token.len() == 1).for_each(|token| bytes[usize::from(token[0])] = true);
         let ascii = leaf_steps(&normalizer).map(changes).try_fold(false, |some, step| step.map(|step| some | step))?;
@@ -34,23 +35,23 @@ impl Bound {
             return None;
         }
         let mut longest = vec![1; 1 << 16];
-        let mut note = |token: &[u8]| {
+        let mut insert = |token: &[u8]| {
             if let [first, second, ..] = *token {
-                let most = &mut longest[key(first, second)];
-                *most = u16::try_from(token.len()).unwrap_or(u16::MAX).max(*most);
+                let max = &mut longest[key(first, second)];
+                *max = u16::try_from(token.len()).unwrap_or(u16::MAX).max(*max);
             }
         };
         for token in vocabulary.tokens() {
-            note(token);
-            // The space may be one that the tokenizer put there.
-            note(token.strip_prefix(b" ").unwrap_or_default());
+            insert(token);
+            // The space may be one that the tokenizer added.
+            insert(token.strip_prefix(b" ").unwrap_or_default());
         }
-        longest.iter().all(|most| *most < u16::MAX).then_some(Self { longest, ascii })
+        longest.iter().all(|max| *max < u16::MAX).then_some(Self { longest, ascii })
     }
 
-    /// Refuses a text that has more than `limit` tokens for certain.
-    pub(super) fn check(&self, text: &str, limit: usize) -> Result<(), Refused> {
-        // Where a tokenizer writes U+2581 for a space, tokens with spaces cover that character too, which is longer.
+    /// Rejects a text that certainly has more than `limit` tokens.
+    pub(super) fn check(&self, text: &str, limit: usize) -> Result<(), EncodeError> {
+        // Tokenizers that use U+2581 for a space cover that character, which has more bytes, by tokens with spaces.
         if text.len() <= limit || self.ascii && !text.is_ascii() || text.contains(WRITTEN_SPACE) {
             return Ok(());
         }
@@ -61,7 +62,7 @@ impl Bound {
                 tokens += 1;
                 reached = next;
                 if tokens > limit {
-                    return Err(Refused::TooLong(tokens));
+                    return Err(EncodeError::TooLong(tokens));
                 }
             }
         }
@@ -80,17 +81,17 @@ fn leaf_steps(step: &Value) -> impl Iterator<Item = &Value> {
     steps.map_or(one, Vec::as_slice).iter()
 }
 
-/// Whether a step of a pre-tokenizer leaves nothing of the text out.
+/// Whether a step of a pre-tokenizer keeps all of the text.
 fn keeps_all(step: &Value) -> bool {
     match step["type"].as_str() {
         Some("ByteLevel" | "Metaspace" | "Digits") => true,
-        // Inverted, it keeps what matches, and such patterns match everything.
+        // Inverted, it keeps matches, and such patterns match all text.
         Some("Split") => step["behavior"] != "Removed" || step["invert"] == true,
         _ => false,
     }
 }
 
-/// Whether a step of a normalizer changes other text than ASCII; `None` when it changes ASCII too.
+/// Whether a step of a normalizer changes other characters than ASCII; `None` if it changes ASCII too.
 fn changes(step: &Value) -> Option<bool> {
     match step["type"].as_str() {
         Some("Prepend") => Some(false),
