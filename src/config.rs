@@ -21,7 +21,7 @@ pub use units::{ByteSize, HumanDuration};
 pub use values::{Budget, Invalid, Listen, Model, Threads, Workers};
 
 use kvbm::crypt::KeySource;
-use kvbm::object::{Credentials, Endpoint, Location};
+use kvbm::object::{Credentials, Endpoint, StoreLocation};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -231,7 +231,7 @@ pub struct DiskPath {
 #[serde(deny_unknown_fields, default)]
 pub struct G4 {
     /// The store: `s3://bucket/prefix`, `az://…`, `gs://…`, or a folder. Default none: there is no G4.
-    pub url: Option<Location>,
+    pub url: Option<StoreLocation>,
     /// The server, when it is not the cloud's own. Default none.
     pub endpoint: Option<Endpoint>,
     /// Region of an S3 bucket. Default: `AWS_REGION`, or S3's own default, `us-east-1`.
@@ -299,7 +299,7 @@ impl Config {
     /// Folders in which other processes store blocks too: G4, if it is a folder, and shared flash.
     pub fn shared_folders(&self) -> impl Iterator<Item = &Path> {
         let store = match &self.tiers.g4.url {
-            Some(Location::Folder(folder)) => Some(folder.as_path()),
+            Some(StoreLocation::Folder(folder)) => Some(folder.as_path()),
             _ => None,
         };
         self.tiers.g3_5.iter().map(|flash| flash.path.as_path()).chain(store)

@@ -4,17 +4,17 @@
 
 use bytes::Bytes;
 use futures::stream::{self, StreamExt};
-use kvbm::object::{Access, Credentials, Location, Settings};
+use kvbm::object::{Access, Credentials, Settings, StoreLocation};
 use kvbm::{Block, Epoch, EventLog, Fingerprint, ObjectTier, SequenceHash, Tier};
 use object_store::{ObjectStore, ObjectStoreExt};
 use std::error::Error;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-#[path = "../src/object/tests/server.rs"]
+#[path = "../src/object/tests/s3_server.rs"]
 #[expect(dead_code, reason = "the tests use more of it")]
-mod server;
-use server::{BUCKET, Conditions, KEYS, Server};
+mod s3_server;
+use s3_server::{BUCKET, Conditions, KEYS, S3Server};
 
 /// A block of a small model, and so many of them that a round takes a second.
 const BLOCK: usize = 192 << 10;
@@ -29,15 +29,16 @@ const PAIRS: usize = 9;
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn Error>> {
     let json = std::env::args().any(|argument| argument == "--json");
-    let server = Server::start(Conditions::Honoured);
-    let location: Location = format!("s3://{BUCKET}/speed").parse()?;
+    let server = S3Server::start(Conditions::Honoured);
+    let location: StoreLocation = format!("s3://{BUCKET}/speed").parse()?;
     let keys = [("AWS_ACCESS_KEY_ID", KEYS.0), ("AWS_SECRET_ACCESS_KEY", KEYS.1)];
     let access = Access {
         endpoint: Some(server.endpoint.parse()?),
         region: None,
         credentials: Credentials::from_environment(keys),
     };
-    let tier = ObjectTier::at(&location, &access, Settings::default(), Arc::new(EventLog::new(Epoch(1))), None)?;
+    let tier =
+        ObjectTier::open_location(&location, &access, Settings::default(), Arc::new(EventLog::new(Epoch(1))), None)?;
     let fingerprint = Fingerprint::from_bytes([1; 32]);
     let name = |n: usize| {
         let digest = blake3::hash(&n.to_le_bytes());
@@ -51,7 +52,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     }
     let names: Vec<SequenceHash> = (0..BLOCKS).map(name).collect();
     let client = location.client(&access, Duration::from_secs(30))?.ok_or("a cloud has a client")?;
-    let Location::Cloud { prefix, .. } = &location else { return Err("a cloud".into()) };
+    let StoreLocation::Cloud { prefix, .. } = &location else { return Err("a cloud".into()) };
     let ranges: Vec<_> = client
         .list(Some(&prefix.clone().join("blocks")))
         .map(|meta| {

@@ -7,8 +7,8 @@ use crate::process::machine::{self, Space};
 use anyhow::{Context, bail};
 use clap::{Args, Subcommand};
 use kvbm::crypt::Keys;
-use kvbm::object::gc::{Holding, Policy, Survey};
-use kvbm::object::{Amount, Collector, Location, Report, Verification};
+use kvbm::object::gc::{Inventory, Policy, StoredGroup};
+use kvbm::object::{Collector, GcReport, ObjectTotals, StoreLocation, Verification};
 use kvbm::{Census, Clock, DomainId, Level, SequenceHash, disk};
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -53,7 +53,7 @@ enum Command {
         /// [default: `tiers.g4.gc_grace`, and 2m for shared flash]
         #[arg(long, value_name = "TIME")]
         grace: Option<HumanDuration>,
-        /// Report what would be removed, and change nothing
+        /// GcReport what would be removed, and change nothing
         #[arg(long)]
         dry_run: bool,
     },
@@ -144,29 +144,29 @@ async fn execute(command: &Command) -> anyhow::Result<()> {
                 bail!("found neither a G3 log nor a shared store; name one with: --g4 URL|DIR");
             }
             let survey = match &store.collector {
-                Some(collector) => Some(collector.survey(progress("manifests")).await?),
+                Some(collector) => Some(collector.scan(progress("manifests")).await?),
                 None => None,
             };
             let level = if target.g3_5 { Level::Pod } else { Level::G4 };
             let digests = digests(&logs, survey.as_deref().map(|survey| (level, survey)));
-            let holdings = survey.map(|survey| survey.holdings());
+            let holdings = survey.map(|survey| survey.groups());
             let value = json!({ "g3": logs, "contents": holdings.as_deref().unwrap_or_default(), "digests": digests });
             print(target, &value, || logs.iter().map(log_text).chain(holdings.as_deref().map(holdings_text)).collect())
         }
         Command::Gc { target, max_age, capacity, grace, dry_run } => {
             let (store, now) = (Store::open(target)?, Clock::system().now());
             let mut policy = store.policy.clone();
-            policy.age_max = max_age.map_or(policy.age_max, |age| Some(age.0));
+            policy.max_age = max_age.map_or(policy.max_age, |age| Some(age.0));
             if let Some(ByteSize(bytes)) = *capacity {
                 // Exactly this size, without headroom.
-                (policy.budget, policy.headroom) = (Some(bytes), 0);
+                (policy.capacity, policy.headroom) = (Some(bytes), 0);
             }
             policy.grace = grace.map_or(policy.grace, |grace| grace.0);
             let survey = store.survey().await?;
             let report = if *dry_run {
-                store.collector.would(&survey, &policy, now)
+                store.collector.dry_run(&survey, &policy, now)
             } else {
-                let now = store.collector.turn(Duration::ZERO, now).await?.unwrap_or(now);
+                let now = store.collector.try_start(Duration::ZERO, now).await?.unwrap_or(now);
                 store.collector.collect(&survey, &policy, now).await?
             };
             print(target, &json!({ "dry_run": dry_run, "report": report }), || gc_text(&report, *dry_run, policy.grace))
@@ -192,7 +192,7 @@ async fn execute(command: &Command) -> anyhow::Result<()> {
             }
             let verification = match &store.collector {
                 Some(collector) => {
-                    let survey = collector.survey(progress("manifests")).await?;
+                    let survey = collector.scan(progress("manifests")).await?;
                     Some(collector.verify(&survey, *remove, can_decrypt, progress("objects")).await?)
                 }
                 None => None,
@@ -223,10 +223,10 @@ async fn execute(command: &Command) -> anyhow::Result<()> {
             let count = keys.shred(domain).await?;
             let removed = match (&store.collector, remove) {
                 (Some(collector), true) => {
-                    let survey = collector.survey(progress("manifests")).await?;
-                    collector.condemn_domain(&survey, domain).await?
+                    let survey = collector.scan(progress("manifests")).await?;
+                    collector.mark_domain(&survey, domain).await?
                 }
-                _ => Amount::default(),
+                _ => ObjectTotals::default(),
             };
             let value = json!({ "domain": domain.to_string(), "destroyed_keys": count, "marked": removed });
             print(target, &value, || {
@@ -254,8 +254,8 @@ impl Store {
         Ok(Self { config, policy, collector })
     }
 
-    async fn survey(&self) -> anyhow::Result<Arc<Survey>> {
-        Ok(self.collector.survey(progress("manifests")).await?)
+    async fn survey(&self) -> anyhow::Result<Arc<Inventory>> {
+        Ok(self.collector.scan(progress("manifests")).await?)
     }
 }
 
@@ -268,13 +268,13 @@ impl Store<Option<Collector>> {
         machine::limit_umask(config.shared_folders());
         let (location, policy) = match &config.tiers.g3_5 {
             Some(flash) if target.g3_5 => {
-                (Some(Location::Folder(flash.path.clone())), gc::g3_5_policy(&config, flash)?)
+                (Some(StoreLocation::Folder(flash.path.clone())), gc::g3_5_policy(&config, flash)?)
             }
             None if target.g3_5 => bail!("tiers.g3_5.path is not set, so there is no G3.5 folder"),
             _ => (config.tiers.g4.url.clone(), gc::policy(&config)?),
         };
         let open = |location| {
-            Collector::at(location, &stores::access(&config), config.tiers.g4.request_timeout.0)
+            Collector::open_location(location, &stores::access(&config), config.tiers.g4.request_timeout.0)
                 .with_context(|| format!("{location} cannot be used"))
         };
         let collector = location.as_ref().map(open).transpose()?;
@@ -356,10 +356,10 @@ async fn verify_logs(config: &Config) -> anyhow::Result<Vec<disk::Verification>>
 }
 
 /// Digest of the blocks in each tier, comparable with those of `/admin/index`.
-fn digests(logs: &[disk::Survey], shared: Option<(Level, &Survey)>) -> BTreeMap<&'static str, Census> {
+fn digests(logs: &[disk::Survey], shared: Option<(Level, &Inventory)>) -> BTreeMap<&'static str, Census> {
     let distinct = |names: &mut dyn Iterator<Item = SequenceHash>| names.collect::<HashSet<_>>().into_iter().collect();
     let g3 = (!logs.is_empty()).then(|| distinct(&mut logs.iter().flat_map(|log| log.names.iter().copied())));
-    let shared = shared.map(|(level, survey)| (level.name(), distinct(&mut survey.names(Clock::system().now()))));
+    let shared = shared.map(|(level, survey)| (level.name(), distinct(&mut survey.hashes(Clock::system().now()))));
     g3.map(|census| (Level::G3.name(), census)).into_iter().chain(shared).collect()
 }
 
@@ -381,7 +381,7 @@ fn log_text(log: &disk::Survey) -> String {
     text + "\n"
 }
 
-fn holdings_text(holdings: &[Holding]) -> String {
+fn holdings_text(holdings: &[StoredGroup]) -> String {
     let mut text = format!(
         "{:<32}  {:<16}  {:<29}  {:>10}  {:>8}  {:>10}  {:>8}  {:>8}  {:>8}\n",
         "DOMAIN", "ENGINE", "WRITER", "BLOCKS", "OBJECTS", "SIZE", "OLDEST", "NEWEST", "USED"
@@ -394,31 +394,31 @@ fn holdings_text(holdings: &[Holding]) -> String {
         seconds => format!("{} d", seconds / 86_400),
     };
     for holding in holdings {
-        let Holding { domain, fingerprint, writer, blocks, objects, bytes, .. } = holding;
+        let StoredGroup { domain, fingerprint, writer, blocks, objects, bytes, .. } = holding;
         let ages = [holding.first_written_at, holding.last_written_at, holding.last_used_at].map(age);
         let (size, [oldest, newest, used]) = (ByteSize(*bytes).about(), ages);
         text += &format!(
             "{domain:<32}  {fingerprint:<16}  {writer:<29}  {blocks:>10}  {objects:>8}  {size:>10}  {oldest:>8}  {newest:>8}  {used:>8}\n"
         );
     }
-    let sum = |of: fn(&Holding) -> u64| holdings.iter().map(of).sum::<u64>();
+    let sum = |of: fn(&StoredGroup) -> u64| holdings.iter().map(of).sum::<u64>();
     let (blocks, objects) = (sum(|holding| holding.blocks), sum(|holding| holding.objects));
     text + &format!("{blocks} blocks in {objects} objects, {}\n", ByteSize(sum(|holding| holding.bytes)).about())
 }
 
-fn gc_text(report: &Report, dry_run: bool, grace: Duration) -> String {
-    let amount = |amount: &Amount| format!("{} objects, {}", amount.objects, ByteSize(amount.bytes).about());
-    let all = amount(&Amount { objects: report.objects, bytes: report.bytes });
+fn gc_text(report: &GcReport, dry_run: bool, grace: Duration) -> String {
+    let amount = |amount: &ObjectTotals| format!("{} objects, {}", amount.objects, ByteSize(amount.bytes).about());
+    let all = amount(&ObjectTotals { objects: report.objects, bytes: report.bytes });
     let (marked, deleted) = if dry_run { ("would be marked", "would be deleted") } else { ("marked", "deleted") };
     let mut text = format!("found: {all}\n");
-    for (why, some) in &report.condemned {
+    for (why, some) in &report.marked {
         let why = json!(why);
         let (why, grace) = (why.as_str().unwrap_or_default(), HumanDuration(grace));
         text += &format!("{marked} ({why}): {}; a run after {grace} deletes them\n", amount(some));
     }
-    text += &format!("{deleted}: {}, and {} manifests\n", amount(&report.deleted), report.manifests);
-    if report.unreadable > 0 {
-        text += &format!("{} manifests cannot be read; their objects are kept\n", report.unreadable);
+    text += &format!("{deleted}: {}, and {} manifests\n", amount(&report.deleted), report.deleted_manifests);
+    if report.unreadable_manifests > 0 {
+        text += &format!("{} manifests cannot be read; their objects are kept\n", report.unreadable_manifests);
     }
     text
 }

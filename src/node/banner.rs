@@ -2,7 +2,7 @@
 
 use crate::config::{ByteSize, SharedFlash};
 use crate::node::sizes::Sizes;
-use kvbm::object::Location;
+use kvbm::object::StoreLocation;
 use serde_json::{Value, json};
 use std::fmt;
 use std::net::SocketAddr;
@@ -31,7 +31,7 @@ pub struct Banner {
     /// G3.5, if it is configured.
     pub g3_5: Option<SharedFlash>,
     /// The store of G4, if it is configured.
-    pub g4: Option<Location>,
+    pub g4: Option<StoreLocation>,
 }
 
 impl Banner {

@@ -3,7 +3,7 @@
 use super::quotas;
 use crate::config::{Config, SharedFlash};
 use kvbm::object::gc::{Policy, headroom};
-use kvbm::object::{Amount, Compaction, Location, Outcome, Report, Upkeep};
+use kvbm::object::{Compaction, GcOutcome, GcReport, GcScheduler, ObjectTotals, StoreLocation};
 use kvbm::{Clock, Level, ObjectTier, Tier};
 use prometheus::{IntCounterVec, Opts, Registry};
 use std::sync::Arc;
@@ -12,26 +12,26 @@ use tokio_util::task::AbortOnDropHandle;
 
 /// The policy of G4, for `serve` and for `cache gc`.
 pub(crate) fn policy(config: &Config) -> anyhow::Result<Policy> {
-    let budget = config.tiers.g4.capacity.map(|size| size.0);
-    let age_max = config.tiers.g4.max_age.map(|age| age.0);
+    let capacity = config.tiers.g4.capacity.map(|size| size.0);
+    let max_age = config.tiers.g4.max_age.map(|age| age.0);
     let grace = config.tiers.g4.gc_grace.0;
-    let shares = quotas::stored(config, Level::G4)?;
-    Ok(Policy { budget, headroom: budget.map_or(0, headroom), age_max, shares, grace })
+    let quotas = quotas::stored(config, Level::G4)?;
+    Ok(Policy { capacity, headroom: capacity.map_or(0, headroom), max_age, quotas, grace })
 }
 
 /// The schedule of garbage collection in G4; `None` if the configuration sets neither a limit nor a quota.
-pub(super) fn upkeep(config: &Config) -> anyhow::Result<Option<Upkeep>> {
+pub(super) fn gc_scheduler(config: &Config) -> anyhow::Result<Option<GcScheduler>> {
     let policy = policy(config)?;
-    let bounded = policy.budget.is_some() || policy.age_max.is_some() || !policy.shares.is_empty();
-    Ok(bounded.then_some(Upkeep { policy, every: config.tiers.g4.gc_interval.0 }))
+    let bounded = policy.capacity.is_some() || policy.max_age.is_some() || !policy.quotas.is_empty();
+    Ok(bounded.then_some(GcScheduler { policy, interval: config.tiers.g4.gc_interval.0 }))
 }
 
 /// The policy of G3.5. Its grace time is short: the folder has little space, and all its readers are on one host.
 pub(crate) fn g3_5_policy(config: &Config, flash: &SharedFlash) -> anyhow::Result<Policy> {
-    let budget = Some(flash.capacity.0);
-    let age_max = flash.max_age.map(|age| age.0);
-    let shares = quotas::stored(config, Level::Pod)?;
-    Ok(Policy { budget, headroom: headroom(flash.capacity.0), age_max, shares, grace: G3_5_GRACE })
+    let capacity = Some(flash.capacity.0);
+    let max_age = flash.max_age.map(|age| age.0);
+    let quotas = quotas::stored(config, Level::Pod)?;
+    Ok(Policy { capacity, headroom: headroom(flash.capacity.0), max_age, quotas, grace: G3_5_GRACE })
 }
 
 /// From marking to deleting an object in G3.5. Readers poll the marks every few seconds; two minutes also cover a
@@ -42,8 +42,8 @@ const G3_5_GRACE: Duration = Duration::from_mins(2);
 const G3_5_INTERVAL: Duration = Duration::from_mins(1);
 
 /// The schedule of garbage collection in G3.5.
-pub(super) fn g3_5_upkeep(config: &Config, flash: &SharedFlash) -> anyhow::Result<Upkeep> {
-    Ok(Upkeep { policy: g3_5_policy(config, flash)?, every: G3_5_INTERVAL })
+pub(super) fn g3_5_gc_scheduler(config: &Config, flash: &SharedFlash) -> anyhow::Result<GcScheduler> {
+    Ok(GcScheduler { policy: g3_5_policy(config, flash)?, interval: G3_5_INTERVAL })
 }
 
 /// The metrics of garbage collection and compaction.
@@ -85,14 +85,19 @@ impl GcMetrics {
     }
 
     /// Collects garbage in the store of a tier until the returned handle is dropped.
-    pub(super) fn start(&self, tier: &ObjectTier, location: &Location, upkeep: Upkeep) -> AbortOnDropHandle<()> {
+    pub(super) fn start(
+        &self,
+        tier: &ObjectTier,
+        location: &StoreLocation,
+        scheduler: GcScheduler,
+    ) -> AbortOnDropHandle<()> {
         let (metrics, level, location) = (self.clone(), tier.level(), location.clone());
-        let report = move |outcome: &Outcome| metrics.record(level, &location, outcome);
-        AbortOnDropHandle::new(tokio::spawn(upkeep.run(tier.collector(), Clock::system(), report)))
+        let report = move |outcome: &GcOutcome| metrics.record(level, &location, outcome);
+        AbortOnDropHandle::new(tokio::spawn(scheduler.run(tier.collector(), Clock::system(), report)))
     }
 
-    /// Compacts small objects of a tier at the interval `every`, until the returned handle or the tier is dropped.
-    pub(super) fn compact(&self, tier: &Arc<ObjectTier>, every: Duration) -> AbortOnDropHandle<()> {
+    /// Compacts small objects of a tier at `interval`, until the returned handle or the tier is dropped.
+    pub(super) fn compact(&self, tier: &Arc<ObjectTier>, interval: Duration) -> AbortOnDropHandle<()> {
         let (level, compacted) = (tier.level(), self.compacted.clone());
         let report = move |done: std::io::Result<Compaction>| match done {
             Ok(Compaction { objects: 0, .. }) => {}
@@ -102,13 +107,13 @@ impl GcMetrics {
             }
             Err(error) => tracing::warn!(tier = %level, %error, "cannot compact small objects"),
         };
-        AbortOnDropHandle::new(tokio::spawn(Upkeep::compact(every, Arc::downgrade(tier), report)))
+        AbortOnDropHandle::new(tokio::spawn(GcScheduler::compact(interval, Arc::downgrade(tier), report)))
     }
 
-    fn record(&self, level: Level, store: &Location, outcome: &Outcome) {
+    fn record(&self, level: Level, store: &StoreLocation, outcome: &GcOutcome) {
         let count_run = |outcome| self.runs.with_label_values(&[level.name(), outcome]).inc();
         match outcome {
-            Outcome::Collected { report, took } => {
+            GcOutcome::Collected { report, took } => {
                 count_run("completed");
                 let marked = marked(report);
                 for (state, amount) in [("marked", marked), ("deleted", report.deleted)] {
@@ -119,12 +124,12 @@ impl GcMetrics {
                     tier = %level, %store, objects = report.objects, bytes = report.bytes,
                     marked_objects = marked.objects, marked_bytes = marked.bytes,
                     deleted_objects = report.deleted.objects, deleted_bytes = report.deleted.bytes,
-                    unreadable_manifests = report.unreadable, duration_s = took.as_secs_f64(),
+                    unreadable_manifests = report.unreadable_manifests, duration_s = took.as_secs_f64(),
                     "garbage collection finished"
                 );
             }
-            Outcome::Passed => count_run("skipped"),
-            Outcome::Failed(error) => {
+            GcOutcome::Skipped => count_run("skipped"),
+            GcOutcome::Failed(error) => {
                 count_run("failed");
                 tracing::warn!(tier = %level, %store, %error, "garbage collection failed; retrying later");
             }
@@ -133,8 +138,8 @@ impl GcMetrics {
 }
 
 /// Objects and bytes that a run marked, for all reasons.
-fn marked(report: &Report) -> Amount {
-    report.condemned.values().fold(Amount::default(), |all, some| Amount {
+fn marked(report: &GcReport) -> ObjectTotals {
+    report.marked.values().fold(ObjectTotals::default(), |all, some| ObjectTotals {
         objects: all.objects + some.objects,
         bytes: all.bytes + some.bytes,
     })

@@ -38,7 +38,7 @@ impl Health {
         });
         let shared = self.shared.get().into_iter().flatten().filter_map(Weak::upgrade);
         let shared = shared
-            .filter(|tier| !tier.is_up())
+            .filter(|tier| !tier.is_available())
             .map(|tier| format!("tiers.{}: the store does not answer", tier.level().name()));
         paths.chain(shared).chain(panics).collect()
     }

@@ -10,7 +10,7 @@ use crate::config::{Config, Listen};
 use crate::process::machine::{self, Machine};
 use crate::process::with_causes;
 use anyhow::{Context, anyhow, bail};
-use kvbm::object::Location;
+use kvbm::object::StoreLocation;
 use std::fmt;
 use std::net::TcpListener;
 use std::path::Path;
@@ -50,7 +50,7 @@ pub fn preflight(config: &Config) -> Result<(), Refused> {
     if let Some(flash) = &config.tiers.g3_5 {
         check(folder("tiers.g3_5.path", &flash.path));
     }
-    if let Some(Location::Folder(path)) = &config.tiers.g4.url {
+    if let Some(StoreLocation::Folder(path)) = &config.tiers.g4.url {
         check(folder("shared", path));
     }
     check(trace_file(config));

@@ -59,8 +59,8 @@ impl Collector for StoreMetrics {
 
     fn collect(&self) -> Vec<MetricFamily> {
         for tier in self.tiers.iter().filter_map(Weak::upgrade) {
-            let (counts, level) = (tier.counts(), tier.level().name());
-            self.up.with_label_values(&[level]).set(tier.is_up().into());
+            let (counts, level) = (tier.request_counts(), tier.level().name());
+            self.up.with_label_values(&[level]).set(tier.is_available().into());
             self.unreadable.with_label_values(&[level]).set(tier.unreadable_manifests() as i64);
             let kinds = [
                 ("sent", counts.requests),
@@ -69,8 +69,8 @@ impl Collector for StoreMetrics {
                 ("hedge_won", counts.hedges_won),
             ];
             let kinds = kinds.map(|(kind, count)| (self.sent.with_label_values(&[level, kind]), count));
-            let lost = (self.lost.with_label_values(&[level]), tier.lost_objects());
-            let corrupt = (self.corrupt_manifests.with_label_values(&[level]), tier.unsound_manifests());
+            let lost = (self.lost.with_label_values(&[level]), tier.missing_objects());
+            let corrupt = (self.corrupt_manifests.with_label_values(&[level]), tier.corrupt_manifests());
             for (counter, count) in kinds.into_iter().chain([lost, corrupt]) {
                 counter.inc_by(count.saturating_sub(counter.get()));
             }

@@ -1,7 +1,7 @@
 //! The tiers that the workers of this process share: G3 on local disks, G3.5 in a shared folder, G4 in an object store.
 
 use super::cache_audit::DigestOf;
-use super::gc::{GcMetrics, g3_5_upkeep, upkeep};
+use super::gc::{GcMetrics, g3_5_gc_scheduler, gc_scheduler};
 use super::health::Health;
 use super::sizes::Disk;
 use super::store_metrics::StoreMetrics;
@@ -10,7 +10,7 @@ use super::workers::epoch_now;
 use crate::config::{ByteSize, Config};
 use anyhow::{Context, anyhow, bail};
 use kvbm::crypt::MetadataKeys;
-use kvbm::object::{Access, Location, Standing, Upkeep};
+use kvbm::object::{Access, GcScheduler, StoreHealth, StoreLocation};
 use kvbm::{Block, DiskTier, EventLog, Fingerprint, Header, Level, ObjectTier, Shares, Tier, disk, object};
 use prometheus::core::{Collector, Desc};
 use prometheus::proto::MetricFamily;
@@ -38,7 +38,7 @@ pub(super) struct Stores {
 struct Shared {
     /// The key of the configuration that names the store.
     key: &'static str,
-    at: Location,
+    at: StoreLocation,
     settings: object::Settings,
 }
 
@@ -87,10 +87,10 @@ impl Stores {
             let capacity = Some(flash.capacity.0);
             let settings =
                 object::Settings { level: Level::Pod, capacity, request_timeout: requests, ..Default::default() };
-            let shared = Shared { key: "tiers.g3_5.path", at: Location::Folder(flash.path.clone()), settings };
+            let shared = Shared { key: "tiers.g3_5.path", at: StoreLocation::Folder(flash.path.clone()), settings };
             let tier = stores.share(&shared, shares, config, planes, transforms).await?;
-            tier.limit_blocks(Header::most_at_rest(block_bytes));
-            stores.start_gc(&gc_metrics, &tier, &shared.at, g3_5_upkeep(config, flash)?);
+            tier.set_max_block_bytes(Header::most_at_rest(block_bytes));
+            stores.start_gc(&gc_metrics, &tier, &shared.at, g3_5_gc_scheduler(config, flash)?);
             if config.tiers.g4.url.as_ref().is_some_and(|shared| same_place(&flash.path, shared)) {
                 bail!("tiers.g3_5.path and tiers.g4.url are the same folder; expected two different ones");
             }
@@ -100,9 +100,9 @@ impl Stores {
             let settings = object::Settings { capacity, request_timeout: requests, ..Default::default() };
             let shared = Shared { key: "tiers.g4.url", at: location.clone(), settings };
             let tier = stores.share(&shared, shares, config, planes, transforms).await?;
-            tier.limit_blocks(Header::most_at_rest(block_bytes));
-            if let Some(upkeep) = upkeep(config)? {
-                stores.start_gc(&gc_metrics, &tier, location, upkeep);
+            tier.set_max_block_bytes(Header::most_at_rest(block_bytes));
+            if let Some(scheduler) = gc_scheduler(config)? {
+                stores.start_gc(&gc_metrics, &tier, location, scheduler);
             }
         }
         if let (Some(disk), Some(next)) = (stores.disk.upgrade(), stores.shared.first().and_then(Weak::upgrade)) {
@@ -171,7 +171,7 @@ impl Stores {
     ) -> anyhow::Result<Arc<ObjectTier>> {
         let log = Arc::new(EventLog::new(epoch_now()));
         let tier = open_shared(shared, config, Arc::clone(&log), transforms).await?;
-        tier.divide(shares);
+        tier.set_quotas(shares);
         self.shared.push(Arc::downgrade(&tier));
         let id = shared_id(shared.settings.level, &shared.at);
         let weak = Arc::downgrade(&tier);
@@ -181,9 +181,9 @@ impl Stores {
     }
 
     /// Starts compaction and garbage collection of a store.
-    fn start_gc(&mut self, gc_metrics: &GcMetrics, tier: &Arc<ObjectTier>, at: &Location, upkeep: Upkeep) {
-        self.tasks.push(gc_metrics.compact(tier, upkeep.every));
-        self.tasks.push(gc_metrics.start(tier, at, upkeep));
+    fn start_gc(&mut self, gc_metrics: &GcMetrics, tier: &Arc<ObjectTier>, at: &StoreLocation, scheduler: GcScheduler) {
+        self.tasks.push(gc_metrics.compact(tier, scheduler.interval));
+        self.tasks.push(gc_metrics.start(tier, at, scheduler));
     }
 
     fn add(&mut self, id: StoreId, tier: Arc<dyn Tier>, digest: DigestOf, log: Arc<EventLog>, planes: &Planes) {
@@ -322,13 +322,13 @@ async fn open_shared(
     transforms: &Transforms,
 ) -> anyhow::Result<Arc<ObjectTier>> {
     let Shared { key, at: location, settings } = shared;
-    let tier = ObjectTier::at(location, &access(config), *settings, log, transforms.metadata())
+    let tier = ObjectTier::open_location(location, &access(config), *settings, log, transforms.metadata())
         .with_context(|| format!("{key} = {location} cannot be used"))?;
-    match (timeout(CATCH_UP_MAX, tier.settled()).await, location) {
-        (Ok(Standing::Refused(why)), Location::Cloud { cloud, .. }) => {
+    match (timeout(CATCH_UP_MAX, tier.initial_health()).await, location) {
+        (Ok(StoreHealth::Refused(why)), StoreLocation::Cloud { cloud, .. }) => {
             bail!("{key} = {location}: {why}; {}", cloud.advice())
         }
-        (Ok(Standing::Ready), _) => {}
+        (Ok(StoreHealth::Ready), _) => {}
         (Err(_), _) => {
             tracing::info!("still reading the manifests of {location}; blocks that are not listed yet are recomputed");
         }
@@ -338,15 +338,15 @@ async fn open_shared(
 }
 
 /// Whether the folder of G3.5 is the store of G4.
-pub(super) fn same_place(flash: &Path, shared: &Location) -> bool {
-    shared_id(Level::Pod, &Location::Folder(flash.into())) == shared_id(Level::Pod, shared)
+pub(super) fn same_place(flash: &Path, shared: &StoreLocation) -> bool {
+    shared_id(Level::Pod, &StoreLocation::Folder(flash.into())) == shared_id(Level::Pod, shared)
 }
 
 /// The id of a store that other processes share.
-fn shared_id(level: Level, location: &Location) -> StoreId {
+fn shared_id(level: Level, location: &StoreLocation) -> StoreId {
     match location {
-        Location::Folder(folder) => folder_id(level.name(), &[folder]),
-        Location::Cloud { .. } => store_id(level.name(), [("url", location.to_string().as_bytes())]),
+        StoreLocation::Folder(folder) => folder_id(level.name(), &[folder]),
+        StoreLocation::Cloud { .. } => store_id(level.name(), [("url", location.to_string().as_bytes())]),
     }
 }
 

@@ -8,7 +8,7 @@ use crate::config::{Compression, Config, Encryption};
 use anyhow::Context;
 use kvbm::codec::{self, decoded, encoded};
 use kvbm::crypt::{Environment, KeySource, Keys, MetadataKeys, encrypted};
-use kvbm::object::Location;
+use kvbm::object::StoreLocation;
 use kvbm::{BlockManager, Metrics, Tier};
 use std::path::Path;
 use std::sync::Arc;
@@ -96,8 +96,8 @@ pub(crate) async fn keys(config: &Config, Encryption { keys }: &Encryption) -> a
         async |folder: &Path| Keys::in_folder(&folder.join(KEY_STORE), keys.clone(), environment.clone()).await;
     let opened = match &config.tiers.g4.url {
         None => in_folder(config.tiers.g3_5.as_ref().map_or(&config.data_dir, |flash| &flash.path)).await,
-        Some(Location::Folder(folder)) => in_folder(folder).await,
-        Some(location @ Location::Cloud { prefix, .. }) => {
+        Some(StoreLocation::Folder(folder)) => in_folder(folder).await,
+        Some(location @ StoreLocation::Cloud { prefix, .. }) => {
             let client =
                 location.client(&access(config), config.tiers.g4.request_timeout.0)?.context("a cloud has a client")?;
             Keys::open(client, prefix.clone().join(KEY_STORE).as_ref(), keys.clone(), environment).await

@@ -42,7 +42,7 @@ fn block(n: u8) -> Block {
 async fn stored(folder: &Path) {
     let events = Arc::new(EventLog::new(Epoch(1)));
     let tier =
-        ObjectTier::folder(folder, Settings { object_bytes: 1, object_blocks: 1, ..Settings::default() }, events)
+        ObjectTier::open_folder(folder, Settings { object_bytes: 1, object_blocks: 1, ..Settings::default() }, events)
             .unwrap();
     assert!(tier.store((1..=3).map(block).collect()).await.iter().all(Result::is_ok));
 }

@@ -6,7 +6,7 @@ use crate::serve::client;
 use blockyard::config::{Budget, ByteSize, Config, Listen, SharedFlash, Sources};
 use blockyard::node::Node;
 use blockyard::reload::Reload;
-use kvbm::object::Location;
+use kvbm::object::StoreLocation;
 use prometheus::proto::MetricType;
 use prometheus::{IntGauge, Registry};
 use serde_json::json;
@@ -54,7 +54,7 @@ fn config(data: &Path, shared: &Path, pod: &Path) -> Config {
     config.model = "tiny".parse().unwrap();
     config.listen = Listen { host: "127.0.0.1".into(), port: 0 };
     (config.tiers.g1, config.tiers.g2, config.tiers.g3) = (budget(32), budget(32), budget(64));
-    config.tiers.g4.url = Some(Location::Folder(shared.into()));
+    config.tiers.g4.url = Some(StoreLocation::Folder(shared.into()));
     config.tiers.g3_5 = Some(SharedFlash { path: pod.into(), capacity: ByteSize(1 << 30), max_age: None });
     config
 }

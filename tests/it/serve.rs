@@ -5,7 +5,7 @@
 use blockyard::config::{Budget, ByteSize, Compression, Config, Encryption, HumanDuration, Listen, SharedFlash};
 use blockyard::node::Node;
 use kvbm::crypt::KeySource;
-use kvbm::object::Location;
+use kvbm::object::StoreLocation;
 use serde_json::{Value, json};
 use std::net::TcpListener;
 use std::path::Path;
@@ -229,7 +229,7 @@ async fn a_node_answers_from_what_another_put_into_the_shared_folder() {
     let (one, two, shared) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let sharing = |data: &Path| {
         let mut config = aggregated(data);
-        config.tiers.g4.url = Some(Location::Folder(shared.path().into()));
+        config.tiers.g4.url = Some(StoreLocation::Folder(shared.path().into()));
         config
     };
     let writer = Served::start(sharing(one.path())).await;
@@ -249,7 +249,7 @@ async fn a_node_answers_from_its_pods_folder_before_it_asks_the_store_of_all() {
     let [one, two, flash, shared] = [(); 4].map(|()| tempfile::tempdir().unwrap());
     let sharing = |data: &Path| {
         let mut config = aggregated(data);
-        config.tiers.g4.url = Some(Location::Folder(shared.path().into()));
+        config.tiers.g4.url = Some(StoreLocation::Folder(shared.path().into()));
         config.tiers.g3_5 = Some(SharedFlash { path: flash.path().into(), capacity: ByteSize(1 << 30), max_age: None });
         config
     };

@@ -155,7 +155,7 @@ async fn miss(runtime: &Arc<Runtime>, folder: &Path) -> Result<Value> {
     let settings = disk::Settings { capacity_bytes: 1 << 30, min_free_bytes: 0, ..disk::Settings::default() };
     let lower: Vec<Arc<dyn Tier>> = vec![
         DiskTier::open(&folder.join("g3"), settings, log())?,
-        ObjectTier::folder(&folder.join("g4"), object::Settings::default(), log())?,
+        ObjectTier::open_folder(&folder.join("g4"), object::Settings::default(), log())?,
     ];
     let ((with, _), (without, _)) = (Site::new(runtime, true, lower)?, Site::new(runtime, false, vec![])?);
     let mut prompts = Prompts(0);

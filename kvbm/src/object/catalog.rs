@@ -1,11 +1,12 @@
-//! What is known of the store: which objects there are, and which block lies where in them.
+//! The catalog of a store: which objects exist, and where in them each block is.
 //!
-//! Bounded: beyond a number of blocks the oldest objects are forgotten, which costs hits, never correctness. A block may lie
-//! in several objects; it is read from the newest that is known, and from the next when that one goes.
+//! Bounded: beyond a maximum number of blocks the oldest objects are dropped from the catalog. This costs hits, never
+//! correctness. A block may be in several objects: it is read from the newest known one, and from the next when that
+//! one is removed.
 
 use super::client::unreadable::Unreadable;
-use super::format::layout::{ObjectId, Writer};
-use super::format::manifest::{Entry, Section};
+use super::format::layout::{InstanceId, ObjectId};
+use super::format::manifest::{BlockEntry, Section};
 use crate::block::{DomainId, Fingerprint, Level, SequenceHash};
 use crate::event::EventLog;
 use crate::log_limit::LogLimit;
@@ -20,108 +21,109 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// Where a block lies.
+/// Where a block is read from.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct Place {
-    /// Among those that this process knows.
+pub(super) struct BlockLocation {
+    /// Number of the object in the catalog.
     pub(super) object: i64,
-    /// Of its header.
+    /// Offset of the header in the object, in bytes.
     pub(super) offset: u32,
-    /// Payload bytes.
+    /// Bytes of the payload.
     pub(super) length: u32,
-    /// It lies in another object too, or did.
-    twice: bool,
-    /// From when on it is what is read, in seconds since the catalog began, if another copy was before that. Who has read the other
-    /// one then may still say that it is bad, and does not mean this one.
-    since: u32,
+    /// Whether the block is, or was, in another object too.
+    has_copies: bool,
+    /// When this copy replaced another one, in seconds since the catalog was created; 0 if it replaced none. A reader
+    /// that loaded the previous copy may still report that one as corrupt.
+    relocated_at: u32,
 }
 
-/// An object that is known.
+/// An object in the catalog.
 #[derive(Clone)]
 pub(super) struct Object {
     pub(super) path: Path,
     pub(super) bytes: u64,
     pub(super) domain: DomainId,
     pub(super) fingerprint: Fingerprint,
-    /// As its section says.
+    /// For how long its blocks had not been used when it was written.
     pub(super) idle: Duration,
-    blocks: Arc<[Lying]>,
-    pub(super) since: Instant,
+    blocks: Arc<[ObjectBlock]>,
+    pub(super) learned_at: Instant,
 }
 
-/// An object that is small, and the blocks that are read from it.
-pub(super) struct Small {
+/// A small object, and the blocks that are read from it.
+pub(super) struct SmallObject {
     pub(super) number: i64,
     pub(super) object: Object,
-    pub(super) blocks: Vec<(SequenceHash, Place)>,
+    pub(super) blocks: Vec<(SequenceHash, BlockLocation)>,
 }
 
 /// A block in an object.
 #[derive(Clone, Copy)]
-struct Lying {
+struct ObjectBlock {
     name: SequenceHash,
     offset: u32,
     length: u32,
 }
 
-impl Lying {
-    /// One of several places, the one that is read from now on.
-    fn at(self, object: i64, now: u32) -> Place {
-        Place { object, offset: self.offset, length: self.length, twice: true, since: now }
+impl ObjectBlock {
+    /// Its location from now on, as one of several copies.
+    fn at(self, object: i64, now: u32) -> BlockLocation {
+        BlockLocation { object, offset: self.offset, length: self.length, has_copies: true, relocated_at: now }
     }
 }
 
-/// Seconds after which whoever has read a copy has found out what it is: a request and its repetitions take less.
-const FOUND_OUT: u32 = 30;
+/// Seconds after which every read of a previous copy has finished. A request with its retries takes less.
+const STALE_READ_SECONDS: u32 = 30;
 
-/// By then the others have learned what was written: they ask every second, and reading takes less than another.
-const LEARNED: Duration = Duration::from_secs(3);
+/// Time until other processes know a new object: they poll every second, and reading a manifest takes less than
+/// another.
+const PROPAGATION_TIME: Duration = Duration::from_secs(3);
 
 /// Objects that are looked up under one lock: some tens of microseconds.
-const MEASURED: usize = 512;
+const RECONCILE_BATCH: usize = 512;
 
-/// Blocks that lie in another object than the one that they were read from.
-type Homeless = HashSet<(Fingerprint, SequenceHash), BuildHasherDefault<NameHasher>>;
+/// Blocks whose object was removed or is corrupt, and that have a copy in another object.
+type Orphans = HashSet<(Fingerprint, SequenceHash), BuildHasherDefault<NameHasher>>;
 
 pub(super) struct Catalog {
-    pub(super) index: Index<Place>,
-    limit: usize,
-    began: Instant,
+    pub(super) index: Index<BlockLocation>,
+    max_blocks: usize,
+    created_at: Instant,
     objects: Mutex<Objects>,
-    lost: AtomicU64,
-    lost_lines: LogLimit,
-    /// Manifests that were not what they were.
-    unsound: AtomicU64,
-    pub(super) unsound_lines: LogLimit,
-    /// Manifests that cannot be read although the store answers.
+    missing: AtomicU64,
+    missing_object_log: LogLimit,
+    /// Number of corrupt manifests.
+    corrupt: AtomicU64,
+    pub(super) corrupt_manifest_log: LogLimit,
+    /// Manifests that cannot be read although the store serves reads.
     pub(super) unreadable: Unreadable,
-    /// Bytes of objects that lie in the store and are not known here: about to be deleted, forgotten, or of another version.
-    /// Only counted where the store has a capacity.
+    /// Bytes of objects in the store that are not in the catalog: marked for deletion, dropped for lack of memory, or
+    /// of another version. Counted only if the store has a capacity.
     unknown_bytes: Option<AtomicU64>,
-    /// Other processes that wrote lately.
+    /// Number of other processes that wrote recently.
     active_writers: AtomicUsize,
-    /// What this process wrote in the last seconds: others may not know of it yet.
+    /// Bytes that this process wrote in the last seconds, which other processes may not know of.
     recent: Mutex<VecDeque<(Instant, u64)>>,
-    /// Objects that were looked through for blocks of others.
+    /// Number of objects that were searched for copies.
     #[cfg(test)]
-    walked: AtomicU64,
+    scanned_objects: AtomicU64,
 }
 
-/// Numbered by age: what is learned while running counts up, what was there before counts down. No number comes twice: who
-/// still reads from one that was forgotten must not meet another.
+/// Objects numbered by age: newly written ones count up, those found in the history count down. Numbers are not
+/// reused, so that a reader that still holds the number of a removed object does not get another one.
 #[derive(Default)]
 struct Objects {
     known: BTreeMap<i64, Object>,
     next: i64,
     first: i64,
-    /// Of all of them: a manifest may be read twice, when a round failed in between.
+    /// Paths of all objects. A manifest may be read twice, when a round failed in between.
     paths: HashSet<Path>,
     blocks: usize,
     bytes: u64,
 }
 
 impl Object {
-    fn names(&self) -> impl Iterator<Item = (Fingerprint, SequenceHash)> {
+    fn block_keys(&self) -> impl Iterator<Item = (Fingerprint, SequenceHash)> {
         self.blocks.iter().map(|block| (self.fingerprint, block.name))
     }
 }
@@ -137,29 +139,30 @@ impl Objects {
 }
 
 impl Catalog {
-    /// Keeps so many blocks in mind. `bounded`: the store has a capacity, so that bytes count that are not known.
-    pub(super) fn new(level: Level, limit: usize, bounded: bool, events: Arc<EventLog>) -> Self {
+    /// Creates a catalog of at most `max_blocks` blocks. `has_capacity`: the store is bounded, so unknown bytes are
+    /// counted.
+    pub(super) fn new(level: Level, max_blocks: usize, has_capacity: bool, events: Arc<EventLog>) -> Self {
         let index = Index::new(level, events);
         Self {
             index,
-            limit,
-            began: Instant::now(),
+            max_blocks,
+            created_at: Instant::now(),
             objects: Mutex::default(),
-            lost: AtomicU64::new(0),
-            lost_lines: LogLimit::default(),
-            unsound_lines: LogLimit::default(),
-            unsound: AtomicU64::new(0),
+            missing: AtomicU64::new(0),
+            missing_object_log: LogLimit::default(),
+            corrupt_manifest_log: LogLimit::default(),
+            corrupt: AtomicU64::new(0),
             unreadable: Unreadable::default(),
-            unknown_bytes: bounded.then(AtomicU64::default),
+            unknown_bytes: has_capacity.then(AtomicU64::default),
             active_writers: AtomicUsize::new(0),
             recent: Mutex::default(),
             #[cfg(test)]
-            walked: AtomicU64::new(0),
+            scanned_objects: AtomicU64::new(0),
         }
     }
 
-    /// Adds an object that is newer than all others, unless it is known.
-    pub(super) fn add(&self, path: impl Fn(&Section) -> Path, section: &Section) {
+    /// Adds an object as the newest one, unless it is in the catalog.
+    pub(super) fn insert_newest(&self, path: impl Fn(&Section) -> Path, section: &Section) {
         let (mut objects, path) = (self.lock(), path(section));
         if objects.paths.contains(&path) {
             return;
@@ -167,23 +170,23 @@ impl Catalog {
         let number = objects.next;
         objects.next += 1;
         self.insert(&mut objects, number, path, section);
-        while objects.blocks > self.limit && objects.known.len() > 1 {
+        while objects.blocks > self.max_blocks && objects.known.len() > 1 {
             let Some(oldest) = objects.known.first_key_value().map(|(number, _)| *number) else { return };
-            // What is still read from the oldest lies nowhere else.
+            // A block that is read from the oldest object has no other copy.
             if let Some(object) = objects.take(oldest) {
                 self.add_unknown(object.bytes);
-                self.index.remove(object.names(), |place| place.object == oldest);
+                self.index.remove(object.block_keys(), |location| location.object == oldest);
             }
         }
     }
 
-    /// Adds an object that is older than all others, if there is still room for it.
-    pub(super) fn add_older(&self, path: impl Fn(&Section) -> Path, section: &Section) -> bool {
+    /// Adds an object as the oldest one, and returns whether there was room for it.
+    pub(super) fn insert_oldest(&self, path: impl Fn(&Section) -> Path, section: &Section) -> bool {
         let (mut objects, path) = (self.lock(), path(section));
         if objects.paths.contains(&path) {
             return true;
         }
-        if objects.blocks + section.entries.len() > self.limit {
+        if objects.blocks + section.entries.len() > self.max_blocks {
             return false;
         }
         objects.first -= 1;
@@ -193,100 +196,104 @@ impl Catalog {
     }
 
     fn insert(&self, objects: &mut Objects, number: i64, path: Path, section: &Section) {
-        let lying = |entry: &Entry| Lying { name: entry.name, offset: entry.offset, length: entry.length };
+        let object_block =
+            |entry: &BlockEntry| ObjectBlock { name: entry.name, offset: entry.offset, length: entry.length };
         let Section { domain, fingerprint, idle, .. } = *section;
-        let (bytes, blocks) = (section.bytes(), section.entries.iter().map(lying).collect());
-        let object = Object { path, bytes, domain, fingerprint, idle, blocks, since: Instant::now() };
+        let (bytes, blocks) = (section.bytes(), section.entries.iter().map(object_block).collect());
+        let object = Object { path, bytes, domain, fingerprint, idle, blocks, learned_at: Instant::now() };
         objects.blocks += object.blocks.len();
         objects.bytes += object.bytes;
         objects.paths.insert(object.path.clone());
         objects.known.insert(number, object);
         let names: Vec<SequenceHash> = section.entries.iter().map(|entry| entry.name).collect();
-        let before = self.index.find(fingerprint, &names, |place| place.twice = true);
+        let before = self.index.find(fingerprint, &names, |location| location.has_copies = true);
         let now = self.now();
-        let newer = |(_, place): &(_, Option<Place>)| place.is_none_or(|place| place.object <= number);
-        let fresh = section.entries.iter().zip(before).filter(newer);
-        let resting = |(entry, before): (&Entry, Option<Place>)| Resting {
+        let newer =
+            |(_, location): &(_, Option<BlockLocation>)| location.is_none_or(|location| location.object <= number);
+        let entries = section.entries.iter().zip(before).filter(newer);
+        let indexed = |(entry, before): (&BlockEntry, Option<BlockLocation>)| Resting {
             fingerprint,
             name: entry.name,
             parent: entry.parent,
-            keep: entry.keep(),
-            place: Place {
+            keep: entry.retention(),
+            place: BlockLocation {
                 object: number,
                 offset: entry.offset,
                 length: entry.length,
-                twice: before.is_some(),
-                since: if before.is_some() { now } else { 0 },
+                has_copies: before.is_some(),
+                relocated_at: if before.is_some() { now } else { 0 },
             },
         };
-        self.index.insert(fresh.map(resting), |_, _| ());
+        self.index.insert(entries.map(indexed), |_, _| ());
     }
 
-    /// Forgets objects, whose numbers come in order; a block of theirs that lies in another one is read from there from now on.
+    /// Removes objects; `numbers` is sorted. Blocks with a copy in another object are read from there from now on.
     fn remove(&self, objects: &mut Objects, numbers: &[i64]) -> Vec<Object> {
-        let (mut over, mut homeless) = (Vec::new(), Homeless::default());
+        let (mut unavailable, mut orphans) = (Vec::new(), Orphans::default());
         let mut removed = Vec::with_capacity(numbers.len());
         for (number, object) in numbers.iter().filter_map(|number| Some((*number, objects.take(*number)?))) {
-            for name in object.names() {
+            for name in object.block_keys() {
                 match self.index.get(name.0, name.1).filter(|at| at.object == number) {
-                    Some(Place { twice: true, .. }) => drop(homeless.insert(name)),
-                    Some(_) => over.push(name),
+                    Some(BlockLocation { has_copies: true, .. }) => drop(orphans.insert(name)),
+                    Some(_) => unavailable.push(name),
                     None => {}
                 }
             }
             removed.push(object);
         }
-        let gone = |place: &Place| numbers.binary_search(&place.object).is_ok();
-        self.rehome(objects.known.iter().rev(), &mut homeless, gone);
-        over.extend(homeless);
-        self.index.remove(over, gone);
+        let is_removed = |location: &BlockLocation| numbers.binary_search(&location.object).is_ok();
+        self.relocate_orphans(objects.known.iter().rev(), &mut orphans, is_removed);
+        unavailable.extend(orphans);
+        self.index.remove(unavailable, is_removed);
         removed
     }
 
-    /// Forgets a block whose copy that was read is not what it was, unless so many seconds ago another copy was read in its place:
-    /// that may be the bad one, and it is forgotten already.
+    /// Drops the copy of a block that was found to be corrupt. Ignored for some seconds after another copy replaced
+    /// the one that was read: the report may concern the previous copy, which is dropped already.
     pub(super) fn discard(&self, fingerprint: Fingerprint, name: SequenceHash) {
-        let Some(place) = self.index.get(fingerprint, name) else { return };
-        if place.since == 0 || self.now() - place.since > FOUND_OUT {
-            self.spoil(fingerprint, &[name], place.object);
+        let Some(location) = self.index.get(fingerprint, name) else { return };
+        if location.relocated_at == 0 || self.now() - location.relocated_at > STALE_READ_SECONDS {
+            self.mark_corrupt(fingerprint, &[name], location.object);
         }
     }
 
-    /// Seconds since it began, never none.
+    /// Seconds since the catalog was created, plus 1.
     fn now(&self) -> u32 {
-        self.began.elapsed().as_secs() as u32 + 1
+        self.created_at.elapsed().as_secs() as u32 + 1
     }
 
-    /// Forgets blocks in an object, where they turned out not to be what they were: from now on each is read from an older one, if
-    /// it lies in one too.
-    pub(super) fn spoil(&self, fingerprint: Fingerprint, names: &[SequenceHash], number: i64) {
-        let (objects, there) = (self.lock(), |place: &Place| place.object == number);
-        let twice =
-            |name: &SequenceHash| self.index.get(fingerprint, *name).is_some_and(|place| there(&place) && place.twice);
-        let mut homeless = names.iter().filter(|name| twice(name)).map(|name| (fingerprint, *name)).collect();
+    /// Drops corrupt blocks of an object. A block with a copy in an older object is read from there from now on.
+    pub(super) fn mark_corrupt(&self, fingerprint: Fingerprint, names: &[SequenceHash], number: i64) {
+        let objects = self.lock();
+        let is_in_object = |location: &BlockLocation| location.object == number;
+        let has_copies = |name: &SequenceHash| {
+            self.index.get(fingerprint, *name).is_some_and(|location| is_in_object(&location) && location.has_copies)
+        };
+        let mut orphans = names.iter().filter(|name| has_copies(name)).map(|name| (fingerprint, *name)).collect();
         let older = objects.known.range(..number).rev().filter(|(_, object)| object.fingerprint == fingerprint);
-        self.rehome(older, &mut homeless, there);
-        // Those that are read from elsewhere now stay.
-        self.index.remove(names.iter().map(|name| (fingerprint, *name)), there);
+        self.relocate_orphans(older, &mut orphans, is_in_object);
+        // Blocks that were relocated are not in this object any more and stay.
+        self.index.remove(names.iter().map(|name| (fingerprint, *name)), is_in_object);
     }
 
-    /// Has blocks read from the first of some objects that holds them too, in one pass; those that lie in none are left.
-    fn rehome<'a>(
+    /// Relocates each block to the first of `objects` that contains it, in one pass. `orphans` keeps those without a
+    /// copy.
+    fn relocate_orphans<'a>(
         &self,
         objects: impl Iterator<Item = (&'a i64, &'a Object)>,
-        homeless: &mut Homeless,
-        gone: impl Fn(&Place) -> bool,
+        orphans: &mut Orphans,
+        is_removed: impl Fn(&BlockLocation) -> bool,
     ) {
-        // Few blocks lie twice: mostly there is nothing to look for.
+        // Few blocks have copies, so this loop mostly ends at once.
         for (number, object) in objects {
-            if homeless.is_empty() {
+            if orphans.is_empty() {
                 break;
             }
             #[cfg(test)]
-            self.walked.fetch_add(1, Ordering::Relaxed);
+            self.scanned_objects.fetch_add(1, Ordering::Relaxed);
             for block in object.blocks.iter() {
-                if homeless.remove(&(object.fingerprint, block.name)) {
-                    self.index.relocate(object.fingerprint, block.name, &gone, block.at(*number, self.now()));
+                if orphans.remove(&(object.fingerprint, block.name)) {
+                    self.index.relocate(object.fingerprint, block.name, &is_removed, block.at(*number, self.now()));
                 }
             }
         }
@@ -296,50 +303,51 @@ impl Catalog {
         self.lock().known.get(&number).cloned()
     }
 
-    /// Objects of fewer bytes that are where their blocks are found, a writer's own and, apart, those of others that are known
-    /// for so long and were read; those of each domain and fingerprint in the order in which they were written.
-    pub(super) fn small(
+    /// Objects smaller than `max_bytes` from which blocks are read: those of `writer`, and, in separate groups, those
+    /// of other writers that have been known for `min_age` and were read by this process. One group per domain and
+    /// fingerprint, in the order in which the objects were written.
+    pub(super) fn small_objects(
         &self,
-        writer: Writer,
-        left: Duration,
-        below: u64,
-        read: impl Fn(ObjectId) -> bool,
-    ) -> Vec<Vec<Small>> {
+        writer: InstanceId,
+        min_age: Duration,
+        max_bytes: u64,
+        was_read: impl Fn(ObjectId) -> bool,
+    ) -> Vec<Vec<SmallObject>> {
         let objects = self.lock();
-        let mut groups: BTreeMap<(bool, DomainId, Fingerprint), Vec<Small>> = BTreeMap::new();
-        for (&number, object) in objects.known.iter().filter(|(_, object)| object.bytes < below) {
-            let Some(id) = ObjectId::at(&object.path) else { continue };
+        let mut groups: BTreeMap<(bool, DomainId, Fingerprint), Vec<SmallObject>> = BTreeMap::new();
+        for (&number, object) in objects.known.iter().filter(|(_, object)| object.bytes < max_bytes) {
+            let Some(id) = ObjectId::from_path(&object.path) else { continue };
             let own = id.writer == writer;
-            if !own && (object.since.elapsed() < left || !read(id)) {
+            if !own && (object.learned_at.elapsed() < min_age || !was_read(id)) {
                 continue;
             }
-            let here = |block: &Lying| {
-                let place = self.index.get(object.fingerprint, block.name)?;
-                (place.object == number).then_some((block.name, place))
+            let in_place = |block: &ObjectBlock| {
+                let location = self.index.get(object.fingerprint, block.name)?;
+                (location.object == number).then_some((block.name, location))
             };
-            let blocks: Vec<_> = object.blocks.iter().filter_map(here).collect();
+            let blocks: Vec<_> = object.blocks.iter().filter_map(in_place).collect();
             if !blocks.is_empty() {
                 let group = groups.entry((own, object.domain, object.fingerprint)).or_default();
-                group.push(Small { number, object: object.clone(), blocks });
+                group.push(SmallObject { number, object: object.clone(), blocks });
             }
         }
         groups.into_values().collect()
     }
 
-    /// Leaves of some small objects what is still found in them: others may have packed the rest meanwhile.
-    pub(super) fn still(&self, some: &mut Vec<Small>) {
-        some.retain_mut(|Small { number, object, blocks }| {
-            let place = |name| self.index.get(object.fingerprint, name);
-            blocks.retain(|(name, _)| place(*name).is_some_and(|place| place.object == *number));
+    /// Keeps only the blocks that are still read from these objects. Another process may have rewritten the others.
+    pub(super) fn retain_current(&self, small_objects: &mut Vec<SmallObject>) {
+        small_objects.retain_mut(|SmallObject { number, object, blocks }| {
+            let location = |name| self.index.get(object.fingerprint, name);
+            blocks.retain(|(name, _)| location(*name).is_some_and(|location| location.object == *number));
             !blocks.is_empty()
         });
     }
 
-    /// Forgets an object that turned out to be gone, or to be another than it was.
-    pub(super) fn lose(&self, number: i64) {
+    /// Removes an object that is missing from the store or has another size.
+    pub(super) fn mark_missing(&self, number: i64) {
         for object in self.remove(&mut self.lock(), &[number]) {
-            self.lost.fetch_add(1, Ordering::Relaxed);
-            if let Some(suppressed) = self.lost_lines.pass() {
+            self.missing.fetch_add(1, Ordering::Relaxed);
+            if let Some(suppressed) = self.missing_object_log.pass() {
                 tracing::warn!(
                     object = %object.path, blocks = object.blocks.len(), suppressed,
                     "object is missing from the store; its blocks are dropped"
@@ -348,13 +356,13 @@ impl Catalog {
         }
     }
 
-    /// Forgets objects that are about to be deleted. Until then they take room.
-    pub(super) fn forget(&self, condemned: impl Fn(ObjectId) -> bool) {
+    /// Removes objects that are marked for deletion. Their bytes still count until they are deleted.
+    pub(super) fn remove_marked(&self, is_marked: impl Fn(ObjectId) -> bool) {
         let mut objects = self.lock();
-        let going = |object: &Object| ObjectId::at(&object.path).is_some_and(&condemned);
-        let numbers: Vec<i64> = objects.known.iter().filter(|(_, object)| going(object)).map(|(n, _)| *n).collect();
-        let gone = self.remove(&mut objects, &numbers);
-        self.add_unknown(gone.into_iter().map(|object| object.bytes).sum());
+        let to_remove = |object: &Object| ObjectId::from_path(&object.path).is_some_and(&is_marked);
+        let numbers: Vec<i64> = objects.known.iter().filter(|(_, object)| to_remove(object)).map(|(n, _)| *n).collect();
+        let removed = self.remove(&mut objects, &numbers);
+        self.add_unknown(removed.into_iter().map(|object| object.bytes).sum());
     }
 
     fn add_unknown(&self, bytes: u64) {
@@ -363,49 +371,49 @@ impl Catalog {
         }
     }
 
-    /// Bytes of objects that are not known, as far as that is.
+    /// Bytes of objects that are not in the catalog, if these are counted.
     pub(super) fn unknown_bytes(&self) -> u64 {
         self.unknown_bytes.as_ref().map_or(0, |unknown| unknown.load(Ordering::Relaxed))
     }
 
-    /// Takes note of all objects that were listed: what is not known of them takes room all the same. What was forgotten since the
-    /// unknown bytes were `before` is added, whether it was listed or not.
-    pub(super) fn measured(&self, listed: &[ObjectMeta], before: u64) {
+    /// Recomputes the unknown bytes from a list of all objects. Bytes of objects that were removed from the catalog
+    /// since the unknown bytes were `before` are added, whether these objects were listed or not.
+    pub(super) fn reconcile(&self, listed: &[ObjectMeta], before: u64) {
         let Some(unknown) = &self.unknown_bytes else { return };
         let mut bytes = 0;
-        // In parts: loads wait for this lock.
-        for part in listed.chunks(MEASURED) {
+        // In batches, because loads wait for this lock.
+        for part in listed.chunks(RECONCILE_BATCH) {
             let objects = self.lock();
             let rest = part.iter().filter(|meta| !objects.paths.contains(&meta.location));
             bytes += rest.map(|meta| meta.size).sum::<u64>();
         }
-        // Nothing else takes away from it, so that it is at least what it was before.
+        // No other code subtracts, so the value is at least `before`.
         unknown.fetch_add(bytes, Ordering::Relaxed);
         unknown.fetch_sub(before, Ordering::Relaxed);
     }
 
-    /// Notes that this process wrote an object.
-    pub(super) fn wrote(&self, bytes: u64) {
+    /// Records that this process wrote an object.
+    pub(super) fn record_written(&self, bytes: u64) {
         if self.unknown_bytes.is_some() {
             self.lock_recent().push_back((Instant::now(), bytes));
         }
     }
 
-    /// Bytes that this process wrote so lately that others may not know of them.
+    /// Bytes that this process wrote so recently that other processes may not know of them.
     pub(super) fn recently_written(&self) -> u64 {
         let mut recent = self.lock_recent();
-        while recent.front().is_some_and(|(at, _)| at.elapsed() > LEARNED) {
+        while recent.front().is_some_and(|(at, _)| at.elapsed() > PROPAGATION_TIME) {
             recent.pop_front();
         }
         recent.iter().map(|(_, bytes)| bytes).sum()
     }
 
     fn lock_recent(&self) -> MutexGuard<'_, VecDeque<(Instant, u64)>> {
-        // Pushes and pops: nothing to find half done.
+        // Single pushes and pops, so the queue is valid after a panic.
         self.recent.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// How many other processes wrote lately.
+    /// Number of other processes that wrote recently.
     pub(super) fn active_writers(&self) -> usize {
         self.active_writers.load(Ordering::Relaxed)
     }
@@ -414,35 +422,35 @@ impl Catalog {
         self.active_writers.store(writers, Ordering::Relaxed);
     }
 
-    /// A manifest turned out not to be one.
-    pub(super) fn skip(&self) {
-        self.unsound.fetch_add(1, Ordering::Relaxed);
+    /// Counts a corrupt manifest.
+    pub(super) fn count_corrupt_manifest(&self) {
+        self.corrupt.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Manifests that were skipped so far.
-    pub(super) fn skipped(&self) -> u64 {
-        self.unsound.load(Ordering::Relaxed)
+    /// Corrupt manifests so far.
+    pub(super) fn corrupt_manifests(&self) -> u64 {
+        self.corrupt.load(Ordering::Relaxed)
     }
 
-    /// Objects that were lost so far.
-    pub(super) fn lost(&self) -> u64 {
-        self.lost.load(Ordering::Relaxed)
+    /// Missing objects so far.
+    pub(super) fn missing_objects(&self) -> u64 {
+        self.missing.load(Ordering::Relaxed)
     }
 
-    /// Bytes of all known objects and, where the store has a capacity, of the others that lie there.
-    pub(super) fn taken(&self) -> u64 {
+    /// Bytes of all objects in the catalog and, if the store has a capacity, of the others in the store.
+    pub(super) fn used_bytes(&self) -> u64 {
         self.lock().bytes + self.unknown_bytes()
     }
 
     fn lock(&self) -> MutexGuard<'_, Objects> {
-        // Sums and map change together, without anything between that could panic.
+        // The map and its sums change together, and no code that could panic runs in between.
         self.objects.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Names the objects of a writer's sections.
-pub(super) fn paths(layout: &super::format::layout::Layout, writer: Writer) -> impl Fn(&Section) -> Path {
-    move |section| layout.blocks(section.domain, section.fingerprint, writer, section.object)
+/// The path of the object of a writer's section.
+pub(super) fn object_paths(layout: &super::format::layout::Layout, writer: InstanceId) -> impl Fn(&Section) -> Path {
+    move |section| layout.object(section.domain, section.fingerprint, writer, section.object)
 }
 
 #[cfg(test)]
@@ -452,7 +460,7 @@ mod tests {
     use crate::event::Epoch;
 
     fn section(object: u64, names: &[u8]) -> Section {
-        let entry = |&n: &u8| Entry {
+        let entry = |&n: &u8| BlockEntry {
             name: SequenceHash::from_bytes([n; 16]),
             parent: None,
             offset: 0,
@@ -480,67 +488,67 @@ mod tests {
     }
 
     #[test]
-    fn the_oldest_objects_are_forgotten_first_whenever_they_were_learned() {
+    fn the_oldest_objects_are_dropped_in_any_insertion_order() {
         let catalog = catalog(6);
-        assert!(catalog.add_older(path, &section(2, &[3, 4])));
-        assert!(catalog.add_older(path, &section(1, &[1, 2])));
-        assert!(!catalog.add_older(path, &section(0, &[17, 18, 19])), "no room for the past");
-        catalog.add(path, &section(3, &[5, 6]));
-        catalog.add(path, &section(4, &[7]));
+        assert!(catalog.insert_oldest(path, &section(2, &[3, 4])));
+        assert!(catalog.insert_oldest(path, &section(1, &[1, 2])));
+        assert!(!catalog.insert_oldest(path, &section(0, &[17, 18, 19])), "above the maximum number of blocks");
+        catalog.insert_newest(path, &section(3, &[5, 6]));
+        catalog.insert_newest(path, &section(4, &[7]));
         assert_eq!(known(&catalog), [3, 4, 5, 6, 7]);
     }
 
     #[test]
-    fn a_lost_object_takes_only_blocks_that_lie_nowhere_else() {
+    fn a_missing_object_drops_only_blocks_without_copies() {
         let catalog = catalog(10);
-        catalog.add(path, &section(1, &[1, 2]));
-        catalog.add(path, &section(2, &[2, 3]));
-        catalog.lose(0);
+        catalog.insert_newest(path, &section(1, &[1, 2]));
+        catalog.insert_newest(path, &section(2, &[2, 3]));
+        catalog.mark_missing(0);
         assert_eq!(known(&catalog), [2, 3]);
-        catalog.lose(0);
-        assert_eq!((catalog.lost(), catalog.taken()), (1, Header::LEN as u64));
+        catalog.mark_missing(0);
+        assert_eq!((catalog.missing_objects(), catalog.used_bytes()), (1, Header::LEN as u64));
     }
 
     #[test]
-    fn an_object_that_is_told_of_twice_is_known_once() {
+    fn an_object_that_is_inserted_twice_is_known_once() {
         let catalog = catalog(10);
-        catalog.add(path, &section(1, &[1, 2]));
-        catalog.add(path, &section(1, &[1, 2]));
-        assert!(catalog.add_older(path, &section(1, &[1, 2])));
-        assert_eq!(catalog.taken(), Header::LEN as u64);
-        catalog.lose(0);
-        assert_eq!((known(&catalog), catalog.taken()), (vec![], 0), "there is no second of it");
-        catalog.add(path, &section(1, &[1, 2]));
-        assert_eq!(known(&catalog), [1, 2], "it is back");
+        catalog.insert_newest(path, &section(1, &[1, 2]));
+        catalog.insert_newest(path, &section(1, &[1, 2]));
+        assert!(catalog.insert_oldest(path, &section(1, &[1, 2])));
+        assert_eq!(catalog.used_bytes(), Header::LEN as u64);
+        catalog.mark_missing(0);
+        assert_eq!((known(&catalog), catalog.used_bytes()), (vec![], 0), "it was inserted once");
+        catalog.insert_newest(path, &section(1, &[1, 2]));
+        assert_eq!(known(&catalog), [1, 2], "it can be inserted again");
     }
 
     #[test]
-    fn a_block_is_read_from_the_newest_object_and_then_from_the_next() {
+    fn a_block_is_read_from_the_newest_remaining_object() {
         let catalog = catalog(20);
         let at =
             |n| catalog.index.get(section(0, &[]).fingerprint, SequenceHash::from_bytes([n; 16])).map(|at| at.object);
-        catalog.add(path, &section(1, &[1, 2]));
-        catalog.add(path, &section(2, &[2, 3]));
-        assert!(catalog.add_older(path, &section(3, &[1, 2, 3, 4])));
+        catalog.insert_newest(path, &section(1, &[1, 2]));
+        catalog.insert_newest(path, &section(2, &[2, 3]));
+        assert!(catalog.insert_oldest(path, &section(3, &[1, 2, 3, 4])));
         assert_eq!([1, 2, 3, 4].map(at), [Some(0), Some(1), Some(1), Some(-1)]);
-        catalog.lose(1);
+        catalog.mark_missing(1);
         assert_eq!([1, 2, 3, 4].map(at), [Some(0), Some(0), Some(-1), Some(-1)]);
-        catalog.lose(-1);
+        catalog.mark_missing(-1);
         assert_eq!(known(&catalog), [1, 2]);
     }
 
     #[test]
-    fn only_what_lies_twice_is_looked_for_elsewhere() {
+    fn only_blocks_with_copies_are_searched_in_other_objects() {
         let catalog = catalog(1_000);
         for object in 0..50 {
-            catalog.add(path, &section(object, &[object as u8]));
+            catalog.insert_newest(path, &section(object, &[object as u8]));
         }
-        assert!(catalog.add_older(path, &section(99, &[7, 8, 60])));
-        catalog.lose(9);
-        assert_eq!(catalog.walked.load(Ordering::Relaxed), 0, "it lay nowhere else");
-        catalog.lose(7);
+        assert!(catalog.insert_oldest(path, &section(99, &[7, 8, 60])));
+        catalog.mark_missing(9);
+        assert_eq!(catalog.scanned_objects.load(Ordering::Relaxed), 0, "its block has no copy");
+        catalog.mark_missing(7);
         assert_eq!(known(&catalog), [vec![0, 1, 2, 3, 4, 5, 6, 7, 8], (10..20).collect()].concat());
-        assert_eq!(catalog.walked.load(Ordering::Relaxed), 49);
+        assert_eq!(catalog.scanned_objects.load(Ordering::Relaxed), 49);
     }
 
     #[test]
@@ -551,8 +559,8 @@ mod tests {
             (objects.next, objects.first) = (i64::from(i32::MAX), i64::from(i32::MIN));
         }
         for object in 0..4 {
-            catalog.add(path, &section(object, &[object as u8]));
-            assert!(catalog.add_older(path, &section(object + 10, &[object as u8 + 10])));
+            catalog.insert_newest(path, &section(object, &[object as u8]));
+            assert!(catalog.insert_oldest(path, &section(object + 10, &[object as u8 + 10])));
         }
         assert_eq!(known(&catalog), [0, 1, 2, 3, 10, 11, 12, 13]);
         let newest = catalog.index.get(at, SequenceHash::from_bytes([3; 16])).unwrap().object;
@@ -561,20 +569,20 @@ mod tests {
     }
 
     #[test]
-    fn who_reads_from_an_object_that_is_lost_meets_no_other_under_its_number() {
+    fn numbers_of_removed_objects_are_not_reused() {
         let catalog = catalog(10);
         for (object, older) in [(1, false), (2, true)] {
             let add = |object| {
                 let section = section(object, &[object as u8]);
                 if older {
-                    assert!(catalog.add_older(path, &section));
+                    assert!(catalog.insert_oldest(path, &section));
                 } else {
-                    catalog.add(path, &section);
+                    catalog.insert_newest(path, &section);
                 }
                 catalog.index.get(section.fingerprint, SequenceHash::from_bytes([object as u8; 16])).unwrap().object
             };
             let reading = add(object);
-            catalog.lose(reading);
+            catalog.mark_missing(reading);
             assert_ne!(add(object + 10), reading);
             assert!(catalog.object(reading).is_none());
         }

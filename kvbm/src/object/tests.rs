@@ -1,28 +1,42 @@
-//! The object tier: the contract on two stores, what others find, what is lost, what a failing store costs.
+//! The object tier: the tier contract on two stores, what other processes find, bounds, and fairness.
 
+use super::catalog::Catalog;
+use super::client::Client;
+use super::follower::Follower;
+use super::format::layout::{InstanceId, Layout};
+use super::reader::range_bytes;
 use super::*;
-use crate::block::{DomainId, Verified};
-use crate::event::Epoch;
+use crate::block::{Block, Date, DomainId, Fingerprint, Header, Level, SequenceHash, Verified};
+use crate::event::{Epoch, EventLog};
 use crate::tier::conformance::{self, Subject, announced, chain, chain_of, fingerprint, load, names, store};
+use crate::tier::{LoadError, StoreError, Tier};
+use bytes::Bytes;
+use futures::stream::StreamExt;
+use object_store::ObjectStore;
+use object_store::local::LocalFileSystem;
 use object_store::memory::InMemory;
 use object_store::throttle::{ThrottleConfig, ThrottledStore};
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
 use tempfile::TempDir;
+use tokio::sync::watch;
+use tokio_util::task::AbortOnDropHandle;
 
-mod budget;
-mod compact;
-mod damage;
+mod access_logs;
+mod capacity;
+mod compaction;
+mod corruption;
 mod flaky;
+mod garbage_collection;
+mod gc_schedule;
 mod outage;
+mod retries;
+mod s3_server;
 mod sealed;
-mod server;
 mod servers;
-mod sweep;
-mod trouble;
 mod unreadable;
-mod upkeep;
-mod used;
 
 pub(super) fn open_on(store: Arc<dyn ObjectStore>) -> (Arc<ObjectTier>, Arc<EventLog>) {
     let events = Arc::new(EventLog::new(Epoch(1)));
@@ -31,21 +45,21 @@ pub(super) fn open_on(store: Arc<dyn ObjectStore>) -> (Arc<ObjectTier>, Arc<Even
 
 pub(super) fn open_in(folder: &Path, settings: Settings) -> (Arc<ObjectTier>, Arc<EventLog>) {
     let events = Arc::new(EventLog::new(Epoch(1)));
-    (ObjectTier::folder(folder, settings, events.clone()).unwrap(), events)
+    (ObjectTier::open_folder(folder, settings, events.clone()).unwrap(), events)
 }
 
-/// Opens a folder and waits until its content is known.
+/// Opens a folder and waits until its blocks are known.
 pub(super) async fn reopen(folder: &Path) -> (Arc<ObjectTier>, Arc<EventLog>) {
     let (tier, events) = open_in(folder, Settings::default());
-    tier.caught_up().await;
+    tier.wait_until_ready().await;
     (tier, events)
 }
 
-pub(super) fn all(loaded: &[Option<Verified>]) -> bool {
+pub(super) fn all_found(loaded: &[Option<Verified>]) -> bool {
     loaded.iter().all(Option::is_some)
 }
 
-/// Every file of a store in a folder, in order.
+/// All files under a folder of a store, sorted.
 pub(super) fn files(folder: &Path, under: &str) -> Vec<PathBuf> {
     let mut found = Vec::new();
     let mut folders = vec![folder.join(under)];
@@ -76,8 +90,8 @@ mod in_a_folder {
     });
 }
 
-/// Polls until all `wanted` are there, in virtual time; the seconds that it took.
-async fn found_after(tier: &ObjectTier, wanted: &[SequenceHash]) -> f64 {
+/// Polls until all `wanted` blocks are found, and returns the seconds of virtual time that it took.
+async fn seconds_until_found(tier: &ObjectTier, wanted: &[SequenceHash]) -> f64 {
     let asked = tokio::time::Instant::now();
     while tier.holds(fingerprint(), wanted) < wanted.len() {
         tokio::time::sleep(Duration::from_millis(50)).await;
@@ -87,32 +101,32 @@ async fn found_after(tier: &ObjectTier, wanted: &[SequenceHash]) -> f64 {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_running_process_finds_what_another_one_wrote_within_two_seconds() {
+async fn another_process_finds_blocks_within_two_seconds() {
     let shared: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
     let (ours, our_events) = open_on(shared.clone());
     let (theirs, _) = open_on(shared.clone());
-    ours.caught_up().await;
+    ours.wait_until_ready().await;
     for seed in 0..20 {
         let conversation = chain(seed, 12);
-        // At changing phases of the reader's rounds.
+        // At different phases of the reader's polls.
         tokio::time::sleep(Duration::from_millis(seed * 130)).await;
         store(&*theirs, conversation.clone()).await;
-        assert!(found_after(&ours, &names(&conversation)).await < 2.0);
-        assert!(all(&load(&*ours, fingerprint(), names(&conversation)).await));
+        assert!(seconds_until_found(&ours, &names(&conversation)).await < 2.0);
+        assert!(all_found(&load(&*ours, fingerprint(), names(&conversation)).await));
     }
     assert_eq!(announced(&our_events, Level::G4).len(), 240);
-    // A third one, later, and one after everything was closed.
+    // A process that starts later, and one that starts after the others ended.
     let (third, events) = open_on(shared.clone());
-    third.caught_up().await;
+    third.wait_until_ready().await;
     assert_eq!(announced(&events, Level::G4).len(), 240);
     drop((ours, theirs, third));
     let (late, _) = open_on(shared);
-    late.caught_up().await;
-    assert!(all(&load(&*late, fingerprint(), names(&chain(7, 12))).await));
+    late.wait_until_ready().await;
+    assert!(all_found(&load(&*late, fingerprint(), names(&chain(7, 12))).await));
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_restart_finds_everything_with_its_chains() {
+async fn a_restart_finds_all_blocks_with_their_parents() {
     let folder = tempfile::tempdir().unwrap();
     let other = Fingerprint::from_bytes([9; 32]);
     let (tier, before) =
@@ -123,8 +137,8 @@ async fn a_restart_finds_everything_with_its_chains() {
     drop(tier);
     let (tier, after) = reopen(folder.path()).await;
     assert_eq!(announced(&after, Level::G4), announced(&before, Level::G4));
-    assert!(all(&load(&*tier, fingerprint(), names(&blocks)).await));
-    assert!(all(&load(&*tier, other, names(&foreign)).await));
+    assert!(all_found(&load(&*tier, fingerprint(), names(&blocks)).await));
+    assert!(all_found(&load(&*tier, other, names(&foreign)).await));
     for object in files(folder.path(), "blocks") {
         let path = object.to_str().unwrap();
         assert_ne!(path.contains(&fingerprint().to_string()), path.contains(&other.to_string()));
@@ -148,14 +162,14 @@ async fn an_object_holds_blocks_of_one_domain() {
         let foreign = domains.iter().filter(|other| **other != domain && **other != DomainId::SHARED);
         assert!(foreign.clone().all(|other| !bytes.windows(16).any(|at| at == other.as_bytes())));
     }
-    assert!(all(&load(&*tier, fingerprint(), names(&blocks)).await));
+    assert!(all_found(&load(&*tier, fingerprint(), names(&blocks)).await));
     drop(tier);
     let (again, _) = reopen(folder.path()).await;
-    assert!(all(&load(&*again, fingerprint(), names(&blocks)).await));
+    assert!(all_found(&load(&*again, fingerprint(), names(&blocks)).await));
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_two_workers_of_a_process_store_at_once_is_written_once() {
+async fn concurrent_stores_of_a_block_write_it_once() {
     let folder = tempfile::tempdir().unwrap();
     let (tier, _) = open_in(folder.path(), Settings { object_bytes: 20_000, object_blocks: 1, ..Settings::default() });
     let blocks = chain(1, 24);
@@ -170,18 +184,18 @@ async fn what_two_workers_of_a_process_store_at_once_is_written_once() {
 async fn requests_are_far_fewer_than_blocks() {
     let shared = Arc::new(flaky::Flaky::default());
     let (tier, _) = open_on(shared.clone());
-    tier.caught_up().await;
+    tier.wait_until_ready().await;
     let blocks = chain(1, 1_000);
     let before = shared.requests();
     let answers = tier.store(blocks.clone()).await;
     assert!(answers.iter().all(Result::is_ok));
-    assert!(all(&load(&*tier, fingerprint(), names(&blocks)).await));
-    // Rounds of learning may fall into the time that this takes.
+    assert!(all_found(&load(&*tier, fingerprint(), names(&blocks)).await));
+    // Includes polls of the follower in this time.
     assert!(shared.requests() - before < 100, "{} requests for 1,000 blocks", shared.requests() - before);
 }
 
 #[tokio::test(start_paused = true)]
-async fn one_domains_flood_of_loads_delays_another_by_its_turn_only() {
+async fn loads_of_one_domain_do_not_starve_another() {
     let round_trip = Duration::from_millis(50);
     let throttled = ThrottledStore::new(
         InMemory::new(),
@@ -190,7 +204,7 @@ async fn one_domains_flood_of_loads_delays_another_by_its_turn_only() {
     let small = Settings { object_bytes: 10_000, object_blocks: 1, ..Settings::default() };
     let tier = ObjectTier::open(Arc::new(throttled), "kv", small, Arc::new(EventLog::new(Epoch(1))));
     let [flood, quiet] = [7, 8].map(|n| DomainId::from_bytes([n; 16]));
-    tier.divide(&crate::tier::Shares::default().weigh(flood, 2.0).weigh(quiet, 1.5));
+    tier.set_quotas(&crate::tier::Shares::default().weigh(flood, 2.0).weigh(quiet, 1.5));
     let of = |domain, seed, count| -> Vec<Block> {
         chain(seed, count).into_iter().map(|block| block.in_domain(domain)).collect()
     };
@@ -204,16 +218,16 @@ async fn one_domains_flood_of_loads_delays_another_by_its_turn_only() {
     let flooding: Vec<_> = (0..20).map(flooding).collect();
     tokio::time::sleep(round_trip * 4).await;
     let start = tokio::time::Instant::now();
-    assert!(all(&load(&*tier, fingerprint(), names(&ours)).await));
+    assert!(all_found(&load(&*tier, fingerprint(), names(&ours)).await));
     assert!(start.elapsed() < round_trip * 4, "{:?} of virtual time", start.elapsed());
     for loading in flooding {
-        assert!(all(&loading.await.unwrap()));
+        assert!(all_found(&loading.await.unwrap()));
     }
     assert!(start.elapsed() > round_trip * 16, "there was no flood: {:?}", start.elapsed());
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_known_is_bounded_and_the_newest_stays() {
+async fn the_catalog_is_bounded_and_keeps_the_newest() {
     let folder = tempfile::tempdir().unwrap();
     let settings = Settings { object_bytes: 10_000, object_blocks: 1, known_blocks: 100, ..Settings::default() };
     let (tier, events) = open_in(folder.path(), settings);
@@ -221,31 +235,31 @@ async fn what_is_known_is_bounded_and_the_newest_stays() {
         store(&*tier, chain(seed, 10)).await;
         assert!(tier.usage().blocks <= 100);
     }
-    assert!(all(&load(&*tier, fingerprint(), names(&chain(29, 10))).await));
+    assert!(all_found(&load(&*tier, fingerprint(), names(&chain(29, 10))).await));
     assert_eq!(announced(&events, Level::G4).len() as u64, tier.usage().blocks);
     drop(tier);
     let (tier, _) = open_in(folder.path(), settings);
-    tier.caught_up().await;
+    tier.wait_until_ready().await;
     assert!((90..=100).contains(&tier.usage().blocks));
     assert_eq!(tier.holds(fingerprint(), &names(&chain(29, 10))), 10);
     assert_eq!(tier.holds(fingerprint(), &names(&chain(0, 10))), 0);
 }
 
 #[tokio::test]
-async fn prefixes_of_one_store_are_apart() {
+async fn prefixes_of_one_store_are_independent() {
     let shared: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
     let open =
         |prefix| ObjectTier::open(shared.clone(), prefix, Settings::default(), Arc::new(EventLog::new(Epoch(1))));
     store(&*open("a"), chain(1, 3)).await;
     for (prefix, held) in [("a", 3), ("b", 0), ("a/manifests", 0)] {
         let tier = open(prefix);
-        tier.caught_up().await;
+        tier.wait_until_ready().await;
         assert_eq!(tier.usage().blocks, held, "under {prefix}");
     }
 }
 
 #[tokio::test]
-async fn others_learn_from_the_manifest_how_long_a_block_is_kept() {
+async fn the_manifest_carries_the_retention_of_blocks() {
     let folder = tempfile::tempdir().unwrap();
     let (writer, _) = reopen(folder.path()).await;
     let keep = crate::block::Keep { expires: Some(Date::from_unix(1_000)), ..crate::block::Keep::default() };

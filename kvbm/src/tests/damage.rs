@@ -181,8 +181,8 @@ impl Harness {
         if level == Level::G3 {
             return disk(folder, log);
         }
-        let tier = ObjectTier::folder(folder, object::Settings::default(), log).unwrap();
-        tier.caught_up().await;
+        let tier = ObjectTier::open_folder(folder, object::Settings::default(), log).unwrap();
+        tier.wait_until_ready().await;
         tier
     }
 

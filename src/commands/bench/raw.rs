@@ -4,7 +4,7 @@
 use anyhow::Context;
 use bytes::Bytes;
 use futures::stream::{self, StreamExt, TryStreamExt};
-use kvbm::object::Location;
+use kvbm::object::StoreLocation;
 use rustix::fs::{FallocateFlags, OFlags, fallocate};
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -110,14 +110,14 @@ pub(super) fn files(folder: &Path, bytes: usize, parallel: usize) -> io::Result<
 /// Writes and reads objects with the client of the store.
 #[expect(clippy::default_trait_access, reason = "the type is in a crate that this one does not name")]
 pub(super) async fn objects(
-    location: &Location,
+    location: &StoreLocation,
     access: &kvbm::object::Access,
     timeout: Duration,
     below: &str,
     (bytes, parallel): (usize, usize),
 ) -> anyhow::Result<Rates> {
     let client = location.client(access, timeout)?.context("a cloud has a client")?;
-    let Location::Cloud { prefix, .. } = location else { anyhow::bail!("a folder has no client") };
+    let StoreLocation::Cloud { prefix, .. } = location else { anyhow::bail!("a folder has no client") };
     let content = Bytes::from(vec![7_u8; OBJECT]);
     let paths: Vec<_> =
         (0..bytes.div_ceil(OBJECT)).map(|n| prefix.clone().join(below).join(format!("raw-{n}"))).collect();
@@ -140,13 +140,13 @@ pub(super) async fn objects(
 
 /// Removes all objects below a prefix of a store.
 pub(super) async fn clear(
-    location: &Location,
+    location: &StoreLocation,
     access: &kvbm::object::Access,
     timeout: Duration,
     below: &str,
 ) -> anyhow::Result<()> {
     let Some(client) = location.client(access, timeout)? else { return Ok(()) };
-    let Location::Cloud { prefix, .. } = location else { return Ok(()) };
+    let StoreLocation::Cloud { prefix, .. } = location else { return Ok(()) };
     let found = client.list(Some(&prefix.clone().join(below))).map_ok(|object| object.location).boxed();
     client.delete_stream(found).try_for_each(|_| async { Ok(()) }).await?;
     Ok(())

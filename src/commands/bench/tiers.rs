@@ -8,7 +8,7 @@ use anyhow::{Context, ensure};
 use bytes::Bytes;
 use futures::stream::{self, StreamExt, TryStreamExt};
 use kvbm::codec::synthetic::{self, Shape};
-use kvbm::object::Location;
+use kvbm::object::StoreLocation;
 use kvbm::{
     Block, DiskTier, Epoch, EventLog, Fingerprint, HostTier, Metrics, ObjectTier, SequenceHash, StoreError, Tier, disk,
     object,
@@ -122,20 +122,20 @@ pub(super) async fn measure(config: &Config, cases: &[Case], rounds: usize) -> a
         ensure!(free > wanted, "{at} has {have} free, but the measurement needs {want}; reduce --bytes");
         targets.push(("g3", at, Target::Disk(TempFolder::new(&disk.folder)?)));
     }
-    let g3_5 = config.tiers.g3_5.as_ref().map(|flash| ("g3_5", Location::Folder(flash.path.clone())));
+    let g3_5 = config.tiers.g3_5.as_ref().map(|flash| ("g3_5", StoreLocation::Folder(flash.path.clone())));
     let g4 = config.tiers.g4.url.clone().map(|location| ("g4", location));
     for (tier, location) in g3_5.into_iter().chain(g4) {
         let settings = object::Settings { request_timeout: config.tiers.g4.request_timeout.0, ..Default::default() };
         let log = Arc::new(EventLog::new(Epoch(1)));
         let target = match &location {
-            Location::Folder(folder) => {
+            StoreLocation::Folder(folder) => {
                 let folder = TempFolder::new(folder)?;
-                Target::Shared(ObjectTier::folder(&folder.0, settings, log)?, Some(folder))
+                Target::Shared(ObjectTier::open_folder(&folder.0, settings, log)?, Some(folder))
             }
-            Location::Cloud { cloud, url, prefix } => {
+            StoreLocation::Cloud { cloud, url, prefix } => {
                 let below =
-                    Location::Cloud { cloud: *cloud, url: url.clone(), prefix: prefix.clone().join(run_name()) };
-                Target::Shared(ObjectTier::at(&below, &access(config), settings, log, None)?, None)
+                    StoreLocation::Cloud { cloud: *cloud, url: url.clone(), prefix: prefix.clone().join(run_name()) };
+                Target::Shared(ObjectTier::open_location(&below, &access(config), settings, log, None)?, None)
             }
         };
         targets.push((tier, location.to_string(), target));
@@ -402,7 +402,7 @@ mod tests {
         let home = tempfile::tempdir().unwrap();
         let shared = home.path().join("shared");
         let mut config = Config::with_cache(&home.path().join("cache"));
-        config.tiers.g4.url = Some(Location::Folder(shared.clone()));
+        config.tiers.g4.url = Some(StoreLocation::Folder(shared.clone()));
         let cases = [1, 3].map(|parallel| Case { block: 64 << 10, parallel, bytes: 2 << 20 });
         let measured = measure(&config, &cases, 1).await.unwrap();
         let tiers: Vec<_> = measured.iter().map(|figures| (figures.tier, figures.case.parallel)).collect();

@@ -18,14 +18,15 @@ async fn flush_waits_until_blocks_are_in_every_tier() {
 #[tokio::test(start_paused = true)]
 async fn a_trickle_to_a_shared_store_is_batched() {
     let folder = tempfile::tempdir().unwrap();
-    let store = crate::object::ObjectTier::folder(folder.path(), crate::object::Settings::default(), log()).unwrap();
-    store.caught_up().await;
+    let store =
+        crate::object::ObjectTier::open_folder(folder.path(), crate::object::Settings::default(), log()).unwrap();
+    store.wait_until_ready().await;
     let harness = Harness::new(2_000, 2_000, vec![store.clone()]);
     drop(harness.compute(0..1));
     tokio::time::sleep(Duration::from_secs(2)).await;
     assert_eq!(store.holds(fingerprint(), &hashes(1)), 1, "the first block after a pause is stored at once");
     // Three blocks a second, the rate of one conversation.
-    let (start, before) = (Instant::now(), store.counts().requests);
+    let (start, before) = (Instant::now(), store.request_counts().requests);
     for n in 1..1_801 {
         drop(harness.compute(n..n + 1));
         tokio::time::sleep_until(start + Duration::from_millis(n as u64 * 333)).await;
@@ -33,7 +34,7 @@ async fn a_trickle_to_a_shared_store_is_batched() {
     harness.manager.flush().await;
     assert_eq!(store.holds(fingerprint(), &hashes(1_801)), 1_801);
     // A process alone lists writers every second and tombstones every fifth second, in addition to its writes.
-    let (asked, seconds) = (store.counts().requests - before, start.elapsed().as_secs());
+    let (asked, seconds) = (store.request_counts().requests - before, start.elapsed().as_secs());
     let written = asked.saturating_sub(seconds * 6 / 5);
     assert!((20..90).contains(&written), "{written} requests for 1,800 blocks, {asked} in all");
 }

@@ -82,12 +82,12 @@ async fn a_log_on_disk_serves_the_next_process() {
 #[tokio::test(start_paused = true)]
 async fn a_shared_folder_serves_another_process() {
     let folder = tempfile::tempdir().unwrap();
-    let open = || ObjectTier::folder(folder.path(), object::Settings::default(), log()).unwrap();
+    let open = || ObjectTier::open_folder(folder.path(), object::Settings::default(), log()).unwrap();
     let writer = Harness::new(64, 64, vec![open()]);
     drop(writer.compute(0..40));
     writer.manager.flush().await;
     let store = open();
-    store.caught_up().await;
+    store.wait_until_ready().await;
     let reader = Harness::new(64, 64, vec![store]);
     let onboarded = reader.manager.onboard(&hashes(50), UNKNOWN).await;
     assert_eq!(onboarded.from, [(Level::G4, 40)]);

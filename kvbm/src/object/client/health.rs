@@ -1,37 +1,38 @@
-//! How a store stands: whether it answers, and if not, in words for whoever runs it.
+//! Health of a store: whether it responds, and the reason as text for its operator if it does not.
 
 use object_store::Error;
 
-/// Whether the store serves.
+/// Whether a store can be used.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub enum Standing {
-    /// What rests there is not known yet.
-    Learning,
-    /// It answers.
+pub enum StoreHealth {
+    /// The manifests in the store are still being read.
+    Starting,
+    /// The store responds.
     Ready,
-    /// It does not answer, or answers that it cannot now. It is asked again.
-    Away(String),
-    /// It answers that we may not, or that there is no such place. It is asked again, but somebody must change something.
+    /// The store does not respond, or responds with a temporary error. It is polled again.
+    Unavailable(String),
+    /// The store denies access, or the bucket does not exist. It is polled again, but an operator must act.
     Refused(String),
 }
 
-/// As much of a server's own words as a line of a log bears.
-const WORDS: usize = 400;
+/// Characters of a server's error message that are kept for a log line.
+const MAX_MESSAGE_CHARS: usize = 400;
 
-impl From<&Error> for Standing {
+impl From<&Error> for StoreHealth {
     fn from(error: &Error) -> Self {
-        let (whole, cause) = (line(error), line(root(error)));
-        let short = |words: &str| words.chars().take(WORDS).collect::<String>();
-        let mut said = short(&whole);
-        // A client says that it could not send, and only the deepest cause why: a port that is closed, a certificate.
+        let whole = single_line(error);
+        let cause = single_line(root_cause(error));
+        let shortened = |text: &str| text.chars().take(MAX_MESSAGE_CHARS).collect::<String>();
+        let mut message = shortened(&whole);
+        // Only the root cause of a failed connection says why it failed: a closed port, a certificate.
         if !whole.contains(&cause) {
-            said = format!("{said}: {}", short(&cause));
+            message = format!("{message}: {}", shortened(&cause));
         }
         if cause.contains("certificate") {
-            said.push_str("; where an authority of one's own signed it, SSL_CERT_FILE names that authority's file");
+            message.push_str("; where an authority of one's own signed it, SSL_CERT_FILE names that authority's file");
         }
-        // A failed listing carries its status in words only.
-        let status = || said.split_once("status code: ")?.1.get(..3)?.parse().ok();
+        // A failed listing has its status only in the text.
+        let status = || message.split_once("status code: ")?.1.get(..3)?.parse().ok();
         let status: u16 = match error {
             Error::NotFound { .. } => 404,
             Error::PermissionDenied { .. } => 403,
@@ -39,17 +40,16 @@ impl From<&Error> for Standing {
             _ => status().unwrap_or(0),
         };
         match status {
-            // Listing an empty prefix finds nothing, which is no error: what is not there is the bucket.
-            404 => Self::Refused(format!("there is no such bucket or container: {said}")),
-            403 => Self::Refused(format!("access is denied: {said}")),
-            401 => Self::Refused(format!("the credentials are not accepted: {said}")),
-            _ => Self::Away(said),
+            // Listing an empty prefix is no error, so it is the bucket that does not exist.
+            404 => Self::Refused(format!("there is no such bucket or container: {message}")),
+            403 => Self::Refused(format!("access is denied: {message}")),
+            401 => Self::Refused(format!("the credentials are not accepted: {message}")),
+            _ => Self::Unavailable(message),
         }
     }
 }
 
-/// What lies at the bottom of an error.
-fn root(error: &Error) -> &dyn std::error::Error {
+fn root_cause(error: &Error) -> &dyn std::error::Error {
     let mut deepest: &dyn std::error::Error = error;
     while let Some(source) = deepest.source() {
         deepest = source;
@@ -57,8 +57,8 @@ fn root(error: &Error) -> &dyn std::error::Error {
     deepest
 }
 
-fn line(words: &(impl ToString + ?Sized)) -> String {
-    words.to_string().split_whitespace().collect::<Vec<_>>().join(" ")
+fn single_line(text: &(impl ToString + ?Sized)) -> String {
+    text.to_string().split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
 #[cfg(test)]
@@ -66,7 +66,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_what_somebody_must_change_is_a_refusal() {
+    fn only_errors_that_need_an_operator_are_refusals() {
         let source = || "<Error>\n  <Code>X</Code> ".repeat(100).into();
         let (path, store) = (String::from("kv/manifests"), "S3");
         let refused = [
@@ -75,30 +75,30 @@ mod tests {
             Error::Unauthenticated { path, source: source() },
         ];
         for error in &refused {
-            assert!(matches!(Standing::from(error), Standing::Refused(why) if why.chars().count() < 500));
+            assert!(matches!(StoreHealth::from(error), StoreHealth::Refused(why) if why.chars().count() < 500));
         }
-        for (said, refused) in
+        for (message, refused) in
             [("status code: 403 Forbidden", true), ("status code: 503 Slow", false), ("what?", false)]
         {
-            let error = Error::Generic { store, source: said.into() };
-            assert_eq!(matches!(Standing::from(&error), Standing::Refused(_)), refused, "{said}");
+            let error = Error::Generic { store, source: message.into() };
+            assert_eq!(matches!(StoreHealth::from(&error), StoreHealth::Refused(_)), refused, "{message}");
         }
     }
 
     #[test]
-    fn the_deepest_cause_is_said_and_a_certificate_comes_with_what_to_do() {
+    fn message_has_the_root_cause_and_advice_on_certificates() {
         #[derive(Debug, thiserror::Error)]
         #[error("error sending request")]
         struct Sending(#[source] std::io::Error);
-        let said = |cause: &str| {
+        let message = |cause: &str| {
             let source = Box::new(Sending(std::io::Error::other(cause.to_owned())));
-            let Standing::Away(why) = Standing::from(&Error::Generic { store: "S3", source }) else {
+            let StoreHealth::Unavailable(why) = StoreHealth::from(&Error::Generic { store: "S3", source }) else {
                 panic!("refused")
             };
             why
         };
-        assert!(said("connection refused").ends_with("error sending request: connection refused"), "{}", said("x"));
-        assert!(said("invalid peer certificate: UnknownIssuer").contains("SSL_CERT_FILE"));
-        assert!(!said("connection refused").contains("SSL_CERT_FILE"));
+        assert!(message("connection refused").ends_with("error sending request: connection refused"));
+        assert!(message("invalid peer certificate: UnknownIssuer").contains("SSL_CERT_FILE"));
+        assert!(!message("connection refused").contains("SSL_CERT_FILE"));
     }
 }

@@ -1,45 +1,55 @@
-//! How often a request is repeated, and when a read is asked for a second time. Pure: times come in, and the seed.
+//! Retry policy: how often a request is repeated, and when a slow read is hedged. Pure: times and the seed are inputs.
 //!
-//! - A repetition waits a random time up to a bound that doubles (full jitter), so that those who failed together do not
-//!   come back together; and it takes from a budget that answers fill, so that a store in trouble is not asked more.
-//! - A second request goes out once the first has taken longer than 99 of 100 of its size did lately, for at most one read
-//!   in twenty.
+//! - Retries: exponential backoff with full jitter (Brooker, "Exponential Backoff And Jitter", 2015), limited by a retry
+//!   budget: each response adds a fifth of a retry.
+//! - Hedged requests (Dean and Barroso, "The Tail at Scale", 2013): a read that takes longer than the 99th percentile of
+//!   its size class is sent a second time, at most one read in twenty.
+//!
+//! Why not the retries of `object_store` (0.14.2): its `RetryConfig` only applies inside its HTTP clients, so a mounted
+//! folder (`LocalFileSystem`) has none; each request counts its own attempts, with no budget across requests; the jitter
+//! comes from an unseeded generator; and its attempts are invisible to the circuit breaker and to the retry metrics.
+//! `url.rs` therefore sets `max_retries: 0`.
 
 use std::time::Duration;
 
-/// The bound of the first pause, and of the longest.
-const PAUSE: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(2));
-/// Repetitions in a row when nothing was answered lately, and how many answers allow one: a store that fails half of its
-/// requests is asked a fifth more, not twice as much.
-const RETRIES: (u32, u32) = (20, 5);
-/// Second requests in a row, and how many reads allow one.
-const HEDGES: (u32, u32) = (4, 20);
-/// Reads that the 99th percentile is measured over, and how many of them make it worth believing.
-const WINDOW: usize = 200;
-const KNOWN: usize = 50;
-/// A read that is quicker is not worth another request, however quick the others were.
-const HEDGE_MIN: Duration = Duration::from_millis(20);
-/// Sizes of reads that are measured apart: up to 64 KiB, five times four times as much each, and more.
-const CLASSES: usize = 6;
+/// Upper bound of the first pause, and of the longest one.
+const BACKOFF_MIN: Duration = Duration::from_millis(50);
+const BACKOFF_MAX: Duration = Duration::from_secs(2);
+/// Retries that are allowed without any response, and responses that earn one more. A store that fails half of its
+/// requests receives a fifth more requests, not twice as many.
+const RETRY_BURST: u32 = 20;
+const RESPONSES_PER_RETRY: u32 = 5;
+/// Hedged requests that are allowed in a row, and reads that earn one more.
+const HEDGE_BURST: u32 = 4;
+const READS_PER_HEDGE: u32 = 20;
+/// Reads over which the 99th percentile is measured, and the fewest that give one.
+const LATENCY_WINDOW: usize = 200;
+const MIN_SAMPLES: usize = 50;
+/// The shortest hedge delay. A second request does not pay off for a faster read.
+const MIN_HEDGE_DELAY: Duration = Duration::from_millis(20);
+/// Size classes with a latency window each: up to 64 KiB, then five classes, each four times as large, the last one
+/// unbounded.
+const SIZE_CLASSES: usize = 6;
 
-pub(in crate::object) struct Pace {
-    /// Answers and reads that allow repetitions and second requests to come.
-    answers: u32,
-    reads: u32,
-    chance: Chance,
-    lately: [Window; CLASSES],
+pub(in crate::object) struct RetryPolicy {
+    /// Responses not yet spent on retries.
+    retry_credit: u32,
+    /// Reads not yet spent on hedged requests.
+    hedge_credit: u32,
+    rng: Rng,
+    latencies: [LatencyWindow; SIZE_CLASSES],
 }
 
-/// Numbers that look random, the same for the same seed: `SplitMix64`, Steele and others, 2014.
-pub(in crate::object) struct Chance(u64);
+/// A deterministic random number generator: `SplitMix64` (Steele, Lea and Flood, 2014).
+pub(in crate::object) struct Rng(u64);
 
-impl Chance {
+impl Rng {
     pub(in crate::object) fn new(seed: u64) -> Self {
         Self(seed)
     }
 
-    /// At least 0, less than 1.
-    pub(in crate::object) fn draw(&mut self) -> f64 {
+    /// A number from 0 (included) to 1 (excluded), uniformly distributed.
+    pub(in crate::object) fn uniform(&mut self) -> f64 {
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let mut mixed = self.0;
         mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -48,64 +58,70 @@ impl Chance {
     }
 }
 
-/// The last durations, in seconds, the oldest overwritten first.
+/// The last durations in seconds, a ring buffer.
 #[derive(Default)]
-struct Window {
+struct LatencyWindow {
     seconds: Vec<f32>,
     next: usize,
 }
 
-impl Pace {
+impl RetryPolicy {
     pub(in crate::object) fn new(seed: u64) -> Self {
-        Self { answers: RETRIES.0 * RETRIES.1, reads: 0, chance: Chance::new(seed), lately: Default::default() }
-    }
-
-    /// A request was answered.
-    pub(in crate::object) fn answered(&mut self) {
-        self.answers = (self.answers + 1).min(RETRIES.0 * RETRIES.1);
-    }
-
-    /// How long to wait before the `nth` repetition, if the budget allows one.
-    pub(in crate::object) fn pause(&mut self, nth: u32) -> Option<Duration> {
-        self.answers = self.answers.checked_sub(RETRIES.1)?;
-        let bound = PAUSE.0.saturating_mul(1 << nth.min(16)).min(PAUSE.1);
-        Some(bound.mul_f64(self.chance.draw()))
-    }
-
-    /// A read of so many bytes begins.
-    pub(in crate::object) fn read(&mut self) {
-        self.reads = (self.reads + 1).min(HEDGES.0 * HEDGES.1);
-    }
-
-    /// A read was answered.
-    pub(in crate::object) fn took(&mut self, bytes: u64, time: Duration) {
-        let window = &mut self.lately[class(bytes)];
-        if window.seconds.len() < WINDOW {
-            window.seconds.push(time.as_secs_f32());
-        } else {
-            window.seconds[window.next] = time.as_secs_f32();
-            window.next = (window.next + 1) % WINDOW;
+        Self {
+            retry_credit: RETRY_BURST * RESPONSES_PER_RETRY,
+            hedge_credit: 0,
+            rng: Rng::new(seed),
+            latencies: Default::default(),
         }
     }
 
-    /// How long a read of so many bytes may take before it is asked for again; `None` while nothing is measured.
-    pub(in crate::object) fn patience(&self, bytes: u64) -> Option<Duration> {
-        let mut seconds = Some(&self.lately[class(bytes)].seconds).filter(|seconds| seconds.len() >= KNOWN)?.clone();
-        let rank = seconds.len() * 99 / 100;
-        let (_, slow, _) = seconds.select_nth_unstable_by(rank, f32::total_cmp);
-        Some(Duration::from_secs_f32(*slow).max(HEDGE_MIN))
+    /// Counts a response of the store.
+    pub(in crate::object) fn record_response(&mut self) {
+        self.retry_credit = (self.retry_credit + 1).min(RETRY_BURST * RESPONSES_PER_RETRY);
     }
 
-    /// Takes the right to one second request.
-    pub(in crate::object) fn hedge(&mut self) -> bool {
-        let left = self.reads.checked_sub(HEDGES.1);
-        self.reads = left.unwrap_or(self.reads);
+    /// The pause before the `nth` retry of a request, or `None` when the retry budget is spent.
+    pub(in crate::object) fn backoff(&mut self, nth: u32) -> Option<Duration> {
+        self.retry_credit = self.retry_credit.checked_sub(RESPONSES_PER_RETRY)?;
+        let bound = BACKOFF_MIN.saturating_mul(1 << nth.min(16)).min(BACKOFF_MAX);
+        Some(bound.mul_f64(self.rng.uniform()))
+    }
+
+    /// Counts the start of a read.
+    pub(in crate::object) fn record_read(&mut self) {
+        self.hedge_credit = (self.hedge_credit + 1).min(HEDGE_BURST * READS_PER_HEDGE);
+    }
+
+    /// Records how long a successful read of `bytes` took.
+    pub(in crate::object) fn record_latency(&mut self, bytes: u64, time: Duration) {
+        let window = &mut self.latencies[size_class(bytes)];
+        if window.seconds.len() < LATENCY_WINDOW {
+            window.seconds.push(time.as_secs_f32());
+        } else {
+            window.seconds[window.next] = time.as_secs_f32();
+            window.next = (window.next + 1) % LATENCY_WINDOW;
+        }
+    }
+
+    /// How long a read of `bytes` may take before it is hedged; `None` while too few reads of its size were measured.
+    pub(in crate::object) fn hedge_delay(&self, bytes: u64) -> Option<Duration> {
+        let window = &self.latencies[size_class(bytes)].seconds;
+        let mut seconds = Some(window).filter(|seconds| seconds.len() >= MIN_SAMPLES)?.clone();
+        let rank = seconds.len() * 99 / 100;
+        let (_, percentile, _) = seconds.select_nth_unstable_by(rank, f32::total_cmp);
+        Some(Duration::from_secs_f32(*percentile).max(MIN_HEDGE_DELAY))
+    }
+
+    /// Takes the permission for one hedged request, if there is one.
+    pub(in crate::object) fn try_hedge(&mut self) -> bool {
+        let left = self.hedge_credit.checked_sub(READS_PER_HEDGE);
+        self.hedge_credit = left.unwrap_or(self.hedge_credit);
         left.is_some()
     }
 }
 
-fn class(bytes: u64) -> usize {
-    (0..CLASSES - 1).find(|class| bytes <= (64 << 10) << (2 * class)).unwrap_or(CLASSES - 1)
+fn size_class(bytes: u64) -> usize {
+    (0..SIZE_CLASSES - 1).find(|class| bytes <= (64 << 10) << (2 * class)).unwrap_or(SIZE_CLASSES - 1)
 }
 
 #[cfg(test)]
@@ -113,52 +129,53 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pauses_grow_are_spread_and_are_the_same_for_the_same_seed() {
+    fn backoff_grows_with_full_jitter_and_depends_on_the_seed() {
         let pauses = |seed| -> Vec<Duration> {
-            let mut pace = Pace::new(seed);
-            (0..8).filter_map(|nth| pace.pause(nth)).collect()
+            let mut policy = RetryPolicy::new(seed);
+            (0..8).filter_map(|nth| policy.backoff(nth)).collect()
         };
         assert_eq!(pauses(1), pauses(1));
         assert_ne!(pauses(1), pauses(2));
-        let bound = |nth: u32| (PAUSE.0 * 2_u32.pow(nth)).min(PAUSE.1);
+        let bound = |nth: u32| (BACKOFF_MIN * 2_u32.pow(nth)).min(BACKOFF_MAX);
         let all: Vec<_> = (0..200).map(pauses).collect();
         for nth in 0..8 {
             let at: Vec<Duration> = all.iter().map(|pauses| pauses[nth]).collect();
             assert!(at.iter().all(|pause| *pause <= bound(nth as u32)));
-            let (low, high) = (at.iter().min().unwrap(), at.iter().max().unwrap());
+            let low = at.iter().min().unwrap();
+            let high = at.iter().max().unwrap();
             assert!(*low < bound(nth as u32) / 10 && *high > bound(nth as u32) * 9 / 10, "{low:?} to {high:?}");
         }
     }
 
     #[test]
-    fn a_store_that_answers_nothing_is_soon_asked_once_only() {
-        let mut pace = Pace::new(1);
-        assert_eq!((0..100).filter(|_| pace.pause(1).is_some()).count(), 20);
-        (0..10).for_each(|_| pace.answered());
-        assert_eq!((0..100).filter(|_| pace.pause(1).is_some()).count(), 2, "a fifth of the answers");
+    fn retry_budget_runs_out_and_is_refilled_by_responses() {
+        let mut policy = RetryPolicy::new(1);
+        assert_eq!((0..100).filter(|_| policy.backoff(1).is_some()).count(), 20);
+        (0..10).for_each(|_| policy.record_response());
+        assert_eq!((0..100).filter(|_| policy.backoff(1).is_some()).count(), 2, "a fifth of the responses");
     }
 
     #[test]
-    fn patience_is_the_slowest_of_a_hundred_of_that_size_and_lately() {
-        let mut pace = Pace::new(1);
-        assert_eq!(pace.patience(1 << 20), None, "not measured");
+    fn hedge_delay_is_the_recent_p99_of_the_size_class() {
+        let mut policy = RetryPolicy::new(1);
+        assert_eq!(policy.hedge_delay(1 << 20), None, "not measured");
         for n in 0..200 {
-            pace.took(1 << 20, Duration::from_millis(if n % 100 == 0 { 900 } else { 100 }));
+            policy.record_latency(1 << 20, Duration::from_millis(if n % 100 == 0 { 900 } else { 100 }));
         }
-        assert_eq!(pace.patience(1 << 20), Some(Duration::from_secs_f32(0.9)));
-        assert_eq!(pace.patience(1_000), None, "another size");
+        assert_eq!(policy.hedge_delay(1 << 20), Some(Duration::from_secs_f32(0.9)));
+        assert_eq!(policy.hedge_delay(1_000), None, "another size class");
         for _ in 0..200 {
-            pace.took(1 << 20, Duration::from_millis(3));
+            policy.record_latency(1 << 20, Duration::from_millis(3));
         }
-        assert_eq!(pace.patience(1 << 20), Some(HEDGE_MIN), "the store is quick now");
+        assert_eq!(policy.hedge_delay(1 << 20), Some(MIN_HEDGE_DELAY), "the store is fast now");
     }
 
     #[test]
-    fn at_most_one_read_in_twenty_is_asked_for_again() {
-        let mut pace = Pace::new(1);
+    fn at_most_one_read_in_twenty_is_hedged() {
+        let mut policy = RetryPolicy::new(1);
         let hedged = (0..10_000).filter(|_| {
-            pace.read();
-            pace.hedge()
+            policy.record_read();
+            policy.try_hedge()
         });
         assert_eq!(hedged.count(), 500);
     }

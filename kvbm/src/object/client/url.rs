@@ -1,10 +1,11 @@
-//! Where a shared store is: one URL, or a folder; and how to get in.
+//! The location of a shared store (a URL or a folder), and the access to it (endpoint, region, credentials).
 //!
 //! ```text
 //!   s3://BUCKET/PREFIX      az://CONTAINER/PREFIX      gs://BUCKET/PREFIX      /FOLDER      file:///FOLDER
 //! ```
-//! The other spellings that `object_store` knows (`abfss://…`, `https://….blob.core.windows.net/…`, `https://s3.…`) count too.
-//! A URL never carries a credential, so it can be printed; credentials are handed over by whoever reads the environment.
+//! The other forms that `object_store` accepts (`abfss://…`, `https://….blob.core.windows.net/…`, `https://s3.…`) are
+//! valid too. A URL never contains a credential, so it can be printed. Credentials come from environment variables,
+//! which the caller reads.
 
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
 use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
@@ -19,30 +20,30 @@ use std::sync::Arc;
 use std::time::Duration;
 use url::Url;
 
-/// A connection that takes longer to open has failed: the farthest region is a third of a second away.
-const CONNECT: Duration = Duration::from_secs(5);
+/// Timeout of opening a connection. The farthest region is a third of a second away.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Where a shared store is.
+/// The location of a shared store.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
-pub enum Location {
-    /// A folder, local or mounted.
+pub enum StoreLocation {
+    /// A local or mounted folder.
     Folder(PathBuf),
     /// A bucket or a container.
     Cloud {
-        /// Whose protocol.
+        /// The protocol of the store.
         cloud: Cloud,
-        /// Which bucket.
+        /// The URL as it was given.
         url: Url,
-        /// Below which name in it.
+        /// The prefix of all objects in the bucket.
         prefix: Path,
     },
 }
 
-/// Whose protocol a store speaks.
+/// The protocol of an object store.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Cloud {
-    /// Amazon's, and that of everything compatible.
+    /// Amazon S3 and compatible stores.
     S3,
     /// Azure Blob Storage.
     Azure,
@@ -50,46 +51,49 @@ pub enum Cloud {
     Google,
 }
 
-/// The address of a server that stands in for a cloud's own: `http://…` or `https://…`, without a credential.
+/// The address of a server instead of the cloud's own: `http://…` or `https://…`, without a credential.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Endpoint(Url);
 
-/// A location or an endpoint that cannot be one, and what would be right.
+/// An invalid location or endpoint. The message says what is expected.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("{0}")]
-pub struct Invalid(String);
+pub struct InvalidLocation(String);
 
-/// What the environment knows of clouds, as they name it: `AWS_…`, `AZURE_…`, `GOOGLE_…`. Never printed.
+/// Cloud credentials and options from environment variables: `AWS_…`, `AZURE_…`, `GOOGLE_…`. The values are never
+/// printed.
 #[derive(Clone, PartialEq, Eq, Default)]
 pub struct Credentials(Vec<(String, String)>);
 
-/// How to reach a cloud.
+/// How to access a cloud's object store.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Access {
-    /// Instead of the cloud's own server.
+    /// The server, if it is not the cloud's own.
     pub endpoint: Option<Endpoint>,
-    /// Where the bucket is, for S3.
+    /// The region of an S3 bucket.
     pub region: Option<String>,
-    /// Who asks.
+    /// The credentials.
     pub credentials: Credentials,
 }
 
-impl Location {
-    /// A client of a bucket or container whose requests end after `timeout`. Nothing is asked yet.
+impl StoreLocation {
+    /// Creates a client of a bucket or container with the given request timeout, or `None` for a folder. Sends no
+    /// request.
     pub fn client(&self, access: &Access, timeout: Duration) -> Result<Option<Arc<dyn ObjectStore>>, Error> {
         let Self::Cloud { cloud, url, .. } = self else { return Ok(None) };
-        // No other provider can be there: `rustls` is built with this one alone. An error says that it is set already.
+        // No other provider can be installed: `rustls` is built with this one only. The error means that it is
+        // installed already.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let endpoint = access.endpoint.as_ref().map(|endpoint| endpoint.0.as_str().trim_end_matches('/').to_owned());
-        // Whoever writes `http://` means it.
-        let in_clear = |endpoint: Option<String>| endpoint.is_some_and(|url| url.starts_with("http://"));
+        // An explicit `http://` endpoint allows plain HTTP.
+        let is_plain_http = |endpoint: Option<String>| endpoint.is_some_and(|url| url.starts_with("http://"));
         let client = |allow_http| {
-            let options = ClientOptions::new().with_connect_timeout(CONNECT).with_timeout(timeout);
+            let options = ClientOptions::new().with_connect_timeout(CONNECT_TIMEOUT).with_timeout(timeout);
             if allow_http { options.with_allow_http(true) } else { options }
         };
-        // Repeating is ours: seeded, under one budget, in the runtime's time.
-        let once = RetryConfig { max_retries: 0, ..RetryConfig::default() };
+        // Retries are made by `RetryPolicy`, see there for the reasons.
+        let no_retries = RetryConfig { max_retries: 0, ..RetryConfig::default() };
         Ok(Some(match cloud {
             Cloud::S3 => {
                 let region = access.region.iter().map(|region| (AmazonS3ConfigKey::Region, region.clone()));
@@ -97,31 +101,37 @@ impl Location {
                 let options = access.credentials.options("AWS_").chain(region).chain(endpoint);
                 let builder =
                     options.fold(AmazonS3Builder::new(), |builder, (key, value)| builder.with_config(key, value));
-                let allow = in_clear(builder.get_config_value(&AmazonS3ConfigKey::Endpoint));
-                Arc::new(builder.with_url(url.as_str()).with_client_options(client(allow)).with_retry(once).build()?)
+                let allow = is_plain_http(builder.get_config_value(&AmazonS3ConfigKey::Endpoint));
+                Arc::new(
+                    builder.with_url(url.as_str()).with_client_options(client(allow)).with_retry(no_retries).build()?,
+                )
             }
             Cloud::Azure => {
                 let endpoint = endpoint.map(|endpoint| (AzureConfigKey::Endpoint, endpoint));
                 let options = access.credentials.options("AZURE_").chain(endpoint);
                 let builder =
                     options.fold(MicrosoftAzureBuilder::new(), |builder, (key, value)| builder.with_config(key, value));
-                let allow = in_clear(builder.get_config_value(&AzureConfigKey::Endpoint));
-                Arc::new(builder.with_url(url.as_str()).with_client_options(client(allow)).with_retry(once).build()?)
+                let allow = is_plain_http(builder.get_config_value(&AzureConfigKey::Endpoint));
+                Arc::new(
+                    builder.with_url(url.as_str()).with_client_options(client(allow)).with_retry(no_retries).build()?,
+                )
             }
             Cloud::Google => {
                 let endpoint = endpoint.map(|endpoint| (GoogleConfigKey::BaseUrl, endpoint));
                 let options = access.credentials.options("GOOGLE_").chain(endpoint);
                 let builder = options
                     .fold(GoogleCloudStorageBuilder::new(), |builder, (key, value)| builder.with_config(key, value));
-                let allow = in_clear(builder.get_config_value(&GoogleConfigKey::BaseUrl));
-                Arc::new(builder.with_url(url.as_str()).with_client_options(client(allow)).with_retry(once).build()?)
+                let allow = is_plain_http(builder.get_config_value(&GoogleConfigKey::BaseUrl));
+                Arc::new(
+                    builder.with_url(url.as_str()).with_client_options(client(allow)).with_retry(no_retries).build()?,
+                )
             }
         }))
     }
 }
 
 impl Cloud {
-    /// What would make a refused request right.
+    /// What an operator can do when the store refuses access.
     pub const fn advice(self) -> &'static str {
         match self {
             Self::S3 => {
@@ -142,14 +152,14 @@ impl Cloud {
 }
 
 impl Credentials {
-    /// Picks out of an environment what clouds understand.
+    /// Selects the variables that cloud clients understand.
     pub fn from_environment<'a>(variables: impl IntoIterator<Item = (&'a str, &'a str)>) -> Self {
-        let ours = |name: &str| ["AWS_", "AZURE_", "GOOGLE_"].iter().any(|cloud| name.starts_with(cloud));
-        let picked = variables.into_iter().filter(|(name, value)| ours(name) && !value.is_empty());
+        let is_cloud_variable = |name: &str| ["AWS_", "AZURE_", "GOOGLE_"].iter().any(|cloud| name.starts_with(cloud));
+        let picked = variables.into_iter().filter(|(name, value)| is_cloud_variable(name) && !value.is_empty());
         Self(picked.map(|(name, value)| (name.to_owned(), value.to_owned())).collect())
     }
 
-    /// Those of one cloud that its client knows.
+    /// The options of one cloud that its client knows.
     fn options<K: FromStr>(&self, cloud: &'static str) -> impl Iterator<Item = (K, String)> {
         let of_cloud = self.0.iter().filter(move |(name, _)| name.starts_with(cloud));
         of_cloud.filter_map(|(name, value)| Some((name.to_ascii_lowercase().parse().ok()?, value.clone())))
@@ -157,56 +167,57 @@ impl Credentials {
 }
 
 impl fmt::Debug for Credentials {
-    /// Names without values.
+    /// Prints the names without the values.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_set().entries(self.0.iter().map(|(name, _)| name)).finish()
     }
 }
 
-impl FromStr for Location {
-    type Err = Invalid;
+impl FromStr for StoreLocation {
+    type Err = InvalidLocation;
 
-    fn from_str(text: &str) -> Result<Self, Invalid> {
-        let wrong = |why: &str| {
-            let right = r#"expected "s3://bucket/prefix", "az://container/prefix", "gs://bucket/prefix" or a folder"#;
-            Err(Invalid(format!("{why}{right}")))
+    fn from_str(text: &str) -> Result<Self, InvalidLocation> {
+        let invalid = |why: &str| {
+            let expected =
+                r#"expected "s3://bucket/prefix", "az://container/prefix", "gs://bucket/prefix" or a folder"#;
+            Err(InvalidLocation(format!("{why}{expected}")))
         };
         if text.is_empty() {
-            return wrong("");
+            return invalid("");
         }
         if !text.contains("://") && !text.starts_with("file:") {
             return Ok(Self::Folder(text.into()));
         }
-        let Ok(url) = Url::parse(text) else { return wrong("not a URL; ") };
+        let Ok(url) = Url::parse(text) else { return invalid("not a URL; ") };
         if url.scheme() == "file" {
-            return url.to_file_path().map(Self::Folder).or_else(|()| wrong("a folder's URL has three slashes; "));
+            return url.to_file_path().map(Self::Folder).or_else(|()| invalid("a folder's URL has three slashes; "));
         }
         let (cloud, prefix) = match ObjectStoreScheme::parse(&url) {
             Ok((ObjectStoreScheme::AmazonS3, prefix)) => (Cloud::S3, prefix),
             Ok((ObjectStoreScheme::MicrosoftAzure, prefix)) => (Cloud::Azure, prefix),
             Ok((ObjectStoreScheme::GoogleCloudStorage, prefix)) => (Cloud::Google, prefix),
             Ok((ObjectStoreScheme::Http, _)) => {
-                return wrong("a server of one's own is named by tiers.g4.endpoint, and its bucket here; ");
+                return invalid("a server of one's own is named by tiers.g4.endpoint, and its bucket here; ");
             }
-            _ => return wrong(""),
+            _ => return invalid(""),
         };
-        // `container@account` is Azure's way to name an account.
-        let names_a_user = !url.username().is_empty() && cloud != Cloud::Azure;
-        if names_a_user || url.password().is_some() || url.query().is_some() || url.fragment().is_some() {
-            return Err(Invalid(
+        // `container@account` is Azure's syntax for an account.
+        let has_user = !url.username().is_empty() && cloud != Cloud::Azure;
+        if has_user || url.password().is_some() || url.query().is_some() || url.fragment().is_some() {
+            return Err(InvalidLocation(
                 "a URL is printed and logged: put credentials into the environment instead (AWS_…, AZURE_…, GOOGLE_…)"
                     .into(),
             ));
         }
         let bucket = url.host_str().unwrap_or_default();
         if url.scheme() != "https" && url.username().is_empty() && !(3..=63).contains(&bucket.len()) {
-            return wrong("the name of a bucket has 3 to 63 characters; ");
+            return invalid("the name of a bucket has 3 to 63 characters; ");
         }
         Ok(Self::Cloud { cloud, url, prefix })
     }
 }
 
-impl fmt::Display for Location {
+impl fmt::Display for StoreLocation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Folder(path) => path.display().fmt(f),
@@ -216,9 +227,9 @@ impl fmt::Display for Location {
 }
 
 impl FromStr for Endpoint {
-    type Err = Invalid;
+    type Err = InvalidLocation;
 
-    fn from_str(text: &str) -> Result<Self, Invalid> {
+    fn from_str(text: &str) -> Result<Self, InvalidLocation> {
         let is_address = |url: &Url| {
             matches!(url.scheme(), "http" | "https")
                 && url.has_host()
@@ -228,7 +239,7 @@ impl FromStr for Endpoint {
         };
         let url = Url::parse(text).ok().filter(is_address);
         url.map(Self).ok_or_else(|| {
-            Invalid(
+            InvalidLocation(
                 r#"expected the address of a server, like "https://minio.internal:9000", without credentials"#.into(),
             )
         })
@@ -241,24 +252,24 @@ impl fmt::Display for Endpoint {
     }
 }
 
-impl TryFrom<String> for Location {
-    type Error = Invalid;
+impl TryFrom<String> for StoreLocation {
+    type Error = InvalidLocation;
 
-    fn try_from(text: String) -> Result<Self, Invalid> {
+    fn try_from(text: String) -> Result<Self, InvalidLocation> {
         text.parse()
     }
 }
 
-impl From<Location> for String {
-    fn from(location: Location) -> Self {
+impl From<StoreLocation> for String {
+    fn from(location: StoreLocation) -> Self {
         location.to_string()
     }
 }
 
 impl TryFrom<String> for Endpoint {
-    type Error = Invalid;
+    type Error = InvalidLocation;
 
-    fn try_from(text: String) -> Result<Self, Invalid> {
+    fn try_from(text: String) -> Result<Self, InvalidLocation> {
         text.parse()
     }
 }
@@ -275,14 +286,14 @@ mod tests {
 
     fn read(text: &str) -> String {
         match text.parse() {
-            Ok(Location::Folder(path)) => format!("folder {}", path.display()),
-            Ok(Location::Cloud { cloud, prefix, .. }) => format!("{cloud:?} {prefix}"),
-            Err(Invalid(why)) => why,
+            Ok(StoreLocation::Folder(path)) => format!("folder {}", path.display()),
+            Ok(StoreLocation::Cloud { cloud, prefix, .. }) => format!("{cloud:?} {prefix}"),
+            Err(InvalidLocation(why)) => why,
         }
     }
 
     #[test]
-    fn one_url_chooses_the_store() {
+    fn the_url_selects_the_kind_of_store() {
         for (text, chosen) in [
             ("/mnt/kv", "folder /mnt/kv"),
             ("kv", "folder kv"),
@@ -297,13 +308,13 @@ mod tests {
         ] {
             assert_eq!(read(text), chosen, "{text}");
         }
-        let printed = "s3://bucket/a/".parse::<Location>().unwrap().to_string();
+        let printed = "s3://bucket/a/".parse::<StoreLocation>().unwrap().to_string();
         assert_eq!(printed, "s3://bucket/a", "one spelling: processes know a store by it");
     }
 
     #[test]
-    fn what_cannot_be_a_store_is_refused_with_what_would_be_right() {
-        for (text, said) in [
+    fn an_invalid_location_is_an_error_that_says_what_is_expected() {
+        for (text, message) in [
             ("", "s3://bucket/prefix"),
             ("ftp://host/a", "s3://bucket/prefix"),
             ("file://host/a", "three slashes"),
@@ -314,7 +325,7 @@ mod tests {
             ("s3://key@bucket/a", "environment"),
             ("az://container/a?sig=secret", "environment"),
         ] {
-            assert!(read(text).contains(said), "{text}: {}", read(text));
+            assert!(read(text).contains(message), "{text}: {}", read(text));
             assert!(!read(text).contains("secret"), "{text}");
         }
         for text in ["minio:9000", "ftp://minio", "http://key:secret@minio", "https://"] {
@@ -323,13 +334,13 @@ mod tests {
     }
 
     #[test]
-    fn credentials_reach_the_client_and_nothing_else() {
+    fn credentials_reach_the_client_and_are_not_printed() {
         let environment =
             [("AWS_ACCESS_KEY_ID", "key"), ("AWS_SECRET_ACCESS_KEY", "secret"), ("HOME", "/"), ("AWS_REGION", "")];
         let credentials = Credentials::from_environment(environment);
         assert_eq!(format!("{credentials:?}"), r#"{"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"}"#);
         let access = Access { endpoint: None, region: Some("eu-west-1".into()), credentials };
-        let client = |location: &Location| location.client(&access, Duration::from_secs(1)).unwrap();
+        let client = |location: &StoreLocation| location.client(&access, Duration::from_secs(1)).unwrap();
         for location in ["s3://bucket/a", "s3a://bucket", "https://bucket.s3.eu-west-1.amazonaws.com"] {
             let client = client(&location.parse().unwrap()).expect("a cloud");
             assert!(client.to_string().contains("bucket"), "{client}");

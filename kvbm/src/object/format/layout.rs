@@ -1,13 +1,15 @@
-//! Where things lie under the prefix, and who put them there.
+//! Paths of objects under the prefix, and the ids in them.
 //!
 //! ```text
-//!   PREFIX/manifests/WRITER/NUMBER                   what the objects of one writer hold, immutable, numbered without gaps
-//!   PREFIX/blocks/DOMAIN/FINGERPRINT/WRITER/NUMBER   many blocks of one domain and one fingerprint, each as header and
+//!   PREFIX/manifests/WRITER/NUMBER                   manifests of one writer, immutable, numbered from 0
+//!   PREFIX/blocks/DOMAIN/FINGERPRINT/WRITER/NUMBER   objects: blocks of one domain and one fingerprint, each as header and
 //!                                                    payload
-//!   PREFIX/removals/COLLECTOR                        objects that are about to be deleted, and that nobody asks for any more
-//!   PREFIX/uses/READER                               what one process read from, and when; written again now and then
-//!   PREFIX/collected                                 when somebody last began to collect, in seconds since 1970
+//!   PREFIX/removals/COLLECTOR                        tombstone lists: objects that are marked for deletion and not read
+//!                                                    any more
+//!   PREFIX/uses/READER                               access logs: what one process read, and when; rewritten periodically
+//!   PREFIX/collected                                 start of the last garbage collection, in seconds since 1970
 //! ```
+//! WRITER, COLLECTOR and READER are instance ids.
 
 use crate::block::{DomainId, Fingerprint};
 use object_store::path::Path;
@@ -16,18 +18,18 @@ use std::hash::{BuildHasher, Hasher, RandomState};
 use std::str::FromStr;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// What lies directly under the prefix, but for `collected`.
+/// The folders directly under the prefix. `collected` is a file.
 pub(in crate::object) const FOLDERS: [&str; 4] = ["manifests", "blocks", "removals", "uses"];
 
-/// One life of one process: nobody else ever writes under its name, so nothing that is written needs a lock.
+/// Id of one run of one process. No other process writes under its id, so writes need no lock.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-pub(in crate::object) struct Writer {
+pub(in crate::object) struct InstanceId {
     started_ms: u64,
     random: u64,
 }
 
-impl Writer {
-    /// A new name. The clock orders writers roughly; the seed that the system gives to hash maps tells them apart.
+impl InstanceId {
+    /// A new id. Ids of different times sort by the clock. The random part is a hash map seed of the operating system.
     pub(in crate::object) fn new() -> Self {
         let started_ms = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |age| age.as_millis() as u64);
         let mut hasher = RandomState::new().build_hasher();
@@ -35,7 +37,7 @@ impl Writer {
         Self { started_ms, random: hasher.finish() }
     }
 
-    /// What makes its pauses differ from others'.
+    /// Seed for the random pauses of this process.
     pub(in crate::object) fn seed(self) -> u64 {
         self.random
     }
@@ -53,42 +55,42 @@ impl Writer {
     }
 }
 
-impl fmt::Display for Writer {
+impl fmt::Display for InstanceId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // Fixed width, so that names sort by age.
+        // Fixed width, so that ids sort by time.
         write!(f, "{:012x}-{:016x}", self.started_ms, self.random)
     }
 }
 
-impl FromStr for Writer {
+impl FromStr for InstanceId {
     type Err = ();
 
-    fn from_str(name: &str) -> Result<Self, ()> {
-        let (started, random) = name.split_once('-').ok_or(())?;
+    fn from_str(text: &str) -> Result<Self, ()> {
+        let (started, random) = text.split_once('-').ok_or(())?;
         let number = |hex| u64::from_str_radix(hex, 16).map_err(|_| ());
-        let writer = Self { started_ms: number(started)?, random: number(random)? };
-        // Exactly as we write it: two spellings would be two writers.
-        if writer.to_string() == name { Ok(writer) } else { Err(()) }
+        let id = Self { started_ms: number(started)?, random: number(random)? };
+        // Only the canonical form is accepted: two forms would be two paths.
+        if id.to_string() == text { Ok(id) } else { Err(()) }
     }
 }
 
-/// An object of blocks: a writer numbers its own, whosever blocks they hold.
+/// Id of an object. Each writer numbers its objects, across all domains and fingerprints.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub(in crate::object) struct ObjectId {
-    pub(in crate::object) writer: Writer,
+    pub(in crate::object) writer: InstanceId,
     pub(in crate::object) number: u64,
 }
 
 impl ObjectId {
-    /// Which object, or manifest, lies at a path, if that is how we name them.
-    pub(in crate::object) fn at(path: &Path) -> Option<Self> {
+    /// The id of the object or manifest at a path; `None` if the path is not in our layout.
+    pub(in crate::object) fn from_path(path: &Path) -> Option<Self> {
         let mut parts = path.as_ref().rsplit('/');
         let (number, writer) = (parts.next()?.parse().ok()?, parts.next()?.parse().ok()?);
         Some(Self { writer, number })
     }
 }
 
-/// Names of objects under one prefix.
+/// The paths under one prefix.
 #[derive(Clone, Debug)]
 pub(in crate::object) struct Layout {
     prefix: Path,
@@ -99,60 +101,60 @@ impl Layout {
         Self { prefix: Path::from(prefix) }
     }
 
-    /// The writers stand below it.
+    /// The folder of all manifests, with a folder for each writer.
     pub(in crate::object) fn manifests(&self) -> Path {
         self.prefix.clone().join("manifests")
     }
 
-    pub(in crate::object) fn manifests_of(&self, writer: Writer) -> Path {
+    pub(in crate::object) fn manifests_of(&self, writer: InstanceId) -> Path {
         self.manifests().join(writer.to_string())
     }
 
-    pub(in crate::object) fn manifest(&self, writer: Writer, number: u64) -> Path {
+    pub(in crate::object) fn manifest(&self, writer: InstanceId, number: u64) -> Path {
         self.manifests_of(writer).join(format!("{number:012}"))
     }
 
-    /// A name that no object has, of a process: what reading it shows is how the store answers.
-    pub(in crate::object) fn absent(&self, own: Writer) -> Path {
+    /// A path at which there is no object. Reading it shows whether the store serves reads.
+    pub(in crate::object) fn probe(&self, own: InstanceId) -> Path {
         self.manifests_of(own).join("absent")
     }
 
-    /// What is about to be deleted stands below it.
-    pub(in crate::object) fn removals(&self) -> Path {
+    /// The folder of the tombstone lists.
+    pub(in crate::object) fn tombstones(&self) -> Path {
         self.prefix.clone().join("removals")
     }
 
-    pub(in crate::object) fn removal(&self, collector: Writer) -> Path {
-        self.removals().join(collector.to_string())
+    pub(in crate::object) fn tombstone_list(&self, collector: InstanceId) -> Path {
+        self.tombstones().join(collector.to_string())
     }
 
-    /// What was used stands below it.
-    pub(in crate::object) fn all_uses(&self) -> Path {
+    /// The folder of the access logs.
+    pub(in crate::object) fn access_logs(&self) -> Path {
         self.prefix.clone().join("uses")
     }
 
-    pub(in crate::object) fn uses(&self, reader: Writer) -> Path {
-        self.all_uses().join(reader.to_string())
+    pub(in crate::object) fn access_log(&self, reader: InstanceId) -> Path {
+        self.access_logs().join(reader.to_string())
     }
 
-    /// Says when somebody last began to collect.
-    pub(in crate::object) fn collected(&self) -> Path {
+    /// The object with the start time of the last garbage collection.
+    pub(in crate::object) fn last_gc(&self) -> Path {
         self.prefix.clone().join("collected")
     }
 
-    /// All objects of blocks stand below it.
-    pub(in crate::object) fn all_blocks(&self) -> Path {
+    /// The folder of all objects.
+    pub(in crate::object) fn objects(&self) -> Path {
         self.prefix.clone().join("blocks")
     }
 
-    pub(in crate::object) fn blocks(
+    pub(in crate::object) fn object(
         &self,
         domain: DomainId,
         fingerprint: Fingerprint,
-        writer: Writer,
+        writer: InstanceId,
         number: u64,
     ) -> Path {
-        let under = self.all_blocks().join(domain.to_string()).join(fingerprint.to_string());
+        let under = self.objects().join(domain.to_string()).join(fingerprint.to_string());
         under.join(writer.to_string()).join(format!("{number:012}"))
     }
 }
@@ -168,21 +170,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_object_is_known_by_its_path() {
-        let (writer, layout) = (Writer::new(), Layout::new("kv/of/all"));
-        let path = layout.blocks(DomainId::SHARED, Fingerprint::from_bytes([7; 32]), writer, 42);
-        assert_eq!(ObjectId::at(&path), Some(ObjectId { writer, number: 42 }));
-        assert_eq!(ObjectId::at(&layout.manifests_of(writer)), None);
-        assert_eq!(Writer::from_bytes(writer.to_bytes()), writer);
+    fn an_object_id_is_read_back_from_its_path() {
+        let (writer, layout) = (InstanceId::new(), Layout::new("kv/of/all"));
+        let path = layout.object(DomainId::SHARED, Fingerprint::from_bytes([7; 32]), writer, 42);
+        assert_eq!(ObjectId::from_path(&path), Some(ObjectId { writer, number: 42 }));
+        assert_eq!(ObjectId::from_path(&layout.manifests_of(writer)), None);
+        assert_eq!(InstanceId::from_bytes(writer.to_bytes()), writer);
     }
 
     #[test]
-    fn a_writer_is_read_back_from_its_name_and_from_no_other() {
-        let writer = Writer::new();
+    fn an_instance_id_parses_only_in_its_canonical_form() {
+        let writer = InstanceId::new();
         assert_eq!(writer.to_string().parse(), Ok(writer));
-        assert_ne!(Writer::new(), writer);
+        assert_ne!(InstanceId::new(), writer);
         for other in ["", "-", "1-2", "../../etc", &writer.to_string().to_uppercase()[..5]] {
-            assert_eq!(other.parse::<Writer>(), Err(()));
+            assert_eq!(other.parse::<InstanceId>(), Err(()));
         }
     }
 }

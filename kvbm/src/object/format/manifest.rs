@@ -1,4 +1,4 @@
-//! What some objects of one writer hold. Immutable, checksummed, and bound to its writer.
+//! Manifests: which blocks some objects of one writer hold. Immutable, checksummed, bound to the writer.
 //!
 //! Little endian:
 //!
@@ -6,55 +6,56 @@
 //! | --: | --- |
 //! | 8 | magic `BLKYMAN4`; the last digit is the version |
 //! | 16 | writer |
-//! | … | sections: domain 16, fingerprint 32, object's number 8, entries n 4, idle 4, then n entries |
-//! | 52 × n | entries: name 16, parent 16, offset of the header 4, payload length 4, expires 4, pinned until 4, 1 when there is |
-//! |        | a parent 1, zeros 3 |
-//! | 40 | only in a sealed manifest, whose magic is `BLKYMAN5`: number of the metadata key 8, tag 32 |
-//! | 8 | CRC-64/NVME over all before |
+//! | … | sections: domain 16, fingerprint 32, object number 8, number of entries n 4, idle seconds 4, then n entries |
+//! | 52 × n | entries: block hash 16, parent hash 16, offset of the header 4, payload length 4, expires 4, pinned until 4, |
+//! |        | 1 if there is a parent 1, zeros 3 |
+//! | 40 | only if sealed (magic `BLKYMAN5`): number of the metadata key 8, tag 32 |
+//! | 8 | CRC-64/NVME over all bytes before |
 //!
-//! A manifest is sealed where blocks are encrypted; there, one without a sound seal is refused ([`authentic`]). The tag covers all
-//! before the seal, and the manifest's number.
+//! Where blocks are encrypted, manifests are sealed, and one without a valid seal is rejected ([`is_authentic`]). The
+//! tag covers all bytes before the seal, and the number of the manifest.
 //!
-//! Entries come in the order of their offsets and do not overlap. What claims otherwise, or more than [`MAX_OBJECT`], is not one of
-//! ours; memory is taken only for entries that are there.
+//! Entries are in the order of their offsets and do not overlap, and an object has at most [`MAX_OBJECT_BYTES`]; a
+//! manifest that violates this is invalid. Decoding allocates only for entries that are present.
 //!
-//! Idle: for how many seconds nobody had used these blocks when the object was written. An age and no date: a writer's clock may be
-//! far off, and when the object was written the store knows. Version 3 had such a date there; it is read as if there were none.
+//! Idle: for how long the blocks had not been used when the object was written. This is a duration, not a date,
+//! because the writer's clock may be wrong; the store knows when the object was written. Version 3 has a date in this
+//! field, which is ignored.
 
-use super::layout::Writer;
+use super::layout::InstanceId;
 use crate::block::{Date, DomainId, Fingerprint, Header, Keep, SequenceHash};
 use crate::transform::crypt::{Authenticity, Context, KeyError, MetadataKeys, SEAL, Seal};
 use crc_fast::{CrcAlgorithm, checksum};
 use std::time::Duration;
 
 const MAGIC: [u8; 8] = *b"BLKYMAN4";
-const FORMER: [u8; 8] = *b"BLKYMAN3";
-const SEALED: [u8; 8] = *b"BLKYMAN5";
-/// Bytes of a manifest at most, which writers keep to: a section of 65,000 of the smallest blocks takes 3.4 MB.
+const MAGIC_V3: [u8; 8] = *b"BLKYMAN3";
+const MAGIC_SEALED: [u8; 8] = *b"BLKYMAN5";
+/// Maximum bytes of a manifest. Writers keep to it: a section of 65,000 of the smallest blocks takes 3.4 MB.
 pub(in crate::object) const MAX_BYTES: u64 = 64 << 20;
-/// Bytes of an object at most. Writers stop at 128 MiB and one block.
-pub(in crate::object) const MAX_OBJECT: u64 = 2 << 30;
-const SECTION: usize = 64;
-const ENTRY: usize = 52;
+/// Maximum bytes of an object. Writers stop at 128 MiB plus one block.
+pub(in crate::object) const MAX_OBJECT_BYTES: u64 = 2 << 30;
+const SECTION_LEN: usize = 64;
+const ENTRY_LEN: usize = 52;
 
 /// A block in an object.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(in crate::object) struct Entry {
+pub(in crate::object) struct BlockEntry {
     pub(in crate::object) name: SequenceHash,
     pub(in crate::object) parent: Option<SequenceHash>,
-    /// Of its header.
+    /// Offset of the header in the object, in bytes.
     pub(in crate::object) offset: u32,
-    /// Payload bytes.
+    /// Bytes of the payload.
     pub(in crate::object) length: u32,
-    /// A miss from then on.
+    /// The block is a miss from this time on.
     pub(in crate::object) expires: Option<Date>,
-    /// Not to be deleted before.
+    /// The block is not deleted before this time.
     pub(in crate::object) pinned: Option<Date>,
 }
 
-impl Entry {
-    /// As far as it stands in a manifest.
-    pub(in crate::object) fn keep(&self) -> Keep {
+impl BlockEntry {
+    /// The retention terms, as far as a manifest contains them.
+    pub(in crate::object) fn retention(&self) -> Keep {
         Keep { expires: self.expires, pinned: self.pinned, ..Keep::default() }
     }
 
@@ -69,35 +70,36 @@ pub(in crate::object) struct Section {
     pub(in crate::object) domain: DomainId,
     pub(in crate::object) fingerprint: Fingerprint,
     pub(in crate::object) object: u64,
-    /// For how long its blocks had not been used when it was written: what is packed again is no younger for that.
+    /// For how long the blocks had not been used when the object was written. Compaction keeps this, so that rewritten
+    /// blocks do not count as recently used.
     pub(in crate::object) idle: Duration,
-    pub(in crate::object) entries: Vec<Entry>,
+    pub(in crate::object) entries: Vec<BlockEntry>,
 }
 
 impl Section {
     /// Bytes of the object.
     pub(in crate::object) fn bytes(&self) -> u64 {
-        self.entries.iter().map(Entry::end).max().unwrap_or(0)
+        self.entries.iter().map(BlockEntry::end).max().unwrap_or(0)
     }
 }
 
-/// Whole seconds, as they are written down; longer than a century is as good as one.
-pub(in crate::object) fn seconds(age: Duration) -> u32 {
+/// A duration in whole seconds, at most `u32::MAX`.
+pub(in crate::object) fn whole_seconds(age: Duration) -> u32 {
     u32::try_from(age.as_secs()).unwrap_or(u32::MAX)
 }
 
-/// A manifest, sealed if there is a key to do so.
+/// Encodes a manifest, sealed if there is a usable key.
 pub(in crate::object) fn encode(
-    writer: Writer,
+    writer: InstanceId,
     number: u64,
     sections: &[Section],
     keys: Option<&MetadataKeys>,
 ) -> Vec<u8> {
-    let mut bytes = body(if keys.is_some() { SEALED } else { MAGIC }, writer, sections);
+    let mut bytes = encode_body(if keys.is_some() { MAGIC_SEALED } else { MAGIC }, writer, sections);
     if let Some(keys) = keys {
         match keys.seal(context(writer, number), [&bytes, &[]]) {
             Some(seal) => bytes.extend(seal.to_bytes()),
-            // No reader that wants a seal will take it, and no other is misled.
+            // Readers that require a seal reject it; others can read it.
             None => bytes[..8].copy_from_slice(&MAGIC),
         }
     }
@@ -106,17 +108,17 @@ pub(in crate::object) fn encode(
     bytes
 }
 
-fn context(writer: Writer, number: u64) -> Context {
+fn context(writer: InstanceId, number: u64) -> Context {
     Context::Manifest(writer.to_bytes(), number)
 }
 
-/// The bytes of a section in a manifest.
-pub(in crate::object) fn span(section: &Section) -> u64 {
-    (SECTION + section.entries.len() * ENTRY) as u64
+/// Bytes of a section in a manifest.
+pub(in crate::object) fn encoded_len(section: &Section) -> u64 {
+    (SECTION_LEN + section.entries.len() * ENTRY_LEN) as u64
 }
 
-fn body(magic: [u8; 8], writer: Writer, sections: &[Section]) -> Vec<u8> {
-    let bytes = sections.iter().map(span).sum::<u64>() as usize + 24 + SEAL + 8;
+fn encode_body(magic: [u8; 8], writer: InstanceId, sections: &[Section]) -> Vec<u8> {
+    let bytes = sections.iter().map(encoded_len).sum::<u64>() as usize + 24 + SEAL + 8;
     let mut bytes = Vec::with_capacity(bytes);
     bytes.extend(magic);
     bytes.extend(writer.to_bytes());
@@ -125,7 +127,7 @@ fn body(magic: [u8; 8], writer: Writer, sections: &[Section]) -> Vec<u8> {
         bytes.extend(section.fingerprint.as_bytes());
         bytes.extend(section.object.to_le_bytes());
         bytes.extend((section.entries.len() as u32).to_le_bytes());
-        bytes.extend(seconds(section.idle).to_le_bytes());
+        bytes.extend(whole_seconds(section.idle).to_le_bytes());
         for entry in &section.entries {
             bytes.extend(entry.name.as_bytes());
             bytes.extend(entry.parent.map_or([0; 16], |parent| *parent.as_bytes()));
@@ -139,60 +141,60 @@ fn body(magic: [u8; 8], writer: Writer, sections: &[Section]) -> Vec<u8> {
     bytes
 }
 
-/// Whether a manifest is what a holder of a metadata key wrote under this number. The answer for one whose key is not in memory
-/// waits for the key.
-pub(in crate::object) async fn authentic(
-    writer: Writer,
+/// Whether a manifest was sealed by a holder of a metadata key under this number. Loads the key if it is not in
+/// memory.
+pub(in crate::object) async fn is_authentic(
+    writer: InstanceId,
     number: u64,
     bytes: &[u8],
     keys: &MetadataKeys,
 ) -> Result<bool, KeyError> {
-    let Some((body, seal)) = sealed(bytes) else { return Ok(false) };
+    let Some((body, seal)) = split_seal(bytes) else { return Ok(false) };
     let verify = || keys.verify(context(writer, number), [body, &[]], &seal);
-    let verdict = match verify() {
+    let result = match verify() {
         Authenticity::UnknownKey => match keys.learn(seal.key).await {
             Ok(_) => verify(),
             Err(KeyError::Locked { .. } | KeyError::Damaged { .. }) => Authenticity::UnknownKey,
             Err(error) => return Err(error),
         },
-        verdict => verdict,
+        result => result,
     };
-    Ok(verdict == Authenticity::Authentic)
+    Ok(result == Authenticity::Authentic)
 }
 
-/// What a seal covers, and the seal.
-fn sealed(bytes: &[u8]) -> Option<(&[u8], Seal)> {
+/// The sealed bytes, and the seal.
+fn split_seal(bytes: &[u8]) -> Option<(&[u8], Seal)> {
     let (body, _) = bytes.split_last_chunk::<8>()?;
     let (body, seal) = body.split_last_chunk::<SEAL>()?;
-    body.starts_with(&SEALED).then(|| (body, Seal::from_bytes(seal)))
+    body.starts_with(&MAGIC_SEALED).then(|| (body, Seal::from_bytes(seal)))
 }
 
-/// Reads a manifest; `None` when it is not one of `writer`, whole and unchanged. Does not look at a seal.
-pub(in crate::object) fn decode(writer: Writer, bytes: &[u8]) -> Option<Vec<Section>> {
+/// Decodes a manifest; `None` if it is invalid or of another writer. Does not verify the seal.
+pub(in crate::object) fn decode(writer: InstanceId, bytes: &[u8]) -> Option<Vec<Section>> {
     let (body, sum) = bytes.split_last_chunk::<8>()?;
     if checksum(CrcAlgorithm::Crc64Nvme, body).to_le_bytes() != *sum {
         return None;
     }
-    let former = body.starts_with(&FORMER);
-    let (magic, body) = match sealed(bytes) {
-        Some((body, _)) => (SEALED, body),
-        None => (if former { FORMER } else { MAGIC }, body),
+    let is_v3 = body.starts_with(&MAGIC_V3);
+    let (magic, body) = match split_seal(bytes) {
+        Some((body, _)) => (MAGIC_SEALED, body),
+        None => (if is_v3 { MAGIC_V3 } else { MAGIC }, body),
     };
     let mut rest = body.strip_prefix(&magic)?.strip_prefix(&writer.to_bytes())?;
     let mut sections = Vec::new();
-    while let Some((head, after)) = rest.split_first_chunk::<SECTION>() {
+    while let Some((head, after)) = rest.split_first_chunk::<SECTION_LEN>() {
         let number = |at: usize| u32::from_le_bytes(std::array::from_fn(|i| head[at + i]));
         let count = number(56) as usize;
-        let (entries, after) = after.split_at_checked(count.checked_mul(ENTRY)?)?;
-        let entries: Vec<Entry> = entries.as_chunks::<ENTRY>().0.iter().map(entry).collect();
-        if !is_sound(&entries) {
+        let (entries, after) = after.split_at_checked(count.checked_mul(ENTRY_LEN)?)?;
+        let entries: Vec<BlockEntry> = entries.as_chunks::<ENTRY_LEN>().0.iter().map(decode_entry).collect();
+        if !is_valid_layout(&entries) {
             return None;
         }
         sections.push(Section {
             domain: DomainId::from_bytes(std::array::from_fn(|i| head[i])),
             fingerprint: Fingerprint::from_bytes(std::array::from_fn(|i| head[16 + i])),
             object: u64::from_le_bytes(std::array::from_fn(|i| head[48 + i])),
-            idle: if former { Duration::ZERO } else { Duration::from_secs(number(60).into()) },
+            idle: if is_v3 { Duration::ZERO } else { Duration::from_secs(number(60).into()) },
             entries,
         });
         rest = after;
@@ -200,19 +202,19 @@ pub(in crate::object) fn decode(writer: Writer, bytes: &[u8]) -> Option<Vec<Sect
     rest.is_empty().then_some(sections)
 }
 
-/// Whether blocks can lie so in one object.
-fn is_sound(entries: &[Entry]) -> bool {
-    let ends = entries.iter().map(Entry::end);
+/// Whether the entries are in order, do not overlap, and fit into an object.
+fn is_valid_layout(entries: &[BlockEntry]) -> bool {
+    let ends = entries.iter().map(BlockEntry::end);
     entries.iter().skip(1).zip(ends).all(|(next, end)| u64::from(next.offset) >= end)
-        && entries.last().is_none_or(|last| last.end() <= MAX_OBJECT)
+        && entries.last().is_none_or(|last| last.end() <= MAX_OBJECT_BYTES)
 }
 
-fn entry(bytes: &[u8; ENTRY]) -> Entry {
+fn decode_entry(bytes: &[u8; ENTRY_LEN]) -> BlockEntry {
     let name = |at: usize| SequenceHash::from_bytes(std::array::from_fn(|i| bytes[at + i]));
     let number = |at: usize| u32::from_le_bytes(std::array::from_fn(|i| bytes[at + i]));
     let parent = (bytes[48] == 1).then(|| name(16));
     let (expires, pinned) = (Date::decode(number(40)), Date::decode(number(44)));
-    Entry { name: name(0), parent, offset: number(32), length: number(36), expires, pinned }
+    BlockEntry { name: name(0), parent, offset: number(32), length: number(36), expires, pinned }
 }
 
 #[cfg(test)]
@@ -222,7 +224,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn sections() -> Vec<Section> {
-        let entry = |n: u8| Entry {
+        let entry = |n: u8| BlockEntry {
             name: SequenceHash::from_bytes([n; 16]),
             parent: (n > 1).then(|| SequenceHash::from_bytes([n - 1; 16])),
             offset: u32::from(n) * 1000,
@@ -241,8 +243,8 @@ mod tests {
     }
 
     #[test]
-    fn a_manifest_says_what_was_written() {
-        let writer = Writer::new();
+    fn decode_returns_what_was_encoded() {
+        let writer = InstanceId::new();
         assert_eq!(decode(writer, &encode(writer, 0, &sections(), None)), Some(sections()));
         assert_eq!(decode(writer, &encode(writer, 0, &[], None)), Some(vec![]));
     }
@@ -251,24 +253,24 @@ mod tests {
         #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 
         #[test]
-        fn any_bytes_decode_within_bounds_or_are_refused(
-            bytes in fuzz::inputs(encode(Writer::from_bytes([7; 16]), 0, &sections(), None)),
+        fn decoding_any_bytes_is_bounded(
+            bytes in fuzz::inputs(encode(InstanceId::from_bytes([7; 16]), 0, &sections(), None)),
         ) {
-            let decoded = fuzz::bounded(&bytes, 4, |bytes| decode(Writer::from_bytes([7; 16]), bytes));
+            let decoded = fuzz::bounded(&bytes, 4, |bytes| decode(InstanceId::from_bytes([7; 16]), bytes));
             for section in decoded.into_iter().flatten() {
-                assert!(section.bytes() <= MAX_OBJECT && section.entries.len() * ENTRY <= bytes.len());
+                assert!(section.bytes() <= MAX_OBJECT_BYTES && section.entries.len() * ENTRY_LEN <= bytes.len());
             }
         }
     }
 
     #[test]
     fn corpus_inputs_decode_within_bounds() {
-        let writer = Writer::from_bytes([7; 16]);
+        let writer = InstanceId::from_bytes([7; 16]);
         let mut forged = encode(writer, 0, &sections(), None);
         forged[24 + 56..][..4].fill(0xFF);
         fuzz::in_corpus("manifest-entry-count-maximal", &fuzz::summed(forged));
         let mut forged = encode(writer, 0, &sections(), None);
-        forged[24 + SECTION + 36..][..4].fill(0xFF);
+        forged[24 + SECTION_LEN + 36..][..4].fill(0xFF);
         fuzz::in_corpus("manifest-block-length-maximal", &fuzz::summed(forged));
         for (name, bytes) in fuzz::corpus() {
             let decoded = fuzz::bounded(&bytes, 4, |bytes| decode(writer, bytes));
@@ -278,8 +280,8 @@ mod tests {
 
     #[test]
     fn overlapping_and_oversized_entries_are_refused() {
-        let writer = Writer::new();
-        let changed = |change: fn(&mut Vec<Entry>)| {
+        let writer = InstanceId::new();
+        let changed = |change: fn(&mut Vec<BlockEntry>)| {
             let mut sections = sections();
             change(&mut sections[0].entries);
             decode(writer, &encode(writer, 0, &sections, None))
@@ -291,8 +293,8 @@ mod tests {
     }
 
     #[test]
-    fn what_version_three_wrote_is_read_without_the_date_that_it_had_of_a_use() {
-        let (writer, mut sections) = (Writer::new(), sections());
+    fn version_3_is_read_without_its_idle_field() {
+        let (writer, mut sections) = (InstanceId::new(), sections());
         let mut bytes = encode(writer, 0, &sections, None);
         let body = bytes.len() - 8;
         bytes[..8].copy_from_slice(b"BLKYMAN3");
@@ -305,15 +307,15 @@ mod tests {
     }
 
     #[test]
-    fn any_flipped_bit_any_cut_and_another_writer_is_seen() {
-        let writer = Writer::new();
-        let sound = encode(writer, 0, &sections(), None);
-        for bit in 0..sound.len() * 8 {
-            let mut bad = sound.clone();
-            bad[bit / 8] ^= 1 << (bit % 8);
-            assert_eq!(decode(writer, &bad), None, "bit {bit}");
+    fn a_flipped_bit_a_cut_or_another_writer_is_detected() {
+        let writer = InstanceId::new();
+        let valid = encode(writer, 0, &sections(), None);
+        for bit in 0..valid.len() * 8 {
+            let mut corrupt = valid.clone();
+            corrupt[bit / 8] ^= 1 << (bit % 8);
+            assert_eq!(decode(writer, &corrupt), None, "bit {bit}");
         }
-        assert!((0..sound.len()).all(|cut| decode(writer, &sound[..cut]).is_none()));
-        assert_eq!(decode(Writer::new(), &sound), None);
+        assert!((0..valid.len()).all(|cut| decode(writer, &valid[..cut]).is_none()));
+        assert_eq!(decode(InstanceId::new(), &valid), None);
     }
 }

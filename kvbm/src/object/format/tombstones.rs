@@ -1,20 +1,21 @@
-//! What a collector is about to delete, so that nobody asks for it any more. Immutable, checksummed, bound to its name.
+//! Tombstone lists: objects that a collector marked for deletion, so that they are not read any more. Immutable,
+//! checksummed, bound to the collector's id.
 //!
-//! Little endian: magic `BLKYREM1`, name 16, then for each object its writer 16 and number 8, then CRC-64/NVME 8 over all
-//! before.
+//! Little endian: magic `BLKYREM1`, collector 16, then for each object its writer 16 and number 8, then CRC-64/NVME 8
+//! over all bytes before.
 
-use super::layout::{ObjectId, Writer};
+use super::layout::{InstanceId, ObjectId};
 use crc_fast::{CrcAlgorithm, checksum};
 
 const MAGIC: [u8; 8] = *b"BLKYREM1";
-const ENTRY: usize = 24;
-/// Objects that one list names at most.
-pub(in crate::object) const MOST: usize = 100_000;
-/// Bytes of a list at most.
-pub(in crate::object) const MAX_BYTES: u64 = 32 + (MOST * ENTRY) as u64;
+const ENTRY_LEN: usize = 24;
+/// Maximum number of objects in one list.
+pub(in crate::object) const MAX_ENTRIES: usize = 100_000;
+/// Maximum bytes of a list.
+pub(in crate::object) const MAX_BYTES: u64 = 32 + (MAX_ENTRIES * ENTRY_LEN) as u64;
 
-pub(in crate::object) fn encode(name: Writer, objects: &[ObjectId]) -> Vec<u8> {
-    let mut bytes = [&MAGIC[..], &name.to_bytes()].concat();
+pub(in crate::object) fn encode(collector: InstanceId, objects: &[ObjectId]) -> Vec<u8> {
+    let mut bytes = [&MAGIC[..], &collector.to_bytes()].concat();
     for object in objects {
         bytes.extend(object.writer.to_bytes());
         bytes.extend(object.number.to_le_bytes());
@@ -24,16 +25,16 @@ pub(in crate::object) fn encode(name: Writer, objects: &[ObjectId]) -> Vec<u8> {
     bytes
 }
 
-/// Reads a list of removals; `None` when it is not the one of that name, whole and unchanged.
-pub(in crate::object) fn decode(name: Writer, bytes: &[u8]) -> Option<Vec<ObjectId>> {
+/// Decodes a list; `None` if it is invalid or of another collector.
+pub(in crate::object) fn decode(collector: InstanceId, bytes: &[u8]) -> Option<Vec<ObjectId>> {
     let (body, sum) = bytes.split_last_chunk::<8>()?;
     if checksum(CrcAlgorithm::Crc64Nvme, body).to_le_bytes() != *sum {
         return None;
     }
-    let body = body.strip_prefix(&MAGIC)?.strip_prefix(&name.to_bytes())?;
-    let (entries, rest) = body.as_chunks::<ENTRY>();
-    let object = |entry: &[u8; ENTRY]| ObjectId {
-        writer: Writer::from_bytes(std::array::from_fn(|i| entry[i])),
+    let body = body.strip_prefix(&MAGIC)?.strip_prefix(&collector.to_bytes())?;
+    let (entries, rest) = body.as_chunks::<ENTRY_LEN>();
+    let object = |entry: &[u8; ENTRY_LEN]| ObjectId {
+        writer: InstanceId::from_bytes(std::array::from_fn(|i| entry[i])),
         number: u64::from_le_bytes(std::array::from_fn(|i| entry[16 + i])),
     };
     rest.is_empty().then(|| entries.iter().map(object).collect())
@@ -45,30 +46,35 @@ mod tests {
     use crate::tests::fuzz;
     use proptest::prelude::*;
 
+    fn object() -> ObjectId {
+        ObjectId { writer: InstanceId::from_bytes([8; 16]), number: 9 }
+    }
+
     proptest! {
         #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 
         #[test]
-        fn any_bytes_decode_within_bounds_or_are_refused(
-            bytes in fuzz::inputs(encode(Writer::from_bytes([7; 16]), &[ObjectId { writer: Writer::from_bytes([8; 16]), number: 9 }; 5])),
+        fn decoding_any_bytes_is_bounded(
+            bytes in fuzz::inputs(encode(InstanceId::from_bytes([7; 16]), &[object(); 5])),
         ) {
-            let decoded = fuzz::bounded(&bytes, 4, |bytes| decode(Writer::from_bytes([7; 16]), bytes));
-            assert!(decoded.is_none_or(|objects| objects.len() * ENTRY <= bytes.len()));
+            let decoded = fuzz::bounded(&bytes, 4, |bytes| decode(InstanceId::from_bytes([7; 16]), bytes));
+            assert!(decoded.is_none_or(|objects| objects.len() * ENTRY_LEN <= bytes.len()));
         }
     }
 
     #[test]
-    fn what_was_written_is_read_and_any_flipped_bit_cut_or_other_name_is_seen() {
-        let (name, writer) = (Writer::new(), Writer::new());
+    fn a_flipped_bit_a_cut_or_another_id_is_detected() {
+        let collector = InstanceId::new();
+        let writer = InstanceId::new();
         let objects: Vec<_> = (0..3).map(|number| ObjectId { writer, number }).collect();
-        let sound = encode(name, &objects);
-        assert_eq!(decode(name, &sound), Some(objects));
-        for bit in 0..sound.len() * 8 {
-            let mut bad = sound.clone();
-            bad[bit / 8] ^= 1 << (bit % 8);
-            assert_eq!(decode(name, &bad), None, "bit {bit}");
+        let valid = encode(collector, &objects);
+        assert_eq!(decode(collector, &valid), Some(objects));
+        for bit in 0..valid.len() * 8 {
+            let mut corrupt = valid.clone();
+            corrupt[bit / 8] ^= 1 << (bit % 8);
+            assert_eq!(decode(collector, &corrupt), None, "bit {bit}");
         }
-        assert!((0..sound.len()).all(|cut| decode(name, &sound[..cut]).is_none()));
-        assert_eq!(decode(writer, &sound), None);
+        assert!((0..valid.len()).all(|cut| decode(collector, &valid[..cut]).is_none()));
+        assert_eq!(decode(writer, &valid), None);
     }
 }

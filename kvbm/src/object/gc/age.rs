@@ -1,23 +1,23 @@
-//! How old objects are, by their last use, and which ones are of no use beside others. Pure.
+//! The last use of objects, and which objects are duplicates of others. Pure.
 
-use super::{Live, is_pinned};
+use super::inventory::{LiveObject, is_pinned};
 use crate::block::{Date, Fingerprint, SequenceHash};
 use crate::object::format::layout::ObjectId;
-use crate::object::format::manifest::{Entry, Section};
+use crate::object::format::manifest::{BlockEntry, Section};
 use std::collections::{BTreeSet, BinaryHeap, HashMap};
 use std::time::Duration;
 
-/// By then whoever follows a store knows what was written: a deletion of what it replaces leaves no gap.
-pub(super) const LEARNED: Duration = Duration::from_mins(1);
+/// Time until followers know a new object, so that deleting an object that it replaces causes no miss.
+pub(super) const PROPAGATION_TIME: Duration = Duration::from_mins(1);
 
-pub(super) type Key = (Fingerprint, SequenceHash);
+pub(super) type BlockKey = (Fingerprint, SequenceHash);
 
-/// When each object, or one that builds on it, was last used: written or read from. `best`: of each block, the copy that stays; what was
-/// read from another one is a use of that.
-pub(super) fn youth(live: &[Live<'_>], best: &HashMap<Key, usize>) -> Vec<Date> {
-    // Of several copies of a block, the youngest is the one to build on.
-    let mut holders: HashMap<Key, usize> = HashMap::new();
-    for (index, Live { section, stored, .. }) in live.iter().enumerate() {
+/// When each object, or an object that builds on it, was last written or read. `best` has the copy of each block that
+/// is kept: a read of another copy counts as a use of that one.
+pub(super) fn last_use(live: &[LiveObject<'_>], best: &HashMap<BlockKey, usize>) -> Vec<Date> {
+    // Of several copies of a block, other objects build on the newest.
+    let mut holders: HashMap<BlockKey, usize> = HashMap::new();
+    for (index, LiveObject { section, stored, .. }) in live.iter().enumerate() {
         for entry in &section.entries {
             let holder = holders.entry((section.fingerprint, entry.name)).or_insert(index);
             if live[*holder].stored.modified < stored.modified {
@@ -26,46 +26,46 @@ pub(super) fn youth(live: &[Live<'_>], best: &HashMap<Key, usize>) -> Vec<Date> 
         }
     }
     holders.extend(best);
-    let mut youth: Vec<Date> = live.iter().map(|live| live.used).collect();
+    let mut last_use: Vec<Date> = live.iter().map(|live| live.used).collect();
     for live in live {
         for entry in &live.section.entries {
             if let Some(&holder) = holders.get(&(live.section.fingerprint, entry.name)) {
-                youth[holder] = youth[holder].max(live.used);
+                last_use[holder] = last_use[holder].max(live.used);
             }
         }
     }
-    let mut heap: BinaryHeap<(Date, usize)> = youth.iter().copied().zip(0..).collect();
-    // The youngest first, so that each is looked at once with the date that stays.
+    let mut heap: BinaryHeap<(Date, usize)> = last_use.iter().copied().zip(0..).collect();
+    // Newest first, so that each object is visited once with its final date.
     while let Some((date, index)) = heap.pop() {
-        if date < youth[index] {
+        if date < last_use[index] {
             continue;
         }
         let section = live[index].section;
         for parent in section.entries.iter().filter_map(|entry| entry.parent) {
             if let Some(&holder) = holders.get(&(section.fingerprint, parent))
-                && youth[holder] < date
+                && last_use[holder] < date
             {
-                youth[holder] = date;
+                last_use[holder] = date;
                 heap.push((date, holder));
             }
         }
     }
-    youth
+    last_use
 }
 
-/// An object that is whole, and known to whoever follows the store.
-fn sound(live: &Live<'_>, now: Date) -> bool {
-    live.stored.modified.after(LEARNED) <= now && live.stored.bytes >= live.section.bytes()
+/// Whether an object is complete and known to all followers.
+fn is_complete(live: &LiveObject<'_>, now: Date) -> bool {
+    live.stored.modified.after(PROPAGATION_TIME) <= now && live.stored.bytes >= live.section.bytes()
 }
 
-/// Of each block the copy that is kept and pinned longest, and of those the youngest: collectors that see the same store choose
-/// the same.
-pub(super) fn best(live: &[Live<'_>], now: Date) -> HashMap<Key, usize> {
-    let mut best: HashMap<Key, (u32, Option<Date>, Date, ObjectId, usize)> = HashMap::new();
-    for (index, live) in live.iter().enumerate().filter(|(_, live)| sound(live, now)) {
-        for entry in live.section.entries.iter().filter(|entry| !entry.keep().is_over(now)) {
+/// The best copy of each block: the one that is kept and pinned longest, and of those the newest. Collectors that see
+/// the same store choose the same.
+pub(super) fn best_copies(live: &[LiveObject<'_>], now: Date) -> HashMap<BlockKey, usize> {
+    let mut best: HashMap<BlockKey, (u32, Option<Date>, Date, ObjectId, usize)> = HashMap::new();
+    for (index, live) in live.iter().enumerate().filter(|(_, live)| is_complete(live, now)) {
+        for entry in live.section.entries.iter().filter(|entry| !entry.retention().is_over(now)) {
             let until = entry.expires.map_or(u32::MAX, |date| Date::encode(Some(date)));
-            // A writer counts up: of those of one second, the last.
+            // Of objects of the same second, the one with the highest number.
             let this = (until, entry.pinned, live.stored.modified, live.id, index);
             let best = best.entry((live.section.fingerprint, entry.name)).or_insert(this);
             *best = this.max(*best);
@@ -74,18 +74,20 @@ pub(super) fn best(live: &[Live<'_>], now: Date) -> HashMap<Key, usize> {
     best.into_iter().map(|(key, (.., index))| (key, index)).collect()
 }
 
-/// Objects whose every block lies in a better one, which stays: so no block goes with these, however many go, and none before its
-/// pin is over.
-pub(super) fn copied(live: &[Live<'_>], best: &HashMap<Key, usize>, now: Date) -> BTreeSet<usize> {
+/// Objects of which every block has a better copy in an object that is kept. Deleting them loses no block, and none
+/// before its pin ends.
+pub(super) fn duplicates(live: &[LiveObject<'_>], best: &HashMap<BlockKey, usize>, now: Date) -> BTreeSet<usize> {
     let needed: BTreeSet<usize> = best.values().copied().collect();
-    let stays = |section: &Section, entry: &Entry| {
-        let there = best.get(&(section.fingerprint, entry.name)).map(|at| &live[*at].section.entries);
-        let mut there = there.into_iter().flatten();
-        !is_pinned(entry, now) || there.any(|other| other.name == entry.name && other.pinned >= entry.pinned)
+    let outlives_pin = |section: &Section, entry: &BlockEntry| {
+        let better = best.get(&(section.fingerprint, entry.name)).map(|at| &live[*at].section.entries);
+        let mut better = better.into_iter().flatten();
+        !is_pinned(entry, now) || better.any(|other| other.name == entry.name && other.pinned >= entry.pinned)
     };
-    let copies = live.iter().enumerate().filter(|(index, live)| {
-        let Live { section, .. } = live;
-        sound(live, now) && !needed.contains(index) && section.entries.iter().all(|entry| stays(section, entry))
+    let duplicates = live.iter().enumerate().filter(|(index, live)| {
+        let LiveObject { section, .. } = live;
+        is_complete(live, now)
+            && !needed.contains(index)
+            && section.entries.iter().all(|entry| outlives_pin(section, entry))
     });
-    copies.map(|(index, _)| index).collect()
+    duplicates.map(|(index, _)| index).collect()
 }

@@ -1,72 +1,72 @@
-//! What a collector has read already, so that the next pass reads only what is new.
+//! A cache of decoded small objects, so that a scan only reads what is new.
 //!
-//! Manifests and lists of removals never change, and a note of uses is another one once it did: an object of the same size,
-//! time and tag as the one that was read is the same. Bounded: what there is no room for is read again each time, and what is
-//! known stays known, so that a store that is too large costs as much less as fits.
+//! Manifests and tombstone lists never change, and an access log that was rewritten has another date: an object of the
+//! same size, date and tag has the same contents. Bounded: objects that do not fit are read again by each scan, and
+//! cached ones stay, so that a store that is too large still benefits from the whole cache.
 
 use object_store::ObjectMeta;
 use object_store::path::Path;
 use std::collections::{HashMap, HashSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// What small objects said.
-pub(in crate::object) struct Known<T> {
-    limit: usize,
+/// Decoded values of small objects.
+pub(super) struct ScanCache<T> {
+    max_bytes: usize,
     state: Mutex<State<T>>,
 }
 
 struct State<T> {
-    read: HashMap<Path, Read<T>>,
+    objects: HashMap<Path, Cached<T>>,
     bytes: usize,
 }
 
-struct Read<T> {
+struct Cached<T> {
     meta: ObjectMeta,
     bytes: usize,
-    said: T,
+    value: T,
 }
 
-impl<T: Clone> Known<T> {
-    /// Of so many bytes at most.
-    pub(in crate::object) fn new(limit: usize) -> Self {
-        Self { limit, state: Mutex::new(State { read: HashMap::new(), bytes: 0 }) }
+impl<T: Clone> ScanCache<T> {
+    /// Creates a cache of at most `max_bytes`.
+    pub(super) fn new(max_bytes: usize) -> Self {
+        Self { max_bytes, state: Mutex::new(State { objects: HashMap::new(), bytes: 0 }) }
     }
 
-    /// What an object said when it was read, if it is still the same.
-    pub(in crate::object) fn get(&self, meta: &ObjectMeta) -> Option<T> {
+    /// The cached value of an object, if it has not changed.
+    pub(super) fn get(&self, meta: &ObjectMeta) -> Option<T> {
         let state = self.lock();
-        state.read.get(&meta.location).filter(|read| read.meta == *meta).map(|read| read.said.clone())
+        state.objects.get(&meta.location).filter(|cached| cached.meta == *meta).map(|cached| cached.value.clone())
     }
 
-    /// An object was read; what it said takes so many bytes.
-    pub(in crate::object) fn learn(&self, meta: ObjectMeta, said: T, bytes: usize) {
+    /// Caches the value of an object; `bytes` is its size.
+    pub(super) fn insert(&self, meta: ObjectMeta, value: T, bytes: usize) {
         let mut state = self.lock();
-        state.forget(&meta.location);
-        if state.bytes + bytes <= self.limit {
+        state.remove(&meta.location);
+        if state.bytes + bytes <= self.max_bytes {
             state.bytes += bytes;
-            state.read.insert(meta.location.clone(), Read { meta, bytes, said });
+            state.objects.insert(meta.location.clone(), Cached { meta, bytes, value });
         }
     }
 
-    /// Forgets what is not there any more.
-    pub(in crate::object) fn retain(&self, there: &HashSet<Path>) {
+    /// Removes objects that do not exist any more.
+    pub(super) fn retain(&self, existing: &HashSet<Path>) {
         let mut state = self.lock();
-        let gone: Vec<Path> = state.read.keys().filter(|path| !there.contains(*path)).cloned().collect();
-        for path in &gone {
-            state.forget(path);
+        let deleted: Vec<Path> = state.objects.keys().filter(|path| !existing.contains(*path)).cloned().collect();
+        for path in &deleted {
+            state.remove(path);
         }
     }
 
     fn lock(&self) -> MutexGuard<'_, State<T>> {
-        // Sum and map change together, without anything between that could panic.
+        // The map and its sum change together, and no code that could panic runs in between.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl<T> State<T> {
-    fn forget(&mut self, path: &Path) {
-        if let Some(read) = self.read.remove(path) {
-            self.bytes -= read.bytes;
+    fn remove(&mut self, path: &Path) {
+        if let Some(cached) = self.objects.remove(path) {
+            self.bytes -= cached.bytes;
         }
     }
 }
@@ -82,18 +82,22 @@ mod tests {
     }
 
     #[test]
-    fn the_same_is_known_another_is_not_and_what_does_not_fit_leaves_what_is_known() {
-        let known = Known::new(100);
-        known.learn(meta("a", 1), 'a', 60);
-        known.learn(meta("b", 1), 'b', 60);
+    fn unchanged_objects_are_cached_and_the_size_is_bounded() {
+        let cache = ScanCache::new(100);
+        cache.insert(meta("a", 1), 'a', 60);
+        cache.insert(meta("b", 1), 'b', 60);
         assert_eq!(
-            [known.get(&meta("a", 1)), known.get(&meta("a", 2)), known.get(&meta("b", 1))],
+            [cache.get(&meta("a", 1)), cache.get(&meta("a", 2)), cache.get(&meta("b", 1))],
             [Some('a'), None, None]
         );
-        known.retain(&[Path::from("b")].into());
-        known.learn(meta("b", 1), 'b', 60);
-        assert_eq!([known.get(&meta("a", 1)), known.get(&meta("b", 1))], [None, Some('b')]);
-        known.learn(meta("b", 2), 'c', 100);
-        assert_eq!([known.get(&meta("b", 1)), known.get(&meta("b", 2))], [None, Some('c')], "its own room is free");
+        cache.retain(&[Path::from("b")].into());
+        cache.insert(meta("b", 1), 'b', 60);
+        assert_eq!([cache.get(&meta("a", 1)), cache.get(&meta("b", 1))], [None, Some('b')]);
+        cache.insert(meta("b", 2), 'c', 100);
+        assert_eq!(
+            [cache.get(&meta("b", 1)), cache.get(&meta("b", 2))],
+            [None, Some('c')],
+            "its previous value is replaced"
+        );
     }
 }

@@ -1,141 +1,148 @@
-//! Collecting now and then, beside serving.
+//! Runs garbage collection and compaction periodically beside serving.
 //!
-//! Of many processes that look after one store, about one collects in each interval: each waits a random time around it,
-//! and passes when somebody else began less than three quarters of it ago. While little room is left in a store with a capacity,
-//! the interval is seconds. Nothing rests on that; any number of collectors may be at work. Look here in vain for counting and logging: who starts it hears of every turn.
+//! Of all processes that share a store, about one runs per interval: each waits a random time around the interval, and
+//! skips its run if another process started one less than three quarters of the interval ago. While a store with a
+//! capacity is nearly full, extra runs follow within seconds. Correctness does not depend on this; any number of
+//! collectors may run. Not here: metrics and logs, which the caller makes from the reported outcomes.
 
-use super::Policy;
-use super::collector::{Collector, Report};
+use super::collector::{Collector, GcReport};
 use super::compact::Compaction;
+use super::policy::Policy;
 use crate::block::Clock;
-use crate::object::ObjectTier;
-use crate::object::client::retry::Chance;
-use crate::object::format::layout::Writer;
+use crate::object::client::retry::Rng;
+use crate::object::format::layout::InstanceId;
+use crate::object::tier::ObjectTier;
 use std::io;
 use std::sync::Weak;
 use std::time::Duration;
 use tokio::time::{Instant, sleep};
 
-/// What may stay in a store, and how often somebody looks.
+/// The policy of a store, and how often it is applied.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Upkeep {
+pub struct GcScheduler {
     /// What may stay.
     pub policy: Policy,
-    /// How often, over all who look after the store.
-    pub every: Duration,
+    /// Time between two runs, over all processes that share the store.
+    pub interval: Duration,
 }
 
-/// From one turn to the next while little room is left: as long as it takes at least until what was named may be deleted.
-const SOON: Duration = Duration::from_secs(15);
-/// The same where there is nothing to do again and again.
-const LATER: Duration = Duration::from_mins(4);
-/// After so many of the shortest intervals without a turn a process takes one, whatever the others do.
-const ALONE: u32 = 4;
-/// Such turns take at most one part in so many of the time.
-const EFFORT: u32 = 10;
+/// Time between two extra runs. Marked objects may be deleted after this time at the earliest.
+const MIN_INTERVAL: Duration = Duration::from_secs(15);
+/// The longest time between two extra runs that found nothing to do.
+const MAX_PAUSE: Duration = Duration::from_mins(4);
+/// After this many minimum intervals without a run, a process makes one whatever the others do.
+const MAX_SKIPPED_INTERVALS: u32 = 4;
+/// The time between extra runs is at least this many times the duration of a run.
+const MIN_INTERVAL_FACTOR: u32 = 10;
 
-/// When the next turn comes while little room is left.
-struct Waiting {
-    /// Not before.
-    soonest: Instant,
-    /// To look whether there is anything to name.
-    look: Instant,
-    /// To delete what was named.
-    due: Option<Instant>,
+/// When the next extra run is due.
+struct ExtraRun {
+    /// Never before this time.
+    not_before: Instant,
+    /// To look for objects to mark.
+    scan_at: Instant,
+    /// To delete marked objects.
+    delete_at: Option<Instant>,
 }
 
-impl Waiting {
-    fn is_over(&self) -> bool {
+impl ExtraRun {
+    fn is_due(&self) -> bool {
         let now = Instant::now();
-        now >= self.soonest && (now >= self.look || self.due.is_some_and(|due| now >= due))
+        now >= self.not_before && (now >= self.scan_at || self.delete_at.is_some_and(|delete_at| now >= delete_at))
     }
 }
 
-/// What came of one turn.
+/// Outcome of one run.
 #[derive(Debug)]
-pub enum Outcome {
-    /// This one looked through the store.
+pub enum GcOutcome {
+    /// The run was made.
     Collected {
         /// What it found and did.
-        report: Report,
-        /// How long that took.
+        report: GcReport,
+        /// Duration of the run.
         took: Duration,
     },
-    /// Another process did, lately.
-    Passed,
-    /// The store did not let it; the next turn comes.
+    /// Skipped: another process started a run within the interval.
+    Skipped,
+    /// The run failed; a later one follows.
     Failed(io::Error),
 }
 
-impl Upkeep {
-    /// Collects until it is dropped; `told` hears of every turn. Beside the turns of the interval there are others while
-    /// little room is left in a store with a capacity: soon, to name what goes, and once what was named may be deleted.
-    pub async fn run(self, collector: Collector, clock: Clock, told: impl Fn(&Outcome)) {
-        let mut chance = Chance::new(Writer::new().seed());
-        // A process that never lives for an interval takes its turn all the same.
-        let mut regular = Instant::now() + self.every.mul_f64(chance.draw());
-        let step = SOON.min(self.every);
-        // Doubles with every turn that finds nothing to do.
+impl GcScheduler {
+    /// Runs until it is dropped, and calls `report_run` after each run. Extra runs are made while a store with a
+    /// capacity is nearly full: soon, to mark objects, and when marked objects may be deleted.
+    pub async fn run(self, collector: Collector, clock: Clock, report_run: impl Fn(&GcOutcome)) {
+        let mut rng = Rng::new(InstanceId::new().seed());
+        // The first run comes within one interval, so that a process with a shorter lifetime takes part too.
+        let mut regular_at = Instant::now() + self.interval.mul_f64(rng.uniform());
+        let step = MIN_INTERVAL.min(self.interval);
+        // Doubles with every extra run that finds nothing to do.
         let mut pause = step;
-        let mut wait = Waiting { soonest: Instant::now(), look: Instant::now(), due: None };
-        let mut collected = Instant::now();
+        let mut extra = ExtraRun { not_before: Instant::now(), scan_at: Instant::now(), delete_at: None };
+        let mut last_run = Instant::now();
         loop {
-            sleep(step.mul_f64(0.75 + chance.draw() / 2.0).min(regular.saturating_duration_since(Instant::now())))
+            sleep(step.mul_f64(0.75 + rng.uniform() / 2.0).min(regular_at.saturating_duration_since(Instant::now())))
                 .await;
-            let is_regular = Instant::now() >= regular;
-            if !(is_regular || wait.is_over() && collector.is_near_capacity()) {
+            let is_regular = Instant::now() >= regular_at;
+            if !(is_regular || extra.is_due() && collector.is_near_capacity()) {
                 continue;
             }
-            // Only this process deletes early what it wrote: however often others collect, it does now and then.
-            let gap = match (is_regular, collected.elapsed() > step * ALONE) {
-                (true, _) => self.every,
+            // Only this process deletes its own objects early, so it runs now and then however often others do.
+            let gap = match (is_regular, last_run.elapsed() > step * MAX_SKIPPED_INTERVALS) {
+                (true, _) => self.interval,
                 (false, false) => step,
                 (false, true) => Duration::ZERO,
             };
-            let outcome = self.turn(&collector, &clock, gap.mul_f64(0.75)).await;
-            told(&outcome);
+            let outcome = self.run_once(&collector, &clock, gap.mul_f64(0.75)).await;
+            report_run(&outcome);
             let now = Instant::now();
             if is_regular {
-                regular = now + self.every.mul_f64(0.75 + chance.draw() / 2.0);
+                regular_at = now + self.interval.mul_f64(0.75 + rng.uniform() / 2.0);
             }
             match &outcome {
-                Outcome::Collected { report, took } => {
-                    let idle = report.condemned.is_empty() && report.deleted.objects == 0;
-                    pause = if idle { (pause * 2).min(LATER).min(self.every) } else { step };
-                    let soonest = now + step.max(*took * EFFORT);
-                    collected = now;
-                    wait = Waiting { soonest, look: now + pause, due: report.next.map(|next| now + next) };
+                GcOutcome::Collected { report, took } => {
+                    let is_idle = report.marked.is_empty() && report.deleted.objects == 0;
+                    pause = if is_idle { (pause * 2).min(MAX_PAUSE).min(self.interval) } else { step };
+                    let not_before = now + step.max(*took * MIN_INTERVAL_FACTOR);
+                    last_run = now;
+                    extra = ExtraRun {
+                        not_before,
+                        scan_at: now + pause,
+                        delete_at: report.next_deletion.map(|next| now + next),
+                    };
                 }
-                Outcome::Passed => wait.soonest = now + step,
-                Outcome::Failed(_) => wait.soonest = now + step * 4,
+                GcOutcome::Skipped => extra.not_before = now + step,
+                GcOutcome::Failed(_) => extra.not_before = now + step * 4,
             }
         }
     }
 
-    /// Packs small objects into large ones about as often, until the tier is gone; `told` hears of every turn.
-    pub async fn compact(every: Duration, tier: Weak<ObjectTier>, told: impl Fn(io::Result<Compaction>)) {
-        let mut chance = Chance::new(Writer::new().seed());
+    /// Compacts small objects about once per interval until the tier is dropped, and calls `report_run` after each
+    /// time.
+    pub async fn compact(interval: Duration, tier: Weak<ObjectTier>, report_run: impl Fn(io::Result<Compaction>)) {
+        let mut rng = Rng::new(InstanceId::new().seed());
         loop {
-            // Not all at the same time: what a process left that ended is anybody's.
-            sleep(every.mul_f64(0.75 + chance.draw() / 2.0)).await;
+            // At random times, because any process may compact the objects of a writer that has ended.
+            sleep(interval.mul_f64(0.75 + rng.uniform() / 2.0)).await;
             let Some(tier) = tier.upgrade() else { return };
-            told(tier.compact(every * 2).await);
+            report_run(tier.compact(interval * 2).await);
         }
     }
 
-    /// Collects, unless another process began to within so long.
-    pub(in crate::object) async fn turn(&self, collector: &Collector, clock: &Clock, gap: Duration) -> Outcome {
+    /// Makes a run, unless another process started one within `gap`.
+    pub(in crate::object) async fn run_once(&self, collector: &Collector, clock: &Clock, gap: Duration) -> GcOutcome {
         let start = Instant::now();
-        let collected = async {
-            // Before it looks: what was written meanwhile is not older than it seems.
-            let Some(now) = collector.turn(gap, clock.now()).await? else { return Ok(None) };
-            let survey = collector.survey(|_, _| ()).await?;
-            Ok(Some(collector.collect(&survey, &self.policy, now).await?))
+        let run = async {
+            // The date is taken before the scan, so that objects written during the scan do not seem older than they
+            // are.
+            let Some(now) = collector.try_start(gap, clock.now()).await? else { return Ok(None) };
+            let inventory = collector.scan(|_, _| ()).await?;
+            Ok(Some(collector.collect(&inventory, &self.policy, now).await?))
         };
-        match collected.await {
-            Ok(Some(report)) => Outcome::Collected { report, took: start.elapsed() },
-            Ok(None) => Outcome::Passed,
-            Err(error) => Outcome::Failed(error),
+        match run.await {
+            Ok(Some(report)) => GcOutcome::Collected { report, took: start.elapsed() },
+            Ok(None) => GcOutcome::Skipped,
+            Err(error) => GcOutcome::Failed(error),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! A store in memory that counts its requests, fails or hangs when told, and may have a clock of its own.
+//! A store in memory that counts requests, injects faults, and may have its own clock.
 
 use crate::block::Clock;
 use futures::future;
@@ -16,34 +16,34 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, UNIX_EPOCH};
 
-/// What happens to requests whose path contains a word.
+/// The fault of requests whose path contains a word.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Mood {
+pub(super) enum Fault {
     Fails,
     Hangs,
-    /// Reads are denied, as of an object in cold storage or under a disabled key; it is listed and written as ever.
+    /// Reads are denied, as for an object in cold storage or under a disabled key. Lists and writes work.
     Denied,
-    /// The write happens, but the answer is an error.
+    /// The write happens, but the response is an error.
     FailsAfterwards,
-    /// The next one fails; then all is well.
+    /// The next request fails, the following ones work.
     FailsOnce,
-    /// The next one hangs; then all is well.
+    /// The next request hangs, the following ones work.
     HangsOnce,
 }
 
 #[derive(Debug, Default)]
 pub(super) struct Flaky {
     inner: InMemory,
-    mood: Mutex<Option<(String, Mood)>>,
+    fault: Mutex<Option<(String, Fault)>>,
     requests: Arc<AtomicU64>,
     puts: AtomicU64,
     reads: AtomicU64,
-    given_up: Arc<AtomicU64>,
+    aborted_uploads: Arc<AtomicU64>,
     clock: OnceLock<Clock>,
     dates: Dates,
 }
 
-/// When each object was written, by the store's own clock.
+/// When each object was written, by the store's clock.
 type Dates = Arc<Mutex<HashMap<Path, Duration>>>;
 
 fn dated(dates: &Dates, meta: ObjectMeta) -> ObjectMeta {
@@ -51,15 +51,15 @@ fn dated(dates: &Dates, meta: ObjectMeta) -> ObjectMeta {
     ObjectMeta { last_modified: date.unwrap_or(meta.last_modified), ..meta }
 }
 
-/// An upload whose parts count as the requests that they are.
+/// An upload that counts its parts as requests.
 #[derive(Debug)]
-struct Counted {
+struct CountingUpload {
     inner: Box<dyn MultipartUpload>,
     requests: Arc<AtomicU64>,
 }
 
 #[async_trait::async_trait]
-impl MultipartUpload for Counted {
+impl MultipartUpload for CountingUpload {
     fn put_part(&mut self, part: PutPayload) -> UploadPart {
         self.requests.fetch_add(1, Ordering::Relaxed);
         self.inner.put_part(part)
@@ -75,18 +75,18 @@ impl MultipartUpload for Counted {
     }
 }
 
-/// An upload of which no part arrives.
+/// An upload whose parts all fail.
 #[derive(Debug)]
-struct Broken(Arc<AtomicU64>);
+struct FailingUpload(Arc<AtomicU64>);
 
 #[async_trait::async_trait]
-impl MultipartUpload for Broken {
+impl MultipartUpload for FailingUpload {
     fn put_part(&mut self, _part: PutPayload) -> UploadPart {
-        Box::pin(async { Err(down()) })
+        Box::pin(async { Err(unavailable()) })
     }
 
     async fn complete(&mut self) -> Result<PutResult> {
-        Err(down())
+        Err(unavailable())
     }
 
     async fn abort(&mut self) -> Result<()> {
@@ -96,21 +96,21 @@ impl MultipartUpload for Broken {
 }
 
 impl Flaky {
-    pub(super) fn set(&self, mood: Option<(&str, Mood)>) {
-        *self.mood.lock().unwrap() = mood.map(|(word, mood)| (word.to_owned(), mood));
+    pub(super) fn set_fault(&self, fault: Option<(&str, Fault)>) {
+        *self.fault.lock().unwrap() = fault.map(|(word, fault)| (word.to_owned(), fault));
     }
 
-    /// Dates what is written from now on by another clock than the machine's.
-    pub(super) fn date_by(&self, clock: &Clock) {
+    /// Uses another clock than the machine's for the dates of new objects.
+    pub(super) fn use_clock(&self, clock: &Clock) {
         self.clock.set(clock.clone()).unwrap();
     }
 
-    /// Uploads in parts that were given up, rather than left lying.
-    pub(super) fn given_up(&self) -> u64 {
-        self.given_up.load(Ordering::Relaxed)
+    /// Multipart uploads that were aborted.
+    pub(super) fn aborted_uploads(&self) -> u64 {
+        self.aborted_uploads.load(Ordering::Relaxed)
     }
 
-    /// Objects that were written whole.
+    /// Objects written in one request.
     pub(super) fn puts(&self) -> u64 {
         self.puts.load(Ordering::Relaxed)
     }
@@ -119,30 +119,30 @@ impl Flaky {
         self.requests.load(Ordering::Relaxed)
     }
 
-    /// Requests to read, of all of them.
+    /// Read requests.
     pub(super) fn reads(&self) -> u64 {
         self.reads.load(Ordering::Relaxed)
     }
 
-    async fn meet(&self, path: &str) -> Result<()> {
+    async fn inject_fault(&self, path: &str) -> Result<()> {
         self.requests.fetch_add(1, Ordering::Relaxed);
-        let mood = self.mood(path);
-        if matches!(mood, Some(Mood::FailsOnce | Mood::HangsOnce)) {
-            self.set(None);
+        let fault = self.fault(path);
+        if matches!(fault, Some(Fault::FailsOnce | Fault::HangsOnce)) {
+            self.set_fault(None);
         }
-        match mood {
-            Some(Mood::Fails | Mood::FailsOnce) => Err(down()),
-            Some(Mood::Hangs | Mood::HangsOnce) => future::pending().await,
+        match fault {
+            Some(Fault::Fails | Fault::FailsOnce) => Err(unavailable()),
+            Some(Fault::Hangs | Fault::HangsOnce) => future::pending().await,
             _ => Ok(()),
         }
     }
 
-    fn mood(&self, path: &str) -> Option<Mood> {
-        self.mood.lock().unwrap().as_ref().filter(|(word, _)| path.contains(word)).map(|(_, mood)| *mood)
+    fn fault(&self, path: &str) -> Option<Fault> {
+        self.fault.lock().unwrap().as_ref().filter(|(word, _)| path.contains(word)).map(|(_, fault)| *fault)
     }
 }
 
-fn down() -> Error {
+fn unavailable() -> Error {
     Error::Generic { store: "flaky", source: "down".into() }
 }
 
@@ -167,14 +167,14 @@ impl ObjectStore for Flaky {
         Self: 'out,
     {
         Box::pin(async move {
-            self.meet(path.as_ref()).await?;
+            self.inject_fault(path.as_ref()).await?;
             self.puts.fetch_add(1, Ordering::Relaxed);
             let put = self.inner.put_opts(path, payload, options).await?;
             if let Some(clock) = self.clock.get() {
                 let date = Duration::from_secs(u64::from(crate::block::Date::encode(Some(clock.now()))));
                 self.dates.lock().unwrap().insert(path.clone(), date);
             }
-            if self.mood(path.as_ref()) == Some(Mood::FailsAfterwards) { Err(down()) } else { Ok(put) }
+            if self.fault(path.as_ref()) == Some(Fault::FailsAfterwards) { Err(unavailable()) } else { Ok(put) }
         })
     }
 
@@ -190,12 +190,12 @@ impl ObjectStore for Flaky {
     {
         Box::pin(async move {
             self.requests.fetch_add(1, Ordering::Relaxed);
-            match self.mood(path.as_ref()) {
-                None | Some(Mood::Denied) => {
+            match self.fault(path.as_ref()) {
+                None | Some(Fault::Denied) => {
                     let inner = self.inner.put_multipart_opts(path, options).await?;
-                    Ok(Box::new(Counted { inner, requests: self.requests.clone() }) as Box<dyn MultipartUpload>)
+                    Ok(Box::new(CountingUpload { inner, requests: self.requests.clone() }) as Box<dyn MultipartUpload>)
                 }
-                Some(_) => Ok(Box::new(Broken(self.given_up.clone())) as Box<dyn MultipartUpload>),
+                Some(_) => Ok(Box::new(FailingUpload(self.aborted_uploads.clone())) as Box<dyn MultipartUpload>),
             }
         })
     }
@@ -212,8 +212,8 @@ impl ObjectStore for Flaky {
     {
         Box::pin(async move {
             self.reads.fetch_add(1, Ordering::Relaxed);
-            self.meet(path.as_ref()).await?;
-            if self.mood(path.as_ref()) == Some(Mood::Denied) {
+            self.inject_fault(path.as_ref()).await?;
+            if self.fault(path.as_ref()) == Some(Fault::Denied) {
                 let source = "InvalidObjectState: the object is archived".into();
                 return Err(Error::PermissionDenied { path: path.to_string(), source });
             }
@@ -223,16 +223,16 @@ impl ObjectStore for Flaky {
     }
 
     fn delete_stream(&self, paths: BoxStream<'static, Result<Path>>) -> BoxStream<'static, Result<Path>> {
-        // As a store does that takes a thousand of them at once.
+        // Counts one request, like a store with bulk deletes.
         self.requests.fetch_add(1, Ordering::Relaxed);
         self.inner.delete_stream(paths)
     }
 
     fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, Result<ObjectMeta>> {
         self.requests.fetch_add(1, Ordering::Relaxed);
-        match self.mood(prefix.map_or("", AsRef::as_ref)) {
-            Some(Mood::Fails) => futures::stream::once(async { Err(down()) }).boxed(),
-            Some(Mood::Hangs) => futures::stream::pending().boxed(),
+        match self.fault(prefix.map_or("", AsRef::as_ref)) {
+            Some(Fault::Fails) => futures::stream::once(async { Err(unavailable()) }).boxed(),
+            Some(Fault::Hangs) => futures::stream::pending().boxed(),
             _ => {
                 let dates = self.dates.clone();
                 self.inner.list(prefix).map_ok(move |meta| dated(&dates, meta)).boxed()
@@ -250,7 +250,7 @@ impl ObjectStore for Flaky {
         Self: 'out,
     {
         Box::pin(async move {
-            self.meet(prefix.map_or("", AsRef::as_ref)).await?;
+            self.inject_fault(prefix.map_or("", AsRef::as_ref)).await?;
             self.inner.list_with_delimiter(prefix).await
         })
     }

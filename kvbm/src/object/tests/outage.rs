@@ -1,83 +1,83 @@
-//! A store that fails or hangs: new blocks are refused, nothing hangs, and what was known comes back with it.
+//! A store that fails or hangs: new blocks fail, no call hangs, and the catalog is kept.
 
-use super::flaky::{Flaky, Mood};
+use super::flaky::{Fault, Flaky};
 use super::*;
 
 #[tokio::test(start_paused = true)]
-async fn an_object_that_cannot_be_written_costs_its_blocks_only() {
-    for mood in [Mood::Fails, Mood::Hangs] {
+async fn a_failed_object_write_fails_only_its_blocks() {
+    for fault in [Fault::Fails, Fault::Hangs] {
         let shared = Arc::new(Flaky::default());
         let (tier, events) = open_on(shared.clone());
         store(&*tier, chain(1, 5)).await;
-        shared.set(Some(("/blocks/", mood)));
+        shared.set_fault(Some(("/blocks/", fault)));
         let answers = tier.store(chain(2, 5)).await;
-        assert!(answers.iter().all(|answer| matches!(answer, Err(StoreError::Io(_)))), "{mood:?}");
+        assert!(answers.iter().all(|answer| matches!(answer, Err(StoreError::Io(_)))), "{fault:?}");
         assert_eq!(announced(&events, Level::G4).len(), 5);
-        shared.set(None);
+        shared.set_fault(None);
         store(&*tier, chain(2, 5)).await;
-        assert!(all(&load(&*tier, fingerprint(), names(&chain(2, 5))).await));
+        assert!(all_found(&load(&*tier, fingerprint(), names(&chain(2, 5))).await));
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_manifest_that_failed_is_written_later_and_leaves_no_gap() {
-    for mood in [Mood::Fails, Mood::Hangs, Mood::FailsAfterwards] {
+async fn a_failed_manifest_is_retried_under_its_number() {
+    for fault in [Fault::Fails, Fault::Hangs, Fault::FailsAfterwards] {
         let shared = Arc::new(Flaky::default());
         let (tier, events) = open_on(shared.clone());
         let (reader, _) = open_on(shared.clone());
-        reader.caught_up().await;
-        shared.set(Some(("/manifests/", mood)));
-        assert!(tier.store(chain(1, 5)).await.iter().all(Result::is_err), "{mood:?}");
+        reader.wait_until_ready().await;
+        shared.set_fault(Some(("/manifests/", fault)));
+        assert!(tier.store(chain(1, 5)).await.iter().all(Result::is_err), "{fault:?}");
         assert!(announced(&events, Level::G4).is_empty(), "not at rest yet");
         tokio::time::sleep(Duration::from_secs(100)).await;
-        shared.set(None);
+        shared.set_fault(None);
         store(&*tier, chain(2, 5)).await;
-        assert_eq!(tier.usage().blocks, 10, "{mood:?}: the first ones came to rest after all");
+        assert_eq!(tier.usage().blocks, 10, "{fault:?}: the first blocks were stored after all");
         for seed in [1, 2] {
-            found_after(&reader, &names(&chain(seed, 5))).await;
+            seconds_until_found(&reader, &names(&chain(seed, 5))).await;
         }
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_store_that_is_away_at_the_start_is_learned_when_it_comes() {
+async fn an_unreachable_store_is_read_when_it_responds() {
     let shared = Arc::new(Flaky::default());
     let (writer, _) = open_on(shared.clone());
     store(&*writer, chain(1, 5)).await;
-    shared.set(Some(("", Mood::Fails)));
+    shared.set_fault(Some(("", Fault::Fails)));
     let (tier, _) = open_on(shared.clone());
     let hour = Duration::from_hours(1);
-    assert!(tokio::time::timeout(hour, tier.caught_up()).await.is_err());
+    assert!(tokio::time::timeout(hour, tier.wait_until_ready()).await.is_err());
     assert_eq!(tier.usage().blocks, 0);
-    shared.set(None);
-    tier.caught_up().await;
+    shared.set_fault(None);
+    tier.wait_until_ready().await;
     assert_eq!(tier.usage().blocks, 5);
 }
 
 #[tokio::test(start_paused = true)]
-async fn reads_of_a_store_that_is_away_fail_and_forget_nothing() {
+async fn failed_reads_drop_nothing_from_the_catalog() {
     let shared = Arc::new(Flaky::default());
     let (tier, _) = open_on(shared.clone());
     store(&*tier, chain(1, 5)).await;
-    for mood in [Mood::Fails, Mood::Hangs] {
-        shared.set(Some(("/blocks/", mood)));
+    for fault in [Fault::Fails, Fault::Hangs] {
+        shared.set_fault(Some(("/blocks/", fault)));
         let mut loading = tier.load(fingerprint(), names(&chain(1, 5)));
         let mut failed = 0;
         while let Some((_, answer)) = loading.next().await {
             failed += usize::from(matches!(answer, Err(LoadError::Io(_))));
         }
         assert_eq!(failed, 5);
-        shared.set(None);
-        assert!(all(&load(&*tier, fingerprint(), names(&chain(1, 5))).await));
-        assert_eq!(tier.lost_objects(), 0);
+        shared.set_fault(None);
+        assert!(all_found(&load(&*tier, fingerprint(), names(&chain(1, 5))).await));
+        assert_eq!(tier.missing_objects(), 0);
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn more_than_the_queue_holds_is_busy_at_once() {
+async fn a_full_queue_answers_busy_at_once() {
     let shared = Arc::new(Flaky::default());
     let (tier, _) = open_on(shared.clone());
-    shared.set(Some(("/blocks/", Mood::Hangs)));
+    shared.set_fault(Some(("/blocks/", Fault::Hangs)));
     let large = chain_of(fingerprint(), 1, 80, 4 << 20);
     let answers = tier.store(large).await;
     let busy = answers.iter().filter(|answer| matches!(answer, Err(StoreError::Busy))).count();

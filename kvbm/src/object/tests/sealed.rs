@@ -1,10 +1,10 @@
-//! Manifests that are sealed, forged, moved, or of absurd size.
+//! Manifests that are sealed, forged, moved, or oversized.
 
 use super::*;
 use crate::transform::crypt::{Environment, KeySource, Keys, MetadataKeys};
 use object_store::ObjectStoreExt;
 
-/// The metadata keys of a process with these master keys, on a shelf that all share.
+/// The metadata keys of a process with these master keys, in a shared key store.
 async fn keys(shelf: &Arc<dyn ObjectStore>, masters: &str) -> Arc<MetadataKeys> {
     let masters = masters.to_owned();
     let environment: Environment = Arc::new(move |_| Some(masters.clone()));
@@ -14,14 +14,14 @@ async fn keys(shelf: &Arc<dyn ObjectStore>, masters: &str) -> Arc<MetadataKeys> 
 
 fn open(store: &Arc<dyn ObjectStore>, keys: Option<&Arc<MetadataKeys>>) -> Arc<ObjectTier> {
     let events = Arc::new(EventLog::new(Epoch(1)));
-    ObjectTier::sealed(store.clone(), "kv", Settings::default(), events, keys.cloned())
+    ObjectTier::open_sealed(store.clone(), "kv", Settings::default(), events, keys.cloned())
 }
 
-/// What a process finds that starts now: blocks of `wanted`, and manifests that it refused.
+/// For a process that starts now: the number of `wanted` blocks that it loads, and of corrupt manifests.
 async fn found(store: &Arc<dyn ObjectStore>, keys: Option<&Arc<MetadataKeys>>, wanted: &[Block]) -> (usize, u64) {
     let tier = open(store, keys);
-    tier.caught_up().await;
-    (load(&*tier, fingerprint(), names(wanted)).await.iter().flatten().count(), tier.unsound_manifests())
+    tier.wait_until_ready().await;
+    (load(&*tier, fingerprint(), names(wanted)).await.iter().flatten().count(), tier.corrupt_manifests())
 }
 
 async fn manifests(store: &Arc<dyn ObjectStore>) -> Vec<(object_store::path::Path, Bytes)> {
@@ -36,7 +36,7 @@ async fn manifests(store: &Arc<dyn ObjectStore>) -> Vec<(object_store::path::Pat
 }
 
 #[tokio::test(start_paused = true)]
-async fn unsealed_forged_and_moved_manifests_are_refused_and_counted() {
+async fn unsealed_forged_or_moved_manifests_are_rejected() {
     let [store, shelf]: [Arc<dyn ObjectStore>; 2] = [Arc::new(InMemory::new()), Arc::new(InMemory::new())];
     let (old, new) = ("01".repeat(32), format!("{},{}", "02".repeat(32), "01".repeat(32)));
     let (ours, blocks, plain) = (keys(&shelf, &old).await, chain(1, 10), chain(2, 10));
@@ -44,7 +44,7 @@ async fn unsealed_forged_and_moved_manifests_are_refused_and_counted() {
     assert_eq!(found(&store, Some(&ours), &blocks).await, (10, 0));
     assert_eq!(found(&store, None, &blocks).await, (10, 0), "a process without keys has nothing to verify with");
 
-    // What another process with the keys reads stays readable when the master key is replaced.
+    // Manifests stay readable when the master key is replaced.
     let rotated = keys(&shelf, &new).await;
     assert_eq!(found(&store, Some(&rotated), &blocks).await, (10, 0));
     let other: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
@@ -56,7 +56,7 @@ async fn unsealed_forged_and_moved_manifests_are_refused_and_counted() {
     assert_eq!(found(&store, Some(&ours), &plain).await, (0, 1));
     assert_eq!(found(&store, None, &plain).await, (10, 0));
 
-    // Sealed, and changed in each field, with a sound checksum; or put in another place.
+    // Sealed, with one field changed and a valid checksum; or moved to another number.
     let manifests = manifests(&store).await;
     let (path, sound) = manifests.iter().find(|(_, bytes)| bytes.starts_with(b"BLKYMAN5")).unwrap();
     for at in (8..sound.len() - 8).step_by(7) {
@@ -73,31 +73,31 @@ async fn unsealed_forged_and_moved_manifests_are_refused_and_counted() {
 }
 
 #[tokio::test]
-async fn oversized_metadata_is_skipped_and_takes_no_memory() {
+async fn oversized_metadata_is_skipped_without_buffering() {
     let folder = tempfile::tempdir().unwrap();
     let (tier, _) = reopen(folder.path()).await;
     store(&*tier, chain(1, 10)).await;
     let huge = |path: PathBuf| {
         fs::create_dir_all(path.parent().unwrap()).unwrap();
         let file = fs::OpenOptions::new().write(true).create(true).truncate(false).open(path).unwrap();
-        // Sparse: it takes no space.
+        // A sparse file: it takes no space.
         file.set_len(1 << 40).unwrap();
     };
     let manifest = files(folder.path(), "manifests").remove(0);
     huge(manifest.with_file_name("000000000007"));
-    let name = Writer::new().to_string();
+    let name = InstanceId::new().to_string();
     huge(folder.path().join("manifests").join(&name).join("000000000000"));
     huge(folder.path().join("removals").join(&name));
     huge(folder.path().join("uses").join(&name));
     huge(folder.path().join("collected"));
     let (reader, _) = reopen(folder.path()).await;
-    assert!(all(&load(&*reader, fingerprint(), names(&chain(1, 10))).await));
-    assert_eq!(reader.unsound_manifests(), 2);
+    assert!(all_found(&load(&*reader, fingerprint(), names(&chain(1, 10))).await));
+    assert_eq!(reader.corrupt_manifests(), 2);
     let store = Arc::new(LocalFileSystem::new_with_prefix(folder.path()).unwrap());
     let collector = Collector::open(store, "", Duration::from_secs(10));
-    let survey = collector.survey(|_, _| {}).await.unwrap();
+    let inventory = collector.scan(|_, _| {}).await.unwrap();
     let now = crate::block::Clock::system().now();
-    assert!(collector.turn(Duration::from_secs(9), now).await.unwrap().is_some());
-    let seen = collector.verify(&survey, false, async |_, _| Ok(true), |_, _| {}).await.unwrap();
+    assert!(collector.try_start(Duration::from_secs(9), now).await.unwrap().is_some());
+    let seen = collector.verify(&inventory, false, async |_, _| Ok(true), |_, _| {}).await.unwrap();
     assert_eq!((seen.valid_blocks, seen.corrupt_manifests), (10, 2));
 }

@@ -1,26 +1,27 @@
-//! The tier on real protocols: every MUST, and what others find, is lost, or is refused, against servers behind sockets.
+//! The tier over real protocols: the tier contract, other processes, and faults, against servers behind sockets.
 //!
-//! Two S3 servers live in this process. `make test` starts others (`tests/servers/run.py`) and names them in the
-//! environment; without them their tests say aloud that they were skipped.
+//! Two S3 servers run in this process. `make test` starts others (`tests/servers/run.py`) and passes their addresses
+//! in the environment; without them these tests print that they were skipped.
 
-use super::server::{BUCKET, Conditions, KEYS, Server};
-use super::used;
+use super::access_logs;
+use super::s3_server::{BUCKET, Conditions, KEYS, S3Server};
 use super::*;
 use object_store::{ObjectStoreExt, PutMode, PutOptions, PutPayload};
 use std::io::Write;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// A server under test, and a prefix of its own.
-struct Place {
-    location: Location,
+struct TestServer {
+    location: StoreLocation,
     access: Access,
-    server: Option<Server>,
+    server: Option<S3Server>,
 }
 
-impl Place {
-    fn new(scheme: &str, endpoint: &str, variables: &[(&str, &str)], server: Option<Server>) -> Self {
+impl TestServer {
+    fn new(scheme: &str, endpoint: &str, variables: &[(&str, &str)], server: Option<S3Server>) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
-        // Servers are shared by processes: nobody else has this prefix. Short, for one of them makes file names of keys.
+        // Test processes share servers, so each has its own prefix. Short, because one of the servers uses keys as
+        // file names.
         let prefix = format!("p{}n{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
         let location = format!("{scheme}://{BUCKET}/{prefix}").parse().unwrap();
         let (endpoint, region) = (Some(endpoint.parse().unwrap()), None);
@@ -28,20 +29,20 @@ impl Place {
         Self { location, access: Access { endpoint, region, credentials }, server }
     }
 
-    fn s3(endpoint: &str, server: Option<Server>) -> Self {
+    fn s3(endpoint: &str, server: Option<S3Server>) -> Self {
         let keys = [("AWS_ACCESS_KEY_ID", KEYS.0), ("AWS_SECRET_ACCESS_KEY", KEYS.1)];
         Self::new("s3", endpoint, &keys, server)
     }
 
     fn in_process(conditions: Conditions) -> Self {
-        let server = Server::start(conditions);
+        let server = S3Server::start(conditions);
         Self::s3(&server.endpoint.clone(), Some(server))
     }
 
     /// A server that `make test` started.
     fn outside(name: &str, make: impl Fn(&str) -> Self) -> Option<Self> {
         let Ok(endpoint) = std::env::var(name) else {
-            // Not `eprintln`: the test harness would swallow it.
+            // Not `eprintln`: the test harness captures it.
             let _ = writeln!(std::io::stderr(), "SKIPPED: no server in {name}; `make test` starts one");
             return None;
         };
@@ -54,99 +55,99 @@ impl Place {
 
     fn open_with(&self, settings: Settings) -> (Arc<ObjectTier>, Arc<EventLog>) {
         let events = Arc::new(EventLog::new(Epoch(1)));
-        (ObjectTier::at(&self.location, &self.access, settings, events.clone(), None).unwrap(), events)
+        (ObjectTier::open_location(&self.location, &self.access, settings, events.clone(), None).unwrap(), events)
     }
 
-    /// The store without the tier, and every object in it.
+    /// The store itself, and every object in it.
     async fn raw(&self) -> (Arc<dyn ObjectStore>, Vec<object_store::path::Path>) {
-        let Location::Cloud { prefix, .. } = &self.location else { unreachable!("a cloud") };
+        let StoreLocation::Cloud { prefix, .. } = &self.location else { unreachable!("a cloud") };
         let store = self.location.client(&self.access, Duration::from_secs(30)).unwrap().unwrap();
         let listed: Vec<_> = store.list(Some(prefix)).map(|meta| meta.unwrap().location).collect().await;
         (store, listed)
     }
 }
 
-/// Tests of everything, against the server that the expression names.
+/// All tests against the server of the expression.
 macro_rules! on {
     ($name:ident, $make:expr) => {
         mod $name {
             use super::*;
 
-            fn place() -> Option<Place> {
+            fn server() -> Option<TestServer> {
                 ($make).into()
             }
 
             conformance::suite!(async || {
-                place().map(|place| {
-                    let (tier, events) = place.open();
-                    Subject::keeping(tier, events, place)
+                server().map(|server| {
+                    let (tier, events) = server.open();
+                    Subject::keeping(tier, events, server)
                 })
             });
 
             #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-            async fn others_find_and_load_it_now_and_after_a_restart() {
-                if let Some(place) = place() {
-                    super::others_find_and_load_it_now_and_after_a_restart(place).await;
+            async fn blocks_are_found_by_others_and_after_a_restart() {
+                if let Some(server) = server() {
+                    super::blocks_are_found_by_others_and_after_a_restart(server).await;
                 }
             }
 
             #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-            async fn what_is_gone_or_cut_is_a_miss_and_counted() {
-                if let Some(place) = place() {
-                    super::what_is_gone_or_cut_is_a_miss_and_counted(place).await;
+            async fn missing_and_truncated_objects_are_counted_misses() {
+                if let Some(server) = server() {
+                    super::missing_and_truncated_objects_are_counted_misses(server).await;
                 }
             }
 
             #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-            async fn a_large_object_goes_in_parts() {
-                if let Some(place) = place() {
-                    super::a_large_object_goes_in_parts(place).await;
+            async fn a_large_object_is_uploaded_in_parts() {
+                if let Some(server) = server() {
+                    super::a_large_object_is_uploaded_in_parts(server).await;
                 }
             }
 
             #[tokio::test]
-            async fn what_is_read_stays_and_a_pass_reads_what_is_new() {
-                if let Some(place) = place() {
-                    let Location::Cloud { prefix, .. } = &place.location else { unreachable!("a cloud") };
+            async fn read_objects_are_kept_and_scans_are_incremental() {
+                if let Some(server) = server() {
+                    let StoreLocation::Cloud { prefix, .. } = &server.location else { unreachable!("a cloud") };
                     let prefix = prefix.to_string();
-                    used::what_is_read_stays_and_a_pass_reads_what_is_new(place.raw().await.0, &prefix).await;
+                    access_logs::read_objects_are_kept_and_scans_are_incremental(server.raw().await.0, &prefix).await;
                 }
             }
 
             #[tokio::test]
-            async fn a_bucket_that_is_not_there_is_refused_in_words() {
-                if let Some(place) = place() {
-                    super::a_bucket_that_is_not_there_is_refused_in_words(place).await;
+            async fn a_missing_bucket_is_refused_with_the_reason() {
+                if let Some(server) = server() {
+                    super::a_missing_bucket_is_refused_with_the_reason(server).await;
                 }
             }
         }
     };
 }
 
-on!(s3, Place::in_process(Conditions::Honoured));
-on!(s3_that_ignores_conditions, Place::in_process(Conditions::Ignored));
-on!(moto, Place::outside("KVBM_TEST_MOTO", |endpoint| Place::s3(endpoint, None)));
+on!(s3, TestServer::in_process(Conditions::Honoured));
+on!(s3_that_ignores_conditions, TestServer::in_process(Conditions::Ignored));
+on!(moto, TestServer::outside("KVBM_TEST_MOTO", |endpoint| TestServer::s3(endpoint, None)));
 on!(
     azurite,
-    Place::outside("KVBM_TEST_AZURITE", |endpoint| {
-        // The account and the key that every Azurite has; they are in its documentation.
+    TestServer::outside("KVBM_TEST_AZURITE", |endpoint| {
+        // The documented account and key of every Azurite.
         let account = ("AZURE_STORAGE_ACCOUNT_NAME", "devstoreaccount1");
         let key = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw==";
-        Place::new("az", endpoint, &[account, ("AZURE_STORAGE_ACCOUNT_KEY", key)], None)
+        TestServer::new("az", endpoint, &[account, ("AZURE_STORAGE_ACCOUNT_KEY", key)], None)
     })
 );
-// Google's XML dialect is S3's; nobody checks a signature there.
+// Google's XML API equals S3's; the test server checks no signature.
 on!(
     google_on_moto,
-    Place::outside("KVBM_TEST_MOTO", |endpoint| {
-        Place::new("gs", endpoint, &[("GOOGLE_BEARER_TOKEN", "anybody")], None)
+    TestServer::outside("KVBM_TEST_MOTO", |endpoint| {
+        TestServer::new("gs", endpoint, &[("GOOGLE_BEARER_TOKEN", "anybody")], None)
     })
 );
 
-async fn others_find_and_load_it_now_and_after_a_restart(place: Place) {
-    let (reader, learned) = place.open();
-    reader.caught_up().await;
-    let (writer, _) = place.open();
+async fn blocks_are_found_by_others_and_after_a_restart(server: TestServer) {
+    let (reader, learned) = server.open();
+    reader.wait_until_ready().await;
+    let (writer, _) = server.open();
     let blocks = chain(1, 40);
     store(&*writer, blocks.clone()).await;
     let found = async {
@@ -155,19 +156,19 @@ async fn others_find_and_load_it_now_and_after_a_restart(place: Place) {
         }
     };
     tokio::time::timeout(Duration::from_mins(1), found).await.expect("a running process learns of it");
-    assert!(all(&load(&*reader, fingerprint(), names(&blocks)).await));
+    assert!(all_found(&load(&*reader, fingerprint(), names(&blocks)).await));
     drop((reader, writer));
-    let (later, announces) = place.open();
-    later.caught_up().await;
+    let (later, announces) = server.open();
+    later.wait_until_ready().await;
     assert_eq!(announced(&announces, Level::G4), announced(&learned, Level::G4));
-    assert!(all(&load(&*later, fingerprint(), names(&blocks)).await));
+    assert!(all_found(&load(&*later, fingerprint(), names(&blocks)).await));
 }
 
-async fn what_is_gone_or_cut_is_a_miss_and_counted(place: Place) {
-    let (tier, events) = place.open_with(Settings { object_bytes: 15_000, object_blocks: 1, ..Settings::default() });
+async fn missing_and_truncated_objects_are_counted_misses(server: TestServer) {
+    let (tier, events) = server.open_with(Settings { object_bytes: 15_000, object_blocks: 1, ..Settings::default() });
     let blocks = chain(1, 30);
     store(&*tier, blocks.clone()).await;
-    let (raw, listed) = place.raw().await;
+    let (raw, listed) = server.raw().await;
     let objects: Vec<_> = listed.iter().filter(|path| path.as_ref().contains("/blocks/")).collect();
     assert!(objects.len() >= 3, "{listed:?}");
     raw.delete(objects[0]).await.unwrap();
@@ -179,61 +180,61 @@ async fn what_is_gone_or_cut_is_a_miss_and_counted(place: Place) {
         *if answer.expect("a loss is not an error").is_some() { &mut sound } else { &mut missing } += 1;
     }
     assert!(missing >= 2 && sound >= 1 && missing + sound == 30, "{missing} missing, {sound} sound");
-    assert_eq!(tier.lost_objects(), 2);
+    assert_eq!(tier.missing_objects(), 2);
     assert_eq!(announced(&events, Level::G4).len(), sound);
 }
 
-async fn a_large_object_goes_in_parts(place: Place) {
-    let (tier, _) = place.open_with(Settings { object_bytes: 24 << 20, object_blocks: 1, ..Settings::default() });
+async fn a_large_object_is_uploaded_in_parts(server: TestServer) {
+    let (tier, _) = server.open_with(Settings { object_bytes: 24 << 20, object_blocks: 1, ..Settings::default() });
     let blocks = chain_of(fingerprint(), 1, 7, 4 << 20);
     store(&*tier, blocks.clone()).await;
-    let (raw, listed) = place.raw().await;
+    let (raw, listed) = server.raw().await;
     let mut sizes = Vec::new();
     for path in listed.iter().filter(|path| path.as_ref().contains("/blocks/")) {
         sizes.push(raw.head(path).await.unwrap().size);
     }
     assert!(sizes.iter().any(|size| *size >= 24 << 20), "{sizes:?}");
-    assert!(all(&load(&*tier, fingerprint(), names(&blocks)).await));
+    assert!(all_found(&load(&*tier, fingerprint(), names(&blocks)).await));
 }
 
-async fn a_bucket_that_is_not_there_is_refused_in_words(place: Place) {
-    let elsewhere: Location = place.location.to_string().replace(BUCKET, "nobodysbucket").parse().unwrap();
+async fn a_missing_bucket_is_refused_with_the_reason(server: TestServer) {
+    let elsewhere: StoreLocation = server.location.to_string().replace(BUCKET, "nobodysbucket").parse().unwrap();
     let log = Arc::new(EventLog::new(Epoch(1)));
-    let tier = ObjectTier::at(&elsewhere, &place.access, Settings::default(), log, None).unwrap();
-    let Standing::Refused(why) = tier.settled().await else { panic!("{:?}", tier.settled().await) };
+    let tier = ObjectTier::open_location(&elsewhere, &server.access, Settings::default(), log, None).unwrap();
+    let StoreHealth::Refused(why) = tier.initial_health().await else { panic!("{:?}", tier.initial_health().await) };
     assert!(why.contains("no such bucket"), "{why}");
 }
 
 #[tokio::test]
-async fn a_wrong_key_is_refused_in_words_without_the_key() {
-    let place = Place::in_process(Conditions::Honoured);
+async fn a_wrong_key_is_refused_without_printing_it() {
+    let server = TestServer::in_process(Conditions::Honoured);
     let keys = [("AWS_ACCESS_KEY_ID", KEYS.0), ("AWS_SECRET_ACCESS_KEY", "not-the-key-of-the-tests")];
-    let access = Access { credentials: Credentials::from_environment(keys), ..place.access.clone() };
+    let access = Access { credentials: Credentials::from_environment(keys), ..server.access.clone() };
     let log = Arc::new(EventLog::new(Epoch(1)));
-    let tier = ObjectTier::at(&place.location, &access, Settings::default(), log, None).unwrap();
-    let Standing::Refused(why) = tier.settled().await else { panic!("{:?}", tier.settled().await) };
+    let tier = ObjectTier::open_location(&server.location, &access, Settings::default(), log, None).unwrap();
+    let StoreHealth::Refused(why) = tier.initial_health().await else { panic!("{:?}", tier.initial_health().await) };
     assert!(why.contains("denied") && why.contains("SignatureDoesNotMatch") && !why.contains("of-the-tests"), "{why}");
 }
 
 #[tokio::test]
 async fn requests_are_far_fewer_than_blocks_on_a_server() {
-    let place = Place::in_process(Conditions::Honoured);
-    let (tier, _) = place.open();
-    tier.caught_up().await;
+    let server = TestServer::in_process(Conditions::Honoured);
+    let (tier, _) = server.open();
+    tier.wait_until_ready().await;
     let blocks = chain_of(fingerprint(), 1, 1_000, 30_000);
-    let server = place.server.as_ref().unwrap();
+    let server = server.server.as_ref().unwrap();
     let before = server.requests();
     assert!(tier.store(blocks.clone()).await.iter().all(Result::is_ok));
-    assert!(all(&load(&*tier, fingerprint(), names(&blocks)).await));
+    assert!(all_found(&load(&*tier, fingerprint(), names(&blocks)).await));
     let requests = server.requests() - before;
     assert!(requests < 50, "{requests} requests to write and read 1,000 blocks");
 }
 
 #[tokio::test]
-async fn one_server_honours_conditions_and_the_other_ignores_them() {
+async fn test_servers_differ_in_conditional_writes() {
     for (conditions, overwrites) in [(Conditions::Honoured, false), (Conditions::Ignored, true)] {
-        let place = Place::in_process(conditions);
-        let (raw, _) = place.raw().await;
+        let server = TestServer::in_process(conditions);
+        let (raw, _) = server.raw().await;
         let create = || PutOptions { mode: PutMode::Create, ..PutOptions::default() };
         let path = object_store::path::Path::from("once");
         raw.put_opts(&path, "first".into(), create()).await.unwrap();

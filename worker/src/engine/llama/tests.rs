@@ -281,8 +281,8 @@ fn disk(folder: &Path) -> Arc<dyn Tier> {
 }
 
 async fn shared(folder: &Path) -> Arc<dyn Tier> {
-    let tier = ObjectTier::folder(folder, object::Settings::default(), log()).unwrap();
-    tier.caught_up().await;
+    let tier = ObjectTier::open_folder(folder, object::Settings::default(), log()).unwrap();
+    tier.wait_until_ready().await;
     tier
 }
 

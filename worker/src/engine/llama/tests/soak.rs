@@ -116,7 +116,7 @@ async fn nobody_can_tell_what_went_wrong_below() {
     let settings = disk::Settings { capacity_bytes: BUDGET, segment_bytes: 512 << 10, min_free_bytes: 0 };
     let g3: Arc<dyn Tier> = DiskTier::open(ssd.path(), settings, Arc::clone(&logs[0])).unwrap();
     let small = object::Settings { object_bytes: 256 << 10, object_blocks: 1, ..object::Settings::default() };
-    let g4: Arc<dyn Tier> = ObjectTier::folder(store.path(), small, Arc::clone(&logs[1])).unwrap();
+    let g4: Arc<dyn Tier> = ObjectTier::open_folder(store.path(), small, Arc::clone(&logs[1])).unwrap();
     let faulty = [&g3, &g4].map(|tier| Arc::new(Faulty::new(Arc::clone(tier), seed, Faults::default())));
     let lower = faulty.iter().map(|tier| Arc::clone(tier) as Arc<dyn Tier>).collect();
     // Room for two long conversations above, and a few blocks more in G2.

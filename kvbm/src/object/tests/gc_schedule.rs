@@ -1,4 +1,4 @@
-//! Several processes that look after one store: it stays within its bounds, and about one looks through it each time.
+//! Several processes that collect in one store: it stays below its capacity, and about one process runs per interval.
 
 use super::*;
 use crate::block::Clock;
@@ -7,13 +7,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 const EVERY: Duration = Duration::from_mins(30);
 
-/// A clock that goes with virtual time, in steps of a second.
-pub(super) fn ticking() -> (Clock, AbortOnDropHandle<()>) {
-    ticking_from(Clock::system().now())
+/// A clock that follows virtual time in steps of a second.
+pub(super) fn virtual_clock() -> (Clock, AbortOnDropHandle<()>) {
+    virtual_clock_from(Clock::system().now())
 }
 
-/// The same, from another time on than the machine's.
-pub(super) fn ticking_from(start: crate::block::Date) -> (Clock, AbortOnDropHandle<()>) {
+/// The same, starting at another time than the machine's.
+pub(super) fn virtual_clock_from(start: crate::block::Date) -> (Clock, AbortOnDropHandle<()>) {
     let clock = Clock::standing(start);
     let hand = clock.clone();
     let ticking = tokio::spawn(async move {
@@ -30,24 +30,24 @@ fn collector(store: &Arc<dyn ObjectStore>) -> Collector {
 }
 
 #[tokio::test(start_paused = true)]
-async fn of_many_processes_about_one_collects_each_time_and_the_store_stays_within_its_budget() {
+async fn about_one_of_many_processes_runs_per_interval() {
     let flaky = Arc::new(flaky::Flaky::default());
     let shared: Arc<dyn ObjectStore> = flaky.clone();
-    let (clock, _ticks) = ticking();
-    flaky.date_by(&clock);
+    let (clock, _ticks) = virtual_clock();
+    flaky.use_clock(&clock);
     let turns: Arc<[AtomicU64; 3]> = Arc::default();
     let one = || {
-        let upkeep = Upkeep { policy: Policy { budget: Some(60_000), ..Policy::default() }, every: EVERY };
+        let scheduler = GcScheduler { policy: Policy { capacity: Some(60_000), ..Policy::default() }, interval: EVERY };
         let turns = turns.clone();
-        let told = move |outcome: &Outcome| {
+        let on_run = move |outcome: &GcOutcome| {
             let which = match outcome {
-                Outcome::Collected { .. } => 0,
-                Outcome::Passed => 1,
-                Outcome::Failed(_) => 2,
+                GcOutcome::Collected { .. } => 0,
+                GcOutcome::Skipped => 1,
+                GcOutcome::Failed(_) => 2,
             };
             turns[which].fetch_add(1, Ordering::Relaxed);
         };
-        AbortOnDropHandle::new(tokio::spawn(upkeep.run(collector(&shared), clock.clone(), told)))
+        AbortOnDropHandle::new(tokio::spawn(scheduler.run(collector(&shared), clock.clone(), on_run)))
     };
     let _tasks: Vec<_> = (0..8).map(|_| one()).collect();
     let (writer, _) = open_on(shared.clone());
@@ -56,62 +56,62 @@ async fn of_many_processes_about_one_collects_each_time_and_the_store_stays_with
         tokio::time::sleep(EVERY / 5).await;
     }
     let [collected, passed, failed] = turns.each_ref().map(|count| count.load(Ordering::Relaxed));
-    // Twenty intervals; the time between two may be three quarters of one.
+    // Twenty intervals. Two runs are at least three quarters of an interval apart.
     assert!((14..=27).contains(&collected) && failed == 0, "{collected} collected, {failed} failed");
     assert!(collected + passed > 120, "each process asks for its turn: {passed} passed");
     tokio::time::sleep(EVERY * 4).await;
-    let bytes = collector(&shared).survey(|_, _| ()).await.unwrap().bytes();
+    let bytes = collector(&shared).scan(|_, _| ()).await.unwrap().bytes();
     assert!((1..=60_000).contains(&bytes), "{bytes}");
-    assert_eq!(writer.lost_objects(), 0, "whoever serves heard in time");
+    assert_eq!(writer.missing_objects(), 0, "whoever serves heard in time");
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_store_that_is_away_is_collected_when_it_is_back_and_a_date_from_the_future_holds_nobody_up() {
+async fn failures_and_future_dates_do_not_stop_collection() {
     let flaky = Arc::new(flaky::Flaky::default());
     let shared: Arc<dyn ObjectStore> = flaky.clone();
-    let (clock, _ticks) = ticking();
-    flaky.date_by(&clock);
+    let (clock, _ticks) = virtual_clock();
+    flaky.use_clock(&clock);
     let outcomes: Arc<std::sync::Mutex<Vec<&'static str>>> = Arc::default();
     let said = outcomes.clone();
-    let upkeep = Upkeep { policy: Policy::default(), every: EVERY };
-    let told = move |outcome: &Outcome| {
+    let scheduler = GcScheduler { policy: Policy::default(), interval: EVERY };
+    let on_run = move |outcome: &GcOutcome| {
         said.lock().unwrap().push(match outcome {
-            Outcome::Collected { .. } => "collected",
-            Outcome::Passed => "passed",
-            Outcome::Failed(_) => "failed",
+            GcOutcome::Collected { .. } => "collected",
+            GcOutcome::Skipped => "passed",
+            GcOutcome::Failed(_) => "failed",
         });
     };
-    collector(&shared).turn(EVERY, clock.now().after(EVERY * 100)).await.unwrap();
-    flaky.set(Some(("collected", flaky::Mood::Fails)));
-    let _task = AbortOnDropHandle::new(tokio::spawn(upkeep.run(collector(&shared), clock.clone(), told)));
+    collector(&shared).try_start(EVERY, clock.now().after(EVERY * 100)).await.unwrap();
+    flaky.set_fault(Some(("collected", flaky::Fault::Fails)));
+    let _task = AbortOnDropHandle::new(tokio::spawn(scheduler.run(collector(&shared), clock.clone(), on_run)));
     tokio::time::sleep(EVERY * 3).await;
     assert!(outcomes.lock().unwrap().iter().all(|outcome| *outcome == "failed"));
-    flaky.set(None);
+    flaky.set_fault(None);
     tokio::time::sleep(EVERY * 2).await;
     assert_eq!(outcomes.lock().unwrap().last(), Some(&"collected"));
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_clock_that_is_ahead_cuts_no_grace_short() {
+async fn a_fast_clock_does_not_shorten_the_grace_period() {
     let flaky = Arc::new(flaky::Flaky::default());
     let shared: Arc<dyn ObjectStore> = flaky.clone();
-    let (clock, _ticks) = ticking();
-    flaky.date_by(&clock);
+    let (clock, _ticks) = virtual_clock();
+    flaky.use_clock(&clock);
     let (writer, _) = open_on(shared.clone());
     store(&*writer, chain(1, 10)).await;
-    let upkeep = Upkeep { policy: Policy { budget: Some(0), ..Policy::default() }, every: EVERY };
+    let scheduler = GcScheduler { policy: Policy { capacity: Some(0), ..Policy::default() }, interval: EVERY };
     let (collector, ahead) = (collector(&shared), Clock::standing(clock.now()));
     let mut said = Vec::new();
     for (turn, minutes) in (1..).zip([1, 1, 10]) {
         ahead.set(clock.now().after(EVERY * 10 * turn));
-        let Outcome::Collected { report, .. } = upkeep.turn(&collector, &ahead, EVERY).await else {
+        let GcOutcome::Collected { report, .. } = scheduler.run_once(&collector, &ahead, EVERY).await else {
             panic!("it is its turn")
         };
-        said.push((report.condemned.len(), report.deleted.objects));
+        said.push((report.marked.len(), report.deleted.objects));
         tokio::time::sleep(Duration::from_mins(minutes)).await;
     }
     ahead.set(clock.now().after(EVERY * 100));
-    let Outcome::Collected { report, .. } = upkeep.turn(&collector, &ahead, EVERY).await else {
+    let GcOutcome::Collected { report, .. } = scheduler.run_once(&collector, &ahead, EVERY).await else {
         panic!("it is its turn")
     };
     assert_eq!((said, report.deleted.objects), (vec![(1, 0), (0, 0), (0, 0)], 1));

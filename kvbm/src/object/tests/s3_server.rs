@@ -1,6 +1,7 @@
 //! An S3 server in this process, behind a socket, with real signatures: `s3s` over a folder. It counts its requests.
 //!
-//! Some stores honour conditions on writes and some silently ignore them; [`Conditions`] makes it one or the other.
+//! Some stores support conditional writes, and some silently ignore the conditions; [`Conditions`] selects one
+//! behaviour.
 
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
@@ -23,35 +24,35 @@ use tempfile::TempDir;
 use tokio::net::TcpListener;
 use tokio::sync::oneshot;
 
-/// Whoever asks must sign with these.
+/// The access key and the secret key.
 pub(crate) const KEYS: (&str, &str) = ("blockyard", "a-key-of-the-tests");
-/// The one bucket.
+/// The only bucket.
 pub(crate) const BUCKET: &str = "kvbmtests";
 
-/// What becomes of `If-None-Match` and `If-Match` on writes.
+/// How the server treats `If-None-Match` and `If-Match` on writes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Conditions {
     Honoured,
     Ignored,
 }
 
-/// A server that ends when it is dropped.
-pub(crate) struct Server {
+/// A server that stops when it is dropped.
+pub(crate) struct S3Server {
     pub(crate) endpoint: String,
     requests: Arc<AtomicU64>,
     _stop: oneshot::Sender<()>,
     _folder: TempDir,
 }
 
-impl Server {
-    /// Starts one with an empty bucket, on a thread of its own, so that no test's clock or runtime is its own.
+impl S3Server {
+    /// Starts a server with an empty bucket on a thread of its own, independent of the test's clock and runtime.
     pub(crate) fn start(conditions: Conditions) -> Self {
         let folder = tempfile::tempdir().expect("a folder for the server");
         std::fs::create_dir(folder.path().join(BUCKET)).expect("a bucket");
         let files = FileSystem::new(folder.path()).expect("a store of files");
         let mut builder = match conditions {
             Conditions::Honoured => S3ServiceBuilder::new(files),
-            Conditions::Ignored => S3ServiceBuilder::new(Ignoring(files)),
+            Conditions::Ignored => S3ServiceBuilder::new(WithoutConditions(files)),
         };
         builder.set_auth(SimpleAuth::from_single(KEYS.0, KEYS.1));
         let (service, requests) = (builder.build(), Arc::new(AtomicU64::new(0)));
@@ -82,7 +83,7 @@ impl Server {
 
 async fn accept(listener: TcpListener, service: S3Service, requests: Arc<AtomicU64>) {
     while let Ok((socket, _)) = listener.accept().await {
-        // Otherwise small answers wait forty milliseconds for an acknowledgement.
+        // Without it, small responses wait 40 ms for an acknowledgement.
         let _ = socket.set_nodelay(true);
         let (service, requests) = (service.clone(), requests.clone());
         let counting = service_fn(move |request: Request<Incoming>| {
@@ -94,14 +95,14 @@ async fn accept(listener: TcpListener, service: S3Service, requests: Arc<AtomicU
     }
 }
 
-/// Files behind a server that never heard of conditions on writes.
-struct Ignoring(FileSystem);
+/// A store of files without conditional writes.
+struct WithoutConditions(FileSystem);
 
-/// Hands requests through as they are.
-macro_rules! through {
+/// Delegates requests unchanged.
+macro_rules! delegate {
     ($($call:ident: $input:ty => $output:ty),+ $(,)?) => {
         #[async_trait::async_trait]
-        impl S3 for Ignoring {
+        impl S3 for WithoutConditions {
             $(async fn $call(&self, request: S3Request<$input>) -> S3Result<S3Response<$output>> {
                 self.0.$call(request).await
             })+
@@ -113,7 +114,7 @@ macro_rules! through {
         }
     };
 }
-through! {
+delegate! {
     get_object: GetObjectInput => GetObjectOutput,
     head_object: HeadObjectInput => HeadObjectOutput,
     list_objects_v2: ListObjectsV2Input => ListObjectsV2Output,

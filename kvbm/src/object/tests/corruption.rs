@@ -1,10 +1,10 @@
-//! Damage in the store: a block is the one that was stored, or it is not there.
+//! Corruption in the store: a load returns the block that was stored, or a miss.
 
 use super::*;
 use crate::block::Block;
 
-/// A folder with several objects and manifests, and what was stored in them.
-async fn image() -> (TempDir, Vec<Block>) {
+/// A folder with several objects and manifests, and the blocks in them.
+async fn folder_with_blocks() -> (TempDir, Vec<Block>) {
     let folder = tempfile::tempdir().unwrap();
     let (tier, _) = open_in(folder.path(), Settings { object_bytes: 15_000, object_blocks: 1, ..Settings::default() });
     let mut blocks = Vec::new();
@@ -16,8 +16,8 @@ async fn image() -> (TempDir, Vec<Block>) {
     (folder, blocks)
 }
 
-/// How many blocks a new reader finds. None may be another than was stored.
-async fn survivors(folder: &Path, blocks: &[Block]) -> usize {
+/// Number of blocks that a new process loads. None may differ from what was stored.
+async fn loaded_blocks(folder: &Path, blocks: &[Block]) -> usize {
     let (tier, _) = reopen(folder).await;
     let loaded = load(&*tier, fingerprint(), names(blocks)).await;
     for (loaded, block) in loaded.iter().zip(blocks) {
@@ -27,8 +27,8 @@ async fn survivors(folder: &Path, blocks: &[Block]) -> usize {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_flipped_bit_in_an_object_costs_one_block_and_in_a_manifest_what_it_names() {
-    let (folder, blocks) = image().await;
+async fn a_flipped_bit_costs_one_block_or_one_manifest() {
+    let (folder, blocks) = folder_with_blocks().await;
     let mut lost_by_objects = 0;
     for path in files(folder.path(), "blocks") {
         let sound = fs::read(&path).unwrap();
@@ -36,7 +36,7 @@ async fn a_flipped_bit_in_an_object_costs_one_block_and_in_a_manifest_what_it_na
             let mut bad = sound.clone();
             bad[at] ^= 1 << (nth % 8);
             fs::write(&path, bad).unwrap();
-            assert_eq!(survivors(folder.path(), &blocks).await, blocks.len() - 1, "byte {at}");
+            assert_eq!(loaded_blocks(folder.path(), &blocks).await, blocks.len() - 1, "byte {at}");
             lost_by_objects += 1;
         }
         fs::write(&path, sound).unwrap();
@@ -47,22 +47,22 @@ async fn a_flipped_bit_in_an_object_costs_one_block_and_in_a_manifest_what_it_na
             let mut bad = sound.clone();
             bad[at] ^= 1 << (nth % 8);
             fs::write(&path, bad).unwrap();
-            assert!(survivors(folder.path(), &blocks).await < blocks.len());
+            assert!(loaded_blocks(folder.path(), &blocks).await < blocks.len());
         }
         fs::write(&path, sound).unwrap();
     }
     assert!(lost_by_objects > 50);
-    assert_eq!(survivors(folder.path(), &blocks).await, blocks.len());
+    assert_eq!(loaded_blocks(folder.path(), &blocks).await, blocks.len());
 }
 
 #[tokio::test(start_paused = true)]
-async fn of_a_block_that_lies_twice_the_older_copy_is_read_when_the_newer_is_not_sound() {
+async fn the_older_copy_is_read_when_the_newer_is_corrupt() {
     let (folder, blocks) = (tempfile::tempdir().unwrap(), chain(1, 10));
     let (one, other) = (reopen(folder.path()).await.0, reopen(folder.path()).await.0);
     let stored = tokio::join!(one.store(blocks.clone()), other.store(blocks.clone()));
     assert!(stored.0.iter().chain(&stored.1).all(Result::is_ok));
     let mut missed = 0;
-    // Of one a header, of the other a payload, whichever is read first.
+    // Of one object a header, of the other one a payload, whichever is read first.
     for (path, at) in
         files(folder.path(), "blocks").into_iter().flat_map(|path| [(path.clone(), 3), (path, Header::LEN + 3)])
     {
@@ -74,14 +74,15 @@ async fn of_a_block_that_lies_twice_the_older_copy_is_read_when_the_newer_is_not
         let found = load(&*reader, fingerprint(), names(&blocks)).await;
         for (block, _) in blocks.iter().zip(&found).filter(|(_, found)| found.is_none()) {
             missed += 1;
-            // As whoever finds out does; and as another one does that read the same, after a third has read the other copy.
+            // One reader reports the corrupt copy, and then another one that read the same copy, after a third one
+            // loaded the other copy.
             reader.discard(fingerprint(), block.header.name);
-            assert!(all(&load(&*reader, fingerprint(), vec![block.header.name]).await));
+            assert!(all_found(&load(&*reader, fingerprint(), vec![block.header.name]).await));
             reader.discard(fingerprint(), block.header.name);
         }
-        assert!(all(&load(&*reader, fingerprint(), names(&blocks)).await), "byte {at}, {missed} missed so far");
+        assert!(all_found(&load(&*reader, fingerprint(), names(&blocks)).await), "byte {at}, {missed} missed so far");
         assert_eq!(announced(&events, Level::G4).len(), 10, "it never went");
-        // What is said of it long after is about this copy.
+        // A report after this time concerns the second copy.
         tokio::time::sleep(Duration::from_mins(1)).await;
         for (block, _) in blocks.iter().zip(&found).filter(|(_, found)| found.is_none()) {
             reader.discard(fingerprint(), block.header.name);
@@ -93,7 +94,7 @@ async fn of_a_block_that_lies_twice_the_older_copy_is_read_when_the_newer_is_not
 }
 
 #[tokio::test(start_paused = true)]
-async fn of_a_block_that_is_over_no_copy_is_spared() {
+async fn expiry_drops_all_copies_of_a_block() {
     let (folder, blocks) = (tempfile::tempdir().unwrap(), chain(1, 10));
     let (one, other) = (reopen(folder.path()).await.0, reopen(folder.path()).await.0);
     let stored = tokio::join!(one.store(blocks.clone()), other.store(blocks.clone()));
@@ -101,7 +102,7 @@ async fn of_a_block_that_is_over_no_copy_is_spared() {
     let (reader, events) = reopen(folder.path()).await;
     for block in &blocks {
         let name = block.header.name;
-        // As one does that finds the newer copy unsound; and then another that finds that the older one is over.
+        // One reader finds the newer copy corrupt, and then another one finds the older one expired.
         reader.discard(fingerprint(), name);
         assert_eq!(reader.holds(fingerprint(), &[name]), 1, "it lies twice");
         assert_eq!([0; 2].map(|_| reader.lapse(fingerprint(), name)), [1, 0]);
@@ -111,17 +112,17 @@ async fn of_a_block_that_is_over_no_copy_is_spared() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn truncated_swapped_and_misplaced_objects_yield_no_wrong_block() {
-    let (folder, blocks) = image().await;
+async fn truncated_or_swapped_objects_yield_no_wrong_block() {
+    let (folder, blocks) = folder_with_blocks().await;
     let objects = files(folder.path(), "blocks");
     let sound: Vec<_> = objects.iter().map(|path| fs::read(path).unwrap()).collect();
     for cut in (0..sound[0].len()).step_by(1511) {
         fs::write(&objects[0], &sound[0][..cut]).unwrap();
-        assert!(survivors(folder.path(), &blocks).await < blocks.len());
+        assert!(loaded_blocks(folder.path(), &blocks).await < blocks.len());
     }
     fs::write(&objects[0], &sound[1]).unwrap();
     fs::write(&objects[1], &sound[0]).unwrap();
-    assert!(survivors(folder.path(), &blocks).await < blocks.len());
+    assert!(loaded_blocks(folder.path(), &blocks).await < blocks.len());
     fs::write(&objects[0], &sound[0]).unwrap();
     fs::write(&objects[1], &sound[1]).unwrap();
 
@@ -129,32 +130,32 @@ async fn truncated_swapped_and_misplaced_objects_yield_no_wrong_block() {
     let (first, second) = (fs::read(&manifests[0]).unwrap(), fs::read(&manifests[1]).unwrap());
     fs::write(&manifests[0], &second).unwrap();
     fs::write(&manifests[1], &first).unwrap();
-    assert_eq!(survivors(folder.path(), &blocks).await, blocks.len(), "manifests say what they say in any order");
-    let stranger = folder.path().join("manifests").join(Writer::new().to_string());
+    assert_eq!(loaded_blocks(folder.path(), &blocks).await, blocks.len(), "manifests say what they say in any order");
+    let stranger = folder.path().join("manifests").join(InstanceId::new().to_string());
     fs::create_dir(&stranger).unwrap();
     fs::copy(&manifests[0], stranger.join("000000000000")).unwrap();
     assert_eq!(
-        survivors(folder.path(), &blocks).await,
+        loaded_blocks(folder.path(), &blocks).await,
         blocks.len(),
         "under another writer's name it counts for nothing"
     );
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_object_that_is_gone_is_a_miss_counted_once_and_forgotten() {
-    let (folder, blocks) = image().await;
+async fn a_missing_object_is_a_miss_and_counted_once() {
+    let (folder, blocks) = folder_with_blocks().await;
     let (tier, events) = reopen(folder.path()).await;
     let objects = files(folder.path(), "blocks");
     fs::remove_file(&objects[0]).unwrap();
     let truncated = fs::read(&objects[1]).unwrap();
     fs::write(&objects[1], &truncated[..10]).unwrap();
-    // One by one from the end, where nothing is left at all.
+    // One by one from the end, including objects of which no byte is left.
     let (other, _) = reopen(folder.path()).await;
     for name in names(&blocks).into_iter().rev() {
         let (_, answer) = other.load(fingerprint(), vec![name]).next().await.expect("an answer for each");
         answer.expect("a loss is not an error");
     }
-    assert_eq!(other.lost_objects(), 2);
+    assert_eq!(other.missing_objects(), 2);
     for _ in 0..2 {
         let mut loading = tier.load(fingerprint(), names(&blocks));
         let mut missing = 0;
@@ -162,16 +163,16 @@ async fn an_object_that_is_gone_is_a_miss_counted_once_and_forgotten() {
             missing += usize::from(answer.expect("a loss is not an error").is_none());
         }
         assert!(missing > 4 && missing < 15, "{missing}");
-        assert_eq!(tier.lost_objects(), 2);
+        assert_eq!(tier.missing_objects(), 2);
     }
     assert_eq!(announced(&events, Level::G4).len() as u64, tier.usage().blocks);
 }
 
 #[tokio::test(start_paused = true)]
-async fn files_of_others_are_left_alone() {
-    let (folder, blocks) = image().await;
+async fn foreign_files_are_ignored() {
+    let (folder, blocks) = folder_with_blocks().await;
     fs::write(folder.path().join("manifests/README"), "ours").unwrap();
     fs::create_dir(folder.path().join("manifests/not-a-writer")).unwrap();
     fs::write(files(folder.path(), "manifests")[0].with_file_name("notes"), "theirs").unwrap();
-    assert_eq!(survivors(folder.path(), &blocks).await, blocks.len());
+    assert_eq!(loaded_blocks(folder.path(), &blocks).await, blocks.len());
 }
