@@ -1,6 +1,7 @@
-//! Reading from G4 beside the raw client, against one S3 server in this process: `cargo run --release -p kvbm --example
-//! object_speed [-- --json]`. Both read the same objects; the raw client is given its best number of requests at once, and
-//! each measurement of the tier stands between two of it, of whose ratios the median is shown. The server shares the cores with both, so the ratio counts and not the figures.
+//! Reading from G4 beside the raw client, against one S3 server in this process: `cargo run --release -p kvbm
+//! --example object_speed [-- --json]`. Both read the same objects; the raw client is given its best number of
+//! requests at once, and each measurement of the tier stands between two of it, of whose ratios the median is shown.
+//! The server shares the cores with both, so the ratio counts and not the figures.
 
 use bytes::Bytes;
 use futures::stream::{self, StreamExt};

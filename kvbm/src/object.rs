@@ -1,5 +1,5 @@
-//! G4, and the shared flash folder G3.5 above it: blocks in an object store that several processes share, many blocks per
-//! object.
+//! G4, and the shared flash folder G3.5 above it: blocks in an object store that several processes share, many blocks
+//! per object.
 //!
 //! ```text
 //!   store ─▶ pack ─▶ object ─▶ manifest ─▶ catalog, event, answer
@@ -7,11 +7,11 @@
 //!   every second ─▶ list of writers, their next manifests ─▶ catalog, events
 //! ```
 //!
-//! A block is stored when the store has acknowledged its object and the manifest that lists it. No conditional writes and no
-//! locks: each process writes under an id of its own, and objects are immutable. An object that is missing or has changed
-//! costs its blocks: each is a counted miss and leaves the catalog. Objects are only deleted by garbage collection (`gc`).
-//! A discard concerns the copy that was read, and lasts as long as the process; after a restart the block is verified, and
-//! discarded, again.
+//! A block is stored when the store has acknowledged its object and the manifest that lists it. No conditional writes
+//! and no locks: each process writes under an id of its own, and objects are immutable. An object that is missing or
+//! has changed costs its blocks: each is a counted miss and leaves the catalog. Objects are only deleted by garbage
+//! collection (`gc`). A discard concerns the copy that was read, and lasts as long as the process; after a restart the
+//! block is verified, and discarded, again.
 
 mod access_log;
 mod catalog;

@@ -1,8 +1,9 @@
-//! The access log of this process: which objects it read, and how long ago, so that collectors in other processes know.
+//! The access log of this process: which objects it read, and how long ago, so that collectors in other processes
+//! know.
 //!
-//! The log is one small object at the process's own path. It is rewritten at most every few minutes and only when it has
-//! changed: no lock, no object per block, no request while loading. It is a hint: reads since the last flush, and those of
-//! a process that never flushed, are not known to others.
+//! The log is one small object at the process's own path. It is rewritten at most every few minutes and only when it
+//! has changed: no lock, no object per block, no request while loading. It is a hint: reads since the last flush, and
+//! those of a process that never flushed, are not known to others.
 
 use super::catalog::Object;
 use super::client::{Client, is_too_large};
@@ -17,8 +18,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// Minimum time between two flushes, and the resolution of the ages. Objects that may be deleted are hours or days old. On
-/// shared flash, which a burst of writes fills in minutes and where a request costs no money, a minute.
+/// Minimum time between two flushes, and the resolution of the ages. Objects that may be deleted are hours or days
+/// old. On shared flash, which a burst of writes fills in minutes and where a request costs no money, a minute.
 const FLUSH_INTERVAL: Duration = Duration::from_mins(10);
 const SHARED_FLASH_FLUSH_INTERVAL: Duration = Duration::from_mins(1);
 

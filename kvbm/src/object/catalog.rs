@@ -60,7 +60,7 @@ pub(super) struct SmallObject {
 /// A block in an object.
 #[derive(Clone, Copy)]
 struct ObjectBlock {
-    name: SequenceHash,
+    hash: SequenceHash,
     offset: u32,
     length: u32,
 }
@@ -124,7 +124,7 @@ struct Objects {
 
 impl Object {
     fn block_keys(&self) -> impl Iterator<Item = (Fingerprint, SequenceHash)> {
-        self.blocks.iter().map(|block| (self.fingerprint, block.name))
+        self.blocks.iter().map(|block| (self.fingerprint, block.hash))
     }
 }
 
@@ -197,7 +197,7 @@ impl Catalog {
 
     fn insert(&self, objects: &mut Objects, number: i64, path: Path, section: &Section) {
         let object_block =
-            |entry: &BlockEntry| ObjectBlock { name: entry.name, offset: entry.offset, length: entry.length };
+            |entry: &BlockEntry| ObjectBlock { hash: entry.hash, offset: entry.offset, length: entry.length };
         let Section { domain, fingerprint, idle, .. } = *section;
         let (bytes, blocks) = (section.bytes(), section.entries.iter().map(object_block).collect());
         let object = Object { path, bytes, domain, fingerprint, idle, blocks, learned_at: Instant::now() };
@@ -205,15 +205,15 @@ impl Catalog {
         objects.bytes += object.bytes;
         objects.paths.insert(object.path.clone());
         objects.known.insert(number, object);
-        let names: Vec<SequenceHash> = section.entries.iter().map(|entry| entry.name).collect();
-        let before = self.index.find(fingerprint, &names, |location| location.has_copies = true);
+        let hashes: Vec<SequenceHash> = section.entries.iter().map(|entry| entry.hash).collect();
+        let before = self.index.find(fingerprint, &hashes, |location| location.has_copies = true);
         let now = self.now();
         let newer =
             |(_, location): &(_, Option<BlockLocation>)| location.is_none_or(|location| location.object <= number);
         let entries = section.entries.iter().zip(before).filter(newer);
         let indexed = |(entry, before): (&BlockEntry, Option<BlockLocation>)| Resting {
             fingerprint,
-            name: entry.name,
+            name: entry.hash,
             parent: entry.parent,
             keep: entry.retention(),
             place: BlockLocation {
@@ -232,10 +232,10 @@ impl Catalog {
         let (mut unavailable, mut orphans) = (Vec::new(), Orphans::default());
         let mut removed = Vec::with_capacity(numbers.len());
         for (number, object) in numbers.iter().filter_map(|number| Some((*number, objects.take(*number)?))) {
-            for name in object.block_keys() {
-                match self.index.get(name.0, name.1).filter(|at| at.object == number) {
-                    Some(BlockLocation { has_copies: true, .. }) => drop(orphans.insert(name)),
-                    Some(_) => unavailable.push(name),
+            for key in object.block_keys() {
+                match self.index.get(key.0, key.1).filter(|at| at.object == number) {
+                    Some(BlockLocation { has_copies: true, .. }) => drop(orphans.insert(key)),
+                    Some(_) => unavailable.push(key),
                     None => {}
                 }
             }
@@ -250,10 +250,10 @@ impl Catalog {
 
     /// Drops the copy of a block that was found to be corrupt. Ignored for some seconds after another copy replaced
     /// the one that was read: the report may concern the previous copy, which is dropped already.
-    pub(super) fn discard(&self, fingerprint: Fingerprint, name: SequenceHash) {
-        let Some(location) = self.index.get(fingerprint, name) else { return };
+    pub(super) fn discard(&self, fingerprint: Fingerprint, hash: SequenceHash) {
+        let Some(location) = self.index.get(fingerprint, hash) else { return };
         if location.relocated_at == 0 || self.now() - location.relocated_at > STALE_READ_SECONDS {
-            self.mark_corrupt(fingerprint, &[name], location.object);
+            self.mark_corrupt(fingerprint, &[hash], location.object);
         }
     }
 
@@ -263,17 +263,17 @@ impl Catalog {
     }
 
     /// Drops corrupt blocks of an object. A block with a copy in an older object is read from there from now on.
-    pub(super) fn mark_corrupt(&self, fingerprint: Fingerprint, names: &[SequenceHash], number: i64) {
+    pub(super) fn mark_corrupt(&self, fingerprint: Fingerprint, hashes: &[SequenceHash], number: i64) {
         let objects = self.lock();
         let is_in_object = |location: &BlockLocation| location.object == number;
-        let has_copies = |name: &SequenceHash| {
-            self.index.get(fingerprint, *name).is_some_and(|location| is_in_object(&location) && location.has_copies)
+        let has_copies = |hash: &SequenceHash| {
+            self.index.get(fingerprint, *hash).is_some_and(|location| is_in_object(&location) && location.has_copies)
         };
-        let mut orphans = names.iter().filter(|name| has_copies(name)).map(|name| (fingerprint, *name)).collect();
+        let mut orphans = hashes.iter().filter(|hash| has_copies(hash)).map(|hash| (fingerprint, *hash)).collect();
         let older = objects.known.range(..number).rev().filter(|(_, object)| object.fingerprint == fingerprint);
         self.relocate_orphans(older, &mut orphans, is_in_object);
         // Blocks that were relocated are not in this object any more and stay.
-        self.index.remove(names.iter().map(|name| (fingerprint, *name)), is_in_object);
+        self.index.remove(hashes.iter().map(|hash| (fingerprint, *hash)), is_in_object);
     }
 
     /// Relocates each block to the first of `objects` that contains it, in one pass. `orphans` keeps those without a
@@ -292,8 +292,8 @@ impl Catalog {
             #[cfg(test)]
             self.scanned_objects.fetch_add(1, Ordering::Relaxed);
             for block in object.blocks.iter() {
-                if orphans.remove(&(object.fingerprint, block.name)) {
-                    self.index.relocate(object.fingerprint, block.name, &is_removed, block.at(*number, self.now()));
+                if orphans.remove(&(object.fingerprint, block.hash)) {
+                    self.index.relocate(object.fingerprint, block.hash, &is_removed, block.at(*number, self.now()));
                 }
             }
         }
@@ -322,8 +322,8 @@ impl Catalog {
                 continue;
             }
             let in_place = |block: &ObjectBlock| {
-                let location = self.index.get(object.fingerprint, block.name)?;
-                (location.object == number).then_some((block.name, location))
+                let location = self.index.get(object.fingerprint, block.hash)?;
+                (location.object == number).then_some((block.hash, location))
             };
             let blocks: Vec<_> = object.blocks.iter().filter_map(in_place).collect();
             if !blocks.is_empty() {
@@ -337,8 +337,8 @@ impl Catalog {
     /// Keeps only the blocks that are still read from these objects. Another process may have rewritten the others.
     pub(super) fn retain_current(&self, small_objects: &mut Vec<SmallObject>) {
         small_objects.retain_mut(|SmallObject { number, object, blocks }| {
-            let location = |name| self.index.get(object.fingerprint, name);
-            blocks.retain(|(name, _)| location(*name).is_some_and(|location| location.object == *number));
+            let location = |hash| self.index.get(object.fingerprint, hash);
+            blocks.retain(|(hash, _)| location(*hash).is_some_and(|location| location.object == *number));
             !blocks.is_empty()
         });
     }
@@ -459,16 +459,16 @@ mod tests {
     use crate::block::Header;
     use crate::event::Epoch;
 
-    fn section(object: u64, names: &[u8]) -> Section {
+    fn section(object: u64, hashes: &[u8]) -> Section {
         let entry = |&n: &u8| BlockEntry {
-            name: SequenceHash::from_bytes([n; 16]),
+            hash: SequenceHash::from_bytes([n; 16]),
             parent: None,
             offset: 0,
             length: 0,
             expires: None,
             pinned: None,
         };
-        let entries = names.iter().map(entry).collect();
+        let entries = hashes.iter().map(entry).collect();
         let (domain, fingerprint) = (DomainId::SHARED, Fingerprint::from_bytes([0; 32]));
         Section { domain, fingerprint, object, idle: Duration::ZERO, entries }
     }

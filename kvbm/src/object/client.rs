@@ -1,5 +1,5 @@
-//! Requests to an object store: put, get, head, list, delete. Each has a timeout, is retried where that may help, and is
-//! counted.
+//! Requests to an object store: put, get, head, list, delete. Each has a timeout, is retried where that may help, and
+//! is counted.
 //!
 //! ```text
 //!   request ─▶ attempt ──response──▶          a slow read ─▶ a second request (hedged); the first response counts
@@ -7,8 +7,8 @@
 //!                 └──────────────────────┘    within the retry budget of `RetryPolicy`
 //! ```
 //!
-//! Circuit breaker: after 8 consecutive failures, reads and writes of blocks fail at once. The follower goes on polling
-//! every second; its first successful poll closes the circuit.
+//! Circuit breaker: after 8 consecutive failures, reads and writes of blocks fail at once. The follower goes on
+//! polling every second; its first successful poll closes the circuit.
 
 pub(super) mod health;
 mod requests;

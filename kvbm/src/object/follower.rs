@@ -225,7 +225,7 @@ impl Follower {
             let bytes = match self.client.get(&path, tombstones::MAX_BYTES).await {
                 Ok(bytes) => bytes,
                 Err(error) if is_too_large(&error) => Bytes::new(),
-                // The list was deleted: its objects are gone.
+                // The list was deleted, after its objects.
                 Err(Error::NotFound { .. }) => continue,
                 Err(error) => {
                     self.client.check_reads(&self.layout.probe(self.own)).await?;

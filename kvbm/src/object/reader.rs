@@ -1,9 +1,10 @@
 //! The read path: which ranges of which objects a load reads, and how blocks are decoded from them.
 //!
-//! Ranges are coalesced here (`crate::tier::coalesce`, also used by the disk tier) and not by `ObjectStore::get_ranges`
-//! (`object_store` 0.14.2), which merges all ranges with a gap of at most 1 MiB into one request without a size limit, and
-//! returns only when the last of its requests is done. A load streams blocks as soon as their request is answered, and the
-//! bounded size of a request is the unit of fair queueing, of the memory limit, of hedging and of the timeout.
+//! Ranges are coalesced here (`crate::tier::coalesce`, also used by the disk tier) and not by
+//! `ObjectStore::get_ranges` (`object_store` 0.14.2), which merges all ranges with a gap of at most 1 MiB into one
+//! request without a size limit, and returns only when the last of its requests is done. A load streams blocks as soon
+//! as their request is answered, and the bounded size of a request is the unit of fair queueing, of the memory limit,
+//! of hedging and of the timeout.
 
 use super::access_log::AccessLog;
 use super::catalog::{self, Catalog};
@@ -27,8 +28,8 @@ pub(super) const PARALLEL_REQUESTS: usize = 16;
 const MAX_REQUESTS: usize = 64;
 /// Minimum bytes of a full ranged read. With 50 ms of latency and 100 MB/s per stream, most of its time is transfer.
 const MIN_RANGE_BYTES: u64 = 4 << 20;
-/// Large blocks per request, if a load is long enough to keep all parallel requests busy, and the maximum bytes of such a
-/// request.
+/// Large blocks per request, if a load is long enough to keep all parallel requests busy, and the maximum bytes of
+/// such a request.
 const BLOCKS_PER_RANGE: u64 = 16;
 const MAX_RANGE_BYTES: u64 = 32 << 20;
 /// Bytes of all loads that are being read: a range is buffered until it is complete.
@@ -76,7 +77,7 @@ pub(super) struct Reader {
     pub(super) queue: Arc<ReadQueue>,
     pub(super) access_log: Arc<AccessLog>,
     pub(super) fingerprint: Fingerprint,
-    pub(super) names: Arc<[SequenceHash]>,
+    pub(super) hashes: Arc<[SequenceHash]>,
 }
 
 impl Reader {
@@ -84,14 +85,14 @@ impl Reader {
     pub(super) fn load(self, max_payload_bytes: u64) -> BoxStream<'static, Loaded> {
         let mut missing = Vec::new();
         let mut objects: BTreeMap<i64, Vec<Wanted>> = BTreeMap::new();
-        let locations = self.catalog.index.find(self.fingerprint, &self.names, |_| ());
+        let locations = self.catalog.index.find(self.fingerprint, &self.hashes, |_| ());
         for (index, location) in locations.into_iter().enumerate() {
             let Some(location) = location else {
                 missing.push(index);
                 continue;
             };
             if u64::from(location.length) > max_payload_bytes {
-                self.catalog.mark_corrupt(self.fingerprint, &[self.names[index]], location.object);
+                self.catalog.mark_corrupt(self.fingerprint, &[self.hashes[index]], location.object);
                 missing.push(index);
                 continue;
             }
@@ -116,7 +117,8 @@ impl Reader {
         misses.chain(stream::iter(runs).map(read).buffer_unordered(PARALLEL_REQUESTS).flatten()).boxed()
     }
 
-    /// Reads a run of blocks of one object. A missing object is a miss; a corrupt block is an error and leaves the catalog.
+    /// Reads a run of blocks of one object. A missing object is a miss; a corrupt block is an error and leaves the
+    /// catalog.
     async fn read_run(&self, number: i64, run: &Run) -> Vec<Loaded> {
         let Self { client, catalog, .. } = self;
         let indices = || run.wanted.iter().map(|wanted| wanted.index);
@@ -147,7 +149,7 @@ impl Reader {
             (wanted.index, block.map(Some).map_err(LoadError::Corrupt))
         };
         let loaded: Vec<Loaded> = run.wanted.iter().map(decode).collect();
-        let corrupt = loaded.iter().filter(|(_, result)| result.is_err()).map(|(index, _)| self.names[*index]);
+        let corrupt = loaded.iter().filter(|(_, result)| result.is_err()).map(|(index, _)| self.hashes[*index]);
         let corrupt: Vec<SequenceHash> = corrupt.collect();
         if !corrupt.is_empty() {
             catalog.mark_corrupt(self.fingerprint, &corrupt, number);
@@ -156,8 +158,8 @@ impl Reader {
     }
 }
 
-/// The target size of a request of a load, for blocks of these lengths: larger for large blocks, as far as enough requests
-/// remain to run in parallel.
+/// The target size of a request of a load, for blocks of these lengths: larger for large blocks, as far as enough
+/// requests remain to run in parallel.
 pub(super) fn range_bytes(lengths: impl Iterator<Item = u64>) -> u64 {
     let mut total = 0;
     let mut largest = 0;

@@ -19,12 +19,12 @@ pub struct Settings {
     /// Minimum number of blocks in an object, up to 128 MiB: keeps the requests per block low when blocks are large.
     /// Default 64.
     pub object_blocks: usize,
-    /// Maximum number of blocks in the catalog, about 100 bytes of memory each; beyond it the oldest objects are dropped
-    /// from the catalog. Default 4 million.
+    /// Maximum number of blocks in the catalog, about 100 bytes of memory each; beyond it the oldest objects are
+    /// dropped from the catalog. Default 4 million.
     pub known_blocks: usize,
     /// Maximum bytes in the store, including marked objects and objects being written. At the limit no block is stored
-    /// until garbage collection has deleted some. Each process uses at most its share of the free bytes among the active
-    /// writers, because it learns only after a second what the others wrote. Default: no limit.
+    /// until garbage collection has deleted some. Each process uses at most its share of the free bytes among the
+    /// active writers, because it learns only after a second what the others wrote. Default: no limit.
     pub capacity: Option<u64>,
     /// Timeout of one request, after which it is retried. Default 10 s: with 4 MiB in that time, recomputing is faster.
     pub request_timeout: Duration,

@@ -65,8 +65,8 @@ impl ObjectTier {
         Self::open_sealed(store, prefix, settings, events, None)
     }
 
-    /// Like [`open`](Self::open), with manifests that are sealed by `keys`. Manifests without a valid seal are rejected and
-    /// counted as corrupt.
+    /// Like [`open`](Self::open), with manifests that are sealed by `keys`. Manifests without a valid seal are
+    /// rejected and counted as corrupt.
     ///
     /// # Panics
     /// Outside a tokio runtime.
@@ -167,14 +167,14 @@ impl ObjectTier {
         }
     }
 
-    /// Sets the weights of domains for concurrent loads. To be called once, before the first load. Quotas of stored bytes
-    /// are applied by garbage collection.
+    /// Sets the weights of domains for concurrent loads. To be called once, before the first load. Quotas of stored
+    /// bytes are applied by garbage collection.
     pub fn set_quotas(&self, shares: &Shares) {
         self.read_queue.set_quotas(shares.at(self.settings.level, 1));
     }
 
-    /// Sets the maximum payload bytes of a block. Larger blocks are corrupt and are not read. To be called before the first
-    /// load.
+    /// Sets the maximum payload bytes of a block. Larger blocks are corrupt and are not read. To be called before the
+    /// first load.
     pub fn set_max_block_bytes(&self, bytes: u64) {
         self.max_block_bytes.store(bytes.min(Header::MAX_LENGTH), Ordering::Relaxed);
     }
@@ -186,8 +186,8 @@ impl ObjectTier {
         let _ = self.is_measured.clone().wait_for(|is_measured| *is_measured).await;
     }
 
-    /// A garbage collector of the same store, with the same client. It deletes the tier's own objects without the full grace
-    /// period if no other process read them.
+    /// A garbage collector of the same store, with the same client. It deletes the tier's own objects without the full
+    /// grace period if no other process read them.
     pub fn collector(&self) -> Collector {
         let headroom_limit =
             self.settings.capacity.map(|capacity| (Arc::downgrade(&self.catalog), capacity - gc::headroom(capacity)));
@@ -236,13 +236,13 @@ impl ObjectTier {
 
     /// Puts a block into the write queue, unless it is stored, being written, or there is no room.
     fn enqueue(&self, block: Block) -> Result<Enqueued, StoreError> {
-        let Header { fingerprint, name, .. } = block.header;
-        let claim = match self.claims.claim(fingerprint, name) {
+        let Header { fingerprint, name: hash, .. } = block.header;
+        let claim = match self.claims.claim(fingerprint, hash) {
             Ok(claim) => claim,
-            Err(other) => return Ok(Enqueued::InFlight(fingerprint, name, other)),
+            Err(other) => return Ok(Enqueued::InFlight(fingerprint, hash, other)),
         };
         // Checked after the claim: before it, another writer may have stored the block.
-        if self.catalog.index.get(fingerprint, name).is_some() {
+        if self.catalog.index.get(fingerprint, hash).is_some() {
             return Ok(Enqueued::Stored);
         }
         let bytes = Header::LEN as u64 + block.header.length;
@@ -267,8 +267,8 @@ impl ObjectTier {
         if !*self.is_measured.borrow() {
             return Err(StoreError::Busy);
         }
-        // Bytes that other processes do not know of yet. All processes together stay within what was free when they last
-        // read each other's manifests.
+        // Bytes that other processes do not know of yet. All processes together stay within what was free when they
+        // last read each other's manifests.
         let recent = self.catalog.recently_written();
         let unknown = recent + (QUEUE_BYTES - self.queue_bytes.available_permits()) as u64;
         let free = (capacity + recent).saturating_sub(self.catalog.used_bytes());
@@ -281,9 +281,9 @@ impl ObjectTier {
         match enqueued {
             Enqueued::Stored => Ok(()),
             Enqueued::Waiting(answer) => answer.await.unwrap_or_else(|_| Err(packer_panicked().into())),
-            Enqueued::InFlight(fingerprint, name, other) => {
+            Enqueued::InFlight(fingerprint, hash, other) => {
                 other.cancelled().await;
-                self.catalog.index.get(fingerprint, name).map(|_| ()).ok_or(StoreError::Busy)
+                self.catalog.index.get(fingerprint, hash).map(|_| ()).ok_or(StoreError::Busy)
             }
         }
     }
@@ -304,18 +304,18 @@ impl Tier for ObjectTier {
         self.settings.level
     }
 
-    fn holds(&self, fingerprint: Fingerprint, names: &[SequenceHash]) -> usize {
-        self.catalog.index.holds(fingerprint, names)
+    fn holds(&self, fingerprint: Fingerprint, hashes: &[SequenceHash]) -> usize {
+        self.catalog.index.holds(fingerprint, hashes)
     }
 
-    fn load(&self, fingerprint: Fingerprint, names: Vec<SequenceHash>) -> BoxStream<'static, Loaded> {
+    fn load(&self, fingerprint: Fingerprint, hashes: Vec<SequenceHash>) -> BoxStream<'static, Loaded> {
         let reader = Reader {
             client: self.client.clone(),
             catalog: self.catalog.clone(),
             queue: self.read_queue.clone(),
             access_log: self.access_log.clone(),
             fingerprint,
-            names: names.into(),
+            hashes: hashes.into(),
         };
         reader.load(self.max_block_bytes.load(Ordering::Relaxed))
     }
@@ -335,13 +335,13 @@ impl Tier for ObjectTier {
         .boxed()
     }
 
-    fn discard(&self, fingerprint: Fingerprint, name: SequenceHash) {
-        self.catalog.discard(fingerprint, name);
+    fn discard(&self, fingerprint: Fingerprint, hash: SequenceHash) {
+        self.catalog.discard(fingerprint, hash);
     }
 
-    fn lapse(&self, fingerprint: Fingerprint, name: SequenceHash) -> usize {
+    fn lapse(&self, fingerprint: Fingerprint, hash: SequenceHash) -> usize {
         // Drops the block whichever copy expired, like `expire`.
-        self.catalog.index.remove([(fingerprint, name)], |_| true)
+        self.catalog.index.remove([(fingerprint, hash)], |_| true)
     }
 
     fn expire(&self, now: Date) -> usize {

@@ -1,7 +1,7 @@
 //! The write path: packs blocks into large objects. A block is stored once a manifest lists its object.
 //!
 //! ```text
-//!   store ─▶ queue ─▶ pack (per domain and fingerprint) ─full or too old─▶ object ─▶ manifest ─▶ catalog, event, answer
+//!   store ─▶ queue ─▶ pack per domain and fingerprint ─full or old─▶ object ─▶ manifest ─▶ catalog, event
 //! ```
 //!
 //! Objects are uploaded concurrently; manifests are written one after the other, each listing all objects that wait
@@ -130,9 +130,9 @@ impl Packer {
         let mut entries = Vec::with_capacity(jobs.len());
         let mut offset = 0;
         for WriteJob { block: Block { header, .. }, .. } in &jobs {
-            let Header { name, parent, keep: Keep { expires, pinned, .. }, .. } = *header;
+            let Header { name: hash, parent, keep: Keep { expires, pinned, .. }, .. } = *header;
             entries.push(BlockEntry {
-                name,
+                hash,
                 parent,
                 offset: offset as u32,
                 length: header.length as u32,

@@ -1,14 +1,14 @@
 //! Retry policy: how often a request is repeated, and when a slow read is hedged. Pure: times and the seed are inputs.
 //!
-//! - Retries: exponential backoff with full jitter (Brooker, "Exponential Backoff And Jitter", 2015), limited by a retry
-//!   budget: each response adds a fifth of a retry.
-//! - Hedged requests (Dean and Barroso, "The Tail at Scale", 2013): a read that takes longer than the 99th percentile of
-//!   its size class is sent a second time, at most one read in twenty.
+//! - Retries: exponential backoff with full jitter (Brooker, "Exponential Backoff And Jitter", 2015), limited by a
+//!   retry budget: each response adds a fifth of a retry.
+//! - Hedged requests (Dean and Barroso, "The Tail at Scale", 2013): a read that takes longer than the 99th percentile
+//!   of its size class is sent a second time, at most one read in twenty.
 //!
-//! Why not the retries of `object_store` (0.14.2): its `RetryConfig` only applies inside its HTTP clients, so a mounted
-//! folder (`LocalFileSystem`) has none; each request counts its own attempts, with no budget across requests; the jitter
-//! comes from an unseeded generator; and its attempts are invisible to the circuit breaker and to the retry metrics.
-//! `url.rs` therefore sets `max_retries: 0`.
+//! Why not the retries of `object_store` (0.14.2): its `RetryConfig` only applies inside its HTTP clients, so a
+//! mounted folder (`LocalFileSystem`) has none; each request counts its own attempts, with no budget across requests;
+//! the jitter comes from an unseeded generator; and its attempts are invisible to the circuit breaker and to the retry
+//! metrics. `url.rs` therefore sets `max_retries: 0`.
 
 use std::time::Duration;
 

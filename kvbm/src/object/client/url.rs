@@ -140,12 +140,12 @@ impl Cloud {
                  s3:DeleteObject; tiers.g4.endpoint names a server other than Amazon's"
             }
             Self::Azure => {
-                "the container must exist, and AZURE_STORAGE_ACCOUNT_NAME with AZURE_STORAGE_ACCOUNT_KEY (or a SAS token, \
-                 or a workload's identity) in the environment must allow to list, read, write and delete blobs"
+                "the container must exist, and AZURE_STORAGE_ACCOUNT_NAME with AZURE_STORAGE_ACCOUNT_KEY (or a SAS \
+                 token, or a workload's identity) in the environment must allow to list, read, write and delete blobs"
             }
             Self::Google => {
-                "the bucket must exist, and GOOGLE_APPLICATION_CREDENTIALS (or GOOGLE_SERVICE_ACCOUNT) in the environment, \
-                 or the machine's service account, must have the role storage.objectUser"
+                "the bucket must exist, and GOOGLE_APPLICATION_CREDENTIALS (or GOOGLE_SERVICE_ACCOUNT) in the \
+                 environment, or the machine's service account, must have the role storage.objectUser"
             }
         }
     }

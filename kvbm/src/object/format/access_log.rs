@@ -1,8 +1,8 @@
 //! Access logs: which objects one process read, and how long ago.
 //!
-//! Little endian: magic `BLKYUSE2`, reader 16, then for each object its writer 16, number 8 and the seconds since it was
-//! read 4, then CRC-64/NVME 8 over all bytes before. Ages instead of dates, because the reader's clock may be wrong; the
-//! store knows when the log was written.
+//! Little endian: magic `BLKYUSE2`, reader 16, then for each object its writer 16, number 8 and the seconds since it
+//! was read 4, then CRC-64/NVME 8 over all bytes before. Ages instead of dates, because the reader's clock may be
+//! wrong; the store knows when the log was written.
 
 use super::layout::{InstanceId, ObjectId};
 use super::manifest::whole_seconds;

@@ -2,11 +2,9 @@
 //!
 //! ```text
 //!   PREFIX/manifests/WRITER/NUMBER                   manifests of one writer, immutable, numbered from 0
-//!   PREFIX/blocks/DOMAIN/FINGERPRINT/WRITER/NUMBER   objects: blocks of one domain and one fingerprint, each as header and
-//!                                                    payload
-//!   PREFIX/removals/COLLECTOR                        tombstone lists: objects that are marked for deletion and not read
-//!                                                    any more
-//!   PREFIX/uses/READER                               access logs: what one process read, and when; rewritten periodically
+//!   PREFIX/blocks/DOMAIN/FINGERPRINT/WRITER/NUMBER   objects: blocks of one domain and fingerprint
+//!   PREFIX/removals/COLLECTOR                        tombstone lists: marked objects, which are not read any more
+//!   PREFIX/uses/READER                               access logs: what one process read, and when; rewritten
 //!   PREFIX/collected                                 start of the last garbage collection, in seconds since 1970
 //! ```
 //! WRITER, COLLECTOR and READER are instance ids.

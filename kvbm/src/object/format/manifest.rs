@@ -6,9 +6,9 @@
 //! | --: | --- |
 //! | 8 | magic `BLKYMAN4`; the last digit is the version |
 //! | 16 | writer |
-//! | … | sections: domain 16, fingerprint 32, object number 8, number of entries n 4, idle seconds 4, then n entries |
-//! | 52 × n | entries: block hash 16, parent hash 16, offset of the header 4, payload length 4, expires 4, pinned until 4, |
-//! |        | 1 if there is a parent 1, zeros 3 |
+//! | 64 | sections: domain 16, fingerprint 32, object number 8, number of entries n 4, idle seconds 4, then n entries |
+//! | 52 × n | entries: block hash 16, parent hash 16, offset of the header 4, payload length 4, expires 4, |
+//! |        | pinned until 4, 1 if there is a parent 1, zeros 3 |
 //! | 40 | only if sealed (magic `BLKYMAN5`): number of the metadata key 8, tag 32 |
 //! | 8 | CRC-64/NVME over all bytes before |
 //!
@@ -41,7 +41,7 @@ const ENTRY_LEN: usize = 52;
 /// A block in an object.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(in crate::object) struct BlockEntry {
-    pub(in crate::object) name: SequenceHash,
+    pub(in crate::object) hash: SequenceHash,
     pub(in crate::object) parent: Option<SequenceHash>,
     /// Offset of the header in the object, in bytes.
     pub(in crate::object) offset: u32,
@@ -129,7 +129,7 @@ fn encode_body(magic: [u8; 8], writer: InstanceId, sections: &[Section]) -> Vec<
         bytes.extend((section.entries.len() as u32).to_le_bytes());
         bytes.extend(whole_seconds(section.idle).to_le_bytes());
         for entry in &section.entries {
-            bytes.extend(entry.name.as_bytes());
+            bytes.extend(entry.hash.as_bytes());
             bytes.extend(entry.parent.map_or([0; 16], |parent| *parent.as_bytes()));
             bytes.extend(entry.offset.to_le_bytes());
             bytes.extend(entry.length.to_le_bytes());
@@ -210,11 +210,11 @@ fn is_valid_layout(entries: &[BlockEntry]) -> bool {
 }
 
 fn decode_entry(bytes: &[u8; ENTRY_LEN]) -> BlockEntry {
-    let name = |at: usize| SequenceHash::from_bytes(std::array::from_fn(|i| bytes[at + i]));
+    let hash = |at: usize| SequenceHash::from_bytes(std::array::from_fn(|i| bytes[at + i]));
     let number = |at: usize| u32::from_le_bytes(std::array::from_fn(|i| bytes[at + i]));
-    let parent = (bytes[48] == 1).then(|| name(16));
+    let parent = (bytes[48] == 1).then(|| hash(16));
     let (expires, pinned) = (Date::decode(number(40)), Date::decode(number(44)));
-    BlockEntry { name: name(0), parent, offset: number(32), length: number(36), expires, pinned }
+    BlockEntry { hash: hash(0), parent, offset: number(32), length: number(36), expires, pinned }
 }
 
 #[cfg(test)]
@@ -225,7 +225,7 @@ mod tests {
 
     fn sections() -> Vec<Section> {
         let entry = |n: u8| BlockEntry {
-            name: SequenceHash::from_bytes([n; 16]),
+            hash: SequenceHash::from_bytes([n; 16]),
             parent: (n > 1).then(|| SequenceHash::from_bytes([n - 1; 16])),
             offset: u32::from(n) * 1000,
             length: 500,

@@ -19,7 +19,7 @@ pub(super) fn last_use(live: &[LiveObject<'_>], best: &HashMap<BlockKey, usize>)
     let mut holders: HashMap<BlockKey, usize> = HashMap::new();
     for (index, LiveObject { section, stored, .. }) in live.iter().enumerate() {
         for entry in &section.entries {
-            let holder = holders.entry((section.fingerprint, entry.name)).or_insert(index);
+            let holder = holders.entry((section.fingerprint, entry.hash)).or_insert(index);
             if live[*holder].stored.modified < stored.modified {
                 *holder = index;
             }
@@ -29,7 +29,7 @@ pub(super) fn last_use(live: &[LiveObject<'_>], best: &HashMap<BlockKey, usize>)
     let mut last_use: Vec<Date> = live.iter().map(|live| live.used).collect();
     for live in live {
         for entry in &live.section.entries {
-            if let Some(&holder) = holders.get(&(live.section.fingerprint, entry.name)) {
+            if let Some(&holder) = holders.get(&(live.section.fingerprint, entry.hash)) {
                 last_use[holder] = last_use[holder].max(live.used);
             }
         }
@@ -67,7 +67,7 @@ pub(super) fn best_copies(live: &[LiveObject<'_>], now: Date) -> HashMap<BlockKe
             let until = entry.expires.map_or(u32::MAX, |date| Date::encode(Some(date)));
             // Of objects of the same second, the one with the highest number.
             let this = (until, entry.pinned, live.stored.modified, live.id, index);
-            let best = best.entry((live.section.fingerprint, entry.name)).or_insert(this);
+            let best = best.entry((live.section.fingerprint, entry.hash)).or_insert(this);
             *best = this.max(*best);
         }
     }
@@ -79,9 +79,9 @@ pub(super) fn best_copies(live: &[LiveObject<'_>], now: Date) -> HashMap<BlockKe
 pub(super) fn duplicates(live: &[LiveObject<'_>], best: &HashMap<BlockKey, usize>, now: Date) -> BTreeSet<usize> {
     let needed: BTreeSet<usize> = best.values().copied().collect();
     let outlives_pin = |section: &Section, entry: &BlockEntry| {
-        let better = best.get(&(section.fingerprint, entry.name)).map(|at| &live[*at].section.entries);
+        let better = best.get(&(section.fingerprint, entry.hash)).map(|at| &live[*at].section.entries);
         let mut better = better.into_iter().flatten();
-        !is_pinned(entry, now) || better.any(|other| other.name == entry.name && other.pinned >= entry.pinned)
+        !is_pinned(entry, now) || better.any(|other| other.hash == entry.hash && other.pinned >= entry.pinned)
     };
     let duplicates = live.iter().enumerate().filter(|(index, live)| {
         let LiveObject { section, .. } = live;

@@ -354,8 +354,8 @@ impl Collector {
     }
 
     async fn read_tombstones(&self, meta: ObjectMeta) -> io::Result<Option<TombstoneList>> {
-        let Some(name) = meta.location.filename().and_then(|name| name.parse().ok()) else { return Ok(None) };
-        let decode = |bytes: &[u8]| tombstones::decode(name, bytes);
+        let Some(id) = meta.location.filename().and_then(|name| name.parse().ok()) else { return Ok(None) };
+        let decode = |bytes: &[u8]| tombstones::decode(id, bytes);
         let Some(objects) = self.read_cached(&meta, &self.tombstone_lists, tombstones::MAX_BYTES, decode).await? else {
             return Ok(None);
         };
@@ -363,14 +363,14 @@ impl Collector {
     }
 
     async fn read_access_log(&self, meta: ObjectMeta) -> io::Result<Option<AccessRecord>> {
-        let Some(name) = meta.location.filename().and_then(|name| name.parse().ok()) else { return Ok(None) };
+        let Some(id) = meta.location.filename().and_then(|name| name.parse().ok()) else { return Ok(None) };
         let Some(used) = self
-            .read_cached(&meta, &self.access_records, access_log::MAX_BYTES, |bytes| access_log::decode(name, bytes))
+            .read_cached(&meta, &self.access_records, access_log::MAX_BYTES, |bytes| access_log::decode(id, bytes))
             .await?
         else {
             return Ok(None);
         };
-        Ok(Some(AccessRecord { modified: modified(&meta), path: meta.location, reader: name, used }))
+        Ok(Some(AccessRecord { modified: modified(&meta), path: meta.location, reader: id, used }))
     }
 
     /// Reads a list, unless it is cached. An invalid list counts as empty; `None` if it cannot be read.
@@ -438,7 +438,7 @@ fn summarize(inventory: &Inventory, plan: &Plan) -> GcReport {
 fn block_headers(bytes: &Bytes, section: &manifest::Section) -> impl Iterator<Item = Option<Header>> {
     section.entries.iter().map(|entry| {
         let block = decode_block(bytes, entry.offset as usize, Header::LEN + entry.length as usize).ok()?;
-        block.check(entry.name, section.fingerprint).ok()?;
+        block.check(entry.hash, section.fingerprint).ok()?;
         Some(block.header)
     })
 }

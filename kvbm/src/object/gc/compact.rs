@@ -124,9 +124,9 @@ impl ObjectTier {
                 return Ok(Vec::new());
             }
         };
-        let valid = |(name, location): &(_, BlockLocation)| {
+        let valid = |(hash, location): &(_, BlockLocation)| {
             let block = decode_block(&bytes, location.offset as usize, Header::LEN + location.length as usize).ok()?;
-            block.check(*name, object.fingerprint).ok()?;
+            block.check(*hash, object.fingerprint).ok()?;
             Some(block)
         };
         Ok(small.blocks.iter().filter_map(valid).collect())

@@ -174,7 +174,7 @@ impl Inventory {
     /// Hashes of the blocks in live objects that are not expired at `now`; a block with copies appears once per copy.
     pub fn hashes(&self, now: Date) -> impl Iterator<Item = SequenceHash> {
         let entries = self.live().flat_map(|live| &live.section.entries);
-        entries.filter(move |entry| !entry.retention().is_over(now)).map(|entry| entry.name)
+        entries.filter(move |entry| !entry.retention().is_over(now)).map(|entry| entry.hash)
     }
 
     /// Bytes of all objects, including marked ones.

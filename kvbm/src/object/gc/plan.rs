@@ -1,9 +1,9 @@
 //! Which objects are marked, and which are deleted. Pure: collectors that see the same store decide the same.
 //!
-//! The age of an object is the time since its last use, or since the last use of an object that builds on it. Of objects
-//! of the same age, later parts of a chain are marked first, so that a prefix does not lose its head before its tail.
-//! Objects that no valid manifest lists are deleted by age only; if an unreadable manifest may list them, they are kept. The
-//! manifest with the highest number of a writer is kept as long as another one of that writer is.
+//! The age of an object is the time since its last use, or since the last use of an object that builds on it. Of
+//! objects of the same age, later parts of a chain are marked first, so that a prefix does not lose its head before
+//! its tail. Objects that no valid manifest lists are deleted by age only; if an unreadable manifest may list them,
+//! they are kept. The manifest with the highest number of a writer is kept as long as another one of that writer is.
 
 use super::age;
 use super::inventory::{Contents, Inventory, LiveObject, Manifest, StoredObject, TombstoneList, is_pinned};
@@ -15,16 +15,16 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-/// Age at which an object that no manifest lists is deleted. Its writer may still retry the manifest, but by then readers
-/// have recomputed the blocks.
+/// Age at which an object that no manifest lists is deleted. Its writer may still retry the manifest, but by then
+/// readers have recomputed the blocks.
 const UNLISTED_GRACE: Duration = Duration::from_hours(1);
 
 /// Time until followers know that an object is marked (two reads of the tombstone lists) plus a load. Objects that only
 /// their own writer used are deleted after this time, even if the grace period is longer.
 const OWN_GRACE: Duration = Duration::from_secs(15);
 
-/// How long an access log counts after its last write. Its process has ended, and objects still in use were read by others
-/// since.
+/// How long an access log counts after its last write. Its process has ended, and objects still in use were read by
+/// others since.
 const ACCESS_RECORD_LIFETIME: Duration = Duration::from_hours(30 * 24);
 
 #[cfg(test)]

@@ -9,8 +9,8 @@ use std::time::Duration;
 /// What may stay in a store.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Policy {
-    /// Objects that were not written or read for this time are marked. An object counts as used when an object that builds
-    /// on it is used. Default: no limit.
+    /// Objects that were not written or read for this time are marked. An object counts as used when an object that
+    /// builds on it is used. Default: no limit.
     pub max_age: Option<Duration>,
     /// Maximum bytes in the store, over all domains, including objects whose domain is unknown. Default: no limit.
     pub capacity: Option<u64>,
@@ -18,8 +18,9 @@ pub struct Policy {
     pub headroom: u64,
     /// Guaranteed and maximum bytes of single domains.
     pub quotas: BTreeMap<DomainId, Quota>,
-    /// Time from marking an object to deleting it. Default 10 minutes: followers know after seconds, and a load takes less
-    /// than a minute. Objects that the collecting process wrote, and no other process read, wait at most 15 seconds.
+    /// Time from marking an object to deleting it. Default 10 minutes: followers know after seconds, and a load takes
+    /// less than a minute. Objects that the collecting process wrote, and no other process read, wait at most 15
+    /// seconds.
     pub grace: Duration,
 }
 
@@ -29,8 +30,8 @@ impl Default for Policy {
     }
 }
 
-/// Bytes of a capacity to keep free in a store that is being written: an eighth, for what is written until marked objects
-/// are deleted.
+/// Bytes of a capacity to keep free in a store that is being written: an eighth, for what is written until marked
+/// objects are deleted.
 pub const fn headroom(capacity: u64) -> u64 {
     capacity / 8
 }

@@ -8,7 +8,9 @@ const HOUR: Duration = Duration::from_hours(1);
 /// On any store: two writers, and a reader in another process that reads later.
 pub(super) async fn read_objects_are_kept_and_scans_are_incremental(store: Arc<dyn ObjectStore>, prefix: &str) {
     let open = || ObjectTier::open(store.clone(), prefix, Settings::default(), Arc::new(EventLog::new(Epoch(1))));
-    let (one, other, reader) = (open(), open(), open());
+    let one = open();
+    let other = open();
+    let reader = open();
     let (read, left) = (chain(1, 10), chain(2, 10));
     super::store(&*one, read.clone()).await;
     super::store(&*other, left.clone()).await;
@@ -45,8 +47,8 @@ pub(super) async fn read_objects_are_kept_and_scans_are_incremental(store: Arc<d
         let before = collector.request_counts().requests;
         let inventory = collector.scan(|_, _| ()).await.unwrap();
         assert_eq!(collector.request_counts().requests - before, requests);
-        let rests: Vec<SequenceHash> = inventory.hashes(written).collect();
-        assert!(names(&read).iter().all(|name| rests.contains(name)) && !rests.contains(&left[0].header.name));
+        let stored: Vec<SequenceHash> = inventory.hashes(written).collect();
+        assert!(names(&read).iter().all(|name| stored.contains(name)) && !stored.contains(&left[0].header.name));
     }
 }
 

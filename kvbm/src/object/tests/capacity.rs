@@ -109,7 +109,11 @@ async fn capacity_soak() {
         tiers.iter().map(|tier| scheduler.clone().run(tier.collector(), crate::block::Clock::system(), |_| ()));
     let _collecting: Vec<_> = collecting.map(|run| AbortOnDropHandle::new(tokio::spawn(run))).collect();
     let start = std::time::Instant::now();
-    let (mut stored_blocks, mut refused, mut seed, mut most, mut shown) = (0_u64, 0_u64, 0, 0, 0);
+    let mut stored_blocks = 0_u64;
+    let mut refused = 0_u64;
+    let mut seed = 0;
+    let mut most = 0;
+    let mut shown = 0;
     while start.elapsed() < Duration::from_secs(seconds) {
         for tier in &tiers {
             let answers = tier.store(chain_of(fingerprint(), seed, 32, 100_000)).await;

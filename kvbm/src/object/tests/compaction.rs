@@ -47,11 +47,11 @@ async fn compaction_takes_a_tenth_of_a_request_per_block() {
     elsewhere += shared.requests() - start;
 
     assert_eq!(tier.compact(HOUR).await.unwrap(), Compaction { objects: 40, blocks: 2_560 });
-    assert_eq!(tier.compact(HOUR).await.unwrap(), Compaction::default(), "there is nothing left to do");
+    assert_eq!(tier.compact(HOUR).await.unwrap(), Compaction::default(), "nothing is left to compact");
     let collector = Collector::open(shared.clone(), "kv", Duration::from_secs(10));
-    assert_eq!(pass(&collector, 0).await.marked.len(), 0, "not everybody knows of the copies");
+    assert_eq!(pass(&collector, 0).await.marked.len(), 0, "followers do not know the copies");
     let start = shared.requests();
-    assert!(all_load(&reader, &blocks).await, "nobody heard of anything");
+    assert!(all_load(&reader, &blocks).await, "followers have not polled");
     elsewhere += shared.requests() - start;
     let report = pass(&collector, 2).await;
     let copied = report.marked.get(&MarkReason::Duplicate).map(|amount| amount.objects);
@@ -138,9 +138,9 @@ async fn a_reader_compacts_objects_of_ended_writers() {
     let (cold, _) = open_on(shared.clone());
     cold.wait_until_ready().await;
     assert!(all_load(&tier, &blocks).await);
-    assert_eq!(tier.compact(HOUR).await.unwrap(), Compaction::default(), "they may live");
+    assert_eq!(tier.compact(HOUR).await.unwrap(), Compaction::default(), "the writers may be alive");
     tokio::time::sleep(HOUR).await;
-    assert_eq!(cold.compact(HOUR).await.unwrap(), Compaction::default(), "it would make them young again");
+    assert_eq!(cold.compact(HOUR).await.unwrap(), Compaction::default(), "this process did not read them");
     assert_eq!(tier.compact(HOUR).await.unwrap(), Compaction { objects: 9, blocks: 27 });
     assert_eq!(tier.compact(HOUR).await.unwrap(), Compaction::default());
     let before = shared.requests();

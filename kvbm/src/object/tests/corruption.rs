@@ -29,29 +29,29 @@ async fn loaded_blocks(folder: &Path, blocks: &[Block]) -> usize {
 #[tokio::test(start_paused = true)]
 async fn a_flipped_bit_costs_one_block_or_one_manifest() {
     let (folder, blocks) = folder_with_blocks().await;
-    let mut lost_by_objects = 0;
+    let mut damaged_blocks = 0;
     for path in files(folder.path(), "blocks") {
-        let sound = fs::read(&path).unwrap();
-        for (nth, at) in (0..sound.len()).step_by(941).enumerate() {
-            let mut bad = sound.clone();
-            bad[at] ^= 1 << (nth % 8);
-            fs::write(&path, bad).unwrap();
+        let valid = fs::read(&path).unwrap();
+        for (nth, at) in (0..valid.len()).step_by(941).enumerate() {
+            let mut corrupt = valid.clone();
+            corrupt[at] ^= 1 << (nth % 8);
+            fs::write(&path, corrupt).unwrap();
             assert_eq!(loaded_blocks(folder.path(), &blocks).await, blocks.len() - 1, "byte {at}");
-            lost_by_objects += 1;
+            damaged_blocks += 1;
         }
-        fs::write(&path, sound).unwrap();
+        fs::write(&path, valid).unwrap();
     }
     for path in files(folder.path(), "manifests") {
-        let sound = fs::read(&path).unwrap();
-        for (nth, at) in (0..sound.len()).step_by(53).enumerate() {
-            let mut bad = sound.clone();
-            bad[at] ^= 1 << (nth % 8);
-            fs::write(&path, bad).unwrap();
+        let valid = fs::read(&path).unwrap();
+        for (nth, at) in (0..valid.len()).step_by(53).enumerate() {
+            let mut corrupt = valid.clone();
+            corrupt[at] ^= 1 << (nth % 8);
+            fs::write(&path, corrupt).unwrap();
             assert!(loaded_blocks(folder.path(), &blocks).await < blocks.len());
         }
-        fs::write(&path, sound).unwrap();
+        fs::write(&path, valid).unwrap();
     }
-    assert!(lost_by_objects > 50);
+    assert!(damaged_blocks > 50);
     assert_eq!(loaded_blocks(folder.path(), &blocks).await, blocks.len());
 }
 
@@ -66,10 +66,10 @@ async fn the_older_copy_is_read_when_the_newer_is_corrupt() {
     for (path, at) in
         files(folder.path(), "blocks").into_iter().flat_map(|path| [(path.clone(), 3), (path, Header::LEN + 3)])
     {
-        let sound = fs::read(&path).unwrap();
-        let mut bad = sound.clone();
-        bad[at] ^= 1;
-        fs::write(&path, bad).unwrap();
+        let valid = fs::read(&path).unwrap();
+        let mut corrupt = valid.clone();
+        corrupt[at] ^= 1;
+        fs::write(&path, corrupt).unwrap();
         let (reader, events) = reopen(folder.path()).await;
         let found = load(&*reader, fingerprint(), names(&blocks)).await;
         for (block, _) in blocks.iter().zip(&found).filter(|(_, found)| found.is_none()) {
@@ -81,14 +81,14 @@ async fn the_older_copy_is_read_when_the_newer_is_corrupt() {
             reader.discard(fingerprint(), block.header.name);
         }
         assert!(all_found(&load(&*reader, fingerprint(), names(&blocks)).await), "byte {at}, {missed} missed so far");
-        assert_eq!(announced(&events, Level::G4).len(), 10, "it never went");
+        assert_eq!(announced(&events, Level::G4).len(), 10, "it was never removed");
         // A report after this time concerns the second copy.
         tokio::time::sleep(Duration::from_mins(1)).await;
         for (block, _) in blocks.iter().zip(&found).filter(|(_, found)| found.is_none()) {
             reader.discard(fingerprint(), block.header.name);
             assert_eq!(reader.holds(fingerprint(), &[block.header.name]), 0);
         }
-        fs::write(&path, sound).unwrap();
+        fs::write(&path, valid).unwrap();
     }
     assert_eq!(missed, 2);
 }
@@ -104,7 +104,7 @@ async fn expiry_drops_all_copies_of_a_block() {
         let name = block.header.name;
         // One reader finds the newer copy corrupt, and then another one finds the older one expired.
         reader.discard(fingerprint(), name);
-        assert_eq!(reader.holds(fingerprint(), &[name]), 1, "it lies twice");
+        assert_eq!(reader.holds(fingerprint(), &[name]), 1, "there are two copies");
         assert_eq!([0; 2].map(|_| reader.lapse(fingerprint(), name)), [1, 0]);
         assert_eq!(reader.holds(fingerprint(), &[name]), 0);
     }
@@ -115,30 +115,26 @@ async fn expiry_drops_all_copies_of_a_block() {
 async fn truncated_or_swapped_objects_yield_no_wrong_block() {
     let (folder, blocks) = folder_with_blocks().await;
     let objects = files(folder.path(), "blocks");
-    let sound: Vec<_> = objects.iter().map(|path| fs::read(path).unwrap()).collect();
-    for cut in (0..sound[0].len()).step_by(1511) {
-        fs::write(&objects[0], &sound[0][..cut]).unwrap();
+    let valid: Vec<_> = objects.iter().map(|path| fs::read(path).unwrap()).collect();
+    for cut in (0..valid[0].len()).step_by(1511) {
+        fs::write(&objects[0], &valid[0][..cut]).unwrap();
         assert!(loaded_blocks(folder.path(), &blocks).await < blocks.len());
     }
-    fs::write(&objects[0], &sound[1]).unwrap();
-    fs::write(&objects[1], &sound[0]).unwrap();
+    fs::write(&objects[0], &valid[1]).unwrap();
+    fs::write(&objects[1], &valid[0]).unwrap();
     assert!(loaded_blocks(folder.path(), &blocks).await < blocks.len());
-    fs::write(&objects[0], &sound[0]).unwrap();
-    fs::write(&objects[1], &sound[1]).unwrap();
+    fs::write(&objects[0], &valid[0]).unwrap();
+    fs::write(&objects[1], &valid[1]).unwrap();
 
     let manifests = files(folder.path(), "manifests");
     let (first, second) = (fs::read(&manifests[0]).unwrap(), fs::read(&manifests[1]).unwrap());
     fs::write(&manifests[0], &second).unwrap();
     fs::write(&manifests[1], &first).unwrap();
-    assert_eq!(loaded_blocks(folder.path(), &blocks).await, blocks.len(), "manifests say what they say in any order");
-    let stranger = folder.path().join("manifests").join(InstanceId::new().to_string());
-    fs::create_dir(&stranger).unwrap();
-    fs::copy(&manifests[0], stranger.join("000000000000")).unwrap();
-    assert_eq!(
-        loaded_blocks(folder.path(), &blocks).await,
-        blocks.len(),
-        "under another writer's name it counts for nothing"
-    );
+    assert_eq!(loaded_blocks(folder.path(), &blocks).await, blocks.len(), "the order of manifests does not matter");
+    let foreign = folder.path().join("manifests").join(InstanceId::new().to_string());
+    fs::create_dir(&foreign).unwrap();
+    fs::copy(&manifests[0], foreign.join("000000000000")).unwrap();
+    assert_eq!(loaded_blocks(folder.path(), &blocks).await, blocks.len(), "a manifest under another writer is ignored");
 }
 
 #[tokio::test(start_paused = true)]
@@ -153,14 +149,14 @@ async fn a_missing_object_is_a_miss_and_counted_once() {
     let (other, _) = reopen(folder.path()).await;
     for name in names(&blocks).into_iter().rev() {
         let (_, answer) = other.load(fingerprint(), vec![name]).next().await.expect("an answer for each");
-        answer.expect("a loss is not an error");
+        answer.expect("a missing block is not an error");
     }
     assert_eq!(other.missing_objects(), 2);
     for _ in 0..2 {
         let mut loading = tier.load(fingerprint(), names(&blocks));
         let mut missing = 0;
         while let Some((_, answer)) = loading.next().await {
-            missing += usize::from(answer.expect("a loss is not an error").is_none());
+            missing += usize::from(answer.expect("a missing block is not an error").is_none());
         }
         assert!(missing > 4 && missing < 15, "{missing}");
         assert_eq!(tier.missing_objects(), 2);

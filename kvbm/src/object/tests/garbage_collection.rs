@@ -35,7 +35,7 @@ async fn marked_objects_are_readable_until_followers_know() {
     ours.wait_until_ready().await;
     let report = pass(&collector(&shared), &keep_nothing(), Duration::ZERO).await;
     assert_eq!((report.marked.values().map(|amount| amount.objects).sum::<u64>(), report.deleted.objects), (1, 0));
-    assert!(all_found(&load(&*ours, fingerprint(), names(&blocks)).await), "not heard of it yet");
+    assert!(all_found(&load(&*ours, fingerprint(), names(&blocks)).await), "not polled yet");
     seconds(8).await;
     for tier in [&ours, &theirs] {
         assert_eq!(tier.holds(fingerprint(), &names(&blocks)), 0);
@@ -57,7 +57,7 @@ async fn planning_runs_once_and_off_the_async_threads() {
     let (writer, _) = open_on(shared.clone());
     store(&*writer, chain(1, 5)).await;
     let report = pass(&collector(&shared), &keep_nothing(), Duration::ZERO).await;
-    assert_eq!((report.marked.len(), gc::PLANS.get()), (1, 0), "and not a second time, to say what was done");
+    assert_eq!((report.marked.len(), gc::PLANS.get()), (1, 0), "none on this thread");
 }
 
 #[tokio::test(start_paused = true)]
@@ -183,7 +183,7 @@ async fn a_full_store_accepts_blocks_only_after_deletions() {
     let (capacity, events) = (60_000, Arc::new(EventLog::new(Epoch(1))));
     let settings = Settings { level: Level::Pod, capacity: Some(capacity), ..Settings::default() };
     let tier = ObjectTier::open(shared.clone(), "kv", settings, events.clone());
-    assert!(matches!(tier.store(chain(0, 1)).await[..], [Err(StoreError::Busy)]), "it is not known what lies there");
+    assert!(matches!(tier.store(chain(0, 1)).await[..], [Err(StoreError::Busy)]), "the used bytes are not known");
     tier.wait_until_ready().await;
     let full = async |seed| {
         let answers = tier.store(chain(seed, 10)).await;
@@ -192,14 +192,14 @@ async fn a_full_store_accepts_blocks_only_after_deletions() {
     let mut seed = 0;
     while !full(seed).await {
         seed += 1;
-        assert!(seed < 10, "it takes everything");
+        assert!(seed < 10, "no capacity limit");
     }
     assert!((capacity * 3 / 4..=capacity).contains(&tier.usage().bytes), "{:?}", tier.usage());
     let collector = collector(&shared);
     let policy = Policy { capacity: Some(capacity), headroom: capacity / 2, ..Policy::default() };
     pass(&collector, &policy, Duration::ZERO).await;
     seconds(8).await;
-    assert!(tier.usage().blocks * 3_000 < capacity && full(99).await, "named as going, and still there");
+    assert!(tier.usage().blocks * 3_000 < capacity && full(99).await, "marked, but not deleted");
     pass(&collector, &policy, AFTER_GRACE).await;
     seconds(20).await;
     assert!(tier.usage().bytes <= capacity / 2 && !full(99).await, "{:?}", tier.usage());

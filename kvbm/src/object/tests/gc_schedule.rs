@@ -15,10 +15,10 @@ pub(super) fn virtual_clock() -> (Clock, AbortOnDropHandle<()>) {
 /// The same, starting at another time than the machine's.
 pub(super) fn virtual_clock_from(start: crate::block::Date) -> (Clock, AbortOnDropHandle<()>) {
     let clock = Clock::standing(start);
-    let hand = clock.clone();
+    let handle = clock.clone();
     let ticking = tokio::spawn(async move {
         for second in 0.. {
-            hand.set(start.after(Duration::from_secs(second)));
+            handle.set(start.after(Duration::from_secs(second)));
             tokio::time::sleep(Duration::from_secs(1)).await;
         }
     });
@@ -55,14 +55,14 @@ async fn about_one_of_many_processes_runs_per_interval() {
         store(&*writer, chain(seed, 10)).await;
         tokio::time::sleep(EVERY / 5).await;
     }
-    let [collected, passed, failed] = turns.each_ref().map(|count| count.load(Ordering::Relaxed));
+    let [collected, skipped, failed] = turns.each_ref().map(|count| count.load(Ordering::Relaxed));
     // Twenty intervals. Two runs are at least three quarters of an interval apart.
     assert!((14..=27).contains(&collected) && failed == 0, "{collected} collected, {failed} failed");
-    assert!(collected + passed > 120, "each process asks for its turn: {passed} passed");
+    assert!(collected + skipped > 120, "each process tries to start a run: {skipped} skipped");
     tokio::time::sleep(EVERY * 4).await;
     let bytes = collector(&shared).scan(|_, _| ()).await.unwrap().bytes();
     assert!((1..=60_000).contains(&bytes), "{bytes}");
-    assert_eq!(writer.missing_objects(), 0, "whoever serves heard in time");
+    assert_eq!(writer.missing_objects(), 0, "followers learned of the deletions in time");
 }
 
 #[tokio::test(start_paused = true)]
@@ -77,7 +77,7 @@ async fn failures_and_future_dates_do_not_stop_collection() {
     let on_run = move |outcome: &GcOutcome| {
         said.lock().unwrap().push(match outcome {
             GcOutcome::Collected { .. } => "collected",
-            GcOutcome::Skipped => "passed",
+            GcOutcome::Skipped => "skipped",
             GcOutcome::Failed(_) => "failed",
         });
     };
@@ -105,14 +105,14 @@ async fn a_fast_clock_does_not_shorten_the_grace_period() {
     for (turn, minutes) in (1..).zip([1, 1, 10]) {
         ahead.set(clock.now().after(EVERY * 10 * turn));
         let GcOutcome::Collected { report, .. } = scheduler.run_once(&collector, &ahead, EVERY).await else {
-            panic!("it is its turn")
+            panic!("no other process ran")
         };
         said.push((report.marked.len(), report.deleted.objects));
         tokio::time::sleep(Duration::from_mins(minutes)).await;
     }
     ahead.set(clock.now().after(EVERY * 100));
     let GcOutcome::Collected { report, .. } = scheduler.run_once(&collector, &ahead, EVERY).await else {
-        panic!("it is its turn")
+        panic!("no other process ran")
     };
     assert_eq!((said, report.deleted.objects), (vec![(1, 0), (0, 0), (0, 0)], 1));
 }

@@ -28,7 +28,7 @@ async fn a_failed_manifest_is_retried_under_its_number() {
         reader.wait_until_ready().await;
         shared.set_fault(Some(("/manifests/", fault)));
         assert!(tier.store(chain(1, 5)).await.iter().all(Result::is_err), "{fault:?}");
-        assert!(announced(&events, Level::G4).is_empty(), "not at rest yet");
+        assert!(announced(&events, Level::G4).is_empty(), "not stored yet");
         tokio::time::sleep(Duration::from_secs(100)).await;
         shared.set_fault(None);
         store(&*tier, chain(2, 5)).await;

@@ -64,7 +64,7 @@ impl S3Server {
             runtime.block_on(async {
                 let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
                 let address = listener.local_addr().expect("an address");
-                listens.send(format!("http://{address}")).expect("somebody started it");
+                listens.send(format!("http://{address}")).expect("the starting thread waits");
                 tokio::select! {
                     () = accept(listener, service, counted) => {}
                     _ = stopped => {}
@@ -107,7 +107,10 @@ macro_rules! delegate {
                 self.0.$call(request).await
             })+
 
-            async fn put_object(&self, mut request: S3Request<PutObjectInput>) -> S3Result<S3Response<PutObjectOutput>> {
+            async fn put_object(
+                &self,
+                mut request: S3Request<PutObjectInput>,
+            ) -> S3Result<S3Response<PutObjectOutput>> {
                 (request.input.if_none_match, request.input.if_match) = (None, None);
                 self.0.put_object(request).await
             }

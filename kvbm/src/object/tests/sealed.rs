@@ -5,10 +5,10 @@ use crate::transform::crypt::{Environment, KeySource, Keys, MetadataKeys};
 use object_store::ObjectStoreExt;
 
 /// The metadata keys of a process with these master keys, in a shared key store.
-async fn keys(shelf: &Arc<dyn ObjectStore>, masters: &str) -> Arc<MetadataKeys> {
+async fn keys(key_store: &Arc<dyn ObjectStore>, masters: &str) -> Arc<MetadataKeys> {
     let masters = masters.to_owned();
     let environment: Environment = Arc::new(move |_| Some(masters.clone()));
-    let keys = Keys::open(shelf.clone(), "keys", KeySource::Env("KEYS".into()), environment).await.unwrap();
+    let keys = Keys::open(key_store.clone(), "keys", KeySource::Env("KEYS".into()), environment).await.unwrap();
     MetadataKeys::open(keys).await.unwrap()
 }
 
@@ -37,19 +37,21 @@ async fn manifests(store: &Arc<dyn ObjectStore>) -> Vec<(object_store::path::Pat
 
 #[tokio::test(start_paused = true)]
 async fn unsealed_forged_or_moved_manifests_are_rejected() {
-    let [store, shelf]: [Arc<dyn ObjectStore>; 2] = [Arc::new(InMemory::new()), Arc::new(InMemory::new())];
+    let [store, key_store]: [Arc<dyn ObjectStore>; 2] = [Arc::new(InMemory::new()), Arc::new(InMemory::new())];
     let (old, new) = ("01".repeat(32), format!("{},{}", "02".repeat(32), "01".repeat(32)));
-    let (ours, blocks, plain) = (keys(&shelf, &old).await, chain(1, 10), chain(2, 10));
+    let ours = keys(&key_store, &old).await;
+    let blocks = chain(1, 10);
+    let plain = chain(2, 10);
     super::store(&*open(&store, Some(&ours)), blocks.clone()).await;
     assert_eq!(found(&store, Some(&ours), &blocks).await, (10, 0));
     assert_eq!(found(&store, None, &blocks).await, (10, 0), "a process without keys has nothing to verify with");
 
     // Manifests stay readable when the master key is replaced.
-    let rotated = keys(&shelf, &new).await;
+    let rotated = keys(&key_store, &new).await;
     assert_eq!(found(&store, Some(&rotated), &blocks).await, (10, 0));
     let other: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
-    let stranger = keys(&other, &"03".repeat(32)).await;
-    assert_eq!(found(&store, Some(&stranger), &blocks).await, (0, 1), "sealed under a key that it does not have");
+    let foreign = keys(&other, &"03".repeat(32)).await;
+    assert_eq!(found(&store, Some(&foreign), &blocks).await, (0, 1), "sealed under a key that it does not have");
 
     // Without a seal.
     super::store(&*open(&store, None), plain.clone()).await;
@@ -58,16 +60,16 @@ async fn unsealed_forged_or_moved_manifests_are_rejected() {
 
     // Sealed, with one field changed and a valid checksum; or moved to another number.
     let manifests = manifests(&store).await;
-    let (path, sound) = manifests.iter().find(|(_, bytes)| bytes.starts_with(b"BLKYMAN5")).unwrap();
-    for at in (8..sound.len() - 8).step_by(7) {
-        let mut bad = sound.to_vec();
-        bad[at] ^= 1;
-        let bad = crate::tests::fuzz::summed(bad);
-        store.put(path, bad.into()).await.unwrap();
+    let (path, valid) = manifests.iter().find(|(_, bytes)| bytes.starts_with(b"BLKYMAN5")).unwrap();
+    for at in (8..valid.len() - 8).step_by(7) {
+        let mut corrupt = valid.to_vec();
+        corrupt[at] ^= 1;
+        let corrupt = crate::tests::fuzz::summed(corrupt);
+        store.put(path, corrupt.into()).await.unwrap();
         assert_eq!(found(&store, Some(&ours), &blocks).await, (0, 2), "byte {at}");
     }
     let moved = path.as_ref().replace("000000000000", "000000000001");
-    store.put(&moved.into(), sound.clone().into()).await.unwrap();
+    store.put(&moved.into(), valid.clone().into()).await.unwrap();
     store.delete(path).await.unwrap();
     assert_eq!(found(&store, Some(&ours), &blocks).await, (0, 2), "the same manifest under another number");
 }

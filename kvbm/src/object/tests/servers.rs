@@ -140,7 +140,7 @@ on!(
 on!(
     google_on_moto,
     TestServer::outside("KVBM_TEST_MOTO", |endpoint| {
-        TestServer::new("gs", endpoint, &[("GOOGLE_BEARER_TOKEN", "anybody")], None)
+        TestServer::new("gs", endpoint, &[("GOOGLE_BEARER_TOKEN", "any")], None)
     })
 );
 
@@ -175,13 +175,14 @@ async fn missing_and_truncated_objects_are_counted_misses(server: TestServer) {
     let whole = raw.get(objects[1]).await.unwrap().bytes().await.unwrap();
     raw.put(objects[1], PutPayload::from(whole.slice(..100))).await.unwrap();
     let mut loading = tier.load(fingerprint(), names(&blocks));
-    let (mut missing, mut sound) = (0, 0);
+    let mut missing = 0;
+    let mut valid = 0;
     while let Some((_, answer)) = loading.next().await {
-        *if answer.expect("a loss is not an error").is_some() { &mut sound } else { &mut missing } += 1;
+        *if answer.expect("a missing block is not an error").is_some() { &mut valid } else { &mut missing } += 1;
     }
-    assert!(missing >= 2 && sound >= 1 && missing + sound == 30, "{missing} missing, {sound} sound");
+    assert!(missing >= 2 && valid >= 1 && missing + valid == 30, "{missing} missing, {valid} valid");
     assert_eq!(tier.missing_objects(), 2);
-    assert_eq!(announced(&events, Level::G4).len(), sound);
+    assert_eq!(announced(&events, Level::G4).len(), valid);
 }
 
 async fn a_large_object_is_uploaded_in_parts(server: TestServer) {
@@ -198,7 +199,7 @@ async fn a_large_object_is_uploaded_in_parts(server: TestServer) {
 }
 
 async fn a_missing_bucket_is_refused_with_the_reason(server: TestServer) {
-    let elsewhere: StoreLocation = server.location.to_string().replace(BUCKET, "nobodysbucket").parse().unwrap();
+    let elsewhere: StoreLocation = server.location.to_string().replace(BUCKET, "missingbucket").parse().unwrap();
     let log = Arc::new(EventLog::new(Epoch(1)));
     let tier = ObjectTier::open_location(&elsewhere, &server.access, Settings::default(), log, None).unwrap();
     let StoreHealth::Refused(why) = tier.initial_health().await else { panic!("{:?}", tier.initial_health().await) };

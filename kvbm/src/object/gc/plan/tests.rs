@@ -38,7 +38,7 @@ fn domain(domain: u8) -> DomainId {
     DomainId::from_bytes([domain; 16])
 }
 
-fn name(number: u64) -> SequenceHash {
+fn hash(number: u64) -> SequenceHash {
     let mut bytes = [1; 16];
     bytes[..8].copy_from_slice(&number.to_le_bytes());
     SequenceHash::from_bytes(bytes)
@@ -50,8 +50,8 @@ fn inventory(objects: &[Object]) -> Inventory {
     for (number, object) in (0..).zip(objects) {
         let modified = Date::from_unix(object.hour * HOUR);
         let entry = BlockEntry {
-            name: name(number),
-            parent: object.on.map(name),
+            hash: hash(number),
+            parent: object.on.map(hash),
             offset: 0,
             length: 0,
             expires: object.expired.then_some(NOW),
@@ -159,7 +159,7 @@ fn copies(objects: &[(u64, &[u64], Option<u64>)]) -> Inventory {
     for (manifest, (_, blocks, until)) in inventory.manifests.iter_mut().zip(objects) {
         let mut section = first(manifest);
         let expires = until.map(|hour| Date::from_unix(hour * HOUR));
-        section.entries = blocks.iter().map(|n| BlockEntry { name: name(*n), expires, ..section.entries[0] }).collect();
+        section.entries = blocks.iter().map(|n| BlockEntry { hash: hash(*n), expires, ..section.entries[0] }).collect();
         manifest.contents = of([section]);
     }
     inventory.objects.values_mut().for_each(|stored| stored.bytes = 1_000);
@@ -171,8 +171,8 @@ fn duplicates_are_marked_once_the_copy_is_known() {
     let copied = |objects: &[_]| select_marked(&copies(objects), &Policy::default());
     let small: [(u64, &[u64], _); 3] = [(10, &[1, 2], None), (11, &[3], None), (12, &[4, 5], None)];
     let one = |new| [&small[..], &[new]].concat();
-    let gone = [(0, MarkReason::Duplicate), (1, MarkReason::Duplicate)];
-    assert_eq!(copied(&one((13, &[1, 2, 3, 4], None))), gone, "5 lies nowhere else");
+    let small_marked = [(0, MarkReason::Duplicate), (1, MarkReason::Duplicate)];
+    assert_eq!(copied(&one((13, &[1, 2, 3, 4], None))), small_marked, "5 has no copy");
     assert_eq!(copied(&one((1_000, &[1, 2, 3, 4], None))), [], "it was written a moment ago");
     let itself = [(3, MarkReason::Duplicate)];
     assert_eq!(copied(&one((13, &[1, 2, 3, 4], Some(2_000)))), itself, "it is not kept for so long");
@@ -226,7 +226,7 @@ fn guaranteed_bytes_of_a_domain_are_kept() {
     let left_of_theirs = |policy: &Policy| {
         let marked = select_marked(&inventory(&objects), policy);
         assert_eq!(objects.len() - marked.len(), 10, "the capacity holds");
-        (0..4).filter(|id| !marked.iter().any(|(gone, _)| gone == id)).collect::<Vec<u64>>()
+        (0..4).filter(|id| !marked.iter().any(|(other, _)| other == id)).collect::<Vec<u64>>()
     };
     assert_eq!(left_of_theirs(&promised(0)), [0; 0]);
     assert_eq!(left_of_theirs(&promised(250)), [1, 2, 3], "whole objects, the oldest first");
@@ -364,26 +364,33 @@ fn objects() -> impl Strategy<Value = Vec<Object>> {
     })
 }
 
+/// Objects with the hour in which each was written, its blocks, and their expiry hour.
+fn copied_objects() -> impl Strategy<Value = Vec<(u64, Vec<u64>, Option<u64>)>> {
+    let blocks = prop::collection::vec(0u64..12, 1..6);
+    prop::collection::vec((900u64..1_000, blocks, prop::option::of(1_001u64..1_004)), 1..12)
+}
+
 proptest! {
     #[test]
     fn each_block_keeps_its_best_copy(
-        objects in prop::collection::vec((900u64..1_000, prop::collection::vec(0u64..12, 1..6), prop::option::of(1_001u64..1_004)), 1..12)
+        objects in copied_objects()
     ) {
         let objects: Vec<_> = objects.iter().map(|(hour, blocks, until)| (*hour, &blocks[..], *until)).collect();
-        let gone: HashSet<u64> = select_marked(&copies(&objects), &Policy::default()).into_iter().map(|(id, _)| id).collect();
+        let marked = select_marked(&copies(&objects), &Policy::default());
+        let marked: HashSet<u64> = marked.into_iter().map(|(id, _)| id).collect();
         let mut longest = std::collections::BTreeMap::new();
         for (number, (_, blocks, until)) in (0..).zip(&objects) {
             for block in *blocks {
                 let until = until.unwrap_or(u64::MAX);
                 let (all, left) = longest.entry(*block).or_insert((0, 0));
                 *all = until.max(*all);
-                *left = if gone.contains(&number) { *left } else { until.max(*left) };
+                *left = if marked.contains(&number) { *left } else { until.max(*left) };
             }
         }
-        prop_assert!(longest.values().all(|(all, left)| all == left), "{longest:?} without {gone:?}");
+        prop_assert!(longest.values().all(|(all, left)| all == left), "{longest:?} without {marked:?}");
         // And no object is left whose blocks all have better copies.
         let mut left = copies(&objects);
-        left.manifests.retain(|manifest| !gone.contains(&first(manifest).object));
+        left.manifests.retain(|manifest| !marked.contains(&first(manifest).object));
         prop_assert_eq!(select_marked(&left, &Policy::default()), vec![]);
     }
 
@@ -398,13 +405,14 @@ proptest! {
         let plan = inventory.plan(&policy, NOW);
         prop_assert_eq!(&plan, &inventory.plan(&policy, NOW));
         prop_assert_eq!((plan.objects.len(), plan.manifests.len()), (0, 0), "nothing is deleted without its grace");
-        let gone: HashSet<u64> = plan.mark.iter().map(|(id, _)| id.number).collect();
+        let marked: HashSet<u64> = plan.mark.iter().map(|(id, _)| id.number).collect();
         let left = |of: &dyn Fn(&Object) -> bool| {
-            (0..).zip(&objects).filter(|(number, object)| !gone.contains(number) && of(object)).count() as u64 * 100
+            (0..).zip(&objects).filter(|(number, object)| !marked.contains(number) && of(object)).count() as u64 * 100
         };
         let pinned = |object: &Object| object.pinned && !object.expired;
         prop_assert!(left(&|_| true) <= capacity.max(left(&pinned)));
-        prop_assert!(left(&|object| object.domain == 1) <= own.max(left(&|object| pinned(object) && object.domain == 1)));
+        let own_pinned = left(&|object| pinned(object) && object.domain == 1);
+        prop_assert!(left(&|object| object.domain == 1) <= own.max(own_pinned));
         // Guaranteed bytes, in whole objects, are only taken for pinned objects of others, or if the capacity is
         // smaller.
         let theirs = |object: &Object| object.domain == 2 && !object.expired;
