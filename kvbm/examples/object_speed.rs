@@ -1,7 +1,7 @@
-//! Reading from G4 beside the raw client, against one S3 server in this process: `cargo run --release -p kvbm
-//! --example object_speed [-- --json]`. Both read the same objects; the raw client is given its best number of
-//! requests at once, and each measurement of the tier stands between two of it, of whose ratios the median is shown.
-//! The server shares the cores with both, so the ratio counts and not the figures.
+//! Compares reads from G4 with the raw client of `object_store`, against one S3 server in this process: `cargo run
+//! --release -p kvbm --example object_speed [-- --json]`. Both read the same objects. The raw client uses its best
+//! number of concurrent requests, and each measurement of the tier is between two of the raw client; the result is the
+//! median of their ratios. The server shares the cores with both, so the ratio is meaningful and the rates are not.
 
 use bytes::Bytes;
 use futures::stream::{self, StreamExt};
@@ -17,13 +17,13 @@ use std::time::{Duration, Instant};
 mod s3_server;
 use s3_server::{BUCKET, Conditions, KEYS, S3Server};
 
-/// A block of a small model, and so many of them that a round takes a second.
+/// Bytes of a block of a small model, and the number of blocks, so that a round takes a second.
 const BLOCK: usize = 192 << 10;
 const BLOCKS: usize = 1024;
-/// Raw reads are as large as ours.
+/// Bytes per raw read, as in the tier.
 const RANGE: u64 = 4 << 20;
 const AT_ONCE: [usize; 5] = [2, 4, 8, 16, 32];
-/// To find the raw client's best, and then beside it.
+/// Rounds to find the best concurrency of the raw client, and pairs of measurements after that.
 const ROUNDS: usize = 3;
 const PAIRS: usize = 9;
 
@@ -88,7 +88,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     }
     let rates: Vec<f64> = rates.into_iter().map(median).collect();
     let best = (0..AT_ONCE.len()).max_by(|a, b| rates[*a].total_cmp(&rates[*b])).ok_or("nothing was measured")?;
-    // Each of ours between two of the best.
+    // Each measurement of the tier is between two of the raw client.
     let (mut ours, mut ratios, mut before) = (Vec::new(), Vec::new(), raw(AT_ONCE[best]).await?);
     for _ in 0..PAIRS {
         let start = Instant::now();

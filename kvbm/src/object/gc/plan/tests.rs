@@ -133,13 +133,14 @@ fn a_prefix_is_marked_after_what_builds_on_it() {
 fn a_read_renews_an_object_and_its_prefix() {
     // Chain 0 ← 1, and 2 and 3, equal except for their age; 1 was read today, by two processes, and 2 two days ago.
     let mut inventory = inventory(&[at(100), Object { on: Some(0), ..at(200) }, at(300), at(400)]);
-    let note = |hour: u64, used: &[(u64, u64)]| AccessRecord {
+    let record = |hour: u64, used: &[(u64, u64)]| AccessRecord {
         path: Path::from(format!("note {hour}")),
         reader: InstanceId::from_bytes([hour as u8; 16]),
         modified: Date::from_unix(hour * HOUR),
         used: used.iter().map(|(number, before)| (id(*number), hours(*before))).collect(),
     };
-    inventory.access_records = vec![note(995, &[(1, 5), (2, 44)]), note(900, &[(1, 0), (9, 0)]), note(200, &[(2, 0)])];
+    inventory.access_records =
+        vec![record(995, &[(1, 5), (2, 44)]), record(900, &[(1, 0), (9, 0)]), record(200, &[(2, 0)])];
     let aged = |hours_max| Policy { max_age: Some(hours(hours_max)), ..Policy::default() };
     assert_eq!(select_marked(&inventory, &aged(50)), [(3, MarkReason::MaxAge)]);
     assert_eq!(select_marked(&inventory, &aged(49)), [(2, MarkReason::MaxAge), (3, MarkReason::MaxAge)]);
@@ -175,9 +176,9 @@ fn duplicates_are_marked_once_the_copy_is_known() {
     assert_eq!(copied(&one((13, &[1, 2, 3, 4], None))), small_marked, "5 has no copy");
     assert_eq!(copied(&one((1_000, &[1, 2, 3, 4], None))), [], "it was written a moment ago");
     let itself = [(3, MarkReason::Duplicate)];
-    assert_eq!(copied(&one((13, &[1, 2, 3, 4], Some(2_000)))), itself, "it is not kept for so long");
-    assert_eq!(copied(&one((9, &[1, 2, 3, 4], None))), itself, "of copies the later one stays");
-    assert_eq!(copied(&one((9, &[1, 2, 3, 6], None))), [], "in part");
+    assert_eq!(copied(&one((13, &[1, 2, 3, 4], Some(2_000)))), itself, "its blocks expire earlier");
+    assert_eq!(copied(&one((9, &[1, 2, 3, 4], None))), itself, "the newest copy is kept");
+    assert_eq!(copied(&one((9, &[1, 2, 3, 6], None))), [], "6 is only in 3");
     let mut cut = copies(&one((13, &[1, 2, 3, 4], None)));
     cut.objects.get_mut(&id(3)).unwrap().bytes = 1;
     assert_eq!(select_marked(&cut, &Policy::default()), []);
@@ -188,7 +189,7 @@ fn new_and_pinned_duplicates_displace_no_others() {
     // The blocks of 0 and 1 are also in 2, which was written just now or a while ago; 3 is the oldest object.
     let objects = |new: u64| copies(&[(10, &[1], None), (11, &[2], None), (new, &[1, 2], None), (9, &[3], None)]);
     let policy = Policy { capacity: Some(2_000), ..Policy::default() };
-    assert_eq!(select_marked(&objects(1_000), &policy), [], "two of the four are about to go");
+    assert_eq!(select_marked(&objects(1_000), &policy), [], "two of the four will be duplicates");
     let pin = |inventory: &mut Inventory, objects: &[(usize, u64)]| {
         for &(object, seconds) in objects {
             let mut section = first(&inventory.manifests[object]);
@@ -202,7 +203,7 @@ fn new_and_pinned_duplicates_displace_no_others() {
     assert_eq!(select_marked(&pinned, &policy), [(0, MarkReason::Duplicate), (1, MarkReason::Duplicate)]);
     let mut longer = objects(900);
     pin(&mut longer, &[(0, 600), (2, 500)]);
-    assert!(!select_marked(&longer, &policy).iter().any(|(object, _)| *object == 0), "it would go before its time");
+    assert!(!select_marked(&longer, &policy).iter().any(|(object, _)| *object == 0), "its pin lasts longer");
 }
 
 #[test]
@@ -216,40 +217,40 @@ fn a_domain_above_its_maximum_displaces_no_other() {
 #[test]
 fn guaranteed_bytes_of_a_domain_are_kept() {
     // The oldest objects are of domain 2; objects of domain 1 were written later.
-    let theirs = (1..=4).map(|hour| Object { domain: 2, ..at(hour) });
-    let objects: Vec<_> = theirs.chain((10..40).map(at)).collect();
-    let promised = |guaranteed| Policy {
+    let of_domain_2 = (1..=4).map(|hour| Object { domain: 2, ..at(hour) });
+    let objects: Vec<_> = of_domain_2.chain((10..40).map(at)).collect();
+    let guarantee = |guaranteed| Policy {
         capacity: Some(1_000),
         quotas: [(domain(2), Quota { guaranteed, maximum: None })].into(),
         ..Policy::default()
     };
-    let left_of_theirs = |policy: &Policy| {
+    let left_of_domain_2 = |policy: &Policy| {
         let marked = select_marked(&inventory(&objects), policy);
         assert_eq!(objects.len() - marked.len(), 10, "the capacity holds");
         (0..4).filter(|id| !marked.iter().any(|(other, _)| other == id)).collect::<Vec<u64>>()
     };
-    assert_eq!(left_of_theirs(&promised(0)), [0; 0]);
-    assert_eq!(left_of_theirs(&promised(250)), [1, 2, 3], "whole objects, the oldest first");
-    assert_eq!(left_of_theirs(&promised(10_000)), [0, 1, 2, 3]);
+    assert_eq!(left_of_domain_2(&guarantee(0)), [0; 0]);
+    assert_eq!(left_of_domain_2(&guarantee(250)), [1, 2, 3], "whole objects, the oldest first");
+    assert_eq!(left_of_domain_2(&guarantee(10_000)), [0, 1, 2, 3]);
     let both = Policy {
         quotas: [1, 2].map(|of| (domain(of), Quota { guaranteed: 900, maximum: None })).into(),
-        ..promised(0)
+        ..guarantee(0)
     };
-    assert_eq!(left_of_theirs(&both).len(), 1, "more was promised than there is: the oldest goes");
+    assert_eq!(left_of_domain_2(&both).len(), 1, "the guarantees exceed the capacity: the oldest is marked");
 }
 
 #[test]
 fn deletion_waits_for_the_grace_period() {
     let mut inventory = inventory(&[at(10), at(20)]);
-    let removal = |minutes: u64| TombstoneList {
+    let list = |minutes: u64| TombstoneList {
         path: Path::from("removal"),
         modified: Date::from_unix(1_000 * HOUR - minutes * 60),
         objects: [id(0)].into(),
     };
-    inventory.tombstone_lists.push(removal(9));
+    inventory.tombstone_lists.push(list(9));
     let waiting = Plan { next_deletion: Some(Duration::from_mins(1)), ..Plan::default() };
     assert_eq!(inventory.plan(&Policy::default(), NOW), waiting, "in grace, and marked once");
-    inventory.tombstone_lists.push(removal(10));
+    inventory.tombstone_lists.push(list(10));
     let plan = inventory.plan(&Policy::default(), NOW);
     assert_eq!((plan.objects, plan.manifests.len(), plan.tombstone_lists.len()), (vec![id(0)], 1, 1));
     // An object that no manifest lists stays in the tombstone list until it is deleted.
@@ -276,16 +277,16 @@ fn unlisted_objects_are_deleted_after_an_hour() {
 #[test]
 fn own_objects_unread_by_others_skip_the_grace() {
     let mut inventory = inventory(&[at(1), at(2), at(3)]);
-    let said = NOW.before(OWN_GRACE);
+    let marked_at = NOW.before(OWN_GRACE);
     let objects = [id(0), id(1)].into();
-    inventory.tombstone_lists.push(TombstoneList { path: Path::from("removal"), modified: said, objects });
-    let note = |reader, number| AccessRecord {
+    inventory.tombstone_lists.push(TombstoneList { path: Path::from("removal"), modified: marked_at, objects });
+    let record = |reader, number| AccessRecord {
         path: Path::from("note"),
         reader,
         modified: NOW,
         used: [(id(number), Duration::ZERO)].into(),
     };
-    inventory.access_records = vec![note(InstanceId::from_bytes([8; 16]), 1), note(writer(), 0)];
+    inventory.access_records = vec![record(InstanceId::from_bytes([8; 16]), 1), record(writer(), 0)];
     assert_eq!(inventory.plan(&Policy::default(), NOW).objects, [], "another process collects");
     inventory.own = Some(writer());
     let plan = inventory.plan(&Policy::default(), NOW);
@@ -299,10 +300,10 @@ fn own_objects_unread_by_others_skip_the_grace() {
 fn headroom_does_not_take_guaranteed_bytes() {
     let objects = [at(1), at(2), at(3), at(4)];
     let quota = Quota { guaranteed: 400, maximum: None };
-    let with = |headroom, promised| Policy {
+    let with = |headroom, guarantee: bool| Policy {
         capacity: Some(400),
         headroom,
-        quotas: if promised { [(domain(1), quota)].into() } else { BTreeMap::new() },
+        quotas: if guarantee { [(domain(1), quota)].into() } else { BTreeMap::new() },
         ..Policy::default()
     };
     assert_eq!(select_marked(&inventory(&objects), &with(0, false)), []);
@@ -318,7 +319,7 @@ fn objects_of_an_unreadable_manifest_are_kept() {
     let mut inventory = inventory(&[at(1), at(2)]);
     inventory.manifests[0].contents = Contents::Unreadable;
     let aged = Policy { max_age: Some(hours(1)), ..Policy::default() };
-    assert_eq!(select_marked(&inventory, &aged), [(1, MarkReason::MaxAge)], "the other manifest is as good as before");
+    assert_eq!(select_marked(&inventory, &aged), [(1, MarkReason::MaxAge)], "the other manifest is readable");
     inventory.manifests.pop();
     assert_eq!(inventory.plan(&aged, NOW), Plan::default());
     // An object of that writer whose number is unknown is kept too; one of another writer is not.
@@ -343,7 +344,7 @@ fn the_last_manifest_of_a_writer_is_kept_with_others() {
         .collect();
     assert_eq!(inventory.plan(&Policy::default(), NOW).manifests, of(&[0, 2, 3]));
     inventory.objects.clear();
-    assert_eq!(inventory.plan(&Policy::default(), NOW).manifests, of(&[0, 1, 2, 3]), "nothing of theirs stays");
+    assert_eq!(inventory.plan(&Policy::default(), NOW).manifests, of(&[0, 1, 2, 3]), "no object is left");
 }
 
 fn objects() -> impl Strategy<Value = Vec<Object>> {
@@ -396,11 +397,11 @@ proptest! {
 
     #[test]
     fn capacities_hold_except_for_pins_and_nothing_is_wasted(
-        objects in objects(), capacity in 0u64..5_000, own in 0u64..2_000, promised in 0u64..2_000
+        objects in objects(), capacity in 0u64..5_000, own in 0u64..2_000, guarantee in 0u64..2_000
     ) {
         let inventory = inventory(&objects);
         let quota = |guaranteed, maximum| Quota { guaranteed, maximum };
-        let quotas = [(domain(1), quota(0, Some(own))), (domain(2), quota(promised, None))].into();
+        let quotas = [(domain(1), quota(0, Some(own))), (domain(2), quota(guarantee, None))].into();
         let policy = Policy { capacity: Some(capacity), quotas, ..Policy::default() };
         let plan = inventory.plan(&policy, NOW);
         prop_assert_eq!(&plan, &inventory.plan(&policy, NOW));
@@ -415,11 +416,11 @@ proptest! {
         prop_assert!(left(&|object| object.domain == 1) <= own.max(own_pinned));
         // Guaranteed bytes, in whole objects, are only taken for pinned objects of others, or if the capacity is
         // smaller.
-        let theirs = |object: &Object| object.domain == 2 && !object.expired;
-        let had = objects.iter().filter(|object| theirs(object)).count() as u64 * 100;
+        let of_domain_2 = |object: &Object| object.domain == 2 && !object.expired;
+        let had = objects.iter().filter(|object| of_domain_2(object)).count() as u64 * 100;
         let others_pinned = left(&|object| pinned(object) && object.domain != 2);
-        if promised.next_multiple_of(100) + others_pinned <= capacity {
-            prop_assert!(left(&theirs) >= had.min(promised));
+        if guarantee.next_multiple_of(100) + others_pinned <= capacity {
+            prop_assert!(left(&of_domain_2) >= had.min(guarantee));
         }
         for (id, why) in &plan.mark {
             let object = &objects[id.number as usize];
