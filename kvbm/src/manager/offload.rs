@@ -147,14 +147,14 @@ impl Core {
     fn copy_to_host(&self, mut requests: Vec<OffloadRequest>) -> Vec<OffloadRequest> {
         let Some(host) = &self.host else { return requests };
         let wanted = requests.len();
-        let hashes: Vec<_> = requests.iter().map(|offer| offer.hash).collect();
+        let hashes: Vec<_> = requests.iter().map(|request| request.hash).collect();
         let (mut stored, missing) = host.partition(&hashes);
         // Before the blocks are looked up: a block purged meanwhile must not be inserted again.
         let since = host.purges();
         let (start, before) = (Instant::now(), stored.len());
         let held = self.pool.get_present(&missing);
         stored.extend(
-            host.copy_from_device(&held, since, |slot, into, seen| self.device.read_observed(slot, into, seen)),
+            host.copy_from_device(&held, since, |slot, into, observe| self.device.read_observed(slot, into, observe)),
         );
         self.metrics.offload_dropped(Level::G2, wanted - stored.len());
         if stored.len() > before {
@@ -163,7 +163,7 @@ impl Core {
         }
         if stored.len() < wanted {
             let stored: NameSet = stored.into_iter().collect();
-            requests.retain(|offer| stored.contains(&offer.hash));
+            requests.retain(|request| stored.contains(&request.hash));
         }
         requests
     }
@@ -171,7 +171,7 @@ impl Core {
     /// Stores blocks that the tier does not hold, from memory. Returns the last error.
     async fn store_in(self: &Arc<Self>, tier: usize, requests: Vec<OffloadRequest>) -> Option<StoreError> {
         let (tier, fingerprint) = (self.tiers[tier].clone(), self.device.fingerprint());
-        let mut hashes: Vec<_> = requests.iter().map(|offer| offer.hash).collect();
+        let mut hashes: Vec<_> = requests.iter().map(|request| request.hash).collect();
         hashes.retain(|hash| tier.holds(fingerprint, &[*hash]) == 0);
         // Before the blocks are read: a block purged meanwhile must not be stored.
         let since = self.pool.purges();

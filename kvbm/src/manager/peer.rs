@@ -34,8 +34,8 @@ impl Core {
     pub(super) fn read(&self, held: &CachedBlock) -> Block {
         let mut bytes = vec![0; self.device.block_bytes()];
         let (length, fingerprint, custody) = (bytes.len(), self.device.fingerprint(), held.custody());
-        let header = Header::seal_along(held.hash(), held.parent(), fingerprint, custody, length, |seen| {
-            self.device.read_observed(held.slot(), &mut bytes, seen);
+        let header = Header::seal_along(held.hash(), held.parent(), fingerprint, custody, length, |observe| {
+            self.device.read_observed(held.slot(), &mut bytes, observe);
         });
         Block { header, payload: Bytes::from(bytes) }
     }

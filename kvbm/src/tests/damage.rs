@@ -169,7 +169,7 @@ impl Harness {
             assert_eq!(
                 (stored.codec, stored.key.is_some()),
                 (codec, encrypted),
-                "blocks rest in the form that is tested"
+                "blocks are stored with the tested transform"
             );
             [early, copy(whole.path())]
         };
@@ -189,10 +189,10 @@ impl Harness {
     /// Opens the folder with an empty memory and requests each block; asserts that served bytes are those that were
     /// stored.
     async fn read(&self, folder: &Path, case: &str) -> Outcome {
-        self.ask(Self::open(self.level, folder).await, case).await
+        self.read_from(Self::open(self.level, folder).await, case).await
     }
 
-    async fn ask(&self, tier: Arc<dyn Tier>, case: &str) -> Outcome {
+    async fn read_from(&self, tier: Arc<dyn Tier>, case: &str) -> Outcome {
         let registry = Registry::new();
         let metrics = Metrics::new(&registry).unwrap();
         let device = InMemory::new(2 * BLOCKS, SIZE, fingerprint());
@@ -452,7 +452,7 @@ async fn an_older_segment_in_place_of_a_newer_one() {
         let tier = Harness::open(Level::G3, folder.path()).await;
         replay(folder.path());
         let case = format!("{:?}: older segment under a running process", harness.form);
-        let found = harness.ask(tier, &case).await;
+        let found = harness.read_from(tier, &case).await;
         assert!(Outcome::quarantined(&[3, 4, 5]).is(&found), "{case}: {found:?}");
     }
 }

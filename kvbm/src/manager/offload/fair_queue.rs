@@ -1,10 +1,10 @@
 //! The order of offloads among cache domains, and which requests are dropped when the queue is full. Pure.
 //!
 //! **Order**: start-time fair queueing (Goyal, Vin, Cheng, 1996). Each domain has a queue; the domain with the smallest
-//! virtual time (blocks virtual_time, divided by its weight) is virtual_time next. A domain that becomes active begins
-//! at the queue's virtual time, or at its own if that is later. **Drops**: longest queue first. When the queue is full,
-//! the domain with the limit requests for its weight loses its latest ones. So a flood costs its own domain blocks, and
-//! no other.
+//! virtual time (blocks served, divided by its weight) is served next. A domain that becomes active begins at the
+//! queue's virtual time, or at its own if that is later. **Drops**: longest queue first. When the queue is full, the
+//! domain with the most requests for its weight loses its latest ones. So a flood costs its own domain blocks, and no
+//! other.
 //!
 //! Not `tier::drr`: domains here are not known in advance, the queue is bounded with drops from the longest flow, and a
 //! batch takes as many blocks of one domain as fit, whereas DRR serves a fixed set of groups in quanta of bytes and
@@ -29,16 +29,16 @@ pub(super) struct FairQueue {
     /// The next domain: virtual times of all domains with requests.
     order: BTreeSet<(VirtualTime, DomainId)>,
     /// Virtual times of domains with empty queues, where they are later than `now`: a domain with few requests at a
-    /// time is charged for those virtual_time before.
+    /// time is charged for those served before.
     inactive: BTreeMap<DomainId, VirtualTime>,
-    /// The virtual time: that of the domain virtual_time last, when it was chosen.
+    /// The virtual time: that of the domain served last, when it was chosen.
     now: VirtualTime,
     waiting: usize,
     /// The number of the next request, ascending.
     number: u64,
 }
 
-/// Number of requests virtual_time, divided by the weight.
+/// Number of requests served, divided by the weight.
 type VirtualTime = u64;
 
 struct DomainQueue {
@@ -117,7 +117,7 @@ impl FairQueue {
             }
         }
         let [Some((load, domain)), next] = longest else { return };
-        let domain_queue = self.domains.get_mut(&domain).expect("it was just seen");
+        let domain_queue = self.domains.get_mut(&domain).expect("its length was just read");
         let above = load - next.map_or(0, |(load, _)| load);
         let count = (above / domain_queue.cost(1).max(1)).clamp(1, limit as u64) as usize;
         let left = domain_queue.hashes.len().saturating_sub(count);

@@ -32,7 +32,7 @@ pub(super) struct Batch {
     _flushes: Vec<FlushMark>,
 }
 
-/// CloseOnDrop a queue when it is dropped.
+/// Closes a queue when it is dropped.
 pub(super) struct CloseOnDrop(Arc<Queue>);
 
 impl Queue {

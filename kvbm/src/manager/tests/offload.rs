@@ -34,9 +34,9 @@ async fn a_trickle_to_a_shared_store_is_batched() {
     harness.manager.flush().await;
     assert_eq!(store.holds(fingerprint(), &hashes(1_801)), 1_801);
     // A process alone lists writers every second and tombstones every fifth second, in addition to its writes.
-    let (asked, seconds) = (store.request_counts().requests - before, start.elapsed().as_secs());
-    let written = asked.saturating_sub(seconds * 6 / 5);
-    assert!((20..90).contains(&written), "{written} requests for 1,800 blocks, {asked} in all");
+    let (requested, seconds) = (store.request_counts().requests - before, start.elapsed().as_secs());
+    let written = requested.saturating_sub(seconds * 6 / 5);
+    assert!((20..90).contains(&written), "{written} requests for 1,800 blocks, {requested} in all");
 }
 
 #[tokio::test]

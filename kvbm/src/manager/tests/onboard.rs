@@ -132,18 +132,18 @@ async fn loads_without_free_slots_are_not_repeated() {
     tokio::task::yield_now().await;
     let all = harness.manager.allocate(128).unwrap();
     tokio::time::sleep(Duration::from_secs(1)).await;
-    let asked = || harness.counter("hit_blocks_total", Level::G3) + harness.counter("miss_blocks_total", Level::G3);
+    let requested = || harness.counter("hit_blocks_total", Level::G3) + harness.counter("miss_blocks_total", Level::G3);
     drop(waiting);
     tokio::time::sleep(Duration::from_secs(1)).await;
-    assert!(asked() <= 8 + 8, "the other loads requested {} too", asked() - 16);
+    assert!(requested() <= 8 + 8, "the other loads requested {} too", requested() - 16);
     // Nor when the engines are ready.
-    let before = asked();
+    let before = requested();
     let computing: Vec<_> = (0..4).map(|_| begin()).collect();
     computing.iter().for_each(Onboarding::start_waiting);
     tokio::time::sleep(Duration::from_secs(1)).await;
     drop(computing);
     tokio::time::sleep(Duration::from_secs(1)).await;
-    assert_eq!(asked(), before);
+    assert_eq!(requested(), before);
     drop(all);
 }
 
@@ -259,8 +259,8 @@ async fn dropping_an_onboarding_frees_its_slots() {
     let slow = placed(Level::G3, 1, 50);
     slow.fill(0..8).await;
     let harness = Harness::new(16, 0, vec![slow]);
-    let asked = hashes(8);
-    let cut = tokio::time::timeout(Duration::from_millis(120), harness.manager.onboard(&asked, ms(1_000))).await;
+    let requested = hashes(8);
+    let cut = tokio::time::timeout(Duration::from_millis(120), harness.manager.onboard(&requested, ms(1_000))).await;
     assert!(cut.is_err());
     while harness.manager.available() < 16 {
         tokio::task::yield_now().await;
@@ -285,9 +285,9 @@ async fn a_follower_takes_over_when_the_first_load_is_dropped() {
     let slow = placed(Level::G3, 10, 10);
     slow.fill(0..40).await;
     let harness = Harness::new(100, 0, vec![slow]);
-    let asked = hashes(40);
-    let first = tokio::time::timeout(Duration::from_millis(205), harness.manager.onboard(&asked, ms(100)));
-    let (first, second) = tokio::join!(first, harness.manager.onboard(&asked, ms(100)));
+    let requested = hashes(40);
+    let first = tokio::time::timeout(Duration::from_millis(205), harness.manager.onboard(&requested, ms(100)));
+    let (first, second) = tokio::join!(first, harness.manager.onboard(&requested, ms(100)));
     assert!(first.is_err());
     assert_eq!(second.blocks.len(), 40);
     assert!(matches!(second.from[..], [(Level::G1, kept), (Level::G3, _)] if kept >= 15), "{:?}", second.from);
@@ -300,9 +300,10 @@ async fn a_follower_waits_no_longer_than_the_first_load() {
     inner.fill(0..40).await;
     let hanging = Faulty::new(inner, 1, Faults { hang: 1.0, ..Faults::default() });
     let harness = Harness::new(100, 0, vec![Arc::new(hanging)]);
-    let asked = hashes(40);
+    let requested = hashes(40);
     let start = Instant::now();
-    let (one, other) = tokio::join!(harness.manager.onboard(&asked, ms(10)), harness.manager.onboard(&asked, ms(10)));
+    let (one, other) =
+        tokio::join!(harness.manager.onboard(&requested, ms(10)), harness.manager.onboard(&requested, ms(10)));
     assert_eq!((one.blocks.len(), other.blocks.len()), (0, 0));
     assert_eq!(start.elapsed(), WaitBudget::BASE);
 }

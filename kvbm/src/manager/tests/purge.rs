@@ -114,7 +114,8 @@ async fn a_copy_in_progress_does_not_restore_a_purged_domain() {
     // Like a copy that looked the blocks up before the purge and writes them after it.
     let since = host.purges();
     assert_eq!((harness.manager.purger())(tenant(1).domain), 4);
-    let copied = host.copy_from_device(&held, since, |slot, into, seen| harness.device.read_observed(slot, into, seen));
+    let copied =
+        host.copy_from_device(&held, since, |slot, into, observe| harness.device.read_observed(slot, into, observe));
     drop(copied);
     assert_eq!(resident(&harness), [vec![], vec![]]);
 }
