@@ -15,11 +15,13 @@ mod inventory;
 mod plan;
 mod policy;
 mod schedule;
+mod verification;
 
-pub use collector::{Collector, GcReport, ObjectTotals, Verification};
+pub use collector::{Collector, GcReport, ObjectTotals};
 pub use compact::Compaction;
 pub use inventory::{Inventory, StoredGroup};
 #[cfg(test)]
 pub(super) use plan::PLANS;
 pub use policy::{MarkReason, Policy, headroom};
 pub use schedule::{GcOutcome, GcScheduler};
+pub use verification::Verification;

@@ -5,17 +5,17 @@
 //! grace period. Any number of collectors may run at the same time; each continues from what the others did.
 
 use super::cache::ScanCache;
-use super::inventory::{AccessRecord, Contents, Inventory, LiveObject, Manifest, StoredObject, TombstoneList};
+use super::inventory::{AccessRecord, Contents, Inventory, Manifest, StoredObject, TombstoneList};
 use super::plan::Plan;
 use super::policy::{MarkReason, Policy};
-use crate::block::{Date, DomainId, Header, KeyId};
+use crate::block::{Date, DomainId};
 use crate::object::catalog::Catalog;
 use crate::object::client::unreadable::Unreadable;
 use crate::object::client::url::{Access, StoreLocation};
 use crate::object::client::{Client, RequestCounts, is_too_large};
 use crate::object::format::layout::{InstanceId, Layout, ObjectId};
 use crate::object::format::{access_log, manifest, tombstones};
-use crate::object::reader::{PARALLEL_REQUESTS, decode_block};
+use crate::object::reader::PARALLEL_REQUESTS;
 use crate::object::settings::OpenError;
 use bytes::Bytes;
 use futures::stream::{self, StreamExt, TryStreamExt};
@@ -33,12 +33,9 @@ const MANIFEST_CACHE_BYTES: usize = 128 << 20;
 const LIST_CACHE_BYTES: usize = 8 << 20;
 /// Maximum bytes of the object with the date of the last run.
 const MAX_DATE_BYTES: u64 = 64;
-/// Concurrent reads of whole objects when all are verified. Each takes memory for one object.
-const PARALLEL_OBJECTS: usize = 4;
-
 /// A garbage collector of one store. It caches what it read: a second scan reads only what is new.
 pub struct Collector {
-    client: Arc<Client>,
+    pub(super) client: Arc<Client>,
     layout: Layout,
     manifests: ScanCache<Contents>,
     tombstone_lists: ScanCache<Arc<[ObjectId]>>,
@@ -79,27 +76,6 @@ pub struct ObjectTotals {
     pub objects: u64,
     /// Their bytes.
     pub bytes: u64,
-}
-
-/// Result of reading all objects.
-#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize)]
-pub struct Verification {
-    /// Objects that were read.
-    pub objects: u64,
-    /// Blocks that match their checksums.
-    pub valid_blocks: u64,
-    /// Valid blocks whose data key is not available here.
-    pub undecryptable_blocks: u64,
-    /// Blocks that do not match their checksums.
-    pub corrupt_blocks: u64,
-    /// Objects that a manifest lists and the store does not have.
-    pub missing_objects: u64,
-    /// Manifests that do not match their checksums.
-    pub corrupt_manifests: u64,
-    /// Manifests that could not be read although the store answers.
-    pub unreadable_manifests: u64,
-    /// Objects with corrupt blocks, and missing objects, that were marked for deletion.
-    pub marked_objects: u64,
 }
 
 impl ObjectTotals {
@@ -254,73 +230,7 @@ impl Collector {
         Ok(totals)
     }
 
-    /// Reads every block of the live objects. `has_key` tells whether a data key is available; with `remove`, missing
-    /// objects and objects with corrupt blocks are marked.
-    pub async fn verify(
-        &self,
-        inventory: &Inventory,
-        remove: bool,
-        has_key: impl AsyncFn(DomainId, KeyId) -> io::Result<bool>,
-        progress: impl Fn(u64, u64),
-    ) -> io::Result<Verification> {
-        let live: Vec<_> = inventory.live().collect();
-        let total = live.len() as u64;
-        let mut damaged: Vec<ObjectId> = inventory.missing().collect();
-        let mut result = Verification {
-            missing_objects: damaged.len() as u64,
-            corrupt_manifests: inventory.count_manifests(|contents| matches!(contents, Contents::Invalid)),
-            unreadable_manifests: inventory.unreadable_manifests(),
-            ..Verification::default()
-        };
-        let read = |live: LiveObject<'_>| {
-            // Bytes after the listed blocks are not read.
-            let (path, bytes) = (live.stored.path.clone(), live.stored.bytes.min(live.section.bytes()));
-            async move {
-                match self.client.get_first(&path, bytes).await {
-                    Ok(bytes) => Ok(Some(bytes)),
-                    Err(Error::NotFound { .. }) => Ok(None),
-                    Err(error) => Err(error),
-                }
-            }
-        };
-        let mut reading = stream::iter(live.clone()).map(read).buffered(PARALLEL_OBJECTS);
-        let mut keys: BTreeMap<(DomainId, KeyId), bool> = BTreeMap::new();
-        for live in live {
-            let Some(bytes) = reading.try_next().await? else { break };
-            let Some(bytes) = bytes else {
-                result.missing_objects += 1;
-                damaged.push(live.id);
-                continue;
-            };
-            let before = result.corrupt_blocks;
-            for header in block_headers(&bytes, live.section) {
-                let Some(header) = header else {
-                    result.corrupt_blocks += 1;
-                    continue;
-                };
-                result.valid_blocks += 1;
-                let Some(key) = header.key else { continue };
-                let found = match keys.get(&(header.domain, key)) {
-                    Some(found) => *found,
-                    None => has_key(header.domain, key).await?,
-                };
-                keys.insert((header.domain, key), found);
-                result.undecryptable_blocks += u64::from(!found);
-            }
-            if result.corrupt_blocks > before {
-                damaged.push(live.id);
-            }
-            result.objects += 1;
-            progress(result.objects, total);
-        }
-        if remove {
-            result.marked_objects = damaged.len() as u64;
-            self.mark(damaged).await?;
-        }
-        Ok(result)
-    }
-
-    async fn mark(&self, objects: Vec<ObjectId>) -> io::Result<()> {
+    pub(super) async fn mark(&self, objects: Vec<ObjectId>) -> io::Result<()> {
         for objects in objects.chunks(tombstones::MAX_ENTRIES) {
             let id = InstanceId::new();
             let bytes = Bytes::from(tombstones::encode(id, objects));
@@ -432,15 +342,6 @@ fn summarize(inventory: &Inventory, plan: &Plan) -> GcReport {
     report.deleted_manifests = plan.manifests.len() as u64;
     (report.unreadable_manifests, report.next_deletion) = (inventory.unreadable_manifests(), plan.next_deletion);
     report
-}
-
-/// The headers of the blocks in an object; `None` for a block that does not match its entry or its checksum.
-fn block_headers(bytes: &Bytes, section: &manifest::Section) -> impl Iterator<Item = Option<Header>> {
-    section.entries.iter().map(|entry| {
-        let block = decode_block(bytes, entry.offset as usize, Header::LEN + entry.length as usize).ok()?;
-        block.check(entry.hash, section.fingerprint).ok()?;
-        Some(block.header)
-    })
 }
 
 fn modified(meta: &ObjectMeta) -> Date {

@@ -48,6 +48,4 @@ pub enum MarkReason {
     MaxAge,
     /// The store is above its capacity.
     Capacity,
-    /// An operator requested it.
-    Requested,
 }
