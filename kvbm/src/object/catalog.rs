@@ -113,7 +113,7 @@ pub(super) struct Catalog {
 /// reused, so that a reader that still holds the number of a removed object does not get another one.
 #[derive(Default)]
 struct Objects {
-    known: BTreeMap<i64, Object>,
+    by_number: BTreeMap<i64, Object>,
     next: i64,
     first: i64,
     /// Paths of all objects. A manifest may be read twice, when a round failed in between.
@@ -130,7 +130,7 @@ impl Object {
 
 impl Objects {
     fn take(&mut self, number: i64) -> Option<Object> {
-        let object = self.known.remove(&number)?;
+        let object = self.by_number.remove(&number)?;
         self.paths.remove(&object.path);
         self.blocks -= object.blocks.len();
         self.bytes -= object.bytes;
@@ -170,8 +170,8 @@ impl Catalog {
         let number = objects.next;
         objects.next += 1;
         self.insert(&mut objects, number, path, section);
-        while objects.blocks > self.max_blocks && objects.known.len() > 1 {
-            let Some(oldest) = objects.known.first_key_value().map(|(number, _)| *number) else { return };
+        while objects.blocks > self.max_blocks && objects.by_number.len() > 1 {
+            let Some(oldest) = objects.by_number.first_key_value().map(|(number, _)| *number) else { return };
             // A block that is read from the oldest object has no other copy.
             if let Some(object) = objects.take(oldest) {
                 self.add_unknown(object.bytes);
@@ -204,7 +204,7 @@ impl Catalog {
         objects.blocks += object.blocks.len();
         objects.bytes += object.bytes;
         objects.paths.insert(object.path.clone());
-        objects.known.insert(number, object);
+        objects.by_number.insert(number, object);
         let hashes: Vec<SequenceHash> = section.entries.iter().map(|entry| entry.hash).collect();
         let before = self.index.find(fingerprint, &hashes, |location| location.has_copies = true);
         let now = self.now();
@@ -242,7 +242,7 @@ impl Catalog {
             removed.push(object);
         }
         let is_removed = |location: &BlockLocation| numbers.binary_search(&location.object).is_ok();
-        self.relocate_orphans(objects.known.iter().rev(), &mut orphans, is_removed);
+        self.relocate_orphans(objects.by_number.iter().rev(), &mut orphans, is_removed);
         unavailable.extend(orphans);
         self.index.remove(unavailable, is_removed);
         removed
@@ -270,7 +270,7 @@ impl Catalog {
             self.index.get(fingerprint, *hash).is_some_and(|location| is_in_object(&location) && location.has_copies)
         };
         let mut orphans = hashes.iter().filter(|hash| has_copies(hash)).map(|hash| (fingerprint, *hash)).collect();
-        let older = objects.known.range(..number).rev().filter(|(_, object)| object.fingerprint == fingerprint);
+        let older = objects.by_number.range(..number).rev().filter(|(_, object)| object.fingerprint == fingerprint);
         self.relocate_orphans(older, &mut orphans, is_in_object);
         // Blocks that were relocated are not in this object any more and stay.
         self.index.remove(hashes.iter().map(|hash| (fingerprint, *hash)), is_in_object);
@@ -300,7 +300,7 @@ impl Catalog {
     }
 
     pub(super) fn object(&self, number: i64) -> Option<Object> {
-        self.lock().known.get(&number).cloned()
+        self.lock().by_number.get(&number).cloned()
     }
 
     /// Objects smaller than `max_bytes` from which blocks are read: those of `writer`, and, in separate groups, those
@@ -315,7 +315,7 @@ impl Catalog {
     ) -> Vec<Vec<SmallObject>> {
         let objects = self.lock();
         let mut groups: BTreeMap<(bool, DomainId, Fingerprint), Vec<SmallObject>> = BTreeMap::new();
-        for (&number, object) in objects.known.iter().filter(|(_, object)| object.bytes < max_bytes) {
+        for (&number, object) in objects.by_number.iter().filter(|(_, object)| object.bytes < max_bytes) {
             let Some(id) = ObjectId::from_path(&object.path) else { continue };
             let own = id.writer == writer;
             if !own && (object.learned_at.elapsed() < min_age || !was_read(id)) {
@@ -360,7 +360,8 @@ impl Catalog {
     pub(super) fn remove_marked(&self, is_marked: impl Fn(ObjectId) -> bool) {
         let mut objects = self.lock();
         let to_remove = |object: &Object| ObjectId::from_path(&object.path).is_some_and(&is_marked);
-        let numbers: Vec<i64> = objects.known.iter().filter(|(_, object)| to_remove(object)).map(|(n, _)| *n).collect();
+        let numbers: Vec<i64> =
+            objects.by_number.iter().filter(|(_, object)| to_remove(object)).map(|(n, _)| *n).collect();
         let removed = self.remove(&mut objects, &numbers);
         self.add_unknown(removed.into_iter().map(|object| object.bytes).sum());
     }

@@ -92,34 +92,34 @@ mod in_a_folder {
 
 /// Polls until all `wanted` blocks are found, and returns the seconds of virtual time that it took.
 async fn seconds_until_found(tier: &ObjectTier, wanted: &[SequenceHash]) -> f64 {
-    let asked = tokio::time::Instant::now();
+    let start = tokio::time::Instant::now();
     while tier.holds(fingerprint(), wanted) < wanted.len() {
         tokio::time::sleep(Duration::from_millis(50)).await;
-        assert!(asked.elapsed() < Duration::from_mins(1), "never found");
+        assert!(start.elapsed() < Duration::from_mins(1), "never found");
     }
-    asked.elapsed().as_secs_f64()
+    start.elapsed().as_secs_f64()
 }
 
 #[tokio::test(start_paused = true)]
 async fn another_process_finds_blocks_within_two_seconds() {
     let shared: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
-    let (ours, our_events) = open_on(shared.clone());
-    let (theirs, _) = open_on(shared.clone());
-    ours.wait_until_ready().await;
+    let (reader, reader_events) = open_on(shared.clone());
+    let (writer, _) = open_on(shared.clone());
+    reader.wait_until_ready().await;
     for seed in 0..20 {
         let conversation = chain(seed, 12);
         // At different phases of the reader's polls.
         tokio::time::sleep(Duration::from_millis(seed * 130)).await;
-        store(&*theirs, conversation.clone()).await;
-        assert!(seconds_until_found(&ours, &names(&conversation)).await < 2.0);
-        assert!(all_found(&load(&*ours, fingerprint(), names(&conversation)).await));
+        store(&*writer, conversation.clone()).await;
+        assert!(seconds_until_found(&reader, &names(&conversation)).await < 2.0);
+        assert!(all_found(&load(&*reader, fingerprint(), names(&conversation)).await));
     }
-    assert_eq!(announced(&our_events, Level::G4).len(), 240);
+    assert_eq!(announced(&reader_events, Level::G4).len(), 240);
     // A process that starts later, and one that starts after the others ended.
     let (third, events) = open_on(shared.clone());
     third.wait_until_ready().await;
     assert_eq!(announced(&events, Level::G4).len(), 240);
-    drop((ours, theirs, third));
+    drop((reader, writer, third));
     let (late, _) = open_on(shared);
     late.wait_until_ready().await;
     assert!(all_found(&load(&*late, fingerprint(), names(&chain(7, 12))).await));
@@ -156,9 +156,9 @@ async fn an_object_holds_blocks_of_one_domain() {
     let objects = files(folder.path(), "blocks");
     for domain in domains {
         let name = domain.to_string();
-        let theirs: Vec<_> = objects.iter().filter(|path| path.to_str().unwrap().contains(&name)).collect();
-        assert_eq!(theirs.len(), 1, "{name}: {objects:?}");
-        let bytes = Bytes::from(fs::read(theirs[0]).unwrap());
+        let own: Vec<_> = objects.iter().filter(|path| path.to_str().unwrap().contains(&name)).collect();
+        assert_eq!(own.len(), 1, "{name}: {objects:?}");
+        let bytes = Bytes::from(fs::read(own[0]).unwrap());
         let foreign = domains.iter().filter(|other| **other != domain && **other != DomainId::SHARED);
         assert!(foreign.clone().all(|other| !bytes.windows(16).any(|at| at == other.as_bytes())));
     }
@@ -208,17 +208,17 @@ async fn loads_of_one_domain_do_not_starve_another() {
     let of = |domain, seed, count| -> Vec<Block> {
         chain(seed, count).into_iter().map(|block| block.in_domain(domain)).collect()
     };
-    let (theirs, ours) = (of(flood, 1, 300), of(quiet, 2, 30));
-    store(&*tier, theirs.clone()).await;
-    store(&*tier, ours.clone()).await;
+    let (flood_blocks, quiet_blocks) = (of(flood, 1, 300), of(quiet, 2, 30));
+    store(&*tier, flood_blocks.clone()).await;
+    store(&*tier, quiet_blocks.clone()).await;
     let flooding = |_| {
-        let (tier, wanted) = (tier.clone(), names(&theirs));
+        let (tier, wanted) = (tier.clone(), names(&flood_blocks));
         tokio::spawn(async move { load(&*tier, fingerprint(), wanted).await })
     };
     let flooding: Vec<_> = (0..20).map(flooding).collect();
     tokio::time::sleep(round_trip * 4).await;
     let start = tokio::time::Instant::now();
-    assert!(all_found(&load(&*tier, fingerprint(), names(&ours)).await));
+    assert!(all_found(&load(&*tier, fingerprint(), names(&quiet_blocks)).await));
     assert!(start.elapsed() < round_trip * 4, "{:?} of virtual time", start.elapsed());
     for loading in flooding {
         assert!(all_found(&loading.await.unwrap()));

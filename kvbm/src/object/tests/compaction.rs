@@ -113,7 +113,11 @@ async fn few_large_or_foreign_objects_are_not_compacted() {
         "",
         Duration::from_secs(10),
     );
-    assert_eq!(pass(&collector, 2).await.marked[&MarkReason::Duplicate].objects, 7, "the one with the bad block stays");
+    assert_eq!(
+        pass(&collector, 2).await.marked[&MarkReason::Duplicate].objects,
+        7,
+        "the object with the corrupt block is kept"
+    );
     assert_eq!(pass(&collector, 200).await.deleted.objects, 7);
     // A read in time returns the block, a late one misses; soon all blocks are found.
     let found = load(&*slow, fingerprint(), names(&few)).await;

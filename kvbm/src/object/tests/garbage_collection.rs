@@ -28,16 +28,16 @@ async fn seconds(seconds: u64) {
 #[tokio::test(start_paused = true)]
 async fn marked_objects_are_readable_until_followers_know() {
     let shared: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
-    let (theirs, _) = open_on(shared.clone());
+    let (writer, _) = open_on(shared.clone());
     let blocks = chain(1, 20);
-    store(&*theirs, blocks.clone()).await;
-    let (ours, events) = open_on(shared.clone());
-    ours.wait_until_ready().await;
+    store(&*writer, blocks.clone()).await;
+    let (reader, events) = open_on(shared.clone());
+    reader.wait_until_ready().await;
     let report = pass(&collector(&shared), &keep_nothing(), Duration::ZERO).await;
     assert_eq!((report.marked.values().map(|amount| amount.objects).sum::<u64>(), report.deleted.objects), (1, 0));
-    assert!(all_found(&load(&*ours, fingerprint(), names(&blocks)).await), "not polled yet");
+    assert!(all_found(&load(&*reader, fingerprint(), names(&blocks)).await), "not polled yet");
     seconds(8).await;
-    for tier in [&ours, &theirs] {
+    for tier in [&reader, &writer] {
         assert_eq!(tier.holds(fingerprint(), &names(&blocks)), 0);
     }
     assert_eq!(announced(&events, Level::G4), []);
@@ -45,10 +45,10 @@ async fn marked_objects_are_readable_until_followers_know() {
     let (late, _) = open_on(shared.clone());
     late.wait_until_ready().await;
     assert_eq!(late.holds(fingerprint(), &names(&blocks)), 0);
-    store(&*theirs, blocks.clone()).await;
+    store(&*writer, blocks.clone()).await;
     seconds(3).await;
-    assert!(all_found(&load(&*ours, fingerprint(), names(&blocks)).await));
-    assert_eq!((ours.missing_objects(), theirs.missing_objects()), (0, 0));
+    assert!(all_found(&load(&*reader, fingerprint(), names(&blocks)).await));
+    assert_eq!((reader.missing_objects(), writer.missing_objects()), (0, 0));
 }
 
 #[tokio::test(start_paused = true)]

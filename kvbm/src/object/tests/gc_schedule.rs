@@ -35,17 +35,17 @@ async fn about_one_of_many_processes_runs_per_interval() {
     let shared: Arc<dyn ObjectStore> = flaky.clone();
     let (clock, _ticks) = virtual_clock();
     flaky.use_clock(&clock);
-    let turns: Arc<[AtomicU64; 3]> = Arc::default();
+    let outcomes: Arc<[AtomicU64; 3]> = Arc::default();
     let one = || {
         let scheduler = GcScheduler { policy: Policy { capacity: Some(60_000), ..Policy::default() }, interval: EVERY };
-        let turns = turns.clone();
+        let outcomes = outcomes.clone();
         let on_run = move |outcome: &GcOutcome| {
             let which = match outcome {
                 GcOutcome::Collected { .. } => 0,
                 GcOutcome::Skipped => 1,
                 GcOutcome::Failed(_) => 2,
             };
-            turns[which].fetch_add(1, Ordering::Relaxed);
+            outcomes[which].fetch_add(1, Ordering::Relaxed);
         };
         AbortOnDropHandle::new(tokio::spawn(scheduler.run(collector(&shared), clock.clone(), on_run)))
     };
@@ -55,7 +55,7 @@ async fn about_one_of_many_processes_runs_per_interval() {
         store(&*writer, chain(seed, 10)).await;
         tokio::time::sleep(EVERY / 5).await;
     }
-    let [collected, skipped, failed] = turns.each_ref().map(|count| count.load(Ordering::Relaxed));
+    let [collected, skipped, failed] = outcomes.each_ref().map(|count| count.load(Ordering::Relaxed));
     // Twenty intervals. Two runs are at least three quarters of an interval apart.
     assert!((14..=27).contains(&collected) && failed == 0, "{collected} collected, {failed} failed");
     assert!(collected + skipped > 120, "each process tries to start a run: {skipped} skipped");
@@ -72,10 +72,10 @@ async fn failures_and_future_dates_do_not_stop_collection() {
     let (clock, _ticks) = virtual_clock();
     flaky.use_clock(&clock);
     let outcomes: Arc<std::sync::Mutex<Vec<&'static str>>> = Arc::default();
-    let said = outcomes.clone();
+    let reports = outcomes.clone();
     let scheduler = GcScheduler { policy: Policy::default(), interval: EVERY };
     let on_run = move |outcome: &GcOutcome| {
-        said.lock().unwrap().push(match outcome {
+        reports.lock().unwrap().push(match outcome {
             GcOutcome::Collected { .. } => "collected",
             GcOutcome::Skipped => "skipped",
             GcOutcome::Failed(_) => "failed",
@@ -101,18 +101,18 @@ async fn a_fast_clock_does_not_shorten_the_grace_period() {
     store(&*writer, chain(1, 10)).await;
     let scheduler = GcScheduler { policy: Policy { capacity: Some(0), ..Policy::default() }, interval: EVERY };
     let (collector, ahead) = (collector(&shared), Clock::standing(clock.now()));
-    let mut said = Vec::new();
-    for (turn, minutes) in (1..).zip([1, 1, 10]) {
-        ahead.set(clock.now().after(EVERY * 10 * turn));
+    let mut reports = Vec::new();
+    for (run, minutes) in (1..).zip([1, 1, 10]) {
+        ahead.set(clock.now().after(EVERY * 10 * run));
         let GcOutcome::Collected { report, .. } = scheduler.run_once(&collector, &ahead, EVERY).await else {
             panic!("no other process ran")
         };
-        said.push((report.marked.len(), report.deleted.objects));
+        reports.push((report.marked.len(), report.deleted.objects));
         tokio::time::sleep(Duration::from_mins(minutes)).await;
     }
     ahead.set(clock.now().after(EVERY * 100));
     let GcOutcome::Collected { report, .. } = scheduler.run_once(&collector, &ahead, EVERY).await else {
         panic!("no other process ran")
     };
-    assert_eq!((said, report.deleted.objects), (vec![(1, 0), (0, 0), (0, 0)], 1));
+    assert_eq!((reports, report.deleted.objects), (vec![(1, 0), (0, 0), (0, 0)], 1));
 }
