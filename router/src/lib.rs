@@ -14,11 +14,11 @@
 //! ```
 //!
 //! The rooms, from top to bottom: `replay`; `router`; `control` (background tasks) and `dispatch` (the path of a
-//! request); `state`, which they share; `admission`, `policy`, `booking`, `fleet`, `load` and `index`. A room is a file, its
-//! face, beside a folder that only the face opens; which room may use which is a table in `tests/it/layers.rs`.
+//! request); `state`, which they share; `admission`, `policy`, `booking`, `fleet`, `load` and `index`. A room is a
+//! file, its face, beside a folder that only the face opens; `tests/it/layers.rs` has a table of the allowed imports.
 //!
-//! The [`Router`] is an [`Engine`](worker::engine::Engine) over the engines that discovery shows it. `policy` is pure. It
-//! reads no block and knows no protocol: block hashes arrive in events, and requests are passed on unchanged.
+//! The [`Router`] is an [`Engine`](worker::engine::Engine) over the engines that discovery shows it. It reads no block
+//! and knows no protocol: block hashes arrive in events, and requests are passed on unchanged. `policy` is pure.
 //!
 //! ```
 //! # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), router::Error> {

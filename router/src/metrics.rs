@@ -34,7 +34,7 @@ pub(crate) struct Metrics {
     pub(crate) admission_queue_requests: IntGaugeVec,
     pub(crate) admission_queue_tokens: IntGaugeVec,
     pub(crate) drain_rate: GaugeVec,
-    pub(crate) admissions: IntCounterVec,
+    pub(crate) admission_requests: IntCounterVec,
     pub(crate) admission_wait_seconds: HistogramVec,
     pub(crate) health_checks: IntCounterVec,
     pub(crate) trace_records: IntCounterVec,
@@ -169,7 +169,7 @@ impl Metrics {
                 &["priority"],
             )?,
             drain_rate: register(registry, GaugeVec::new(drain_rate, &["model"]))?,
-            admissions: counters(
+            admission_requests: counters(
                 "blockyard_router_admission_requests_total",
                 "Requests at admission, by priority and outcome. Admitted: immediate, queued. Rejected on arrival: \
                  queue_full, tenant_limit, predicted_timeout. Rejected from the queue: shed, predicted_timeout_queued, \

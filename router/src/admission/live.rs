@@ -181,7 +181,7 @@ impl Admission {
     }
 
     fn count(&self, class: Priority, outcome: &str) {
-        self.metrics.admissions.with_label_values(&[PRIORITY_LABELS[class as usize], outcome]).inc();
+        self.metrics.admission_requests.with_label_values(&[PRIORITY_LABELS[class as usize], outcome]).inc();
     }
 
     /// Has the queue looked at now: the new request may be the first to go, or to expire.

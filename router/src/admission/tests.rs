@@ -48,7 +48,7 @@ fn waiting(yard: &Yard) -> u64 {
 }
 
 fn outcome(yard: &Yard, class: &str, outcome: &str) -> u64 {
-    yard.router.core.metrics.admissions.with_label_values(&[class, outcome]).get()
+    yard.router.core.metrics.admission_requests.with_label_values(&[class, outcome]).get()
 }
 
 #[tokio::test(start_paused = true)]

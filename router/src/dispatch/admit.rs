@@ -9,8 +9,8 @@ use std::sync::Arc;
 use tokio::time::Instant;
 use worker::engine::{Error, Request};
 
-/// Places a request and admits it, or queues it until its worker has capacity. The later choices of a group were admitted
-/// with its first and do not queue.
+/// Places a request and admits it, or queues it until its worker has capacity. The later choices of a group were
+/// admitted with its first and do not queue.
 pub(crate) async fn admit(core: &Core, request: &Request) -> Result<(Placement, Arc<Permit>), Error> {
     let arrived = Instant::now();
     let ticket = ticket(request, arrived + core.settings().settings.admission.max_queue_time.0);

@@ -378,17 +378,18 @@ proptest! {
                     }
                 }
                 Step::AdmitNext { open } => {
-                    let admitted = queue.admit_next(&limits, now, |_, route| (route.decode == WorkerId(open)).then_some(Duration::ZERO));
+                    let is_open = |route: Route| route.decode == WorkerId(open);
+                    let admitted = queue.admit_next(&limits, now, |_, route| is_open(route).then_some(Duration::ZERO));
                     if let Some(number) = admitted {
                         assert!(inside.contains(&number) && queue.running.contains_key(&number));
                     } else {
                         // No request that could be admitted was passed over.
                         let could = |request: &QueuedRequest| {
-                            request.route.decode == WorkerId(open) && queue.may_run(&limits, &request.tenant, request.tokens)
+                            is_open(request.route) && queue.may_run(&limits, &request.tenant, request.tokens)
                         };
                         // The first of a tenant holds back its others.
                         let firsts = queue.classes.iter().flat_map(|class| class.flows.values());
-                        let firsts = firsts.flat_map(BTreeMap::values).filter_map(|turns| turns.first());
+                        let firsts = firsts.flat_map(BTreeMap::values).filter_map(BTreeSet::first);
                         assert!(!firsts.map(|(.., number)| &queue.waiting[number]).any(could));
                     }
                 }
@@ -400,7 +401,8 @@ proptest! {
                 }
                 Step::Reroute { nth: n, worker } => {
                     if let Some(number) = nth(n).filter(|number| queue.waiting.contains_key(number)) {
-                        let request = QueuedRequest { route: Route { decode: WorkerId(worker), prefill: None }, ..queue.waiting[&number].clone() };
+                        let route = Route { decode: WorkerId(worker), prefill: None };
+                        let request = QueuedRequest { route, ..queue.waiting[&number].clone() };
                         assert!(queue.begin_reroute(number));
                         queue.insert(&limits, number, request);
                     }
