@@ -81,7 +81,7 @@ impl Endpoint for Chat {
         let scores = choices.first().map_or(&[][..], |first| &first.prompt_logprobs);
         let prompt_logprobs =
             self.prompt_logprobs.map(|top| prompt_logprobs::by_id(&self.vocabulary, prompt, scores, top));
-        let choice = |(index, choice): (usize, CompletedChoice)| AnswerChoice {
+        let choice = |(index, choice): (usize, CompletedChoice)| ResponseChoice {
             choice: ChatChoice {
                 index: index as u32,
                 message: ChatCompletionResponseMessage {
@@ -95,7 +95,7 @@ impl Endpoint for Chat {
             stop_reason: choice.stop_reason,
             token_ids: self.token_ids.then_some(choice.ids),
         };
-        Json(Answer {
+        Json(FullResponse {
             id: &self.envelope.id,
             object: "chat.completion",
             created: self.envelope.created,
@@ -111,12 +111,12 @@ impl Endpoint for Chat {
 
 /// OpenAI's response, with vLLM's additional fields.
 #[derive(Serialize)]
-struct Answer<'a> {
+struct FullResponse<'a> {
     id: &'a str,
     object: &'static str,
     created: u64,
     model: &'a str,
-    choices: Vec<AnswerChoice>,
+    choices: Vec<ResponseChoice>,
     usage: CompletionUsage,
     #[serde(skip_serializing_if = "Option::is_none")]
     prompt_logprobs: Option<Value>,
@@ -125,7 +125,7 @@ struct Answer<'a> {
 }
 
 #[derive(Serialize)]
-struct AnswerChoice {
+struct ResponseChoice {
     #[serde(flatten)]
     choice: ChatChoice,
     stop_reason: Option<StopReason>,

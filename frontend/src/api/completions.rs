@@ -111,7 +111,7 @@ impl Endpoint for Completion {
             let prompt = &self.prompts[index / self.n];
             let logprobs = self.logprobs(index, true, choice.logprobs.into_iter().chain(choice.end_logprobs));
             let by_id = |top| prompt_logprobs::by_id(&self.vocabulary, &prompt.tokens, &prompt.scores, top);
-            AnswerChoice {
+            ResponseChoice {
                 choice: TextChoice {
                     index: index as u32,
                     text: prompt.echo.clone().unwrap_or_default() + &choice.text,
@@ -124,7 +124,7 @@ impl Endpoint for Completion {
                 token_ids: self.token_ids.then_some(choice.ids),
             }
         };
-        Json(Answer {
+        Json(FullResponse {
             id: &self.envelope.id,
             object: OBJECT,
             created: self.envelope.created,
@@ -138,18 +138,18 @@ impl Endpoint for Completion {
 
 /// OpenAI's response.
 #[derive(Serialize)]
-struct Answer<'a> {
+struct FullResponse<'a> {
     id: &'a str,
     object: &'static str,
     created: u64,
     model: &'a str,
-    choices: Vec<AnswerChoice<'a>>,
+    choices: Vec<ResponseChoice<'a>>,
     usage: CompletionUsage,
 }
 
 /// OpenAI's choice, with vLLM's additional fields.
 #[derive(Serialize)]
-struct AnswerChoice<'a> {
+struct ResponseChoice<'a> {
     #[serde(flatten)]
     choice: TextChoice,
     stop_reason: Option<StopReason>,

@@ -78,7 +78,7 @@ pub(crate) struct CompletedChoice {
 }
 
 /// The handler of an endpoint that generates.
-pub(crate) async fn answer<E: Endpoint>(
+pub(crate) async fn handle<E: Endpoint>(
     State(state): State<Arc<AppState>>,
     request: Request,
 ) -> Result<Response, Error> {

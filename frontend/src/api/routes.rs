@@ -64,8 +64,8 @@ pub fn router(engine: Arc<dyn Engine>, registry: Registry, settings: Settings) -
         settings,
     });
     Ok(Router::new()
-        .route("/v1/chat/completions", post(generate::answer::<Chat>))
-        .route("/v1/completions", post(generate::answer::<Completion>))
+        .route("/v1/chat/completions", post(generate::handle::<Chat>))
+        .route("/v1/completions", post(generate::handle::<Completion>))
         .route("/v1/models", get(operations::models))
         .route("/v1/models/{*id}", get(operations::model))
         .route("/tokenize", post(tokenize::tokenize))

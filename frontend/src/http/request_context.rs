@@ -95,7 +95,7 @@ pub(crate) struct LogFields {
 
 impl RequestContext {
     /// Records the model and the number of prompt tokens of a parsed request.
-    pub(crate) fn accepted(&self, model: &Arc<str>, prompt_tokens: usize) {
+    pub(crate) fn record_prompt(&self, model: &Arc<str>, prompt_tokens: usize) {
         self.log_fields().prompt_tokens = Some(prompt_tokens);
         self.metrics.prompt_tokens.with_label_values(&[model]).inc_by(prompt_tokens as u64);
         self.metrics.prompt_length.with_label_values(&[model]).observe(prompt_tokens as f64);

@@ -67,7 +67,7 @@ impl Generation {
         let choices = request.prompts.len() * n;
         let prompt_tokens: usize = request.prompts.iter().map(|tokens| tokens.len()).sum();
         let model: Arc<str> = request.model.card.id.as_str().into();
-        context.accepted(&model, prompt_tokens);
+        context.record_prompt(&model, prompt_tokens);
 
         let groups: Vec<_> = request.prompts.iter().map(|_| (n > 1).then(|| RequestGroup::new(n as u32))).collect();
         let engine_request = |choice: usize| Request {
