@@ -18,7 +18,7 @@
 use bytes::Bytes;
 use futures::{StreamExt, TryStreamExt};
 use kvbm::disk::Settings;
-use kvbm::memory::{LARGE, enlarge};
+use kvbm::hugepages::{HUGE_PAGE, advise_hugepages};
 use kvbm::{Block, DiskTier, Domain, Epoch, EventLog, Fingerprint, SequenceHash, Tier};
 use serde_json::{Value, json};
 use std::error::Error;
@@ -275,18 +275,18 @@ const CONVERSATION: usize = 4 << 20;
 /// names.
 fn chains(set: &str, count: usize, block_bytes: usize, chain: usize) -> Vec<Block> {
     let tokens: Vec<u32> = (0..count as u32).collect();
-    let names = kvbm::ChainKey::root(&Domain::shared(), set, None).names(&tokens, 1);
+    let names = kvbm::ChainKey::root(&Domain::shared(), set, None).hashes(&tokens, 1);
     let each = (LOAD / block_bytes).max(1);
-    let mut memory = Vec::with_capacity(each * block_bytes + LARGE);
-    enlarge(memory.spare_capacity_mut());
+    let mut memory = Vec::with_capacity(each * block_bytes + HUGE_PAGE);
+    advise_hugepages(memory.spare_capacity_mut());
     memory.extend((0..memory.capacity()).map(|at| (at / 7) as u8));
     let memory = Bytes::from(memory);
-    let skip = memory.as_ptr().align_offset(LARGE);
+    let skip = memory.as_ptr().align_offset(HUGE_PAGE);
     let payload = |n: usize| memory.slice(skip + n % each * block_bytes..skip + (n % each + 1) * block_bytes);
     let parents = [None].into_iter().chain(names.iter().copied().map(Some));
     let parents = parents.enumerate().map(|(n, parent)| parent.filter(|_| n % chain > 0));
     let named = names.iter().zip(parents).enumerate();
-    named.map(|(n, (name, parent))| Block::seal(*name, parent, fingerprint(), payload(n))).collect()
+    named.map(|(n, (name, parent))| Block::new(*name, parent, fingerprint(), payload(n))).collect()
 }
 
 async fn store(tier: &DiskTier, blocks: &[Block], offer: usize) -> Result<()> {
@@ -324,7 +324,7 @@ impl Subject {
         for tier in [&subject.full, &subject.rests] {
             store(tier, &blocks, subject.offer()).await?;
         }
-        subject.resting = blocks.iter().map(|block| block.header.name).collect();
+        subject.resting = blocks.iter().map(|block| block.header.hash).collect();
         Ok(subject)
     }
 

@@ -50,7 +50,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
 }
 
 fn block(raw: Vec<u8>) -> Block {
-    Block::seal(SequenceHash::from_bytes([1; 16]), None, ENGINE, Bytes::from(raw))
+    Block::new(SequenceHash::from_bytes([1; 16]), None, ENGINE, Bytes::from(raw))
 }
 
 fn codec(what: &str, raw: Vec<u8>, json: bool) -> Value {
@@ -88,7 +88,7 @@ async fn tiers(raw: Vec<u8>, json: bool) -> Result<Value, Box<dyn Error>> {
     let source = KeySource::Env("KEY".into());
     let keys = Keys::in_folder(&keys, source, Arc::new(|_| Some("5a".repeat(32)))).await?;
     let blocks: Vec<Block> = (0..BLOCKS)
-        .map(|n| Block::seal(SequenceHash::from_bytes([n as u8; 16]), None, ENGINE, Bytes::from(raw.clone())))
+        .map(|n| Block::new(SequenceHash::from_bytes([n as u8; 16]), None, ENGINE, Bytes::from(raw.clone())))
         .collect();
     let bytes = BLOCKS * raw.len();
     let mut seconds = [(); 4].map(|()| [Vec::new(), Vec::new()]);
@@ -114,11 +114,11 @@ async fn tiers(raw: Vec<u8>, json: bool) -> Result<Value, Box<dyn Error>> {
             times[0].push(began.elapsed().as_secs_f64());
             busy[0][n] += processor() - before;
             let (began, before) = (Instant::now(), processor());
-            let names = blocks.iter().map(|block| block.header.name).collect();
+            let names = blocks.iter().map(|block| block.header.hash).collect();
             let mut loading = tier.load(blocks[0].header.fingerprint, names);
             while let Some((index, loaded)) = loading.next().await {
                 let block = loaded?.ok_or("a miss")?;
-                block.verify(blocks[index].header.name, blocks[index].header.fingerprint)?;
+                block.verify(blocks[index].header.hash, blocks[index].header.fingerprint)?;
             }
             times[1].push(began.elapsed().as_secs_f64());
             busy[1][n] += processor() - before;

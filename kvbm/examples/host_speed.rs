@@ -10,7 +10,7 @@
 
 use kvbm::device::copy_observed;
 use kvbm::{
-    BlockId, BlockManager, Custody, DeviceBlocks, Epoch, EventLog, Fingerprint, HostTier, Metrics, Recompute,
+    BlockAttrs, BlockId, BlockManager, DeviceBlocks, Epoch, EventLog, Fingerprint, HostTier, Metrics, Recompute,
     SequenceHash, Tier,
 };
 use std::sync::{Arc, RwLock};
@@ -108,7 +108,7 @@ async fn measure(block: usize) -> [f64; 3] {
         let parents = std::iter::once(None).chain(names.iter().copied().map(Some));
         let slots = manager.allocate(count).expect("nothing is held");
         let full = slots.into_iter().zip(&names).zip(parents);
-        let full = full.map(|((slot, name), parent)| slot.complete(*name, parent, Custody::default())).collect();
+        let full = full.map(|((slot, name), parent)| slot.complete(*name, parent, BlockAttrs::default())).collect();
         let start = Instant::now();
         let held = manager.register_all(full);
         manager.flush().await;

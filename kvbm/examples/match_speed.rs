@@ -8,7 +8,7 @@
 //! apart, and matched in random order, each time through memory that was last touched a thousand chains ago: nothing of it
 //! is in a cache that is smaller than all of it. What is timed is `BlockManager::lookup`, from names to held blocks.
 
-use kvbm::{BlockId, BlockManager, Custody, DeviceBlocks, Epoch, EventLog, Fingerprint, Metrics, SequenceHash};
+use kvbm::{BlockAttrs, BlockId, BlockManager, DeviceBlocks, Epoch, EventLog, Fingerprint, Metrics, SequenceHash};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -65,7 +65,7 @@ fn register(manager: &BlockManager, chain: &[SequenceHash], at: usize, blocks: u
     let names = at..at + blocks;
     let parent = |n: usize| n.checked_sub(1).map(|n| chain[n]);
     let full = slots.into_iter().zip(names);
-    let full = full.map(|(slot, n)| slot.complete(chain[n], parent(n), Custody::default()));
+    let full = full.map(|(slot, n)| slot.complete(chain[n], parent(n), BlockAttrs::default()));
     drop(manager.register_all(full.collect()));
 }
 

@@ -45,7 +45,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
         let digest = blake3::hash(&n.to_le_bytes());
         SequenceHash::from_bytes(std::array::from_fn(|i| digest.as_bytes()[i]))
     };
-    let block = |n: usize| Block::seal(name(n), None, fingerprint, Bytes::from(vec![n as u8; BLOCK]));
+    let block = |n: usize| Block::new(name(n), None, fingerprint, Bytes::from(vec![n as u8; BLOCK]));
     for some in (0..BLOCKS).collect::<Vec<_>>().chunks(256) {
         for answer in tier.store(some.iter().map(|n| block(*n)).collect()).await {
             answer?;

@@ -1,22 +1,20 @@
-//! What a block is: its hash, its header, its bytes, its retention, and the tier in which it rests.
+//! What a block is: its hash, header, payload and retention, and the names of the tiers.
 //!
 //! This room is the vocabulary of the crate. It imports no other room, and everything in it is a plain value.
-//! Not here: where a block lies (`tier`, `pool`), and what happened to it (`event`).
+//! Not here: where a block is stored (`tier`, `pool`), and the events about it (`event`).
 //!
-//! A block at rest is a header that describes it, and opaque bytes.
-//!
-//! The phases of a resting block are types: a [`Block`] is what a tier hands back, believed by nobody; only
-//! [`Block::verify`] makes a [`Verified`] of it, and only what was verified is found in device memory. A block may
-//! rest encoded, encrypted, or both; its header describes the bytes as they rest, so that a tier can [check](Block::check)
-//! what it does not understand, and `verify` believes only the engine's own bytes.
+//! A stored block is a header and an opaque payload. Verification is in the type: a tier returns a [`Block`], and only
+//! [`Block::verify`] turns it into a [`Verified`], which may be copied to device memory. A stored payload may be
+//! compressed, encrypted, or both. The checksum covers the stored payload, so that a tier can [check](Block::check) a
+//! block without decoding it; `verify` accepts only a payload in the engine's own format.
 //!
 //! Header, 128 bytes, little endian:
 //!
 //! | offset | bytes | field |
 //! | --: | --: | --- |
 //! | 0 | 8 | magic `BLKYARD2`; the last digit is the version |
-//! | 8 | 16 | name |
-//! | 24 | 16 | name of the parent, zeros at the root |
+//! | 8 | 16 | block hash |
+//! | 24 | 16 | hash of the parent, zeros at the root |
 //! | 40 | 32 | fingerprint |
 //! | 72 | 8 | payload length |
 //! | 80 | 1 | codec: 0 raw, 1 bf16, 2 f32 |
@@ -24,11 +22,11 @@
 //! | 82 | 1 | cipher: 0 none, 1 AES-256-GCM |
 //! | 83 | 1 | priority: 0 low, 1 normal, 2 high |
 //! | 84 | 4 | expires, seconds since 1970, zero for never |
-//! | 88 | 4 | pinned until, likewise |
-//! | 92 | 1 | 1 when it must not rest anywhere below the device |
+//! | 88 | 4 | pinned until, seconds since 1970, zero for never |
+//! | 92 | 1 | 1 when the block must not be stored below the device |
 //! | 93 | 3 | zeros |
 //! | 96 | 8 | data key, zeros without a cipher |
-//! | 104 | 16 | cache domain, zeros for the one that everybody shares |
+//! | 104 | 16 | cache domain, zeros for the shared domain |
 //! | 120 | 8 | CRC-64/NVME over bytes 0 to 120 and the payload |
 
 mod date;
@@ -39,14 +37,15 @@ mod retention;
 pub use date::{Clock, Date};
 pub use hash::{ChainKey, Domain, DomainId, Fingerprint, SequenceHash};
 pub use level::Level;
-pub use retention::{Custody, Keep, Priority, Retention};
+pub use retention::{BlockAttrs, BlockRetention, Priority, Retention};
 
 use bytes::Bytes;
 use crc_fast::{CrcAlgorithm, Digest, checksum, checksum_combine};
 use std::fmt;
 
 const MAGIC: [u8; 8] = *b"BLKYARD2";
-const SUMMED: usize = 120;
+/// Bytes of a header that the checksum covers: all but the checksum itself.
+const CHECKSUMMED_LEN: usize = 120;
 
 /// How the payload is encoded.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -56,7 +55,7 @@ pub enum Codec {
     Raw,
     /// Two-byte floats, their exponents entropy-coded.
     Bf16,
-    /// Four-byte floats, likewise.
+    /// Four-byte floats, their exponents entropy-coded.
     F32,
 }
 
@@ -74,17 +73,17 @@ impl Codec {
     }
 }
 
-/// The data key that a block is encrypted under, by its public number.
+/// Public id of the data key that a block is encrypted with.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct KeyId([u8; 8]);
 
 impl KeyId {
-    /// The bytes, as they stand in headers.
+    /// The eight bytes, as in block headers.
     pub const fn as_bytes(&self) -> &[u8; 8] {
         &self.0
     }
 
-    /// A number read back from a header, or drawn.
+    /// An id from a block header, or a random one for a new key.
     pub const fn from_bytes(bytes: [u8; 8]) -> Self {
         Self(bytes)
     }
@@ -102,46 +101,46 @@ impl fmt::Debug for KeyId {
     }
 }
 
-/// What a block at rest says of itself.
+/// Describes a stored block.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Header {
-    /// Its content.
-    pub name: SequenceHash,
-    /// The content before it; `None` at the root.
+    /// Hash of the block's content.
+    pub hash: SequenceHash,
+    /// Hash of the block before it in the sequence; `None` at the root.
     pub parent: Option<SequenceHash>,
-    /// Whose bytes.
+    /// Fingerprint of the engine that computed the payload.
     pub fingerprint: Fingerprint,
-    /// Payload bytes.
+    /// Payload length in bytes.
     pub length: u64,
-    /// How they are encoded.
+    /// Encoding of the payload.
     pub codec: Codec,
-    /// What they are encrypted under, if they are.
+    /// Data key of the payload's encryption; `None` for plain text.
     pub key: Option<KeyId>,
-    /// Who may share them.
+    /// Cache domain whose requests may use the block.
     pub domain: DomainId,
-    /// How long they are kept.
-    pub keep: Keep,
+    /// When the block expires, until when it is pinned, and its priority.
+    pub retention: BlockRetention,
     /// CRC-64/NVME over the other fields and the payload.
     pub checksum: u64,
 }
 
 impl Header {
-    /// Bytes that a header takes at rest.
+    /// Length of an encoded header in bytes.
     pub const LEN: usize = 128;
 
-    /// Bytes of a payload at most: blocks of the largest models take some ten MiB. A header that claims more is refused, before
-    /// memory is taken for it; a tier that knows its engine's blocks is stricter.
+    /// Maximum payload length in bytes; blocks of the largest models take some ten MiB. Decoding rejects a header that
+    /// claims more, before memory is allocated for the payload. A tier that knows its engine's block size is stricter.
     pub const MAX_LENGTH: u64 = 1 << 30;
 
-    /// The header at rest.
+    /// The encoded header.
     pub fn encode(&self) -> [u8; Self::LEN] {
         let mut bytes = [0; Self::LEN];
-        bytes[..SUMMED].copy_from_slice(&self.summed());
-        bytes[SUMMED..].copy_from_slice(&self.checksum.to_le_bytes());
+        bytes[..CHECKSUMMED_LEN].copy_from_slice(&self.checksummed());
+        bytes[CHECKSUMMED_LEN..].copy_from_slice(&self.checksum.to_le_bytes());
         bytes
     }
 
-    /// Reads a header; whether its checksum holds is for [`Block::verify`] to say, once the payload is there.
+    /// Decodes a header. The checksum needs the payload: [`Block::check`] and [`Block::verify`] compare it.
     pub fn decode(bytes: &[u8; Self::LEN]) -> Result<Self, Corrupt> {
         let array = |at: usize| -> [u8; 16] { std::array::from_fn(|i| bytes[at + i]) };
         let word = |at: usize| -> [u8; 8] { std::array::from_fn(|i| bytes[at + i]) };
@@ -166,83 +165,84 @@ impl Header {
             return Err(Corrupt::Header);
         }
         Ok(Self {
-            name: SequenceHash::from_bytes(array(8)),
+            hash: SequenceHash::from_bytes(array(8)),
             parent,
             fingerprint: Fingerprint::from_bytes(std::array::from_fn(|i| bytes[40 + i])),
             length: u64::from_le_bytes(word(72)),
             codec,
             key,
             domain: DomainId::from_bytes(array(104)),
-            keep: Keep { expires, pinned, store: bytes[92] == 0, priority },
-            checksum: u64::from_le_bytes(word(SUMMED)),
+            retention: BlockRetention { expires, pinned, store: bytes[92] == 0, priority },
+            checksum: u64::from_le_bytes(word(CHECKSUMMED_LEN)),
         })
     }
 
-    /// Bytes that a payload of `bytes` of an engine takes at most in whatever form it rests: encryption adds less than two pages, and
-    /// what encoding makes larger stays as it was.
-    pub const fn most_at_rest(bytes: u64) -> u64 {
+    /// Maximum stored length in bytes of an engine's payload of `bytes`. Encryption adds less than two pages, and a
+    /// payload that encoding would enlarge is stored raw.
+    pub const fn max_stored_bytes(bytes: u64) -> u64 {
         bytes.saturating_add(8 << 10)
     }
 
-    /// Describes an engine's fresh bytes.
-    pub(crate) fn seal(
-        name: SequenceHash,
+    /// Describes a raw payload of an engine.
+    pub(crate) fn new(
+        hash: SequenceHash,
         parent: Option<SequenceHash>,
         fingerprint: Fingerprint,
-        custody: Custody,
+        attrs: BlockAttrs,
         payload: &[u8],
     ) -> Self {
-        Self::seal_along(name, parent, fingerprint, custody, payload.len(), |seen| seen(payload))
+        Self::new_while_copying(hash, parent, fingerprint, attrs, payload.len(), |update| update(payload))
     }
 
-    /// The same while `copy` moves the bytes, `length` of them, and shows them in order.
-    pub(crate) fn seal_along(
-        name: SequenceHash,
+    /// Describes a payload of `length` bytes while `copy` copies it: `copy` passes every part, in order, to its
+    /// argument, which adds the part to the checksum.
+    pub(crate) fn new_while_copying(
+        hash: SequenceHash,
         parent: Option<SequenceHash>,
         fingerprint: Fingerprint,
-        custody: Custody,
+        attrs: BlockAttrs,
         length: usize,
         copy: impl FnOnce(&mut dyn FnMut(&[u8])),
     ) -> Self {
-        let (codec, length, Custody { domain, keep }) = (Codec::Raw, length as u64, custody);
-        let header = Self { name, parent, fingerprint, length, codec, key: None, domain, keep, checksum: 0 };
-        Self { checksum: header.sum_along(copy), ..header }
+        let (codec, length, BlockAttrs { domain, retention }) = (Codec::Raw, length as u64, attrs);
+        let header = Self { hash, parent, fingerprint, length, codec, key: None, domain, retention, checksum: 0 };
+        Self { checksum: header.checksum_while_copying(copy), ..header }
     }
 
-    /// Whose block it is, and how long it is kept.
-    pub fn custody(&self) -> Custody {
-        Custody { domain: self.domain, keep: self.keep }
+    /// Domain and retention.
+    pub fn attrs(&self) -> BlockAttrs {
+        BlockAttrs { domain: self.domain, retention: self.retention }
     }
 
-    /// Whether these are the bytes that the header was made for.
-    pub(crate) fn describes(&self, payload: &[u8]) -> bool {
-        self.length == payload.len() as u64 && self.checksum == self.sum(payload)
+    /// Whether length and checksum match the payload.
+    pub(crate) fn matches(&self, payload: &[u8]) -> bool {
+        self.length == payload.len() as u64 && self.checksum == self.checksum_of(payload)
     }
 
-    /// The same block in other bytes.
-    pub(crate) fn describing(mut self, payload: &[u8]) -> Self {
+    /// The header with length and checksum of another payload.
+    pub(crate) fn for_payload(mut self, payload: &[u8]) -> Self {
         self.length = payload.len() as u64;
-        self.checksum = self.sum(payload);
+        self.checksum = self.checksum_of(payload);
         self
     }
 
-    /// The same block and bytes, kept otherwise. The payload is not read: its part of the checksum stays what it was, and
-    /// bytes that are not what they were stay found out.
-    pub(crate) fn kept(self, keep: Keep) -> Self {
-        let kept = Self { keep, ..self };
-        // A sum is linear: what a change of the header does to it depends on the header, and on how much follows.
+    /// The header with another retention. The payload is not read: its part of the checksum is unchanged, so that a
+    /// corrupt payload is still detected.
+    pub(crate) fn with_retention(self, retention: BlockRetention) -> Self {
+        let changed = Self { retention, ..self };
+        // A CRC is linear: the effect of a changed header depends on the header and the length of what follows only.
         let part = |header: &Self| {
-            let sum = checksum(CrcAlgorithm::Crc64Nvme, &header.summed());
+            let sum = checksum(CrcAlgorithm::Crc64Nvme, &header.checksummed());
             checksum_combine(CrcAlgorithm::Crc64Nvme, sum, 0, self.length)
         };
-        Self { checksum: self.checksum ^ part(&self) ^ part(&kept), ..kept }
+        Self { checksum: self.checksum ^ part(&self) ^ part(&changed), ..changed }
     }
 
-    /// All that the checksum covers beside the payload.
-    pub(crate) fn summed(&self) -> [u8; SUMMED] {
-        let mut bytes = [0; SUMMED];
+    /// The encoded fields that the checksum covers.
+    pub(crate) fn checksummed(&self) -> [u8; CHECKSUMMED_LEN] {
+        let mut bytes = [0; CHECKSUMMED_LEN];
         bytes[..8].copy_from_slice(&MAGIC);
-        bytes[8..24].copy_from_slice(self.name.as_bytes());
+        bytes[8..24].copy_from_slice(self.hash.as_bytes());
         if let Some(parent) = &self.parent {
             bytes[24..40].copy_from_slice(parent.as_bytes());
             bytes[81] = 1;
@@ -254,68 +254,69 @@ impl Header {
             bytes[82] = 1;
             bytes[96..104].copy_from_slice(key.as_bytes());
         }
-        bytes[83] = self.keep.priority as u8;
-        bytes[84..88].copy_from_slice(&Date::encode(self.keep.expires).to_le_bytes());
-        bytes[88..92].copy_from_slice(&Date::encode(self.keep.pinned).to_le_bytes());
-        bytes[92] = u8::from(!self.keep.store);
-        bytes[104..SUMMED].copy_from_slice(self.domain.as_bytes());
+        bytes[83] = self.retention.priority as u8;
+        bytes[84..88].copy_from_slice(&Date::encode(self.retention.expires).to_le_bytes());
+        bytes[88..92].copy_from_slice(&Date::encode(self.retention.pinned).to_le_bytes());
+        bytes[92] = u8::from(!self.retention.store);
+        bytes[104..CHECKSUMMED_LEN].copy_from_slice(self.domain.as_bytes());
         bytes
     }
 
-    fn sum(&self, payload: &[u8]) -> u64 {
-        self.sum_along(|seen| seen(payload))
+    fn checksum_of(&self, payload: &[u8]) -> u64 {
+        self.checksum_while_copying(|update| update(payload))
     }
 
-    /// The checksum of a payload that `show` shows in order, while it does with it what it likes.
-    fn sum_along(&self, show: impl FnOnce(&mut dyn FnMut(&[u8]))) -> u64 {
+    /// The checksum with a payload that `copy` passes, in order, to its argument.
+    fn checksum_while_copying(&self, copy: impl FnOnce(&mut dyn FnMut(&[u8]))) -> u64 {
         let mut digest = Digest::new(CrcAlgorithm::Crc64Nvme);
-        digest.update(&self.summed());
-        show(&mut |bytes| digest.update(bytes));
+        digest.update(&self.checksummed());
+        copy(&mut |bytes| digest.update(bytes));
         digest.finalize()
     }
 }
 
-/// A block as it travels between tiers. Cloning shares the payload.
+/// A stored block, which moves between tiers. Cloning shares the payload.
 #[derive(Clone, Debug)]
 pub struct Block {
-    /// What it says of itself.
+    /// Describes the payload.
     pub header: Header,
-    /// The bytes, encoded as the header says.
+    /// The payload, encoded and encrypted as the header says.
     pub payload: Bytes,
 }
 
 impl Block {
-    /// Describes fresh bytes.
-    pub fn seal(name: SequenceHash, parent: Option<SequenceHash>, fingerprint: Fingerprint, payload: Bytes) -> Self {
-        Self { header: Header::seal(name, parent, fingerprint, Custody::default(), &payload), payload }
+    /// A block of a raw payload, in the shared domain, with default retention.
+    pub fn new(hash: SequenceHash, parent: Option<SequenceHash>, fingerprint: Fingerprint, payload: Bytes) -> Self {
+        Self { header: Header::new(hash, parent, fingerprint, BlockAttrs::default(), &payload), payload }
     }
 
-    /// The same block in the given cache domain, described anew.
+    /// The block in another cache domain.
     #[must_use]
     pub fn in_domain(self, domain: DomainId) -> Self {
-        let keep = self.header.keep;
-        self.in_custody(Custody { domain, keep })
+        let retention = self.header.retention;
+        self.with_attrs(BlockAttrs { domain, retention })
     }
 
-    /// The same block as another's, or kept for another time, described anew.
+    /// The block with another domain and retention.
     #[must_use]
-    pub fn in_custody(self, Custody { domain, keep }: Custody) -> Self {
-        let header = Header { domain, keep, ..self.header }.describing(&self.payload);
+    pub fn with_attrs(self, BlockAttrs { domain, retention }: BlockAttrs) -> Self {
+        let header = Header { domain, retention, ..self.header }.for_payload(&self.payload);
         Self { header, ..self }
     }
 
-    /// Whether it is the block asked for, and its bytes, whatever they mean, are those that came to rest.
-    pub fn check(&self, name: SequenceHash, fingerprint: Fingerprint) -> Result<(), Corrupt> {
-        self.check_along(name, fingerprint, |payload, seen| seen(payload))
+    /// Checks that this is the requested block and that its payload is the one that was stored. The payload may be
+    /// encoded or encrypted.
+    pub fn check(&self, hash: SequenceHash, fingerprint: Fingerprint) -> Result<(), Corrupt> {
+        self.check_while_copying(hash, fingerprint, |payload, update| update(payload))
     }
 
-    fn check_along(
+    fn check_while_copying(
         &self,
-        name: SequenceHash,
+        hash: SequenceHash,
         fingerprint: Fingerprint,
         copy: impl FnOnce(&[u8], &mut dyn FnMut(&[u8])),
     ) -> Result<(), Corrupt> {
-        if self.header.name != name {
+        if self.header.hash != hash {
             return Err(Corrupt::OtherBlock);
         }
         if self.header.fingerprint != fingerprint {
@@ -324,73 +325,74 @@ impl Block {
         if self.header.length != self.payload.len() as u64 {
             return Err(Corrupt::Length);
         }
-        if self.header.checksum != self.header.sum_along(|seen| copy(&self.payload, seen)) {
+        if self.header.checksum != self.header.checksum_while_copying(|update| copy(&self.payload, update)) {
             return Err(Corrupt::Checksum);
         }
         Ok(())
     }
 
-    /// Believes the block if it [checks](Self::check), and its bytes are the engine's own.
-    pub fn verify(self, name: SequenceHash, fingerprint: Fingerprint) -> Result<Verified, Corrupt> {
-        self.verify_along(name, fingerprint, |payload, seen| seen(payload))
+    /// Verifies the block: it passes [`check`](Self::check), and its payload is neither encoded nor encrypted.
+    pub fn verify(self, hash: SequenceHash, fingerprint: Fingerprint) -> Result<Verified, Corrupt> {
+        self.verify_while_copying(hash, fingerprint, |payload, update| update(payload))
     }
 
-    /// The same while `copy` moves the bytes to where nobody looks before they are believed, and shows them in order.
-    pub(crate) fn verify_along(
+    /// Verifies the block while `copy` copies its payload and passes every part, in order, to its second argument. The
+    /// target must not be read before this succeeds.
+    pub(crate) fn verify_while_copying(
         self,
-        name: SequenceHash,
+        hash: SequenceHash,
         fingerprint: Fingerprint,
         copy: impl FnOnce(&[u8], &mut dyn FnMut(&[u8])),
     ) -> Result<Verified, Corrupt> {
-        self.check_along(name, fingerprint, copy)?;
+        self.check_while_copying(hash, fingerprint, copy)?;
         if self.header.codec != Codec::Raw || self.header.key.is_some() {
-            return Err(Corrupt::Form);
+            return Err(Corrupt::Transform);
         }
         Ok(Verified(self))
     }
 }
 
-/// A block whose name, fingerprint, length and checksum were all verified, in the engine's own bytes.
+/// A block in the engine's own format whose hash, fingerprint, length and checksum were verified.
 #[derive(Clone, Debug)]
 pub struct Verified(Block);
 
 impl Verified {
-    /// What it says of itself, which is true.
+    /// The verified header.
     pub fn header(&self) -> &Header {
         &self.0.header
     }
 
-    /// The engine's bytes.
+    /// The verified payload.
     pub fn payload(&self) -> &[u8] {
         &self.0.payload
     }
 }
 
-/// Why a loaded block is not believed. It is quarantined, counted and recomputed.
+/// Why a loaded block fails verification. The block is deleted, counted and recomputed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum Corrupt {
-    /// The header is not one.
+    /// The bytes are no block header.
     #[error("not a block header")]
     Header,
-    /// It is a sound block, but not the one asked for.
+    /// The block is intact, but its hash is not the requested one.
     #[error("hash of another block")]
     OtherBlock,
-    /// It is another engine's.
+    /// Another engine computed the block.
     #[error("another engine's fingerprint")]
     OtherFingerprint,
-    /// Too few or too many bytes.
+    /// The payload is shorter or longer than the header says.
     #[error("wrong payload length")]
     Length,
-    /// The bytes changed.
+    /// The checksum does not match the header and the payload.
     #[error("checksum does not match")]
     Checksum,
-    /// It is encoded or encrypted, and nobody undid it; or it is in clear where everything is to be encrypted.
+    /// The payload is still encoded or encrypted, or it is in plain text in a tier that encrypts everything.
     #[error("encoding or encryption differs from this tier's")]
-    Form,
-    /// The encoded bytes do not decode, although their checksum holds.
+    Transform,
+    /// The encoded payload does not decode, although the checksum matches.
     #[error("cannot be decoded")]
     Encoding,
-    /// The checksum holds, but who wrote the bytes did not know the key.
+    /// The checksum matches, but the payload was not encrypted with the data key.
     #[error("authentication tag does not match")]
     Forged,
 }
@@ -402,22 +404,23 @@ mod tests {
     use proptest::prelude::*;
 
     fn block() -> Block {
-        let name = SequenceHash::from_bytes([3; 16]);
+        let hash = SequenceHash::from_bytes([3; 16]);
         let parent = Some(SequenceHash::from_bytes([2; 16]));
-        Block::seal(name, parent, Fingerprint::from_bytes([9; 32]), Bytes::from(vec![5; 300])).in_custody(custody())
+        Block::new(hash, parent, Fingerprint::from_bytes([9; 32]), Bytes::from(vec![5; 300])).with_attrs(attrs())
     }
 
-    fn custody() -> Custody {
+    fn attrs() -> BlockAttrs {
         let date = |seconds| Some(Date::from_unix(seconds));
-        let keep = Keep { expires: date(0xF0F1_F2F3), pinned: date(7), store: false, priority: Priority::High };
-        Custody { domain: DomainId::from_bytes([6; 16]), keep }
+        let retention =
+            BlockRetention { expires: date(0xF0F1_F2F3), pinned: date(7), store: false, priority: Priority::High };
+        BlockAttrs { domain: DomainId::from_bytes([6; 16]), retention }
     }
 
     proptest! {
         #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 
         #[test]
-        fn any_header_decodes_to_what_it_encodes_or_is_refused(
+        fn arbitrary_headers_round_trip_or_are_rejected(
             bytes in prop_oneof![fuzz::arbitrary(), fuzz::changed(block().header.encode().to_vec())],
         ) {
             let Some(bytes) = bytes.first_chunk() else { return Ok(()) };
@@ -429,64 +432,64 @@ mod tests {
     }
 
     #[test]
-    fn only_the_engines_own_bytes_are_believed() {
+    fn verify_accepts_only_unencoded_unencrypted_payloads() {
         let Block { header, payload } = block();
         let codecs = [(Codec::Bf16, None), (Codec::F32, None), (Codec::Raw, Some(KeyId::from_bytes([7; 8])))];
         for (codec, key) in codecs {
-            let header = Header { codec, key, ..header }.describing(&payload);
+            let header = Header { codec, key, ..header }.for_payload(&payload);
             assert_eq!(Header::decode(&header.encode()), Ok(header));
-            let rests = Block { header, payload: payload.clone() };
-            assert_eq!(rests.check(header.name, header.fingerprint), Ok(()));
-            assert_eq!(rests.verify(header.name, header.fingerprint).unwrap_err(), Corrupt::Form);
+            let stored = Block { header, payload: payload.clone() };
+            assert_eq!(stored.check(header.hash, header.fingerprint), Ok(()));
+            assert_eq!(stored.verify(header.hash, header.fingerprint).unwrap_err(), Corrupt::Transform);
         }
     }
 
     #[test]
     fn any_flipped_bit_of_header_or_payload_is_detected() {
         let good = block();
-        let (name, fingerprint) = (good.header.name, good.header.fingerprint);
-        let rest = [&good.header.encode()[..], &good.payload].concat();
-        for bit in 0..rest.len() * 8 {
-            let mut bad = rest.clone();
+        let (hash, fingerprint) = (good.header.hash, good.header.fingerprint);
+        let stored = [&good.header.encode()[..], &good.payload].concat();
+        for bit in 0..stored.len() * 8 {
+            let mut bad = stored.clone();
             bad[bit / 8] ^= 1 << (bit % 8);
             let head: [u8; Header::LEN] = bad[..Header::LEN].try_into().unwrap();
-            let verdict = Header::decode(&head).and_then(|header| {
-                Block { header, payload: Bytes::copy_from_slice(&bad[Header::LEN..]) }.verify(name, fingerprint)
+            let verified = Header::decode(&head).and_then(|header| {
+                Block { header, payload: Bytes::copy_from_slice(&bad[Header::LEN..]) }.verify(hash, fingerprint)
             });
-            assert!(verdict.is_err(), "bit {bit} flipped unseen");
+            assert!(verified.is_err(), "flipped bit {bit} is not detected");
         }
     }
 
     #[test]
-    fn keeping_a_block_longer_describes_it_anew_without_reading_it() {
+    fn with_retention_keeps_the_checksum_valid() {
         for length in [0, 1, 300, 70_000] {
             let payload = Bytes::from(vec![5; length]);
-            let block = Block::seal(SequenceHash::from_bytes([3; 16]), None, Fingerprint::from_bytes([9; 32]), payload);
-            let kept = block.header.kept(custody().keep);
-            assert_eq!(kept, Header { keep: custody().keep, ..block.header }.describing(&block.payload));
-            assert_eq!(kept.kept(Keep::default()), block.header);
+            let block = Block::new(SequenceHash::from_bytes([3; 16]), None, Fingerprint::from_bytes([9; 32]), payload);
+            let changed = block.header.with_retention(attrs().retention);
+            assert_eq!(changed, Header { retention: attrs().retention, ..block.header }.for_payload(&block.payload));
+            assert_eq!(changed.with_retention(BlockRetention::default()), block.header);
         }
     }
 
     #[test]
-    fn a_header_of_another_version_is_refused() {
+    fn a_header_of_another_version_is_rejected() {
         let mut older = block().header.encode();
         older[7] = b'1';
         assert_eq!(Header::decode(&older), Err(Corrupt::Header));
     }
 
     #[test]
-    fn a_sound_block_survives_its_header_and_nothing_else_passes_for_it() {
+    fn verify_accepts_the_stored_block_and_rejects_any_other() {
         let good = block();
-        let (name, fingerprint) = (good.header.name, good.header.fingerprint);
+        let (hash, fingerprint) = (good.header.hash, good.header.fingerprint);
         assert_eq!(Header::decode(&good.header.encode()), Ok(good.header));
-        assert_eq!(good.header.custody(), custody());
-        assert!(good.clone().verify(name, fingerprint).is_ok());
+        assert_eq!(good.header.attrs(), attrs());
+        assert!(good.clone().verify(hash, fingerprint).is_ok());
         let other = SequenceHash::from_bytes([4; 16]);
         assert_eq!(good.clone().verify(other, fingerprint).unwrap_err(), Corrupt::OtherBlock);
         let foreign = Fingerprint::from_bytes([8; 32]);
-        assert_eq!(good.clone().verify(name, foreign).unwrap_err(), Corrupt::OtherFingerprint);
+        assert_eq!(good.clone().verify(hash, foreign).unwrap_err(), Corrupt::OtherFingerprint);
         let short = Block { payload: good.payload.slice(1..), ..good };
-        assert_eq!(short.verify(name, fingerprint).unwrap_err(), Corrupt::Length);
+        assert_eq!(short.verify(hash, fingerprint).unwrap_err(), Corrupt::Length);
     }
 }

@@ -1,16 +1,16 @@
-//! G3: blocks on local SSDs, in a log of large segments on each, which exactly one process owns.
+//! Tier G3: blocks on local SSDs. Each path (folder) holds one log of large segments, owned by exactly one process.
 //!
 //! ```text
-//!   store ─▶ a path in turn ─▶ queue ─▶ a few writers ─▶ head segment ─▶ indexed, announced, answered
-//!   load  ─▶ index ─▶ on each path: runs of neighbours ─▶ a few readers ─▶ one stream
-//!   full  ─▶ oldest segment given up whole, what is in use carried over
-//!   open  ─▶ footers of sealed segments, a scan of the one that was open ─▶ announced again
+//!   store ─▶ striping chooses a path ─▶ queue ─▶ writers ─▶ head segment ─▶ index, event, answer
+//!   load  ─▶ index ─▶ per path: runs of adjacent records ─▶ up to eight readers ─▶ one stream
+//!   full  ─▶ the oldest segment is reclaimed, blocks in use are carried over
+//!   open  ─▶ footers of sealed segments, a scan of unsealed ones ─▶ index, events
 //! ```
 //!
-//! *At rest* means: survives the death of the process. A power cut may cost blocks, never correctness, because whoever
-//! serves a block verifies it. A write that fails costs its blocks; the tier goes on reading, and writes again after a
-//! second. Of several paths each has its own log, budget and lock; one index tells what rests on all of them. A path that fails
-//! costs its blocks and nothing else, and comes back by itself (`path`). What one might look for here and will not find: eviction of single blocks, and any `fsync`.
+//! A stored block survives the death of the process. A power cut may lose blocks; it causes no wrong answers, because
+//! every load is verified. A failed write loses its blocks; the tier continues to read, and writes again after a
+//! second. Each path has its own log, capacity and lock; one index covers all paths. A path that fails loses its
+//! blocks only, and is reopened automatically (`path`). Not here: eviction of single blocks, and `fsync`.
 
 mod direct;
 mod file_io;
@@ -33,7 +33,7 @@ mod tests;
 mod verify;
 mod write;
 
-pub use inspect::{Holding, Survey, survey};
+pub use inspect::{DomainBlocks, LogContents, inspect};
 pub use settings::{OpenError, Settings};
 pub use verify::{Verification, verify};
 
@@ -41,13 +41,13 @@ use crate::block::{Block, Date, Fingerprint, Header, Level, SequenceHash};
 use crate::event::{Census, EventLog};
 use crate::tier::{Claims, Index, LoadError, Loaded, Shares, StoreError, Tier, Usage};
 use crate::transform::crypt::MetadataKeys;
-use direct::Pool;
+use direct::BufferPool;
 use futures::future::{BoxFuture, FutureExt};
 use futures::stream::{self, BoxStream, StreamExt};
-use load::Part;
+use load::SegmentRead;
 use log::{Log, Shared, Spill};
-use path::{NO_ANSWER, Volume};
-use queue::again;
+use path::{DEVICE_TIMEOUT, LogPath};
+use queue::clone_error;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -55,41 +55,41 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, SendError, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Instant;
-use striping::Spread;
+use striping::Striper;
 use tokio::runtime::Handle;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 
-/// Reads at once of one path, over all loads: a SATA device is fast with two, an `NVMe` one with eight.
+/// Maximum number of concurrent reads per path. A SATA device is fast with two, an `NVMe` device with eight.
 const READERS: usize = 8;
 
 /// Blocks on one or several local disks.
 pub struct DiskTier {
-    volumes: Vec<Arc<Volume>>,
+    log_paths: Vec<Arc<LogPath>>,
     shared: Shared,
-    spread: Mutex<Spread>,
+    striper: Mutex<Striper>,
     claims: Claims,
     recovered: watch::Sender<bool>,
     runtime: Handle,
-    /// Everything that reads or writes the folders, off the async threads.
+    /// All work that reads or writes the folders. It runs on blocking threads.
     tasks: TaskTracker,
 }
 
-/// How one path does.
+/// State of one path.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct PathState {
-    /// Its folder.
+    /// Folder of the path.
     pub folder: PathBuf,
-    /// Why it is not used, if it is not: its blocks are misses, and it is tried again now and then.
+    /// Why the path is down, or `None`. Its blocks are misses until it is reopened.
     pub failure: Option<String>,
-    /// How often it went down.
+    /// Number of times that the path went down.
     pub failures: u64,
 }
 
 impl DiskTier {
-    /// Takes possession of a folder, finds the blocks that a process before this one left there, and announces them.
-    /// Blocks for the time that this takes. [`DiskTier::close`] seals the log and gives the folder back; without it, that
+    /// Locks a folder, recovers the blocks that an earlier process stored there, and publishes events for them.
+    /// Blocks the calling thread meanwhile. [`DiskTier::close`] seals the log and unlocks the folder; otherwise that
     /// happens when the last read or write of the tier ends.
     ///
     /// # Panics
@@ -98,10 +98,11 @@ impl DiskTier {
         Self::striped(&[(folder.to_owned(), settings)], events)
     }
 
-    /// The same over several folders, best one per device: blocks are spread over them, and read from all at once.
+    /// Opens a tier over several folders, best one per device. Blocks are striped over them, and read from all at
+    /// once.
     ///
-    /// A folder that cannot be used now is left out until it can; an error is only that none can be used, that one belongs to
-    /// another process, or that its settings are impossible.
+    /// A folder that cannot be used is left out until it can be. Fails only when no folder can be used, when another
+    /// process owns one, or when the settings are invalid.
     ///
     /// # Panics
     /// Outside a tokio runtime, without a path, or with more than 255.
@@ -111,12 +112,12 @@ impl DiskTier {
         Ok(tier)
     }
 
-    /// The same, keeping to what domains are promised, and without waiting for what rests there to be found; see
-    /// [`DiskTier::recovered`]. Footers are sealed with `keys`, if there are any. Each domain that is promised or given anything has segments of its own on every path.
+    /// Opens a tier with quotas and recovers its blocks in the background; see [`DiskTier::recovered`]. `keys` seal
+    /// the footers. Each domain with a quota or a weight has segments of its own on every path.
     ///
     /// # Panics
-    /// As above.
-    pub fn begin(
+    /// As for [`DiskTier::striped`].
+    pub fn open_in_background(
         paths: &[(PathBuf, Settings)],
         shares: &Shares,
         events: Arc<EventLog>,
@@ -128,10 +129,11 @@ impl DiskTier {
         Ok(tier)
     }
 
-    /// Ends the tier: it takes and finds no more blocks, what was accepted is written, the open segments are sealed, and the
-    /// folders are given back. Resolves when no thread touches a file of the tier any more, whoever still holds the tier.
+    /// Closes the tier: it stores and finds no more blocks, writes the accepted ones, seals the open segments, and
+    /// unlocks the folders. Resolves when no thread uses a file of the tier any more, even while the tier is still
+    /// referenced.
     pub async fn close(&self) {
-        let logs: Vec<_> = self.volumes.iter().filter_map(|volume| volume.close()).collect();
+        let logs: Vec<_> = self.log_paths.iter().filter_map(|log_path| log_path.close()).collect();
         self.tasks.close();
         self.tasks.wait().await;
         let sealed = self.runtime.spawn_blocking(move || logs.iter().for_each(|log| log.close()));
@@ -140,31 +142,32 @@ impl DiskTier {
         }
     }
 
-    /// Resolves when all that rested in the folders at the start is known. What is known earlier is served earlier; what is
-    /// stored earlier rests later.
+    /// Resolves when the recovery of all folders is complete. Recovered blocks are served at once; blocks that are
+    /// stored meanwhile are written after the recovery.
     pub async fn recovered(&self) {
         // The sender lives as long as `self`.
         let _ = self.recovered.subscribe().wait_for(|done| *done).await;
     }
 
-    /// Stretches of segments that held no sound record where one should have been, found while segments without a footer
-    /// were scanned. What the last process was writing when it died does not count.
-    pub fn damaged(&self) -> u64 {
-        self.shared.damaged.stretches.load(Ordering::Relaxed)
+    /// Number of corrupt byte ranges found while segments without a footer were scanned. The record that the last
+    /// process was writing when it died does not count.
+    pub fn corrupt_ranges(&self) -> u64 {
+        self.shared.corruption.ranges.load(Ordering::Relaxed)
     }
 
-    /// Footers of segments that turned out not to be what they were; those segments were scanned.
-    pub fn damaged_footers(&self) -> u64 {
-        self.shared.damaged.footers.load(Ordering::Relaxed)
+    /// Number of corrupt footers; their segments were scanned.
+    pub fn corrupt_footers(&self) -> u64 {
+        self.shared.corruption.footers.load(Ordering::Relaxed)
     }
 
-    /// Which blocks rest in all its folders. Looks at each: for whoever wants to know, now and then.
+    /// Digest of the blocks on all paths. Reads the whole index, so call it rarely.
     pub fn census(&self) -> Census {
         self.shared.index.census()
     }
 
-    /// Hands over what is in use when its segment is given up and the log has no room for it, as far as `wants` it: for the
-    /// next tier. What does not fit into `to` is dropped. To be called once, before there are any blocks.
+    /// Sets the next tier for blocks in use that do not fit into the log when their segment is reclaimed. Blocks that
+    /// `wants` accepts are sent to `to`; they are dropped when the channel is full. Call it once, before any block is
+    /// stored.
     pub fn spill(
         &self,
         wants: impl Fn(Fingerprint, SequenceHash) -> bool + Send + Sync + 'static,
@@ -173,20 +176,19 @@ impl DiskTier {
         let _ = self.shared.spill.set(Spill { wants: Box::new(wants), to });
     }
 
-    /// Reads no block of more than `bytes`, whatever the log says of it: of an engine whose blocks have less. To be called
-    /// before anybody loads.
+    /// Limits loads to blocks of at most `bytes`, whatever the log says. Call it before the first load.
     pub fn limit_blocks(&self, bytes: u64) {
         self.shared.max_block.store(bytes.min(Header::MAX_LENGTH), Ordering::Relaxed);
     }
 
-    /// How each path does.
+    /// State of each path.
     pub fn paths(&self) -> Vec<PathState> {
-        let state = |volume: &Arc<Volume>| PathState {
-            folder: volume.folder.clone(),
-            failure: volume.log().is_none().then(|| volume.failure().unwrap_or_else(|| "closed".into())),
-            failures: volume.failures(),
+        let state = |log_path: &Arc<LogPath>| PathState {
+            folder: log_path.folder.clone(),
+            failure: log_path.log().is_none().then(|| log_path.failure().unwrap_or_else(|| "closed".into())),
+            failures: log_path.failures(),
         };
-        self.volumes.iter().map(state).collect()
+        self.log_paths.iter().map(state).collect()
     }
 
     fn claim(
@@ -198,57 +200,60 @@ impl DiskTier {
         let shared = Shared {
             index: Arc::new(Index::new(Level::G3, events)),
             next: Arc::default(),
-            pool: Pool::default(),
+            pool: BufferPool::default(),
             paths: paths.len() as u32,
-            division: shares.at(Level::G3, 1),
+            quotas: shares.at(Level::G3, 1),
             capacity: paths.iter().map(|(_, settings)| settings.capacity_bytes).sum(),
-            damaged: Arc::default(),
+            corruption: Arc::default(),
             max_block: Arc::new(AtomicU64::new(Header::MAX_LENGTH)),
             keys,
             spill: Arc::default(),
             #[cfg(test)]
-            rig: tests::Rig::default(),
+            hooks: tests::TestHooks::default(),
         };
-        Self::claim_sharing(paths, shared)
+        Self::open_logs(paths, shared)
     }
 
-    fn claim_sharing(paths: &[(PathBuf, Settings)], shared: Shared) -> Result<Arc<Self>, OpenError> {
+    fn open_logs(paths: &[(PathBuf, Settings)], shared: Shared) -> Result<Arc<Self>, OpenError> {
         assert!((1..=usize::from(u8::MAX)).contains(&paths.len()), "one to 255 paths");
         let tasks = TaskTracker::new();
-        let volume = |(number, (folder, settings)): (usize, &(PathBuf, Settings))| {
-            Volume::new(number as u8, folder, *settings, shared.clone(), tasks.clone())
+        let log_path = |(number, (folder, settings)): (usize, &(PathBuf, Settings))| {
+            LogPath::new(number as u8, folder, *settings, shared.clone(), tasks.clone())
         };
-        let volumes: Vec<Arc<Volume>> = paths.iter().enumerate().map(volume).collect();
+        let log_paths: Vec<Arc<LogPath>> = paths.iter().enumerate().map(log_path).collect();
         let mut down = Vec::new();
-        for (volume, opened) in volumes.iter().zip(open_all(&volumes)) {
+        for (log_path, opened) in log_paths.iter().zip(open_all(&log_paths)) {
             match opened {
                 Ok(()) => {}
-                Err(error @ OpenError::Io { .. }) => down.push((volume, error)),
+                Err(error @ OpenError::Io { .. }) => down.push((log_path, error)),
                 Err(error) => return Err(error),
             }
         }
-        if down.len() == volumes.len() {
+        if down.len() == log_paths.len() {
             return Err(down.swap_remove(0).1);
         }
-        for (volume, error) in down {
-            tracing::warn!(folder = %volume.folder.display(), %error, "cannot open a G3 path; G3 continues without it");
-            // One that is still being opened comes back by itself.
+        for (log_path, error) in down {
+            tracing::warn!(
+                folder = %log_path.folder.display(), %error,
+                "cannot open a G3 path; G3 continues without it"
+            );
+            // A path whose opening timed out is completed by `LogPath::finish_open`.
             match &error {
                 OpenError::Io { source, .. } if source.kind() == io::ErrorKind::TimedOut => {
-                    volume.count_failure(&error.to_string());
+                    log_path.count_failure(&error.to_string());
                 }
-                error => volume.fail(&error.to_string()),
+                error => log_path.fail(&error.to_string()),
             }
         }
         let (recovered, _) = watch::channel(false);
-        let (spread, claims, runtime) = (Mutex::default(), Claims::default(), Handle::current());
-        Ok(Arc::new(Self { volumes, shared, spread, claims, recovered, runtime, tasks }))
+        let (striper, claims, runtime) = (Mutex::default(), Claims::default(), Handle::current());
+        Ok(Arc::new(Self { log_paths, shared, striper, claims, recovered, runtime, tasks }))
     }
 
     fn recover(&self) {
         thread::scope(|scope| {
-            for volume in &self.volumes {
-                scope.spawn(|| volume.recover());
+            for log_path in &self.log_paths {
+                scope.spawn(|| log_path.recover());
             }
         });
         self.recovered.send_replace(true);
@@ -256,98 +261,101 @@ impl DiskTier {
     }
 
     fn logs(&self) -> Vec<Option<Arc<Log>>> {
-        self.volumes.iter().map(|volume| volume.log()).collect()
+        self.log_paths.iter().map(|log_path| log_path.log()).collect()
     }
 
     fn write(&self) {
-        for volume in &self.volumes {
-            if let Some(log) = volume.log().filter(|log| log.queue.wants_writer()) {
-                let volume = volume.clone();
-                // The handle is not kept: a writer ends by itself, and one that panics answers for what waits.
-                let writing = move || volume.work(&log, Log::drain).unwrap_or_default();
+        for log_path in &self.log_paths {
+            if let Some(log) = log_path.log().filter(|log| log.queue.wants_writer()) {
+                let log_path = log_path.clone();
+                // The handle is dropped: a writer ends by itself, and one that panics answers the queued jobs.
+                let writing = move || log_path.work(&log, Log::drain).unwrap_or_default();
                 drop(self.tasks.spawn_blocking_on(writing, &self.runtime));
             }
         }
     }
 
-    /// Queues a block on a path that it was not refused by before.
-    fn offer(&self, block: &Block, refused_by: &[usize]) -> Offered {
-        let (fingerprint, name) = (block.header.fingerprint, block.header.name);
-        if self.shared.index.get(fingerprint, name).is_some() {
-            return Offered::Answered(Ok(()));
+    /// Queues a block on one of the paths that are not in `refused_by`.
+    fn submit(&self, block: &Block, refused_by: &[usize]) -> Submitted {
+        let (fingerprint, hash) = (block.header.fingerprint, block.header.hash);
+        if self.shared.index.get(fingerprint, hash).is_some() {
+            return Submitted::Answered(Ok(()));
         }
-        let claim = match self.claims.claim(fingerprint, name) {
+        let claim = match self.claims.claim(fingerprint, hash) {
             Ok(claim) => claim,
-            Err(other) => return Offered::Coming(other),
+            Err(other) => return Submitted::Claimed(other),
         };
         let mut logs = self.logs();
         if logs.iter().flatten().next().is_some() && !logs.iter().flatten().any(|log| log.fits(block.header.length)) {
-            return Offered::Answered(Err(StoreError::Full));
+            return Submitted::Answered(Err(StoreError::Full));
         }
-        let takes = |path: usize, log: &Log| {
-            !refused_by.contains(&path) && log.fits(block.header.length) && !log.rests() && log.queue.has_room(block)
+        let accepts = |path: usize, log: &Log| {
+            !refused_by.contains(&path)
+                && log.fits(block.header.length)
+                && !log.in_cooldown()
+                && log.queue.has_room(block)
         };
         let weight = |(path, log): (usize, &Option<Arc<Log>>)| {
-            let log = log.as_ref().filter(|log| takes(path, log));
+            let log = log.as_ref().filter(|log| accepts(path, log));
             log.map(|log| log.capacity())
         };
         let weights: Vec<Option<u64>> = logs.iter().enumerate().map(weight).collect();
-        let turn = self.spread.lock().unwrap_or_else(PoisonError::into_inner).next(block.header.length, &weights);
+        let turn = self.striper.lock().unwrap_or_else(PoisonError::into_inner).next(block.header.length, &weights);
         let chosen = turn.and_then(|path| Some((path, logs[path].take()?)));
-        let Some((path, log)) = chosen else { return Offered::Answered(Err(StoreError::Busy)) };
-        match log.queue.offer(block.clone(), Some(claim)) {
-            Ok(answer) => Offered::Waits { path, failed: log.failed.clone(), answer },
-            Err(error) => Offered::Answered(Err(error)),
+        let Some((path, log)) = chosen else { return Submitted::Answered(Err(StoreError::Busy)) };
+        match log.queue.push(block.clone(), Some(claim)) {
+            Ok(answer) => Submitted::Waits { path, failed: log.failed.clone(), answer },
+            Err(error) => Submitted::Answered(Err(error)),
         }
     }
 
-    /// How an offer ends; a refusal says which path it came from.
-    async fn end(&self, block: &Block, offered: Offered) -> (Result<(), StoreError>, Option<usize>) {
-        match offered {
-            Offered::Answered(answer) => (answer, None),
-            Offered::Waits { path, failed, answer } => {
+    /// Waits for the result of a submission. On an error the second value is the path that refused.
+    async fn finish(&self, block: &Block, submitted: Submitted) -> (Result<(), StoreError>, Option<usize>) {
+        match submitted {
+            Submitted::Answered(answer) => (answer, None),
+            Submitted::Waits { path, failed, answer } => {
                 let answer = tokio::select! {
                     biased;
                     answer = answer => answer.ok(),
-                    // A device that does not answer may do so in an hour.
+                    // A device that does not answer may take an hour; the path fails before that.
                     () = failed.cancelled() => None,
                 };
                 let answer = answer.unwrap_or_else(|| {
-                    self.claims.revoke(block.header.fingerprint, block.header.name);
+                    self.claims.revoke(block.header.fingerprint, block.header.hash);
                     Err(io::Error::other("the G3 path has failed").into())
                 });
                 let refused = answer.is_err().then_some(path);
                 (answer, refused)
             }
-            Offered::Coming(other) => {
+            Submitted::Claimed(other) => {
                 other.cancelled().await;
-                let rests = self.shared.index.get(block.header.fingerprint, block.header.name).is_some();
-                (if rests { Ok(()) } else { Err(StoreError::Busy) }, None)
+                let is_stored = self.shared.index.get(block.header.fingerprint, block.header.hash).is_some();
+                (if is_stored { Ok(()) } else { Err(StoreError::Busy) }, None)
             }
         }
     }
 }
 
-/// Delivers how opening a path ended.
+/// Receives the result of opening a path.
 type Opening = Receiver<Result<(), OpenError>>;
 
-/// Opens each path on a thread of its own: one that does not answer holds up none of the others, nor the start.
-fn open_all(volumes: &[Arc<Volume>]) -> Vec<Result<(), OpenError>> {
-    let open = |volume: &Arc<Volume>| {
+/// Opens each path on a thread of its own, so that one that does not answer delays neither the others nor the start.
+fn open_all(log_paths: &[Arc<LogPath>]) -> Vec<Result<(), OpenError>> {
+    let open = |log_path: &Arc<LogPath>| {
         let (done, opened) = sync_channel(0);
-        let (volume, runtime) = (volume.clone(), Handle::current());
+        let (log_path, runtime) = (log_path.clone(), Handle::current());
         let opening = move || {
             let _inside = runtime.enter();
-            if let Err(SendError(late)) = done.send(volume.open()) {
-                volume.opened_late(late);
+            if let Err(SendError(late)) = done.send(log_path.open()) {
+                log_path.finish_open(late);
             }
         };
         thread::Builder::new().name("g3-open".into()).spawn(opening).map(|_| opened)
     };
-    let opening: Vec<_> = volumes.iter().map(open).collect();
-    let deadline = Instant::now() + NO_ANSWER;
-    let wait = |(volume, opened): (&Arc<Volume>, io::Result<Opening>)| {
-        let failed = |source| OpenError::Io { path: volume.folder.clone(), source };
+    let opening: Vec<_> = log_paths.iter().map(open).collect();
+    let deadline = Instant::now() + DEVICE_TIMEOUT;
+    let wait = |(log_path, opened): (&Arc<LogPath>, io::Result<Opening>)| {
+        let failed = |source| OpenError::Io { path: log_path.folder.clone(), source };
         let left = deadline.saturating_duration_since(Instant::now());
         match opened.map_err(failed)?.recv_timeout(left) {
             Ok(opened) => opened,
@@ -355,20 +363,20 @@ fn open_all(volumes: &[Arc<Volume>]) -> Vec<Result<(), OpenError>> {
             Err(RecvTimeoutError::Disconnected) => Err(failed(io::Error::other("opening the G3 path panicked"))),
         }
     };
-    volumes.iter().zip(opening).map(wait).collect()
+    log_paths.iter().zip(opening).map(wait).collect()
 }
 
-/// What became of a block that was offered.
-enum Offered {
+/// Result of [`DiskTier::submit`].
+enum Submitted {
     Answered(Result<(), StoreError>),
-    /// It waits for a writer.
+    /// The block is queued.
     Waits {
         path: usize,
         failed: CancellationToken,
         answer: oneshot::Receiver<Result<(), StoreError>>,
     },
-    /// Somebody else brings it.
-    Coming(CancellationToken),
+    /// Another caller is storing the same block.
+    Claimed(CancellationToken),
 }
 
 impl Tier for DiskTier {
@@ -376,17 +384,17 @@ impl Tier for DiskTier {
         Level::G3
     }
 
-    fn holds(&self, fingerprint: Fingerprint, names: &[SequenceHash]) -> usize {
-        self.shared.index.holds(fingerprint, names)
+    fn holds(&self, fingerprint: Fingerprint, hashes: &[SequenceHash]) -> usize {
+        self.shared.index.holds(fingerprint, hashes)
     }
 
-    fn load(&self, fingerprint: Fingerprint, names: Vec<SequenceHash>) -> BoxStream<'static, Loaded> {
+    fn load(&self, fingerprint: Fingerprint, hashes: Vec<SequenceHash>) -> BoxStream<'static, Loaded> {
         let logs = self.logs();
-        let (missing, parts) = load::plan(&self.shared, &logs, fingerprint, &names);
-        let names: Arc<[SequenceHash]> = names.into();
-        let paths = self.volumes.iter().zip(logs).zip(parts).filter_map(|((volume, log), parts)| {
-            let (volume, log, names) = (volume.clone(), log?, names.clone());
-            let read = move |part: Part| read(volume.clone(), log.clone(), fingerprint, names.clone(), part);
+        let (missing, parts) = load::plan(&self.shared, &logs, fingerprint, &hashes);
+        let hashes: Arc<[SequenceHash]> = hashes.into();
+        let paths = self.log_paths.iter().zip(logs).zip(parts).filter_map(|((log_path, log), parts)| {
+            let (log_path, log, hashes) = (log_path.clone(), log?, hashes.clone());
+            let read = move |part: SegmentRead| read(log_path.clone(), log.clone(), fingerprint, hashes.clone(), part);
             Some(stream::iter(parts).map(read).buffer_unordered(READERS).flatten().boxed())
         });
         let misses = stream::iter(missing.into_iter().map(|index| (index, Ok(None))));
@@ -394,22 +402,22 @@ impl Tier for DiskTier {
     }
 
     fn store(&self, blocks: Vec<Block>) -> BoxFuture<'_, Vec<Result<(), StoreError>>> {
-        let offered: Vec<Offered> = blocks.iter().map(|block| self.offer(block, &[])).collect();
+        let submitted: Vec<Submitted> = blocks.iter().map(|block| self.submit(block, &[])).collect();
         self.write();
         async move {
             let mut answers = Vec::with_capacity(blocks.len());
-            for (block, mut offered) in blocks.into_iter().zip(offered) {
+            for (block, mut submitted) in blocks.into_iter().zip(submitted) {
                 let mut refused_by = Vec::new();
                 answers.push(loop {
-                    let (answer, refused) = self.end(&block, offered).await;
+                    let (answer, refused) = self.finish(&block, submitted).await;
                     refused_by.extend(refused);
-                    if refused.is_none() || refused_by.len() == self.volumes.len() {
+                    if refused.is_none() || refused_by.len() == self.log_paths.len() {
                         break answer;
                     }
-                    // A path that fails costs a block another try, not its place.
-                    offered = match self.offer(&block, &refused_by) {
-                        Offered::Answered(Err(StoreError::Busy)) => break answer,
-                        offered => offered,
+                    // A path that fails costs a block another try, but not its place in the order.
+                    submitted = match self.submit(&block, &refused_by) {
+                        Submitted::Answered(Err(StoreError::Busy)) => break answer,
+                        submitted => submitted,
                     };
                     self.write();
                 });
@@ -419,12 +427,12 @@ impl Tier for DiskTier {
         .boxed()
     }
 
-    fn discard(&self, fingerprint: Fingerprint, name: SequenceHash) {
-        let Some(place) = self.shared.index.get(fingerprint, name) else { return };
-        if self.shared.index.remove([(fingerprint, name)], |_| true) > 0 {
-            // Every path may have a copy: blocks are stored again where there is room while a path is down.
+    fn discard(&self, fingerprint: Fingerprint, hash: SequenceHash) {
+        let Some(location) = self.shared.index.get(fingerprint, hash) else { return };
+        if self.shared.index.remove([(fingerprint, hash)], |_| true) > 0 {
+            // Every path may have a copy, because blocks are stored again while a path is down.
             for log in self.logs().into_iter().flatten() {
-                log.queue.discard(place.group, fingerprint, name);
+                log.queue.push_tombstone(location.group, fingerprint, hash);
             }
             self.write();
         }
@@ -435,30 +443,30 @@ impl Tier for DiskTier {
     }
 
     fn usage(&self) -> Usage {
-        let bytes = self.logs().into_iter().flatten().map(|log| log.taken()).sum();
-        let capacity = self.volumes.iter().map(|volume| volume.settings.capacity_bytes).sum();
+        let bytes = self.logs().into_iter().flatten().map(|log| log.used_bytes()).sum();
+        let capacity = self.log_paths.iter().map(|log_path| log_path.settings.capacity_bytes).sum();
         Usage { blocks: self.shared.index.len() as u64, bytes, capacity: Some(capacity) }
     }
 }
 
-/// Reads a part of one path, off the async threads.
+/// Reads a part of one path on a blocking thread.
 async fn read(
-    volume: Arc<Volume>,
+    log_path: Arc<LogPath>,
     log: Arc<Log>,
     fingerprint: Fingerprint,
-    names: Arc<[SequenceHash]>,
-    part: Part,
+    hashes: Arc<[SequenceHash]>,
+    part: SegmentRead,
 ) -> impl futures::Stream<Item = Loaded> {
     let indices: Vec<usize> = part.run.wanted.iter().map(|wanted| wanted.index).collect();
     let failed = log.failed.clone();
     let reading = async {
-        let pass = volume.readers.enter(part.group, part.run.end() - part.run.start()).await;
-        let reading = volume.clone().spawn_blocking(move || {
-            let loaded = volume.work(&log, |log| log.load(fingerprint, &names, &part));
+        let pass = log_path.readers.enter(part.group, part.run.end() - part.run.start()).await;
+        let reading = log_path.clone().spawn_blocking(move || {
+            let loaded = log_path.work(&log, |log| log.load(fingerprint, &hashes, &part));
             drop(pass);
             loaded
         });
-        // Dropping the stream calls off what has not started.
+        // Dropping the stream cancels reads that have not started.
         AbortOnDropHandle::new(reading).await.ok().flatten()
     };
     let loaded = tokio::select! {
@@ -468,7 +476,7 @@ async fn read(
     };
     let loaded = loaded.unwrap_or_else(|| {
         let error = io::Error::other("the G3 path has failed");
-        indices.into_iter().map(|index| (index, Err(LoadError::Io(again(&error))))).collect()
+        indices.into_iter().map(|index| (index, Err(LoadError::Io(clone_error(&error))))).collect()
     });
     stream::iter(loaded)
 }

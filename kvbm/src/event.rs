@@ -14,7 +14,7 @@ pub use snapshot::{Run, Snapshot};
 pub use summary::Census;
 
 use crate::block::{Level, SequenceHash};
-use crate::table::ByName;
+use crate::table::BlockMap;
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 use std::fmt;
@@ -111,7 +111,7 @@ impl Digest {
             Level::G2 => 3,
             Level::G3 => 5,
             Level::G4 => 7,
-            Level::Pod => 9,
+            Level::G3_5 => 9,
             Level::Peer => 0,
         }
     }
@@ -139,7 +139,7 @@ pub struct EventLog {
 struct State {
     last: u64,
     ring: VecDeque<Numbered>,
-    announced: ByName<Announced>,
+    announced: BlockMap<Announced>,
     /// Of `announced`.
     digest: Digest,
 }
@@ -218,7 +218,7 @@ impl EventLog {
 
     /// An empty log for one life of its owner.
     pub fn new(epoch: Epoch) -> Self {
-        let state = State { last: 0, ring: VecDeque::new(), announced: ByName::default(), digest: Digest::default() };
+        let state = State { last: 0, ring: VecDeque::new(), announced: BlockMap::default(), digest: Digest::default() };
         Self { epoch, queue: Mutex::default(), state: Mutex::new(state), latest: watch::Sender::new(0) }
     }
 

@@ -1,4 +1,4 @@
-//! The KV block manager: names blocks, keeps them, moves them between tiers.
+//! The KV block manager: hashes KV blocks, caches them, and moves them between tiers.
 //!
 //! ```text
 //!   engine ── PartialBlock → FullBlock → CachedBlock ──┐
@@ -8,17 +8,18 @@
 //!                 └────── numbered BlockEvents, one log per owner ┘
 //! ```
 //!
-//! A block is the KV of a fixed number of consecutive tokens. Its [`SequenceHash`] names the *content* (these tokens after
-//! exactly those tokens, in this cache domain, for this model); its [`Fingerprint`] says which engine's bytes they are.
-//! What a tier hands back is served only after both, and a checksum, were verified.
+//! A block is the KV of a fixed number of consecutive tokens. Its [`SequenceHash`] identifies the *content*: these
+//! tokens after exactly the tokens before them, in this cache domain, for this model. Its [`Fingerprint`] identifies
+//! the engine that computed the payload. A block that a tier returns is used only after both and a checksum were
+//! verified.
 //!
-//! The whole way: compute, cache, offload, lose, onboard, hand over.
+//! An example: compute blocks, cache, offload, evict and onboard them, and transfer them to another engine.
 //!
 //! ```
 //! use kvbm::*;
 //! use std::sync::{Arc, Mutex};
 //!
-//! /// Device memory: here four slots of plain memory, in an engine its KV arena.
+//! /// Device memory: here four slots of plain memory; in an engine, its KV arena.
 //! struct Device(Mutex<[[u8; 64]; 4]>);
 //!
 //! impl DeviceBlocks for Device {
@@ -48,33 +49,33 @@
 //! let manager = BlockManager::new(device.clone(), Some(host), vec![], log.clone(), metrics.clone());
 //!
 //! // A prompt of 40 tokens has two full blocks of 16.
-//! let names = ChainKey::root(&Domain::shared(), "model", None).names(&(0..40).collect::<Vec<_>>(), 16);
-//! assert!(manager.lookup(&names).is_empty(), "a miss");
+//! let hashes = ChainKey::root(&Domain::shared(), "model", None).hashes(&(0..40).collect::<Vec<_>>(), 16);
+//! assert!(manager.lookup(&hashes).is_empty(), "a miss");
 //!
-//! // Compute them, and give them to everyone.
-//! let slots = manager.allocate(2).expect("room for two");
-//! let parents = [None, Some(names[0])];
-//! for ((slot, name), parent) in slots.into_iter().zip(&names).zip(parents) {
+//! // Compute them, and add them to the cache.
+//! let slots = manager.allocate(2).expect("two free slots");
+//! let parents = [None, Some(hashes[0])];
+//! for ((slot, hash), parent) in slots.into_iter().zip(&hashes).zip(parents) {
 //!     device.write(slot.slot(), &[7; 64]);
-//!     drop(manager.register(slot.complete(*name, parent, Custody::default())));
+//!     drop(manager.register(slot.complete(*hash, parent, BlockAttrs::default())));
 //! }
-//! manager.flush().await; // They rest in G2 as well now.
+//! manager.flush().await; // Now they are also in G2.
 //!
-//! // Other work takes the whole device; later the blocks come back from G2, if that is faster than computing.
+//! // Other work takes the whole device. Later the blocks are onboarded from G2, if that is faster than computing.
 //! drop(manager.allocate(4));
-//! assert_eq!(manager.count_in_tiers(&names), 2);
+//! assert_eq!(manager.count_in_tiers(&hashes), 2);
 //! let recompute = Recompute { seconds_per_block: Some(0.1), deadline: None };
-//! let onboarded = manager.onboard(&names, recompute).await;
+//! let onboarded = manager.onboard(&hashes, recompute).await;
 //! assert_eq!(onboarded.from, [(Level::G2, 2)]);
 //!
-//! // Another engine takes them over from this one's memory.
+//! // Another engine onboards them from the memory of this one.
 //! let other: Arc<dyn DeviceBlocks> = Arc::new(Device(Mutex::new([[0; 64]; 4])));
 //! let decode = BlockManager::new(other, None, vec![], Arc::new(EventLog::new(Epoch(1))), metrics);
-//! assert_eq!(decode.onboard_from(&manager.peer(), &names, recompute).await.blocks.len(), 2);
+//! assert_eq!(decode.onboard_from(&manager.peer(), &hashes, recompute).await.blocks.len(), 2);
 //! # }
 //! ```
 //!
-//! This crate knows no worker, no model and no request: tokens go in as numbers, bytes stay opaque.
+//! Not here: workers, models and requests. Tokens are numbers, and payloads are opaque.
 
 pub mod block;
 pub mod disk;
@@ -91,10 +92,11 @@ mod tests;
 pub mod tier;
 mod transform;
 
-// For other crates. Inside this one, imports come from the room that owns a thing.
+// For other crates. Inside this one, imports come from the room that owns the type.
 pub use block::{Block, Codec, Corrupt, Header, KeyId, Verified};
 pub use block::{
-    ChainKey, Clock, Custody, Date, Domain, DomainId, Fingerprint, Keep, Level, Priority, Retention, SequenceHash,
+    BlockAttrs, BlockRetention, ChainKey, Clock, Date, Domain, DomainId, Fingerprint, Level, Priority, Retention,
+    SequenceHash,
 };
 pub use disk::DiskTier;
 pub use event::{BlockEvent, Census, Digest, Epoch, EventLog, Gap, Numbered, Run, Snapshot};
@@ -105,6 +107,6 @@ pub use pool::device;
 pub use pool::{
     BlockId, BlockRef, CachedBlock, CachedBlocks, DeviceBlocks, FullBlock, HostTier, PartialBlock, WeakBlock,
 };
-pub use table::{hugepages as memory, swar as lanes};
+pub use table::{hugepages, prefetch, swar};
 pub use tier::{Faults, Faulty, LoadError, Loaded, Quota, Shares, StoreError, Tier, Usage};
 pub use transform::{codec, crypt};

@@ -1,10 +1,12 @@
-//! Modes of the files and folders that hold KV, keys and traces: only their owner may read them, whatever the umask is.
+//! Modes of the files and folders that hold KV, keys and traces: only their owner may read them, regardless of the
+//! umask.
 //!
-//! A folder that this program names is always narrowed. A folder that the configuration names is created with mode 0700; an
-//! existing one is narrowed only if everything in it belongs to this program, because others may need to pass through it.
+//! A folder that this program names is always narrowed. A folder that the configuration names is created with mode
+//! 0700; an existing one is narrowed only if everything in it belongs to this program, because others may need to
+//! pass through it.
 //!
-//! One folder may be shared by several users: a shared store or the folder of a pod. It is shared with its group if an
-//! operator has made it so, by the setgid bit and write permission for the group (`chmod 2770`).
+//! One folder may be shared by several users: a G4 store in a folder or shared flash (G3.5). It is shared with its
+//! group if an operator has made it so, by the setgid bit and write permission for the group (`chmod 2770`).
 
 use std::ffi::OsStr;
 use std::fs::{self, DirBuilder, File, Metadata, OpenOptions, Permissions};
@@ -25,8 +27,8 @@ pub fn create_dir_all(folder: &Path) -> io::Result<()> {
     DirBuilder::new().recursive(true).mode(0o700).create(folder)
 }
 
-/// Creates a folder that the configuration names. An existing one is narrowed to mode 0700 if this program alone uses it:
-/// `is_ours` holds for the name of every entry.
+/// Creates a folder that the configuration names. An existing one is narrowed to mode 0700 if this program alone uses
+/// it, which means that `is_ours` holds for the name of every entry.
 pub fn named_dir(folder: &Path, is_ours: impl Fn(&OsStr) -> bool) -> io::Result<()> {
     create_dir_all(folder)?;
     let metadata = fs::metadata(folder)?;
@@ -50,9 +52,9 @@ pub fn is_group_shared(folder: &Path) -> bool {
 
 /// Creates the folders below `root` that this program names, or narrows them: to mode 0700, or to 2770 if `root` is
 /// [shared with its group](is_group_shared).
-pub(crate) fn own_dirs_below(root: &Path, names: &[&str]) -> io::Result<()> {
+pub(crate) fn own_dirs_below(root: &Path, folders: &[&str]) -> io::Result<()> {
     let shared = is_group_shared(root);
-    for folder in names.iter().map(|name| root.join(name)) {
+    for folder in folders.iter().map(|folder| root.join(folder)) {
         create_dir_all(&folder)?;
         set(&folder, |mode| if shared { (mode | SETGID | 0o770) & !WORLD } else { mode & !OTHERS });
     }
@@ -66,8 +68,8 @@ pub fn private() -> OpenOptions {
     options
 }
 
-/// Takes away what the group and others may do with an open file. Only regular files: a pipe or a device has no content of
-/// ours. A file of another user stays as it is, with a warning.
+/// Removes the permissions of the group and others from an open file. Only from regular files: a pipe or a device has
+/// no content of this program. A file of another user stays as it is, with a warning.
 pub fn narrow(file: &File, path: &Path) -> io::Result<()> {
     let metadata = file.metadata()?;
     let mode = metadata.permissions().mode();
@@ -80,7 +82,7 @@ pub fn narrow(file: &File, path: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// The same for a file or folder that is there; one that is not is none to narrow.
+/// Narrows a file or folder, if it exists.
 pub(crate) fn narrow_path(path: &Path) {
     set(path, |mode| mode & !OTHERS);
 }
@@ -88,7 +90,7 @@ pub(crate) fn narrow_path(path: &Path) {
 fn set(path: &Path, wanted: impl Fn(u32) -> u32) {
     let Ok(metadata) = fs::symlink_metadata(path) else { return };
     let mode = metadata.permissions().mode() & 0o7777;
-    // A link is somebody's decision about another place.
+    // A link is left alone: it points to a place that an operator chose.
     if metadata.is_symlink() || wanted(mode) == mode {
         return;
     }

@@ -1,11 +1,12 @@
-//! Tables keyed by block hashes, and what makes large tables fast on the machine.
+//! Hash tables keyed by block hashes, and hints that make large tables fast.
 //!
-//! This room owns the hash maps and sets of the crate ([`map`]), the comparison of many small values at once ([`swar`]),
-//! and hints for large memory ([`hugepages`]). It promises that a lookup waits for few cache misses. It is synchronous.
-//! Not here: what the tables mean; that is the business of the rooms that own them.
+//! This room owns the hash maps and sets of the crate ([`map`]), the comparison of many small values in registers
+//! ([`swar`]), hints about large memory ([`hugepages`]) and cache prefetching ([`prefetch`]). Everything is
+//! synchronous. Not here: what the tables mean; the rooms that own the tables say that.
 
 pub mod hugepages;
 mod map;
+pub mod prefetch;
 pub mod swar;
 
-pub(crate) use map::{Ahead, BATCH, ByName, NameHasher, NameMap, NameSet, Positions};
+pub(crate) use map::{BATCH, BlockHasher, BlockMap, BlockSet, HashIndex, PrefetchMap, Prefetcher};

@@ -103,7 +103,7 @@ impl<F: Form> Tier for Formed<F> {
         let give = move |block: Block| async move {
             let Block { header, .. } = &block;
             // What is there already would be given its form for nothing.
-            match self.tier.holds(header.fingerprint, &[header.name]) {
+            match self.tier.holds(header.fingerprint, &[header.hash]) {
                 0 => self.form.clone().give(block).await.map(Some),
                 _ => Ok(None),
             }

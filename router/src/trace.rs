@@ -335,7 +335,7 @@ mod tests {
     fn prompts_share_hash_ids_as_far_as_they_are_equal() {
         let key = ChainKey::root(&Domain::shared(), "toy", None);
         let hash_ids = |prompt: &[u32], random| {
-            let names = key.names(&prompt[..(prompt.len() - 1) / 16 * 16], 16);
+            let names = key.hashes(&prompt[..(prompt.len() - 1) / 16 * 16], 16);
             hash_ids(&names, 16, prompt.len() as u64, random)
         };
         let one: Vec<u32> = (0..1300).collect();

@@ -147,7 +147,7 @@ async fn execute(command: &Command) -> anyhow::Result<()> {
                 Some(collector) => Some(collector.scan(progress("manifests")).await?),
                 None => None,
             };
-            let level = if target.g3_5 { Level::Pod } else { Level::G4 };
+            let level = if target.g3_5 { Level::G3_5 } else { Level::G4 };
             let digests = digests(&logs, survey.as_deref().map(|survey| (level, survey)));
             let holdings = survey.map(|survey| survey.groups());
             let value = json!({ "g3": logs, "contents": holdings.as_deref().unwrap_or_default(), "digests": digests });
@@ -203,7 +203,7 @@ async fn execute(command: &Command) -> anyhow::Result<()> {
             let damaged = |seen: &Verification| {
                 seen.corrupt_blocks + seen.missing_objects + seen.corrupt_manifests + seen.unreadable_manifests > 0
             };
-            if verification.as_ref().is_some_and(damaged) || g3.iter().any(|verified| !verified.log.is_sound()) {
+            if verification.as_ref().is_some_and(damaged) || g3.iter().any(|verified| !verified.log.is_intact()) {
                 bail!("found corrupt, missing or unreadable data; the affected blocks are recomputed when needed");
             }
             Ok(())
@@ -309,11 +309,13 @@ fn print(target: &Target, value: &Value, text: impl FnOnce() -> String) -> anyho
 }
 
 /// Inspects each folder of G3 that contains a log.
-fn logs(config: &Config) -> anyhow::Result<Vec<disk::Survey>> {
+fn logs(config: &Config) -> anyhow::Result<Vec<disk::LogContents>> {
     let (folders, now) = (sizes::disks(&config.tiers, &config.data_dir, |_| Space::default()), Clock::system().now());
     let inspect = |disk: &sizes::Disk| {
         let folder = &disk.folder;
-        disk::survey(folder, now).with_context(|| format!("the log in {} cannot be read", folder.display())).transpose()
+        disk::inspect(folder, now)
+            .with_context(|| format!("the log in {} cannot be read", folder.display()))
+            .transpose()
     };
     folders.iter().filter_map(inspect).collect()
 }
@@ -356,15 +358,15 @@ async fn verify_logs(config: &Config) -> anyhow::Result<Vec<disk::Verification>>
 }
 
 /// Digest of the blocks in each tier, comparable with those of `/admin/index`.
-fn digests(logs: &[disk::Survey], shared: Option<(Level, &Inventory)>) -> BTreeMap<&'static str, Census> {
+fn digests(logs: &[disk::LogContents], shared: Option<(Level, &Inventory)>) -> BTreeMap<&'static str, Census> {
     let distinct = |names: &mut dyn Iterator<Item = SequenceHash>| names.collect::<HashSet<_>>().into_iter().collect();
-    let g3 = (!logs.is_empty()).then(|| distinct(&mut logs.iter().flat_map(|log| log.names.iter().copied())));
+    let g3 = (!logs.is_empty()).then(|| distinct(&mut logs.iter().flat_map(|log| log.hashes.iter().copied())));
     let shared = shared.map(|(level, survey)| (level.name(), distinct(&mut survey.hashes(Clock::system().now()))));
     g3.map(|census| (Level::G3.name(), census)).into_iter().chain(shared).collect()
 }
 
-fn log_text(log: &disk::Survey) -> String {
-    let disk::Survey { folder, in_use, owner_pid, segments, open_segments, bytes, contents, names: _ } = log;
+fn log_text(log: &disk::LogContents) -> String {
+    let disk::LogContents { folder, in_use, owner_pid, segments, open_segments, bytes, contents, hashes: _ } = log;
     let owner = match owner_pid {
         Some(pid) if *in_use => format!("in use by process {pid}"),
         _ if *in_use => "in use".into(),
@@ -374,7 +376,7 @@ fn log_text(log: &disk::Survey) -> String {
     let mut text =
         format!("G3 in {}, {owner}: {segments} segments, {open_segments} of them open, {size}\n", folder.display());
     text += &format!("{:<32}  {:<16}  {:>10}  {:>10}\n", "DOMAIN", "ENGINE", "BLOCKS", "SIZE");
-    for disk::Holding { domain, fingerprint, blocks, bytes } in contents {
+    for disk::DomainBlocks { domain, fingerprint, blocks, bytes } in contents {
         let size = ByteSize(*bytes).about();
         text += &format!("{domain:<32}  {fingerprint:<16}  {blocks:>10}  {size:>10}\n");
     }

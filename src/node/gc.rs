@@ -30,7 +30,7 @@ pub(super) fn gc_scheduler(config: &Config) -> anyhow::Result<Option<GcScheduler
 pub(crate) fn g3_5_policy(config: &Config, flash: &SharedFlash) -> anyhow::Result<Policy> {
     let capacity = Some(flash.capacity.0);
     let max_age = flash.max_age.map(|age| age.0);
-    let quotas = quotas::stored(config, Level::Pod)?;
+    let quotas = quotas::stored(config, Level::G3_5)?;
     Ok(Policy { capacity, headroom: headroom(flash.capacity.0), max_age, quotas, grace: G3_5_GRACE })
 }
 

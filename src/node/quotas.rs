@@ -94,7 +94,7 @@ pub(super) fn shares(
         (Level::G1, capacities.g1, "tiers.g1"),
         (Level::G2, capacities.g2, "tiers.g2"),
         (Level::G3, capacities.g3, "tiers.g3"),
-        (Level::Pod, capacities.g3_5, "tiers.g3_5.capacity"),
+        (Level::G3_5, capacities.g3_5, "tiers.g3_5.capacity"),
         (Level::G4, capacities.g4, "tiers.g4.capacity"),
     ];
     for (level, have, key) in tiers {
@@ -137,7 +137,7 @@ impl TenantQuota {
             Level::G1 => (self.g1_guaranteed, self.g1_limit),
             Level::G2 => (self.g2_guaranteed, self.g2_limit),
             Level::G3 => (self.g3_guaranteed, self.g3_limit),
-            Level::Pod => (self.g3_5_guaranteed, self.g3_5_limit),
+            Level::G3_5 => (self.g3_5_guaranteed, self.g3_5_limit),
             Level::G4 => (self.g4_guaranteed, self.g4_limit),
             Level::Peer => (ByteSize(0), None),
         };
@@ -162,7 +162,7 @@ mod tests {
     #[test]
     fn each_tenant_gets_its_quota_in_its_own_domain() {
         let ann = Domain::derived(b"secret", "ann").id();
-        let levels = [Level::G2, Level::G3, Level::Pod, Level::G4];
+        let levels = [Level::G2, Level::G3, Level::G3_5, Level::G4];
         let wanted = Shares::default().promise(ann, Level::G1, Quota { guaranteed: 600, maximum: Some(700) });
         let wanted = levels.into_iter().fold(wanted, |shares, level| shares.promise(ann, level, Quota::default()));
         assert_eq!(of(&[quota("ann", 600, Some(700))]), Ok(wanted));

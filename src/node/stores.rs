@@ -72,7 +72,7 @@ impl Stores {
         if !disks.is_empty() {
             let log = Arc::new(EventLog::new(epoch_now()));
             let tier = open_disk(disks.to_vec(), shares.clone(), Arc::clone(&log), transforms.metadata()).await?;
-            tier.limit_blocks(Header::most_at_rest(block_bytes));
+            tier.limit_blocks(Header::max_stored_bytes(block_bytes));
             if timeout(CATCH_UP_MAX, tier.recovered()).await.is_err() {
                 tracing::info!("G3 is still being scanned; blocks that are not found yet are recomputed");
             }
@@ -86,10 +86,10 @@ impl Stores {
         if let Some(flash) = &config.tiers.g3_5 {
             let capacity = Some(flash.capacity.0);
             let settings =
-                object::Settings { level: Level::Pod, capacity, request_timeout: requests, ..Default::default() };
+                object::Settings { level: Level::G3_5, capacity, request_timeout: requests, ..Default::default() };
             let shared = Shared { key: "tiers.g3_5.path", at: StoreLocation::Folder(flash.path.clone()), settings };
             let tier = stores.share(&shared, shares, config, planes, transforms).await?;
-            tier.set_max_block_bytes(Header::most_at_rest(block_bytes));
+            tier.set_max_block_bytes(Header::max_stored_bytes(block_bytes));
             stores.start_gc(&gc_metrics, &tier, &shared.at, g3_5_gc_scheduler(config, flash)?);
             if config.tiers.g4.url.as_ref().is_some_and(|shared| same_place(&flash.path, shared)) {
                 bail!("tiers.g3_5.path and tiers.g4.url are the same folder; expected two different ones");
@@ -100,7 +100,7 @@ impl Stores {
             let settings = object::Settings { capacity, request_timeout: requests, ..Default::default() };
             let shared = Shared { key: "tiers.g4.url", at: location.clone(), settings };
             let tier = stores.share(&shared, shares, config, planes, transforms).await?;
-            tier.set_max_block_bytes(Header::most_at_rest(block_bytes));
+            tier.set_max_block_bytes(Header::max_stored_bytes(block_bytes));
             if let Some(scheduler) = gc_scheduler(config)? {
                 stores.start_gc(&gc_metrics, &tier, location, scheduler);
             }
@@ -232,8 +232,8 @@ impl Collector for DiskHealth {
                 let counter = counter.with_label_values(labels);
                 counter.inc_by(to.saturating_sub(counter.get()));
             };
-            raise(&self.corrupt_ranges, &[level], disk.damaged());
-            raise(&self.corrupt_footers, &[level], disk.damaged_footers());
+            raise(&self.corrupt_ranges, &[level], disk.corrupt_ranges());
+            raise(&self.corrupt_footers, &[level], disk.corrupt_footers());
             for path in disk.paths() {
                 let folder = path.folder.display().to_string();
                 self.paths_up.with_label_values(&[level, &folder]).set(path.failure.is_none().into());
@@ -255,7 +255,7 @@ async fn open_disk(
         (folder, disk::Settings { capacity_bytes, min_free_bytes, ..disk::Settings::default() })
     };
     let paths: Vec<_> = disks.into_iter().map(settings).collect();
-    let opened = tokio::task::spawn_blocking(move || DiskTier::begin(&paths, &shares, log, keys)).await;
+    let opened = tokio::task::spawn_blocking(move || DiskTier::open_in_background(&paths, &shares, log, keys)).await;
     opened.context("opening the G3 log failed")?.map_err(|error| refused(&error))
 }
 
@@ -339,7 +339,7 @@ async fn open_shared(
 
 /// Whether the folder of G3.5 is the store of G4.
 pub(super) fn same_place(flash: &Path, shared: &StoreLocation) -> bool {
-    shared_id(Level::Pod, &StoreLocation::Folder(flash.into())) == shared_id(Level::Pod, shared)
+    shared_id(Level::G3_5, &StoreLocation::Folder(flash.into())) == shared_id(Level::G3_5, shared)
 }
 
 /// The id of a store that other processes share.

@@ -35,7 +35,7 @@ async fn logged(folder: &Path) {
 
 fn block(n: u8) -> Block {
     let name = SequenceHash::from_bytes([n; 16]);
-    Block::seal(name, None, Fingerprint::from_bytes([7; 32]), Bytes::from(vec![n; 1_000]))
+    Block::new(name, None, Fingerprint::from_bytes([7; 32]), Bytes::from(vec![n; 1_000]))
 }
 
 /// A folder with three blocks, each in an object of its own.

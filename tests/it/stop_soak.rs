@@ -9,7 +9,7 @@ use super::killed::{Client, Process};
 use super::serve::program;
 use super::soak::{PATIENCE, Rng, number};
 use kvbm::Date;
-use kvbm::disk::{Survey, survey};
+use kvbm::disk::{LogContents, inspect};
 use serde_json::Value;
 use std::path::Path;
 use std::process::Stdio;
@@ -56,12 +56,12 @@ fn load(client: &Client, over: &Arc<AtomicBool>, first: u32) -> Vec<JoinHandle<V
     (0..CLIENTS).map(one).collect()
 }
 
-fn found(data: &Path) -> Survey {
-    survey(&data.join("g3"), Date::from_unix(0)).unwrap().unwrap()
+fn found(data: &Path) -> LogContents {
+    inspect(&data.join("g3"), Date::from_unix(0)).unwrap().unwrap()
 }
 
-fn blocks(survey: &Survey) -> u64 {
-    survey.contents.iter().map(|holding| holding.blocks).sum()
+fn blocks(log: &LogContents) -> u64 {
+    log.contents.iter().map(|entry| entry.blocks).sum()
 }
 
 async fn in_g3(client: &Client) -> u64 {

@@ -189,7 +189,7 @@ async fn sweep(runtime: &Arc<Runtime>) -> Result<(Vec<Value>, Vec<Value>)> {
     source.first_token(&prompt).await?;
     source.manager.flush().await;
     let names =
-        ChainKey::root(&Domain::shared(), &runtime.card().identity, None).names(&prompt, runtime.card().block_size);
+        ChainKey::root(&Domain::shared(), &runtime.card().identity, None).hashes(&prompt, runtime.card().block_size);
     let host = host.ok_or("it was asked for")?;
     let fingerprint = source.runtime.memory(1)?.device().fingerprint();
     let mut blocks = HashMap::new();

@@ -1,8 +1,8 @@
-//! The time that outlives a process: dates by the wall clock, in whole seconds.
+//! Wall clock dates in whole seconds.
 //!
-//! How long a block is kept is written down beside its bytes and read by other processes days later, so it is a date. The
-//! clock is read at the edge and passed in; it may be set forwards and backwards, and nothing here minds. Look here in
-//! vain for waiting and measuring: those are `tokio::time`'s.
+//! The retention of a block is stored beside its payload and read by other processes days later, so it consists of
+//! dates. Callers read the clock and pass the date in. The clock may be set forwards and backwards. Not here: waiting
+//! and measuring, for which the crate uses `tokio::time`.
 
 use std::fmt;
 use std::num::NonZeroU32;
@@ -10,12 +10,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// A second since 1970, up to the year 2106; never the first one, so that zero can stand for none.
+/// A date in whole seconds since 1970, up to the year 2106. It is never zero, which encodes "none".
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Date(NonZeroU32);
 
 impl Date {
-    /// So many seconds after 1970, or the nearest that can be said.
+    /// The date so many seconds after 1970, or the nearest representable one.
     pub const fn from_unix(seconds: u64) -> Self {
         let seconds = if seconds > u32::MAX as u64 { u32::MAX } else { seconds as u32 };
         match NonZeroU32::new(seconds) {
@@ -24,7 +24,7 @@ impl Date {
         }
     }
 
-    /// A date as it stands in headers: zero is none.
+    /// Decodes a date from a block header, where zero is none.
     pub const fn decode(seconds: u32) -> Option<Self> {
         match NonZeroU32::new(seconds) {
             Some(seconds) => Some(Self(seconds)),
@@ -32,7 +32,7 @@ impl Date {
         }
     }
 
-    /// The date as it stands in headers.
+    /// Encodes a date for a block header.
     pub const fn encode(date: Option<Self>) -> u32 {
         match date {
             Some(date) => date.0.get(),
@@ -40,19 +40,19 @@ impl Date {
         }
     }
 
-    /// So much later, cut to whole seconds.
+    /// The date `time` later, rounded down to whole seconds.
     #[must_use]
     pub const fn after(self, time: Duration) -> Self {
         Self::from_unix((self.0.get() as u64).saturating_add(time.as_secs()))
     }
 
-    /// So much earlier, likewise.
+    /// The date `time` earlier, rounded to whole seconds.
     #[must_use]
     pub const fn before(self, time: Duration) -> Self {
         Self::from_unix((self.0.get() as u64).saturating_sub(time.as_secs()))
     }
 
-    /// The time since an earlier date; zero since a later one.
+    /// The time since `earlier`; zero if that date is later.
     pub(crate) const fn since(self, earlier: Self) -> Duration {
         Duration::from_secs(self.0.get().saturating_sub(earlier.0.get()) as u64)
     }
@@ -64,33 +64,33 @@ impl fmt::Debug for Date {
     }
 }
 
-/// Says what time it is. Clones share it.
+/// A source of dates: the system clock, or one that is set by hand. Clones share it.
 #[derive(Clone, Debug, Default)]
 pub struct Clock(Option<Arc<AtomicU32>>);
 
 impl Clock {
-    /// The machine's.
+    /// The system clock.
     pub const fn system() -> Self {
         Self(None)
     }
 
-    /// One that stands still until it is [set](Self::set): for tests and replays.
-    pub fn standing(at: Date) -> Self {
+    /// A clock that changes only when it is [set](Self::set), for tests and replays.
+    pub fn manual(at: Date) -> Self {
         Self(Some(Arc::new(AtomicU32::new(at.0.get()))))
     }
 
-    /// Sets a clock that stands still; the machine's is not ours to set.
+    /// Sets a manual clock. Has no effect on the system clock.
     pub fn set(&self, to: Date) {
-        if let Some(standing) = &self.0 {
-            standing.store(to.0.get(), Ordering::Relaxed);
+        if let Some(manual) = &self.0 {
+            manual.store(to.0.get(), Ordering::Relaxed);
         }
     }
 
-    /// The time.
+    /// The current date.
     pub fn now(&self) -> Date {
         let seconds = match &self.0 {
-            Some(standing) => u64::from(standing.load(Ordering::Relaxed)),
-            // A clock that stands before 1970 says 1970.
+            Some(manual) => u64::from(manual.load(Ordering::Relaxed)),
+            // A system clock before 1970 counts as 1970.
             None => SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
         };
         Date::from_unix(seconds)

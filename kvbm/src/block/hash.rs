@@ -1,42 +1,39 @@
-//! What a block is called: content names and byte fingerprints.
+//! Hashes of block content, the cache domains that separate them, and fingerprints of the engines that compute blocks.
 //!
-//! A name depends on content only: the cache domain's key, the model's identity, the adapter, and every token up to the
-//! end of the block. Chaining is keyed BLAKE3: the parent's 32-byte chain value is the key under which the block's tokens
-//! are hashed, so one block costs one compression, and a name commits to the whole prefix. The first 16 bytes are the name.
-//!
-//! Look here in vain for the fingerprint inside a name: which bytes a name stands for is a namespace of its own, so that
-//! a mixed fleet shares one prefix index.
+//! A block hash depends on content only: the cache domain's key, the model's identity, the adapter, and every token
+//! up to the end of the block. Hashes are chained by keyed BLAKE3: the parent's 32-byte chain value is the key with
+//! which the block's tokens are hashed. So one block costs one compression, and a hash commits to the whole prefix.
+//! The block hash is the first 16 bytes of the chain value. It does not contain the fingerprint, so that engines of
+//! several kinds share one prefix index.
 
-// Hidden from the crate's documentation, since few need less than its whole hash; the tests below hold it against that.
+// `blake3::platform` is not documented because it is internal; the tests below compare it with the public functions.
 use blake3::platform::{Platform, le_bytes_from_words_32, words_from_le_bytes_32};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 
-/// The name of a block's content: 128 bits of a keyed BLAKE3 chain.
+/// Hash of a block: 128 bits of a keyed BLAKE3 chain over all tokens up to its end.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct SequenceHash([u8; 16]);
 
 impl SequenceHash {
-    /// The 16 bytes, as they stand in headers and on the wire.
+    /// The 16 bytes, as in block headers and on the wire.
     pub const fn as_bytes(&self) -> &[u8; 16] {
         &self.0
     }
 
-    /// A name read back from a header or the wire.
+    /// A hash from a block header or the wire.
     pub const fn from_bytes(bytes: [u8; 16]) -> Self {
         Self(bytes)
     }
 
-    /// The first eight bytes as a number: enough for an index that is a hint.
+    /// The first eight bytes as a number, for indexes that tolerate a collision.
     pub fn short(&self) -> u64 {
         let [a, b, c, d, e, f, g, h, ..] = self.0;
         u64::from_le_bytes([a, b, c, d, e, f, g, h])
     }
-}
 
-impl SequenceHash {
-    /// Both halves as numbers, the second one odd: for tables that look in several places.
+    /// Both halves as numbers, the second one made odd, for tables that derive several positions by double hashing.
     pub(crate) fn halves(&self) -> (u64, u64) {
         let half = |at: usize| u64::from_le_bytes(std::array::from_fn(|i| self.0[at + i]));
         (half(0), half(8) | 1)
@@ -55,22 +52,23 @@ impl fmt::Debug for SequenceHash {
     }
 }
 
-/// Who may share blocks with whom: a secret-keyed namespace. Two domains never share a name.
+/// A cache domain: requests of one domain share blocks. Hashes are keyed by a secret of the domain, so that two domains
+/// never share a hash.
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub struct Domain {
-    /// Of the tenant.
+    /// Key of the tenant.
     key: [u8; 32],
-    /// Where its chains of names begin: the key, or the key and a salt.
+    /// Key of the first hash of each chain: the tenant key, or a hash of it and the salts.
     root: [u8; 32],
 }
 
 impl Domain {
-    /// The domain of a tenant, by name, among those of one deployment. All its processes must have the same secret to share
-    /// blocks; without one (it is empty), tenants are apart all the same, but who reads a store may try what a name's
-    /// blocks would be called.
+    /// The domain of the tenant `name` in a deployment. All processes of the deployment need the same `secret` to share
+    /// blocks. An empty secret separates tenants too, but then a reader of a store can compute the hashes of guessed
+    /// prompts of a tenant.
     pub fn derived(secret: &[u8], name: &str) -> Self {
         let mut hasher = blake3::Hasher::new_derive_key("blockyard 2026-11 cache domain of a tenant");
-        // The length first, so that no two pairs spell the same bytes.
+        // The length comes first, so that no two (secret, name) pairs hash the same bytes.
         hasher.update(&(secret.len() as u64).to_le_bytes());
         hasher.update(secret).update(name.as_bytes());
         Self::of_key(*hasher.finalize().as_bytes())
@@ -80,22 +78,22 @@ impl Domain {
         Self { key, root: key }
     }
 
-    /// The part of the domain in which blocks are shared among those only that name the same salt. It has the domain's id, and
-    /// with it the domain's data key, quota and removal.
+    /// The part of the domain whose blocks are shared only by requests with the same salt. It has the id of the
+    /// domain, and so its data key, quota and deletion.
     #[must_use]
     pub fn salted(&self, salt: &str) -> Self {
         let mut hasher = blake3::Hasher::new_derive_key("blockyard 2026-11 salt of a cache domain");
-        // The root comes first and has a fixed length, so no two pairs spell the same bytes.
+        // The root comes first and has a fixed length, so that no two pairs hash the same bytes.
         hasher.update(&self.root).update(salt.as_bytes());
         Self { key: self.key, root: *hasher.finalize().as_bytes() }
     }
 
-    /// The domain that everybody shares when no tenants are configured.
+    /// The domain of all requests when no tenants are configured.
     pub fn shared() -> Self {
         Self::of_key(blake3::derive_key("blockyard 2026-11 shared cache domain", b""))
     }
 
-    /// What may be known of it: a block at rest says by it whose it is, and so which data key it is encrypted under.
+    /// The public id, which block headers contain. It selects the domain's data key and quota.
     pub fn id(&self) -> DomainId {
         if self.key == Self::shared().key {
             return DomainId::SHARED;
@@ -113,25 +111,25 @@ impl Default for Domain {
 
 impl fmt::Debug for Domain {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // The key is a secret; eight hex digits of its hash tell two domains apart in a log.
+        // The key is secret; eight hex digits of its hash distinguish domains in a log.
         write!(f, "Domain({})", &blake3::hash(&self.root).to_hex()[..8])
     }
 }
 
-/// The public side of a [`Domain`]: tells domains apart, and gives no name away.
+/// Public id of a [`Domain`]. It reveals neither key nor hashes.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
 pub struct DomainId([u8; 16]);
 
 impl DomainId {
-    /// Of [`Domain::shared`].
+    /// Id of [`Domain::shared`].
     pub const SHARED: Self = Self([0; 16]);
 
-    /// The 16 bytes, as they stand in headers.
+    /// The 16 bytes, as in block headers.
     pub const fn as_bytes(&self) -> &[u8; 16] {
         &self.0
     }
 
-    /// An id read back from a header.
+    /// An id from a block header.
     pub const fn from_bytes(bytes: [u8; 16]) -> Self {
         Self(bytes)
     }
@@ -161,22 +159,23 @@ impl fmt::Debug for DomainId {
     }
 }
 
-/// The chain value after some prefix: the key under which the next block is named.
+/// The chain value after a prefix: the key with which the next block is hashed.
 ///
 /// ```
 /// use kvbm::{ChainKey, Domain};
 /// let root = ChainKey::root(&Domain::shared(), "tiny", None);
 /// let tokens: Vec<u32> = (0..40).collect();
-/// let names = root.names(&tokens, 16);
-/// assert_eq!(names.len(), 2, "only full blocks have names");
-/// assert_eq!(names[..1], root.names(&tokens[..16], 16), "a name depends on nothing that follows");
+/// let hashes = root.hashes(&tokens, 16);
+/// assert_eq!(hashes.len(), 2, "only full blocks have a hash");
+/// assert_eq!(hashes[..1], root.hashes(&tokens[..16], 16), "a hash does not depend on what follows");
 /// ```
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct ChainKey([u32; 8]);
 
-/// Tokens that fill one block of BLAKE3, which takes one compression.
+/// Tokens that fill one BLAKE3 block, which takes one compression.
 const ONE_COMPRESSION: usize = 16;
-/// BLAKE3's flags for a keyed hash of at most 64 bytes: the only block of its chunk, and the root (its paper, section 2.2).
+/// BLAKE3's flags for a keyed hash of at most 64 bytes: the only block of its chunk, and the root (its paper, section
+/// 2.2).
 const ONLY_BLOCK: u8 = CHUNK_START | CHUNK_END | ROOT | KEYED_HASH;
 const CHUNK_START: u8 = 1;
 const CHUNK_END: u8 = 1 << 1;
@@ -187,7 +186,7 @@ impl ChainKey {
     /// The empty prefix of `model` (its identity: name and revision) with an optional adapter, in `domain`.
     pub fn root(domain: &Domain, model: &str, adapter: Option<&str>) -> Self {
         let mut hasher = blake3::Hasher::new_keyed(&domain.root);
-        // Lengths first, so that no two (model, adapter) pairs spell the same bytes.
+        // Lengths come first, so that no two (model, adapter) pairs hash the same bytes.
         hasher.update(&(model.len() as u64).to_le_bytes());
         hasher.update(model.as_bytes());
         if let Some(adapter) = adapter {
@@ -197,19 +196,20 @@ impl ChainKey {
         Self(words_from_le_bytes_32(hasher.finalize().as_bytes()))
     }
 
-    /// Advances past one full block of tokens and names it.
+    /// Advances past one full block of tokens and returns its hash.
     pub fn push(&mut self, tokens: &[u32]) -> SequenceHash {
         self.advance(Platform::detect(), tokens)
     }
 
-    /// Names of all full blocks of `block_size` tokens, in order. About 65 ns each.
-    pub fn names(mut self, tokens: &[u32], block_size: usize) -> Vec<SequenceHash> {
+    /// Hashes of all full blocks of `block_size` tokens, in order. Each takes about 65 ns.
+    pub fn hashes(mut self, tokens: &[u32], block_size: usize) -> Vec<SequenceHash> {
         let platform = Platform::detect();
         tokens.chunks_exact(block_size).map(|block| self.advance(platform, block)).collect()
     }
 
-    /// A routing decision waits for hundreds of these, one after the other. So a block of 16 tokens takes nothing but its
-    /// compression: `keyed_hash` adds a third to that for inputs of any length.
+    /// A routing decision computes hundreds of hashes in sequence, so a block of 16 tokens calls the compression
+    /// directly:
+    /// `keyed_hash` takes a third longer.
     #[inline]
     fn advance(&mut self, platform: Platform, tokens: &[u32]) -> SequenceHash {
         if tokens.len() == ONE_COMPRESSION {
@@ -219,15 +219,15 @@ impl ChainKey {
         } else {
             self.0 = words_from_le_bytes_32(keyed_hash(&le_bytes_from_words_32(&self.0), tokens).as_bytes());
         }
-        let mut name = [0; 16];
-        name.copy_from_slice(&le_bytes_from_words_32(&self.0)[..16]);
-        SequenceHash(name)
+        let mut hash = [0; 16];
+        hash.copy_from_slice(&le_bytes_from_words_32(&self.0)[..16]);
+        SequenceHash(hash)
     }
 }
 
-/// The hash of any number of tokens.
+/// Keyed hash of any number of tokens.
 fn keyed_hash(key: &[u8; 32], tokens: &[u32]) -> blake3::Hash {
-    // 64 tokens cover every block size in use without an allocation; longer blocks stream.
+    // Up to 64 tokens, which covers the usual block sizes, are hashed in one call; longer blocks are streamed.
     if tokens.len() <= 64 {
         let mut bytes = [0; 256];
         write(tokens, &mut bytes);
@@ -252,14 +252,13 @@ impl fmt::Debug for ChainKey {
     }
 }
 
-/// Which engine's bytes a block holds: weights, dtype, layout, block size, rank, instruction set where bytes depend on it.
-///
-/// The engine computes it; here it is opaque and only compared.
+/// Identifies everything that decides a payload's bytes: weights, dtype, layout, block size, rank, and the
+/// instruction set where bytes depend on it. The engine computes it; this crate only compares it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Fingerprint([u8; 32]);
 
 impl Fingerprint {
-    /// The fingerprint of everything that decides the bytes, as `(field, value)` pairs in a fixed order.
+    /// The fingerprint of `(field, value)` pairs in a fixed order.
     pub fn of<'a>(facts: impl IntoIterator<Item = (&'a str, &'a [u8])>) -> Self {
         let mut hasher = blake3::Hasher::new_derive_key("blockyard 2026-11 block fingerprint");
         for (field, value) in facts {
@@ -271,12 +270,12 @@ impl Fingerprint {
         Self(*hasher.finalize().as_bytes())
     }
 
-    /// The 32 bytes, as they stand in headers.
+    /// The 32 bytes, as in block headers.
     pub const fn as_bytes(&self) -> &[u8; 32] {
         &self.0
     }
 
-    /// A fingerprint read back from a header.
+    /// A fingerprint from a block header.
     pub const fn from_bytes(bytes: [u8; 32]) -> Self {
         Self(bytes)
     }
@@ -284,7 +283,7 @@ impl Fingerprint {
 
 impl fmt::Display for Fingerprint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // Sixteen hex digits tell fingerprints apart in logs and folder names.
+        // Sixteen hex digits distinguish fingerprints in logs and folder names.
         self.0[..8].iter().try_for_each(|byte| write!(f, "{byte:02x}"))
     }
 }
@@ -301,7 +300,7 @@ mod tests {
     use std::collections::HashSet;
 
     #[test]
-    fn a_domain_is_known_by_its_id_and_the_shared_one_by_zeros() {
+    fn domains_have_distinct_ids_and_the_shared_one_is_zeros() {
         let (one, other) = (Domain::of_key([7; 32]), Domain::of_key([8; 32]));
         assert_eq!(one.id(), one.clone().id());
         assert_ne!(one.id(), other.id());
@@ -328,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn domain_model_and_adapter_each_change_every_name() {
+    fn domain_model_and_adapter_each_change_every_hash() {
         let tokens: Vec<u32> = (0..64).collect();
         let other = Domain::of_key([7; 32]);
         let roots = [
@@ -343,17 +342,17 @@ mod tests {
             ChainKey::root(&Domain::shared(), "a", Some("x")),
             ChainKey::root(&Domain::shared(), "a", Some("")),
         ];
-        let names: HashSet<_> = roots.iter().flat_map(|root| root.names(&tokens, 16)).collect();
-        assert_eq!(names.len(), roots.len() * 4);
+        let hashes: HashSet<_> = roots.iter().flat_map(|root| root.hashes(&tokens, 16)).collect();
+        assert_eq!(hashes.len(), roots.len() * 4);
     }
 
     #[test]
-    fn a_name_commits_to_the_whole_prefix() {
+    fn a_hash_commits_to_the_whole_prefix() {
         let root = ChainKey::root(&Domain::shared(), "m", None);
         let mut tokens: Vec<u32> = (0..64).collect();
-        let before = root.names(&tokens, 16);
+        let before = root.hashes(&tokens, 16);
         tokens[0] += 1;
-        let after = root.names(&tokens, 16);
+        let after = root.hashes(&tokens, 16);
         assert!(before.iter().zip(&after).all(|(a, b)| a != b));
     }
 
@@ -362,24 +361,24 @@ mod tests {
         let root = ChainKey::root(&Domain::shared(), "m", None);
         let tokens: Vec<u32> = (0..512_u32).map(|token| token.wrapping_mul(0x0101_0107)).collect();
         let bytes: Vec<u8> = tokens.iter().flat_map(|token| token.to_le_bytes()).collect();
-        // The short way, the one-shot way and the streaming way.
+        // These cover the direct compression, the single call and the streamed hash.
         for block in [1, 8, 15, 16, 17, 32, 64, 128, 256] {
             let mut key = le_bytes_from_words_32(&root.0);
             let want = bytes.chunks_exact(block * 4).map(|bytes| {
                 key = *blake3::keyed_hash(&key, bytes).as_bytes();
                 <[u8; 16]>::try_from(&key[..16]).unwrap()
             });
-            let names = root.names(&tokens, block);
-            assert!(names.iter().map(|name| *name.as_bytes()).eq(want), "blocks of {block}");
+            let hashes = root.hashes(&tokens, block);
+            assert!(hashes.iter().map(|hash| *hash.as_bytes()).eq(want), "blocks of {block}");
         }
     }
 
     #[test]
-    fn names_never_change() {
-        // Stores outlive programs: what was written under these names must be found under them.
-        let name = |tokens: &[u32], block| ChainKey::root(&Domain::shared(), "m", None).names(tokens, block).pop();
+    fn hashes_never_change() {
+        // Stores outlive programs: blocks that an older version stored must be found.
+        let hash = |tokens: &[u32], block| ChainKey::root(&Domain::shared(), "m", None).hashes(tokens, block).pop();
         let tokens: Vec<u32> = (0..64).collect();
-        assert_eq!(name(&tokens, 16).unwrap().to_string(), "71045a80acaf55ac057943b8d33b0b74");
-        assert_eq!(name(&tokens, 32).unwrap().to_string(), "07dc7fa7f7eb2b0e5b626997449d898a");
+        assert_eq!(hash(&tokens, 16).unwrap().to_string(), "71045a80acaf55ac057943b8d33b0b74");
+        assert_eq!(hash(&tokens, 32).unwrap().to_string(), "07dc7fa7f7eb2b0e5b626997449d898a");
     }
 }

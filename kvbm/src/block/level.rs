@@ -1,9 +1,9 @@
-//! The tiers in which blocks rest, from the fastest to the slowest, and their labels.
+//! The tiers that store blocks, from the fastest to the slowest, and their labels.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// Where a block rests, fastest first.
+/// A tier that stores blocks. Ordered from the fastest to the slowest.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Level {
@@ -13,9 +13,9 @@ pub enum Level {
     G2,
     /// Local SSD.
     G3,
-    /// A folder on flash that several processes share, faster than G4: tier G3.5.
+    /// Shared flash: a folder that several processes share, faster than G4.
     #[serde(rename = "g3_5")]
-    Pod,
+    G3_5,
     /// Shared object storage.
     G4,
     /// Another worker's memory.
@@ -24,7 +24,7 @@ pub enum Level {
 
 impl Level {
     /// All levels, fastest first.
-    pub const ALL: [Self; 6] = [Self::G1, Self::G2, Self::G3, Self::Pod, Self::G4, Self::Peer];
+    pub const ALL: [Self; 6] = [Self::G1, Self::G2, Self::G3, Self::G3_5, Self::G4, Self::Peer];
 
     /// The label in metrics, logs and headers.
     pub const fn name(self) -> &'static str {
@@ -32,7 +32,7 @@ impl Level {
             Self::G1 => "g1",
             Self::G2 => "g2",
             Self::G3 => "g3",
-            Self::Pod => "g3_5",
+            Self::G3_5 => "g3_5",
             Self::G4 => "g4",
             Self::Peer => "peer",
         }

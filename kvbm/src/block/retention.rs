@@ -1,39 +1,38 @@
-//! How long a request's blocks are kept, and how they rank beside others: said by whoever sends the request, honoured by
-//! every tier.
+//! How long blocks are retained, and with which priority: requested per request, applied by every tier.
 
 use super::date::Date;
 use super::hash::DomainId;
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
-/// What a request asks for its blocks. The default asks for nothing: they stay for as long as there is room.
+/// The retention that a request asks for its blocks. By default blocks stay until they are evicted for space.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Retention {
-    /// Not served when older than this.
+    /// Time to live: a tier does not serve the block after it. `None`: no limit.
     pub ttl: Option<Duration>,
-    /// Not given up before this has passed, as long as pins do not take more than a tier grants them.
+    /// Time during which the block is not evicted, as long as pins take no more of a tier than it grants them.
     pub pin: Option<Duration>,
-    /// Whether they may rest anywhere below the device.
+    /// Whether the block may be stored below the device.
     pub store: bool,
-    /// Who goes first when there is no room.
+    /// Eviction priority.
     pub priority: Priority,
 }
 
-/// How urgent, and how dear, beside others. Declared from the least.
+/// Eviction priority of blocks and scheduling priority of requests, from the lowest to the highest.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Priority {
-    /// Batch work: when nobody else wants the place.
+    /// Batch work.
     Low,
-    /// What says nothing.
+    /// The default.
     #[default]
     Normal,
-    /// Somebody is waiting.
+    /// Interactive work.
     High,
 }
 
 impl Priority {
-    /// All, from the least.
+    /// All priorities, from the lowest to the highest.
     pub(crate) const ALL: [Self; 3] = [Self::Low, Self::Normal, Self::High];
 }
 
@@ -44,43 +43,43 @@ impl Default for Retention {
 }
 
 impl Retention {
-    /// What a block that came to be at `now` carries of it.
-    pub fn from(&self, now: Date) -> Keep {
+    /// The retention of a block that is computed at `now`.
+    pub fn from(&self, now: Date) -> BlockRetention {
         let expires = self.ttl.map(|ttl| now.after(ttl));
-        // A pin keeps what may be served, and nothing longer.
+        // A pin ends when the block expires.
         let pinned = self.pin.map(|pin| now.after(pin)).map(|pinned| expires.map_or(pinned, |end| pinned.min(end)));
-        Keep { expires, pinned, store: self.store, priority: self.priority }
+        BlockRetention { expires, pinned, store: self.store, priority: self.priority }
     }
 }
 
-/// A [`Retention`] as it goes with a block from tier to tier, with dates instead of durations.
+/// The [`Retention`] of one block, as dates. It accompanies the block from tier to tier.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Keep {
-    /// A miss from then on.
+pub struct BlockRetention {
+    /// The block is a miss from this date on.
     pub expires: Option<Date>,
-    /// Not given up before.
+    /// The block is not evicted before this date.
     pub pinned: Option<Date>,
-    /// Whether it may rest anywhere below the device.
+    /// Whether the block may be stored below the device.
     pub store: bool,
-    /// Who goes first when there is no room.
+    /// Eviction priority.
     pub priority: Priority,
 }
 
-impl Default for Keep {
+impl Default for BlockRetention {
     fn default() -> Self {
         Self { expires: None, pinned: None, store: true, priority: Priority::Normal }
     }
 }
 
-impl Keep {
-    /// Whether it may no longer be served.
-    pub fn is_over(&self, now: Date) -> bool {
+impl BlockRetention {
+    /// Whether the block may no longer be served.
+    pub fn is_expired(&self, now: Date) -> bool {
         self.expires.is_some_and(|expires| expires <= now)
     }
 
-    /// What becomes of a block that two requests want: the more of each.
+    /// The retention of a block that two requests want: the more generous value of each field.
     #[must_use]
-    pub fn and(self, other: Self) -> Self {
+    pub fn merge(self, other: Self) -> Self {
         Self {
             expires: self.expires.zip(other.expires).map(|(one, other)| one.max(other)),
             pinned: self.pinned.max(other.pinned),
@@ -90,13 +89,13 @@ impl Keep {
     }
 }
 
-/// What goes with a block wherever it goes, beside its name and its bytes: whose it is, and how long it is kept.
+/// Attributes of a block beside its hash and payload.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Custody {
-    /// Who may share it.
+pub struct BlockAttrs {
+    /// Cache domain whose requests may use the block.
     pub domain: DomainId,
-    /// How long it is kept.
-    pub keep: Keep,
+    /// Retention of the block.
+    pub retention: BlockRetention,
 }
 
 #[cfg(test)]
@@ -110,21 +109,21 @@ mod tests {
     }
 
     #[test]
-    fn durations_become_dates_and_a_pin_ends_with_what_it_keeps() {
-        let keep = Retention { ttl: Some(seconds(60)), pin: Some(seconds(90)), ..Retention::default() }.from(NOW);
-        assert_eq!((keep.expires, keep.pinned), (Some(Date::from_unix(1_060)), Some(Date::from_unix(1_060))));
-        assert!(!keep.is_over(Date::from_unix(1_059)) && keep.is_over(Date::from_unix(1_060)));
-        assert_eq!(Retention::default().from(NOW), Keep::default());
+    fn a_pin_ends_when_the_block_expires() {
+        let retention = Retention { ttl: Some(seconds(60)), pin: Some(seconds(90)), ..Retention::default() }.from(NOW);
+        assert_eq!((retention.expires, retention.pinned), (Some(Date::from_unix(1_060)), Some(Date::from_unix(1_060))));
+        assert!(!retention.is_expired(Date::from_unix(1_059)) && retention.is_expired(Date::from_unix(1_060)));
+        assert_eq!(Retention::default().from(NOW), BlockRetention::default());
     }
 
     #[test]
-    fn of_two_requests_the_more_generous_decides_in_each_point() {
+    fn merge_takes_the_more_generous_value_of_each_field() {
         let short = Retention { ttl: Some(seconds(5)), store: false, priority: Priority::High, ..Retention::default() };
         let long =
             Retention { ttl: Some(seconds(9)), pin: Some(seconds(2)), priority: Priority::Low, ..Retention::default() };
         let (short, long) = (short.from(NOW), long.from(NOW));
-        let both = Keep { expires: long.expires, pinned: long.pinned, store: true, priority: Priority::High };
-        assert_eq!((short.and(long), long.and(short)), (both, both));
-        assert_eq!(short.and(Keep::default()).expires, None, "who asks for nothing asks for no end");
+        let both = BlockRetention { expires: long.expires, pinned: long.pinned, store: true, priority: Priority::High };
+        assert_eq!((short.merge(long), long.merge(short)), (both, both));
+        assert_eq!(short.merge(BlockRetention::default()).expires, None, "no time to live is the most generous one");
     }
 }

@@ -1,10 +1,11 @@
-//! Files past the page cache: aligned memory, `O_DIRECT`, reserved and free space.
+//! Direct file access: aligned memory, `O_DIRECT`, reserving space and querying free space.
 //!
-//! The only file of the disk tier with `unsafe`. Buffered writes were six times slower than direct ones where this was
-//! measured; a filesystem that refuses direct access (tmpfs) is used through the page cache, with the same layout.
+//! This is the only file of the disk tier with `unsafe`. Buffered writes were six times slower than direct ones in
+//! measurements. A filesystem that rejects direct access (tmpfs) is used through the page cache, with the same
+//! layout.
 
 use crate::permissions;
-use crate::table::hugepages::{LARGE, enlarge};
+use crate::table::hugepages::{HUGE_PAGE, advise_hugepages};
 use std::alloc::{self, Layout};
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -16,31 +17,31 @@ use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// What every device in use is content with for memory.
-const ALIGN: usize = 4096;
+/// An alignment of buffers that all common devices accept.
+const BUFFER_ALIGN: usize = 4096;
 
-/// Memory at an address that direct access takes. In large pages where it is large enough and they are had: a request to a
-/// device names each stretch of memory that lies together, and may name some hundred, so that one over small pages is
-/// broken up into requests of a megabyte, which took twice as long where this was measured.
+/// Memory that is aligned for direct access, in huge pages where it is large enough and they are available. An I/O
+/// request lists every physically contiguous range of the buffer, and the list is limited to some hundred, so a write
+/// from small pages is split into requests of one megabyte; that took twice as long in measurements.
 pub(super) struct Buffer {
     at: NonNull<u8>,
     layout: Layout,
 }
 
-// SAFETY: a buffer owns its memory alone, like a `Box<[u8]>`.
+// SAFETY: a buffer owns its memory exclusively, like a `Box<[u8]>`.
 unsafe impl Send for Buffer {}
 // SAFETY: shared access only reads.
 unsafe impl Sync for Buffer {}
 
 impl Buffer {
     pub(super) fn zeroed(bytes: usize) -> Self {
-        let align = if bytes < LARGE { ALIGN } else { LARGE };
+        let align = if bytes < HUGE_PAGE { BUFFER_ALIGN } else { HUGE_PAGE };
         let layout = Layout::from_size_align(bytes.max(1), align).expect("a buffer fits into memory");
         // SAFETY: the layout has a size above zero.
         let at = unsafe { alloc::alloc(layout) };
         let Some(at) = NonNull::new(at) else { alloc::handle_alloc_error(layout) };
-        enlarge(NonNull::slice_from_raw_parts(at, layout.size()).as_ptr().cast_const());
-        // SAFETY: so many bytes were allocated, and nobody else knows of them.
+        advise_hugepages(NonNull::slice_from_raw_parts(at, layout.size()).as_ptr().cast_const());
+        // SAFETY: the allocation has this many bytes, and no other reference to it exists.
         unsafe { at.write_bytes(0, layout.size()) };
         Self { at, layout }
     }
@@ -69,69 +70,68 @@ impl DerefMut for Buffer {
     }
 }
 
-/// Buffers that are used again: fresh memory costs a fault and zeros for every page, which at the speed of a device is time
-/// that counts.
+/// A pool of reusable buffers. Fresh memory costs a page fault and zeroing per page, which is significant at the
+/// speed of a device.
 #[derive(Clone, Default)]
-pub(super) struct Pool(Arc<Mutex<Vec<Buffer>>>);
+pub(super) struct BufferPool(Arc<Mutex<Vec<Buffer>>>);
 
-impl Pool {
-    /// Buffers are as long as a multiple of this, so that they fit others.
-    const STEP: usize = 1 << 20;
-    /// Free buffers that are kept: what the readers and writers of one path have under way at once, and what they brought
-    /// is looked at.
-    const KEPT: usize = 24;
+impl BufferPool {
+    /// Buffer lengths are multiples of this, so that a buffer fits later requests.
+    const SIZE_STEP: usize = 1 << 20;
+    /// Maximum number of free buffers: as many as the readers and writers of one path use at once.
+    const MAX_FREE_BUFFERS: usize = 24;
 
-    /// At least `bytes`, with anything in them.
-    pub(super) fn take(&self, bytes: usize) -> Pooled {
-        let wanted = bytes.next_multiple_of(Self::STEP).max(Self::STEP);
+    /// A buffer of at least `bytes`, with arbitrary content.
+    pub(super) fn take(&self, bytes: usize) -> PooledBuffer {
+        let wanted = bytes.next_multiple_of(Self::SIZE_STEP).max(Self::SIZE_STEP);
         let found = {
             let mut free = self.lock();
             let fits = free.iter().position(|buffer| buffer.len() == wanted);
             fits.map(|at| free.swap_remove(at))
         };
         let buffer = found.unwrap_or_else(|| Buffer::zeroed(wanted));
-        Pooled { pool: self.clone(), buffer: Some(buffer) }
+        PooledBuffer { pool: self.clone(), buffer: Some(buffer) }
     }
 
     fn lock(&self) -> MutexGuard<'_, Vec<Buffer>> {
-        // A push or a removal is all that happens under this lock.
+        // Only a push or a removal happens under this lock.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// A buffer that goes back when it is dropped.
-pub(super) struct Pooled {
-    pool: Pool,
-    /// There until the drop.
+/// A buffer that returns to the pool when dropped.
+pub(super) struct PooledBuffer {
+    pool: BufferPool,
+    /// `Some` until the drop.
     buffer: Option<Buffer>,
 }
 
-impl Drop for Pooled {
+impl Drop for PooledBuffer {
     fn drop(&mut self) {
         let mut free = self.pool.lock();
-        if free.len() >= Pool::KEPT {
-            // Of the sizes that are used now some come again.
+        if free.len() >= BufferPool::MAX_FREE_BUFFERS {
+            // Replaces a free buffer, because the size in use now is likely to be needed again.
             free.swap_remove(0);
         }
         free.extend(self.buffer.take());
     }
 }
 
-impl Deref for Pooled {
+impl Deref for PooledBuffer {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        self.buffer.as_ref().expect("there until the drop")
+        self.buffer.as_ref().expect("the buffer is present until the drop")
     }
 }
 
-impl DerefMut for Pooled {
+impl DerefMut for PooledBuffer {
     fn deref_mut(&mut self) -> &mut [u8] {
-        self.buffer.as_mut().expect("there until the drop")
+        self.buffer.as_mut().expect("the buffer is present until the drop")
     }
 }
 
-impl AsRef<[u8]> for Pooled {
+impl AsRef<[u8]> for PooledBuffer {
     fn as_ref(&self) -> &[u8] {
         self
     }
@@ -140,40 +140,40 @@ impl AsRef<[u8]> for Pooled {
 /// How the files of a folder are read and written.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Access {
-    /// Past the page cache; offsets and lengths are multiples of `grain`.
-    Direct { grain: u64 },
-    /// Through the page cache.
+    /// Bypasses the page cache. Offsets and lengths are multiples of `alignment`, in bytes.
+    Direct { alignment: u64 },
+    /// Uses the page cache.
     Buffered,
 }
 
 impl Access {
-    /// The smallest grain, which offsets are counted in whatever the device wants.
+    /// The smallest alignment in bytes, and the unit of stored offsets.
     pub(super) const UNIT: u64 = 512;
 
-    /// What a write begins and ends at, whatever the grain: a block of the filesystem and of the device. One that covers a
-    /// block in part makes the device read it first; and in space that is reserved and not written yet, ext4 lets nobody
-    /// else write to the file until it is done, so that two writers would take turns.
+    /// Writes start and end at multiples of this, in bytes, whatever the alignment: a block of the filesystem and the
+    /// device. A device has to read a block that is overwritten in part; and ext4 locks the whole file for a partial
+    /// write to reserved space, which would serialize the writers.
     pub(super) const BLOCK: u64 = 4096;
 
-    /// Finds out by trying.
+    /// Determines by trial how a folder can be accessed.
     pub(super) fn probe(folder: &Path) -> io::Result<Self> {
         let path = unused(folder)?;
-        let direct = |grain: u64| {
-            let file = Self::Direct { grain }.open(&path, permissions::private().write(true).create(true))?;
-            file.write_all_at(&Buffer::zeroed(grain as usize), grain)
+        let direct = |alignment: u64| {
+            let file = Self::Direct { alignment }.open(&path, permissions::private().write(true).create(true))?;
+            file.write_all_at(&Buffer::zeroed(alignment as usize), alignment)
         };
         let refused = |error: &io::Error| matches!(error.raw_os_error(), Some(libc::EINVAL | libc::EOPNOTSUPP));
         let mut access = Self::Buffered;
-        for grain in [Self::UNIT, ALIGN as u64] {
-            match direct(grain) {
+        for alignment in [Self::UNIT, BUFFER_ALIGN as u64] {
+            match direct(alignment) {
                 Ok(()) => {
-                    access = Self::Direct { grain };
+                    access = Self::Direct { alignment };
                     break;
                 }
                 Err(error) if refused(&error) => {}
-                // A full disk says nothing about access; the log starts, and stores wait for room.
+                // A full disk does not show which access works; the log starts, and stores wait for space.
                 Err(error) if error.kind() == io::ErrorKind::StorageFull => {
-                    access = Self::Direct { grain: ALIGN as u64 }
+                    access = Self::Direct { alignment: BUFFER_ALIGN as u64 }
                 }
                 Err(error) => return Err(error),
             }
@@ -182,10 +182,10 @@ impl Access {
         Ok(access)
     }
 
-    /// What offsets and lengths are multiples of.
-    pub(super) fn grain(self) -> u64 {
+    /// The alignment of offsets and lengths in bytes.
+    pub(super) fn alignment(self) -> u64 {
         match self {
-            Self::Direct { grain } => grain,
+            Self::Direct { alignment } => alignment,
             Self::Buffered => Self::UNIT,
         }
     }
@@ -199,7 +199,7 @@ impl Access {
     }
 }
 
-/// A path in the folder for a file of a moment: free, or of a process that died before it removed its own.
+/// A path for a temporary file: unused, or left by a process that died.
 fn unused(folder: &Path) -> io::Result<PathBuf> {
     const NAMES: u32 = 16;
     for number in 0..NAMES {
@@ -214,7 +214,7 @@ fn unused(folder: &Path) -> io::Result<PathBuf> {
     Err(io::Error::other(format!("{NAMES} files named `probe.…` already exist")))
 }
 
-/// Fills `into` from `offset` on; less only at the end of the file. Returns the bytes read.
+/// Fills `into` from `offset` on and returns the number of bytes read, which is smaller only at the end of the file.
 pub(super) fn read(file: &File, offset: u64, into: &mut [u8]) -> io::Result<usize> {
     let mut total = 0;
     while total < into.len() {
@@ -228,12 +228,12 @@ pub(super) fn read(file: &File, offset: u64, into: &mut [u8]) -> io::Result<usiz
     Ok(total)
 }
 
-/// Where the next byte is that was written, from `at` on; the end of the file where there is none. What lies before it reads as
-/// zeros. An error where the filesystem does not say.
+/// Offset of the next data at or after `at`, or the end of the file; the bytes before it are zeros. Fails when the
+/// filesystem does not support it.
 pub(super) fn next_data(file: &File, at: u64) -> io::Result<u64> {
     #[cfg(target_os = "linux")]
     {
-        // SAFETY: plain call on a descriptor that `file` keeps open; nothing here reads at the file's own position.
+        // SAFETY: plain call on a descriptor that `file` keeps open; no other code here uses the file's own position.
         let found = unsafe { libc::lseek(file.as_raw_fd(), at.cast_signed(), libc::SEEK_DATA) };
         if let Ok(found) = u64::try_from(found) {
             return Ok(found);
@@ -245,13 +245,13 @@ pub(super) fn next_data(file: &File, at: u64) -> io::Result<u64> {
     Err(io::ErrorKind::Unsupported.into())
 }
 
-/// Takes the space of a whole file at once, so that a full disk is met here and not in the middle of a write.
+/// Reserves the space of a whole file, so that a full disk is detected here and not during a write.
 pub(super) fn reserve(file: &File, bytes: u64) -> io::Result<()> {
     #[cfg(target_os = "linux")]
     // SAFETY: plain call on a descriptor that `file` keeps open.
     if unsafe { libc::fallocate(file.as_raw_fd(), 0, 0, bytes.cast_signed()) } != 0 {
         let error = io::Error::last_os_error();
-        // Some filesystems cannot reserve; then writes take the space as they come.
+        // On a filesystem without reservation, writes allocate the space.
         if error.raw_os_error() != Some(libc::EOPNOTSUPP) {
             return Err(error);
         }
@@ -259,8 +259,8 @@ pub(super) fn reserve(file: &File, bytes: u64) -> io::Result<()> {
     Ok(())
 }
 
-/// Makes zeros of what a file holds and gives it that length, in the space that it has: what was written there before is
-/// gone, but the filesystem and the device need not find room again.
+/// Zeroes a file and sets its length, reusing its space, so that neither the filesystem nor the device has to
+/// allocate again.
 pub(super) fn clear(file: &File, bytes: u64) -> io::Result<()> {
     file.set_len(bytes)?;
     #[cfg(target_os = "linux")]
@@ -273,11 +273,11 @@ pub(super) fn clear(file: &File, bytes: u64) -> io::Result<()> {
     Err(io::ErrorKind::Unsupported.into())
 }
 
-/// What the filesystem of a folder has left for us.
+/// Bytes of free space that the filesystem of a folder grants to this user.
 pub(super) fn free_bytes(folder: &Path) -> io::Result<u64> {
     let path = std::ffi::CString::new(folder.as_os_str().as_bytes())?;
     let mut answer = std::mem::MaybeUninit::<libc::statvfs>::uninit();
-    // SAFETY: `path` is a C string and `answer` has room for what the call writes.
+    // SAFETY: `path` is a C string, and `answer` has room for the result.
     if unsafe { libc::statvfs(path.as_ptr(), answer.as_mut_ptr()) } != 0 {
         return Err(io::Error::last_os_error());
     }
@@ -294,25 +294,25 @@ mod tests {
     fn direct_and_buffered_access_agree() {
         let folder = tempfile::tempdir().unwrap();
         let access = Access::probe(folder.path()).unwrap();
-        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0, "the probe is gone");
-        let grain = access.grain() as usize;
-        let mut written = Buffer::zeroed(3 * grain);
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0, "the probe file is deleted");
+        let alignment = access.alignment() as usize;
+        let mut written = Buffer::zeroed(3 * alignment);
         written.iter_mut().enumerate().for_each(|(i, byte)| *byte = (i / 7) as u8);
         let path = folder.path().join("file");
         let file = access.open(&path, OpenOptions::new().write(true).create(true)).unwrap();
-        reserve(&file, 10 * grain as u64).unwrap();
-        file.write_all_at(&written, 2 * grain as u64).unwrap();
+        reserve(&file, 10 * alignment as u64).unwrap();
+        file.write_all_at(&written, 2 * alignment as u64).unwrap();
 
         for access in [access, Access::Buffered] {
             let file = access.open(&path, OpenOptions::new().read(true)).unwrap();
-            let mut found = Buffer::zeroed(3 * grain);
-            assert_eq!(read(&file, 2 * grain as u64, &mut found).unwrap(), 3 * grain);
+            let mut found = Buffer::zeroed(3 * alignment);
+            assert_eq!(read(&file, 2 * alignment as u64, &mut found).unwrap(), 3 * alignment);
             assert_eq!(found[..], written[..]);
         }
     }
 
     #[test]
-    fn a_read_over_the_end_of_the_file_is_short() {
+    fn a_read_beyond_the_end_of_the_file_is_short() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("file");
         fs::write(&path, [7; 700]).unwrap();

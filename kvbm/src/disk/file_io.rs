@@ -1,7 +1,7 @@
-//! The file operations of one path, each under way for as long as the kernel takes to answer.
+//! The file operations of one path, and how long each has been running.
 //!
-//! Every call that may wait for the device goes through [`FileIo`], so that one that does not return is seen from outside
-//! ([`FileIo::longest`]), and so that tests can stop a process between any two of them.
+//! Every call that may wait for the device goes through [`FileIo`], so that a call that does not return is detected
+//! ([`FileIo::longest_running`]), and so that tests can stop a process between any two calls.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -13,18 +13,18 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// The operations of one path.
+/// Runs the file operations of one path.
 #[derive(Default)]
 pub(super) struct FileIo {
     next: AtomicU64,
-    /// Since when each of those that are under way is.
+    /// Start of each running operation.
     running: Mutex<BTreeMap<u64, Instant>>,
-    called_off: AtomicBool,
+    scans_cancelled: AtomicBool,
     #[cfg(test)]
     faults: super::tests::Faults,
 }
 
-/// An operation under way, until it is dropped.
+/// A running operation, until dropped.
 struct Running<'a> {
     io: &'a FileIo,
     number: u64,
@@ -42,39 +42,39 @@ impl FileIo {
         Self { faults, ..self }
     }
 
-    /// How long the operation that has been under way for longest has been.
-    pub(super) fn longest(&self) -> Option<Duration> {
+    /// Running time of the oldest operation.
+    pub(super) fn longest_running(&self) -> Option<Duration> {
         self.running().values().map(Instant::elapsed).max()
     }
 
-    /// Ends what takes many operations and can be done again: looking through a folder.
-    pub(super) fn call_off(&self) {
-        self.called_off.store(true, Ordering::Relaxed);
+    /// Cancels recovery scans, which take many operations and can be repeated.
+    pub(super) fn cancel_scans(&self) {
+        self.scans_cancelled.store(true, Ordering::Relaxed);
     }
 
-    pub(super) fn is_called_off(&self) -> bool {
-        self.called_off.load(Ordering::Relaxed)
+    pub(super) fn scans_are_cancelled(&self) -> bool {
+        self.scans_cancelled.load(Ordering::Relaxed)
     }
 
-    /// Something that changes nothing.
-    pub(super) fn look<T>(&self, work: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+    /// Runs an operation that changes nothing.
+    pub(super) fn query<T>(&self, work: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
         let _running = self.begin();
         #[cfg(test)]
-        self.faults.look();
+        self.faults.query();
         work()
     }
 
-    /// Something that changes the folder, in one step.
-    pub(super) fn change<T>(&self, work: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+    /// Runs an operation that changes the folder atomically.
+    pub(super) fn mutate<T>(&self, work: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
         let _running = self.begin();
         #[cfg(test)]
-        return self.faults.change(work);
+        return self.faults.mutate(work);
         #[cfg(not(test))]
         work()
     }
 
     pub(super) fn read_exact(&self, file: &File, into: &mut [u8], at: u64) -> io::Result<()> {
-        self.look(|| file.read_exact_at(into, at))
+        self.query(|| file.read_exact_at(into, at))
     }
 
     pub(super) fn write_all(&self, file: &File, bytes: &[u8], at: u64) -> io::Result<()> {
@@ -86,15 +86,15 @@ impl FileIo {
     }
 
     pub(super) fn set_len(&self, file: &File, bytes: u64) -> io::Result<()> {
-        self.change(|| file.set_len(bytes))
+        self.mutate(|| file.set_len(bytes))
     }
 
     pub(super) fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
-        self.change(|| fs::rename(from, to))
+        self.mutate(|| fs::rename(from, to))
     }
 
     pub(super) fn remove(&self, path: &Path) -> io::Result<()> {
-        self.change(|| fs::remove_file(path))
+        self.mutate(|| fs::remove_file(path))
     }
 
     fn begin(&self) -> Running<'_> {
@@ -104,7 +104,7 @@ impl FileIo {
     }
 
     fn running(&self) -> MutexGuard<'_, BTreeMap<u64, Instant>> {
-        // An insertion or a removal is all that happens under this lock.
+        // Only an insertion or a removal happens under this lock.
         self.running.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -1,4 +1,4 @@
-//! Lists the blocks in a log from outside: it changes nothing and does not take the owner's lock.
+//! Lists the blocks of a log without locking or changing it.
 
 use super::file_io::FileIo;
 use super::footer::Entry;
@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 
 /// The contents of a log.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
-pub struct Survey {
+pub struct LogContents {
     /// Folder of the log.
     pub folder: PathBuf,
     /// Whether a process has it open.
@@ -27,15 +27,15 @@ pub struct Survey {
     /// Bytes of all segments.
     pub bytes: u64,
     /// The blocks in them, by cache domain and engine.
-    pub contents: Vec<Holding>,
-    /// Hashes of the blocks, once for each engine that has such a block.
+    pub contents: Vec<DomainBlocks>,
+    /// Hashes of the blocks. A block that several engines have computed is listed once per engine.
     #[serde(skip)]
-    pub names: Vec<SequenceHash>,
+    pub hashes: Vec<SequenceHash>,
 }
 
 /// The blocks of one domain and one fingerprint.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
-pub struct Holding {
+pub struct DomainBlocks {
     /// Id of the cache domain.
     pub domain: String,
     /// Fingerprint of the engine.
@@ -46,11 +46,11 @@ pub struct Holding {
     pub bytes: u64,
 }
 
-/// Looks at a folder; `None` when there is no log in it. What is expired by `now` does not count, and what is written
-/// meanwhile may or may not.
-pub fn survey(folder: &Path, now: Date) -> io::Result<Option<Survey>> {
-    let Some((in_use, owner_pid)) = lock::look(folder)? else { return Ok(None) };
-    let mut found = Survey {
+/// Lists the blocks of the log in a folder; `None` when there is no log. Blocks that have expired by `now` do not
+/// count; blocks that are written meanwhile may or may not.
+pub fn inspect(folder: &Path, now: Date) -> io::Result<Option<LogContents>> {
+    let Some((in_use, owner_pid)) = lock::inspect(folder)? else { return Ok(None) };
+    let mut found = LogContents {
         folder: folder.into(),
         in_use,
         owner_pid,
@@ -58,46 +58,43 @@ pub fn survey(folder: &Path, now: Date) -> io::Result<Option<Survey>> {
         open_segments: 0,
         bytes: 0,
         contents: vec![],
-        names: vec![],
+        hashes: vec![],
     };
     let mut blocks: HashMap<(Fingerprint, SequenceHash), (DomainId, u32)> = HashMap::new();
     let io = FileIo::default();
     for number in segment::numbers(folder)? {
         let file = match File::open(segment::path(folder, number)) {
             Ok(file) => file,
-            // Given up meanwhile.
+            // The segment was reclaimed meanwhile.
             Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
             Err(error) => return Err(error),
         };
         let length = file.metadata()?.len();
         (found.segments, found.bytes) = (found.segments + 1, found.bytes + length);
-        let listing = match footer(&io, &file, length, number, None)? {
-            Footer::Sound(listing) => listing,
-            Footer::Missing | Footer::Damaged => {
+        let record_list = match footer(&io, &file, length, number, None)? {
+            Footer::Valid(record_list) => record_list,
+            Footer::Missing | Footer::Corrupt => {
                 found.open_segments += 1;
-                scan(&io, &file, length, number, None)?.listing
+                scan(&io, &file, length, number, None)?.record_list
             }
         };
-        for (domain, fingerprint, entry) in listing.records() {
+        for (domain, fingerprint, entry) in record_list.records() {
             match *entry {
-                Entry { gone: true, name, .. } => blocks.remove(&(fingerprint, name)),
-                Entry { name, .. } if entry.keep().is_over(now) => blocks.remove(&(fingerprint, name)),
-                Entry { name, length, .. } => blocks.insert((fingerprint, name), (domain, length)),
+                Entry { is_tombstone: true, hash, .. } => blocks.remove(&(fingerprint, hash)),
+                Entry { hash, .. } if entry.retention().is_expired(now) => blocks.remove(&(fingerprint, hash)),
+                Entry { hash, length, .. } => blocks.insert((fingerprint, hash), (domain, length)),
             };
         }
     }
-    let mut holdings: BTreeMap<(DomainId, Fingerprint), (u64, u64)> = BTreeMap::new();
-    for ((fingerprint, name), (domain, length)) in blocks {
-        found.names.push(name);
-        let (count, bytes) = holdings.entry((domain, fingerprint)).or_default();
+    let mut contents: BTreeMap<(DomainId, Fingerprint), (u64, u64)> = BTreeMap::new();
+    for ((fingerprint, hash), (domain, length)) in blocks {
+        found.hashes.push(hash);
+        let (count, bytes) = contents.entry((domain, fingerprint)).or_default();
         (*count, *bytes) = (*count + 1, *bytes + u64::from(length));
     }
-    let holding = |((domain, fingerprint), (blocks, bytes)): ((DomainId, Fingerprint), (u64, u64))| Holding {
-        domain: domain.to_string(),
-        fingerprint: fingerprint.to_string(),
-        blocks,
-        bytes,
+    let domain_blocks = |((domain, fingerprint), (blocks, bytes)): ((DomainId, Fingerprint), (u64, u64))| {
+        DomainBlocks { domain: domain.to_string(), fingerprint: fingerprint.to_string(), blocks, bytes }
     };
-    found.contents = holdings.into_iter().map(holding).collect();
+    found.contents = contents.into_iter().map(domain_blocks).collect();
     Ok(Some(found))
 }

@@ -1,8 +1,8 @@
-//! Reading: where the wanted blocks lie, and the bytes of neighbours in one call.
+//! Loads: locates the requested blocks, and reads adjacent records in one call.
 
 use super::direct::{self, Access};
-use super::log::{Log, Place, Shared};
-use super::queue::again;
+use super::log::{Location, Log, Shared};
+use super::queue::clone_error;
 use super::{record, segment};
 use crate::block::{Block, Corrupt, Fingerprint, SequenceHash};
 use crate::tier::coalesce::{self, Run, Wanted};
@@ -14,53 +14,61 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// One read: enough to be as fast as the device, small enough that the first blocks arrive early. A buffer of it is a large
-/// page; where this was measured a megabyte took nearly as long.
-pub(super) const READ: u64 = 2 << 20;
-/// Reading over so much that nobody asked for takes less time than asking again.
-const GAP: u64 = 64 << 10;
+/// Maximum length of one read in bytes: enough to be as fast as the device, small enough that the first blocks arrive
+/// early. Such a buffer is one huge page; one megabyte took nearly as long in measurements.
+pub(super) const MAX_READ_BYTES: u64 = 2 << 20;
+/// Maximum number of unwanted bytes between two records of one read. Reading them takes less time than a second call.
+const MAX_GAP_BYTES: u64 = 64 << 10;
 
 /// Blocks that are read from one segment in one call.
-pub(super) struct Part {
+pub(super) struct SegmentRead {
     pub(super) segment: u32,
-    /// Whose they are.
+    /// Quota group of the segment.
     pub(super) group: u16,
     pub(super) run: Run,
 }
 
-/// Which of `names` are not here, and the reads that bring the others, for each of `logs`.
+/// Plans a load: the indices of `hashes` that are missing, and the reads on each of `logs`.
 pub(super) fn plan(
     shared: &Shared,
     logs: &[Option<Arc<Log>>],
     fingerprint: Fingerprint,
-    names: &[SequenceHash],
-) -> (Vec<usize>, Vec<Vec<Part>>) {
+    hashes: &[SequenceHash],
+) -> (Vec<usize>, Vec<Vec<SegmentRead>>) {
     let (index, most) = (&shared.index, shared.max_block.load(Ordering::Relaxed));
     let mut missing = Vec::new();
     let mut segments: Vec<BTreeMap<(u32, u16), Vec<Wanted>>> = vec![BTreeMap::new(); logs.len()];
-    for (nth, place) in index.find(fingerprint, names, |place| place.hot = true).into_iter().enumerate() {
-        let log = place.and_then(|place| Some((place, logs[usize::from(place.volume)].as_ref()?)));
-        let Some((place, log)) = log else {
-            missing.push(nth);
+    for (index_in_request, location) in
+        index.find(fingerprint, hashes, |location| location.hot = true).into_iter().enumerate()
+    {
+        let log = location.and_then(|location| Some((location, logs[usize::from(location.path)].as_ref()?)));
+        let Some((location, log)) = log else {
+            missing.push(index_in_request);
             continue;
         };
-        if u64::from(place.length) > most {
-            // No block of the engine that asks.
-            shared.index.remove([(fingerprint, names[nth])], |at| *at == place);
-            missing.push(nth);
+        if u64::from(location.length) > most {
+            // The engine has no blocks of this length.
+            shared.index.remove([(fingerprint, hashes[index_in_request])], |at| *at == location);
+            missing.push(index_in_request);
             continue;
         }
-        let length = record::span(u64::from(place.length), log.access.grain());
-        let offset = u64::from(place.offset) * Access::UNIT;
-        let segments = &mut segments[usize::from(place.volume)];
-        segments.entry((place.segment, place.group)).or_default().push(Wanted { index: nth, offset, length });
+        let length = record::span(u64::from(location.length), log.access.alignment());
+        let offset = u64::from(location.offset) * Access::UNIT;
+        let segments = &mut segments[usize::from(location.path)];
+        segments.entry((location.segment, location.group)).or_default().push(Wanted {
+            index: index_in_request,
+            offset,
+            length,
+        });
     }
     let parts = |segments: BTreeMap<(u32, u16), Vec<Wanted>>| {
         let parts = segments.into_iter().flat_map(|((segment, group), wanted)| {
-            coalesce::runs(wanted, GAP, READ - Access::BLOCK).into_iter().map(move |run| Part { segment, group, run })
+            coalesce::runs(wanted, MAX_GAP_BYTES, MAX_READ_BYTES - Access::BLOCK)
+                .into_iter()
+                .map(move |run| SegmentRead { segment, group, run })
         });
-        // Blocks of a request are wanted in its order; those of the segment with the first one come first.
-        let mut parts: Vec<Part> = parts.collect();
+        // Requests consume blocks in order, so reads with earlier blocks come first.
+        let mut parts: Vec<SegmentRead> = parts.collect();
         parts.sort_by_key(|part| part.run.wanted.iter().map(|wanted| wanted.index).min());
         parts
     };
@@ -68,18 +76,18 @@ pub(super) fn plan(
 }
 
 impl Log {
-    /// Reads a part, blocking. What turns out not to be a block is forgotten; a segment that was reclaimed is a miss.
-    pub(super) fn load(&self, fingerprint: Fingerprint, names: &[SequenceHash], part: &Part) -> Vec<Loaded> {
+    /// Executes a read, blocking. A corrupt record is removed from the index; a segment that was reclaimed is a miss.
+    pub(super) fn load(&self, fingerprint: Fingerprint, hashes: &[SequenceHash], part: &SegmentRead) -> Vec<Loaded> {
         let indices = part.run.wanted.iter().map(|wanted| wanted.index);
-        let still = |place: &Place| self.is_in(place, part.segment);
+        let is_current = |location: &Location| self.is_in_segment(location, part.segment);
         let answer = |index: usize, record: Option<Bytes>| {
-            // Given up meanwhile, its space may have been written anew.
-            if !self.shared.index.get(fingerprint, names[index]).as_ref().is_some_and(still) {
-                return (index, Ok(self.moved(fingerprint, names[index])));
+            // The segment was reclaimed meanwhile, and its space may have been reused.
+            if !self.shared.index.get(fingerprint, hashes[index]).as_ref().is_some_and(is_current) {
+                return (index, Ok(self.load_moved(fingerprint, hashes[index])));
             }
             let block = record.ok_or(Corrupt::Length).and_then(|record| record::block(&record));
-            if block.is_err() && self.shared.index.remove([(fingerprint, names[index])], still) > 0 {
-                self.queue.discard(part.group, fingerprint, names[index]);
+            if block.is_err() && self.shared.index.remove([(fingerprint, hashes[index])], is_current) > 0 {
+                self.queue.push_tombstone(part.group, fingerprint, hashes[index]);
             }
             (index, block.map(Some).map_err(LoadError::Corrupt))
         };
@@ -89,46 +97,46 @@ impl Log {
                 indices.zip(records).map(|(index, record)| answer(index, record)).collect()
             }
             Err(error) => {
-                // Not to be tried again, and not to be discarded: the device may be itself again after a restart.
-                let lost = indices.clone().map(|index| (fingerprint, names[index]));
-                self.shared.index.remove(lost, still);
+                // The blocks leave the index but get no tombstone: the device may work again after a restart.
+                let lost = indices.clone().map(|index| (fingerprint, hashes[index]));
+                self.shared.index.remove(lost, is_current);
                 if error.kind() == io::ErrorKind::NotFound {
-                    self.suspect(&error);
-                    return indices.map(|index| (index, Ok(self.moved(fingerprint, names[index])))).collect();
+                    self.check_folder_after(&error);
+                    return indices.map(|index| (index, Ok(self.load_moved(fingerprint, hashes[index])))).collect();
                 }
                 self.read_failed(&error);
-                indices.map(|index| (index, Err(LoadError::Io(again(&error))))).collect()
+                indices.map(|index| (index, Err(LoadError::Io(clone_error(&error))))).collect()
             }
         }
     }
 
-    /// A block that was carried over while it was to be read.
-    fn moved(&self, fingerprint: Fingerprint, name: SequenceHash) -> Option<Block> {
-        let find = || self.shared.index.get(fingerprint, name).filter(|place| place.volume == self.volume);
-        let place = find()?;
-        if u64::from(place.length) > self.shared.max_block.load(Ordering::Relaxed) {
+    /// Loads a block that was carried over while it was to be read.
+    fn load_moved(&self, fingerprint: Fingerprint, hash: SequenceHash) -> Option<Block> {
+        let find = || self.shared.index.get(fingerprint, hash).filter(|location| location.path == self.path);
+        let location = find()?;
+        if u64::from(location.length) > self.shared.max_block.load(Ordering::Relaxed) {
             return None;
         }
-        let length = record::span(u64::from(place.length), self.access.grain());
-        let wanted = vec![Wanted { index: 0, offset: u64::from(place.offset) * Access::UNIT, length }];
-        let record = self.read(place.segment, &Run { wanted }).ok()?.pop()??;
-        // What went after all is a miss.
-        find().is_some_and(|now| self.is_in(&now, place.segment)).then(|| record::block(&record).ok())?
+        let length = record::span(u64::from(location.length), self.access.alignment());
+        let wanted = vec![Wanted { index: 0, offset: u64::from(location.offset) * Access::UNIT, length }];
+        let record = self.read(location.segment, &Run { wanted }).ok()?.pop()??;
+        // A block that was reclaimed meanwhile is a miss.
+        find().is_some_and(|now| self.is_in_segment(&now, location.segment)).then(|| record::block(&record).ok())?
     }
 
-    /// The records of a run; `None` for one that the file is too short for.
+    /// Reads the records of a run; `None` for a record behind the end of the file.
     pub(super) fn read(&self, number: u32, run: &Run) -> io::Result<Vec<Option<Bytes>>> {
         #[cfg(test)]
-        self.shared.rig.read(self.volume)?;
+        self.shared.hooks.read(self.path)?;
         let path = segment::path(&self.folder, number);
         let read = |access: Access| -> io::Result<Vec<Option<Bytes>>> {
-            let file = self.io.look(|| access.open(&path, OpenOptions::new().read(true)))?;
-            // One buffer for all: the blocks of a run are wanted, used and let go together.
-            // Whole blocks of the device, which reads no others.
+            let file = self.io.query(|| access.open(&path, OpenOptions::new().read(true)))?;
+            // All records share one buffer, because the blocks of a run are used together. The read covers whole
+            // device blocks.
             let start = run.start() / Access::BLOCK * Access::BLOCK;
             let bytes = (run.end().next_multiple_of(Access::BLOCK) - start) as usize;
             let mut buffer = self.shared.pool.take(bytes);
-            let read = self.io.look(|| direct::read(&file, start, &mut buffer[..bytes]))?;
+            let read = self.io.query(|| direct::read(&file, start, &mut buffer[..bytes]))?;
             let buffer = Bytes::from_owner(buffer).slice(..read);
             let records = run.wanted.iter().map(|wanted| {
                 let start = (wanted.offset - start) as usize;
@@ -138,7 +146,7 @@ impl Log {
             Ok(records.collect())
         };
         match read(self.access) {
-            // Written with a finer grain than this device takes.
+            // The log was written with a finer alignment than this device accepts.
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => read(Access::Buffered),
             answer => answer,
         }

@@ -1,12 +1,12 @@
-//! The log: segments in order, a head of each group that is written, an index of what rests where.
+//! The log of one path: its segments, the open head segment of each group, and the health of its folder.
 //!
-//! This is what the log has and whether it can be used; what is done with it stands beside: `write`, `space`, `load`,
-//! `recover`. All of it blocks, and is called off the async threads.
+//! The operations of the log are in `write`, `space`, `load` and `recover`. All of them block, and run on blocking
+//! threads.
 
-use super::direct::{Access, Pool};
+use super::direct::{Access, BufferPool};
 use super::file_io::FileIo;
-use super::footer::Listing;
-use super::lock::Owner;
+use super::footer::RecordList;
+use super::lock::FolderLock;
 use super::queue::Queue;
 use super::segment::{self, Head, Segment};
 use super::{OpenError, Settings, record};
@@ -23,117 +23,117 @@ use tokio::sync::mpsc;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-/// Blocks that may wait for a writer, in bytes: about 50 ms of a fast device.
-const QUEUE: u64 = 64 << 20;
-/// After a failed write the device is left alone for so long, then tried again.
-pub(super) const REST: Duration = Duration::from_secs(1);
-/// So many reads that fail in a row are no bad sector.
-const STRIKES: u32 = 3;
+/// Capacity of the write queue in bytes: about 50 ms of a fast device.
+const QUEUE_BYTES: u64 = 64 << 20;
+/// Time after a failed write before the next attempt.
+pub(super) const COOLDOWN: Duration = Duration::from_secs(1);
+/// Consecutive failed reads after which the path counts as failed; a single bad sector causes fewer.
+const MAX_READ_FAILURES: u32 = 3;
 
-/// Where a block rests.
+/// Location of a block.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct Place {
+pub(super) struct Location {
     pub(super) segment: u32,
     /// In units of [`Access::UNIT`].
     pub(super) offset: u32,
-    /// Payload bytes.
+    /// Payload length in bytes.
     pub(super) length: u32,
-    /// Whose segment it is, as far as domains are told apart.
+    /// Quota group of the segment.
     pub(super) group: u16,
-    /// Which path.
-    pub(super) volume: u8,
-    /// Read, or built upon by a later segment, since it was written here.
+    /// Number of the path.
+    pub(super) path: u8,
+    /// Whether the block was read, or a later segment contains a child of it, since it was written here.
     pub(super) hot: bool,
 }
 
-/// What the logs of a tier have in common.
+/// State that the logs of a tier share.
 #[derive(Clone)]
 pub(super) struct Shared {
-    pub(super) index: Arc<Index<Place>>,
-    /// The next segment's number. One sequence for all paths, so that a higher number is a later segment.
+    pub(super) index: Arc<Index<Location>>,
+    /// Number of the next segment. One sequence for all paths, so that a higher number is a later segment.
     pub(super) next: Arc<AtomicU32>,
-    pub(super) pool: Pool,
+    pub(super) pool: BufferPool,
     pub(super) paths: u32,
-    /// What domains are promised of all paths together, and how many bytes those are.
-    pub(super) division: Division,
+    /// Quotas of all paths together, and the capacity that they refer to, in bytes.
+    pub(super) quotas: Division,
     pub(super) capacity: u64,
-    pub(super) damaged: Arc<Damage>,
-    /// Payload bytes of a block that is loaded, at most.
+    pub(super) corruption: Arc<CorruptionCounters>,
+    /// Maximum payload length of a loaded block, in bytes.
     pub(super) max_block: Arc<AtomicU64>,
-    /// What footers are sealed with, if they are.
+    /// Keys that seal the footers, if any.
     pub(super) keys: Option<Arc<MetadataKeys>>,
-    /// Who takes what is in use and has no room here any more.
+    /// Receiver of blocks in use that do not fit into the log.
     pub(super) spill: Arc<OnceLock<Spill>>,
     #[cfg(test)]
-    pub(super) rig: super::tests::Rig,
+    pub(super) hooks: super::tests::TestHooks,
 }
 
-/// Where blocks go that are in use, and for which there is no room in the log any more.
+/// Receiver of blocks in use that do not fit into the log when their segment is reclaimed.
 pub(super) struct Spill {
     pub(super) wants: Box<dyn Fn(Fingerprint, SequenceHash) -> bool + Send + Sync>,
     pub(super) to: mpsc::Sender<Block>,
 }
 
-/// What was found to be damaged while logs were recovered.
+/// Corruption found during recovery.
 #[derive(Default)]
-pub(super) struct Damage {
-    /// Stretches of segments that held no sound record.
-    pub(super) stretches: AtomicU64,
-    /// Footers that are not what they were.
+pub(super) struct CorruptionCounters {
+    /// Corrupt byte ranges of segments.
+    pub(super) ranges: AtomicU64,
+    /// Footers that do not match their checksums or seals.
     pub(super) footers: AtomicU64,
 }
 
 pub(super) struct Log {
-    pub(super) volume: u8,
+    pub(super) path: u8,
     pub(super) folder: PathBuf,
     pub(super) access: Access,
     pub(super) io: Arc<FileIo>,
     pub(super) shared: Shared,
     pub(super) queue: Queue,
     pub(super) settings: Settings,
-    /// What domains are promised of this path.
-    pub(super) division: Division,
-    pub(super) taken: Arc<AtomicU64>,
-    // Dropped before the owner: the head is sealed while nobody else can open the log.
+    /// Quotas of this path.
+    pub(super) quotas: Division,
+    pub(super) used_bytes: Arc<AtomicU64>,
+    // Declared before `folder_lock`, so that heads are sealed while the folder is still locked.
     pub(super) state: Mutex<State>,
-    /// What rests in the folder is known, or a roll is over.
+    /// Notified when recovery ends, a head is replaced or a rotation ends.
     changed: Condvar,
-    resting_until: Mutex<Option<Instant>>,
-    /// Reads that failed, none having succeeded in between.
-    strikes: AtomicU32,
-    /// Writes fail; said once, until one succeeds.
+    cooldown_until: Mutex<Option<Instant>>,
+    /// Consecutive failed reads.
+    read_failures: AtomicU32,
+    /// Writes fail. Logged once, until a write succeeds.
     failing: AtomicBool,
-    /// The folder cannot be used, and why.
+    /// Why the folder cannot be used; set once.
     failure: OnceLock<String>,
-    /// Cancelled with that: nobody waits for an answer of the device any more.
+    /// Cancelled when `failure` is set, so that no caller waits for the device any more.
     pub(super) failed: CancellationToken,
-    /// Nothing of this log is to be in the index any more.
+    /// No block of this log may be in the index any more.
     withdrawn: AtomicBool,
     /// `None` once the log is closed.
-    owner: Mutex<Option<Owner>>,
+    folder_lock: Mutex<Option<FolderLock>>,
 }
 
 pub(super) struct State {
     pub(super) recovered: bool,
-    /// Somebody makes a segment, and room for the next one.
-    pub(super) rolling: bool,
-    /// What is written, one of each group that has written.
-    pub(super) heads: BTreeMap<u16, Open>,
+    /// A writer is creating the next head segment and reclaiming old ones.
+    pub(super) rotating: bool,
+    /// The open head segment of each group that has written.
+    pub(super) heads: BTreeMap<u16, OpenHead>,
     pub(super) segments: BTreeMap<u32, Arc<Segment>>,
 }
 
-/// A segment that is written.
-pub(super) struct Open {
+/// A segment that is being written.
+pub(super) struct OpenHead {
     pub(super) head: Arc<Head>,
-    /// Where the next record goes, and how many there are.
+    /// Offset of the next record in bytes, and number of records.
     pub(super) end: u64,
     pub(super) records: usize,
-    /// Not to be written yet: it may have to be given up for want of space.
+    /// Closed for writing: the segment may have to be deleted for lack of space.
     pub(super) reserved: bool,
 }
 
-impl Open {
-    /// A place for so many records of so many bytes in one write.
+impl OpenHead {
+    /// Reserves `bytes` for one write of so many records and returns its offset.
     pub(super) fn take(&mut self, bytes: u64, records: usize) -> u64 {
         let at = self.end;
         self.end += bytes.next_multiple_of(Access::BLOCK);
@@ -142,59 +142,59 @@ impl Open {
     }
 }
 
-/// The one who rolls.
+/// The exclusive right to rotate heads, until dropped.
 #[must_use]
-pub(super) struct Rolling<'a>(&'a Log);
+pub(super) struct Rotation<'a>(&'a Log);
 
-impl Drop for Rolling<'_> {
+impl Drop for Rotation<'_> {
     fn drop(&mut self) {
-        // Also when who rolls panics: the others must not wait for it.
-        self.0.state.lock().unwrap_or_else(PoisonError::into_inner).rolling = false;
-        self.0.tell();
+        // Also after a panic, because other writers wait for the end of the rotation.
+        self.0.state.lock().unwrap_or_else(PoisonError::into_inner).rotating = false;
+        self.0.notify();
     }
 }
 
 impl Log {
-    /// Takes possession of a folder. Nothing is written before [`Log::recover`] has looked at what rests there.
-    pub(super) fn open(volume: u8, folder: &Path, settings: Settings, shared: Shared) -> Result<Self, OpenError> {
+    /// Locks a folder. Nothing is written before [`Log::recover`] has read its segments.
+    pub(super) fn open(path: u8, folder: &Path, settings: Settings, shared: Shared) -> Result<Self, OpenError> {
         let failed = |source| OpenError::Io { path: folder.to_owned(), source };
-        let owner = Owner::claim(folder)?;
+        let folder_lock = FolderLock::acquire(folder)?;
         let access = Access::probe(folder).map_err(failed)?;
         #[cfg(test)]
-        let access = shared.rig.access().unwrap_or(access);
+        let access = shared.hooks.access().unwrap_or(access);
         let numbers = segment::numbers(folder).map_err(failed)?;
         segment::narrow(folder, &numbers);
         let last = numbers.last().copied();
         shared.next.fetch_max(last.map_or(0, |last| last + 1), Ordering::Relaxed);
         let io = FileIo::default();
         #[cfg(test)]
-        let io = io.with_faults(shared.rig.faults(volume));
-        let state = State { recovered: false, rolling: false, heads: BTreeMap::new(), segments: BTreeMap::new() };
-        let division = shared.division.part(settings.capacity_bytes, shared.capacity);
+        let io = io.with_faults(shared.hooks.faults(path));
+        let state = State { recovered: false, rotating: false, heads: BTreeMap::new(), segments: BTreeMap::new() };
+        let quotas = shared.quotas.part(settings.capacity_bytes, shared.capacity);
         Ok(Self {
-            volume,
+            path,
             folder: folder.to_owned(),
             access,
             io: Arc::new(io),
             shared,
-            queue: Queue::new(QUEUE, division.clone()),
-            settings: settings.in_blocks(division.bounds.len())?,
-            division,
-            taken: Arc::default(),
+            queue: Queue::new(QUEUE_BYTES, quotas.clone()),
+            settings: settings.in_blocks(quotas.bounds.len())?,
+            quotas,
+            used_bytes: Arc::default(),
             state: Mutex::new(state),
             changed: Condvar::new(),
-            resting_until: Mutex::default(),
-            strikes: AtomicU32::new(0),
+            cooldown_until: Mutex::default(),
+            read_failures: AtomicU32::new(0),
             failing: AtomicBool::new(false),
             failure: OnceLock::new(),
             failed: CancellationToken::new(),
             withdrawn: AtomicBool::new(false),
-            owner: Mutex::new(Some(owner)),
+            folder_lock: Mutex::new(Some(folder_lock)),
         })
     }
 
-    /// The folder cannot be used any more; said once.
-    pub(super) fn lose(&self, error: &io::Error) {
+    /// Marks the folder as unusable. Logged once.
+    pub(super) fn mark_failed(&self, error: &io::Error) {
         if self.failure.set(error.to_string()).is_ok() {
             self.failed.cancel();
             tracing::error!(
@@ -204,54 +204,56 @@ impl Log {
         }
     }
 
-    /// Why the folder cannot be used, if it cannot.
+    /// Why the folder is unusable, if it is.
     pub(super) fn failure(&self) -> Option<&str> {
         self.failure.get().map(String::as_str)
     }
 
-    /// An error when another folder lies where the log's own was: nothing of that is to be touched.
-    pub(super) fn stands(&self) -> io::Result<()> {
-        let owner = self.owner.lock().unwrap_or_else(PoisonError::into_inner);
-        // A log that is closed has given its folder back.
-        let ours = owner.as_ref().is_none_or(|owner| self.io.look(|| Ok(owner.holds(&self.folder))).unwrap_or(false));
+    /// Fails when another folder is at the path of the log's own. That folder must not be touched.
+    pub(super) fn check_folder(&self) -> io::Result<()> {
+        let folder_lock = self.folder_lock.lock().unwrap_or_else(PoisonError::into_inner);
+        // A closed log has unlocked its folder.
+        let ours = folder_lock
+            .as_ref()
+            .is_none_or(|folder_lock| self.io.query(|| Ok(folder_lock.is_in(&self.folder))).unwrap_or(false));
         let why = "the folder was removed, moved away or mounted over";
         if ours { Ok(()) } else { Err(io::Error::new(io::ErrorKind::NotFound, why)) }
     }
 
-    /// Writes what still waits, seals what is open, and gives the folder back. To be called when nobody else writes, and
-    /// nobody will.
+    /// Writes the queued blocks, seals the heads and unlocks the folder. Call it when no other thread writes or will
+    /// write.
     pub(super) fn close(&self) {
         self.drain();
         let heads = std::mem::take(&mut self.lock().heads);
         drop(heads);
-        self.owner.lock().unwrap_or_else(PoisonError::into_inner).take();
+        self.folder_lock.lock().unwrap_or_else(PoisonError::into_inner).take();
     }
 
-    /// What a failed read or write says about the folder.
-    pub(super) fn suspect(&self, error: &io::Error) {
-        if self.stands().is_err() {
-            self.lose(error);
+    /// Checks the folder after a failed read or write.
+    pub(super) fn check_folder_after(&self, error: &io::Error) {
+        if self.check_folder().is_err() {
+            self.mark_failed(error);
         }
     }
 
     pub(super) fn read_failed(&self, error: &io::Error) {
-        if self.strikes.fetch_add(1, Ordering::Relaxed) + 1 >= STRIKES {
-            self.lose(error);
+        if self.read_failures.fetch_add(1, Ordering::Relaxed) + 1 >= MAX_READ_FAILURES {
+            self.mark_failed(error);
         }
-        self.suspect(error);
+        self.check_folder_after(error);
     }
 
     pub(super) fn read_succeeded(&self) {
-        self.strikes.store(0, Ordering::Relaxed);
+        self.read_failures.store(0, Ordering::Relaxed);
     }
 
-    /// Takes everything out of the index, and refuses what still waits. Waits for no device.
+    /// Removes all blocks of the log from the index and rejects the queued ones. Does not wait for the device.
     pub(super) fn withdraw(&self) {
         self.withdrawn.store(true, Ordering::SeqCst);
-        self.io.call_off();
+        self.io.cancel_scans();
         self.queue.clear();
         self.finish_recovery();
-        self.shared.index.remove_all(|place| place.volume == self.volume);
+        self.shared.index.remove_all(|location| location.path == self.path);
     }
 
     /// Whether [`Log::withdraw`] was called.
@@ -259,58 +261,58 @@ impl Log {
         self.withdrawn.load(Ordering::SeqCst)
     }
 
-    /// The state. No operation of the device is waited for under this lock.
+    /// Locks the state. Code must not wait for the device while it holds this lock.
     pub(super) fn lock(&self) -> MutexGuard<'_, State> {
-        // After a panic the log is lost, and what it has on disk is read back by another (`Volume::run`).
+        // After a panic the log is marked as failed, and another one recovers what is on disk (`LogPath::work`).
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until nothing holds up the caller any more.
+    /// Waits on the condition variable while `must_wait` holds.
     pub(super) fn wait<'a>(
         &self,
         state: MutexGuard<'a, State>,
-        held_up: impl Fn(&State) -> bool,
+        must_wait: impl Fn(&State) -> bool,
     ) -> MutexGuard<'a, State> {
-        self.changed.wait_while(state, |state| held_up(state)).unwrap_or_else(PoisonError::into_inner)
+        self.changed.wait_while(state, |state| must_wait(state)).unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Tells those who wait that the state is another.
-    pub(super) fn tell(&self) {
+    /// Wakes all threads in [`Log::wait`].
+    pub(super) fn notify(&self) {
         self.changed.notify_all();
     }
 
-    /// The right to roll, until it is dropped.
-    pub(super) fn begin_rolling(&self, state: &mut State) -> Rolling<'_> {
-        state.rolling = true;
-        Rolling(self)
+    /// Acquires the right to rotate.
+    pub(super) fn begin_rotation(&self, state: &mut State) -> Rotation<'_> {
+        state.rotating = true;
+        Rotation(self)
     }
 
-    /// Whether a place is in a segment of this log.
-    pub(super) fn is_in(&self, place: &Place, segment: u32) -> bool {
-        place.volume == self.volume && place.segment == segment
+    /// Whether a location is in the given segment of this log.
+    pub(super) fn is_in_segment(&self, location: &Location, segment: u32) -> bool {
+        location.path == self.path && location.segment == segment
     }
 
-    /// Lets the writers write.
+    /// Lets the writers start.
     pub(super) fn finish_recovery(&self) {
         self.lock().recovered = true;
-        self.tell();
+        self.notify();
     }
 
-    /// Whether the device is left alone after a failed write.
-    pub(super) fn rests(&self) -> bool {
-        let until = self.resting_until.lock().unwrap_or_else(PoisonError::into_inner);
+    /// Whether writes are suspended after a failed one.
+    pub(super) fn in_cooldown(&self) -> bool {
+        let until = self.cooldown_until.lock().unwrap_or_else(PoisonError::into_inner);
         until.is_some_and(|until| Instant::now() < until)
     }
 
-    /// After a failed write the device is left alone for a while.
-    pub(super) fn rest(&self, error: &io::Error) {
-        *self.resting_until.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now() + REST);
+    /// Suspends writes for [`COOLDOWN`] after a failed one.
+    pub(super) fn start_cooldown(&self, error: &io::Error) {
+        *self.cooldown_until.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now() + COOLDOWN);
         if !self.failing.swap(true, Ordering::Relaxed) {
             tracing::warn!(folder = %self.folder.display(), %error, "cannot write to G3; retrying every second");
         }
     }
 
-    /// After a write that did not fail.
+    /// Ends the failing state after a successful write.
     pub(super) fn write_succeeded(&self) {
         if self.failing.load(Ordering::Relaxed) && self.failing.swap(false, Ordering::Relaxed) {
             tracing::info!(folder = %self.folder.display(), "writing to G3 works again");
@@ -318,50 +320,50 @@ impl Log {
     }
 
     /// Bytes of all segments.
-    pub(super) fn taken(&self) -> u64 {
-        self.taken.load(Ordering::Relaxed)
+    pub(super) fn used_bytes(&self) -> u64 {
+        self.used_bytes.load(Ordering::Relaxed)
     }
 
     pub(super) fn capacity(&self) -> u64 {
         self.settings.capacity_bytes
     }
 
-    /// Whether a block of so many payload bytes fits into a segment.
+    /// Whether a block with a payload of this length fits into a segment.
     pub(super) fn fits(&self, payload: u64) -> bool {
         u32::try_from(payload).is_ok()
-            && record::span(payload, self.access.grain()).next_multiple_of(Access::BLOCK) + Self::footer(1)
+            && record::span(payload, self.access.alignment()).next_multiple_of(Access::BLOCK) + Self::footer_bytes(1)
                 <= self.settings.segment_bytes
     }
 
-    /// Bytes of a footer of so many records.
-    pub(super) fn footer(records: usize) -> u64 {
-        // Each may be another owner's.
-        Listing::footer_span(records, records)
+    /// Length in bytes of a footer of so many records.
+    pub(super) fn footer_bytes(records: usize) -> u64 {
+        // Each record may be of another namespace.
+        RecordList::footer_bytes(records, records)
     }
 
-    /// Says that blocks rest.
-    pub(super) fn index_blocks(&self, blocks: impl IntoIterator<Item = Resting<Place>>) {
-        self.shared.index.insert(blocks, |parent, child| self.marks(parent, child.segment));
+    /// Adds stored blocks to the index.
+    pub(super) fn index_blocks(&self, blocks: impl IntoIterator<Item = Resting<Location>>) {
+        self.shared.index.insert(blocks, |parent, child| self.mark_hot(parent, child.segment));
     }
 
-    /// Says that blocks will rest in a segment.
-    pub(super) fn build_upon<'a>(&self, blocks: impl Iterator<Item = &'a Header>, segment: u32) {
+    /// Marks the parents of blocks that will be written to a segment.
+    pub(super) fn mark_parents<'a>(&self, blocks: impl Iterator<Item = &'a Header>, segment: u32) {
         let parents = blocks.filter_map(|block| Some((block.fingerprint, block.parent?)));
-        self.shared.index.touch(parents, |parent| self.marks(parent, segment));
+        self.shared.index.touch(parents, |parent| self.mark_hot(parent, segment));
     }
 
-    /// A block that a later segment builds upon must not go before its children; segments that are written side by side are of
-    /// one age.
-    fn marks(&self, parent: &mut Place, child: u32) {
-        let aside = self.shared.paths * self.division.bounds.len() as u32 - 1;
+    /// Marks a parent in an earlier segment as hot, so that it is not reclaimed before its child. Segments that are
+    /// written side by side count as equally old.
+    fn mark_hot(&self, parent: &mut Location, child: u32) {
+        let aside = self.shared.paths * self.quotas.bounds.len() as u32 - 1;
         parent.hot |= parent.segment.saturating_add(aside) < child;
     }
 
-    pub(super) fn resting(&self, block: &Block, segment: &Segment, offset: u64) -> Resting<Place> {
+    pub(super) fn index_entry(&self, block: &Block, segment: &Segment, offset: u64) -> Resting<Location> {
         let (offset, length) = ((offset / Access::UNIT) as u32, block.header.length as u32);
-        let Header { fingerprint, name, parent, keep, .. } = block.header;
+        let Header { fingerprint, hash, parent, retention, .. } = block.header;
         let (segment, group) = (segment.number(), segment.group());
-        let place = Place { segment, offset, length, group, volume: self.volume, hot: false };
-        Resting { fingerprint, name, parent, keep, place }
+        let location = Location { segment, offset, length, group, path: self.path, hot: false };
+        Resting { fingerprint, name: hash, parent, retention, place: location }
     }
 }

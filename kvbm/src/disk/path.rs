@@ -1,16 +1,16 @@
-//! One path of the disk tier: a log while the folder can be used, nothing while it cannot.
+//! One path of the disk tier. It has a log while its folder is usable.
 //!
 //! ```text
-//!   open ──▶ up ── reads fail, or the folder is another one ──▶ down: its blocks are withdrawn, others take the writes
-//!             ▲                                                   │
-//!             └──────── opened again, and recovered ◀── a probe, in doubling pauses
+//!   open ──▶ up ── reads fail, or another folder is mounted ──▶ down: its blocks are withdrawn
+//!             ▲                                                  │
+//!             └── reopened and recovered ◀── retry with exponential backoff
 //! ```
 //!
-//! A write that fails does not take a path down: what it has can still be read, and the log itself waits a second. A path goes
-//! down also when the device does not answer for [`NO_ANSWER`], and when a task that works on it panics: what such a task left
-//! half done is not used, but read back from the disk.
+//! A failed write does not take a path down: its blocks can still be read, and the log suspends writes for a second.
+//! A path goes down when reads fail, when the device does not answer for [`DEVICE_TIMEOUT`], and when a task on it
+//! panics; the state of such a task is discarded and recovered from disk.
 
-use super::log::{Log, REST, Shared};
+use super::log::{COOLDOWN, Log, Shared};
 use super::{OpenError, READERS, Settings, segment};
 use crate::permissions;
 use crate::tier::Gate;
@@ -28,105 +28,106 @@ use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-/// A path that stays broken is tried this often: opening a folder that is not there costs nothing, but may spin up a disk.
-const PAUSE_MAX: Duration = Duration::from_mins(1);
-/// A device that has not answered for so long has failed: a disk that has to spin up, or a flash device that cleans up, takes a
-/// few seconds; the kernel itself gives up after thirty.
-pub(super) const NO_ANSWER: Duration = Duration::from_secs(10);
-/// How often that is looked at.
-const LOOK: Duration = Duration::from_secs(1);
-/// A log that served for so long and fails is a new trouble, not the old one.
-const SETTLED: Duration = Duration::from_mins(5);
+/// Maximum delay between attempts to reopen a path. An attempt is cheap, but may spin up a disk.
+const MAX_RETRY_DELAY: Duration = Duration::from_mins(1);
+/// A device that does not answer for this long has failed. A disk that spins up, or a flash device that collects
+/// garbage, takes a few seconds; the kernel gives up after thirty.
+pub(super) const DEVICE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Interval at which the folder and the oldest operation are checked.
+const CHECK_INTERVAL: Duration = Duration::from_secs(1);
+/// A log that worked for this long before it failed resets the backoff.
+const STABLE_AFTER: Duration = Duration::from_mins(5);
 
-pub(super) struct Volume {
+pub(super) struct LogPath {
     pub(super) number: u8,
     pub(super) folder: PathBuf,
     pub(super) settings: Settings,
-    /// Reads at once, in turns of their domains; of this path alone: one that hangs holds up nobody else.
+    /// Limits concurrent reads of this path, shared fairly by domains. A path that hangs delays no other.
     pub(super) readers: Arc<Gate>,
     shared: Shared,
     runtime: Handle,
     tasks: TaskTracker,
-    /// The tier ends: what is down stays down.
+    /// The tier is closing: paths that are down stay down.
     closing: CancellationToken,
-    up: RwLock<Option<(Arc<Log>, Instant)>>,
-    /// The filesystem on which the log was found first.
+    log: RwLock<Option<(Arc<Log>, Instant)>>,
+    /// Device number of the filesystem on which the log was opened first.
     device: OnceLock<u64>,
     failures: AtomicU64,
     /// Why the path is down.
     failure: Mutex<Option<String>>,
-    /// Failures in a row.
-    row: AtomicU32,
+    /// Exponent of the backoff.
+    consecutive_failures: AtomicU32,
 }
 
-impl Volume {
+impl LogPath {
     pub(super) fn new(number: u8, folder: &Path, settings: Settings, shared: Shared, tasks: TaskTracker) -> Arc<Self> {
-        let volume = Arc::new(Self {
+        let log_path = Arc::new(Self {
             number,
             folder: folder.to_owned(),
             settings,
-            readers: Gate::new(READERS, &shared.division.weights),
+            readers: Gate::new(READERS, &shared.quotas.weights),
             shared,
             runtime: Handle::current(),
             tasks,
             closing: CancellationToken::new(),
-            up: RwLock::default(),
+            log: RwLock::default(),
             device: OnceLock::new(),
             failures: AtomicU64::new(0),
             failure: Mutex::default(),
-            row: AtomicU32::new(0),
+            consecutive_failures: AtomicU32::new(0),
         });
-        let watching = watch(Arc::downgrade(&volume));
-        drop(volume.runtime.spawn(volume.closing.clone().run_until_cancelled_owned(watching)));
-        volume
+        let watching = watch(Arc::downgrade(&log_path));
+        drop(log_path.runtime.spawn(log_path.closing.clone().run_until_cancelled_owned(watching)));
+        log_path
     }
 
-    /// The log, while there is one.
+    /// The log, while the path is up.
     pub(super) fn log(&self) -> Option<Arc<Log>> {
-        self.up.read().unwrap_or_else(PoisonError::into_inner).as_ref().map(|(log, _)| log.clone())
+        self.log.read().unwrap_or_else(PoisonError::into_inner).as_ref().map(|(log, _)| log.clone())
     }
 
-    /// Runs `work` off the async threads; [`super::DiskTier::close`] waits for it.
+    /// Runs `work` on a blocking thread. [`super::DiskTier::close`] waits for it.
     pub(super) fn spawn_blocking<T: Send + 'static>(&self, work: impl FnOnce() -> T + Send + 'static) -> JoinHandle<T> {
         self.tasks.spawn_blocking_on(work, &self.runtime)
     }
 
-    /// Takes the log away for good, from everyone but those who work with it now.
+    /// Takes the path down for good and returns its log. Tasks that work on the log keep their reference.
     pub(super) fn close(&self) -> Option<Arc<Log>> {
-        let mut up = self.up.write().unwrap_or_else(PoisonError::into_inner);
+        let mut current = self.log.write().unwrap_or_else(PoisonError::into_inner);
         self.closing.cancel();
-        up.take().map(|(log, _)| log)
+        current.take().map(|(log, _)| log)
     }
 
-    /// Works on the log, off the async threads. `None` when the work panicked, which takes the path down.
+    /// Runs `work` on the log, on a blocking thread. Returns `None` when it panicked, which takes the path down.
     pub(super) fn work<T>(self: &Arc<Self>, log: &Arc<Log>, work: impl FnOnce(&Log) -> T) -> Option<T> {
-        // Nobody uses what may be half done: the log is lost, and its state with it.
+        // The state of the log is discarded after a panic, so no code uses inconsistent state.
         let done = catch_unwind(AssertUnwindSafe(|| work(log)));
-        let done =
-            done.map_err(|panic| log.lose(&io::Error::other(format!("a task panicked: {}", said(&*panic))))).ok();
+        let done = done
+            .map_err(|panic| log.mark_failed(&io::Error::other(format!("a task panicked: {}", panic_message(&*panic)))))
+            .ok();
         self.check(log);
         done
     }
 
-    /// Why it is down, if it is.
+    /// Why the path is down, if it is.
     pub(super) fn failure(&self) -> Option<String> {
-        self.reason().clone()
+        self.lock_failure().clone()
     }
 
-    fn reason(&self) -> MutexGuard<'_, Option<String>> {
+    fn lock_failure(&self) -> MutexGuard<'_, Option<String>> {
         self.failure.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// How often it went down.
+    /// Number of times that the path went down.
     pub(super) fn failures(&self) -> u64 {
         self.failures.load(Ordering::Relaxed)
     }
 
-    /// Takes possession of the folder. What rests there is known once [`Self::recover`] has looked.
+    /// Locks the folder and brings the path up. Its blocks are known after [`Self::recover`].
     pub(super) fn open(&self) -> Result<(), OpenError> {
         let failed = |source| OpenError::Io { path: self.folder.clone(), source };
         if let Some(device) = self.device.get() {
-            // Below a mount that is gone lies another folder, on another filesystem: nothing to write to.
+            // Below a removed mount is another folder, on another filesystem, which must not be written to.
             let found = std::fs::metadata(&self.folder).map_err(failed)?.dev();
             if found != *device {
                 return Err(failed(io::Error::other("another filesystem is mounted there")));
@@ -136,132 +137,132 @@ impl Volume {
         }
         let log = Log::open(self.number, &self.folder, self.settings, self.shared.clone())?;
         let _ = self.device.set(std::fs::metadata(&self.folder).map_err(failed)?.dev());
-        let mut up = self.up.write().unwrap_or_else(PoisonError::into_inner);
+        let mut current = self.log.write().unwrap_or_else(PoisonError::into_inner);
         if self.closing.is_cancelled() {
             return Err(failed(io::Error::other("G3 is closed")));
         }
-        *up = Some((Arc::new(log), Instant::now()));
-        self.reason().take();
+        *current = Some((Arc::new(log), Instant::now()));
+        self.lock_failure().take();
         Ok(())
     }
 
-    /// Finds what rests in the folder, and announces it.
+    /// Recovers the blocks of the folder and publishes events for them.
     pub(super) fn recover(self: &Arc<Self>) {
         if let Some(log) = self.log() {
             self.work(&log, |log| {
                 if let Err(error) = log.recover() {
-                    log.lose(&error);
+                    log.mark_failed(&error);
                 }
             });
         }
     }
 
-    /// Opens and recovers a path that did not open in time, however late it does.
-    pub(super) fn opened_late(self: &Arc<Self>, opened: Result<(), OpenError>) {
+    /// Handles the result of an opening that timed out before.
+    pub(super) fn finish_open(self: &Arc<Self>, opened: Result<(), OpenError>) {
         match opened {
             Ok(()) => self.recover(),
             Err(error) => self.fail(&error.to_string()),
         }
     }
 
-    /// Takes the path down if its log is lost. To be called after work on the log, off the async threads.
+    /// Takes the path down if its log has failed. Call it after work on the log, on a blocking thread.
     pub(super) fn check(self: &Arc<Self>, log: &Arc<Log>) {
         let Some(reason) = log.failure() else { return };
-        let lived = {
-            let mut up = self.up.write().unwrap_or_else(PoisonError::into_inner);
-            match up.take_if(|(current, _)| Arc::ptr_eq(current, log)) {
+        let uptime = {
+            let mut current = self.log.write().unwrap_or_else(PoisonError::into_inner);
+            match current.take_if(|(current, _)| Arc::ptr_eq(current, log)) {
                 Some((_, since)) => {
-                    // With the lock, so that it is known why the path is down as soon as it is.
+                    // Under the lock, so that the reason is visible as soon as the path is down.
                     self.count_failure(reason);
                     since.elapsed()
                 }
-                // Somebody else was faster.
+                // Another thread has taken the path down.
                 None => return,
             }
         };
         log.withdraw();
-        if lived > SETTLED {
-            self.row.store(0, Ordering::Relaxed);
+        if uptime > STABLE_AFTER {
+            self.consecutive_failures.store(0, Ordering::Relaxed);
         }
-        self.come_back();
+        self.reopen();
     }
 
-    /// Counts a failure and lets a probe bring the path back.
+    /// Counts a failure and schedules a reopening.
     pub(super) fn fail(self: &Arc<Self>, reason: &str) {
         self.count_failure(reason);
-        self.come_back();
+        self.reopen();
     }
 
-    fn come_back(self: &Arc<Self>) {
-        let row = self.row.fetch_add(1, Ordering::Relaxed);
-        let coming_back = come_back(Arc::downgrade(self), pause(row));
-        drop(self.runtime.spawn(self.closing.clone().run_until_cancelled_owned(coming_back)));
+    fn reopen(self: &Arc<Self>) {
+        let consecutive_failures = self.consecutive_failures.fetch_add(1, Ordering::Relaxed);
+        let reopening = reopen(Arc::downgrade(self), retry_delay(consecutive_failures));
+        drop(self.runtime.spawn(self.closing.clone().run_until_cancelled_owned(reopening)));
     }
 }
 
-impl Volume {
+impl LogPath {
     pub(super) fn count_failure(&self, reason: &str) {
         self.failures.fetch_add(1, Ordering::Relaxed);
-        *self.reason() = Some(reason.to_owned());
+        *self.lock_failure() = Some(reason.to_owned());
     }
 }
 
-/// Takes the path down when the device does not answer, and when the folder was removed, moved away or mounted over: what is
-/// written to it then would be lost.
-async fn watch(volume: Weak<Volume>) {
-    let mut standing: Option<JoinHandle<()>> = None;
+/// Takes the path down when the device does not answer, and when the folder was removed, moved away or mounted over,
+/// because later writes would be lost.
+async fn watch(log_path: Weak<LogPath>) {
+    let mut folder_check: Option<JoinHandle<()>> = None;
     loop {
-        sleep(LOOK).await;
-        let Some(volume) = volume.upgrade() else { return };
-        let Some(log) = volume.log() else { continue };
-        if standing.as_ref().is_none_or(JoinHandle::is_finished) {
-            let (volume, log) = (volume.clone(), log.clone());
-            // Not one of the tasks that a close waits for.
-            standing = Some(volume.runtime.clone().spawn_blocking(move || {
-                if let Err(error) = log.stands() {
-                    log.lose(&error);
-                    volume.check(&log);
+        sleep(CHECK_INTERVAL).await;
+        let Some(log_path) = log_path.upgrade() else { return };
+        let Some(log) = log_path.log() else { continue };
+        if folder_check.as_ref().is_none_or(JoinHandle::is_finished) {
+            let (log_path, log) = (log_path.clone(), log.clone());
+            // Not tracked, because a close must not wait for it.
+            folder_check = Some(log_path.runtime.clone().spawn_blocking(move || {
+                if let Err(error) = log.check_folder() {
+                    log.mark_failed(&error);
+                    log_path.check(&log);
                 }
             }));
         }
-        let Some(longest) = log.io.longest().filter(|longest| *longest >= NO_ANSWER) else { continue };
+        let Some(longest) = log.io.longest_running().filter(|longest| *longest >= DEVICE_TIMEOUT) else { continue };
         let why = format!("the device did not answer for {} s", longest.as_secs());
-        log.lose(&io::Error::new(io::ErrorKind::TimedOut, why));
-        let checking = volume.clone();
-        drop(volume.spawn_blocking(move || checking.check(&log)));
+        log.mark_failed(&io::Error::new(io::ErrorKind::TimedOut, why));
+        let checking = log_path.clone();
+        drop(log_path.spawn_blocking(move || checking.check(&log)));
     }
 }
 
-/// What a panic said.
-fn said(panic: &(dyn Any + Send)) -> &str {
+/// The message of a panic.
+fn panic_message(panic: &(dyn Any + Send)) -> &str {
     let text = panic.downcast_ref::<String>().map(String::as_str);
     text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("no message")
 }
 
-/// Before the first probe after so many failures in a row.
-fn pause(row: u32) -> Duration {
-    REST.saturating_mul(1 << row.min(6)).min(PAUSE_MAX)
+/// Delay before the first attempt to reopen after so many consecutive failures.
+fn retry_delay(consecutive_failures: u32) -> Duration {
+    COOLDOWN.saturating_mul(1 << consecutive_failures.min(6)).min(MAX_RETRY_DELAY)
 }
 
-async fn come_back(volume: Weak<Volume>, mut pause: Duration) {
+async fn reopen(log_path: Weak<LogPath>, mut retry_delay: Duration) {
     loop {
-        sleep(pause).await;
-        let Some(volume) = volume.upgrade() else { return };
-        let opened = volume.clone().spawn_blocking(move || {
-            let opened = volume.open();
+        sleep(retry_delay).await;
+        let Some(log_path) = log_path.upgrade() else { return };
+        let opened = log_path.clone().spawn_blocking(move || {
+            let opened = log_path.open();
             match &opened {
                 Ok(()) => {
-                    tracing::info!(folder = %volume.folder.display(), "G3 path is usable again");
-                    volume.recover();
+                    tracing::info!(folder = %log_path.folder.display(), "G3 path is usable again");
+                    log_path.recover();
                 }
-                Err(error) => tracing::debug!(folder = %volume.folder.display(), %error, "G3 path is still down"),
+                Err(error) => tracing::debug!(folder = %log_path.folder.display(), %error, "G3 path is still down"),
             }
             opened.is_ok()
         });
-        // One that panicked is no reason to give up either.
+        // After a panic too, the next attempt follows.
         if opened.await.unwrap_or(false) {
             return;
         }
-        pause = (pause * 2).min(PAUSE_MAX);
+        retry_delay = (retry_delay * 2).min(MAX_RETRY_DELAY);
     }
 }

@@ -1,33 +1,33 @@
-//! Which blocks of the oldest segment are worth carrying over to the newest. Pure.
+//! Chooses the blocks of a victim segment that are carried over to the head. Pure.
 //!
-//! A log gives up its oldest segment whole. Carried over is what is pinned, then what was in use since it was written: blocks
-//! that were read, blocks that a later segment builds upon. And whatever precedes those in the segment, because a block
-//! without its parents can be used by nobody.
+//! A log reclaims whole segments. It carries over pinned blocks, then blocks in use: those that were read and those
+//! with a child in a later segment; and the ancestors of both in the segment, because a block is useless without its
+//! parents.
 
 use crate::block::{Fingerprint, SequenceHash};
 use std::collections::{BTreeSet, HashSet};
 
-/// A block that still rests in the segment, in the order of the log.
+/// A block that the index locates in the segment, in the order of the log.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Candidate {
     pub(super) fingerprint: Fingerprint,
-    pub(super) name: SequenceHash,
+    pub(super) hash: SequenceHash,
     pub(super) parent: Option<SequenceHash>,
-    /// Read, or built upon by a later segment.
+    /// Whether the block was read, or has a child in a later segment.
     pub(super) hot: bool,
-    /// To be kept, whether it is used or not.
+    /// Whether the block is pinned.
     pub(super) pinned: bool,
-    /// What it takes.
+    /// Length of the record in bytes.
     pub(super) bytes: u64,
 }
 
-/// Positions of the blocks to carry over, in the order of the log, at most `budget` bytes: when that does not suffice,
-/// what is pinned before what is hot, and of each the first ones, which are the parents of the others.
+/// Indices of the blocks to carry over, in the order of the log, at most `budget` bytes. Pinned blocks come before
+/// hot ones; among each, the first ones come first, because they are the parents of the others.
 pub(super) fn carried(candidates: &[Candidate], budget: u64) -> Vec<usize> {
     let mut left = budget;
     let mut carried = BTreeSet::new();
-    for wish in [|block: &Candidate| block.pinned, |block: &Candidate| block.hot] {
-        for position in wanted(candidates, wish) {
+    for condition in [|block: &Candidate| block.pinned, |block: &Candidate| block.hot] {
+        for position in wanted(candidates, condition) {
             if carried.contains(&position) {
                 continue;
             }
@@ -39,12 +39,12 @@ pub(super) fn carried(candidates: &[Candidate], budget: u64) -> Vec<usize> {
     carried.into_iter().collect()
 }
 
-/// What is wished for and what precedes it, in the order of the log.
-fn wanted(candidates: &[Candidate], wish: impl Fn(&Candidate) -> bool) -> Vec<usize> {
+/// Indices of the blocks that satisfy the condition and of their ancestors, in the order of the log.
+fn wanted(candidates: &[Candidate], condition: impl Fn(&Candidate) -> bool) -> Vec<usize> {
     let mut needed: HashSet<(Fingerprint, SequenceHash)> = HashSet::new();
     let mut wanted = Vec::new();
     for (position, block) in candidates.iter().enumerate().rev() {
-        if wish(block) || needed.contains(&(block.fingerprint, block.name)) {
+        if condition(block) || needed.contains(&(block.fingerprint, block.hash)) {
             wanted.push(position);
             needed.extend(block.parent.map(|parent| (block.fingerprint, parent)));
         }
@@ -57,47 +57,48 @@ fn wanted(candidates: &[Candidate], wish: impl Fn(&Candidate) -> bool) -> Vec<us
 mod tests {
     use super::*;
 
-    /// Blocks as `(name, parent, hot)`, ten bytes each, and the pinned ones' names; returns the names that are carried.
-    fn names_with(blocks: &[(u8, u8, bool)], pinned: &[u8], budget: u64) -> Vec<u8> {
-        let candidate = |&(name, parent, hot): &(u8, u8, bool)| Candidate {
+    /// Blocks as `(hash, parent, hot)` of ten bytes each, and the pinned hashes. Returns the hashes that are carried
+    /// over.
+    fn carried_hashes_with_pins(blocks: &[(u8, u8, bool)], pinned: &[u8], budget: u64) -> Vec<u8> {
+        let candidate = |&(hash, parent, hot): &(u8, u8, bool)| Candidate {
             fingerprint: Fingerprint::from_bytes([0; 32]),
-            name: SequenceHash::from_bytes([name; 16]),
+            hash: SequenceHash::from_bytes([hash; 16]),
             parent: (parent > 0).then(|| SequenceHash::from_bytes([parent; 16])),
             hot,
-            pinned: pinned.contains(&name),
+            pinned: pinned.contains(&hash),
             bytes: 10,
         };
         let candidates: Vec<_> = blocks.iter().map(candidate).collect();
         carried(&candidates, budget).into_iter().map(|at| blocks[at].0).collect()
     }
 
-    fn names(blocks: &[(u8, u8, bool)], budget: u64) -> Vec<u8> {
-        names_with(blocks, &[], budget)
+    fn carried_hashes(blocks: &[(u8, u8, bool)], budget: u64) -> Vec<u8> {
+        carried_hashes_with_pins(blocks, &[], budget)
     }
 
     #[test]
-    fn what_is_pinned_goes_along_first_with_its_parents() {
+    fn pinned_blocks_and_their_parents_come_first() {
         let blocks = [(9, 0, true), (1, 0, false), (2, 1, false), (3, 2, false), (8, 0, true)];
-        assert_eq!(names_with(&blocks, &[2], 20), [1, 2]);
-        assert_eq!(names_with(&blocks, &[2], 30), [9, 1, 2]);
-        assert_eq!(names_with(&blocks, &[2], 100), [9, 1, 2, 8]);
+        assert_eq!(carried_hashes_with_pins(&blocks, &[2], 20), [1, 2]);
+        assert_eq!(carried_hashes_with_pins(&blocks, &[2], 30), [9, 1, 2]);
+        assert_eq!(carried_hashes_with_pins(&blocks, &[2], 100), [9, 1, 2, 8]);
     }
 
     #[test]
-    fn what_was_never_used_is_given_up() {
-        assert_eq!(names(&[(1, 0, false), (2, 1, false)], 100), [0; 0]);
+    fn unused_blocks_are_not_carried_over() {
+        assert_eq!(carried_hashes(&[(1, 0, false), (2, 1, false)], 100), [0; 0]);
     }
 
     #[test]
-    fn a_block_in_use_takes_its_parents_along_but_not_its_children() {
+    fn blocks_in_use_are_carried_over_with_their_parents() {
         let chain = [(1, 0, false), (2, 1, false), (8, 0, false), (3, 2, true), (4, 3, false)];
-        assert_eq!(names(&chain, 100), [1, 2, 3]);
+        assert_eq!(carried_hashes(&chain, 100), [1, 2, 3]);
     }
 
     #[test]
-    fn a_budget_that_does_not_suffice_keeps_parents() {
+    fn a_small_budget_keeps_parents_first() {
         let chain = [(1, 0, true), (2, 1, true), (3, 2, true)];
-        assert_eq!(names(&chain, 25), [1, 2]);
-        assert_eq!(names(&chain, 9), [0; 0]);
+        assert_eq!(carried_hashes(&chain, 25), [1, 2]);
+        assert_eq!(carried_hashes(&chain, 9), [0; 0]);
     }
 }

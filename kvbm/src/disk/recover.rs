@@ -1,13 +1,13 @@
-//! Opening a log that another process left, orderly or not: footers where they are sound, a scan where they are not.
+//! Recovery: reads the footers of sealed segments, and scans segments without a valid footer.
 
 use super::direct::{self, Access};
 use super::file_io::FileIo;
-use super::footer::{Entry, Listing};
-use super::log::{Log, Place};
-use super::record::{self, Found};
+use super::footer::{Entry, RecordList};
+use super::log::{Location, Log};
+use super::record::{self, ParsedRecord};
 use super::segment::{self, Segment, open_regular, path, seal};
 use crate::block::{Fingerprint, SequenceHash};
-use crate::table::NameHasher;
+use crate::table::BlockHasher;
 use crate::tier::Resting;
 use crate::transform::crypt::MetadataKeys;
 use std::collections::{BTreeMap, HashMap};
@@ -21,48 +21,49 @@ use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::Instant;
 
-/// Bytes that are looked at together while a segment without a footer is scanned.
-const WINDOW: usize = 4 << 20;
+/// Size in bytes of the window through which a segment is scanned.
+const WINDOW_BYTES: usize = 4 << 20;
 
-/// Bytes of records that turn out not to be sound, as a multiple of the file, before no more of them are looked at.
-const EFFORT: u64 = 2;
+/// Maximum number of bytes in invalid records that a scan checks, as a multiple of the file's length.
+const MAX_EFFORT: u64 = 2;
 
-/// Footers read at once: the device answers several quickly, and checking them takes a core each.
+/// Maximum number of footers read at once. The device answers several quickly, and each takes a core to verify.
 const READERS: usize = 8;
 
-/// What a recovery has found so far.
+/// Intermediate result of a recovery.
 #[derive(Default)]
 struct Recovery {
     segments: Vec<Arc<Segment>>,
-    /// Where each block was discarded last. These are few, so that they are looked up for nearly nothing.
-    discarded: HashMap<(Fingerprint, SequenceHash), Position, BuildHasherDefault<NameHasher>>,
-    /// Blocks that a later discard is about, with the segment of the discard and the group of the block.
-    about: Vec<(u32, u16, Fingerprint, SequenceHash)>,
+    /// Position of the last tombstone of each block. There are few.
+    discarded: HashMap<(Fingerprint, SequenceHash), Position, BuildHasherDefault<BlockHasher>>,
+    /// Blocks that a later tombstone removes: the tombstone's segment, the block's group, and the block.
+    affected: Vec<(u32, u16, Fingerprint, SequenceHash)>,
 }
 
-/// Where a record is in the log: its segment, and its offset there.
+/// Position of a record in the log: segment and offset.
 type Position = (u32, u32);
 
 impl Log {
-    /// Finds what the last process left, newest record of each block wins, and announces it: what segments with a footer
-    /// have first, what has to be scanned as it is found. Blocks meanwhile find what was announced so far; writers wait.
+    /// Recovers the blocks of an earlier process and publishes events for them. The newest record of a block wins.
+    /// Sealed segments come first, then scanned ones as they are completed. Loads find what is recovered so far;
+    /// writers wait.
     pub(super) fn recover(&self) -> io::Result<()> {
         let started = Instant::now();
         let found = self.find();
         self.finish_recovery();
         let blocks: usize = found?;
         tracing::info!(
-            folder = %self.folder.display(), access = ?self.access, blocks, bytes = self.taken(),
+            folder = %self.folder.display(), access = ?self.access, blocks, bytes = self.used_bytes(),
             duration_s = started.elapsed().as_secs_f64(), "G3 path opened"
         );
         Ok(())
     }
 
-    /// How many records were found.
+    /// Runs the recovery and returns the number of records.
     fn find(&self) -> io::Result<usize> {
         #[cfg(test)]
-        self.shared.rig.read(self.volume)?;
-        let numbers = self.io.look(|| segment::numbers(&self.folder))?;
+        self.shared.hooks.read(self.path)?;
+        let numbers = self.io.query(|| segment::numbers(&self.folder))?;
         let (mut recovery, mut sealed, mut unsealed) = (Recovery::default(), Vec::new(), Vec::new());
         self.read_all(
             &numbers,
@@ -82,14 +83,15 @@ impl Log {
                 self.announce(&mut recovery, found.into_iter().collect());
             },
         );
-        let found = recovery.segments.iter().map(|segment| segment.listing().len()).sum();
-        self.settle_discards(&mut recovery);
+        let found = recovery.segments.iter().map(|segment| segment.record_list().len()).sum();
+        self.assign_tombstones(&mut recovery);
         let segments = recovery.segments.into_iter().map(|segment| (segment.number(), segment));
         self.lock().segments.extend(segments);
         Ok(found)
     }
 
-    /// Reads segments on several threads, and takes what was read on this one. A segment that cannot be read is left out.
+    /// Reads segments on several threads, and passes each result to `take` on this one. Unreadable segments are
+    /// skipped.
     fn read_all<T: Send>(
         &self,
         numbers: &[u32],
@@ -99,11 +101,11 @@ impl Log {
         let next = AtomicUsize::new(0);
         let read_some = |found: &mpsc::Sender<(u32, T)>| {
             while let Some(&number) = numbers.get(next.fetch_add(1, Ordering::Relaxed)) {
-                // One segment that nobody foresaw costs no other.
+                // A panic affects one segment only.
                 let panicked = |_| Err(io::Error::other("reading the segment panicked"));
                 match catch_unwind(AssertUnwindSafe(|| read(number))).unwrap_or_else(panicked) {
                     Ok(read) => drop(found.send((number, read))),
-                    Err(_) if self.io.is_called_off() => return,
+                    Err(_) if self.io.scans_are_cancelled() => return,
                     Err(error) => {
                         tracing::warn!(
                             folder = %self.folder.display(), segment = number, %error,
@@ -130,132 +132,140 @@ impl Log {
         });
     }
 
-    /// Announces what rests in segments, which come in order but for those that had to be scanned.
+    /// Adds the blocks of segments to the index. Segments come in order, except that scanned ones come last.
     fn announce(&self, recovery: &mut Recovery, segments: Vec<Arc<Segment>>) {
         let late = !recovery.segments.is_empty();
         for segment in &segments {
-            let listing = segment.listing();
-            for (space, entry) in listing.iter().filter(|(_, entry)| entry.gone) {
+            let record_list = segment.record_list();
+            for (namespace, entry) in record_list.iter().filter(|(_, entry)| entry.is_tombstone) {
                 let at = (segment.number(), entry.offset);
-                let last = recovery.discarded.entry((space, entry.name)).or_insert(at);
+                let last = recovery.discarded.entry((namespace, entry.hash)).or_insert(at);
                 *last = at.max(*last);
-                let earlier = |place: &Place| place.volume == self.volume && (place.segment, place.offset) < at;
-                let known = if late { self.shared.index.get(space, entry.name).filter(earlier) } else { None };
-                if let Some(place) = known {
-                    self.shared.index.remove([(space, entry.name)], earlier);
-                    recovery.about.push((segment.number(), place.group, space, entry.name));
+                let earlier =
+                    |location: &Location| location.path == self.path && (location.segment, location.offset) < at;
+                let known = if late { self.shared.index.get(namespace, entry.hash).filter(earlier) } else { None };
+                if let Some(location) = known {
+                    self.shared.index.remove([(namespace, entry.hash)], earlier);
+                    recovery.affected.push((segment.number(), location.group, namespace, entry.hash));
                 }
             }
         }
         for segment in &segments {
-            let (number, listing) = (segment.number(), segment.listing());
-            let rests = |(space, entry): &(Fingerprint, &Entry)| {
+            let (number, record_list) = (segment.number(), segment.record_list());
+            let is_stored = |(namespace, entry): &(Fingerprint, &Entry)| {
                 let at = (number, entry.offset);
-                let later = recovery.discarded.get(&(*space, entry.name)).filter(|discard| **discard > at);
-                recovery.about.extend(later.map(|(discards, _)| (*discards, segment.group(), *space, entry.name)));
-                let newer = |place: &Place| place.volume == self.volume && (place.segment, place.offset) > at;
-                later.is_none() && !(late && self.shared.index.get(*space, entry.name).as_ref().is_some_and(newer))
+                let later = recovery.discarded.get(&(*namespace, entry.hash)).filter(|discard| **discard > at);
+                recovery.affected.extend(
+                    later.map(|(tombstone_segment, _)| (*tombstone_segment, segment.group(), *namespace, entry.hash)),
+                );
+                let newer =
+                    |location: &Location| location.path == self.path && (location.segment, location.offset) > at;
+                later.is_none() && !(late && self.shared.index.get(*namespace, entry.hash).as_ref().is_some_and(newer))
             };
-            let blocks = listing.iter().filter(|(_, entry)| !entry.gone).filter(rests);
+            let blocks = record_list.iter().filter(|(_, entry)| !entry.is_tombstone).filter(is_stored);
             let blocks = blocks.map(|(fingerprint, entry)| Resting {
                 fingerprint,
-                name: entry.name,
+                name: entry.hash,
                 parent: entry.parent,
-                keep: entry.keep(),
-                place: Place {
+                retention: entry.retention(),
+                place: Location {
                     segment: number,
                     offset: entry.offset,
                     length: entry.length,
                     group: segment.group(),
-                    volume: self.volume,
+                    path: self.path,
                     hot: false,
                 },
             });
-            // Chosen before: the index cannot be asked while it takes them.
-            let blocks: Vec<Resting<Place>> = blocks.collect();
+            // Collected first, because the index is locked while it inserts.
+            let blocks: Vec<Resting<Location>> = blocks.collect();
             self.index_blocks(blocks);
         }
         recovery.segments.extend(segments);
         if self.is_withdrawn() {
-            // Between the first announcement and now.
-            self.shared.index.remove_all(|place| place.volume == self.volume);
+            // The log was withdrawn meanwhile.
+            self.shared.index.remove_all(|location| location.path == self.path);
         }
     }
 
-    /// A segment of discards alone belongs to whose blocks those are about: it must not go before they do. Where a discard's
-    /// segment is another group's, it is noted again among its block's.
-    fn settle_discards(&self, recovery: &mut Recovery) {
-        let Recovery { segments, about, .. } = recovery;
-        for segment in segments.iter_mut().filter(|segment| segment.listing().iter().all(|(_, entry)| entry.gone)) {
-            let first = about.iter().find(|(discards, ..)| *discards == segment.number());
-            segment.give(first.map_or(0, |(_, group, ..)| *group));
+    /// Assigns segments that contain only tombstones to the group of the blocks that these remove, so that a
+    /// tombstone is not reclaimed before its block. Where a tombstone's segment is of another group, it is written
+    /// again.
+    fn assign_tombstones(&self, recovery: &mut Recovery) {
+        let Recovery { segments, affected, .. } = recovery;
+        for segment in
+            segments.iter_mut().filter(|segment| segment.record_list().iter().all(|(_, entry)| entry.is_tombstone))
+        {
+            let first = affected.iter().find(|(tombstone_segment, ..)| *tombstone_segment == segment.number());
+            segment.set_group(first.map_or(0, |(_, group, ..)| *group));
         }
         let groups: BTreeMap<u32, u16> = segments.iter().map(|segment| (segment.number(), segment.group())).collect();
-        for (discards, group, space, name) in about.drain(..) {
-            // One that rests again is newer than its discard.
-            if groups.get(&discards) != Some(&group) && self.shared.index.get(space, name).is_none() {
-                self.queue.discard(group, space, name);
+        for (tombstone_segment, group, namespace, hash) in affected.drain(..) {
+            // A block that is in the index again is newer than its tombstone.
+            if groups.get(&tombstone_segment) != Some(&group) && self.shared.index.get(namespace, hash).is_none() {
+                self.queue.push_tombstone(group, namespace, hash);
             }
         }
     }
 
-    /// A segment with a sound footer; `None` when it has to be scanned.
+    /// A segment with a valid footer; `None` when it must be scanned.
     fn sealed(&self, number: u32) -> io::Result<Option<Arc<Segment>>> {
         let path = path(&self.folder, number);
-        let file = self.io.look(|| open_regular(&path, OpenOptions::new().read(true)))?;
-        let length = self.io.look(|| file.metadata())?.len();
-        let listing = match footer(&self.io, &file, length, number, self.shared.keys.as_deref())? {
-            Footer::Sound(listing) => listing,
-            Footer::Missing | Footer::Damaged => return Ok(None),
+        let file = self.io.query(|| open_regular(&path, OpenOptions::new().read(true)))?;
+        let length = self.io.query(|| file.metadata())?.len();
+        let record_list = match footer(&self.io, &file, length, number, self.shared.keys.as_deref())? {
+            Footer::Valid(record_list) => record_list,
+            Footer::Missing | Footer::Corrupt => return Ok(None),
         };
-        Ok(Some(self.known(number, listing, length)))
+        Ok(Some(self.new_segment(number, record_list, length)))
     }
 
-    /// What a scan finds in a segment, which has a footer from then on; `None` when nothing sound was in it, and it is removed.
+    /// Scans a segment and seals it. Returns `None` when it has no valid record, and deletes it.
     fn scanned(&self, number: u32) -> io::Result<Option<Arc<Segment>>> {
         let path = path(&self.folder, number);
-        let file = self.io.look(|| open_regular(&path, OpenOptions::new().read(true).write(true)))?;
-        let length = self.io.look(|| file.metadata())?.len();
+        let file = self.io.query(|| open_regular(&path, OpenOptions::new().read(true).write(true)))?;
+        let length = self.io.query(|| file.metadata())?.len();
         let keys = self.shared.keys.as_deref();
         let footer = footer(&self.io, &file, length, number, keys)?;
-        let Scanned { mut listing, stretches, footer: remains } = scan(&self.io, &file, length, number, keys)?;
-        if remains || matches!(footer, Footer::Damaged) {
-            self.shared.damaged.footers.fetch_add(1, Ordering::Relaxed);
+        let Scanned { mut record_list, corrupt_ranges, has_corrupt_footer } =
+            scan(&self.io, &file, length, number, keys)?;
+        if has_corrupt_footer || matches!(footer, Footer::Corrupt) {
+            self.shared.corruption.footers.fetch_add(1, Ordering::Relaxed);
             tracing::warn!(segment = %path.display(), "segment footer is corrupt; the segment was scanned");
         }
-        if stretches > 0 {
-            self.shared.damaged.stretches.fetch_add(stretches, Ordering::Relaxed);
+        if corrupt_ranges > 0 {
+            self.shared.corruption.ranges.fetch_add(corrupt_ranges, Ordering::Relaxed);
             tracing::warn!(
-                segment = %path.display(), corrupt_ranges = stretches,
+                segment = %path.display(), corrupt_ranges,
                 "segment is corrupt; its corrupt ranges are skipped"
             );
         }
-        tracing::info!(segment = %path.display(), records = listing.len(), "scanned a segment without a footer");
-        if listing.len() == 0 {
+        tracing::info!(segment = %path.display(), records = record_list.len(), "scanned a segment without a footer");
+        if record_list.len() == 0 {
             tracing::info!(segment = %path.display(), bytes = length, "removes a segment without a sound record");
             self.io.remove(&path)?;
             return Ok(None);
         }
-        let length = seal(&self.io, &file, &mut listing, number, keys).unwrap_or(length);
-        Ok(Some(self.known(number, listing, length)))
+        let length = seal(&self.io, &file, &mut record_list, number, keys).unwrap_or(length);
+        Ok(Some(self.new_segment(number, record_list, length)))
     }
 
     /// A segment that is not empty.
-    fn known(&self, number: u32, listing: Listing, length: u64) -> Arc<Segment> {
-        // One that was written when domains were told apart otherwise counts as its first block's.
-        let group = listing.records().find(|(.., entry)| !entry.gone);
-        let group = group.map_or(0, |(domain, ..)| self.division.group(domain));
-        Segment::new((number, group), listing, length, true, &self.taken)
+    fn new_segment(&self, number: u32, record_list: RecordList, length: u64) -> Arc<Segment> {
+        // A segment that was written with other quota groups counts as its first block's.
+        let group = record_list.records().find(|(.., entry)| !entry.is_tombstone);
+        let group = group.map_or(0, |(domain, ..)| self.quotas.group(domain));
+        Segment::new((number, group), record_list, length, true, &self.used_bytes)
     }
 }
 
-/// What stands at the end of a segment.
+/// Result of reading the footer of a segment.
 pub(super) enum Footer {
-    Sound(Listing),
-    /// There is none: the segment was never sealed.
+    Valid(RecordList),
+    /// There is no footer: the segment was never sealed.
     Missing,
-    /// There is one, and it is not what it was.
-    Damaged,
+    /// There is a footer, and it is invalid.
+    Corrupt,
 }
 
 pub(super) fn footer(
@@ -268,26 +278,26 @@ pub(super) fn footer(
     let tail_at = length.saturating_sub(Access::UNIT);
     let mut tail = vec![0; (length - tail_at) as usize];
     io.read_exact(file, &mut tail, tail_at)?;
-    let Some(trailer) = Listing::locate(&tail, length) else { return Ok(Footer::Missing) };
-    // Before memory is taken for it.
-    let Some(at) = trailer.start() else { return Ok(Footer::Damaged) };
+    let Some(trailer) = RecordList::locate(&tail, length) else { return Ok(Footer::Missing) };
+    // Checked before memory is allocated for the footer.
+    let Some(at) = trailer.start() else { return Ok(Footer::Corrupt) };
     let mut footer = vec![0; (length - at) as usize];
     io.read_exact(file, &mut footer, at)?;
-    Ok(Listing::decode(&footer, number, keys).map_or(Footer::Damaged, Footer::Sound))
+    Ok(RecordList::decode(&footer, number, keys).map_or(Footer::Corrupt, Footer::Valid))
 }
 
-/// What was found in a segment without a footer.
+/// Result of a scan.
 pub(super) struct Scanned {
-    pub(super) listing: Listing,
-    /// Stretches between sound records that should have been some.
-    pub(super) stretches: u64,
-    /// What follows the records is a footer that is not what it was.
-    pub(super) footer: bool,
+    pub(super) record_list: RecordList,
+    /// Number of corrupt byte ranges between valid records.
+    pub(super) corrupt_ranges: u64,
+    /// Whether the bytes behind the records are a corrupt footer.
+    pub(super) has_corrupt_footer: bool,
 }
 
-/// Finds every sound record, whatever lies between them: a hole of a write that never happened, which is zeros, or damage,
-/// whose stretches are counted. What follows the last sound record was being written when the process died, or is a footer
-/// whose trailer does not say so any more.
+/// Finds every valid record of a segment without a footer. Between records there may be zeros, where a write never
+/// happened, or corrupt ranges, which are counted. The bytes behind the last valid record are an unfinished write, or
+/// a footer with a corrupt trailer.
 pub(super) fn scan(
     io: &FileIo,
     file: &File,
@@ -295,10 +305,10 @@ pub(super) fn scan(
     number: u32,
     keys: Option<&MetadataKeys>,
 ) -> io::Result<Scanned> {
-    let mut listing = Listing::default();
-    let (mut stretches, mut unsound, mut footer) = (0, false, None);
-    // Records that are not sound lie apart from each other, unless somebody forged them to be looked at for ever.
-    let mut effort = EFFORT * length;
+    let mut record_list = RecordList::default();
+    let (mut corrupt_ranges, mut corrupt, mut footer) = (0, false, None);
+    // Invalid records rarely overlap by accident; the limit bounds the work on a file in which they do.
+    let mut effort = MAX_EFFORT * length;
     let mut window = Window { io, file, length, start: 0, bytes: Vec::new() };
     let mut at = 0;
     while at < length {
@@ -306,41 +316,41 @@ pub(super) fn scan(
         if at == length {
             break;
         }
-        let mut verdict = record::judge(window.bytes(at, 1)?, effort);
-        if let Err(needed) = verdict {
-            verdict = match length - at {
-                left if left >= needed as u64 => record::judge(window.bytes(at, needed)?, effort),
+        let mut parsed = record::parse(window.bytes(at, 1)?, effort);
+        if let Err(needed) = parsed {
+            parsed = match length - at {
+                left if left >= needed as u64 => record::parse(window.bytes(at, needed)?, effort),
                 _ => Ok(None),
             };
         }
-        if let Ok(None) = verdict {
-            effort -= record::claimed(window.bytes(at, 1)?).filter(|claimed| *claimed <= effort).unwrap_or(0);
+        if let Ok(None) = parsed {
+            effort -= record::claimed_bytes(window.bytes(at, 1)?).filter(|claimed| *claimed <= effort).unwrap_or(0);
         }
-        at += if let Ok(Some(found)) = verdict {
-            listing.push(&found, at);
-            stretches += u64::from(std::mem::take(&mut unsound));
+        at += if let Ok(Some(found)) = parsed {
+            record_list.push(&found, at);
+            corrupt_ranges += u64::from(std::mem::take(&mut corrupt));
             footer = None;
-            let payload = if let Found::Block(header) = &found { header.length } else { 0 };
+            let payload = if let ParsedRecord::Block(header) = &found { header.length } else { 0 };
             record::span(payload, Access::UNIT)
         } else {
             let unit = (length - at).min(Access::UNIT) as usize;
             let bytes = &window.bytes(at, unit)?[..unit];
-            unsound |= !is_zero(bytes);
-            if footer.is_none() && at.is_multiple_of(Access::BLOCK) && listing.begins(bytes) {
+            corrupt |= !is_zero(bytes);
+            if footer.is_none() && at.is_multiple_of(Access::BLOCK) && record_list.begins(bytes) {
                 footer = Some(at);
             }
             Access::UNIT
         };
     }
-    let footer = match footer {
-        Some(at) => !is_interrupted(&mut window, at, &listing.encode(at, number, keys))?,
+    let has_corrupt_footer = match footer {
+        Some(at) => !is_interrupted(&mut window, at, &record_list.encode(at, number, keys))?,
         None => false,
     };
-    Ok(Scanned { listing, stretches, footer })
+    Ok(Scanned { record_list, corrupt_ranges, has_corrupt_footer })
 }
 
-/// Whether what lies at byte `at` is a footer as far as it goes, with zeros after it: the process died before all of it was
-/// written, or before the file was cut behind it.
+/// Whether the bytes at `at` are a prefix of the footer `right`, followed by zeros: the process died before it had
+/// written the footer, or before it had truncated the file.
 fn is_interrupted(window: &mut Window<'_>, at: u64, right: &[u8]) -> io::Result<bool> {
     if window.length - at < right.len() as u64 {
         return Ok(false);
@@ -354,7 +364,7 @@ fn is_zero(bytes: &[u8]) -> bool {
     bytes.iter().all(|byte| *byte == 0)
 }
 
-/// A part of the file in memory. It moves to whatever is asked for, forwards and backwards.
+/// The part of the file that is in memory. It moves to any offset that is read.
 struct Window<'a> {
     io: &'a FileIo,
     file: &'a File,
@@ -364,13 +374,13 @@ struct Window<'a> {
 }
 
 impl Window<'_> {
-    /// What is in memory from byte `at` on: at least `needed` bytes, which the file must have.
+    /// The bytes in memory from `at` on: at least `needed` bytes, which the file must have.
     fn bytes(&mut self, at: u64, needed: usize) -> io::Result<&[u8]> {
         if at < self.start || at + needed as u64 > self.start + self.bytes.len() as u64 {
             self.start = at;
-            self.bytes.resize((self.length - at).min(needed.max(WINDOW) as u64) as usize, 0);
+            self.bytes.resize((self.length - at).min(needed.max(WINDOW_BYTES) as u64) as usize, 0);
             if let Err(error) = self.io.read_exact(self.file, &mut self.bytes, at) {
-                // What was read is not what the window claims to have.
+                // The window does not contain what it claims after a failed read.
                 self.bytes.clear();
                 return Err(error);
             }
@@ -378,7 +388,7 @@ impl Window<'_> {
         Ok(&self.bytes[(at - self.start) as usize..])
     }
 
-    /// Whether the file has only zeros from byte `at` on; looked at piece by piece, whatever the length of the file.
+    /// Whether the file has only zeros from byte `at` on. Reads it piece by piece.
     fn is_zero_from(&mut self, mut at: u64) -> io::Result<bool> {
         loop {
             at = self.skip_hole(at)?;
@@ -393,16 +403,16 @@ impl Window<'_> {
         }
     }
 
-    /// Where the next byte that may not be zero is, at or before a multiple of [`Access::UNIT`]: what a segment reserved and
-    /// never wrote is not read.
+    /// The next offset that may have data, a multiple of [`Access::UNIT`], so that reserved space that was never
+    /// written is not read.
     fn skip_hole(&mut self, at: u64) -> io::Result<u64> {
         if at < self.length && self.start <= at && at < self.start + self.bytes.len() as u64 {
             return Ok(at);
         }
-        if self.io.is_called_off() {
+        if self.io.scans_are_cancelled() {
             return Err(io::ErrorKind::Interrupted.into());
         }
-        let next = self.io.look(|| Ok(direct::next_data(self.file, at).unwrap_or(at)))?;
+        let next = self.io.query(|| Ok(direct::next_data(self.file, at).unwrap_or(at)))?;
         let next = next.min(self.length);
         Ok(if next == self.length { next } else { (next / Access::UNIT * Access::UNIT).max(at) })
     }

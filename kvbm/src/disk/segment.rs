@@ -1,18 +1,18 @@
-//! One file of the log: being written, or sealed with a footer.
+//! One file of the log: open for writing, or sealed with a footer.
 //!
 //! ```text
-//!   create ──▶ Head (open: records, no footer) ──drop──▶ sealed (records, footer) ──remove──▶ gone
-//!                     └── process dies ──▶ recover: scan, cut the tail, seal ──▲
+//!   create ──▶ Head (open: records, no footer) ─drop─▶ sealed (records, footer) ─reclaim─▶ deleted
+//!                     └── process dies ──▶ recover: scan, truncate, seal ──▲
 //! ```
 //!
-//! What is gone may leave its space behind as a *spare*, which the next segment takes, cleared: a full log writes half as
-//! fast again in space that it has as in space that the filesystem and the device first have to find.
+//! A deleted segment may leave its space behind as a *spare* file, which the next segment zeroes and reuses. A full
+//! log writes 1.5 times as fast in reused space as in space that the filesystem and the device have to allocate.
 
-use super::direct::{self, Access, Pool};
+use super::direct::{self, Access, BufferPool};
 use super::file_io::FileIo;
-use super::footer::Listing;
+use super::footer::RecordList;
 use super::lock;
-use super::record::{Found, Record};
+use super::record::{ParsedRecord, Record};
 use crate::permissions;
 use crate::transform::crypt::MetadataKeys;
 use std::ffi::OsStr;
@@ -22,31 +22,40 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// What is known of a segment while it exists.
+/// State of a segment while it exists.
 pub(super) struct Segment {
     number: u32,
-    /// Whose blocks it has, as far as domains are told apart.
+    /// Quota group of the segment.
     group: u16,
-    listing: Mutex<Listing>,
+    record_list: Mutex<RecordList>,
     bytes: AtomicU64,
     sealed: AtomicBool,
-    /// Chosen to be given up.
-    going: AtomicBool,
+    /// The segment is a victim: it is still read, but its bytes no longer count.
+    reclaiming: AtomicBool,
     /// Bytes of all segments of the log.
-    taken: Arc<AtomicU64>,
+    used_bytes: Arc<AtomicU64>,
 }
 
 impl Segment {
     pub(super) fn new(
         (number, group): (u32, u16),
-        listing: Listing,
+        record_list: RecordList,
         bytes: u64,
         sealed: bool,
-        taken: &Arc<AtomicU64>,
+        used_bytes: &Arc<AtomicU64>,
     ) -> Arc<Self> {
-        taken.fetch_add(bytes, Ordering::Relaxed);
-        let (listing, sealed, going) = (Mutex::new(listing), AtomicBool::new(sealed), AtomicBool::new(false));
-        Arc::new(Self { number, group, listing, bytes: AtomicU64::new(bytes), sealed, going, taken: taken.clone() })
+        used_bytes.fetch_add(bytes, Ordering::Relaxed);
+        let (record_list, sealed, reclaiming) =
+            (Mutex::new(record_list), AtomicBool::new(sealed), AtomicBool::new(false));
+        Arc::new(Self {
+            number,
+            group,
+            record_list,
+            bytes: AtomicU64::new(bytes),
+            sealed,
+            reclaiming,
+            used_bytes: used_bytes.clone(),
+        })
     }
 
     pub(super) fn number(&self) -> u32 {
@@ -57,76 +66,76 @@ impl Segment {
         self.group
     }
 
-    /// Says whose it is, before anybody else knows of it.
-    pub(super) fn give(self: &mut Arc<Self>, group: u16) {
+    /// Sets the group, before the segment is shared.
+    pub(super) fn set_group(self: &mut Arc<Self>, group: u16) {
         Arc::get_mut(self).expect("there is no other reference to the segment").group = group;
     }
 
-    /// Bytes that it takes.
+    /// Length of the file in bytes; zero once it is deleted.
     pub(super) fn bytes(&self) -> u64 {
         self.bytes.load(Ordering::Relaxed)
     }
 
-    /// Nobody writes to it any more.
+    /// Whether no thread writes to the segment any more.
     pub(super) fn is_sealed(&self) -> bool {
         self.sealed.load(Ordering::Acquire)
     }
 
-    /// It is still to be read, and counts no more.
-    pub(super) fn is_going(&self) -> bool {
-        self.going.load(Ordering::Relaxed)
+    /// Whether the segment is being reclaimed.
+    pub(super) fn is_reclaiming(&self) -> bool {
+        self.reclaiming.load(Ordering::Relaxed)
     }
 
-    /// Chooses it to be given up.
-    pub(super) fn go(&self) {
-        self.going.store(true, Ordering::Relaxed);
+    /// Marks the segment as a victim.
+    pub(super) fn start_reclaiming(&self) {
+        self.reclaiming.store(true, Ordering::Relaxed);
     }
 
-    /// Nothing of it is left.
-    pub(super) fn is_gone(&self) -> bool {
+    /// Whether the file is deleted.
+    pub(super) fn is_deleted(&self) -> bool {
         self.is_sealed() && self.bytes() == 0
     }
 
-    pub(super) fn listing(&self) -> MutexGuard<'_, Listing> {
-        // Pushes are all that happens under this lock.
-        self.listing.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(super) fn record_list(&self) -> MutexGuard<'_, RecordList> {
+        // Only pushes happen under this lock.
+        self.record_list.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn resize(&self, bytes: u64) {
-        self.taken.fetch_add(bytes, Ordering::Relaxed);
-        self.taken.fetch_sub(self.bytes.swap(bytes, Ordering::Relaxed), Ordering::Relaxed);
+        self.used_bytes.fetch_add(bytes, Ordering::Relaxed);
+        self.used_bytes.fetch_sub(self.bytes.swap(bytes, Ordering::Relaxed), Ordering::Relaxed);
     }
 }
 
 impl Drop for Segment {
     fn drop(&mut self) {
-        self.taken.fetch_sub(*self.bytes.get_mut(), Ordering::Relaxed);
+        self.used_bytes.fetch_sub(*self.bytes.get_mut(), Ordering::Relaxed);
     }
 }
 
-/// The file of a segment.
+/// Path of a segment's file.
 pub(super) fn path(folder: &Path, number: u32) -> PathBuf {
     folder.join(format!("{number:010}.segment"))
 }
 
-/// The file of a segment that is gone, in whose space the next one is written.
+/// Path of the spare file: a deleted segment whose space the next one reuses.
 fn spare(folder: &Path) -> PathBuf {
     folder.join("spare")
 }
 
-/// Removes a segment, all but its space.
-pub(super) fn retire(io: &FileIo, folder: &Path, number: u32) -> io::Result<()> {
+/// Deletes a segment, or makes it the spare.
+pub(super) fn delete_keeping_spare(io: &FileIo, folder: &Path, number: u32) -> io::Result<()> {
     let (path, spare) = (path(folder, number), spare(folder));
-    // One is enough: each new segment takes it before the next one goes.
-    if io.look(|| spare.try_exists())? { io.remove(&path) } else { io.rename(&path, &spare) }
+    // One spare suffices, because each new segment takes it before the next one is deleted.
+    if io.query(|| spare.try_exists())? { io.remove(&path) } else { io.rename(&path, &spare) }
 }
 
-/// Gives the space of a spare back. False: there is none.
-pub(super) fn give_back(io: &FileIo, folder: &Path) -> bool {
+/// Deletes the spare. Returns false when there is none.
+pub(super) fn delete_spare(io: &FileIo, folder: &Path) -> bool {
     io.remove(&spare(folder)).is_ok()
 }
 
-/// Opens a file. A pipe or a device in its place is an error: opening or reading it could block for ever.
+/// Opens a regular file. A pipe or a device is an error, because opening or reading it could block for ever.
 pub(super) fn open_regular(path: &Path, options: &OpenOptions) -> io::Result<File> {
     if !fs::metadata(path)?.is_file() {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
@@ -134,21 +143,21 @@ pub(super) fn open_regular(path: &Path, options: &OpenOptions) -> io::Result<Fil
     options.open(path)
 }
 
-/// The spare as an empty segment. It bears the name of one only once nothing of the old one is left in it.
+/// Turns the spare into an empty segment. It is renamed only after its old content was zeroed.
 fn reuse(io: &FileIo, folder: &Path, path: &Path, bytes: u64, access: Access) -> io::Result<File> {
     let spare = spare(folder);
-    let regular = io.look(|| spare.symlink_metadata())?.is_file();
+    let regular = io.query(|| spare.symlink_metadata())?.is_file();
     if !regular {
         return Err(io::ErrorKind::InvalidInput.into());
     }
-    let file = io.look(|| access.open(&spare, OpenOptions::new().write(true)))?;
+    let file = io.query(|| access.open(&spare, OpenOptions::new().write(true)))?;
     permissions::narrow(&file, &spare)?;
-    io.change(|| direct::clear(&file, bytes))?;
+    io.mutate(|| direct::clear(&file, bytes))?;
     io.rename(&spare, path)?;
     Ok(file)
 }
 
-/// The segments of a folder, oldest first.
+/// Numbers of the segments in a folder, oldest first.
 pub(super) fn numbers(folder: &Path) -> io::Result<Vec<u32>> {
     let mut numbers = Vec::new();
     for file in fs::read_dir(folder)? {
@@ -159,7 +168,7 @@ pub(super) fn numbers(folder: &Path) -> io::Result<Vec<u32>> {
     Ok(numbers)
 }
 
-/// Narrows the segments, and the spare, that an earlier version left readable for other users.
+/// Restricts the modes of segments and the spare, which an earlier version may have left readable for other users.
 pub(super) fn narrow(folder: &Path, numbers: &[u32]) {
     for number in numbers {
         permissions::narrow_path(&path(folder, *number));
@@ -167,25 +176,25 @@ pub(super) fn narrow(folder: &Path, numbers: &[u32]) {
     permissions::narrow_path(&spare(folder));
 }
 
-/// Whether an entry of a folder belongs to the log.
+/// Whether a file name in the folder belongs to the log.
 pub(super) fn is_ours(name: &OsStr) -> bool {
     let name = name.to_str().unwrap_or_default();
     matches!(name, "owner" | "spare") || name.starts_with("probe.") || name.ends_with(".segment")
 }
 
-/// A segment that is being written. Dropping it, by whoever writes last, seals the segment.
+/// A segment that is being written. Dropping the last reference seals the segment.
 pub(super) struct Head {
     file: File,
     path: PathBuf,
     access: Access,
     io: Arc<FileIo>,
-    /// What the footer is sealed with, if it is.
+    /// Keys that seal the footer, if any.
     keys: Option<Arc<MetadataKeys>>,
     segment: Arc<Segment>,
 }
 
 impl Head {
-    /// A new segment with all its space reserved.
+    /// Creates a segment with all its space reserved.
     pub(super) fn create(
         folder: &Path,
         (number, group): (u32, u16),
@@ -193,22 +202,22 @@ impl Head {
         access: Access,
         io: &Arc<FileIo>,
         keys: Option<Arc<MetadataKeys>>,
-        taken: &Arc<AtomicU64>,
+        used_bytes: &Arc<AtomicU64>,
     ) -> io::Result<Self> {
         let path = path(folder, number);
         let file = if let Ok(file) = reuse(io, folder, &path, bytes, access) {
             file
         } else {
-            // There is none, or the filesystem cannot clear it.
-            give_back(io, folder);
-            let file = io.change(|| access.open(&path, permissions::private().write(true).create_new(true)))?;
-            if let Err(error) = io.change(|| direct::reserve(&file, bytes)) {
+            // There is no spare, or the filesystem cannot zero it.
+            delete_spare(io, folder);
+            let file = io.mutate(|| access.open(&path, permissions::private().write(true).create_new(true)))?;
+            if let Err(error) = io.mutate(|| direct::reserve(&file, bytes)) {
                 let _ = io.remove(&path);
                 return Err(error);
             }
             file
         };
-        let segment = Segment::new((number, group), Listing::default(), bytes, false, taken);
+        let segment = Segment::new((number, group), RecordList::default(), bytes, false, used_bytes);
         Ok(Self { file, path, access, io: io.clone(), keys, segment })
     }
 
@@ -216,28 +225,28 @@ impl Head {
         &self.segment
     }
 
-    /// Writes records from byte `at` on, which is a multiple of [`Access::BLOCK`], in one go and up to another, and lists
-    /// them. Returns the offset of each.
-    pub(super) fn write(&self, at: u64, records: &[Record<'_>], pool: &Pool) -> io::Result<Vec<u64>> {
+    /// Writes records from byte `at` on, in one write, and adds them to the record list. `at` is a multiple of
+    /// [`Access::BLOCK`]. Returns the offset of each record.
+    pub(super) fn write(&self, at: u64, records: &[Record<'_>], pool: &BufferPool) -> io::Result<Vec<u64>> {
         self.put(at, records, pool)?;
         let mut end = at;
         let mut offsets = Vec::with_capacity(records.len());
-        let mut listing = self.segment.listing();
+        let mut record_list = self.segment.record_list();
         for record in records {
             let found = match record {
-                Record::Block(block) => Found::Block(block.header),
-                Record::Gone(fingerprint, name) => Found::Gone(*fingerprint, *name),
+                Record::Block(block) => ParsedRecord::Block(block.header),
+                Record::Tombstone(fingerprint, hash) => ParsedRecord::Tombstone(*fingerprint, *hash),
             };
-            listing.push(&found, end);
+            record_list.push(&found, end);
             offsets.push(end);
             end += self.span(record) as u64;
         }
         Ok(offsets)
     }
 
-    /// Writes records, and zeros up to a whole block. They are copied, because a buffer lies in large pages and in one piece,
-    /// which what it is copied from may not: the device is asked once for what would take several requests.
-    fn put(&self, at: u64, records: &[Record<'_>], pool: &Pool) -> io::Result<()> {
+    /// Writes records, and zeros up to a whole block. The records are copied to one buffer in huge pages, so that the
+    /// device gets one request instead of several.
+    fn put(&self, at: u64, records: &[Record<'_>], pool: &BufferPool) -> io::Result<()> {
         let total = records.iter().map(|record| self.span(record)).sum::<usize>();
         let total = total.next_multiple_of(Access::BLOCK as usize);
         let mut buffer = pool.take(total);
@@ -252,26 +261,27 @@ impl Head {
     }
 
     fn span(&self, record: &Record<'_>) -> usize {
-        record.span(self.access.grain()) as usize
+        record.span(self.access.alignment()) as usize
     }
 }
 
 impl Drop for Head {
     fn drop(&mut self) {
-        let mut listing = self.segment.listing();
-        if listing.len() == 0 {
-            // Nothing could be written to it, or nothing of it was to stay.
-            if lock::is_at(&self.file, &self.path) {
-                let _ = retire(&self.io, self.path.parent().unwrap_or(Path::new("")), self.segment.number);
+        let mut record_list = self.segment.record_list();
+        if record_list.len() == 0 {
+            // No record could be written, or none was to be kept.
+            if lock::is_same_file(&self.file, &self.path) {
+                let _ =
+                    delete_keeping_spare(&self.io, self.path.parent().unwrap_or(Path::new("")), self.segment.number);
             }
             self.segment.resize(0);
         } else {
-            match seal(&self.io, &self.file, &mut listing, self.segment.number, self.keys.as_deref()) {
+            match seal(&self.io, &self.file, &mut record_list, self.segment.number, self.keys.as_deref()) {
                 Ok(bytes) => self.segment.resize(bytes),
                 Err(error) => {
-                    // Without a footer it is scanned when the log is opened again; what has no records goes back.
+                    // The next recovery scans a segment without a footer. The space behind the records is freed.
                     tracing::warn!(segment = %self.path.display(), %error, "cannot seal a segment");
-                    let end = listing.end().next_multiple_of(Access::BLOCK);
+                    let end = record_list.end().next_multiple_of(Access::BLOCK);
                     if self.io.set_len(&self.file, end).is_ok() {
                         self.segment.resize(end);
                     }
@@ -282,17 +292,17 @@ impl Drop for Head {
     }
 }
 
-/// Writes the footer of segment `number`, cuts what follows it, and returns the length of the file.
+/// Writes the footer of segment `number`, truncates the file behind it, and returns the length of the file.
 pub(super) fn seal(
     io: &FileIo,
     file: &File,
-    listing: &mut Listing,
+    record_list: &mut RecordList,
     number: u32,
     keys: Option<&MetadataKeys>,
 ) -> io::Result<u64> {
-    listing.sort();
-    let at = listing.end().next_multiple_of(Access::BLOCK);
-    let footer = listing.encode(at, number, keys);
+    record_list.sort();
+    let at = record_list.end().next_multiple_of(Access::BLOCK);
+    let footer = record_list.encode(at, number, keys);
     io.write_all(file, &footer, at)?;
     let length = at + footer.len() as u64;
     io.set_len(file, length)?;

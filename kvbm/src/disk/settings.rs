@@ -1,4 +1,4 @@
-//! How large a log may grow, and why one cannot be opened.
+//! Settings of a log, and the errors of opening one.
 
 use super::direct::Access;
 use crate::block::Level;
@@ -7,17 +7,17 @@ use serde::{Deserialize, Serialize};
 use std::io;
 use std::path::PathBuf;
 
-/// How large the log may grow.
+/// Size limits of a log.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Settings {
-    /// Bytes that the log may take. Default 16 GiB.
+    /// Maximum size of the log in bytes. Default 16 GiB.
     pub capacity_bytes: u64,
-    /// Bytes of one segment, the unit of reclaiming; at most a quarter of the capacity is used, and an eighth of what each
-    /// domain would have where they are told apart. Default 128 MiB: writes stay
-    /// sequential for long, and what is scanned after a crash takes a tenth of a second.
+    /// Size of a segment in bytes, the unit of reclamation. At most a quarter of the capacity is used; with quotas,
+    /// at most an eighth of each group's part. Default 128 MiB, which keeps writes sequential and makes the scan
+    /// after a crash take a tenth of a second.
     pub segment_bytes: u64,
-    /// Bytes that the filesystem keeps free; the log shrinks rather than take them. Default 1 GiB.
+    /// Bytes that the filesystem keeps free; the log shrinks rather than use them. Default 1 GiB.
     pub min_free_bytes: u64,
 }
 
@@ -28,55 +28,58 @@ impl Default for Settings {
 }
 
 impl Settings {
-    /// A log has at least four segments: one being written, one in reserve, and some that rest. Where domains are told apart,
-    /// each of them has one that is being written, and these must not take what was promised.
-    const SEGMENTS_MIN: u64 = 4;
-    const SEGMENTS_EACH: u64 = 8;
-    /// Below this, footers would outweigh blocks.
-    pub(super) const SEGMENT_BYTES_MIN: u64 = 64 << 10;
+    /// A log has at least four segments: the head, one in reserve, and some sealed ones. With quotas every group has
+    /// a head, and these must not take guaranteed space.
+    const MIN_SEGMENTS: u64 = 4;
+    const SEGMENTS_PER_GROUP: u64 = 8;
+    /// Minimum size of a segment in bytes; with less, footers would outweigh blocks.
+    pub(super) const MIN_SEGMENT_BYTES: u64 = 64 << 10;
 
-    /// Whether a log of this capacity can be opened.
+    /// Checks that a log of this capacity can be opened.
     pub fn check(self, shares: &Shares) -> Result<(), OpenError> {
         self.in_blocks(shares.at(Level::G3, 1).bounds.len()).map(drop)
     }
 
     pub(super) fn in_blocks(self, groups: usize) -> Result<Self, OpenError> {
-        let segments = if groups > 1 { Self::SEGMENTS_EACH * groups as u64 } else { Self::SEGMENTS_MIN };
+        let segments = if groups > 1 { Self::SEGMENTS_PER_GROUP * groups as u64 } else { Self::MIN_SEGMENTS };
         let segment = self.segment_bytes.min(self.capacity_bytes / segments);
         let segment_bytes = segment / Access::BLOCK * Access::BLOCK;
-        if segment_bytes < Self::SEGMENT_BYTES_MIN {
-            let least = segments * Self::SEGMENT_BYTES_MIN;
+        if segment_bytes < Self::MIN_SEGMENT_BYTES {
+            let least = segments * Self::MIN_SEGMENT_BYTES;
             return Err(OpenError::TooSmall { capacity_bytes: self.capacity_bytes, least });
         }
         Ok(Self { segment_bytes, ..self })
     }
 }
 
-/// The log was not opened.
+/// Why a log was not opened.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
-    /// Another process has it; give this one a folder of its own.
-    #[error("folder {folder:?} belongs to {}", pid.map_or_else(|| "another process".into(), |pid| format!("process {pid}")))]
+    /// Another process owns the folder; each process needs its own.
+    #[error(
+        "folder {folder:?} belongs to {}",
+        pid.map_or_else(|| "another process".into(), |pid| format!("process {pid}"))
+    )]
     Owned {
-        /// Which folder.
+        /// The folder.
         folder: PathBuf,
-        /// Whose, if it said so.
+        /// Process id of the owner, if known.
         pid: Option<u32>,
     },
-    /// The settings leave no room for a log.
+    /// The capacity is too small for the minimum number of segments.
     #[error("a capacity of {capacity_bytes} bytes is too small for G3, which needs at least {least}")]
     TooSmall {
-        /// What was asked for.
+        /// The configured capacity in bytes.
         capacity_bytes: u64,
-        /// What would do, for segments that are not smaller than this allows either.
+        /// The minimum capacity in bytes, with segments of the minimum size.
         least: u64,
     },
     /// The folder cannot be used.
     #[error("{path:?}: {source}")]
     Io {
-        /// Which file or folder.
+        /// The file or folder.
         path: PathBuf,
-        /// Why.
+        /// The error of the operating system.
         source: io::Error,
     },
 }

@@ -1,17 +1,17 @@
-//! Making room: the next segment begins, the oldest goes.
+//! Space reclamation: a rotation creates the next head segment and reclaims the oldest segments.
 //!
 //! ```text
-//!   roll ─▶ next segment made ─▶ one step under the lock: it is the head, what goes is chosen,
-//!                                what of it stays has a place in the head
-//!           others write again ◀┘  └▶ what stays is copied, handed over, forgotten; then the space is the next one's
+//!   rotate ─▶ create a segment ─▶ under the lock: it becomes the head, victims are chosen,
+//!                                     their blocks to carry over get space in the head
+//!             writers go on ◀────────┘  └▶ carry over and spill blocks, delete the victims
 //! ```
 //!
-//! One rolls at a time, and all reading and writing is done without the lock. Where domains are told apart, each has
-//! segments of its own, and so gives up its own.
+//! One thread rotates at a time, and all reads and writes happen without the lock. Each quota group has segments of
+//! its own, and so reclaims its own.
 
 use super::Settings;
 use super::direct::{self, Access};
-use super::log::{Log, Open, Place, Spill, State};
+use super::log::{Location, Log, OpenHead, Spill, State};
 use super::reclaim::{self, Candidate};
 use super::record::{self, Record};
 use super::segment::{self, Head, Segment};
@@ -23,50 +23,49 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// At most this part of a segment is carried over, so that reclaiming makes room.
-const CARRIED: u64 = 4;
-/// One in so many bytes of its capacity a log keeps when others have filled the disk: enough to be of use, and what others need
-/// more urgently they got from the rest.
-const KEPT: u64 = 4;
-/// By one in so many bytes of a segment it may be over that: segments are not all filled to their end, and one that goes is to
-/// be enough for one that comes.
-const SLACK: u64 = 8;
-/// One read and one write of what is carried over.
-const CARRY: u64 = 4 << 20;
+/// At most one part in so many of a segment is carried over, so that reclaiming frees space.
+const CARRIED_DIVISOR: u64 = 4;
+/// When others have filled the disk, the log retains one part in so many of its capacity.
+const RETAINED_DIVISOR: u64 = 4;
+/// The retained space may be exceeded by one part in so many of a segment: segments are not filled to their end, and
+/// one victim has to suffice for one new segment.
+const SLACK_DIVISOR: u64 = 8;
+/// Maximum length in bytes of one read and one write of carried over blocks.
+const CARRY_BYTES: u64 = 4 << 20;
 
-/// A segment that goes: no longer one of the log's, and still to be read.
-pub(super) struct Going {
+/// A victim: no longer part of the log, but still readable.
+pub(super) struct ReclaimingSegment {
     segment: Arc<Segment>,
-    /// What rests in it.
-    blocks: Vec<(Candidate, Place)>,
-    /// What of it stays, with its place.
-    stays: Vec<Move>,
-    /// Which of the others are worth handing over.
-    over: Vec<usize>,
+    /// Blocks that the index locates in the segment.
+    blocks: Vec<(Candidate, Location)>,
+    /// Blocks to carry over, with their space in the head.
+    carried_over: Vec<CarryOver>,
+    /// Indices of blocks in use that are not carried over but worth spilling.
+    to_spill: Vec<usize>,
 }
 
 /// Blocks that are copied together.
-struct Move {
+struct CarryOver {
     run: Run,
     head: Arc<Head>,
     at: u64,
 }
 
 impl Log {
-    /// Seals a group's head, begins a new one, and makes room so that the next roll finds some. For one at a time, without
-    /// the lock: the others write as soon as the new head is there.
+    /// Seals the head of a group, creates the next one, and frees space for the rotation after this one. Runs on one
+    /// thread at a time, without the lock; other writers go on as soon as the new head exists.
     ///
-    /// At most the first `carry` bytes of the new one are for what is carried over.
-    pub(super) fn roll(&self, group: u16, carry: u64) -> Result<(), StoreError> {
-        if self.rests() {
+    /// Blocks that are carried over get at most the first `carry` bytes of the new head.
+    pub(super) fn rotate(&self, group: u16, carry: u64) -> Result<(), StoreError> {
+        if self.in_cooldown() {
             return Err(StoreError::Busy);
         }
         let full = self.lock().heads.remove(&group);
-        // Sealed here, unless somebody still writes to it.
+        // This seals the segment, unless another thread still writes to it.
         drop(full);
-        self.begin(group, carry).map_err(|error| {
-            self.rest(&error);
-            self.suspect(&error);
+        self.start_head(group, carry).map_err(|error| {
+            self.start_cooldown(&error);
+            self.check_folder_after(&error);
             match error.kind() {
                 io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => StoreError::Full,
                 _ => StoreError::Io(error),
@@ -74,26 +73,26 @@ impl Log {
         })
     }
 
-    fn begin(&self, group: u16, carry: u64) -> io::Result<()> {
-        self.stands()?;
-        let before = self.taken();
-        let head = self.create(group)?;
+    fn start_head(&self, group: u16, carry: u64) -> io::Result<()> {
+        self.check_folder()?;
+        let before = self.used_bytes();
+        let head = self.create_segment(group)?;
         let number = head.segment().number();
-        // Asked before anything is chosen, which must then go.
-        let short = self.missing()? > 0;
-        let going = {
+        // Checked before victims are chosen, because those must then be deleted.
+        let short = self.missing_free_bytes()? > 0;
+        let victims = {
             let mut state = self.lock();
-            state.segments.retain(|_, segment| !segment.is_gone());
+            state.segments.retain(|_, segment| !segment.is_deleted());
             state.segments.insert(number, head.segment().clone());
-            // While space is short, nobody writes to the head before it is known that it may stay.
-            state.heads.insert(group, Open { head: head.clone(), end: 0, records: 0, reserved: short });
-            self.too_much(&mut state, group, carry)
+            // While space is short, the head is closed for writing until it is certain that it can be kept.
+            state.heads.insert(group, OpenHead { head: head.clone(), end: 0, records: 0, reserved: short });
+            self.select_victims(&mut state, group, carry)
         };
         if !short {
-            self.tell();
+            self.notify();
         }
-        for going in going {
-            self.give_up(&going);
+        for victim in victims {
+            self.reclaim(&victim);
         }
         if !short {
             return Ok(());
@@ -104,207 +103,212 @@ impl Log {
             (Ok(()), Some(open)) => {
                 open.reserved = false;
                 drop(state);
-                self.tell();
+                self.notify();
                 Ok(())
             }
             (made, _) => {
-                // Even what was carried over must go.
+                // The carried over blocks are lost too.
                 state.heads.remove(&group);
                 drop(state);
-                self.forget(head.segment());
-                segment::give_back(&self.io, &self.folder);
+                self.delete_segment(head.segment());
+                segment::delete_spare(&self.io, &self.folder);
                 made.and(Err(io::ErrorKind::NotConnected.into()))
             }
         }
     }
 
-    /// Gives segments up while less is free than the filesystem is to keep. A log that others have crowded out of their space
-    /// keeps a part of its own ([`KEPT`]) and writes on in that; it only does not grow.
+    /// Reclaims segments while the filesystem has less than `min_free_bytes` free. The log retains a part of its
+    /// capacity ([`RETAINED_DIVISOR`]) and continues to write in that space; it does not grow.
     fn make_room(&self, before: u64, carry: u64) -> io::Result<()> {
-        let kept = before.min(self.capacity() / KEPT);
+        let kept = before.min(self.capacity() / RETAINED_DIVISOR);
         loop {
-            let over = self.taken().saturating_sub(kept + self.settings.segment_bytes / SLACK);
-            let wanted = self.missing()?.min(over);
+            let over = self.used_bytes().saturating_sub(kept + self.settings.segment_bytes / SLACK_DIVISOR);
+            let wanted = self.missing_free_bytes()?.min(over);
             if wanted == 0 {
                 return Ok(());
             }
             let next = {
                 let mut state = self.lock();
-                let sealed = state.segments.values().filter(|segment| segment.is_sealed() && !segment.is_going());
-                // What would not suffice stays.
+                let sealed = state.segments.values().filter(|segment| segment.is_sealed() && !segment.is_reclaiming());
+                // If all sealed segments would not suffice, none is reclaimed.
                 let suffices = sealed.map(|segment| segment.bytes()).sum::<u64>() >= wanted;
-                suffices.then(|| self.next_to_go(&mut state, carry)).flatten()
+                suffices.then(|| self.next_victim(&mut state, carry)).flatten()
             };
-            let Some(going) = next else { return Err(io::ErrorKind::StorageFull.into()) };
-            self.give_up(&going);
+            let Some(victim) = next else { return Err(io::ErrorKind::StorageFull.into()) };
+            self.reclaim(&victim);
         }
     }
 
-    fn create(&self, group: u16) -> io::Result<Arc<Head>> {
+    fn create_segment(&self, group: u16) -> io::Result<Arc<Head>> {
         loop {
             #[cfg(test)]
-            self.shared.rig.write(self.volume)?;
+            self.shared.hooks.write(self.path)?;
             let number = self.shared.next.fetch_add(1, Ordering::Relaxed);
             let (bytes, keys) = (self.settings.segment_bytes, self.shared.keys.clone());
-            match Head::create(&self.folder, (number, group), bytes, self.access, &self.io, keys, &self.taken) {
+            match Head::create(&self.folder, (number, group), bytes, self.access, &self.io, keys, &self.used_bytes) {
                 Ok(head) => return Ok(Arc::new(head)),
                 Err(error) if matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded) => {
-                    // No room even for one more: the oldest goes, and nothing of it stays.
-                    let next = self.next_to_go(&mut self.lock(), 0);
-                    let Some(going) = next else { return Err(error) };
-                    self.give_up(&going);
+                    // There is no space for one more segment: the oldest one is reclaimed without carrying blocks
+                    // over.
+                    let next = self.next_victim(&mut self.lock(), 0);
+                    let Some(victim) = next else { return Err(error) };
+                    self.reclaim(&victim);
                 }
                 Err(error) => return Err(error),
             }
         }
     }
 
-    /// Bytes by which less is free than the filesystem is to keep, a spare given back.
-    fn missing(&self) -> io::Result<u64> {
+    /// Bytes missing to `min_free_bytes` of free space, after the spare was deleted.
+    fn missing_free_bytes(&self) -> io::Result<u64> {
         let free = || {
             #[cfg(test)]
-            if let Some(free) = self.shared.rig.free(self.taken()) {
+            if let Some(free) = self.shared.hooks.free(self.used_bytes()) {
                 return Ok(free);
             }
-            self.io.look(|| direct::free_bytes(&self.folder))
+            self.io.query(|| direct::free_bytes(&self.folder))
         };
         let missing = || -> io::Result<u64> { Ok(self.settings.min_free_bytes.saturating_sub(free()?)) };
         match missing()? {
             0 => Ok(0),
-            some if !segment::give_back(&self.io, &self.folder) => Ok(some),
+            some if !segment::delete_spare(&self.io, &self.folder) => Ok(some),
             _ => missing(),
         }
     }
 
-    /// What has to go so that a group has no more than it may have, and the next segment finds room.
-    fn too_much(&self, state: &mut State, group: u16, carry: u64) -> Vec<Going> {
+    /// Chooses victims until the group is within its limit and the next segment fits into the capacity.
+    fn select_victims(&self, state: &mut State, group: u16, carry: u64) -> Vec<ReclaimingSegment> {
         let Settings { capacity_bytes, segment_bytes, .. } = self.settings;
-        let most = self.division.bounds[usize::from(group)].maximum;
-        let mut going = Vec::new();
-        while has(state, group) > most {
-            let Some(next) = self.oldest_to_go(state, group, carry) else { break };
-            going.push(next);
+        let most = self.quotas.bounds[usize::from(group)].maximum;
+        let mut victims = Vec::new();
+        while bytes_of(state, group) > most {
+            let Some(next) = self.oldest_victim(state, group, carry) else { break };
+            victims.push(next);
         }
         let taken = |state: &State| -> u64 {
-            let stay = state.segments.values().filter(|segment| !segment.is_going());
-            stay.map(|segment| segment.bytes()).sum()
+            let remaining = state.segments.values().filter(|segment| !segment.is_reclaiming());
+            remaining.map(|segment| segment.bytes()).sum()
         };
         while taken(state) + segment_bytes > capacity_bytes {
-            let Some(next) = self.next_to_go(state, carry) else { break };
-            going.push(next);
+            let Some(next) = self.next_victim(state, carry) else { break };
+            victims.push(next);
         }
-        going
+        victims
     }
 
-    /// A segment of the group that is furthest over what it was promised, if there is a sealed one.
-    pub(super) fn next_to_go(&self, state: &mut State, carry: u64) -> Option<Going> {
-        let groups = (0..).zip(&self.division.bounds).map(|(group, bounds)| {
-            let gives = of(state, group).any(|segment| segment.is_sealed());
-            (*bounds, has(state, group), gives)
+    /// The oldest sealed segment of the group that is furthest over its guarantee.
+    pub(super) fn next_victim(&self, state: &mut State, carry: u64) -> Option<ReclaimingSegment> {
+        let groups = (0..).zip(&self.quotas.bounds).map(|(group, bounds)| {
+            let gives = segments_of(state, group).any(|segment| segment.is_sealed());
+            (*bounds, bytes_of(state, group), gives)
         });
         let payer = payer(groups)?;
-        self.oldest_to_go(state, payer as u16, carry)
+        self.oldest_victim(state, payer as u16, carry)
     }
 
-    /// The oldest segment of a group, if there is a sealed one. What stays of it takes its place in the group's head at
-    /// once, so that a discard that is noted later is found later in the log.
-    fn oldest_to_go(&self, state: &mut State, group: u16, carry: u64) -> Option<Going> {
-        let segment = of(state, group).find(|segment| segment.is_sealed())?.clone();
-        segment.go();
-        let mut going = Going { segment, blocks: Vec::new(), stays: Vec::new(), over: Vec::new() };
+    /// The oldest sealed segment of a group. The blocks to carry over get space in the head at once, so that a later
+    /// tombstone is also later in the log.
+    fn oldest_victim(&self, state: &mut State, group: u16, carry: u64) -> Option<ReclaimingSegment> {
+        let segment = segments_of(state, group).find(|segment| segment.is_sealed())?.clone();
+        segment.start_reclaiming();
+        let mut victim =
+            ReclaimingSegment { segment, blocks: Vec::new(), carried_over: Vec::new(), to_spill: Vec::new() };
         if carry > 0 {
-            self.choose(state.heads.get_mut(&group), carry, &mut going);
+            self.choose_carried_over(state.heads.get_mut(&group), carry, &mut victim);
         }
-        Some(going)
+        Some(victim)
     }
 
-    /// Chooses what of a segment stays, and what is worth handing over.
-    fn choose(&self, mut open: Option<&mut Open>, carry: u64, going: &mut Going) {
-        let number = going.segment.number();
-        let listing = going.segment.listing();
-        let blocks = listing.iter().filter(|(_, entry)| !entry.gone).filter_map(|(fingerprint, entry)| {
-            let place = self.shared.index.get(fingerprint, entry.name)?;
-            let bytes = record::span(u64::from(entry.length), self.access.grain());
-            let (name, parent, hot) = (entry.name, entry.parent, place.hot);
-            let pinned = self.shared.index.is_pinned(fingerprint, name);
-            let candidate = Candidate { fingerprint, name, parent, hot, pinned, bytes };
-            (self.is_in(&place, number) && place.offset == entry.offset).then_some((candidate, place))
+    /// Chooses the blocks of a victim to carry over, and those worth spilling.
+    fn choose_carried_over(&self, mut open: Option<&mut OpenHead>, carry: u64, victim: &mut ReclaimingSegment) {
+        let number = victim.segment.number();
+        let record_list = victim.segment.record_list();
+        let blocks = record_list.iter().filter(|(_, entry)| !entry.is_tombstone).filter_map(|(fingerprint, entry)| {
+            let location = self.shared.index.get(fingerprint, entry.hash)?;
+            let bytes = record::span(u64::from(entry.length), self.access.alignment());
+            let (hash, parent, hot) = (entry.hash, entry.parent, location.hot);
+            let pinned = self.shared.index.is_pinned(fingerprint, hash);
+            let candidate = Candidate { fingerprint, hash, parent, hot, pinned, bytes };
+            (self.is_in_segment(&location, number) && location.offset == entry.offset).then_some((candidate, location))
         });
-        going.blocks = blocks.collect();
-        drop(listing);
-        let candidates: Vec<Candidate> = going.blocks.iter().map(|(candidate, _)| *candidate).collect();
-        // Several segments may go in one roll.
-        let left = |open: &mut Open| carry.saturating_sub(open.end);
-        let part = self.settings.segment_bytes / CARRIED;
+        victim.blocks = blocks.collect();
+        drop(record_list);
+        let candidates: Vec<Candidate> = victim.blocks.iter().map(|(candidate, _)| *candidate).collect();
+        // One rotation may reclaim several segments.
+        let left = |open: &mut OpenHead| carry.saturating_sub(open.end);
+        let part = self.settings.segment_bytes / CARRIED_DIVISOR;
         let budget = open.as_deref_mut().map_or(0, left).min(part);
         let mut most = budget;
-        let (stay, runs) = loop {
-            let stay = reclaim::carried(&candidates, most);
-            let runs = going.runs(&stay);
-            // What is copied together takes whole blocks of the device.
+        let (carried, runs) = loop {
+            let carried = reclaim::carried(&candidates, most);
+            let runs = victim.runs(&carried);
+            // Each copied run takes whole device blocks.
             let takes: u64 = runs.iter().map(|run| (run.end() - run.start()).next_multiple_of(Access::BLOCK)).sum();
             if takes <= budget {
-                break (stay, runs);
+                break (carried, runs);
             }
             most = (u128::from(most) * u128::from(budget) / u128::from(takes)) as u64;
         };
-        going.over = reclaim::carried(&candidates, part.saturating_add(budget));
-        going.over.retain(|index| stay.binary_search(index).is_err());
+        victim.to_spill = reclaim::carried(&candidates, part.saturating_add(budget));
+        victim.to_spill.retain(|index| carried.binary_search(index).is_err());
         let Some(open) = open else { return };
-        let stays = runs.into_iter().map(|run| {
+        let carried_over = runs.into_iter().map(|run| {
             let at = open.take(run.end() - run.start(), run.wanted.len());
-            Move { run, head: open.head.clone(), at }
+            CarryOver { run, head: open.head.clone(), at }
         });
-        going.stays = stays.collect();
+        victim.carried_over = carried_over.collect();
     }
 
-    /// Copies what stays, hands over what somebody else wants, and forgets the rest.
-    pub(super) fn give_up(&self, going: &Going) {
-        // The rest first: what is offered meanwhile is stored anew, and not believed to rest.
-        let stays: HashSet<usize> =
-            going.stays.iter().flat_map(|stays| stays.run.wanted.iter().map(|wanted| wanted.index)).collect();
-        let goes = going.blocks.iter().enumerate().filter(|(index, _)| !stays.contains(index));
-        let goes = goes.map(|(_, (block, _))| (block.fingerprint, block.name));
-        self.shared.index.remove(goes, |place| self.is_in(place, going.segment.number()));
-        if let Err(error) = self.carry(going) {
+    /// Carries over and spills the chosen blocks, and deletes the segment.
+    pub(super) fn reclaim(&self, victim: &ReclaimingSegment) {
+        // The other blocks leave the index first, so that a store of one of them is not answered as already stored.
+        let carried_over: HashSet<usize> = victim
+            .carried_over
+            .iter()
+            .flat_map(|carried_over| carried_over.run.wanted.iter().map(|wanted| wanted.index))
+            .collect();
+        let goes = victim.blocks.iter().enumerate().filter(|(index, _)| !carried_over.contains(index));
+        let goes = goes.map(|(_, (block, _))| (block.fingerprint, block.hash));
+        self.shared.index.remove(goes, |location| self.is_in_segment(location, victim.segment.number()));
+        if let Err(error) = self.carry_over(victim) {
             tracing::warn!(folder = %self.folder.display(), %error, "cannot copy hot blocks to a new segment");
         }
-        self.forget(&going.segment);
+        self.delete_segment(&victim.segment);
     }
 
-    fn forget(&self, segment: &Segment) {
-        let (number, listing) = (segment.number(), std::mem::take(&mut *segment.listing()));
-        let blocks = listing.iter().map(|(fingerprint, entry)| (fingerprint, entry.name));
-        self.shared.index.remove(blocks, |place| self.is_in(place, number));
-        if let Err(error) = segment::retire(&self.io, &self.folder, number) {
+    fn delete_segment(&self, segment: &Segment) {
+        let (number, record_list) = (segment.number(), std::mem::take(&mut *segment.record_list()));
+        let blocks = record_list.iter().map(|(fingerprint, entry)| (fingerprint, entry.hash));
+        self.shared.index.remove(blocks, |location| self.is_in_segment(location, number));
+        if let Err(error) = segment::delete_keeping_spare(&self.io, &self.folder, number) {
             tracing::warn!(folder = %self.folder.display(), segment = number, %error, "cannot delete a segment");
         }
         segment.resize(0);
     }
 
-    fn carry(&self, going: &Going) -> io::Result<()> {
-        let number = going.segment.number();
+    fn carry_over(&self, victim: &ReclaimingSegment) -> io::Result<()> {
+        let number = victim.segment.number();
         let (mut unreadable, mut last) = (0, None);
-        for Move { run, head, at } in &going.stays {
-            // One bad place costs what lies in it.
-            let sound = match self.sound(going, run) {
-                Ok(sound) => sound,
+        for CarryOver { run, head, at } in &victim.carried_over {
+            // An unreadable run loses its own blocks only.
+            let valid = match self.read_valid(victim, run) {
+                Ok(valid) => valid,
                 Err(error) => {
                     (unreadable, last) = (unreadable + run.wanted.len(), Some(error));
                     continue;
                 }
             };
-            let records: Vec<Record<'_>> = sound.iter().map(Record::Block).collect();
+            let records: Vec<Record<'_>> = valid.iter().map(Record::Block).collect();
             let offsets = head.write(*at, &records, &self.shared.pool)?;
-            for (block, offset) in sound.iter().zip(offsets) {
-                let new = self.resting(block, head.segment(), offset);
-                let still = |place: &Place| self.is_in(place, number);
+            for (block, offset) in valid.iter().zip(offsets) {
+                let new = self.index_entry(block, head.segment(), offset);
+                let still = |location: &Location| self.is_in_segment(location, number);
                 self.shared.index.relocate(new.fingerprint, new.name, still, new.place);
             }
             if self.is_withdrawn() {
-                // Whoever withdrew did not find them in the head.
-                let blocks = sound.iter().map(|block| (block.header.fingerprint, block.header.name));
-                self.shared.index.remove(blocks, |place| self.is_in(place, head.segment().number()));
+                // `withdraw` did not find these blocks in the head.
+                let blocks = valid.iter().map(|block| (block.header.fingerprint, block.header.hash));
+                self.shared.index.remove(blocks, |location| self.is_in_segment(location, head.segment().number()));
             }
         }
         if let Some(error) = last {
@@ -314,12 +318,12 @@ impl Log {
             );
         }
         if let Some(Spill { wants, to }) = self.shared.spill.get() {
-            let wanted = |index: &&usize| wants(going.blocks[**index].0.fingerprint, going.blocks[**index].0.name);
-            let over: Vec<usize> = going.over.iter().filter(wanted).copied().collect();
-            for run in going.runs(&over) {
-                // What does not fit waits for nobody.
-                let sound = self.sound(going, &run).unwrap_or_default();
-                for block in sound {
+            let wanted = |index: &&usize| wants(victim.blocks[**index].0.fingerprint, victim.blocks[**index].0.hash);
+            let to_spill: Vec<usize> = victim.to_spill.iter().filter(wanted).copied().collect();
+            for run in victim.runs(&to_spill) {
+                // Blocks that do not fit into the channel are dropped.
+                let valid = self.read_valid(victim, &run).unwrap_or_default();
+                for block in valid {
                     let _ = to.try_send(block);
                 }
             }
@@ -327,36 +331,36 @@ impl Log {
         Ok(())
     }
 
-    /// The blocks of a run that are what they were.
-    fn sound(&self, going: &Going, run: &Run) -> io::Result<Vec<Block>> {
-        let records = run.wanted.iter().zip(self.read(going.segment.number(), run)?);
-        let sound = records.filter_map(|(wanted, record)| {
-            let candidate = going.blocks[wanted.index].0;
+    /// The blocks of a run that pass verification.
+    fn read_valid(&self, victim: &ReclaimingSegment, run: &Run) -> io::Result<Vec<Block>> {
+        let records = run.wanted.iter().zip(self.read(victim.segment.number(), run)?);
+        let valid = records.filter_map(|(wanted, record)| {
+            let candidate = victim.blocks[wanted.index].0;
             let read = record::block(&record?).ok()?;
-            read.check(candidate.name, candidate.fingerprint).ok()?;
+            read.check(candidate.hash, candidate.fingerprint).ok()?;
             Some(read)
         });
-        Ok(sound.collect())
+        Ok(valid.collect())
     }
 }
 
-impl Going {
-    /// Where some of the blocks lie.
+impl ReclaimingSegment {
+    /// The runs of records of some blocks.
     fn runs(&self, positions: &[usize]) -> Vec<Run> {
         let wanted = positions.iter().map(|&index| {
-            let (candidate, place) = &self.blocks[index];
-            Wanted { index, offset: u64::from(place.offset) * Access::UNIT, length: candidate.bytes }
+            let (candidate, location) = &self.blocks[index];
+            Wanted { index, offset: u64::from(location.offset) * Access::UNIT, length: candidate.bytes }
         });
-        coalesce::runs(wanted.collect(), 0, CARRY)
+        coalesce::runs(wanted.collect(), 0, CARRY_BYTES)
     }
 }
 
-/// A group's segments that are not given up, oldest first.
-fn of(state: &State, group: u16) -> impl Iterator<Item = &Arc<Segment>> {
-    state.segments.values().filter(move |segment| segment.group() == group && !segment.is_going())
+/// The segments of a group that are not being reclaimed, oldest first.
+fn segments_of(state: &State, group: u16) -> impl Iterator<Item = &Arc<Segment>> {
+    state.segments.values().filter(move |segment| segment.group() == group && !segment.is_reclaiming())
 }
 
-/// Bytes that a group's segments take.
-fn has(state: &State, group: u16) -> usize {
-    of(state, group).map(|segment| segment.bytes() as usize).sum()
+/// Bytes of a group's segments.
+fn bytes_of(state: &State, group: u16) -> usize {
+    segments_of(state, group).map(|segment| segment.bytes() as usize).sum()
 }

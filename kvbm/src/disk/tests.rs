@@ -1,4 +1,4 @@
-//! The disk tier: the contract, restarts and crashes, damage, room.
+//! Tests of the disk tier: the contract, restarts and crashes, corruption, space.
 
 use super::*;
 use crate::block::Verified;
@@ -20,121 +20,121 @@ mod space;
 mod stop;
 mod verify;
 
-/// What tests do to the devices: by path, the error that its writes and its reads meet, and what happens to operations on its
-/// files; how files are accessed, and how much space there is.
+/// Test hooks of a tier: errors of writes and reads by path, faults of file operations, the kind of access, and free
+/// space.
 #[derive(Clone, Default)]
-pub(super) struct Rig(Arc<Rigged>);
+pub(super) struct TestHooks(Arc<HooksState>);
 
 #[derive(Default)]
-struct Rigged {
+struct HooksState {
     writes: [AtomicI32; 4],
     data: [AtomicI32; 4],
     reads: [AtomicI32; 4],
     access: Mutex<Option<direct::Access>>,
     faults: [Faults; 4],
-    /// Bytes that others leave to the log, if not what the filesystem says.
+    /// Bytes that the filesystem leaves to the log, instead of the real value.
     space: Mutex<Option<u64>>,
 }
 
-impl Rig {
+impl TestHooks {
     pub(super) fn access(&self) -> Option<direct::Access> {
         *self.0.access.lock().unwrap()
     }
 
-    pub(super) fn faults(&self, volume: u8) -> Faults {
-        self.0.faults[usize::from(volume)].clone()
+    pub(super) fn faults(&self, path: u8) -> Faults {
+        self.0.faults[usize::from(path)].clone()
     }
 
-    /// What is free when the log takes so much.
+    /// Free bytes when the log uses `taken`.
     pub(super) fn free(&self, taken: u64) -> Option<u64> {
         self.0.space.lock().unwrap().map(|space| space.saturating_sub(taken))
     }
 
-    /// From now on others leave so many bytes to the log, those included that it has.
+    /// Leaves so many bytes to the log from now on, including those that it uses.
     pub(super) fn leave_space(&self, bytes: u64) {
         *self.0.space.lock().unwrap() = Some(bytes);
     }
 
-    pub(super) fn write(&self, volume: u8) -> io::Result<()> {
-        fault(&self.0.writes[usize::from(volume)])
+    pub(super) fn write(&self, path: u8) -> io::Result<()> {
+        fault(&self.0.writes[usize::from(path)])
     }
 
-    pub(super) fn write_data(&self, volume: u8) -> io::Result<()> {
-        self.write(volume)?;
-        fault(&self.0.data[usize::from(volume)])
+    pub(super) fn write_data(&self, path: u8) -> io::Result<()> {
+        self.write(path)?;
+        fault(&self.0.data[usize::from(path)])
     }
 
-    pub(super) fn read(&self, volume: u8) -> io::Result<()> {
-        fault(&self.0.reads[usize::from(volume)])
+    pub(super) fn read(&self, path: u8) -> io::Result<()> {
+        fault(&self.0.reads[usize::from(path)])
     }
 
-    /// From now on writes of this path fail; 0: no longer.
-    pub(super) fn fail_writes(&self, volume: u8, code: i32) {
-        self.0.writes[usize::from(volume)].store(code, Ordering::Relaxed);
+    /// Makes writes of this path fail from now on; 0 ends that.
+    pub(super) fn fail_writes(&self, path: u8, code: i32) {
+        self.0.writes[usize::from(path)].store(code, Ordering::Relaxed);
     }
 
-    /// The same of blocks alone: there is room for new files.
-    pub(super) fn fail_data(&self, volume: u8, code: i32) {
-        self.0.data[usize::from(volume)].store(code, Ordering::Relaxed);
+    /// Makes writes of blocks fail, while files can be created.
+    pub(super) fn fail_data(&self, path: u8, code: i32) {
+        self.0.data[usize::from(path)].store(code, Ordering::Relaxed);
     }
 
-    pub(super) fn fail_reads(&self, volume: u8, code: i32) {
-        self.0.reads[usize::from(volume)].store(code, Ordering::Relaxed);
+    pub(super) fn fail_reads(&self, path: u8, code: i32) {
+        self.0.reads[usize::from(path)].store(code, Ordering::Relaxed);
     }
 }
 
-/// What happens to the operations on the files of one path: the process ends after some of them, the device does not answer, or
-/// the code that asked panics.
+/// Faults of the file operations of one path: the process ends after some of them, the device does not answer, or the
+/// caller panics.
 #[derive(Clone, Default)]
 pub(super) struct Faults(Arc<(Mutex<FaultsState>, Condvar)>);
 
 #[derive(Default)]
 struct FaultsState {
-    /// Operations that changed the folder since [`Faults::end_after`].
+    /// Changing operations since [`Faults::end_after`].
     changes: usize,
-    end: Option<(usize, Part)>,
+    end: Option<(usize, Progress)>,
     ended: bool,
     held: bool,
-    /// Those that change the folder are.
+    /// Only operations that change the folder are held.
     changes_held: bool,
-    /// Operations that wait because of that.
+    /// Number of operations that are being held.
     waiting: usize,
     panics: usize,
 }
 
-/// How much of the last operation of a process is done.
+/// How much of the last operation of a process is executed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Part {
+pub(super) enum Progress {
     Nothing,
-    /// Of a write; nothing of anything else.
+    /// Half of a write; nothing of another operation.
     Half,
     All,
 }
 
 impl Faults {
-    /// The process ends after so many more operations that change its folder, with a part of the next one done: all that
-    /// follow fail.
-    pub(super) fn end_after(&self, changes: usize, part: Part) {
+    /// Ends the process after so many more operations that change its folder, during the next one. All later ones
+    /// fail.
+    pub(super) fn end_after(&self, changes: usize, progress: Progress) {
         let mut state = self.state();
-        (state.changes, state.end, state.ended) = (0, Some((changes, part)), false);
+        (state.changes, state.end, state.ended) = (0, Some((changes, progress)), false);
     }
 
-    /// Whether the process came that far, and so ended.
+    /// Whether the process has ended.
     pub(super) fn has_ended(&self) -> bool {
         self.state().ended
     }
 
-    /// Holds up every operation until [`Faults::release`].
+    /// Holds every operation until [`Faults::release`].
     pub(super) fn hold(&self) {
         self.state().held = true;
     }
 
-    /// Holds up every operation that changes the folder until [`Faults::release`].
+    /// Holds every operation that changes the folder until [`Faults::release`].
     pub(super) fn hold_changes(&self) {
         self.state().changes_held = true;
     }
 
-    /// Blocks until an operation is held up.
+    /// Blocks until an operation is held.
     pub(super) fn wait_for_a_held_operation(&self) {
         drop(self.0.1.wait_while(self.state(), |state| state.waiting == 0).unwrap());
     }
@@ -146,13 +146,13 @@ impl Faults {
         self.0.1.notify_all();
     }
 
-    /// The next operation panics.
+    /// Makes the next operation panic.
     pub(super) fn panic_once(&self) {
         self.state().panics = 1;
     }
 
-    /// Before an operation that changes nothing.
-    pub(super) fn look(&self) {
+    /// Called before an operation that changes nothing.
+    pub(super) fn query(&self) {
         self.wait(|state| state.held);
     }
 
@@ -172,11 +172,11 @@ impl Faults {
         state.waiting -= 1;
     }
 
-    pub(super) fn change<T>(&self, work: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+    pub(super) fn mutate<T>(&self, work: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
         self.wait(|state| state.held || state.changes_held);
         match self.next() {
             None => work(),
-            Some(Part::All) => work().and(Err(Self::ended())),
+            Some(Progress::All) => work().and(Err(Self::ended())),
             Some(_) => Err(Self::ended()),
         }
     }
@@ -185,23 +185,23 @@ impl Faults {
         self.wait(|state| state.held || state.changes_held);
         let done = match self.next() {
             None => return file.write_all_at(bytes, at),
-            Some(Part::Nothing) => 0,
-            Some(Part::Half) => bytes.len() / 2 / 512 * 512,
-            Some(Part::All) => bytes.len(),
+            Some(Progress::Nothing) => 0,
+            Some(Progress::Half) => bytes.len() / 2 / 512 * 512,
+            Some(Progress::All) => bytes.len(),
         };
         file.write_all_at(&bytes[..done], at).and(Err(Self::ended()))
     }
 
-    /// How much of the next operation is done, if not all of it and what follows.
-    fn next(&self) -> Option<Part> {
+    /// How much of the next operation is executed, if the process ends in it or has ended.
+    fn next(&self) -> Option<Progress> {
         let mut state = self.state();
         if state.ended {
-            return Some(Part::Nothing);
+            return Some(Progress::Nothing);
         }
-        let (end, part) = state.end?;
+        let (end, progress) = state.end?;
         state.changes += 1;
         state.ended = state.changes > end;
-        state.ended.then_some(part)
+        state.ended.then_some(progress)
     }
 
     fn ended() -> io::Error {
@@ -220,40 +220,40 @@ fn fault(code: &AtomicI32) -> io::Result<()> {
     }
 }
 
-/// A tier on one path whose files are accessed like this.
+/// A tier on one path with this kind of access.
 fn open_accessing(folder: &Path, access: direct::Access) -> Arc<DiskTier> {
-    let rig = Rig::default();
-    *rig.0.access.lock().unwrap() = Some(access);
-    open_rigged(folder, settings(), rig)
+    let hooks = TestHooks::default();
+    *hooks.0.access.lock().unwrap() = Some(access);
+    open_with_hooks(folder, settings(), hooks)
 }
 
-/// A tier on one path to which something is done from its first moment on.
-fn open_rigged(folder: &Path, settings: Settings, rig: Rig) -> Arc<DiskTier> {
-    let tier = claim_rigged(folder, settings, rig);
+/// A tier on one path with test hooks.
+fn open_with_hooks(folder: &Path, settings: Settings, hooks: TestHooks) -> Arc<DiskTier> {
+    let tier = open_logs_with_hooks(folder, settings, hooks);
     tier.recover();
     tier
 }
 
-/// The same before it is recovered.
-fn claim_rigged(folder: &Path, settings: Settings, rig: Rig) -> Arc<DiskTier> {
+/// A tier on one path with test hooks, before its recovery.
+fn open_logs_with_hooks(folder: &Path, settings: Settings, hooks: TestHooks) -> Arc<DiskTier> {
     let index = Arc::new(Index::new(Level::G3, Arc::new(EventLog::new(Epoch(1)))));
     let shared = Shared {
         index,
         next: Arc::default(),
-        pool: Pool::default(),
+        pool: BufferPool::default(),
         paths: 1,
-        division: crate::tier::Division::default(),
+        quotas: crate::tier::Division::default(),
         capacity: settings.capacity_bytes,
-        damaged: Arc::default(),
+        corruption: Arc::default(),
         max_block: Arc::new(Header::MAX_LENGTH.into()),
         keys: None,
         spill: Arc::default(),
-        rig,
+        hooks,
     };
-    DiskTier::claim_sharing(&[(folder.to_owned(), settings)], shared).unwrap()
+    DiskTier::open_logs(&[(folder.to_owned(), settings)], shared).unwrap()
 }
 
-/// Small enough that a test meets several segments.
+/// Settings with small segments, so that a test fills several.
 pub(super) fn settings() -> Settings {
     Settings { capacity_bytes: 64 << 20, segment_bytes: 64 << 10, min_free_bytes: 0 }
 }
@@ -267,7 +267,7 @@ pub(super) fn open(folder: &Path) -> (Arc<DiskTier>, Arc<EventLog>) {
     open_with(folder, settings())
 }
 
-/// Waits until nothing is left to write, discards included.
+/// Waits until all blocks and tombstones are written.
 pub(super) async fn idle(tier: &DiskTier) {
     while tier.logs().iter().flatten().any(|log| !log.queue.is_idle()) {
         tokio::time::sleep(Duration::from_millis(1)).await;
@@ -298,32 +298,33 @@ fn subject(settings: Settings) -> Subject {
 conformance::suite!(async || subject(settings()));
 
 #[tokio::test]
-async fn the_budget_holds() {
+async fn the_capacity_holds() {
     let capacity_bytes = 400_000;
     conformance::older_blocks_make_room_and_the_budget_holds(subject(Settings { capacity_bytes, ..settings() })).await;
 }
 
 #[tokio::test]
-async fn a_second_owner_is_told_whose_folder_it_is() {
+async fn a_second_open_names_the_folder_and_its_owner() {
     let folder = tempfile::tempdir().unwrap();
     let (first, _) = open(folder.path());
     let refused = DiskTier::open(folder.path(), settings(), Arc::new(EventLog::new(Epoch(2)))).err().unwrap();
-    let told = refused.to_string();
-    assert!(told.contains(folder.path().to_str().unwrap()) && told.contains(&std::process::id().to_string()), "{told}");
+    let message = refused.to_string();
+    assert!(message.contains(folder.path().to_str().unwrap()), "{message}");
+    assert!(message.contains(&std::process::id().to_string()), "{message}");
     drop(first);
     open(folder.path());
 }
 
 #[tokio::test]
-async fn a_capacity_without_room_for_segments_is_refused() {
+async fn a_capacity_below_the_minimum_is_rejected() {
     let folder = tempfile::tempdir().unwrap();
-    let settings = Settings { capacity_bytes: 4 * Settings::SEGMENT_BYTES_MIN - 1, ..settings() };
+    let settings = Settings { capacity_bytes: 4 * Settings::MIN_SEGMENT_BYTES - 1, ..settings() };
     let refused = DiskTier::open(folder.path(), settings, Arc::new(EventLog::new(Epoch(1))));
     assert!(matches!(refused, Err(OpenError::TooSmall { .. })));
 }
 
 #[tokio::test]
-async fn a_block_larger_than_a_segment_is_refused_and_the_rest_is_stored() {
+async fn a_block_larger_than_a_segment_is_rejected_alone() {
     let folder = tempfile::tempdir().unwrap();
     let (tier, _) = open(folder.path());
     let large = chain_of(fingerprint(), 1, 1, 70_000);
@@ -333,7 +334,7 @@ async fn a_block_larger_than_a_segment_is_refused_and_the_rest_is_stored() {
 }
 
 #[tokio::test]
-async fn everything_goes_through_the_page_cache_where_direct_access_is_refused() {
+async fn buffered_access_works_where_direct_access_is_rejected() {
     let folder = tempfile::tempdir().unwrap();
     let tier = open_accessing(folder.path(), direct::Access::Buffered);
     let blocks = chain(1, 100);
@@ -345,30 +346,30 @@ async fn everything_goes_through_the_page_cache_where_direct_access_is_refused()
 }
 
 #[tokio::test]
-async fn a_log_of_a_finer_grain_is_read_on_a_coarser_device() {
+async fn a_log_with_a_finer_alignment_than_the_device_is_read() {
     let folder = tempfile::tempdir().unwrap();
     let blocks = chain(1, 50);
     let (tier, _) = open(folder.path());
     store(&*tier, blocks.clone()).await;
     drop(tier);
-    let tier = open_accessing(folder.path(), direct::Access::Direct { grain: 4096 });
+    let tier = open_accessing(folder.path(), direct::Access::Direct { alignment: 4096 });
     assert!(all(&load(&*tier, fingerprint(), names(&blocks)).await));
 }
 
 #[tokio::test]
-async fn payloads_that_lie_well_in_memory_and_others_are_what_they_were() {
+async fn aligned_and_unaligned_payloads_round_trip() {
     let folder = tempfile::tempdir().unwrap();
     let settings = Settings { segment_bytes: 16 << 20, ..settings() };
     let (tier, _) = open_with(folder.path(), settings);
     let memory: bytes::Bytes = (0..2 << 20).map(|at: u32| (at / 7 + at / 4099) as u8).collect();
     let page = memory.as_ptr().align_offset(4096);
-    // Whole sectors at a page, at a sector, beside one; parts of a sector; what is too small to be worth it.
+    // Whole sectors at the start of a page, at a sector, and unaligned; parts of a sector; small payloads.
     let mib = 1 << 20;
     let shapes = [(0, mib), (512, mib + 4_096), (1_024, mib + 512), (16, mib), (0, mib + 1), (8_192, 512), (0, 73_728)];
-    let lies = |n: usize| shapes.map(|(at, length)| memory.slice(page + at + n * 512..page + at + n * 512 + length));
-    let payloads = (0..3).flat_map(lies);
+    let slices = |n: usize| shapes.map(|(at, length)| memory.slice(page + at + n * 512..page + at + n * 512 + length));
+    let payloads = (0..3).flat_map(slices);
     let seal = |(block, payload): (crate::block::Block, bytes::Bytes)| {
-        crate::block::Block::seal(block.header.name, block.header.parent, fingerprint(), payload)
+        crate::block::Block::new(block.header.hash, block.header.parent, fingerprint(), payload)
     };
     let blocks: Vec<_> = chain(1, 3 * shapes.len()).into_iter().zip(payloads).map(seal).collect();
     store(&*tier, blocks.clone()).await;
@@ -383,5 +384,5 @@ async fn payloads_that_lie_well_in_memory_and_others_are_what_they_were() {
     assert_eq!(held(&tier).await, blocks.len());
     let image = crashed(folder.path());
     let (scanned, _) = open_with(image.path(), settings);
-    assert_eq!((held(&scanned).await, scanned.damaged()), (blocks.len(), 0));
+    assert_eq!((held(&scanned).await, scanned.corrupt_ranges()), (blocks.len(), 0));
 }

@@ -1,12 +1,12 @@
-//! Reads every record of a log that no process uses, and compares each with its checksums. Changes no segment.
+//! Verifies the checksums of all records of a log that no process uses. Changes no segment.
 //!
-//! A sealed segment is read record by record as its footer lists them; one without a sound footer is scanned, as recovery does.
-//! The folder is owned meanwhile, so that no process starts to write to it.
+//! Sealed segments are read record by record as the footer lists them; a segment without a valid footer is scanned.
+//! The folder is locked meanwhile, so that no process starts to write to it.
 
 use super::direct::Access;
 use super::file_io::FileIo;
-use super::footer::{Entry, Listing};
-use super::lock::{self, Owner};
+use super::footer::{Entry, RecordList};
+use super::lock::{self, FolderLock};
 use super::recover::{Footer, footer, scan};
 use super::{OpenError, record, segment};
 use crate::block::{DomainId, Fingerprint, Header, KeyId};
@@ -45,87 +45,95 @@ pub struct Verification {
 }
 
 impl Verification {
-    /// Whether nothing is damaged.
-    pub fn is_sound(&self) -> bool {
+    /// Whether the log has no corruption.
+    pub fn is_intact(&self) -> bool {
         self.corrupt_blocks + self.corrupt_ranges + self.corrupt_footers + self.unreadable_segments == 0
     }
 }
 
-/// Reads all segments of the log in a folder; `None` when there is no log. `progress` gets the number of segments that were
-/// read and that of all. Blocks for the time that this takes.
+/// Verifies all segments of the log in a folder; `None` when there is no log. `progress` gets the number of segments
+/// that were read and the total. Blocks the calling thread.
 ///
 /// # Errors
 /// [`OpenError::Owned`] while a process serves from the folder, [`OpenError::Io`] when the folder cannot be used.
 pub fn verify(folder: &Path, progress: impl Fn(u64, u64)) -> Result<Option<Verification>, OpenError> {
     let failed = |source| OpenError::Io { path: folder.to_owned(), source };
-    if lock::look(folder).map_err(failed)?.is_none() {
+    if lock::inspect(folder).map_err(failed)?.is_none() {
         return Ok(None);
     }
-    let _owner = Owner::claim(folder)?;
-    let mut seen = Verification { folder: folder.to_owned(), ..Verification::default() };
+    let _owner = FolderLock::acquire(folder)?;
+    let mut report = Verification { folder: folder.to_owned(), ..Verification::default() };
     let numbers = segment::numbers(folder).map_err(failed)?;
     for &number in &numbers {
         let path = segment::path(folder, number);
-        if let Err(error) = read(&path, number, &mut seen) {
-            seen.unreadable_segments += 1;
+        if let Err(error) = read(&path, number, &mut report) {
+            report.unreadable_segments += 1;
             tracing::warn!(segment = %path.display(), %error, "cannot read a segment");
         }
-        seen.segments += 1;
-        progress(seen.segments, numbers.len() as u64);
+        report.segments += 1;
+        progress(report.segments, numbers.len() as u64);
     }
-    Ok(Some(seen))
+    Ok(Some(report))
 }
 
-fn read(path: &Path, number: u32, seen: &mut Verification) -> io::Result<()> {
+fn read(path: &Path, number: u32, report: &mut Verification) -> io::Result<()> {
     let (io, file) = (FileIo::default(), File::open(path)?);
     let length = file.metadata()?.len();
-    seen.bytes += length;
-    let listing = match footer(&io, &file, length, number, None)? {
-        Footer::Sound(listing) => listing,
+    report.bytes += length;
+    let record_list = match footer(&io, &file, length, number, None)? {
+        Footer::Valid(record_list) => record_list,
         other => {
-            // What the scan lists it has verified; reading it again costs little, and tells the keys.
+            // The scan has verified these records; reading them again collects the data keys.
             let scanned = scan(&io, &file, length, number, None)?;
-            if scanned.footer || matches!(other, Footer::Damaged) {
-                seen.corrupt_footers += 1;
+            if scanned.has_corrupt_footer || matches!(other, Footer::Corrupt) {
+                report.corrupt_footers += 1;
                 tracing::warn!(segment = %path.display(), "footer is corrupt");
             } else {
-                seen.unsealed_segments += 1;
+                report.unsealed_segments += 1;
             }
-            if scanned.stretches > 0 {
-                seen.corrupt_ranges += scanned.stretches;
-                tracing::warn!(segment = %path.display(), corrupt_ranges = scanned.stretches, "segment is corrupt");
+            if scanned.corrupt_ranges > 0 {
+                report.corrupt_ranges += scanned.corrupt_ranges;
+                tracing::warn!(
+                    segment = %path.display(), corrupt_ranges = scanned.corrupt_ranges, "segment is corrupt"
+                );
             }
-            scanned.listing
+            scanned.record_list
         }
     };
-    records(&file, length, &listing, path, seen)
+    records(&file, length, &record_list, path, report)
 }
 
-fn records(file: &File, length: u64, listing: &Listing, path: &Path, seen: &mut Verification) -> io::Result<()> {
-    let mut unsound = 0;
-    for (domain, fingerprint, entry) in listing.records().filter(|(.., entry)| !entry.gone) {
+fn records(
+    file: &File,
+    length: u64,
+    record_list: &RecordList,
+    path: &Path,
+    report: &mut Verification,
+) -> io::Result<()> {
+    let mut corrupt = 0;
+    for (domain, fingerprint, entry) in record_list.records().filter(|(.., entry)| !entry.is_tombstone) {
         match block(file, length, fingerprint, entry)? {
             Some(header) => {
-                seen.valid_blocks += 1;
+                report.valid_blocks += 1;
                 if let Some(key) = header.key {
-                    *seen.keys.entry((domain, key)).or_default() += 1;
+                    *report.keys.entry((domain, key)).or_default() += 1;
                 }
             }
-            None => unsound += 1,
+            None => corrupt += 1,
         }
     }
-    if unsound > 0 {
-        seen.corrupt_blocks += unsound;
-        tracing::warn!(segment = %path.display(), corrupt_blocks = unsound, "blocks are corrupt");
+    if corrupt > 0 {
+        report.corrupt_blocks += corrupt;
+        tracing::warn!(segment = %path.display(), corrupt_blocks = corrupt, "blocks are corrupt");
     }
     Ok(())
 }
 
-/// Reads one block. Returns its header; `None` when the block is damaged.
+/// Reads and verifies one block. Returns its header, or `None` when the block is corrupt.
 fn block(file: &File, length: u64, fingerprint: Fingerprint, entry: &Entry) -> io::Result<Option<Header>> {
     let at = u64::from(entry.offset) * Access::UNIT;
     let span = record::span(u64::from(entry.length), Access::UNIT);
-    // Checked before memory is taken: the file bounds what a footer may claim.
+    // Checked before memory is allocated: a footer may claim any length.
     let Some(span) = at.checked_add(span).filter(|end| *end <= length).and(usize::try_from(span).ok()) else {
         return Ok(None);
     };
@@ -133,6 +141,6 @@ fn block(file: &File, length: u64, fingerprint: Fingerprint, entry: &Entry) -> i
     file.read_exact_at(&mut bytes, at)?;
     let block = record::block(&Bytes::from(bytes)).ok();
     let block = block.filter(|block| block.header.length == u64::from(entry.length));
-    let sound = block.filter(|block| block.check(entry.name, fingerprint).is_ok());
-    Ok(sound.map(|block| block.header))
+    let valid = block.filter(|block| block.check(entry.hash, fingerprint).is_ok());
+    Ok(valid.map(|block| block.header))
 }

@@ -2,7 +2,7 @@
 
 use super::{Announced, Epoch, bit};
 use crate::block::{Level, SequenceHash};
-use crate::table::ByName;
+use crate::table::BlockMap;
 use serde::{Deserialize, Serialize};
 
 /// All that an owner has announced, as of a number.
@@ -39,7 +39,7 @@ const NONE: u32 = u32::MAX;
 
 /// Lays blocks in runs, one level after the other: parents before their children.
 pub(super) fn runs(mut blocks: Vec<(SequenceHash, Announced)>) -> Vec<Run> {
-    let places: ByName<u32> = blocks.iter().zip(0..).map(|((name, _), at)| (*name, at)).collect();
+    let places: BlockMap<u32> = blocks.iter().zip(0..).map(|((name, _), at)| (*name, at)).collect();
     let place = |parent: Option<SequenceHash>| parent.and_then(|parent| places.get(&parent)).copied().unwrap_or(NONE);
     let parents: Vec<u32> = blocks.iter().map(|(_, known)| place(known.parent)).collect();
     drop(places);

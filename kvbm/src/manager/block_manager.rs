@@ -9,7 +9,7 @@ use super::onboard::load::LoadJob;
 use super::peer::Peer;
 use super::shared::Core;
 use super::throughput::TierThroughput;
-use crate::block::{Clock, Custody, DomainId, Level, Retention, SequenceHash};
+use crate::block::{BlockAttrs, Clock, DomainId, Level, Retention, SequenceHash};
 use crate::event::{Census, EventLog};
 use crate::log_limit::LogLimit;
 use crate::metrics::Metrics;
@@ -165,8 +165,8 @@ impl BlockManager {
     }
 
     /// The attributes of a block of `domain` that is completed now by a request with this retention.
-    pub fn custody(&self, domain: DomainId, retention: &Retention) -> Custody {
-        Custody { domain, keep: retention.from(self.0.core.clock.now()) }
+    pub fn attrs(&self, domain: DomainId, retention: &Retention) -> BlockAttrs {
+        BlockAttrs { domain, retention: retention.from(self.0.core.clock.now()) }
     }
 
     /// Makes a block findable by hash and queues it for the tiers below. For a hash that is cached already, returns
@@ -194,16 +194,16 @@ impl BlockManager {
     /// found blocks of another request.
     pub fn extend_retention(&self, hashes: &[SequenceHash], retention: &Retention) {
         let core = &self.0.core;
-        let keep = retention.from(core.clock.now());
-        let changed = core.pool.extend_retention(hashes.iter().copied(), keep);
+        let retention = retention.from(core.clock.now());
+        let changed = core.pool.extend_retention(hashes.iter().copied(), retention);
         if changed.is_empty() {
             return;
         }
         if let Some(host) = &core.host {
-            host.extend_retention(&changed.iter().map(|(hash, _)| *hash).collect::<Vec<_>>(), keep);
+            host.extend_retention(&changed.iter().map(|(hash, _)| *hash).collect::<Vec<_>>(), retention);
         }
-        let newly_stored = changed.iter().filter(|(_, before)| keep.store && !before.keep.store);
-        let request = |&(hash, Custody { domain, .. }): &(SequenceHash, Custody)| OffloadRequest { hash, domain };
+        let newly_stored = changed.iter().filter(|(_, before)| retention.store && !before.retention.store);
+        let request = |&(hash, BlockAttrs { domain, .. }): &(SequenceHash, BlockAttrs)| OffloadRequest { hash, domain };
         self.0.enqueue(&newly_stored.map(request).collect::<Vec<_>>());
     }
 
@@ -344,11 +344,10 @@ impl Inner {
 
     /// Queues blocks that may be stored. `which`: selects blocks by position.
     pub(super) fn offload(&self, blocks: &CachedBlocks, which: impl Fn(usize) -> bool) {
-        let custody = blocks.custody();
-        let wanted = |at: &usize| which(*at) && custody[*at].keep.store;
+        let attrs = blocks.attrs();
+        let wanted = |at: &usize| which(*at) && attrs[*at].retention.store;
         let stored = blocks.iter().enumerate().filter(|(at, _)| wanted(at));
-        let request =
-            |(at, block): (usize, &BlockRef)| OffloadRequest { hash: block.hash(), domain: custody[at].domain };
+        let request = |(at, block): (usize, &BlockRef)| OffloadRequest { hash: block.hash(), domain: attrs[at].domain };
         self.enqueue(&stored.map(request).collect::<Vec<_>>());
     }
 

@@ -5,18 +5,18 @@
 //! evict other blocks from G1.
 
 use crate::block::SequenceHash;
-use crate::table::{ByName, NameSet};
+use crate::table::{BlockMap, BlockSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use tokio::sync::watch;
 
 /// The claimed blocks of one G1, each with the progress of the load that claimed it.
 #[derive(Default)]
-pub(super) struct InflightLoads(Mutex<ByName<watch::Receiver<()>>>);
+pub(super) struct InflightLoads(Mutex<BlockMap<watch::Receiver<()>>>);
 
 /// The exclusive right to load some blocks. Dropping it tells followers that the load has ended.
 pub(super) struct LoadClaim<'a> {
     loads: &'a InflightLoads,
-    claimed: NameSet,
+    claimed: BlockSet,
     progress: watch::Sender<()>,
 }
 
@@ -37,13 +37,17 @@ impl InflightLoads {
         self.claim_free(self.lock(), hashes)
     }
 
-    fn claim_free(&self, loads: MutexGuard<'_, ByName<watch::Receiver<()>>>, hashes: &[SequenceHash]) -> LoadClaim<'_> {
-        let mut claim = LoadClaim { loads: self, claimed: NameSet::default(), progress: watch::Sender::new(()) };
+    fn claim_free(
+        &self,
+        loads: MutexGuard<'_, BlockMap<watch::Receiver<()>>>,
+        hashes: &[SequenceHash],
+    ) -> LoadClaim<'_> {
+        let mut claim = LoadClaim { loads: self, claimed: BlockSet::default(), progress: watch::Sender::new(()) };
         claim.add(loads, hashes);
         claim
     }
 
-    fn lock(&self) -> MutexGuard<'_, ByName<watch::Receiver<()>>> {
+    fn lock(&self) -> MutexGuard<'_, BlockMap<watch::Receiver<()>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -54,7 +58,7 @@ impl LoadClaim<'_> {
         self.add(self.loads.lock(), hashes);
     }
 
-    fn add(&mut self, mut loads: MutexGuard<'_, ByName<watch::Receiver<()>>>, hashes: &[SequenceHash]) {
+    fn add(&mut self, mut loads: MutexGuard<'_, BlockMap<watch::Receiver<()>>>, hashes: &[SequenceHash]) {
         for hash in hashes {
             loads.entry(*hash).or_insert_with(|| {
                 self.claimed.insert(*hash);
@@ -65,7 +69,7 @@ impl LoadClaim<'_> {
 
     /// Gives the claimed blocks up, so that another load may claim them.
     pub(super) fn release(&mut self) {
-        *self = Self { loads: self.loads, claimed: NameSet::default(), progress: watch::Sender::new(()) };
+        *self = Self { loads: self.loads, claimed: BlockSet::default(), progress: watch::Sender::new(()) };
     }
 
     /// Tells followers that more of the blocks are in G1.

@@ -19,7 +19,7 @@ use super::shared::Core;
 use crate::block::{Block, Level};
 use crate::metrics::Direction;
 use crate::pool::HostTier;
-use crate::table::NameSet;
+use crate::table::BlockSet;
 use crate::tier::{Shares, StoreError, Tier};
 use batching::Batcher;
 pub(super) use fair_queue::OffloadRequest;
@@ -162,7 +162,7 @@ impl Core {
             self.metrics.moved(Level::G2, Direction::Offload, bytes as u64, start.elapsed());
         }
         if stored.len() < wanted {
-            let stored: NameSet = stored.into_iter().collect();
+            let stored: BlockSet = stored.into_iter().collect();
             requests.retain(|request| stored.contains(&request.hash));
         }
         requests

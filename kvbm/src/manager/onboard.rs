@@ -11,7 +11,7 @@ use super::block_manager::Inner;
 use super::locate::{locate, located_len};
 use crate::block::{Level, SequenceHash};
 use crate::pool::{BlockRef, CachedBlocks};
-use crate::table::ByName;
+use crate::table::BlockMap;
 use futures::FutureExt;
 use load::{LoadJob, Loading};
 use phase::{Phase, Wait, WaitStart};
@@ -49,7 +49,7 @@ struct State {
     computed: usize,
     /// `None` once the handle was dropped: then blocks that arrive are not held.
     held: Option<CachedBlocks>,
-    loaded_from: ByName<Level>,
+    loaded_from: BlockMap<Level>,
     /// The loaded blocks were queued for the tiers that may lack them.
     offloaded: bool,
 }
@@ -60,7 +60,7 @@ impl Onboarding {
             phase: Phase::default(),
             computed: 0,
             held: Some(CachedBlocks::default()),
-            loaded_from: ByName::default(),
+            loaded_from: BlockMap::default(),
             offloaded: false,
         };
         let shared = Arc::new(Shared { state: Mutex::new(state), started: Notify::new(), wake });

@@ -33,8 +33,8 @@ impl Core {
     /// Copies a block out of device memory and seals it. Blocks for the time of the copy.
     pub(super) fn read(&self, held: &CachedBlock) -> Block {
         let mut bytes = vec![0; self.device.block_bytes()];
-        let (length, fingerprint, custody) = (bytes.len(), self.device.fingerprint(), held.custody());
-        let header = Header::seal_along(held.hash(), held.parent(), fingerprint, custody, length, |observe| {
+        let (length, fingerprint, attrs) = (bytes.len(), self.device.fingerprint(), held.attrs());
+        let header = Header::new_while_copying(held.hash(), held.parent(), fingerprint, attrs, length, |observe| {
             self.device.read_observed(held.slot(), &mut bytes, observe);
         });
         Block { header, payload: Bytes::from(bytes) }

@@ -2,7 +2,7 @@
 
 use super::plan::WaitBudget;
 use super::{BlockManager, Onboarding, Recompute};
-use crate::block::{Block, Clock, Custody, Date, DomainId, Fingerprint, Level, Retention, SequenceHash};
+use crate::block::{Block, BlockAttrs, Clock, Date, DomainId, Fingerprint, Level, Retention, SequenceHash};
 use crate::event::{Epoch, EventLog};
 use crate::metrics::Metrics;
 use crate::pool::device::conformance::InMemory;
@@ -75,14 +75,14 @@ impl Harness {
 
     /// Computes the chain of `range` and registers it.
     fn compute(&self, range: std::ops::Range<usize>) -> CachedBlocks {
-        self.compute_for(range, Custody::default())
+        self.compute_for(range, BlockAttrs::default())
     }
 
-    fn compute_for(&self, range: std::ops::Range<usize>, custody: Custody) -> CachedBlocks {
+    fn compute_for(&self, range: std::ops::Range<usize>, attrs: BlockAttrs) -> CachedBlocks {
         let slots = self.manager.allocate(range.len()).unwrap();
         let full = slots.into_iter().zip(range).map(|(slot, n)| {
             self.device.write(slot.slot(), &content(hash(n)));
-            slot.complete(hash(n), n.checked_sub(1).map(hash), custody)
+            slot.complete(hash(n), n.checked_sub(1).map(hash), attrs)
         });
         self.manager.register_all(full.collect())
     }
@@ -132,7 +132,7 @@ fn placed(level: Level, latency_ms: u64, per_block_ms: u64) -> Arc<PlacedTier> {
 
 impl PlacedTier {
     async fn fill(&self, range: std::ops::Range<usize>) {
-        let block = |n: usize| Block::seal(hash(n), n.checked_sub(1).map(hash), fingerprint(), content(hash(n)).into());
+        let block = |n: usize| Block::new(hash(n), n.checked_sub(1).map(hash), fingerprint(), content(hash(n)).into());
         self.tier.store(range.map(block).collect()).await;
     }
 }

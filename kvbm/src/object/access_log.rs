@@ -42,7 +42,7 @@ struct Reads {
 
 impl AccessLog {
     pub(super) fn new(level: Level, client: Arc<Client>, layout: Layout, reader: InstanceId) -> Self {
-        let flush_interval = if level == Level::Pod { SHARED_FLASH_FLUSH_INTERVAL } else { FLUSH_INTERVAL };
+        let flush_interval = if level == Level::G3_5 { SHARED_FLASH_FLUSH_INTERVAL } else { FLUSH_INTERVAL };
         Self { client, layout, reader, flush_interval, reads: Mutex::default() }
     }
 

@@ -10,7 +10,7 @@ use super::format::manifest::{BlockEntry, Section};
 use crate::block::{DomainId, Fingerprint, Level, SequenceHash};
 use crate::event::EventLog;
 use crate::log_limit::LogLimit;
-use crate::table::NameHasher;
+use crate::table::BlockHasher;
 use crate::tier::{Index, Resting};
 use object_store::ObjectMeta;
 use object_store::path::Path;
@@ -83,7 +83,7 @@ const PROPAGATION_TIME: Duration = Duration::from_secs(3);
 const RECONCILE_BATCH: usize = 512;
 
 /// Blocks whose object was removed or is corrupt, and that have a copy in another object.
-type Orphans = HashSet<(Fingerprint, SequenceHash), BuildHasherDefault<NameHasher>>;
+type Orphans = HashSet<(Fingerprint, SequenceHash), BuildHasherDefault<BlockHasher>>;
 
 pub(super) struct Catalog {
     pub(super) index: Index<BlockLocation>,
@@ -215,7 +215,7 @@ impl Catalog {
             fingerprint,
             name: entry.hash,
             parent: entry.parent,
-            keep: entry.retention(),
+            retention: entry.retention(),
             place: BlockLocation {
                 object: number,
                 offset: entry.offset,

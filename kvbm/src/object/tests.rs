@@ -262,9 +262,12 @@ async fn prefixes_of_one_store_are_independent() {
 async fn the_manifest_carries_the_retention_of_blocks() {
     let folder = tempfile::tempdir().unwrap();
     let (writer, _) = reopen(folder.path()).await;
-    let keep = crate::block::Keep { expires: Some(Date::from_unix(1_000)), ..crate::block::Keep::default() };
-    let custody = crate::block::Custody { keep, ..crate::block::Custody::default() };
-    let blocks: Vec<Block> = chain(1, 4).into_iter().map(|block| block.in_custody(custody)).collect();
+    let retention = crate::block::BlockRetention {
+        expires: Some(Date::from_unix(1_000)),
+        ..crate::block::BlockRetention::default()
+    };
+    let attrs = crate::block::BlockAttrs { retention, ..crate::block::BlockAttrs::default() };
+    let blocks: Vec<Block> = chain(1, 4).into_iter().map(|block| block.with_attrs(attrs)).collect();
     store(&*writer, [blocks.clone(), chain(2, 4)].concat()).await;
     let (reader, events) = reopen(folder.path()).await;
     assert_eq!(reader.holds(fingerprint(), &names(&blocks)), 4);

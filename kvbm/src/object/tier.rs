@@ -236,7 +236,7 @@ impl ObjectTier {
 
     /// Puts a block into the write queue, unless it is stored, being written, or there is no room.
     fn enqueue(&self, block: Block) -> Result<Enqueued, StoreError> {
-        let Header { fingerprint, name: hash, .. } = block.header;
+        let Header { fingerprint, hash, .. } = block.header;
         let claim = match self.claims.claim(fingerprint, hash) {
             Ok(claim) => claim,
             Err(other) => return Ok(Enqueued::InFlight(fingerprint, hash, other)),

@@ -13,7 +13,7 @@ use super::client::Client;
 use super::format::layout::{InstanceId, Layout};
 use super::format::manifest::{self, BlockEntry, Section};
 use super::settings::Settings;
-use crate::block::{Block, DomainId, Fingerprint, Header, Keep};
+use crate::block::{Block, BlockRetention, DomainId, Fingerprint, Header};
 use crate::tier::{Claim, StoreError};
 use crate::transform::crypt::MetadataKeys;
 use bytes::Bytes;
@@ -130,7 +130,7 @@ impl Packer {
         let mut entries = Vec::with_capacity(jobs.len());
         let mut offset = 0;
         for WriteJob { block: Block { header, .. }, .. } in &jobs {
-            let Header { name: hash, parent, keep: Keep { expires, pinned, .. }, .. } = *header;
+            let Header { hash, parent, retention: BlockRetention { expires, pinned, .. }, .. } = *header;
             entries.push(BlockEntry {
                 hash,
                 parent,

@@ -3,7 +3,7 @@
 use super::handles::{BlockRef, CachedBlocks};
 use super::slot::{FullBlock, PartialBlock, Slot};
 use super::state::State;
-use crate::block::{Clock, Custody, DomainId, Keep, Level, SequenceHash};
+use crate::block::{BlockAttrs, BlockRetention, Clock, DomainId, Level, SequenceHash};
 use crate::event::{Census, EventLog, Stored};
 use crate::metrics::MemoryMetrics;
 use crate::tier::Division;
@@ -114,7 +114,7 @@ impl BlockPool {
         let mut state = self.0.lock_and_expire();
         if since < state.purges {
             duplicates
-                .extend(blocks.extract_if(.., |block| state.is_purged(block.custody.domain, since)).map(|b| b.slot));
+                .extend(blocks.extract_if(.., |block| state.is_purged(block.attrs.domain, since)).map(|b| b.slot));
         }
         let mut cached: Vec<_> = blocks.iter().map(|block| BlockRef { id: block.slot.id, hash: block.hash }).collect();
         cached.iter().take(PREFETCH_DISTANCE).for_each(|block| state.index.prefetch_insert(&block.hash));
@@ -122,15 +122,15 @@ impl BlockPool {
             if let Some(next) = cached.get(at + PREFETCH_DISTANCE) {
                 state.index.prefetch_insert(&next.hash);
             }
-            let FullBlock { slot, hash, parent, custody } = block;
+            let FullBlock { slot, hash, parent, attrs } = block;
             debug_assert!(slot.is_of(&self.0), "a block of another pool");
             if let Some(id) = state.index.find(hash) {
                 cached[at].id = id;
                 duplicates.push(slot);
-                state.extend_retention(id, custody.keep);
+                state.extend_retention(id, attrs.retention);
             } else {
                 stored.push(hash, parent);
-                state.insert(slot, hash, parent, custody);
+                state.insert(slot, hash, parent, attrs);
             }
             state.index.hold(cached[at].id);
         }
@@ -173,20 +173,20 @@ impl BlockPool {
         }
     }
 
-    /// Extends the retention of resident blocks where `keep` asks for more than they have. Returns the changed blocks
+    /// Extends the retention of resident blocks where `retention` asks for more than they have. Returns the changed blocks
     /// with their former attributes.
     pub(crate) fn extend_retention(
         &self,
         hashes: impl IntoIterator<Item = SequenceHash>,
-        keep: Keep,
-    ) -> Vec<(SequenceHash, Custody)> {
+        retention: BlockRetention,
+    ) -> Vec<(SequenceHash, BlockAttrs)> {
         let mut state = self.0.lock_and_expire();
-        if keep == Keep::default() && state.retention.is_default() {
+        if retention == BlockRetention::default() && state.retention.is_default() {
             return Vec::new();
         }
         let extend = |hash| {
             let slot = state.index.find(hash)?;
-            Some((hash, state.extend_retention(slot, keep)?))
+            Some((hash, state.extend_retention(slot, retention)?))
         };
         let changed = hashes.into_iter().filter_map(extend).collect();
         state.count_rejected_pins();

@@ -19,7 +19,7 @@ mod parents;
 mod rank;
 
 use crate::block::{Priority, SequenceHash};
-use crate::table::{Ahead, ByName, Positions, hugepages};
+use crate::table::{BlockMap, HashIndex, Prefetcher, hugepages, prefetch};
 use crate::tier::{Bounds, payer};
 use frequency_sketch::FrequencySketch;
 use node::{Children, Leaf, Node};
@@ -29,11 +29,11 @@ use std::collections::BTreeSet;
 
 /// The blocks of one pool, by slot.
 pub(super) struct EvictionIndex {
-    slots: Positions,
+    slots: HashIndex,
     nodes: Vec<Node>,
     /// Children of blocks that are not resident: a child may be inserted before its parent, and a parent may be
     /// discarded.
-    absent: ByName<Children>,
+    absent: BlockMap<Children>,
     /// Groups of domains that are counted apart; at least one.
     groups: Vec<Group>,
     frequency: FrequencySketch,
@@ -77,11 +77,11 @@ impl EvictionIndex {
     /// An empty index for `capacity` slots.
     pub(super) fn new(capacity: usize) -> Self {
         let mut nodes = Vec::with_capacity(capacity);
-        hugepages::enlarge(nodes.spare_capacity_mut());
+        hugepages::advise_hugepages(nodes.spare_capacity_mut());
         Self {
-            slots: Positions::with_capacity(capacity),
+            slots: HashIndex::with_capacity(capacity),
             nodes,
-            absent: ByName::default(),
+            absent: BlockMap::default(),
             groups: vec![Group::default()],
             frequency: FrequencySketch::new(capacity),
             probation: 0,
@@ -118,27 +118,27 @@ impl EvictionIndex {
     /// The slot of `hashes[at]`, in a sequence of lookups in ascending order that prefetches later hashes. The index
     /// may change between two lookups; a prefetched slot is therefore checked again, since an evicted block's hash
     /// stays in its node.
-    pub(super) fn find_ahead(&self, prefetcher: &mut Ahead, hashes: &[SequenceHash], at: usize) -> Option<u32> {
+    pub(super) fn find_ahead(&self, prefetcher: &mut Prefetcher, hashes: &[SequenceHash], at: usize) -> Option<u32> {
         let is = |node: &Node, hash: &SequenceHash| node.resident && node.hash == *hash;
-        self.slots.find_of(prefetcher, hashes, at, |at| self.nodes.get(at as usize), is)
+        self.slots.find_batched(prefetcher, hashes, at, |at| self.nodes.get(at as usize), is)
     }
 
     /// The slot of each of `hashes`.
     pub(super) fn find_each(&self, hashes: &[SequenceHash]) -> impl Iterator<Item = Option<u32>> {
-        let mut prefetcher = Ahead::default();
+        let mut prefetcher = Prefetcher::default();
         (0..hashes.len()).map(move |at| self.find_ahead(&mut prefetcher, hashes, at))
     }
 
     /// Prefetches the memory that [`EvictionIndex::insert`] of this hash reads.
     pub(super) fn prefetch_insert(&self, hash: &SequenceHash) {
-        self.slots.fetch(hash);
+        self.slots.prefetch(hash);
         self.frequency.prefetch(hash);
     }
 
     /// Prefetches the node of a slot.
     pub(super) fn prefetch_node(&self, slot: u32) {
         if let Some(node) = self.nodes.get(slot as usize) {
-            hugepages::fetch(node);
+            prefetch::prefetch(node);
         }
     }
 

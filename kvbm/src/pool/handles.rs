@@ -5,7 +5,7 @@
 
 use super::block_pool::{BlockPool, Shared};
 use super::device::BlockId;
-use crate::block::{Custody, SequenceHash};
+use crate::block::{BlockAttrs, SequenceHash};
 use crate::table::BATCH;
 use std::fmt;
 use std::sync::{Arc, Weak};
@@ -67,7 +67,7 @@ impl CachedBlock {
     }
 
     /// The block's cache domain and retention.
-    pub fn custody(&self) -> Custody {
+    pub fn attrs(&self) -> BlockAttrs {
         self.pool.lock().retention.of(self.block.id)
     }
 
@@ -112,7 +112,7 @@ impl CachedBlocks {
     }
 
     /// Cache domain and retention of each block.
-    pub fn custody(&self) -> Vec<Custody> {
+    pub fn attrs(&self) -> Vec<BlockAttrs> {
         let Some(pool) = &self.pool else { return Vec::new() };
         let state = pool.lock();
         self.blocks.iter().map(|block| state.retention.of(block.id)).collect()

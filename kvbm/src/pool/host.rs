@@ -11,7 +11,9 @@ mod arena;
 
 use super::device::BlockId;
 use super::{BlockPool, BlockRef, CachedBlock, CachedBlocks, PartialBlock};
-use crate::block::{Block, Clock, Custody, Date, DomainId, Fingerprint, Header, Keep, Level, SequenceHash};
+use crate::block::{
+    Block, BlockAttrs, BlockRetention, Clock, Date, DomainId, Fingerprint, Header, Level, SequenceHash,
+};
 use crate::event::{Census, EventLog};
 use crate::metrics::Metrics;
 use crate::tier::{Loaded, Shares, StoreError, Tier, Usage};
@@ -112,11 +114,11 @@ impl HostTier {
         since: u64,
         read: impl Fn(BlockId, &mut [u8], &mut dyn FnMut(&[u8])),
     ) -> Vec<SequenceHash> {
-        let (parents, custody) = (blocks.parents(), blocks.custody());
-        let each = || blocks.iter().zip(parents.iter().copied().zip(custody.iter().copied()));
-        let copy = |block: &BlockRef, (parent, custody), slot: &mut PartialBlock| {
+        let (parents, attrs) = (blocks.parents(), blocks.attrs());
+        let each = || blocks.iter().zip(parents.iter().copied().zip(attrs.iter().copied()));
+        let copy = |block: &BlockRef, (parent, attrs), slot: &mut PartialBlock| {
             self.arena.write(slot, |bytes| {
-                Header::seal_along(block.hash(), parent, self.fingerprint, custody, bytes.len(), |observe| {
+                Header::new_while_copying(block.hash(), parent, self.fingerprint, attrs, bytes.len(), |observe| {
                     read(block.slot(), bytes, observe);
                 })
             });
@@ -132,9 +134,8 @@ impl HostTier {
             return blocks.iter().map(BlockRef::hash).collect();
         }
         drop(held);
-        let kept = each().filter(|(block, (parent, custody))| {
-            self.insert_copy(block.hash(), *parent, *custody, since, |slot| copy(block, (*parent, *custody), slot))
-                .is_ok()
+        let kept = each().filter(|(block, (parent, attrs))| {
+            self.insert_copy(block.hash(), *parent, *attrs, since, |slot| copy(block, (*parent, *attrs), slot)).is_ok()
         });
         kept.map(|(block, _)| block.hash()).collect()
     }
@@ -148,12 +149,12 @@ impl HostTier {
         held.into_iter().map(|held| held.map(|held| self.block(held))).collect()
     }
 
-    /// Extends the retention of resident blocks where `keep` asks for more than they have.
-    pub(crate) fn extend_retention(&self, hashes: &[SequenceHash], keep: Keep) {
+    /// Extends the retention of resident blocks where `retention` asks for more than they have.
+    pub(crate) fn extend_retention(&self, hashes: &[SequenceHash], retention: BlockRetention) {
         let changed: Vec<SequenceHash> =
-            self.pool.extend_retention(hashes.iter().copied(), keep).into_iter().map(|(n, _)| n).collect();
+            self.pool.extend_retention(hashes.iter().copied(), retention).into_iter().map(|(n, _)| n).collect();
         for held in self.pool.get_each(&changed).into_iter().flatten() {
-            self.arena.set_retention(&held, held.custody().keep);
+            self.arena.set_retention(&held, held.attrs().retention);
         }
     }
 
@@ -182,7 +183,7 @@ impl HostTier {
         if header.fingerprint != self.fingerprint || payload.len() > self.arena.slot_bytes() {
             return Err(StoreError::Io(std::io::Error::other("the block has another engine's fingerprint")));
         }
-        self.insert_copy(header.name, header.parent, header.custody(), u64::MAX, |slot| {
+        self.insert_copy(header.hash, header.parent, header.attrs(), u64::MAX, |slot| {
             self.arena.write(slot, |bytes| {
                 bytes[..payload.len()].copy_from_slice(payload);
                 *header
@@ -194,7 +195,7 @@ impl HostTier {
         &self,
         hash: SequenceHash,
         parent: Option<SequenceHash>,
-        custody: Custody,
+        attrs: BlockAttrs,
         since: u64,
         fill: impl FnOnce(&mut PartialBlock),
     ) -> Result<(), StoreError> {
@@ -212,7 +213,7 @@ impl HostTier {
             return Err(if self.pool.capacity() == 0 { StoreError::Full } else { StoreError::Busy });
         };
         fill(&mut slot);
-        self.pool.insert_loaded(vec![slot.complete(hash, parent, custody)], since);
+        self.pool.insert_loaded(vec![slot.complete(hash, parent, attrs)], since);
         Ok(())
     }
 

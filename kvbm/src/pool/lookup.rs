@@ -3,13 +3,13 @@
 use super::BlockPool;
 use super::handles::{BlockRef, CachedBlock, CachedBlocks};
 use crate::block::SequenceHash;
-use crate::table::{Ahead, BATCH};
+use crate::table::{BATCH, Prefetcher};
 
 impl BlockPool {
     /// Holds the resident prefix of `hashes`, and counts a use of each block.
     pub(crate) fn lookup(&self, hashes: &[SequenceHash]) -> CachedBlocks {
         let mut held = Vec::with_capacity(hashes.len());
-        let mut prefetcher = Ahead::default();
+        let mut prefetcher = Prefetcher::default();
         // In batches, so that the lock is not held for long; blocks that are held already keep their ancestors.
         'all: for start in (0..hashes.len()).step_by(BATCH) {
             let mut state = self.0.lock_and_expire();

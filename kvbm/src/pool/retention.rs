@@ -4,7 +4,7 @@
 //! ancestors stay, and the count of evictable blocks stays exact. The number of pins is bounded, since a pool full of
 //! pinned blocks cannot serve requests.
 
-use crate::block::{Custody, Date, DomainId, Keep};
+use crate::block::{BlockAttrs, BlockRetention, Date, DomainId};
 use crate::table::hugepages;
 use std::collections::BTreeSet;
 
@@ -21,7 +21,7 @@ pub(super) struct RetentionTable {
 
 #[derive(Clone, Copy, Default)]
 struct SlotRetention {
-    custody: Custody,
+    attrs: BlockAttrs,
     resident: bool,
     pinned: bool,
 }
@@ -48,11 +48,11 @@ pub(super) enum Due {
 
 impl SlotRetention {
     fn is_non_default(&self) -> bool {
-        self.resident && self.custody.keep != Keep::default()
+        self.resident && self.attrs.retention != BlockRetention::default()
     }
 
     fn due(&self) -> Option<Date> {
-        let Keep { expires, pinned, .. } = self.custody.keep;
+        let BlockRetention { expires, pinned, .. } = self.attrs.retention;
         let unpin = pinned.filter(|_| self.pinned);
         unpin.into_iter().chain(expires).min()
     }
@@ -64,41 +64,41 @@ impl RetentionTable {
 
     pub(super) fn new(capacity: usize) -> Self {
         let mut slots = Vec::with_capacity(capacity);
-        hugepages::enlarge(slots.spare_capacity_mut());
+        hugepages::advise_hugepages(slots.spare_capacity_mut());
         slots.resize(capacity, SlotRetention::default());
         Self { slots, due: BTreeSet::new(), non_default: 0, pins: 0, max_pins: capacity / Self::PIN_DIVISOR }
     }
 
     /// Attributes of the block in a slot.
-    pub(super) fn of(&self, slot: u32) -> Custody {
-        self.slots[slot as usize].custody
+    pub(super) fn of(&self, slot: u32) -> BlockAttrs {
+        self.slots[slot as usize].attrs
     }
 
     /// The slots with blocks of a domain. Scans all slots.
     pub(super) fn of_domain(&self, domain: DomainId) -> Vec<u32> {
         let of_domain = |slot: &u32| {
             let entry = &self.slots[*slot as usize];
-            entry.resident && entry.custody.domain == domain
+            entry.resident && entry.attrs.domain == domain
         };
         (0..self.slots.len() as u32).filter(of_domain).collect()
     }
 
     /// Adds a block.
-    pub(super) fn insert(&mut self, slot: u32, custody: Custody) -> PinOutcome {
-        let entry = SlotRetention { custody, resident: true, pinned: false };
+    pub(super) fn insert(&mut self, slot: u32, attrs: BlockAttrs) -> PinOutcome {
+        let entry = SlotRetention { attrs, resident: true, pinned: false };
         self.non_default += usize::from(entry.is_non_default());
         self.slots[slot as usize] = entry;
-        self.update(slot, custody.keep)
+        self.update(slot, attrs.retention)
     }
 
     /// Changes the retention of a resident block.
-    pub(super) fn update(&mut self, slot: u32, keep: Keep) -> PinOutcome {
+    pub(super) fn update(&mut self, slot: u32, retention: BlockRetention) -> PinOutcome {
         let entry = &mut self.slots[slot as usize];
         let before = entry.due();
         self.non_default -= usize::from(entry.is_non_default());
-        entry.custody.keep = keep;
+        entry.attrs.retention = retention;
         self.non_default += usize::from(entry.is_non_default());
-        let pin = match keep.pinned {
+        let pin = match retention.pinned {
             Some(_) if entry.pinned => PinOutcome::Unchanged,
             Some(_) if self.pins < self.max_pins => PinOutcome::Granted,
             Some(_) => PinOutcome::Rejected,
@@ -151,7 +151,7 @@ impl RetentionTable {
     /// The next change that is due by `now`. The caller [removes](Self::remove) an expired block before the next call.
     pub(super) fn next_due(&mut self, now: Date) -> Option<Due> {
         let &(_, slot) = self.due.first().filter(|(date, _)| *date <= now)?;
-        if self.of(slot).keep.is_over(now) {
+        if self.of(slot).retention.is_expired(now) {
             return Some(Due::Expired(slot));
         }
         self.unpin(slot);

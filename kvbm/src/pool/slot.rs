@@ -2,7 +2,7 @@
 
 use super::block_pool::Shared;
 use super::device::BlockId;
-use crate::block::{Custody, SequenceHash};
+use crate::block::{BlockAttrs, SequenceHash};
 use std::fmt;
 use std::sync::Arc;
 
@@ -44,8 +44,8 @@ impl PartialBlock {
     }
 
     /// Declares the slot full, and gives its content a hash.
-    pub fn complete(self, hash: SequenceHash, parent: Option<SequenceHash>, custody: Custody) -> FullBlock {
-        FullBlock { slot: self.0, hash, parent, custody }
+    pub fn complete(self, hash: SequenceHash, parent: Option<SequenceHash>, attrs: BlockAttrs) -> FullBlock {
+        FullBlock { slot: self.0, hash, parent, attrs }
     }
 }
 
@@ -55,7 +55,7 @@ pub struct FullBlock {
     pub(super) slot: Slot,
     pub(super) hash: SequenceHash,
     pub(super) parent: Option<SequenceHash>,
-    pub(super) custody: Custody,
+    pub(super) attrs: BlockAttrs,
 }
 
 impl FullBlock {

@@ -4,7 +4,7 @@ use super::block_pool::Shared;
 use super::evict::{EvictionIndex, Removed};
 use super::retention::{Due, PinOutcome, RetentionTable};
 use super::slot::Slot;
-use crate::block::{Custody, Date, DomainId, Keep, SequenceHash};
+use crate::block::{BlockAttrs, BlockRetention, Date, DomainId, SequenceHash};
 use crate::event::{BlockEvent, EventLog};
 use crate::tier::Division;
 use std::collections::HashMap;
@@ -44,18 +44,18 @@ impl State {
     }
 
     /// Makes the block in the slot findable by hash.
-    pub(super) fn insert(&mut self, slot: Slot, hash: SequenceHash, parent: Option<SequenceHash>, custody: Custody) {
+    pub(super) fn insert(&mut self, slot: Slot, hash: SequenceHash, parent: Option<SequenceHash>, attrs: BlockAttrs) {
         let id = slot.keep();
-        self.index.insert(id, (hash, parent), custody.keep.priority, self.division.group(custody.domain));
-        let pin = self.retention.insert(id, custody);
+        self.index.insert(id, (hash, parent), attrs.retention.priority, self.division.group(attrs.domain));
+        let pin = self.retention.insert(id, attrs);
         self.pin(id, pin);
     }
 
     /// Extends the retention of a block. Returns its former attributes if they changed.
-    pub(super) fn extend_retention(&mut self, slot: u32, keep: Keep) -> Option<Custody> {
+    pub(super) fn extend_retention(&mut self, slot: u32, retention: BlockRetention) -> Option<BlockAttrs> {
         let before = self.retention.of(slot);
-        let merged = before.keep.and(keep);
-        if merged == before.keep {
+        let merged = before.retention.merge(retention);
+        if merged == before.retention {
             return None;
         }
         let pin = self.retention.update(slot, merged);

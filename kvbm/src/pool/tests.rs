@@ -1,5 +1,5 @@
 use super::{BlockPool, CachedBlock, CachedBlocks, PartialBlock};
-use crate::block::{Clock, Custody, Level, SequenceHash};
+use crate::block::{BlockAttrs, Clock, Level, SequenceHash};
 use crate::event::{BlockEvent, Epoch, EventLog};
 use crate::metrics::MemoryMetrics;
 use proptest::prelude::*;
@@ -24,7 +24,7 @@ fn metrics() -> MemoryMetrics {
 
 fn put(pool: &BlockPool, n: u8, parent: Option<u8>) -> CachedBlock {
     let slot = pool.allocate(1).unwrap().pop().unwrap();
-    pool.register(vec![slot.complete(hash(n), parent.map(hash), Custody::default())]).into_iter().next().unwrap()
+    pool.register(vec![slot.complete(hash(n), parent.map(hash), BlockAttrs::default())]).into_iter().next().unwrap()
 }
 
 #[test]
@@ -33,7 +33,7 @@ fn drop_returns_the_slot_in_every_phase() {
     let both = pool.allocate(2).unwrap();
     assert!(pool.allocate(1).is_none(), "all or nothing");
     drop(both);
-    let full = pool.allocate(1).unwrap().pop().unwrap().complete(hash(1), None, Custody::default());
+    let full = pool.allocate(1).unwrap().pop().unwrap().complete(hash(1), None, BlockAttrs::default());
     assert_eq!(pool.available(), 1);
     drop(full);
     let cached = put(&pool, 1, None);
@@ -95,7 +95,7 @@ fn a_chain_registered_together_is_one_event() {
     let full = slots
         .into_iter()
         .zip(hashes)
-        .map(|(slot, (n, parent))| slot.complete(hash(n), parent.map(hash), Custody::default()));
+        .map(|(slot, (n, parent))| slot.complete(hash(n), parent.map(hash), BlockAttrs::default()));
     drop(pool.register(full.collect()));
     let events: Vec<BlockEvent> = log.after(0, 10).unwrap().into_iter().map(|numbered| numbered.event).collect();
     let stored = |parent: Option<u8>, blocks: &[u8]| BlockEvent::Stored {
@@ -188,7 +188,7 @@ proptest! {
             match op {
                 Op::Register(n) => {
                     let Some(slot) = partial.pop() else { continue };
-                    let full = slot.complete(hash(n), parent(n).map(hash), Custody::default());
+                    let full = slot.complete(hash(n), parent(n).map(hash), BlockAttrs::default());
                     guards.push((n, pool.register(vec![full]).into_iter().next().unwrap()));
                     model.resident.insert(n);
                 }

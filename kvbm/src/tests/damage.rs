@@ -153,7 +153,7 @@ impl Harness {
         let keys = Keys::open(Arc::new(Shelf::new()), "keys", source, environment).await.unwrap();
         let payload = |seed| Bytes::from(synthetic::bf16(&synthetic::kv(seed, SHAPE)));
         let seal = |(n, block): (usize, Block)| {
-            Block::seal(block.header.name, block.header.parent, fingerprint(), payload(n as u64))
+            Block::new(block.header.hash, block.header.parent, fingerprint(), payload(n as u64))
         };
         let blocks: Vec<Block> = chain(7, BLOCKS).into_iter().enumerate().map(seal).collect();
         let whole = tempfile::tempdir().unwrap();
@@ -203,11 +203,11 @@ impl Harness {
         for (n, block) in self.blocks.iter().enumerate() {
             // Computing takes long, so the manager waits for as long as answers may arrive.
             let recompute = Recompute { seconds_per_block: Some(1e6), deadline: None };
-            let onboarded = manager.onboard(&[block.header.name], recompute).await;
+            let onboarded = manager.onboard(&[block.header.hash], recompute).await;
             for held in &onboarded.blocks {
                 let mut bytes = vec![0; SIZE];
                 device.read(held.slot(), &mut bytes);
-                assert!(held.hash() == block.header.name && bytes == block.payload, "{case}: wrong bytes served");
+                assert!(held.hash() == block.header.hash && bytes == block.payload, "{case}: wrong bytes served");
                 served.push(n);
             }
         }
@@ -240,7 +240,7 @@ impl Harness {
         let header = self.blocks[block].header;
         for file in self.files(if self.level == Level::G3 { "" } else { "blocks" }) {
             let bytes = fs::read(self.whole.path().join(&file)).unwrap();
-            let start = [&b"BLKYARD2"[..], header.name.as_bytes()].concat();
+            let start = [&b"BLKYARD2"[..], header.hash.as_bytes()].concat();
             if let Some(at) = bytes.windows(start.len()).position(|window| window == start) {
                 let header = Header::decode(bytes[at..].first_chunk().unwrap()).unwrap();
                 let body = at + if self.level == Level::G3 { SECTOR } else { Header::LEN };
@@ -258,7 +258,7 @@ fn disk(folder: &Path, log: Arc<EventLog>) -> Arc<DiskTier> {
 
 /// The number of damaged records that opening the folder finds.
 fn found_damaged(folder: &Path) -> u64 {
-    disk(folder, Arc::new(EventLog::new(Epoch(1)))).damaged()
+    disk(folder, Arc::new(EventLog::new(Epoch(1)))).corrupt_ranges()
 }
 
 fn wrap(form: Form, tier: Arc<dyn Tier>, keys: &Arc<Keys>, metrics: &Metrics) -> Arc<dyn Tier> {

@@ -3,7 +3,9 @@
 //! A test module says `conformance::suite!(async || Subject::new(tier, log))` with a closure that makes a fresh, empty tier.
 
 use super::{StoreError, Tier};
-use crate::block::{Block, Custody, Date, DomainId, Fingerprint, Keep, Level, Priority, SequenceHash, Verified};
+use crate::block::{
+    Block, BlockAttrs, BlockRetention, Date, DomainId, Fingerprint, Level, Priority, SequenceHash, Verified,
+};
 use crate::event::{BlockEvent, EventLog};
 use bytes::Bytes;
 use futures::StreamExt;
@@ -93,7 +95,7 @@ pub(crate) fn chain_of(fingerprint: Fingerprint, seed: u64, count: usize, bytes:
         let name = SequenceHash::from_bytes(name);
         let mut payload = vec![0; bytes + (n * 37 + seed as usize) % (bytes / 10)];
         random.update(fingerprint.as_bytes()).finalize_xof().fill(&mut payload);
-        let block = Block::seal(name, parent, fingerprint, Bytes::from(payload));
+        let block = Block::new(name, parent, fingerprint, Bytes::from(payload));
         parent = Some(name);
         block
     };
@@ -101,7 +103,7 @@ pub(crate) fn chain_of(fingerprint: Fingerprint, seed: u64, count: usize, bytes:
 }
 
 pub(crate) fn names(blocks: &[Block]) -> Vec<SequenceHash> {
-    blocks.iter().map(|block| block.header.name).collect()
+    blocks.iter().map(|block| block.header.hash).collect()
 }
 
 /// Loads and verifies; panics when an index is answered twice or not at all. `None`: a miss, or not believed.
@@ -194,7 +196,7 @@ pub(crate) async fn holds_counts_from_the_first_name(subject: Subject) {
     let blocks = chain(1, 5);
     let all = names(&blocks);
     assert_eq!(subject.tier.holds(fingerprint(), &all), 0);
-    let without_third: Vec<Block> = blocks.iter().filter(|b| b.header.name != all[2]).cloned().collect();
+    let without_third: Vec<Block> = blocks.iter().filter(|b| b.header.hash != all[2]).cloned().collect();
     store(&*subject.tier, without_third).await;
     assert_eq!(subject.tier.holds(fingerprint(), &all), 2);
     assert_eq!(subject.tier.holds(fingerprint(), &all[3..]), 2);
@@ -221,8 +223,8 @@ pub(crate) async fn whose_a_block_is_and_how_long_it_is_kept_comes_back_with_it(
     let terms = |(n, block): (usize, Block)| {
         let domain = DomainId::from_bytes([n as u8 / 2; 16]);
         let date = |odd: usize| (n % 3 == odd).then(|| Date::from_unix(4_000_000_000 + n as u64));
-        let keep = Keep { expires: date(1), pinned: date(2), store: true, priority: Priority::High };
-        block.in_custody(Custody { domain, keep })
+        let retention = BlockRetention { expires: date(1), pinned: date(2), store: true, priority: Priority::High };
+        block.with_attrs(BlockAttrs { domain, retention })
     };
     let blocks: Vec<Block> = chain(1, 9).into_iter().enumerate().map(terms).collect();
     store(&*subject.tier, blocks.clone()).await;
@@ -233,9 +235,9 @@ pub(crate) async fn whose_a_block_is_and_how_long_it_is_kept_comes_back_with_it(
 pub(crate) async fn what_is_over_is_forgotten_and_announced(subject: Subject) {
     let tier = &*subject.tier;
     let until = |seed: u64, expires: Option<Date>| -> Vec<Block> {
-        let keep = Keep { expires, ..Keep::default() };
-        let custody = Custody { keep, ..Custody::default() };
-        chain(seed, 5).into_iter().map(|block| block.in_custody(custody)).collect()
+        let retention = BlockRetention { expires, ..BlockRetention::default() };
+        let attrs = BlockAttrs { retention, ..BlockAttrs::default() };
+        chain(seed, 5).into_iter().map(|block| block.with_attrs(attrs)).collect()
     };
     // By any clock that a tier may have of its own: the first ones are over, the others are not.
     let (past, far) = (Date::from_unix(1_000_000), Date::from_unix(u64::MAX));
@@ -286,7 +288,7 @@ pub(crate) async fn events_say_what_holds_says(subject: Subject) {
     let blocks: Vec<Block> = (0..20).flat_map(|seed| chain(seed, 10)).collect();
     for (n, some) in blocks.chunks(25).enumerate() {
         store(&*subject.tier, some.to_vec()).await;
-        subject.tier.discard(fingerprint(), some[n].header.name);
+        subject.tier.discard(fingerprint(), some[n].header.hash);
     }
     let held = |name: &SequenceHash| subject.tier.holds(fingerprint(), &[*name]) == 1;
     let mut rests: Vec<SequenceHash> = names(&blocks).into_iter().filter(held).collect();
@@ -300,7 +302,7 @@ pub(crate) async fn events_say_what_holds_says(subject: Subject) {
 pub(crate) async fn empty_requests_are_answered(subject: Subject) {
     assert!(within(subject.tier.store(Vec::new())).await.is_empty());
     assert!(load(&*subject.tier, fingerprint(), Vec::new()).await.is_empty());
-    let empty = Block::seal(SequenceHash::from_bytes([1; 16]), None, fingerprint(), Bytes::new());
+    let empty = Block::new(SequenceHash::from_bytes([1; 16]), None, fingerprint(), Bytes::new());
     store(&*subject.tier, vec![empty.clone()]).await;
     let loaded = load(&*subject.tier, fingerprint(), names(std::slice::from_ref(&empty))).await;
     assert!(same(loaded[0].as_ref(), &empty), "a block of no bytes is a block");

@@ -98,7 +98,7 @@ impl Tier for Faulty {
     fn store(&self, blocks: Vec<Block>) -> BoxFuture<'_, Vec<Result<(), StoreError>>> {
         Box::pin(async move {
             let rolls: Vec<Roll> =
-                blocks.iter().map(|block| self.dice.roll(Operation::Store, block.header.name)).collect();
+                blocks.iter().map(|block| self.dice.roll(Operation::Store, block.header.hash)).collect();
             let late = rolls.iter().map(|roll| roll.latency).max().unwrap_or_default();
             tokio::time::sleep(late).await;
             if rolls.iter().any(|roll| roll.fault == Some(Fault::Hang)) {
@@ -220,11 +220,11 @@ impl Roll {
                 block.payload = Bytes::from(bytes);
             }
             Fault::Wrong => {
-                let mut name = *block.header.name.as_bytes();
+                let mut name = *block.header.hash.as_bytes();
                 name[self.random as usize % name.len()] ^= 1;
                 let header = block.header;
                 let name = SequenceHash::from_bytes(name);
-                block = Block::seal(name, header.parent, header.fingerprint, block.payload);
+                block = Block::new(name, header.parent, header.fingerprint, block.payload);
             }
             _ => {}
         }
@@ -257,7 +257,7 @@ mod tests {
         let shares = Faults { error: 0.1, lost: 0.1, short: 0.1, corrupt: 0.1, wrong: 0.1, ..Faults::default() };
         let (tier, _) = faulty(seed, Faults::default());
         let blocks = chain(7, 64);
-        let names: Vec<_> = blocks.iter().map(|block| block.header.name).collect();
+        let names: Vec<_> = blocks.iter().map(|block| block.header.hash).collect();
         let fingerprint = blocks[0].header.fingerprint;
         assert!(tier.store(blocks).await.iter().all(Result::is_ok));
         tier.set(Faults { latency: Duration::from_millis(1)..=Duration::from_secs(9), ..shares });

@@ -6,9 +6,9 @@
 
 mod retention;
 
-use crate::block::{Date, Fingerprint, Keep, Level, SequenceHash};
+use crate::block::{BlockRetention, Date, Fingerprint, Level, SequenceHash};
 use crate::event::{BlockEvent, Census, EventLog, Stored};
-use crate::table::{Ahead, NameMap};
+use crate::table::{PrefetchMap, Prefetcher};
 use retention::Terms;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
@@ -19,7 +19,7 @@ pub(crate) struct Resting<P> {
     pub(crate) fingerprint: Fingerprint,
     pub(crate) name: SequenceHash,
     pub(crate) parent: Option<SequenceHash>,
-    pub(crate) keep: Keep,
+    pub(crate) retention: BlockRetention,
     pub(crate) place: P,
 }
 
@@ -33,7 +33,7 @@ pub(crate) struct Index<P> {
 }
 
 // Few fingerprints, many names: the names of each stand in a map of their own, so that an entry does not repeat 32 bytes.
-type Spaces<P> = BTreeMap<Fingerprint, NameMap<P>>;
+type Spaces<P> = BTreeMap<Fingerprint, PrefetchMap<P>>;
 
 impl<P: Copy> Index<P> {
     pub(crate) fn new(level: Level, log: Arc<EventLog>) -> Self {
@@ -42,7 +42,7 @@ impl<P: Copy> Index<P> {
 
     /// How many of `names`, counted from the first, rest here.
     pub(crate) fn holds(&self, fingerprint: Fingerprint, names: &[SequenceHash]) -> usize {
-        self.read().get(&fingerprint).map_or(0, |space| space.leading(names))
+        self.read().get(&fingerprint).map_or(0, |space| space.prefix_len(names))
     }
 
     /// Where a block rests.
@@ -59,9 +59,9 @@ impl<P: Copy> Index<P> {
     ) -> Vec<Option<P>> {
         let mut spaces = self.write();
         let Some(space) = spaces.get_mut(&fingerprint) else { return vec![None; names.len()] };
-        let mut ahead = Ahead::default();
+        let mut ahead = Prefetcher::default();
         let mut find = |at| {
-            let place = space.get_mut_of(&mut ahead, names, at)?;
+            let place = space.get_mut_batched(&mut ahead, names, at)?;
             touch(place);
             Some(*place)
         };
@@ -86,7 +86,7 @@ impl<P: Copy> Index<P> {
             let known = spaces.values().any(|space| space.contains(&block.name));
             let space = spaces.entry(block.fingerprint).or_default();
             space.insert(block.name, block.place);
-            self.terms().enter((block.fingerprint, block.name), block.keep);
+            self.terms().enter((block.fingerprint, block.name), block.retention);
             if let Some(parent) = block.parent.and_then(|parent| space.get_mut(&parent)) {
                 follow(parent, block.place);
             }
@@ -138,8 +138,8 @@ impl<P: Copy> Index<P> {
     pub(crate) fn remove_all(&self, is_like_this: impl Fn(&P) -> bool) {
         let found: Vec<(Fingerprint, SequenceHash)> = {
             let spaces = self.read();
-            let of = |(fingerprint, space): (&Fingerprint, &NameMap<P>)| {
-                let like_this = space.names().filter(|name| space.get(name).is_some_and(&is_like_this));
+            let of = |(fingerprint, space): (&Fingerprint, &PrefetchMap<P>)| {
+                let like_this = space.hashes().filter(|name| space.get(name).is_some_and(&is_like_this));
                 like_this.map(|name| (*fingerprint, name)).collect::<Vec<_>>()
             };
             spaces.iter().flat_map(of).collect()
@@ -161,14 +161,14 @@ impl<P: Copy> Index<P> {
 
     /// How many blocks rest here, each fingerprint counted.
     pub(crate) fn len(&self) -> usize {
-        self.read().values().map(NameMap::len).sum()
+        self.read().values().map(PrefetchMap::len).sum()
     }
 
     /// Which names rest here, whatever their fingerprints. Looks at each: for whoever wants to know, now and then.
     pub(crate) fn census(&self) -> Census {
         let spaces = self.read();
         let before = |at: usize, name: &SequenceHash| spaces.values().take(at).any(|space| space.contains(name));
-        let all = spaces.values().enumerate().flat_map(|(at, space)| space.names().map(move |name| (at, name)));
+        let all = spaces.values().enumerate().flat_map(|(at, space)| space.hashes().map(move |name| (at, name)));
         all.filter(|(at, name)| !before(*at, name)).map(|(_, name)| name).collect()
     }
 
@@ -197,7 +197,7 @@ mod tests {
 
     fn resting(space: u8, n: u8, parent: Option<u8>) -> Resting<u8> {
         let fingerprint = Fingerprint::from_bytes([space; 32]);
-        Resting { fingerprint, name: name(n), parent: parent.map(name), keep: Keep::default(), place: n }
+        Resting { fingerprint, name: name(n), parent: parent.map(name), retention: BlockRetention::default(), place: n }
     }
 
     fn events(log: &EventLog) -> Vec<BlockEvent> {
@@ -242,7 +242,10 @@ mod tests {
         let log = Arc::new(EventLog::new(Epoch(1)));
         let index = Index::new(Level::G3, log.clone());
         let date = |seconds| Some(Date::from_unix(seconds));
-        let until = |n, expires| Resting { keep: Keep { expires, ..Keep::default() }, ..resting(1, n, None) };
+        let until = |n, expires| Resting {
+            retention: BlockRetention { expires, ..BlockRetention::default() },
+            ..resting(1, n, None)
+        };
         index.insert([until(1, date(10)), until(2, date(10)), until(3, date(20)), until(4, None)], |_, _| ());
         index.insert([until(2, date(30))], |_, _| ());
         assert_eq!((index.expire(Date::from_unix(9)), index.expire(Date::from_unix(10))), (0, 1));
@@ -254,8 +257,8 @@ mod tests {
     #[test]
     fn a_pin_ends_with_the_sweep_after_its_date() {
         let index = Index::new(Level::G3, Arc::new(EventLog::new(Epoch(1))));
-        let keep = Keep { pinned: Some(Date::from_unix(10)), ..Keep::default() };
-        index.insert([Resting { keep, ..resting(1, 1, None) }, resting(1, 2, None)], |_, _| ());
+        let retention = BlockRetention { pinned: Some(Date::from_unix(10)), ..BlockRetention::default() };
+        index.insert([Resting { retention, ..resting(1, 1, None) }, resting(1, 2, None)], |_, _| ());
         let pinned = |n| index.is_pinned(Fingerprint::from_bytes([1; 32]), name(n));
         assert_eq!((pinned(1), pinned(2)), (true, false));
         index.expire(Date::from_unix(10));

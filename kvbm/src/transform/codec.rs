@@ -223,7 +223,7 @@ impl Coder {
             Codec::Bf16 => self.pack::<Two>(block),
             Codec::F32 => self.pack::<Four>(block),
         };
-        let header = Header { codec, ..block.header }.describing(&payload);
+        let header = Header { codec, ..block.header }.for_payload(&payload);
         Block { header, payload }
     }
 
@@ -232,7 +232,7 @@ impl Coder {
     /// Any bytes are safe to decode: what is allocated is at most twice the payload.
     pub fn decode(&mut self, block: &Block) -> Result<Block, Corrupt> {
         if block.header.key.is_some() {
-            return Err(Corrupt::Form);
+            return Err(Corrupt::Transform);
         }
         let (payload, checksum) = match block.header.codec {
             Codec::Raw => return Ok(block.clone()),

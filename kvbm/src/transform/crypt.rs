@@ -114,7 +114,7 @@ impl Form for Encryption {
 
     fn take(self: Arc<Self>, block: Block) -> BoxFuture<'static, Result<Taken, LoadError>> {
         async move {
-            let id = block.header.key.ok_or(Corrupt::Form)?;
+            let id = block.header.key.ok_or(Corrupt::Transform)?;
             let key = match self.keys.find(block.header.domain, id).await.map_err(io::Error::other)? {
                 Found::Key(key) => key,
                 missing => {

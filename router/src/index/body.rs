@@ -10,7 +10,7 @@ use super::owner::Owner;
 use super::page::{Head, LINE, Names, Page, Warmth};
 use super::position::Place;
 use super::seat::Slot;
-use super::sync::fetch;
+use super::sync::prefetch;
 use super::table::Table;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -95,7 +95,7 @@ impl Body {
     /// Begins to bring a page's head near.
     pub(super) fn fetch_head(&self, number: u32) {
         if let Some(head) = self.shelves.chunk(number).and_then(|chunk| chunk.heads.get(number as usize % CHUNK)) {
-            fetch(head);
+            prefetch(head);
         }
     }
 

@@ -6,7 +6,7 @@ use super::overlap::Overlap;
 use super::page::{PLACES, Seen};
 use super::partition::{Partition, Window};
 use super::position::Place;
-use super::sync::fetch;
+use super::sync::prefetch;
 use kvbm::SequenceHash;
 
 /// Pages ahead whose heads are brought near, in case they lie side by side.
@@ -40,7 +40,7 @@ impl<'a> Walk<'a> {
     }
 
     fn walk(&mut self) {
-        self.names.iter().skip(STRIDE - 1).step_by(STRIDE).take(NEAR).for_each(fetch);
+        self.names.iter().skip(STRIDE - 1).step_by(STRIDE).take(NEAR).for_each(prefetch);
         let mut led = None;
         while self.at < self.names.len() {
             let Some((place, seen)) = led.take().or_else(|| self.page()) else { return };
@@ -79,7 +79,7 @@ impl<'a> Walk<'a> {
     fn fetch_ahead(&self, place: Place) {
         self.body.fetch_head(place.page() + NEAR as u32);
         if let Some(name) = self.names.get(self.at + (NEAR + 1) * STRIDE - 1) {
-            fetch(name);
+            prefetch(name);
         }
     }
 

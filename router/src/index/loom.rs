@@ -10,11 +10,11 @@ mod sync {
     pub(crate) use loom::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
 
     pub(crate) const LOOKS: usize = 2;
-    pub(crate) const LARGE: usize = 1 << 21;
+    pub(crate) const HUGE_PAGE: usize = 1 << 21;
 
-    pub(crate) fn enlarge<T>(_memory: *const [T]) {}
+    pub(crate) fn advise_hugepages<T>(_memory: *const [T]) {}
 
-    pub(crate) fn fetch_mut<T>(_place: &T) {}
+    pub(crate) fn prefetch_for_write<T>(_place: &T) {}
 
     pub(crate) fn pause(_look: usize) {
         loom::thread::yield_now();

@@ -14,7 +14,7 @@ use super::holders::Holders;
 use super::position::Place;
 use super::run::Run;
 use super::seat::{Seat, Slot};
-use super::sync::{AtomicU8, AtomicU32, AtomicU64, Ordering, fetch};
+use super::sync::{AtomicU8, AtomicU32, AtomicU64, Ordering, prefetch};
 use super::version::{Taken, Turn, Version};
 use arc_swap::{ArcSwapOption, Guard};
 use kvbm::SequenceHash;
@@ -131,8 +131,8 @@ impl<'a> Page<'a> {
 
     /// Begins to bring all of it near.
     pub(super) fn fetch(&self) {
-        fetch(self.head);
-        self.names.0.iter().step_by(LINE).for_each(fetch);
+        prefetch(self.head);
+        self.names.0.iter().step_by(LINE).for_each(prefetch);
     }
 
     /// Whether a live block of this name is in this place. True for a moment only, unless the caller holds the page's lock.

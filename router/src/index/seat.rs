@@ -3,7 +3,7 @@
 use kvbm::Level;
 
 /// The levels that are indexed: a peer's memory is indexed as that peer's own.
-pub(crate) const LEVELS: [Level; 5] = [Level::G1, Level::G2, Level::G3, Level::Pod, Level::G4];
+pub(crate) const LEVELS: [Level; 5] = [Level::G1, Level::G2, Level::G3, Level::G3_5, Level::G4];
 
 /// A dense number for a worker or a store, reused once it is forgotten.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]

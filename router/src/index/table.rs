@@ -16,8 +16,8 @@
 //! What an entry goes past counts it from before it is there until after it was taken, and entries never move within a table:
 //! one that is there when a reader starts, and is not taken meanwhile, is found. Writers take turns by a lock of their own.
 
-use super::sync::{AtomicU32, AtomicU64, LARGE, Ordering, enlarge, fetch_mut};
-use kvbm::lanes::{self, BITS as MARK, LANES, WORDS};
+use super::sync::{AtomicU32, AtomicU64, HUGE_PAGE, Ordering, advise_hugepages, prefetch_for_write};
+use kvbm::swar::{self, BITS as MARK, LANES, WORDS};
 
 /// The table.
 pub(crate) struct Table {
@@ -84,7 +84,7 @@ impl Marks {
     /// Slots that have a mark.
     #[inline]
     fn with(self, mark: u32) -> Slots {
-        Slots(lanes::with(self.0, mark as u16) & ((1 << SLOTS) - 1))
+        Slots(swar::equal_lanes(self.0, mark as u16) & ((1 << SLOTS) - 1))
     }
 
     /// Slots that are empty.
@@ -179,10 +179,13 @@ impl Table {
     fn without_groups(doublings: u32) -> Self {
         let count = LEAST << doublings;
         let bytes = count * size_of::<Group>();
-        let room =
-            if bytes > LARGE / 4 * 3 { (bytes.next_multiple_of(LARGE) - SPARED) / size_of::<Group>() } else { count };
+        let room = if bytes > HUGE_PAGE / 4 * 3 {
+            (bytes.next_multiple_of(HUGE_PAGE) - SPARED) / size_of::<Group>()
+        } else {
+            count
+        };
         let mut groups = Vec::with_capacity(room.max(count));
-        enlarge(groups.spare_capacity_mut());
+        advise_hugepages(groups.spare_capacity_mut());
         Self { groups, doublings, known: ALL }
     }
 
@@ -241,7 +244,7 @@ impl Table {
 
     /// Begins to bring the entry's cache line near, for who is going to change it.
     pub(crate) fn fetch(&self, tag: u64) {
-        fetch_mut(&self.groups[self.home(tag).0]);
+        prefetch_for_write(&self.groups[self.home(tag).0]);
     }
 
     /// Once that is near: begins to bring the next one near, where whoever enters the entry will look at it as well.
@@ -249,7 +252,7 @@ impl Table {
         let home = self.home(tag).0;
         let marks = self.groups[home].marks(Ordering::Relaxed);
         if !marks.ends() || marks.empty() == Slots::NONE {
-            fetch_mut(self.groups.get(home + 1).unwrap_or(&self.groups[0]));
+            prefetch_for_write(self.groups.get(home + 1).unwrap_or(&self.groups[0]));
         }
     }
 

@@ -13,7 +13,7 @@ const BLOCKS: usize = 10;
 
 fn chain(number: u32) -> Vec<SequenceHash> {
     let tokens: Vec<u32> = (0..BLOCKS as u32).map(|at| number * 1000 + at).collect();
-    ChainKey::root(&Domain::shared(), "m", None).names(&tokens, 1)
+    ChainKey::root(&Domain::shared(), "m", None).hashes(&tokens, 1)
 }
 
 fn stored(level: Level, blocks: &[SequenceHash]) -> BlockEvent {
@@ -484,7 +484,7 @@ fn a_membership_takes_less_than_forty_bytes_and_gives_them_back() {
     let index = Index::new();
     let empty = index.bytes();
     let tokens: Vec<u32> = (0..100_000).collect();
-    let names = ChainKey::root(&Domain::shared(), "m", None).names(&tokens, 1);
+    let names = ChainKey::root(&Domain::shared(), "m", None).hashes(&tokens, 1);
     for (id, own) in (0..).zip(names.chunks(2000)) {
         index.join(WorkerId(id), &[StoreId(1)]);
         index.apply(Source::Worker(WorkerId(id)), &stored(Level::G1, own));

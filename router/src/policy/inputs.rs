@@ -127,7 +127,7 @@ impl Overlaps {
         let way = |card: &std::sync::Arc<ModelCard>| {
             let full = cacheable(tokens.len() as u64, card.block_size as u64) as usize;
             let cached = &tokens[..full * card.block_size];
-            let names = ChainKey::root(domain, &card.identity, None).names(cached, card.block_size);
+            let names = ChainKey::root(domain, &card.identity, None).hashes(cached, card.block_size);
             Way::new(card.block_size, names, index)
         };
         Self(serving.ways().iter().map(way).collect())

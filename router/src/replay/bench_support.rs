@@ -34,7 +34,7 @@ impl Decisions {
             Core::new(RouterId(0), Settings::default(), &prometheus::Registry::new()).expect("the defaults are sound");
         let tokens: Vec<u32> = (0..tokens as u32).collect();
         let request = Request::greedy("measured", MODEL, &tokens, 256);
-        let names = ChainKey::root(&request.domain, MODEL, None).names(&request.tokens, BLOCK);
+        let names = ChainKey::root(&request.domain, MODEL, None).hashes(&request.tokens, BLOCK);
         let stored = |source, level, blocks: usize| {
             let blocks = names[..blocks.min(names.len())].to_vec();
             core.index.apply(source, &BlockEvent::Stored { level, parent: None, blocks });
@@ -99,12 +99,12 @@ impl Decisions {
 
     /// The part of it that no router can save: naming the prompt's blocks.
     pub fn hash(&self) -> impl Sized {
-        ChainKey::root(&self.request.domain, MODEL, None).names(&self.request.tokens, BLOCK)
+        ChainKey::root(&self.request.domain, MODEL, None).hashes(&self.request.tokens, BLOCK)
     }
 
     /// Naming the blocks and asking the index for them.
     pub fn look_up(&self) -> impl Sized {
-        let names = ChainKey::root(&self.request.domain, MODEL, None).names(&self.request.tokens, BLOCK);
+        let names = ChainKey::root(&self.request.domain, MODEL, None).hashes(&self.request.tokens, BLOCK);
         self.core.index.overlap(&names)
     }
 }

@@ -142,7 +142,7 @@ pub fn fit(lines: &[Line], base: &Profile) -> Result<Fit, FitError> {
     };
     let tiers = [
         ("host", &[Level::G2, Level::G3][..], base.host, &mut profile.host),
-        ("shared", &[Level::Pod, Level::G4][..], base.shared, &mut profile.shared),
+        ("shared", &[Level::G3_5, Level::G4][..], base.shared, &mut profile.shared),
     ];
     let kv_bytes = profile.kv_bytes_per_token as f64;
     for (key, levels, before, tier) in tiers {

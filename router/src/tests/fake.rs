@@ -325,7 +325,7 @@ pub(crate) fn prompt(family: u32, tokens: usize) -> Request {
 }
 
 pub(crate) fn names(request: &Request) -> Vec<SequenceHash> {
-    ChainKey::root(&request.domain, &format!("{}@1", request.model), None).names(&request.tokens, BLOCK)
+    ChainKey::root(&request.domain, &format!("{}@1", request.model), None).hashes(&request.tokens, BLOCK)
 }
 
 pub(crate) fn stored(level: Level, blocks: &[SequenceHash]) -> BlockEvent {

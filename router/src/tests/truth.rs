@@ -118,7 +118,7 @@ async fn trap_8_events_of_another_block_size_are_noticed_and_routing_goes_by_wha
             yard.answer(request.clone()).await.unwrap();
             // It says 16 tokens in a block and names blocks of 32.
             let root = ChainKey::root(&request.domain, &format!("{MODEL}@1"), None);
-            yard.announce(&worker, stored(Level::G1, &root.names(&request.tokens, 2 * BLOCK)), round == 0);
+            yard.announce(&worker, stored(Level::G1, &root.hashes(&request.tokens, 2 * BLOCK)), round == 0);
             yard.report(&worker, Load::default());
         }
         tokio::time::sleep(Duration::from_secs(1)).await;

@@ -97,7 +97,7 @@ fn sample(payloads: &[Vec<u8>]) -> Sample {
     let (codec, _) = favourite(&all);
     let seal = |payload: &Vec<u8>| {
         let name = SequenceHash::from_bytes([1; 16]);
-        Block::seal(name, None, Fingerprint::of([]), Bytes::from(payload.clone()))
+        Block::new(name, None, Fingerprint::of([]), Bytes::from(payload.clone()))
     };
     let blocks: Vec<Block> = payloads.iter().map(seal).collect();
     let bytes: usize = payloads.iter().map(Vec::len).sum();

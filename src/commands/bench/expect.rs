@@ -197,7 +197,7 @@ impl Running {
         self.compute(tokens).await?;
         self.manager.flush().await;
         let card = self.runtime.card();
-        let names = kvbm::ChainKey::root(&Domain::shared(), &card.identity, None).names(tokens, card.block_size);
+        let names = kvbm::ChainKey::root(&Domain::shared(), &card.identity, None).hashes(tokens, card.block_size);
         let found: Vec<_> = kvbm::Tier::load(&self.host, self.fingerprint, names).collect().await;
         let blocks = found.into_iter().map(|(_, block)| block?.context("a block is missing"));
         blocks.collect()

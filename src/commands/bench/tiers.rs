@@ -265,7 +265,7 @@ impl Measurement<'_> {
         let Case { bytes, block, parallel } = self.case;
         let batch = REQUEST.div_ceil(block);
         let blocks: Vec<Block> = (0..bytes / block).map(|n| self.block(round, n)).collect();
-        let names: Vec<SequenceHash> = blocks.iter().map(|block| block.header.name).collect();
+        let names: Vec<SequenceHash> = blocks.iter().map(|block| block.header.hash).collect();
         let moved = (blocks.len() * block) as f64;
         let started = Instant::now();
         stream::iter(blocks.chunks(batch).map(|some| store(tier, some.to_vec())))
@@ -301,7 +301,7 @@ impl Measurement<'_> {
     fn block(&self, round: usize, n: usize) -> Block {
         let block = self.case.block;
         let at = n % (self.payload.len() / block) * block;
-        Block::seal(self.name(round, n), None, fingerprint(), self.payload.slice(at..at + block))
+        Block::new(self.name(round, n), None, fingerprint(), self.payload.slice(at..at + block))
     }
 }
 

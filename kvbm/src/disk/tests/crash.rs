@@ -1,4 +1,4 @@
-//! Restarts and crashes: what was announced is there again, and nothing else is believed.
+//! Restarts and crashes: published blocks are recovered, and nothing else.
 
 use super::*;
 use crate::block::{Block, Date, DomainId, SequenceHash};
@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use std::collections::BTreeMap;
 
 #[tokio::test]
-async fn a_restart_announces_what_was_announced_in_the_same_chains() {
+async fn a_restart_publishes_the_same_chains() {
     let folder = tempfile::tempdir().unwrap();
     let (tier, before) = open(folder.path());
     let blocks: Vec<Block> = (0..5).flat_map(|seed| chain(seed, 60)).collect();
@@ -23,8 +23,8 @@ async fn a_restart_announces_what_was_announced_in_the_same_chains() {
         let loaded = load(&*tier, fingerprint, names(blocks)).await;
         assert!(loaded.iter().zip(blocks).all(|(loaded, block)| loaded.as_ref().unwrap().payload() == block.payload));
     }
-    // Every announced run follows the parent that it names.
-    let parents: BTreeMap<_, _> = blocks.iter().map(|block| (block.header.name, block.header.parent)).collect();
+    // Every published run follows the parent that it names.
+    let parents: BTreeMap<_, _> = blocks.iter().map(|block| (block.header.hash, block.header.parent)).collect();
     for numbered in after.after(0, usize::MAX).unwrap() {
         let BlockEvent::Stored { mut parent, blocks, .. } = numbered.event else { panic!("only stored") };
         for block in blocks {
@@ -35,13 +35,13 @@ async fn a_restart_announces_what_was_announced_in_the_same_chains() {
 }
 
 #[tokio::test]
-async fn discarded_and_stored_again_survive_a_restart_in_that_order() {
+async fn discard_then_store_survives_a_restart() {
     let folder = tempfile::tempdir().unwrap();
     let (tier, _) = open(folder.path());
     let blocks = chain(1, 40);
     store(&*tier, blocks.clone()).await;
     for block in &blocks[30..] {
-        tier.discard(fingerprint(), block.header.name);
+        tier.discard(fingerprint(), block.header.hash);
     }
     store(&*tier, blocks[35..].to_vec()).await;
     idle(&tier).await;
@@ -57,7 +57,7 @@ async fn discarded_and_stored_again_survive_a_restart_in_that_order() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_process_killed_at_any_moment_loses_nothing_that_it_announced() {
+async fn a_killed_process_loses_no_published_block() {
     let folder = tempfile::tempdir().unwrap();
     let (tier, events) = open(folder.path());
     let writing = {
@@ -70,14 +70,14 @@ async fn a_process_killed_at_any_moment_loses_nothing_that_it_announced() {
     };
     let (mut most, mut done) = (0, false);
     while !done {
-        // Once more after the last write: a fast disk may be done before the first look.
+        // Once more after the last write, because a fast disk may finish before the first check.
         done = writing.is_finished();
-        let promised = announced(&events, Level::G3);
+        let published = announced(&events, Level::G3);
         let image = crashed(folder.path());
         let (reopened, _) = open(image.path());
-        assert!(all(&load(&*reopened, fingerprint(), promised.clone()).await), "announced and lost");
-        most = most.max(promised.len());
-        // What was on its way is there whole or not at all.
+        assert!(all(&load(&*reopened, fingerprint(), published.clone()).await), "published and lost");
+        most = most.max(published.len());
+        // A block whose write was interrupted is there whole or not at all.
         let found = reopened.usage().blocks as usize;
         let everything: Vec<_> = (0..40).flat_map(|seed| names(&chain(seed, 25))).collect();
         assert_eq!(load(&*reopened, fingerprint(), everything).await.iter().flatten().count(), found);
@@ -108,7 +108,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
 
     #[test]
-    fn whatever_happens_the_tier_holds_what_a_set_holds(steps in steps()) {
+    fn the_tier_agrees_with_a_set(steps in steps()) {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_time().build().unwrap();
         runtime.block_on(async {
             let mut folder = tempfile::tempdir().unwrap();
@@ -146,19 +146,19 @@ proptest! {
 }
 
 #[tokio::test]
-async fn a_log_is_looked_at_from_outside_while_it_is_written_and_after_its_process_died() {
+async fn inspect_works_on_open_and_crashed_logs() {
     let folder = tempfile::tempdir().unwrap();
-    let look = |folder: &Path| survey(folder, Date::from_unix(100)).unwrap();
+    let look = |folder: &Path| inspect(folder, Date::from_unix(100)).unwrap();
     assert_eq!(look(folder.path()), None);
     let (tier, _) = open(folder.path());
     let tenant = DomainId::from_bytes([7; 16]);
     let theirs: Vec<_> = chain(1, 30).into_iter().map(|block| block.in_domain(tenant)).collect();
     store(&*tier, [theirs.clone(), chain(2, 40)].concat()).await;
-    tier.discard(fingerprint(), theirs[29].header.name);
+    tier.discard(fingerprint(), theirs[29].header.hash);
     idle(&tier).await;
     let image = crashed(folder.path());
-    let held = |survey: &Survey| -> Vec<(String, u64)> {
-        survey.contents.iter().map(|holding| (holding.domain.clone(), holding.blocks)).collect()
+    let held = |log: &LogContents| -> Vec<(String, u64)> {
+        log.contents.iter().map(|entry| (entry.domain.clone(), entry.blocks)).collect()
     };
     let wanted = [(DomainId::SHARED.to_string(), 40), (tenant.to_string(), 29)];
     let now = look(folder.path()).unwrap();
@@ -167,7 +167,7 @@ async fn a_log_is_looked_at_from_outside_while_it_is_written_and_after_its_proce
     let died = look(image.path()).unwrap();
     assert_eq!((held(&died), died.in_use), (wanted.to_vec(), false));
     let (again, _) = open(image.path());
-    assert_eq!(again.usage().blocks, 69, "looking changed nothing");
+    assert_eq!(again.usage().blocks, 69, "inspecting changed nothing");
     drop(tier);
     let left = look(folder.path()).unwrap();
     assert_eq!((held(&left), left.in_use, left.open_segments), (wanted.to_vec(), false, 0));

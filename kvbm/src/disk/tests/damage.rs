@@ -1,11 +1,11 @@
-//! Damage: whatever happens to the files, a block is the one that was stored, or it is not there.
+//! Corruption: whatever happens to the files, a load returns the stored block or a miss.
 
 use super::*;
 use crate::block::{Block, SequenceHash};
 use crate::transform::crypt::{Environment, KeySource, Keys, MetadataKeys};
 use std::collections::BTreeMap;
 
-/// A folder with sealed segments, one that was open when the process was killed, and what was stored in them.
+/// A folder with sealed segments and one that was open when the process was killed, and the stored blocks.
 async fn image() -> (TempDir, Vec<Block>) {
     let folder = tempfile::tempdir().unwrap();
     let (tier, _) = open(folder.path());
@@ -18,19 +18,19 @@ fn segments(folder: &Path) -> Vec<PathBuf> {
     segment::numbers(folder).unwrap().into_iter().map(|number| segment::path(folder, number)).collect()
 }
 
-/// Opens the folder and loads everything: how many blocks came back. None may be another than was stored.
+/// Opens the folder and loads all blocks. Returns how many were found, each unchanged.
 async fn survivors(folder: &Path, blocks: &[Block]) -> usize {
     let (tier, _) = open(folder);
-    let stored: BTreeMap<SequenceHash, &Block> = blocks.iter().map(|block| (block.header.name, block)).collect();
+    let stored: BTreeMap<SequenceHash, &Block> = blocks.iter().map(|block| (block.header.hash, block)).collect();
     let loaded = load(&*tier, fingerprint(), names(blocks)).await;
     for block in loaded.iter().flatten() {
-        assert_eq!(block.payload(), stored[&block.header().name].payload);
+        assert_eq!(block.payload(), stored[&block.header().hash].payload);
     }
     loaded.iter().flatten().count()
 }
 
 #[tokio::test]
-async fn a_flipped_bit_anywhere_costs_one_block_at_most() {
+async fn a_flipped_bit_costs_at_most_one_block() {
     let (folder, blocks) = image().await;
     flip_everywhere(&folder, &blocks).await;
     assert_eq!(survivors(folder.path(), &blocks).await, blocks.len(), "undamaged, and all segments sealed by now");
@@ -41,7 +41,7 @@ async fn flip_everywhere(folder: &TempDir, blocks: &[Block]) {
     let (mut costs_nothing, mut costs_one) = (0, 0);
     for path in segments(folder.path()) {
         let sound = fs::read(&path).unwrap();
-        // A prime stride visits headers, payloads, padding, footer and trailer; the last bytes one by one.
+        // A prime stride visits headers, payloads, padding, footer and trailer; each of the last bytes is visited.
         let positions = (0..sound.len()).step_by(1543).chain(sound.len() - 64..sound.len());
         for (nth, at) in positions.enumerate() {
             let mut bad = sound.clone();
@@ -59,7 +59,7 @@ async fn flip_everywhere(folder: &TempDir, blocks: &[Block]) {
 }
 
 #[tokio::test]
-async fn a_damaged_trailer_is_a_damaged_footer_and_one_that_was_being_written_is_none() {
+async fn only_a_written_footer_counts_as_corrupt() {
     let (folder, blocks) = image().await;
     assert_eq!(survivors(folder.path(), &blocks).await, blocks.len(), "all segments are sealed by now");
     let path = segments(folder.path()).remove(0);
@@ -70,8 +70,8 @@ async fn a_damaged_trailer_is_a_damaged_footer_and_one_that_was_being_written_is
         assert_eq!(survivors(copy.path(), &blocks).await, blocks.len());
         fs::write(copy.path().join(path.file_name().unwrap()), bytes).unwrap();
         let (tier, _) = open(copy.path());
-        assert_eq!(tier.damaged(), 0);
-        tier.damaged_footers()
+        assert_eq!(tier.corrupt_ranges(), 0);
+        tier.corrupt_footers()
     };
     let trailer = sound.len() - 32;
     for at in trailer..sound.len() {
@@ -90,7 +90,7 @@ async fn a_damaged_trailer_is_a_damaged_footer_and_one_that_was_being_written_is
 }
 
 #[tokio::test]
-async fn a_truncated_segment_keeps_what_lies_before_the_cut() {
+async fn a_truncated_segment_keeps_the_blocks_before_the_cut() {
     let (folder, blocks) = image().await;
     for path in segments(folder.path()) {
         let sound = fs::read(&path).unwrap();
@@ -107,12 +107,12 @@ async fn a_truncated_segment_keeps_what_lies_before_the_cut() {
 }
 
 #[tokio::test]
-async fn segments_that_change_places_yield_no_wrong_block() {
+async fn swapped_segments_yield_no_wrong_block() {
     let (folder, blocks) = image().await;
     survivors(folder.path(), &blocks).await;
     let paths = segments(folder.path());
     let (tier, _) = open(folder.path());
-    // While the tier is open, so that its index believes in the old places.
+    // Done while the tier is open, so that its index has the old locations.
     fs::rename(&paths[0], folder.path().join("aside")).unwrap();
     fs::rename(&paths[1], &paths[0]).unwrap();
     fs::rename(folder.path().join("aside"), &paths[1]).unwrap();
@@ -121,11 +121,11 @@ async fn segments_that_change_places_yield_no_wrong_block() {
         assert!(loaded.as_ref().is_none_or(|loaded| loaded.payload() == block.payload));
     }
     drop(tier);
-    assert_eq!(survivors(folder.path(), &blocks).await, blocks.len(), "opened again, each is found where it lies");
+    assert_eq!(survivors(folder.path(), &blocks).await, blocks.len(), "after reopening, each is found at its location");
 }
 
 #[tokio::test]
-async fn a_record_that_is_no_block_is_reported_and_forgotten() {
+async fn an_invalid_record_is_reported_and_removed() {
     let folder = tempfile::tempdir().unwrap();
     let (tier, events) = open(folder.path());
     let blocks = chain(1, 3);
@@ -148,7 +148,7 @@ async fn a_record_that_is_no_block_is_reported_and_forgotten() {
 }
 
 #[tokio::test]
-async fn files_that_are_no_segments_are_left_alone() {
+async fn other_files_are_left_alone() {
     let (folder, blocks) = image().await;
     fs::write(folder.path().join("notes.txt"), "mine").unwrap();
     fs::write(folder.path().join("7.segment"), "not a segment").unwrap();
@@ -159,7 +159,7 @@ async fn files_that_are_no_segments_are_left_alone() {
     assert_eq!(fs::read(folder.path().join("notes.txt")).unwrap(), b"mine");
 }
 
-/// The metadata keys of a process with this master key, and a shelf of its own.
+/// The metadata keys of a process with this master key and its own key store.
 async fn keys(master: &str) -> Arc<MetadataKeys> {
     let master = master.repeat(32);
     let environment: Environment = Arc::new(move |_| Some(master.clone()));
@@ -172,7 +172,7 @@ async fn keys(master: &str) -> Arc<MetadataKeys> {
 async fn a_forged_footer_costs_a_scan_and_no_block() {
     let (folder, blocks) = image().await;
     survivors(folder.path(), &blocks).await;
-    // Block length, number of entries, number of owners; and where the footer begins: each with a sound checksum.
+    // Block length, number of entries, number of namespaces, and the footer's offset, each with a valid checksum.
     for (field, nth) in [("length", 36), ("entries", 16), ("owners", 20), ("start", 8)] {
         let copy = crashed(folder.path());
         for path in segments(copy.path()) {
@@ -191,20 +191,21 @@ async fn a_forged_footer_costs_a_scan_and_no_block() {
         let segments = segments(copy.path()).len() as u64;
         let (tier, _) = open(copy.path());
         let found = load(&*tier, fingerprint(), names(&blocks)).await.iter().flatten().count();
-        assert_eq!((found, tier.damaged_footers()), (blocks.len(), segments), "{field}");
+        assert_eq!((found, tier.corrupt_footers()), (blocks.len(), segments), "{field}");
     }
 }
 
 #[tokio::test]
-async fn with_keys_unsealed_and_forged_footers_are_scanned_and_sealed() {
+async fn with_keys_invalid_footers_are_scanned_and_sealed() {
     let (folder, blocks) = image().await;
     let ours = keys("01").await;
     let opened = async |folder: &Path, keys: &Arc<MetadataKeys>| {
         let (events, path) = (Arc::new(EventLog::new(Epoch(1))), [(folder.to_owned(), settings())]);
-        let tier = DiskTier::begin(&path, &crate::tier::Shares::default(), events, Some(keys.clone())).unwrap();
+        let tier =
+            DiskTier::open_in_background(&path, &crate::tier::Shares::default(), events, Some(keys.clone())).unwrap();
         tier.recovered().await;
         let found = load(&*tier, fingerprint(), names(&blocks)).await.iter().flatten().count();
-        (found, tier.damaged_footers())
+        (found, tier.corrupt_footers())
     };
     // Sealed segments of an earlier version, or from before blocks were encrypted.
     survivors(folder.path(), &blocks).await;
@@ -212,7 +213,7 @@ async fn with_keys_unsealed_and_forged_footers_are_scanned_and_sealed() {
     assert_eq!(opened(folder.path(), &ours).await, (blocks.len(), count));
     assert_eq!(opened(folder.path(), &ours).await, (blocks.len(), 0), "sealed now");
     assert_eq!(survivors(folder.path(), &blocks).await, blocks.len(), "without keys there is nothing to verify with");
-    // A footer that says that a block lies elsewhere, with a sound checksum.
+    // A footer with a valid checksum that gives a wrong location for a block.
     for path in segments(folder.path()) {
         let mut bytes = fs::read(&path).unwrap();
         let trailer = bytes.len() - 32;

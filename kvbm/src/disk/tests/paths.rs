@@ -1,9 +1,9 @@
-//! Several paths: one view, parts of a prefix on each, and one that fails costs its own blocks only.
+//! Several paths: blocks are striped over them, and a path that fails loses its own blocks only.
 
 use super::*;
 use crate::block::{Block, SequenceHash};
 
-/// Blocks of so many bytes that a store of a few megabytes reaches every path.
+/// A payload length in bytes at which a store of a few megabytes reaches every path.
 const BLOCK: usize = 60_000;
 
 fn large() -> Settings {
@@ -42,23 +42,23 @@ impl Paths {
         self.tier.paths().iter().map(|path| path.failure.is_none()).collect()
     }
 
-    /// Which path each block rests on.
-    fn places(&self, blocks: &[Block]) -> Vec<u8> {
-        let place = |block: &Block| self.tier.shared.index.get(fingerprint(), block.header.name).unwrap().volume;
-        blocks.iter().map(place).collect()
+    /// The path of each block.
+    fn paths_of(&self, blocks: &[Block]) -> Vec<u8> {
+        let path_of = |block: &Block| self.tier.shared.index.get(fingerprint(), block.header.hash).unwrap().path;
+        blocks.iter().map(path_of).collect()
     }
 
     fn on(&self, path: u8, blocks: &[Block]) -> Vec<Block> {
-        let places = self.places(blocks);
-        blocks.iter().zip(places).filter(|(_, place)| *place == path).map(|(block, _)| block.clone()).collect()
+        let paths_of = self.paths_of(blocks);
+        blocks.iter().zip(paths_of).filter(|(_, on)| *on == path).map(|(block, _)| block.clone()).collect()
     }
 
     async fn found(&self, blocks: &[Block]) -> usize {
         load(&*self.tier, fingerprint(), names(blocks)).await.iter().flatten().count()
     }
 
-    /// Loads the blocks until all are found. On a busy machine the paused clock runs ahead of the threads that read, so a path
-    /// may go down once more and come back.
+    /// Loads the blocks until all are found. The paused clock may advance faster than the threads that read, so a path may
+    /// go down and be reopened once more.
     async fn until_all_found(&self, blocks: &[Block]) {
         for _ in 0..100 {
             if self.found(blocks).await == blocks.len() {
@@ -69,14 +69,14 @@ impl Paths {
         panic!("{} of {} blocks are found", self.found(blocks).await, blocks.len());
     }
 
-    /// Waits for something that happens within a paused minute of probes; real threads do the work, on a busy machine late.
+    /// Waits for a condition. The clock is paused, but real threads do the work.
     async fn until(&self, what: impl Fn(&Self) -> bool) {
         for _ in 0..100_000 {
             if what(self) {
                 return;
             }
             tokio::time::advance(Duration::from_millis(200)).await;
-            // Those who open and recover are threads, for whom a paused clock stands still.
+            // Opening and recovery run on threads, which a paused clock does not advance.
             thread::sleep(Duration::from_millis(1));
         }
         panic!("it did not happen");
@@ -97,27 +97,27 @@ mod with_one_path_that_takes_nothing {
 
     conformance::suite!(async || {
         let Paths { folders, tier, events } = Paths::new(2, settings());
-        tier.shared.rig.fail_writes(1, libc::ENOSPC);
+        tier.shared.hooks.fail_writes(1, libc::ENOSPC);
         Subject::keeping(tier, events, folders)
     });
 }
 
 #[tokio::test]
-async fn the_budget_of_each_path_holds() {
+async fn the_capacity_of_each_path_holds() {
     let capacity_bytes = 300_000;
     let Paths { folders, tier, events } = Paths::new(2, Settings { capacity_bytes, ..settings() });
     conformance::older_blocks_make_room_and_the_budget_holds(Subject::keeping(tier, events, folders)).await;
 }
 
 #[tokio::test]
-async fn a_prefix_lies_on_every_path_in_long_runs_and_is_there_after_a_restart() {
+async fn a_prefix_is_striped_in_long_runs_and_survives_a_restart() {
     let paths = Paths::new(3, large());
     let prefix = blocks(1, 240);
     store(&*paths.tier, prefix.clone()).await;
-    let places = paths.places(&prefix);
-    let runs = 1 + places.windows(2).filter(|pair| pair[0] != pair[1]).count();
-    assert!((7..=9).contains(&runs), "fourteen megabytes in runs of two: {places:?}");
-    assert!((0..3).all(|path| paths.on(path, &prefix).len() >= 60), "{places:?}");
+    let paths_of = paths.paths_of(&prefix);
+    let runs = 1 + paths_of.windows(2).filter(|pair| pair[0] != pair[1]).count();
+    assert!((7..=9).contains(&runs), "fourteen megabytes in runs of two: {paths_of:?}");
+    assert!((0..3).all(|path| paths.on(path, &prefix).len() >= 60), "{paths_of:?}");
     let before = announced(&paths.events, Level::G3);
     let paths = paths.reopen(large());
     assert_eq!(announced(&paths.events, Level::G3), before);
@@ -125,20 +125,16 @@ async fn a_prefix_lies_on_every_path_in_long_runs_and_is_there_after_a_restart()
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_path_whose_reads_fail_goes_down_alone_and_comes_back_with_its_blocks() {
+async fn failed_reads_take_one_path_down_until_it_is_reopened() {
     let paths = Paths::new(3, large());
     let prefix = blocks(1, 320);
     store(&*paths.tier, prefix.clone()).await;
     let (second, before) = (paths.on(1, &prefix), announced(&paths.events, Level::G3));
 
-    paths.tier.shared.rig.fail_reads(1, libc::EIO);
+    paths.tier.shared.hooks.fail_reads(1, libc::EIO);
     assert_eq!(paths.found(&prefix).await, prefix.len() - second.len(), "the others' blocks are found");
     paths.until(|paths| paths.up() == [true, false, true]).await;
-    assert_eq!(
-        announced(&paths.events, Level::G3).len(),
-        prefix.len() - second.len(),
-        "withdrawn from everybody's view"
-    );
+    assert_eq!(announced(&paths.events, Level::G3).len(), prefix.len() - second.len(), "events withdraw them");
     let mut loading = paths.tier.load(fingerprint(), names(&second));
     while let Some((_, answer)) = loading.next().await {
         assert!(answer.unwrap().is_none(), "a miss, not an error");
@@ -146,16 +142,16 @@ async fn a_path_whose_reads_fail_goes_down_alone_and_comes_back_with_its_blocks(
 
     let more = blocks(2, 80);
     store(&*paths.tier, more.clone()).await;
-    assert!(!paths.places(&more).contains(&1), "written to the others");
-    // A block of the path that is down is stored again, elsewhere.
+    assert!(!paths.paths_of(&more).contains(&1), "written to the others");
+    // A block of the failed path is stored again on another one.
     store(&*paths.tier, second[..2].to_vec()).await;
 
-    paths.tier.shared.rig.fail_reads(1, 0);
+    paths.tier.shared.hooks.fail_reads(1, 0);
     paths.until(|paths| paths.up() == [true; 3] && paths.tier.usage().blocks == 400).await;
     assert_eq!(paths.found(&prefix).await, 320);
     assert_eq!(paths.found(&more).await, 80);
     let after = announced(&paths.events, Level::G3);
-    assert!(before.iter().all(|name| after.contains(name)), "announced again, once");
+    assert!(before.iter().all(|name| after.contains(name)), "published again, once");
     assert_eq!(
         paths.tier.paths().iter().map(|path| path.failures).collect::<Vec<_>>()[1],
         1,
@@ -164,12 +160,12 @@ async fn a_path_whose_reads_fail_goes_down_alone_and_comes_back_with_its_blocks(
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_path_whose_device_does_not_answer_goes_down_alone() {
+async fn a_device_that_does_not_answer_takes_one_path_down() {
     let paths = Paths::new(2, large());
     let (before, during) = (blocks(1, 160), blocks(2, 160));
     store(&*paths.tier, before.clone()).await;
     let hanging = paths.on(1, &before);
-    let faults = paths.tier.shared.rig.faults(1);
+    let faults = paths.tier.shared.hooks.faults(1);
     faults.hold();
     let reading = {
         let (tier, names) = (paths.tier.clone(), names(&hanging));
@@ -181,9 +177,12 @@ async fn a_path_whose_device_does_not_answer_goes_down_alone() {
     };
     paths.until(|paths| paths.up() == [true, false]).await;
     let answers = reading.await.unwrap();
-    assert!(answers.len() == hanging.len() && answers.iter().all(|(_, answer)| answer.is_err()), "nobody waits for it");
+    assert!(
+        answers.len() == hanging.len() && answers.iter().all(|(_, answer)| answer.is_err()),
+        "no load waits for it"
+    );
     let stored = storing.await.unwrap();
-    assert!(stored.iter().all(Result::is_ok), "the other path takes what it did not: {stored:?}");
+    assert!(stored.iter().all(Result::is_ok), "the other path accepts the blocks: {stored:?}");
     let failure = paths.tier.paths()[1].failure.clone().unwrap();
     assert!(failure.contains("did not answer for 1"), "{failure}");
     assert_eq!(paths.found(&before).await, before.len() - hanging.len());
@@ -194,12 +193,12 @@ async fn a_path_whose_device_does_not_answer_goes_down_alone() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_panic_takes_its_path_down_and_the_path_comes_back() {
+async fn a_panic_takes_its_path_down_until_it_is_reopened() {
     let panics: [fn(&Paths); 2] = [
-        |paths| paths.tier.shared.rig.faults(1).panic_once(),
+        |paths| paths.tier.shared.hooks.faults(1).panic_once(),
         |paths| {
-            let (volume, log) = (&paths.tier.volumes[1], paths.tier.logs().remove(1).unwrap());
-            let poisoned = volume.work(&log, |log| {
+            let (log_path, log) = (&paths.tier.log_paths[1], paths.tier.logs().remove(1).unwrap());
+            let poisoned = log_path.work(&log, |log| {
                 let _state = log.lock();
                 panic!("injected");
             });
@@ -215,13 +214,13 @@ async fn a_panic_takes_its_path_down_and_the_path_comes_back() {
         paths.until(|paths| paths.tier.paths()[1].failures == 1).await;
         paths.until(|paths| paths.up() == [true; 2] && paths.tier.usage().blocks == 320).await;
         store(&*paths.tier, after.clone()).await;
-        assert!(!paths.on(1, &after).is_empty(), "it takes its share again");
+        assert!(!paths.on(1, &after).is_empty(), "it is written to again");
         paths.until_all_found(&[before, during, after].concat()).await;
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_removed_folder_takes_its_path_down_without_any_io() {
+async fn a_removed_folder_takes_its_path_down_without_io() {
     let paths = Paths::new(1, large());
     store(&*paths.tier, blocks(1, 4)).await;
     fs::remove_dir_all(paths.folder(0)).unwrap();
@@ -231,7 +230,7 @@ async fn a_removed_folder_takes_its_path_down_without_any_io() {
 }
 
 #[tokio::test]
-async fn a_pipe_in_place_of_a_segment_does_not_block_the_start() {
+async fn a_pipe_instead_of_a_segment_does_not_block_the_start() {
     let folder = tempfile::tempdir().unwrap();
     let kv = folder.path().join("kv");
     fs::create_dir(&kv).unwrap();
@@ -246,7 +245,7 @@ async fn a_pipe_in_place_of_a_segment_does_not_block_the_start() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_folder_that_is_moved_away_is_noticed_and_found_again() {
+async fn a_moved_folder_is_detected_and_reopened() {
     let paths = Paths::new(2, large());
     let prefix = blocks(1, 80);
     store(&*paths.tier, prefix.clone()).await;
@@ -255,7 +254,7 @@ async fn a_folder_that_is_moved_away_is_noticed_and_found_again() {
     fs::rename(paths.folder(0), &aside).unwrap();
     assert_eq!(paths.found(&prefix).await, prefix.len() - first);
     paths.until(|paths| paths.up() == [false, true]).await;
-    assert!(!paths.folder(0).exists(), "nobody makes it anew: below a mount that is gone lies another disk");
+    assert!(!paths.folder(0).exists(), "it is not created again: below a removed mount is another disk");
     let more = blocks(2, 80);
     store(&*paths.tier, more.clone()).await;
     assert_eq!(paths.found(&more).await, 80);
@@ -265,11 +264,12 @@ async fn a_folder_that_is_moved_away_is_noticed_and_found_again() {
 }
 
 #[tokio::test]
-async fn a_log_that_lies_where_ours_was_is_not_touched() {
+async fn another_log_in_place_of_the_folder_is_not_touched() {
     let paths = Paths::new(1, settings());
     store(&*paths.tier, chain(1, 40)).await;
     let log = paths.tier.logs().remove(0).unwrap();
-    let head = segment::Head::create(&log.folder, (1_000, 0), 64 << 10, log.access, &log.io, None, &log.taken).unwrap();
+    let head =
+        segment::Head::create(&log.folder, (1_000, 0), 64 << 10, log.access, &log.io, None, &log.used_bytes).unwrap();
     fs::rename(paths.folder(0), paths.folders[0].path().join("aside")).unwrap();
     let others = Paths::over(paths.folders, settings());
     store(&*others.tier, chain(2, 40)).await;
@@ -281,8 +281,8 @@ async fn a_log_that_lies_where_ours_was_is_not_touched() {
     };
     let before = files();
     drop(head);
-    assert_eq!(files(), before, "a head in which nothing is gives up its own file");
-    // More than what has a place in the head already.
+    assert_eq!(files(), before, "an empty head deletes its own file");
+    // More than what already has space in the head.
     let answers = paths.tier.store(chain(3, 100)).await;
     assert!(answers.iter().any(Result::is_err));
     assert_eq!(files(), before);
@@ -290,30 +290,30 @@ async fn a_log_that_lies_where_ours_was_is_not_touched() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_path_that_cannot_be_written_still_reads_while_the_others_take_the_blocks() {
+async fn a_path_with_failing_writes_still_reads() {
     for code in [libc::EIO, libc::ENOSPC, libc::EROFS] {
         let paths = Paths::new(2, large());
         let before = blocks(1, 80);
         store(&*paths.tier, before.clone()).await;
-        paths.tier.shared.rig.fail_writes(0, code);
+        paths.tier.shared.hooks.fail_writes(0, code);
         let during = blocks(2, 80);
         let answers = paths.tier.store(during.clone()).await;
-        assert!(answers.iter().all(Result::is_ok), "what one refuses the other takes: {answers:?}");
-        assert!(!paths.places(&during).contains(&0));
+        assert!(answers.iter().all(Result::is_ok), "one path refuses, the other accepts: {answers:?}");
+        assert!(!paths.paths_of(&during).contains(&0));
         assert_eq!(paths.up(), [true; 2]);
         assert_eq!(paths.found(&[before.clone(), during.clone()].concat()).await, 160);
 
-        paths.tier.shared.rig.fail_writes(0, 0);
+        paths.tier.shared.hooks.fail_writes(0, 0);
         tokio::time::advance(Duration::from_secs(2)).await;
         let after = blocks(3, 80);
         store(&*paths.tier, after.clone()).await;
-        assert!(paths.places(&after).contains(&0), "it takes its share again");
+        assert!(paths.paths_of(&after).contains(&0), "it is written to again");
         assert_eq!(paths.found(&[before, during, after].concat()).await, 240);
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_path_that_is_not_there_at_the_start_joins_later() {
+async fn a_path_that_is_missing_at_the_start_joins_later() {
     let folders = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
     // A file where the folder should be.
     fs::write(folders[1].path().join("kv"), "").unwrap();
@@ -329,7 +329,7 @@ async fn a_path_that_is_not_there_at_the_start_joins_later() {
 }
 
 #[tokio::test]
-async fn a_discard_holds_for_the_copies_on_every_path() {
+async fn discard_removes_the_copies_on_every_path() {
     let Paths { folders, tier, .. } = Paths::new(2, settings());
     let blocks = chain(1, 10);
     store(&*tier, blocks.clone()).await;
@@ -340,9 +340,9 @@ async fn a_discard_holds_for_the_copies_on_every_path() {
         fs::copy(file.path(), folders[1].path().join("kv").join(file.file_name())).unwrap();
     }
     let paths = Paths::over(folders, settings());
-    assert_eq!(announced(&paths.events, Level::G3).len(), 10, "announced once");
-    let gone: Vec<SequenceHash> = names(&blocks[..4]);
-    for name in gone {
+    assert_eq!(announced(&paths.events, Level::G3).len(), 10, "published once");
+    let discarded: Vec<SequenceHash> = names(&blocks[..4]);
+    for name in discarded {
         paths.tier.discard(fingerprint(), name);
     }
     idle(&paths.tier).await;
@@ -352,7 +352,7 @@ async fn a_discard_holds_for_the_copies_on_every_path() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_rests_is_served_while_the_rest_is_still_looked_for() {
+async fn recovered_blocks_are_served_during_recovery() {
     let paths = Paths::new(2, settings());
     let old = chain(1, 200);
     store(&*paths.tier, old.clone()).await;
@@ -360,8 +360,9 @@ async fn what_rests_is_served_while_the_rest_is_still_looked_for() {
     drop(tier);
     let over: Vec<_> = folders.iter().map(|folder| (folder.path().join("kv"), settings())).collect();
     let tier =
-        DiskTier::begin(&over, &crate::tier::Shares::default(), Arc::new(EventLog::new(Epoch(1))), None).unwrap();
-    // Stored at once, while recovery may still run.
+        DiskTier::open_in_background(&over, &crate::tier::Shares::default(), Arc::new(EventLog::new(Epoch(1))), None)
+            .unwrap();
+    // Stored at once, while the recovery may still run.
     store(&*tier, chain(2, 20)).await;
     tier.recovered().await;
     assert_eq!(tier.usage().blocks, 220);
@@ -369,7 +370,7 @@ async fn what_rests_is_served_while_the_rest_is_still_looked_for() {
 }
 
 #[tokio::test]
-async fn a_block_offered_twice_at_once_is_written_once() {
+async fn a_block_stored_twice_concurrently_is_written_once() {
     let folder = tempfile::tempdir().unwrap();
     let (tier, _) = open(folder.path());
     let blocks = chain(1, 20);

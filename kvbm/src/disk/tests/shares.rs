@@ -1,4 +1,4 @@
-//! What domains are promised of the log: floods, limits, restarts.
+//! Quotas: floods, limits, restarts.
 
 use super::*;
 use crate::block::{Block, DomainId};
@@ -23,12 +23,12 @@ async fn open_sharing(paths: &[&TempDir], shares: &Shares) -> (Arc<DiskTier>, Ar
     let settings = Settings { capacity_bytes: 2 << 20, ..settings() };
     let paths: Vec<_> = paths.iter().map(|folder| (folder.path().to_owned(), settings)).collect();
     let events = Arc::new(EventLog::new(Epoch(1)));
-    let tier = DiskTier::begin(&paths, shares, events.clone(), None).unwrap();
+    let tier = DiskTier::open_in_background(&paths, shares, events.clone(), None).unwrap();
     tier.recovered().await;
     (tier, events)
 }
 
-/// Seven megabytes of nobody in particular.
+/// Stores seven megabytes in the shared domain.
 async fn flood(tier: &DiskTier, seed: u64) {
     for seed in seed..seed + 100 {
         store(tier, chain(seed, 20)).await;
@@ -37,7 +37,7 @@ async fn flood(tier: &DiskTier, seed: u64) {
 }
 
 #[tokio::test]
-async fn a_flood_takes_nothing_of_what_another_domain_was_promised_now_and_after_a_restart() {
+async fn a_flood_leaves_the_guarantee_of_another_domain_intact() {
     let folders = [(); 2].map(|()| tempfile::tempdir().unwrap());
     let blocks = of(1, 1_000, 200);
     for (paths, guaranteed, stays) in
@@ -60,7 +60,7 @@ async fn a_flood_takes_nothing_of_what_another_domain_was_promised_now_and_after
 }
 
 #[tokio::test]
-async fn who_is_over_its_maximum_gives_up_its_own() {
+async fn a_domain_over_its_limit_reclaims_its_own_blocks() {
     let folder = tempfile::tempdir().unwrap();
     let (tier, _) = open_sharing(&[&folder], &promise(0, Some(300 * KIB))).await;
     let others = chain(5_000, 100);
@@ -76,7 +76,7 @@ async fn who_is_over_its_maximum_gives_up_its_own() {
 }
 
 #[tokio::test]
-async fn what_was_written_when_nobody_was_told_apart_is_found_and_grows_old() {
+async fn blocks_from_before_quotas_are_recovered_and_reclaimed() {
     let folder = tempfile::tempdir().unwrap();
     let (tier, _) = open_sharing(&[&folder], &Shares::default()).await;
     let mixed: Vec<Block> = [of(1, 1, 10), of(2, 2, 10)].concat();
@@ -91,13 +91,13 @@ async fn what_was_written_when_nobody_was_told_apart_is_found_and_grows_old() {
 }
 
 #[tokio::test]
-async fn a_discard_is_kept_as_long_as_the_block_that_it_is_about() {
+async fn a_tombstone_is_kept_as_long_as_its_block() {
     let folder = tempfile::tempdir().unwrap();
     let shares = promise(800 * KIB, None);
     let (tier, _) = open_sharing(&[&folder], &shares).await;
     let blocks = of(1, 1_000, 20);
     store(&*tier, blocks.clone()).await;
-    tier.discard(fingerprint(), blocks[0].header.name);
+    tier.discard(fingerprint(), blocks[0].header.hash);
     idle(&tier).await;
     flood(&tier, 0).await;
     drop(tier);
@@ -107,7 +107,7 @@ async fn a_discard_is_kept_as_long_as_the_block_that_it_is_about() {
 }
 
 #[tokio::test]
-async fn discards_alone_in_a_segment_are_kept_as_long_over_restarts() {
+async fn segments_of_tombstones_alone_are_kept_over_restarts() {
     let folder = tempfile::tempdir().unwrap();
     let shares = promise(800 * KIB, None);
     let blocks = of(1, 1_000, 20);
@@ -115,7 +115,7 @@ async fn discards_alone_in_a_segment_are_kept_as_long_over_restarts() {
     store(&*tier, blocks.clone()).await;
     drop(tier);
     let (tier, _) = open_sharing(&[&folder], &shares).await;
-    tier.discard(fingerprint(), blocks[0].header.name);
+    tier.discard(fingerprint(), blocks[0].header.hash);
     idle(&tier).await;
     drop(tier);
     let (tier, _) = open_sharing(&[&folder], &shares).await;
@@ -127,18 +127,18 @@ async fn discards_alone_in_a_segment_are_kept_as_long_over_restarts() {
 }
 
 #[tokio::test]
-async fn discards_about_blocks_of_several_are_kept_as_long_as_each_of_these() {
+async fn tombstones_of_several_domains_outlive_their_blocks() {
     for order in [[1, 2], [2, 1]] {
         let folder = tempfile::tempdir().unwrap();
         let blocks = [of(1, 1_000, 20), of(2, 2_000, 20)];
-        // Nobody is told apart, and each opening begins a segment.
+        // Without quotas, and each opening starts a segment.
         for which in order {
             let (tier, _) = open_sharing(&[&folder], &Shares::default()).await;
             store(&*tier, blocks[which - 1].clone()).await;
         }
         let (tier, _) = open_sharing(&[&folder], &Shares::default()).await;
         for blocks in &blocks {
-            tier.discard(fingerprint(), blocks[0].header.name);
+            tier.discard(fingerprint(), blocks[0].header.hash);
         }
         idle(&tier).await;
         drop(tier);

@@ -1,14 +1,14 @@
-//! Room: what goes and what stays when the log is full, and when the device does not take more.
+//! Space: what is reclaimed when the log is full, and when the device has no space.
 
 use super::*;
-use crate::block::{Block, Custody, Date, Keep};
+use crate::block::{Block, BlockAttrs, BlockRetention, Date};
 
 fn small() -> Settings {
     Settings { capacity_bytes: 6 * (64 << 10), ..settings() }
 }
 
 #[tokio::test]
-async fn blocks_in_use_stay_with_their_parents_while_others_go() {
+async fn reclaiming_keeps_blocks_in_use_and_their_parents() {
     let folder = tempfile::tempdir().unwrap();
     let (tier, events) = open_with(folder.path(), small());
     let (used, unused) = (chain(100, 4), chain(101, 4));
@@ -16,7 +16,7 @@ async fn blocks_in_use_stay_with_their_parents_while_others_go() {
     store(&*tier, unused.clone()).await;
     for seed in 0..30 {
         store(&*tier, chain(seed, 10)).await;
-        // Only the leaf is read; its parents stay for its sake.
+        // Only the leaf is read; its parents are kept because of it.
         assert!(all(&load(&*tier, fingerprint(), names(&used[3..])).await), "after chain {seed}");
     }
     assert!(all(&load(&*tier, fingerprint(), names(&used)).await));
@@ -25,11 +25,11 @@ async fn blocks_in_use_stay_with_their_parents_while_others_go() {
     let held = announced(&events, Level::G3);
     drop(tier);
     let (_tier, events) = open_with(folder.path(), small());
-    assert_eq!(announced(&events, Level::G3), held, "carried blocks are found where they were carried to");
+    assert_eq!(announced(&events, Level::G3), held, "carried over blocks are found at their new location");
 }
 
 #[tokio::test]
-async fn what_a_later_segment_builds_upon_stays() {
+async fn parents_of_blocks_in_later_segments_are_kept() {
     let folder = tempfile::tempdir().unwrap();
     let (tier, _) = open_with(folder.path(), small());
     let system_prompt = chain(100, 2);
@@ -37,11 +37,11 @@ async fn what_a_later_segment_builds_upon_stays() {
     for seed in 0..40 {
         let mut conversation = chain(seed, 8);
         let first = &conversation[0];
-        let parent = Some(system_prompt[1].header.name);
-        conversation[0] = Block::seal(first.header.name, parent, fingerprint(), first.payload.clone());
+        let parent = Some(system_prompt[1].header.hash);
+        conversation[0] = Block::new(first.header.hash, parent, fingerprint(), first.payload.clone());
         store(&*tier, conversation).await;
     }
-    assert!(all(&load(&*tier, fingerprint(), names(&system_prompt)).await), "never read, but built upon");
+    assert!(all(&load(&*tier, fingerprint(), names(&system_prompt)).await), "never read, but parents of later blocks");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -70,7 +70,7 @@ async fn a_read_that_races_a_reclaim_is_a_miss() {
 }
 
 #[tokio::test]
-async fn nothing_of_a_segment_is_found_in_its_space_again() {
+async fn a_reused_segment_contains_no_old_record() {
     let mut folder = tempfile::tempdir().unwrap();
     let (mut tier, mut events) = open_with(folder.path(), small());
     for seed in 0..60 {
@@ -80,14 +80,14 @@ async fn nothing_of_a_segment_is_found_in_its_space_again() {
             let image = crashed(folder.path());
             let held = announced(&events, Level::G3);
             (tier, events) = open_with(image.path(), small());
-            assert_eq!((announced(&events, Level::G3), tier.damaged()), (held, 0), "after chain {seed}");
+            assert_eq!((announced(&events, Level::G3), tier.corrupt_ranges()), (held, 0), "after chain {seed}");
             folder = image;
         }
     }
 }
 
 #[tokio::test]
-async fn a_smaller_budget_after_a_restart_is_kept_from_the_first_store_on() {
+async fn a_smaller_capacity_applies_from_the_first_store_on() {
     let folder = tempfile::tempdir().unwrap();
     let (tier, _) = open(folder.path());
     store(&*tier, (0..20).flat_map(|seed| chain(seed, 20)).collect()).await;
@@ -100,20 +100,20 @@ async fn a_smaller_budget_after_a_restart_is_kept_from_the_first_store_on() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_failing_device_costs_new_blocks_only_and_the_tier_comes_back() {
+async fn a_failing_device_costs_new_blocks_only() {
     for code in [libc::EIO, libc::ENOSPC] {
         let folder = tempfile::tempdir().unwrap();
         let (tier, events) = open(folder.path());
         let (before, during, after) = (chain(1, 50), chain(2, 5), chain(3, 5));
         store(&*tier, before.clone()).await;
-        tier.shared.rig.fail_writes(0, code);
+        tier.shared.hooks.fail_writes(0, code);
         assert!(tier.store(during.clone()).await.iter().all(Result::is_err));
-        assert!(matches!(tier.store(during[..1].to_vec()).await[..], [Err(StoreError::Busy)]), "it rests for a while");
+        assert!(matches!(tier.store(during[..1].to_vec()).await[..], [Err(StoreError::Busy)]), "writes are suspended");
         assert!(all(&load(&*tier, fingerprint(), names(&before)).await), "reading goes on");
         tokio::time::advance(Duration::from_secs(2)).await;
         assert!(matches!(tier.store(during[..1].to_vec()).await[..], [Err(StoreError::Io(_) | StoreError::Full)]));
 
-        tier.shared.rig.fail_writes(0, 0);
+        tier.shared.hooks.fail_writes(0, 0);
         tokio::time::advance(Duration::from_secs(2)).await;
         store(&*tier, after.clone()).await;
         let kept = [before.clone(), after].concat();
@@ -126,27 +126,27 @@ async fn a_failing_device_costs_new_blocks_only_and_the_tier_comes_back() {
 }
 
 #[tokio::test]
-async fn a_log_gives_up_as_much_as_others_need() {
+async fn a_log_frees_as_much_space_as_others_need() {
     let folder = tempfile::tempdir().unwrap();
     let settings = Settings { capacity_bytes: 2 << 20, min_free_bytes: 200_000, ..settings() };
     let (tier, _) = open_with(folder.path(), settings);
     store(&*tier, (0..20).flat_map(|seed| chain(seed, 20)).collect()).await;
     let before = tier.usage().bytes;
     assert!(before > 1 << 20, "{before}");
-    tier.shared.rig.leave_space(before + 50_000);
+    tier.shared.hooks.leave_space(before + 50_000);
     store(&*tier, chain(90, 40)).await;
     let after = tier.usage().bytes;
     assert!((before - 400_000..=before - 150_000).contains(&after), "200 KB are to be free: {before}, then {after}");
 }
 
 #[tokio::test]
-async fn a_log_whose_disk_others_fill_keeps_a_quarter_and_writes_on_in_it() {
+async fn a_log_on_a_full_disk_keeps_a_quarter_and_writes_on() {
     let folder = tempfile::tempdir().unwrap();
     let settings = Settings { capacity_bytes: 2 << 20, min_free_bytes: 1 << 30, ..settings() };
     let (tier, _) = open_with(folder.path(), settings);
-    tier.shared.rig.leave_space(4 << 30);
+    tier.shared.hooks.leave_space(4 << 30);
     store(&*tier, (0..20).flat_map(|seed| chain(seed, 20)).collect()).await;
-    tier.shared.rig.leave_space(0);
+    tier.shared.hooks.leave_space(0);
     for seed in 100..140 {
         store(&*tier, chain(seed, 20)).await;
         let bytes = tier.usage().bytes;
@@ -154,34 +154,34 @@ async fn a_log_whose_disk_others_fill_keeps_a_quarter_and_writes_on_in_it() {
     }
     let bytes = tier.usage().bytes;
     assert!(bytes <= settings.capacity_bytes / 4 + settings.segment_bytes, "it shrank as far as it may: {bytes}");
-    assert_eq!(tier.holds(fingerprint(), &names(&chain(139, 20))), 20, "what came last rests");
+    assert_eq!(tier.holds(fingerprint(), &names(&chain(139, 20))), 20, "the last blocks are stored");
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_log_that_cannot_grow_gives_nothing_up_in_vain() {
+async fn a_log_that_cannot_free_enough_reclaims_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let (tier, _) = open(folder.path());
     store(&*tier, chain(1, 20)).await;
     drop(tier);
     let settings = Settings { segment_bytes: 1 << 20, min_free_bytes: 1 << 30, ..settings() };
     let (tier, _) = open_with(folder.path(), settings);
-    tier.shared.rig.leave_space(0);
+    tier.shared.hooks.leave_space(0);
     assert!(matches!(tier.store(chain(9, 1)).await[..], [Err(StoreError::Full)]));
-    assert_eq!(tier.usage().blocks, 20, "all of it would not have been enough");
-    tier.shared.rig.leave_space(4 << 30);
+    assert_eq!(tier.usage().blocks, 20, "all segments together would not suffice");
+    tier.shared.hooks.leave_space(4 << 30);
     tokio::time::advance(Duration::from_secs(2)).await;
     store(&*tier, chain(9, 1)).await;
 }
 
 #[tokio::test]
-async fn pins_outlive_reclaiming_and_dates_a_restart() {
+async fn pins_survive_reclaiming_and_dates_survive_a_restart() {
     let folder = tempfile::tempdir().unwrap();
     let date = |seconds| Some(Date::from_unix(seconds));
-    let kept = |seed, keep: Keep| -> Vec<Block> {
-        let custody = Custody { keep, ..Custody::default() };
-        chain(seed, 4).into_iter().map(|block| block.in_custody(custody)).collect()
+    let kept = |seed, retention: BlockRetention| -> Vec<Block> {
+        let attrs = BlockAttrs { retention, ..BlockAttrs::default() };
+        chain(seed, 4).into_iter().map(|block| block.with_attrs(attrs)).collect()
     };
-    let pinned = kept(100, Keep { expires: date(2_000), pinned: date(1_000), ..Keep::default() });
+    let pinned = kept(100, BlockRetention { expires: date(2_000), pinned: date(1_000), ..BlockRetention::default() });
     let (tier, _) = open_with(folder.path(), small());
     store(&*tier, pinned.clone()).await;
     let scan = async |tier: &DiskTier, seeds: std::ops::Range<u64>| {
@@ -190,27 +190,27 @@ async fn pins_outlive_reclaiming_and_dates_a_restart() {
         }
     };
     scan(&tier, 0..40).await;
-    assert_eq!(tier.holds(fingerprint(), &names(&pinned)), 4, "nobody ever read it");
+    assert_eq!(tier.holds(fingerprint(), &names(&pinned)), 4, "no load has read it");
     drop(tier);
     let (tier, events) = open_with(folder.path(), small());
     scan(&tier, 40..80).await;
-    assert_eq!(tier.holds(fingerprint(), &names(&pinned)), 4, "nor after a restart");
+    assert_eq!(tier.holds(fingerprint(), &names(&pinned)), 4, "also after a restart");
     assert_eq!((tier.expire(Date::from_unix(1_999)), tier.expire(Date::from_unix(2_000))), (0, 4));
     assert!(announced(&events, Level::G3).iter().all(|name| !names(&pinned).contains(name)));
 
-    let ended = kept(101, Keep { pinned: date(2_000), ..Keep::default() });
+    let ended = kept(101, BlockRetention { pinned: date(2_000), ..BlockRetention::default() });
     store(&*tier, ended.clone()).await;
     scan(&tier, 80..120).await;
-    assert_eq!(tier.holds(fingerprint(), &names(&ended)), 0, "its pin ended before it came");
+    assert_eq!(tier.holds(fingerprint(), &names(&ended)), 0, "its pin had ended before");
 }
 
 #[tokio::test]
-async fn what_is_in_use_and_has_no_room_any_more_is_handed_over_if_somebody_wants_it() {
+async fn blocks_in_use_without_space_are_spilled_if_wanted() {
     let folder = tempfile::tempdir().unwrap();
     let (tier, _) = open_with(folder.path(), small());
     let (to, mut spilled) = mpsc::channel(1_000);
     let (hot, cold) = (chain(100, 18), chain(101, 18));
-    let unwanted = hot[17].header.name;
+    let unwanted = hot[17].header.hash;
     tier.spill(move |of, name| of == fingerprint() && name != unwanted, to);
     store(&*tier, cold.clone()).await;
     store(&*tier, hot.clone()).await;
@@ -219,8 +219,8 @@ async fn what_is_in_use_and_has_no_room_any_more_is_handed_over_if_somebody_want
         load(&*tier, fingerprint(), names(&hot)).await;
         store(&*tier, chain(seed, 10)).await;
         while let Ok(block) = spilled.try_recv() {
-            assert!(block.check(block.header.name, fingerprint()).is_ok());
-            found.push(block.header.name);
+            assert!(block.check(block.header.hash, fingerprint()).is_ok());
+            found.push(block.header.hash);
         }
     }
     let held = tier.holds(fingerprint(), &names(&hot));
@@ -231,7 +231,7 @@ async fn what_is_in_use_and_has_no_room_any_more_is_handed_over_if_somebody_want
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_device_that_takes_files_but_no_data_does_not_cost_a_segment_each_time() {
+async fn failing_data_writes_do_not_reclaim_a_segment_each() {
     let folder = tempfile::tempdir().unwrap();
     let (tier, _) = open_with(folder.path(), small());
     for seed in 0..20 {
@@ -240,7 +240,7 @@ async fn a_device_that_takes_files_but_no_data_does_not_cost_a_segment_each_time
     idle(&tier).await;
     let files = || segment::numbers(folder.path()).unwrap().len();
     let before = (tier.usage(), files());
-    tier.shared.rig.fail_data(0, libc::EIO);
+    tier.shared.hooks.fail_data(0, libc::EIO);
     for _ in 0..20 {
         tokio::time::advance(Duration::from_secs(2)).await;
         assert!(matches!(tier.store(chain(99, 1)).await[..], [Err(StoreError::Io(_))]));
@@ -248,25 +248,25 @@ async fn a_device_that_takes_files_but_no_data_does_not_cost_a_segment_each_time
     }
     let after = (tier.usage(), files());
     assert!(after.0.blocks >= before.0.blocks / 2 && after.1 <= before.1, "{before:?}, {after:?}");
-    tier.shared.rig.fail_data(0, 0);
+    tier.shared.hooks.fail_data(0, 0);
     tokio::time::advance(Duration::from_secs(2)).await;
     store(&*tier, chain(99, 1)).await;
 }
 
 #[tokio::test]
-async fn what_is_on_its_way_out_is_withdrawn_with_the_rest() {
+async fn withdraw_includes_blocks_being_reclaimed() {
     let folder = tempfile::tempdir().unwrap();
     let (tier, events) = open(folder.path());
     store(&*tier, chain(1, 100)).await;
     let log = tier.logs().remove(0).unwrap();
-    let going = log.next_to_go(&mut log.lock(), 0);
-    assert!(going.is_some());
+    let victim = log.next_victim(&mut log.lock(), 0);
+    assert!(victim.is_some());
     log.withdraw();
     assert_eq!((tier.usage().blocks, announced(&events, Level::G3).len()), (0, 0));
 }
 
 #[tokio::test]
-async fn what_goes_is_not_found_any_more_while_it_is_handed_over() {
+async fn a_block_is_a_miss_while_it_is_spilled() {
     let folder = tempfile::tempdir().unwrap();
     let (tier, _) = open_with(folder.path(), small());
     let (found, index) = (Arc::new(Mutex::new(Vec::new())), tier.shared.index.clone());
@@ -288,7 +288,7 @@ async fn what_goes_is_not_found_any_more_while_it_is_handed_over() {
 }
 
 #[tokio::test]
-async fn a_block_that_moves_while_it_is_to_be_read_is_found() {
+async fn a_block_carried_over_during_a_load_is_found() {
     let folder = tempfile::tempdir().unwrap();
     let (tier, _) = open_with(folder.path(), small());
     let used = chain(100, 4);
@@ -309,18 +309,18 @@ async fn a_block_that_moves_while_it_is_to_be_read_is_found() {
     let loaded: Vec<_> = parts.remove(0).iter().flat_map(|part| log.load(fingerprint(), &names, part)).collect();
     assert_eq!(loaded.len(), 4);
     for (index, answer) in loaded {
-        assert_eq!(answer.unwrap().expect("it rests").payload, used[index].payload);
+        assert_eq!(answer.unwrap().expect("it is stored").payload, used[index].payload);
     }
 }
 
 #[tokio::test]
-async fn a_block_that_nearly_fills_a_segment_does_not_wait_for_what_is_carried_over() {
+async fn a_block_as_large_as_a_segment_is_stored_despite_carry_over() {
     let folder = tempfile::tempdir().unwrap();
     let (tier, _) = open_with(folder.path(), small());
-    let keep = Keep { pinned: Some(Date::from_unix(1_000)), ..Keep::default() };
-    let custody = Custody { keep, ..Custody::default() };
+    let retention = BlockRetention { pinned: Some(Date::from_unix(1_000)), ..BlockRetention::default() };
+    let attrs = BlockAttrs { retention, ..BlockAttrs::default() };
     for seed in 100..200 {
-        store(&*tier, chain(seed, 4).into_iter().map(|block| block.in_custody(custody)).collect()).await;
+        store(&*tier, chain(seed, 4).into_iter().map(|block| block.with_attrs(attrs)).collect()).await;
     }
     let last = || segment::numbers(folder.path()).unwrap().pop().unwrap();
     let before = last();
@@ -331,10 +331,10 @@ async fn a_block_that_nearly_fills_a_segment_does_not_wait_for_what_is_carried_o
 }
 
 #[tokio::test]
-async fn what_is_carried_over_takes_no_more_room_than_a_segment_has() {
+async fn carried_over_blocks_fit_into_a_segment() {
     let folder = tempfile::tempdir().unwrap();
     let (tier, _) = open_with(folder.path(), small());
-    // A kilobyte each, of which every other one is in use: each is carried over by itself, in a block of the device.
+    // One kilobyte each, of which every other one is in use: each is carried over separately, in one device block.
     let one = |seed| chain_of(fingerprint(), seed, 1, 400).remove(0);
     let blocks: Vec<Block> = (1_000..1_300).map(one).collect();
     let used: Vec<Block> = blocks.iter().step_by(2).cloned().collect();
@@ -347,19 +347,19 @@ async fn what_is_carried_over_takes_no_more_room_than_a_segment_has() {
             assert!(bytes <= small().capacity_bytes / 6, "segment {number}: {bytes}");
         }
     }
-    assert!(used.iter().any(|block| tier.holds(fingerprint(), &[block.header.name]) == 1), "some were carried over");
+    assert!(used.iter().any(|block| tier.holds(fingerprint(), &[block.header.hash]) == 1), "some were carried over");
 }
 
 #[tokio::test]
-async fn what_is_built_upon_by_a_block_that_is_being_written_stays() {
+async fn parents_of_blocks_being_written_are_kept() {
     let folder = tempfile::tempdir().unwrap();
     let (tier, _) = open_with(folder.path(), small());
     let (prefix, log) = (chain(100, 2), tier.logs().remove(0).unwrap());
     store(&*tier, prefix.clone()).await;
-    let segment = || tier.shared.index.get(fingerprint(), prefix[1].header.name).unwrap().segment;
+    let segment = || tier.shared.index.get(fingerprint(), prefix[1].header.hash).unwrap().segment;
     let first = segment();
     let child = chain(200, 1).remove(0);
-    let child = Block::seal(child.header.name, Some(prefix[1].header.name), fingerprint(), child.payload.clone());
+    let child = Block::new(child.header.hash, Some(prefix[1].header.hash), fingerprint(), child.payload.clone());
     for seed in 0.. {
         store(&*tier, chain(seed, 10)).await;
         idle(&tier).await;
@@ -367,11 +367,11 @@ async fn what_is_built_upon_by_a_block_that_is_being_written_stays() {
             break;
         }
     }
-    let _answer = log.queue.offer(child, None).unwrap();
+    let _answer = log.queue.push(child, None).unwrap();
     let mut writer = log.queue.writer().unwrap();
     let (batch, step) = log.next(&mut writer).unwrap();
-    let going = log.next_to_go(&mut log.lock(), 1 << 20).unwrap();
-    log.give_up(&going);
+    let victim = log.next_victim(&mut log.lock(), 1 << 20).unwrap();
+    log.reclaim(&victim);
     let write::Step::Write { head, at } = step else { panic!("there is room") };
     log.write(&head, at, &batch).unwrap();
     drop(writer);

@@ -1,4 +1,4 @@
-//! Reading a log whole: what is damaged is found, in sealed segments and in those that were open, and owners are not disturbed.
+//! Verifying a whole log: corruption is found in sealed and in unsealed segments, and owners are not disturbed.
 
 use super::*;
 
@@ -12,7 +12,7 @@ async fn sealed() -> TempDir {
     let (tier, _) = open(folder.path());
     store(&*tier, chain(1, 12)).await;
     drop(tier);
-    // Whichever thread lets go of the log last seals it.
+    // The thread that drops the last reference to the log seals it.
     while verified(folder.path()).unsealed_segments > 0 {
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
@@ -24,14 +24,14 @@ fn segment_of(folder: &Path) -> PathBuf {
 }
 
 #[tokio::test]
-async fn verify_counts_every_block_of_a_sound_log() {
+async fn verify_counts_every_block_of_an_intact_log() {
     let folder = sealed().await;
     let steps = Mutex::new(Vec::new());
     let seen = verify(folder.path(), |done, total| steps.lock().unwrap().push((done, total))).unwrap().unwrap();
     assert_eq!((seen.valid_blocks, seen.segments, seen.unsealed_segments), (12, 1, 0));
-    assert!(seen.is_sound() && seen.bytes > 0);
+    assert!(seen.is_intact() && seen.bytes > 0);
     assert_eq!(steps.into_inner().unwrap(), [(1, 1)]);
-    // It changes nothing.
+    // Verification changes nothing.
     assert_eq!(verified(folder.path()), seen);
 }
 
@@ -42,12 +42,12 @@ async fn verify_reads_the_segment_of_a_killed_process() {
     store(&*tier, chain(1, 12)).await;
     let copy = crashed(folder.path());
     let seen = verified(copy.path());
-    assert!(seen.is_sound() && seen.unsealed_segments > 0, "{seen:?}");
+    assert!(seen.is_intact() && seen.unsealed_segments > 0, "{seen:?}");
     assert_eq!(seen.valid_blocks, 12);
 }
 
 #[tokio::test]
-async fn verify_finds_every_damaged_block_and_footer() {
+async fn verify_finds_every_corrupt_block_and_footer() {
     let folder = sealed().await;
     let path = segment_of(folder.path());
     let whole = fs::read(&path).unwrap();
@@ -69,7 +69,7 @@ async fn verify_finds_every_damaged_block_and_footer() {
 }
 
 #[tokio::test]
-async fn verify_refuses_a_log_in_use_and_finds_none_elsewhere() {
+async fn verify_rejects_a_log_in_use_and_finds_none_elsewhere() {
     let folder = tempfile::tempdir().unwrap();
     assert!(verify(folder.path(), |_, _| ()).unwrap().is_none());
     let (tier, _) = open(folder.path());

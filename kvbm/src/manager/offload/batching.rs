@@ -36,7 +36,7 @@ pub(super) enum Batcher {
 impl Batcher {
     pub(super) fn at(level: Level) -> Self {
         match level {
-            Level::Pod | Level::G4 => Self::SharedStore { tokens: SMALL_BATCH_BURST, last: None },
+            Level::G3_5 | Level::G4 => Self::SharedStore { tokens: SMALL_BATCH_BURST, last: None },
             _ => Self::Short,
         }
     }

@@ -81,7 +81,7 @@ async fn storing_in_a_busy_tier_is_retried() {
 
 #[tokio::test(start_paused = true)]
 async fn a_flood_drops_no_offloads_of_another_domain() {
-    let domain = |n| Custody { domain: DomainId::from_bytes([n; 16]), ..Custody::default() };
+    let domain = |n| BlockAttrs { domain: DomainId::from_bytes([n; 16]), ..BlockAttrs::default() };
     let (flood, quiet) = (domain(1), domain(2));
     let quota = Quota { guaranteed: (16 * SIZE) as u64, maximum: None };
     for level in [Level::G3, Level::G4] {

@@ -1,11 +1,11 @@
 //! Purges of a domain from memory, during loads and copies.
 
 use super::*;
-use crate::block::{Custody, DomainId};
+use crate::block::{BlockAttrs, DomainId};
 use std::sync::Mutex;
 
-fn tenant(n: u8) -> Custody {
-    Custody { domain: DomainId::from_bytes([n; 16]), ..Custody::default() }
+fn tenant(n: u8) -> BlockAttrs {
+    BlockAttrs { domain: DomainId::from_bytes([n; 16]), ..BlockAttrs::default() }
 }
 
 /// Blocks in G1 and in G2.
@@ -87,7 +87,7 @@ impl Tier for InterruptedTier {
 async fn a_load_in_progress_of_a_purged_domain_is_not_served() {
     let (tier, hook) = (Arc::new(Memory::new(log(), None)), Arc::default());
     let block = |n: usize| {
-        Block::seal(hash(n), n.checked_sub(1).map(hash), fingerprint(), content(hash(n)).into()).in_custody(tenant(1))
+        Block::new(hash(n), n.checked_sub(1).map(hash), fingerprint(), content(hash(n)).into()).with_attrs(tenant(1))
     };
     tier.store((0..4).map(block).collect()).await;
     let harness = Harness::new(16, 0, vec![Arc::new(InterruptedTier { tier, hook: Arc::clone(&hook) })]);

@@ -18,7 +18,7 @@ async fn a_peer_serves_its_memory_and_is_read_only() {
     let onboarded = decode.manager.onboard_from(&peer, &hashes(10), ms(10)).await;
     assert_eq!(onboarded.from, [(Level::Peer, 8)]);
     decode.assert_sound(&onboarded.blocks);
-    let block = Block::seal(hash(0), None, fingerprint(), content(hash(0)).into());
+    let block = Block::new(hash(0), None, fingerprint(), content(hash(0)).into());
     assert!(peer.store(vec![block]).await[0].is_err());
     assert_eq!(decode.manager.speeds()[0].level, Level::Peer);
     drop(kept);
@@ -49,7 +49,7 @@ async fn a_peer_with_another_fingerprint_is_not_used() {
     let device = Arc::new(OtherEngine(InMemory::new(8, SIZE, fingerprint())));
     let other = BlockManager::new(device, None, vec![], log, Metrics::new(&registry).unwrap());
     let slot = other.allocate(1).unwrap().pop().unwrap();
-    drop(other.register(slot.complete(hash(0), None, Custody::default())));
+    drop(other.register(slot.complete(hash(0), None, BlockAttrs::default())));
     let harness = Harness::new(8, 0, vec![]);
     let onboarded = harness.manager.onboard_from(&other.peer(), &hashes(1), ms(10)).await;
     assert!(onboarded.blocks.is_empty(), "another engine's bytes");

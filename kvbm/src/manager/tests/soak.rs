@@ -24,7 +24,7 @@ async fn events_match_memory_after_random_operations() {
                         let slots = harness.manager.allocate(length - have).into_iter().flatten();
                         let full = slots.zip(have..length).map(|(slot, n)| {
                             harness.device.write(slot.slot(), &content(hash(n)));
-                            slot.complete(hash(n), n.checked_sub(1).map(hash), Custody::default())
+                            slot.complete(hash(n), n.checked_sub(1).map(hash), BlockAttrs::default())
                         });
                         drop(harness.manager.register_all(full.collect()));
                     }

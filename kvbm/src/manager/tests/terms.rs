@@ -1,26 +1,27 @@
 //! Blocks keep their domain and retention when they are offloaded and onboarded.
 
 use super::*;
-use crate::block::{Keep, Priority};
+use crate::block::{BlockRetention, Priority};
 use crate::tier::conformance::load;
 
-fn custody() -> Custody {
+fn attrs() -> BlockAttrs {
     let date = |seconds| Some(Date::from_unix(seconds));
-    let keep = Keep { expires: date(4e9 as u64), pinned: date(3e9 as u64), store: true, priority: Priority::High };
-    Custody { domain: DomainId::from_bytes([5; 16]), keep }
+    let retention =
+        BlockRetention { expires: date(4e9 as u64), pinned: date(3e9 as u64), store: true, priority: Priority::High };
+    BlockAttrs { domain: DomainId::from_bytes([5; 16]), retention }
 }
 
-async fn stored_attributes(tier: &dyn Tier) -> Vec<Option<Custody>> {
+async fn stored_attributes(tier: &dyn Tier) -> Vec<Option<BlockAttrs>> {
     let blocks = load(tier, fingerprint(), hashes(3)).await;
-    blocks.iter().map(|block| block.as_ref().map(|block| block.header().custody())).collect()
+    blocks.iter().map(|block| block.as_ref().map(|block| block.header().attrs())).collect()
 }
 
 #[tokio::test(start_paused = true)]
 async fn attributes_survive_offload_and_onboarding() {
     let (first, second) = (placed(Level::G3, 0, 0), placed(Level::G3, 0, 0));
-    let all = vec![Some(custody()); 3];
+    let all = vec![Some(attrs()); 3];
     let writer = Harness::new(4, 4, vec![first.clone()]);
-    drop(writer.compute_for(0..3, custody()));
+    drop(writer.compute_for(0..3, attrs()));
     writer.manager.flush().await;
     assert_eq!(stored_attributes(writer.host.as_ref().unwrap()).await, all);
     assert_eq!(stored_attributes(&*first).await, all);
@@ -29,7 +30,7 @@ async fn attributes_survive_offload_and_onboarding() {
     // Onboarded from the first tier, and offloaded to another, through a device without a G2.
     let reader = Harness::new(4, 0, vec![first, second.clone()]);
     let onboarded = reader.manager.onboard(&hashes(3), UNKNOWN).await.blocks;
-    assert_eq!(onboarded.custody(), vec![custody(); 3]);
+    assert_eq!(onboarded.attrs(), vec![attrs(); 3]);
     reader.manager.flush().await;
     assert_eq!(stored_attributes(&*second).await, all);
     assert_eq!(stored_attributes(&*reader.manager.peer()).await, all);
@@ -37,7 +38,7 @@ async fn attributes_survive_offload_and_onboarding() {
 
 #[tokio::test(start_paused = true)]
 async fn a_block_not_to_be_stored_is_only_handed_over() {
-    let secret = Custody { keep: Keep { store: false, ..Keep::default() }, ..custody() };
+    let secret = BlockAttrs { retention: BlockRetention { store: false, ..BlockRetention::default() }, ..attrs() };
     let (ours, theirs) = (placed(Level::G3, 0, 0), placed(Level::G3, 0, 0));
     let prefill = Harness::new(4, 4, vec![ours.clone()]);
     let decode = Harness::new(4, 4, vec![theirs.clone()]);
@@ -55,7 +56,7 @@ async fn a_block_not_to_be_stored_is_only_handed_over() {
 const START: u64 = 1_000;
 
 fn clock() -> Clock {
-    Clock::standing(Date::from_unix(START))
+    Clock::manual(Date::from_unix(START))
 }
 
 fn ttl(seconds: u64) -> Retention {
@@ -64,7 +65,7 @@ fn ttl(seconds: u64) -> Retention {
 
 impl Harness {
     fn compute_with_retention(&self, range: std::ops::Range<usize>, asked: Retention) -> CachedBlocks {
-        self.compute_for(range, self.manager.custody(DomainId::SHARED, &asked))
+        self.compute_for(range, self.manager.attrs(DomainId::SHARED, &asked))
     }
 }
 
@@ -135,5 +136,5 @@ async fn a_block_with_extended_retention_verifies() {
     harness.manager.flush().await;
     harness.manager.extend_retention(&hashes(1), &Retention::default());
     let loaded = load(harness.host.as_ref().unwrap(), fingerprint(), hashes(1)).await;
-    assert_eq!(loaded[0].as_ref().unwrap().header().keep, Keep::default());
+    assert_eq!(loaded[0].as_ref().unwrap().header().retention, BlockRetention::default());
 }

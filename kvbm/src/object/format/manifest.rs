@@ -23,7 +23,7 @@
 //! field, which is ignored.
 
 use super::layout::InstanceId;
-use crate::block::{Date, DomainId, Fingerprint, Header, Keep, SequenceHash};
+use crate::block::{BlockRetention, Date, DomainId, Fingerprint, Header, SequenceHash};
 use crate::transform::crypt::{Authenticity, Context, KeyError, MetadataKeys, SEAL, Seal};
 use crc_fast::{CrcAlgorithm, checksum};
 use std::time::Duration;
@@ -55,8 +55,8 @@ pub(in crate::object) struct BlockEntry {
 
 impl BlockEntry {
     /// The retention terms, as far as a manifest contains them.
-    pub(in crate::object) fn retention(&self) -> Keep {
-        Keep { expires: self.expires, pinned: self.pinned, ..Keep::default() }
+    pub(in crate::object) fn retention(&self) -> BlockRetention {
+        BlockRetention { expires: self.expires, pinned: self.pinned, ..BlockRetention::default() }
     }
 
     pub(in crate::object) fn end(&self) -> u64 {

@@ -63,7 +63,7 @@ fn is_complete(live: &LiveObject<'_>, now: Date) -> bool {
 pub(super) fn best_copies(live: &[LiveObject<'_>], now: Date) -> HashMap<BlockKey, usize> {
     let mut best: HashMap<BlockKey, (u32, Option<Date>, Date, ObjectId, usize)> = HashMap::new();
     for (index, live) in live.iter().enumerate().filter(|(_, live)| is_complete(live, now)) {
-        for entry in live.section.entries.iter().filter(|entry| !entry.retention().is_over(now)) {
+        for entry in live.section.entries.iter().filter(|entry| !entry.retention().is_expired(now)) {
             let until = entry.expires.map_or(u32::MAX, |date| Date::encode(Some(date)));
             // Of objects of the same second, the one with the highest number.
             let this = (until, entry.pinned, live.stored.modified, live.id, index);

@@ -91,7 +91,7 @@ impl ObjectTier {
         let mut answers = Vec::with_capacity(blocks.len());
         for block in blocks {
             // The block is being written.
-            let Ok(claim) = self.claims.claim(block.header.fingerprint, block.header.name) else { continue };
+            let Ok(claim) = self.claims.claim(block.header.fingerprint, block.header.hash) else { continue };
             let bytes = u32::try_from(Header::LEN as u64 + block.header.length).map_err(io::Error::other)?;
             let queue_permit = self.queue_bytes.clone().acquire_many_owned(bytes).await.map_err(io::Error::other)?;
             let (answer, waiting) = oneshot::channel();

@@ -174,7 +174,7 @@ impl Inventory {
     /// Hashes of the blocks in live objects that are not expired at `now`; a block with copies appears once per copy.
     pub fn hashes(&self, now: Date) -> impl Iterator<Item = SequenceHash> {
         let entries = self.live().flat_map(|live| &live.section.entries);
-        entries.filter(move |entry| !entry.retention().is_over(now)).map(|entry| entry.hash)
+        entries.filter(move |entry| !entry.retention().is_expired(now)).map(|entry| entry.hash)
     }
 
     /// Bytes of all objects, including marked ones.
@@ -195,5 +195,5 @@ impl Manifest {
 }
 
 pub(in crate::object) fn is_pinned(entry: &BlockEntry, now: Date) -> bool {
-    !entry.retention().is_over(now) && entry.pinned.is_some_and(|pinned| pinned > now)
+    !entry.retention().is_expired(now) && entry.pinned.is_some_and(|pinned| pinned > now)
 }

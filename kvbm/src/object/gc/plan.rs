@@ -165,7 +165,7 @@ impl Inventory {
         let mut candidates = Vec::new();
         for (index, (live, &last_use)) in live.iter().zip(&last_use).enumerate() {
             let entries = &live.section.entries;
-            if entries.iter().all(|entry| entry.retention().is_over(now)) {
+            if entries.iter().all(|entry| entry.retention().is_expired(now)) {
                 marked.insert(live.id, MarkReason::Expired);
             } else if duplicates.contains(&index) {
                 marked.insert(live.id, MarkReason::Duplicate);

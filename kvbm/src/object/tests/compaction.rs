@@ -159,7 +159,7 @@ async fn large_blocks_take_less_than_a_tenth_of_a_request() {
     tier.wait_until_ready().await;
     // The content does not matter, and creating it would take long.
     let payload = Bytes::from(vec![7; 2 << 20]);
-    let block = |n: &SequenceHash| Block::seal(*n, None, fingerprint(), payload.clone());
+    let block = |n: &SequenceHash| Block::new(*n, None, fingerprint(), payload.clone());
     let names = names(&chain_of(fingerprint(), 1, 256, 10));
     let before = shared.requests();
     for some in names.chunks(64) {

@@ -76,17 +76,17 @@ async fn the_older_copy_is_read_when_the_newer_is_corrupt() {
             missed += 1;
             // One reader reports the corrupt copy, and then another one that read the same copy, after a third one
             // loaded the other copy.
-            reader.discard(fingerprint(), block.header.name);
-            assert!(all_found(&load(&*reader, fingerprint(), vec![block.header.name]).await));
-            reader.discard(fingerprint(), block.header.name);
+            reader.discard(fingerprint(), block.header.hash);
+            assert!(all_found(&load(&*reader, fingerprint(), vec![block.header.hash]).await));
+            reader.discard(fingerprint(), block.header.hash);
         }
         assert!(all_found(&load(&*reader, fingerprint(), names(&blocks)).await), "byte {at}, {missed} missed so far");
         assert_eq!(announced(&events, Level::G4).len(), 10, "it was never removed");
         // A report after this time concerns the second copy.
         tokio::time::sleep(Duration::from_mins(1)).await;
         for (block, _) in blocks.iter().zip(&found).filter(|(_, found)| found.is_none()) {
-            reader.discard(fingerprint(), block.header.name);
-            assert_eq!(reader.holds(fingerprint(), &[block.header.name]), 0);
+            reader.discard(fingerprint(), block.header.hash);
+            assert_eq!(reader.holds(fingerprint(), &[block.header.hash]), 0);
         }
         fs::write(&path, valid).unwrap();
     }
@@ -101,7 +101,7 @@ async fn expiry_drops_all_copies_of_a_block() {
     assert!(stored.0.iter().chain(&stored.1).all(Result::is_ok));
     let (reader, events) = reopen(folder.path()).await;
     for block in &blocks {
-        let name = block.header.name;
+        let name = block.header.hash;
         // One reader finds the newer copy corrupt, and then another one finds the older one expired.
         reader.discard(fingerprint(), name);
         assert_eq!(reader.holds(fingerprint(), &[name]), 1, "there are two copies");

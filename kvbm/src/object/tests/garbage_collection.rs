@@ -80,13 +80,13 @@ async fn a_writer_without_its_first_manifests_is_followed() {
     let (writer, _) = open_on(shared.clone());
     let (follower, _) = open_on(shared.clone());
     follower.wait_until_ready().await;
-    let pinned = crate::block::Keep {
+    let pinned = crate::block::BlockRetention {
         pinned: Some(Clock::system().now().after(AFTER_GRACE * 9)),
-        ..crate::block::Keep::default()
+        ..crate::block::BlockRetention::default()
     };
     let kept = chain(7, 5)
         .into_iter()
-        .map(|block| block.in_custody(crate::block::Custody { keep: pinned, ..Default::default() }));
+        .map(|block| block.with_attrs(crate::block::BlockAttrs { retention: pinned, ..Default::default() }));
     let kept: Vec<Block> = kept.collect();
     store(&*writer, chain(1, 5)).await;
     store(&*writer, kept.clone()).await;
@@ -181,7 +181,7 @@ async fn concurrent_collection_yields_no_wrong_bytes() {
 async fn a_full_store_accepts_blocks_only_after_deletions() {
     let shared: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
     let (capacity, events) = (60_000, Arc::new(EventLog::new(Epoch(1))));
-    let settings = Settings { level: Level::Pod, capacity: Some(capacity), ..Settings::default() };
+    let settings = Settings { level: Level::G3_5, capacity: Some(capacity), ..Settings::default() };
     let tier = ObjectTier::open(shared.clone(), "kv", settings, events.clone());
     assert!(matches!(tier.store(chain(0, 1)).await[..], [Err(StoreError::Busy)]), "the used bytes are not known");
     tier.wait_until_ready().await;
@@ -203,7 +203,7 @@ async fn a_full_store_accepts_blocks_only_after_deletions() {
     pass(&collector, &policy, AFTER_GRACE).await;
     seconds(20).await;
     assert!(tier.usage().bytes <= capacity / 2 && !full(99).await, "{:?}", tier.usage());
-    assert_eq!(announced(&events, Level::Pod).len() as u64, tier.usage().blocks);
+    assert_eq!(announced(&events, Level::G3_5).len() as u64, tier.usage().blocks);
 }
 
 #[tokio::test(start_paused = true)]

@@ -14,7 +14,7 @@ pub(super) fn virtual_clock() -> (Clock, AbortOnDropHandle<()>) {
 
 /// The same, starting at another time than the machine's.
 pub(super) fn virtual_clock_from(start: crate::block::Date) -> (Clock, AbortOnDropHandle<()>) {
-    let clock = Clock::standing(start);
+    let clock = Clock::manual(start);
     let handle = clock.clone();
     let ticking = tokio::spawn(async move {
         for second in 0.. {
@@ -100,7 +100,7 @@ async fn a_fast_clock_does_not_shorten_the_grace_period() {
     let (writer, _) = open_on(shared.clone());
     store(&*writer, chain(1, 10)).await;
     let scheduler = GcScheduler { policy: Policy { capacity: Some(0), ..Policy::default() }, interval: EVERY };
-    let (collector, ahead) = (collector(&shared), Clock::standing(clock.now()));
+    let (collector, ahead) = (collector(&shared), Clock::manual(clock.now()));
     let mut reports = Vec::new();
     for (run, minutes) in (1..).zip([1, 1, 10]) {
         ahead.set(clock.now().after(EVERY * 10 * run));

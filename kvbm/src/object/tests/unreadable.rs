@@ -169,12 +169,12 @@ async fn a_writer_without_its_last_manifest_is_followed() {
 async fn a_writer_with_deleted_latest_objects_is_followed() {
     let shared: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
     let (writer, _) = open_on(shared.clone());
-    let keep = crate::block::Keep {
+    let retention = crate::block::BlockRetention {
         pinned: Some(Clock::system().now().after(AFTER_GRACE * 9)),
-        ..crate::block::Keep::default()
+        ..crate::block::BlockRetention::default()
     };
-    let custody = crate::block::Custody { keep, ..crate::block::Custody::default() };
-    store(&*writer, chain(0, 5).into_iter().map(|block| block.in_custody(custody)).collect()).await;
+    let attrs = crate::block::BlockAttrs { retention, ..crate::block::BlockAttrs::default() };
+    store(&*writer, chain(0, 5).into_iter().map(|block| block.with_attrs(attrs)).collect()).await;
     store(&*writer, chain(1, 5)).await;
     store(&*writer, chain(2, 5)).await;
     let collector = Collector::open(shared.clone(), "kv", Duration::from_secs(10));

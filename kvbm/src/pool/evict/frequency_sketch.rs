@@ -8,7 +8,7 @@
 //! The sketch decides which block is evicted. It is not an admission filter: every new block is admitted.
 
 use crate::block::SequenceHash;
-use crate::table::hugepages;
+use crate::table::{hugepages, prefetch};
 
 /// A saturating use count, 0 to 15.
 pub(super) type Uses = u8;
@@ -36,7 +36,7 @@ impl FrequencySketch {
     /// For a pool of `capacity` blocks: one word per block, of which a period fills about a quarter of the counters.
     pub(super) fn new(capacity: usize) -> Self {
         let counters = vec![0; capacity.next_power_of_two()];
-        hugepages::enlarge(counters.as_slice());
+        hugepages::advise_hugepages(counters.as_slice());
         Self { counters, periods: 0, uses: 0, period: (capacity as u64 * Self::USES_PER_SLOT).max(1) }
     }
 
@@ -85,7 +85,7 @@ impl FrequencySketch {
     pub(super) fn prefetch(&self, hash: &SequenceHash) {
         self.counter_positions(hash)
             .into_iter()
-            .for_each(|at| hugepages::fetch(&self.counters[at / Self::COUNTERS_PER_WORD]));
+            .for_each(|at| prefetch::prefetch(&self.counters[at / Self::COUNTERS_PER_WORD]));
     }
 
     /// A block hash is a keyed hash; its own bits are as good as four seeded hashes of it.

@@ -116,8 +116,9 @@ fn a_prefetched_block_that_was_evicted_is_not_found() {
         })
         .collect();
     cache.request(&hashes);
-    let mut prefetcher = Ahead::default();
-    let found = |cache: &Cache, prefetcher: &mut Ahead, at| cache.index.find_ahead(prefetcher, &hashes, at).is_some();
+    let mut prefetcher = Prefetcher::default();
+    let found =
+        |cache: &Cache, prefetcher: &mut Prefetcher, at| cache.index.find_ahead(prefetcher, &hashes, at).is_some();
     assert!((0..128).all(|at| found(&cache, &mut prefetcher, at)));
     // Leaves first: the end of the chain, up to the first block after those found.
     for _ in 128..200 {

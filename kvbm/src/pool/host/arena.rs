@@ -4,7 +4,7 @@
 //! slot, so `&mut` of it is exclusive access to the bytes; a `CachedBlock` is held while its bytes are read, and a held
 //! slot is not allocated again.
 
-use crate::block::{Header, Keep};
+use crate::block::{BlockRetention, Header};
 use crate::pool::{CachedBlock, PartialBlock};
 use crate::table::hugepages;
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
@@ -44,13 +44,13 @@ impl Arena {
         let Some(memory) = NonNull::new(memory) else { handle_alloc_error(layout) };
         let headers = (0..slots).map(|_| Mutex::new(None)).collect();
         let arena = Self { memory, layout, slots, slot_bytes, headers };
-        hugepages::enlarge(arena.whole());
+        hugepages::advise_hugepages(arena.whole());
         arena
     }
 
     /// Locks the pages into memory, if the system permits it.
     pub(super) fn mlock(&self) -> io::Result<()> {
-        hugepages::pin(self.whole())
+        hugepages::mlock(self.whole())
     }
 
     fn whole(&self) -> *const [u8] {
@@ -78,9 +78,9 @@ impl Arena {
     }
 
     /// Replaces the retention in the block's header.
-    pub(super) fn set_retention(&self, block: &CachedBlock, keep: Keep) {
+    pub(super) fn set_retention(&self, block: &CachedBlock, retention: BlockRetention) {
         let mut header = self.headers[block.slot().0 as usize].lock().unwrap_or_else(PoisonError::into_inner);
-        *header = header.map(|header| header.kept(keep));
+        *header = header.map(|header| header.with_retention(retention));
     }
 
     fn at(&self, id: usize) -> *mut u8 {
@@ -93,7 +93,7 @@ impl Arena {
 
 impl Drop for Arena {
     fn drop(&mut self) {
-        hugepages::release(self.whole());
+        hugepages::munlock(self.whole());
         // SAFETY: allocated with this layout, and no reader is left: every `Reading` holds the arena.
         unsafe { dealloc(self.memory.as_ptr(), self.layout) }
     }

@@ -52,9 +52,9 @@ async fn bytes_stay_while_they_are_read() {
     for seed in 2..9 {
         conformance::store(&host, conformance::chain(seed, 3)).await;
     }
-    host.discard(conformance::fingerprint(), first[0].header.name);
+    host.discard(conformance::fingerprint(), first[0].header.hash);
     conformance::store(&host, conformance::chain(10, 3)).await;
-    assert!(reading.verify(first[0].header.name, conformance::fingerprint()).is_ok());
+    assert!(reading.verify(first[0].header.hash, conformance::fingerprint()).is_ok());
     conformance::store(&host, conformance::chain(11, 4)).await;
 }
 
@@ -78,7 +78,7 @@ fn a_copied_chain_is_sealed_and_is_one_event() {
     let device = BlockPool::new(Level::G1, 2, Arc::new(EventLog::new(Epoch(1))), metrics, Clock::system());
     let names = [5, 6].map(|n| SequenceHash::from_bytes([n; 16]));
     let slots = device.allocate(2).unwrap().into_iter().zip([(names[0], None), (names[1], Some(names[0]))]);
-    let full = slots.map(|(slot, (name, parent))| slot.complete(name, parent, Custody::default()));
+    let full = slots.map(|(slot, (name, parent))| slot.complete(name, parent, BlockAttrs::default()));
     let blocks = device.register(full.collect());
     let fill = |slot: BlockId, bytes: &mut [u8], observe: &mut dyn FnMut(&[u8])| {
         bytes.fill(slot.0 as u8);

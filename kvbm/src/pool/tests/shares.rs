@@ -19,10 +19,10 @@ fn numbered(n: u16) -> SequenceHash {
 
 /// Registers root blocks of a domain, one after the other.
 fn fill(pool: &BlockPool, domain: DomainId, blocks: std::ops::Range<u16>) -> Vec<CachedBlocks> {
-    let custody = Custody { domain, ..Custody::default() };
+    let attrs = BlockAttrs { domain, ..BlockAttrs::default() };
     let one = |n| {
         let slot = pool.allocate(1).expect("nothing is held").pop().unwrap();
-        pool.register(vec![slot.complete(numbered(n), None, custody)])
+        pool.register(vec![slot.complete(numbered(n), None, attrs)])
     };
     blocks.map(one).collect()
 }

@@ -17,15 +17,15 @@ struct Timed {
 impl Timed {
     fn new(capacity: usize) -> Self {
         let (log, metrics) = (Arc::new(EventLog::new(Epoch(1))), metrics());
-        let clock = Clock::standing(Date::from_unix(START));
+        let clock = Clock::manual(Date::from_unix(START));
         let pool = BlockPool::new(Level::G1, capacity, log.clone(), metrics.clone(), clock.clone());
         Self { pool, log, metrics, clock }
     }
 
     fn put(&self, n: u8, parent: Option<u8>, asked: Retention) -> CachedBlock {
         let slot = self.pool.allocate(1).unwrap().pop().unwrap();
-        let custody = Custody { keep: asked.from(self.clock.now()), ..Custody::default() };
-        self.pool.register(vec![slot.complete(hash(n), parent.map(hash), custody)]).into_iter().next().unwrap()
+        let attrs = BlockAttrs { retention: asked.from(self.clock.now()), ..BlockAttrs::default() };
+        self.pool.register(vec![slot.complete(hash(n), parent.map(hash), attrs)]).into_iter().next().unwrap()
     }
 
     fn at(&self, seconds: u64) {
@@ -117,11 +117,11 @@ fn extending_retention_never_shortens_it() {
     drop([timed.put(1, None, ttl(10)), timed.put(2, Some(1), Retention { store: false, ..ttl(50) })]);
     let changed = timed.pool.extend_retention([hash(1), hash(2), hash(9)], ttl(30).from(timed.clock.now()));
     assert_eq!(
-        changed.iter().map(|(hash, before)| (*hash, before.keep.store)).collect::<Vec<_>>(),
+        changed.iter().map(|(hash, before)| (*hash, before.retention.store)).collect::<Vec<_>>(),
         [(hash(1), true), (hash(2), false)]
     );
     timed.at(29);
-    assert_eq!(timed.pool.lookup(&[hash(1), hash(2)]).custody().iter().filter(|custody| custody.keep.store).count(), 2);
+    assert_eq!(timed.pool.lookup(&[hash(1), hash(2)]).attrs().iter().filter(|attrs| attrs.retention.store).count(), 2);
     timed.at(30);
     assert_eq!((timed.pool.holds(&[hash(1)]), timed.pool.holds(&[hash(2)])), (0, 1));
     // Computing the block again requests its retention again.
@@ -209,8 +209,8 @@ proptest! {
                 Op::Release(i) if !guards.is_empty() => drop(guards.swap_remove(i % guards.len())),
                 Op::Release(_) => {}
                 Op::Renew(n, seconds) => {
-                    let keep = pin(seconds.into()).from(timed.clock.now());
-                    _ = timed.pool.extend_retention([hash(n)], keep);
+                    let retention = pin(seconds.into()).from(timed.clock.now());
+                    _ = timed.pool.extend_retention([hash(n)], retention);
                 }
                 Op::Scan(n) => drop(timed.pool.allocate(n)),
                 Op::Pass(seconds) => {
@@ -222,7 +222,7 @@ proptest! {
             timed.pool.expire();
             let all: Vec<SequenceHash> = timed.pool.hashes();
             for block in timed.pool.get_each(&all).into_iter().flatten() {
-                prop_assert!(!block.custody().keep.is_over(timed.clock.now()), "{block:?}");
+                prop_assert!(!block.attrs().retention.is_expired(timed.clock.now()), "{block:?}");
             }
             prop_assert_eq!(all.iter().copied().collect::<HashSet<_>>(), timed.announced());
             prop_assert_eq!(timed.pool.resident(), all.len());

@@ -21,19 +21,19 @@ impl Memory {
     }
 
     fn find(&self, fingerprint: Fingerprint, name: SequenceHash) -> Option<Block> {
-        let is = |block: &&Block| block.header.name == name && block.header.fingerprint == fingerprint;
+        let is = |block: &&Block| block.header.hash == name && block.header.fingerprint == fingerprint;
         self.blocks.lock().unwrap().iter().find(is).cloned()
     }
 
     /// Announces what a change of the blocks made of the names.
     fn change(&self, change: impl FnOnce(&mut VecDeque<Block>)) {
         let mut blocks = self.blocks.lock().unwrap();
-        let names = |blocks: &VecDeque<Block>| -> Vec<_> { blocks.iter().map(|b| b.header.name).collect() };
+        let names = |blocks: &VecDeque<Block>| -> Vec<_> { blocks.iter().map(|b| b.header.hash).collect() };
         let before = names(&blocks);
         change(&mut blocks);
         let after = names(&blocks);
-        for block in blocks.iter().filter(|block| !before.contains(&block.header.name)) {
-            let (parent, blocks) = (block.header.parent, vec![block.header.name]);
+        for block in blocks.iter().filter(|block| !before.contains(&block.header.hash)) {
+            let (parent, blocks) = (block.header.parent, vec![block.header.hash]);
             self.log.announce(BlockEvent::Stored { level: Level::G2, parent, blocks });
         }
         let gone = before.into_iter().filter(|name| !after.contains(name)).collect();
@@ -61,7 +61,7 @@ impl Tier for Memory {
 
     fn store(&self, blocks: Vec<Block>) -> BoxFuture<'_, Vec<Result<(), StoreError>>> {
         let store = |block: Block| {
-            if self.find(block.header.fingerprint, block.header.name).is_none() {
+            if self.find(block.header.fingerprint, block.header.hash).is_none() {
                 self.change(|blocks| {
                     blocks.push_back(block);
                     while self.capacity.is_some_and(|capacity| bytes(blocks) > capacity) {
@@ -75,12 +75,12 @@ impl Tier for Memory {
     }
 
     fn discard(&self, fingerprint: Fingerprint, name: SequenceHash) {
-        self.change(|blocks| blocks.retain(|b| b.header.name != name || b.header.fingerprint != fingerprint));
+        self.change(|blocks| blocks.retain(|b| b.header.hash != name || b.header.fingerprint != fingerprint));
     }
 
     fn expire(&self, now: Date) -> usize {
         let before = self.usage().blocks;
-        self.change(|blocks| blocks.retain(|block| !block.header.keep.is_over(now)));
+        self.change(|blocks| blocks.retain(|block| !block.header.retention.is_expired(now)));
         (before - self.usage().blocks) as usize
     }
 

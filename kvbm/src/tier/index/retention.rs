@@ -1,14 +1,14 @@
 //! How long the blocks of an index are kept: noted for those for which anything was asked, as a rule few. Pure.
 
-use crate::block::{Date, Fingerprint, Keep, SequenceHash};
-use crate::table::NameHasher;
+use crate::block::{BlockRetention, Date, Fingerprint, SequenceHash};
+use crate::table::BlockHasher;
 use std::collections::{BTreeSet, HashMap};
 use std::hash::BuildHasherDefault;
 
 type Key = (Fingerprint, SequenceHash);
 
 pub(super) struct Terms {
-    kept: HashMap<Key, Keep, BuildHasherDefault<NameHasher>>,
+    kept: HashMap<Key, BlockRetention, BuildHasherDefault<BlockHasher>>,
     ends: BTreeSet<(Date, Key)>,
     /// As of the last sweep.
     now: Date,
@@ -22,19 +22,19 @@ impl Default for Terms {
 
 impl Terms {
     /// A block comes, or comes again.
-    pub(super) fn enter(&mut self, key: Key, keep: Keep) {
+    pub(super) fn enter(&mut self, key: Key, retention: BlockRetention) {
         self.leave(key);
-        if keep.expires.is_some() || keep.pinned.is_some() {
-            self.kept.insert(key, keep);
-            self.ends.extend(keep.expires.map(|end| (end, key)));
+        if retention.expires.is_some() || retention.pinned.is_some() {
+            self.kept.insert(key, retention);
+            self.ends.extend(retention.expires.map(|end| (end, key)));
         }
     }
 
     /// A block goes.
     pub(super) fn leave(&mut self, key: Key) {
         if !self.kept.is_empty()
-            && let Some(keep) = self.kept.remove(&key)
-            && let Some(end) = keep.expires
+            && let Some(retention) = self.kept.remove(&key)
+            && let Some(end) = retention.expires
         {
             self.ends.remove(&(end, key));
         }
@@ -48,6 +48,6 @@ impl Terms {
 
     /// Whether a block was pinned at the last sweep.
     pub(super) fn is_pinned(&self, key: Key) -> bool {
-        self.kept.get(&key).and_then(|keep| keep.pinned).is_some_and(|until| until > self.now)
+        self.kept.get(&key).and_then(|retention| retention.pinned).is_some_and(|until| until > self.now)
     }
 }

@@ -12,12 +12,12 @@ const SHAPE: Shape = Shape { layers: 4, tokens: 16, channels: 1024 };
 
 fn block(raw: impl Into<Bytes>) -> Block {
     let parent = Some(SequenceHash::from_bytes([1; 16]));
-    Block::seal(SequenceHash::from_bytes([2; 16]), parent, fingerprint(), raw.into())
+    Block::new(SequenceHash::from_bytes([2; 16]), parent, fingerprint(), raw.into())
 }
 
 /// Everything a block may be when it arrives: sound, or found out.
 fn decoded(block: &Block) -> Result<Block, Corrupt> {
-    block.check(block.header.name, block.header.fingerprint)?;
+    block.check(block.header.hash, block.header.fingerprint)?;
     Coder::default().decode(block)
 }
 
@@ -70,7 +70,7 @@ async fn blocks_rest_smaller_where_that_pays_and_come_back_as_they_were() {
     let rests: Vec<Block> =
         memory.load(fingerprint(), names(&both)).map(|(_, block)| block.unwrap().unwrap()).collect().await;
     assert_eq!((rests[0].header.codec, rests[1].header.codec), (Codec::Bf16, Codec::Raw));
-    assert!(rests[0].clone().verify(kv.header.name, fingerprint()).is_err(), "only raw bytes are believed");
+    assert!(rests[0].clone().verify(kv.header.hash, fingerprint()).is_err(), "only raw bytes are believed");
     let loaded = conformance::load(&*tier, fingerprint(), names(&both)).await;
     assert!(loaded.iter().zip(&both).all(|(loaded, block)| loaded.as_ref().unwrap().payload() == block.payload));
 }
@@ -91,7 +91,7 @@ async fn a_tier_that_does_not_encode_decodes_what_others_encoded() {
     let plain = block(synthetic::bf16(&synthetic::kv(8, SHAPE)));
     let tier = super::decoded(Arc::new(Memory::new(Arc::new(EventLog::new(Epoch(1))), None)));
     conformance::store(&*tier, vec![plain.clone()]).await;
-    let found = tier.load(fingerprint(), vec![plain.header.name]).next().await.unwrap().1.unwrap().unwrap();
+    let found = tier.load(fingerprint(), vec![plain.header.hash]).next().await.unwrap().1.unwrap().unwrap();
     assert_eq!(found.header.codec, Codec::Raw, "it encodes nothing itself");
 }
 
@@ -100,12 +100,12 @@ async fn an_encrypted_block_is_a_miss_without_keys_and_is_not_discarded() {
     let memory = Arc::new(Memory::new(Arc::new(EventLog::new(Epoch(1))), None));
     let mut kv = block(synthetic::bf16(&synthetic::kv(7, SHAPE)));
     kv.header.key = Some(crate::block::KeyId::from_bytes([3; 8]));
-    kv.header = kv.header.describing(&kv.payload);
+    kv.header = kv.header.for_payload(&kv.payload);
     conformance::store(&*memory, vec![kv.clone()]).await;
     let tier = super::decoded(memory.clone());
-    let (_, answer) = tier.load(fingerprint(), vec![kv.header.name]).next().await.unwrap();
+    let (_, answer) = tier.load(fingerprint(), vec![kv.header.hash]).next().await.unwrap();
     assert!(answer.unwrap().is_none());
-    assert_eq!(memory.holds(fingerprint(), &[kv.header.name]), 1);
+    assert_eq!(memory.holds(fingerprint(), &[kv.header.hash]), 1);
 }
 
 #[tokio::test]
@@ -116,7 +116,7 @@ async fn what_was_damaged_before_it_was_encoded_is_found_out_after_it_was_decode
     damaged.payload = bytes.into();
     let encoded = Coder::default().encode(&damaged, Codec::Bf16);
     let decoded = decoded(&encoded).unwrap();
-    assert_eq!(decoded.verify(damaged.header.name, fingerprint()).unwrap_err(), Corrupt::Checksum);
+    assert_eq!(decoded.verify(damaged.header.hash, fingerprint()).unwrap_err(), Corrupt::Checksum);
 }
 
 #[test]
@@ -149,11 +149,11 @@ fn any_damage_of_an_encoded_block_is_an_error_or_found_out() {
     let encoded = Coder::default().encode(&block, Codec::Bf16);
     let mut coder = Coder::default();
     let outcome = |coder: &mut Coder, bad: Block| {
-        assert!(bad.check(bad.header.name, bad.header.fingerprint).is_err());
+        assert!(bad.check(bad.header.hash, bad.header.fingerprint).is_err());
         // And if nobody had looked: the inner checksum sees it, unless the bytes are the same after all.
         if let Ok(found) = coder.decode(&bad) {
             let same = found.payload == block.payload;
-            assert!(same || found.verify(block.header.name, fingerprint()).is_err());
+            assert!(same || found.verify(block.header.hash, fingerprint()).is_err());
         }
     };
     for at in 0..encoded.payload.len() {
@@ -187,7 +187,7 @@ proptest! {
     ) {
         let payload = [&length.to_le_bytes()[..], &payload].concat();
         let codec = if four { Codec::F32 } else { Codec::Bf16 };
-        let header = Header { codec, ..block(Bytes::new()).header }.describing(&payload);
+        let header = Header { codec, ..block(Bytes::new()).header }.for_payload(&payload);
         let allowed = payload.len() * 2;
         // A coder has memory of its own, before it has seen anything.
         let mut coder = Coder::default();
@@ -195,7 +195,7 @@ proptest! {
         let decoded = fuzz::bounded(&encoded.payload.clone(), 3, |_| coder.decode(&encoded));
         if let Ok(found) = decoded {
             prop_assert!(found.payload.len() <= allowed);
-            prop_assert!(found.verify(header.name, fingerprint()).is_err());
+            prop_assert!(found.verify(header.hash, fingerprint()).is_err());
         }
     }
 }

@@ -64,7 +64,7 @@ impl DataKey {
         let sealed = self.of_block(&salt).seal_in_place_separate_tag(zero(), aad(&header), &mut bytes[SALT..]);
         let tag = sealed.expect("a block is shorter than 64 GiB");
         bytes.extend_from_slice(tag.as_ref());
-        Block { header: header.describing(&bytes), payload: bytes.freeze() }
+        Block { header: header.for_payload(&bytes), payload: bytes.freeze() }
     }
 
     /// The block as it was before it was encrypted, with the checksum that it had.
@@ -108,14 +108,14 @@ fn zero() -> Nonce {
 }
 
 fn aad(header: &Header) -> Aad<impl AsRef<[u8]>> {
-    Aad::from(header.summed())
+    Aad::from(header.checksummed())
 }
 
 #[cfg(test)]
 mod tests {
     use super::super::key_source::unhex;
     use super::*;
-    use crate::block::{Date, DomainId, Keep, SequenceHash};
+    use crate::block::{BlockRetention, Date, DomainId, SequenceHash};
     use crate::tier::conformance::{chain, fingerprint};
     use bytes::Bytes;
 
@@ -126,7 +126,7 @@ mod tests {
     /// What a forger may try who mends the checksum after each change.
     fn forged(key: &DataKey, header: Header, payload: impl Into<Bytes>) -> Result<Block, Corrupt> {
         let payload = payload.into();
-        key.decrypt(&Block { header: header.describing(&payload), payload }, &Arc::default())
+        key.decrypt(&Block { header: header.for_payload(&payload), payload }, &Arc::default())
     }
 
     #[test]
@@ -136,7 +136,7 @@ mod tests {
             (key.encrypt(&block, &Arc::default()).unwrap(), key.encrypt(&block, &Arc::default()).unwrap());
         assert_ne!(one.payload[SALT..SALT + 64], other.payload[SALT..SALT + 64]);
         for encrypted in [one, other] {
-            assert_eq!(encrypted.check(block.header.name, fingerprint()), Ok(()));
+            assert_eq!(encrypted.check(block.header.hash, fingerprint()), Ok(()));
             let back = key.decrypt(&encrypted, &Arc::default()).unwrap();
             assert_eq!((back.header, back.payload), (block.header, block.payload.clone()));
         }
@@ -146,7 +146,7 @@ mod tests {
     fn the_format_stays_what_it_is() {
         // BLAKE3 and AES-256-GCM of this very block, as an independent program computes them.
         let name = SequenceHash::from_bytes([3; 16]);
-        let block = Block::seal(name, None, fingerprint(), Bytes::from_static(b"kv"));
+        let block = Block::new(name, None, fingerprint(), Bytes::from_static(b"kv"));
         let encrypted = key().encrypt_with([4; SALT], &block, &Arc::default());
         let found: [u8; 34] = encrypted.payload[SALT..].try_into().unwrap();
         assert_eq!(Some(found), unhex("1ab792e3971ea4b6d30b29c7e87ba783e60503187acfe8a0b46ca45f095d8b99dffc"));
@@ -161,15 +161,15 @@ mod tests {
             bytes[at] ^= 1 << (at % 8);
             assert_eq!(forged(&key, header, bytes).unwrap_err(), Corrupt::Forged, "byte {at}");
         }
-        let name = SequenceHash::from_bytes([9; 16]);
+        let hash = SequenceHash::from_bytes([9; 16]);
         let headers = [
-            Header { name, ..header },
-            Header { parent: Some(name), ..header },
+            Header { hash, ..header },
+            Header { parent: Some(hash), ..header },
             Header { fingerprint: crate::block::Fingerprint::from_bytes([0; 32]), ..header },
             Header { codec: Codec::Bf16, ..header },
             Header { key: Some(KeyId::from_bytes([7; 8])), ..header },
             Header { domain: DomainId::from_bytes([7; 16]), ..header },
-            Header { keep: Keep { expires: Some(Date::from_unix(9)), ..header.keep }, ..header },
+            Header { retention: BlockRetention { expires: Some(Date::from_unix(9)), ..header.retention }, ..header },
         ];
         for changed in headers {
             assert_eq!(forged(&key, changed, payload.clone()).unwrap_err(), Corrupt::Forged, "{changed:?}");
@@ -184,7 +184,7 @@ mod tests {
     #[test]
     fn lengths_of_encoded_blocks_are_blurred() {
         let block = chain(1, 1).remove(0);
-        let header = Header { codec: Codec::Bf16, ..block.header }.describing(&block.payload);
+        let header = Header { codec: Codec::Bf16, ..block.header }.for_payload(&block.payload);
         let encoded = Block { header, ..block };
         let encrypted = key().encrypt(&encoded, &Arc::default()).unwrap();
         assert_eq!((encrypted.payload.len() - SALT - TAG) % PAD, 0);

@@ -141,12 +141,12 @@ async fn compressed_first_a_block_rests_small_and_secret() {
     let tier = encoded(process.tier.clone(), Mode::Smaller);
     let shape = crate::transform::codec::synthetic::Shape { layers: 2, tokens: 16, channels: 512 };
     let kv = Bytes::from(crate::transform::codec::synthetic::bf16(&crate::transform::codec::synthetic::kv(1, shape)));
-    let block = Block::seal(SequenceHash::from_bytes([1; 16]), None, fingerprint(), kv.clone());
+    let block = Block::new(SequenceHash::from_bytes([1; 16]), None, fingerprint(), kv.clone());
     conformance::store(&*tier, vec![block.clone()]).await;
     let rests = site.at_rest(std::slice::from_ref(&block)).await.pop().flatten().unwrap();
     assert!(rests.header.codec == Codec::Bf16 && rests.header.key.is_some());
     assert!(rests.payload.len() < kv.len() * 3 / 4);
-    let loaded = conformance::load(&*tier, fingerprint(), vec![block.header.name]).await;
+    let loaded = conformance::load(&*tier, fingerprint(), vec![block.header.hash]).await;
     assert_eq!(loaded[0].as_ref().unwrap().payload(), kv);
 }
 
@@ -155,7 +155,7 @@ async fn any_flip_of_a_block_at_rest_is_found_out() {
     let site = Site::new();
     let process = site.process(&Masters::of(&[1])).await;
     let block = chain(1, 1).remove(0);
-    let name = block.header.name;
+    let name = block.header.hash;
     conformance::store(&*process.tier, vec![block.clone()]).await;
     let rests = site.at_rest(std::slice::from_ref(&block)).await.pop().flatten().unwrap();
     let bytes = [&rests.header.encode()[..], &rests.payload].concat();
@@ -166,7 +166,7 @@ async fn any_flip_of_a_block_at_rest_is_found_out() {
         let Ok(header) = Header::decode(bad.first_chunk().unwrap()) else { continue };
         site.memory.discard(fingerprint(), name);
         // A flipped name or fingerprint is somebody else's block, which nobody asks this tier for.
-        if header.name == name && header.fingerprint == fingerprint() {
+        if header.hash == name && header.fingerprint == fingerprint() {
             site.memory.store(vec![Block { header, payload: Bytes::copy_from_slice(&bad[Header::LEN..]) }]).await;
             assert!(matches!(process.refusal(name).await, LoadError::Corrupt(_)), "byte {at}");
             found += 1;
@@ -182,7 +182,7 @@ async fn what_the_store_put_there_in_the_clear_is_refused() {
     let process = site.process(&Masters::of(&[1])).await;
     let planted = chain(1, 1).remove(0);
     site.memory.store(vec![planted.clone()]).await;
-    assert!(matches!(process.refusal(planted.header.name).await, LoadError::Corrupt(Corrupt::Form)));
+    assert!(matches!(process.refusal(planted.header.hash).await, LoadError::Corrupt(Corrupt::Transform)));
 }
 
 #[tokio::test]
@@ -198,10 +198,10 @@ async fn domains_have_keys_of_their_own_and_none_opens_anothers_blocks() {
     assert_eq!(keys.len(), 2);
     // The store says that one tenant's block is another's.
     let foreign = Header { domain: tenant(2), key: rests[5].header.key, ..rests[0].header };
-    let foreign = Block { header: foreign.describing(&rests[0].payload), payload: rests[0].payload.clone() };
-    site.memory.discard(fingerprint(), foreign.header.name);
+    let foreign = Block { header: foreign.for_payload(&rests[0].payload), payload: rests[0].payload.clone() };
+    site.memory.discard(fingerprint(), foreign.header.hash);
     site.memory.store(vec![foreign.clone()]).await;
-    assert!(matches!(process.refusal(foreign.header.name).await, LoadError::Corrupt(Corrupt::Forged)));
+    assert!(matches!(process.refusal(foreign.header.hash).await, LoadError::Corrupt(Corrupt::Forged)));
 }
 
 #[tokio::test(start_paused = true)]
@@ -286,7 +286,7 @@ async fn the_master_key_rotates_while_blocks_are_read() {
 
     // Who cannot have the new key goes on with what it knows, and what it cannot open it leaves alone.
     assert_eq!(unaware.finds(&before).await, 3);
-    assert!(unaware.refusal(after[0].header.name).await.to_string().contains("is wrapped by master key"));
+    assert!(unaware.refusal(after[0].header.hash).await.to_string().contains("is wrapped by master key"));
 
     // The old key can go.
     let alone = site.process(&Masters::of(&[2])).await;
@@ -415,7 +415,7 @@ async fn a_wrapped_key_that_was_changed_is_named_and_replaced_for_new_blocks() {
     bad[60] ^= 1;
     site.shelf.put(&path, bad.into()).await.unwrap();
     let process = site.process(&masters).await;
-    assert!(process.refusal(block[0].header.name).await.to_string().contains("is corrupt"));
+    assert!(process.refusal(block[0].header.hash).await.to_string().contains("is corrupt"));
     let new = blocks_of(tenant(1), 2, 1);
     conformance::store(&*process.tier, new.clone()).await;
     assert_eq!(process.finds(&new).await, 1);

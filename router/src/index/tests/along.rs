@@ -5,7 +5,7 @@ use super::*;
 /// Runs of one chain, each told by an event of its own.
 pub(super) fn runs(number: u32, blocks: u32, run: usize) -> (Vec<SequenceHash>, Vec<BlockEvent>) {
     let tokens: Vec<u32> = (0..blocks).map(|at| at | number << 20).collect();
-    let names = ChainKey::root(&Domain::shared(), "m", None).names(&tokens, 1);
+    let names = ChainKey::root(&Domain::shared(), "m", None).hashes(&tokens, 1);
     let mut parent = None;
     let event = |blocks: &[SequenceHash]| {
         let parent = std::mem::replace(&mut parent, blocks.last().copied());

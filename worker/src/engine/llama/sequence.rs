@@ -5,7 +5,7 @@ use super::step::Scored;
 use super::vitals::{Vitals, Waiting};
 use crate::engine::{EndToken, Error, Finish, Logprobs, Output, PromptReport, Request, Tokens, Work};
 use kvbm::{
-    BlockId, BlockManager, BlockRef, CachedBlocks, ChainKey, Custody, DomainId, Level, Onboarding, PartialBlock,
+    BlockAttrs, BlockId, BlockManager, BlockRef, CachedBlocks, ChainKey, DomainId, Level, Onboarding, PartialBlock,
 };
 use kvbm::{Recompute, SequenceHash};
 use std::collections::VecDeque;
@@ -113,8 +113,8 @@ impl Sequence {
     /// Shares the blocks that are full now, on the request's terms.
     pub(super) fn share(&mut self, manager: &BlockManager) {
         if self.computed / self.lineage.block_size > self.blocks.cached.len() {
-            let custody = manager.custody(self.domain, &self.request.terms.retention);
-            self.blocks.share(self.computed, &self.lineage, custody, manager);
+            let attrs = manager.attrs(self.domain, &self.request.terms.retention);
+            self.blocks.share(self.computed, &self.lineage, attrs, manager);
         }
     }
 
@@ -339,12 +339,12 @@ impl BlockTable {
     }
 
     /// Shares the blocks that `computed` tokens filled.
-    fn share(&mut self, computed: usize, lineage: &Lineage, custody: Custody, manager: &BlockManager) {
+    fn share(&mut self, computed: usize, lineage: &Lineage, attrs: BlockAttrs, manager: &BlockManager) {
         let held = self.cached.len();
         let full = (held..computed / lineage.block_size).map(|at| {
             let block = self.filling.pop_front().expect("computed tokens have blocks");
             let parent = at.checked_sub(1).map(|before| lineage.names[before]);
-            block.complete(lineage.names[at], parent, custody)
+            block.complete(lineage.names[at], parent, attrs)
         });
         let full = full.collect();
         self.cached.extend(manager.register_all(full));

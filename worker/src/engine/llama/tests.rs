@@ -137,7 +137,7 @@ impl Rig {
     /// The bytes of all full blocks of `tokens`, which must be in G1.
     fn kv(&self, tokens: &[u32]) -> Vec<u8> {
         let card = Arc::clone(runtime().card());
-        let names = ChainKey::root(&Domain::shared(), &card.identity, None).names(tokens, card.block_size);
+        let names = ChainKey::root(&Domain::shared(), &card.identity, None).hashes(tokens, card.block_size);
         let blocks = self.manager.lookup(&names);
         assert_eq!(blocks.len(), names.len(), "what was just computed is cached");
         let device = self.memory.device();
@@ -457,7 +457,7 @@ async fn what_a_preempted_sequence_lost_comes_up_while_it_waits() {
     // From here on nobody reads the long one: it stays in the batch, and has too much for the youngest to fit.
     assert!(rig.count("blockyard_worker_preemptions_total", "w") > 0);
     let card = Arc::clone(runtime().card());
-    let names = ChainKey::root(&Domain::shared(), &card.identity, None).names(&prompt, card.block_size);
+    let names = ChainKey::root(&Domain::shared(), &card.identity, None).hashes(&prompt, card.block_size);
     let came_again = || {
         let events = rig.log.after(0, usize::MAX).unwrap().into_iter().map(|numbered| numbered.event);
         let stored = events.filter_map(|event| match event {

@@ -145,11 +145,13 @@ impl Core {
         let copy = |bytes: &[u8], observe: &mut dyn FnMut(&[u8])| {
             self.device.write_observed(slot.slot(), bytes, observe);
         };
-        match block.verify_along(hash, self.device.fingerprint(), copy) {
-            Ok(block) if block.header().keep.is_over(self.clock.now()) => WriteResult::Expired { source, index },
+        match block.verify_while_copying(hash, self.device.fingerprint(), copy) {
+            Ok(block) if block.header().retention.is_expired(self.clock.now()) => {
+                WriteResult::Expired { source, index }
+            }
             Ok(block) => {
                 let Header { parent, .. } = *block.header();
-                let block = slot.complete(hash, parent, block.header().custody());
+                let block = slot.complete(hash, parent, block.header().attrs());
                 WriteResult::Written { source, index, block }
             }
             Err(why) => WriteResult::Corrupt { source, index, why },

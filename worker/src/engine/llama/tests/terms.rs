@@ -60,7 +60,7 @@ async fn what_is_not_to_be_stored_is_found_on_the_device_and_nowhere_below() {
 #[tokio::test(flavor = "multi_thread")]
 async fn what_is_over_is_computed_again_whichever_tier_has_it() {
     let folder = tempfile::tempdir().unwrap();
-    let clock = Clock::standing(Date::from_unix(START));
+    let clock = Clock::manual(Date::from_unix(START));
     let asked = Retention { ttl: Some(Duration::from_mins(1)), ..Retention::default() };
     let cold = |lower| Rig::new(Shape { lower, clock: clock.clone(), ..Shape::default() });
     let ssd = disk(folder.path());
@@ -83,7 +83,7 @@ async fn what_is_over_is_computed_again_whichever_tier_has_it() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn what_is_pinned_survives_a_scan() {
-    let clock = Clock::standing(Date::from_unix(START));
+    let clock = Clock::manual(Date::from_unix(START));
     let rig = Rig::new(Shape { g1: 20, clock: clock.clone(), ..Shape::default() });
     let pinned = Retention { pin: Some(Duration::from_mins(5)), ..Retention::default() };
     rig.cached(&prompt(), pinned).await;
@@ -196,7 +196,7 @@ async fn two_tenants_share_nothing_and_get_the_same_answer() {
     // At rest each block says whose it is.
     let card = runtime().card().clone();
     for tenant in &tenants {
-        let names = ChainKey::root(tenant, &card.identity, None).names(&prompt(), card.block_size);
+        let names = ChainKey::root(tenant, &card.identity, None).hashes(&prompt(), card.block_size);
         let mut loading = ssd.load(rig.memory.device().fingerprint(), names);
         while let Some((_, block)) = loading.next().await {
             assert_eq!(block.unwrap().unwrap().header.domain, tenant.id());
