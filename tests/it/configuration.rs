@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 const PAGE: &str = include_str!("../../docs/configuration.md");
 
 #[test]
-fn trap_14_every_key_is_documented_with_its_default_and_nothing_else_is() {
+fn the_page_lists_every_key_with_its_default() {
     let documented: BTreeMap<String, String> = PAGE.lines().filter_map(row).collect();
     // The data folder depends on the user; the page says how.
     let said = |key: &str, value: &Option<String>| match (key, value) {
@@ -20,7 +20,7 @@ fn trap_14_every_key_is_documented_with_its_default_and_nothing_else_is() {
 }
 
 #[test]
-fn trap_14_the_help_names_the_defaults_that_hold() {
+fn serve_help_shows_the_real_defaults() {
     use clap::CommandFactory;
     let mut command = blockyard::commands::cli::Cli::command();
     let help = command.find_subcommand_mut("serve").expect("there is a serve").render_long_help().to_string();

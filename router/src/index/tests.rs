@@ -298,7 +298,7 @@ fn a_hole_is_exact_and_healed_by_storing_the_block_again() {
 }
 
 #[test]
-fn trap_7_prefix_state_stays_bounded() {
+fn prefix_state_stays_bounded() {
     // Caches that turn over a hundred times, forks and holes everywhere: what is known is what is held, and so is its price.
     let index = Index::new();
     let workers: Vec<WorkerId> = (0..8).map(WorkerId).collect();

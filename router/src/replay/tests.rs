@@ -190,7 +190,7 @@ fn kv_finds_more_and_waits_less_than_those_who_do_not_look() {
 }
 
 #[test]
-fn trap_10_at_saturation_and_beyond_looking_at_caches_never_loses_to_looking_at_load() {
+fn at_saturation_cache_aware_routing_does_not_lose_to_load() {
     let (trace, options) = (fixture(), options(4));
     let full = capacity(&trace, &options, |_, _| {}).unwrap();
     for load in [1.0, 1.2, 1.5] {
@@ -250,7 +250,7 @@ fn a_tenth_of_the_events_lost_is_felt_a_little_while_repair_is_slow_and_not_any_
 }
 
 #[test]
-fn trap_11_eight_routers_hit_nearly_what_one_does_and_let_nobody_wait_much_longer() {
+fn eight_routers_have_nearly_the_hit_rate_and_wait_of_one() {
     let trace = fixture();
     let of = |replicas| replay(&trace, &Options { replicas, ..options(8) }, &KV, 24.0, 3);
     let (one, eight) = (of(1), of(8));

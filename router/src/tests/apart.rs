@@ -39,7 +39,7 @@ async fn a_long_prompt_that_is_cached_where_it_decodes_is_not_sent_away() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn trap_16_a_failed_prefill_falls_back_to_the_decode_worker() {
+async fn a_failed_prefill_falls_back_to_the_decode_worker() {
     for behaviour in [Behaviour::Refuse(failed()), Behaviour::Break(failed()), Behaviour::End, Behaviour::Hang] {
         let yard = defaults();
         let (p, d) = (yard.worker(1, Phase::Prefill).await, yard.worker(2, Phase::Decode).await);
@@ -116,7 +116,7 @@ async fn a_decode_worker_that_refuses_the_hand_over_is_replaced() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn trap_5_dropping_a_request_at_any_point_cancels_both_legs_and_frees_what_was_booked() {
+async fn dropping_a_request_cancels_both_legs_and_its_bookings() {
     // The prefill takes three seconds, the decode leg's first output comes some milliseconds later.
     for after_ms in [0, 1500, 3002, 3500] {
         let yard = defaults();

@@ -14,7 +14,7 @@ use worker::plane::local::Bus;
 use worker::plane::{Discovery, Instance, Lease, Membership, Phase, PlaneError, RouterId, WorkerId};
 
 #[tokio::test(start_paused = true)]
-async fn trap_1_a_clients_error_is_not_tried_elsewhere_and_is_no_fault() {
+async fn a_client_error_is_not_retried_and_is_not_a_worker_fault() {
     let yard = defaults();
     let (a, b) = (yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await);
     let invalid = Error::Invalid { field: "top_k", problem: "too large".to_owned() };
@@ -68,7 +68,7 @@ async fn tries_are_bounded_and_the_last_worker_is_never_refused() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn trap_2_back_pressure_is_no_fault_and_reaches_the_client_only_when_everybody_pushes_back() {
+async fn back_pressure_reaches_the_client_only_from_all_workers() {
     let yard = defaults();
     let (a, b) = (yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await);
     let busy = |seconds| Error::Overloaded { retry_after: Duration::from_secs(seconds) };
@@ -95,7 +95,7 @@ async fn a_worker_that_dies_takes_no_request_that_has_not_started() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn trap_15_a_worker_that_leaves_finishes_what_it_has_started() {
+async fn a_leaving_worker_finishes_what_it_started() {
     let yard = defaults();
     let worker = yard.worker(1, Phase::Both).await;
     let mut stream = yard.ask(prompt(1, 100)).await.unwrap();

@@ -11,7 +11,7 @@ use worker::engine::{Output, Request};
 use worker::plane::{Load, OnboardSpeed, Phase};
 
 #[tokio::test(start_paused = true)]
-async fn trap_3_a_burst_of_long_prompts_is_booked_at_the_decision_and_spreads() {
+async fn a_burst_of_long_prompts_is_booked_at_decision_and_spreads() {
     let yard = defaults();
     let workers =
         [yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await, yard.worker(3, Phase::Both).await];
@@ -22,7 +22,7 @@ async fn trap_3_a_burst_of_long_prompts_is_booked_at_the_decision_and_spreads() 
 }
 
 #[tokio::test(start_paused = true)]
-async fn trap_9_a_first_block_that_all_share_does_not_pin() {
+async fn a_shared_first_block_does_not_pin_requests_to_its_holder() {
     let yard = defaults();
     let (a, b) = (yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await);
     for family in 0..10 {
@@ -35,7 +35,7 @@ async fn trap_9_a_first_block_that_all_share_does_not_pin() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn trap_9_a_hot_prefix_stays_with_its_holder_until_waiting_costs_more_than_recomputing() {
+async fn a_hot_prefix_spills_when_waiting_costs_more_than_recompute() {
     let yard = defaults();
     let (a, b) = (yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await);
     let hot = prompt(1, 1600);
@@ -91,7 +91,7 @@ async fn every_policy_serves_and_says_its_name() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn trap_9_a_hot_prefix_that_spilled_is_served_by_both_holders_from_then_on() {
+async fn a_spilled_hot_prefix_is_served_by_both_holders() {
     let yard = defaults();
     let (a, b) = (yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await);
     let hot = prompt(1, 1600);
@@ -111,7 +111,7 @@ async fn trap_9_a_hot_prefix_that_spilled_is_served_by_both_holders_from_then_on
 }
 
 #[tokio::test(start_paused = true)]
-async fn trap_9_a_newcomer_gets_its_share_at_once() {
+async fn a_new_worker_gets_its_share_at_once() {
     let yard = defaults();
     let a = yard.worker(1, Phase::Both).await;
     for family in 0..4 {

@@ -52,7 +52,7 @@ fn seconds(tokens: usize) -> Duration {
 }
 
 #[tokio::test(start_paused = true)]
-async fn trap_11_several_router_replicas_do_not_herd() {
+async fn router_replicas_do_not_herd() {
     let (_yard, routers, fakes) = yard(8, 8).await;
     for (family, router) in routers.iter().enumerate() {
         send(router, family as u32).await;
@@ -62,7 +62,7 @@ async fn trap_11_several_router_replicas_do_not_herd() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn trap_11_replicas_that_choose_before_they_hear_of_each_other_part_ways_unconfigured() {
+async fn replicas_without_peer_updates_choose_different_workers() {
     let link = Link { lag: Duration::from_millis(100), ..Link::default() };
     let (_yard, routers, fakes) = yard_over(link, 8, 8).await;
     for round in 0..3 {

@@ -39,7 +39,7 @@ async fn pass(yard: &Yard, workers: &[&Arc<Fake>], seconds: u64) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn trap_13_one_hung_backend_hangs_nobody() {
+async fn a_hung_worker_does_not_hang_other_requests() {
     let (yard, a, b) = two().await;
     a.become_(Behaviour::Hang);
     let before = Instant::now();
@@ -59,7 +59,7 @@ async fn trap_13_one_hung_backend_hangs_nobody() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn trap_13_where_everybody_is_slow_nobody_is_called_hung() {
+async fn no_worker_counts_as_hung_when_all_are_slow() {
     let (yard, a, b) = two().await;
     for worker in [&a, &b] {
         worker.become_(Behaviour::Hang);
@@ -92,7 +92,7 @@ async fn a_worker_that_was_left_alone_is_probed_before_a_client_is_risked_on_it(
 }
 
 #[tokio::test(start_paused = true)]
-async fn trap_12_an_idle_worker_is_asked_twice_a_minute_and_found_when_it_hangs() {
+async fn an_idle_worker_is_probed_twice_a_minute_and_a_hang_is_found() {
     let (yard, a, b) = two().await;
     pass(&yard, &[&a, &b], 300).await;
     assert!((8..=10).contains(&probes(&a)), "{} in five minutes", probes(&a));
@@ -121,7 +121,7 @@ async fn a_worker_that_pushes_back_is_steered_around_for_as_long_as_it_asked() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn trap_6_models_are_listed_and_served_while_a_worker_is_down() {
+async fn models_are_listed_and_served_while_a_worker_is_down() {
     let (yard, a, b) = two().await;
     let other = yard.join(3, Phase::Both, "other", 1, &[]).await;
     let ids = || -> Vec<String> { yard.router.models().iter().map(|card| card.id.clone()).collect() };

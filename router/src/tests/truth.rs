@@ -44,7 +44,7 @@ async fn honest(yard: &Yard, worker: &Fake, request: &Request) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn trap_8_a_worker_without_events_is_known_by_what_was_sent_to_it_and_that_is_said() {
+async fn a_worker_without_events_is_estimated_from_sent_prompts() {
     let yard = defaults();
     let (a, b) = (yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await);
     for worker in [&a, &b] {
@@ -108,7 +108,7 @@ async fn a_worker_that_begins_to_announce_is_known_by_its_events_at_once() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn trap_8_events_of_another_block_size_are_noticed_and_routing_goes_by_what_was_sent() {
+async fn events_of_another_block_size_fall_back_to_the_estimate() {
     let yard = defaults();
     let worker = yard.worker(1, Phase::Both).await;
     worker.remember(&[]);

@@ -93,7 +93,7 @@ async fn every_transition() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn trap_1_what_a_client_did_wrong_neither_opens_nor_closes() {
+async fn client_errors_neither_open_nor_close_the_breaker() {
     let now = Instant::now();
     let errors = [
         Error::PromptTooLong { prompt: 2, context: 1 },
@@ -117,7 +117,7 @@ async fn trap_1_what_a_client_did_wrong_neither_opens_nor_closes() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn trap_2_back_pressure_is_obeyed_and_is_no_fault() {
+async fn back_pressure_is_obeyed_and_is_not_a_fault() {
     let (mut health, now) = (closed(), Instant::now());
     for _ in 0..100 {
         health.note(Verdict::of(&Error::Overloaded { retry_after: Duration::from_secs(1) }), now);
