@@ -26,7 +26,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
-use worker::engine::llama::Builtin;
+use worker::llama::Builtin;
 
 /// The whole configuration.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
@@ -56,7 +56,7 @@ pub struct Config {
     #[serde(skip)]
     pub master_keys: Option<Secret>,
     /// Batching of the native engine.
-    pub engine: worker::engine::llama::Settings,
+    pub engine: worker::llama::Settings,
     /// Placement of requests on workers.
     pub router: router::Settings,
     /// Limits of the HTTP API.
@@ -288,7 +288,7 @@ impl Config {
             tiers: Tiers::default(),
             credentials: Credentials::default(),
             master_keys: None,
-            engine: worker::engine::llama::Settings::default(),
+            engine: worker::llama::Settings::default(),
             router: router::Settings::default(),
             frontend: frontend::Settings::default(),
             admin: Admin::default(),

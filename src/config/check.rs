@@ -111,7 +111,7 @@ impl Model {
     fn id(&self) -> String {
         match self {
             Self::BuiltIn(model) => model.name().into(),
-            Self::Folder(path) => worker::engine::llama::folder_name(path),
+            Self::Folder(path) => worker::llama::folder_name(path),
         }
     }
 }

@@ -8,7 +8,7 @@ use std::num::NonZero;
 use std::path::PathBuf;
 use std::str::FromStr;
 use units::ByteSize;
-use worker::engine::llama::Builtin;
+use worker::llama::Builtin;
 use worker::plane::Phase;
 
 /// Size of a tier.

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
-use worker::engine::llama::{Builtin, ModelSource, Runtime, Shape};
+use worker::llama::{Builtin, ModelSource, Runtime, Shape};
 
 /// Loads the model, once for all workers.
 pub(super) async fn open(

@@ -14,7 +14,7 @@ use kvbm::object::StoreLocation;
 use std::fmt;
 use std::net::TcpListener;
 use std::path::Path;
-use worker::engine::llama::Shape;
+use worker::llama::Shape;
 
 /// All reasons why a node cannot start; at least one.
 #[derive(Debug)]

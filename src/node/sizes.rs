@@ -4,7 +4,7 @@
 use crate::config::{Budget, ByteSize, DiskPath, Tiers};
 use crate::process::machine::{Machine, Space};
 use std::path::{Path, PathBuf};
-use worker::engine::llama::Shape;
+use worker::llama::Shape;
 
 /// Automatic size of G1, all workers together: percent of the memory that is free after loading the weights. G1 and G2
 /// together take less than a third: activations, requests and other programs need memory too.

@@ -9,8 +9,8 @@ use prometheus::Registry;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 use worker::engine::Engine;
-use worker::engine::llama::{LlamaEngine, Runtime, Settings};
-use worker::peers::Peers;
+use worker::handoff::Peers;
+use worker::llama::{LlamaEngine, Runtime, Settings};
 use worker::plane::{Instance, Phase, StoreId, WorkerId};
 use worker::serve::{Planes, Worker};
 

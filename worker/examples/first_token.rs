@@ -23,10 +23,10 @@ use std::path::Path;
 use std::pin::pin;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
-use worker::engine::llama::{Builtin, LlamaEngine, ModelSource, Runtime, Settings};
 use worker::engine::{Domain, Engine, Request, time_to_first};
+use worker::handoff::Peers;
+use worker::llama::{Builtin, LlamaEngine, ModelSource, Runtime, Settings};
 use worker::metrics::Metrics;
-use worker::peers::Peers;
 use worker::plane::WorkerId;
 
 type Result<T, E = Box<dyn Error>> = std::result::Result<T, E>;

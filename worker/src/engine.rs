@@ -3,7 +3,6 @@
 
 #[cfg(test)]
 pub(crate) mod contract;
-pub mod llama;
 
 use bytes::Bytes;
 use futures::StreamExt;

@@ -11,7 +11,8 @@
 //! [`serve`] puts an engine onto the planes.
 
 pub mod engine;
+pub mod handoff;
+pub mod llama;
 pub mod metrics;
-pub mod peers;
 pub mod plane;
 pub mod serve;

@@ -12,7 +12,7 @@ use kvbm::{Block, Codec, Fingerprint, SequenceHash};
 use serde_json::{Value, json};
 use std::time::Instant;
 use tokenizers::Tokenizer;
-use worker::engine::llama::ModelSource;
+use worker::llama::ModelSource;
 
 /// 2 MiB of bf16 values.
 const SHAPE: Shape = Shape { layers: 32, tokens: 16, channels: 1024 };

@@ -10,9 +10,9 @@ use serde_json::Value;
 use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
-use worker::engine::llama::{Builtin, LlamaEngine, ModelSource, Runtime, Settings};
 use worker::engine::{Domain, Request, time_to_first};
-use worker::peers::Peers;
+use worker::handoff::Peers;
+use worker::llama::{Builtin, LlamaEngine, ModelSource, Runtime, Settings};
 use worker::plane::WorkerId;
 
 /// The estimate for one model.

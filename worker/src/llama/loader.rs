@@ -1,0 +1,19 @@
+//! Loading of models: Hugging Face folders, and the built-in models, which are folders too once they are written.
+//!
+//! Everything is read once and checked. Each error names the file, and the field or tensor in it.
+
+mod builtin;
+mod config;
+mod error;
+mod huggingface;
+mod json;
+mod weights;
+
+pub use builtin::{Builtin, BuiltinError};
+pub(super) use config::{Config, Rope};
+#[cfg(test)]
+pub(super) use config::{Family, Llama3Scaling};
+pub use error::FolderError;
+pub use huggingface::folder_name;
+pub(super) use huggingface::{BLOCK_SIZE, Described, Folder};
+pub(super) use weights::{Layer, Matrix, Weights};

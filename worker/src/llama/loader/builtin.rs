@@ -1,0 +1,180 @@
+//! Models that come with the program: real Hugging Face folders with made-up weights, for when there is no model at
+//! hand.
+//!
+//! Their text is meaningless, but nothing about them is special: they are written once into the data directory, any
+//! loader of Llama models can read them, and here the same [`Folder`](super::huggingface::Folder) loads them as any other.
+//! The weights depend on the name and [`VERSION`] only, bit for bit, on every machine.
+
+mod seeded;
+mod tokenizer;
+
+use super::config::{Config, Family, Rope};
+use seeded::Recipe;
+use serde_json::{Value, json};
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+use tokenizer::Vocabulary;
+
+/// Part of the folder's name: a release that changes what is written makes it anew. Raise it with any such change.
+const VERSION: u32 = 1;
+
+/// Prompt and output together. Rotary embedding has no table that grows with it.
+const CONTEXT: usize = 16_384;
+
+/// A model that comes with the program.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Builtin {
+    /// 1.3 million parameters: for tests. Its text never ends by itself.
+    Tiny,
+    /// 14.5 million parameters: answers at once on any machine.
+    Small,
+    /// 100 million parameters: heavy enough that a prefix reused is time saved.
+    Bench,
+}
+
+/// A built-in model could not be written.
+#[derive(Debug, thiserror::Error)]
+#[error("{path}: cannot write the built-in model: {source}", path = .path.display())]
+pub struct BuiltinError {
+    /// The file or folder.
+    path: PathBuf,
+    /// What the system said.
+    source: io::Error,
+}
+
+impl Builtin {
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::Tiny, Self::Small, Self::Bench];
+
+    /// What clients call it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Tiny => "tiny",
+            Self::Small => "small",
+            Self::Bench => "bench",
+        }
+    }
+
+    /// The model of this name.
+    pub fn named(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|model| model.name() == name)
+    }
+
+    /// The model's folder under `data_dir`, written if it is not there yet. `progress` is called with bytes written and
+    /// bytes in all.
+    ///
+    /// Blocks, for about a second per 100 million parameters and core. One process writes while others wait; what was
+    /// begun by a process that died is begun again.
+    pub fn ensure(self, data_dir: &Path, progress: &(dyn Fn(u64, u64) + Sync)) -> Result<PathBuf, BuiltinError> {
+        let models = data_dir.join("models");
+        let done = models.join(format!("{}-{VERSION}", self.name()));
+        if !done.exists() {
+            self.make(&models, &done, progress)?;
+        }
+        Ok(done)
+    }
+
+    fn make(self, models: &Path, done: &Path, progress: &(dyn Fn(u64, u64) + Sync)) -> Result<(), BuiltinError> {
+        fs::create_dir_all(models).map_err(at(models))?;
+        let lock = done.with_extension("lock");
+        let held = File::create(&lock).and_then(|file| file.lock().map(|()| file)).map_err(at(&lock))?;
+        if done.exists() {
+            return Ok(()); // by the process that held the lock
+        }
+        let partial = done.with_extension("partial");
+        if partial.exists() {
+            fs::remove_dir_all(&partial).map_err(at(&partial))?;
+        }
+        fs::create_dir(&partial).map_err(at(&partial))?;
+        self.write(&partial, progress)?;
+        fs::rename(&partial, done).and_then(|()| sync(models)).map_err(at(done))?;
+        drop(held);
+        Ok(())
+    }
+
+    /// Writes the files, and makes sure that they rest.
+    fn write(self, folder: &Path, progress: &(dyn Fn(u64, u64) + Sync)) -> Result<(), BuiltinError> {
+        let config = self.config();
+        let vocabulary = Vocabulary::new(config.vocabulary);
+        for (name, content) in [
+            ("config.json", config_json(&config)),
+            ("tokenizer.json", vocabulary.tokenizer_json()),
+            ("tokenizer_config.json", Vocabulary::tokenizer_config_json(config.context)),
+        ] {
+            let path = folder.join(name);
+            fs::write(&path, content.to_string()).and_then(|()| sync(&path)).map_err(at(&path))?;
+        }
+        let path = folder.join("model.safetensors");
+        let recipe =
+            Recipe { seed: format!("blockyard {} {VERSION}", self.name()), config, endless: self == Self::Tiny };
+        recipe.write(&vocabulary, &path, progress).and_then(|()| sync(&path)).map_err(at(&path))?;
+        // The safetensors crate writes for the owner only; whoever may read one file of a model may read the others.
+        let like = fs::metadata(folder.join("config.json")).map_err(at(folder))?.permissions();
+        fs::set_permissions(&path, like).map_err(at(&path))?;
+        sync(folder).map_err(at(folder))
+    }
+
+    /// Its shape.
+    pub(crate) fn config(self) -> Config {
+        let (hidden, layers, heads, kv_heads, head_dim, intermediate, vocabulary) = match self {
+            Self::Tiny => (128, 4, 4, 2, 32, 384, 4096),
+            Self::Small => (288, 6, 6, 2, 48, 768, 32_000),
+            Self::Bench => (768, 12, 12, 4, 64, 2048, 32_000),
+        };
+        Config {
+            family: Family::Llama,
+            hidden,
+            layers,
+            heads,
+            kv_heads,
+            head_dim,
+            intermediate,
+            vocabulary,
+            context: CONTEXT,
+            norm_eps: 1e-6,
+            rope: Rope { theta: 10_000.0, scaling: None },
+            tied: true,
+            sliding_window: None,
+            eos: vec![tokenizer::END.id(vocabulary)],
+            bos: Some(tokenizer::BEGIN.id(vocabulary)),
+        }
+    }
+}
+
+fn config_json(config: &Config) -> Value {
+    json!({
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": config.hidden,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.intermediate,
+        "hidden_act": "silu",
+        "vocab_size": config.vocabulary,
+        "max_position_embeddings": config.context,
+        "rms_norm_eps": f64::from(config.norm_eps),
+        "rope_theta": config.rope.theta,
+        "tie_word_embeddings": config.tied,
+        "attention_bias": false,
+        "mlp_bias": false,
+        "bos_token_id": config.bos,
+        "eos_token_id": config.eos,
+        "torch_dtype": "bfloat16",
+        "random_weights": true,
+    })
+}
+
+/// Waits until a file or folder rests.
+fn sync(path: &Path) -> io::Result<()> {
+    File::open(path)?.sync_all()
+}
+
+fn at(path: &Path) -> impl FnOnce(io::Error) -> BuiltinError {
+    |source| BuiltinError { path: path.to_owned(), source }
+}
+
+#[cfg(test)]
+mod tests;

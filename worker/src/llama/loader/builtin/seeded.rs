@@ -1,0 +1,161 @@
+//! Made-up weights: a function of seed and position, computed with integers and single multiplications only, so that
+//! every machine makes the same bits.
+//!
+//! Random weights must still behave like a model's. Three choices see to that:
+//! - Matrices keep the scale of what they multiply; queries and keys are [`SHARP`] times larger, so that attention
+//!   picks places instead of averaging all, and the text depends on its whole past.
+//! - Embeddings are small beside what the layers add. With the head tied to them, the likeliest next token would
+//!   otherwise be the last one again.
+//! - The head favours words (see [`Vocabulary::words`]): the others' rows are [`FAINT`], so that generated text can be
+//!   read, and becomes the same tokens again in the next turn's prompt.
+
+use super::tokenizer::{END, Vocabulary};
+use crate::llama::loader::config::Config;
+use crate::llama::loader::weights::tensors;
+use half::bf16;
+use rayon::prelude::*;
+use safetensors::{Dtype, View};
+use std::borrow::Cow;
+use std::cell::Cell;
+use std::io;
+use std::path::Path;
+
+/// Deviation of queries and keys; scores then deviate by its square.
+const SHARP: f32 = 2.0;
+/// Deviation of the embedding of a word.
+const EMBEDDING: f32 = 0.04;
+/// Of any other token, relative to a word's. Even an embedding this small stands far above the norm's epsilon.
+const FAINT: f32 = 0.1;
+/// Of the end token, relative to a word's: a normal variable of this deviation exceeds the largest of 7,600 of
+/// deviation 1 (about 3.8) in one of 180 draws, which makes texts of that mean length.
+const END_OF_TEXT: f32 = 1.5;
+/// Deviation of a word's logits: the likeliest token then gets a third of the probability or more, as in real text.
+const LOGITS: f32 = 5.0;
+
+/// What weights to make.
+pub(super) struct Recipe {
+    /// Names the model and its version.
+    pub(super) seed: String,
+    /// The shape.
+    pub(super) config: Config,
+    /// Never choose the end token.
+    pub(super) endless: bool,
+}
+
+impl Recipe {
+    /// Writes all tensors to a safetensors file, each made when its turn comes.
+    pub(super) fn write(&self, vocabulary: &Vocabulary, path: &Path, progress: &dyn Fn(u64, u64)) -> io::Result<()> {
+        let tensors = tensors(&self.config);
+        let total = tensors.iter().map(|(_, shape)| 2 * shape.iter().product::<usize>() as u64).sum();
+        let written = Cell::new(0);
+        let report = |bytes: u64| {
+            written.set(written.get() + bytes);
+            progress(written.get(), total);
+        };
+        let tensors = tensors.into_iter().map(|(name, shape)| {
+            let digest = blake3::hash(format!("{} {name}", self.seed).as_bytes());
+            let seed = u64::from_le_bytes(digest.as_bytes()[..8].try_into().expect("eight bytes"));
+            let scales = self.scales(&name, &shape, vocabulary);
+            (name, Tensor { shape, seed, scales, report: &report })
+        });
+        let format = [("format".to_owned(), "pt".to_owned())].into();
+        safetensors::serialize_to_file(tensors, Some(format), path).map_err(io::Error::other)
+    }
+
+    fn scales(&self, name: &str, shape: &[usize], vocabulary: &Vocabulary) -> Scales {
+        let hidden = self.config.hidden as f32;
+        match shape {
+            [_] if name == "model.norm.weight" => Scales::Constant(LOGITS / (EMBEDDING * hidden.sqrt())),
+            [_] => Scales::Constant(1.0),
+            _ if name == "model.embed_tokens.weight" => Scales::Rows(self.embedding(vocabulary)),
+            [.., inputs] => {
+                let sharp = name.ends_with("q_proj.weight") || name.ends_with("k_proj.weight");
+                Scales::All(if sharp { SHARP } else { 1.0 } / (*inputs as f32).sqrt())
+            }
+            [] => unreachable!("no tensor of a model is a scalar"),
+        }
+    }
+
+    fn embedding(&self, vocabulary: &Vocabulary) -> Vec<f32> {
+        let mut rows = vec![EMBEDDING * FAINT; vocabulary.size()];
+        for word in vocabulary.words() {
+            rows[word] = EMBEDDING;
+        }
+        if !self.endless {
+            rows[END.id(vocabulary.size()) as usize] = EMBEDDING * END_OF_TEXT;
+        }
+        rows
+    }
+}
+
+/// The deviations of a tensor's values.
+enum Scales {
+    /// No deviation: every value is this.
+    Constant(f32),
+    All(f32),
+    Rows(Vec<f32>),
+}
+
+/// A tensor that is made when it is written.
+struct Tensor<'a> {
+    shape: Vec<usize>,
+    seed: u64,
+    scales: Scales,
+    report: &'a dyn Fn(u64),
+}
+
+impl Tensor<'_> {
+    fn values(&self) -> Vec<bf16> {
+        let (seed, scales) = (self.seed, &self.scales);
+        let row_length = *self.shape.last().expect("no tensor of a model is a scalar");
+        let mut values = vec![bf16::ZERO; self.shape.iter().product()];
+        values.par_chunks_mut(row_length).enumerate().for_each(|(row, values)| {
+            let scale = match scales {
+                Scales::Constant(value) => return values.fill(bf16::from_f32(*value)),
+                Scales::All(scale) => *scale,
+                Scales::Rows(scales) => scales[row],
+            };
+            for (column, value) in values.iter_mut().enumerate() {
+                *value = bf16::from_f32(normal(seed, (row * row_length + column) as u64) * scale);
+            }
+        });
+        values
+    }
+}
+
+impl View for Tensor<'_> {
+    fn dtype(&self) -> Dtype {
+        Dtype::BF16
+    }
+
+    fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    fn data(&self) -> Cow<'_, [u8]> {
+        let values = self.values();
+        (self.report)(self.data_len() as u64);
+        Cow::Owned(bytemuck::cast_slice(&values).to_vec())
+    }
+
+    fn data_len(&self) -> usize {
+        2 * self.shape.iter().product::<usize>()
+    }
+}
+
+/// A nearly normal number of deviation 1: the sum of four uniform ones of 16 bits. Logarithms and cosines, which the
+/// usual methods need, differ between machines.
+fn normal(seed: u64, index: u64) -> f32 {
+    /// A uniform number of n values deviates by n / √12, the sum of four by n / √3.
+    const DEVIATION: f32 = 65_536.0 / 1.732_050_8;
+    let bits = mix(seed.wrapping_add(index.wrapping_mul(0x9E37_79B9_7F4A_7C15)));
+    let sum: i32 = (0..4).map(|lane| (bits >> (16 * lane)) as u16 as i32).sum();
+    (sum - 2 * 65_535) as f32 / DEVIATION
+}
+
+/// The output function of `SplitMix64` (Steele, Lea and Flood, 2014).
+fn mix(mut bits: u64) -> u64 {
+    bits = (bits ^ (bits >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    bits = (bits ^ (bits >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    bits ^ (bits >> 31)
+}

@@ -1,0 +1,190 @@
+//! The native engine's KV memory: one anonymous mapping cut into blocks, `[block][layer][k|v][kv_head][token][head_dim]` of
+//! `f32`. A block is one contiguous blob, so that what tiers move is what attention reads.
+//!
+//! Pages cost nothing until they are touched. Slots are written through a shared reference: who may write which slot is
+//! decided by ownership elsewhere (kvbm's `PartialBlock`), as the contract of [`DeviceBlocks`] demands; this file is where
+//! that promise meets `unsafe`.
+
+use super::rope::Rotation;
+use super::{attention, linear};
+use crate::llama::loader::Config;
+use kvbm::device::copy_observed;
+use kvbm::{BlockId, DeviceBlocks, Fingerprint};
+use memmap2::{MmapMut, MmapRaw};
+use std::io;
+
+/// KV blocks of one model.
+pub(crate) struct Arena {
+    memory: MmapRaw,
+    shape: Shape,
+    blocks: usize,
+    fingerprint: Fingerprint,
+}
+
+/// What lies where in a block.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Shape {
+    layers: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    block_size: usize,
+}
+
+/// Keys or values.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Half {
+    /// Rotated keys.
+    Keys,
+    /// Values.
+    Values,
+}
+
+impl Shape {
+    /// Floats of one head's keys (or values) in one layer of a block.
+    fn run(self) -> usize {
+        self.block_size * self.head_dim
+    }
+
+    fn block(self) -> usize {
+        self.layers * 2 * self.kv_heads * self.run()
+    }
+
+    /// Where one head's keys or values of a layer start.
+    fn start(self, slot: BlockId, layer: usize, half: Half, kv_head: usize) -> usize {
+        debug_assert!(layer < self.layers && kv_head < self.kv_heads);
+        slot.0 as usize * self.block() + ((layer * 2 + half as usize) * self.kv_heads + kv_head) * self.run()
+    }
+}
+
+impl Arena {
+    /// Room for `blocks` blocks of `block_size` tokens. `identity` is the hash of the weights.
+    ///
+    /// Fails when the address space cannot be had.
+    pub(crate) fn new(config: &Config, block_size: usize, blocks: usize, identity: &[u8; 32]) -> io::Result<Self> {
+        let shape = Shape { layers: config.layers, kv_heads: config.kv_heads, head_dim: config.head_dim, block_size };
+        let bytes = blocks
+            .checked_mul(shape.block() * size_of::<f32>())
+            .ok_or_else(|| io::Error::new(io::ErrorKind::OutOfMemory, "the KV blocks exceed the address space"))?;
+        // An empty mapping is an error of its own kind; an arena of no blocks is merely useless.
+        let memory = MmapMut::map_anon(bytes.max(1))?;
+        // Attention walks megabytes per layer: huge pages spare it most page-table walks. A kernel without them is no
+        // reason to fail.
+        #[cfg(target_os = "linux")]
+        if let Err(error) = memory.advise(memmap2::Advice::HugePage) {
+            tracing::debug!(%error, "huge pages are not available for KV blocks");
+        }
+        Ok(Self { memory: memory.into(), shape, blocks, fingerprint: fingerprint(config, shape, identity) })
+    }
+
+    /// Tokens per block.
+    pub(crate) fn block_size(&self) -> usize {
+        self.shape.block_size
+    }
+
+    /// Writes one token's keys and values, `[kv_head][head_dim]` each, to its place in a block.
+    ///
+    /// The caller owns the slot: nobody else reads or writes it meanwhile.
+    pub(crate) fn write_token(&self, slot: BlockId, offset: usize, layer: usize, keys: &[f32], values: &[f32]) {
+        let Shape { kv_heads, head_dim, block_size, .. } = self.shape;
+        assert!((slot.0 as usize) < self.blocks && offset < block_size, "{slot:?} + {offset} is outside the arena");
+        assert!(keys.len() == kv_heads * head_dim && values.len() == keys.len(), "one token's keys and values");
+        for (half, from) in [(Half::Keys, keys), (Half::Values, values)] {
+            for (kv_head, from) in from.chunks_exact(head_dim).enumerate() {
+                let start = self.shape.start(slot, layer, half, kv_head) + offset * head_dim;
+                // SAFETY: `start .. start + head_dim` lies in this slot (asserted above), which the caller owns.
+                unsafe { self.base().add(start).copy_from_nonoverlapping(from.as_ptr(), head_dim) };
+            }
+        }
+    }
+
+    /// The keys (or values) of the first `tokens` tokens of a block for one head, `[token][head_dim]`.
+    ///
+    /// The caller knows that they were written and that nobody writes them while the slice lives.
+    pub(crate) fn tokens(&self, slot: BlockId, layer: usize, half: Half, kv_head: usize, tokens: usize) -> &[f32] {
+        assert!((slot.0 as usize) < self.blocks && tokens <= self.shape.block_size, "{slot:?} is outside the arena");
+        let start = self.shape.start(slot, layer, half, kv_head);
+        // SAFETY: the range lies in this slot (asserted above). Memory is initialised (zero from the system), and by the
+        // contract nobody writes these tokens while they are read: a sequence writes only tokens that follow those it reads.
+        unsafe { std::slice::from_raw_parts(self.base().add(start), tokens * self.shape.head_dim) }
+    }
+
+    /// The mapping as floats: page-aligned, so aligned for them.
+    fn base(&self) -> *mut f32 {
+        self.memory.as_mut_ptr().cast()
+    }
+
+    fn bytes_of(&self, slot: BlockId) -> *mut u8 {
+        assert!((slot.0 as usize) < self.blocks, "{slot:?} is outside the arena");
+        // SAFETY: the slot lies in the mapping.
+        unsafe { self.memory.as_mut_ptr().add(slot.0 as usize * self.block_bytes()) }
+    }
+}
+
+impl DeviceBlocks for Arena {
+    fn capacity(&self) -> usize {
+        self.blocks
+    }
+
+    fn block_bytes(&self) -> usize {
+        self.shape.block() * size_of::<f32>()
+    }
+
+    fn fingerprint(&self) -> Fingerprint {
+        self.fingerprint
+    }
+
+    fn read(&self, slot: BlockId, into: &mut [u8]) {
+        assert_eq!(into.len(), self.block_bytes());
+        // SAFETY: both are `block_bytes` long, `into` is exclusive, and by the contract nobody writes the slot now.
+        unsafe { into.as_mut_ptr().copy_from_nonoverlapping(self.bytes_of(slot), self.block_bytes()) };
+    }
+
+    fn write(&self, slot: BlockId, from: &[u8]) {
+        assert_eq!(from.len(), self.block_bytes());
+        // SAFETY: both are `block_bytes` long, and by the contract the caller owns the slot.
+        unsafe { self.bytes_of(slot).copy_from_nonoverlapping(from.as_ptr(), self.block_bytes()) };
+    }
+
+    fn read_observed(&self, slot: BlockId, into: &mut [u8], observe: &mut dyn FnMut(&[u8])) {
+        // SAFETY: the slot's bytes, initialised, and by the contract nobody writes the slot now.
+        copy_observed(unsafe { std::slice::from_raw_parts(self.bytes_of(slot), self.block_bytes()) }, into, observe);
+    }
+
+    fn write_observed(&self, slot: BlockId, from: &[u8], observe: &mut dyn FnMut(&[u8])) {
+        // SAFETY: the slot's bytes, initialised, and by the contract the caller owns the slot.
+        copy_observed(
+            from,
+            unsafe { std::slice::from_raw_parts_mut(self.bytes_of(slot), self.block_bytes()) },
+            observe,
+        );
+    }
+}
+
+/// Whose bytes these are: everything that decides them. The instruction set is there as far as it shows in results.
+fn fingerprint(config: &Config, shape: Shape, identity: &[u8; 32]) -> Fingerprint {
+    let Shape { layers, kv_heads, head_dim, block_size } = shape;
+    let numbers: Vec<u8> = [layers, kv_heads, head_dim, block_size, config.heads, config.hidden, config.intermediate]
+        .iter()
+        .chain(&[config.sliding_window.unwrap_or(0), attention::TILE, attention::SPLIT])
+        .flat_map(|&n| (n as u64).to_le_bytes())
+        .collect();
+    let norm = config.norm_eps.to_le_bytes();
+    let rope = format!("{:?}", config.rope);
+    let arithmetic = linear::arithmetic();
+    // Sines come from the system's library, and libraries differ in the last place: here is what they gave.
+    let rotation = Rotation::new(&config.rope, head_dim);
+    let mut angles = vec![0.0; head_dim * 2];
+    angles.chunks_exact_mut(head_dim).zip([1, 4099]).for_each(|(angles, position)| rotation.at(position, angles));
+    let angles: Vec<u8> = angles.iter().flat_map(|x| x.to_le_bytes()).collect();
+    Fingerprint::of([
+        ("engine", b"llama 1".as_slice()),
+        ("weights", identity),
+        ("dtype", b"f32 little-endian"),
+        ("layout", b"layer, k|v, kv head, token, dim"),
+        ("shape", &numbers),
+        ("norm", &norm),
+        ("rope", rope.as_bytes()),
+        ("angles", &angles),
+        ("arithmetic", &arithmetic),
+    ])
+}

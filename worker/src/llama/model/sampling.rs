@@ -1,0 +1,225 @@
+//! Choosing the next token: penalties, bias, bans, temperature, cuts, and a draw that is a function of seed and position.
+//!
+//! ```text
+//!   logits ─▶ penalties ─▶ bias, bans ─▶ temperature ─▶ min-p ─▶ top-k ─▶ top-p ─▶ draw
+//!      └──▶ log-probabilities: the model's own, before all of it
+//! ```
+//!
+//! Ties go to the lower id everywhere. Nothing here is sorted that need not be: a vocabulary of 150,000 costs a few passes.
+
+#![expect(clippy::float_cmp, reason = "a penalty that is off is exactly so")]
+#![expect(clippy::inline_always, reason = "compiled anew for each instruction set, by being inlined into `widely`")]
+
+use super::simd::{LANES, exp, wide};
+use crate::engine::{Logprobs, Sampling};
+use std::cmp::Ordering;
+use std::collections::BTreeMap;
+
+/// Chooses the tokens of one sequence.
+pub(crate) struct Sampler {
+    sampling: Sampling,
+    seed: u64,
+    /// How often each token was generated; tokens of the prompt are there with 0 when repetition is penalised.
+    counts: BTreeMap<u32, u32>,
+}
+
+/// A token that may be chosen, and its logit; later its weight.
+#[derive(Clone, Copy, Debug)]
+struct Candidate {
+    id: u32,
+    value: f32,
+}
+
+impl Candidate {
+    /// Likelier first, then the lower id.
+    #[expect(clippy::trivially_copy_pass_by_ref, reason = "as sorting asks")]
+    fn order(a: &Self, b: &Self) -> Ordering {
+        b.value.total_cmp(&a.value).then(a.id.cmp(&b.id))
+    }
+}
+
+impl Sampler {
+    /// For a request with this prompt. `seed` decides what `sampling.seed` leaves open.
+    pub(crate) fn new(sampling: &Sampling, seed: u64, prompt: &[u32]) -> Self {
+        let mut counts = BTreeMap::new();
+        if sampling.repetition_penalty != 1.0 {
+            counts.extend(prompt.iter().map(|token| (*token, 0)));
+        }
+        Self { sampling: sampling.clone(), seed: sampling.seed.unwrap_or(seed), counts }
+    }
+
+    /// Chooses the token at `position`, never one of `banned` as long as there is another, and counts it as generated.
+    /// `logits` is what the model says, and scratch memory afterwards.
+    pub(crate) fn next(&mut self, logits: &mut [f32], position: usize, banned: &[u32]) -> (u32, Option<Logprobs>) {
+        let raw = self.sampling.logprobs.map(|_| logits.to_vec());
+        self.adjust(logits, banned);
+        let likeliest = argmax(logits);
+        let best = logits[likeliest as usize];
+        // Without a finite maximum there is no distribution to draw from: all banned, or a broken model.
+        let token = if self.sampling.temperature > 0.0 && best.is_finite() {
+            self.draw(logits, best, uniform(self.seed, position))
+        } else {
+            likeliest
+        };
+        if self.penalises() {
+            *self.counts.entry(token).or_default() += 1;
+        }
+        let logprobs = raw.map(|raw| logprobs(&raw, token, self.sampling.logprobs.unwrap_or(0)));
+        (token, logprobs)
+    }
+
+    fn penalises(&self) -> bool {
+        let Sampling { frequency_penalty, presence_penalty, repetition_penalty, .. } = self.sampling;
+        frequency_penalty != 0.0 || presence_penalty != 0.0 || repetition_penalty != 1.0
+    }
+
+    /// Penalties, bias and bans, in place.
+    fn adjust(&self, logits: &mut [f32], banned: &[u32]) {
+        let Sampling { frequency_penalty, presence_penalty, repetition_penalty, logit_bias, .. } = &self.sampling;
+        for (token, count) in &self.counts {
+            let Some(logit) = logits.get_mut(*token as usize) else { continue };
+            *logit = if *logit > 0.0 { *logit / repetition_penalty } else { *logit * repetition_penalty };
+            if *count > 0 {
+                *logit -= frequency_penalty * *count as f32 + presence_penalty;
+            }
+        }
+        for (token, bias) in logit_bias {
+            if let Some(logit) = logits.get_mut(*token as usize) {
+                *logit += bias;
+            }
+        }
+        for token in banned {
+            if let Some(logit) = logits.get_mut(*token as usize) {
+                *logit = f32::NEG_INFINITY;
+            }
+        }
+    }
+
+    /// A draw at `point` of `0 .. 1` along the distribution. `best` is the largest logit.
+    fn draw(&self, logits: &mut [f32], best: f32, point: f64) -> u32 {
+        let Sampling { temperature, top_p, top_k, min_p, .. } = self.sampling;
+        // Weights relative to the likeliest token, so that the largest is 1 and `min_p` is a threshold on them.
+        wide!(weigh(logits, best, temperature));
+        let top_k = top_k.filter(|k| *k > 0).map_or(usize::MAX, |k| k as usize);
+        if top_k >= logits.len() && top_p >= 1.0 {
+            let kept = || logits.iter().enumerate().filter(|(_, weight)| **weight >= min_p);
+            return walk(kept().map(|(id, weight)| Candidate { id: id as u32, value: *weight }), point);
+        }
+        let mut kept: Vec<Candidate> = (0..)
+            .zip(logits.iter())
+            .filter(|(_, weight)| **weight > 0.0 && **weight >= min_p)
+            .map(|(id, weight)| Candidate { id, value: *weight })
+            .collect();
+        if top_k < kept.len() {
+            kept.select_nth_unstable_by(top_k - 1, Candidate::order);
+            kept.truncate(top_k);
+        }
+        cut_at_mass(&mut kept, f64::from(top_p));
+        walk(kept.iter().copied(), point)
+    }
+}
+
+/// From logits to weights relative to the best one's.
+#[inline(always)]
+fn weigh(logits: &mut [f32], best: f32, temperature: f32) {
+    for logit in logits {
+        *logit = exp((*logit - best) / temperature);
+    }
+}
+
+/// Sum of `e^(logit - max)`.
+#[inline(always)]
+fn mass(logits: &[f32], max: f32) -> f64 {
+    let mut sums = [0.0; LANES];
+    let chunks = logits.chunks_exact(LANES);
+    let rest = chunks.remainder();
+    for chunk in chunks {
+        for (sum, logit) in sums.iter_mut().zip(chunk) {
+            *sum += f64::from(exp(logit - max));
+        }
+    }
+    sums.iter().sum::<f64>() + rest.iter().map(|logit| f64::from(exp(logit - max))).sum::<f64>()
+}
+
+/// Keeps the likeliest candidates that together have `share` of the mass, likeliest first; one at least.
+fn cut_at_mass(candidates: &mut Vec<Candidate>, share: f64) {
+    let wanted = share * candidates.iter().map(|c| f64::from(c.value)).sum::<f64>();
+    // The mass mostly lies in a few hundred tokens: sort those, and more only when it does not.
+    let mut sorted = 0;
+    let mut mass = 0.0;
+    while sorted < candidates.len() {
+        let next = (sorted * 8).clamp(256, candidates.len().max(256)).min(candidates.len());
+        if next < candidates.len() {
+            candidates[sorted..].select_nth_unstable_by(next - sorted, Candidate::order);
+        }
+        candidates[sorted..next].sort_unstable_by(Candidate::order);
+        for (i, candidate) in candidates[sorted..next].iter().enumerate() {
+            mass += f64::from(candidate.value);
+            if mass >= wanted {
+                candidates.truncate(sorted + i + 1);
+                return;
+            }
+        }
+        sorted = next;
+    }
+}
+
+/// The candidate that `point` of `0 .. 1` falls on when all are laid side by side.
+fn walk(candidates: impl Iterator<Item = Candidate> + Clone, point: f64) -> u32 {
+    let total: f64 = candidates.clone().map(|c| f64::from(c.value)).sum();
+    let mut left = point * total;
+    let mut last = 0;
+    for candidate in candidates.filter(|c| c.value > 0.0) {
+        left -= f64::from(candidate.value);
+        last = candidate.id;
+        if left < 0.0 {
+            break;
+        }
+    }
+    // Rounding may leave a crumb at the end: it belongs to the last candidate.
+    last
+}
+
+/// The largest logit's token; 0 when there is none.
+fn argmax(logits: &[f32]) -> u32 {
+    let mut best = Candidate { id: 0, value: f32::NEG_INFINITY };
+    for (id, &value) in (0..).zip(logits) {
+        if value > best.value {
+            best = Candidate { id, value };
+        }
+    }
+    best.id
+}
+
+/// A number in `0 .. 1` that depends on seed and position only (splitmix64, twice).
+fn uniform(seed: u64, position: usize) -> f64 {
+    let mix = |x: u64| {
+        let z = x.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    };
+    (mix(mix(seed) ^ position as u64) >> 11) as f64 / (1u64 << 53) as f64
+}
+
+/// Natural log-probabilities of the chosen token and of the `n` likeliest.
+pub(super) fn logprobs(logits: &[f32], chosen: u32, n: u8) -> Logprobs {
+    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let mass = wide!(mass(logits, max)).ln();
+    let of = |logit: f32| (f64::from(logit) - f64::from(max) - mass) as f32;
+    let n = usize::from(n);
+    let mut top: Vec<Candidate> = Vec::with_capacity(n + 1);
+    for (id, &value) in (0..).zip(logits) {
+        if top.len() < n || top.last().is_some_and(|last| value > last.value) {
+            let candidate = Candidate { id, value };
+            let place = top.partition_point(|other| Candidate::order(other, &candidate).is_lt());
+            top.insert(place, candidate);
+            top.truncate(n);
+        }
+    }
+    let rank = 1 + logits.iter().filter(|logit| **logit > logits[chosen as usize]).count() as u32;
+    Logprobs { chosen: of(logits[chosen as usize]), rank, top: top.iter().map(|c| (c.id, of(c.value))).collect() }
+}
+
+#[cfg(test)]
+mod tests;
