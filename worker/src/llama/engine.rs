@@ -21,7 +21,7 @@ pub struct LlamaEngine {
     runtime: Arc<Runtime>,
     manager: BlockManager,
     settings: Settings,
-    vitals: Arc<Vitals>,
+    pub(super) vitals: Arc<Vitals>,
     preparer: Arc<Preparer>,
     load: watch::Receiver<Load>,
     submit: mpsc::Sender<Sequence>,

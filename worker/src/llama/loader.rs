@@ -10,9 +10,9 @@ mod json;
 mod weights;
 
 pub use builtin::{Builtin, BuiltinError};
-pub(super) use config::{Config, Rope};
 #[cfg(test)]
-pub(super) use config::{Family, Llama3Scaling};
+pub(super) use config::Family;
+pub(super) use config::{Config, Llama3Scaling, Rope};
 pub use error::FolderError;
 pub use huggingface::folder_name;
 pub(super) use huggingface::{BLOCK_SIZE, Described, Folder};

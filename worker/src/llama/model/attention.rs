@@ -12,19 +12,13 @@
 //! Who computes a split changes nothing, so long contexts with few queries (decode) are spread over threads split by split
 //! and many queries (prefill) item by item. A key that a lane may not see leaves that lane as it was, to the bit.
 
-use super::kv_cache::{Arena, Half};
+use super::kv_cache::{Arena, Half, SPLIT, TILE};
 use super::simd::{LANES, Lanes, wide};
 use kvbm::BlockId;
 use rayon::prelude::*;
 use softmax::{Segments, Sight, Softmax};
 
 mod softmax;
-
-pub(super) use softmax::TILE;
-
-/// Keys per partial softmax: about 10 µs of work for one item, worth handing to another thread, and a fold is cheap beside
-/// it. A multiple of [`TILE`].
-pub(super) const SPLIT: usize = 512;
 
 /// Rows that one thread takes at a time where results are put in place: less is not worth waking another.
 const ROWS: usize = 32;

@@ -5,13 +5,21 @@
 //! decided by ownership elsewhere (kvbm's `PartialBlock`), as the contract of [`DeviceBlocks`] demands; this file is where
 //! that promise meets `unsafe`.
 
+use super::linear;
 use super::rope::Rotation;
-use super::{attention, linear};
 use crate::llama::loader::Config;
 use kvbm::device::copy_observed;
 use kvbm::{BlockId, DeviceBlocks, Fingerprint};
 use memmap2::{MmapMut, MmapRaw};
 use std::io;
+
+/// Keys per step of the running softmax of attention: their scores for all lanes are 4 KiB and stay in the L1 cache.
+/// Part of the fingerprint, because it decides the order of summation.
+pub(super) const TILE: usize = 64;
+
+/// Keys per partial softmax of attention: about 10 µs of work for one item, which is worth another thread, and folding is
+/// cheap beside it. A multiple of [`TILE`]; part of the fingerprint for the same reason.
+pub(super) const SPLIT: usize = 512;
 
 /// KV blocks of one model.
 pub(crate) struct Arena {
@@ -165,7 +173,7 @@ fn fingerprint(config: &Config, shape: Shape, identity: &[u8; 32]) -> Fingerprin
     let Shape { layers, kv_heads, head_dim, block_size } = shape;
     let numbers: Vec<u8> = [layers, kv_heads, head_dim, block_size, config.heads, config.hidden, config.intermediate]
         .iter()
-        .chain(&[config.sliding_window.unwrap_or(0), attention::TILE, attention::SPLIT])
+        .chain(&[config.sliding_window.unwrap_or(0), TILE, SPLIT])
         .flat_map(|&n| (n as u64).to_le_bytes())
         .collect();
     let norm = config.norm_eps.to_le_bytes();

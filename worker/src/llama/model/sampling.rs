@@ -203,7 +203,7 @@ fn uniform(seed: u64, position: usize) -> f64 {
 }
 
 /// Natural log-probabilities of the chosen token and of the `n` likeliest.
-pub(super) fn logprobs(logits: &[f32], chosen: u32, n: u8) -> Logprobs {
+pub(in crate::llama) fn logprobs(logits: &[f32], chosen: u32, n: u8) -> Logprobs {
     let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let mass = wide!(mass(logits, max)).ln();
     let of = |logit: f32| (f64::from(logit) - f64::from(max) - mass) as f32;

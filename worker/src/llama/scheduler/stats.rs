@@ -59,7 +59,7 @@ impl Vitals {
     }
 
     /// Takes in what a step took, turns of other engines included: that is what a client waits for.
-    pub(super) fn stepped(&self, prompt_rows: usize, took: Duration) {
+    pub(in crate::llama) fn stepped(&self, prompt_rows: usize, took: Duration) {
         let mut speed = self.speed.lock().unwrap_or_else(PoisonError::into_inner);
         speed.stepped(prompt_rows, took.as_secs_f64());
     }

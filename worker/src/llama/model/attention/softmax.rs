@@ -5,10 +5,8 @@
 
 #![expect(clippy::inline_always, reason = "compiled anew for each instruction set, by being inlined into `widely`")]
 
+use super::super::kv_cache::TILE;
 use super::super::simd::{LANES, Lanes, exp, prefetch};
-
-/// Keys per step of the running softmax: their scores for all lanes are 4 KiB and stay in the first-level cache.
-pub(in super::super) const TILE: usize = 64;
 
 /// Keys (or dimensions) whose sums are kept in registers side by side.
 const WIDE: usize = 4;
