@@ -30,6 +30,8 @@ pub(crate) use stores::access;
 pub(crate) use transforms::Transforms;
 
 use crate::config::{Config, Listen};
+use crate::node::banner::Banner;
+use crate::process;
 use crate::process::machine::{self, Machine};
 use crate::process::{metrics, panics};
 use anyhow::{Context, anyhow, bail};
@@ -54,7 +56,7 @@ use tokio_util::task::AbortOnDropHandle;
 use usage::CacheUsage;
 use worker::engine::{Engine, Readiness};
 use worker::plane::RouterId;
-use worker::plane::local::{Bus, Roster};
+use worker::plane::local::{LocalDiscovery, LocalEvents};
 use worker::serve::Planes;
 use workers::{RunningWorker, Shared};
 
@@ -109,7 +111,8 @@ impl Node {
         let threads = config.threads.on(machine.threads);
         let registry = Registry::new();
         metrics::register(&registry)?;
-        let planes = Planes { discovery: Arc::new(Roster::default()), events: Arc::new(Bus::default()) };
+        let planes =
+            Planes { discovery: Arc::new(LocalDiscovery::default()), events: Arc::new(LocalEvents::default()) };
         let router = Router::new(
             router_id(),
             Arc::clone(&planes.discovery),

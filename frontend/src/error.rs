@@ -270,7 +270,7 @@ impl From<engine::Error> for Error {
                 Self::invalid(field, "invalid_value", format!("Invalid '{field}': {problem}."))
             }
             engine::Error::Overloaded { retry_after } => Self::Overloaded(retry_after),
-            engine::Error::Late => Self::DeadlineExceeded,
+            engine::Error::DeadlineExceeded => Self::DeadlineExceeded,
             engine::Error::Unread(time) => Self::StreamNotRead(time),
             engine::Error::Unavailable(why) => Self::Unavailable(why),
             engine::Error::Failed(why) => Self::Failed(why),

@@ -16,7 +16,7 @@ use router::{Router, Settings};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use worker::engine::{Engine, Error, ModelCard, OutputStream, Readiness, Request};
-use worker::plane::local::{Bus, Roster};
+use worker::plane::local::{LocalDiscovery, LocalEvents};
 use worker::plane::{Discovery, Event, EventBody, Events, Instance, Phase, RouterId, Source, WorkerId};
 
 /// Blocks of one chain: some thousand tokens.
@@ -82,7 +82,8 @@ fn alone(log: &EventLog) {
 }
 
 async fn together(log: Arc<EventLog>) {
-    let (roster, bus, registry) = (Arc::new(Roster::default()), Arc::new(Bus::default()), Registry::new());
+    let (roster, bus, registry) =
+        (Arc::new(LocalDiscovery::default()), Arc::new(LocalEvents::default()), Registry::new());
     let router: Result<Arc<Router>, _> =
         Router::new(RouterId(1), roster.clone(), bus.clone(), Settings::default(), &registry);
     let _router = router.expect("a router starts");
@@ -121,7 +122,7 @@ async fn together(log: Arc<EventLog>) {
 }
 
 /// Has another worker announce a block a millisecond. The longest time in which none was applied, and how often some were missed.
-fn watch(bus: &Bus, registry: &Registry, log: &EventLog) -> (Duration, f64) {
+fn watch(bus: &LocalEvents, registry: &Registry, log: &EventLog) -> (Duration, f64) {
     let (mut longest, mut applied, mut since) = (Duration::ZERO, 0.0, Instant::now());
     for number in 1..=6000_u64 {
         let mut name = [0; 16];
@@ -140,7 +141,7 @@ fn watch(bus: &Bus, registry: &Registry, log: &EventLog) -> (Duration, f64) {
     (longest, events(registry, "gap"))
 }
 
-async fn join(roster: &Roster, bus: &Bus, id: u64, log: &Arc<EventLog>) -> [worker::plane::Lease; 2] {
+async fn join(roster: &LocalDiscovery, bus: &LocalEvents, id: u64, log: &Arc<EventLog>) -> [worker::plane::Lease; 2] {
     let model = Arc::new(ModelCard {
         id: "m".into(),
         identity: "m".into(),

@@ -26,9 +26,9 @@
 //! use std::sync::Arc;
 //! use worker::engine::{Engine, Readiness};
 //! use worker::plane::RouterId;
-//! use worker::plane::local::{Bus, Roster};
+//! use worker::plane::local::{LocalEvents, LocalDiscovery};
 //!
-//! let (discovery, events) = (Arc::new(Roster::default()), Arc::new(Bus::default()));
+//! let (discovery, events) = (Arc::new(LocalDiscovery::default()), Arc::new(LocalEvents::default()));
 //! let router = Router::new(RouterId(1), discovery, events, Settings::default(), &prometheus::Registry::new())?;
 //! assert!(matches!(router.readiness(), Readiness::NotReady(_)), "no worker has joined yet");
 //! # Ok(()) }

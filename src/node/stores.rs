@@ -22,7 +22,7 @@ use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout, timeout_at};
 use tokio_util::task::AbortOnDropHandle;
 use worker::plane::{Source, StoreId};
-use worker::serve::{Announcer, Planes};
+use worker::serve::{EventPublisher, Planes};
 
 /// The shared tiers, fastest first. The events of each are published under its own store id.
 #[derive(Default)]
@@ -46,7 +46,7 @@ struct Store {
     id: StoreId,
     tier: Arc<dyn Tier>,
     digest: DigestOf,
-    _publisher: Announcer,
+    _publisher: EventPublisher,
 }
 
 /// Limit of the time that the start waits for a tier to list its blocks. Blocks that are listed later are recomputed
@@ -187,7 +187,7 @@ impl Stores {
     }
 
     fn add(&mut self, id: StoreId, tier: Arc<dyn Tier>, digest: DigestOf, log: Arc<EventLog>, planes: &Planes) {
-        let publisher = Announcer::start(Arc::clone(&planes.events), Source::Store(id), log);
+        let publisher = EventPublisher::start(Arc::clone(&planes.events), Source::Store(id), log);
         self.all.push(Store { id, tier, digest, _publisher: publisher });
     }
 }

@@ -2,7 +2,7 @@ use super::*;
 use serde_json::Value;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use worker::plane::RouterId;
-use worker::plane::local::{Bus, Roster};
+use worker::plane::local::{LocalDiscovery, LocalEvents};
 
 /// A reload from a temporary file.
 struct Harness {
@@ -20,7 +20,7 @@ impl Harness {
         let sources = Sources { file: Some(file.path().into()), environment, flags: vec![] };
         let loaded = Config::load(&sources).unwrap();
         let registry = Registry::new();
-        let (roster, bus) = (Arc::new(Roster::default()), Arc::new(Bus::default()));
+        let (roster, bus) = (Arc::new(LocalDiscovery::default()), Arc::new(LocalEvents::default()));
         let router = Router::new(RouterId(1), roster, bus, loaded.0.router.clone(), &registry).unwrap();
         let filters_set = Arc::new(AtomicUsize::new(0));
         let count = filters_set.clone();

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use tower::ServiceExt;
 use worker::engine::{Engine, Error, ModelCard, OutputStream, Readiness, Request};
-use worker::plane::local::{Bus, Roster};
+use worker::plane::local::{LocalDiscovery, LocalEvents};
 use worker::plane::{Discovery, Event, EventBody, Events, Instance, Load, Phase, RouterId, Source, WorkerId};
 
 #[path = "../../frontend/tests/it/tiny_tokenizer.rs"]
@@ -52,7 +52,8 @@ fn card() -> ModelCard {
 
 #[tokio::test(start_paused = true)]
 async fn retry_after_says_when_the_queue_has_room() {
-    let (roster, bus, registry) = (Arc::new(Roster::default()), Arc::new(Bus::default()), prometheus::Registry::new());
+    let (roster, bus, registry) =
+        (Arc::new(LocalDiscovery::default()), Arc::new(LocalEvents::default()), prometheus::Registry::new());
     let settings = toml::from_str("[admission]\nmax_queued_tokens = 6600").unwrap();
     let router = Router::new(RouterId(1), roster.clone(), bus.clone(), settings, &registry).unwrap();
     let door = frontend::router(router, registry, frontend::Settings::default()).unwrap();

@@ -13,7 +13,7 @@ use std::process::{Command, Output, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 use worker::plane::RouterId;
-use worker::plane::local::{Bus, Roster};
+use worker::plane::local::{LocalDiscovery, LocalEvents};
 
 /// A node that serves `tiny` from a folder of its own.
 struct Served {
@@ -140,7 +140,7 @@ async fn a_chat_is_answered_whole_and_streamed_with_the_same_text() {
 /// A node opens its door before the model is loaded; this is that door.
 #[tokio::test(flavor = "multi_thread")]
 async fn who_comes_before_the_model_is_loaded_is_told_to_come_again() {
-    let (discovery, events) = (Arc::new(Roster::default()), Arc::new(Bus::default()));
+    let (discovery, events) = (Arc::new(LocalDiscovery::default()), Arc::new(LocalEvents::default()));
     let registry = prometheus::Registry::new();
     let router = router::Router::new(RouterId(1), discovery, events, router::Settings::default(), &registry).unwrap();
     let server = frontend::Server::new(&frontend::Settings::default(), &registry).unwrap();

@@ -23,7 +23,7 @@ use std::path::Path;
 use std::pin::pin;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
-use worker::engine::{Domain, Engine, Request, time_to_first};
+use worker::engine::{Domain, Engine, Request, measure_ttft};
 use worker::handoff::Peers;
 use worker::llama::{Builtin, LlamaEngine, ModelSource, Runtime, Settings};
 use worker::metrics::Metrics;
@@ -97,7 +97,7 @@ impl Site {
 
     /// Seconds to the first token.
     async fn first_token(&self, tokens: &[u32]) -> Result<f64> {
-        Ok(time_to_first(&*self.engine, self.ask(tokens, 1)).await?.as_secs_f64())
+        Ok(measure_ttft(&*self.engine, self.ask(tokens, 1)).await?.as_secs_f64())
     }
 
     fn ask(&self, prompt: &[u32], tokens: u32) -> Request {

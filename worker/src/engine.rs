@@ -1,5 +1,5 @@
-//! An [`Engine`] turns a request into a stream of tokens. Everything that serves is an `Engine`: a model runtime, a worker
-//! on another machine, the router. The front door holds one `Arc<dyn Engine>` and never learns which.
+//! The [`Engine`] seam: an engine turns a request into a stream of tokens. A model runtime, a worker on another machine
+//! and the router are engines. The frontend holds one `Arc<dyn Engine>` and does not know which.
 
 #[cfg(test)]
 pub(crate) mod contract;
@@ -16,37 +16,40 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// Parts of a [`Request`], for those who know engines and no blocks.
+/// Parts of a [`Request`], re-exported for crates that do not use kvbm.
 pub use kvbm::{Domain, Priority, Retention};
 
 /// Turns requests into streams of tokens.
 ///
 /// # Contract
-/// - `generate` MUST refuse what it can see to be impossible (unknown model, prompt longer than the context) before it
-///   resolves; what goes wrong later arrives as the stream's last item.
+/// - `generate` MUST reject a request that is recognisably impossible (unknown model, prompt longer than the context)
+///   before it resolves; later failures arrive as the last item of the stream.
 /// - The stream MUST end with exactly one [`Tokens`] whose `finish` is set, or with an error, or (for
-///   [`Work::Prefill`]) with exactly one [`Output::Handoff`], after which it MUST stay open, keeping the blocks alive,
-///   until it is dropped.
-/// - A stream that is not read MUST NOT hold up other requests: the engine stops generating for it, gives its place in the batch and
-///   its memory to them, and MAY end it with [`Error::Unread`] after half a minute.
-/// - Dropping the future or the stream cancels the request; the engine MUST have stopped computing for it within one step.
+///   [`Work::Prefill`]) with exactly one [`Output::Handoff`], after which it MUST stay open, keeping the blocks
+///   alive, until it is dropped.
+/// - A stream that is not read MUST NOT delay other requests: the engine stops generating for it, gives its slot in
+///   the batch and its memory to other requests, and MAY end it with [`Error::Unread`] after half a minute.
+/// - Dropping the future or the stream cancels the request; the engine MUST have stopped computing for it within one
+///   step.
 /// - The same request with the same seed MUST give the same tokens, whatever else is running.
-/// - An error MUST say whose it is, for that decides whether the engine is asked again: the request's own
-///   ([`Error::UnknownModel`], [`Error::PromptTooLong`], [`Error::Invalid`], [`Error::Late`], [`Error::Unread`]) say nothing about the engine;
-///   [`Error::Overloaded`] is back-pressure, which is obeyed and held against nobody; [`Error::Unavailable`] and
-///   [`Error::Failed`] are faults. An engine that passes on what a server says MUST take its 429 and its 503 for
-///   `Overloaded`, for as long as `Retry-After` says or else for a second; `Unavailable` is one that nobody reaches.
+/// - The kind of an error decides whether the engine is tried again, so it MUST be exact. [`Error::UnknownModel`],
+///   [`Error::PromptTooLong`], [`Error::Invalid`], [`Error::DeadlineExceeded`] and [`Error::Unread`] are caused by
+///   the request and say nothing about the engine. [`Error::Overloaded`] is back-pressure: the caller waits, and the
+///   engine does not count as faulty. [`Error::Unavailable`] and [`Error::Failed`] are faults. An engine that
+///   forwards a server's errors MUST map 429 and 503 to `Overloaded`, with the time of `Retry-After` or else one
+///   second; `Unavailable` is a server that cannot be reached.
 pub trait Engine: Send + Sync + 'static {
     /// Starts a request.
     fn generate(&self, request: Request) -> BoxFuture<'_, Result<OutputStream, Error>>;
 
-    /// What is served here now. Never fails because one of many is down.
+    /// The models that are served now. Never fails because one of several engines is unavailable.
     fn models(&self) -> Vec<Arc<ModelCard>>;
 
     /// Whether requests can be served now.
     fn readiness(&self) -> Readiness;
 
-    /// What does not work although requests are served, in words for an operator: answers may be slower, none is wrong.
+    /// What does not work although requests are served, as text for an operator. Answers may be slower, but none is
+    /// wrong.
     fn degraded(&self) -> Vec<String> {
         Vec::new()
     }
@@ -60,30 +63,30 @@ pub type OutputStream = BoxStream<'static, Result<Output, Error>>;
 pub enum Readiness {
     /// Requests are served.
     Ready,
-    /// Not now, and why, in words for an operator.
+    /// Requests are not served now; the reason, as text for an operator.
     NotReady(String),
 }
 
 /// One piece of work.
 #[derive(Clone, Debug)]
 pub struct Request {
-    /// Names the request in logs and traces; unique enough for a person.
+    /// Identifies the request in logs and traces.
     pub id: Arc<str>,
     /// The model's id, as in its [`ModelCard`].
     pub model: Arc<str>,
     /// The prompt.
     pub tokens: Arc<[u32]>,
-    /// Whose cache the prompt's blocks belong to.
+    /// The cache domain of the prompt's blocks.
     pub domain: Domain,
     /// How the next token is chosen.
     pub sampling: Sampling,
     /// When to stop.
-    pub stop: StopRule,
-    /// What is wanted of the engine.
+    pub stop: StopConditions,
+    /// Which part of the work the engine does.
     pub work: Work,
-    /// Who asks, how urgently, and how long the blocks are to be kept.
+    /// Tenant, session, priority, deadline and retention.
     pub terms: Terms,
-    /// The client wants the router's decision explained in [`Tokens::explain`].
+    /// Whether the router explains its decision in [`Tokens::explain`].
     pub explain: bool,
     /// The group of choices that this request belongs to, when its client wants more than one for the prompt.
     pub group: Option<RequestGroup>,
@@ -139,8 +142,8 @@ impl Request {
         self.group.filter(|group| group.index == 0).map_or(1, |group| group.choices)
     }
 
-    /// Asks for so many tokens after a prompt, the likeliest each, whether or not the model would end before: for tests and
-    /// measurements.
+    /// A request for exactly `tokens` tokens after a prompt, sampled greedily and past end-of-sequence tokens: for
+    /// tests and measurements.
     pub fn greedy(id: &str, model: &str, prompt: &[u32], tokens: u32) -> Self {
         Self {
             id: id.into(),
@@ -148,7 +151,7 @@ impl Request {
             tokens: prompt.into(),
             domain: Domain::shared(),
             sampling: Sampling { temperature: 0.0, ..Sampling::default() },
-            stop: StopRule { max_tokens: Some(tokens), ignore_eos: true, ..StopRule::default() },
+            stop: StopConditions { max_tokens: Some(tokens), ignore_eos: true, ..StopConditions::default() },
             work: Work::Generate,
             terms: Terms::default(),
             explain: false,
@@ -157,8 +160,8 @@ impl Request {
     }
 }
 
-/// How long a request takes to its first output, on the machine's clock. Returns when the stream has ended.
-pub async fn time_to_first(engine: &dyn Engine, request: Request) -> Result<Duration, Error> {
+/// Measures the time to first token (TTFT) of a request on the machine's clock. Returns when the stream has ended.
+pub async fn measure_ttft(engine: &dyn Engine, request: Request) -> Result<Duration, Error> {
     let began = std::time::Instant::now();
     let mut stream = engine.generate(request).await?;
     let mut first = None;
@@ -172,46 +175,46 @@ pub async fn time_to_first(engine: &dyn Engine, request: Request) -> Result<Dura
 /// Who asks, how urgently, and how long the blocks are to be kept.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Terms {
-    /// Who is to get a fair share; empty: nobody in particular.
+    /// The tenant that the fair queue counts the request for; empty: none.
     pub tenant: Arc<str>,
-    /// What this request belongs together with: a conversation, or whatever a client names as one.
+    /// The conversation, or another unit that the client names, that this request belongs to.
     pub session: Option<Arc<str>>,
-    /// Whose turn it is when not all can be served at once.
+    /// The order of service when not all requests can be served at once.
     pub priority: Priority,
-    /// When the first token is no longer worth computing.
+    /// The time after which the first token is no longer worth computing.
     pub deadline: Option<Instant>,
-    /// How long the blocks are to be kept.
+    /// How long the prompt's blocks are kept.
     pub retention: Retention,
 }
 
-/// What is wanted of an engine.
+/// Which part of the work an engine does.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub enum Work {
     /// Prefill and decode.
     #[default]
     Generate,
-    /// Only compute the prompt's blocks, and hand them over.
+    /// Compute the prompt's blocks only, and hand them off.
     Prefill,
-    /// Decode from blocks that another engine computed.
+    /// Decode, from blocks that another engine computed.
     Resume(Handoff),
 }
 
-/// Where prefilled blocks are to be had; opaque to everyone but the engines of one kind.
+/// Where prefilled blocks are found; opaque to all but engines of one kind.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Handoff(pub Bytes);
 
-/// How the next token is chosen. Sampling is a function of seed and position.
+/// How the next token is chosen. The choice is a function of seed and position.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Sampling {
     /// 0 is greedy.
     pub temperature: f32,
-    /// Nucleus; 1 is off.
+    /// Nucleus sampling: the smallest set of tokens with this probability; 1 is off.
     pub top_p: f32,
-    /// Only the k likeliest; `None` is off.
+    /// Only the `k` likeliest tokens; `None` is off.
     pub top_k: Option<u32>,
     /// Only tokens at least this fraction as likely as the likeliest; 0 is off.
     pub min_p: f32,
-    /// Fixes the choice. An engine that gets `None` draws one.
+    /// Makes the choice reproducible. An engine picks a random seed for `None`.
     pub seed: Option<u64>,
     /// Subtracted from the logit of a token per time it was generated; 0 is off.
     pub frequency_penalty: f32,
@@ -223,8 +226,8 @@ pub struct Sampling {
     pub logit_bias: Vec<(u32, f32)>,
     /// Report the chosen token's log-probability, and those of this many alternatives.
     pub logprobs: Option<u8>,
-    /// Report the log-probability of each token of the prompt after those before it, and those of this many alternatives.
-    /// They come from computing the prompt: cached blocks are not used for it, and [`PromptReport`] says so.
+    /// Report the log-probability of each prompt token given those before it, and those of this many alternatives. They
+    /// are computed, not cached: the prompt's blocks are not taken from a cache, and [`PromptReport`] shows that.
     pub prompt_logprobs: Option<u8>,
 }
 
@@ -247,16 +250,16 @@ impl Default for Sampling {
     }
 }
 
-/// When a request ends. Stop *strings* are the front door's, which sees text: it drops the stream.
+/// When a request ends. Not here: stop *strings*. The frontend, which has the text, drops the stream for them.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
-pub struct StopRule {
-    /// Generate at most this many; `None`: up to the context. With 0 only the prompt is computed.
+pub struct StopConditions {
+    /// Generate at most this many tokens; `None`: up to the context. With 0 only the prompt is computed.
     pub max_tokens: Option<u32>,
-    /// Generate at least this many before an end-of-sequence or stop token may be chosen.
+    /// Generate at least this many tokens before an end-of-sequence or stop token may be chosen.
     pub min_tokens: u32,
-    /// End at these too, besides the model's own end-of-sequence tokens.
+    /// End at these tokens, in addition to the model's end-of-sequence tokens.
     pub stop_tokens: Vec<u32>,
-    /// Go on past the model's end-of-sequence tokens.
+    /// Do not end at the model's end-of-sequence tokens.
     pub ignore_eos: bool,
 }
 
@@ -265,37 +268,37 @@ pub struct StopRule {
 pub enum Output {
     /// Tokens that the engine generated.
     Tokens(Tokens),
-    /// The engine's own bytes for the client, with the token ids in them when known.
+    /// Bytes that the engine formatted for the client, with the token ids in them when known.
     Frame(Bytes, Option<Vec<u32>>),
-    /// The prompt's blocks are ready to be fetched, for as long as the stream is kept.
+    /// The prompt's blocks can be fetched, for as long as the stream is kept.
     Handoff(Handoff),
 }
 
-/// Tokens, one or more steps' worth.
+/// The tokens of one or more steps.
 #[derive(Clone, PartialEq, Debug, Default)]
 pub struct Tokens {
-    /// In order. An end-of-sequence or stop token that ended the request is not among them.
+    /// In order, without an end-of-sequence or stop token that ended the request.
     pub ids: Vec<u32>,
-    /// One per id when asked for, else empty.
+    /// One per id when requested, else empty.
     pub logprobs: Vec<Logprobs>,
     /// Set on the last item.
     pub finish: Option<Finish>,
-    /// Set beside `finish` when a token ended the request and the engine says which.
+    /// Set with `finish` when a token ended the request and the engine reports it.
     pub end: Option<EndToken>,
-    /// On the first item, of the prompt's tokens from the second on, when asked for; else empty.
+    /// On the first item when requested: those of the prompt's tokens from the second on; else empty.
     pub prompt_logprobs: Vec<Logprobs>,
-    /// Set on the first item: what the prompt cost.
+    /// Set on the first item: how much of the prompt was cached and computed.
     pub prompt: Option<PromptReport>,
-    /// Set on the first item when asked for: why the request went where it went, as one line of JSON.
+    /// Set on the first item when requested: the router's decision, as one line of JSON.
     pub explain: Option<Arc<str>>,
 }
 
-/// Log-probabilities at one position, natural logarithm, from the distribution before temperature and cuts.
+/// Log-probabilities (natural logarithm) at one position, from the distribution before temperature and filters.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Logprobs {
-    /// Of the chosen token.
+    /// Log-probability of the chosen token.
     pub chosen: f32,
-    /// One more than the number of likelier tokens.
+    /// The rank of the chosen token: 1 is the likeliest.
     pub rank: u32,
     /// The likeliest tokens, likeliest first.
     pub top: Vec<(u32, f32)>,
@@ -304,9 +307,9 @@ pub struct Logprobs {
 /// The token that ended a request.
 #[derive(Clone, PartialEq, Debug)]
 pub struct EndToken {
-    /// An end-of-sequence or stop token.
+    /// The id of the end-of-sequence or stop token.
     pub id: u32,
-    /// When asked for.
+    /// Its log-probabilities, when requested.
     pub logprobs: Option<Logprobs>,
 }
 
@@ -322,36 +325,36 @@ pub enum Finish {
     Length,
 }
 
-/// What a prompt cost: how much of it was computed, and where the rest came from.
+/// How much of a prompt was computed and where the rest came from.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct PromptReport {
-    /// Prompt tokens that nobody computed for this request, and where their blocks were found.
+    /// Prompt tokens that were not computed for this request, by the tier that held their blocks.
     pub cached: Vec<(Level, u32)>,
-    /// Prompt tokens that were computed for this request, by whichever worker.
+    /// Prompt tokens that were computed for this request, on any worker.
     pub computed: u32,
     /// Prompt tokens whose blocks came from a prefill worker's memory, whether it computed or found them.
     pub handed_over: u32,
-    /// From the engine's acceptance to the first step that had the request in it.
+    /// Time from acceptance by the engine to the first step with this request.
     pub queued: Duration,
-    /// The worker that answers, where a router chose one.
+    /// The worker that answers, where a router chose it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub worker: Option<Arc<str>>,
 }
 
 impl PromptReport {
-    /// Prompt tokens that nobody computed for this request, from all tiers.
+    /// Prompt tokens that were not computed for this request, over all tiers.
     pub fn cached_tokens(&self) -> u32 {
         self.cached.iter().map(|(_, tokens)| tokens).sum()
     }
 }
 
-/// A request was refused or failed. The HTTP status is the front door's business.
+/// A request was rejected or failed. The frontend maps it to an HTTP status.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum Error {
-    /// Nobody here serves this model.
+    /// The model is not served here.
     #[error("model `{0}` does not exist")]
     UnknownModel(String),
-    /// Prompt and wanted tokens do not fit the model.
+    /// The prompt, or prompt and requested tokens, do not fit the context.
     #[error("prompt of {prompt} tokens exceeds the context of {context} tokens")]
     PromptTooLong {
         /// Tokens in the prompt.
@@ -359,7 +362,7 @@ pub enum Error {
         /// Tokens that fit, prompt and output together.
         context: usize,
     },
-    /// The request asks for something that this engine cannot do.
+    /// A parameter of the request is not supported or invalid.
     #[error("{field}: {problem}")]
     Invalid {
         /// The request's field.
@@ -367,19 +370,20 @@ pub enum Error {
         /// What is wrong with it.
         problem: String,
     },
-    /// Too much is waiting. Try again after the time.
+    /// The queue is full. The client may try again after the given time.
     #[error("overloaded, try again in {} s", .retry_after.as_secs())]
     Overloaded {
-        /// When a place is likely free.
+        /// The estimated time until a request is accepted again.
         retry_after: Duration,
     },
-    /// The first token would come after the request's deadline.
+    /// The first token cannot be computed before the request's deadline.
     #[error("the deadline cannot be met")]
-    Late,
-    /// The stream's output was not read for so long.
+    DeadlineExceeded,
+    /// The output was not read for this time.
     #[error("the output was not read for {} s", .0.as_secs())]
     Unread(Duration),
-    /// Nobody is there who could serve it. Whoever is there and cannot now is overloaded.
+    /// No engine is reachable that serves the model. An engine that is reachable but cannot serve now is overloaded
+    /// instead.
     #[error("unavailable: {0}")]
     Unavailable(String),
     /// The engine failed.
@@ -387,16 +391,16 @@ pub enum Error {
     Failed(String),
 }
 
-/// A model as its clients see it: what it is called, what fits, and how text becomes tokens.
+/// A model as its clients see it: its id, its limits, its tokenizer and chat template.
 #[derive(Clone, PartialEq, Serialize, Deserialize)]
 pub struct ModelCard {
     /// The id that clients send.
     pub id: String,
-    /// Names the weights in block names: two cards with the same identity share an index.
+    /// Identifies the weights in block hashes: two cards with the same identity share an index.
     pub identity: String,
-    /// When the model was made or loaded, seconds since 1970.
+    /// When the model was created or loaded, in seconds since 1970.
     pub created: u64,
-    /// Prompt and output tokens together.
+    /// Maximum of prompt and output tokens together.
     pub context: usize,
     /// Tokens per KV block.
     pub block_size: usize,
@@ -410,10 +414,11 @@ pub struct ModelCard {
     pub chat_template: Option<String>,
     /// Special tokens that templates name: `bos_token`, `eos_token` and the like, with their text.
     pub special_tokens: Vec<(String, String)>,
-    /// What the model's makers recommend where a request does not say how to sample.
+    /// The model's recommended sampling, for requests that do not set these fields: the fields of
+    /// `generation_config.json` that are in [`Sampling`]. `None`: no recommendation.
     #[serde(default)]
     pub sampling: SamplingDefaults,
-    /// Weights made up, text meaningless: said to people who ask.
+    /// The weights are random and the text is meaningless; reported to users.
     pub random_weights: bool,
 }
 

@@ -1,7 +1,7 @@
-//! Hand-over: where a prefill worker's blocks are to be had.
+//! KV handoff: where the decode worker finds the blocks of a prefill worker.
 //!
-//! The prefill worker writes a [`Ticket`] into the opaque [`Handoff`]; the decode worker's [`Peers`] turns the name in it into
-//! a tier to onboard from. A peer that is not known is no error: its blocks are recomputed.
+//! The prefill worker writes a [`HandoffTicket`] into the opaque [`Handoff`]; the decode worker looks the worker id up
+//! in [`Peers`] and onboards from that worker's memory. An unknown peer is not an error: its blocks are recomputed.
 
 use crate::engine::Handoff;
 use crate::plane::WorkerId;
@@ -11,33 +11,33 @@ use kvbm::{Level, Tier};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
-/// What a prefill worker says to the decode worker.
+/// What a prefill worker sends to the decode worker.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct Ticket {
-    /// Whose memory holds the blocks.
+pub struct HandoffTicket {
+    /// The worker whose memory holds the blocks.
     pub peer: WorkerId,
-    /// Prompt tokens that the prefill worker found cached, and where: nobody computed them for this request.
+    /// Prompt tokens that the prefill worker found cached, by tier: they were not computed for this request.
     pub cached: Vec<(Level, u32)>,
 }
 
-impl Ticket {
-    /// The ticket as the router carries it.
-    pub fn seal(&self) -> Handoff {
+impl HandoffTicket {
+    /// The ticket as opaque bytes for the router.
+    pub fn encode(&self) -> Handoff {
         Handoff(serde_json::to_vec(self).map(Bytes::from).expect("a ticket serializes to JSON"))
     }
 
-    /// Reads a ticket; `None` when it is not one of ours.
-    pub fn open(handoff: &Handoff) -> Option<Self> {
+    /// Reads a ticket; `None` when the bytes are not a ticket of this engine.
+    pub fn decode(handoff: &Handoff) -> Option<Self> {
         serde_json::from_slice(&handoff.0).ok()
     }
 }
 
-/// The workers whose memory can be read from here.
+/// Workers whose memory can be read from this process.
 #[derive(Clone, Default)]
 pub struct Peers(Arc<DashMap<WorkerId, Arc<dyn Tier>>>);
 
 impl Peers {
-    /// Lets others read a worker's blocks.
+    /// Makes a worker's blocks readable by the other workers.
     pub fn insert(&self, worker: WorkerId, memory: Arc<dyn Tier>) {
         self.0.insert(worker, memory);
     }

@@ -1,4 +1,4 @@
-//! One engine beside its cache: engines, phases, reporting, serving, and the planes that carry them.
+//! One engine beside its KV cache: the engine seam, the native engine, the planes between processes, and serving.
 //!
 //! ```text
 //!   router ──Request──▶ Engine ◀── kvbm (blocks in and out)
@@ -6,9 +6,9 @@
 //!      └── Discovery, Events ── who is there, what changed
 //! ```
 //!
-//! [`engine`] holds the one idea of the system, the [`Engine`](engine::Engine) trait, and the engines themselves.
-//! [`plane`] holds the two things left to abstract between processes.
-//! [`serve`] puts an engine onto the planes.
+//! [`engine`] holds the central trait of the system, [`Engine`](engine::Engine). [`llama`] is the native engine.
+//! [`plane`] holds the traits between processes, discovery and events. [`serve`] registers an engine on the planes.
+//! [`handoff`] moves prefilled blocks from one worker to another.
 
 pub mod engine;
 pub mod handoff;

@@ -27,4 +27,4 @@ mod tests;
 pub use engine::LlamaEngine;
 pub use loader::{Builtin, BuiltinError, FolderError, folder_name};
 pub use runtime::{Memory, ModelSource, OpenError, Runtime, Shape};
-pub use settings::{Settings, Unread};
+pub use settings::{Settings, UnreadOutput};

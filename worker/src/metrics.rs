@@ -25,7 +25,7 @@ pub struct Metrics {
     decode: HistogramVec,
 }
 
-/// Histogram buckets for the parts of a request, in seconds: from a step of a small model to a queue of minutes.
+/// Histogram buckets of the parts of a request, in seconds: from a step of a small model to a queue of minutes.
 const PHASE_SECONDS: [f64; 17] =
     [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0];
 
@@ -174,17 +174,17 @@ impl EngineMetrics {
         self.waiting.set(waiting as i64);
     }
 
-    /// A request joined the batch, so long after its arrival.
+    /// A request joined the batch, this long after its arrival.
     pub(crate) fn joined(&self, waited: Duration) {
         self.queue.observe(waited.as_secs_f64());
     }
 
-    /// A prompt is computed: its first token is there, or its blocks can be handed over.
+    /// A prompt is computed: its first token is generated, or its blocks are ready for the handoff.
     pub(crate) fn prefilled(&self, took: Duration) {
         self.prefill.observe(took.as_secs_f64());
     }
 
-    /// An answer is complete, so long after its first token.
+    /// An answer is complete, this long after its first token.
     pub(crate) fn decoded(&self, took: Duration) {
         self.decode.observe(took.as_secs_f64());
     }

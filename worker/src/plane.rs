@@ -1,7 +1,7 @@
-//! The planes between processes: *who is there* ([`Discovery`]) and *what changed* ([`Events`]).
+//! The planes between processes: [`Discovery`] (which workers exist) and [`Events`] (what changed).
 //!
-//! The request plane is no trait of its own: discovery hands out an [`Engine`] for each instance. What holds of a plane
-//! holds of the one in memory too: it numbers, lags and expires like the one on the wire.
+//! Requests need no trait of their own: discovery yields an [`Engine`] for each instance. The in-memory planes number,
+//! delay and expire like those over a network.
 
 #[cfg(test)]
 pub(crate) mod contract;
@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::sync::Arc;
 
-/// Names a worker, for its whole life and in every process.
+/// Identifies a worker in every process, across restarts.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 pub struct WorkerId(pub u64);
 
@@ -25,7 +25,7 @@ impl fmt::Display for WorkerId {
     }
 }
 
-/// Names a shared store (an SSD log of a process, an object store of a fleet) in every process that reaches it.
+/// Identifies a shared store (the SSD log of a process, the object store of a fleet) in every process that reaches it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 pub struct StoreId(pub u64);
 
@@ -35,7 +35,7 @@ impl fmt::Display for StoreId {
     }
 }
 
-/// Names a router, one of several that send to the same workers, for one life of it.
+/// Identifies one of several routers that send to the same workers. A restarted router has a new id.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 pub struct RouterId(pub u64);
 
@@ -45,15 +45,16 @@ impl fmt::Display for RouterId {
     }
 }
 
-/// Who announces: a worker its own memory, a store what outlives its writers, a router what it sends where.
+/// The source of events: a worker for its own memory, a store for blocks that outlive their writers, a router for its
+/// reservations.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Source {
-    /// A worker's G1 and G2.
+    /// A worker: its G1 and G2.
     Worker(WorkerId),
-    /// A shared G3 or G4.
+    /// A shared store: G3 or G4.
     Store(StoreId),
-    /// A router's bookings and wishes.
+    /// A router: its reservations and role requests.
     Router(RouterId),
 }
 
@@ -67,15 +68,15 @@ impl fmt::Display for Source {
     }
 }
 
-/// What a worker does.
+/// The role of a worker.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Phase {
-    /// Prefill for others.
+    /// Computes prefills for other workers.
     Prefill,
-    /// Decode, and prefill what is short.
+    /// Decodes, and computes short prefills itself.
     Decode,
-    /// Everything.
+    /// Prefill and decode.
     #[default]
     Both,
 }
@@ -90,59 +91,59 @@ impl fmt::Display for Phase {
     }
 }
 
-/// A worker as others see it.
+/// A worker as other processes see it.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Instance {
-    /// Its name.
+    /// The worker's id.
     pub id: WorkerId,
-    /// Its life; a restart has another.
+    /// The worker's epoch; a restart begins a new one.
     pub epoch: Epoch,
-    /// What it does.
+    /// The worker's role.
     pub phase: Phase,
-    /// What it serves.
+    /// The model that it serves.
     pub model: Arc<ModelCard>,
     /// The shared stores that it can onboard from.
     pub stores: Vec<StoreId>,
 }
 
-/// Something changed among the instances.
+/// A change of the set of instances.
 #[derive(Clone)]
 pub enum Membership {
-    /// A worker came, or came back in a new epoch.
+    /// A worker registered, or registered again in a new epoch or role.
     Joined(Arc<Instance>, Arc<dyn Engine>),
     /// A worker's lease ended.
     Left(WorkerId, Epoch),
 }
 
-/// Who is there.
+/// Which workers exist.
 ///
 /// # Contract
-/// - `register` MUST make the instance visible to every watcher until the lease is dropped, or its process dies and the
-///   lease runs out.
-/// - `watch` MUST first yield a `Joined` for each instance that is there, then every change, in order, without loss.
+/// - `register` MUST make the instance visible to every watcher until the lease is dropped, or its process ends and the
+///   lease expires.
+/// - `watch` MUST first yield a `Joined` for each registered instance, then every change, in order and without loss.
 pub trait Discovery: Send + Sync + 'static {
-    /// Announces a worker, for as long as the lease is kept.
+    /// Registers a worker for as long as the lease is kept.
     fn register(&self, instance: Instance, engine: Arc<dyn Engine>) -> BoxFuture<'_, Result<Lease, PlaneError>>;
 
-    /// All instances, and then all changes.
+    /// All instances, then all changes.
     fn watch(&self) -> BoxStream<'static, Membership>;
 }
 
-/// Keeps an instance visible; dropping it withdraws the instance.
-#[must_use = "dropping a lease withdraws the instance"]
+/// Keeps an instance registered; dropping it deregisters the instance.
+#[must_use = "dropping a lease deregisters the instance"]
 pub struct Lease(Option<Box<dyn FnOnce() + Send>>);
 
 impl Lease {
-    /// A lease that calls `withdraw` when it is dropped.
-    pub fn new(withdraw: impl FnOnce() + Send + 'static) -> Self {
-        Self(Some(Box::new(withdraw)))
+    /// A lease that calls `deregister` when it is dropped.
+    pub fn new(deregister: impl FnOnce() + Send + 'static) -> Self {
+        Self(Some(Box::new(deregister)))
     }
 }
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        if let Some(withdraw) = self.0.take() {
-            withdraw();
+        if let Some(deregister) = self.0.take() {
+            deregister();
         }
     }
 }
@@ -153,95 +154,97 @@ impl fmt::Debug for Lease {
     }
 }
 
-/// A numbered event of one source's life. Events of one source are gapless from 1 within an epoch; who sees a gap asks for
-/// the events after the last one before it, then, when they are kept no more, for a snapshot, and goes on with the stale view
-/// meanwhile.
+/// An event of one source in one epoch. Numbered events of a source are gapless from 1 within an epoch. A subscriber
+/// that sees a gap asks for the range after the last event before it, or for a snapshot when the log no longer holds
+/// that range, and uses its stale view meanwhile.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Event {
-    /// Who announces.
+    /// The source.
     pub source: Source,
-    /// In which life.
+    /// The epoch of the source.
     pub epoch: Epoch,
-    /// What.
+    /// The content.
     pub body: EventBody,
 }
 
-/// What an event says.
+/// The content of an event.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum EventBody {
-    /// Blocks came or went. Numbered.
+    /// Blocks were stored or removed. Numbered.
     Block {
         /// Gapless from 1 within the epoch.
         number: u64,
-        /// What happened.
+        /// The change.
         event: BlockEvent,
     },
-    /// What rests with the source, as one number, for whoever follows it to compare with what he believes. Not numbered.
+    /// A digest of the source's blocks, which followers compare with their own view. Not numbered.
     Digest {
-        /// The last event that it includes; as of another it says nothing.
+        /// The number of the last event that the digest includes; it can be compared only with a view of the same
+        /// number.
         number: u64,
-        /// All that was announced and not taken back.
+        /// The digest of all blocks that are stored and not removed.
         digest: Digest,
     },
-    /// How a worker is doing now. Not numbered: only the latest counts. From workers only.
+    /// The current load of a worker. Not numbered: only the latest counts. From workers only.
     Load(Load),
-    /// What a router sends where, for the other routers. Not numbered: workers report soon after what is missed here. At
-    /// least once a second, if only to say that the router is there.
+    /// Changes of a router's reservations, for the other routers. Not numbered: load reports soon cover what is lost
+    /// here. Sent at least once a second, as a heartbeat.
     Bookings(Vec<Booked>),
-    /// A router's wish that a worker change its phase. Not numbered: it is wished again while it holds.
+    /// A router asks a worker to change its role. Not numbered: the request is repeated while it holds.
     Phase {
-        /// Whose.
+        /// The worker.
         worker: WorkerId,
-        /// From now on.
+        /// The new role.
         phase: Phase,
     },
 }
 
-/// A change in what one router has booked.
+/// A change of one router's reservations.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Booked {
-    /// A request was placed.
+    /// A request was placed on a worker.
     Placed {
-        /// The booking's, the router's own.
+        /// The number of the reservation, unique within the router.
         number: u64,
-        /// Where.
+        /// The worker.
         worker: WorkerId,
-        /// Prompt tokens to compute there.
+        /// Prompt tokens that the worker computes.
         prefill_tokens: u64,
-        /// Blocks that prompt and output will take.
+        /// Blocks that prompt and output take.
         blocks: u64,
-        /// Whether it decodes there.
+        /// Whether the worker decodes the request.
         decodes: bool,
-        /// Short names of some of the prompt's blocks, which it will leave behind there with all before them.
+        /// Checkpoint hashes: short hashes of some of the prompt's blocks. The worker will hold these blocks and all
+        /// before them.
         anchors: Vec<u64>,
     },
-    /// It waits in its router no longer, though it goes elsewhere first.
+    /// The request left the router's admission queue, possibly for a prefill on another worker first.
     Going(u64),
-    /// It went out to the worker.
+    /// The request was sent to the worker.
     Sent(u64),
-    /// It will compute this many prompt tokens there, other than first booked.
+    /// The worker computes another number of prompt tokens than first reserved.
     Amended {
         /// The booking's.
         number: u64,
-        /// Tokens.
+        /// Prompt tokens that the worker computes.
         prefill_tokens: u64,
     },
-    /// Its first token is there.
+    /// The first token was received.
     Started(u64),
-    /// It has ended.
+    /// The request has ended.
     Released(u64),
 }
 
-/// What a subscriber wants to hear of.
+/// A class of events that can be subscribed to.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub enum Topic {
-    /// Blocks and load: for routers.
+    /// Blocks, digests and load; for routers.
     Cache,
-    /// What other routers book: for routers.
+    /// Reservations of other routers; for routers.
     Bookings,
-    /// Who shall do what: for workers.
+    /// Role requests; for workers.
     Phases,
 }
 
@@ -251,7 +254,7 @@ impl Topic {
 }
 
 impl EventBody {
-    /// Where it belongs.
+    /// The topic of the event.
     pub const fn topic(&self) -> Topic {
         match self {
             Self::Block { .. } | Self::Digest { .. } | Self::Load(_) => Topic::Cache,
@@ -261,18 +264,18 @@ impl EventBody {
     }
 }
 
-/// How a worker is doing: measured, never configured. Sent when it changes, and at least once a second.
+/// The measured load of a worker. Sent when it changes, and at least once a second.
 #[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
 pub struct Load {
-    /// The last block number at the time of sending, so that a lost last event is noticed.
+    /// Number of the last block event at the time of sending, so that the loss of the last event is noticed.
     pub number: u64,
-    /// Prompt tokens accepted and not yet computed.
+    /// Prompt tokens accepted and not computed yet.
     pub waiting_tokens: u64,
     /// Requests in the batch.
     pub running: u32,
     /// Requests accepted and not yet in the batch.
     pub waiting: u32,
-    /// Requests that fit into a batch; 0 when unknown.
+    /// Maximum number of requests in the batch; 0 when unknown.
     pub sequences_max: u32,
     /// G1 blocks in use by requests.
     pub active_blocks: u64,
@@ -288,45 +291,47 @@ pub struct Load {
     pub onboard: Vec<OnboardSpeed>,
 }
 
-/// How fast blocks come up from a tier, as measured.
+/// Measured speed of onboarding from a tier.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 pub struct OnboardSpeed {
-    /// From where.
+    /// The tier.
     pub level: Level,
-    /// Time until the first block.
+    /// Time to the first block, in seconds.
     pub latency_seconds: f64,
     /// Bytes per second after that.
     pub bytes_per_second: f64,
-    /// Blocks that others there wait for now: whoever asks comes after them.
+    /// Blocks queued at the tier now; a new request is served after them.
     #[serde(default)]
     pub queued_blocks: u64,
 }
 
-/// What changed.
+/// Events of workers, stores and routers.
 ///
 /// # Contract
-/// - `publish` MUST NOT wait; events MAY be lost, and a slow subscriber MUST be the one that loses, the oldest first.
-/// - A subscription MUST yield events of its topic only, and MUST NOT end while the plane is there, whatever it loses. Those of one
-///   source SHOULD come in the order in which they were published, and once.
-/// - `range` and `snapshot` MUST be answered by the source itself, from its log and after they were asked, whatever was lost on the
-///   way to whoever asks; or say that it is not there. They MAY take long, or fail: who asks is patient for a while and asks again.
-/// - Where a source is offered several times, as by processes that share a store, `snapshot` MUST be answered from the latest life,
-///   and `range` from the one that it names.
-/// - `range` MUST answer with events after the number, in their order and without a gap, the first of them first, at most
-///   [`RANGE_MAX`], or fewer where messages are small: whoever lacks more asks again. It MUST be empty only when there are none
-///   yet, and `None` when nobody lives that life, or does not keep all of them any more.
-/// - `snapshot` MUST be as of the number that it says. It may be far larger than a message.
+/// - `publish` MUST NOT wait. Events MAY be lost; only a slow subscriber MUST lose events, the oldest first.
+/// - A subscription MUST yield events of its topic only, and MUST NOT end while the plane exists, whatever is lost.
+///   Events of one source SHOULD arrive once and in the order in which they were published.
+/// - `range` and `snapshot` MUST be answered by the source itself, from its log at the time of the call, whatever
+///   events were lost; or fail with `Absent`. They MAY take long or fail; the caller waits for some time and asks
+///   again.
+/// - Where a source is offered several times, as by processes that share a store, `snapshot` MUST be answered from the
+///   latest epoch, and `range` from the epoch that it names.
+/// - `range` MUST return events after the number, in order, without a gap, starting with the first, at most
+///   [`RANGE_MAX`], or fewer where messages are small; a caller that needs more asks again. It MUST be empty only when
+///   there are no further events yet, and `None` when no log of that epoch is offered or the log no longer holds all of
+///   them.
+/// - `snapshot` MUST be as of the number that it carries. It may be far larger than a message.
 pub trait Events: Send + Sync + 'static {
-    /// Sends an event to whoever listens.
+    /// Sends an event to all subscribers.
     fn publish(&self, event: Event);
 
     /// Events of a topic from now on.
     fn subscribe(&self, topic: Topic) -> BoxStream<'static, Event>;
 
-    /// Lets others ask for what the source's log tells, for as long as the lease is kept.
+    /// Offers a source's log for `range` and `snapshot`, for as long as the lease is kept.
     fn offer(&self, source: Source, log: Arc<EventLog>) -> Lease;
 
-    /// Events of one life of a source, after a number.
+    /// Events of one epoch of a source, after a number.
     fn range(
         &self,
         source: Source,
@@ -338,14 +343,14 @@ pub trait Events: Send + Sync + 'static {
     fn snapshot(&self, source: Source) -> BoxFuture<'_, Result<Snapshot, PlaneError>>;
 }
 
-/// Events in one answer. What a worker announces in a second under load, and some hundred kilobytes; it bounds how long the log is
-/// locked, too.
+/// Events in one answer: what a loaded worker announces in a second, some hundred kilobytes. Also bounds how long the
+/// log is locked.
 pub const RANGE_MAX: usize = 512;
 
-/// A plane could not do what was asked.
+/// A plane could not answer.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum PlaneError {
-    /// Nobody of that name is there.
+    /// The source or instance is not registered.
     #[error("{0} is not registered")]
     Absent(String),
     /// The plane itself does not answer.

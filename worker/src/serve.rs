@@ -1,14 +1,16 @@
-//! Serving: one engine beside its cache, as the planes see it.
+//! Serving: registers an engine on the planes and reports on it.
 //!
 //! ```text
-//!   start ──▶ visible ──drain──▶ withdrawn, still reporting ──idle──▶ gone
-//!                │ engine or reporter dies                             ▲
-//!                └─────────────────────────────────────────────────────┘
+//!   start ──▶ registered ──drain──▶ deregistered, still reporting ──idle──▶ stopped
+//!                   │ engine or reporter stops                              ▲
+//!                   └───────────────────────────────────────────────────────┘
 //! ```
-//! A [`Worker`] keeps the lease in the very task that reports: when reporting dies, the worker is seen to leave. When a
-//! router wishes it another phase, it registers anew in the same life, and what runs on it goes on. An [`Announcer`] does the same for a shared store, whose blocks outlive the workers that wrote them.
 //!
-//! Look here in vain for how load is measured: the engine measures, this module only passes it on.
+//! A [`Worker`] keeps the lease in the task that reports, so a worker that stops reporting is deregistered. When a
+//! router asks for another role, the worker registers again in the same epoch, and its requests go on. An
+//! [`EventPublisher`] publishes the log of a shared store, whose blocks outlive the workers that wrote them.
+//!
+//! Not here: measuring load. The engine measures it.
 
 use crate::engine::Engine;
 use crate::plane::{Discovery, Event, EventBody, Events, Instance, Lease, Load, Phase, PlaneError, Source, Topic};
@@ -22,49 +24,49 @@ use tokio::task::JoinHandle;
 use tokio::time::Instant;
 use tokio_util::sync::{CancellationToken, DropGuard};
 
-/// Both planes, as every role needs them.
+/// Both planes.
 #[derive(Clone)]
 pub struct Planes {
-    /// Who is there.
+    /// Which workers exist.
     pub discovery: Arc<dyn Discovery>,
-    /// What changed.
+    /// Events of workers, stores and routers.
     pub events: Arc<dyn Events>,
 }
 
-/// An engine that others can see: registered, its blocks and its load announced. Dropping it withdraws it at once.
-#[must_use = "dropping a worker withdraws it"]
+/// A registered engine whose blocks and load are published. Dropping it deregisters it at once.
+#[must_use = "dropping a worker deregisters it"]
 pub struct Worker {
-    /// Kept while it drains: once withdrawn, nobody else may hold it.
+    /// Kept while the worker drains: after deregistration it may be the only reference to the engine.
     engine: Arc<dyn Engine>,
     load: watch::Receiver<Load>,
-    withdraw: CancellationToken,
+    deregister: CancellationToken,
     task: JoinHandle<()>,
     stop: DropGuard,
 }
 
-/// Announces the blocks of a shared store for as long as it is kept.
-#[must_use = "dropping an announcer silences the store"]
-pub struct Announcer {
+/// Publishes the events of a shared store for as long as it is kept.
+#[must_use = "dropping the publisher ends the events of the store"]
+pub struct EventPublisher {
     _stop: DropGuard,
 }
 
-/// Load is sent at least this often, so that a lost report, or a lost last event, is noticed within a second.
-const REPORT_EVERY: Duration = Duration::from_secs(1);
+/// Load is sent at least this often, so that the loss of a report or of the last event is noticed within a second.
+const MAX_REPORT_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Load is sent at most this often: an engine step changes it, and a fast engine makes hundreds of steps a second.
-const REPORT_GAP: Duration = Duration::from_millis(20);
+/// Load is sent at most this often: every engine step changes it, and a fast engine makes hundreds of steps a second.
+const MIN_REPORT_INTERVAL: Duration = Duration::from_millis(20);
 
-/// What rests is sent as one number this often, so that whoever believes something else, or lost the last event of a store,
-/// does so for not much longer.
-const DIGEST_EVERY: Duration = Duration::from_secs(10);
+/// The digest of a log is sent this often. It bounds how long a follower keeps a wrong view, for example after the last
+/// event of a store was lost.
+const DIGEST_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Events read from a log at a time; bounds how long its lock is held.
 const BATCH: usize = 256;
 
 impl Worker {
-    /// Makes `engine` visible as `instance` and reports on it: blocks from `log`, load from `load`.
+    /// Registers `engine` as `instance` and reports on it: block events from `log`, load from `load`.
     ///
-    /// When the sender of `load` is dropped, the engine counts as dead and the worker leaves.
+    /// When the sender of `load` is dropped, the engine counts as stopped and the worker deregisters.
     pub async fn start(
         planes: &Planes,
         instance: Instance,
@@ -72,86 +74,93 @@ impl Worker {
         log: Arc<EventLog>,
         load: watch::Receiver<Load>,
     ) -> Result<Self, PlaneError> {
-        // The log is offered first: whoever learns of the worker may ask for it at once.
-        let feed = Feed::new(Arc::clone(&planes.events), Source::Worker(instance.id), log);
-        let wishes = planes.events.subscribe(Topic::Phases);
+        // The log is offered first: a watcher may ask for it as soon as it sees the worker.
+        let publisher = LogPublisher::new(Arc::clone(&planes.events), Source::Worker(instance.id), log);
+        let role_requests = planes.events.subscribe(Topic::Phases);
         let lease = planes.discovery.register(instance.clone(), Arc::clone(&engine)).await?;
-        let (stop, withdraw) = (CancellationToken::new(), CancellationToken::new());
-        let presence =
-            Presence { discovery: Arc::clone(&planes.discovery), instance, engine: Arc::clone(&engine), lease };
-        let reporter =
-            Reporter { feed, presence: Some(presence), wishes, load: load.clone(), withdraw: withdraw.clone() };
+        let (stop, deregister) = (CancellationToken::new(), CancellationToken::new());
+        let registration =
+            Registration { discovery: Arc::clone(&planes.discovery), instance, engine: Arc::clone(&engine), lease };
+        let reporter = Reporter {
+            publisher,
+            registration: Some(registration),
+            role_requests,
+            load: load.clone(),
+            deregister: deregister.clone(),
+        };
         let task = tokio::spawn(reporter.run(stop.clone()));
-        Ok(Self { engine, load, withdraw, task, stop: stop.drop_guard() })
+        Ok(Self { engine, load, deregister, task, stop: stop.drop_guard() })
     }
 
-    /// Withdraws the worker, lets it finish what it has, and reports until it is idle. Drop the future to cut it short.
+    /// Deregisters the worker, waits until its requests have finished, and reports until then. Drop the future to stop
+    /// at once.
     pub async fn drain(mut self) {
-        self.withdraw.cancel();
-        // An error means that the engine is gone, which is as idle as it gets.
+        self.deregister.cancel();
+        // An error means that the engine has stopped, so it is idle.
         let _ = self.load.wait_for(|load| load.running == 0 && load.waiting == 0).await;
         drop(self.stop);
-        // A reporter that panicked has said so, and its lease is gone.
+        // A reporter that panicked has logged it, and its lease is dropped.
         let _ = self.task.await;
         drop(self.engine);
     }
 }
 
-impl Announcer {
-    /// Announces what is in `log` as `source`, and offers the log.
+impl EventPublisher {
+    /// Publishes the events of `log` as `source`, and offers the log.
     pub fn start(events: Arc<dyn Events>, source: Source, log: Arc<EventLog>) -> Self {
         let stop = CancellationToken::new();
-        let mut feed = Feed::new(events, source, log);
+        let mut publisher = LogPublisher::new(events, source, log);
         tokio::spawn(stop.clone().run_until_cancelled_owned(async move {
             loop {
-                feed.changed().await;
+                publisher.changed().await;
             }
         }));
         Self { _stop: stop.drop_guard() }
     }
 }
 
-/// Carries one log's events to the plane, in order, from the first one on.
-struct Feed {
+/// Publishes one log's events to the plane, in order, starting with the first.
+struct LogPublisher {
     events: Arc<dyn Events>,
     source: Source,
     log: Arc<EventLog>,
     latest: watch::Receiver<u64>,
     published: u64,
-    /// When its digest is due.
-    due: Instant,
+    /// When the next digest is due.
+    digest_due: Instant,
     _offer: Lease,
 }
 
-impl Feed {
+impl LogPublisher {
     fn new(events: Arc<dyn Events>, source: Source, log: Arc<EventLog>) -> Self {
         let offer = events.offer(source, Arc::clone(&log));
-        // Whoever is there already gets what rests already; the mark makes the first `changed` look at once.
+        // Subscribers also get what was stored before; marking the value as changed makes the first `changed` return at
+        // once.
         let mut latest = log.latest();
         latest.mark_changed();
-        let due = Instant::now() + DIGEST_EVERY;
-        Self { events, source, latest, log, published: 0, due, _offer: offer }
+        let digest_due = Instant::now() + DIGEST_INTERVAL;
+        Self { events, source, latest, log, published: 0, digest_due, _offer: offer }
     }
 
-    /// Waits for news and publishes all of it. May be cancelled: once news was seen, nothing here waits any more.
+    /// Waits for events and publishes all of them. Cancel safe: after the wait there is no await point.
     async fn changed(&mut self) {
         tokio::select! {
             biased;
-            // The log is kept here, so the sender lives.
-            _ = self.latest.changed() => self.carry(),
-            () = tokio::time::sleep_until(self.due) => {}
+            // The log is kept here, so the sender exists.
+            _ = self.latest.changed() => self.publish_new(),
+            () = tokio::time::sleep_until(self.digest_due) => {}
         }
-        if Instant::now() >= self.due {
+        if Instant::now() >= self.digest_due {
             let (number, digest) = self.log.digest();
-            // Of what is not published yet it would say nothing to anybody.
+            // A digest of events that are not published yet could not be compared with any view.
             if number == self.published {
-                self.due = Instant::now() + DIGEST_EVERY;
+                self.digest_due = Instant::now() + DIGEST_INTERVAL;
                 self.publish(EventBody::Digest { number, digest });
             }
         }
     }
 
-    fn carry(&mut self) {
+    fn publish_new(&mut self) {
         loop {
             match self.log.after(self.published, BATCH) {
                 Ok(news) if news.is_empty() => return,
@@ -161,7 +170,7 @@ impl Feed {
                         self.publish(EventBody::Block { number: numbered.number, event: numbered.event });
                     }
                 }
-                // Those who listen see the gap in the numbers, and ask.
+                // Subscribers see the gap in the numbers and ask for the range.
                 Err(gap) => self.published = gap.oldest_lost,
             }
         }
@@ -172,17 +181,17 @@ impl Feed {
     }
 }
 
-/// How a worker is seen, for as long as it is kept.
-struct Presence {
+/// The registration of a worker, for as long as it is kept.
+struct Registration {
     discovery: Arc<dyn Discovery>,
     instance: Instance,
     engine: Arc<dyn Engine>,
     lease: Lease,
 }
 
-impl Presence {
-    /// Registers anew with another phase: others see the same life of it, and let what they sent go on.
-    async fn turn(&mut self, to: Phase) {
+impl Registration {
+    /// Registers again with another role: same epoch, so running requests go on.
+    async fn change_role(&mut self, to: Phase) {
         let instance = Instance { phase: to, ..self.instance.clone() };
         match self.discovery.register(instance.clone(), Arc::clone(&self.engine)).await {
             Ok(lease) => {
@@ -190,19 +199,19 @@ impl Presence {
                 self.lease = lease;
                 self.instance = instance;
             }
-            // It is wished again while it holds.
+            // The router repeats the request while it holds.
             Err(error) => tracing::warn!(worker = %instance.id, %to, %error, "worker cannot change its role"),
         }
     }
 }
 
 struct Reporter {
-    feed: Feed,
-    /// `None` once withdrawn.
-    presence: Option<Presence>,
-    wishes: BoxStream<'static, Event>,
+    publisher: LogPublisher,
+    /// `None` once deregistered.
+    registration: Option<Registration>,
+    role_requests: BoxStream<'static, Event>,
     load: watch::Receiver<Load>,
-    withdraw: CancellationToken,
+    deregister: CancellationToken,
 }
 
 impl Reporter {
@@ -213,29 +222,30 @@ impl Reporter {
             tokio::select! {
                 biased;
                 () = stop.cancelled() => return,
-                () = self.withdraw.cancelled(), if self.presence.is_some() => self.presence = None,
-                Some(wish) = self.wishes.next() => {
-                    if let (Some(presence), EventBody::Phase { worker, phase }) = (&mut self.presence, wish.body)
-                        && worker == presence.instance.id
-                        && phase != presence.instance.phase
+                () = self.deregister.cancelled(), if self.registration.is_some() => self.registration = None,
+                Some(request) = self.role_requests.next() => {
+                    if let (Some(registration), EventBody::Phase { worker, phase }) = (&mut self.registration, request.body)
+                        && worker == registration.instance.id
+                        && phase != registration.instance.phase
                     {
-                        presence.turn(phase).await;
+                        registration.change_role(phase).await;
                     }
                 }
-                () = self.feed.changed() => {}
+                () = self.publisher.changed() => {}
                 () = tokio::time::sleep_until(due) => {
                     sent = Instant::now();
-                    due = sent + REPORT_EVERY;
-                    // What was published, not what was announced: a number ahead of its event would look like a loss.
-                    let load = Load { number: self.feed.published, ..self.load.borrow_and_update().clone() };
-                    self.feed.publish(EventBody::Load(load));
+                    due = sent + MAX_REPORT_INTERVAL;
+                    // The number of the last published event, not of the last announced one: a number ahead of its
+                    // event would look like a loss.
+                    let load = Load { number: self.publisher.published, ..self.load.borrow_and_update().clone() };
+                    self.publisher.publish(EventBody::Load(load));
                 }
                 changed = self.load.changed() => {
                     if changed.is_err() {
-                        tracing::error!(source = %self.feed.source, "the engine stopped; the worker deregisters");
+                        tracing::error!(source = %self.publisher.source, "the engine stopped; the worker deregisters");
                         return;
                     }
-                    due = due.min(sent + REPORT_GAP);
+                    due = due.min(sent + MIN_REPORT_INTERVAL);
                 }
             }
         }

@@ -7,7 +7,7 @@ use crate::error::Error;
 use serde_json::Value;
 use std::sync::Arc;
 use std::time::Duration;
-use worker::engine::{Priority, Retention, Sampling, SamplingDefaults, StopRule};
+use worker::engine::{Priority, Retention, Sampling, SamplingDefaults, StopConditions};
 
 /// Maximum number of choices of a request: OpenAI's limit.
 pub(crate) const CHOICES_MAX: i64 = 128;
@@ -24,7 +24,7 @@ pub(crate) const TOP_LOGPROBS_MAX: i64 = 20;
 #[derive(Clone, Debug)]
 pub(crate) struct GenerationParams {
     pub(crate) sampling: Sampling,
-    pub(crate) stop: StopRule,
+    pub(crate) stop: StopConditions,
     /// Strings that end a choice.
     pub(crate) stop_strings: Vec<String>,
     /// Keep the stop string, or the text of the stop token, in the output.
@@ -108,7 +108,7 @@ impl GenerationParams {
         let salts = [fields.text("cache_salt")?, fields.text("extra_key")?];
         Ok(Self {
             sampling,
-            stop: StopRule {
+            stop: StopConditions {
                 max_tokens,
                 min_tokens,
                 stop_tokens: stop_tokens(fields, vocabulary)?,

@@ -6,7 +6,7 @@ use async_openai::types::chat::{CreateChatCompletionResponse, FinishReason, Role
 use serde_json::json;
 use std::sync::Arc;
 use tokio::sync::Semaphore;
-use worker::engine::{Finish, Sampling, StopRule};
+use worker::engine::{Finish, Sampling, StopConditions};
 
 #[tokio::test]
 async fn a_response_has_openais_format_and_usage() {
@@ -80,7 +80,7 @@ async fn every_parameter_reaches_the_engine() {
         prompt_logprobs: None,
     };
     assert_eq!(seen.sampling, sampling);
-    let stop = StopRule { max_tokens: Some(8), min_tokens: 2, stop_tokens: vec![65], ignore_eos: true };
+    let stop = StopConditions { max_tokens: Some(8), min_tokens: 2, stop_tokens: vec![65], ignore_eos: true };
     assert_eq!(seen.stop, stop);
 }
 
@@ -89,7 +89,7 @@ async fn absent_fields_have_openais_defaults() {
     let engine = FakeEngine::with_steps(vec![last("", Finish::Stop)]);
     send(&engine.router(), chat(json!({ "temperature": null, "stop": null, "top_k": -1 }))).await;
     let seen = engine.only();
-    assert_eq!((seen.sampling, seen.stop), (Sampling::default(), StopRule::default()));
+    assert_eq!((seen.sampling, seen.stop), (Sampling::default(), StopConditions::default()));
     assert!(!seen.explain);
 }
 

@@ -174,7 +174,7 @@ impl Admission {
             }
             Rejection::Shed(retry_after) => ("shed", Error::Overloaded { retry_after }),
             Rejection::QueueTimeout(retry_after) => ("queue_timeout", Error::Overloaded { retry_after }),
-            Rejection::DeadlineExceeded => ("deadline_exceeded", Error::Late),
+            Rejection::DeadlineExceeded => ("deadline_exceeded", Error::DeadlineExceeded),
         };
         self.count(class, outcome);
         error

@@ -10,7 +10,7 @@ use std::time::Duration;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 use units::HumanDuration;
-use worker::engine::{Error, Priority, Request, RequestGroup, StopRule, Terms};
+use worker::engine::{Error, Priority, Request, RequestGroup, StopConditions, Terms};
 use worker::plane::{Load, Phase, WorkerId};
 
 fn yard(limits: Limits) -> Arc<Yard> {
@@ -18,7 +18,11 @@ fn yard(limits: Limits) -> Arc<Yard> {
 }
 
 fn request(family: u32, tokens: usize, terms: Terms) -> Request {
-    Request { terms, stop: StopRule { max_tokens: Some(1), ..StopRule::default() }, ..prompt(family, tokens) }
+    Request {
+        terms,
+        stop: StopConditions { max_tokens: Some(1), ..StopConditions::default() },
+        ..prompt(family, tokens)
+    }
 }
 
 fn of(tenant: &str) -> Terms {
@@ -158,18 +162,18 @@ async fn deadline_that_cannot_be_met_is_rejected_once_known() {
     let worker = yard.worker(1, Phase::Both).await;
     let within = |ms| Terms { deadline: Some(Instant::now() + Duration::from_millis(ms)), ..Terms::default() };
     let before = Instant::now();
-    assert_eq!(yard.answer(request(1, 3000, within(2000))).await, Err(Error::Late));
+    assert_eq!(yard.answer(request(1, 3000, within(2000))).await, Err(Error::DeadlineExceeded));
     assert_eq!((before.elapsed(), worker.requests()), (Duration::ZERO, 0), "its prefill takes three seconds");
     assert_eq!(yard.answer(request(2, 1000, within(2000))).await, Ok(vec![1, 2]));
     yard.report(&worker, Load { waiting_tokens: 5000, running: 1, ..Load::default() });
     settle().await;
     let before = Instant::now();
-    assert_eq!(yard.answer(request(3, 1000, within(5000))).await, Err(Error::Late));
+    assert_eq!(yard.answer(request(3, 1000, within(5000))).await, Err(Error::DeadlineExceeded));
     assert_eq!(before.elapsed().as_millis(), 4000, "its prefill takes the last second");
     yard.report(&worker, Load::default());
     worker.become_(Behaviour::Hang);
     let before = Instant::now();
-    assert_eq!(yard.answer(request(4, 100, within(5000))).await, Err(Error::Late));
+    assert_eq!(yard.answer(request(4, 100, within(5000))).await, Err(Error::DeadlineExceeded));
     assert_eq!((before.elapsed().as_millis(), worker.open()), (5000, 0), "the worker stops computing");
 }
 
@@ -314,7 +318,7 @@ async fn group_reserves_for_all_choices_until_the_first_output() {
     let good = yard.worker(2, Phase::Both).await;
     bad.become_(Behaviour::Refuse(Error::Failed("broken".to_owned())));
     for family in [1, 2] {
-        let stop = StopRule { max_tokens: Some(160), ..StopRule::default() };
+        let stop = StopConditions { max_tokens: Some(160), ..StopConditions::default() };
         let request = Request { group: Some(RequestGroup::new(3)), stop, ..prompt(family, 100) };
         let asking = yard.clone();
         let first = tokio::spawn(async move { asking.ask(request).await.unwrap() });

@@ -32,7 +32,9 @@ struct FirstOutput {
 /// Serves a request. Past its deadline the first output is worthless, so the request is cancelled.
 pub(crate) async fn serve(core: &Core, request: Request) -> Result<OutputStream, Error> {
     match request.terms.deadline {
-        Some(deadline) => timeout_at(deadline, try_workers(core, request)).await.unwrap_or(Err(Error::Late)),
+        Some(deadline) => {
+            timeout_at(deadline, try_workers(core, request)).await.unwrap_or(Err(Error::DeadlineExceeded))
+        }
         None => try_workers(core, request).await,
     }
 }

@@ -76,7 +76,7 @@ impl Verdict {
             Error::UnknownModel(_)
             | Error::PromptTooLong { .. }
             | Error::Invalid { .. }
-            | Error::Late
+            | Error::DeadlineExceeded
             | Error::Unread(_) => Self::Neutral,
             Error::Overloaded { retry_after } => Self::Busy(*retry_after),
             Error::Unavailable(_) | Error::Failed(_) => Self::Fault,

@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use worker::engine::{Engine, Error, Finish, Handoff, ModelCard, Output, OutputStream, PromptReport, Readiness};
 use worker::engine::{Request, Tokens, Work};
-use worker::plane::local::Bus;
+use worker::plane::local::LocalEvents;
 use worker::plane::{Discovery, Event, EventBody, Events, Instance, Lease, Load, Phase, Source, WorkerId};
 
 /// Prompt tokens per second, as a small model has on two cores.
@@ -27,7 +27,7 @@ fn step(sequences: u32) -> f64 {
 /// An engine with a cache: prompts are computed one after another, at a speed; answers come in steps.
 struct Caching {
     id: WorkerId,
-    bus: Arc<Bus>,
+    bus: Arc<LocalEvents>,
     log: Arc<EventLog>,
     cache: Mutex<HashSet<SequenceHash>>,
     turn: tokio::sync::Mutex<()>,

@@ -10,7 +10,7 @@ use serde_json::Value;
 use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
-use worker::engine::{Domain, Request, time_to_first};
+use worker::engine::{Domain, Request, measure_ttft};
 use worker::handoff::Peers;
 use worker::llama::{Builtin, LlamaEngine, ModelSource, Runtime, Settings};
 use worker::plane::WorkerId;
@@ -175,7 +175,7 @@ impl Running {
     /// Computes a prompt. Returns the time in seconds.
     async fn compute(&self, tokens: &[u32]) -> anyhow::Result<f64> {
         let request = Request::greedy("bench", &self.runtime.card().id, tokens, 1);
-        Ok(time_to_first(&*self.engine, request).await?.as_secs_f64())
+        Ok(measure_ttft(&*self.engine, request).await?.as_secs_f64())
     }
 
     /// Prompt tokens per second: the median of three prompts without a common prefix.

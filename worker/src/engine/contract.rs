@@ -1,10 +1,10 @@
-//! What every [`Engine`] must do, as a suite that every engine runs.
+//! The conformance suite of [`Engine`]; every engine runs it.
 
 use super::{Engine, Error, Output, OutputStream, Request, Sampling, Tokens, Work};
 use futures::{FutureExt, StreamExt};
 use std::sync::Arc;
 
-/// Holds an engine against its contract.
+/// Checks an engine against the contract.
 pub(crate) async fn holds(engine: Arc<dyn Engine>) {
     refuses_what_is_impossible(&*engine).await;
     ends_with_one_finish(&*engine).await;

@@ -1,7 +1,7 @@
 //! The engine of one worker: accepts requests and starts the scheduler that serves them.
 
 use super::runtime::{Memory, Runtime};
-use super::scheduler::{Outbox, Preparer, Resources, Scheduler, Sequence, Vitals};
+use super::scheduler::{EngineStats, OutputSender, PrefixLoader, Resources, Scheduler, Sequence};
 use super::settings::Settings;
 use crate::engine::{Engine, Error, ModelCard, Output, OutputStream, Readiness, Request};
 use crate::handoff::Peers;
@@ -21,8 +21,8 @@ pub struct LlamaEngine {
     runtime: Arc<Runtime>,
     manager: BlockManager,
     settings: Settings,
-    pub(super) vitals: Arc<Vitals>,
-    preparer: Arc<Preparer>,
+    pub(super) stats: Arc<EngineStats>,
+    prefix_loader: Arc<PrefixLoader>,
     load: watch::Receiver<Load>,
     submit: mpsc::Sender<Sequence>,
     seeds: Seeds,
@@ -39,17 +39,17 @@ impl LlamaEngine {
         metrics: EngineMetrics,
         settings: Settings,
     ) -> Arc<Self> {
-        let vitals = Vitals::new();
-        // Every accepted request has its place: `generate` refuses before the channel can be full.
+        let stats = EngineStats::new();
+        // Every accepted request fits into the channel: `generate` rejects requests before it can be full.
         let (submit, inbox) = mpsc::channel(settings.max_queued_requests + settings.max_num_seqs);
-        let (report, load) = watch::channel(vitals.load(&manager, runtime.block_bytes(), settings.max_num_seqs));
+        let (report, load) = watch::channel(stats.load(&manager, runtime.block_bytes(), settings.max_num_seqs));
         let resources = Resources {
             worker,
             runtime: Arc::clone(&runtime),
-            arena: memory.0,
+            kv_cache: memory.0,
             manager: manager.clone(),
             settings,
-            vitals: Arc::clone(&vitals),
+            stats: Arc::clone(&stats),
             metrics,
         };
         let scheduler = Scheduler::new(resources, report, inbox);
@@ -58,16 +58,16 @@ impl LlamaEngine {
                 tracing::error!(%worker, "engine failed; its requests fail and it accepts no more");
             }
         });
-        let preparer = Arc::new(Preparer::new(manager.clone(), peers, Arc::clone(&vitals)));
-        Arc::new(Self { runtime, manager, settings, vitals, preparer, load, submit, seeds: Seeds::default() })
+        let prefix_loader = Arc::new(PrefixLoader::new(manager.clone(), peers, Arc::clone(&stats)));
+        Arc::new(Self { runtime, manager, settings, stats, prefix_loader, load, submit, seeds: Seeds::default() })
     }
 
-    /// How the engine is doing, as of its last step. The sender is gone when the engine is dead.
+    /// The engine's load as of its last step. The sender is dropped when the engine stops.
     pub fn load(&self) -> watch::Receiver<Load> {
         self.load.clone()
     }
 
-    /// Checks what can be checked before a request is accepted.
+    /// Rejects a request that cannot be served, before it is accepted.
     fn check(&self, request: &Request) -> Result<(), Error> {
         let card = &self.runtime.card;
         if *request.model != *card.id {
@@ -80,31 +80,31 @@ impl LlamaEngine {
             let problem = format!("token {token} is not in the vocabulary of {}", card.vocabulary);
             return Err(Error::Invalid { field: "prompt", problem });
         }
-        // The last token needs a place for its successor, in the context and in device memory.
+        // The last token needs room for its successor, in the context and in device memory.
         let context = card.context.min(self.manager.capacity() * card.block_size);
         if request.tokens.len() >= context {
             return Err(Error::PromptTooLong { prompt: request.tokens.len(), context });
         }
-        if self.vitals.waiting() >= self.settings.max_queued_requests {
-            return Err(Error::Overloaded { retry_after: self.vitals.drain_time() });
+        if self.stats.waiting() >= self.settings.max_queued_requests {
+            return Err(Error::Overloaded { retry_after: self.stats.drain_time() });
         }
         Ok(())
     }
 
     fn accept(&self, request: Request) -> OutputStream {
-        let (sender, receiver) = mpsc::channel(Outbox::ITEMS);
+        let (sender, receiver) = mpsc::channel(OutputSender::CAPACITY);
         let seed = request.sampling.seed.unwrap_or_else(|| self.seeds.draw());
-        let waiting = self.vitals.accept(request.tokens.len());
-        let sequence = Sequence::new(request, &self.runtime.card, seed, sender, waiting);
-        let (preparer, submit) = (Arc::clone(&self.preparer), self.submit.clone());
+        let stats = self.stats.accept(request.tokens.len());
+        let sequence = Sequence::new(request, &self.runtime.card, seed, sender, stats);
+        let (prefix_loader, submit) = (Arc::clone(&self.prefix_loader), self.submit.clone());
         tokio::spawn(async move {
-            if let Some(sequence) = preparer.prepare(sequence).await
+            if let Some(sequence) = prefix_loader.load(sequence).await
                 && let Err(refused) = submit.send(sequence).await
             {
-                refused.0.outbox.fail(Error::Failed("the engine has stopped".into()));
+                refused.0.output.fail(Error::Failed("the engine has stopped".into()));
             }
         });
-        guard_end(receiver)
+        into_stream(receiver)
     }
 }
 
@@ -129,8 +129,9 @@ impl Engine for LlamaEngine {
     }
 }
 
-/// The receiving end as a stream. One that ends without a last word (its engine died) ends with an error instead.
-fn guard_end(receiver: mpsc::Receiver<Result<Output, Error>>) -> OutputStream {
+/// The receiving end as a stream. If the sender is dropped before the stream has finished, because the engine failed,
+/// the stream ends with an error.
+fn into_stream(receiver: mpsc::Receiver<Result<Output, Error>>) -> OutputStream {
     let next = |state: Option<mpsc::Receiver<_>>| async move {
         let mut receiver = state?;
         let item = receiver
@@ -147,7 +148,7 @@ fn guard_end(receiver: mpsc::Receiver<Result<Output, Error>>) -> OutputStream {
     stream::unfold(Some(receiver), next).boxed()
 }
 
-/// Seeds for requests that bring none. The one place where chance comes in.
+/// Seeds for requests that have none: the only source of randomness in the engine.
 struct Seeds {
     start: RandomState,
     drawn: AtomicU64,

@@ -15,5 +15,5 @@ pub(super) use config::Family;
 pub(super) use config::{Config, Llama3Scaling, Rope};
 pub use error::FolderError;
 pub use huggingface::folder_name;
-pub(super) use huggingface::{BLOCK_SIZE, Described, Folder};
+pub(super) use huggingface::{BLOCK_SIZE, LoadedModel, ModelFolder};
 pub(super) use weights::{Layer, Matrix, Weights};

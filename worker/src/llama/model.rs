@@ -11,6 +11,6 @@ mod rope;
 mod sampling;
 mod simd;
 
-pub(super) use forward::{Chunk, Logits, Model, Visit};
-pub(super) use kv_cache::Arena;
+pub(super) use forward::{Chunk, Logits, LogitsVisitor, Model};
+pub(super) use kv_cache::KvCache;
 pub(super) use sampling::{Sampler, logprobs};

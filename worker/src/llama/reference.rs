@@ -1,15 +1,15 @@
-//! The forward pass against an outside reference: models and logits made by Hugging Face `transformers`
-//! (`tests/fixtures/reference/make.py`), one for each family and for each way of storing weights.
+//! The forward pass against an external reference: models and logits written by Hugging Face `transformers`
+//! (`tests/fixtures/reference/make.py`), one for each model family and each storage format.
 
-use super::loader::{Config, Folder};
+use super::loader::{Config, LoadedModel};
 use super::model::{Chunk, Model};
 use bytemuck::{Pod, pod_read_unaligned};
 use kvbm::BlockId;
 use safetensors::SafeTensors;
 use std::path::Path;
 
-/// Largest difference of a logit, relative to the largest logit. Both sides compute in f32, in another order of
-/// summation: 1e-6 is what is seen.
+/// Largest allowed difference of a logit, relative to the largest logit. Both sides compute in f32 with another order
+/// of summation; the observed difference is about 1e-6.
 const TOLERANCE: f32 = 5e-6;
 
 struct Reference {
@@ -36,17 +36,17 @@ fn values<T: Pod>(file: &SafeTensors<'_>, name: &str) -> Vec<T> {
 fn difference(name: &str, amend: impl FnOnce(&mut Config)) -> f32 {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/reference").join(name);
     let reference = Reference::read(&path);
-    let Folder { card, mut config, weights } = Folder::open(&path, None).unwrap();
+    let LoadedModel { card, mut config, weights } = LoadedModel::open(&path, None).unwrap();
     amend(&mut config);
     let blocks = reference.tokens.len().div_ceil(card.block_size);
     let model = Model::new(config, weights, 2);
-    let arena = model.arena(card.block_size, blocks).unwrap();
+    let kv_cache = model.kv_cache(card.block_size, blocks).unwrap();
     let table: Vec<BlockId> = (0..blocks as u32).rev().map(BlockId).collect();
     let (mut start, mut worst) = (0, 0.0);
     for (position, expected) in reference.positions.iter().zip(reference.logits.chunks(card.vocabulary)) {
         let end = *position as usize + 1;
         let (tokens, table) = (&reference.tokens[start..end], &table[..end.div_ceil(card.block_size)]);
-        worst = model.forward(&[Chunk { tokens, start, table, logits: true }], &arena, |mut logits| {
+        worst = model.forward(&[Chunk { tokens, start, table, logits: true }], &kv_cache, |mut logits| {
             logits.row(0).iter().zip(expected).map(|(a, b)| (a - b).abs()).fold(worst, f32::max)
         });
         start = end;

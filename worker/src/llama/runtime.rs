@@ -1,18 +1,18 @@
-//! What the engines of a process share: one copy of the weights, the compute threads, and fair turns on them.
+//! What the engines of a process share: one copy of the weights, the compute threads, and the permit to compute.
 
-use super::loader::{BLOCK_SIZE, Builtin, BuiltinError, Config, Described, Folder, FolderError, Weights};
-use super::model::{Arena, Model};
-use crate::engine::{Finish, ModelCard, StopRule};
+use super::loader::{BLOCK_SIZE, Builtin, BuiltinError, Config, FolderError, LoadedModel, ModelFolder, Weights};
+use super::model::{KvCache, Model};
+use crate::engine::{Finish, ModelCard, StopConditions};
 use kvbm::DeviceBlocks;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use tokio::sync::{Semaphore, SemaphorePermit};
 
-/// Where a model comes from.
+/// Where a model is loaded from.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum ModelSource {
-    /// Made up here, once, and kept in the data directory.
+    /// A built-in model, written to the data directory the first time.
     Builtin(Builtin),
     /// A Hugging Face folder.
     Folder(PathBuf),
@@ -21,18 +21,18 @@ pub enum ModelSource {
 /// A model could not be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
-    /// Its folder is not what it should be.
+    /// The model's folder is missing something or is invalid.
     #[error(transparent)]
     Folder(#[from] FolderError),
-    /// It could not be made.
+    /// The built-in model could not be written.
     #[error(transparent)]
     Builtin(#[from] BuiltinError),
 }
 
-/// What a model asks of the machine.
+/// The memory that a model needs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Shape {
-    /// Bytes of memory that the weights take, however many engines compute with them.
+    /// Bytes of the weights in memory, once per process.
     pub weights_bytes: u64,
     /// Bytes of one block.
     pub block_bytes: usize,
@@ -41,12 +41,12 @@ pub struct Shape {
 }
 
 impl Shape {
-    /// Reads a model's shape, and checks its folder but for the weights, which are not loaded. A built-in model need not have
-    /// been made.
+    /// Reads a model's shape and checks its folder, without loading the weights. A built-in model need not have been
+    /// written yet.
     pub fn of(source: &ModelSource) -> Result<Self, OpenError> {
         Ok(match source {
             ModelSource::Builtin(name) => Self::new(&name.config(), BLOCK_SIZE),
-            ModelSource::Folder(path) => Self::new(&Described::read(path)?.config, BLOCK_SIZE),
+            ModelSource::Folder(path) => Self::new(&ModelFolder::read(path)?.config, BLOCK_SIZE),
         })
     }
 
@@ -58,42 +58,43 @@ impl Shape {
     }
 }
 
-/// G1 of one engine: device memory, to be given to a block manager and then to [`LlamaEngine::start`] with it.
+/// Device memory (G1) of one engine: given to a block manager, and with it to
+/// [`LlamaEngine::start`](super::LlamaEngine::start).
 #[derive(Clone)]
-pub struct Memory(pub(super) Arc<Arena>);
+pub struct Memory(pub(super) Arc<KvCache>);
 
 impl Memory {
-    /// The memory as kvbm sees it.
+    /// The memory as kvbm's device blocks.
     pub fn device(&self) -> Arc<dyn DeviceBlocks> {
         Arc::clone(&self.0) as Arc<dyn DeviceBlocks>
     }
 }
 
-/// A loaded model that any number of engines compute with, in fair turns.
+/// A loaded model, shared by any number of engines. One of them computes at a time.
 pub struct Runtime {
     pub(super) model: Model,
     pub(super) card: Arc<ModelCard>,
-    /// First come, first served: an engine with one long prompt after the other cannot starve its neighbours.
-    turns: Semaphore,
+    /// FIFO, so that an engine with many long prompts cannot starve the others.
+    compute: Semaphore,
 }
 
 impl Runtime {
-    /// Loads a model. Blocks for as long as that takes.
+    /// Loads a model; blocks the calling thread.
     ///
-    /// `threads` compute. A built-in model is made in `data_dir` the first time, and `progress` told of bytes written and
-    /// bytes in all.
+    /// `threads` is the number of compute threads. A built-in model is written to `data_dir` the first time; `progress`
+    /// is called with the bytes written so far and the bytes in all.
     pub fn open(
         source: &ModelSource,
         data_dir: &Path,
         threads: usize,
         progress: &(dyn Fn(u64, u64) + Sync),
     ) -> Result<Arc<Self>, OpenError> {
-        let Folder { card, config, weights } = match source {
-            ModelSource::Builtin(name) => Folder::open(&name.ensure(data_dir, progress)?, Some(name.name()))?,
-            ModelSource::Folder(path) => Folder::open(path, None)?,
+        let LoadedModel { card, config, weights } = match source {
+            ModelSource::Builtin(name) => LoadedModel::open(&name.ensure(data_dir, progress)?, Some(name.name()))?,
+            ModelSource::Folder(path) => LoadedModel::open(path, None)?,
         };
         let model = Model::new(config, weights, threads);
-        Ok(Arc::new(Self { model, card: Arc::new(card), turns: Semaphore::new(1) }))
+        Ok(Arc::new(Self { model, card: Arc::new(card), compute: Semaphore::new(1) }))
     }
 
     /// The model as clients see it.
@@ -101,14 +102,14 @@ impl Runtime {
         &self.card
     }
 
-    /// Device memory for one engine: so many blocks. Costs no memory until it is used.
+    /// Device memory of `blocks` blocks for one engine. Pages take no memory until they are used.
     ///
-    /// Fails when the address space cannot be had.
+    /// Fails when the address space cannot be reserved.
     pub fn memory(&self, blocks: usize) -> io::Result<Memory> {
-        Ok(Memory(Arc::new(self.model.arena(self.card.block_size, blocks)?)))
+        Ok(Memory(Arc::new(self.model.kv_cache(self.card.block_size, blocks)?)))
     }
 
-    /// What the model asks of the machine.
+    /// The memory that the model needs.
     pub fn shape(&self) -> Shape {
         Shape::new(self.model.config(), self.card.block_size)
     }
@@ -118,21 +119,21 @@ impl Runtime {
         self.shape().block_bytes
     }
 
-    /// The right to compute, until it is dropped.
-    pub(super) async fn turn(&self) -> SemaphorePermit<'_> {
-        self.turns.acquire().await.expect("the semaphore is never closed")
+    /// The permit to compute, held until it is dropped.
+    pub(super) async fn compute_permit(&self) -> SemaphorePermit<'_> {
+        self.compute.acquire().await.expect("the semaphore is never closed")
     }
 
-    /// Tokens that may not be chosen after `generated` tokens: those that would end the answer too early.
-    pub(super) fn banned(&self, stop: &StopRule, generated: usize) -> Vec<u32> {
+    /// Tokens that may not be chosen after `generated` tokens, because they would end the answer before `min_tokens`.
+    pub(super) fn banned_tokens(&self, stop: &StopConditions, generated: usize) -> Vec<u32> {
         if generated >= stop.min_tokens as usize {
             return Vec::new();
         }
         self.card.eos.iter().chain(&stop.stop_tokens).copied().collect()
     }
 
-    /// Whether a chosen token ends the answer.
-    pub(super) fn ends(&self, stop: &StopRule, token: u32) -> Option<Finish> {
+    /// The reason to finish, if the chosen token ends the answer.
+    pub(super) fn finish_reason(&self, stop: &StopConditions, token: u32) -> Option<Finish> {
         if stop.stop_tokens.contains(&token) {
             return Some(Finish::StopToken(token));
         }

@@ -1,15 +1,18 @@
 //! Continuous batching: from accepted requests to streams of tokens, over one model and one block manager.
 
 mod batch;
+mod blocks;
+mod output;
 mod prefix;
 mod run;
 mod sequence;
 mod stats;
 mod step;
 
-pub(super) use prefix::Preparer;
+pub(super) use output::OutputSender;
+pub(super) use prefix::PrefixLoader;
 #[cfg(test)]
-pub(super) use run::MOMENT;
+pub(super) use run::PIN_RELEASE_DELAY;
 pub(super) use run::{Resources, Scheduler};
-pub(super) use sequence::{Outbox, Sequence};
-pub(super) use stats::Vitals;
+pub(super) use sequence::Sequence;
+pub(super) use stats::EngineStats;

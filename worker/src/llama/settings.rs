@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
-/// How a native engine batches.
+/// Limits of a native engine's batch and queue.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Settings {
@@ -12,33 +12,37 @@ pub struct Settings {
     pub max_prefill_chunk_tokens: usize,
     /// Sequences in one batch. Default 64: more rows per step cost latency and gain little on a CPU.
     pub max_num_seqs: usize,
-    /// Requests accepted beyond those in the batch. Default 1024; more are told to try again later.
+    /// Requests accepted beyond those in the batch. Default 1024; further ones are rejected with a time to retry after.
     pub max_queued_requests: usize,
-    /// What becomes of requests whose output is not read. Not in the configuration.
+    /// When requests whose output is not read are paused and failed. Not in the configuration.
     #[serde(skip)]
-    pub unread: Unread,
+    pub unread: UnreadOutput,
 }
 
-/// What becomes of a request whose output is not read, once what may be generated ahead of its reader is there.
+/// When a request whose output is not read is paused and failed. Both times start when the engine has generated as many
+/// tokens ahead of the reader as it may.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Unread {
-    /// It keeps its place in the batch for so long, and then gives it up with its blocks until its output is read
-    /// again.
-    pub place: Duration,
-    /// It fails after so long.
-    pub limit: Duration,
+pub struct UnreadOutput {
+    /// After this time the request leaves the batch and gives up its blocks until its output is read again.
+    pub pause_after: Duration,
+    /// After this time the request fails.
+    pub fail_after: Duration,
 }
 
-impl Default for Unread {
-    /// A quarter of a second, since the reader is 72 tokens behind by then. Half a minute: proxies close connections
-    /// that stand still after that.
+impl Default for UnreadOutput {
+    /// 250 ms: the reader is 72 tokens behind by then. 30 s: proxies close idle connections after about that time.
     fn default() -> Self {
-        Self { place: Duration::from_millis(250), limit: Duration::from_secs(30) }
+        Self { pause_after: Duration::from_millis(250), fail_after: Duration::from_secs(30) }
     }
 }
 
 impl Default for Settings {
     fn default() -> Self {
-        Self { max_prefill_chunk_tokens: 512, max_num_seqs: 64, max_queued_requests: 1024, unread: Unread::default() }
+        Self {
+            max_prefill_chunk_tokens: 512,
+            max_num_seqs: 64,
+            max_queued_requests: 1024,
+            unread: UnreadOutput::default(),
+        }
     }
 }

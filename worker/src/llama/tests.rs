@@ -1,7 +1,7 @@
-//! The property that everything rests on: an answer, and the KV behind it, are the same bit for bit, wherever the prefix
-//! came from, however the prompt was cut, and whoever ran beside it.
+//! The central property of the engine: an answer and its KV have the same bits, independent of the tier that the prefix
+//! came from, of the chunks of the prompt, and of the other sequences in the batch.
 
-use super::{Builtin, LlamaEngine, Memory, ModelSource, Runtime, Settings, Unread};
+use super::{Builtin, LlamaEngine, Memory, ModelSource, Runtime, Settings, UnreadOutput};
 use crate::engine::contract::{self, collect, request};
 use crate::engine::{Engine, Finish, Output, PromptReport, Work};
 use crate::handoff::Peers;
@@ -21,7 +21,7 @@ mod soak;
 mod terms;
 mod unread;
 
-/// Every request of the property runs on this: one copy of a small random model, as in a real process.
+/// The runtime of all tests: one copy of a small random model.
 fn runtime() -> Arc<Runtime> {
     static RUNTIME: OnceLock<Arc<Runtime>> = OnceLock::new();
     let open = || {
@@ -31,8 +31,8 @@ fn runtime() -> Arc<Runtime> {
     Arc::clone(RUNTIME.get_or_init(open))
 }
 
-/// An engine, its memory, and what rests below.
-struct Rig {
+/// An engine with its memory, tiers and metrics.
+struct Harness {
     engine: Arc<LlamaEngine>,
     manager: BlockManager,
     memory: Memory,
@@ -52,10 +52,10 @@ struct Shape {
     engine: Settings,
 }
 
-/// An unread sequence keeps its place and its blocks: what is held is known, for as long as a test needs it.
+/// Settings under which an unread sequence stays in the batch and keeps its blocks.
 fn keeps_unread() -> Settings {
     let never = std::time::Duration::from_hours(1);
-    Settings { unread: Unread { place: never, limit: never }, ..Settings::default() }
+    Settings { unread: UnreadOutput { pause_after: never, fail_after: never }, ..Settings::default() }
 }
 
 impl Default for Shape {
@@ -73,7 +73,7 @@ impl Default for Shape {
     }
 }
 
-impl Rig {
+impl Harness {
     fn new(shape: Shape) -> Self {
         let runtime = runtime();
         let registry = prometheus::Registry::new();
@@ -97,10 +97,10 @@ impl Rig {
         Self { engine, manager, memory, host, log, registry }
     }
 
-    /// Makes the engine believe that computing is slow, a second for each prompt token: loading always pays, however busy the
-    /// machine is. The weight of the measurement outlasts all prompts of a test.
+    /// Records a prefill speed of one second per prompt token, so that loading is always quicker than computing. The
+    /// weight of this measurement exceeds that of all prompts of a test.
     fn assume_slow_prefill(&self) {
-        self.engine.vitals.stepped(1 << 24, std::time::Duration::from_secs(1 << 24));
+        self.engine.stats.record_step(1 << 24, std::time::Duration::from_secs(1 << 24));
     }
 
     /// Steps so far, of one kind.
@@ -111,7 +111,7 @@ impl Rig {
         family.get_metric().iter().find(of_kind).map_or(0, |metric| metric.get_histogram().get_sample_count())
     }
 
-    /// What a counter says, of all its rows with this label.
+    /// The sum of a counter over all series with this label value.
     fn count(&self, metric: &str, label: &str) -> u64 {
         let families = self.registry.gather();
         let family = families.iter().find(|family| family.name() == metric).unwrap();
@@ -139,7 +139,7 @@ impl Rig {
         let card = Arc::clone(runtime().card());
         let names = ChainKey::root(&Domain::shared(), &card.identity, None).hashes(tokens, card.block_size);
         let blocks = self.manager.lookup(&names);
-        assert_eq!(blocks.len(), names.len(), "what was just computed is cached");
+        assert_eq!(blocks.len(), names.len(), "computed blocks are cached");
         let device = self.memory.device();
         let mut bytes = vec![0; device.block_bytes() * blocks.len()];
         for (block, into) in blocks.iter().zip(bytes.chunks_exact_mut(device.block_bytes())) {
@@ -148,16 +148,16 @@ impl Rig {
         bytes
     }
 
-    /// Lets offloads come to rest, and empties G1.
+    /// Waits for offloads, and empties G1.
     async fn settle(&self) {
         self.manager.flush().await;
-        // A finished sequence lets go of its blocks just after its last token is out.
+        // A finished sequence releases its blocks just after its last token is sent.
         while self.manager.allocate(self.manager.capacity()).is_none() {
             tokio::task::yield_now().await;
         }
     }
 
-    /// Ends the engine and everything it holds, as the end of its process would.
+    /// Stops the engine and drops everything it holds, as the end of its process would.
     async fn close(self) {
         let mut load = self.engine.load();
         drop(self);
@@ -173,7 +173,7 @@ struct Answer {
 }
 
 impl Answer {
-    /// Holds an answer against the one that was computed alone, and its prefix against where it should have come from.
+    /// Compares an answer with the one that was computed alone, and the tier of its prefix with the expected one.
     fn must_equal(&self, want: &Self, case: &str, from: Option<Level>) {
         assert_eq!(self.ids, want.ids, "{case}: tokens");
         assert!(self.kv == want.kv, "{case}: KV bytes differ");
@@ -192,7 +192,7 @@ impl Answer {
     }
 }
 
-/// A small generator, so that a failing case is named by one number.
+/// A random number generator (`SplitMix64`), so that a failing case is identified by its seed.
 struct Rng(u64);
 
 impl Rng {
@@ -207,7 +207,7 @@ impl Rng {
         range.start + self.next() % (range.end - range.start)
     }
 
-    fn some_tokens(&mut self, len: std::ops::Range<u64>) -> Vec<u32> {
+    fn random_tokens(&mut self, len: std::ops::Range<u64>) -> Vec<u32> {
         let len = self.within(len);
         self.tokens(len)
     }
@@ -218,7 +218,7 @@ impl Rng {
     }
 }
 
-/// A conversation of two turns: the second prompt repeats the first, what was answered, and something new.
+/// A conversation of two compute: the second prompt repeats the first, what was answered, and something new.
 struct Conversation {
     first: Vec<u32>,
     second: Vec<u32>,
@@ -228,21 +228,21 @@ struct Conversation {
 const ANSWER: u32 = 37;
 
 impl Conversation {
-    /// Draws one, and computes both turns alone, without any cache, in chunks of 512.
+    /// Draws one, and computes both compute alone, without any cache, in chunks of 512.
     async fn draw(rng: &mut Rng) -> Self {
         let len = rng.within(20..1100);
         let first = rng.tokens(len);
-        let one = Rig::new(Shape::default()).run(&first, ANSWER).await;
+        let one = Harness::new(Shape::default()).run(&first, ANSWER).await;
         let more = rng.within(1..300);
         let second = [&first[..], &one.ids, &rng.tokens(more)].concat();
-        let two = Rig::new(Shape::default()).run(&second, ANSWER).await;
+        let two = Harness::new(Shape::default()).run(&second, ANSWER).await;
         assert_eq!(two.report.cached_tokens(), 0, "the reference was computed");
         Self { first, second, answers: [one, two] }
     }
 
-    /// The second turn on `rig`, held against the reference.
-    async fn second_on(&self, rig: &Rig, case: &str, from: Option<Level>) {
-        rig.run(&self.second, ANSWER).await.must_equal(&self.answers[1], case, from);
+    /// Runs the second turn on `harness` and compares it with the reference.
+    async fn second_on(&self, harness: &Harness, case: &str, from: Option<Level>) {
+        harness.run(&self.second, ANSWER).await.must_equal(&self.answers[1], case, from);
     }
 }
 
@@ -257,14 +257,14 @@ async fn chunks_and_batch_mates_change_nothing() {
     for (seed, mut rng) in cases() {
         let talk = Conversation::draw(&mut rng).await;
         for chunk in [64, 128, 256, 1024] {
-            let rig = Rig::new(Shape { chunk, ..Shape::default() });
-            let mates: Vec<_> = (0..rng.within(0..8)).map(|_| rng.some_tokens(1..400)).collect();
+            let harness = Harness::new(Shape { chunk, ..Shape::default() });
+            let mates: Vec<_> = (0..rng.within(0..8)).map(|_| rng.random_tokens(1..400)).collect();
             let case = format!("seed {seed}, chunk {chunk}, {} others", mates.len());
-            let beside = join_all(mates.iter().map(|mate| rig.run(mate, 9)));
-            let (answer, beside) = futures::join!(rig.run(&talk.second, ANSWER), beside);
+            let beside = join_all(mates.iter().map(|mate| harness.run(mate, 9)));
+            let (answer, beside) = futures::join!(harness.run(&talk.second, ANSWER), beside);
             answer.must_equal(&talk.answers[1], &case, None);
             for (mate, answer) in mates.iter().zip(beside) {
-                let alone = Rig::new(Shape::default()).run(mate, 9).await;
+                let alone = Harness::new(Shape::default()).run(mate, 9).await;
                 answer.must_equal(&alone, &case, None);
             }
         }
@@ -286,18 +286,21 @@ async fn shared(folder: &Path) -> Arc<dyn Tier> {
     tier
 }
 
-/// One writer fills all tiers; then the same turn is answered from each of them in turn.
+/// One writer fills all tiers; then the same turn is answered from each of them.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_prefix_is_the_same_from_every_tier() {
     for (seed, mut rng) in cases() {
         let talk = Conversation::draw(&mut rng).await;
         let ssd = tempfile::tempdir().unwrap();
         let store = tempfile::tempdir().unwrap();
-        let below = |lower| Rig::new(Shape { lower, ..Shape::default() });
+        let below = |lower| Harness::new(Shape { lower, ..Shape::default() });
 
         let log = disk(ssd.path());
-        let writer =
-            Rig::new(Shape { g2: 1200, lower: vec![Arc::clone(&log), shared(store.path()).await], ..Shape::default() });
+        let writer = Harness::new(Shape {
+            g2: 1200,
+            lower: vec![Arc::clone(&log), shared(store.path()).await],
+            ..Shape::default()
+        });
         writer.run(&talk.first, ANSWER).await;
         talk.second_on(&writer, &format!("seed {seed}, g1"), Some(Level::G1)).await;
         writer.settle().await;
@@ -311,21 +314,21 @@ async fn a_prefix_is_the_same_from_every_tier() {
     }
 }
 
-/// Blocks that come late, in any order, damaged or never: what has come by the time it is needed is skipped, all else is
-/// computed, and nobody can tell.
+/// Blocks arrive late, in any order, corrupt or never: those that arrived in time are used, the others are computed, and
+/// the answer is the same.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_prefix_that_comes_in_part_changes_nothing() {
+async fn a_partly_loaded_prefix_changes_nothing() {
     let late = std::time::Duration::ZERO..=std::time::Duration::from_millis(400);
     for (seed, mut rng) in cases() {
         let talk = Conversation::draw(&mut rng).await;
         let ssd = tempfile::tempdir().unwrap();
         let log = disk(ssd.path());
-        let writer = Rig::new(Shape { lower: vec![Arc::clone(&log)], ..Shape::default() });
+        let writer = Harness::new(Shape { lower: vec![Arc::clone(&log)], ..Shape::default() });
         writer.run(&talk.first, ANSWER).await;
         writer.settle().await;
         let faults = Faults { latency: late.clone(), lost: 0.1, corrupt: 0.1, hang: 0.1, ..Faults::default() };
         let faulty: Arc<dyn Tier> = Arc::new(Faulty::new(log, seed, faults));
-        let reader = Rig::new(Shape { chunk: 64, lower: vec![faulty], ..Shape::default() });
+        let reader = Harness::new(Shape { chunk: 64, lower: vec![faulty], ..Shape::default() });
         for round in 0..3 {
             let case = format!("seed {seed}, round {round}");
             let both = [talk.second_on(&reader, &case, None), talk.second_on(&reader, &case, None)];
@@ -338,39 +341,39 @@ async fn a_prefix_that_comes_in_part_changes_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_hand_over_changes_nothing() {
+async fn a_handoff_changes_nothing() {
     for (seed, mut rng) in cases() {
         let talk = Conversation::draw(&mut rng).await;
         let peers = Peers::default();
-        let prefill = Rig::new(Shape { worker: 1, peers: peers.clone(), ..Shape::default() });
-        let decode = Rig::new(Shape { worker: 2, peers, ..Shape::default() });
-        // However late the blocks come, computing them again takes longer.
+        let prefill = Harness::new(Shape { worker: 1, peers: peers.clone(), ..Shape::default() });
+        let decode = Harness::new(Shape { worker: 2, peers, ..Shape::default() });
+        // Computing the blocks again takes longer than any transfer.
         decode.assume_slow_prefill();
         let mut leg = request(&*prefill.engine, &talk.second, 1);
         leg.work = Work::Prefill;
         let mut stream = prefill.engine.generate(leg).await.unwrap();
-        let Some(Ok(Output::Handoff(handoff))) = stream.next().await else { panic!("a prefill hands over") };
+        let Some(Ok(Output::Handoff(handoff))) = stream.next().await else { panic!("a prefill ends with a handoff") };
         let answer = decode.run_as(Work::Resume(handoff), &talk.second, ANSWER).await;
-        answer.must_equal(&talk.answers[1], &format!("seed {seed}, hand-over"), None);
+        answer.must_equal(&talk.answers[1], &format!("seed {seed}, handoff"), None);
         assert_eq!(answer.report.handed_over as usize, (talk.second.len() - 1) / 16 * 16);
-        assert_eq!(answer.report.cached_tokens(), 0, "what was computed for the request is not called cached");
+        assert_eq!(answer.report.cached_tokens(), 0, "tokens computed for the request do not count as cached");
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_was_handed_over_and_had_to_give_way_is_counted_once() {
+async fn yielded_handoff_blocks_are_counted_once() {
     let (mut rng, peers) = (Rng(19), Peers::default());
-    let prefill = Rig::new(Shape { worker: 1, peers: peers.clone(), ..Shape::default() });
-    let decode = Rig::new(Shape { worker: 2, peers, g1: 60, engine: keeps_unread(), ..Shape::default() });
+    let prefill = Harness::new(Shape { worker: 1, peers: peers.clone(), ..Shape::default() });
+    let decode = Harness::new(Shape { worker: 2, peers, g1: 60, engine: keeps_unread(), ..Shape::default() });
     let prompt = rng.tokens(448);
     prefill.run(&prompt[..304], 1).await;
-    let ask = async |rig: &Rig, work, prompt: &[u32], answer| {
-        let mut wanted = request(&*rig.engine, prompt, answer);
+    let ask = async |harness: &Harness, work, prompt: &[u32], answer| {
+        let mut wanted = request(&*harness.engine, prompt, answer);
         (wanted.work, wanted.stop.ignore_eos) = (work, true);
-        rig.engine.generate(wanted).await.unwrap()
+        harness.engine.generate(wanted).await.unwrap()
     };
     let mut leg = ask(&prefill, Work::Prefill, &prompt, 1).await;
-    let Some(Ok(Output::Handoff(handoff))) = leg.next().await else { panic!("a prefill hands over") };
+    let Some(Ok(Output::Handoff(handoff))) = leg.next().await else { panic!("a prefill ends with a handoff") };
     let available = async |most: usize| {
         let fit = async {
             while decode.manager.available() > most {
@@ -379,7 +382,7 @@ async fn what_was_handed_over_and_had_to_give_way_is_counted_once() {
         };
         tokio::time::timeout(std::time::Duration::from_mins(5), fit).await.expect("blocks are taken");
     };
-    // One runs until nobody reads on, with 25 blocks; the next one wants 35, and what was handed over takes 27 of those left.
+    // One request runs until its output is unread, with 25 blocks; the next needs 35; the handoff takes 27 of the others.
     let runs = ask(&decode, Work::Generate, &rng.tokens(320), 600).await;
     available(35).await;
     let first = tokio::spawn(collect(ask(&decode, Work::Generate, &rng.tokens(545), 1).await));
@@ -393,55 +396,55 @@ async fn what_was_handed_over_and_had_to_give_way_is_counted_once() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_peer_that_is_gone_is_recomputed() {
+async fn blocks_of_an_unknown_peer_are_recomputed() {
     let mut rng = Rng(7);
     let talk = Conversation::draw(&mut rng).await;
     let peers = Peers::default();
-    let ticket = crate::handoff::Ticket { peer: WorkerId(99), cached: vec![(Level::G1, 16)] };
-    let rig = Rig::new(Shape { peers, ..Shape::default() });
-    let answer = rig.run_as(Work::Resume(ticket.seal()), &talk.second, ANSWER).await;
-    answer.must_equal(&talk.answers[1], "peer gone", None);
+    let ticket = crate::handoff::HandoffTicket { peer: WorkerId(99), cached: vec![(Level::G1, 16)] };
+    let harness = Harness::new(Shape { peers, ..Shape::default() });
+    let answer = harness.run_as(Work::Resume(ticket.encode()), &talk.second, ANSWER).await;
+    answer.must_equal(&talk.answers[1], "unknown peer", None);
     assert_eq!((answer.report.handed_over, answer.report.cached_tokens()), (0, 0));
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn preempted_sequences_answer_as_if_nothing_had_happened() {
+async fn preemption_does_not_change_answers() {
     let mut rng = Rng(11);
     let prompts: Vec<_> = (0..6).map(|_| rng.tokens(300)).collect();
-    // 60 blocks hold three such prompts with their answers; the others wait, and the youngest is sent back to wait.
-    let rig = Rig::new(Shape { g1: 60, g2: 200, ..Shape::default() });
+    // 60 blocks hold three such prompts with their answers; the others wait, and the youngest is preempted.
+    let harness = Harness::new(Shape { g1: 60, g2: 200, ..Shape::default() });
     let answers = join_all(prompts.iter().map(|prompt| async {
-        let mut wanted = request(&*rig.engine, prompt, 90);
+        let mut wanted = request(&*harness.engine, prompt, 90);
         wanted.stop.ignore_eos = true;
-        collect(rig.engine.generate(wanted).await.unwrap()).await.unwrap().ids
+        collect(harness.engine.generate(wanted).await.unwrap()).await.unwrap().ids
     }))
     .await;
     for (prompt, ids) in prompts.iter().zip(answers) {
-        let alone = Rig::new(Shape::default()).run(prompt, 90).await;
+        let alone = Harness::new(Shape::default()).run(prompt, 90).await;
         assert_eq!(ids, alone.ids);
     }
-    // No two prompts are alike, so whoever found blocks in G2 was there before and came back.
-    assert!(rig.count("blockyard_worker_preemptions_total", "w") > 0);
-    assert!(rig.count("blockyard_tier_hit_blocks_total", "g2") > 0, "what was lost came up again");
+    // The prompts differ, so only a preempted sequence can hit blocks in G2.
+    assert!(harness.count("blockyard_worker_preemptions_total", "w") > 0);
+    assert!(harness.count("blockyard_tier_hit_blocks_total", "g2") > 0, "yielded blocks are onboarded again");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_a_preempted_sequence_lost_comes_up_while_it_waits() {
+async fn a_preempted_sequence_onboards_while_it_waits() {
     let mut rng = Rng(13);
-    let rig = Rig::new(Shape { g1: 60, g2: 400, engine: keeps_unread(), ..Shape::default() });
-    rig.assume_slow_prefill();
+    let harness = Harness::new(Shape { g1: 60, g2: 400, engine: keeps_unread(), ..Shape::default() });
+    harness.assume_slow_prefill();
     let mut running = 0;
     let mut ask = async |tokens, answer| {
         let prompt = rng.tokens(tokens);
-        let mut wanted = request(&*rig.engine, &prompt, answer);
+        let mut wanted = request(&*harness.engine, &prompt, answer);
         wanted.stop.ignore_eos = true;
-        let stream = rig.engine.generate(wanted).await.unwrap();
-        // One after the other: the last one that joins the batch is the one that is preempted.
+        let stream = harness.engine.generate(wanted).await.unwrap();
+        // One after the other: the last one that joins the batch is preempted.
         running += 1;
-        rig.engine.load().wait_for(|load| load.running == running).await.unwrap();
+        harness.engine.load().wait_for(|load| load.running == running).await.unwrap();
         (prompt, stream)
     };
-    // 56 of 60 blocks at first. The first two need 22 more, which the youngest pays for.
+    // 56 of 60 blocks at first. The first two need 22 more, so the youngest is preempted.
     let (_, mut long) = ask(320, 600).await;
     let (_, short) = ask(128, 200).await;
     let (prompt, victim) = ask(448, 40).await;
@@ -454,12 +457,12 @@ async fn what_a_preempted_sequence_lost_comes_up_while_it_waits() {
             token = long.next() => drop(token.unwrap().unwrap()),
         }
     }
-    // From here on nobody reads the long one: it stays in the batch, and has too much for the youngest to fit.
-    assert!(rig.count("blockyard_worker_preemptions_total", "w") > 0);
+    // The output of the long one is not read from here on: it stays in the batch, and the youngest does not fit.
+    assert!(harness.count("blockyard_worker_preemptions_total", "w") > 0);
     let card = Arc::clone(runtime().card());
     let names = ChainKey::root(&Domain::shared(), &card.identity, None).hashes(&prompt, card.block_size);
     let came_again = || {
-        let events = rig.log.after(0, usize::MAX).unwrap().into_iter().map(|numbered| numbered.event);
+        let events = harness.log.after(0, usize::MAX).unwrap().into_iter().map(|numbered| numbered.event);
         let stored = events.filter_map(|event| match event {
             BlockEvent::Stored { level: Level::G1, blocks, .. } => Some(blocks),
             _ => None,
@@ -472,24 +475,24 @@ async fn what_a_preempted_sequence_lost_comes_up_while_it_waits() {
             tokio::time::sleep(std::time::Duration::from_millis(5)).await;
         }
     };
-    tokio::time::timeout(std::time::Duration::from_secs(20), comes).await.expect("blocks come up from G2");
+    tokio::time::timeout(std::time::Duration::from_secs(20), comes).await.expect("blocks are onboarded from G2");
     assert!(!victim.is_finished(), "it still waits");
     collect(long).await.unwrap();
-    let alone = Rig::new(Shape::default()).run(&prompt, 40).await;
+    let alone = Harness::new(Shape::default()).run(&prompt, 40).await;
     assert_eq!(victim.await.unwrap().unwrap().ids, alone.ids);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn who_is_first_does_not_wait_for_what_those_behind_found() {
-    let (mut rng, rig) = (Rng(17), Rig::new(Shape { g1: 60, engine: keeps_unread(), ..Shape::default() }));
+async fn later_requests_yield_blocks_to_the_first() {
+    let (mut rng, harness) = (Rng(17), Harness::new(Shape { g1: 60, engine: keeps_unread(), ..Shape::default() }));
     let ask = async |prompt: &[u32], answer| {
-        let mut wanted = request(&*rig.engine, prompt, answer);
+        let mut wanted = request(&*harness.engine, prompt, answer);
         wanted.stop.ignore_eos = true;
-        rig.engine.generate(wanted).await.unwrap()
+        harness.engine.generate(wanted).await.unwrap()
     };
     let available = async |fits: &dyn Fn(usize) -> bool| {
         let fit = async {
-            while !fits(rig.manager.available()) {
+            while !fits(harness.manager.available()) {
                 tokio::time::sleep(std::time::Duration::from_millis(2)).await;
             }
         };
@@ -497,107 +500,111 @@ async fn who_is_first_does_not_wait_for_what_those_behind_found() {
     };
     let known = rng.tokens(448);
     collect(ask(&known, 1).await).await.unwrap();
-    // Two run until they are 72 tokens ahead, for nobody reads: 25 and 21 blocks.
+    // Two run until they are 72 tokens ahead of their reader: 25 and 21 blocks.
     let mut running = Vec::new();
     for tokens in [320, 256] {
         running.push(ask(&rng.tokens(tokens), 600).await);
     }
     available(&|blocks| blocks <= 14).await;
-    // The first one needs 29 blocks; the second found some of its own, and holds them.
+    // The first request needs 29 blocks; the second holds cached blocks.
     let first = tokio::spawn(collect(ask(&rng.tokens(448), 1).await));
-    rig.engine.load().wait_for(|load| load.waiting == 1).await.unwrap();
+    harness.engine.load().wait_for(|load| load.waiting == 1).await.unwrap();
     let second = tokio::spawn(collect(ask(&known, 1).await));
     available(&|blocks| blocks <= 4).await;
     assert!(!first.is_finished());
     running.pop();
-    // One that runs has gone: now it is what the second one holds that is missing.
-    tokio::time::timeout(std::time::Duration::from_secs(20), first).await.expect("who is first").unwrap().unwrap();
+    // After one running request has left, only the blocks that the second one holds are missing.
+    tokio::time::timeout(std::time::Duration::from_secs(20), first)
+        .await
+        .expect("the first request runs")
+        .unwrap()
+        .unwrap();
     drop(running);
     second.await.unwrap().unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn who_outgrows_the_memory_beside_others_ends_as_it_does_alone() {
-    // Twelve blocks. The first request stops within six full ones, for nobody reads; the other builds on those, and takes all.
+async fn outgrowing_the_memory_ends_a_request_as_when_alone() {
+    // Twelve blocks. The first request stops within six full blocks, unread; the other reuses those, and takes all.
     let shape = || Shape { g1: 12, engine: keeps_unread(), ..Shape::default() };
-    let ask = async |rig: &Rig, prompt: &[u32]| {
-        let mut wanted = request(&*rig.engine, prompt, 600);
+    let ask = async |harness: &Harness, prompt: &[u32]| {
+        let mut wanted = request(&*harness.engine, prompt, 600);
         wanted.stop.ignore_eos = true;
-        rig.engine.generate(wanted).await.unwrap()
+        harness.engine.generate(wanted).await.unwrap()
     };
     let prompt = Rng(23).tokens(25);
-    let whole = collect(ask(&Rig::new(shape()), &prompt).await).await.unwrap();
+    let whole = collect(ask(&Harness::new(shape()), &prompt).await).await.unwrap();
     assert_eq!((whole.ids.len(), whole.finish), (12 * 16 + 1 - 25, Some(Finish::Length)));
-    // One that is read meanwhile, and one that stops when all is taken.
+    // Once the first is read meanwhile, and once it stops when all blocks are taken.
     for reads in [true, false] {
-        let rig = Rig::new(shape());
+        let harness = Harness::new(shape());
         let until = async |available: usize| {
-            while rig.manager.available() > available {
+            while harness.manager.available() > available {
                 tokio::time::sleep(std::time::Duration::from_millis(2)).await;
             }
         };
         let done = async {
-            let first = ask(&rig, &prompt).await;
+            let first = ask(&harness, &prompt).await;
             until(6).await;
-            // What it stops with is 72 ahead of who reads.
+            // It stops 72 tokens ahead of its reader.
             let known = if reads { 72 } else { 12 * 16 - 72 - 25 };
-            let second = ask(&rig, &[&prompt[..], &whole.ids[..known]].concat()).await;
+            let second = ask(&harness, &[&prompt[..], &whole.ids[..known]].concat()).await;
             if !reads {
                 until(0).await;
-                // It reads on, and wants a block of its own.
+                // Its reader goes on, and it needs another block.
                 assert_eq!(collect(first).await.unwrap().ids, whole.ids);
             }
             let second = collect(second).await.unwrap();
             (known, second)
         };
         let done = tokio::time::timeout(std::time::Duration::from_mins(1), done).await;
-        let (known, second) = done.unwrap_or_else(|_| panic!("it waits for room that never comes, reads: {reads}"));
+        let (known, second) = done.unwrap_or_else(|_| panic!("the request waits for blocks forever, reads: {reads}"));
         assert_eq!(second.ids, whole.ids[known..]);
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_chunk_smaller_than_a_block_computes_blocks() {
-    let (prompt, rig) = (Rng(29).tokens(100), Rig::new(Shape { chunk: 5, ..Shape::default() }));
-    let answer = tokio::time::timeout(std::time::Duration::from_mins(1), rig.run(&prompt, 3)).await;
-    let alone = Rig::new(Shape::default()).run(&prompt, 3).await;
+    let (prompt, harness) = (Rng(29).tokens(100), Harness::new(Shape { chunk: 5, ..Shape::default() }));
+    let answer = tokio::time::timeout(std::time::Duration::from_mins(1), harness.run(&prompt, 3)).await;
+    let alone = Harness::new(Shape::default()).run(&prompt, 3).await;
     assert_eq!(answer.expect("it computes").ids, alone.ids);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn dropping_the_stream_frees_the_engine() {
-    let rig = Rig::new(Shape::default());
-    let mut stream = rig.engine.generate(request(&*rig.engine, &Rng(1).tokens(700), 4000)).await.unwrap();
+    let harness = Harness::new(Shape::default());
+    let mut stream = harness.engine.generate(request(&*harness.engine, &Rng(1).tokens(700), 4000)).await.unwrap();
     assert!(stream.next().await.unwrap().is_ok());
     drop(stream);
-    let mut load = rig.engine.load();
+    let mut load = harness.engine.load();
     load.wait_for(|load| load.running == 0 && load.waiting_tokens == 0).await.unwrap();
-    assert_eq!(rig.manager.available(), rig.manager.capacity());
+    assert_eq!(harness.manager.available(), harness.manager.capacity());
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_client_that_pauses_gets_the_rest_when_it_reads_on() {
-    let rig = Rig::new(Shape::default());
+async fn a_client_that_pauses_gets_the_rest_later() {
+    let harness = Harness::new(Shape::default());
     let prompt = Rng(3).tokens(40);
-    let mut slow = rig.engine.generate(request(&*rig.engine, &prompt, 300)).await.unwrap();
+    let mut slow = harness.engine.generate(request(&*harness.engine, &prompt, 300)).await.unwrap();
     let Some(Ok(Output::Tokens(first))) = slow.next().await else { panic!("a first token") };
-    // Others run and finish meanwhile, and by then the paused one has long stopped computing.
-    let beside = rig.run(&prompt, 300).await.ids;
+    // Another request runs and finishes meanwhile; by then the paused one has stopped computing.
+    let beside = harness.run(&prompt, 300).await.ids;
     let rest = collect(slow).await.unwrap();
     assert_eq!([first.ids, rest.ids].concat(), beside);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn identical_prompts_are_computed_once() {
-    let rig = Rig::new(Shape { chunk: 64, ..Shape::default() });
+    let harness = Harness::new(Shape { chunk: 64, ..Shape::default() });
     let prompt = Rng(5).tokens(640);
-    let reports = join_all((0..4).map(|_| rig.run(&prompt, 3))).await;
+    let reports = join_all((0..4).map(|_| harness.run(&prompt, 3))).await;
     let computed: u32 = reports.iter().map(|answer| answer.report.computed).sum();
-    // Each computes its own last block; all else once.
+    // Each computes its own last block; all other blocks are computed once.
     assert!(computed <= 640 + 3 * 16, "{computed} tokens computed");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn keeps_the_contract() {
-    contract::holds(Rig::new(Shape::default()).engine).await;
+    contract::holds(Harness::new(Shape::default()).engine).await;
 }

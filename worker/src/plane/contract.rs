@@ -1,4 +1,4 @@
-//! What every plane must keep, as tests: the macros turn each rule into a test of an implementation.
+//! The conformance suite of planes: the macros turn each rule into a test of an implementation.
 
 use super::*;
 use crate::engine::{Error, OutputStream, Readiness, Request};
@@ -6,23 +6,23 @@ use futures::StreamExt;
 use kvbm::SequenceHash;
 use std::time::Duration;
 
-/// Makes one test of each rule for discovery, on what `$make` (an async block) gives.
+/// Makes one test of each rule for discovery, on the plane that `$make` (an async block) returns.
 macro_rules! discovery_contract {
     ($make:expr) => {
         crate::plane::contract::rules!($make;
-            a_watcher_starts_with_who_is_there, changes_arrive_in_order_and_none_is_lost,
-            an_old_lease_does_not_withdraw_a_new_life
+            a_watcher_starts_with_the_registered_instances, changes_arrive_in_order_without_loss,
+            an_old_lease_does_not_deregister_a_new_epoch
         );
     };
 }
 
-/// Makes one test of each rule for events, on what `$make` (an async block) gives.
+/// Makes one test of each rule for events, on the plane that `$make` (an async block) returns.
 macro_rules! events_contract {
     ($make:expr) => {
         crate::plane::contract::rules!($make;
-            events_of_a_source_stay_in_order, a_subscriber_hears_of_its_topic_only, publishing_never_waits_and_the_slow_one_loses,
-            a_log_is_asked_as_long_as_it_is_offered, of_several_offers_the_latest_life_answers_and_each_for_its_own,
-            a_range_is_what_the_log_keeps_of_its_life_and_bounded
+            events_of_a_source_stay_in_order, a_subscriber_receives_its_topic_only, publish_never_waits_and_slow_subscribers_lose_events,
+            a_log_answers_as_long_as_it_is_offered, the_latest_offer_of_an_epoch_answers,
+            a_range_is_bounded_and_of_one_epoch
         );
     };
 }
@@ -38,17 +38,17 @@ macro_rules! rules {
 
 pub(crate) use {discovery_contract, events_contract, rules};
 
-pub(crate) async fn a_watcher_starts_with_who_is_there(plane: &impl Discovery) {
+pub(crate) async fn a_watcher_starts_with_the_registered_instances(plane: &impl Discovery) {
     let _one = plane.register(instance(1, 1), engine()).await.unwrap();
     let two = plane.register(instance(2, 1), engine()).await.unwrap();
     drop(two);
     let mut watch = plane.watch();
     assert_eq!(next(&mut watch).await, (1, 1, true));
     let _three = plane.register(instance(3, 1), engine()).await.unwrap();
-    assert_eq!(next(&mut watch).await, (3, 1, true), "the one that left before is not mentioned");
+    assert_eq!(next(&mut watch).await, (3, 1, true), "an instance that left before is not reported");
 }
 
-pub(crate) async fn changes_arrive_in_order_and_none_is_lost(plane: &impl Discovery) {
+pub(crate) async fn changes_arrive_in_order_without_loss(plane: &impl Discovery) {
     let mut watchers = [plane.watch(), plane.watch()];
     for epoch in 0..200 {
         drop(plane.register(instance(1, epoch), engine()).await.unwrap());
@@ -61,7 +61,7 @@ pub(crate) async fn changes_arrive_in_order_and_none_is_lost(plane: &impl Discov
     }
 }
 
-pub(crate) async fn an_old_lease_does_not_withdraw_a_new_life(plane: &impl Discovery) {
+pub(crate) async fn an_old_lease_does_not_deregister_a_new_epoch(plane: &impl Discovery) {
     let mut watch = plane.watch();
     let old = plane.register(instance(1, 1), engine()).await.unwrap();
     let new = plane.register(instance(1, 2), engine()).await.unwrap();
@@ -88,79 +88,79 @@ pub(crate) async fn events_of_a_source_stay_in_order(plane: &impl Events) {
     }
 }
 
-pub(crate) async fn a_subscriber_hears_of_its_topic_only(plane: &impl Events) {
+pub(crate) async fn a_subscriber_receives_its_topic_only(plane: &impl Events) {
     let [mut cache, mut bookings, mut phases] = Topic::ALL.map(|topic| plane.subscribe(topic));
     let router = Source::Router(RouterId(1));
-    let wish = EventBody::Phase { worker: WorkerId(3), phase: Phase::Prefill };
-    for body in [EventBody::Bookings(vec![Booked::Started(4)]), wish.clone()] {
+    let request = EventBody::Phase { worker: WorkerId(3), phase: Phase::Prefill };
+    for body in [EventBody::Bookings(vec![Booked::Started(4)]), request.clone()] {
         plane.publish(Event { source: router, epoch: Epoch(1), body });
     }
     plane.publish(event(9, 1));
     assert_eq!(numbered(&mut cache).await, (9, 1));
-    let first = |heard: Option<Event>| heard.expect("a plane does not end").body;
+    let first = |event: Option<Event>| event.expect("a plane does not end").body;
     assert_eq!(first(bookings.next().await), EventBody::Bookings(vec![Booked::Started(4)]));
-    assert_eq!(first(phases.next().await), wish);
+    assert_eq!(first(phases.next().await), request);
 }
 
-pub(crate) async fn publishing_never_waits_and_the_slow_one_loses(plane: &impl Events) {
+pub(crate) async fn publish_never_waits_and_slow_subscribers_lose_events(plane: &impl Events) {
     let mut slow = plane.subscribe(Topic::Cache);
-    let mut quick = plane.subscribe(Topic::Cache);
+    let mut fast = plane.subscribe(Topic::Cache);
     let last = 20_000;
     for number in 1..=last {
         plane.publish(event(1, number));
-        assert_eq!(numbered(&mut quick).await.1, number, "the quick one is not held back");
+        assert_eq!(numbered(&mut fast).await.1, number, "the fast subscriber is not delayed");
     }
     let mut seen = 0;
     while seen < last {
         let (_, number) = numbered(&mut slow).await;
-        assert!(number > seen, "what is not lost is in order");
+        assert!(number > seen, "events that are not lost are in order");
         seen = number;
     }
 }
 
-pub(crate) async fn a_log_is_asked_as_long_as_it_is_offered(plane: &impl Events) {
+pub(crate) async fn a_log_answers_as_long_as_it_is_offered(plane: &impl Events) {
     let source = Source::Store(StoreId(7));
     assert!(matches!(plane.snapshot(source).await, Err(PlaneError::Absent(_))));
     let offered = log(1, 3);
     let lease = plane.offer(source, Arc::clone(&offered));
     assert_eq!(plane.snapshot(source).await, Ok(offered.snapshot()));
     offered.announce(removed(4));
-    assert_eq!(plane.snapshot(source).await.unwrap().number, 4, "asked when somebody asks");
+    assert_eq!(plane.snapshot(source).await.unwrap().number, 4, "the log is read at the time of the call");
     drop(lease);
     assert!(matches!(plane.snapshot(source).await, Err(PlaneError::Absent(_))));
     assert!(matches!(plane.range(source, Epoch(1), 0).await, Err(PlaneError::Absent(_))));
 }
 
-pub(crate) async fn of_several_offers_the_latest_life_answers_and_each_for_its_own(plane: &impl Events) {
+pub(crate) async fn the_latest_offer_of_an_epoch_answers(plane: &impl Events) {
     let source = Source::Store(StoreId(1));
     let range = async |epoch| plane.range(source, Epoch(epoch), 0).await.unwrap().map(|events| events.len());
     let first = plane.offer(source, log(2, 1));
     let late = plane.offer(source, log(1, 2));
     let again = plane.offer(source, log(2, 3));
-    assert_eq!(plane.snapshot(source).await.unwrap().number, 3, "of one life the latest");
+    assert_eq!(plane.snapshot(source).await.unwrap().number, 3, "the latest offer of the epoch answers");
     drop(first);
-    assert_eq!(plane.snapshot(source).await.unwrap().number, 3, "an old offer does not withdraw a new one");
+    assert_eq!(plane.snapshot(source).await.unwrap().number, 3, "ending an old offer keeps the new one");
     assert_eq!((range(1).await, range(2).await, range(3).await), (Some(2), Some(3), None));
     drop(again);
-    assert_eq!((plane.snapshot(source).await.unwrap().number, range(2).await), (2, None), "the other is still there");
+    assert_eq!((plane.snapshot(source).await.unwrap().number, range(2).await), (2, None), "the other offer remains");
     drop(late);
     assert!(matches!(plane.snapshot(source).await, Err(PlaneError::Absent(_))));
 }
 
-pub(crate) async fn a_range_is_what_the_log_keeps_of_its_life_and_bounded(plane: &impl Events) {
+pub(crate) async fn a_range_is_bounded_and_of_one_epoch(plane: &impl Events) {
     let source = Source::Worker(WorkerId(1));
     let offered = log(1, 700);
     let _lease = plane.offer(source, Arc::clone(&offered));
     let range = async |epoch, after| plane.range(source, Epoch(epoch), after).await.unwrap();
     let numbers = |events: Option<Vec<Numbered>>| events.unwrap().iter().map(|event| event.number).collect::<Vec<_>>();
     assert_eq!(range(1, 698).await, Some(offered.after(698, 2).unwrap()));
-    assert_eq!(range(1, 700).await, Some(vec![]), "there is nothing after it");
-    assert_eq!(numbers(range(1, 0).await), (1..=RANGE_MAX as u64).collect::<Vec<_>>(), "the first of them");
-    assert_eq!((range(2, 0).await, range(0, 0).await), (None, None), "another life");
+    assert_eq!(range(1, 700).await, Some(vec![]), "there are no later events");
+    assert_eq!(numbers(range(1, 0).await), (1..=RANGE_MAX as u64).collect::<Vec<_>>(), "the first events");
+    assert_eq!((range(2, 0).await, range(0, 0).await), (None, None), "another epoch");
     while offered.after(0, 1).is_ok() {
         offered.announce(removed(1));
     }
-    assert_eq!(range(1, 0).await, None, "not all of them are kept");
+    assert_eq!(range(1, 0).await, None, "not all events are kept");
     assert_eq!(numbers(range(1, 1).await).len(), RANGE_MAX);
 }
 
@@ -183,12 +183,12 @@ pub(crate) fn instance(id: u64, epoch: u64) -> Instance {
     Instance { id: WorkerId(id), epoch: Epoch(epoch), phase: Phase::Both, model, stores: vec![] }
 }
 
-/// An engine that refuses everything.
+/// An engine that rejects every request.
 pub(crate) fn engine() -> Arc<dyn Engine> {
-    struct Refuses;
-    impl Engine for Refuses {
+    struct Rejecting;
+    impl Engine for Rejecting {
         fn generate(&self, _: Request) -> BoxFuture<'_, Result<OutputStream, Error>> {
-            Box::pin(async { Err(Error::Unavailable("a stand-in".into())) })
+            Box::pin(async { Err(Error::Unavailable("test engine".into())) })
         }
         fn models(&self) -> Vec<Arc<ModelCard>> {
             vec![]
@@ -197,7 +197,7 @@ pub(crate) fn engine() -> Arc<dyn Engine> {
             Readiness::Ready
         }
     }
-    Arc::new(Refuses)
+    Arc::new(Rejecting)
 }
 
 /// The next change as (worker, epoch, joined).
@@ -208,7 +208,7 @@ pub(crate) async fn next(watch: &mut BoxStream<'static, Membership>) -> (u64, u6
     }
 }
 
-/// The next item, or a failure when none comes; the time is for a plane that has a network in it.
+/// The next item; panics when none arrives. The timeout leaves time for planes over a network.
 pub(crate) async fn soon<T>(stream: &mut BoxStream<'static, T>) -> T {
     let next = tokio::time::timeout(Duration::from_secs(10), stream.next());
     next.await.expect("nothing arrived").expect("the stream ended")
@@ -230,7 +230,7 @@ fn event(source: u64, number: u64) -> Event {
     Event { source: Source::Worker(WorkerId(source)), epoch: Epoch(1), body }
 }
 
-/// A life's log of so many events.
+/// A log of one epoch with this many events.
 fn log(epoch: u64, events: u64) -> Arc<EventLog> {
     let log = EventLog::new(Epoch(epoch));
     (1..=events).for_each(|number| log.announce(removed(number)));

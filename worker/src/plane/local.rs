@@ -1,8 +1,8 @@
-//! Planes in memory, for every role in one process and for tests.
+//! The planes in memory, for all components in one process and for tests.
 //!
-//! They are not simplified: a [`Roster`] withdraws who loses its lease, and a [`Bus`] loses what a slow subscriber does
-//! not fetch. How well they carry is a [`Link`], seeded, so that a lost event, a late one or one that comes twice is an ordinary
-//! unit test.
+//! They behave like planes over a network: discovery deregisters an instance when its lease ends, and a slow subscriber
+//! loses events. A [`Link`] describes delay, loss, reordering and duplication; it is seeded, so that each fault is
+//! reproducible in a unit test.
 
 #![forbid(unsafe_code)]
 
@@ -15,7 +15,7 @@ use crate::engine::Engine;
 use futures::future::BoxFuture;
 use futures::stream::{self, BoxStream, StreamExt};
 use kvbm::{Epoch, EventLog, Numbered, Snapshot};
-use link::{Line, Sent};
+use link::{SentEvent, Subscription};
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -24,67 +24,67 @@ use std::time::Duration;
 use tokio::sync::{broadcast, mpsc};
 use tokio::time::Instant;
 
-/// Who is there, in memory.
+/// Discovery in memory.
 #[derive(Default)]
-pub struct Roster {
-    state: Arc<Mutex<Present>>,
+pub struct LocalDiscovery {
+    state: Arc<Mutex<DiscoveryState>>,
     lag: Duration,
 }
 
-/// What changed, in memory.
-pub struct Bus {
-    /// By topic.
-    senders: [broadcast::Sender<Sent>; Topic::ALL.len()],
-    offers: Arc<Mutex<HashMap<Source, Offers>>>,
+/// Events in memory.
+pub struct LocalEvents {
+    /// One channel per topic.
+    senders: [broadcast::Sender<SentEvent>; Topic::ALL.len()],
+    offers: Arc<Mutex<HashMap<Source, OfferedLogs>>>,
     /// Numbers offers and subscriptions.
     counter: AtomicU64,
     link: Link,
 }
 
-/// Those of one source, the latest life last.
-type Offers = BTreeMap<(Epoch, u64), Arc<EventLog>>;
+/// The logs offered for one source, ordered by epoch and then by offer.
+type OfferedLogs = BTreeMap<(Epoch, u64), Arc<EventLog>>;
 
 #[derive(Default)]
-struct Present {
+struct DiscoveryState {
     leases: u64,
     /// Ordered, so that every watcher starts with the same sequence.
-    members: BTreeMap<WorkerId, Member>,
-    /// Unbounded, because the contract forbids loss; changes are as rare as workers that come and go.
+    registered: BTreeMap<WorkerId, Registered>,
+    /// Unbounded, because the contract forbids loss; workers register and leave rarely.
     watchers: Vec<mpsc::UnboundedSender<(Instant, Membership)>>,
 }
 
-struct Member {
+struct Registered {
     lease: u64,
     instance: Arc<Instance>,
     engine: Arc<dyn Engine>,
 }
 
-impl Roster {
-    /// A roster whose watchers learn of everything `lag` later.
+impl LocalDiscovery {
+    /// Discovery whose watchers see every change `lag` later.
     pub fn lagging(lag: Duration) -> Self {
         Self { state: Arc::default(), lag }
     }
 
-    /// Lets the lease of a worker run out, as if its process had died: the lease still held withdraws nothing any more.
+    /// Expires the lease of a worker, as if its process had died. Dropping the lease later has no effect.
     pub fn expire(&self, id: WorkerId) {
         let mut state = lock(&self.state);
-        if let Some(member) = state.members.remove(&id) {
-            state.tell(&Membership::Left(id, member.instance.epoch));
+        if let Some(entry) = state.registered.remove(&id) {
+            state.notify_watchers(&Membership::Left(id, entry.instance.epoch));
         }
     }
 }
 
-impl Discovery for Roster {
+impl Discovery for LocalDiscovery {
     fn register(&self, instance: Instance, engine: Arc<dyn Engine>) -> BoxFuture<'_, Result<Lease, PlaneError>> {
         Box::pin(async move {
             let (id, instance) = (instance.id, Arc::new(instance));
             let mut state = lock(&self.state);
             state.leases += 1;
             let lease = state.leases;
-            state.tell(&Membership::Joined(Arc::clone(&instance), Arc::clone(&engine)));
-            state.members.insert(id, Member { lease, instance, engine });
+            state.notify_watchers(&Membership::Joined(Arc::clone(&instance), Arc::clone(&engine)));
+            state.registered.insert(id, Registered { lease, instance, engine });
             let shared = Arc::clone(&self.state);
-            Ok(Lease::new(move || lock(&shared).withdraw(id, lease)))
+            Ok(Lease::new(move || lock(&shared).deregister(id, lease)))
         })
     }
 
@@ -92,8 +92,8 @@ impl Discovery for Roster {
         let (sender, receiver) = mpsc::unbounded_channel();
         let mut state = lock(&self.state);
         let now = Instant::now();
-        for Member { instance, engine, .. } in state.members.values() {
-            // The receiver is right here, so this cannot fail.
+        for Registered { instance, engine, .. } in state.registered.values() {
+            // The receiver exists here, so sending cannot fail.
             let _ = sender.send((now, Membership::Joined(Arc::clone(instance), Arc::clone(engine))));
         }
         state.watchers.push(sender);
@@ -107,54 +107,55 @@ impl Discovery for Roster {
     }
 }
 
-impl Present {
-    fn withdraw(&mut self, id: WorkerId, lease: u64) {
-        // Someone who came back in a new epoch has a lease of its own; the old one must not take it down.
-        if self.members.get(&id).is_some_and(|member| member.lease == lease)
-            && let Some(member) = self.members.remove(&id)
+impl DiscoveryState {
+    fn deregister(&mut self, id: WorkerId, lease: u64) {
+        // A worker that registered again has a newer lease; the old one must not deregister it.
+        if self.registered.get(&id).is_some_and(|entry| entry.lease == lease)
+            && let Some(entry) = self.registered.remove(&id)
         {
-            self.tell(&Membership::Left(id, member.instance.epoch));
+            self.notify_watchers(&Membership::Left(id, entry.instance.epoch));
         }
     }
 
-    fn tell(&mut self, change: &Membership) {
+    fn notify_watchers(&mut self, change: &Membership) {
         let now = Instant::now();
         self.watchers.retain(|watcher| watcher.send((now, change.clone())).is_ok());
     }
 }
 
-impl Bus {
-    /// A bus over a link of the given quality.
+impl LocalEvents {
+    /// Events over a link with these faults.
     pub fn new(link: Link) -> Self {
         let senders = Topic::ALL.map(|_| broadcast::Sender::new(link.backlog));
         Self { senders, offers: Arc::default(), counter: AtomicU64::new(0), link }
     }
 
-    /// The logs of a source that is there.
-    fn offered<T>(&self, source: Source, choose: impl FnOnce(&Offers) -> T) -> Result<T, PlaneError> {
+    /// Selects one of the logs offered for a source.
+    fn offered<T>(&self, source: Source, choose: impl FnOnce(&OfferedLogs) -> T) -> Result<T, PlaneError> {
         lock(&self.offers).get(&source).map(choose).ok_or_else(|| PlaneError::Absent(source.to_string()))
     }
 }
 
-impl Default for Bus {
+impl Default for LocalEvents {
     fn default() -> Self {
         Self::new(Link::default())
     }
 }
 
-impl Events for Bus {
+impl Events for LocalEvents {
     fn publish(&self, event: Event) {
-        // Nobody listening is not an error.
+        // Having no subscriber is not an error.
         let _ = self.senders[event.body.topic() as usize].send((Instant::now(), event));
     }
 
     fn subscribe(&self, topic: Topic) -> BoxStream<'static, Event> {
         let nth = self.counter.fetch_add(1, Ordering::Relaxed);
-        let (line, lag) = (Line::new(self.senders[topic as usize].subscribe(), self.link, nth), self.link.lag);
-        stream::unfold(line, move |mut line| async move {
-            let (at, event) = line.next().await?;
+        let (subscription, lag) =
+            (Subscription::new(self.senders[topic as usize].subscribe(), self.link, nth), self.link.lag);
+        stream::unfold(subscription, move |mut subscription| async move {
+            let (at, event) = subscription.next().await?;
             wait(at, lag).await;
-            Some((event, line))
+            Some((event, subscription))
         })
         .boxed()
     }
@@ -181,9 +182,10 @@ impl Events for Bus {
         after: u64,
     ) -> BoxFuture<'_, Result<Option<Vec<Numbered>>, PlaneError>> {
         Box::pin(async move {
-            let of_life =
-                |offers: &Offers| offers.range((epoch, 0)..=(epoch, u64::MAX)).next_back().map(|(_, log)| log.clone());
-            let kept = self.offered(source, of_life)?.and_then(|log| log.after(after, RANGE_MAX).ok());
+            let of_epoch = |offers: &OfferedLogs| {
+                offers.range((epoch, 0)..=(epoch, u64::MAX)).next_back().map(|(_, log)| log.clone())
+            };
+            let kept = self.offered(source, of_epoch)?.and_then(|log| log.after(after, RANGE_MAX).ok());
             wait(Instant::now(), self.link.lag).await;
             Ok(kept)
         })
@@ -191,16 +193,16 @@ impl Events for Bus {
 
     fn snapshot(&self, source: Source) -> BoxFuture<'_, Result<Snapshot, PlaneError>> {
         Box::pin(async move {
-            let latest = |offers: &Offers| offers.values().next_back().cloned();
+            let latest = |offers: &OfferedLogs| offers.values().next_back().cloned();
             let log = self.offered(source, latest)?.expect("a source without an offer has no entry");
-            let told = log.told().await;
+            let snapshot = log.told().await;
             wait(Instant::now(), self.link.lag).await;
-            Ok(told)
+            Ok(snapshot)
         })
     }
 }
 
-/// Does nothing without a lag: even a sleep of no length would cost a turn of the timer.
+/// Returns at once without a lag: even a sleep of zero would yield to the timer.
 async fn wait(since: Instant, lag: Duration) {
     if !lag.is_zero() {
         tokio::time::sleep_until(since + lag).await;
@@ -208,7 +210,7 @@ async fn wait(since: Instant, lag: Duration) {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Nothing that runs under these locks can panic half-way through a change.
+    // No code under these locks panics in the middle of a change.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

@@ -99,7 +99,7 @@ async fn client_errors_neither_open_nor_close_the_breaker() {
         Error::PromptTooLong { prompt: 2, context: 1 },
         Error::UnknownModel("m".into()),
         Error::Invalid { field: "f", problem: "p".into() },
-        Error::Late,
+        Error::DeadlineExceeded,
         Error::Unread(Duration::from_secs(30)),
     ];
     let (mut well, mut ill) = (closed(), open(now));

@@ -1,9 +1,8 @@
-//! Models that come with the program: real Hugging Face folders with made-up weights, for when there is no model at
-//! hand.
+//! Built-in models: Hugging Face folders with random weights, for use without a downloaded model.
 //!
-//! Their text is meaningless, but nothing about them is special: they are written once into the data directory, any
-//! loader of Llama models can read them, and here the same [`Folder`](super::huggingface::Folder) loads them as any other.
-//! The weights depend on the name and [`VERSION`] only, bit for bit, on every machine.
+//! Their text is meaningless. They are written once into the data directory, in a form that any loader of Llama
+//! models reads, and [`LoadedModel`](super::huggingface::LoadedModel) loads them like any other. The weights depend
+//! only on the name and [`VERSION`], bit for bit, on every machine.
 
 mod seeded;
 mod tokenizer;
@@ -16,20 +15,21 @@ use std::io;
 use std::path::{Path, PathBuf};
 use tokenizer::Vocabulary;
 
-/// Part of the folder's name: a release that changes what is written makes it anew. Raise it with any such change.
+/// Part of the folder's name, so that a release that changes what is written makes new folders. Raise it with every
+/// such change.
 const VERSION: u32 = 1;
 
-/// Prompt and output together. Rotary embedding has no table that grows with it.
+/// Maximum of prompt and output tokens together. Rotary embedding has no table that grows with it.
 const CONTEXT: usize = 16_384;
 
-/// A model that comes with the program.
+/// A built-in model.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Builtin {
-    /// 1.3 million parameters: for tests. Its text never ends by itself.
+    /// 1.3 million parameters: for tests. It never generates the end token.
     Tiny,
-    /// 14.5 million parameters: answers at once on any machine.
+    /// 14.5 million parameters: fast on any machine.
     Small,
-    /// 100 million parameters: heavy enough that a prefix reused is time saved.
+    /// 100 million parameters: large enough that prefix reuse saves measurable time.
     Bench,
 }
 
@@ -39,15 +39,15 @@ pub enum Builtin {
 pub struct BuiltinError {
     /// The file or folder.
     path: PathBuf,
-    /// What the system said.
+    /// The error of the system.
     source: io::Error,
 }
 
 impl Builtin {
-    /// All of them.
+    /// All built-in models.
     pub const ALL: [Self; 3] = [Self::Tiny, Self::Small, Self::Bench];
 
-    /// What clients call it.
+    /// The model's id.
     pub fn name(self) -> &'static str {
         match self {
             Self::Tiny => "tiny",
@@ -61,11 +61,11 @@ impl Builtin {
         Self::ALL.into_iter().find(|model| model.name() == name)
     }
 
-    /// The model's folder under `data_dir`, written if it is not there yet. `progress` is called with bytes written and
-    /// bytes in all.
+    /// The model's folder under `data_dir`, written if it does not exist. `progress` is called with the bytes written
+    /// so far and the bytes in all.
     ///
-    /// Blocks, for about a second per 100 million parameters and core. One process writes while others wait; what was
-    /// begun by a process that died is begun again.
+    /// Blocks, for about a second per 100 million parameters and core. One process writes while others wait; a write
+    /// that a process did not finish is started again.
     pub fn ensure(self, data_dir: &Path, progress: &(dyn Fn(u64, u64) + Sync)) -> Result<PathBuf, BuiltinError> {
         let models = data_dir.join("models");
         let done = models.join(format!("{}-{VERSION}", self.name()));
@@ -93,7 +93,7 @@ impl Builtin {
         Ok(())
     }
 
-    /// Writes the files, and makes sure that they rest.
+    /// Writes the files and waits until they are durable.
     fn write(self, folder: &Path, progress: &(dyn Fn(u64, u64) + Sync)) -> Result<(), BuiltinError> {
         let config = self.config();
         let vocabulary = Vocabulary::new(config.vocabulary);
@@ -109,13 +109,14 @@ impl Builtin {
         let recipe =
             Recipe { seed: format!("blockyard {} {VERSION}", self.name()), config, endless: self == Self::Tiny };
         recipe.write(&vocabulary, &path, progress).and_then(|()| sync(&path)).map_err(at(&path))?;
-        // The safetensors crate writes for the owner only; whoever may read one file of a model may read the others.
+        // The safetensors crate creates files readable by the owner only; all files of a model get the same
+        // permissions.
         let like = fs::metadata(folder.join("config.json")).map_err(at(folder))?.permissions();
         fs::set_permissions(&path, like).map_err(at(&path))?;
         sync(folder).map_err(at(folder))
     }
 
-    /// Its shape.
+    /// The shape of the model.
     pub(crate) fn config(self) -> Config {
         let (hidden, layers, heads, kv_heads, head_dim, intermediate, vocabulary) = match self {
             Self::Tiny => (128, 4, 4, 2, 32, 384, 4096),
@@ -167,7 +168,7 @@ fn config_json(config: &Config) -> Value {
     })
 }
 
-/// Waits until a file or folder rests.
+/// Waits until a file or folder is durable (`fsync`).
 fn sync(path: &Path) -> io::Result<()> {
     File::open(path)?.sync_all()
 }

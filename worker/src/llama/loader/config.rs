@@ -1,13 +1,13 @@
-//! The shape of a Llama-family model: what the forward pass must know, parsed once into values that cannot be wrong.
+//! The shape of a Llama-family model: parsed and checked once, so that the forward pass need not check.
 
 mod parse;
 
 pub(crate) use parse::token_ids;
 
-/// Which of the kindred architectures a model is. They differ in biases, in norms of queries and keys, and in windows.
+/// The architecture of a model. Architectures differ in biases, in norms of queries and keys, and in windows.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Family {
-    /// The plain one.
+    /// Llama 2 and 3.
     Llama,
     /// Llama with a sliding window.
     Mistral,
@@ -36,7 +36,7 @@ pub(crate) struct Config {
     pub(crate) intermediate: usize,
     /// Rows of the embedding: logits per token.
     pub(crate) vocabulary: usize,
-    /// Positions that the model was made for, prompt and output together.
+    /// Positions that the model was trained for, prompt and output together.
     pub(crate) context: usize,
     /// Added to the mean square in every RMS norm.
     pub(crate) norm_eps: f32,
@@ -44,7 +44,8 @@ pub(crate) struct Config {
     pub(crate) rope: Rope,
     /// The output head is the embedding.
     pub(crate) tied: bool,
-    /// A token sees itself and this many less one before it; `None`: all. The same in every layer.
+    /// Length of the sliding window, in every layer: a token sees itself and `window - 1` tokens before it; `None`:
+    /// all tokens.
     pub(crate) sliding_window: Option<usize>,
     /// Tokens that end a sequence.
     pub(crate) eos: Vec<u32>,
@@ -52,24 +53,26 @@ pub(crate) struct Config {
     pub(crate) bos: Option<u32>,
 }
 
-/// Rotary position embedding, in the half-split form: dimension `i` rotates with `i + head_dim / 2`.
+/// Rotary position embedding in the half-split form: dimension `i` rotates with `i + head_dim / 2`. Its `Debug`
+/// output is part of the fingerprint of blocks.
 #[derive(Clone, PartialEq, Debug)]
 pub(crate) struct Rope {
     /// Base of the wavelengths.
     pub(crate) theta: f64,
-    /// How frequencies are changed for a longer context.
+    /// Scaling of frequencies for a longer context.
     pub(crate) scaling: Option<Llama3Scaling>,
 }
 
-/// Llama 3's scaling of frequencies: wavelengths over `original_context / low_freq_factor` are stretched by `factor`,
-/// those under `original_context / high_freq_factor` stay, those between are blended linearly in frequency.
+/// Llama 3's scaling of frequencies: wavelengths over `original_context / low_freq_factor` are multiplied by
+/// `factor`, those under `original_context / high_freq_factor` are unchanged, those between are interpolated linearly
+/// in frequency.
 #[derive(Clone, PartialEq, Debug)]
 pub(crate) struct Llama3Scaling {
-    /// The stretch.
+    /// The factor of long wavelengths.
     pub(crate) factor: f64,
-    /// Bounds the stretched wavelengths.
+    /// Lower bound of the scaled wavelengths, as a fraction of the original context.
     pub(crate) low_freq_factor: f64,
-    /// Bounds the kept wavelengths.
+    /// Upper bound of the unchanged wavelengths, as a fraction of the original context.
     pub(crate) high_freq_factor: f64,
     /// The context of the pretraining, in tokens.
     pub(crate) original_context: usize,

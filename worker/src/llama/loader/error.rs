@@ -1,4 +1,4 @@
-//! Why a model folder cannot be served, in words that say what to change.
+//! Why a model folder cannot be served. Messages say what to change.
 
 use std::io;
 use std::path::PathBuf;
@@ -12,7 +12,7 @@ pub enum FolderError {
         path = .path.display()
     )]
     NotAFolder {
-        /// What was given.
+        /// The given path.
         path: PathBuf,
     },
     /// A file cannot be read.
@@ -23,7 +23,7 @@ pub enum FolderError {
         /// What the system said.
         source: io::Error,
     },
-    /// A file is not what its name says.
+    /// A file does not have the expected format.
     #[error("{path}: {problem}", path = .path.display())]
     Json {
         /// The file.
@@ -31,7 +31,7 @@ pub enum FolderError {
         /// What is wrong with it.
         problem: String,
     },
-    /// A field has a value that cannot be, or that is not supported.
+    /// A field has an invalid or unsupported value.
     #[error("{path}: `{field}` {problem}", path = .path.display())]
     Field {
         /// The file.
@@ -41,7 +41,7 @@ pub enum FolderError {
         /// What is wrong with it, and what would be right.
         problem: String,
     },
-    /// There are no weights in a form that is supported.
+    /// There are no weights in a supported format.
     #[error(
         "{path}: neither model.safetensors nor model.safetensors.index.json is there; other formats (.bin, .gguf) \
          must be converted to safetensors first",
@@ -51,7 +51,7 @@ pub enum FolderError {
         /// The folder.
         path: PathBuf,
     },
-    /// There is no tokenizer in a form that is supported.
+    /// There is no tokenizer in a supported format.
     #[error(
         "{path}: tokenizer.json is missing; it comes with most models, and transformers writes it from other forms: \
          AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)",
@@ -61,7 +61,7 @@ pub enum FolderError {
         /// The folder.
         path: PathBuf,
     },
-    /// A file of weights is broken.
+    /// A file of weights is invalid.
     #[error("{path}: {problem}", path = .path.display())]
     Weights {
         /// The file.
@@ -69,7 +69,7 @@ pub enum FolderError {
         /// What is wrong with it.
         problem: String,
     },
-    /// A tensor is missing, or is not what config.json says.
+    /// A tensor is missing, or does not match config.json.
     #[error("{path}: tensor `{tensor}` {problem}", path = .path.display())]
     Tensor {
         /// The file.
@@ -92,7 +92,7 @@ pub enum FolderError {
         path: PathBuf,
         /// Bytes that the weights take once loaded.
         needed: u64,
-        /// Bytes that the system could give.
+        /// Bytes of memory that are available.
         available: u64,
     },
 }

@@ -1,8 +1,8 @@
 //! A Hugging Face folder: everything that is needed to serve a model, read once and checked.
 //!
-//! Files used: `config.json`, `generation_config.json` (more end tokens, how to sample), `model.safetensors` or the shards that
-//! `model.safetensors.index.json` names, `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja`. Every
-//! error names the file, and the field or tensor in it.
+//! Files used: `config.json`, `generation_config.json` (further end tokens, sampling defaults), `model.safetensors`
+//! or the shards that `model.safetensors.index.json` names, `tokenizer.json`, `tokenizer_config.json` and
+//! `chat_template.jinja`. Each error names the file, and the field or tensor in it.
 
 mod memory;
 mod tokenizer;
@@ -16,32 +16,32 @@ use serde_json::Value;
 use std::ops::RangeInclusive;
 use std::path::Path;
 use std::time::UNIX_EPOCH;
-use tokenizer::Text;
+use tokenizer::TokenizerFiles;
 
-/// Tokens per KV block: small enough that little of a prompt's end is computed again, large enough that a block's bytes
-/// are worth a transfer.
+/// Tokens per KV block: small enough that little of a prompt's end is computed again, large enough that a block's
+/// bytes are worth a transfer.
 pub(crate) const BLOCK_SIZE: usize = 16;
 
 /// The file that describes the model's shape.
 const CONFIG: &str = "config.json";
 
-/// A model, loaded.
-pub(crate) struct Folder {
-    /// What its clients see.
+/// A loaded model.
+pub(crate) struct LoadedModel {
+    /// The model as clients see it.
     pub(crate) card: ModelCard,
-    /// Its shape.
+    /// The model's shape.
     pub(crate) config: Config,
-    /// Its weights, in memory.
+    /// The weights in memory.
     pub(crate) weights: Weights,
 }
 
-impl Folder {
+impl LoadedModel {
     /// Loads the model at `path`. Its id is the folder's name unless given.
     ///
-    /// The card's identity hashes `config.json` and the weights that are used, as stored: the same values stored as
-    /// another type are another model, and so is the same model with a field of its configuration changed.
+    /// The card's identity hashes `config.json` and the used weights as stored: the same values stored as another
+    /// type are another model, and so is the same model with a changed field of its configuration.
     pub(crate) fn open(path: &Path, id: Option<&str>) -> Result<Self, FolderError> {
-        let Described { config_text, config_json, config, text, sampling, checkpoint } = Described::read(path)?;
+        let ModelFolder { config_text, config_json, config, text, sampling, checkpoint } = ModelFolder::read(path)?;
         let config_path = path.join(CONFIG);
         let weights = Weights::load(&checkpoint, &config)?;
 
@@ -67,19 +67,19 @@ impl Folder {
     }
 }
 
-/// All of a folder but its weights, checked.
-pub(crate) struct Described {
+/// The content of a model folder except the weights, checked.
+pub(crate) struct ModelFolder {
     config_text: String,
     config_json: Value,
     /// The model's shape.
     pub(crate) config: Config,
-    text: Text,
+    text: TokenizerFiles,
     sampling: SamplingDefaults,
     checkpoint: Checkpoint,
 }
 
-impl Described {
-    /// Reads and checks everything that can be known before the weights are loaded.
+impl ModelFolder {
+    /// Reads and checks everything that can be checked before the weights are loaded.
     pub(crate) fn read(path: &Path) -> Result<Self, FolderError> {
         if !path.is_dir() {
             return Err(FolderError::NotAFolder { path: path.to_owned() });
@@ -88,7 +88,7 @@ impl Described {
         let config_text = read(&config_path)?;
         let config_json = parse(&config_path, &config_text)?;
         let mut config = Config::parse(&config_path, &config_json)?;
-        let text = Text::open(path, config.vocabulary)?;
+        let text = TokenizerFiles::open(path, config.vocabulary)?;
         let (eos, sampling) = generation(path, config.vocabulary)?;
         config.eos.extend(eos);
         config.eos.extend(&text.eos);
@@ -102,7 +102,7 @@ impl Described {
     }
 }
 
-/// Of `generation_config.json` the end tokens, which chat models extend there, and how its makers sample from the model.
+/// Reads the end tokens and the sampling defaults of `generation_config.json`.
 fn generation(folder: &Path, vocabulary: usize) -> Result<(Vec<u32>, SamplingDefaults), FolderError> {
     let path = folder.join("generation_config.json");
     if !path.exists() {
@@ -120,7 +120,7 @@ fn generation(folder: &Path, vocabulary: usize) -> Result<(Vec<u32>, SamplingDef
     let sampling = SamplingDefaults {
         temperature: number("temperature", 0.0..=2.0)?,
         top_p: number("top_p", f32::MIN_POSITIVE..=1.0)?,
-        // Off is 0 or -1.
+        // 0 and -1 mean off.
         top_k: fields.optional::<i64>("top_k")?.and_then(|k| u32::try_from(k).ok()).filter(|k| *k > 0),
         min_p: number("min_p", 0.0..=1.0)?,
         repetition_penalty: number("repetition_penalty", f32::MIN_POSITIVE..=100.0)?,
@@ -128,7 +128,7 @@ fn generation(folder: &Path, vocabulary: usize) -> Result<(Vec<u32>, SamplingDef
     Ok((token_ids(&fields, "eos_token_id", vocabulary)?, sampling))
 }
 
-/// What a model is called that is loaded from a folder.
+/// The id of a model that is loaded from a folder.
 pub fn folder_name(path: &Path) -> String {
     let full = path.canonicalize().unwrap_or_else(|_| path.to_owned());
     full.file_name().map_or_else(|| "model".to_owned(), |name| name.to_string_lossy().into_owned())

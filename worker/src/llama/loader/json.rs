@@ -1,4 +1,4 @@
-//! The fields of a JSON file, read one by one, so that each error names the file and the field.
+//! Access to single fields of a JSON file; each error names the file and the field.
 
 use super::error::FolderError;
 use serde::de::DeserializeOwned;
@@ -9,7 +9,7 @@ use std::path::Path;
 #[derive(Clone, Copy)]
 pub(crate) struct Fields<'a> {
     path: &'a Path,
-    /// Where the object stands in the file: empty, or the parents' names, each with a dot.
+    /// Path of the object in the file: empty, or the parents' names, each with a dot.
     prefix: &'a str,
     object: &'a Map<String, Value>,
 }
@@ -33,12 +33,12 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// The value as it stands. Null is like absent.
+    /// The value. Null counts as absent.
     pub(crate) fn raw(&self, name: &str) -> Option<&'a Value> {
         self.object.get(name).filter(|value| !value.is_null())
     }
 
-    /// Whether the field is there, be it null.
+    /// Whether the field is present, even if null.
     pub(crate) fn contains(&self, name: &str) -> bool {
         self.object.contains_key(name)
     }
@@ -52,23 +52,23 @@ impl<'a> Fields<'a> {
             .transpose()
     }
 
-    /// A field that must be there.
+    /// A required field.
     pub(crate) fn required<T: DeserializeOwned>(&self, name: &str) -> Result<T, FolderError> {
         self.optional(name)?.ok_or_else(|| self.wrong(name, "is missing"))
     }
 
-    /// A count, from 1 to `max`, that must be there.
+    /// A required count from 1 to `max`.
     pub(crate) fn count(&self, name: &str, max: usize) -> Result<usize, FolderError> {
         let count = self.required(name)?;
         self.bounded(name, count, max)
     }
 
-    /// A count, from 1 to `max`, that may be absent or null.
+    /// An optional count from 1 to `max`.
     pub(crate) fn optional_count(&self, name: &str, max: usize) -> Result<Option<usize>, FolderError> {
         self.optional(name)?.map(|count| self.bounded(name, count, max)).transpose()
     }
 
-    /// The error that field `name` is wrong, in words that follow its name.
+    /// The error that field `name` is wrong; `problem` continues a sentence that starts with the name.
     pub(crate) fn wrong(&self, name: &str, problem: impl Into<String>) -> FolderError {
         FolderError::Field {
             path: self.path.to_owned(),
@@ -86,7 +86,7 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// A value for an error message, cut where it gets long.
+/// A value for an error message, truncated if long.
 fn short(value: &Value) -> String {
     let text = value.to_string();
     match text.char_indices().nth(60) {

@@ -1,4 +1,4 @@
-//! The weights of a model in memory: f32, each matrix one allocation, projections that read the same input fused.
+//! The weights of a model in memory: f32, one allocation per matrix, with projections of the same input fused.
 
 mod checkpoint;
 
@@ -103,14 +103,14 @@ impl Layer {
     }
 }
 
-/// Reads tensors, and remembers the hash of each.
+/// Reads tensors and records the hash of each.
 struct Source<'a> {
     checkpoint: &'a Checkpoint,
     hashes: Mutex<BTreeMap<String, blake3::Hash>>,
 }
 
 impl Source<'_> {
-    /// The tensors' values, one tensor after the other.
+    /// The tensors' values, concatenated.
     fn vector(&self, names: &[&str]) -> Result<Vec<f32>, FolderError> {
         let sizes = names.iter().map(|name| self.checkpoint.size(name)).collect::<Result<Vec<_>, _>>()?;
         let mut data = vec![0.0; sizes.iter().sum()];
@@ -124,13 +124,13 @@ impl Source<'_> {
         Ok(data)
     }
 
-    /// The tensors' rows, one tensor below the other.
+    /// The tensors' rows, concatenated.
     fn matrix(&self, names: &[&str], cols: usize) -> Result<Matrix, FolderError> {
         let data = self.vector(names)?;
         Ok(Matrix { rows: data.len() / cols, cols, data })
     }
 
-    /// The hash of all that was read, by name.
+    /// The hash of all tensors that were read, by name.
     fn identity(self) -> [u8; 32] {
         let mut hasher = blake3::Hasher::new();
         for (name, hash) in self.hashes.into_inner().expect("no holder panicked") {
@@ -140,7 +140,7 @@ impl Source<'_> {
     }
 }
 
-/// Every tensor of a model of this shape, as Hugging Face names it.
+/// Every tensor of a model of this shape, with its Hugging Face name.
 pub(crate) fn tensors(config: &Config) -> Vec<(String, Vec<usize>)> {
     let Config { hidden, intermediate, vocabulary, head_dim, .. } = *config;
     let (queries, keys) = (config.heads * head_dim, config.kv_heads * head_dim);

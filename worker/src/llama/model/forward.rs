@@ -1,13 +1,13 @@
-//! The forward pass: chunks of several sequences in, KV into their blocks, logits of the rows that asked.
+//! The forward pass: chunks of several sequences in, KV written to their blocks, logits of the requested rows out.
 //!
-//! All rows of all chunks go through one product per matrix. A row's result depends on nothing but its own tokens: products
-//! ([`linear`](super::linear)) and attention ([`attention`]) promise it, the rest is row by row.
-//! There is no scheduling here, and no owning of blocks: the caller says which slots, and owns those that are written.
+//! All rows of all chunks go through one product per matrix. A row's result depends only on its own tokens: products
+//! ([`linear`](super::linear)) and attention ([`attention`]) guarantee it, and the rest is computed per row. Not
+//! here: scheduling and the ownership of blocks. The caller names the slots and owns those that are written.
 
 #![expect(clippy::inline_always, reason = "compiled anew for each instruction set, by being inlined into `widely`")]
 
 use super::attention::{self, Heads, Span};
-use super::kv_cache::Arena;
+use super::kv_cache::KvCache;
 use super::linear::Linear;
 use super::rope::{self, Rotation};
 use super::simd::{silu, sum_of_squares, wide};
@@ -17,13 +17,13 @@ use rayon::prelude::*;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-/// Rows that one thread takes at a time where work is row by row: less is not worth waking another.
+/// Rows per task where work is row by row; smaller tasks cost more than they gain.
 const ROWS: usize = 8;
 
-/// Rows whose logits are visited at once: enough for a product at full speed, and 20 MB for a vocabulary of 150,000.
+/// Rows whose logits are visited at once: enough for a product at full speed, 20 MB for a vocabulary of 150,000.
 const VISITED: usize = 32;
 
-/// A model, ready to compute. Share it: it is one copy of the weights and one pool of threads.
+/// A model, ready to compute: one copy of the weights and one thread pool, to be shared.
 pub(crate) struct Model {
     config: Config,
     heads: Heads,
@@ -34,7 +34,7 @@ pub(crate) struct Model {
     identity: [u8; 32],
     rotation: Rotation,
     pool: rayon::ThreadPool,
-    /// Memory of earlier passes, to be used again: fresh pages for every pass would cost about 2 % of it.
+    /// Buffers of earlier passes, for reuse: fresh pages for every pass would cost about 2 % of it.
     scratch: Mutex<Vec<Scratch>>,
 }
 
@@ -50,70 +50,72 @@ struct Layer {
     down: Linear,
 }
 
-/// Consecutive tokens of one sequence: a piece of a prompt, or the one token of a decode step.
+/// Consecutive tokens of one sequence: a part of a prompt, or the single token of a decode step.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Chunk<'a> {
     /// The tokens, at least one, each within the vocabulary.
     pub(crate) tokens: &'a [u32],
-    /// Position of the first. The KV of all positions before it is in the table's blocks.
+    /// Position of the first token. The table's blocks hold the KV of all positions before it.
     pub(crate) start: usize,
-    /// The sequence's blocks, up to the chunk's end. The caller owns those that the chunk writes to.
+    /// The sequence's block table up to the chunk's end. The caller owns the blocks that the chunk writes.
     pub(crate) table: &'a [BlockId],
-    /// Whether the logits after the last token are wanted.
+    /// Whether the logits after the last token are requested.
     pub(crate) logits: bool,
 }
 
-/// Tokens of a chunk after each of which the logits are wanted at once, while they are computed: too many to be kept.
-pub(crate) struct Visit<'a, T> {
-    /// Which tokens, for each chunk.
+/// Tokens whose logits are passed to a function as they are computed, because together they would be too large to
+/// keep.
+pub(crate) struct LogitsVisitor<'a, T> {
+    /// The tokens of each chunk.
     pub(crate) tokens: &'a [Range<usize>],
-    /// Called with the chunk, the token's place in it and the logits after it, on several threads.
+    /// Called with the index of the chunk, the index of the token in it and the logits after the token, on several
+    /// threads.
     pub(crate) each: &'a (dyn Fn(usize, usize, &[f32]) -> T + Sync),
 }
 
-/// Logits of the chunks that asked, in their order.
+/// Logits of the chunks that request them, in order.
 pub(crate) struct Logits<'a> {
     vocabulary: usize,
     data: &'a mut [f32],
 }
 
 impl Logits<'_> {
-    /// Of the `i`-th chunk that asked.
+    /// The logits of the `i`-th chunk that requests them.
     #[cfg(test)]
     pub(crate) fn row(&mut self, i: usize) -> &mut [f32] {
         &mut self.data[i * self.vocabulary..][..self.vocabulary]
     }
 
-    /// Of each chunk that asked, for several threads.
+    /// The logits of all chunks that request them, for parallel iteration.
     pub(crate) fn rows(&mut self) -> rayon::slice::ChunksExactMut<'_, f32> {
         self.data.par_chunks_exact_mut(self.vocabulary)
     }
 }
 
-/// What a pass writes on its way: a row per token in each.
+/// The intermediate buffers of a pass, with a row per token in each.
 #[derive(Default)]
 struct Scratch {
     /// The residual stream, `[hidden]`.
     stream: Vec<f32>,
-    /// The stream normed, `[hidden]`.
+    /// The stream after RMS norm, `[hidden]`.
     normed: Vec<f32>,
     /// Queries, keys, values, as in [`Heads::row`].
     qkv: Vec<f32>,
-    /// What the heads attended to, `[heads · head_dim]`.
+    /// The output of attention, `[heads · head_dim]`.
     attended: Vec<f32>,
-    /// Gates and ups, `[2 · intermediate]`.
+    /// Gate and up projections, `[2 · intermediate]`.
     gate_up: Vec<f32>,
-    /// Gated, `[intermediate]`.
+    /// The gated activation, `[intermediate]`.
     gated: Vec<f32>,
     /// Cosines and sines of the position, `[head_dim]`.
     angles: Vec<f32>,
-    /// Logits, `[vocabulary]`, of the rows that asked.
+    /// Logits, `[vocabulary]`, of the requested rows.
     logits: Vec<f32>,
 }
 
-/// Where a token stands in its sequence and in memory.
+/// A token's position in its sequence and its slot and offset in memory.
 #[derive(Clone, Copy)]
-struct Place {
+struct TokenPosition {
     token: u32,
     position: usize,
     slot: BlockId,
@@ -121,7 +123,7 @@ struct Place {
 }
 
 impl Model {
-    /// Lays the weights out for computing on `threads` threads.
+    /// Converts the weights for computing on `threads` threads.
     pub(crate) fn new(config: Config, weights: Weights, threads: usize) -> Self {
         let pool = rayon::ThreadPoolBuilder::new()
             .num_threads(threads)
@@ -132,7 +134,7 @@ impl Model {
         let heads =
             Heads { queries: config.heads, kv: config.kv_heads, dim: config.head_dim, window: config.sliding_window };
         let rotation = Rotation::new(&config.rope, config.head_dim);
-        // One matrix after the other, so that the two layouts of all never stand side by side.
+        // One matrix after the other, so that two layouts of all weights never exist at once.
         let (embed, layers, head) =
             pool.install(|| (Linear::new(embed), layers.into_iter().map(Layer::new).collect(), head.map(Linear::new)));
         Self { config, heads, embed, layers, norm, head, identity, rotation, pool, scratch: Mutex::default() }
@@ -143,31 +145,32 @@ impl Model {
         &self.config
     }
 
-    /// An arena for this model's KV.
-    pub(crate) fn arena(&self, block_size: usize, blocks: usize) -> std::io::Result<Arena> {
-        Arena::new(&self.config, block_size, blocks, &self.identity)
+    /// A KV cache for this model.
+    pub(crate) fn kv_cache(&self, block_size: usize, blocks: usize) -> std::io::Result<KvCache> {
+        KvCache::new(&self.config, block_size, blocks, &self.identity)
     }
 
-    /// Computes the chunks, each of another sequence, and writes their KV. What `then` makes of the logits it makes on the compute
-    /// threads. Blocks the calling thread.
+    /// Computes the chunks, each of another sequence, and writes their KV. `then` is called with the logits on a
+    /// compute thread. Blocks the calling thread.
     #[cfg(test)]
     pub(crate) fn forward<R: Send>(
         &self,
         chunks: &[Chunk<'_>],
-        kv: &Arena,
+        kv: &KvCache,
         then: impl FnOnce(Logits<'_>) -> R + Send,
     ) -> R {
-        let visit = Visit { tokens: &vec![0..0; chunks.len()], each: &|_, _, _| {} };
+        let visit = LogitsVisitor { tokens: &vec![0..0; chunks.len()], each: &|_, _, _| {} };
         self.forward_visiting(chunks, kv, &visit, then).0
     }
 
-    /// Computes the chunks, each of another sequence, and writes their KV. What `then` makes of the logits of the chunks that
-    /// want them, and `visit` of those of the tokens that it names, is made on the compute threads. Blocks the calling thread.
+    /// Computes the chunks, each of another sequence, and writes their KV. `then` is called with the logits of the
+    /// chunks that request them, and `visit` with those of the tokens that it names, on the compute threads. Blocks
+    /// the calling thread.
     pub(crate) fn forward_visiting<R: Send, T: Send>(
         &self,
         chunks: &[Chunk<'_>],
-        kv: &Arena,
-        visit: &Visit<'_, T>,
+        kv: &KvCache,
+        visit: &LogitsVisitor<'_, T>,
         then: impl FnOnce(Logits<'_>) -> R + Send,
     ) -> (R, Vec<Vec<T>>) {
         let scratch = || self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
@@ -183,13 +186,13 @@ impl Model {
     fn pass<'s, T: Send>(
         &self,
         chunks: &[Chunk<'_>],
-        kv: &Arena,
-        visit: &Visit<'_, T>,
+        kv: &KvCache,
+        visit: &LogitsVisitor<'_, T>,
         scratch: &'s mut Scratch,
     ) -> (Logits<'s>, Vec<Vec<T>>) {
-        let places: Vec<Place> = chunks.iter().flat_map(|chunk| chunk.places(kv.block_size())).collect();
+        let positions: Vec<TokenPosition> = chunks.iter().flat_map(|chunk| chunk.positions(kv.block_size())).collect();
         let all = spans(chunks);
-        // Of each chunk everything from the first row on whose logits are wanted.
+        // Of each chunk the rows from the first one whose logits are requested.
         let first = |(chunk, visited): (&Chunk<'_>, &Range<usize>)| match chunk.tokens.len() {
             _ if !visited.is_empty() => visited.start,
             tokens if chunk.logits => tokens - 1,
@@ -197,11 +200,12 @@ impl Model {
         };
         let firsts: Vec<usize> = chunks.iter().zip(visit.tokens).map(first).collect();
         let asked: Vec<Span<'_>> = all.iter().zip(&firsts).map(|(span, first)| span.skip(*first)).collect();
-        scratch.fit(&self.config, places.len());
-        self.begin(&places, scratch);
+        scratch.fit(&self.config, positions.len());
+        self.begin(&positions, scratch);
         for (l, layer) in self.layers.iter().enumerate() {
-            layer.keys_and_values(self, l, &places, kv, scratch);
-            // Everybody needs the last layer's keys and values; what follows them, only rows whose logits are wanted.
+            layer.keys_and_values(self, l, &positions, kv, scratch);
+            // Every row needs the last layer's keys and values; the rest of that layer only the rows whose logits are
+            // requested.
             let spans = if l + 1 < self.layers.len() { &all } else { &asked };
             if l + 1 == self.layers.len() {
                 scratch.keep(&asked, self.config.hidden);
@@ -210,7 +214,7 @@ impl Model {
         }
         let rows = asked.iter().map(|span| span.tokens).sum();
         self.normalize(rows, &self.norm, scratch);
-        // Where the rows of each chunk end among those that are left.
+        // The end of each chunk's rows among the remaining rows.
         let mut end = 0;
         let ends: Vec<usize> = asked
             .iter()
@@ -221,7 +225,7 @@ impl Model {
             .collect();
         let mut visited = Vec::with_capacity(chunks.len());
         for (c, chunk) in chunks.iter().enumerate() {
-            // The row of the chunk's first token, had it been kept.
+            // The row of the chunk's token, among the remaining rows.
             let row = |token: usize| ends[c] + token - chunk.tokens.len();
             let tokens = visit.tokens[c].clone();
             visited.push(self.visit(tokens, row, &|token, logits| (visit.each)(c, token, logits), scratch));
@@ -237,7 +241,7 @@ impl Model {
         (self.logits(rows, scratch), visited)
     }
 
-    /// Has `each` look at the logits after these tokens of a chunk, whose rows `row` gives.
+    /// Calls `each` with the logits after these tokens of a chunk, whose rows `row` gives.
     fn visit<T: Send>(
         &self,
         tokens: Range<usize>,
@@ -260,18 +264,18 @@ impl Model {
         seen
     }
 
-    /// Embeds the tokens and turns to their positions.
-    fn begin(&self, places: &[Place], scratch: &mut Scratch) {
+    /// Embeds the tokens and computes the angles of their positions.
+    fn begin(&self, positions: &[TokenPosition], scratch: &mut Scratch) {
         let Config { hidden, head_dim, .. } = self.config;
         let stream = scratch.stream.par_chunks_exact_mut(hidden).with_min_len(ROWS);
         let angles = scratch.angles.par_chunks_exact_mut(head_dim);
-        places.par_iter().zip(stream).zip(angles).for_each(|((place, stream), angles)| {
+        positions.par_iter().zip(stream).zip(angles).for_each(|((place, stream), angles)| {
             self.embed.row(place.token as usize, stream);
             self.rotation.at(place.position, angles);
         });
     }
 
-    /// From the normed stream to logits.
+    /// The output projection: from the normed stream to logits.
     fn output(&self) -> &Linear {
         self.head.as_ref().unwrap_or(&self.embed)
     }
@@ -281,14 +285,14 @@ impl Model {
         let vocabulary = self.config.vocabulary;
         let Scratch { normed, logits, .. } = scratch;
         if rows > 0 {
-            // Room for two, as products ask. Each value is written anew.
+            // Products need room for two rows. Each value is overwritten.
             logits.resize(logits.len().max(rows.max(2) * vocabulary), 0.0);
         }
         self.output().apply(rows, normed, logits);
         Logits { vocabulary, data: &mut logits[..rows * vocabulary] }
     }
 
-    /// Norms the first `rows` rows of the stream.
+    /// Applies RMS norm to the first `rows` rows of the stream.
     fn normalize(&self, rows: usize, gain: &[f32], scratch: &mut Scratch) {
         let Config { hidden, norm_eps, .. } = self.config;
         let normed = scratch.normed.par_chunks_exact_mut(hidden).with_min_len(ROWS);
@@ -314,14 +318,21 @@ impl Layer {
         }
     }
 
-    /// From the stream to queries in `scratch.qkv`, and keys and values in the blocks.
-    fn keys_and_values(&self, model: &Model, l: usize, places: &[Place], kv: &Arena, scratch: &mut Scratch) {
+    /// From the stream to queries in `scratch.qkv`, and to keys and values in the blocks.
+    fn keys_and_values(
+        &self,
+        model: &Model,
+        l: usize,
+        positions: &[TokenPosition],
+        kv: &KvCache,
+        scratch: &mut Scratch,
+    ) {
         let Heads { queries, kv: kv_heads, dim, .. } = model.heads;
-        model.normalize(places.len(), &self.attention_norm, scratch);
-        self.qkv.apply(places.len(), &scratch.normed, &mut scratch.qkv);
+        model.normalize(positions.len(), &self.attention_norm, scratch);
+        self.qkv.apply(positions.len(), &scratch.normed, &mut scratch.qkv);
         let rows = scratch.qkv.par_chunks_exact_mut(model.heads.row()).with_min_len(ROWS);
         let angles = scratch.angles.par_chunks_exact(dim);
-        places.par_iter().zip(rows).zip(angles).for_each(|((place, row), angles)| {
+        positions.par_iter().zip(rows).zip(angles).for_each(|((place, row), angles)| {
             if let Some(bias) = &self.qkv_bias {
                 row.iter_mut().zip(bias).for_each(|(x, bias)| *x += bias);
             }
@@ -335,7 +346,7 @@ impl Layer {
     }
 
     /// From queries, keys and values back to the stream, one row per token of `spans`.
-    fn attention_and_ffn(&self, model: &Model, l: usize, spans: &[Span<'_>], kv: &Arena, scratch: &mut Scratch) {
+    fn attention_and_ffn(&self, model: &Model, l: usize, spans: &[Span<'_>], kv: &KvCache, scratch: &mut Scratch) {
         let rows = spans.iter().map(|span| span.tokens).sum();
         attention::attend(model.heads, &scratch.qkv, spans, kv, l, &mut scratch.attended);
         self.output.add(rows, &scratch.attended, &mut scratch.stream);
@@ -351,14 +362,14 @@ impl Layer {
 }
 
 impl Chunk<'_> {
-    fn places(self, block_size: usize) -> impl Iterator<Item = Place> {
+    fn positions(self, block_size: usize) -> impl Iterator<Item = TokenPosition> {
         let end = self.start + self.tokens.len();
         assert!(
             end <= self.table.len() * block_size,
             "the table has {} blocks, the chunk ends at {end}",
             self.table.len()
         );
-        self.tokens.iter().zip(self.start..).map(move |(&token, position)| Place {
+        self.tokens.iter().zip(self.start..).map(move |(&token, position)| TokenPosition {
             token,
             position,
             slot: self.table[position / block_size],
@@ -367,7 +378,7 @@ impl Chunk<'_> {
     }
 }
 
-/// Where each chunk's rows are.
+/// The rows of each chunk.
 fn spans<'a>(chunks: &[Chunk<'a>]) -> Vec<Span<'a>> {
     let place = |row: &mut usize, chunk: &Chunk<'a>| {
         let span = Span { row: *row, tokens: chunk.tokens.len(), start: chunk.start, table: chunk.table };
@@ -378,7 +389,7 @@ fn spans<'a>(chunks: &[Chunk<'a>]) -> Vec<Span<'a>> {
 }
 
 impl Scratch {
-    /// Makes room for `rows` rows, and for one more: products of a single row read a second one.
+    /// Makes room for `rows` rows and one more: products of a single row read a second one.
     fn fit(&mut self, config: &Config, rows: usize) {
         let Config { hidden, heads, kv_heads, head_dim, intermediate, .. } = *config;
         for (buffer, width) in [
@@ -390,12 +401,12 @@ impl Scratch {
             (&mut self.gated, intermediate),
             (&mut self.angles, head_dim),
         ] {
-            // Never shrinks: chunks are of one size most of the time, and the largest is bounded by the scheduler.
+            // Never shrinks: chunks mostly have one size, and the scheduler bounds the largest.
             buffer.resize(buffer.len().max((rows + 1) * width), 0.0);
         }
     }
 
-    /// Keeps only the stream of the spans' rows, in order.
+    /// Keeps only the rows of the spans in the stream, in order.
     fn keep(&mut self, spans: &[Span<'_>], hidden: usize) {
         // Rows only move down, so none is overwritten before it has moved.
         let mut to = 0;
@@ -413,7 +424,7 @@ fn rms_norm(x: &mut [f32], gain: &[f32], eps: f32) {
     x.iter_mut().zip(gain).for_each(|(x, gain)| *x = *x * scale * gain);
 }
 
-/// Norms each head where the model has a gain for that, and turns it to its position.
+/// Applies RMS norm to each head where the model has a gain for it, and rotates the head to its position.
 #[inline(always)]
 fn place_heads(heads: &mut [f32], gain: Option<&[f32]>, eps: f32, angles: &[f32]) {
     for head in heads.chunks_exact_mut(angles.len()) {
@@ -424,7 +435,7 @@ fn place_heads(heads: &mut [f32], gain: Option<&[f32]>, eps: f32, angles: &[f32]
     }
 }
 
-/// `silu(gate) · up`, of a row of gates and then ups.
+/// `silu(gate) · up`, of a row that holds gates and then ups.
 #[inline(always)]
 fn gate(gated: &mut [f32], gate_up: &[f32]) {
     let (gate, up) = gate_up.split_at(gated.len());

@@ -1,9 +1,10 @@
-//! The native engine's KV memory: one anonymous mapping cut into blocks, `[block][layer][k|v][kv_head][token][head_dim]` of
-//! `f32`. A block is one contiguous blob, so that what tiers move is what attention reads.
+//! The native engine's KV memory (G1): one anonymous mapping divided into blocks of
+//! `[layer][k|v][kv_head][token][head_dim]` in `f32`. A block is contiguous, so tiers move the same bytes that
+//! attention reads.
 //!
-//! Pages cost nothing until they are touched. Slots are written through a shared reference: who may write which slot is
-//! decided by ownership elsewhere (kvbm's `PartialBlock`), as the contract of [`DeviceBlocks`] demands; this file is where
-//! that promise meets `unsafe`.
+//! Pages take no memory until they are touched. Slots are written through a shared reference: ownership (kvbm's
+//! `PartialBlock`) decides which sequence may write a slot, as the contract of [`DeviceBlocks`] demands. This file
+//! has the `unsafe` code that relies on it.
 
 use super::linear;
 use super::rope::Rotation;
@@ -21,15 +22,15 @@ pub(super) const TILE: usize = 64;
 /// cheap beside it. A multiple of [`TILE`]; part of the fingerprint for the same reason.
 pub(super) const SPLIT: usize = 512;
 
-/// KV blocks of one model.
-pub(crate) struct Arena {
+/// The KV blocks of one model.
+pub(crate) struct KvCache {
     memory: MmapRaw,
     shape: Shape,
     blocks: usize,
     fingerprint: Fingerprint,
 }
 
-/// What lies where in a block.
+/// The layout of a block.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Shape {
     layers: usize,
@@ -40,7 +41,7 @@ struct Shape {
 
 /// Keys or values.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Half {
+pub(crate) enum KvHalf {
     /// Rotated keys.
     Keys,
     /// Values.
@@ -48,7 +49,7 @@ pub(crate) enum Half {
 }
 
 impl Shape {
-    /// Floats of one head's keys (or values) in one layer of a block.
+    /// Number of floats of one head's keys (or values) in one layer of a block.
     fn run(self) -> usize {
         self.block_size * self.head_dim
     }
@@ -57,26 +58,26 @@ impl Shape {
         self.layers * 2 * self.kv_heads * self.run()
     }
 
-    /// Where one head's keys or values of a layer start.
-    fn start(self, slot: BlockId, layer: usize, half: Half, kv_head: usize) -> usize {
+    /// Index of the first float of one head's keys or values in a layer.
+    fn start(self, slot: BlockId, layer: usize, half: KvHalf, kv_head: usize) -> usize {
         debug_assert!(layer < self.layers && kv_head < self.kv_heads);
         slot.0 as usize * self.block() + ((layer * 2 + half as usize) * self.kv_heads + kv_head) * self.run()
     }
 }
 
-impl Arena {
-    /// Room for `blocks` blocks of `block_size` tokens. `identity` is the hash of the weights.
+impl KvCache {
+    /// Memory for `blocks` blocks of `block_size` tokens. `identity` is the hash of the weights.
     ///
-    /// Fails when the address space cannot be had.
+    /// Fails when the address space cannot be reserved.
     pub(crate) fn new(config: &Config, block_size: usize, blocks: usize, identity: &[u8; 32]) -> io::Result<Self> {
         let shape = Shape { layers: config.layers, kv_heads: config.kv_heads, head_dim: config.head_dim, block_size };
         let bytes = blocks
             .checked_mul(shape.block() * size_of::<f32>())
             .ok_or_else(|| io::Error::new(io::ErrorKind::OutOfMemory, "the KV blocks exceed the address space"))?;
-        // An empty mapping is an error of its own kind; an arena of no blocks is merely useless.
+        // Mapping zero bytes is an error; a KV cache of no blocks is only useless.
         let memory = MmapMut::map_anon(bytes.max(1))?;
-        // Attention walks megabytes per layer: huge pages spare it most page-table walks. A kernel without them is no
-        // reason to fail.
+        // Attention reads megabytes per layer: huge pages save most page-table walks. A kernel without them is not an
+        // error.
         #[cfg(target_os = "linux")]
         if let Err(error) = memory.advise(memmap2::Advice::HugePage) {
             tracing::debug!(%error, "huge pages are not available for KV blocks");
@@ -89,14 +90,14 @@ impl Arena {
         self.shape.block_size
     }
 
-    /// Writes one token's keys and values, `[kv_head][head_dim]` each, to its place in a block.
+    /// Writes one token's keys and values, `[kv_head][head_dim]` each, into a block.
     ///
-    /// The caller owns the slot: nobody else reads or writes it meanwhile.
+    /// The caller owns the slot: no other code reads or writes it meanwhile.
     pub(crate) fn write_token(&self, slot: BlockId, offset: usize, layer: usize, keys: &[f32], values: &[f32]) {
         let Shape { kv_heads, head_dim, block_size, .. } = self.shape;
-        assert!((slot.0 as usize) < self.blocks && offset < block_size, "{slot:?} + {offset} is outside the arena");
+        assert!((slot.0 as usize) < self.blocks && offset < block_size, "{slot:?} + {offset} is outside the kv_cache");
         assert!(keys.len() == kv_heads * head_dim && values.len() == keys.len(), "one token's keys and values");
-        for (half, from) in [(Half::Keys, keys), (Half::Values, values)] {
+        for (half, from) in [(KvHalf::Keys, keys), (KvHalf::Values, values)] {
             for (kv_head, from) in from.chunks_exact(head_dim).enumerate() {
                 let start = self.shape.start(slot, layer, half, kv_head) + offset * head_dim;
                 // SAFETY: `start .. start + head_dim` lies in this slot (asserted above), which the caller owns.
@@ -107,12 +108,13 @@ impl Arena {
 
     /// The keys (or values) of the first `tokens` tokens of a block for one head, `[token][head_dim]`.
     ///
-    /// The caller knows that they were written and that nobody writes them while the slice lives.
-    pub(crate) fn tokens(&self, slot: BlockId, layer: usize, half: Half, kv_head: usize, tokens: usize) -> &[f32] {
-        assert!((slot.0 as usize) < self.blocks && tokens <= self.shape.block_size, "{slot:?} is outside the arena");
+    /// The caller guarantees that they were written and that no code writes them while the slice exists.
+    pub(crate) fn tokens(&self, slot: BlockId, layer: usize, half: KvHalf, kv_head: usize, tokens: usize) -> &[f32] {
+        assert!((slot.0 as usize) < self.blocks && tokens <= self.shape.block_size, "{slot:?} is outside the kv_cache");
         let start = self.shape.start(slot, layer, half, kv_head);
-        // SAFETY: the range lies in this slot (asserted above). Memory is initialised (zero from the system), and by the
-        // contract nobody writes these tokens while they are read: a sequence writes only tokens that follow those it reads.
+        // SAFETY: the range lies in this slot (asserted above). The memory is initialised (zeroed by the system), and
+        // by the contract these tokens are not written while they are read: a sequence writes only tokens after those
+        // that it reads.
         unsafe { std::slice::from_raw_parts(self.base().add(start), tokens * self.shape.head_dim) }
     }
 
@@ -122,13 +124,13 @@ impl Arena {
     }
 
     fn bytes_of(&self, slot: BlockId) -> *mut u8 {
-        assert!((slot.0 as usize) < self.blocks, "{slot:?} is outside the arena");
+        assert!((slot.0 as usize) < self.blocks, "{slot:?} is outside the kv_cache");
         // SAFETY: the slot lies in the mapping.
         unsafe { self.memory.as_mut_ptr().add(slot.0 as usize * self.block_bytes()) }
     }
 }
 
-impl DeviceBlocks for Arena {
+impl DeviceBlocks for KvCache {
     fn capacity(&self) -> usize {
         self.blocks
     }
@@ -143,7 +145,7 @@ impl DeviceBlocks for Arena {
 
     fn read(&self, slot: BlockId, into: &mut [u8]) {
         assert_eq!(into.len(), self.block_bytes());
-        // SAFETY: both are `block_bytes` long, `into` is exclusive, and by the contract nobody writes the slot now.
+        // SAFETY: both are `block_bytes` long, `into` is exclusive, and by the contract the slot is not written now.
         unsafe { into.as_mut_ptr().copy_from_nonoverlapping(self.bytes_of(slot), self.block_bytes()) };
     }
 
@@ -154,12 +156,12 @@ impl DeviceBlocks for Arena {
     }
 
     fn read_observed(&self, slot: BlockId, into: &mut [u8], observe: &mut dyn FnMut(&[u8])) {
-        // SAFETY: the slot's bytes, initialised, and by the contract nobody writes the slot now.
+        // SAFETY: the slot's bytes are initialised, and by the contract the slot is not written now.
         copy_observed(unsafe { std::slice::from_raw_parts(self.bytes_of(slot), self.block_bytes()) }, into, observe);
     }
 
     fn write_observed(&self, slot: BlockId, from: &[u8], observe: &mut dyn FnMut(&[u8])) {
-        // SAFETY: the slot's bytes, initialised, and by the contract the caller owns the slot.
+        // SAFETY: the slot's bytes are initialised, and by the contract the caller owns the slot.
         copy_observed(
             from,
             unsafe { std::slice::from_raw_parts_mut(self.bytes_of(slot), self.block_bytes()) },
@@ -168,7 +170,8 @@ impl DeviceBlocks for Arena {
     }
 }
 
-/// Whose bytes these are: everything that decides them. The instruction set is there as far as it shows in results.
+/// The fingerprint of the bytes of a block: everything that decides them. The instruction set takes part as far as it
+/// changes results.
 fn fingerprint(config: &Config, shape: Shape, identity: &[u8; 32]) -> Fingerprint {
     let Shape { layers, kv_heads, head_dim, block_size } = shape;
     let numbers: Vec<u8> = [layers, kv_heads, head_dim, block_size, config.heads, config.hidden, config.intermediate]
@@ -179,7 +182,7 @@ fn fingerprint(config: &Config, shape: Shape, identity: &[u8; 32]) -> Fingerprin
     let norm = config.norm_eps.to_le_bytes();
     let rope = format!("{:?}", config.rope);
     let arithmetic = linear::arithmetic();
-    // Sines come from the system's library, and libraries differ in the last place: here is what they gave.
+    // Sines come from the system's library, and libraries differ in the last bit: the values that it gave are hashed.
     let rotation = Rotation::new(&config.rope, head_dim);
     let mut angles = vec![0.0; head_dim * 2];
     angles.chunks_exact_mut(head_dim).zip([1, 4099]).for_each(|(angles, position)| rotation.at(position, angles));

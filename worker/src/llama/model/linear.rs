@@ -1,43 +1,44 @@
-//! Linear layers: `y = x · Wᵀ`, or added to what `y` holds.
+//! Linear layers: `y = x · Wᵀ`, or added to `y`.
 //!
-//! Products come from the `gemm` crate, called so that a row's result depends on nothing but the row. Weights are kept in
-//! panels of [`PANEL`] outputs, `[panel][input][output]`, and each panel is multiplied with a tile of rows by itself; what
-//! tiles there are, and who computes them, changes no bit. Three things that would are kept out:
-//! - a single row takes another path in `gemm` (matrix times vector): a tile has at least two rows, one of padding if need be;
-//! - long sums are cut where the machine's caches suggest it: they are cut here first, at [`DEPTH`] or less;
-//! - small products with unit strides take yet another path: a panel's outputs are never that few apart.
+//! Products come from the `gemm` crate, called so that a row's result depends only on that row. Weights are stored in
+//! panels of [`PANEL`] outputs, `[panel][input][output]`, and each panel is multiplied with a tile of rows
+//! separately; the choice of tiles and threads does not change a bit. Three paths of `gemm` that would change bits
+//! are avoided:
+//! - A single row takes a matrix-vector path: a tile has at least two rows, one of them padding if necessary.
+//! - Long sums are divided according to the machine's caches: here they are divided first, at [`DEPTH`] or less.
+//! - Small products with unit strides take another path: the strides of a panel are never that small.
 //!
-//! What remains is one chain of multiply-adds per output and cut. A test says exactly that.
+//! The result is one chain of multiply-adds per output and division of the inputs. A test asserts exactly that.
 
 use crate::llama::loader::Matrix;
 use gemm::Parallelism;
 use rayon::prelude::*;
 
-/// Outputs per panel: 288 inputs of it are 72 KiB, a fraction of a second-level cache, and large enough that the call
-/// costs little beside the product of a single row.
+/// Outputs per panel: with 288 inputs a panel has 72 KiB, a fraction of an L2 cache, and is large enough that the
+/// call costs little compared with the product of a single row.
 const PANEL: usize = 64;
 
 /// Longest uninterrupted sum. `gemm` never cuts sums of up to 512 terms, whatever the caches.
 const DEPTH: usize = 512;
 
-/// Rows per tile: fine enough to keep all threads busy on narrow matrices, coarse enough to reuse a panel from cache.
+/// Rows per tile: small enough to keep all threads busy on narrow matrices, large enough to reuse a panel from cache.
 const TILE: usize = 128;
 
-/// A weight matrix, laid out for products. Replaces the [`Matrix`] that it was made from.
+/// A weight matrix in the panel layout. Replaces the [`Matrix`] that it was made from.
 pub(super) struct Linear {
     outputs: usize,
     inputs: usize,
     panels: Vec<f32>,
 }
 
-/// What a product does with the values that are there.
+/// Whether a product replaces the values in `y` or is added to them.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Mode {
     Set,
     Add,
 }
 
-/// Where tiles of a product go. Tiles are disjoint.
+/// The output buffer. Tiles are disjoint.
 #[derive(Clone, Copy)]
 struct Target(*mut f32);
 // SAFETY: a pointer into a buffer that the caller of `product` holds exclusively; each task writes its own tile only.
@@ -46,7 +47,7 @@ unsafe impl Send for Target {}
 unsafe impl Sync for Target {}
 
 impl Linear {
-    /// Lays a matrix out.
+    /// Converts a matrix to the panel layout.
     pub(super) fn new(matrix: Matrix) -> Self {
         let Matrix { rows: outputs, cols: inputs, data } = matrix;
         assert_eq!(data.len(), outputs * inputs, "matrix of {outputs} × {inputs}");
@@ -62,7 +63,7 @@ impl Linear {
         Self { outputs, inputs, panels }
     }
 
-    /// Copies row `output` of the matrix out: an embedding, when the matrix is one.
+    /// Copies row `output` of the matrix: an embedding, when the matrix is the embedding table.
     pub(super) fn row(&self, output: usize, into: &mut [f32]) {
         assert!(output < self.outputs && into.len() == self.inputs);
         let start = output / PANEL * PANEL * self.inputs + output % PANEL;
@@ -71,13 +72,13 @@ impl Linear {
         }
     }
 
-    /// `y = x · Wᵀ` for `rows` rows. Both buffers have room for two rows at least; what is in the second when there is only
-    /// one does not matter. Runs on the current thread pool.
+    /// `y = x · Wᵀ` for `rows` rows. Both buffers have room for at least two rows; for a single row the content of
+    /// the second does not matter. Runs on the current thread pool.
     pub(super) fn apply(&self, rows: usize, x: &[f32], y: &mut [f32]) {
         self.product(rows, x, y, Mode::Set);
     }
 
-    /// `y += x · Wᵀ`, else like [`Self::apply`].
+    /// `y += x · Wᵀ`, otherwise like [`Self::apply`].
     pub(super) fn add(&self, rows: usize, x: &[f32], y: &mut [f32]) {
         self.product(rows, x, y, Mode::Add);
     }
@@ -90,17 +91,17 @@ impl Linear {
         assert!(x.len() >= rows * self.inputs && y.len() >= rows * self.outputs, "buffers of {rows} rows");
         let target = Target(y.as_mut_ptr());
         let panels = self.outputs.div_ceil(PANEL);
-        // Cut evenly: no tile of a single row can be left over.
+        // Divided evenly, so no tile has a single row.
         let tiles = rows.div_ceil(TILE);
         let cut = |tile: usize| rows * tile / tiles;
-        // Panels are the inner loop: neighbours share the tile of rows.
+        // Panels are the inner loop: neighbouring tasks share the tile of rows.
         (0..tiles * panels).into_par_iter().for_each(|task| {
             let (tile, panel) = (task / panels, task % panels);
             self.tile(panel, cut(tile), cut(tile + 1), x, target, mode);
         });
     }
 
-    /// One panel of outputs for the rows `from .. to`, two at least.
+    /// Computes one panel of outputs for the rows `from .. to`, at least two.
     fn tile(&self, panel: usize, from: usize, to: usize, x: &[f32], target: Target, mode: Mode) {
         let Target(y) = target;
         let first = panel * PANEL;
@@ -143,7 +144,7 @@ impl Linear {
     }
 }
 
-/// What this machine's products look like, to the bit: the result of a fixed one. Machines with a fused multiply-add agree.
+/// The bits of a fixed product on this machine. Machines with a fused multiply-add agree.
 pub(super) fn arithmetic() -> Vec<u8> {
     let wave = |n: usize, step: usize| (0..n).map(|i| ((i * step) % 1009) as f32 / 1009.0 - 0.5).collect::<Vec<_>>();
     let (rows, inputs) = (2, DEPTH + DEPTH / 2);
@@ -170,7 +171,8 @@ mod tests {
         std::iter::repeat_with(next).take(n).collect()
     }
 
-    /// What the module promises: per cut of the inputs one chain of multiply-adds in order, the cuts added in order.
+    /// The documented result: per division of the inputs one chain of multiply-adds in order, and the divisions added
+    /// in order.
     fn chain(w: &[f32], x: &[f32], fused: bool) -> f32 {
         let cuts = w.len().div_ceil(DEPTH);
         let cut = |i: usize| w.len() * i / cuts;
@@ -196,7 +198,7 @@ mod tests {
         let mut y = vec![0.0; rows.max(2) * outputs];
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
         pool.install(|| linear.apply(rows, &x, &mut y));
-        // All outputs of a few rows and a few outputs of all rows reach every tile and every panel.
+        // All outputs of a few rows and a few outputs of all rows cover every tile and every panel.
         for row in 0..rows {
             let step = if row == 0 || row + 1 == rows { 1 } else { (outputs / 5).max(1) };
             for output in (row % step..outputs).step_by(step) {
@@ -242,7 +244,7 @@ mod tests {
         }
     }
 
-    /// Blocks that were computed with one instruction set are used with another: both have the same bits.
+    /// Blocks computed with one instruction set are used with another: both give the same bits.
     #[test]
     fn arithmetic_is_the_chain_whatever_the_instruction_set() {
         let wave = |i: usize, step: usize| ((i * step) % 1009) as f32 / 1009.0 - 0.5;

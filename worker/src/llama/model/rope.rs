@@ -1,20 +1,22 @@
-//! Rotary position embedding: dimension `i` of a head rotates with `i + head_dim / 2`, by an angle that grows with position.
+//! Rotary position embedding (`RoPE`): dimension `i` of a head rotates with `i + head_dim / 2`, by an angle
+//! proportional to the position.
 
 #![expect(clippy::inline_always, reason = "compiled anew for each instruction set, by being inlined into `widely`")]
 
 use crate::llama::loader::{Llama3Scaling, Rope};
 use std::f64::consts::TAU;
 
-/// The angle of each pair of dimensions, per position.
+/// The frequency of each pair of dimensions: its angle per position.
 pub(super) struct Rotation {
     frequencies: Vec<f32>,
 }
 
 impl Rotation {
-    /// For heads of `head_dim` dimensions.
+    /// The frequencies for heads of `head_dim` dimensions.
     pub(super) fn new(rope: &Rope, head_dim: usize) -> Self {
         let frequency = |pair: usize| {
-            // In single precision from here on, like the models' own code: at position 8,000 its rounding is visible.
+            // Single precision from here on, like the models' reference code: at position 8,000 its rounding is
+            // visible.
             let plain = (1.0 / rope.theta.powf(2.0 * pair as f64 / head_dim as f64)) as f32;
             rope.scaling.as_ref().map_or(plain, |scaling| scaled(scaling, f64::from(plain)) as f32)
         };
@@ -31,7 +33,7 @@ impl Rotation {
     }
 }
 
-/// Rotates one head by what [`Rotation::at`] gave.
+/// Rotates one head by the angles of [`Rotation::at`].
 #[inline(always)]
 pub(super) fn rotate(head: &mut [f32], angles: &[f32]) {
     let half = head.len() / 2;
@@ -42,10 +44,10 @@ pub(super) fn rotate(head: &mut [f32], angles: &[f32]) {
     }
 }
 
-/// Llama 3's frequency for a longer context.
+/// Llama 3's scaled frequency for a longer context.
 fn scaled(scaling: &Llama3Scaling, frequency: f64) -> f64 {
     let Llama3Scaling { factor, low_freq_factor: low, high_freq_factor: high, original_context } = *scaling;
-    // How often the pair turns within the context of the pretraining.
+    // Rotations of the pair within the context of the pretraining.
     let turns = original_context as f64 * frequency / TAU;
     if turns < low {
         frequency / factor

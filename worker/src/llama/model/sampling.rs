@@ -5,7 +5,7 @@
 //!      └──▶ log-probabilities: the model's own, before all of it
 //! ```
 //!
-//! Ties go to the lower id everywhere. Nothing here is sorted that need not be: a vocabulary of 150,000 costs a few passes.
+//! Ties go to the lower id. A full sort is avoided: a vocabulary of 150,000 costs a few passes.
 
 #![expect(clippy::float_cmp, reason = "a penalty that is off is exactly so")]
 #![expect(clippy::inline_always, reason = "compiled anew for each instruction set, by being inlined into `widely`")]
@@ -19,11 +19,11 @@ use std::collections::BTreeMap;
 pub(crate) struct Sampler {
     sampling: Sampling,
     seed: u64,
-    /// How often each token was generated; tokens of the prompt are there with 0 when repetition is penalised.
+    /// How often each token was generated; prompt tokens have an entry of 0 when repetition is penalised.
     counts: BTreeMap<u32, u32>,
 }
 
-/// A token that may be chosen, and its logit; later its weight.
+/// A token that may be chosen, with its logit, later its weight.
 #[derive(Clone, Copy, Debug)]
 struct Candidate {
     id: u32,
@@ -31,7 +31,7 @@ struct Candidate {
 }
 
 impl Candidate {
-    /// Likelier first, then the lower id.
+    /// Larger values first, then the lower id.
     #[expect(clippy::trivially_copy_pass_by_ref, reason = "as sorting asks")]
     fn order(a: &Self, b: &Self) -> Ordering {
         b.value.total_cmp(&a.value).then(a.id.cmp(&b.id))
@@ -39,7 +39,7 @@ impl Candidate {
 }
 
 impl Sampler {
-    /// For a request with this prompt. `seed` decides what `sampling.seed` leaves open.
+    /// The sampler of a request with this prompt. `seed` applies when `sampling.seed` is `None`.
     pub(crate) fn new(sampling: &Sampling, seed: u64, prompt: &[u32]) -> Self {
         let mut counts = BTreeMap::new();
         if sampling.repetition_penalty != 1.0 {
@@ -48,14 +48,14 @@ impl Sampler {
         Self { sampling: sampling.clone(), seed: sampling.seed.unwrap_or(seed), counts }
     }
 
-    /// Chooses the token at `position`, never one of `banned` as long as there is another, and counts it as generated.
-    /// `logits` is what the model says, and scratch memory afterwards.
+    /// Chooses the token at `position` and counts it as generated. A token of `banned` is chosen only if there is no
+    /// other. `logits` is overwritten.
     pub(crate) fn next(&mut self, logits: &mut [f32], position: usize, banned: &[u32]) -> (u32, Option<Logprobs>) {
         let raw = self.sampling.logprobs.map(|_| logits.to_vec());
         self.adjust(logits, banned);
         let likeliest = argmax(logits);
         let best = logits[likeliest as usize];
-        // Without a finite maximum there is no distribution to draw from: all banned, or a broken model.
+        // Without a finite maximum there is no distribution: all tokens are banned, or the model is broken.
         let token = if self.sampling.temperature > 0.0 && best.is_finite() {
             self.draw(logits, best, uniform(self.seed, position))
         } else {
@@ -73,7 +73,7 @@ impl Sampler {
         frequency_penalty != 0.0 || presence_penalty != 0.0 || repetition_penalty != 1.0
     }
 
-    /// Penalties, bias and bans, in place.
+    /// Applies penalties, bias and bans in place.
     fn adjust(&self, logits: &mut [f32], banned: &[u32]) {
         let Sampling { frequency_penalty, presence_penalty, repetition_penalty, logit_bias, .. } = &self.sampling;
         for (token, count) in &self.counts {
@@ -95,10 +95,10 @@ impl Sampler {
         }
     }
 
-    /// A draw at `point` of `0 .. 1` along the distribution. `best` is the largest logit.
+    /// Draws at `point` of `0 .. 1` along the distribution. `best` is the largest logit.
     fn draw(&self, logits: &mut [f32], best: f32, point: f64) -> u32 {
         let Sampling { temperature, top_p, top_k, min_p, .. } = self.sampling;
-        // Weights relative to the likeliest token, so that the largest is 1 and `min_p` is a threshold on them.
+        // Weights relative to the likeliest token: the largest is 1, and `min_p` is a threshold on them.
         wide!(weigh(logits, best, temperature));
         let top_k = top_k.filter(|k| *k > 0).map_or(usize::MAX, |k| k as usize);
         if top_k >= logits.len() && top_p >= 1.0 {
@@ -164,7 +164,7 @@ fn cut_at_mass(candidates: &mut Vec<Candidate>, share: f64) {
     }
 }
 
-/// The candidate that `point` of `0 .. 1` falls on when all are laid side by side.
+/// The candidate at `point` of `0 .. 1` when all are laid out on a line by weight.
 fn walk(candidates: impl Iterator<Item = Candidate> + Clone, point: f64) -> u32 {
     let total: f64 = candidates.clone().map(|c| f64::from(c.value)).sum();
     let mut left = point * total;
@@ -176,11 +176,11 @@ fn walk(candidates: impl Iterator<Item = Candidate> + Clone, point: f64) -> u32 
             break;
         }
     }
-    // Rounding may leave a crumb at the end: it belongs to the last candidate.
+    // Rounding may leave a remainder at the end: it belongs to the last candidate.
     last
 }
 
-/// The largest logit's token; 0 when there is none.
+/// The token with the largest logit; 0 when there is none.
 fn argmax(logits: &[f32]) -> u32 {
     let mut best = Candidate { id: 0, value: f32::NEG_INFINITY };
     for (id, &value) in (0..).zip(logits) {
@@ -191,7 +191,7 @@ fn argmax(logits: &[f32]) -> u32 {
     best.id
 }
 
-/// A number in `0 .. 1` that depends on seed and position only (splitmix64, twice).
+/// A number in `0 .. 1` that depends only on seed and position (`SplitMix64`, twice).
 fn uniform(seed: u64, position: usize) -> f64 {
     let mix = |x: u64| {
         let z = x.wrapping_add(0x9E37_79B9_7F4A_7C15);
@@ -202,7 +202,7 @@ fn uniform(seed: u64, position: usize) -> f64 {
     (mix(mix(seed) ^ position as u64) >> 11) as f64 / (1u64 << 53) as f64
 }
 
-/// Natural log-probabilities of the chosen token and of the `n` likeliest.
+/// Natural log-probabilities of the chosen token and of the `n` likeliest tokens.
 pub(in crate::llama) fn logprobs(logits: &[f32], chosen: u32, n: u8) -> Logprobs {
     let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let mass = wide!(mass(logits, max)).ln();

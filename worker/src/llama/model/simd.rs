@@ -1,28 +1,28 @@
-//! Vector arithmetic whose results depend on nothing but the values: written over arrays of lanes that the compiler turns
-//! into whatever vectors the machine has.
+//! Vector arithmetic whose results depend only on the values: loops over arrays of lanes that the compiler turns into
+//! the vector instructions of the machine.
 //!
-//! Every sum is a chain of fused multiply-adds per lane, in an order fixed in the source, and lanes meet only in
-//! [`Lanes::sum`]. So AVX-512, AVX2 and plain code give the same bits, and a wider machine is only faster. (Without a fused
-//! instruction `mul_add` is a slow but equal library call.)
+//! Every sum is a chain of fused multiply-adds per lane, in an order fixed in the source; lanes are combined only in
+//! [`Simd::sum`]. So AVX-512, AVX2 and portable code give the same bits, and a wider machine is only faster. (Without
+//! an FMA instruction `mul_add` is a slow library call with the same result.)
 
 #![expect(clippy::inline_always, reason = "compiled anew for each instruction set, by being inlined into `widely`")]
 
-/// Values that are computed side by side. Sixteen fill one AVX-512 register, two of AVX2, four of NEON.
+/// Number of values per vector. Sixteen fill one AVX-512 register, two of AVX2, four of NEON.
 pub(super) const LANES: usize = 16;
 
 /// One value per lane, aligned so that no load straddles two cache lines.
 #[derive(Clone, Copy, PartialEq, Debug)]
 #[repr(align(64))]
-pub(super) struct Lanes(pub(super) [f32; LANES]);
+pub(super) struct Simd(pub(super) [f32; LANES]);
 
-impl Lanes {
+impl Simd {
     /// The same value in every lane.
     #[inline(always)]
     pub(super) const fn all(value: f32) -> Self {
         Self([value; LANES])
     }
 
-    /// Lane by lane.
+    /// Applies `f` to each lane.
     #[inline(always)]
     pub(super) fn map(self, f: impl Fn(f32) -> f32) -> Self {
         let mut out = self;
@@ -32,7 +32,7 @@ impl Lanes {
         out
     }
 
-    /// Lane by lane with another's.
+    /// Applies `f` to each pair of lanes.
     #[inline(always)]
     pub(super) fn zip(self, other: Self, f: impl Fn(f32, f32) -> f32) -> Self {
         let mut out = self;
@@ -42,13 +42,13 @@ impl Lanes {
         out
     }
 
-    /// `self · factor + addend`, each lane rounded once.
+    /// `self · factor + addend`, rounded once per lane.
     #[inline(always)]
     pub(super) fn fma(self, factor: f32, addend: Self) -> Self {
         self.zip(addend, |x, sum| x.mul_add(factor, sum))
     }
 
-    /// The sum of all lanes, always paired in the same way.
+    /// The sum of all lanes, always added in the same tree.
     #[inline(always)]
     pub(super) fn sum(self) -> f32 {
         let mut lanes = self.0;
@@ -63,10 +63,10 @@ impl Lanes {
     }
 }
 
-/// How wide a machine is: the widest instructions that a kernel is compiled for.
+/// The widest instruction set that a kernel is compiled for and the machine has.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Width {
-    /// What every machine of the architecture has.
+    /// The baseline of the architecture.
     Plain,
     /// AVX2 with FMA.
     #[cfg(target_arch = "x86_64")]
@@ -77,7 +77,7 @@ pub(super) enum Width {
 }
 
 impl Width {
-    /// Of this machine. Cheap: detection is cached by the standard library.
+    /// The width of this machine. Cheap: the standard library caches the detection.
     pub(super) fn here() -> Self {
         #[cfg(target_arch = "x86_64")]
         {
@@ -93,11 +93,12 @@ impl Width {
     }
 }
 
-/// Evaluates an expression with the widest instructions here. What it calls must be `#[inline(always)]` to profit.
+/// Evaluates an expression with the widest instructions of this machine. Functions that it calls must be
+/// `#[inline(always)]` to profit.
 macro_rules! wide {
     ($work:expr) => {
         $crate::llama::model::simd::widely(
-            // Else the closure would be a function of its own, compiled for the plainest machine.
+            // Otherwise the closure would be a function of its own, compiled for the baseline.
             #[inline(always)]
             || $work,
         )
@@ -129,16 +130,16 @@ pub(super) fn widely<R>(f: impl FnOnce() -> R) -> R {
     }
 }
 
-/// Asks for memory that is read soon, a few microseconds of arithmetic from now: into the second-level cache.
+/// Prefetches memory that is read some microseconds later, into the L2 cache.
 #[inline]
 pub(super) fn prefetch(values: &[f32]) {
     #[cfg(target_arch = "x86_64")]
     for line in values.chunks(64 / size_of::<f32>()) {
         use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
-        // SAFETY: a hint, which neither reads nor faults, and the address is that of a value.
+        // SAFETY: a hint that neither reads nor faults; the address is that of a value.
         unsafe { _mm_prefetch::<_MM_HINT_T1>(line.as_ptr().cast()) };
     }
-    // Elsewhere the hardware's own prefetching has to do.
+    // Other architectures rely on the hardware prefetcher.
     #[cfg(not(target_arch = "x86_64"))]
     let _ = values;
 }
@@ -146,7 +147,7 @@ pub(super) fn prefetch(values: &[f32]) {
 /// Sum of squares: element `i` goes to lane `i % LANES`.
 #[inline(always)]
 pub(super) fn sum_of_squares(x: &[f32]) -> f32 {
-    let mut lanes = Lanes::all(0.0);
+    let mut lanes = Simd::all(0.0);
     let chunks = x.chunks_exact(LANES);
     let rest = chunks.remainder();
     for chunk in chunks {
@@ -170,11 +171,11 @@ pub(super) fn exp(x: f32) -> f32 {
     const ROUND: f32 = 12_582_912.0;
     const LN2_HIGH: f32 = 0.693_359_375;
     const LN2_LOW: f32 = -2.121_944_4e-4;
-    // Beyond these, 2^n has no normal representation; the selects at the end give 0 and infinity.
+    // Outside of these bounds 2^n has no normal representation; the selects at the end return 0 and infinity.
     const LOWEST: f32 = -87.336_54;
     const HIGHEST: f32 = 88.376_26;
 
-    // Not `clamp`: a NaN must come out as one, and as the same one on every machine.
+    // Not `clamp`: a NaN must stay the same NaN on every machine.
     let bounded = if x < LOWEST { LOWEST } else { x };
     let bounded = if bounded > HIGHEST { HIGHEST } else { bounded };
     let shifted = bounded.mul_add(std::f32::consts::LOG2_E, ROUND);

@@ -1,39 +1,39 @@
-//! What one step computes: a pure choice of rows.
+//! Which rows one step computes: a pure function.
 //!
-//! Every sequence that decodes gets its one row; what remains of the token budget goes to prompts, first come, first
-//! served. A prompt whose next block is being computed by an earlier one in the same step waits: in the next step it finds
-//! the block in the cache instead of computing it again.
+//! Every decoding sequence gets its one row; the rest of the token budget goes to prompts in order of arrival. A prompt
+//! whose next block is being computed by an earlier one in the same step waits: in the next step it finds the block in
+//! the cache instead of computing it again.
 
 use kvbm::SequenceHash;
 use std::collections::HashSet;
 
-/// What the choice is made from, for one running sequence.
+/// The state of one running sequence that the choice depends on.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Candidate {
-    /// Tokens known and not yet computed.
+    /// Tokens that are known and not computed yet.
     pub(super) pending: usize,
-    /// How many tokens of an unfinished block are computed.
+    /// How many tokens of the unfinished block are computed.
     pub(super) offset: usize,
-    /// The name of the first block that the next rows would complete, when it is known.
+    /// The hash of the first block that the next rows complete, when all its tokens are known.
     pub(super) next: Option<SequenceHash>,
-    /// Rows until the next block that need not be computed, because it was loaded meanwhile.
+    /// Rows until the next block that was loaded meanwhile and need not be computed.
     pub(super) gap: usize,
-    /// It waits for blocks from below, or its client takes its tokens too slowly; computing more would only pile them up.
+    /// The sequence waits for onboarding, or its client reads too slowly; computing more would only pile up tokens.
     pub(super) stalled: bool,
 }
 
 /// Rows of one sequence in the step.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Rows {
-    /// Which candidate.
+    /// Index of the candidate.
     pub(super) index: usize,
-    /// How many of its pending tokens.
+    /// How many of its pending tokens are computed.
     pub(super) count: usize,
 }
 
-/// Chooses the rows of the next step. `budget` bounds the prompt tokens of a step, and with them the time that a decoding
-/// sequence waits for its next token. A prompt that does not fit the budget stops at the end of a block, where another
-/// sequence's work can be taken over.
+/// Chooses the rows of the next step. `budget` bounds the prompt tokens of a step, and with them the time between two
+/// tokens of a decoding sequence. A prompt that does not fit the budget stops at the end of a block, where a cached
+/// block can follow.
 pub(super) fn choose(candidates: &[Candidate], budget: usize, block_size: usize) -> Vec<Rows> {
     let mut left = budget;
     let mut underway = HashSet::new();
@@ -57,7 +57,8 @@ pub(super) fn choose(candidates: &[Candidate], budget: usize, block_size: usize)
     rows
 }
 
-/// The most rows, at most `left`, that end with a block when `offset` tokens of the first are computed.
+/// The largest number of rows, at most `left`, that ends with a block when `offset` tokens of the first block are
+/// computed.
 fn whole_blocks(offset: usize, left: usize, block_size: usize) -> usize {
     ((offset + left) / block_size * block_size).saturating_sub(offset)
 }

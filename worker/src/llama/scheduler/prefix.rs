@@ -1,50 +1,52 @@
-//! What happens to a request before it joins the queue: its prefix is matched, and what rests below begins to come up.
+//! What happens before a request joins the queue: prefix match in G1, transfer from a prefill worker, start of
+//! onboarding from lower tiers.
 //!
-//! Each request does this in a task of its own, so a slow peer holds up nobody else; blocks from the tiers go on coming
-//! while the request waits in the queue, and later ones while it computes.
+//! Each request does this in a task of its own, so a slow peer delays no other request. Onboarding goes on while the
+//! request waits in the queue, and for later blocks while it computes.
 
 use super::sequence::Sequence;
-use super::stats::Vitals;
+use super::stats::EngineStats;
 use crate::engine::Work;
-use crate::handoff::{Peers, Ticket};
+use crate::handoff::{HandoffTicket, Peers};
 use kvbm::{BlockManager, Level, Onboarded};
 use std::sync::Arc;
 
-/// Prepares the requests of one engine.
-pub(in crate::llama) struct Preparer {
+/// Finds the cached prefixes of the requests of one engine.
+pub(in crate::llama) struct PrefixLoader {
     manager: BlockManager,
     peers: Peers,
-    vitals: Arc<Vitals>,
+    stats: Arc<EngineStats>,
 }
 
-impl Preparer {
-    pub(in crate::llama) fn new(manager: BlockManager, peers: Peers, vitals: Arc<Vitals>) -> Self {
-        Self { manager, peers, vitals }
+impl PrefixLoader {
+    pub(in crate::llama) fn new(manager: BlockManager, peers: Peers, stats: Arc<EngineStats>) -> Self {
+        Self { manager, peers, stats }
     }
 
-    /// Gives the sequence all of its prefix that is worth fetching. `None` when the client has gone.
-    pub(in crate::llama) async fn prepare(&self, mut sequence: Sequence) -> Option<Sequence> {
-        let closed = sequence.outbox.closed();
+    /// Attaches the cached prefix and starts onboarding of the rest. Returns `None` when the client has closed the
+    /// stream.
+    pub(in crate::llama) async fn load(&self, mut sequence: Sequence) -> Option<Sequence> {
+        let closed = sequence.output.closed();
         tokio::select! {
             biased;
             () = closed => None,
-            () = self.fetch(&mut sequence) => Some(sequence),
+            () = self.attach_prefix(&mut sequence) => Some(sequence),
         }
     }
 
-    async fn fetch(&self, sequence: &mut Sequence) {
-        let tokens = sequence.adopt(self.manager.lookup(sequence.wanted()), &self.manager);
+    async fn attach_prefix(&self, sequence: &mut Sequence) {
+        let tokens = sequence.attach(self.manager.lookup(sequence.missing_hashes()), &self.manager);
         sequence.report_cached(Level::G1, tokens);
         if let Work::Resume(handoff) = &sequence.request.work
-            && let Some(ticket) = Ticket::open(handoff)
+            && let Some(ticket) = HandoffTicket::decode(handoff)
         {
-            self.take_over(sequence, &ticket).await;
+            self.onboard_from_peer(sequence, &ticket).await;
         }
-        sequence.fetch(&self.manager, &self.vitals);
+        sequence.start_onboarding(&self.manager, &self.stats);
     }
 
-    /// Fetches what a prefill worker computed. What it had found cached counts as cached here too.
-    async fn take_over(&self, sequence: &mut Sequence, ticket: &Ticket) {
+    /// Loads the blocks that a prefill worker computed. What that worker found cached counts as cached here too.
+    async fn onboard_from_peer(&self, sequence: &mut Sequence, ticket: &HandoffTicket) {
         let Some(peer) = self.peers.find(ticket.peer) else {
             tracing::warn!(
                 peer = %ticket.peer, request_id = %sequence.request.id,
@@ -52,10 +54,10 @@ impl Preparer {
             );
             return;
         };
-        let recompute = sequence.recompute(&self.vitals);
-        let onboarded = self.manager.onboard_from(&peer, sequence.wanted(), recompute).await;
+        let recompute = sequence.recompute(&self.stats);
+        let onboarded = self.manager.onboard_from(&peer, sequence.missing_hashes(), recompute).await;
         let before = sequence.computed as u32;
-        let handed: usize = self.adopt(sequence, onboarded).map(|(_, tokens)| tokens).sum();
+        let handed: usize = self.attach(sequence, onboarded).map(|(_, tokens)| tokens).sum();
         sequence.report.handed_over = handed as u32;
         let mut skip = before;
         let mut left = handed as u32;
@@ -67,9 +69,9 @@ impl Preparer {
         }
     }
 
-    fn adopt(&self, sequence: &mut Sequence, onboarded: Onboarded) -> impl Iterator<Item = (Level, usize)> + use<> {
-        let block_size = sequence.lineage.block_size;
-        sequence.adopt(onboarded.blocks, &self.manager);
+    fn attach(&self, sequence: &mut Sequence, onboarded: Onboarded) -> impl Iterator<Item = (Level, usize)> + use<> {
+        let block_size = sequence.chain.block_size;
+        sequence.attach(onboarded.blocks, &self.manager);
         onboarded.from.into_iter().map(move |(level, blocks)| (level, blocks * block_size))
     }
 }

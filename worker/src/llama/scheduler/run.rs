@@ -1,28 +1,28 @@
-//! Continuous batching: which sequences run, step after step.
+//! The scheduler's loop: which sequences run, step after step.
 //!
 //! ```text
 //!  accepted ─ prepare (match) ─▶ waiting ─ admit ─▶ running ─ step ─▶ … ─▶ finished
 //!                                   ▲                 │
-//!                                   ▲└──── preempt ────┘   (no free block: the youngest goes)
+//!                                   ▲└──── preempt ────┘   (no free block: the youngest is preempted)
 //!                           output  │                 │
 //!                           is read └──── paused ◀────┘   (its output is not read; fails after a while)
 //! ```
 //!
-//! Blocks from below come up all the while. In its place in the batch a sequence first waits for them, as long as that
-//! pays, and has no rows: nobody feels it. Then it computes from the front, and skips what has come.
+//! Onboarding goes on all the time. A sequence in the batch first waits for its blocks, as long as that is quicker than
+//! computing them, and has no rows meanwhile. Then it computes from the front, and skips the blocks that have arrived.
 //!
-//! One task owns all of it. A step computes off the async threads, in the engine's turn; between two steps the batch may
-//! change in any way, because no row's result depends on its batch mates.
+//! One task owns all state. A step computes off the async threads, under the runtime's compute permit; between two
+//! steps the batch may change in any way, because no row's result depends on its batch mates.
 
 use super::batch::{self, Candidate, Rows};
 use super::sequence::Sequence;
-use super::stats::Vitals;
-use super::step::{self, Part};
+use super::stats::EngineStats;
+use super::step::{self, StepInput, StepOutput};
 use crate::engine::{Error, Finish, Output, Work};
-use crate::handoff::Ticket;
-use crate::llama::model::Arena;
+use crate::handoff::HandoffTicket;
+use crate::llama::model::KvCache;
 use crate::llama::runtime::Runtime;
-use crate::llama::settings::{Settings, Unread};
+use crate::llama::settings::Settings;
 use crate::metrics::EngineMetrics;
 use crate::plane::{Load, WorkerId};
 use kvbm::BlockManager;
@@ -32,40 +32,40 @@ use std::time::Duration;
 use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, sleep};
 
-/// How soon a blocked scheduler looks again: blocks come free, and clients come back, without telling it.
-const LOOK_AGAIN: Duration = Duration::from_millis(2);
-/// For how long one that could not run otherwise waits, beside pins, for blocks that hand-overs and loads hold: those take as long as
-/// it takes to copy them.
-pub(in crate::llama) const MOMENT: Duration = Duration::from_secs(1);
+/// Poll interval while nothing can run: blocks become free and clients read again without a notification.
+const POLL_INTERVAL: Duration = Duration::from_millis(2);
+/// How long a sequence that could not run otherwise waits for blocks that handoffs and loads hold, before pins are
+/// released: copying those blocks takes less.
+pub(in crate::llama) const PIN_RELEASE_DELAY: Duration = Duration::from_secs(1);
 
-/// What a scheduler works with.
+/// What the scheduler of one engine uses.
 pub(in crate::llama) struct Resources {
     pub(in crate::llama) worker: WorkerId,
     pub(in crate::llama) runtime: Arc<Runtime>,
-    pub(in crate::llama) arena: Arc<Arena>,
+    pub(in crate::llama) kv_cache: Arc<KvCache>,
     pub(in crate::llama) manager: BlockManager,
     pub(in crate::llama) settings: Settings,
-    pub(in crate::llama) vitals: Arc<Vitals>,
+    pub(in crate::llama) stats: Arc<EngineStats>,
     pub(in crate::llama) metrics: EngineMetrics,
 }
 
 pub(in crate::llama) struct Scheduler {
     worker: WorkerId,
     runtime: Arc<Runtime>,
-    arena: Arc<Arena>,
+    kv_cache: Arc<KvCache>,
     manager: BlockManager,
     settings: Settings,
-    vitals: Arc<Vitals>,
+    stats: Arc<EngineStats>,
     metrics: EngineMetrics,
-    /// Dropped with the scheduler, which tells everyone that the engine is dead.
+    /// Dropped with the scheduler, which tells the receivers that the engine has stopped.
     load: watch::Sender<Load>,
     inbox: mpsc::Receiver<Sequence>,
     waiting: VecDeque<Sequence>,
     running: Vec<Sequence>,
-    /// Those whose output is not read, the longest paused first. They have neither a place in the batch nor blocks.
+    /// Sequences whose output is not read, the longest paused first. They are not in the batch and hold no blocks.
     paused: VecDeque<Sequence>,
-    /// Somebody has left the batch since those who wait were last asked.
-    left: bool,
+    /// A sequence has left the batch since onboarding was last retried for the waiting ones.
+    sequence_left: bool,
 }
 
 impl Scheduler {
@@ -74,21 +74,21 @@ impl Scheduler {
         load: watch::Sender<Load>,
         inbox: mpsc::Receiver<Sequence>,
     ) -> Self {
-        let Resources { worker, runtime, arena, manager, settings, vitals, metrics } = resources;
+        let Resources { worker, runtime, kv_cache, manager, settings, stats, metrics } = resources;
         Self {
             worker,
             runtime,
-            arena,
+            kv_cache,
             manager,
             settings,
-            vitals,
+            stats,
             metrics,
             load,
             inbox,
             waiting: VecDeque::new(),
             running: Vec::new(),
             paused: VecDeque::new(),
-            left: false,
+            sequence_left: false,
         }
     }
 
@@ -98,15 +98,15 @@ impl Scheduler {
             while let Ok(sequence) = self.inbox.try_recv() {
                 self.waiting.push_back(sequence);
             }
-            self.waiting.retain(|sequence| !sequence.outbox.is_closed());
+            self.waiting.retain(|sequence| !sequence.output.is_closed());
             let before = self.running.len();
-            self.running.retain(|sequence| !sequence.outbox.is_closed());
-            self.left |= self.running.len() < before;
+            self.running.retain(|sequence| !sequence.output.is_closed());
+            self.sequence_left |= self.running.len() < before;
             self.pause();
             self.resume();
             self.admit();
-            self.ask_again();
-            self.catch_up();
+            self.retry_onboarding();
+            self.reuse_new_hits();
             self.report();
             if self.step().await {
                 continue;
@@ -116,16 +116,16 @@ impl Scheduler {
                 tokio::select! {
                     biased;
                     next = self.inbox.recv() => next,
-                    // A request came, or ended, without ever coming here: others want to know that.
-                    () = self.vitals.changed() => continue,
+                    // A request arrived or ended before it reached the scheduler: the load report changes.
+                    () = self.stats.changed() => continue,
                 }
             } else {
-                // A closed inbox must not turn the wait into a spin.
+                // A closed inbox must not turn the wait into a busy loop.
                 tokio::select! {
                     biased;
                     Some(next) = self.inbox.recv() => Some(next),
-                    () = self.vitals.changed() => continue,
-                    () = sleep(LOOK_AGAIN) => continue,
+                    () = self.stats.changed() => continue,
+                    () = sleep(POLL_INTERVAL) => continue,
                 }
             };
             match next {
@@ -135,11 +135,11 @@ impl Scheduler {
         }
     }
 
-    /// Takes sequences whose output is not read out of the batch: their places and blocks are for those that are read.
+    /// Takes sequences whose output is not read out of the batch, so that others get their slots and blocks.
     fn pause(&mut self) {
         let now = Instant::now();
-        let place = self.settings.unread.place;
-        for mut sequence in self.running.extract_if(.., |sequence| sequence.unread(now) > place) {
+        let pause_after = self.settings.unread.pause_after;
+        for mut sequence in self.running.extract_if(.., |sequence| sequence.unread(now) > pause_after) {
             tracing::debug!(
                 request_id = %sequence.request.id, generated_tokens = sequence.generated(),
                 "request paused: the client does not read its output"
@@ -147,16 +147,17 @@ impl Scheduler {
             self.metrics.paused();
             sequence.pause();
             self.paused.push_back(sequence);
-            self.left = true;
+            self.sequence_left = true;
         }
     }
 
-    /// Lets paused sequences wait for a place again once their output is read, and fails those that wait for it in vain.
+    /// Moves paused sequences back to the queue once their output is read, and fails those that are unread for too
+    /// long.
     fn resume(&mut self) {
         let now = Instant::now();
-        let Unread { limit, .. } = self.settings.unread;
-        self.paused.retain(|sequence| !sequence.outbox.is_closed());
-        // As many may be paused as may wait; then those go that were paused first.
+        let fail_after = self.settings.unread.fail_after;
+        self.paused.retain(|sequence| !sequence.output.is_closed());
+        // At most `max_queued_requests` are paused; above that the longest paused fail.
         let mut over = self.paused.len().saturating_sub(self.settings.max_queued_requests);
         let mut read = 0;
         for mut sequence in std::mem::take(&mut self.paused) {
@@ -166,13 +167,13 @@ impl Scheduler {
                 sequence.resume();
                 self.waiting.insert(read, sequence);
                 read += 1;
-            } else if unread >= limit || over > 0 {
+            } else if unread >= fail_after || over > 0 {
                 tracing::debug!(
                     request_id = %sequence.request.id, unread_s = unread.as_secs_f64(),
                     "request failed: the client did not read its output"
                 );
                 self.metrics.unread();
-                sequence.outbox.fail(Error::Unread(unread));
+                sequence.output.fail(Error::Unread(unread));
             } else {
                 self.paused.push_back(sequence);
             }
@@ -180,43 +181,44 @@ impl Scheduler {
         }
     }
 
-    /// Lets waiting sequences into the batch, first come, first served, while their blocks fit.
+    /// Admits waiting sequences to the batch in order of arrival (FCFS), while their blocks fit.
     fn admit(&mut self) {
         while self.running.len() < self.settings.max_num_seqs
             && let Some(mut sequence) = self.waiting.pop_front()
         {
             self.reuse(&mut sequence);
-            // One that fills the memory ends with its next token.
+            // A sequence that fills the whole memory ends with its next token.
             let need =
                 self.blocks(sequence.goal() + 1).min(self.manager.capacity()).saturating_sub(sequence.blocks.len());
-            // Each running sequence may want its next block before it finishes.
+            // Each running sequence may need one more block before it finishes.
             let room = need + self.running.len();
             if !self.running.is_empty() {
-                sequence.held_up = None;
+                sequence.blocked_since = None;
             } else if self.manager.available() < room {
-                // Nothing that runs will free a block; what merely waits must not hold any.
+                // No running sequence will free a block, so waiting ones must not hold any.
                 self.waiting.iter_mut().for_each(Sequence::release);
                 if self.manager.available() < room {
-                    // Nor what came up for itself, behind a block that did not: what is whole below is fetched again.
-                    sequence.coming = None;
+                    // Nor may its own onboarded blocks behind one that could not be loaded; the sound ones are loaded
+                    // again.
+                    sequence.onboarding = None;
                 }
                 let pinned_out = self.manager.capacity() - self.manager.pinned() < room;
-                let since = *sequence.held_up.get_or_insert_with(Instant::now);
-                if self.manager.available() < room && (pinned_out || since.elapsed() >= MOMENT) {
-                    // Nor may what is merely to be kept stop what could not run at all.
+                let since = *sequence.blocked_since.get_or_insert_with(Instant::now);
+                if self.manager.available() < room && (pinned_out || since.elapsed() >= PIN_RELEASE_DELAY) {
+                    // Pinned blocks must not prevent a request that could not run otherwise.
                     self.manager.unpin();
                 }
             }
-            if !self.makes_room(room) {
+            if !self.reclaim_from_waiting(room) {
                 self.waiting.push_front(sequence);
                 return;
             }
-            if sequence.coming.is_none() {
-                // It was sent back to wait, or gave way to another, and lost what it had: below it still is.
-                sequence.fetch(&self.manager, &self.vitals);
+            if sequence.onboarding.is_none() {
+                // The sequence was preempted or yielded its blocks: lower tiers still have them.
+                sequence.start_onboarding(&self.manager, &self.stats);
             }
-            sequence.take_turn();
-            sequence.held_up = None;
+            sequence.start_waiting();
+            sequence.blocked_since = None;
             if sequence.generated() == 0 {
                 sequence.report.queued = sequence.accepted.elapsed();
             }
@@ -226,18 +228,18 @@ impl Scheduler {
                 self.metrics.joined(sequence.accepted.elapsed());
             }
             self.running.push(sequence);
-            self.vitals.entered(!self.waiting.is_empty());
+            self.stats.record_admission(!self.waiting.is_empty());
         }
     }
 
-    /// Whether so many blocks are there for who is first. Those behind hold what they found or had brought up meanwhile: if that
-    /// is what is missing, they give it up, the last first.
-    fn makes_room(&mut self, blocks: usize) -> bool {
+    /// Whether this many blocks are free for the first waiting sequence. If the blocks that later waiting sequences
+    /// hold are enough to make up the shortage, those give them up, the last one first.
+    fn reclaim_from_waiting(&mut self, blocks: usize) -> bool {
         let mut short = blocks.saturating_sub(self.manager.available());
-        if short <= self.waiting.iter().map(Sequence::holds).sum() {
+        if short <= self.waiting.iter().map(Sequence::held_blocks).sum() {
             for sequence in self.waiting.iter_mut().rev() {
-                if short > 0 && sequence.holds() > 0 {
-                    short = short.saturating_sub(sequence.holds());
+                if short > 0 && sequence.held_blocks() > 0 {
+                    short = short.saturating_sub(sequence.held_blocks());
                     sequence.release();
                 }
             }
@@ -245,18 +247,18 @@ impl Scheduler {
         self.manager.available() >= blocks
     }
 
-    /// Who left made room, if not enough for all: those that had to give blocks up have them come again while they wait, as
-    /// new requests do. Once for each who leaves, since what runs may need the room again.
-    fn ask_again(&mut self) {
-        if std::mem::take(&mut self.left) {
-            for sequence in self.waiting.iter_mut().filter(|sequence| sequence.gave_way) {
-                sequence.fetch(&self.manager, &self.vitals);
+    /// A sequence has left and made room: waiting sequences that yielded blocks onboard them again. Once per departure,
+    /// since running sequences may need the room.
+    fn retry_onboarding(&mut self) {
+        if std::mem::take(&mut self.sequence_left) {
+            for sequence in self.waiting.iter_mut().filter(|sequence| sequence.yielded) {
+                sequence.start_onboarding(&self.manager, &self.stats);
             }
         }
     }
 
-    /// Running prompts take over blocks that others have computed since, and hand-overs that are complete leave.
-    fn catch_up(&mut self) {
+    /// Running prompts attach blocks that others have computed since; prefills that are complete leave.
+    fn reuse_new_hits(&mut self) {
         let mut running = std::mem::take(&mut self.running);
         for sequence in &mut running {
             if sequence.pending() > 1 {
@@ -265,7 +267,7 @@ impl Scheduler {
         }
         for sequence in running {
             if sequence.request.work == Work::Prefill && sequence.pending() == 0 {
-                self.hand_over(sequence);
+                self.hand_off(sequence);
             } else {
                 self.running.push(sequence);
             }
@@ -280,10 +282,10 @@ impl Scheduler {
 
     fn report(&self) {
         let blocks = self.running.iter().map(|sequence| sequence.blocks.len()).sum();
-        self.vitals.set_running(self.running.len(), self.paused.len(), blocks);
-        // Those whose prompts are prepared wait as well.
-        self.metrics.set_sequences(self.running.len(), self.vitals.waiting(), self.paused.len());
-        let load = self.vitals.load(&self.manager, self.runtime.block_bytes(), self.settings.max_num_seqs);
+        self.stats.set_running(self.running.len(), self.paused.len(), blocks);
+        // Requests whose prefixes are still being matched count as waiting too.
+        self.metrics.set_sequences(self.running.len(), self.stats.waiting(), self.paused.len());
+        let load = self.stats.load(&self.manager, self.runtime.block_bytes(), self.settings.max_num_seqs);
         self.load.send_if_modified(|last| {
             let changed = *last != load;
             *last = load;
@@ -300,32 +302,33 @@ impl Scheduler {
         if rows.is_empty() {
             return false;
         }
-        let parts = rows.iter().map(|rows| self.part(*rows)).collect();
+        let inputs = rows.iter().map(|rows| self.step_input(*rows)).collect();
         let prompt_rows = rows.iter().filter(|rows| rows.count > 1).map(|rows| rows.count).sum();
         let started = Instant::now();
-        let done = {
-            let _turn = self.runtime.turn().await;
-            let (runtime, arena) = (Arc::clone(&self.runtime), Arc::clone(&self.arena));
-            tokio::task::spawn_blocking(move || step::compute(&runtime.model, &arena, parts)).await
+        let outputs = {
+            let _permit = self.runtime.compute_permit().await;
+            let runtime = Arc::clone(&self.runtime);
+            let kv_cache = Arc::clone(&self.kv_cache);
+            tokio::task::spawn_blocking(move || step::compute(&runtime.model, &kv_cache, inputs)).await
         };
-        let done = match done {
-            Ok(done) => done,
-            // The engine dies with its step: every stream ends with an error, and readiness says so.
-            Err(died) => std::panic::resume_unwind(died.into_panic()),
+        let outputs = match outputs {
+            Ok(outputs) => outputs,
+            // The engine stops with its step: every stream ends with an error, and readiness says so.
+            Err(error) => std::panic::resume_unwind(error.into_panic()),
         };
-        self.vitals.stepped(prompt_rows, started.elapsed());
+        self.stats.record_step(prompt_rows, started.elapsed());
         self.metrics.stepped(prompt_rows, started.elapsed());
         let mut finished = Vec::new();
-        for (rows, done) in rows.iter().zip(done) {
-            if let Some(finish) = self.advance(*rows, done) {
+        for (rows, output) in rows.iter().zip(outputs) {
+            if let Some(finish) = self.advance(*rows, output) {
                 finished.push((rows.index, finish));
             }
         }
-        self.left |= !finished.is_empty();
+        self.sequence_left |= !finished.is_empty();
         for (index, finish) in finished.into_iter().rev() {
             let sequence = self.running.remove(index);
             self.metrics.decoded(sequence.first_token.map(|at| at.elapsed()).unwrap_or_default());
-            sequence.outbox.finish(finish, &sequence.report);
+            sequence.output.finish(finish, &sequence.report);
         }
         true
     }
@@ -337,15 +340,15 @@ impl Scheduler {
             .map(|sequence| Candidate {
                 pending: sequence.pending(),
                 offset: sequence.computed % size,
-                next: sequence.lineage.names.get(sequence.computed / size).copied(),
-                gap: sequence.gap(&self.manager),
-                stalled: sequence.outbox.is_stalled() || sequence.awaits_blocks(),
+                next: sequence.chain.hashes.get(sequence.computed / size).copied(),
+                gap: sequence.rows_to_next_cached_block(&self.manager),
+                stalled: sequence.output.is_stalled() || sequence.awaits_blocks(),
             })
             .collect()
     }
 
-    /// Gives each chosen sequence the blocks that its rows fill. When there are none left, the youngest sequence gives up
-    /// its own and waits again.
+    /// Allocates the blocks that the chosen rows fill. When none is free, waiting sequences yield theirs, then the
+    /// youngest running sequence is preempted.
     fn secure_blocks(&mut self, chosen: Vec<Rows>) -> Vec<Rows> {
         let mut secured = Vec::with_capacity(chosen.len());
         'next: for rows in chosen {
@@ -358,8 +361,8 @@ impl Scheduler {
                     secured.push(rows);
                     continue 'next;
                 }
-                // What those have who merely wait goes first.
-                if !self.waiting.iter_mut().rev().any(Sequence::give_way) {
+                // Waiting sequences yield their blocks first.
+                if !self.waiting.iter_mut().rev().any(Sequence::yield_blocks) {
                     self.preempt();
                 }
             }
@@ -370,12 +373,12 @@ impl Scheduler {
     fn preempt(&mut self) {
         let Some(mut youngest) = self.running.pop() else { return };
         if self.blocks(youngest.goal()) > self.manager.capacity() {
-            // Too long for the memory, even alone: this is as far as it goes.
-            youngest.outbox.flush();
+            // The sequence does not fit the memory even alone: it ends here.
+            youngest.output.flush();
             let report = youngest.report.clone();
             self.metrics.decoded(youngest.first_token.map(|at| at.elapsed()).unwrap_or_default());
-            youngest.outbox.finish(Finish::Length, &report);
-            self.left = true;
+            youngest.output.finish(Finish::Length, &report);
+            self.sequence_left = true;
             return;
         }
         self.metrics.preempted();
@@ -387,33 +390,37 @@ impl Scheduler {
         self.waiting.push_front(youngest);
     }
 
-    fn part(&mut self, rows: Rows) -> Part {
+    fn step_input(&mut self, rows: Rows) -> StepInput {
         let sequence = &mut self.running[rows.index];
         let end = sequence.computed + rows.count;
         let last = end == sequence.tokens.len() && sequence.request.work != Work::Prefill && sequence.limit > 0;
-        Part {
+        StepInput {
             tokens: sequence.tokens[sequence.computed..end].to_vec(),
             start: sequence.computed,
             table: sequence.blocks.slots(),
             sampler: if last { sequence.sampler.take() } else { None },
             position: end,
             scored: sequence.scored_in(sequence.computed..end),
-            banned: if last { self.runtime.banned(&sequence.request.stop, end - sequence.prompt) } else { Vec::new() },
+            banned: if last {
+                self.runtime.banned_tokens(&sequence.request.stop, end - sequence.prompt)
+            } else {
+                Vec::new()
+            },
         }
     }
 
-    /// Takes in what a step made of one sequence.
-    fn advance(&mut self, rows: Rows, done: step::Done) -> Option<Finish> {
+    /// Applies the result of a step to one sequence; returns why it ended, if it did.
+    fn advance(&mut self, rows: Rows, output: StepOutput) -> Option<Finish> {
         let sequence = &mut self.running[rows.index];
         let prompt_left = sequence.prompt.saturating_sub(sequence.computed);
         self.metrics.computed(rows.count.min(prompt_left));
         sequence.computed += rows.count;
-        sequence.waiting.computed(rows.count);
-        sequence.add_scores(done.scored);
-        sequence.share(&self.manager);
-        sequence.settle();
+        sequence.stats.computed(rows.count);
+        sequence.add_scores(output.scored);
+        sequence.publish(&self.manager);
+        sequence.drop_unneeded_onboarding();
         let only_prompt = sequence.limit == 0 && sequence.pending() == 0 && sequence.request.work != Work::Prefill;
-        if done.next.is_none() && !only_prompt {
+        if output.next.is_none() && !only_prompt {
             return None;
         }
         if sequence.report_is_open() {
@@ -424,34 +431,34 @@ impl Scheduler {
             sequence.first_token = Some(Instant::now());
             self.metrics.prefilled(sequence.joined.map(|at| at.elapsed()).unwrap_or_default());
         }
-        let Some((sampler, token, logprobs)) = done.next else { return Some(Finish::Length) };
+        let Some((sampler, token, logprobs)) = output.next else { return Some(Finish::Length) };
         sequence.sampler = Some(sampler);
-        if let Some(finish) = self.runtime.ends(&sequence.request.stop, token) {
-            sequence.outbox.end_with(token, logprobs);
+        if let Some(finish) = self.runtime.finish_reason(&sequence.request.stop, token) {
+            sequence.output.end_with(token, logprobs);
             return Some(finish);
         }
         self.metrics.generated();
         sequence.tokens.push(token);
-        sequence.lineage.extend(&sequence.tokens);
-        sequence.outbox.push(token, logprobs, &sequence.report);
+        sequence.chain.extend(&sequence.tokens);
+        sequence.output.push(token, logprobs, &sequence.report);
         if sequence.generated() >= sequence.limit {
             return Some(Finish::Length);
         }
-        sequence.outbox.flush();
+        sequence.output.flush();
         None
     }
 
-    /// Tells the router where the blocks are, and keeps them until the stream is dropped.
-    fn hand_over(&self, mut sequence: Sequence) {
+    /// Sends the handoff to the router, and keeps the blocks until the stream is dropped.
+    fn hand_off(&self, mut sequence: Sequence) {
         sequence.close_report();
         self.metrics.prompt_cached(&sequence.report);
         self.metrics.prefilled(sequence.joined.map(|at| at.elapsed()).unwrap_or_default());
-        let ticket = Ticket { peer: self.worker, cached: sequence.report.cached.clone() };
-        sequence.outbox.hand_over(Output::Handoff(ticket.seal()));
-        // Only the blocks are kept: the request waits for nothing here any more.
-        let Sequence { outbox, blocks, .. } = sequence;
+        let ticket = HandoffTicket { peer: self.worker, cached: sequence.report.cached.clone() };
+        sequence.output.send_handoff(Output::Handoff(ticket.encode()));
+        // Only the blocks are kept; the request no longer counts as pending.
+        let Sequence { output, blocks, .. } = sequence;
         tokio::spawn(async move {
-            outbox.closed().await;
+            output.closed().await;
             drop(blocks);
         });
     }

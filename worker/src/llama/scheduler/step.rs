@@ -1,60 +1,67 @@
-//! One step of the engine: rows of several sequences through the model, and a token for each that has come to its end.
+//! One step of the engine: rows of several sequences through the model, and the next token of each sequence whose known
+//! tokens are computed.
 
 use crate::engine::Logprobs;
-use crate::llama::model::{self, Arena, Chunk, Logits, Model, Sampler, Visit};
+use crate::llama::model::{self, Chunk, KvCache, Logits, LogitsVisitor, Model, Sampler};
 use kvbm::BlockId;
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// What one sequence brings to a step.
-pub(super) struct Part {
+/// The work of one sequence in a step.
+pub(super) struct StepInput {
     /// The tokens to compute.
     pub(super) tokens: Vec<u32>,
     /// The position of the first of them.
     pub(super) start: usize,
     /// The slots of positions 0 to `start + tokens.len()`.
     pub(super) table: Vec<BlockId>,
-    /// Chooses the next token; `None` when more of the prompt is to come.
+    /// Chooses the next token; `None` when more of the prompt follows.
     pub(super) sampler: Option<Sampler>,
-    /// The position of the token to be chosen.
+    /// The position of the token that is chosen.
     pub(super) position: usize,
-    /// Tokens that must not be chosen yet.
+    /// Tokens that must not be chosen at this position.
     pub(super) banned: Vec<u32>,
-    /// Tokens of the prompt whose log-probabilities are wanted.
-    pub(super) scored: Scored,
+    /// Prompt tokens whose log-probabilities are requested.
+    pub(super) scored: PromptScores,
 }
 
 /// Tokens of a prompt whose log-probabilities are wanted.
 #[derive(Default)]
-pub(super) struct Scored {
-    /// Where they stand in the part, each right after the token with which it is judged: `rows[0]` judges `tokens[0]`.
+pub(super) struct PromptScores {
+    /// Rows of the step whose logits are used, each one position before its token: `rows[0]` gives the log-probability
+    /// of `tokens[0]`.
     pub(super) rows: Range<usize>,
     pub(super) tokens: Vec<u32>,
-    /// How many alternatives are reported.
+    /// How many of the likeliest tokens are reported at each position.
     pub(super) alternatives: u8,
 }
 
-/// What a step makes of one sequence.
-pub(super) struct Done {
-    /// The sampler given back, and what it chose.
+/// The result of a step for one sequence.
+pub(super) struct StepOutput {
+    /// The sampler, returned, and the token that it chose.
     pub(super) next: Option<(Sampler, u32, Option<Logprobs>)>,
-    /// Of the prompt's tokens that were asked for.
+    /// Log-probabilities of the requested prompt tokens.
     pub(super) scored: Vec<Logprobs>,
 }
 
-/// Computes a step. Blocks for the time of it.
-pub(super) fn compute(model: &Model, arena: &Arena, mut parts: Vec<Part>) -> Vec<Done> {
-    let asks: Vec<bool> = parts.iter().map(|part| part.sampler.is_some()).collect();
-    let choices: Vec<(Sampler, usize, Vec<u32>)> = parts
+/// Computes a step. Blocks the calling thread.
+pub(super) fn compute(model: &Model, kv_cache: &KvCache, mut inputs: Vec<StepInput>) -> Vec<StepOutput> {
+    let samples: Vec<bool> = inputs.iter().map(|input| input.sampler.is_some()).collect();
+    let choices: Vec<(Sampler, usize, Vec<u32>)> = inputs
         .iter_mut()
-        .filter_map(|part| Some((part.sampler.take()?, part.position, std::mem::take(&mut part.banned))))
+        .filter_map(|input| Some((input.sampler.take()?, input.position, std::mem::take(&mut input.banned))))
         .collect();
-    let chunks: Vec<Chunk<'_>> = parts
+    let chunks: Vec<Chunk<'_>> = inputs
         .iter()
-        .zip(&asks)
-        .map(|(part, asks)| Chunk { tokens: &part.tokens, start: part.start, table: &part.table, logits: *asks })
+        .zip(&samples)
+        .map(|(input, samples)| Chunk {
+            tokens: &input.tokens,
+            start: input.start,
+            table: &input.table,
+            logits: *samples,
+        })
         .collect();
-    // Each row is sampled by itself, so the thread that does it changes nothing.
+    // Each row is sampled independently, so the assignment to threads does not matter.
     let sample = |mut logits: Logits<'_>| -> Vec<(Sampler, u32, Option<Logprobs>)> {
         let rows = choices.into_par_iter().zip(logits.rows());
         rows.map(|((mut sampler, position, banned), row)| {
@@ -63,30 +70,30 @@ pub(super) fn compute(model: &Model, arena: &Arena, mut parts: Vec<Part>) -> Vec
         })
         .collect()
     };
-    let rows: Vec<Range<usize>> = parts.iter().map(|part| part.scored.rows.clone()).collect();
-    let score = |part: usize, row: usize, logits: &[f32]| {
-        let scored = &parts[part].scored;
+    let rows: Vec<Range<usize>> = inputs.iter().map(|input| input.scored.rows.clone()).collect();
+    let score = |input: usize, row: usize, logits: &[f32]| {
+        let scored = &inputs[input].scored;
         model::logprobs(logits, scored.tokens[row - scored.rows.start], scored.alternatives)
     };
-    let visit = Visit { tokens: &rows, each: &score };
-    let (chosen, scored) = model.forward_visiting(&chunks, arena, &visit, sample);
+    let visit = LogitsVisitor { tokens: &rows, each: &score };
+    let (chosen, scored) = model.forward_visiting(&chunks, kv_cache, &visit, sample);
     let mut chosen = chosen.into_iter();
-    let next = |(asks, scored)| Done { next: if asks { chosen.next() } else { None }, scored };
-    asks.into_iter().zip(scored).map(next).collect()
+    let next = |(samples, scored)| StepOutput { next: if samples { chosen.next() } else { None }, scored };
+    samples.into_iter().zip(scored).map(next).collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::engine::Sampling;
-    use crate::llama::loader::{Builtin, Folder};
+    use crate::llama::loader::{Builtin, LoadedModel};
 
-    fn part(of: u32, seed: Option<u64>) -> Part {
+    fn input(of: u32, seed: Option<u64>) -> StepInput {
         let tokens = vec![of + 10; 20];
         let sampling = Sampling { temperature: 1.0, top_p: 0.9, logprobs: Some(3), ..Sampling::default() };
         let sampler = seed.map(|seed| Sampler::new(&sampling, seed, &tokens));
         let table = vec![BlockId(2 * of), BlockId(2 * of + 1)];
-        Part { tokens, start: 0, table, sampler, position: 20, banned: vec![of], scored: Scored::default() }
+        StepInput { tokens, start: 0, table, sampler, position: 20, banned: vec![of], scored: PromptScores::default() }
     }
 
     #[test]
@@ -94,13 +101,16 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = Builtin::Tiny.ensure(folder.path(), &|_, _| ()).unwrap();
         let run = |threads| {
-            let Folder { config, weights, .. } = Folder::open(&path, Some("tiny")).unwrap();
+            let LoadedModel { config, weights, .. } = LoadedModel::open(&path, Some("tiny")).unwrap();
             let model = Model::new(config, weights, threads);
-            let arena = model.arena(16, 64).unwrap();
-            // Every third only computes a part of its prompt.
-            let parts = (0..24).map(|of| part(of, (of % 3 != 0).then_some(u64::from(of)))).collect();
-            let done = compute(&model, &arena, parts);
-            done.into_iter().map(|done| done.next.map(|(_, token, logprobs)| (token, logprobs))).collect::<Vec<_>>()
+            let kv_cache = model.kv_cache(16, 64).unwrap();
+            // Every third sequence computes only a part of its prompt.
+            let inputs = (0..24).map(|of| input(of, (of % 3 != 0).then_some(u64::from(of)))).collect();
+            let outputs = compute(&model, &kv_cache, inputs);
+            outputs
+                .into_iter()
+                .map(|output| output.next.map(|(_, token, logprobs)| (token, logprobs)))
+                .collect::<Vec<_>>()
         };
         let alone = run(1);
         assert!(alone.iter().enumerate().all(|(of, done)| done.is_some() == (of % 3 != 0)));

@@ -27,15 +27,15 @@ struct Script(Vec<(Vec<u32>, Vec<u32>)>);
 
 impl Script {
     async fn draw(rng: &mut Rng, opening: &[u32]) -> Self {
-        let mut turns = Vec::new();
+        let mut compute = Vec::new();
         let mut prompt = opening.to_vec();
         for _ in 0..TURNS {
-            prompt.extend(rng.some_tokens(30..250));
-            let answer = Rig::new(Shape::default()).run(&prompt, ANSWER).await.ids;
-            turns.push((prompt.clone(), answer.clone()));
+            prompt.extend(rng.random_tokens(30..250));
+            let answer = Harness::new(Shape::default()).run(&prompt, ANSWER).await.ids;
+            compute.push((prompt.clone(), answer.clone()));
             prompt.extend(answer);
         }
-        Self(turns)
+        Self(compute)
     }
 }
 
@@ -120,11 +120,11 @@ async fn nobody_can_tell_what_went_wrong_below() {
     let faulty = [&g3, &g4].map(|tier| Arc::new(Faulty::new(Arc::clone(tier), seed, Faults::default())));
     let lower = faulty.iter().map(|tier| Arc::clone(tier) as Arc<dyn Tier>).collect();
     // Room for two long conversations above, and a few blocks more in G2.
-    let rig = Arc::new(Rig::new(Shape { chunk: 64, g1: 130, g2: 40, lower, ..Shape::default() }));
+    let harness = Arc::new(Harness::new(Shape { chunk: 64, g1: 130, g2: 40, lower, ..Shape::default() }));
 
     let over = Arc::new(AtomicBool::new(false));
     let clients = (0..CLIENTS).map(|client| {
-        let (rig, scripts, over) = (Arc::clone(&rig), Arc::clone(&scripts), Arc::clone(&over));
+        let (harness, scripts, over) = (Arc::clone(&harness), Arc::clone(&scripts), Arc::clone(&over));
         let mut rng = Rng(seed * 1000 + client);
         tokio::spawn(async move {
             let mut answered = 0_u32;
@@ -132,7 +132,7 @@ async fn nobody_can_tell_what_went_wrong_below() {
                 let script = &scripts[rng.within(0..scripts.len() as u64) as usize];
                 let (prompt, want) = &script.0[rng.within(0..TURNS as u64) as usize];
                 let case = format!("seed {seed}, client {client}, request {answered}, {} tokens", prompt.len());
-                let mut stream = rig.engine.generate(request(&*rig.engine, prompt, ANSWER)).await.unwrap();
+                let mut stream = harness.engine.generate(request(&*harness.engine, prompt, ANSWER)).await.unwrap();
                 if rng.within(0..6) == 0 {
                     // Some hang up, sooner or later.
                     let _ = timeout(Duration::from_millis(rng.within(0..60)), stream.next()).await;
@@ -173,19 +173,19 @@ async fn nobody_can_tell_what_went_wrong_below() {
     }
     assert!(answered > 0, "seed {seed}: nobody was answered");
 
-    timeout(PATIENCE, rig.settle()).await.expect("slots or offloads are held by nobody");
-    assert_eq!(rig.manager.available(), rig.manager.capacity(), "seed {seed}: slots");
+    timeout(PATIENCE, harness.settle()).await.expect("slots or offloads are held by nobody");
+    assert_eq!(harness.manager.available(), harness.manager.capacity(), "seed {seed}: slots");
     assert!(largest <= BUDGET, "seed {seed}: {largest} bytes on disk");
-    let fingerprint = rig.memory.device().fingerprint();
+    let fingerprint = harness.memory.device().fingerprint();
     assert_agrees(&logs[0], &*g3, fingerprint, &format!("seed {seed}"));
     assert_agrees(&logs[1], &*g4, fingerprint, &format!("seed {seed}"));
-    let host = rig.host.as_ref().unwrap();
-    let announced = rig.log.snapshot();
+    let host = harness.host.as_ref().unwrap();
+    let announced = harness.log.snapshot();
     let in_host: HashSet<_> = announced.blocks().filter(|(level, _)| *level == Level::G2).collect();
     assert_eq!(in_host.len() as u64, host.usage().blocks, "seed {seed}: G2");
     // And it goes on: every answer once more, with all tiers well.
     for (prompt, want) in scripts.iter().flat_map(|script| &script.0) {
-        assert_eq!(rig.run(prompt, ANSWER).await.ids, *want, "seed {seed}, afterwards");
+        assert_eq!(harness.run(prompt, ANSWER).await.ids, *want, "seed {seed}, afterwards");
     }
 }
 
@@ -197,20 +197,20 @@ async fn who_waits_for_blocks_adds_no_rows_to_the_steps_of_others() {
     let mut rng = Rng(31);
     // One token, so that no prompt is measured: in virtual time computing would seem to be free.
     let (beside, prompt) = (rng.tokens(1), rng.tokens(641));
-    let writer = Rig::new(Shape { lower: vec![Arc::clone(&below)], ..Shape::default() });
+    let writer = Harness::new(Shape { lower: vec![Arc::clone(&below)], ..Shape::default() });
     let want = writer.run(&prompt, 1).await.ids;
     writer.settle().await;
     let late = Duration::from_millis(50);
     let slow: Arc<dyn Tier> = Arc::new(Faulty::new(below, 1, Faults { latency: late..=late, ..Faults::default() }));
-    let rig = Rig::new(Shape { chunk: 64, lower: vec![slow], ..Shape::default() });
-    let mut other = rig.engine.generate(request(&*rig.engine, &beside, 200)).await.unwrap();
+    let harness = Harness::new(Shape { chunk: 64, lower: vec![slow], ..Shape::default() });
+    let mut other = harness.engine.generate(request(&*harness.engine, &beside, 200)).await.unwrap();
     let Some(Ok(Output::Tokens(first))) = other.next().await else { panic!("a first token") };
-    let waiting = rig.engine.generate(request(&*rig.engine, &prompt, 1)).await.unwrap();
+    let waiting = harness.engine.generate(request(&*harness.engine, &prompt, 1)).await.unwrap();
     let (rest, waited) = futures::join!(collect(other), collect(waiting));
     let (rest, waited) = (rest.unwrap(), waited.unwrap());
     assert_eq!((first.ids.len() + rest.ids.len(), &waited.ids), (200, &want));
     assert_eq!(waited.prompt.unwrap().cached_tokens(), 640, "all that could come was waited for");
     // The one token that is always computed goes along with a step like a decoded one.
-    let (prefill, decode) = (rig.steps("prefill"), rig.steps("decode"));
+    let (prefill, decode) = (harness.steps("prefill"), harness.steps("decode"));
     assert!(prefill == 0 && (200..=201).contains(&decode), "{prefill} steps with prompts, {decode} without");
 }

@@ -1,4 +1,4 @@
-//! How well a plane in memory carries: late, not at all, out of order, or twice. Seeded, so that it does the same again.
+//! Faults of an in-memory plane: delay, loss, reordering, duplication. Seeded, so that a run is reproducible.
 
 use super::Event;
 use std::collections::BTreeMap;
@@ -9,60 +9,61 @@ use tokio::sync::broadcast::{
 };
 use tokio::time::Instant;
 
-/// How well a plane carries what it is given.
+/// The faults of a plane.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Link {
-    /// Events kept for a subscriber that lags; older ones it loses.
+    /// Events kept for a slow subscriber; older ones are lost to it.
     pub backlog: usize,
-    /// Everything arrives this much later.
+    /// Delay of every delivery.
     pub lag: Duration,
-    /// The fraction of events that never arrive.
+    /// Fraction of events that are lost.
     pub loss: f64,
-    /// The fraction of events that some of those behind them overtake.
+    /// Fraction of events that are overtaken by later ones.
     pub reorder: f64,
-    /// The fraction of events that arrive again, among those behind them.
+    /// Fraction of events that are delivered twice.
     pub repeat: f64,
-    /// Fixes which ones.
+    /// Decides which events are affected.
     pub seed: u64,
 }
 
 impl Default for Link {
-    /// A perfect link. The backlog equals what an event log keeps: behind that a snapshot is cheaper anyway.
+    /// A link without faults. The backlog equals the capacity of an event log: beyond it a snapshot is cheaper.
     fn default() -> Self {
         Self { backlog: 4096, lag: Duration::ZERO, loss: 0.0, reorder: 0.0, repeat: 0.0, seed: 0 }
     }
 }
 
-/// An event, and when it was sent.
-pub(super) type Sent = (Instant, Event);
+/// An event and the time when it was published.
+pub(super) type SentEvent = (Instant, Event);
 
-/// What one subscriber gets over a link.
-pub(super) struct Line {
-    receiver: broadcast::Receiver<Sent>,
+/// What one subscriber receives over a link.
+pub(super) struct Subscription {
+    receiver: broadcast::Receiver<SentEvent>,
     link: Link,
-    dice: Dice,
-    /// How many have come out of the channel.
-    taken: u64,
-    /// Events that others overtake, by how many must have come before each; empty on a link that keeps order.
-    late: BTreeMap<(u64, u64), Sent>,
-    delays: u64,
+    rng: Rng,
+    /// Number of events received from the channel.
+    received: u64,
+    /// Delayed events, keyed by the number of received events after which they are due; empty on a link without
+    /// reordering and duplication.
+    delayed: BTreeMap<(u64, u64), SentEvent>,
+    delay_count: u64,
 }
 
-/// An event is overtaken by at most so many.
-const OVERTAKEN_MAX: f64 = 8.0;
+/// An event is overtaken by at most this many others.
+const MAX_OVERTAKEN: f64 = 8.0;
 
-impl Line {
-    pub(super) fn new(receiver: broadcast::Receiver<Sent>, link: Link, nth: u64) -> Self {
-        Self { receiver, link, dice: Dice(link.seed ^ nth), taken: 0, late: BTreeMap::new(), delays: 0 }
+impl Subscription {
+    pub(super) fn new(receiver: broadcast::Receiver<SentEvent>, link: Link, nth: u64) -> Self {
+        Self { receiver, link, rng: Rng(link.seed ^ nth), received: 0, delayed: BTreeMap::new(), delay_count: 0 }
     }
 
-    /// The next event to arrive; `None` when there will be none.
-    pub(super) async fn next(&mut self) -> Option<Sent> {
+    /// The next event to deliver; `None` when the plane is dropped.
+    pub(super) async fn next(&mut self) -> Option<SentEvent> {
         loop {
-            if self.late.first_key_value().is_some_and(|((due, _), _)| *due <= self.taken) {
+            if self.delayed.first_key_value().is_some_and(|((due, _), _)| *due <= self.received) {
                 return self.pop();
             }
-            let sent = if self.late.is_empty() {
+            let sent = if self.delayed.is_empty() {
                 match self.receiver.recv().await {
                     Ok(sent) => sent,
                     Err(RecvError::Lagged(_)) => continue,
@@ -72,18 +73,18 @@ impl Line {
                 match self.receiver.try_recv() {
                     Ok(sent) => sent,
                     Err(TryRecvError::Lagged(_)) => continue,
-                    // Nobody is there to overtake it.
+                    // There is no later event that could overtake it.
                     Err(TryRecvError::Empty | TryRecvError::Closed) => return self.pop(),
                 }
             };
-            self.taken += 1;
-            if self.falls(self.link.loss) {
+            self.received += 1;
+            if self.happens(self.link.loss) {
                 continue;
             }
-            if self.falls(self.link.repeat) {
+            if self.happens(self.link.repeat) {
                 self.delay(sent.clone());
             }
-            if self.falls(self.link.reorder) {
+            if self.happens(self.link.reorder) {
                 self.delay(sent);
                 continue;
             }
@@ -91,28 +92,28 @@ impl Line {
         }
     }
 
-    /// Whether it happens, this time; on a perfect link nothing is drawn.
-    fn falls(&mut self, probability: f64) -> bool {
-        probability > 0.0 && self.dice.roll() < probability
+    /// Whether a fault of this probability happens. Without faults no random number is drawn.
+    fn happens(&mut self, probability: f64) -> bool {
+        probability > 0.0 && self.rng.uniform() < probability
     }
 
-    fn delay(&mut self, sent: Sent) {
-        let by = 1 + (self.dice.roll() * OVERTAKEN_MAX) as u64;
-        self.delays += 1;
-        self.late.insert((self.taken + by, self.delays), sent);
+    fn delay(&mut self, sent: SentEvent) {
+        let by = 1 + (self.rng.uniform() * MAX_OVERTAKEN) as u64;
+        self.delay_count += 1;
+        self.delayed.insert((self.received + by, self.delay_count), sent);
     }
 
-    fn pop(&mut self) -> Option<Sent> {
-        self.late.pop_first().map(|(_, sent)| sent)
+    fn pop(&mut self) -> Option<SentEvent> {
+        self.delayed.pop_first().map(|(_, sent)| sent)
     }
 }
 
-/// `SplitMix64` (Steele, Lea and Flood, 2014): ample for deciding what becomes of test events.
-struct Dice(u64);
+/// `SplitMix64` (Steele, Lea and Flood, 2014).
+struct Rng(u64);
 
-impl Dice {
+impl Rng {
     /// Uniform in [0, 1).
-    fn roll(&mut self) -> f64 {
+    fn uniform(&mut self) -> f64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

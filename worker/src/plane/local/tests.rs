@@ -3,11 +3,11 @@ use crate::plane::contract::{self, instance, next};
 use crate::plane::{EventBody, Load, Topic};
 
 mod discovery {
-    crate::plane::contract::discovery_contract!(async { crate::plane::local::Roster::default() });
+    crate::plane::contract::discovery_contract!(async { crate::plane::local::LocalDiscovery::default() });
 }
 
 mod events {
-    crate::plane::contract::events_contract!(async { crate::plane::local::Bus::default() });
+    crate::plane::contract::events_contract!(async { crate::plane::local::LocalEvents::default() });
 }
 
 fn load(number: u64) -> Event {
@@ -16,10 +16,10 @@ fn load(number: u64) -> Event {
 }
 
 async fn received(link: Link, sent: u64) -> Vec<u64> {
-    let bus = Bus::new(link);
-    let events = bus.subscribe(Topic::Cache);
-    (1..=sent).for_each(|number| bus.publish(load(number)));
-    drop(bus);
+    let plane = LocalEvents::new(link);
+    let events = plane.subscribe(Topic::Cache);
+    (1..=sent).for_each(|number| plane.publish(load(number)));
+    drop(plane);
     let numbers = events.map(|event| match event.body {
         EventBody::Load(load) => load.number,
         body => unreachable!("only loads were sent, not {body:?}"),
@@ -68,9 +68,9 @@ async fn a_lagging_plane_delivers_late_and_complete() {
     assert_eq!(received(Link { lag, ..Link::default() }, 5).await, [1, 2, 3, 4, 5]);
     assert_eq!(start.elapsed(), lag);
 
-    let roster = Roster::lagging(lag);
-    let mut watch = roster.watch();
-    drop(roster.register(instance(1, 1), contract::engine()).await.unwrap());
+    let discovery = LocalDiscovery::lagging(lag);
+    let mut watch = discovery.watch();
+    drop(discovery.register(instance(1, 1), contract::engine()).await.unwrap());
     assert_eq!(next(&mut watch).await, (1, 1, true));
     assert_eq!(next(&mut watch).await, (1, 1, false));
     assert_eq!(start.elapsed(), lag * 2);
@@ -78,13 +78,13 @@ async fn a_lagging_plane_delivers_late_and_complete() {
 
 #[tokio::test]
 async fn an_expired_lease_is_gone_for_good() {
-    let roster = Roster::default();
-    let mut watch = roster.watch();
-    let stale = roster.register(instance(1, 1), contract::engine()).await.unwrap();
-    roster.expire(WorkerId(1));
-    let _back = roster.register(instance(1, 2), contract::engine()).await.unwrap();
+    let discovery = LocalDiscovery::default();
+    let mut watch = discovery.watch();
+    let stale = discovery.register(instance(1, 1), contract::engine()).await.unwrap();
+    discovery.expire(WorkerId(1));
+    let _back = discovery.register(instance(1, 2), contract::engine()).await.unwrap();
     drop(stale);
-    let _other = roster.register(instance(2, 1), contract::engine()).await.unwrap();
+    let _other = discovery.register(instance(2, 1), contract::engine()).await.unwrap();
     let mut seen = vec![];
     for _ in 0..4 {
         seen.push(next(&mut watch).await);

@@ -1,13 +1,13 @@
-//! Made-up weights: a function of seed and position, computed with integers and single multiplications only, so that
-//! every machine makes the same bits.
+//! Random weights: a function of seed and position, computed with integers and single multiplications only, so that
+//! every machine generates the same bits.
 //!
-//! Random weights must still behave like a model's. Three choices see to that:
-//! - Matrices keep the scale of what they multiply; queries and keys are [`SHARP`] times larger, so that attention
-//!   picks places instead of averaging all, and the text depends on its whole past.
-//! - Embeddings are small beside what the layers add. With the head tied to them, the likeliest next token would
-//!   otherwise be the last one again.
-//! - The head favours words (see [`Vocabulary::words`]): the others' rows are [`FAINT`], so that generated text can be
-//!   read, and becomes the same tokens again in the next turn's prompt.
+//! Three choices make random weights behave like those of a model:
+//! - Matrices keep the scale of their inputs; queries and keys are [`SHARP`] times larger, so that attention selects
+//!   tokens instead of averaging all, and the text depends on its whole past.
+//! - Embeddings are small compared with what the layers add. With the head tied to them, the likeliest next token
+//!   would otherwise be the last one again.
+//! - The head favours words (see [`Vocabulary::words`]): the rows of other tokens are scaled by [`FAINT`], so that
+//!   generated text is readable and tokenizes to the same tokens in the next turn's prompt.
 
 use super::tokenizer::{END, Vocabulary};
 use crate::llama::loader::config::Config;
@@ -20,30 +20,31 @@ use std::cell::Cell;
 use std::io;
 use std::path::Path;
 
-/// Deviation of queries and keys; scores then deviate by its square.
+/// Standard deviation of queries and keys; that of the scores is its square.
 const SHARP: f32 = 2.0;
-/// Deviation of the embedding of a word.
+/// Standard deviation of the embedding of a word.
 const EMBEDDING: f32 = 0.04;
-/// Of any other token, relative to a word's. Even an embedding this small stands far above the norm's epsilon.
+/// That of any other token, relative to a word's. Even an embedding this small is far above the norm's epsilon.
 const FAINT: f32 = 0.1;
-/// Of the end token, relative to a word's: a normal variable of this deviation exceeds the largest of 7,600 of
-/// deviation 1 (about 3.8) in one of 180 draws, which makes texts of that mean length.
+/// That of the end token, relative to a word's: a normal variable of this deviation exceeds the largest of 7,600
+/// variables of deviation 1 (about 3.8) in one of 180 draws, which gives texts of that mean length.
 const END_OF_TEXT: f32 = 1.5;
-/// Deviation of a word's logits: the likeliest token then gets a third of the probability or more, as in real text.
+/// Standard deviation of a word's logits: the likeliest token then has a probability of a third or more, as in real
+/// text.
 const LOGITS: f32 = 5.0;
 
-/// What weights to make.
+/// Which weights to generate.
 pub(super) struct Recipe {
-    /// Names the model and its version.
+    /// Seed of the weights: the model's name and version.
     pub(super) seed: String,
     /// The shape.
     pub(super) config: Config,
-    /// Never choose the end token.
+    /// Whether the end token is never chosen.
     pub(super) endless: bool,
 }
 
 impl Recipe {
-    /// Writes all tensors to a safetensors file, each made when its turn comes.
+    /// Writes all tensors to a safetensors file; each is generated when it is written.
     pub(super) fn write(&self, vocabulary: &Vocabulary, path: &Path, progress: &dyn Fn(u64, u64)) -> io::Result<()> {
         let tensors = tensors(&self.config);
         let total = tensors.iter().map(|(_, shape)| 2 * shape.iter().product::<usize>() as u64).sum();
@@ -88,15 +89,15 @@ impl Recipe {
     }
 }
 
-/// The deviations of a tensor's values.
+/// The standard deviations of a tensor's values.
 enum Scales {
-    /// No deviation: every value is this.
+    /// No deviation: every value equals this one.
     Constant(f32),
     All(f32),
     Rows(Vec<f32>),
 }
 
-/// A tensor that is made when it is written.
+/// A tensor that is generated when it is written.
 struct Tensor<'a> {
     shape: Vec<usize>,
     seed: u64,
@@ -143,10 +144,10 @@ impl View for Tensor<'_> {
     }
 }
 
-/// A nearly normal number of deviation 1: the sum of four uniform ones of 16 bits. Logarithms and cosines, which the
-/// usual methods need, differ between machines.
+/// A nearly normal variable of deviation 1: the sum of four uniform variables of 16 bits. The usual methods need
+/// logarithms and cosines, which differ between machines.
 fn normal(seed: u64, index: u64) -> f32 {
-    /// A uniform number of n values deviates by n / √12, the sum of four by n / √3.
+    /// A uniform variable of n values has deviation n / √12, the sum of four of them n / √3.
     const DEVIATION: f32 = 65_536.0 / 1.732_050_8;
     let bits = mix(seed.wrapping_add(index.wrapping_mul(0x9E37_79B9_7F4A_7C15)));
     let sum: i32 = (0..4).map(|lane| (bits >> (16 * lane)) as u16 as i32).sum();

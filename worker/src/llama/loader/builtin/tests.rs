@@ -1,5 +1,5 @@
 use super::*;
-use crate::llama::loader::huggingface::Folder;
+use crate::llama::loader::huggingface::LoadedModel;
 use crate::llama::loader::weights::Weights;
 use crate::llama::model::{Chunk, Model};
 use kvbm::BlockId;
@@ -15,10 +15,10 @@ static WORDS: LazyLock<Vec<usize>> = LazyLock::new(|| VOCABULARY.words());
 static TOKENIZER: LazyLock<Tokenizer> =
     LazyLock::new(|| Tokenizer::from_str(&VOCABULARY.tokenizer_json().to_string()).unwrap());
 
-fn made(model: Builtin) -> (tempfile::TempDir, Folder) {
+fn made(model: Builtin) -> (tempfile::TempDir, LoadedModel) {
     let data = tempfile::tempdir().unwrap();
     let path = model.ensure(data.path(), &|_, _| ()).unwrap();
-    let folder = Folder::open(&path, Some(model.name())).unwrap();
+    let folder = LoadedModel::open(&path, Some(model.name())).unwrap();
     (data, folder)
 }
 
@@ -53,7 +53,7 @@ fn many_may_ask_for_the_same_model_at_once() {
     fs::write(died.join("config.json"), "half of").unwrap();
     let ask = || Builtin::Tiny.ensure(data.path(), &|_, _| ()).unwrap();
     let paths = thread::scope(|scope| [(); 4].map(|()| scope.spawn(ask)).map(|thread| thread.join().unwrap()));
-    Folder::open(&paths[0], None).unwrap();
+    LoadedModel::open(&paths[0], None).unwrap();
     assert!(paths.iter().all(|path| *path == paths[0]) && !died.exists());
     let made = |path: &Path| fs::metadata(path.join("model.safetensors")).unwrap().modified().unwrap();
     let before = made(&paths[0]);
@@ -99,7 +99,7 @@ fn text_is_stored_in_few_tokens() {
 /// What the text of a generated answer depends on, and what a benchmark of reuse needs.
 #[test]
 fn greedy_text_varies_with_the_prompt_and_comes_back_as_the_same_tokens() {
-    let (_data, Folder { card, config, weights }) = made(Builtin::Tiny);
+    let (_data, LoadedModel { card, config, weights }) = made(Builtin::Tiny);
     let tokenizer = Tokenizer::from_str(&card.tokenizer).unwrap();
     let model = Model::new(config, weights, 1);
     // What transformers 5.19 answers, from the same folder: template, tokenizer and model in one.
@@ -124,13 +124,13 @@ fn greedy_text_varies_with_the_prompt_and_comes_back_as_the_same_tokens() {
 
 fn greedy(model: &Model, prompt: &[u32], n: usize) -> Vec<u32> {
     let blocks = (prompt.len() + n).div_ceil(16);
-    let arena = model.arena(16, blocks).unwrap();
+    let kv_cache = model.kv_cache(16, blocks).unwrap();
     let table: Vec<BlockId> = (0..blocks as u32).map(BlockId).collect();
     let mut tokens = prompt.to_vec();
     let mut start = 0;
     while tokens.len() < prompt.len() + n {
         let chunk = Chunk { tokens: &tokens[start..], start, table: &table[..tokens.len().div_ceil(16)], logits: true };
-        let next = model.forward(&[chunk], &arena, |mut logits| {
+        let next = model.forward(&[chunk], &kv_cache, |mut logits| {
             let row = logits.row(0);
             (0..row.len()).max_by(|&a, &b| row[a].total_cmp(&row[b])).unwrap()
         });

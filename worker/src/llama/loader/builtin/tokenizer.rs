@@ -1,9 +1,10 @@
-//! The tokenizer of the built-in models: byte-level BPE, so that any text survives; no normaliser and no prefix space,
-//! so that a longer text starts with the tokens of a shorter one wherever a special token parts them.
+//! The tokenizer of the built-in models: byte-level BPE, so that any text can be encoded; without normaliser and
+//! prefix space, so that the tokens of a text are a prefix of the tokens of its continuation wherever a special token
+//! separates them.
 //!
-//! All that is stored is the list of merges (`merges.bin`, made by `train_merges.py`, which says from what text).
-//! Tokens are numbered: the 256 bytes, what each merge makes, then the special ones. A smaller vocabulary is a shorter
-//! list of merges.
+//! Only the list of merges is stored (`merges.bin`, written by `train_merges.py`, which names the training text).
+//! Token ids are the 256 bytes, then the results of the merges, then the special tokens. A smaller vocabulary is a
+//! shorter list of merges.
 
 use serde_json::{Map, Value, json};
 use std::ops::Range;
@@ -12,19 +13,19 @@ use tokenizers::Tokenizer;
 
 const MERGES: &[u8] = include_bytes!("merges.bin");
 
-/// A special token, by its place among them.
+/// A special token, by its index among them.
 #[derive(Clone, Copy)]
 pub(super) struct Special(usize);
 
 /// Starts every conversation.
 pub(super) const BEGIN: Special = Special(0);
-/// Ends a turn, and so a generated text.
+/// Ends a turn, and with it generated text.
 pub(super) const END: Special = Special(3);
 
 const SPECIAL: [&str; 4] = ["<|begin_of_text|>", "<|im_start|>", "<|im_sep|>", "<|im_end|>"];
 
-/// Special tokens on both sides of role and content: nothing of a turn can melt into the tokens of its neighbour, so
-/// the tokens of a conversation are a prefix of those of its continuation.
+/// Special tokens surround role and content, so that no token spans two turns: the tokens of a conversation are a
+/// prefix of those of its continuation.
 const CHAT_TEMPLATE: &str = "{{- bos_token -}}\
     {%- for message in messages -%}\
     {{- '<|im_start|>' + message['role'] + '<|im_sep|>' + message['content'] + '<|im_end|>' -}}\
@@ -32,22 +33,22 @@ const CHAT_TEMPLATE: &str = "{{- bos_token -}}\
     {%- if add_generation_prompt -%}{{- '<|im_start|>assistant<|im_sep|>' -}}{%- endif -%}";
 
 impl Special {
-    /// Its number in a vocabulary of that size.
+    /// Its id in a vocabulary of this size.
     pub(super) fn id(self, vocabulary: usize) -> u32 {
         (vocabulary - SPECIAL.len() + self.0) as u32
     }
 }
 
-/// The tokens: what each stands for, and how it came about.
+/// The tokens and the merges that they come from.
 pub(super) struct Vocabulary {
-    /// By number, the special ones apart.
+    /// The bytes of each token by id, without the special tokens.
     tokens: Vec<Vec<u8>>,
     /// The two tokens that each merge joins.
     merges: Vec<(usize, usize)>,
 }
 
 impl Vocabulary {
-    /// A vocabulary of that size, special tokens included.
+    /// A vocabulary of this size, special tokens included.
     pub(super) fn new(size: usize) -> Self {
         let count = size - 256 - SPECIAL.len();
         let number = |pair: &[u8]| usize::from(u16::from_le_bytes([pair[0], pair[1]]));
@@ -60,18 +61,18 @@ impl Vocabulary {
         Self { tokens, merges }
     }
 
-    /// How many, special tokens included.
+    /// Number of tokens, special tokens included.
     pub(super) fn size(&self) -> usize {
         self.tokens.len() + SPECIAL.len()
     }
 
-    /// The numbers of the special tokens.
+    /// The ids of the special tokens.
     pub(super) fn special(&self) -> Range<usize> {
         self.tokens.len()..self.size()
     }
 
-    /// The tokens that are a space and small letters, and that the tokenizer makes of their own text. Any sequence of
-    /// them reads as words, and becomes the same tokens when it comes back as the next turn's prompt.
+    /// The tokens that consist of a space and lower-case letters, and that the tokenizer produces from their own
+    /// text. Any sequence of them reads as words and tokenizes to the same tokens in the next turn's prompt.
     pub(super) fn words(&self) -> Vec<usize> {
         let tokenizer =
             Tokenizer::from_str(&self.tokenizer_json().to_string()).expect("the generated tokenizer.json is valid");
@@ -131,7 +132,8 @@ fn added_token(id: usize, content: &str) -> Value {
     })
 }
 
-/// The character that byte-level BPE writes for a byte: itself where it is printable Latin-1, else one from 256 on.
+/// The character that byte-level BPE writes for a byte: the byte itself where it is printable Latin-1, otherwise one
+/// from 256 on.
 fn shown(byte: u8) -> char {
     let printable = |byte: u8| matches!(byte, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF);
     if printable(byte) {

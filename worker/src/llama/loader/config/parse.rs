@@ -1,5 +1,5 @@
-//! Reads a Hugging Face `config.json`, as transformers 4 and 5 write it. What is absent gets the value that
-//! transformers gives it; what this engine cannot compute is refused by the field's name, never ignored.
+//! Reads a Hugging Face `config.json`, as transformers 4 and 5 write it. An absent field has the default of
+//! transformers; a field that this engine cannot compute is rejected by name, never ignored.
 
 use super::{Config, Family, Llama3Scaling, Rope};
 use crate::llama::loader::error::FolderError;
@@ -8,7 +8,7 @@ use serde::Deserialize;
 use serde_json::Value;
 use std::path::Path;
 
-/// Far above any model there is, and small enough that products of sizes do not overflow.
+/// Far above any existing model, and small enough that products of sizes do not overflow.
 const SIZE_MAX: usize = 1 << 24;
 const LAYERS_MAX: usize = 1 << 12;
 const CONTEXT_MAX: usize = 1 << 30;
@@ -96,7 +96,7 @@ impl Family {
         }
     }
 
-    /// How many key/value heads a configuration means that does not say.
+    /// The number of key/value heads of a configuration without that field.
     fn default_kv_heads(self, heads: usize) -> usize {
         match self {
             Family::Llama => heads,
@@ -131,8 +131,8 @@ fn refuse_what_is_not_computed(fields: &Fields<'_>) -> Result<(), FolderError> {
     Ok(())
 }
 
-/// Either spelling: `rope_parameters` holds all of it (transformers 5), or `rope_theta` stands beside `rope_scaling`
-/// (4).
+/// Reads either form: `rope_parameters` with all settings (transformers 5), or `rope_theta` beside `rope_scaling`
+/// (transformers 4).
 fn rope(fields: &Fields<'_>) -> Result<Rope, FolderError> {
     let settings = match fields.object("rope_parameters", "rope_parameters.")? {
         Some(settings) => Some(settings),
@@ -188,9 +188,9 @@ fn scaling(settings: &Fields<'_>) -> Result<Option<Llama3Scaling>, FolderError> 
     }
 }
 
-/// The window, when every layer has it. Layers that differ are refused.
+/// The window, if every layer has it. Layers with different windows are rejected.
 fn sliding_window(fields: &Fields<'_>, family: Family, layers: usize) -> Result<Option<usize>, FolderError> {
-    // Transformers gives these families a window of 4,096 when the field is absent, none when it is null.
+    // Transformers gives these families a window of 4,096 when the field is absent, and none when it is null.
     let absent = if fields.contains("sliding_window") { None } else { Some(4096) };
     let window = fields.optional_count("sliding_window", CONTEXT_MAX)?.or(absent);
     let (field, sliding) = match family {

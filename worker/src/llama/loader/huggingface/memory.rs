@@ -1,10 +1,9 @@
-//! Whether weights fit into memory, asked before they are loaded: the kernel's answer afterwards is to kill the
-//! process.
+//! Checks that weights fit into memory before they are loaded: otherwise the kernel kills the process.
 
 use crate::llama::loader::error::FolderError;
 use std::path::Path;
 
-/// Refuses weights that need more than the system says is available. Says nothing where the system does not.
+/// Rejects weights that need more than the available memory. Accepts them where the system does not report it.
 pub(super) fn check(path: &Path, needed: u64) -> Result<(), FolderError> {
     let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     fits(path, needed, available(&meminfo))

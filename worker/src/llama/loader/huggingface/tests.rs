@@ -7,8 +7,8 @@ fn reference(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/reference").join(name)
 }
 
-fn open(name: &str) -> Folder {
-    Folder::open(&reference(name), None).unwrap()
+fn open(name: &str) -> LoadedModel {
+    LoadedModel::open(&reference(name), None).unwrap()
 }
 
 /// A copy of a reference model that a test may break.
@@ -23,7 +23,7 @@ fn copy(name: &str) -> TempDir {
 
 /// What is said of a folder that does not open.
 fn refusal(folder: &Path) -> String {
-    Folder::open(folder, None).err().expect("the folder must be refused").to_string()
+    LoadedModel::open(folder, None).err().expect("the folder must be refused").to_string()
 }
 
 /// What is said of `llama` when fields of its config.json are changed; null takes a field away.
@@ -57,7 +57,7 @@ fn merge(file: &mut Value, changes: &Value) {
 fn every_family_opens() {
     let families = [("llama", Family::Llama), ("llama3", Family::Llama), ("mistral", Family::Mistral)];
     for (name, family) in families.into_iter().chain([("qwen2", Family::Qwen2), ("qwen3", Family::Qwen3)]) {
-        let Folder { card, config, weights } = open(name);
+        let LoadedModel { card, config, weights } = open(name);
         assert_eq!((config.family, card.id.as_str(), card.context, card.vocabulary), (family, name, 256, 264));
         assert_eq!(weights.layers.len(), 2);
         assert_eq!(weights.head.is_none(), config.tied);
@@ -101,7 +101,7 @@ fn end_tokens_come_from_all_files_that_name_them() {
     assert_eq!(open("llama3").card.eos, [257, 259], "config.json and generation_config.json");
     let folder = copy("llama");
     amend(&folder.path().join("tokenizer_config.json"), &serde_json::json!({"eos_token": {"content": "<|end|>"}}));
-    assert_eq!(Folder::open(folder.path(), None).unwrap().card.eos, [257, 259], "and the tokenizer's");
+    assert_eq!(LoadedModel::open(folder.path(), None).unwrap().card.eos, [257, 259], "and the tokenizer's");
 }
 
 #[test]
@@ -110,7 +110,7 @@ fn sampling_defaults_come_from_the_generation_config() {
     let path = folder.path().join("generation_config.json");
     let write = |text: &str| std::fs::write(&path, text).unwrap();
     write(r#"{"do_sample": true, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.05}"#);
-    let card = Folder::open(folder.path(), None).unwrap().card;
+    let card = LoadedModel::open(folder.path(), None).unwrap().card;
     let want = SamplingDefaults {
         temperature: Some(0.6),
         top_p: Some(0.9),
@@ -120,7 +120,7 @@ fn sampling_defaults_come_from_the_generation_config() {
     };
     assert_eq!(card.sampling, want);
     write(r#"{"top_k": 0}"#);
-    assert_eq!(Folder::open(folder.path(), None).unwrap().card.sampling, SamplingDefaults::default());
+    assert_eq!(LoadedModel::open(folder.path(), None).unwrap().card.sampling, SamplingDefaults::default());
     write(r#"{"top_p": 1.5}"#);
     let text = refusal(folder.path());
     assert!(text.contains("generation_config.json: `top_p` is 1.5; it must be from"), "{text}");
@@ -136,22 +136,22 @@ fn the_chat_template_is_found_in_every_place() {
     assert_eq!(open("llama3").card.chat_template.unwrap(), template, "the default one of several");
     let folder = copy("llama");
     std::fs::write(folder.path().join("chat_template.jinja"), "from its own file").unwrap();
-    assert_eq!(Folder::open(folder.path(), None).unwrap().card.chat_template.unwrap(), "from its own file");
+    assert_eq!(LoadedModel::open(folder.path(), None).unwrap().card.chat_template.unwrap(), "from its own file");
 }
 
 #[test]
 fn identity_names_configuration_and_weights() {
     let original = open("llama").card.identity;
     let folder = copy("llama");
-    assert_eq!(Folder::open(folder.path(), Some("renamed")).unwrap().card.identity, original);
+    assert_eq!(LoadedModel::open(folder.path(), Some("renamed")).unwrap().card.identity, original);
     let weights = folder.path().join("model.safetensors");
     let mut bytes = std::fs::read(&weights).unwrap();
     *bytes.last_mut().unwrap() ^= 1;
     std::fs::write(&weights, bytes).unwrap();
-    assert_ne!(Folder::open(folder.path(), None).unwrap().card.identity, original, "one bit of one weight");
+    assert_ne!(LoadedModel::open(folder.path(), None).unwrap().card.identity, original, "one bit of one weight");
     let folder = copy("llama");
     amend(&folder.path().join("config.json"), &serde_json::json!({"rms_norm_eps": 1e-5}));
-    assert_ne!(Folder::open(folder.path(), None).unwrap().card.identity, original);
+    assert_ne!(LoadedModel::open(folder.path(), None).unwrap().card.identity, original);
 }
 
 #[test]
@@ -256,7 +256,7 @@ fn tensors_that_change_no_answer_do_not_stop_a_model() {
     for extra in ["model.layers.0.self_attn.rotary_emb.inv_freq", "lm_head.weight", "v_head.summary.weight"] {
         let folder = copy("llama");
         add_tensor(folder.path(), extra);
-        Folder::open(folder.path(), None).unwrap_or_else(|error| panic!("{extra}: {error}"));
+        LoadedModel::open(folder.path(), None).unwrap_or_else(|error| panic!("{extra}: {error}"));
     }
     for extra in ["lm_head.bias", "model.norm.bias", "model.layers.0.mlp.experts.0.weight"] {
         let folder = copy("llama");

@@ -1,4 +1,4 @@
-//! The half of a model folder that is about text: tokenizer, chat template, special tokens.
+//! The text part of a model folder: tokenizer, chat template, special tokens.
 
 use crate::llama::loader::error::FolderError;
 use crate::llama::loader::json::{Fields, json, read};
@@ -8,23 +8,23 @@ use std::str::FromStr;
 use std::sync::Arc;
 use tokenizers::Tokenizer;
 
-/// The special tokens that templates name.
+/// The special tokens that templates refer to.
 const SPECIAL: [&str; 6] = ["bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token"];
 
-/// How text becomes tokens and conversations become text.
-pub(super) struct Text {
-    /// The text of `tokenizer.json`, known to be a tokenizer.
+/// The tokenizer and the chat template.
+pub(super) struct TokenizerFiles {
+    /// The text of `tokenizer.json`, checked to be a valid tokenizer.
     pub(super) tokenizer: Arc<str>,
     /// The Jinja template, when there is one.
     pub(super) chat_template: Option<String>,
     /// Name and text.
     pub(super) special_tokens: Vec<(String, String)>,
-    /// The id of the token that the tokenizer's configuration calls the end. Of chat models it is often another than
-    /// the one in `config.json`.
+    /// The id of the `eos_token` in the tokenizer's configuration. For chat models it often differs from the one in
+    /// `config.json`.
     pub(super) eos: Option<u32>,
 }
 
-/// A special token: its text, or an object around it.
+/// A special token: its text, or an object that contains it.
 #[derive(Deserialize)]
 #[serde(untagged, expecting = "expected a string or an object with `content`")]
 enum Special {
@@ -46,8 +46,8 @@ struct Named {
     template: String,
 }
 
-impl Text {
-    /// Reads the files in `folder`, of a model whose vocabulary has that size.
+impl TokenizerFiles {
+    /// Reads the files in `folder`, of a model with this vocabulary size.
     pub(super) fn open(folder: &Path, vocabulary: usize) -> Result<Self, FolderError> {
         let path = folder.join("tokenizer.json");
         if !path.exists() {
@@ -58,8 +58,8 @@ impl Text {
             path: path.clone(),
             problem: format!("the file is not a tokenizer: {error}"),
         })?;
-        // Tokens added later (a `<pad>`, say) often lie beyond; the model has nothing for them, and they do not occur
-        // in text.
+        // Added tokens (a `<pad>`, for example) often have higher ids; the model has no rows for them, and they do
+        // not occur in text.
         if let Some((token, id)) = tokenizer.get_vocab(false).into_iter().find(|(_, id)| *id as usize >= vocabulary) {
             let problem = format!("has token {token:?} with id {id}, but `vocab_size` in config.json is {vocabulary}");
             return Err(FolderError::Field { path, field: "model.vocab".to_owned(), problem });
@@ -93,7 +93,7 @@ impl Text {
 }
 
 impl Templates {
-    /// The template for plain conversations.
+    /// The default template.
     fn default(self) -> Option<String> {
         match self {
             Self::One(template) => Some(template),

@@ -1,9 +1,8 @@
 //! The safetensors files of a model on disk: one file, or shards and an index.
 //!
-//! Headers are read and checked at once: a file that was cut short is found before a byte of it is used. Values are
-//! read with positioned reads in parallel chunks, hashed and widened to f32 while they are in the processor's cache.
-//! The files are deliberately not mapped: a file that shrinks under a mapping kills the process, under a read it is an
-//! error.
+//! Headers are read and checked first, so a truncated file is found before its values are used. Values are read with
+//! positioned reads in parallel chunks, hashed and widened to f32 while they are in the CPU cache. The files are
+//! deliberately not mapped: a file that shrinks under a mapping kills the process; under a read it is an error.
 
 use super::tensors;
 use crate::llama::loader::config::Config;
@@ -20,25 +19,25 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-/// Values per chunk: 512 KiB of halves, 1 MiB of floats; fits a core's cache, and a read of that size runs at full
+/// Values per chunk: 512 KiB of 16-bit values, 1 MiB of f32; fits a core's cache, and reads of that size run at full
 /// speed. The hash of a tensor depends on it.
 const CHUNK: usize = 1 << 18;
 
-/// Headers above this are refused; the format's own limit.
+/// Larger headers are rejected; this is the format's own limit.
 const HEADER_MAX: u64 = 100_000_000;
 
 /// The opened files of a model's weights.
 pub(crate) struct Checkpoint {
     files: Vec<Shard>,
     /// Index into `files` by tensor.
-    places: HashMap<String, usize>,
+    file_of: HashMap<String, usize>,
 }
 
 struct Shard {
     path: PathBuf,
     file: File,
     metadata: Metadata,
-    /// Where the values start.
+    /// Offset of the values in the file.
     start: u64,
 }
 
@@ -48,8 +47,8 @@ impl Checkpoint {
         let (one, index) = (folder.join("model.safetensors"), folder.join("model.safetensors.index.json"));
         if one.exists() {
             let shard = Shard::open(one)?;
-            let places = shard.metadata.offset_keys().into_iter().map(|name| (name, 0)).collect();
-            return Ok(Self { files: vec![shard], places });
+            let file_of = shard.metadata.offset_keys().into_iter().map(|name| (name, 0)).collect();
+            return Ok(Self { files: vec![shard], file_of });
         }
         if !index.exists() {
             return Err(FolderError::NoWeights { path: folder.to_owned() });
@@ -70,12 +69,13 @@ impl Checkpoint {
         }
         let files = names.iter().map(|name| Shard::open(folder.join(name))).collect::<Result<Vec<_>, _>>()?;
         let place = |name: &String| names.binary_search(&name).expect("names holds every value of map");
-        let places = map.iter().map(|(tensor, name)| (tensor.clone(), place(name))).collect();
-        Ok(Self { files, places })
+        let file_of = map.iter().map(|(tensor, name)| (tensor.clone(), place(name))).collect();
+        Ok(Self { files, file_of })
     }
 
-    /// Checks that the files hold every tensor that `config` calls for, in its shape and in a supported type, and no other
-    /// tensor of the architecture: a tensor that the forward pass does not read means that `config` describes another model.
+    /// Checks that the files contain every tensor that `config` requires, in its shape and in a supported type, and
+    /// no other tensor of the architecture: a tensor that the forward pass does not read means that `config`
+    /// describes another model.
     pub(crate) fn check(&self, config: &Config) -> Result<(), FolderError> {
         let expected = tensors(config);
         self.check_unused(config, &expected)?;
@@ -91,13 +91,13 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// Refuses tensors of layers, embedding, norm or head that are not among `expected`. Tensors outside of these (of a value
-    /// head, say) do not take part in the forward pass and are only reported.
+    /// Rejects tensors of layers, embedding, norm or head that are not in `expected`. Other tensors (of a value head,
+    /// for example) do not take part in the forward pass and are only logged.
     fn check_unused(&self, config: &Config, expected: &[(String, Vec<usize>)]) -> Result<(), FolderError> {
         let expected: HashSet<&str> = expected.iter().map(|(name, _)| name.as_str()).collect();
-        // Computed from config.json here.
+        // Computed here from config.json.
         let is_derived = |name: &str| name.ends_with(".rotary_emb.inv_freq");
-        // Often stored although the embedding takes its place.
+        // Often stored although the embedding is used instead.
         let is_tied_head = |name: &str| config.tied && name == "lm_head.weight";
         let mut unused: Vec<(String, &Shard)> = self
             .files
@@ -119,12 +119,12 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// How many values a tensor has.
+    /// Number of values of a tensor.
     pub(crate) fn size(&self, name: &str) -> Result<usize, FolderError> {
         Ok(self.find(name)?.1.shape.iter().product())
     }
 
-    /// Reads a tensor into `into`, which has its size, and returns a hash of it as it is stored.
+    /// Reads a tensor into `into`, which has its size, and returns a hash of the stored bytes.
     pub(crate) fn read(&self, name: &str, into: &mut [f32]) -> Result<blake3::Hash, FolderError> {
         let (shard, info) = self.find(name)?;
         assert_eq!(info.shape.iter().product::<usize>(), into.len(), "{name}: `check` compared the shapes");
@@ -149,7 +149,7 @@ impl Checkpoint {
     }
 
     fn find(&self, name: &str) -> Result<(&Shard, &TensorInfo), FolderError> {
-        let shard = &self.files[self.places.get(name).copied().unwrap_or(0)];
+        let shard = &self.files[self.file_of.get(name).copied().unwrap_or(0)];
         match shard.metadata.info(name) {
             Some(info) => Ok((shard, info)),
             None if name == "lm_head.weight" => {
@@ -164,32 +164,32 @@ impl Shard {
     fn open(path: PathBuf) -> Result<Self, FolderError> {
         match Self::header(&path) {
             Ok((file, metadata, start)) => Ok(Self { path, file, metadata, start }),
-            Err(Broken::Io(source)) => Err(FolderError::Read { path, source }),
-            Err(Broken::Header(problem)) => Err(FolderError::Weights { path, problem }),
+            Err(HeaderError::Io(source)) => Err(FolderError::Read { path, source }),
+            Err(HeaderError::Header(problem)) => Err(FolderError::Weights { path, problem }),
         }
     }
 
-    fn header(path: &Path) -> Result<(File, Metadata, u64), Broken> {
+    fn header(path: &Path) -> Result<(File, Metadata, u64), HeaderError> {
         let file = File::open(path)?;
         let size = file.metadata()?.len();
         let mut length = [0; 8];
         if size < 8 {
-            return Err(Broken::Header(format!("has {size} bytes; it is not a safetensors file")));
+            return Err(HeaderError::Header(format!("has {size} bytes; it is not a safetensors file")));
         }
         file.read_exact_at(&mut length, 0)?;
         let length = u64::from_le_bytes(length);
         if length > HEADER_MAX || length > size - 8 {
             let problem =
                 format!("has {size} bytes, but its header claims {length}; the file is truncated or not safetensors");
-            return Err(Broken::Header(problem));
+            return Err(HeaderError::Header(problem));
         }
         let mut header = vec![0; length as usize];
         file.read_exact_at(&mut header, 8)?;
         let metadata: Metadata = serde_json::from_slice(&header)
-            .map_err(|error| Broken::Header(format!("the safetensors header is invalid: {error}")))?;
+            .map_err(|error| HeaderError::Header(format!("the safetensors header is invalid: {error}")))?;
         let (start, expected) = (8 + length, 8 + length + metadata.data_len() as u64);
         if size != expected {
-            return Err(Broken::Header(format!(
+            return Err(HeaderError::Header(format!(
                 "has {size} bytes, its header says {expected}; download the file again"
             )));
         }
@@ -201,7 +201,7 @@ impl Shard {
     }
 }
 
-/// What an unused tensor says about the folder.
+/// The error message for an unused tensor.
 fn unused_problem(config: &Config, name: &str) -> String {
     let layer = name.strip_prefix("model.layers.").and_then(|rest| rest.split('.').next()?.parse::<usize>().ok());
     match layer {
@@ -215,12 +215,12 @@ fn unused_problem(config: &Config, name: &str) -> String {
     }
 }
 
-enum Broken {
+enum HeaderError {
     Io(io::Error),
     Header(String),
 }
 
-impl From<io::Error> for Broken {
+impl From<io::Error> for HeaderError {
     fn from(error: io::Error) -> Self {
         Self::Io(error)
     }

@@ -1,53 +1,57 @@
-//! The running softmax of up to [`LANES`] queries over tiles of keys, and the sums under it.
+//! The online softmax of up to [`LANES`] queries over tiles of keys, and the sums that it needs. Lanes do not
+//! interact: a lane's result depends on its own query and on the keys that it sees. The code is written once and
+//! compiled for each instruction set; all give the same bits.
 //!
-//! Lanes never meet here: what a lane gets depends on its own query, and on the keys that it sees. The arithmetic is written
+//! Simd never meet here: what a lane gets depends on its own query, and on the keys that it sees. The arithmetic is written
 //! once and compiled for each instruction set; all give the same bits.
 
 #![expect(clippy::inline_always, reason = "compiled anew for each instruction set, by being inlined into `widely`")]
 
 use super::super::kv_cache::TILE;
-use super::super::simd::{LANES, Lanes, exp, prefetch};
+use super::super::simd::{LANES, Simd, exp, prefetch};
 
-/// Keys (or dimensions) whose sums are kept in registers side by side.
+/// Number of keys (or dimensions) whose sums are kept in registers at a time.
 const WIDE: usize = 4;
 
-/// The keys that each lane sees: `from .. to`. Lanes beyond the item's end see what its last one sees.
+/// The causal and window mask of an item: each lane sees the keys `from .. to`. Lanes beyond the end of the item have
+/// the mask of its last lane.
 #[derive(Clone, Copy)]
-pub(super) struct Sight {
+pub(super) struct Mask {
     pub(super) from: [i32; LANES],
     pub(super) to: [i32; LANES],
 }
 
-/// A softmax on its way: the largest score so far, the sum of weights, the weighted sum of values, relative to it.
+/// An online softmax (Milakov and Gimelshein, 2018): the largest score so far, the sum of weights, and the weighted
+/// sum of values, both relative to that score.
 pub(super) struct Softmax {
-    pub(super) max: Lanes,
-    pub(super) sum: Lanes,
-    pub(super) mix: Vec<Lanes>,
+    pub(super) max: Simd,
+    pub(super) sum: Simd,
+    pub(super) mix: Vec<Simd>,
 }
 
-impl Sight {
+impl Mask {
     /// The first key that any lane sees. Lanes are in the order of their positions.
     pub(super) fn start(&self) -> usize {
         self.from[0] as usize
     }
 
-    /// Past the last key that any lane sees.
+    /// One past the last key that any lane sees.
     pub(super) fn end(&self) -> usize {
         self.to[LANES - 1] as usize
     }
 
-    /// The same, counted from `position`.
+    /// The same mask, with keys counted from `position`.
     #[inline(always)]
     fn counted_from(&self, position: usize) -> Self {
         Self { from: self.from.map(|from| from - position as i32), to: self.to.map(|to| to - position as i32) }
     }
 
-    /// `seen` in the lanes that see a key, `unseen` in the others.
+    /// `seen` in the lanes that see the key, `unseen` in the others.
     #[inline(always)]
-    fn select(&self, key: usize, seen: Lanes, unseen: Lanes) -> Lanes {
+    fn select(&self, key: usize, seen: Simd, unseen: Simd) -> Simd {
         let mut out = unseen;
         for lane in 0..LANES {
-            // Both comparisons always: a branch per lane would keep this from being one masked move.
+            // Always both comparisons: a branch per lane would prevent a single masked move.
             let sees = i32::from(self.from[lane] <= key as i32) & i32::from((key as i32) < self.to[lane]);
             out.0[lane] = if sees == 1 { seen.0[lane] } else { unseen.0[lane] };
         }
@@ -55,7 +59,7 @@ impl Sight {
     }
 }
 
-/// Up to [`TILE`] keys or values, in pieces that are contiguous.
+/// Up to [`TILE`] keys or values, as contiguous slices.
 pub(super) struct Segments<'a> {
     pub(super) slices: [&'a [f32]; TILE],
     pub(super) used: usize,
@@ -69,27 +73,27 @@ impl Segments<'_> {
 
 impl Softmax {
     pub(super) fn empty(dim: usize) -> Self {
-        Self { max: Lanes::all(f32::NEG_INFINITY), sum: Lanes::all(0.0), mix: vec![Lanes::all(0.0); dim] }
+        Self { max: Simd::all(f32::NEG_INFINITY), sum: Simd::all(0.0), mix: vec![Simd::all(0.0); dim] }
     }
 
-    /// Takes the keys from position `start` on in.
+    /// Adds the keys from position `start` on.
     #[inline(always)]
     pub(super) fn step(
         &mut self,
-        queries: &[Lanes],
+        queries: &[Simd],
         keys: &Segments<'_>,
         values: &Segments<'_>,
-        sight: &Sight,
+        mask: &Mask,
         start: usize,
     ) {
-        let mut scores = [Lanes::all(0.0); TILE];
+        let mut scores = [Simd::all(0.0); TILE];
         let tokens = score(queries, keys, &mut scores);
-        let sight = sight.counted_from(start);
-        let all_seen = (0..LANES).all(|lane| sight.from[lane] <= 0 && tokens as i32 <= sight.to[lane]);
+        let mask = mask.counted_from(start);
+        let all_seen = (0..LANES).all(|lane| mask.from[lane] <= 0 && tokens as i32 <= mask.to[lane]);
         let scores = &mut scores[..tokens];
         if !all_seen {
             for (key, scores) in scores.iter_mut().enumerate() {
-                *scores = sight.select(key, *scores, Lanes::all(f32::NEG_INFINITY));
+                *scores = mask.select(key, *scores, Simd::all(f32::NEG_INFINITY));
             }
         }
         let max = scores.iter().fold(self.max, |max, score| max.zip(*score, larger));
@@ -107,13 +111,13 @@ impl Softmax {
             self.sum = self.sum.zip(*score, sum);
         }
         if all_seen {
-            mix::<true>(&mut self.mix, scores, values, &sight);
+            mix::<true>(&mut self.mix, scores, values, &mask);
         } else {
-            mix::<false>(&mut self.mix, scores, values, &sight);
+            mix::<false>(&mut self.mix, scores, values, &mask);
         }
     }
 
-    /// Appends the softmax over the keys that follow.
+    /// Adds the softmax over the keys that follow.
     #[inline(always)]
     pub(super) fn fold(&mut self, next: &Self) {
         let max = self.max.zip(next.max, larger);
@@ -127,10 +131,10 @@ impl Softmax {
     }
 }
 
-/// Two sums, each relative to its own `max`, as one relative to a common one. A lane that one of the two has nothing for
-/// is taken from the other as it is.
+/// Combines two sums, each relative to its own `max`, into one relative to the common one. A lane for which one of
+/// the two is empty takes the other unchanged.
 #[inline(always)]
-fn join_lanes([a, b]: [Lanes; 2], shrink: [Lanes; 2], max: [Lanes; 2]) -> Lanes {
+fn join_lanes([a, b]: [Simd; 2], shrink: [Simd; 2], max: [Simd; 2]) -> Simd {
     let mut out = a;
     for i in 0..LANES {
         let both = a.0[i].mul_add(shrink[0].0[i], b.0[i] * shrink[1].0[i]);
@@ -146,7 +150,8 @@ fn larger(a: f32, b: f32) -> f32 {
     if a > b { a } else { b }
 }
 
-/// What weights are relative to: the largest score, or 0 for a lane that has seen nothing, which makes its weights 0.
+/// The score that weights are relative to: the largest score, or 0 for a lane without keys, which makes its weights
+/// 0.
 #[inline(always)]
 fn base(max: f32) -> f32 {
     if max == f32::NEG_INFINITY { 0.0 } else { max }
@@ -168,9 +173,9 @@ fn sum(a: f32, b: f32) -> f32 {
     a + b
 }
 
-/// Scores of all lanes with each key; answers how many keys there were.
+/// Computes the scores of all lanes with each key; returns the number of keys.
 #[inline(always)]
-fn score(queries: &[Lanes], keys: &Segments<'_>, scores: &mut [Lanes; TILE]) -> usize {
+fn score(queries: &[Simd], keys: &Segments<'_>, scores: &mut [Simd; TILE]) -> usize {
     let dim = queries.len();
     let mut token = 0;
     for segment in &keys.slices[..keys.used] {
@@ -188,12 +193,13 @@ fn score(queries: &[Lanes], keys: &Segments<'_>, scores: &mut [Lanes; TILE]) -> 
     token
 }
 
-/// Dot products of all lanes' queries with `N` consecutive keys: a chain over the dimensions each.
+/// Dot products of all lanes' queries with `N` consecutive keys: one chain of fused multiply-adds over the dimensions
+/// for each.
 #[inline(always)]
-fn dots<const N: usize>(queries: &[Lanes], keys: &[f32]) -> [Lanes; N] {
+fn dots<const N: usize>(queries: &[Simd], keys: &[f32]) -> [Simd; N] {
     let dim = queries.len();
     let keys: [&[f32]; N] = std::array::from_fn(|n| &keys[n * dim..][..dim]);
-    let mut sums = [Lanes::all(0.0); N];
+    let mut sums = [Simd::all(0.0); N];
     for (d, query) in queries.iter().enumerate() {
         for n in 0..N {
             sums[n] = query.fma(keys[n][d], sums[n]);
@@ -202,18 +208,18 @@ fn dots<const N: usize>(queries: &[Lanes], keys: &[f32]) -> [Lanes; N] {
     sums
 }
 
-/// Adds the values, weighted, to `mix`: a chain over the keys for each dimension. Unless `ALL` lanes see all keys, each
-/// lane's chain has only those that it sees.
+/// Adds the weighted values to `mix`: one chain over the keys for each dimension. Unless `ALL` lanes see all keys, a
+/// lane's chain contains only the keys that it sees.
 #[inline(always)]
-fn mix<const ALL: bool>(mix: &mut [Lanes], weights: &[Lanes], values: &Segments<'_>, sight: &Sight) {
+fn mix<const ALL: bool>(mix: &mut [Simd], weights: &[Simd], values: &Segments<'_>, mask: &Mask) {
     let dim = mix.len();
     let mut d = 0;
     while d + WIDE <= dim {
-        mix_some::<WIDE, ALL>(mix, d, weights, values, sight);
+        mix_some::<WIDE, ALL>(mix, d, weights, values, mask);
         d += WIDE;
     }
     while d < dim {
-        mix_some::<1, ALL>(mix, d, weights, values, sight);
+        mix_some::<1, ALL>(mix, d, weights, values, mask);
         d += 1;
     }
 }
@@ -221,14 +227,14 @@ fn mix<const ALL: bool>(mix: &mut [Lanes], weights: &[Lanes], values: &Segments<
 /// [`mix`] for the dimensions `d .. d + N`.
 #[inline(always)]
 fn mix_some<const N: usize, const ALL: bool>(
-    mix: &mut [Lanes],
+    mix: &mut [Simd],
     d: usize,
-    weights: &[Lanes],
+    weights: &[Simd],
     values: &Segments<'_>,
-    sight: &Sight,
+    mask: &Mask,
 ) {
     let dim = mix.len();
-    let mut sums: [Lanes; N] = std::array::from_fn(|n| mix[d + n]);
+    let mut sums: [Simd; N] = std::array::from_fn(|n| mix[d + n]);
     let mut key = 0;
     for segment in &values.slices[..values.used] {
         let count = segment.len() / dim;
@@ -236,7 +242,7 @@ fn mix_some<const N: usize, const ALL: bool>(
             let value = &value[d..d + N];
             for n in 0..N {
                 let sum = weight.fma(value[n], sums[n]);
-                sums[n] = if ALL { sum } else { sight.select(key, sum, sums[n]) };
+                sums[n] = if ALL { sum } else { mask.select(key, sum, sums[n]) };
             }
             key += 1;
         }
@@ -255,7 +261,7 @@ mod tests {
     }
 
     fn segments(values: &[f32], tokens: usize, dim: usize) -> Segments<'_> {
-        // Blocks of five: pieces that fill no vector.
+        // Blocks of five tokens: slices that do not fill a vector.
         let mut segments = Segments { slices: [&[]; TILE], used: 0 };
         for piece in values[..tokens * dim].chunks(5 * dim) {
             segments.slices[segments.used] = piece;
@@ -272,7 +278,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
 
-        /// What is written once is compiled for several machines: blocks may travel between them.
+        /// The same code is compiled for several instruction sets, and blocks may be used on another machine.
         #[test]
         fn every_machine_computes_the_same_bits(
             dim in 1usize..20,
@@ -281,18 +287,18 @@ mod tests {
             window in prop_oneof![Just(i32::MAX), Just(50)],
             seed in 0usize..1000,
         ) {
-            let mut queries = vec![Lanes::all(0.0); dim];
+            let mut queries = vec![Simd::all(0.0); dim];
             for (query, values) in queries.iter_mut().zip(wave(dim * LANES, seed).chunks_exact(LANES)) {
                 query.0.copy_from_slice(values);
             }
             let to: [i32; LANES] = std::array::from_fn(|lane| first + lane as i32 / 3 + 1);
-            let sight = Sight { from: to.map(|to| (to - window).max(0)), to };
+            let mask = Mask { from: to.map(|to| (to - window).max(0)), to };
             let (mut plain, mut wide) = (Softmax::empty(dim), Softmax::empty(dim));
             for (i, tokens) in tiles.iter().enumerate() {
                 let (keys, values) = (wave(TILE * dim, seed + i), wave(TILE * dim, seed + 7 + i));
                 let (keys, values) = (segments(&keys, *tokens, dim), segments(&values, *tokens, dim));
-                plain.step(&queries, &keys, &values, &sight, i * TILE);
-                wide!(wide.step(&queries, &keys, &values, &sight, i * TILE));
+                plain.step(&queries, &keys, &values, &mask, i * TILE);
+                wide!(wide.step(&queries, &keys, &values, &mask, i * TILE));
                 prop_assert_eq!(bits(&plain), bits(&wide));
             }
             let (mut plain_sum, mut wide_sum) = (Softmax::empty(dim), Softmax::empty(dim));

@@ -173,10 +173,10 @@ impl Textbook {
     }
 }
 
-/// A model with an arena, and slots given out in a scattered order.
+/// A model with an kv_cache, and slots given out in a scattered order.
 struct Machine {
     model: Model,
-    arena: Arena,
+    kv_cache: KvCache,
     free: Vec<BlockId>,
 }
 
@@ -190,20 +190,20 @@ struct Sequence {
 impl Machine {
     fn new(config: &Config, seed: u64, threads: usize, block_size: usize, blocks: usize) -> Self {
         let model = Model::new(config.clone(), weights(config, seed), threads);
-        let arena = model.arena(block_size, blocks).unwrap();
+        let kv_cache = model.kv_cache(block_size, blocks).unwrap();
         // Slots hold what others left behind: not even a NaN there may matter.
-        let junk = f32::NAN.to_le_bytes().repeat(arena.block_bytes() / 4);
+        let junk = f32::NAN.to_le_bytes().repeat(kv_cache.block_bytes() / 4);
         let slots = (0..blocks as u32).map(BlockId);
         for slot in slots.clone() {
-            arena.write(slot, &junk);
+            kv_cache.write(slot, &junk);
         }
         let mut free: Vec<BlockId> = slots.collect();
         free.sort_by_key(|slot| slot.0.wrapping_mul(2_654_435_761));
-        Self { model, arena, free }
+        Self { model, kv_cache, free }
     }
 
     fn sequence(&mut self, tokens: Vec<u32>) -> Sequence {
-        let blocks = tokens.len().div_ceil(self.arena.block_size());
+        let blocks = tokens.len().div_ceil(self.kv_cache.block_size());
         Sequence { tokens, table: self.free.split_off(self.free.len() - blocks), done: 0 }
     }
 
@@ -220,7 +220,7 @@ impl Machine {
             .collect();
         let logits = self
             .model
-            .forward(&chunks, &self.arena, |mut logits| (0..chunks.len()).map(|i| logits.row(i).to_vec()).collect());
+            .forward(&chunks, &self.kv_cache, |mut logits| (0..chunks.len()).map(|i| logits.row(i).to_vec()).collect());
         for (sequence, count) in work.iter_mut() {
             sequence.done += *count;
         }
@@ -240,10 +240,10 @@ impl Machine {
 
     /// All bytes of the sequence's full blocks.
     fn bytes(&self, sequence: &Sequence) -> Vec<u8> {
-        let full = sequence.done / self.arena.block_size();
-        let mut bytes = vec![0; full * self.arena.block_bytes()];
-        for (slot, into) in sequence.table.iter().zip(bytes.chunks_exact_mut(self.arena.block_bytes())) {
-            self.arena.read(*slot, into);
+        let full = sequence.done / self.kv_cache.block_size();
+        let mut bytes = vec![0; full * self.kv_cache.block_bytes()];
+        for (slot, into) in sequence.table.iter().zip(bytes.chunks_exact_mut(self.kv_cache.block_bytes())) {
+            self.kv_cache.read(*slot, into);
         }
         bytes
     }
@@ -382,18 +382,18 @@ fn what_decode_wrote_is_what_prefill_writes_over_several_splits() {
 fn blocks_moved_through_bytes_serve_as_the_original() {
     let config = config(Family::Qwen3, 4, 2, 16);
     let (mut there, mut here) = (Machine::new(&config, 9, 2, 16, 20), Machine::new(&config, 9, 2, 16, 20));
-    assert_eq!(there.arena.fingerprint(), here.arena.fingerprint());
-    assert_eq!(there.arena.block_bytes(), 2 * 2 * 2 * 16 * 16 * 4);
+    assert_eq!(there.kv_cache.fingerprint(), here.kv_cache.fingerprint());
+    assert_eq!(there.kv_cache.block_bytes(), 2 * 2 * 2 * 16 * 16 * 4);
     let prompt = tokens(100, &config, 1);
     let mut computed = there.sequence(prompt.clone());
     let want = there.run(&mut computed, 64);
 
     here.free.rotate_left(5);
     let mut moved = here.sequence(prompt);
-    let mut blob = vec![0; there.arena.block_bytes()];
+    let mut blob = vec![0; there.kv_cache.block_bytes()];
     for (from, to) in computed.table[..6].iter().zip(&moved.table) {
-        there.arena.read(*from, &mut blob);
-        here.arena.write(*to, &blob);
+        there.kv_cache.read(*from, &mut blob);
+        here.kv_cache.write(*to, &blob);
     }
     moved.done = 96;
     assert_eq!(bits(&here.run(&mut moved, 512)), bits(&want));
@@ -407,7 +407,7 @@ fn chunks_that_want_no_logits_get_none_and_still_write_their_blocks() {
     let chunk = |range: Range<usize>, sequence: &'_ Sequence, logits| (range, sequence.table.clone(), logits);
     let (range, table, logits) = chunk(0..33, &quiet, false);
     let chunk = Chunk { tokens: &quiet.tokens[range], start: 0, table: &table, logits };
-    assert!(a.model.forward(&[chunk], &a.arena, |logits| logits.data.is_empty()));
+    assert!(a.model.forward(&[chunk], &a.kv_cache, |logits| logits.data.is_empty()));
     quiet.done = 33;
     b.step(&mut [(&mut loud, 33)]);
     assert!(a.bytes(&quiet) == b.bytes(&loud));
@@ -438,7 +438,7 @@ fn rows_of_logits_are_worked_on_by_several_threads() {
     let chunks = [&a, &b].map(|of| Chunk { tokens: &of.tokens, start: 0, table: &of.table, logits: true });
     // Each of the two waits for the other; one after the other they never met.
     let met = (Mutex::new(0), std::sync::Condvar::new());
-    let both: Vec<bool> = machine.model.forward(&chunks, &machine.arena, |mut logits| {
+    let both: Vec<bool> = machine.model.forward(&chunks, &machine.kv_cache, |mut logits| {
         let meet = |_| {
             *met.0.lock().unwrap() += 1;
             met.1.notify_all();
@@ -451,16 +451,16 @@ fn rows_of_logits_are_worked_on_by_several_threads() {
 }
 
 #[test]
-fn the_arena_keeps_the_device_contract() {
-    let arena = Arena::new(&config(Family::Llama, 4, 2, 8), 16, 9, &[1; 32]).unwrap();
-    kvbm::device::conformance::check(&arena);
+fn the_kv_cache_keeps_the_device_contract() {
+    let kv_cache = KvCache::new(&config(Family::Llama, 4, 2, 8), 16, 9, &[1; 32]).unwrap();
+    kvbm::device::conformance::check(&kv_cache);
 }
 
 #[test]
 fn whatever_decides_the_bytes_decides_the_fingerprint() {
     let base = config(Family::Llama, 4, 2, 8);
     let print = |config: &Config, block_size, identity| {
-        Arena::new(config, block_size, 1, &[identity; 32]).unwrap().fingerprint()
+        KvCache::new(config, block_size, 1, &[identity; 32]).unwrap().fingerprint()
     };
     let others = [
         print(&base, 32, 0),
