@@ -5,12 +5,12 @@ use futures::{FutureExt, StreamExt};
 use std::sync::Arc;
 
 /// Checks an engine against the contract.
-pub(crate) async fn holds(engine: Arc<dyn Engine>) {
-    refuses_what_is_impossible(&*engine).await;
-    ends_with_one_finish(&*engine).await;
-    same_seed_same_tokens_beside_others(&*engine).await;
-    stop_tokens_end_and_are_not_sent(&*engine).await;
-    a_prefill_hands_over_and_stays(&*engine).await;
+pub(crate) async fn check(engine: Arc<dyn Engine>) {
+    impossible_requests_are_rejected(&*engine).await;
+    streams_end_with_one_finish(&*engine).await;
+    equal_seeds_give_equal_tokens_in_a_batch(&*engine).await;
+    stop_tokens_end_the_stream_unsent(&*engine).await;
+    a_prefill_stream_stays_open_after_the_handoff(&*engine).await;
 }
 
 /// A request for the engine's first model that generates `tokens` tokens, greedily.
@@ -22,8 +22,8 @@ pub(crate) fn request(engine: &dyn Engine, prompt: &[u32], tokens: u32) -> Reque
 pub(crate) async fn collect(mut stream: OutputStream) -> Result<Tokens, Error> {
     let mut all = Tokens::default();
     while let Some(item) = stream.next().await {
-        let Output::Tokens(tokens) = item? else { panic!("only tokens were asked for") };
-        assert!(all.finish.is_none(), "nothing follows the finish");
+        let Output::Tokens(tokens) = item? else { panic!("unexpected item") };
+        assert!(all.finish.is_none(), "no item follows the finish");
         all.ids.extend(tokens.ids);
         all.logprobs.extend(tokens.logprobs);
         all.finish = tokens.finish;
@@ -43,10 +43,10 @@ fn prompt(len: u32) -> Vec<u32> {
     (0..len).map(|i| i * 7 % 100).collect()
 }
 
-async fn refuses_what_is_impossible(engine: &dyn Engine) {
+async fn impossible_requests_are_rejected(engine: &dyn Engine) {
     let model = engine.models().swap_remove(0);
-    let unknown = Request { model: "nobody's".into(), ..request(engine, &prompt(3), 1) };
-    assert_eq!(engine.generate(unknown).await.err(), Some(Error::UnknownModel("nobody's".into())));
+    let unknown = Request { model: "unknown".into(), ..request(engine, &prompt(3), 1) };
+    assert_eq!(engine.generate(unknown).await.err(), Some(Error::UnknownModel("unknown".into())));
     let long = engine.generate(request(engine, &vec![1; model.context], 1)).await;
     assert!(matches!(long.err(), Some(Error::PromptTooLong { prompt, .. }) if prompt == model.context));
     let empty = engine.generate(request(engine, &[], 1)).await;
@@ -55,16 +55,16 @@ async fn refuses_what_is_impossible(engine: &dyn Engine) {
     assert!(matches!(foreign.err(), Some(Error::Invalid { .. })));
 }
 
-async fn ends_with_one_finish(engine: &dyn Engine) {
+async fn streams_end_with_one_finish(engine: &dyn Engine) {
     for (len, tokens) in [(1, 1), (16, 5), (33, 20)] {
         let all = run(engine, request(engine, &prompt(len), tokens)).await;
         assert_eq!(all.ids.len(), tokens as usize);
-        let report = all.prompt.expect("the first item reports what the prompt cost");
+        let report = all.prompt.expect("the first item has the report of the prompt");
         assert_eq!(report.computed + report.cached_tokens(), len);
     }
 }
 
-async fn same_seed_same_tokens_beside_others(engine: &dyn Engine) {
+async fn equal_seeds_give_equal_tokens_in_a_batch(engine: &dyn Engine) {
     let sampled = |seed| {
         let mut request = request(engine, &prompt(40), 12);
         request.sampling = Sampling { temperature: 1.0, seed: Some(seed), logprobs: Some(2), ..Sampling::default() };
@@ -73,11 +73,11 @@ async fn same_seed_same_tokens_beside_others(engine: &dyn Engine) {
     let alone = run(engine, sampled(1)).await;
     let beside = futures::future::join_all((1..6).map(|seed| run(engine, sampled(seed)))).await;
     assert_eq!((&alone.ids, &alone.logprobs), (&beside[0].ids, &beside[0].logprobs));
-    assert!(beside.iter().any(|other| other.ids != alone.ids), "another seed chooses otherwise");
+    assert!(beside.iter().any(|other| other.ids != alone.ids), "other seeds give other tokens");
     assert!(alone.logprobs.iter().all(|each| each.top.len() == 2 && each.chosen <= 0.0));
 }
 
-async fn stop_tokens_end_and_are_not_sent(engine: &dyn Engine) {
+async fn stop_tokens_end_the_stream_unsent(engine: &dyn Engine) {
     let free = run(engine, request(engine, &prompt(40), 8)).await;
     let mut stopped = request(engine, &prompt(40), 8);
     stopped.stop.stop_tokens = vec![free.ids[3]];
@@ -87,7 +87,7 @@ async fn stop_tokens_end_and_are_not_sent(engine: &dyn Engine) {
     assert_eq!(all.finish, Some(super::Finish::StopToken(free.ids[3])));
 }
 
-async fn a_prefill_hands_over_and_stays(engine: &dyn Engine) {
+async fn a_prefill_stream_stays_open_after_the_handoff(engine: &dyn Engine) {
     let prefill = Request { work: Work::Prefill, ..request(engine, &prompt(50), 1) };
     let mut stream = engine.generate(prefill).await.unwrap();
     assert!(matches!(stream.next().await, Some(Ok(Output::Handoff(_)))));

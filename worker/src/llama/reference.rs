@@ -70,7 +70,7 @@ fn llama_with_scaled_rope_agrees() {
 }
 
 #[test]
-fn mistral_with_a_window_shorter_than_the_prompt_agrees() {
+fn mistral_with_a_window_below_the_prompt_agrees() {
     agrees("mistral");
 }
 
@@ -85,7 +85,7 @@ fn qwen3_agrees() {
 }
 
 #[test]
-fn the_tolerance_tells_every_setting_from_its_neighbour() {
+fn the_tolerance_detects_small_changes_of_each_setting() {
     let scaling = |config: &mut Config| config.rope.scaling.as_mut().unwrap().factor = 8.1;
     for (name, setting, difference) in [
         ("llama", "theta", difference("llama", |config| config.rope.theta = 10_100.0)),

@@ -85,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_left_of_the_budget_goes_to_the_next_prompt() {
+    fn the_rest_of_the_budget_goes_to_the_next_prompt() {
         let rows = choose(&[candidate(100, 1), candidate(700, 3)], 512, 16);
         assert_eq!(rows[1], Rows { index: 1, count: 400 });
     }
@@ -97,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn a_prompt_stops_before_blocks_that_were_loaded_and_leaves_the_rest_to_others() {
+    fn a_prompt_stops_before_loaded_blocks() {
         let met = Candidate { gap: 48, ..candidate(900, 1) };
         let rows = choose(&[met, candidate(700, 3)], 512, 16);
         assert_eq!(rows, [(0, 48), (1, 464)].map(|(index, count)| Rows { index, count }));
@@ -110,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn a_client_that_does_not_read_gets_no_rows() {
+    fn a_stalled_sequence_gets_no_rows() {
         let stalled = Candidate { stalled: true, ..candidate(1, 1) };
         assert!(choose(&[stalled], 512, 16).is_empty());
     }

@@ -203,7 +203,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn dropping_the_guard_takes_back_what_it_counted() {
+    fn dropping_the_guard_subtracts_its_counts() {
         let stats = EngineStats::new();
         let mut waiting = stats.accept(100);
         waiting.computed(70);
@@ -216,28 +216,28 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn drain_time_counts_places_in_the_batch() {
+    async fn drain_time_counts_queued_requests() {
         let stats = EngineStats::new();
         let waiting: Vec<RequestStats> = (0..20).map(|_| stats.accept(1)).collect();
-        assert_eq!(stats.drain_time(), Duration::from_secs(1), "nothing is measured yet");
+        assert_eq!(stats.drain_time(), Duration::from_secs(1), "without measurements");
         for _ in 0..5 {
             stats.record_admission(true);
             tokio::time::advance(Duration::from_secs(2)).await;
         }
-        assert_eq!(stats.drain_time(), Duration::from_secs(40), "twenty wait, and one goes every two seconds");
+        assert_eq!(stats.drain_time(), Duration::from_secs(40), "twenty wait, and one joins every two seconds");
         stats.record_admission(false);
         tokio::time::advance(Duration::from_hours(1)).await;
         stats.record_admission(true);
-        assert_eq!(stats.drain_time(), Duration::from_secs(40), "without a queue nothing is measured");
+        assert_eq!(stats.drain_time(), Duration::from_secs(40), "without a queue the estimate is kept");
         drop(waiting);
     }
 
     #[test]
-    fn speed_follows_what_is_measured() {
+    fn speed_follows_the_measurements() {
         let mut speed = Speed::default();
         assert_eq!(speed.seconds_per_prompt_token(), None);
         speed.record_step(8, 1.0);
-        assert_eq!(speed.seconds_per_prompt_token(), None, "eight rows say nothing about prefill");
+        assert_eq!(speed.seconds_per_prompt_token(), None, "eight rows are too few");
         for _ in 0..100 {
             speed.record_step(512, 0.512);
         }

@@ -1,4 +1,4 @@
-//! Log-probabilities of the prompt, and requests that want nothing else.
+//! Log-probabilities of the prompt, and requests for no tokens.
 
 use super::{Harness, Rng, Shape};
 use crate::engine::contract::{collect, request};
@@ -14,7 +14,7 @@ fn scored(harness: &Harness, prompt: &[u32], tokens: u32) -> Request {
     request
 }
 
-/// What sampling says of the token after `prompt`, which a bias chooses.
+/// The log-probabilities of sampling for the token after `prompt`; a bias chooses `token`.
 async fn sampled(harness: &Harness, prompt: &[u32], token: u32) -> Logprobs {
     let mut request = request(&*harness.engine, prompt, 1);
     request.sampling.logprobs = Some(3);
@@ -25,7 +25,7 @@ async fn sampled(harness: &Harness, prompt: &[u32], token: u32) -> Logprobs {
 }
 
 #[tokio::test]
-async fn prompt_scores_are_those_of_sampling_to_the_bit() {
+async fn prompt_logprobs_equal_those_of_sampling_to_the_bit() {
     let harness = Harness::new(Shape { chunk: 48, ..Shape::default() });
     let prompt = Rng(5).random_tokens(120..121);
     let all = run(&harness, scored(&harness, &prompt, 1)).await;
@@ -35,21 +35,21 @@ async fn prompt_scores_are_those_of_sampling_to_the_bit() {
         assert_eq!(all.prompt_logprobs[at - 1], want, "token {at}");
     }
     let plain = run(&harness, request(&*harness.engine, &prompt, 1)).await;
-    assert_eq!(plain.ids, all.ids, "scores change nothing else");
+    assert_eq!(plain.ids, all.ids, "prompt log-probabilities do not change the answer");
     assert!(plain.prompt_logprobs.is_empty());
 }
 
 #[tokio::test]
-async fn scores_are_computed_although_blocks_are_cached() {
+async fn prompt_logprobs_are_computed_despite_cached_blocks() {
     let harness = Harness::new(Shape::default());
     let prompt = Rng(6).random_tokens(100..101);
     let first = run(&harness, scored(&harness, &prompt, 2)).await;
     let again = run(&harness, scored(&harness, &prompt, 2)).await;
     assert_eq!(again.prompt_logprobs, first.prompt_logprobs);
     let report = again.prompt.unwrap();
-    assert_eq!((report.cached_tokens(), report.computed), (0, 100), "and it says so");
+    assert_eq!((report.cached_tokens(), report.computed), (0, 100), "the report shows that");
     let plain = run(&harness, request(&*harness.engine, &prompt, 2)).await;
-    assert_eq!(plain.prompt.unwrap().cached_tokens(), 96, "others reuse what it computed");
+    assert_eq!(plain.prompt.unwrap().cached_tokens(), 96, "other requests reuse its blocks");
 }
 
 #[tokio::test]
@@ -67,7 +67,7 @@ async fn a_request_for_no_tokens_computes_its_prompt() {
 
 #[tokio::test]
 async fn a_preempted_request_scores_each_token_once() {
-    // Each fits alone; all three together do not.
+    // Each request fits alone; the three do not fit together.
     let harness = Harness::new(Shape { chunk: 16, g1: 12, ..Shape::default() });
     let prompts: Vec<_> = (0..3).map(|i| Rng(20 + i).random_tokens(80..81)).collect();
     let mut want = Vec::new();
@@ -82,7 +82,7 @@ async fn a_preempted_request_scores_each_token_once() {
 }
 
 #[tokio::test]
-async fn the_token_that_ends_a_request_is_named() {
+async fn the_token_that_ends_a_request_is_reported() {
     let harness = Harness::new(Shape::default());
     let prompt = Rng(9).random_tokens(20..21);
     let mut request = request(&*harness.engine, &prompt, 5);

@@ -1,6 +1,6 @@
-//! Everything that can go wrong below the engine, at once and for a while: seeded, under load, and nobody can tell.
+//! All faults of the tiers below the engine, combined, seeded and under load: answers do not change.
 //!
-//! `BLOCKYARD_SOAK_SECONDS=3600` for a night. A failure names its seed.
+//! `BLOCKYARD_SOAK_SECONDS=3600` for a long run. A failure names its seed.
 
 use super::*;
 use std::collections::HashSet;
@@ -12,17 +12,17 @@ use tokio::time::{Instant, sleep, timeout};
 
 const TURNS: usize = 3;
 const CLIENTS: u64 = 4;
-/// No request takes so long, whatever happens below it.
-const PATIENCE: Duration = Duration::from_mins(2);
-/// What G3 may take.
-const BUDGET: u64 = 6 << 20;
+/// Longer than any request takes under these faults.
+const REQUEST_TIMEOUT: Duration = Duration::from_mins(2);
+/// Capacity of G3, in bytes.
+const G3_CAPACITY: u64 = 6 << 20;
 
 fn length() -> Duration {
     let seconds = std::env::var("BLOCKYARD_SOAK_SECONDS").map_or(20, |n| n.parse().unwrap());
     Duration::from_secs(seconds)
 }
 
-/// The prompts of a conversation, each with what a process without any cache answers.
+/// The prompts of a conversation, each with the answer of an engine without a cache.
 struct Script(Vec<(Vec<u32>, Vec<u32>)>);
 
 impl Script {
@@ -39,19 +39,19 @@ impl Script {
     }
 }
 
-/// One kind of weather after the other; what is not said does not go wrong.
-fn weathers() -> Vec<Faults> {
+/// The fault profiles that are set one after the other.
+fn fault_profiles() -> Vec<Faults> {
     let ms = Duration::from_millis;
-    let calm = Faults::default;
+    let none = Faults::default;
     vec![
-        calm(),
-        Faults { error: 0.3, ..calm() },
-        Faults { short: 0.2, corrupt: 0.2, wrong: 0.2, ..calm() },
-        Faults { busy: 0.5, lost: 0.3, ..calm() },
-        Faults { latency: ms(0)..=ms(400), error: 0.1, ..calm() },
-        Faults { hang: 0.05, corrupt: 0.05, ..calm() },
-        // No space is left, and nothing can be read.
-        Faults { error: 1.0, ..calm() },
+        none(),
+        Faults { error: 0.3, ..none() },
+        Faults { short: 0.2, corrupt: 0.2, wrong: 0.2, ..none() },
+        Faults { busy: 0.5, lost: 0.3, ..none() },
+        Faults { latency: ms(0)..=ms(400), error: 0.1, ..none() },
+        Faults { hang: 0.05, corrupt: 0.05, ..none() },
+        // Every write and every read fails.
+        Faults { error: 1.0, ..none() },
     ]
 }
 
@@ -59,7 +59,7 @@ fn files(folder: &Path) -> Vec<PathBuf> {
     let (mut found, mut folders) = (Vec::new(), vec![folder.to_owned()]);
     while let Some(folder) = folders.pop() {
         for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
-            // A file may go between the listing and the look.
+            // A file may be deleted after it was listed.
             match entry.file_type() {
                 Ok(kind) if kind.is_dir() => folders.push(entry.path()),
                 _ => found.push(entry.path()),
@@ -70,8 +70,8 @@ fn files(folder: &Path) -> Vec<PathBuf> {
     found
 }
 
-/// Flips a bit of a file, cuts it short, or deletes it.
-fn vandalise(rng: &mut Rng, file: &Path, deletes: bool) {
+/// Flips a bit of a file, truncates it, or deletes it.
+fn damage(rng: &mut Rng, file: &Path, deletes: bool) {
     use std::os::unix::fs::FileExt;
     let Ok(open) = fs::OpenOptions::new().read(true).write(true).open(file) else { return };
     let length = open.metadata().map_or(0, |meta| meta.len());
@@ -91,35 +91,38 @@ fn vandalise(rng: &mut Rng, file: &Path, deletes: bool) {
     }
 }
 
-/// What a tier has announced is what it holds.
+/// Asserts that a tier holds exactly the blocks that it has announced.
 fn assert_agrees(log: &EventLog, tier: &dyn Tier, fingerprint: kvbm::Fingerprint, case: &str) {
     let announced: HashSet<_> = log.snapshot().blocks().filter(|(at, _)| *at == tier.level()).collect();
     let level = tier.level();
-    assert!(announced.iter().all(|(_, name)| tier.holds(fingerprint, &[*name]) == 1), "{case}: {level} lacks some");
-    assert_eq!(announced.len() as u64, tier.usage().blocks, "{case}: {level} holds more than it said");
+    assert!(
+        announced.iter().all(|(_, name)| tier.holds(fingerprint, &[*name]) == 1),
+        "{case}: {level} lacks announced blocks"
+    );
+    assert_eq!(announced.len() as u64, tier.usage().blocks, "{case}: {level} holds blocks that it has not announced");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn nobody_can_tell_what_went_wrong_below() {
+async fn faults_of_tiers_do_not_change_answers() {
     let seed = std::env::var("BLOCKYARD_SOAK_SEED").map_or(1, |n| n.parse().unwrap());
     let mut rng = Rng(seed);
     let opening = rng.tokens(100);
     let mut scripts = Vec::new();
     for n in 0..6 {
-        // Half of them begin alike.
+        // Half of them share a prefix.
         scripts.push(Script::draw(&mut rng, if n % 2 == 0 { &opening } else { &[] }).await);
     }
     let scripts = Arc::new(scripts);
 
     let (ssd, store) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let logs = [log(), log()];
-    let settings = disk::Settings { capacity_bytes: BUDGET, segment_bytes: 512 << 10, min_free_bytes: 0 };
+    let settings = disk::Settings { capacity_bytes: G3_CAPACITY, segment_bytes: 512 << 10, min_free_bytes: 0 };
     let g3: Arc<dyn Tier> = DiskTier::open(ssd.path(), settings, Arc::clone(&logs[0])).unwrap();
     let small = object::Settings { object_bytes: 256 << 10, object_blocks: 1, ..object::Settings::default() };
     let g4: Arc<dyn Tier> = ObjectTier::open_folder(store.path(), small, Arc::clone(&logs[1])).unwrap();
     let faulty = [&g3, &g4].map(|tier| Arc::new(Faulty::new(Arc::clone(tier), seed, Faults::default())));
     let lower = faulty.iter().map(|tier| Arc::clone(tier) as Arc<dyn Tier>).collect();
-    // Room for two long conversations above, and a few blocks more in G2.
+    // G1 holds two long conversations, G2 a few more blocks.
     let harness = Arc::new(Harness::new(Shape { chunk: 64, g1: 130, g2: 40, lower, ..Shape::default() }));
 
     let over = Arc::new(AtomicBool::new(false));
@@ -134,11 +137,12 @@ async fn nobody_can_tell_what_went_wrong_below() {
                 let case = format!("seed {seed}, client {client}, request {answered}, {} tokens", prompt.len());
                 let mut stream = harness.engine.generate(request(&*harness.engine, prompt, ANSWER)).await.unwrap();
                 if rng.within(0..6) == 0 {
-                    // Some hang up, sooner or later.
+                    // Some clients disconnect.
                     let _ = timeout(Duration::from_millis(rng.within(0..60)), stream.next()).await;
                     continue;
                 }
-                let all = timeout(PATIENCE, collect(stream)).await.unwrap_or_else(|_| panic!("{case}: hangs"));
+                let all =
+                    timeout(REQUEST_TIMEOUT, collect(stream)).await.unwrap_or_else(|_| panic!("{case}: timed out"));
                 assert_eq!(all.unwrap().ids, *want, "{case}: another answer");
                 answered += 1;
             }
@@ -146,18 +150,18 @@ async fn nobody_can_tell_what_went_wrong_below() {
         })
     });
     let clients: Vec<_> = clients.collect();
-    let weathers = weathers();
+    let profiles = fault_profiles();
     let (end, mut largest) = (Instant::now() + length(), 0);
     while Instant::now() < end {
         for tier in &faulty {
-            tier.set(weathers[rng.within(0..weathers.len() as u64) as usize].clone());
+            tier.set(profiles[rng.within(0..profiles.len() as u64) as usize].clone());
         }
         for _ in 0..rng.within(0..4) {
             let (folder, deletes) = if rng.within(0..2) == 0 { (ssd.path(), false) } else { (store.path(), true) };
             let files = files(folder);
             if !files.is_empty() {
                 let file = &files[rng.within(0..files.len() as u64) as usize];
-                vandalise(&mut rng, file, deletes);
+                damage(&mut rng, file, deletes);
             }
         }
         sleep(Duration::from_millis(rng.within(100..900))).await;
@@ -171,11 +175,11 @@ async fn nobody_can_tell_what_went_wrong_below() {
     for client in join_all(clients).await {
         answered += client.unwrap();
     }
-    assert!(answered > 0, "seed {seed}: nobody was answered");
+    assert!(answered > 0, "seed {seed}: no request was answered");
 
-    timeout(PATIENCE, harness.settle()).await.expect("slots or offloads are held by nobody");
+    timeout(REQUEST_TIMEOUT, harness.settle()).await.expect("all slots are released and all offloads end");
     assert_eq!(harness.manager.available(), harness.manager.capacity(), "seed {seed}: slots");
-    assert!(largest <= BUDGET, "seed {seed}: {largest} bytes on disk");
+    assert!(largest <= G3_CAPACITY, "seed {seed}: {largest} bytes on disk");
     let fingerprint = harness.memory.device().fingerprint();
     assert_agrees(&logs[0], &*g3, fingerprint, &format!("seed {seed}"));
     assert_agrees(&logs[1], &*g4, fingerprint, &format!("seed {seed}"));
@@ -183,19 +187,19 @@ async fn nobody_can_tell_what_went_wrong_below() {
     let announced = harness.log.snapshot();
     let in_host: HashSet<_> = announced.blocks().filter(|(level, _)| *level == Level::G2).collect();
     assert_eq!(in_host.len() as u64, host.usage().blocks, "seed {seed}: G2");
-    // And it goes on: every answer once more, with all tiers well.
+    // Every answer once more, without faults.
     for (prompt, want) in scripts.iter().flat_map(|script| &script.0) {
         assert_eq!(harness.run(prompt, ANSWER).await.ids, *want, "seed {seed}, afterwards");
     }
 }
 
-/// While its blocks are on their way, a request takes no part in the steps of others: their tokens come as without it.
+/// While a request waits for its blocks, it adds no rows to the steps of others.
 #[tokio::test(start_paused = true)]
-async fn who_waits_for_blocks_adds_no_rows_to_the_steps_of_others() {
+async fn a_request_that_waits_for_blocks_adds_no_rows() {
     let ssd = tempfile::tempdir().unwrap();
     let below = disk(ssd.path());
     let mut rng = Rng(31);
-    // One token, so that no prompt is measured: in virtual time computing would seem to be free.
+    // One token, so that prefill is not measured: in virtual time it would take no time.
     let (beside, prompt) = (rng.tokens(1), rng.tokens(641));
     let writer = Harness::new(Shape { lower: vec![Arc::clone(&below)], ..Shape::default() });
     let want = writer.run(&prompt, 1).await.ids;
@@ -209,8 +213,8 @@ async fn who_waits_for_blocks_adds_no_rows_to_the_steps_of_others() {
     let (rest, waited) = futures::join!(collect(other), collect(waiting));
     let (rest, waited) = (rest.unwrap(), waited.unwrap());
     assert_eq!((first.ids.len() + rest.ids.len(), &waited.ids), (200, &want));
-    assert_eq!(waited.prompt.unwrap().cached_tokens(), 640, "all that could come was waited for");
-    // The one token that is always computed goes along with a step like a decoded one.
+    assert_eq!(waited.prompt.unwrap().cached_tokens(), 640, "all cached blocks were waited for");
+    // The single token that is always computed takes part in a decode step.
     let (prefill, decode) = (harness.steps("prefill"), harness.steps("decode"));
     assert!(prefill == 0 && (200..=201).contains(&decode), "{prefill} steps with prompts, {decode} without");
 }
