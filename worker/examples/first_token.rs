@@ -1,14 +1,14 @@
-//! Two promises about the time to first token, measured on the native engine: looking in vain costs nearly nothing, and no
-//! tier, however slow, makes a request slower than it is without one.
+//! Two properties of the time to first token, measured on the native engine: a lookup without a hit costs nearly nothing,
+//! and no tier, however slow, makes a request slower than it is without the tier.
 //!
 //! `cargo run --release -p worker --example first_token [-- --json] [--miss | --sweep]`
 //!
-//! **A miss**: prompts that nobody asked before, in turns by an engine with G2, G3 and G4 and by one without, whichever first;
-//! blocks come to rest before the next prompt. **The sweep**: a tier that holds the whole prompt and serves one block after the
-//! other, from ten times slower than computing to ten times faster, and one that never answers; beside an engine without tiers.
-//! The first request finds the tier's speed unknown and may wait 100 ms for it; the median of the later ones is held
-//! against the engine without. **Beside it**: another request generates meanwhile, and the time between its tokens is
-//! held against that beside a prompt which is computed.
+//! **Miss**: new prompts, alternately on an engine with G2, G3 and G4 and on one without; offloads finish before the next
+//! prompt. **Sweep**: a tier that holds the whole prompt and serves one block after the other, from ten times slower than
+//! computing to ten times faster, and one that never answers; compared with an engine without tiers. The first request
+//! does not know the tier's speed and may wait 100 ms for it; the median of the later ones is compared with the engine
+//! without tiers. **Beside**: another request generates meanwhile, and the time between its tokens is compared with that
+//! beside a prompt that is computed.
 
 use futures::future::{BoxFuture, FutureExt};
 use futures::stream::{self, BoxStream, StreamExt};
@@ -31,32 +31,32 @@ use worker::plane::WorkerId;
 
 type Result<T, E = Box<dyn Error>> = std::result::Result<T, E>;
 
-/// Prompt tokens of a miss: few, so that what does not depend on them shows.
+/// Prompt tokens of a miss: few, so that the fixed cost shows.
 const SHORT: usize = 256;
 const PAIRS: usize = 120;
-/// Pairs before those that count: they teach the engines their speed, and touch every slot of G1 and G2.
+/// Warm-up pairs: the engines measure their speed and touch every slot of G1 and G2.
 const WARM: usize = 20;
-/// Before each prompt, whichever side's. Only one side has offloads to wait for, and who comes after a wait finds another
-/// machine than who comes at once: half of each side did, so that the medians of both lay between two heaps.
-const REST: Duration = Duration::from_millis(20);
+/// Pause before each prompt of either side. Only one side waits for offloads, and a request after a wait runs at another
+/// speed than one without; without the pause the times of both sides have two modes.
+const PAUSE: Duration = Duration::from_millis(20);
 /// Prompt tokens of the sweep.
 const LONG: usize = 2048;
 const ROUNDS: usize = 5;
-/// Engines that meet a tier for the first time.
+/// Engines that use a tier for the first time.
 const FIRSTS: usize = 3;
-/// The tier's time per block, in times of what computing one takes.
+/// The tier's time per block, relative to the time of computing one.
 const STEPS: [f64; 8] = [10.0, 5.0, 2.0, 1.2, 1.0, 0.8, 0.3, 0.1];
 
 #[tokio::main]
 async fn main() -> Result<()> {
-    let asked: Vec<String> = std::env::args().skip(1).collect();
-    let says = |flag: &str| asked.iter().any(|argument| argument == flag);
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let has_flag = |flag: &str| arguments.iter().any(|argument| argument == flag);
     let folder = tempfile::tempdir()?;
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let runtime = Runtime::open(&ModelSource::Builtin(Builtin::Small), folder.path(), threads, &|_, _| {})?;
-    let miss = if says("--sweep") { Value::Null } else { miss(&runtime, folder.path()).await? };
-    let (sweep, beside) = if says("--miss") { Default::default() } else { sweep(&runtime).await? };
-    if says("--json") {
+    let miss = if has_flag("--sweep") { Value::Null } else { miss(&runtime, folder.path()).await? };
+    let (sweep, beside) = if has_flag("--miss") { Default::default() } else { sweep(&runtime).await? };
+    if has_flag("--json") {
         println!("{:#}", json!({ "miss": miss, "sweep": sweep, "beside": beside }));
     } else {
         if let Some(ratio) = miss["ratio"].as_f64() {
@@ -69,15 +69,15 @@ async fn main() -> Result<()> {
     Ok(())
 }
 
-/// An engine beside its blocks.
-struct Site {
+/// An engine with its block manager.
+struct Harness {
     runtime: Arc<Runtime>,
     manager: BlockManager,
     engine: Arc<LlamaEngine>,
     slots: usize,
 }
 
-impl Site {
+impl Harness {
     fn new(runtime: &Arc<Runtime>, host: bool, lower: Vec<Arc<dyn Tier>>) -> Result<(Self, Option<HostTier>)> {
         let registry = prometheus::Registry::new();
         let (blocks, engines) = (kvbm::Metrics::new(&registry)?, Metrics::new(&registry)?);
@@ -113,7 +113,7 @@ impl Site {
         loop {
             tokio::select! {
                 token = stream.next() => {
-                    token.ok_or("it ended early")??;
+                    token.ok_or("the stream ended early")??;
                     gaps.push(last.elapsed().as_secs_f64());
                     last = Instant::now();
                 }
@@ -125,8 +125,8 @@ impl Site {
         }
     }
 
-    /// Empties G1, once the last request has let go.
-    async fn forget(&self) {
+    /// Empties G1 once the last request has released its blocks.
+    async fn empty_g1(&self) {
         while self.manager.allocate(self.slots).is_none() {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
@@ -149,7 +149,7 @@ fn median(mut values: Vec<f64>) -> f64 {
     values[values.len() / 2]
 }
 
-/// What looking in vain costs, as a ratio of times to first token.
+/// The cost of a lookup without a hit, as a ratio of times to first token.
 async fn miss(runtime: &Arc<Runtime>, folder: &Path) -> Result<Value> {
     let log = || Arc::new(EventLog::new(Epoch(1)));
     let settings = disk::Settings { capacity_bytes: 1 << 30, min_free_bytes: 0, ..disk::Settings::default() };
@@ -157,16 +157,16 @@ async fn miss(runtime: &Arc<Runtime>, folder: &Path) -> Result<Value> {
         DiskTier::open(&folder.join("g3"), settings, log())?,
         ObjectTier::open_folder(&folder.join("g4"), object::Settings::default(), log())?,
     ];
-    let ((with, _), (without, _)) = (Site::new(runtime, true, lower)?, Site::new(runtime, false, vec![])?);
+    let ((with, _), (without, _)) = (Harness::new(runtime, true, lower)?, Harness::new(runtime, false, vec![])?);
     let mut prompts = Prompts(0);
     let mut times: [Vec<f64>; 2] = Default::default();
     for pair in 0..PAIRS + WARM {
         let mut both = [(0, &with), (1, &without)];
         both.rotate_left(pair % 2);
-        for (which, site) in both {
-            tokio::time::sleep(REST).await;
-            let took = site.first_token(&prompts.next(runtime, SHORT)).await?;
-            site.manager.flush().await;
+        for (which, harness) in both {
+            tokio::time::sleep(PAUSE).await;
+            let took = harness.first_token(&prompts.next(runtime, SHORT)).await?;
+            harness.manager.flush().await;
             if pair >= WARM {
                 times[which].push(took);
             }
@@ -176,74 +176,75 @@ async fn miss(runtime: &Arc<Runtime>, folder: &Path) -> Result<Value> {
     let [with, without] = times.map(median);
     Ok(json!({
         "tokens": SHORT, "pairs": PAIRS, "with_seconds": with, "without_seconds": without,
-        // Of pairs, whose two sides saw the same machine.
+        // The median over pairs, whose two sides ran under the same conditions.
         "ratio": median(ratios), "ratio_of_medians": with / without,
     }))
 }
 
-/// Times to first token from a tier of any speed, in times of an engine's without one; and what others feel of it.
+/// Times to first token from tiers of different speeds, relative to an engine without tiers; and the token gaps of another
+/// request.
 async fn sweep(runtime: &Arc<Runtime>) -> Result<(Vec<Value>, Vec<Value>)> {
     let mut prompts = Prompts(1 << 20);
     let (prompt, small) = (prompts.next(runtime, LONG), prompts.next(runtime, SHORT));
-    let (source, host) = Site::new(runtime, true, vec![])?;
+    let (source, host) = Harness::new(runtime, true, vec![])?;
     source.first_token(&prompt).await?;
     source.manager.flush().await;
     let names =
         ChainKey::root(&Domain::shared(), &runtime.card().identity, None).hashes(&prompt, runtime.card().block_size);
-    let host = host.ok_or("it was asked for")?;
+    let host = host.ok_or("the host tier was requested")?;
     let fingerprint = source.runtime.memory(1)?.device().fingerprint();
     let mut blocks = HashMap::new();
     for (index, block) in host.load(fingerprint, names.clone()).collect::<Vec<_>>().await {
         blocks.insert(names[index], block?.ok_or("a block is missing")?);
     }
     let blocks = Arc::new(blocks);
-    let (without, _) = Site::new(runtime, false, vec![])?;
+    let (without, _) = Harness::new(runtime, false, vec![])?;
     let (mut base, mut gaps) = (Vec::new(), Vec::new());
     for _ in 0..ROUNDS {
         base.push(without.first_token(&prompts.next(runtime, LONG)).await?);
         gaps.extend(without.gaps_beside(&small, &prompts.next(runtime, LONG)).await?);
     }
     let computing = median(base) / names.len() as f64;
-    let (mut told, mut beside) = (Vec::new(), vec![felt(&json!("computed"), gaps)]);
+    let (mut results, mut beside) = (Vec::new(), vec![token_gaps(&json!("computed"), gaps)]);
     for times in STEPS.into_iter().map(Some).chain([None]) {
         let per_block = times.map(|times| Duration::from_secs_f64(computing * times));
         let open = || {
             let tier = Arc::new(Slow { blocks: blocks.clone(), per_block, free: Arc::new(Mutex::new(Instant::now())) });
-            Site::new(runtime, false, vec![tier])
+            Harness::new(runtime, false, vec![tier])
         };
         let (mut firsts, mut known) = (Vec::new(), None);
         for _ in 0..FIRSTS {
-            let (site, _) = open()?;
-            // They teach the engine its speed.
+            let (harness, _) = open()?;
+            // The engine measures its prefill speed.
             for _ in 0..2 {
-                site.first_token(&prompts.next(runtime, LONG)).await?;
+                harness.first_token(&prompts.next(runtime, LONG)).await?;
             }
-            site.forget().await;
+            harness.empty_g1().await;
             let miss = without.first_token(&prompts.next(runtime, LONG)).await?;
-            firsts.push((site.first_token(&prompt).await?, miss));
-            known = Some(site);
+            firsts.push((harness.first_token(&prompt).await?, miss));
+            known = Some(harness);
         }
-        let site = known.ok_or("there was a first time")?;
+        let harness = known.ok_or("no engine was started")?;
         let (mut later, mut gaps) = (Vec::new(), Vec::new());
         for _ in 0..ROUNDS {
-            site.forget().await;
+            harness.empty_g1().await;
             let miss = without.first_token(&prompts.next(runtime, LONG)).await?;
-            later.push(site.first_token(&prompt).await? / miss);
-            site.forget().await;
-            gaps.extend(site.gaps_beside(&small, &prompt).await?);
+            later.push(harness.first_token(&prompt).await? / miss);
+            harness.empty_g1().await;
+            gaps.extend(harness.gaps_beside(&small, &prompt).await?);
         }
         firsts.sort_by(|(took, miss), (other, its)| (took - miss).total_cmp(&(other - its)));
         let (took, miss) = firsts[firsts.len() / 2];
-        told.push(json!({
+        results.push(json!({
             "times_of_computing": times, "first_seconds": took, "first_miss_seconds": miss, "ratio": median(later),
         }));
-        beside.push(felt(&json!(times), gaps));
+        beside.push(token_gaps(&json!(times), gaps));
     }
-    Ok((told, beside))
+    Ok((results, beside))
 }
 
-/// What a request that generates feels of another whose prompt is computed, or comes from a tier: time between its tokens.
-fn felt(other: &Value, mut gaps: Vec<f64>) -> Value {
+/// The time between the tokens of one request while the prompt of another is computed or loaded from a tier.
+fn token_gaps(other: &Value, mut gaps: Vec<f64>) -> Value {
     gaps.sort_by(f64::total_cmp);
     let at = |share: f64| gaps.get((gaps.len() as f64 * share) as usize).copied();
     json!({ "beside": other, "gaps": gaps.len(), "gap_median_seconds": at(0.5), "gap_p90_seconds": at(0.9) })
@@ -267,15 +268,15 @@ impl Tier for Slow {
 
     fn load(&self, _: Fingerprint, names: Vec<SequenceHash>) -> BoxStream<'static, Loaded> {
         let (blocks, per_block, free) = (self.blocks.clone(), self.per_block, self.free.clone());
-        // A timer that comes late, by up to a millisecond, must not make the tier slower than it is to be.
-        let asked = Instant::now();
+        // A timer that fires up to a millisecond late must not make the tier slower than configured.
+        let called = Instant::now();
         let serve = move |(index, name): (usize, SequenceHash)| {
             let (block, free) = (blocks.get(&name).cloned(), free.clone());
             async move {
                 let Some(per_block) = per_block else { return futures::future::pending().await };
                 let until = {
                     let mut free = free.lock().expect("nothing panics");
-                    *free = asked.max(*free) + per_block;
+                    *free = called.max(*free) + per_block;
                     *free
                 };
                 tokio::time::sleep_until(until.into()).await;
@@ -286,7 +287,7 @@ impl Tier for Slow {
     }
 
     fn store(&self, blocks: Vec<Block>) -> BoxFuture<'_, Vec<Result<(), StoreError>>> {
-        // It has what it is to have.
+        // The tier accepts no blocks.
         async move { blocks.iter().map(|_| Err(StoreError::Full)).collect() }.boxed()
     }
 

@@ -172,7 +172,7 @@ pub async fn measure_ttft(engine: &dyn Engine, request: Request) -> Result<Durat
     first.ok_or_else(|| Error::Failed("the stream was empty".into()))
 }
 
-/// Who asks, how urgently, and how long the blocks are to be kept.
+/// Tenant, session, priority, deadline and retention of a request.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Terms {
     /// The tenant that the fair queue counts the request for; empty: none.

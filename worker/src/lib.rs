@@ -3,7 +3,7 @@
 //! ```text
 //!   router ──Request──▶ Engine ◀── kvbm (blocks in and out)
 //!      ▲                   │
-//!      └── Discovery, Events ── who is there, what changed
+//!      └── Discovery, Events ── instances, changes
 //! ```
 //!
 //! [`engine`] holds the central trait of the system, [`Engine`](engine::Engine). [`llama`] is the native engine.

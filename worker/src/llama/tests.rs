@@ -349,9 +349,9 @@ async fn a_handoff_changes_nothing() {
         let decode = Harness::new(Shape { worker: 2, peers, ..Shape::default() });
         // Computing the blocks again takes longer than any transfer.
         decode.assume_slow_prefill();
-        let mut leg = request(&*prefill.engine, &talk.second, 1);
-        leg.work = Work::Prefill;
-        let mut stream = prefill.engine.generate(leg).await.unwrap();
+        let mut prefill_request = request(&*prefill.engine, &talk.second, 1);
+        prefill_request.work = Work::Prefill;
+        let mut stream = prefill.engine.generate(prefill_request).await.unwrap();
         let Some(Ok(Output::Handoff(handoff))) = stream.next().await else { panic!("a prefill ends with a handoff") };
         let answer = decode.run_as(Work::Resume(handoff), &talk.second, ANSWER).await;
         answer.must_equal(&talk.answers[1], &format!("seed {seed}, handoff"), None);
@@ -367,13 +367,15 @@ async fn yielded_handoff_blocks_are_counted_once() {
     let decode = Harness::new(Shape { worker: 2, peers, g1: 60, engine: keeps_unread(), ..Shape::default() });
     let prompt = rng.tokens(448);
     prefill.run(&prompt[..304], 1).await;
-    let ask = async |harness: &Harness, work, prompt: &[u32], answer| {
-        let mut wanted = request(&*harness.engine, prompt, answer);
-        (wanted.work, wanted.stop.ignore_eos) = (work, true);
-        harness.engine.generate(wanted).await.unwrap()
+    let start = async |harness: &Harness, work, prompt: &[u32], answer| {
+        let mut request = request(&*harness.engine, prompt, answer);
+        (request.work, request.stop.ignore_eos) = (work, true);
+        harness.engine.generate(request).await.unwrap()
     };
-    let mut leg = ask(&prefill, Work::Prefill, &prompt, 1).await;
-    let Some(Ok(Output::Handoff(handoff))) = leg.next().await else { panic!("a prefill ends with a handoff") };
+    let mut prefill_stream = start(&prefill, Work::Prefill, &prompt, 1).await;
+    let Some(Ok(Output::Handoff(handoff))) = prefill_stream.next().await else {
+        panic!("a prefill ends with a handoff")
+    };
     let available = async |most: usize| {
         let fit = async {
             while decode.manager.available() > most {
@@ -383,11 +385,11 @@ async fn yielded_handoff_blocks_are_counted_once() {
         tokio::time::timeout(std::time::Duration::from_mins(5), fit).await.expect("blocks are taken");
     };
     // One request runs until its output is unread, with 25 blocks; the next needs 35; the handoff takes 27 of the others.
-    let runs = ask(&decode, Work::Generate, &rng.tokens(320), 600).await;
+    let runs = start(&decode, Work::Generate, &rng.tokens(320), 600).await;
     available(35).await;
-    let first = tokio::spawn(collect(ask(&decode, Work::Generate, &rng.tokens(545), 1).await));
+    let first = tokio::spawn(collect(start(&decode, Work::Generate, &rng.tokens(545), 1).await));
     decode.engine.load().wait_for(|load| load.waiting == 1).await.unwrap();
-    let second = tokio::spawn(collect(ask(&decode, Work::Resume(handoff), &prompt, 1).await));
+    let second = tokio::spawn(collect(start(&decode, Work::Resume(handoff), &prompt, 1).await));
     available(8).await;
     drop(runs);
     first.await.unwrap().unwrap();
@@ -414,9 +416,9 @@ async fn preemption_does_not_change_answers() {
     // 60 blocks hold three such prompts with their answers; the others wait, and the youngest is preempted.
     let harness = Harness::new(Shape { g1: 60, g2: 200, ..Shape::default() });
     let answers = join_all(prompts.iter().map(|prompt| async {
-        let mut wanted = request(&*harness.engine, prompt, 90);
-        wanted.stop.ignore_eos = true;
-        collect(harness.engine.generate(wanted).await.unwrap()).await.unwrap().ids
+        let mut request = request(&*harness.engine, prompt, 90);
+        request.stop.ignore_eos = true;
+        collect(harness.engine.generate(request).await.unwrap()).await.unwrap().ids
     }))
     .await;
     for (prompt, ids) in prompts.iter().zip(answers) {
@@ -434,20 +436,20 @@ async fn a_preempted_sequence_onboards_while_it_waits() {
     let harness = Harness::new(Shape { g1: 60, g2: 400, engine: keeps_unread(), ..Shape::default() });
     harness.assume_slow_prefill();
     let mut running = 0;
-    let mut ask = async |tokens, answer| {
+    let mut start = async |tokens, answer| {
         let prompt = rng.tokens(tokens);
-        let mut wanted = request(&*harness.engine, &prompt, answer);
-        wanted.stop.ignore_eos = true;
-        let stream = harness.engine.generate(wanted).await.unwrap();
+        let mut request = request(&*harness.engine, &prompt, answer);
+        request.stop.ignore_eos = true;
+        let stream = harness.engine.generate(request).await.unwrap();
         // One after the other: the last one that joins the batch is preempted.
         running += 1;
         harness.engine.load().wait_for(|load| load.running == running).await.unwrap();
         (prompt, stream)
     };
     // 56 of 60 blocks at first. The first two need 22 more, so the youngest is preempted.
-    let (_, mut long) = ask(320, 600).await;
-    let (_, short) = ask(128, 200).await;
-    let (prompt, victim) = ask(448, 40).await;
+    let (_, mut long) = start(320, 600).await;
+    let (_, short) = start(128, 200).await;
+    let (prompt, victim) = start(448, 40).await;
     let victim = tokio::spawn(collect(victim));
     let mut short = std::pin::pin!(collect(short));
     loop {
@@ -461,7 +463,7 @@ async fn a_preempted_sequence_onboards_while_it_waits() {
     assert!(harness.count("blockyard_worker_preemptions_total", "w") > 0);
     let card = Arc::clone(runtime().card());
     let names = ChainKey::root(&Domain::shared(), &card.identity, None).hashes(&prompt, card.block_size);
-    let came_again = || {
+    let onboarded = || {
         let events = harness.log.after(0, usize::MAX).unwrap().into_iter().map(|numbered| numbered.event);
         let stored = events.filter_map(|event| match event {
             BlockEvent::Stored { level: Level::G1, blocks, .. } => Some(blocks),
@@ -470,12 +472,12 @@ async fn a_preempted_sequence_onboards_while_it_waits() {
         let theirs = stored.flatten().filter(|block| names.contains(block)).count();
         theirs > names.len()
     };
-    let comes = async {
-        while !came_again() {
+    let onboarding = async {
+        while !onboarded() {
             tokio::time::sleep(std::time::Duration::from_millis(5)).await;
         }
     };
-    tokio::time::timeout(std::time::Duration::from_secs(20), comes).await.expect("blocks are onboarded from G2");
+    tokio::time::timeout(std::time::Duration::from_secs(20), onboarding).await.expect("blocks are onboarded from G2");
     assert!(!victim.is_finished(), "it still waits");
     collect(long).await.unwrap();
     let alone = Harness::new(Shape::default()).run(&prompt, 40).await;
@@ -485,10 +487,10 @@ async fn a_preempted_sequence_onboards_while_it_waits() {
 #[tokio::test(flavor = "multi_thread")]
 async fn later_requests_yield_blocks_to_the_first() {
     let (mut rng, harness) = (Rng(17), Harness::new(Shape { g1: 60, engine: keeps_unread(), ..Shape::default() }));
-    let ask = async |prompt: &[u32], answer| {
-        let mut wanted = request(&*harness.engine, prompt, answer);
-        wanted.stop.ignore_eos = true;
-        harness.engine.generate(wanted).await.unwrap()
+    let start = async |prompt: &[u32], answer| {
+        let mut request = request(&*harness.engine, prompt, answer);
+        request.stop.ignore_eos = true;
+        harness.engine.generate(request).await.unwrap()
     };
     let available = async |fits: &dyn Fn(usize) -> bool| {
         let fit = async {
@@ -499,17 +501,17 @@ async fn later_requests_yield_blocks_to_the_first() {
         tokio::time::timeout(std::time::Duration::from_mins(5), fit).await.expect("blocks come or go");
     };
     let known = rng.tokens(448);
-    collect(ask(&known, 1).await).await.unwrap();
+    collect(start(&known, 1).await).await.unwrap();
     // Two run until they are 72 tokens ahead of their reader: 25 and 21 blocks.
     let mut running = Vec::new();
     for tokens in [320, 256] {
-        running.push(ask(&rng.tokens(tokens), 600).await);
+        running.push(start(&rng.tokens(tokens), 600).await);
     }
     available(&|blocks| blocks <= 14).await;
     // The first request needs 29 blocks; the second holds cached blocks.
-    let first = tokio::spawn(collect(ask(&rng.tokens(448), 1).await));
+    let first = tokio::spawn(collect(start(&rng.tokens(448), 1).await));
     harness.engine.load().wait_for(|load| load.waiting == 1).await.unwrap();
-    let second = tokio::spawn(collect(ask(&known, 1).await));
+    let second = tokio::spawn(collect(start(&known, 1).await));
     available(&|blocks| blocks <= 4).await;
     assert!(!first.is_finished());
     running.pop();
@@ -527,13 +529,13 @@ async fn later_requests_yield_blocks_to_the_first() {
 async fn outgrowing_the_memory_ends_a_request_as_when_alone() {
     // Twelve blocks. The first request stops within six full blocks, unread; the other reuses those, and takes all.
     let shape = || Shape { g1: 12, engine: keeps_unread(), ..Shape::default() };
-    let ask = async |harness: &Harness, prompt: &[u32]| {
-        let mut wanted = request(&*harness.engine, prompt, 600);
-        wanted.stop.ignore_eos = true;
-        harness.engine.generate(wanted).await.unwrap()
+    let start = async |harness: &Harness, prompt: &[u32]| {
+        let mut request = request(&*harness.engine, prompt, 600);
+        request.stop.ignore_eos = true;
+        harness.engine.generate(request).await.unwrap()
     };
     let prompt = Rng(23).tokens(25);
-    let whole = collect(ask(&Harness::new(shape()), &prompt).await).await.unwrap();
+    let whole = collect(start(&Harness::new(shape()), &prompt).await).await.unwrap();
     assert_eq!((whole.ids.len(), whole.finish), (12 * 16 + 1 - 25, Some(Finish::Length)));
     // Once the first is read meanwhile, and once it stops when all blocks are taken.
     for reads in [true, false] {
@@ -544,11 +546,11 @@ async fn outgrowing_the_memory_ends_a_request_as_when_alone() {
             }
         };
         let done = async {
-            let first = ask(&harness, &prompt).await;
+            let first = start(&harness, &prompt).await;
             until(6).await;
             // It stops 72 tokens ahead of its reader.
             let known = if reads { 72 } else { 12 * 16 - 72 - 25 };
-            let second = ask(&harness, &[&prompt[..], &whole.ids[..known]].concat()).await;
+            let second = start(&harness, &[&prompt[..], &whole.ids[..known]].concat()).await;
             if !reads {
                 until(0).await;
                 // Its reader goes on, and it needs another block.

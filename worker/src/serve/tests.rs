@@ -120,7 +120,7 @@ async fn drain_deregisters_at_once_and_waits_for_running_requests() {
     assert!(!draining.is_finished());
     load.send_modify(|load| load.running = 0);
     draining.await.unwrap();
-    assert!(planes.events.snapshot(Source::Worker(WorkerId(1))).await.is_err(), "the offer is gone");
+    assert!(planes.events.snapshot(Source::Worker(WorkerId(1))).await.is_err(), "the log is no longer offered");
 }
 
 #[tokio::test(start_paused = true)]

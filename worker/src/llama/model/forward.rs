@@ -230,10 +230,10 @@ impl Model {
             let tokens = visit.tokens[c].clone();
             visited.push(self.visit(tokens, row, &|token, logits| (visit.each)(c, token, logits), scratch));
         }
-        let wanted = ends.iter().zip(chunks).filter(|(_, chunk)| chunk.logits).map(|(end, _)| end - 1);
+        let requested = ends.iter().zip(chunks).filter(|(_, chunk)| chunk.logits).map(|(end, _)| end - 1);
         let hidden = self.config.hidden;
         let mut rows = 0;
-        for row in wanted {
+        for row in requested {
             // Rows only move down, so none is overwritten before it has moved.
             scratch.normed.copy_within(row * hidden..(row + 1) * hidden, rows * hidden);
             rows += 1;

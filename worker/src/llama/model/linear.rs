@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn a_row_is_its_own_chain_whatever_else_is_computed() {
+    fn a_row_is_its_own_chain_for_any_number_of_rows() {
         for rows in (1..70).chain([127, 128, 129, 255, 256, 257, 511, 512, 513, 600, 1023, 1024, 1025, 2047, 2048]) {
             check(96, 288, rows, 1 + rows % 4);
         }
@@ -233,7 +233,7 @@ mod tests {
         }
 
         #[test]
-        fn a_row_comes_back_out(outputs in 1usize..200, inputs in 1usize..50) {
+        fn a_row_can_be_read_back(outputs in 1usize..200, inputs in 1usize..50) {
             let data = random(outputs * inputs, 3);
             let linear = Linear::new(Matrix { rows: outputs, cols: inputs, data: data.clone() });
             let mut row = vec![0.0; inputs];
@@ -246,7 +246,7 @@ mod tests {
 
     /// Blocks computed with one instruction set are used with another: both give the same bits.
     #[test]
-    fn arithmetic_is_the_chain_whatever_the_instruction_set() {
+    fn arithmetic_is_the_chain_for_any_instruction_set() {
         let wave = |i: usize, step: usize| ((i * step) % 1009) as f32 / 1009.0 - 0.5;
         let inputs = DEPTH + DEPTH / 2;
         let mut want = Vec::new();
@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn add_keeps_what_is_there() {
+    fn add_adds_to_the_output() {
         let linear = Linear::new(Matrix { rows: 5, cols: 3, data: random(15, 4) });
         let x = random(6, 5);
         let (mut sum, mut product) = (vec![2.0; 10], vec![0.0; 10]);

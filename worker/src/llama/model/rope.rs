@@ -70,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rotation_keeps_lengths_and_turns_by_the_position() {
+    fn a_rotation_turns_by_the_position() {
         let rotation = Rotation::new(&Rope { theta: 10_000.0, scaling: None }, 4);
         let mut angles = [0.0; 4];
         rotation.at(3, &mut angles);
@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn scaling_stretches_long_waves_and_keeps_short_ones() {
+    fn scaling_keeps_short_wavelengths() {
         let plain = Rotation::new(&Rope { scaling: None, ..llama3() }, 128).frequencies;
         let stretched = Rotation::new(&llama3(), 128).frequencies;
         assert_eq!(plain[0].to_bits(), stretched[0].to_bits());

@@ -143,8 +143,8 @@ fn mass(logits: &[f32], max: f32) -> f64 {
 
 /// Keeps the likeliest candidates that together have `share` of the mass, likeliest first; one at least.
 fn cut_at_mass(candidates: &mut Vec<Candidate>, share: f64) {
-    let wanted = share * candidates.iter().map(|c| f64::from(c.value)).sum::<f64>();
-    // The mass mostly lies in a few hundred tokens: sort those, and more only when it does not.
+    let target = share * candidates.iter().map(|c| f64::from(c.value)).sum::<f64>();
+    // The probability mass mostly lies in a few hundred tokens: sort those, and more only if needed.
     let mut sorted = 0;
     let mut mass = 0.0;
     while sorted < candidates.len() {
@@ -155,7 +155,7 @@ fn cut_at_mass(candidates: &mut Vec<Candidate>, share: f64) {
         candidates[sorted..next].sort_unstable_by(Candidate::order);
         for (i, candidate) in candidates[sorted..next].iter().enumerate() {
             mass += f64::from(candidate.value);
-            if mass >= wanted {
+            if mass >= target {
                 candidates.truncate(sorted + i + 1);
                 return;
             }

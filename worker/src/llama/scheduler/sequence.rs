@@ -112,8 +112,8 @@ impl Sequence {
 
     /// The prompt tokens whose logits still have to give the log-probability of the token after them.
     fn unscored(&self) -> Range<usize> {
-        let wanted = self.request.sampling.prompt_logprobs.is_some() && self.request.work != Work::Prefill;
-        if wanted { self.scored..self.prompt - 1 } else { 0..0 }
+        let requested = self.request.sampling.prompt_logprobs.is_some() && self.request.work != Work::Prefill;
+        if requested { self.scored..self.prompt - 1 } else { 0..0 }
     }
 
     /// The log-probabilities to compute in this part of the tokens.
@@ -226,7 +226,7 @@ impl Sequence {
         }
         // The next block was not cached just now, or is partly computed: it is computed in any case.
         let size = self.chain.block_size;
-        let next = self.missing_hashes().get(1..).and_then(|wanted| manager.next_cached(wanted));
+        let next = self.missing_hashes().get(1..).and_then(|hashes| manager.next_cached(hashes));
         next.map_or(usize::MAX, |blocks| (1 + blocks) * size - self.computed % size)
     }
 
@@ -301,11 +301,11 @@ impl Sequence {
 
     /// Gives up blocks of a waiting sequence, the onboarding first. Returns `false` when there is nothing to give up.
     pub(super) fn yield_blocks(&mut self) -> bool {
-        let comes = self.onboarding.take().is_some();
-        if !comes && self.blocks.len() == 0 {
+        let onboarding = self.onboarding.take().is_some();
+        if !onboarding && self.blocks.len() == 0 {
             return false;
         }
-        if comes {
+        if onboarding {
             self.yielded = true;
         } else {
             self.release();

@@ -25,7 +25,7 @@ pub(super) struct StepInput {
     pub(super) scored: PromptScores,
 }
 
-/// Tokens of a prompt whose log-probabilities are wanted.
+/// Prompt tokens whose log-probabilities are requested.
 #[derive(Default)]
 pub(super) struct PromptScores {
     /// Rows of the step whose logits are used, each one position before its token: `rows[0]` gives the log-probability

@@ -11,10 +11,10 @@ fn settings(limit: Duration) -> Settings {
 
 const LONG: Duration = Duration::from_hours(1);
 
-async fn ask(harness: &Harness, prompt: &[u32], tokens: u32) -> OutputStream {
-    let mut wanted = request(&*harness.engine, prompt, tokens);
-    wanted.stop.ignore_eos = true;
-    harness.engine.generate(wanted).await.unwrap()
+async fn start(harness: &Harness, prompt: &[u32], tokens: u32) -> OutputStream {
+    let mut request = request(&*harness.engine, prompt, tokens);
+    request.stop.ignore_eos = true;
+    harness.engine.generate(request).await.unwrap()
 }
 
 /// Awaits `what` with a timeout, so that a test fails instead of hanging.
@@ -34,7 +34,7 @@ async fn a_batch_full_of_unread_streams_serves_another_request() {
     let mut rng = Rng(41);
     let mut unread = Vec::new();
     for _ in 0..Settings::default().max_num_seqs {
-        unread.push(ask(&harness, &rng.tokens(20), 600).await);
+        unread.push(start(&harness, &rng.tokens(20), 600).await);
     }
     paused(&harness, unread.len() as u64).await;
     assert_eq!(harness.manager.available(), harness.manager.capacity(), "paused sequences hold no blocks");
@@ -48,20 +48,20 @@ async fn a_paused_stream_resumes_when_it_is_read() {
     let engine = Settings { max_num_seqs: 1, ..settings(LONG) };
     let harness = Harness::new(Shape { engine, ..Shape::default() });
     let prompt = Rng(42).tokens(100);
-    let slow = ask(&harness, &prompt, 300).await;
+    let slow = start(&harness, &prompt, 300).await;
     paused(&harness, 1).await;
     let other = Rng(43).tokens(100);
-    let beside = completes(collect(ask(&harness, &other, 30).await)).await.unwrap();
+    let beside = completes(collect(start(&harness, &other, 30).await)).await.unwrap();
     assert_eq!(beside.ids.len(), 30);
     let read = completes(collect(slow)).await.unwrap();
-    let alone = collect(ask(&Harness::new(Shape::default()), &prompt, 300).await).await.unwrap();
+    let alone = collect(start(&Harness::new(Shape::default()), &prompt, 300).await).await.unwrap();
     assert_eq!((read.ids, read.prompt.map(|report| report.computed)), (alone.ids, Some(100)));
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_unread_stream_fails_at_the_limit() {
     let harness = Harness::new(Shape { engine: settings(Duration::ZERO), ..Shape::default() });
-    let mut stream = ask(&harness, &Rng(44).tokens(20), 600).await;
+    let mut stream = start(&harness, &Rng(44).tokens(20), 600).await;
     let mut load = harness.engine.load();
     let gone = load.wait_for(|load| {
         harness.count("blockyard_worker_output_timeouts_total", "w") == 1 && load.running + load.waiting == 0
@@ -84,7 +84,7 @@ async fn paused_streams_are_limited_like_queued_requests() {
     let harness = Harness::new(Shape { engine, ..Shape::default() });
     let mut streams = Vec::new();
     for nth in 1..=3 {
-        streams.push(ask(&harness, &Rng(nth).tokens(20), 600).await);
+        streams.push(start(&harness, &Rng(nth).tokens(20), 600).await);
         paused(&harness, nth).await;
     }
     assert_eq!(harness.count("blockyard_worker_output_timeouts_total", "w"), 1);

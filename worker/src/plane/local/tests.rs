@@ -42,7 +42,7 @@ async fn the_seed_decides_which_events_are_lost() {
 }
 
 #[tokio::test]
-async fn what_is_overtaken_or_comes_twice_is_decided_by_the_seed_and_bounded() {
+async fn reordering_and_duplicates_are_seeded_and_bounded() {
     let link = |reorder, repeat| Link { reorder, repeat, seed: 3, ..Link::default() };
     let sorted = |mut numbers: Vec<u64>| {
         numbers.sort_unstable();
@@ -77,7 +77,7 @@ async fn a_lagging_plane_delivers_late_and_complete() {
 }
 
 #[tokio::test]
-async fn an_expired_lease_is_gone_for_good() {
+async fn an_expired_lease_stays_expired() {
     let discovery = LocalDiscovery::default();
     let mut watch = discovery.watch();
     let stale = discovery.register(instance(1, 1), contract::engine()).await.unwrap();

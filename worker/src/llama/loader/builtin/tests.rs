@@ -27,7 +27,7 @@ fn encode(text: &str) -> Vec<u32> {
 }
 
 #[test]
-fn sizes_are_what_they_are_called() {
+fn parameter_counts_match_the_documentation() {
     let parameters = |model: Builtin| Weights::bytes(&model.config()) / 4;
     assert_eq!(Builtin::ALL.map(parameters).map(|n| n / 100_000), [13, 145, 1000], "hundred thousands");
 }
@@ -46,7 +46,7 @@ fn the_weights_are_the_same_on_every_machine() {
 }
 
 #[test]
-fn many_may_ask_for_the_same_model_at_once() {
+fn concurrent_calls_write_a_model_once() {
     let data = tempfile::tempdir().unwrap();
     let died = data.path().join(format!("models/tiny-{VERSION}.partial"));
     fs::create_dir_all(&died).unwrap();
@@ -61,7 +61,7 @@ fn many_may_ask_for_the_same_model_at_once() {
 }
 
 #[test]
-fn progress_ends_at_the_whole() {
+fn progress_ends_at_the_total() {
     let data = tempfile::tempdir().unwrap();
     let seen = std::sync::Mutex::new(Vec::new());
     Builtin::Tiny.ensure(data.path(), &|done, total| seen.lock().unwrap().push((done, total))).unwrap();
@@ -82,7 +82,7 @@ fn a_folder_that_cannot_be_written_is_named() {
 }
 
 #[test]
-fn every_token_is_another() {
+fn tokens_are_distinct() {
     let vocab = TOKENIZER.get_vocab(true);
     assert_eq!(vocab.len(), 32_000);
     assert_eq!(vocab.values().collect::<HashSet<_>>().len(), 32_000);
@@ -90,7 +90,7 @@ fn every_token_is_another() {
 }
 
 #[test]
-fn text_is_stored_in_few_tokens() {
+fn text_is_encoded_in_few_tokens() {
     let text = include_str!("../builtin.rs");
     let tokens = encode(text).len();
     assert!(tokens * 3 < text.len(), "{tokens} tokens for {} bytes", text.len());
@@ -98,7 +98,7 @@ fn text_is_stored_in_few_tokens() {
 
 /// What the text of a generated answer depends on, and what a benchmark of reuse needs.
 #[test]
-fn greedy_text_varies_with_the_prompt_and_comes_back_as_the_same_tokens() {
+fn greedy_text_varies_and_tokenizes_to_the_same_tokens() {
     let (_data, LoadedModel { card, config, weights }) = made(Builtin::Tiny);
     let tokenizer = Tokenizer::from_str(&card.tokenizer).unwrap();
     let model = Model::new(config, weights, 1);
@@ -142,12 +142,12 @@ fn greedy(model: &Model, prompt: &[u32], n: usize) -> Vec<u32> {
 
 proptest! {
     #[test]
-    fn any_text_survives(text in "\\PC*|[\\x00-\\x7f]*|.*") {
+    fn any_text_round_trips(text in "\\PC*|[\\x00-\\x7f]*|.*") {
         prop_assert_eq!(TOKENIZER.decode(&encode(&text), false).unwrap(), text);
     }
 
     #[test]
-    fn special_tokens_part_what_stands_on_either_side(before in "\\PC*|\\s*", after in "\\s*\\PC*\\s*") {
+    fn special_tokens_separate_their_neighbours(before in "\\PC*|\\s*", after in "\\s*\\PC*\\s*") {
         let mut parts = encode(&before);
         parts.push(31_999);
         parts.extend(encode(&after));
@@ -155,7 +155,7 @@ proptest! {
     }
 
     #[test]
-    fn words_in_any_order_come_back_as_they_were(picks in prop::collection::vec(0..WORDS.len(), 0..60)) {
+    fn words_in_any_order_round_trip(picks in prop::collection::vec(0..WORDS.len(), 0..60)) {
         let ids: Vec<u32> = picks.into_iter().map(|pick| WORDS[pick] as u32).collect();
         prop_assert_eq!(encode(&TOKENIZER.decode(&ids, true).unwrap()), ids);
     }

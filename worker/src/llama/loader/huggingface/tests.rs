@@ -80,7 +80,7 @@ fn both_spellings_of_the_rope_settings_are_read() {
 }
 
 #[test]
-fn a_window_holds_for_all_layers_or_is_refused() {
+fn a_window_must_hold_for_all_layers() {
     assert_eq!(open("mistral").config.sliding_window, Some(24));
     assert_eq!(config_with("mistral", &serde_json::json!({"sliding_window": null})).sliding_window, None);
     assert_eq!(config_with("mistral", &serde_json::json!({"sliding_window": "absent"})).sliding_window, Some(4096));
@@ -97,7 +97,7 @@ fn a_window_holds_for_all_layers_or_is_refused() {
 }
 
 #[test]
-fn end_tokens_come_from_all_files_that_name_them() {
+fn end_tokens_are_read_from_all_files() {
     assert_eq!(open("llama3").card.eos, [257, 259], "config.json and generation_config.json");
     let folder = copy("llama");
     amend(&folder.path().join("tokenizer_config.json"), &serde_json::json!({"eos_token": {"content": "<|end|>"}}));
@@ -155,7 +155,7 @@ fn identity_names_configuration_and_weights() {
 }
 
 #[test]
-fn a_configuration_that_cannot_be_served_is_refused_by_field() {
+fn an_unsupported_configuration_is_rejected_by_field() {
     let json = |text: &str| serde_json::from_str::<Value>(text).unwrap();
     for (changes, said) in [
         (r#"{"architectures": ["GPT2LMHeadModel"]}"#, r#"`architectures` is ["GPT2LMHeadModel"]; supported are Llama"#),
@@ -187,7 +187,7 @@ fn a_configuration_that_cannot_be_served_is_refused_by_field() {
 }
 
 #[test]
-fn files_that_are_missing_or_broken_are_named() {
+fn missing_or_broken_files_are_named() {
     let not_there = Path::new("/nowhere/at/all");
     assert!(refusal(not_there).contains("/nowhere/at/all: no such folder"));
     for (file, content, said) in [
@@ -219,7 +219,7 @@ fn files_that_are_missing_or_broken_are_named() {
 }
 
 #[test]
-fn weights_that_are_cut_short_or_do_not_match_are_named() {
+fn truncated_or_mismatched_weights_are_named() {
     let folder = copy("llama");
     let path = folder.path().join("model.safetensors");
     let bytes = std::fs::read(&path).unwrap();
@@ -240,7 +240,7 @@ fn weights_that_are_cut_short_or_do_not_match_are_named() {
 }
 
 #[test]
-fn a_tensor_that_the_architecture_does_not_use_is_refused() {
+fn an_unused_tensor_of_the_architecture_is_rejected() {
     let text = refused_with("llama", &serde_json::json!({"num_hidden_layers": 1}));
     let said = "tensor `model.layers.1.input_layernorm.weight` belongs to layer 1, but `num_hidden_layers`";
     assert!(text.contains(said) && text.ends_with("in config.json is 1"), "{text}");
@@ -252,7 +252,7 @@ fn a_tensor_that_the_architecture_does_not_use_is_refused() {
 }
 
 #[test]
-fn tensors_that_change_no_answer_do_not_stop_a_model() {
+fn unused_tensors_outside_the_architecture_are_accepted() {
     for extra in ["model.layers.0.self_attn.rotary_emb.inv_freq", "lm_head.weight", "v_head.summary.weight"] {
         let folder = copy("llama");
         add_tensor(folder.path(), extra);
@@ -280,7 +280,7 @@ fn add_tensor(folder: &Path, name: &str) {
 }
 
 #[test]
-fn an_index_that_points_astray_is_refused() {
+fn an_index_with_files_outside_the_folder_is_rejected() {
     let folder = copy("mistral");
     std::fs::remove_file(folder.path().join("model-00002-of-00003.safetensors")).unwrap();
     assert!(refusal(folder.path()).contains("model-00002-of-00003.safetensors: No such file"));

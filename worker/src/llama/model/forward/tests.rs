@@ -313,7 +313,7 @@ fn run_mixed(machine: &Machine, sequences: &mut [Sequence], largest: &[usize], s
         sequences.iter().zip(largest).map(|(s, largest)| cuts(s.tokens.len(), *largest, &mut noise)).collect();
     let mut last = vec![vec![]; sequences.len()];
     while plans.iter().any(|plan| !plan.is_empty()) {
-        // Everyone who has something left takes part in about two of three steps.
+        // Each unfinished sequence takes part in about two of three steps.
         let takes: Vec<bool> = plans.iter().map(|plan| !plan.is_empty() && noise.below(3) > 0).collect();
         let mut work: Vec<(&mut Sequence, usize)> = sequences
             .iter_mut()
@@ -335,7 +335,7 @@ proptest! {
 
     /// Chunks, neighbours, threads and slots change no bit of a sequence's KV and logits.
     #[test]
-    fn a_row_depends_on_nothing_but_its_own_tokens(
+    fn a_row_depends_only_on_its_own_tokens(
         family in 0usize..5,
         lengths in prop::collection::vec(1usize..700, 1..5),
         largest in prop::collection::vec(prop_oneof![Just(1usize), Just(7), Just(64), Just(300), Just(1024)], 5),
@@ -364,7 +364,7 @@ proptest! {
 }
 
 #[test]
-fn what_decode_wrote_is_what_prefill_writes_over_several_splits() {
+fn decode_and_prefill_write_equal_kv_over_several_splits() {
     for config in
         [config(Family::Llama, 6, 2, 16), Config { sliding_window: Some(600), ..config(Family::Mistral, 4, 4, 8) }]
     {
@@ -400,7 +400,7 @@ fn blocks_moved_through_bytes_serve_as_the_original() {
 }
 
 #[test]
-fn chunks_that_want_no_logits_get_none_and_still_write_their_blocks() {
+fn chunks_without_logits_still_write_their_blocks() {
     let config = config(Family::Llama, 4, 2, 8);
     let (mut a, mut b) = (Machine::new(&config, 2, 1, 16, 8), Machine::new(&config, 2, 1, 16, 8));
     let (mut quiet, mut loud) = (a.sequence(tokens(40, &config, 1)), b.sequence(tokens(40, &config, 1)));
@@ -431,7 +431,7 @@ fn logits_reuse_one_buffer() {
 }
 
 #[test]
-fn rows_of_logits_are_worked_on_by_several_threads() {
+fn logits_are_processed_on_several_threads() {
     let config = config(Family::Llama, 4, 2, 8);
     let mut machine = Machine::new(&config, 2, 2, 16, 8);
     let (a, b) = (machine.sequence(tokens(16, &config, 1)), machine.sequence(tokens(16, &config, 2)));
@@ -457,7 +457,7 @@ fn the_kv_cache_keeps_the_device_contract() {
 }
 
 #[test]
-fn whatever_decides_the_bytes_decides_the_fingerprint() {
+fn every_input_of_the_bytes_changes_the_fingerprint() {
     let base = config(Family::Llama, 4, 2, 8);
     let print = |config: &Config, block_size, identity| {
         KvCache::new(config, block_size, 1, &[identity; 32]).unwrap().fingerprint()

@@ -23,7 +23,7 @@ fn logits_of(probabilities: &[f32]) -> Vec<f32> {
 }
 
 #[test]
-fn greedy_takes_the_likeliest_and_of_equals_the_lowest_id() {
+fn greedy_takes_the_likeliest_or_the_lowest_id() {
     let mut greedy = sampler(&Sampling { temperature: 0.0, ..Sampling::default() });
     assert_eq!(choose(&mut greedy, &[0.0, 3.0, 3.0, -1.0], 0), 1);
     assert_eq!(choose(&mut greedy, &[f32::NAN, -2.0, -1.0], 0), 2);
@@ -79,7 +79,7 @@ fn top_p_keeps_the_smallest_set_that_has_the_mass() {
 }
 
 #[test]
-fn min_p_keeps_what_is_likely_enough_beside_the_likeliest() {
+fn min_p_is_relative_to_the_likeliest_token() {
     let logits = logits_of(&[0.4, 0.21, 0.19, 0.2]);
     let counts = counts(&Sampling { min_p: 0.49, ..Sampling::default() }, &logits, 2_000);
     assert!(counts.iter().map(|c| *c > 0).eq([true, true, false, true]), "{counts:?}");
@@ -116,7 +116,7 @@ fn repetition_counts_the_prompt_and_pushes_towards_unlikely() {
 }
 
 #[test]
-fn bias_and_bans_change_the_choice_and_not_the_log_probabilities() {
+fn bias_and_bans_do_not_change_logprobs() {
     let sampling = Sampling {
         temperature: 0.0,
         logit_bias: vec![(2, 100.0), (1, -100.0), (77, 5.0)],
@@ -131,11 +131,15 @@ fn bias_and_bans_change_the_choice_and_not_the_log_probabilities() {
     assert_eq!(logprobs.top.iter().map(|(id, _)| *id).collect::<Vec<_>>(), [1, 0]);
     assert!((logprobs.top[0].1 - 0.5f32.ln()).abs() < 1e-5);
     assert_eq!(sampler.next(&mut logits_of(&[0.3, 0.5, 0.2]), 1, &[2, 99]).0, 0);
-    assert_eq!(sampler.next(&mut logits_of(&[0.3, 0.5, 0.2]), 2, &[0, 1, 2]).0, 0, "all banned: something comes out");
+    assert_eq!(
+        sampler.next(&mut logits_of(&[0.3, 0.5, 0.2]), 2, &[0, 1, 2]).0,
+        0,
+        "all banned: a token is still chosen"
+    );
 }
 
 #[test]
-fn no_alternatives_asked_none_given() {
+fn no_alternatives_are_reported_unless_requested() {
     let mut with = sampler(&Sampling { logprobs: Some(0), ..Sampling::default() });
     assert!(with.next(&mut [0.0, 0.0], 0, &[]).1.unwrap().top.is_empty());
     assert!(sampler(&Sampling::default()).next(&mut [0.0, 0.0], 0, &[]).1.is_none());
