@@ -30,8 +30,6 @@ pub(crate) use stores::access;
 pub(crate) use transforms::Transforms;
 
 use crate::config::{Config, Listen};
-use crate::node::banner::Banner;
-use crate::process;
 use crate::process::machine::{self, Machine};
 use crate::process::{metrics, panics};
 use anyhow::{Context, anyhow, bail};

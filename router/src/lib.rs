@@ -26,7 +26,7 @@
 //! use std::sync::Arc;
 //! use worker::engine::{Engine, Readiness};
 //! use worker::plane::RouterId;
-//! use worker::plane::local::{LocalEvents, LocalDiscovery};
+//! use worker::plane::local::{LocalDiscovery, LocalEvents};
 //!
 //! let (discovery, events) = (Arc::new(LocalDiscovery::default()), Arc::new(LocalEvents::default()));
 //! let router = Router::new(RouterId(1), discovery, events, Settings::default(), &prometheus::Registry::new())?;
