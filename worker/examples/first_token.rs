@@ -1,14 +1,14 @@
-//! Two properties of the time to first token, measured on the native engine: a lookup without a hit costs nearly nothing,
-//! and no tier, however slow, makes a request slower than it is without the tier.
+//! Two properties of the time to first token, measured on the native engine: a lookup without a hit costs nearly
+//! nothing, and no tier, however slow, makes a request slower than it is without the tier.
 //!
 //! `cargo run --release -p worker --example first_token [-- --json] [--miss | --sweep]`
 //!
-//! **Miss**: new prompts, alternately on an engine with G2, G3 and G4 and on one without; offloads finish before the next
-//! prompt. **Sweep**: a tier that holds the whole prompt and serves one block after the other, from ten times slower than
-//! computing to ten times faster, and one that never answers; compared with an engine without tiers. The first request
-//! does not know the tier's speed and may wait 100 ms for it; the median of the later ones is compared with the engine
-//! without tiers. **Beside**: another request generates meanwhile, and the time between its tokens is compared with that
-//! beside a prompt that is computed.
+//! **Miss**: new prompts, alternately on an engine with G2, G3 and G4 and on one without; offloads finish before the
+//! next prompt. **Sweep**: a tier that holds the whole prompt and serves one block after the other, from ten times
+//! slower than computing to ten times faster, and one that never answers; compared with an engine without tiers. The
+//! first request does not know the tier's speed and may wait 100 ms for it; the median of the later ones is compared
+//! with the engine without tiers. **Beside**: another request generates meanwhile, and the time between its tokens is
+//! compared with that beside a prompt that is computed.
 
 use futures::future::{BoxFuture, FutureExt};
 use futures::stream::{self, BoxStream, StreamExt};
@@ -36,8 +36,8 @@ const SHORT: usize = 256;
 const PAIRS: usize = 120;
 /// Warm-up pairs: the engines measure their speed and touch every slot of G1 and G2.
 const WARM: usize = 20;
-/// Pause before each prompt of either side. Only one side waits for offloads, and a request after a wait runs at another
-/// speed than one without; without the pause the times of both sides have two modes.
+/// Pause before each prompt of either side. Only one side waits for offloads, and a request after a wait runs at
+/// another speed than one without; without the pause the times of both sides have two modes.
 const PAUSE: Duration = Duration::from_millis(20);
 /// Prompt tokens of the sweep.
 const LONG: usize = 2048;
@@ -181,8 +181,8 @@ async fn miss(runtime: &Arc<Runtime>, folder: &Path) -> Result<Value> {
     }))
 }
 
-/// Times to first token from tiers of different speeds, relative to an engine without tiers; and the token gaps of another
-/// request.
+/// Times to first token from tiers of different speeds, relative to an engine without tiers; and the token gaps of
+/// another request.
 async fn sweep(runtime: &Arc<Runtime>) -> Result<(Vec<Value>, Vec<Value>)> {
     let mut prompts = Prompts(1 << 20);
     let (prompt, small) = (prompts.next(runtime, LONG), prompts.next(runtime, SHORT));

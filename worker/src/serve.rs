@@ -224,7 +224,8 @@ impl Reporter {
                 () = stop.cancelled() => return,
                 () = self.deregister.cancelled(), if self.registration.is_some() => self.registration = None,
                 Some(request) = self.role_requests.next() => {
-                    if let (Some(registration), EventBody::Phase { worker, phase }) = (&mut self.registration, request.body)
+                    if let EventBody::Phase { worker, phase } = request.body
+                        && let Some(registration) = &mut self.registration
                         && worker == registration.instance.id
                         && phase != registration.instance.phase
                     {

@@ -314,8 +314,8 @@ async fn a_prefix_is_the_same_from_every_tier() {
     }
 }
 
-/// Blocks arrive late, in any order, corrupt or never: those that arrived in time are used, the others are computed, and
-/// the answer is the same.
+/// Blocks arrive late, in any order, corrupt or never: those that arrived in time are used, the others are computed,
+/// and the answer is the same.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_partly_loaded_prefix_changes_nothing() {
     let late = std::time::Duration::ZERO..=std::time::Duration::from_millis(400);
@@ -384,7 +384,8 @@ async fn yielded_handoff_blocks_are_counted_once() {
         };
         tokio::time::timeout(std::time::Duration::from_mins(5), fit).await.expect("blocks are taken");
     };
-    // One request runs until its output is unread, with 25 blocks; the next needs 35; the handoff takes 27 of the others.
+    // One request runs until its output is unread, with 25 blocks; the next needs 35; the handoff takes 27 of the
+    // others.
     let runs = start(&decode, Work::Generate, &rng.tokens(320), 600).await;
     available(35).await;
     let first = tokio::spawn(collect(start(&decode, Work::Generate, &rng.tokens(545), 1).await));

@@ -20,7 +20,8 @@ macro_rules! discovery_contract {
 macro_rules! events_contract {
     ($make:expr) => {
         crate::plane::contract::rules!($make;
-            events_of_a_source_stay_in_order, a_subscriber_receives_its_topic_only, publish_never_waits_and_slow_subscribers_lose_events,
+            events_of_a_source_stay_in_order, a_subscriber_receives_its_topic_only,
+            publish_never_waits_and_slow_subscribers_lose_events,
             a_log_answers_as_long_as_it_is_offered, the_latest_offer_of_an_epoch_answers,
             a_range_is_bounded_and_of_one_epoch
         );

@@ -18,8 +18,8 @@ use std::io;
 /// Part of the fingerprint, because it decides the order of summation.
 pub(super) const TILE: usize = 64;
 
-/// Keys per partial softmax of attention: about 10 µs of work for one item, which is worth another thread, and folding is
-/// cheap beside it. A multiple of [`TILE`]; part of the fingerprint for the same reason.
+/// Keys per partial softmax of attention: about 10 µs of work for one item, which is worth another thread, and folding
+/// is cheap beside it. A multiple of [`TILE`]; part of the fingerprint for the same reason.
 pub(super) const SPLIT: usize = 512;
 
 /// The KV blocks of one model.

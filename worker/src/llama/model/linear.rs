@@ -115,8 +115,8 @@ impl Linear {
             let (start, end) = (cut(i), cut(i + 1));
             let read = i > 0 || mode == Mode::Add;
             // SAFETY: `weights` holds `inputs` columns of `PANEL`, of which the first `width` are used; `x` holds
-            // `to - from` rows of `inputs`; the target has `to` rows of `outputs`, and `first + width <= outputs`. No other
-            // task touches these rows of these columns.
+            // `to - from` rows of `inputs`; the target has `to` rows of `outputs`, and
+            // `first + width <= outputs`. No other task touches these rows of these columns.
             unsafe {
                 gemm::gemm(
                     width,

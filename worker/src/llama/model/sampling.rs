@@ -1,4 +1,5 @@
-//! Choosing the next token: penalties, bias, bans, temperature, cuts, and a draw that is a function of seed and position.
+//! Choosing the next token: penalties, bias, bans, temperature, cuts, and a draw that is a function of seed and
+//! position.
 //!
 //! ```text
 //!   logits ─▶ penalties ─▶ bias, bans ─▶ temperature ─▶ min-p ─▶ top-k ─▶ top-p ─▶ draw

@@ -163,7 +163,8 @@ pub(super) fn sum_of_squares(x: &[f32]) -> f32 {
 
 /// `e^x` within two units in the last place; 0 below -87.3, where it would be subnormal, and infinity above 88.3.
 ///
-/// `2^n · e^r` with `n` the nearest integer to `x / ln 2`, and a polynomial for `e^r` on `|r| ≤ ln 2 / 2` (Cephes' `expf`).
+/// `2^n · e^r` with `n` the nearest integer to `x / ln 2`, and a polynomial for `e^r` on `|r| ≤ ln 2 / 2`
+/// (Cephes' `expf`).
 #[inline(always)]
 #[expect(clippy::excessive_precision, reason = "the constants as published")]
 pub(super) fn exp(x: f32) -> f32 {

@@ -347,9 +347,11 @@ proptest! {
         let blocks = lengths.iter().map(|n| n.div_ceil(block_size)).sum::<usize>() + 3;
         let mut alone = Machine::new(config, seed, 1, block_size, blocks);
         let mut mixed = Machine::new(config, seed, threads, block_size, blocks);
-        let prompts: Vec<Vec<u32>> = lengths.iter().enumerate().map(|(i, n)| tokens(*n, config, seed ^ i as u64)).collect();
+        let prompts: Vec<Vec<u32>> =
+            lengths.iter().enumerate().map(|(i, n)| tokens(*n, config, seed ^ i as u64)).collect();
         // A sequence of single steps takes long; only short ones are decoded from the first token on.
-        let largest: Vec<usize> = largest.iter().zip(&lengths).map(|(l, n)| if *n > 150 { (*l).max(40) } else { *l }).collect();
+        let largest: Vec<usize> =
+            largest.iter().zip(&lengths).map(|(l, n)| if *n > 150 { (*l).max(40) } else { *l }).collect();
         mixed.free.reverse();
         let mut sequences: Vec<Sequence> = prompts.iter().map(|prompt| mixed.sequence(prompt.clone())).collect();
         let logits = run_mixed(&mixed, &mut sequences, &largest, seed);
