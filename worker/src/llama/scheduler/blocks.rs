@@ -1,6 +1,6 @@
 //! The KV blocks of one sequence: their hashes, and the slots that hold them.
 
-use kvbm::{BlockId, BlockManager, BlockRef, CachedBlocks, ChainKey, BlockAttrs, PartialBlock, SequenceHash};
+use kvbm::{BlockAttrs, BlockId, BlockManager, BlockRef, CachedBlocks, ChainKey, PartialBlock, SequenceHash};
 use std::collections::VecDeque;
 
 /// The hashes of the full blocks of a sequence that grows.
