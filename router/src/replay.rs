@@ -9,26 +9,26 @@
 //! the same figures to the last bit. Look here in vain for retries: a replayed worker does not fail.
 
 mod admission;
-mod advisor;
 mod baselines;
 #[doc(hidden)]
 pub mod bench_support;
+mod calibration;
 mod engine;
-mod fit;
-mod fleet;
+mod lru;
 mod plane;
+mod planner;
 mod plot;
 mod pool;
 mod profile;
 mod results;
+mod router;
 mod simulation;
-mod store;
 mod trace;
 
 #[cfg(test)]
 mod tests;
 
-pub use fit::{Fit, FitError, fit};
+pub use calibration::{Fit, FitError, fit};
 pub use plot::goodput_svg;
 pub use profile::{Link, Profile, Store};
 pub use results::{Figures, Slo};

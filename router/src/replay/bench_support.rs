@@ -1,7 +1,7 @@
 //! A router with a fleet that only exists on paper, for `examples/decide.rs` to time: the live path of a decision, from
 //! the request to its booking, with nobody behind it. Not for use.
 
-use super::fleet::Simulated;
+use super::router::Simulated;
 use crate::dispatch::place;
 use crate::fleet::Member;
 use crate::hash::splitmix64;

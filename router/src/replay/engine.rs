@@ -7,9 +7,9 @@
 //! Room for prompt and output is taken at once, so nobody is preempted. Output is nobody's prefix: a trace does not say
 //! what became of it. What another has computed is onboarded over both workers' links, one prompt after the other.
 
+use super::lru::Lru;
 use super::pool::Pool;
 use super::profile::{Link, Profile};
-use super::store::Lru;
 use super::trace::{Asked, BLOCK_TOKENS};
 use crate::admission::Stage;
 use kvbm::Level;

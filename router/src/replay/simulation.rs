@@ -1,10 +1,10 @@
 //! The events of a replay: a heap ordered by time, and among equals by the order in which they were scheduled.
 
 use super::engine::{Around, Effects, Engine, Turn};
-use super::fleet::{Routing, Step};
+use super::lru::Lru;
 use super::plane::{Message, Plane};
 use super::results::{Histogram, Outcome, Served};
-use super::store::Lru;
+use super::router::{Routing, Step};
 use super::trace::Asked;
 use super::{Admission, Chooser, Options, Profile, Trace};
 use crate::admission::Stage;

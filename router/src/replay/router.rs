@@ -1,9 +1,9 @@
 //! The router in a replay: the live one's index, views, books, costs and choice, on virtual time.
 
 use super::admission::{Door, Word};
-use super::advisor::Advisor;
 use super::baselines::Peer;
 use super::plane::Message;
+use super::planner::Advisor;
 use super::trace::{self, Asked, BLOCK_TOKENS};
 use super::{Admission, Chooser, Options};
 use crate::admission::{QueuedRequest, Resolution, Route, Stage, Ticket};
