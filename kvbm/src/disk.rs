@@ -38,7 +38,7 @@ pub use settings::{OpenError, Settings};
 pub use verify::{Verification, verify};
 
 use crate::block::{Block, Date, Fingerprint, Header, Level, SequenceHash};
-use crate::event::{Census, EventLog};
+use crate::event::{EventLog, SetDigest};
 use crate::tier::{Claims, Index, LoadError, Loaded, Shares, StoreError, Tier, Usage};
 use crate::transform::crypt::MetadataKeys;
 use direct::BufferPool;
@@ -161,8 +161,8 @@ impl DiskTier {
     }
 
     /// Digest of the blocks on all paths. Reads the whole index, so call it rarely.
-    pub fn census(&self) -> Census {
-        self.shared.index.census()
+    pub fn set_digest(&self) -> SetDigest {
+        self.shared.index.set_digest()
     }
 
     /// Sets the next tier for blocks in use that do not fit into the log when their segment is reclaimed. Blocks that

@@ -99,7 +99,7 @@ pub use block::{
     SequenceHash,
 };
 pub use disk::DiskTier;
-pub use event::{BlockEvent, Census, Digest, Epoch, EventLog, Gap, Numbered, Run, Snapshot};
+pub use event::{BlockEvent, CacheDigest, Epoch, EventLog, Gap, Numbered, Run, SetDigest, Snapshot};
 pub use manager::{BlockManager, Onboarded, Onboarding, Recompute, Speed};
 pub use metrics::Metrics;
 pub use object::ObjectTier;
@@ -107,6 +107,6 @@ pub use pool::device;
 pub use pool::{
     BlockId, BlockRef, CachedBlock, CachedBlocks, DeviceBlocks, FullBlock, HostTier, PartialBlock, WeakBlock,
 };
-pub use table::{hugepages, prefetch, swar};
+pub use table::{hugepages, prefetch, splitmix, swar};
 pub use tier::{Faults, Faulty, LoadError, Loaded, Quota, Shares, StoreError, Tier, Usage};
 pub use transform::{codec, crypt};

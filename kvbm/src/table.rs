@@ -1,12 +1,13 @@
 //! Hash tables keyed by block hashes, and hints that make large tables fast.
 //!
 //! This room owns the hash maps and sets of the crate ([`map`]), the comparison of many small values in registers
-//! ([`swar`]), hints about large memory ([`hugepages`]) and cache prefetching ([`prefetch`]). Everything is
-//! synchronous. Not here: what the tables mean; the rooms that own the tables say that.
+//! ([`swar`]), a mixing function ([`splitmix`]), and hints about large memory ([`hugepages`]) and cache prefetching
+//! ([`prefetch`]). Everything is synchronous. Not here: what the tables mean; the rooms that own the tables say that.
 
 pub mod hugepages;
 mod map;
 pub mod prefetch;
+pub mod splitmix;
 pub mod swar;
 
 pub(crate) use map::{BATCH, BlockHasher, BlockMap, BlockSet, HashIndex, PrefetchMap, Prefetcher};

@@ -4,6 +4,7 @@
 //! client can choose so that they collide: block hashes, and blocks of a trace. Not here: the hashes of blocks, which
 //! `kvbm` computes.
 
+pub(crate) use kvbm::splitmix::splitmix64;
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
@@ -41,12 +42,4 @@ pub(crate) fn hash_str(text: &str) -> u64 {
         word[..bytes.len()].copy_from_slice(bytes);
         splitmix64(number ^ u64::from_le_bytes(word))
     })
-}
-
-/// Hash of a number: the finalizer of `SplitMix64` (Steele, Lea and Flood, 2014).
-pub(crate) fn splitmix64(mut z: u64) -> u64 {
-    z = z.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
 }

@@ -9,7 +9,7 @@ use clap::{Args, Subcommand};
 use kvbm::crypt::Keys;
 use kvbm::object::gc::{Inventory, Policy, StoredGroup};
 use kvbm::object::{Collector, GcReport, ObjectTotals, StoreLocation, Verification};
-use kvbm::{Census, Clock, DomainId, Level, SequenceHash, disk};
+use kvbm::{Clock, DomainId, Level, SequenceHash, SetDigest, disk};
 use serde::Serialize;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, HashSet};
@@ -358,11 +358,11 @@ async fn verify_logs(config: &Config) -> anyhow::Result<Vec<disk::Verification>>
 }
 
 /// Digest of the blocks in each tier, comparable with those of `/admin/index`.
-fn digests(logs: &[disk::LogContents], shared: Option<(Level, &Inventory)>) -> BTreeMap<&'static str, Census> {
+fn digests(logs: &[disk::LogContents], shared: Option<(Level, &Inventory)>) -> BTreeMap<&'static str, SetDigest> {
     let distinct = |names: &mut dyn Iterator<Item = SequenceHash>| names.collect::<HashSet<_>>().into_iter().collect();
     let g3 = (!logs.is_empty()).then(|| distinct(&mut logs.iter().flat_map(|log| log.hashes.iter().copied())));
     let shared = shared.map(|(level, survey)| (level.name(), distinct(&mut survey.hashes(Clock::system().now()))));
-    g3.map(|census| (Level::G3.name(), census)).into_iter().chain(shared).collect()
+    g3.map(|digest| (Level::G3.name(), digest)).into_iter().chain(shared).collect()
 }
 
 fn log_text(log: &disk::LogContents) -> String {

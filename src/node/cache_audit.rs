@@ -2,7 +2,7 @@
 //!
 //! The two differ only by events in flight; if they keep differing, requests are placed by a wrong view.
 
-use kvbm::{BlockManager, Census, Level};
+use kvbm::{BlockManager, Level, SetDigest};
 use router::Router;
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -17,7 +17,7 @@ pub struct CacheAudit {
 }
 
 /// Computes the digest of the blocks in a store; `None` once the store is closed.
-pub(super) type DigestOf = Arc<dyn Fn() -> Option<Census> + Send + Sync>;
+pub(super) type DigestOf = Arc<dyn Fn() -> Option<SetDigest> + Send + Sync>;
 
 /// The digests of one tier of one source of blocks.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
@@ -27,24 +27,24 @@ pub struct TierAudit {
     /// Tier of the source.
     pub tier: Level,
     /// Blocks in the router's index; `None` if the index evicted some of them to stay within its memory limit.
-    pub indexed: Option<Census>,
+    pub indexed: Option<SetDigest>,
     /// Blocks that the tier itself reports; `None` for a tier of another process.
-    pub actual: Option<Census>,
+    pub actual: Option<SetDigest>,
 }
 
 impl CacheAudit {
     /// Every tier that has blocks, or has blocks in the router's index.
     pub fn tiers(&self) -> Vec<TierAudit> {
-        let mut tiers: BTreeMap<(Source, Level), (Option<Census>, Option<Census>)> = BTreeMap::new();
+        let mut tiers: BTreeMap<(Source, Level), (Option<SetDigest>, Option<SetDigest>)> = BTreeMap::new();
         let own = self.workers.iter().flat_map(|(id, manager)| {
-            manager.census().into_iter().map(|(level, census)| (Source::Worker(*id), level, census))
+            manager.set_digest().into_iter().map(|(level, digest)| (Source::Worker(*id), level, digest))
         });
         let shared = self.stores.iter().filter_map(|(id, level, digest)| Some((Source::Store(*id), *level, digest()?)));
-        for (source, level, census) in own.chain(shared) {
-            tiers.insert((source, level), (Some(Census::default()), Some(census)));
+        for (source, level, digest) in own.chain(shared) {
+            tiers.insert((source, level), (Some(SetDigest::default()), Some(digest)));
         }
         for (source, level, digest) in self.router.index_digests() {
-            let indexed = digest.whole.then_some(Census { blocks: digest.blocks, sum: digest.sum });
+            let indexed = digest.whole.then_some(SetDigest { blocks: digest.blocks, sum: digest.sum });
             tiers.entry((source, level)).or_default().0 = indexed;
         }
         let place = |((source, tier), (indexed, actual)): ((Source, Level), _)| TierAudit {

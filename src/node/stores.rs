@@ -79,7 +79,7 @@ impl Stores {
             stores.disk = Arc::downgrade(&tier);
             let folders: Vec<&Path> = disks.iter().map(|disk| disk.folder.as_path()).collect();
             let weak = Arc::downgrade(&tier);
-            let digest = Arc::new(move || weak.upgrade().map(|tier| tier.census()));
+            let digest = Arc::new(move || weak.upgrade().map(|tier| tier.set_digest()));
             stores.add(folder_id("g3", &folders), transforms.wrap(tier), digest, log, planes);
         }
         let requests = config.tiers.g4.request_timeout.0;
@@ -175,7 +175,7 @@ impl Stores {
         self.shared.push(Arc::downgrade(&tier));
         let id = shared_id(shared.settings.level, &shared.at);
         let weak = Arc::downgrade(&tier);
-        let digest = Arc::new(move || weak.upgrade().map(|tier| tier.census()));
+        let digest = Arc::new(move || weak.upgrade().map(|tier| tier.set_digest()));
         self.add(id, transforms.wrap(tier.clone()), digest, log, planes);
         Ok(tier)
     }

@@ -10,7 +10,7 @@ pub mod local;
 use crate::engine::{Engine, ModelCard};
 use futures::future::BoxFuture;
 use futures::stream::BoxStream;
-use kvbm::{BlockEvent, Digest, Epoch, EventLog, Level, Numbered, Snapshot};
+use kvbm::{BlockEvent, CacheDigest, Epoch, EventLog, Level, Numbered, Snapshot};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::sync::Arc;
@@ -184,7 +184,7 @@ pub enum EventBody {
         /// number.
         number: u64,
         /// The digest of all blocks that are stored and not removed.
-        digest: Digest,
+        digest: CacheDigest,
     },
     /// The current load of a worker. Not numbered: only the latest counts. From workers only.
     Load(Load),

@@ -1,39 +1,42 @@
-//! New blocks on their way into an event log: those that follow each other in one chain are one event.
+//! Collects new blocks for an event log: consecutive blocks of one chain become one event.
 
 use super::{BlockEvent, EventLog};
 use crate::block::{Level, SequenceHash};
 
-/// Announces what is pushed, a run of one chain at a time; the last run when it is [queued](Self::queue) or dropped.
-pub(crate) struct Stored<'a> {
+/// Groups pushed blocks into runs of one chain, and announces each run when the next one begins. The last run is
+/// announced by [`queue`](Self::queue) or on drop.
+pub(crate) struct StoredBatch<'a> {
     level: Level,
     log: &'a EventLog,
+    /// Parent of the first of `blocks`.
     parent: Option<SequenceHash>,
+    /// The current run.
     blocks: Vec<SequenceHash>,
 }
 
-impl<'a> Stored<'a> {
+impl<'a> StoredBatch<'a> {
     pub(crate) fn new(level: Level, log: &'a EventLog) -> Self {
         Self { level, log, parent: None, blocks: Vec::new() }
     }
 
-    pub(crate) fn push(&mut self, name: SequenceHash, parent: Option<SequenceHash>) {
+    pub(crate) fn push(&mut self, hash: SequenceHash, parent: Option<SequenceHash>) {
         if parent.is_none() || self.blocks.last().copied() != parent {
             self.queue();
             self.parent = parent;
         }
-        self.blocks.push(name);
+        self.blocks.push(hash);
     }
 
-    /// What was pushed so far has its place among events from now on.
+    /// Queues the current run, so that later events follow it.
     pub(crate) fn queue(&mut self) {
         let blocks = std::mem::take(&mut self.blocks);
         self.log.queue(BlockEvent::Stored { level: self.level, parent: self.parent, blocks });
     }
 }
 
-impl Drop for Stored<'_> {
+impl Drop for StoredBatch<'_> {
     fn drop(&mut self) {
         self.queue();
-        self.log.settle();
+        self.log.flush();
     }
 }

@@ -10,7 +10,7 @@ use super::peer::Peer;
 use super::shared::Core;
 use super::throughput::TierThroughput;
 use crate::block::{BlockAttrs, Clock, DomainId, Level, Retention, SequenceHash};
-use crate::event::{Census, EventLog};
+use crate::event::{EventLog, SetDigest};
 use crate::log_limit::LogLimit;
 use crate::metrics::Metrics;
 use crate::pool::{BlockPool, BlockRef, CachedBlock, CachedBlocks, DeviceBlocks, FullBlock, HostTier, PartialBlock};
@@ -297,10 +297,10 @@ impl BlockManager {
     }
 
     /// The set of blocks in G1, and in G2 if there is one. Reads each slot: for rare diagnostics.
-    pub fn census(&self) -> Vec<(Level, Census)> {
+    pub fn set_digest(&self) -> Vec<(Level, SetDigest)> {
         let Core { pool, host, .. } = &*self.0.core;
-        let host = host.iter().map(|host| (Level::G2, host.census()));
-        [(Level::G1, pool.census())].into_iter().chain(host).collect()
+        let host = host.iter().map(|host| (Level::G2, host.set_digest()));
+        [(Level::G1, pool.set_digest())].into_iter().chain(host).collect()
     }
 
     /// The measured speed of each tier, fastest level first, without tiers that were never loaded from.

@@ -13,7 +13,7 @@ use super::settings::{OpenError, Settings};
 use super::usage::UsageMeter;
 use super::writer::{self, Packer, WriteJob};
 use crate::block::{Block, Date, Fingerprint, Header, Level, SequenceHash};
-use crate::event::{Census, EventLog};
+use crate::event::{EventLog, SetDigest};
 use crate::permissions;
 use crate::tier::{Claims, Loaded, Shares, StoreError, Tier, Usage};
 use crate::transform::crypt::MetadataKeys;
@@ -210,8 +210,8 @@ impl ObjectTier {
     }
 
     /// Digest of the blocks in the catalog. Takes time proportional to their number.
-    pub fn census(&self) -> Census {
-        self.catalog.index.census()
+    pub fn set_digest(&self) -> SetDigest {
+        self.catalog.index.set_digest()
     }
 
     /// Objects that turned out to be missing or changed when they were read.

@@ -4,7 +4,7 @@ use super::handles::{BlockRef, CachedBlocks};
 use super::slot::{FullBlock, PartialBlock, Slot};
 use super::state::State;
 use crate::block::{BlockAttrs, BlockRetention, Clock, DomainId, Level, SequenceHash};
-use crate::event::{Census, EventLog, Stored};
+use crate::event::{EventLog, SetDigest, StoredBatch};
 use crate::metrics::MemoryMetrics;
 use crate::tier::Division;
 use std::sync::{Arc, Mutex};
@@ -65,7 +65,7 @@ impl BlockPool {
     }
 
     /// The set of blocks that can be found by hash. Reads each slot under the lock: for rare diagnostics.
-    pub(crate) fn census(&self) -> Census {
+    pub(crate) fn set_digest(&self) -> SetDigest {
         self.0.lock_and_expire().index.hashes().collect()
     }
 
@@ -110,7 +110,7 @@ impl BlockPool {
         // Declared before the lock is taken, so dropped after it is released: freeing duplicates takes the lock, and
         // events are delivered without it.
         let mut duplicates = Vec::new();
-        let mut stored = Stored::new(self.0.level, &self.0.log);
+        let mut stored = StoredBatch::new(self.0.level, &self.0.log);
         let mut state = self.0.lock_and_expire();
         if since < state.purges {
             duplicates

@@ -14,7 +14,7 @@ use super::{BlockPool, BlockRef, CachedBlock, CachedBlocks, PartialBlock};
 use crate::block::{
     Block, BlockAttrs, BlockRetention, Clock, Date, DomainId, Fingerprint, Header, Level, SequenceHash,
 };
-use crate::event::{Census, EventLog};
+use crate::event::{EventLog, SetDigest};
 use crate::metrics::Metrics;
 use crate::tier::{Loaded, Shares, StoreError, Tier, Usage};
 use arena::Arena;
@@ -81,8 +81,8 @@ impl HostTier {
         self
     }
 
-    pub(crate) fn census(&self) -> Census {
-        self.pool.census()
+    pub(crate) fn set_digest(&self) -> SetDigest {
+        self.pool.set_digest()
     }
 
     pub(crate) fn fingerprint(&self) -> Fingerprint {

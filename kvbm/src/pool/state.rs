@@ -192,7 +192,7 @@ impl DerefMut for Locked<'_> {
 impl Drop for QueuedEvents<'_> {
     fn drop(&mut self) {
         if self.any {
-            self.log.settle();
+            self.log.flush();
         }
     }
 }

@@ -7,7 +7,7 @@
 mod retention;
 
 use crate::block::{BlockRetention, Date, Fingerprint, Level, SequenceHash};
-use crate::event::{BlockEvent, Census, EventLog, Stored};
+use crate::event::{BlockEvent, EventLog, SetDigest, StoredBatch};
 use crate::table::{PrefetchMap, Prefetcher};
 use retention::Terms;
 use std::collections::BTreeMap;
@@ -81,7 +81,7 @@ impl<P: Copy> Index<P> {
     pub(crate) fn insert(&self, blocks: impl IntoIterator<Item = Resting<P>>, follow: impl Fn(&mut P, P)) {
         let mut spaces = self.write();
         // Dropped, and so announced, before the lock is.
-        let mut stored = Stored::new(self.level, &self.log);
+        let mut stored = StoredBatch::new(self.level, &self.log);
         for block in blocks {
             let known = spaces.values().any(|space| space.contains(&block.name));
             let space = spaces.entry(block.fingerprint).or_default();
@@ -165,7 +165,7 @@ impl<P: Copy> Index<P> {
     }
 
     /// Which names rest here, whatever their fingerprints. Looks at each: for whoever wants to know, now and then.
-    pub(crate) fn census(&self) -> Census {
+    pub(crate) fn set_digest(&self) -> SetDigest {
         let spaces = self.read();
         let before = |at: usize, name: &SequenceHash| spaces.values().take(at).any(|space| space.contains(name));
         let all = spaces.values().enumerate().flat_map(|(at, space)| space.hashes().map(move |name| (at, name)));
@@ -227,7 +227,7 @@ mod tests {
         index.insert([resting(1, 1, None)], |_, _| ());
         index.insert([resting(2, 1, None), resting(1, 1, None)], |_, _| ());
         assert_eq!(events(&log).len(), 1);
-        assert_eq!(index.census(), [name(1)].into_iter().collect(), "and counted once");
+        assert_eq!(index.set_digest(), [name(1)].into_iter().collect(), "and counted once");
         let keys = |space: u8| [(Fingerprint::from_bytes([space; 32]), name(1))];
         assert_eq!(index.remove(keys(1), |_| true), 1);
         assert_eq!(events(&log).len(), 1);

@@ -13,7 +13,7 @@ use crate::state::Core;
 use futures::StreamExt;
 use futures::future::BoxFuture;
 use futures::stream::{BoxStream, FuturesUnordered};
-use kvbm::{BlockEvent, Digest, Epoch, Numbered, Run, Snapshot};
+use kvbm::{BlockEvent, CacheDigest, Epoch, Numbered, Run, Snapshot};
 use std::collections::btree_map::{BTreeMap, Entry};
 use std::sync::Arc;
 use std::time::Duration;
@@ -194,7 +194,7 @@ impl Feed {
     }
 
     /// The source says what it holds. Numbers in order do not tell that each event was understood: this does.
-    fn digest(&mut self, source: Source, epoch: Epoch, number: u64, digest: Digest) {
+    fn digest(&mut self, source: Source, epoch: Epoch, number: u64, digest: CacheDigest) {
         let Some(view) = self.views.get_mut(&source) else { return };
         // A store makes no reports.
         view.behind(epoch, number, Instant::now());
@@ -375,7 +375,7 @@ async fn put(ask: Ask, events: &dyn Events, source: Source) -> Answer {
 }
 
 /// What the index believes that a source holds; `None` when it had to forget some.
-fn believed(index: &Index, source: Source) -> Option<Digest> {
+fn believed(index: &Index, source: Source) -> Option<CacheDigest> {
     let at = |level| index.digest(source, level).filter(|digest| digest.whole).map(|digest| (level, digest.sum));
-    LEVELS.into_iter().try_fold(Digest::default(), |all, level| at(level).map(|(level, sum)| all.with(level, sum)))
+    LEVELS.into_iter().try_fold(CacheDigest::default(), |all, level| at(level).map(|(level, sum)| all.with(level, sum)))
 }

@@ -66,7 +66,7 @@ pub struct Digest {
 impl Digest {
     /// A block's part in the sum, the same that its source adds up.
     pub fn of(short: u64) -> u64 {
-        kvbm::Digest::part(short)
+        kvbm::SetDigest::term(short)
     }
 }
 

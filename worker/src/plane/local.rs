@@ -195,7 +195,7 @@ impl Events for LocalEvents {
         Box::pin(async move {
             let latest = |offers: &OfferedLogs| offers.values().next_back().cloned();
             let log = self.offered(source, latest)?.expect("a source without an offer has no entry");
-            let snapshot = log.told().await;
+            let snapshot = log.snapshot_in_background().await;
             wait(Instant::now(), self.link.lag).await;
             Ok(snapshot)
         })

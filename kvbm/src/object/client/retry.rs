@@ -10,6 +10,7 @@
 //! the jitter comes from an unseeded generator; and its attempts are invisible to the circuit breaker and to the retry
 //! metrics. `url.rs` therefore sets `max_retries: 0`.
 
+use crate::table::splitmix::SplitMix64;
 use std::time::Duration;
 
 /// Upper bound of the first pause, and of the longest one.
@@ -36,26 +37,8 @@ pub(in crate::object) struct RetryPolicy {
     retry_credit: u32,
     /// Reads not yet spent on hedged requests.
     hedge_credit: u32,
-    rng: Rng,
+    rng: SplitMix64,
     latencies: [LatencyWindow; SIZE_CLASSES],
-}
-
-/// A deterministic random number generator: `SplitMix64` (Steele, Lea and Flood, 2014).
-pub(in crate::object) struct Rng(u64);
-
-impl Rng {
-    pub(in crate::object) fn new(seed: u64) -> Self {
-        Self(seed)
-    }
-
-    /// A number from 0 (included) to 1 (excluded), uniformly distributed.
-    pub(in crate::object) fn uniform(&mut self) -> f64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut mixed = self.0;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        ((mixed ^ (mixed >> 31)) >> 11) as f64 / (1_u64 << 53) as f64
-    }
 }
 
 /// The last durations in seconds, a ring buffer.
@@ -70,7 +53,7 @@ impl RetryPolicy {
         Self {
             retry_credit: RETRY_BURST * RESPONSES_PER_RETRY,
             hedge_credit: 0,
-            rng: Rng::new(seed),
+            rng: SplitMix64::new(seed),
             latencies: Default::default(),
         }
     }

@@ -9,9 +9,9 @@ use super::collector::{Collector, GcReport};
 use super::compact::Compaction;
 use super::policy::Policy;
 use crate::block::Clock;
-use crate::object::client::retry::Rng;
 use crate::object::format::layout::InstanceId;
 use crate::object::tier::ObjectTier;
+use crate::table::splitmix::SplitMix64;
 use std::io;
 use std::sync::Weak;
 use std::time::Duration;
@@ -72,7 +72,7 @@ impl GcScheduler {
     /// Runs until it is dropped, and calls `report_run` after each run. Extra runs are made while a store with a
     /// capacity is nearly full: soon, to mark objects, and when marked objects may be deleted.
     pub async fn run(self, collector: Collector, clock: Clock, report_run: impl Fn(&GcOutcome)) {
-        let mut rng = Rng::new(InstanceId::new().seed());
+        let mut rng = SplitMix64::new(InstanceId::new().seed());
         // The first run comes within one interval, so that a process with a shorter lifetime takes part too.
         let mut regular_at = Instant::now() + self.interval.mul_f64(rng.uniform());
         let step = MIN_INTERVAL.min(self.interval);
@@ -120,7 +120,7 @@ impl GcScheduler {
     /// Compacts small objects about once per interval until the tier is dropped, and calls `report_run` after each
     /// time.
     pub async fn compact(interval: Duration, tier: Weak<ObjectTier>, report_run: impl Fn(io::Result<Compaction>)) {
-        let mut rng = Rng::new(InstanceId::new().seed());
+        let mut rng = SplitMix64::new(InstanceId::new().seed());
         loop {
             // At random times, because any process may compact the objects of a writer that has ended.
             sleep(interval.mul_f64(0.75 + rng.uniform() / 2.0)).await;

@@ -13,6 +13,7 @@
 
 use super::simd::{LANES, exp, wide};
 use crate::engine::{Logprobs, Sampling};
+use kvbm::splitmix::splitmix64;
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
 
@@ -194,13 +195,7 @@ fn argmax(logits: &[f32]) -> u32 {
 
 /// A number in `0 .. 1` that depends only on seed and position (`SplitMix64`, twice).
 fn uniform(seed: u64, position: usize) -> f64 {
-    let mix = |x: u64| {
-        let z = x.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        z ^ (z >> 31)
-    };
-    (mix(mix(seed) ^ position as u64) >> 11) as f64 / (1u64 << 53) as f64
+    (splitmix64(splitmix64(seed) ^ position as u64) >> 11) as f64 / (1u64 << 53) as f64
 }
 
 /// Natural log-probabilities of the chosen token and of the `n` likeliest tokens.

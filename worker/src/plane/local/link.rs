@@ -1,6 +1,7 @@
 //! Faults of an in-memory plane: delay, loss, reordering, duplication. Seeded, so that a run is reproducible.
 
 use super::Event;
+use kvbm::splitmix::SplitMix64;
 use std::collections::BTreeMap;
 use std::time::Duration;
 use tokio::sync::broadcast::{
@@ -40,7 +41,7 @@ pub(super) type SentEvent = (Instant, Event);
 pub(super) struct Subscription {
     receiver: broadcast::Receiver<SentEvent>,
     link: Link,
-    rng: Rng,
+    rng: SplitMix64,
     /// Number of events received from the channel.
     received: u64,
     /// Delayed events, keyed by the number of received events after which they are due; empty on a link without
@@ -54,7 +55,14 @@ const MAX_OVERTAKEN: f64 = 8.0;
 
 impl Subscription {
     pub(super) fn new(receiver: broadcast::Receiver<SentEvent>, link: Link, nth: u64) -> Self {
-        Self { receiver, link, rng: Rng(link.seed ^ nth), received: 0, delayed: BTreeMap::new(), delay_count: 0 }
+        Self {
+            receiver,
+            link,
+            rng: SplitMix64::new(link.seed ^ nth),
+            received: 0,
+            delayed: BTreeMap::new(),
+            delay_count: 0,
+        }
     }
 
     /// The next event to deliver; `None` when the plane is dropped.
@@ -105,19 +113,5 @@ impl Subscription {
 
     fn pop(&mut self) -> Option<SentEvent> {
         self.delayed.pop_first().map(|(_, sent)| sent)
-    }
-}
-
-/// `SplitMix64` (Steele, Lea and Flood, 2014).
-struct Rng(u64);
-
-impl Rng {
-    /// Uniform in [0, 1).
-    fn uniform(&mut self) -> f64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        ((z ^ (z >> 31)) >> 11) as f64 / (1u64 << 53) as f64
     }
 }

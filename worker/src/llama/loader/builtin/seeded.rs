@@ -13,6 +13,7 @@ use super::tokenizer::{END, Vocabulary};
 use crate::llama::loader::config::Config;
 use crate::llama::loader::weights::tensors;
 use half::bf16;
+use kvbm::splitmix;
 use rayon::prelude::*;
 use safetensors::{Dtype, View};
 use std::borrow::Cow;
@@ -149,14 +150,7 @@ impl View for Tensor<'_> {
 fn normal(seed: u64, index: u64) -> f32 {
     /// A uniform variable of n values has deviation n / √12, the sum of four of them n / √3.
     const DEVIATION: f32 = 65_536.0 / 1.732_050_8;
-    let bits = mix(seed.wrapping_add(index.wrapping_mul(0x9E37_79B9_7F4A_7C15)));
+    let bits = splitmix::mix(seed.wrapping_add(index.wrapping_mul(splitmix::INCREMENT)));
     let sum: i32 = (0..4).map(|lane| (bits >> (16 * lane)) as u16 as i32).sum();
     (sum - 2 * 65_535) as f32 / DEVIATION
-}
-
-/// The output function of `SplitMix64` (Steele, Lea and Flood, 2014).
-fn mix(mut bits: u64) -> u64 {
-    bits = (bits ^ (bits >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-    bits = (bits ^ (bits >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-    bits ^ (bits >> 31)
 }
