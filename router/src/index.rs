@@ -50,14 +50,13 @@ mod tests;
 
 pub use held::Held;
 pub use overlap::Overlap;
-pub use owner::Digest;
 pub(crate) use seat::LEVELS;
 pub use seat::Slot;
 
 use arc_swap::ArcSwap;
 use arena::{Arena, Change};
 use body::{Body, Roll, Shelves};
-use kvbm::{BlockEvent, Level, SequenceHash};
+use kvbm::{BlockEvent, Level, SequenceHash, SetDigest};
 use lookup::Walk;
 use owner::Owner;
 use run::Run;
@@ -249,10 +248,16 @@ impl Index {
         workers.iter().chain(stores).flatten().map(|owner| owner.blocks()).sum()
     }
 
-    /// What a source is believed to hold at a level.
-    pub fn digest(&self, source: Source, level: Level) -> Option<Digest> {
+    /// Digest of the indexed blocks of a source at a level; `None` for an unknown source or a level that is not indexed.
+    pub fn digest(&self, source: Source, level: Level) -> Option<SetDigest> {
         let at = LEVELS.iter().position(|other| *other == level)?;
         Some(self.owner(source)?.digest(at))
+    }
+
+    /// Whether the index has all blocks that a source has announced. It does not once it evicted some of them to stay within
+    /// its memory limit; then [`digest`](Self::digest) cannot be compared with the digest of the source.
+    pub fn is_complete(&self, source: Source) -> bool {
+        self.owner(source).is_some_and(|owner| owner.is_complete())
     }
 
     /// Pages forgotten so far, to stay within the budget.

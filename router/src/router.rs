@@ -9,12 +9,12 @@ pub use cordon::{NoSuchWorker, WorkerStatus};
 
 use crate::control::{Feed, prober, rebalance, replicas};
 use crate::dispatch::{self, admit};
-use crate::index::{Digest, LEVELS};
+use crate::index::LEVELS;
 use crate::settings::Settings;
 use crate::state::{Core, Error};
 use futures::FutureExt;
 use futures::future::BoxFuture;
-use kvbm::Level;
+use kvbm::{Level, SetDigest};
 use std::collections::BTreeSet;
 use std::fmt;
 use std::panic::AssertUnwindSafe;
@@ -69,15 +69,19 @@ impl Router {
         self.core.admission.close();
     }
 
-    /// Digests of the index for each worker, and each store that a worker reaches, at each level with blocks.
-    pub fn index_digests(&self) -> Vec<(Source, Level, Digest)> {
+    /// Digest of the index, for each worker and each store that a worker reaches, at each level with indexed blocks. `None`
+    /// for a source of which the index evicted blocks.
+    pub fn index_digests(&self) -> Vec<(Source, Level, Option<SetDigest>)> {
         let roster = self.core.fleet.roster();
         let workers = roster.members().map(|member| Source::Worker(member.id()));
         let stores: BTreeSet<_> = roster.members().flat_map(|member| member.instance.stores.iter().copied()).collect();
         let sources = workers.chain(stores.into_iter().map(Source::Store));
         let each = |source| LEVELS.into_iter().map(move |level| (source, level));
-        let seen = |(source, level)| Some((source, level, self.core.index.digest(source, level)?));
-        sources.flat_map(each).filter_map(seen).filter(|(.., digest)| digest.blocks > 0).collect()
+        let indexed = |(source, level)| {
+            let digest = self.core.index.digest(source, level).filter(|digest| digest.blocks > 0)?;
+            Some((source, level, self.core.index.is_complete(source).then_some(digest)))
+        };
+        sources.flat_map(each).filter_map(indexed).collect()
     }
 }
 

@@ -43,8 +43,7 @@ impl CacheAudit {
         for (source, level, digest) in own.chain(shared) {
             tiers.insert((source, level), (Some(SetDigest::default()), Some(digest)));
         }
-        for (source, level, digest) in self.router.index_digests() {
-            let indexed = digest.whole.then_some(SetDigest { blocks: digest.blocks, sum: digest.sum });
+        for (source, level, indexed) in self.router.index_digests() {
             tiers.entry((source, level)).or_default().0 = indexed;
         }
         let place = |((source, tier), (indexed, actual)): ((Source, Level), _)| TierAudit {

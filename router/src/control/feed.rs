@@ -199,7 +199,7 @@ impl Feed {
         // A store makes no reports.
         view.behind(epoch, number, Instant::now());
         if view.stands_at(epoch, number)
-            && believed(&self.core.index, source).is_some_and(|believed| believed != digest)
+            && index_digest(&self.core.index, source).is_some_and(|indexed| indexed != digest)
         {
             tracing::warn!(%source, sequence = number, "index diverges from the source; requesting a snapshot");
             self.core.metrics.divergences.inc();
@@ -374,8 +374,9 @@ async fn put(ask: Ask, events: &dyn Events, source: Source) -> Answer {
     }
 }
 
-/// What the index believes that a source holds; `None` when it had to forget some.
-fn believed(index: &Index, source: Source) -> Option<CacheDigest> {
-    let at = |level| index.digest(source, level).filter(|digest| digest.whole).map(|digest| (level, digest.sum));
-    LEVELS.into_iter().try_fold(CacheDigest::default(), |all, level| at(level).map(|(level, sum)| all.with(level, sum)))
+/// Digest of the blocks of a source in the index, to be compared with the source's own; `None` if the index evicted some.
+fn index_digest(index: &Index, source: Source) -> Option<CacheDigest> {
+    let add = |all: CacheDigest, level| Some(all.with(level, index.digest(source, level)?.sum));
+    let digest = LEVELS.into_iter().try_fold(CacheDigest::default(), add)?;
+    index.is_complete(source).then_some(digest)
 }

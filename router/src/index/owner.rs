@@ -3,6 +3,7 @@
 use super::crowd::Lately;
 use super::position::Place;
 use super::seat::{LEVELS, Seat, Slot};
+use kvbm::SetDigest;
 use std::collections::HashSet;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::ops::Range;
@@ -52,24 +53,6 @@ struct Tally {
     digest: AtomicU64,
 }
 
-/// What the index believes that a source holds at a level, to be compared with what the source itself says.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Digest {
-    /// How many blocks.
-    pub blocks: u64,
-    /// Which, in no order: the sum of [`Digest::of`] of each, modulo 2⁶⁴.
-    pub sum: u64,
-    /// Whether that is all it announced. When the index had to forget some, to stay within its budget, its sum says nothing.
-    pub whole: bool,
-}
-
-impl Digest {
-    /// A block's part in the sum, the same that its source adds up.
-    pub fn of(short: u64) -> u64 {
-        kvbm::SetDigest::term(short)
-    }
-}
-
 impl Owner {
     pub(super) fn new(slot: Slot) -> Self {
         let (ledger, tallies) = (Mutex::default(), Default::default());
@@ -102,10 +85,13 @@ impl Owner {
         self.forgetful.store(forgetful, Ordering::Relaxed);
     }
 
-    pub(super) fn digest(&self, level: usize) -> Digest {
+    pub(super) fn digest(&self, level: usize) -> SetDigest {
         let Tally { blocks, digest } = &self.tallies[level];
-        let (blocks, sum) = (blocks.load(Ordering::Relaxed), digest.load(Ordering::Relaxed));
-        Digest { blocks, sum, whole: !self.forgetful.load(Ordering::Relaxed) }
+        SetDigest { blocks: blocks.load(Ordering::Relaxed), sum: digest.load(Ordering::Relaxed) }
+    }
+
+    pub(super) fn is_complete(&self) -> bool {
+        !self.forgetful.load(Ordering::Relaxed)
     }
 
     /// A page in which it held something was forgotten.

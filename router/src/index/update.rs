@@ -6,13 +6,14 @@
 use super::Index;
 use super::bits::{each, ones};
 use super::holders::Holders;
-use super::owner::{Digest, Ledger, Owner, fit};
+use super::owner::{Ledger, Owner, fit};
 use super::page::{PLACES, Page, Warmth};
 use super::position::Place;
 use super::run::Run;
 use super::seat::Seat;
 use super::sharded_table::{BATCH, Entries};
 use super::stretch::Stretch;
+use kvbm::SetDigest;
 use std::sync::atomic::Ordering;
 
 /// Names that are brought near at once while looking for them.
@@ -306,5 +307,5 @@ pub(super) fn came(owner: &Owner, ledger: &mut Ledger, seat: Seat, number: u32, 
 
 /// The part of some places in a digest.
 pub(super) fn digest(page: Page<'_>, places: u64) -> u64 {
-    each(places).fold(0, |sum: u64, at| sum.wrapping_add(Digest::of(page.name(at))))
+    each(places).fold(0, |sum: u64, at| sum.wrapping_add(SetDigest::term(page.name(at))))
 }
