@@ -19,27 +19,27 @@
 
 mod arena;
 mod bits;
-mod body;
-mod budget;
-mod crowd;
-mod held;
+mod evict;
+mod holder_set;
 mod holders;
 mod insert;
 mod key;
 mod lookup;
 mod overlap;
-mod owner;
 mod page;
 mod partition;
 mod position;
 mod run;
-mod seat;
+mod seqlock;
 mod sharded_table;
-mod stretch;
+mod snapshot;
+mod source;
+mod source_state;
+mod span;
 mod sync;
 mod table;
 mod update;
-mod version;
+mod worker_overlap;
 
 #[cfg(test)]
 mod batch_tests;
@@ -48,20 +48,20 @@ mod loom;
 #[cfg(test)]
 mod tests;
 
-pub use held::Held;
 pub use overlap::Overlap;
-pub(crate) use seat::LEVELS;
-pub use seat::Slot;
+pub(crate) use source::LEVELS;
+pub use source::Slot;
+pub use worker_overlap::Held;
 
 use arc_swap::ArcSwap;
 use arena::{Arena, Change};
-use body::{Body, Roll, Shelves};
 use kvbm::{BlockEvent, Level, SequenceHash, SetDigest};
 use lookup::Walk;
-use owner::Owner;
 use run::Run;
-use seat::Seat;
 use sharded_table::Locator;
+use snapshot::{Body, Roll, Shelves};
+use source::Seat;
+use source_state::Owner;
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};

@@ -4,7 +4,7 @@
 //! at a time; but whoever wants several gets neighbours where there are any, since a lookup goes through them one after the
 //! other. The first page is never used: the tables need its places' numbers for themselves.
 
-use super::body::{CHUNK, Chunk, PAGE_BYTES};
+use super::snapshot::{CHUNK, Chunk, PAGE_BYTES};
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};

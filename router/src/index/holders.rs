@@ -1,7 +1,7 @@
 //! Who holds which blocks of a page: a bit per block for each holder, so that a hole is a bit and nothing else.
 
-use super::crowd::{Crowd, Lately};
-use super::seat::Seat;
+use super::holder_set::{Crowd, Lately};
+use super::source::Seat;
 use std::sync::Arc;
 
 /// The holders of a page.

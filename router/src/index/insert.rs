@@ -5,13 +5,13 @@
 
 use super::Index;
 use super::bits::ones;
-use super::body::Body;
-use super::owner::{Ledger, Owner};
 use super::page::{PLACES, Page, Warmth};
 use super::position::Place;
 use super::run::Run;
-use super::seat::{Seat, Slot};
 use super::sharded_table::{Entries, Entry};
+use super::snapshot::Body;
+use super::source::{Seat, Slot};
+use super::source_state::{Ledger, Owner};
 use super::update::{Gone, came};
 
 /// A source has so many times as many pages as are kept for its next blocks.

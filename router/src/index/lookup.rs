@@ -1,12 +1,12 @@
 //! A lookup: along a prompt from page to page. What each page says of its holders, a [`Partition`] counts.
 
-use super::body::Body;
-use super::held::Answer;
 use super::overlap::Overlap;
 use super::page::{PLACES, Seen};
 use super::partition::{Partition, Window};
 use super::position::Place;
-use super::sync::prefetch;
+use super::snapshot::Body;
+use super::sync::fetch;
+use super::worker_overlap::Answer;
 use kvbm::SequenceHash;
 
 /// Pages ahead whose heads are brought near, in case they lie side by side.
@@ -40,7 +40,7 @@ impl<'a> Walk<'a> {
     }
 
     fn walk(&mut self) {
-        self.names.iter().skip(STRIDE - 1).step_by(STRIDE).take(NEAR).for_each(prefetch);
+        self.names.iter().skip(STRIDE - 1).step_by(STRIDE).take(NEAR).for_each(fetch);
         let mut led = None;
         while self.at < self.names.len() {
             let Some((place, seen)) = led.take().or_else(|| self.page()) else { return };
@@ -79,7 +79,7 @@ impl<'a> Walk<'a> {
     fn fetch_ahead(&self, place: Place) {
         self.body.fetch_head(place.page() + NEAR as u32);
         if let Some(name) = self.names.get(self.at + (NEAR + 1) * STRIDE - 1) {
-            prefetch(name);
+            fetch(name);
         }
     }
 

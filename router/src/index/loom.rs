@@ -2,9 +2,9 @@
 
 use loom::sync::Arc;
 use loom::thread;
+use seqlock::{Turn, Version};
 use sync::{AtomicU64, Ordering};
 use table::Table;
-use version::{Turn, Version};
 
 mod sync {
     pub(crate) use loom::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
@@ -26,8 +26,8 @@ mod sync {
 mod table;
 
 #[expect(clippy::duplicate_mod, dead_code, reason = "the same text over other atomics, and no waiting")]
-#[path = "version.rs"]
-mod version;
+#[path = "seqlock.rs"]
+mod seqlock;
 
 /// Two preemptions find nearly every wrong order, and all of them would take hours.
 fn explore(model: impl Fn() + Sync + Send + 'static) {

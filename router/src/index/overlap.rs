@@ -1,8 +1,8 @@
 //! How much of a prompt each worker has within reach.
 
-use super::held::{Answer, Held};
 use super::partition::Partition;
-use super::seat::Slot;
+use super::source::Slot;
+use super::worker_overlap::{Answer, Held};
 
 /// What each worker holds of one prompt. Asked with the same one again, nothing is allocated.
 #[derive(Default)]

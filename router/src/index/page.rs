@@ -9,13 +9,13 @@
 //! without waiting, see [`Version`]; it is changed by whose turn it is, see [`Turn`].
 
 use super::bits::ones;
-use super::crowd::{Crowd, Lately};
+use super::holder_set::{Crowd, Lately};
 use super::holders::Holders;
 use super::position::Place;
 use super::run::Run;
-use super::seat::{Seat, Slot};
-use super::sync::{AtomicU8, AtomicU32, AtomicU64, Ordering, prefetch};
-use super::version::{Taken, Turn, Version};
+use super::seqlock::{Taken, Turn, Version};
+use super::source::{Seat, Slot};
+use super::sync::{AtomicU8, AtomicU32, AtomicU64, Ordering, fetch};
 use arc_swap::{ArcSwapOption, Guard};
 use kvbm::SequenceHash;
 use std::sync::Arc;
@@ -131,8 +131,8 @@ impl<'a> Page<'a> {
 
     /// Begins to bring all of it near.
     pub(super) fn fetch(&self) {
-        prefetch(self.head);
-        self.names.0.iter().step_by(LINE).for_each(prefetch);
+        fetch(self.head);
+        self.names.0.iter().step_by(LINE).for_each(fetch);
     }
 
     /// Whether a live block of this name is in this place. True for a moment only, unless the caller holds the page's lock.

@@ -9,10 +9,10 @@
 //! counts the classes, the workers that hold some of it by themselves, and those that go on alone; nobody else is touched.
 
 use super::bits::{Bits, each, ones};
-use super::crowd::Group;
-use super::held::{Answer, Held};
+use super::holder_set::Group;
 use super::page::Seen;
-use super::seat::{LEVELS, Seat};
+use super::source::{LEVELS, Seat};
+use super::worker_overlap::{Answer, Held};
 use std::slice::from_ref;
 
 /// Those who have every block so far.

@@ -4,9 +4,9 @@
 //! which are sorted by shard, so that a lock is taken for many names at once; whoever finds a shard busy does the others
 //! first.
 
-use super::body::Body;
 use super::key::{Key, SHARDS};
 use super::position::Place;
+use super::snapshot::Body;
 use super::table::{SLOT_BYTES, Table};
 use std::cell::Cell;
 use std::sync::atomic::{AtomicUsize, Ordering};

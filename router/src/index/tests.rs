@@ -547,9 +547,9 @@ fn pages_that_are_wanted_together_lie_side_by_side_where_there_is_room() {
     assert_eq!(take(1), 2..3);
     // Nowhere are as many: it is the longest that there is, and then there is another chunk.
     let all: Vec<u32> =
-        std::iter::from_fn(|| Some(take(1).start)).take_while(|page| *page < body::CHUNK as u32 - 1).collect();
-    assert_eq!(all.len(), body::CHUNK - 18 - 1);
+        std::iter::from_fn(|| Some(take(1).start)).take_while(|page| *page < snapshot::CHUNK as u32 - 1).collect();
+    assert_eq!(all.len(), snapshot::CHUNK - 18 - 1);
     arena.give(&[20, 30, 31], |_| ());
     assert_eq!(take(9), 30..32);
-    assert_eq!(arena.used(), body::CHUNK - 1 - 1);
+    assert_eq!(arena.used(), snapshot::CHUNK - 1 - 1);
 }

@@ -6,13 +6,13 @@
 use super::Index;
 use super::bits::{each, ones};
 use super::holders::Holders;
-use super::owner::{Ledger, Owner, fit};
 use super::page::{PLACES, Page, Warmth};
 use super::position::Place;
 use super::run::Run;
-use super::seat::Seat;
 use super::sharded_table::{BATCH, Entries};
-use super::stretch::Stretch;
+use super::source::Seat;
+use super::source_state::{Ledger, Owner, fit};
+use super::span::Stretch;
 use kvbm::SetDigest;
 use std::sync::atomic::Ordering;
 

@@ -1,8 +1,8 @@
 //! A source, and what it holds.
 
-use super::crowd::Lately;
+use super::holder_set::Lately;
 use super::position::Place;
-use super::seat::{LEVELS, Seat, Slot};
+use super::source::{LEVELS, Seat, Slot};
 use kvbm::SetDigest;
 use std::collections::HashSet;
 use std::hash::{BuildHasherDefault, Hasher};

@@ -6,11 +6,11 @@
 
 use super::bits::Bits;
 use super::key::{Key, SHARDS};
-use super::owner::Owner;
 use super::page::{Head, LINE, Names, Page, Warmth};
 use super::position::Place;
-use super::seat::Slot;
-use super::sync::prefetch;
+use super::source::Slot;
+use super::source_state::Owner;
+use super::sync::fetch;
 use super::table::Table;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -95,7 +95,7 @@ impl Body {
     /// Begins to bring a page's head near.
     pub(super) fn fetch_head(&self, number: u32) {
         if let Some(head) = self.shelves.chunk(number).and_then(|chunk| chunk.heads.get(number as usize % CHUNK)) {
-            prefetch(head);
+            fetch(head);
         }
     }
 

@@ -1,7 +1,7 @@
 //! What a worker has of a prompt, and the answer of a lookup: that of each worker.
 
 use super::bits::each;
-use super::seat::LEVELS;
+use super::source::LEVELS;
 use kvbm::Level;
 use std::ops::{AddAssign, Sub};
 

@@ -2,8 +2,8 @@
 //! a set of bits; the others stand one by one.
 
 use super::bits::Bits;
-use super::seat::{Seat, Slot};
-use super::sync::prefetch;
+use super::source::{Seat, Slot};
+use super::sync::fetch;
 use std::sync::Arc;
 
 /// Two or more holders. It does not change: a change makes another.
@@ -124,9 +124,9 @@ impl Crowd {
     /// Begins to bring near what it says of its holders.
     pub(super) fn fetch(&self) {
         if let Self::Many { seats, masks, groups } = self {
-            seats.first().into_iter().for_each(prefetch);
-            masks.first().into_iter().for_each(prefetch);
-            groups.first().into_iter().for_each(prefetch);
+            seats.first().into_iter().for_each(fetch);
+            masks.first().into_iter().for_each(fetch);
+            groups.first().into_iter().for_each(fetch);
         }
     }
 

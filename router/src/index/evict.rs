@@ -5,11 +5,11 @@
 //! never wrong, only forgetful.
 
 use super::Index;
-use super::body::PAGE_BYTES;
 use super::holders::Holders;
-use super::owner::{Ledger, Owner, fit};
 use super::page::{Page, Warmth};
 use super::sharded_table::ENTRY_BYTES;
+use super::snapshot::PAGE_BYTES;
+use super::source_state::{Ledger, Owner, fit};
 use super::update::{Gone, digest};
 use std::sync::atomic::Ordering;
 
