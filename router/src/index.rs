@@ -1,21 +1,24 @@
-//! Who holds which block, per worker and tier: exact, fed by events, asked by every decision.
+//! The prefix index: which worker and which store holds which blocks, at each level. KV events update it, every routing
+//! decision reads it.
 //!
 //! ```text
-//!   name ──▶ sharded_table: tables, a shard each ──▶ place ──▶ page: 64 names in the order of their chains,
-//!                                                              a word of bits per holder, one set of holders
-//!                                                              where many are alike,
-//!                                                              and where the chain goes on: most likely the page beside it
+//!   block hash ──▶ sharded_table: hash tables, one per shard ──▶ position ──▶ page: 64 hashes in chain order,
+//!                                                                             a 64-bit mask per holder (one bitmap for
+//!                                                                             holders with equal masks),
+//!                                                                             the likely position of the successor
 //! ```
 //!
-//! A block is known by 64 bits of its name: the index is a hint, and a collision costs a recomputed prefix, never a wrong
-//! token. It has one place, whoever holds it; a hole in what somebody holds is a bit. Lookups take no lock and wait for
-//! nobody: they read one `Body`, and pages by their version. Changes of one source come in order; those of different sources
-//! go on side by side, and wait for each other for the length of a page, or while a table grows.
+//! The index knows a block by 64 bits of its hash. It is a hint: a collision costs a recomputed prefix, never a wrong
+//! token. A block has one position, however many sources hold it; a block that a holder lacks is a zero bit in that
+//! holder's mask. Lookups take no lock and do not wait: they read one `IndexSnapshot` (RCU), and each page under its
+//! seqlock. Events of one source are applied in order. Events of different sources are applied concurrently; they
+//! contend for a page, or for a shard while its table is resized.
 //!
-//! **Trust.** An event says of its blocks that each follows the one before it. A lookup believes that: where the last of a run
-//! is the prompt's, it takes all of them for the prompt's. A source that lies makes wrong hints of what it stored first.
+//! **Trust.** An event states that each of its blocks follows the one before it, and a lookup relies on this: if the
+//! last block of a run matches the prompt, the lookup counts the whole run. A source that publishes wrong chains gets
+//! wrong hints for the blocks that it stored first.
 //!
-//! Look here in vain for numbers and epochs: which event may be applied is the feed's business.
+//! Not here: sequence numbers and epochs. `control::feed` decides which event to apply.
 
 mod arena;
 mod bits;
@@ -36,6 +39,7 @@ mod snapshot;
 mod source;
 mod source_state;
 mod span;
+mod spin_lock;
 mod sync;
 mod table;
 mod update;
@@ -50,52 +54,52 @@ mod tests;
 
 pub use overlap::Overlap;
 pub(crate) use source::LEVELS;
-pub use source::Slot;
-pub use worker_overlap::Held;
+pub use source::SourceId;
+pub use worker_overlap::WorkerOverlap;
 
 use arc_swap::ArcSwap;
-use arena::{Arena, Change};
+use arena::{Arena, ChunkChange};
 use kvbm::{BlockEvent, Level, SequenceHash, SetDigest};
-use lookup::Walk;
+use lookup::Lookup;
 use run::Run;
-use sharded_table::Locator;
-use snapshot::{Body, Roll, Shelves};
-use source::Seat;
-use source_state::Owner;
+use sharded_table::ShardedTable;
+use snapshot::{IndexSnapshot, PageDirectory, Sources};
+use source::SourceLevel;
+use source_state::SourceState;
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use table::Table;
 use worker::plane::{Source, StoreId, WorkerId};
 
-/// Who holds what.
+/// The prefix index.
 pub struct Index {
-    body: ArcSwap<Body>,
-    /// Held while the body is replaced.
-    changing: Mutex<()>,
-    locator: Locator,
+    snapshot: ArcSwap<IndexSnapshot>,
+    /// Held while `snapshot` is replaced.
+    update_lock: Mutex<()>,
+    sharded_table: ShardedTable,
     arena: Arena,
     bytes: Bytes,
-    budget: AtomicUsize,
-    /// The page at which forgetting goes on.
-    hand: Mutex<u32>,
-    forgotten: AtomicU64,
+    memory_limit: AtomicUsize,
+    /// The next page that the clock visits.
+    clock_hand: Mutex<u32>,
+    evicted_pages: AtomicU64,
 }
 
-/// Bytes, on a cache line of their own: lookups read beside it. What every event changes is counted where it is changed, by source
-/// and by shard.
+/// Bytes of shared structures. They have a cache line of their own because lookups read the fields beside them.
+/// Counters that change with every event are kept per source and per shard instead.
 #[derive(Default)]
 #[repr(align(128))]
 struct Bytes {
     tables: AtomicUsize,
-    crowds: AtomicUsize,
-    ledgers: AtomicUsize,
+    holder_sets: AtomicUsize,
+    source_pages: AtomicUsize,
 }
 
 impl Bytes {
-    /// Bytes beside those of the pages and the tables.
-    fn apart(&self) -> usize {
-        self.crowds.load(Ordering::Relaxed) + self.ledgers.load(Ordering::Relaxed)
+    /// Bytes in use except those of pages and tables.
+    fn other(&self) -> usize {
+        self.holder_sets.load(Ordering::Relaxed) + self.source_pages.load(Ordering::Relaxed)
     }
 }
 
@@ -106,221 +110,228 @@ impl Default for Index {
 }
 
 impl Index {
-    /// What a router's index may take: a hundred million blocks and more.
-    pub const BUDGET: usize = 4 << 30;
-    /// Less is of no use: what is known comes and goes in pages and tables, and the index would forget before anybody asks.
-    pub const BUDGET_LEAST: usize = 1 << 20;
+    /// Default memory limit of a router's index: enough for more than a hundred million blocks.
+    pub const DEFAULT_MEMORY_LIMIT: usize = 4 << 30;
+    /// Smallest useful limit. Memory is allocated in chunks of pages and whole tables, so a smaller index would evict
+    /// blocks before any request asks for them.
+    pub const MIN_MEMORY_LIMIT: usize = 1 << 20;
 
-    /// An index without a limit.
+    /// An index without a memory limit.
     pub fn new() -> Self {
-        Self::with_budget(usize::MAX)
+        Self::with_memory_limit(usize::MAX)
     }
 
-    /// An index that forgets what it was asked for longest ago rather than take more than so many bytes.
-    pub fn with_budget(bytes: usize) -> Self {
-        let locator = Locator::new();
-        let body = Body { tables: locator.tables(), shelves: Shelves::default(), roll: Arc::default() };
-        let table_bytes = body.tables.iter().map(|table| table.bytes()).sum();
+    /// An index that evicts cold pages (clock eviction) to stay below a number of bytes.
+    pub fn with_memory_limit(bytes: usize) -> Self {
+        let sharded_table = ShardedTable::new();
+        let snapshot = IndexSnapshot {
+            tables: sharded_table.tables(),
+            directory: PageDirectory::default(),
+            sources: Arc::default(),
+        };
+        let table_bytes = snapshot.tables.iter().map(|table| table.bytes()).sum();
         Self {
-            body: ArcSwap::from_pointee(body),
-            changing: Mutex::default(),
-            locator,
+            snapshot: ArcSwap::from_pointee(snapshot),
+            update_lock: Mutex::default(),
+            sharded_table,
             arena: Arena::new(),
             bytes: Bytes { tables: AtomicUsize::new(table_bytes), ..Bytes::default() },
-            budget: AtomicUsize::new(bytes),
-            hand: Mutex::default(),
-            forgotten: AtomicU64::new(0),
+            memory_limit: AtomicUsize::new(bytes),
+            clock_hand: Mutex::default(),
+            evicted_pages: AtomicU64::new(0),
         }
     }
 
-    /// Forgets, from now on, what was asked for longest ago rather than take more than so many bytes.
-    pub fn set_budget(&self, bytes: usize) {
-        self.budget.store(bytes, Ordering::Relaxed);
-        self.trim();
+    /// Changes the memory limit and evicts pages if the index exceeds it.
+    pub fn set_memory_limit(&self, bytes: usize) {
+        self.memory_limit.store(bytes, Ordering::Relaxed);
+        self.evict_to_limit();
     }
 
-    /// Makes room for a worker that reaches `stores`. A worker that is there keeps its blocks and gets the new stores.
-    pub fn join(&self, worker: WorkerId, stores: &[StoreId]) -> Slot {
-        self.call(|roll| admit(roll, worker, stores))
+    /// Adds a worker that can onboard from `stores`. A known worker keeps its blocks and gets the new list of stores.
+    pub fn join(&self, worker: WorkerId, stores: &[StoreId]) -> SourceId {
+        self.update_sources(|sources| register(sources, worker, stores))
     }
 
-    /// The same for many who reach the same stores, all at once.
-    pub fn join_all(&self, workers: impl Iterator<Item = WorkerId>, stores: &[StoreId]) -> Vec<Slot> {
-        self.call(|roll| workers.map(|worker| admit(roll, worker, stores)).collect())
+    /// Adds several workers with the same stores in one update.
+    pub fn join_all(&self, workers: impl Iterator<Item = WorkerId>, stores: &[StoreId]) -> Vec<SourceId> {
+        self.update_sources(|sources| workers.map(|worker| register(sources, worker, stores)).collect())
     }
 
-    /// Forgets a worker, with what it held. Answers with the stores that nobody reaches any more.
+    /// Removes a worker and its blocks. Returns the stores that no other worker can read.
     pub fn leave(&self, worker: WorkerId) -> Vec<StoreId> {
         self.forget(Source::Worker(worker));
-        self.body.load().roll.lonely()
+        self.snapshot.load().sources.unreferenced_stores()
     }
 
-    /// Forgets a source, with what it held, in time proportional to that, and to the number of sources.
+    /// Removes a source and its blocks, in time proportional to the number of its blocks and of all sources.
     pub fn forget(&self, source: Source) {
-        let Some(owner) = self.call(|roll| roll.strike(source)) else { return };
-        let mut ledger = owner.lock();
-        ledger.retired = true;
-        for seat in seats(owner.slot) {
-            self.empty(&owner, &mut ledger, seat);
+        let Some(state) = self.update_sources(|sources| sources.unregister(source)) else { return };
+        let mut pages = state.lock();
+        pages.unregistered = true;
+        for source_level in source_levels(state.id) {
+            self.clear_level(&state, &mut pages, source_level);
         }
-        self.close(owner.slot, &mut ledger);
-        self.weigh(&owner, &mut ledger);
-        drop(ledger);
-        self.call(|roll| roll.vacate(owner.slot));
+        self.release_open_pages(state.id, &mut pages);
+        self.account_pages(&state, &mut pages);
+        drop(pages);
+        self.update_sources(|sources| sources.release(state.id));
     }
 
-    /// Forgets what a source held.
+    /// Removes all blocks of a source.
     pub fn clear(&self, source: Source) {
-        let Some(owner) = self.owner(source) else { return };
-        let mut ledger = owner.lock();
-        for seat in seats(owner.slot) {
-            self.empty(&owner, &mut ledger, seat);
+        let Some(state) = self.source_state(source) else { return };
+        let mut pages = state.lock();
+        for source_level in source_levels(state.id) {
+            self.clear_level(&state, &mut pages, source_level);
         }
-        self.weigh(&owner, &mut ledger);
-        owner.set_forgetful(false);
+        self.account_pages(&state, &mut pages);
+        state.set_incomplete(false);
     }
 
-    /// Notes a change. Changes of sources that nobody announced or reaches are ignored.
+    /// Applies an event. Events of unknown sources are ignored.
     pub fn apply(&self, source: Source, event: &BlockEvent) {
-        let Some(owner) = self.owner(source) else { return };
-        let mut ledger = owner.lock();
+        let Some(state) = self.source_state(source) else { return };
+        let mut pages = state.lock();
         let (BlockEvent::Stored { level, .. } | BlockEvent::Removed { level, .. } | BlockEvent::Cleared { level }) =
             event;
-        let Some(seat) = Seat::new(owner.slot, *level).filter(|_| !ledger.retired) else { return };
+        let Some(source_level) = SourceLevel::new(state.id, *level).filter(|_| !pages.unregistered) else { return };
         match event {
             BlockEvent::Stored { parent, blocks, .. } => {
-                let names: Vec<u64> = blocks.iter().map(SequenceHash::short).collect();
+                let hashes: Vec<u64> = blocks.iter().map(SequenceHash::short).collect();
                 let after = parent.as_ref().map(SequenceHash::short);
-                self.store(&owner, &mut ledger, seat, Run { names: &names, after, chained: true });
+                self.store_blocks(&state, &mut pages, source_level, Run { hashes: &hashes, after, chained: true });
             }
             BlockEvent::Removed { blocks, .. } => {
-                let names: Vec<u64> = blocks.iter().map(SequenceHash::short).collect();
-                self.evict(&owner, &mut ledger, seat, &names);
+                let hashes: Vec<u64> = blocks.iter().map(SequenceHash::short).collect();
+                self.remove_blocks(&state, &mut pages, source_level, &hashes);
             }
-            BlockEvent::Cleared { .. } => self.empty(&owner, &mut ledger, seat),
+            BlockEvent::Cleared { .. } => self.clear_level(&state, &mut pages, source_level),
         }
-        self.weigh(&owner, &mut ledger);
-        drop(ledger);
-        self.trim();
+        self.account_pages(&state, &mut pages);
+        drop(pages);
+        self.evict_to_limit();
     }
 
-    /// Sets what a source holds, changing only the difference: readers never see it empty in between.
+    /// Sets the blocks of a source from a snapshot. Only the difference is applied, so readers never see an empty
+    /// source.
     pub fn replace(&self, source: Source, runs: &[kvbm::Run]) {
-        let Some(owner) = self.owner(source) else { return };
-        let mut ledger = owner.lock();
-        if ledger.retired {
+        let Some(state) = self.source_state(source) else { return };
+        let mut pages = state.lock();
+        if pages.unregistered {
             return;
         }
-        owner.set_forgetful(false);
+        state.set_incomplete(false);
         for level in LEVELS {
-            let Some(seat) = Seat::new(owner.slot, level) else { continue };
+            let Some(source_level) = SourceLevel::new(state.id, level) else { continue };
             let wanted = || runs.iter().filter(|run| run.level == level);
             let keep: HashSet<u64> = wanted().flat_map(|run| &run.blocks).map(SequenceHash::short).collect();
-            let held = self.names(&ledger, seat);
-            let stale: Vec<u64> = held.into_iter().filter(|name| !keep.contains(name)).collect();
-            self.evict(&owner, &mut ledger, seat, &stale);
+            let held = self.hashes(&pages, source_level);
+            let stale: Vec<u64> = held.into_iter().filter(|hash| !keep.contains(hash)).collect();
+            self.remove_blocks(&state, &mut pages, source_level, &stale);
             for run in wanted() {
-                let names: Vec<u64> = run.blocks.iter().map(SequenceHash::short).collect();
+                let hashes: Vec<u64> = run.blocks.iter().map(SequenceHash::short).collect();
                 let after = run.parent.as_ref().map(SequenceHash::short);
-                self.store(&owner, &mut ledger, seat, Run { names: &names, after, chained: true });
+                self.store_blocks(&state, &mut pages, source_level, Run { hashes: &hashes, after, chained: true });
             }
         }
-        self.weigh(&owner, &mut ledger);
-        drop(ledger);
-        self.trim();
+        self.account_pages(&state, &mut pages);
+        drop(pages);
+        self.evict_to_limit();
     }
 
-    /// How much of a prompt each worker has within reach.
-    pub fn overlap(&self, names: &[SequenceHash]) -> Overlap {
+    /// How much of a prompt each worker can reuse.
+    pub fn overlap(&self, hashes: &[SequenceHash]) -> Overlap {
         let mut overlap = Overlap::default();
-        self.overlap_into(names, &mut overlap);
+        self.overlap_into(hashes, &mut overlap);
         overlap
     }
 
-    /// The same, written over a former answer: nothing is allocated.
-    pub fn overlap_into(&self, names: &[SequenceHash], overlap: &mut Overlap) {
-        Walk::new(&self.body.load(), names, overlap).run();
+    /// Like [`overlap`](Self::overlap), but reuses the memory of an earlier result.
+    pub fn overlap_into(&self, hashes: &[SequenceHash], overlap: &mut Overlap) {
+        Lookup::new(&self.snapshot.load(), hashes, overlap).run();
     }
 
-    /// Pairs of a block and somewhere it rests. All sources are asked.
-    pub fn memberships(&self) -> usize {
-        let Roll { workers, stores, .. } = &*self.body.load().roll;
-        workers.iter().chain(stores).flatten().map(|owner| owner.blocks()).sum()
+    /// Number of pairs of a block and a source level that holds it. Reads the counters of all sources.
+    pub fn entries(&self) -> usize {
+        let Sources { workers, stores, .. } = &*self.snapshot.load().sources;
+        workers.iter().chain(stores).flatten().map(|state| state.blocks()).sum()
     }
 
-    /// Digest of the indexed blocks of a source at a level; `None` for an unknown source or a level that is not indexed.
+    /// Digest of the indexed blocks of a source at a level. `None` for an unknown source, or a level that is not
+    /// indexed.
     pub fn digest(&self, source: Source, level: Level) -> Option<SetDigest> {
         let at = LEVELS.iter().position(|other| *other == level)?;
-        Some(self.owner(source)?.digest(at))
+        Some(self.source_state(source)?.digest(at))
     }
 
-    /// Whether the index has all blocks that a source has announced. It does not once it evicted some of them to stay within
-    /// its memory limit; then [`digest`](Self::digest) cannot be compared with the digest of the source.
+    /// Whether the index has all blocks that a source has announced. If not, it evicted some to stay within its memory
+    /// limit, and [`digest`](Self::digest) cannot be compared with the digest of the source.
     pub fn is_complete(&self, source: Source) -> bool {
-        self.owner(source).is_some_and(|owner| owner.is_complete())
+        self.source_state(source).is_some_and(|state| state.is_complete())
     }
 
-    /// Pages forgotten so far, to stay within the budget.
-    pub fn forgotten(&self) -> u64 {
-        self.forgotten.load(Ordering::Relaxed)
+    /// Number of pages evicted so far to stay within the memory limit.
+    pub fn evicted_pages(&self) -> u64 {
+        self.evicted_pages.load(Ordering::Relaxed)
     }
 
-    /// Bytes that the index has taken for its blocks, spare room included.
+    /// Allocated bytes, including unused space in tables and chunks.
     pub fn bytes(&self) -> usize {
-        self.arena.bytes() + self.bytes.tables.load(Ordering::Relaxed) + self.bytes.apart()
+        self.arena.bytes() + self.bytes.tables.load(Ordering::Relaxed) + self.bytes.other()
     }
 
-    fn owner(&self, source: Source) -> Option<Arc<Owner>> {
-        self.body.load().roll.owner(source).cloned()
+    fn source_state(&self, source: Source) -> Option<Arc<SourceState>> {
+        self.snapshot.load().sources.get(source).cloned()
     }
 
-    /// Changes who is there.
-    fn call<T>(&self, change: impl FnOnce(&mut Roll) -> T) -> T {
-        self.change(|body| {
-            let mut roll = Roll::clone(&body.roll);
-            let outcome = change(&mut roll);
-            body.roll = Arc::new(roll);
+    /// Replaces the list of sources.
+    fn update_sources<T>(&self, apply: impl FnOnce(&mut Sources) -> T) -> T {
+        self.update(|snapshot| {
+            let mut sources = Sources::clone(&snapshot.sources);
+            let outcome = apply(&mut sources);
+            snapshot.sources = Arc::new(sources);
             outcome
         })
     }
 
     fn set_table(&self, shard: usize, table: Arc<Table>) {
         let bytes = table.bytes();
-        let former = self.change(|body| std::mem::replace(&mut body.tables[shard], table)).bytes();
+        let former = self.update(|snapshot| std::mem::replace(&mut snapshot.tables[shard], table)).bytes();
         self.bytes.tables.fetch_add(bytes.wrapping_sub(former), Ordering::Relaxed);
     }
 
-    fn set_chunk(&self, change: Change) {
-        self.change(|body| {
-            body.shelves = match change {
-                Change::Came(at, chunk) => body.shelves.with(at, Some(chunk)),
-                Change::Went(at) => body.shelves.with(at, None),
+    fn set_chunk(&self, change: ChunkChange) {
+        self.update(|snapshot| {
+            snapshot.directory = match change {
+                ChunkChange::Added(at, chunk) => snapshot.directory.with(at, Some(chunk)),
+                ChunkChange::Removed(at) => snapshot.directory.with(at, None),
             };
         });
     }
 
-    fn change<T>(&self, change: impl FnOnce(&mut Body) -> T) -> T {
-        let _turn = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut body = Body::clone(&self.body.load());
-        let outcome = change(&mut body);
-        self.body.store(Arc::new(body));
+    fn update<T>(&self, apply: impl FnOnce(&mut IndexSnapshot) -> T) -> T {
+        let _guard = self.update_lock.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut snapshot = IndexSnapshot::clone(&self.snapshot.load());
+        let outcome = apply(&mut snapshot);
+        self.snapshot.store(Arc::new(snapshot));
         outcome
     }
 }
 
-/// A worker's seat, from which it reaches these stores and no others.
-fn admit(roll: &mut Roll, worker: WorkerId, stores: &[StoreId]) -> Slot {
-    let slot = roll.seat(Source::Worker(worker));
-    let number = slot.number() as u32;
-    roll.reach.iter_mut().for_each(|workers| workers.unset(number));
+/// Registers a worker, and that it can read these stores and no others.
+fn register(sources: &mut Sources, worker: WorkerId, stores: &[StoreId]) -> SourceId {
+    let source_id = sources.register(Source::Worker(worker));
+    let number = source_id.index() as u32;
+    sources.readers.iter_mut().for_each(|workers| workers.unset(number));
     for store in stores {
-        let at = roll.seat(Source::Store(*store)).number();
-        roll.reach[at].set(number);
+        let at = sources.register(Source::Store(*store)).index();
+        sources.readers[at].set(number);
     }
-    slot
+    source_id
 }
 
-/// A source at each level.
-fn seats(slot: Slot) -> impl Iterator<Item = Seat> {
-    LEVELS.into_iter().filter_map(move |level| Seat::new(slot, level))
+/// One source at each level.
+fn source_levels(source_id: SourceId) -> impl Iterator<Item = SourceLevel> {
+    LEVELS.into_iter().filter_map(move |level| SourceLevel::new(source_id, level))
 }

@@ -127,7 +127,7 @@ impl Preset {
             decode_interference_weight,
             prefix_affinity,
             seed: 0,
-            index_memory: ByteSize(Index::BUDGET as u64),
+            index_memory: ByteSize(Index::DEFAULT_MEMORY_LIMIT as u64),
             trace_file: None,
             planner: planner::Settings::default(),
             admission: Admission::default(),
@@ -153,7 +153,7 @@ impl Settings {
                 ("prefix_affinity", Some(*prefix_affinity)),
             ],
         );
-        let index_memory = ByteSize(Index::BUDGET_LEAST as u64)..=INDEX_MEMORY_MAX;
+        let index_memory = ByteSize(Index::MIN_MEMORY_LIMIT as u64)..=INDEX_MEMORY_MAX;
         problems.extend(Problem::unless_within("router.index_memory", self.index_memory, index_memory));
         problems.extend(self.planner.check());
         problems.extend(self.admission.check());

@@ -59,7 +59,7 @@ impl Core {
         Ok(Self {
             rng_seed: splitmix64(id.0),
             fleet: Fleet::default(),
-            index: Index::with_budget(resolved.settings.index_memory.as_usize()),
+            index: Index::with_memory_limit(resolved.settings.index_memory.as_usize()),
             resolved: RwLock::new(Arc::new(resolved)),
             inflight: Arc::default(),
             admission: Admission::new(&metrics),
@@ -83,7 +83,7 @@ impl Core {
         let resolved = Arc::new(ResolvedSettings::new(settings).map_err(Error::Settings)?);
         let trace_file = resolved.settings.trace_file.as_deref();
         self.recorder.write_to(trace_file, &self.metrics).map_err(Error::Settings)?;
-        self.index.set_budget(resolved.settings.index_memory.as_usize());
+        self.index.set_memory_limit(resolved.settings.index_memory.as_usize());
         *self.resolved.write().unwrap_or_else(PoisonError::into_inner) = resolved;
         Ok(())
     }

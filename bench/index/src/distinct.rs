@@ -19,7 +19,7 @@ const LOOKS: usize = 256;
 /// Passes so many distinct blocks through, and answers with the most that was seen of its memory.
 pub(crate) fn measure(blocks: usize) -> Result<Value> {
     let before = resident()?;
-    let index = Index::with_budget(BUDGET);
+    let index = Index::with_memory_limit(BUDGET);
     for worker in 0..WORKERS {
         index.join(WorkerId(worker), &[]);
     }
@@ -41,7 +41,7 @@ pub(crate) fn measure(blocks: usize) -> Result<Value> {
         "budget_bytes": BUDGET,
         "index_bytes_most": counted.max(index.bytes()),
         "resident_bytes_most": grown.max(resident()? - before),
-        "memberships_left": index.memberships(),
-        "pages_forgotten": index.forgotten(),
+        "memberships_left": index.entries(),
+        "pages_forgotten": index.evicted_pages(),
     }))
 }

@@ -6,7 +6,7 @@
 //! anchor holds all blocks that lead to it.
 
 use crate::hash::NumberMap;
-use crate::index::{Overlap, Slot};
+use crate::index::{Overlap, SourceId};
 use kvbm::SequenceHash;
 use std::collections::hash_map::Entry;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -25,15 +25,15 @@ impl InflightPrefix {
 /// The workers with an anchor in flight, and how often. Nearly always one, which needs no list.
 #[derive(Default)]
 struct Holders {
-    first: Option<(Slot, u32)>,
-    others: Vec<(Slot, u32)>,
+    first: Option<(SourceId, u32)>,
+    others: Vec<(SourceId, u32)>,
 }
 
 /// The prefix of one request; dropping it removes it.
 #[must_use = "dropping a prefix removes it"]
 pub(crate) struct InflightPrefix {
     prefixes: Arc<InflightPrefixes>,
-    slot: Slot,
+    slot: SourceId,
     anchors: Box<[u64]>,
 }
 
@@ -45,7 +45,7 @@ impl InflightPrefixes {
     /// Adds the leading blocks of a prompt on a worker, except the first `held`, which it has already.
     pub(crate) fn add(
         self: &Arc<Self>,
-        slot: Slot,
+        slot: SourceId,
         hashes: &[SequenceHash],
         block_size: usize,
         held: u32,
@@ -56,7 +56,7 @@ impl InflightPrefixes {
     }
 
     /// Adds the blocks that lead to each anchor, as [`InflightPrefix::anchors`] of another router lists them.
-    pub(crate) fn add_anchors(self: &Arc<Self>, slot: Slot, anchors: Box<[u64]>) -> InflightPrefix {
+    pub(crate) fn add_anchors(self: &Arc<Self>, slot: SourceId, anchors: Box<[u64]>) -> InflightPrefix {
         let mut holders_by_anchor = self.lock();
         for anchor in &anchors {
             holders_by_anchor.entry(*anchor).or_default().add(slot);
@@ -66,7 +66,7 @@ impl InflightPrefixes {
     }
 
     /// Whether a worker has any part of a prompt in flight.
-    pub(crate) fn contains(&self, slot: Slot, hashes: &[SequenceHash], block_size: usize) -> bool {
+    pub(crate) fn contains(&self, slot: SourceId, hashes: &[SequenceHash], block_size: usize) -> bool {
         let holders_by_anchor = self.lock();
         let by = |holders: &Holders| holders.all().any(|(holder, _)| *holder == slot);
         !holders_by_anchor.is_empty()
@@ -82,7 +82,7 @@ impl InflightPrefixes {
         // The last anchor of a worker covers all before it.
         for (last, anchor) in anchors(hashes, block_size).rev() {
             let holders = holders_by_anchor.get(&anchor).into_iter().flat_map(Holders::all);
-            holders.for_each(|(slot, _)| overlap.lengthen(*slot, last + 1));
+            holders.for_each(|(slot, _)| overlap.extend(*slot, last + 1));
         }
     }
 
@@ -93,11 +93,11 @@ impl InflightPrefixes {
 }
 
 impl Holders {
-    fn all(&self) -> impl Iterator<Item = &(Slot, u32)> {
+    fn all(&self) -> impl Iterator<Item = &(SourceId, u32)> {
         self.first.iter().chain(&self.others)
     }
 
-    fn add(&mut self, slot: Slot) {
+    fn add(&mut self, slot: SourceId) {
         if let Some((_, times)) = self.first.iter_mut().chain(&mut self.others).find(|(holder, _)| *holder == slot) {
             *times += 1;
             return;
@@ -109,7 +109,7 @@ impl Holders {
     }
 
     /// Removes one prefix of a worker. Returns whether others are left.
-    fn remove(&mut self, slot: Slot) -> bool {
+    fn remove(&mut self, slot: SourceId) -> bool {
         if let Some((_, times)) = self.first.iter_mut().chain(&mut self.others).find(|(holder, _)| *holder == slot) {
             *times -= 1;
         }
@@ -145,7 +145,7 @@ impl Drop for InflightPrefix {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::index::{Held, Index};
+    use crate::index::{WorkerOverlap, Index};
     use kvbm::{BlockEvent, Level};
     use worker::plane::{Source, WorkerId};
 
@@ -162,13 +162,13 @@ mod tests {
             prefixes.extend(&mut overlap, &hashes, ANCHOR_TOKENS);
             [overlap.at(holds), overlap.at(idle)]
         };
-        assert_eq!(both(), [Held::of([0, 2, 0, 0, 0]), Held::default()]);
+        assert_eq!(both(), [WorkerOverlap::of([0, 2, 0, 0, 0]), WorkerOverlap::default()]);
         let add = |blocks: usize| prefixes.add(holds, &hashes[..blocks], ANCHOR_TOKENS, 2);
         let first = add(4);
         let second = add(3);
-        assert_eq!(both(), [Held::of([2, 2, 0, 0, 0]), Held::default()], "no other worker has it");
+        assert_eq!(both(), [WorkerOverlap::of([2, 2, 0, 0, 0]), WorkerOverlap::default()], "no other worker has it");
         drop(first);
-        assert_eq!(both(), [Held::of([1, 2, 0, 0, 0]), Held::default()]);
+        assert_eq!(both(), [WorkerOverlap::of([1, 2, 0, 0, 0]), WorkerOverlap::default()]);
         drop(second);
         assert!(prefixes.lock().is_empty(), "no anchor is left");
     }
@@ -183,7 +183,7 @@ mod tests {
         let seen = |blocks: usize| {
             let mut overlap = index.overlap(&hashes[..blocks]);
             prefixes.extend(&mut overlap, &hashes[..blocks], 16);
-            [overlap.at(a).run(), overlap.at(b).run()]
+            [overlap.at(a).total(), overlap.at(b).total()]
         };
         assert_eq!(seen(18), [18, 8], "the same prompt is found completely");
         assert_eq!(seen(20), [16, 8], "a longer one to the last anchor that both have");

@@ -346,9 +346,9 @@ impl Feed {
 
     fn gauges(&self) {
         let Core { index, fleet, metrics, .. } = &*self.core;
-        metrics.index_entries.set(index.memberships() as i64);
+        metrics.index_entries.set(index.entries() as i64);
         metrics.index_bytes.set(index.bytes() as i64);
-        metrics.index_evicted_pages.inc_by(index.forgotten().saturating_sub(metrics.index_evicted_pages.get()));
+        metrics.index_evicted_pages.inc_by(index.evicted_pages().saturating_sub(metrics.index_evicted_pages.get()));
         let (roster, now) = (fleet.roster(), Instant::now());
         metrics.workers.reset();
         for member in roster.members() {

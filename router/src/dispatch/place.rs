@@ -124,7 +124,7 @@ fn book(
     let (decode_prediction, prefill_prediction) = (prediction(row), prefill_row.map(prediction));
     let inflight_prefix = |row: &Row<'_>| {
         let names = overlaps.names(row.seat.way);
-        core.inflight.add(row.seat.slot, names, row.prompt.block_size as usize, row.held.run())
+        core.inflight.add(row.seat.slot, names, row.prompt.block_size as usize, row.held.total())
     };
     // Blocks that are handed over arrive late: an event will announce them, and no request should queue behind this
     // one for them.

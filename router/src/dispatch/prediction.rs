@@ -32,7 +32,7 @@ impl HitPrediction {
     pub(crate) fn of(inflight: &InflightPrefixes, decision: &Decision<'_>, row: &Row<'_>, overlaps: &Overlaps) -> Self {
         let (member, way, block_size) = (row.member(), row.seat.way, row.prompt.block_size);
         let names = overlaps.names(way);
-        let announced = u64::from(overlaps.held(way, member.announced).run()) * block_size;
+        let announced = u64::from(overlaps.held(way, member.announced).total()) * block_size;
         let full = names.len() as u64 * block_size;
         let is_inflight = inflight.contains(member.announced, names, block_size as usize);
         let noted = member.mode != Mode::Exact || member.ledger.never_announced();

@@ -3,7 +3,7 @@
 use super::event_accuracy::Mode;
 use super::health::{Health, Verdict};
 use super::shadow::Ledger;
-use crate::index::Slot;
+use crate::index::SourceId;
 use crate::load::{Books, Desks, Moment, Standing};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -23,9 +23,9 @@ pub(crate) struct Member {
     /// What it is known by.
     pub(crate) mode: Mode,
     /// Where that stands in the index.
-    pub(crate) slot: Slot,
+    pub(crate) slot: SourceId,
     /// Where what it announces does, believed or not.
-    pub(crate) announced: Slot,
+    pub(crate) announced: SourceId,
     /// What is known of it beside its events.
     pub(crate) ledger: Arc<Ledger>,
     /// How busy it is.
@@ -44,7 +44,7 @@ pub(crate) struct Member {
 
 impl Member {
     /// A member. `before`: the same life of it, seen earlier, whose requests are still out there.
-    pub(crate) fn new(instance: Arc<Instance>, engine: Arc<dyn Engine>, slot: Slot, before: Option<&Self>) -> Self {
+    pub(crate) fn new(instance: Arc<Instance>, engine: Arc<dyn Engine>, slot: SourceId, before: Option<&Self>) -> Self {
         let mode = before.map_or(Mode::Exact, |member| member.mode);
         Self {
             instance,
@@ -64,7 +64,7 @@ impl Member {
     }
 
     /// The same member, known by something else, which stands at `slot` in the index.
-    pub(crate) fn known_by(&self, mode: Mode, slot: Slot) -> Self {
+    pub(crate) fn known_by(&self, mode: Mode, slot: SourceId) -> Self {
         Self { mode, slot, ..Self::new(self.instance.clone(), self.engine.clone(), self.announced, Some(self)) }
     }
 
@@ -181,7 +181,7 @@ pub(crate) struct Seat {
     pub(crate) id: WorkerId,
     pub(crate) member: Arc<Member>,
     pub(crate) books: Arc<Books>,
-    pub(crate) slot: Slot,
+    pub(crate) slot: SourceId,
     /// Of the ways in which blocks are named, its own.
     pub(crate) way: u32,
     pub(crate) phase: Phase,

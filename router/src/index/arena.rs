@@ -1,127 +1,127 @@
-//! Which pages are in use.
+//! Allocation of pages.
 //!
-//! Pages are numbered. Low ones are taken first, so that those at the end fall free together and go back to the system, a chunk
-//! at a time; but whoever wants several gets neighbours where there are any, since a lookup goes through them one after the
-//! other. The first page is never used: the tables need its places' numbers for themselves.
+//! Pages have numbers. Low numbers are allocated first, so that chunks at the end become empty and are returned to the
+//! system. An allocation of several pages prefers neighbours, since a lookup reads them one after the other. Page 0 is
+//! never allocated: position 0 means "none".
 
 use super::snapshot::{CHUNK, Chunk, PAGE_BYTES};
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// The pages.
+/// The page allocator.
 pub(super) struct Arena {
-    free: Mutex<Free>,
+    free_list: Mutex<FreeList>,
     used: AtomicUsize,
     chunks: AtomicUsize,
 }
 
 #[derive(Default)]
-struct Free {
-    /// By chunk; `None` where there is none.
-    chunks: Vec<Option<Vacant>>,
-    /// No chunk before this one has a free page, if it is there.
-    first: usize,
-    /// Chunks without a page in use.
-    spare: usize,
+struct FreeList {
+    /// Free pages by chunk; `None` for a chunk that is not allocated.
+    chunks: Vec<Option<FreePages>>,
+    /// No allocated chunk before this one has a free page.
+    first_with_free_page: usize,
+    /// Number of allocated chunks without a page in use.
+    unused_chunks: usize,
 }
 
-/// The pages of a chunk that nobody uses.
+/// Free pages of a chunk, a bit for each.
 #[derive(Clone, Copy)]
-struct Vacant {
+struct FreePages {
     bits: [u64; CHUNK / 64],
     used: usize,
 }
 
-/// A chunk came or went.
-pub(super) enum Change {
-    Came(usize, Chunk),
-    Went(usize),
+/// A chunk was allocated or freed.
+pub(super) enum ChunkChange {
+    Added(usize, Chunk),
+    Removed(usize),
 }
 
-/// Pages given at once, at most.
-const STRETCH_MOST: usize = 32;
-/// Chunks with room among which a stretch is looked for.
-const LOOKED_AT: usize = 16;
-/// Places are 32 bits: 64 million pages, four billion blocks.
-const CHUNKS_MAX: usize = (1 << 26) / CHUNK;
+/// Largest number of pages per allocation.
+const MAX_EXTENT: usize = 32;
+/// Number of chunks with free pages that are searched for a long enough extent.
+const CHUNKS_SEARCHED: usize = 16;
+/// A position has 32 bits: 64 million pages, four billion blocks.
+const MAX_CHUNKS: usize = (1 << 26) / CHUNK;
 
 impl Arena {
     pub(super) fn new() -> Self {
-        Self { free: Mutex::default(), used: AtomicUsize::new(0), chunks: AtomicUsize::new(0) }
+        Self { free_list: Mutex::default(), used: AtomicUsize::new(0), chunks: AtomicUsize::new(0) }
     }
 
-    /// Neighbouring pages that nobody uses, at most so many; `None` when there are no more numbers. `change` hears of a new chunk
-    /// before a page of it is given.
-    pub(super) fn take(&self, wanted: usize, change: impl FnOnce(Change)) -> Option<Range<u32>> {
-        let mut free = self.free();
-        let (chunk, at, len) = free.stretch(wanted.min(STRETCH_MOST));
-        if chunk == CHUNKS_MAX {
+    /// Allocates at most `wanted` neighbouring pages; `None` if all page numbers are in use. If that needs a new chunk,
+    /// `on_change` is called before the pages are returned.
+    pub(super) fn allocate(&self, wanted: usize, on_change: impl FnOnce(ChunkChange)) -> Option<Range<u32>> {
+        let mut free_list = self.lock();
+        let (chunk, at, len) = free_list.find_extent(wanted.min(MAX_EXTENT));
+        if chunk == MAX_CHUNKS {
             return None;
         }
-        if chunk == free.chunks.len() {
-            free.chunks.push(None);
+        if chunk == free_list.chunks.len() {
+            free_list.chunks.push(None);
         }
-        let fresh = free.chunks[chunk].is_none();
+        let fresh = free_list.chunks[chunk].is_none();
         if fresh {
-            change(Change::Came(chunk, Chunk::new()));
+            on_change(ChunkChange::Added(chunk, Chunk::new()));
             self.chunks.fetch_add(1, Ordering::Relaxed);
         }
-        let vacant = free.chunks[chunk].get_or_insert_with(|| Vacant::whole(chunk));
-        let first_use = vacant.is_spare(chunk);
-        vacant.take(at, len);
+        let free_pages = free_list.chunks[chunk].get_or_insert_with(|| FreePages::all_free(chunk));
+        let first_use = free_pages.is_unused(chunk);
+        free_pages.take(at, len);
         if first_use && !fresh {
-            free.spare -= 1;
+            free_list.unused_chunks -= 1;
         }
         self.used.fetch_add(len, Ordering::Relaxed);
         let first = (chunk * CHUNK + at) as u32;
         Some(first..first + len as u32)
     }
 
-    /// Nobody uses these pages any more. One chunk is kept for those to come.
-    pub(super) fn give(&self, pages: &[u32], mut change: impl FnMut(Change)) {
-        let mut free = self.free();
+    /// Frees pages. One empty chunk is kept for later allocations.
+    pub(super) fn release(&self, pages: &[u32], mut on_change: impl FnMut(ChunkChange)) {
+        let mut free_list = self.lock();
         for page in pages {
             let (chunk, at) = (*page as usize / CHUNK, *page as usize % CHUNK);
-            let Some(vacant) = &mut free.chunks[chunk] else { continue };
-            vacant.give(at);
-            let spare = vacant.is_spare(chunk);
-            free.first = free.first.min(chunk);
-            if spare && free.spare > 0 {
-                free.chunks[chunk] = None;
+            let Some(free_pages) = &mut free_list.chunks[chunk] else { continue };
+            free_pages.release(at);
+            let unused = free_pages.is_unused(chunk);
+            free_list.first_with_free_page = free_list.first_with_free_page.min(chunk);
+            if unused && free_list.unused_chunks > 0 {
+                free_list.chunks[chunk] = None;
                 self.chunks.fetch_sub(1, Ordering::Relaxed);
-                change(Change::Went(chunk));
+                on_change(ChunkChange::Removed(chunk));
             } else {
-                free.spare += usize::from(spare);
+                free_list.unused_chunks += usize::from(unused);
             }
         }
         self.used.fetch_sub(pages.len(), Ordering::Relaxed);
     }
 
-    /// Pages in use.
+    /// Number of pages in use.
     pub(super) fn used(&self) -> usize {
         self.used.load(Ordering::Relaxed)
     }
 
-    /// Bytes of all pages, those that nobody uses included.
+    /// Bytes of all chunks.
     pub(super) fn bytes(&self) -> usize {
         self.chunks.load(Ordering::Relaxed) * CHUNK * PAGE_BYTES
     }
 
-    fn free(&self) -> MutexGuard<'_, Free> {
-        self.free.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, FreeList> {
+        self.free_list.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Free {
-    /// The chunk, the first and the number of the pages to be taken next. The chunk may be one that is not there.
-    fn stretch(&mut self, wanted: usize) -> (usize, usize, usize) {
-        let has_room = |chunk: &usize| self.chunks[*chunk].is_some_and(|vacant| vacant.used < CHUNK);
-        let mut with_room = (self.first..self.chunks.len()).filter(has_room).peekable();
-        let lowest = with_room.peek().copied();
+impl FreeList {
+    /// Chunk, first page and length of the extent to allocate next. The chunk may not be allocated yet.
+    fn find_extent(&mut self, wanted: usize) -> (usize, usize, usize) {
+        let has_free_page = |chunk: &usize| self.chunks[*chunk].is_some_and(|free_pages| free_pages.used < CHUNK);
+        let mut with_free_page = (self.first_with_free_page..self.chunks.len()).filter(has_free_page).peekable();
+        let lowest = with_free_page.peek().copied();
         let mut best = (0, 0, 0);
-        for chunk in with_room.take(LOOKED_AT) {
-            let (at, len) = self.chunks[chunk].as_ref().map_or((0, 0), |vacant| vacant.stretch(wanted));
+        for chunk in with_free_page.take(CHUNKS_SEARCHED) {
+            let (at, len) = self.chunks[chunk].as_ref().map_or((0, 0), |free_pages| free_pages.find_extent(wanted));
             if len > best.2 {
                 best = (chunk, at, len);
             }
@@ -130,35 +130,36 @@ impl Free {
             }
         }
         if let Some(lowest) = lowest {
-            self.first = lowest;
+            self.first_with_free_page = lowest;
             return best;
         }
         let absent = self.chunks.iter().position(Option::is_none).unwrap_or(self.chunks.len());
-        self.first = absent;
-        // The very first page is nobody's.
+        self.first_with_free_page = absent;
+        // Page 0 is reserved.
         let at = usize::from(absent == 0);
         (absent, at, wanted)
     }
 }
 
-impl Vacant {
-    fn whole(chunk: usize) -> Self {
-        let mut vacant = Self { bits: [u64::MAX; CHUNK / 64], used: 0 };
+impl FreePages {
+    fn all_free(chunk: usize) -> Self {
+        let mut free_pages = Self { bits: [u64::MAX; CHUNK / 64], used: 0 };
         if chunk == 0 {
-            vacant.take(0, 1);
+            free_pages.take(0, 1);
         }
-        vacant
+        free_pages
     }
 
-    fn is_spare(&self, chunk: usize) -> bool {
+    fn is_unused(&self, chunk: usize) -> bool {
         self.used == usize::from(chunk == 0)
     }
 
-    /// The first of `wanted` free pages side by side, or of as many as there are, and their number.
-    fn stretch(&self, wanted: usize) -> (usize, usize) {
+    /// First page and length of the first extent of `wanted` free pages, or of the longest extent if none is long
+    /// enough.
+    fn find_extent(&self, wanted: usize) -> (usize, usize) {
         let mut best = (0, 0);
         for (word, bits) in (0..).zip(self.bits) {
-            // Each step leaves the pages whose next neighbours are free as well, one more of them.
+            // Each step keeps the pages that are followed by at least one more free page.
             let (mut firsts, mut len) = (bits, 0);
             while firsts != 0 && len < wanted {
                 if len + 1 > best.1 {
@@ -181,7 +182,7 @@ impl Vacant {
         self.used += len;
     }
 
-    fn give(&mut self, at: usize) {
+    fn release(&mut self, at: usize) {
         self.bits[at / 64] |= 1 << (at % 64);
         self.used -= 1;
     }

@@ -1,6 +1,6 @@
-//! Bits of a word, and a set of small numbers, one bit each, as long as its largest member needs.
+//! Bit masks, and a bitmap of small numbers.
 
-/// The set.
+/// A bitmap. Its length is that of its largest member.
 #[derive(Clone, PartialEq, Eq, Default)]
 pub(super) struct Bits(Vec<u64>);
 
@@ -36,7 +36,7 @@ impl Bits {
         self.0.iter().map(|word| word.count_ones() as usize).sum()
     }
 
-    /// Sixty-four members a word, the lowest in its lowest bit.
+    /// Words of 64 members, the smallest member in the lowest bit.
     pub(super) fn words(&self) -> &[u64] {
         &self.0
     }
@@ -50,12 +50,12 @@ impl FromIterator<u32> for Bits {
     }
 }
 
-/// The first `len` bits of a word.
+/// A mask of the lowest `len` bits.
 pub(super) fn ones(len: u32) -> u64 {
     if len >= u64::BITS { u64::MAX } else { (1 << len) - 1 }
 }
 
-/// The bits of a word that are set, the lowest first.
+/// Set bits of a word, lowest first.
 pub(super) fn each(mut bits: u64) -> impl Iterator<Item = u32> {
     std::iter::from_fn(move || {
         let at = (bits != 0).then(|| bits.trailing_zeros())?;

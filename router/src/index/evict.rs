@@ -1,115 +1,117 @@
-//! The index within its budget: what it does when there are more blocks than it may know.
+//! Eviction of pages to stay within the memory limit.
 //!
-//! It forgets, page by page. A hand goes round over all pages: one that was asked for or changed since it last came by is spared
-//! once, the others go. What was forgotten counts as not held until its source announces it again or sends a snapshot:
-//! never wrong, only forgetful.
+//! Clock eviction (second chance): a hand visits all pages in turn; it skips a hot page once and marks it cold, and
+//! evicts a cold one. Evicted blocks count as not held until their source announces them again or sends a snapshot, so
+//! lookups may underestimate but are never wrong.
 
 use super::Index;
 use super::holders::Holders;
-use super::page::{Page, Warmth};
+use super::page::{ClockState, Page};
 use super::sharded_table::ENTRY_BYTES;
 use super::snapshot::PAGE_BYTES;
-use super::source_state::{Ledger, Owner, fit};
-use super::update::{Gone, digest};
+use super::source_state::{SourcePages, SourceState, shrink};
+use super::update::{Removed, digest_sum};
 use std::sync::atomic::Ordering;
 
-/// Pages forgotten between two looks at the tables.
+/// Pages that are evicted between two updates of the tables.
 const BATCH: usize = 8;
 
 impl Index {
-    /// Forgets until the budget is kept, or nothing is left to forget. Answers with the pages forgotten.
-    pub(super) fn trim(&self) -> usize {
-        if self.fits() {
+    /// Evicts pages until the index is within its limit or is empty. Returns the number of evicted pages.
+    pub(super) fn evict_to_limit(&self) -> usize {
+        if self.is_within_limit() {
             return 0;
         }
-        // Whoever is at it does it for all.
-        let Ok(mut hand) = self.hand.try_lock() else { return 0 };
-        let (mut forgotten, mut gone) = (0, Gone::new());
-        let pages = self.body.load().shelves.pages();
-        // What is left may be tables and ledgers alone.
-        let enough = |gone: &Gone| self.fits() || self.locator.entries() <= gone.entries.len();
-        // Twice round, everything has been cold once.
+        // A concurrent call evicts on behalf of this one.
+        let Ok(mut hand) = self.clock_hand.try_lock() else { return 0 };
+        let (mut evicted, mut removed) = (0, Removed::new());
+        let pages = self.snapshot.load().directory.pages();
+        // What remains may be tables and sets of pages only, which eviction does not free.
+        let enough =
+            |removed: &Removed| self.is_within_limit() || self.sharded_table.entries() <= removed.entries.len();
+        // After one full turn every page was cold once.
         for _ in 0..2 * pages {
-            if gone.pages.len() == BATCH || enough(&gone) {
-                self.bury(&gone);
-                gone = Gone::new();
-                if enough(&gone) {
+            if removed.pages.len() == BATCH || enough(&removed) {
+                self.reclaim(&removed);
+                removed = Removed::new();
+                if enough(&removed) {
                     break;
                 }
             }
             *hand = (*hand + 1) % pages.max(1) as u32;
-            forgotten += usize::from(self.forget_page(*hand, &mut gone));
+            evicted += usize::from(self.evict_page(*hand, &mut removed));
         }
-        self.bury(&gone);
-        self.forgotten.fetch_add(forgotten as u64, Ordering::Relaxed);
-        forgotten
+        self.reclaim(&removed);
+        self.evicted_pages.fetch_add(evicted as u64, Ordering::Relaxed);
+        evicted
     }
 
-    /// Forgets a page, unless it is warm.
-    fn forget_page(&self, number: u32, gone: &mut Gone) -> bool {
-        let body = self.body.load();
-        let Some(page) = body.page(number) else { return false };
-        match page.warmth() {
-            Warmth::Settling => return false,
-            Warmth::Warm => {
-                page.cool();
+    /// Evicts a page unless it is hot or pinned.
+    fn evict_page(&self, number: u32, removed: &mut Removed) -> bool {
+        let snapshot = self.snapshot.load();
+        let Some(page) = snapshot.page(number) else { return false };
+        match page.clock() {
+            ClockState::Pinned => return false,
+            ClockState::Hot => {
+                page.mark_cold();
                 return false;
             }
-            Warmth::Cold => {}
+            ClockState::Cold => {}
         }
-        let _turn = page.turn();
-        if page.live() == 0 || page.warmth() == Warmth::Settling {
+        let _guard = page.lock();
+        if page.live() == 0 || page.clock() == ClockState::Pinned {
             return false;
         }
-        self.strike_holders(page);
-        let dead = page.set_holders(Holders::Nobody);
-        gone.bury(number, page, dead);
-        gone.pages.push(number);
+        self.remove_holders(page);
+        let dead = page.set_holders(Holders::Empty);
+        removed.push(number, page, dead);
+        removed.pages.push(number);
         true
     }
 
-    /// Takes a page's blocks off its holders' tallies. Their ledgers go on naming the page until they are [weighed](Self::weigh).
-    fn strike_holders(&self, page: Page<'_>) {
-        let (body, holders) = (self.body.load(), page.holders());
-        self.bytes.crowds.fetch_sub(holders.bytes(), Ordering::Relaxed);
-        for (seat, mask) in holders.to_vec() {
-            if let Some(owner) = body.roll.by_slot(seat.slot()) {
-                owner.went(seat, u64::from(mask.count_ones()), digest(page, mask));
-                owner.lose();
+    /// Removes the blocks of a page from the counters of its holders. Their page sets still contain the page until
+    /// [`account_pages`](Self::account_pages).
+    fn remove_holders(&self, page: Page<'_>) {
+        let (snapshot, holders) = (self.snapshot.load(), page.holders());
+        self.bytes.holder_sets.fetch_sub(holders.bytes(), Ordering::Relaxed);
+        for (source_level, mask) in holders.to_vec() {
+            if let Some(state) = snapshot.sources.by_id(source_level.source_id()) {
+                state.remove_blocks(source_level, u64::from(mask.count_ones()), digest_sum(page, mask));
+                state.note_evicted_page();
             }
         }
     }
 
-    fn fits(&self) -> bool {
-        let budget = self.budget.load(Ordering::Relaxed);
-        budget == usize::MAX || self.weight() <= budget
+    fn is_within_limit(&self) -> bool {
+        let limit = self.memory_limit.load(Ordering::Relaxed);
+        limit == usize::MAX || self.used_bytes() <= limit
     }
 
-    /// Bytes that what is known needs, spare room apart. Tables have spare room for what comes, and for what went until they shrink.
-    fn weight(&self) -> usize {
-        let entries = self.locator.entries() * ENTRY_BYTES;
-        self.arena.used() * PAGE_BYTES + entries.max(self.bytes.tables.load(Ordering::Relaxed)) + self.bytes.apart()
+    /// Bytes in use. Tables count as allocated, and at least with what their entries need.
+    fn used_bytes(&self) -> usize {
+        let entries = self.sharded_table.entries() * ENTRY_BYTES;
+        self.arena.used() * PAGE_BYTES + entries.max(self.bytes.tables.load(Ordering::Relaxed)) + self.bytes.other()
     }
 
-    /// Counts what a ledger takes, once it was changed, after clearing it of forgotten pages if they are many.
-    pub(super) fn weigh(&self, owner: &Owner, ledger: &mut Ledger) {
-        if owner.lost_many(ledger) {
-            let body = self.body.load();
-            for seat in super::seats(owner.slot) {
+    /// Updates the byte counter after a change of a source's page sets, and prunes evicted pages if there are many.
+    pub(super) fn account_pages(&self, state: &SourceState, pages: &mut SourcePages) {
+        if state.should_prune(pages) {
+            let snapshot = self.snapshot.load();
+            for source_level in super::source_levels(state.id) {
                 let holds = |number: &u32| {
-                    body.page(*number).is_some_and(|page| {
-                        let _turn = page.turn();
-                        page.holders().mask(seat) != 0
+                    snapshot.page(*number).is_some_and(|page| {
+                        let _guard = page.lock();
+                        page.holders().mask(source_level) != 0
                     })
                 };
-                let pages = &mut ledger.pages[seat.level()];
-                pages.retain(holds);
-                fit(pages);
+                let level_pages = &mut pages.by_level[source_level.level()];
+                level_pages.retain(holds);
+                shrink(level_pages);
             }
         }
-        let growth = ledger.growth();
+        let growth = pages.growth();
         if growth != 0 {
-            self.bytes.ledgers.fetch_add(growth, Ordering::Relaxed);
+            self.bytes.source_pages.fetch_add(growth, Ordering::Relaxed);
         }
     }
 }

@@ -1,224 +1,231 @@
-//! Several holders of a page. Those of whom many have the same, as everybody has the beginning of a prompt that all share, are
-//! a set of bits; the others stand one by one.
+//! The holders of a page that has two or more. Workers with equal masks, as for a system prompt that all requests
+//! share, form a group with a bitmap; other holders are listed individually.
 
 use super::bits::Bits;
-use super::source::{Seat, Slot};
+use super::source::{SourceId, SourceLevel};
 use super::sync::fetch;
 use std::sync::Arc;
 
-/// Two or more holders. It does not change: a change makes another.
+/// Two or more holders. Immutable: a change creates a new set.
 #[derive(PartialEq, Eq)]
-pub(super) enum Crowd {
-    /// So few that looking at them is one visit to memory.
-    Few { len: usize, seats: [Seat; FEW], masks: [u64; FEW] },
-    /// More. Those one by one are in the order of their seats.
-    Many { seats: Box<[Seat]>, masks: Box<[u64]>, groups: Box<[Group]> },
+pub(super) enum HolderSet {
+    /// Up to [`INLINE`] holders, in one allocation.
+    Inline { len: usize, source_levels: [SourceLevel; INLINE], masks: [u64; INLINE] },
+    /// More holders. Individual ones are sorted by source level.
+    Boxed { source_levels: Box<[SourceLevel]>, masks: Box<[u64]>, groups: Box<[BitmapGroup]> },
 }
 
 /// Workers that hold the same blocks at the same level.
 #[derive(Clone, PartialEq, Eq)]
-pub(super) struct Group {
+pub(super) struct BitmapGroup {
     pub(super) level: usize,
     pub(super) mask: u64,
     pub(super) workers: Bits,
 }
 
-/// The crowd of the page that was changed before. Pages of one chain mostly have the same, and share it: who walks along them then
-/// sees by its number that nothing is different.
+/// The holder set that was interned last. Pages of one chain mostly have equal holder sets and share one allocation, so
+/// a lookup recognizes an equal set by its address.
 #[derive(Default)]
-pub(super) struct Lately(Option<Arc<Crowd>>);
+pub(super) struct InternCache(Option<Arc<HolderSet>>);
 
-impl Lately {
-    /// The same crowd, the one that there is already if it is no other.
-    pub(super) fn share(&mut self, crowd: Crowd) -> Arc<Crowd> {
-        if let Some(lately) = self.0.as_ref().filter(|lately| ***lately == crowd) {
-            return lately.clone();
+impl InternCache {
+    /// Returns the last interned set if it is equal, else interns this one.
+    pub(super) fn intern(&mut self, holder_set: HolderSet) -> Arc<HolderSet> {
+        if let Some(cache) = self.0.as_ref().filter(|cache| ***cache == holder_set) {
+            return cache.clone();
         }
-        let crowd = Arc::new(crowd);
-        // A large one stays for nobody's sake.
-        self.0 = (crowd.bytes() <= LATELY_BYTES_MAX).then(|| crowd.clone());
-        crowd
+        let holder_set = Arc::new(holder_set);
+        // A large set is not kept alive only to be shared.
+        self.0 = (holder_set.bytes() <= INTERN_MAX_BYTES).then(|| holder_set.clone());
+        holder_set
     }
 }
 
-/// A crowd on its way to the next.
-struct Draft {
-    singles: Vec<(Seat, u64)>,
-    groups: Vec<Group>,
+/// A mutable copy of a holder set.
+struct HolderSetBuilder {
+    singles: Vec<(SourceLevel, u64)>,
+    groups: Vec<BitmapGroup>,
 }
 
-const FEW: usize = 4;
-/// Larger ones are not shared: two dozen holders.
-const LATELY_BYTES_MAX: usize = 384;
-/// Fewer workers alike are not worth a set: one by one they are read as quickly.
-const ALIKE: usize = 8;
-/// What a holder takes that stands alone.
-const SINGLE_BYTES: usize = size_of::<Seat>() + size_of::<u64>();
+const INLINE: usize = 4;
+/// Largest set that is interned: two dozen holders.
+const INTERN_MAX_BYTES: usize = 384;
+/// Smallest group: reading fewer holders individually is as fast.
+const GROUP_MIN: usize = 8;
+/// Bytes of an individual holder.
+const SINGLE_BYTES: usize = size_of::<SourceLevel>() + size_of::<u64>();
 
-impl Crowd {
-    pub(super) fn pair(one: (Seat, u64), other: (Seat, u64)) -> Self {
+impl HolderSet {
+    pub(super) fn pair(one: (SourceLevel, u64), other: (SourceLevel, u64)) -> Self {
         if one.0 < other.0 { [one, other] } else { [other, one] }.into_iter().collect()
     }
 
-    /// The same, but for one holder; without blocks it is none.
-    pub(super) fn with(&self, seat: Seat, mask: u64) -> Self {
-        let (seats, masks) = self.singles();
-        if !self.groups().is_empty() || seats.len() >= ALIKE {
-            let singles = seats.iter().copied().zip(masks.iter().copied()).collect();
-            let mut draft = Draft { singles, groups: self.groups().to_vec() };
-            draft.remove(seat);
+    /// A copy in which a holder has this mask; a holder with mask 0 is removed.
+    pub(super) fn with_mask(&self, source_level: SourceLevel, mask: u64) -> Self {
+        let (source_levels, masks) = self.singles();
+        if !self.groups().is_empty() || source_levels.len() >= GROUP_MIN {
+            let singles = source_levels.iter().copied().zip(masks.iter().copied()).collect();
+            let mut builder = HolderSetBuilder { singles, groups: self.groups().to_vec() };
+            builder.remove(source_level);
             if mask != 0 {
-                draft.insert(seat, mask);
+                builder.insert(source_level, mask);
             }
-            return draft.finish();
+            return builder.finish();
         }
-        let (Ok(at) | Err(at)) = seats.binary_search(&seat);
-        let after = at + usize::from(seats.get(at) == Some(&seat));
-        let others =
-            |range: std::ops::Range<usize>| seats[range.clone()].iter().copied().zip(masks[range].iter().copied());
-        let this = (mask != 0).then_some((seat, mask));
-        others(0..at).chain(this).chain(others(after..seats.len())).collect()
+        let (Ok(at) | Err(at)) = source_levels.binary_search(&source_level);
+        let after = at + usize::from(source_levels.get(at) == Some(&source_level));
+        let others = |range: std::ops::Range<usize>| {
+            source_levels[range.clone()].iter().copied().zip(masks[range].iter().copied())
+        };
+        let this = (mask != 0).then_some((source_level, mask));
+        others(0..at).chain(this).chain(others(after..source_levels.len())).collect()
     }
 
-    /// Those that stand one by one, in the order of their seats, and the blocks of each.
-    pub(super) fn singles(&self) -> (&[Seat], &[u64]) {
+    /// The individual holders, sorted, and their masks.
+    pub(super) fn singles(&self) -> (&[SourceLevel], &[u64]) {
         match self {
-            Self::Few { len, seats, masks } => (&seats[..*len], &masks[..*len]),
-            Self::Many { seats, masks, .. } => (seats, masks),
+            Self::Inline { len, source_levels, masks } => (&source_levels[..*len], &masks[..*len]),
+            Self::Boxed { source_levels, masks, .. } => (source_levels, masks),
         }
     }
 
-    pub(super) fn groups(&self) -> &[Group] {
+    pub(super) fn groups(&self) -> &[BitmapGroup] {
         match self {
-            Self::Few { .. } => &[],
-            Self::Many { groups, .. } => groups,
+            Self::Inline { .. } => &[],
+            Self::Boxed { groups, .. } => groups,
         }
     }
 
-    /// The only one that is left, if so.
-    pub(super) fn only(&self) -> Option<(Seat, u64)> {
+    /// The holder, if only one is left.
+    pub(super) fn single(&self) -> Option<(SourceLevel, u64)> {
         match self.singles() {
-            ([seat], [mask]) if self.groups().is_empty() => Some((*seat, *mask)),
+            ([source_level], [mask]) if self.groups().is_empty() => Some((*source_level, *mask)),
             _ => None,
         }
     }
 
-    /// Each holder with its blocks, in no order.
-    pub(super) fn iter(&self) -> impl Iterator<Item = (Seat, u64)> {
-        let (seats, masks) = self.singles();
-        seats.iter().copied().zip(masks.iter().copied()).chain(self.groups().iter().flat_map(Group::iter))
+    /// Each holder with its mask, in no particular order.
+    pub(super) fn iter(&self) -> impl Iterator<Item = (SourceLevel, u64)> {
+        let (source_levels, masks) = self.singles();
+        source_levels.iter().copied().zip(masks.iter().copied()).chain(self.groups().iter().flat_map(BitmapGroup::iter))
     }
 
-    pub(super) fn mask(&self, seat: Seat) -> u64 {
-        let (seats, masks) = self.singles();
-        let group = || self.groups().iter().find(|group| group.has(seat)).map_or(0, |group| group.mask);
-        seats.binary_search(&seat).map_or_else(|_| group(), |at| masks[at])
+    pub(super) fn mask(&self, source_level: SourceLevel) -> u64 {
+        let (source_levels, masks) = self.singles();
+        let group = || self.groups().iter().find(|group| group.contains(source_level)).map_or(0, |group| group.mask);
+        source_levels.binary_search(&source_level).map_or_else(|_| group(), |at| masks[at])
     }
 
-    /// The blocks that anybody holds.
+    /// Blocks that have a holder.
     pub(super) fn union(&self) -> u64 {
         let singles = self.singles().1.iter().fold(0, |union, mask| union | mask);
         self.groups().iter().fold(singles, |union, group| union | group.mask)
     }
 
-    /// Begins to bring near what it says of its holders.
-    pub(super) fn fetch(&self) {
-        if let Self::Many { seats, masks, groups } = self {
-            seats.first().into_iter().for_each(fetch);
+    /// Prefetches the data outside this allocation.
+    pub(super) fn prefetch(&self) {
+        if let Self::Boxed { source_levels, masks, groups } = self {
+            source_levels.first().into_iter().for_each(fetch);
             masks.first().into_iter().for_each(fetch);
             groups.first().into_iter().for_each(fetch);
         }
     }
 
     pub(super) fn bytes(&self) -> usize {
-        let apart = match self {
-            Self::Few { .. } => 0,
-            Self::Many { seats, groups, .. } => {
-                seats.len() * SINGLE_BYTES
-                    + groups.iter().map(|group| Group::bytes(group.workers.words().len())).sum::<usize>()
+        let boxed = match self {
+            Self::Inline { .. } => 0,
+            Self::Boxed { source_levels, groups, .. } => {
+                source_levels.len() * SINGLE_BYTES
+                    + groups.iter().map(|group| BitmapGroup::bytes(group.workers.words().len())).sum::<usize>()
             }
         };
-        size_of::<Self>() + 2 * size_of::<usize>() + apart
+        size_of::<Self>() + 2 * size_of::<usize>() + boxed
     }
 }
 
-impl FromIterator<(Seat, u64)> for Crowd {
-    /// Of holders one by one, in the order of their seats.
-    fn from_iter<I: IntoIterator<Item = (Seat, u64)>>(holders: I) -> Self {
+impl FromIterator<(SourceLevel, u64)> for HolderSet {
+    /// Of individual holders, sorted by source level.
+    fn from_iter<I: IntoIterator<Item = (SourceLevel, u64)>>(holders: I) -> Self {
         let mut holders = holders.into_iter();
-        let (mut seats, mut masks) = ([Seat::NOBODY; FEW], [0; FEW]);
-        for len in 0..FEW {
-            let Some(holder) = holders.next() else { return Self::Few { len, seats, masks } };
-            (seats[len], masks[len]) = holder;
+        let (mut source_levels, mut masks) = ([SourceLevel::NONE; INLINE], [0; INLINE]);
+        for len in 0..INLINE {
+            let Some(holder) = holders.next() else { return Self::Inline { len, source_levels, masks } };
+            (source_levels[len], masks[len]) = holder;
         }
-        let Some(next) = holders.next() else { return Self::Few { len: FEW, seats, masks } };
-        let first = seats.into_iter().zip(masks).chain([next]);
-        let (seats, masks): (Vec<_>, Vec<_>) = first.chain(holders).unzip();
-        Self::Many { seats: seats.into(), masks: masks.into(), groups: Box::default() }
+        let Some(next) = holders.next() else { return Self::Inline { len: INLINE, source_levels, masks } };
+        let first = source_levels.into_iter().zip(masks).chain([next]);
+        let (source_levels, masks): (Vec<_>, Vec<_>) = first.chain(holders).unzip();
+        Self::Boxed { source_levels: source_levels.into(), masks: masks.into(), groups: Box::default() }
     }
 }
 
-impl Draft {
-    fn remove(&mut self, seat: Seat) {
-        if let Ok(at) = self.singles.binary_search_by_key(&seat, |(seat, _)| *seat) {
+impl HolderSetBuilder {
+    fn remove(&mut self, source_level: SourceLevel) {
+        if let Ok(at) = self.singles.binary_search_by_key(&source_level, |(source_level, _)| *source_level) {
             self.singles.remove(at);
-        } else if let Some(at) = self.groups.iter().position(|group| group.has(seat)) {
+        } else if let Some(at) = self.groups.iter().position(|group| group.contains(source_level)) {
             let workers = &mut self.groups[at].workers;
-            workers.unset(seat.slot().number() as u32);
-            // It goes when it is half of what would make another, so that nothing sways to and fro.
-            if !Group::pays(2 * workers.len(), workers.words().len()) {
+            workers.unset(source_level.source_id().index() as u32);
+            // Hysteresis: a group is dissolved at half the size at which it forms.
+            if !BitmapGroup::is_smaller(2 * workers.len(), workers.words().len()) {
                 let group = self.groups.swap_remove(at);
                 self.singles.extend(group.iter());
-                self.singles.sort_unstable_by_key(|(seat, _)| *seat);
+                self.singles.sort_unstable_by_key(|(source_level, _)| *source_level);
             }
         }
     }
 
-    fn insert(&mut self, seat: Seat, mask: u64) {
-        let (worker, level) = (seat.slot().number() as u32, seat.level());
-        let store = seat.slot().is_store();
+    fn insert(&mut self, source_level: SourceLevel, mask: u64) {
+        let (worker, level) = (source_level.source_id().index() as u32, source_level.level());
+        let store = source_level.source_id().is_store();
         let group = self.groups.iter_mut().find(|group| group.level == level && group.mask == mask);
         if let Some(group) = group.filter(|_| !store) {
             group.workers.set(worker);
             return;
         }
-        let at = self.singles.partition_point(|(before, _)| *before < seat);
-        self.singles.insert(at, (seat, mask));
-        let is = |(seat, other): &(Seat, u64)| *other == mask && seat.level() == level && !seat.slot().is_store();
-        let alike = || self.singles.iter().filter(|single| is(single)).map(|(seat, _)| seat.slot().number());
+        let at = self.singles.partition_point(|(before, _)| *before < source_level);
+        self.singles.insert(at, (source_level, mask));
+        let is = |(source_level, other): &(SourceLevel, u64)| {
+            *other == mask && source_level.level() == level && !source_level.source_id().is_store()
+        };
+        let alike = || {
+            self.singles.iter().filter(|single| is(single)).map(|(source_level, _)| source_level.source_id().index())
+        };
         let words = alike().next_back().map_or(0, |last| last / 64 + 1);
-        if !store && Group::pays(alike().count(), words) {
+        if !store && BitmapGroup::is_smaller(alike().count(), words) {
             let workers = alike().map(|worker| worker as u32).collect();
-            self.groups.push(Group { level, mask, workers });
+            self.groups.push(BitmapGroup { level, mask, workers });
             self.singles.retain(|single| !is(single));
         }
     }
 
-    fn finish(self) -> Crowd {
+    fn finish(self) -> HolderSet {
         if self.groups.is_empty() {
             return self.singles.into_iter().collect();
         }
-        let (seats, masks): (Vec<_>, Vec<_>) = self.singles.into_iter().unzip();
-        Crowd::Many { seats: seats.into(), masks: masks.into(), groups: self.groups.into() }
+        let (source_levels, masks): (Vec<_>, Vec<_>) = self.singles.into_iter().unzip();
+        HolderSet::Boxed { source_levels: source_levels.into(), masks: masks.into(), groups: self.groups.into() }
     }
 }
 
-impl Group {
-    /// Whether a set of so many takes less than they would one by one.
-    fn pays(members: usize, words: usize) -> bool {
-        members >= ALIKE && members * SINGLE_BYTES >= Self::bytes(words)
+impl BitmapGroup {
+    /// Whether a bitmap for this many members needs fewer bytes than listing them.
+    fn is_smaller(members: usize, words: usize) -> bool {
+        members >= GROUP_MIN && members * SINGLE_BYTES >= Self::bytes(words)
     }
 
     fn bytes(words: usize) -> usize {
         size_of::<Self>() + words * size_of::<u64>()
     }
 
-    fn has(&self, seat: Seat) -> bool {
-        self.level == seat.level() && !seat.slot().is_store() && self.workers.has(seat.slot().number() as u32)
+    fn contains(&self, source_level: SourceLevel) -> bool {
+        self.level == source_level.level()
+            && !source_level.source_id().is_store()
+            && self.workers.has(source_level.source_id().index() as u32)
     }
 
-    fn iter(&self) -> impl Iterator<Item = (Seat, u64)> {
-        self.workers.iter().map(|worker| (Seat::at(Slot::worker(worker as usize), self.level), self.mask))
+    fn iter(&self) -> impl Iterator<Item = (SourceLevel, u64)> {
+        self.workers.iter().map(|worker| (SourceLevel::at(SourceId::worker(worker as usize), self.level), self.mask))
     }
 }
 
@@ -235,46 +242,55 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(64))]
 
         #[test]
-        fn holders_are_known_however_they_come_and_go_together(
+        fn holders_agree_with_a_map_under_churn(
             steps in proptest::collection::vec(
-                (any::<bool>(), 0..3_usize, 0..WORKERS, 1..WORKERS, 1..4_usize, proptest::sample::select(vec![1, 0xff, 0xf0, u64::MAX])),
+                (
+                    any::<bool>(),
+                    0..3_usize,
+                    0..WORKERS,
+                    1..WORKERS,
+                    1..4_usize,
+                    proptest::sample::select(vec![1, 0xff, 0xf0, u64::MAX]),
+                ),
                 1..30,
             ),
         ) {
-            let (mut holders, mut model) = (Holders::Nobody, BTreeMap::<u32, u64>::new());
-            let mut lately = Lately::default();
-            for (comes, level, first, many, stride, bits) in steps {
-                // A store now and then among many workers.
-                let workers = (first..WORKERS).step_by(stride).take(many).map(Slot::worker);
-                for slot in workers.chain((many % 4 == 0).then(|| Slot::store(first))) {
-                    let seat = Seat::at(slot, level);
-                    let had = model.get(&seat.raw()).copied().unwrap_or(0);
-                    let (changed, has) = if comes {
-                        (holders.add(seat, bits, &mut lately), had | bits)
+            let (mut holders, mut model) = (Holders::Empty, BTreeMap::<u32, u64>::new());
+            let mut cache = InternCache::default();
+            for (added, level, first, many, stride, bits) in steps {
+                // Some steps include a store.
+                let workers = (first..WORKERS).step_by(stride).take(many).map(SourceId::worker);
+                for source_id in workers.chain((many % 4 == 0).then(|| SourceId::store(first))) {
+                    let source_level = SourceLevel::at(source_id, level);
+                    let had = model.get(&source_level.raw()).copied().unwrap_or(0);
+                    let (changed, has) = if added {
+                        (holders.add(source_level, bits, &mut cache), had | bits)
                     } else {
-                        (holders.take(seat, bits, &mut lately), had & !bits)
+                        (holders.take(source_level, bits, &mut cache), had & !bits)
                     };
                     prop_assert_eq!(changed, had ^ has);
-                    prop_assert_eq!(holders.mask(seat), has);
-                    if has == 0 { model.remove(&seat.raw()) } else { model.insert(seat.raw(), has) };
+                    prop_assert_eq!(holders.mask(source_level), has);
+                    if has == 0 { model.remove(&source_level.raw()) } else { model.insert(source_level.raw(), has) };
                 }
-                let held: BTreeMap<u32, u64> = holders.to_vec().into_iter().map(|(seat, mask)| (seat.raw(), mask)).collect();
+                let raw = |(holder, mask): (SourceLevel, u64)| (holder.raw(), mask);
+                let held: BTreeMap<u32, u64> = holders.to_vec().into_iter().map(raw).collect();
                 prop_assert_eq!(&held, &model);
                 prop_assert_eq!(holders.union(), model.values().fold(0, |union, mask| union | mask));
-                prop_assert!(holders.bytes() <= 100 + 2 * SINGLE_BYTES * model.len(), "no set outweighs its members");
+                let limit = 100 + 2 * SINGLE_BYTES * model.len();
+                prop_assert!(holders.bytes() <= limit, "no bitmap is larger than a list of its members");
             }
         }
     }
 
     #[test]
-    fn what_everybody_holds_takes_a_bit_for_each() {
-        let (mut holders, mut lately) = (Holders::Nobody, Lately::default());
+    fn equal_masks_take_a_bit_per_holder() {
+        let (mut holders, mut cache) = (Holders::Empty, InternCache::default());
         for worker in 0..1024 {
-            holders.add(Seat::at(Slot::worker(worker), 0), 0xffff_ffff, &mut lately);
+            holders.add(SourceLevel::at(SourceId::worker(worker), 0), 0xffff_ffff, &mut cache);
         }
         assert!(holders.bytes() < 300, "{} bytes", holders.bytes());
         for worker in 2..1024 {
-            holders.take(Seat::at(Slot::worker(worker), 0), u64::MAX, &mut lately);
+            holders.take(SourceLevel::at(SourceId::worker(worker), 0), u64::MAX, &mut cache);
         }
         assert!(holders.bytes() < 100, "{} bytes are left for two", holders.bytes());
     }

@@ -1,67 +1,67 @@
-//! Who holds which blocks of a page: a bit per block for each holder, so that a hole is a bit and nothing else.
+//! Holders of the blocks of a page: a 64-bit mask for each holder.
 
-use super::holder_set::{Crowd, Lately};
-use super::source::Seat;
+use super::holder_set::{HolderSet, InternCache};
+use super::source::SourceLevel;
 use std::sync::Arc;
 
 /// The holders of a page.
 #[derive(Clone)]
 pub(super) enum Holders {
-    /// Nobody.
-    Nobody,
-    /// One, with its blocks: the common case.
-    One(Seat, u64),
-    /// Several.
-    Several(Arc<Crowd>),
+    /// No holder.
+    Empty,
+    /// One holder and its blocks: the common case.
+    One(SourceLevel, u64),
+    /// Two or more holders.
+    Many(Arc<HolderSet>),
 }
 
 impl Holders {
-    /// Adds blocks of a holder. Answers with those that it did not have.
-    pub(super) fn add(&mut self, seat: Seat, bits: u64, lately: &mut Lately) -> u64 {
+    /// Adds blocks to a holder. Returns the bits that were not set before.
+    pub(super) fn add(&mut self, source_level: SourceLevel, bits: u64, cache: &mut InternCache) -> u64 {
         match self {
             _ if bits == 0 => 0,
-            Self::Nobody => {
-                *self = Self::One(seat, bits);
+            Self::Empty => {
+                *self = Self::One(source_level, bits);
                 bits
             }
-            Self::One(holder, mask) if *holder == seat => {
+            Self::One(holder, mask) if *holder == source_level => {
                 let added = bits & !*mask;
                 *mask |= bits;
                 added
             }
             Self::One(holder, mask) => {
-                *self = Self::Several(lately.share(Crowd::pair((*holder, *mask), (seat, bits))));
+                *self = Self::Many(cache.intern(HolderSet::pair((*holder, *mask), (source_level, bits))));
                 bits
             }
-            Self::Several(crowd) => {
-                let had = crowd.mask(seat);
+            Self::Many(holder_set) => {
+                let had = holder_set.mask(source_level);
                 if bits & !had != 0 {
-                    *crowd = lately.share(crowd.with(seat, had | bits));
+                    *holder_set = cache.intern(holder_set.with_mask(source_level, had | bits));
                 }
                 bits & !had
             }
         }
     }
 
-    /// Takes blocks from a holder. Answers with those that it had.
-    pub(super) fn take(&mut self, seat: Seat, bits: u64, lately: &mut Lately) -> u64 {
+    /// Removes blocks from a holder. Returns the bits that were set before.
+    pub(super) fn take(&mut self, source_level: SourceLevel, bits: u64, cache: &mut InternCache) -> u64 {
         match self {
-            Self::One(holder, mask) if *holder == seat => {
+            Self::One(holder, mask) if *holder == source_level => {
                 let taken = *mask & bits;
                 *mask &= !bits;
                 if *mask == 0 {
-                    *self = Self::Nobody;
+                    *self = Self::Empty;
                 }
                 taken
             }
-            Self::Nobody | Self::One(..) => 0,
-            Self::Several(crowd) => {
-                let had = crowd.mask(seat);
+            Self::Empty | Self::One(..) => 0,
+            Self::Many(holder_set) => {
+                let had = holder_set.mask(source_level);
                 if had & bits != 0 {
-                    let fewer = crowd.with(seat, had & !bits);
-                    *self = match fewer.only() {
-                        Some((seat, mask)) => Self::One(seat, mask),
-                        None => Self::Several(lately.share(fewer)),
+                    let fewer = holder_set.with_mask(source_level, had & !bits);
+                    *self = match fewer.single() {
+                        Some((source_level, mask)) => Self::One(source_level, mask),
+                        None => Self::Many(cache.intern(fewer)),
                     };
                 }
                 had & bits
@@ -70,37 +70,37 @@ impl Holders {
     }
 
     /// The blocks of one holder.
-    pub(super) fn mask(&self, seat: Seat) -> u64 {
+    pub(super) fn mask(&self, source_level: SourceLevel) -> u64 {
         match self {
-            Self::One(holder, mask) if *holder == seat => *mask,
-            Self::Nobody | Self::One(..) => 0,
-            Self::Several(crowd) => crowd.mask(seat),
+            Self::One(holder, mask) if *holder == source_level => *mask,
+            Self::Empty | Self::One(..) => 0,
+            Self::Many(holder_set) => holder_set.mask(source_level),
         }
     }
 
-    /// The blocks that anybody holds.
+    /// Blocks that have a holder.
     pub(super) fn union(&self) -> u64 {
         match self {
-            Self::Nobody => 0,
+            Self::Empty => 0,
             Self::One(_, mask) => *mask,
-            Self::Several(crowd) => crowd.union(),
+            Self::Many(holder_set) => holder_set.union(),
         }
     }
 
-    /// Each holder with its blocks.
-    pub(super) fn to_vec(&self) -> Vec<(Seat, u64)> {
+    /// Each holder with its mask.
+    pub(super) fn to_vec(&self) -> Vec<(SourceLevel, u64)> {
         match self {
-            Self::Nobody => Vec::new(),
-            Self::One(seat, mask) => vec![(*seat, *mask)],
-            Self::Several(crowd) => crowd.iter().collect(),
+            Self::Empty => Vec::new(),
+            Self::One(source_level, mask) => vec![(*source_level, *mask)],
+            Self::Many(holder_set) => holder_set.iter().collect(),
         }
     }
 
-    /// Bytes beyond those of the page.
+    /// Bytes outside the page.
     pub(super) fn bytes(&self) -> usize {
         match self {
-            Self::Nobody | Self::One(..) => 0,
-            Self::Several(crowd) => crowd.bytes(),
+            Self::Empty | Self::One(..) => 0,
+            Self::Many(holder_set) => holder_set.bytes(),
         }
     }
 }

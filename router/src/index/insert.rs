@@ -1,137 +1,148 @@
-//! Where names go that have no place yet, and which pages a source keeps for those to come.
+//! Placement of new hashes, and the pages that a source reserves for its next blocks.
 //!
-//! First to where their chain ends so far, if there is room after it; else, if they are many, to a page of their own, so that what
-//! follows them finds room beside them; else behind whatever came last.
+//! New hashes go to the page where their chain ends, if it has space after the last block. Otherwise long runs start a
+//! new page, so that their successors find space beside them, and short ones are appended to the page that was used
+//! last.
 
 use super::Index;
 use super::bits::ones;
-use super::page::{PLACES, Page, Warmth};
-use super::position::Place;
+use super::page::{ClockState, PAGE_BLOCKS, Page};
+use super::position::Position;
 use super::run::Run;
-use super::sharded_table::{Entries, Entry};
-use super::snapshot::Body;
-use super::source::{Seat, Slot};
-use super::source_state::{Ledger, Owner};
-use super::update::{Gone, came};
+use super::sharded_table::{Entry, WriteBatch};
+use super::snapshot::IndexSnapshot;
+use super::source::{SourceId, SourceLevel};
+use super::source_state::{SourcePages, SourceState};
+use super::update::{Removed, note_added};
 
-/// A source has so many times as many pages as are kept for its next blocks.
-const SPARE: usize = 16;
-/// So many new blocks begin in a page of their own, so that what follows them finds room beside them.
-const APART: usize = 16;
+/// One page is reserved per this many pages of the source.
+const OPEN_RATIO: usize = 16;
+/// Runs of at least this length start a new page.
+const NEW_PAGE_MIN: usize = 16;
 
 impl Index {
-    /// Finds places for names that have none, and enters them. Answers with those that somebody else entered first.
-    pub(super) fn settle(&self, owner: &Owner, ledger: &mut Ledger, seat: Seat, fresh: Run<'_>) -> Vec<u64> {
-        if fresh.names.is_empty() {
+    /// Appends new hashes to pages and enters them in the tables. Returns the hashes that a concurrent writer entered
+    /// first.
+    pub(super) fn insert(
+        &self,
+        state: &SourceState,
+        pages: &mut SourcePages,
+        source_level: SourceLevel,
+        fresh: Run<'_>,
+    ) -> Vec<u64> {
+        if fresh.hashes.is_empty() {
             return Vec::new();
         }
-        let mut entries = Entries::new();
-        let mut settling = Vec::new();
+        let mut entries = WriteBatch::new();
+        let mut pinned = Vec::new();
         let mut rest = fresh;
-        // First to where their chain ends so far, if there is room after it.
-        let mut tail = fresh.after.and_then(|after| self.body.load().find(after)).map(Place::page);
-        while !rest.names.is_empty() {
+        // The page where the chain ends, if it has space.
+        let mut tail = fresh.after.and_then(|after| self.snapshot.load().find(after)).map(Position::page);
+        while !rest.hashes.is_empty() {
             let beside = tail.take();
-            let Some(number) = beside.or_else(|| self.open(owner, ledger, rest.names.len())) else { break };
-            let body = self.body.load();
-            // Its chunk may have gone back to the system.
-            let page = body.page(number);
-            let _turn = page.as_ref().map(Page::turn);
-            let takes = |page: &Page<'_>| {
-                let goes_on = page.used().checked_sub(1).is_none_or(|last| rest.after == Some(page.name(last)));
-                let joins = goes_on || beside.is_none() && rest.names.len() < APART;
-                page.is_of(owner.slot) && page.used() < PLACES && joins
+            let Some(number) = beside.or_else(|| self.open_page(state, pages, rest.hashes.len())) else { break };
+            let snapshot = self.snapshot.load();
+            // The chunk of the page may have been freed.
+            let page = snapshot.page(number);
+            let _guard = page.as_ref().map(Page::lock);
+            let is_suitable = |page: &Page<'_>| {
+                let continues = page.used().checked_sub(1).is_none_or(|last| rest.after == Some(page.hash(last)));
+                let may_append = continues || beside.is_none() && rest.hashes.len() < NEW_PAGE_MIN;
+                page.is_owned_by(state.id) && page.used() < PAGE_BLOCKS && may_append
             };
-            let Some(page) = page.filter(takes) else {
+            let Some(page) = page.filter(is_suitable) else {
                 if beside.is_none() {
-                    ledger.open.next();
+                    pages.open.next();
                 }
                 continue;
             };
-            page.set_warmth(Warmth::Settling);
-            let (now, later) = rest.split(rest.names.len().min((PLACES - page.used()) as usize));
+            page.set_clock(ClockState::Pinned);
+            let (now, later) = rest.split(rest.hashes.len().min((PAGE_BLOCKS - page.used()) as usize));
             let before = page.holders().bytes();
-            let joins = if now.chained { !1 } else { 0 };
-            let first = page.append(seat, now, joins, &mut ledger.joined);
-            self.crowds(before, page.holders().bytes());
-            if let Some(after) = now.after.filter(|_| !page.joins_at(first)) {
-                lead(&body, entries.last(), after, Place::new(number, first));
+            let links = if now.chained { !1 } else { 0 };
+            let first = page.append(source_level, now, links, &mut pages.last_added);
+            self.account_holder_sets(before, page.holders().bytes());
+            if let Some(after) = now.after.filter(|_| !page.is_linked(first)) {
+                link_successor(&snapshot, entries.last(), after, Position::new(number, first));
             }
-            came(owner, ledger, seat, number, page, ones(now.names.len() as u32) << first);
-            (first..).zip(now.names).for_each(|(at, name)| entries.push(*name, Place::new(number, at)));
-            settling.push(number);
+            note_added(state, pages, source_level, number, page, ones(now.hashes.len() as u32) << first);
+            (first..).zip(now.hashes).for_each(|(at, hash)| entries.push(*hash, Position::new(number, at)));
+            pinned.push(number);
             rest = later;
         }
-        let same =
-            |name, place: Place| self.body.load().page(place.page()).is_some_and(|page| page.has(place.at(), name));
-        let refused = self.locator.enter(
-            &self.body.load(),
+        let same = |hash, position: Position| {
+            self.snapshot.load().page(position.page()).is_some_and(|page| page.has(position.offset(), hash))
+        };
+        let refused = self.sharded_table.insert(
+            &self.snapshot.load(),
             &entries,
             same,
-            |places| self.names_in(places),
+            |positions| self.hashes_at(positions),
             |shard, table| self.set_table(shard, table),
         );
-        let body = self.body.load();
-        for Entry { place, .. } in &refused {
-            let Some(page) = body.page(place.page()) else { continue };
-            let _turn = page.turn();
-            // Nobody found it here, so nobody else holds it here.
-            self.take(owner, ledger, seat, (place.page(), page), 1 << place.at(), &mut Gone::new());
+        let snapshot = self.snapshot.load();
+        for Entry { position, .. } in &refused {
+            let Some(page) = snapshot.page(position.page()) else { continue };
+            let _guard = page.lock();
+            // The entry was refused, so lookups never reached this position and no other source is a holder of it.
+            self.take(state, pages, source_level, (position.page(), page), 1 << position.offset(), &mut Removed::new());
         }
-        for number in settling {
-            let Some(page) = body.page(number) else { continue };
-            let _turn = page.turn();
-            // Who asks for it will warm it: what nobody asks for is forgotten before what somebody did.
-            page.set_warmth(Warmth::Cold);
-            self.discard(number, page);
+        for number in pinned {
+            let Some(page) = snapshot.page(number) else { continue };
+            let _guard = page.lock();
+            // The page starts cold: lookups mark it hot, and pages without lookups are evicted first.
+            page.set_clock(ClockState::Cold);
+            self.reclaim_page(number, page);
         }
-        refused.into_iter().map(|entry| entry.name).collect()
+        refused.into_iter().map(|entry| entry.hash).collect()
     }
 
-    /// A page of the source's with room in it, probably; one after the other, as many as so many names will want.
-    pub(super) fn open(&self, owner: &Owner, ledger: &mut Ledger, names: usize) -> Option<u32> {
-        if ledger.open.is_empty() {
-            // Those to come as well, so that a long chain lies together: a small part of what the source has.
-            let wanted = names.div_ceil(PLACES as usize).max(owner.blocks() / PLACES as usize / SPARE);
-            let numbers = self.arena.take(wanted, |change| self.set_chunk(change))?;
-            let body = self.body.load();
+    /// Number of a page that this source owns, which probably has space. Allocates enough pages for this many hashes if
+    /// the source has none reserved.
+    pub(super) fn open_page(&self, state: &SourceState, pages: &mut SourcePages, hashes: usize) -> Option<u32> {
+        if pages.open.is_empty() {
+            // A small share of the source's pages is reserved in advance, so that a long chain is contiguous.
+            let wanted = hashes.div_ceil(PAGE_BLOCKS as usize).max(state.blocks() / PAGE_BLOCKS as usize / OPEN_RATIO);
+            let numbers = self.arena.allocate(wanted, |change| self.set_chunk(change))?;
+            let snapshot = self.snapshot.load();
             for number in numbers.clone() {
-                let page = body.page(number)?;
-                let _turn = page.turn();
-                page.set_warmth(Warmth::Settling);
-                page.hand_to(owner.slot);
+                let page = snapshot.page(number)?;
+                let _guard = page.lock();
+                page.set_clock(ClockState::Pinned);
+                page.assign_to(state.id);
             }
-            ledger.open = numbers;
+            pages.open = numbers;
         }
-        Some(ledger.open.start)
+        Some(pages.open.start)
     }
 
-    /// A source that holds nothing keeps no pages for what may come.
-    pub(super) fn close_idle(&self, owner: &Owner, ledger: &mut Ledger) {
-        if owner.blocks() == 0 {
-            self.close(owner.slot, ledger);
+    /// Frees the reserved pages of a source without blocks.
+    pub(super) fn release_if_empty(&self, state: &SourceState, pages: &mut SourcePages) {
+        if state.blocks() == 0 {
+            self.release_open_pages(state.id, pages);
         }
     }
 
-    /// Lets go of the pages that a source had open, where it never came to use them.
-    pub(super) fn close(&self, owner: Slot, ledger: &mut Ledger) {
-        let body = self.body.load();
-        for number in std::mem::take(&mut ledger.open) {
-            let Some(page) = body.page(number) else { continue };
-            let _turn = page.turn();
-            // It may be another's by now.
-            if page.live() == 0 && page.warmth() == Warmth::Settling && page.is_of(owner) {
-                page.set_warmth(Warmth::Cold);
-                self.discard(number, page);
+    /// Frees the reserved pages of a source that are still empty.
+    pub(super) fn release_open_pages(&self, source_id: SourceId, pages: &mut SourcePages) {
+        let snapshot = self.snapshot.load();
+        for number in std::mem::take(&mut pages.open) {
+            let Some(page) = snapshot.page(number) else { continue };
+            let _guard = page.lock();
+            // Another source may own the page by now.
+            if page.live() == 0 && page.clock() == ClockState::Pinned && page.is_owned_by(source_id) {
+                page.set_clock(ClockState::Cold);
+                self.reclaim_page(number, page);
             }
         }
     }
 }
 
-/// Notes in the page of a block where the chain goes on. The block was entered just now, or long ago.
-fn lead(body: &Body, entered: Option<&Entry>, block: u64, next: Place) {
-    let place = entered.map(|entry| entry.place).or_else(|| body.find(block));
-    if let Some((place, page)) = place.and_then(|place| Some((place, body.page(place.page())?))) {
-        page.goes_on(place.at(), next);
+/// Notes in the page of a block where its successor is. The block is either the last entry of this batch or an older
+/// one.
+fn link_successor(snapshot: &IndexSnapshot, entered: Option<&Entry>, block: u64, next: Position) {
+    let position = entered.map(|entry| entry.position).or_else(|| snapshot.find(block));
+    if let Some((position, page)) = position.and_then(|position| Some((position, snapshot.page(position.page())?))) {
+        page.set_successor(position.offset(), next);
     }
 }

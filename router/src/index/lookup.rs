@@ -1,110 +1,111 @@
-//! A lookup: along a prompt from page to page. What each page says of its holders, a [`Partition`] counts.
+//! A lookup: follows a prompt from page to page. [`Partition`] counts the holders of each page.
 
 use super::overlap::Overlap;
-use super::page::{PLACES, Seen};
+use super::page::{PAGE_BLOCKS, PageRead};
 use super::partition::{Partition, Window};
-use super::position::Place;
-use super::snapshot::Body;
+use super::position::Position;
+use super::snapshot::IndexSnapshot;
 use super::sync::fetch;
-use super::worker_overlap::Answer;
+use super::worker_overlap::WorkerOverlaps;
 use kvbm::SequenceHash;
 
-/// Pages ahead whose heads are brought near, in case they lie side by side.
-const NEAR: usize = 8;
-/// Blocks from one to the next.
-const STRIDE: usize = PLACES as usize;
-/// A block may be moved between finding and reading it, and then be found again.
-const TRIES: usize = 3;
+/// How many pages ahead heads are prefetched, assuming that pages of a chain are contiguous.
+const PREFETCH_PAGES: usize = 8;
+/// Blocks from one full page to the next.
+const PAGE_STRIDE: usize = PAGE_BLOCKS as usize;
+/// A block may move between finding and reading it; then it is looked up again.
+const ATTEMPTS: usize = 3;
 
-/// The walk.
-pub(super) struct Walk<'a> {
-    body: &'a Body,
-    names: &'a [SequenceHash],
-    answer: &'a mut Answer,
+/// A lookup in progress.
+pub(super) struct Lookup<'a> {
+    snapshot: &'a IndexSnapshot,
+    hashes: &'a [SequenceHash],
+    overlaps: &'a mut WorkerOverlaps,
     partition: &'a mut Partition,
-    /// Blocks walked.
+    /// Number of blocks done.
     at: usize,
 }
 
-impl<'a> Walk<'a> {
-    pub(super) fn new(body: &'a Body, names: &'a [SequenceHash], out: &'a mut Overlap) -> Self {
-        let Overlap { answer, partition } = out;
-        answer.reset(partition.begin(body.roll.workers.len()));
-        Self { body, names, answer, partition, at: 0 }
+impl<'a> Lookup<'a> {
+    pub(super) fn new(snapshot: &'a IndexSnapshot, hashes: &'a [SequenceHash], out: &'a mut Overlap) -> Self {
+        let Overlap { overlaps, partition } = out;
+        overlaps.reset(partition.begin(snapshot.sources.workers.len()));
+        Self { snapshot, hashes, overlaps, partition, at: 0 }
     }
 
-    /// Walks as far as anybody holds the prompt.
+    /// Follows the prompt until no source holds the next block.
     pub(super) fn run(mut self) {
-        self.walk();
-        self.partition.end(self.answer);
+        self.follow_chain();
+        self.partition.end(self.overlaps);
     }
 
-    fn walk(&mut self) {
-        self.names.iter().skip(STRIDE - 1).step_by(STRIDE).take(NEAR).for_each(fetch);
-        let mut led = None;
-        while self.at < self.names.len() {
-            let Some((place, seen)) = led.take().or_else(|| self.page()) else { return };
-            self.at += seen.len as usize;
-            let (times, next) = self.alike(place, &seen);
-            // The next is looked at before this one is counted, so that its lines come meanwhile.
-            led = next.and_then(|place| self.read(place));
-            let window = Window { at: place.at(), len: seen.len, times };
-            if !self.partition.count(&seen, window, &self.body.roll.reach, self.answer) {
+    fn follow_chain(&mut self) {
+        self.hashes.iter().skip(PAGE_STRIDE - 1).step_by(PAGE_STRIDE).take(PREFETCH_PAGES).for_each(fetch);
+        let mut successor = None;
+        while self.at < self.hashes.len() {
+            let Some((position, read)) = successor.take().or_else(|| self.find_page()) else { return };
+            self.at += read.len as usize;
+            let (times, next) = self.skip_equal_pages(position, &read);
+            // The successor is read before this page is counted, so that its cache lines arrive meanwhile.
+            successor = next.and_then(|position| self.read(position));
+            let window = Window { at: position.offset(), len: read.len, times };
+            if !self.partition.count(&read, window, &self.snapshot.sources.readers, self.overlaps) {
                 return;
             }
         }
     }
 
-    /// How many pages, from this one on, have the prompt alike, and where it goes on then. They are whole, so that one look at a
-    /// line tells.
-    fn alike(&mut self, place: Place, seen: &Seen) -> (u32, Option<Place>) {
-        let (mut times, mut next) = (1, seen.next);
-        if place.at() != 0 || seen.len != PLACES {
+    /// Number of pages, from this one on, that are full, match the prompt and have the same holders, and the successor
+    /// of the last of them. Comparing a full page takes one read of its head.
+    fn skip_equal_pages(&mut self, position: Position, read: &PageRead) -> (u32, Option<Position>) {
+        let (mut times, mut next) = (1, read.next);
+        if position.offset() != 0 || read.len != PAGE_BLOCKS {
             return (times, next);
         }
-        while let Some(place) = next.filter(|place| place.at() == 0)
-            && let Some(end) = self.names.get(self.at + STRIDE - 1)
-            && let Some(page) = self.body.page(place.page())
-            && let Some(further) = page.goes_on_as(seen, end.short())
+        while let Some(position) = next.filter(|position| position.offset() == 0)
+            && let Some(end) = self.hashes.get(self.at + PAGE_STRIDE - 1)
+            && let Some(page) = self.snapshot.page(position.page())
+            && let Some(next_successor) = page.equal_successor(read, end.short())
         {
-            self.fetch_ahead(place);
-            page.warm();
-            self.at += STRIDE;
-            (times, next) = (times + 1, Some(further).filter(|further| *further != Place::NOWHERE));
+            self.prefetch_ahead(position);
+            page.mark_hot();
+            self.at += PAGE_STRIDE;
+            (times, next) =
+                (times + 1, Some(next_successor).filter(|next_successor| *next_successor != Position::NONE));
         }
         (times, next)
     }
 
-    /// Brings near what will probably be read soon after a page that has the next block of the prompt.
-    fn fetch_ahead(&self, place: Place) {
-        self.body.fetch_head(place.page() + NEAR as u32);
-        if let Some(name) = self.names.get(self.at + (NEAR + 1) * STRIDE - 1) {
-            fetch(name);
+    /// Prefetches what is probably read after a page that has the next block of the prompt.
+    fn prefetch_ahead(&self, position: Position) {
+        self.snapshot.prefetch_head(position.page() + PREFETCH_PAGES as u32);
+        if let Some(hash) = self.hashes.get(self.at + (PREFETCH_PAGES + 1) * PAGE_STRIDE - 1) {
+            fetch(hash);
         }
     }
 
-    /// What the page that the one before it led to has of the prompt.
-    fn read(&self, place: Place) -> Option<(Place, Seen)> {
-        let names = self.names.get(self.at..).filter(|names| !names.is_empty())?;
-        let page = self.body.page(place.page())?;
-        self.fetch_ahead(place);
-        let seen = page.look(place.at(), names).filter(|seen| seen.len > 0)?;
-        if let Some(crowd) = seen.several.as_deref().and_then(Option::as_ref) {
-            crowd.fetch();
+    /// Reads the page at a predicted position; `None` if it does not match the prompt.
+    fn read(&self, position: Position) -> Option<(Position, PageRead)> {
+        let hashes = self.hashes.get(self.at..).filter(|hashes| !hashes.is_empty())?;
+        let page = self.snapshot.page(position.page())?;
+        self.prefetch_ahead(position);
+        let read = page.read(position.offset(), hashes).filter(|read| read.len > 0)?;
+        if let Some(holder_set) = read.holder_set.as_deref().and_then(Option::as_ref) {
+            holder_set.prefetch();
         }
-        page.warm();
-        Some((place, seen))
+        page.mark_hot();
+        Some((position, read))
     }
 
-    /// The page that has the next block, and how much of the prompt.
-    fn page(&self) -> Option<(Place, Seen)> {
-        for _ in 0..TRIES {
-            let place = self.body.find(self.names[self.at].short())?;
-            let Some(page) = self.body.page(place.page()) else { continue };
-            let seen = page.look(place.at(), &self.names[self.at..])?;
-            if seen.len > 0 {
-                page.warm();
-                return Some((place, seen));
+    /// Looks up the page of the next block in the tables, and reads it.
+    fn find_page(&self) -> Option<(Position, PageRead)> {
+        for _ in 0..ATTEMPTS {
+            let position = self.snapshot.find(self.hashes[self.at].short())?;
+            let Some(page) = self.snapshot.page(position.page()) else { continue };
+            let read = page.read(position.offset(), &self.hashes[self.at..])?;
+            if read.len > 0 {
+                page.mark_hot();
+                return Some((position, read));
             }
         }
         None

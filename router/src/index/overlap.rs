@@ -1,44 +1,44 @@
-//! How much of a prompt each worker has within reach.
+//! How much of a prompt each worker can reuse.
 
 use super::partition::Partition;
-use super::source::Slot;
-use super::worker_overlap::{Answer, Held};
+use super::source::SourceId;
+use super::worker_overlap::{WorkerOverlap, WorkerOverlaps};
 
-/// What each worker holds of one prompt. Asked with the same one again, nothing is allocated.
+/// The overlap of one prompt with every worker. Its memory can be reused for the next lookup.
 #[derive(Default)]
 pub struct Overlap {
-    pub(super) answer: Answer,
-    /// Of the walk that makes the answer.
+    pub(super) overlaps: WorkerOverlaps,
+    /// Scratch space of a lookup.
     pub(super) partition: Partition,
 }
 
 impl Overlap {
-    /// What the worker in this slot holds.
-    pub fn at(&self, slot: Slot) -> Held {
-        self.answer.at(slot.number())
+    /// Overlap of a worker.
+    pub fn at(&self, source_id: SourceId) -> WorkerOverlap {
+        self.overlaps.at(source_id.index())
     }
 
-    /// What there is, each thing once.
-    pub(crate) fn kinds(&self) -> &[Held] {
-        &self.answer.kinds
+    /// The distinct overlaps.
+    pub(crate) fn distinct(&self) -> &[WorkerOverlap] {
+        &self.overlaps.distinct
     }
 
-    /// Which of it the worker in this slot has, by its place among the kinds.
+    /// Index of a worker's overlap in [`distinct`](Self::distinct).
     #[inline]
-    pub(crate) fn kind(&self, slot: Slot) -> usize {
-        self.answer.kind.get(slot.number()).map_or(0, |kind| *kind as usize)
+    pub(crate) fn distinct_index(&self, source_id: SourceId) -> usize {
+        self.overlaps.index_of.get(source_id.index()).map_or(0, |index| *index as usize)
     }
 
-    /// The worker in this slot will have so many leading blocks, if it has not got more.
-    pub(crate) fn lengthen(&mut self, slot: Slot, blocks: u32) {
-        let Answer { kinds, kind, .. } = &mut self.answer;
-        let Some(kind) = kind.get_mut(slot.number()) else { return };
-        let mut held = kinds[*kind as usize];
-        let run = held.run();
+    /// Extends the overlap of a worker to this many leading blocks, if it has fewer. The additional blocks count as G1.
+    pub(crate) fn extend(&mut self, source_id: SourceId, blocks: u32) {
+        let WorkerOverlaps { distinct, index_of, .. } = &mut self.overlaps;
+        let Some(index) = index_of.get_mut(source_id.index()) else { return };
+        let mut held = distinct[*index as usize];
+        let run = held.total();
         if run < blocks {
             held.0[0] += blocks - run;
-            *kind = kinds.len() as u32;
-            kinds.push(held);
+            *index = distinct.len() as u32;
+            distinct.push(held);
         }
     }
 }

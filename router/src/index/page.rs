@@ -1,157 +1,160 @@
-//! Sixty-four places for names, and who holds the blocks in them.
+//! A page: 64 block hashes and their holders.
 //!
-//! Names lie in the order in which they were announced, and a lookup compares a run of them by its last: a name commits to
-//! everything before it. A page's last name stands in its head as well, and so does where the chain goes on after it, and after one
-//! other: a lookup that goes through a long prompt reads a line or two of each page, and asks no table. Where it goes on is a
-//! hint, true when it was written: whoever follows it compares the name that he finds.
+//! Hashes are in the order in which they were announced. A block hash commits to all blocks before it, so a lookup
+//! compares a run by its last hash. The head repeats the last hash of the page. It also has the position of the
+//! successor of the last block, and of the successor of one block where the chain forks. A lookup of a long prompt
+//! therefore reads one or two cache lines per page and no table. Successor positions are hints that were right when
+//! written; the reader compares the hash that it finds there.
 //!
-//! A place is used once in a page's life, so a name that a reader found does not turn into another under it. A page is read
-//! without waiting, see [`Version`]; it is changed by whose turn it is, see [`Turn`].
+//! A position is used once in the lifetime of a page, so a hash never changes under a reader. Readers use the page's
+//! [`SeqLock`] and do not wait; writers hold its [`SpinLock`].
 
 use super::bits::ones;
-use super::holder_set::{Crowd, Lately};
+use super::holder_set::{HolderSet, InternCache};
 use super::holders::Holders;
-use super::position::Place;
+use super::position::Position;
 use super::run::Run;
-use super::seqlock::{Taken, Turn, Version};
-use super::source::{Seat, Slot};
+use super::seqlock::SeqLock;
+use super::source::{SourceId, SourceLevel};
+use super::spin_lock::{SpinGuard, SpinLock};
 use super::sync::{AtomicU8, AtomicU32, AtomicU64, Ordering, fetch};
 use arc_swap::{ArcSwapOption, Guard};
 use kvbm::SequenceHash;
 use std::sync::Arc;
 
-/// Places of a page: as many as a word has bits.
-pub(super) const PLACES: u32 = 64;
+/// Positions per page: the number of bits of a mask.
+pub(super) const PAGE_BLOCKS: u32 = 64;
 
-/// A page, as it lies in its chunk.
+/// A page within its chunk.
 #[derive(Clone, Copy)]
 pub(super) struct Page<'a> {
     head: &'a Head,
-    names: &'a Names,
+    hashes: &'a Hashes,
 }
 
-/// What is known of a page's blocks: one cache line, beside the heads of the pages before and after it.
+/// Metadata of a page: one cache line, next to the heads of neighbouring pages.
 #[repr(align(64))]
 pub(super) struct Head {
-    version: Version,
-    /// The only holder and its blocks; or that there are several, and where what is said of them lies, as a number that tells one
-    /// crowd from another.
-    seat: AtomicU32,
+    seqlock: SeqLock,
+    /// The only holder and its mask; or [`SourceLevel::MANY`] and the address of the holder set, which identifies it.
+    source_level: AtomicU32,
     mask: AtomicU64,
-    several: ArcSwapOption<Crowd>,
-    /// Places whose block somebody holds.
+    holder_set: ArcSwapOption<HolderSet>,
+    /// Positions whose block has a holder.
     live: AtomicU64,
-    /// Places whose block follows the one before it in a chain, both of them live.
-    joins: AtomicU64,
-    /// The name in the last place, once there is one.
-    last: AtomicU64,
-    /// Where the block lies that follows the one in the last place, as far as is known; nowhere is the first place of all.
-    next: AtomicU32,
-    /// The same of one other place, and which that is.
-    turn: AtomicU32,
-    turns: AtomicU8,
-    /// Places used, from the first on.
+    /// Positions whose block follows the one before it in a chain; both are live.
+    links: AtomicU64,
+    /// The hash at the last position, once used.
+    last_hash: AtomicU64,
+    /// Predicted position of the successor of the last block; [`Position::NONE`] if unknown.
+    last_successor: AtomicU32,
+    /// The same for one other block, and the offset of that block.
+    fork_successor: AtomicU32,
+    fork_offset: AtomicU8,
+    /// Number of used positions, from the first on.
     used: AtomicU8,
-    warmth: AtomicU8,
-    /// Whose turn it is to change any of this.
-    turn_of: Turn,
-    /// Whose new names go here.
+    clock: AtomicU8,
+    /// Serializes writers.
+    lock: SpinLock,
+    /// The source that appends to this page.
     owner: AtomicU32,
 }
 
-/// A page's names.
+/// The hashes of a page.
 #[repr(align(64))]
-pub(super) struct Names([AtomicU64; PLACES as usize]);
+pub(super) struct Hashes([AtomicU64; PAGE_BLOCKS as usize]);
 
 const _: () = assert!(size_of::<Head>() == 64, "a head is one cache line");
 
-/// Whether a page was asked for lately.
+/// State of a page for clock eviction.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Warmth {
-    /// Not since the hand came by.
+pub(super) enum ClockState {
+    /// Not read since the hand passed.
     Cold,
-    /// It was.
-    Warm,
-    /// Its names are being entered; it must stay.
-    Settling,
+    /// Read since the hand passed.
+    Hot,
+    /// Hashes are being inserted; the page must not be evicted or freed.
+    Pinned,
 }
 
-/// Names of a cache line.
-pub(super) const LINE: usize = 8;
+/// Hashes per cache line.
+pub(super) const LINE_HASHES: usize = 8;
 
-/// What a page has of a prompt.
-pub(super) struct Seen {
-    /// The leading blocks that follow each other from the place on.
+/// Result of reading a page.
+pub(super) struct PageRead {
+    /// Number of leading blocks of the prompt that match from the given offset on.
     pub(super) len: u32,
-    /// The only holder and its blocks, as in the head.
-    pub(super) seat: Seat,
+    /// The only holder and its mask, as in the head.
+    pub(super) source_level: SourceLevel,
     pub(super) mask: u64,
-    /// When there are several. As long as this is here, none but this one has its number.
-    pub(super) several: Option<Guard<Option<Arc<Crowd>>>>,
-    /// Where the prompt probably goes on.
-    pub(super) next: Option<Place>,
+    /// The holder set if there are many. While this guard lives, its address is not reused.
+    pub(super) holder_set: Option<Guard<Option<Arc<HolderSet>>>>,
+    /// Predicted position of the next block of the prompt.
+    pub(super) next: Option<Position>,
 }
 
 impl Head {
     pub(super) fn new() -> Self {
         Self {
-            version: Version::new(),
-            seat: AtomicU32::new(Seat::NOBODY.raw()),
+            seqlock: SeqLock::new(),
+            source_level: AtomicU32::new(SourceLevel::NONE.raw()),
             mask: AtomicU64::new(0),
-            several: ArcSwapOption::empty(),
+            holder_set: ArcSwapOption::empty(),
             live: AtomicU64::new(0),
-            joins: AtomicU64::new(0),
-            last: AtomicU64::new(0),
-            next: AtomicU32::new(0),
-            turn: AtomicU32::new(0),
-            turns: AtomicU8::new(0),
+            links: AtomicU64::new(0),
+            last_hash: AtomicU64::new(0),
+            last_successor: AtomicU32::new(0),
+            fork_successor: AtomicU32::new(0),
+            fork_offset: AtomicU8::new(0),
             used: AtomicU8::new(0),
-            warmth: AtomicU8::new(0),
-            turn_of: Turn::new(),
+            clock: AtomicU8::new(0),
+            lock: SpinLock::new(),
             owner: AtomicU32::new(u32::MAX),
         }
     }
 
-    /// Brings it near. What it answers means nothing.
-    pub(super) fn touch(&self) -> u64 {
+    /// Loads the cache line. The value has no meaning.
+    pub(super) fn load_line(&self) -> u64 {
         self.live.load(Ordering::Relaxed)
     }
 }
 
-impl Names {
+impl Hashes {
     pub(super) fn new() -> Self {
         Self(std::array::from_fn(|_| AtomicU64::new(0)))
     }
 }
 
 impl<'a> Page<'a> {
-    pub(super) fn new(head: &'a Head, names: &'a Names) -> Self {
-        Self { head, names }
+    pub(super) fn new(head: &'a Head, hashes: &'a Hashes) -> Self {
+        Self { head, hashes }
     }
 
-    /// Begins to bring all of it near.
-    pub(super) fn fetch(&self) {
+    /// Prefetches the whole page.
+    pub(super) fn prefetch(&self) {
         fetch(self.head);
-        self.names.0.iter().step_by(LINE).for_each(fetch);
+        self.hashes.0.iter().step_by(LINE_HASHES).for_each(fetch);
     }
 
-    /// Whether a live block of this name is in this place. True for a moment only, unless the caller holds the page's lock.
-    pub(super) fn has(&self, at: u32, name: u64) -> bool {
-        self.live() >> at & 1 == 1 && self.name_near(at) == name
+    /// Whether a live block with this hash is at an offset. This may change at any time unless the caller holds the
+    /// page's lock.
+    pub(super) fn has(&self, at: u32, hash: u64) -> bool {
+        self.live() >> at & 1 == 1 && self.hash_from_head(at) == hash
     }
 
-    pub(super) fn name(&self, at: u32) -> u64 {
-        self.names.0[at as usize].load(Ordering::Relaxed)
+    pub(super) fn hash(&self, at: u32) -> u64 {
+        self.hashes.0[at as usize].load(Ordering::Relaxed)
     }
 
-    /// The lock under which it is changed. Nobody holds two, unless he can do without the second.
-    pub(super) fn turn(&self) -> Taken<'a> {
-        self.head.turn_of.take()
+    /// Locks the page for writing. A thread that holds one page lock takes a second only with
+    /// [`try_lock`](Self::try_lock).
+    pub(super) fn lock(&self) -> SpinGuard<'a> {
+        self.head.lock.lock()
     }
 
-    /// The same, if nobody has it.
-    pub(super) fn try_turn(&self) -> Option<Taken<'a>> {
-        self.head.turn_of.try_take()
+    /// Locks the page if it is not locked.
+    pub(super) fn try_lock(&self) -> Option<SpinGuard<'a>> {
+        self.head.lock.try_lock()
     }
 
     pub(super) fn live(&self) -> u64 {
@@ -162,61 +165,62 @@ impl<'a> Page<'a> {
         self.head.used.load(Ordering::Relaxed).into()
     }
 
-    /// Brings near what is wanted of it from a place on. What it answers means nothing.
-    pub(super) fn touch(&self, at: u32) -> u64 {
-        self.head.touch() ^ self.name(at)
+    /// Loads the cache lines of an offset. The value has no meaning.
+    pub(super) fn load_line(&self, at: u32) -> u64 {
+        self.head.load_line() ^ self.hash(at)
     }
 
-    /// How far the prompt goes on in this page from a place on, and who holds that. `None`: it is being changed by somebody
-    /// who does not come to an end.
-    pub(super) fn look(&self, at: u32, prompt: &[SequenceHash]) -> Option<Seen> {
-        self.head.version.look(|| {
-            let len = self.run(at, prompt);
-            let seat = Seat::from_raw(self.head.seat.load(Ordering::Relaxed));
-            let several = (seat == Seat::SEVERAL).then(|| self.head.several.load());
-            let next = (at + len).checked_sub(1).and_then(|last| self.next(last));
-            Seen { len, seat, mask: self.head.mask.load(Ordering::Relaxed), several, next }
+    /// How many blocks of the prompt match from an offset on, and who holds them. `None` if a writer did not finish in
+    /// time.
+    pub(super) fn read(&self, at: u32, prompt: &[SequenceHash]) -> Option<PageRead> {
+        self.head.seqlock.read(|| {
+            let len = self.matching_run(at, prompt);
+            let source_level = SourceLevel::from_raw(self.head.source_level.load(Ordering::Relaxed));
+            let holder_set = (source_level == SourceLevel::MANY).then(|| self.head.holder_set.load());
+            let next = (at + len).checked_sub(1).and_then(|last| self.successor(last));
+            PageRead { len, source_level, mask: self.head.mask.load(Ordering::Relaxed), holder_set, next }
         })
     }
 
-    /// Whether a chain fills this page that ends in a name, and is held as what was `seen` is; then where it probably goes on,
-    /// or [`Place::NOWHERE`]. `None` as well when the page is being changed.
+    /// Whether this page is full, ends with this hash, is one chain and has the same holders as `read`; if so, the
+    /// predicted successor or [`Position::NONE`]. Also `None` if the page is being changed.
     #[inline]
-    pub(super) fn goes_on_as(&self, seen: &Seen, end: u64) -> Option<Place> {
+    pub(super) fn equal_successor(&self, read: &PageRead, end: u64) -> Option<Position> {
         let head = self.head;
         let is = |word: &AtomicU64, value: u64| word.load(Ordering::Relaxed) == value;
-        let alike = head.version.look_once(|| {
-            let held = head.seat.load(Ordering::Relaxed) == seen.seat.raw() && is(&head.mask, seen.mask);
-            let joined = head.joins.load(Ordering::Relaxed) | 1 == u64::MAX;
-            (held && joined && is(&head.live, u64::MAX) && is(&head.last, end))
-                .then(|| Place(head.next.load(Ordering::Relaxed)))
+        let alike = head.seqlock.try_read(|| {
+            let held =
+                head.source_level.load(Ordering::Relaxed) == read.source_level.raw() && is(&head.mask, read.mask);
+            let linked = head.links.load(Ordering::Relaxed) | 1 == u64::MAX;
+            (held && linked && is(&head.live, u64::MAX) && is(&head.last_hash, end))
+                .then(|| Position(head.last_successor.load(Ordering::Relaxed)))
         });
         alike.flatten()
     }
 
-    fn run(&self, from: u32, prompt: &[SequenceHash]) -> u32 {
-        let (live, joins) = (self.head.live.load(Ordering::Relaxed), self.head.joins.load(Ordering::Relaxed));
-        let longest = (PLACES - from).min(prompt.len() as u32);
-        let is = |len: u32| self.name_near(from + len) == prompt[len as usize].short();
+    fn matching_run(&self, from: u32, prompt: &[SequenceHash]) -> u32 {
+        let (live, links) = (self.head.live.load(Ordering::Relaxed), self.head.links.load(Ordering::Relaxed));
+        let longest = (PAGE_BLOCKS - from).min(prompt.len() as u32);
+        let is = |len: u32| self.hash_from_head(from + len) == prompt[len as usize].short();
         let mut len = 0;
         while len < longest && live >> (from + len) & 1 == 1 {
-            let joined = (joins >> (from + len) >> 1).trailing_ones().min(longest - len - 1);
-            if is(len + joined) {
-                len += joined + 1;
+            let linked = (links >> (from + len) >> 1).trailing_ones().min(longest - len - 1);
+            if is(len + linked) {
+                len += linked + 1;
                 continue;
             }
             if !is(len) {
                 return len;
             }
-            // It forks somewhere in between. Names up to there are alike, and none after.
-            let (mut alike, mut differs) = (0, joined);
-            // Most likely where others went elsewhere before.
-            let turn = u32::from(self.head.turns.load(Ordering::Relaxed)).wrapping_sub(from + len);
-            if turn < joined && is(len + turn) {
-                if !is(len + turn + 1) {
-                    return len + turn + 1;
+            // The prompt diverges within this run: binary search for the last matching block.
+            let (mut alike, mut differs) = (0, linked);
+            // The noted fork is the most likely point.
+            let fork = u32::from(self.head.fork_offset.load(Ordering::Relaxed)).wrapping_sub(from + len);
+            if fork < linked && is(len + fork) {
+                if !is(len + fork + 1) {
+                    return len + fork + 1;
                 }
-                alike = turn + 1;
+                alike = fork + 1;
             }
             while differs - alike > 1 {
                 let middle = alike.midpoint(differs);
@@ -227,153 +231,162 @@ impl<'a> Page<'a> {
         len
     }
 
-    /// The same as [`name`](Self::name), and the last from the head.
-    fn name_near(&self, at: u32) -> u64 {
-        if at == PLACES - 1 { self.head.last.load(Ordering::Relaxed) } else { self.name(at) }
+    /// Like [`hash`](Self::hash), but reads the last hash from the head.
+    fn hash_from_head(&self, at: u32) -> u64 {
+        if at == PAGE_BLOCKS - 1 { self.head.last_hash.load(Ordering::Relaxed) } else { self.hash(at) }
     }
 
-    /// Where the block probably lies that follows the one in a place, if that is not the next place.
-    pub(super) fn next(&self, at: u32) -> Option<Place> {
+    /// Predicted position of the successor of a block, if that is not the next offset.
+    pub(super) fn successor(&self, at: u32) -> Option<Position> {
         let next = match at {
-            _ if at == PLACES - 1 => self.head.next.load(Ordering::Relaxed),
-            _ if at == u32::from(self.head.turns.load(Ordering::Relaxed)) => self.head.turn.load(Ordering::Relaxed),
+            _ if at == PAGE_BLOCKS - 1 => self.head.last_successor.load(Ordering::Relaxed),
+            _ if at == u32::from(self.head.fork_offset.load(Ordering::Relaxed)) => {
+                self.head.fork_successor.load(Ordering::Relaxed)
+            }
             _ => return None,
         };
-        Some(Place(next)).filter(|place| *place != Place::NOWHERE)
+        Some(Position(next)).filter(|position| *position != Position::NONE)
     }
 
-    /// Notes where the block lies that follows the one in a place. The last place has a note of its own, and one more is kept.
-    pub(super) fn goes_on(&self, at: u32, next: Place) {
-        if at == PLACES - 1 {
-            self.head.next.store(next.0, Ordering::Relaxed);
+    /// Notes the position of the successor of a block. There is space for the last block and for one other.
+    pub(super) fn set_successor(&self, at: u32, next: Position) {
+        if at == PAGE_BLOCKS - 1 {
+            self.head.last_successor.store(next.0, Ordering::Relaxed);
         } else {
-            self.head.turns.store(at as u8, Ordering::Relaxed);
-            self.head.turn.store(next.0, Ordering::Relaxed);
+            self.head.fork_offset.store(at as u8, Ordering::Relaxed);
+            self.head.fork_successor.store(next.0, Ordering::Relaxed);
         }
     }
 
-    pub(super) fn warmth(&self) -> Warmth {
-        match self.head.warmth.load(Ordering::Relaxed) {
-            0 => Warmth::Cold,
-            1 => Warmth::Warm,
-            _ => Warmth::Settling,
+    pub(super) fn clock(&self) -> ClockState {
+        match self.head.clock.load(Ordering::Relaxed) {
+            0 => ClockState::Cold,
+            1 => ClockState::Hot,
+            _ => ClockState::Pinned,
         }
     }
 
-    pub(super) fn set_warmth(&self, warmth: Warmth) {
-        self.head.warmth.store(warmth as u8, Ordering::Relaxed);
+    pub(super) fn set_clock(&self, clock: ClockState) {
+        self.head.clock.store(clock as u8, Ordering::Relaxed);
     }
 
-    /// Notes that it was asked for; writes nothing when that is known, or its names are being entered.
-    pub(super) fn warm(&self) {
-        if self.warmth() == Warmth::Cold {
-            self.turn_warmth(Warmth::Cold, Warmth::Warm);
+    /// Notes that the page was read. Does not write if the page is hot or pinned already.
+    pub(super) fn mark_hot(&self) {
+        if self.clock() == ClockState::Cold {
+            self.change_clock(ClockState::Cold, ClockState::Hot);
         }
     }
 
-    /// The hand came by.
-    pub(super) fn cool(&self) {
-        self.turn_warmth(Warmth::Warm, Warmth::Cold);
+    /// The clock hand passed.
+    pub(super) fn mark_cold(&self) {
+        self.change_clock(ClockState::Hot, ClockState::Cold);
     }
 
-    /// Without the page's lock: whoever holds it may have said meanwhile that names are being entered, and that stays.
-    fn turn_warmth(&self, from: Warmth, to: Warmth) {
+    /// The caller does not hold the page's lock, so a concurrent change to [`ClockState::Pinned`] must win.
+    fn change_clock(&self, from: ClockState, to: ClockState) {
         let (from, to) = (from as u8, to as u8);
-        let _ = self.head.warmth.compare_exchange(from, to, Ordering::Relaxed, Ordering::Relaxed);
+        let _ = self.head.clock.compare_exchange(from, to, Ordering::Relaxed, Ordering::Relaxed);
     }
 }
 
-/// Changes: the caller holds the page's lock.
+/// Updates. The caller holds the page's lock.
 impl Page<'_> {
-    pub(super) fn is_of(&self, owner: Slot) -> bool {
+    pub(super) fn is_owned_by(&self, owner: SourceId) -> bool {
         self.head.owner.load(Ordering::Relaxed) == owner.raw()
     }
 
-    /// Makes an unused page somebody's.
-    pub(super) fn hand_to(&self, owner: Slot) {
+    /// Assigns a free page to a source.
+    pub(super) fn assign_to(&self, owner: SourceId) {
         self.head.owner.store(owner.raw(), Ordering::Relaxed);
         self.head.used.store(0, Ordering::Relaxed);
-        self.goes_on(0, Place::NOWHERE);
-        self.goes_on(PLACES - 1, Place::NOWHERE);
+        self.set_successor(0, Position::NONE);
+        self.set_successor(PAGE_BLOCKS - 1, Position::NONE);
     }
 
-    /// Nobody's again, unless there is a live block in it, or will be. Whether it was somebody's.
-    pub(super) fn retire(&self) -> bool {
-        let retires = self.live() == 0 && self.in_use() && self.warmth() != Warmth::Settling;
-        if retires {
+    /// Makes the page free if it has an owner and no live block and is not pinned. Returns whether it did.
+    pub(super) fn try_release(&self) -> bool {
+        let releases = self.live() == 0 && self.in_use() && self.clock() != ClockState::Pinned;
+        if releases {
             self.head.owner.store(u32::MAX, Ordering::Relaxed);
-            self.set_warmth(Warmth::Cold);
+            self.set_clock(ClockState::Cold);
         }
-        retires
+        releases
     }
 
     fn in_use(&self) -> bool {
         self.head.owner.load(Ordering::Relaxed) != u32::MAX
     }
 
-    /// Whether a live block here follows the live one before it.
-    pub(super) fn joins_at(&self, at: u32) -> bool {
-        self.head.joins.load(Ordering::Relaxed) >> at & 1 == 1
+    /// Whether the block at an offset and the one before it are live and consecutive in a chain.
+    pub(super) fn is_linked(&self, at: u32) -> bool {
+        self.head.links.load(Ordering::Relaxed) >> at & 1 == 1
     }
 
     pub(super) fn holders(&self) -> Holders {
-        match Seat::from_raw(self.head.seat.load(Ordering::Relaxed)) {
-            Seat::NOBODY => Holders::Nobody,
-            Seat::SEVERAL => self.head.several.load_full().map_or(Holders::Nobody, Holders::Several),
-            seat => Holders::One(seat, self.head.mask.load(Ordering::Relaxed)),
+        match SourceLevel::from_raw(self.head.source_level.load(Ordering::Relaxed)) {
+            SourceLevel::NONE => Holders::Empty,
+            SourceLevel::MANY => self.head.holder_set.load_full().map_or(Holders::Empty, Holders::Many),
+            source_level => Holders::One(source_level, self.head.mask.load(Ordering::Relaxed)),
         }
     }
 
-    /// Whether somebody holds exactly these blocks, and nobody else any.
-    pub(super) fn is_held_by(&self, seat: Seat, blocks: u64) -> bool {
-        self.head.seat.load(Ordering::Relaxed) == seat.raw() && self.head.mask.load(Ordering::Relaxed) == blocks
+    /// Whether this is the only holder and holds exactly these blocks.
+    pub(super) fn is_held_only_by(&self, source_level: SourceLevel, blocks: u64) -> bool {
+        self.head.source_level.load(Ordering::Relaxed) == source_level.raw()
+            && self.head.mask.load(Ordering::Relaxed) == blocks
     }
 
-    /// Appends names, all held by one. The first follows the name `after`, and each of the others the one before it where
-    /// `joins` has its bit. Answers with the first place.
-    pub(super) fn append(&self, seat: Seat, Run { names, after, .. }: Run<'_>, joins: u64, lately: &mut Lately) -> u32 {
+    /// Appends hashes with one holder. The first follows the hash `after`; each other one follows the one before it if
+    /// its bit in `links` is set. Returns the first offset.
+    pub(super) fn append(
+        &self,
+        source_level: SourceLevel,
+        Run { hashes, after, .. }: Run<'_>,
+        links: u64,
+        cache: &mut InternCache,
+    ) -> u32 {
         let first = self.used();
-        let bits = ones(names.len() as u32) << first;
+        let bits = ones(hashes.len() as u32) << first;
         let mut holders = self.holders();
-        holders.add(seat, bits, lately);
+        holders.add(source_level, bits, cache);
         let live = self.live() | bits;
-        let follows = first > 0 && live >> (first - 1) & 1 == 1 && after == Some(self.name(first - 1));
-        let joins = (joins & !1 | u64::from(follows)) << first & bits;
-        self.head.version.change(|| {
-            for (place, name) in self.names.0[first as usize..].iter().zip(names) {
-                place.store(*name, Ordering::Relaxed);
+        let follows = first > 0 && live >> (first - 1) & 1 == 1 && after == Some(self.hash(first - 1));
+        let links = (links & !1 | u64::from(follows)) << first & bits;
+        self.head.seqlock.write(|| {
+            for (position, hash) in self.hashes.0[first as usize..].iter().zip(hashes) {
+                position.store(*hash, Ordering::Relaxed);
             }
-            self.head.last.store(self.name(PLACES - 1), Ordering::Relaxed);
-            self.head.joins.store(self.head.joins.load(Ordering::Relaxed) | joins, Ordering::Relaxed);
-            self.head.used.store((first + names.len() as u32) as u8, Ordering::Relaxed);
+            self.head.last_hash.store(self.hash(PAGE_BLOCKS - 1), Ordering::Relaxed);
+            self.head.links.store(self.head.links.load(Ordering::Relaxed) | links, Ordering::Relaxed);
+            self.head.used.store((first + hashes.len() as u32) as u8, Ordering::Relaxed);
             self.head.live.store(live, Ordering::Release);
-            self.seat(holders);
+            self.store_holders(holders);
         });
         first
     }
 
-    /// Sets who holds what. Places that nobody holds are dead from now on; answers with those that were live.
+    /// Sets the holders. Positions without a holder become dead; returns those that were live.
     pub(super) fn set_holders(&self, holders: Holders) -> u64 {
         let live = self.live();
         let dead = live & !holders.union();
-        self.head.version.change(|| {
+        self.head.seqlock.write(|| {
             self.head.live.store(live & !dead, Ordering::Release);
-            self.head.joins.store(self.head.joins.load(Ordering::Relaxed) & !(dead | dead << 1), Ordering::Relaxed);
-            self.seat(holders);
+            self.head.links.store(self.head.links.load(Ordering::Relaxed) & !(dead | dead << 1), Ordering::Relaxed);
+            self.store_holders(holders);
         });
         dead
     }
 
-    fn seat(&self, holders: Holders) {
-        let (seat, mask, several) = match holders {
-            Holders::Nobody => (Seat::NOBODY, 0, None),
-            Holders::One(seat, mask) => (seat, mask, None),
-            Holders::Several(crowd) => (Seat::SEVERAL, Arc::as_ptr(&crowd).addr() as u64, Some(crowd)),
+    fn store_holders(&self, holders: Holders) {
+        let (source_level, mask, holder_set) = match holders {
+            Holders::Empty => (SourceLevel::NONE, 0, None),
+            Holders::One(source_level, mask) => (source_level, mask, None),
+            Holders::Many(holder_set) => (SourceLevel::MANY, Arc::as_ptr(&holder_set).addr() as u64, Some(holder_set)),
         };
-        if several.is_some() || self.head.seat.load(Ordering::Relaxed) == Seat::SEVERAL.raw() {
-            self.head.several.store(several);
+        if holder_set.is_some() || self.head.source_level.load(Ordering::Relaxed) == SourceLevel::MANY.raw() {
+            self.head.holder_set.store(holder_set);
         }
-        self.head.seat.store(seat.raw(), Ordering::Relaxed);
+        self.head.source_level.store(source_level.raw(), Ordering::Relaxed);
         self.head.mask.store(mask, Ordering::Relaxed);
     }
 }

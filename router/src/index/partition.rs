@@ -1,108 +1,116 @@
-//! Who has all of a prompt so far, counted page by page.
+//! Counts for each worker how many leading blocks of a prompt it has, page by page, by partition refinement.
 //!
-//! Everybody has the beginning of a prompt that all share, and what a store has, all have who reach it. So workers that fared
-//! alike are a class, a set of bits, and what a page adds is counted once for all of them. A class is split where a page tells
-//! its members apart.
+//! Many workers have the same blocks: a common prefix is on all of them, and blocks of a store are available to all
+//! workers that can read it. Workers with equal overlap so far form a class, a bitmap, and a page is counted once per
+//! class. A class is split where a page distinguishes its members.
 //!
-//! **Who holds blocks by itself** stays in its class as long as the class has everything: it has what the class has, and at
-//! faster levels perhaps, and the difference is noted. Where its class ends and it does not, it goes on alone. Of a page one
-//! counts the classes, the workers that hold some of it by themselves, and those that go on alone; nobody else is touched.
+//! **A worker with blocks of its own** (listed individually in the page) stays in its class as long as the class has
+//! every block: it has at least the blocks of its class, perhaps at faster levels, and the difference is recorded.
+//! Where the class ends and the worker goes on, it becomes an individual. The work per page is proportional to the
+//! number of classes, of workers listed in the page, and of individuals.
 
 use super::bits::{Bits, each, ones};
-use super::holder_set::Group;
-use super::page::Seen;
-use super::source::{LEVELS, Seat};
-use super::worker_overlap::{Answer, Held};
+use super::holder_set::BitmapGroup;
+use super::page::PageRead;
+use super::source::{LEVELS, SourceLevel};
+use super::worker_overlap::{WorkerOverlap, WorkerOverlaps};
 use std::slice::from_ref;
 
-/// Those who have every block so far.
+/// The workers that have every block so far.
 #[derive(Default)]
 pub(super) struct Partition {
     classes: Vec<Class>,
-    /// The members of one class after those of another, so many words each.
+    /// Bitmaps of all classes, `words` words each.
     sets: Vec<u64>,
     words: usize,
-    /// Numbers of workers in no class, in order. What they have is in the answer.
-    alone: Vec<u32>,
+    /// Sorted indexes of workers that are in no class. Their overlap is in the result.
+    individuals: Vec<u32>,
 }
 
-/// Workers that have the same, but for what the answer has of them apart.
+/// Workers with the same overlap, apart from differences recorded in the result.
 #[derive(Clone, Copy, Default)]
 struct Class {
-    held: Held,
-    /// What they reach of a page, level by level, and what that comes to.
-    share: [u64; LEVELS.len()],
+    held: WorkerOverlap,
+    /// Masks of the blocks of the page by level, the number of leading blocks, and the overlap that they add.
+    masks: [u64; LEVELS.len()],
     run: u32,
-    gain: Held,
+    gain: WorkerOverlap,
 }
 
-/// Part of a page that a prompt goes through.
+/// The part of a page that matches the prompt.
 #[derive(Clone, Copy)]
 pub(super) struct Window {
-    /// The first place.
+    /// First offset.
     pub(super) at: u32,
-    /// Places.
+    /// Number of positions.
     pub(super) len: u32,
-    /// So many pages are the same.
+    /// Number of consecutive pages with the same holders.
     pub(super) times: u32,
 }
 
-/// The holders of a page, as far as the window shows.
-struct Sight<'a> {
+/// The holders of a page within a window.
+struct PageView<'a> {
     window: Window,
-    /// Workers, one by one, and what each has.
-    seats: &'a [Seat],
+    /// Workers that are listed individually, and their masks.
+    source_levels: &'a [SourceLevel],
     masks: &'a [u64],
-    groups: &'a [Group],
-    stores: &'a [Seat],
+    groups: &'a [BitmapGroup],
+    stores: &'a [SourceLevel],
     store_masks: &'a [u64],
-    /// Who reaches which store.
-    reach: &'a [Bits],
+    /// By store: the workers that can read it.
+    readers: &'a [Bits],
 }
 
-/// Classes at a time. A prompt of which workers have parts in more ways than that is counted worker by worker.
-const CLASSES: usize = 32;
-/// Room at once for this part of what there may be.
-const FRESH: usize = 4;
+/// Maximum number of classes. If workers differ in more ways, the members of a class that would be split become
+/// individuals.
+const MAX_CLASSES: usize = 32;
+/// Fraction of the maximum capacity that is reserved at the start.
+const INITIAL_SHARE: usize = 4;
 const WORD: usize = u64::BITS as usize;
 
 impl Partition {
-    /// So many workers have all of nothing.
+    /// Starts with all workers in one class. Returns the number of words of a bitmap.
     pub(super) fn begin(&mut self, workers: usize) -> usize {
         self.words = workers.div_ceil(WORD);
-        self.alone.clear();
-        self.alone.reserve(workers / FRESH);
+        self.individuals.clear();
+        self.individuals.reserve(workers / INITIAL_SHARE);
         self.classes.clear();
-        self.classes.reserve(CLASSES / FRESH);
+        self.classes.reserve(MAX_CLASSES / INITIAL_SHARE);
         self.classes.push(Class::default());
         self.sets.clear();
-        self.sets.reserve(self.words * CLASSES / FRESH);
+        self.sets.reserve(self.words * MAX_CLASSES / INITIAL_SHARE);
         self.sets.resize(self.words, u64::MAX);
         self.words
     }
 
-    /// Counts what a page has. Whether anybody has all of it.
-    pub(super) fn count(&mut self, seen: &Seen, window: Window, reach: &[Bits], answer: &mut Answer) -> bool {
-        let sight = Sight::new(seen, window, reach);
+    /// Counts a page. Returns whether any worker has all of the window.
+    pub(super) fn count(
+        &mut self,
+        read: &PageRead,
+        window: Window,
+        readers: &[Bits],
+        overlaps: &mut WorkerOverlaps,
+    ) -> bool {
+        let view = PageView::new(read, window, readers);
         if self.classes.is_empty() {
-            self.count_alone(&sight, answer);
+            self.count_individuals(&view, overlaps);
         } else {
-            let alone = self.alone.len();
-            self.split(&sight, answer);
-            self.sort(alone);
-            self.count_alone(&sight, answer);
-            let alone = self.alone.len();
-            self.count_apart(&sight, answer);
-            self.sort(alone);
-            self.settle(window, answer);
+            let individuals = self.individuals.len();
+            self.split(&view, overlaps);
+            self.sort(individuals);
+            self.count_individuals(&view, overlaps);
+            let individuals = self.individuals.len();
+            self.count_own_blocks(&view, overlaps);
+            self.sort(individuals);
+            self.finish_page(window, overlaps);
         }
-        !(self.classes.is_empty() && self.alone.is_empty())
+        !(self.classes.is_empty() && self.individuals.is_empty())
     }
 
-    /// There are no more pages.
-    pub(super) fn end(&self, answer: &mut Answer) {
+    /// Ends the lookup: adds the overlap of each class to its members.
+    pub(super) fn end(&self, overlaps: &mut WorkerOverlaps) {
         for (at, class) in self.classes.iter().enumerate() {
-            answer.give(self.set(at), class.held);
+            overlaps.add_to_set(self.set(at), class.held);
         }
     }
 
@@ -117,37 +125,37 @@ impl Partition {
         (word < self.words).then(|| (0..self.classes.len()).find(has)).flatten()
     }
 
-    /// Puts those that came last where they belong.
+    /// Sorts the individuals again if some were added.
     fn sort(&mut self, before: usize) {
-        if self.alone.len() > before {
-            self.alone.sort_unstable();
+        if self.individuals.len() > before {
+            self.individuals.sort_unstable();
         }
     }
 
-    /// Splits classes until all of one have the same of what is shared, and counts that.
-    fn split(&mut self, sight: &Sight<'_>, answer: &mut Answer) {
-        self.classes.iter_mut().for_each(|class| class.share = [0; LEVELS.len()]);
-        for (level, mask, workers) in sight.shared() {
+    /// Splits classes until all members of a class share the same group and store masks, and counts those.
+    fn split(&mut self, view: &PageView<'_>, overlaps: &mut WorkerOverlaps) {
+        self.classes.iter_mut().for_each(|class| class.masks = [0; LEVELS.len()]);
+        for (level, mask, workers) in view.shared() {
             for at in 0..self.classes.len() {
-                let at = match meet(self.set(at), workers) {
+                let at = match intersect(self.set(at), workers) {
                     (false, _) => continue,
                     (true, false) => at,
-                    (true, true) if self.classes.len() < CLASSES => self.divide(at, workers),
+                    (true, true) if self.classes.len() < MAX_CLASSES => self.split_class(at, workers),
                     (true, true) => {
-                        self.scatter(at, workers, answer);
+                        self.dissolve(at, workers, overlaps);
                         continue;
                     }
                 };
-                self.classes[at].share[level] |= mask;
+                self.classes[at].masks[level] |= mask;
             }
         }
         for class in &mut self.classes {
-            (class.run, class.gain) = sight.window.leading(&class.share);
+            (class.run, class.gain) = view.window.leading(&class.masks);
         }
     }
 
-    /// Makes those of a class that are among these workers another, the last.
-    fn divide(&mut self, class: usize, workers: &[u64]) -> usize {
+    /// Moves the members that are among these workers to a new class, the last.
+    fn split_class(&mut self, class: usize, workers: &[u64]) -> usize {
         for word in 0..self.words {
             let set = &mut self.sets[class * self.words + word];
             let moved = *set & workers.get(word).unwrap_or(&0);
@@ -158,70 +166,70 @@ impl Partition {
         self.classes.len() - 1
     }
 
-    /// Has those of a class go on alone that are among these workers.
-    fn scatter(&mut self, class: usize, workers: &[u64], answer: &mut Answer) {
+    /// Makes the members that are among these workers individuals.
+    fn dissolve(&mut self, class: usize, workers: &[u64], overlaps: &mut WorkerOverlaps) {
         let held = self.classes[class].held;
         for (word, workers) in workers.iter().enumerate().take(self.words) {
             let set = &mut self.sets[class * self.words + word];
             for bit in each(*set & workers) {
                 let worker = word * WORD + bit as usize;
-                answer.add(worker, held);
-                self.alone.push(worker as u32);
+                overlaps.add(worker, held);
+                self.individuals.push(worker as u32);
             }
             *set &= !workers;
         }
     }
 
-    /// Counts those that go on alone.
-    fn count_alone(&mut self, sight: &Sight<'_>, answer: &mut Answer) {
-        let len = sight.window.len;
+    /// Counts the individuals.
+    fn count_individuals(&mut self, view: &PageView<'_>, overlaps: &mut WorkerOverlaps) {
+        let len = view.window.len;
         let mut from = 0;
-        self.alone.retain(|worker| {
+        self.individuals.retain(|worker| {
             let worker = *worker as usize;
-            from += before(&sight.seats[from..], worker);
-            let (run, gain) = match sight.only(from, worker) {
-                Some((level, mask)) => sight.window.at_one(level, mask),
-                None => sight.window.leading(&sight.share(from, worker)),
+            from += count_before(&view.source_levels[from..], worker);
+            let (run, gain) = match view.single_level(from, worker) {
+                Some((level, mask)) => view.window.leading_at(level, mask),
+                None => view.window.leading(&view.masks_of(from, worker)),
             };
-            answer.add(worker, gain);
+            overlaps.add(worker, gain);
             run == len
         });
     }
 
-    /// Counts those of a class that hold some of the page by themselves: by how much they have it otherwise.
-    fn count_apart(&mut self, sight: &Sight<'_>, answer: &mut Answer) {
+    /// Counts the class members that are listed individually: the difference to the overlap of their class.
+    fn count_own_blocks(&mut self, view: &PageView<'_>, overlaps: &mut WorkerOverlaps) {
         let mut at = 0;
-        while let Some(seat) = sight.seats.get(at) {
-            let worker = seat.slot().number();
-            let class = if sight.sees(at) { self.class_of(worker) } else { None };
+        while let Some(source_level) = view.source_levels.get(at) {
+            let worker = source_level.source_id().index();
+            let class = if view.is_in_window(at) { self.class_of(worker) } else { None };
             let Some(class) = class else {
                 at += 1;
                 continue;
             };
-            let Class { held, mut share, run, gain } = self.classes[class];
-            at += sight.own(at, worker, &mut share);
-            let (own_run, own_gain) = sight.window.leading(&share);
+            let Class { held, mut masks, run, gain } = self.classes[class];
+            at += view.add_own(at, worker, &mut masks);
+            let (own_run, own_gain) = view.window.leading(&masks);
             if own_gain != gain {
-                answer.add(worker, own_gain - gain);
+                overlaps.add(worker, own_gain - gain);
             }
-            if run < sight.window.len && own_run == sight.window.len {
+            if run < view.window.len && own_run == view.window.len {
                 self.sets[class * self.words + worker / WORD] &= !(1 << (worker % WORD));
-                answer.add(worker, held);
-                answer.add(worker, gain);
-                self.alone.push(worker as u32);
+                overlaps.add(worker, held);
+                overlaps.add(worker, gain);
+                self.individuals.push(worker as u32);
             }
         }
     }
 
-    /// Ends the classes that do not have all of the page, and makes one of those that have the same.
-    fn settle(&mut self, window: Window, answer: &mut Answer) {
+    /// Removes the classes that do not have all of the window, and merges classes with equal overlap.
+    fn finish_page(&mut self, window: Window, overlaps: &mut WorkerOverlaps) {
         let mut at = 0;
         while let Some(class) = self.classes.get_mut(at) {
             class.held += class.gain;
             let Class { held, run, .. } = *class;
             let like = self.classes[..at].iter().position(|other| other.held == held);
             if run < window.len {
-                answer.give(self.set(at), held);
+                overlaps.add_to_set(self.set(at), held);
             } else if let Some(like) = like {
                 for word in 0..self.words {
                     self.sets[like * self.words + word] |= self.sets[at * self.words + word];
@@ -247,16 +255,16 @@ impl Window {
         mask >> self.at & ones(self.len)
     }
 
-    /// How far what is there at some level goes, and how much of it is at which: the fastest that has each block.
+    /// Number of leading blocks, and how many of them are at each level; a block counts at its fastest level.
     #[expect(clippy::inline_always, reason = "for every worker of every page, and the masks stay in registers")]
     #[inline(always)]
-    fn leading(self, share: &[u64; LEVELS.len()]) -> (u32, Held) {
-        let any = share.iter().fold(0, |any, mask| any | mask);
+    fn leading(self, masks: &[u64; LEVELS.len()]) -> (u32, WorkerOverlap) {
+        let any = masks.iter().fold(0, |any, mask| any | mask);
         let run = (!any).trailing_zeros().min(self.len);
         let (mut rest, mut left, mut blocks) = (ones(run), run, [0; LEVELS.len()]);
-        for (blocks, mask) in blocks.iter_mut().zip(share) {
+        for (blocks, mask) in blocks.iter_mut().zip(masks) {
             let here = mask & rest;
-            // Most of the time it has all that is left, or the first of them: no need to count bits.
+            // Most often a level has all remaining blocks or a prefix of them, which needs no popcount.
             *blocks = match here {
                 _ if here == rest => left,
                 _ if here & (here + 1) == 0 => here.trailing_ones(),
@@ -265,89 +273,92 @@ impl Window {
             left -= *blocks;
             rest &= !here;
         }
-        self.on(run, Held(blocks))
+        self.repeat(run, WorkerOverlap(blocks))
     }
 
-    /// The same of what is at one level.
-    fn at_one(self, level: usize, mask: u64) -> (u32, Held) {
+    /// The same for blocks at one level.
+    fn leading_at(self, level: usize, mask: u64) -> (u32, WorkerOverlap) {
         let run = (!mask).trailing_zeros().min(self.len);
-        let mut held = Held::default();
+        let mut held = WorkerOverlap::default();
         held.0[level] = run;
-        self.on(run, held)
+        self.repeat(run, held)
     }
 
-    /// Who has all of the first page has all of those that are the same.
-    fn on(self, run: u32, held: Held) -> (u32, Held) {
+    /// A worker with all of the first page has all of the equal pages as well.
+    fn repeat(self, run: u32, held: WorkerOverlap) -> (u32, WorkerOverlap) {
         let times = if run == self.len { self.times } else { 1 };
-        (run, Held(held.0.map(|blocks| blocks * times)))
+        (run, WorkerOverlap(held.0.map(|blocks| blocks * times)))
     }
 }
 
-impl<'a> Sight<'a> {
-    fn new(seen: &'a Seen, window: Window, reach: &'a [Bits]) -> Self {
-        let (seats, masks, groups) = match seen.several.as_deref().and_then(|crowd| crowd.as_ref()) {
-            Some(crowd) => {
-                let (seats, masks) = crowd.singles();
-                (seats, masks, crowd.groups())
+impl<'a> PageView<'a> {
+    fn new(read: &'a PageRead, window: Window, readers: &'a [Bits]) -> Self {
+        let (source_levels, masks, groups) = match read.holder_set.as_deref().and_then(|holder_set| holder_set.as_ref())
+        {
+            Some(holder_set) => {
+                let (source_levels, masks) = holder_set.singles();
+                (source_levels, masks, holder_set.groups())
             }
-            None => (from_ref(&seen.seat), from_ref(&seen.mask), &[][..]),
+            None => (from_ref(&read.source_level), from_ref(&read.mask), &[][..]),
         };
-        // Stores come last.
-        let own = match seats.last() {
-            Some(last) if last.slot().is_store() => seats.partition_point(|seat| !seat.slot().is_store()),
-            _ => seats.len(),
+        // Stores are sorted after workers.
+        let own = match source_levels.last() {
+            Some(last) if last.source_id().is_store() => {
+                source_levels.partition_point(|source_level| !source_level.source_id().is_store())
+            }
+            _ => source_levels.len(),
         };
-        let ((seats, stores), (masks, store_masks)) = (seats.split_at(own), masks.split_at(own));
-        Self { window, seats, masks, groups, stores, store_masks, reach }
+        let ((source_levels, stores), (masks, store_masks)) = (source_levels.split_at(own), masks.split_at(own));
+        Self { window, source_levels, masks, groups, stores, store_masks, readers }
     }
 
-    /// What many workers have alike: the level, the blocks, and who they are.
+    /// Masks that apply to many workers, of groups and of stores: level, blocks, workers.
     fn shared(&self) -> impl Iterator<Item = (usize, u64, &'a [u64])> {
         let groups = self.groups.iter().map(|group| (group.level, group.mask, group.workers.words()));
-        let reach = |store: &Seat| self.reach.get(store.slot().number()).map_or(&[][..], Bits::words);
+        let readers = |store: &SourceLevel| self.readers.get(store.source_id().index()).map_or(&[][..], Bits::words);
         let stores = self.stores.iter().zip(self.store_masks);
-        let stores = stores.map(move |(store, mask)| (store.level(), *mask, reach(store)));
-        let seen = |(level, mask, workers)| (level, self.window.of(mask), workers);
-        groups.chain(stores).map(seen).filter(|(_, mask, _)| *mask != 0)
+        let stores = stores.map(move |(store, mask)| (store.level(), *mask, readers(store)));
+        let in_window = |(level, mask, workers)| (level, self.window.of(mask), workers);
+        groups.chain(stores).map(in_window).filter(|(_, mask, _)| *mask != 0)
     }
 
-    /// What a worker has if it is at one level, and its own. Most of the time it is so.
-    fn only(&self, from: usize, worker: usize) -> Option<(usize, u64)> {
-        let is = |seat: &&Seat| seat.slot().number() == worker;
-        let seat = self.seats.get(from).filter(is)?;
+    /// Level and mask of a worker that is listed once, if there are no groups or stores: the common case.
+    fn single_level(&self, from: usize, worker: usize) -> Option<(usize, u64)> {
+        let is = |source_level: &&SourceLevel| source_level.source_id().index() == worker;
+        let source_level = self.source_levels.get(from).filter(is)?;
         let shared = !self.groups.is_empty() || !self.stores.is_empty();
-        let several = self.seats.get(from + 1).is_some_and(|next| is(&next));
-        (!shared && !several).then(|| (seat.level(), self.window.of(self.masks[from])))
+        let holder_set = self.source_levels.get(from + 1).is_some_and(|next| is(&next));
+        (!shared && !holder_set).then(|| (source_level.level(), self.window.of(self.masks[from])))
     }
 
-    /// What a worker has at all levels, its own and shared.
+    /// Masks of a worker by level: its own, its groups' and its stores'.
     #[inline(never)]
-    fn share(&self, from: usize, worker: usize) -> [u64; LEVELS.len()] {
-        let mut share = [0; LEVELS.len()];
-        self.own(from, worker, &mut share);
+    fn masks_of(&self, from: usize, worker: usize) -> [u64; LEVELS.len()] {
+        let mut masks = [0; LEVELS.len()];
+        self.add_own(from, worker, &mut masks);
         for (level, mask, workers) in self.shared() {
             if workers.get(worker / WORD).is_some_and(|word| word >> (worker % WORD) & 1 == 1) {
-                share[level] |= mask;
+                masks[level] |= mask;
             }
         }
-        share
+        masks
     }
 
-    /// Whether anything of what a worker holds by itself is in the window.
-    fn sees(&self, at: usize) -> bool {
+    /// Whether the listed mask has a block in the window.
+    fn is_in_window(&self, at: usize) -> bool {
         self.window.of(self.masks[at]) != 0
     }
 
-    /// Adds what a worker holds by itself, one by one, if that begins in this position. Answers with how many seats that is.
-    fn own(&self, from: usize, worker: usize, share: &mut [u64; LEVELS.len()]) -> usize {
-        let own = self.seats[from..].iter().zip(&self.masks[from..]);
-        let own = own.take_while(|(seat, _)| seat.slot().number() == worker);
-        own.map(|(seat, mask)| share[seat.level()] |= self.window.of(*mask)).count()
+    /// Adds the listed masks of a worker, which start at index `from`. Returns their number.
+    fn add_own(&self, from: usize, worker: usize, masks: &mut [u64; LEVELS.len()]) -> usize {
+        let own = self.source_levels[from..].iter().zip(&self.masks[from..]);
+        let own = own.take_while(|(source_level, _)| source_level.source_id().index() == worker);
+        own.map(|(source_level, mask)| masks[source_level.level()] |= self.window.of(*mask)).count()
     }
 }
 
-/// Whether some of a set are among these workers, and whether some are not.
-fn meet(set: &[u64], workers: &[u64]) -> (bool, bool) {
+/// Whether some members of a set are among these workers, and whether some are not.
+fn intersect(set: &[u64], workers: &[u64]) -> (bool, bool) {
     let (known, beyond) = set.split_at(workers.len().min(set.len()));
     let (inside, outside) = known
         .iter()
@@ -356,13 +367,13 @@ fn meet(set: &[u64], workers: &[u64]) -> (bool, bool) {
     (inside != 0, outside != 0 || beyond.iter().any(|set| *set != 0))
 }
 
-/// How many seats are of workers before this one. Fewer are looked at than that, where they are many.
-fn before(seats: &[Seat], worker: usize) -> usize {
-    let is = |seat: &Seat| seat.slot().number() < worker;
-    let mut reach = 1;
-    while seats.get(reach - 1).is_some_and(is) {
-        reach *= 2;
+/// Number of source levels of workers before this one, by exponential search.
+fn count_before(source_levels: &[SourceLevel], worker: usize) -> usize {
+    let is = |source_level: &SourceLevel| source_level.source_id().index() < worker;
+    let mut bound = 1;
+    while source_levels.get(bound - 1).is_some_and(is) {
+        bound *= 2;
     }
-    let known = reach / 2;
-    known + seats[known..seats.len().min(reach)].partition_point(is)
+    let known = bound / 2;
+    known + source_levels[known..source_levels.len().min(bound)].partition_point(is)
 }

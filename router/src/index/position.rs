@@ -1,12 +1,12 @@
-//! Where a block lies.
+//! The position of a block: a page and an offset in it.
 
-/// A block's place: its page, and where in it.
+/// The position of a block.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct Place(pub(super) u32);
+pub(super) struct Position(pub(super) u32);
 
-impl Place {
-    /// No block lies in the first page.
-    pub(super) const NOWHERE: Self = Self(0);
+impl Position {
+    /// Page 0 is never used.
+    pub(super) const NONE: Self = Self(0);
 
     pub(super) fn new(page: u32, at: u32) -> Self {
         Self(page << 6 | at)
@@ -16,7 +16,7 @@ impl Place {
         self.0 >> 6
     }
 
-    pub(super) fn at(self) -> u32 {
+    pub(super) fn offset(self) -> u32 {
         self.0 & 63
     }
 }

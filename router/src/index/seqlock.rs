@@ -1,99 +1,55 @@
-//! Reading what somebody may be changing, without waiting for him.
+//! A seqlock: readers detect concurrent writes and retry; they never block a writer.
 //!
-//! A [`Version`] stands beside data made of atomics. It is odd while the data changes. A reader looks at it, at the data,
-//! and at it again: the same even number twice means that nothing changed in between.
+//! A [`SeqLock`] guards data that consists of atomics. Its number is odd during a write. A reader loads the number, the
+//! data, and the number again. If both numbers are equal and even, no write overlapped the read.
 //!
-//! **Ordering.** Writers take turns by a lock of their own. A writer's odd number comes before its first change, by the release
-//! fence; so a reader that saw a change, and then passed its own acquire fence, sees at least that odd number at its second
-//! look, and starts over. The even number is stored with release and the reader's first look acquires it, so that what was
-//! written under it is seen under it.
+//! **Ordering.** Writers are serialized by another lock. A writer's release fence orders its odd number before its
+//! first write. A reader that saw one of the writes, and then passed its own acquire fence, sees at least that odd
+//! number when it loads the number again, and retries. The even number is stored with release and first loaded with
+//! acquire, so a reader sees all writes before it.
 
-use super::sync::{AtomicU8, AtomicU32, LOOKS, Ordering, fence, pause};
+use super::sync::{AtomicU32, MAX_READ_ATTEMPTS, Ordering, fence, pause};
 
-/// How often something has changed, twice over.
-pub(crate) struct Version(AtomicU32);
+/// Twice the number of writes, plus one during a write.
+pub(crate) struct SeqLock(AtomicU32);
 
-impl Version {
-    /// Of what has never changed.
+impl SeqLock {
+    /// A lock of data that was never written.
     pub(crate) fn new() -> Self {
         Self(AtomicU32::new(0))
     }
 
-    /// Makes a change. The caller holds the lock that writers take turns by.
-    pub(crate) fn change<T>(&self, change: impl FnOnce() -> T) -> T {
-        let version = self.0.load(Ordering::Relaxed);
-        self.0.store(version.wrapping_add(1), Ordering::Relaxed);
+    /// Runs a write. The caller holds the writers' lock.
+    pub(crate) fn write<T>(&self, write: impl FnOnce() -> T) -> T {
+        let seqlock = self.0.load(Ordering::Relaxed);
+        self.0.store(seqlock.wrapping_add(1), Ordering::Relaxed);
         fence(Ordering::Release);
-        let outcome = change();
-        self.0.store(version.wrapping_add(2), Ordering::Release);
+        let outcome = write();
+        self.0.store(seqlock.wrapping_add(2), Ordering::Release);
         outcome
     }
 
-    /// Looks until nothing changed meanwhile; `None` when it does not come to rest.
-    pub(crate) fn look<T>(&self, mut look: impl FnMut() -> T) -> Option<T> {
-        for look_number in 0..LOOKS {
-            let seen = self.look_once(&mut look);
-            if seen.is_some() {
-                return seen;
+    /// Retries a read until no write overlaps it; `None` after [`MAX_READ_ATTEMPTS`].
+    pub(crate) fn read<T>(&self, mut read: impl FnMut() -> T) -> Option<T> {
+        for attempt in 0..MAX_READ_ATTEMPTS {
+            let value = self.try_read(&mut read);
+            if value.is_some() {
+                return value;
             }
-            pause(look_number);
+            pause(attempt);
         }
         None
     }
 
-    /// Looks once; `None` when something changed meanwhile.
+    /// Tries to read once; `None` if a write overlapped.
     #[inline]
-    pub(crate) fn look_once<T>(&self, look: impl FnOnce() -> T) -> Option<T> {
-        let version = self.0.load(Ordering::Acquire);
-        if !version.is_multiple_of(2) {
+    pub(crate) fn try_read<T>(&self, read: impl FnOnce() -> T) -> Option<T> {
+        let seqlock = self.0.load(Ordering::Acquire);
+        if !seqlock.is_multiple_of(2) {
             return None;
         }
-        let seen = look();
+        let value = read();
         fence(Ordering::Acquire);
-        (self.0.load(Ordering::Relaxed) == version).then_some(seen)
-    }
-}
-
-/// Whose turn it is to change something that lies on the same cache line. It is held for as long as a page takes, and where few blocks
-/// of a page move, for as long as their tables take: so whoever finds it taken looks again, and soon lets others run in between.
-pub(crate) struct Turn(AtomicU8);
-
-/// Somebody's turn, until it is dropped.
-#[must_use = "it is given back when this is dropped"]
-pub(crate) struct Taken<'a>(&'a Turn);
-
-const FREE: u8 = 0;
-const TAKEN: u8 = 1;
-
-impl Turn {
-    /// Nobody's.
-    pub(crate) fn new() -> Self {
-        Self(AtomicU8::new(FREE))
-    }
-
-    /// Waits for one's turn.
-    pub(crate) fn take(&self) -> Taken<'_> {
-        for look in 0.. {
-            if let Some(taken) = self.try_take() {
-                return taken;
-            }
-            pause(look);
-        }
-        unreachable!("the loop is infinite")
-    }
-
-    /// Takes it if it is nobody's.
-    pub(crate) fn try_take(&self) -> Option<Taken<'_>> {
-        // Looked at first: only who may get it asks for the line.
-        let free = self.0.load(Ordering::Relaxed) == FREE;
-        let taken = free && self.0.compare_exchange(FREE, TAKEN, Ordering::Acquire, Ordering::Relaxed).is_ok();
-        // One made in vain would give another's turn back.
-        taken.then(|| Taken(self))
-    }
-}
-
-impl Drop for Taken<'_> {
-    fn drop(&mut self) {
-        self.0.0.store(FREE, Ordering::Release);
+        (self.0.load(Ordering::Relaxed) == seqlock).then_some(value)
     }
 }

@@ -1,96 +1,95 @@
-//! The tables from names to places, as those see them who change them.
+//! The hash tables from block hashes to positions, for writers. Readers use the tables in the index snapshot.
 //!
-//! Shards have a lock each, for writers only, and grow and shrink by themselves. What is entered or removed comes in batches,
-//! which are sorted by shard, so that a lock is taken for many names at once; whoever finds a shard busy does the others
-//! first.
+//! Each shard has a lock for writers, and its table is resized independently. Entries are inserted and removed in
+//! batches that are sorted by shard, so a lock is taken once for many entries. A writer leaves shards that are locked
+//! for the end of its batch.
 
 use super::key::{Key, SHARDS};
-use super::position::Place;
-use super::snapshot::Body;
+use super::position::Position;
+use super::snapshot::IndexSnapshot;
 use super::table::{SLOT_BYTES, Table};
 use std::cell::Cell;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// A table is replaced by a larger one once it is fuller than this. Fuller, groups overflow: one in seventy does here, one in eight at
-/// seven tenths.
-const FULL: f64 = 0.5;
-/// And by a smaller one once it is emptier than this.
-const SPARSE: f64 = 0.2;
-/// What an entry costs in the emptiest table that growing makes.
-pub(super) const ENTRY_BYTES: usize = (SLOT_BYTES / (FULL / 2.0)) as usize + 1;
+/// A table grows above this load. At half load one group in seventy overflows, at seven tenths one in eight.
+const MAX_LOAD: f64 = 0.5;
+/// A table shrinks below this load.
+const MIN_LOAD: f64 = 0.2;
+/// Bytes per entry right after a table has grown.
+pub(super) const ENTRY_BYTES: usize = (SLOT_BYTES / (MAX_LOAD / 2.0)) as usize + 1;
 
-/// Entries that are entered or removed at once, at most.
+/// Maximum number of entries per batch.
 pub(super) const BATCH: usize = 512;
-/// Entries that are on their way to the core's cache at a time: as many as it can wait for.
-const AHEAD: usize = 24;
-/// Entries whose line has come by now.
-const NEAR: usize = 8;
-/// Names that are read at once while a table is laid out anew.
-const AT_ONCE: usize = 512;
+/// Entries whose cache lines are prefetched: as many as a core has outstanding loads.
+const PREFETCH_DISTANCE: usize = 24;
+/// Distance at which a prefetched cache line has arrived.
+const PREFETCHED: usize = 8;
+/// Number of hashes that are read at once while a table is resized.
+const REHASH_BATCH: usize = 512;
 
 /// The shards.
-pub(super) struct Locator([Shared; SHARDS]);
+pub(super) struct ShardedTable([AlignedShard; SHARDS]);
 
-/// A shard, on a cache line that no other lies on.
+/// A shard on a cache line of its own.
 #[repr(align(64))]
-struct Shared {
+struct AlignedShard {
     shard: Mutex<Shard>,
-    /// Entries since somebody last changed it, for who does not want to wait.
+    /// Number of entries as of the last update, readable without the lock.
     live: AtomicUsize,
 }
 
 struct Shard {
     table: Arc<Table>,
     live: usize,
-    /// Entries at which it is replaced.
-    full: usize,
+    /// Number of entries at which the table grows.
+    grow_at: usize,
 }
 
-/// A name and its place.
+/// A hash and its position.
 #[derive(Clone, Copy)]
 pub(super) struct Entry {
-    pub(super) name: u64,
-    pub(super) place: Place,
+    pub(super) hash: u64,
+    pub(super) position: Position,
 }
 
-/// Entries to be entered or removed, and how many of each shard.
-pub(super) struct Entries {
+/// Entries to be inserted or removed, with their number per shard.
+pub(super) struct WriteBatch {
     list: Vec<Entry>,
     shards: [usize; SHARDS],
 }
 
 thread_local! {
-    /// Room for a batch of entries, as long as nobody has it.
-    static ROOM: Cell<Vec<Entry>> = const { Cell::new(Vec::new()) };
-    /// Room for them once more, sorted.
-    static SORTED: Cell<Vec<Entry>> = const { Cell::new(Vec::new()) };
+    /// Buffer for the entries of a batch, empty while a batch uses it.
+    static ENTRIES_BUFFER: Cell<Vec<Entry>> = const { Cell::new(Vec::new()) };
+    /// Buffer for the sorted entries of a batch.
+    static SORTED_BUFFER: Cell<Vec<Entry>> = const { Cell::new(Vec::new()) };
 }
 
-/// The entries that come some time after those of a shard, in order.
+/// The entries that follow a shard's entries at the prefetch distance.
 #[derive(Clone, Copy)]
-struct Ahead<'a> {
-    body: &'a Body,
+struct Upcoming<'a> {
+    snapshot: &'a IndexSnapshot,
     entries: &'a [Entry],
 }
 
-impl Ahead<'_> {
-    /// Begins to bring near what will be wanted some time after the entry at a position.
-    fn fetch(self, at: usize) {
+impl Upcoming<'_> {
+    /// Prefetches the entry at an index.
+    fn prefetch(self, at: usize) {
         if let Some(entry) = self.entries.get(at) {
-            self.body.fetch(entry.name);
+            self.snapshot.prefetch(entry.hash);
         }
     }
 }
 
-impl Entries {
+impl WriteBatch {
     pub(super) fn new() -> Self {
-        Self { list: ROOM.take(), shards: [0; SHARDS] }
+        Self { list: ENTRIES_BUFFER.take(), shards: [0; SHARDS] }
     }
 
-    pub(super) fn push(&mut self, name: u64, place: Place) {
-        self.shards[Key::of(name).shard] += 1;
-        self.list.push(Entry { name, place });
+    pub(super) fn push(&mut self, hash: u64, position: Position) {
+        self.shards[Key::of(hash).shard] += 1;
+        self.list.push(Entry { hash, position });
     }
 
     pub(super) fn last(&self) -> Option<&Entry> {
@@ -101,7 +100,7 @@ impl Entries {
         self.list.len()
     }
 
-    /// Those of one shard after those of another, and where the first of each is, and the end.
+    /// Sorts the entries by shard (counting sort). Returns the end of each shard.
     fn sort_into(&self, sorted: &mut Vec<Entry>) -> [usize; SHARDS] {
         let mut ends = [0; SHARDS];
         let mut sum = 0;
@@ -110,9 +109,9 @@ impl Entries {
             sum += count;
         }
         sorted.clear();
-        sorted.resize(sum, Entry { name: 0, place: Place::NOWHERE });
+        sorted.resize(sum, Entry { hash: 0, position: Position::NONE });
         for entry in &self.list {
-            let end = &mut ends[Key::of(entry.name).shard];
+            let end = &mut ends[Key::of(entry.hash).shard];
             sorted[*end] = *entry;
             *end += 1;
         }
@@ -120,22 +119,22 @@ impl Entries {
     }
 }
 
-impl Drop for Entries {
+impl Drop for WriteBatch {
     fn drop(&mut self) {
         self.list.clear();
-        ROOM.set(std::mem::take(&mut self.list));
+        ENTRIES_BUFFER.set(std::mem::take(&mut self.list));
     }
 }
 
-impl Locator {
+impl ShardedTable {
     pub(super) fn new() -> Self {
-        Self(std::array::from_fn(|_| Shared {
+        Self(std::array::from_fn(|_| AlignedShard {
             shard: Mutex::new(Shard::of(Table::new(0), 0)),
             live: AtomicUsize::new(0),
         }))
     }
 
-    /// Entries in all.
+    /// Number of entries.
     pub(super) fn entries(&self) -> usize {
         self.0.iter().map(|shared| shared.live.load(Ordering::Relaxed)).sum()
     }
@@ -145,30 +144,31 @@ impl Locator {
         std::array::from_fn(|shard| self.lock(shard).table.clone())
     }
 
-    /// Enters names. `same` says whether a block of the name is in a place that is entered already; such a name is refused.
-    /// `names` reads the names in places that are entered, `grown` hears of each table that was replaced. Answers with those that were refused.
-    pub(super) fn enter(
+    /// Inserts entries. `same` says whether the block at an entered position has this hash; if so, the new entry is
+    /// refused. `hashes` reads the hashes at entered positions, and `on_grow` receives each new table. Returns the
+    /// refused entries.
+    pub(super) fn insert(
         &self,
-        body: &Body,
-        entries: &Entries,
-        same: impl Fn(u64, Place) -> bool,
-        names: impl Fn(&[u32]) -> Vec<u64>,
-        grown: impl Fn(usize, Arc<Table>),
+        snapshot: &IndexSnapshot,
+        entries: &WriteBatch,
+        same: impl Fn(u64, Position) -> bool,
+        hashes: impl Fn(&[u32]) -> Vec<u64>,
+        on_grow: impl Fn(usize, Arc<Table>),
     ) -> Vec<Entry> {
         let mut refused = Vec::new();
-        self.for_each_shard(body, entries, |number, shard, entries, ahead| {
-            let crowded = shard.live >= shard.full / 4 * 3;
+        self.for_each_shard(snapshot, entries, |number, shard, entries, upcoming| {
+            let near_full = shard.live >= shard.grow_at / 4 * 3;
             for (at, entry) in entries.iter().enumerate() {
-                ahead.fetch(at);
-                if let Some(soon) = entries.get(at + NEAR).filter(|_| crowded) {
-                    shard.table.fetch_next(Key::of(soon.name).tag);
+                upcoming.prefetch(at);
+                if let Some(soon) = entries.get(at + PREFETCHED).filter(|_| near_full) {
+                    shard.table.prefetch_next(Key::of(soon.hash).bits);
                 }
-                if shard.live >= shard.full {
-                    shard.replace(true, &names);
-                    grown(number, shard.table.clone());
+                if shard.live >= shard.grow_at {
+                    shard.replace(true, &hashes);
+                    on_grow(number, shard.table.clone());
                 }
-                let same = |place| same(entry.name, Place(place));
-                if shard.table.enter(Key::of(entry.name).tag, entry.place.0, same) {
+                let same = |position| same(entry.hash, Position(position));
+                if shard.table.insert(Key::of(entry.hash).bits, entry.position.0, same) {
                     shard.live += 1;
                 } else {
                     refused.push(*entry);
@@ -178,50 +178,51 @@ impl Locator {
         refused
     }
 
-    /// Removes names. Those that are not entered under their place are skipped.
+    /// Removes entries. Entries that are not in the table are skipped.
     pub(super) fn remove(
         &self,
-        body: &Body,
-        entries: &Entries,
-        names: impl Fn(&[u32]) -> Vec<u64>,
-        shrunk: impl Fn(usize, Arc<Table>),
+        snapshot: &IndexSnapshot,
+        entries: &WriteBatch,
+        hashes: impl Fn(&[u32]) -> Vec<u64>,
+        on_shrink: impl Fn(usize, Arc<Table>),
     ) {
-        self.for_each_shard(body, entries, |number, shard, entries, ahead| {
+        self.for_each_shard(snapshot, entries, |number, shard, entries, upcoming| {
             for (at, entry) in entries.iter().enumerate() {
-                ahead.fetch(at);
-                shard.live -= usize::from(shard.table.take(Key::of(entry.name).tag, entry.place.0));
+                upcoming.prefetch(at);
+                shard.live -= usize::from(shard.table.remove(Key::of(entry.hash).bits, entry.position.0));
             }
-            if !shard.table.is_least() && (shard.live as f64) < shard.table.slots() as f64 * SPARSE {
-                shard.replace(false, &names);
-                shrunk(number, shard.table.clone());
+            if !shard.table.is_smallest() && (shard.live as f64) < shard.table.slots() as f64 * MIN_LOAD {
+                shard.replace(false, &hashes);
+                on_shrink(number, shard.table.clone());
             }
         });
     }
 
-    /// Moves a name to another place.
-    pub(super) fn point(&self, name: u64, from: Place, to: Place) {
-        let key = Key::of(name);
-        self.lock(key.shard).table.point(key.tag, from.0, to.0);
+    /// Moves an entry to another position.
+    pub(super) fn relocate(&self, hash: u64, from: Position, to: Position) {
+        let key = Key::of(hash);
+        self.lock(key.shard).table.relocate(key.bits, from.0, to.0);
     }
 
-    /// Sorts entries by shard, and calls for each that has any. Whoever is called says at which entry he is, so that later ones
-    /// are brought near meanwhile, of the next shards as well.
+    /// Sorts the entries by shard and calls `each` for each shard that has any. `each` reports its progress to
+    /// [`Upcoming`], so that later entries, also of the next shards, are prefetched.
     fn for_each_shard(
         &self,
-        body: &Body,
-        entries: &Entries,
-        mut each: impl FnMut(usize, &mut Shard, &[Entry], Ahead<'_>),
+        snapshot: &IndexSnapshot,
+        entries: &WriteBatch,
+        mut each: impl FnMut(usize, &mut Shard, &[Entry], Upcoming<'_>),
     ) {
         debug_assert!(entries.len() <= BATCH, "{} entries at once", entries.len());
-        let mut sorted = SORTED.take();
+        let mut sorted = SORTED_BUFFER.take();
         let ends = entries.sort_into(&mut sorted);
-        sorted.iter().take(AHEAD).for_each(|entry| body.fetch(entry.name));
+        sorted.iter().take(PREFETCH_DISTANCE).for_each(|entry| snapshot.prefetch(entry.hash));
         let mut later = 0_u64;
         let of = |shard: usize| shard.checked_sub(1).map_or(0, |before| ends[before])..ends[shard];
         let mut call = |number: usize, shard: &mut Shard| {
             let range = of(number);
-            let ahead = Ahead { body, entries: sorted.get(range.start + AHEAD..).unwrap_or_default() };
-            each(number, shard, &sorted[range], ahead);
+            let upcoming =
+                Upcoming { snapshot, entries: sorted.get(range.start + PREFETCH_DISTANCE..).unwrap_or_default() };
+            each(number, shard, &sorted[range], upcoming);
             self.0[number].live.store(shard.live, Ordering::Relaxed);
         };
         for shard in (0..SHARDS).filter(|shard| !of(*shard).is_empty()) {
@@ -233,7 +234,7 @@ impl Locator {
         for shard in (0..SHARDS).filter(|shard| later >> shard & 1 == 1) {
             call(shard, &mut self.lock(shard));
         }
-        SORTED.set(sorted);
+        SORTED_BUFFER.set(sorted);
     }
 
     fn lock(&self, shard: usize) -> MutexGuard<'_, Shard> {
@@ -243,21 +244,21 @@ impl Locator {
 
 impl Shard {
     fn of(table: Table, live: usize) -> Self {
-        let full = (table.slots() as f64 * FULL) as usize;
-        Self { table: Arc::new(table), live, full }
+        let grow_at = (table.slots() as f64 * MAX_LOAD) as usize;
+        Self { table: Arc::new(table), live, grow_at }
     }
 
-    /// A larger or a smaller table of what there is.
-    fn replace(&mut self, larger: bool, names: impl Fn(&[u32]) -> Vec<u64>) {
-        let mut unsure = Vec::new();
-        let next = self.table.relaid(larger, |place| unsure.push(place));
-        for places in unsure.chunks(AT_ONCE) {
-            let names = names(places);
-            for name in &names {
-                next.fetch(Key::of(*name).tag);
+    /// Replaces the table by one of twice or half the size.
+    fn replace(&mut self, larger: bool, hashes: impl Fn(&[u32]) -> Vec<u64>) {
+        let mut rehash = Vec::new();
+        let next = self.table.resized(larger, |position| rehash.push(position));
+        for positions in rehash.chunks(REHASH_BATCH) {
+            let hashes = hashes(positions);
+            for hash in &hashes {
+                next.prefetch(Key::of(*hash).bits);
             }
-            for (name, place) in names.iter().zip(places) {
-                next.enter(Key::of(*name).tag, *place, |_| false);
+            for (hash, position) in hashes.iter().zip(positions) {
+                next.insert(Key::of(*hash).bits, *position, |_| false);
             }
         }
         *self = Self::of(next, self.live);

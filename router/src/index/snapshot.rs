@@ -1,192 +1,197 @@
-//! All that a lookup reads, as of one moment: taken once, and then read without asking anybody.
+//! The immutable state that a lookup reads (RCU: readers load a pointer to it, writers replace it).
 //!
-//! What is large is shared between one body and the next: a body is replaced when a table or the list of pages has grown, or
-//! somebody joined or left. A reader of an old one may miss what came since; it never reads what is gone, for what it finds
-//! under a name is checked to have that name.
+//! Large parts are shared between successive snapshots. A snapshot is replaced when a table is resized, a chunk of
+//! pages is allocated or freed, or a source joins or leaves. A reader of an old snapshot may miss newer blocks. It
+//! never returns a removed block, because it compares the hash at each position that it reads.
 
 use super::bits::Bits;
 use super::key::{Key, SHARDS};
-use super::page::{Head, LINE, Names, Page, Warmth};
-use super::position::Place;
-use super::source::Slot;
-use super::source_state::Owner;
+use super::page::{ClockState, Hashes, Head, LINE_HASHES, Page};
+use super::position::Position;
+use super::source::SourceId;
+use super::source_state::SourceState;
 use super::sync::fetch;
 use super::table::Table;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use worker::plane::{Source, StoreId};
 
-/// The body.
+/// A snapshot of the index.
 #[derive(Clone)]
-pub(super) struct Body {
+pub(super) struct IndexSnapshot {
     pub(super) tables: [Arc<Table>; SHARDS],
-    pub(super) shelves: Shelves,
-    pub(super) roll: Arc<Roll>,
+    pub(super) directory: PageDirectory,
+    pub(super) sources: Arc<Sources>,
 }
 
-/// Everyone who holds blocks, and who reaches whom.
+/// All sources of blocks, and which workers can read which stores.
 #[derive(Clone, Default)]
-pub(super) struct Roll {
-    owners: BTreeMap<Source, Arc<Owner>>,
-    /// By number: of workers, of stores.
-    pub(super) workers: Vec<Option<Arc<Owner>>>,
-    pub(super) stores: Vec<Option<Arc<Owner>>>,
-    /// By a store's number: the workers that onboard from it.
-    pub(super) reach: Vec<Bits>,
+pub(super) struct Sources {
+    states: BTreeMap<Source, Arc<SourceState>>,
+    /// Workers and stores, by the index of their [`SourceId`].
+    pub(super) workers: Vec<Option<Arc<SourceState>>>,
+    pub(super) stores: Vec<Option<Arc<SourceState>>>,
+    /// By the index of a store: the workers that can onboard from it.
+    pub(super) readers: Vec<Bits>,
 }
 
-/// Pages that came from the system together: their heads side by side, and their names.
+/// Pages that were allocated together: their heads side by side, and their hashes.
 #[derive(Clone)]
 pub(super) struct Chunk {
     heads: Arc<[Head]>,
-    names: Arc<[Names]>,
+    hashes: Arc<[Hashes]>,
 }
 
-/// All chunks, a shelf of them shared between one body and the next: a new chunk costs a copy of its shelf, and not of the list.
+/// All chunks, in groups that successive snapshots share: adding a chunk copies one group and the list of groups.
 #[derive(Clone, Default)]
-pub(super) struct Shelves(Arc<[Arc<Shelf>]>);
+pub(super) struct PageDirectory(Arc<[Arc<ChunkGroup>]>);
 
-type Shelf = [Option<Chunk>; SHELF];
+type ChunkGroup = [Option<Chunk>; GROUP_CHUNKS];
 
-/// Chunks of a shelf: a million blocks.
-const SHELF: usize = 64;
+/// Chunks per group: one million blocks.
+const GROUP_CHUNKS: usize = 64;
 
-/// Pages are taken from the system this many at a time: 147 KiB, room for 16,384 blocks.
+/// Pages per chunk: 147 KiB for 16,384 blocks.
 pub(super) const CHUNK: usize = 256;
 
 /// Bytes of a page.
-pub(super) const PAGE_BYTES: usize = size_of::<Head>() + size_of::<Names>();
+pub(super) const PAGE_BYTES: usize = size_of::<Head>() + size_of::<Hashes>();
 
 impl Chunk {
     pub(super) fn new() -> Self {
-        Self { heads: (0..CHUNK).map(|_| Head::new()).collect(), names: (0..CHUNK).map(|_| Names::new()).collect() }
+        Self { heads: (0..CHUNK).map(|_| Head::new()).collect(), hashes: (0..CHUNK).map(|_| Hashes::new()).collect() }
     }
 }
 
-impl Shelves {
+impl PageDirectory {
     fn chunk(&self, page: u32) -> Option<&Chunk> {
         let at = page as usize / CHUNK;
-        self.0.get(at / SHELF)?[at % SHELF].as_ref()
+        self.0.get(at / GROUP_CHUNKS)?[at % GROUP_CHUNKS].as_ref()
     }
 
-    /// The same, but for one chunk.
+    /// A copy with one chunk replaced.
     pub(super) fn with(&self, at: usize, chunk: Option<Chunk>) -> Self {
-        let mut shelves = self.0.to_vec();
-        while shelves.len() <= at / SHELF {
-            shelves.push(Arc::new(std::array::from_fn(|_| None)));
+        let mut groups = self.0.to_vec();
+        while groups.len() <= at / GROUP_CHUNKS {
+            groups.push(Arc::new(std::array::from_fn(|_| None)));
         }
-        Arc::make_mut(&mut shelves[at / SHELF])[at % SHELF] = chunk;
-        Self(shelves.into())
+        Arc::make_mut(&mut groups[at / GROUP_CHUNKS])[at % GROUP_CHUNKS] = chunk;
+        Self(groups.into())
     }
 
-    /// More than the number of any page.
+    /// Upper bound of the page numbers.
     pub(super) fn pages(&self) -> usize {
-        self.0.len() * SHELF * CHUNK
+        self.0.len() * GROUP_CHUNKS * CHUNK
     }
 }
 
-impl Body {
+impl IndexSnapshot {
     pub(super) fn page(&self, number: u32) -> Option<Page<'_>> {
-        let chunk = self.shelves.chunk(number)?;
+        let chunk = self.directory.chunk(number)?;
         let at = number as usize % CHUNK;
-        Some(Page::new(chunk.heads.get(at)?, chunk.names.get(at)?))
+        Some(Page::new(chunk.heads.get(at)?, chunk.hashes.get(at)?))
     }
 
-    /// Begins to bring a page's head near.
-    pub(super) fn fetch_head(&self, number: u32) {
-        if let Some(head) = self.shelves.chunk(number).and_then(|chunk| chunk.heads.get(number as usize % CHUNK)) {
+    /// Prefetches the head of a page.
+    pub(super) fn prefetch_head(&self, number: u32) {
+        if let Some(head) = self.directory.chunk(number).and_then(|chunk| chunk.heads.get(number as usize % CHUNK)) {
             fetch(head);
         }
     }
 
-    /// Where a block is. True for a moment only.
-    pub(super) fn find(&self, name: u64) -> Option<Place> {
-        let key = Key::of(name);
-        self.tables[key.shard].find(key.tag, |place| self.has(Place(place), name)).map(Place)
+    /// Position of a block. It may change at any time.
+    pub(super) fn find(&self, hash: u64) -> Option<Position> {
+        let key = Key::of(hash);
+        self.tables[key.shard].find(key.bits, |position| self.has(Position(position), hash)).map(Position)
     }
 
-    /// Whether a live block of this name is in a place. True for a moment only.
-    pub(super) fn has(&self, place: Place, name: u64) -> bool {
-        self.page(place.page()).is_some_and(|page| page.has(place.at(), name))
+    /// Whether a live block with this hash is at a position. This may change at any time.
+    pub(super) fn has(&self, position: Position, hash: u64) -> bool {
+        self.page(position.page()).is_some_and(|page| page.has(position.offset(), hash))
     }
 
-    /// Where a block is, and its page, when it probably lies in a place. What another source is still entering may yet be
-    /// refused, since somebody was quicker: there, a guess says nothing.
-    pub(super) fn find_near(&self, guess: Option<Place>, name: u64, owner: Slot) -> Option<(Place, Page<'_>)> {
-        let here = |place: Place| Some((place, self.page(place.page())?));
-        let guessed = guess.and_then(here).filter(|(place, page)| {
-            page.has(place.at(), name) && (page.warmth() != Warmth::Settling || page.is_of(owner))
+    /// Position of a block and its page, checking a guessed position first. A guess is not used in a page where another
+    /// source is inserting: the table may still reject that entry in favour of a concurrent one.
+    pub(super) fn find_with_guess(
+        &self,
+        guess: Option<Position>,
+        hash: u64,
+        source_id: SourceId,
+    ) -> Option<(Position, Page<'_>)> {
+        let here = |position: Position| Some((position, self.page(position.page())?));
+        let guessed = guess.and_then(here).filter(|(position, page)| {
+            page.has(position.offset(), hash) && (page.clock() != ClockState::Pinned || page.is_owned_by(source_id))
         });
-        guessed.or_else(|| here(self.find(name)?))
+        guessed.or_else(|| here(self.find(hash)?))
     }
 
-    /// Begins to bring near what the tables say of a name.
-    pub(super) fn fetch(&self, name: u64) {
-        let key = Key::of(name);
-        self.tables[key.shard].fetch(key.tag);
+    /// Prefetches the table entry of a hash.
+    pub(super) fn prefetch(&self, hash: u64) {
+        let key = Key::of(hash);
+        self.tables[key.shard].prefetch(key.bits);
     }
 
-    /// Brings near what the pages have of a run of names that were [`fetched`](Self::fetch).
-    pub(super) fn bring_pages_near(&self, run: &[u64]) {
-        let pages = run.iter().step_by(LINE).filter_map(|name| {
-            let key = Key::of(*name);
-            let place = Place(self.tables[key.shard].find(key.tag, |_| true)?);
-            Some(self.page(place.page())?.touch(place.at()))
+    /// Loads the page lines of hashes whose table entries were [prefetched](Self::prefetch).
+    pub(super) fn prefetch_pages(&self, run: &[u64]) {
+        let pages = run.iter().step_by(LINE_HASHES).filter_map(|hash| {
+            let key = Key::of(*hash);
+            let position = Position(self.tables[key.shard].find(key.bits, |_| true)?);
+            Some(self.page(position.page())?.load_line(position.offset()))
         });
         std::hint::black_box(pages.fold(0, |sum, page| sum ^ page));
     }
 }
 
-impl Roll {
-    pub(super) fn owner(&self, source: Source) -> Option<&Arc<Owner>> {
-        self.owners.get(&source)
+impl Sources {
+    pub(super) fn get(&self, source: Source) -> Option<&Arc<SourceState>> {
+        self.states.get(&source)
     }
 
-    pub(super) fn by_slot(&self, slot: Slot) -> Option<&Arc<Owner>> {
-        let seats = if slot.is_store() { &self.stores } else { &self.workers };
-        seats.get(slot.number())?.as_ref()
+    pub(super) fn by_id(&self, source_id: SourceId) -> Option<&Arc<SourceState>> {
+        let source_ids = if source_id.is_store() { &self.stores } else { &self.workers };
+        source_ids.get(source_id.index())?.as_ref()
     }
 
-    /// Seats a source, unless it is there.
-    pub(super) fn seat(&mut self, source: Source) -> Slot {
-        if let Some(owner) = self.owners.get(&source) {
-            return owner.slot;
+    /// Registers a source, unless it is registered.
+    pub(super) fn register(&mut self, source: Source) -> SourceId {
+        if let Some(state) = self.states.get(&source) {
+            return state.id;
         }
         let store = matches!(source, Source::Store(_));
-        let seats = if store { &mut self.stores } else { &mut self.workers };
-        let number = seats.iter().position(Option::is_none).unwrap_or_else(|| {
-            seats.push(None);
-            seats.len() - 1
+        let source_ids = if store { &mut self.stores } else { &mut self.workers };
+        let number = source_ids.iter().position(Option::is_none).unwrap_or_else(|| {
+            source_ids.push(None);
+            source_ids.len() - 1
         });
-        let slot = if store { Slot::store(number) } else { Slot::worker(number) };
-        let owner = Arc::new(Owner::new(slot));
-        seats[number] = Some(owner.clone());
-        self.owners.insert(source, owner);
-        self.reach.resize(self.stores.len(), Bits::default());
-        slot
+        let source_id = if store { SourceId::store(number) } else { SourceId::worker(number) };
+        let state = Arc::new(SourceState::new(source_id));
+        source_ids[number] = Some(state.clone());
+        self.states.insert(source, state);
+        self.readers.resize(self.stores.len(), Bits::default());
+        source_id
     }
 
-    /// Takes a source from the list; it keeps its seat until it is [`vacated`](Self::vacate).
-    pub(super) fn strike(&mut self, source: Source) -> Option<Arc<Owner>> {
-        self.owners.remove(&source)
+    /// Removes a source from the map. Its id is in use until [`release`](Self::release).
+    pub(super) fn unregister(&mut self, source: Source) -> Option<Arc<SourceState>> {
+        self.states.remove(&source)
     }
 
-    pub(super) fn vacate(&mut self, slot: Slot) {
-        if slot.is_store() {
-            self.stores[slot.number()] = None;
-            self.reach[slot.number()] = Bits::default();
+    pub(super) fn release(&mut self, source_id: SourceId) {
+        if source_id.is_store() {
+            self.stores[source_id.index()] = None;
+            self.readers[source_id.index()] = Bits::default();
         } else {
-            self.workers[slot.number()] = None;
-            self.reach.iter_mut().for_each(|workers| workers.unset(slot.number() as u32));
+            self.workers[source_id.index()] = None;
+            self.readers.iter_mut().for_each(|workers| workers.unset(source_id.index() as u32));
         }
     }
 
-    /// Stores that no worker reaches.
-    pub(super) fn lonely(&self) -> Vec<StoreId> {
-        let lonely = |(source, owner): (&Source, &Arc<Owner>)| match source {
-            Source::Store(store) if self.reach[owner.slot.number()].is_empty() => Some(*store),
+    /// Stores that no worker can read.
+    pub(super) fn unreferenced_stores(&self) -> Vec<StoreId> {
+        let unreferenced = |(source, state): (&Source, &Arc<SourceState>)| match source {
+            Source::Store(store) if self.readers[state.id.index()].is_empty() => Some(*store),
             _ => None,
         };
-        self.owners.iter().filter_map(lonely).collect()
+        self.states.iter().filter_map(unreferenced).collect()
     }
 }

@@ -1,37 +1,38 @@
-//! Who can hold blocks, as small numbers.
+//! Holders of blocks as small numbers.
 
 use kvbm::Level;
 
-/// The levels that are indexed: a peer's memory is indexed as that peer's own.
-pub(crate) const LEVELS: [Level; 5] = [Level::G1, Level::G2, Level::G3, Level::G3_5, Level::G4];
+/// The indexed levels. A peer's memory is not a level of its own: it is indexed as the G1 of that peer.
+pub(crate) const LEVELS: [Level; 5] = [Level::G1, Level::G2, Level::G3, Level::Pod, Level::G4];
 
-/// A dense number for a worker or a store, reused once it is forgotten.
+/// Dense number of a worker or a store. It is reused after the source was removed.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub struct Slot(u32);
+pub struct SourceId(u32);
 
-/// A source at a level: where a block can rest. Stores come after all workers, and the levels of one source together.
+/// A source at a level: what can hold a block. Stores sort after all workers, and the levels of one source are
+/// adjacent.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub(super) struct Seat(u32);
+pub(super) struct SourceLevel(u32);
 
-/// Bits that say which level.
-const LEVEL: u32 = 3;
-const STORE: u32 = 1 << (31 - LEVEL);
+/// Bits of the level.
+const LEVEL_BITS: u32 = 3;
+const STORE: u32 = 1 << (31 - LEVEL_BITS);
 
-impl Slot {
-    pub(super) fn worker(number: usize) -> Self {
-        Self(number as u32)
+impl SourceId {
+    pub(super) fn worker(index: usize) -> Self {
+        Self(index as u32)
     }
 
-    pub(super) fn store(number: usize) -> Self {
-        Self(number as u32 | STORE)
+    pub(super) fn store(index: usize) -> Self {
+        Self(index as u32 | STORE)
     }
 
     pub(super) fn is_store(self) -> bool {
         self.0 & STORE != 0
     }
 
-    /// Its place among the workers, or among the stores.
-    pub(super) fn number(self) -> usize {
+    /// Index among the workers, or among the stores.
+    pub(super) fn index(self) -> usize {
         (self.0 & !STORE) as usize
     }
 
@@ -40,21 +41,21 @@ impl Slot {
     }
 }
 
-impl Seat {
-    /// On no page.
-    pub(super) const NOBODY: Self = Self(u32::MAX);
-    /// Stands for several.
-    pub(super) const SEVERAL: Self = Self(u32::MAX - 1);
+impl SourceLevel {
+    /// No holder.
+    pub(super) const NONE: Self = Self(u32::MAX);
+    /// More than one holder.
+    pub(super) const MANY: Self = Self(u32::MAX - 1);
 
     /// `None` for a level that is not indexed.
-    pub(super) fn new(slot: Slot, level: Level) -> Option<Self> {
+    pub(super) fn new(source_id: SourceId, level: Level) -> Option<Self> {
         let level = LEVELS.iter().position(|at| *at == level)?;
-        Some(Self::at(slot, level))
+        Some(Self::at(source_id, level))
     }
 
-    /// At the level in this position of [`LEVELS`].
-    pub(super) fn at(slot: Slot, level: usize) -> Self {
-        Self(slot.0 << LEVEL | level as u32)
+    /// At the level with this index in [`LEVELS`].
+    pub(super) fn at(source_id: SourceId, level: usize) -> Self {
+        Self(source_id.0 << LEVEL_BITS | level as u32)
     }
 
     pub(super) fn from_raw(raw: u32) -> Self {
@@ -65,12 +66,12 @@ impl Seat {
         self.0
     }
 
-    pub(super) fn slot(self) -> Slot {
-        Slot(self.0 >> LEVEL)
+    pub(super) fn source_id(self) -> SourceId {
+        SourceId(self.0 >> LEVEL_BITS)
     }
 
-    /// The position of the level in [`LEVELS`].
+    /// Index of the level in [`LEVELS`].
     pub(super) fn level(self) -> usize {
-        (self.0 & ((1 << LEVEL) - 1)) as usize
+        (self.0 & ((1 << LEVEL_BITS) - 1)) as usize
     }
 }

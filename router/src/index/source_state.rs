@@ -1,8 +1,8 @@
-//! A source, and what it holds.
+//! State of a source: its id, counters, and the pages that contain its blocks.
 
-use super::holder_set::Lately;
-use super::position::Place;
-use super::source::{LEVELS, Seat, Slot};
+use super::holder_set::InternCache;
+use super::position::Position;
+use super::source::{LEVELS, SourceId, SourceLevel};
 use kvbm::SetDigest;
 use std::collections::HashSet;
 use std::hash::{BuildHasherDefault, Hasher};
@@ -10,132 +10,133 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// The source.
-pub(super) struct Owner {
-    pub(super) slot: Slot,
-    ledger: Mutex<Ledger>,
-    tallies: [Tally; LEVELS.len()],
-    /// Some of what it holds was dropped to save memory.
-    forgetful: AtomicBool,
-    /// Pages that were forgotten and that its ledger may still name.
-    lost: AtomicUsize,
+/// A source of blocks.
+pub(super) struct SourceState {
+    pub(super) id: SourceId,
+    pages: Mutex<SourcePages>,
+    digests: [LevelDigest; LEVELS.len()],
+    /// Whether blocks of this source were evicted.
+    incomplete: AtomicBool,
+    /// Number of evicted pages that may still be in its page sets.
+    evicted_pages: AtomicUsize,
 }
 
-/// Where a source's blocks are. The lock on it also orders the changes of one source.
+/// The pages that contain blocks of a source. Its lock also serializes the updates of the source.
 #[derive(Default)]
-pub(super) struct Ledger {
-    /// By level: pages in which it holds something, and some in which it did before they were forgotten.
-    pub(super) pages: [Pages; LEVELS.len()],
-    /// Bytes of these when they were last asked for.
+pub(super) struct SourcePages {
+    /// By level: pages with blocks of this source, and some that were evicted since.
+    pub(super) by_level: [PageSet; LEVELS.len()],
+    /// Bytes of `by_level` as last accounted.
     pub(super) bytes: usize,
-    /// Where its next new names go, if there is room: the first of these pages, and then the others.
+    /// Reserved pages for new blocks; the first is filled first.
     pub(super) open: Range<u32>,
-    /// Where the next block probably lies that it gives up: engines announce one at a time, along a chain.
-    pub(super) gone_beside: Option<Place>,
-    /// The crowds that it last joined and left.
-    pub(super) joined: Lately,
-    pub(super) left: Lately,
-    /// Set when the source was forgotten while somebody waited for this lock.
-    pub(super) retired: bool,
+    /// Predicted position of the next block to remove: engines evict a chain block by block.
+    pub(super) next_removal: Option<Position>,
+    /// The holder sets that this source was last added to and removed from.
+    pub(super) last_added: InternCache,
+    pub(super) last_removed: InternCache,
+    /// Set when the source was removed while another thread waited for this lock.
+    pub(super) unregistered: bool,
 }
 
-/// Numbers of pages.
-pub(super) type Pages = HashSet<u32, BuildHasherDefault<Spread>>;
+/// Page numbers.
+pub(super) type PageSet = HashSet<u32, BuildHasherDefault<PageHasher>>;
 
-/// A ledger is cleared of forgotten pages when they are more than these, and than one in so many.
-const LOST_LEAST: usize = 16;
-const LOST_SHARE: usize = 4;
+/// Evicted pages are pruned once there are more than `PRUNE_MIN` plus one in `PRUNE_RATIO` of all pages in the sets.
+const PRUNE_MIN: usize = 16;
+const PRUNE_RATIO: usize = 4;
 
-/// How many blocks a source holds at a level, and which, as one number.
+/// Digest of the blocks of a source at one level, see [`SetDigest`].
 #[derive(Default)]
-struct Tally {
+struct LevelDigest {
     blocks: AtomicU64,
-    digest: AtomicU64,
+    sum: AtomicU64,
 }
 
-impl Owner {
-    pub(super) fn new(slot: Slot) -> Self {
-        let (ledger, tallies) = (Mutex::default(), Default::default());
-        Self { slot, ledger, tallies, forgetful: AtomicBool::new(false), lost: AtomicUsize::new(0) }
+impl SourceState {
+    pub(super) fn new(id: SourceId) -> Self {
+        let (pages, digests) = (Mutex::default(), Default::default());
+        Self { id, pages, digests, incomplete: AtomicBool::new(false), evicted_pages: AtomicUsize::new(0) }
     }
 
-    pub(super) fn lock(&self) -> MutexGuard<'_, Ledger> {
-        self.ledger.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(super) fn lock(&self) -> MutexGuard<'_, SourcePages> {
+        self.pages.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Blocks came: how many, and the sum of their digests.
-    pub(super) fn came(&self, seat: Seat, blocks: u64, digest: u64) {
-        self.tallies[seat.level()].blocks.fetch_add(blocks, Ordering::Relaxed);
-        self.tallies[seat.level()].digest.fetch_add(digest, Ordering::Relaxed);
+    /// Adds blocks to the digest; `sum` is the sum of their terms.
+    pub(super) fn add_blocks(&self, source_level: SourceLevel, blocks: u64, sum: u64) {
+        self.digests[source_level.level()].blocks.fetch_add(blocks, Ordering::Relaxed);
+        self.digests[source_level.level()].sum.fetch_add(sum, Ordering::Relaxed);
     }
 
-    /// Blocks went.
-    pub(super) fn went(&self, seat: Seat, blocks: u64, digest: u64) {
-        self.tallies[seat.level()].blocks.fetch_sub(blocks, Ordering::Relaxed);
-        self.tallies[seat.level()].digest.fetch_sub(digest, Ordering::Relaxed);
+    /// Removes blocks from the digest.
+    pub(super) fn remove_blocks(&self, source_level: SourceLevel, blocks: u64, sum: u64) {
+        self.digests[source_level.level()].blocks.fetch_sub(blocks, Ordering::Relaxed);
+        self.digests[source_level.level()].sum.fetch_sub(sum, Ordering::Relaxed);
     }
 
-    /// How many blocks it holds, at all levels.
+    /// Number of blocks at all levels.
     pub(super) fn blocks(&self) -> usize {
-        self.tallies.iter().map(|tally| tally.blocks.load(Ordering::Relaxed) as usize).sum()
+        self.digests.iter().map(|digest| digest.blocks.load(Ordering::Relaxed) as usize).sum()
     }
 
-    /// Whether some of what it holds was dropped.
-    pub(super) fn set_forgetful(&self, forgetful: bool) {
-        self.forgetful.store(forgetful, Ordering::Relaxed);
+    /// Sets whether blocks of this source were evicted.
+    pub(super) fn set_incomplete(&self, incomplete: bool) {
+        self.incomplete.store(incomplete, Ordering::Relaxed);
     }
 
     pub(super) fn digest(&self, level: usize) -> SetDigest {
-        let Tally { blocks, digest } = &self.tallies[level];
-        SetDigest { blocks: blocks.load(Ordering::Relaxed), sum: digest.load(Ordering::Relaxed) }
+        let LevelDigest { blocks, sum } = &self.digests[level];
+        SetDigest { blocks: blocks.load(Ordering::Relaxed), sum: sum.load(Ordering::Relaxed) }
     }
 
     pub(super) fn is_complete(&self) -> bool {
-        !self.forgetful.load(Ordering::Relaxed)
+        !self.incomplete.load(Ordering::Relaxed)
     }
 
-    /// A page in which it held something was forgotten.
-    pub(super) fn lose(&self) {
-        self.forgetful.store(true, Ordering::Relaxed);
-        self.lost.fetch_add(1, Ordering::Relaxed);
+    /// Notes that a page with blocks of this source was evicted.
+    pub(super) fn note_evicted_page(&self) {
+        self.incomplete.store(true, Ordering::Relaxed);
+        self.evicted_pages.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Whether so many pages were forgotten that its ledger should be cleared of them; then that is for the caller to do.
-    pub(super) fn lost_many(&self, ledger: &Ledger) -> bool {
-        let named: usize = ledger.pages.iter().map(HashSet::len).sum();
-        let many = self.lost.load(Ordering::Relaxed) > LOST_LEAST + named / LOST_SHARE;
+    /// Whether evicted pages should be pruned from the page sets now. If so, the counter is reset and the caller
+    /// prunes.
+    pub(super) fn should_prune(&self, pages: &SourcePages) -> bool {
+        let named: usize = pages.by_level.iter().map(HashSet::len).sum();
+        let many = self.evicted_pages.load(Ordering::Relaxed) > PRUNE_MIN + named / PRUNE_RATIO;
         if many {
-            self.lost.store(0, Ordering::Relaxed);
+            self.evicted_pages.store(0, Ordering::Relaxed);
         }
         many
     }
 }
 
-impl Ledger {
-    /// By how many bytes it has grown since this was last asked, modulo two to the width of a word.
+impl SourcePages {
+    /// Change of `bytes` since the last call, as a wrapping difference.
     pub(super) fn growth(&mut self) -> usize {
-        // A set has a power of two of buckets, at most 7/8 full, with a control byte each.
-        let set = |pages: &Pages| match pages.capacity() {
+        // A hash set has a power of two of buckets, at most 7/8 full, with one control byte each.
+        let set = |pages: &PageSet| match pages.capacity() {
             0 => 0,
             capacity => (capacity * 8 / 7).next_power_of_two() * (size_of::<u32>() + 1),
         };
-        let bytes: usize = self.pages.iter().map(set).sum();
+        let bytes: usize = self.by_level.iter().map(set).sum();
         bytes.wrapping_sub(std::mem::replace(&mut self.bytes, bytes))
     }
 }
 
-/// Gives back memory when most of it is spare.
-pub(super) fn fit(pages: &mut Pages) {
+/// Frees memory if less than a quarter of the capacity is used.
+pub(super) fn shrink(pages: &mut PageSet) {
     if pages.capacity() > 64 && pages.len() * 4 < pages.capacity() {
         pages.shrink_to(pages.len() * 2);
     }
 }
 
-/// Hashes numbers of pages, which nobody outside chooses, by one multiplication.
+/// Hashes page numbers by one multiplication. They are not chosen by clients, so flooding is no concern.
 #[derive(Default)]
-pub(super) struct Spread(u64);
+pub(super) struct PageHasher(u64);
 
-impl Hasher for Spread {
+impl Hasher for PageHasher {
     fn finish(&self) -> u64 {
         self.0
     }

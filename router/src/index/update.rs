@@ -1,311 +1,340 @@
-//! What an event does to the pages. The caller holds the lock on the source's ledger.
+//! Application of events to pages and tables. The caller holds the lock on the source's pages.
 //!
-//! **Invariant.** Who finds a name in the tables finds it in its page. So a name is in its page before it is entered, and is
-//! removed from the tables before its place can be used for another; in between, a reader takes it for absent.
+//! **Invariant.** If a table has an entry for a hash, the page has the hash at the entry's position. A hash is
+//! therefore written to its page before the entry is inserted, and the entry is removed before the position is used
+//! again. In between, readers treat the block as absent.
 
 use super::Index;
 use super::bits::{each, ones};
 use super::holders::Holders;
-use super::page::{PLACES, Page, Warmth};
-use super::position::Place;
+use super::page::{ClockState, PAGE_BLOCKS, Page};
+use super::position::Position;
 use super::run::Run;
-use super::sharded_table::{BATCH, Entries};
-use super::source::Seat;
-use super::source_state::{Ledger, Owner, fit};
-use super::span::Stretch;
+use super::sharded_table::{BATCH, WriteBatch};
+use super::source::SourceLevel;
+use super::source_state::{SourcePages, SourceState, shrink};
+use super::span::Span;
 use kvbm::SetDigest;
 use std::sync::atomic::Ordering;
 
-/// Names that are brought near at once while looking for them.
-const AHEAD: usize = 128;
-/// A page is given up for another when no more places than this are live, and all were used.
-const SPARSE: u32 = PLACES / 4;
+/// Number of hashes that are prefetched at once.
+const PREFETCH: usize = 128;
+/// A fully used page with at most this many live blocks is repacked.
+const SPARSE: u32 = PAGE_BLOCKS / 4;
 
 impl Index {
-    /// A source holds these blocks from now on.
-    pub(super) fn store(&self, owner: &Owner, ledger: &mut Ledger, seat: Seat, run: Run<'_>) {
+    /// Adds a source level as a holder of these blocks.
+    pub(super) fn store_blocks(
+        &self,
+        state: &SourceState,
+        pages: &mut SourcePages,
+        source_level: SourceLevel,
+        run: Run<'_>,
+    ) {
         let mut rest = run;
-        while !rest.names.is_empty() {
-            let (mut part, later) = rest.split(rest.names.len().min(BATCH));
+        while !rest.hashes.is_empty() {
+            let (mut part, later) = rest.split(rest.hashes.len().min(BATCH));
             rest = later;
             if !part.chained {
-                let body = self.body.load();
-                part.names.iter().for_each(|name| body.fetch(*name));
+                let snapshot = self.snapshot.load();
+                part.hashes.iter().for_each(|hash| snapshot.prefetch(*hash));
             }
             let mut refused = Vec::new();
-            while !part.names.is_empty() {
-                let known = self.join_holders(owner, ledger, seat, part.names);
+            while !part.hashes.is_empty() {
+                let known = self.add_to_known(state, pages, source_level, part.hashes);
                 part = part.split(known).1;
                 let (fresh, later) = part.split(self.fresh(part));
-                refused.extend(self.settle(owner, ledger, seat, fresh));
+                refused.extend(self.insert(state, pages, source_level, fresh));
                 part = later;
             }
             if !refused.is_empty() {
-                self.store(owner, ledger, seat, Run::loose(&refused));
+                self.store_blocks(state, pages, source_level, Run::loose(&refused));
             }
         }
     }
 
-    /// How many blocks are new, counted from the first. What follows a block that nobody has is new as well, most of the time;
-    /// the tables refuse what is not.
+    /// Number of new blocks at the start of the run. If a block is new, the blocks that follow it in the chain almost
+    /// always are too; the tables refuse those that are not.
     fn fresh(&self, run: Run<'_>) -> usize {
-        let body = self.body.load();
-        let fresh = || run.names.iter().take_while(|name| body.find(**name).is_none()).count();
-        if run.chained { run.names.len() } else { fresh() }
+        let snapshot = self.snapshot.load();
+        let fresh = || run.hashes.iter().take_while(|hash| snapshot.find(**hash).is_none()).count();
+        if run.chained { run.hashes.len() } else { fresh() }
     }
 
-    /// A source no longer holds these blocks.
-    pub(super) fn evict(&self, owner: &Owner, ledger: &mut Ledger, seat: Seat, names: &[u64]) {
-        for names in names.chunks(BATCH) {
-            let body = self.body.load();
-            let mut gone = Gone::new();
-            // Where the next name lies if a chain's pages lie side by side.
-            let (mut at, mut near, mut beside) = (0, 0, ledger.gone_beside.take());
-            body.fetch(names[0]);
-            while at < names.len() {
-                let guess = beside.take();
-                if guess.is_none() && at >= near {
-                    near = names.len().min(at + AHEAD);
-                    names[at..near].iter().for_each(|name| body.fetch(*name));
-                    body.bring_pages_near(&names[at..near]);
+    /// Removes a source level as a holder of these blocks.
+    pub(super) fn remove_blocks(
+        &self,
+        state: &SourceState,
+        pages: &mut SourcePages,
+        source_level: SourceLevel,
+        hashes: &[u64],
+    ) {
+        for hashes in hashes.chunks(BATCH) {
+            let snapshot = self.snapshot.load();
+            let mut removed = Removed::new();
+            // `predicted`: predicted position of the next hash, right if the pages of the chain are contiguous.
+            let (mut at, mut prefetched, mut predicted) = (0, 0, pages.next_removal.take());
+            snapshot.prefetch(hashes[0]);
+            while at < hashes.len() {
+                let guess = predicted.take();
+                if guess.is_none() && at >= prefetched {
+                    prefetched = hashes.len().min(at + PREFETCH);
+                    hashes[at..prefetched].iter().for_each(|hash| snapshot.prefetch(*hash));
+                    snapshot.prefetch_pages(&hashes[at..prefetched]);
                 }
-                let Some((place, page)) = body.find_near(guess, names[at], owner.slot) else {
+                let Some((position, page)) = snapshot.find_with_guess(guess, hashes[at], state.id) else {
                     at += 1;
                     continue;
                 };
-                let _turn = page.turn();
-                let Some(stretch) = Stretch::of(page, place, &names[at..]) else {
-                    // Gone since it was looked at; where it was only guessed, the tables know.
+                let _guard = page.lock();
+                let Some(span) = Span::of(page, position, &hashes[at..]) else {
+                    // The block was removed meanwhile, or the guess was wrong; then the table is asked.
                     at += usize::from(guess.is_none());
                     continue;
                 };
-                if let Some(beside) = stretch.beside.and_then(|beside| body.page(beside.page())) {
-                    beside.fetch();
+                if let Some(predicted) = span.predicted.and_then(|predicted| snapshot.page(predicted.page())) {
+                    predicted.prefetch();
                 }
-                // While another enters its names, those beside this one may be refused yet, and then lie elsewhere.
-                let whole = page.warmth() != Warmth::Settling || page.is_of(owner.slot);
-                let stretch = if whole { stretch } else { Stretch::single(place.at()) };
-                self.take(owner, ledger, seat, (place.page(), page), stretch.bits, &mut gone);
-                (at, beside) = (at + stretch.len, stretch.beside);
+                // While another source inserts into this page, its table entries may still be refused, so only this one
+                // hash counts.
+                let whole = page.clock() != ClockState::Pinned || page.is_owned_by(state.id);
+                let span = if whole { span } else { Span::single(position.offset()) };
+                self.take(state, pages, source_level, (position.page(), page), span.bits, &mut removed);
+                (at, predicted) = (at + span.len, span.predicted);
             }
-            ledger.gone_beside = beside;
-            self.bury(&gone);
-            for number in gone.sparse {
-                self.repack(owner, ledger, seat, number);
+            pages.next_removal = predicted;
+            self.reclaim(&removed);
+            for number in removed.sparse {
+                self.repack(state, pages, source_level, number);
             }
         }
-        fit(&mut ledger.pages[seat.level()]);
-        self.close_idle(owner, ledger);
+        shrink(&mut pages.by_level[source_level.level()]);
+        self.release_if_empty(state, pages);
     }
 
-    /// A source holds nothing at a level any more.
-    pub(super) fn empty(&self, owner: &Owner, ledger: &mut Ledger, seat: Seat) {
-        let pages: Vec<u32> = std::mem::take(&mut ledger.pages[seat.level()]).into_iter().collect();
-        for numbers in pages.chunks(BATCH / PLACES as usize) {
-            let body = self.body.load();
-            let mut gone = Gone::new();
-            for number in numbers {
-                if let Some(page) = body.page(*number) {
-                    let _turn = page.turn();
-                    self.take(owner, ledger, seat, (*number, page), u64::MAX, &mut gone);
+    /// Removes all blocks of a source level.
+    pub(super) fn clear_level(&self, state: &SourceState, pages: &mut SourcePages, source_level: SourceLevel) {
+        let numbers: Vec<u32> = std::mem::take(&mut pages.by_level[source_level.level()]).into_iter().collect();
+        for batch in numbers.chunks(BATCH / PAGE_BLOCKS as usize) {
+            let snapshot = self.snapshot.load();
+            let mut removed = Removed::new();
+            for number in batch {
+                if let Some(page) = snapshot.page(*number) {
+                    let _guard = page.lock();
+                    self.take(state, pages, source_level, (*number, page), u64::MAX, &mut removed);
                 }
             }
-            self.bury(&gone);
+            self.reclaim(&removed);
         }
-        self.close_idle(owner, ledger);
+        self.release_if_empty(state, pages);
     }
 
-    /// Names of what a source holds at a level.
-    pub(super) fn names(&self, ledger: &Ledger, seat: Seat) -> Vec<u64> {
-        let body = self.body.load();
-        let mut names = Vec::new();
-        for number in &ledger.pages[seat.level()] {
-            let Some(page) = body.page(*number) else { continue };
-            let _turn = page.turn();
-            let mask = page.holders().mask(seat);
-            names.extend(each(mask).map(|at| page.name(at)));
+    /// Hashes of all blocks of a source level.
+    pub(super) fn hashes(&self, pages: &SourcePages, source_level: SourceLevel) -> Vec<u64> {
+        let snapshot = self.snapshot.load();
+        let mut hashes = Vec::new();
+        for number in &pages.by_level[source_level.level()] {
+            let Some(page) = snapshot.page(*number) else { continue };
+            let _guard = page.lock();
+            let mask = page.holders().mask(source_level);
+            hashes.extend(each(mask).map(|at| page.hash(at)));
         }
-        names
+        hashes
     }
 
-    /// Adds a holder to blocks that are there, up to the first that is not. Answers with how many.
-    fn join_holders(&self, owner: &Owner, ledger: &mut Ledger, seat: Seat, names: &[u64]) -> usize {
+    /// Adds a holder to known blocks, up to the first unknown one. Returns their number.
+    fn add_to_known(
+        &self,
+        state: &SourceState,
+        pages: &mut SourcePages,
+        source_level: SourceLevel,
+        hashes: &[u64],
+    ) -> usize {
         let (mut known, mut next) = (0, None);
-        while known < names.len() {
-            let body = self.body.load();
-            let Some((place, page)) = body.find_near(next, names[known], owner.slot) else { break };
-            let number = place.page();
-            let _turn = page.turn();
-            // While another enters its names, one that lies here may yet be refused: only the table knows.
-            let entered = page.warmth() != Warmth::Settling || page.is_of(owner.slot);
-            let is = |at: u32, name: u64| {
-                page.has(at, name) && (entered || self.body.load().find(name) == Some(Place::new(number, at)))
+        while known < hashes.len() {
+            let snapshot = self.snapshot.load();
+            let Some((position, page)) = snapshot.find_with_guess(next, hashes[known], state.id) else { break };
+            let number = position.page();
+            let _guard = page.lock();
+            // While another source inserts into this page, a hash counts only if the table has an entry for it.
+            let entered = page.clock() != ClockState::Pinned || page.is_owned_by(state.id);
+            let is = |at: u32, hash: u64| {
+                page.has(at, hash) && (entered || self.snapshot.load().find(hash) == Some(Position::new(number, at)))
             };
-            let here = (place.at()..PLACES).zip(&names[known..]).take_while(|(at, name)| is(*at, **name)).count();
+            let here =
+                (position.offset()..PAGE_BLOCKS).zip(&hashes[known..]).take_while(|(at, hash)| is(*at, **hash)).count();
             let mut holders = page.holders();
             let before = holders.bytes();
-            let added = holders.add(seat, ones(here as u32) << place.at(), &mut ledger.joined);
+            let added = holders.add(source_level, ones(here as u32) << position.offset(), &mut pages.last_added);
             if added != 0 {
-                self.crowds(before, holders.bytes());
+                self.account_holder_sets(before, holders.bytes());
                 page.set_holders(holders);
-                came(owner, ledger, seat, number, page, added);
+                note_added(state, pages, source_level, number, page, added);
             }
-            page.warm();
+            page.mark_hot();
             known += here;
-            next = (place.at() + here as u32).checked_sub(1).and_then(|last| page.next(last));
+            next = (position.offset() + here as u32).checked_sub(1).and_then(|last| page.successor(last));
         }
         known
     }
 
-    /// The names in places that are entered.
-    pub(super) fn names_in(&self, places: &[u32]) -> Vec<u64> {
-        let body = self.body.load();
-        let name = |place: Place| body.page(place.page()).map_or(0, |page| page.name(place.at()));
-        places.iter().map(|place| name(Place(*place))).collect()
+    /// Hashes at positions that are in the tables.
+    pub(super) fn hashes_at(&self, positions: &[u32]) -> Vec<u64> {
+        let snapshot = self.snapshot.load();
+        let hash = |position: Position| snapshot.page(position.page()).map_or(0, |page| page.hash(position.offset()));
+        positions.iter().map(|position| hash(Position(*position))).collect()
     }
 
-    /// Takes blocks of one page from a holder; the caller holds the page's lock.
+    /// Removes blocks of one page from a holder. The caller holds the page's lock.
     pub(super) fn take(
         &self,
-        owner: &Owner,
-        ledger: &mut Ledger,
-        seat: Seat,
+        state: &SourceState,
+        pages: &mut SourcePages,
+        source_level: SourceLevel,
         (number, page): (u32, Page<'_>),
         bits: u64,
-        gone: &mut Gone,
+        removed: &mut Removed,
     ) {
         let mut holders = page.holders();
         let before = holders.bytes();
-        let taken = holders.take(seat, bits, &mut ledger.left);
+        let taken = holders.take(source_level, bits, &mut pages.last_removed);
         if taken == 0 {
             return;
         }
-        let (alone, mine) = (matches!(holders, Holders::One(..)), holders.mask(seat));
-        self.crowds(before, holders.bytes());
+        let (single, mine) = (matches!(holders, Holders::One(..)), holders.mask(source_level));
+        self.account_holder_sets(before, holders.bytes());
         let dead = page.set_holders(holders);
-        owner.went(seat, u64::from(taken.count_ones()), digest(page, taken));
+        state.remove_blocks(source_level, u64::from(taken.count_ones()), digest_sum(page, taken));
         if mine == 0 {
-            ledger.pages[seat.level()].remove(&number);
+            pages.by_level[source_level.level()].remove(&number);
         }
-        gone.bury(number, page, dead);
+        removed.push(number, page, dead);
         let live = page.live().count_ones();
         if live == 0 {
-            gone.pages.push(number);
-        } else if alone && mine != 0 && live <= SPARSE && page.used() == PLACES {
-            gone.sparse.push(number);
+            removed.pages.push(number);
+        } else if single && mine != 0 && live <= SPARSE && page.used() == PAGE_BLOCKS {
+            removed.sparse.push(number);
         }
     }
 
-    /// Removes names that nobody holds from the tables, and then lets go of the pages that are empty.
-    pub(super) fn bury(&self, gone: &Gone) {
-        self.locator.remove(
-            &self.body.load(),
-            &gone.entries,
-            |places| self.names_in(places),
+    /// Removes hashes without a holder from the tables, and then frees empty pages.
+    pub(super) fn reclaim(&self, removed: &Removed) {
+        self.sharded_table.remove(
+            &self.snapshot.load(),
+            &removed.entries,
+            |positions| self.hashes_at(positions),
             |shard, table| self.set_table(shard, table),
         );
-        let body = self.body.load();
-        let retires = |number: &u32| {
-            body.page(*number).is_some_and(|page| {
-                let _turn = page.turn();
-                page.retire()
+        let snapshot = self.snapshot.load();
+        let is_free = |number: &u32| {
+            snapshot.page(*number).is_some_and(|page| {
+                let _guard = page.lock();
+                page.try_release()
             })
         };
-        if gone.pages.is_empty() {
+        if removed.pages.is_empty() {
             return;
         }
-        let retired: Vec<u32> = gone.pages.iter().copied().filter(retires).collect();
-        self.arena.give(&retired, |change| self.set_chunk(change));
+        let freed: Vec<u32> = removed.pages.iter().copied().filter(is_free).collect();
+        self.arena.release(&freed, |change| self.set_chunk(change));
     }
 
-    /// Lets go of a page, unless it has come into use again; the caller holds its lock.
-    pub(super) fn discard(&self, number: u32, page: Page<'_>) {
-        if page.retire() {
-            self.arena.give(&[number], |change| self.set_chunk(change));
+    /// Frees a page unless it is in use again. The caller holds its lock.
+    pub(super) fn reclaim_page(&self, number: u32, page: Page<'_>) {
+        if page.try_release() {
+            self.arena.release(&[number], |change| self.set_chunk(change));
         }
     }
 
-    /// Moves the few blocks that are left in a page, all of one holder, to where that holder's new ones go.
-    fn repack(&self, owner: &Owner, ledger: &mut Ledger, seat: Seat, from: u32) {
+    /// Moves the last few blocks of a page to the page that the source appends to. All of them must belong to one
+    /// holder.
+    fn repack(&self, state: &SourceState, pages: &mut SourcePages, source_level: SourceLevel, from: u32) {
         let sparse = |page: Page<'_>| {
             let live = page.live();
-            let few = live != 0 && live.count_ones() <= SPARSE && page.used() == PLACES;
-            few && page.warmth() != Warmth::Settling && page.is_held_by(seat, live)
+            let few = live != 0 && live.count_ones() <= SPARSE && page.used() == PAGE_BLOCKS;
+            few && page.clock() != ClockState::Pinned && page.is_held_only_by(source_level, live)
         };
-        if !self.body.load().page(from).is_some_and(sparse) {
+        if !self.snapshot.load().page(from).is_some_and(sparse) {
             return;
         }
-        if ledger.open.start == from {
-            ledger.open.next();
+        if pages.open.start == from {
+            pages.open.next();
         }
-        let Some(to) = self.open(owner, ledger, 1) else { return };
-        let body = self.body.load();
-        let (Some(old), Some(new)) = (body.page(from), body.page(to)) else {
-            ledger.open.next();
+        let Some(to) = self.open_page(state, pages, 1) else { return };
+        let snapshot = self.snapshot.load();
+        let (Some(old), Some(new)) = (snapshot.page(from), snapshot.page(to)) else {
+            pages.open.next();
             return;
         };
-        let _turn = old.turn();
-        let Some(_second) = new.try_turn() else { return };
+        let _guard = old.lock();
+        let Some(_second_guard) = new.try_lock() else { return };
         if !sparse(old) {
             return;
         }
         let live = old.live();
-        if !new.is_of(owner.slot) || PLACES - new.used() < live.count_ones() {
-            // The next page that is given up finds a new one open.
-            ledger.open.next();
+        if !new.is_owned_by(state.id) || PAGE_BLOCKS - new.used() < live.count_ones() {
+            // The next call uses another reserved page.
+            pages.open.next();
             return;
         }
-        let places: Vec<u32> = each(live).collect();
-        let names: Vec<u64> = places.iter().map(|at| old.name(*at)).collect();
+        let positions: Vec<u32> = each(live).collect();
+        let hashes: Vec<u64> = positions.iter().map(|at| old.hash(*at)).collect();
         let before = new.holders().bytes();
-        let joins = (0..).zip(&places).fold(0, |joins, (to, at)| joins | u64::from(old.joins_at(*at)) << to);
-        let first = new.append(seat, Run::loose(&names), joins, &mut ledger.joined);
-        self.crowds(before, new.holders().bytes());
-        for (to_at, at) in (first..).zip(&places) {
-            self.locator.point(old.name(*at), Place::new(from, *at), Place::new(to, to_at));
+        let links = (0..).zip(&positions).fold(0, |links, (to, at)| links | u64::from(old.is_linked(*at)) << to);
+        let first = new.append(source_level, Run::loose(&hashes), links, &mut pages.last_added);
+        self.account_holder_sets(before, new.holders().bytes());
+        for (to_at, at) in (first..).zip(&positions) {
+            self.sharded_table.relocate(old.hash(*at), Position::new(from, *at), Position::new(to, to_at));
         }
-        old.set_holders(Holders::Nobody);
-        new.set_warmth(old.warmth());
-        ledger.pages[seat.level()].remove(&from);
-        ledger.pages[seat.level()].insert(to);
-        self.discard(from, old);
+        old.set_holders(Holders::Empty);
+        new.set_clock(old.clock());
+        pages.by_level[source_level.level()].remove(&from);
+        pages.by_level[source_level.level()].insert(to);
+        self.reclaim_page(from, old);
     }
 
-    pub(super) fn crowds(&self, before: usize, after: usize) {
+    pub(super) fn account_holder_sets(&self, before: usize, after: usize) {
         if before != after {
-            self.bytes.crowds.fetch_add(after.wrapping_sub(before), Ordering::Relaxed);
+            self.bytes.holder_sets.fetch_add(after.wrapping_sub(before), Ordering::Relaxed);
         }
     }
 }
 
-/// What a change left behind.
-pub(super) struct Gone {
-    /// Names that nobody holds any more.
-    pub(super) entries: Entries,
+/// Blocks and pages that an update left without a holder.
+pub(super) struct Removed {
+    /// Hashes without a holder.
+    pub(super) entries: WriteBatch,
     /// Pages without a live block.
     pub(super) pages: Vec<u32>,
-    /// Pages with few.
+    /// Full pages with few live blocks.
     sparse: Vec<u32>,
 }
 
-impl Gone {
+impl Removed {
     pub(super) fn new() -> Self {
-        Self { entries: Entries::new(), pages: Vec::new(), sparse: Vec::new() }
+        Self { entries: WriteBatch::new(), pages: Vec::new(), sparse: Vec::new() }
     }
 
-    /// Nobody holds these places of a page.
-    pub(super) fn bury(&mut self, number: u32, page: Page<'_>, dead: u64) {
-        each(dead).for_each(|at| self.entries.push(page.name(at), Place::new(number, at)));
+    /// Adds positions of a page that have no holder any more.
+    pub(super) fn push(&mut self, number: u32, page: Page<'_>, dead: u64) {
+        each(dead).for_each(|at| self.entries.push(page.hash(at), Position::new(number, at)));
     }
 }
 
-/// Notes that a holder has more blocks in a page.
-pub(super) fn came(owner: &Owner, ledger: &mut Ledger, seat: Seat, number: u32, page: Page<'_>, added: u64) {
-    ledger.pages[seat.level()].insert(number);
-    owner.came(seat, u64::from(added.count_ones()), digest(page, added));
+/// Adds blocks of a page to the counters and page set of a holder.
+pub(super) fn note_added(
+    state: &SourceState,
+    pages: &mut SourcePages,
+    source_level: SourceLevel,
+    number: u32,
+    page: Page<'_>,
+    added: u64,
+) {
+    pages.by_level[source_level.level()].insert(number);
+    state.add_blocks(source_level, u64::from(added.count_ones()), digest_sum(page, added));
 }
 
-/// The part of some places in a digest.
-pub(super) fn digest(page: Page<'_>, places: u64) -> u64 {
-    each(places).fold(0, |sum: u64, at| sum.wrapping_add(SetDigest::term(page.name(at))))
+/// Sum of the digest terms of the blocks at some positions.
+pub(super) fn digest_sum(page: Page<'_>, positions: u64) -> u64 {
+    each(positions).fold(0, |sum: u64, at| sum.wrapping_add(SetDigest::term(page.hash(at))))
 }

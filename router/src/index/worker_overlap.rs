@@ -1,34 +1,34 @@
-//! What a worker has of a prompt, and the answer of a lookup: that of each worker.
+//! How much of a prompt each worker can reuse: the result of a lookup.
 
 use super::bits::each;
 use super::source::LEVELS;
 use kvbm::Level;
 use std::ops::{AddAssign, Sub};
 
-/// Leading blocks of a prompt that a worker has within reach, by the fastest level that each rests at.
+/// Number of leading blocks of a prompt that a worker can read, by the fastest level of each block.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Held(pub(super) [u32; LEVELS.len()]);
+pub struct WorkerOverlap(pub(super) [u32; LEVELS.len()]);
 
-impl Held {
-    /// Leading blocks, whatever the level.
-    pub fn run(&self) -> u32 {
+impl WorkerOverlap {
+    /// Leading blocks at all levels.
+    pub fn total(&self) -> u32 {
         self.0.iter().sum()
     }
 
-    /// Blocks per level, fastest first, those that have any.
+    /// Levels with blocks, fastest first, and the number of blocks.
     pub fn by_level(self) -> impl Iterator<Item = (Level, u32)> {
         LEVELS.into_iter().zip(self.0).filter(|(_, blocks)| *blocks > 0)
     }
 
-    /// Blocks per level, in the order of [`LEVELS`].
+    /// Number of blocks per level, in the order of [`LEVELS`].
     #[inline]
-    pub(crate) fn blocks(&self) -> &[u32; LEVELS.len()] {
+    pub(crate) fn per_level(&self) -> &[u32; LEVELS.len()] {
         &self.0
     }
 
-    /// Leading blocks that lie in G1.
+    /// Leading blocks in G1.
     #[inline]
-    pub(crate) fn resident(self) -> u32 {
+    pub(crate) fn in_g1(self) -> u32 {
         self.0[0]
     }
 
@@ -38,15 +38,15 @@ impl Held {
     }
 }
 
-/// Differences may be less than nothing at some level, modulo 2³².
-impl AddAssign for Held {
+/// Also adds differences, which may be negative at some levels: arithmetic is modulo 2³².
+impl AddAssign for WorkerOverlap {
     #[inline]
     fn add_assign(&mut self, other: Self) {
         self.0.iter_mut().zip(other.0).for_each(|(sum, more)| *sum = sum.wrapping_add(more));
     }
 }
 
-impl Sub for Held {
+impl Sub for WorkerOverlap {
     type Output = Self;
 
     #[inline]
@@ -55,66 +55,69 @@ impl Sub for Held {
     }
 }
 
-/// The answer: what there is, each thing once, and which of it each worker has.
+/// The overlap of each worker. Workers with the same overlap share one entry.
 #[derive(Default)]
-pub(super) struct Answer {
-    /// The first is nothing.
-    pub(super) kinds: Vec<Held>,
-    /// By the number of a worker's slot; a few more, so that it ends with a word of bits.
-    pub(super) kind: Vec<u32>,
-    /// Workers that have a kind of their own.
-    apart: Vec<u64>,
+pub(super) struct WorkerOverlaps {
+    /// Distinct overlaps. The first is empty.
+    pub(super) distinct: Vec<WorkerOverlap>,
+    /// Entry of each worker, by the index of its source id; padded to a multiple of 64.
+    pub(super) index_of: Vec<u32>,
+    /// Bitmap of the workers whose entry no other worker shares.
+    exclusive: Vec<u64>,
 }
 
 const WORD: usize = u64::BITS as usize;
-/// Room at once for one worker in so many to have a kind of its own; an answer that is not used again does not grow bit by bit.
-const FRESH: usize = 4;
+/// Capacity is reserved for one exclusive entry per this many workers, so that a result that is used once is not
+/// reallocated often.
+const INITIAL_SHARE: usize = 4;
 
-impl Answer {
-    /// Nothing, for so many words of workers.
+impl WorkerOverlaps {
+    /// Sets all workers to the empty overlap; `words` is the number of workers divided by 64.
     pub(super) fn reset(&mut self, words: usize) {
-        self.kinds.clear();
-        self.kinds.reserve(words * WORD / FRESH);
-        self.kinds.push(Held::default());
-        self.kind.clear();
-        self.kind.resize(words * WORD, 0);
-        self.apart.clear();
-        self.apart.resize(words, 0);
+        self.distinct.clear();
+        self.distinct.reserve(words * WORD / INITIAL_SHARE);
+        self.distinct.push(WorkerOverlap::default());
+        self.index_of.clear();
+        self.index_of.resize(words * WORD, 0);
+        self.exclusive.clear();
+        self.exclusive.resize(words, 0);
     }
 
     #[inline]
-    pub(super) fn at(&self, worker: usize) -> Held {
-        self.kind.get(worker).map_or_else(Held::default, |kind| self.kinds[*kind as usize])
+    pub(super) fn at(&self, worker: usize) -> WorkerOverlap {
+        self.index_of.get(worker).map_or_else(WorkerOverlap::default, |index_of| self.distinct[*index_of as usize])
     }
 
-    /// Gives one worker more, apart from all others.
+    /// Adds to the overlap of one worker, which gets an entry of its own.
     #[inline]
-    pub(super) fn add(&mut self, worker: usize, held: Held) {
-        match self.kind[worker] {
+    pub(super) fn add(&mut self, worker: usize, held: WorkerOverlap) {
+        match self.index_of[worker] {
             0 => {
-                self.kind[worker] = self.kinds.len() as u32;
-                self.kinds.push(held);
-                self.apart[worker / WORD] |= 1 << (worker % WORD);
+                self.index_of[worker] = self.distinct.len() as u32;
+                self.distinct.push(held);
+                self.exclusive[worker / WORD] |= 1 << (worker % WORD);
             }
-            own => self.kinds[own as usize] += held,
+            own => self.distinct[own as usize] += held,
         }
     }
 
-    /// Gives the same to a set of workers, besides what some of them have apart.
-    pub(super) fn give(&mut self, set: &[u64], held: Held) {
-        if held == Held::default() {
+    /// Adds to the overlap of each worker in a bitmap.
+    pub(super) fn add_to_set(&mut self, set: &[u64], held: WorkerOverlap) {
+        if held == WorkerOverlap::default() {
             return;
         }
-        let alike = self.kinds.len() as u32;
-        self.kinds.push(held);
-        for ((members, apart), kind) in set.iter().zip(&self.apart).zip(self.kind.chunks_exact_mut(WORD)) {
-            for worker in each(members & apart) {
-                self.kinds[kind[worker as usize] as usize] += held;
+        let alike = self.distinct.len() as u32;
+        self.distinct.push(held);
+        for ((members, exclusive), index_of) in
+            set.iter().zip(&self.exclusive).zip(self.index_of.chunks_exact_mut(WORD))
+        {
+            for worker in each(members & exclusive) {
+                self.distinct[index_of[worker as usize] as usize] += held;
             }
-            match members & !apart {
+            match members & !exclusive {
                 0 => {}
-                u64::MAX => kind.fill(alike),
-                members => each(members).for_each(|worker| kind[worker as usize] = alike),
+                u64::MAX => index_of.fill(alike),
+                members => each(members).for_each(|worker| index_of[worker as usize] = alike),
             }
         }
     }

@@ -4,7 +4,7 @@
 //! What a filter or a score looks at is worked out when workers are weighed; how the pick falls is `select`'s business.
 
 use super::cost::{Cost, Prompt};
-use crate::index::Held;
+use crate::index::WorkerOverlap;
 use crate::load::{Pace, Standing};
 use crate::problem::Problem;
 use serde::de::value::MapAccessDeserializer;
@@ -184,7 +184,7 @@ const FILTERS_MAX: usize = 32;
 pub(crate) struct Features<'a> {
     pub(crate) cost: Cost,
     pub(crate) prompt: Prompt,
-    pub(crate) held: Held,
+    pub(crate) held: WorkerOverlap,
     pub(crate) pace: &'a Pace,
     pub(crate) standing: &'a Standing,
 }
@@ -235,7 +235,7 @@ impl Features<'_> {
     fn pass(&self, filter: &Filter) -> bool {
         match filter {
             Filter::Fits => self.cost.room <= 0.0,
-            Filter::Cached => self.held.run() > 0,
+            Filter::Cached => self.held.total() > 0,
             Filter::QueueBelow(time) => self.cost.queue < time.as_secs_f64(),
             Filter::SequencesBelow(count) => u64::from(self.standing.sequences) < *count,
         }
@@ -331,8 +331,13 @@ mod tests {
             (Cost { queue: 0.5, ..Cost::default() }, Prompt { tokens: 100, block_size: 10, blocks: 12 });
         let speeds = Speeds { prefill: Figure::of(100.0), ..Speeds::default() };
         let standing = Standing { sequences: 3, active_blocks: 25, total_blocks: 100, speeds, ..Standing::default() };
-        let features =
-            Features { cost, prompt, held: Held::of([4, 0, 0, 0, 0]), pace: &Pace::of(&standing), standing: &standing };
+        let features = Features {
+            cost,
+            prompt,
+            held: WorkerOverlap::of([4, 0, 0, 0, 0]),
+            pace: &Pace::of(&standing),
+            standing: &standing,
+        };
         let policy = read(
             "policy = { filter = ['cached', { sequences_below = 3 }, { queue_below = '600ms' }], \
             score = [{ term = 'overlap', weight = 2.0 }, { term = 'queue' }, { term = 'memory', weight = 4 }] }",

@@ -2,7 +2,7 @@
 //!
 //! Pure: a prompt and a worker's pace in, seconds out.
 
-use crate::index::{Held, LEVELS};
+use crate::index::{LEVELS, WorkerOverlap};
 use crate::load::Pace;
 use kvbm::Level;
 
@@ -21,7 +21,7 @@ pub(crate) struct Prompt {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Need {
     prompt: Prompt,
-    pub(crate) held: Held,
+    pub(crate) held: WorkerOverlap,
     /// Tokens to compute.
     uncached: f64,
     /// A bit for each level, but the first, that blocks are to be brought up from.
@@ -62,8 +62,8 @@ const ROOM_SECONDS_MAX: f64 = 60.0;
 
 impl Prompt {
     /// Tokens that are not in `held`. At least one: the last token is always computed, for its logits.
-    pub(crate) fn uncached(&self, held: Held) -> u64 {
-        self.tokens.saturating_sub(u64::from(held.run()) * self.block_size).max(1)
+    pub(crate) fn uncached(&self, held: WorkerOverlap) -> u64 {
+        self.tokens.saturating_sub(u64::from(held.total()) * self.block_size).max(1)
     }
 
     /// Blocks that only the output will take.
@@ -73,8 +73,8 @@ impl Prompt {
 }
 
 impl Need {
-    pub(crate) fn of(prompt: Prompt, held: Held) -> Self {
-        let slower = (1..LEVELS.len()).fold(0, |bits, at| bits | u32::from(held.blocks()[at] > 0) << at);
+    pub(crate) fn of(prompt: Prompt, held: WorkerOverlap) -> Self {
+        let slower = (1..LEVELS.len()).fold(0, |bits, at| bits | u32::from(held.per_level()[at] > 0) << at);
         Self { prompt, held, uncached: prompt.uncached(held) as f64, slower }
     }
 }
@@ -89,7 +89,7 @@ impl Cost {
         while slower != 0 {
             let at = slower.trailing_zeros() as usize;
             slower &= slower - 1;
-            let blocks = u64::from(need.held.blocks()[at]);
+            let blocks = u64::from(need.held.per_level()[at]);
             // Whatever the tier promises: onboarding stops where recomputing would be quicker.
             let recompute = (blocks * need.prompt.block_size) as f64 * pace.token;
             let alone = pace.transfer(LEVELS[at], blocks).min(recompute);
@@ -110,7 +110,7 @@ impl Cost {
     /// Prefill as `prefill` costs on its worker, then decode where `held` is there already.
     pub(crate) fn apart(prefill: &Self, need: &Need, pace: &Pace, weight: f64) -> Self {
         let Need { prompt, held, .. } = need;
-        let blocks = (prompt.tokens / prompt.block_size).saturating_sub(u64::from(held.run()));
+        let blocks = (prompt.tokens / prompt.block_size).saturating_sub(u64::from(held.total()));
         let transfer = pace.transfer(Level::Peer, blocks);
         // Where nothing is to come over nobody waits for it, and nobody waits longer than computing it takes.
         let recompute = (blocks * prompt.block_size) as f64 * pace.token;
@@ -166,7 +166,7 @@ fn room(need: &Need, pace: &Pace) -> f64 {
 
 #[cold]
 fn wait_for_room(Need { prompt, held, .. }: &Need, pace: &Pace) -> f64 {
-    let need = prompt.blocks.saturating_sub(u64::from(held.resident()));
+    let need = prompt.blocks.saturating_sub(u64::from(held.in_g1()));
     let short = need.saturating_sub(pace.free_blocks.into()) as f64;
     (pace.residence * short / f64::from(pace.active_blocks.max(1))).min(ROOM_SECONDS_MAX)
 }
@@ -184,7 +184,7 @@ mod tests {
     }
 
     fn together(held: [u32; LEVELS.len()], standing: &Standing) -> Cost {
-        Cost::together(&Need::of(PROMPT, Held::of(held)), &Pace::of(standing), 1.0)
+        Cost::together(&Need::of(PROMPT, WorkerOverlap::of(held)), &Pace::of(standing), 1.0)
     }
 
     #[test]
@@ -224,7 +224,7 @@ mod tests {
         let cost = |held, queued| {
             let mut standing = Standing { queued: [0, 0, 0, 0, queued], ..standing(0) };
             standing.speeds.onboards(Level::Peer, 0.01, 1e6);
-            let need = Need::of(PROMPT, Held::of([held, 0, 0, 0, 0]));
+            let need = Need::of(PROMPT, WorkerOverlap::of([held, 0, 0, 0, 0]));
             Cost::apart(&Cost::default(), &need, &Pace::of(&standing), 1.0)
         };
         let (idle, busy, flooded) = (cost(40, 0), cost(40, 100), cost(40, 1_000_000));
@@ -239,7 +239,7 @@ mod tests {
         let prefill = Cost { queue: 0.5, room: 0.1, prefill: 1.0, ..Cost::default() };
         let costs = |waiting, active_blocks| {
             let pace = Pace::of(&Standing { active_blocks, total_blocks: 170, ..standing(waiting) });
-            let need = Need::of(PROMPT, Held::default());
+            let need = Need::of(PROMPT, WorkerOverlap::default());
             (Cost::together(&need, &pace, 1.0), Cost::apart(&prefill, &need, &pace, 1.0))
         };
         let is = |cost: &Cost, queue: f64, room: f64| {
@@ -269,7 +269,7 @@ mod tests {
 
     #[test]
     fn a_full_prompt_still_computes_one_token() {
-        assert_eq!(PROMPT.uncached(Held::of([100, 0, 0, 0, 0])), 1);
+        assert_eq!(PROMPT.uncached(WorkerOverlap::of([100, 0, 0, 0, 0])), 1);
     }
 
     #[test]

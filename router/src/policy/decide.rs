@@ -11,7 +11,7 @@ use super::select::{Candidate, Turn, Why, lowest, select};
 use super::tuning::{Disaggregation, Tuning};
 use super::{cost, disaggregate};
 use crate::fleet::{Member, Seat};
-use crate::index::Held;
+use crate::index::WorkerOverlap;
 use crate::load::{Amount, Desk};
 use std::sync::Arc;
 use tokio::time::Instant;
@@ -40,7 +40,7 @@ pub(crate) struct Row<'a> {
     pub(crate) at: usize,
     pub(crate) seat: &'a Seat,
     /// What the worker holds of the prompt.
-    pub(crate) held: Held,
+    pub(crate) held: WorkerOverlap,
     pub(crate) desk: Desk,
     pub(crate) prompt: Prompt,
     /// All of it on this worker.
@@ -280,12 +280,12 @@ impl<'a> Row<'a> {
 
     /// Prompt tokens that are.
     pub(crate) fn cached(&self) -> u64 {
-        u64::from(self.held.run()) * self.prompt.block_size
+        u64::from(self.held.total()) * self.prompt.block_size
     }
 
     /// Full blocks that are not.
     pub(crate) fn missing(&self) -> u64 {
-        cacheable(self.prompt.tokens, self.prompt.block_size).saturating_sub(u64::from(self.held.run()))
+        cacheable(self.prompt.tokens, self.prompt.block_size).saturating_sub(u64::from(self.held.total()))
     }
 }
 

@@ -4,7 +4,7 @@
 
 use crate::booking::InflightPrefixes;
 use crate::fleet::{Seat, Serving};
-use crate::index::{Held, Index, Overlap};
+use crate::index::{Index, Overlap, WorkerOverlap};
 use crate::load::{Desk, Desks};
 use kvbm::{ChainKey, Domain, SequenceHash};
 use std::cell::RefCell;
@@ -56,7 +56,7 @@ impl<'a> Survey<'a> {
     }
 
     /// What anybody holds of the prompt, named in one way: each thing once.
-    pub(crate) fn kinds(&self, way: usize) -> &[Held] {
+    pub(crate) fn kinds(&self, way: usize) -> &[WorkerOverlap] {
         self.overlaps.kinds(way)
     }
 
@@ -149,20 +149,20 @@ impl Overlaps {
     }
 
     /// What anybody holds of the prompt, named in one way: each thing once.
-    pub(crate) fn kinds(&self, way: usize) -> &[Held] {
-        self.0.get(way).map_or(&[], |way| way.overlap.kinds())
+    pub(crate) fn kinds(&self, way: usize) -> &[WorkerOverlap] {
+        self.0.get(way).map_or(&[], |way| way.overlap.distinct())
     }
 
     /// Which of it the worker at a slot holds.
     #[inline]
-    pub(crate) fn kind(&self, way: u32, slot: crate::index::Slot) -> usize {
-        self.0.get(way as usize).map_or(0, |way| way.overlap.kind(slot))
+    pub(crate) fn kind(&self, way: u32, slot: crate::index::SourceId) -> usize {
+        self.0.get(way as usize).map_or(0, |way| way.overlap.distinct_index(slot))
     }
 
     /// What stands at a slot of a prompt.
     #[inline]
-    pub(crate) fn held(&self, way: u32, slot: crate::index::Slot) -> Held {
-        self.0.get(way as usize).map_or_else(Held::default, |way| way.overlap.at(slot))
+    pub(crate) fn held(&self, way: u32, slot: crate::index::SourceId) -> WorkerOverlap {
+        self.0.get(way as usize).map_or_else(WorkerOverlap::default, |way| way.overlap.at(slot))
     }
 }
 

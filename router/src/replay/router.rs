@@ -12,7 +12,7 @@ use crate::control::replicas::Others;
 use crate::control::{Outcome, View};
 use crate::fleet::{Fleet, Member};
 use crate::hash::splitmix64;
-use crate::index::{Index, Slot};
+use crate::index::{Index, SourceId};
 use crate::load::Amount;
 use crate::policy::planner::Flip;
 use crate::policy::{Ask, Disaggregation, Overlaps, Row, Scratch, Survey, Turn, decide};
@@ -145,10 +145,10 @@ impl Routing {
             Chooser::SmgCacheAware => (together, Some(Peer::smg(workers))),
         };
         let card = Simulated::card(MODEL, BLOCK_TOKENS as usize);
-        let (index, fleet) = (Index::with_budget(settings.index_memory.as_usize()), Fleet::default());
+        let (index, fleet) = (Index::with_memory_limit(settings.index_memory.as_usize()), Fleet::default());
         let ids = (0..workers as u64).map(WorkerId);
         let slots = index.join_all(ids.clone(), &[STORE]);
-        let member = |((id, slot), phase): ((WorkerId, Slot), &Phase)| {
+        let member = |((id, slot), phase): ((WorkerId, SourceId), &Phase)| {
             let (model, stores) = (card.clone(), vec![STORE]);
             let instance = Instance { id, epoch: EPOCH, phase: *phase, model, stores };
             Arc::new(Member::new(Arc::new(instance), Arc::new(Simulated), slot, None))
@@ -316,7 +316,7 @@ impl Routing {
         )?;
         // Seats are in the order of their workers' ids, which count from 0.
         let at = match &mut self.peer {
-            Some(peer) => peer.choose(request, asked, |at| decision.row(at as u32).held.run()),
+            Some(peer) => peer.choose(request, asked, |at| decision.row(at as u32).held.total()),
             None => decision.chosen.at,
         };
         let row = decision.row(at as u32);
@@ -326,7 +326,7 @@ impl Routing {
             let member = row.member();
             self.fleet.choose(member);
             let number = member.books.book(amount, now);
-            let promise = self.inflight.add(member.slot, promised, BLOCK_TOKENS as usize, row.held.run());
+            let promise = self.inflight.add(member.slot, promised, BLOCK_TOKENS as usize, row.held.total());
             let Amount { prefill_tokens, blocks, sequences, .. } = amount;
             let (worker, decodes, anchors) = (member.id(), sequences > 0, promise.anchors().to_vec());
             let placed = Booked::Placed { number: name, worker, prefill_tokens, blocks, decodes, anchors };

@@ -158,9 +158,9 @@ async fn where_no_answer_comes_in_time_events_are_as_good() {
         yard.announce(&worker, stored(Level::G1, part), true);
     }
     tokio::time::sleep(Duration::from_secs(11)).await;
-    assert_eq!((yard.repairs("failed"), yard.router.core.index.memberships()), (1, 0));
+    assert_eq!((yard.repairs("failed"), yard.router.core.index.entries()), (1, 0));
     tokio::time::sleep(Duration::from_secs(2)).await;
-    assert_eq!(yard.router.core.index.memberships(), 40);
+    assert_eq!(yard.router.core.index.entries(), 40);
     let failed = yard.repairs("failed");
     tokio::time::sleep(Duration::from_mins(2)).await;
     assert_eq!(
@@ -222,7 +222,7 @@ async fn whose_snapshots_come_too_late_to_be_followed_is_asked_less_and_less() {
     assert!((8..=12).contains(&taken) && missed > 6, "{taken} snapshots, and none could be followed {missed} times");
     yard.announce(&worker, stored(Level::G1, &blocks), false);
     tokio::time::sleep(Duration::from_secs(10)).await;
-    assert_eq!(yard.router.core.index.memberships(), blocks.len());
+    assert_eq!(yard.router.core.index.entries(), blocks.len());
 }
 
 /// Keeps the only thread for long work busy until it is dropped.
@@ -361,7 +361,7 @@ async fn a_link_that_loses_repeats_and_reorders_costs_no_truth_in_the_end() {
         tokio::time::sleep(Duration::from_secs(1)).await;
     }
     let announced: usize = workers.iter().map(|worker| worker.log.snapshot().blocks().count()).sum();
-    assert_eq!(yard.router.core.index.memberships(), announced);
+    assert_eq!(yard.router.core.index.entries(), announced);
     assert!(yard.repairs("replayed") > 10, "the link lost nothing: the test shows nothing");
     assert_eq!(yard.repairs("snapshot_applied"), 3, "each worker's, when it joined");
 }

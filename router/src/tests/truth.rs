@@ -81,10 +81,10 @@ async fn what_was_sent_to_a_silent_worker_is_bounded_by_its_blocks_and_expires()
     tokio::time::sleep(A_WHILE).await;
     assert_eq!(believed(&yard, &prompt(1, 1600)).await, 99);
     assert_eq!(believed(&yard, &prompt(2, 1600)).await, 0);
-    assert_eq!(yard.router.core.index.memberships(), 150);
+    assert_eq!(yard.router.core.index.entries(), 150);
     assert_eq!(believed(&yard, &prompt(1, 1600)).await, 51, "the end of the older prompt went first");
     tokio::time::sleep(crate::fleet::KEPT + A_WHILE).await;
-    assert_eq!(yard.router.core.index.memberships(), 0);
+    assert_eq!(yard.router.core.index.entries(), 0);
     assert_eq!(mode(&yard, "w1"), "estimated");
 }
 
@@ -101,10 +101,10 @@ async fn a_worker_that_begins_to_announce_is_known_by_its_events_at_once() {
     assert_eq!(mode(&yard, "w1"), "events");
     let explained = yard.explain(prompt(1, 1600)).await;
     assert_eq!((explained["cached_tokens"].as_u64(), remark(&explained, "w1")), (Some(160), None));
-    assert_eq!(yard.router.core.index.memberships(), 10, "what was sent is forgotten");
+    assert_eq!(yard.router.core.index.entries(), 10, "what was sent is forgotten");
     yard.roster.expire(WorkerId(1));
     settle().await;
-    assert_eq!(yard.router.core.index.memberships(), 0);
+    assert_eq!(yard.router.core.index.entries(), 0);
 }
 
 #[tokio::test(start_paused = true)]
@@ -232,7 +232,7 @@ async fn drift_that_no_number_shows_is_found_by_the_digest_and_repaired() {
         yard.attest(&worker);
         settle().await;
         assert_eq!(yard.repairs("snapshot_applied"), 2 + nth);
-        assert_eq!((believed(&yard, &prompt(1, 1600)).await, index.memberships()), (60, 100));
+        assert_eq!((believed(&yard, &prompt(1, 1600)).await, index.entries()), (60, 100));
     }
 }
 

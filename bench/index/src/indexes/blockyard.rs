@@ -2,13 +2,13 @@
 
 use crate::seam::{self, Block, Size};
 use kvbm::{BlockEvent, Level, SequenceHash};
-use router::index::{Index, Overlap, Slot};
+use router::index::{Index, Overlap, SourceId};
 use worker::plane::{Source, WorkerId};
 
 /// The index, and where it seats each worker.
 pub(crate) struct Blockyard {
     index: Index,
-    slots: Vec<Slot>,
+    slots: Vec<SourceId>,
 }
 
 /// Names here have 128 bits.
@@ -48,6 +48,6 @@ impl seam::Index for Blockyard {
     }
 
     fn depths(&self, answer: &Overlap) -> Vec<(u32, u32)> {
-        (0..).zip(&self.slots).map(|(worker, slot)| (worker, answer.at(*slot).run())).collect()
+        (0..).zip(&self.slots).map(|(worker, slot)| (worker, answer.at(*slot).total())).collect()
     }
 }
