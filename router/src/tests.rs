@@ -1,20 +1,20 @@
 //! The whole router over local planes and fake engines, on a paused clock.
 
-mod apart;
+mod disaggregation;
 mod conversations;
-mod cordoned;
+mod cordon;
 mod events;
-mod failing;
-pub(crate) mod fake;
-mod placing;
-mod recorded;
+mod retries;
+pub(crate) mod harness;
+mod placement;
+mod trace_file;
 mod replicas;
-mod seen;
-mod trouble;
-mod truth;
+mod observability;
+mod worker_health;
+mod event_accuracy;
 
 use crate::settings::Settings;
-use fake::{BLOCK, Yard};
+use harness::{BLOCK, Yard};
 use worker::engine::{Error, Request};
 
 fn defaults() -> Yard {

@@ -2,7 +2,7 @@
 
 use super::settings::{Settings as Limits, Tenant};
 use crate::settings::Settings;
-use crate::tests::fake::{Behaviour, Fake, Yard, prompt, settle};
+use crate::tests::harness::{Behaviour, Fake, Yard, prompt, settle};
 use futures::StreamExt;
 use futures::future::join_all;
 use std::sync::Arc;
@@ -243,7 +243,7 @@ async fn overload_is_rejected_once_the_rate_is_known() {
     };
     assert_eq!((before.elapsed(), outcome(&yard, "normal", "predicted_timeout")), (Duration::ZERO, 1));
     assert!(retry_after > Duration::from_secs(1), "{retry_after:?}");
-    let rate = yard.router.core.metrics.drain_rate.with_label_values(&[crate::tests::fake::MODEL]).get();
+    let rate = yard.router.core.metrics.drain_rate.with_label_values(&[crate::tests::harness::MODEL]).get();
     assert!((400.0..600.0).contains(&rate), "{rate} tokens per second");
     for _ in 0..9 {
         yard.report(&worker, Load { waiting_tokens: 1500, running: 1, ..Load::default() });

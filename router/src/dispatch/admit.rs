@@ -91,7 +91,7 @@ fn queued_request(
 #[cfg(test)]
 mod tests {
     use crate::settings::Settings;
-    use crate::tests::fake::{Yard, prompt, settle};
+    use crate::tests::harness::{Yard, prompt, settle};
     use std::sync::Arc;
     use worker::plane::{Load, Phase};
 

@@ -1,6 +1,6 @@
 //! Conversations over engines that really keep their blocks: what routing by cache saves, in computed prompt tokens.
 
-use super::fake::{BLOCK, Yard, card, names, prompt, settle};
+use super::harness::{BLOCK, Yard, card, names, prompt, settle};
 use crate::hash::splitmix64;
 use crate::policy::Policy;
 use crate::settings::Settings;
@@ -52,7 +52,7 @@ impl Caching {
             id: WorkerId(id),
             epoch: Epoch(1),
             phase,
-            model: Arc::new(card(super::fake::MODEL)),
+            model: Arc::new(card(super::harness::MODEL)),
             stores: vec![],
         };
         let offer = yard.bus.offer(Source::Worker(engine.id), engine.log.clone());

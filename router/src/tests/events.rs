@@ -1,6 +1,6 @@
 //! Events that are lost, late, or of another life; and stores that several workers reach.
 
-use super::fake::{BLOCK, MODEL, Yard, names, prompt, settle, stored};
+use super::harness::{BLOCK, MODEL, Yard, names, prompt, settle, stored};
 use super::{believed, defaults};
 use crate::settings::Settings;
 use kvbm::{BlockEvent, Epoch, EventLog, Level};

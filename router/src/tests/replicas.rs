@@ -1,6 +1,6 @@
 //! Several routers over the same workers.
 
-use super::fake::{BLOCK, Fake, MODEL, SPEED, Yard, prompt, settle};
+use super::harness::{BLOCK, Fake, MODEL, SPEED, Yard, prompt, settle};
 use crate::control::replicas::{GONE, HEARTBEAT};
 use crate::load::Amount;
 use crate::{PlannerMode, PlannerSettings, Router, Settings};

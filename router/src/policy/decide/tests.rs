@@ -4,7 +4,7 @@ use super::*;
 use crate::policy::explain;
 use crate::policy::inputs::Overlaps;
 use crate::settings::Settings;
-use crate::tests::fake::{MODEL, Yard, prompt};
+use crate::tests::harness::{MODEL, Yard, prompt};
 use worker::plane::Load;
 
 #[tokio::test(start_paused = true)]

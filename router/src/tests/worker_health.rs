@@ -1,6 +1,6 @@
 //! Workers in trouble: hung, slow, left alone, asked again.
 
-use super::fake::{Behaviour, Fake, MODEL, Yard, prompt, settle};
+use super::harness::{Behaviour, Fake, MODEL, Yard, prompt, settle};
 use super::{defaults, failed};
 use futures::StreamExt;
 use futures::future::join_all;

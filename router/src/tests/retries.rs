@@ -1,6 +1,6 @@
 //! What goes wrong, and whose fault it is.
 
-use super::fake::{Behaviour, prompt, settle};
+use super::harness::{Behaviour, prompt, settle};
 use super::{defaults, failed};
 use crate::Router;
 use crate::settings::Settings;

@@ -1,7 +1,7 @@
 //! Workers that are cordoned, drained and taken back.
 
 use super::defaults;
-use super::fake::{MODEL, prompt, settle};
+use super::harness::{MODEL, prompt, settle};
 use crate::router::NoSuchWorker;
 use crate::settings::Settings;
 use futures::StreamExt;
@@ -71,7 +71,7 @@ async fn a_worker_that_restarts_stays_cordoned() {
 
 #[tokio::test(start_paused = true)]
 async fn requests_that_wait_for_a_cordoned_worker_are_placed_again() {
-    let yard = super::fake::Yard::new(Settings::default());
+    let yard = super::harness::Yard::new(Settings::default());
     let (a, b) = (yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await);
     yard.router.cordon(WorkerId(2)).unwrap();
     // So much waits at the first worker that requests wait for it in the router.

@@ -1,7 +1,7 @@
 //! Where requests go: spread, kept together, and by which settings.
 
 use super::defaults;
-use super::fake::{Yard, names, prompt, settle, stored};
+use super::harness::{Yard, names, prompt, settle, stored};
 use crate::policy::Policy;
 use crate::settings::{Overrides, Settings};
 use futures::StreamExt;

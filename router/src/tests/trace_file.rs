@@ -1,6 +1,6 @@
 //! The record of served requests: what it says, and that it can be switched on and off.
 
-use super::fake::{Behaviour, Yard, prompt};
+use super::harness::{Behaviour, Yard, prompt};
 use super::{defaults, failed};
 use crate::replay::Trace;
 use crate::{Recorded, Settings};

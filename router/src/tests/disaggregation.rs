@@ -1,6 +1,6 @@
 //! Prefill on one worker, decode on another.
 
-use super::fake::{Behaviour, Yard, names, prompt, settle, stored};
+use super::harness::{Behaviour, Yard, names, prompt, settle, stored};
 use super::{defaults, failed};
 use crate::policy::Disaggregation;
 use crate::settings::Settings;

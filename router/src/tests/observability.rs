@@ -1,7 +1,7 @@
 //! What a router lets others see: explanations, metrics, models.
 
 use super::defaults;
-use super::fake::{SPEED, Yard, names, prompt, settle, stored};
+use super::harness::{SPEED, Yard, names, prompt, settle, stored};
 use crate::policy::{Composition, Filter, Pick, Policy, Score, Term};
 use crate::settings::Settings;
 use futures::StreamExt;

@@ -1,6 +1,6 @@
 //! Workers whose events are missing, wrong, or about something else: routing goes on by what can be believed.
 
-use super::fake::{BLOCK, Fake, MODEL, Yard, names, prompt, settle, stored};
+use super::harness::{BLOCK, Fake, MODEL, Yard, names, prompt, settle, stored};
 use super::{believed, defaults};
 use kvbm::{BlockEvent, ChainKey, Epoch, EventLog, Level, SequenceHash};
 use serde_json::Value;
