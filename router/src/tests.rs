@@ -1,31 +1,31 @@
-//! The whole router over local planes and fake engines, on a paused clock.
+//! Tests of the whole router: local planes, fake engines, paused clock.
 
-mod disaggregation;
 mod conversations;
 mod cordon;
-mod events;
-mod retries;
-pub(crate) mod harness;
-mod placement;
-mod trace_file;
-mod replicas;
-mod observability;
-mod worker_health;
+mod disaggregation;
 mod event_accuracy;
+mod events;
+pub(crate) mod harness;
+mod observability;
+mod placement;
+mod replicas;
+mod retries;
+mod trace_file;
+mod worker_health;
 
 use crate::settings::Settings;
-use harness::{BLOCK, Yard};
+use harness::{BLOCK, Harness};
 use worker::engine::{Error, Request};
 
-fn defaults() -> Yard {
-    Yard::new(Settings::default())
+fn defaults() -> Harness {
+    Harness::new(Settings::default())
 }
 
 fn failed() -> Error {
     Error::Failed("on purpose".to_owned())
 }
 
-/// Prompt blocks that the router expects to be cached.
-async fn believed(yard: &Yard, request: &Request) -> u64 {
-    yard.explain(request.clone()).await["cached_tokens"].as_u64().unwrap() / BLOCK as u64
+/// Number of prompt blocks that the router expects to be cached on the chosen worker.
+async fn cached_blocks(harness: &Harness, request: &Request) -> u64 {
+    harness.explain(request.clone()).await["cached_tokens"].as_u64().unwrap() / BLOCK as u64
 }

@@ -1,25 +1,26 @@
-//! What a decision allocates, whatever the size of the fleet. A binary of its own: whoever else runs would be counted, too.
+//! Allocations of a routing decision do not depend on the number of workers. A binary of its own, because the allocator
+//! counts the allocations of all tests in a binary.
 
 use router::measure::Decisions;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Counts what is asked of the system: how often, and bytes.
+/// Counts allocations and their bytes.
 struct Counting;
 
 static COUNTED: [AtomicU64; 2] = [AtomicU64::new(0), AtomicU64::new(0)];
 
-// SAFETY: every call is the system allocator's own, unchanged; counting touches no memory of the caller.
+// SAFETY: every call is passed unchanged to the system allocator; counting touches no memory of the caller.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         COUNTED[0].fetch_add(1, Ordering::Relaxed);
         COUNTED[1].fetch_add(layout.size() as u64, Ordering::Relaxed);
-        // SAFETY: the caller's promise is passed on.
+        // SAFETY: the caller upholds the contract of `alloc`.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
-        // SAFETY: the caller's promise is passed on.
+        // SAFETY: the caller upholds the contract of `dealloc`.
         unsafe { System.dealloc(at, layout) }
     }
 }
@@ -32,7 +33,7 @@ fn counted() -> [u64; 2] {
 }
 
 #[test]
-fn a_decision_allocates_as_much_over_a_thousand_workers_as_over_sixteen() {
+fn allocations_of_a_decision_do_not_depend_on_fleet_size() {
     let [few, many] = [16, 1024].map(|workers| {
         let router = Decisions::new(workers, 8192);
         let decide = |times| (0..times).for_each(|_| drop(router.decide()));
@@ -42,6 +43,6 @@ fn a_decision_allocates_as_much_over_a_thousand_workers_as_over_sixteen() {
         let after = counted();
         [after[0] - before[0], after[1] - before[1]]
     });
-    assert_eq!(few, many, "allocations, and their bytes, of a hundred decisions");
-    assert!(few[0] > 0, "they are counted");
+    assert_eq!(few, many, "allocations and bytes of a hundred decisions");
+    assert!(few[0] > 0, "the allocator counts");
 }

@@ -2,7 +2,7 @@
 
 use super::settings::{Settings as Limits, Tenant};
 use crate::settings::Settings;
-use crate::tests::harness::{Behaviour, Fake, Yard, prompt, settle};
+use crate::tests::harness::{Behaviour, FakeEngine, Harness, prompt, settle};
 use futures::StreamExt;
 use futures::future::join_all;
 use std::sync::Arc;
@@ -13,8 +13,8 @@ use units::HumanDuration;
 use worker::engine::{Error, Priority, Request, RequestGroup, StopConditions, Terms};
 use worker::plane::{Load, Phase, WorkerId};
 
-fn yard(limits: Limits) -> Arc<Yard> {
-    Arc::new(Yard::new(Settings { admission: limits, ..Settings::default() }))
+fn yard(limits: Limits) -> Arc<Harness> {
+    Arc::new(Harness::new(Settings { admission: limits, ..Settings::default() }))
 }
 
 fn request(family: u32, tokens: usize, terms: Terms) -> Request {
@@ -32,7 +32,7 @@ fn of(tenant: &str) -> Terms {
 type Answer = JoinHandle<Result<Vec<u32>, Error>>;
 
 /// Sends a request in a task of its own, and lets it run until it waits.
-async fn ask(yard: &Arc<Yard>, request: Request) -> Answer {
+async fn ask(yard: &Arc<Harness>, request: Request) -> Answer {
     let yard = yard.clone();
     let answer = tokio::spawn(async move { yard.answer(request).await });
     settle().await;
@@ -40,18 +40,18 @@ async fn ask(yard: &Arc<Yard>, request: Request) -> Answer {
 }
 
 /// A worker that is saturated until it reports another load.
-async fn full(yard: &Yard, id: u64) -> Arc<Fake> {
+async fn full(yard: &Harness, id: u64) -> Arc<FakeEngine> {
     let worker = yard.worker(id, Phase::Both).await;
     yard.report(&worker, Load { waiting_tokens: 2000, running: 1, ..Load::default() });
     settle().await;
     worker
 }
 
-fn waiting(yard: &Yard) -> u64 {
+fn waiting(yard: &Harness) -> u64 {
     yard.router.core.admission.inner().controller.queue.queued_tokens().iter().sum()
 }
 
-fn outcome(yard: &Yard, class: &str, outcome: &str) -> u64 {
+fn outcome(yard: &Harness, class: &str, outcome: &str) -> u64 {
     yard.router.core.metrics.admission_requests.with_label_values(&[class, outcome]).get()
 }
 
@@ -104,7 +104,7 @@ async fn cancelled_request_frees_its_queue_space_at_once() {
     assert_eq!(rejected, Err(Error::Overloaded { retry_after: Duration::from_secs(1) }));
     cancelled.abort();
     settle().await;
-    assert_eq!((waiting(&yard), yard.standing(1).0), (0, 2000), "its reservation is released too");
+    assert_eq!((waiting(&yard), yard.load(1).0), (0, 2000), "its reservation is released too");
     let next = ask(&yard, request(3, 100, Terms::default())).await;
     yard.report(&worker, Load::default());
     next.await.unwrap().unwrap();
@@ -171,7 +171,7 @@ async fn deadline_that_cannot_be_met_is_rejected_once_known() {
     assert_eq!(yard.answer(request(3, 1000, within(5000))).await, Err(Error::DeadlineExceeded));
     assert_eq!(before.elapsed().as_millis(), 4000, "its prefill takes the last second");
     yard.report(&worker, Load::default());
-    worker.become_(Behaviour::Hang);
+    worker.set_behaviour(Behaviour::Hang);
     let before = Instant::now();
     assert_eq!(yard.answer(request(4, 100, within(5000))).await, Err(Error::DeadlineExceeded));
     assert_eq!((before.elapsed().as_millis(), worker.open()), (5000, 0), "the worker stops computing");
@@ -188,7 +188,7 @@ async fn late_request_is_rerouted_to_a_worker_in_time() {
     settle().await;
     let terms = Terms { deadline: Some(Instant::now() + Duration::from_secs(5)), ..Terms::default() };
     let answer = ask(&yard, request(1, 1000, terms)).await;
-    assert_eq!((yard.standing(1).0, yard.standing(2).0), (3000, 9000), "it was placed on the first worker");
+    assert_eq!((yard.load(1).0, yard.load(2).0), (3000, 9000), "it was placed on the first worker");
     has(0, 9000);
     has(1, 1500);
     assert_eq!(answer.await.unwrap(), Ok(vec![1, 2]));
@@ -316,16 +316,16 @@ async fn group_reserves_for_all_choices_until_the_first_output() {
     let yard = yard(Limits::default());
     let bad = yard.worker(1, Phase::Both).await;
     let good = yard.worker(2, Phase::Both).await;
-    bad.become_(Behaviour::Refuse(Error::Failed("broken".to_owned())));
+    bad.set_behaviour(Behaviour::Refuse(Error::Failed("broken".to_owned())));
     for family in [1, 2] {
         let stop = StopConditions { max_tokens: Some(160), ..StopConditions::default() };
         let request = Request { group: Some(RequestGroup::new(3)), stop, ..prompt(family, 100) };
         let asking = yard.clone();
         let first = tokio::spawn(async move { asking.ask(request).await.unwrap() });
         settle().await;
-        assert_eq!((yard.standing(1), yard.standing(2)), ((0, 0, 0), (100, 3, 37)));
+        assert_eq!((yard.load(1), yard.load(2)), ((0, 0, 0), (100, 3, 37)));
         let first = first.await.unwrap();
-        assert_eq!(yard.standing(2), (0, 1, 17), "the others need ten blocks each");
+        assert_eq!(yard.load(2), (0, 1, 17), "the others need ten blocks each");
         drop(first);
     }
     assert!(bad.requests() > 0 && good.requests() == 2, "no request was tried on the other worker first");
@@ -342,9 +342,9 @@ async fn choices_of_a_group_are_admitted_together() {
     let lead = choice(0);
     let first = tokio::spawn(async move { asking.ask(lead).await.unwrap() });
     settle().await;
-    assert_eq!(yard.standing(1).1, 3, "reserved for all choices");
+    assert_eq!(yard.load(1).1, 3, "reserved for all choices");
     let first = first.await.unwrap();
-    assert_eq!(yard.standing(1).1, 1, "the others come now and reserve for themselves");
+    assert_eq!(yard.load(1).1, 1, "the others come now and reserve for themselves");
     yard.report(&worker, Load { waiting_tokens: 5000, running: 1, ..Load::default() });
     settle().await;
     let other = ask(&yard, request(2, 100, of("b"))).await;
@@ -388,6 +388,6 @@ async fn no_wake_up_is_lost_under_many_requests() {
     let answers = (0..200).map(|family| yard.answer(request(family, 300, of(&(family % 7).to_string()))));
     assert!(join_all(answers).await.iter().all(|answer| answer == &Ok(vec![1, 2])));
     assert_eq!(workers.iter().map(|worker| worker.requests()).sum::<usize>(), 200);
-    assert_eq!((waiting(&yard), yard.standing(1), yard.standing(2)), (0, (0, 0, 0), (0, 0, 0)));
+    assert_eq!((waiting(&yard), yard.load(1), yard.load(2)), (0, (0, 0, 0), (0, 0, 0)));
     assert!(outcome(&yard, "normal", "queued") > 100, "the queue was never used: the test shows nothing");
 }

@@ -91,13 +91,13 @@ fn queued_request(
 #[cfg(test)]
 mod tests {
     use crate::settings::Settings;
-    use crate::tests::harness::{Yard, prompt, settle};
+    use crate::tests::harness::{Harness, prompt, settle};
     use std::sync::Arc;
     use worker::plane::{Load, Phase};
 
     #[tokio::test(start_paused = true)]
     async fn waiting_requests_are_counted_by_model() {
-        let yard = Arc::new(Yard::new(Settings::default()));
+        let yard = Arc::new(Harness::new(Settings::default()));
         let worker = yard.worker(1, Phase::Both).await;
         yard.report(&worker, Load { waiting_tokens: 2000, running: 1, ..Load::default() });
         settle().await;

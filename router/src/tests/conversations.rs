@@ -1,6 +1,6 @@
-//! Conversations over engines that really keep their blocks: what routing by cache saves, in computed prompt tokens.
+//! Conversations over engines with a cache: how many prompt tokens cache-aware routing saves.
 
-use super::harness::{BLOCK, Yard, card, names, prompt, settle};
+use super::harness::{BLOCK, Harness, card, names, prompt, settle};
 use crate::hash::splitmix64;
 use crate::policy::Policy;
 use crate::settings::Settings;
@@ -16,16 +16,16 @@ use worker::engine::{Request, Tokens, Work};
 use worker::plane::local::LocalEvents;
 use worker::plane::{Discovery, Event, EventBody, Events, Instance, Lease, Load, Phase, Source, WorkerId};
 
-/// Prompt tokens per second, as a small model has on two cores.
+/// Prompt tokens per second: a small model on two cores.
 const SPEED: f64 = 6000.0;
 
-/// Seconds that a step takes with so many sequences.
+/// Seconds per decode step with this many sequences.
 fn step(sequences: u32) -> f64 {
     0.003 + 0.001 * f64::from(sequences)
 }
 
-/// An engine with a cache: prompts are computed one after another, at a speed; answers come in steps.
-struct Caching {
+/// An engine with an unlimited cache. It computes prompts one after another, and decodes in steps.
+struct CachingEngine {
     id: WorkerId,
     bus: Arc<LocalEvents>,
     log: Arc<EventLog>,
@@ -36,11 +36,11 @@ struct Caching {
     computed: AtomicU64,
 }
 
-impl Caching {
-    async fn join(yard: &Yard, id: u64, phase: Phase) -> (Arc<Self>, [Lease; 2]) {
+impl CachingEngine {
+    async fn join(harness: &Harness, id: u64, phase: Phase) -> (Arc<Self>, [Lease; 2]) {
         let engine = Arc::new(Self {
             id: WorkerId(id),
-            bus: yard.bus.clone(),
+            bus: harness.bus.clone(),
             log: Arc::new(EventLog::new(Epoch(1))),
             cache: Mutex::default(),
             turn: tokio::sync::Mutex::default(),
@@ -55,8 +55,8 @@ impl Caching {
             model: Arc::new(card(super::harness::MODEL)),
             stores: vec![],
         };
-        let offer = yard.bus.offer(Source::Worker(engine.id), engine.log.clone());
-        let lease = yard.roster.register(instance, Arc::new(Handle(engine.clone()))).await.unwrap();
+        let offer = harness.bus.offer(Source::Worker(engine.id), engine.log.clone());
+        let lease = harness.roster.register(instance, Arc::new(Handle(engine.clone()))).await.unwrap();
         settle().await;
         engine.report();
         settle().await;
@@ -89,7 +89,7 @@ impl Caching {
         }
     }
 
-    /// Computes what is not cached when the prompt's turn comes. Cached tokens.
+    /// Waits for its turn and computes the uncached part of a prompt. Returns the number of cached tokens.
     async fn prefill(&self, request: &Request) -> u32 {
         let blocks = names(request);
         let tokens = request.tokens.len() as u64;
@@ -113,8 +113,8 @@ impl Caching {
     }
 }
 
-/// What others see of it.
-struct Handle(Arc<Caching>);
+/// The `Engine` of a [`CachingEngine`].
+struct Handle(Arc<CachingEngine>);
 
 impl Engine for Handle {
     fn generate(&self, request: Request) -> BoxFuture<'_, Result<OutputStream, Error>> {
@@ -166,13 +166,13 @@ const TURN: u32 = 160;
 const TURNS: u32 = 10;
 const CONVERSATIONS: u32 = 8;
 
-/// Conversations of ten turns that share a system prompt, joining one by one; prompt tokens computed, over the least
-/// possible.
+/// Runs conversations of ten turns that share a system prompt and start one after another. Returns the number of
+/// computed prompt tokens, as a multiple of the minimum.
 async fn conversations(policy: Policy, phases: &[Phase], seed: u64) -> f64 {
-    let yard = Yard::new(Settings { policy: policy.clone(), seed, ..Settings::default() });
+    let harness = Harness::new(Settings { policy: policy.clone(), seed, ..Settings::default() });
     let (mut engines, mut leases) = (Vec::new(), Vec::new());
     for (id, phase) in (1..).zip(phases) {
-        let (engine, lease) = Caching::join(&yard, id, *phase).await;
+        let (engine, lease) = CachingEngine::join(&harness, id, *phase).await;
         engines.push(engine);
         leases.push(lease);
     }
@@ -187,7 +187,7 @@ async fn conversations(policy: Policy, phases: &[Phase], seed: u64) -> f64 {
     let started: Vec<_> = (0..=CONVERSATIONS).map(|_| tokio::sync::Notify::new()).collect();
     started[0].notify_one();
     let talk = |conversation: u32| {
-        let (yard, started) = (&yard, &started);
+        let (harness, started) = (&harness, &started);
         async move {
             started[conversation as usize].notified().await;
             let mut tokens: Vec<u32> = (0..SYSTEM).collect();
@@ -198,7 +198,7 @@ async fn conversations(policy: Policy, phases: &[Phase], seed: u64) -> f64 {
                 let mut request = prompt(0, 0);
                 request.tokens = tokens.clone().into();
                 request.stop.max_tokens = Some(8);
-                yard.answer(request).await.unwrap();
+                harness.answer(request).await.unwrap();
                 started[conversation as usize + 1].notify_one();
             }
         }
@@ -231,7 +231,7 @@ async fn conversations_return_to_their_blocks() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn conversations_over_a_prefill_worker_and_two_decode_workers_compute_hardly_more() {
+async fn disaggregated_conversations_compute_little_more() {
     let kv = worst(Policy::Kv, &[Phase::Prefill, Phase::Decode, Phase::Decode]).await;
     assert!(kv <= 1.2, "{kv:.2} times the least possible");
 }

@@ -1,4 +1,4 @@
-//! Workers that are cordoned, drained and taken back.
+//! Cordoning, draining and uncordoning of workers.
 
 use super::defaults;
 use super::harness::{MODEL, prompt, settle};
@@ -11,33 +11,33 @@ use worker::plane::{Load, Phase, WorkerId};
 
 #[tokio::test(start_paused = true)]
 async fn a_cordoned_worker_gets_no_new_requests_until_uncordoned() {
-    let yard = defaults();
-    let (a, b) = (yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await);
-    yard.router.cordon(WorkerId(1)).unwrap();
+    let harness = defaults();
+    let (a, b) = (harness.worker(1, Phase::Both).await, harness.worker(2, Phase::Both).await);
+    harness.router.cordon(WorkerId(1)).unwrap();
     for family in 0..6 {
-        yard.answer(prompt(family, 100)).await.unwrap();
+        harness.answer(prompt(family, 100)).await.unwrap();
     }
     assert_eq!((a.requests(), b.requests()), (0, 6));
-    yard.router.uncordon(WorkerId(1)).unwrap();
+    harness.router.uncordon(WorkerId(1)).unwrap();
     for family in 6..12 {
-        yard.answer(prompt(family, 100)).await.unwrap();
+        harness.answer(prompt(family, 100)).await.unwrap();
     }
-    assert!(a.requests() > 0, "it comes back");
-    assert_eq!(yard.router.cordon(WorkerId(9)), Err(NoSuchWorker(WorkerId(9))));
+    assert!(a.requests() > 0, "it gets requests again");
+    assert_eq!(harness.router.cordon(WorkerId(9)), Err(NoSuchWorker(WorkerId(9))));
 }
 
 #[tokio::test(start_paused = true)]
-async fn draining_waits_for_running_requests_and_lets_them_finish() {
-    let yard = defaults();
-    let (a, _b) = (yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await);
-    yard.router.cordon(WorkerId(2)).unwrap();
-    let mut running = yard.ask(prompt(1, 100)).await.unwrap();
+async fn draining_waits_until_running_requests_have_finished() {
+    let harness = defaults();
+    let (a, _b) = (harness.worker(1, Phase::Both).await, harness.worker(2, Phase::Both).await);
+    harness.router.cordon(WorkerId(2)).unwrap();
+    let mut running = harness.ask(prompt(1, 100)).await.unwrap();
     assert_eq!(a.requests(), 1);
-    yard.router.uncordon(WorkerId(2)).unwrap();
-    yard.router.cordon(WorkerId(1)).unwrap();
-    let busy: Vec<_> = yard.router.workers().iter().map(|worker| (worker.cordoned, worker.requests)).collect();
+    harness.router.uncordon(WorkerId(2)).unwrap();
+    harness.router.cordon(WorkerId(1)).unwrap();
+    let busy: Vec<_> = harness.router.workers().iter().map(|worker| (worker.cordoned, worker.requests)).collect();
     assert_eq!(busy, [(true, 1), (false, 0)]);
-    let drained = yard.router.drained(WorkerId(1));
+    let drained = harness.router.drained(WorkerId(1));
     let mut drained = std::pin::pin!(drained);
     assert!(tokio::time::timeout(Duration::from_mins(1), &mut drained).await.is_err(), "a request still runs");
     while let Some(item) = running.next().await {
@@ -47,42 +47,42 @@ async fn draining_waits_for_running_requests_and_lets_them_finish() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn with_every_worker_cordoned_requests_are_refused_and_readiness_says_why() {
-    let yard = defaults();
-    let _a = yard.worker(1, Phase::Both).await;
-    yard.router.cordon(WorkerId(1)).unwrap();
-    let refused = yard.answer(prompt(1, 100)).await;
+async fn cordoning_every_worker_refuses_requests_and_readiness() {
+    let harness = defaults();
+    let _a = harness.worker(1, Phase::Both).await;
+    harness.router.cordon(WorkerId(1)).unwrap();
+    let refused = harness.answer(prompt(1, 100)).await;
     assert!(matches!(&refused, Err(Error::Unavailable(why)) if why.contains("cordoned")), "{refused:?}");
-    assert!(matches!(yard.router.readiness(), Readiness::NotReady(why) if why.contains("cordoned")));
-    assert_eq!(yard.router.models()[0].id, MODEL, "the model is served again once a worker is uncordoned");
-    yard.router.uncordon(WorkerId(1)).unwrap();
-    assert_eq!((yard.answer(prompt(1, 100)).await, yard.router.readiness()), (Ok(vec![1, 2]), Readiness::Ready));
+    assert!(matches!(harness.router.readiness(), Readiness::NotReady(why) if why.contains("cordoned")));
+    assert_eq!(harness.router.models()[0].id, MODEL, "the model is served again once a worker is uncordoned");
+    harness.router.uncordon(WorkerId(1)).unwrap();
+    assert_eq!((harness.answer(prompt(1, 100)).await, harness.router.readiness()), (Ok(vec![1, 2]), Readiness::Ready));
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_worker_that_restarts_stays_cordoned() {
-    let yard = defaults();
-    let (_a, _b) = (yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await);
-    yard.router.cordon(WorkerId(1)).unwrap();
-    let again = yard.join(1, Phase::Both, MODEL, 2, &[]).await;
-    yard.answer(prompt(1, 100)).await.unwrap();
+    let harness = defaults();
+    let (_a, _b) = (harness.worker(1, Phase::Both).await, harness.worker(2, Phase::Both).await);
+    harness.router.cordon(WorkerId(1)).unwrap();
+    let again = harness.join(1, Phase::Both, MODEL, 2, &[]).await;
+    harness.answer(prompt(1, 100)).await.unwrap();
     assert_eq!(again.requests(), 0);
 }
 
 #[tokio::test(start_paused = true)]
-async fn requests_that_wait_for_a_cordoned_worker_are_placed_again() {
-    let yard = super::harness::Yard::new(Settings::default());
-    let (a, b) = (yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await);
-    yard.router.cordon(WorkerId(2)).unwrap();
-    // So much waits at the first worker that requests wait for it in the router.
-    yard.report(&a, Load { waiting_tokens: 100_000, ..Load::default() });
+async fn requests_queued_for_a_cordoned_worker_are_rerouted() {
+    let harness = super::harness::Harness::new(Settings::default());
+    let (a, b) = (harness.worker(1, Phase::Both).await, harness.worker(2, Phase::Both).await);
+    harness.router.cordon(WorkerId(2)).unwrap();
+    // The first worker has so much queued that further requests wait in the router.
+    harness.report(&a, Load { waiting_tokens: 100_000, ..Load::default() });
     settle().await;
-    let router = yard.router.clone();
+    let router = harness.router.clone();
     let waiting = tokio::spawn(async move { router.generate(prompt(1, 100)).await.map(drop) });
     settle().await;
     assert!(!waiting.is_finished() && a.requests() == 0);
-    yard.router.uncordon(WorkerId(2)).unwrap();
-    yard.router.cordon(WorkerId(1)).unwrap();
+    harness.router.uncordon(WorkerId(2)).unwrap();
+    harness.router.cordon(WorkerId(1)).unwrap();
     assert!(waiting.await.unwrap().is_ok());
     assert_eq!((a.requests(), b.requests()), (0, 1));
 }

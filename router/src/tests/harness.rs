@@ -1,4 +1,4 @@
-//! A fleet of engines that do what a test tells them, over the local planes.
+//! A router over the local planes, with engines whose behaviour a test controls.
 
 use crate::Router;
 use crate::settings::Settings;
@@ -12,50 +12,50 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use worker::engine::{
     Engine, Error, Finish, Handoff, ModelCard, Output, OutputStream, PromptReport, Readiness, Request, Sampling,
-    StopConditions, Terms, Tokens, Work,
+    StopRule, Terms, Tokens, Work,
 };
-use worker::plane::local::{Link, LocalDiscovery, LocalEvents};
+use worker::plane::local::{Bus, Link, Roster};
 use worker::plane::{
     Discovery, Event, EventBody, Events, Instance, Lease, Load, Phase, RouterId, Source, StoreId, WorkerId,
 };
 
 pub(crate) const BLOCK: usize = 16;
 pub(crate) const MODEL: &str = "toy";
-/// What the fakes report: a prompt of 1,000 tokens takes a second.
+/// Reported prefill speed: a prompt of 1,000 tokens takes a second.
 pub(crate) const SPEED: f64 = 1000.0;
 
-/// How a fake engine answers.
+/// Behaviour of a fake engine.
 #[derive(Clone)]
 pub(crate) enum Behaviour {
     Serve,
     Refuse(Error),
-    /// The stream yields this instead of an output.
+    /// The stream yields this error instead of an output.
     Break(Error),
     /// The stream ends without an output.
     End,
-    /// Nothing ever comes.
+    /// The stream never yields an output.
     Hang,
 }
 
-pub(crate) struct Fake {
+pub(crate) struct FakeEngine {
     card: Arc<ModelCard>,
     pub(crate) behaviour: Mutex<Behaviour>,
-    pub(crate) seen: Mutex<Vec<Work>>,
+    pub(crate) received: Mutex<Vec<Work>>,
     /// First tokens of the prompts.
     firsts: Mutex<Vec<u32>>,
-    /// Requests of the router's own.
+    /// Number of health checks.
     pub(crate) probes: AtomicUsize,
-    /// Streams that somebody still holds.
+    /// Number of open streams.
     pub(crate) open: Arc<AtomicUsize>,
     pub(crate) log: Arc<EventLog>,
-    /// What it has cached; `None`: it caches nothing.
+    /// Cached blocks; `None` for an engine that caches nothing.
     cache: Arc<Mutex<Cache>>,
     source: Source,
 }
 
 type Cache = Option<HashSet<SequenceHash>>;
 
-/// Computes a prompt: how much of it was cached.
+/// Adds a prompt to the cache and reports how much of it was cached.
 fn compute(cache: &Mutex<Cache>, request: &Request) -> PromptReport {
     let mut cache = cache.lock().unwrap();
     let Some(cache) = cache.as_mut() else { return PromptReport::default() };
@@ -67,34 +67,34 @@ fn compute(cache: &Mutex<Cache>, request: &Request) -> PromptReport {
     PromptReport { cached: vec![(Level::G1, (found * BLOCK) as u32)], ..PromptReport::default() }
 }
 
-struct Open(Arc<AtomicUsize>);
+struct OpenStream(Arc<AtomicUsize>);
 
-impl Drop for Open {
+impl Drop for OpenStream {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::SeqCst);
     }
 }
 
-impl Fake {
+impl FakeEngine {
     pub(crate) fn requests(&self) -> usize {
-        self.seen.lock().unwrap().len()
+        self.received.lock().unwrap().len()
     }
 
     pub(crate) fn works(&self) -> Vec<Work> {
-        self.seen.lock().unwrap().clone()
+        self.received.lock().unwrap().clone()
     }
 
-    /// Families of the prompts that came, in their order.
+    /// Families of the received prompts, in order.
     pub(crate) fn families(&self) -> Vec<u32> {
         self.firsts.lock().unwrap().iter().map(|token| token / 1_000_000).collect()
     }
 
-    pub(crate) fn become_(&self, behaviour: Behaviour) {
+    pub(crate) fn set_behaviour(&self, behaviour: Behaviour) {
         *self.behaviour.lock().unwrap() = behaviour;
     }
 
-    /// From now on it finds what it computed, and `blocks`.
-    pub(crate) fn remember(&self, blocks: &[SequenceHash]) {
+    /// Turns the cache on, with these blocks in it.
+    pub(crate) fn cache_blocks(&self, blocks: &[SequenceHash]) {
         self.cache.lock().unwrap().get_or_insert_default().extend(blocks);
     }
 
@@ -103,18 +103,18 @@ impl Fake {
     }
 }
 
-impl Engine for Fake {
+impl Engine for FakeEngine {
     fn generate(&self, request: Request) -> BoxFuture<'_, Result<OutputStream, Error>> {
         let asked = &*request.id != "probe";
         if asked {
-            self.seen.lock().unwrap().push(request.work.clone());
+            self.received.lock().unwrap().push(request.work.clone());
             self.firsts.lock().unwrap().push(request.tokens[0]);
         } else {
             self.probes.fetch_add(1, Ordering::SeqCst);
         }
         let behaviour = self.behaviour.lock().unwrap().clone();
         self.open.fetch_add(usize::from(asked), Ordering::SeqCst);
-        let open = asked.then(|| Open(self.open.clone()));
+        let open = asked.then(|| OpenStream(self.open.clone()));
         let cache = self.cache.clone();
         Box::pin(async move {
             if let Behaviour::Refuse(error) = behaviour {
@@ -168,38 +168,38 @@ impl Engine for Fake {
 }
 
 /// A router, its planes and its workers.
-pub(crate) struct Yard {
-    pub(crate) roster: Arc<LocalDiscovery>,
-    pub(crate) bus: Arc<LocalEvents>,
+pub(crate) struct Harness {
+    pub(crate) roster: Arc<Roster>,
+    pub(crate) bus: Arc<Bus>,
     pub(crate) router: Arc<Router>,
     pub(crate) registry: prometheus::Registry,
     leases: Mutex<Vec<Lease>>,
 }
 
-impl Yard {
+impl Harness {
     pub(crate) fn new(settings: Settings) -> Self {
         Self::over(settings, Link::default())
     }
 
     pub(crate) fn over(settings: Settings, link: Link) -> Self {
         let (roster, bus, registry) =
-            (Arc::new(LocalDiscovery::default()), Arc::new(LocalEvents::new(link)), prometheus::Registry::new());
+            (Arc::new(Roster::default()), Arc::new(Bus::new(link)), prometheus::Registry::new());
         let router: Result<_, crate::Error> =
             Router::new(RouterId(0), roster.clone(), bus.clone(), settings, &registry);
         Self { roster, bus, router: router.unwrap(), registry, leases: Mutex::default() }
     }
 
-    /// A worker that has joined and reported.
-    pub(crate) async fn worker(&self, id: u64, phase: Phase) -> Arc<Fake> {
+    /// Adds a worker and its first load report.
+    pub(crate) async fn worker(&self, id: u64, phase: Phase) -> Arc<FakeEngine> {
         self.join(id, phase, MODEL, 1, &[]).await
     }
 
-    pub(crate) async fn join(&self, id: u64, phase: Phase, model: &str, epoch: u64, stores: &[u64]) -> Arc<Fake> {
+    pub(crate) async fn join(&self, id: u64, phase: Phase, model: &str, epoch: u64, stores: &[u64]) -> Arc<FakeEngine> {
         let source = Source::Worker(WorkerId(id));
-        let fake = Arc::new(Fake {
+        let engine = Arc::new(FakeEngine {
             card: Arc::new(card(model)),
             behaviour: Mutex::new(Behaviour::Serve),
-            seen: Mutex::default(),
+            received: Mutex::default(),
             firsts: Mutex::default(),
             probes: AtomicUsize::new(0),
             open: Arc::default(),
@@ -208,45 +208,45 @@ impl Yard {
             source,
         });
         let stores = stores.iter().map(|store| StoreId(*store)).collect();
-        let instance = Instance { id: WorkerId(id), epoch: Epoch(epoch), phase, model: fake.card.clone(), stores };
-        let offer = self.bus.offer(source, fake.log.clone());
-        let lease = self.roster.register(instance, fake.clone()).await.unwrap();
+        let instance = Instance { id: WorkerId(id), epoch: Epoch(epoch), phase, model: engine.card.clone(), stores };
+        let offer = self.bus.offer(source, engine.log.clone());
+        let lease = self.roster.register(instance, engine.clone()).await.unwrap();
         self.leases.lock().unwrap().extend([offer, lease]);
         settle().await;
-        self.report(&fake, Load::default());
+        self.report(&engine, Load::default());
         settle().await;
-        fake
+        engine
     }
 
-    /// Has a worker announce an event; `arrives` or not.
-    pub(crate) fn announce(&self, fake: &Fake, event: BlockEvent, arrives: bool) {
-        fake.log.announce(event.clone());
-        let number = *fake.log.latest().borrow();
+    /// Records an event in the worker's log, and publishes it if `arrives`.
+    pub(crate) fn announce(&self, engine: &FakeEngine, event: BlockEvent, arrives: bool) {
+        engine.log.announce(event.clone());
+        let number = *engine.log.latest().borrow();
         if arrives {
             let body = EventBody::Block { number, event };
-            self.bus.publish(Event { source: fake.source, epoch: fake.log.epoch(), body });
+            self.bus.publish(Event { source: engine.source, epoch: engine.log.epoch(), body });
         }
     }
 
-    /// Has a worker say what it holds, as one number.
-    pub(crate) fn attest(&self, fake: &Fake) {
-        let (number, digest) = fake.log.digest();
+    /// Publishes the digest of a worker's blocks.
+    pub(crate) fn publish_digest(&self, engine: &FakeEngine) {
+        let (number, digest) = engine.log.digest();
         let body = EventBody::Digest { number, digest };
-        self.bus.publish(Event { source: fake.source, epoch: fake.log.epoch(), body });
+        self.bus.publish(Event { source: engine.source, epoch: engine.log.epoch(), body });
     }
 
-    /// Has a worker report; what every fake measures is filled in.
-    pub(crate) fn report(&self, fake: &Fake, load: Load) {
-        let number = *fake.log.latest().borrow();
+    /// Publishes a load report; fills in what every fake engine measures.
+    pub(crate) fn report(&self, engine: &FakeEngine, load: Load) {
+        let number = *engine.log.latest().borrow();
         let load = Load { number, prefill_tokens_per_second: Some(SPEED), block_bytes: 1000, ..load };
-        self.bus.publish(Event { source: fake.source, epoch: fake.log.epoch(), body: EventBody::Load(load) });
+        self.bus.publish(Event { source: engine.source, epoch: engine.log.epoch(), body: EventBody::Load(load) });
     }
 
     pub(crate) async fn ask(&self, request: Request) -> Result<OutputStream, Error> {
         self.router.generate(request).await
     }
 
-    /// Asks, and takes the whole answer.
+    /// Sends a request and collects all tokens.
     pub(crate) async fn answer(&self, request: Request) -> Result<Vec<u32>, Error> {
         let mut stream = self.ask(request).await?;
         let mut ids = Vec::new();
@@ -258,7 +258,7 @@ impl Yard {
         Ok(ids)
     }
 
-    /// Asks, and reads the explanation.
+    /// Sends a request and returns the explanation of its placement.
     pub(crate) async fn explain(&self, request: Request) -> serde_json::Value {
         let mut stream = self.ask(Request { explain: true, ..request }).await.unwrap();
         match stream.next().await {
@@ -273,20 +273,20 @@ impl Yard {
         family.map_or(0, |family| family.get_metric().iter().map(|m| m.get_counter().get_value() as u64).sum())
     }
 
-    /// Questions to sources that were answered so.
-    pub(crate) fn repairs(&self, outcome: &str) -> u64 {
+    /// Number of resyncs with this outcome.
+    pub(crate) fn resyncs(&self, outcome: &str) -> u64 {
         self.router.core.metrics.resyncs.with_label_values(&[outcome]).get()
     }
 
-    /// What is booked and reported on a worker: tokens to prefill, sequences, blocks.
-    pub(crate) fn standing(&self, id: u64) -> (u64, u64, u64) {
+    /// Load of a worker, reported and reserved: tokens to prefill, sequences, blocks.
+    pub(crate) fn load(&self, id: u64) -> (u64, u64, u64) {
         let roster = self.router.core.fleet.roster();
         let standing = roster.get(WorkerId(id)).unwrap().books.standing(tokio::time::Instant::now());
         (standing.waiting_tokens.into(), standing.sequences.into(), standing.active_blocks.into())
     }
 }
 
-/// Lets every task that can run do so.
+/// Lets all tasks that are ready run.
 pub(crate) async fn settle() {
     tokio::time::sleep(Duration::from_millis(1)).await;
 }
@@ -308,7 +308,7 @@ pub(crate) fn card(id: &str) -> ModelCard {
     }
 }
 
-/// A prompt of `tokens` tokens; those of one `family` begin alike.
+/// A prompt of `tokens` tokens. Prompts of one `family` have a common prefix.
 pub(crate) fn prompt(family: u32, tokens: usize) -> Request {
     Request {
         id: "r".into(),
@@ -316,7 +316,7 @@ pub(crate) fn prompt(family: u32, tokens: usize) -> Request {
         tokens: (0..tokens as u32).map(|at| family.wrapping_mul(1_000_000).wrapping_add(at)).collect(),
         domain: Domain::shared(),
         sampling: Sampling::default(),
-        stop: StopConditions::default(),
+        stop: StopRule::default(),
         work: Work::Generate,
         terms: Terms::default(),
         explain: false,

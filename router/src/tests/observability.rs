@@ -1,7 +1,7 @@
-//! What a router lets others see: explanations, metrics, models.
+//! What a router publishes: explanations, metrics, models.
 
 use super::defaults;
-use super::harness::{SPEED, Yard, names, prompt, settle, stored};
+use super::harness::{Harness, SPEED, names, prompt, settle, stored};
 use crate::policy::{Composition, Filter, Pick, Policy, Score, Term};
 use crate::settings::Settings;
 use futures::StreamExt;
@@ -11,12 +11,12 @@ use worker::engine::{Engine, Error, Output, Request};
 use worker::plane::Phase;
 
 #[tokio::test(start_paused = true)]
-async fn an_explanation_is_one_bounded_line_of_json_and_only_on_request() {
-    let yard = defaults();
+async fn an_explanation_is_one_bounded_line_of_json_on_request() {
+    let harness = defaults();
     for id in 1..=40 {
-        yard.worker(id, if id == 1 { Phase::Prefill } else { Phase::Decode }).await;
+        harness.worker(id, if id == 1 { Phase::Prefill } else { Phase::Decode }).await;
     }
-    let mut stream = yard.ask(Request { explain: true, ..prompt(1, 3000) }).await.unwrap();
+    let mut stream = harness.ask(Request { explain: true, ..prompt(1, 3000) }).await.unwrap();
     let Some(Ok(Output::Tokens(first))) = stream.next().await else { panic!("no tokens") };
     let line = first.explain.unwrap();
     assert!(line.len() < 4096 && line.is_ascii() && !line.contains('\n'), "{} bytes", line.len());
@@ -28,99 +28,99 @@ async fn an_explanation_is_one_bounded_line_of_json_and_only_on_request() {
         let terms: f64 = candidate["terms_s"].as_object().unwrap().values().map(|term| term.as_f64().unwrap()).sum();
         assert!((terms - candidate["cost_s"].as_f64().unwrap()).abs() < 1e-4, "the terms add up: {candidate}");
     }
-    let mut stream = yard.ask(prompt(2, 3000)).await.unwrap();
+    let mut stream = harness.ask(prompt(2, 3000)).await.unwrap();
     assert!(matches!(stream.next().await, Some(Ok(Output::Tokens(tokens))) if tokens.explain.is_none()));
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_explanation_of_many_filters_leaves_candidates_out_rather_than_outgrow_a_header() {
+async fn a_long_explanation_omits_candidates_to_fit_a_header() {
     let filter = (0..32).map(|nth| Filter::QueueBelow(HumanDuration::millis(1000 + nth * 143))).collect();
     let score = vec![Score { term: Term::Queue, weight: 1.0 }, Score { term: Term::Prefill, weight: 1.0 }];
     let policy = Policy::Composed(Composition { filter, score, pick: Pick::Best });
-    let yard = Yard::new(Settings { policy, ..Settings::default() });
+    let harness = Harness::new(Settings { policy, ..Settings::default() });
     for id in 1..=9 {
-        yard.worker(id, if id == 1 { Phase::Prefill } else { Phase::Decode }).await;
+        harness.worker(id, if id == 1 { Phase::Prefill } else { Phase::Decode }).await;
     }
-    let explained = yard.explain(prompt(1, 3000)).await;
+    let explained = harness.explain(prompt(1, 3000)).await;
     let (candidates, bytes) = (explained["candidates"].as_array().unwrap(), explained.to_string().len());
     assert!(bytes < 4096, "{bytes} bytes");
     assert_eq!(explained["not_shown"].as_u64().map(|left_out| left_out as usize + candidates.len()), Some(8));
     assert_eq!(candidates[0]["worker"], explained["chosen"]);
-    assert_eq!(candidates[0]["passes"].as_array().map(Vec::len), Some(32), "of those that are told all is told");
+    assert_eq!(candidates[0]["passes"].as_array().map(Vec::len), Some(32), "each candidate is complete");
 }
 
 #[tokio::test(start_paused = true)]
-async fn predictions_are_held_against_what_the_engine_found() {
-    let yard = defaults();
-    let worker = yard.worker(1, Phase::Both).await;
+async fn predicted_hits_are_compared_with_the_engines_report() {
+    let harness = defaults();
+    let worker = harness.worker(1, Phase::Both).await;
     let request = prompt(1, 1600);
-    yard.announce(&worker, stored(Level::G1, &names(&request)[..10]), true);
+    harness.announce(&worker, stored(Level::G1, &names(&request)[..10]), true);
     settle().await;
-    yard.answer(request).await.unwrap();
-    // The fake finds nothing cached, whatever it announced.
-    assert_eq!(yard.metric("blockyard_router_prefix_predicted_tokens_total"), 160);
-    assert_eq!(yard.metric("blockyard_router_prefix_actual_tokens_total"), 0);
-    assert_eq!(yard.metric("blockyard_router_prefix_overpredicted_tokens_total"), 160);
+    harness.answer(request).await.unwrap();
+    // The fake engine reports no cache hit, whatever it announced.
+    assert_eq!(harness.metric("blockyard_router_prefix_predicted_tokens_total"), 160);
+    assert_eq!(harness.metric("blockyard_router_prefix_actual_tokens_total"), 0);
+    assert_eq!(harness.metric("blockyard_router_prefix_overpredicted_tokens_total"), 160);
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_a_lie_cost_is_what_the_next_best_choice_would_have_saved_whatever_a_policy_scores() {
-    // Scores are of another scale than seconds.
+async fn regret_is_the_time_that_the_next_best_choice_would_save() {
+    // Scores are not in seconds.
     let score = vec![Score { term: Term::Prefill, weight: 100.0 }];
     let composed = Policy::Composed(Composition { filter: vec![], score, pick: Pick::Best });
     for policy in [Policy::Kv, composed] {
-        a_lie_is_regretted(Yard::new(Settings { policy, ..Settings::default() })).await;
+        check_regret(Harness::new(Settings { policy, ..Settings::default() })).await;
     }
 }
 
-async fn a_lie_is_regretted(yard: Yard) {
-    let (liar, other) = (yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await);
-    let regret = || yard.router.core.metrics.regret_seconds.get();
+async fn check_regret(harness: Harness) {
+    let (inaccurate, other) = (harness.worker(1, Phase::Both).await, harness.worker(2, Phase::Both).await);
+    let regret = || harness.router.core.metrics.regret_seconds.get();
     let request = prompt(1, 1600);
-    yard.announce(&liar, stored(Level::G1, &names(&request)[..99]), true);
-    yard.announce(&other, stored(Level::G1, &names(&request)[..50]), true);
+    harness.announce(&inaccurate, stored(Level::G1, &names(&request)[..99]), true);
+    harness.announce(&other, stored(Level::G1, &names(&request)[..50]), true);
     settle().await;
-    // It computes all 1,600 tokens, though the other has 800 of them.
-    yard.answer(request.clone()).await.unwrap();
-    assert_eq!((liar.requests(), other.requests()), (1, 0));
-    assert_eq!(yard.metric("blockyard_router_prefix_overpredicted_tokens_total"), 1584);
+    // The worker computes all 1,600 tokens, although the other one has 800 of them.
+    harness.answer(request.clone()).await.unwrap();
+    assert_eq!((inaccurate.requests(), other.requests()), (1, 0));
+    assert_eq!(harness.metric("blockyard_router_prefix_overpredicted_tokens_total"), 1584);
     assert!((regret() - 800.0 / SPEED).abs() < 1e-6, "{} s", regret());
 
-    // Where nobody else has any of it, nothing would have been better.
+    // If no other worker has any of the blocks, no other choice would have been better.
     let alone = prompt(2, 1600);
-    yard.announce(&liar, stored(Level::G1, &names(&alone)[..50]), true);
+    harness.announce(&inaccurate, stored(Level::G1, &names(&alone)[..50]), true);
     settle().await;
-    yard.answer(alone).await.unwrap();
-    assert_eq!(yard.metric("blockyard_router_prefix_overpredicted_tokens_total"), 1584 + 800);
+    harness.answer(alone).await.unwrap();
+    assert_eq!(harness.metric("blockyard_router_prefix_overpredicted_tokens_total"), 1584 + 800);
     assert!((regret() - 800.0 / SPEED).abs() < 1e-6, "{} s", regret());
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_was_found_and_not_predicted_is_missed_and_no_regret() {
-    let yard = defaults();
-    let worker = yard.worker(1, Phase::Both).await;
+async fn underpredicted_hits_cause_no_regret() {
+    let harness = defaults();
+    let worker = harness.worker(1, Phase::Both).await;
     let request = prompt(1, 1600);
-    worker.remember(&names(&request)[..30]);
-    yard.announce(&worker, stored(Level::G1, &names(&request)[..10]), true);
+    worker.cache_blocks(&names(&request)[..30]);
+    harness.announce(&worker, stored(Level::G1, &names(&request)[..10]), true);
     settle().await;
-    yard.answer(request).await.unwrap();
-    assert_eq!(yard.metric("blockyard_router_prefix_actual_tokens_total"), 480);
-    assert_eq!(yard.metric("blockyard_router_prefix_underpredicted_tokens_total"), 320);
-    assert_eq!(yard.metric("blockyard_router_prefix_overpredicted_tokens_total"), 0);
-    assert!(yard.router.core.metrics.regret_seconds.get().abs() < 1e-9);
+    harness.answer(request).await.unwrap();
+    assert_eq!(harness.metric("blockyard_router_prefix_actual_tokens_total"), 480);
+    assert_eq!(harness.metric("blockyard_router_prefix_underpredicted_tokens_total"), 320);
+    assert_eq!(harness.metric("blockyard_router_prefix_overpredicted_tokens_total"), 0);
+    assert!(harness.router.core.metrics.regret_seconds.get().abs() < 1e-9);
 }
 
 #[tokio::test(start_paused = true)]
-async fn several_models_are_served_at_once_and_others_are_refused_by_name() {
-    let yard = defaults();
-    let toy = yard.worker(1, Phase::Both).await;
-    let other = yard.join(2, Phase::Both, "other", 1, &[]).await;
-    yard.answer(Request { model: "other".into(), ..prompt(1, 100) }).await.unwrap();
+async fn several_models_are_served_and_unknown_ones_are_refused() {
+    let harness = defaults();
+    let toy = harness.worker(1, Phase::Both).await;
+    let other = harness.join(2, Phase::Both, "other", 1, &[]).await;
+    harness.answer(Request { model: "other".into(), ..prompt(1, 100) }).await.unwrap();
     assert_eq!((toy.requests(), other.requests()), (0, 1));
-    let ids: Vec<String> = yard.router.models().iter().map(|card| card.id.clone()).collect();
+    let ids: Vec<String> = harness.router.models().iter().map(|card| card.id.clone()).collect();
     assert_eq!(ids, ["other", "toy"]);
-    let unknown = yard.answer(Request { model: "third".into(), ..prompt(1, 100) }).await;
+    let unknown = harness.answer(Request { model: "third".into(), ..prompt(1, 100) }).await;
     assert_eq!(unknown, Err(Error::UnknownModel("third".to_owned())));
-    let long = yard.answer(prompt(1, 100_000)).await;
+    let long = harness.answer(prompt(1, 100_000)).await;
     assert_eq!(long, Err(Error::PromptTooLong { prompt: 100_000, context: 100_000 }));
 }

@@ -1,7 +1,7 @@
-//! Where requests go: spread, kept together, and by which settings.
+//! Placement of requests: load balance, prefix affinity, policies and settings.
 
 use super::defaults;
-use super::harness::{Yard, names, prompt, settle, stored};
+use super::harness::{Harness, names, prompt, settle, stored};
 use crate::policy::Policy;
 use crate::settings::{Overrides, Settings};
 use futures::StreamExt;
@@ -11,129 +11,132 @@ use worker::engine::{Output, Request};
 use worker::plane::{Load, OnboardSpeed, Phase};
 
 #[tokio::test(start_paused = true)]
-async fn a_burst_of_long_prompts_is_booked_at_decision_and_spreads() {
-    let yard = defaults();
-    let workers =
-        [yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await, yard.worker(3, Phase::Both).await];
-    let answers = join_all((0..9).map(|family| yard.answer(prompt(family, 2000)))).await;
+async fn a_burst_of_long_prompts_spreads_over_the_workers() {
+    let harness = defaults();
+    let workers = [
+        harness.worker(1, Phase::Both).await,
+        harness.worker(2, Phase::Both).await,
+        harness.worker(3, Phase::Both).await,
+    ];
+    let answers = join_all((0..9).map(|family| harness.answer(prompt(family, 2000)))).await;
     assert!(answers.iter().all(|answer| answer == &Ok(vec![1, 2])));
     assert_eq!(workers.map(|worker| worker.requests()), [3, 3, 3]);
-    assert_eq!([1, 2, 3].map(|id| yard.standing(id)), [(0, 0, 0); 3], "everything booked is freed");
+    assert_eq!([1, 2, 3].map(|id| harness.load(id)), [(0, 0, 0); 3], "all bookings are released");
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_shared_first_block_does_not_pin_requests_to_its_holder() {
-    let yard = defaults();
-    let (a, b) = (yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await);
+async fn a_common_first_block_does_not_attract_all_requests() {
+    let harness = defaults();
+    let (a, b) = (harness.worker(1, Phase::Both).await, harness.worker(2, Phase::Both).await);
     for family in 0..10 {
         let request = prompt(family, 1000);
-        yard.announce(&a, stored(Level::G1, &names(&request)[..1]), true);
+        harness.announce(&a, stored(Level::G1, &names(&request)[..1]), true);
         settle().await;
-        yard.answer(request).await.unwrap();
+        harness.answer(request).await.unwrap();
     }
     assert_eq!((a.requests(), b.requests()), (5, 5));
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_hot_prefix_spills_when_waiting_costs_more_than_recompute() {
-    let yard = defaults();
-    let (a, b) = (yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await);
+async fn a_hot_prefix_spills_when_waiting_costs_more_than_prefill() {
+    let harness = defaults();
+    let (a, b) = (harness.worker(1, Phase::Both).await, harness.worker(2, Phase::Both).await);
     let hot = prompt(1, 1600);
-    yard.announce(&a, stored(Level::G1, &names(&hot)), true);
+    harness.announce(&a, stored(Level::G1, &names(&hot)), true);
     settle().await;
     for _ in 0..4 {
-        yard.answer(hot.clone()).await.unwrap();
+        harness.answer(hot.clone()).await.unwrap();
     }
     assert_eq!((a.requests(), b.requests()), (4, 0));
-    yard.report(&a, Load { waiting_tokens: 1000, ..Load::default() });
+    harness.report(&a, Load { waiting_tokens: 1000, ..Load::default() });
     settle().await;
-    yard.answer(hot.clone()).await.unwrap();
+    harness.answer(hot.clone()).await.unwrap();
     assert_eq!((a.requests(), b.requests()), (5, 0), "one second of queue is less than 1.6 of prefill");
-    yard.report(&a, Load { waiting_tokens: 2000, ..Load::default() });
-    yard.report(&b, Load::default());
+    harness.report(&a, Load { waiting_tokens: 2000, ..Load::default() });
+    harness.report(&b, Load::default());
     settle().await;
-    yard.answer(hot).await.unwrap();
+    harness.answer(hot).await.unwrap();
     assert_eq!((a.requests(), b.requests()), (5, 1));
 }
 
 #[tokio::test(start_paused = true)]
-async fn of_two_that_hold_a_prefix_on_disk_it_goes_where_fewer_wait_for_the_disk() {
-    let yard = defaults();
-    let (a, b) = (yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await);
+async fn of_two_disk_holders_the_one_with_the_shorter_queue_wins() {
+    let harness = defaults();
+    let (a, b) = (harness.worker(1, Phase::Both).await, harness.worker(2, Phase::Both).await);
     let hot = prompt(1, 1600);
     for worker in [&a, &b] {
-        yard.announce(worker, stored(Level::G3, &names(&hot)), true);
+        harness.announce(worker, stored(Level::G3, &names(&hot)), true);
     }
     for (queued, chosen) in [([40, 0], "w2"), ([0, 40], "w1"), ([40, 0], "w2")] {
         for (worker, queued_blocks) in [&a, &b].into_iter().zip(queued) {
             let disk = OnboardSpeed { level: Level::G3, latency_seconds: 0.01, bytes_per_second: 1e5, queued_blocks };
-            yard.report(worker, Load { onboard: vec![disk], ..Load::default() });
+            harness.report(worker, Load { onboard: vec![disk], ..Load::default() });
         }
         settle().await;
-        let decision = yard.explain(hot.clone()).await;
+        let decision = harness.explain(hot.clone()).await;
         assert_eq!((&decision["chosen"], &decision["why"]), (&chosen.into(), &"lowest_cost".into()));
         let backlog = |at: usize| decision["candidates"][at]["terms_s"]["tier_queue"].as_f64();
-        assert_eq!([backlog(0), backlog(1)], [None, Some(0.4)], "40 blocks of a hundredth of a second");
+        assert_eq!([backlog(0), backlog(1)], [None, Some(0.4)], "40 blocks of 10 ms");
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn every_policy_serves_and_says_its_name() {
+async fn every_policy_serves_and_is_named_in_explanations() {
     for policy in Policy::ALL {
-        let yard = Yard::new(Settings { policy: policy.clone(), ..Settings::default() });
-        let (a, b) = (yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await);
+        let harness = Harness::new(Settings { policy: policy.clone(), ..Settings::default() });
+        let (a, b) = (harness.worker(1, Phase::Both).await, harness.worker(2, Phase::Both).await);
         for family in 0..8 {
-            assert_eq!(yard.explain(prompt(family, 100)).await["policy"], policy.name());
+            assert_eq!(harness.explain(prompt(family, 100)).await["policy"], policy.name());
         }
         assert_eq!(a.requests() + b.requests(), 8);
-        assert!(a.requests() > 0 && b.requests() > 0, "{policy:?} never used one of two idle workers");
+        assert!(a.requests() > 0 && b.requests() > 0, "{policy:?} used one of two idle workers only");
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_spilled_hot_prefix_is_served_by_both_holders() {
-    let yard = defaults();
-    let (a, b) = (yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await);
+async fn a_spilled_prefix_is_served_by_both_holders() {
+    let harness = defaults();
+    let (a, b) = (harness.worker(1, Phase::Both).await, harness.worker(2, Phase::Both).await);
     let hot = prompt(1, 1600);
-    yard.announce(&a, stored(Level::G1, &names(&hot)), true);
-    yard.report(&a, Load { waiting_tokens: 3000, ..Load::default() });
+    harness.announce(&a, stored(Level::G1, &names(&hot)), true);
+    harness.report(&a, Load { waiting_tokens: 3000, ..Load::default() });
     settle().await;
-    yard.answer(hot.clone()).await.unwrap();
-    assert_eq!((a.requests(), b.requests()), (0, 1), "computing it again takes less time than waiting for its holder");
-    yard.announce(&b, stored(Level::G1, &names(&hot)), true);
+    harness.answer(hot.clone()).await.unwrap();
+    assert_eq!((a.requests(), b.requests()), (0, 1), "prefill takes less time than waiting for the holder");
+    harness.announce(&b, stored(Level::G1, &names(&hot)), true);
     for worker in [&a, &b] {
-        yard.report(worker, Load::default());
+        harness.report(worker, Load::default());
     }
     settle().await;
-    let answers = join_all((0..10).map(|_| yard.answer(hot.clone()))).await;
+    let answers = join_all((0..10).map(|_| harness.answer(hot.clone()))).await;
     assert!(answers.iter().all(Result::is_ok));
     assert_eq!((a.requests(), b.requests()), (5, 6));
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_new_worker_gets_its_share_at_once() {
-    let yard = defaults();
-    let a = yard.worker(1, Phase::Both).await;
+    let harness = defaults();
+    let a = harness.worker(1, Phase::Both).await;
     for family in 0..4 {
-        yard.answer(prompt(family, 1000)).await.unwrap();
+        harness.answer(prompt(family, 1000)).await.unwrap();
     }
-    let b = yard.worker(2, Phase::Both).await;
+    let b = harness.worker(2, Phase::Both).await;
     for family in 4..8 {
-        yard.answer(prompt(family, 1000)).await.unwrap();
+        harness.answer(prompt(family, 1000)).await.unwrap();
     }
-    assert!(b.requests() >= 2, "{} of four went to the newcomer, {} in all to the other", b.requests(), a.requests());
+    assert!(b.requests() >= 2, "{} of four on the new worker, {} in all on the other", b.requests(), a.requests());
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_session_stays_on_its_worker() {
-    let yard = Yard::new(Settings { policy: Policy::Session, ..Settings::default() });
-    let workers = [yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await];
+    let harness = Harness::new(Settings { policy: Policy::Session, ..Settings::default() });
+    let workers = [harness.worker(1, Phase::Both).await, harness.worker(2, Phase::Both).await];
     for session in 0..8u32 {
         let before = workers.each_ref().map(|worker| worker.requests());
         for turn in 0..4 {
             let mut request = prompt(session * 100 + turn, 200);
             request.terms.session = Some(format!("talk {session}").into());
-            yard.answer(request).await.unwrap();
+            harness.answer(request).await.unwrap();
         }
         let [a, b] = [0, 1].map(|at| workers[at].requests() - before[at]);
         assert!(a == 0 || b == 0, "session {session}: {a} and {b}");
@@ -142,21 +145,22 @@ async fn a_session_stays_on_its_worker() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn new_settings_hold_from_the_next_decision_on_and_streams_go_on() {
-    let yard = defaults();
-    let _workers = [yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await];
-    let mut stream = yard.ask(prompt(1, 100)).await.unwrap();
-    yard.router.update_settings(Settings { policy: Policy::RoundRobin, ..Settings::default() }).unwrap();
-    assert_eq!(yard.explain(prompt(2, 100)).await["policy"], "round-robin");
+async fn new_settings_apply_to_the_next_decision() {
+    let harness = defaults();
+    let _workers = [harness.worker(1, Phase::Both).await, harness.worker(2, Phase::Both).await];
+    let mut stream = harness.ask(prompt(1, 100)).await.unwrap();
+    harness.router.update_settings(Settings { policy: Policy::RoundRobin, ..Settings::default() }).unwrap();
+    assert_eq!(harness.explain(prompt(2, 100)).await["policy"], "round-robin");
     let wrong = Settings { decode_interference_weight: -1.0, policy: Policy::Random, ..Settings::default() };
     assert!(
-        yard.router
+        harness
+            .router
             .update_settings(wrong)
             .unwrap_err()
             .to_string()
             .contains("router.decode_interference_weight: expected")
     );
-    assert_eq!(yard.explain(prompt(3, 100)).await["policy"], "round-robin", "what is wrong changes nothing");
+    assert_eq!(harness.explain(prompt(3, 100)).await["policy"], "round-robin", "invalid settings change nothing");
     let mut ids = Vec::new();
     while let Some(item) = stream.next().await {
         let Output::Tokens(tokens) = item.unwrap() else { panic!("tokens are expected") };
@@ -166,45 +170,46 @@ async fn new_settings_hold_from_the_next_decision_on_and_streams_go_on() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn each_model_is_placed_by_its_own_settings() {
+async fn each_model_is_placed_by_its_own_policy() {
     let other = Overrides { policy: Some(Policy::LeastLoaded), ..Overrides::default() };
-    let yard = Yard::new(Settings { models: [("other".to_owned(), other)].into(), ..Settings::default() });
-    let _workers = [yard.worker(1, Phase::Both).await, yard.join(2, Phase::Both, "other", 1, &[]).await];
-    assert_eq!(yard.explain(prompt(1, 100)).await["policy"], "kv");
-    assert_eq!(yard.explain(Request { model: "other".into(), ..prompt(1, 100) }).await["policy"], "least-loaded");
+    let harness = Harness::new(Settings { models: [("other".to_owned(), other)].into(), ..Settings::default() });
+    let _workers = [harness.worker(1, Phase::Both).await, harness.join(2, Phase::Both, "other", 1, &[]).await];
+    assert_eq!(harness.explain(prompt(1, 100)).await["policy"], "kv");
+    assert_eq!(harness.explain(Request { model: "other".into(), ..prompt(1, 100) }).await["policy"], "least-loaded");
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_composed_policy_serves_and_filters() {
     let composition: Settings = toml::from_str(
-        "policy = { filter = [{ sequences_below = 1 }], score = [{ term = 'overlap', weight = 2 }, { term = 'queue' }], pick = 'best' }",
+        "policy = { filter = [{ sequences_below = 1 }], score = [{ term = 'overlap', weight = 2 }, { term = 'queue' }], \
+         pick = 'best' }",
     )
     .unwrap();
-    let yard = Yard::new(composition);
-    let (a, b) = (yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await);
+    let harness = Harness::new(composition);
+    let (a, b) = (harness.worker(1, Phase::Both).await, harness.worker(2, Phase::Both).await);
     let hot = prompt(1, 1600);
-    yard.announce(&a, stored(Level::G1, &names(&hot)), true);
+    harness.announce(&a, stored(Level::G1, &names(&hot)), true);
     settle().await;
-    let decision = yard.explain(hot.clone()).await;
+    let decision = harness.explain(hot.clone()).await;
     assert_eq!((&decision["policy"], &decision["chosen"]), (&"composed".into(), &"w1".into()));
     let part = |at: usize, key: &str| decision["candidates"][at][key].clone();
-    // 99 blocks at a thousand tokens a second, twice.
+    // 99 blocks at a thousand tokens per second, with weight 2.
     let scores = serde_json::json!({ "overlap": -3.168, "queue": 0.0 });
     assert_eq!((part(0, "score"), part(0, "scores")), ((-3.168).into(), scores));
     let passes = serde_json::json!([{ "sequences_below": 1 }]);
     assert_eq!((part(0, "passes"), part(1, "score"), part(1, "passes")), (passes.clone(), 0.0.into(), passes));
-    assert!(part(1, "cost_s").as_f64().is_some_and(|seconds| seconds > 1.5), "the seconds are there, too");
-    let _kept = yard.ask(hot.clone()).await.unwrap();
-    yard.answer(hot).await.unwrap();
-    assert_eq!((a.requests(), b.requests()), (2, 1), "somebody is decoding at the holder");
+    assert!(part(1, "cost_s").as_f64().is_some_and(|seconds| seconds > 1.5), "the cost in seconds is included");
+    let _kept = harness.ask(hot.clone()).await.unwrap();
+    harness.answer(hot).await.unwrap();
+    assert_eq!((a.requests(), b.requests()), (2, 1), "the holder decodes another request");
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_answer_names_the_worker_that_gives_it() {
-    let yard = defaults();
-    let (_a, _b) = (yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await);
-    yard.router.cordon(worker::plane::WorkerId(1)).unwrap();
-    let mut stream = yard.ask(prompt(1, 100)).await.unwrap();
+async fn an_answer_names_its_worker() {
+    let harness = defaults();
+    let (_a, _b) = (harness.worker(1, Phase::Both).await, harness.worker(2, Phase::Both).await);
+    harness.router.cordon(worker::plane::WorkerId(1)).unwrap();
+    let mut stream = harness.ask(prompt(1, 100)).await.unwrap();
     let Some(Ok(Output::Tokens(first))) = stream.next().await else { panic!("no tokens") };
     assert_eq!(first.prompt.unwrap().worker.as_deref(), Some("w2"));
 }

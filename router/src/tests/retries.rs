@@ -1,4 +1,4 @@
-//! What goes wrong, and whose fault it is.
+//! Failures of workers and clients: which are retried, and which count against a worker.
 
 use super::harness::{Behaviour, prompt, settle};
 use super::{defaults, failed};
@@ -10,96 +10,96 @@ use futures::{FutureExt, StreamExt};
 use std::sync::Arc;
 use std::time::Duration;
 use worker::engine::{Engine, Error, Finish, Output, Readiness};
-use worker::plane::local::LocalEvents;
+use worker::plane::local::Bus;
 use worker::plane::{Discovery, Instance, Lease, Membership, Phase, PlaneError, RouterId, WorkerId};
 
 #[tokio::test(start_paused = true)]
-async fn a_client_error_is_not_retried_and_is_not_a_worker_fault() {
-    let yard = defaults();
-    let (a, b) = (yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await);
+async fn client_errors_are_neither_retried_nor_worker_faults() {
+    let harness = defaults();
+    let (a, b) = (harness.worker(1, Phase::Both).await, harness.worker(2, Phase::Both).await);
     let invalid = Error::Invalid { field: "top_k", problem: "too large".to_owned() };
     for worker in [&a, &b] {
-        worker.become_(Behaviour::Refuse(invalid.clone()));
+        worker.set_behaviour(Behaviour::Refuse(invalid.clone()));
     }
     for n in 1..=20 {
-        assert_eq!(yard.answer(prompt(n, 100)).await, Err(invalid.clone()));
-        assert_eq!(a.requests() + b.requests(), n as usize, "one worker is asked, once");
+        assert_eq!(harness.answer(prompt(n, 100)).await, Err(invalid.clone()));
+        assert_eq!(a.requests() + b.requests(), n as usize, "one attempt");
     }
     for worker in [&a, &b] {
-        worker.become_(Behaviour::Serve);
+        worker.set_behaviour(Behaviour::Serve);
     }
-    yard.answer(prompt(1, 100)).await.unwrap();
-    yard.answer(prompt(2, 100)).await.unwrap();
-    assert_eq!((a.requests(), b.requests()), (11, 11), "both are still in turn");
+    harness.answer(prompt(1, 100)).await.unwrap();
+    harness.answer(prompt(2, 100)).await.unwrap();
+    assert_eq!((a.requests(), b.requests()), (11, 11), "both still get requests");
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_worker_that_fails_before_its_first_output_is_replaced() {
     for behaviour in [Behaviour::Refuse(failed()), Behaviour::Break(failed()), Behaviour::End] {
-        let yard = defaults();
-        let (a, b) = (yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await);
-        a.become_(behaviour);
+        let harness = defaults();
+        let (a, b) = (harness.worker(1, Phase::Both).await, harness.worker(2, Phase::Both).await);
+        a.set_behaviour(behaviour);
         for family in 0..4 {
-            assert_eq!(yard.answer(prompt(family, 100)).await, Ok(vec![1, 2]));
+            assert_eq!(harness.answer(prompt(family, 100)).await, Ok(vec![1, 2]));
         }
         assert_eq!(b.requests(), 4);
-        assert!((1..4).contains(&a.requests()), "left alone after a fault, not asked each time: {}", a.requests());
-        assert_eq!(yard.standing(1), (0, 0, 0));
+        assert!((1..4).contains(&a.requests()), "ejected after a fault: {} requests", a.requests());
+        assert_eq!(harness.load(1), (0, 0, 0));
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn tries_are_bounded_and_the_last_worker_is_never_refused() {
-    let yard = defaults();
+async fn attempts_are_limited_and_ejected_workers_still_serve() {
+    let harness = defaults();
     let mut workers = Vec::new();
     for id in 1..=5 {
-        workers.push(yard.worker(id, Phase::Both).await);
+        workers.push(harness.worker(id, Phase::Both).await);
     }
     for worker in &workers {
-        worker.become_(Behaviour::Refuse(failed()));
+        worker.set_behaviour(Behaviour::Refuse(failed()));
     }
-    assert_eq!(yard.answer(prompt(1, 100)).await, Err(failed()));
+    assert_eq!(harness.answer(prompt(1, 100)).await, Err(failed()));
     assert_eq!(workers.iter().map(|worker| worker.requests()).sum::<usize>(), 3);
-    yard.answer(prompt(1, 100)).await.unwrap_err();
+    harness.answer(prompt(1, 100)).await.unwrap_err();
     for worker in &workers {
-        worker.become_(Behaviour::Serve);
+        worker.set_behaviour(Behaviour::Serve);
     }
-    assert_eq!(yard.answer(prompt(1, 100)).await, Ok(vec![1, 2]), "all rest, one serves");
+    assert_eq!(harness.answer(prompt(1, 100)).await, Ok(vec![1, 2]), "all are ejected, one serves");
 }
 
 #[tokio::test(start_paused = true)]
-async fn back_pressure_reaches_the_client_only_from_all_workers() {
-    let yard = defaults();
-    let (a, b) = (yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await);
+async fn back_pressure_is_no_fault_and_is_retried_elsewhere() {
+    let harness = defaults();
+    let (a, b) = (harness.worker(1, Phase::Both).await, harness.worker(2, Phase::Both).await);
     let busy = |seconds| Error::Overloaded { retry_after: Duration::from_secs(seconds) };
-    a.become_(Behaviour::Refuse(busy(7)));
+    a.set_behaviour(Behaviour::Refuse(busy(7)));
     for family in 0..3 {
-        yard.answer(prompt(family, 100)).await.unwrap();
+        harness.answer(prompt(family, 100)).await.unwrap();
     }
     assert_eq!(b.requests(), 3);
-    b.become_(Behaviour::Refuse(busy(3)));
-    assert_eq!(yard.answer(prompt(9, 100)).await, Err(busy(3)), "the sooner of the two");
+    b.set_behaviour(Behaviour::Refuse(busy(3)));
+    assert_eq!(harness.answer(prompt(9, 100)).await, Err(busy(3)), "the earlier retry_after");
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_worker_that_dies_takes_no_request_that_has_not_started() {
-    let yard = defaults();
-    let (a, b) = (yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await);
-    a.become_(Behaviour::Hang);
-    let mut requests = Box::pin(join_all((0..4).map(|family| yard.answer(prompt(family, 500)))));
-    assert!(tokio::time::timeout(Duration::from_secs(5), &mut requests).await.is_err(), "two of them hang");
-    assert_eq!((a.requests(), b.requests()), (2, 2), "and they do not keep the others");
-    yard.roster.expire(WorkerId(1));
+async fn requests_not_started_survive_the_death_of_a_worker() {
+    let harness = defaults();
+    let (a, b) = (harness.worker(1, Phase::Both).await, harness.worker(2, Phase::Both).await);
+    a.set_behaviour(Behaviour::Hang);
+    let mut requests = Box::pin(join_all((0..4).map(|family| harness.answer(prompt(family, 500)))));
+    assert!(tokio::time::timeout(Duration::from_secs(5), &mut requests).await.is_err(), "two of the requests stall");
+    assert_eq!((a.requests(), b.requests()), (2, 2), "the others are not delayed");
+    harness.roster.expire(WorkerId(1));
     assert!(requests.await.iter().all(|answer| answer == &Ok(vec![1, 2])));
     assert_eq!((a.open(), b.requests()), (0, 4));
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_leaving_worker_finishes_what_it_started() {
-    let yard = defaults();
-    let worker = yard.worker(1, Phase::Both).await;
-    let mut stream = yard.ask(prompt(1, 100)).await.unwrap();
-    yard.roster.expire(WorkerId(1));
+async fn a_worker_that_leaves_finishes_started_requests() {
+    let harness = defaults();
+    let worker = harness.worker(1, Phase::Both).await;
+    let mut stream = harness.ask(prompt(1, 100)).await.unwrap();
+    harness.roster.expire(WorkerId(1));
     tokio::time::sleep(Duration::from_mins(1)).await;
     let mut last = None;
     while let Some(item) = stream.next().await {
@@ -107,11 +107,11 @@ async fn a_leaving_worker_finishes_what_it_started() {
     }
     assert!(matches!(last, Some(Output::Tokens(tokens)) if tokens.finish == Some(Finish::Length)));
     assert_eq!(worker.requests(), 1);
-    assert!(matches!(yard.answer(prompt(1, 100)).await, Err(Error::UnknownModel(_))));
+    assert!(matches!(harness.answer(prompt(1, 100)).await, Err(Error::UnknownModel(_))));
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_plane_that_ends_kills_the_router_loudly() {
+async fn the_end_of_a_plane_makes_the_router_not_ready() {
     struct Ends;
     impl Discovery for Ends {
         fn register(&self, _: Instance, _: Arc<dyn Engine>) -> BoxFuture<'_, Result<Lease, PlaneError>> {
@@ -123,8 +123,7 @@ async fn a_plane_that_ends_kills_the_router_loudly() {
     }
     let registry = prometheus::Registry::new();
     let router =
-        Router::new(RouterId(0), Arc::new(Ends), Arc::new(LocalEvents::default()), Settings::default(), &registry)
-            .unwrap();
+        Router::new(RouterId(0), Arc::new(Ends), Arc::new(Bus::default()), Settings::default(), &registry).unwrap();
     settle().await;
     assert!(matches!(router.readiness(), Readiness::NotReady(why) if why.contains("plane stream ended")));
     assert!(matches!(router.generate(prompt(1, 10)).await.err(), Some(Error::Unavailable(_))));

@@ -4,12 +4,12 @@ use super::*;
 use crate::policy::explain;
 use crate::policy::inputs::Overlaps;
 use crate::settings::Settings;
-use crate::tests::harness::{MODEL, Yard, prompt};
+use crate::tests::harness::{Harness, MODEL, prompt};
 use worker::plane::Load;
 
 #[tokio::test(start_paused = true)]
 async fn reports_that_come_while_it_is_made_are_for_the_next_decision() {
-    let yard = Yard::new(Settings::default());
+    let yard = Harness::new(Settings::default());
     for id in 1..=4 {
         yard.worker(id, Phase::Both).await;
     }
