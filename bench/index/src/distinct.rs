@@ -1,4 +1,4 @@
-//! More blocks than the router's index may know: what it takes for them, while nobody gives any up.
+//! Memory of the router's index when more blocks are announced than its memory limit allows, and none are removed.
 
 use crate::measure::resident;
 use crate::workload::mix;
@@ -8,40 +8,40 @@ use router::index::Index;
 use serde_json::{Value, json};
 use worker::plane::{Source, WorkerId};
 
-/// A quarter of what ten million blocks take without a limit, about.
-const BUDGET: usize = 64 << 20;
+/// About a quarter of what ten million blocks take without a limit.
+const MEMORY_LIMIT: usize = 64 << 20;
 const WORKERS: u64 = 128;
-/// Blocks that an event tells of.
+/// Blocks per event.
 const RUN: usize = 512;
-/// Events between two looks.
-const LOOKS: usize = 256;
+/// Events between two measurements.
+const MEASURE_EVERY: usize = 256;
 
-/// Passes so many distinct blocks through, and answers with the most that was seen of its memory.
+/// Announces this many distinct blocks and returns the maximum memory.
 pub(crate) fn measure(blocks: usize) -> Result<Value> {
     let before = resident()?;
-    let index = Index::with_memory_limit(BUDGET);
+    let index = Index::with_memory_limit(MEMORY_LIMIT);
     for worker in 0..WORKERS {
         index.join(WorkerId(worker), &[]);
     }
-    let name = |at: usize| SequenceHash::from_bytes(u128::from(mix(at as u64)).to_le_bytes());
+    let hash = |at: usize| SequenceHash::from_bytes(u128::from(mix(at as u64)).to_le_bytes());
     let (mut counted, mut grown) = (0, 0);
     for (event, from) in (0..blocks).step_by(RUN).enumerate() {
-        // Each worker goes on with a chain of its own.
-        let parent = from.checked_sub(RUN * WORKERS as usize).map(|before| name(before + RUN - 1));
-        let blocks = (from..(from + RUN).min(blocks)).map(name).collect();
+        // Each worker extends a chain of its own.
+        let parent = from.checked_sub(RUN * WORKERS as usize).map(|before| hash(before + RUN - 1));
+        let blocks = (from..(from + RUN).min(blocks)).map(hash).collect();
         let source = Source::Worker(WorkerId(event as u64 % WORKERS));
         index.apply(source, &BlockEvent::Stored { level: Level::G1, parent, blocks });
-        if event % LOOKS == 0 {
+        if event % MEASURE_EVERY == 0 {
             counted = counted.max(index.bytes());
             grown = grown.max(resident()? - before);
         }
     }
     Ok(json!({
         "distinct": blocks,
-        "budget_bytes": BUDGET,
+        "memory_limit_bytes": MEMORY_LIMIT,
         "index_bytes_most": counted.max(index.bytes()),
         "resident_bytes_most": grown.max(resident()? - before),
-        "memberships_left": index.entries(),
-        "pages_forgotten": index.evicted_pages(),
+        "entries_left": index.entries(),
+        "pages_evicted": index.evicted_pages(),
     }))
 }

@@ -1,15 +1,15 @@
-//! The router's prefix index beside the published ones: the same events, the same lookups, on the same machine, in one run.
+//! Compares the router's prefix index with published ones: the same events and lookups, on the same machine, in one
+//! run.
 //!
-//! Each measurement of each index runs in a process of its own, which this program starts from itself, so that no index sees
-//! another's memory.
+//! Each measurement of each index runs in a child process of this program, so that no index affects another's memory.
 
 mod distinct;
 mod indexes;
 mod measure;
+mod model;
 mod options;
 mod seam;
 mod table;
-mod truth;
 mod workload;
 
 use anyhow::{Context, Result, bail};
@@ -23,7 +23,7 @@ use serde_json::{Value, json};
 use std::process::{Command, Stdio};
 use workload::{Evict, Plan, Workload};
 
-/// By the names that the table has.
+/// Names as in the table.
 const INDEXES: [&str; 5] = ["blockyard", "kv-index into", "kv-index", "dynamo crtc", "dynamo positional"];
 
 fn main() -> Result<()> {
@@ -40,7 +40,7 @@ fn main() -> Result<()> {
     for workers in &options.workers {
         for cell in Cell::all(*workers, options.repetitions, &options.indexes) {
             eprintln!("{cell}");
-            let result = in_a_process(&options, &cell)?;
+            let result = in_child_process(&options, &cell)?;
             records.push(json!({ "cell": cell, "result": result }));
         }
     }
@@ -52,8 +52,8 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// Runs one measurement apart. The child's complaints go where ours go.
-fn in_a_process(options: &Options, cell: &Cell) -> Result<Value> {
+/// Runs one measurement in a child process, which inherits stderr.
+fn in_child_process(options: &Options, cell: &Cell) -> Result<Value> {
     let output = Command::new(std::env::current_exe()?)
         .arg("--trace")
         .arg(&options.trace)

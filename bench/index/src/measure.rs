@@ -1,7 +1,7 @@
-//! The measurements. Each runs in a process of its own, and answers with a flat record.
+//! The measurements. Each runs in a process of its own and returns a flat record.
 
+use crate::model::Model;
 use crate::seam::{Block, Index, Size};
-use crate::truth::Truth;
 use crate::workload::{Event, Workload, mix};
 use anyhow::{Context, Result};
 use rustix::thread::{CpuSet, sched_setaffinity};
@@ -11,14 +11,14 @@ use std::hint::black_box;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-/// Events between two drains where a queue must not grow: latency and memory.
+/// Events between two drains where a queue must stay short: for latency and memory.
 const BATCH: usize = 256;
 const LOOKUP_TIME: Duration = Duration::from_secs(3);
 const CHECKED: usize = 2000;
-/// Memory is asked with every so-manieth block of each worker gone.
+/// Sparse memory is measured with every block removed except one in this many.
 const PUNCHED: u64 = 9;
 
-/// Millions of block operations a second until the last is seen: from empty, and in the churn.
+/// Millions of block operations per second until the last one is visible: filling an empty index, and churn.
 pub(crate) fn apply<I: Index>(workload: &Workload, size: Size) -> Value {
     let index = I::new(size);
     let lanes = if I::QUEUES { 1 } else { size.threads };
@@ -39,7 +39,7 @@ pub(crate) fn apply<I: Index>(workload: &Workload, size: Size) -> Value {
     json!({ "fill_mops": rate(fill), "churn_mops": rate(churn) })
 }
 
-/// Lookups of recent prompts while nothing else runs.
+/// Latency of lookups of recent prompts while nothing else runs.
 pub(crate) fn lookup<I: Index>(workload: &Workload, size: Size) -> Value {
     let index = filled::<I>(workload, size, &workload.events);
     let queries = queries::<I>(workload);
@@ -48,13 +48,13 @@ pub(crate) fn lookup<I: Index>(workload: &Workload, size: Size) -> Value {
     latencies(&index, &queries, workload.recent, &applied, || Instant::now() < until)
 }
 
-/// The same on one core, while another applies the churn as fast as it can.
+/// The same on one core, while another core applies the churn as fast as it can.
 pub(crate) fn concurrent<I: Index>(workload: &Workload, size: Size) -> Result<Value> {
-    // Threads that the index starts inherit it.
+    // Threads that the index starts inherit the affinity.
     pin(1)?;
     let (fill, churn) = workload.events.split_at(workload.churn);
     let index = filled::<I>(workload, size, fill);
-    // All is prepared before the churn begins, so that lookups last as long as it does.
+    // Everything is prepared before the churn begins, so that lookups last as long as the churn.
     let queries = queries::<I>(workload);
     let applied = AtomicUsize::new(workload.prompts.len() - workload.recent);
     let applying = AtomicBool::new(true);
@@ -77,47 +77,48 @@ pub(crate) fn concurrent<I: Index>(workload: &Workload, size: Size) -> Result<Va
     })
 }
 
-/// Resident bytes per membership after everything, and with one block in nine left; what stays once all are gone.
+/// Resident bytes per entry after all events, and with one block in nine left; and the memory that remains in an empty
+/// index.
 pub(crate) fn memory<I: Index>(workload: &Workload, size: Size) -> Result<Value> {
-    let truth = filled::<Truth>(workload, size, &workload.events);
-    let memberships = truth.memberships();
+    let model = filled::<Model>(workload, size, &workload.events);
+    let entries = model.entries();
     let before = resident()?;
     let index = filled::<I>(workload, size, &workload.events);
     let grown = resident()? - before;
     let remove = |keep: &dyn Fn(u64) -> bool| {
         for worker in 0..size.workers {
-            let gone: Vec<u64> = truth.held(worker).into_iter().filter(|name| !keep(*name)).collect();
-            index.removed(worker, &gone);
-            truth.removed(worker, &gone);
+            let evicted: Vec<u64> = model.held(worker).into_iter().filter(|hash| !keep(*hash)).collect();
+            index.removed(worker, &evicted);
+            model.removed(worker, &evicted);
             index.drain();
         }
     };
-    remove(&|name| mix(name).is_multiple_of(PUNCHED));
-    let (few, sparse) = (truth.memberships(), resident()? - before);
+    remove(&|hash| mix(hash).is_multiple_of(PUNCHED));
+    let (few, sparse) = (model.entries(), resident()? - before);
     remove(&|_| false);
     let left = resident()? - before;
     drop(index);
     let mib = |bytes: i64| bytes as f64 / f64::from(1 << 20);
     Ok(json!({
-        "memberships": memberships,
-        "bytes_per_membership": grown as f64 / memberships as f64,
-        "sparse_bytes_per_membership": sparse as f64 / few as f64,
+        "entries": entries,
+        "bytes_per_entry": grown as f64 / entries as f64,
+        "sparse_bytes_per_entry": sparse as f64 / few as f64,
         "grown_mib": mib(grown),
         "left_mib": mib(left),
     }))
 }
 
-/// Answers against the truth, for every worker and many prompts. `holed`: pairs of a prompt and a worker that holds its end
-/// but not all before it.
+/// Compares answers with the model, for each worker and many prompts. `holed`: number of pairs of a prompt and a worker
+/// that has the end of the prompt but not all blocks before it.
 pub(crate) fn check<I: Index>(workload: &Workload, size: Size, punched: bool) -> Value {
-    let truth = filled::<Truth>(workload, size, &workload.events);
+    let model = filled::<Model>(workload, size, &workload.events);
     let index = filled::<I>(workload, size, &workload.events);
     if punched {
         for worker in 0..size.workers {
-            let held = truth.held(worker);
-            let gone: Vec<u64> = held.into_iter().filter(|name| mix(*name).is_multiple_of(64)).collect();
-            truth.removed(worker, &gone);
-            index.removed(worker, &gone);
+            let held = model.held(worker);
+            let evicted: Vec<u64> = held.into_iter().filter(|hash| mix(*hash).is_multiple_of(64)).collect();
+            model.removed(worker, &evicted);
+            index.removed(worker, &evicted);
         }
         index.drain();
     }
@@ -129,12 +130,12 @@ pub(crate) fn check<I: Index>(workload: &Workload, size: Size, punched: bool) ->
         index.overlap(&I::query(prompt), &mut answer);
         let depths: BTreeMap<u32, u32> = index.depths(&answer).into_iter().collect();
         for worker in 0..size.workers {
-            let (held, said) = (truth.depth(worker, prompt), depths.get(&worker).copied().unwrap_or(0));
-            let end = prompt.last().is_some_and(|block| truth.holds(worker, *block));
+            let (held, answered) = (model.depth(worker, prompt), depths.get(&worker).copied().unwrap_or(0));
+            let end = prompt.last().is_some_and(|block| model.holds(worker, *block));
             pairs += u32::from(held > 0);
             holed += u32::from(end && (held as usize) < prompt.len());
-            over += u32::from(said > held);
-            under += u32::from(said < held);
+            over += u32::from(answered > held);
+            under += u32::from(answered < held);
         }
     }
     json!({ "pairs": pairs, "holed": holed, "over": over, "under": under })
@@ -153,7 +154,8 @@ fn queries<I: Index>(workload: &Workload) -> Vec<I::Query> {
     workload.prompts.iter().map(|prompt| I::query(prompt)).collect()
 }
 
-/// Times lookups one by one, of so many prompts that come last before what is applied: as fresh under churn as at rest.
+/// Times individual lookups of the prompts that precede the applied events most closely, so that they are as recent
+/// with churn as without.
 fn latencies<I: Index>(
     index: &I,
     queries: &[I::Query],
@@ -187,9 +189,9 @@ fn latencies<I: Index>(
     })
 }
 
-/// Resident bytes, once the allocator has given back what nobody has.
+/// Resident bytes after the allocator has returned free memory.
 pub(crate) fn resident() -> Result<i64> {
-    // SAFETY: it takes a number and asks nothing of its caller.
+    // SAFETY: the function takes a number and has no preconditions.
     unsafe { libc::malloc_trim(0) };
     let statm = std::fs::read_to_string("/proc/self/statm").context("/proc/self/statm")?;
     let pages: i64 = statm.split(' ').nth(1).context("statm has a second field")?.parse()?;
@@ -197,11 +199,11 @@ pub(crate) fn resident() -> Result<i64> {
 }
 
 fn page_bytes() -> i64 {
-    // SAFETY: it takes a number and asks nothing of its caller.
+    // SAFETY: the function takes a number and has no preconditions.
     unsafe { libc::sysconf(libc::_SC_PAGESIZE) }
 }
 
-/// Puts the calling thread, and all that it starts, on one core.
+/// Pins the calling thread, and all threads that it starts, to one core.
 fn pin(core: usize) -> Result<()> {
     let mut set = CpuSet::new();
     set.set(core);

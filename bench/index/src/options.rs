@@ -1,4 +1,4 @@
-//! What the command line says, and what one process measures.
+//! The command line, and the description of one measurement.
 
 use crate::INDEXES;
 use anyhow::{Context, Result, bail, ensure};
@@ -15,9 +15,10 @@ pub(crate) struct Options {
     /// Fleet sizes.
     pub(crate) workers: Vec<u32>,
     pub(crate) indexes: Vec<String>,
-    /// Blocks to pass through the router's index within a budget, instead of all else.
+    /// Number of distinct blocks to pass through the router's index with a memory limit, instead of all other
+    /// measurements.
     pub(crate) distinct: Option<usize>,
-    /// Set in a process that was started to measure one thing.
+    /// Set in a child process: the one measurement to run.
     pub(crate) cell: Option<Cell>,
 }
 
@@ -29,7 +30,7 @@ pub(crate) struct Cell {
     pub(crate) what: What,
 }
 
-/// What is measured.
+/// Kind of measurement.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum What {
@@ -103,8 +104,7 @@ impl Options {
 }
 
 impl Cell {
-    /// Everything that is measured with one fleet size. Indexes take turns, so that what slows the machine for a while
-    /// slows all of them.
+    /// All measurements of one fleet size. Indexes alternate, so that a slow phase of the machine affects all of them.
     pub(crate) fn all(workers: u32, repetitions: usize, indexes: &[String]) -> Vec<Self> {
         let of = |what: What| indexes.iter().map(move |index| Self { index: index.clone(), workers, what });
         let once = [What::Memory, What::Check, What::CheckHeads, What::CheckPunched];
@@ -115,7 +115,7 @@ impl Cell {
 }
 
 impl What {
-    /// Whether each block that is given up is an event of its own.
+    /// Whether each removed block is an event of its own.
     pub(crate) fn singles(self) -> bool {
         matches!(self, Self::Singles1 | Self::Singles2)
     }

@@ -1,15 +1,15 @@
-//! What a measurement asks of an index: one trait, which each index under test implements in a file of its own.
+//! What a measurement needs of an index: one trait, implemented by each index under test in a file of its own.
 
-/// A block, as everybody names it.
+/// A block.
 #[derive(Clone, Copy)]
 pub(crate) struct Block {
-    /// Of the block's own tokens.
+    /// Hash of the block's own tokens.
     pub(crate) content: u64,
-    /// Of everything up to its end.
+    /// Hash of all tokens up to the end of the block.
     pub(crate) sequence: u64,
 }
 
-/// How large an index is to be made.
+/// Size of an index to be created.
 #[derive(Clone, Copy)]
 pub(crate) struct Size {
     pub(crate) workers: u32,
@@ -19,16 +19,16 @@ pub(crate) struct Size {
 
 /// An index.
 ///
-/// **Contract.** Changes of one worker come in order, never two at once; changes of different workers may come at once.
-/// They MAY be queued; [`drain`](Self::drain) MUST return only when all of them are seen by `overlap`. Turning the borrowed
-/// blocks into what the index takes belongs to the change, and is timed with it. `overlap` MUST be callable at any time.
+/// **Contract.** Changes of one worker come in order, one at a time; changes of different workers may be concurrent.
+/// Changes MAY be queued; [`drain`](Self::drain) MUST return only when `overlap` sees all of them. Converting the
+/// borrowed blocks is part of the change and is timed with it. `overlap` MUST be callable at any time.
 pub(crate) trait Index: Sync + Sized {
     /// A prompt, prepared outside of every timing.
     type Query: Send + Sync;
-    /// Where an answer is written; reused from one lookup to the next.
+    /// Result of a lookup, reused for the next lookup.
     type Answer: Default;
 
-    /// Whether the index has threads of its own that apply what one caller hands over.
+    /// Whether the index applies changes on threads of its own.
     const QUEUES: bool = false;
 
     fn new(size: Size) -> Self;
@@ -36,8 +36,8 @@ pub(crate) trait Index: Sync + Sized {
     fn removed(&self, worker: u32, sequences: &[u64]);
     fn drain(&self) {}
     fn query(prompt: &[Block]) -> Self::Query;
-    /// Leading blocks of the prompt that each worker holds.
+    /// Number of leading blocks of the prompt that each worker holds.
     fn overlap(&self, query: &Self::Query, answer: &mut Self::Answer);
-    /// The same as `(worker, blocks)`, for checking; not timed.
+    /// The same as pairs `(worker, blocks)`, for checks; not timed.
     fn depths(&self, answer: &Self::Answer) -> Vec<(u32, u32)>;
 }

@@ -1,9 +1,9 @@
-//! Medians of the records as one table per fleet size.
+//! Medians of the records, as one table per fleet size.
 
 use crate::options::{Options, What};
 use serde_json::{Value, json};
 
-/// A row: its title, what was measured, the figures in it, and their decimals.
+/// A row: title, measurement, names of the values, number of decimals.
 type Row = (&'static str, What, &'static [&'static str], usize);
 
 const ROWS: [Row; 16] = [
@@ -11,14 +11,14 @@ const ROWS: [Row; 16] = [
     ("apply, fill, 2 threads, M block ops/s", What::Apply2, &["fill_mops"], 1),
     ("apply, churn, 1 thread, M block ops/s", What::Apply1, &["churn_mops"], 1),
     ("apply, churn, 2 threads, M block ops/s", What::Apply2, &["churn_mops"], 1),
-    ("churn, given up one by one, 1 thread, M ops/s", What::Singles1, &["churn_mops"], 1),
-    ("churn, given up one by one, 2 threads, M ops/s", What::Singles2, &["churn_mops"], 1),
+    ("churn, evicted one by one, 1 thread, M ops/s", What::Singles1, &["churn_mops"], 1),
+    ("churn, evicted one by one, 2 threads, M ops/s", What::Singles2, &["churn_mops"], 1),
     ("lookup at rest, p50 / p99 / p99.9 µs", What::Lookup, &["p50_us", "p99_us", "p999_us"], 1),
     ("lookup in churn, p50 / p99 / p99.9 µs", What::Concurrent, &["p50_us", "p99_us", "p999_us"], 1),
     ("lookups in churn, 1000/s", What::Concurrent, &["lookups_per_s"], 0),
     ("churn beside lookups, M block ops/s", What::Concurrent, &["churn_mops"], 1),
-    ("bytes per membership", What::Memory, &["bytes_per_membership"], 0),
-    ("bytes per membership, 8 of 9 evicted", What::Memory, &["sparse_bytes_per_membership"], 0),
+    ("bytes per entry", What::Memory, &["bytes_per_entry"], 0),
+    ("bytes per entry, 8 of 9 evicted", What::Memory, &["sparse_bytes_per_entry"], 0),
     ("MiB grown / left when empty", What::Memory, &["grown_mib", "left_mib"], 0),
     ("wrong answers (over / under)", What::Check, &["over", "under"], 0),
     ("wrong, heads evicted / of holed", What::CheckHeads, &["over", "under", "holed"], 0),
@@ -55,7 +55,7 @@ fn cell(records: &[Value], workers: u32, index: &str, (_, what, names, decimals)
     names.iter().map(median).collect::<Vec<_>>().join(" / ")
 }
 
-/// Columns, the first to the left, the others to the right; a rule under the first row.
+/// Left-aligns the first column and right-aligns the others; adds a rule below the first row.
 fn lay_out(rows: &[Vec<String>]) -> String {
     let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
     let widths: Vec<usize> = (0..rows[0].len()).map(width).collect();

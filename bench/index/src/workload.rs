@@ -1,6 +1,6 @@
-//! The stream of events: a trace's prompts, sent to simulated workers that each keep what fits their cache.
+//! The stream of events: the prompts of a trace, sent to simulated workers with LRU caches.
 //!
-//! It is made before anything is measured, and is the same for every index.
+//! It is generated before anything is measured, and is the same for every index.
 
 use crate::seam::{Block, Index};
 use anyhow::{Context, Result, ensure};
@@ -10,40 +10,40 @@ use std::collections::{HashMap, VecDeque};
 use std::path::Path;
 
 const BLOCK_TOKENS: usize = 16;
-/// A trace's number names 512 tokens.
+/// One hash id of the trace stands for 512 tokens.
 const BLOCKS_PER_NUMBER: u64 = 512 / BLOCK_TOKENS as u64;
-/// One event tells of one step of an engine, and 8,192 tokens are a usual step.
+/// One event per engine step; 8,192 tokens is a common step size.
 const STEP_BLOCKS: usize = 8192 / BLOCK_TOKENS;
-/// The share of requests whose events fill the index; those of the others are the churn that is measured.
+/// Share of the requests whose events fill the index. The events of the others are the measured churn.
 const FILL: f64 = 0.7;
 
-/// Which blocks a full worker gives up first.
+/// Which blocks a full worker evicts first.
 #[derive(Clone, Copy, PartialEq)]
 pub(crate) enum Evict {
-    /// Of the request used longest ago, its end: no worker ever has a hole.
+    /// The end of the least recently used request: no worker ever has a hole.
     Tail,
-    /// Its beginning: holes everywhere. For checking only; no engine does that.
+    /// Its beginning, which leaves holes everywhere. Only for checks; no engine does that.
     Head,
 }
 
-/// What is to be made.
+/// Parameters of a workload.
 pub(crate) struct Plan<'a> {
     pub(crate) trace: &'a Path,
     pub(crate) workers: u32,
-    /// Blocks that a worker keeps.
+    /// Blocks per worker.
     pub(crate) cache: usize,
-    /// The trace is taken this often, each time under other names.
+    /// Number of times that the trace is repeated, each time with other hashes.
     pub(crate) copies: u64,
     pub(crate) evict: Evict,
-    /// Each block that is given up is an event of its own, as some engines announce it.
+    /// Whether each removed block is an event of its own, as some engines announce it.
     pub(crate) singles: bool,
 }
 
-/// What happened to one worker.
+/// An event of one worker.
 #[derive(Clone, Copy)]
 pub(crate) struct Event {
     pub(crate) worker: u32,
-    /// The request that caused it.
+    /// The request that caused the event.
     pub(crate) request: usize,
     change: Change,
 }
@@ -54,17 +54,17 @@ enum Change {
     Removed { from: usize, to: usize },
 }
 
-/// The stream.
+/// The stream of events.
 #[derive(Default)]
 pub(crate) struct Workload {
     stored: Vec<Block>,
     removed: Vec<u64>,
     pub(crate) events: Vec<Event>,
-    /// The first event of the churn.
+    /// Index of the first event of the churn.
     pub(crate) churn: usize,
-    /// By request.
+    /// Prompts by request.
     pub(crate) prompts: Vec<Vec<Block>>,
-    /// Requests of the churn.
+    /// Number of requests in the churn.
     pub(crate) recent: usize,
 }
 
@@ -74,14 +74,15 @@ struct Line {
     hash_ids: Vec<u64>,
 }
 
-/// What a worker keeps: each name with its last use, and all uses in order. A use that is not its name's last is skipped.
+/// The cache of a worker: each hash with its last use, and all uses in order. A use that is not the last one of its
+/// hash is skipped.
 #[derive(Default)]
 struct Cache {
     last: HashMap<u64, usize>,
     uses: VecDeque<(usize, u64)>,
 }
 
-/// `SplitMix64`.
+/// SplitMix64.
 pub(crate) fn mix(value: u64) -> u64 {
     let value = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -117,7 +118,7 @@ impl Workload {
         Ok(workload)
     }
 
-    /// One request on one worker: what it evicts, then what it stores, a step at a time.
+    /// One request on one worker: first the evictions, then the new blocks, one event per step.
     fn serve(&mut self, plan: &Plan<'_>, cache: &mut Cache, worker: u32, request: usize, prompt: &[Block]) {
         let from = self.removed.len();
         let hit = cache.take(plan, request, prompt, &mut self.removed);
@@ -143,7 +144,7 @@ impl Workload {
         }
     }
 
-    /// Blocks stored and removed.
+    /// Number of stored and removed blocks.
     pub(crate) fn operations(events: &[Event]) -> usize {
         let blocks = |event: &Event| match event.change {
             Change::Stored { from, to, .. } | Change::Removed { from, to } => to - from,
@@ -153,8 +154,8 @@ impl Workload {
 }
 
 impl Cache {
-    /// Takes a prompt in and answers with the leading blocks that were there. What must go is added to `gone`.
-    fn take(&mut self, plan: &Plan<'_>, now: usize, prompt: &[Block], gone: &mut Vec<u64>) -> usize {
+    /// Adds a prompt to the cache. Returns the number of cached leading blocks, and adds evicted hashes to `evicted`.
+    fn take(&mut self, plan: &Plan<'_>, now: usize, prompt: &[Block], evicted: &mut Vec<u64>) -> usize {
         let hit = prompt.iter().take_while(|block| self.last.contains_key(&block.sequence)).count();
         let mut fresh = 0;
         for block in prompt {
@@ -164,14 +165,14 @@ impl Cache {
             }
         }
         while self.last.len() + fresh > plan.cache {
-            let Some((used, name)) = self.uses.pop_front() else { break };
-            if self.last.get(&name) == Some(&used) {
-                self.last.remove(&name);
-                gone.push(name);
+            let Some((used, hash)) = self.uses.pop_front() else { break };
+            if self.last.get(&hash) == Some(&used) {
+                self.last.remove(&hash);
+                evicted.push(hash);
             }
         }
         let uses = prompt.iter().map(|block| (now, block.sequence));
-        self.last.extend(uses.clone().map(|(now, name)| (name, now)));
+        self.last.extend(uses.clone().map(|(now, hash)| (hash, now)));
         match plan.evict {
             Evict::Tail => self.uses.extend(uses.rev()),
             Evict::Head => self.uses.extend(uses),
@@ -190,7 +191,8 @@ fn prompt(line: &Line, copy: u64) -> Vec<Block> {
     contents.iter().zip(sequences).map(|(content, sequence)| Block { content: content.0, sequence }).collect()
 }
 
-/// Who shares the first 2,048 tokens goes to the same worker, but for one request in five, which goes anywhere.
+/// Requests with the same first 2,048 tokens go to the same worker, except one request in five, which goes to any
+/// worker.
 fn worker_for(line: &Line, request: u64, copy: u64, workers: u32) -> u32 {
     let dice = mix(request ^ 0xd1ce);
     let key = if dice.is_multiple_of(5) {

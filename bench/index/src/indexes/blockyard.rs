@@ -1,18 +1,18 @@
-//! This repository's own index, as the router's feed and its decisions use it.
+//! The router's own index, used as the router uses it.
 
 use crate::seam::{self, Block, Size};
 use kvbm::{BlockEvent, Level, SequenceHash};
 use router::index::{Index, Overlap, SourceId};
 use worker::plane::{Source, WorkerId};
 
-/// The index, and where it seats each worker.
+/// The index, and the id of each worker in it.
 pub(crate) struct Blockyard {
     index: Index,
-    slots: Vec<SourceId>,
+    workers: Vec<SourceId>,
 }
 
-/// Names here have 128 bits.
-fn name(sequence: u64) -> SequenceHash {
+/// Block hashes have 128 bits.
+fn hash(sequence: u64) -> SequenceHash {
     let wide = u128::from(!sequence) << 64 | u128::from(sequence);
     SequenceHash::from_bytes(wide.to_le_bytes())
 }
@@ -23,24 +23,24 @@ impl seam::Index for Blockyard {
 
     fn new(size: Size) -> Self {
         let index = Index::new();
-        let slots = (0..size.workers).map(|worker| index.join(WorkerId(u64::from(worker)), &[])).collect();
-        Self { index, slots }
+        let workers = (0..size.workers).map(|worker| index.join(WorkerId(u64::from(worker)), &[])).collect();
+        Self { index, workers }
     }
 
     fn stored(&self, worker: u32, parent: Option<u64>, blocks: &[Block]) {
-        let blocks = blocks.iter().map(|block| name(block.sequence)).collect();
-        let event = BlockEvent::Stored { level: Level::G1, parent: parent.map(name), blocks };
+        let blocks = blocks.iter().map(|block| hash(block.sequence)).collect();
+        let event = BlockEvent::Stored { level: Level::G1, parent: parent.map(hash), blocks };
         self.index.apply(Source::Worker(WorkerId(u64::from(worker))), &event);
     }
 
     fn removed(&self, worker: u32, sequences: &[u64]) {
-        let blocks = sequences.iter().copied().map(name).collect();
+        let blocks = sequences.iter().copied().map(hash).collect();
         let event = BlockEvent::Removed { level: Level::G1, blocks };
         self.index.apply(Source::Worker(WorkerId(u64::from(worker))), &event);
     }
 
     fn query(prompt: &[Block]) -> Self::Query {
-        prompt.iter().map(|block| name(block.sequence)).collect()
+        prompt.iter().map(|block| hash(block.sequence)).collect()
     }
 
     fn overlap(&self, query: &Self::Query, answer: &mut Overlap) {
@@ -48,6 +48,6 @@ impl seam::Index for Blockyard {
     }
 
     fn depths(&self, answer: &Overlap) -> Vec<(u32, u32)> {
-        (0..).zip(&self.slots).map(|(worker, slot)| (worker, answer.at(*slot).total())).collect()
+        (0..).zip(&self.workers).map(|(worker, id)| (worker, answer.at(*id).total())).collect()
     }
 }

@@ -1,5 +1,5 @@
-//! NVIDIA Dynamo's concurrent indexes, run as its router runs them: events wait in queues for a pool of threads, lookups run
-//! on the thread that asks.
+//! NVIDIA Dynamo's concurrent indexes, used as its router uses them: a pool of threads applies queued events, and
+//! lookups run on the calling thread.
 
 use crate::seam::{Block, Index, Size};
 use dynamo_kv_router::protocols::{
@@ -9,7 +9,7 @@ use dynamo_kv_router::protocols::{
 use dynamo_kv_router::{ConcurrentRadixTreeCompressed, PositionalIndexer, SyncIndexer, ThreadPoolIndexer};
 use tokio::runtime::{Builder, Runtime};
 
-/// One of the two.
+/// One of the two indexes.
 pub(crate) trait Kind: SyncIndexer {
     fn make() -> Self;
 }
@@ -22,12 +22,12 @@ impl Kind for ConcurrentRadixTreeCompressed {
 
 impl Kind for PositionalIndexer {
     fn make() -> Self {
-        // The jump that its documentation names.
+        // The jump size that its documentation names.
         Self::new(32)
     }
 }
 
-/// The index behind its pool.
+/// An index and its thread pool.
 pub(crate) struct Dynamo<K: Kind> {
     pool: ThreadPoolIndexer<K>,
     runtime: Runtime,

@@ -1,17 +1,17 @@
-//! The Shepherd Model Gateway's `kv-index`: callers apply events, with a map of each worker's blocks that the caller keeps.
+//! The `kv-index` of the Shepherd Model Gateway: callers apply events and keep a map of each worker's blocks.
 
 use crate::seam::{Block, Index, Size};
 use kv_index::{ChainBlockMap, ChainIndex, ContentHash, OverlapScores, SequenceHash, StoredBlock};
 use std::sync::{Mutex, MutexGuard};
 
-/// Asked with `find_matches`, which answers with a hash map.
+/// Queried with `find_matches`, which returns a hash map.
 pub(crate) struct Chain {
     index: ChainIndex,
-    /// By worker. Nobody ever waits for one of these locks.
+    /// By worker. These locks are never contended.
     maps: Vec<Mutex<ChainBlockMap>>,
 }
 
-/// The same, asked with `score_into`, which calls back for each worker: its quickest way.
+/// Queried with `score_into`, its fastest way, which calls back for each worker.
 pub(crate) struct ChainInto(Chain);
 
 impl Chain {

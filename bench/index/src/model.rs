@@ -1,19 +1,19 @@
-//! The truth: a set of names per worker. What an engine can use of a prompt is what it holds without a gap from the start.
+//! A naive model: a set of hashes per worker. The usable part of a prompt ends at the first missing block.
 
 use crate::seam::{Block, Index, Size};
 use std::collections::HashSet;
 use std::sync::{Mutex, MutexGuard};
 
-/// What each worker holds.
-pub(crate) struct Truth(Vec<Mutex<HashSet<u64>>>);
+/// The blocks of each worker.
+pub(crate) struct Model(Vec<Mutex<HashSet<u64>>>);
 
-impl Truth {
-    /// Pairs of a worker and a block.
-    pub(crate) fn memberships(&self) -> usize {
+impl Model {
+    /// Number of pairs of a worker and a block.
+    pub(crate) fn entries(&self) -> usize {
         (0..self.0.len() as u32).map(|worker| self.of(worker).len()).sum()
     }
 
-    /// In an order that is nobody's.
+    /// The blocks of a worker, in no particular order.
     pub(crate) fn held(&self, worker: u32) -> Vec<u64> {
         self.of(worker).iter().copied().collect()
     }
@@ -32,7 +32,7 @@ impl Truth {
     }
 }
 
-impl Index for Truth {
+impl Index for Model {
     type Query = ();
     type Answer = ();
 
