@@ -145,7 +145,7 @@ impl Drop for InflightPrefix {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::index::{WorkerOverlap, Index};
+    use crate::index::{Index, WorkerOverlap};
     use kvbm::{BlockEvent, Level};
     use worker::plane::{Source, WorkerId};
 
