@@ -24,7 +24,7 @@ struct Fleet {
 impl Fleet {
     fn new(reach: impl Fn(usize) -> Vec<usize>) -> Self {
         let tokens: Vec<u32> = (0..BLOCKS as u32).collect();
-        let hashes = ChainKey::root(&Domain::shared(), "m", None).names(&tokens, 1);
+        let hashes = ChainKey::root(&Domain::shared(), "m", None).hashes(&tokens, 1);
         let (index, reach): (_, Vec<Vec<usize>>) = (Index::new(), (0..WORKERS).map(reach).collect());
         let workers = (0..WORKERS).map(|at| join(&index, at, &reach[at])).collect();
         let held = vec![[[false; BLOCKS]; LEVELS.len()]; WORKERS + STORES];

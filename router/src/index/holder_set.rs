@@ -3,7 +3,7 @@
 
 use super::bits::Bits;
 use super::source::{SourceId, SourceLevel};
-use super::sync::fetch;
+use super::sync::prefetch;
 use std::sync::Arc;
 
 /// Two or more holders. Immutable: a change creates a new set.
@@ -125,9 +125,9 @@ impl HolderSet {
     /// Prefetches the data outside this allocation.
     pub(super) fn prefetch(&self) {
         if let Self::Boxed { source_levels, masks, groups } = self {
-            source_levels.first().into_iter().for_each(fetch);
-            masks.first().into_iter().for_each(fetch);
-            groups.first().into_iter().for_each(fetch);
+            source_levels.first().into_iter().for_each(prefetch);
+            masks.first().into_iter().for_each(prefetch);
+            groups.first().into_iter().for_each(prefetch);
         }
     }
 

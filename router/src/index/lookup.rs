@@ -5,7 +5,7 @@ use super::page::{PAGE_BLOCKS, PageRead};
 use super::partition::{Partition, Window};
 use super::position::Position;
 use super::snapshot::IndexSnapshot;
-use super::sync::fetch;
+use super::sync::prefetch;
 use super::worker_overlap::WorkerOverlaps;
 use kvbm::SequenceHash;
 
@@ -40,7 +40,7 @@ impl<'a> Lookup<'a> {
     }
 
     fn follow_chain(&mut self) {
-        self.hashes.iter().skip(PAGE_STRIDE - 1).step_by(PAGE_STRIDE).take(PREFETCH_PAGES).for_each(fetch);
+        self.hashes.iter().skip(PAGE_STRIDE - 1).step_by(PAGE_STRIDE).take(PREFETCH_PAGES).for_each(prefetch);
         let mut successor = None;
         while self.at < self.hashes.len() {
             let Some((position, read)) = successor.take().or_else(|| self.find_page()) else { return };
@@ -80,7 +80,7 @@ impl<'a> Lookup<'a> {
     fn prefetch_ahead(&self, position: Position) {
         self.snapshot.prefetch_head(position.page() + PREFETCH_PAGES as u32);
         if let Some(hash) = self.hashes.get(self.at + (PREFETCH_PAGES + 1) * PAGE_STRIDE - 1) {
-            fetch(hash);
+            prefetch(hash);
         }
     }
 

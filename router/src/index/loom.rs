@@ -11,11 +11,11 @@ mod sync {
     pub(crate) use loom::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
 
     pub(crate) const MAX_READ_ATTEMPTS: usize = 2;
-    pub(crate) const LARGE: usize = 1 << 21;
+    pub(crate) const HUGE_PAGE: usize = 1 << 21;
 
-    pub(crate) fn enlarge<T>(_memory: *const [T]) {}
+    pub(crate) fn advise_hugepages<T>(_memory: *const [T]) {}
 
-    pub(crate) fn fetch_mut<T>(_value: &T) {}
+    pub(crate) fn prefetch_for_write<T>(_value: &T) {}
 
     pub(crate) fn pause(_attempt: usize) {
         loom::thread::yield_now();

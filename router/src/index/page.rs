@@ -17,7 +17,7 @@ use super::run::Run;
 use super::seqlock::SeqLock;
 use super::source::{SourceId, SourceLevel};
 use super::spin_lock::{SpinGuard, SpinLock};
-use super::sync::{AtomicU8, AtomicU32, AtomicU64, Ordering, fetch};
+use super::sync::{AtomicU8, AtomicU32, AtomicU64, Ordering, prefetch};
 use arc_swap::{ArcSwapOption, Guard};
 use kvbm::SequenceHash;
 use std::sync::Arc;
@@ -132,8 +132,8 @@ impl<'a> Page<'a> {
 
     /// Prefetches the whole page.
     pub(super) fn prefetch(&self) {
-        fetch(self.head);
-        self.hashes.0.iter().step_by(LINE_HASHES).for_each(fetch);
+        prefetch(self.head);
+        self.hashes.0.iter().step_by(LINE_HASHES).for_each(prefetch);
     }
 
     /// Whether a live block with this hash is at an offset. This may change at any time unless the caller holds the

@@ -10,7 +10,7 @@ use super::page::{ClockState, Hashes, Head, LINE_HASHES, Page};
 use super::position::Position;
 use super::source::SourceId;
 use super::source_state::SourceState;
-use super::sync::fetch;
+use super::sync::prefetch;
 use super::table::Table;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -95,7 +95,7 @@ impl IndexSnapshot {
     /// Prefetches the head of a page.
     pub(super) fn prefetch_head(&self, number: u32) {
         if let Some(head) = self.directory.chunk(number).and_then(|chunk| chunk.heads.get(number as usize % CHUNK)) {
-            fetch(head);
+            prefetch(head);
         }
     }
 

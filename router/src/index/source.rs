@@ -3,7 +3,7 @@
 use kvbm::Level;
 
 /// The indexed levels. A peer's memory is not a level of its own: it is indexed as the G1 of that peer.
-pub(crate) const LEVELS: [Level; 5] = [Level::G1, Level::G2, Level::G3, Level::Pod, Level::G4];
+pub(crate) const LEVELS: [Level; 5] = [Level::G1, Level::G2, Level::G3, Level::G3_5, Level::G4];
 
 /// Dense number of a worker or a store. It is reused after the source was removed.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]

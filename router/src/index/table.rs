@@ -18,8 +18,8 @@
 //! was removed, and an entry never moves within a table. So a reader finds each entry that is there when it starts and
 //! is not removed meanwhile. Writers are serialized by a lock of the caller.
 
-use super::sync::{AtomicU32, AtomicU64, LARGE, Ordering, enlarge, fetch_mut};
-use kvbm::lanes::{self, BITS as TAG_BITS, LANES, WORDS};
+use super::sync::{AtomicU32, AtomicU64, HUGE_PAGE, Ordering, advise_hugepages, prefetch_for_write};
+use kvbm::swar::{self, BITS as TAG_BITS, LANES, WORDS};
 
 /// A hash table.
 pub(crate) struct Table {
@@ -87,7 +87,7 @@ impl Tags {
     /// Slots with this tag.
     #[inline]
     fn matching(self, tag: u32) -> SlotSet {
-        SlotSet(lanes::with(self.0, tag as u16) & ((1 << SLOTS) - 1))
+        SlotSet(swar::equal_lanes(self.0, tag as u16) & ((1 << SLOTS) - 1))
     }
 
     /// Empty slots.
@@ -182,13 +182,13 @@ impl Table {
     fn without_groups(doublings: u32) -> Self {
         let count = MIN_GROUPS << doublings;
         let bytes = count * size_of::<Group>();
-        let room = if bytes > LARGE / 4 * 3 {
-            (bytes.next_multiple_of(LARGE) - ALLOCATOR_RESERVE) / size_of::<Group>()
+        let room = if bytes > HUGE_PAGE / 4 * 3 {
+            (bytes.next_multiple_of(HUGE_PAGE) - ALLOCATOR_RESERVE) / size_of::<Group>()
         } else {
             count
         };
         let mut groups = Vec::with_capacity(room.max(count));
-        enlarge(groups.spare_capacity_mut());
+        advise_hugepages(groups.spare_capacity_mut());
         Self { groups, doublings, known_bits: TAG_MASK }
     }
 
@@ -248,7 +248,7 @@ impl Table {
 
     /// Prefetches the home group of a key for writing.
     pub(crate) fn prefetch(&self, key: u64) {
-        fetch_mut(&self.groups[self.home(key).0]);
+        prefetch_for_write(&self.groups[self.home(key).0]);
     }
 
     /// After [`prefetch`](Self::prefetch): prefetches the next group if inserting the key will probe it.
@@ -256,7 +256,7 @@ impl Table {
         let home = self.home(key).0;
         let tags = self.groups[home].tags(Ordering::Relaxed);
         if !tags.has_no_overflow() || tags.empty() == SlotSet::NONE {
-            fetch_mut(self.groups.get(home + 1).unwrap_or(&self.groups[0]));
+            prefetch_for_write(self.groups.get(home + 1).unwrap_or(&self.groups[0]));
         }
     }
 

@@ -13,7 +13,7 @@ const BLOCKS: usize = 10;
 
 fn chain(number: u32) -> Vec<SequenceHash> {
     let tokens: Vec<u32> = (0..BLOCKS as u32).map(|at| number * 1000 + at).collect();
-    ChainKey::root(&Domain::shared(), "m", None).names(&tokens, 1)
+    ChainKey::root(&Domain::shared(), "m", None).hashes(&tokens, 1)
 }
 
 fn stored(level: Level, blocks: &[SequenceHash]) -> BlockEvent {
@@ -489,7 +489,7 @@ fn an_entry_takes_less_than_forty_bytes_and_frees_them() {
     let index = Index::new();
     let empty = index.bytes();
     let tokens: Vec<u32> = (0..100_000).collect();
-    let hashes = ChainKey::root(&Domain::shared(), "m", None).names(&tokens, 1);
+    let hashes = ChainKey::root(&Domain::shared(), "m", None).hashes(&tokens, 1);
     for (id, own) in (0..).zip(hashes.chunks(2000)) {
         index.join(WorkerId(id), &[StoreId(1)]);
         index.apply(Source::Worker(WorkerId(id)), &stored(Level::G1, own));

@@ -118,7 +118,7 @@ async fn events_with_a_wrong_block_size_are_replaced_by_estimates() {
             harness.answer(request.clone()).await.unwrap();
             // The worker reports a block size of 16 tokens but announces blocks of 32.
             let root = ChainKey::root(&request.domain, &format!("{MODEL}@1"), None);
-            harness.announce(&worker, stored(Level::G1, &root.names(&request.tokens, 2 * BLOCK)), round == 0);
+            harness.announce(&worker, stored(Level::G1, &root.hashes(&request.tokens, 2 * BLOCK)), round == 0);
             harness.report(&worker, Load::default());
         }
         tokio::time::sleep(Duration::from_secs(1)).await;

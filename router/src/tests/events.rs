@@ -120,7 +120,7 @@ async fn another_publisher_of_a_store_takes_over() {
         let body = EventBody::Block { number: *log.latest().borrow(), event };
         harness.bus.publish(Event { source: store, epoch: log.epoch(), body });
     };
-    let attest = async |logs: &[Arc<EventLog>]| {
+    let publish_digest = async |logs: &[Arc<EventLog>]| {
         for _ in 0..6 {
             for log in logs {
                 let (number, digest) = log.digest();

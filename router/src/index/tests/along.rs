@@ -5,7 +5,7 @@ use super::*;
 /// A chain and its events, of `run` blocks each.
 pub(super) fn runs(number: u32, blocks: u32, run: usize) -> (Vec<SequenceHash>, Vec<BlockEvent>) {
     let tokens: Vec<u32> = (0..blocks).map(|at| at | number << 20).collect();
-    let hashes = ChainKey::root(&Domain::shared(), "m", None).names(&tokens, 1);
+    let hashes = ChainKey::root(&Domain::shared(), "m", None).hashes(&tokens, 1);
     let mut parent = None;
     let event = |blocks: &[SequenceHash]| {
         let parent = std::mem::replace(&mut parent, blocks.last().copied());
