@@ -12,9 +12,9 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use worker::engine::{
     Engine, Error, Finish, Handoff, ModelCard, Output, OutputStream, PromptReport, Readiness, Request, Sampling,
-    StopRule, Terms, Tokens, Work,
+    StopConditions, Terms, Tokens, Work,
 };
-use worker::plane::local::{Bus, Link, Roster};
+use worker::plane::local::{Link, LocalDiscovery, LocalEvents};
 use worker::plane::{
     Discovery, Event, EventBody, Events, Instance, Lease, Load, Phase, RouterId, Source, StoreId, WorkerId,
 };
@@ -169,8 +169,8 @@ impl Engine for FakeEngine {
 
 /// A router, its planes and its workers.
 pub(crate) struct Harness {
-    pub(crate) roster: Arc<Roster>,
-    pub(crate) bus: Arc<Bus>,
+    pub(crate) roster: Arc<LocalDiscovery>,
+    pub(crate) bus: Arc<LocalEvents>,
     pub(crate) router: Arc<Router>,
     pub(crate) registry: prometheus::Registry,
     leases: Mutex<Vec<Lease>>,
@@ -183,7 +183,7 @@ impl Harness {
 
     pub(crate) fn over(settings: Settings, link: Link) -> Self {
         let (roster, bus, registry) =
-            (Arc::new(Roster::default()), Arc::new(Bus::new(link)), prometheus::Registry::new());
+            (Arc::new(LocalDiscovery::default()), Arc::new(LocalEvents::new(link)), prometheus::Registry::new());
         let router: Result<_, crate::Error> =
             Router::new(RouterId(0), roster.clone(), bus.clone(), settings, &registry);
         Self { roster, bus, router: router.unwrap(), registry, leases: Mutex::default() }
@@ -316,7 +316,7 @@ pub(crate) fn prompt(family: u32, tokens: usize) -> Request {
         tokens: (0..tokens as u32).map(|at| family.wrapping_mul(1_000_000).wrapping_add(at)).collect(),
         domain: Domain::shared(),
         sampling: Sampling::default(),
-        stop: StopRule::default(),
+        stop: StopConditions::default(),
         work: Work::Generate,
         terms: Terms::default(),
         explain: false,

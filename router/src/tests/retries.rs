@@ -10,7 +10,7 @@ use futures::{FutureExt, StreamExt};
 use std::sync::Arc;
 use std::time::Duration;
 use worker::engine::{Engine, Error, Finish, Output, Readiness};
-use worker::plane::local::Bus;
+use worker::plane::local::LocalEvents;
 use worker::plane::{Discovery, Instance, Lease, Membership, Phase, PlaneError, RouterId, WorkerId};
 
 #[tokio::test(start_paused = true)]
@@ -123,7 +123,8 @@ async fn the_end_of_a_plane_makes_the_router_not_ready() {
     }
     let registry = prometheus::Registry::new();
     let router =
-        Router::new(RouterId(0), Arc::new(Ends), Arc::new(Bus::default()), Settings::default(), &registry).unwrap();
+        Router::new(RouterId(0), Arc::new(Ends), Arc::new(LocalEvents::default()), Settings::default(), &registry)
+            .unwrap();
     settle().await;
     assert!(matches!(router.readiness(), Readiness::NotReady(why) if why.contains("plane stream ended")));
     assert!(matches!(router.generate(prompt(1, 10)).await.err(), Some(Error::Unavailable(_))));
