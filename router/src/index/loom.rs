@@ -26,7 +26,7 @@ mod sync {
 #[path = "table.rs"]
 mod table;
 
-#[expect(clippy::duplicate_mod, dead_code, reason = "the same text over other atomics, and no waiting")]
+#[expect(clippy::duplicate_mod, reason = "the same text over other atomics")]
 #[path = "seqlock.rs"]
 mod seqlock;
 
