@@ -5,11 +5,12 @@
 //! are not affected.
 
 use crate::config::{Config, Origins, Sources, as_json, changes};
+use parking_lot::{Mutex, MutexGuard};
 use prometheus::{IntCounterVec, Opts, Registry};
 use router::Router;
 use serde::Serialize;
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// The running configuration and the means to reload it.
@@ -162,7 +163,7 @@ impl Reload {
 
     fn lock(&self) -> MutexGuard<'_, State> {
         // The state is assigned only after everything has succeeded, so it is valid even after a panic.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }
 

@@ -13,7 +13,8 @@ use kvbm::{
     BlockAttrs, BlockId, BlockManager, DeviceBlocks, Epoch, EventLog, Fingerprint, HostTier, Metrics, Recompute,
     SequenceHash, Tier,
 };
-use std::sync::{Arc, RwLock};
+use parking_lot::RwLock;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Moved in each round: more than any cache holds.
@@ -67,11 +68,11 @@ impl DeviceBlocks for Device {
         self.write_observed(slot, from, &mut |_| {});
     }
     fn read_observed(&self, slot: BlockId, into: &mut [u8], observe: &mut dyn FnMut(&[u8])) {
-        let slot = self.slots[slot.0 as usize].read().expect("no copy panics");
+        let slot = self.slots[slot.0 as usize].read();
         copy_observed(&slot.memory[slot.start..][..self.block], into, observe);
     }
     fn write_observed(&self, slot: BlockId, from: &[u8], observe: &mut dyn FnMut(&[u8])) {
-        let slot = &mut *self.slots[slot.0 as usize].write().expect("no copy panics");
+        let slot = &mut *self.slots[slot.0 as usize].write();
         copy_observed(from, &mut slot.memory[slot.start..][..self.block], observe);
     }
 }

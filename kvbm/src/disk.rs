@@ -46,13 +46,14 @@ use futures::future::{BoxFuture, FutureExt};
 use futures::stream::{self, BoxStream, StreamExt};
 use load::SegmentRead;
 use log::{Log, Shared, Spill};
+use parking_lot::Mutex;
 use path::{DEVICE_TIMEOUT, LogPath};
 use queue::clone_error;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SendError, sync_channel};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Instant;
 use striping::Striper;
@@ -300,7 +301,7 @@ impl DiskTier {
             log.map(|log| log.capacity())
         };
         let weights: Vec<Option<u64>> = logs.iter().enumerate().map(weight).collect();
-        let turn = self.striper.lock().unwrap_or_else(PoisonError::into_inner).next(block.header.length, &weights);
+        let turn = self.striper.lock().next(block.header.length, &weights);
         let chosen = turn.and_then(|path| Some((path, logs[path].take()?)));
         let Some((path, log)) = chosen else { return Submitted::Answered(Err(StoreError::Busy)) };
         match log.queue.push(block.clone(), Some(claim)) {

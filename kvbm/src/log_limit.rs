@@ -1,7 +1,7 @@
 //! Rate limit for log messages that may repeat thousands of times: one per interval, with the number of suppressed
 //! ones.
 
-use std::sync::{Mutex, PoisonError};
+use parking_lot::Mutex;
 use std::time::Duration;
 use tokio::time::Instant;
 
@@ -23,7 +23,7 @@ impl LogLimit {
     /// one is suppressed.
     pub(crate) fn pass(&self) -> Option<u64> {
         // No panic can occur under this lock.
-        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.0.lock();
         if state.last.is_some_and(|last| last.elapsed() < Self::INTERVAL) {
             state.suppressed += 1;
             return None;

@@ -13,9 +13,10 @@ use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use futures::FutureExt;
+use parking_lot::{Mutex, MutexGuard};
 use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 use tokio::time::Instant;
 use tracing::{Instrument, Span};
@@ -130,7 +131,7 @@ impl RequestContext {
     }
 
     pub(crate) fn log_fields(&self) -> MutexGuard<'_, LogFields> {
-        self.log_fields.lock().expect("no code panics while it holds this lock")
+        self.log_fields.lock()
     }
 
     /// Writes the log line.

@@ -14,9 +14,10 @@ use axum::middleware::Next;
 use axum::response::Response;
 use bytes::Bytes;
 use hyper::body::{Frame, SizeHint};
+use parking_lot::Mutex;
 use std::error::Error;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 use tokio::time::{Instant, Sleep, sleep_until, timeout};
@@ -109,7 +110,7 @@ enum Remainder {
 
 impl SharedRemainder {
     fn replace(&self, remainder: Remainder) -> Remainder {
-        std::mem::replace(&mut *self.0.lock().expect("no code panics while it holds this lock"), remainder)
+        std::mem::replace(&mut *self.0.lock(), remainder)
     }
 }
 

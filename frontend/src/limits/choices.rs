@@ -6,8 +6,9 @@
 
 use crate::error::Error;
 use crate::settings::Settings;
+use parking_lot::Mutex;
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// `Retry-After` above a limit. The client knows when its own choices end; a second keeps it from retrying in a loop.
@@ -48,12 +49,12 @@ impl ChoiceLimits {
     ) -> Result<RunningChoices, Error> {
         let mut choices = RunningChoices { count, connection: None, tenant: None };
         if let Some(connection) = connection {
-            let mut running = connection.0.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut running = connection.0.lock();
             *running = add(*running, count, self.per_connection, "connection")?;
             choices.connection = Some(connection.clone());
         }
         if !tenant.is_empty() {
-            let mut tenants = self.tenants.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut tenants = self.tenants.lock();
             let running = tenants.get(tenant).copied().unwrap_or_default();
             // On an error, dropping `choices` uncounts the connection.
             tenants.insert(tenant.clone(), add(running, count, self.per_tenant, "tenant")?);
@@ -79,10 +80,10 @@ fn add(running: usize, count: usize, max: usize, client: &str) -> Result<usize, 
 impl Drop for RunningChoices {
     fn drop(&mut self) {
         if let Some(connection) = &self.connection {
-            *connection.0.lock().unwrap_or_else(PoisonError::into_inner) -= self.count;
+            *connection.0.lock() -= self.count;
         }
         if let Some((tenant, limits)) = &self.tenant {
-            let mut tenants = limits.tenants.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut tenants = limits.tenants.lock();
             if let Some(running) = tenants.get_mut(tenant) {
                 *running -= self.count;
                 if *running == 0 {
@@ -133,9 +134,9 @@ mod tests {
         let bob = "bob".into();
         let running = choices.start(10, Some(&one), &ann).unwrap();
         assert!(overloaded(&choices.start(6, Some(&other), &ann)));
-        assert_eq!(*other.0.lock().unwrap(), 0, "a rejected request is not counted on its connection");
+        assert_eq!(*other.0.lock(), 0, "a rejected request is not counted on its connection");
         let _bobs = choices.start(10, Some(&other), &bob).unwrap();
         drop(running);
-        assert_eq!(choices.tenants.lock().unwrap().len(), 1, "a tenant without choices is not kept");
+        assert_eq!(choices.tenants.lock().len(), 1, "a tenant without choices is not kept");
     }
 }

@@ -1,6 +1,6 @@
 //! A rate limit of log lines.
 
-use std::sync::Mutex;
+use parking_lot::Mutex;
 use std::time::Duration;
 use tokio::time::Instant;
 
@@ -25,7 +25,7 @@ impl LogLimit {
 
     /// `Some` if a line may be written now, with the number of lines suppressed since the previous one.
     pub(crate) fn admit(&self) -> Option<u64> {
-        let mut window = self.window.lock().expect("no code panics while it holds this lock");
+        let mut window = self.window.lock();
         if window.began.is_none_or(|began| began.elapsed() >= self.interval) {
             (window.began, window.used) = (Some(Instant::now()), 0);
         }

@@ -2,8 +2,9 @@
 
 use super::served::{ModelOptions, ServedModel};
 use crate::error::Error;
+use parking_lot::Mutex;
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use tokio::sync::OnceCell;
 use worker::engine::{Engine, ModelCard, Readiness};
 
@@ -47,7 +48,7 @@ impl ModelCache {
     }
 
     fn entry(&self, card: &Arc<ModelCard>, served: &[Arc<ModelCard>]) -> Entry {
-        let mut models = self.models.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut models = self.models.lock();
         if let Some(entry) = models.get(&card.id)
             && (Arc::ptr_eq(&entry.card, card) || entry.card == *card)
         {

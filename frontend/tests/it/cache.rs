@@ -41,7 +41,7 @@ async fn domains(settings: serde_json::Value, tenants: &[&'static str]) -> Vec<D
         request.headers_mut().insert("x-tenant", HeaderValue::from_static(tenant));
         assert_eq!(send(&router, request).await.status, 200);
     }
-    let seen = engine.seen.lock().unwrap();
+    let seen = engine.seen.lock();
     seen.iter().map(|request| request.domain.clone()).collect()
 }
 

@@ -48,7 +48,7 @@ async fn tools_reach_the_template_unless_they_must_not_be_used() {
     send(&router, chat(json!({}))).await;
     send(&router, chat(json!({ "tools": tools, "tool_choice": "none" }))).await;
     send(&router, chat(json!({ "tools": tools, "tool_choice": "auto" }))).await;
-    let seen = engine.seen.lock().unwrap();
+    let seen = engine.seen.lock();
     assert_eq!(seen[0].tokens, seen[1].tokens);
     assert!(seen[2].tokens.len() > seen[1].tokens.len() + 40);
 }
@@ -101,7 +101,7 @@ async fn the_other_choices_start_when_the_first_has_output() {
     let router = engine.router();
     let asking = send(&router, chat(json!({ "n": 3, "seed": 41 })));
     let mut asking = Box::pin(asking);
-    while engine.seen.lock().unwrap().is_empty() {
+    while engine.seen.lock().is_empty() {
         assert!(futures::poll!(&mut asking).is_pending());
         tokio::task::yield_now().await;
     }
@@ -109,12 +109,12 @@ async fn the_other_choices_start_when_the_first_has_output() {
         assert!(futures::poll!(&mut asking).is_pending());
         tokio::task::yield_now().await;
     }
-    assert_eq!(engine.seen.lock().unwrap().len(), 1, "the prompt is computed once, by the first");
+    assert_eq!(engine.seen.lock().len(), 1, "the prompt is computed once, by the first");
     permits.add_permits(3);
     let parsed: CreateChatCompletionResponse = asking.await.parsed();
-    let seeds: Vec<_> = engine.seen.lock().unwrap().iter().map(|request| request.sampling.seed).collect();
+    let seeds: Vec<_> = engine.seen.lock().iter().map(|request| request.sampling.seed).collect();
     assert_eq!(seeds, [Some(41), Some(42), Some(43)]);
-    let groups: Vec<_> = engine.seen.lock().unwrap().iter().map(|request| request.group.unwrap()).collect();
+    let groups: Vec<_> = engine.seen.lock().iter().map(|request| request.group.unwrap()).collect();
     assert_eq!(groups[0].choices(), 3);
     assert_eq!(groups, [0, 1, 2].map(|index| groups[0].choice(index)), "one group");
     let texts: Vec<_> = parsed.choices.iter().map(|c| (c.index, c.message.content.as_deref())).collect();

@@ -10,7 +10,7 @@ use worker::engine::Finish;
 async fn tokens_of(prompt: Value) -> Vec<Vec<u32>> {
     let engine = FakeEngine::with_steps(vec![last("", Finish::Stop)]);
     assert_eq!(send(&engine.router(), completion(json!({ "prompt": prompt }))).await.status, 200);
-    engine.seen.lock().unwrap().iter().map(|request| request.tokens.to_vec()).collect()
+    engine.seen.lock().iter().map(|request| request.tokens.to_vec()).collect()
 }
 
 #[tokio::test]

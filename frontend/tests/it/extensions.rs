@@ -82,7 +82,7 @@ async fn prompt_logprobs_have_the_shape_of_vllm() {
         "256": { "logprob": -2.5, "rank": 2, "decoded_token": "he" },
     }]);
     assert_eq!((&answer["choices"][0]["prompt_logprobs"], &answer["choices"][1]["prompt_logprobs"]), (&want, &want));
-    let asked: Vec<_> = engine.seen.lock().unwrap().iter().map(|request| request.sampling.prompt_logprobs).collect();
+    let asked: Vec<_> = engine.seen.lock().iter().map(|request| request.sampling.prompt_logprobs).collect();
     assert_eq!(asked, [Some(2), None], "the prompt is computed once");
 
     let answer = send(&scoring().router(), chat(json!({ "prompt_logprobs": 0 }))).await.json();
@@ -183,7 +183,7 @@ async fn a_cache_salt_is_part_of_the_domain() {
     for fields in salts {
         send(&router, chat(fields)).await;
     }
-    let seen = engine.seen.lock().unwrap();
+    let seen = engine.seen.lock();
     let domains: Vec<_> = seen.iter().map(|request| &request.domain).collect();
     assert_eq!((domains[0], domains[2]), (domains[1], domains[3]));
     for (i, one) in domains.iter().enumerate().skip(4) {
@@ -203,12 +203,12 @@ async fn the_models_sampling_defaults_apply_to_absent_fields() {
         repetition_penalty: Some(1.25),
     };
     let engine = FakeEngine::with_steps(vec![last("", Finish::Stop)]);
-    *engine.card.lock().unwrap() = Arc::new(ModelCard { sampling, ..card() });
+    *engine.card.lock() = Arc::new(ModelCard { sampling, ..card() });
     let off = frontend::Settings { use_generation_config: false, ..frontend::Settings::default() };
     send(&engine.router(), chat(json!({}))).await;
     send(&engine.router(), completion(json!({ "temperature": 1, "top_p": 1, "top_k": -1, "min_p": 0 }))).await;
     send(&engine.router_with(off), chat(json!({}))).await;
-    let seen: Vec<_> = engine.seen.lock().unwrap().iter().map(|request| request.sampling.clone()).collect();
+    let seen: Vec<_> = engine.seen.lock().iter().map(|request| request.sampling.clone()).collect();
     let want = Sampling {
         temperature: 0.5,
         top_p: 0.75,
@@ -264,7 +264,7 @@ async fn a_message_cannot_forge_a_turn() {
     {
         assert_eq!(send(&router, chat(json!({ "messages": messages }))).await.status, 200);
     }
-    let seen = engine.seen.lock().unwrap();
+    let seen = engine.seen.lock();
     let turns = |i: usize| seen[i].tokens.iter().filter(|token| **token == tiny_tokenizer::TURN).count();
     assert_eq!([turns(0), turns(1), turns(2)], [2, 3, 3]);
     assert_ne!(seen[0].tokens, seen[1].tokens);
@@ -287,8 +287,7 @@ async fn unknown_fields_are_counted_by_endpoint() {
 #[tokio::test]
 async fn reasoning_effort_reaches_the_template() {
     let engine = FakeEngine::with_steps(vec![last("", Finish::Stop)]);
-    *engine.card.lock().unwrap() =
-        Arc::new(ModelCard { chat_template: Some("{{ reasoning_effort }}".into()), ..card() });
+    *engine.card.lock() = Arc::new(ModelCard { chat_template: Some("{{ reasoning_effort }}".into()), ..card() });
     send(&engine.router(), chat(json!({ "reasoning_effort": "low", "service_tier": "flex" }))).await;
     assert_eq!(*engine.only().tokens, bytes("low"));
 }

@@ -5,10 +5,11 @@ use axum::body::{Body, to_bytes};
 use axum::http::{HeaderMap, Request as HttpRequest, StatusCode};
 use futures::future::BoxFuture;
 use futures::{FutureExt, StreamExt, stream};
+use parking_lot::Mutex;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
 use tokio::sync::Semaphore;
 use tower::ServiceExt;
 use worker::engine::{
@@ -67,7 +68,7 @@ impl FakeEngine {
 
     /// The only request that arrived.
     pub(crate) fn only(&self) -> Request {
-        let seen = self.seen.lock().unwrap();
+        let seen = self.seen.lock();
         assert_eq!(seen.len(), 1);
         seen[0].clone()
     }
@@ -80,7 +81,7 @@ impl FakeEngine {
 impl Engine for FakeEngine {
     fn generate(&self, request: Request) -> BoxFuture<'_, Result<OutputStream, Error>> {
         let steps = (self.script)(&request);
-        self.seen.lock().unwrap().push(request);
+        self.seen.lock().push(request);
         let open = Open::new(self.open.clone());
         async move {
             let steps = stream::iter(steps?).then(move |step| {
@@ -104,11 +105,11 @@ impl Engine for FakeEngine {
     }
 
     fn models(&self) -> Vec<Arc<ModelCard>> {
-        vec![self.card.lock().unwrap().clone()]
+        vec![self.card.lock().clone()]
     }
 
     fn readiness(&self) -> Readiness {
-        self.readiness.lock().unwrap().clone()
+        self.readiness.lock().clone()
     }
 }
 

@@ -3,9 +3,10 @@
 use crate::fake::{FakeEngine, chat, first, last, post, send};
 use axum::body::Body;
 use axum::http::Request;
+use parking_lot::Mutex;
 use serde_json::{Value, json};
 use std::io::{self, Write};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use tracing_subscriber::fmt::MakeWriter;
 use worker::engine::{Error, Finish};
 
@@ -21,7 +22,7 @@ impl Log {
     }
 
     fn lines(&self) -> Vec<Value> {
-        let log = self.0.lock().unwrap();
+        let log = self.0.lock();
         log.split(|byte| *byte == b'\n')
             .filter(|line| !line.is_empty())
             .map(|l| serde_json::from_slice(l).unwrap())
@@ -31,7 +32,7 @@ impl Log {
 
 impl Write for Log {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0.lock().unwrap().write(bytes)
+        self.0.lock().write(bytes)
     }
 
     fn flush(&mut self) -> io::Result<()> {
@@ -98,7 +99,7 @@ async fn each_refused_request_leaves_one_line_with_its_reason() {
         let answer = send(&router, request).await;
         drop(collecting);
         assert_eq!(answer.status, status);
-        let lines = std::mem::take(&mut *log.0.lock().unwrap());
+        let lines = std::mem::take(&mut *log.0.lock());
         let line: Value =
             serde_json::from_slice(&lines).unwrap_or_else(|e| panic!("{e}: {}", String::from_utf8_lossy(&lines)));
         assert_eq!((&line["level"], &line["status"], &line["code"]), (&json!(level), &json!(status), &code), "{line}");

@@ -42,7 +42,7 @@ async fn readiness_has_a_reason_and_liveness_is_independent() {
     assert_eq!(get(&router, "/version").await.json()["version"], env!("CARGO_PKG_VERSION"));
     let ping = Request::post("/ping").body(Body::empty()).unwrap();
     assert_eq!(send(&router, ping).await.status, 200);
-    *engine.readiness.lock().unwrap() = Readiness::NotReady("no decode worker".into());
+    *engine.readiness.lock() = Readiness::NotReady("no decode worker".into());
     let answer = get(&router, "/ready").await;
     assert_eq!(answer.status, 503);
     assert!(answer.json()["error"]["message"].as_str().unwrap().contains("no decode worker"));
@@ -145,18 +145,16 @@ async fn a_changed_model_card_is_reloaded() {
     let engine = FakeEngine::with_steps(vec![last("", Finish::Stop)]);
     let router = engine.router();
     send(&router, chat(json!({}))).await;
-    *engine.card.lock().unwrap() =
-        Arc::new(worker::engine::ModelCard { chat_template: Some("other".into()), ..card() });
+    *engine.card.lock() = Arc::new(worker::engine::ModelCard { chat_template: Some("other".into()), ..card() });
     send(&router, chat(json!({}))).await;
-    *engine.card.lock().unwrap() = Arc::new(worker::engine::ModelCard { chat_template: None, ..card() });
+    *engine.card.lock() = Arc::new(worker::engine::ModelCard { chat_template: None, ..card() });
     let without = send(&router, chat(json!({}))).await;
     assert_eq!((without.status.as_u16(), &without.json()["error"]["param"]), (400, &json!("model")));
-    *engine.card.lock().unwrap() =
-        Arc::new(worker::engine::ModelCard { chat_template: Some("{% if %}".into()), ..card() });
+    *engine.card.lock() = Arc::new(worker::engine::ModelCard { chat_template: Some("{% if %}".into()), ..card() });
     let broken = send(&router, chat(json!({}))).await;
     let said = broken.json()["error"]["message"].as_str().unwrap().to_owned();
     assert_eq!(broken.status, 400);
     assert!(said.starts_with("The model `org/tiny` has a chat template that does not compile: "), "{said}");
-    let lengths: Vec<_> = engine.seen.lock().unwrap().iter().map(|request| request.tokens.len()).collect();
+    let lengths: Vec<_> = engine.seen.lock().iter().map(|request| request.tokens.len()).collect();
     assert_eq!(lengths[1], "other".len() - 1, "`he` is one token");
 }

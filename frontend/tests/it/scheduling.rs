@@ -61,8 +61,7 @@ async fn the_earlier_deadline_applies_from_arrival() {
     }
     let engine = FakeEngine::with_steps(vec![crate::fake::first("a"), last("", Finish::Stop)]);
     send(&engine.router(), chat(json!({ "n": 2, "deadline_ms": 1500 }))).await;
-    let deadlines: Vec<bool> =
-        engine.seen.lock().unwrap().iter().map(|request| request.terms.deadline.is_some()).collect();
+    let deadlines: Vec<bool> = engine.seen.lock().iter().map(|request| request.terms.deadline.is_some()).collect();
     assert_eq!(deadlines, [true, false], "the client has its first token when the second choice starts");
 }
 
@@ -71,8 +70,7 @@ async fn the_tenant_comes_from_the_configured_header() {
     let (engine, router) = behind_a_proxy();
     assert_eq!(send(&router, with(&[("x-tenant", "blue/7")], json!({}))).await.status, 200);
     assert_eq!(send(&router, chat(json!({}))).await.status, 200);
-    let tenants: Vec<Arc<str>> =
-        engine.seen.lock().unwrap().iter().map(|request| request.terms.tenant.clone()).collect();
+    let tenants: Vec<Arc<str>> = engine.seen.lock().iter().map(|request| request.terms.tenant.clone()).collect();
     assert_eq!(tenants, ["blue/7".into(), Arc::<str>::from("")]);
 
     let engine = FakeEngine::with_steps(vec![last("", Finish::Stop)]);
@@ -96,7 +94,7 @@ async fn invalid_headers_are_rejected_by_name() {
         let answer = send(&router, with(headers, json!({}))).await;
         assert_eq!((answer.status.as_u16(), &answer.json()["error"]["param"]), (400, &json!(param)), "{headers:?}");
     }
-    assert!(engine.seen.lock().unwrap().is_empty());
+    assert!(engine.seen.lock().is_empty());
     let error = serde_json::from_value::<frontend::Settings>(json!({ "tenant_header": "x tenant" })).unwrap_err();
     assert!(error.to_string().contains("x-tenant"), "{error}");
 }

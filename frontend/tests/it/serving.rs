@@ -303,7 +303,7 @@ async fn a_client_that_does_not_read_is_disconnected() {
         BODY.len()
     );
     connection.write_all(head.as_bytes()).await.unwrap();
-    until(|| engine.seen.lock().unwrap().len() == 1 && engine.open() == 0).await;
+    until(|| engine.seen.lock().len() == 1 && engine.open() == 0).await;
     let closed = "blockyard_frontend_connections_closed_total{reason=\"write_timeout\"}";
     until(|| server.metric(closed) == Some("1".into())).await;
 }
@@ -370,7 +370,7 @@ async fn an_http2_client_that_does_not_read_is_cut() {
     let request = [frame(1, 4, 1, &head), frame(0, 1, 1, BODY.as_bytes())].concat();
     let mut connection = server.connect().await;
     connection.write_all(&[&b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"[..], &settings, &request].concat()).await.unwrap();
-    until(|| engine.seen.lock().unwrap().len() == 1 && engine.open() == 0).await;
+    until(|| engine.seen.lock().len() == 1 && engine.open() == 0).await;
     let closed = "blockyard_frontend_connections_closed_total{reason=\"write_timeout\"}";
     until(|| server.metric(closed) == Some("1".into())).await;
 }

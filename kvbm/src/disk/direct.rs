@@ -6,6 +6,7 @@
 
 use crate::permissions;
 use crate::table::hugepages::{HUGE_PAGE, advise_hugepages};
+use parking_lot::{Mutex, MutexGuard};
 use std::alloc::{self, Layout};
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -15,7 +16,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 /// An alignment of buffers that all common devices accept.
 const BUFFER_ALIGN: usize = 4096;
@@ -95,7 +96,7 @@ impl BufferPool {
 
     fn lock(&self) -> MutexGuard<'_, Vec<Buffer>> {
         // Only a push or a removal happens under this lock.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 }
 

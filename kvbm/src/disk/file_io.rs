@@ -3,13 +3,13 @@
 //! Every call that may wait for the device goes through [`FileIo`], so that a call that does not return is detected
 //! ([`FileIo::longest_running`]), and so that tests can stop a process between any two calls.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::time::Instant;
 
@@ -105,6 +105,6 @@ impl FileIo {
 
     fn running(&self) -> MutexGuard<'_, BTreeMap<u64, Instant>> {
         // Only an insertion or a removal happens under this lock.
-        self.running.lock().unwrap_or_else(PoisonError::into_inner)
+        self.running.lock()
     }
 }

@@ -13,11 +13,12 @@ use super::{OpenError, Settings, record};
 use crate::block::{Block, Fingerprint, Header, SequenceHash};
 use crate::tier::{Division, Index, Resting};
 use crate::transform::crypt::MetadataKeys;
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
@@ -149,7 +150,7 @@ pub(super) struct Rotation<'a>(&'a Log);
 impl Drop for Rotation<'_> {
     fn drop(&mut self) {
         // Also after a panic, because other writers wait for the end of the rotation.
-        self.0.state.lock().unwrap_or_else(PoisonError::into_inner).rotating = false;
+        self.0.state.lock().rotating = false;
         self.0.notify();
     }
 }
@@ -211,7 +212,7 @@ impl Log {
 
     /// Fails when another folder is at the path of the log's own. That folder must not be touched.
     pub(super) fn check_folder(&self) -> io::Result<()> {
-        let folder_lock = self.folder_lock.lock().unwrap_or_else(PoisonError::into_inner);
+        let folder_lock = self.folder_lock.lock();
         // A closed log has unlocked its folder.
         let ours = folder_lock
             .as_ref()
@@ -226,7 +227,7 @@ impl Log {
         self.drain();
         let heads = std::mem::take(&mut self.lock().heads);
         drop(heads);
-        self.folder_lock.lock().unwrap_or_else(PoisonError::into_inner).take();
+        self.folder_lock.lock().take();
     }
 
     /// Checks the folder after a failed read or write.
@@ -264,16 +265,12 @@ impl Log {
     /// Locks the state. Code must not wait for the device while it holds this lock.
     pub(super) fn lock(&self) -> MutexGuard<'_, State> {
         // After a panic the log is marked as failed, and another one recovers what is on disk (`LogPath::work`).
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// Waits on the condition variable while `must_wait` holds.
-    pub(super) fn wait<'a>(
-        &self,
-        state: MutexGuard<'a, State>,
-        must_wait: impl Fn(&State) -> bool,
-    ) -> MutexGuard<'a, State> {
-        self.changed.wait_while(state, |state| must_wait(state)).unwrap_or_else(PoisonError::into_inner)
+    pub(super) fn wait(&self, state: &mut MutexGuard<'_, State>, must_wait: impl Fn(&State) -> bool) {
+        self.changed.wait_while(state, |state| must_wait(state));
     }
 
     /// Wakes all threads in [`Log::wait`].
@@ -300,13 +297,13 @@ impl Log {
 
     /// Whether writes are suspended after a failed one.
     pub(super) fn in_cooldown(&self) -> bool {
-        let until = self.cooldown_until.lock().unwrap_or_else(PoisonError::into_inner);
+        let until = self.cooldown_until.lock();
         until.is_some_and(|until| Instant::now() < until)
     }
 
     /// Suspends writes for [`COOLDOWN`] after a failed one.
     pub(super) fn start_cooldown(&self, error: &io::Error) {
-        *self.cooldown_until.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now() + COOLDOWN);
+        *self.cooldown_until.lock() = Some(Instant::now() + COOLDOWN);
         if !self.failing.swap(true, Ordering::Relaxed) {
             tracing::warn!(folder = %self.folder.display(), %error, "cannot write to G3; retrying every second");
         }

@@ -14,13 +14,14 @@ use super::log::{COOLDOWN, Log, Shared};
 use super::{OpenError, READERS, Settings, segment};
 use crate::permissions;
 use crate::tier::Gate;
+use parking_lot::{Mutex, RwLock};
 use std::any::Any;
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 use tokio::runtime::Handle;
 use tokio::task::JoinHandle;
@@ -83,7 +84,7 @@ impl LogPath {
 
     /// The log, while the path is up.
     pub(super) fn log(&self) -> Option<Arc<Log>> {
-        self.log.read().unwrap_or_else(PoisonError::into_inner).as_ref().map(|(log, _)| log.clone())
+        self.log.read().as_ref().map(|(log, _)| log.clone())
     }
 
     /// Runs `work` on a blocking thread. [`super::DiskTier::close`] waits for it.
@@ -93,7 +94,7 @@ impl LogPath {
 
     /// Takes the path down for good and returns its log. Tasks that work on the log keep their reference.
     pub(super) fn close(&self) -> Option<Arc<Log>> {
-        let mut current = self.log.write().unwrap_or_else(PoisonError::into_inner);
+        let mut current = self.log.write();
         self.closing.cancel();
         current.take().map(|(log, _)| log)
     }
@@ -111,11 +112,7 @@ impl LogPath {
 
     /// Why the path is down, if it is.
     pub(super) fn failure(&self) -> Option<String> {
-        self.lock_failure().clone()
-    }
-
-    fn lock_failure(&self) -> MutexGuard<'_, Option<String>> {
-        self.failure.lock().unwrap_or_else(PoisonError::into_inner)
+        self.failure.lock().clone()
     }
 
     /// Number of times that the path went down.
@@ -137,12 +134,12 @@ impl LogPath {
         }
         let log = Log::open(self.number, &self.folder, self.settings, self.shared.clone())?;
         let _ = self.device.set(std::fs::metadata(&self.folder).map_err(failed)?.dev());
-        let mut current = self.log.write().unwrap_or_else(PoisonError::into_inner);
+        let mut current = self.log.write();
         if self.closing.is_cancelled() {
             return Err(failed(io::Error::other("G3 is closed")));
         }
         *current = Some((Arc::new(log), Instant::now()));
-        self.lock_failure().take();
+        self.failure.lock().take();
         Ok(())
     }
 
@@ -169,7 +166,7 @@ impl LogPath {
     pub(super) fn check(self: &Arc<Self>, log: &Arc<Log>) {
         let Some(reason) = log.failure() else { return };
         let uptime = {
-            let mut current = self.log.write().unwrap_or_else(PoisonError::into_inner);
+            let mut current = self.log.write();
             match current.take_if(|(current, _)| Arc::ptr_eq(current, log)) {
                 Some((_, since)) => {
                     // Under the lock, so that the reason is visible as soon as the path is down.
@@ -203,7 +200,7 @@ impl LogPath {
 impl LogPath {
     pub(super) fn count_failure(&self, reason: &str) {
         self.failures.fetch_add(1, Ordering::Relaxed);
-        *self.lock_failure() = Some(reason.to_owned());
+        *self.failure.lock() = Some(reason.to_owned());
     }
 }
 

@@ -3,8 +3,8 @@
 use super::record::Record;
 use crate::block::{Block, Fingerprint, Header, SequenceHash};
 use crate::tier::{Claim, Division, Fair, StoreError};
+use parking_lot::{Mutex, MutexGuard};
 use std::io;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use tokio::sync::oneshot;
 
 /// Maximum number of writers. Two have a write at the device while the third fills its buffer or frees space.
@@ -126,7 +126,7 @@ impl Queue {
 
     fn lock(&self) -> MutexGuard<'_, State> {
         // Each critical section is a push or a pop with its counter.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }
 

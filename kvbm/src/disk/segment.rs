@@ -15,12 +15,13 @@ use super::lock;
 use super::record::{ParsedRecord, Record};
 use crate::permissions;
 use crate::transform::crypt::MetadataKeys;
+use parking_lot::{Mutex, MutexGuard};
 use std::ffi::OsStr;
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// State of a segment while it exists.
 pub(super) struct Segment {
@@ -98,7 +99,7 @@ impl Segment {
 
     pub(super) fn record_list(&self) -> MutexGuard<'_, RecordList> {
         // Only pushes happen under this lock.
-        self.record_list.lock().unwrap_or_else(PoisonError::into_inner)
+        self.record_list.lock()
     }
 
     pub(super) fn resize(&self, bytes: u64) {

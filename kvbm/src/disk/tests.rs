@@ -4,11 +4,11 @@ use super::*;
 use crate::block::Verified;
 use crate::event::{BlockEvent, Epoch};
 use crate::tier::conformance::{self, Subject, announced, chain, chain_of, fingerprint, load, names, store};
+use parking_lot::{Condvar, MutexGuard};
 use std::collections::BTreeSet;
 use std::fs;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicI32, Ordering};
-use std::sync::{Condvar, MutexGuard};
 use std::time::Duration;
 use tempfile::TempDir;
 
@@ -38,7 +38,7 @@ struct HooksState {
 
 impl TestHooks {
     pub(super) fn access(&self) -> Option<direct::Access> {
-        *self.0.access.lock().unwrap()
+        *self.0.access.lock()
     }
 
     pub(super) fn faults(&self, path: u8) -> Faults {
@@ -47,12 +47,12 @@ impl TestHooks {
 
     /// Free bytes when the log uses `taken`.
     pub(super) fn free(&self, taken: u64) -> Option<u64> {
-        self.0.space.lock().unwrap().map(|space| space.saturating_sub(taken))
+        self.0.space.lock().map(|space| space.saturating_sub(taken))
     }
 
     /// Leaves so many bytes to the log from now on, including those that it uses.
     pub(super) fn leave_space(&self, bytes: u64) {
-        *self.0.space.lock().unwrap() = Some(bytes);
+        *self.0.space.lock() = Some(bytes);
     }
 
     pub(super) fn write(&self, path: u8) -> io::Result<()> {
@@ -136,7 +136,7 @@ impl Faults {
 
     /// Blocks until an operation is held.
     pub(super) fn wait_for_a_held_operation(&self) {
-        drop(self.0.1.wait_while(self.state(), |state| state.waiting == 0).unwrap());
+        self.0.1.wait_while(&mut self.state(), |state| state.waiting == 0);
     }
 
     pub(super) fn release(&self) {
@@ -168,7 +168,7 @@ impl Faults {
         }
         state.waiting += 1;
         self.0.1.notify_all();
-        state = self.0.1.wait_while(state, |state| is_held(state)).unwrap();
+        self.0.1.wait_while(&mut state, |state| is_held(state));
         state.waiting -= 1;
     }
 
@@ -209,7 +209,7 @@ impl Faults {
     }
 
     fn state(&self) -> MutexGuard<'_, FaultsState> {
-        self.0.0.lock().unwrap()
+        self.0.0.lock()
     }
 }
 
@@ -223,7 +223,7 @@ fn fault(code: &AtomicI32) -> io::Result<()> {
 /// A tier on one path with this kind of access.
 fn open_accessing(folder: &Path, access: direct::Access) -> Arc<DiskTier> {
     let hooks = TestHooks::default();
-    *hooks.0.access.lock().unwrap() = Some(access);
+    *hooks.0.access.lock() = Some(access);
     open_with_hooks(folder, settings(), hooks)
 }
 

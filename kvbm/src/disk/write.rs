@@ -51,7 +51,8 @@ impl Log {
     }
 
     pub(super) fn next(&self, writer: &mut WriterPermit<'_>) -> Option<(Batch, Step)> {
-        let mut state = self.wait(self.lock(), |state| !state.recovered);
+        let mut state = self.lock();
+        self.wait(&mut state, |state| !state.recovered);
         let (segment, mut rotations) = (self.settings.segment_bytes, 0);
         loop {
             if self.is_withdrawn() {
@@ -75,7 +76,7 @@ impl Log {
                     open.map(|open| open.head.segment().number())
                 };
                 let full = head(&state);
-                state = self.wait(state, |state| state.rotating && head(state) == full);
+                self.wait(&mut state, |state| state.rotating && head(state) == full);
                 continue;
             }
             let rotating = self.begin_rotation(&mut state);

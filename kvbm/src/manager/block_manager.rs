@@ -15,9 +15,10 @@ use crate::log_limit::LogLimit;
 use crate::metrics::Metrics;
 use crate::pool::{BlockPool, BlockRef, CachedBlock, CachedBlocks, DeviceBlocks, FullBlock, HostTier, PartialBlock};
 use crate::tier::{Shares, Tier, Usage};
+use parking_lot::Mutex;
 use std::fmt;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 use tokio::sync::{Notify, Semaphore};
 use tokio::time::Instant;
@@ -306,7 +307,7 @@ impl BlockManager {
     /// The measured speed of each tier, fastest level first, without tiers that were never loaded from.
     pub fn speeds(&self) -> Vec<Speed> {
         let bytes = self.0.core.device.block_bytes() as f64;
-        let external_tiers = self.0.external_tiers.lock().unwrap_or_else(PoisonError::into_inner);
+        let external_tiers = self.0.external_tiers.lock();
         let external = external_tiers.iter().map(|(tier, throughput)| {
             let level = tier.upgrade().map(|tier| tier.level());
             (level, throughput)
@@ -398,7 +399,7 @@ impl Inner {
         if let Some(source) = self.sources.iter().find(|source| Arc::ptr_eq(&source.tier, tier)) {
             return source.throughput.clone();
         }
-        let mut external_tiers = self.external_tiers.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut external_tiers = self.external_tiers.lock();
         external_tiers.retain(|(known, _)| known.strong_count() > 0);
         if let Some((_, throughput)) = external_tiers.iter().find(|(known, _)| known.ptr_eq(&Arc::downgrade(tier))) {
             return throughput.clone();

@@ -6,7 +6,7 @@
 
 use crate::block::SequenceHash;
 use crate::table::{BlockMap, BlockSet};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::watch;
 
 /// The claimed blocks of one G1, each with the progress of the load that claimed it.
@@ -23,7 +23,7 @@ pub(super) struct LoadClaim<'a> {
 impl InflightLoads {
     /// Claims `hashes`, unless another load has claimed the first of them: then returns that load's later progress.
     pub(super) fn claim(&self, hashes: &[SequenceHash]) -> Result<LoadClaim<'_>, watch::Receiver<()>> {
-        let loads = self.lock();
+        let loads = self.0.lock();
         if let Some(other) = hashes.first().and_then(|first| loads.get(first)) {
             let mut progress = other.clone();
             progress.mark_unchanged();
@@ -34,7 +34,7 @@ impl InflightLoads {
 
     /// Claims those of `hashes` that no other load has claimed.
     pub(super) fn claim_rest(&self, hashes: &[SequenceHash]) -> LoadClaim<'_> {
-        self.claim_free(self.lock(), hashes)
+        self.claim_free(self.0.lock(), hashes)
     }
 
     fn claim_free(
@@ -46,16 +46,12 @@ impl InflightLoads {
         claim.add(loads, hashes);
         claim
     }
-
-    fn lock(&self) -> MutexGuard<'_, BlockMap<watch::Receiver<()>>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl LoadClaim<'_> {
     /// Also claims those of `hashes` that no other load has claimed.
     pub(super) fn extend(&mut self, hashes: &[SequenceHash]) {
-        self.add(self.loads.lock(), hashes);
+        self.add(self.loads.0.lock(), hashes);
     }
 
     fn add(&mut self, mut loads: MutexGuard<'_, BlockMap<watch::Receiver<()>>>, hashes: &[SequenceHash]) {
@@ -85,7 +81,7 @@ impl LoadClaim<'_> {
 
 impl Drop for LoadClaim<'_> {
     fn drop(&mut self) {
-        let mut loads = self.loads.lock();
+        let mut loads = self.loads.0.lock();
         for hash in &self.claimed {
             loads.remove(hash);
         }
@@ -112,7 +108,7 @@ mod tests {
         drop(first);
         assert!(progress.changed().await.is_err());
         assert!(loads.claim(&hashes(5)).is_ok());
-        assert!(loads.lock().is_empty());
+        assert!(loads.0.lock().is_empty());
     }
 
     #[test]

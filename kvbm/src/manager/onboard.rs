@@ -14,9 +14,10 @@ use crate::pool::{BlockRef, CachedBlocks};
 use crate::table::BlockMap;
 use futures::FutureExt;
 use load::{LoadJob, Loading};
+use parking_lot::Mutex;
 use phase::{Phase, Wait, WaitStart};
 use std::panic::AssertUnwindSafe;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use tokio::sync::{Notify, SemaphorePermit};
 use tokio::time::{Instant, sleep_until};
 use tokio_util::task::AbortOnDropHandle;
@@ -78,7 +79,7 @@ impl Onboarding {
 
     /// The engine could compute these blocks now, and waits while [`Onboarding::should_wait`].
     pub fn start_waiting(&self) {
-        self.shared.lock().phase.start_waiting(Instant::now());
+        self.shared.state.lock().phase.start_waiting(Instant::now());
         self.shared.started.notify_one();
     }
 
@@ -89,7 +90,7 @@ impl Onboarding {
 
     /// The engine has computed, or is about to compute, `blocks` of the requested blocks, counted from the first.
     pub fn advance(&self, blocks: usize) {
-        let mut state = self.shared.lock();
+        let mut state = self.shared.state.lock();
         state.computed = state.computed.max(blocks);
     }
 
@@ -102,12 +103,12 @@ impl Onboarding {
 
     /// Number of blocks that this handle holds.
     pub fn held_blocks(&self) -> usize {
-        self.shared.lock().held.as_ref().map_or(0, CachedBlocks::len)
+        self.shared.state.lock().held.as_ref().map_or(0, CachedBlocks::len)
     }
 
     /// The tier from which a block was loaded; `None` when it was not loaded for this request.
     pub fn loaded_from(&self, hash: &SequenceHash) -> Option<Level> {
-        self.shared.lock().loaded_from.get(hash).copied()
+        self.shared.state.lock().loaded_from.get(hash).copied()
     }
 }
 
@@ -120,18 +121,14 @@ impl Drop for Onboarding {
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     pub(super) fn phase(&self) -> Phase {
-        self.lock().phase
+        self.state.lock().phase
     }
 
     /// Resolves when the engine waits, with the time since when it does.
     pub(super) async fn started(&self) -> Instant {
         loop {
-            let since = self.lock().phase.waiting_since();
+            let since = self.state.lock().phase.waiting_since();
             match since {
                 Some(since) => return since,
                 None => self.started.notified().await,
@@ -141,42 +138,42 @@ impl Shared {
 
     /// The engine is to wait for the head of a plan.
     pub(super) fn wait_for(&self, wait: Wait) {
-        self.lock().phase.wait_for(wait);
+        self.state.lock().phase.wait_for(wait);
     }
 
     /// The engine should wait no longer.
     pub(super) fn proceed(&self) {
-        if self.lock().phase.proceed() {
+        if self.state.lock().phase.proceed() {
             self.wake.notify_one();
         }
     }
 
     pub(super) fn computed(&self) -> usize {
-        self.lock().computed
+        self.state.lock().computed
     }
 
     /// Holds blocks until the handle is dropped.
     pub(super) fn hold(&self, blocks: CachedBlocks) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if let Some(held) = &mut state.held {
             held.extend(blocks);
         }
     }
 
     fn release(&self) {
-        let held = self.lock().held.take();
+        let held = self.state.lock().held.take();
         drop(held);
     }
 
     /// Notes the tiers from which blocks were loaded, before the blocks can be found.
     pub(super) fn record_levels(&self, blocks: impl Iterator<Item = (SequenceHash, Level)>) {
-        self.lock().loaded_from.extend(blocks);
+        self.state.lock().loaded_from.extend(blocks);
     }
 
     /// Queues the loaded blocks for the tiers that may lack them, once. Blocks from G2 are in G2; all others go to G2
     /// and from there to the tiers below.
     pub(super) fn offload(&self, inner: &Inner) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if std::mem::replace(&mut state.offloaded, true) {
             return;
         }

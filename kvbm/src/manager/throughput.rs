@@ -1,8 +1,8 @@
 //! The measured speed of a tier, the number of blocks that loads wait for, and whether the tier answers at all.
 
 use super::plan::{MeasuredSpeed, TierSpeed, WaitBudget};
+use parking_lot::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::time::Instant;
 
@@ -50,13 +50,9 @@ impl TierThroughput {
     /// ... this many times. A retry costs a request no time, but its read may never end.
     const MAX_DOUBLINGS: u32 = 6;
 
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Whether the tier may be asked.
     pub(super) fn is_available(&self, now: Instant) -> bool {
-        self.lock().unavailable_until.is_none_or(|until| until <= now)
+        self.state.lock().unavailable_until.is_none_or(|until| until <= now)
     }
 
     /// Counts requested blocks.
@@ -82,24 +78,24 @@ impl TierThroughput {
 
     /// The speed for a plan: measurements decay with age.
     pub(super) fn speed(&self, now: Instant) -> TierSpeed {
-        self.lock().speed(self.queued(), now)
+        self.state.lock().speed(self.queued(), now)
     }
 
     /// [`TierThroughput::speed`] for a load in progress: with its own `sample` so far, and without the `own` blocks
     /// that it waits for.
     pub(super) fn speed_during_load(&self, sample: LoadSample, own: usize, now: Instant) -> TierSpeed {
-        self.lock().after(sample, now).speed(self.queued().saturating_sub(own as u64), now)
+        self.state.lock().after(sample, now).speed(self.queued().saturating_sub(own as u64), now)
     }
 
     /// Seconds of latency, and per block, however old: for metrics and load reports.
     pub(super) fn latest(&self) -> Option<(f64, f64)> {
-        let state = self.lock();
+        let state = self.state.lock();
         state.latency.map(|(latency, _)| (latency, state.seconds_per_block()))
     }
 
     /// Adds the measurements of a load. True: the load timed out, and the tier is not used for a while.
     pub(super) fn record(&self, sample: LoadSample, now: Instant) -> bool {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         *state = state.after(sample, now);
         sample.is_timeout()
     }

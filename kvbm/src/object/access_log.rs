@@ -12,9 +12,10 @@ use super::format::layout::{InstanceId, Layout, ObjectId};
 use crate::block::Level;
 use bytes::Bytes;
 use object_store::{Error, PutPayload};
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
 
@@ -137,7 +138,7 @@ impl AccessLog {
 
     fn lock(&self) -> MutexGuard<'_, Reads> {
         // Each change is one insertion, so the state is valid after a panic.
-        self.reads.lock().unwrap_or_else(PoisonError::into_inner)
+        self.reads.lock()
     }
 }
 

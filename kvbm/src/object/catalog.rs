@@ -14,10 +14,11 @@ use crate::table::BlockHasher;
 use crate::tier::{Index, Resting};
 use object_store::ObjectMeta;
 use object_store::path::Path;
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::hash::BuildHasherDefault;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::time::Instant;
 
@@ -411,7 +412,7 @@ impl Catalog {
 
     fn lock_recent(&self) -> MutexGuard<'_, VecDeque<(Instant, u64)>> {
         // Single pushes and pops, so the queue is valid after a panic.
-        self.recent.lock().unwrap_or_else(PoisonError::into_inner)
+        self.recent.lock()
     }
 
     /// Number of other processes that wrote recently.
@@ -445,7 +446,7 @@ impl Catalog {
 
     fn lock(&self) -> MutexGuard<'_, Objects> {
         // The map and its sums change together, and no code that could panic runs in between.
-        self.objects.lock().unwrap_or_else(PoisonError::into_inner)
+        self.objects.lock()
     }
 }
 

@@ -50,10 +50,10 @@ fn threads(count: usize, work: impl Fn(usize) -> io::Result<()> + Sync) -> io::R
 /// Copies memory between two buffers, in both directions.
 pub(super) fn copies(bytes: usize, parallel: usize) -> io::Result<Rates> {
     let each = bytes / parallel;
-    let parts: Vec<_> = (0..parallel).map(|_| std::sync::Mutex::new((vec![1_u8; each], vec![2_u8; each]))).collect();
+    let parts: Vec<_> = (0..parallel).map(|_| parking_lot::Mutex::new((vec![1_u8; each], vec![2_u8; each]))).collect();
     let copy = |back: bool| {
         let elapsed = threads(parallel, |n| {
-            let mut part = parts[n].lock().expect("measuring does not panic");
+            let mut part = parts[n].lock();
             let (from, to) = &mut *part;
             let (from, to) = if back { (to, from) } else { (from, to) };
             for (from, to) in from.chunks(UNIT).zip(to.chunks_mut(UNIT)) {

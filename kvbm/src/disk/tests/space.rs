@@ -272,7 +272,7 @@ async fn a_block_is_a_miss_while_it_is_spilled() {
     let (found, index) = (Arc::new(Mutex::new(Vec::new())), tier.shared.index.clone());
     let looks = found.clone();
     let wants = move |fingerprint, name| {
-        looks.lock().unwrap().push(index.get(fingerprint, name).is_some());
+        looks.lock().push(index.get(fingerprint, name).is_some());
         false
     };
     tier.spill(wants, mpsc::channel(1).0);
@@ -283,7 +283,7 @@ async fn a_block_is_a_miss_while_it_is_spilled() {
         store(&*tier, chain(seed, 10)).await;
     }
     idle(&tier).await;
-    let found = found.lock().unwrap();
+    let found = found.lock();
     assert!(!found.is_empty() && found.iter().all(|found| !found), "{found:?}");
 }
 

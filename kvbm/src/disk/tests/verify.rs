@@ -27,10 +27,10 @@ fn segment_of(folder: &Path) -> PathBuf {
 async fn verify_counts_every_block_of_an_intact_log() {
     let folder = sealed().await;
     let steps = Mutex::new(Vec::new());
-    let seen = verify(folder.path(), |done, total| steps.lock().unwrap().push((done, total))).unwrap().unwrap();
+    let seen = verify(folder.path(), |done, total| steps.lock().push((done, total))).unwrap().unwrap();
     assert_eq!((seen.valid_blocks, seen.segments, seen.unsealed_segments), (12, 1, 0));
     assert!(seen.is_intact() && seen.bytes > 0);
-    assert_eq!(steps.into_inner().unwrap(), [(1, 1)]);
+    assert_eq!(steps.into_inner(), [(1, 1)]);
     // Verification changes nothing.
     assert_eq!(verified(folder.path()), seen);
 }

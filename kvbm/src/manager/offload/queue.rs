@@ -3,8 +3,9 @@
 use super::batching::Batcher;
 use super::fair_queue::{FairQueue, OffloadRequest};
 use crate::tier::Shares;
+use parking_lot::Mutex;
 use std::convert::Infallible;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use tokio::sync::{Notify, mpsc};
 use tokio::time::{Instant, timeout_at};
 
@@ -44,7 +45,7 @@ impl Queue {
 
     /// Queues requests, and returns how many were dropped.
     pub(super) fn push(&self, requests: &[OffloadRequest]) -> usize {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if state.closed {
             return requests.len();
         }
@@ -55,14 +56,14 @@ impl Queue {
     }
 
     pub(super) fn set_weights(&self, shares: &Shares) {
-        self.lock().fair.set_weights(shares);
+        self.state.lock().fair.set_weights(shares);
     }
 
     /// Resolves when everything queued now is stored or dropped, or the queue is closed.
     pub(super) async fn flush(&self) {
         let (mark, mut done) = mpsc::channel(1);
         {
-            let mut state = self.lock();
+            let mut state = self.state.lock();
             if state.closed {
                 return;
             }
@@ -75,13 +76,13 @@ impl Queue {
 
     /// Waits for requests, then for the batch to fill.
     pub(super) async fn next(&self, size: usize, batcher: &mut Batcher) -> Batch {
-        while self.lock().is_idle() {
+        while self.state.lock().is_idle() {
             self.changed.notified().await;
         }
         let first = Instant::now();
         batcher.begin(first);
         loop {
-            let (waiting, is_flushing) = self.lock().status();
+            let (waiting, is_flushing) = self.state.lock().status();
             let until = batcher.until(first, waiting);
             // A flush does not wait for a batch to fill.
             if waiting >= size || is_flushing || until == first {
@@ -91,7 +92,7 @@ impl Queue {
                 break;
             }
         }
-        let batch = self.lock().take(size);
+        let batch = self.state.lock().take(size);
         batcher.end(Instant::now(), batch.requests.len());
         batch
     }
@@ -99,10 +100,6 @@ impl Queue {
     /// The guard that a worker holds while it runs.
     pub(super) fn close_on_drop(self: &Arc<Self>) -> CloseOnDrop {
         CloseOnDrop(self.clone())
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -130,7 +127,7 @@ impl State {
 
 impl Drop for CloseOnDrop {
     fn drop(&mut self) {
-        let mut state = self.0.lock();
+        let mut state = self.0.state.lock();
         state.closed = true;
         state.flushes.clear();
     }

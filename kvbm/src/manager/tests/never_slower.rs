@@ -2,8 +2,8 @@
 
 use super::*;
 use crate::manager::plan::WaitBudget;
+use parking_lot::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
-use std::sync::{Mutex, PoisonError};
 
 const BLOCKS: usize = 400;
 const COMPUTE: Duration = Duration::from_millis(10);
@@ -56,8 +56,8 @@ impl Tier for ThrottledTier {
                     futures::future::pending::<()>().await;
                 }
                 let until = {
-                    let mut free = free.lock().unwrap_or_else(PoisonError::into_inner);
-                    *free = Instant::now().max(*free) + *per_block.lock().unwrap_or_else(PoisonError::into_inner);
+                    let mut free = free.lock();
+                    *free = Instant::now().max(*free) + *per_block.lock();
                     *free
                 };
                 tokio::time::sleep_until(until).await;
@@ -230,7 +230,7 @@ async fn a_tier_that_becomes_slow_costs_at_most_the_base_wait() {
     let harness = Harness::new(2 * BLOCKS, 0, vec![device.clone()]);
     let (time, loaded) = first_token(&harness, 0..BLOCKS, 8).await;
     assert!(time < MISS.mul_f64(0.12) && loaded == BLOCKS, "{time:?}, {loaded}");
-    *device.per_block.lock().unwrap() = COMPUTE * 10;
+    *device.per_block.lock() = COMPUTE * 10;
     for _ in 0..3 {
         drop(harness.manager.allocate(2 * BLOCKS));
         let (time, _) = first_token(&harness, 0..BLOCKS, 8).await;

@@ -118,7 +118,7 @@ async fn blocks_are_stored_once_and_many_at_a_time() {
             self.0.load(fingerprint, hashes)
         }
         fn store(&self, blocks: Vec<Block>) -> BoxFuture<'_, Vec<Result<(), StoreError>>> {
-            self.1.lock().unwrap().push(blocks.len());
+            self.1.lock().push(blocks.len());
             self.0.store(blocks)
         }
         fn discard(&self, fingerprint: Fingerprint, hash: SequenceHash) {
@@ -137,7 +137,7 @@ async fn blocks_are_stored_once_and_many_at_a_time() {
     harness.manager.flush().await;
     drop(harness.compute(0..100));
     harness.manager.flush().await;
-    let stores = ssd.1.lock().unwrap().clone();
+    let stores = ssd.1.lock().clone();
     assert_eq!(stores.iter().sum::<usize>(), 100);
     assert!(stores.len() <= 2, "{stores:?}");
 }

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::block::{BlockAttrs, DomainId};
-use std::sync::Mutex;
+use parking_lot::Mutex;
 
 fn tenant(n: u8) -> BlockAttrs {
     BlockAttrs { domain: DomainId::from_bytes([n; 16]), ..BlockAttrs::default() }
@@ -62,7 +62,7 @@ impl Tier for InterruptedTier {
     fn load(&self, fingerprint: Fingerprint, hashes: Vec<SequenceHash>) -> BoxStream<'static, Loaded> {
         let hook = self.hook.clone();
         let interrupt = move |loaded| {
-            if let Some(hook) = hook.lock().unwrap().take() {
+            if let Some(hook) = hook.lock().take() {
                 hook();
             }
             loaded
@@ -92,10 +92,10 @@ async fn a_load_in_progress_of_a_purged_domain_is_not_served() {
     tier.store((0..4).map(block).collect()).await;
     let harness = Harness::new(16, 0, vec![Arc::new(InterruptedTier { tier, hook: Arc::clone(&hook) })]);
     let purge = harness.manager.purger();
-    *hook.lock().unwrap() = Some(Box::new(move || assert_eq!(purge(tenant(1).domain), 0, "nothing is resident yet")));
+    *hook.lock() = Some(Box::new(move || assert_eq!(purge(tenant(1).domain), 0, "nothing is resident yet")));
     let hashes = hashes(4);
     let loaded = harness.manager.onboard(&hashes, UNKNOWN).await;
-    assert!(hook.lock().unwrap().is_none(), "the domain was purged during the load");
+    assert!(hook.lock().is_none(), "the domain was purged during the load");
     assert!(loaded.blocks.is_empty() && resident(&harness)[0].is_empty());
     // The slots are free when the threads that wrote into them have ended.
     while harness.manager.available() < 16 {

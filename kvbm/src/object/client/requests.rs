@@ -9,11 +9,12 @@ use object_store::path::Path;
 use object_store::{
     Error, GetResultPayload, ListResult, MultipartUpload, ObjectMeta, ObjectStore, ObjectStoreExt, PutPayload,
 };
+use parking_lot::{Mutex, MutexGuard};
 use std::fmt;
 use std::ops::Range;
 use std::pin::pin;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, sleep, timeout};
@@ -323,7 +324,7 @@ impl Client {
 
     fn last_read_at(&self) -> MutexGuard<'_, Option<Instant>> {
         // A plain value that is valid after a panic.
-        self.last_read_at.lock().unwrap_or_else(PoisonError::into_inner)
+        self.last_read_at.lock()
     }
 
     async fn with_default_timeout<T>(&self, request: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
@@ -341,7 +342,7 @@ impl Client {
 
     fn policy(&self) -> MutexGuard<'_, RetryPolicy> {
         // Counters and samples that are valid after a panic.
-        self.policy.lock().unwrap_or_else(PoisonError::into_inner)
+        self.policy.lock()
     }
 }
 

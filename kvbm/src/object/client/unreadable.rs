@@ -7,9 +7,9 @@
 
 use object_store::Error;
 use object_store::path::Path;
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::time::Instant;
 
@@ -79,7 +79,7 @@ impl Unreadable {
 
     fn lock(&self) -> MutexGuard<'_, HashMap<Path, Retry>> {
         // One entry changes at a time, and no code that could panic runs in between.
-        self.retries.lock().unwrap_or_else(PoisonError::into_inner)
+        self.retries.lock()
     }
 }
 

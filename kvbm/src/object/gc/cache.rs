@@ -6,8 +6,8 @@
 
 use object_store::ObjectMeta;
 use object_store::path::Path;
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::{HashMap, HashSet};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Decoded values of small objects.
 pub(super) struct ScanCache<T> {
@@ -59,7 +59,7 @@ impl<T: Clone> ScanCache<T> {
 
     fn lock(&self) -> MutexGuard<'_, State<T>> {
         // The map and its sum change together, and no code that could panic runs in between.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }
 

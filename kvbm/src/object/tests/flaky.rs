@@ -10,10 +10,11 @@ use object_store::{
     CopyOptions, Error, GetOptions, GetResult, ListResult, MultipartUpload, ObjectMeta, ObjectStore,
     PutMultipartOptions, PutOptions, PutPayload, PutResult, Result, UploadPart,
 };
+use parking_lot::Mutex;
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, UNIX_EPOCH};
 
 /// The fault of requests whose path contains a word.
@@ -47,7 +48,7 @@ pub(super) struct Flaky {
 type Dates = Arc<Mutex<HashMap<Path, Duration>>>;
 
 fn dated(dates: &Dates, meta: ObjectMeta) -> ObjectMeta {
-    let date = dates.lock().unwrap().get(&meta.location).map(|date| (UNIX_EPOCH + *date).into());
+    let date = dates.lock().get(&meta.location).map(|date| (UNIX_EPOCH + *date).into());
     ObjectMeta { last_modified: date.unwrap_or(meta.last_modified), ..meta }
 }
 
@@ -97,7 +98,7 @@ impl MultipartUpload for FailingUpload {
 
 impl Flaky {
     pub(super) fn set_fault(&self, fault: Option<(&str, Fault)>) {
-        *self.fault.lock().unwrap() = fault.map(|(word, fault)| (word.to_owned(), fault));
+        *self.fault.lock() = fault.map(|(word, fault)| (word.to_owned(), fault));
     }
 
     /// Uses another clock than the machine's for the dates of new objects.
@@ -138,7 +139,7 @@ impl Flaky {
     }
 
     fn fault(&self, path: &str) -> Option<Fault> {
-        self.fault.lock().unwrap().as_ref().filter(|(word, _)| path.contains(word)).map(|(_, fault)| *fault)
+        self.fault.lock().as_ref().filter(|(word, _)| path.contains(word)).map(|(_, fault)| *fault)
     }
 }
 
@@ -172,7 +173,7 @@ impl ObjectStore for Flaky {
             let put = self.inner.put_opts(path, payload, options).await?;
             if let Some(clock) = self.clock.get() {
                 let date = Duration::from_secs(u64::from(crate::block::Date::encode(Some(clock.now()))));
-                self.dates.lock().unwrap().insert(path.clone(), date);
+                self.dates.lock().insert(path.clone(), date);
             }
             if self.fault(path.as_ref()) == Some(Fault::FailsAfterwards) { Err(unavailable()) } else { Ok(put) }
         })

@@ -71,11 +71,11 @@ async fn failures_and_future_dates_do_not_stop_collection() {
     let shared: Arc<dyn ObjectStore> = flaky.clone();
     let (clock, _ticks) = virtual_clock();
     flaky.use_clock(&clock);
-    let outcomes: Arc<std::sync::Mutex<Vec<&'static str>>> = Arc::default();
+    let outcomes: Arc<parking_lot::Mutex<Vec<&'static str>>> = Arc::default();
     let reports = outcomes.clone();
     let scheduler = GcScheduler { policy: Policy::default(), interval: EVERY };
     let on_run = move |outcome: &GcOutcome| {
-        reports.lock().unwrap().push(match outcome {
+        reports.lock().push(match outcome {
             GcOutcome::Collected { .. } => "collected",
             GcOutcome::Skipped => "skipped",
             GcOutcome::Failed(_) => "failed",
@@ -85,10 +85,10 @@ async fn failures_and_future_dates_do_not_stop_collection() {
     flaky.set_fault(Some(("collected", flaky::Fault::Fails)));
     let _task = AbortOnDropHandle::new(tokio::spawn(scheduler.run(collector(&shared), clock.clone(), on_run)));
     tokio::time::sleep(EVERY * 3).await;
-    assert!(outcomes.lock().unwrap().iter().all(|outcome| *outcome == "failed"));
+    assert!(outcomes.lock().iter().all(|outcome| *outcome == "failed"));
     flaky.set_fault(None);
     tokio::time::sleep(EVERY * 2).await;
-    assert_eq!(outcomes.lock().unwrap().last(), Some(&"collected"));
+    assert_eq!(outcomes.lock().last(), Some(&"collected"));
 }
 
 #[tokio::test(start_paused = true)]

@@ -7,10 +7,11 @@
 use crate::block::{BlockRetention, Header};
 use crate::pool::{CachedBlock, PartialBlock};
 use crate::table::hugepages;
+use parking_lot::Mutex;
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::io;
 use std::ptr::NonNull;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 /// Slots of one pool. It must only be used with blocks of that pool.
 pub(super) struct Arena {
@@ -69,17 +70,17 @@ impl Arena {
         // the only owner of its slot, the caller has it by `&mut`, and no `Reading` of a slot is left when it is
         // allocated again.
         let bytes = unsafe { std::slice::from_raw_parts_mut(at, self.slot_bytes) };
-        *self.headers[id].lock().unwrap_or_else(PoisonError::into_inner) = Some(fill(bytes));
+        *self.headers[id].lock() = Some(fill(bytes));
     }
 
     pub(super) fn header(&self, block: &CachedBlock) -> Header {
-        let header = *self.headers[block.slot().0 as usize].lock().unwrap_or_else(PoisonError::into_inner);
+        let header = *self.headers[block.slot().0 as usize].lock();
         header.expect("a block is registered after its header was written")
     }
 
     /// Replaces the retention in the block's header.
     pub(super) fn set_retention(&self, block: &CachedBlock, retention: BlockRetention) {
-        let mut header = self.headers[block.slot().0 as usize].lock().unwrap_or_else(PoisonError::into_inner);
+        let mut header = self.headers[block.slot().0 as usize].lock();
         *header = header.map(|header| header.with_retention(retention));
     }
 
