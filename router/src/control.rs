@@ -1,10 +1,10 @@
-//! The tasks that run beside requests and keep the shared state true.
+//! Background tasks that keep the shared state current.
 //!
-//! Owns the feed (membership, reports and block events, with gaps repaired), the exchange of reservations with other routers,
-//! the prober of workers that failed or are idle, and the changes of roles that the planner wants. Promises that each task
-//! runs until it is cancelled; one that ends by itself has failed.
+//! Owns the feed (membership, load reports and KV events, with resync after gaps), the exchange of reservations with
+//! other routers, the health checks of failed or idle workers, and the role changes of the planner. Promises that each
+//! task runs until it is cancelled; a task that ends by itself has failed.
 //!
-//! Not here: the path of a request, and the algorithms, which are pure.
+//! Not here: the path of a request (`dispatch`), and the algorithms, which are pure.
 
 mod feed;
 pub(crate) mod prober;
@@ -12,4 +12,4 @@ pub(crate) mod rebalance;
 pub(crate) mod replicas;
 
 pub(crate) use feed::Feed;
-pub(crate) use feed::view::{Outcome, View};
+pub(crate) use feed::cursor::{Outcome, SourceCursor};

@@ -1,20 +1,20 @@
-//! The workers that are there, and what the router knows of each beside its load.
+//! The list of workers, and what the router knows of each beside its load.
 //!
-//! Owns the roster, which is replaced as a whole, each worker's health (a circuit breaker), whether its events are accurate,
-//! and, where they are not, an estimate of its cache from what was sent to it. Promises that a reader sees one roster, from
-//! the first look to the last.
+//! Owns the list, which is replaced as a whole (read-copy-update), each worker's health (a circuit breaker), whether
+//! its KV events are accurate, and, where they are not, an estimate of its cache from the prompts sent to it. Promises
+//! that a reader uses one consistent snapshot of the list.
 //!
-//! Not here: the tasks that feed it, and the load of its workers.
+//! Not here: the tasks that update it (`control`), and the load of the workers (`load`).
 
+mod assumed_cache;
+mod estimated_cache;
 mod event_accuracy;
 mod health;
-mod sent_blocks;
-mod shadow;
 mod workers;
 
-pub(crate) use event_accuracy::{Mode, Reason};
-pub(crate) use health::Verdict;
 #[cfg(test)]
-pub(crate) use sent_blocks::KEPT;
-pub(crate) use shadow::{reach, shadow};
-pub(crate) use workers::{Fleet, Member, Roster, Seat, Serving};
+pub(crate) use assumed_cache::MAX_AGE as ASSUMED_MAX_AGE;
+pub(crate) use estimated_cache::{estimate_id, reachable_stores};
+pub(crate) use event_accuracy::{CacheView, EstimateReason};
+pub(crate) use health::HealthSignal;
+pub(crate) use workers::{Fleet, FleetSnapshot, ModelPool, Worker, WorkerEntry};

@@ -1,12 +1,11 @@
-//! How busy each worker is, and what may be concluded from it.
+//! Load of each worker and what is derived from it.
 //!
-//! Owns the books of a worker (its last report, and what was booked since), the snapshots that decisions read without a
-//! lock, the speeds and queues estimated from them, and the totals of what requests asked. Promises that nothing is counted
-//! twice: neither in the report and again as a booking, nor at two levels.
+//! Owns the load of a worker (its last report plus bookings not yet in it), the snapshots that decisions read without a
+//! lock, the service estimates derived from them, and the traffic totals. Promises that nothing is counted twice:
+//! neither in the report and again as a booking, nor at two tiers.
 //!
-//! Not here: which worker is there at all, and what the load means for a choice.
+//! Not here: the list of workers (`fleet`), and what load means for a choice (`policy`).
 
-mod books;
 mod estimate;
 #[cfg(test)]
 mod loom;
@@ -16,14 +15,15 @@ mod stats;
 mod sync;
 mod timestamp;
 mod traffic;
+mod worker_load;
 
-pub(crate) use books::{Amount, Books};
 #[cfg(test)]
-pub(crate) use estimate::stand_in;
-pub(crate) use estimate::{Pace, prefill_speed};
-pub(crate) use snapshots::{Desk, Desks};
-pub(crate) use stats::Standing;
+pub(crate) use estimate::defaults;
+pub(crate) use estimate::{ServiceEstimate, prefill_speed};
+pub(crate) use snapshots::{SnapshotCache, WorkerSnapshot};
+pub(crate) use stats::LoadStats;
 #[cfg(test)]
-pub(crate) use stats::{Figure, Speeds};
-pub(crate) use timestamp::Moment;
+pub(crate) use stats::{Measured, Speeds};
+pub(crate) use timestamp::Timestamp;
 pub(crate) use traffic::{Totals, Traffic};
+pub(crate) use worker_load::{Demand, WorkerLoad};

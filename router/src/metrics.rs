@@ -1,6 +1,6 @@
 //! Every metric of the router: name, unit, help text, labels.
 
-use crate::fleet::Mode;
+use crate::fleet::CacheView;
 use crate::policy::Policy;
 use prometheus::{
     Counter, GaugeVec, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts,
@@ -202,7 +202,7 @@ impl Metrics {
             let _ = self.requests.remove_label_values(&[&worker, policy]);
         }
         let _ = self.queued_prefill_tokens.remove_label_values(&[&worker]);
-        for mode in Mode::NAMES {
+        for mode in CacheView::NAMES {
             let _ = self.index_source.remove_label_values(&[&worker, mode]);
         }
     }

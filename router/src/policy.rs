@@ -1,10 +1,10 @@
-//! Which worker a request goes to: pure, values in, choice out.
+//! Choice of the worker for a request. Pure: values in, choice out.
 //!
-//! Owns the cost of each choice in seconds, the decision and its explanation, the choice whether prefill happens elsewhere,
-//! composed policies, and the plan of how many workers prefill and decode. Promises the same decision for the same values;
-//! time and random numbers are passed in.
+//! Owns the cost of each choice in seconds, the decision and its explanation, the choice between aggregated and
+//! disaggregated serving, composed policies, and the plan of how many workers prefill and decode. Promises the same
+//! decision for the same values; time and random numbers are passed in.
 //!
-//! Not here: who asks, what becomes of the decision, and how load and cache contents are known.
+//! Not here: reservations and sending (`dispatch`), and how load and cache contents are known (`load`, `index`).
 
 mod composition;
 mod cost;
@@ -18,9 +18,9 @@ mod tuning;
 
 pub use composition::{Composition, Filter, Pick, Policy, Score, Term};
 pub(crate) use cost::OUTPUT_TOKENS;
-pub(crate) use decide::{Ask, Decision, Row, Scratch, decide};
-pub(crate) use disaggregate::Split;
-pub(crate) use inputs::{Overlaps, Survey};
-pub(crate) use select::Turn;
+pub(crate) use decide::{Decision, PlacementRequest, ScoredWorker, Scratch, decide};
+pub(crate) use disaggregate::ServingMode;
+pub(crate) use inputs::{FleetView, Overlaps};
+pub(crate) use select::SelectionContext;
 pub use tuning::Disaggregation;
 pub(crate) use tuning::Tuning;

@@ -47,9 +47,9 @@ impl Router {
         let (cancel, tasks) = (CancellationToken::new(), TaskTracker::new());
         let feed = Feed::new(core.clone(), events.clone()).run(discovery);
         tasks.spawn(supervise("feed", core.clone(), cancel.clone(), feed));
-        let replication = replicas::attend(core.clone(), events.clone(), id);
+        let replication = replicas::run(core.clone(), events.clone(), id);
         tasks.spawn(supervise("replication", core.clone(), cancel.clone(), replication));
-        let planning = rebalance::keep(core.clone(), events, id);
+        let planning = rebalance::run(core.clone(), events, id);
         tasks.spawn(supervise("planner", core.clone(), cancel.clone(), planning));
         tasks.spawn(supervise("admission", core.clone(), cancel.clone(), admit::run(core.clone())));
         tasks.spawn(supervise("prober", core.clone(), cancel.clone(), prober::run(core.clone())));
@@ -72,9 +72,9 @@ impl Router {
     /// Digest of the index, for each worker and each store that a worker reaches, at each level with indexed blocks. `None`
     /// for a source of which the index evicted blocks.
     pub fn index_digests(&self) -> Vec<(Source, Level, Option<SetDigest>)> {
-        let roster = self.core.fleet.roster();
-        let workers = roster.members().map(|member| Source::Worker(member.id()));
-        let stores: BTreeSet<_> = roster.members().flat_map(|member| member.instance.stores.iter().copied()).collect();
+        let roster = self.core.fleet.snapshot();
+        let workers = roster.workers().map(|member| Source::Worker(member.id()));
+        let stores: BTreeSet<_> = roster.workers().flat_map(|member| member.instance.stores.iter().copied()).collect();
         let sources = workers.chain(stores.into_iter().map(Source::Store));
         let each = |source| LEVELS.into_iter().map(move |level| (source, level));
         let indexed = |(source, level)| {
@@ -110,15 +110,15 @@ impl Engine for Router {
     }
 
     fn models(&self) -> Vec<Arc<ModelCard>> {
-        self.core.fleet.roster().cards()
+        self.core.fleet.snapshot().cards()
     }
 
     fn readiness(&self) -> Readiness {
         if let Some(reason) = self.core.failure.get() {
             return Readiness::NotReady(format!("router failed: {reason}"));
         }
-        let roster = self.core.fleet.roster();
-        let mut decoding = roster.members().filter(|member| member.decodes()).peekable();
+        let roster = self.core.fleet.snapshot();
+        let mut decoding = roster.workers().filter(|member| member.decodes()).peekable();
         if decoding.peek().is_none() {
             Readiness::NotReady("no worker that decodes has joined".to_owned())
         } else if decoding.all(|member| roster.is_cordoned(member.id())) {
@@ -131,7 +131,7 @@ impl Engine for Router {
 
 impl fmt::Debug for Router {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let workers = self.core.fleet.roster().members().count();
+        let workers = self.core.fleet.snapshot().workers().count();
         f.debug_struct("Router")
             .field("workers", &workers)
             .field("settings", &self.core.settings().settings)

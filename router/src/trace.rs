@@ -7,7 +7,7 @@
 
 use crate::hash::splitmix64;
 use crate::metrics::Metrics;
-use crate::policy::Row;
+use crate::policy::ScoredWorker;
 use arc_swap::ArcSwapOption;
 use kvbm::{Level, SequenceHash, permissions};
 use prometheus::IntCounterVec;
@@ -214,13 +214,13 @@ impl Line {
     /// The fields that are known when a request is placed.
     pub(crate) fn placed(
         request: &Request,
-        row: &Row<'_>,
+        row: &ScoredWorker<'_>,
         names: &[SequenceHash],
         disaggregated: bool,
         random: u64,
     ) -> Self {
         let (tokens, block_size) = (request.tokens.len() as u64, row.prompt.block_size);
-        let (standing, member) = (&row.desk.standing, row.member());
+        let (standing, member) = (&row.snapshot.stats, row.worker());
         let known = |value: u64| (value > 0).then_some(value);
         Self {
             input_length: tokens,

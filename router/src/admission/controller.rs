@@ -9,8 +9,8 @@ use super::queue::{Enqueued, FairQueue, Rejection};
 use super::saturation::{Saturation, Stage, queue_time, saturation};
 use super::settings::Settings;
 use super::ticket::{QueuedRequest, Route};
-use crate::fleet::{Member, Roster};
-use crate::load::Amount;
+use crate::fleet::{FleetSnapshot, Worker};
+use crate::load::Demand;
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
@@ -27,7 +27,7 @@ pub(crate) struct AdmissionController {
 #[derive(Clone, Copy)]
 pub(crate) struct Context<'a> {
     pub(crate) limits: &'a Settings,
-    pub(crate) roster: &'a Roster,
+    pub(crate) roster: &'a FleetSnapshot,
     pub(crate) now: Instant,
 }
 
@@ -112,9 +112,8 @@ impl AdmissionController {
         if is_due {
             self.polled = Some(now);
             for model in self.queue.models() {
-                let sequences = |member: &Arc<Member>| {
-                    u64::from(member.books.standing(now).sequences)
-                        .saturating_sub(not_sent(&self.queue, member).sequences)
+                let sequences = |member: &Arc<Worker>| {
+                    u64::from(member.load.stats(now).sequences).saturating_sub(not_sent(&self.queue, member).sequences)
                 };
                 let running = schedulable_workers(roster, &model).map(sequences).sum();
                 self.queue.set_running(&model, running);
@@ -153,9 +152,14 @@ impl AdmissionController {
 
     /// Reroutes requests whose worker has left, is cordoned or is ejected. Those of an ejected worker are rerouted at
     /// most once per [`POLL_INTERVAL`]: it may be the only worker.
-    fn reroute_from_unavailable(&mut self, roster: &Roster, now: Instant, resolutions: &mut Vec<(u64, Resolution)>) {
+    fn reroute_from_unavailable(
+        &mut self,
+        roster: &FleetSnapshot,
+        now: Instant,
+        resolutions: &mut Vec<(u64, Resolution)>,
+    ) {
         let gone = |id| roster.get(id).is_none() || roster.is_cordoned(id);
-        let avoided = |id| roster.get(id).is_some_and(|member| member.avoided(now));
+        let avoided = |id| roster.get(id).is_some_and(|member| member.is_ejected(now));
         if self.queue.awaited_workers().any(|id| gone(id) || avoided(id)) {
             let at = |route: &Route, of: &dyn Fn(_) -> bool| of(route.decode) || route.prefill.is_some_and(of);
             let misplaced = |request: &QueuedRequest| {
@@ -168,14 +172,16 @@ impl AdmissionController {
     /// Reroutes as many requests as there are idle workers, which may then get them; and, while other workers have
     /// capacity, as many requests as there are such workers that would miss their deadline where they are and meet it
     /// on one of these.
-    fn reroute_to_idle(&mut self, roster: &Roster, now: Instant, resolutions: &mut Vec<(u64, Resolution)>) {
+    fn reroute_to_idle(&mut self, roster: &FleetSnapshot, now: Instant, resolutions: &mut Vec<(u64, Resolution)>) {
         for model in self.queue.models() {
             let stale = |request: &QueuedRequest| request.model == model && request.placed + POLL_INTERVAL <= now;
             self.reroute(self.queue.select(idle_workers(roster, &model, now), stale), resolutions);
             let queue = &self.queue;
-            let route_time = |member: &Arc<Member>| {
+            let route_time = |member: &Arc<Worker>| {
                 let route = Route { decode: member.id(), prefill: None };
-                route_state(roster, queue, route, None, now).ok().filter(|_| member.decodes() && !member.avoided(now))
+                route_state(roster, queue, route, None, now)
+                    .ok()
+                    .filter(|_| member.decodes() && !member.is_ejected(now))
             };
             let open: Vec<Duration> = schedulable_workers(roster, &model).filter_map(route_time).collect();
             let Some(quickest) = open.iter().min() else { continue };
@@ -191,15 +197,15 @@ impl AdmissionController {
 }
 
 /// Workers of a model that are not cordoned.
-fn schedulable_workers<'a>(roster: &'a Roster, model: &'a str) -> impl Iterator<Item = &'a Arc<Member>> {
-    roster.members().filter(move |member| *member.instance.model.id == *model && !roster.is_cordoned(member.id()))
+fn schedulable_workers<'a>(roster: &'a FleetSnapshot, model: &'a str) -> impl Iterator<Item = &'a Arc<Worker>> {
+    roster.workers().filter(move |member| *member.instance.model.id == *model && !roster.is_cordoned(member.id()))
 }
 
 /// Number of idle workers of a model.
-fn idle_workers(roster: &Roster, model: &str, now: Instant) -> usize {
-    let is_idle = |member: &&Arc<Member>| {
-        let standing = member.books.standing(now);
-        standing.waiting_tokens == 0 && standing.sequences == 0 && !member.avoided(now)
+fn idle_workers(roster: &FleetSnapshot, model: &str, now: Instant) -> usize {
+    let is_idle = |member: &&Arc<Worker>| {
+        let standing = member.load.stats(now);
+        standing.waiting_tokens == 0 && standing.sequences == 0 && !member.is_ejected(now)
     };
     schedulable_workers(roster, model).filter(is_idle).count()
 }
@@ -207,18 +213,20 @@ fn idle_workers(roster: &Roster, model: &str, now: Instant) -> usize {
 /// The queue time on a route with capacity, or why the route has none. `own`: reservations of the request itself when
 /// it is not in the queue.
 fn route_state(
-    roster: &Roster,
+    roster: &FleetSnapshot,
     queue: &FairQueue,
     route: Route,
-    own: Option<[Amount; 2]>,
+    own: Option<[Demand; 2]>,
     now: Instant,
 ) -> Result<Duration, Saturation> {
     let own = own.unwrap_or_default();
-    let at = |id, own: Amount, stage| {
+    let at = |id, own: Demand, stage| {
         // There is no reason to wait for a worker without load reports.
-        let Some(member) = roster.get(id).filter(|member| !member.books.silent(now)) else { return Ok(Duration::ZERO) };
+        let Some(member) = roster.get(id).filter(|member| !member.load.is_silent(now)) else {
+            return Ok(Duration::ZERO);
+        };
         let not_sent = not_sent(queue, member).plus(own);
-        let standing = member.books.standing(now);
+        let standing = member.load.stats(now);
         // An estimate that is not based on measurements does not close a route.
         let queue_time = if member.measured() { queue_time(&standing, not_sent) } else { Duration::ZERO };
         saturation(member.instance.phase, &standing, member.batch(), not_sent, stage).map_or(Ok(queue_time), Err)
@@ -233,13 +241,13 @@ fn route_state(
 }
 
 /// Queue time of a route, whether or not it has capacity.
-fn route_queue_time(roster: &Roster, queue: &FairQueue, route: Route, now: Instant) -> Duration {
+fn route_queue_time(roster: &FleetSnapshot, queue: &FairQueue, route: Route, now: Instant) -> Duration {
     let member = roster.get(route.prefill.unwrap_or(route.decode));
-    member.map_or(Duration::ZERO, |member| queue_time(&member.books.standing(now), not_sent(queue, member)))
+    member.map_or(Duration::ZERO, |member| queue_time(&member.load.stats(now), not_sent(queue, member)))
 }
 
 /// Reservations of requests that wait in this router or in another: the worker does not have them yet, and they must
 /// not keep each other waiting.
-fn not_sent(queue: &FairQueue, member: &Member) -> Amount {
-    queue.reserved(member.id()).plus(member.books.elsewhere())
+fn not_sent(queue: &FairQueue, member: &Worker) -> Demand {
+    queue.reserved(member.id()).plus(member.load.remote())
 }

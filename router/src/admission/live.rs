@@ -73,7 +73,7 @@ impl Admission {
         limits: &Settings,
         request: &QueuedRequest,
     ) -> Result<(Permit, Option<(oneshot::Receiver<Resolution>, &'static str)>), Error> {
-        let (roster, class) = (fleet.roster(), request.priority);
+        let (roster, class) = (fleet.snapshot(), request.priority);
         let mut inner = self.inner();
         let accepted =
             inner.controller.admit_or_queue(Context { limits, roster: &roster, now: Instant::now() }, request);
@@ -123,7 +123,7 @@ impl Admission {
 
     /// Sends the resolutions that are due, and updates the metrics of the queue.
     pub(crate) fn dispatch_ready(&self, fleet: &Fleet, limits: &Settings) {
-        let (roster, now) = (fleet.roster(), Instant::now());
+        let (roster, now) = (fleet.snapshot(), Instant::now());
         let mut inner = self.inner();
         let resolutions = inner.controller.dispatch_ready(Context { limits, roster: &roster, now });
         inner.resolve(resolutions);

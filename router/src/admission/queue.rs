@@ -20,7 +20,7 @@ mod shed;
 use super::backlog::{Backlogs, LOWER_CLASS_SHARE};
 use super::settings::Settings;
 use super::ticket::{OrderKey, QueuedRequest, Route};
-use crate::load::Amount;
+use crate::load::Demand;
 use shed::Occupancy;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
@@ -83,7 +83,7 @@ pub(crate) struct FairQueue {
     tenants: BTreeMap<Arc<str>, Tenant>,
     /// Number of tenants at which idle ones are removed.
     tenants_until_cleanup: usize,
-    reserved: HashMap<WorkerId, Amount>,
+    reserved: HashMap<WorkerId, Demand>,
     tokens: u64,
     /// Virtual time: service per weight of the tenant that was served last. A tenant that becomes active starts here.
     virtual_time: f64,
@@ -258,7 +258,7 @@ impl FairQueue {
     }
 
     /// Sum of the reservations of queued requests on a worker.
-    pub(crate) fn reserved(&self, worker: WorkerId) -> Amount {
+    pub(crate) fn reserved(&self, worker: WorkerId) -> Demand {
         self.reserved.get(&worker).copied().unwrap_or_default()
     }
 
@@ -405,7 +405,7 @@ impl FairQueue {
         for (worker, amount) in request.parts() {
             if let Some(sum) = self.reserved.get_mut(&worker) {
                 sum.sub(amount);
-                if *sum == Amount::default() {
+                if *sum == Demand::default() {
                     self.reserved.remove(&worker);
                 }
             }

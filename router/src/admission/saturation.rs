@@ -3,7 +3,7 @@
 //! A request in a worker's own queue can be neither overtaken nor rerouted, a request in the router can. So a worker
 //! gets just enough work never to run out of it.
 
-use crate::load::{Amount, Standing, prefill_speed};
+use crate::load::{Demand, LoadStats, prefill_speed};
 use std::time::Duration;
 use worker::plane::Phase;
 
@@ -55,9 +55,9 @@ impl Saturation {
 /// 0 when unknown; `not_sent`: reservations on it of requests that were not sent.
 pub(crate) fn saturation(
     phase: Phase,
-    standing: &Standing,
+    standing: &LoadStats,
     batch: u64,
-    not_sent: Amount,
+    not_sent: Demand,
     stage: Stage,
 ) -> Option<Saturation> {
     let sequences = u64::from(standing.sequences).saturating_sub(not_sent.sequences);
@@ -78,7 +78,7 @@ pub(crate) fn saturation(
 }
 
 /// Time that a worker needs for the prompts in its queue.
-pub(crate) fn queue_time(standing: &Standing, not_sent: Amount) -> Duration {
+pub(crate) fn queue_time(standing: &LoadStats, not_sent: Demand) -> Duration {
     let tokens = u64::from(standing.waiting_tokens).saturating_sub(not_sent.prefill_tokens);
     Duration::from_secs_f64((tokens as f64 / prefill_speed(&standing.speeds)).clamp(0.0, 1e6))
 }
@@ -86,16 +86,16 @@ pub(crate) fn queue_time(standing: &Standing, not_sent: Amount) -> Duration {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::load::{Figure, Speeds};
+    use crate::load::{Measured, Speeds};
 
-    fn stats(waiting_tokens: u32, sequences: u32, active_blocks: u32) -> Standing {
-        let speeds = Speeds { prefill: Figure::of(1000.0), ..Speeds::default() };
-        Standing { waiting_tokens, sequences, active_blocks, total_blocks: 100, speeds, ..Standing::default() }
+    fn stats(waiting_tokens: u32, sequences: u32, active_blocks: u32) -> LoadStats {
+        let speeds = Speeds { prefill: Measured::of(1000.0), ..Speeds::default() };
+        LoadStats { waiting_tokens, sequences, active_blocks, total_blocks: 100, speeds, ..LoadStats::default() }
     }
 
     #[test]
     fn worker_is_saturated_by_queue_batch_or_memory() {
-        let is = |standing: Standing, stage| saturation(Phase::Both, &standing, 16, Amount::default(), stage);
+        let is = |standing: LoadStats, stage| saturation(Phase::Both, &standing, 16, Demand::default(), stage);
         assert_eq!(is(stats(1999, 1, 0), Stage::Whole), None);
         assert_eq!(is(stats(2000, 1, 0), Stage::Whole), Some(Saturation::Queue));
         assert_eq!(is(stats(2000, 1, 0), Stage::Decode), None, "its prompt is computed on another worker");
@@ -103,15 +103,15 @@ mod tests {
         assert_eq!(is(stats(0, 20, 0), Stage::Decode), Some(Saturation::Batch));
         assert_eq!(is(stats(0, 1, 100), Stage::Whole), Some(Saturation::Memory));
         assert_eq!(is(stats(0, 0, 100), Stage::Whole), None, "an idle worker takes any request");
-        let unknown = saturation(Phase::Both, &stats(0, 999, 0), 0, Amount::default(), Stage::Whole);
+        let unknown = saturation(Phase::Both, &stats(0, 999, 0), 0, Demand::default(), Stage::Whole);
         assert_eq!(unknown, None);
-        let prefill = |tokens| saturation(Phase::Prefill, &stats(tokens, 0, 0), 0, Amount::default(), Stage::Prefill);
+        let prefill = |tokens| saturation(Phase::Prefill, &stats(tokens, 0, 0), 0, Demand::default(), Stage::Prefill);
         assert_eq!((prefill(999), prefill(1000)), (None, Some(Saturation::Queue)));
     }
 
     #[test]
     fn queued_requests_do_not_saturate_their_worker() {
-        let not_sent = Amount { prefill_tokens: 5000, sequences: 30, blocks: 90, prompts: 1 };
+        let not_sent = Demand { prefill_tokens: 5000, sequences: 30, blocks: 90, prompts: 1 };
         assert_eq!(saturation(Phase::Both, &stats(5500, 31, 100), 16, not_sent, Stage::Whole), None);
         assert_eq!(saturation(Phase::Both, &stats(7000, 31, 100), 16, not_sent, Stage::Whole), Some(Saturation::Queue));
     }

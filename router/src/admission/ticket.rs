@@ -1,6 +1,6 @@
 //! A request at admission: what it asks for, and where it was placed.
 
-use crate::load::Amount;
+use crate::load::Demand;
 use crate::policy::OUTPUT_TOKENS;
 use std::ops::Deref;
 use std::sync::Arc;
@@ -45,7 +45,7 @@ pub(crate) struct QueuedRequest {
     pub(crate) cost_tokens: u64,
     pub(crate) route: Route,
     /// Reserved on `route.decode` and on `route.prefill`.
-    pub(crate) reserved: [Amount; 2],
+    pub(crate) reserved: [Demand; 2],
     /// When it was placed, last time.
     pub(crate) placed: Instant,
 }
@@ -63,7 +63,7 @@ impl Ticket {
     pub(crate) fn placed(
         &self,
         route: Route,
-        reserved: [Amount; 2],
+        reserved: [Demand; 2],
         min_service_seconds: f64,
         now: Instant,
     ) -> QueuedRequest {
@@ -101,7 +101,7 @@ impl QueuedRequest {
     }
 
     /// Its reservations by worker.
-    pub(super) fn parts(&self) -> impl Iterator<Item = (WorkerId, Amount)> + use<> {
+    pub(super) fn parts(&self) -> impl Iterator<Item = (WorkerId, Demand)> + use<> {
         let [decode, prefill] = self.reserved;
         [(self.route.decode, decode)].into_iter().chain(self.route.prefill.map(|worker| (worker, prefill)))
     }

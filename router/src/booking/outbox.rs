@@ -1,7 +1,7 @@
 //! Changes of this router's reservations that the other routers have not been sent yet.
 
 use super::inflight::InflightPrefix;
-use crate::load::Amount;
+use crate::load::Demand;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::sync::Notify;
 use worker::plane::{Booked, WorkerId};
@@ -38,13 +38,13 @@ impl ReplicaOutbox {
     pub(crate) fn placed(
         self: &Arc<Self>,
         worker: WorkerId,
-        amount: Amount,
+        amount: Demand,
         prefix: &InflightPrefix,
     ) -> ReplicatedReservation {
         let mut pending = self.lock();
         pending.last += 1;
         let number = pending.last;
-        let Amount { prefill_tokens, blocks, sequences, .. } = amount;
+        let Demand { prefill_tokens, blocks, sequences, .. } = amount;
         // The anchors are copied only if there are peers.
         if pending.has_peers {
             let (decodes, anchors) = (sequences > 0, prefix.anchors().to_vec());

@@ -1,9 +1,9 @@
-//! Asks workers whether they work: those that are left alone, before a client's request is risked on them, and those that had
-//! nothing to do for a while, so that a hung one is found before a client does.
+//! Health checks of workers whose circuit breaker is open, before a client's request is sent to them, and of idle
+//! workers, so that a hang is found before a client meets it.
 //!
-//! A probe is a request of one token. An engine that answers it computes; one that only looks alive does not.
+//! A probe is a request of one token: it shows that the engine computes, not only that the process runs.
 
-use crate::fleet::{Member, Verdict};
+use crate::fleet::{HealthSignal, Worker};
 use crate::state::Core;
 use futures::StreamExt;
 use futures::stream::FuturesUnordered;
@@ -12,63 +12,63 @@ use std::time::Duration;
 use tokio::time::{Instant, MissedTickBehavior};
 use worker::engine::{Error, Request};
 
-/// How often it is looked who is due: the shortest rest.
-const LOOK_EVERY: Duration = Duration::from_millis(250);
-/// Without a request for so long, a worker is asked: two tokens a minute are nothing.
-const IDLE: Duration = Duration::from_secs(30);
-/// A worker that needs longer for one token serves nobody.
-const PATIENCE: Duration = Duration::from_secs(10);
-/// Probes out at a time: a large fleet that idles is asked in turn.
-const AT_ONCE: usize = 16;
+/// Interval at which due probes are started: the shortest open time of a breaker.
+const INTERVAL: Duration = Duration::from_millis(250);
+/// A worker without requests for this long is probed: two tokens a minute cost nothing.
+const IDLE_TIME: Duration = Duration::from_secs(30);
+/// A worker that takes longer for one token has failed.
+const TIMEOUT: Duration = Duration::from_secs(10);
+/// Concurrent probes: a large idle fleet is probed a part at a time.
+const MAX_CONCURRENT: usize = 16;
 
-/// Probes whoever is due, for as long as the router lives.
+/// Probes the workers that are due, for as long as the router lives.
 pub(crate) async fn run(core: Arc<Core>) {
-    let mut ticks = tokio::time::interval(LOOK_EVERY);
+    let mut ticks = tokio::time::interval(INTERVAL);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Skip);
-    let mut out = FuturesUnordered::new();
+    let mut running = FuturesUnordered::new();
     loop {
         tokio::select! {
             biased;
-            Some(()) = out.next() => {}
+            Some(()) = running.next() => {}
             _ = ticks.tick() => {
                 let now = Instant::now();
-                let roster = core.fleet.roster();
-                let due = roster.members().filter(|member| member.wants_probe(IDLE, now));
-                for member in due.take(AT_ONCE.saturating_sub(out.len())) {
-                    member.probe(now);
-                    out.push(probe(core.clone(), member.clone()));
+                let workers = core.fleet.snapshot();
+                let due = workers.workers().filter(|worker| worker.wants_probe(IDLE_TIME, now));
+                for worker in due.take(MAX_CONCURRENT.saturating_sub(running.len())) {
+                    worker.probe(now);
+                    running.push(probe(core.clone(), worker.clone()));
                 }
             }
         }
     }
 }
 
-async fn probe(core: Arc<Core>, member: Arc<Member>) {
+async fn probe(core: Arc<Core>, worker: Arc<Worker>) {
     let answer = async {
-        let mut stream = member.engine.generate(request(&member)).await?;
+        let mut stream = worker.engine.generate(request(&worker)).await?;
         stream.next().await.unwrap_or_else(|| Err(Error::Failed("the stream ended without an output".to_owned())))
     };
-    let verdict = tokio::select! {
+    let signal = tokio::select! {
         biased;
-        // Whoever has left needs no verdict.
-        () = member.gone.cancelled() => return,
-        answer = tokio::time::timeout(PATIENCE, answer) => match answer {
-            Ok(Ok(_)) => Verdict::Well,
-            Ok(Err(error)) => Verdict::of(&error),
-            Err(_) => Verdict::Hung,
+        // A worker that has left needs no result.
+        () = worker.lease_ended.cancelled() => return,
+        answer = tokio::time::timeout(TIMEOUT, answer) => match answer {
+            Ok(Ok(_)) => HealthSignal::Healthy,
+            Ok(Err(error)) => HealthSignal::of(&error),
+            Err(_) => HealthSignal::Hung,
         },
     };
-    let ill = matches!(verdict, Verdict::Fault | Verdict::Hung);
-    if ill {
-        tracing::warn!(worker = %member.id(), ?verdict, "health check of the worker failed");
+    let failed = matches!(signal, HealthSignal::Fault | HealthSignal::Hung);
+    if failed {
+        tracing::warn!(worker = %worker.id(), ?signal, "health check of the worker failed");
     }
-    core.metrics.health_checks.with_label_values(&[if ill { "failed" } else { "ok" }]).inc();
-    member.probed(verdict);
+    core.metrics.health_checks.with_label_values(&[if failed { "failed" } else { "ok" }]).inc();
+    worker.probed(signal);
     core.admission.notify();
 }
 
-fn request(member: &Member) -> Request {
-    let card = &member.instance.model;
-    // One token never fills a block: nothing is left behind in any cache.
+fn request(worker: &Worker) -> Request {
+    let card = &worker.instance.model;
+    // One token never fills a block, so no cache keeps anything of it.
     Request::greedy("probe", &card.id, &[card.eos.first().copied().unwrap_or(0)], 1)
 }

@@ -1,11 +1,12 @@
-//! Has the planner's advice measured, shown, and followed.
+//! Measures the planner's inputs, publishes its plan, and requests role changes.
 //!
-//! What requests ask is counted as they pass ([traffic](crate::load::Traffic)), what workers can do is in their reports. Every few seconds the
-//! [planner](crate::policy::planner) looks at both, per model. Its counts are metrics, for whoever starts and stops workers; its flips
-//! are wishes on the event plane, which the workers obey. Of several routers the first by name plans, for all of them.
+//! Requests are counted as they pass ([traffic](crate::load::Traffic)); reports say what workers can do. Every few
+//! seconds the [planner](crate::policy::planner) reads both, per model. Its counts are metrics, for an outer
+//! autoscaler; its role changes are requests on the event plane that the workers follow. Of several routers the one
+//! with the lowest id plans for all.
 
-use crate::fleet::{Member, Serving};
-use crate::policy::planner::{Capacity, Demand, Flip, Mode, Need, Planner, Seat, Settings, Targets};
+use crate::fleet::{ModelPool, Worker};
+use crate::policy::planner::{Capacity, Mode, Need, PlannedWorker, Planner, RoleChange, Settings, Targets, Workload};
 use crate::state::Core;
 use kvbm::Epoch;
 use std::collections::BTreeMap;
@@ -15,18 +16,18 @@ use std::time::Duration;
 use tokio::time::{Instant, MissedTickBehavior};
 use worker::plane::{Event, EventBody, Events, Phase, RouterId, Source};
 
-/// What is known of one model's workers and requests.
+/// Planner of one model, with its measurements.
 #[derive(Default)]
-pub(crate) struct Watched {
-    before: [u64; 3],
+pub(crate) struct Controller {
+    previous: [u64; 3],
     rates: Option<[f64; 3]>,
-    steps: Line,
+    steps: LinearFit,
     planner: Planner,
 }
 
-/// A straight line through measurements that fade: seconds of a step over sequences in it.
+/// Least-squares line through exponentially decaying measurements: seconds of a step over sequences in it.
 #[derive(Default)]
-struct Line {
+struct LinearFit {
     weight: f64,
     x: f64,
     y: f64,
@@ -34,24 +35,24 @@ struct Line {
     xy: f64,
 }
 
-/// Rates change within tens of seconds; twelve looks a minute are enough, and cost nothing.
-pub(crate) const EVERY: Duration = Duration::from_secs(5);
-/// How much of the old rates is left after a look: half after 20 s.
-const FADE: f64 = 0.84;
+/// Interval of the planner: rates change within tens of seconds, and twelve measurements a minute cost nothing.
+pub(crate) const INTERVAL: Duration = Duration::from_secs(5);
+/// Decay of old rates per interval: half is left after 20 s.
+const DECAY: f64 = 0.84;
 
-impl Watched {
-    /// Rates by the totals after `seconds`, of which this router saw one part in `routers`.
+impl Controller {
+    /// Updates the rates from totals after `seconds`. This router sees one part in `routers` of the traffic.
     fn rates(&mut self, totals: [u64; 3], seconds: f64, routers: f64) -> [f64; 3] {
-        let fresh: [f64; 3] = std::array::from_fn(|i| (totals[i] - self.before[i]) as f64 / seconds * routers);
+        let fresh: [f64; 3] = std::array::from_fn(|i| (totals[i] - self.previous[i]) as f64 / seconds * routers);
         let old = self.rates.unwrap_or(fresh);
-        let rates = std::array::from_fn(|i| FADE * old[i] + (1.0 - FADE) * fresh[i]);
-        (self.before, self.rates) = (totals, Some(rates));
+        let rates = std::array::from_fn(|i| DECAY * old[i] + (1.0 - DECAY) * fresh[i]);
+        (self.previous, self.rates) = (totals, Some(rates));
         rates
     }
 }
 
-impl Line {
-    fn point(&mut self, x: f64, y: f64) {
+impl LinearFit {
+    fn add(&mut self, x: f64, y: f64) {
         self.weight += 1.0;
         self.x += x;
         self.y += y;
@@ -59,14 +60,14 @@ impl Line {
         self.xy += x * y;
     }
 
-    fn fade(&mut self) {
+    fn decay(&mut self) {
         for sum in [&mut self.weight, &mut self.x, &mut self.y, &mut self.xx, &mut self.xy] {
-            *sum *= FADE;
+            *sum *= DECAY;
         }
     }
 
-    /// At 0, and per unit: neither below nothing. Points that all lie at one `x` say nothing of the start, and count as if it
-    /// were 0: a worker is then thought to carry fewer sequences than it does, never more.
+    /// Intercept and slope, neither negative. Points with a single `x` do not determine the intercept, which is then 0:
+    /// a worker is then assumed to carry fewer sequences than it does, never more.
     fn fit(&self) -> Option<(f64, f64)> {
         if self.weight < 0.1 || self.x <= 0.0 {
             return None;
@@ -81,25 +82,25 @@ impl Line {
     }
 }
 
-/// Plans, for as long as the router lives.
-pub(crate) async fn keep(core: Arc<Core>, events: Arc<dyn Events>, id: RouterId) {
-    let mut watched = BTreeMap::<Arc<str>, Watched>::new();
-    let (start, mut before) = (Instant::now(), Instant::now());
-    let mut looks = tokio::time::interval_at(start + EVERY, EVERY);
-    looks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+/// Plans for all models, for as long as the router lives.
+pub(crate) async fn run(core: Arc<Core>, events: Arc<dyn Events>, id: RouterId) {
+    let mut controllers = BTreeMap::<Arc<str>, Controller>::new();
+    let (start, mut previous) = (Instant::now(), Instant::now());
+    let mut ticks = tokio::time::interval_at(start + INTERVAL, INTERVAL);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
-        let now = looks.tick().await;
-        let seconds = (now - std::mem::replace(&mut before, now)).as_secs_f64();
+        let now = ticks.tick().await;
+        let seconds = (now - std::mem::replace(&mut previous, now)).as_secs_f64();
         let settings = core.settings().settings.planner.clone();
-        let roster = core.fleet.roster();
+        let fleet = core.fleet.snapshot();
         for (model, totals) in core.traffic.all() {
-            let known = watched.entry(model.clone()).or_default();
-            let members: Vec<&Member> =
-                roster.serving(&model).into_iter().flat_map(Serving::seats).map(|seat| &*seat.member).collect();
+            let controller = controllers.entry(model.clone()).or_default();
+            let workers: Vec<&Worker> =
+                fleet.pool(&model).into_iter().flat_map(ModelPool::entries).map(|entry| &*entry.worker).collect();
             let (totals, routers) = (totals.now(), core.metrics.replicas.get().max(1) as f64);
-            let Some(need) = known.look(totals, seconds, routers, &members, &settings, now) else { continue };
+            let Some(need) = controller.measure(totals, seconds, routers, &workers, &settings, now) else { continue };
             if settings.mode == Mode::Off {
-                // What was advised before is advice no more.
+                // An old plan must not stay in the metrics.
                 core.metrics.desired_workers.reset();
                 continue;
             }
@@ -110,65 +111,75 @@ pub(crate) async fn keep(core: Arc<Core>, events: Arc<dyn Events>, id: RouterId)
             if settings.mode != Mode::Apply || !core.is_leader.load(Ordering::Relaxed) {
                 continue;
             }
-            if let Some(flip) = known.flip(&need, &members, start, now) {
-                tracing::info!(%model, worker = %flip.worker, role = %flip.to, ?need, "requesting a role change");
-                core.metrics.role_changes.with_label_values(&[&flip.to.to_string()]).inc();
-                let body = EventBody::Phase { worker: flip.worker, phase: flip.to };
+            if let Some(change) = controller.role_change(&need, &workers, start, now) {
+                tracing::info!(%model, worker = %change.worker, role = %change.to, ?need, "requesting a role change");
+                core.metrics.role_changes.with_label_values(&[&change.to.to_string()]).inc();
+                let body = EventBody::Phase { worker: change.worker, phase: change.to };
                 events.publish(Event { source: Source::Router(id), epoch: Epoch(0), body });
             }
         }
     }
 }
 
-impl Watched {
-    /// Looks at everybody after `seconds`: what meets the targets, once enough is measured to say.
-    pub(crate) fn look(
+impl Controller {
+    /// Updates the measurements after `seconds`. Returns the need for workers, once enough is measured.
+    pub(crate) fn measure(
         &mut self,
         totals: [u64; 3],
         seconds: f64,
         routers: f64,
-        members: &[&Member],
+        workers: &[&Worker],
         settings: &Settings,
         now: Instant,
     ) -> Option<Need> {
         let rates = self.rates(totals, seconds, routers);
-        self.need(members, rates, settings, now)
+        self.need(workers, rates, settings, now)
     }
 
-    /// Who shall change sides now, if anybody.
-    pub(crate) fn flip(&mut self, need: &Need, members: &[&Member], start: Instant, now: Instant) -> Option<Flip> {
-        let seats: Vec<Seat> = members.iter().map(|member| seat(member, now)).collect();
-        self.planner.step((now - start).as_secs_f64(), need, &seats)
+    /// The next role change, if one is due.
+    pub(crate) fn role_change(
+        &mut self,
+        need: &Need,
+        workers: &[&Worker],
+        start: Instant,
+        now: Instant,
+    ) -> Option<RoleChange> {
+        let planned: Vec<PlannedWorker> = workers.iter().map(|worker| planned_worker(worker, now)).collect();
+        self.planner.step((now - start).as_secs_f64(), need, &planned)
     }
 
-    fn need(&mut self, members: &[&Member], rates: [f64; 3], settings: &Settings, now: Instant) -> Option<Need> {
-        self.steps.fade();
-        let mut demand =
-            Demand { prompts: rates[0], prompt_tokens: rates[1], output_tokens: rates[2], ..Demand::default() };
+    fn need(&mut self, workers: &[&Worker], rates: [f64; 3], settings: &Settings, now: Instant) -> Option<Need> {
+        self.steps.decay();
+        let mut workload =
+            Workload { prompts: rates[0], prompt_tokens: rates[1], output_tokens: rates[2], ..Workload::default() };
         let (mut prefill, mut blocks, mut used) = (Vec::new(), 0.0, 0.0);
-        for member in members {
-            let standing = member.books.standing(now);
-            demand.sequences += f64::from(standing.sequences);
-            used += f64::from(standing.active_blocks);
-            let Some(report) = member.books.latest(now) else { continue };
-            blocks += report.total_blocks as f64 / members.len() as f64;
+        for worker in workers {
+            let stats = worker.load.stats(now);
+            workload.sequences += f64::from(stats.sequences);
+            used += f64::from(stats.active_blocks);
+            let Some(report) = worker.load.latest(now) else { continue };
+            blocks += report.total_blocks as f64 / workers.len() as f64;
             prefill.extend(report.prefill_tokens_per_second);
             if let Some(step) = report.decode_step_seconds.filter(|_| report.running > 0) {
-                self.steps.point(f64::from(report.running), step);
+                self.steps.add(f64::from(report.running), step);
             }
         }
-        demand.sequence_blocks = used / demand.sequences.max(1.0);
+        workload.sequence_blocks = used / workload.sequences.max(1.0);
         let (step, step_per_sequence) = self.steps.fit()?;
         let prefill = prefill.iter().sum::<f64>() / prefill.len() as f64;
         let capacity = Capacity { prefill, step, step_per_sequence, blocks };
         let targets = Targets { ttft: settings.ttft.as_secs_f64(), itl: settings.itl.as_secs_f64() };
-        prefill.is_finite().then(|| Need::of(&demand, &capacity, &targets))
+        prefill.is_finite().then(|| Need::of(&workload, &capacity, &targets))
     }
 }
 
-fn seat(member: &Member, now: Instant) -> Seat {
-    let standing = member.books.standing(now);
-    Seat { id: member.id(), phase: member.instance.phase, requests: u64::from(standing.sequences + standing.prompts) }
+fn planned_worker(worker: &Worker, now: Instant) -> PlannedWorker {
+    let stats = worker.load.stats(now);
+    PlannedWorker {
+        id: worker.id(),
+        phase: worker.instance.phase,
+        requests: u64::from(stats.sequences + stats.prompts),
+    }
 }
 
 #[cfg(test)]
@@ -176,11 +187,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_line_is_fitted_and_never_promises_more_than_was_seen() {
+    fn the_fit_never_exceeds_what_was_measured() {
         let fit = |points: &[(f64, f64)]| {
-            let mut line = Line::default();
+            let mut line = LinearFit::default();
             for (x, y) in points {
-                line.point(*x, *y);
+                line.add(*x, *y);
             }
             line.fit().map(|(start, slope)| ((start * 1e6).round() / 1e6, (slope * 1e6).round() / 1e6))
         };
@@ -192,14 +203,14 @@ mod tests {
     }
 
     #[test]
-    fn rates_fade_and_count_for_all_routers() {
-        let mut watched = Watched::default();
-        let first = watched.rates([50, 5_000, 500], 5.0, 2.0);
+    fn rates_decay_and_count_for_all_routers() {
+        let mut controller = Controller::default();
+        let first = controller.rates([50, 5_000, 500], 5.0, 2.0);
         assert!(
             first.iter().zip([20.0, 2_000.0, 200.0]).all(|(rate, wanted)| (rate - wanted).abs() < 1e-9),
             "{first:?}"
         );
-        let idle = watched.rates([50, 5_000, 500], 5.0, 2.0);
-        assert!((idle[0] - 20.0 * FADE).abs() < 1e-9);
+        let idle = controller.rates([50, 5_000, 500], 5.0, 2.0);
+        assert!((idle[0] - 20.0 * DECAY).abs() < 1e-9);
     }
 }

@@ -1,15 +1,16 @@
-//! Several routers over the same workers: each tells the others what it books, so that they do not herd.
+//! Several routers over the same workers: each sends its reservations to the others, so that they do not choose the
+//! same worker at the same time.
 //!
 //! ```text
-//!   Booking ──▶ Herald ──▶ events ──▶ Others ──▶ books and promises, as if booked here
+//!   Booking ──▶ ReplicaOutbox ──▶ events ──▶ PeerRouters ──▶ load and inflight prefixes, as if booked here
 //! ```
-//! Workers' reports soon say the same, so this only fills the time until they do: nothing is numbered, and what is lost is
-//! not asked for. A router that is not heard of for some seconds has ended, and its bookings with it; a booking whose end
-//! was lost is forgotten after a while. Who is alone says no more than that he is there.
+//! Reports of workers soon contain the same requests, so this only bridges the time until they do: messages have no
+//! sequence numbers and are not resent. A router without a message for some seconds has ended, and its bookings with
+//! it; a booking whose end was lost expires after a while. Without peers only heartbeats are sent.
 
 use crate::booking::{InflightPrefix, InflightPrefixes};
 use crate::fleet::Fleet;
-use crate::load::{Amount, Books};
+use crate::load::{Demand, WorkerLoad};
 use crate::state::Core;
 use futures::StreamExt;
 use kvbm::Epoch;
@@ -20,138 +21,145 @@ use std::time::Duration;
 use tokio::time::{Instant, MissedTickBehavior};
 use worker::plane::{Booked, Event, EventBody, Events, RouterId, Source, Topic};
 
-/// What the other routers have booked.
+/// The bookings of other routers.
 #[derive(Default)]
-pub(crate) struct Others(BTreeMap<RouterId, Other>);
+pub(crate) struct PeerRouters(BTreeMap<RouterId, PeerRouter>);
 
-struct Other {
-    heard: Instant,
-    open: BTreeMap<u64, Entry>,
+/// One other router.
+struct PeerRouter {
+    last_message: Instant,
+    /// Its open bookings, by its numbers.
+    open: BTreeMap<u64, PeerBooking>,
 }
 
-struct Entry {
-    books: Arc<Books>,
+/// One booking of another router.
+struct PeerBooking {
+    /// Load of the booked worker.
+    load: Arc<WorkerLoad>,
+    /// Number of the booking in `load`.
     number: u64,
     since: Instant,
-    /// Until its first token: from then on an event tells.
-    promise: Option<InflightPrefix>,
+    /// The prompt's prefix, until the first token: from then on KV events announce it.
+    inflight: Option<InflightPrefix>,
 }
 
-/// A router says at least this often that it is there.
+/// Longest interval between two messages of a router.
 pub(crate) const HEARTBEAT: Duration = Duration::from_secs(1);
-/// After three missed heartbeats it is not.
-pub(crate) const GONE: Duration = Duration::from_secs(3);
-/// Nothing is booked for longer, as far as others go: a report has long told of it, and its end may have been lost.
-const FORGOTTEN: Duration = Duration::from_mins(1);
-impl Others {
-    /// What another router says.
-    pub(crate) fn hear(
+/// A router without a message for this long has ended: three missed heartbeats.
+pub(crate) const PEER_TIMEOUT: Duration = Duration::from_secs(3);
+/// A booking of another router expires after this time: reports contain the request by then, and its end may have been
+/// lost.
+const BOOKING_TIMEOUT: Duration = Duration::from_mins(1);
+
+impl PeerRouters {
+    /// Applies a message of another router.
+    pub(crate) fn apply(
         &mut self,
         from: RouterId,
         changes: Vec<Booked>,
         fleet: &Fleet,
-        promises: &Arc<InflightPrefixes>,
+        inflight_prefixes: &Arc<InflightPrefixes>,
         now: Instant,
     ) {
-        let other = self.0.entry(from).or_insert_with(|| Other { heard: now, open: BTreeMap::new() });
-        other.heard = now;
-        let roster = fleet.roster();
+        let peer = self.0.entry(from).or_insert_with(|| PeerRouter { last_message: now, open: BTreeMap::new() });
+        peer.last_message = now;
+        let workers = fleet.snapshot();
         for change in changes {
             match change {
                 Booked::Placed { number, worker, prefill_tokens, blocks, decodes, anchors } => {
-                    // A worker that we have not met is nobody that we could send to.
-                    let Some(member) = roster.get(worker) else { continue };
+                    // This router cannot send to a worker that it has not seen join.
+                    let Some(local) = workers.get(worker) else { continue };
                     let prompts = u64::from(prefill_tokens > 0);
-                    let amount = Amount { prefill_tokens, blocks, prompts, sequences: u64::from(decodes) };
-                    let promise = Some(promises.add_anchors(member.slot, anchors.into()));
-                    let books = member.books.clone();
-                    let ours = books.book_elsewhere(amount, now);
-                    let entry = Entry { books, number: ours, since: now, promise };
-                    if let Some(before) = other.open.insert(number, entry) {
-                        before.release(now);
+                    let demand = Demand { prefill_tokens, blocks, prompts, sequences: u64::from(decodes) };
+                    let inflight = Some(inflight_prefixes.add_anchors(local.slot, anchors.into()));
+                    let load = local.load.clone();
+                    let number_here = load.book_remote(demand, now);
+                    let booking = PeerBooking { load, number: number_here, since: now, inflight };
+                    if let Some(previous) = peer.open.insert(number, booking) {
+                        previous.release(now);
                     }
                 }
-                Booked::Going(number) => other.with(number, |entry| entry.books.going(entry.number)),
-                Booked::Sent(number) => other.with(number, |entry| entry.books.sent(entry.number, now)),
+                Booked::Going(number) => peer.with(number, |booking| booking.load.dequeued(booking.number)),
+                Booked::Sent(number) => peer.with(number, |booking| booking.load.sent(booking.number, now)),
                 Booked::Amended { number, prefill_tokens } => {
-                    other.with(number, |entry| entry.books.amend(entry.number, prefill_tokens));
+                    peer.with(number, |booking| booking.load.revise(booking.number, prefill_tokens));
                 }
-                Booked::Started(number) => other.with(number, |entry| {
-                    entry.books.started(entry.number);
-                    entry.promise = None;
+                Booked::Started(number) => peer.with(number, |booking| {
+                    booking.load.started(booking.number);
+                    booking.inflight = None;
                 }),
                 Booked::Released(number) => {
-                    if let Some(entry) = other.open.remove(&number) {
-                        entry.release(now);
+                    if let Some(booking) = peer.open.remove(&number) {
+                        booking.release(now);
                     }
                 }
             }
         }
     }
 
-    /// Forgets who has gone, and bookings that must have ended.
-    pub(crate) fn forget(&mut self, now: Instant) {
-        self.0.retain(|_, other| {
-            let gone = now.saturating_duration_since(other.heard) > GONE;
-            let ended = |entry: &Entry| gone || now.saturating_duration_since(entry.since) > FORGOTTEN;
-            other.open.extract_if(.., |_, entry| ended(entry)).for_each(|(_, entry)| entry.release(now));
+    /// Removes routers that have ended, and bookings that have expired.
+    pub(crate) fn expire(&mut self, now: Instant) {
+        self.0.retain(|_, peer| {
+            let gone = now.saturating_duration_since(peer.last_message) > PEER_TIMEOUT;
+            let ended = |booking: &PeerBooking| gone || now.saturating_duration_since(booking.since) > BOOKING_TIMEOUT;
+            peer.open.extract_if(.., |_, booking| ended(booking)).for_each(|(_, booking)| booking.release(now));
             !gone
         });
     }
 
-    /// The one that counts first.
+    /// The router with the lowest id.
     fn first(&self) -> Option<RouterId> {
         self.0.keys().next().copied()
     }
 
-    /// How many other routers there are.
+    /// Number of other routers.
     pub(crate) fn count(&self) -> usize {
         self.0.len()
     }
 }
 
-impl Other {
-    /// What is said of a booking that was never heard of, or is forgotten, is nothing to us.
-    fn with(&mut self, number: u64, change: impl FnOnce(&mut Entry)) {
-        if let Some(entry) = self.open.get_mut(&number) {
-            change(entry);
+impl PeerRouter {
+    /// Ignores changes of bookings that are unknown or have expired.
+    fn with(&mut self, number: u64, change: impl FnOnce(&mut PeerBooking)) {
+        if let Some(booking) = self.open.get_mut(&number) {
+            change(booking);
         }
     }
 }
 
-impl Entry {
+impl PeerBooking {
     fn release(self, now: Instant) {
-        self.books.release(self.number, now);
+        self.load.release(self.number, now);
     }
 }
 
-/// Tells the other routers what is booked here, and books what they tell, for as long as the plane lives.
-pub(crate) async fn attend(core: Arc<Core>, events: Arc<dyn Events>, id: RouterId) {
-    let mut heard = events.subscribe(Topic::Bookings);
+/// Sends this router's bookings to the others and applies theirs, until the event plane ends.
+pub(crate) async fn run(core: Arc<Core>, events: Arc<dyn Events>, id: RouterId) {
+    let mut bookings = events.subscribe(Topic::Bookings);
     let mut beat = tokio::time::interval(HEARTBEAT);
     beat.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let mut others = Others::default();
-    let say = |changes| {
+    let mut peers = PeerRouters::default();
+    let publish = |changes| {
         events.publish(Event { source: Source::Router(id), epoch: Epoch(0), body: EventBody::Bookings(changes) });
     };
     loop {
         tokio::select! {
             biased;
-            event = heard.next() => {
+            event = bookings.next() => {
                 let Some(Event { source, body, .. }) = event else { return };
                 let (Source::Router(from), EventBody::Bookings(changes)) = (source, body) else { continue };
                 if from != id {
-                    others.hear(from, changes, &core.fleet, &core.inflight, Instant::now());
+                    peers.apply(from, changes, &core.fleet, &core.inflight, Instant::now());
                     core.outbox.set_has_peers(true);
                 }
             }
-            () = core.outbox.changed() => say(core.outbox.take()),
+            () = core.outbox.changed() => publish(core.outbox.take()),
             _ = beat.tick() => {
-                others.forget(Instant::now());
-                core.outbox.set_has_peers(others.count() > 0);
-                core.metrics.replicas.set(others.count() as i64 + 1);
-                core.is_leader.store(others.first().is_none_or(|first| id < first), Ordering::Relaxed);
-                say(core.outbox.take());
+                peers.expire(Instant::now());
+                core.outbox.set_has_peers(peers.count() > 0);
+                core.metrics.replicas.set(peers.count() as i64 + 1);
+                core.is_leader.store(peers.first().is_none_or(|first| id < first), Ordering::Relaxed);
+                publish(core.outbox.take());
             }
         }
     }

@@ -2,10 +2,12 @@
 
 use super::prediction::HitPrediction;
 use crate::booking::Booking;
-use crate::fleet::Member;
+use crate::fleet::Worker;
 use crate::hash::{hash_str, splitmix64};
-use crate::load::{Amount, Totals};
-use crate::policy::{Ask, Decision, Overlaps, Policy, Row, Survey, Turn, decide, explain};
+use crate::load::{Demand, Totals};
+use crate::policy::{
+    Decision, FleetView, Overlaps, PlacementRequest, Policy, ScoredWorker, SelectionContext, decide, explain,
+};
 use crate::state::Core;
 use crate::trace::Line;
 use kvbm::Level;
@@ -18,14 +20,14 @@ use worker::plane::WorkerId;
 /// Where a request goes, with its reservations.
 pub(crate) struct Placement {
     /// The worker that decodes.
-    pub(crate) decode: Arc<Member>,
+    pub(crate) decode: Arc<Worker>,
     pub(crate) booking: Booking,
     /// Reservations for the other choices of its group, until their requests come.
     pub(crate) sibling_bookings: Vec<Booking>,
     /// Counts its output tokens, for the planner.
     pub(crate) totals: Arc<Totals>,
     /// Reserved on `decode`, for all choices of the group.
-    pub(crate) amount: Amount,
+    pub(crate) amount: Demand,
     /// Estimated seconds to the first token, and the part of them that is not queueing.
     pub(crate) first_token: f64,
     pub(crate) min_service_seconds: f64,
@@ -43,10 +45,10 @@ pub(crate) struct Placement {
 
 /// Prefill on another worker than the one that decodes.
 pub(crate) struct RemotePrefill {
-    pub(crate) member: Arc<Member>,
+    pub(crate) member: Arc<Worker>,
     pub(crate) booking: Booking,
     /// Reserved on `member`.
-    pub(crate) amount: Amount,
+    pub(crate) amount: Demand,
     /// Time after which the prefill counts as failed.
     pub(crate) stall_timeout: Duration,
     /// Estimated seconds to transfer the blocks.
@@ -66,28 +68,34 @@ pub(crate) fn stall_timeout(seconds: f64) -> Duration {
 /// Chooses workers and reserves their capacity. `tried`: workers that this request was sent to before.
 pub(crate) fn place(core: &Core, request: &Request, tried: &[WorkerId]) -> Result<Placement, Error> {
     let since = std::time::Instant::now();
-    let roster = core.fleet.roster();
-    let serving = roster.serving(&request.model).ok_or_else(|| Error::UnknownModel(request.model.to_string()))?;
-    let (prompt, context) = (request.tokens.len(), serving.context());
+    let roster = core.fleet.snapshot();
+    let pool = roster.pool(&request.model).ok_or_else(|| Error::UnknownModel(request.model.to_string()))?;
+    let (prompt, context) = (request.tokens.len(), pool.context());
     if prompt >= context {
         return Err(Error::PromptTooLong { prompt, context });
     }
-    if serving.seats().is_empty() {
+    if pool.entries().is_empty() {
         return Err(Error::Unavailable("every worker of the model is cordoned".to_owned()));
     }
     // Hashing and the index lookup take the most time, so they come before the lock that serializes decisions. A
     // request for the prompt's log-probabilities uses no cached block.
     let cacheable = if request.sampling.prompt_logprobs.is_some() { &[] } else { &*request.tokens };
-    let mut overlaps = Overlaps::of(cacheable, &request.domain, serving, &core.index);
+    let mut overlaps = Overlaps::of(cacheable, &request.domain, pool, &core.index);
     let mut scratch = core.scratch.lock().unwrap_or_else(PoisonError::into_inner);
     overlaps.extend(&core.inflight);
     let now = Instant::now();
-    let survey = Survey::new(serving, &overlaps, prompt, tried, now);
+    let view = FleetView::new(pool, &overlaps, prompt, tried, now);
     let (resolved, session) = (core.settings(), request.terms.session.as_deref().map(hash_str));
     let (tuning, draw) =
         (resolved.of(&request.model), splitmix64(resolved.settings.seed ^ core.rng_seed ^ core.fleet.choices()));
-    let decision = decide(tuning, Ask::of(request, now), survey, &mut scratch, Turn { draw, session })
-        .ok_or_else(|| Error::Unavailable("every worker of the model has been tried".to_owned()))?;
+    let decision = decide(
+        tuning,
+        PlacementRequest::of(request, now),
+        view,
+        &mut scratch,
+        SelectionContext { random: draw, session },
+    )
+    .ok_or_else(|| Error::Unavailable("every worker of the model has been tried".to_owned()))?;
     let placement = book(core, &tuning.policy, request, &overlaps, &decision, tried);
     core.metrics.decision_seconds.observe(since.elapsed().as_secs_f64());
     Ok(placement)
@@ -107,32 +115,33 @@ fn book(
     if let Some(line) = &explanation {
         tracing::debug!(request_id = %request.id, decision = %line, "request placed");
     }
-    let prefill_row = decision.helper(row);
+    let prefill_row = decision.prefill_worker(row);
     let uncached = row.uncached();
     let totals = core.traffic.of(&request.model);
     totals.prompt(uncached);
-    let (member, siblings) = (row.member(), 1..request.choices());
+    let (member, siblings) = (row.worker(), 1..request.choices());
     let sibling =
-        Amount { sequences: 1, blocks: row.prompt.output_blocks() / u64::from(request.choices()), ..Amount::default() };
-    let whole = row.amount();
-    let amount = Amount {
+        Demand { sequences: 1, blocks: row.prompt.output_blocks() / u64::from(request.choices()), ..Demand::default() };
+    let whole = row.demand();
+    let amount = Demand {
         sequences: u64::from(request.work != Work::Prefill),
         blocks: whole.blocks - sibling.blocks * siblings.len() as u64,
         ..whole
     };
-    let prediction = |row: &Row<'_>| HitPrediction::of(&core.inflight, decision, row, overlaps);
+    let prediction = |row: &ScoredWorker<'_>| HitPrediction::of(&core.inflight, decision, row, overlaps);
     let (decode_prediction, prefill_prediction) = (prediction(row), prefill_row.map(prediction));
-    let inflight_prefix = |row: &Row<'_>| {
-        let names = overlaps.names(row.seat.way);
-        core.inflight.add(row.seat.slot, names, row.prompt.block_size as usize, row.held.total())
+    let inflight_prefix = |row: &ScoredWorker<'_>| {
+        let names = overlaps.hashes(row.entry.scheme);
+        core.inflight.add(row.entry.slot, names, row.prompt.block_size as usize, row.held.total())
     };
     // Blocks that are handed over arrive late: an event will announce them, and no request should queue behind this
     // one for them.
-    let prefix = if prefill_row.is_some() { core.inflight.add(row.seat.slot, &[], 1, 0) } else { inflight_prefix(row) };
-    let sibling_booking = |_| Booking::new(member, sibling, core.inflight.add(row.seat.slot, &[], 1, 0), &core.outbox);
+    let prefix =
+        if prefill_row.is_some() { core.inflight.add(row.entry.slot, &[], 1, 0) } else { inflight_prefix(row) };
+    let sibling_booking = |_| Booking::new(member, sibling, core.inflight.add(row.entry.slot, &[], 1, 0), &core.outbox);
     let line = core.recorder.is_on().then(|| {
         let random = splitmix64(core.fleet.choices());
-        Line::placed(request, row, overlaps.names(row.seat.way), prefill_row.is_some(), random)
+        Line::placed(request, row, overlaps.hashes(row.entry.scheme), prefill_row.is_some(), random)
     });
     core.fleet.choose(member);
     core.metrics.requests.with_label_values(&[&member.id().to_string(), policy.name()]).inc();
@@ -143,17 +152,17 @@ fn book(
         amount: siblings.clone().fold(amount, |all, _| all.plus(sibling)),
         sibling_bookings: siblings.map(sibling_booking).collect(),
         first_token: row.cost().first_token(),
-        min_service_seconds: decision.takes(row),
+        min_service_seconds: decision.min_service_seconds(row),
         prefill: prefill_row.zip(prefill_prediction).map(|(prefill, prediction)| {
-            let prefill_worker = prefill.member();
+            let prefill_worker = prefill.worker();
             core.fleet.choose(prefill_worker);
-            let amount = prefill.detour();
+            let amount = prefill.prefill_demand();
             RemotePrefill {
                 member: prefill_worker.clone(),
                 booking: Booking::new(prefill_worker, amount, inflight_prefix(prefill), &core.outbox),
                 amount,
-                stall_timeout: stall_timeout(prefill.together.first_token()),
-                transfer_seconds: row.desk.pace.transfer(Level::Peer, row.missing()),
+                stall_timeout: stall_timeout(prefill.aggregated.first_token()),
+                transfer_seconds: row.snapshot.estimate.transfer(Level::Peer, row.missing()),
                 prediction,
             }
         }),

@@ -1,10 +1,10 @@
 //! Compares the cache hits that a decision predicted with those that the worker reports.
 
 use crate::booking::InflightPrefixes;
-use crate::fleet::{Member, Mode};
+use crate::fleet::{CacheView, Worker};
 use crate::index::Index;
 use crate::metrics::Metrics;
-use crate::policy::{Decision, Overlaps, Row, Split};
+use crate::policy::{Decision, Overlaps, ScoredWorker, ServingMode};
 use kvbm::SequenceHash;
 use tokio::time::Instant;
 
@@ -29,39 +29,44 @@ pub(crate) struct HitPrediction {
 
 impl HitPrediction {
     /// The prediction for one worker of a decision. To be made before the request's own prefix is added to `inflight`.
-    pub(crate) fn of(inflight: &InflightPrefixes, decision: &Decision<'_>, row: &Row<'_>, overlaps: &Overlaps) -> Self {
-        let (member, way, block_size) = (row.member(), row.seat.way, row.prompt.block_size);
-        let names = overlaps.names(way);
+    pub(crate) fn of(
+        inflight: &InflightPrefixes,
+        decision: &Decision<'_>,
+        row: &ScoredWorker<'_>,
+        overlaps: &Overlaps,
+    ) -> Self {
+        let (member, way, block_size) = (row.worker(), row.entry.scheme, row.prompt.block_size);
+        let names = overlaps.hashes(way);
         let announced = u64::from(overlaps.held(way, member.announced).total()) * block_size;
         let full = names.len() as u64 * block_size;
         let is_inflight = inflight.contains(member.announced, names, block_size as usize);
-        let noted = member.mode != Mode::Exact || member.ledger.never_announced();
+        let noted = member.cache_view != CacheView::Events || member.estimated_cache.never_announced();
         Self {
             placed: Instant::now(),
             cached: row.cached(),
-            announced: (!is_inflight && decision.chosen.split == Split::Together).then_some(announced),
+            announced: (!is_inflight && decision.chosen.serving_mode == ServingMode::Aggregated).then_some(announced),
             full,
             unannounced: full.saturating_sub(announced),
             hashes: if noted { names.to_vec() } else { Vec::new() },
-            seconds_per_token: row.desk.pace.token,
+            seconds_per_token: row.snapshot.estimate.token,
             margin_seconds: (decision.runner_up() - row.cost().total()).max(0.0),
         }
     }
 
     /// Records that the worker has computed the prompt. `found`: cached tokens that it reports.
-    pub(crate) fn computed(&self, index: &Index, member: &Member, found: Option<u64>) {
+    pub(crate) fn computed(&self, index: &Index, member: &Worker, found: Option<u64>) {
         // A worker that found the whole prompt has computed no block.
         if self.unannounced > 0 && found.is_none_or(|found| found < self.full) {
-            member.ledger.computed(self.placed);
+            member.estimated_cache.computed(self.placed);
         }
         if !self.hashes.is_empty() {
-            let capacity_blocks = member.books.standing(Instant::now()).total_blocks as usize;
-            member.ledger.sent(index, member.id(), &self.hashes, capacity_blocks);
+            let capacity_blocks = member.load.stats(Instant::now()).total_blocks as usize;
+            member.estimated_cache.sent(index, member.id(), &self.hashes, capacity_blocks);
         }
     }
 
     /// Compares the prediction with the cached tokens that the first output reports.
-    pub(crate) fn compare(&self, metrics: &Metrics, member: &Member, found: u64) {
+    pub(crate) fn compare(&self, metrics: &Metrics, member: &Worker, found: u64) {
         let missing = self.cached.saturating_sub(found);
         metrics.predicted_tokens.inc_by(self.cached);
         metrics.actual_tokens.inc_by(found);
@@ -71,7 +76,7 @@ impl HitPrediction {
         metrics.regret_seconds.inc_by((missing as f64 * self.seconds_per_token - self.margin_seconds).max(0.0));
         if let Some(announced) = self.announced {
             let block_size = member.instance.model.block_size as u64;
-            member.ledger.answered(announced, found, block_size);
+            member.estimated_cache.answered(announced, found, block_size);
         }
     }
 }

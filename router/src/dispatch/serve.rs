@@ -4,7 +4,7 @@ use super::admit::admit;
 use super::place::{Placement, RemotePrefill, place, stall_timeout};
 use crate::admission::Permit;
 use crate::booking::Booking;
-use crate::fleet::{Fleet, Member, Verdict};
+use crate::fleet::{Fleet, HealthSignal, Worker};
 use crate::state::Core;
 use crate::trace::RequestTrace;
 use futures::{StreamExt, future, stream};
@@ -59,14 +59,14 @@ async fn try_workers(core: &Core, request: Request) -> Result<OutputStream, Erro
         match attempt(core, &request, &placement, &tried).await {
             Ok(first) => return Ok(stream(core, placement, permit, first, trace)),
             Err(error) => {
-                let verdict = Verdict::of(&error);
+                let verdict = HealthSignal::of(&error);
                 placement.decode.note(verdict);
                 drop(placement);
                 core.admission.notify();
-                if verdict == Verdict::Neutral {
+                if verdict == HealthSignal::Neutral {
                     return Err(error);
                 }
-                let reason = if matches!(verdict, Verdict::Busy(_)) { "busy" } else { "error" };
+                let reason = if matches!(verdict, HealthSignal::Busy(_)) { "busy" } else { "error" };
                 core.metrics.retries.with_label_values(&[reason]).inc();
                 tracing::info!(
                     request_id = %request.id, worker = ?tried.last(), %error,
@@ -117,7 +117,7 @@ async fn attempt(
             // The decode worker has the blocks: the prefill worker may release them.
             drop(blocks);
             if was_free {
-                decode.books.resumed((since.elapsed().as_secs_f64() - remote.transfer_seconds).max(0.0));
+                decode.load.handed_off((since.elapsed().as_secs_f64() - remote.transfer_seconds).max(0.0));
             }
             outcome.with_label_values(&["remote_prefill"]).inc();
             Ok(started)
@@ -127,7 +127,7 @@ async fn attempt(
                 request_id = %request.id, worker = %remote.member.id(), %error,
                 "remote prefill failed; the decode worker computes the prompt"
             );
-            remote.member.note(Verdict::of(&error));
+            remote.member.note(HealthSignal::of(&error));
             core.admission.notify();
             outcome.with_label_values(&["local_fallback"]).inc();
             booking.revise(*uncached);
@@ -142,7 +142,7 @@ async fn prefill_leg(core: &Core, remote: &RemotePrefill, request: &Request) -> 
     let never = future::pending();
     let started = timeout(remote.stall_timeout, start(&remote.member, &remote.booking, request, never)).await;
     let FirstOutput { first, rest } = started.map_err(|_| {
-        remote.member.note(Verdict::Hung);
+        remote.member.note(HealthSignal::Hung);
         Error::Failed(format!("no hand-over within {:?}", remote.stall_timeout))
     })??;
     // The prompt is computed: what remains on the worker is blocks, not work.
@@ -150,7 +150,7 @@ async fn prefill_leg(core: &Core, remote: &RemotePrefill, request: &Request) -> 
     core.admission.notify();
     match first {
         Output::Handoff(handoff) => {
-            remote.member.well();
+            remote.member.succeeded();
             remote.prediction.computed(&core.index, &remote.member, None);
             Ok((handoff, rest))
         }
@@ -160,22 +160,22 @@ async fn prefill_leg(core: &Core, remote: &RemotePrefill, request: &Request) -> 
 
 /// Resolves when a worker has sent no output of any request for much longer than expected, while another worker could
 /// serve this request. When all workers are slow none is better, and the request stays where it is.
-async fn stalled(fleet: &Fleet, member: &Member, model: &str, tried: &[WorkerId], expected: f64) {
+async fn stalled(fleet: &Fleet, member: &Worker, model: &str, tried: &[WorkerId], expected: f64) {
     let since = Instant::now();
     tokio::time::sleep(stall_timeout(expected)).await;
     loop {
-        let (now, roster) = (Instant::now(), fleet.roster());
-        let is_better = |other: &&Arc<Member>| {
+        let (now, roster) = (Instant::now(), fleet.snapshot());
+        let is_better = |other: &&Arc<Worker>| {
             // None of the prompts that were sent to it waits.
-            let free = || other.books.standing(now).prompts == 0;
+            let free = || other.load.stats(now).prompts == 0;
             *other.instance.model.id == *model
                 && !tried.contains(&other.id())
                 && !roster.is_cordoned(other.id())
-                && (!other.avoided(now) || member.avoided(now))
-                && (other.heard_since(since) || free())
+                && (!other.is_ejected(now) || member.is_ejected(now))
+                && (other.active_since(since) || free())
         };
-        if !member.heard_since(since) && roster.members().find(is_better).is_some() {
-            return member.note(Verdict::Hung);
+        if !member.active_since(since) && roster.workers().find(is_better).is_some() {
+            return member.note(HealthSignal::Hung);
         }
         tokio::time::sleep(STALL_POLL_INTERVAL).await;
     }
@@ -183,7 +183,7 @@ async fn stalled(fleet: &Fleet, member: &Member, model: &str, tried: &[WorkerId]
 
 /// Sends a request to a worker and waits for the first output, or until the worker has left or `stalled` resolves.
 async fn start(
-    member: &Member,
+    member: &Worker,
     booking: &Booking,
     request: Request,
     stalled: impl Future<Output = ()>,
@@ -197,7 +197,7 @@ async fn start(
         }
     };
     let left = async {
-        member.gone.cancelled().await;
+        member.lease_ended.cancelled().await;
         tokio::time::sleep(LEAVE_GRACE).await;
     };
     tokio::select! {
@@ -221,7 +221,7 @@ fn stream(
     drop((prefill, sibling_bookings));
     booking.started();
     core.admission.notify();
-    decode.well();
+    decode.succeeded();
     let report = match &first {
         Output::Tokens(tokens) => tokens.prompt.as_ref(),
         Output::Frame(..) | Output::Handoff(_) => None,
@@ -260,7 +260,7 @@ fn stream(
         .inspect(move |item| {
             match item {
                 Ok(output) => {
-                    decode.hear();
+                    decode.touch();
                     let tokens = match output {
                         Output::Tokens(tokens) => tokens.ids.len(),
                         Output::Frame(_, ids) => ids.as_ref().map_or(0, Vec::len),
@@ -271,7 +271,7 @@ fn stream(
                         trace.output(tokens);
                     }
                 }
-                Err(error) => decode.note(Verdict::of(error)),
+                Err(error) => decode.note(HealthSignal::of(error)),
             }
             // Released at the last item, although a client may hold the stream for longer.
             if ends(item) {

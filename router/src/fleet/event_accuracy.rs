@@ -1,108 +1,112 @@
-//! Whether what a worker announces can be believed: judged by what it answers. Pure.
+//! Accuracy of a worker's KV events: compares the cache hits that the worker reports with its events. Pure.
 //!
 //! ```text
-//!            answers, and no event tells of what it computed ──▶ approximate: silent
-//!   exact ──                                                        │ an event came ──▶ exact
-//!            half of its last answers differ from its events ──▶ approximate: lies, or unannounced
-//!                                                                   │ they agree again ──▶ exact
+//!            reports hits, but publishes no event for what it computed ──▶ estimated: no events
+//!   events ──                                                        │ an event arrives ──▶ events
+//!            half of its last reports differ from its events ──▶ estimated: wrong or missing events
+//!                                                                   │ they agree again ──▶ events
 //! ```
-//! Whoever is not believed is known by what was sent to it; see [`Sent`](super::sent_blocks::Sent). What it announces is
-//! followed all the same, so that it can be believed again.
+//! The cache of a worker with inaccurate events is estimated from the prompts sent to it, see
+//! [`AssumedCache`](super::assumed_cache::AssumedCache). Its events are still followed, so that it can recover.
 
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// What a worker is known by.
+/// The source of the router's view of a worker's cache.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub(crate) enum Mode {
-    /// Its events.
+pub(crate) enum CacheView {
+    /// Its KV events.
     #[default]
-    Exact,
-    /// What was sent there, with the reason why.
-    Approximate(Reason),
+    Events,
+    /// An estimate from the prompts sent to it, and why.
+    Estimated(EstimateReason),
 }
 
-/// Why a worker's events say too little.
+/// Why a worker's cache is estimated.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Reason {
-    /// There are none.
-    Silent,
-    /// It answers from blocks that no event told of: they are lost, or name blocks of another size.
-    Unannounced,
-    /// It does not find what its events told of.
-    Lies,
+pub(crate) enum EstimateReason {
+    /// The worker publishes no events.
+    NoEvents,
+    /// The worker reports hits on blocks that no event contained: the events are lost, or use another block size.
+    MissingEvents,
+    /// The worker reports no hits on blocks that its events contained.
+    WrongEvents,
 }
 
-/// What is held for and against a worker.
+/// Recent evidence about the events of one worker.
 #[derive(Debug, Default)]
-pub(crate) struct Trust {
-    mode: Mode,
-    /// The last event.
+pub(crate) struct EventAccuracy {
+    cache_view: CacheView,
+    /// Time of the last event.
     announced: Option<Instant>,
-    /// Since when an event is due.
-    owed: Option<Instant>,
-    /// The latest answers, the newest lowest: which differed from the events, and which of those found more.
+    /// Since when an event is due; `None` if none is.
+    event_due_since: Option<Instant>,
+    /// The latest reports of hits, the newest in the lowest bit: which differed from the events, and which of those had
+    /// more hits.
     wrong: u16,
     more: u16,
     answers: u32,
 }
 
-/// An event is due at once; a slow plane takes a second, and a lost one is repaired within two.
+/// An event is due at once; a slow plane takes a second, and a lost event is replayed within two.
 const SILENT_AFTER: Duration = Duration::from_secs(5);
-/// Answers that count.
+/// Number of reports that count.
 const WINDOW: u32 = u16::BITS;
-/// So many wrong ones of them are no accident: eviction between a decision and its turn, and events that are late, spoil one in
-/// ten on a full fleet; a wrong block size spoils all.
-const WRONG: u32 = 8;
-/// So few are as good as it gets.
-const RIGHT: u32 = 2;
+/// Wrong reports that change the view to an estimate: eviction between decision and execution and late events spoil one
+/// in ten on a full fleet; a wrong block size spoils all.
+const WRONG_MIN: u32 = 8;
+/// Wrong reports at most to use the events again.
+const WRONG_MAX_TO_RECOVER: u32 = 2;
 
-impl Mode {
-    /// The label in metrics.
+impl CacheView {
+    /// The label value in metrics.
     pub(crate) const fn name(self) -> &'static str {
         match self {
-            Self::Exact => "events",
-            Self::Approximate(_) => "estimated",
+            Self::Events => "events",
+            Self::Estimated(_) => "estimated",
         }
     }
 
-    /// The labels in metrics.
+    /// All label values in metrics.
     pub(crate) const NAMES: [&'static str; 2] = ["events", "estimated"];
 
-    /// What an explanation says of it, unless all is well.
+    /// The remark in explanations and logs; `None` for events.
     pub(crate) const fn remark(self) -> Option<&'static str> {
         match self {
-            Self::Exact => None,
-            Self::Approximate(Reason::Silent) => Some("estimated: publishes no KV events"),
-            Self::Approximate(Reason::Unannounced) => {
+            Self::Events => None,
+            Self::Estimated(EstimateReason::NoEvents) => Some("estimated: publishes no KV events"),
+            Self::Estimated(EstimateReason::MissingEvents) => {
                 Some("estimated: reports hits on blocks that its KV events do not contain; check its block size")
             }
-            Self::Approximate(Reason::Lies) => Some("estimated: reports no hits on blocks that its KV events contain"),
+            Self::Estimated(EstimateReason::WrongEvents) => {
+                Some("estimated: reports no hits on blocks that its KV events contain")
+            }
         }
     }
 }
 
-impl Trust {
-    /// An event came, or a snapshot that tells of some.
+impl EventAccuracy {
+    /// Records an event, or a snapshot that contains new ones.
     pub(crate) fn announced(&mut self, now: Instant) {
         self.announced = Some(now);
-        self.owed = None;
+        self.event_due_since = None;
     }
 
-    /// Whether no event ever came.
+    /// Whether no event has arrived yet.
     pub(crate) fn never_announced(&self) -> bool {
         self.announced.is_none()
     }
 
-    /// The worker has computed blocks that it had not announced, for a request that was placed then: an event is due.
+    /// The worker has computed blocks for a request placed at `placed` that its events did not contain: an event is
+    /// due.
     pub(crate) fn computed(&mut self, placed: Instant, now: Instant) {
         if self.announced.is_none_or(|at| at < placed) {
-            self.owed.get_or_insert(now);
+            self.event_due_since.get_or_insert(now);
         }
     }
 
-    /// An answer: tokens cached, as announced and as found. Less than a block is no difference, and neither is what is
-    /// nearer to the truth than half.
+    /// Records a report of cached tokens: `announced` by events, `found` by the worker. Differences of less than a
+    /// block, or of at most half of the larger value, do not count.
     pub(crate) fn answered(&mut self, announced: u64, found: u64, block_size: u64) {
         let most = announced.max(found);
         if most < block_size {
@@ -115,27 +119,36 @@ impl Trust {
         self.answers += 1;
     }
 
-    /// How the worker is to be known from now on, when that changes.
-    pub(crate) fn judge(&mut self, now: Instant) -> Option<Mode> {
-        let silent = self.owed.is_some_and(|since| now.saturating_duration_since(since) >= SILENT_AFTER);
+    /// The new cache view, if it changes.
+    pub(crate) fn evaluate(&mut self, now: Instant) -> Option<CacheView> {
+        let silent = self.event_due_since.is_some_and(|since| now.saturating_duration_since(since) >= SILENT_AFTER);
         let wrong = self.wrong.count_ones();
-        let mode = match self.mode {
-            Mode::Exact if silent || (wrong >= WRONG && self.never_announced()) => Mode::Approximate(Reason::Silent),
-            Mode::Exact if wrong >= WRONG && 2 * self.more.count_ones() >= wrong => {
-                Mode::Approximate(Reason::Unannounced)
+        let cache_view = match self.cache_view {
+            CacheView::Events if silent || (wrong >= WRONG_MIN && self.never_announced()) => {
+                CacheView::Estimated(EstimateReason::NoEvents)
             }
-            Mode::Exact if wrong >= WRONG => Mode::Approximate(Reason::Lies),
-            Mode::Approximate(Reason::Silent) if self.owed.is_none() && !self.never_announced() => Mode::Exact,
-            Mode::Approximate(Reason::Unannounced | Reason::Lies) if self.answers >= WINDOW && wrong <= RIGHT => {
-                Mode::Exact
+            CacheView::Events if wrong >= WRONG_MIN && 2 * self.more.count_ones() >= wrong => {
+                CacheView::Estimated(EstimateReason::MissingEvents)
+            }
+            CacheView::Events if wrong >= WRONG_MIN => CacheView::Estimated(EstimateReason::WrongEvents),
+            CacheView::Estimated(EstimateReason::NoEvents)
+                if self.event_due_since.is_none() && !self.never_announced() =>
+            {
+                CacheView::Events
+            }
+            CacheView::Estimated(EstimateReason::MissingEvents | EstimateReason::WrongEvents)
+                if self.answers >= WINDOW && wrong <= WRONG_MAX_TO_RECOVER =>
+            {
+                CacheView::Events
             }
             same => same,
         };
-        if mode == self.mode {
+        if cache_view == self.cache_view {
             return None;
         }
-        *self = Self { mode, announced: self.announced, owed: self.owed, ..Self::default() };
-        Some(mode)
+        *self =
+            Self { cache_view, announced: self.announced, event_due_since: self.event_due_since, ..Self::default() };
+        Some(cache_view)
     }
 }
 
@@ -143,62 +156,64 @@ impl Trust {
 mod tests {
     use super::*;
 
-    fn after(trust: &mut Trust, answers: u32, announced: u64, found: u64) -> Option<Mode> {
-        (0..answers).for_each(|_| trust.answered(announced, found, 16));
-        trust.judge(Instant::now())
+    fn after(accuracy: &mut EventAccuracy, answers: u32, announced: u64, found: u64) -> Option<CacheView> {
+        (0..answers).for_each(|_| accuracy.answered(announced, found, 16));
+        accuracy.evaluate(Instant::now())
     }
 
-    fn heard() -> Trust {
-        let mut trust = Trust::default();
-        trust.announced(Instant::now());
-        trust
+    fn with_event() -> EventAccuracy {
+        let mut accuracy = EventAccuracy::default();
+        accuracy.announced(Instant::now());
+        accuracy
     }
 
     #[test]
-    fn half_of_the_last_answers_wrong_is_too_much_whichever_way() {
-        for (announced, found, reason) in [(160, 0, Reason::Lies), (0, 160, Reason::Unannounced)] {
-            let mut trust = heard();
-            assert_eq!(after(&mut trust, 20, 160, 160), None);
-            assert_eq!(after(&mut trust, WRONG - 1, announced, found), None);
-            assert_eq!(after(&mut trust, 1, announced, found), Some(Mode::Approximate(reason)));
-            assert_eq!(after(&mut trust, 5, announced, found), None, "said once");
+    fn half_of_the_last_reports_wrong_changes_to_an_estimate() {
+        for (announced, found, reason) in
+            [(160, 0, EstimateReason::WrongEvents), (0, 160, EstimateReason::MissingEvents)]
+        {
+            let mut accuracy = with_event();
+            assert_eq!(after(&mut accuracy, 20, 160, 160), None);
+            assert_eq!(after(&mut accuracy, WRONG_MIN - 1, announced, found), None);
+            assert_eq!(after(&mut accuracy, 1, announced, found), Some(CacheView::Estimated(reason)));
+            assert_eq!(after(&mut accuracy, 5, announced, found), None, "reported once");
         }
     }
 
     #[test]
-    fn what_is_evicted_in_between_or_less_than_a_block_is_no_lie() {
-        let mut trust = heard();
+    fn evictions_and_less_than_a_block_are_tolerated() {
+        let mut accuracy = with_event();
         for _ in 0..100 {
-            trust.answered(160, 100, 16);
-            trust.answered(16, 0, 16);
-            trust.answered(0, 15, 16);
-            assert_eq!(trust.judge(Instant::now()), None);
+            accuracy.answered(160, 100, 16);
+            accuracy.answered(16, 0, 16);
+            accuracy.answered(0, 15, 16);
+            assert_eq!(accuracy.evaluate(Instant::now()), None);
         }
         for _ in 0..50 {
-            assert_eq!(after(&mut trust, 1, 160, 0), None);
-            assert_eq!(after(&mut trust, 3, 160, 160), None, "one in four is what a full fleet may do");
+            assert_eq!(after(&mut accuracy, 1, 160, 0), None);
+            assert_eq!(after(&mut accuracy, 3, 160, 160), None, "one in four is what a full fleet may do");
         }
     }
 
     #[test]
-    fn who_agrees_again_for_a_while_is_believed_again() {
-        let mut trust = heard();
-        assert!(after(&mut trust, WRONG, 160, 0).is_some());
-        assert_eq!(after(&mut trust, WINDOW - 1, 160, 160), None, "not yet");
-        assert_eq!(after(&mut trust, 1, 160, 160), Some(Mode::Exact));
-        assert_eq!(after(&mut trust, WRONG - 1, 160, 0), None, "and begins anew");
+    fn events_are_used_again_after_a_window_of_agreement() {
+        let mut accuracy = with_event();
+        assert!(after(&mut accuracy, WRONG_MIN, 160, 0).is_some());
+        assert_eq!(after(&mut accuracy, WINDOW - 1, 160, 160), None, "not yet");
+        assert_eq!(after(&mut accuracy, 1, 160, 160), Some(CacheView::Events));
+        assert_eq!(after(&mut accuracy, WRONG_MIN - 1, 160, 0), None, "and starts counting again");
     }
 
     #[test]
-    fn who_answers_and_announces_nothing_is_silent_until_an_event_comes() {
-        let (mut trust, now) = (Trust::default(), Instant::now());
-        assert_eq!(trust.judge(now + SILENT_AFTER), None, "nothing computed, nothing owed");
-        trust.computed(now, now);
-        assert_eq!(trust.judge(now), None);
-        assert_eq!(trust.judge(now + SILENT_AFTER), Some(Mode::Approximate(Reason::Silent)));
-        trust.announced(now + SILENT_AFTER);
-        assert_eq!(trust.judge(now + SILENT_AFTER), Some(Mode::Exact));
-        trust.computed(now, now + SILENT_AFTER * 2);
-        assert_eq!(trust.judge(now + SILENT_AFTER * 4), None, "the event came while the prompt was computed");
+    fn a_worker_without_events_is_estimated_until_one_arrives() {
+        let (mut accuracy, now) = (EventAccuracy::default(), Instant::now());
+        assert_eq!(accuracy.evaluate(now + SILENT_AFTER), None, "nothing computed, no event due");
+        accuracy.computed(now, now);
+        assert_eq!(accuracy.evaluate(now), None);
+        assert_eq!(accuracy.evaluate(now + SILENT_AFTER), Some(CacheView::Estimated(EstimateReason::NoEvents)));
+        accuracy.announced(now + SILENT_AFTER);
+        assert_eq!(accuracy.evaluate(now + SILENT_AFTER), Some(CacheView::Events));
+        accuracy.computed(now, now + SILENT_AFTER * 2);
+        assert_eq!(accuracy.evaluate(now + SILENT_AFTER * 4), None, "the event came while the prompt was computed");
     }
 }

@@ -1,33 +1,32 @@
-//! A worker's standing with those who send to it: a breaker, and the back-pressure that it asked for. Pure: the time is
-//! passed in.
+//! Health of a worker: a circuit breaker, and the back-pressure that the worker asked for. Pure: the time is passed in.
 //!
 //! ```text
-//!          three faults in a row, half of the last sixteen, or hung
-//!   Closed ──────────────────────────────────────────────────────▶ Open ◀── no answer: rests longer ──┐
-//!     ▲ ▲                                                           │ has rested: a probe goes out    │
+//!          three consecutive faults, half of the last sixteen, or a hang
+//!   Closed ──────────────────────────────────────────────────────▶ Open ◀── no answer: open longer ───┐
+//!     ▲ ▲                                                           │ open time over: a probe is sent │
 //!     │ └───────────────── an output ───────────────────────────────┤                                 │
 //!     └────────── the probe is answered, or an output ─────────── HalfOpen ───────────────────────────┘
 //! ```
-//! What a client did wrong says nothing about a worker: it neither opens nor closes. Back-pressure is obeyed, and is no
-//! fault. An open breaker steers; it never refuses the last worker.
+//! Errors caused by the client neither open nor close the breaker. Back-pressure is obeyed and is no fault. An open
+//! breaker lowers a worker's rank; it never excludes the last worker.
 
 use std::time::Duration;
 use tokio::time::Instant;
 use worker::engine::Error;
 
-/// A worker's standing.
+/// Health of a worker.
 #[derive(Clone, Copy, Default, Debug)]
 pub(crate) struct Health {
     breaker: Breaker,
-    /// Faults since the last output.
-    in_a_row: u32,
-    /// The last outcomes, the newest in the lowest bit; 1 is a fault.
+    /// Consecutive faults since the last output.
+    consecutive_faults: u32,
+    /// The last sixteen outcomes, the newest in the lowest bit; 1 is a fault.
     recent: u16,
-    /// Openings since the last output: each rests longer.
+    /// Openings since the last output; each doubles the open time.
     openings: u32,
-    /// It has too much to do until then.
+    /// End of the back-pressure that the worker asked for.
     busy_until: Option<Instant>,
-    /// When a probe last went out.
+    /// Start of the last probe.
     probed: Option<Instant>,
 }
 
@@ -35,42 +34,44 @@ pub(crate) struct Health {
 enum Breaker {
     #[default]
     Closed,
-    /// It rests until then.
+    /// A probe is due then.
     Open(Instant),
-    /// A probe is out.
+    /// A probe is running.
     HalfOpen,
 }
 
-/// What an outcome says about a worker.
+/// What an outcome says about the health of a worker.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Verdict {
-    /// It works.
-    Well,
-    /// Nothing: the request was wrong. Another worker would say the same.
+pub(crate) enum HealthSignal {
+    /// The worker works.
+    Healthy,
+    /// Nothing: the request was wrong, and another worker would return the same error.
     Neutral,
-    /// It has too much to do for so long.
+    /// The worker asks for no requests for this long.
     Busy(Duration),
-    /// It is not well.
+    /// The worker failed.
     Fault,
-    /// Nothing came of it for longer than anybody could expect.
+    /// The worker did not answer within the longest expected time.
     Hung,
 }
 
-/// Faults in a row that open: one request that no engine survives is tried on three workers, and must not take all of them.
-const IN_A_ROW: u32 = 3;
-/// Of the last sixteen outcomes, faults that open: a worker that serves every other request costs the others a retry each.
-const OF_SIXTEEN: u32 = 8;
-/// After the first opening: long enough for a process to be found dead by its lease, short enough for a hiccup.
-const FIRST: Duration = Duration::from_millis(250);
-/// A worker that keeps failing is asked this often whether it still does.
-const LONGEST: Duration = Duration::from_secs(8);
-/// Nobody promises for longer.
+/// Consecutive faults that open the breaker: one request that no engine survives is tried on three workers, and must
+/// not open the breakers of all.
+const CONSECUTIVE_FAULTS: u32 = 3;
+/// Faults among the last sixteen outcomes that open the breaker: a worker that fails every other request costs a retry
+/// each.
+const RECENT_FAULTS: u32 = 8;
+/// First open time: long enough for a dead process to be found by its lease, short enough for a short disturbance.
+const FIRST_OPEN: Duration = Duration::from_millis(250);
+/// Longest open time: the interval of probes of a worker that keeps failing.
+const MAX_OPEN: Duration = Duration::from_secs(8);
+/// Longest back-pressure that is obeyed.
 const BUSY_MAX: Duration = Duration::from_mins(1);
-/// Until somebody closes it.
-const OPEN_END: Duration = Duration::from_hours(24 * 365);
+/// Ejection until the breaker is closed: a year stands for no end.
+const UNTIL_CLOSED: Duration = Duration::from_hours(24 * 365);
 
-impl Verdict {
-    /// Reads an error, as the contract of [`Engine`](worker::engine::Engine) has it.
+impl HealthSignal {
+    /// Classifies an error, by the contract of [`Engine`](worker::engine::Engine).
     pub(crate) fn of(error: &Error) -> Self {
         match error {
             Error::UnknownModel(_)
@@ -85,29 +86,29 @@ impl Verdict {
 }
 
 impl Health {
-    /// Notes how a request went.
-    pub(crate) fn note(&mut self, verdict: Verdict, now: Instant) {
-        match verdict {
-            Verdict::Neutral => {}
-            Verdict::Busy(wait) => self.busy(wait, now),
-            Verdict::Well => {
+    /// Records the outcome of a request.
+    pub(crate) fn note(&mut self, signal: HealthSignal, now: Instant) {
+        match signal {
+            HealthSignal::Neutral => {}
+            HealthSignal::Busy(wait) => self.busy(wait, now),
+            HealthSignal::Healthy => {
                 self.recent <<= 1;
-                (self.in_a_row, self.openings, self.breaker) = (0, 0, Breaker::Closed);
+                (self.consecutive_faults, self.openings, self.breaker) = (0, 0, Breaker::Closed);
             }
-            // Who is left alone already is not judged again by what was sent to it before.
-            Verdict::Fault | Verdict::Hung if self.breaker != Breaker::Closed => {}
-            Verdict::Hung => self.open(now),
-            Verdict::Fault => {
+            // An open breaker ignores the outcomes of requests that were sent before.
+            HealthSignal::Fault | HealthSignal::Hung if self.breaker != Breaker::Closed => {}
+            HealthSignal::Hung => self.open(now),
+            HealthSignal::Fault => {
                 self.recent = self.recent << 1 | 1;
-                self.in_a_row += 1;
-                if self.in_a_row >= IN_A_ROW || self.recent.count_ones() >= OF_SIXTEEN {
+                self.consecutive_faults += 1;
+                if self.consecutive_faults >= CONSECUTIVE_FAULTS || self.recent.count_ones() >= RECENT_FAULTS {
                     self.open(now);
                 }
             }
         }
     }
 
-    /// Notes that a probe went out.
+    /// Records the start of a probe.
     pub(crate) fn probe(&mut self, now: Instant) {
         self.probed = Some(now);
         if matches!(self.breaker, Breaker::Open(_)) {
@@ -115,23 +116,26 @@ impl Health {
         }
     }
 
-    /// Notes what came of a probe. An answer closes, though only an output of a request makes forget what was.
-    pub(crate) fn probed(&mut self, verdict: Verdict, now: Instant) {
-        match verdict {
-            Verdict::Well | Verdict::Busy(_) => {
-                if let Verdict::Busy(wait) = verdict {
+    /// Records the result of a probe. An answer closes the breaker, but only the output of a request resets the open
+    /// time.
+    pub(crate) fn probed(&mut self, signal: HealthSignal, now: Instant) {
+        match signal {
+            HealthSignal::Healthy | HealthSignal::Busy(_) => {
+                if let HealthSignal::Busy(wait) = signal {
                     self.busy(wait, now);
                 }
-                (self.in_a_row, self.recent, self.breaker) = (0, 0, Breaker::Closed);
+                (self.consecutive_faults, self.recent, self.breaker) = (0, 0, Breaker::Closed);
             }
-            // It neither opens nor closes: the next probe is due when this one's rest has passed.
-            Verdict::Neutral if self.breaker == Breaker::HalfOpen => self.breaker = Breaker::Open(now + self.rest()),
-            Verdict::Neutral => {}
-            Verdict::Fault | Verdict::Hung => self.open(now),
+            // Neither opens nor closes: the next probe is due after the same open time.
+            HealthSignal::Neutral if self.breaker == Breaker::HalfOpen => {
+                self.breaker = Breaker::Open(now + self.open_time())
+            }
+            HealthSignal::Neutral => {}
+            HealthSignal::Fault | HealthSignal::Hung => self.open(now),
         }
     }
 
-    /// Whether a probe is due: it has rested, or it is closed and was last probed before `since`.
+    /// Whether a probe is due: the open time is over, or the breaker is closed and the last probe was before `since`.
     pub(crate) fn wants_probe(&self, since: Instant, now: Instant) -> bool {
         match self.breaker {
             Breaker::Open(until) => until <= now,
@@ -140,32 +144,32 @@ impl Health {
         }
     }
 
-    /// Whether its breaker is closed.
+    /// Whether the breaker is closed.
     pub(crate) fn is_closed(&self) -> bool {
         self.breaker == Breaker::Closed
     }
 
-    /// Until when it is better left alone, as far as is known.
-    pub(crate) fn rests_until(&self) -> Option<Instant> {
+    /// End of the ejection, as far as it is known.
+    pub(crate) fn ejected_until(&self) -> Option<Instant> {
         match self.breaker {
             Breaker::Closed => self.busy_until,
-            Breaker::Open(until) => Some(until + OPEN_END),
-            Breaker::HalfOpen => self.probed.map(|at| at + OPEN_END),
+            Breaker::Open(until) => Some(until + UNTIL_CLOSED),
+            Breaker::HalfOpen => self.probed.map(|at| at + UNTIL_CLOSED),
         }
     }
 
     fn open(&mut self, now: Instant) {
         self.openings += 1;
-        self.breaker = Breaker::Open(now + self.rest());
+        self.breaker = Breaker::Open(now + self.open_time());
     }
 
-    fn rest(&self) -> Duration {
-        FIRST.saturating_mul(1 << self.openings.saturating_sub(1).min(5)).min(LONGEST)
+    fn open_time(&self) -> Duration {
+        FIRST_OPEN.saturating_mul(1 << self.openings.saturating_sub(1).min(5)).min(MAX_OPEN)
     }
 
     fn busy(&mut self, wait: Duration, now: Instant) {
         let until = now + wait.min(BUSY_MAX);
-        self.busy_until = Some(self.busy_until.map_or(until, |before| before.max(until)));
+        self.busy_until = Some(self.busy_until.map_or(until, |previous| previous.max(until)));
     }
 }
 

@@ -1,10 +1,10 @@
-//! Who is there, by model: a roster that readers take whole and the feed replaces.
+//! The workers by model: a snapshot that readers take whole and the feed replaces (read-copy-update).
 
-use super::event_accuracy::Mode;
-use super::health::{Health, Verdict};
-use super::shadow::Ledger;
+use super::estimated_cache::EstimatedCache;
+use super::event_accuracy::CacheView;
+use super::health::{Health, HealthSignal};
 use crate::index::SourceId;
-use crate::load::{Books, Desks, Moment, Standing};
+use crate::load::{LoadStats, SnapshotCache, Timestamp, WorkerLoad};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
@@ -14,140 +14,145 @@ use tokio_util::sync::CancellationToken;
 use worker::engine::{Engine, ModelCard};
 use worker::plane::{Instance, Load, Phase, WorkerId};
 
-/// A worker, for one epoch.
-pub(crate) struct Member {
-    /// What it says of itself.
+/// A worker during one epoch (one life of its process).
+pub(crate) struct Worker {
+    /// Its own description, from discovery.
     pub(crate) instance: Arc<Instance>,
-    /// What it serves with.
+    /// The engine that serves its requests.
     pub(crate) engine: Arc<dyn Engine>,
-    /// What it is known by.
-    pub(crate) mode: Mode,
-    /// Where that stands in the index.
+    /// Whether decisions use its KV events or an estimate of its cache.
+    pub(crate) cache_view: CacheView,
+    /// Index slot of that view.
     pub(crate) slot: SourceId,
-    /// Where what it announces does, believed or not.
+    /// Index slot of its KV events, whether decisions use them or not.
     pub(crate) announced: SourceId,
-    /// What is known of it beside its events.
-    pub(crate) ledger: Arc<Ledger>,
-    /// How busy it is.
-    pub(crate) books: Arc<Books>,
-    /// Cancelled when its lease has ended.
-    pub(crate) gone: CancellationToken,
+    /// Accuracy of its events, and the estimate of its cache.
+    pub(crate) estimated_cache: Arc<EstimatedCache>,
+    /// Its load.
+    pub(crate) load: Arc<WorkerLoad>,
+    /// Cancelled when its lease ends.
+    pub(crate) lease_ended: CancellationToken,
     health: Mutex<Health>,
-    /// When it last gave an output, in nanoseconds since `seen`.
-    heard: AtomicU64,
-    /// Sequences that it takes at a time; 0 when unknown.
+    /// Time of its last output, in nanoseconds since `first_seen`.
+    last_output: AtomicU64,
+    /// Sequences that it decodes at a time (`max_num_seqs`); 0 when unknown.
     batch: AtomicU64,
-    /// Whether it has measured how fast it computes a prompt.
+    /// Whether it has measured its prefill speed.
     measured: AtomicBool,
-    seen: Instant,
+    first_seen: Instant,
 }
 
-impl Member {
-    /// A member. `before`: the same life of it, seen earlier, whose requests are still out there.
-    pub(crate) fn new(instance: Arc<Instance>, engine: Arc<dyn Engine>, slot: SourceId, before: Option<&Self>) -> Self {
-        let mode = before.map_or(Mode::Exact, |member| member.mode);
+impl Worker {
+    /// A worker. `previous`: the same worker and epoch, joined earlier; its requests are still running.
+    pub(crate) fn new(
+        instance: Arc<Instance>,
+        engine: Arc<dyn Engine>,
+        slot: SourceId,
+        previous: Option<&Self>,
+    ) -> Self {
+        let cache_view = previous.map_or(CacheView::Events, |worker| worker.cache_view);
         Self {
             instance,
             engine,
-            mode,
-            slot: before.filter(|_| mode != Mode::Exact).map_or(slot, |member| member.slot),
+            cache_view,
+            slot: previous.filter(|_| cache_view != CacheView::Events).map_or(slot, |worker| worker.slot),
             announced: slot,
-            ledger: before.map(|member| member.ledger.clone()).unwrap_or_default(),
-            books: before.map(|member| member.books.clone()).unwrap_or_default(),
-            gone: before.map(|member| member.gone.clone()).unwrap_or_default(),
-            health: Mutex::new(before.map(Self::health).unwrap_or_default()),
-            heard: AtomicU64::new(before.map_or(0, |member| member.heard.load(Ordering::Relaxed))),
-            batch: AtomicU64::new(before.map_or(0, Self::batch)),
-            measured: AtomicBool::new(before.is_some_and(Self::measured)),
-            seen: before.map_or_else(Instant::now, |member| member.seen),
+            estimated_cache: previous.map(|worker| worker.estimated_cache.clone()).unwrap_or_default(),
+            load: previous.map(|worker| worker.load.clone()).unwrap_or_default(),
+            lease_ended: previous.map(|worker| worker.lease_ended.clone()).unwrap_or_default(),
+            health: Mutex::new(previous.map(Self::health).unwrap_or_default()),
+            last_output: AtomicU64::new(previous.map_or(0, |worker| worker.last_output.load(Ordering::Relaxed))),
+            batch: AtomicU64::new(previous.map_or(0, Self::batch)),
+            measured: AtomicBool::new(previous.is_some_and(Self::measured)),
+            first_seen: previous.map_or_else(Instant::now, |worker| worker.first_seen),
         }
     }
 
-    /// The same member, known by something else, which stands at `slot` in the index.
-    pub(crate) fn known_by(&self, mode: Mode, slot: SourceId) -> Self {
-        Self { mode, slot, ..Self::new(self.instance.clone(), self.engine.clone(), self.announced, Some(self)) }
+    /// The same worker with another cache view, which has `slot` in the index.
+    pub(crate) fn with_cache_view(&self, cache_view: CacheView, slot: SourceId) -> Self {
+        Self { cache_view, slot, ..Self::new(self.instance.clone(), self.engine.clone(), self.announced, Some(self)) }
     }
 
     pub(crate) fn id(&self) -> WorkerId {
         self.instance.id
     }
 
-    /// Whether it is there to decode. Prefill workers can, and do when nobody else is left.
+    /// Whether it has the role to decode. Prefill workers decode only when no other worker is left.
     pub(crate) fn decodes(&self) -> bool {
         self.instance.phase != Phase::Prefill
     }
 
-    /// Notes how a request went wrong.
-    pub(crate) fn note(&self, verdict: Verdict) {
+    /// Records the outcome of a request.
+    pub(crate) fn note(&self, signal: HealthSignal) {
         let now = Instant::now();
-        self.change(|health| health.note(verdict, now));
+        self.change(|health| health.note(signal, now));
     }
 
-    /// Notes a first output.
-    pub(crate) fn well(&self) {
-        self.hear();
-        self.note(Verdict::Well);
+    /// Records a first output.
+    pub(crate) fn succeeded(&self) {
+        self.touch();
+        self.note(HealthSignal::Healthy);
     }
 
-    /// Notes that something came of it.
-    pub(crate) fn hear(&self) {
-        self.heard.store(self.seen.elapsed().as_nanos() as u64, Ordering::Relaxed);
+    /// Records an output.
+    pub(crate) fn touch(&self) {
+        self.last_output.store(self.first_seen.elapsed().as_nanos() as u64, Ordering::Relaxed);
     }
 
-    /// Whether something came of it since then.
-    pub(crate) fn heard_since(&self, then: Instant) -> bool {
-        self.seen + Duration::from_nanos(self.heard.load(Ordering::Relaxed)) > then
+    /// Whether it has returned an output since then.
+    pub(crate) fn active_since(&self, then: Instant) -> bool {
+        self.first_seen + Duration::from_nanos(self.last_output.load(Ordering::Relaxed)) > then
     }
 
-    /// Takes from a report what is asked of every worker at the door.
+    /// Records the values of a report that the admission queue reads.
     pub(crate) fn reported(&self, load: &Load) {
         self.batch.store(load.sequences_max.into(), Ordering::Relaxed);
         self.measured.store(load.prefill_tokens_per_second.is_some(), Ordering::Relaxed);
     }
 
-    /// Whether what comes to it waits neither for prompts nor for room.
+    /// Whether a new request waits neither for queued prompts nor for blocks.
     pub(crate) fn is_free(&self, now: Instant) -> bool {
-        let Standing { prompts, active_blocks, total_blocks, .. } = self.books.standing(now);
+        let LoadStats { prompts, active_blocks, total_blocks, .. } = self.load.stats(now);
         prompts == 0 && (total_blocks == 0 || active_blocks <= total_blocks)
     }
 
-    /// Sequences that it takes at a time; 0 when unknown.
+    /// Sequences that it decodes at a time (`max_num_seqs`); 0 when unknown.
     pub(crate) fn batch(&self) -> u64 {
         self.batch.load(Ordering::Relaxed)
     }
 
-    /// Whether it has measured how fast it computes a prompt.
+    /// Whether it has measured its prefill speed.
     pub(crate) fn measured(&self) -> bool {
         self.measured.load(Ordering::Relaxed)
     }
 
-    /// Whether it should be probed: it has rested, or it had nothing to do for `idle`.
+    /// Whether a health check is due: its breaker has been open long enough, or it was idle for `idle`.
     pub(crate) fn wants_probe(&self, idle: Duration, now: Instant) -> bool {
         let health = self.health();
-        let Some(since) = now.checked_sub(idle).filter(|since| self.seen <= *since) else {
+        let Some(since) = now.checked_sub(idle).filter(|since| self.first_seen <= *since) else {
             return !health.is_closed() && health.wants_probe(now, now);
         };
-        let idles = || {
-            let standing = self.books.standing(now);
-            standing.sequences == 0 && standing.prompts == 0 && !self.heard_since(since)
+        let is_idle_since = || {
+            let stats = self.load.stats(now);
+            stats.sequences == 0 && stats.prompts == 0 && !self.active_since(since)
         };
-        health.wants_probe(since, now) && (!health.is_closed() || idles())
+        health.wants_probe(since, now) && (!health.is_closed() || is_idle_since())
     }
 
-    /// Notes that a probe goes out.
+    /// Records the start of a health check.
     pub(crate) fn probe(&self, now: Instant) {
         self.change(|health| health.probe(now));
     }
 
-    /// Notes what came of a probe.
-    pub(crate) fn probed(&self, verdict: Verdict) {
+    /// Records the result of a health check.
+    pub(crate) fn probed(&self, signal: HealthSignal) {
         let now = Instant::now();
-        self.change(|health| health.probed(verdict, now));
+        self.change(|health| health.probed(signal, now));
     }
 
-    /// Whether it is better left alone while others are there.
-    pub(crate) fn avoided(&self, now: impl Into<Moment>) -> bool {
-        self.books.avoided(now)
+    /// Whether it is to be passed over while others are available.
+    pub(crate) fn is_ejected(&self, now: impl Into<Timestamp>) -> bool {
+        self.load.is_ejected(now)
     }
 
     fn health(&self) -> Health {
@@ -157,187 +162,187 @@ impl Member {
     fn change(&self, change: impl FnOnce(&mut Health)) {
         let mut health = self.health.lock().unwrap_or_else(PoisonError::into_inner);
         change(&mut health);
-        // Decisions read this, and no lock.
-        self.books.rest_until(health.rests_until().map(Moment::from));
+        // Decisions read the published load instead of taking this lock.
+        self.load.eject_until(health.ejected_until().map(Timestamp::from));
     }
 }
 
-/// Who serves a model.
+/// The workers of one model.
 #[derive(Default)]
-pub(crate) struct Serving {
-    seats: Vec<Seat>,
-    /// The ways in which they name blocks: nearly always one.
-    ways: Vec<Arc<ModelCard>>,
-    /// The longest context of them.
+pub(crate) struct ModelPool {
+    entries: Vec<WorkerEntry>,
+    /// The distinct hash schemes of their blocks, one card each; nearly always one.
+    schemes: Vec<Arc<ModelCard>>,
+    /// The longest context of any of them, in tokens.
     context: usize,
-    /// Whether any of them is there to prefill.
-    helpers: bool,
-    /// What decisions know of them.
-    desks: Mutex<Desks>,
+    /// Whether any of them has the role to prefill.
+    has_prefill_workers: bool,
+    /// Snapshots of their load for decisions.
+    snapshots: Mutex<SnapshotCache>,
 }
 
-/// A member, with what each decision asks of it close at hand.
-pub(crate) struct Seat {
+/// A worker, with copies of the fields that every decision reads.
+pub(crate) struct WorkerEntry {
     pub(crate) id: WorkerId,
-    pub(crate) member: Arc<Member>,
-    pub(crate) books: Arc<Books>,
+    pub(crate) worker: Arc<Worker>,
+    pub(crate) load: Arc<WorkerLoad>,
     pub(crate) slot: SourceId,
-    /// Of the ways in which blocks are named, its own.
-    pub(crate) way: u32,
+    /// Index of its hash scheme in [`ModelPool::schemes`].
+    pub(crate) scheme: u32,
     pub(crate) phase: Phase,
     pub(crate) context: usize,
 }
 
-impl Serving {
-    pub(crate) fn seats(&self) -> &[Seat] {
-        &self.seats
+impl ModelPool {
+    pub(crate) fn entries(&self) -> &[WorkerEntry] {
+        &self.entries
     }
 
-    /// One card for each way of naming blocks.
-    pub(crate) fn ways(&self) -> &[Arc<ModelCard>] {
-        &self.ways
+    /// One card for each hash scheme.
+    pub(crate) fn schemes(&self) -> &[Arc<ModelCard>] {
+        &self.schemes
     }
 
-    /// The longest prompt and answer that any of them takes.
+    /// The longest prompt plus output that any of them takes, in tokens.
     pub(crate) fn context(&self) -> usize {
         self.context
     }
 
-    /// Whether any of them is there to prefill for others.
-    pub(crate) fn helps(&self) -> bool {
-        self.helpers
+    /// Whether any of them prefills for others.
+    pub(crate) fn has_prefill_workers(&self) -> bool {
+        self.has_prefill_workers
     }
 
-    /// What is known of them now, for one decision at a time.
-    pub(crate) fn desks(&self, now: Moment) -> MutexGuard<'_, Desks> {
-        // Nothing that writes in them panics half-way.
-        let mut desks = self.desks.lock().unwrap_or_else(PoisonError::into_inner);
-        desks.catch_up(self.seats.iter().map(|seat| &*seat.books), now);
-        desks
+    /// Refreshes the load snapshots and locks them for one decision.
+    pub(crate) fn snapshots(&self, now: Timestamp) -> MutexGuard<'_, SnapshotCache> {
+        // A refresh does not panic half-way.
+        let mut snapshots = self.snapshots.lock().unwrap_or_else(PoisonError::into_inner);
+        snapshots.refresh(self.entries.iter().map(|entry| &*entry.load), now);
+        snapshots
     }
 
-    /// Takes a member in. One that is `cordoned` is known, and gets no seat: no decision can choose it.
-    fn take(&mut self, member: &Arc<Member>, cordoned: bool) {
-        let Instance { model: card, phase, .. } = &*member.instance;
-        let same = |way: &Arc<ModelCard>| way.identity == card.identity && way.block_size == card.block_size;
-        let way = self.ways.iter().position(same).unwrap_or_else(|| {
-            self.ways.push(card.clone());
-            self.ways.len() - 1
+    /// Adds a worker. A `cordoned` one counts for models and context but gets no entry: no decision can choose it.
+    fn take(&mut self, worker: &Arc<Worker>, cordoned: bool) {
+        let Instance { model: card, phase, .. } = &*worker.instance;
+        let same = |scheme: &Arc<ModelCard>| scheme.identity == card.identity && scheme.block_size == card.block_size;
+        let scheme = self.schemes.iter().position(same).unwrap_or_else(|| {
+            self.schemes.push(card.clone());
+            self.schemes.len() - 1
         });
         self.context = self.context.max(card.context);
         if cordoned {
             return;
         }
-        let (id, slot, way) = (member.id(), member.slot, way as u32);
-        self.helpers |= *phase == Phase::Prefill;
-        let (member, books) = (member.clone(), member.books.clone());
-        self.seats.push(Seat { id, member, books, slot, way, phase: *phase, context: card.context });
+        let (id, slot, scheme) = (worker.id(), worker.slot, scheme as u32);
+        self.has_prefill_workers |= *phase == Phase::Prefill;
+        let (worker, load) = (worker.clone(), worker.load.clone());
+        self.entries.push(WorkerEntry { id, worker, load, slot, scheme, phase: *phase, context: card.context });
     }
 }
 
-/// All members at one time.
+/// All workers at one time.
 #[derive(Default)]
-pub(crate) struct Roster {
-    members: BTreeMap<WorkerId, Arc<Member>>,
-    models: BTreeMap<String, Serving>,
-    /// Workers that get no new requests, there or not: a worker that restarts stays cordoned.
+pub(crate) struct FleetSnapshot {
+    workers: BTreeMap<WorkerId, Arc<Worker>>,
+    models: BTreeMap<String, ModelPool>,
+    /// Workers that get no new requests, joined or not: a worker that restarts stays cordoned.
     cordoned: BTreeSet<WorkerId>,
 }
 
-impl Roster {
-    /// Who serves a model.
-    pub(crate) fn serving(&self, model: &str) -> Option<&Serving> {
+impl FleetSnapshot {
+    /// The workers of one model.
+    pub(crate) fn pool(&self, model: &str) -> Option<&ModelPool> {
         self.models.get(model)
     }
 
-    /// One card per model.
+    /// One model card per model.
     pub(crate) fn cards(&self) -> Vec<Arc<ModelCard>> {
-        self.models.values().filter_map(|serving| serving.ways.first().cloned()).collect()
+        self.models.values().filter_map(|pool| pool.schemes.first().cloned()).collect()
     }
 
-    /// Everybody.
-    pub(crate) fn members(&self) -> impl Iterator<Item = &Arc<Member>> {
-        self.members.values()
+    /// All workers, in the order of their ids.
+    pub(crate) fn workers(&self) -> impl Iterator<Item = &Arc<Worker>> {
+        self.workers.values()
     }
 
-    pub(crate) fn get(&self, id: WorkerId) -> Option<&Arc<Member>> {
-        self.members.get(&id)
+    pub(crate) fn get(&self, id: WorkerId) -> Option<&Arc<Worker>> {
+        self.workers.get(&id)
     }
 
-    /// Whether a worker gets no new requests.
+    /// Whether a worker is cordoned.
     pub(crate) fn is_cordoned(&self, id: WorkerId) -> bool {
         self.cordoned.contains(&id)
     }
 
-    fn of(members: BTreeMap<WorkerId, Arc<Member>>, cordoned: BTreeSet<WorkerId>) -> Self {
-        let mut models = BTreeMap::<String, Serving>::new();
-        for (id, member) in &members {
-            models.entry(member.instance.model.id.clone()).or_default().take(member, cordoned.contains(id));
+    fn of(workers: BTreeMap<WorkerId, Arc<Worker>>, cordoned: BTreeSet<WorkerId>) -> Self {
+        let mut models = BTreeMap::<String, ModelPool>::new();
+        for (id, worker) in &workers {
+            models.entry(worker.instance.model.id.clone()).or_default().take(worker, cordoned.contains(id));
         }
-        Self { members, models, cordoned }
+        Self { workers, models, cordoned }
     }
 }
 
-/// The roster, and the count of choices made over it.
+/// The current snapshot of the list, and the number of choices made so far.
 #[derive(Default)]
 pub(crate) struct Fleet {
-    roster: RwLock<Arc<Roster>>,
+    snapshot: RwLock<Arc<FleetSnapshot>>,
     choices: AtomicU64,
 }
 
 impl Fleet {
-    /// Everybody who is there now.
-    pub(crate) fn roster(&self) -> Arc<Roster> {
-        self.roster.read().unwrap_or_else(PoisonError::into_inner).clone()
+    /// The current snapshot.
+    pub(crate) fn snapshot(&self) -> Arc<FleetSnapshot> {
+        self.snapshot.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Adds a member, or replaces the one of its name.
-    pub(crate) fn join(&self, member: Arc<Member>) {
-        self.change(|members| members.insert(member.id(), member));
+    /// Adds a worker, or replaces the one with its id.
+    pub(crate) fn join(&self, worker: Arc<Worker>) {
+        self.change(|workers| workers.insert(worker.id(), worker));
     }
 
-    /// Adds many members at once.
-    pub(crate) fn join_all(&self, joining: impl Iterator<Item = Arc<Member>>) {
-        self.change(|members| {
-            members.extend(joining.map(|member| (member.id(), member)));
+    /// Adds many workers at once.
+    pub(crate) fn join_all(&self, joining: impl Iterator<Item = Arc<Worker>>) {
+        self.change(|workers| {
+            workers.extend(joining.map(|worker| (worker.id(), worker)));
             None
         });
     }
 
-    /// Takes a member out, and tells those who wait for it.
+    /// Removes a worker and cancels its lease token.
     pub(crate) fn leave(&self, id: WorkerId) {
-        self.change(|members| members.remove(&id));
+        self.change(|workers| workers.remove(&id));
     }
 
-    /// Notes that a member was chosen.
-    pub(crate) fn choose(&self, member: &Member) {
+    /// Records that a worker was chosen.
+    pub(crate) fn choose(&self, worker: &Worker) {
         let now = self.choices.fetch_add(1, Ordering::Relaxed) + 1;
-        member.books.choose(now);
+        worker.load.choose(now);
     }
 
-    /// Choices made so far.
+    /// Number of choices so far.
     pub(crate) fn choices(&self) -> u64 {
         self.choices.load(Ordering::Relaxed)
     }
 
-    fn change(&self, change: impl FnOnce(&mut BTreeMap<WorkerId, Arc<Member>>) -> Option<Arc<Member>>) {
-        let mut roster = self.roster.write().unwrap_or_else(PoisonError::into_inner);
-        let mut members = roster.members.clone();
-        if let Some(before) = change(&mut members)
-            && members.get(&before.id()).is_none_or(|now| now.instance.epoch != before.instance.epoch)
+    fn change(&self, change: impl FnOnce(&mut BTreeMap<WorkerId, Arc<Worker>>) -> Option<Arc<Worker>>) {
+        let mut snapshot = self.snapshot.write().unwrap_or_else(PoisonError::into_inner);
+        let mut workers = snapshot.workers.clone();
+        if let Some(previous) = change(&mut workers)
+            && workers.get(&previous.id()).is_none_or(|now| now.instance.epoch != previous.instance.epoch)
         {
-            before.gone.cancel();
+            previous.lease_ended.cancel();
         }
-        *roster = Arc::new(Roster::of(members, roster.cordoned.clone()));
+        *snapshot = Arc::new(FleetSnapshot::of(workers, snapshot.cordoned.clone()));
     }
 
-    /// Gives a worker that is there no new requests from now on, or gives it requests again. `false`: it is not there.
+    /// Cordons a worker, or ends its cordon. Returns `false` if the worker has not joined.
     pub(crate) fn cordon(&self, id: WorkerId, cordoned: bool) -> bool {
-        let mut roster = self.roster.write().unwrap_or_else(PoisonError::into_inner);
-        let (members, mut all) = (roster.members.clone(), roster.cordoned.clone());
-        let there = members.contains_key(&id);
+        let mut snapshot = self.snapshot.write().unwrap_or_else(PoisonError::into_inner);
+        let (workers, mut all) = (snapshot.workers.clone(), snapshot.cordoned.clone());
+        let there = workers.contains_key(&id);
         if if cordoned { there && all.insert(id) } else { all.remove(&id) } {
-            *roster = Arc::new(Roster::of(members, all));
+            *snapshot = Arc::new(FleetSnapshot::of(workers, all));
         }
         there
     }

@@ -1,10 +1,10 @@
-//! What decisions read without a lock, in every order in which it can be read and written.
+//! Loom test of `published.rs`: every interleaving of one reader and its writers.
 
-use super::stats::{self, Standing};
-use super::timestamp::{self, Moment};
+use super::stats::{self, LoadStats};
+use super::timestamp::{self, Timestamp};
 use loom::sync::Arc;
 use loom::thread;
-use published::Face;
+use published::PublishedLoad;
 use tokio::time::Instant;
 
 mod sync {
@@ -15,7 +15,7 @@ mod sync {
 #[path = "published.rs"]
 mod published;
 
-/// Two preemptions find nearly every wrong order.
+/// Two preemptions are enough for nearly every ordering error.
 fn explore(model: impl Fn() + Sync + Send + 'static) {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound = Some(2);
@@ -23,34 +23,34 @@ fn explore(model: impl Fn() + Sync + Send + 'static) {
 }
 
 #[test]
-fn nobody_keeps_an_old_report_under_the_latest_version() {
-    let (now, standing) =
-        (Moment::from(Instant::now()), |waiting_tokens| Standing { waiting_tokens, ..Standing::default() });
+fn an_unchanged_version_means_the_latest_report_was_read() {
+    let (now, stats) =
+        (Timestamp::from(Instant::now()), |waiting_tokens| LoadStats { waiting_tokens, ..LoadStats::default() });
     explore(move || {
-        let face = Arc::new(Face::default());
-        let books = face.clone();
-        let reports = thread::spawn(move || books.publish(Some(now), &standing(7), &standing(3)));
-        let version = face.version();
-        let seen = (face.age(now), face.standing(true).waiting_tokens);
+        let published = Arc::new(PublishedLoad::default());
+        let load = published.clone();
+        let reports = thread::spawn(move || load.publish(Some(now), &stats(7), &stats(3)));
+        let version = published.version();
+        let seen = (published.age(now), published.stats(true).waiting_tokens);
         reports.join().unwrap();
-        if face.version() == version {
+        if published.version() == version {
             assert_eq!(seen, (Some(0), 7));
         }
     });
 }
 
 #[test]
-fn nobody_keeps_an_old_rest_or_choice_under_the_latest_version() {
+fn an_unchanged_version_means_the_latest_ejection_was_read() {
     loom::model(|| {
-        let face = Arc::new(Face::default());
-        let (health, fleet, now) = (face.clone(), face.clone(), Moment::from(Instant::now()));
-        let rests = thread::spawn(move || health.rest_until(Some(now)));
+        let published = Arc::new(PublishedLoad::default());
+        let (health, fleet, now) = (published.clone(), published.clone(), Timestamp::from(Instant::now()));
+        let rests = thread::spawn(move || health.set_ejected_until(Some(now)));
         let chosen = thread::spawn(move || fleet.choose(5));
-        let version = face.version();
-        let seen = (face.rests(), face.chosen());
+        let version = published.version();
+        let seen = (published.ejected_until(), published.chosen());
         rests.join().unwrap();
         chosen.join().unwrap();
-        if face.version() == version {
+        if published.version() == version {
             assert_eq!(seen, (now.bits(), 5));
         }
     });

@@ -1,66 +1,70 @@
-//! What decisions read of a worker's books: written whenever the books change, read without a lock.
+//! The part of a worker's load that decisions read: written whenever the load changes, read without a lock.
 //!
-//! **Ordering.** Every figure is an atomic of its own, written and read relaxed; then the version is raised, which releases
-//! them to whoever finds it raised. A reader keeps what it read together with the version that it found before, and reads
-//! again once that has moved on: so it never keeps old figures for good. What changes while it reads it may see in part,
-//! the new queue next to the old batch; both were true within a microsecond of each other, the figures are estimates, and
-//! the next look mends it. So no reader waits for a writer. Decisions and bookings take turns on the router's lock, which
-//! orders them: a decision sees every booking before it.
+//! A versioned record in the manner of a seqlock, in which readers never retry. **Ordering.** Every field is an atomic
+//! of its own, written and read relaxed; then the version is raised with release. A reader stores what it read together
+//! with the version that it loaded before with acquire, and reads again when the version has moved on, so it never
+//! keeps old values. A reader may see a concurrent write in part, such as the new queue beside the old batch: both were
+//! true within a microsecond of each other, the values are estimates, and the next read corrects them. Readers do not
+//! wait for writers. Decisions and bookings are serialized by the router's lock: a decision sees every booking before
+//! it.
 
-use super::stats::{Figure, Known, ONBOARDED, Onboard, Speeds, Standing};
+use super::stats::{LOWER_TIERS, LoadStats, Measured, MeasuredMask, Onboard, Speeds};
 use super::sync::{AtomicU32, AtomicU64, Ordering};
-use super::timestamp::Moment;
+use super::timestamp::Timestamp;
 
-/// The published figures: three cache lines, and nothing else on them. Two short figures share a word.
+/// The published values, alone on three cache lines. Two 32-bit values share a word.
 #[derive(Default)]
 #[repr(align(64))]
-pub(super) struct Face {
-    /// When the latest report came, as a [`Moment`]; 0 is never.
+pub(super) struct PublishedLoad {
+    /// Time of the latest report, as a [`Timestamp`]; 0 before the first.
     reported: AtomicU64,
-    /// Until when the worker is to be left alone, as a [`Moment`]; 0 is not at all.
-    rests: AtomicU64,
-    /// When it was last chosen, in choices; 0 is never.
+    /// End of the ejection, as a [`Timestamp`]; 0 when the worker is not ejected.
+    ejected_until: AtomicU64,
+    /// Number of the choice that last chose the worker; 0 means never.
     chosen: AtomicU64,
-    /// Which of the speeds were measured.
-    known: AtomicU32,
-    /// Raised by whatever changes here.
+    /// Mask of the speeds that the worker has measured.
+    measured: AtomicU32,
+    /// Incremented after every change.
     version: AtomicU32,
-    /// Queue and prompts, sequences and blocks: while the latest report is news, and once it is not.
+    /// Queue and prompts, sequences and blocks, with a fresh and with a stale report.
     fresh: [AtomicU64; 2],
     stale: [AtomicU64; 2],
-    /// What is the same in both cases.
-    rest: [AtomicU64; 3],
-    /// Latency and bandwidth of the levels that blocks come up from.
-    onboard: [AtomicU64; ONBOARDED],
-    /// Blocks that others wait for from them.
-    queued: [AtomicU64; ONBOARDED.div_ceil(2)],
+    /// Values that do not depend on the age of the report.
+    common: [AtomicU64; 3],
+    /// Latency and bandwidth of onboarding, by source tier.
+    onboard: [AtomicU64; LOWER_TIERS],
+    /// Blocks queued for onboarding, by source tier.
+    queued: [AtomicU64; LOWER_TIERS.div_ceil(2)],
 }
 
-impl Face {
-    /// Publishes what the books say. `fresh` and `stale` differ in their four counts only.
-    pub(super) fn publish(&self, reported: Option<Moment>, fresh: &Standing, stale: &Standing) {
-        self.reported.store(reported.map_or(0, Moment::bits), Ordering::Relaxed);
-        self.known.store(fresh.speeds.known().bits(), Ordering::Relaxed);
+impl PublishedLoad {
+    /// Publishes the load. `fresh` and `stale` differ in their four counts only.
+    pub(super) fn publish(&self, reported: Option<Timestamp>, fresh: &LoadStats, stale: &LoadStats) {
+        self.reported.store(reported.map_or(0, Timestamp::bits), Ordering::Relaxed);
+        self.measured.store(fresh.speeds.measured().bits(), Ordering::Relaxed);
         for (to, from) in [(&self.fresh, fresh), (&self.stale, stale)] {
-            let Standing { waiting_tokens, prompts, sequences, active_blocks, .. } = *from;
+            let LoadStats { waiting_tokens, prompts, sequences, active_blocks, .. } = *from;
             store(to, [(waiting_tokens, prompts), (sequences, active_blocks)]);
         }
-        let Speeds { prefill, step, block_bytes, resume, residence, onboard } = fresh.speeds;
-        let pair = |a: Figure, b: Figure| (a.bits(), b.bits());
-        store(&self.rest, [(fresh.total_blocks, prefill.bits()), pair(step, block_bytes), pair(resume, residence)]);
+        let Speeds { prefill, step, block_bytes, handoff_overhead, mean_duration, onboard } = fresh.speeds;
+        let pair = |a: Measured, b: Measured| (a.bits(), b.bits());
+        store(
+            &self.common,
+            [(fresh.total_blocks, prefill.bits()), pair(step, block_bytes), pair(handoff_overhead, mean_duration)],
+        );
         store(&self.onboard, onboard.map(|Onboard { latency, bandwidth }| pair(latency, bandwidth)));
         let queued = |at: usize| fresh.queued.get(at).copied().unwrap_or_default();
         store(&self.queued, std::array::from_fn(|at| (queued(2 * at), queued(2 * at + 1))));
         self.raise();
     }
 
-    /// Publishes until when the worker is to be left alone.
-    pub(super) fn rest_until(&self, until: Option<Moment>) {
-        self.rests.store(until.map_or(0, Moment::bits), Ordering::Relaxed);
+    /// Publishes the end of the ejection.
+    pub(super) fn set_ejected_until(&self, until: Option<Timestamp>) {
+        self.ejected_until.store(until.map_or(0, Timestamp::bits), Ordering::Relaxed);
         self.raise();
     }
 
-    /// Publishes when the worker was last chosen, in choices.
+    /// Publishes the number of the choice that last chose the worker.
     pub(super) fn choose(&self, nth: u64) {
         self.chosen.store(nth, Ordering::Relaxed);
         self.raise();
@@ -70,51 +74,51 @@ impl Face {
         self.version.fetch_add(1, Ordering::Release);
     }
 
-    /// Is another once anything here is.
+    /// Changes whenever any published value changes.
     #[inline]
     pub(super) fn version(&self) -> u32 {
         self.version.load(Ordering::Acquire)
     }
 
-    /// Until when the worker is to be left alone; 0 is not at all.
-    pub(super) fn rests(&self) -> u64 {
-        self.rests.load(Ordering::Relaxed)
+    /// End of the ejection, as a [`Timestamp`]; 0 when the worker is not ejected.
+    pub(super) fn ejected_until(&self) -> u64 {
+        self.ejected_until.load(Ordering::Relaxed)
     }
 
-    /// When the worker was last chosen, in choices; 0 is never.
+    /// Number of the choice that last chose the worker; 0 means never.
     pub(super) fn chosen(&self) -> u64 {
         self.chosen.load(Ordering::Relaxed)
     }
 
-    /// How old the latest report is, in nanoseconds; `None` before the first.
+    /// Age of the latest report in nanoseconds; `None` before the first.
     #[inline]
-    pub(super) fn age(&self, now: Moment) -> Option<u64> {
+    pub(super) fn age(&self, now: Timestamp) -> Option<u64> {
         let at = self.reported.load(Ordering::Relaxed);
         (at != 0).then(|| now.bits().saturating_sub(at))
     }
 
-    /// The figures, as they stand while the latest report is `news` or not.
+    /// The load, with a `fresh` report or a stale one.
     #[inline]
-    pub(super) fn standing(&self, news: bool) -> Standing {
-        let counts = load(if news { &self.fresh } else { &self.stale });
+    pub(super) fn stats(&self, fresh: bool) -> LoadStats {
+        let counts = load(if fresh { &self.fresh } else { &self.stale });
         let [(waiting_tokens, prompts), (sequences, active_blocks)] = counts;
-        let [(total_blocks, prefill), (step, block_bytes), (resume, residence)] = load(&self.rest);
-        let [prefill, step, block_bytes] = [prefill, step, block_bytes].map(Figure::from_bits);
-        let [resume, residence] = [resume, residence].map(Figure::from_bits);
+        let [(total_blocks, prefill), (step, block_bytes), (handoff_overhead, mean_duration)] = load(&self.common);
+        let [prefill, step, block_bytes] = [prefill, step, block_bytes].map(Measured::from_bits);
+        let [handoff_overhead, mean_duration] = [handoff_overhead, mean_duration].map(Measured::from_bits);
         let onboard = load(&self.onboard).map(|(latency, bandwidth)| {
-            let [latency, bandwidth] = [latency, bandwidth].map(Figure::from_bits);
+            let [latency, bandwidth] = [latency, bandwidth].map(Measured::from_bits);
             Onboard { latency, bandwidth }
         });
-        let speeds = Speeds { prefill, step, block_bytes, resume, residence, onboard };
-        let pairs: [_; ONBOARDED.div_ceil(2)] = load(&self.queued);
+        let speeds = Speeds { prefill, step, block_bytes, handoff_overhead, mean_duration, onboard };
+        let pairs: [_; LOWER_TIERS.div_ceil(2)] = load(&self.queued);
         let queued = std::array::from_fn(|at| if at % 2 == 0 { pairs[at / 2].0 } else { pairs[at / 2].1 });
-        Standing { waiting_tokens, prompts, sequences, active_blocks, total_blocks, queued, speeds }
+        LoadStats { waiting_tokens, prompts, sequences, active_blocks, total_blocks, queued, speeds }
     }
 
-    /// Which speeds were measured.
+    /// Mask of the speeds that the worker has measured.
     #[inline]
-    pub(super) fn known(&self) -> Known {
-        Known::from_bits(self.known.load(Ordering::Relaxed))
+    pub(super) fn measured(&self) -> MeasuredMask {
+        MeasuredMask::from_bits(self.measured.load(Ordering::Relaxed))
     }
 }
 

@@ -1,122 +1,127 @@
-//! What decisions know of the workers of a model, kept from one decision to the next.
+//! Cached worker snapshots, refreshed when the load version changes or the snapshot expires.
 //!
-//! A desk is written anew once its worker's books have changed, or say something else because time has passed: a few of a
-//! thousand at each decision. A decision keeps all of them until it is made, explained and booked, so what explains it is
-//! what made it.
+//! A decision refreshes a few of a thousand snapshots. It holds the cache until it is made, explained and booked, so
+//! the explanation shows the values that made the decision.
 
-use super::books::{Books, Glance};
-use super::estimate::Pace;
-use super::stats::{Known, Spread, Standing, Typical};
-use super::timestamp::Moment;
+use super::estimate::ServiceEstimate;
+use super::stats::{Coverage, FleetMeans, LoadStats, MeasuredMask};
+use super::timestamp::Timestamp;
+use super::worker_load::{LoadReading, WorkerLoad};
 
-/// All desks, by seat.
+/// Snapshots of the workers of a model, by index of the worker's entry.
 #[derive(Default)]
-pub(crate) struct Desks {
-    stamps: Vec<Stamp>,
-    all: Vec<Desk>,
-    /// Prompts that wait, at all of them.
+pub(crate) struct SnapshotCache {
+    keys: Vec<CacheKey>,
+    all: Vec<WorkerSnapshot>,
+    /// Queued prompts of all workers.
     prompts: u64,
-    /// What stands in for what some have not measured.
-    typical: Typical,
+    /// Means that replace missing measurements.
+    fleet_means: FleetMeans,
 }
 
-/// What is known of the worker in a seat. What every decision reads of everybody lies on its first cache line, and what it
-/// reads of those who have something to bring up on the next.
+/// Snapshot of one worker. The first cache line has what every decision reads of every worker, the next what it reads
+/// of workers with blocks to onboard.
 #[derive(Clone, Copy, PartialEq, Debug)]
 #[repr(C, align(64))]
-pub(crate) struct Desk {
-    /// Better left alone while others are there.
-    pub(crate) avoided: bool,
-    /// When it was last chosen, in choices; 0 is never.
+pub(crate) struct WorkerSnapshot {
+    /// The worker is passed over while others are available.
+    pub(crate) ejected: bool,
+    /// Number of the choice that last chose the worker; 0 means never.
     pub(crate) chosen: u64,
-    /// How it keeps pace, with means of the others where it has measured nothing.
-    pub(crate) pace: Pace,
-    /// Which speeds it has measured itself.
-    known: Known,
-    /// What its books say.
-    pub(crate) standing: Standing,
+    /// Service times, with means of the fleet for missing measurements.
+    pub(crate) estimate: ServiceEstimate,
+    /// Mask of the speeds that the worker has measured itself.
+    measured: MeasuredMask,
+    /// Load of the worker.
+    pub(crate) stats: LoadStats,
 }
 
-/// What a desk was written from: these books, and until then.
+/// Validity of a snapshot: version of the load, and the time at which the snapshot expires.
 #[derive(Clone, Copy)]
-struct Stamp {
+struct CacheKey {
     version: u32,
     until: u64,
 }
 
-impl Stamp {
-    /// Nothing was written yet.
-    const BLANK: Self = Self { version: 0, until: 0 };
+impl CacheKey {
+    /// No snapshot yet.
+    const EMPTY: Self = Self { version: 0, until: 0 };
 }
 
-impl Desks {
-    /// Brings them up to date.
-    pub(crate) fn catch_up<'a>(&mut self, books: impl ExactSizeIterator<Item = &'a Books>, now: Moment) {
-        self.stamps.resize(books.len(), Stamp::BLANK);
-        self.all.resize(books.len(), Desk::default());
+impl SnapshotCache {
+    /// Refreshes the snapshots that are out of date.
+    pub(crate) fn refresh<'a>(&mut self, load: impl ExactSizeIterator<Item = &'a WorkerLoad>, now: Timestamp) {
+        self.keys.resize(load.len(), CacheKey::EMPTY);
+        self.all.resize(load.len(), WorkerSnapshot::default());
         let mut measured = false;
-        for (at, (books, stamp)) in books.zip(&mut self.stamps).enumerate() {
-            let version = books.version();
-            if version == stamp.version && now.bits() < stamp.until {
+        for (at, (load, key)) in load.zip(&mut self.keys).enumerate() {
+            let version = load.version();
+            if version == key.version && now.bits() < key.until {
                 continue;
             }
-            // What changes from here on raises the version again.
-            let glance = books.glance(now);
-            *stamp = Stamp { version, until: glance.until.map_or(u64::MAX, Moment::bits) };
-            let desk = &mut self.all[at];
-            measured |= glance.known != desk.known;
-            self.prompts += u64::from(glance.standing.prompts);
-            self.prompts -= u64::from(desk.standing.prompts);
-            *desk = Desk::of(&glance, &self.typical);
+            // A change after this read raises the version again.
+            let reading = load.read(now);
+            *key = CacheKey { version, until: reading.until.map_or(u64::MAX, Timestamp::bits) };
+            let snapshot = &mut self.all[at];
+            measured |= reading.measured != snapshot.measured;
+            self.prompts += u64::from(reading.stats.prompts);
+            self.prompts -= u64::from(snapshot.stats.prompts);
+            *snapshot = WorkerSnapshot::of(&reading, &self.fleet_means);
         }
-        self.keep_typical(measured, now);
+        self.update_means(measured, now);
     }
 
-    /// Prompts that wait at a worker, on average.
-    pub(crate) fn prompts_typical(&self) -> f64 {
+    /// Mean number of queued prompts per worker.
+    pub(crate) fn mean_prompts(&self) -> f64 {
         self.prompts as f64 / self.all.len().max(1) as f64
     }
 
     #[inline]
-    pub(crate) fn all(&self) -> &[Desk] {
+    pub(crate) fn all(&self) -> &[WorkerSnapshot] {
         &self.all
     }
 
-    /// `measured`: others may have measured other things than before.
-    fn keep_typical(&mut self, measured: bool, now: Moment) {
-        let Self { all, typical, .. } = self;
-        let mut spread = typical.spread();
+    /// `measured`: the set of measured fields may have changed.
+    fn update_means(&mut self, measured: bool, now: Timestamp) {
+        let Self { all, fleet_means, .. } = self;
+        let mut coverage = fleet_means.coverage();
         if measured {
-            spread = Spread::default();
-            for desk in all.iter() {
-                spread.add(desk.known);
+            coverage = Coverage::default();
+            for snapshot in all.iter() {
+                coverage.add(snapshot.measured);
             }
         }
-        if typical.keep_up(spread, now, || all.iter().map(|desk| desk.standing.speeds)) {
-            for desk in all.iter_mut() {
-                desk.pace = pace(desk.standing, desk.known, typical);
+        if fleet_means.update(coverage, now, || all.iter().map(|snapshot| snapshot.stats.speeds)) {
+            for snapshot in all.iter_mut() {
+                snapshot.estimate = estimate(snapshot.stats, snapshot.measured, fleet_means);
             }
         }
     }
 }
 
-impl Desk {
-    fn of(glance: &Glance, typical: &Typical) -> Self {
-        let Glance { standing, known, avoided, chosen, .. } = *glance;
-        Self { pace: pace(standing, known, typical), chosen, avoided, known, standing }
+impl WorkerSnapshot {
+    fn of(reading: &LoadReading, fleet_means: &FleetMeans) -> Self {
+        let LoadReading { stats, measured, ejected, chosen, .. } = *reading;
+        Self { estimate: estimate(stats, measured, fleet_means), chosen, ejected, measured, stats }
     }
 }
 
-/// With means where it has measured nothing and others have.
-fn pace(mut standing: Standing, known: Known, typical: &Typical) -> Pace {
-    typical.fill(known, &mut standing.speeds);
-    Pace::of(&standing)
+/// Service times, with means of the fleet for missing measurements.
+fn estimate(mut stats: LoadStats, measured: MeasuredMask, fleet_means: &FleetMeans) -> ServiceEstimate {
+    fleet_means.fill(measured, &mut stats.speeds);
+    ServiceEstimate::of(&stats)
 }
 
-impl Default for Desk {
+impl Default for WorkerSnapshot {
     fn default() -> Self {
-        let standing = Standing::default();
-        Self { pace: Pace::of(&standing), chosen: 0, avoided: false, known: Known::default(), standing }
+        let stats = LoadStats::default();
+        Self {
+            estimate: ServiceEstimate::of(&stats),
+            chosen: 0,
+            ejected: false,
+            measured: MeasuredMask::default(),
+            stats,
+        }
     }
 }
 
@@ -124,31 +129,31 @@ impl Default for Desk {
 mod tests {
     use super::*;
     use crate::hash::splitmix64;
-    use crate::load::books::Amount;
-    use crate::load::stats::MEANS_STAND;
+    use crate::load::stats::MEANS_MAX_AGE;
+    use crate::load::worker_load::Demand;
     use std::collections::HashSet;
     use std::time::Duration;
     use tokio::time::Instant;
     use worker::plane::Load;
 
-    /// All that decisions see of a fleet: from new desks.
-    fn anew(fleet: &[Books], now: Instant) -> Desks {
-        let mut desks = Desks::default();
-        desks.catch_up(fleet.iter(), now.into());
-        desks
+    /// A cache filled from scratch.
+    fn anew(fleet: &[WorkerLoad], now: Instant) -> SnapshotCache {
+        let mut snapshots = SnapshotCache::default();
+        snapshots.refresh(fleet.iter(), now.into());
+        snapshots
     }
 
     #[test]
-    fn desks_that_were_kept_say_what_new_ones_would() {
-        let (fleet, mut kept) = ((0..8).map(|_| Books::default()).collect::<Vec<_>>(), Desks::default());
-        let (start, mut open, mut avoided) = (Instant::now(), Vec::new(), HashSet::new());
+    fn refreshed_snapshots_equal_new_ones() {
+        let (fleet, mut kept) = ((0..8).map(|_| WorkerLoad::default()).collect::<Vec<_>>(), SnapshotCache::default());
+        let (start, mut open, mut ejected) = (Instant::now(), Vec::new(), HashSet::new());
         for round in 0..1_000 {
             let draw = splitmix64(round);
-            // So slowly that reports grow old, and means are worked out anew each time.
-            let now = start + 2 * MEANS_STAND * round as u32;
-            let books = &fleet[(draw % 8) as usize];
+            // Slow enough that reports become stale and means are computed again each time.
+            let now = start + 2 * MEANS_MAX_AGE * round as u32;
+            let load = &fleet[(draw % 8) as usize];
             match draw >> 8 & 7 {
-                0 => books.report(
+                0 => load.report(
                     Load {
                         running: (draw >> 16 & 15) as u32,
                         waiting_tokens: draw >> 20 & 4095,
@@ -160,18 +165,18 @@ mod tests {
                     now,
                 ),
                 1 | 2 => {
-                    open.push((books, books.book(Amount { prefill_tokens: 99, prompts: 1, ..Amount::default() }, now)));
+                    open.push((load, load.book(Demand { prefill_tokens: 99, prompts: 1, ..Demand::default() }, now)));
                 }
-                3 => open.drain(..open.len().min(2)).for_each(|(books, number)| books.release(number, now)),
-                4 => books.choose(round),
-                5 => books.rest_until(Some(Moment::from(now + Duration::from_millis(draw >> 16 & 2047)))),
+                3 => open.drain(..open.len().min(2)).for_each(|(load, number)| load.release(number, now)),
+                4 => load.choose(round),
+                5 => load.eject_until(Some(Timestamp::from(now + Duration::from_millis(draw >> 16 & 2047)))),
                 _ => {}
             }
-            kept.catch_up(fleet.iter(), now.into());
+            kept.refresh(fleet.iter(), now.into());
             let new = anew(&fleet, now);
             assert_eq!((&kept.all, kept.prompts), (&new.all, new.prompts), "round {round}");
-            avoided.extend(kept.all.iter().map(|desk| desk.avoided));
+            ejected.extend(kept.all.iter().map(|snapshot| snapshot.ejected));
         }
-        assert_eq!(avoided.len(), 2, "some were silent or rested");
+        assert_eq!(ejected.len(), 2, "some were silent or ejected");
     }
 }

@@ -1,98 +1,98 @@
-//! A worker as a decision sees it: plain figures, small enough that thousands are copied for each request.
+//! The load of a worker as plain values, small enough that thousands are copied for each request.
 
-use super::timestamp::Moment;
+use super::timestamp::Timestamp;
 use kvbm::Level;
 use std::fmt;
 use std::time::Duration;
 
-/// A figure that may not have been measured yet.
+/// A measurement that may be missing, encoded as `NaN`.
 ///
-/// A short float whose `NaN` says so: a quarter of what an `Option<f64>` takes, where a decision reads a dozen of each of a
-/// thousand workers. No measurement is good to seven digits.
+/// An `f32` takes a quarter of an `Option<f64>`; a decision reads a dozen of each of a thousand workers, and no
+/// measurement has seven significant digits.
 #[derive(Clone, Copy)]
-pub(crate) struct Figure(f32);
+pub(crate) struct Measured(f32);
 
-/// How fast blocks come up from a tier.
+/// Speed of onboarding from a tier.
 #[derive(Clone, Copy, PartialEq, Debug, Default)]
 pub(crate) struct Onboard {
     /// Seconds until the first block.
-    pub(crate) latency: Figure,
-    /// Bytes per second after that.
-    pub(crate) bandwidth: Figure,
+    pub(crate) latency: Measured,
+    /// Bytes per second after the first block.
+    pub(crate) bandwidth: Measured,
 }
 
-/// What a worker's own measurements say.
+/// Speeds that a worker has measured itself.
 #[derive(Clone, Copy, PartialEq, Debug, Default)]
 pub(crate) struct Speeds {
     /// Prompt tokens per second.
-    pub(crate) prefill: Figure,
-    /// Seconds that one more sequence adds to a decode step.
-    pub(crate) step: Figure,
+    pub(crate) prefill: Measured,
+    /// Seconds that each sequence adds to a decode step.
+    pub(crate) step: Measured,
     /// Bytes of one block.
-    pub(crate) block_bytes: Figure,
-    /// Seconds from a hand-over's readiness to the first token, the transfer apart.
-    pub(crate) resume: Figure,
-    /// Seconds that a request stays, from its placement to its end.
-    pub(crate) residence: Figure,
-    /// From G2 on: nothing comes up from G1.
-    pub(crate) onboard: [Onboard; ONBOARDED],
+    pub(crate) block_bytes: Measured,
+    /// Seconds from the end of a remote prefill to the first token, without the transfer.
+    pub(crate) handoff_overhead: Measured,
+    /// Mean seconds from placement to end of a request.
+    pub(crate) mean_duration: Measured,
+    /// Onboarding by source tier, from G2 on.
+    pub(crate) onboard: [Onboard; LOWER_TIERS],
 }
 
-/// Levels that blocks come up from.
-pub(crate) const ONBOARDED: usize = Level::ALL.len() - 1;
+/// Number of tiers below G1, from which blocks are onboarded.
+pub(crate) const LOWER_TIERS: usize = Level::ALL.len() - 1;
 
-/// The place of a level among them. From G1 nothing needs to come.
+/// Index of a tier among those below G1; `None` for G1.
 #[inline]
-pub(crate) fn below(level: Level) -> Option<usize> {
+pub(crate) fn lower_tier(level: Level) -> Option<usize> {
     (level as usize).checked_sub(1)
 }
 
-/// Figures of [`Speeds`]: some single ones, and two of each level that blocks come up from.
-const FIGURES: usize = SINGLE + 2 * ONBOARDED;
-const SINGLE: usize = 5;
+/// Number of fields of [`Speeds`]: scalars, and two for each tier below G1.
+const FIELDS: usize = SCALARS + 2 * LOWER_TIERS;
+const SCALARS: usize = 5;
 
-/// A worker as a decision sees it.
+/// Load of a worker.
 #[derive(Clone, Copy, PartialEq, Debug, Default)]
-pub(crate) struct Standing {
-    /// Prompt tokens to be computed before a new request's.
+pub(crate) struct LoadStats {
+    /// Prompt tokens queued before a new request.
     pub(crate) waiting_tokens: u32,
-    /// Requests that wait there for their first token.
+    /// Requests that wait for their first token.
     pub(crate) prompts: u32,
-    /// Sequences that decode, or will.
+    /// Sequences that decode or wait to decode.
     pub(crate) sequences: u32,
-    /// G1 blocks in use by requests, or promised to them.
+    /// G1 blocks in use or booked by requests.
     pub(crate) active_blocks: u32,
     /// G1 blocks in all; 0 when unknown.
     pub(crate) total_blocks: u32,
-    /// Blocks that others wait for there, by the level that they come up from.
-    pub(crate) queued: [u32; ONBOARDED],
-    /// Measurements.
+    /// Blocks queued for onboarding, by source tier.
+    pub(crate) queued: [u32; LOWER_TIERS],
+    /// Measured speeds.
     pub(crate) speeds: Speeds,
 }
 
-/// Which of the figures of [`Speeds`] were measured, a bit each.
+/// Which fields of [`Speeds`] were measured, one bit each.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub(crate) struct Known(u32);
+pub(crate) struct MeasuredMask(u32);
 
-/// What all of a fleet have measured, and what any.
+/// Which fields all workers of a fleet have measured, and which at least one has.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Spread {
-    all: Known,
-    any: Known,
+pub(crate) struct Coverage {
+    all: MeasuredMask,
+    any: MeasuredMask,
 }
 
-/// Means over a fleet of what only some of it have measured: they stand in for the others.
+/// Means of the fields that only some workers have measured; they replace the missing values of the others.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Typical {
-    spread: Spread,
+pub(crate) struct FleetMeans {
+    coverage: Coverage,
     means: Speeds,
-    worked_out: Option<Moment>,
+    computed_at: Option<Timestamp>,
 }
 
-/// Measurements are averages themselves, and move slowly.
-pub(crate) const MEANS_STAND: Duration = Duration::from_millis(100);
+/// Age at which the means are computed again: measurements are averages and change slowly.
+pub(crate) const MEANS_MAX_AGE: Duration = Duration::from_millis(100);
 
-impl Figure {
+impl Measured {
     /// Not measured.
     pub(crate) const NONE: Self = Self(f32::NAN);
 
@@ -106,8 +106,8 @@ impl Figure {
     }
 
     #[inline]
-    pub(crate) fn or(self, stand_in: f64) -> f64 {
-        if self.0.is_nan() { stand_in } else { f64::from(self.0) }
+    pub(crate) fn or(self, default: f64) -> f64 {
+        if self.0.is_nan() { default } else { f64::from(self.0) }
     }
 
     pub(super) const fn bits(self) -> u32 {
@@ -119,70 +119,70 @@ impl Figure {
     }
 }
 
-impl Default for Figure {
+impl Default for Measured {
     fn default() -> Self {
         Self::NONE
     }
 }
 
-impl PartialEq for Figure {
-    /// Two figures that nobody measured are alike.
+impl PartialEq for Measured {
+    /// Two missing measurements are equal.
     fn eq(&self, other: &Self) -> bool {
         self.get() == other.get()
     }
 }
 
-impl fmt::Debug for Figure {
+impl fmt::Debug for Measured {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.get().fmt(f)
     }
 }
 
-impl From<Option<f64>> for Figure {
+impl From<Option<f64>> for Measured {
     fn from(value: Option<f64>) -> Self {
         value.map_or(Self::NONE, Self::of)
     }
 }
 
 impl Speeds {
-    /// How blocks come up from a level, if it was measured.
+    /// Latency and bandwidth of onboarding from a tier, if measured.
     #[inline]
     pub(crate) fn from(&self, level: Level) -> Option<(f64, f64)> {
-        let onboard = self.onboard.get(below(level)?)?;
+        let onboard = self.onboard.get(lower_tier(level)?)?;
         Some((onboard.latency.get()?, onboard.bandwidth.get()?))
     }
 
-    /// Notes how blocks come up from a level.
-    pub(crate) fn onboards(&mut self, level: Level, latency: f64, bandwidth: f64) {
-        if let Some(onboard) = below(level).and_then(|at| self.onboard.get_mut(at)) {
-            *onboard = Onboard { latency: Figure::of(latency), bandwidth: Figure::of(bandwidth) };
+    /// Sets latency and bandwidth of onboarding from a tier.
+    pub(crate) fn set_onboard(&mut self, level: Level, latency: f64, bandwidth: f64) {
+        if let Some(onboard) = lower_tier(level).and_then(|at| self.onboard.get_mut(at)) {
+            *onboard = Onboard { latency: Measured::of(latency), bandwidth: Measured::of(bandwidth) };
         }
     }
 
-    /// Which of them were measured.
-    pub(super) fn known(&self) -> Known {
+    /// Mask of the measured fields.
+    pub(super) fn measured(&self) -> MeasuredMask {
         let mut speeds = *self;
-        Known((0..FIGURES).fold(0, |bits, nth| bits | u32::from(speeds.figure(nth).get().is_some()) << nth))
+        MeasuredMask((0..FIELDS).fold(0, |bits, nth| bits | u32::from(speeds.field(nth).get().is_some()) << nth))
     }
 
-    /// Each figure by its number.
+    /// A field by its number.
     #[inline]
-    fn figure(&mut self, nth: usize) -> &mut Figure {
+    fn field(&mut self, nth: usize) -> &mut Measured {
         match nth {
             0 => &mut self.prefill,
             1 => &mut self.step,
             2 => &mut self.block_bytes,
-            3 => &mut self.resume,
-            4 => &mut self.residence,
+            3 => &mut self.handoff_overhead,
+            4 => &mut self.mean_duration,
             _ => {
-                let Onboard { latency, bandwidth } = &mut self.onboard[(nth - SINGLE) / 2];
-                if (nth - SINGLE).is_multiple_of(2) { latency } else { bandwidth }
+                let Onboard { latency, bandwidth } = &mut self.onboard[(nth - SCALARS) / 2];
+                if (nth - SCALARS).is_multiple_of(2) { latency } else { bandwidth }
             }
         }
     }
 }
 
-impl Known {
+impl MeasuredMask {
     pub(super) const fn bits(self) -> u32 {
         self.0
     }
@@ -192,64 +192,63 @@ impl Known {
     }
 }
 
-impl Default for Spread {
+impl Default for Coverage {
     fn default() -> Self {
-        Self { all: Known(u32::MAX), any: Known(0) }
+        Self { all: MeasuredMask(u32::MAX), any: MeasuredMask(0) }
     }
 }
 
-impl Spread {
+impl Coverage {
     #[inline]
-    pub(crate) fn add(&mut self, known: Known) {
-        self.all.0 &= known.0;
-        self.any.0 |= known.0;
+    pub(crate) fn add(&mut self, measured: MeasuredMask) {
+        self.all.0 &= measured.0;
+        self.any.0 |= measured.0;
     }
 
-    /// Figures that some have measured and others have not. Nearly always there are few, or none.
+    /// Fields that some workers have measured and others have not; nearly always few or none.
     fn uneven(self) -> impl Iterator<Item = usize> {
         let uneven = self.any.0 & !self.all.0;
-        (0..FIGURES).filter(move |nth| uneven >> nth & 1 == 1)
+        (0..FIELDS).filter(move |nth| uneven >> nth & 1 == 1)
     }
 }
 
-impl Typical {
-    /// Who has measured what, as it was last told.
-    pub(crate) fn spread(&self) -> Spread {
-        self.spread
+impl FleetMeans {
+    /// Coverage at the last update.
+    pub(crate) fn coverage(&self) -> Coverage {
+        self.coverage
     }
 
-    /// Works the means out anew when others have measured other things than before, or some time has passed. Whether
-    /// something may stand in otherwise now.
-    pub(crate) fn keep_up<I: Iterator<Item = Speeds>>(
+    /// Computes the means again if the coverage changed or they are too old. Returns whether they may have changed.
+    pub(crate) fn update<I: Iterator<Item = Speeds>>(
         &mut self,
-        spread: Spread,
-        now: Moment,
+        coverage: Coverage,
+        now: Timestamp,
         fleet: impl Fn() -> I,
     ) -> bool {
-        let stands = |at: &Moment| now.bits().saturating_sub(at.bits()) < MEANS_STAND.as_nanos() as u64;
-        if self.spread == spread && self.worked_out.as_ref().is_some_and(stands) {
+        let fresh = |at: &Timestamp| now.bits().saturating_sub(at.bits()) < MEANS_MAX_AGE.as_nanos() as u64;
+        if self.coverage == coverage && self.computed_at.as_ref().is_some_and(fresh) {
             return false;
         }
-        let otherwise = self.spread != spread || spread.any != spread.all;
-        (self.spread, self.worked_out) = (spread, Some(now));
-        for nth in spread.uneven() {
+        let changed = self.coverage != coverage || coverage.any != coverage.all;
+        (self.coverage, self.computed_at) = (coverage, Some(now));
+        for nth in coverage.uneven() {
             let (mut sum, mut measured) = (0.0, 0_u32);
-            for value in fleet().filter_map(|mut speeds| speeds.figure(nth).get()) {
+            for value in fleet().filter_map(|mut speeds| speeds.field(nth).get()) {
                 sum += value;
                 measured += 1;
             }
-            *self.means.figure(nth) = Figure::of(sum / f64::from(measured));
+            *self.means.field(nth) = Measured::of(sum / f64::from(measured));
         }
-        otherwise
+        changed
     }
 
-    /// Puts the means where a worker has measured nothing and others have.
+    /// Replaces the missing measurements of a worker by the means.
     #[inline]
-    pub(crate) fn fill(&self, known: Known, speeds: &mut Speeds) {
-        if self.spread.any.0 & !known.0 != 0 {
+    pub(crate) fn fill(&self, measured: MeasuredMask, speeds: &mut Speeds) {
+        if self.coverage.any.0 & !measured.0 != 0 {
             let mut means = self.means;
-            let lacking = self.spread.uneven().filter(|nth| known.0 >> nth & 1 == 0);
-            lacking.for_each(|nth| *speeds.figure(nth) = *means.figure(nth));
+            let missing = self.coverage.uneven().filter(|nth| measured.0 >> nth & 1 == 0);
+            missing.for_each(|nth| *speeds.field(nth) = *means.field(nth));
         }
     }
 }
@@ -259,61 +258,61 @@ mod tests {
     use super::*;
     use tokio::time::Instant;
 
-    /// A fleet whose gaps are filled.
-    fn level<const N: usize>(mut fleet: [Speeds; N]) -> [Speeds; N] {
-        let (mut typical, spread) = (Typical::default(), spread(&fleet));
-        typical.keep_up(spread, Moment::from(Instant::now()), || fleet.into_iter());
+    /// A fleet with missing measurements replaced.
+    fn filled<const N: usize>(mut fleet: [Speeds; N]) -> [Speeds; N] {
+        let (mut fleet_means, coverage) = (FleetMeans::default(), coverage(&fleet));
+        fleet_means.update(coverage, Timestamp::from(Instant::now()), || fleet.into_iter());
         for speeds in &mut fleet {
-            typical.fill(speeds.known(), speeds);
+            fleet_means.fill(speeds.measured(), speeds);
         }
         fleet
     }
 
-    fn spread(fleet: &[Speeds]) -> Spread {
-        let mut spread = Spread::default();
+    fn coverage(fleet: &[Speeds]) -> Coverage {
+        let mut coverage = Coverage::default();
         for speeds in fleet {
-            spread.add(speeds.known());
+            coverage.add(speeds.measured());
         }
-        spread
+        coverage
     }
 
     #[test]
-    fn means_stand_for_a_while_unless_something_else_is_measured() {
-        let prefill = |speed| Speeds { prefill: Figure::of(speed), ..Speeds::default() };
-        let (mut typical, start) = (Typical::default(), Instant::now());
+    fn means_are_kept_until_too_old_or_the_coverage_changes() {
+        let prefill = |speed| Speeds { prefill: Measured::of(speed), ..Speeds::default() };
+        let (mut fleet_means, start) = (FleetMeans::default(), Instant::now());
         let mut mean = |fleet: [Speeds; 2], after: Duration| {
-            typical.keep_up(spread(&fleet), Moment::from(start + after), || fleet.into_iter());
+            fleet_means.update(coverage(&fleet), Timestamp::from(start + after), || fleet.into_iter());
             let mut newcomer = Speeds::default();
-            typical.fill(newcomer.known(), &mut newcomer);
+            fleet_means.fill(newcomer.measured(), &mut newcomer);
             newcomer.prefill.get()
         };
         assert_eq!(mean([prefill(1.0), Speeds::default()], Duration::ZERO), Some(1.0));
-        assert_eq!(mean([prefill(2.0), Speeds::default()], MEANS_STAND / 2), Some(1.0));
-        assert_eq!(mean([prefill(2.0), Speeds::default()], MEANS_STAND * 2), Some(2.0));
-        let with_step = Speeds { step: Figure::of(1.0), ..prefill(3.0) };
-        assert_eq!(mean([with_step, Speeds::default()], MEANS_STAND * 2), Some(3.0));
+        assert_eq!(mean([prefill(2.0), Speeds::default()], MEANS_MAX_AGE / 2), Some(1.0));
+        assert_eq!(mean([prefill(2.0), Speeds::default()], MEANS_MAX_AGE * 2), Some(2.0));
+        let with_step = Speeds { step: Measured::of(1.0), ..prefill(3.0) };
+        assert_eq!(mean([with_step, Speeds::default()], MEANS_MAX_AGE * 2), Some(3.0));
     }
 
     #[test]
-    fn what_nobody_measured_stays_open_and_what_some_measured_is_their_mean() {
-        let measured = |prefill| Speeds { prefill: Figure::of(prefill), ..Speeds::default() };
+    fn missing_measurements_are_filled_with_the_mean_of_others() {
+        let measured = |prefill| Speeds { prefill: Measured::of(prefill), ..Speeds::default() };
         let mut with_disk = measured(300.0);
-        with_disk.onboards(Level::G3, 0.5, 1e9);
-        let [own, _, newcomer] = level([measured(100.0), with_disk, Speeds::default()]);
+        with_disk.set_onboard(Level::G3, 0.5, 1e9);
+        let [own, _, newcomer] = filled([measured(100.0), with_disk, Speeds::default()]);
         assert_eq!((newcomer.prefill.get(), newcomer.step.get()), (Some(200.0), None));
         assert_eq!((newcomer.from(Level::G3), newcomer.from(Level::G2)), (Some((0.5, 1e9)), None));
-        assert_eq!(newcomer.from(Level::G1), None, "what is there does not come up");
-        assert_eq!(own.prefill.get(), Some(100.0), "what is measured stands");
-        assert_eq!(own.from(Level::G3), Some((0.5, 1e9)), "and what is not is as elsewhere");
+        assert_eq!(newcomer.from(Level::G1), None, "G1 is never onboarded from");
+        assert_eq!(own.prefill.get(), Some(100.0), "its own measurement is kept");
+        assert_eq!(own.from(Level::G3), Some((0.5, 1e9)), "its own onboarding speed");
     }
 
     #[test]
-    fn every_figure_has_a_number_of_its_own() {
-        for nth in 0..FIGURES {
+    fn every_field_has_a_number_of_its_own() {
+        for nth in 0..FIELDS {
             let mut speeds = Speeds::default();
-            *speeds.figure(nth) = Figure::of(1.0);
-            assert_eq!(speeds.known(), Known(1 << nth));
-            assert_eq!(level([speeds, Speeds::default()]), [speeds; 2]);
+            *speeds.field(nth) = Measured::of(1.0);
+            assert_eq!(speeds.measured(), MeasuredMask(1 << nth));
+            assert_eq!(filled([speeds, Speeds::default()]), [speeds; 2]);
         }
     }
 }

@@ -1,3 +1,3 @@
-//! The atomics of what is read without a lock. Its test reads that file a second time with others in this place.
+//! The atomics of `published.rs`. The loom test compiles that file again with loom's atomics in this place.
 
 pub(super) use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};

@@ -1,29 +1,29 @@
-//! A time as one number, for those who compare the times of a thousand workers and read the clock once.
+//! A time as one integer, to compare the times of a thousand workers against one reading of the clock.
 
 use std::sync::LazyLock;
 use tokio::time::Instant;
 
-/// Nanoseconds since long before this process. Only differences mean anything; 0 is no time at all.
+/// Nanoseconds since a time before the start of the process. Only differences are meaningful; 0 means no time.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub(crate) struct Moment(u64);
+pub(crate) struct Timestamp(u64);
 
-/// Lies in the middle of what the number can say, so that a clock that a test has moved may lie on either side of it.
+/// Maps to the middle of the range, because a clock moved by a test may lie on either side.
 static BASE: LazyLock<std::time::Instant> = LazyLock::new(std::time::Instant::now);
 const BASE_BITS: u64 = 1 << 63;
 
-impl Moment {
+impl Timestamp {
     #[inline]
     pub(crate) const fn bits(self) -> u64 {
         self.0
     }
 
-    /// So many nanoseconds later.
+    /// This time plus a number of nanoseconds.
     pub(crate) const fn after(self, nanoseconds: u64) -> Self {
         Self(self.0 + nanoseconds)
     }
 }
 
-impl From<Instant> for Moment {
+impl From<Instant> for Timestamp {
     fn from(at: Instant) -> Self {
         let at = at.into_std();
         Self(match at.checked_duration_since(*BASE) {
@@ -39,9 +39,9 @@ mod tests {
     use std::time::Duration;
 
     #[test]
-    fn moments_are_as_far_apart_as_their_instants_on_both_sides_of_the_base() {
+    fn differences_equal_those_of_instants_around_the_base() {
         let base = Instant::from_std(*BASE);
-        let (second, bits) = (Duration::from_secs(1), |at: Instant| Moment::from(at).bits());
+        let (second, bits) = (Duration::from_secs(1), |at: Instant| Timestamp::from(at).bits());
         assert_eq!(bits(base + second) - bits(base), 1_000_000_000);
         assert_eq!(bits(base) - bits(base - second), 1_000_000_000);
     }

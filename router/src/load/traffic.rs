@@ -1,14 +1,14 @@
-//! What requests have asked, counted as they pass.
+//! Traffic totals, counted as requests pass.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// What requests have asked, by model, since the router was started.
+/// Totals by model since the start of the router.
 #[derive(Default)]
 pub(crate) struct Traffic(Mutex<BTreeMap<Arc<str>, Arc<Totals>>>);
 
-/// Of one model.
+/// Totals of one model.
 #[derive(Default)]
 pub(crate) struct Totals {
     prompts: AtomicU64,
@@ -22,7 +22,7 @@ impl Traffic {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).entry(model.clone()).or_default().clone()
     }
 
-    /// Of all models.
+    /// The totals of all models.
     pub(crate) fn all(&self) -> Vec<(Arc<str>, Arc<Totals>)> {
         let totals = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         totals.iter().map(|(model, totals)| (model.clone(), totals.clone())).collect()
@@ -30,18 +30,18 @@ impl Traffic {
 }
 
 impl Totals {
-    /// A prompt with so many tokens to compute.
+    /// Counts a prompt and its tokens to compute.
     pub(crate) fn prompt(&self, tokens: u64) {
         self.prompts.fetch_add(1, Ordering::Relaxed);
         self.prompt_tokens.fetch_add(tokens, Ordering::Relaxed);
     }
 
-    /// Tokens came out.
+    /// Counts output tokens.
     pub(crate) fn output(&self, tokens: usize) {
         self.output_tokens.fetch_add(tokens as u64, Ordering::Relaxed);
     }
 
-    /// Prompts, prompt tokens to compute and output tokens so far.
+    /// Prompts, prompt tokens to compute, and output tokens so far.
     pub(crate) fn now(&self) -> [u64; 3] {
         [&self.prompts, &self.prompt_tokens, &self.output_tokens].map(|total| total.load(Ordering::Relaxed))
     }

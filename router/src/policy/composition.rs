@@ -1,11 +1,10 @@
-//! Which worker gets a request: the policies by name, and those composed in the configuration of filters, scores and a
-//! pick.
+//! Policies by name, and policies composed in the configuration of filters, scores and a pick.
 //!
-//! What a filter or a score looks at is worked out when workers are weighed; how the pick falls is `select`'s business.
+//! Not here: how the pick is made (`select`).
 
 use super::cost::{Cost, Prompt};
 use crate::index::WorkerOverlap;
-use crate::load::{Pace, Standing};
+use crate::load::{LoadStats, ServiceEstimate};
 use crate::problem::Problem;
 use serde::de::value::MapAccessDeserializer;
 use serde::de::{self, Deserialize, Deserializer, MapAccess, Visitor};
@@ -124,7 +123,7 @@ impl Policy {
     pub const ALL: [Self; 6] =
         [Self::Kv, Self::RoundRobin, Self::LeastLoaded, Self::Random, Self::PowerOfTwo, Self::Session];
 
-    /// What can stand in metrics.
+    /// All names, as metrics show them.
     pub(crate) const NAMES: [&'static str; 7] =
         ["kv", "round-robin", "least-loaded", "random", "power-of-two", "session", "composed"];
 
@@ -141,7 +140,7 @@ impl Policy {
         }
     }
 
-    /// All that is wrong with it, naming the keys below `key`.
+    /// Problems of the configuration, with keys below `key`.
     pub(crate) fn check(&self, key: &str) -> Vec<Problem> {
         let Self::Composed(Composition { filter, score, .. }) = self else { return Vec::new() };
         let (filters, scores) = (format!("{key}.filter"), format!("{key}.score"));
@@ -174,33 +173,33 @@ impl Policy {
     }
 }
 
-/// Beyond these, every other term of a sum vanishes. A weight below 0 turns a term round.
+/// Range of weights: beyond it every other term of a sum vanishes. A weight below 0 reverses a term.
 const WEIGHTS: std::ops::RangeInclusive<f64> = -1e6..=1e6;
 
-/// As many as the bits in which a worker's passes are noted.
+/// Maximum number of filters: the bits of [`Candidate::passes`](super::select::Candidate::passes).
 const FILTERS_MAX: usize = 32;
 
-/// What a composition looks at.
+/// The inputs of a composition for one worker.
 pub(crate) struct Features<'a> {
     pub(crate) cost: Cost,
     pub(crate) prompt: Prompt,
     pub(crate) held: WorkerOverlap,
-    pub(crate) pace: &'a Pace,
-    pub(crate) standing: &'a Standing,
+    pub(crate) estimate: &'a ServiceEstimate,
+    pub(crate) stats: &'a LoadStats,
 }
 
 impl Composition {
-    /// The sum of what counts against a worker.
+    /// The score: the sum of the weighted terms. Lower is better.
     pub(crate) fn score(&self, features: &Features<'_>) -> f64 {
         self.scores(features).map(|(_, score)| score).sum()
     }
 
-    /// What it is the sum of: each term, weighed.
+    /// The weighted terms of the score.
     pub(crate) fn scores(&self, features: &Features<'_>) -> impl Iterator<Item = (Term, f64)> {
         self.score.iter().map(|Score { term, weight }| (*term, weight * features.term(*term)))
     }
 
-    /// A bit for each filter that a worker passes.
+    /// A bit for each filter that the worker passes.
     pub(crate) fn passes(&self, features: &Features<'_>) -> u32 {
         self.filter
             .iter()
@@ -212,32 +211,32 @@ impl Composition {
 
 impl Features<'_> {
     fn term(&self, term: Term) -> f64 {
-        let Self { cost, prompt, held, pace, standing } = self;
+        let Self { cost, prompt, held, estimate, stats } = self;
         match term {
             Term::Overlap => {
                 let saved = prompt.tokens.saturating_sub(prompt.uncached(*held));
-                -(saved as f64) * pace.token
+                -(saved as f64) * estimate.token
             }
             Term::Queue => cost.queue,
-            Term::MemoryWait => cost.room,
+            Term::MemoryWait => cost.memory_wait,
             Term::Prefill => cost.prefill,
             Term::Onboard => cost.onboard,
-            Term::TierQueue => cost.backlog,
-            Term::KvTransfer => cost.handover,
+            Term::TierQueue => cost.tier_queue,
+            Term::KvTransfer => cost.kv_transfer,
             Term::Decode => cost.decode,
-            Term::DecodeStall => cost.stall,
-            Term::QueueExternality => cost.crowd,
-            Term::Sequences => standing.sequences.into(),
-            Term::Memory => f64::from(standing.active_blocks) / f64::from(standing.total_blocks.max(1)),
+            Term::DecodeStall => cost.decode_stall,
+            Term::QueueExternality => cost.queue_externality,
+            Term::Sequences => stats.sequences.into(),
+            Term::Memory => f64::from(stats.active_blocks) / f64::from(stats.total_blocks.max(1)),
         }
     }
 
     fn pass(&self, filter: &Filter) -> bool {
         match filter {
-            Filter::Fits => self.cost.room <= 0.0,
+            Filter::Fits => self.cost.memory_wait <= 0.0,
             Filter::Cached => self.held.total() > 0,
             Filter::QueueBelow(time) => self.cost.queue < time.as_secs_f64(),
-            Filter::SequencesBelow(count) => u64::from(self.standing.sequences) < *count,
+            Filter::SequencesBelow(count) => u64::from(self.stats.sequences) < *count,
         }
     }
 }
@@ -264,7 +263,7 @@ impl<'de> Deserialize<'de> for Policy {
 
             fn visit_str<E: de::Error>(self, name: &str) -> Result<Policy, E> {
                 let found = Policy::ALL.into_iter().find(|policy| policy.name() == name);
-                // The last is no name that can be asked for: a composition is written out.
+                // The last name is not accepted here: a composition is a table.
                 found.ok_or_else(|| E::unknown_variant(name, &Policy::NAMES[..Policy::ALL.len()]))
             }
 
@@ -280,7 +279,7 @@ impl<'de> Deserialize<'de> for Policy {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::load::{Figure, Speeds};
+    use crate::load::{Measured, Speeds};
 
     #[derive(serde::Serialize, serde::Deserialize)]
     struct File {
@@ -300,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn a_composition_is_read_and_written_and_what_is_unknown_is_told_from_what_is_known() {
+    fn a_composition_is_read_and_written_and_unknown_names_fail() {
         let text = "policy = { filter = ['fits', { queue_below = '500ms' }], \
             score = [{ term = 'overlap', weight = 2.0 }, { term = 'queue' }], pick = 'weighted' }";
         let policy = read(text).unwrap();
@@ -329,14 +328,14 @@ mod tests {
     fn scores_are_seconds_and_an_overlap_counts_in_favour() {
         let (cost, prompt) =
             (Cost { queue: 0.5, ..Cost::default() }, Prompt { tokens: 100, block_size: 10, blocks: 12 });
-        let speeds = Speeds { prefill: Figure::of(100.0), ..Speeds::default() };
-        let standing = Standing { sequences: 3, active_blocks: 25, total_blocks: 100, speeds, ..Standing::default() };
+        let speeds = Speeds { prefill: Measured::of(100.0), ..Speeds::default() };
+        let stats = LoadStats { sequences: 3, active_blocks: 25, total_blocks: 100, speeds, ..LoadStats::default() };
         let features = Features {
             cost,
             prompt,
             held: WorkerOverlap::of([4, 0, 0, 0, 0]),
-            pace: &Pace::of(&standing),
-            standing: &standing,
+            estimate: &ServiceEstimate::of(&stats),
+            stats: &stats,
         };
         let policy = read(
             "policy = { filter = ['cached', { sequences_below = 3 }, { queue_below = '600ms' }], \

@@ -1,64 +1,65 @@
-//! What placing a request costs: the estimated time to its first token, term by term, and the time that it takes from others.
+//! Cost of a placement: the estimated time to first token, term by term, and the time that it takes from other
+//! requests.
 //!
-//! Pure: a prompt and a worker's pace in, seconds out.
+//! Pure: a prompt and a worker's service times in, seconds out.
 
 use crate::index::{LEVELS, WorkerOverlap};
-use crate::load::Pace;
+use crate::load::ServiceEstimate;
 use kvbm::Level;
 
-/// A prompt, as far as its cost goes.
+/// The properties of a prompt that its cost depends on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Prompt {
-    /// Tokens.
+    /// Length in tokens.
     pub(crate) tokens: u64,
     /// Tokens per block.
     pub(crate) block_size: u64,
-    /// Blocks that prompt and expected output will take.
+    /// Blocks for the prompt and its expected output.
     pub(crate) blocks: u64,
 }
 
-/// What is left to do for a prompt where so much of it is held: the same for all who hold as much.
+/// Remaining work for a prompt with a given cached prefix; the same for all workers with equal prefixes.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Need {
+pub(crate) struct RemainingWork {
     prompt: Prompt,
     pub(crate) held: WorkerOverlap,
     /// Tokens to compute.
     uncached: f64,
-    /// A bit for each level, but the first, that blocks are to be brought up from.
+    /// A bit for each tier below G1 with blocks to onboard.
     slower: u32,
 }
 
-/// Seconds, by what takes them.
+/// Cost in seconds, by term.
 #[derive(Clone, Copy, PartialEq, Debug, Default)]
 pub(crate) struct Cost {
-    /// Prompts that are computed before this one.
+    /// Computing prompts that are queued before this one.
     pub(crate) queue: f64,
     /// Waiting until blocks are free.
-    pub(crate) room: f64,
-    /// Computing what is not cached.
+    pub(crate) memory_wait: f64,
+    /// Computing the tokens that are not cached.
     pub(crate) prefill: f64,
-    /// Bringing cached blocks up from slower tiers.
+    /// Onboarding cached blocks from slower tiers.
     pub(crate) onboard: f64,
-    /// Waiting there for what others have asked for before.
-    pub(crate) backlog: f64,
-    /// Bringing blocks over from the worker that prefills.
-    pub(crate) handover: f64,
-    /// Sharing steps with the sequences that decode there.
+    /// Waiting behind earlier requests to the same tiers.
+    pub(crate) tier_queue: f64,
+    /// Transferring blocks from the prefill worker.
+    pub(crate) kv_transfer: f64,
+    /// Sharing steps with the sequences that decode on the worker.
     pub(crate) decode: f64,
-    /// What those who come after wait for this prompt.
-    pub(crate) crowd: f64,
-    /// What others wait while this prompt is computed on a worker that decodes.
-    pub(crate) stall: f64,
+    /// Delay of later prompts that queue behind this one.
+    pub(crate) queue_externality: f64,
+    /// Delay of decoding sequences while this prompt is computed.
+    pub(crate) decode_stall: f64,
 }
 
-/// Output tokens that a request is expected to need room for, and charged for, unless it asks for fewer: most answers are shorter, and blocks
-/// are taken as they fill.
+/// Expected output tokens of a request, for memory and admission cost, unless it asks for fewer: most answers are
+/// shorter, and blocks are allocated as they fill.
 pub(crate) const OUTPUT_TOKENS: u64 = 256;
-/// Steps during which a request's neighbours are held against a worker. Fewer, and a batch of dozens looks as good as an
-/// idle worker; many more, and a short answer gives up a long cached prefix for a slightly smaller batch.
-const STEPS: f64 = 4.0;
-/// Nobody waits longer for room: by then the engine has preempted someone or refused.
-const ROOM_SECONDS_MAX: f64 = 60.0;
+/// Decode steps whose delay by other sequences counts. With fewer, a batch of dozens looks as good as an idle worker;
+/// with many more, a long cached prefix is given up for a slightly smaller batch.
+const DECODE_STEPS: f64 = 4.0;
+/// Upper bound in seconds of the wait for blocks: by then the engine has preempted or rejected a request.
+const MEMORY_WAIT_MAX: f64 = 60.0;
 
 impl Prompt {
     /// Tokens that are not in `held`. At least one: the last token is always computed, for its logits.
@@ -66,13 +67,13 @@ impl Prompt {
         self.tokens.saturating_sub(u64::from(held.total()) * self.block_size).max(1)
     }
 
-    /// Blocks that only the output will take.
+    /// Blocks for the output alone.
     pub(crate) fn output_blocks(&self) -> u64 {
         self.blocks.saturating_sub(self.tokens.div_ceil(self.block_size))
     }
 }
 
-impl Need {
+impl RemainingWork {
     pub(crate) fn of(prompt: Prompt, held: WorkerOverlap) -> Self {
         let slower = (1..LEVELS.len()).fold(0, |bits, at| bits | u32::from(held.per_level()[at] > 0) << at);
         Self { prompt, held, uncached: prompt.uncached(held) as f64, slower }
@@ -80,191 +81,202 @@ impl Need {
 }
 
 impl Cost {
-    /// The whole request on one worker. `weight`: how much the time of others counts.
+    /// Cost of prefill and decode on one worker. `weight` scales the delay of other requests.
     #[expect(clippy::inline_always, reason = "a thousand times per decision, and every figure stays in a register")]
     #[inline(always)]
-    pub(crate) fn together(need: &Need, pace: &Pace, weight: f64) -> Self {
-        let (mut onboard, mut backlog) = (0.0, 0.0);
-        let mut slower = need.slower;
+    pub(crate) fn aggregated(work: &RemainingWork, estimate: &ServiceEstimate, weight: f64) -> Self {
+        let (mut onboard, mut tier_queue) = (0.0, 0.0);
+        let mut slower = work.slower;
         while slower != 0 {
             let at = slower.trailing_zeros() as usize;
             slower &= slower - 1;
-            let blocks = u64::from(need.held.per_level()[at]);
-            // Whatever the tier promises: onboarding stops where recomputing would be quicker.
-            let recompute = (blocks * need.prompt.block_size) as f64 * pace.token;
-            let alone = pace.transfer(LEVELS[at], blocks).min(recompute);
+            let blocks = u64::from(work.held.per_level()[at]);
+            // Onboarding stops where recomputing is faster, so it never costs more.
+            let recompute = (blocks * work.prompt.block_size) as f64 * estimate.token;
+            let alone = estimate.transfer(LEVELS[at], blocks).min(recompute);
             onboard += alone;
-            backlog += pace.backlog(LEVELS[at]).min(recompute - alone);
+            tier_queue += estimate.backlog(LEVELS[at]).min(recompute - alone);
         }
         Self {
-            queue: pace.queue,
-            room: room(need, pace),
-            prefill: need.uncached * pace.token,
+            queue: estimate.queue,
+            memory_wait: memory_wait(work, estimate),
+            prefill: work.uncached * estimate.token,
             onboard,
-            backlog,
-            decode: weight * STEPS * pace.batch,
+            tier_queue,
+            decode: weight * DECODE_STEPS * estimate.batch,
             ..Self::default()
         }
     }
 
-    /// Prefill as `prefill` costs on its worker, then decode where `held` is there already.
-    pub(crate) fn apart(prefill: &Self, need: &Need, pace: &Pace, weight: f64) -> Self {
-        let Need { prompt, held, .. } = need;
+    /// Cost with prefill on another worker at cost `prefill`, then decode on this worker, which has `held` cached.
+    pub(crate) fn disaggregated(prefill: &Self, work: &RemainingWork, estimate: &ServiceEstimate, weight: f64) -> Self {
+        let RemainingWork { prompt, held, .. } = work;
         let blocks = (prompt.tokens / prompt.block_size).saturating_sub(u64::from(held.total()));
-        let transfer = pace.transfer(Level::Peer, blocks);
-        // Where nothing is to come over nobody waits for it, and nobody waits longer than computing it takes.
-        let recompute = (blocks * prompt.block_size) as f64 * pace.token;
-        let backlog = pace.backlog(Level::Peer).min((recompute - transfer).max(0.0));
-        let decode = Self::together(need, pace, weight);
-        // While its prompt is computed there, those go on who wait here: it waits for what is left of them then.
+        let transfer = estimate.transfer(Level::Peer, blocks);
+        // With nothing to transfer there is no wait, and the wait is never longer than recomputing takes.
+        let recompute = (blocks * prompt.block_size) as f64 * estimate.token;
+        let tier_queue = estimate.backlog(Level::Peer).min((recompute - transfer).max(0.0));
+        let decode = Self::aggregated(work, estimate, weight);
+        // The queue of the decode worker advances while the prompt is computed on the prefill worker: only the rest of
+        // it counts.
         let left = (decode.busy() - prefill.first_token()).max(0.0);
-        let room = decode.room.min(left);
+        let memory_wait = decode.memory_wait.min(left);
         Self {
-            queue: prefill.queue + left - room,
-            room: prefill.room + room,
-            handover: transfer + pace.resume,
-            backlog: prefill.backlog + backlog,
+            queue: prefill.queue + left - memory_wait,
+            memory_wait: prefill.memory_wait + memory_wait,
+            kv_transfer: transfer + estimate.handoff_overhead,
+            tier_queue: prefill.tier_queue + tier_queue,
             decode: decode.decode,
-            stall: 0.0,
+            decode_stall: 0.0,
             ..*prefill
         }
     }
 
-    /// All of it.
+    /// Total cost.
     pub(crate) fn total(&self) -> f64 {
-        self.first_token() + self.decode + self.stall + self.crowd
+        self.first_token() + self.decode + self.decode_stall + self.queue_externality
     }
 
-    /// The request's own time to its first token.
+    /// The request's own time to first token.
     pub(crate) fn first_token(&self) -> f64 {
-        self.busy() + self.prefill + self.onboard + self.backlog + self.handover
+        self.busy() + self.prefill + self.onboard + self.tier_queue + self.kv_transfer
     }
 
-    /// What does not depend on what is cached.
+    /// The part that does not depend on the cache.
     pub(crate) fn load(&self) -> f64 {
         self.busy() + self.decode
     }
 
     fn busy(&self) -> f64 {
-        self.queue + self.room
+        self.queue + self.memory_wait
     }
 }
 
-/// What those who come after wait for a prompt that takes `prefill` seconds. As many come while it waits as wait now: `here`
-/// by the queue that it joins, `typical` by the average one. The first alone would send all long prompts to where the
-/// short ones are not; the second alone lets prompts stay where they queue too long. On an idle fleet nobody comes after,
-/// and the request looks at its own first token only; on a full one, what counts is that nothing is computed twice.
-pub(crate) fn crowd(prefill: f64, here: u32, typical: f64) -> f64 {
-    prefill * (f64::from(here) + typical)
+/// Delay of later prompts by a prompt of `prefill` seconds. As many prompts are expected to arrive during its wait as
+/// are queued now: `here` on this worker, plus the `mean` over all workers. The first alone would send all long prompts
+/// to workers without short ones; the second alone lets prompts stay where they queue too long. On an idle fleet the
+/// term is 0 and only the request's own first token counts; on a full one it matters that no prefix is computed twice.
+pub(crate) fn queue_externality(prefill: f64, here: u32, mean: f64) -> f64 {
+    prefill * (f64::from(here) + mean)
 }
 
-/// Requests leave, and their blocks with them, at the rate of blocks in use over the time that a request stays.
+/// Wait until enough blocks are free. Blocks are freed at the rate of blocks in use over the mean duration of a
+/// request.
 #[inline]
-fn room(need: &Need, pace: &Pace) -> f64 {
-    if need.prompt.blocks <= u64::from(pace.free_blocks) { 0.0 } else { wait_for_room(need, pace) }
+fn memory_wait(work: &RemainingWork, estimate: &ServiceEstimate) -> f64 {
+    if work.prompt.blocks <= u64::from(estimate.free_blocks) { 0.0 } else { wait_for_memory(work, estimate) }
 }
 
 #[cold]
-fn wait_for_room(Need { prompt, held, .. }: &Need, pace: &Pace) -> f64 {
-    let need = prompt.blocks.saturating_sub(u64::from(held.in_g1()));
-    let short = need.saturating_sub(pace.free_blocks.into()) as f64;
-    (pace.residence * short / f64::from(pace.active_blocks.max(1))).min(ROOM_SECONDS_MAX)
+fn wait_for_memory(RemainingWork { prompt, held, .. }: &RemainingWork, estimate: &ServiceEstimate) -> f64 {
+    let work = prompt.blocks.saturating_sub(u64::from(held.in_g1()));
+    let short = work.saturating_sub(estimate.free_blocks.into()) as f64;
+    (estimate.mean_duration * short / f64::from(estimate.active_blocks.max(1))).min(MEMORY_WAIT_MAX)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::load::{Figure, Speeds, Standing, stand_in};
+    use crate::load::{LoadStats, Measured, Speeds, defaults};
 
     const PROMPT: Prompt = Prompt { tokens: 1000, block_size: 10, blocks: 110 };
 
-    fn standing(waiting_tokens: u32) -> Standing {
-        let speeds = Speeds { prefill: Figure::of(1000.0), block_bytes: Figure::of(1000.0), ..Speeds::default() };
-        Standing { waiting_tokens, speeds, ..Standing::default() }
+    fn stats(waiting_tokens: u32) -> LoadStats {
+        let speeds = Speeds { prefill: Measured::of(1000.0), block_bytes: Measured::of(1000.0), ..Speeds::default() };
+        LoadStats { waiting_tokens, speeds, ..LoadStats::default() }
     }
 
-    fn together(held: [u32; LEVELS.len()], standing: &Standing) -> Cost {
-        Cost::together(&Need::of(PROMPT, WorkerOverlap::of(held)), &Pace::of(standing), 1.0)
+    fn aggregated(held: [u32; LEVELS.len()], stats: &LoadStats) -> Cost {
+        Cost::aggregated(&RemainingWork::of(PROMPT, WorkerOverlap::of(held)), &ServiceEstimate::of(stats), 1.0)
     }
 
     #[test]
     fn terms_are_seconds() {
-        let cost = together([40, 0, 0, 0, 0], &standing(500));
+        let cost = aggregated([40, 0, 0, 0, 0], &stats(500));
         let want = Cost { queue: 0.5, prefill: 0.6, decode: cost.decode, ..Cost::default() };
         assert!(cost == want && (cost.total() - 1.1).abs() < 1e-9, "{cost:?}");
     }
 
     #[test]
     fn a_slow_tier_never_costs_more_than_a_miss() {
-        let mut slow = standing(0);
-        slow.speeds.onboards(Level::G3, 5.0, 1.0);
-        let miss = together([0; 5], &slow);
-        let hit = together([0, 0, 50, 0, 0], &slow);
+        let mut slow = stats(0);
+        slow.speeds.set_onboard(Level::G3, 5.0, 1.0);
+        let miss = aggregated([0; 5], &slow);
+        let hit = aggregated([0, 0, 50, 0, 0], &slow);
         assert!(hit.total() <= miss.total() + 1e-9, "{hit:?} {miss:?}");
-        let quick = together([0, 50, 0, 0, 0], &slow);
+        let quick = aggregated([0, 50, 0, 0, 0], &slow);
         assert!(quick.total() < hit.total());
     }
 
     #[test]
-    fn a_tier_that_others_wait_for_costs_their_turn_and_never_more_than_a_miss() {
+    fn a_tier_queue_adds_its_wait_up_to_the_cost_of_a_miss() {
         let cost = |queued| {
-            let mut standing = Standing { queued: [0, queued, 0, 0, 0], ..standing(0) };
-            standing.speeds.onboards(Level::G3, 0.01, 1e6);
-            together([0, 0, 50, 0, 0], &standing)
+            let mut stats = LoadStats { queued: [0, queued, 0, 0, 0], ..stats(0) };
+            stats.speeds.set_onboard(Level::G3, 0.01, 1e6);
+            aggregated([0, 0, 50, 0, 0], &stats)
         };
         let (idle, busy, flooded) = (cost(0), cost(100), cost(1_000_000));
-        // A thousandth of a second for each block.
-        assert!((busy.backlog - 0.1).abs() < 1e-6 && (busy.total() - idle.total() - 0.1).abs() < 1e-6, "{busy:?}");
-        assert_eq!((idle.backlog, idle.onboard), (0.0, busy.onboard), "what comes up is the same");
-        assert!((flooded.total() - together([0; 5], &standing(0)).total()).abs() < 1e-9, "{flooded:?}");
+        // One millisecond per block.
+        assert!((busy.tier_queue - 0.1).abs() < 1e-6 && (busy.total() - idle.total() - 0.1).abs() < 1e-6, "{busy:?}");
+        assert_eq!((idle.tier_queue, idle.onboard), (0.0, busy.onboard), "onboarding itself takes as long");
+        assert!((flooded.total() - aggregated([0; 5], &stats(0)).total()).abs() < 1e-9, "{flooded:?}");
     }
 
     #[test]
-    fn what_comes_over_waits_its_turn_and_never_longer_than_computing_it_takes() {
+    fn a_transfer_queue_adds_its_wait_up_to_recomputing() {
         let cost = |held, queued| {
-            let mut standing = Standing { queued: [0, 0, 0, 0, queued], ..standing(0) };
-            standing.speeds.onboards(Level::Peer, 0.01, 1e6);
-            let need = Need::of(PROMPT, WorkerOverlap::of([held, 0, 0, 0, 0]));
-            Cost::apart(&Cost::default(), &need, &Pace::of(&standing), 1.0)
+            let mut stats = LoadStats { queued: [0, 0, 0, 0, queued], ..stats(0) };
+            stats.speeds.set_onboard(Level::Peer, 0.01, 1e6);
+            let work = RemainingWork::of(PROMPT, WorkerOverlap::of([held, 0, 0, 0, 0]));
+            Cost::disaggregated(&Cost::default(), &work, &ServiceEstimate::of(&stats), 1.0)
         };
         let (idle, busy, flooded) = (cost(40, 0), cost(40, 100), cost(40, 1_000_000));
-        // A thousandth of a second for each block; sixty blocks take 0.6 seconds to compute.
-        assert!((busy.backlog - 0.1).abs() < 1e-6 && idle.backlog == 0.0, "{busy:?}");
-        assert!((flooded.backlog + flooded.handover - 0.6 - cost(100, 0).handover).abs() < 1e-9, "{flooded:?}");
-        assert!(cost(100, 1_000_000).backlog < 1e-9, "nothing comes over");
+        // One millisecond per block; sixty blocks take 0.6 seconds to compute.
+        assert!((busy.tier_queue - 0.1).abs() < 1e-6 && idle.tier_queue == 0.0, "{busy:?}");
+        assert!(
+            (flooded.tier_queue + flooded.kv_transfer - 0.6 - cost(100, 0).kv_transfer).abs() < 1e-9,
+            "{flooded:?}"
+        );
+        assert!(cost(100, 1_000_000).tier_queue < 1e-9, "nothing is transferred");
     }
 
     #[test]
-    fn what_is_left_of_the_wait_where_it_decodes_once_its_prompt_is_computed_counts() {
-        let prefill = Cost { queue: 0.5, room: 0.1, prefill: 1.0, ..Cost::default() };
+    fn the_decode_queue_left_after_the_remote_prefill_counts() {
+        let prefill = Cost { queue: 0.5, memory_wait: 0.1, prefill: 1.0, ..Cost::default() };
         let costs = |waiting, active_blocks| {
-            let pace = Pace::of(&Standing { active_blocks, total_blocks: 170, ..standing(waiting) });
-            let need = Need::of(PROMPT, WorkerOverlap::default());
-            (Cost::together(&need, &pace, 1.0), Cost::apart(&prefill, &need, &pace, 1.0))
+            let estimate = ServiceEstimate::of(&LoadStats { active_blocks, total_blocks: 170, ..stats(waiting) });
+            let work = RemainingWork::of(PROMPT, WorkerOverlap::default());
+            (Cost::aggregated(&work, &estimate, 1.0), Cost::disaggregated(&prefill, &work, &estimate, 1.0))
         };
-        let is = |cost: &Cost, queue: f64, room: f64| {
-            assert!((cost.queue - queue).abs() < 1e-9 && (cost.room - room).abs() < 1e-9, "{cost:?}: {queue} {room}");
+        let is = |cost: &Cost, queue: f64, memory_wait: f64| {
+            assert!(
+                (cost.queue - queue).abs() < 1e-9 && (cost.memory_wait - memory_wait).abs() < 1e-9,
+                "{cost:?}: {queue} {memory_wait}"
+            );
         };
-        // Its prompt is computed after 1.6 seconds.
+        // The prompt is computed after 1.6 seconds.
         is(&costs(1500, 0).1, 0.5, 0.1);
         is(&costs(5000, 0).1, 0.5 + (5.0 - 1.6), 0.1);
-        let (here, apart) = costs(1500, 90);
-        is(&apart, 0.5, 0.1 + (1.5 + here.room - 1.6));
-        let (here, apart) = costs(5000, 90);
-        is(&apart, 0.5 + (5.0 - 1.6), 0.1 + here.room);
-        assert!((apart.first_token() - apart.handover - here.queue - here.room).abs() < 1e-9, "as long as here");
+        let (here, disaggregated) = costs(1500, 90);
+        is(&disaggregated, 0.5, 0.1 + (1.5 + here.memory_wait - 1.6));
+        let (here, disaggregated) = costs(5000, 90);
+        is(&disaggregated, 0.5 + (5.0 - 1.6), 0.1 + here.memory_wait);
+        assert!(
+            (disaggregated.first_token() - disaggregated.kv_transfer - here.queue - here.memory_wait).abs() < 1e-9,
+            "as long as on this worker"
+        );
     }
 
     #[test]
-    fn the_longer_the_queues_the_longer_one_waits_for_a_cached_prefix() {
+    fn longer_queues_make_a_cached_prefix_worth_a_longer_wait() {
         let cost = |cached, waiting, prompts| {
-            let mut cost = together([cached, 0, 0, 0, 0], &standing(waiting));
-            cost.crowd = crowd(cost.prefill, prompts, prompts as f64);
+            let mut cost = aggregated([cached, 0, 0, 0, 0], &stats(waiting));
+            cost.queue_externality = queue_externality(cost.prefill, prompts, prompts as f64);
             cost.total()
         };
-        // Half of a second is cached, three quarters are to be waited for.
-        assert!(cost(50, 750, 0) > cost(0, 0, 0), "alone, one computes it again");
-        assert!(cost(50, 4750, 4) < cost(0, 4000, 4), "before others, one does not");
+        // The cached prefix saves half a second; its worker's queue takes three quarters longer.
+        assert!(cost(50, 750, 0) > cost(0, 0, 0), "on an idle fleet it is computed again");
+        assert!(cost(50, 4750, 4) < cost(0, 4000, 4), "with requests queued behind it is not");
     }
 
     #[test]
@@ -273,11 +285,11 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_without_room_costs_the_wait_for_it() {
-        let full = Standing { active_blocks: 100, total_blocks: 150, ..standing(0) };
-        let short = together([0; 5], &full).room;
-        assert!((short - stand_in::RESIDENCE * 60.0 / 100.0).abs() < 1e-9, "{short}");
-        let cached = together([60, 0, 0, 0, 0], &full).room;
-        assert!(cached < 1e-9, "cached blocks need no room");
+    fn a_full_worker_costs_the_wait_for_blocks() {
+        let full = LoadStats { active_blocks: 100, total_blocks: 150, ..stats(0) };
+        let short = aggregated([0; 5], &full).memory_wait;
+        assert!((short - defaults::MEAN_DURATION * 60.0 / 100.0).abs() < 1e-9, "{short}");
+        let cached = aggregated([60, 0, 0, 0, 0], &full).memory_wait;
+        assert!(cached < 1e-9, "cached blocks need no free blocks");
     }
 }

@@ -1,289 +1,327 @@
-//! Deciding where a request goes: a survey of everybody in, one decision out. It books nothing and knows no clock.
+//! The routing decision: a view of the fleet in, one decision out. It reserves nothing and reads no clock.
 //!
-//! Everybody is weighed in one pass that keeps a few numbers of each; what a cost is made of is worked out again, from what
-//! was seen then, for the few workers of whom somebody wants to know.
+//! All workers are scored in one pass that keeps a few numbers of each. The terms of a cost are computed again from the
+//! same inputs for the few workers that need them.
 
 use super::composition::{Features, Policy};
-use super::cost::{Cost, Need, OUTPUT_TOKENS, Prompt};
-use super::disaggregate::Split;
-use super::inputs::{Fit, Survey, cacheable};
-use super::select::{Candidate, Turn, Why, lowest, select};
+use super::cost::{Cost, OUTPUT_TOKENS, Prompt, RemainingWork};
+use super::disaggregate::ServingMode;
+use super::inputs::{Eligibility, FleetView, cacheable};
+use super::select::{Candidate, SelectionContext, Why, lowest, select};
 use super::tuning::{Disaggregation, Tuning};
 use super::{cost, disaggregate};
-use crate::fleet::{Member, Seat};
+use crate::fleet::{Worker, WorkerEntry};
 use crate::index::WorkerOverlap;
-use crate::load::{Amount, Desk};
+use crate::load::{Demand, WorkerSnapshot};
 use std::sync::Arc;
 use tokio::time::Instant;
 use worker::engine::{ModelCard, Request, Work};
 use worker::plane::Phase;
 
-/// What is asked, as far as placing goes.
+/// The properties of a request that placement depends on.
 #[derive(Clone, Copy)]
-pub(crate) struct Ask<'a> {
-    /// Tokens of the prompt.
+pub(crate) struct PlacementRequest<'a> {
+    /// Length of the prompt in tokens.
     pub(crate) tokens: usize,
-    /// Output tokens of an answer at most, if the request says.
+    /// Maximum output tokens per choice, if the request limits them.
     pub(crate) max_tokens: Option<u32>,
-    /// Answers that are to come.
-    pub(crate) answers: u32,
+    /// Number of choices (`n`) to generate.
+    pub(crate) choices: u32,
     pub(crate) work: &'a Work,
-    /// Whether another worker may prefill: not when the prompt's log-probabilities are wanted, which stay where it is computed.
+    /// Whether another worker may prefill: not if the request wants the prompt's log-probabilities, which stay on the
+    /// worker that computes the prompt.
     pub(crate) may_split: bool,
-    /// Seconds that are left for the first token.
+    /// Seconds left until the deadline of the first token.
     pub(crate) within: Option<f64>,
 }
 
-/// A worker, weighed.
-pub(crate) struct Row<'a> {
-    /// Its place among the seats.
+/// A worker with its cost.
+pub(crate) struct ScoredWorker<'a> {
+    /// Index of the worker's entry in the pool.
     pub(crate) at: usize,
-    pub(crate) seat: &'a Seat,
-    /// What the worker holds of the prompt.
+    pub(crate) entry: &'a WorkerEntry,
+    /// The prefix of the prompt that the worker has cached.
     pub(crate) held: WorkerOverlap,
-    pub(crate) desk: Desk,
+    pub(crate) snapshot: WorkerSnapshot,
     pub(crate) prompt: Prompt,
-    /// All of it on this worker.
-    pub(crate) together: Cost,
-    /// With prefill elsewhere.
-    pub(crate) apart: Option<Cost>,
-    pub(crate) split: Split,
+    /// Cost with prefill and decode on this worker.
+    pub(crate) aggregated: Cost,
+    /// Cost with prefill on another worker.
+    pub(crate) disaggregated: Option<Cost>,
+    pub(crate) serving_mode: ServingMode,
 }
 
-/// A decision, before it is booked.
+/// A decision, before its reservation.
 pub(crate) struct Decision<'a> {
-    scene: Scene<'a>,
-    /// Those who could decode.
+    context: DecisionContext<'a>,
+    /// The workers that could decode.
     pub(crate) candidates: &'a [Candidate],
-    pub(crate) chosen: Row<'a>,
+    pub(crate) chosen: ScoredWorker<'a>,
     pub(crate) why: Why,
     /// The best prefill worker, whether it is used or not.
-    pub(crate) prefill: Option<Row<'a>>,
+    pub(crate) prefill: Option<ScoredWorker<'a>>,
 }
 
-/// What decisions use in turn.
+/// Buffers that decisions reuse.
 #[derive(Default)]
 pub(crate) struct Scratch {
-    needs: Vec<Need>,
-    helpers: Vec<Candidate>,
+    remaining: Vec<RemainingWork>,
+    prefill_candidates: Vec<Candidate>,
     candidates: Vec<Candidate>,
 }
 
-/// Everything that weighing looks at.
-struct Scene<'a> {
+/// Everything that the scoring of workers reads.
+struct DecisionContext<'a> {
     tuning: &'a Tuning,
-    survey: Survey<'a>,
-    seats: &'a [Seat],
-    /// By way of naming blocks: the prompt, and where its needs begin.
+    fleet: FleetView<'a>,
+    entries: &'a [WorkerEntry],
+    /// By hash scheme: the prompt, and the index of its first element in `remaining`.
     prompts: Vec<(Prompt, usize)>,
-    /// What is left to do for those who hold alike.
-    needs: &'a [Need],
-    /// Prompts that wait at a worker, on average.
+    /// Remaining work for each distinct cached prefix.
+    remaining: &'a [RemainingWork],
+    /// Mean number of queued prompts per worker.
     waiting: f64,
 }
 
-impl<'a> Ask<'a> {
+impl<'a> PlacementRequest<'a> {
     pub(crate) fn of(request: &'a Request, now: Instant) -> Self {
         let Request { tokens, stop, work, terms, .. } = request;
         let within = terms.deadline.map(|deadline| deadline.saturating_duration_since(now).as_secs_f64());
         let may_split = *work == Work::Generate && request.sampling.prompt_logprobs.is_none();
-        Self { tokens: tokens.len(), max_tokens: stop.max_tokens, answers: request.choices(), work, may_split, within }
+        Self { tokens: tokens.len(), max_tokens: stop.max_tokens, choices: request.choices(), work, may_split, within }
     }
 
     fn prompt(&self, card: &ModelCard) -> Prompt {
         let (tokens, block_size) = (self.tokens as u64, card.block_size as u64);
         let output = self.max_tokens.map_or(OUTPUT_TOKENS, |max| u64::from(max).min(OUTPUT_TOKENS));
-        Prompt { tokens, block_size, blocks: (tokens + output * u64::from(self.answers)).div_ceil(block_size) }
+        Prompt { tokens, block_size, blocks: (tokens + output * u64::from(self.choices)).div_ceil(block_size) }
     }
 }
 
-/// Decides. The same survey and turn make the same decision.
+/// Decides. The same view and selection context make the same decision.
 pub(crate) fn decide<'a>(
     tuning: &'a Tuning,
-    ask: Ask<'_>,
-    survey: Survey<'a>,
+    request: PlacementRequest<'_>,
+    fleet: FleetView<'a>,
     scratch: &'a mut Scratch,
-    turn: Turn,
+    selection: SelectionContext,
 ) -> Option<Decision<'a>> {
-    let (Scratch { needs, helpers, candidates }, serving) = (scratch, survey.serving());
-    needs.clear();
-    let prompt_in = |(way, card): (usize, &Arc<ModelCard>)| {
-        let (prompt, from) = (ask.prompt(card), needs.len());
-        needs.extend(survey.kinds(way).iter().map(|held| Need::of(prompt, *held)));
+    let (Scratch { remaining, prefill_candidates, candidates }, pool) = (scratch, fleet.pool());
+    remaining.clear();
+    let prompt_in = |(scheme, card): (usize, &Arc<ModelCard>)| {
+        let (prompt, from) = (request.prompt(card), remaining.len());
+        remaining.extend(fleet.distinct_overlaps(scheme).iter().map(|held| RemainingWork::of(prompt, *held)));
         (prompt, from)
     };
-    let prompts = serving.ways().iter().enumerate().map(prompt_in).collect();
-    let scene = Scene { tuning, seats: serving.seats(), prompts, needs, waiting: survey.prompts_typical(), survey };
+    let prompts = pool.schemes().iter().enumerate().map(prompt_in).collect();
+    let context =
+        DecisionContext { tuning, entries: pool.entries(), prompts, remaining, waiting: fleet.mean_prompts(), fleet };
 
-    helpers.clear();
-    if ask.may_split && tuning.disaggregation != Disaggregation::Never && serving.helps() {
-        scene.weigh(|seat, fit| seat.phase == Phase::Prefill && fit == Fit::Well, None, helpers);
+    prefill_candidates.clear();
+    if request.may_split && tuning.disaggregation != Disaggregation::Never && pool.has_prefill_workers() {
+        context.weigh(
+            |entry, eligibility| entry.phase == Phase::Prefill && eligibility == Eligibility::Eligible,
+            None,
+            prefill_candidates,
+        );
     }
-    let prefill = select(&tuning.policy, helpers, turn).map(|(at, _)| scene.row(helpers[at].seat as usize, None));
+    let prefill = select(&tuning.policy, prefill_candidates, selection)
+        .map(|(at, _)| context.row(prefill_candidates[at].entry as usize, None));
 
-    // A prefill request goes to prefill workers; everything else to those who decode, and to the others only when nobody
-    // else is there. In both cases a worker that is avoided still comes before none.
-    let suits = |seat: &Seat| (seat.phase != Phase::Prefill) != (*ask.work == Work::Prefill);
-    scene.weigh(|seat, fit| suits(seat) && fit == Fit::Well, prefill.as_ref(), candidates);
+    // A prefill request goes to prefill workers; every other request goes to decoding workers, and to prefill workers
+    // only when no other is left. In both cases an ejected worker is better than none.
+    let suits = |entry: &WorkerEntry| (entry.phase != Phase::Prefill) != (*request.work == Work::Prefill);
+    context.weigh(
+        |entry, eligibility| suits(entry) && eligibility == Eligibility::Eligible,
+        prefill.as_ref(),
+        candidates,
+    );
     if candidates.is_empty() {
-        scene.weigh(|seat, fit| suits(seat) && fit != Fit::Out, prefill.as_ref(), candidates);
+        context.weigh(
+            |entry, eligibility| suits(entry) && eligibility != Eligibility::Excluded,
+            prefill.as_ref(),
+            candidates,
+        );
     }
     if candidates.is_empty() {
-        scene.weigh(|_, fit| fit != Fit::Out, prefill.as_ref(), candidates);
+        context.weigh(|_, eligibility| eligibility != Eligibility::Excluded, prefill.as_ref(), candidates);
     }
-    // Whoever is in time comes before those who are not, whatever else speaks for them.
-    if let Some(within) = ask.within {
-        let in_time = |it: &Candidate| scene.row(it.seat as usize, prefill.as_ref()).cost().first_token() <= within;
+    // Workers that meet the deadline are preferred to all others.
+    if let Some(within) = request.within {
+        let in_time = |it: &Candidate| context.row(it.entry as usize, prefill.as_ref()).cost().first_token() <= within;
         if candidates.iter().any(in_time) {
             candidates.retain(in_time);
         }
     }
-    let (at, why) = select(&tuning.policy, candidates, turn)?;
-    let chosen = scene.row(candidates[at].seat as usize, prefill.as_ref());
-    Some(Decision { scene, candidates, chosen, why, prefill })
+    let (at, why) = select(&tuning.policy, candidates, selection)?;
+    let chosen = context.row(candidates[at].entry as usize, prefill.as_ref());
+    Some(Decision { context, candidates, chosen, why, prefill })
 }
 
 impl<'a> Decision<'a> {
-    /// What the cost of a candidate, or of anybody else, is made of.
-    pub(crate) fn row(&self, seat: u32) -> Row<'a> {
-        self.scene.row(seat as usize, self.prefill.as_ref())
+    /// A worker with the terms of its cost.
+    pub(crate) fn row(&self, entry: u32) -> ScoredWorker<'a> {
+        self.context.row(entry as usize, self.prefill.as_ref())
     }
 
-    /// The lowest cost, in seconds, of those who could decode and were not chosen.
+    /// The lowest cost in seconds among the candidates that were not chosen.
     pub(crate) fn runner_up(&self) -> f64 {
-        let others = self.candidates.iter().filter(|other| other.seat as usize != self.chosen.at);
-        lowest(others.map(|other| match self.scene.tuning.policy {
-            // It scores in units of its own.
-            Policy::Composed(_) => self.row(other.seat).cost().total(),
+        let others = self.candidates.iter().filter(|other| other.entry as usize != self.chosen.at);
+        lowest(others.map(|other| match self.context.tuning.policy {
+            // A composed score has its own unit.
+            Policy::Composed(_) => self.row(other.entry).cost().total(),
             _ => other.cost,
         }))
     }
 
-    /// Who prefills, when that is somebody else than who decodes.
-    pub(crate) fn helper(&self, row: &Row<'_>) -> Option<&Row<'a>> {
-        self.prefill.as_ref().filter(|_| row.split == Split::Apart)
+    /// The prefill worker, if the request is served disaggregated.
+    pub(crate) fn prefill_worker(&self, row: &ScoredWorker<'_>) -> Option<&ScoredWorker<'a>> {
+        self.prefill.as_ref().filter(|_| row.serving_mode == ServingMode::Disaggregated)
     }
 
-    /// Seconds to the first token that no queue can spare. What nobody has measured is no reason to refuse anybody.
-    pub(crate) fn takes(&self, row: &Row<'_>) -> f64 {
-        let (cost, measured) = (row.cost(), self.helper(row).unwrap_or(row).member().measured());
-        if measured { cost.prefill + cost.onboard + cost.handover } else { 0.0 }
+    /// Seconds to the first token with empty queues; 0 if the speed was not measured, because that is no reason to
+    /// reject.
+    pub(crate) fn min_service_seconds(&self, row: &ScoredWorker<'_>) -> f64 {
+        let (cost, measured) = (row.cost(), self.prefill_worker(row).unwrap_or(row).worker().measured());
+        if measured { cost.prefill + cost.onboard + cost.kv_transfer } else { 0.0 }
     }
 }
 
-impl<'a> Scene<'a> {
-    /// Weighs those who are wanted.
-    fn weigh(&self, wanted: impl Fn(&Seat, Fit) -> bool, prefill: Option<&Row<'_>>, into: &mut Vec<Candidate>) {
+impl<'a> DecisionContext<'a> {
+    /// Scores the workers that the filter accepts.
+    fn weigh(
+        &self,
+        wanted: impl Fn(&WorkerEntry, Eligibility) -> bool,
+        prefill: Option<&ScoredWorker<'_>>,
+        into: &mut Vec<Candidate>,
+    ) {
         into.clear();
-        into.reserve(self.seats.len());
-        // Nearly always nobody helps, and what counts is the cost itself.
+        into.reserve(self.entries.len());
+        // The common case: no prefill worker, and the score is the cost itself.
         let plain = prefill.is_none() && !matches!(self.tuning.policy, Policy::Composed(_));
-        for (at, (seat, desk)) in self.seats.iter().zip(self.survey.desks()).enumerate() {
-            if !wanted(seat, self.survey.fit(seat, desk)) {
+        for (at, (entry, snapshot)) in self.entries.iter().zip(self.fleet.snapshots()).enumerate() {
+            if !wanted(entry, self.fleet.eligibility(entry, snapshot)) {
                 continue;
             }
             if plain {
-                let cost = self.together(seat, self.need(seat), desk);
-                into.push(candidate(at, seat, desk, cost.total(), cost.load()));
+                let cost = self.aggregated(entry, self.work(entry), snapshot);
+                into.push(candidate(at, entry, snapshot, cost.total(), cost.load()));
             } else {
                 into.push(self.scored(at, prefill));
             }
         }
     }
 
-    /// One who is weighed together with somebody who prefills, or by what a composition scores.
+    /// Scores one worker together with a prefill worker, or by a composition.
     #[inline(never)]
-    fn scored(&self, at: usize, prefill: Option<&Row<'_>>) -> Candidate {
+    fn scored(&self, at: usize, prefill: Option<&ScoredWorker<'_>>) -> Candidate {
         let row = self.row(at, prefill);
         let cost = row.cost();
-        let total = candidate(at, row.seat, &row.desk, cost.total(), cost.load());
+        let total = candidate(at, row.entry, &row.snapshot, cost.total(), cost.load());
         let Policy::Composed(composition) = &self.tuning.policy else { return total };
         let features = row.features();
         Candidate { cost: composition.score(&features), passes: composition.passes(&features), ..total }
     }
 
-    /// What is left to do of the prompt in a seat.
+    /// Remaining work for the prompt on one worker.
     #[inline]
-    fn need(&self, seat: &Seat) -> &Need {
-        let (_, from) = self.prompts[seat.way as usize];
-        &self.needs[from + self.survey.kind(seat)]
+    fn work(&self, entry: &WorkerEntry) -> &RemainingWork {
+        let (_, from) = self.prompts[entry.scheme as usize];
+        &self.remaining[from + self.fleet.overlap_index(entry)]
     }
 
-    /// All of the request in one seat.
+    /// Cost of the whole request on one worker.
     #[expect(clippy::inline_always, reason = "a thousand times per decision, and every figure stays in a register")]
     #[inline(always)]
-    fn together(&self, seat: &Seat, need: &Need, desk: &Desk) -> Cost {
-        let (weight, pace) = (self.tuning.decode_interference_weight, &desk.pace);
-        let mut together = Cost::together(need, pace, weight);
-        together.crowd = cost::crowd(together.prefill, pace.prompts, self.waiting + self.tuning.prefix_affinity);
-        together.stall = disaggregate::stall(together.prefill, seat.phase, pace.sequences, weight);
-        together
+    fn aggregated(&self, entry: &WorkerEntry, work: &RemainingWork, snapshot: &WorkerSnapshot) -> Cost {
+        let (weight, estimate) = (self.tuning.decode_interference_weight, &snapshot.estimate);
+        let mut aggregated = Cost::aggregated(work, estimate, weight);
+        aggregated.queue_externality =
+            cost::queue_externality(aggregated.prefill, estimate.prompts, self.waiting + self.tuning.prefix_affinity);
+        aggregated.decode_stall =
+            disaggregate::decode_stall(aggregated.prefill, entry.phase, estimate.sequences, weight);
+        aggregated
     }
 
-    fn row(&self, at: usize, prefill: Option<&Row<'_>>) -> Row<'a> {
-        let (seat, desk) = (&self.seats[at], &self.survey.desks()[at]);
-        let ((prompt, _), need) = (self.prompts[seat.way as usize], self.need(seat));
-        let (held, together) = (need.held, self.together(seat, need, desk));
-        let mut row = Row { at, seat, held, desk: *desk, prompt, together, apart: None, split: Split::Together };
-        // Only workers that name blocks alike can take over what the other computed.
-        if let Some(prefill) = prefill.filter(|prefill| prefill.at != at && prefill.seat.way == seat.way) {
-            let apart = Cost::apart(&prefill.together, need, &desk.pace, self.tuning.decode_interference_weight);
-            row.split = disaggregate::decide(self.tuning.disaggregation, row.missing(), &row.together, &apart);
-            row.apart = Some(apart);
+    fn row(&self, at: usize, prefill: Option<&ScoredWorker<'_>>) -> ScoredWorker<'a> {
+        let (entry, snapshot) = (&self.entries[at], &self.fleet.snapshots()[at]);
+        let ((prompt, _), work) = (self.prompts[entry.scheme as usize], self.work(entry));
+        let (held, aggregated) = (work.held, self.aggregated(entry, work, snapshot));
+        let mut row = ScoredWorker {
+            at,
+            entry,
+            held,
+            snapshot: *snapshot,
+            prompt,
+            aggregated,
+            disaggregated: None,
+            serving_mode: ServingMode::Aggregated,
+        };
+        // Blocks can be transferred only between workers with the same hash scheme.
+        if let Some(prefill) = prefill.filter(|prefill| prefill.at != at && prefill.entry.scheme == entry.scheme) {
+            let disaggregated = Cost::disaggregated(
+                &prefill.aggregated,
+                work,
+                &snapshot.estimate,
+                self.tuning.decode_interference_weight,
+            );
+            row.serving_mode =
+                disaggregate::decide(self.tuning.disaggregation, row.missing(), &row.aggregated, &disaggregated);
+            row.disaggregated = Some(disaggregated);
         }
         row
     }
 }
 
-/// What the choice looks at.
+/// The fields that the selection reads.
 #[inline]
-fn candidate(at: usize, seat: &Seat, desk: &Desk, cost: f64, load: f64) -> Candidate {
-    Candidate { seat: at as u32, passes: 0, worker: seat.id.0, cost, load, chosen: desk.chosen }
+fn candidate(at: usize, entry: &WorkerEntry, snapshot: &WorkerSnapshot, cost: f64, load: f64) -> Candidate {
+    Candidate { entry: at as u32, passes: 0, worker: entry.id.0, cost, load, chosen: snapshot.chosen }
 }
 
-impl<'a> Row<'a> {
-    pub(crate) fn member(&self) -> &'a Arc<Member> {
-        &self.seat.member
+impl<'a> ScoredWorker<'a> {
+    pub(crate) fn worker(&self) -> &'a Arc<Worker> {
+        &self.entry.worker
     }
 
-    /// The cost of serving the request here, the better way.
+    /// The cost under the chosen serving mode.
     pub(crate) fn cost(&self) -> Cost {
-        match (self.split, self.apart) {
-            (Split::Apart, Some(apart)) => apart,
-            _ => self.together,
+        match (self.serving_mode, self.disaggregated) {
+            (ServingMode::Disaggregated, Some(disaggregated)) => disaggregated,
+            _ => self.aggregated,
         }
     }
 
-    /// What a composition looks at.
+    /// The inputs of a composition.
     pub(crate) fn features(&self) -> Features<'_> {
-        let Self { prompt, held, desk: Desk { pace, standing, .. }, .. } = self;
-        Features { cost: self.cost(), prompt: *prompt, held: *held, pace, standing }
+        let Self { prompt, held, snapshot: WorkerSnapshot { estimate, stats, .. }, .. } = self;
+        Features { cost: self.cost(), prompt: *prompt, held: *held, estimate, stats }
     }
 
-    /// What the request brings here, where it decodes.
-    pub(crate) fn amount(&self) -> Amount {
-        let here = self.split == Split::Together;
+    /// Demand of the request on the worker that decodes.
+    pub(crate) fn demand(&self) -> Demand {
+        let here = self.serving_mode == ServingMode::Aggregated;
         let prefill_tokens = if here { self.uncached() } else { 0 };
-        Amount { prefill_tokens, prompts: u64::from(here), blocks: self.prompt.blocks, sequences: 1 }
+        Demand { prefill_tokens, prompts: u64::from(here), blocks: self.prompt.blocks, sequences: 1 }
     }
 
-    /// What its prompt brings here, when it decodes elsewhere.
-    pub(crate) fn detour(&self) -> Amount {
+    /// Demand of the prompt on a worker that only prefills.
+    pub(crate) fn prefill_demand(&self) -> Demand {
         let blocks = self.prompt.tokens.div_ceil(self.prompt.block_size);
-        Amount { prefill_tokens: self.uncached(), prompts: 1, blocks, sequences: 0 }
+        Demand { prefill_tokens: self.uncached(), prompts: 1, blocks, sequences: 0 }
     }
 
-    /// Prompt tokens that are not cached here.
+    /// Prompt tokens that are not cached on this worker.
     pub(crate) fn uncached(&self) -> u64 {
         self.prompt.uncached(self.held)
     }
 
-    /// Prompt tokens that are.
+    /// Prompt tokens that are cached on this worker.
     pub(crate) fn cached(&self) -> u64 {
         u64::from(self.held.total()) * self.prompt.block_size
     }
 
-    /// Full blocks that are not.
+    /// Full prompt blocks that are not cached on this worker.
     pub(crate) fn missing(&self) -> u64 {
         cacheable(self.prompt.tokens, self.prompt.block_size).saturating_sub(u64::from(self.held.total()))
     }

@@ -3,8 +3,8 @@
 
 use super::composition::{Composition, Filter, Policy, Term};
 use super::cost::Cost;
-use super::decide::{Decision, Row};
-use super::disaggregate::Split;
+use super::decide::{Decision, ScoredWorker};
+use super::disaggregate::ServingMode;
 use super::select::Candidate;
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -24,26 +24,26 @@ pub(crate) fn line(policy: &Policy, decision: &Decision<'_>, excluded: &[WorkerI
     // The chosen worker first, then by cost: entries at the end may be omitted.
     let mut order: Vec<&Candidate> = candidates.iter().collect();
     order.sort_by(|a, b| {
-        let not = |candidate: &Candidate| candidate.seat as usize != row.at;
+        let not = |candidate: &Candidate| candidate.entry as usize != row.at;
         not(a).cmp(&not(b)).then(a.cost.total_cmp(&b.cost))
     });
     order.truncate(SHOWN);
     let mut explanation = Explanation {
         policy: policy.name(),
-        chosen: row.member().id().to_string(),
+        chosen: row.worker().id().to_string(),
         why: why.name(),
         prompt_tokens: row.prompt.tokens,
         cached_tokens: row.cached(),
         excluded: excluded.iter().map(ToString::to_string).collect(),
-        disaggregation: prefill.as_ref().zip(row.apart).map(|(prefill, apart)| Disaggregation {
-            prefill: (row.split == Split::Apart).then(|| prefill.member().id().to_string()),
-            aggregated_s: round(row.together.total()),
-            disaggregated_s: round(apart.total()),
+        disaggregation: prefill.as_ref().zip(row.disaggregated).map(|(prefill, disaggregated)| Disaggregation {
+            prefill: (row.serving_mode == ServingMode::Disaggregated).then(|| prefill.worker().id().to_string()),
+            aggregated_s: round(row.aggregated.total()),
+            disaggregated_s: round(disaggregated.total()),
         }),
         prefill_worker: prefill.as_ref().map(|row| considered(row, policy)),
         candidates: order
             .iter()
-            .map(|candidate| decision.row(candidate.seat))
+            .map(|candidate| decision.row(candidate.entry))
             .map(|row| considered(&row, policy))
             .collect(),
         not_shown: candidates.len().saturating_sub(SHOWN),
@@ -125,7 +125,7 @@ struct Composed {
 }
 
 impl Composed {
-    fn of(composition: &Composition, row: &Row<'_>) -> Self {
+    fn of(composition: &Composition, row: &ScoredWorker<'_>) -> Self {
         let features = row.features();
         let mut scores = BTreeMap::new();
         for (term, score) in composition.scores(&features) {
@@ -140,23 +140,24 @@ impl Composed {
     }
 }
 
-fn considered(row: &Row<'_>, policy: &Policy) -> Considered {
+fn considered(row: &ScoredWorker<'_>, policy: &Policy) -> Considered {
     let cost = row.cost();
-    let Cost { queue, room, prefill, onboard, backlog, handover, decode, stall, crowd } = cost;
+    let Cost { queue, memory_wait, prefill, onboard, tier_queue, kv_transfer, decode, decode_stall, queue_externality } =
+        cost;
     let terms = [
         ("queue", queue),
-        ("memory_wait", room),
+        ("memory_wait", memory_wait),
         ("prefill", prefill),
         ("onboard", onboard),
-        ("tier_queue", backlog),
-        ("kv_transfer", handover),
+        ("tier_queue", tier_queue),
+        ("kv_transfer", kv_transfer),
         ("decode", decode),
-        ("decode_stall", stall),
-        ("queue_externality", crowd),
+        ("decode_stall", decode_stall),
+        ("queue_externality", queue_externality),
     ];
     Considered {
-        worker: row.member().id().to_string(),
-        role: row.seat.phase.to_string(),
+        worker: row.worker().id().to_string(),
+        role: row.entry.phase.to_string(),
         composed: match policy {
             Policy::Composed(composition) => Some(Composed::of(composition, row)),
             _ => None,
@@ -165,7 +166,7 @@ fn considered(row: &Row<'_>, policy: &Policy) -> Considered {
         terms_s: terms.into_iter().map(|(name, term)| (name, round(term))).filter(|(_, term)| *term > 0.0).collect(),
         cached_blocks: row.held.by_level().map(|(level, blocks)| (level.name(), blocks)).collect(),
         uncached_tokens: row.uncached(),
-        index: row.member().mode.remark(),
+        index: row.worker().cache_view.remark(),
     }
 }
 

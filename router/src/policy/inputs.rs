@@ -1,11 +1,11 @@
-//! What a decision sees of everybody who serves a model: what each worker holds of the prompt, and how busy it is.
+//! The inputs of a decision: cached prefix and load of each worker of a model.
 //!
-//! One look, before anybody is weighed: what changes in the books after it is for the next decision.
+//! They are read once, before workers are scored; later changes of the load count for the next decision.
 
 use crate::booking::InflightPrefixes;
-use crate::fleet::{Seat, Serving};
+use crate::fleet::{ModelPool, WorkerEntry};
 use crate::index::{Index, Overlap, WorkerOverlap};
-use crate::load::{Desk, Desks};
+use crate::load::{SnapshotCache, WorkerSnapshot};
 use kvbm::{ChainKey, Domain, SequenceHash};
 use std::cell::RefCell;
 use std::sync::MutexGuard;
@@ -13,108 +13,109 @@ use tokio::time::Instant;
 use worker::engine::ModelCard;
 use worker::plane::WorkerId;
 
-/// Whether a worker is to be considered.
+/// Whether a worker is a candidate.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Fit {
-    /// As any other.
-    Well,
-    /// When nobody else is there.
-    Avoided,
-    /// Not at all: the prompt is too long for it, or was there already.
-    Out,
+pub(crate) enum Eligibility {
+    /// A candidate.
+    Eligible,
+    /// A candidate only when no eligible worker is left.
+    Ejected,
+    /// Never a candidate: the prompt exceeds its context, or the request failed on it before.
+    Excluded,
 }
 
-/// Everybody, as one prompt sees them.
-pub(crate) struct Survey<'a> {
-    serving: &'a Serving,
+/// The workers of a model, as one prompt sees them.
+pub(crate) struct FleetView<'a> {
+    pool: &'a ModelPool,
     overlaps: &'a Overlaps,
     tokens: usize,
-    tried: &'a [WorkerId],
-    desks: MutexGuard<'a, Desks>,
+    excluded: &'a [WorkerId],
+    snapshots: MutexGuard<'a, SnapshotCache>,
 }
 
-impl<'a> Survey<'a> {
-    /// Looks at everybody. `tokens`: of the prompt; `tried`: who had it already.
+impl<'a> FleetView<'a> {
+    /// Refreshes and locks the load snapshots. `tokens`: length of the prompt; `excluded`: workers that were tried
+    /// before.
     pub(crate) fn new(
-        serving: &'a Serving,
+        pool: &'a ModelPool,
         overlaps: &'a Overlaps,
         tokens: usize,
-        tried: &'a [WorkerId],
+        excluded: &'a [WorkerId],
         now: Instant,
     ) -> Self {
-        Self { serving, overlaps, tokens, tried, desks: serving.desks(now.into()) }
+        Self { pool, overlaps, tokens, excluded, snapshots: pool.snapshots(now.into()) }
     }
 
-    pub(crate) fn serving(&self) -> &'a Serving {
-        self.serving
+    pub(crate) fn pool(&self) -> &'a ModelPool {
+        self.pool
     }
 
-    /// What is known of each, by seat.
+    /// Load snapshots, in the order of the pool's entries.
     #[inline]
-    pub(crate) fn desks(&self) -> &[Desk] {
-        self.desks.all()
+    pub(crate) fn snapshots(&self) -> &[WorkerSnapshot] {
+        self.snapshots.all()
     }
 
-    /// What anybody holds of the prompt, named in one way: each thing once.
-    pub(crate) fn kinds(&self, way: usize) -> &[WorkerOverlap] {
-        self.overlaps.kinds(way)
+    /// The distinct cached prefixes of the prompt under one hash scheme.
+    pub(crate) fn distinct_overlaps(&self, scheme: usize) -> &[WorkerOverlap] {
+        self.overlaps.distinct_overlaps(scheme)
     }
 
-    /// Which of it the worker in a seat holds, by its place among them.
+    /// Index of a worker's cached prefix in [`Self::distinct_overlaps`].
     #[inline]
-    pub(crate) fn kind(&self, seat: &Seat) -> usize {
-        self.overlaps.kind(seat.way, seat.slot)
+    pub(crate) fn overlap_index(&self, entry: &WorkerEntry) -> usize {
+        self.overlaps.overlap_index(entry.scheme, entry.slot)
     }
 
-    /// Whether it is to be considered.
+    /// Whether a worker is a candidate.
     #[inline]
-    pub(crate) fn fit(&self, seat: &Seat, desk: &Desk) -> Fit {
-        if self.tokens >= seat.context || self.tried.contains(&seat.id) {
-            Fit::Out
-        } else if desk.avoided {
-            Fit::Avoided
+    pub(crate) fn eligibility(&self, entry: &WorkerEntry, snapshot: &WorkerSnapshot) -> Eligibility {
+        if self.tokens >= entry.context || self.excluded.contains(&entry.id) {
+            Eligibility::Excluded
+        } else if snapshot.ejected {
+            Eligibility::Ejected
         } else {
-            Fit::Well
+            Eligibility::Eligible
         }
     }
 
-    /// Prompts that wait at a worker, on average.
-    pub(crate) fn prompts_typical(&self) -> f64 {
-        self.desks.prompts_typical()
+    /// Mean number of queued prompts per worker.
+    pub(crate) fn mean_prompts(&self) -> f64 {
+        self.snapshots.mean_prompts()
     }
 }
 
-/// One prompt's names and overlap, for each way in which the workers of a model name blocks.
-pub(crate) struct Overlaps(Vec<Way>);
+/// Block hashes of a prompt and the cached prefixes found in the index, for each hash scheme of the model's workers.
+pub(crate) struct Overlaps(Vec<HashScheme>);
 
-/// One way to name blocks.
-struct Way {
+/// Block hashes and cached prefixes under one hash scheme: an identity and a block size.
+struct HashScheme {
     block_size: usize,
-    names: Vec<SequenceHash>,
+    hashes: Vec<SequenceHash>,
     overlap: Overlap,
 }
 
 thread_local! {
-    /// Answers of the index that were read, and have room for the next.
+    /// Result buffers for reuse by the next lookups of this thread.
     static SPARE: RefCell<Vec<Overlap>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Decisions of one thread that look at several ways, or at each other.
-const SPARES: usize = 4;
+/// Buffers kept per thread: for decisions with several hash schemes, or nested ones.
+const MAX_SPARE: usize = 4;
 
-impl Way {
-    fn new(block_size: usize, names: Vec<SequenceHash>, index: &Index) -> Self {
+impl HashScheme {
+    fn new(block_size: usize, hashes: Vec<SequenceHash>, index: &Index) -> Self {
         let mut overlap = SPARE.with_borrow_mut(Vec::pop).unwrap_or_default();
-        index.overlap_into(&names, &mut overlap);
-        Self { block_size, names, overlap }
+        index.overlap_into(&hashes, &mut overlap);
+        Self { block_size, hashes, overlap }
     }
 }
 
-impl Drop for Way {
+impl Drop for HashScheme {
     fn drop(&mut self) {
         let overlap = std::mem::take(&mut self.overlap);
         SPARE.with_borrow_mut(|spare| {
-            if spare.len() < SPARES {
+            if spare.len() < MAX_SPARE {
                 spare.push(overlap);
             }
         });
@@ -122,51 +123,51 @@ impl Drop for Way {
 }
 
 impl Overlaps {
-    /// Names a prompt's blocks, and asks the index for them.
-    pub(crate) fn of(tokens: &[u32], domain: &Domain, serving: &Serving, index: &Index) -> Self {
-        let way = |card: &std::sync::Arc<ModelCard>| {
+    /// Hashes a prompt's blocks and looks them up in the index.
+    pub(crate) fn of(tokens: &[u32], domain: &Domain, pool: &ModelPool, index: &Index) -> Self {
+        let scheme = |card: &std::sync::Arc<ModelCard>| {
             let full = cacheable(tokens.len() as u64, card.block_size as u64) as usize;
             let cached = &tokens[..full * card.block_size];
-            let names = ChainKey::root(domain, &card.identity, None).hashes(cached, card.block_size);
-            Way::new(card.block_size, names, index)
+            let hashes = ChainKey::root(domain, &card.identity, None).hashes(cached, card.block_size);
+            HashScheme::new(card.block_size, hashes, index)
         };
-        Self(serving.ways().iter().map(way).collect())
+        Self(pool.schemes().iter().map(scheme).collect())
     }
 
-    /// The only way in which blocks are named.
-    pub(crate) fn only(block_size: usize, names: Vec<SequenceHash>, index: &Index) -> Self {
-        Self(vec![Way::new(block_size, names, index)])
+    /// The overlaps under a single hash scheme.
+    pub(crate) fn only(block_size: usize, hashes: Vec<SequenceHash>, index: &Index) -> Self {
+        Self(vec![HashScheme::new(block_size, hashes, index)])
     }
 
-    /// Adds what requests under way have promised.
-    pub(crate) fn extend(&mut self, promises: &InflightPrefixes) {
-        self.0.iter_mut().for_each(|way| promises.extend(&mut way.overlap, &way.names, way.block_size));
+    /// Adds prefixes that running requests will have cached.
+    pub(crate) fn extend(&mut self, inflight: &InflightPrefixes) {
+        self.0.iter_mut().for_each(|scheme| inflight.extend(&mut scheme.overlap, &scheme.hashes, scheme.block_size));
     }
 
-    /// The prompt's blocks, named in a way.
-    pub(crate) fn names(&self, way: u32) -> &[SequenceHash] {
-        self.0.get(way as usize).map_or(&[], |way| &way.names)
+    /// Block hashes of the prompt under one hash scheme.
+    pub(crate) fn hashes(&self, scheme: u32) -> &[SequenceHash] {
+        self.0.get(scheme as usize).map_or(&[], |scheme| &scheme.hashes)
     }
 
-    /// What anybody holds of the prompt, named in one way: each thing once.
-    pub(crate) fn kinds(&self, way: usize) -> &[WorkerOverlap] {
-        self.0.get(way).map_or(&[], |way| way.overlap.distinct())
+    /// The distinct cached prefixes of the prompt under one hash scheme.
+    pub(crate) fn distinct_overlaps(&self, scheme: usize) -> &[WorkerOverlap] {
+        self.0.get(scheme).map_or(&[], |scheme| scheme.overlap.distinct())
     }
 
-    /// Which of it the worker at a slot holds.
+    /// Index of a slot's cached prefix in [`Self::distinct_overlaps`].
     #[inline]
-    pub(crate) fn kind(&self, way: u32, slot: crate::index::SourceId) -> usize {
-        self.0.get(way as usize).map_or(0, |way| way.overlap.distinct_index(slot))
+    pub(crate) fn overlap_index(&self, scheme: u32, slot: crate::index::SourceId) -> usize {
+        self.0.get(scheme as usize).map_or(0, |scheme| scheme.overlap.distinct_index(slot))
     }
 
-    /// What stands at a slot of a prompt.
+    /// Cached prefix of the prompt at a slot.
     #[inline]
-    pub(crate) fn held(&self, way: u32, slot: crate::index::SourceId) -> WorkerOverlap {
-        self.0.get(way as usize).map_or_else(WorkerOverlap::default, |way| way.overlap.at(slot))
+    pub(crate) fn held(&self, scheme: u32, slot: crate::index::SourceId) -> WorkerOverlap {
+        self.0.get(scheme as usize).map_or_else(WorkerOverlap::default, |scheme| scheme.overlap.at(slot))
     }
 }
 
-/// Full blocks of a prompt that a cache can spare: the last token is always computed, for its logits.
+/// Full blocks of a prompt that can come from a cache: the last token is always computed, for its logits.
 pub(crate) fn cacheable(tokens: u64, block_size: u64) -> u64 {
     tokens.saturating_sub(1) / block_size
 }

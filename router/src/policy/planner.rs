@@ -1,17 +1,18 @@
-//! Which workers prefill and which decode, and how many of each there ought to be. Pure: what was measured in, what
-//! ought to be out; the clock is passed in.
+//! Planner of roles: how many workers should prefill and decode, and which one changes its role. Pure: measurements and
+//! time in, plan out.
 //!
 //! ```text
-//!   load, speeds, targets ─▶ need (workers of each phase that meet the targets) ─▶ counts, for an outer autoscaler
-//!                              └─▶ the split of the workers that are there with the least pressure ─▶ one flip at a time
+//!   load, speeds, targets ─▶ need (workers of each role that meet the targets) ─▶ counts, for an outer autoscaler
+//!                              └─▶ the split of the present workers with the least pressure ─▶ one role change at a time
 //! ```
-//! **Need.** Prefill is a queue: the least `c` workers for which a prompt's own time and Sakasegawa's approximation of the wait
-//! in an M/M/c queue (1977), `s·ρ^(√(2(c+1)) − 1) / (c(1 − ρ))`, stay within the target. Decode is a batch: a step of `n`
-//! sequences takes `base + slope·n`, so a worker carries as many as fit into the target between tokens, or into its memory.
+//! **Need.** Prefill is a queue: the least `c` workers for which a prompt's own time and Sakasegawa's approximation of
+//! the wait in an M/M/c queue (1977), `s·ρ^(√(2(c+1)) − 1) / (c(1 − ρ))`, stay within the target. Decode is a batch: a
+//! step of `n` sequences takes `base + slope·n`, so a worker carries as many as fit into the target between tokens, or
+//! into its memory.
 //!
-//! **Pressure** of a phase is need over workers; a split is as bad as the worse of its two. A worker changes sides when that
-//! is better by a margin, has been for a while, and there is pressure at all: an idle fleet is left alone. Workers of phase
-//! `both` do what comes and are nobody's to move.
+//! **Pressure** of a role is need over workers; the pressure of a split is the larger of its two. A worker changes its
+//! role when another split is better by a margin, has been for a while, and pressure is not low: an idle fleet does not
+//! change. Workers with the role `both` are never changed.
 
 use crate::problem::Problem;
 use serde::{Deserialize, Serialize};
@@ -21,7 +22,7 @@ use std::time::Duration;
 use units::HumanDuration;
 use worker::plane::{Phase, WorkerId};
 
-/// From less than any step takes to a day.
+/// Accepted range of targets: from less than any decode step to a day.
 const TARGETS: RangeInclusive<HumanDuration> =
     HumanDuration(Duration::from_micros(100))..=HumanDuration(Duration::from_hours(24));
 
@@ -51,92 +52,93 @@ pub enum Mode {
     Apply,
 }
 
-/// What users are promised, seconds.
+/// Latency targets in seconds.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub(crate) struct Targets {
-    /// To the first token, on average.
+    /// Mean time to first token.
     pub(crate) ttft: f64,
-    /// From token to token.
+    /// Time between tokens.
     pub(crate) itl: f64,
 }
 
-/// What a model's requests ask of its workers, measured.
+/// Measured workload of a model.
 #[derive(Clone, Copy, PartialEq, Debug, Default)]
-pub(crate) struct Demand {
-    /// Prompts that have something to compute, per second.
+pub(crate) struct Workload {
+    /// Prompts with tokens to compute, per second.
     pub(crate) prompts: f64,
-    /// Tokens of them that are not cached, per second.
+    /// Prompt tokens that are not cached, per second.
     pub(crate) prompt_tokens: f64,
     /// Generated tokens per second.
     pub(crate) output_tokens: f64,
-    /// Sequences that decode, or wait to.
+    /// Sequences that decode or wait to decode.
     pub(crate) sequences: f64,
-    /// Blocks that one sequence takes.
+    /// Mean blocks per sequence.
     pub(crate) sequence_blocks: f64,
 }
 
-/// What a typical worker can do, measured.
+/// Measured capacity of an average worker.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub(crate) struct Capacity {
     /// Prompt tokens per second.
     pub(crate) prefill: f64,
     /// Seconds of a decode step without sequences.
     pub(crate) step: f64,
-    /// Seconds that each sequence adds.
+    /// Seconds that each sequence adds to a step.
     pub(crate) step_per_sequence: f64,
-    /// G1 blocks.
+    /// G1 blocks per worker.
     pub(crate) blocks: f64,
 }
 
-/// A worker, as far as its phase goes.
+/// A worker as the planner sees it.
 #[derive(Clone, Copy, PartialEq, Debug)]
-pub(crate) struct Seat {
+pub(crate) struct PlannedWorker {
     pub(crate) id: WorkerId,
     pub(crate) phase: Phase,
-    /// Requests that are on it.
+    /// Requests on the worker.
     pub(crate) requests: u64,
 }
 
-/// How many workers of each phase; whole ones when they are to be started.
+/// Number of workers needed in each role.
 #[derive(Clone, Copy, PartialEq, Debug, Default)]
 pub(crate) struct Need {
     pub(crate) prefill: f64,
     pub(crate) decode: f64,
 }
 
-/// One worker's change of sides.
+/// Change of one worker's role.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Flip {
+pub(crate) struct RoleChange {
     pub(crate) worker: WorkerId,
     pub(crate) to: Phase,
 }
 
-/// Decides, and remembers what keeps it from deciding too often.
+/// Planner with the state that limits the rate of changes.
 #[derive(Debug, Default)]
 pub(crate) struct Planner {
-    /// Which way it has wanted to go, and since when.
-    urge: Option<(Phase, f64)>,
+    /// The role that should gain a worker, and since when, in seconds.
+    pending: Option<(Phase, f64)>,
     last: Option<f64>,
-    /// When each worker changed sides.
-    flips: BTreeMap<WorkerId, f64>,
+    /// Time of each worker's last change, in seconds.
+    changes: BTreeMap<WorkerId, f64>,
 }
 
-/// Targets are averages, and load is not even: so much of what a worker could do is counted on.
-const USED: f64 = 0.85;
-/// A prompt that takes longer than its target alone cannot be helped by more workers; it shall at least seldom queue.
-const BUSY_MAX: f64 = 0.7;
-/// More workers than this are not asked for, whatever was measured.
+/// Planned utilization of a worker: targets are averages, and load varies.
+const TARGET_UTILIZATION: f64 = 0.85;
+/// Planned utilization when a prompt alone takes longer than its target: more workers cannot help, but it should seldom
+/// queue.
+const MAX_UTILIZATION: f64 = 0.7;
+/// Upper bound of the plan.
 const WORKERS_MAX: f64 = 10_000.0;
-/// Below this pressure both phases have room, and changing sides costs more than it brings.
-const EASY: f64 = 0.6;
-/// Another split must be better by this factor: estimates are no better than that.
+/// Below this pressure both roles have spare capacity, and a change costs more than it brings.
+const LOW_PRESSURE: f64 = 0.6;
+/// Factor by which another split must be better: estimates are not more accurate than that.
 const MARGIN: f64 = 1.2;
-/// Seconds that it must have been better: longer than a burst, shorter than a user's patience.
-const HOLD: f64 = 15.0;
-/// Seconds between two flips: what the first one changed must be seen first.
-const GAP: f64 = 10.0;
-/// Seconds that a worker keeps its new side.
-const REST: f64 = 60.0;
+/// Seconds for which another split must have been better: longer than a burst, shorter than users accept.
+const HOLD_SECONDS: f64 = 15.0;
+/// Seconds between two changes: the effect of the first must be measured before the second.
+const MIN_INTERVAL: f64 = 10.0;
+/// Seconds for which a worker keeps its new role.
+const COOLDOWN: f64 = 60.0;
 
 impl Default for Settings {
     fn default() -> Self {
@@ -153,9 +155,9 @@ impl Settings {
 }
 
 impl Need {
-    /// What meets the targets.
-    pub(crate) fn of(demand: &Demand, capacity: &Capacity, targets: &Targets) -> Self {
-        Self { prefill: prefill(demand, capacity, targets.ttft), decode: decode(demand, capacity, targets.itl) }
+    /// The number of workers that meets the targets.
+    pub(crate) fn of(workload: &Workload, capacity: &Capacity, targets: &Targets) -> Self {
+        Self { prefill: prefill(workload, capacity, targets.ttft), decode: decode(workload, capacity, targets.itl) }
     }
 
     /// As whole workers, at least one of each.
@@ -164,12 +166,12 @@ impl Need {
         (whole(self.prefill), whole(self.decode))
     }
 
-    /// How badly `prefills` of `all` workers, and the others for decode, do.
-    fn pressure(&self, prefills: usize, all: usize) -> f64 {
-        (self.prefill / prefills as f64).max(self.decode / (all - prefills) as f64)
+    /// Pressure with `prefill_workers` of `all` workers for prefill and the others for decode.
+    fn pressure(&self, prefill_workers: usize, all: usize) -> f64 {
+        (self.prefill / prefill_workers as f64).max(self.decode / (all - prefill_workers) as f64)
     }
 
-    /// How many of `all` should prefill: the least pressure, and of equals the nearest to `now`.
+    /// How many of `all` should prefill: the least pressure, and among equals the nearest to `now`.
     fn split(&self, all: usize, now: usize) -> usize {
         let better = |a: &usize, b: &usize| {
             let pressure = self.pressure(*a, all).total_cmp(&self.pressure(*b, all));
@@ -179,78 +181,83 @@ impl Need {
     }
 }
 
-fn prefill(demand: &Demand, capacity: &Capacity, ttft: f64) -> f64 {
-    let busy = demand.prompt_tokens / capacity.prefill;
+fn prefill(workload: &Workload, capacity: &Capacity, ttft: f64) -> f64 {
+    let busy = workload.prompt_tokens / capacity.prefill;
     if busy.is_nan() || busy <= 0.0 {
         return 0.0;
     }
-    let own = demand.prompt_tokens / demand.prompts.max(f64::MIN_POSITIVE) / capacity.prefill;
-    let patience = ttft - own;
-    if patience <= 0.0 {
-        return (busy / BUSY_MAX).min(WORKERS_MAX);
+    let prefill_seconds = workload.prompt_tokens / workload.prompts.max(f64::MIN_POSITIVE) / capacity.prefill;
+    let max_wait = ttft - prefill_seconds;
+    if max_wait <= 0.0 {
+        return (busy / MAX_UTILIZATION).min(WORKERS_MAX);
     }
     let wait = |workers: f64| {
         let used = busy / workers;
         if used >= 1.0 {
             f64::INFINITY
         } else {
-            own * used.powf((2.0 * (workers + 1.0)).sqrt() - 1.0) / (workers * (1.0 - used))
+            prefill_seconds * used.powf((2.0 * (workers + 1.0)).sqrt() - 1.0) / (workers * (1.0 - used))
         }
     };
-    // The wait falls with every worker, so the least number can be found by halving; fractions tell splits apart.
+    // The wait decreases with the number of workers, so bisection finds it; the fraction distinguishes splits.
     let (mut few, mut enough) = (busy, WORKERS_MAX);
     while enough - few > 0.01 {
         let middle = f64::midpoint(few, enough);
-        *(if wait(middle) > patience { &mut few } else { &mut enough }) = middle;
+        *(if wait(middle) > max_wait { &mut few } else { &mut enough }) = middle;
     }
     enough
 }
 
-fn decode(demand: &Demand, capacity: &Capacity, itl: f64) -> f64 {
-    let fit = (itl - capacity.step) / capacity.step_per_sequence.max(1e-9);
-    let room = if capacity.blocks > 0.0 { capacity.blocks / demand.sequence_blocks.max(1.0) } else { f64::INFINITY };
-    let carried = fit.min(room).max(1.0);
-    let step = capacity.step + capacity.step_per_sequence * carried;
-    // By what comes, and by what is there: a backlog is demand too.
-    let coming = demand.output_tokens * step / carried;
-    let here = demand.sequences / carried;
-    let need = coming.max(here) / USED;
+fn decode(workload: &Workload, capacity: &Capacity, itl: f64) -> f64 {
+    let by_latency = (itl - capacity.step) / capacity.step_per_sequence.max(1e-9);
+    let by_memory =
+        if capacity.blocks > 0.0 { capacity.blocks / workload.sequence_blocks.max(1.0) } else { f64::INFINITY };
+    let batch = by_latency.min(by_memory).max(1.0);
+    let step = capacity.step + capacity.step_per_sequence * batch;
+    // By arrival rate and by present sequences: a backlog is demand, too.
+    let by_rate = workload.output_tokens * step / batch;
+    let by_backlog = workload.sequences / batch;
+    let need = by_rate.max(by_backlog) / TARGET_UTILIZATION;
     if need.is_finite() { need.min(WORKERS_MAX) } else { 0.0 }
 }
 
 impl Planner {
-    /// Who shall change sides now, if anybody. `now`: seconds on any clock that does not go back.
-    pub(crate) fn step(&mut self, now: f64, need: &Need, seats: &[Seat]) -> Option<Flip> {
-        self.flips.retain(|id, at| now - *at < REST && seats.iter().any(|seat| seat.id == *id));
-        let movable: Vec<&Seat> = seats.iter().filter(|seat| seat.phase != Phase::Both).collect();
-        let prefills = movable.iter().filter(|seat| seat.phase == Phase::Prefill).count();
-        let to = direction(need, prefills, movable.len());
-        self.urge = to.map(|to| self.urge.filter(|(before, _)| *before == to).unwrap_or((to, now)));
-        let (to, since) = self.urge?;
-        if now - since < HOLD || self.last.is_some_and(|last| now - last < GAP) {
+    /// The next role change, if one is due. `now`: seconds on any monotonic clock.
+    pub(crate) fn step(&mut self, now: f64, need: &Need, workers: &[PlannedWorker]) -> Option<RoleChange> {
+        self.changes.retain(|id, at| now - *at < COOLDOWN && workers.iter().any(|worker| worker.id == *id));
+        let candidates: Vec<&PlannedWorker> = workers.iter().filter(|worker| worker.phase != Phase::Both).collect();
+        let prefill_workers = candidates.iter().filter(|worker| worker.phase == Phase::Prefill).count();
+        let to = direction(need, prefill_workers, candidates.len());
+        self.pending = to.map(|to| self.pending.filter(|(before, _)| *before == to).unwrap_or((to, now)));
+        let (to, since) = self.pending?;
+        if now - since < HOLD_SECONDS || self.last.is_some_and(|last| now - last < MIN_INTERVAL) {
             return None;
         }
-        let from = movable.into_iter().filter(|seat| seat.phase != to && !self.flips.contains_key(&seat.id));
-        let worker = from.min_by_key(|seat| (seat.requests, seat.id))?.id;
+        let from = candidates.into_iter().filter(|worker| worker.phase != to && !self.changes.contains_key(&worker.id));
+        let worker = from.min_by_key(|worker| (worker.requests, worker.id))?.id;
         self.last = Some(now);
-        self.flips.insert(worker, now);
-        Some(Flip { worker, to })
+        self.changes.insert(worker, now);
+        Some(RoleChange { worker, to })
     }
 }
 
-/// The phase that ought to gain a worker.
-fn direction(need: &Need, prefills: usize, all: usize) -> Option<Phase> {
+/// The role that should gain a worker.
+fn direction(need: &Need, prefill_workers: usize, all: usize) -> Option<Phase> {
     if all < 2 {
         return None;
     }
-    // A fleet that somebody started without one phase has infinite pressure there, if it is needed at all.
-    let now = if prefills == 0 || prefills == all { f64::INFINITY } else { need.pressure(prefills, all) };
-    if now < EASY || need.prefill + need.decode <= 0.0 {
+    // A fleet started without one role has infinite pressure there, if it is needed at all.
+    let now = if prefill_workers == 0 || prefill_workers == all {
+        f64::INFINITY
+    } else {
+        need.pressure(prefill_workers, all)
+    };
+    if now < LOW_PRESSURE || need.prefill + need.decode <= 0.0 {
         return None;
     }
-    let best = need.split(all, prefills);
+    let best = need.split(all, prefill_workers);
     let better = now > MARGIN * need.pressure(best, all);
-    (better && best != prefills).then_some(if best > prefills { Phase::Prefill } else { Phase::Decode })
+    (better && best != prefill_workers).then_some(if best > prefill_workers { Phase::Prefill } else { Phase::Decode })
 }
 
 #[cfg(test)]

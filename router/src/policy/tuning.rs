@@ -1,6 +1,6 @@
-//! What one model's requests are placed by: policy, disaggregation and weights.
+//! Parameters of placement for one model: policy, disaggregation and weights.
 //!
-//! Not here: where the values come from, which is the business of the settings.
+//! Not here: where the values come from (`settings`).
 
 use super::composition::Policy;
 use serde::{Deserialize, Serialize};
@@ -9,16 +9,16 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Disaggregation {
-    /// When the prefill would hold up decode for longer than the hand-over takes, and a prefill worker is not too busy.
+    /// When the prefill would stall decode for longer than the KV transfer takes, and a prefill worker is not too busy.
     #[default]
     Auto,
-    /// Whenever a prefill worker is there and a full block is not cached: for measurements.
+    /// Whenever there is a prefill worker and a full block is not cached: for measurements.
     Always,
-    /// Never: a prompt is prefilled where it is decoded.
+    /// Never: every prompt is prefilled on the worker that decodes.
     Never,
 }
 
-/// What one model's requests are placed by, nothing left open.
+/// Parameters of placement for one model, with all defaults resolved.
 #[derive(Clone, PartialEq, Debug)]
 pub(crate) struct Tuning {
     pub(crate) policy: Policy,

@@ -1,7 +1,7 @@
 //! The router's waiting room in a replay: the live one's own [`AdmissionController`], on virtual time, and who is behind its numbers.
 
 use crate::admission::{AdmissionController, Context, QueuedRequest, Resolution, Settings};
-use crate::fleet::Roster;
+use crate::fleet::FleetSnapshot;
 use std::collections::HashMap;
 use std::time::Duration;
 use tokio::time::Instant;
@@ -34,7 +34,13 @@ impl Door {
     }
 
     /// A request comes. One that waits is told nothing.
-    pub(super) fn enter(&mut self, request: u32, asked: &QueuedRequest, roster: &Roster, now: Instant) -> Vec<Word> {
+    pub(super) fn enter(
+        &mut self,
+        request: u32,
+        asked: &QueuedRequest,
+        roster: &FleetSnapshot,
+        now: Instant,
+    ) -> Vec<Word> {
         let entrance = match self.controller.admit_or_queue(Context { limits: &self.limits, roster, now }, asked) {
             Ok(entrance) => entrance,
             Err(refusal) => return vec![Word { request, permit: 0, told: Resolution::Reject(refusal) }],
@@ -51,7 +57,7 @@ impl Door {
     }
 
     /// Something changed: what those who wait are told.
-    pub(super) fn round(&mut self, roster: &Roster, now: Instant) -> Vec<Word> {
+    pub(super) fn round(&mut self, roster: &FleetSnapshot, now: Instant) -> Vec<Word> {
         let told = self.controller.dispatch_ready(Context { limits: &self.limits, roster, now });
         self.words(told)
     }

@@ -3,7 +3,7 @@
 
 use super::router::Simulated;
 use crate::dispatch::place;
-use crate::fleet::Member;
+use crate::fleet::Worker;
 use crate::hash::splitmix64;
 use crate::settings::Settings;
 use crate::state::Core;
@@ -17,7 +17,7 @@ use worker::plane::{Instance, Load, OnboardSpeed, Phase, RouterId, Source, Store
 pub struct Decisions {
     core: Core,
     request: Request,
-    members: Vec<Arc<Member>>,
+    members: Vec<Arc<Worker>>,
 }
 
 const MODEL: &str = "measured";
@@ -44,7 +44,7 @@ impl Decisions {
         let member = |(id, slot)| {
             let (model, stores) = (card.clone(), vec![STORE]);
             let instance = Instance { id, epoch: Epoch(1), phase: Phase::Both, model, stores };
-            Arc::new(Member::new(Arc::new(instance), Arc::new(Simulated), slot, None))
+            Arc::new(Worker::new(Arc::new(instance), Arc::new(Simulated), slot, None))
         };
         let members: Vec<_> = ids.zip(slots).map(member).collect();
         core.fleet.join_all(members.iter().cloned());
@@ -87,7 +87,7 @@ impl Decisions {
                 onboard: onboard.to_vec(),
                 ..Load::default()
             };
-            member.books.report(load, now);
+            member.load.report(load, now);
         }
     }
 

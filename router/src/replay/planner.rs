@@ -1,22 +1,22 @@
 //! The planner in a replay: the live one's own, asked as often, on virtual time.
 
-use crate::control::rebalance::{EVERY, Watched};
-use crate::fleet::Member;
+use crate::control::rebalance::{Controller, INTERVAL};
+use crate::fleet::Worker;
 use crate::load::Totals;
-use crate::policy::planner::{Flip, Settings};
+use crate::policy::planner::{RoleChange, Settings};
 use std::sync::Arc;
 use tokio::time::Instant;
 
 /// Looks at what requests ask and what workers can do.
 pub(super) struct Advisor {
     targets: Settings,
-    watched: Watched,
+    controller: Controller,
     totals: Totals,
 }
 
 impl Advisor {
     pub(super) fn new(targets: Settings) -> Self {
-        Self { targets, watched: Watched::default(), totals: Totals::default() }
+        Self { targets, controller: Controller::default(), totals: Totals::default() }
     }
 
     /// A prompt was placed that has so many tokens to compute.
@@ -33,13 +33,13 @@ impl Advisor {
     pub(super) fn look(
         &mut self,
         routers: usize,
-        members: &[Arc<Member>],
+        members: &[Arc<Worker>],
         start: Instant,
         now: Instant,
-    ) -> Option<Flip> {
-        let members: Vec<&Member> = members.iter().map(|member| &**member).collect();
-        let (totals, seconds) = (self.totals.now(), EVERY.as_secs_f64());
-        let need = self.watched.look(totals, seconds, routers as f64, &members, &self.targets, now)?;
-        self.watched.flip(&need, &members, start, now)
+    ) -> Option<RoleChange> {
+        let members: Vec<&Worker> = members.iter().map(|member| &**member).collect();
+        let (totals, seconds) = (self.totals.now(), INTERVAL.as_secs_f64());
+        let need = self.controller.measure(totals, seconds, routers as f64, &members, &self.targets, now)?;
+        self.controller.role_change(&need, &members, start, now)
     }
 }

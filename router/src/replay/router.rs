@@ -8,14 +8,16 @@ use super::trace::{self, Asked, BLOCK_TOKENS};
 use super::{Admission, Chooser, Options};
 use crate::admission::{QueuedRequest, Resolution, Route, Stage, Ticket};
 use crate::booking::{InflightPrefix, InflightPrefixes};
-use crate::control::replicas::Others;
-use crate::control::{Outcome, View};
-use crate::fleet::{Fleet, Member};
+use crate::control::replicas::PeerRouters;
+use crate::control::{Outcome, SourceCursor};
+use crate::fleet::{Fleet, Worker};
 use crate::hash::splitmix64;
 use crate::index::{Index, SourceId};
-use crate::load::Amount;
-use crate::policy::planner::Flip;
-use crate::policy::{Ask, Disaggregation, Overlaps, Row, Scratch, Survey, Turn, decide};
+use crate::load::Demand;
+use crate::policy::planner::RoleChange;
+use crate::policy::{
+    Disaggregation, FleetView, Overlaps, PlacementRequest, ScoredWorker, Scratch, SelectionContext, decide,
+};
 use crate::settings::{ResolvedSettings, Settings};
 use futures::future::BoxFuture;
 use kvbm::{Epoch, Level, Run, SequenceHash};
@@ -33,13 +35,13 @@ pub(super) struct Routing {
     index: Index,
     inflight: Arc<InflightPrefixes>,
     fleet: Fleet,
-    members: Vec<Arc<Member>>,
+    members: Vec<Arc<Worker>>,
     scratch: Scratch,
     /// By worker, and at the end for the shared store.
     feeds: Vec<Feed>,
     /// Virtual time starts here. Only differences are ever looked at.
     start: Instant,
-    others: Others,
+    others: PeerRouters,
     /// By request, while it is in flight.
     placed: Vec<Option<Placed>>,
     door: Option<Door>,
@@ -86,7 +88,7 @@ pub(super) enum Step {
 /// How far a source was followed.
 struct Feed {
     source: Source,
-    view: View,
+    cursor: SourceCursor,
 }
 
 const EPOCH: Epoch = Epoch(1);
@@ -151,15 +153,15 @@ impl Routing {
         let member = |((id, slot), phase): ((WorkerId, SourceId), &Phase)| {
             let (model, stores) = (card.clone(), vec![STORE]);
             let instance = Instance { id, epoch: EPOCH, phase: *phase, model, stores };
-            Arc::new(Member::new(Arc::new(instance), Arc::new(Simulated), slot, None))
+            Arc::new(Worker::new(Arc::new(instance), Arc::new(Simulated), slot, None))
         };
-        let members: Vec<Arc<Member>> = ids.zip(slots).zip(&options.workers).map(member).collect();
+        let members: Vec<Arc<Worker>> = ids.zip(slots).zip(&options.workers).map(member).collect();
         fleet.join_all(members.iter().cloned());
         let sources = (0..workers as u64).map(|id| Source::Worker(WorkerId(id))).chain([Source::Store(STORE)]);
         let feed = |source| {
-            let mut view = View::of_life(Some(EPOCH));
-            view.laid(EPOCH, 0);
-            Feed { source, view }
+            let mut cursor = SourceCursor::new(Some(EPOCH));
+            cursor.snapshot_applied(EPOCH, 0);
+            Feed { source, cursor }
         };
         Self {
             seed,
@@ -171,7 +173,7 @@ impl Routing {
             scratch: Scratch::default(),
             feeds: sources.map(feed).collect(),
             start: Instant::now(),
-            others: Others::default(),
+            others: PeerRouters::default(),
             placed: (0..requests).map(|_| None).collect(),
             door: (options.admission != Admission::Off).then(|| Door::new(settings.admission.clone())),
             deadline: (options.admission == Admission::Deadline).then_some(options.slo.ttft),
@@ -184,7 +186,7 @@ impl Routing {
     pub(super) fn arrive(&mut self, now_ns: u64, request: u32, requests: &[Asked]) -> Vec<Step> {
         let (now, asked, mut steps) = (self.at(now_ns), &requests[request as usize], Vec::new());
         let Some(bidden) = self.place(now, now, request, asked, &mut steps) else { return vec![Step::Refused] };
-        let roster = self.fleet.roster();
+        let roster = self.fleet.snapshot();
         match &mut self.door {
             None => self.go(now, request, &mut steps),
             Some(door) => {
@@ -198,7 +200,7 @@ impl Routing {
 
     /// Something changed: who may go, or must.
     pub(super) fn round(&mut self, now_ns: u64, requests: &[Asked]) -> Vec<Step> {
-        let (now, roster, mut steps) = (self.at(now_ns), self.fleet.roster(), Vec::new());
+        let (now, roster, mut steps) = (self.at(now_ns), self.fleet.snapshot(), Vec::new());
         for word in self.door.as_mut().map(|door| door.round(&roster, now)).unwrap_or_default() {
             self.heed(now, word, &mut steps, requests);
         }
@@ -247,7 +249,7 @@ impl Routing {
 
     fn send(&self, now: Instant, request: u32, booking: &Booking, part: Stage, steps: &mut Vec<Step>) {
         let Booking { worker, number, name, .. } = *booking;
-        self.members[worker].books.sent(number, now);
+        self.members[worker].load.sent(number, now);
         steps.extend([Step::Say(Booked::Sent(name)), Step::Go { request, worker, part }]);
     }
 
@@ -260,7 +262,7 @@ impl Routing {
         let Some(Placed { decode, prefill: Some(prefill), .. }) = &self.placed[request as usize] else {
             return Vec::new();
         };
-        self.members[prefill.worker].books.started(prefill.number);
+        self.members[prefill.worker].load.started(prefill.number);
         let mut steps = vec![Step::Say(Booked::Started(prefill.name))];
         self.send(now, request, decode, Stage::Decode, &mut steps);
         steps
@@ -276,7 +278,7 @@ impl Routing {
     }
 
     fn release(&self, now: Instant, booking: &Booking) -> Booked {
-        self.members[booking.worker].books.release(booking.number, now);
+        self.members[booking.worker].load.release(booking.number, now);
         Booked::Released(booking.name)
     }
 
@@ -292,17 +294,17 @@ impl Routing {
         let names: Vec<SequenceHash> = asked.blocks.iter().map(|block| trace::name(*block)).collect();
         let mut overlaps = Overlaps::only(BLOCK_TOKENS as usize, names, &self.index);
         overlaps.extend(&self.inflight);
-        let roster = self.fleet.roster();
-        let serving = roster.serving(MODEL)?;
-        let survey = Survey::new(serving, &overlaps, asked.input as usize, &[], now);
+        let roster = self.fleet.snapshot();
+        let pool = roster.pool(MODEL)?;
+        let view = FleetView::new(pool, &overlaps, asked.input as usize, &[], now);
         let draw = splitmix64(self.seed ^ self.fleet.choices());
         // A router does not know how long an answer will be.
         let deadline = self.deadline.map(|deadline| arrived + deadline);
         let within = deadline.map(|deadline| deadline.saturating_duration_since(now).as_secs_f64());
-        let ask = Ask {
+        let ask = PlacementRequest {
             tokens: asked.input as usize,
             max_tokens: None,
-            answers: 1,
+            choices: 1,
             work: &Work::Generate,
             may_split: true,
             within,
@@ -310,9 +312,9 @@ impl Routing {
         let decision = decide(
             self.rules.of(&asked.model),
             ask,
-            survey,
+            view,
             &mut self.scratch,
-            Turn { draw, session: Some(asked.session) },
+            SelectionContext { random: draw, session: Some(asked.session) },
         )?;
         // Seats are in the order of their workers' ids, which count from 0.
         let at = match &mut self.peer {
@@ -320,23 +322,23 @@ impl Routing {
             None => decision.chosen.at,
         };
         let row = decision.row(at as u32);
-        let helper = decision.helper(&row);
+        let helper = decision.prefill_worker(&row);
         self.advisor.placed(row.uncached());
-        let mut book = |row: &Row<'_>, name, amount, promised| {
-            let member = row.member();
+        let mut book = |row: &ScoredWorker<'_>, name, amount, promised| {
+            let member = row.worker();
             self.fleet.choose(member);
-            let number = member.books.book(amount, now);
+            let number = member.load.book(amount, now);
             let promise = self.inflight.add(member.slot, promised, BLOCK_TOKENS as usize, row.held.total());
-            let Amount { prefill_tokens, blocks, sequences, .. } = amount;
+            let Demand { prefill_tokens, blocks, sequences, .. } = amount;
             let (worker, decodes, anchors) = (member.id(), sequences > 0, promise.anchors().to_vec());
             let placed = Booked::Placed { number: name, worker, prefill_tokens, blocks, decodes, anchors };
             steps.push(Step::Say(placed));
             Booking { worker: row.at, number, name, _promise: promise }
         };
-        let (name, names) = (u64::from(request), overlaps.names(0));
+        let (name, names) = (u64::from(request), overlaps.hashes(0));
         // What is handed over comes late: an event will tell of it.
-        let decode = book(&row, name, row.amount(), if helper.is_some() { &[] } else { names });
-        let prefill = helper.map(|helper| book(helper, name | DETOUR, helper.detour(), names));
+        let decode = book(&row, name, row.demand(), if helper.is_some() { &[] } else { names });
+        let prefill = helper.map(|helper| book(helper, name | DETOUR, helper.prefill_demand(), names));
         let ticket = Ticket {
             model: MODEL.into(),
             tenant: "".into(),
@@ -347,10 +349,10 @@ impl Routing {
             max_tokens: None,
             choices: 1,
         };
-        let route = Route { decode: row.member().id(), prefill: helper.map(|helper| helper.member().id()) };
-        let held = [row.amount(), helper.map(Row::detour).unwrap_or_default()];
-        let bidden = ticket.placed(route, held, decision.takes(&row), now);
-        let transfer = row.desk.pace.transfer(Level::Peer, row.missing());
+        let route = Route { decode: row.worker().id(), prefill: helper.map(|helper| helper.worker().id()) };
+        let held = [row.demand(), helper.map(ScoredWorker::prefill_demand).unwrap_or_default()];
+        let bidden = ticket.placed(route, held, decision.min_service_seconds(&row), now);
+        let transfer = row.snapshot.estimate.transfer(Level::Peer, row.missing());
         self.placed[request as usize] = Some(Placed { decode, prefill, transfer, handed: None, arrived, permit: None });
         Some(bidden)
     }
@@ -361,10 +363,10 @@ impl Routing {
         let Some(Placed { decode, prefill, transfer, handed, .. }) = &mut self.placed[request as usize] else {
             return Vec::new();
         };
-        let (books, name) = (&self.members[decode.worker].books, decode.name);
-        books.started(decode.number);
+        let (load, name) = (&self.members[decode.worker].load, decode.name);
+        load.started(decode.number);
         if let Some(handed) = handed {
-            books.resumed(((now - *handed).as_secs_f64() - *transfer).max(0.0));
+            load.handed_off(((now - *handed).as_secs_f64() - *transfer).max(0.0));
         }
         if let Some(peer) = &mut self.peer {
             peer.started(decode.worker, request);
@@ -387,29 +389,29 @@ impl Routing {
     }
 
     /// Who shall change between prefill and decode, if anybody.
-    pub(super) fn plan(&mut self, now_ns: u64, routers: usize) -> Option<Flip> {
+    pub(super) fn plan(&mut self, now_ns: u64, routers: usize) -> Option<RoleChange> {
         let now = self.at(now_ns);
         self.advisor.look(routers, &self.members, self.start, now)
     }
 
     /// A worker has changed, in the same life.
-    pub(super) fn flip(&mut self, Flip { worker, to }: Flip) {
+    pub(super) fn flip(&mut self, RoleChange { worker, to }: RoleChange) {
         let member = &mut self.members[worker.0 as usize];
         let instance = Instance { phase: to, ..(*member.instance).clone() };
-        *member = Arc::new(Member::new(Arc::new(instance), Arc::new(Simulated), member.slot, Some(member)));
+        *member = Arc::new(Worker::new(Arc::new(instance), Arc::new(Simulated), member.slot, Some(member)));
         self.fleet.join(member.clone());
     }
 
     /// Another router tells what it booked.
     pub(super) fn hear(&mut self, now_ns: u64, from: usize, booked: Vec<Booked>) {
         let now = self.at(now_ns);
-        self.others.hear(RouterId(from as u64), booked, &self.fleet, &self.inflight, now);
+        self.others.apply(RouterId(from as u64), booked, &self.fleet, &self.inflight, now);
     }
 
     /// A second has passed: who is silent has gone.
     pub(super) fn forget(&mut self, now_ns: u64) {
         let now = self.at(now_ns);
-        self.others.forget(now);
+        self.others.expire(now);
     }
 
     /// A message arrives. Whether the source's snapshot is needed.
@@ -418,17 +420,17 @@ impl Routing {
         let feed = &mut self.feeds[from];
         match message {
             Message::Load(load) => {
-                feed.view.behind(EPOCH, load.number, now);
+                feed.cursor.behind(EPOCH, load.number, now);
                 self.members[from].reported(&load);
-                self.members[from].books.report(load, now);
+                self.members[from].load.report(load, now);
             }
             Message::Blocks(number, event) => {
-                if let Outcome::Apply(event) = feed.view.event(EPOCH, number, event) {
+                if let Outcome::Apply(event) = feed.cursor.event(EPOCH, number, event) {
                     self.index.apply(feed.source, &event);
                 }
             }
         }
-        feed.view.ask(0).is_some()
+        feed.cursor.next_request(0).is_some()
     }
 
     /// A snapshot of a source, taken now, arrives. Whether another is needed.
@@ -436,20 +438,20 @@ impl Routing {
         let feed = &mut self.feeds[from];
         let run = |(level, block)| Run { level, parent: None, blocks: vec![trace::name(block)] };
         let runs: Vec<Run> = blocks.map(run).collect();
-        if feed.view.takes(EPOCH, number) {
+        if feed.cursor.accept_snapshot(EPOCH, number) {
             self.index.replace(feed.source, &runs);
-            feed.view.laid(EPOCH, number);
+            feed.cursor.snapshot_applied(EPOCH, number);
         }
-        while let Some(event) = feed.view.next() {
+        while let Some(event) = feed.cursor.next() {
             self.index.apply(feed.source, &event);
         }
-        feed.view.ask(0).is_some()
+        feed.cursor.next_request(0).is_some()
     }
 
     /// Whether nothing is booked, here or by others that told.
     #[cfg(test)]
     pub(super) fn is_idle(&self) -> bool {
-        let free = |member: &Arc<Member>| member.books.booked() == Amount::default();
+        let free = |member: &Arc<Worker>| member.load.booked() == Demand::default();
         self.placed.iter().all(Option::is_none) && self.members.iter().all(free)
     }
 

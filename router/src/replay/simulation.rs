@@ -8,9 +8,9 @@ use super::router::{Routing, Step};
 use super::trace::Asked;
 use super::{Admission, Chooser, Options, Profile, Trace};
 use crate::admission::Stage;
-use crate::control::rebalance::EVERY;
+use crate::control::rebalance::INTERVAL;
 use crate::hash::splitmix64;
-use crate::policy::planner::Flip;
+use crate::policy::planner::RoleChange;
 use kvbm::Level;
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
@@ -71,7 +71,7 @@ enum Event {
     /// The planner looks.
     Plan,
     /// A worker prefills from now on, or decodes.
-    Flip(u32, bool),
+    RoleChange(u32, bool),
 }
 
 /// Requests are left that nobody will ever serve.
@@ -89,7 +89,7 @@ const REPORT_EVERY_NS: u64 = 1_000_000_000;
 const REPORT_GAP_NS: u64 = 20_000_000;
 /// Longer than anybody waits in the router: who has not moved by then never will.
 const STILL_NS: u64 = 600_000_000_000;
-const PLAN_EVERY_NS: u64 = EVERY.as_nanos() as u64;
+const PLAN_EVERY_NS: u64 = INTERVAL.as_nanos() as u64;
 
 impl<'a> Simulation<'a> {
     pub(super) fn new(trace: &'a Trace, options: &'a Options, chooser: &Chooser, rate: f64, seed: u64) -> Self {
@@ -285,14 +285,14 @@ impl<'a> Simulation<'a> {
             Event::Plan => {
                 let routers = self.routers.len();
                 // A wish to the worker, and its answer to all.
-                if let Some(Flip { worker, to }) = self.routers[0].plan(now, routers) {
-                    self.schedule(now + 2 * self.lag_ns, Event::Flip(worker.0 as u32, to == Phase::Prefill));
+                if let Some(RoleChange { worker, to }) = self.routers[0].plan(now, routers) {
+                    self.schedule(now + 2 * self.lag_ns, Event::RoleChange(worker.0 as u32, to == Phase::Prefill));
                 }
                 self.schedule(now + PLAN_EVERY_NS, Event::Plan);
             }
-            Event::Flip(worker, prefills) => {
+            Event::RoleChange(worker, prefills) => {
                 let to = if prefills { Phase::Prefill } else { Phase::Decode };
-                let flip = Flip { worker: WorkerId(worker.into()), to };
+                let flip = RoleChange { worker: WorkerId(worker.into()), to };
                 self.routers.iter_mut().for_each(|router| router.flip(flip));
                 self.flips = self.flips.map(|flips| flips + 1);
             }

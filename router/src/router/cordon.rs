@@ -36,9 +36,9 @@ pub struct NoSuchWorker(pub WorkerId);
 impl Router {
     /// All registered workers.
     pub fn workers(&self) -> Vec<WorkerStatus> {
-        let (roster, now) = (self.core.fleet.roster(), Instant::now());
-        let status = |member: &std::sync::Arc<crate::fleet::Member>| {
-            let standing = member.books.standing(now);
+        let (roster, now) = (self.core.fleet.snapshot(), Instant::now());
+        let status = |member: &std::sync::Arc<crate::fleet::Worker>| {
+            let standing = member.load.stats(now);
             WorkerStatus {
                 worker: member.id().to_string(),
                 model: member.instance.model.id.clone(),
@@ -47,7 +47,7 @@ impl Router {
                 requests: standing.prompts.max(standing.sequences),
             }
         };
-        roster.members().map(status).collect()
+        roster.workers().map(status).collect()
     }
 
     /// Gives a worker no new requests from now on. Requests that are queued for it are placed again.
@@ -63,8 +63,8 @@ impl Router {
     /// Waits until a worker has no requests.
     pub async fn drained(&self, id: WorkerId) -> Result<(), NoSuchWorker> {
         loop {
-            let roster = self.core.fleet.roster();
-            let standing = roster.get(id).ok_or(NoSuchWorker(id))?.books.standing(Instant::now());
+            let roster = self.core.fleet.snapshot();
+            let standing = roster.get(id).ok_or(NoSuchWorker(id))?.load.stats(Instant::now());
             if standing.prompts == 0 && standing.sequences == 0 {
                 return Ok(());
             }

@@ -56,8 +56,8 @@ async fn waiting_for_a_decode_worker_is_not_handoff_overhead() {
     let harness = Harness::new(Settings { disaggregation: Disaggregation::Always, ..Settings::default() });
     let (p, d) = (harness.worker(1, Phase::Prefill).await, harness.worker(2, Phase::Decode).await);
     let resume = || {
-        let member = harness.router.core.fleet.roster().get(WorkerId(2)).unwrap().clone();
-        member.books.standing(tokio::time::Instant::now()).speeds.resume.get()
+        let member = harness.router.core.fleet.snapshot().get(WorkerId(2)).unwrap().clone();
+        member.load.stats(tokio::time::Instant::now()).speeds.handoff_overhead.get()
     };
     let full = Load { active_blocks: 500, total_blocks: 400, ..Load::default() };
     let queue = Load { waiting: 3, waiting_tokens: 900, ..Load::default() };

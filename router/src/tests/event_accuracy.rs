@@ -83,7 +83,7 @@ async fn an_estimate_is_bounded_by_the_workers_blocks_and_expires() {
     assert_eq!(cached_blocks(&harness, &prompt(2, 1600)).await, 0);
     assert_eq!(harness.router.core.index.entries(), 150);
     assert_eq!(cached_blocks(&harness, &prompt(1, 1600)).await, 51, "the end of the older prompt is evicted first");
-    tokio::time::sleep(crate::fleet::KEPT + EVALUATION).await;
+    tokio::time::sleep(crate::fleet::ASSUMED_MAX_AGE + EVALUATION).await;
     assert_eq!(harness.router.core.index.entries(), 0);
     assert_eq!(index_source(&harness, "w1"), "estimated");
 }

@@ -323,8 +323,8 @@ async fn events_before_a_restarted_worker_joins_are_dropped() {
     settle().await;
     let _new = harness.join(1, Phase::Both, MODEL, 2, &[]).await;
     assert_eq!(harness.load(1), (0, 0, 0));
-    let member = harness.router.core.fleet.roster().get(WorkerId(1)).cloned().unwrap();
-    assert!(!member.gone.is_cancelled(), "its requests do not end with the former epoch");
+    let member = harness.router.core.fleet.snapshot().get(WorkerId(1)).cloned().unwrap();
+    assert!(!member.lease_ended.is_cancelled(), "its requests do not end with the former epoch");
 }
 
 #[tokio::test(start_paused = true)]

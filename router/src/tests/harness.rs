@@ -280,8 +280,8 @@ impl Harness {
 
     /// Load of a worker, reported and reserved: tokens to prefill, sequences, blocks.
     pub(crate) fn load(&self, id: u64) -> (u64, u64, u64) {
-        let roster = self.router.core.fleet.roster();
-        let standing = roster.get(WorkerId(id)).unwrap().books.standing(tokio::time::Instant::now());
+        let roster = self.router.core.fleet.snapshot();
+        let standing = roster.get(WorkerId(id)).unwrap().load.stats(tokio::time::Instant::now());
         (standing.waiting_tokens.into(), standing.sequences.into(), standing.active_blocks.into())
     }
 }

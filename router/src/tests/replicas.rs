@@ -1,8 +1,8 @@
 //! Several routers over the same workers.
 
 use super::harness::{BLOCK, FakeEngine, Harness, MODEL, SPEED, prompt, settle};
-use crate::control::replicas::{GONE, HEARTBEAT};
-use crate::load::Amount;
+use crate::control::replicas::{HEARTBEAT, PEER_TIMEOUT};
+use crate::load::Demand;
 use crate::{PlannerMode, PlannerSettings, Router, Settings};
 use std::sync::Arc;
 use std::time::Duration;
@@ -96,8 +96,8 @@ async fn parallel_choices_are_not_queued_for_another_router() {
     let sent = tokio::spawn(async move { router.generate(request).await.map(drop) });
     settle().await;
     settle().await;
-    let books = harness.router.core.fleet.roster().get(WorkerId(1)).unwrap().books.clone();
-    assert_eq!((harness.load(1).1, books.elsewhere()), (3, Amount::default()));
+    let load = harness.router.core.fleet.snapshot().get(WorkerId(1)).unwrap().load.clone();
+    assert_eq!((harness.load(1).1, load.remote()), (3, Demand::default()));
     sent.abort();
 }
 
@@ -107,8 +107,8 @@ async fn a_remote_prefill_is_not_queued_for_another_router() {
     let (d, p) = (harness.worker(1, Phase::Decode).await, harness.worker(2, Phase::Prefill).await);
     let sent = send(&routers[1], 1).await;
     assert_eq!((d.requests(), p.requests()), (0, 1));
-    let books = harness.router.core.fleet.roster().get(WorkerId(1)).unwrap().books.clone();
-    assert_eq!((harness.load(1).1, books.elsewhere()), (1, Amount::default()));
+    let load = harness.router.core.fleet.snapshot().get(WorkerId(1)).unwrap().load.clone();
+    assert_eq!((harness.load(1).1, load.remote()), (1, Demand::default()));
     sent.abort();
 }
 
@@ -148,7 +148,7 @@ async fn bookings_of_a_silent_router_expire() {
     drop(routers.pop());
     settle().await;
     assert_eq!(harness.load(1).1, 1);
-    tokio::time::sleep(GONE + 2 * HEARTBEAT).await;
+    tokio::time::sleep(PEER_TIMEOUT + 2 * HEARTBEAT).await;
     assert_eq!(harness.load(1), (0, 0, 0));
     sent.abort();
 }

@@ -15,7 +15,7 @@ use worker::plane::{Event, EventBody, Events, Instance, Load, Phase, RouterId, S
 use worker::serve::{Planes, Worker};
 
 fn is_ejected(harness: &Harness, id: u64) -> bool {
-    harness.router.core.fleet.roster().get(WorkerId(id)).unwrap().avoided(Instant::now())
+    harness.router.core.fleet.snapshot().get(WorkerId(id)).unwrap().is_ejected(Instant::now())
 }
 
 fn probes(worker: &FakeEngine) -> usize {
@@ -149,7 +149,7 @@ async fn a_worker_that_changes_its_role_keeps_streams_and_load() {
     let _worker = Worker::start(&planes, instance, a.clone(), Arc::new(EventLog::new(epoch)), load).await.unwrap();
     settle().await;
     let mut stream = harness.ask(prompt(1, 100)).await.unwrap();
-    let (runs, phase) = (harness.load(1), || harness.router.core.fleet.roster().get(id).unwrap().instance.phase);
+    let (runs, phase) = (harness.load(1), || harness.router.core.fleet.snapshot().get(id).unwrap().instance.phase);
     assert_eq!((a.open(), b.open(), runs.1, phase()), (1, 0, 1, Phase::Both));
     for to in [Phase::Prefill, Phase::Decode] {
         let body = EventBody::Phase { worker: id, phase: to };

@@ -40,7 +40,7 @@ fn on(worker: u64, tenant: &str, tokens: u64) -> QueuedRequest {
         start_by: None,
         cost_tokens: tokens,
         route: Route { decode: WorkerId(worker), prefill: None },
-        reserved: [Amount { prefill_tokens: tokens, sequences: 1, blocks: tokens / 16, prompts: 1 }, Amount::default()],
+        reserved: [Demand { prefill_tokens: tokens, sequences: 1, blocks: tokens / 16, prompts: 1 }, Demand::default()],
         placed: now,
     }
 }
@@ -163,7 +163,7 @@ fn request_waits_until_the_route_can_meet_its_deadline() {
 #[test]
 fn cost_is_computed_tokens_and_output_of_all_choices() {
     let ticket = Ticket { max_tokens: Some(20), choices: 3, ..request("a", 1000).ticket };
-    let amount = |prefill_tokens| Amount { prefill_tokens, ..Amount::default() };
+    let amount = |prefill_tokens| Demand { prefill_tokens, ..Demand::default() };
     let route = Route { decode: WorkerId(1), prefill: Some(WorkerId(2)) };
     assert_eq!(ticket.placed(route, [amount(0), amount(300)], 0.0, Instant::now()).cost_tokens, 300 + 3 * 20);
 }

@@ -1,14 +1,14 @@
 use super::*;
 
-/// What can happen.
+/// An input of the state machine.
 #[derive(Clone, Copy, Debug)]
 enum Event {
-    Request(Verdict),
+    Request(HealthSignal),
     ProbeGoes,
-    Probe(Verdict),
+    Probe(HealthSignal),
 }
 
-const BUSY: Verdict = Verdict::Busy(Duration::from_secs(1));
+const BUSY: HealthSignal = HealthSignal::Busy(Duration::from_secs(1));
 
 fn closed() -> Health {
     Health::default()
@@ -16,19 +16,19 @@ fn closed() -> Health {
 
 fn after_two_faults(now: Instant) -> Health {
     let mut health = closed();
-    (0..2).for_each(|_| health.note(Verdict::Fault, now));
+    (0..2).for_each(|_| health.note(HealthSignal::Fault, now));
     health
 }
 
 fn open(now: Instant) -> Health {
     let mut health = after_two_faults(now);
-    health.note(Verdict::Fault, now);
+    health.note(HealthSignal::Fault, now);
     health
 }
 
 fn half_open(now: Instant) -> Health {
     let mut health = open(now);
-    health.probe(now + FIRST);
+    health.probe(now + FIRST_OPEN);
     health
 }
 
@@ -36,46 +36,46 @@ fn half_open(now: Instant) -> Health {
 async fn every_transition() {
     use Breaker::{Closed, HalfOpen};
     use Event::{Probe, ProbeGoes, Request};
-    use Verdict::{Fault, Hung, Neutral, Well};
+    use HealthSignal::{Fault, Healthy, Hung, Neutral};
     let start = Instant::now();
-    let now = start + FIRST;
-    let rests = |times: u32| Breaker::Open(now + FIRST * times);
-    let was = Breaker::Open(start + FIRST);
+    let now = start + FIRST_OPEN;
+    let open_for = |times: u32| Breaker::Open(now + FIRST_OPEN * times);
+    let was = Breaker::Open(start + FIRST_OPEN);
     let table = [
         // From closed.
-        (closed(), Request(Well), Closed),
+        (closed(), Request(Healthy), Closed),
         (closed(), Request(Neutral), Closed),
         (closed(), Request(BUSY), Closed),
         (closed(), Request(Fault), Closed),
-        (closed(), Request(Hung), rests(1)),
+        (closed(), Request(Hung), open_for(1)),
         (closed(), ProbeGoes, Closed),
-        (closed(), Probe(Well), Closed),
+        (closed(), Probe(Healthy), Closed),
         (closed(), Probe(Neutral), Closed),
         (closed(), Probe(BUSY), Closed),
-        (closed(), Probe(Fault), rests(1)),
-        (closed(), Probe(Hung), rests(1)),
+        (closed(), Probe(Fault), open_for(1)),
+        (closed(), Probe(Hung), open_for(1)),
         (after_two_faults(start), Request(Neutral), Closed),
         (after_two_faults(start), Request(BUSY), Closed),
-        (after_two_faults(start), Request(Fault), rests(1)),
+        (after_two_faults(start), Request(Fault), open_for(1)),
         // From open.
-        (open(start), Request(Well), Closed),
+        (open(start), Request(Healthy), Closed),
         (open(start), Request(Neutral), was),
         (open(start), Request(BUSY), was),
         (open(start), Request(Fault), was),
         (open(start), Request(Hung), was),
         (open(start), ProbeGoes, HalfOpen),
         // From half open.
-        (half_open(start), Request(Well), Closed),
+        (half_open(start), Request(Healthy), Closed),
         (half_open(start), Request(Neutral), HalfOpen),
         (half_open(start), Request(BUSY), HalfOpen),
         (half_open(start), Request(Fault), HalfOpen),
         (half_open(start), Request(Hung), HalfOpen),
         (half_open(start), ProbeGoes, HalfOpen),
-        (half_open(start), Probe(Well), Closed),
+        (half_open(start), Probe(Healthy), Closed),
         (half_open(start), Probe(BUSY), Closed),
-        (half_open(start), Probe(Neutral), rests(1)),
-        (half_open(start), Probe(Fault), rests(2)),
-        (half_open(start), Probe(Hung), rests(2)),
+        (half_open(start), Probe(Neutral), open_for(1)),
+        (half_open(start), Probe(Fault), open_for(2)),
+        (half_open(start), Probe(Hung), open_for(2)),
     ];
     for (row, (mut health, event, after)) in table.into_iter().enumerate() {
         let before = health.breaker;
@@ -86,9 +86,9 @@ async fn every_transition() {
         }
         assert_eq!(health.breaker, after, "row {row}: {before:?}, {event:?}");
         assert_eq!(health.is_closed(), after == Closed);
-        let rests = health.rests_until().is_some_and(|until| until > now);
+        let ejected = health.ejected_until().is_some_and(|until| until > now);
         let busy = matches!(event, Request(BUSY) | Probe(BUSY));
-        assert_eq!(rests, busy || after != Closed, "row {row}: {before:?}, {event:?}");
+        assert_eq!(ejected, busy || after != Closed, "row {row}: {before:?}, {event:?}");
     }
 }
 
@@ -102,17 +102,17 @@ async fn client_errors_neither_open_nor_close_the_breaker() {
         Error::DeadlineExceeded,
         Error::Unread(Duration::from_secs(30)),
     ];
-    let (mut well, mut ill) = (closed(), open(now));
+    let (mut healthy, mut faulty) = (closed(), open(now));
     for _ in 0..100 {
         for error in &errors {
-            well.note(Verdict::of(error), now);
-            ill.note(Verdict::of(error), now);
+            healthy.note(HealthSignal::of(error), now);
+            faulty.note(HealthSignal::of(error), now);
         }
     }
-    assert!(well.is_closed() && !ill.is_closed());
+    assert!(healthy.is_closed() && !faulty.is_closed());
     let mut nearly = after_two_faults(now);
-    nearly.note(Verdict::Neutral, now);
-    nearly.note(Verdict::Fault, now);
+    nearly.note(HealthSignal::Neutral, now);
+    nearly.note(HealthSignal::Fault, now);
     assert!(!nearly.is_closed(), "a client's mistake is no success in between");
 }
 
@@ -120,21 +120,21 @@ async fn client_errors_neither_open_nor_close_the_breaker() {
 async fn back_pressure_is_obeyed_and_is_not_a_fault() {
     let (mut health, now) = (closed(), Instant::now());
     for _ in 0..100 {
-        health.note(Verdict::of(&Error::Overloaded { retry_after: Duration::from_secs(1) }), now);
+        health.note(HealthSignal::of(&Error::Overloaded { retry_after: Duration::from_secs(1) }), now);
     }
     assert!(health.is_closed());
-    assert_eq!(health.rests_until(), Some(now + Duration::from_secs(1)), "and it does not add up");
-    health.note(Verdict::Well, now);
-    assert_eq!(health.rests_until(), Some(now + Duration::from_secs(1)), "one that was accepted before says nothing");
-    health.note(Verdict::Busy(Duration::from_hours(1)), now);
-    assert_eq!(health.rests_until(), Some(now + BUSY_MAX));
+    assert_eq!(health.ejected_until(), Some(now + Duration::from_secs(1)), "and it does not add up");
+    health.note(HealthSignal::Healthy, now);
+    assert_eq!(health.ejected_until(), Some(now + Duration::from_secs(1)), "one that was accepted before says nothing");
+    health.note(HealthSignal::Busy(Duration::from_hours(1)), now);
+    assert_eq!(health.ejected_until(), Some(now + BUSY_MAX));
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_engine_that_nobody_reaches_or_that_fails_is_at_fault() {
+async fn unavailable_and_failed_engines_are_faults() {
     for error in [Error::Unavailable("connection refused".into()), Error::Failed("out of memory".into())] {
         let (mut health, now) = (closed(), Instant::now());
-        (0..IN_A_ROW).for_each(|_| health.note(Verdict::of(&error), now));
+        (0..CONSECUTIVE_FAULTS).for_each(|_| health.note(HealthSignal::of(&error), now));
         assert!(!health.is_closed(), "{error}");
     }
 }
@@ -144,36 +144,36 @@ async fn half_of_sixteen_opens_though_every_other_request_is_served() {
     let (mut health, now) = (closed(), Instant::now());
     for n in 1..=8 {
         assert!(health.is_closed(), "after {n} of each");
-        health.note(Verdict::Well, now);
-        health.note(Verdict::Fault, now);
+        health.note(HealthSignal::Healthy, now);
+        health.note(HealthSignal::Fault, now);
     }
     assert!(!health.is_closed());
     let (mut rare, now) = (closed(), Instant::now());
     for _ in 0..100 {
-        rare.note(Verdict::Fault, now);
-        (0..2).for_each(|_| rare.note(Verdict::Well, now));
+        rare.note(HealthSignal::Fault, now);
+        (0..2).for_each(|_| rare.note(HealthSignal::Healthy, now));
     }
     assert!(rare.is_closed(), "a third does not");
 }
 
 #[tokio::test(start_paused = true)]
-async fn rests_double_up_to_a_limit_and_an_output_forgives() {
+async fn open_times_double_up_to_a_limit_and_an_output_resets_them() {
     let start = Instant::now();
     let mut health = open(start);
-    let mut now = start + FIRST;
+    let mut now = start + FIRST_OPEN;
     for rest in [2, 4, 8, 16, 32, 32] {
         assert!(health.wants_probe(start, now));
         health.probe(now);
-        assert!(!health.wants_probe(start, now + LONGEST), "one at a time");
-        health.probed(Verdict::Hung, now);
-        assert!(!health.wants_probe(start, now + FIRST * rest - Duration::from_millis(1)));
-        now += FIRST * rest;
+        assert!(!health.wants_probe(start, now + MAX_OPEN), "one at a time");
+        health.probed(HealthSignal::Hung, now);
+        assert!(!health.wants_probe(start, now + FIRST_OPEN * rest - Duration::from_millis(1)));
+        now += FIRST_OPEN * rest;
     }
     health.probe(now);
-    health.probed(Verdict::Well, now);
-    health.note(Verdict::Hung, now);
-    assert!(!health.wants_probe(start, now + LONGEST / 2), "an answered probe closes and forgives nothing");
-    health.note(Verdict::Well, now);
-    health.note(Verdict::Hung, now);
-    assert!(health.wants_probe(start, now + FIRST));
+    health.probed(HealthSignal::Healthy, now);
+    health.note(HealthSignal::Hung, now);
+    assert!(!health.wants_probe(start, now + MAX_OPEN / 2), "an answered probe closes but resets nothing");
+    health.note(HealthSignal::Healthy, now);
+    health.note(HealthSignal::Hung, now);
+    assert!(health.wants_probe(start, now + FIRST_OPEN));
 }

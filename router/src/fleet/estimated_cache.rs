@@ -1,0 +1,98 @@
+//! Accuracy of a worker's KV events, and the estimate of its cache that replaces inaccurate events.
+//!
+//! The worker's events stay in the index under its id, used or not. The estimate is a source of its own in the index,
+//! [`estimate_id`], and its slot is what decisions read then.
+
+use super::assumed_cache::{AssumedCache, DEFAULT_BLOCKS};
+use super::event_accuracy::{CacheView, EstimateReason, EventAccuracy};
+use crate::index::Index;
+use kvbm::{BlockEvent, Level, Run, SequenceHash};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use tokio::time::Instant;
+use worker::plane::{Source, WorkerId};
+
+/// What is known of a worker's cache during one epoch beside its events.
+#[derive(Default)]
+pub(crate) struct EstimatedCache(Mutex<State>);
+
+#[derive(Default)]
+struct State {
+    accuracy: EventAccuracy,
+    assumed: AssumedCache,
+}
+
+/// The id under which the index keeps the estimate of a worker's cache. It does not collide: ids of workers are small
+/// or random.
+pub(crate) fn estimate_id(worker: WorkerId) -> WorkerId {
+    WorkerId(!worker.0)
+}
+
+impl EstimatedCache {
+    /// Whether the worker has published no event yet.
+    pub(crate) fn never_announced(&self) -> bool {
+        self.lock().accuracy.never_announced()
+    }
+
+    /// A prompt placed at `placed` was computed, including blocks that the worker's events did not contain.
+    pub(crate) fn computed(&self, placed: Instant) {
+        self.lock().accuracy.computed(placed, Instant::now());
+    }
+
+    /// Adds the blocks of a prompt sent to the worker, which has `capacity` blocks; 0 when unknown.
+    pub(crate) fn sent(&self, index: &Index, worker: WorkerId, hashes: &[SequenceHash], capacity: usize) {
+        // Held to the end, so that the index applies changes in the order in which they were made.
+        let mut state = self.lock();
+        let removed =
+            state.assumed.insert(hashes, if capacity == 0 { DEFAULT_BLOCKS } else { capacity }, Instant::now());
+        // The index ignores it until the estimate has joined.
+        let source = Source::Worker(estimate_id(worker));
+        index.apply(source, &BlockEvent::Stored { level: Level::G1, parent: None, blocks: hashes.to_vec() });
+        forget(index, source, removed);
+    }
+
+    /// Records cached tokens of a prompt: `announced` by events, `found` by the worker.
+    pub(crate) fn answered(&self, announced: u64, found: u64, block_size: u64) {
+        self.lock().accuracy.answered(announced, found, block_size);
+    }
+
+    /// Records an event of the worker, or a snapshot that contains new ones.
+    pub(crate) fn announced(&self) {
+        self.lock().accuracy.announced(Instant::now());
+    }
+
+    /// The new cache view, if it changes. Also expires old blocks of the estimate.
+    pub(crate) fn evaluate(&self, index: &Index, worker: WorkerId) -> Option<CacheView> {
+        let (mut state, now) = (self.lock(), Instant::now());
+        let removed = state.assumed.expire(now);
+        forget(index, Source::Worker(estimate_id(worker)), removed);
+        let cache_view = state.accuracy.evaluate(now);
+        if cache_view == Some(CacheView::Events) {
+            state.assumed = AssumedCache::default();
+        }
+        cache_view
+    }
+
+    /// Writes the whole estimate to the index.
+    pub(crate) fn publish_estimate(&self, index: &Index, worker: WorkerId) {
+        let run = |hash| Run { level: Level::G1, parent: None, blocks: vec![hash] };
+        let runs: Vec<Run> = self.lock().assumed.blocks().map(run).collect();
+        index.replace(Source::Worker(estimate_id(worker)), &runs);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // Nothing panics half-way under this lock.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The stores that the estimate of a worker contains. Where the worker's own events are inaccurate, those of its stores
+/// may be the cause.
+pub(crate) fn reachable_stores<T>(cache_view: CacheView, stores: &[T]) -> &[T] {
+    if cache_view == CacheView::Estimated(EstimateReason::NoEvents) { stores } else { &[] }
+}
+
+fn forget(index: &Index, source: Source, blocks: Vec<SequenceHash>) {
+    if !blocks.is_empty() {
+        index.apply(source, &BlockEvent::Removed { level: Level::G1, blocks });
+    }
+}
